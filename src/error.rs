@@ -1,0 +1,77 @@
+//! The error type of the crate.
+
+use std::path::PathBuf;
+
+/// What can go wrong, with the parameter, setting or file concerned and the remedy.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A hyper-parameter has a value that no run can use.
+    #[error("setting `{setting}` is {value}, but must be {expected}")]
+    Setting {
+        /// Name of the setting as it is written in the configuration.
+        setting: &'static str,
+        /// The refused value.
+        value: String,
+        /// What would be accepted.
+        expected: &'static str,
+    },
+    /// A parameter has a shape that its view as matrices does not allow.
+    #[error("parameter `{parameter}` has shape {shape:?}: {reason}; {remedy}")]
+    Shape {
+        /// Path of the parameter in its module.
+        parameter: String,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// Why Muon can't take it.
+        reason: &'static str,
+        /// What to write instead.
+        remedy: &'static str,
+    },
+    /// The pattern of a routing rule is not a regular expression.
+    #[error("routing rule `{pattern}` is not a regular expression: {reason}")]
+    Pattern {
+        /// The pattern as given.
+        pattern: String,
+        /// What the parser objects to.
+        reason: String,
+    },
+    /// A routing rule matches no parameter of the model, most likely because of a typing error.
+    #[error(
+        "routing rule `{pattern}` matches no parameter; print `MuonConfig::route(&model)` without it to see the paths"
+    )]
+    UnusedRule {
+        /// The pattern as given.
+        pattern: String,
+    },
+    /// The model has no trainable parameter.
+    #[error("the model has no float parameter; was it built before the optimizer?")]
+    EmptyModel,
+    /// A checkpoint can't be read or written.
+    #[error("checkpoint {path:?}: {reason}; {remedy}")]
+    Checkpoint {
+        /// The file.
+        path: PathBuf,
+        /// What happened.
+        reason: String,
+        /// What to do about it.
+        remedy: &'static str,
+    },
+    /// A checkpoint belongs to another model.
+    #[error(
+        "checkpoint {path:?} is of another model: parameter `{parameter}` is {saved} in the file and {model} in the model; load it into the model it was saved from"
+    )]
+    OtherModel {
+        /// The file.
+        path: PathBuf,
+        /// First parameter that differs.
+        parameter: String,
+        /// Shape and type in the file, or `absent`.
+        saved: String,
+        /// Shape and type in the model, or `absent`.
+        model: String,
+    },
+}
+
+/// A [`Result`](core::result::Result) with the crate's [`Error`].
+pub type Result<T, E = Error> = core::result::Result<T, E>;

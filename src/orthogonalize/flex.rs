@@ -1,0 +1,162 @@
+//! The products on Burn's Flex backend, by faer, which can compute a lower triangle alone.
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Flex, TensorMetadata, ops::FloatTensorOps};
+use burn::tensor::DType;
+use faer::linalg::matmul::{matmul, triangular, triangular::BlockStructure};
+use faer::{Accum, MatMut, MatRef, Par};
+use rayon::prelude::*;
+
+use super::{ops::MatrixOps, portable};
+
+/// Multiplications from which one product is worth several threads; below it, the matrices of a
+/// batch are spread over the threads instead. Burn's Flex has the same border.
+const THREADS_FROM: usize = 192 * 192 * 192;
+
+/// Side of the tiles in which a triangle is mirrored, so that both sides stay in the cache.
+const MIRROR_TILE: usize = 32;
+
+/// Whether the products here take this type; the others are left to Burn.
+pub fn serves(dtype: DType) -> bool {
+    dtype == DType::F32
+}
+
+impl MatrixOps for Flex {
+    fn syrk(a: FloatTensor<Self>) -> FloatTensor<Self> {
+        if !serves(a.dtype()) {
+            return portable::syrk::<Self>(a);
+        }
+        let [k, m, _] = a.shape().dims();
+        let result = Self::float_empty([k, m, m].into(), &a.device(), DType::F32.into());
+        lower_triangles(a.clone(), a, result, 1.0, Accum::Replace)
+    }
+
+    fn symmetric_product(
+        a: FloatTensor<Self>,
+        b: FloatTensor<Self>,
+        c: FloatTensor<Self>,
+        alpha: f32,
+        beta: f32,
+    ) -> FloatTensor<Self> {
+        if !serves(a.dtype()) {
+            return portable::symmetric_product::<Self>(a, b, c, alpha, beta);
+        }
+        let scaled = Self::float_mul_scalar(c, beta.into());
+        lower_triangles(a, b, scaled, alpha, Accum::Add)
+    }
+
+    fn product_add(
+        a: FloatTensor<Self>,
+        b: FloatTensor<Self>,
+        c: FloatTensor<Self>,
+        beta: f32,
+    ) -> FloatTensor<Self> {
+        if !serves(a.dtype()) {
+            return portable::product_add::<Self>(a, b, c, beta);
+        }
+        let scaled = Self::float_mul_scalar(c, beta.into());
+        each_matrix(a, b, scaled, |result, a, b, par| {
+            let result = MatMut::from_row_major_slice_mut(result, a.nrows(), b.ncols());
+            matmul(result, Accum::Add, a, b, 1.0, par);
+        })
+    }
+}
+
+/// Adds `alpha A B^T` to `result`, or replaces it, and makes it symmetric.
+fn lower_triangles(
+    a: FloatTensor<Flex>,
+    b: FloatTensor<Flex>,
+    result: FloatTensor<Flex>,
+    alpha: f32,
+    accum: Accum,
+) -> FloatTensor<Flex> {
+    let b = Flex::float_swap_dims(b, 1, 2);
+    each_matrix(a, b, result, |result, a, b, par| {
+        let m = a.nrows();
+        triangular::matmul(
+            MatMut::from_row_major_slice_mut(&mut *result, m, m),
+            BlockStructure::TriangularLower,
+            accum,
+            a,
+            BlockStructure::Rectangular,
+            b,
+            BlockStructure::Rectangular,
+            alpha,
+            par,
+        );
+        mirror(result, m);
+    })
+}
+
+/// Runs `multiply` with the result and the factors of every matrix of the batch.
+fn each_matrix(
+    a: FloatTensor<Flex>,
+    b: FloatTensor<Flex>,
+    result: FloatTensor<Flex>,
+    multiply: impl Fn(&mut [f32], MatRef<'_, f32>, MatRef<'_, f32>, Par) + Sync,
+) -> FloatTensor<Flex> {
+    let ([_, m, n], [_, _, p]) = (a.shape().dims(), b.shape().dims());
+    let (a, b) = (by_rows_or_columns(a), by_rows_or_columns(b));
+    let mut result = contiguous(result);
+    let (matrices_a, matrices_b) = (matrices(&a), matrices(&b));
+    let multiply =
+        |i: usize, result: &mut [f32], par| multiply(result, matrices_a(i), matrices_b(i), par);
+    let results = result.storage_mut::<f32>();
+    if m * p * n < THREADS_FROM {
+        let batch = results.par_chunks_exact_mut(m * p).enumerate();
+        batch.for_each(|(i, result)| multiply(i, result, Par::Seq));
+    } else {
+        let batch = results.chunks_exact_mut(m * p).enumerate();
+        batch.for_each(|(i, result)| multiply(i, result, Par::rayon(0)));
+    }
+    result
+}
+
+/// The tensor with its elements in order and nothing else in its buffer.
+fn contiguous(tensor: FloatTensor<Flex>) -> FloatTensor<Flex> {
+    let elements = tensor.shape().num_elements();
+    if tensor.is_contiguous() && tensor.storage::<f32>().len() == elements {
+        tensor
+    } else {
+        tensor.to_contiguous()
+    }
+}
+
+/// The tensor itself if its rows or its columns are contiguous, else a copy of which they are.
+fn by_rows_or_columns(tensor: FloatTensor<Flex>) -> FloatTensor<Flex> {
+    let strides = tensor.layout().strides();
+    if strides[1].min(strides[2]) == 1 && strides[0] >= 0 {
+        tensor
+    } else {
+        tensor.to_contiguous()
+    }
+}
+
+/// The matrices of a batch whose rows or columns are contiguous.
+fn matrices<'a>(tensor: &'a FloatTensor<Flex>) -> impl Fn(usize) -> MatRef<'a, f32> + Sync {
+    let [_, rows, columns] = tensor.shape().dims();
+    let layout = tensor.layout();
+    let [batch, row, column] = [0, 1, 2].map(|i| layout.strides()[i] as usize);
+    let values = &tensor.storage::<f32>()[layout.start_offset()..];
+    move |i| {
+        let values = &values[i * batch..];
+        if column == 1 {
+            MatRef::from_row_major_slice_with_stride(values, rows, columns, row)
+        } else {
+            MatRef::from_column_major_slice_with_stride(values, rows, columns, column)
+        }
+    }
+}
+
+/// Copies the lower triangle of an `m` by `m` matrix onto its upper one.
+fn mirror(matrix: &mut [f32], m: usize) {
+    for top in (0..m).step_by(MIRROR_TILE) {
+        for left in (0..=top).step_by(MIRROR_TILE) {
+            for i in top..(top + MIRROR_TILE).min(m) {
+                for j in left..(left + MIRROR_TILE).min(i) {
+                    matrix[j * m + i] = matrix[i * m + j];
+                }
+            }
+        }
+    }
+}

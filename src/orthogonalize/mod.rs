@@ -1,0 +1,230 @@
+//! Newton-Schulz orthogonalisation of batches of matrices.
+//!
+//! [`NewtonSchulz::orthogonalize`] maps every matrix `X = U S V^T` of a batch to a matrix near its
+//! polar factor `U V^T`, by applying odd polynomials to its singular values. Two forms compute the
+//! same polynomials:
+//!
+//! - the [standard form](Form::Standard), `X <- a X + (b A + c A^2) X` with `A = X X^T`
+//!   (Keller Jordan, <https://kellerjordan.github.io/posts/muon/>);
+//! - the [Gram form](Form::Gram), which iterates on the small `R = X X^T` alone and multiplies `X`
+//!   once at the end (<https://github.com/Dao-AILab/gram-newton-schulz>).
+//!
+//! Both run on the smaller side of the matrix, and all products of polynomials of one symmetric
+//! matrix go through one operation that computes a single triangle ([`ops`]).
+
+pub mod coefficients;
+pub mod cost;
+#[cfg(feature = "flex")]
+mod flex;
+mod gram;
+pub mod ops;
+mod portable;
+pub mod restarts;
+mod products;
+mod standard;
+
+pub use coefficients::{Coefficients, Polynomial};
+pub use ops::{Engine, Kernels};
+
+use burn::backend::{Backend, Dispatch, DTypeUsage};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use products::Products;
+
+/// The precision of the iteration; the norm before it is taken in float32 at least.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum IterationDtype {
+    /// Half precision where the device has matrix units for it, float16 before bfloat16, and
+    /// float32 elsewhere.
+    Auto,
+    /// float32.
+    F32,
+    /// float16: suits the Gram form better than bfloat16, for its three more bits of mantissa.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl IterationDtype {
+    /// The type that tensors of `dtype` on `device` are iterated in.
+    fn resolve(self, device: &Device, dtype: DType) -> FloatDType {
+        let accelerated = |half: DType| {
+            Dispatch::dtype_usage(device.as_dispatch(), half).contains(DTypeUsage::Accelerated)
+        };
+        match self {
+            Self::Auto if accelerated(DType::F16) => FloatDType::F16,
+            Self::Auto if accelerated(DType::BF16) => FloatDType::BF16,
+            Self::Auto | Self::F32 if dtype == DType::F64 => FloatDType::F64,
+            Self::Auto | Self::F32 => FloatDType::F32,
+            Self::F16 => FloatDType::F16,
+            Self::Bf16 => FloatDType::BF16,
+        }
+    }
+
+    /// The types that [`resolve`](Self::resolve) may return.
+    fn candidates(self) -> &'static [FloatDType] {
+        match self {
+            Self::Auto => &[FloatDType::F16, FloatDType::BF16, FloatDType::F32, FloatDType::F64],
+            Self::F32 => &[FloatDType::F32, FloatDType::F64],
+            Self::F16 => &[FloatDType::F16],
+            Self::Bf16 => &[FloatDType::BF16],
+        }
+    }
+}
+
+/// The form of the iteration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Form {
+    /// Whichever needs fewer operations for the shape; the standard form where the Gram form would
+    /// be unstable.
+    Auto,
+    /// Products with `X` at every step.
+    Standard,
+    /// Products with `X X^T` only, with the restarts that [`restarts::choose`] computes.
+    Gram,
+}
+
+/// A Newton-Schulz iteration, ready to run on matrices of any shape.
+#[derive(Debug, Clone)]
+pub struct NewtonSchulz {
+    schedule: Vec<Polynomial>,
+    epsilon: f64,
+    dtype: IterationDtype,
+    form: Form,
+    kernels: Kernels,
+    /// For every type that the iteration may run in; `None` where the Gram form is not stable.
+    restarts: Vec<(FloatDType, Option<Vec<usize>>)>,
+}
+
+/// How matrices of a shape are orthogonalised.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Explanation {
+    /// The form that runs, never [`Form::Auto`].
+    pub form: Form,
+    /// The steps before which the Gram form restarts; empty for the standard form.
+    pub restarts: Vec<usize>,
+    /// The type of the iteration.
+    pub dtype: FloatDType,
+    /// What computes the products.
+    pub engine: Engine,
+    /// Floating-point operations for one matrix.
+    pub operations: f64,
+}
+
+impl NewtonSchulz {
+    /// An iteration of `steps` steps with a coefficient set.
+    ///
+    /// `epsilon` is the least Frobenius norm that a matrix is divided by: a matrix smaller than that
+    /// comes out smaller, too, instead of as amplified noise. With zero the result does not depend
+    /// on the scale of the input; a matrix of zeros stays zero.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`] for zero steps, unusable coefficients, an `epsilon` that is negative or
+    /// not finite, and for [`Form::Gram`] with coefficients that restarts can't keep stable in
+    /// `dtype`.
+    pub fn new(
+        coefficients: &Coefficients,
+        steps: usize,
+        epsilon: f64,
+        dtype: IterationDtype,
+        form: Form,
+    ) -> Result<Self> {
+        if !(epsilon.is_finite() && epsilon >= 0.0) {
+            return Err(Error::Setting {
+                setting: "epsilon",
+                value: epsilon.to_string(),
+                expected: "a finite number, zero or more",
+            });
+        }
+        let schedule = coefficients.schedule(steps)?;
+        let restarts: Vec<_> =
+            dtype.candidates().iter().map(|dtype| (*dtype, restarts::choose(&schedule, *dtype))).collect();
+        if form == Form::Gram && restarts.iter().any(|(_, restarts)| restarts.is_none()) {
+            return Err(Error::Setting {
+                setting: "form",
+                value: format!("Gram with {coefficients:?} in {dtype:?}"),
+                expected: "Auto or Standard, since restarts can't keep these coefficients stable",
+            });
+        }
+        Ok(Self { schedule, epsilon, dtype, form, kernels: Kernels::Auto, restarts })
+    }
+
+    /// Restricts the implementations of the products.
+    pub fn with_kernels(mut self, kernels: Kernels) -> Self {
+        self.kernels = kernels;
+        self
+    }
+
+    /// Replaces every matrix `U S V^T` of the batch `[k, m, n]` by one near `U V^T`, of the same
+    /// type and on the same device.
+    ///
+    /// Any sizes will do, also 1 and 0. A matrix with an entry that is not finite gives one of NaN
+    /// and leaves the others of the batch alone.
+    pub fn orthogonalize(&self, batch: Tensor<3>) -> Tensor<3> {
+        let [k, m, n] = batch.dims();
+        if k * m * n == 0 {
+            return batch;
+        }
+        let dtype = batch.dtype();
+        let plan = self.explain(&batch);
+        let products = Products::new(m, n, plan.engine);
+        let x = normalize(batch, self.epsilon).cast(plan.dtype);
+        let x = match plan.form {
+            Form::Gram => gram::iterate(x, &self.schedule, &plan.restarts, products),
+            _ => standard::iterate(x, &self.schedule, products),
+        };
+        x.cast(dtype)
+    }
+
+    /// How [`orthogonalize`](Self::orthogonalize) treats the matrices of `batch`.
+    pub fn explain(&self, batch: &Tensor<3>) -> Explanation {
+        let [_, m, n] = batch.dims();
+        let (m, n) = (m.min(n), m.max(n));
+        let dtype = self.dtype.resolve(&batch.device(), batch.dtype());
+        let engine = Engine::choose(self.kernels, &batch.device(), dtype);
+        let share = engine.symmetric_share(m);
+        let steps = self.schedule.len();
+        let standard = Explanation {
+            form: Form::Standard,
+            restarts: vec![],
+            dtype,
+            engine,
+            operations: cost::standard(steps, m, n, share),
+        };
+        let gram = self.restarts(dtype).map(|restarts| Explanation {
+            form: Form::Gram,
+            restarts: restarts.to_vec(),
+            operations: cost::gram(steps, restarts.len(), m, n, share),
+            ..standard.clone()
+        });
+        match (self.form, gram) {
+            (Form::Gram, Some(gram)) => gram,
+            (Form::Auto, Some(gram)) if gram.operations < standard.operations => gram,
+            _ => standard,
+        }
+    }
+
+    fn restarts(&self, dtype: FloatDType) -> Option<&[usize]> {
+        self.restarts.iter().find(|(known, _)| *known == dtype)?.1.as_deref()
+    }
+}
+
+/// Divides every matrix by its Frobenius norm, or by `epsilon` if that is larger.
+///
+/// The sum of magnitudes is divided out first, so that no square overflows or underflows, whatever
+/// the scale of the matrix.
+fn normalize(batch: Tensor<3>, epsilon: f64) -> Tensor<3> {
+    let smallest = f32::MIN_POSITIVE;
+    let batch = match batch.dtype() {
+        DType::F64 => batch,
+        _ => batch.cast(FloatDType::F32),
+    };
+    let size = batch.clone().abs().sum_dims(&[1, 2]).clamp_min(smallest);
+    let batch = batch / size.clone();
+    let norm = batch.clone().square().sum_dims(&[1, 2]).sqrt().clamp_min(smallest);
+    let least = size.recip().mul_scalar(epsilon);
+    batch / norm.max_pair(least)
+}

@@ -1,0 +1,71 @@
+//! The products in Burn's own operations, for every backend.
+
+use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
+use burn::tensor::Slice;
+
+/// Below this many rows the pieces of a split product cost more than the half it saves.
+const SPLIT_FROM: usize = 512;
+
+/// Block rows of a split product: more of them save more, fewer keep the pieces large.
+const BLOCK_ROWS: usize = 4;
+
+/// The part of a symmetric product of `m` rows that [`lower_block_rows`] computes.
+pub fn symmetric_share(m: usize) -> f64 {
+    if m < SPLIT_FROM { 1.0 } else { (BLOCK_ROWS + 1) as f64 / (2 * BLOCK_ROWS) as f64 }
+}
+
+/// [`MatrixOps::syrk`](super::ops::MatrixOps::syrk).
+pub fn syrk<B: Backend>(a: FloatTensor<B>) -> FloatTensor<B> {
+    lower_block_rows::<B>(a.clone(), a)
+}
+
+/// [`MatrixOps::symmetric_product`](super::ops::MatrixOps::symmetric_product).
+pub fn symmetric_product<B: Backend>(
+    a: FloatTensor<B>,
+    b: FloatTensor<B>,
+    c: FloatTensor<B>,
+    alpha: f32,
+    beta: f32,
+) -> FloatTensor<B> {
+    let product = lower_block_rows::<B>(a, b);
+    let product = if alpha == 1.0 { product } else { B::float_mul_scalar(product, alpha.into()) };
+    B::float_add(product, B::float_mul_scalar(c, beta.into()))
+}
+
+/// [`MatrixOps::product_add`](super::ops::MatrixOps::product_add).
+pub fn product_add<B: Backend>(
+    a: FloatTensor<B>,
+    b: FloatTensor<B>,
+    c: FloatTensor<B>,
+    beta: f32,
+) -> FloatTensor<B> {
+    B::float_add(B::float_matmul(a, b), B::float_mul_scalar(c, beta.into()))
+}
+
+/// `A B^T` in block rows: the blocks on and below the diagonal are computed, those above it are
+/// their transposes.
+fn lower_block_rows<B: Backend>(a: FloatTensor<B>, b: FloatTensor<B>) -> FloatTensor<B> {
+    let [k, m, n] = a.shape().dims();
+    if m < SPLIT_FROM {
+        return B::float_matmul(a, B::float_swap_dims(b, 1, 2));
+    }
+    let block = m.div_ceil(BLOCK_ROWS);
+    let mut result = B::float_empty([k, m, m].into(), &a.device(), a.dtype().into());
+    for start in (0..m).step_by(block) {
+        let end = (start + block).min(m);
+        let rows = B::float_slice(a.clone(), &ranges([0..k, start..end, 0..n]));
+        let columns = B::float_slice(b.clone(), &ranges([0..k, 0..end, 0..n]));
+        let row = B::float_matmul(rows, B::float_swap_dims(columns, 1, 2));
+        let left = B::float_slice(row.clone(), &ranges([0..k, 0..end - start, 0..start]));
+        result = B::float_slice_assign(result, &ranges([0..k, start..end, 0..end]), row);
+        if start > 0 {
+            let above = B::float_swap_dims(left, 1, 2);
+            result = B::float_slice_assign(result, &ranges([0..k, 0..start, start..end]), above);
+        }
+    }
+    result
+}
+
+fn ranges(ranges: [core::ops::Range<usize>; 3]) -> [Slice; 3] {
+    ranges.map(Slice::from)
+}

@@ -1,0 +1,209 @@
+//! Schedules of momentum, weight decay and learning rate.
+//!
+//! A [`Schedule`] is a piecewise curve over the steps of a run. [`MuonConfig`](crate::MuonConfig)
+//! takes one for its momentum and one for its weight decay; [`Schedule::lr`] turns one into a Burn
+//! [`LrScheduler`], which composes with Burn's own.
+//!
+//! ```
+//! use distmuon::Schedule;
+//!
+//! // 100 steps up to 0.02, then hold, then 300 steps down to 0.
+//! let lr = Schedule::warmup_constant_warmdown(0.02, 100, 600, 300);
+//! assert_eq!(lr.at(0), 0.0002);
+//! assert_eq!(lr.at(99), 0.02);
+//! assert_eq!(lr.at(1_000), 0.0);
+//! ```
+
+use burn::lr_scheduler::{LrScheduler, LrSchedulerRecord};
+use burn::optim::LearningRate;
+use serde::{Deserialize, Serialize};
+
+/// The record key of the step count.
+const STEP: &str = "step";
+
+/// How a segment gets from the value before it to its own.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+enum Curve {
+    Hold,
+    Linear,
+    Cosine,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+struct Segment {
+    curve: Curve,
+    steps: usize,
+    to: f64,
+}
+
+/// A value for every step of a run: a start, then segments that hold it or move it, then the last
+/// value for good.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Schedule {
+    start: f64,
+    segments: Vec<Segment>,
+}
+
+impl From<f64> for Schedule {
+    fn from(value: f64) -> Self {
+        Self::constant(value)
+    }
+}
+
+impl Schedule {
+    /// The same value at every step.
+    pub fn constant(value: f64) -> Self {
+        Self { start: value, segments: vec![] }
+    }
+
+    /// Continues with the value reached so far for `steps` steps.
+    pub fn hold(self, steps: usize) -> Self {
+        let to = self.end();
+        self.then(Curve::Hold, steps, to)
+    }
+
+    /// Continues in a straight line to `to`, which the last of `steps` steps has.
+    pub fn linear(self, steps: usize, to: f64) -> Self {
+        self.then(Curve::Linear, steps, to)
+    }
+
+    /// Continues along half a cosine to `to`, which the last of `steps` steps has.
+    pub fn cosine(self, steps: usize, to: f64) -> Self {
+        self.then(Curve::Cosine, steps, to)
+    }
+
+    /// Warm-up to `peak`, `constant` steps there, warm-down to zero: the trapezoid of
+    /// <https://github.com/karpathy/nanochat>.
+    pub fn warmup_constant_warmdown(
+        peak: f64,
+        warmup: usize,
+        constant: usize,
+        warmdown: usize,
+    ) -> Self {
+        Self::constant(if warmup == 0 { peak } else { 0.0 })
+            .linear(warmup, peak)
+            .hold(constant)
+            .linear(warmdown, 0.0)
+    }
+
+    /// Warm-up to `peak`, then half a cosine to `least` (Loshchilov and Hutter,
+    /// <https://arxiv.org/abs/1608.03983>).
+    pub fn warmup_cosine(peak: f64, warmup: usize, decay: usize, least: f64) -> Self {
+        Self::constant(if warmup == 0 { peak } else { 0.0 })
+            .linear(warmup, peak)
+            .cosine(decay, least)
+    }
+
+    /// Momentum that rises from 0.85 to `to` over `steps` steps, as in
+    /// <https://github.com/KellerJordan/modded-nanogpt> (0.95 after 300).
+    pub fn momentum_warmup(to: f64, steps: usize) -> Self {
+        Self::constant(0.85).linear(steps, to)
+    }
+
+    /// The value at a step, counted from 0.
+    pub fn at(&self, step: usize) -> f64 {
+        let mut from = self.start;
+        let mut before = 0;
+        for Segment { curve, steps, to } in &self.segments {
+            if step < before + steps {
+                let progress = (step - before + 1) as f64 / *steps as f64;
+                return match curve {
+                    Curve::Hold => from,
+                    Curve::Linear => from + (to - from) * progress,
+                    Curve::Cosine => {
+                        to + (from - to) * 0.5 * (1.0 + (core::f64::consts::PI * progress).cos())
+                    }
+                };
+            }
+            before += steps;
+            from = *to;
+        }
+        from
+    }
+
+    /// A Burn learning-rate scheduler that returns the values of this schedule, one a step, and
+    /// continues where it stopped when its record is loaded.
+    pub fn lr(self) -> ScheduledLr {
+        ScheduledLr { schedule: self, step: 0 }
+    }
+
+    /// Every value that a segment starts or ends with; all others lie between them.
+    pub(crate) fn extremes(&self) -> impl Iterator<Item = f64> + '_ {
+        core::iter::once(self.start).chain(self.segments.iter().map(|segment| segment.to))
+    }
+
+    fn end(&self) -> f64 {
+        self.segments.last().map_or(self.start, |segment| segment.to)
+    }
+
+    fn then(mut self, curve: Curve, steps: usize, to: f64) -> Self {
+        self.segments.push(Segment { curve, steps, to });
+        self
+    }
+}
+
+/// A [`Schedule`] as a Burn [`LrScheduler`].
+#[derive(Clone, Debug)]
+pub struct ScheduledLr {
+    schedule: Schedule,
+    step: usize,
+}
+
+impl LrScheduler for ScheduledLr {
+    fn step(&mut self) -> LearningRate {
+        let lr = self.schedule.at(self.step);
+        self.step += 1;
+        lr
+    }
+
+    fn to_record(&self) -> LrSchedulerRecord {
+        LrSchedulerRecord::new().with_scalar(STEP, self.step)
+    }
+
+    fn load_record(&mut self, record: LrSchedulerRecord) {
+        if let Some(step) = record.scalar(STEP) {
+            self.step = step;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+
+    #[test]
+    fn segments_follow_each_other() {
+        let schedule = Schedule::constant(1.0).hold(2).linear(4, 3.0).cosine(2, 1.0);
+        let values: Vec<f64> = (0..9).map(|step| schedule.at(step)).collect();
+        assert_eq!(values, [1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 2.0, 1.0, 1.0]);
+    }
+
+    #[test]
+    fn no_warmup_starts_at_the_peak() {
+        assert_eq!(Schedule::warmup_cosine(0.5, 0, 10, 0.0).hold(1).at(10), 0.0);
+        assert_eq!(Schedule::warmup_constant_warmdown(0.5, 0, 3, 2).at(0), 0.5);
+        assert_eq!(Schedule::warmup_constant_warmdown(0.5, 0, 3, 2).at(3), 0.25);
+    }
+
+    #[test]
+    fn momentum_rises_to_its_end() {
+        let momentum = Schedule::momentum_warmup(0.95, 300);
+        assert!(momentum.at(0) > 0.85 && momentum.at(0) < 0.851);
+        assert_eq!(momentum.at(299), 0.95);
+        assert_eq!(momentum.at(5_000), 0.95);
+    }
+
+    #[test]
+    fn scheduler_continues_from_its_record() {
+        let schedule = Schedule::warmup_cosine(0.1, 3, 20, 0.01);
+        let mut whole = schedule.clone().lr();
+        let values: Vec<f64> = (0..10).map(|_| whole.step()).collect();
+        let mut first = schedule.clone().lr();
+        (0..4).for_each(|_| drop(first.step()));
+        let mut second = ModuleLrScheduler::new(schedule.lr()).load_record(
+            LrSchedulerRecord::new().with_record("0", first.to_record()),
+        );
+        assert_eq!(second.step().base(), values[4]);
+    }
+}
