@@ -2,7 +2,7 @@
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Flex, TensorMetadata, ops::FloatTensorOps};
-use burn::tensor::DType;
+use burn::tensor::{DType, FloatDType};
 use faer::linalg::matmul::{matmul, triangular, triangular::BlockStructure};
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
@@ -18,17 +18,20 @@ const MIRROR_TILE: usize = 32;
 
 /// Whether the products here take this type; the others are left to Burn.
 pub fn serves(dtype: DType) -> bool {
-    dtype == DType::F32
+    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }
 
+/// Half-precision operands are multiplied and added in float32, and rounded once.
 impl MatrixOps for Flex {
     fn syrk(a: FloatTensor<Self>) -> FloatTensor<Self> {
         if !serves(a.dtype()) {
             return portable::syrk::<Self>(a);
         }
         let [k, m, _] = a.shape().dims();
-        let result = Self::float_empty([k, m, m].into(), &a.device(), DType::F32.into());
-        lower_triangles(a.clone(), a, result, 1.0, Accum::Replace)
+        let dtype = a.dtype();
+        let a = single(a);
+        let result = Self::float_empty([k, m, m].into(), &a.device(), FloatDType::F32);
+        rounded(lower_triangles(a.clone(), a, result, 1.0, Accum::Replace), dtype)
     }
 
     fn symmetric_product(
@@ -41,8 +44,9 @@ impl MatrixOps for Flex {
         if !serves(a.dtype()) {
             return portable::symmetric_product::<Self>(a, b, c, alpha, beta);
         }
-        let scaled = Self::float_mul_scalar(c, beta.into());
-        lower_triangles(a, b, scaled, alpha, Accum::Add)
+        let dtype = a.dtype();
+        let scaled = Self::float_mul_scalar(single(c), beta.into());
+        rounded(lower_triangles(single(a), single(b), scaled, alpha, Accum::Add), dtype)
     }
 
     fn product_add(
@@ -54,12 +58,23 @@ impl MatrixOps for Flex {
         if !serves(a.dtype()) {
             return portable::product_add::<Self>(a, b, c, beta);
         }
-        let scaled = Self::float_mul_scalar(c, beta.into());
-        each_matrix(a, b, scaled, |result, a, b, par| {
+        let dtype = a.dtype();
+        let scaled = Self::float_mul_scalar(single(c), beta.into());
+        let sum = each_matrix(single(a), single(b), scaled, |result, a, b, par| {
             let result = MatMut::from_row_major_slice_mut(result, a.nrows(), b.ncols());
             matmul(result, Accum::Add, a, b, 1.0, par);
-        })
+        });
+        rounded(sum, dtype)
     }
+}
+
+/// The tensor in float32.
+fn single(tensor: FloatTensor<Flex>) -> FloatTensor<Flex> {
+    rounded(tensor, DType::F32)
+}
+
+fn rounded(tensor: FloatTensor<Flex>, dtype: DType) -> FloatTensor<Flex> {
+    if tensor.dtype() == dtype { tensor } else { Flex::float_cast(tensor, dtype.into()) }
 }
 
 /// Adds `alpha A B^T` to `result`, or replaces it, and makes it symmetric.

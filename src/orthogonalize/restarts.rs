@@ -76,10 +76,10 @@ fn spread(run: &[Simulated]) -> f64 {
     if high.is_finite() { high / low } else { f64::INFINITY }
 }
 
-/// The condition number up to which the result keeps half of the digits of the arithmetic.
-fn limit(noise: f64) -> f64 {
-    2.5 / noise.sqrt()
-}
+/// The condition number up to which `Q` is trusted. The best single restarts of the common five-step
+/// sets reach 53 to 119 in float16. Float32 would survive more, but errors of `R` reach the result
+/// amplified by about the square: without a restart they cost it three digits.
+const LIMIT: f64 = 125.0;
 
 /// The fewest restarts that keep `Q` well conditioned, at their best positions; `None` when even
 /// the most that pay do not suffice, so that the standard form has to serve.
@@ -90,7 +90,7 @@ pub fn choose(schedule: &[Polynomial], dtype: FloatDType) -> Option<Vec<usize>> 
             .into_iter()
             .map(|positions| (condition(schedule, &positions, noise), positions))
             .min_by(|(a, _), (b, _)| a.total_cmp(b))?;
-        (condition <= limit(noise)).then_some(positions)
+        (condition <= LIMIT).then_some(positions)
     })
 }
 
@@ -152,13 +152,15 @@ mod tests {
     }
 
     #[test]
-    fn float32_needs_no_restart_for_five_steps() {
+    fn every_type_gets_a_choice_within_the_limit() {
         for set in [Coefficients::polar_express(), Coefficients::You, Coefficients::KellerJordan] {
-            assert_eq!(choose(&schedule(&set), FloatDType::F32), Some(vec![]), "{set:?}");
+            let chosen = choose(&schedule(&set), FloatDType::F32).expect("a choice");
+            assert_eq!(chosen.len(), 1, "{set:?}: {chosen:?}");
         }
         let deep = schedule(&Coefficients::DeepSeekV4);
         let chosen = choose(&deep, FloatDType::F32).expect("a choice");
-        assert_eq!(chosen.len(), 1, "ten steps amplify float32 rounding too: {chosen:?}");
+        assert!(condition(&deep, &chosen, noise(FloatDType::F32)) <= LIMIT);
+        assert!(chosen.len() > 1, "ten steps amplify float32 rounding, too: {chosen:?}");
     }
 
     #[test]

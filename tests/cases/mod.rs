@@ -1,0 +1,303 @@
+//! Cases of the conformance test: their format, how they are run, and the crate's own.
+
+mod own;
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use burn::module::{Module, Param};
+use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::tensor::{Device, Tensor, TensorData};
+use distmuon::{
+    AdamWSettings, Coefficients, IterationDtype, LrScale, MatrixLayout, MuonConfig, Rule, Schedule,
+};
+use safetensors::SafeTensors;
+use serde::{Deserialize, Serialize};
+
+pub use own::{check_own, write_own};
+
+type Outcome<T> = Result<T, String>;
+
+/// The metadata of a file.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Header {
+    reference: String,
+    optimizer: String,
+    steps: usize,
+    lr: f64,
+    config: serde_json::Value,
+    tolerance: f64,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct MuonSettings {
+    coefficients: CoefficientSet,
+    ns_steps: usize,
+    epsilon: f64,
+    iteration_dtype: IterationName,
+    momentum_form: MomentumForm,
+    momentum: f64,
+    nesterov: bool,
+    scale: ScaleName,
+    weight_decay: f64,
+    #[serde(default = "one")]
+    lr_factor: f64,
+    #[serde(default)]
+    view: ViewName,
+    #[serde(default)]
+    momentum_warmup: Option<Warmup>,
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+/// Linear from `from` to the momentum, which the last of `steps` steps has.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Warmup {
+    from: f64,
+    steps: usize,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+enum CoefficientSet {
+    Named(CoefficientName),
+    Listed(Vec<[f64; 3]>),
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+enum CoefficientName {
+    #[serde(rename = "kj")]
+    KellerJordan,
+    #[serde(rename = "you")]
+    You,
+    #[serde(rename = "polar_express_1.02")]
+    PolarExpressCushioned,
+    #[serde(rename = "polar_express/1.05")]
+    PolarExpress,
+    #[serde(rename = "deepseek_v4")]
+    DeepSeekV4,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum IterationName {
+    F32,
+    F16,
+    Bf16,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum MomentumForm {
+    Lerp,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum ScaleName {
+    None,
+    Original,
+    MatchRmsAdamw,
+    Spectral,
+}
+
+/// How a parameter of more than two dimensions is seen, in the layout of the file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum ViewName {
+    #[default]
+    Single,
+    Batch,
+    Flatten,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct AdamWCase {
+    betas: [f64; 2],
+    epsilon: f64,
+    weight_decay: f64,
+}
+
+/// One file: a run of a reference.
+pub struct Case {
+    header: Header,
+    tensors: HashMap<String, TensorData>,
+}
+
+/// A model of one parameter.
+#[derive(Module, Debug)]
+struct One<const D: usize> {
+    weight: Param<Tensor<D>>,
+}
+
+impl Case {
+    pub fn read(path: &Path) -> Outcome<Self> {
+        let bytes = std::fs::read(path).map_err(|error| error.to_string())?;
+        let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(|error| error.to_string())?;
+        let text = metadata.metadata().as_ref().and_then(|map| map.get("case"));
+        let header = serde_json::from_str(text.ok_or("no metadata `case`")?)
+            .map_err(|error| format!("can't be expressed: {error}"))?;
+        let tensors = SafeTensors::deserialize(&bytes).map_err(|error| error.to_string())?;
+        let tensors = tensors
+            .iter()
+            .map(|(name, view)| {
+                let values: Vec<f32> =
+                    view.data().chunks(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+                (name.to_owned(), TensorData::new(values, view.shape()))
+            })
+            .collect();
+        Ok(Self { header, tensors })
+    }
+
+    pub fn tolerance(&self) -> f64 {
+        self.header.tolerance
+    }
+
+    /// The largest error of a step. Matrices run in both layouts, and the worse one counts.
+    pub fn run(&self) -> Outcome<f64> {
+        let parameters = self.tensors.keys().filter(|name| name.ends_with(".init")).count();
+        if parameters != 1 {
+            return Err(format!("can't be expressed: {parameters} parameters"));
+        }
+        match self.tensor("param.0.init")?.rank() {
+            1 => self.trajectory::<1>(MatrixLayout::OutIn),
+            2 => {
+                let stored = self.trajectory::<2>(MatrixLayout::OutIn)?;
+                Ok(stored.max(self.trajectory::<2>(MatrixLayout::InOut)?))
+            }
+            3 => {
+                let stored = self.trajectory::<3>(MatrixLayout::OutIn)?;
+                Ok(stored.max(self.trajectory::<3>(MatrixLayout::InOut)?))
+            }
+            4 => self.trajectory::<4>(MatrixLayout::OutIn),
+            rank => Err(format!("can't be expressed: a parameter of {rank} dimensions")),
+        }
+    }
+
+    fn trajectory<const D: usize>(&self, layout: MatrixLayout) -> Outcome<f64> {
+        let device = Device::default().autodiff();
+        let load = |name: &str, device: &Device| -> Outcome<Tensor<D>> {
+            let tensor = Tensor::<D>::from_data(self.tensor(name)?.clone(), device);
+            Ok(oriented(tensor, layout))
+        };
+        let init = load("param.0.init", &device)?;
+        let mut model = One { weight: Param::from_tensor(init.clone().require_grad()) };
+        let mut optim = self.optimizer(&model, layout)?;
+        let mut worst = 0f64;
+        for step in 1..=self.header.steps {
+            let mut grads = GradientsParams::new();
+            let grad = load(&format!("grad.0.{step}"), &Device::default())?;
+            grads.register(model.weight.id, grad);
+            model = optim.step(self.header.lr, model, grads);
+            let reference = load(&format!("param.0.{step}"), &device)?;
+            let moved = norm(reference.clone() - init.clone());
+            worst = worst.max(norm(model.weight.val() - reference) / moved);
+        }
+        Ok(worst)
+    }
+
+    fn optimizer<const D: usize>(
+        &self,
+        model: &One<D>,
+        layout: MatrixLayout,
+    ) -> Outcome<ModuleOptimizer> {
+        let config = match self.header.optimizer.as_str() {
+            "muon" => muon(self.muon_settings()?, layout),
+            "adamw" => adamw(self.settings()?, D),
+            other => return Err(format!("can't be expressed: optimizer `{other}`")),
+        };
+        config.try_init(model).map_err(|error| error.to_string())
+    }
+
+    fn muon_settings(&self) -> Outcome<MuonSettings> {
+        self.settings()
+    }
+
+    fn settings<T: for<'a> Deserialize<'a>>(&self) -> Outcome<T> {
+        serde_json::from_value(self.header.config.clone())
+            .map_err(|error| format!("can't be expressed: {error}"))
+    }
+
+    fn tensor(&self, name: &str) -> Outcome<&TensorData> {
+        self.tensors.get(name).ok_or_else(|| format!("no tensor `{name}`"))
+    }
+}
+
+/// A tensor of the file, whose rows are outputs, in the layout of a run.
+fn oriented<const D: usize>(tensor: Tensor<D>, layout: MatrixLayout) -> Tensor<D> {
+    match layout {
+        MatrixLayout::OutIn => tensor,
+        MatrixLayout::InOut => tensor.swap_dims(D - 2, D - 1),
+    }
+}
+
+fn norm<const D: usize>(tensor: Tensor<D>) -> f64 {
+    let squares = tensor.to_data().iter::<f64>().map(|x| x * x).sum::<f64>();
+    squares.sqrt()
+}
+
+fn muon(settings: MuonSettings, layout: MatrixLayout) -> MuonConfig {
+    let MomentumForm::Lerp = settings.momentum_form;
+    let momentum = match settings.momentum_warmup {
+        Some(Warmup { from, steps }) => Schedule::constant(from).linear(steps, settings.momentum),
+        None => settings.momentum.into(),
+    };
+    let rule = match settings.view {
+        ViewName::Single => Rule::muon("weight"),
+        ViewName::Batch => Rule::muon("weight").batch(),
+        ViewName::Flatten => Rule::muon("weight").flatten(),
+    };
+    MuonConfig::new()
+        .with_coefficients(settings.coefficients.set())
+        .with_steps(Some(settings.ns_steps))
+        .with_epsilon(settings.epsilon)
+        .with_iteration_dtype(match settings.iteration_dtype {
+            IterationName::F32 => IterationDtype::F32,
+            IterationName::F16 => IterationDtype::F16,
+            IterationName::Bf16 => IterationDtype::Bf16,
+        })
+        .with_momentum(momentum)
+        .with_nesterov(settings.nesterov)
+        .with_weight_decay(settings.weight_decay.into())
+        .with_lr_scale(match settings.scale {
+            ScaleName::None => LrScale::None,
+            ScaleName::Original => LrScale::Original,
+            ScaleName::MatchRmsAdamw => LrScale::MatchRmsAdamW,
+            ScaleName::Spectral => LrScale::Spectral,
+        })
+        .with_lr_factor(settings.lr_factor)
+        .with_layout(layout)
+        .with_rule(rule)
+}
+
+fn adamw(settings: AdamWCase, rank: usize) -> MuonConfig {
+    let config = MuonConfig::new().with_adamw(
+        AdamWSettings::new()
+            .with_beta_1(settings.betas[0])
+            .with_beta_2(settings.betas[1])
+            .with_epsilon(settings.epsilon)
+            .with_weight_decay(settings.weight_decay),
+    );
+    if rank == 1 { config } else { config.with_rule(Rule::adamw("weight")) }
+}
+
+impl CoefficientSet {
+    fn set(&self) -> Coefficients {
+        match self {
+            Self::Named(CoefficientName::KellerJordan) => Coefficients::KellerJordan,
+            Self::Named(CoefficientName::You) => Coefficients::You,
+            Self::Named(CoefficientName::PolarExpressCushioned) => {
+                Coefficients::PolarExpressCushioned
+            }
+            Self::Named(CoefficientName::PolarExpress) => Coefficients::polar_express(),
+            Self::Named(CoefficientName::DeepSeekV4) => Coefficients::DeepSeekV4,
+            Self::Listed(steps) => Coefficients::Custom(steps.clone()),
+        }
+    }
+}

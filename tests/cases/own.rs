@@ -1,0 +1,181 @@
+//! The crate's own cases: what the public references do not cover, from a reference in float64 that
+//! orthogonalises by an SVD.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use faer::Mat;
+use safetensors::tensor::{Dtype, TensorView};
+use serde_json::{Value, json};
+
+use super::{Case, Header, MuonSettings, Outcome, ScaleName, ViewName};
+use crate::common::{newton_schulz, random};
+
+/// Steps of a case.
+const STEPS: usize = 4;
+
+/// Name, shape in the layout of the file, learning rate, and what differs from the plain settings.
+fn descriptions() -> Vec<(&'static str, Vec<usize>, f64, Value)> {
+    vec![
+        ("own-spectral-wide", vec![20, 44], 0.02, json!({"scale": "spectral"})),
+        ("own-spectral-tall", vec![44, 20], 0.02, json!({"scale": "spectral"})),
+        ("own-no-scale-factor", vec![31, 17], 0.02, json!({"scale": "none", "lr_factor": 0.37})),
+        ("own-polar-express", vec![24, 72], 0.02, json!({"coefficients": "polar_express/1.05"})),
+        (
+            "own-deepseek-v4",
+            vec![24, 40],
+            0.02,
+            json!({"coefficients": "deepseek_v4", "ns_steps": 10}),
+        ),
+        (
+            "own-custom-coefficients",
+            vec![16, 16],
+            0.02,
+            json!({"coefficients": [[3.0, -3.2, 1.2], [1.875, -1.25, 0.375]], "ns_steps": 6}),
+        ),
+        ("own-experts", vec![3, 24, 16], 0.02, json!({"view": "batch"})),
+        ("own-convolution", vec![12, 3, 3, 3], 0.02, json!({"view": "flatten"})),
+        (
+            "own-momentum-warmup",
+            vec![18, 30],
+            0.05,
+            json!({"momentum_warmup": {"from": 0.85, "steps": 3}}),
+        ),
+        ("own-f16", vec![32, 64], 0.02, json!({"iteration_dtype": "f16"})),
+    ]
+}
+
+fn header(lr: f64, shape: &[usize], changes: &Value) -> Header {
+    let mut config = json!({
+        "coefficients": "kj", "ns_steps": 5, "epsilon": 1e-7, "iteration_dtype": "f32",
+        "momentum_form": "lerp", "momentum": 0.95, "nesterov": true,
+        "scale": "original", "weight_decay": 0.1,
+    });
+    for (key, value) in changes.as_object().expect("an object") {
+        config[key] = value.clone();
+    }
+    let half = config["iteration_dtype"] != "f32";
+    let _ = shape;
+    Header {
+        reference: "float64, polynomials applied to the singular values of an SVD".into(),
+        optimizer: "muon".into(),
+        steps: STEPS,
+        lr,
+        config,
+        tolerance: if half { 0.02 } else { 1e-4 },
+    }
+}
+
+/// Writes every case into the folder.
+pub fn write_own(folder: &Path) {
+    for (seed, (name, shape, lr, changes)) in descriptions().into_iter().enumerate() {
+        let header = header(lr, &shape, &changes);
+        let size: usize = shape.iter().product();
+        let vector = |seed: u64| random(size, 1, seed).col_as_slice(0).to_vec();
+        let seed = 1_000 * (seed as u64 + 1);
+        let init: Vec<f64> = vector(seed).iter().map(|x| 0.1 * x).collect();
+        let grads: Vec<Vec<f64>> = (1..=STEPS as u64).map(|step| vector(seed + step)).collect();
+        let mut tensors = vec![("param.0.init".to_owned(), init.clone())];
+        for (step, grad) in grads.iter().enumerate() {
+            tensors.push((format!("grad.0.{}", step + 1), grad.clone()));
+        }
+        // The reference continues from what the file holds, which is float32.
+        let rounded = |values: &[f64]| values.iter().map(|x| *x as f32 as f64).collect::<Vec<_>>();
+        let grads: Vec<_> = grads.iter().map(|grad| rounded(grad)).collect();
+        for (step, parameter) in reference(&header, &shape, &rounded(&init), &grads).iter().enumerate() {
+            tensors.push((format!("param.0.{}", step + 1), parameter.clone()));
+        }
+        let bytes: Vec<(String, Vec<u8>)> = tensors
+            .into_iter()
+            .map(|(name, values)| {
+                (name, values.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect())
+            })
+            .collect();
+        let views = bytes.iter().map(|(name, bytes)| {
+            (name, TensorView::new(Dtype::F32, shape.clone(), bytes).expect("a whole tensor"))
+        });
+        let case = serde_json::to_string(&header).expect("a header is JSON");
+        let metadata = HashMap::from([("case".to_owned(), case)]);
+        let path = folder.join(format!("{name}.safetensors"));
+        safetensors::serialize_to_file(views, Some(metadata), &path).expect("a writable folder");
+    }
+}
+
+/// Compares the files with a reference computed anew from what they hold.
+pub fn check_own(folder: &Path) -> Outcome<()> {
+    for (name, shape, lr, changes) in descriptions() {
+        let case = Case::read(&folder.join(format!("{name}.safetensors")))
+            .map_err(|error| format!("{name}: {error}"))?;
+        if case.header.config != header(lr, &shape, &changes).config || case.header.lr != lr {
+            return Err(format!("{name}: the file has other settings; write the cases anew"));
+        }
+        let values = |name: &str| -> Outcome<Vec<f64>> {
+            Ok(case.tensor(name)?.iter::<f64>().collect())
+        };
+        let grads = (1..=STEPS).map(|step| values(&format!("grad.0.{step}"))).collect::<Outcome<Vec<_>>>()?;
+        let parameters = reference(&case.header, &shape, &values("param.0.init")?, &grads);
+        for (step, reference) in parameters.iter().enumerate() {
+            let stored = values(&format!("param.0.{}", step + 1))?;
+            let error = stored.iter().zip(reference).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            if error > 1e-6 {
+                return Err(format!("{name}, step {}: the file is off by {error:.1e}", step + 1));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The parameter after every step, in float64. The formulas are those of `tests/conformance/README.md`.
+fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>]) -> Vec<Vec<f64>> {
+    let settings: MuonSettings =
+        serde_json::from_value(header.config.clone()).expect("the settings of an own case");
+    let [count, rows, columns] = match (settings.view, shape) {
+        (ViewName::Flatten, [rows, rest @ ..]) => [1, *rows, rest.iter().product()],
+        (_, [batch @ .., rows, columns]) => [batch.iter().product(), *rows, *columns],
+        _ => panic!("no matrix: {shape:?}"),
+    };
+    let (outputs, inputs) = (rows as f64, columns as f64);
+    let scale = match settings.scale {
+        ScaleName::None => 1.0,
+        ScaleName::Original => (outputs / inputs).max(1.0).sqrt(),
+        ScaleName::MatchRmsAdamw => 0.2 * outputs.max(inputs).sqrt(),
+        ScaleName::Spectral => (outputs / inputs).sqrt(),
+    };
+    let schedule = settings.coefficients.set().schedule(settings.ns_steps).expect("a usable set");
+    let mut parameter = init.to_vec();
+    let mut momentum = vec![0.0; init.len()];
+    grads
+        .iter()
+        .enumerate()
+        .map(|(step, grad)| {
+            let mu = match &settings.momentum_warmup {
+                Some(warmup) if step < warmup.steps => {
+                    let progress = (step + 1) as f64 / warmup.steps as f64;
+                    warmup.from + (settings.momentum - warmup.from) * progress
+                }
+                _ => settings.momentum,
+            };
+            for (m, g) in momentum.iter_mut().zip(grad) {
+                *m = mu * *m + (1.0 - mu) * g;
+            }
+            let look_ahead = |(m, g): (&f64, &f64)| mu * m + (1.0 - mu) * g;
+            let update: Vec<f64> = match settings.nesterov {
+                true => momentum.iter().zip(grad).map(look_ahead).collect(),
+                false => momentum.clone(),
+            };
+            for (k, update) in update.chunks(rows * columns).enumerate() {
+                let matrix = Mat::from_fn(rows, columns, |i, j| update[i * columns + j]);
+                let orthogonal = newton_schulz(&matrix, &schedule, settings.epsilon);
+                for i in 0..rows {
+                    for j in 0..columns {
+                        let p = &mut parameter[(k * rows + i) * columns + j];
+                        *p *= 1.0 - header.lr * settings.weight_decay;
+                        *p -= header.lr * settings.lr_factor * scale * orthogonal[(i, j)];
+                    }
+                }
+            }
+            debug_assert_eq!(count * rows * columns, parameter.len());
+            parameter.clone()
+        })
+        .collect()
+}

@@ -1,0 +1,59 @@
+//! Golden trajectories: every case of `tests/conformance/` and of the folder that
+//! `DISTMUON_CONFORMANCE_DIR` names is run on the default device, through a whole-module optimizer,
+//! and compared with its reference. The format is described in `tests/conformance/README.md`.
+//!
+//! A case that can't be expressed fails. With `DISTMUON_WRITE_CASES` set, the crate's own cases are
+//! written anew from their float64 reference.
+
+mod cases;
+mod common;
+
+use std::path::{Path, PathBuf};
+
+use cases::Case;
+use libtest_mimic::{Arguments, Failed, Trial};
+
+/// Cases that wait for a feature to come.
+const PENDING: [&str; 1] = ["nanochat-mixed"];
+
+fn main() {
+    let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/conformance");
+    if std::env::var_os("DISTMUON_WRITE_CASES").is_some() {
+        cases::write_own(&own);
+    }
+    let mut trials = vec![Trial::test("own cases follow their float64 reference", {
+        let own = own.clone();
+        move || cases::check_own(&own).map_err(Failed::from)
+    })];
+    let given = std::env::var_os("DISTMUON_CONFORMANCE_DIR").map(PathBuf::from);
+    for path in [Some(own), given].into_iter().flatten().flat_map(|folder| files(&folder)) {
+        let name = path.file_stem().expect("a file name").to_string_lossy().into_owned();
+        let pending = PENDING.contains(&name.as_str());
+        trials.push(
+            Trial::test(name.clone(), move || run(&name, &path)).with_ignored_flag(pending),
+        );
+    }
+    libtest_mimic::run(&Arguments::from_args(), trials).exit();
+}
+
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder)
+        .unwrap_or_else(|error| panic!("conformance folder {}: {error}", folder.display()));
+    let mut files: Vec<PathBuf> = entries
+        .map(|entry| entry.expect("a readable folder").path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"))
+        .collect();
+    files.sort();
+    files
+}
+
+fn run(name: &str, path: &Path) -> Result<(), Failed> {
+    let case = Case::read(path)?;
+    let error = case.run()?;
+    println!("{name}: error {error:.2e}, tolerance {:.0e}", case.tolerance());
+    if error <= case.tolerance() {
+        Ok(())
+    } else {
+        Err(format!("error {error:.2e} exceeds tolerance {:.0e}", case.tolerance()).into())
+    }
+}

@@ -1,0 +1,307 @@
+//! Newton-Schulz against float64 references, for every kind of matrix that a run may bring.
+
+mod common;
+
+use burn::tensor::{Device, Distribution, FloatDType, Tensor};
+use common::*;
+use distmuon::orthogonalize::{Engine, Kernels};
+use distmuon::{Coefficients, Form, IterationDtype, NewtonSchulz};
+use faer::Mat;
+use proptest::prelude::*;
+
+fn sets() -> Vec<Coefficients> {
+    vec![
+        Coefficients::KellerJordan,
+        Coefficients::You,
+        Coefficients::polar_express(),
+        Coefficients::PolarExpressCushioned,
+        Coefficients::DeepSeekV4,
+    ]
+}
+
+fn schedule(set: &Coefficients) -> Vec<[f64; 3]> {
+    set.schedule(set.designed_steps()).unwrap()
+}
+
+fn iteration(set: &Coefficients, epsilon: f64, form: Form) -> NewtonSchulz {
+    NewtonSchulz::new(set, set.designed_steps(), epsilon, IterationDtype::F32, form).unwrap()
+}
+
+fn default_iteration() -> NewtonSchulz {
+    iteration(&Coefficients::polar_express(), 0.0, Form::Auto)
+}
+
+fn run(iteration: &NewtonSchulz, input: &Mat<f64>) -> Mat<f64> {
+    matrix(&iteration.orthogonalize(tensor(input, &Device::default())), 0)
+}
+
+#[test]
+fn every_set_and_form_matches_the_exact_polynomials() {
+    for set in sets() {
+        for form in [Form::Standard, Form::Gram] {
+            for kernels in [Kernels::Auto, Kernels::Portable] {
+                let newton_schulz = iteration(&set, 1e-7, form).with_kernels(kernels);
+                for (rows, columns) in [(64, 64), (32, 96), (96, 32), (37, 53), (128, 512)] {
+                    let input = random(rows, columns, 1);
+                    let found = run(&newton_schulz, &input);
+                    let exact = common::newton_schulz(&input, &schedule(&set), 1e-7);
+                    let error = distance(&found, &exact);
+                    // The Gram form squares the input, and with it the effect of rounding.
+                    let bound = if form == Form::Gram { 2e-3 } else { 2e-4 };
+                    assert!(error < bound, "{set:?} {form:?} {kernels:?} {rows}x{columns}: {error}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn close_to_the_polar_factor_of_an_svd() {
+    for (rows, columns) in [(512, 512), (512, 256), (256, 512)] {
+        // Well-conditioned, so that every singular value is within the designed interval.
+        let rank = rows.min(columns);
+        let values: Vec<f64> = (0..rank).map(|i| 1.0 + i as f64 / rank as f64).collect();
+        let input = with_spectrum(rows, columns, &values, 3);
+        let error = distance(&run(&default_iteration(), &input), &polar(&input));
+        assert!(error < 0.1, "{rows}x{columns}: {error}");
+    }
+}
+
+#[test]
+fn sixteen_polar_express_steps_are_orthogonal() {
+    let set = Coefficients::PolarExpress { safety: 1.0 };
+    let newton_schulz = NewtonSchulz::new(&set, 16, 0.0, IterationDtype::F32, Form::Standard);
+    let found = run(&newton_schulz.unwrap(), &random(48, 80, 5));
+    let gram = &found * found.transpose();
+    assert!(distance(&gram, &Mat::identity(48, 48)) < 1e-5);
+}
+
+#[test]
+fn odd_and_degenerate_shapes() {
+    for (rows, columns) in
+        [(1, 1), (1, 7), (7, 1), (1, 300), (2, 3), (511, 513), (511, 257), (257, 513)]
+    {
+        let input = random(rows, columns, 7);
+        let found = run(&default_iteration(), &input);
+        let exact = common::newton_schulz(&input, &schedule(&Coefficients::polar_express()), 0.0);
+        let error = distance(&found, &exact);
+        assert!(error < 2e-4, "{rows}x{columns}: {error}");
+    }
+    let empty = Tensor::<3>::zeros([0, 4, 5], &Device::default());
+    assert_eq!(default_iteration().orthogonalize(empty).dims(), [0, 4, 5]);
+}
+
+#[test]
+fn scale_does_not_matter_without_epsilon() {
+    let input = random(24, 40, 11);
+    let reference = run(&default_iteration(), &input);
+    for scale in [1e-30, 1e-12, 1e20] {
+        let found = run(&default_iteration(), &(faer::Scale(scale) * &input));
+        assert!(distance(&found, &reference) < 1e-4, "scale {scale}");
+    }
+}
+
+#[test]
+fn epsilon_keeps_tiny_matrices_tiny() {
+    let newton_schulz = iteration(&Coefficients::polar_express(), 1e-7, Form::Auto);
+    let input = faer::Scale(1e-30) * &random(24, 40, 11);
+    let found = run(&newton_schulz, &input);
+    assert!(found.norm_max() < 1e-18 && found.norm_max().is_finite());
+}
+
+#[test]
+fn zeros_stay_zeros() {
+    for epsilon in [0.0, 1e-7] {
+        for (rows, columns) in [(8, 8), (8, 24), (600, 520)] {
+            let newton_schulz = iteration(&Coefficients::polar_express(), epsilon, Form::Auto);
+            let found = run(&newton_schulz, &Mat::zeros(rows, columns));
+            assert_eq!(found.norm_max(), 0.0, "{rows}x{columns}, epsilon {epsilon}");
+        }
+    }
+}
+
+#[test]
+fn rank_deficient_matrices_keep_their_rank() {
+    for (rows, columns) in [(64, 64), (64, 200)] {
+        let mut values = vec![1.0; rows];
+        values[rows / 2..].fill(0.0);
+        let input = with_spectrum(rows, columns, &values, 13);
+        let found = run(&default_iteration(), &input);
+        assert!(distance(&found, &polar(&input)) < 0.2, "{rows}x{columns}");
+        let rank = found.thin_svd().unwrap().S().column_vector().iter().filter(|s| **s > 0.1).count();
+        assert_eq!(rank, rows / 2);
+    }
+}
+
+/// Spectra from flat to spanning nine decades, in aspects from 1 to 8: no singular value may leave
+/// the interval that exact arithmetic keeps it in.
+#[test]
+fn a_zoo_of_spectra() {
+    let m = 96;
+    let spread = |i: usize| i as f64 / (m - 1) as f64;
+    let zoo: [(&str, Box<dyn Fn(usize) -> f64>); 7] = [
+        ("flat", Box::new(|_| 1.0)),
+        ("linear", Box::new(move |i| 1.0 - 0.999 * spread(i))),
+        ("decade", Box::new(move |i| 10f64.powf(-spread(i)))),
+        ("three decades", Box::new(move |i| 10f64.powf(-3.0 * spread(i)))),
+        ("nine decades", Box::new(move |i| 10f64.powf(-9.0 * spread(i)))),
+        ("one large", Box::new(|i| if i == 0 { 1.0 } else { 1e-4 })),
+        ("half zero", Box::new(move |i| if i < m / 2 { 1.0 } else { 0.0 })),
+    ];
+    for (name, value) in &zoo {
+        let values: Vec<f64> = (0..m).map(value).collect();
+        for aspect in [1, 2, 4, 8] {
+            let input = with_spectrum(m, m * aspect, &values, 17);
+            for set in sets() {
+                for form in [Form::Standard, Form::Gram] {
+                    let found = run(&iteration(&set, 0.0, form), &input);
+                    let exact = common::newton_schulz(&input, &schedule(&set), 0.0);
+                    let error = distance(&found, &exact);
+                    // Rounding of a zero singular value is amplified by the slope at zero, up to
+                    // 8e4 for ten steps; float32 itself is good to 1e-7.
+                    let slope: f64 = schedule(&set).iter().map(|[a, _, _]| a).product();
+                    let bound = 5e-4 + 2e-7 * slope;
+                    assert!(error < bound, "{name} x{aspect} {set:?} {form:?}: {error}");
+                    let largest = found.thin_svd().unwrap().S().column_vector()[0];
+                    assert!(largest < 1.21 + bound, "{name} x{aspect} {set:?} {form:?}: {largest}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn half_precision_stays_in_the_interval() {
+    for dtype in [IterationDtype::F16, IterationDtype::Bf16] {
+        for (rows, columns) in [(64, 64), (64, 256), (256, 64)] {
+            let set = Coefficients::polar_express();
+            let newton_schulz = NewtonSchulz::new(&set, 5, 1e-7, dtype, Form::Auto).unwrap();
+            let input = random(rows, columns, 19);
+            let found = run(&newton_schulz, &input);
+            let exact = common::newton_schulz(&input, &schedule(&set), 1e-7);
+            let error = distance(&found, &exact);
+            assert!(error < 0.1, "{dtype:?} {rows}x{columns}: {error}");
+        }
+    }
+}
+
+#[test]
+fn a_batch_equals_its_matrices_bit_for_bit() {
+    let device = Device::default();
+    for shape in [[3, 20, 33], [2, 33, 20], [2, 130, 130], [3, 200, 520]] {
+        let batch = Tensor::<3>::random(shape, Distribution::Normal(0.0, 1.0), &device);
+        let whole = default_iteration().orthogonalize(batch.clone());
+        for i in 0..shape[0] {
+            let single = default_iteration().orthogonalize(batch.clone().slice([i..i + 1]));
+            let from_batch = whole.clone().slice([i..i + 1]);
+            assert_eq!(bits(&single), bits(&from_batch), "{shape:?}, matrix {i}");
+        }
+    }
+}
+
+#[test]
+fn a_bad_matrix_does_not_spoil_its_batch() {
+    let device = Device::default();
+    let good = Tensor::<3>::random([1, 16, 16], Distribution::Default, &device);
+    let bad = good.clone().mul_scalar(f32::NAN);
+    let found = default_iteration().orthogonalize(Tensor::cat(vec![good.clone(), bad], 0));
+    let alone = default_iteration().orthogonalize(good);
+    assert_eq!(bits(&found.clone().slice([0..1])), bits(&alone));
+    assert!(matrix(&found, 1)[(0, 0)].is_nan());
+}
+
+#[test]
+fn non_contiguous_batches() {
+    let device = Device::default();
+    let wide = Tensor::<3>::random([2, 40, 90], Distribution::Normal(0.0, 1.0), &device);
+    let cases = [
+        wide.clone().swap_dims(1, 2),
+        wide.clone().slice([0..2, 3..30, 5..77]),
+        wide.clone().permute([1, 0, 2]),
+        wide.clone().slice([0..1]).expand([3, 40, 90]),
+    ];
+    for case in cases {
+        let copy = Tensor::<3>::from_data(case.to_data(), &device);
+        let (found, reference) =
+            (default_iteration().orthogonalize(case), default_iteration().orthogonalize(copy));
+        let error = (found - reference).abs().max().into_scalar::<f32>();
+        assert!(error < 1e-5, "{error}");
+    }
+}
+
+#[test]
+fn explains_what_runs() {
+    let device = Device::default();
+    let explain = |iteration: &NewtonSchulz, m, n| {
+        iteration.explain(&Tensor::<3>::zeros([1, m, n], &device))
+    };
+    let auto = default_iteration();
+    assert_eq!(explain(&auto, 64, 64).form, Form::Standard, "the Gram form saves nothing here");
+    let wide = explain(&auto, 64, 256);
+    assert_eq!((wide.form, wide.dtype), (Form::Gram, FloatDType::F32));
+    assert_eq!(explain(&auto, 256, 64), wide);
+    let flex = cfg!(feature = "flex") && format!("{device:?}").contains("Flex");
+    let fastest = if flex { Engine::Faer } else { Engine::Portable };
+    assert_eq!(wide.engine, fastest);
+    let portable = auto.with_kernels(Kernels::Portable);
+    assert_eq!(explain(&portable, 64, 256).engine, Engine::Portable);
+
+    let half = NewtonSchulz::new(
+        &Coefficients::KellerJordan,
+        5,
+        1e-7,
+        IterationDtype::F16,
+        Form::Gram,
+    );
+    assert_eq!(explain(&half.unwrap(), 64, 64).restarts, [3]);
+}
+
+#[test]
+fn unusable_settings_are_named() {
+    let new = |steps, epsilon, form, set: &Coefficients| {
+        NewtonSchulz::new(set, steps, epsilon, IterationDtype::Bf16, form).unwrap_err().to_string()
+    };
+    let kj = Coefficients::KellerJordan;
+    assert!(new(0, 1e-7, Form::Auto, &kj).contains("`steps` is 0"));
+    assert!(new(5, f64::NAN, Form::Auto, &kj).contains("`epsilon` is NaN"));
+    assert!(new(5, -1.0, Form::Auto, &kj).contains("`epsilon` is -1"));
+    let wild = Coefficients::Custom(vec![[50.0, -75.0, 26.0]; 8]);
+    assert!(new(8, 1e-7, Form::Gram, &wild).contains("`form`"));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..Default::default() })]
+
+    /// Orthogonalising commutes with transposition.
+    #[test]
+    fn transposition(rows in 1usize..40, columns in 1usize..40, seed in 0u64..1000) {
+        let input = random(rows, columns, seed);
+        let transposed = input.transpose().to_owned();
+        let found = run(&default_iteration(), &transposed);
+        let reference = run(&default_iteration(), &input);
+        prop_assert!(distance(&found, &reference.transpose().to_owned()) < 1e-3);
+    }
+
+    /// Orthogonalising commutes with rotations of rows and columns.
+    #[test]
+    fn rotation(rows in 2usize..24, columns in 2usize..24, seed in 0u64..1000) {
+        let input = random(rows, columns, seed);
+        let (left, right) = (polar(&random(rows, rows, seed + 1)), polar(&random(columns, columns, seed + 2)));
+        let found = run(&default_iteration(), &(&left * &input * &right));
+        let reference = &left * run(&default_iteration(), &input) * &right;
+        prop_assert!(distance(&found, &reference) < 2e-3);
+    }
+
+    /// The forms and the engines agree.
+    #[test]
+    fn forms_and_engines(rows in 1usize..60, columns in 1usize..60, seed in 0u64..1000) {
+        let input = random(rows, columns, seed);
+        let set = Coefficients::polar_express();
+        let reference =
+            run(&iteration(&set, 0.0, Form::Standard).with_kernels(Kernels::Portable), &input);
+        for form in [Form::Standard, Form::Gram] {
+            let found = run(&iteration(&set, 0.0, form), &input);
+            prop_assert!(distance(&found, &reference) < 2e-3);
+        }
+    }
+}
