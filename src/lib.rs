@@ -2,7 +2,7 @@
 #![warn(missing_docs)]
 
 pub mod adamw;
-mod checkpoint;
+pub mod checkpoint;
 pub mod error;
 mod gate;
 pub mod muon;

@@ -8,7 +8,7 @@ use std::fmt;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamGroup, ParamId};
 use burn::optim::{LearningRate, ModuleOptimizer, Optimizer};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 use comfy_table::{Table, presets};
 use regex::Regex;
 use serde::{Deserialize, Serialize};
@@ -153,11 +153,11 @@ impl Routing {
         {
             return Err(Error::UnusedRule { pattern: rule.pattern.clone() });
         }
-        let head = head(&parameters);
+        let heads = heads(&parameters);
         let routes = parameters
             .iter()
             .map(|found| {
-                let (built_in, reason) = found.group(head.as_deref(), config.layout);
+                let (built_in, reason) = found.group(&heads, config.layout);
                 let rule = rules.iter().rev().find(|(_, regex)| regex.is_match(&found.path));
                 let (group, reason) = match rule {
                     Some((rule, _)) => {
@@ -275,17 +275,18 @@ fn group(paths: Vec<String>, ids: Vec<ParamId>) -> ParamGroup {
 }
 
 /// A float parameter as a walk through the module finds it.
-struct Found {
-    path: String,
+pub(crate) struct Found {
+    pub path: String,
     id: ParamId,
-    shape: Vec<usize>,
+    pub shape: Vec<usize>,
+    pub dtype: DType,
     /// The type that holds it, as in `Linear`.
     holder: String,
 }
 
 impl Found {
-    /// What the built-in rules decide, given the path of the output head.
-    fn group(&self, head: Option<&str>, layout: MatrixLayout) -> (Group, &'static str) {
+    /// What the built-in rules decide, given the paths of the output heads.
+    fn group(&self, heads: &[&str], layout: MatrixLayout) -> (Group, &'static str) {
         let embedding = |name: &str| EMBEDDING_NAMES.iter().any(|part| name.contains(part));
         if self.shape.len() < 2 {
             (Group::Vector, "fewer than two dimensions")
@@ -293,45 +294,44 @@ impl Found {
             (Group::Embedding, "in an Embedding")
         } else if self.path.split('.').any(embedding) {
             (Group::Embedding, "named as an embedding")
-        } else if head == Some(&self.path) {
+        } else if heads.contains(&self.path.as_str()) {
             (Group::Head, "output head")
         } else {
             (Group::Muon { view: MatrixView::Single, layout }, "hidden matrix")
         }
     }
 
-    /// The path with all indices replaced, which the layers of a stack have in common.
-    fn place(&self) -> String {
-        let index = |name: &str| name.chars().all(|c| c.is_ascii_digit());
-        let names: Vec<_> =
-            self.path.split('.').map(|name| if index(name) { "*" } else { name }).collect();
-        names.join(".")
+    /// Whether the path has an index, so that there may be others like it.
+    fn in_stack(&self) -> bool {
+        self.path.split('.').any(|name| name.chars().all(|c| c.is_ascii_digit()))
     }
 }
 
-/// The path of the output head: a matrix in a field of such a name, or else the last `Linear`,
-/// unless it is one of a stack of layers, as the last is when the head is tied to the embedding.
-fn head(parameters: &[Found]) -> Option<String> {
-    let matrices = || parameters.iter().filter(|found| found.shape.len() == 2);
+/// The paths of the output heads: the matrices in fields of such names, or else the last `Linear`.
+///
+/// A matrix in a stack of layers is never one: where the head is tied to the embedding, the last
+/// `Linear` belongs to the last layer.
+fn heads(parameters: &[Found]) -> Vec<&str> {
+    let alone = || parameters.iter().filter(|found| found.shape.len() == 2 && !found.in_stack());
     let named = |found: &&Found| found.path.split('.').any(|name| HEAD_NAMES.contains(&name));
-    let last = || {
-        let last = matrices().filter(|found| found.holder == "Linear").next_back()?;
-        let alone = matrices().filter(|found| found.place() == last.place()).count() == 1;
-        alone.then_some(last)
-    };
-    matrices().rfind(named).or_else(last).map(|found| found.path.clone())
+    let named: Vec<&str> = alone().filter(named).map(|found| found.path.as_str()).collect();
+    let last = parameters.iter().rfind(|found| found.holder == "Linear" && found.shape.len() == 2);
+    match last {
+        Some(last) if named.is_empty() && !last.in_stack() => vec![&last.path],
+        _ => named,
+    }
 }
 
 /// Collects the float parameters of a module.
 #[derive(Default)]
-struct Walk {
+pub(crate) struct Walk {
     names: Vec<String>,
     holders: Vec<String>,
     found: Vec<Found>,
 }
 
 impl Walk {
-    fn through<M: Module>(model: &M) -> Vec<Found> {
+    pub fn through<M: Module>(model: &M) -> Vec<Found> {
         let mut walk = Self::default();
         model.visit(&mut walk);
         walk.found
@@ -344,6 +344,7 @@ impl ModuleVisitor for Walk {
             path: self.names.join("."),
             id: param.id,
             shape: param.lazy_shape().to_vec(),
+            dtype: param.val().dtype(),
             holder: self.holders.last().cloned().unwrap_or_default(),
         });
     }

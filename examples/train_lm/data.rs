@@ -1,0 +1,288 @@
+//! Real text as tokens: read from a file or folder, or from the sources of crates that every build
+//! of this repository downloads, and memory-mapped.
+
+use std::fs;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+use burn::tensor::{Device, Int, Tensor, TensorData};
+use memmap2::Mmap;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+use serde::Deserialize;
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{AddedToken, TokenizerBuilder, TokenizerImpl};
+use walkdir::WalkDir;
+
+/// Crates whose sources are the default text: the lock file names their versions and every build
+/// unpacks them, so that one lock file gives one text.
+const DEFAULT_CRATES: [&str; 10] = [
+    "burn-autodiff",
+    "burn-backend",
+    "burn-core",
+    "burn-flex",
+    "burn-nn",
+    "burn-optim",
+    "burn-std",
+    "burn-tensor",
+    "clap_builder",
+    "rayon",
+];
+
+/// Text that is left out of larger corpora, in bytes.
+const MOST_BYTES: usize = 64 << 20;
+
+/// Text that a BPE vocabulary is trained on, in bytes.
+const BPE_BYTES: usize = 4 << 20;
+
+/// Training and validation text alternate in blocks of this many tokens, one in twenty for
+/// validation.
+const BLOCK: usize = 1 << 13;
+const VALIDATION_EVERY: usize = 20;
+
+type Bpe = TokenizerImpl<
+    BPE,
+    tokenizers::NormalizerWrapper,
+    ByteLevel,
+    ByteLevel,
+    ByteLevel,
+>;
+
+/// Text to tokens and back.
+pub enum Tokenizer {
+    Bytes,
+    Bpe(Box<Bpe>),
+}
+
+impl Tokenizer {
+    fn new(vocabulary: Option<usize>, text: &[u8]) -> Result<Self> {
+        let Some(size) = vocabulary else { return Ok(Self::Bytes) };
+        ensure!(
+            (257..=65_536).contains(&size),
+            "--bpe {size}: a vocabulary has 257 to 65536 tokens, since each is stored in two bytes"
+        );
+        let mut trainer = BpeTrainer::builder()
+            .vocab_size(size)
+            .show_progress(false)
+            .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+            .special_tokens(Vec::<AddedToken>::new())
+            .build();
+        let mut bpe: Bpe = TokenizerBuilder::new()
+            .with_model(BPE::default())
+            .with_pre_tokenizer(Some(ByteLevel::new(false, true, true)))
+            .with_post_processor(Some(ByteLevel::default()))
+            .with_decoder(Some(ByteLevel::default()))
+            .build()
+            .map_err(anyhow::Error::msg)?;
+        let sample = String::from_utf8_lossy(&text[..text.len().min(BPE_BYTES)]);
+        bpe.train(&mut trainer, sample.lines()).map_err(anyhow::Error::msg)?;
+        Ok(Self::Bpe(Box::new(bpe)))
+    }
+
+    pub fn encode(&self, text: &[u8]) -> Result<Vec<u16>> {
+        match self {
+            Self::Bytes => Ok(text.iter().map(|byte| u16::from(*byte)).collect()),
+            Self::Bpe(bpe) => {
+                let text = String::from_utf8_lossy(text);
+                let encoding = bpe.encode_fast(text.as_ref(), false).map_err(anyhow::Error::msg)?;
+                Ok(encoding.get_ids().iter().map(|id| *id as u16).collect())
+            }
+        }
+    }
+
+    pub fn decode(&self, tokens: &[u16]) -> Result<String> {
+        match self {
+            Self::Bytes => {
+                let bytes: Vec<u8> = tokens.iter().map(|token| *token as u8).collect();
+                Ok(String::from_utf8_lossy(&bytes).into_owned())
+            }
+            Self::Bpe(bpe) => {
+                let ids: Vec<u32> = tokens.iter().map(|token| u32::from(*token)).collect();
+                bpe.decode(&ids, false).map_err(anyhow::Error::msg)
+            }
+        }
+    }
+
+    pub fn vocabulary(&self) -> usize {
+        match self {
+            Self::Bytes => 256,
+            Self::Bpe(bpe) => bpe.get_vocab_size(true),
+        }
+    }
+}
+
+/// A tokenised text, split into training and validation blocks.
+pub struct Corpus {
+    pub tokenizer: Tokenizer,
+    /// Little-endian `u16`s in a file without a name.
+    tokens: Mmap,
+}
+
+/// Which blocks a batch comes from.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Split {
+    Train,
+    Validation,
+}
+
+impl Corpus {
+    /// Reads and tokenises `data`, or the default text.
+    pub fn load(data: Option<&Path>, vocabulary: Option<usize>) -> Result<Self> {
+        let files = match data {
+            Some(path) => files(path)?,
+            None => default_files()?,
+        };
+        let text = read(&files)?;
+        let tokenizer = Tokenizer::new(vocabulary, &text)?;
+        let file = tempfile::tempfile().context("can't make a temporary file for the tokens")?;
+        let mut writer = BufWriter::new(&file);
+        let mut count = 0;
+        for piece in pieces(&text) {
+            let tokens = tokenizer.encode(piece)?;
+            count += tokens.len();
+            for token in tokens {
+                writer.write_all(&token.to_le_bytes()).context("can't write the tokens")?;
+            }
+        }
+        writer.flush().context("can't write the tokens")?;
+        drop(writer);
+        ensure!(
+            count >= BLOCK * VALIDATION_EVERY,
+            "{} files hold {count} tokens; give at least {} with --data",
+            files.len(),
+            BLOCK * VALIDATION_EVERY
+        );
+        // SAFETY: the file has no name and no other handle, so that nobody else can change it.
+        let tokens = unsafe { Mmap::map(&file) }.context("can't map the tokens")?;
+        tracing::info!(files = files.len(), bytes = text.len(), tokens = count, "corpus");
+        Ok(Self { tokenizer, tokens })
+    }
+
+    /// Tokens in all.
+    pub fn len(&self) -> usize {
+        self.tokens.len() / 2
+    }
+
+    /// Inputs and targets, `[batch, context]` each, from windows that `seed` chooses.
+    pub fn batch(
+        &self,
+        split: Split,
+        seed: u64,
+        batch: usize,
+        context: usize,
+        device: &Device,
+    ) -> [Tensor<2, Int>; 2] {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let blocks = self.len() / BLOCK;
+        let validation = blocks / VALIDATION_EVERY;
+        let windows: Vec<usize> = (0..batch)
+            .map(|_| {
+                let block = match split {
+                    Split::Validation => {
+                        rng.random_range(0..validation) * VALIDATION_EVERY + VALIDATION_EVERY - 1
+                    }
+                    Split::Train => loop {
+                        let block = rng.random_range(0..blocks);
+                        if block % VALIDATION_EVERY != VALIDATION_EVERY - 1 {
+                            break block;
+                        }
+                    },
+                };
+                block * BLOCK + rng.random_range(0..BLOCK - context)
+            })
+            .collect();
+        let tensor = |shift: usize| {
+            let values: Vec<i32> = windows
+                .iter()
+                .flat_map(|start| (start + shift..start + shift + context).map(|i| self.token(i)))
+                .collect();
+            Tensor::from_data(TensorData::new(values, [batch, context]), device)
+        };
+        [tensor(0), tensor(1)]
+    }
+
+    fn token(&self, index: usize) -> i32 {
+        i32::from(u16::from_le_bytes([self.tokens[2 * index], self.tokens[2 * index + 1]]))
+    }
+}
+
+/// The text in pieces of whole lines, small enough for the tokenizer.
+fn pieces(text: &[u8]) -> impl Iterator<Item = &[u8]> {
+    let mut rest = text;
+    std::iter::from_fn(move || {
+        let least = rest.len().min(1 << 16);
+        let line = rest[least..].iter().position(|byte| *byte == b'\n').map(|end| least + end + 1);
+        let (piece, after) = rest.split_at(line.unwrap_or(rest.len()));
+        rest = after;
+        (!piece.is_empty()).then_some(piece)
+    })
+}
+
+/// The file, or all files of the folder in the order of their paths.
+fn files(path: &Path) -> Result<Vec<PathBuf>> {
+    ensure!(path.exists(), "--data {}: no such file or folder", path.display());
+    let mut files = Vec::new();
+    for entry in WalkDir::new(path).sort_by_file_name() {
+        let entry = entry.with_context(|| format!("--data {}: unreadable", path.display()))?;
+        if entry.file_type().is_file() {
+            files.push(entry.into_path());
+        }
+    }
+    ensure!(!files.is_empty(), "--data {}: the folder holds no file", path.display());
+    Ok(files)
+}
+
+fn read(files: &[PathBuf]) -> Result<Vec<u8>> {
+    let mut text = Vec::new();
+    for file in files {
+        let bytes = fs::read(file).with_context(|| format!("can't read {}", file.display()))?;
+        text.extend(bytes);
+        if text.len() >= MOST_BYTES {
+            tracing::warn!("the text is cut at {} MiB", MOST_BYTES >> 20);
+            text.truncate(MOST_BYTES);
+            break;
+        }
+    }
+    ensure!(!text.is_empty(), "the files are empty; give text with --data");
+    Ok(text)
+}
+
+#[derive(Deserialize)]
+struct Lock {
+    package: Vec<Package>,
+}
+
+#[derive(Deserialize)]
+struct Package {
+    name: String,
+    version: String,
+}
+
+/// The Rust sources of [`DEFAULT_CRATES`] in cargo's registry.
+fn default_files() -> Result<Vec<PathBuf>> {
+    let lock = Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.lock");
+    let remedy = "give a text with --data FILE_OR_FOLDER";
+    let text = fs::read_to_string(&lock)
+        .with_context(|| format!("can't read {}; {remedy}", lock.display()))?;
+    let lock: Lock = toml::from_str(&text).with_context(|| format!("a broken lock file; {remedy}"))?;
+    let registry = home::cargo_home().context(remedy)?.join("registry/src");
+    let mut found = Vec::new();
+    for name in DEFAULT_CRATES {
+        let Some(package) = lock.package.iter().find(|package| package.name == name) else {
+            bail!("the lock file has no crate {name}; {remedy}")
+        };
+        let folder = format!("{name}-{}", package.version);
+        let sources = fs::read_dir(&registry)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|index| index.path().join(&folder).join("src"))
+            .find(|sources| sources.is_dir());
+        let Some(sources) = sources else {
+            bail!("no {folder} in {}; {remedy}, or run `cargo fetch`", registry.display())
+        };
+        found.extend(files(&sources)?.into_iter().filter(|file| file.extension() == Some("rs".as_ref())));
+    }
+    Ok(found)
+}
