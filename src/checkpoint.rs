@@ -108,7 +108,8 @@ pub fn load<M: Module, T: DeserializeOwned>(
     optim: ModuleOptimizer,
 ) -> Result<(M, ModuleOptimizer, T)> {
     let path = path.as_ref();
-    let failed = |reason: String, remedy| Error::Checkpoint { path: path.to_owned(), reason, remedy };
+    let failed =
+        |reason: String, remedy| Error::Checkpoint { path: path.to_owned(), reason, remedy };
     let broken = |error: &dyn std::fmt::Display| {
         failed(error.to_string(), "the file is missing or damaged; load an older checkpoint")
     };
@@ -148,7 +149,9 @@ pub fn load<M: Module, T: DeserializeOwned>(
 
 fn parameters<M: Module>(model: &M) -> Vec<Parameter> {
     let found = Walk::through(model).into_iter();
-    found.map(|found| Parameter { path: found.path, shape: found.shape, dtype: found.dtype }).collect()
+    found
+        .map(|found| Parameter { path: found.path, shape: found.shape, dtype: found.dtype })
+        .collect()
 }
 
 /// Names the first parameter that differs.

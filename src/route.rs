@@ -262,10 +262,9 @@ fn compile(rules: &[Rule]) -> Result<Vec<(&Rule, Regex)>> {
         .iter()
         .map(|rule| match Regex::new(&rule.pattern) {
             Ok(regex) => Ok((rule, regex)),
-            Err(error) => Err(Error::Pattern {
-                pattern: rule.pattern.clone(),
-                reason: error.to_string(),
-            }),
+            Err(error) => {
+                Err(Error::Pattern { pattern: rule.pattern.clone(), reason: error.to_string() })
+            }
         })
         .collect()
 }

@@ -29,9 +29,8 @@ fn main() {
     for path in [Some(own), given].into_iter().flatten().flat_map(|folder| files(&folder)) {
         let name = path.file_stem().expect("a file name").to_string_lossy().into_owned();
         let pending = PENDING.contains(&name.as_str());
-        trials.push(
-            Trial::test(name.clone(), move || run(&name, &path)).with_ignored_flag(pending),
-        );
+        trials
+            .push(Trial::test(name.clone(), move || run(&name, &path)).with_ignored_flag(pending));
     }
     libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }

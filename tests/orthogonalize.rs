@@ -48,7 +48,10 @@ fn every_set_and_form_matches_the_exact_polynomials() {
                     let error = distance(&found, &exact);
                     // The Gram form squares the input, and with it the effect of rounding.
                     let bound = if form == Form::Gram { 2e-3 } else { 2e-4 };
-                    assert!(error < bound, "{set:?} {form:?} {kernels:?} {rows}x{columns}: {error}");
+                    assert!(
+                        error < bound,
+                        "{set:?} {form:?} {kernels:?} {rows}x{columns}: {error}"
+                    );
                 }
             }
         }
@@ -128,7 +131,8 @@ fn rank_deficient_matrices_keep_their_rank() {
         let input = with_spectrum(rows, columns, &values, 13);
         let found = run(&default_iteration(), &input);
         assert!(distance(&found, &polar(&input)) < 0.2, "{rows}x{columns}");
-        let rank = found.thin_svd().unwrap().S().column_vector().iter().filter(|s| **s > 0.1).count();
+        let rank =
+            found.thin_svd().unwrap().S().column_vector().iter().filter(|s| **s > 0.1).count();
         assert_eq!(rank, rows / 2);
     }
 }
@@ -232,9 +236,8 @@ fn non_contiguous_batches() {
 #[test]
 fn explains_what_runs() {
     let device = Device::default();
-    let explain = |iteration: &NewtonSchulz, m, n| {
-        iteration.explain(&Tensor::<3>::zeros([1, m, n], &device))
-    };
+    let explain =
+        |iteration: &NewtonSchulz, m, n| iteration.explain(&Tensor::<3>::zeros([1, m, n], &device));
     let auto = default_iteration();
     assert_eq!(explain(&auto, 64, 64).form, Form::Standard, "the Gram form saves nothing here");
     let wide = explain(&auto, 64, 256);
@@ -246,13 +249,8 @@ fn explains_what_runs() {
     let portable = auto.with_kernels(Kernels::Portable);
     assert_eq!(explain(&portable, 64, 256).engine, Engine::Portable);
 
-    let half = NewtonSchulz::new(
-        &Coefficients::KellerJordan,
-        5,
-        1e-7,
-        IterationDtype::F16,
-        Form::Gram,
-    );
+    let half =
+        NewtonSchulz::new(&Coefficients::KellerJordan, 5, 1e-7, IterationDtype::F16, Form::Gram);
     assert_eq!(explain(&half.unwrap(), 64, 64).restarts, [3]);
 }
 

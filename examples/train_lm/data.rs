@@ -41,13 +41,7 @@ const BPE_BYTES: usize = 4 << 20;
 const BLOCK: usize = 1 << 13;
 const VALIDATION_EVERY: usize = 20;
 
-type Bpe = TokenizerImpl<
-    BPE,
-    tokenizers::NormalizerWrapper,
-    ByteLevel,
-    ByteLevel,
-    ByteLevel,
->;
+type Bpe = TokenizerImpl<BPE, tokenizers::NormalizerWrapper, ByteLevel, ByteLevel, ByteLevel>;
 
 /// Text to tokens and back.
 pub enum Tokenizer {
@@ -57,7 +51,9 @@ pub enum Tokenizer {
 
 impl Tokenizer {
     fn new(vocabulary: Option<usize>, text: &[u8]) -> Result<Self> {
-        let Some(size) = vocabulary else { return Ok(Self::Bytes) };
+        let Some(size) = vocabulary else {
+            return Ok(Self::Bytes);
+        };
         ensure!(
             (257..=65_536).contains(&size),
             "--bpe {size}: a vocabulary has 257 to 65536 tokens, since each is stored in two bytes"
@@ -265,7 +261,8 @@ fn default_files() -> Result<Vec<PathBuf>> {
     let remedy = "give a text with --data FILE_OR_FOLDER";
     let text = fs::read_to_string(&lock)
         .with_context(|| format!("can't read {}; {remedy}", lock.display()))?;
-    let lock: Lock = toml::from_str(&text).with_context(|| format!("a broken lock file; {remedy}"))?;
+    let lock: Lock =
+        toml::from_str(&text).with_context(|| format!("a broken lock file; {remedy}"))?;
     let registry = home::cargo_home().context(remedy)?.join("registry/src");
     let mut found = Vec::new();
     for name in DEFAULT_CRATES {
@@ -282,7 +279,9 @@ fn default_files() -> Result<Vec<PathBuf>> {
         let Some(sources) = sources else {
             bail!("no {folder} in {}; {remedy}, or run `cargo fetch`", registry.display())
         };
-        found.extend(files(&sources)?.into_iter().filter(|file| file.extension() == Some("rs".as_ref())));
+        found.extend(
+            files(&sources)?.into_iter().filter(|file| file.extension() == Some("rs".as_ref())),
+        );
     }
     Ok(found)
 }

@@ -119,7 +119,10 @@ impl Gpt {
         let logits = self.forward(tokens);
         let [batch, length, vocabulary] = logits.dims();
         let loss = CrossEntropyLossConfig::new().init(&logits.device());
-        loss.forward(logits.reshape([batch * length, vocabulary]), targets.reshape([batch * length]))
+        loss.forward(
+            logits.reshape([batch * length, vocabulary]),
+            targets.reshape([batch * length]),
+        )
     }
 }
 

@@ -36,7 +36,9 @@ pub fn table(summaries: &[Summary]) -> Table {
             format!("{:.1}", 100.0 * run.optimizer_share),
         ];
         if let Some((_, goal)) = compared {
-            row.push(steps_to(&run.curve, goal).map_or("not reached".into(), |steps| steps.to_string()));
+            row.push(
+                steps_to(&run.curve, goal).map_or("not reached".into(), |steps| steps.to_string()),
+            );
         }
         table.add_row(row);
     }

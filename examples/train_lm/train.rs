@@ -100,7 +100,8 @@ impl Run<'_> {
         let (start, first) = (Instant::now(), progress.step);
         let mut optimizing = Duration::ZERO;
         while progress.step < steps && !self.stop.load(Ordering::SeqCst) {
-            let [tokens, targets] = self.batch(Split::Train, self.batch_seed(progress.step), device);
+            let [tokens, targets] =
+                self.batch(Split::Train, self.batch_seed(progress.step), device);
             let loss = model.loss(tokens, targets);
             let grads = GradientsParams::from_grads(loss.backward(), &model);
             device.sync()?;
@@ -170,7 +171,9 @@ impl Run<'_> {
         optim: ModuleOptimizer,
         progress: Progress,
     ) -> Result<(Gpt, ModuleOptimizer, Progress)> {
-        let Some(path) = &self.options.resume else { return Ok((model, optim, progress)) };
+        let Some(path) = &self.options.resume else {
+            return Ok((model, optim, progress));
+        };
         let (model, optim, saved): (_, _, Progress) = checkpoint::load(path, model, optim)?;
         ensure!(
             saved.settings == progress.settings,
@@ -259,7 +262,9 @@ impl Display {
     }
 
     fn validation(&self, curve: &[(usize, f64)]) {
-        let Some((step, loss)) = curve.last() else { return };
+        let Some((step, loss)) = curve.last() else {
+            return;
+        };
         let line = format!("{} {step}/{}: validation loss {loss:.4}", self.name, self.steps);
         match &self.bar {
             Some(bar) => bar.println(line),

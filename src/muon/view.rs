@@ -35,7 +35,12 @@ impl MatrixView {
     /// than two without an explicit view.
     pub fn batch_shape(self, parameter: &str, shape: &[usize]) -> Result<[usize; 3]> {
         let refuse = |reason, remedy| {
-            Err(Error::Shape { parameter: parameter.to_owned(), shape: shape.to_vec(), reason, remedy })
+            Err(Error::Shape {
+                parameter: parameter.to_owned(),
+                shape: shape.to_vec(),
+                reason,
+                remedy,
+            })
         };
         match (self, shape) {
             (_, [] | [_]) => refuse(

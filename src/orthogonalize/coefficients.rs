@@ -135,9 +135,7 @@ fn polar_express(safety: f64) -> Result<Vec<Polynomial>> {
 
 fn deep_seek_v4(steps: usize) -> Vec<Polynomial> {
     let finish = steps.saturating_sub(DEEP_SEEK_V4_FINISH_STEPS);
-    (0..steps)
-        .map(|step| if step < finish { KELLER_JORDAN } else { DEEP_SEEK_V4_FINISH })
-        .collect()
+    (0..steps).map(|step| if step < finish { KELLER_JORDAN } else { DEEP_SEEK_V4_FINISH }).collect()
 }
 
 fn refused(setting: &'static str, value: impl ToString, expected: &'static str) -> Error {

@@ -140,11 +140,7 @@ fn contiguous(tensor: FloatTensor<Flex>) -> FloatTensor<Flex> {
 /// The tensor itself if its rows or its columns are contiguous, else a copy of which they are.
 fn by_rows_or_columns(tensor: FloatTensor<Flex>) -> FloatTensor<Flex> {
     let strides = tensor.layout().strides();
-    if strides[1].min(strides[2]) == 1 && strides[0] >= 0 {
-        tensor
-    } else {
-        tensor.to_contiguous()
-    }
+    if strides[1].min(strides[2]) == 1 && strides[0] >= 0 { tensor } else { tensor.to_contiguous() }
 }
 
 /// The matrices of a batch whose rows or columns are contiguous.

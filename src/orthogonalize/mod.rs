@@ -19,14 +19,14 @@ mod flex;
 mod gram;
 pub mod ops;
 mod portable;
-pub mod restarts;
 mod products;
+pub mod restarts;
 mod standard;
 
 pub use coefficients::{Coefficients, Polynomial};
 pub use ops::{Engine, Kernels};
 
-use burn::backend::{Backend, Dispatch, DTypeUsage};
+use burn::backend::{Backend, DTypeUsage, Dispatch};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use serde::{Deserialize, Serialize};
 
@@ -140,8 +140,11 @@ impl NewtonSchulz {
             });
         }
         let schedule = coefficients.schedule(steps)?;
-        let restarts: Vec<_> =
-            dtype.candidates().iter().map(|dtype| (*dtype, restarts::choose(&schedule, *dtype))).collect();
+        let restarts: Vec<_> = dtype
+            .candidates()
+            .iter()
+            .map(|dtype| (*dtype, restarts::choose(&schedule, *dtype)))
+            .collect();
         if form == Form::Gram && restarts.iter().any(|(_, restarts)| restarts.is_none()) {
             return Err(Error::Setting {
                 setting: "form",

@@ -139,7 +139,8 @@ struct One<const D: usize> {
 impl Case {
     pub fn read(path: &Path) -> Outcome<Self> {
         let bytes = std::fs::read(path).map_err(|error| error.to_string())?;
-        let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(|error| error.to_string())?;
+        let (_, metadata) =
+            SafeTensors::read_metadata(&bytes).map_err(|error| error.to_string())?;
         let text = metadata.metadata().as_ref().and_then(|map| map.get("case"));
         let header = serde_json::from_str(text.ok_or("no metadata `case`")?)
             .map_err(|error| format!("can't be expressed: {error}"))?;
@@ -147,8 +148,11 @@ impl Case {
         let tensors = tensors
             .iter()
             .map(|(name, view)| {
-                let values: Vec<f32> =
-                    view.data().chunks(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+                let values: Vec<f32> = view
+                    .data()
+                    .chunks(4)
+                    .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+                    .collect();
                 (name.to_owned(), TensorData::new(values, view.shape()))
             })
             .collect();

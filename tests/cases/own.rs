@@ -82,7 +82,9 @@ pub fn write_own(folder: &Path) {
         // The reference continues from what the file holds, which is float32.
         let rounded = |values: &[f64]| values.iter().map(|x| *x as f32 as f64).collect::<Vec<_>>();
         let grads: Vec<_> = grads.iter().map(|grad| rounded(grad)).collect();
-        for (step, parameter) in reference(&header, &shape, &rounded(&init), &grads).iter().enumerate() {
+        for (step, parameter) in
+            reference(&header, &shape, &rounded(&init), &grads).iter().enumerate()
+        {
             tensors.push((format!("param.0.{}", step + 1), parameter.clone()));
         }
         let bytes: Vec<(String, Vec<u8>)> = tensors
@@ -109,14 +111,16 @@ pub fn check_own(folder: &Path) -> Outcome<()> {
         if case.header.config != header(lr, &shape, &changes).config || case.header.lr != lr {
             return Err(format!("{name}: the file has other settings; write the cases anew"));
         }
-        let values = |name: &str| -> Outcome<Vec<f64>> {
-            Ok(case.tensor(name)?.iter::<f64>().collect())
-        };
-        let grads = (1..=STEPS).map(|step| values(&format!("grad.0.{step}"))).collect::<Outcome<Vec<_>>>()?;
+        let values =
+            |name: &str| -> Outcome<Vec<f64>> { Ok(case.tensor(name)?.iter::<f64>().collect()) };
+        let grads = (1..=STEPS)
+            .map(|step| values(&format!("grad.0.{step}")))
+            .collect::<Outcome<Vec<_>>>()?;
         let parameters = reference(&case.header, &shape, &values("param.0.init")?, &grads);
         for (step, reference) in parameters.iter().enumerate() {
             let stored = values(&format!("param.0.{}", step + 1))?;
-            let error = stored.iter().zip(reference).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            let error =
+                stored.iter().zip(reference).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
             if error > 1e-6 {
                 return Err(format!("{name}, step {}: the file is off by {error:.1e}", step + 1));
             }

@@ -1,0 +1,509 @@
+//! The optimizer as a user meets it: whole modules, checkpoints, bad input.
+
+mod common;
+
+use burn::grad_clipping::GradientClippingConfig;
+use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+use burn::module::{Module, Param};
+use burn::nn::conv::{Conv2d, Conv2dConfig};
+use burn::nn::{
+    Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, PaddingConfig2d,
+};
+use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer};
+use burn::tensor::{Device, Distribution, Int, Tensor};
+use common::bits;
+use distmuon::{
+    AdamWSettings, Error, Group, LrScale, MatrixLayout, MatrixView, MuonConfig, Rule, Schedule,
+    checkpoint,
+};
+
+#[derive(Module, Debug)]
+struct Layer {
+    up: Linear,
+    down: Linear,
+    norm: LayerNorm,
+}
+
+#[derive(Module, Debug)]
+struct Net {
+    embedding: Embedding,
+    layers: Vec<Layer>,
+    head: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        Self::of_width(8, device)
+    }
+
+    fn of_width(width: usize, device: &Device) -> Self {
+        let layer = || Layer {
+            up: LinearConfig::new(width, 2 * width).init(device),
+            down: LinearConfig::new(2 * width, width).init(device),
+            norm: LayerNormConfig::new(width).init(device),
+        };
+        Self {
+            embedding: EmbeddingConfig::new(16, width).init(device),
+            layers: vec![layer(), layer()],
+            head: LinearConfig::new(width, 16).init(device),
+        }
+    }
+
+    fn gradients(&self, seed: i32) -> GradientsParams {
+        let device = self.head.weight.val().device();
+        let tokens = Tensor::<1, Int>::arange(0..12, &device).mul_scalar(7).add_scalar(seed);
+        let tokens = tokens.remainder_scalar(16).reshape([3, 4]);
+        let mut x = self.embedding.forward(tokens);
+        for layer in &self.layers {
+            let hidden = burn::tensor::activation::relu(layer.up.forward(x.clone()));
+            x = layer.norm.forward(x + layer.down.forward(hidden));
+        }
+        let loss = self.head.forward(x).powf_scalar(2.0).mean();
+        GradientsParams::from_grads(loss.backward(), self)
+    }
+
+    fn weights(&self) -> Vec<Vec<u8>> {
+        let mut weights = vec![bits(&self.embedding.weight.val()), bits(&self.head.weight.val())];
+        for layer in &self.layers {
+            weights.push(bits(&layer.up.weight.val()));
+            weights.push(bits(&layer.down.weight.val()));
+            weights.push(bits(&layer.norm.gamma.val()));
+        }
+        weights
+    }
+}
+
+fn device() -> Device {
+    Device::default().autodiff()
+}
+
+fn train(mut net: Net, optim: &mut ModuleOptimizer, steps: std::ops::Range<i32>) -> Net {
+    for step in steps {
+        let grads = net.gradients(step);
+        net = optim.step(0.01, net, grads);
+    }
+    net
+}
+
+#[test]
+fn every_parameter_moves() {
+    let net = Net::new(&device());
+    let before = net.weights();
+    let mut optim = MuonConfig::new().init(&net);
+    let after = train(net, &mut optim, 0..2).weights();
+    for (before, after) in before.iter().zip(&after) {
+        assert_ne!(before, after);
+    }
+}
+
+#[test]
+fn routes_of_a_network() {
+    let routing = MuonConfig::new().route(&Net::new(&device())).unwrap();
+    let group = |path: &str| {
+        routing
+            .routes()
+            .iter()
+            .find(|route| route.path == path)
+            .unwrap_or_else(|| panic!("{path}"))
+            .group
+    };
+    let muon = Group::Muon { view: MatrixView::Single, layout: MatrixLayout::InOut };
+    assert_eq!(group("embedding.weight"), Group::Embedding);
+    assert_eq!(group("layers.0.up.weight"), muon);
+    assert_eq!(group("layers.1.down.weight"), muon);
+    assert_eq!(group("layers.1.down.bias"), Group::Vector);
+    assert_eq!(group("layers.0.norm.gamma"), Group::Vector);
+    assert_eq!(group("head.weight"), Group::Head);
+    let table = routing.to_string();
+    for text in ["layers.0.up.weight", "[8, 16]", "hidden matrix", "AdamW (embedding)"] {
+        assert!(table.contains(text), "{table}");
+    }
+}
+
+#[test]
+fn the_last_linear_is_the_head_unless_it_is_in_a_stack() {
+    #[derive(Module, Debug)]
+    struct Mlp {
+        first: Linear,
+        last: Linear,
+    }
+    #[derive(Module, Debug)]
+    struct Tied {
+        layers: Vec<Linear>,
+    }
+    let linear = || LinearConfig::new(4, 4).with_bias(false).init(&device());
+    let mlp = MuonConfig::new().route(&Mlp { first: linear(), last: linear() }).unwrap();
+    assert!(matches!(mlp.routes()[0].group, Group::Muon { .. }));
+    assert_eq!(mlp.routes()[1].group, Group::Head);
+    let tied = MuonConfig::new().route(&Tied { layers: vec![linear(), linear()] }).unwrap();
+    assert!(tied.routes().iter().all(|route| matches!(route.group, Group::Muon { .. })));
+}
+
+#[test]
+fn rules_override_and_are_checked() {
+    let net = Net::new(&device());
+    let routing = MuonConfig::new()
+        .with_rule(Rule::adamw(r"^layers\.0\."))
+        .with_rule(Rule::muon(r"^layers\.0\.up\.weight$").layout(MatrixLayout::OutIn))
+        .route(&net)
+        .unwrap();
+    let found = |path: &str| routing.routes().iter().find(|route| route.path == path).unwrap();
+    assert_eq!(found("layers.0.down.weight").group, Group::Vector);
+    assert!(found("layers.0.down.weight").reason.contains("rule"));
+    let turned = Group::Muon { view: MatrixView::Single, layout: MatrixLayout::OutIn };
+    assert_eq!(found("layers.0.up.weight").group, turned);
+
+    let error = |rule: Rule| MuonConfig::new().with_rule(rule).route(&net).unwrap_err();
+    assert!(matches!(error(Rule::adamw("layers.(")), Error::Pattern { .. }));
+    assert!(matches!(error(Rule::adamw("no_such_layer")), Error::UnusedRule { .. }));
+    let vector = error(Rule::muon(r"norm\.gamma"));
+    assert!(vector.to_string().contains("layers.0.norm.gamma"), "{vector}");
+}
+
+#[derive(Module, Debug)]
+struct Vision {
+    conv: Conv2d,
+    experts: Param<Tensor<3>>,
+}
+
+fn vision() -> Vision {
+    let experts = Tensor::random([3, 4, 6], Distribution::Default, &device());
+    Vision {
+        conv: Conv2dConfig::new([2, 5], [3, 3]).with_padding(PaddingConfig2d::Same).init(&device()),
+        experts: Param::from_tensor(experts.require_grad()),
+    }
+}
+
+#[test]
+fn more_than_two_dimensions_need_a_view() {
+    let error = MuonConfig::new().try_init(&vision()).map(|_| ()).unwrap_err();
+    let Error::Shape { parameter, shape, .. } = &error else { panic!("{error}") };
+    assert_eq!((parameter.as_str(), shape.as_slice()), ("conv.weight", &[5, 2, 3, 3][..]));
+    assert!(error.to_string().contains("flatten()"), "{error}");
+
+    let mut optim = MuonConfig::new()
+        .with_rule(Rule::muon("conv").flatten())
+        .with_rule(Rule::adamw(r"conv\.bias"))
+        .with_rule(Rule::muon("experts").batch())
+        .with_weight_decay(0.0.into())
+        .with_lr_scale(LrScale::None)
+        .init(&vision());
+    let model = vision();
+    let before = (model.conv.weight.val(), model.experts.val());
+    let mut grads = GradientsParams::new();
+    let random = |seed: u64| {
+        Device::default().seed(seed);
+        Tensor::<3>::random([3, 4, 6], Distribution::Normal(0.0, 1.0), &Device::default())
+    };
+    grads.register(model.experts.id, random(1));
+    let conv =
+        Tensor::<4>::random([5, 2, 3, 3], Distribution::Normal(0.0, 1.0), &Device::default());
+    grads.register(model.conv.weight.id, conv);
+    // The optimizer was made for another instance: paths are what counts.
+    let model = optim.step(1.0, model, grads);
+    let update = (before.1 - model.experts.val()).inner();
+    for k in 0..3 {
+        let expert = common::matrix(&update, k);
+        let gram = &expert * expert.transpose();
+        assert!((gram.diagonal().column_vector().iter().sum::<f64>() / 4.0 - 1.0).abs() < 0.35);
+    }
+    let update = (before.0 - model.conv.weight.val()).inner().reshape([1, 5, 18]);
+    let flat = common::matrix(&update, 0);
+    let gram = &flat * flat.transpose();
+    assert!((0..5).all(|i| (gram[(i, i)] - 1.0).abs() < 0.5));
+}
+
+#[test]
+fn orientation_follows_burns_linear() {
+    // 4 inputs, 16 outputs: Original scales by sqrt(16 / 4). Swapped, it would be 1.
+    let step = |layout| {
+        let linear = LinearConfig::new(4, 16).with_bias(false).init(&device());
+        let before = linear.weight.val();
+        let mut optim = MuonConfig::new()
+            .with_lr_scale(LrScale::Original)
+            .with_layout(layout)
+            .with_rule(Rule::muon("weight").layout(layout))
+            .with_weight_decay(0.0.into())
+            .init(&linear);
+        let mut grads = GradientsParams::new();
+        Device::default().seed(3);
+        let grad = Tensor::<2>::random([4, 16], Distribution::Normal(0.0, 1.0), &Device::default());
+        grads.register(linear.weight.id, grad);
+        let linear = optim.step(1.0, linear, grads);
+        (before - linear.weight.val()).powf_scalar(2.0).sum().sqrt().into_scalar::<f32>()
+    };
+    let ratio = step(MatrixLayout::InOut) / step(MatrixLayout::OutIn);
+    assert!((ratio - 2.0).abs() < 1e-4, "{ratio}");
+}
+
+#[test]
+fn matches_the_bare_rule() {
+    let linear = LinearConfig::new(6, 9).with_bias(false).init(&device());
+    let config = MuonConfig::new().with_rule(Rule::muon("weight"));
+    let grad = Tensor::<2>::random([6, 9], Distribution::Normal(0.0, 1.0), &Device::default());
+    let (expected, _) = config.build().step(0.1, linear.weight.val().inner(), grad.clone(), None);
+    let mut grads = GradientsParams::new();
+    grads.register(linear.weight.id, grad);
+    let linear = config.init(&linear).step(0.1, linear, grads);
+    assert_eq!(bits(&linear.weight.val().inner()), bits(&expected));
+}
+
+#[test]
+fn gradients_that_are_not_finite_change_nothing_and_are_counted() {
+    for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let net = Net::new(&device());
+        let routing = MuonConfig::new().route(&net).unwrap();
+        let mut optim = routing.init();
+        let net = train(net, &mut optim, 0..2);
+        assert!(routing.skipped_steps().read().is_empty());
+
+        let clean = optim.to_record().into_bytes().unwrap();
+        let mut spoiled = net.gradients(2);
+        let up = net.layers[0].up.weight.id;
+        let norm = net.layers[1].norm.gamma.id;
+        let spoil = |grad: Tensor<1>| {
+            grad.slice_assign([0..1], Tensor::from_floats([bad], &Device::default()))
+        };
+        let grad = spoiled.remove::<2>(up).unwrap();
+        let shape = grad.dims();
+        spoiled.register::<2>(up, spoil(grad.flatten(0, 1)).reshape(shape));
+        let grad = spoiled.remove::<1>(norm).unwrap();
+        spoiled.register(norm, spoil(grad));
+
+        let before = net.clone();
+        let after = optim.step(0.01, net, spoiled);
+        assert_eq!(bits(&after.layers[0].up.weight.val()), bits(&before.layers[0].up.weight.val()));
+        assert_eq!(
+            bits(&after.layers[1].norm.gamma.val()),
+            bits(&before.layers[1].norm.gamma.val())
+        );
+        assert_ne!(bits(&after.layers[1].up.weight.val()), bits(&before.layers[1].up.weight.val()));
+        let skipped = routing.skipped_steps().read();
+        assert_eq!(skipped.len(), 2, "{skipped:?}");
+        assert_eq!(skipped["layers.0.up.weight"], 1);
+        assert_eq!(skipped["layers.1.norm.gamma"], 1);
+
+        // The momentum is untouched, too: the next good gradient of the spoiled matrix acts as if
+        // the bad one had never come.
+        let good = after.gradients(5);
+        let grad = good.get::<2>(up).unwrap();
+        let mut twice = [GradientsParams::new(), GradientsParams::new()];
+        twice.iter_mut().for_each(|grads| grads.register(up, grad.clone()));
+        let [with, without] = twice;
+        let mut never = MuonConfig::new().init(&after).from_bytes(clean).unwrap();
+        let with = optim.step(0.01, after.clone(), with);
+        let without = never.step(0.01, after, without);
+        assert_eq!(bits(&with.layers[0].up.weight.val()), bits(&without.layers[0].up.weight.val()));
+    }
+}
+
+#[test]
+fn a_bad_first_gradient_is_survived() {
+    let linear = LinearConfig::new(4, 4).init(&device());
+    let weight = Tensor::<2>::full([4, 4], f32::NAN, &Device::default());
+    let (after, state) =
+        MuonConfig::new().build().step(0.1, linear.weight.val().inner(), weight, None);
+    assert_eq!(bits(&after), bits(&linear.weight.val().inner()));
+    let state = state.unwrap();
+    assert_eq!(state.momentum.abs().max().into_scalar::<f32>(), 0.0);
+    assert_eq!(state.skipped.into_scalar::<f32>(), 1.0);
+}
+
+#[test]
+fn learning_rates_of_groups() {
+    let net = Net::new(&device());
+    let frozen = AdamWSettings::new().with_embedding_lr(0.0).with_head_lr(0.0).with_vector_lr(0.0);
+    let before = net.clone();
+    let after = train(net, &mut MuonConfig::new().with_adamw(frozen).init(&before), 0..1);
+    assert_eq!(bits(&after.embedding.weight.val()), bits(&before.embedding.weight.val()));
+    assert_eq!(bits(&after.head.weight.val()), bits(&before.head.weight.val()));
+    assert_ne!(bits(&after.layers[0].up.weight.val()), bits(&before.layers[0].up.weight.val()));
+
+    // A Burn scheduler with a group of its own does the same.
+    let routing = MuonConfig::new().route(&before).unwrap();
+    let matrices = |group| matches!(group, Group::Muon { .. });
+    let mut lr = ModuleLrScheduler::new(Schedule::constant(0.0).lr())
+        .with_group(routing.group(matrices), Schedule::warmup_cosine(0.01, 1, 10, 0.0).lr());
+    let grads = before.gradients(0);
+    let after = routing.init().step(lr.step(), before.clone(), grads);
+    assert_eq!(bits(&after.embedding.weight.val()), bits(&before.embedding.weight.val()));
+    assert_ne!(bits(&after.layers[0].up.weight.val()), bits(&before.layers[0].up.weight.val()));
+}
+
+#[test]
+fn clipping_reaches_the_gradients() {
+    let net = Net::new(&device());
+    let step = |clipping| {
+        let config = MuonConfig::new().with_grad_clipping(clipping);
+        let mut optim = config.init(&net);
+        // The momentum remembers the size of the first gradient.
+        train(net.clone(), &mut optim, 0..2).weights()
+    };
+    assert_ne!(step(Some(GradientClippingConfig::Norm(1e-6))), step(None));
+}
+
+#[test]
+fn schedules_move_momentum_and_decay() {
+    let linear = LinearConfig::new(5, 5).with_bias(false).init(&device());
+    let weight = linear.weight.val().inner();
+    let zero = weight.zeros_like();
+    let muon =
+        MuonConfig::new().with_weight_decay(Schedule::constant(1.0).hold(1).linear(1, 0.0)).build();
+    let (once, state) = muon.step(0.5, weight.clone(), zero.clone(), None);
+    assert_eq!(bits(&once), bits(&weight.mul_scalar(0.5)));
+    let (twice, _) = muon.step(0.5, once.clone(), zero, state);
+    assert_eq!(bits(&twice), bits(&once), "the decay has ended");
+}
+
+#[test]
+fn a_resumed_run_is_bit_equal() {
+    let config = MuonConfig::new().with_momentum(Schedule::momentum_warmup(0.95, 6));
+    let net = Net::new(&device());
+    let mut optim = config.init(&net);
+    let net = train(net, &mut optim, 0..3);
+    let folder = tempfile::tempdir().unwrap();
+    let paths = [folder.path().join("optim.bpk"), folder.path().join("run.ckpt")];
+    optim.save(&paths[0]).unwrap();
+    checkpoint::save(&paths[1], &net, &optim, &("three", 3)).unwrap();
+    let model = net.clone();
+    let uninterrupted = train(net, &mut optim, 3..8).weights();
+
+    // Burn's own file, with the module kept.
+    let mut loaded = config.init(&model).load(&paths[0]).unwrap();
+    assert_eq!(train(model, &mut loaded, 3..8).weights(), uninterrupted);
+
+    // The checkpoint, into a model of its own.
+    let fresh = Net::new(&device());
+    let optim = config.init(&fresh);
+    let (model, mut optim, progress): (_, _, (String, i32)) =
+        checkpoint::load(&paths[1], fresh, optim).unwrap();
+    assert_eq!(progress, ("three".to_owned(), 3));
+    assert_eq!(train(model, &mut optim, 3..8).weights(), uninterrupted);
+}
+
+#[test]
+fn broken_and_foreign_checkpoints_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.ckpt");
+    let net = Net::new(&device());
+    let mut optim = MuonConfig::new().init(&net);
+    let net = train(net, &mut optim, 0..1);
+    checkpoint::save(&path, &net, &optim, &1).unwrap();
+    let load = |path: &std::path::Path| {
+        let net = Net::new(&device());
+        let optim = MuonConfig::new().init(&net);
+        checkpoint::load::<_, i32>(path, net, optim).map(|_| ())
+    };
+    assert!(load(&path).is_ok());
+
+    let bytes = std::fs::read(&path).unwrap();
+    let truncated = folder.path().join("truncated.ckpt");
+    for length in [0, 10, 100, bytes.len() / 2, bytes.len() - 1] {
+        std::fs::write(&truncated, &bytes[..length]).unwrap();
+        let error = load(&truncated).unwrap_err();
+        assert!(matches!(&error, Error::Checkpoint { path, .. } if *path == truncated), "{error}");
+    }
+    let missing = load(&folder.path().join("missing.ckpt")).unwrap_err();
+    assert!(matches!(missing, Error::Checkpoint { .. }));
+    net.clone().save_file(folder.path().join("model.bpk")).unwrap();
+    let other = load(&folder.path().join("model.bpk")).unwrap_err().to_string();
+    assert!(other.contains("no checkpoint"), "{other}");
+
+    let wide = Net::of_width(10, &device());
+    let optim = MuonConfig::new().init(&wide);
+    let error = checkpoint::load::<_, i32>(&path, wide, optim).map(|_| ()).unwrap_err();
+    let Error::OtherModel { parameter, saved, model, .. } = &error else { panic!("{error}") };
+    assert_eq!(parameter, "embedding.weight");
+    assert!(saved.contains("[16, 8]") && model.contains("[16, 10]"), "{error}");
+
+    // An optimizer of another kind.
+    let net = Net::new(&device());
+    let error = checkpoint::load::<_, i32>(&path, net, burn::optim::SgdConfig::new().init());
+    assert!(error.map(|_| ()).unwrap_err().to_string().contains("optimizer state"));
+    let net = Net::new(&device());
+    let optim = MuonConfig::new().init(&net);
+    let error = checkpoint::load::<_, String>(&path, net, optim).map(|_| ()).unwrap_err();
+    assert!(error.to_string().contains("progress"), "{error}");
+}
+
+#[test]
+fn a_failed_save_leaves_the_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.ckpt");
+    let net = Net::new(&device());
+    let optim = MuonConfig::new().init(&net);
+    checkpoint::save(&path, &net, &optim, &1).unwrap();
+    let before = std::fs::read(&path).unwrap();
+    // Progress that can't be written interrupts the save.
+    let error =
+        checkpoint::save(&path, &net, &optim, &std::collections::HashMap::from([((1, 2), 3)]));
+    assert!(matches!(error, Err(Error::Checkpoint { .. })));
+    assert_eq!(std::fs::read(&path).unwrap(), before);
+    let nowhere = checkpoint::save(folder.path().join("no/such/folder"), &net, &optim, &1);
+    assert!(matches!(nowhere, Err(Error::Checkpoint { .. })));
+    let files = std::fs::read_dir(folder.path()).unwrap().count();
+    assert_eq!(files, 1, "nothing half-written is left");
+}
+
+#[test]
+fn unusable_settings_are_named() {
+    let net = Net::new(&device());
+    let refused = |config: MuonConfig, setting: &str| match config.try_init(&net) {
+        Err(Error::Setting { setting: named, .. }) => assert_eq!(named, setting),
+        Err(error) => panic!("{setting}: {error}"),
+        Ok(_) => panic!("{setting} was accepted"),
+    };
+    let config = MuonConfig::new;
+    refused(config().with_momentum(1.0.into()), "momentum");
+    refused(config().with_momentum(Schedule::constant(0.9).linear(5, f64::NAN)), "momentum");
+    refused(config().with_weight_decay((-0.1).into()), "weight_decay");
+    refused(config().with_lr_factor(f64::INFINITY), "lr_factor");
+    refused(config().with_steps(Some(0)), "steps");
+    refused(config().with_epsilon(-1e-7), "epsilon");
+    let adamw = AdamWSettings::new;
+    refused(config().with_adamw(adamw().with_beta_1(1.0)), "adamw.beta_1");
+    refused(config().with_adamw(adamw().with_beta_2(-0.1)), "adamw.beta_2");
+    refused(config().with_adamw(adamw().with_epsilon(f64::NAN)), "adamw.epsilon");
+    refused(config().with_adamw(adamw().with_weight_decay(-1.0)), "adamw.weight_decay");
+    refused(config().with_adamw(adamw().with_head_lr(f64::NAN)), "adamw.head_lr");
+
+    #[derive(Module, Debug)]
+    struct Empty {
+        count: usize,
+    }
+    assert!(matches!(MuonConfig::new().try_init(&Empty { count: 0 }), Err(Error::EmptyModel)));
+}
+
+#[test]
+#[should_panic(expected = "was not in the model")]
+fn another_model_is_not_trained_in_silence() {
+    let linear = LinearConfig::new(4, 4).init(&device());
+    let mut optim = MuonConfig::new().init(&linear);
+    let net = Net::new(&device());
+    let grads = net.gradients(0);
+    optim.step(0.01, net, grads);
+}
+
+#[test]
+#[should_panic(expected = "more than two dimensions")]
+fn the_bare_rule_names_the_remedy() {
+    let tensor = Tensor::<3>::ones([2, 3, 4], &Device::default());
+    MuonConfig::new().build().step(0.1, tensor.clone(), tensor, None);
+}
+
+#[test]
+fn configuration_round_trips_through_json() {
+    use burn::config::Config;
+    let config = MuonConfig::new()
+        .with_momentum(Schedule::momentum_warmup(0.97, 400))
+        .with_coefficients(distmuon::Coefficients::Custom(vec![[1.5, -0.5, 0.0]]))
+        .with_rule(Rule::muon("experts").batch())
+        .with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)));
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("muon.json");
+    config.save(&path).unwrap();
+    let loaded = MuonConfig::load(&path).unwrap();
+    assert_eq!(loaded.to_string(), config.to_string());
+    assert_eq!(loaded.momentum, config.momentum);
+    assert_eq!(loaded.rules, config.rules);
+}
