@@ -8,36 +8,48 @@ use burn::tensor::{Bool, FloatDType, Tensor};
 /// Whether a gradient is finite, as a tensor on its device: no value is read back.
 #[derive(Clone)]
 pub(crate) struct Gate {
-    refused: Tensor<1, Bool>,
+    /// `[1]`, float32: 1 if the gradient is finite, else 0.
+    accepted: Tensor<1>,
 }
 
 impl Gate {
     /// Looks at every entry of the gradient.
     pub fn of<const D: usize>(grad: &Tensor<D>) -> Self {
-        // Zero times a number that is not finite is NaN, and a sum hands NaN on.
-        let sum = grad.clone().mul_scalar(0.0).sum();
-        Self { refused: sum.equal_elem(0.0).bool_not() }
+        Self { accepted: grad.clone().is_finite().all().float().cast(FloatDType::F32) }
+    }
+
+    /// A gate from its tensor.
+    pub fn from_accepted(accepted: Tensor<1>) -> Self {
+        Self { accepted }
+    }
+
+    /// The tensor of the gate.
+    pub fn accepted(&self) -> Tensor<1> {
+        self.accepted.clone()
     }
 
     /// The gradient, or zeros if it is refused.
     pub fn clean<const D: usize>(&self, grad: Tensor<D>) -> Tensor<D> {
-        let refused = self.refused.clone().unsqueeze::<D>().expand(grad.shape());
+        let refused = self.refused(&grad);
         grad.mask_fill(refused, 0.0)
     }
 
     /// The updated tensor, or the old one if the gradient is refused.
     pub fn choose<const D: usize>(&self, updated: Tensor<D>, old: Tensor<D>) -> Tensor<D> {
-        let refused = self.refused.clone().unsqueeze::<D>().expand(old.shape());
-        updated.mask_where(refused, old)
+        updated.mask_where(self.refused(&old), old)
     }
 
     /// One more than before if the gradient is refused.
     pub fn count(&self, before: Option<Tensor<1>>) -> Tensor<1> {
-        let one = self.refused.clone().float().cast(FloatDType::F32);
+        let one = self.accepted().neg().add_scalar(1.0);
         match before {
             Some(before) => before + one,
             None => one,
         }
+    }
+
+    fn refused<const D: usize>(&self, like: &Tensor<D>) -> Tensor<D, Bool> {
+        self.accepted().equal_elem(0.0).unsqueeze::<D>().expand(like.shape())
     }
 }
 

@@ -244,7 +244,7 @@ fn explains_what_runs() {
     assert_eq!((wide.form, wide.dtype), (Form::Gram, FloatDType::F32));
     assert_eq!(explain(&auto, 256, 64), wide);
     let flex = cfg!(feature = "flex") && format!("{device:?}").contains("Flex");
-    let fastest = if flex { Engine::Faer } else { Engine::Portable };
+    let fastest = if flex { Engine::Flex } else { Engine::Portable };
     assert_eq!(wide.engine, fastest);
     let portable = auto.with_kernels(Kernels::Portable);
     assert_eq!(explain(&portable, 64, 256).engine, Engine::Portable);

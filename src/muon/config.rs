@@ -12,7 +12,7 @@ use super::{LrScale, MatrixLayout, MatrixView, Muon};
 use crate::adamw::AdamWSettings;
 use crate::error::{Error, Result};
 use crate::gate::SkippedSteps;
-use crate::orthogonalize::{Coefficients, Form, IterationDtype, NewtonSchulz};
+use crate::orthogonalize::{Coefficients, Form, IterationDtype, Kernels, NewtonSchulz};
 use crate::route::{Routing, Rule};
 use crate::schedule::Schedule;
 
@@ -69,6 +69,9 @@ pub struct MuonConfig {
     /// The form of the iteration.
     #[config(default = "Form::Auto")]
     pub form: Form,
+    /// Which implementations may be used: the fastest, or for comparison Burn's operations only.
+    #[config(default = "Kernels::Auto")]
+    pub kernels: Kernels,
     /// Where parameters go that the built-in rules would send elsewhere; the last match counts.
     #[config(default = "Vec::new()")]
     pub rules: Vec<Rule>,
@@ -168,7 +171,8 @@ impl MuonConfig {
                 self.epsilon,
                 self.iteration_dtype,
                 self.form,
-            )?,
+            )?
+            .with_kernels(self.kernels),
         })
     }
 }

@@ -12,6 +12,9 @@
 //! scale that matches AdamW from Liu et al., <https://arxiv.org/abs/2502.16982>).
 
 mod config;
+#[cfg(feature = "flex")]
+mod flex;
+mod ops;
 mod rule;
 mod view;
 

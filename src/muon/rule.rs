@@ -5,14 +5,11 @@ use std::sync::Arc;
 use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{Device, Tensor};
 
-use super::{
-    LrScale, MatrixLayout, MatrixView,
-    view::{from_batch, to_batch},
-};
+use super::{LrScale, MatrixLayout, MatrixView, ops};
 use crate::checkpoint::saved_tensor;
 use crate::error::Result;
-use crate::gate::{Gate, SkippedSteps};
-use crate::orthogonalize::NewtonSchulz;
+use crate::gate::SkippedSteps;
+use crate::orthogonalize::{Kernels, NewtonSchulz};
 use crate::schedule::Schedule;
 
 /// What all parameters of a model have in common.
@@ -90,14 +87,17 @@ impl Muon {
         Self { view, layout, parameter: parameter.into(), ..self.clone() }
     }
 
-    /// The update of a parameter of this shape per unit of learning rate, orthogonal and scaled.
-    fn direction<const D: usize>(&self, update: Tensor<D>) -> Result<Tensor<D>> {
+    /// The orthogonalised update, and the factor that its shape puts on the learning rate.
+    fn direction<const D: usize>(&self, update: Tensor<D>) -> Result<(Tensor<D>, f64)> {
         let shape = update.dims();
         let [k, m, n] = self.view.batch_shape(&self.parameter, &shape)?;
         let Settings { lr_scale, lr_factor, newton_schulz, .. } = &*self.settings;
-        let scale = lr_factor * lr_scale.factor(self.layout, [m, n]);
-        let orthogonal = newton_schulz.orthogonalize(to_batch(update, [k, m, n]));
-        Ok(from_batch(orthogonal, shape).mul_scalar(scale))
+        let orthogonal = newton_schulz.orthogonalize(update.reshape([k, m, n]));
+        Ok((orthogonal.reshape(shape), lr_factor * lr_scale.factor(self.layout, [m, n])))
+    }
+
+    fn kernels(&self) -> Kernels {
+        self.newton_schulz().kernels()
     }
 }
 
@@ -127,21 +127,15 @@ impl Optimizer for Muon {
         let mu = self.settings.momentum.at(time);
         let decay = lr * self.settings.weight_decay.at(time);
 
-        let gate = Gate::of(&grad);
-        let grad = gate.clean(grad);
-        let momentum = lerp(old.clone(), grad.clone(), 1.0 - mu);
-        let update = match self.settings.nesterov {
-            true => lerp(grad, momentum.clone(), mu),
-            false => momentum.clone(),
-        };
-        let direction = self.direction(update).unwrap_or_else(|error| panic!("{error}"));
-        let updated = parameter.clone().mul_scalar(1.0 - decay) - direction.mul_scalar(lr);
+        let (momentum, update, gate) =
+            ops::accumulate(self.kernels(), grad, old, mu, self.settings.nesterov);
+        let (direction, scale) = self.direction(update).unwrap_or_else(|error| panic!("{error}"));
+        let updated =
+            ops::apply(self.kernels(), parameter, direction, &gate, 1.0 - decay, lr * scale);
 
         let skipped = gate.count(skipped);
         self.skipped.record(&self.parameter, skipped.clone());
-        let momentum = gate.choose(momentum, old);
-        let state = MuonState { momentum, skipped, time: time + 1 };
-        (gate.choose(updated, parameter), Some(state))
+        (updated, Some(MuonState { momentum, skipped, time: time + 1 }))
     }
 
     fn to_device<const D: usize>(state: MuonState<D>, device: &Device) -> MuonState<D> {
@@ -151,9 +145,4 @@ impl Optimizer for Muon {
             time: state.time,
         }
     }
-}
-
-/// `from + weight (to - from)`, as `(1 - weight) from + weight to`.
-fn lerp<const D: usize>(from: Tensor<D>, to: Tensor<D>, weight: f64) -> Tensor<D> {
-    from.mul_scalar(1.0 - weight) + to.mul_scalar(weight)
 }

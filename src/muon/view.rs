@@ -1,6 +1,5 @@
 //! Parameters as batches of matrices, and what their shape does to the learning rate.
 
-use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -88,16 +87,6 @@ impl LrScale {
             Self::Spectral => (outputs / inputs).sqrt(),
         }
     }
-}
-
-/// Views a tensor as a batch, to be viewed back by [`from_batch`].
-pub(super) fn to_batch<const D: usize>(tensor: Tensor<D>, shape: [usize; 3]) -> Tensor<3> {
-    tensor.reshape(shape)
-}
-
-/// The inverse of [`to_batch`].
-pub(super) fn from_batch<const D: usize>(batch: Tensor<3>, shape: [usize; D]) -> Tensor<D> {
-    batch.reshape(shape)
 }
 
 #[cfg(test)]

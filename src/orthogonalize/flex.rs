@@ -13,6 +13,10 @@ use super::{ops::MatrixOps, portable};
 /// batch are spread over the threads instead. Burn's Flex has the same border.
 const THREADS_FROM: usize = 192 * 192 * 192;
 
+/// Elements that a thread takes at a time in a pass over memory; also the grain of sums, so that
+/// their order does not depend on the number of threads.
+pub(crate) const CHUNK: usize = 1 << 14;
+
 /// Side of the tiles in which a triangle is mirrored, so that both sides stay in the cache.
 const MIRROR_TILE: usize = 32;
 
@@ -66,14 +70,33 @@ impl MatrixOps for Flex {
         });
         rounded(sum, dtype)
     }
+
+    fn normalize(x: FloatTensor<Self>, epsilon: f32) -> FloatTensor<Self> {
+        let [_, m, n] = x.shape().dims();
+        let mut x = contiguous(x);
+        x.storage_mut::<f32>().par_chunks_exact_mut(m * n).for_each(|matrix| {
+            // Squares of float32 neither overflow nor underflow in float64.
+            let partial =
+                |values: &[f32]| values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
+            let squares: Vec<f64> = matrix.par_chunks(CHUNK).map(partial).collect();
+            let norm = squares.iter().sum::<f64>().sqrt().max(f64::from(epsilon));
+            let scale = if norm == 0.0 { 0.0 } else { norm.recip() };
+            let scaled = |values: &mut [f32]| {
+                values.iter_mut().for_each(|x| *x = (f64::from(*x) * scale) as f32)
+            };
+            matrix.par_chunks_mut(CHUNK).for_each(scaled);
+        });
+        x
+    }
 }
 
 /// The tensor in float32.
-fn single(tensor: FloatTensor<Flex>) -> FloatTensor<Flex> {
+pub(crate) fn single(tensor: FloatTensor<Flex>) -> FloatTensor<Flex> {
     rounded(tensor, DType::F32)
 }
 
-fn rounded(tensor: FloatTensor<Flex>, dtype: DType) -> FloatTensor<Flex> {
+/// The tensor in a type, itself if it is that already.
+pub(crate) fn rounded(tensor: FloatTensor<Flex>, dtype: DType) -> FloatTensor<Flex> {
     if tensor.dtype() == dtype { tensor } else { Flex::float_cast(tensor, dtype.into()) }
 }
 
@@ -127,8 +150,8 @@ fn each_matrix(
     result
 }
 
-/// The tensor with its elements in order and nothing else in its buffer.
-fn contiguous(tensor: FloatTensor<Flex>) -> FloatTensor<Flex> {
+/// The float32 tensor with its elements in order and nothing else in its buffer.
+pub(crate) fn contiguous(tensor: FloatTensor<Flex>) -> FloatTensor<Flex> {
     let elements = tensor.shape().num_elements();
     if tensor.is_contiguous() && tensor.storage::<f32>().len() == elements {
         tensor

@@ -15,7 +15,7 @@
 pub mod coefficients;
 pub mod cost;
 #[cfg(feature = "flex")]
-mod flex;
+pub(crate) mod flex;
 mod gram;
 pub mod ops;
 mod portable;
@@ -155,7 +155,12 @@ impl NewtonSchulz {
         Ok(Self { schedule, epsilon, dtype, form, kernels: Kernels::Auto, restarts })
     }
 
-    /// Restricts the implementations of the products.
+    /// The implementations that may be used.
+    pub fn kernels(&self) -> Kernels {
+        self.kernels
+    }
+
+    /// Restricts the implementations that may be used.
     pub fn with_kernels(mut self, kernels: Kernels) -> Self {
         self.kernels = kernels;
         self
@@ -174,7 +179,9 @@ impl NewtonSchulz {
         let dtype = batch.dtype();
         let plan = self.explain(&batch);
         let products = Products::new(m, n, plan.engine);
-        let x = normalize(batch, self.epsilon).cast(plan.dtype);
+        let precise = if dtype == DType::F64 { FloatDType::F64 } else { FloatDType::F32 };
+        let norm_engine = Engine::choose(self.kernels, &batch.device(), precise);
+        let x = norm_engine.normalize(batch.cast(precise), self.epsilon).cast(plan.dtype);
         let x = match plan.form {
             Form::Gram => gram::iterate(x, &self.schedule, &plan.restarts, products),
             _ => standard::iterate(x, &self.schedule, products),
@@ -213,21 +220,4 @@ impl NewtonSchulz {
     fn restarts(&self, dtype: FloatDType) -> Option<&[usize]> {
         self.restarts.iter().find(|(known, _)| *known == dtype)?.1.as_deref()
     }
-}
-
-/// Divides every matrix by its Frobenius norm, or by `epsilon` if that is larger.
-///
-/// The sum of magnitudes is divided out first, so that no square overflows or underflows, whatever
-/// the scale of the matrix.
-fn normalize(batch: Tensor<3>, epsilon: f64) -> Tensor<3> {
-    let smallest = f32::MIN_POSITIVE;
-    let batch = match batch.dtype() {
-        DType::F64 => batch,
-        _ => batch.cast(FloatDType::F32),
-    };
-    let size = batch.clone().abs().sum_dims(&[1, 2]).clamp_min(smallest);
-    let batch = batch / size.clone();
-    let norm = batch.clone().square().sum_dims(&[1, 2]).sqrt().clamp_min(smallest);
-    let least = size.recip().mul_scalar(epsilon);
-    batch / norm.max_pair(least)
 }

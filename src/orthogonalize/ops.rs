@@ -25,8 +25,9 @@ pub enum Kernels {
 pub enum Engine {
     /// Burn's operations; symmetric products in block rows.
     Portable,
-    /// faer on the buffers of Flex; symmetric products as a lower triangle, mirrored.
-    Faer,
+    /// faer and plain loops on the buffers of Burn's Flex backend; symmetric products as a lower
+    /// triangle, mirrored.
+    Flex,
 }
 
 /// Products of matrices in batches.
@@ -58,6 +59,10 @@ pub trait MatrixOps: Backend {
     ) -> FloatTensor<Self> {
         portable::product_add::<Self>(a, b, c, beta)
     }
+
+    /// Divides every float32 matrix by its Frobenius norm, or by `epsilon` if that is larger, without
+    /// overflow or underflow at any scale.
+    fn normalize(x: FloatTensor<Self>, epsilon: f32) -> FloatTensor<Self>;
 }
 
 impl Engine {
@@ -68,7 +73,7 @@ impl Engine {
             (Kernels::Auto, burn::backend::DispatchDevice::Flex(_))
                 if super::flex::serves(dtype.into()) =>
             {
-                Self::Faer
+                Self::Flex
             }
             _ => {
                 let _ = dtype;
@@ -81,7 +86,7 @@ impl Engine {
     /// 1 for the whole.
     pub fn symmetric_share(self, m: usize) -> f64 {
         match self {
-            Self::Faer => 0.5,
+            Self::Flex => 0.5,
             Self::Portable => portable::symmetric_share(m),
         }
     }
@@ -90,7 +95,7 @@ impl Engine {
     pub fn syrk(self, a: Tensor<3>) -> Tensor<3> {
         let syrk = match self {
             Self::Portable => portable::syrk::<Dispatch>,
-            Self::Faer => Dispatch::syrk,
+            Self::Flex => Dispatch::syrk,
         };
         Tensor::from_dispatch(syrk(a.into_dispatch()))
     }
@@ -106,7 +111,7 @@ impl Engine {
     ) -> Tensor<3> {
         let product = match self {
             Self::Portable => portable::symmetric_product::<Dispatch>,
-            Self::Faer => Dispatch::symmetric_product,
+            Self::Flex => Dispatch::symmetric_product,
         };
         let [a, b, c] = [a, b, c].map(Tensor::into_dispatch);
         Tensor::from_dispatch(product(a, b, c, alpha as f32, beta as f32))
@@ -116,9 +121,19 @@ impl Engine {
     pub fn product_add(self, a: Tensor<3>, b: Tensor<3>, c: Tensor<3>, beta: f64) -> Tensor<3> {
         let product = match self {
             Self::Portable => portable::product_add::<Dispatch>,
-            Self::Faer => Dispatch::product_add,
+            Self::Flex => Dispatch::product_add,
         };
         let [a, b, c] = [a, b, c].map(Tensor::into_dispatch);
         Tensor::from_dispatch(product(a, b, c, beta as f32))
+    }
+
+    /// Every matrix divided by its Frobenius norm, or by `epsilon` if that is larger.
+    pub fn normalize(self, x: Tensor<3>, epsilon: f64) -> Tensor<3> {
+        match self {
+            Self::Portable => portable::normalize(x, epsilon),
+            Self::Flex => {
+                Tensor::from_dispatch(Dispatch::normalize(x.into_dispatch(), epsilon as f32))
+            }
+        }
     }
 }

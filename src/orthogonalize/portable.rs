@@ -1,7 +1,7 @@
 //! The products in Burn's own operations, for every backend.
 
 use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
-use burn::tensor::Slice;
+use burn::tensor::{Slice, Tensor};
 
 /// Below this many rows the pieces of a split product cost more than the half it saves.
 const SPLIT_FROM: usize = 512;
@@ -40,6 +40,17 @@ pub fn product_add<B: Backend>(
     beta: f32,
 ) -> FloatTensor<B> {
     B::float_add(B::float_matmul(a, b), B::float_mul_scalar(c, beta.into()))
+}
+
+/// [`MatrixOps::normalize`](super::ops::MatrixOps::normalize).
+///
+/// The sum of magnitudes is divided out first, so that no square overflows or underflows.
+pub fn normalize(x: Tensor<3>, epsilon: f64) -> Tensor<3> {
+    let smallest = f32::MIN_POSITIVE;
+    let size = x.clone().abs().sum_dims(&[1, 2]).clamp_min(smallest);
+    let x = x / size.clone();
+    let norm = x.clone().square().sum_dims(&[1, 2]).sqrt().clamp_min(smallest);
+    x / norm.max_pair(size.recip().mul_scalar(epsilon))
 }
 
 /// `A B^T` in block rows: the blocks on and below the diagonal are computed, those above it are
