@@ -92,7 +92,9 @@ impl Medians {
 
 /// One symmetric product against Burn's matmul.
 fn symmetric_product(criterion: &mut Criterion, medians: &Medians) {
-    for [m, n] in [[256, 256], [512, 512], [768, 768], [768, 3072], [1024, 1024]] {
+    for [m, n] in
+        [[256, 256], [512, 512], [512, 2048], [768, 768], [768, 3072], [1024, 1024], [2048, 2048]]
+    {
         let a = random([m, n]).unsqueeze::<3>();
         let parameter = format!("{m}x{n}");
         let mut measure = |name: &str, routine: &dyn Fn() -> Tensor<3>| {

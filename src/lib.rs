@@ -1,4 +1,55 @@
-//! x
+//! Muon for [Burn](https://burn.dev): the optimizer that orthogonalises the momentum of hidden
+//! matrices, with AdamW for everything else.
+//!
+//! One line changes in a Burn training loop: the optimizer is made for the model.
+//!
+//! ```
+//! use burn::module::Module;
+//! use burn::nn::{Linear, LinearConfig, loss::{MseLoss, Reduction}};
+//! use burn::optim::GradientsParams;
+//! use burn::tensor::{Device, Distribution, Tensor, activation::relu};
+//! use distmuon::{MuonConfig, Schedule};
+//!
+//! #[derive(Module, Debug)]
+//! struct Net { up: Linear, hidden: Linear, head: Linear }
+//!
+//! let device = Device::default().autodiff();
+//! let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(&device);
+//! let mut model = Net { up: linear(8, 32), hidden: linear(32, 32), head: linear(32, 1) };
+//!
+//! let routing = MuonConfig::new().route(&model)?; // who updates what, and why
+//! println!("{routing}");
+//! let mut optim = routing.init(); // or in one call: MuonConfig::new().init(&model)
+//! let lr = Schedule::warmup_constant_warmdown(3e-3, 2, 10, 8);
+//! for step in 0..20 {
+//!     let x = Tensor::<2>::random([16, 8], Distribution::Normal(0.0, 1.0), &device);
+//!     let y = x.clone().sum_dim(1);
+//!     let hidden = relu(model.hidden.forward(relu(model.up.forward(x))));
+//!     let loss = MseLoss::new().forward(model.head.forward(hidden), y, Reduction::Mean);
+//!     let grads = GradientsParams::from_grads(loss.backward(), &model);
+//!     model = optim.step(lr.at(step), model, grads);
+//! }
+//! # Ok::<(), distmuon::Error>(())
+//! ```
+//!
+//! # The rooms of the house
+//!
+//! - [`muon`]: the rule for one parameter, [`Muon`], which is a Burn
+//!   [`Optimizer`](burn::optim::Optimizer), and its configuration, [`MuonConfig`];
+//! - [`orthogonalize`]: Newton-Schulz on batches of matrices, in two forms and any precision;
+//! - [`route`]: which parameter goes to Muon and which to AdamW;
+//! - [`adamw`]: what AdamW's parameters are trained with;
+//! - [`schedule`]: momentum, weight decay and learning rate over the steps of a run;
+//! - [`checkpoint`]: a run in one file that is replaced as a whole;
+//! - [`error`]: what can go wrong.
+//!
+//! # Devices
+//!
+//! Everything runs on every device that Burn has. The features `flex` (default), `wgpu`, `vulkan`,
+//! `cuda`, `cpu` and `tch` enable Burn's features of the same names. On Flex, the iteration and the
+//! elementwise parts have implementations of their own; elsewhere they are composed of Burn's
+//! operations ([`Kernels`]).
+
 #![warn(missing_docs)]
 
 pub mod adamw;

@@ -10,7 +10,7 @@ use burn::nn::{
     Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, PaddingConfig2d,
 };
 use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer};
-use burn::tensor::{Device, Distribution, Int, Tensor};
+use burn::tensor::{Device, Distribution, Int, Tensor, s};
 use common::bits;
 use distmuon::{
     AdamWSettings, Error, Group, LrScale, MatrixLayout, MatrixView, MuonConfig, Rule, Schedule,
@@ -262,7 +262,7 @@ fn gradients_that_are_not_finite_change_nothing_and_are_counted() {
         let up = net.layers[0].up.weight.id;
         let norm = net.layers[1].norm.gamma.id;
         let spoil = |grad: Tensor<1>| {
-            grad.slice_assign([0..1], Tensor::from_floats([bad], &Device::default()))
+            grad.slice_assign(s![0..1], Tensor::from_floats([bad], &Device::default()))
         };
         let grad = spoiled.remove::<2>(up).unwrap();
         let shape = grad.dims();

@@ -114,7 +114,8 @@ impl Run<'_> {
             let done = progress.step - first;
             let rate = (done * self.tokens_per_step()) as f64 / start.elapsed().as_secs_f64();
             display.step(progress.step, loss.into_scalar(), rate);
-            if progress.step % self.options.eval_every.max(1) == 0 || progress.step == steps {
+            let due = progress.step.is_multiple_of(self.options.eval_every.max(1));
+            if due || progress.step == steps {
                 progress.curve.push((progress.step, self.validate(&model)));
                 display.validation(&progress.curve);
                 self.save(&model, &optim, &progress)?;
@@ -253,7 +254,7 @@ impl Display {
                 bar.set_message(message);
                 bar.set_position(step as u64);
             }
-            None if step % LINE_EVERY == 0 || step == 1 => {
+            None if step.is_multiple_of(LINE_EVERY) || step == 1 => {
                 let left = (self.steps - step) as f64;
                 tracing::info!("{} {step}/{}: {message}, {left} steps left", self.name, self.steps);
             }

@@ -195,7 +195,7 @@ impl NewtonSchulz {
         let (m, n) = (m.min(n), m.max(n));
         let dtype = self.dtype.resolve(&batch.device(), batch.dtype());
         let engine = Engine::choose(self.kernels, &batch.device(), dtype);
-        let share = engine.symmetric_share(m);
+        let share = |inner| engine.symmetric_share(m, inner);
         let steps = self.schedule.len();
         let standard = Explanation {
             form: Form::Standard,

@@ -82,12 +82,12 @@ impl Engine {
         }
     }
 
-    /// The part of a symmetric product of `m` rows that is really computed: one half for a triangle,
-    /// 1 for the whole.
-    pub fn symmetric_share(self, m: usize) -> f64 {
+    /// The part of a symmetric product `[m, inner] x [inner, m]` that is really computed: one half for
+    /// a triangle, 1 for the whole.
+    pub fn symmetric_share(self, m: usize, inner: usize) -> f64 {
         match self {
             Self::Flex => 0.5,
-            Self::Portable => portable::symmetric_share(m),
+            Self::Portable => portable::symmetric_share(m, inner),
         }
     }
 

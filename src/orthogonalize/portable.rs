@@ -3,15 +3,21 @@
 use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::{Slice, Tensor};
 
-/// Below this many rows the pieces of a split product cost more than the half it saves.
-const SPLIT_FROM: usize = 512;
+/// A product is split from this many rows and this long an inner dimension: below, putting the
+/// pieces together costs more than the saved half. Measured on Flex; see `docs/benchmarks.md`.
+const SPLIT_ROWS: usize = 512;
+const SPLIT_INNER: usize = 2048;
 
 /// Block rows of a split product: more of them save more, fewer keep the pieces large.
 const BLOCK_ROWS: usize = 4;
 
 /// The part of a symmetric product of `m` rows that [`lower_block_rows`] computes.
-pub fn symmetric_share(m: usize) -> f64 {
-    if m < SPLIT_FROM { 1.0 } else { (BLOCK_ROWS + 1) as f64 / (2 * BLOCK_ROWS) as f64 }
+pub fn symmetric_share(m: usize, inner: usize) -> f64 {
+    if splits(m, inner) { (BLOCK_ROWS + 1) as f64 / (2 * BLOCK_ROWS) as f64 } else { 1.0 }
+}
+
+fn splits(m: usize, inner: usize) -> bool {
+    m >= SPLIT_ROWS && inner >= SPLIT_INNER
 }
 
 /// [`MatrixOps::syrk`](super::ops::MatrixOps::syrk).
@@ -57,7 +63,7 @@ pub fn normalize(x: Tensor<3>, epsilon: f64) -> Tensor<3> {
 /// their transposes.
 fn lower_block_rows<B: Backend>(a: FloatTensor<B>, b: FloatTensor<B>) -> FloatTensor<B> {
     let [k, m, n] = a.shape().dims();
-    if m < SPLIT_FROM {
+    if !splits(m, n) {
         return B::float_matmul(a, B::float_swap_dims(b, 1, 2));
     }
     let block = m.div_ceil(BLOCK_ROWS);

@@ -1,0 +1,50 @@
+//! Peak memory of a step on one GPT-2 layer, against Burn's own Muon.
+//!
+//! ```text
+//! cargo bench --bench memory
+//! ```
+//!
+//! Counts what the allocator hands out above parameters, gradients and momenta, so that it means
+//! something on CPU devices only.
+
+use burn::optim::Optimizer;
+use burn::tensor::{Device, Distribution, Tensor};
+use distmuon::{Coefficients, MuonConfig};
+use peak_alloc::PeakAlloc;
+
+#[global_allocator]
+static ALLOCATOR: PeakAlloc = PeakAlloc;
+
+const LAYER: [[usize; 2]; 6] =
+    [[768, 768], [768, 768], [768, 768], [768, 768], [768, 3072], [3072, 768]];
+
+/// Peak of the second and later steps, in MiB above what is held between steps.
+fn peak<O: Optimizer>(optimizer: &O) -> f32 {
+    let device = Device::default();
+    let random =
+        |shape: &[usize; 2]| Tensor::<2>::random(*shape, Distribution::Normal(0.0, 1.0), &device);
+    let gradients: Vec<_> = LAYER.iter().map(random).collect();
+    let mut parameters: Vec<_> = LAYER.iter().map(|shape| Some((random(shape), None))).collect();
+    let mut peak = 0f32;
+    for step in 0..3 {
+        for (slot, gradient) in parameters.iter_mut().zip(&gradients) {
+            let (parameter, state) = slot.take().expect("every slot is filled");
+            let held = ALLOCATOR.current_usage_as_mb();
+            ALLOCATOR.reset_peak_usage();
+            *slot = Some(optimizer.step(1e-3, parameter, gradient.clone(), state));
+            if step > 0 {
+                peak = peak.max(ALLOCATOR.peak_usage_as_mb() - held);
+            }
+        }
+    }
+    peak
+}
+
+fn main() {
+    let ours = MuonConfig::new().with_coefficients(Coefficients::KellerJordan).build();
+    let (burn, ours) = (peak(&burn::optim::MuonConfig::new().build()), peak(&ours));
+    println!(
+        "peak of a step: burn {burn:.1} MiB, distmuon {ours:.1} MiB, {:.2} x burn",
+        ours / burn
+    );
+}
