@@ -200,7 +200,8 @@ mod tests {
         let mut whole = schedule.clone().lr();
         let values: Vec<f64> = (0..10).map(|_| whole.step()).collect();
         let mut first = schedule.clone().lr();
-        (0..4).for_each(|_| drop(first.step()));
+        let before: Vec<f64> = (0..4).map(|_| first.step()).collect();
+        assert_eq!(before, values[..4]);
         let mut second = ModuleLrScheduler::new(schedule.lr())
             .load_record(LrSchedulerRecord::new().with_record("0", first.to_record()));
         assert_eq!(second.step().base(), values[4]);

@@ -86,7 +86,7 @@ fn odd_and_degenerate_shapes() {
     {
         let input = random(rows, columns, 7);
         let found = run(&default_iteration(), &input);
-        let exact = common::newton_schulz(&input, &schedule(&Coefficients::polar_express()), 0.0);
+        let exact = newton_schulz(&input, &schedule(&Coefficients::polar_express()), 0.0);
         let error = distance(&found, &exact);
         assert!(error < 2e-4, "{rows}x{columns}: {error}");
     }
@@ -142,8 +142,9 @@ fn rank_deficient_matrices_keep_their_rank() {
 #[test]
 fn a_zoo_of_spectra() {
     let m = 96;
-    let spread = |i: usize| i as f64 / (m - 1) as f64;
-    let zoo: [(&str, Box<dyn Fn(usize) -> f64>); 7] = [
+    let spread = move |i: usize| i as f64 / (m - 1) as f64;
+    type Spectrum = Box<dyn Fn(usize) -> f64>;
+    let zoo: [(&str, Spectrum); 7] = [
         ("flat", Box::new(|_| 1.0)),
         ("linear", Box::new(move |i| 1.0 - 0.999 * spread(i))),
         ("decade", Box::new(move |i| 10f64.powf(-spread(i)))),
@@ -159,7 +160,7 @@ fn a_zoo_of_spectra() {
             for set in sets() {
                 for form in [Form::Standard, Form::Gram] {
                     let found = run(&iteration(&set, 0.0, form), &input);
-                    let exact = common::newton_schulz(&input, &schedule(&set), 0.0);
+                    let exact = newton_schulz(&input, &schedule(&set), 0.0);
                     let error = distance(&found, &exact);
                     // Rounding of a zero singular value is amplified by the slope at zero, up to
                     // 8e4 for ten steps; float32 itself is good to 1e-7.
