@@ -2,7 +2,7 @@
 
 mod common;
 
-use burn::tensor::{Device, Distribution, FloatDType, Tensor};
+use burn::tensor::{Device, Distribution, FloatDType, Tensor, s};
 use common::*;
 use distmuon::orthogonalize::{Engine, Kernels};
 use distmuon::{Coefficients, Form, IterationDtype, NewtonSchulz};
@@ -197,8 +197,8 @@ fn a_batch_equals_its_matrices_bit_for_bit() {
         let batch = Tensor::<3>::random(shape, Distribution::Normal(0.0, 1.0), &device);
         let whole = default_iteration().orthogonalize(batch.clone());
         for i in 0..shape[0] {
-            let single = default_iteration().orthogonalize(batch.clone().slice([i..i + 1]));
-            let from_batch = whole.clone().slice([i..i + 1]);
+            let single = default_iteration().orthogonalize(batch.clone().slice(s![i..i + 1]));
+            let from_batch = whole.clone().slice(s![i..i + 1]);
             assert_eq!(bits(&single), bits(&from_batch), "{shape:?}, matrix {i}");
         }
     }
@@ -211,7 +211,7 @@ fn a_bad_matrix_does_not_spoil_its_batch() {
     let bad = good.clone().mul_scalar(f32::NAN);
     let found = default_iteration().orthogonalize(Tensor::cat(vec![good.clone(), bad], 0));
     let alone = default_iteration().orthogonalize(good);
-    assert_eq!(bits(&found.clone().slice([0..1])), bits(&alone));
+    assert_eq!(bits(&found.clone().slice(s![0..1])), bits(&alone));
     assert!(matrix(&found, 1)[(0, 0)].is_nan());
 }
 
@@ -223,7 +223,7 @@ fn non_contiguous_batches() {
         wide.clone().swap_dims(1, 2),
         wide.clone().slice([0..2, 3..30, 5..77]),
         wide.clone().permute([1, 0, 2]),
-        wide.clone().slice([0..1]).expand([3, 40, 90]),
+        wide.clone().slice(s![0..1]).expand([3, 40, 90]),
     ];
     for case in cases {
         let copy = Tensor::<3>::from_data(case.to_data(), &device);
