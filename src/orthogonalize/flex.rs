@@ -74,7 +74,7 @@ impl MatrixOps for Flex {
     fn normalize(x: FloatTensor<Self>, epsilon: f32) -> FloatTensor<Self> {
         let [_, m, n] = x.shape().dims();
         let mut x = contiguous(x);
-        x.storage_mut::<f32>().par_chunks_exact_mut(m * n).for_each(|matrix| {
+        x.storage_mut::<f32>().par_chunks_exact_mut((m * n).max(1)).for_each(|matrix| {
             // Squares of float32 neither overflow nor underflow in float64.
             let partial =
                 |values: &[f32]| values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
@@ -141,10 +141,10 @@ fn each_matrix(
         |i: usize, result: &mut [f32], par| multiply(result, matrices_a(i), matrices_b(i), par);
     let results = result.storage_mut::<f32>();
     if m * p * n < THREADS_FROM {
-        let batch = results.par_chunks_exact_mut(m * p).enumerate();
+        let batch = results.par_chunks_exact_mut((m * p).max(1)).enumerate();
         batch.for_each(|(i, result)| multiply(i, result, Par::Seq));
     } else {
-        let batch = results.chunks_exact_mut(m * p).enumerate();
+        let batch = results.chunks_exact_mut((m * p).max(1)).enumerate();
         batch.for_each(|(i, result)| multiply(i, result, Par::rayon(0)));
     }
     result

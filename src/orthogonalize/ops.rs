@@ -67,6 +67,7 @@ pub trait MatrixOps: Backend {
 
 impl Engine {
     /// What computes products of `dtype` on `device`.
+    #[cfg_attr(not(feature = "flex"), allow(unused_variables))] // the type decides on Flex only
     pub fn choose(kernels: Kernels, device: &Device, dtype: FloatDType) -> Self {
         match (kernels, device.as_dispatch()) {
             #[cfg(feature = "flex")]
@@ -75,10 +76,7 @@ impl Engine {
             {
                 Self::Flex
             }
-            _ => {
-                let _ = dtype;
-                Self::Portable
-            }
+            _ => Self::Portable,
         }
     }
 

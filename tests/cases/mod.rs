@@ -212,15 +212,11 @@ impl Case {
         layout: MatrixLayout,
     ) -> Outcome<ModuleOptimizer> {
         let config = match self.header.optimizer.as_str() {
-            "muon" => muon(self.muon_settings()?, layout),
+            "muon" => muon(self.settings()?, layout),
             "adamw" => adamw(self.settings()?, D),
             other => return Err(format!("can't be expressed: optimizer `{other}`")),
         };
         config.try_init(model).map_err(|error| error.to_string())
-    }
-
-    fn muon_settings(&self) -> Outcome<MuonSettings> {
-        self.settings()
     }
 
     fn settings<T: for<'a> Deserialize<'a>>(&self) -> Outcome<T> {
