@@ -68,3 +68,8 @@ pub use muon::{LrScale, MatrixLayout, MatrixView, Muon, MuonConfig, MuonState};
 pub use orthogonalize::{Coefficients, Form, IterationDtype, Kernels, NewtonSchulz};
 pub use route::{Group, Route, Routing, Rule};
 pub use schedule::Schedule;
+
+/// Runs the program of the README as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
