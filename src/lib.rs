@@ -45,8 +45,8 @@
 //!
 //! # Devices
 //!
-//! Everything runs on every device that Burn has. The features `flex` (default), `wgpu`, `vulkan`,
-//! `cuda`, `cpu` and `tch` enable Burn's features of the same names. On Flex, the iteration and the
+//! The features `flex` (default), `wgpu`, `vulkan`, `cuda`, `cpu` and `tch` enable Burn's features of
+//! the same names; so far the tests have run on Flex only. On Flex, the iteration and the
 //! elementwise parts have implementations of their own; elsewhere they are composed of Burn's
 //! operations ([`Kernels`]).
 
