@@ -1,18 +1,29 @@
-//! AdamW for what is no hidden matrix: Burn's own rule, at a learning rate relative to Muon's, and
-//! untouched by gradients that are not finite.
+//! AdamW for what is no hidden matrix: at a learning rate relative to Muon's, untouched by gradients
+//! that are not finite, and on rows, so that a share of many parameters is updated at once.
+//!
+//! With betas `b1` and `b2`, learning rate `lr` and weight decay `w`, a step with gradient `G` is
+//!
+//! ```text
+//! M <- b1 M + (1 - b1) G          c1 <- b1 c1 + (1 - b1)
+//! V <- b2 V + (1 - b2) G^2        c2 <- b2 c2 + (1 - b2)
+//! P <- (1 - lr w) P - lr (M / c1) / (sqrt(V / c2) + epsilon)
+//! ```
+//!
+//! (Loshchilov and Hutter, <https://arxiv.org/abs/1711.05101>). The corrections `c` are the moving
+//! averages of ones: the usual `1 - b^t`, but counting only steps that were taken, on the device.
 
 use std::sync::Arc;
 
 use burn::config::Config;
-use burn::optim::{self, LearningRate, Optimizer, RecordState, StateSink, StateSource, join_path};
-use burn::tensor::{Device, Tensor};
+use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource};
+use burn::tensor::{DType, Device, Tensor};
 
 use crate::checkpoint::saved_tensor;
 use crate::error::{Error, Result};
-use crate::gate::{Gate, SkippedSteps};
+use crate::gate::{Gate, SkippedSteps, spread};
+use crate::muon::rule::Rates;
 
-/// Configuration of AdamW for embeddings, the output head, vectors and scalars (Loshchilov and
-/// Hutter, <https://arxiv.org/abs/1711.05101>).
+/// Configuration of AdamW for embeddings, the output head, vectors and scalars.
 ///
 /// The `*_lr` are factors on the learning rate given to `step`, so that one schedule moves all of
 /// them. For schedules of their own, see [`Routing::group`](crate::Routing::group).
@@ -70,43 +81,103 @@ impl AdamWSettings {
         parameter: &str,
         skipped: &SkippedSteps,
     ) -> GatedAdamW {
-        let adamw = optim::AdamWConfig::new()
-            .with_beta_1(self.beta_1 as f32)
-            .with_beta_2(self.beta_2 as f32)
-            .with_epsilon(self.epsilon as f32)
-            .with_weight_decay(self.weight_decay as f32)
-            .build();
-        GatedAdamW { adamw, lr_factor, parameter: parameter.into(), skipped: skipped.clone() }
+        GatedAdamW {
+            settings: self.clone(),
+            lr_factor,
+            parameter: parameter.into(),
+            skipped: skipped.clone(),
+        }
+    }
+
+    /// One step of rows `[rows, columns]`, given the corrections of every row after the step: their
+    /// new values and moments.
+    pub(crate) fn step(
+        &self,
+        parameters: Tensor<2>,
+        grads: Tensor<2>,
+        moments: Moments<2>,
+        corrections: &[Tensor<1>; 2],
+        gate: &Gate,
+        rates: &Rates,
+    ) -> (Tensor<2>, Moments<2>) {
+        let grads = gate.clean(grads);
+        let averaged = |old: Tensor<2>, new: Tensor<2>, beta: f64| {
+            let averaged = old.clone().mul_scalar(beta) + new.mul_scalar(1.0 - beta);
+            gate.choose(averaged, old)
+        };
+        let moment_1 = averaged(moments.moment_1, grads.clone(), self.beta_1);
+        let moment_2 = averaged(moments.moment_2, grads.square(), self.beta_2);
+        let dtype = parameters.dtype();
+        let column = |values: &Tensor<1>| spread(values.clone().cast(dtype), &parameters);
+        // The correction of a row that was never accepted is zero, but it is not updated either.
+        let [c1, c2] = corrections.clone().map(|c| c.clamp_min(f32::MIN_POSITIVE));
+        let root = (moment_2.clone() / column(&c2)).sqrt().add_scalar(self.epsilon);
+        let direction = moment_1.clone() / column(&c1) / root;
+        let updated = parameters.clone() * column(&rates.keep) - direction * column(&rates.lr);
+        (gate.choose(updated, parameters), Moments { moment_1, moment_2 })
+    }
+
+    /// The corrections after a step, of rows or of parameters.
+    pub(crate) fn correct(&self, corrections: [Tensor<1>; 2], gate: &Gate) -> [Tensor<1>; 2] {
+        let [first, second] = corrections;
+        [(first, self.beta_1), (second, self.beta_2)].map(|(old, beta)| {
+            gate.choose(old.clone().mul_scalar(beta).add_scalar(1.0 - beta), old)
+        })
     }
 }
 
-/// Burn's AdamW behind a [`Gate`].
+/// The moving averages of the gradients and of their squares.
+#[derive(Clone, Debug)]
+pub(crate) struct Moments<const D: usize> {
+    pub moment_1: Tensor<D>,
+    pub moment_2: Tensor<D>,
+}
+
+impl<const D: usize> Moments<D> {
+    /// The same done to both.
+    pub fn map<const E: usize>(self, f: impl Fn(Tensor<D>) -> Tensor<E>) -> Moments<E> {
+        Moments { moment_1: f(self.moment_1), moment_2: f(self.moment_2) }
+    }
+}
+
+/// AdamW for one parameter, behind a [`Gate`].
 #[derive(Clone)]
 pub(crate) struct GatedAdamW {
-    adamw: optim::AdamW,
+    settings: AdamWSettings,
     lr_factor: f64,
     parameter: Arc<str>,
     skipped: SkippedSteps,
 }
 
-/// Burn's state, and the count of skipped steps.
+/// What AdamW remembers of a parameter. Its record has the tensors `moment_1`, `moment_2`,
+/// `correction_1`, `correction_2` and `skipped`.
 #[derive(Clone)]
 pub(crate) struct GatedAdamWState<const D: usize> {
-    adamw: optim::AdamWState<D>,
+    moments: Moments<D>,
+    /// The sums of the weights in the moments, `[1]` each.
+    corrections: [Tensor<1>; 2],
     skipped: Tensor<1>,
 }
 
 impl<const D: usize> RecordState for GatedAdamWState<D> {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
-        self.adamw.state_flatten(&join_path(prefix, "adamw"), out);
+        out.push_tensor(prefix, "moment_1", self.moments.moment_1.to_data());
+        out.push_tensor(prefix, "moment_2", self.moments.moment_2.to_data());
+        out.push_tensor(prefix, "correction_1", self.corrections[0].to_data());
+        out.push_tensor(prefix, "correction_2", self.corrections[1].to_data());
         out.push_tensor(prefix, "skipped", self.skipped.to_data());
     }
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
-        Some(Self {
-            adamw: RecordState::state_unflatten(&join_path(prefix, "adamw"), src, device)?,
-            skipped: saved_tensor("skipped", prefix, src, device)?,
-        })
+        let moments = Moments {
+            moment_1: saved_tensor("moment_1", prefix, src, device)?,
+            moment_2: saved_tensor("moment_2", prefix, src, device)?,
+        };
+        let corrections = [
+            saved_tensor("correction_1", prefix, src, device)?,
+            saved_tensor("correction_2", prefix, src, device)?,
+        ];
+        Some(Self { moments, corrections, skipped: saved_tensor("skipped", prefix, src, device)? })
     }
 }
 
@@ -120,29 +191,32 @@ impl Optimizer for GatedAdamW {
         grad: Tensor<D>,
         state: Option<GatedAdamWState<D>>,
     ) -> (Tensor<D>, Option<GatedAdamWState<D>>) {
-        let (old, skipped) = match state {
-            Some(state) => (Some(state.adamw), Some(state.skipped)),
-            None => (None, None),
-        };
-        let [old_1, old_2] = match &old {
-            Some(old) => [old.momentum.moment_1.clone(), old.momentum.moment_2.clone()],
-            None => [grad.zeros_like(), grad.zeros_like()],
-        };
-        let gate = Gate::of(&grad);
-        let (updated, state) =
-            self.adamw.step(lr * self.lr_factor, parameter.clone(), gate.clean(grad), old);
-        let mut adamw = state.expect("AdamW always returns its state");
-        adamw.momentum.moment_1 = gate.choose(adamw.momentum.moment_1, old_1);
-        adamw.momentum.moment_2 = gate.choose(adamw.momentum.moment_2, old_2);
+        let (shape, device) = (parameter.dims(), parameter.device());
+        let zero = || Tensor::<1>::zeros([1], (&device, DType::F32));
+        let GatedAdamWState { moments, corrections, skipped } =
+            state.unwrap_or_else(|| GatedAdamWState {
+                moments: Moments { moment_1: grad.zeros_like(), moment_2: grad.zeros_like() },
+                corrections: [zero(), zero()],
+                skipped: zero(),
+            });
+        let row = |tensor: Tensor<D>| tensor.reshape([1, -1]);
+        let (grad, moments) = (row(grad), moments.map(row));
+        let rates = Rates::of_one(lr * self.lr_factor, 1.0, self.settings.weight_decay, &device);
+        let gate = Gate::of_rows(&grad);
+        let corrections = self.settings.correct(corrections, &gate);
+        let (updated, moments) =
+            self.settings.step(row(parameter), grad, moments, &corrections, &gate, &rates);
 
         let skipped = gate.count(skipped);
         self.skipped.record(&self.parameter, skipped.clone());
-        (gate.choose(updated, parameter), Some(GatedAdamWState { adamw, skipped }))
+        let moments = moments.map(|tensor| tensor.reshape(shape));
+        (updated.reshape(shape), Some(GatedAdamWState { moments, corrections, skipped }))
     }
 
     fn to_device<const D: usize>(state: GatedAdamWState<D>, device: &Device) -> GatedAdamWState<D> {
         GatedAdamWState {
-            adamw: <optim::AdamW as Optimizer>::to_device(state.adamw, device),
+            moments: state.moments.map(|tensor| tensor.to_device(device)),
+            corrections: state.corrections.map(|tensor| tensor.to_device(device)),
             skipped: state.skipped.to_device(device),
         }
     }

@@ -71,6 +71,73 @@ pub enum Error {
         /// Shape and type in the model, or `absent`.
         model: String,
     },
+    /// Another rank failed, so that this one can't go on.
+    #[error("rank {rank} failed: {cause}; mend that, and start all ranks again")]
+    PeerFailed {
+        /// The rank that failed first.
+        rank: usize,
+        /// What it said, or what was seen of it.
+        cause: String,
+    },
+    /// The ranks did not make the same calls.
+    #[error(
+        "the ranks disagree ({calls}); all of them have to make the same calls in the same order"
+    )]
+    Mismatch {
+        /// Who called what.
+        calls: String,
+    },
+    /// A collective was given what it can't take.
+    #[error("{collective} on rank {rank}: {reason}; {remedy}")]
+    Collective {
+        /// Its name.
+        collective: &'static str,
+        /// The rank that called it.
+        rank: usize,
+        /// What is wrong.
+        reason: String,
+        /// What to give instead.
+        remedy: &'static str,
+    },
+    /// The devices of a world belong to different backends.
+    #[error(
+        "rank {rank} is on {device} and rank 0 on {first}; give all ranks devices of one backend"
+    )]
+    Devices {
+        /// The first rank on another backend.
+        rank: usize,
+        /// Its device.
+        device: String,
+        /// The device of rank 0.
+        first: String,
+    },
+    /// The model of a rank differs from that of rank 0.
+    #[error(
+        "parameter `{parameter}` is {other} on rank {rank} and {first} on rank 0; build the same model \
+         with the same seed on every rank, or use `World::broadcast`"
+    )]
+    ModelsDiffer {
+        /// The first rank that differs.
+        rank: usize,
+        /// The first parameter that differs.
+        parameter: String,
+        /// What it is there.
+        other: String,
+        /// What it is on rank 0.
+        first: String,
+    },
+    /// A parameter or its gradient is not what the optimizer was made for.
+    #[error("parameter `{parameter}` on rank {rank}: {reason}; {remedy}")]
+    Parameter {
+        /// Path of the parameter in its module.
+        parameter: String,
+        /// The rank that noticed.
+        rank: usize,
+        /// What is wrong.
+        reason: String,
+        /// What to do about it.
+        remedy: &'static str,
+    },
 }
 
 /// A [`Result`](core::result::Result) with the crate's [`Error`].

@@ -5,17 +5,20 @@ use std::sync::{Arc, Mutex};
 
 use burn::tensor::{Bool, FloatDType, Tensor};
 
-/// Whether a gradient is finite, as a tensor on its device: no value is read back.
+/// Which rows of a gradient count, as a tensor on its device: no value is read back. A row is
+/// whatever is accepted or refused as a whole: a matrix of a batch, a piece of a parameter.
 #[derive(Clone)]
 pub(crate) struct Gate {
-    /// `[1]`, float32: 1 if the gradient is finite, else 0.
+    /// One entry per row, float32: 1 if the row is accepted, else 0.
     accepted: Tensor<1>,
 }
 
 impl Gate {
-    /// Looks at every entry of the gradient.
-    pub fn of<const D: usize>(grad: &Tensor<D>) -> Self {
-        Self { accepted: grad.clone().is_finite().all().float().cast(FloatDType::F32) }
+    /// Accepts the rows whose entries are all finite.
+    pub fn of_rows<const D: usize>(grad: &Tensor<D>) -> Self {
+        let [rows, columns] = rows_of(grad);
+        let finite = grad.clone().is_finite().reshape([rows, columns]).all_dim(1);
+        Self { accepted: finite.float().cast(FloatDType::F32).reshape([rows]) }
     }
 
     /// A gate from its tensor.
@@ -28,29 +31,49 @@ impl Gate {
         self.accepted.clone()
     }
 
-    /// The gradient, or zeros if it is refused.
+    /// Accepts all rows together if it accepts every one: a gate of one row.
+    pub fn all(&self) -> Self {
+        Self { accepted: self.accepted().min() }
+    }
+
+    /// A gate of one row for as many rows as there are.
+    pub fn expand(&self, rows: usize) -> Self {
+        Self { accepted: self.accepted().expand([rows]) }
+    }
+
+    /// The gradient, with zeros where it is refused.
     pub fn clean<const D: usize>(&self, grad: Tensor<D>) -> Tensor<D> {
         let refused = self.refused(&grad);
         grad.mask_fill(refused, 0.0)
     }
 
-    /// The updated tensor, or the old one if the gradient is refused.
+    /// The updated tensor, and the old one where the gradient is refused.
     pub fn choose<const D: usize>(&self, updated: Tensor<D>, old: Tensor<D>) -> Tensor<D> {
         updated.mask_where(self.refused(&old), old)
     }
 
-    /// One more than before if the gradient is refused.
-    pub fn count(&self, before: Option<Tensor<1>>) -> Tensor<1> {
-        let one = self.accepted().neg().add_scalar(1.0);
-        match before {
-            Some(before) => before + one,
-            None => one,
-        }
+    /// One more than before for every row that is refused.
+    pub fn count(&self, before: Tensor<1>) -> Tensor<1> {
+        before + self.accepted().neg().add_scalar(1.0)
     }
 
     fn refused<const D: usize>(&self, like: &Tensor<D>) -> Tensor<D, Bool> {
-        self.accepted().equal_elem(0.0).unsqueeze::<D>().expand(like.shape())
+        spread(self.accepted(), like).equal_elem(0.0)
     }
+}
+
+/// One value per row as a tensor that is shaped like another one, without a copy.
+pub(crate) fn spread<const D: usize>(values: Tensor<1>, like: &Tensor<D>) -> Tensor<D> {
+    let [rows] = values.dims();
+    let mut shape = [1; D];
+    shape[0] = rows;
+    values.reshape(shape).expand(like.shape())
+}
+
+/// Rows, the first dimension, and the elements of each.
+fn rows_of<const D: usize>(tensor: &Tensor<D>) -> [usize; 2] {
+    let dims = tensor.dims();
+    [dims[0], dims[1..].iter().product()]
 }
 
 /// How often each parameter was left untouched because its gradient was not finite.

@@ -54,6 +54,7 @@
 
 pub mod adamw;
 pub mod checkpoint;
+pub mod dist;
 pub mod error;
 mod gate;
 pub mod muon;

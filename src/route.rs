@@ -201,6 +201,11 @@ impl Routing {
         group(paths, ids)
     }
 
+    /// The rule for matrices that [`init`](Self::init) uses.
+    pub(crate) fn muon(&self) -> &Muon {
+        &self.muon
+    }
+
     /// How often each parameter was left untouched because its gradient was not finite, over all
     /// optimizers that [`init`](Self::init) made of this routing.
     pub fn skipped_steps(&self) -> &SkippedSteps {
@@ -279,6 +284,8 @@ pub(crate) struct Found {
     id: ParamId,
     pub shape: Vec<usize>,
     pub dtype: DType,
+    /// Whether it is trained, rather than frozen.
+    pub trainable: bool,
     /// The type that holds it, as in `Linear`.
     holder: String,
 }
@@ -330,6 +337,7 @@ pub(crate) struct Walk {
 }
 
 impl Walk {
+    /// The parameters of a model, in its order.
     pub fn through<M: Module>(model: &M) -> Vec<Found> {
         let mut walk = Self::default();
         model.visit(&mut walk);
@@ -339,11 +347,13 @@ impl Walk {
 
 impl ModuleVisitor for Walk {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let value = param.val();
         self.found.push(Found {
             path: self.names.join("."),
             id: param.id,
-            shape: param.lazy_shape().to_vec(),
-            dtype: param.val().dtype(),
+            shape: value.dims().to_vec(),
+            dtype: value.dtype(),
+            trainable: value.is_require_grad(),
             holder: self.holders.last().cloned().unwrap_or_default(),
         });
     }

@@ -145,8 +145,8 @@ impl Corpus {
         drop(writer);
         ensure!(
             count >= BLOCK * VALIDATION_EVERY,
-            "{} files hold {count} tokens; give at least {} with --data",
-            files.len(),
+            "--data {}: {count} tokens are too few; give a text of at least {}",
+            data.unwrap_or(Path::new("(default)")).display(),
             BLOCK * VALIDATION_EVERY
         );
         // SAFETY: the file has no name and no other handle, so that nobody else can change it.
@@ -221,7 +221,7 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in WalkDir::new(path).sort_by_file_name() {
         let entry = entry.with_context(|| format!("--data {}: unreadable", path.display()))?;
-        if entry.file_type().is_file() {
+        if entry.path().is_file() {
             files.push(entry.into_path());
         }
     }
@@ -240,7 +240,6 @@ fn read(files: &[PathBuf]) -> Result<Vec<u8>> {
             break;
         }
     }
-    ensure!(!text.is_empty(), "the files are empty; give text with --data");
     Ok(text)
 }
 

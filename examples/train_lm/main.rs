@@ -12,12 +12,13 @@ mod report;
 mod train;
 
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
+use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
 
 use data::Corpus;
@@ -45,13 +46,13 @@ pub struct Options {
     #[arg(long, value_enum, value_delimiter = ',', conflicts_with_all = ["optimizer", "save", "resume"])]
     compare: Vec<OptimizerName>,
     /// Steps of training.
-    #[arg(long, default_value_t = 300)]
+    #[arg(long, default_value_t = 300, value_parser = at_least_one)]
     steps: usize,
     /// Sequences in a step.
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, default_value_t = 16, value_parser = at_least_one)]
     batch: usize,
     /// Peak learning rate. Default: the tuned one of the optimizer.
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true, value_parser = positive)]
     lr: Option<f64>,
     /// Steps between validations.
     #[arg(long, default_value_t = 25)]
@@ -60,13 +61,13 @@ pub struct Options {
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Checkpoint to write at the end, at every validation and on Ctrl-C.
-    #[arg(long)]
+    #[arg(long, value_parser = PathBufValueParser::new().try_map(writable))]
     save: Option<PathBuf>,
     /// Checkpoint to continue from, with the same settings.
     #[arg(long)]
     resume: Option<PathBuf>,
     /// File for the loss curves, in SVG.
-    #[arg(long)]
+    #[arg(long, value_parser = PathBufValueParser::new().try_map(writable))]
     plot: Option<PathBuf>,
     /// Tokens to write at the end.
     #[arg(long, default_value_t = 200)]
@@ -130,9 +131,32 @@ fn main() -> Result<()> {
             break;
         }
     }
+    println!("{}", report::table(&summaries));
     if let Some(path) = &options.plot {
         report::plot(path, &summaries)?;
     }
-    println!("{}", report::table(&summaries));
     Ok(())
+}
+
+fn at_least_one(text: &str) -> Result<usize> {
+    let number = text.parse()?;
+    ensure!(number > 0, "it must be at least 1");
+    Ok(number)
+}
+
+fn positive(text: &str) -> Result<f64> {
+    let number: f64 = text.parse()?;
+    ensure!(number.is_finite() && number > 0.0, "it must be a positive number");
+    Ok(number)
+}
+
+/// A file for results: that it can't be written should be known before the training.
+fn writable(path: PathBuf) -> Result<PathBuf> {
+    ensure!(!path.is_dir(), "it is a folder; name a file in it");
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new("."));
+    if let Err(error) = tempfile::tempfile_in(folder) {
+        bail!("can't write into the folder {}: {}", folder.display(), error.kind());
+    }
+    Ok(path)
 }

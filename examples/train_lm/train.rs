@@ -72,7 +72,6 @@ impl Run<'_> {
     /// Trains to the end, or until it is stopped.
     pub fn train(&self, device: &Device) -> Result<Summary> {
         let Options { steps, batch, seed, .. } = *self.options;
-        ensure!(steps > 0 && batch > 0, "--steps and --batch must be at least 1");
         device.seed(seed);
         let model = self.sizes.init(device);
         let (optim, routing) = self.optimizer.init(&model)?;
@@ -80,7 +79,6 @@ impl Run<'_> {
             println!("{routing}");
         }
         let lr = self.options.lr.unwrap_or(self.optimizer.tuned_lr());
-        ensure!(lr.is_finite() && lr > 0.0, "--lr must be a positive number");
         let settings = Settings {
             optimizer: self.optimizer.name(),
             lr,

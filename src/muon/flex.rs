@@ -9,55 +9,84 @@ use super::ops::StepOps;
 use crate::orthogonalize::flex::{CHUNK, contiguous, rounded, single};
 
 impl StepOps for Flex {
+    fn finite(grad: FloatTensor<Self>) -> FloatTensor<Self> {
+        let [_, m, n] = grad.shape().dims();
+        let grad = contiguous(single(grad));
+        let finite = |chunk: &[f32]| chunk.iter().all(|x| x.is_finite());
+        let matrices = grad.storage::<f32>().par_chunks_exact((m * n).max(1));
+        let accepted: Vec<f32> = matrices
+            .map(|matrix| if matrix.par_chunks(CHUNK).all(finite) { 1.0 } else { 0.0 })
+            .collect();
+        Self::float_from_data(TensorData::from(&*accepted), &Default::default())
+    }
+
     fn accumulate(
         grad: FloatTensor<Self>,
         momentum: FloatTensor<Self>,
+        accepted: FloatTensor<Self>,
         mu: f32,
         nesterov: bool,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
-        let (shape, device, dtype) = (grad.shape(), grad.device(), momentum.dtype());
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let (shape, dtype) = (grad.shape(), momentum.dtype());
+        let [_, m, n] = shape.dims();
+        let size = (m * n).max(1);
         let (grad, mut momentum) = (contiguous(single(grad)), contiguous(single(momentum)));
-        let finite = |values: &[f32]| values.iter().all(|x| x.is_finite());
-        let accepted = grad.storage::<f32>().par_chunks(CHUNK).all(finite);
-        let mut update = Self::float_empty(shape, &device, FloatDType::F32);
-        if accepted {
-            let momenta = momentum.storage_mut::<f32>().par_chunks_mut(CHUNK);
-            let updates = update.storage_mut::<f32>().par_chunks_mut(CHUNK);
-            let grads = grad.storage::<f32>().par_chunks(CHUNK);
-            momenta.zip(updates).zip(grads).for_each(|((momenta, updates), grads)| {
+        let accepted = values(accepted);
+        let mut update = Self::float_empty(shape, &Default::default(), FloatDType::F32);
+        let momenta = momentum.storage_mut::<f32>().par_chunks_exact_mut(size);
+        let updates = update.storage_mut::<f32>().par_chunks_exact_mut(size);
+        let grads = grad.storage::<f32>().par_chunks_exact(size);
+        let matrices = momenta.zip(updates).zip(grads).zip(&accepted);
+        matrices.for_each(|(((momentum, update), grad), accepted)| {
+            if *accepted == 0.0 {
+                update.fill(0.0);
+                return;
+            }
+            let momenta = momentum.par_chunks_mut(CHUNK);
+            let chunks = momenta.zip(update.par_chunks_mut(CHUNK)).zip(grad.par_chunks(CHUNK));
+            chunks.for_each(|((momenta, updates), grads)| {
                 for ((m, u), g) in momenta.iter_mut().zip(updates).zip(grads) {
                     let fresh = (1.0 - mu) * g;
                     *m = mu * *m + fresh;
                     *u = if nesterov { mu * *m + fresh } else { *m };
                 }
             });
-        }
-        let accepted = TensorData::from([if accepted { 1.0f32 } else { 0.0 }]);
-        let accepted = Self::float_from_data(accepted, &device);
-        (rounded(momentum, dtype), rounded(update, dtype), accepted)
+        });
+        (rounded(momentum, dtype), rounded(update, dtype))
     }
 
     fn apply(
         parameter: FloatTensor<Self>,
         direction: FloatTensor<Self>,
         accepted: FloatTensor<Self>,
-        keep: f32,
-        lr: f32,
+        keep: FloatTensor<Self>,
+        lr: FloatTensor<Self>,
     ) -> FloatTensor<Self> {
-        let accepted = accepted.storage::<f32>()[0] != 0.0;
-        if !accepted {
-            return parameter;
-        }
+        let [_, m, n] = parameter.shape().dims();
+        let size = (m * n).max(1);
         let dtype = parameter.dtype();
         let (mut parameter, direction) =
             (contiguous(single(parameter)), contiguous(single(direction)));
-        let parameters = parameter.storage_mut::<f32>().par_chunks_mut(CHUNK);
-        let directions = direction.storage::<f32>().par_chunks(CHUNK);
-        parameters.zip(directions).for_each(|(parameters, directions)| {
-            for (p, u) in parameters.iter_mut().zip(directions) {
-                *p = keep * *p - lr * u;
-            }
-        });
+        let (accepted, keep, lr) = (values(accepted), values(keep), values(lr));
+        let parameters = parameter.storage_mut::<f32>().par_chunks_exact_mut(size);
+        let directions = direction.storage::<f32>().par_chunks_exact(size);
+        let matrices = parameters.zip(directions).zip(&accepted).zip(&keep).zip(&lr);
+        matrices.filter(|(((_, accepted), _), _)| **accepted != 0.0).for_each(
+            |((((parameter, direction), _), keep), lr)| {
+                let directions = direction.par_chunks(CHUNK);
+                let chunks = parameter.par_chunks_mut(CHUNK).zip(directions);
+                chunks.for_each(|(parameters, directions)| {
+                    for (p, u) in parameters.iter_mut().zip(directions) {
+                        *p = keep * *p - lr * u;
+                    }
+                });
+            },
+        );
         rounded(parameter, dtype)
     }
+}
+
+/// One value per matrix.
+fn values(tensor: FloatTensor<Flex>) -> Vec<f32> {
+    contiguous(tensor).storage::<f32>().to_vec()
 }

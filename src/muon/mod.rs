@@ -14,8 +14,8 @@
 mod config;
 #[cfg(feature = "flex")]
 mod flex;
-mod ops;
-mod rule;
+pub(crate) mod ops;
+pub(crate) mod rule;
 mod view;
 
 pub use config::MuonConfig;

@@ -1,87 +1,106 @@
 //! The elementwise parts of a step, as a Burn backend extension: each may be one pass over memory.
 //!
-//! Backends that are not named in the attribute run them in Burn's operations.
+//! Backends that are not named in the attribute run them in Burn's operations. Tensors are batches
+//! `[k, m, n]`; there is one value per matrix, `[k]` in float32, of everything that may differ
+//! between them.
 
 use burn::backend::{Backend, Dispatch, backend_extension, tensor::FloatTensor};
 use burn::tensor::Tensor;
 
-use crate::gate::Gate;
+use super::rule::Rates;
+use crate::gate::{Gate, spread};
 use crate::orthogonalize::{Engine, Kernels};
 
-/// The elementwise parts of a step. Tensors are shaped like the parameter; `accepted` is `[1]`, 1 if
-/// the gradient is finite and 0 otherwise.
+/// The elementwise parts of a step.
 #[backend_extension(Flex: cfg(feature = "flex"))]
 pub trait StepOps: Backend {
-    /// The new momentum, what is to be orthogonalised, and `accepted`, from a gradient and the
-    /// momentum before it. A gradient that is not finite leaves the momentum as it is.
+    /// 1 for every matrix whose entries are finite, else 0.
+    fn finite(grad: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// The new momentum, and what is to be orthogonalised, from a gradient and the momentum before
+    /// it. A matrix that is not accepted keeps its momentum, and zeros are to be orthogonalised.
     fn accumulate(
         grad: FloatTensor<Self>,
         momentum: FloatTensor<Self>,
+        accepted: FloatTensor<Self>,
         mu: f32,
         nesterov: bool,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
+    ) -> (FloatTensor<Self>, FloatTensor<Self>);
 
-    /// `keep P - lr U` if the gradient was accepted, else `P`.
+    /// `keep P - lr U` for matrices that are accepted, `P` for the others.
     fn apply(
         parameter: FloatTensor<Self>,
         direction: FloatTensor<Self>,
         accepted: FloatTensor<Self>,
-        keep: f32,
-        lr: f32,
+        keep: FloatTensor<Self>,
+        lr: FloatTensor<Self>,
     ) -> FloatTensor<Self>;
 }
 
+/// Accepts the matrices whose entries are finite.
+pub(crate) fn finite(kernels: Kernels, grad: &Tensor<3>) -> Gate {
+    match Engine::choose(kernels, &grad.device(), grad.dtype().into()) {
+        Engine::Portable => Gate::of_rows(grad),
+        Engine::Flex => Gate::from_accepted(Tensor::from_dispatch(Dispatch::finite(
+            grad.clone().into_dispatch(),
+        ))),
+    }
+}
+
 /// [`StepOps::accumulate`] on the engine of the gradient.
-pub(super) fn accumulate<const D: usize>(
+pub(super) fn accumulate(
     kernels: Kernels,
-    grad: Tensor<D>,
-    momentum: Tensor<D>,
+    grad: Tensor<3>,
+    momentum: Tensor<3>,
+    gate: &Gate,
     mu: f64,
     nesterov: bool,
-) -> (Tensor<D>, Tensor<D>, Gate) {
+) -> (Tensor<3>, Tensor<3>) {
     match Engine::choose(kernels, &grad.device(), grad.dtype().into()) {
         Engine::Portable => {
-            let gate = Gate::of(&grad);
             let grad = gate.clean(grad);
             let averaged = lerp(momentum.clone(), grad.clone(), 1.0 - mu);
             let update = if nesterov { lerp(grad, averaged.clone(), mu) } else { averaged.clone() };
-            (gate.choose(averaged, momentum), update, gate)
+            (gate.choose(averaged, momentum), update)
         }
         Engine::Flex => {
-            let (grad, momentum) = (grad.into_dispatch(), momentum.into_dispatch());
-            let (momentum, update, accepted) =
-                Dispatch::accumulate(grad, momentum, mu as f32, nesterov);
-            let gate = Gate::from_accepted(Tensor::from_dispatch(accepted));
-            (Tensor::from_dispatch(momentum), Tensor::from_dispatch(update), gate)
+            let (momentum, update) = Dispatch::accumulate(
+                grad.into_dispatch(),
+                momentum.into_dispatch(),
+                gate.accepted().into_dispatch(),
+                mu as f32,
+                nesterov,
+            );
+            (Tensor::from_dispatch(momentum), Tensor::from_dispatch(update))
         }
     }
 }
 
 /// [`StepOps::apply`] on the engine of the parameter.
-pub(super) fn apply<const D: usize>(
+pub(super) fn apply(
     kernels: Kernels,
-    parameter: Tensor<D>,
-    direction: Tensor<D>,
+    parameter: Tensor<3>,
+    direction: Tensor<3>,
     gate: &Gate,
-    keep: f64,
-    lr: f64,
-) -> Tensor<D> {
+    rates: &Rates,
+) -> Tensor<3> {
+    let Rates { keep, lr } = rates.clone();
     match Engine::choose(kernels, &parameter.device(), parameter.dtype().into()) {
         Engine::Portable => {
-            let updated = parameter.clone().mul_scalar(keep) - direction.mul_scalar(lr);
-            gate.choose(updated, parameter)
+            let [keep, lr] = [keep, lr].map(|x| spread(x.cast(parameter.dtype()), &parameter));
+            gate.choose(parameter.clone() * keep - direction * lr, parameter)
         }
         Engine::Flex => Tensor::from_dispatch(Dispatch::apply(
             parameter.into_dispatch(),
             direction.into_dispatch(),
             gate.accepted().into_dispatch(),
-            keep as f32,
-            lr as f32,
+            keep.into_dispatch(),
+            lr.into_dispatch(),
         )),
     }
 }
 
 /// `from + weight (to - from)`, as `(1 - weight) from + weight to`.
-fn lerp<const D: usize>(from: Tensor<D>, to: Tensor<D>, weight: f64) -> Tensor<D> {
+fn lerp(from: Tensor<3>, to: Tensor<3>, weight: f64) -> Tensor<3> {
     from.mul_scalar(1.0 - weight) + to.mul_scalar(weight)
 }

@@ -3,24 +3,67 @@
 use std::sync::Arc;
 
 use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 
 use super::{LrScale, MatrixLayout, MatrixView, ops};
 use crate::checkpoint::saved_tensor;
-use crate::error::Result;
-use crate::gate::SkippedSteps;
-use crate::orthogonalize::{Kernels, NewtonSchulz};
+use crate::gate::{Gate, SkippedSteps};
+use crate::orthogonalize::NewtonSchulz;
 use crate::schedule::Schedule;
 
 /// What all parameters of a model have in common.
 #[derive(Debug)]
-pub(super) struct Settings {
+pub(crate) struct Settings {
     pub momentum: Schedule,
     pub nesterov: bool,
     pub weight_decay: Schedule,
     pub lr_scale: LrScale,
     pub lr_factor: f64,
     pub newton_schulz: NewtonSchulz,
+}
+
+/// What scales the step of every row or matrix: `P <- keep P - lr U`. One float32 value each.
+#[derive(Clone)]
+pub(crate) struct Rates {
+    pub keep: Tensor<1>,
+    pub lr: Tensor<1>,
+}
+
+impl Rates {
+    /// The same learning rate and decoupled decay for one row.
+    pub fn of_one(lr: f64, scale: f64, weight_decay: f64, device: &Device) -> Self {
+        let one = |value: f64| Tensor::from_data([value as f32], (device, DType::F32));
+        Self { keep: one(1.0 - lr * weight_decay), lr: one(lr * scale) }
+    }
+
+    /// The rates of one row for as many rows as there are.
+    pub fn expand(self, rows: usize) -> Self {
+        Self { keep: self.keep.expand([rows]), lr: self.lr.expand([rows]) }
+    }
+}
+
+impl Settings {
+    /// One step of a batch of matrices `[k, m, n]`, given the steps before it: their new values and
+    /// their new momentum.
+    pub fn step(
+        &self,
+        time: usize,
+        parameters: Tensor<3>,
+        grads: Tensor<3>,
+        momentum: Tensor<3>,
+        gate: &Gate,
+        rates: &Rates,
+    ) -> (Tensor<3>, Tensor<3>) {
+        let (mu, kernels) = (self.momentum.at(time), self.newton_schulz.kernels());
+        let (momentum, update) = ops::accumulate(kernels, grads, momentum, gate, mu, self.nesterov);
+        let direction = self.newton_schulz.orthogonalize(update);
+        (ops::apply(kernels, parameters, direction, gate, rates), momentum)
+    }
+
+    /// The factor on the learning rate of a matrix `[rows, columns]`.
+    pub fn scale(&self, layout: MatrixLayout, shape: [usize; 2]) -> f64 {
+        self.lr_factor * self.lr_scale.factor(layout, shape)
+    }
 }
 
 /// Muon as a Burn [`Optimizer`]: the rule for one parameter, built by
@@ -87,17 +130,8 @@ impl Muon {
         Self { view, layout, parameter: parameter.into(), ..self.clone() }
     }
 
-    /// The orthogonalised update, and the factor that its shape puts on the learning rate.
-    fn direction<const D: usize>(&self, update: Tensor<D>) -> Result<(Tensor<D>, f64)> {
-        let shape = update.dims();
-        let [k, m, n] = self.view.batch_shape(&self.parameter, &shape)?;
-        let Settings { lr_scale, lr_factor, newton_schulz, .. } = &*self.settings;
-        let orthogonal = newton_schulz.orthogonalize(update.reshape([k, m, n]));
-        Ok((orthogonal.reshape(shape), lr_factor * lr_scale.factor(self.layout, [m, n])))
-    }
-
-    fn kernels(&self) -> Kernels {
-        self.newton_schulz().kernels()
+    pub(crate) fn settings(&self) -> &Arc<Settings> {
+        &self.settings
     }
 }
 
@@ -120,22 +154,27 @@ impl Optimizer for Muon {
         grad: Tensor<D>,
         state: Option<MuonState<D>>,
     ) -> (Tensor<D>, Option<MuonState<D>>) {
-        let (old, skipped, time) = match state {
-            Some(state) => (state.momentum, Some(state.skipped), state.time),
-            None => (grad.zeros_like(), None, 0),
+        let (shape, device) = (parameter.dims(), parameter.device());
+        let view = self.view.batch_shape(&self.parameter, &shape);
+        let [k, m, n] = view.unwrap_or_else(|error| panic!("{error}"));
+        let batch = |tensor: Tensor<D>| tensor.reshape([k, m, n]);
+        let (momentum, skipped, time) = match state {
+            Some(state) => (state.momentum, state.skipped, state.time),
+            None => (grad.zeros_like(), Tensor::zeros([1], (&device, DType::F32)), 0),
         };
-        let mu = self.settings.momentum.at(time);
-        let decay = lr * self.settings.weight_decay.at(time);
+        let settings = &self.settings;
+        let scale = settings.scale(self.layout, [m, n]);
+        let rates = Rates::of_one(lr, scale, settings.weight_decay.at(time), &device).expand(k);
 
-        let (momentum, update, gate) =
-            ops::accumulate(self.kernels(), grad, old, mu, self.settings.nesterov);
-        let (direction, scale) = self.direction(update).unwrap_or_else(|error| panic!("{error}"));
-        let updated =
-            ops::apply(self.kernels(), parameter, direction, &gate, 1.0 - decay, lr * scale);
+        let grad = batch(grad);
+        let gate = ops::finite(settings.newton_schulz.kernels(), &grad).all();
+        let (updated, momentum) =
+            settings.step(time, batch(parameter), grad, batch(momentum), &gate.expand(k), &rates);
 
         let skipped = gate.count(skipped);
         self.skipped.record(&self.parameter, skipped.clone());
-        (updated, Some(MuonState { momentum, skipped, time: time + 1 }))
+        let momentum = momentum.reshape(shape);
+        (updated.reshape(shape), Some(MuonState { momentum, skipped, time: time + 1 }))
     }
 
     fn to_device<const D: usize>(state: MuonState<D>, device: &Device) -> MuonState<D> {

@@ -192,9 +192,14 @@ impl NewtonSchulz {
     /// How [`orthogonalize`](Self::orthogonalize) treats the matrices of `batch`.
     pub fn explain(&self, batch: &Tensor<3>) -> Explanation {
         let [_, m, n] = batch.dims();
+        self.explain_shape([m, n], batch.dtype(), &batch.device())
+    }
+
+    /// [`explain`](Self::explain), for matrices that need not exist yet.
+    pub fn explain_shape(&self, [m, n]: [usize; 2], dtype: DType, device: &Device) -> Explanation {
         let (m, n) = (m.min(n), m.max(n));
-        let dtype = self.dtype.resolve(&batch.device(), batch.dtype());
-        let engine = Engine::choose(self.kernels, &batch.device(), dtype);
+        let dtype = self.dtype.resolve(device, dtype);
+        let engine = Engine::choose(self.kernels, device, dtype);
         let share = |inner| engine.symmetric_share(m, inner);
         let steps = self.schedule.len();
         let standard = Explanation {

@@ -1,0 +1,138 @@
+//! Collectives over flat tensors, and the engines that carry them out.
+//!
+//! An engine moves buffers and knows no optimizer. Every call is made by all ranks of a group, in
+//! the same order; it is started at once and waited for later, so that communication and
+//! computation overlap. Names and meanings are those of MPI and NCCL; the counts of ranks may
+//! differ, and be zero.
+
+mod rendezvous;
+mod sync;
+mod threads;
+
+use std::fmt::{self, Debug};
+
+use burn::tensor::{DType, Tensor};
+
+use crate::error::{Error, Result};
+
+pub use threads::Threads;
+
+/// What becomes of the contributions of all ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReduceOp {
+    /// Their sum.
+    Sum,
+    /// Their mean.
+    Mean,
+}
+
+/// One rank's access to a group of ranks.
+///
+/// Tensors are float32, float16 or bfloat16; half precision is accumulated in float32 and rounded
+/// once. All methods fail with [`Error::PeerFailed`] after a rank of the world has failed, and with
+/// [`Error::Mismatch`] if the ranks make different calls. A failure found by one rank reaches all.
+pub trait Communicator: Debug + Send + Sync {
+    /// Name of the engine, as in `threads`.
+    fn engine(&self) -> &'static str;
+
+    /// The own index in the group.
+    fn rank(&self) -> usize;
+
+    /// Ranks in the group.
+    fn size(&self) -> usize;
+
+    /// The sum or mean of the tensors of all ranks, to all ranks.
+    fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending>;
+
+    /// The sum or mean of the tensors of all ranks, of which rank `r` gets its part: `counts[r]`
+    /// elements, after those of the ranks before it. The counts are the same on all ranks.
+    fn reduce_scatter(&self, tensor: Tensor<1>, counts: &[usize], op: ReduceOp) -> Result<Pending>;
+
+    /// The tensors of all ranks one after the other, to all ranks; rank `r` gives `counts[r]`
+    /// elements. The counts are the same on all ranks.
+    fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending>;
+
+    /// The tensor of rank `root`, to all ranks. The others give one of the same length.
+    fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending>;
+
+    /// A part of the tensor to every rank: `send[r]` elements to rank `r`, `receive[r]` from it. The
+    /// parts received come one after the other.
+    fn all_to_all(&self, tensor: Tensor<1>, send: &[usize], receive: &[usize]) -> Result<Pending>;
+
+    /// Small data of the host, from all ranks to all ranks. Waits.
+    fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>>;
+
+    /// Waits until all ranks have come this far.
+    fn barrier(&self) -> Result<()> {
+        self.all_gather_bytes(vec![]).map(|_| ())
+    }
+
+    /// The group of the ranks that give the same color, in the order of `key` and then of rank.
+    fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>>;
+
+    /// Ends the world: every other rank's calls fail with this rank and cause.
+    fn fail(&self, cause: &str);
+}
+
+/// The result of a collective that was started.
+#[must_use = "a collective is finished by waiting for it"]
+pub struct Pending(Box<dyn FnOnce() -> Result<Tensor<1>> + Send>);
+
+impl Pending {
+    /// A result that is finished by a function.
+    pub fn new(finish: impl FnOnce() -> Result<Tensor<1>> + Send + 'static) -> Self {
+        Self(Box::new(finish))
+    }
+
+    /// A result that is there already.
+    pub fn ready(tensor: Tensor<1>) -> Self {
+        Self::new(move || Ok(tensor))
+    }
+
+    /// Waits for the result.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::PeerFailed`] if another rank failed or did not come in time, [`Error::Mismatch`] if
+    /// the ranks made different calls.
+    pub fn wait(self) -> Result<Tensor<1>> {
+        (self.0)()
+    }
+}
+
+impl Debug for Pending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pending")
+    }
+}
+
+/// Refuses a type that is not accumulated anywhere.
+fn check_dtype(collective: &'static str, rank: usize, dtype: DType) -> Result<()> {
+    match dtype {
+        DType::F32 | DType::F16 | DType::BF16 => Ok(()),
+        _ => Err(Error::Collective {
+            collective,
+            rank,
+            reason: format!("it was given {}", dtype.name()),
+            remedy: "give float32, float16 or bfloat16",
+        }),
+    }
+}
+
+/// Refuses counts that are not one for every rank, or do not add up to what is there.
+fn check_counts(
+    collective: &'static str,
+    rank: usize,
+    size: usize,
+    counts: &[usize],
+    (expected, given): (usize, usize),
+) -> Result<()> {
+    let reason = if counts.len() != size {
+        format!("{} counts for {size} ranks", counts.len())
+    } else if expected != given {
+        format!("the counts {counts:?} ask for {expected} elements and {given} are given")
+    } else {
+        return Ok(());
+    };
+    Err(Error::Collective { collective, rank, reason, remedy: "give one count for every rank" })
+}

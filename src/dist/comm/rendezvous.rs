@@ -1,0 +1,278 @@
+//! Where the ranks of one process meet: every rank leaves something and takes what all have left.
+//!
+//! Nothing here knows of tensors. A call is compared between the ranks, a payload is handed over.
+//! Ranks may run ahead: arriving never blocks, only meeting does. The first failure is everybody's.
+
+use std::collections::BTreeMap;
+use std::fmt::{self, Display};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::sync::{AtomicU64, Condvar, Mutex, MutexGuard, Ordering};
+
+/// Why ranks could not meet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Failure {
+    /// A rank is gone, or did not come in time.
+    Peer {
+        /// Its rank in the world.
+        rank: usize,
+        /// What happened to it.
+        cause: String,
+    },
+    /// Ranks made different calls.
+    Mismatch {
+        /// Who called what.
+        calls: String,
+    },
+}
+
+/// A meeting: the group, and how many meetings the group had before.
+type Key = (u64, u64);
+
+/// What every member of a group has left at a meeting.
+struct Meeting<C, P> {
+    arrived: Vec<Option<(C, P)>>,
+    /// Members that have taken what was left, or will not.
+    finished: usize,
+}
+
+struct State<C, P> {
+    meetings: BTreeMap<Key, Meeting<C, P>>,
+    /// Ranks of the world that have returned.
+    left: Vec<bool>,
+    failure: Option<Failure>,
+}
+
+/// The place that all ranks of a world share.
+pub struct Hall<C, P> {
+    state: Mutex<State<C, P>>,
+    changed: Condvar,
+    groups: AtomicU64,
+}
+
+/// The place of one rank in one group.
+pub struct Seat<C, P> {
+    hall: Arc<Hall<C, P>>,
+    group: u64,
+    /// The ranks in the world of the group's members.
+    members: Arc<[usize]>,
+    /// The own index among the members.
+    rank: usize,
+    meetings: AtomicU64,
+    deadline: Duration,
+}
+
+/// The right to what the others leave at one meeting.
+pub struct Ticket<C, P> {
+    hall: Arc<Hall<C, P>>,
+    key: Key,
+    members: Arc<[usize]>,
+    call: String,
+    deadline: Duration,
+}
+
+impl<C: PartialEq + Display, P: Clone> Hall<C, P> {
+    /// The seats of a world of `size` ranks, all in one group. No rank waits for another longer
+    /// than `deadline`.
+    pub fn seats(size: usize, deadline: Duration) -> Vec<Seat<C, P>> {
+        let state = State { meetings: BTreeMap::new(), left: vec![false; size], failure: None };
+        let hall = Arc::new(Self {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            groups: AtomicU64::new(1),
+        });
+        let members: Arc<[usize]> = (0..size).collect();
+        let seat = |rank| Seat {
+            hall: hall.clone(),
+            group: 0,
+            members: members.clone(),
+            rank,
+            meetings: AtomicU64::new(0),
+            deadline,
+        };
+        (0..size).map(seat).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<C, P>> {
+        self.state.lock().expect("nothing panics while it holds the lock")
+    }
+
+    fn fail(&self, failure: Failure) -> Failure {
+        let mut state = self.lock();
+        let first = state.failure.get_or_insert(failure).clone();
+        self.changed.notify_all();
+        first
+    }
+}
+
+impl<C: PartialEq + Display, P: Clone> Seat<C, P> {
+    /// The own index in the group.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The members of the group.
+    pub fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    /// The own rank in the world.
+    fn world_rank(&self) -> usize {
+        self.members[self.rank]
+    }
+
+    /// Leaves `payload` at the next meeting of the group, without waiting.
+    ///
+    /// # Errors
+    ///
+    /// The world's failure, if there is one; a mismatch, if somebody made another call.
+    pub fn arrive(&self, call: C, payload: P) -> Result<Ticket<C, P>, Failure> {
+        let key = (self.group, self.meetings.fetch_add(1, Ordering::SeqCst));
+        let ticket = Ticket {
+            hall: self.hall.clone(),
+            key,
+            members: self.members.clone(),
+            call: call.to_string(),
+            deadline: self.deadline,
+        };
+        let mut state = self.hall.lock();
+        if let Some(failure) = &state.failure {
+            return Err(failure.clone());
+        }
+        let size = self.size();
+        let meeting = state
+            .meetings
+            .entry(key)
+            .or_insert_with(|| Meeting { arrived: (0..size).map(|_| None).collect(), finished: 0 });
+        meeting.arrived[self.rank] = Some((call, payload));
+        let mismatch = meeting.mismatch(&self.members);
+        if let Some(mismatch) = &mismatch {
+            state.failure = Some(mismatch.clone());
+        }
+        self.hall.changed.notify_all();
+        drop(state);
+        match mismatch {
+            Some(mismatch) => Err(mismatch),
+            None => Ok(ticket),
+        }
+    }
+
+    /// The seat in a new group. All of its members make this call with the same group, which
+    /// [`new_group`](Self::new_group) numbered for one of them.
+    pub fn join(&self, group: u64, members: Vec<usize>, rank: usize) -> Self {
+        let members = members.iter().map(|member| self.members[*member]).collect();
+        Self {
+            hall: self.hall.clone(),
+            group,
+            members,
+            rank,
+            meetings: AtomicU64::new(0),
+            deadline: self.deadline,
+        }
+    }
+
+    /// A number that no group has yet.
+    pub fn new_group(&self) -> u64 {
+        self.hall.groups.fetch_add(1, Ordering::SeqCst)
+    }
+
+    /// Ends all meetings, present and future, because of this rank. The first failure stays.
+    pub fn fail(&self, cause: String) {
+        self.hall.fail(Failure::Peer { rank: self.world_rank(), cause });
+    }
+
+    /// Says that this rank comes to no further meeting.
+    pub fn leave(&self) {
+        self.hall.lock().left[self.world_rank()] = true;
+        self.hall.changed.notify_all();
+    }
+}
+
+impl<C: PartialEq + Display, P: Clone> Meeting<C, P> {
+    fn complete(&self) -> bool {
+        self.arrived.iter().all(Option::is_some)
+    }
+
+    fn payloads(&self) -> Vec<P> {
+        self.arrived.iter().flatten().map(|(_, payload)| payload.clone()).collect()
+    }
+
+    fn missing(&self) -> impl Iterator<Item = usize> {
+        self.arrived.iter().enumerate().filter(|(_, call)| call.is_none()).map(|(rank, _)| rank)
+    }
+
+    /// Who called what, if not everybody who has arrived called the same.
+    fn mismatch(&self, members: &[usize]) -> Option<Failure> {
+        let calls = || {
+            let seated = self.arrived.iter().zip(members);
+            seated.filter_map(|(arrived, rank)| Some((rank, &arrived.as_ref()?.0)))
+        };
+        let (_, first) = calls().next()?;
+        if calls().all(|(_, call)| call == first) {
+            return None;
+        }
+        let calls: Vec<String> =
+            calls().map(|(rank, call)| format!("rank {rank}: {call}")).collect();
+        Some(Failure::Mismatch { calls: calls.join(", ") })
+    }
+}
+
+impl<C: PartialEq + Display, P: Clone> Ticket<C, P> {
+    /// Waits until all members have arrived, and takes what they left, in their order.
+    ///
+    /// A meeting that everybody came to succeeds for everybody, whatever happened since.
+    ///
+    /// # Errors
+    ///
+    /// The world's failure, which a member that is late or has returned becomes.
+    pub fn meet(self) -> Result<Vec<P>, Failure> {
+        let hall = self.hall.clone();
+        let start = Instant::now();
+        let mut state = hall.lock();
+        loop {
+            let meeting = state.meetings.get(&self.key).expect("it lives until all have finished");
+            if meeting.complete() {
+                return Ok(meeting.payloads());
+            }
+            if let Some(failure) = &state.failure {
+                return Err(failure.clone());
+            }
+            let gone = meeting.missing().find(|member| state.left[self.members[*member]]);
+            let late = self.deadline.checked_sub(start.elapsed());
+            let (member, cause) = match (gone, late) {
+                (Some(gone), _) => (gone, format!("it returned without {}", self.call)),
+                (None, Some(left)) => {
+                    state = hall.changed.wait_timeout(state, left).expect("no panic under it").0;
+                    continue;
+                }
+                (None, None) => {
+                    let late = meeting.missing().next().expect("somebody is missing");
+                    (late, format!("it did not come to {} within {:?}", self.call, self.deadline))
+                }
+            };
+            drop(state);
+            return Err(hall.fail(Failure::Peer { rank: self.members[member], cause }));
+        }
+    }
+}
+
+impl<C, P> Drop for Ticket<C, P> {
+    fn drop(&mut self) {
+        let Ok(mut state) = self.hall.state.lock() else { return };
+        if let Some(meeting) = state.meetings.get_mut(&self.key) {
+            meeting.finished += 1;
+            if meeting.finished == self.members.len() {
+                let finished = state.meetings.remove(&self.key);
+                drop(state);
+                drop(finished);
+            }
+        }
+    }
+}
+
+impl<C, P> fmt::Debug for Seat<C, P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} of {:?}", self.rank, self.members)
+    }
+}

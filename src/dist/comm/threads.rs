@@ -1,0 +1,280 @@
+//! The engine for ranks that are threads of one process, on one device or several.
+//!
+//! Every rank leaves its tensor and computes its own part of the result from what all have left,
+//! always in the same order: results do not depend on timing. Sums are taken in pairs, so that
+//! equal contributions of a power of two of ranks add up without rounding.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use burn::tensor::{DType, Device, FloatDType, Tensor};
+
+use super::rendezvous::{Failure, Hall, Seat, Ticket};
+use super::{Communicator, Pending, ReduceOp, check_counts, check_dtype};
+use crate::dist::flat;
+use crate::error::{Error, Result};
+
+/// Engine of threads in one process.
+#[derive(Debug)]
+pub struct Threads {
+    seat: Seat<Call, Payload>,
+    device: Device,
+}
+
+/// What the ranks have to agree on.
+#[derive(Debug, Clone, PartialEq)]
+struct Call {
+    collective: &'static str,
+    dtype: Option<DType>,
+    /// Lengths that are the same on all ranks.
+    counts: Vec<usize>,
+    op: Option<ReduceOp>,
+    root: Option<usize>,
+}
+
+#[derive(Clone)]
+enum Payload {
+    Tensor(Tensor<1>),
+    /// A tensor, how many of its elements go to every rank, and how many come from it.
+    Parts(Tensor<1>, Arc<[usize]>, Arc<[usize]>),
+    Bytes(Arc<[u8]>),
+}
+
+impl Call {
+    fn new(collective: &'static str) -> Self {
+        Self { collective, dtype: None, counts: vec![], op: None, root: None }
+    }
+
+    fn on(collective: &'static str, tensor: &Tensor<1>) -> Self {
+        Self { dtype: Some(tensor.dtype()), ..Self::new(collective) }
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { collective, dtype, counts, op, root } = self;
+        write!(f, "{collective}(")?;
+        if let Some(dtype) = dtype {
+            write!(f, "{}", dtype.name())?;
+        }
+        if !counts.is_empty() {
+            write!(f, " {counts:?}")?;
+        }
+        if let Some(op) = op {
+            write!(f, " {op:?}")?;
+        }
+        if let Some(root) = root {
+            write!(f, " root {root}")?;
+        }
+        write!(f, ")")
+    }
+}
+
+impl Threads {
+    /// An engine for every rank of a world; the results of rank `r` are on `devices[r]`. A rank that
+    /// waits for another longer than `deadline` gives up for all.
+    pub fn world(devices: &[Device], deadline: Duration) -> Vec<Self> {
+        let seats = Hall::seats(devices.len(), deadline).into_iter();
+        seats.zip(devices).map(|(seat, device)| Self { seat, device: device.clone() }).collect()
+    }
+
+    /// Says that this rank makes no further calls: whoever waits for one is told.
+    pub fn leave(&self) {
+        self.seat.leave();
+    }
+
+    fn arrive(&self, call: Call, payload: Payload) -> Result<Ticket<Call, Payload>> {
+        Ok(self.seat.arrive(call, payload)?)
+    }
+
+    /// Starts a collective whose result `combine` computes from the tensors of all ranks.
+    fn start(
+        &self,
+        call: Call,
+        tensor: Tensor<1>,
+        combine: impl FnOnce(Vec<Tensor<1>>, &Device) -> Tensor<1> + Send + 'static,
+    ) -> Result<Pending> {
+        check_dtype(call.collective, self.rank(), tensor.dtype())?;
+        let device = self.device.clone();
+        let ticket = self.arrive(call, Payload::Tensor(tensor))?;
+        Ok(Pending::new(move || {
+            let tensors = ticket.meet()?.into_iter().map(|payload| match payload {
+                Payload::Tensor(tensor) => tensor,
+                _ => unreachable!("the same call leaves the same payload"),
+            });
+            Ok(combine(tensors.collect(), &device))
+        }))
+    }
+}
+
+impl Communicator for Threads {
+    fn engine(&self) -> &'static str {
+        "threads"
+    }
+
+    fn rank(&self) -> usize {
+        self.seat.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.seat.size()
+    }
+
+    fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
+        let call = Call {
+            counts: tensor.dims().to_vec(),
+            op: Some(op),
+            ..Call::on("all_reduce", &tensor)
+        };
+        self.start(call, tensor, move |tensors, device| reduce(tensors, op, device))
+    }
+
+    fn reduce_scatter(&self, tensor: Tensor<1>, counts: &[usize], op: ReduceOp) -> Result<Pending> {
+        let lengths = (counts.iter().sum(), tensor.dims()[0]);
+        check_counts("reduce_scatter", self.rank(), self.size(), counts, lengths)?;
+        let call =
+            Call { counts: counts.to_vec(), op: Some(op), ..Call::on("reduce_scatter", &tensor) };
+        let (start, count) = (before(counts, self.rank()), counts[self.rank()]);
+        self.start(call, tensor, move |tensors, device| {
+            let parts = tensors.iter().map(|tensor| flat::part(tensor, start..start + count));
+            reduce(parts.collect(), op, device)
+        })
+    }
+
+    fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
+        let expected = counts.get(self.rank()).copied().unwrap_or_default();
+        let lengths = (expected, tensor.dims()[0]);
+        check_counts("all_gather", self.rank(), self.size(), counts, lengths)?;
+        let call = Call { counts: counts.to_vec(), ..Call::on("all_gather", &tensor) };
+        self.start(call, tensor, flat::join)
+    }
+
+    fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending> {
+        if root >= self.size() {
+            return Err(Error::Collective {
+                collective: "broadcast",
+                rank: self.rank(),
+                reason: format!("root {root} in a group of {}", self.size()),
+                remedy: "give the rank of a member of the group",
+            });
+        }
+        let call = Call {
+            counts: tensor.dims().to_vec(),
+            root: Some(root),
+            ..Call::on("broadcast", &tensor)
+        };
+        self.start(call, tensor, move |mut tensors, device| {
+            tensors.swap_remove(root).to_device(device)
+        })
+    }
+
+    fn all_to_all(&self, tensor: Tensor<1>, send: &[usize], receive: &[usize]) -> Result<Pending> {
+        let (rank, size) = (self.rank(), self.size());
+        let lengths = (send.iter().sum(), tensor.dims()[0]);
+        check_counts("all_to_all", rank, size, send, lengths)?;
+        check_counts("all_to_all", rank, size, receive, (0, 0))?;
+        check_dtype("all_to_all", rank, tensor.dtype())?;
+        let device = self.device.clone();
+        let call = Call::on("all_to_all", &tensor);
+        let ticket = self.arrive(call, Payload::Parts(tensor, send.into(), receive.into()))?;
+        Ok(Pending::new(move || {
+            let payloads = ticket.meet()?.into_iter().map(|payload| match payload {
+                Payload::Parts(tensor, send, receive) => (tensor, send, receive),
+                _ => unreachable!("the same call leaves the same payload"),
+            });
+            let payloads: Vec<_> = payloads.collect();
+            let pairs = || (0..size).flat_map(|from| (0..size).map(move |to| (from, to)));
+            if let Some((from, to)) =
+                pairs().find(|(i, j)| payloads[*i].1[*j] != payloads[*j].2[*i])
+            {
+                let (sent, received) = (payloads[from].1[to], payloads[to].2[from]);
+                let calls = format!(
+                    "rank {from}: all_to_all with {sent} elements for rank {to}, rank {to}: \
+                     all_to_all with {received} elements from rank {from}"
+                );
+                return Err(Error::Mismatch { calls });
+            }
+            let parts = payloads.iter().map(|(tensor, send, _)| {
+                let start = before(send, rank);
+                flat::part(tensor, start..start + send[rank])
+            });
+            Ok(flat::join(parts.collect(), &device))
+        }))
+    }
+
+    fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        let ticket = self.arrive(Call::new("all_gather_bytes"), Payload::Bytes(bytes.into()))?;
+        let payloads = ticket.meet()?.into_iter();
+        let bytes = payloads.map(|payload| match payload {
+            Payload::Bytes(bytes) => bytes.to_vec(),
+            _ => unreachable!("the same call leaves the same payload"),
+        });
+        Ok(bytes.collect())
+    }
+
+    fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
+        // Everybody offers a number for a new group; that of a group's first member counts.
+        let offer = [color as u64, key as u64, self.seat.new_group()];
+        let offers = self.all_gather_bytes(offer.iter().flat_map(|x| x.to_le_bytes()).collect())?;
+        let mut members: Vec<([u64; 3], usize)> = offers
+            .iter()
+            .enumerate()
+            .map(|(rank, bytes)| {
+                let number = |i: usize| {
+                    u64::from_le_bytes(bytes[8 * i..8 * i + 8].try_into().expect("eight bytes"))
+                };
+                ([number(0), number(1), number(2)], rank)
+            })
+            .filter(|([other, ..], _)| *other == color as u64)
+            .collect();
+        members.sort_by_key(|([_, key, _], rank)| (*key, *rank));
+        let group = members[0].0[2];
+        let ranks: Vec<usize> = members.iter().map(|(_, rank)| *rank).collect();
+        let rank = ranks.iter().position(|rank| *rank == self.rank()).expect("of the own color");
+        Ok(Box::new(Self { seat: self.seat.join(group, ranks, rank), device: self.device.clone() }))
+    }
+
+    fn fail(&self, cause: &str) {
+        self.seat.fail(cause.to_owned());
+    }
+}
+
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Peer { rank, cause } => Self::PeerFailed { rank, cause },
+            Failure::Mismatch { calls } => Self::Mismatch { calls },
+        }
+    }
+}
+
+/// The elements before those of `rank`.
+fn before(counts: &[usize], rank: usize) -> usize {
+    counts[..rank].iter().sum()
+}
+
+/// The sum or mean, taken in float32 at least and in pairs of neighbours, then of pairs, and so on.
+fn reduce(tensors: Vec<Tensor<1>>, op: ReduceOp, device: &Device) -> Tensor<1> {
+    let (count, dtype) = (tensors.len(), tensors[0].dtype());
+    if count == 1 || tensors[0].dims() == [0] {
+        return tensors.into_iter().next().expect("one tensor").to_device(device);
+    }
+    let mut level: Vec<Tensor<1>> =
+        tensors.into_iter().map(|tensor| tensor.to_device(device).cast(FloatDType::F32)).collect();
+    while level.len() > 1 {
+        let mut rest = level.into_iter();
+        level = Vec::new();
+        while let Some(first) = rest.next() {
+            level.push(match rest.next() {
+                Some(second) => first + second,
+                None => first,
+            });
+        }
+    }
+    let sum = level.pop().expect("there is at least one rank");
+    match op {
+        ReduceOp::Sum => sum.cast(dtype),
+        ReduceOp::Mean => sum.div_scalar(count as f64).cast(dtype),
+    }
+}

@@ -1,0 +1,190 @@
+//! The configuration of Muon on many ranks.
+
+use std::time::Instant;
+
+use burn::config::Config;
+use burn::module::Module;
+use burn::tensor::{DType, Device, Distribution, Tensor};
+use serde::{Deserialize, Serialize};
+
+use super::plan::{Costs, Parameter, PlanSettings, ShapeCost, Strategy, Work};
+use super::{DistModuleOptimizer, World};
+use crate::error::{Error, Result};
+use crate::muon::MuonConfig;
+use crate::orthogonalize::NewtonSchulz;
+
+/// Repetitions of a measurement; the least counts.
+const REPETITIONS: usize = 3;
+
+/// What the gradients given to a step are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Gradients {
+    /// Each rank's own: the step takes their mean.
+    PerRank,
+    /// The mean already, equal on all ranks, as after Burn's own data parallelism. Nothing is
+    /// reduced.
+    Averaged,
+}
+
+/// Where the costs that a plan balances come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum CostSource {
+    /// The floating-point operations of the form that will run.
+    Operations,
+    /// Times measured on the device when the optimizer is made; the slowest rank counts.
+    Measured,
+}
+
+/// Configuration of [`DistModuleOptimizer`]: [`MuonConfig`], and how the work is shared.
+///
+/// ```
+/// use burn::{nn::LinearConfig, tensor::Device};
+/// use distmuon::{MuonConfig, dist::{DistMuonConfig, World}};
+///
+/// let world = World::alone(Device::default().autodiff());
+/// let model = LinearConfig::new(64, 256).init(world.device());
+/// let optim = DistMuonConfig::new()
+///     .with_muon(MuonConfig::new().with_nesterov(false))
+///     .with_max_norm(Some(1.0))
+///     .init(&world, &model)?;
+/// println!("{}", optim.report());
+/// # Ok::<(), distmuon::Error>(())
+/// ```
+#[derive(Config, Debug)]
+pub struct DistMuonConfig {
+    /// The rules: Muon, AdamW, and what goes where. Its `grad_clipping`, which is per parameter,
+    /// has to be empty: see `max_norm`.
+    #[config(default = "MuonConfig::new()")]
+    pub muon: MuonConfig,
+    /// How matrices are dealt to the ranks.
+    #[config(default = "Strategy::Greedy")]
+    pub strategy: Strategy,
+    /// What is balanced.
+    #[config(default = "CostSource::Operations")]
+    pub costs: CostSource,
+    /// What the gradients given to a step are.
+    #[config(default = "Gradients::PerRank")]
+    pub gradients: Gradients,
+    /// Size in MB (10^6 bytes) of the buckets that parameters travel in. Smaller ones overlap more,
+    /// larger ones need fewer messages and make larger batches. 25 is PyTorch's default.
+    #[config(default = 25.0)]
+    pub bucket_mb: f64,
+    /// AdamW's parameters of fewer elements are updated by every rank; as in nanochat.
+    #[config(default = 1024)]
+    pub small_elements: usize,
+    /// Whether communication overlaps with computation. The results are the same.
+    #[config(default = true)]
+    pub overlap: bool,
+    /// Gradients are scaled down together so that the norm over all of them is at most this.
+    pub max_norm: Option<f64>,
+}
+
+impl DistMuonConfig {
+    /// An optimizer for the model on all ranks of a world, which all make this call.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, if on one:
+    /// - those of [`MuonConfig::route`];
+    /// - [`Error::Setting`] for a setting that no run can use;
+    /// - [`Error::ModelsDiffer`] if the ranks' models or their values differ, naming the first
+    ///   parameter that does;
+    /// - those of every collective.
+    pub fn init<M: Module>(&self, world: &World, model: &M) -> Result<DistModuleOptimizer> {
+        DistModuleOptimizer::new(self, world, model)
+    }
+
+    /// Refuses settings that no run can use.
+    pub(super) fn check(&self) -> Result<()> {
+        let refuse =
+            |setting, value: String, expected| Err(Error::Setting { setting, value, expected });
+        if !(self.bucket_mb.is_finite() && self.bucket_mb > 0.0) {
+            return refuse("bucket_mb", self.bucket_mb.to_string(), "a positive number");
+        }
+        if let Some(norm) = self.max_norm.filter(|norm| !(norm.is_finite() && *norm > 0.0)) {
+            return refuse("max_norm", norm.to_string(), "a positive number");
+        }
+        match &self.muon.grad_clipping {
+            Some(clipping) => refuse(
+                "muon.grad_clipping",
+                format!("{clipping:?}"),
+                "empty on many ranks; `DistMuonConfig::with_max_norm` clips all gradients together",
+            ),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn plan_settings(&self) -> PlanSettings {
+        PlanSettings {
+            strategy: self.strategy,
+            bucket_bytes: (self.bucket_mb * 1e6).ceil() as usize,
+            small_elements: self.small_elements,
+        }
+    }
+}
+
+impl CostSource {
+    /// The costs of all matrices among the parameters, agreed by all ranks.
+    pub(super) fn costs(
+        self,
+        world: &World,
+        parameters: &[Parameter],
+        iteration: &NewtonSchulz,
+    ) -> Result<Costs> {
+        let device = world.device().clone().inner();
+        let matrices = parameters.iter().filter_map(|parameter| match parameter.work {
+            Work::Matrices { rows, columns, .. } => Some(([rows, columns], parameter.dtype)),
+            Work::Elements => None,
+        });
+        let mut distinct: Vec<([usize; 2], DType)> = matrices.collect();
+        distinct.sort_by_key(|(shape, dtype)| (*shape, dtype.size()));
+        distinct.dedup_by_key(|(shape, _)| *shape);
+        match self {
+            Self::Operations => Ok(Costs::new(distinct.into_iter().map(|(shape, dtype)| {
+                let each = iteration.explain_shape(shape, dtype, &device).operations;
+                (shape, ShapeCost { fixed: 0.0, each })
+            }))),
+            Self::Measured => {
+                let measured = distinct
+                    .into_iter()
+                    .map(|(shape, dtype)| Ok((shape, measure(iteration, shape, dtype, &device)?)));
+                let own = measured.collect::<Result<Vec<_>>>().map(Costs::new);
+                let all = world.all_gather_value(&world.agree(own)?)?;
+                Ok(all.iter().fold(Costs::default(), |costs, other| costs.maximum(other)))
+            }
+        }
+    }
+}
+
+/// Seconds that the iteration takes for a batch, from batches of one and of two.
+fn measure(
+    iteration: &NewtonSchulz,
+    [m, n]: [usize; 2],
+    dtype: DType,
+    device: &Device,
+) -> Result<ShapeCost> {
+    let time = |count: usize| -> Result<f64> {
+        let ones = Distribution::Normal(0.0, 1.0);
+        let batch = Tensor::<3>::random([count, m, n], ones, (device, dtype));
+        let run = || -> Result<f64> {
+            sync(device)?;
+            let start = Instant::now();
+            iteration.orthogonalize(batch.clone());
+            sync(device)?;
+            Ok(start.elapsed().as_secs_f64())
+        };
+        run()?; // compiles and tunes
+        (0..REPETITIONS).try_fold(f64::INFINITY, |least, _| Ok(least.min(run()?)))
+    };
+    let (one, two) = (time(1)?, time(2)?);
+    let each = (two - one).clamp(one / 10.0, one);
+    Ok(ShapeCost { fixed: one - each, each })
+}
+
+fn sync(device: &Device) -> Result<()> {
+    device.sync().map_err(|error| Error::Setting {
+        setting: "costs",
+        value: format!("Measured, on a device that fails: {error:?}"),
+        expected: "Operations, or a device that works",
+    })
+}

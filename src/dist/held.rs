@@ -1,0 +1,224 @@
+//! The parameters and gradients of a step, taken out of the model and put back.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, Tensor};
+
+use super::flat;
+use super::plan::{Bucket, Parameter};
+use crate::error::{Error, Result};
+
+/// What a rank holds of the model during a step, by the numbers of the plan's parameters, flat.
+pub struct Held {
+    pub ids: Vec<ParamId>,
+    pub parameters: Vec<Option<Tensor<1>>>,
+    pub gradients: Vec<Option<Tensor<1>>>,
+}
+
+impl Held {
+    /// Takes the parameters out of the model, which keeps placeholders, and their gradients.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] if the model or a gradient is not what the plan was made for.
+    pub fn take<M: Module>(
+        model: M,
+        gradients: GradientsParams,
+        plan: &[Parameter],
+        rank: usize,
+    ) -> Result<(M, Self)> {
+        let held = Self {
+            ids: vec![ParamId::from(0); plan.len()],
+            parameters: vec![None; plan.len()],
+            gradients: vec![None; plan.len()],
+        };
+        let walk = Walk::through(plan);
+        let mut take = Take { walk, held, gradients, plan, rank, error: None };
+        let model = model.map(&mut take);
+        let Take { held, error, .. } = take;
+        if let Some(error) = error {
+            return Err(error);
+        }
+        match held.parameters.iter().position(Option::is_none) {
+            Some(missing) => Err(refuse(
+                &plan[missing],
+                rank,
+                "it is not in the model".into(),
+                "step the model that the optimizer was made for",
+            )),
+            None => Ok((model, held)),
+        }
+    }
+
+    /// Puts the parameters back where they were taken from.
+    ///
+    /// # Panics
+    ///
+    /// If a parameter has not been [published](Self::publish).
+    pub fn put_back<M: Module>(self, model: M, plan: &[Parameter]) -> M {
+        model.map(&mut PutBack { walk: Walk::through(plan), held: self, plan })
+    }
+
+    /// The parameters of a bucket from its gathered buffer, instead of the old ones.
+    pub fn publish(&mut self, bucket: &Bucket, buffer: &Tensor<1>) {
+        let ends = bucket.pieces.iter().scan(0, |end, piece| {
+            *end += piece.len + piece.padding;
+            Some(*end - piece.padding)
+        });
+        let mut pieces: Vec<_> = bucket
+            .pieces
+            .iter()
+            .zip(ends)
+            .map(|(piece, end)| (piece, end - piece.len..end))
+            .collect();
+        pieces.sort_by_key(|(piece, _)| (piece.parameter, piece.start));
+        for pieces in pieces.chunk_by(|(a, _), (b, _)| a.parameter == b.parameter) {
+            let parts = pieces.iter().map(|(_, at)| flat::part(buffer, at.clone())).collect();
+            let number = pieces[0].0.parameter;
+            self.parameters[number] = Some(flat::join(parts, &buffer.device()));
+        }
+    }
+}
+
+/// A range of a bucket's buffer from the values of its parameters; zeros for what is absent and for
+/// padding. A parameter that is in the range as a whole is taken instead of copied.
+pub fn pack(
+    values: &mut [Option<Tensor<1>>],
+    bucket: &Bucket,
+    range: Range<usize>,
+    device: &Device,
+) -> Tensor<1> {
+    let zeros = |length: usize| Tensor::zeros([length], (device, bucket.dtype));
+    let mut parts = vec![flat::empty(bucket.dtype, device)];
+    for (parameter, elements, padding) in bucket.overlaps(range) {
+        parts.push(match &values[parameter] {
+            None => zeros(elements.len()),
+            Some(whole) if whole.dims() == [elements.len()] => {
+                values[parameter].take().expect("it is there")
+            }
+            Some(value) => flat::part(value, elements),
+        });
+        if padding > 0 {
+            parts.push(zeros(padding));
+        }
+    }
+    flat::join(parts, device)
+}
+
+fn refuse(parameter: &Parameter, rank: usize, reason: String, remedy: &'static str) -> Error {
+    Error::Parameter { parameter: parameter.path.clone(), rank, reason, remedy }
+}
+
+/// Where a walk through the module is, and the numbers of the paths.
+struct Walk<'a> {
+    names: Vec<String>,
+    numbers: HashMap<&'a str, usize>,
+}
+
+impl<'a> Walk<'a> {
+    fn through(plan: &'a [Parameter]) -> Self {
+        let numbers = plan.iter().enumerate().map(|(number, found)| (found.path.as_str(), number));
+        Self { names: vec![], numbers: numbers.collect() }
+    }
+
+    fn number(&self) -> Option<usize> {
+        self.numbers.get(self.names.join(".").as_str()).copied()
+    }
+}
+
+struct Take<'a> {
+    walk: Walk<'a>,
+    held: Held,
+    gradients: GradientsParams,
+    plan: &'a [Parameter],
+    rank: usize,
+    error: Option<Error>,
+}
+
+impl Take<'_> {
+    fn check<const D: usize>(
+        &self,
+        number: usize,
+        value: &Tensor<D>,
+        gradient: Option<&Tensor<D>>,
+    ) -> Result<()> {
+        let planned = &self.plan[number];
+        let described = |tensor: &Tensor<D>| (tensor.dims().to_vec(), tensor.dtype());
+        let expected = (planned.shape.clone(), planned.dtype);
+        if described(value) != expected {
+            let reason = format!("it is {:?}, and was {expected:?}", described(value));
+            return Err(refuse(planned, self.rank, reason, "make a new optimizer for this model"));
+        }
+        match gradient.map(described) {
+            Some(found) if found != expected => {
+                let reason = format!("its gradient is {found:?}, and not {expected:?}");
+                let remedy = "give gradients of the shape and type of the parameter";
+                Err(refuse(planned, self.rank, reason, remedy))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+impl ModuleMapper for Take<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.walk.names.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.walk.names.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(number) = self.walk.number() else { return param };
+        let (id, value, mapper) = param.consume();
+        let gradient = self.gradients.remove::<D>(id);
+        if let Err(error) = self.check(number, &value, gradient.as_ref()) {
+            self.error.get_or_insert(error);
+        }
+        let placeholder = Tensor::zeros([1; D], (&value.device().inner(), value.dtype()));
+        let placeholder = in_place_of(&value, placeholder);
+        self.held.ids[number] = id;
+        self.held.parameters[number] = Some(value.inner().reshape([-1]));
+        self.held.gradients[number] = gradient.map(|gradient| gradient.reshape([-1]));
+        Param::from_mapped_value(id, placeholder, mapper)
+    }
+}
+
+struct PutBack<'a> {
+    walk: Walk<'a>,
+    held: Held,
+    plan: &'a [Parameter],
+}
+
+impl ModuleMapper for PutBack<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.walk.names.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.walk.names.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(number) = self.walk.number() else { return param };
+        let (id, placeholder, mapper) = param.consume();
+        let value = self.held.parameters[number].take().expect("it was published");
+        let shape: [usize; D] = self.plan[number].shape.as_slice().try_into().expect("as taken");
+        let value = in_place_of(&placeholder, value.reshape(shape));
+        Param::from_mapped_value(id, value, mapper)
+    }
+}
+
+/// A value without gradients, made to require them and keep checkpoints as the old one does.
+fn in_place_of<const D: usize>(old: &Tensor<D>, value: Tensor<D>) -> Tensor<D> {
+    let (required, strategy) = (old.is_require_grad(), old.gradient_checkpointing_strategy());
+    let mut value = Tensor::from_inner(value);
+    if let Some(strategy) = strategy {
+        value = value.with_gradient_checkpointing_strategy(strategy);
+    }
+    if required { value.require_grad() } else { value }
+}

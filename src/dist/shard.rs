@@ -1,0 +1,323 @@
+//! This rank's part of a bucket: what it remembers, and how it is updated.
+//!
+//! A share consists of rows, each of one parameter: whole matrices, or [`GRAIN`] elements for AdamW.
+//! Whatever is known per parameter, in vectors over the bucket's parameters, is spread to the rows.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
+
+use super::flat;
+use super::plan::{Bucket, BucketKind, GRAIN, Parameter, Work};
+use crate::adamw::{AdamWSettings, Moments};
+use crate::gate::{Gate, spread};
+use crate::muon::{ops, rule::Rates, rule::Settings};
+
+/// A rank's part of a bucket.
+pub struct Shard {
+    pub bucket: Bucket,
+    /// The own part of the bucket's buffer.
+    pub range: Range<usize>,
+    /// For every row, the place of its parameter in the bucket.
+    places: Tensor<1, Int>,
+    pub state: State,
+    /// How often each parameter was left untouched because its gradient was not finite.
+    pub skipped: Tensor<1>,
+    device: Device,
+}
+
+/// What a rank remembers of its share.
+pub enum State {
+    Muon {
+        settings: Arc<Settings>,
+        stacks: Vec<Stack>,
+    },
+    AdamW {
+        settings: AdamWSettings,
+        moments: Moments<2>,
+        /// For every parameter of the bucket, the same on all ranks.
+        corrections: [Tensor<1>; 2],
+    },
+}
+
+/// Matrices of one shape, which are updated as a batch.
+pub struct Stack {
+    /// Their rows of the share.
+    rows: Range<usize>,
+    /// Their elements of the share.
+    elements: Range<usize>,
+    shape: [usize; 3],
+    momentum: Tensor<3>,
+}
+
+/// What is decided for a bucket's parameters in a step; one value each.
+pub struct Verdict {
+    pub accepted: Tensor<1>,
+    pub refused: Tensor<1>,
+}
+
+impl Shard {
+    /// A share whose state is zero.
+    pub fn new(
+        bucket: &Bucket,
+        parameters: &[Parameter],
+        rank: usize,
+        (muon, adamw): (&Arc<Settings>, &AdamWSettings),
+        device: &Device,
+    ) -> Self {
+        let range = bucket.share(rank);
+        let (places, state) = match bucket.kind {
+            BucketKind::Matrices => {
+                let matrices = matrices(bucket, parameters, &range);
+                let state = State::Muon {
+                    settings: muon.clone(),
+                    stacks: stacks(&matrices, bucket.dtype, device),
+                };
+                (matrices.into_iter().map(|(place, _)| place).collect(), state)
+            }
+            BucketKind::Elements | BucketKind::Replicated => {
+                let places = grains(bucket, &range);
+                let zeros = Tensor::zeros([places.len(), GRAIN], (device, bucket.dtype));
+                let moments = Moments { moment_1: zeros.clone(), moment_2: zeros };
+                let corrections = [(); 2].map(|()| per_parameter(bucket, device));
+                (places, State::AdamW { settings: adamw.clone(), moments, corrections })
+            }
+        };
+        let indices: Vec<i32> = places.iter().map(|place| *place as i32).collect();
+        Self {
+            bucket: bucket.clone(),
+            range,
+            places: Tensor::from_data(TensorData::from(&*indices), device),
+            state,
+            skipped: per_parameter(bucket, device),
+            device: device.clone(),
+        }
+    }
+
+    /// Rows of the share.
+    pub fn rows(&self) -> usize {
+        self.places.dims()[0]
+    }
+
+    /// For every row, 1 if its gradients are finite and 0 otherwise.
+    pub fn finite(&self, gradients: &Tensor<1>) -> Gate {
+        let per_stack = match &self.state {
+            State::Muon { settings, stacks } => stacks
+                .iter()
+                .map(|stack| {
+                    ops::finite(settings.newton_schulz.kernels(), &stack.batch(gradients))
+                        .accepted()
+                })
+                .collect(),
+            State::AdamW { .. } => vec![Gate::of_rows(&grain_rows(gradients.clone())).accepted()],
+        };
+        Gate::from_accepted(flat::join(per_stack, &self.device))
+    }
+
+    /// For every row, the sum of the squares of its gradients.
+    pub fn squares(&self, gradients: &Tensor<1>) -> Tensor<1> {
+        let sums = |rows: Tensor<2>| {
+            let [count, _] = rows.dims();
+            rows.cast(FloatDType::F32).square().sum_dim(1).reshape([count])
+        };
+        let per_stack = match &self.state {
+            State::Muon { stacks, .. } => stacks
+                .iter()
+                .map(|stack| {
+                    let [k, m, n] = stack.shape;
+                    sums(stack.batch(gradients).reshape([k, m * n]))
+                })
+                .collect(),
+            State::AdamW { .. } => vec![sums(grain_rows(gradients.clone()))],
+        };
+        flat::join(per_stack, &self.device)
+    }
+
+    /// For every parameter of the bucket, how many of the own rows are refused.
+    pub fn refused(&self, rows: &Gate) -> Tensor<1> {
+        let none = per_parameter(&self.bucket, &self.device);
+        if self.rows() == 0 {
+            return none;
+        }
+        let refused = rows.count(Tensor::zeros([self.rows()], (&self.device, DType::F32)));
+        none.select_assign(0, self.places.clone(), refused, IndexingUpdateOp::Add)
+    }
+
+    /// One value per row from one per parameter.
+    pub fn by_row(&self, values: Tensor<1>) -> Tensor<1> {
+        values.select(0, self.places.clone())
+    }
+
+    /// Updates the own share: its new values from the reduced gradients and the old values. The rates
+    /// are one per parameter; `clip` is what gradients are multiplied by, if anything.
+    pub fn update(
+        &mut self,
+        gradients: Tensor<1>,
+        values: Tensor<1>,
+        verdict: Verdict,
+        rates: &Rates,
+        clip: Option<&Tensor<1>>,
+        time: usize,
+    ) -> Tensor<1> {
+        self.skipped = self.skipped.clone() + verdict.refused.clone().greater_elem(0.0).float();
+        let gate = Gate::from_accepted(verdict.accepted);
+        if let State::AdamW { settings, corrections, .. } = &mut self.state {
+            *corrections = settings.correct(corrections.clone(), &gate);
+        }
+        if self.rows() == 0 {
+            return values;
+        }
+        let gate = Gate::from_accepted(self.by_row(gate.accepted()));
+        let rates =
+            Rates { keep: self.by_row(rates.keep.clone()), lr: self.by_row(rates.lr.clone()) };
+        let gradients = match clip {
+            Some(clip) => {
+                let clip = spread(clip.clone().cast(gradients.dtype()).expand([1]), &gradients);
+                gradients * clip
+            }
+            None => gradients,
+        };
+        let places = self.places.clone();
+        match &mut self.state {
+            State::Muon { settings, stacks } => {
+                let mut updated = Vec::new();
+                for stack in stacks {
+                    updated.push(stack.update(settings, time, &gradients, &values, &gate, &rates));
+                }
+                flat::join(updated, &self.device)
+            }
+            State::AdamW { settings, moments, corrections } => {
+                let corrections = corrections.clone().map(|c| c.select(0, places.clone()));
+                let (gradients, values) = (grain_rows(gradients), grain_rows(values));
+                let old = moments.clone();
+                let (updated, new) =
+                    settings.step(values, gradients, old, &corrections, &gate, &rates);
+                *moments = new;
+                updated.reshape([-1])
+            }
+        }
+    }
+}
+
+impl Stack {
+    fn batch(&self, share: &Tensor<1>) -> Tensor<3> {
+        flat::part(share, self.elements.clone()).reshape(self.shape)
+    }
+
+    fn update(
+        &mut self,
+        settings: &Settings,
+        time: usize,
+        gradients: &Tensor<1>,
+        values: &Tensor<1>,
+        gate: &Gate,
+        rates: &Rates,
+    ) -> Tensor<1> {
+        let own = |rows: &Tensor<1>| flat::part(rows, self.rows.clone());
+        let gate = Gate::from_accepted(own(&gate.accepted()));
+        let rates = Rates { keep: own(&rates.keep), lr: own(&rates.lr) };
+        let (gradients, values) = (self.batch(gradients), self.batch(values));
+        let [_, m, n] = self.shape;
+        let nothing = Tensor::empty([1, m, n], (&values.device(), values.dtype()));
+        let old = core::mem::replace(&mut self.momentum, nothing);
+        let (updated, momentum) = settings.step(time, values, gradients, old, &gate, &rates);
+        self.momentum = momentum;
+        updated.reshape([-1])
+    }
+}
+
+/// One value per parameter of a bucket: zero.
+fn per_parameter(bucket: &Bucket, device: &Device) -> Tensor<1> {
+    Tensor::zeros([bucket.parameters.len()], (device, DType::F32))
+}
+
+fn grain_rows(share: Tensor<1>) -> Tensor<2> {
+    let rows = share.dims()[0] / GRAIN;
+    share.reshape([rows, GRAIN])
+}
+
+/// The matrices of a share in order: the place of the parameter in the bucket, and the shape.
+fn matrices(
+    bucket: &Bucket,
+    parameters: &[Parameter],
+    share: &Range<usize>,
+) -> Vec<(usize, [usize; 2])> {
+    let pieces = bucket.overlaps(share.clone());
+    let matrix = |(number, ..): (usize, Range<usize>, usize)| match parameters[number].work {
+        Work::Matrices { rows, columns, .. } => (place(bucket, number), [rows, columns]),
+        Work::Elements => unreachable!("a bucket of matrices"),
+    };
+    pieces.map(matrix).collect()
+}
+
+fn stacks(matrices: &[(usize, [usize; 2])], dtype: DType, device: &Device) -> Vec<Stack> {
+    let (mut row, mut element) = (0, 0);
+    let alike = matrices.chunk_by(|(_, a), (_, b)| a == b);
+    let stacks = alike.map(|alike| {
+        let (count, [m, n]) = (alike.len(), alike[0].1);
+        let (rows, elements) = (row..row + count, element..element + count * m * n);
+        (row, element) = (rows.end, elements.end);
+        let shape = [count, m, n];
+        Stack { rows, elements, shape, momentum: Tensor::zeros(shape, (device, dtype)) }
+    });
+    stacks.collect()
+}
+
+/// For every grain of a share, the place of its parameter in the bucket.
+fn grains(bucket: &Bucket, share: &Range<usize>) -> Vec<usize> {
+    let parts = bucket.overlaps(share.clone());
+    let places = parts.flat_map(|(number, elements, padding)| {
+        std::iter::repeat_n(place(bucket, number), (elements.len() + padding) / GRAIN)
+    });
+    places.collect()
+}
+
+fn place(bucket: &Bucket, number: usize) -> usize {
+    bucket.parameters.iter().position(|of| *of == number).expect("of the bucket")
+}
+
+/// The state as flat vectors over the share, by the names they have in records.
+impl Shard {
+    pub fn state_vectors(&self) -> Vec<(&'static str, Tensor<1>)> {
+        match &self.state {
+            State::Muon { stacks, .. } => {
+                let momenta = stacks.iter().map(|stack| stack.momentum.clone().reshape([-1]));
+                let none = flat::empty(self.bucket.dtype, &self.device);
+                vec![(
+                    "momentum",
+                    flat::join([none].into_iter().chain(momenta).collect(), &self.device),
+                )]
+            }
+            State::AdamW { moments, .. } => vec![
+                ("moment_1", moments.moment_1.clone().reshape([-1])),
+                ("moment_2", moments.moment_2.clone().reshape([-1])),
+            ],
+        }
+    }
+
+    /// Sets what [`state_vectors`](Self::state_vectors) returns, in its order.
+    pub fn set_state_vectors(&mut self, mut vectors: Vec<Tensor<1>>) {
+        match &mut self.state {
+            State::Muon { stacks, .. } => {
+                for stack in stacks {
+                    stack.momentum = stack.batch(&vectors[0]);
+                }
+            }
+            State::AdamW { moments, .. } => {
+                moments.moment_2 = grain_rows(vectors.swap_remove(1));
+                moments.moment_1 = grain_rows(vectors.swap_remove(0));
+            }
+        }
+    }
+
+    /// What is known per parameter of the bucket, by the names it has in records.
+    pub fn counters(&mut self) -> Vec<(&'static str, &mut Tensor<1>)> {
+        let mut counters = vec![("skipped", &mut self.skipped)];
+        if let State::AdamW { corrections: [first, second], .. } = &mut self.state {
+            counters.push(("correction_1", first));
+            counters.push(("correction_2", second));
+        }
+        counters
+    }
+}

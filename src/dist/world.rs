@@ -1,0 +1,253 @@
+//! The ranks that train together.
+
+use std::any::Any;
+use std::fmt::Display;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use burn::backend::DispatchDevice;
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{Device, Tensor};
+use serde::{Serialize, de::DeserializeOwned};
+
+use super::comm::{Communicator, Threads};
+use crate::error::{Error, Result};
+
+/// How long a rank waits for another before it gives up for all, unless told otherwise.
+pub const DEADLINE: Duration = Duration::from_secs(600);
+
+/// One rank's view of the ranks that train together: who it is, its device, and how to reach the
+/// others. Clones are the same rank.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use distmuon::dist::{ReduceOp, World};
+///
+/// let device = Device::default();
+/// let sums = World::threads([device.clone(), device], |world| -> distmuon::Result<f32> {
+///     let own = Tensor::<1>::full([1], world.rank() as f32 + 1.0, world.device());
+///     Ok(world.comm().all_reduce(own, ReduceOp::Sum)?.wait()?.into_scalar())
+/// })?;
+/// assert_eq!(sums, [3.0, 3.0]);
+/// # Ok::<(), distmuon::Error>(())
+/// ```
+///
+/// A rank is known by its world, never by its device: several ranks may share one.
+#[derive(Clone, Debug)]
+pub struct World {
+    comm: Arc<dyn Communicator>,
+    device: Device,
+}
+
+impl World {
+    /// A world of one rank.
+    pub fn alone(device: Device) -> Self {
+        let engine = Threads::world(&[device.clone().inner()], DEADLINE).swap_remove(0);
+        Self { comm: Arc::new(engine), device }
+    }
+
+    /// Runs a function on one thread per device, each a rank of a new world, and returns what they
+    /// return, in the order of ranks. A device may be given more than once.
+    ///
+    /// # Errors
+    ///
+    /// What the first rank to fail returned; the others are ended with [`Error::PeerFailed`].
+    /// [`Error::Setting`] without a device, [`Error::Devices`] for devices of different backends.
+    ///
+    /// # Panics
+    ///
+    /// If a rank panics and was the first to fail, with its panic.
+    pub fn threads<T, E, F>(devices: impl IntoIterator<Item = Device>, run: F) -> Result<Vec<T>, E>
+    where
+        T: Send,
+        E: From<Error> + Display + Send,
+        F: Fn(World) -> Result<T, E> + Sync,
+    {
+        Self::threads_within(DEADLINE, devices, run)
+    }
+
+    /// [`threads`](Self::threads), with the time that a rank may be waited for.
+    ///
+    /// # Errors
+    ///
+    /// As [`threads`](Self::threads).
+    ///
+    /// # Panics
+    ///
+    /// As [`threads`](Self::threads).
+    pub fn threads_within<T, E, F>(
+        deadline: Duration,
+        devices: impl IntoIterator<Item = Device>,
+        run: F,
+    ) -> Result<Vec<T>, E>
+    where
+        T: Send,
+        E: From<Error> + Display + Send,
+        F: Fn(World) -> Result<T, E> + Sync,
+    {
+        let devices: Vec<Device> = devices.into_iter().collect();
+        check(&devices)?;
+        let inner: Vec<Device> = devices.iter().map(|device| device.clone().inner()).collect();
+        let engines = Threads::world(&inner, deadline).into_iter().map(Arc::new);
+        // The first to fail is the cause of what the others return.
+        let failures = AtomicUsize::new(0);
+        let rank = |world: World, engine: &Threads| {
+            let outcome = catch_unwind(AssertUnwindSafe(|| run(world)));
+            let cause = match &outcome {
+                Ok(Ok(_)) => None,
+                Ok(Err(error)) => Some(error.to_string()),
+                Err(panic) => Some(format!("it panicked: {}", message(panic.as_ref()))),
+            };
+            let turn = cause.map(|cause| {
+                let turn = failures.fetch_add(1, Ordering::SeqCst);
+                engine.fail(&cause);
+                turn
+            });
+            engine.leave();
+            (turn, outcome)
+        };
+        let rank = &rank;
+        let mut outcomes: Vec<_> = thread::scope(|scope| {
+            let threads: Vec<_> = engines
+                .zip(&devices)
+                .map(|(engine, device)| {
+                    let world = World { comm: engine.clone(), device: device.clone() };
+                    scope.spawn(move || rank(world, &engine))
+                })
+                .collect();
+            threads.into_iter().map(|thread| thread.join().expect("panics are caught")).collect()
+        });
+        let turns =
+            outcomes.iter().enumerate().filter_map(|(rank, (turn, _))| Some(((*turn)?, rank)));
+        if let Some((_, rank)) = turns.min() {
+            outcomes = vec![outcomes.swap_remove(rank)];
+        }
+        let outcomes = outcomes.into_iter();
+        outcomes.map(|(_, outcome)| outcome.unwrap_or_else(|panic| resume_unwind(panic))).collect()
+    }
+
+    /// The own rank, from 0.
+    pub fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+
+    /// The number of ranks.
+    pub fn size(&self) -> usize {
+        self.comm.size()
+    }
+
+    /// The own device, as it was given.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The collectives of the world.
+    pub fn comm(&self) -> &dyn Communicator {
+        &*self.comm
+    }
+
+    /// The world of the ranks that give the same color, in the order of `key` and then of rank.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn split(&self, color: usize, key: usize) -> Result<Self> {
+        Ok(Self { comm: self.comm.split(color, key)?.into(), device: self.device.clone() })
+    }
+
+    /// A value of every rank, to all ranks.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    ///
+    /// # Panics
+    ///
+    /// If the value can't be written as JSON and read back.
+    pub fn all_gather_value<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
+        let bytes = serde_json::to_vec(value).expect("a value that can be written as JSON");
+        let all = self.comm.all_gather_bytes(bytes)?.into_iter();
+        Ok(all.map(|bytes| serde_json::from_slice(&bytes).expect("the same type")).collect())
+    }
+
+    /// The outcome of something that all ranks have done, if it went well on all of them.
+    ///
+    /// # Errors
+    ///
+    /// The own error, or else [`Error::PeerFailed`] with the first rank that has one.
+    pub fn agree<T>(&self, outcome: Result<T>) -> Result<T> {
+        let cause = outcome.as_ref().err().map(ToString::to_string);
+        let causes = self.all_gather_value(&cause)?;
+        let value = outcome?;
+        match causes.into_iter().enumerate().find_map(|(rank, cause)| Some((rank, cause?))) {
+            Some((rank, cause)) => Err(Error::PeerFailed { rank, cause }),
+            None => Ok(value),
+        }
+    }
+
+    /// A model whose parameters are those of rank 0, so that all ranks start alike.
+    ///
+    /// # Errors
+    ///
+    /// As every collective; [`Error::Mismatch`] for models of different shapes.
+    pub fn broadcast<M: Module>(&self, model: M) -> Result<M> {
+        let mut mapper = Broadcast { world: self, error: None };
+        let model = model.map(&mut mapper);
+        mapper.error.map_or(Ok(model), Err)
+    }
+}
+
+/// Refuses worlds of nothing and of different backends.
+fn check(devices: &[Device]) -> Result<()> {
+    let Some(first) = devices.first() else {
+        return Err(Error::Setting {
+            setting: "devices",
+            value: "empty".into(),
+            expected: "at least one device: a world has at least one rank",
+        });
+    };
+    let backend = |device: &Device| core::mem::discriminant::<DispatchDevice>(device.as_dispatch());
+    let kind = |device: &Device| backend(&device.clone().inner());
+    match devices.iter().position(|device| kind(device) != kind(first)) {
+        Some(rank) => Err(Error::Devices {
+            rank,
+            device: format!("{:?}", devices[rank]),
+            first: format!("{first:?}"),
+        }),
+        None => Ok(()),
+    }
+}
+
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("without a message")
+}
+
+struct Broadcast<'a> {
+    world: &'a World,
+    error: Option<Error>,
+}
+
+impl ModuleMapper for Broadcast<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if self.error.is_some() {
+            return param;
+        }
+        let value = param.val();
+        let (shape, required) = (value.shape(), value.is_require_grad());
+        let own = value.inner().reshape([-1]);
+        match self.world.comm.broadcast(own, 0).and_then(super::Pending::wait) {
+            Ok(first) => param.map(|_| {
+                let tensor = Tensor::from_inner(first.reshape(shape));
+                if required { tensor.require_grad() } else { tensor }
+            }),
+            Err(error) => {
+                self.error = Some(error);
+                param
+            }
+        }
+    }
+}

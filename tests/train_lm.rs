@@ -1,0 +1,206 @@
+//! The example `train_lm` as a user meets it on the command line: bad input, Ctrl-C, results.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output};
+
+use tempfile::TempDir;
+
+/// A folder with a text that is just large enough, and others that are no text to train on.
+fn folder() -> TempDir {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let line =
+        |i: u32| format!("fn f{i}(x: u32) -> u32 {{ x.pow({}) + {} }}\n", i % 7, i * i % 997);
+    let text: String = (0..9000).map(line).collect();
+    fs::write(folder.path().join("text.rs"), text).unwrap();
+    fs::write(folder.path().join("small.rs"), "fn main() {}").unwrap();
+    fs::write(folder.path().join("empty.rs"), "").unwrap();
+    fs::create_dir(folder.path().join("folder")).unwrap();
+    folder
+}
+
+/// The example with arguments that are separated by spaces, run in `folder`.
+fn train_lm(folder: &Path, arguments: &str) -> Command {
+    let test = std::env::current_exe().expect("the path of this test");
+    let profile = test.ancestors().nth(2).expect("target/<profile>/deps/<test>");
+    let example =
+        profile.join("examples").join(format!("train_lm{}", std::env::consts::EXE_SUFFIX));
+    assert!(example.exists(), "no {}: run `cargo test`, which builds it", example.display());
+    let mut command = Command::new(example);
+    command.args(arguments.split(' ')).current_dir(folder);
+    command.env("RUST_LOG", "info").env_remove("RUST_BACKTRACE");
+    command
+}
+
+/// Standard output of a run that has to succeed.
+fn succeed(folder: &Path, arguments: &str) -> String {
+    stdout(arguments, &train_lm(folder, arguments).output().unwrap())
+}
+
+fn stdout(arguments: &str, output: &Output) -> String {
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments}: {}: {stderr}", output.status);
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// The cell of the final table in the optimizer's row.
+fn cell<'a>(stdout: &'a str, optimizer: &str, column: &str) -> &'a str {
+    let rows: Vec<Vec<&str>> =
+        stdout.lines().map(|line| line.split('|').map(str::trim).collect()).collect();
+    let index = rows.iter().find_map(|row| row.iter().position(|cell| *cell == column));
+    let row = rows.iter().find(|row| row.get(1) == Some(&optimizer));
+    let found = row.zip(index).and_then(|(row, index)| row.get(index));
+    found.unwrap_or_else(|| panic!("no {column} of {optimizer} in {stdout}"))
+}
+
+fn refused(folder: &Path, arguments: &str, expected: &str) {
+    let output = train_lm(folder, arguments).output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{arguments}: accepted");
+    assert!(stderr.contains(expected), "{arguments}: {expected:?} is not in {stderr}");
+    assert!(!stderr.contains("panicked at"), "{arguments}: {stderr}");
+    assert!(!stderr.contains("tokens/s"), "{arguments}: refused after the first step: {stderr}");
+}
+
+#[test]
+fn bad_input_is_refused_before_the_first_step() {
+    let folder = folder();
+    for (arguments, expected) in [
+        ("--data missing", "--data missing: no such file or folder"),
+        ("--data folder", "--data folder: the folder holds no file"),
+        ("--data small.rs", "--data small.rs: 12 tokens are too few; give a text of at least"),
+        ("--data empty.rs", "--data empty.rs: 0 tokens are too few; give a text of at least"),
+        ("--data empty.rs --bpe 300", "--data empty.rs: 0 tokens are too few"),
+        ("--data text.rs --bpe 3", "--bpe 3: a vocabulary has 257 to 65536 tokens"),
+        ("--data text.rs --steps 0", "'0' for '--steps <STEPS>': it must be at least 1"),
+        ("--data text.rs --steps many", "'many' for '--steps <STEPS>': invalid digit"),
+        ("--data text.rs --batch 0", "'0' for '--batch <BATCH>': it must be at least 1"),
+        ("--data text.rs --lr nan", "'nan' for '--lr <LR>': it must be a positive number"),
+        ("--data text.rs --lr -1", "'-1' for '--lr <LR>': it must be a positive number"),
+        ("--data text.rs --lr 0", "'0' for '--lr <LR>': it must be a positive number"),
+        ("--data text.rs --optimizer sgd", "'sgd' for '--optimizer <OPTIMIZER>'"),
+        ("--data text.rs --optimizer sgd", "[possible values: adamw, burn-muon, muon]"),
+        ("--data text.rs --compare muon,sgd", "'sgd' for '--compare <COMPARE>'"),
+        ("--data text.rs --save no/run.bpk", "'no/run.bpk' for '--save <SAVE>': can't write into"),
+        ("--data text.rs --save folder", "'folder' for '--save <SAVE>': it is a folder"),
+        ("--data text.rs --plot no/a.svg", "'no/a.svg' for '--plot <PLOT>': can't write into"),
+    ] {
+        refused(folder.path(), arguments, expected);
+    }
+}
+
+#[test]
+fn bad_checkpoints_are_refused_before_the_first_step() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 1 --sample 0";
+    succeed(folder.path(), &format!("{flags} --steps 1 --save run.bpk"));
+    let checkpoint = fs::read(folder.path().join("run.bpk")).unwrap();
+    fs::write(folder.path().join("cut.bpk"), &checkpoint[..checkpoint.len() / 2]).unwrap();
+    for (arguments, expected) in [
+        ("--steps 1 --resume no.bpk", "\"no.bpk\": I/O error: cannot open"),
+        ("--steps 1 --resume cut.bpk", "the file is missing or damaged"),
+        ("--steps 1 --resume text.rs", "the file is missing or damaged"),
+        ("--steps 2 --resume run.bpk", "--resume run.bpk: it was trained with Settings"),
+        ("--steps 1 --lr 0.1 --resume run.bpk", "--resume run.bpk: it was trained with Settings"),
+        ("--steps 1 --optimizer adamw --resume run.bpk", "\"run.bpk\": 0 of the"),
+        ("--steps 1 --bpe 300 --resume run.bpk", "\"run.bpk\" is of another model"),
+        ("--steps 1 --preset small --resume run.bpk", "\"run.bpk\" is of another model"),
+    ] {
+        refused(folder.path(), &format!("{flags} {arguments}"), expected);
+    }
+}
+
+#[cfg(unix)]
+mod interruption {
+    use std::collections::BTreeMap;
+    use std::io::{BufRead, BufReader, Read};
+    use std::process::{Child, Stdio};
+
+    use burn::tensor::Bytes;
+    use burn_pack::Reader;
+
+    use super::*;
+
+    const STEPS: usize = 40;
+
+    /// What Ctrl-C does. The shell has `kill` where no such program is installed.
+    fn interrupt(child: &Child) {
+        let kill = format!("kill -INT {}", child.id());
+        assert!(Command::new("sh").args(["-c", &kill]).status().unwrap().success());
+    }
+
+    /// Runs until `line` is in the log, and interrupts.
+    fn interrupt_at(line: &str, folder: &Path, arguments: &str) -> String {
+        let mut command = train_lm(folder, arguments);
+        let mut child =
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("a process");
+        let mut stderr = BufReader::new(child.stderr.take().expect("a pipe"));
+        let mut log = String::new();
+        while !log.contains(line) {
+            let length = stderr.read_line(&mut log).unwrap();
+            assert!(length > 0, "{arguments}: ended without {line:?}: {log}");
+        }
+        interrupt(&child);
+        stderr.read_to_string(&mut log).unwrap();
+        let output = child.wait_with_output().unwrap();
+        stdout(arguments, &Output { stderr: log.into_bytes(), ..output })
+    }
+
+    /// The model's parameters by path, as bytes.
+    fn weights(checkpoint: &Path) -> BTreeMap<String, Vec<u8>> {
+        let checkpoint = Reader::from_file_exact(checkpoint).expect("a checkpoint");
+        let model = checkpoint.tensor_data("model").expect("a model in the checkpoint");
+        let model = Reader::from_bytes(Bytes::from_bytes_vec(model)).expect("a model's record");
+        let names = model.tensor_names().into_iter();
+        let weights: BTreeMap<_, _> =
+            names.map(|name| (name.to_owned(), model.tensor_data(name).unwrap())).collect();
+        assert!(weights.contains_key("head.weight"), "{:?}", weights.keys());
+        weights
+    }
+
+    #[test]
+    fn interrupted_runs_continue_bit_for_bit() {
+        let folder = folder();
+        let flags = format!("--data text.rs --steps {STEPS} --batch 1 --eval-every 10 --sample 0");
+        let whole = succeed(folder.path(), &format!("{flags} --save whole.bpk"));
+
+        let with_save = format!("{flags} --save run.bpk");
+        let line = format!("muon 10/{STEPS}: validation loss");
+        let stopped = interrupt_at(&line, folder.path(), &with_save);
+        let step =
+            stopped.strip_prefix("stopped after step ").and_then(|rest| rest.split_once(';'));
+        let (step, remedy) = step.unwrap_or_else(|| panic!("not stopped: {stopped}"));
+        let step: usize = step.parse().unwrap();
+        assert!((10..STEPS).contains(&step), "{stopped}");
+        assert!(remedy.starts_with(" go on with --resume run.bpk"), "{stopped}");
+
+        let resumed = succeed(folder.path(), &format!("{with_save} --resume run.bpk"));
+        let loss = |stdout| cell(stdout, "muon", "final validation loss");
+        assert_eq!(loss(&resumed), loss(&whole));
+        assert_ne!(loss(&resumed), loss(&stopped));
+        let weights = |name| weights(&folder.path().join(name));
+        assert!(weights("run.bpk") == weights("whole.bpk"), "the weights differ");
+    }
+}
+
+#[test]
+fn comparisons_print_and_plot_every_optimizer() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 1 --steps 3 --eval-every 1 --sample 0";
+    let stdout = succeed(folder.path(), &format!("{flags} --compare adamw,muon --plot loss.svg"));
+    let plot = fs::read_to_string(folder.path().join("loss.svg")).unwrap();
+    assert!(plot.starts_with("<svg"), "{plot}");
+    for optimizer in ["adamw", "muon"] {
+        let loss: f64 = cell(&stdout, optimizer, "final validation loss").parse().unwrap();
+        assert!(loss.is_finite() && loss > 0.0, "{stdout}");
+        assert!(plot.contains(&format!("{optimizer} (lr")), "no {optimizer} in the plot");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn links_to_a_text_are_followed() {
+    let folder = folder();
+    std::os::unix::fs::symlink("text.rs", folder.path().join("link.rs")).unwrap();
+    succeed(folder.path(), "--data link.rs --batch 1 --steps 1 --sample 8");
+}
