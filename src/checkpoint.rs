@@ -67,7 +67,16 @@ pub fn save<M: Module, T: Serialize>(
     optim: &ModuleOptimizer,
     progress: &T,
 ) -> Result<()> {
-    let path = path.as_ref();
+    write(path.as_ref(), model, optim.to_record(), progress)
+}
+
+/// [`save`], with the record of an optimizer of any kind.
+pub(crate) fn write<M: Module, T: Serialize>(
+    path: &Path,
+    model: &M,
+    optim: OptimizerRecord,
+    progress: &T,
+) -> Result<()> {
     let failed = |reason: String| Error::Checkpoint {
         path: path.to_owned(),
         reason,
@@ -85,7 +94,7 @@ pub fn save<M: Module, T: Serialize>(
     let parameters = json(serde_json::to_string(&parameters(model)))?;
     let progress = json(serde_json::to_string(progress))?;
     let model = record(model.clone().into_record().into_bytes())?;
-    let optim = record(optim.to_record().into_bytes())?;
+    let optim = record(optim.into_bytes())?;
     Writer::new(vec![blob(MODEL, model), blob(OPTIMIZER, optim)])
         .with_metadata(FORMAT.0, FORMAT.1)
         .with_metadata(PARAMETERS, &parameters)
@@ -108,6 +117,27 @@ pub fn load<M: Module, T: DeserializeOwned>(
     optim: ModuleOptimizer,
 ) -> Result<(M, ModuleOptimizer, T)> {
     let path = path.as_ref();
+    let (model, record, progress) = read(path, model)?;
+    let tensors = record.len();
+    let optim = optim.load_record(record);
+    let restored = optim.to_record().len();
+    if restored != tensors {
+        return Err(Error::Checkpoint {
+            path: path.to_owned(),
+            reason: format!(
+                "{restored} of the {tensors} tensors of its optimizer state fit the optimizer"
+            ),
+            remedy: "configure the optimizer as it was when the checkpoint was saved",
+        });
+    }
+    Ok((model, optim, progress))
+}
+
+/// Loads the model of a run, and the record of its optimizer; see [`load`].
+pub(crate) fn read<M: Module, T: DeserializeOwned>(
+    path: &Path,
+    model: M,
+) -> Result<(M, OptimizerRecord, T)> {
     let failed =
         |reason: String, remedy| Error::Checkpoint { path: path.to_owned(), reason, remedy };
     let broken = |error: &dyn std::fmt::Display| {
@@ -135,16 +165,7 @@ pub fn load<M: Module, T: DeserializeOwned>(
     let optim_record = OptimizerRecord::from_bytes(optim_record).map_err(|error| broken(&error))?;
 
     let model = model.try_load_record(model_record).map_err(|error| broken(&error))?;
-    let tensors = optim_record.len();
-    let optim = optim.load_record(optim_record);
-    let restored = optim.to_record().len();
-    if restored != tensors {
-        return Err(failed(
-            format!("{restored} of the {tensors} tensors of its optimizer state fit the optimizer"),
-            "configure the optimizer as it was when the checkpoint was saved",
-        ));
-    }
-    Ok((model, optim, progress))
+    Ok((model, optim_record, progress))
 }
 
 fn parameters<M: Module>(model: &M) -> Vec<Parameter> {

@@ -39,6 +39,7 @@
 //! - [`orthogonalize`]: Newton-Schulz on batches of matrices, in two forms and any precision;
 //! - [`route`]: which parameter goes to Muon and which to AdamW;
 //! - [`adamw`]: what AdamW's parameters are trained with;
+//! - [`dist`]: the same on many ranks;
 //! - [`schedule`]: momentum, weight decay and learning rate over the steps of a run;
 //! - [`checkpoint`]: a run in one file that is replaced as a whole;
 //! - [`error`]: what can go wrong.

@@ -7,6 +7,7 @@ mod held;
 mod memory;
 mod optimizer;
 pub mod plan;
+mod record;
 mod shard;
 mod start;
 mod world;

@@ -23,7 +23,7 @@ use super::shard::{Shard, State, Verdict};
 use super::{World, start};
 use crate::error::Result;
 use crate::muon::rule::{Rates, Settings};
-use crate::route::{Group, Routing};
+use crate::route::{Group, Route, Routing};
 
 /// Added to the norm that gradients are clipped by, as in PyTorch's `clip_grad_norm_`.
 const NORM_EPSILON: f64 = 1e-6;
@@ -63,7 +63,8 @@ pub struct DistModuleOptimizer {
 /// A trained parameter.
 pub(super) struct Member {
     pub path: String,
-    pub group: Group,
+    /// Its identity in the model of the last step.
+    pub id: ParamId,
     /// What the learning rate is multiplied by before it meets the weight decay.
     lr_factor: f64,
     /// What it is multiplied by after that.
@@ -202,6 +203,9 @@ impl DistModuleOptimizer {
         let (model, mut held) = Held::take(model, gradients, self.plan.parameters(), rank)?;
         let mut travels: Vec<Travel> = self.shards.iter().map(|_| Travel::default()).collect();
         self.observe(&held, &travels);
+        for (member, id) in self.members.iter_mut().zip(&held.ids) {
+            member.id = *id;
+        }
 
         let present: Vec<Tensor<1>> =
             self.shards.iter().map(|shard| self.present(shard, &held)).collect();
@@ -396,15 +400,9 @@ impl DistModuleOptimizer {
 
 impl Member {
     /// A parameter with the factors on its learning rate.
-    pub fn new(
-        config: &DistMuonConfig,
-        settings: &Settings,
-        path: &str,
-        group: Group,
-        work: Work,
-    ) -> Self {
+    pub fn new(config: &DistMuonConfig, settings: &Settings, route: &Route, work: Work) -> Self {
         let adamw = &config.muon.adamw;
-        let (lr_factor, scale) = match (group, work) {
+        let (lr_factor, scale) = match (route.group, work) {
             (Group::Muon { layout, .. }, Work::Matrices { rows, columns, .. }) => {
                 (1.0, settings.scale(layout, [rows, columns]))
             }
@@ -412,7 +410,7 @@ impl Member {
             (Group::Head, _) => (adamw.head_lr, 1.0),
             _ => (adamw.vector_lr, 1.0),
         };
-        Self { path: path.to_owned(), group, lr_factor, scale }
+        Self { path: route.path.clone(), id: route.id, lr_factor, scale }
     }
 }
 

@@ -28,7 +28,7 @@ pub fn members<M: Module>(
             }
             _ => Work::Elements,
         };
-        members.push(Member::new(config, settings, &found.path, route.group, work));
+        members.push(Member::new(config, settings, route, work));
         parameters.push(Parameter {
             path: found.path,
             shape: found.shape,

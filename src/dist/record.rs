@@ -1,0 +1,232 @@
+//! The states of all ranks as one record, that of the single-device optimizer: it knows of no ranks,
+//! plan or engine.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use burn::module::Module;
+use burn::optim::OptimizerRecord;
+use burn::tensor::{Bytes, DType, Tensor, TensorData};
+use burn_pack::{Reader, Scalar, Writer};
+use serde::{Serialize, de::DeserializeOwned};
+
+use super::DistModuleOptimizer;
+use super::plan::{Bucket, BucketKind, Work};
+use super::shard::Shard;
+use crate::checkpoint;
+use crate::error::{Error, Result};
+
+/// Tensors of a record by path and name.
+type Saved = HashMap<(String, String), TensorData>;
+
+impl DistModuleOptimizer {
+    /// The state of all ranks, as a [`ModuleOptimizer`](burn::optim::ModuleOptimizer) of
+    /// [`MuonConfig`](crate::MuonConfig) records it, to all ranks. All ranks make this call.
+    ///
+    /// # Errors
+    ///
+    /// Those of every collective.
+    pub fn to_record(&mut self) -> Result<OptimizerRecord> {
+        let mut tensors = Vec::new();
+        for shard in &mut self.shards {
+            let bucket = shard.bucket.clone();
+            for (name, share) in shard.state_vectors() {
+                let whole = match bucket.kind {
+                    BucketKind::Replicated => share,
+                    _ => self.world.comm().all_gather(share, &bucket.counts)?.wait()?,
+                };
+                for (number, bytes) in cut(&bucket, whole.into_data().as_bytes()) {
+                    let parameter = &self.plan.parameters()[number];
+                    let data =
+                        TensorData::from_bytes_vec(bytes, parameter.shape.clone(), parameter.dtype);
+                    tensors.push((number, name, data));
+                }
+            }
+            for (name, counter) in shard.counters() {
+                let values = counter.to_data();
+                let values = bucket.parameters.iter().zip(values.iter::<f32>());
+                tensors.extend(values.map(|(number, value)| (*number, name, TensorData::from([value]))));
+            }
+        }
+        let id = |number: usize| self.members[number].id.val();
+        let tensors = tensors.into_iter().map(|(number, name, data)| {
+            let (bytes, shape, dtype) = data.into_parts();
+            let name = format!("{}.{name}", id(number));
+            burn_pack::Tensor::new(name, dtype, shape, Some(id(number)), bytes)
+        });
+        let mut writer = Writer::new(tensors.collect());
+        for (number, parameter) in self.plan.parameters().iter().enumerate() {
+            let (id, rank) = (id(number), parameter.shape.len());
+            writer = writer
+                .with_scalar(&format!("{id}.__rank"), Scalar::from(rank))
+                .with_metadata(&id.to_string(), &parameter.path);
+            if matches!(parameter.work, Work::Matrices { .. }) {
+                writer = writer.with_scalar(&format!("{id}.time"), Scalar::from(self.time));
+            }
+        }
+        let bytes = writer.into_bytes().expect("names are distinct and sizes known");
+        Ok(OptimizerRecord::from_bytes(bytes).expect("it was just written"))
+    }
+
+    /// The optimizer with a recorded state, of any number of ranks or of a single device. Parameters
+    /// that the record does not know start anew. All ranks make this call.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, if on one: [`Error::Parameter`] if a recorded state does not fit its parameter;
+    /// those of every collective.
+    pub fn load_record(mut self, record: OptimizerRecord) -> Result<Self> {
+        let world = self.world.clone();
+        let loaded = self.fill(record);
+        world.agree(loaded)?;
+        Ok(self)
+    }
+
+    /// Saves model, optimizer and progress of the run as [`checkpoint::save`] does, in the same
+    /// format, whatever the number of ranks. All ranks make this call; rank 0 writes.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, if on one: [`Error::Checkpoint`] if the file can't be written, and what the
+    /// path held before is then unchanged; those of every collective.
+    pub fn save<M: Module, T: Serialize>(
+        &mut self,
+        path: impl AsRef<Path>,
+        model: &M,
+        progress: &T,
+    ) -> Result<()> {
+        let record = self.to_record()?;
+        let written = match self.world.rank() {
+            0 => checkpoint::write(path.as_ref(), model, record, progress),
+            _ => Ok(()),
+        };
+        self.world.agree(written)
+    }
+
+    /// Loads a run that [`save`](Self::save) or [`checkpoint::save`] saved, on any number of ranks.
+    /// All ranks make this call, and read the file.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, if on one: those of [`checkpoint::load`] and of
+    /// [`load_record`](Self::load_record).
+    pub fn load<M: Module, T: DeserializeOwned>(
+        self,
+        path: impl AsRef<Path>,
+        model: M,
+    ) -> Result<(M, Self, T)> {
+        let read = checkpoint::read(path.as_ref(), model);
+        let (model, record, progress) = self.world.agree(read)?;
+        Ok((model, self.load_record(record)?, progress))
+    }
+
+    fn fill(&mut self, record: OptimizerRecord) -> Result<()> {
+        let (saved, time) = parse(record);
+        let (rank, device) = (self.world.rank(), self.device());
+        for shard in &mut self.shards {
+            let Shard { bucket, range, .. } = &*shard;
+            let (bucket, range) = (bucket.clone(), range.clone());
+            let paths: Vec<(usize, &str, usize)> = bucket
+                .parameters
+                .iter()
+                .map(|number| {
+                    let parameter = &self.plan.parameters()[*number];
+                    (*number, parameter.path.as_str(), parameter.elements())
+                })
+                .collect();
+            let find = |name: &str, path: &str, elements: usize, dtype: DType| {
+                let found = saved.get(&(path.to_owned(), name.to_owned()));
+                let reason = match found {
+                    Some(data) if data.num_elements() == elements && data.dtype() == dtype => {
+                        return Ok(found);
+                    }
+                    Some(data) => format!(
+                        "its saved `{name}` is {:?} {}",
+                        data.shape(),
+                        data.dtype().name()
+                    ),
+                    None if saved.keys().any(|(of, _)| of == path) => {
+                        format!("its saved state has no `{name}`")
+                    }
+                    None => return Ok(None),
+                };
+                let remedy = "configure the optimizer as it was when the state was saved";
+                Err(Error::Parameter { parameter: path.to_owned(), rank, reason, remedy })
+            };
+            let size = bucket.dtype.size();
+            let mut vectors = Vec::new();
+            for (name, _) in shard.state_vectors() {
+                let mut whole = vec![0u8; bucket.elements() * size];
+                for (number, path, elements) in &paths {
+                    if let Some(data) = find(name, path, *elements, bucket.dtype)? {
+                        paste(&bucket, *number, data.as_bytes(), &mut whole);
+                    }
+                }
+                let own = whole[range.start * size..range.end * size].to_vec();
+                let own = TensorData::from_bytes_vec(own, vec![range.len()], bucket.dtype);
+                vectors.push(Tensor::<1>::from_data(own, (&device, bucket.dtype)));
+            }
+            shard.set_state_vectors(vectors);
+            for (name, counter) in shard.counters() {
+                let mut values = Vec::new();
+                for (_, path, _) in &paths {
+                    let value = find(name, path, 1, DType::F32)?;
+                    values.push(value.and_then(|data| data.iter::<f32>().next()).unwrap_or(0.0));
+                }
+                *counter = Tensor::from_data(TensorData::from(&*values), (&device, DType::F32));
+            }
+        }
+        self.time = time;
+        Ok(())
+    }
+}
+
+/// The bytes of every parameter of a bucket from those of its buffer.
+fn cut(bucket: &Bucket, buffer: &[u8]) -> Vec<(usize, Vec<u8>)> {
+    let size = bucket.dtype.size();
+    let parameters = bucket.parameters.iter().map(|number| {
+        let mut pieces: Vec<_> = positions(bucket, *number).collect();
+        pieces.sort_by_key(|(start, ..)| *start);
+        let bytes = pieces.iter().flat_map(|(_, at, len)| &buffer[at * size..(at + len) * size]);
+        (*number, bytes.copied().collect())
+    });
+    parameters.collect()
+}
+
+/// Puts the bytes of a parameter where they belong in the buffer of its bucket.
+fn paste(bucket: &Bucket, number: usize, bytes: &[u8], buffer: &mut [u8]) {
+    let size = bucket.dtype.size();
+    for (start, at, len) in positions(bucket, number) {
+        let (to, from) = (at * size..(at + len) * size, start * size..(start + len) * size);
+        buffer[to].copy_from_slice(&bytes[from]);
+    }
+}
+
+/// Pieces of a parameter: where they start in it and in the buffer, and their length.
+fn positions(bucket: &Bucket, number: usize) -> impl Iterator<Item = (usize, usize, usize)> {
+    let pieces = bucket.pieces.iter().scan(0, |end, piece| {
+        let at = *end;
+        *end += piece.len + piece.padding;
+        Some((piece, at))
+    });
+    pieces
+        .filter(move |(piece, _)| piece.parameter == number)
+        .map(|(piece, at)| (piece.start, at, piece.len))
+}
+
+/// The tensors of a record by path and name, and the steps it was taken after.
+fn parse(record: OptimizerRecord) -> (Saved, usize) {
+    let bytes: Bytes = record.into_bytes().expect("a record can be written");
+    let reader = Reader::from_bytes(bytes).expect("it was just written");
+    let (paths, scalars) = (reader.metadata().clone(), reader.scalars().clone());
+    let times = scalars.iter().filter(|(name, _)| name.ends_with(".time"));
+    let time = times.filter_map(|(_, time)| usize::try_from(*time).ok()).max().unwrap_or(0);
+    let tensors = reader.into_tensors().expect("it was just written").into_iter();
+    let saved = tensors.filter_map(|tensor| {
+        let (name, dtype, shape, _, bytes) = tensor.into_parts().ok()?;
+        let (id, name) = name.split_once('.')?;
+        let path = paths.get(id)?.clone();
+        Some(((path, name.to_owned()), TensorData::from_bytes(bytes, shape, dtype)))
+    });
+    (saved.collect(), time)
+}
