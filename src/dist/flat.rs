@@ -13,9 +13,8 @@ pub fn part(tensor: &Tensor<1>, range: Range<usize>) -> Tensor<1> {
     }
 }
 
-/// The tensors one after the other, on a device.
-pub fn join(tensors: Vec<Tensor<1>>, device: &Device) -> Tensor<1> {
-    let dtype = tensors[0].dtype();
+/// The tensors of a type one after the other, on a device; there may be none.
+pub fn join(tensors: Vec<Tensor<1>>, dtype: DType, device: &Device) -> Tensor<1> {
     let filled = tensors.into_iter().filter(|tensor| tensor.dims() != [0]);
     let mut parts: Vec<Tensor<1>> = filled.map(|tensor| tensor.to_device(device)).collect();
     match parts.len() {

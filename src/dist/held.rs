@@ -78,7 +78,7 @@ impl Held {
         for pieces in pieces.chunk_by(|(a, _), (b, _)| a.parameter == b.parameter) {
             let parts = pieces.iter().map(|(_, at)| flat::part(buffer, at.clone())).collect();
             let number = pieces[0].0.parameter;
-            self.parameters[number] = Some(flat::join(parts, &buffer.device()));
+            self.parameters[number] = Some(flat::join(parts, bucket.dtype, &buffer.device()));
         }
     }
 }
@@ -92,7 +92,7 @@ pub fn pack(
     device: &Device,
 ) -> Tensor<1> {
     let zeros = |length: usize| Tensor::zeros([length], (device, bucket.dtype));
-    let mut parts = vec![flat::empty(bucket.dtype, device)];
+    let mut parts = vec![];
     for (parameter, elements, padding) in bucket.overlaps(range) {
         parts.push(match &values[parameter] {
             None => zeros(elements.len()),
@@ -105,7 +105,7 @@ pub fn pack(
             parts.push(zeros(padding));
         }
     }
-    flat::join(parts, device)
+    flat::join(parts, bucket.dtype, device)
 }
 
 fn refuse(parameter: &Parameter, rank: usize, reason: String, remedy: &'static str) -> Error {

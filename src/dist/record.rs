@@ -45,7 +45,9 @@ impl DistModuleOptimizer {
             for (name, counter) in shard.counters() {
                 let values = counter.to_data();
                 let values = bucket.parameters.iter().zip(values.iter::<f32>());
-                tensors.extend(values.map(|(number, value)| (*number, name, TensorData::from([value]))));
+                tensors.extend(
+                    values.map(|(number, value)| (*number, name, TensorData::from([value]))),
+                );
             }
         }
         let id = |number: usize| self.members[number].id.val();
@@ -140,11 +142,9 @@ impl DistModuleOptimizer {
                     Some(data) if data.num_elements() == elements && data.dtype() == dtype => {
                         return Ok(found);
                     }
-                    Some(data) => format!(
-                        "its saved `{name}` is {:?} {}",
-                        data.shape(),
-                        data.dtype().name()
-                    ),
+                    Some(data) => {
+                        format!("its saved `{name}` is {:?} {}", data.shape(), data.dtype().name())
+                    }
                     None if saved.keys().any(|(of, _)| of == path) => {
                         format!("its saved state has no `{name}`")
                     }

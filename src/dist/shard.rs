@@ -110,9 +110,10 @@ impl Shard {
                         .accepted()
                 })
                 .collect(),
+            State::AdamW { .. } if self.rows() == 0 => vec![],
             State::AdamW { .. } => vec![Gate::of_rows(&grain_rows(gradients.clone())).accepted()],
         };
-        Gate::from_accepted(flat::join(per_stack, &self.device))
+        Gate::from_accepted(flat::join(per_stack, DType::F32, &self.device))
     }
 
     /// For every row, the sum of the squares of its gradients.
@@ -129,9 +130,10 @@ impl Shard {
                     sums(stack.batch(gradients).reshape([k, m * n]))
                 })
                 .collect(),
+            State::AdamW { .. } if self.rows() == 0 => vec![],
             State::AdamW { .. } => vec![sums(grain_rows(gradients.clone()))],
         };
-        flat::join(per_stack, &self.device)
+        flat::join(per_stack, DType::F32, &self.device)
     }
 
     /// For every parameter of the bucket, how many of the own rows are refused.
@@ -185,7 +187,7 @@ impl Shard {
                 for stack in stacks {
                     updated.push(stack.update(settings, time, &gradients, &values, &gate, &rates));
                 }
-                flat::join(updated, &self.device)
+                flat::join(updated, self.bucket.dtype, &self.device)
             }
             State::AdamW { settings, moments, corrections } => {
                 let corrections = corrections.clone().map(|c| c.select(0, places.clone()));
@@ -283,11 +285,8 @@ impl Shard {
         match &self.state {
             State::Muon { stacks, .. } => {
                 let momenta = stacks.iter().map(|stack| stack.momentum.clone().reshape([-1]));
-                let none = flat::empty(self.bucket.dtype, &self.device);
-                vec![(
-                    "momentum",
-                    flat::join([none].into_iter().chain(momenta).collect(), &self.device),
-                )]
+                let momentum = flat::join(momenta.collect(), self.bucket.dtype, &self.device);
+                vec![("momentum", momentum)]
             }
             State::AdamW { moments, .. } => vec![
                 ("moment_1", moments.moment_1.clone().reshape([-1])),

@@ -232,6 +232,9 @@ impl<C: PartialEq + Display, P: Clone> Ticket<C, P> {
         let mut state = hall.lock();
         loop {
             let meeting = state.meetings.get(&self.key).expect("it lives until all have finished");
+            if let Some(mismatch) = meeting.mismatch(&self.members) {
+                return Err(mismatch);
+            }
             if meeting.complete() {
                 return Ok(meeting.payloads());
             }

@@ -147,7 +147,8 @@ impl Communicator for Threads {
         let lengths = (expected, tensor.dims()[0]);
         check_counts("all_gather", self.rank(), self.size(), counts, lengths)?;
         let call = Call { counts: counts.to_vec(), ..Call::on("all_gather", &tensor) };
-        self.start(call, tensor, flat::join)
+        let dtype = tensor.dtype();
+        self.start(call, tensor, move |tensors, device| flat::join(tensors, dtype, device))
     }
 
     fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending> {
@@ -175,7 +176,7 @@ impl Communicator for Threads {
         check_counts("all_to_all", rank, size, send, lengths)?;
         check_counts("all_to_all", rank, size, receive, (0, 0))?;
         check_dtype("all_to_all", rank, tensor.dtype())?;
-        let device = self.device.clone();
+        let (device, dtype) = (self.device.clone(), tensor.dtype());
         let call = Call::on("all_to_all", &tensor);
         let ticket = self.arrive(call, Payload::Parts(tensor, send.into(), receive.into()))?;
         Ok(Pending::new(move || {
@@ -199,7 +200,7 @@ impl Communicator for Threads {
                 let start = before(send, rank);
                 flat::part(tensor, start..start + send[rank])
             });
-            Ok(flat::join(parts.collect(), &device))
+            Ok(flat::join(parts.collect(), dtype, &device))
         }))
     }
 
