@@ -340,7 +340,6 @@ fn models_that_differ_are_named() {
         if world.rank() == 2 {
             net.wide = LinearConfig::new(5, 30).init(world.device());
         }
-        let net = if world.rank() == 2 { net } else { net };
         config().init(&world, &net).map(|_| ())
     });
     let error = shape.unwrap_err();

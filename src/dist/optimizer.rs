@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData, s};
 
 use super::comm::{Pending, ReduceOp};
 use super::config::{DistMuonConfig, Gradients};
@@ -347,7 +347,7 @@ impl DistModuleOptimizer {
         let shard = &self.shards[bucket];
         let weight_decay = match &shard.state {
             State::Muon { settings, .. } => settings.weight_decay.at(self.time),
-            State::AdamW { settings, .. } => settings.weight_decay,
+            State::AdamW(adamw) => adamw.settings.weight_decay,
         };
         let (keep, lr): (Vec<f32>, Vec<f32>) = shard
             .bucket
@@ -449,8 +449,8 @@ fn row_elements(parameter: &Parameter) -> usize {
 /// each has a gradient.
 fn verdict_of(told: Tensor<1>) -> Verdict {
     let parameters = told.dims()[0] / 2;
-    let refused = told.clone().slice([0..parameters]);
-    let present = told.slice([parameters..2 * parameters]);
+    let refused = told.clone().slice(s![0..parameters]);
+    let present = told.slice(s![parameters..]);
     let fine = refused.clone().equal_elem(0.0).float().cast(FloatDType::F32);
     let there = present.greater_elem(0.0).float().cast(FloatDType::F32);
     Verdict { accepted: fine * there, refused }

@@ -29,16 +29,16 @@ pub struct Shard {
 
 /// What a rank remembers of its share.
 pub enum State {
-    Muon {
-        settings: Arc<Settings>,
-        stacks: Vec<Stack>,
-    },
-    AdamW {
-        settings: AdamWSettings,
-        moments: Moments<2>,
-        /// For every parameter of the bucket, the same on all ranks.
-        corrections: [Tensor<1>; 2],
-    },
+    Muon { settings: Arc<Settings>, stacks: Vec<Stack> },
+    AdamW(Box<Elementwise>),
+}
+
+/// What AdamW remembers of rows.
+pub struct Elementwise {
+    pub settings: AdamWSettings,
+    moments: Moments<2>,
+    /// For every parameter of the bucket, the same on all ranks.
+    corrections: [Tensor<1>; 2],
 }
 
 /// Matrices of one shape, which are updated as a batch.
@@ -81,7 +81,8 @@ impl Shard {
                 let zeros = Tensor::zeros([places.len(), GRAIN], (device, bucket.dtype));
                 let moments = Moments { moment_1: zeros.clone(), moment_2: zeros };
                 let corrections = [(); 2].map(|()| per_parameter(bucket, device));
-                (places, State::AdamW { settings: adamw.clone(), moments, corrections })
+                let adamw = Elementwise { settings: adamw.clone(), moments, corrections };
+                (places, State::AdamW(Box::new(adamw)))
             }
         };
         let indices: Vec<i32> = places.iter().map(|place| *place as i32).collect();
@@ -110,8 +111,8 @@ impl Shard {
                         .accepted()
                 })
                 .collect(),
-            State::AdamW { .. } if self.rows() == 0 => vec![],
-            State::AdamW { .. } => vec![Gate::of_rows(&grain_rows(gradients.clone())).accepted()],
+            State::AdamW(_) if self.rows() == 0 => vec![],
+            State::AdamW(_) => vec![Gate::of_rows(&grain_rows(gradients.clone())).accepted()],
         };
         Gate::from_accepted(flat::join(per_stack, DType::F32, &self.device))
     }
@@ -130,8 +131,8 @@ impl Shard {
                     sums(stack.batch(gradients).reshape([k, m * n]))
                 })
                 .collect(),
-            State::AdamW { .. } if self.rows() == 0 => vec![],
-            State::AdamW { .. } => vec![sums(grain_rows(gradients.clone()))],
+            State::AdamW(_) if self.rows() == 0 => vec![],
+            State::AdamW(_) => vec![sums(grain_rows(gradients.clone()))],
         };
         flat::join(per_stack, DType::F32, &self.device)
     }
@@ -164,8 +165,8 @@ impl Shard {
     ) -> Tensor<1> {
         self.skipped = self.skipped.clone() + verdict.refused.clone().greater_elem(0.0).float();
         let gate = Gate::from_accepted(verdict.accepted);
-        if let State::AdamW { settings, corrections, .. } = &mut self.state {
-            *corrections = settings.correct(corrections.clone(), &gate);
+        if let State::AdamW(adamw) = &mut self.state {
+            adamw.corrections = adamw.settings.correct(adamw.corrections.clone(), &gate);
         }
         if self.rows() == 0 {
             return values;
@@ -189,7 +190,8 @@ impl Shard {
                 }
                 flat::join(updated, self.bucket.dtype, &self.device)
             }
-            State::AdamW { settings, moments, corrections } => {
+            State::AdamW(adamw) => {
+                let Elementwise { settings, moments, corrections } = &mut **adamw;
                 let corrections = corrections.clone().map(|c| c.select(0, places.clone()));
                 let (gradients, values) = (grain_rows(gradients), grain_rows(values));
                 let old = moments.clone();
@@ -288,9 +290,9 @@ impl Shard {
                 let momentum = flat::join(momenta.collect(), self.bucket.dtype, &self.device);
                 vec![("momentum", momentum)]
             }
-            State::AdamW { moments, .. } => vec![
-                ("moment_1", moments.moment_1.clone().reshape([-1])),
-                ("moment_2", moments.moment_2.clone().reshape([-1])),
+            State::AdamW(adamw) => vec![
+                ("moment_1", adamw.moments.moment_1.clone().reshape([-1])),
+                ("moment_2", adamw.moments.moment_2.clone().reshape([-1])),
             ],
         }
     }
@@ -303,9 +305,9 @@ impl Shard {
                     stack.momentum = stack.batch(&vectors[0]);
                 }
             }
-            State::AdamW { moments, .. } => {
-                moments.moment_2 = grain_rows(vectors.swap_remove(1));
-                moments.moment_1 = grain_rows(vectors.swap_remove(0));
+            State::AdamW(adamw) => {
+                adamw.moments.moment_2 = grain_rows(vectors.swap_remove(1));
+                adamw.moments.moment_1 = grain_rows(vectors.swap_remove(0));
             }
         }
     }
@@ -313,7 +315,8 @@ impl Shard {
     /// What is known per parameter of the bucket, by the names it has in records.
     pub fn counters(&mut self) -> Vec<(&'static str, &mut Tensor<1>)> {
         let mut counters = vec![("skipped", &mut self.skipped)];
-        if let State::AdamW { corrections: [first, second], .. } = &mut self.state {
+        if let State::AdamW(adamw) = &mut self.state {
+            let [first, second] = &mut adamw.corrections;
             counters.push(("correction_1", first));
             counters.push(("correction_2", second));
         }

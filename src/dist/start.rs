@@ -46,7 +46,7 @@ pub fn compare<M: Module>(world: &World, parameters: &[Parameter], model: &M) ->
         Some(found) => format!("{:?} {} ({:?})", found.shape, found.dtype.name(), found.work),
         None => "absent".to_owned(),
     };
-    for (rank, other) in all.iter().enumerate().filter(|(_, other)| **other != all[0]) {
+    if let Some((rank, other)) = all.iter().enumerate().find(|(_, other)| **other != all[0]) {
         let longest = all[0].len().max(other.len());
         let differs = (0..longest).find(|i| all[0].get(*i) != other.get(*i));
         let at = differs.expect("unequal lists differ somewhere");

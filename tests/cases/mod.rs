@@ -6,8 +6,9 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use burn::module::{Module, Param};
-use burn::optim::{GradientsParams, ModuleOptimizer};
+use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
+use distmuon::dist::{DistMuonConfig, World};
 use distmuon::{
     AdamWSettings, Coefficients, IterationDtype, LrScale, MatrixLayout, MuonConfig, Rule, Schedule,
 };
@@ -184,39 +185,80 @@ impl Case {
         }
     }
 
+    /// The largest error of the single-device optimizer, and of worlds of the numbers of ranks that
+    /// `DISTMUON_CONFORMANCE_RANKS` lists.
     fn trajectory<const D: usize>(&self, layout: MatrixLayout) -> Outcome<f64> {
+        let config = self.config(D, layout)?;
         let device = Device::default().autodiff();
-        let load = |name: &str, device: &Device| -> Outcome<Tensor<D>> {
-            let tensor = Tensor::<D>::from_data(self.tensor(name)?.clone(), device);
-            Ok(oriented(tensor, layout))
-        };
-        let init = load("param.0.init", &device)?;
-        let mut model = One { weight: Param::from_tensor(init.clone().require_grad()) };
-        let mut optim = self.optimizer(&model, layout)?;
+        let model = self.model::<D>(layout, &device)?;
+        let mut optim = config.try_init(&model).map_err(|error| error.to_string())?;
+        let mut worst =
+            self.follow(model, layout, 1.0, |lr, model, grads| Ok(optim.step(lr, model, grads)))?;
+        let ranks = std::env::var("DISTMUON_CONFORMANCE_RANKS").unwrap_or_default();
+        for count in ranks.split(',').filter(|count| !count.is_empty()) {
+            let count =
+                count.trim().parse().map_err(|_| format!("{count} is no number of ranks"))?;
+            let dist = DistMuonConfig::new().with_muon(config.clone());
+            let errors = World::threads(vec![device.clone(); count], |world| {
+                let model = self.model::<D>(layout, world.device()).map_err(anyhow::Error::msg)?;
+                let mut optim = dist.init(&world, &model)?;
+                // Different parts that average to the gradient.
+                let weight = 2.0 * (world.rank() + 1) as f64 / (count + 1) as f64;
+                let step = |lr: f64, model, grads| {
+                    optim.step(lr, model, grads).map_err(|error| error.to_string())
+                };
+                self.follow(model, layout, weight, step).map_err(anyhow::Error::msg)
+            });
+            let errors = errors.map_err(|error: anyhow::Error| error.to_string())?;
+            worst = errors.into_iter().fold(worst, f64::max);
+        }
+        Ok(worst)
+    }
+
+    /// The largest error of an optimizer's steps with the gradients times `weight`.
+    fn follow<const D: usize>(
+        &self,
+        mut model: One<D>,
+        layout: MatrixLayout,
+        weight: f64,
+        mut step: impl FnMut(f64, One<D>, GradientsParams) -> Outcome<One<D>>,
+    ) -> Outcome<f64> {
+        let init = model.weight.val();
         let mut worst = 0f64;
-        for step in 1..=self.header.steps {
+        for number in 1..=self.header.steps {
             let mut grads = GradientsParams::new();
-            let grad = load(&format!("grad.0.{step}"), &Device::default())?;
-            grads.register(model.weight.id, grad);
-            model = optim.step(self.header.lr, model, grads);
-            let reference = load(&format!("param.0.{step}"), &device)?;
+            let grad: Tensor<D> =
+                self.load(&format!("grad.0.{number}"), layout, &Device::default())?;
+            grads.register(model.weight.id, grad.mul_scalar(weight));
+            model = step(self.header.lr, model, grads)?;
+            let reference: Tensor<D> =
+                self.load(&format!("param.0.{number}"), layout, &init.device())?;
             let moved = norm(reference.clone() - init.clone());
             worst = worst.max(norm(model.weight.val() - reference) / moved);
         }
         Ok(worst)
     }
 
-    fn optimizer<const D: usize>(
+    fn model<const D: usize>(&self, layout: MatrixLayout, device: &Device) -> Outcome<One<D>> {
+        let init: Tensor<D> = self.load("param.0.init", layout, device)?;
+        Ok(One { weight: Param::from_tensor(init.require_grad()) })
+    }
+
+    fn load<const D: usize>(
         &self,
-        model: &One<D>,
+        name: &str,
         layout: MatrixLayout,
-    ) -> Outcome<ModuleOptimizer> {
-        let config = match self.header.optimizer.as_str() {
-            "muon" => muon(self.settings()?, layout),
-            "adamw" => adamw(self.settings()?, D),
-            other => return Err(format!("can't be expressed: optimizer `{other}`")),
-        };
-        config.try_init(model).map_err(|error| error.to_string())
+        device: &Device,
+    ) -> Outcome<Tensor<D>> {
+        Ok(oriented(Tensor::from_data(self.tensor(name)?.clone(), device), layout))
+    }
+
+    fn config(&self, rank: usize, layout: MatrixLayout) -> Outcome<MuonConfig> {
+        match self.header.optimizer.as_str() {
+            "muon" => Ok(muon(self.settings()?, layout)),
+            "adamw" => Ok(adamw(self.settings()?, rank)),
+            other => Err(format!("can't be expressed: optimizer `{other}`")),
+        }
     }
 
     fn settings<T: for<'a> Deserialize<'a>>(&self) -> Outcome<T> {

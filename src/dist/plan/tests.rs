@@ -227,6 +227,7 @@ fn wrong_settings_are_refused() {
         costs,
     ) {
         Err(Error::Setting { setting, .. }) => setting,
+        Err(error) => panic!("{error}"),
         Ok(_) => "nothing",
     };
     let settings = PlanSettings::default();
