@@ -1,6 +1,7 @@
 //! The ranks that train together.
 
 use std::any::Any;
+use std::collections::VecDeque;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -9,11 +10,11 @@ use std::thread;
 use std::time::Duration;
 
 use burn::backend::DispatchDevice;
-use burn::module::{Module, ModuleMapper, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Device, Tensor};
 use serde::{Serialize, de::DeserializeOwned};
 
-use super::comm::{Communicator, Threads};
+use super::comm::{Communicator, Pending, Threads};
 use crate::error::{Error, Result};
 
 /// How long a rank waits for another before it gives up for all, unless told otherwise.
@@ -194,9 +195,13 @@ impl World {
     ///
     /// As every collective; [`Error::Mismatch`] for models of different shapes.
     pub fn broadcast<M: Module>(&self, model: M) -> Result<M> {
-        let mut mapper = Broadcast { world: self, error: None };
-        let model = model.map(&mut mapper);
-        mapper.error.map_or(Ok(model), Err)
+        // Nobody waits inside a map: modules may hold locks there that ranks share.
+        let mut values = Values(VecDeque::new());
+        model.visit(&mut values);
+        let started = values.0.into_iter().map(|own| self.comm.broadcast(own, 0));
+        let started = started.collect::<Result<Vec<_>>>()?;
+        let first = started.into_iter().map(Pending::wait).collect::<Result<VecDeque<_>>>()?;
+        Ok(model.map(&mut Values(first)))
     }
 }
 
@@ -226,28 +231,21 @@ fn message(panic: &(dyn Any + Send)) -> &str {
     text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("without a message")
 }
 
-struct Broadcast<'a> {
-    world: &'a World,
-    error: Option<Error>,
+/// The values of a model's parameters, flat and in its order.
+struct Values(VecDeque<Tensor<1>>);
+
+impl ModuleVisitor for Values {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0.push_back(param.val().inner().reshape([-1]));
+    }
 }
 
-impl ModuleMapper for Broadcast<'_> {
+impl ModuleMapper for Values {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        if self.error.is_some() {
-            return param;
-        }
-        let value = param.val();
-        let (shape, required) = (value.shape(), value.is_require_grad());
-        let own = value.inner().reshape([-1]);
-        match self.world.comm.broadcast(own, 0).and_then(super::Pending::wait) {
-            Ok(first) => param.map(|_| {
-                let tensor = Tensor::from_inner(first.reshape(shape));
-                if required { tensor.require_grad() } else { tensor }
-            }),
-            Err(error) => {
-                self.error = Some(error);
-                param
-            }
-        }
+        let value = self.0.pop_front().expect("as many as were visited");
+        param.map(|old| {
+            let tensor = Tensor::from_inner(value.reshape(old.shape()));
+            if old.is_require_grad() { tensor.require_grad() } else { tensor }
+        })
     }
 }
