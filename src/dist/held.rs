@@ -64,21 +64,10 @@ impl Held {
 
     /// The parameters of a bucket from its gathered buffer, instead of the old ones.
     pub fn publish(&mut self, bucket: &Bucket, buffer: &Tensor<1>) {
-        let ends = bucket.pieces.iter().scan(0, |end, piece| {
-            *end += piece.len + piece.padding;
-            Some(*end - piece.padding)
-        });
-        let mut pieces: Vec<_> = bucket
-            .pieces
-            .iter()
-            .zip(ends)
-            .map(|(piece, end)| (piece, end - piece.len..end))
-            .collect();
-        pieces.sort_by_key(|(piece, _)| (piece.parameter, piece.start));
-        for pieces in pieces.chunk_by(|(a, _), (b, _)| a.parameter == b.parameter) {
-            let parts = pieces.iter().map(|(_, at)| flat::part(buffer, at.clone())).collect();
-            let number = pieces[0].0.parameter;
-            self.parameters[number] = Some(flat::join(parts, bucket.dtype, &buffer.device()));
+        for (number, pieces) in bucket.by_parameter() {
+            let parts = pieces.iter().map(|(_, at, len)| flat::part(buffer, *at..at + len));
+            let value = flat::join(parts.collect(), bucket.dtype, &buffer.device());
+            self.parameters[number] = Some(value);
         }
     }
 }
@@ -214,7 +203,7 @@ impl ModuleMapper for PutBack<'_> {
 }
 
 /// A value without gradients, made to require them and keep checkpoints as the old one does.
-fn in_place_of<const D: usize>(old: &Tensor<D>, value: Tensor<D>) -> Tensor<D> {
+pub fn in_place_of<const D: usize>(old: &Tensor<D>, value: Tensor<D>) -> Tensor<D> {
     let (required, strategy) = (old.is_require_grad(), old.gradient_checkpointing_strategy());
     let mut value = Tensor::from_inner(value);
     if let Some(strategy) = strategy {

@@ -22,6 +22,7 @@ use super::plan::{Bucket, BucketKind, Costs, Parameter, Plan, Report, Work};
 use super::shard::{Shard, State, Verdict};
 use super::{World, start};
 use crate::error::Result;
+use crate::gate::Gate;
 use crate::muon::rule::{Rates, Settings};
 use crate::route::{Group, Route, Routing};
 
@@ -129,11 +130,8 @@ impl DistModuleOptimizer {
         };
         let parameters = optim.plan.parameters();
         let parameters = parameters.iter().map(|found| found.elements() * found.dtype.size()).sum();
-        optim.observe_moment(Moment {
-            parameters,
-            states: optim.state_bytes(),
-            ..Moment::default()
-        });
+        let states = optim.state_bytes();
+        optim.memory.observe(Moment { parameters, states, ..Moment::default() });
         Ok(optim)
     }
 
@@ -278,7 +276,7 @@ impl DistModuleOptimizer {
         let rows = match &self.clip {
             Some(_) if shard.rows() > 0 => {
                 let squares = shard.squares(&share);
-                let gate = crate::gate::Gate::of_rows(&squares);
+                let gate = Gate::of_rows(&squares);
                 travel.squares = Some(gate.clean(squares));
                 gate
             }
@@ -375,8 +373,7 @@ impl DistModuleOptimizer {
     }
 
     fn state_bytes(&self) -> usize {
-        let vectors = self.shards.iter().flat_map(Shard::state_vectors);
-        vectors.map(|(_, vector)| bytes(&vector)).sum()
+        self.shards.iter().map(Shard::state_bytes).sum()
     }
 
     fn moment(&self, held: &Held, travels: &[Travel]) -> Moment {
@@ -390,11 +387,7 @@ impl DistModuleOptimizer {
     }
 
     fn observe(&mut self, held: &Held, travels: &[Travel]) {
-        self.observe_moment(self.moment(held, travels));
-    }
-
-    fn observe_moment(&mut self, moment: Moment) {
-        self.memory.observe(moment);
+        self.memory.observe(self.moment(held, travels));
     }
 }
 

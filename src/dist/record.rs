@@ -11,8 +11,7 @@ use burn_pack::{Reader, Scalar, Writer};
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::DistModuleOptimizer;
-use super::plan::{Bucket, BucketKind, Work};
-use super::shard::Shard;
+use super::plan::{BucketKind, Parameter, Work};
 use crate::checkpoint;
 use crate::error::{Error, Result};
 
@@ -30,16 +29,21 @@ impl DistModuleOptimizer {
         let mut tensors = Vec::new();
         for shard in &mut self.shards {
             let bucket = shard.bucket.clone();
-            for (name, share) in shard.state_vectors() {
+            for (name, share) in shard.state_names().iter().zip(shard.state_vectors()) {
                 let whole = match bucket.kind {
                     BucketKind::Replicated => share,
                     _ => self.world.comm().all_gather(share, &bucket.counts)?.wait()?,
                 };
-                for (number, bytes) in cut(&bucket, whole.into_data().as_bytes()) {
+                let (whole, size) = (whole.into_data(), bucket.dtype.size());
+                for (number, pieces) in bucket.by_parameter() {
+                    let bytes = pieces
+                        .iter()
+                        .flat_map(|(_, at, len)| &whole.as_bytes()[at * size..(at + len) * size]);
+                    let bytes = bytes.copied().collect();
                     let parameter = &self.plan.parameters()[number];
                     let data =
                         TensorData::from_bytes_vec(bytes, parameter.shape.clone(), parameter.dtype);
-                    tensors.push((number, name, data));
+                    tensors.push((number, *name, data));
                 }
             }
             for (name, counter) in shard.counters() {
@@ -126,16 +130,8 @@ impl DistModuleOptimizer {
         let (saved, time) = parse(record);
         let (rank, device) = (self.world.rank(), self.device());
         for shard in &mut self.shards {
-            let Shard { bucket, range, .. } = &*shard;
-            let (bucket, range) = (bucket.clone(), range.clone());
-            let paths: Vec<(usize, &str, usize)> = bucket
-                .parameters
-                .iter()
-                .map(|number| {
-                    let parameter = &self.plan.parameters()[*number];
-                    (*number, parameter.path.as_str(), parameter.elements())
-                })
-                .collect();
+            let (bucket, range) = (shard.bucket.clone(), shard.range.clone());
+            let parameters = self.plan.parameters();
             let find = |name: &str, path: &str, elements: usize, dtype: DType| {
                 let found = saved.get(&(path.to_owned(), name.to_owned()));
                 let reason = match found {
@@ -155,11 +151,15 @@ impl DistModuleOptimizer {
             };
             let size = bucket.dtype.size();
             let mut vectors = Vec::new();
-            for (name, _) in shard.state_vectors() {
+            for name in shard.state_names() {
                 let mut whole = vec![0u8; bucket.elements() * size];
-                for (number, path, elements) in &paths {
-                    if let Some(data) = find(name, path, *elements, bucket.dtype)? {
-                        paste(&bucket, *number, data.as_bytes(), &mut whole);
+                for (number, pieces) in bucket.by_parameter() {
+                    let Parameter { path, .. } = &parameters[number];
+                    let elements = parameters[number].elements();
+                    let Some(data) = find(name, path, elements, bucket.dtype)? else { continue };
+                    for (start, at, len) in pieces {
+                        let from = &data.as_bytes()[start * size..(start + len) * size];
+                        whole[at * size..(at + len) * size].copy_from_slice(from);
                     }
                 }
                 let own = whole[range.start * size..range.end * size].to_vec();
@@ -169,8 +169,8 @@ impl DistModuleOptimizer {
             shard.set_state_vectors(vectors);
             for (name, counter) in shard.counters() {
                 let mut values = Vec::new();
-                for (_, path, _) in &paths {
-                    let value = find(name, path, 1, DType::F32)?;
+                for number in &bucket.parameters {
+                    let value = find(name, &parameters[*number].path, 1, DType::F32)?;
                     values.push(value.and_then(|data| data.iter::<f32>().next()).unwrap_or(0.0));
                 }
                 *counter = Tensor::from_data(TensorData::from(&*values), (&device, DType::F32));
@@ -179,39 +179,6 @@ impl DistModuleOptimizer {
         self.time = time;
         Ok(())
     }
-}
-
-/// The bytes of every parameter of a bucket from those of its buffer.
-fn cut(bucket: &Bucket, buffer: &[u8]) -> Vec<(usize, Vec<u8>)> {
-    let size = bucket.dtype.size();
-    let parameters = bucket.parameters.iter().map(|number| {
-        let mut pieces: Vec<_> = positions(bucket, *number).collect();
-        pieces.sort_by_key(|(start, ..)| *start);
-        let bytes = pieces.iter().flat_map(|(_, at, len)| &buffer[at * size..(at + len) * size]);
-        (*number, bytes.copied().collect())
-    });
-    parameters.collect()
-}
-
-/// Puts the bytes of a parameter where they belong in the buffer of its bucket.
-fn paste(bucket: &Bucket, number: usize, bytes: &[u8], buffer: &mut [u8]) {
-    let size = bucket.dtype.size();
-    for (start, at, len) in positions(bucket, number) {
-        let (to, from) = (at * size..(at + len) * size, start * size..(start + len) * size);
-        buffer[to].copy_from_slice(&bytes[from]);
-    }
-}
-
-/// Pieces of a parameter: where they start in it and in the buffer, and their length.
-fn positions(bucket: &Bucket, number: usize) -> impl Iterator<Item = (usize, usize, usize)> {
-    let pieces = bucket.pieces.iter().scan(0, |end, piece| {
-        let at = *end;
-        *end += piece.len + piece.padding;
-        Some((piece, at))
-    });
-    pieces
-        .filter(move |(piece, _)| piece.parameter == number)
-        .map(|(piece, at)| (piece.start, at, piece.len))
 }
 
 /// The tensors of a record by path and name, and the steps it was taken after.

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
 
 use super::flat;
+use super::memory::bytes;
 use super::plan::{Bucket, BucketKind, GRAIN, Parameter, Work};
 use crate::adamw::{AdamWSettings, Moments};
 use crate::gate::{Gate, spread};
@@ -281,19 +282,35 @@ fn place(bucket: &Bucket, number: usize) -> usize {
     bucket.parameters.iter().position(|of| *of == number).expect("of the bucket")
 }
 
-/// The state as flat vectors over the share, by the names they have in records.
+/// The state as records and reports see it.
 impl Shard {
-    pub fn state_vectors(&self) -> Vec<(&'static str, Tensor<1>)> {
+    /// The names of [`state_vectors`](Self::state_vectors) in records.
+    pub fn state_names(&self) -> &'static [&'static str] {
+        match self.state {
+            State::Muon { .. } => &["momentum"],
+            State::AdamW(_) => &["moment_1", "moment_2"],
+        }
+    }
+
+    /// The state as flat vectors over the share.
+    pub fn state_vectors(&self) -> Vec<Tensor<1>> {
         match &self.state {
             State::Muon { stacks, .. } => {
                 let momenta = stacks.iter().map(|stack| stack.momentum.clone().reshape([-1]));
-                let momentum = flat::join(momenta.collect(), self.bucket.dtype, &self.device);
-                vec![("momentum", momentum)]
+                vec![flat::join(momenta.collect(), self.bucket.dtype, &self.device)]
             }
-            State::AdamW(adamw) => vec![
-                ("moment_1", adamw.moments.moment_1.clone().reshape([-1])),
-                ("moment_2", adamw.moments.moment_2.clone().reshape([-1])),
-            ],
+            State::AdamW(adamw) => {
+                let Moments { moment_1, moment_2 } = adamw.moments.clone();
+                vec![moment_1.reshape([-1]), moment_2.reshape([-1])]
+            }
+        }
+    }
+
+    /// Bytes of the state.
+    pub fn state_bytes(&self) -> usize {
+        match &self.state {
+            State::Muon { stacks, .. } => stacks.iter().map(|stack| bytes(&stack.momentum)).sum(),
+            State::AdamW(adamw) => bytes(&adamw.moments.moment_1) + bytes(&adamw.moments.moment_2),
         }
     }
 

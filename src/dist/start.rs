@@ -106,32 +106,19 @@ pub fn plan(
 
 /// For every parameter, its path and the bits of the sum and of the sum of magnitudes.
 fn sums<M: Module>(model: &M) -> Vec<(String, [u32; 2])> {
-    #[derive(Default)]
-    struct Sums {
-        names: Vec<String>,
-        found: Vec<(String, Tensor<1>)>,
-    }
+    struct Sums(Vec<Tensor<1>>);
     impl ModuleVisitor for Sums {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
             let value = param.val().inner().cast(FloatDType::F32);
-            let sums = Tensor::cat(vec![value.clone().sum(), value.abs().sum()], 0);
-            self.found.push((self.names.join("."), sums));
-        }
-
-        fn enter_module(&mut self, name: &str, _container_type: &str) {
-            self.names.push(name.to_owned());
-        }
-
-        fn exit_module(&mut self, _name: &str, _container_type: &str) {
-            self.names.pop();
+            self.0.push(Tensor::cat(vec![value.clone().sum(), value.abs().sum()], 0));
         }
     }
-    let mut sums = Sums::default();
+    let mut sums = Sums(vec![]);
     model.visit(&mut sums);
     let bits = |sums: Tensor<1>| {
-        let mut bits =
-            sums.into_data().iter::<f32>().map(f32::to_bits).collect::<Vec<_>>().into_iter();
-        [(); 2].map(|()| bits.next().expect("two sums"))
+        let bits: Vec<u32> = sums.into_data().iter::<f32>().map(f32::to_bits).collect();
+        [bits[0], bits[1]]
     };
-    sums.found.into_iter().map(|(path, sums)| (path, bits(sums))).collect()
+    let paths = Walk::through(model).into_iter().map(|found| found.path);
+    paths.zip(sums.0.into_iter().map(bits)).collect()
 }

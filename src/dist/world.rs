@@ -15,6 +15,7 @@ use burn::tensor::{Device, Tensor};
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::comm::{Communicator, Pending, Threads};
+use super::held::in_place_of;
 use crate::error::{Error, Result};
 
 /// How long a rank waits for another before it gives up for all, unless told otherwise.
@@ -243,9 +244,6 @@ impl ModuleVisitor for Values {
 impl ModuleMapper for Values {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let value = self.0.pop_front().expect("as many as were visited");
-        param.map(|old| {
-            let tensor = Tensor::from_inner(value.reshape(old.shape()));
-            if old.is_require_grad() { tensor.require_grad() } else { tensor }
-        })
+        param.map(|old| in_place_of(&old, value.reshape(old.shape())))
     }
 }

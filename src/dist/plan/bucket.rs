@@ -1,6 +1,7 @@
 //! What travels together, and where in the flat buffer it lies.
 
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use burn::tensor::DType;
@@ -81,6 +82,19 @@ impl Bucket {
     /// Elements of the flat buffer.
     pub fn elements(&self) -> usize {
         self.pieces.iter().map(Piece::extent).sum()
+    }
+
+    /// Where the elements of each parameter lie: for every piece in their order, its start in the
+    /// parameter, its start in the buffer, and its length.
+    pub fn by_parameter(&self) -> BTreeMap<usize, Vec<(usize, usize, usize)>> {
+        let mut parameters: BTreeMap<usize, Vec<_>> = BTreeMap::new();
+        let mut at = 0;
+        for piece in &self.pieces {
+            parameters.entry(piece.parameter).or_default().push((piece.start, at, piece.len));
+            at += piece.extent();
+        }
+        parameters.values_mut().for_each(|pieces| pieces.sort_unstable());
+        parameters
     }
 
     /// Where in the flat buffer the share of a rank lies.
