@@ -218,6 +218,11 @@ impl Routing {
     /// same, and by identity, so that the model may be part of another. A parameter that it finds
     /// neither way makes `step` panic, rather than being trained by something else in silence.
     pub fn init(&self) -> ModuleOptimizer {
+        self.init_with(|muon| muon)
+    }
+
+    /// [`init`](Self::init), with what is made of the rule for each matrix.
+    pub(crate) fn init_with<O: Optimizer>(&self, matrices: impl Fn(Muon) -> O) -> ModuleOptimizer {
         self.routes.iter().fold(ModuleOptimizer::from(Unrouted), |optim, route| {
             let parameter = group(vec![route.path.clone()], vec![route.id]);
             let clipping = self.config.grad_clipping.as_ref().map(|clipping| clipping.init());
@@ -225,7 +230,7 @@ impl Routing {
             let lr_factor = match route.group {
                 Group::Muon { view, layout } => {
                     let muon = self.muon.for_parameter(&route.path, view, layout);
-                    return optim.with_group(parameter, muon, clipping);
+                    return optim.with_group(parameter, matrices(muon), clipping);
                 }
                 Group::Embedding => adamw.embedding_lr,
                 Group::Head => adamw.head_lr,

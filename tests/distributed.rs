@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use burn::optim::GradientsParams;
+use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
 use common::bits;
 use distmuon::dist::plan::Strategy;
@@ -42,7 +42,7 @@ impl Net {
             norm: LayerNormConfig::new(21).init(device),
             head: linear(21, 37),
         };
-        net.map(&mut Fixed(StdRng::seed_from_u64(7)))
+        net.map(&mut common::Fixed(StdRng::seed_from_u64(7)))
     }
 
     /// Gradients that depend on the seed only.
@@ -63,19 +63,6 @@ impl Net {
         let floats = self.weights().concat();
         let float = |b: &[u8]| f64::from(f32::from_le_bytes(b.try_into().expect("four bytes")));
         floats.chunks(4).map(float).collect()
-    }
-}
-
-/// Values that depend on no generator that other tests use.
-struct Fixed(StdRng);
-
-impl burn::module::ModuleMapper for Fixed {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        param.map(|old| {
-            let values = (0..old.shape().num_elements()).map(|_| self.0.random_range(-0.3..0.3));
-            let values = TensorData::new(values.collect::<Vec<f32>>(), old.shape());
-            Tensor::from_data(values, &old.device()).require_grad()
-        })
     }
 }
 
@@ -630,4 +617,164 @@ fn bad_checkpoints_are_refused_on_all_ranks() {
     for error in errors.unwrap() {
         assert!(error.to_string().contains("configure the optimizer as it was"), "{error}");
     }
+}
+
+/// Matrices of any shapes.
+#[derive(Module, Debug)]
+struct Stack {
+    matrices: Vec<Param<Tensor<2>>>,
+}
+
+impl Stack {
+    fn new(shapes: &[[usize; 2]], dtype: DType, device: &Device) -> Self {
+        let mut rng = StdRng::seed_from_u64(11);
+        let mut matrix = |shape: &[usize; 2]| {
+            let values = (0..shape[0] * shape[1]).map(|_| rng.random_range(-0.3..0.3));
+            let values = TensorData::new(values.collect::<Vec<f32>>(), *shape);
+            Param::from_tensor(Tensor::from_data(values, (device, dtype)).require_grad())
+        };
+        Self { matrices: shapes.iter().map(&mut matrix).collect() }
+    }
+
+    fn gradients(&self, seed: u64) -> GradientsParams {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut gradients = GradientsParams::new();
+        for matrix in &self.matrices {
+            let value = matrix.val().inner();
+            let values = (0..value.shape().num_elements()).map(|_| rng.random_range(-1.0..1.0));
+            let values = TensorData::new(values.collect::<Vec<f32>>(), value.shape());
+            let gradient = Tensor::from_data(values, (&value.device(), value.dtype()));
+            gradients.register::<2>(matrix.id, gradient);
+        }
+        gradients
+    }
+
+    fn weights(&self) -> Vec<Vec<u8>> {
+        self.matrices.iter().map(|matrix| bits(&matrix.val())).collect()
+    }
+
+    /// The weights after ten steps on a number of ranks, which agree.
+    fn trained(
+        shapes: &[[usize; 2]],
+        dtype: DType,
+        count: usize,
+        config: &DistMuonConfig,
+    ) -> Vec<Vec<u8>> {
+        let mut runs = ranks(count, |world| {
+            let mut stack = Self::new(shapes, dtype, world.device());
+            let mut optim = config.init(&world, &stack)?;
+            for step in 0..10 {
+                let gradients = stack.gradients(step);
+                stack = optim.step(0.01, stack, gradients)?;
+            }
+            Ok(stack.weights())
+        })
+        .unwrap();
+        assert!(runs.iter().all(|weights| *weights == runs[0]), "the ranks agree");
+        runs.swap_remove(0)
+    }
+}
+
+fn matrices_only() -> DistMuonConfig {
+    DistMuonConfig::new().with_muon(MuonConfig::new().with_rule(Rule::muon("matrices")))
+}
+
+/// The shapes that Emerging-Optimizers tests its distributed Muon on, and that DMuon's and
+/// Megatron's tests add: overlapped is as good as in turn, a run is like any other.
+#[test]
+fn shapes_that_other_systems_are_tested_on() {
+    let shapes = [[21, 16], [16, 32], [3, 32], [5, 100]];
+    let trained =
+        |count, config: &DistMuonConfig| Stack::trained(&shapes, DType::F32, count, config);
+    let alone = trained(1, &matrices_only());
+    for count in [2, 4] {
+        for overlap in [true, false] {
+            let config = matrices_only().with_bucket_mb(0.002).with_overlap(overlap);
+            assert!(trained(count, &config) == alone, "{count} ranks, overlap {overlap}");
+        }
+    }
+    for run in 0..10 {
+        assert!(trained(4, &matrices_only()) == alone, "run {run}");
+    }
+}
+
+#[test]
+fn one_giant_many_dwarfs_and_more_ranks_than_matrices() {
+    let mut shapes = vec![[3, 2]; 30];
+    shapes.insert(7, [64, 96]);
+    for (shapes, counts) in [(&shapes[..], [2, 4, 8]), (&[[4, 6], [6, 4]][..], [4, 8, 16])] {
+        let trained = |count| Stack::trained(shapes, DType::F32, count, &matrices_only());
+        let alone = trained(1);
+        for count in counts {
+            assert!(trained(count) == alone, "{count} ranks, {shapes:?}");
+        }
+    }
+}
+
+#[test]
+fn half_precision_is_bit_equal_too() {
+    let shapes = [[16, 24], [24, 16], [24, 16], [7, 5]];
+    for dtype in [DType::F16, DType::BF16] {
+        let alone = Stack::trained(&shapes, dtype, 1, &matrices_only());
+        let start = Stack::new(&shapes, dtype, &device());
+        assert!(start.matrices.iter().all(|matrix| matrix.val().dtype() == dtype));
+        assert!(alone.iter().zip(start.weights()).all(|(new, old)| *new != old), "{dtype:?}");
+        for count in [2, 4] {
+            assert!(Stack::trained(&shapes, dtype, count, &matrices_only()) == alone, "{dtype:?}");
+        }
+    }
+}
+
+#[test]
+fn accumulated_gradients_are_one_step() {
+    let micro = |net: &Net, step: u64| {
+        let mut accumulator = GradientsAccumulator::new();
+        for batch in 0..3 {
+            accumulator.accumulate(net, net.gradients(100 * step + batch));
+        }
+        accumulator.grads()
+    };
+    let mut net = Net::new(&device());
+    let mut single = config().muon.init(&net);
+    for step in 0..4 {
+        let gradients = micro(&net, step);
+        net = single.step(0.01, net, gradients);
+    }
+    let shared = ranks(4, |world| {
+        let mut net = world.broadcast(Net::new(world.device()))?;
+        let mut optim = config().init(&world, &net)?;
+        for step in 0..4 {
+            let gradients = micro(&net, step);
+            net = optim.step(0.01, net, gradients)?;
+        }
+        Ok(net.weights())
+    });
+    for weights in shared.unwrap() {
+        assert!(weights == net.weights());
+    }
+}
+
+#[test]
+fn frozen_parameters_take_no_part() {
+    let runs = ranks(2, |world| {
+        let mut net = Net::new(world.device());
+        net.wide = net.wide.no_grad();
+        net.embedding = net.embedding.no_grad();
+        let mut optim = config().init(&world, &net)?;
+        let frozen = |net: &Net| [bits(&net.wide.weight.val()), bits(&net.embedding.weight.val())];
+        let (before, tall) = (frozen(&net), bits(&net.tall.weight.val()));
+        let planned: Vec<_> =
+            optim.plan().parameters().iter().map(|found| found.path.clone()).collect();
+        assert!(!planned.iter().any(|path| path.contains("wide") || path.contains("embedding")));
+        for step in 0..3 {
+            let gradients = net.gradients(step);
+            net = optim.step(0.01, net, gradients)?;
+        }
+        assert!(!net.wide.weight.is_require_grad(), "it stays frozen");
+        assert!(net.tall.weight.is_require_grad());
+        assert_eq!(frozen(&net), before);
+        assert_ne!(bits(&net.tall.weight.val()), tall);
+        Ok(())
+    });
+    runs.unwrap();
 }

@@ -79,8 +79,15 @@ fn bad_input_is_refused_before_the_first_step() {
         ("--data text.rs --lr -1", "'-1' for '--lr <LR>': it must be a positive number"),
         ("--data text.rs --lr 0", "'0' for '--lr <LR>': it must be a positive number"),
         ("--data text.rs --optimizer sgd", "'sgd' for '--optimizer <OPTIMIZER>'"),
-        ("--data text.rs --optimizer sgd", "[possible values: adamw, burn-muon, muon]"),
+        (
+            "--data text.rs --optimizer sgd",
+            "[possible values: adamw, burn-muon, muon, dist-muon, dist-adamw]",
+        ),
         ("--data text.rs --compare muon,sgd", "'sgd' for '--compare <COMPARE>'"),
+        ("--data text.rs --ranks 0", "'0' for '--ranks <RANKS>': it must be at least 1"),
+        ("--data text.rs --ranks 3", "--batch 16 can't be divided among 3 ranks"),
+        ("--data text.rs --ranks 1,2", "--ranks with several numbers: say what to --compare"),
+        ("--data text.rs --ranks 2 --optimizer muon", "--optimizer muon trains on one rank"),
         ("--data text.rs --save no/run.bpk", "'no/run.bpk' for '--save <SAVE>': can't write into"),
         ("--data text.rs --save folder", "'folder' for '--save <SAVE>': it is a folder"),
         ("--data text.rs --plot no/a.svg", "'no/a.svg' for '--plot <PLOT>': can't write into"),
@@ -172,7 +179,7 @@ mod interruption {
         let (step, remedy) = step.unwrap_or_else(|| panic!("not stopped: {stopped}"));
         let step: usize = step.parse().unwrap();
         assert!((10..STEPS).contains(&step), "{stopped}");
-        assert!(remedy.starts_with(" go on with --resume run.bpk"), "{stopped}");
+        assert!(remedy.starts_with(" go on with --optimizer muon --resume run.bpk"), "{stopped}");
 
         let resumed = succeed(folder.path(), &format!("{with_save} --resume run.bpk"));
         let loss = |stdout| cell(stdout, "muon", "final validation loss");
@@ -195,6 +202,55 @@ fn comparisons_print_and_plot_every_optimizer() {
         assert!(loss.is_finite() && loss > 0.0, "{stdout}");
         assert!(plot.contains(&format!("{optimizer} (lr")), "no {optimizer} in the plot");
     }
+}
+
+/// The validation losses that a checkpoint has kept.
+fn curve(checkpoint: &Path) -> Vec<(usize, f64)> {
+    let checkpoint = burn_pack::Reader::from_file_exact(checkpoint).expect("a checkpoint");
+    let progress: serde_json::Value =
+        serde_json::from_str(&checkpoint.metadata()["progress"]).expect("the progress of a run");
+    serde_json::from_value(progress["curve"].clone()).expect("steps and losses")
+}
+
+#[test]
+fn any_number_of_ranks_follows_one_curve() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 4 --steps 6 --eval-every 1 --sample 0";
+    for optimizer in ["dist-muon", "dist-adamw"] {
+        let curves = [1, 2, 4].map(|ranks| {
+            let name = format!("{ranks}.bpk");
+            let flags = format!("{flags} --optimizer {optimizer} --ranks {ranks} --save {name}");
+            let stdout = succeed(folder.path(), &flags);
+            assert!(stdout.contains("imbalance of cost"), "no plan in {stdout}");
+            assert!(stdout.contains("gradient shares"), "no memory report in {stdout}");
+            curve(&folder.path().join(name))
+        });
+        assert!(curves[0][6].1 < curves[0][0].1, "it learns: {:?}", curves[0]);
+        for other in &curves[1..] {
+            for ((step, loss), (_, alone)) in other.iter().zip(&curves[0]) {
+                let difference = (loss - alone).abs() / alone;
+                assert!(difference < 1e-5, "{optimizer}, step {step}: {loss} and {alone}");
+            }
+        }
+        // What two ranks have saved, four can take over.
+        let more = format!("{flags} --optimizer {optimizer} --ranks 4 --resume 2.bpk");
+        succeed(folder.path(), &more);
+    }
+}
+
+#[test]
+fn numbers_of_ranks_are_compared() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 2 --steps 2 --eval-every 1 --sample 0";
+    let compare = "--compare muon,dist-muon --ranks 1,2 --plot loss.svg";
+    let stdout = succeed(folder.path(), &format!("{flags} {compare}"));
+    let losses = ["muon", "dist-muon", "dist-muon x2"].map(|run| {
+        let loss: f64 = cell(&stdout, run, "final validation loss").parse().unwrap();
+        loss
+    });
+    assert!(losses.iter().all(|loss| (loss - losses[0]).abs() < 2e-4), "{losses:?}");
+    let plot = fs::read_to_string(folder.path().join("loss.svg")).unwrap();
+    assert!(plot.contains("dist-muon x2 (lr"), "no curve of two ranks in the plot");
 }
 
 #[cfg(unix)]

@@ -39,16 +39,20 @@ pub struct Options {
     /// Size of the model.
     #[arg(long, value_enum, default_value_t = Preset::Tiny)]
     preset: Preset,
-    /// What trains it.
-    #[arg(long, value_enum, default_value_t = OptimizerName::Muon)]
-    optimizer: OptimizerName,
+    /// What trains it. Default: muon, and dist-muon on several ranks.
+    #[arg(long, value_enum)]
+    optimizer: Option<OptimizerName>,
     /// Trains with each of these from the same start, and compares.
     #[arg(long, value_enum, value_delimiter = ',', conflicts_with_all = ["optimizer", "save", "resume"])]
     compare: Vec<OptimizerName>,
+    /// Ranks that share the work: threads, on all devices of one kind in turn. Several numbers, as in
+    /// 1,2,4, with --compare.
+    #[arg(long, value_delimiter = ',', default_value = "1", value_parser = at_least_one)]
+    ranks: Vec<usize>,
     /// Steps of training.
     #[arg(long, default_value_t = 300, value_parser = at_least_one)]
     steps: usize,
-    /// Sequences in a step.
+    /// Sequences in a step, on all ranks together.
     #[arg(long, default_value_t = 16, value_parser = at_least_one)]
     batch: usize,
     /// Peak learning rate. Default: the tuned one of the optimizer.
@@ -97,6 +101,38 @@ impl Preset {
     }
 }
 
+impl Options {
+    /// What is trained, one after the other: an optimizer on a number of ranks.
+    fn runs(&self) -> Result<Vec<(OptimizerName, usize)>> {
+        for ranks in &self.ranks {
+            ensure!(
+                self.batch.is_multiple_of(*ranks),
+                "--batch {} can't be divided among {ranks} ranks; give a multiple of {ranks}",
+                self.batch
+            );
+        }
+        if self.compare.is_empty() {
+            let [ranks] = self.ranks[..] else {
+                bail!("--ranks with several numbers: say what to --compare on them")
+            };
+            let default = if ranks == 1 { OptimizerName::Muon } else { OptimizerName::DistMuon };
+            let optimizer = self.optimizer.unwrap_or(default);
+            ensure!(
+                ranks == 1 || optimizer.is_shared(),
+                "--optimizer {} trains on one rank; --ranks {ranks} is for dist-muon and dist-adamw",
+                optimizer.name()
+            );
+            return Ok(vec![(optimizer, ranks)]);
+        }
+        let on_ranks = |optimizer: &OptimizerName| {
+            let (optimizer, alone) = (*optimizer, vec![1]);
+            let ranks = if optimizer.is_shared() { self.ranks.clone() } else { alone };
+            ranks.into_iter().map(move |ranks| (optimizer, ranks))
+        };
+        Ok(self.compare.iter().flat_map(on_ranks).collect())
+    }
+}
+
 fn main() -> Result<()> {
     tracing_subscriber::fmt()
         .with_env_filter(
@@ -117,16 +153,14 @@ fn main() -> Result<()> {
     })
     .context("can't catch Ctrl-C")?;
 
-    let device = Device::default().autodiff();
+    let runs = options.runs()?;
     let corpus = Corpus::load(options.data.as_deref(), options.bpe)?;
     let sizes = options.preset.config(corpus.tokenizer.vocabulary());
-    tracing::info!(?device, ?sizes, tokens = corpus.len(), "training");
-    let optimizers =
-        if options.compare.is_empty() { vec![options.optimizer] } else { options.compare.clone() };
+    tracing::info!(device = ?Device::default(), ?sizes, tokens = corpus.len(), "training");
     let mut summaries = Vec::new();
-    for optimizer in optimizers {
-        let run = Run { options: &options, optimizer, corpus: &corpus, sizes: &sizes, stop: &stop };
-        summaries.push(run.train(&device)?);
+    for (optimizer, ranks) in runs {
+        let (options, corpus, sizes, stop) = (&options, &corpus, &sizes, &stop);
+        summaries.push(Run { options, optimizer, ranks, corpus, sizes, stop }.train()?);
         if stop.load(Ordering::SeqCst) {
             break;
         }

@@ -1,9 +1,16 @@
 //! The optimizers that can be compared.
 
+use std::collections::BTreeMap;
+use std::path::Path;
+
 use anyhow::Result;
-use burn::optim::{self, ModuleOptimizer};
+use burn::optim::{self, GradientsParams, ModuleOptimizer};
 use clap::ValueEnum;
-use distmuon::{Group, LrScale, MuonConfig, Routing, Schedule};
+use distmuon::dist::{DistModuleOptimizer, DistMuonConfig, World};
+use distmuon::{
+    AdamWSettings, Group, LrScale, MuonConfig, Routing, Rule, Schedule, SkippedSteps, checkpoint,
+};
+use serde::{Serialize, de::DeserializeOwned};
 
 use crate::model::Gpt;
 
@@ -15,6 +22,16 @@ pub enum OptimizerName {
     BurnMuon,
     /// This crate's Muon for hidden matrices, AdamW for the rest.
     Muon,
+    /// The same, shared by the ranks.
+    DistMuon,
+    /// AdamW for everything, shared by the ranks.
+    DistAdamw,
+}
+
+/// An optimizer at work.
+pub enum Optim {
+    Single(Box<ModuleOptimizer>, SkippedSteps),
+    Dist(Box<DistModuleOptimizer>),
 }
 
 impl OptimizerName {
@@ -25,26 +42,45 @@ impl OptimizerName {
     /// The best peak learning rate of a sweep over the default task; see the README.
     pub fn tuned_lr(self) -> f64 {
         match self {
-            Self::Adamw => 4e-3,
-            Self::BurnMuon | Self::Muon => 8e-3,
+            Self::Adamw | Self::DistAdamw => 4e-3,
+            Self::BurnMuon | Self::Muon | Self::DistMuon => 8e-3,
         }
     }
 
-    /// The optimizer, and the routing where there is one.
-    pub fn init(self, model: &Gpt) -> Result<(ModuleOptimizer, Routing)> {
-        let routing = MuonConfig::new().with_lr_scale(LrScale::MatchRmsAdamW).route(model)?;
+    /// Whether it can train on several ranks.
+    pub fn is_shared(self) -> bool {
+        matches!(self, Self::DistMuon | Self::DistAdamw)
+    }
+
+    /// The optimizer of a rank, and what goes where.
+    pub fn init(self, world: &World, model: &Gpt) -> Result<(Optim, Routing)> {
+        let ours = MuonConfig::new().with_lr_scale(LrScale::MatchRmsAdamW);
         let adamw = || optim::AdamWConfig::new().with_beta_2(0.95).with_epsilon(1e-8);
+        let routing = ours.route(model)?;
+        let single = |optim: ModuleOptimizer| {
+            Optim::Single(Box::new(optim), routing.skipped_steps().clone())
+        };
+        let shared = |muon: MuonConfig| -> Result<_> {
+            let optim = DistMuonConfig::new().with_muon(muon).init(world, model)?;
+            let routing = optim.routing().clone();
+            Ok((Optim::Dist(Box::new(optim)), routing))
+        };
         let optim = match self {
-            Self::Adamw => adamw().with_weight_decay(0.1).init(),
+            Self::Adamw => single(adamw().with_weight_decay(0.1).init()),
             Self::BurnMuon => {
                 let muon = optim::MuonConfig::new()
                     .with_adjust_lr_fn(optim::AdjustLrFn::MatchRmsAdamW)
                     .with_weight_decay(Some(optim::decay::WeightDecayConfig::new(0.1)))
                     .build();
                 let matrices = routing.group(|group| matches!(group, Group::Muon { .. }));
-                adamw().with_weight_decay(0.0).init().with_group(matrices, muon, None)
+                single(adamw().with_weight_decay(0.0).init().with_group(matrices, muon, None))
             }
-            Self::Muon => routing.init(),
+            Self::Muon => single(routing.init()),
+            Self::DistMuon => return shared(ours),
+            Self::DistAdamw => {
+                let adamw = AdamWSettings::new().with_weight_decay(0.1);
+                return shared(ours.with_adamw(adamw).with_rule(Rule::adamw("")));
+            }
         };
         Ok((optim, routing))
     }
@@ -53,5 +89,42 @@ impl OptimizerName {
     pub fn schedule(self, lr: f64, steps: usize) -> Schedule {
         let (warmup, warmdown) = (steps / 20, steps / 2);
         Schedule::warmup_constant_warmdown(lr, warmup, steps - warmup - warmdown, warmdown)
+    }
+}
+
+impl Optim {
+    pub fn step(&mut self, lr: f64, model: Gpt, gradients: GradientsParams) -> Result<Gpt> {
+        match self {
+            Self::Single(optim, _) => Ok(optim.step(lr, model, gradients)),
+            Self::Dist(optim) => Ok(optim.step(lr, model, gradients)?),
+        }
+    }
+
+    pub fn save<T: Serialize>(&mut self, path: &Path, model: &Gpt, progress: &T) -> Result<()> {
+        match self {
+            Self::Single(optim, _) => Ok(checkpoint::save(path, model, optim, progress)?),
+            Self::Dist(optim) => Ok(optim.save(path, model, progress)?),
+        }
+    }
+
+    pub fn load<T: DeserializeOwned>(self, path: &Path, model: Gpt) -> Result<(Gpt, Self, T)> {
+        match self {
+            Self::Single(optim, skipped) => {
+                let (model, optim, progress) = checkpoint::load(path, model, *optim)?;
+                Ok((model, Self::Single(Box::new(optim), skipped), progress))
+            }
+            Self::Dist(optim) => {
+                let (model, optim, progress) = optim.load(path, model)?;
+                Ok((model, Self::Dist(Box::new(optim)), progress))
+            }
+        }
+    }
+
+    /// Parameters that were left untouched at times, because their gradient was not finite.
+    pub fn skipped_steps(&self) -> BTreeMap<String, u64> {
+        match self {
+            Self::Single(_, skipped) => skipped.read(),
+            Self::Dist(optim) => optim.skipped_steps(),
+        }
     }
 }

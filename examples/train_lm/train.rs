@@ -1,15 +1,17 @@
 //! The training loop.
 
+use std::collections::BTreeMap;
 use std::io::IsTerminal;
 use std::path::Path;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use burn::module::Module;
-use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn::tensor::{Device, Int, Tensor, TensorData, activation::softmax};
-use distmuon::checkpoint;
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, Int, Tensor, TensorData, activation::softmax, s};
+use distmuon::dist::{ReduceOp, World};
 use indicatif::{ProgressBar, ProgressStyle};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use serde::{Deserialize, Serialize};
@@ -17,7 +19,10 @@ use serde::{Deserialize, Serialize};
 use crate::Options;
 use crate::data::{Corpus, Split};
 use crate::model::{Gpt, GptConfig};
-use crate::optimizer::OptimizerName;
+use crate::optimizer::{Optim, OptimizerName};
+
+/// Inputs and targets, `[sequences, context]` each.
+type Batch = [Tensor<2, Int>; 2];
 
 /// Batches of a validation.
 const VALIDATION_BATCHES: u64 = 8;
@@ -32,6 +37,7 @@ const LINE_EVERY: usize = 25;
 pub struct Run<'a> {
     pub options: &'a Options,
     pub optimizer: OptimizerName,
+    pub ranks: usize,
     pub corpus: &'a Corpus,
     pub sizes: &'a GptConfig,
     pub stop: &'a AtomicBool,
@@ -70,13 +76,39 @@ pub struct Summary {
 
 impl Run<'_> {
     /// Trains to the end, or until it is stopped.
-    pub fn train(&self, device: &Device) -> Result<Summary> {
+    pub fn train(&self) -> Result<Summary> {
+        let devices: Vec<Device> =
+            World::devices(self.ranks).into_iter().map(Device::autodiff).collect();
+        devices[0].seed(self.options.seed);
+        let start = self.sizes.init(&devices[0]).fork(&devices[0]);
+        let models = devices.iter().map(|device| Mutex::new(Some(start.clone().fork(device))));
+        let models: Vec<_> = models.collect();
+        drop(start);
+        let mut summaries = World::threads(devices, |world| {
+            let model = models[world.rank()].lock().expect("nobody panics with it").take();
+            self.rank(&world, model.expect("one for every rank"))
+        })?;
+        Ok(summaries.swap_remove(0))
+    }
+
+    /// How the run is called where there are several.
+    pub fn name(&self) -> String {
+        match self.ranks {
+            1 => self.optimizer.name(),
+            ranks => format!("{} x{ranks}", self.optimizer.name()),
+        }
+    }
+
+    /// What one rank does: all of them do the same, and rank 0 tells of it.
+    fn rank(&self, world: &World, model: Gpt) -> Result<Summary> {
         let Options { steps, batch, seed, .. } = *self.options;
-        device.seed(seed);
-        let model = self.sizes.init(device);
-        let (optim, routing) = self.optimizer.init(&model)?;
-        if self.options.routes {
+        let first_rank = world.rank() == 0;
+        let (optim, routing) = self.optimizer.init(world, &model)?;
+        if self.options.routes && first_rank {
             println!("{routing}");
+        }
+        if let (Optim::Dist(optim), true) = (&optim, first_rank) {
+            println!("{}\n", optim.report());
         }
         let lr = self.options.lr.unwrap_or(self.optimizer.tuned_lr());
         let settings = Settings {
@@ -91,54 +123,72 @@ impl Run<'_> {
         let progress = Progress { settings, step: 0, curve: vec![] };
         let (mut model, mut optim, mut progress) = self.resumed(model, optim, progress)?;
         if progress.step == 0 {
-            progress.curve.push((0, self.validate(&model)));
+            progress.curve.push((0, self.validate(world, &model)?));
         }
 
-        let display = Display::new(self.optimizer.name(), steps, progress.step);
+        let display = first_rank.then(|| Display::new(self.name(), steps, progress.step));
+        let device = world.device();
         let (start, first) = (Instant::now(), progress.step);
         let mut optimizing = Duration::ZERO;
-        while progress.step < steps && !self.stop.load(Ordering::SeqCst) {
-            let [tokens, targets] =
-                self.batch(Split::Train, self.batch_seed(progress.step), device);
+        while progress.step < steps && !self.stopped(world)? {
+            let batch = self.batch(Split::Train, self.batch_seed(progress.step), device);
+            let [tokens, targets] = self.own_part(world, batch);
             let loss = model.loss(tokens, targets);
             let grads = GradientsParams::from_grads(loss.backward(), &model);
             device.sync()?;
             let optimizer_start = Instant::now();
-            model = optim.step(schedule.at(progress.step), model, grads);
+            model = optim.step(schedule.at(progress.step), model, grads)?;
             device.sync()?;
             optimizing += optimizer_start.elapsed();
             progress.step += 1;
 
+            let loss = world.comm().all_reduce(loss.inner(), ReduceOp::Mean)?.wait()?;
             let done = progress.step - first;
             let rate = (done * self.tokens_per_step()) as f64 / start.elapsed().as_secs_f64();
-            display.step(progress.step, loss.into_scalar(), rate);
+            if let Some(display) = &display {
+                display.step(progress.step, loss.into_scalar(), rate);
+            }
             let due = progress.step.is_multiple_of(self.options.eval_every.max(1));
             if due || progress.step == steps {
-                progress.curve.push((progress.step, self.validate(&model)));
-                display.validation(&progress.curve);
-                self.save(&model, &optim, &progress)?;
+                progress.curve.push((progress.step, self.validate(world, &model)?));
+                if let Some(display) = &display {
+                    display.validation(&progress.curve);
+                }
+                if let Some(path) = &self.options.save {
+                    optim.save(path, &model, &progress)?;
+                }
             }
         }
         let elapsed = start.elapsed().as_secs_f64();
         let done = progress.step - first;
-        display.finish();
         if progress.step < steps {
-            self.interrupted(&model, &optim, &progress)?;
+            let path = self.options.save.as_deref();
+            let path = path.unwrap_or(Path::new("train_lm-interrupted.bpk"));
+            optim.save(path, &model, &progress)?;
+            self.interrupted(path, &progress, display.as_ref());
         }
-        for (parameter, count) in routing.skipped_steps().read() {
-            tracing::warn!(parameter, count, "steps skipped: the gradient was not finite");
-        }
-        if self.options.sample > 0 {
-            println!("{}: {}\n", self.optimizer.name(), self.sample(&model)?);
-        }
-        Ok(Summary {
-            optimizer: self.optimizer.name(),
+        let summary = Summary {
+            optimizer: self.name(),
             lr,
             curve: progress.curve,
             tokens_per_second: (done * self.tokens_per_step()) as f64 / elapsed,
             optimizer_share: optimizing.as_secs_f64() / elapsed,
             optimizer_ms: optimizing.as_secs_f64() * 1e3 / done.max(1) as f64,
-        })
+        };
+        let skipped = optim.skipped_steps();
+        if let Some(display) = display {
+            display.finish();
+            for (parameter, count) in skipped {
+                tracing::warn!(parameter, count, "steps skipped: the gradient was not finite");
+            }
+            if let Optim::Dist(optim) = &optim {
+                println!("rank 0 of {}:\n{}\n", world.size(), optim.memory());
+            }
+            if self.options.sample > 0 {
+                println!("{}: {}\n", self.name(), self.sample(&model, device)?);
+            }
+        }
+        Ok(summary)
     }
 
     fn tokens_per_step(&self) -> usize {
@@ -150,30 +200,48 @@ impl Run<'_> {
         self.options.seed.wrapping_mul(1_000_003).wrapping_add(step as u64)
     }
 
-    fn batch(&self, split: Split, seed: u64, device: &Device) -> [Tensor<2, Int>; 2] {
+    fn batch(&self, split: Split, seed: u64, device: &Device) -> Batch {
         self.corpus.batch(split, seed, self.options.batch, self.sizes.context, device)
     }
 
-    fn validate(&self, model: &Gpt) -> f64 {
-        let device = Device::default();
+    /// The sequences of a batch that the rank trains on: as many on each.
+    fn own_part(&self, world: &World, batch: Batch) -> Batch {
+        let each = self.options.batch / world.size();
+        let own = world.rank() * each..(world.rank() + 1) * each;
+        batch.map(|tokens| tokens.slice(s![own.clone()]))
+    }
+
+    /// The loss on the validation batches, which the ranks share.
+    fn validate(&self, world: &World, model: &Gpt) -> Result<f64> {
+        let device = world.device().clone().inner();
         let model = model.valid();
-        let losses = (0..VALIDATION_BATCHES).map(|i| {
+        let own = (0..VALIDATION_BATCHES).skip(world.rank()).step_by(world.size());
+        let losses = own.map(|i| {
             let [tokens, targets] = self.batch(Split::Validation, VALIDATION_SEED + i, &device);
-            f64::from(model.loss(tokens, targets).into_scalar::<f32>())
+            (i, f64::from(model.loss(tokens, targets).into_scalar::<f32>()).to_bits())
         });
-        losses.sum::<f64>() / VALIDATION_BATCHES as f64
+        let losses = world.all_gather_value(&losses.collect::<Vec<_>>())?;
+        // In the same order on any number of ranks.
+        let losses: BTreeMap<u64, u64> = losses.into_iter().flatten().collect();
+        Ok(losses.into_values().map(f64::from_bits).sum::<f64>() / VALIDATION_BATCHES as f64)
+    }
+
+    /// Whether Ctrl-C was pressed, as all ranks see it.
+    fn stopped(&self, world: &World) -> Result<bool> {
+        let stops = world.all_gather_value(&self.stop.load(Ordering::SeqCst))?;
+        Ok(stops.contains(&true))
     }
 
     fn resumed(
         &self,
         model: Gpt,
-        optim: ModuleOptimizer,
+        optim: Optim,
         progress: Progress,
-    ) -> Result<(Gpt, ModuleOptimizer, Progress)> {
+    ) -> Result<(Gpt, Optim, Progress)> {
         let Some(path) = &self.options.resume else {
             return Ok((model, optim, progress));
         };
-        let (model, optim, saved): (_, _, Progress) = checkpoint::load(path, model, optim)?;
+        let (model, optim, saved): (_, _, Progress) = optim.load(path, model)?;
         ensure!(
             saved.settings == progress.settings,
             "--resume {}: it was trained with {:?}, not with {:?}",
@@ -185,23 +253,20 @@ impl Run<'_> {
         Ok((model, optim, saved))
     }
 
-    fn save(&self, model: &Gpt, optim: &ModuleOptimizer, progress: &Progress) -> Result<()> {
-        if let Some(path) = &self.options.save {
-            checkpoint::save(path, model, optim, progress)?;
+    fn interrupted(&self, path: &Path, progress: &Progress, display: Option<&Display>) {
+        if display.is_some() {
+            let optimizer = self.optimizer.name();
+            println!(
+                "stopped after step {}; go on with --optimizer {optimizer} --resume {}",
+                progress.step,
+                path.display()
+            );
         }
-        Ok(())
-    }
-
-    fn interrupted(&self, model: &Gpt, optim: &ModuleOptimizer, progress: &Progress) -> Result<()> {
-        let path = self.options.save.as_deref().unwrap_or(Path::new("train_lm-interrupted.bpk"));
-        checkpoint::save(path, model, optim, progress)?;
-        println!("stopped after step {}; go on with --resume {}", progress.step, path.display());
-        Ok(())
     }
 
     /// Continues the prompt, drawing every token from the model's distribution.
-    fn sample(&self, model: &Gpt) -> Result<String> {
-        let device = Device::default();
+    fn sample(&self, model: &Gpt, device: &Device) -> Result<String> {
+        let device = device.clone().inner();
         let model = model.valid();
         let mut rng = StdRng::seed_from_u64(self.options.seed);
         let mut tokens = self.corpus.tokenizer.encode(PROMPT.as_bytes())?;

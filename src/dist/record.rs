@@ -182,7 +182,7 @@ impl DistModuleOptimizer {
 }
 
 /// The tensors of a record by path and name, and the steps it was taken after.
-fn parse(record: OptimizerRecord) -> (Saved, usize) {
+pub(super) fn parse(record: OptimizerRecord) -> (Saved, usize) {
     let bytes: Bytes = record.into_bytes().expect("a record can be written");
     let reader = Reader::from_bytes(bytes).expect("it was just written");
     let (paths, scalars) = (reader.metadata().clone(), reader.scalars().clone());

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use burn::backend::DispatchDevice;
+use burn::backend::{Backend, Device as _, DeviceId, Dispatch, DispatchDevice};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Device, Tensor};
 use serde::{Serialize, de::DeserializeOwned};
@@ -45,10 +45,28 @@ pub struct World {
 }
 
 impl World {
+    /// The world of an engine, whose results are on the device.
+    pub fn new(comm: Arc<dyn Communicator>, device: Device) -> Self {
+        Self { comm, device }
+    }
+
+    /// Devices for so many ranks: all that the default device's backend finds, in turn.
+    ///
+    /// ```
+    /// let devices = distmuon::dist::World::devices(4);
+    /// assert_eq!(devices.len(), 4);
+    /// ```
+    pub fn devices(ranks: usize) -> Vec<Device> {
+        let id = Device::default().as_dispatch().to_id();
+        let count = Dispatch::device_count(id.type_id).max(1);
+        let device = |index| DispatchDevice::from_id(DeviceId { index_id: index as _, ..id });
+        (0..ranks).map(|rank| Device::new(device(rank % count))).collect()
+    }
+
     /// A world of one rank.
     pub fn alone(device: Device) -> Self {
         let engine = Threads::world(&[device.clone().inner()], DEADLINE).swap_remove(0);
-        Self { comm: Arc::new(engine), device }
+        Self::new(Arc::new(engine), device)
     }
 
     /// Runs a function on one thread per device, each a rank of a new world, and returns what they
@@ -116,7 +134,7 @@ impl World {
             let threads: Vec<_> = engines
                 .zip(&devices)
                 .map(|(engine, device)| {
-                    let world = World { comm: engine.clone(), device: device.clone() };
+                    let world = World::new(engine.clone(), device.clone());
                     scope.spawn(move || rank(world, &engine))
                 })
                 .collect();
@@ -151,13 +169,18 @@ impl World {
         &*self.comm
     }
 
+    /// The engine of the collectives, to be wrapped or kept.
+    pub fn engine(&self) -> Arc<dyn Communicator> {
+        self.comm.clone()
+    }
+
     /// The world of the ranks that give the same color, in the order of `key` and then of rank.
     ///
     /// # Errors
     ///
     /// As every collective.
     pub fn split(&self, color: usize, key: usize) -> Result<Self> {
-        Ok(Self { comm: self.comm.split(color, key)?.into(), device: self.device.clone() })
+        Ok(Self::new(self.comm.split(color, key)?.into(), self.device.clone()))
     }
 
     /// A value of every rank, to all ranks.
@@ -227,7 +250,8 @@ fn check(devices: &[Device]) -> Result<()> {
     }
 }
 
-fn message(panic: &(dyn Any + Send)) -> &str {
+/// The text of a panic.
+pub(super) fn message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("without a message")
 }

@@ -7,6 +7,7 @@ use burn::tensor::{DType, Device, Tensor};
 
 use super::{LrScale, MatrixLayout, MatrixView, ops};
 use crate::checkpoint::saved_tensor;
+use crate::error::Result;
 use crate::gate::{Gate, SkippedSteps};
 use crate::orthogonalize::NewtonSchulz;
 use crate::schedule::Schedule;
@@ -128,6 +129,18 @@ impl Muon {
         layout: MatrixLayout,
     ) -> Self {
         Self { view, layout, parameter: parameter.into(), ..self.clone() }
+    }
+
+    /// What the parameter is called in errors.
+    pub(crate) fn parameter(&self) -> &str {
+        &self.parameter
+    }
+
+    /// Floating-point operations of the iteration for a parameter of a shape.
+    pub(crate) fn operations(&self, shape: &[usize], dtype: DType, device: &Device) -> Result<f64> {
+        let [k, m, n] = self.view.batch_shape(&self.parameter, shape)?;
+        let each = self.newton_schulz().explain_shape([m, n], dtype, device).operations;
+        Ok(k as f64 * each)
     }
 
     pub(crate) fn settings(&self) -> &Arc<Settings> {

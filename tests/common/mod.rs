@@ -2,6 +2,7 @@
 
 #![allow(dead_code)] // every test target uses its own part
 
+use burn::module::{ModuleMapper, Param};
 use burn::tensor::{Device, Tensor, TensorData};
 use faer::Mat;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -76,4 +77,17 @@ pub fn matrix(batch: &Tensor<3>, index: usize) -> Mat<f64> {
 /// The bits of a tensor.
 pub fn bits<const D: usize>(tensor: &Tensor<D>) -> Vec<u8> {
     tensor.to_data().as_bytes().to_vec()
+}
+
+/// Values that depend on no generator that other tests use.
+pub struct Fixed(pub StdRng);
+
+impl ModuleMapper for Fixed {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|old| {
+            let values = (0..old.shape().num_elements()).map(|_| self.0.random_range(-0.3..0.3));
+            let values = TensorData::new(values.collect::<Vec<f32>>(), old.shape());
+            Tensor::from_data(values, &old.device()).require_grad()
+        })
+    }
 }

@@ -79,6 +79,11 @@ impl Threads {
         seats.zip(devices).map(|(seat, device)| Self { seat, device: device.clone() }).collect()
     }
 
+    /// The same engine, with results on another device.
+    pub fn on(self, device: Device) -> Self {
+        Self { device, ..self }
+    }
+
     /// Says that this rank makes no further calls: whoever waits for one is told.
     pub fn leave(&self) {
         self.seat.leave();

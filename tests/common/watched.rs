@@ -1,0 +1,130 @@
+//! An engine that is told of every call, between the optimizer and another engine.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::tensor::Tensor;
+use distmuon::Result;
+use distmuon::dist::{Communicator, Pending, ReduceOp, World};
+
+/// A call, or the wait for its result.
+#[derive(Debug, Clone, Copy)]
+pub struct Event {
+    pub rank: usize,
+    /// Its number among the events of the rank.
+    pub number: usize,
+    pub collective: &'static str,
+    pub waits: bool,
+    /// Bytes that a rank of a ring has to send for it at least.
+    pub bytes: usize,
+}
+
+type Watch = Arc<dyn Fn(Event) -> Result<()> + Send + Sync>;
+
+#[derive(Clone)]
+struct Watched {
+    inner: Arc<dyn Communicator>,
+    events: Arc<AtomicUsize>,
+    watch: Watch,
+}
+
+/// The same rank of the same world, watched.
+pub fn watched(
+    world: &World,
+    watch: impl Fn(Event) -> Result<()> + Send + Sync + 'static,
+) -> World {
+    let (inner, events) = (world.engine(), Arc::default());
+    let engine = Watched { inner, events, watch: Arc::new(watch) };
+    World::new(Arc::new(engine), world.device().clone())
+}
+
+impl fmt::Debug for Watched {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Watched({:?})", self.inner)
+    }
+}
+
+impl Watched {
+    fn event(&self, collective: &'static str, waits: bool, bytes: usize) -> Result<()> {
+        let number = self.events.fetch_add(1, Ordering::SeqCst);
+        (self.watch)(Event { rank: self.rank(), number, collective, waits, bytes })
+    }
+
+    fn call(
+        &self,
+        collective: &'static str,
+        bytes: usize,
+        start: impl FnOnce(&dyn Communicator) -> Result<Pending>,
+    ) -> Result<Pending> {
+        self.event(collective, false, bytes)?;
+        let (pending, this) = (start(&*self.inner)?, self.clone());
+        Ok(Pending::new(move || {
+            this.event(collective, true, 0)?;
+            pending.wait()
+        }))
+    }
+
+    /// What a ring sends of a buffer in one pass: `(N - 1) / N` of it.
+    fn pass(&self, tensor: &Tensor<1>) -> usize {
+        let bytes = tensor.dims()[0] * tensor.dtype().size();
+        bytes * (self.size() - 1) / self.size()
+    }
+}
+
+impl Communicator for Watched {
+    fn engine(&self) -> &'static str {
+        self.inner.engine()
+    }
+
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.inner.size()
+    }
+
+    fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
+        let bytes = 2 * self.pass(&tensor);
+        self.call("all_reduce", bytes, |inner| inner.all_reduce(tensor, op))
+    }
+
+    fn reduce_scatter(&self, tensor: Tensor<1>, counts: &[usize], op: ReduceOp) -> Result<Pending> {
+        // What is reduced elsewhere has to leave.
+        let own = counts[self.rank()];
+        let bytes = (tensor.dims()[0] - own) * tensor.dtype().size();
+        self.call("reduce_scatter", bytes, |inner| inner.reduce_scatter(tensor, counts, op))
+    }
+
+    fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
+        // What the others own has to come.
+        let others = counts.iter().sum::<usize>() - tensor.dims()[0];
+        let bytes = others * tensor.dtype().size();
+        self.call("all_gather", bytes, |inner| inner.all_gather(tensor, counts))
+    }
+
+    fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending> {
+        let bytes = self.pass(&tensor);
+        self.call("broadcast", bytes, |inner| inner.broadcast(tensor, root))
+    }
+
+    fn all_to_all(&self, tensor: Tensor<1>, send: &[usize], receive: &[usize]) -> Result<Pending> {
+        let bytes = (tensor.dims()[0] - send[self.rank()]) * tensor.dtype().size();
+        self.call("all_to_all", bytes, |inner| inner.all_to_all(tensor, send, receive))
+    }
+
+    fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        self.event("all_gather_bytes", false, 0)?;
+        self.inner.all_gather_bytes(bytes)
+    }
+
+    fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
+        self.event("split", false, 0)?;
+        self.inner.split(color, key)
+    }
+
+    fn fail(&self, cause: &str) {
+        self.inner.fail(cause);
+    }
+}

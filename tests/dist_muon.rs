@@ -1,0 +1,252 @@
+//! Muon on ranks as an optimizer of single parameters, inside Burn's `ModuleOptimizer`.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
+use burn::tensor::{Bytes, Device, Tensor, TensorData};
+use burn_pack::Reader;
+use common::{Fixed, bits};
+use distmuon::dist::{DistMuonConfig, Gradients, World};
+use distmuon::{Error, MuonConfig, Result, Rule};
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+
+#[derive(Module, Debug)]
+struct Net {
+    embedding: Embedding,
+    layers: Vec<Linear>,
+    experts: Param<Tensor<3>>,
+    head: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+        let net = Self {
+            embedding: EmbeddingConfig::new(11, 6).init(device),
+            layers: vec![linear(6, 6), linear(6, 9), linear(9, 6)],
+            experts: Param::from_tensor(Tensor::ones([2, 5, 4], device).require_grad()),
+            head: linear(6, 11),
+        };
+        net.map(&mut Fixed(StdRng::seed_from_u64(5)))
+    }
+
+    fn gradients(&self, seed: u64) -> GradientsParams {
+        let mut random = Random(StdRng::seed_from_u64(seed), GradientsParams::new());
+        self.visit(&mut random);
+        random.1
+    }
+
+    fn weights(&self) -> Vec<Vec<u8>> {
+        let mut weights = Weights(vec![]);
+        self.visit(&mut weights);
+        weights.0
+    }
+}
+
+struct Random(StdRng, GradientsParams);
+
+impl ModuleVisitor for Random {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let value = param.val().inner();
+        let values = (0..value.shape().num_elements()).map(|_| self.0.random_range(-1.0..1.0));
+        let values = TensorData::new(values.collect::<Vec<f32>>(), value.shape());
+        self.1.register::<D>(param.id, Tensor::from_data(values, &value.device()));
+    }
+}
+
+struct Weights(Vec<Vec<u8>>);
+
+impl ModuleVisitor for Weights {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0.push(bits(&param.val()));
+    }
+}
+
+fn device() -> Device {
+    Device::default().autodiff()
+}
+
+fn config() -> DistMuonConfig {
+    let muon = MuonConfig::new().with_rule(Rule::muon("experts").batch());
+    DistMuonConfig::new().with_muon(muon).with_gradients(Gradients::Averaged)
+}
+
+fn ranks<T: Send>(count: usize, run: impl Fn(World) -> Result<T> + Sync) -> Result<Vec<T>> {
+    World::threads_within(DEADLINE, vec![device(); count], run)
+}
+
+fn train(mut net: Net, optim: &mut ModuleOptimizer, steps: std::ops::Range<u64>) -> Net {
+    for step in steps {
+        let gradients = net.gradients(step);
+        net = optim.step(0.01, net, gradients);
+    }
+    net
+}
+
+/// What the single-device optimizer makes of it.
+fn alone(steps: std::ops::Range<u64>) -> Vec<Vec<u8>> {
+    let net = Net::new(&device());
+    let mut optim = config().muon.init(&net);
+    train(net, &mut optim, steps).weights()
+}
+
+/// The elements of every momentum in a record, by path.
+fn momenta(optim: &ModuleOptimizer) -> BTreeMap<String, usize> {
+    let reader = Reader::from_bytes(optim.into_bytes().unwrap()).unwrap();
+    let paths = reader.metadata().clone();
+    let tensors = reader.into_tensors().unwrap().into_iter();
+    let momenta = tensors.filter_map(|tensor| {
+        let (name, _, shape, ..) = tensor.into_parts().unwrap();
+        let (id, name) = name.split_once('.')?;
+        (name == "momentum").then(|| (paths[id].clone(), shape.iter().product()))
+    });
+    momenta.collect()
+}
+
+#[test]
+fn it_is_bit_equal_to_one_device_and_keeps_each_momentum_once() {
+    let expected = alone(0..10);
+    for count in [1, 2, 3, 7] {
+        let runs = ranks(count, |world| {
+            let net = Net::new(world.device());
+            let mut optim = config().build(&world)?.init(&net)?;
+            let net = train(net, &mut optim, 0..10);
+            Ok((net.weights(), momenta(&optim)))
+        });
+        let runs = runs.unwrap();
+        assert!(runs.iter().all(|(weights, _)| *weights == expected), "{count} ranks");
+        for (path, elements) in [
+            ("layers.0.weight", 36),
+            ("layers.1.weight", 54),
+            ("layers.2.weight", 54),
+            ("experts", 40),
+        ] {
+            let mut kept: Vec<usize> = runs.iter().map(|(_, momenta)| momenta[path]).collect();
+            kept.sort_unstable();
+            let owner = kept.pop();
+            assert_eq!(owner, Some(elements), "{path} on {count} ranks");
+            assert!(kept.iter().all(|elements| *elements == 0), "{path}: {kept:?}");
+        }
+        if count == 3 {
+            // The greatest work first where there is least: all of them own something.
+            assert!(runs.iter().all(|(_, momenta)| momenta.values().any(|elements| *elements > 0)));
+        }
+    }
+}
+
+#[test]
+fn threads_share_one_instance() {
+    let shared = config().build_for_threads(3).unwrap();
+    let net = Net::new(&device());
+    let optim = shared.init(&net).unwrap();
+    let trained = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..3)
+            .map(|_| {
+                let (net, mut optim) = (net.clone().fork(&device()), optim.clone());
+                scope.spawn(move || train(net, &mut optim, 0..10).weights())
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+    });
+    let expected = alone(0..10);
+    assert!(trained.iter().all(|weights| *weights == expected));
+    // A fourth thread has no seat.
+    let mut optim = optim.clone();
+    let panic = catch_unwind(AssertUnwindSafe(|| train(net, &mut optim, 0..1))).unwrap_err();
+    let message = panic.downcast_ref::<String>().unwrap();
+    assert!(message.contains("setting `ranks` is 3"), "{message}");
+}
+
+#[test]
+fn records_continue_bit_for_bit() {
+    let expected = alone(0..10);
+    let halfway = ranks(2, |world| {
+        let net = Net::new(world.device());
+        let mut optim = config().build(&world)?.init(&net)?;
+        let net = train(net, &mut optim, 0..5);
+        Ok((net.clone().into_record().into_bytes().unwrap(), optim.into_bytes().unwrap()))
+    });
+    let halfway = halfway.unwrap();
+    let go_on = |world: &World, model: &Bytes, states: &Bytes| {
+        let net = Net::new(world.device());
+        let net = net.load_record(burn::store::ModuleRecord::from_bytes(model.clone()).unwrap());
+        let optim = config().build(world)?.init(&net)?;
+        let mut optim = optim.load_record(OptimizerRecord::from_bytes(states.clone()).unwrap());
+        Ok::<_, Error>(train(net, &mut optim, 5..10).weights())
+    };
+    let own = ranks(2, |world| {
+        let (model, states) = &halfway[world.rank()];
+        go_on(&world, model, states)
+    });
+    assert!(own.unwrap().iter().all(|weights| *weights == expected));
+
+    // A single device's record is for any number of ranks.
+    let net = Net::new(&device());
+    let mut optim = config().muon.init(&net);
+    let net = train(net, &mut optim, 0..5);
+    let model = net.clone().into_record().into_bytes().unwrap();
+    let states = optim.into_bytes().unwrap();
+    for count in [2, 3] {
+        let runs = ranks(count, |world| go_on(&world, &model, &states));
+        assert!(runs.unwrap().iter().all(|weights| *weights == expected), "{count} ranks");
+    }
+
+    // That of another rank is not the own one.
+    let wrong = catch_unwind(AssertUnwindSafe(|| {
+        ranks(2, |world| {
+            let (model, states) = &halfway[0];
+            go_on(&world, model, states)
+        })
+    }));
+    let panic = wrong.unwrap_err();
+    let message = panic.downcast_ref::<String>().unwrap();
+    assert!(message.contains("on rank 1: its momentum is [0, 0] at its owner"), "{message}");
+}
+
+#[test]
+fn a_gradient_that_is_missing_on_a_rank_stops_all() {
+    for missing_at in [0, 2] {
+        let run = catch_unwind(AssertUnwindSafe(|| {
+            ranks(2, |world| {
+                let net = Net::new(world.device());
+                let mut optim = config().build(&world)?.init(&net)?;
+                let net = train(net, &mut optim, 0..missing_at);
+                let mut gradients = net.gradients(missing_at);
+                if world.rank() == 1 {
+                    gradients.remove::<2>(net.layers[1].weight.id);
+                }
+                optim.step(0.01, net, gradients);
+                Ok(())
+            })
+        }));
+        let panic = run.unwrap_err();
+        let message = panic.downcast_ref::<String>().unwrap();
+        assert!(message.contains("the ranks disagree"), "{message}");
+        assert!(
+            message.contains("layers.1.weight") && message.contains("layers.2.weight"),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn what_it_cannot_do_is_refused() {
+    let world = World::alone(device());
+    for (config, expected) in [
+        (config().with_gradients(Gradients::PerRank), "setting `gradients` is PerRank"),
+        (config().with_max_norm(Some(1.0)), "setting `max_norm` is 1"),
+    ] {
+        let error = config.build(&world).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+    let error = config().build_for_threads(0).unwrap_err().to_string();
+    assert!(error.contains("setting `ranks` is 0"), "{error}");
+}

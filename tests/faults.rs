@@ -1,0 +1,284 @@
+//! Ranks that die, are late, or disagree, at every point of a step and of a save.
+
+mod common;
+#[path = "common/watched.rs"]
+mod watched;
+
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use burn::module::{Module, Param};
+use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, Tensor, TensorData};
+use common::{Fixed, bits};
+use distmuon::dist::{DistMuonConfig, World};
+use distmuon::{Error, Result, Rule};
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+use watched::{Event, watched};
+
+const DEADLINE: Duration = Duration::from_secs(20);
+const RANKS: usize = 3;
+/// The rank that things happen to.
+const VICTIM: usize = 1;
+
+#[derive(Module, Debug)]
+struct Net {
+    matrices: Vec<Linear>,
+    norm: LayerNorm,
+    head: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+        let net = Self {
+            matrices: vec![linear(6, 6), linear(6, 6), linear(4, 9), linear(9, 4)],
+            norm: LayerNormConfig::new(6).init(device),
+            head: linear(20, 40),
+        };
+        net.map(&mut Fixed(StdRng::seed_from_u64(5)))
+    }
+
+    fn gradients(&self, seed: u64) -> GradientsParams {
+        let mut random = Random(StdRng::seed_from_u64(seed), GradientsParams::new());
+        self.visit(&mut random);
+        random.1
+    }
+
+    fn weights(&self) -> Vec<u8> {
+        let mut weights = Weights(vec![]);
+        self.visit(&mut weights);
+        weights.0
+    }
+}
+
+struct Random(StdRng, GradientsParams);
+
+impl burn::module::ModuleVisitor for Random {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let value = param.val().inner();
+        let values = (0..value.shape().num_elements()).map(|_| self.0.random_range(-1.0..1.0));
+        let values = TensorData::new(values.collect::<Vec<f32>>(), value.shape());
+        self.1.register::<D>(param.id, Tensor::from_data(values, &value.device()));
+    }
+}
+
+struct Weights(Vec<u8>);
+
+impl burn::module::ModuleVisitor for Weights {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0.extend(bits(&param.val()));
+    }
+}
+
+/// Buckets of a parameter or two, so that a step has many points; with clipping or without.
+fn config(clip: bool) -> DistMuonConfig {
+    let muon = distmuon::MuonConfig::new().with_rule(Rule::muon("matrices"));
+    let config = DistMuonConfig::new().with_muon(muon).with_bucket_mb(0.0004);
+    config.with_small_elements(32).with_max_norm(clip.then_some(1.0))
+}
+
+fn ranks<T: Send>(count: usize, run: impl Fn(World) -> Result<T> + Sync) -> Result<Vec<T>> {
+    World::threads_within(DEADLINE, vec![Device::default().autodiff(); count], run)
+}
+
+/// The events of the victim in one step, in order.
+fn events_of_a_step(clip: bool) -> Vec<Event> {
+    let seen = Arc::new(Mutex::new(vec![]));
+    let run = ranks(RANKS, |world| {
+        let net = Net::new(world.device());
+        let (seen, active) = (seen.clone(), Arc::new(AtomicUsize::new(0)));
+        let world = watched(&world, {
+            let active = active.clone();
+            move |event| {
+                if event.rank == VICTIM && active.load(Ordering::SeqCst) == 1 {
+                    seen.lock().unwrap().push(event);
+                }
+                Ok(())
+            }
+        });
+        let mut optim = config(clip).init(&world, &net)?;
+        active.store(1, Ordering::SeqCst);
+        let gradients = net.gradients(0);
+        optim.step(0.01, net, gradients).map(|_| ())
+    });
+    run.unwrap();
+    Arc::into_inner(seen).unwrap().into_inner().unwrap()
+}
+
+/// How the victim ends.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum End {
+    Panic,
+    Error,
+}
+
+#[test]
+fn a_rank_that_dies_in_any_phase_stops_all_before_a_parameter_is_new() {
+    for (clip, end) in [(false, End::Panic), (true, End::Error)] {
+        let events = events_of_a_step(clip);
+        let last_share = events.iter().rposition(|e| e.collective == "all_gather" && !e.waits);
+        let last_share = last_share.expect("shares are gathered");
+        for phase in ["reduce_scatter", "all_reduce", "all_gather"] {
+            let both = [true, false].map(|waits| {
+                events.iter().any(|event| event.collective == phase && event.waits == waits)
+            });
+            assert_eq!(both, [true; 2], "{phase} in {events:?}");
+        }
+        for fatal in events.iter().map(|event| event.number) {
+            let outcomes = Mutex::new(vec![]);
+            let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                ranks(RANKS, |world| {
+                    let net = Net::new(world.device());
+                    let watched = watched(&world, move |event| {
+                        match (event.rank, event.number) == (VICTIM, fatal) {
+                            true if end == End::Panic => panic!("killed"),
+                            true => Err(Error::EmptyModel),
+                            false => Ok(()),
+                        }
+                    });
+                    let mut optim = config(clip).init(&watched, &net)?;
+                    let gradients = net.gradients(0);
+                    let stepped = optim.step(0.01, net, gradients);
+                    outcomes.lock().unwrap().push((world.rank(), stepped.as_ref().err().cloned()));
+                    stepped.map(|_| ())
+                })
+            }));
+            match end {
+                End::Panic => {
+                    let panic = run.expect_err("the panic reaches the caller");
+                    assert_eq!(panic.downcast_ref::<&str>(), Some(&"killed"));
+                }
+                End::Error => assert_eq!(run.unwrap().unwrap_err(), Error::EmptyModel),
+            }
+            let event = events.iter().find(|event| event.number == fatal).unwrap();
+            for (rank, error) in outcomes.into_inner().unwrap() {
+                match error {
+                    Some(Error::PeerFailed { rank: VICTIM, .. }) if rank != VICTIM => {}
+                    Some(Error::EmptyModel) if rank == VICTIM && end == End::Error => {}
+                    // The victim had sent all it had: the others may finish.
+                    None if rank != VICTIM && fatal > events[last_share].number => {}
+                    other => panic!("rank {rank} returned {other:?}; {event:?}, {end:?}"),
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn delays_anywhere_change_nothing() {
+    let trained = |count: usize, delays: bool| {
+        let nets = ranks(count, |world| {
+            let mut net = Net::new(world.device());
+            let rng = Mutex::new(StdRng::seed_from_u64(world.rank() as u64));
+            let world = watched(&world, move |_| {
+                if delays {
+                    let pause = rng.lock().unwrap().random_range(0..150);
+                    std::thread::sleep(Duration::from_micros(pause));
+                }
+                Ok(())
+            });
+            let mut optim = config(false).init(&world, &net)?;
+            for step in 0..100 {
+                let gradients = net.gradients(step);
+                net = optim.step(0.01, net, gradients)?;
+            }
+            Ok(net.weights())
+        });
+        nets.unwrap()
+    };
+    let alone = trained(1, false).swap_remove(0);
+    for weights in trained(4, true) {
+        assert!(weights == alone);
+    }
+}
+
+#[test]
+fn a_rank_that_dies_during_a_save_leaves_a_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.ckpt");
+    let save = |path: &Path, progress: usize, fatal: Option<usize>| {
+        let events = Arc::new(AtomicUsize::new(0));
+        let saved = ranks(2, |world| {
+            let net = Net::new(world.device());
+            let (events, counting) = (events.clone(), Arc::new(AtomicUsize::new(0)));
+            let watched = watched(&world, {
+                let counting = counting.clone();
+                move |event| {
+                    if event.rank == VICTIM && counting.load(Ordering::SeqCst) == 1 {
+                        let number = events.fetch_add(1, Ordering::SeqCst);
+                        if Some(number) == fatal {
+                            return Err(Error::EmptyModel);
+                        }
+                    }
+                    Ok(())
+                }
+            });
+            let mut optim = config(false).init(&watched, &net)?;
+            counting.store(1, Ordering::SeqCst);
+            optim.save(path, &net, &progress)
+        });
+        (saved, events.load(Ordering::SeqCst))
+    };
+    let (saved, events) = save(&path, 0, None);
+    saved.unwrap();
+    assert!(events > 3, "{events}");
+    let mut last = 0;
+    for fatal in 0..events {
+        let (saved, _) = save(&path, fatal + 1, Some(fatal));
+        assert_eq!(saved.unwrap_err(), Error::EmptyModel, "event {fatal}");
+        let loaded = ranks(3, |world| {
+            let net = Net::new(world.device());
+            let optim = config(false).init(&world, &net)?;
+            let (net, _, progress): (_, _, usize) = optim.load(&path, net)?;
+            Ok((net.weights(), progress))
+        });
+        let (weights, progress) = loaded.unwrap().swap_remove(0);
+        assert!(weights == Net::new(&Device::default().autodiff()).weights());
+        assert!(progress == last || progress == fatal + 1, "event {fatal}: {progress}");
+        last = progress;
+    }
+    let left = std::fs::read_dir(folder.path()).unwrap().count();
+    assert_eq!(left, 1, "no temporary file is left");
+}
+
+#[test]
+fn traffic_is_the_least_there_is() {
+    #[derive(Module, Debug)]
+    struct Matrices {
+        layers: Vec<Linear>,
+    }
+    let p = 16 * 32 * 32 * 4;
+    for count in [1, 2, 4, 8] {
+        let sent = ranks(count, |world| {
+            let layer = || LinearConfig::new(32, 32).with_bias(false).init(world.device());
+            let net = Matrices { layers: (0..16).map(|_| layer()).collect() };
+            let net = world.broadcast(net)?;
+            let sent = Arc::new(Mutex::new([0; 2]));
+            let watched = watched(&world, {
+                let sent = sent.clone();
+                move |event| {
+                    let large = ["reduce_scatter", "all_gather"].contains(&event.collective);
+                    sent.lock().unwrap()[usize::from(large)] += event.bytes;
+                    Ok(())
+                }
+            });
+            let mut optim = DistMuonConfig::new().with_bucket_mb(0.02).init(&watched, &net)?;
+            *sent.lock().unwrap() = [0; 2];
+            let mut gradients = GradientsParams::new();
+            for layer in &net.layers {
+                gradients.register(layer.weight.id, layer.weight.val().inner());
+            }
+            optim.step(0.01, net, gradients)?;
+            Ok(*sent.lock().unwrap())
+        });
+        for [small, large] in sent.unwrap() {
+            assert_eq!(large, 2 * p * (count - 1) / count, "{count} ranks");
+            // Whether gradients are finite and present: two floats per parameter.
+            assert!(small <= 2 * 16 * 2 * 4, "{count} ranks: {small} bytes of verdicts");
+        }
+    }
+}

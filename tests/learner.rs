@@ -1,0 +1,359 @@
+//! burn-train's `Learner` on ranks: the same training as with Burn's own strategy.
+
+mod common;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use burn::data::dataloader::batcher::Batcher;
+use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
+use burn::data::dataset::InMemDataset;
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamWConfig, ModuleOptimizer};
+use burn::tensor::{Device, Tensor, TensorData, activation::relu};
+use burn::train::metric::store::EventStoreClient;
+use burn::train::metric::{LearningRateMetric, LossMetric};
+use burn::train::{
+    EarlyStoppingStrategy, ExecutionStrategy, InferenceStep, Learner, LearningResult,
+    RegressionOutput, SupervisedTraining, TrainOutput, TrainStep, TrainingStrategy,
+};
+use common::bits;
+use distmuon::Schedule;
+use distmuon::dist::{DistMuonConfig, DistMuonStrategy};
+use distmuon::schedule::ScheduledLr;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+/// Items to train on; the first of each half of them go into a batch of two ranks.
+const ITEMS: usize = 32;
+const BATCH: usize = 4;
+
+#[derive(Module, Debug)]
+struct Net {
+    up: Linear,
+    hidden: Linear,
+    head: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+        let net = Self { up: linear(3, 8), hidden: linear(8, 8), head: linear(8, 2) };
+        net.map(&mut common::Fixed(StdRng::seed_from_u64(3)))
+    }
+
+    fn regression(&self, [x, targets]: Batch) -> RegressionOutput {
+        let hidden = relu(self.hidden.forward(relu(self.up.forward(x))));
+        let output = self.head.forward(hidden);
+        let loss = (output.clone() - targets.clone()).square().mean();
+        RegressionOutput { loss, output, targets }
+    }
+
+    fn weights(&self) -> Vec<Vec<u8>> {
+        let mut weights = Weights::default();
+        self.visit(&mut weights);
+        weights.bits
+    }
+
+    fn values(&self) -> Vec<f32> {
+        let mut weights = Weights::default();
+        self.visit(&mut weights);
+        weights.values
+    }
+}
+
+#[derive(Default)]
+struct Weights {
+    bits: Vec<Vec<u8>>,
+    values: Vec<f32>,
+}
+
+impl ModuleVisitor for Weights {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.bits.push(bits(&param.val()));
+        self.values.extend(param.val().into_data().iter::<f32>());
+    }
+}
+
+/// Inputs and targets.
+type Batch = [Tensor<2>; 2];
+
+impl TrainStep for Net {
+    type Input = Batch;
+    type Output = RegressionOutput;
+
+    fn step(&self, batch: Batch) -> TrainOutput<RegressionOutput> {
+        if PANICS.with(|panics| panics.get()) {
+            panic!("a bug in the model");
+        }
+        let output = self.regression(batch);
+        TrainOutput::new(self, output.loss.backward(), output)
+    }
+}
+
+impl InferenceStep for Net {
+    type Input = Batch;
+    type Output = RegressionOutput;
+
+    fn step(&self, batch: Batch) -> RegressionOutput {
+        self.regression(batch)
+    }
+}
+
+thread_local! {
+    /// Whether the model is to fail on this thread.
+    static PANICS: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+struct Regression {
+    /// An item that makes the model panic where it is seen.
+    poison: Option<usize>,
+}
+
+impl Batcher<usize, Batch> for Regression {
+    fn batch(&self, items: Vec<usize>, device: &Device) -> Batch {
+        PANICS.with(|panics| panics.set(self.poison.is_some_and(|poison| items.contains(&poison))));
+        let mut inputs = vec![];
+        let mut targets = vec![];
+        for item in &items {
+            let mut rng = StdRng::seed_from_u64(*item as u64);
+            let x: [f32; 3] = [(); 3].map(|()| rng.random_range(-1.0..1.0));
+            inputs.extend(x);
+            targets.extend([x[0] * x[1], x[2]]);
+        }
+        let tensor = |values: Vec<f32>, width: usize| {
+            Tensor::from_data(TensorData::new(values, [items.len(), width]), device)
+        };
+        [tensor(inputs, 3), tensor(targets, 2)]
+    }
+}
+
+fn loader(items: Vec<usize>, batch: usize, poison: Option<usize>) -> Arc<dyn DataLoader<Batch>> {
+    DataLoaderBuilder::new(Regression { poison }).batch_size(batch).build(InMemDataset::new(items))
+}
+
+/// The items of one device, so that its batch is those of `ranks` ranks together.
+fn as_ranks_see_them(ranks: usize) -> Vec<usize> {
+    let each = ITEMS / ranks;
+    let steps = 0..each / BATCH;
+    let batches = steps.flat_map(|step| (0..ranks).map(move |rank| rank * each + step * BATCH));
+    batches.flat_map(|first| first..first + BATCH).collect()
+}
+
+#[derive(Clone)]
+struct Setup {
+    epochs: usize,
+    items: Vec<usize>,
+    batch: usize,
+    accumulation: usize,
+    resume: Option<usize>,
+    stop_after: Option<usize>,
+    poison: Option<usize>,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        let items = (0..ITEMS).collect();
+        Self {
+            epochs: 2,
+            items,
+            batch: BATCH,
+            accumulation: 1,
+            resume: None,
+            stop_after: None,
+            poison: None,
+        }
+    }
+}
+
+/// Stops after an epoch, and counts how often it was asked.
+#[derive(Clone)]
+struct StopAfter(usize, Arc<AtomicUsize>);
+
+impl EarlyStoppingStrategy for StopAfter {
+    fn should_stop(&mut self, epoch: usize, _store: &EventStoreClient) -> bool {
+        self.1.fetch_add(1, Ordering::SeqCst);
+        epoch >= self.0
+    }
+}
+
+/// A rate that grows with every step, so that a step too many or too few would show.
+fn growing() -> ScheduledLr {
+    Schedule::constant(1e-3).linear(100, 1e-1).lr()
+}
+
+fn device() -> Device {
+    Device::default().autodiff()
+}
+
+fn on_ranks(count: usize) -> TrainingStrategy<Net> {
+    let strategy = DistMuonStrategy::new(vec![device(); count], DistMuonConfig::new());
+    strategy.with_deadline(Duration::from_secs(20)).into()
+}
+
+fn training(
+    folder: &Path,
+    setup: &Setup,
+    strategy: TrainingStrategy<Net>,
+) -> SupervisedTraining<Net> {
+    let train = loader(setup.items.clone(), setup.batch, setup.poison);
+    let valid = loader((100..107).collect(), 2, None);
+    let training = SupervisedTraining::new(folder, train, valid)
+        .metrics((LossMetric::new(),))
+        .metric_train_numeric(LearningRateMetric::new())
+        .with_default_checkpointers()
+        .with_application_logger(None)
+        .with_training_strategy(strategy)
+        .num_epochs(setup.epochs)
+        .grads_accumulation(setup.accumulation);
+    match setup.resume {
+        Some(epoch) => training.checkpoint(epoch),
+        None => training,
+    }
+}
+
+fn launch(folder: &Path, setup: &Setup, strategy: TrainingStrategy<Net>) -> LearningResult<Net> {
+    let training = training(folder, setup, strategy);
+    let asked = Arc::new(AtomicUsize::new(0));
+    let training = match setup.stop_after {
+        Some(epoch) => training.early_stopping(StopAfter(epoch, asked.clone())),
+        None => training,
+    };
+    let net = Net::new(&device());
+    let optim = DistMuonConfig::new().muon.init(&net);
+    let result = training.launch(Learner::new(net, optim, growing()));
+    if let Some(epoch) = setup.stop_after {
+        assert_eq!(asked.load(Ordering::SeqCst), epoch, "one rank asks, once an epoch");
+    }
+    result
+}
+
+/// The model that was trained without a failure.
+fn trained(setup: &Setup, strategy: TrainingStrategy<Net>) -> Net {
+    let folder = tempfile::tempdir().unwrap();
+    let result = launch(folder.path(), setup, strategy);
+    assert!(result.error.is_none() && result.interrupted.is_none(), "{:?}", result.error);
+    result.model
+}
+
+fn burns() -> TrainingStrategy<Net> {
+    ExecutionStrategy::single(device()).into()
+}
+
+#[test]
+fn one_rank_trains_as_burns_own_strategy() {
+    for accumulation in [1, 3] {
+        let setup = Setup { accumulation, ..Setup::default() };
+        assert!(
+            trained(&setup, on_ranks(1)).weights() == trained(&setup, burns()).weights(),
+            "accumulation {accumulation}"
+        );
+    }
+}
+
+#[test]
+fn ranks_train_on_the_batches_of_one_that_are_as_large_together() {
+    for ranks in [2, 4] {
+        let together = trained(&Setup::default(), on_ranks(ranks)).values();
+        let items = as_ranks_see_them(ranks);
+        let setup = Setup { items, batch: ranks * BATCH, ..Setup::default() };
+        let alone = trained(&setup, burns()).values();
+        let worst = together.iter().zip(&alone).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(worst < 1e-5, "{ranks} ranks: {worst}");
+        assert!(trained(&Setup::default(), on_ranks(ranks)).values() == together, "again");
+    }
+}
+
+#[test]
+fn items_that_cannot_be_shared_equally_are_left_out() {
+    let items = |count| (0..count).collect::<Vec<_>>();
+    let odd = Setup { items: items(11), ..Setup::default() };
+    let even = Setup { items: items(10), ..Setup::default() };
+    assert!(trained(&even, on_ranks(2)).weights() != Net::new(&device()).weights());
+    let [odd, even] = [odd, even].map(|setup| trained(&setup, on_ranks(2)).weights());
+    assert!(odd == even);
+
+    let folder = tempfile::tempdir().unwrap();
+    let too_few = Setup { items: items(2), ..Setup::default() };
+    let error = launch(folder.path(), &too_few, on_ranks(3)).error.expect("it is refused");
+    assert!(error.to_string().contains("at least one per rank"), "{error}");
+}
+
+#[test]
+fn checkpoints_continue_on_ranks_and_without() {
+    let whole = trained(&Setup::default(), on_ranks(2)).weights();
+    let first = Setup { epochs: 1, ..Setup::default() };
+    let second = Setup { resume: Some(1), ..Setup::default() };
+    let continued = |strategy| {
+        let folder = tempfile::tempdir().unwrap();
+        let result = launch(folder.path(), &first, on_ranks(2));
+        assert!(result.error.is_none(), "{:?}", result.error);
+        let result = launch(folder.path(), &second, strategy);
+        assert!(result.error.is_none(), "{:?}", result.error);
+        result.model.weights()
+    };
+    assert!(continued(on_ranks(2)) == whole, "on as many ranks, bit for bit");
+    // On others, batches are of other items; one rank and none see the same ones.
+    let alone = continued(on_ranks(1));
+    assert!(alone != whole && alone == continued(burns()));
+}
+
+#[test]
+fn early_stopping_ends_all_ranks() {
+    let setup = Setup { epochs: 9, stop_after: Some(2), ..Setup::default() };
+    let stopped = trained(&setup, on_ranks(3));
+    assert!(stopped.weights() == trained(&Setup::default(), on_ranks(3)).weights());
+}
+
+#[test]
+fn interruption_ends_all_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let training = training(folder.path(), &Setup::default(), on_ranks(2));
+    training.interrupter().stop(Some("enough"));
+    let net = Net::new(&device());
+    let optim = DistMuonConfig::new().muon.init(&net);
+    let before = net.weights();
+    let result = training.launch(Learner::new(net, optim, growing()));
+    assert_eq!(result.interrupted.expect("it was").reason.as_deref(), Some("enough"));
+    assert!(result.model.weights() == before, "no step was taken");
+}
+
+#[test]
+fn a_panic_on_a_rank_is_reported() {
+    let folder = tempfile::tempdir().unwrap();
+    // The second half of the items belongs to rank 1.
+    let setup = Setup { poison: Some(ITEMS - 1), ..Setup::default() };
+    let result = launch(folder.path(), &setup, on_ranks(2));
+    let error = result.error.expect("it failed").to_string();
+    assert!(error.contains("device 1") && error.contains("a bug in the model"), "{error}");
+    assert!(result.model.weights() == Net::new(&device()).weights());
+}
+
+#[test]
+fn a_learner_with_another_optimizer_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let net = Net::new(&device());
+    let optim: ModuleOptimizer = AdamWConfig::new().init();
+    let training = training(folder.path(), &Setup::default(), on_ranks(2));
+    let result = training.launch(Learner::new(net, optim, growing()));
+    let error = result.error.expect("its checkpoints would lose states").to_string();
+    assert!(error.contains("config.muon.init(&model)"), "{error}");
+}
+
+#[test]
+fn metrics_are_those_of_all_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    launch(folder.path(), &Setup::default(), on_ranks(2));
+    // One line per batch of every rank, and those of the validation, in the files of burn-train.
+    let lines = |split: &str| {
+        let file = folder.path().join(split).join("epoch-1").join("Loss.log");
+        std::fs::read_to_string(&file)
+            .unwrap_or_else(|e| panic!("{}: {e}", file.display()))
+            .lines()
+            .count()
+    };
+    assert_eq!(lines("train"), ITEMS / BATCH);
+    assert_eq!(lines("valid"), 2 + 2, "7 items are 3 and 4");
+}
