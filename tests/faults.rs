@@ -15,7 +15,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
 use common::{Fixed, bits};
 use distmuon::dist::{DistMuonConfig, World};
-use distmuon::{Error, Result, Rule};
+use distmuon::{Error, Result};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use watched::{Event, watched};
 
@@ -76,8 +76,7 @@ impl burn::module::ModuleVisitor for Weights {
 
 /// Buckets of a parameter or two, so that a step has many points; with clipping or without.
 fn config(clip: bool) -> DistMuonConfig {
-    let muon = distmuon::MuonConfig::new().with_rule(Rule::muon("matrices"));
-    let config = DistMuonConfig::new().with_muon(muon).with_bucket_mb(0.0004);
+    let config = DistMuonConfig::new().with_bucket_mb(0.0004);
     config.with_small_elements(32).with_max_norm(clip.then_some(1.0))
 }
 

@@ -346,14 +346,20 @@ fn a_learner_with_another_optimizer_is_refused() {
 fn metrics_are_those_of_all_ranks() {
     let folder = tempfile::tempdir().unwrap();
     launch(folder.path(), &Setup::default(), on_ranks(2));
-    // One line per batch of every rank, and those of the validation, in the files of burn-train.
-    let lines = |split: &str| {
+    // burn-train's log of an epoch has a line per batch, and at last their mean.
+    let losses = |split: &str| {
         let file = folder.path().join(split).join("epoch-1").join("Loss.log");
-        std::fs::read_to_string(&file)
-            .unwrap_or_else(|e| panic!("{}: {e}", file.display()))
-            .lines()
-            .count()
+        let log = std::fs::read_to_string(&file);
+        let log = log.unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+        let loss = |line: &str| line.split(',').next().unwrap().parse::<f64>().unwrap();
+        let mut losses: Vec<f64> = log.lines().map(loss).collect();
+        assert!(log.lines().last().unwrap().ends_with("final"), "{log}");
+        (losses.pop().unwrap(), losses)
     };
-    assert_eq!(lines("train"), ITEMS / BATCH);
-    assert_eq!(lines("valid"), 2 + 2, "7 items are 3 and 4");
+    for (split, batches) in [("train", ITEMS / BATCH), ("valid", 2 + 2)] {
+        let (last, losses) = losses(split);
+        assert_eq!(losses.len(), batches, "{split}: 7 items to validate on are 3 and 4");
+        let mean = losses.iter().sum::<f64>() / batches as f64;
+        assert!((last - mean).abs() < 1e-6, "{split}: {last}, and {mean} of all ranks");
+    }
 }

@@ -233,6 +233,7 @@ impl<M: LearnerModel> Worker<'_, M> {
                 break;
             }
             self.on_main(|main| main.valid_event(started(epoch, valid_items)));
+            self.world.comm().barrier()?; // it comes before what happens in it
             self.validate();
             self.world.comm().barrier()?;
             self.on_main(|main| {

@@ -5,7 +5,6 @@ use std::collections::VecDeque;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -111,9 +110,7 @@ impl World {
         let devices: Vec<Device> = devices.into_iter().collect();
         check(&devices)?;
         let inner: Vec<Device> = devices.iter().map(|device| device.clone().inner()).collect();
-        let engines = Threads::world(&inner, deadline).into_iter().map(Arc::new);
-        // The first to fail is the cause of what the others return.
-        let failures = AtomicUsize::new(0);
+        let engines: Vec<_> = Threads::world(&inner, deadline).into_iter().map(Arc::new).collect();
         let rank = |world: World, engine: &Threads| {
             let outcome = catch_unwind(AssertUnwindSafe(|| run(world)));
             let cause = match &outcome {
@@ -121,28 +118,24 @@ impl World {
                 Ok(Err(error)) => Some(error.to_string()),
                 Err(panic) => Some(format!("it panicked: {}", message(panic.as_ref()))),
             };
-            let turn = cause.map(|cause| {
-                let turn = failures.fetch_add(1, Ordering::SeqCst);
-                engine.fail(&cause);
-                turn
-            });
+            let failed = cause.is_some();
+            cause.inspect(|cause| engine.fail(cause));
             engine.leave();
-            (turn, outcome)
+            (failed, outcome)
         };
         let rank = &rank;
         let mut outcomes: Vec<_> = thread::scope(|scope| {
-            let threads: Vec<_> = engines
-                .zip(&devices)
-                .map(|(engine, device)| {
-                    let world = World::new(engine.clone(), device.clone());
-                    scope.spawn(move || rank(world, &engine))
-                })
-                .collect();
+            let ranks = engines.iter().zip(&devices).map(|(engine, device)| {
+                let world = World::new(engine.clone(), device.clone());
+                scope.spawn(move || rank(world, engine))
+            });
+            let threads: Vec<_> = ranks.collect();
             threads.into_iter().map(|thread| thread.join().expect("panics are caught")).collect()
         });
-        let turns =
-            outcomes.iter().enumerate().filter_map(|(rank, (turn, _))| Some(((*turn)?, rank)));
-        if let Some((_, rank)) = turns.min() {
+        // The first to fail is the cause of what the others return.
+        let cause = engines[0].failed().filter(|rank| outcomes[*rank].0);
+        let cause = cause.or_else(|| outcomes.iter().position(|(failed, _)| *failed));
+        if let Some(rank) = cause {
             outcomes = vec![outcomes.swap_remove(rank)];
         }
         let outcomes = outcomes.into_iter();

@@ -182,6 +182,14 @@ impl<C: PartialEq + Display, P: Clone> Seat<C, P> {
         self.hall.fail(Failure::Peer { rank: self.world_rank(), cause });
     }
 
+    /// The rank in the world that everybody was failed by.
+    pub fn failed(&self) -> Option<usize> {
+        match self.hall.lock().failure {
+            Some(Failure::Peer { rank, .. }) => Some(rank),
+            _ => None,
+        }
+    }
+
     /// Says that this rank comes to no further meeting.
     pub fn leave(&self) {
         self.hall.lock().left[self.world_rank()] = true;

@@ -84,6 +84,11 @@ impl Threads {
         Self { device, ..self }
     }
 
+    /// The first rank of the world that failed.
+    pub fn failed(&self) -> Option<usize> {
+        self.seat.failed()
+    }
+
     /// Says that this rank makes no further calls: whoever waits for one is told.
     pub fn leave(&self) {
         self.seat.leave();
