@@ -44,12 +44,15 @@
 //! - [`checkpoint`]: a run in one file that is replaced as a whole;
 //! - [`error`]: what can go wrong.
 //!
-//! # Devices
+//! # Devices and features
 //!
 //! The features `flex` (default), `wgpu`, `vulkan`, `cuda`, `cpu` and `tch` enable Burn's features of
 //! the same names; so far the tests have run on Flex only. On Flex, the iteration and the
 //! elementwise parts have implementations of their own; elsewhere they are composed of Burn's
 //! operations ([`Kernels`]).
+//!
+//! Feature `train` adds the strategy for burn-train's `Learner`, `optimal` plans by mixed-integer
+//! programming.
 
 #![warn(missing_docs)]
 

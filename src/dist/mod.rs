@@ -1,4 +1,11 @@
 //! Muon and AdamW on many ranks.
+//!
+//! A [`World`] is a rank's view of all of them, its [`comm`] the collectives, and a [`plan`] says who
+//! owns what. Three optimizers are built on these, all from [`DistMuonConfig`]:
+//!
+//! - [`DistModuleOptimizer`] for a training loop of one's own: the one that shares everything;
+//! - `DistMuonStrategy` (feature `train`) for burn-train's `Learner`, by means of the first;
+//! - [`DistMuon`] for what wants a Burn [`Optimizer`](burn::optim::Optimizer) of single parameters.
 
 pub mod comm;
 mod config;

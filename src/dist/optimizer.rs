@@ -170,6 +170,11 @@ impl DistModuleOptimizer {
         &self.plan
     }
 
+    /// What the plan was balanced by.
+    pub fn costs(&self) -> &Costs {
+        &self.costs
+    }
+
     /// The plan as a table: matrices, costs and bytes of every rank.
     pub fn report(&self) -> Report {
         self.plan.report(&self.costs)

@@ -6,7 +6,7 @@ use burn::tensor::{Slice, Tensor};
 /// A product is split from this many rows and this long an inner dimension: below, putting the
 /// pieces together costs more than the saved half. Measured on Flex; see `docs/benchmarks.md`.
 const SPLIT_ROWS: usize = 512;
-const SPLIT_INNER: usize = 2048;
+const SPLIT_INNER: usize = 1536;
 
 /// Block rows of a split product: more of them save more, fewer keep the pieces large.
 const BLOCK_ROWS: usize = 4;

@@ -16,6 +16,7 @@ mod deal;
 #[cfg(feature = "optimal")]
 mod optimal;
 mod report;
+mod timeline;
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -26,6 +27,7 @@ use serde::{Deserialize, Serialize};
 pub use bucket::{Bucket, BucketKind, GRAIN, Piece};
 pub use cost::{Costs, ShapeCost};
 pub use report::{RankReport, Report};
+pub use timeline::{Machine, Timeline};
 
 use crate::error::{Error, Result};
 
@@ -252,22 +254,29 @@ impl Plan {
     ///
     /// If `costs` has nothing for a shape of the plan.
     pub fn loads(&self, costs: &Costs) -> Vec<f64> {
-        let mut batches: BTreeMap<(usize, usize, [usize; 2]), usize> = BTreeMap::new();
-        for (index, bucket) in self.buckets.iter().enumerate() {
+        let work = self.work(costs);
+        (0..self.world_size).map(|rank| work.iter().map(|bucket| bucket[rank]).sum()).collect()
+    }
+
+    /// What each rank spends on its matrices, bucket by bucket.
+    fn work(&self, costs: &Costs) -> Vec<Vec<f64>> {
+        let work = self.buckets.iter().map(|bucket| {
+            let mut batches: BTreeMap<(usize, [usize; 2]), usize> = BTreeMap::new();
             for &parameter in &bucket.parameters {
                 let Work::Matrices { rows, columns, .. } = self.parameters[parameter].work else {
                     continue;
                 };
                 for &owner in &self.owners[parameter] {
-                    *batches.entry((owner, index, [rows, columns])).or_default() += 1;
+                    *batches.entry((owner, [rows, columns])).or_default() += 1;
                 }
             }
-        }
-        let mut loads = vec![0.0; self.world_size];
-        for ((owner, _, shape), count) in batches {
-            loads[owner] += costs.of(shape).batch(count);
-        }
-        loads
+            let mut work = vec![0.0; self.world_size];
+            for ((owner, shape), count) in batches {
+                work[owner] += costs.of(shape).batch(count);
+            }
+            work
+        });
+        work.collect()
     }
 
     /// The load of the busiest rank over the mean load: 1 at best. Also 1 if there is no load.

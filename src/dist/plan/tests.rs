@@ -255,6 +255,62 @@ fn a_shape_that_is_not_the_matrices_is_refused() {
     let _ = Plan::with_owners(vec![parameter], 1, &PlanSettings::default(), vec![vec![0]]);
 }
 
+/// A machine on which nothing but matrices takes time.
+const FREE: Machine =
+    Machine { bandwidth: f64::INFINITY, latency: 0.0, elementwise: f64::INFINITY };
+
+#[test]
+fn a_free_machine_takes_as_long_as_its_busiest_rank() {
+    for (name, parameters) in models() {
+        let costs = costs(&parameters, 0.0);
+        for world_size in WORLDS {
+            let plan = plan(&parameters, world_size, Strategy::Greedy, &costs);
+            let path = plan.timeline(&costs, &FREE);
+            assert_eq!(path.communication, 0.0);
+            let most = most(&plan, &costs);
+            assert!((path.compute / most - 1.0).abs() < 1e-9, "{name} on {world_size}");
+            // A bucket waits for the gathering of the one before the last, of which every rank
+            // may have been the busiest in turn.
+            assert!(path.total >= path.compute * (1.0 - 1e-9), "{name} on {world_size}");
+        }
+    }
+}
+
+#[test]
+fn the_timeline_of_two_ranks_by_hand() {
+    let parameters = vec![stack("a", 1, [8, 8]), stack("b", 1, [8, 8]), elements("e", &[4096])];
+    let costs = Costs::new([([8, 8], ShapeCost { fixed: 1.0, each: 2.0 })]);
+    let plan = plan(&parameters, 2, Strategy::Greedy, &costs);
+    let machine = Machine { bandwidth: 1024.0, latency: 0.5, elementwise: 2048.0 };
+    let path = plan.timeline(&costs, &machine);
+    // Half of every buffer leaves a rank: 256 of 512 bytes, 8192 of 16384.
+    let [matrices, vector] = [0.5 + 0.25, 0.5 + 8.0];
+    let verdict = |parameters: f64| 2.0 * (0.5 + 4.0 * parameters / 1024.0);
+    let messages = 2.0 * (matrices + vector) + verdict(2.0) + verdict(1.0);
+    assert!((path.communication - messages).abs() < 1e-9, "{path:?}");
+    // A matrix in a batch of its own, and half of the vector.
+    assert!((path.compute - (3.0 + 4.0)).abs() < 1e-9, "{path:?}");
+    // Everything in turn, but for the second verdict, which travels while the matrices are updated.
+    let total = path.communication + path.compute - verdict(1.0);
+    let overlap = total - path.total;
+    // The matrices are gathered while the vector is updated.
+    assert!((overlap - matrices).abs() < 1e-9, "{path:?}, {total}");
+}
+
+#[test]
+fn better_links_are_never_slower() {
+    let [(_, gpt2), ..] = models();
+    let costs = costs(&gpt2, 1e9);
+    for world_size in WORLDS {
+        let plan = plan(&gpt2, world_size, Strategy::Greedy, &costs);
+        let total = |bandwidth, latency| {
+            plan.timeline(&costs, &Machine { bandwidth, latency, elementwise: 1e-3 }).total
+        };
+        let times = [total(1e-4, 1e6), total(1e-3, 1e6), total(1e-3, 0.0), total(1e9, 0.0)];
+        assert!(times.is_sorted_by(|slow, fast| slow >= fast), "{times:?}");
+    }
+}
+
 #[test]
 fn the_report_is_a_table() {
     let parameters = [stack("a", 3, [8, 8]), elements("b", &[10])];

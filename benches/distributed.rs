@@ -1,0 +1,113 @@
+//! A step on one rank and on two, each on a core of its own, and what the ranks send.
+//!
+//! ```text
+//! cargo bench --bench distributed
+//! ```
+//!
+//! The layer of `benches/muon.rs`: a GPT-2 layer of width 768. Turns alternate, so that a machine
+//! whose clock is not steady treats both alike.
+
+#[path = "../tests/common/watched.rs"]
+mod watched;
+
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use burn::module::{Module, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, Distribution, Tensor};
+use comfy_table::{Table, presets};
+use distmuon::dist::{DistMuonConfig, World};
+use distmuon::{Coefficients, IterationDtype, MuonConfig, Result, Rule};
+use watched::watched;
+
+const LAYER: [[usize; 2]; 6] =
+    [[768, 768], [768, 768], [768, 768], [768, 768], [768, 3072], [3072, 768]];
+const TURNS: usize = 5;
+const STEPS: usize = 2;
+
+#[derive(Module, Debug)]
+struct Layer {
+    matrices: Vec<Param<Tensor<2>>>,
+}
+
+impl Layer {
+    fn new(device: &Device) -> Self {
+        let matrix = |shape: [usize; 2]| {
+            let values = Tensor::random(shape, Distribution::Normal(0.0, 1.0), device);
+            Param::from_tensor(values.require_grad())
+        };
+        Self { matrices: LAYER.map(matrix).to_vec() }
+    }
+
+    fn gradients(&self) -> GradientsParams {
+        let mut gradients = GradientsParams::new();
+        for matrix in &self.matrices {
+            gradients.register(matrix.id, matrix.val().inner());
+        }
+        gradients
+    }
+}
+
+/// Seconds of a step on so many ranks, and the bytes that rank 0 moves in it.
+fn step(ranks: usize) -> (f64, usize) {
+    let muon = MuonConfig::new()
+        .with_rule(Rule::muon("matrices"))
+        .with_coefficients(Coefficients::KellerJordan)
+        .with_iteration_dtype(IterationDtype::F32);
+    let config = DistMuonConfig::new().with_muon(muon);
+    let run = |world: World| -> Result<(f64, usize)> {
+        let bytes = Arc::new(Mutex::new(0));
+        let world = watched(&world, {
+            let bytes = bytes.clone();
+            move |event| {
+                *bytes.lock().expect("nobody panics with it") += event.bytes;
+                Ok(())
+            }
+        });
+        let mut layer = world.broadcast(Layer::new(world.device()))?;
+        let mut optim = config.init(&world, &layer)?;
+        let gradients = layer.gradients();
+        layer = optim.step(1e-3, layer, gradients)?;
+        world.comm().barrier()?;
+        *bytes.lock().expect("nobody panics with it") = 0;
+        let start = Instant::now();
+        for _ in 0..STEPS {
+            let gradients = layer.gradients();
+            layer = optim.step(1e-3, layer, gradients)?;
+        }
+        world.comm().barrier()?;
+        let bytes = *bytes.lock().expect("nobody panics with it");
+        Ok((start.elapsed().as_secs_f64() / STEPS as f64, bytes / STEPS))
+    };
+    let devices = World::devices(ranks).into_iter().map(Device::autodiff);
+    let one_core = |world| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build();
+        pool.expect("a thread").install(|| run(world))
+    };
+    World::threads(devices, one_core).expect("no rank fails").swap_remove(0)
+}
+
+fn main() {
+    let counts = [1, 2];
+    let turns: Vec<_> = (0..TURNS).map(|_| counts.map(step)).collect();
+    let p: usize = LAYER.iter().map(|[m, n]| 4 * m * n).sum();
+    let mut table = Table::new();
+    table.load_style(presets::ASCII_MARKDOWN);
+    table.set_header(["ranks", "step, ms", "of one rank", "bytes moved", "2(N-1)/N P"]);
+    let median = |index: usize| {
+        let mut times: Vec<f64> = turns.iter().map(|turn| turn[index].0).collect();
+        times.sort_by(f64::total_cmp);
+        times[TURNS / 2]
+    };
+    for (index, ranks) in counts.into_iter().enumerate() {
+        table.add_row([
+            ranks.to_string(),
+            format!("{:.0}", 1e3 * median(index)),
+            format!("{:.3}", median(index) / median(0)),
+            turns[0][index].1.to_string(),
+            (2 * (ranks - 1) * p / ranks).to_string(),
+        ]);
+    }
+    println!("{table}");
+}

@@ -1,0 +1,109 @@
+//! How long a step would take on a machine that need not be there.
+
+use super::{Bucket, BucketKind, Costs, Plan};
+
+/// What a step meets beside the costs of its matrices, in seconds and bytes.
+///
+/// A collective over `N` ranks is taken to pass a buffer of `B` bytes in
+/// `latency ceil(log2 N) + B (N - 1) / (N bandwidth)`: recursive halving and doubling, which moves
+/// the least and takes the fewest turns (Thakur, Rabenseifner and Gropp, 2005,
+/// <https://doi.org/10.1177/1094342005051521>).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Machine {
+    /// Bytes per second that a rank sends while it receives as many.
+    pub bandwidth: f64,
+    /// Seconds that a message takes beside its bytes.
+    pub latency: f64,
+    /// Bytes of parameters per second that a rank updates element by element.
+    pub elementwise: f64,
+}
+
+impl Machine {
+    fn pass(&self, bytes: usize, ranks: usize) -> f64 {
+        let turns = ranks.next_power_of_two().ilog2();
+        let moved = (bytes * (ranks - 1)) as f64 / ranks as f64;
+        self.latency * f64::from(turns) + moved / self.bandwidth
+    }
+}
+
+/// The critical path of a step, from [`Plan::timeline`], in seconds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Timeline {
+    /// From the first gradient handed over to the last parameter published.
+    pub total: f64,
+    /// Computation of the busiest rank.
+    pub compute: f64,
+    /// All collectives, one after the other.
+    pub communication: f64,
+}
+
+impl Plan {
+    /// Simulates the three phases of a step. One collective follows the other on the wire: all
+    /// reductions; then for each bucket the verdict, one bucket ahead, and the gathering. A rank
+    /// updates its share of a bucket when the verdict is known and its bucket before is done; a
+    /// bucket is gathered when its last rank is done.
+    ///
+    /// # Panics
+    ///
+    /// If `costs`, in seconds, has nothing for a shape of the plan.
+    pub fn timeline(&self, costs: &Costs, machine: &Machine) -> Timeline {
+        let ranks = self.world_size();
+        let messages: Vec<Messages> =
+            self.buckets().iter().map(|bucket| Messages::of(bucket, machine, ranks)).collect();
+        let work = self.work(costs);
+        let update = |bucket: usize, rank: usize| {
+            work[bucket][rank] + elementwise(&self.buckets()[bucket], rank, machine)
+        };
+        let mut wire: f64 = messages.iter().map(|messages| messages.reduce).sum();
+        let mut known = vec![0.0; messages.len()];
+        let mut done = vec![0.0f64; ranks];
+        for turn in 0..=messages.len() {
+            if let Some(messages) = messages.get(turn) {
+                wire += messages.verdict;
+                known[turn] = wire;
+            }
+            if let Some(bucket) = turn.checked_sub(1) {
+                for (rank, done) in done.iter_mut().enumerate() {
+                    *done = done.max(known[bucket]) + update(bucket, rank);
+                }
+                wire = done.iter().copied().fold(wire, f64::max) + messages[bucket].gather;
+            }
+        }
+        let busy = |rank| (0..messages.len()).map(|bucket| update(bucket, rank)).sum();
+        Timeline {
+            total: wire,
+            compute: (0..ranks).map(busy).fold(0.0, f64::max),
+            communication: messages.iter().map(|m| m.reduce + m.verdict + m.gather).sum(),
+        }
+    }
+}
+
+/// Seconds that the collectives of a bucket take.
+struct Messages {
+    reduce: f64,
+    verdict: f64,
+    gather: f64,
+}
+
+impl Messages {
+    fn of(bucket: &Bucket, machine: &Machine, ranks: usize) -> Self {
+        let pass = machine.pass(bucket.elements() * bucket.dtype.size(), ranks);
+        // Two numbers a parameter, in float32, to all and back.
+        let verdict = 2.0 * machine.pass(2 * 4 * bucket.parameters.len(), ranks);
+        let (reduce, gather) = match bucket.kind {
+            BucketKind::Replicated => (2.0 * pass, 0.0),
+            BucketKind::Matrices | BucketKind::Elements => (pass, pass),
+        };
+        Self { reduce, verdict, gather }
+    }
+}
+
+/// Seconds of AdamW on a rank's share of a bucket.
+fn elementwise(bucket: &Bucket, rank: usize, machine: &Machine) -> f64 {
+    match bucket.kind {
+        BucketKind::Matrices => 0.0,
+        BucketKind::Elements | BucketKind::Replicated => {
+            (bucket.counts[rank] * bucket.dtype.size()) as f64 / machine.elementwise
+        }
+    }
+}
