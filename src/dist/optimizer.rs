@@ -1,9 +1,11 @@
 //! The optimizer of a whole model on many ranks, in three phases.
 //!
 //! 1. Every bucket's gradients are packed, handed over and reduced: each rank gets its share.
-//! 2. Bucket by bucket, the ranks tell each other which parameters are refused, update what they
+//! 2. The ranks tell each other which parameters are refused. Bucket by bucket, they update what they
 //!    own, and start to gather it.
 //! 3. The gathered parameters replace the old ones.
+//!
+//! No rank waits for another while it updates: all that it needs from the others came before.
 //!
 //! A world of one goes through the same phases.
 
@@ -12,7 +14,7 @@ use std::collections::BTreeMap;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData, s};
+use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Tensor, TensorData, s};
 
 use super::comm::{Pending, ReduceOp};
 use super::config::{DistMuonConfig, Gradients};
@@ -86,7 +88,6 @@ struct Clip {
 struct Travel {
     reduced: Option<Pending>,
     share: Option<Tensor<1>>,
-    verdict: Option<Pending>,
     squares: Option<Tensor<1>>,
     gathered: Option<Pending>,
     /// Bytes that are on their way.
@@ -210,30 +211,18 @@ impl DistModuleOptimizer {
             member.id = *id;
         }
 
-        let present: Vec<Tensor<1>> =
-            self.shards.iter().map(|shard| self.present(shard, &held)).collect();
+        let present = self.shards.iter().map(|shard| self.present(shard, &held)).collect();
         for bucket in 0..travels.len() {
             self.start_reduce(bucket, &mut held, &mut travels[bucket])?;
             self.observe(&held, &travels);
         }
-        // The verdict on a bucket travels while the one before it is updated. The norm of all
-        // gradients is known only after all verdicts.
-        let lag = if self.clip.is_some() { travels.len() } else { 1 };
-        let mut clip = None;
-        for turn in 0..travels.len() + lag {
-            if turn < travels.len() {
-                self.start_verdict(turn, &present[turn], &mut travels[turn])?;
-                self.observe(&held, &travels);
-            }
-            if turn == travels.len() {
-                clip = self.clip_factor(&mut travels)?;
-            }
-            if let Some(bucket) = turn.checked_sub(lag) {
-                let rates = self.rates(bucket, lr, &held.ids);
-                let travel = &mut travels[bucket];
-                self.update(bucket, &mut held, travel, &rates, clip.as_ref())?;
-                self.observe(&held, &travels);
-            }
+        let verdicts = self.verdicts(present, &held, &mut travels)?;
+        let clip = self.clip_factor(&mut travels, &verdicts)?;
+        for (bucket, verdict) in verdicts.into_iter().enumerate() {
+            let rates = self.rates(bucket, lr, &held.ids);
+            let travel = &mut travels[bucket];
+            self.update(bucket, &mut held, travel, verdict, &rates, clip.as_ref())?;
+            self.observe(&held, &travels);
         }
         for (bucket, shard) in self.shards.iter().enumerate() {
             let gathered = travels[bucket].gathered.take().expect("every bucket is gathered");
@@ -271,11 +260,37 @@ impl DistModuleOptimizer {
         Ok(())
     }
 
-    /// Phase 2: waits for the own share, and tells which of its parameters are refused.
-    fn start_verdict(&self, bucket: usize, present: &Tensor<1>, travel: &mut Travel) -> Result<()> {
-        let shard = &self.shards[bucket];
-        let reduced = travel.reduced.take().expect("phase 1 started it");
-        let share = reduced.wait()?;
+    /// Phase 2: waits for the own shares, and agrees on which parameters are refused: in one message
+    /// for all buckets.
+    fn verdicts(
+        &mut self,
+        present: Vec<Tensor<1>>,
+        held: &Held,
+        travels: &mut [Travel],
+    ) -> Result<Vec<Verdict>> {
+        let mut refused = Vec::new();
+        for bucket in 0..travels.len() {
+            refused.push(self.refused(&self.shards[bucket], &mut travels[bucket])?);
+            self.observe(held, travels);
+        }
+        let told = Tensor::cat(vec![Tensor::cat(refused, 0), Tensor::cat(present, 0)], 0);
+        let told = self.world.comm().all_reduce(told, ReduceOp::Sum)?.wait()?;
+        let parameters = told.dims()[0] / 2;
+        let verdict = |parameter: usize, count: usize| {
+            let of = |start: usize| told.clone().slice(s![start..start + count]);
+            Verdict::new(of(parameter), of(parameters + parameter))
+        };
+        let starts = self.shards.iter().scan(0, |end, shard| {
+            let count = shard.bucket.parameters.len();
+            *end += count;
+            Some((*end - count, count))
+        });
+        Ok(starts.map(|(start, count)| verdict(start, count)).collect())
+    }
+
+    /// Waits for a share: for every parameter of its bucket, how many of the own rows are refused.
+    fn refused(&self, shard: &Shard, travel: &mut Travel) -> Result<Tensor<1>> {
+        let share = travel.reduced.take().expect("phase 1 started it").wait()?;
         travel.buffer = 0;
         // Where squares are needed anyway, one that is not finite refuses the row.
         let rows = match &self.clip {
@@ -287,11 +302,8 @@ impl DistModuleOptimizer {
             }
             _ => shard.finite(&share),
         };
-        let told = Tensor::cat(vec![shard.refused(&rows), present.clone()], 0);
-        let pending = self.world.comm().all_reduce(told, ReduceOp::Sum)?;
-        travel.verdict = Some(self.overlapped(pending)?);
         travel.share = Some(share);
-        Ok(())
+        Ok(shard.refused(&rows))
     }
 
     /// Phase 2: updates the own share of a bucket, and starts to gather the others'.
@@ -300,13 +312,12 @@ impl DistModuleOptimizer {
         bucket: usize,
         held: &mut Held,
         travel: &mut Travel,
+        verdict: Verdict,
         rates: &Rates,
         clip: Option<&Tensor<1>>,
     ) -> Result<()> {
         let (device, time) = (self.device(), self.time);
         let shard = &mut self.shards[bucket];
-        let verdict = travel.verdict.take().expect("it was started");
-        let verdict = verdict_of(verdict.wait()?);
         let share = travel.share.take().expect("it was waited for");
         let values = pack(&mut held.parameters, &shard.bucket, shard.range.clone(), &device);
         let updated = shard.update(share, values, verdict, rates, clip, time);
@@ -320,16 +331,19 @@ impl DistModuleOptimizer {
     }
 
     /// The factor on all gradients, from the squares of the accepted rows of all ranks.
-    fn clip_factor(&self, travels: &mut [Travel]) -> Result<Option<Tensor<1>>> {
+    fn clip_factor(
+        &self,
+        travels: &mut [Travel],
+        verdicts: &[Verdict],
+    ) -> Result<Option<Tensor<1>>> {
         let Some(clip) = &self.clip else { return Ok(None) };
         let mut squares = Tensor::<1>::zeros([clip.rows], (&self.device(), DType::F32));
-        for ((shard, travel), places) in self.shards.iter().zip(travels).zip(&clip.places) {
-            let verdict = travel.verdict.take().expect("it was started").wait()?;
-            travel.verdict = Some(Pending::ready(verdict.clone()));
+        let buckets = self.shards.iter().zip(travels).zip(verdicts).zip(&clip.places);
+        for (((shard, travel), verdict), places) in buckets {
             let everywhere = shard.bucket.kind == BucketKind::Replicated;
             let counted = !everywhere || self.world.rank() == 0;
             if let Some(own) = travel.squares.take().filter(|_| counted) {
-                let own = own * shard.by_row(verdict_of(verdict).accepted);
+                let own = own * shard.by_row(verdict.accepted.clone());
                 squares = squares.select_assign(0, places.clone(), own, IndexingUpdateOp::Add);
             }
         }
@@ -441,15 +455,4 @@ fn row_elements(parameter: &Parameter) -> usize {
         Work::Matrices { rows, columns, .. } => rows * columns,
         Work::Elements => super::plan::GRAIN,
     }
-}
-
-/// The verdict on a bucket's parameters: how many rows of each are refused, then on how many ranks
-/// each has a gradient.
-fn verdict_of(told: Tensor<1>) -> Verdict {
-    let parameters = told.dims()[0] / 2;
-    let refused = told.clone().slice(s![0..parameters]);
-    let present = told.slice(s![parameters..]);
-    let fine = refused.clone().equal_elem(0.0).float().cast(FloatDType::F32);
-    let there = present.greater_elem(0.0).float().cast(FloatDType::F32);
-    Verdict { accepted: fine * there, refused }
 }

@@ -58,6 +58,15 @@ pub struct Verdict {
     pub refused: Tensor<1>,
 }
 
+impl Verdict {
+    /// Of how many rows of each parameter are refused, and on how many ranks it has a gradient.
+    pub fn new(refused: Tensor<1>, present: Tensor<1>) -> Self {
+        let fine = refused.clone().equal_elem(0.0).float().cast(FloatDType::F32);
+        let there = present.greater_elem(0.0).float().cast(FloatDType::F32);
+        Self { accepted: fine * there, refused }
+    }
+}
+
 impl Shard {
     /// A share whose state is zero.
     pub fn new(

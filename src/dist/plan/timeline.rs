@@ -39,9 +39,8 @@ pub struct Timeline {
 
 impl Plan {
     /// Simulates the three phases of a step. One collective follows the other on the wire: all
-    /// reductions; then for each bucket the verdict, one bucket ahead, and the gathering. A rank
-    /// updates its share of a bucket when the verdict is known and its bucket before is done; a
-    /// bucket is gathered when its last rank is done.
+    /// reductions, the verdict, and bucket by bucket the gathering, when its last rank is done. A
+    /// rank updates its shares one after the other as soon as the verdict is known.
     ///
     /// # Panics
     ///
@@ -54,26 +53,19 @@ impl Plan {
         let update = |bucket: usize, rank: usize| {
             work[bucket][rank] + elementwise(&self.buckets()[bucket], rank, machine)
         };
-        let mut wire: f64 = messages.iter().map(|messages| messages.reduce).sum();
-        let mut known = vec![0.0; messages.len()];
-        let mut done = vec![0.0f64; ranks];
-        for turn in 0..=messages.len() {
-            if let Some(messages) = messages.get(turn) {
-                wire += messages.verdict;
-                known[turn] = wire;
-            }
-            if let Some(bucket) = turn.checked_sub(1) {
-                for (rank, done) in done.iter_mut().enumerate() {
-                    *done = done.max(known[bucket]) + update(bucket, rank);
-                }
-                wire = done.iter().copied().fold(wire, f64::max) + messages[bucket].gather;
-            }
+        // Two numbers a parameter, in float32, to all and back.
+        let verdict = 2.0 * machine.pass(2 * 4 * self.parameters().len(), ranks);
+        let mut wire: f64 = messages.iter().map(|messages| messages.reduce).sum::<f64>() + verdict;
+        let mut done = vec![wire; ranks];
+        for (bucket, messages) in messages.iter().enumerate() {
+            done.iter_mut().enumerate().for_each(|(rank, done)| *done += update(bucket, rank));
+            wire = done.iter().copied().fold(wire, f64::max) + messages.gather;
         }
         let busy = |rank| (0..messages.len()).map(|bucket| update(bucket, rank)).sum();
         Timeline {
             total: wire,
             compute: (0..ranks).map(busy).fold(0.0, f64::max),
-            communication: messages.iter().map(|m| m.reduce + m.verdict + m.gather).sum(),
+            communication: verdict + messages.iter().map(|m| m.reduce + m.gather).sum::<f64>(),
         }
     }
 }
@@ -81,20 +73,17 @@ impl Plan {
 /// Seconds that the collectives of a bucket take.
 struct Messages {
     reduce: f64,
-    verdict: f64,
     gather: f64,
 }
 
 impl Messages {
     fn of(bucket: &Bucket, machine: &Machine, ranks: usize) -> Self {
         let pass = machine.pass(bucket.elements() * bucket.dtype.size(), ranks);
-        // Two numbers a parameter, in float32, to all and back.
-        let verdict = 2.0 * machine.pass(2 * 4 * bucket.parameters.len(), ranks);
         let (reduce, gather) = match bucket.kind {
             BucketKind::Replicated => (2.0 * pass, 0.0),
             BucketKind::Matrices | BucketKind::Elements => (pass, pass),
         };
-        Self { reduce, verdict, gather }
+        Self { reduce, gather }
     }
 }
 
