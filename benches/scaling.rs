@@ -6,8 +6,8 @@
 //! ```
 //!
 //! Measured are the times of the iteration for each shape and of AdamW per byte, on the default
-//! device. Assumed are the links between ranks. The second machine has the same costs divided by
-//! how much faster it is said to be.
+//! device. Assumed are the links between ranks. The other machines have the same costs, divided by
+//! how much faster a GPU is said to be, and links of a network and of NVLink.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -31,13 +31,13 @@ const PASSES: f64 = 6.0;
 
 const RANKS: [usize; 10] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512];
 
-/// A GPU for comparison: operations per second in such matrices, bytes per second of memory over
-/// the eight passes of AdamW, and links of 400 Gbit/s.
+/// A GPU for comparison: operations per second in such matrices, and bytes per second of memory over
+/// the eight passes of AdamW.
 const GPU_OPERATIONS: f64 = 4e14;
 const GPU_ELEMENTWISE: f64 = 3e12 / 8.0;
-const GPU_BANDWIDTH: f64 = 5e10;
-/// Links of the machine that was measured: 10 Gbit/s.
+/// Links of a rank, in bytes per second: of the machine that was measured, and of GPUs.
 const BANDWIDTH: f64 = 1.25e9;
+const GPU_LINKS: [(&str, f64); 2] = [("400 Gbit/s", 5e10), ("450 GB/s", 4.5e11)];
 const LATENCY: f64 = 1e-5;
 
 #[derive(Module, Debug)]
@@ -155,7 +155,7 @@ fn main() {
     let elements: usize = parameters().iter().map(Parameter::elements).sum();
     let passes = PASSES * TOKENS * elements as f64;
     let machine = Machine { bandwidth: BANDWIDTH, latency: LATENCY, elementwise };
-    let here = curves("measured, 10 Gbit/s", &costs, &machine, passes / rate);
+    let here = curves("measured here, 10 Gbit/s", &costs, &machine, passes / rate);
 
     let faster = GPU_OPERATIONS / rate;
     let scaled = costs.shapes().map(|shape| {
@@ -163,12 +163,13 @@ fn main() {
         (shape, ShapeCost { fixed: fixed / faster, each: each / faster })
     });
     let scaled = Costs::new(scaled);
-    let (bandwidth, elementwise) = (GPU_BANDWIDTH, GPU_ELEMENTWISE);
-    let machine = Machine { bandwidth, latency: LATENCY, elementwise };
-    let name = format!("{faster:.0} times faster, 400 Gbit/s");
-    let gpu = curves(&name, &scaled, &machine, passes / GPU_OPERATIONS);
-
-    let curves: Vec<Curve> = here.into_iter().chain(gpu).collect();
+    let gpus = GPU_LINKS.iter().flat_map(|(links, bandwidth)| {
+        let (bandwidth, elementwise) = (*bandwidth, GPU_ELEMENTWISE);
+        let machine = Machine { bandwidth, latency: LATENCY, elementwise };
+        let name = format!("{faster:.0} times faster, {links}");
+        curves(&name, &scaled, &machine, passes / GPU_OPERATIONS)
+    });
+    let curves: Vec<Curve> = here.into_iter().chain(gpus).collect();
     println!("{}", table(&curves));
     let path = std::env::args().skip(1).find(|argument| !argument.starts_with("--"));
     if let Some(path) = path.map(PathBuf::from) {

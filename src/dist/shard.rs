@@ -204,7 +204,9 @@ impl Shard {
                 let Elementwise { settings, moments, corrections } = &mut **adamw;
                 let corrections = corrections.clone().map(|c| c.select(0, places.clone()));
                 let (gradients, values) = (grain_rows(gradients), grain_rows(values));
-                let old = moments.clone();
+                let nothing = Tensor::empty([1, GRAIN], (&self.device, self.bucket.dtype));
+                let nothing = Moments { moment_1: nothing.clone(), moment_2: nothing };
+                let old = core::mem::replace(moments, nothing);
                 let (updated, new) =
                     settings.step(values, gradients, old, &corrections, &gate, &rates);
                 *moments = new;

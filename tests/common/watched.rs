@@ -1,5 +1,7 @@
 //! An engine that is told of every call, between the optimizer and another engine.
 
+#![allow(dead_code)] // every target uses its own part
+
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

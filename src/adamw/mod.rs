@@ -12,6 +12,10 @@
 //! (Loshchilov and Hutter, <https://arxiv.org/abs/1711.05101>). The corrections `c` are the moving
 //! averages of ones: the usual `1 - b^t`, but counting only steps that were taken, on the device.
 
+#[cfg(feature = "flex")]
+mod flex;
+mod ops;
+
 use std::sync::Arc;
 
 use burn::config::Config;
@@ -20,7 +24,7 @@ use burn::tensor::{DType, Device, Tensor};
 
 use crate::checkpoint::saved_tensor;
 use crate::error::{Error, Result};
-use crate::gate::{Gate, SkippedSteps, spread};
+use crate::gate::{Gate, SkippedSteps};
 use crate::muon::rule::Rates;
 
 /// Configuration of AdamW for embeddings, the output head, vectors and scalars.
@@ -100,21 +104,7 @@ impl AdamWSettings {
         gate: &Gate,
         rates: &Rates,
     ) -> (Tensor<2>, Moments<2>) {
-        let grads = gate.clean(grads);
-        let averaged = |old: Tensor<2>, new: Tensor<2>, beta: f64| {
-            let averaged = old.clone().mul_scalar(beta) + new.mul_scalar(1.0 - beta);
-            gate.choose(averaged, old)
-        };
-        let moment_1 = averaged(moments.moment_1, grads.clone(), self.beta_1);
-        let moment_2 = averaged(moments.moment_2, grads.square(), self.beta_2);
-        let dtype = parameters.dtype();
-        let column = |values: &Tensor<1>| spread(values.clone().cast(dtype), &parameters);
-        // The correction of a row that was never accepted is zero, but it is not updated either.
-        let [c1, c2] = corrections.clone().map(|c| c.clamp_min(f32::MIN_POSITIVE));
-        let root = (moment_2.clone() / column(&c2)).sqrt().add_scalar(self.epsilon);
-        let direction = moment_1.clone() / column(&c1) / root;
-        let updated = parameters.clone() * column(&rates.keep) - direction * column(&rates.lr);
-        (gate.choose(updated, parameters), Moments { moment_1, moment_2 })
+        ops::step(self, parameters, grads, moments, corrections, gate, rates)
     }
 
     /// The corrections after a step, of rows or of parameters.

@@ -1,0 +1,138 @@
+//! A step of AdamW on rows, as a Burn backend extension: it may be one pass over memory.
+
+use burn::backend::{Backend, Dispatch, backend_extension, tensor::FloatTensor};
+use burn::tensor::Tensor;
+
+use super::{AdamWSettings, Moments};
+use crate::gate::{Gate, spread};
+use crate::muon::rule::Rates;
+use crate::orthogonalize::{Engine, Kernels};
+
+/// What AdamW does to every element.
+#[backend_extension(Flex: cfg(feature = "flex"))]
+pub trait AdamWOps: Backend {
+    /// The new values and moments of rows `[r, c]`. There is one float32 value per row, `[5, r]`, of:
+    /// whether it is accepted; what its values are multiplied by; its learning rate; the
+    /// corrections of its first and of its second moment. A row that is not accepted keeps
+    /// everything. The constants are both betas and epsilon.
+    fn adamw(
+        parameters: FloatTensor<Self>,
+        grads: FloatTensor<Self>,
+        moment_1: FloatTensor<Self>,
+        moment_2: FloatTensor<Self>,
+        rows: FloatTensor<Self>,
+        constants: [f32; 3],
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
+}
+
+/// [`AdamWOps::adamw`] on the engine of the parameters.
+pub(super) fn step(
+    settings: &AdamWSettings,
+    parameters: Tensor<2>,
+    grads: Tensor<2>,
+    moments: Moments<2>,
+    corrections: &[Tensor<1>; 2],
+    gate: &Gate,
+    rates: &Rates,
+) -> (Tensor<2>, Moments<2>) {
+    let dtype = parameters.dtype().into();
+    match Engine::choose(Kernels::Auto, &parameters.device(), dtype) {
+        Engine::Portable => {
+            portable(settings, parameters, grads, moments, corrections, gate, rates)
+        }
+        Engine::Flex => {
+            let [c1, c2] = corrections.clone();
+            let rows = vec![gate.accepted(), rates.keep.clone(), rates.lr.clone(), c1, c2];
+            let (parameters, moment_1, moment_2) = Dispatch::adamw(
+                parameters.into_dispatch(),
+                grads.into_dispatch(),
+                moments.moment_1.into_dispatch(),
+                moments.moment_2.into_dispatch(),
+                Tensor::<1>::stack::<2>(rows, 0).into_dispatch(),
+                [settings.beta_1, settings.beta_2, settings.epsilon].map(|x| x as f32),
+            );
+            let moments = Moments {
+                moment_1: Tensor::from_dispatch(moment_1),
+                moment_2: Tensor::from_dispatch(moment_2),
+            };
+            (Tensor::from_dispatch(parameters), moments)
+        }
+    }
+}
+
+/// The same in Burn's operations.
+fn portable(
+    settings: &AdamWSettings,
+    parameters: Tensor<2>,
+    grads: Tensor<2>,
+    moments: Moments<2>,
+    corrections: &[Tensor<1>; 2],
+    gate: &Gate,
+    rates: &Rates,
+) -> (Tensor<2>, Moments<2>) {
+    let grads = gate.clean(grads);
+    let averaged = |old: Tensor<2>, new: Tensor<2>, beta: f64| {
+        let averaged = old.clone().mul_scalar(beta) + new.mul_scalar(1.0 - beta);
+        gate.choose(averaged, old)
+    };
+    let moment_1 = averaged(moments.moment_1, grads.clone(), settings.beta_1);
+    let moment_2 = averaged(moments.moment_2, grads.square(), settings.beta_2);
+    let dtype = parameters.dtype();
+    let column = |values: &Tensor<1>| spread(values.clone().cast(dtype), &parameters);
+    // The correction of a row that was never accepted is zero, but it is not updated either.
+    let [c1, c2] = corrections.clone().map(|c| c.clamp_min(f32::MIN_POSITIVE));
+    let root = (moment_2.clone() / column(&c2)).sqrt().add_scalar(settings.epsilon);
+    let direction = moment_1.clone() / column(&c1) / root;
+    let updated = parameters.clone() * column(&rates.keep) - direction * column(&rates.lr);
+    (gate.choose(updated, parameters), Moments { moment_1, moment_2 })
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::{DType, Device, Distribution};
+
+    use super::*;
+
+    #[test]
+    fn the_fastest_engine_computes_what_burns_operations_do() {
+        let device = Device::default();
+        let (rows, columns) = (7, 9_000); // more than a thread takes at a time
+        let random = |low: f64, high: f64| {
+            Tensor::<2>::random([rows, columns], Distribution::Uniform(low, high), &device)
+        };
+        let row = |of: fn(usize) -> f32| {
+            let values: Vec<f32> = (0..rows).map(of).collect();
+            Tensor::<1>::from_data(burn::tensor::TensorData::from(&*values), &device)
+        };
+        let gate = Gate::from_accepted(row(|i| if i == 3 { 0.0 } else { 1.0 }));
+        let rates = Rates { keep: row(|i| 1.0 - 0.01 * i as f32), lr: row(|i| 0.1 * i as f32) };
+        let corrections = [row(|i| 0.1 * (1 + i) as f32), row(|i| 0.05 * (1 + i) as f32)];
+        let grads = random(-1.0, 1.0).slice_fill([3..4, 0..1], f32::NAN);
+        let (values, first, second) = (random(-1.0, 1.0), random(-1.0, 1.0), random(0.0, 1.0));
+        let settings = AdamWSettings::new();
+        for dtype in [DType::F32, DType::BF16] {
+            let cast = |tensor: &Tensor<2>| tensor.clone().cast(dtype);
+            let moments = || Moments { moment_1: cast(&first), moment_2: cast(&second) };
+            let run = |step: fn(&AdamWSettings, _, _, _, &[_; 2], &_, &_) -> _| {
+                step(&settings, cast(&values), cast(&grads), moments(), &corrections, &gate, &rates)
+            };
+            let (fast, fast_moments) = run(step);
+            let (plain, plain_moments) = run(portable);
+            let tolerance = if dtype == DType::F32 { 1e-6 } else { 0.01 };
+            for (fast, plain, old) in [
+                (fast, plain, &values),
+                (fast_moments.moment_1, plain_moments.moment_1, &first),
+                (fast_moments.moment_2, plain_moments.moment_2, &second),
+            ] {
+                assert_eq!(fast.dtype(), dtype);
+                let norm = |tensor: Tensor<2>| {
+                    tensor.cast(DType::F32).square().sum().sqrt().into_scalar::<f32>()
+                };
+                let difference = norm(fast.clone() - plain.clone()) / norm(plain);
+                assert!(difference < tolerance, "{dtype:?}: {difference}");
+                let kept = fast.slice([3..4]) - cast(old).slice([3..4]);
+                assert_eq!(kept.abs().max().into_scalar::<f32>(), 0.0, "a refused row stays");
+            }
+        }
+    }
+}
