@@ -99,8 +99,10 @@ fn bad_input_is_refused_before_the_first_step() {
 #[test]
 fn bad_checkpoints_are_refused_before_the_first_step() {
     let folder = folder();
-    let flags = "--data text.rs --batch 1 --sample 0";
-    succeed(folder.path(), &format!("{flags} --steps 1 --save run.bpk"));
+    let flags = "--batch 1 --sample 0";
+    let text = fs::read_to_string(folder.path().join("text.rs")).unwrap();
+    fs::write(folder.path().join("other.rs"), text.replace("pow", "bow")).unwrap();
+    succeed(folder.path(), &format!("{flags} --data text.rs --steps 1 --save run.bpk"));
     let checkpoint = fs::read(folder.path().join("run.bpk")).unwrap();
     fs::write(folder.path().join("cut.bpk"), &checkpoint[..checkpoint.len() / 2]).unwrap();
     for (arguments, expected) in [
@@ -108,13 +110,25 @@ fn bad_checkpoints_are_refused_before_the_first_step() {
         ("--steps 1 --resume cut.bpk", "the file is missing or damaged"),
         ("--steps 1 --resume text.rs", "the file is missing or damaged"),
         ("--steps 2 --resume run.bpk", "--resume run.bpk: it was trained with Settings"),
+        ("--steps 1 --data other.rs --resume run.bpk", "it was trained with Settings"),
         ("--steps 1 --lr 0.1 --resume run.bpk", "--resume run.bpk: it was trained with Settings"),
         ("--steps 1 --optimizer adamw --resume run.bpk", "\"run.bpk\": 0 of the"),
         ("--steps 1 --bpe 300 --resume run.bpk", "\"run.bpk\" is of another model"),
         ("--steps 1 --preset small --resume run.bpk", "\"run.bpk\" is of another model"),
     ] {
-        refused(folder.path(), &format!("{flags} {arguments}"), expected);
+        let data = if arguments.contains("--data") { "" } else { "--data text.rs " };
+        refused(folder.path(), &format!("{flags} {data}{arguments}"), expected);
     }
+}
+
+#[test]
+fn a_diverged_run_can_be_continued() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 1 --steps 4 --eval-every 1 --sample 0 --lr 1e30";
+    succeed(folder.path(), &format!("{flags} --save run.bpk"));
+    let losses = curve(&folder.path().join("run.bpk"));
+    assert!(losses.iter().any(|(_, loss)| loss.is_none_or(|loss| !loss.is_finite())), "{losses:?}");
+    succeed(folder.path(), &format!("{flags} --resume run.bpk"));
 }
 
 #[cfg(unix)]
@@ -205,7 +219,7 @@ fn comparisons_print_and_plot_every_optimizer() {
 }
 
 /// The validation losses that a checkpoint has kept.
-fn curve(checkpoint: &Path) -> Vec<(usize, f64)> {
+fn curve(checkpoint: &Path) -> Vec<(usize, Option<f64>)> {
     let checkpoint = burn_pack::Reader::from_file_exact(checkpoint).expect("a checkpoint");
     let progress: serde_json::Value =
         serde_json::from_str(&checkpoint.metadata()["progress"]).expect("the progress of a run");
@@ -225,9 +239,12 @@ fn any_number_of_ranks_follows_one_curve() {
             assert!(stdout.contains("gradient shares"), "no memory report in {stdout}");
             curve(&folder.path().join(name))
         });
-        assert!(curves[0][6].1 < curves[0][0].1, "it learns: {:?}", curves[0]);
-        for other in &curves[1..] {
-            for ((step, loss), (_, alone)) in other.iter().zip(&curves[0]) {
+        let losses = curves.map(|curve| {
+            curve.into_iter().map(|(_, loss)| loss.expect("a number")).collect::<Vec<_>>()
+        });
+        assert!(losses[0].len() == 7 && losses[0][6] < losses[0][0], "it learns: {losses:?}");
+        for other in &losses[1..] {
+            for (step, (loss, alone)) in other.iter().zip(&losses[0]).enumerate() {
                 let difference = (loss - alone).abs() / alone;
                 assert!(difference < 1e-5, "{optimizer}, step {step}: {loss} and {alone}");
             }

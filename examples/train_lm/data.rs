@@ -2,6 +2,7 @@
 //! of this repository downloads, and memory-mapped.
 
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
@@ -158,6 +159,13 @@ impl Corpus {
     /// Tokens in all.
     pub fn len(&self) -> usize {
         self.tokens.len() / 2
+    }
+
+    /// What tells the text from others.
+    pub fn fingerprint(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.tokens.hash(&mut hasher);
+        hasher.finish()
     }
 
     /// Inputs and targets, `[batch, context]` each, from windows that `seed` chooses.

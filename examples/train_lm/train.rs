@@ -14,7 +14,7 @@ use burn::tensor::{Device, Int, Tensor, TensorData, activation::softmax, s};
 use distmuon::dist::{ReduceOp, World};
 use indicatif::{ProgressBar, ProgressStyle};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::Options;
 use crate::data::{Corpus, Split};
@@ -48,7 +48,14 @@ pub struct Run<'a> {
 struct Progress {
     settings: Settings,
     step: usize,
+    #[serde(deserialize_with = "with_nan")]
     curve: Vec<(usize, f64)>,
+}
+
+/// The losses of a curve, where JSON has null for those of a run that diverged.
+fn with_nan<'de, D: Deserializer<'de>>(saved: D) -> Result<Vec<(usize, f64)>, D::Error> {
+    let curve = Vec::<(usize, Option<f64>)>::deserialize(saved)?.into_iter();
+    Ok(curve.map(|(step, loss)| (step, loss.unwrap_or(f64::NAN))).collect())
 }
 
 /// What has to be the same when a run is continued.
@@ -60,6 +67,8 @@ struct Settings {
     batch: usize,
     seed: u64,
     tokens: usize,
+    /// Tells texts of one length apart.
+    text: u64,
 }
 
 /// What came out of a run.
@@ -118,6 +127,7 @@ impl Run<'_> {
             batch,
             seed,
             tokens: self.corpus.len(),
+            text: self.corpus.fingerprint(),
         };
         let schedule = self.optimizer.schedule(lr, steps);
         let progress = Progress { settings, step: 0, curve: vec![] };

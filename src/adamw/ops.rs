@@ -89,7 +89,7 @@ fn portable(
 
 #[cfg(test)]
 mod tests {
-    use burn::tensor::{DType, Device, Distribution};
+    use burn::tensor::{DType, Device, Distribution, s};
 
     use super::*;
 
@@ -130,7 +130,7 @@ mod tests {
                 };
                 let difference = norm(fast.clone() - plain.clone()) / norm(plain);
                 assert!(difference < tolerance, "{dtype:?}: {difference}");
-                let kept = fast.slice([3..4]) - cast(old).slice([3..4]);
+                let kept = fast.slice(s![3..4]) - cast(old).slice(s![3..4]);
                 assert_eq!(kept.abs().max().into_scalar::<f32>(), 0.0, "a refused row stays");
             }
         }
