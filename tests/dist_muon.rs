@@ -6,15 +6,15 @@ use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
-use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
-use burn::tensor::{Bytes, Device, Tensor, TensorData};
+use burn::optim::{ModuleOptimizer, OptimizerRecord};
+use burn::tensor::{Bytes, Device, Tensor};
 use burn_pack::Reader;
-use common::{Fixed, bits};
+use common::{Fixed, gradients, weights};
 use distmuon::dist::{DistMuonConfig, Gradients, World};
 use distmuon::{Error, MuonConfig, Result, Rule};
-use rand::{RngExt, SeedableRng, rngs::StdRng};
+use rand::{SeedableRng, rngs::StdRng};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -37,37 +37,6 @@ impl Net {
         };
         net.map(&mut Fixed(StdRng::seed_from_u64(5)))
     }
-
-    fn gradients(&self, seed: u64) -> GradientsParams {
-        let mut random = Random(StdRng::seed_from_u64(seed), GradientsParams::new());
-        self.visit(&mut random);
-        random.1
-    }
-
-    fn weights(&self) -> Vec<Vec<u8>> {
-        let mut weights = Weights(vec![]);
-        self.visit(&mut weights);
-        weights.0
-    }
-}
-
-struct Random(StdRng, GradientsParams);
-
-impl ModuleVisitor for Random {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let value = param.val().inner();
-        let values = (0..value.shape().num_elements()).map(|_| self.0.random_range(-1.0..1.0));
-        let values = TensorData::new(values.collect::<Vec<f32>>(), value.shape());
-        self.1.register::<D>(param.id, Tensor::from_data(values, &value.device()));
-    }
-}
-
-struct Weights(Vec<Vec<u8>>);
-
-impl ModuleVisitor for Weights {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.0.push(bits(&param.val()));
-    }
 }
 
 fn device() -> Device {
@@ -85,7 +54,7 @@ fn ranks<T: Send>(count: usize, run: impl Fn(World) -> Result<T> + Sync) -> Resu
 
 fn train(mut net: Net, optim: &mut ModuleOptimizer, steps: std::ops::Range<u64>) -> Net {
     for step in steps {
-        let gradients = net.gradients(step);
+        let gradients = gradients(&net, step);
         net = optim.step(0.01, net, gradients);
     }
     net
@@ -95,7 +64,7 @@ fn train(mut net: Net, optim: &mut ModuleOptimizer, steps: std::ops::Range<u64>)
 fn alone(steps: std::ops::Range<u64>) -> Vec<Vec<u8>> {
     let net = Net::new(&device());
     let mut optim = config().muon.init(&net);
-    train(net, &mut optim, steps).weights()
+    weights(&train(net, &mut optim, steps))
 }
 
 /// The elements of every momentum in a record, by path.
@@ -119,7 +88,7 @@ fn it_is_bit_equal_to_one_device_and_keeps_each_momentum_once() {
             let net = Net::new(world.device());
             let mut optim = config().build(&world)?.init(&net)?;
             let net = train(net, &mut optim, 0..10);
-            Ok((net.weights(), momenta(&optim)))
+            Ok((weights(&net), momenta(&optim)))
         });
         let runs = runs.unwrap();
         assert!(runs.iter().all(|(weights, _)| *weights == expected), "{count} ranks");
@@ -151,7 +120,7 @@ fn threads_share_one_instance() {
         let threads: Vec<_> = (0..3)
             .map(|_| {
                 let (net, mut optim) = (net.clone().fork(&device()), optim.clone());
-                scope.spawn(move || train(net, &mut optim, 0..10).weights())
+                scope.spawn(move || weights(&train(net, &mut optim, 0..10)))
             })
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
@@ -180,7 +149,7 @@ fn records_continue_bit_for_bit() {
         let net = net.load_record(burn::store::ModuleRecord::from_bytes(model.clone()).unwrap());
         let optim = config().build(world)?.init(&net)?;
         let mut optim = optim.load_record(OptimizerRecord::from_bytes(states.clone()).unwrap());
-        Ok::<_, Error>(train(net, &mut optim, 5..10).weights())
+        Ok::<_, Error>(weights(&train(net, &mut optim, 5..10)))
     };
     let own = ranks(2, |world| {
         let (model, states) = &halfway[world.rank()];
@@ -219,7 +188,7 @@ fn a_gradient_that_is_missing_on_a_rank_stops_all() {
                 let net = Net::new(world.device());
                 let mut optim = config().build(&world)?.init(&net)?;
                 let net = train(net, &mut optim, 0..missing_at);
-                let mut gradients = net.gradients(missing_at);
+                let mut gradients = gradients(&net, missing_at);
                 if world.rank() == 1 {
                     gradients.remove::<2>(net.layers[1].weight.id);
                 }

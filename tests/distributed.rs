@@ -8,7 +8,7 @@ use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
-use common::bits;
+use common::{bits, gradients, weights};
 use distmuon::dist::plan::Strategy;
 use distmuon::dist::{CostSource, DistMuonConfig, Gradients, ReduceOp, World};
 use distmuon::{Error, MuonConfig, Result, Rule};
@@ -45,47 +45,18 @@ impl Net {
         net.map(&mut common::Fixed(StdRng::seed_from_u64(7)))
     }
 
-    /// Gradients that depend on the seed only.
     fn gradients(&self, seed: u64) -> GradientsParams {
-        let mut gradients =
-            Random { rng: StdRng::seed_from_u64(seed), grads: GradientsParams::new() };
-        self.visit(&mut gradients);
-        gradients.grads
+        gradients(self, seed)
     }
 
     fn weights(&self) -> Vec<Vec<u8>> {
-        let mut weights = Weights(vec![]);
-        self.visit(&mut weights);
-        weights.0
+        weights(self)
     }
 
     fn values(&self) -> Vec<f64> {
         let floats = self.weights().concat();
         let float = |b: &[u8]| f64::from(f32::from_le_bytes(b.try_into().expect("four bytes")));
         floats.chunks(4).map(float).collect()
-    }
-}
-
-struct Random {
-    rng: StdRng,
-    grads: GradientsParams,
-}
-
-impl burn::module::ModuleVisitor for Random {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let value = param.val().inner();
-        let count = value.shape().num_elements();
-        let values: Vec<f32> = (0..count).map(|_| self.rng.random_range(-1.0..1.0)).collect();
-        let grad = Tensor::from_data(TensorData::new(values, value.shape()), &value.device());
-        self.grads.register::<D>(param.id, grad);
-    }
-}
-
-struct Weights(Vec<Vec<u8>>);
-
-impl burn::module::ModuleVisitor for Weights {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.0.push(bits(&param.val()));
     }
 }
 
@@ -636,23 +607,6 @@ impl Stack {
         Self { matrices: shapes.iter().map(&mut matrix).collect() }
     }
 
-    fn gradients(&self, seed: u64) -> GradientsParams {
-        let mut rng = StdRng::seed_from_u64(seed);
-        let mut gradients = GradientsParams::new();
-        for matrix in &self.matrices {
-            let value = matrix.val().inner();
-            let values = (0..value.shape().num_elements()).map(|_| rng.random_range(-1.0..1.0));
-            let values = TensorData::new(values.collect::<Vec<f32>>(), value.shape());
-            let gradient = Tensor::from_data(values, (&value.device(), value.dtype()));
-            gradients.register::<2>(matrix.id, gradient);
-        }
-        gradients
-    }
-
-    fn weights(&self) -> Vec<Vec<u8>> {
-        self.matrices.iter().map(|matrix| bits(&matrix.val())).collect()
-    }
-
     /// The weights after ten steps on a number of ranks, which agree.
     fn trained(
         shapes: &[[usize; 2]],
@@ -664,10 +618,10 @@ impl Stack {
             let mut stack = Self::new(shapes, dtype, world.device());
             let mut optim = config.init(&world, &stack)?;
             for step in 0..10 {
-                let gradients = stack.gradients(step);
+                let gradients = gradients(&stack, step);
                 stack = optim.step(0.01, stack, gradients)?;
             }
-            Ok(stack.weights())
+            Ok(weights(&stack))
         })
         .unwrap();
         assert!(runs.iter().all(|weights| *weights == runs[0]), "the ranks agree");
@@ -718,7 +672,7 @@ fn half_precision_is_bit_equal_too() {
         let alone = Stack::trained(&shapes, dtype, 1, &matrices_only());
         let start = Stack::new(&shapes, dtype, &device());
         assert!(start.matrices.iter().all(|matrix| matrix.val().dtype() == dtype));
-        assert!(alone.iter().zip(start.weights()).all(|(new, old)| *new != old), "{dtype:?}");
+        assert!(alone.iter().zip(weights(&start)).all(|(new, old)| *new != old), "{dtype:?}");
         for count in [2, 4] {
             assert!(Stack::trained(&shapes, dtype, count, &matrices_only()) == alone, "{dtype:?}");
         }

@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use burn::module::{Module, Param};
+use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Tensor, TensorData};
-use common::{Fixed, bits};
+use burn::tensor::Device;
+use common::{Fixed, gradients, weights};
 use distmuon::dist::{DistMuonConfig, World};
 use distmuon::{Error, Result};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -40,37 +40,6 @@ impl Net {
             head: linear(20, 40),
         };
         net.map(&mut Fixed(StdRng::seed_from_u64(5)))
-    }
-
-    fn gradients(&self, seed: u64) -> GradientsParams {
-        let mut random = Random(StdRng::seed_from_u64(seed), GradientsParams::new());
-        self.visit(&mut random);
-        random.1
-    }
-
-    fn weights(&self) -> Vec<u8> {
-        let mut weights = Weights(vec![]);
-        self.visit(&mut weights);
-        weights.0
-    }
-}
-
-struct Random(StdRng, GradientsParams);
-
-impl burn::module::ModuleVisitor for Random {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let value = param.val().inner();
-        let values = (0..value.shape().num_elements()).map(|_| self.0.random_range(-1.0..1.0));
-        let values = TensorData::new(values.collect::<Vec<f32>>(), value.shape());
-        self.1.register::<D>(param.id, Tensor::from_data(values, &value.device()));
-    }
-}
-
-struct Weights(Vec<u8>);
-
-impl burn::module::ModuleVisitor for Weights {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.0.extend(bits(&param.val()));
     }
 }
 
@@ -101,7 +70,7 @@ fn events_of_a_step(clip: bool) -> Vec<Event> {
         });
         let mut optim = config(clip).init(&world, &net)?;
         active.store(1, Ordering::SeqCst);
-        let gradients = net.gradients(0);
+        let gradients = gradients(&net, 0);
         optim.step(0.01, net, gradients).map(|_| ())
     });
     run.unwrap();
@@ -140,7 +109,7 @@ fn a_rank_that_dies_in_any_phase_stops_all_before_a_parameter_is_new() {
                         }
                     });
                     let mut optim = config(clip).init(&watched, &net)?;
-                    let gradients = net.gradients(0);
+                    let gradients = gradients(&net, 0);
                     let stepped = optim.step(0.01, net, gradients);
                     outcomes.lock().unwrap().push((world.rank(), stepped.as_ref().err().cloned()));
                     stepped.map(|_| ())
@@ -182,10 +151,10 @@ fn delays_anywhere_change_nothing() {
             });
             let mut optim = config(false).init(&world, &net)?;
             for step in 0..100 {
-                let gradients = net.gradients(step);
+                let gradients = gradients(&net, step);
                 net = optim.step(0.01, net, gradients)?;
             }
-            Ok(net.weights())
+            Ok(weights(&net))
         });
         nets.unwrap()
     };
@@ -233,10 +202,10 @@ fn a_rank_that_dies_during_a_save_leaves_a_checkpoint() {
             let net = Net::new(world.device());
             let optim = config(false).init(&world, &net)?;
             let (net, _, progress): (_, _, usize) = optim.load(&path, net)?;
-            Ok((net.weights(), progress))
+            Ok((weights(&net), progress))
         });
-        let (weights, progress) = loaded.unwrap().swap_remove(0);
-        assert!(weights == Net::new(&Device::default().autodiff()).weights());
+        let (loaded, progress) = loaded.unwrap().swap_remove(0);
+        assert!(loaded == weights(&Net::new(&Device::default().autodiff())));
         assert!(progress == last || progress == fatal + 1, "event {fatal}: {progress}");
         last = progress;
     }

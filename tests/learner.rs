@@ -10,7 +10,7 @@ use std::time::Duration;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
 use burn::data::dataset::InMemDataset;
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::{Device, Tensor, TensorData, activation::relu};
@@ -20,7 +20,7 @@ use burn::train::{
     EarlyStoppingStrategy, ExecutionStrategy, InferenceStep, Learner, LearningResult,
     RegressionOutput, SupervisedTraining, TrainOutput, TrainStep, TrainingStrategy,
 };
-use common::bits;
+use common::weights;
 use distmuon::Schedule;
 use distmuon::dist::{DistMuonConfig, DistMuonStrategy};
 use distmuon::schedule::ScheduledLr;
@@ -52,28 +52,12 @@ impl Net {
     }
 
     fn weights(&self) -> Vec<Vec<u8>> {
-        let mut weights = Weights::default();
-        self.visit(&mut weights);
-        weights.bits
+        weights(self)
     }
 
     fn values(&self) -> Vec<f32> {
-        let mut weights = Weights::default();
-        self.visit(&mut weights);
-        weights.values
-    }
-}
-
-#[derive(Default)]
-struct Weights {
-    bits: Vec<Vec<u8>>,
-    values: Vec<f32>,
-}
-
-impl ModuleVisitor for Weights {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.bits.push(bits(&param.val()));
-        self.values.extend(param.val().into_data().iter::<f32>());
+        let bytes = self.weights().concat();
+        bytes.chunks(4).map(|b| f32::from_le_bytes(b.try_into().expect("four bytes"))).collect()
     }
 }
 

@@ -93,20 +93,6 @@ impl AdamWSettings {
         }
     }
 
-    /// One step of rows `[rows, columns]`, given the corrections of every row after the step: their
-    /// new values and moments.
-    pub(crate) fn step(
-        &self,
-        parameters: Tensor<2>,
-        grads: Tensor<2>,
-        moments: Moments<2>,
-        corrections: &[Tensor<1>; 2],
-        gate: &Gate,
-        rates: &Rates,
-    ) -> (Tensor<2>, Moments<2>) {
-        ops::step(self, parameters, grads, moments, corrections, gate, rates)
-    }
-
     /// The corrections after a step, of rows or of parameters.
     pub(crate) fn correct(&self, corrections: [Tensor<1>; 2], gate: &Gate) -> [Tensor<1>; 2] {
         let [first, second] = corrections;

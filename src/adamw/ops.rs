@@ -25,66 +25,64 @@ pub trait AdamWOps: Backend {
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
 }
 
-/// [`AdamWOps::adamw`] on the engine of the parameters.
-pub(super) fn step(
-    settings: &AdamWSettings,
-    parameters: Tensor<2>,
-    grads: Tensor<2>,
-    moments: Moments<2>,
-    corrections: &[Tensor<1>; 2],
-    gate: &Gate,
-    rates: &Rates,
-) -> (Tensor<2>, Moments<2>) {
-    let dtype = parameters.dtype().into();
-    match Engine::choose(Kernels::Auto, &parameters.device(), dtype) {
-        Engine::Portable => {
-            portable(settings, parameters, grads, moments, corrections, gate, rates)
-        }
-        Engine::Flex => {
-            let [c1, c2] = corrections.clone();
-            let rows = vec![gate.accepted(), rates.keep.clone(), rates.lr.clone(), c1, c2];
-            let (parameters, moment_1, moment_2) = Dispatch::adamw(
-                parameters.into_dispatch(),
-                grads.into_dispatch(),
-                moments.moment_1.into_dispatch(),
-                moments.moment_2.into_dispatch(),
-                Tensor::<1>::stack::<2>(rows, 0).into_dispatch(),
-                [settings.beta_1, settings.beta_2, settings.epsilon].map(|x| x as f32),
-            );
-            let moments = Moments {
-                moment_1: Tensor::from_dispatch(moment_1),
-                moment_2: Tensor::from_dispatch(moment_2),
-            };
-            (Tensor::from_dispatch(parameters), moments)
+impl AdamWSettings {
+    /// One step of rows `[rows, columns]`, given the corrections of every row after the step: their
+    /// new values and moments, from the engine of the parameters.
+    pub(crate) fn step(
+        &self,
+        parameters: Tensor<2>,
+        grads: Tensor<2>,
+        moments: Moments<2>,
+        corrections: &[Tensor<1>; 2],
+        gate: &Gate,
+        rates: &Rates,
+    ) -> (Tensor<2>, Moments<2>) {
+        let dtype = parameters.dtype().into();
+        match Engine::choose(Kernels::Auto, &parameters.device(), dtype) {
+            Engine::Portable => self.portable(parameters, grads, moments, corrections, gate, rates),
+            Engine::Flex => {
+                let [c1, c2] = corrections.clone();
+                let rows = vec![gate.accepted(), rates.keep.clone(), rates.lr.clone(), c1, c2];
+                let (parameters, moment_1, moment_2) = Dispatch::adamw(
+                    parameters.into_dispatch(),
+                    grads.into_dispatch(),
+                    moments.moment_1.into_dispatch(),
+                    moments.moment_2.into_dispatch(),
+                    Tensor::<1>::stack::<2>(rows, 0).into_dispatch(),
+                    [self.beta_1, self.beta_2, self.epsilon].map(|x| x as f32),
+                );
+                let [moment_1, moment_2] = [moment_1, moment_2].map(Tensor::from_dispatch);
+                (Tensor::from_dispatch(parameters), Moments { moment_1, moment_2 })
+            }
         }
     }
-}
 
-/// The same in Burn's operations.
-fn portable(
-    settings: &AdamWSettings,
-    parameters: Tensor<2>,
-    grads: Tensor<2>,
-    moments: Moments<2>,
-    corrections: &[Tensor<1>; 2],
-    gate: &Gate,
-    rates: &Rates,
-) -> (Tensor<2>, Moments<2>) {
-    let grads = gate.clean(grads);
-    let averaged = |old: Tensor<2>, new: Tensor<2>, beta: f64| {
-        let averaged = old.clone().mul_scalar(beta) + new.mul_scalar(1.0 - beta);
-        gate.choose(averaged, old)
-    };
-    let moment_1 = averaged(moments.moment_1, grads.clone(), settings.beta_1);
-    let moment_2 = averaged(moments.moment_2, grads.square(), settings.beta_2);
-    let dtype = parameters.dtype();
-    let column = |values: &Tensor<1>| spread(values.clone().cast(dtype), &parameters);
-    // The correction of a row that was never accepted is zero, but it is not updated either.
-    let [c1, c2] = corrections.clone().map(|c| c.clamp_min(f32::MIN_POSITIVE));
-    let root = (moment_2.clone() / column(&c2)).sqrt().add_scalar(settings.epsilon);
-    let direction = moment_1.clone() / column(&c1) / root;
-    let updated = parameters.clone() * column(&rates.keep) - direction * column(&rates.lr);
-    (gate.choose(updated, parameters), Moments { moment_1, moment_2 })
+    /// [`step`](Self::step) in Burn's operations.
+    fn portable(
+        &self,
+        parameters: Tensor<2>,
+        grads: Tensor<2>,
+        moments: Moments<2>,
+        corrections: &[Tensor<1>; 2],
+        gate: &Gate,
+        rates: &Rates,
+    ) -> (Tensor<2>, Moments<2>) {
+        let grads = gate.clean(grads);
+        let averaged = |old: Tensor<2>, new: Tensor<2>, beta: f64| {
+            let averaged = old.clone().mul_scalar(beta) + new.mul_scalar(1.0 - beta);
+            gate.choose(averaged, old)
+        };
+        let moment_1 = averaged(moments.moment_1, grads.clone(), self.beta_1);
+        let moment_2 = averaged(moments.moment_2, grads.square(), self.beta_2);
+        let dtype = parameters.dtype();
+        let column = |values: &Tensor<1>| spread(values.clone().cast(dtype), &parameters);
+        // The correction of a row that was never accepted is zero, but it is not updated either.
+        let [c1, c2] = corrections.clone().map(|c| c.clamp_min(f32::MIN_POSITIVE));
+        let root = (moment_2.clone() / column(&c2)).sqrt().add_scalar(self.epsilon);
+        let direction = moment_1.clone() / column(&c1) / root;
+        let updated = parameters.clone() * column(&rates.keep) - direction * column(&rates.lr);
+        (gate.choose(updated, parameters), Moments { moment_1, moment_2 })
+    }
 }
 
 #[cfg(test)]
@@ -116,8 +114,8 @@ mod tests {
             let run = |step: fn(&AdamWSettings, _, _, _, &[_; 2], &_, &_) -> _| {
                 step(&settings, cast(&values), cast(&grads), moments(), &corrections, &gate, &rates)
             };
-            let (fast, fast_moments) = run(step);
-            let (plain, plain_moments) = run(portable);
+            let (fast, fast_moments) = run(AdamWSettings::step);
+            let (plain, plain_moments) = run(AdamWSettings::portable);
             let tolerance = if dtype == DType::F32 { 1e-6 } else { 0.01 };
             for (fast, plain, old) in [
                 (fast, plain, &values),

@@ -2,7 +2,8 @@
 
 #![allow(dead_code)] // every test target uses its own part
 
-use burn::module::{ModuleMapper, Param};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, TensorData};
 use faer::Mat;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -90,4 +91,34 @@ impl ModuleMapper for Fixed {
             Tensor::from_data(values, &old.device()).require_grad()
         })
     }
+}
+
+/// Gradients of a model that depend on the seed only.
+pub fn gradients<M: Module>(model: &M, seed: u64) -> GradientsParams {
+    struct Random(StdRng, GradientsParams);
+    impl ModuleVisitor for Random {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let value = param.val().inner();
+            let values = (0..value.shape().num_elements()).map(|_| self.0.random_range(-1.0..1.0));
+            let values = TensorData::new(values.collect::<Vec<f32>>(), value.shape());
+            let gradient = Tensor::from_data(values, (&value.device(), value.dtype()));
+            self.1.register::<D>(param.id, gradient);
+        }
+    }
+    let mut random = Random(StdRng::seed_from_u64(seed), GradientsParams::new());
+    model.visit(&mut random);
+    random.1
+}
+
+/// The bytes of every parameter of a model.
+pub fn weights<M: Module>(model: &M) -> Vec<Vec<u8>> {
+    struct Weights(Vec<Vec<u8>>);
+    impl ModuleVisitor for Weights {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            self.0.push(bits(&param.val()));
+        }
+    }
+    let mut weights = Weights(vec![]);
+    model.visit(&mut weights);
+    weights.0
 }
