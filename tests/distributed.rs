@@ -443,6 +443,10 @@ fn different_calls_are_named() {
 #[test]
 fn collectives_move_what_they_say() {
     for dtype in [DType::F32, DType::F16, DType::BF16] {
+        if !Device::default().supports_dtype(dtype) {
+            println!("skipped: the device has no {dtype:?}");
+            continue;
+        }
         let outcome = ranks(3, |world| {
             assert_eq!(world.comm().engine(), "threads");
             let (rank, comm) = (world.rank(), world.comm());
@@ -669,6 +673,10 @@ fn one_giant_many_dwarfs_and_more_ranks_than_matrices() {
 fn half_precision_is_bit_equal_too() {
     let shapes = [[16, 24], [24, 16], [24, 16], [7, 5]];
     for dtype in [DType::F16, DType::BF16] {
+        if !Device::default().supports_dtype(dtype) {
+            println!("skipped: the device has no {dtype:?}");
+            continue;
+        }
         let alone = Stack::trained(&shapes, dtype, 1, &matrices_only());
         let start = Stack::new(&shapes, dtype, &device());
         assert!(start.matrices.iter().all(|matrix| matrix.val().dtype() == dtype));
@@ -731,4 +739,18 @@ fn frozen_parameters_take_no_part() {
         Ok(())
     });
     runs.unwrap();
+}
+
+#[test]
+fn a_world_has_a_rank() {
+    let error = World::threads([], |_| Ok::<_, Error>(())).unwrap_err();
+    assert!(matches!(error, Error::Setting { setting: "devices", .. }), "{error}");
+}
+
+#[cfg(all(feature = "flex", feature = "wgpu"))]
+#[test]
+fn devices_of_two_backends_are_no_world() {
+    let devices = [Device::flex(), Device::wgpu(burn::tensor::DeviceKind::DefaultDevice)];
+    let error = World::threads(devices, |_| Ok::<_, Error>(())).unwrap_err();
+    assert!(matches!(error, Error::Devices { rank: 1, .. }), "{error}");
 }

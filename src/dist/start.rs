@@ -1,7 +1,7 @@
 //! What the ranks agree on before the first step.
 
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::Tensor;
 
 use super::World;
 use super::config::DistMuonConfig;
@@ -60,18 +60,16 @@ pub fn compare<M: Module>(world: &World, parameters: &[Parameter], model: &M) ->
         let (first, other) = (described(first), described(other));
         return Err(Error::ModelsDiffer { rank, parameter, other, first });
     }
-    let all = world.all_gather_value(&sums(model))?;
-    for (rank, other) in all.iter().enumerate() {
-        if let Some(((path, first), (_, other))) =
-            all[0].iter().zip(other).find(|((_, first), (_, other))| first != other)
-        {
-            let value =
-                |bits: &[u32; 2]| format!("of other values (sum {})", f32::from_bits(bits[0]));
-            let (first, other) = (value(first), value(other));
-            return Err(Error::ModelsDiffer { rank, parameter: path.clone(), other, first });
-        }
+    let all = world.all_gather_value(&other_values(world, model)?)?.into_iter().enumerate();
+    match all.filter_map(|(rank, path)| Some((rank, path?))).next() {
+        Some((rank, parameter)) => Err(Error::ModelsDiffer {
+            rank,
+            parameter,
+            other: "of other values".into(),
+            first: "of the first ones".into(),
+        }),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// The plan of all ranks: made by rank 0, since one that was searched for with a time limit may
@@ -104,21 +102,26 @@ pub fn plan(
     }
 }
 
-/// For every parameter, its path and the bits of the sum and of the sum of magnitudes.
-fn sums<M: Module>(model: &M) -> Vec<(String, [u32; 2])> {
-    struct Sums(Vec<Tensor<1>>);
-    impl ModuleVisitor for Sums {
+/// The first parameter that has not the values that it has on rank 0. Element by element: sums depend
+/// on the order in which a device takes them.
+fn other_values<M: Module>(world: &World, model: &M) -> Result<Option<String>> {
+    struct Values(Vec<Tensor<1>>);
+    impl ModuleVisitor for Values {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            let value = param.val().inner().cast(FloatDType::F32);
-            self.0.push(Tensor::cat(vec![value.clone().sum(), value.abs().sum()], 0));
+            self.0.push(param.val().inner().reshape([-1]));
         }
     }
-    let mut sums = Sums(vec![]);
-    model.visit(&mut sums);
-    let bits = |sums: Tensor<1>| {
-        let bits: Vec<u32> = sums.into_data().iter::<f32>().map(f32::to_bits).collect();
-        [bits[0], bits[1]]
-    };
+    let mut values = Values(vec![]);
+    model.visit(&mut values);
     let paths = Walk::through(model).into_iter().map(|found| found.path);
-    paths.zip(sums.0.into_iter().map(bits)).collect()
+    let mut first_other = None;
+    for (path, own) in paths.zip(values.0) {
+        let first = world.comm().broadcast(own.clone(), 0)?.wait()?;
+        let both_undefined = own.clone().is_nan().bool_and(first.clone().is_nan());
+        let differs = own.not_equal(first).bool_and(both_undefined.bool_not()).any();
+        if differs.into_scalar::<bool>() {
+            first_other.get_or_insert(path);
+        }
+    }
+    Ok(first_other)
 }
