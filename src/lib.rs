@@ -47,7 +47,8 @@
 //! # Devices and features
 //!
 //! The features `flex` (default), `wgpu`, `vulkan`, `cuda`, `cpu` and `tch` enable Burn's features of
-//! the same names; so far the tests have run on Flex only. On Flex, the iteration and the
+//! the same names. All tests run on Flex, most have been run on `wgpu` with a software device; nothing
+//! has run on a GPU yet. On Flex, the iteration and the
 //! elementwise parts have implementations of their own; elsewhere they are composed of Burn's
 //! operations ([`Kernels`]).
 //!

@@ -246,7 +246,11 @@ fn ranks_train_on_the_batches_of_one_that_are_as_large_together() {
         let alone = trained(&setup, burns()).values();
         let worst = together.iter().zip(&alone).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(worst < 1e-5, "{ranks} ranks: {worst}");
-        assert!(trained(&Setup::default(), on_ranks(ranks)).values() == together, "again");
+        // Where the device computes gradients in one order, every run is the same.
+        let again = trained(&Setup::default(), on_ranks(ranks)).values();
+        let worst = together.iter().zip(&again).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        let exact = format!("{:?}", Device::default()).contains("Flex");
+        assert!(worst <= if exact { 0.0 } else { 1e-5 }, "{ranks} ranks, again: {worst}");
     }
 }
 

@@ -1,0 +1,92 @@
+//! AdamW on rows.
+
+use cubecl::calculate_cube_count_elemwise;
+use cubecl::client::Client;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::{Batch, UNITS};
+
+/// The constants of AdamW.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamW {
+    /// Decay of the first moment.
+    pub beta_1: f32,
+    /// Decay of the second moment.
+    pub beta_2: f32,
+    /// Added to the root of the second moment.
+    pub epsilon: f32,
+}
+
+/// Updates rows and both of their moments in place (Loshchilov and Hutter,
+/// <https://arxiv.org/abs/1711.05101>). `rows` holds `[5, r]` float32 values: whether a row is
+/// accepted; what its values are multiplied by; its learning rate; the corrections of its first and of
+/// its second moment.
+pub fn adamw<F: Float + CubeElement>(
+    client: &Client,
+    [parameters, grads, moment_1, moment_2]: [&Handle; 4],
+    rows: &Handle,
+    batch: Batch,
+    AdamW { beta_1, beta_2, epsilon }: AdamW,
+) {
+    if batch.is_empty() {
+        return;
+    }
+    let size = batch.vector_size(client, size_of::<F>());
+    let (vectors, units) = (batch.len() / size, CubeDim::new_1d(UNITS));
+    // SAFETY: the buffers hold `batch` elements, and units beyond them do nothing.
+    unsafe {
+        let elements = |handle: &Handle| BufferArg::from_raw_parts(handle.clone(), vectors);
+        adamw_kernel::launch_unchecked::<F>(
+            client,
+            calculate_cube_count_elemwise(client, vectors, units),
+            units,
+            batch.address_type(),
+            size,
+            elements(parameters),
+            elements(grads),
+            elements(moment_1),
+            elements(moment_2),
+            BufferArg::from_raw_parts(rows.clone(), 5 * batch.count),
+            batch.elements / size,
+            batch.count,
+            beta_1,
+            beta_2,
+            epsilon,
+        );
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn adamw_kernel<F: Float, N: Size>(
+    parameters: &mut [Vector<F, N>],
+    grads: &[Vector<F, N>],
+    moment_1: &mut [Vector<F, N>],
+    moment_2: &mut [Vector<F, N>],
+    rows: &[f32],
+    vectors: usize,
+    count: usize,
+    beta_1: f32,
+    beta_2: f32,
+    epsilon: f32,
+) {
+    let at = ABSOLUTE_POS;
+    let row = at / vectors;
+    if row >= count || rows[row] == 0.0 {
+        terminate!();
+    }
+    let keep = Vector::<f32, N>::new(rows[count + row]);
+    let lr = Vector::<f32, N>::new(rows[2 * count + row]);
+    let correction_1 = Vector::<f32, N>::new(rows[3 * count + row]);
+    let correction_2 = Vector::<f32, N>::new(rows[4 * count + row]);
+    let (b1, fresh_1) = (Vector::<f32, N>::new(beta_1), Vector::<f32, N>::new(1.0 - beta_1));
+    let (b2, fresh_2) = (Vector::<f32, N>::new(beta_2), Vector::<f32, N>::new(1.0 - beta_2));
+    let grad = Vector::<f32, N>::cast_from(grads[at]);
+    let m = b1 * Vector::cast_from(moment_1[at]) + fresh_1 * grad;
+    let v = b2 * Vector::cast_from(moment_2[at]) + fresh_2 * grad * grad;
+    let root = (v / correction_2).sqrt() + Vector::new(epsilon);
+    let value = keep * Vector::cast_from(parameters[at]) - lr * (m / correction_1 / root);
+    moment_1[at] = Vector::cast_from(m);
+    moment_2[at] = Vector::cast_from(v);
+    parameters[at] = Vector::cast_from(value);
+}

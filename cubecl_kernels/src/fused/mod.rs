@@ -1,0 +1,83 @@
+//! The elementwise parts of a step of Muon and of AdamW, each in one pass over memory.
+//!
+//! Matrices come in batches `[k, elements]`, in order in one buffer; there is one float32 value per
+//! matrix, `[k]`, of everything that may differ between them. A matrix is *accepted* if all entries
+//! of its gradient are finite; one that is not keeps its momentum and its values. Everything is
+//! computed in float32 and rounded once.
+
+mod adamw;
+mod muon;
+mod norm;
+
+pub use adamw::{AdamW, adamw};
+pub use muon::{Momentum, accumulate, apply, finite};
+pub use norm::{Norms, normalize};
+
+use cubecl::client::Client;
+use cubecl::prelude::*;
+
+/// Units of a cube.
+const UNITS: u32 = 256;
+
+/// The most cubes that all runtimes take in the second dimension is 65 535.
+const MOST_ROWS: usize = 1 << 15;
+
+/// Vectors that a unit takes on, where there are enough.
+const VECTORS_PER_UNIT: usize = 8;
+
+/// A batch of matrices, or of anything else that is contiguous.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Batch {
+    /// How many.
+    pub count: usize,
+    /// Elements of each.
+    pub elements: usize,
+}
+
+impl Batch {
+    /// Elements of all.
+    pub fn len(self) -> usize {
+        self.count * self.elements
+    }
+
+    /// Whether there is nothing to do.
+    pub fn is_empty(self) -> bool {
+        self.len() == 0
+    }
+
+    /// The longest vectors that elements of so many bytes can be read in, and that divide a matrix.
+    fn vector_size(self, client: &Client, bytes: usize) -> usize {
+        let divides = |size: &usize| self.elements.is_multiple_of(*size);
+        client.io_optimized_vector_sizes(bytes).filter(divides).max().unwrap_or(1)
+    }
+
+    /// Cubes that a matrix is divided among.
+    fn cubes(self, vector_size: usize) -> u32 {
+        let vectors = self.elements / vector_size;
+        vectors.div_ceil(VECTORS_PER_UNIT * UNITS as usize).max(1) as u32
+    }
+
+    /// A row of cubes for every matrix; there may be more rows than matrices.
+    fn cube_count(self, vector_size: usize) -> CubeCount {
+        let rows = self.count.min(MOST_ROWS);
+        let layers = self.count.div_ceil(rows);
+        CubeCount::Static(self.cubes(vector_size), rows as u32, layers as u32)
+    }
+
+    fn address_type(self) -> AddressType {
+        AddressType::from_len(self.len())
+    }
+}
+
+/// The matrix of a cube.
+#[cube]
+fn own_matrix() -> usize {
+    (CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y) as usize
+}
+
+/// The first vector of a matrix that a unit takes, and the step to the next one.
+#[cube]
+fn own_vectors() -> (usize, usize) {
+    let first = CUBE_POS_X * CUBE_DIM_X + UNIT_POS_X;
+    (first as usize, (CUBE_COUNT_X * CUBE_DIM_X) as usize)
+}

@@ -1,0 +1,204 @@
+//! Momentum before the iteration, and the update after it.
+
+use cubecl::client::Client;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+use super::norm::{Norms, store_part, with_squares};
+use super::{Batch, UNITS, own_matrix, own_vectors};
+
+/// Which matrices are finite: `[k]`, 1 for those, else 0.
+pub fn finite<F: Float + CubeElement>(client: &Client, grads: &Handle, batch: Batch) -> Handle {
+    let accepted = client.create_from_slice(f32::as_bytes(&vec![1.0; batch.count]));
+    if batch.is_empty() {
+        return accepted;
+    }
+    let size = batch.vector_size(client, size_of::<F>());
+    // SAFETY: the buffers hold `batch` elements, and every index is below the vectors of a matrix.
+    unsafe {
+        finite_kernel::launch_unchecked::<F>(
+            client,
+            batch.cube_count(size),
+            CubeDim::new_1d(UNITS),
+            batch.address_type(),
+            size,
+            BufferArg::from_raw_parts(grads.clone(), batch.len() / size),
+            BufferArg::from_raw_parts(accepted.clone(), batch.count),
+            batch.elements / size,
+            batch.count,
+        );
+    }
+    accepted
+}
+
+/// Units that find something write the same zero.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn finite_kernel<F: Float, N: Size>(
+    grads: &[Vector<F, N>],
+    accepted: &mut [f32],
+    vectors: usize,
+    count: usize,
+) {
+    let matrix = own_matrix();
+    if matrix >= count {
+        terminate!();
+    }
+    let (first, step) = own_vectors();
+    for i in range_stepped(first, vectors, step) {
+        let x = Vector::<f32, N>::cast_from(grads[matrix * vectors + i]);
+        #[unroll]
+        for j in 0..N::value() {
+            let value = x.extract(j);
+            if value.is_nan() || value.is_inf() {
+                accepted[matrix] = 0.0;
+            }
+        }
+    }
+}
+
+/// How momentum is taken.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Momentum {
+    /// The weight of what was, in `[0, 1)`.
+    pub mu: f32,
+    /// Whether the update looks ahead.
+    pub nesterov: bool,
+}
+
+/// Advances the momentum in place, `M <- mu M + (1 - mu) G`. Returns what is to be orthogonalised,
+/// `mu M + (1 - mu) G` with Nesterov and else `M`, zeros where a matrix is refused; and the norms of
+/// that.
+pub fn accumulate<F: Float + CubeElement>(
+    client: &Client,
+    grads: &Handle,
+    momentum: &Handle,
+    accepted: &Handle,
+    batch: Batch,
+    Momentum { mu, nesterov }: Momentum,
+) -> (Handle, Norms) {
+    let size = batch.vector_size(client, size_of::<F>());
+    let update = client.empty(batch.len() * size_of::<F>());
+    let norms = Norms::empty(client, batch, batch.cubes(size));
+    if batch.is_empty() {
+        return (update, norms);
+    }
+    // SAFETY: the buffers hold `batch` elements, and every index is below the vectors of a matrix.
+    unsafe {
+        let elements =
+            |handle: &Handle| BufferArg::from_raw_parts(handle.clone(), batch.len() / size);
+        accumulate_kernel::launch_unchecked::<F>(
+            client,
+            batch.cube_count(size),
+            CubeDim::new_1d(UNITS),
+            batch.address_type(),
+            size,
+            elements(grads),
+            elements(momentum),
+            elements(&update),
+            BufferArg::from_raw_parts(accepted.clone(), batch.count),
+            norms.arg(batch),
+            batch.elements / size,
+            batch.count,
+            mu,
+            nesterov,
+        );
+    }
+    (update, norms)
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn accumulate_kernel<F: Float, N: Size>(
+    grads: &[Vector<F, N>],
+    momentum: &mut [Vector<F, N>],
+    update: &mut [Vector<F, N>],
+    accepted: &[f32],
+    norms: &mut [f32],
+    vectors: usize,
+    count: usize,
+    mu: f32,
+    #[comptime] nesterov: bool,
+) {
+    let matrix = own_matrix();
+    if matrix >= count {
+        terminate!();
+    }
+    let taken = accepted[matrix] != 0.0;
+    let (keep, fresh) = (Vector::<f32, N>::new(mu), Vector::<f32, N>::new(1.0 - mu));
+    let mut scale = f32::new(0.0);
+    let mut squares = f32::new(0.0);
+    let (first, step) = own_vectors();
+    for i in range_stepped(first, vectors, step) {
+        let at = matrix * vectors + i;
+        if taken {
+            let grad = fresh * Vector::cast_from(grads[at]);
+            let averaged = keep * Vector::cast_from(momentum[at]) + grad;
+            momentum[at] = Vector::cast_from(averaged);
+            let ahead = if comptime!(nesterov) { keep * averaged + grad } else { averaged };
+            update[at] = Vector::cast_from(ahead);
+            let (s, q) = with_squares::<N>(scale, squares, ahead);
+            scale = s;
+            squares = q;
+        } else {
+            update[at] = Vector::new(F::new(0.0));
+        }
+    }
+    store_part(norms, scale, squares);
+}
+
+/// Updates accepted matrices in place: `P <- keep P - lr U`, with one `keep` and `lr` per matrix.
+pub fn apply<F: Float + CubeElement, U: Float + CubeElement>(
+    client: &Client,
+    parameters: &Handle,
+    directions: &Handle,
+    [accepted, keep, lr]: [&Handle; 3],
+    batch: Batch,
+) {
+    if batch.is_empty() {
+        return;
+    }
+    let size = batch.vector_size(client, size_of::<F>().max(size_of::<U>()));
+    // SAFETY: the buffers hold `batch` elements, and every index is below the vectors of a matrix.
+    unsafe {
+        let per_matrix = |handle: &Handle| BufferArg::from_raw_parts(handle.clone(), batch.count);
+        apply_kernel::launch_unchecked::<F, U>(
+            client,
+            batch.cube_count(size),
+            CubeDim::new_1d(UNITS),
+            batch.address_type(),
+            size,
+            BufferArg::from_raw_parts(parameters.clone(), batch.len() / size),
+            BufferArg::from_raw_parts(directions.clone(), batch.len() / size),
+            per_matrix(accepted),
+            per_matrix(keep),
+            per_matrix(lr),
+            batch.elements / size,
+            batch.count,
+        );
+    }
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn apply_kernel<F: Float, U: Float, N: Size>(
+    parameters: &mut [Vector<F, N>],
+    directions: &[Vector<U, N>],
+    accepted: &[f32],
+    keep: &[f32],
+    lr: &[f32],
+    vectors: usize,
+    count: usize,
+) {
+    let matrix = own_matrix();
+    if matrix >= count {
+        terminate!();
+    }
+    if accepted[matrix] == 0.0 {
+        terminate!();
+    }
+    let (keep, lr) = (Vector::<f32, N>::new(keep[matrix]), Vector::<f32, N>::new(lr[matrix]));
+    let (first, step) = own_vectors();
+    for i in range_stepped(first, vectors, step) {
+        let at = matrix * vectors + i;
+        let kept = keep * Vector::cast_from(parameters[at]);
+        parameters[at] = Vector::cast_from(kept - lr * Vector::cast_from(directions[at]));
+    }
+}

@@ -1,0 +1,238 @@
+//! The elementwise kernels against loops in float64, on the runtime that the features choose (wgpu
+//! without any).
+
+use cubecl::client::Client;
+use cubecl::features::TypeUsage;
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+use distmuon_kernels::fused::{
+    AdamW, Batch, Momentum, accumulate, adamw, apply, finite, normalize,
+};
+
+/// Matrices of one element, of odd sizes, and of more than a cube takes at a time.
+const BATCHES: [Batch; 6] = [
+    Batch { count: 1, elements: 1 },
+    Batch { count: 3, elements: 7 },
+    Batch { count: 2, elements: 256 },
+    Batch { count: 5, elements: 1002 },
+    Batch { count: 2, elements: 9000 },
+    Batch { count: 1, elements: 70_001 },
+];
+
+/// A client, if its device has the type.
+fn client<F: Float + CubeElement>() -> Option<Client> {
+    let client = cubecl::test_client();
+    let has = F::supported_uses(&client).contains(TypeUsage::Buffer);
+    if !has {
+        println!("skipped: the device has no {}", core::any::type_name::<F>());
+    }
+    has.then_some(client)
+}
+
+fn upload<F: Float + CubeElement>(client: &Client, values: &[f64]) -> Handle {
+    let values: Vec<F> = values.iter().map(|x| F::new(*x as f32)).collect();
+    client.create_from_slice(F::as_bytes(&values))
+}
+
+fn download<F: Float + CubeElement + Into<f64>>(client: &Client, handle: &Handle) -> Vec<f64> {
+    let bytes = client.read_one_unchecked(handle.clone());
+    F::from_bytes(&bytes).iter().map(|x| (*x).into()).collect()
+}
+
+/// Values from -1 to 1 that a type holds exactly.
+fn values<F: Float + CubeElement + Into<f64>>(count: usize, seed: usize) -> Vec<f64> {
+    let value = |i: usize| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1001.0 - 1.0;
+    (0..count).map(|i| F::new(value(i)).into()).collect()
+}
+
+fn close(found: &[f64], expected: &[f64], tolerance: f64, what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let largest = expected.iter().fold(1e-30, |a: f64, x| a.max(x.abs()));
+    for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let error = (found - expected).abs() / largest;
+        assert!(error <= tolerance, "{what}, entry {i}: {found}, expected {expected}");
+    }
+}
+
+/// All but the first matrix of several are finite.
+fn poisoned<F: Float + CubeElement + Into<f64>>(batch: Batch) -> Vec<f64> {
+    let mut grads = values::<F>(batch.len(), 1);
+    if batch.count > 1 {
+        grads[batch.elements - 1] = [f64::NAN, f64::INFINITY][batch.count % 2];
+    }
+    grads
+}
+
+fn accepts(batch: Batch) -> Vec<f64> {
+    (0..batch.count).map(|i| if batch.count > 1 && i == 0 { 0.0 } else { 1.0 }).collect()
+}
+
+fn check_muon<F: Float + CubeElement + Into<f64>>(tolerance: f64) {
+    let Some(client) = client::<F>() else { return };
+    for batch in BATCHES {
+        for nesterov in [true, false] {
+            let (grads, momenta) = (poisoned::<F>(batch), values::<F>(batch.len(), 2));
+            let parameters = values::<F>(batch.len(), 3);
+            let handles = [&grads, &momenta, &parameters].map(|x| upload::<F>(&client, x));
+            let [grad, momentum, parameter] = &handles;
+
+            let accepted = finite::<F>(&client, grad, batch);
+            assert_eq!(download::<f32>(&client, &accepted), accepts(batch), "{batch:?}");
+
+            let rule = Momentum { mu: 0.75, nesterov };
+            let (update, norms) = accumulate::<F>(&client, grad, momentum, &accepted, batch, rule);
+            let taken = accepts(batch);
+            let is_taken = |i: usize| taken[i / batch.elements] == 1.0;
+            let averaged: Vec<f64> = (0..batch.len())
+                .map(|i| if is_taken(i) { 0.75 * momenta[i] + 0.25 * grads[i] } else { momenta[i] })
+                .collect();
+            let ahead: Vec<f64> = (0..batch.len())
+                .map(|i| match (is_taken(i), nesterov) {
+                    (false, _) => 0.0,
+                    (true, true) => 0.75 * averaged[i] + 0.25 * grads[i],
+                    (true, false) => averaged[i],
+                })
+                .collect();
+            let what = format!("{batch:?}, nesterov {nesterov}");
+            close(&download::<F>(&client, momentum), &averaged, tolerance, &what);
+            close(&download::<F>(&client, &update), &ahead, tolerance, &what);
+
+            let normal = normalize::<F, F>(&client, &update, &norms, batch, 1e-7);
+            let norm = |matrix: &[f64]| matrix.iter().map(|x| x * x).sum::<f64>().sqrt().max(1e-7);
+            let expected: Vec<f64> = ahead
+                .chunks(batch.elements)
+                .flat_map(|matrix| matrix.iter().map(|x| x / norm(matrix)).collect::<Vec<_>>())
+                .collect();
+            close(&download::<F>(&client, &normal), &expected, tolerance, &what);
+
+            let per_matrix = |of: fn(usize) -> f64| {
+                let values: Vec<f64> = (0..batch.count).map(of).collect();
+                (upload::<f32>(&client, &values), values)
+            };
+            let (keep, keeps) = per_matrix(|i| 1.0 - 0.125 * i as f64);
+            let (lr, lrs) = per_matrix(|i| 0.5 + i as f64);
+            apply::<F, F>(&client, parameter, &update, [&accepted, &keep, &lr], batch);
+            let updated: Vec<f64> = (0..batch.len())
+                .map(|i| match is_taken(i) {
+                    true => {
+                        let matrix = i / batch.elements;
+                        keeps[matrix] * parameters[i] - lrs[matrix] * ahead[i]
+                    }
+                    false => parameters[i],
+                })
+                .collect();
+            close(&download::<F>(&client, parameter), &updated, 2.0 * tolerance, &what);
+        }
+    }
+}
+
+#[test]
+fn muon_float32() {
+    check_muon::<f32>(1e-6);
+}
+
+#[test]
+fn muon_float16() {
+    check_muon::<half::f16>(2e-3);
+}
+
+#[test]
+fn muon_bfloat16() {
+    check_muon::<half::bf16>(2e-2);
+}
+
+#[test]
+fn norms_at_any_scale() {
+    let Some(client) = client::<f32>() else { return };
+    let batch = Batch { count: 2, elements: 3000 };
+    for scale in [1e-30, 1e-20, 1.0, 1e20, 1e30] {
+        let grads: Vec<f64> =
+            values::<f32>(batch.len(), 4).iter().map(|x| f64::from((x * scale) as f32)).collect();
+        let grad = upload::<f32>(&client, &grads);
+        let momentum = upload::<f32>(&client, &vec![0.0; batch.len()]);
+        let accepted = finite::<f32>(&client, &grad, batch);
+        let rule = Momentum { mu: 0.0, nesterov: false };
+        let (update, norms) = accumulate::<f32>(&client, &grad, &momentum, &accepted, batch, rule);
+        let normal = normalize::<f32, f32>(&client, &update, &norms, batch, 0.0);
+        let normal = download::<f32>(&client, &normal);
+        for matrix in normal.chunks(batch.elements) {
+            let norm = matrix.iter().map(|x| x * x).sum::<f64>().sqrt();
+            assert!((norm - 1.0).abs() < 1e-5, "scale {scale}: {norm}");
+        }
+        // A norm below epsilon is not amplified.
+        let small = normalize::<f32, f32>(&client, &update, &norms, batch, 1e-7);
+        let norm = download::<f32>(&client, &small)[..batch.elements]
+            .iter()
+            .map(|x| x * x)
+            .sum::<f64>()
+            .sqrt();
+        assert!(if scale < 1e-10 { norm < 1e-10 } else { (norm - 1.0).abs() < 1e-5 }, "{norm}");
+    }
+    let zeros = upload::<f32>(&client, &vec![0.0; batch.len()]);
+    let accepted = finite::<f32>(&client, &zeros, batch);
+    let rule = Momentum { mu: 0.5, nesterov: true };
+    let (update, norms) = accumulate::<f32>(&client, &zeros, &zeros, &accepted, batch, rule);
+    let normal = normalize::<f32, f32>(&client, &update, &norms, batch, 0.0);
+    assert!(download::<f32>(&client, &normal).iter().all(|x| *x == 0.0), "zero stays zero");
+}
+
+fn check_adamw<F: Float + CubeElement + Into<f64>>(tolerance: f64) {
+    let Some(client) = client::<F>() else { return };
+    // More rows than a dimension of cubes can have, too.
+    for batch in BATCHES.into_iter().chain([Batch { count: 70_000, elements: 4 }]) {
+        let grads = poisoned::<F>(batch);
+        let [old, first] = [5, 6].map(|seed| values::<F>(batch.len(), seed));
+        let second: Vec<f64> = values::<F>(batch.len(), 7).iter().map(|x| x.abs()).collect();
+        let handles = [&old, &grads, &first, &second].map(|x| upload::<F>(&client, x));
+        let taken = accepts(batch);
+        let wave = |i: usize| 0.5 + (i % 4) as f64 * 0.125;
+        let waves: Vec<f64> = (0..batch.count).map(wave).collect();
+        let rows = [&taken, &waves, &waves, &waves, &waves].map(|x| x.as_slice()).concat();
+        let rows = upload::<f32>(&client, &rows);
+        let constants = AdamW { beta_1: 0.75, beta_2: 0.875, epsilon: 1e-3 };
+        let [a, b, c, d] = &handles;
+        adamw::<F>(&client, [a, b, c, d], &rows, batch, constants);
+        let mut expected = [old.clone(), first.clone(), second.clone()];
+        for i in (0..batch.len()).filter(|i| taken[i / batch.elements] == 1.0) {
+            let row = wave(i / batch.elements);
+            let m = 0.75 * first[i] + 0.25 * grads[i];
+            let v = 0.875 * second[i] + 0.125 * grads[i] * grads[i];
+            let value = row * old[i] - row * (m / row / ((v / row).sqrt() + 1e-3));
+            [expected[0][i], expected[1][i], expected[2][i]] = [value, m, v];
+        }
+        for (handle, expected) in [a, c, d].into_iter().zip(&expected) {
+            close(&download::<F>(&client, handle), expected, tolerance, &format!("{batch:?}"));
+        }
+    }
+}
+
+#[test]
+fn adamw_float32() {
+    check_adamw::<f32>(1e-5);
+}
+
+#[test]
+fn adamw_float16() {
+    check_adamw::<half::f16>(2e-3);
+}
+
+#[test]
+fn adamw_bfloat16() {
+    check_adamw::<half::bf16>(2e-2);
+}
+
+#[test]
+fn nothing_to_do() {
+    let client = cubecl::test_client();
+    for batch in [Batch { count: 0, elements: 4 }, Batch { count: 3, elements: 0 }] {
+        let handle = upload::<f32>(&client, &[1.0, 2.0]);
+        let accepted = finite::<f32>(&client, &handle, batch);
+        let rule = Momentum { mu: 0.5, nesterov: true };
+        let (update, norms) = accumulate::<f32>(&client, &handle, &handle, &accepted, batch, rule);
+        normalize::<f32, f32>(&client, &update, &norms, batch, 0.0);
+        apply::<f32, f32>(&client, &handle, &update, [&accepted; 3], batch);
+        let constants = AdamW { beta_1: 0.9, beta_2: 0.9, epsilon: 0.0 };
+        adamw::<f32>(&client, [&handle; 4], &handle, batch, constants);
+        assert_eq!(download::<f32>(&client, &handle), [1.0, 2.0]);
+    }
+}
