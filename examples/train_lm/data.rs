@@ -112,6 +112,8 @@ impl Tokenizer {
 /// A tokenised text, split into training and validation blocks.
 pub struct Corpus {
     pub tokenizer: Tokenizer,
+    /// What tells the text from others.
+    pub fingerprint: u64,
     /// Little-endian `u16`s in a file without a name.
     tokens: Mmap,
 }
@@ -153,19 +155,14 @@ impl Corpus {
         // SAFETY: the file has no name and no other handle, so that nobody else can change it.
         let tokens = unsafe { Mmap::map(&file) }.context("can't map the tokens")?;
         tracing::info!(files = files.len(), bytes = text.len(), tokens = count, "corpus");
-        Ok(Self { tokenizer, tokens })
+        let mut hasher = DefaultHasher::new();
+        tokens.hash(&mut hasher);
+        Ok(Self { tokenizer, fingerprint: hasher.finish(), tokens })
     }
 
     /// Tokens in all.
     pub fn len(&self) -> usize {
         self.tokens.len() / 2
-    }
-
-    /// What tells the text from others.
-    pub fn fingerprint(&self) -> u64 {
-        let mut hasher = DefaultHasher::new();
-        self.tokens.hash(&mut hasher);
-        hasher.finish()
     }
 
     /// Inputs and targets, `[batch, context]` each, from windows that `seed` chooses.

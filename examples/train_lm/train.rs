@@ -127,7 +127,7 @@ impl Run<'_> {
             batch,
             seed,
             tokens: self.corpus.len(),
-            text: self.corpus.fingerprint(),
+            text: self.corpus.fingerprint,
         };
         let schedule = self.optimizer.schedule(lr, steps);
         let progress = Progress { settings, step: 0, curve: vec![] };

@@ -280,7 +280,7 @@ impl<M: LearnerModel> Worker<'_, M> {
         let mut gradients = GradientsAccumulator::new();
         for batch in 1.. {
             let item = self.next(items.next());
-            if self.any(item.is_none())? || self.stopped()? {
+            if self.any(item.is_none() || self.run.interrupter.should_stop())? {
                 break;
             }
             let Some(item) = item else { break };
@@ -332,9 +332,9 @@ impl<M: LearnerModel> Worker<'_, M> {
             return Ok(true);
         }
         let record = if self.run.saves { Some(self.optim.to_record()?) } else { None };
-        let model = self.model().clone();
         let Some(main) = &mut self.main else { return self.any(false) };
         if let (Some(checkpointer), Some(record)) = (&mut main.checkpointer, record) {
+            let model = self.model.clone().expect("every step gives it back");
             self.learner.load_model(model.into_record());
             self.learner.load_optim(record);
             checkpointer.checkpoint(&self.learner, epoch, &self.run.store);

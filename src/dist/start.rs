@@ -1,12 +1,13 @@
 //! What the ranks agree on before the first step.
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::Module;
 use burn::tensor::Tensor;
 
 use super::World;
 use super::config::DistMuonConfig;
 use super::optimizer::Member;
 use super::plan::{Costs, Parameter, Plan, Work};
+use super::world::values;
 use crate::error::{Error, Result};
 use crate::route::{Group, Routing, Walk};
 
@@ -105,23 +106,13 @@ pub fn plan(
 /// The first parameter that has not the values that it has on rank 0. Element by element: sums depend
 /// on the order in which a device takes them.
 fn other_values<M: Module>(world: &World, model: &M) -> Result<Option<String>> {
-    struct Values(Vec<Tensor<1>>);
-    impl ModuleVisitor for Values {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            self.0.push(param.val().inner().reshape([-1]));
-        }
-    }
-    let mut values = Values(vec![]);
-    model.visit(&mut values);
-    let paths = Walk::through(model).into_iter().map(|found| found.path);
-    let mut first_other = None;
-    for (path, own) in paths.zip(values.0) {
+    let mut differences = Vec::new();
+    for own in values(model) {
         let first = world.comm().broadcast(own.clone(), 0)?.wait()?;
         let both_undefined = own.clone().is_nan().bool_and(first.clone().is_nan());
-        let differs = own.not_equal(first).bool_and(both_undefined.bool_not()).any();
-        if differs.into_scalar::<bool>() {
-            first_other.get_or_insert(path);
-        }
+        differences.push(own.not_equal(first).bool_and(both_undefined.bool_not()).any());
     }
-    Ok(first_other)
+    let differences = Tensor::cat(differences, 0).into_data();
+    let mut paths = Walk::through(model).into_iter().zip(differences.iter::<bool>());
+    Ok(paths.find_map(|(found, differs)| differs.then_some(found.path)))
 }

@@ -213,9 +213,7 @@ impl World {
     /// As every collective; [`Error::Mismatch`] for models of different shapes.
     pub fn broadcast<M: Module>(&self, model: M) -> Result<M> {
         // Nobody waits inside a map: modules may hold locks there that ranks share.
-        let mut values = Values(VecDeque::new());
-        model.visit(&mut values);
-        let started = values.0.into_iter().map(|own| self.comm.broadcast(own, 0));
+        let started = values(&model).into_iter().map(|own| self.comm.broadcast(own, 0));
         let started = started.collect::<Result<Vec<_>>>()?;
         let first = started.into_iter().map(Pending::wait).collect::<Result<VecDeque<_>>>()?;
         Ok(model.map(&mut Values(first)))
@@ -250,6 +248,13 @@ pub(super) fn message(panic: &(dyn Any + Send)) -> &str {
 }
 
 /// The values of a model's parameters, flat and in its order.
+pub(super) fn values<M: Module>(model: &M) -> VecDeque<Tensor<1>> {
+    let mut values = Values(VecDeque::new());
+    model.visit(&mut values);
+    values.0
+}
+
+/// Collects the values of a model, or puts others in their place.
 struct Values(VecDeque<Tensor<1>>);
 
 impl ModuleVisitor for Values {
