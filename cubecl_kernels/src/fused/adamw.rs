@@ -34,19 +34,18 @@ pub fn adamw<F: Float + CubeElement>(
     }
     let size = batch.vector_size(client, size_of::<F>());
     let (vectors, units) = (batch.len() / size, CubeDim::new_1d(UNITS));
-    // SAFETY: the buffers hold `batch` elements, and units beyond them do nothing.
+    // SAFETY: units beyond the vectors do nothing.
     unsafe {
-        let elements = |handle: &Handle| BufferArg::from_raw_parts(handle.clone(), vectors);
         adamw_kernel::launch_unchecked::<F>(
             client,
             calculate_cube_count_elemwise(client, vectors, units),
             units,
             batch.address_type(),
             size,
-            elements(parameters),
-            elements(grads),
-            elements(moment_1),
-            elements(moment_2),
+            batch.vectors(parameters, size),
+            batch.vectors(grads, size),
+            batch.vectors(moment_1, size),
+            batch.vectors(moment_2, size),
             BufferArg::from_raw_parts(rows.clone(), 5 * batch.count),
             batch.elements / size,
             batch.count,

@@ -15,6 +15,7 @@ pub use norm::{Norms, normalize};
 
 use cubecl::client::Client;
 use cubecl::prelude::*;
+use cubecl::server::Handle;
 
 /// Units of a cube.
 const UNITS: u32 = 256;
@@ -62,6 +63,18 @@ impl Batch {
         let rows = self.count.min(MOST_ROWS);
         let layers = self.count.div_ceil(rows);
         CubeCount::Static(self.cubes(vector_size), rows as u32, layers as u32)
+    }
+
+    /// The buffer of its elements, read in vectors.
+    fn vectors(self, handle: &Handle, vector_size: usize) -> BufferArg {
+        // SAFETY: the buffer holds the elements of the batch, by the contract of every kernel here.
+        unsafe { BufferArg::from_raw_parts(handle.clone(), self.len() / vector_size) }
+    }
+
+    /// The buffer of one float32 value per matrix.
+    fn per_matrix(self, handle: &Handle) -> BufferArg {
+        // SAFETY: the buffer holds a value per matrix, by the contract of every kernel here.
+        unsafe { BufferArg::from_raw_parts(handle.clone(), self.count) }
     }
 
     fn address_type(self) -> AddressType {

@@ -14,7 +14,7 @@ pub fn finite<F: Float + CubeElement>(client: &Client, grads: &Handle, batch: Ba
         return accepted;
     }
     let size = batch.vector_size(client, size_of::<F>());
-    // SAFETY: the buffers hold `batch` elements, and every index is below the vectors of a matrix.
+    // SAFETY: every index is below the vectors of a matrix.
     unsafe {
         finite_kernel::launch_unchecked::<F>(
             client,
@@ -22,8 +22,8 @@ pub fn finite<F: Float + CubeElement>(client: &Client, grads: &Handle, batch: Ba
             CubeDim::new_1d(UNITS),
             batch.address_type(),
             size,
-            BufferArg::from_raw_parts(grads.clone(), batch.len() / size),
-            BufferArg::from_raw_parts(accepted.clone(), batch.count),
+            batch.vectors(grads, size),
+            batch.per_matrix(&accepted),
             batch.elements / size,
             batch.count,
         );
@@ -82,20 +82,18 @@ pub fn accumulate<F: Float + CubeElement>(
     if batch.is_empty() {
         return (update, norms);
     }
-    // SAFETY: the buffers hold `batch` elements, and every index is below the vectors of a matrix.
+    // SAFETY: every index is below the vectors of a matrix.
     unsafe {
-        let elements =
-            |handle: &Handle| BufferArg::from_raw_parts(handle.clone(), batch.len() / size);
         accumulate_kernel::launch_unchecked::<F>(
             client,
             batch.cube_count(size),
             CubeDim::new_1d(UNITS),
             batch.address_type(),
             size,
-            elements(grads),
-            elements(momentum),
-            elements(&update),
-            BufferArg::from_raw_parts(accepted.clone(), batch.count),
+            batch.vectors(grads, size),
+            batch.vectors(momentum, size),
+            batch.vectors(&update, size),
+            batch.per_matrix(accepted),
             norms.arg(batch),
             batch.elements / size,
             batch.count,
@@ -157,20 +155,19 @@ pub fn apply<F: Float + CubeElement, U: Float + CubeElement>(
         return;
     }
     let size = batch.vector_size(client, size_of::<F>().max(size_of::<U>()));
-    // SAFETY: the buffers hold `batch` elements, and every index is below the vectors of a matrix.
+    // SAFETY: every index is below the vectors of a matrix.
     unsafe {
-        let per_matrix = |handle: &Handle| BufferArg::from_raw_parts(handle.clone(), batch.count);
         apply_kernel::launch_unchecked::<F, U>(
             client,
             batch.cube_count(size),
             CubeDim::new_1d(UNITS),
             batch.address_type(),
             size,
-            BufferArg::from_raw_parts(parameters.clone(), batch.len() / size),
-            BufferArg::from_raw_parts(directions.clone(), batch.len() / size),
-            per_matrix(accepted),
-            per_matrix(keep),
-            per_matrix(lr),
+            batch.vectors(parameters, size),
+            batch.vectors(directions, size),
+            batch.per_matrix(accepted),
+            batch.per_matrix(keep),
+            batch.per_matrix(lr),
             batch.elements / size,
             batch.count,
         );

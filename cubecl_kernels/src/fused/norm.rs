@@ -42,7 +42,7 @@ pub fn normalize<F: Float + CubeElement, O: Float + CubeElement>(
         return output;
     }
     let size = batch.vector_size(client, size_of::<F>().max(size_of::<O>()));
-    // SAFETY: the buffers hold `batch` elements, and every index is below the vectors of a matrix.
+    // SAFETY: every index is below the vectors of a matrix.
     unsafe {
         normalize_kernel::launch_unchecked::<F, O>(
             client,
@@ -50,8 +50,8 @@ pub fn normalize<F: Float + CubeElement, O: Float + CubeElement>(
             CubeDim::new_1d(UNITS),
             batch.address_type(),
             size,
-            BufferArg::from_raw_parts(input.clone(), batch.len() / size),
-            BufferArg::from_raw_parts(output.clone(), batch.len() / size),
+            batch.vectors(input, size),
+            batch.vectors(&output, size),
             norms.arg(batch),
             batch.elements / size,
             batch.count,
