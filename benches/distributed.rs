@@ -4,50 +4,25 @@
 //! cargo bench --bench distributed
 //! ```
 //!
-//! The layer of `benches/muon.rs`: a GPT-2 layer of width 768. Turns alternate, so that a machine
+//! The matrices are those of a GPT-2 layer of width 768. Turns alternate, so that a machine
 //! whose clock is not steady treats both alike.
 
+mod common;
 #[path = "../tests/common/watched.rs"]
 mod watched;
 
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use burn::module::{Module, Param};
-use burn::optim::GradientsParams;
-use burn::tensor::{Device, Distribution, Tensor};
+use burn::tensor::Device;
 use comfy_table::{Table, presets};
+use common::{LAYER, Matrices};
 use distmuon::dist::{DistMuonConfig, World};
 use distmuon::{Coefficients, IterationDtype, MuonConfig, Result, Rule};
 use watched::watched;
 
-const LAYER: [[usize; 2]; 6] =
-    [[768, 768], [768, 768], [768, 768], [768, 768], [768, 3072], [3072, 768]];
 const TURNS: usize = 5;
 const STEPS: usize = 2;
-
-#[derive(Module, Debug)]
-struct Layer {
-    matrices: Vec<Param<Tensor<2>>>,
-}
-
-impl Layer {
-    fn new(device: &Device) -> Self {
-        let matrix = |shape: [usize; 2]| {
-            let values = Tensor::random(shape, Distribution::Normal(0.0, 1.0), device);
-            Param::from_tensor(values.require_grad())
-        };
-        Self { matrices: LAYER.map(matrix).to_vec() }
-    }
-
-    fn gradients(&self) -> GradientsParams {
-        let mut gradients = GradientsParams::new();
-        for matrix in &self.matrices {
-            gradients.register(matrix.id, matrix.val().inner());
-        }
-        gradients
-    }
-}
 
 /// Seconds of a step on so many ranks, and the bytes that rank 0 moves in it.
 fn step(ranks: usize) -> (f64, usize) {
@@ -65,7 +40,7 @@ fn step(ranks: usize) -> (f64, usize) {
                 Ok(())
             }
         });
-        let mut layer = world.broadcast(Layer::new(world.device()))?;
+        let mut layer = world.broadcast(Matrices::new(&LAYER, world.device()))?;
         let mut optim = config.init(&world, &layer)?;
         let gradients = layer.gradients();
         layer = optim.step(1e-3, layer, gradients)?;

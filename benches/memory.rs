@@ -7,22 +7,21 @@
 //! Counts what the allocator hands out above parameters, gradients and momenta, so that it means
 //! something on CPU devices only.
 
+mod common;
+
 use burn::optim::Optimizer;
-use burn::tensor::{Device, Distribution, Tensor};
+use burn::tensor::Device;
+use common::{LAYER, random};
 use distmuon::{Coefficients, MuonConfig};
 use peak_alloc::PeakAlloc;
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
-const LAYER: [[usize; 2]; 6] =
-    [[768, 768], [768, 768], [768, 768], [768, 768], [768, 3072], [3072, 768]];
-
 /// Peak of the second and later steps, in MiB above what is held between steps.
 fn peak<O: Optimizer>(optimizer: &O) -> f32 {
     let device = Device::default();
-    let random =
-        |shape: &[usize; 2]| Tensor::<2>::random(*shape, Distribution::Normal(0.0, 1.0), &device);
+    let random = |shape: &[usize; 2]| random(*shape, &device);
     let gradients: Vec<_> = LAYER.iter().map(random).collect();
     let mut parameters: Vec<_> = LAYER.iter().map(|shape| Some((random(shape), None))).collect();
     let mut peak = 0f32;

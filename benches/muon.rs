@@ -7,29 +7,22 @@
 //! Each group compares implementations of one thing: `burn` is `burn::optim::Muon`. Afterwards the
 //! ratios to `burn` (or to `matmul`) are printed, from the medians of the same run.
 
+mod common;
+
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use burn::module::{Module, Param};
 use burn::optim::{GradientsParams, ModuleOptimizer};
-use burn::tensor::{Device, Distribution, Tensor};
+use burn::tensor::{Device, Tensor};
+use common::{LAYER, Matrices};
 use criterion::{BenchmarkId, Criterion};
 use distmuon::orthogonalize::Engine;
 use distmuon::{Coefficients, Form, IterationDtype, Kernels, MuonConfig, NewtonSchulz, Rule};
 
-/// The matrices of a layer.
-const LAYER: [[usize; 2]; 6] =
-    [[768, 768], [768, 768], [768, 768], [768, 768], [768, 3072], [3072, 768]];
-
-#[derive(Module, Debug)]
-struct Layer {
-    matrices: Vec<Param<Tensor<2>>>,
-}
-
 fn random(shape: [usize; 2]) -> Tensor<2> {
-    Tensor::random(shape, Distribution::Normal(0.0, 1.0), &Device::default())
+    common::random(shape, &Device::default())
 }
 
 /// Medians of the samples of this run, by group and name.
@@ -145,11 +138,7 @@ fn step(criterion: &mut Criterion, medians: &Medians) {
     ];
     for (parameter, shapes) in groups {
         let device = Device::default().autodiff();
-        let parameters = shapes
-            .iter()
-            .map(|shape| Param::from_tensor(Tensor::from_inner(random(*shape)).to_device(&device)))
-            .collect();
-        let model = Layer { matrices: parameters };
+        let model = Matrices::new(shapes, &device);
         let gradients: Vec<Tensor<2>> = shapes.iter().map(|shape| random(*shape)).collect();
         let ours = MuonConfig::new()
             .with_coefficients(Coefficients::KellerJordan)

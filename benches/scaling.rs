@@ -9,13 +9,14 @@
 //! device. Assumed are the links between ranks. The other machines have the same costs, divided by
 //! how much faster a GPU is said to be, and links of a network and of NVLink.
 
+mod common;
+
 use std::path::PathBuf;
 use std::time::Instant;
 
-use burn::module::{Module, Param};
-use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, Distribution, Tensor};
+use burn::tensor::{DType, Device};
 use comfy_table::{Table, presets};
+use common::Matrices;
 use distmuon::dist::plan::{Costs, Machine, Parameter, Plan, PlanSettings, ShapeCost, Work};
 use distmuon::dist::{CostSource, DistMuonConfig, World};
 use distmuon::{MuonConfig, Rule};
@@ -39,21 +40,6 @@ const GPU_ELEMENTWISE: f64 = 3e12 / 8.0;
 const BANDWIDTH: f64 = 1.25e9;
 const GPU_LINKS: [(&str, f64); 2] = [("400 Gbit/s", 5e10), ("450 GB/s", 4.5e11)];
 const LATENCY: f64 = 1e-5;
-
-#[derive(Module, Debug)]
-struct Matrices {
-    matrices: Vec<Param<Tensor<2>>>,
-}
-
-impl Matrices {
-    fn new(shapes: &[[usize; 2]], device: &Device) -> Self {
-        let matrix = |shape: &[usize; 2]| {
-            let values = Tensor::random(*shape, Distribution::Normal(0.0, 1.0), device);
-            Param::from_tensor(values.require_grad())
-        };
-        Self { matrices: shapes.iter().map(matrix).collect() }
-    }
-}
 
 /// The shapes of a layer's matrices.
 fn layer() -> [[usize; 2]; 6] {
@@ -104,8 +90,7 @@ fn measured_adamw() -> f64 {
     let mut optim = config.init(&world, &model).expect("a model");
     let mut seconds = f64::INFINITY;
     for _ in 0..5 {
-        let mut gradients = GradientsParams::new();
-        gradients.register(model.matrices[0].id, model.matrices[0].val().inner());
+        let gradients = model.gradients();
         let start = Instant::now();
         model = optim.step(1e-3, model, gradients).expect("one rank");
         seconds = seconds.min(start.elapsed().as_secs_f64());

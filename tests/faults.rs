@@ -1,4 +1,4 @@
-//! Ranks that die, are late, or disagree, at every point of a step and of a save.
+//! Ranks that die, are late, or disagree: between steps, and at every point of a step and of a save.
 
 mod common;
 #[path = "common/watched.rs"]
@@ -12,9 +12,9 @@ use std::time::Duration;
 use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
-use burn::tensor::Device;
+use burn::tensor::{Device, Tensor};
 use common::{Fixed, gradients, weights};
-use distmuon::dist::{DistMuonConfig, World};
+use distmuon::dist::{DistMuonConfig, ReduceOp, World};
 use distmuon::{Error, Result};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use watched::{Event, watched};
@@ -51,6 +51,93 @@ fn config(clip: bool) -> DistMuonConfig {
 
 fn ranks<T: Send>(count: usize, run: impl Fn(World) -> Result<T> + Sync) -> Result<Vec<T>> {
     World::threads_within(DEADLINE, vec![Device::default().autodiff(); count], run)
+}
+
+#[test]
+fn a_rank_that_fails_fails_all() {
+    // Before the optimizer is made, between steps, and in the middle of a collective.
+    for at in 0..3 {
+        let outcome = ranks(3, |world| {
+            let fail = |now: usize| match world.rank() == 1 && at == now {
+                true => Err(Error::EmptyModel),
+                false => Ok(()),
+            };
+            fail(0)?;
+            let mut net = world.broadcast(Net::new(world.device()))?;
+            let mut optim = config(false).init(&world, &net)?;
+            for step in 0..3 {
+                let gradients = gradients(&net, step);
+                net = optim.step(0.01, net, gradients)?;
+                fail(1)?;
+            }
+            let ones = Tensor::<1>::ones([4], &Device::default());
+            let pending = world.comm().all_reduce(ones.clone(), ReduceOp::Sum)?;
+            fail(2)?;
+            pending.wait()?;
+            world.comm().all_reduce(ones, ReduceOp::Sum)?.wait().map(|_| ())
+        });
+        assert_eq!(outcome.unwrap_err(), Error::EmptyModel, "the cause, not its consequences");
+    }
+    // The others are told which rank and why; one that returns early is missed, too.
+    let seen = ranks(2, |world| {
+        if world.rank() == 1 {
+            return Ok(None);
+        }
+        Ok(world.comm().barrier().err())
+    });
+    let seen = seen.unwrap().swap_remove(0);
+    assert!(
+        matches!(&seen, Some(Error::PeerFailed { rank: 1, cause }) if cause.contains("returned"))
+    );
+}
+
+#[test]
+fn a_panic_reaches_the_caller() {
+    let panicked = std::panic::catch_unwind(|| {
+        ranks(2, |world| {
+            if world.rank() == 0 {
+                panic!("a bug");
+            }
+            world.comm().barrier()
+        })
+    });
+    let message = panicked.unwrap_err();
+    assert_eq!(message.downcast_ref::<&str>(), Some(&"a bug"));
+}
+
+#[test]
+fn a_rank_that_is_late_is_given_up() {
+    let short = Duration::from_millis(100);
+    let outcome = World::threads_within(short, vec![Device::default().autodiff(); 2], |world| {
+        if world.rank() == 1 {
+            std::thread::sleep(4 * short);
+        }
+        world.comm().barrier()
+    });
+    let error = outcome.unwrap_err();
+    assert!(
+        matches!(&error, Error::PeerFailed { rank: 1, cause } if cause.contains("within")),
+        "{error}"
+    );
+}
+
+#[test]
+fn different_calls_are_named() {
+    let calls = ranks(2, |world| {
+        let ones = Tensor::<1>::ones([4], &Device::default());
+        let error = match world.rank() {
+            0 => world.comm().all_reduce(ones, ReduceOp::Sum).and_then(|p| p.wait()),
+            _ => world.comm().broadcast(ones, 0).and_then(|p| p.wait()),
+        };
+        Ok(error.unwrap_err())
+    });
+    for error in calls.unwrap() {
+        let Error::Mismatch { calls } = &error else { panic!("{error}") };
+        assert!(
+            calls.contains("rank 0: all_reduce") && calls.contains("rank 1: broadcast"),
+            "{calls}"
+        );
+    }
 }
 
 /// The events of the victim in one step, in order.
