@@ -59,6 +59,8 @@
 
 pub mod adamw;
 pub mod checkpoint;
+#[cfg(feature = "cube")]
+mod cube;
 pub mod dist;
 pub mod error;
 mod gate;

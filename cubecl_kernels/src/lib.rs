@@ -6,7 +6,13 @@
 
 #![warn(missing_docs)]
 
+mod error;
 pub mod fused;
+pub mod gram;
+mod matrices;
 mod mirror;
+pub mod product;
 
+pub use error::{Error, Result};
+pub use matrices::Matrices;
 pub use mirror::mirror;

@@ -2,49 +2,84 @@
 
 use cubecl::client::Client;
 use cubecl::prelude::*;
-use cubecl::server::Handle;
+
+use crate::matrices::Matrices;
 
 /// Side of the tile that a cube moves.
 const TILE: u32 = 16;
 
-/// Copies the lower triangle of every matrix of a batch onto its upper one, in place.
+/// Scales the lower triangle of every matrix of a batch, adds to it, and copies it onto the upper one,
+/// in place: `C <- alpha C + beta D`.
 ///
-/// `matrices` holds `[batch, m, m]` elements of type `F`, in order; any `m` will do. What the upper
-/// triangles held before is not read.
-pub fn mirror<F: Float + CubeElement>(client: &Client, matrices: &Handle, m: usize, batch: usize) {
-    if m == 0 || batch == 0 {
+/// The matrices are square and contiguous; any size will do. What the upper triangles held before is not
+/// read. The addend `D` is `[k, m, m]` of the same type, symmetric and contiguous.
+pub fn mirror(client: &Client, matrices: &Matrices, alpha: f32, addend: Option<(&Matrices, f32)>) {
+    let [k, m, _] = matrices.shape;
+    if k * m == 0 {
         return;
     }
     let tiles = (m as u32).div_ceil(TILE);
-    let count = CubeCount::Static(tiles, tiles, batch as u32);
-    // SAFETY: the buffer holds batch * m * m elements, by contract.
-    let buffer = unsafe { BufferArg::from_raw_parts(matrices.clone(), batch * m * m) };
-    mirror_tiles::launch::<F>(client, count, CubeDim::new_2d(TILE, TILE), buffer, m as u32);
+    let count = CubeCount::Static(tiles, tiles, k as u32);
+    // SAFETY: contiguous matrices fill their buffers, by the contract of their type.
+    let buffer = |of: &Matrices| unsafe { BufferArg::from_raw_parts(of.handle.clone(), k * m * m) };
+    let beta = addend.map_or(0.0, |(_, beta)| beta);
+    let addend = match addend {
+        Some((addend, _)) => ComptimeOptionArgs::Some(buffer(addend)),
+        None => ComptimeOptionArgs::None,
+    };
+    mirror_tiles::launch(
+        client,
+        count,
+        CubeDim::new_2d(TILE, TILE),
+        AddressType::from_len(k * m * m),
+        buffer(matrices),
+        addend,
+        m as u32,
+        alpha,
+        beta,
+        matrices.dtype,
+    );
 }
 
 /// One cube a tile: the tile is read and its transpose written in whole rows each, with shared
 /// memory in between. Cubes above the diagonal have nothing to do.
-#[cube(launch)]
-fn mirror_tiles<F: Float>(matrices: &mut [F], m: u32) {
+#[cube(launch, address_type = "dynamic")]
+fn mirror_tiles<F: Float>(
+    matrices: &mut [F],
+    addend: &ComptimeOption<&[F]>,
+    m: u32,
+    alpha: f32,
+    beta: f32,
+    #[define(F)] _dtype: ElemType,
+) {
     let (row_tile, column_tile) = (CUBE_POS_Y, CUBE_POS_X);
     if column_tile > row_tile {
         terminate!();
     }
-    let base = (CUBE_POS_Z * m * m) as usize;
+    let side = m as usize;
+    let base = CUBE_POS_Z as usize * side * side;
     let mut tile = Shared::<[F]>::new_slice(comptime!((TILE * (TILE + 1)) as usize));
 
     let row = row_tile * TILE + UNIT_POS_Y;
     let column = column_tile * TILE + UNIT_POS_X;
-    if row < m && column < m {
-        tile[(UNIT_POS_Y * (TILE + 1) + UNIT_POS_X) as usize] =
-            matrices[base + (row * m + column) as usize];
+    if row < m && column <= row {
+        let at = base + row as usize * side + column as usize;
+        let mut value = alpha * f32::cast_from(matrices[at]);
+        #[comptime]
+        match addend {
+            ComptimeOption::Some(addend) => value += beta * f32::cast_from(addend[at]),
+            ComptimeOption::None => {}
+        }
+        let value = F::cast_from(value);
+        matrices[at] = value;
+        tile[(UNIT_POS_Y * (TILE + 1) + UNIT_POS_X) as usize] = value;
     }
     sync_cube();
 
     let row = column_tile * TILE + UNIT_POS_Y;
     let column = row_tile * TILE + UNIT_POS_X;
     if row < column && column < m {
-        matrices[base + (row * m + column) as usize] =
+        matrices[base + row as usize * side + column as usize] =
             tile[(UNIT_POS_X * (TILE + 1) + UNIT_POS_Y) as usize];
     }
 }

@@ -1,13 +1,19 @@
 //! The elementwise kernels against loops in float64, on the runtime that the features choose (wgpu
 //! without any).
 
-use cubecl::client::Client;
-use cubecl::features::TypeUsage;
-use cubecl::prelude::*;
-use cubecl::server::Handle;
+mod common;
+
+use cubecl::ir::{ElemType, FloatKind};
+
+use common::{Real, client, download, upload, values};
 use distmuon_kernels::fused::{
     AdamW, Batch, Momentum, accumulate, adamw, apply, finite, normalize,
 };
+
+/// Parts of norms.
+const PARTS: usize = 3;
+
+const F32: ElemType = ElemType::Float(FloatKind::F32);
 
 /// Matrices of one element, of odd sizes, and of more than a cube takes at a time.
 const BATCHES: [Batch; 6] = [
@@ -19,32 +25,6 @@ const BATCHES: [Batch; 6] = [
     Batch { count: 1, elements: 70_001 },
 ];
 
-/// A client, if its device has the type.
-fn client<F: Float + CubeElement>() -> Option<Client> {
-    let client = cubecl::test_client();
-    let has = F::supported_uses(&client).contains(TypeUsage::Buffer);
-    if !has {
-        println!("skipped: the device has no {}", core::any::type_name::<F>());
-    }
-    has.then_some(client)
-}
-
-fn upload<F: Float + CubeElement>(client: &Client, values: &[f64]) -> Handle {
-    let values: Vec<F> = values.iter().map(|x| F::new(*x as f32)).collect();
-    client.create_from_slice(F::as_bytes(&values))
-}
-
-fn download<F: Float + CubeElement + Into<f64>>(client: &Client, handle: &Handle) -> Vec<f64> {
-    let bytes = client.read_one_unchecked(handle.clone());
-    F::from_bytes(&bytes).iter().map(|x| (*x).into()).collect()
-}
-
-/// Values from -1 to 1 that a type holds exactly.
-fn values<F: Float + CubeElement + Into<f64>>(count: usize, seed: usize) -> Vec<f64> {
-    let value = |i: usize| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1001.0 - 1.0;
-    (0..count).map(|i| F::new(value(i)).into()).collect()
-}
-
 fn close(found: &[f64], expected: &[f64], tolerance: f64, what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}");
     let largest = expected.iter().fold(1e-30, |a: f64, x| a.max(x.abs()));
@@ -55,7 +35,7 @@ fn close(found: &[f64], expected: &[f64], tolerance: f64, what: &str) {
 }
 
 /// All but the first matrix of several are finite.
-fn poisoned<F: Float + CubeElement + Into<f64>>(batch: Batch) -> Vec<f64> {
+fn poisoned<F: Real>(batch: Batch) -> Vec<f64> {
     let mut grads = values::<F>(batch.len(), 1);
     if batch.count > 1 {
         grads[batch.elements - 1] = [f64::NAN, f64::INFINITY][batch.count % 2];
@@ -67,8 +47,9 @@ fn accepts(batch: Batch) -> Vec<f64> {
     (0..batch.count).map(|i| if batch.count > 1 && i == 0 { 0.0 } else { 1.0 }).collect()
 }
 
-fn check_muon<F: Float + CubeElement + Into<f64>>(tolerance: f64) {
+fn check_muon<F: Real>(tolerance: f64) {
     let Some(client) = client::<F>() else { return };
+    let dtype = F::elem_type_native();
     for batch in BATCHES {
         for nesterov in [true, false] {
             let (grads, momenta) = (poisoned::<F>(batch), values::<F>(batch.len(), 2));
@@ -76,11 +57,12 @@ fn check_muon<F: Float + CubeElement + Into<f64>>(tolerance: f64) {
             let handles = [&grads, &momenta, &parameters].map(|x| upload::<F>(&client, x));
             let [grad, momentum, parameter] = &handles;
 
-            let accepted = finite::<F>(&client, grad, batch);
+            let accepted = finite(&client, grad, batch, dtype);
             assert_eq!(download::<f32>(&client, &accepted), accepts(batch), "{batch:?}");
 
             let rule = Momentum { mu: 0.75, nesterov };
-            let (update, norms) = accumulate::<F>(&client, grad, momentum, &accepted, batch, rule);
+            let (update, norms) =
+                accumulate(&client, grad, momentum, &accepted, batch, dtype, rule, PARTS);
             let taken = accepts(batch);
             let is_taken = |i: usize| taken[i / batch.elements] == 1.0;
             let averaged: Vec<f64> = (0..batch.len())
@@ -97,7 +79,7 @@ fn check_muon<F: Float + CubeElement + Into<f64>>(tolerance: f64) {
             close(&download::<F>(&client, momentum), &averaged, tolerance, &what);
             close(&download::<F>(&client, &update), &ahead, tolerance, &what);
 
-            let normal = normalize::<F, F>(&client, &update, &norms, batch, 1e-7);
+            let normal = normalize(&client, &update, &norms, batch, [dtype; 2], 1e-7);
             let norm = |matrix: &[f64]| matrix.iter().map(|x| x * x).sum::<f64>().sqrt().max(1e-7);
             let expected: Vec<f64> = ahead
                 .chunks(batch.elements)
@@ -111,7 +93,7 @@ fn check_muon<F: Float + CubeElement + Into<f64>>(tolerance: f64) {
             };
             let (keep, keeps) = per_matrix(|i| 1.0 - 0.125 * i as f64);
             let (lr, lrs) = per_matrix(|i| 0.5 + i as f64);
-            apply::<F, F>(&client, parameter, &update, [&accepted, &keep, &lr], batch);
+            apply(&client, parameter, &update, [&accepted, &keep, &lr], batch, [dtype; 2]);
             let updated: Vec<f64> = (0..batch.len())
                 .map(|i| match is_taken(i) {
                     true => {
@@ -150,17 +132,18 @@ fn norms_at_any_scale() {
             values::<f32>(batch.len(), 4).iter().map(|x| f64::from((x * scale) as f32)).collect();
         let grad = upload::<f32>(&client, &grads);
         let momentum = upload::<f32>(&client, &vec![0.0; batch.len()]);
-        let accepted = finite::<f32>(&client, &grad, batch);
+        let accepted = finite(&client, &grad, batch, F32);
         let rule = Momentum { mu: 0.0, nesterov: false };
-        let (update, norms) = accumulate::<f32>(&client, &grad, &momentum, &accepted, batch, rule);
-        let normal = normalize::<f32, f32>(&client, &update, &norms, batch, 0.0);
+        let (update, norms) =
+            accumulate(&client, &grad, &momentum, &accepted, batch, F32, rule, PARTS);
+        let normal = normalize(&client, &update, &norms, batch, [F32; 2], 0.0);
         let normal = download::<f32>(&client, &normal);
         for matrix in normal.chunks(batch.elements) {
             let norm = matrix.iter().map(|x| x * x).sum::<f64>().sqrt();
             assert!((norm - 1.0).abs() < 1e-5, "scale {scale}: {norm}");
         }
         // A norm below epsilon is not amplified.
-        let small = normalize::<f32, f32>(&client, &update, &norms, batch, 1e-7);
+        let small = normalize(&client, &update, &norms, batch, [F32; 2], 1e-7);
         let norm = download::<f32>(&client, &small)[..batch.elements]
             .iter()
             .map(|x| x * x)
@@ -169,14 +152,14 @@ fn norms_at_any_scale() {
         assert!(if scale < 1e-10 { norm < 1e-10 } else { (norm - 1.0).abs() < 1e-5 }, "{norm}");
     }
     let zeros = upload::<f32>(&client, &vec![0.0; batch.len()]);
-    let accepted = finite::<f32>(&client, &zeros, batch);
+    let accepted = finite(&client, &zeros, batch, F32);
     let rule = Momentum { mu: 0.5, nesterov: true };
-    let (update, norms) = accumulate::<f32>(&client, &zeros, &zeros, &accepted, batch, rule);
-    let normal = normalize::<f32, f32>(&client, &update, &norms, batch, 0.0);
+    let (update, norms) = accumulate(&client, &zeros, &zeros, &accepted, batch, F32, rule, PARTS);
+    let normal = normalize(&client, &update, &norms, batch, [F32; 2], 0.0);
     assert!(download::<f32>(&client, &normal).iter().all(|x| *x == 0.0), "zero stays zero");
 }
 
-fn check_adamw<F: Float + CubeElement + Into<f64>>(tolerance: f64) {
+fn check_adamw<F: Real>(tolerance: f64) {
     let Some(client) = client::<F>() else { return };
     // More rows than a dimension of cubes can have, too.
     for batch in BATCHES.into_iter().chain([Batch { count: 70_000, elements: 4 }]) {
@@ -191,7 +174,7 @@ fn check_adamw<F: Float + CubeElement + Into<f64>>(tolerance: f64) {
         let rows = upload::<f32>(&client, &rows);
         let constants = AdamW { beta_1: 0.75, beta_2: 0.875, epsilon: 1e-3 };
         let [a, b, c, d] = &handles;
-        adamw::<F>(&client, [a, b, c, d], &rows, batch, constants);
+        adamw(&client, [a, b, c, d], &rows, batch, F::elem_type_native(), constants);
         let mut expected = [old.clone(), first.clone(), second.clone()];
         for i in (0..batch.len()).filter(|i| taken[i / batch.elements] == 1.0) {
             let row = wave(i / batch.elements);
@@ -226,13 +209,14 @@ fn nothing_to_do() {
     let client = cubecl::test_client();
     for batch in [Batch { count: 0, elements: 4 }, Batch { count: 3, elements: 0 }] {
         let handle = upload::<f32>(&client, &[1.0, 2.0]);
-        let accepted = finite::<f32>(&client, &handle, batch);
+        let accepted = finite(&client, &handle, batch, F32);
         let rule = Momentum { mu: 0.5, nesterov: true };
-        let (update, norms) = accumulate::<f32>(&client, &handle, &handle, &accepted, batch, rule);
-        normalize::<f32, f32>(&client, &update, &norms, batch, 0.0);
-        apply::<f32, f32>(&client, &handle, &update, [&accepted; 3], batch);
+        let (update, norms) =
+            accumulate(&client, &handle, &handle, &accepted, batch, F32, rule, PARTS);
+        normalize(&client, &update, &norms, batch, [F32; 2], 0.0);
+        apply(&client, &handle, &update, [&accepted; 3], batch, [F32; 2]);
         let constants = AdamW { beta_1: 0.9, beta_2: 0.9, epsilon: 0.0 };
-        adamw::<f32>(&client, [&handle; 4], &handle, batch, constants);
+        adamw(&client, [&handle; 4], &handle, batch, F32, constants);
         assert_eq!(download::<f32>(&client, &handle), [1.0, 2.0]);
     }
 }

@@ -12,6 +12,8 @@
 //! (Loshchilov and Hutter, <https://arxiv.org/abs/1711.05101>). The corrections `c` are the moving
 //! averages of ones: the usual `1 - b^t`, but counting only steps that were taken, on the device.
 
+#[cfg(feature = "cube")]
+mod cube;
 #[cfg(feature = "flex")]
 mod flex;
 mod ops;

@@ -9,12 +9,19 @@ use crate::muon::rule::Rates;
 use crate::orthogonalize::{Engine, Kernels};
 
 /// What AdamW does to every element.
-#[backend_extension(Flex: cfg(feature = "flex"))]
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    Cube: cfg(feature = "cube"),
+    Fusion: cfg(feature = "cube")
+)]
 pub trait AdamWOps: Backend {
     /// The new values and moments of rows `[r, c]`. There is one float32 value per row, `[5, r]`, of:
     /// whether it is accepted; what its values are multiplied by; its learning rate; the
     /// corrections of its first and of its second moment. A row that is not accepted keeps
     /// everything. The constants are both betas and epsilon.
+    #[fusion(meta = |parameters, _grads, moment_1, moment_2, _rows, _constants| {
+        (parameters.clone(), moment_1.clone(), moment_2.clone())
+    })]
     fn adamw(
         parameters: FloatTensor<Self>,
         grads: FloatTensor<Self>,
@@ -40,7 +47,7 @@ impl AdamWSettings {
         let dtype = parameters.dtype().into();
         match Engine::choose(Kernels::Auto, &parameters.device(), dtype) {
             Engine::Portable => self.portable(parameters, grads, moments, corrections, gate, rates),
-            Engine::Flex => {
+            Engine::Flex | Engine::Cube => {
                 let [c1, c2] = corrections.clone();
                 let rows = vec![gate.accepted(), rates.keep.clone(), rates.lr.clone(), c1, c2];
                 let (parameters, moment_1, moment_2) = Dispatch::adamw(

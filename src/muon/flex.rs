@@ -6,7 +6,7 @@ use burn::tensor::{FloatDType, TensorData};
 use rayon::prelude::*;
 
 use super::ops::StepOps;
-use crate::orthogonalize::flex::{CHUNK, contiguous, rounded, single};
+use crate::orthogonalize::flex::{CHUNK, contiguous, rounded, scaled_squares, single};
 
 impl StepOps for Flex {
     fn finite(grad: FloatTensor<Self>) -> FloatTensor<Self> {
@@ -26,33 +26,38 @@ impl StepOps for Flex {
         accepted: FloatTensor<Self>,
         mu: f32,
         nesterov: bool,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        parts: usize,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
         let (shape, dtype) = (grad.shape(), momentum.dtype());
-        let [_, m, n] = shape.dims();
+        let [count, m, n] = shape.dims();
         let size = (m * n).max(1);
         let (grad, mut momentum) = (contiguous(single(grad)), contiguous(single(momentum)));
         let accepted = values(accepted);
-        let mut update = Self::float_empty(shape, &Default::default(), FloatDType::F32);
+        let device = Default::default();
+        let mut update = Self::float_empty(shape, &device, FloatDType::F32);
+        let mut norms = Self::float_zeros([count, parts, 2].into(), &device, FloatDType::F32);
         let momenta = momentum.storage_mut::<f32>().par_chunks_exact_mut(size);
         let updates = update.storage_mut::<f32>().par_chunks_exact_mut(size);
+        let all_norms = norms.storage_mut::<f32>().par_chunks_exact_mut((2 * parts).max(1));
         let grads = grad.storage::<f32>().par_chunks_exact(size);
-        let matrices = momenta.zip(updates).zip(grads).zip(&accepted);
-        matrices.for_each(|(((momentum, update), grad), accepted)| {
+        let matrices = momenta.zip(updates).zip(all_norms).zip(grads).zip(&accepted);
+        matrices.for_each(|((((momentum, update), norms), grad), accepted)| {
             if *accepted == 0.0 {
                 update.fill(0.0);
                 return;
             }
-            let momenta = momentum.par_chunks_mut(CHUNK);
-            let chunks = momenta.zip(update.par_chunks_mut(CHUNK)).zip(grad.par_chunks(CHUNK));
-            chunks.for_each(|((momenta, updates), grads)| {
-                for ((m, u), g) in momenta.iter_mut().zip(updates).zip(grads) {
+            let outputs = momentum.par_chunks_mut(CHUNK).zip(update.par_chunks_mut(CHUNK));
+            let chunks = outputs.zip(norms.par_chunks_exact_mut(2)).zip(grad.par_chunks(CHUNK));
+            chunks.for_each(|(((momenta, updates), norm), grads)| {
+                for ((m, u), g) in momenta.iter_mut().zip(&mut *updates).zip(grads) {
                     let fresh = (1.0 - mu) * g;
                     *m = mu * *m + fresh;
                     *u = if nesterov { mu * *m + fresh } else { *m };
                 }
+                norm.copy_from_slice(&scaled_squares(updates));
             });
         });
-        (rounded(momentum, dtype), rounded(update, dtype))
+        (rounded(momentum, dtype), rounded(update, dtype), norms)
     }
 
     fn apply(

@@ -12,6 +12,8 @@
 //! scale that matches AdamW from Liu et al., <https://arxiv.org/abs/2502.16982>).
 
 mod config;
+#[cfg(feature = "cube")]
+mod cube;
 #[cfg(feature = "flex")]
 mod flex;
 pub(crate) mod ops;

@@ -4,30 +4,46 @@
 //! `[k, m, n]`; there is one value per matrix, `[k]` in float32, of everything that may differ
 //! between them.
 
+#[cfg(feature = "cube")]
+use burn::backend::fusion::custom::TensorSpec;
 use burn::backend::{Backend, Dispatch, backend_extension, tensor::FloatTensor};
 use burn::tensor::Tensor;
 
 use super::rule::Rates;
 use crate::gate::{Gate, spread};
+#[cfg(feature = "cube")]
+use crate::orthogonalize::ops::norms_of;
+use crate::orthogonalize::ops::{Norms, norm_parts};
 use crate::orthogonalize::{Engine, Kernels};
 
 /// The elementwise parts of a step.
-#[backend_extension(Flex: cfg(feature = "flex"))]
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    Cube: cfg(feature = "cube"),
+    Fusion: cfg(feature = "cube")
+)]
 pub trait StepOps: Backend {
     /// 1 for every matrix whose entries are finite, else 0.
+    #[fusion(meta = |grad| per_matrix(grad))]
     fn finite(grad: FloatTensor<Self>) -> FloatTensor<Self>;
 
-    /// The new momentum, and what is to be orthogonalised, from a gradient and the momentum before
-    /// it. A matrix that is not accepted keeps its momentum, and zeros are to be orthogonalised.
+    /// The new momentum, and what is to be orthogonalised and its norms in
+    /// [`parts`](crate::orthogonalize::ops::MatrixOps::norms), from a gradient and the momentum before it.
+    /// A matrix that is not accepted keeps its momentum, and zeros are to be orthogonalised.
+    #[fusion(meta = |grad, momentum, _accepted, _mu, _nesterov, parts| {
+        (momentum.clone(), grad.clone(), norms_of(grad.shape.dims::<3>()[0], *parts))
+    })]
     fn accumulate(
         grad: FloatTensor<Self>,
         momentum: FloatTensor<Self>,
         accepted: FloatTensor<Self>,
         mu: f32,
         nesterov: bool,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>);
+        parts: usize,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
 
     /// `keep P - lr U` for matrices that are accepted, `P` for the others.
+    #[fusion(dtype = parameter, shape = parameter)]
     fn apply(
         parameter: FloatTensor<Self>,
         direction: FloatTensor<Self>,
@@ -37,17 +53,23 @@ pub trait StepOps: Backend {
     ) -> FloatTensor<Self>;
 }
 
+/// One float32 value for every matrix.
+#[cfg(feature = "cube")]
+fn per_matrix(batch: &TensorSpec) -> TensorSpec {
+    TensorSpec::new([batch.shape.dims::<3>()[0]].into(), burn::tensor::DType::F32)
+}
+
 /// Accepts the matrices whose entries are finite.
 pub(crate) fn finite(kernels: Kernels, grad: &Tensor<3>) -> Gate {
     match Engine::choose(kernels, &grad.device(), grad.dtype().into()) {
         Engine::Portable => Gate::of_rows(grad),
-        Engine::Flex => Gate::from_accepted(Tensor::from_dispatch(Dispatch::finite(
-            grad.clone().into_dispatch(),
-        ))),
+        Engine::Flex | Engine::Cube => Gate::from_accepted(Tensor::from_dispatch(
+            Dispatch::finite(grad.clone().into_dispatch()),
+        )),
     }
 }
 
-/// [`StepOps::accumulate`] on the engine of the gradient.
+/// [`StepOps::accumulate`] on the engine of the gradient; the norms where they cost nothing.
 pub(super) fn accumulate(
     kernels: Kernels,
     grad: Tensor<3>,
@@ -55,23 +77,26 @@ pub(super) fn accumulate(
     gate: &Gate,
     mu: f64,
     nesterov: bool,
-) -> (Tensor<3>, Tensor<3>) {
+) -> (Tensor<3>, Tensor<3>, Option<Norms>) {
     match Engine::choose(kernels, &grad.device(), grad.dtype().into()) {
         Engine::Portable => {
             let grad = gate.clean(grad);
             let averaged = lerp(momentum.clone(), grad.clone(), 1.0 - mu);
             let update = if nesterov { lerp(grad, averaged.clone(), mu) } else { averaged.clone() };
-            (gate.choose(averaged, momentum), update)
+            (gate.choose(averaged, momentum), update, None)
         }
-        Engine::Flex => {
-            let (momentum, update) = Dispatch::accumulate(
+        Engine::Flex | Engine::Cube => {
+            let parts = norm_parts(&grad);
+            let (momentum, update, norms) = Dispatch::accumulate(
                 grad.into_dispatch(),
                 momentum.into_dispatch(),
                 gate.accepted().into_dispatch(),
                 mu as f32,
                 nesterov,
+                parts,
             );
-            (Tensor::from_dispatch(momentum), Tensor::from_dispatch(update))
+            let norms = Norms(Tensor::from_dispatch(norms));
+            (Tensor::from_dispatch(momentum), Tensor::from_dispatch(update), Some(norms))
         }
     }
 }
@@ -90,7 +115,7 @@ pub(super) fn apply(
             let [keep, lr] = [keep, lr].map(|x| spread(x.cast(parameter.dtype()), &parameter));
             gate.choose(parameter.clone() * keep - direction * lr, parameter)
         }
-        Engine::Flex => Tensor::from_dispatch(Dispatch::apply(
+        Engine::Flex | Engine::Cube => Tensor::from_dispatch(Dispatch::apply(
             parameter.into_dispatch(),
             direction.into_dispatch(),
             gate.accepted().into_dispatch(),

@@ -56,8 +56,9 @@ impl Settings {
         rates: &Rates,
     ) -> (Tensor<3>, Tensor<3>) {
         let (mu, kernels) = (self.momentum.at(time), self.newton_schulz.kernels());
-        let (momentum, update) = ops::accumulate(kernels, grads, momentum, gate, mu, self.nesterov);
-        let direction = self.newton_schulz.orthogonalize(update);
+        let (momentum, update, norms) =
+            ops::accumulate(kernels, grads, momentum, gate, mu, self.nesterov);
+        let direction = self.newton_schulz.orthogonalize_normed(update, norms);
         (ops::apply(kernels, parameters, direction, gate, rates), momentum)
     }
 

@@ -7,7 +7,8 @@ use faer::linalg::matmul::{matmul, triangular, triangular::BlockStructure};
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
-use super::{ops::MatrixOps, portable};
+use super::ops::{MatrixOps, NORM_PART};
+use super::portable;
 
 /// Multiplications from which one product is worth several threads; below it, the matrices of a
 /// batch are spread over the threads instead. Burn's Flex has the same border.
@@ -15,7 +16,7 @@ const THREADS_FROM: usize = 192 * 192 * 192;
 
 /// Elements that a thread takes at a time in a pass over memory; also the grain of sums, so that
 /// their order does not depend on the number of threads.
-pub(crate) const CHUNK: usize = 1 << 14;
+pub(crate) const CHUNK: usize = NORM_PART;
 
 /// Side of the tiles in which a triangle is mirrored, so that both sides stay in the cache.
 const MIRROR_TILE: usize = 32;
@@ -71,23 +72,55 @@ impl MatrixOps for Flex {
         rounded(sum, dtype)
     }
 
-    fn normalize(x: FloatTensor<Self>, epsilon: f32) -> FloatTensor<Self> {
+    /// No matrix is small here: launches cost nothing.
+    fn accumulate_small(_: FloatTensor<Self>, _: Vec<[f32; 3]>) -> FloatTensor<Self> {
+        unreachable!("Engine::is_small says so")
+    }
+
+    fn norms(x: FloatTensor<Self>, parts: usize) -> FloatTensor<Self> {
+        let [count, m, n] = x.shape().dims();
+        let x = contiguous(single(x));
+        let mut norms = Self::float_zeros([count, parts, 2].into(), &x.device(), FloatDType::F32);
+        let matrices = x.storage::<f32>().par_chunks_exact((m * n).max(1));
+        let of_matrices = norms.storage_mut::<f32>().par_chunks_exact_mut((2 * parts).max(1));
+        of_matrices.zip(matrices).for_each(|(norms, matrix)| {
+            let chunks = norms.par_chunks_exact_mut(2).zip(matrix.par_chunks(CHUNK));
+            chunks.for_each(|(norm, chunk)| norm.copy_from_slice(&scaled_squares(chunk)));
+        });
+        norms
+    }
+
+    fn normalize(
+        x: FloatTensor<Self>,
+        norms: FloatTensor<Self>,
+        epsilon: f32,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
         let [_, m, n] = x.shape().dims();
-        let mut x = contiguous(x);
-        x.storage_mut::<f32>().par_chunks_exact_mut((m * n).max(1)).for_each(|matrix| {
-            // Squares of float32 neither overflow nor underflow in float64.
-            let partial =
-                |values: &[f32]| values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
-            let squares: Vec<f64> = matrix.par_chunks(CHUNK).map(partial).collect();
-            let norm = squares.iter().sum::<f64>().sqrt().max(f64::from(epsilon));
+        let [_, parts, _] = norms.shape().dims();
+        let (mut x, norms) = (contiguous(single(x)), contiguous(norms));
+        let matrices = x.storage_mut::<f32>().par_chunks_exact_mut((m * n).max(1));
+        let norms = norms.storage::<f32>().par_chunks_exact((2 * parts).max(1));
+        matrices.zip(norms).for_each(|(matrix, norms)| {
+            let part = |part: &[f32]| f64::from(part[0]).powi(2) * f64::from(part[1]);
+            let squares = norms.chunks_exact(2).map(part).sum::<f64>();
+            let norm = squares.sqrt().max(f64::from(epsilon));
             let scale = if norm == 0.0 { 0.0 } else { norm.recip() };
             let scaled = |values: &mut [f32]| {
                 values.iter_mut().for_each(|x| *x = (f64::from(*x) * scale) as f32)
             };
             matrix.par_chunks_mut(CHUNK).for_each(scaled);
         });
-        x
+        rounded(x, dtype.into())
     }
+}
+
+/// The root mean square and the number of some values: their norm as [`MatrixOps::norms`] has it.
+/// Squares of float32 neither overflow nor underflow in float64.
+pub(crate) fn scaled_squares(values: &[f32]) -> [f32; 2] {
+    let squares = values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
+    let count = values.len() as f64;
+    [(squares / count).sqrt() as f32, count as f32]
 }
 
 /// The tensor in float32.

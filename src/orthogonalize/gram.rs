@@ -24,6 +24,9 @@ pub fn iterate(
 /// The product `Q` of all `Z + a I` with `Z = b R + c R^2`, where every step advances
 /// `R <- (Z + a I) R (Z + a I)`.
 fn accumulate(mut r: Tensor<3>, schedule: &[Polynomial], products: Products) -> Tensor<3> {
+    if let Some(q) = products.accumulated(&r, schedule) {
+        return q;
+    }
     // `Y (Z + a I)`, for polynomials `Y` and `Z` of one symmetric matrix.
     let times = |y: Tensor<3>, z: Tensor<3>, a| products.symmetric(y.clone(), z, y, 1.0, a);
     let mut q = None;

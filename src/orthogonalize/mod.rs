@@ -14,6 +14,8 @@
 
 pub mod coefficients;
 pub mod cost;
+#[cfg(feature = "cube")]
+pub(crate) mod cube;
 #[cfg(feature = "flex")]
 pub(crate) mod flex;
 mod gram;
@@ -31,6 +33,7 @@ use burn::tensor::{DType, Device, FloatDType, Tensor};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use ops::Norms;
 use products::Products;
 
 /// The precision of the iteration; the norm before it is taken in float32 at least.
@@ -109,6 +112,10 @@ pub struct Explanation {
     pub dtype: FloatDType,
     /// What computes the products.
     pub engine: Engine,
+    /// Which of its kernels computes `X X^T`.
+    pub kernel: String,
+    /// Whether one kernel carries the small `R` of the Gram form through all steps.
+    pub in_one_cube: bool,
     /// Floating-point operations for one matrix.
     pub operations: f64,
 }
@@ -172,16 +179,21 @@ impl NewtonSchulz {
     /// Any sizes will do, also 1 and 0. A matrix with an entry that is not finite gives one of NaN
     /// and leaves the others of the batch alone.
     pub fn orthogonalize(&self, batch: Tensor<3>) -> Tensor<3> {
+        self.orthogonalize_normed(batch, None)
+    }
+
+    /// [`orthogonalize`](Self::orthogonalize), with norms that are known already.
+    pub(crate) fn orthogonalize_normed(&self, batch: Tensor<3>, norms: Option<Norms>) -> Tensor<3> {
         let [k, m, n] = batch.dims();
         if k * m * n == 0 {
             return batch;
         }
-        let dtype = batch.dtype();
+        let (dtype, device) = (batch.dtype(), batch.device());
         let plan = self.explain(&batch);
-        let products = Products::new(m, n, plan.engine);
+        let products = Products::new(m, n, plan.engine, &device);
         let precise = if dtype == DType::F64 { FloatDType::F64 } else { FloatDType::F32 };
-        let norm_engine = Engine::choose(self.kernels, &batch.device(), precise);
-        let x = norm_engine.normalize(batch.cast(precise), self.epsilon).cast(plan.dtype);
+        let norm_engine = Engine::choose(self.kernels, &device, precise);
+        let x = norm_engine.normalize(batch.cast(precise), norms, self.epsilon, plan.dtype);
         let x = match plan.form {
             Form::Gram => gram::iterate(x, &self.schedule, &plan.restarts, products),
             _ => standard::iterate(x, &self.schedule, products),
@@ -191,12 +203,15 @@ impl NewtonSchulz {
 
     /// How [`orthogonalize`](Self::orthogonalize) treats the matrices of `batch`.
     pub fn explain(&self, batch: &Tensor<3>) -> Explanation {
-        let [_, m, n] = batch.dims();
-        self.explain_shape([m, n], batch.dtype(), &batch.device())
+        self.explain_batch(batch.dims(), batch.dtype(), &batch.device())
     }
 
-    /// [`explain`](Self::explain), for matrices that need not exist yet.
+    /// [`explain`](Self::explain), for a matrix that need not exist yet.
     pub fn explain_shape(&self, [m, n]: [usize; 2], dtype: DType, device: &Device) -> Explanation {
+        self.explain_batch([1, m, n], dtype, device)
+    }
+
+    fn explain_batch(&self, [k, m, n]: [usize; 3], dtype: DType, device: &Device) -> Explanation {
         let (m, n) = (m.min(n), m.max(n));
         let dtype = self.dtype.resolve(device, dtype);
         let engine = Engine::choose(self.kernels, device, dtype);
@@ -207,17 +222,23 @@ impl NewtonSchulz {
             restarts: vec![],
             dtype,
             engine,
+            kernel: engine.kernel(device, dtype, [k, m, n]),
+            in_one_cube: false,
             operations: cost::standard(steps, m, n, share),
         };
+        let in_one_cube = engine.is_small(device, m);
         let gram = self.restarts(dtype).map(|restarts| Explanation {
             form: Form::Gram,
             restarts: restarts.to_vec(),
+            in_one_cube,
             operations: cost::gram(steps, restarts.len(), m, n, share),
             ..standard.clone()
         });
         match (self.form, gram) {
             (Form::Gram, Some(gram)) => gram,
-            (Form::Auto, Some(gram)) if gram.operations < standard.operations => gram,
+            (Form::Auto, Some(gram)) if in_one_cube || gram.operations < standard.operations => {
+                gram
+            }
             _ => standard,
         }
     }

@@ -2,14 +2,17 @@
 //!
 //! Every backend runs the default bodies, which are composed of Burn's own operations
 //! (`portable.rs`). A backend with something better implements [`MatrixOps`] and is named in its
-//! attribute: Flex does so with faer's triangular product (`flex.rs`). Backends that are not named
-//! need no entry, since the default bodies also run on the dispatching backend itself.
+//! attribute: Flex does so with faer's triangular product (`flex.rs`), all that CubeCL runs on with the
+//! kernels of `distmuon-kernels` (`cube/`). Backends that are not named need no entry, since the
+//! default bodies also run on the dispatching backend itself.
 
-use burn::backend::{Backend, Dispatch, backend_extension, tensor::FloatTensor};
+use burn::backend::{Backend, Dispatch, DispatchDevice, backend_extension, tensor::FloatTensor};
 use burn::tensor::{Device, FloatDType, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::portable;
+#[cfg(feature = "cube")]
+use super::cube;
+use super::{Polynomial, portable};
 
 /// Which implementations of the products may be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,18 +31,27 @@ pub enum Engine {
     /// faer and plain loops on the buffers of Burn's Flex backend; symmetric products as a lower
     /// triangle, mirrored.
     Flex,
+    /// The CubeCL kernels of `distmuon-kernels`, on CUDA, Vulkan, Metal, WebGPU and ROCm; symmetric
+    /// products as lower tiles, mirrored.
+    Cube,
 }
 
 /// Products of matrices in batches.
-#[backend_extension(Flex: cfg(feature = "flex"))]
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    Cube: cfg(feature = "cube"),
+    Fusion: cfg(feature = "cube")
+)]
 pub trait MatrixOps: Backend {
     /// `A A^T`: `[k, m, n]` to `[k, m, m]`.
+    #[fusion(dtype = a, shape = square(a))]
     fn syrk(a: FloatTensor<Self>) -> FloatTensor<Self> {
         portable::syrk::<Self>(a)
     }
 
     /// `alpha A B^T + beta C`, for a result that is known to be symmetric: `a` and `b` are
     /// `[k, m, n]`; `c` is symmetric and `[k, m, m]` like the result.
+    #[fusion(dtype = c, shape = c)]
     fn symmetric_product(
         a: FloatTensor<Self>,
         b: FloatTensor<Self>,
@@ -51,6 +63,7 @@ pub trait MatrixOps: Backend {
     }
 
     /// `A B + beta C`, with `a` `[k, m, n]`, `b` `[k, n, p]`, and `c` `[k, m, p]` like the result.
+    #[fusion(dtype = c, shape = c)]
     fn product_add(
         a: FloatTensor<Self>,
         b: FloatTensor<Self>,
@@ -60,23 +73,80 @@ pub trait MatrixOps: Backend {
         portable::product_add::<Self>(a, b, c, beta)
     }
 
-    /// Divides every float32 matrix by its Frobenius norm, or by `epsilon` if that is larger, without
-    /// overflow or underflow at any scale.
-    fn normalize(x: FloatTensor<Self>, epsilon: f32) -> FloatTensor<Self>;
+    /// The product of all `Z + a I` with `Z = b R + c R^2`, where every step advances
+    /// `R <- (Z + a I) R (Z + a I)`: `Q` of [the Gram form](super::Form::Gram) for small matrices.
+    #[fusion(dtype = r, shape = r)]
+    fn accumulate_small(r: FloatTensor<Self>, schedule: Vec<[f32; 3]>) -> FloatTensor<Self>;
+
+    /// The Frobenius norms of all matrices, in `parts` of each: `[k, parts, 2]` float32 values, a
+    /// scale and the sum of the squares of what is divided by it, as in LAPACK's `slassq`.
+    #[fusion(meta = |x, parts| norms_of(x.shape.dims::<3>()[0], *parts))]
+    fn norms(x: FloatTensor<Self>, parts: usize) -> FloatTensor<Self>;
+
+    /// Divides every matrix by its norm, or by `epsilon` if that is larger, and rounds to `dtype`.
+    #[fusion(meta = |x, _norms, _epsilon, dtype| {
+        burn::backend::fusion::custom::TensorSpec::new(x.shape.clone(), (*dtype).into())
+    })]
+    fn normalize(
+        x: FloatTensor<Self>,
+        norms: FloatTensor<Self>,
+        epsilon: f32,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self>;
+}
+
+/// What [`MatrixOps::norms`] returns.
+#[cfg(feature = "cube")]
+pub(crate) fn norms_of(count: usize, parts: usize) -> burn::backend::fusion::custom::TensorSpec {
+    let shape = [count, parts, 2].into();
+    burn::backend::fusion::custom::TensorSpec::new(shape, burn::tensor::DType::F32)
+}
+
+/// `[k, m, m]` for `[k, m, n]`.
+#[cfg(feature = "cube")]
+fn square(shape: &burn::tensor::Shape) -> burn::tensor::Shape {
+    let [k, m, _] = shape.dims();
+    [k, m, m].into()
 }
 
 impl Engine {
     /// What computes products of `dtype` on `device`.
-    #[cfg_attr(not(feature = "flex"), allow(unused_variables))] // the type decides on Flex only
+    #[cfg_attr(not(any(feature = "flex", feature = "cube")), allow(unused_variables))]
     pub fn choose(kernels: Kernels, device: &Device, dtype: FloatDType) -> Self {
         match (kernels, device.as_dispatch()) {
             #[cfg(feature = "flex")]
-            (Kernels::Auto, burn::backend::DispatchDevice::Flex(_))
-                if super::flex::serves(dtype.into()) =>
-            {
+            (Kernels::Auto, DispatchDevice::Flex(_)) if super::flex::serves(dtype.into()) => {
                 Self::Flex
             }
+            #[cfg(feature = "cube")]
+            (Kernels::Auto, DispatchDevice::Cube(device)) if cube::serves(device, dtype.into()) => {
+                Self::Cube
+            }
             _ => Self::Portable,
+        }
+    }
+
+    /// Which kernel computes a symmetric product `[k, m, inner] x [k, inner, m]` of `dtype` on `device`.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn kernel(self, device: &Device, dtype: FloatDType, [k, m, inner]: [usize; 3]) -> String {
+        match (self, device.as_dispatch()) {
+            #[cfg(feature = "cube")]
+            (Self::Cube, DispatchDevice::Cube(device)) => {
+                cube::kernel(device, dtype.into(), [k, m, inner])
+            }
+            (Self::Flex, _) => "faer's triangular product".to_owned(),
+            _ if self.symmetric_share(m, inner) < 1.0 => "Burn's matmul, in block rows".to_owned(),
+            _ => "Burn's matmul".to_owned(),
+        }
+    }
+
+    /// Whether [`accumulate_small`](Self::accumulate_small) takes matrices of so many rows.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn is_small(self, device: &Device, m: usize) -> bool {
+        match (self, device.as_dispatch()) {
+            #[cfg(feature = "cube")]
+            (Self::Cube, DispatchDevice::Cube(device)) => m <= cube::most_small_rows(device),
+            _ => false,
         }
     }
 
@@ -84,7 +154,7 @@ impl Engine {
     /// a triangle, 1 for the whole.
     pub fn symmetric_share(self, m: usize, inner: usize) -> f64 {
         match self {
-            Self::Flex => 0.5,
+            Self::Flex | Self::Cube => 0.5,
             Self::Portable => portable::symmetric_share(m, inner),
         }
     }
@@ -93,7 +163,7 @@ impl Engine {
     pub fn syrk(self, a: Tensor<3>) -> Tensor<3> {
         let syrk = match self {
             Self::Portable => portable::syrk::<Dispatch>,
-            Self::Flex => Dispatch::syrk,
+            Self::Flex | Self::Cube => Dispatch::syrk,
         };
         Tensor::from_dispatch(syrk(a.into_dispatch()))
     }
@@ -109,7 +179,7 @@ impl Engine {
     ) -> Tensor<3> {
         let product = match self {
             Self::Portable => portable::symmetric_product::<Dispatch>,
-            Self::Flex => Dispatch::symmetric_product,
+            Self::Flex | Self::Cube => Dispatch::symmetric_product,
         };
         let [a, b, c] = [a, b, c].map(Tensor::into_dispatch);
         Tensor::from_dispatch(product(a, b, c, alpha as f32, beta as f32))
@@ -119,19 +189,50 @@ impl Engine {
     pub fn product_add(self, a: Tensor<3>, b: Tensor<3>, c: Tensor<3>, beta: f64) -> Tensor<3> {
         let product = match self {
             Self::Portable => portable::product_add::<Dispatch>,
-            Self::Flex => Dispatch::product_add,
+            Self::Flex | Self::Cube => Dispatch::product_add,
         };
         let [a, b, c] = [a, b, c].map(Tensor::into_dispatch);
         Tensor::from_dispatch(product(a, b, c, beta as f32))
     }
 
-    /// Every matrix divided by its Frobenius norm, or by `epsilon` if that is larger.
-    pub fn normalize(self, x: Tensor<3>, epsilon: f64) -> Tensor<3> {
-        match self {
-            Self::Portable => portable::normalize(x, epsilon),
-            Self::Flex => {
-                Tensor::from_dispatch(Dispatch::normalize(x.into_dispatch(), epsilon as f32))
-            }
+    /// [`MatrixOps::accumulate_small`].
+    ///
+    /// # Panics
+    ///
+    /// Where [`is_small`](Self::is_small) says no.
+    pub fn accumulate_small(self, r: Tensor<3>, schedule: &[Polynomial]) -> Tensor<3> {
+        let schedule = schedule.iter().map(|p| p.map(|x| x as f32)).collect();
+        Tensor::from_dispatch(Dispatch::accumulate_small(r.into_dispatch(), schedule))
+    }
+
+    /// Every matrix divided by its Frobenius norm, or by `epsilon` if that is larger, in `dtype`. The
+    /// norms may be known already.
+    pub(crate) fn normalize(
+        self,
+        x: Tensor<3>,
+        norms: Option<Norms>,
+        epsilon: f64,
+        dtype: FloatDType,
+    ) -> Tensor<3> {
+        if self == Self::Portable {
+            return portable::normalize(x, epsilon).cast(dtype);
         }
+        let norms = match norms {
+            Some(Norms(norms)) => norms.into_dispatch(),
+            None => Dispatch::norms(x.clone().into_dispatch(), norm_parts(&x)),
+        };
+        Tensor::from_dispatch(Dispatch::normalize(x.into_dispatch(), norms, epsilon as f32, dtype))
     }
 }
+
+/// The norms of a batch, as [`MatrixOps::norms`] returns them.
+pub(crate) struct Norms(pub Tensor<3>);
+
+/// In how many parts the norms of a batch are taken.
+pub(crate) fn norm_parts(x: &Tensor<3>) -> usize {
+    let [_, m, n] = x.dims();
+    (m * n).div_ceil(NORM_PART).max(1)
+}
+
+/// Elements of a part of a norm.
+pub(crate) const NORM_PART: usize = 1 << 14;

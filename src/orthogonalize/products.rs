@@ -1,8 +1,8 @@
 //! The products of an iteration, on the side of the matrix where they are smaller.
 
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
 
-use super::ops::Engine;
+use super::{Polynomial, ops::Engine};
 
 /// The side from which symmetric matrices multiply `X`. The formulas are written for `Left`; `Right`
 /// is their transpose, and spares transposing `X`.
@@ -19,12 +19,20 @@ enum Side {
 pub struct Products {
     side: Side,
     engine: Engine,
+    small: bool,
 }
 
 impl Products {
-    /// The products for `m` by `n` matrices.
-    pub fn new(m: usize, n: usize, engine: Engine) -> Self {
-        Self { side: if m <= n { Side::Left } else { Side::Right }, engine }
+    /// The products for `m` by `n` matrices on a device.
+    pub fn new(m: usize, n: usize, engine: Engine, device: &Device) -> Self {
+        let side = if m <= n { Side::Left } else { Side::Right };
+        Self { side, engine, small: engine.is_small(device, m.min(n)) }
+    }
+
+    /// All products of the Gram form in one kernel, if the matrices are small enough for that: see
+    /// [`MatrixOps::accumulate_small`](super::ops::MatrixOps::accumulate_small).
+    pub fn accumulated(self, r: &Tensor<3>, schedule: &[Polynomial]) -> Option<Tensor<3>> {
+        self.small.then(|| self.engine.accumulate_small(r.clone(), schedule))
     }
 
     /// `X X^T`.

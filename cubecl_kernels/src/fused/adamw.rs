@@ -2,6 +2,7 @@
 
 use cubecl::calculate_cube_count_elemwise;
 use cubecl::client::Client;
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -22,21 +23,22 @@ pub struct AdamW {
 /// <https://arxiv.org/abs/1711.05101>). `rows` holds `[5, r]` float32 values: whether a row is
 /// accepted; what its values are multiplied by; its learning rate; the corrections of its first and of
 /// its second moment.
-pub fn adamw<F: Float + CubeElement>(
+pub fn adamw(
     client: &Client,
     [parameters, grads, moment_1, moment_2]: [&Handle; 4],
     rows: &Handle,
     batch: Batch,
+    dtype: ElemType,
     AdamW { beta_1, beta_2, epsilon }: AdamW,
 ) {
     if batch.is_empty() {
         return;
     }
-    let size = batch.vector_size(client, size_of::<F>());
+    let size = batch.vector_size(client, &[dtype]);
     let (vectors, units) = (batch.len() / size, CubeDim::new_1d(UNITS));
     // SAFETY: units beyond the vectors do nothing.
     unsafe {
-        adamw_kernel::launch_unchecked::<F>(
+        adamw_kernel::launch_unchecked(
             client,
             calculate_cube_count_elemwise(client, vectors, units),
             units,
@@ -52,6 +54,7 @@ pub fn adamw<F: Float + CubeElement>(
             beta_1,
             beta_2,
             epsilon,
+            dtype,
         );
     }
 }
@@ -68,6 +71,7 @@ fn adamw_kernel<F: Float, N: Size>(
     beta_1: f32,
     beta_2: f32,
     epsilon: f32,
+    #[define(F)] _dtype: ElemType,
 ) {
     let at = ABSOLUTE_POS;
     let row = at / vectors;

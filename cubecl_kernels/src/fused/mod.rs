@@ -11,9 +11,10 @@ mod norm;
 
 pub use adamw::{AdamW, adamw};
 pub use muon::{Momentum, accumulate, apply, finite};
-pub use norm::{Norms, normalize};
+pub use norm::{Norms, normalize, norms};
 
 use cubecl::client::Client;
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
@@ -46,23 +47,24 @@ impl Batch {
         self.len() == 0
     }
 
-    /// The longest vectors that elements of so many bytes can be read in, and that divide a matrix.
-    fn vector_size(self, client: &Client, bytes: usize) -> usize {
+    /// The longest vectors that elements of these types can be read in, and that divide a matrix.
+    fn vector_size(self, client: &Client, dtypes: &[ElemType]) -> usize {
+        let bytes = dtypes.iter().map(ElemType::size).max().unwrap_or(1);
         let divides = |size: &usize| self.elements.is_multiple_of(*size);
         client.io_optimized_vector_sizes(bytes).filter(divides).max().unwrap_or(1)
     }
 
     /// Cubes that a matrix is divided among.
-    fn cubes(self, vector_size: usize) -> u32 {
+    fn cubes(self, vector_size: usize) -> usize {
         let vectors = self.elements / vector_size;
-        vectors.div_ceil(VECTORS_PER_UNIT * UNITS as usize).max(1) as u32
+        vectors.div_ceil(VECTORS_PER_UNIT * UNITS as usize).max(1)
     }
 
-    /// A row of cubes for every matrix; there may be more rows than matrices.
-    fn cube_count(self, vector_size: usize) -> CubeCount {
+    /// A row of so many cubes for every matrix; there may be more rows than matrices.
+    fn cube_count(self, cubes: usize) -> CubeCount {
         let rows = self.count.min(MOST_ROWS);
         let layers = self.count.div_ceil(rows);
-        CubeCount::Static(self.cubes(vector_size), rows as u32, layers as u32)
+        CubeCount::Static(cubes as u32, rows as u32, layers as u32)
     }
 
     /// The buffer of its elements, read in vectors.

@@ -1,24 +1,25 @@
 //! Momentum before the iteration, and the update after it.
 
 use cubecl::client::Client;
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::norm::{Norms, store_part, with_squares};
 use super::{Batch, UNITS, own_matrix, own_vectors};
 
-/// Which matrices are finite: `[k]`, 1 for those, else 0.
-pub fn finite<F: Float + CubeElement>(client: &Client, grads: &Handle, batch: Batch) -> Handle {
+/// Which matrices of a type are finite: `[k]`, 1 for those, else 0.
+pub fn finite(client: &Client, grads: &Handle, batch: Batch, dtype: ElemType) -> Handle {
     let accepted = client.create_from_slice(f32::as_bytes(&vec![1.0; batch.count]));
     if batch.is_empty() {
         return accepted;
     }
-    let size = batch.vector_size(client, size_of::<F>());
+    let size = batch.vector_size(client, &[dtype]);
     // SAFETY: every index is below the vectors of a matrix.
     unsafe {
-        finite_kernel::launch_unchecked::<F>(
+        finite_kernel::launch_unchecked(
             client,
-            batch.cube_count(size),
+            batch.cube_count(batch.cubes(size)),
             CubeDim::new_1d(UNITS),
             batch.address_type(),
             size,
@@ -26,6 +27,7 @@ pub fn finite<F: Float + CubeElement>(client: &Client, grads: &Handle, batch: Ba
             batch.per_matrix(&accepted),
             batch.elements / size,
             batch.count,
+            dtype,
         );
     }
     accepted
@@ -38,6 +40,7 @@ fn finite_kernel<F: Float, N: Size>(
     accepted: &mut [f32],
     vectors: usize,
     count: usize,
+    #[define(F)] _dtype: ElemType,
 ) {
     let matrix = own_matrix();
     if matrix >= count {
@@ -67,26 +70,28 @@ pub struct Momentum {
 
 /// Advances the momentum in place, `M <- mu M + (1 - mu) G`. Returns what is to be orthogonalised,
 /// `mu M + (1 - mu) G` with Nesterov and else `M`, zeros where a matrix is refused; and the norms of
-/// that.
-pub fn accumulate<F: Float + CubeElement>(
+/// that, in parts.
+pub fn accumulate(
     client: &Client,
     grads: &Handle,
     momentum: &Handle,
     accepted: &Handle,
     batch: Batch,
+    dtype: ElemType,
     Momentum { mu, nesterov }: Momentum,
+    parts: usize,
 ) -> (Handle, Norms) {
-    let size = batch.vector_size(client, size_of::<F>());
-    let update = client.empty(batch.len() * size_of::<F>());
-    let norms = Norms::empty(client, batch, batch.cubes(size));
+    let size = batch.vector_size(client, &[dtype]);
+    let update = client.empty(batch.len() * dtype.size());
+    let norms = Norms::empty(client, batch, parts);
     if batch.is_empty() {
         return (update, norms);
     }
     // SAFETY: every index is below the vectors of a matrix.
     unsafe {
-        accumulate_kernel::launch_unchecked::<F>(
+        accumulate_kernel::launch_unchecked(
             client,
-            batch.cube_count(size),
+            batch.cube_count(parts),
             CubeDim::new_1d(UNITS),
             batch.address_type(),
             size,
@@ -99,6 +104,7 @@ pub fn accumulate<F: Float + CubeElement>(
             batch.count,
             mu,
             nesterov,
+            dtype,
         );
     }
     (update, norms)
@@ -115,6 +121,7 @@ fn accumulate_kernel<F: Float, N: Size>(
     count: usize,
     mu: f32,
     #[comptime] nesterov: bool,
+    #[define(F)] _dtype: ElemType,
 ) {
     let matrix = own_matrix();
     if matrix >= count {
@@ -143,23 +150,25 @@ fn accumulate_kernel<F: Float, N: Size>(
     store_part(norms, scale, squares);
 }
 
-/// Updates accepted matrices in place: `P <- keep P - lr U`, with one `keep` and `lr` per matrix.
-pub fn apply<F: Float + CubeElement, U: Float + CubeElement>(
+/// Updates accepted matrices in place: `P <- keep P - lr U`, with one `keep` and `lr` per matrix. The
+/// types are those of `P` and `U`.
+pub fn apply(
     client: &Client,
     parameters: &Handle,
     directions: &Handle,
     [accepted, keep, lr]: [&Handle; 3],
     batch: Batch,
+    dtypes: [ElemType; 2],
 ) {
     if batch.is_empty() {
         return;
     }
-    let size = batch.vector_size(client, size_of::<F>().max(size_of::<U>()));
+    let size = batch.vector_size(client, &dtypes);
     // SAFETY: every index is below the vectors of a matrix.
     unsafe {
-        apply_kernel::launch_unchecked::<F, U>(
+        apply_kernel::launch_unchecked(
             client,
-            batch.cube_count(size),
+            batch.cube_count(batch.cubes(size)),
             CubeDim::new_1d(UNITS),
             batch.address_type(),
             size,
@@ -170,6 +179,7 @@ pub fn apply<F: Float + CubeElement, U: Float + CubeElement>(
             batch.per_matrix(lr),
             batch.elements / size,
             batch.count,
+            dtypes,
         );
     }
 }
@@ -183,6 +193,7 @@ fn apply_kernel<F: Float, U: Float, N: Size>(
     lr: &[f32],
     vectors: usize,
     count: usize,
+    #[define(F, U)] _dtypes: [ElemType; 2],
 ) {
     let matrix = own_matrix();
     if matrix >= count {

@@ -1,52 +1,109 @@
 //! Frobenius norms without overflow or underflow at any scale.
 
 use cubecl::client::Client;
+use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::{Batch, UNITS, own_matrix, own_vectors};
 
-/// The parts of the norms of a batch that the cubes have found: for each, a scale and the sum of the
-/// squares of the elements divided by it. As in LAPACK's `slassq`.
+/// The norms of a batch in parts: for each, a scale and the sum of the squares of the elements divided
+/// by it, `[k, parts, 2]` float32 values. As in LAPACK's `slassq`.
 #[derive(Debug, Clone)]
 pub struct Norms {
-    pub(super) parts: Handle,
-    pub(super) cubes: u32,
+    /// The values.
+    pub handle: Handle,
+    /// Parts of each norm.
+    pub parts: usize,
 }
 
 impl Norms {
-    /// Room for the parts of a batch.
-    pub(super) fn empty(client: &Client, batch: Batch, cubes: u32) -> Self {
-        let parts = client.empty(2 * batch.count * cubes as usize * size_of::<f32>());
-        Self { parts, cubes }
+    /// Room for the norms of a batch.
+    pub fn empty(client: &Client, batch: Batch, parts: usize) -> Self {
+        Self { handle: client.empty(2 * batch.count * parts * size_of::<f32>()), parts }
     }
 
     pub(super) fn arg(&self, batch: Batch) -> BufferArg {
-        // SAFETY: `empty` made it of that size.
-        unsafe {
-            BufferArg::from_raw_parts(self.parts.clone(), 2 * batch.count * self.cubes as usize)
-        }
+        // SAFETY: the buffer holds two values per part, by the contract of the type.
+        unsafe { BufferArg::from_raw_parts(self.handle.clone(), 2 * batch.count * self.parts) }
     }
 }
 
-/// Divides every matrix by its norm, or by `epsilon` if that is larger, and rounds to `O`.
-pub fn normalize<F: Float + CubeElement, O: Float + CubeElement>(
+/// The norms of matrices of a type, in parts.
+pub fn norms(
+    client: &Client,
+    input: &Handle,
+    batch: Batch,
+    dtype: ElemType,
+    parts: usize,
+) -> Norms {
+    let norms = Norms::empty(client, batch, parts);
+    if batch.is_empty() {
+        return norms;
+    }
+    let size = batch.vector_size(client, &[dtype]);
+    // SAFETY: every index is below the vectors of a matrix.
+    unsafe {
+        norms_kernel::launch_unchecked(
+            client,
+            batch.cube_count(parts),
+            CubeDim::new_1d(UNITS),
+            batch.address_type(),
+            size,
+            batch.vectors(input, size),
+            norms.arg(batch),
+            batch.elements / size,
+            batch.count,
+            dtype,
+        );
+    }
+    norms
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn norms_kernel<F: Float, N: Size>(
+    input: &[Vector<F, N>],
+    norms: &mut [f32],
+    vectors: usize,
+    count: usize,
+    #[define(F)] _dtype: ElemType,
+) {
+    let matrix = own_matrix();
+    if matrix >= count {
+        terminate!();
+    }
+    let mut scale = f32::new(0.0);
+    let mut squares = f32::new(0.0);
+    let (first, step) = own_vectors();
+    for i in range_stepped(first, vectors, step) {
+        let x = Vector::<f32, N>::cast_from(input[matrix * vectors + i]);
+        let (s, q) = with_squares::<N>(scale, squares, x);
+        scale = s;
+        squares = q;
+    }
+    store_part(norms, scale, squares);
+}
+
+/// Divides every matrix by its norm, or by `epsilon` if that is larger. The types are those of the
+/// input and of the result.
+pub fn normalize(
     client: &Client,
     input: &Handle,
     norms: &Norms,
     batch: Batch,
+    dtypes: [ElemType; 2],
     epsilon: f32,
 ) -> Handle {
-    let output = client.empty(batch.len() * size_of::<O>());
+    let output = client.empty(batch.len() * dtypes[1].size());
     if batch.is_empty() {
         return output;
     }
-    let size = batch.vector_size(client, size_of::<F>().max(size_of::<O>()));
+    let size = batch.vector_size(client, &dtypes);
     // SAFETY: every index is below the vectors of a matrix.
     unsafe {
-        normalize_kernel::launch_unchecked::<F, O>(
+        normalize_kernel::launch_unchecked(
             client,
-            batch.cube_count(size),
+            batch.cube_count(batch.cubes(size)),
             CubeDim::new_1d(UNITS),
             batch.address_type(),
             size,
@@ -55,8 +112,9 @@ pub fn normalize<F: Float + CubeElement, O: Float + CubeElement>(
             norms.arg(batch),
             batch.elements / size,
             batch.count,
-            norms.cubes as usize,
+            norms.parts,
             epsilon,
+            dtypes,
         );
     }
     output
@@ -69,8 +127,9 @@ fn normalize_kernel<F: Float, O: Float, N: Size>(
     norms: &[f32],
     vectors: usize,
     count: usize,
-    cubes: usize,
+    parts: usize,
     epsilon: f32,
+    #[define(F, O)] _dtypes: [ElemType; 2],
 ) {
     let matrix = own_matrix();
     if matrix >= count {
@@ -78,8 +137,8 @@ fn normalize_kernel<F: Float, O: Float, N: Size>(
     }
     let mut scale = f32::new(0.0);
     let mut squares = f32::new(0.0);
-    for part in 0..cubes {
-        let at = 2 * (matrix * cubes + part);
+    for part in 0..parts {
+        let at = 2 * (matrix * parts + part);
         let (s, q) = joined(scale, squares, norms[at], norms[at + 1]);
         scale = s;
         squares = q;

@@ -1,0 +1,44 @@
+//! What a device can't do.
+
+use cubecl::ir::ElemType;
+
+/// Why a kernel is not launched.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The device has no such type.
+    #[error("the device has no {0:?}; take float32")]
+    Dtype(ElemType),
+    /// Matrices do not go together.
+    #[error("{what} is {found:?}, but must be {expected}")]
+    Shape {
+        /// Which of them.
+        what: &'static str,
+        /// Its shape.
+        found: [usize; 3],
+        /// What would do.
+        expected: String,
+    },
+    /// Neither the rows nor the columns are contiguous.
+    #[error("{0} has neither contiguous rows nor contiguous columns; copy it first")]
+    Strides(&'static str),
+    /// The batch has more matrices than a launch can have.
+    #[error("{count} matrices are more than the {most} of one launch; split the batch")]
+    TooMany {
+        /// How many there are.
+        count: usize,
+        /// How many there may be.
+        most: usize,
+    },
+    /// The device refuses the kernel.
+    #[error("the kernel {kernel} does not run on this device: {reason}; choose another")]
+    Refused {
+        /// The kernel.
+        kernel: String,
+        /// What is missing.
+        reason: String,
+    },
+}
+
+/// A [`Result`](core::result::Result) with this crate's [`Error`].
+pub type Result<T, E = Error> = core::result::Result<T, E>;

@@ -1,0 +1,250 @@
+//! Newton-Schulz on small matrices: one cube carries a whole matrix through all steps.
+//!
+//! Below about a hundred rows, a product is over before the next kernel has been launched. Here the
+//! Gram form (<https://github.com/Dao-AILab/gram-newton-schulz>) runs in shared memory: for
+//! `R = X X^T`, [`accumulate`] returns the product `Q` of all `Z + a I` with `Z = b R + c R^2`, where
+//! every step advances `R <- (Z + a I) R (Z + a I)`. Everything is float32 in between, and symmetric.
+//!
+//! ```text
+//! R, Z, Q in shared memory, in blocks of 16 x 16; unit (y, x) has one entry of every block:
+//!
+//!     L . . .      only the blocks L and D are computed, and of D only the entries
+//!     L L . .      on and below the diagonal; each is stored with its mirror image
+//!     L L L .
+//!     D on the diagonal
+//! ```
+
+use cubecl::client::Client;
+use cubecl::features::TypeUsage;
+use cubecl::ir::ElemType;
+use cubecl::prelude::*;
+
+use crate::error::{Error, Result};
+use crate::matrices::Matrices;
+
+/// Units along each side of a cube, and the side of the blocks that they share.
+const SIDE: u32 = 16;
+
+/// A unit keeps `(m / SIDE)^2 / 2` sums in registers: no more than 36.
+const MOST_ROWS: usize = 128;
+
+/// Matrices that a cube has in shared memory.
+const HELD: usize = 3;
+
+/// One polynomial `a x + b x^3 + c x^5`, as the bits of its coefficients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Bits([u32; 3]);
+
+/// The most rows that matrices may have on a device.
+pub fn most_rows(client: &Client) -> usize {
+    let floats = client.properties().hardware.max_shared_memory_size / size_of::<f32>();
+    let fits = |rows: &usize| HELD * rows * rows <= floats;
+    (SIDE as usize..=MOST_ROWS).step_by(SIDE as usize).filter(fits).max().unwrap_or(0)
+}
+
+/// `Q` for every `R` of a batch, of the same type, given the coefficients of the polynomials.
+///
+/// # Errors
+///
+/// [`Error::Dtype`] for a type that the device does not have, [`Error::Shape`] for matrices that are not
+/// square or larger than [`most_rows`], and [`Error::TooMany`].
+pub fn accumulate(client: &Client, r: &Matrices, polynomials: &[[f32; 3]]) -> Result<Matrices> {
+    let [k, m, n] = r.shape;
+    let properties = client.properties();
+    if !properties.type_usage(r.dtype).is_superset(TypeUsage::Buffer | TypeUsage::Conversion) {
+        return Err(Error::Dtype(r.dtype));
+    }
+    let (most, cubes) = (most_rows(client), properties.hardware.max_cube_count.0 as usize);
+    if m != n || m > most {
+        let expected = format!("square, with at most {most} rows");
+        return Err(Error::Shape { what: "R", found: r.shape, expected });
+    }
+    if k > cubes {
+        return Err(Error::TooMany { count: k, most: cubes });
+    }
+    let q = Matrices::empty(client, r.dtype, r.shape);
+    if r.extent() == 0 {
+        return Ok(q);
+    }
+    let blocks = (m as u32).div_ceil(SIDE);
+    let polynomials = polynomials.iter().map(|p| Bits(p.map(f32::to_bits))).collect();
+    let [matrix, row, column] = r.strides;
+    // SAFETY: entries outside the matrices are neither read nor written.
+    unsafe {
+        accumulate_kernel::launch_unchecked(
+            client,
+            CubeCount::Static(k as u32, 1, 1),
+            CubeDim::new_2d(SIDE, SIDE),
+            AddressType::from_len(r.extent().max(q.extent())),
+            BufferArg::from_raw_parts(r.handle.clone(), r.extent()),
+            BufferArg::from_raw_parts(q.handle.clone(), q.extent()),
+            m as u32,
+            matrix,
+            row,
+            column,
+            blocks,
+            polynomials,
+            r.dtype,
+        );
+    }
+    Ok(q)
+}
+
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn accumulate_kernel<F: Float>(
+    input: &[F],
+    output: &mut [F],
+    m: u32,
+    matrix_stride: usize,
+    row_stride: usize,
+    column_stride: usize,
+    #[comptime] blocks: u32,
+    #[comptime] polynomials: Vec<Bits>,
+    #[define(F)] _dtype: ElemType,
+) {
+    let entries = comptime!((blocks * blocks * SIDE * SIDE) as usize);
+    let mut r = Shared::<[f32]>::new_slice(entries);
+    let mut z = Shared::<[f32]>::new_slice(entries);
+    let mut q = Shared::<[f32]>::new_slice(entries);
+    let matrix = CUBE_POS_X as usize;
+
+    #[unroll]
+    for i in 0..blocks {
+        #[unroll]
+        for j in 0..blocks {
+            let (row, column) = entry(i, j);
+            let mut value = f32::new(0.0);
+            if row < m && column < m {
+                let at = row as usize * row_stride + column as usize * column_stride;
+                value = f32::cast_from(input[matrix * matrix_stride + at]);
+            }
+            r[index(row, column, blocks)] = value;
+        }
+    }
+    sync_cube();
+
+    let steps = comptime!(polynomials.len() as u32);
+    #[unroll]
+    for step in 0..steps {
+        let a = comptime!(f32::from_bits(polynomials[step as usize].0[0]));
+        let b = comptime!(f32::from_bits(polynomials[step as usize].0[1]));
+        let c = comptime!(f32::from_bits(polynomials[step as usize].0[2]));
+        // Z = b R + c R^2
+        let sums = product(&r, &r, c, b, blocks);
+        store(&mut z, &sums, blocks);
+        sync_cube();
+        // Q = Z + a I at first, then Q (Z + a I)
+        if comptime!(step == 0) {
+            add_identity(&mut q, &z, a, blocks);
+        } else {
+            let sums = product(&q, &z, 1.0, a, blocks);
+            sync_cube();
+            store(&mut q, &sums, blocks);
+        }
+        if comptime!(step + 1 < steps) {
+            // R = (Z + a I) R (Z + a I)
+            #[unroll]
+            for _ in 0..2u32 {
+                let sums = product(&r, &z, 1.0, a, blocks);
+                sync_cube();
+                store(&mut r, &sums, blocks);
+                sync_cube();
+            }
+        }
+    }
+    sync_cube();
+
+    #[unroll]
+    for i in 0..blocks {
+        #[unroll]
+        for j in 0..blocks {
+            let (row, column) = entry(i, j);
+            if row < m && column < m {
+                let side = m as usize;
+                let at = (matrix * side + row as usize) * side + column as usize;
+                output[at] = F::cast_from(q[index(row, column, blocks)]);
+            }
+        }
+    }
+}
+
+/// The entry that a unit has in a block.
+#[cube]
+fn entry(#[comptime] i: u32, #[comptime] j: u32) -> (u32, u32) {
+    (i * SIDE + UNIT_POS_Y, j * SIDE + UNIT_POS_X)
+}
+
+#[cube]
+fn index(row: u32, column: u32, #[comptime] blocks: u32) -> usize {
+    (row * comptime!(blocks * SIDE) + column) as usize
+}
+
+/// The entries of `alpha X Y + beta X` that a unit has in the blocks on and below the diagonal, row by
+/// row, for polynomials `X` and `Y` of one symmetric matrix.
+#[cube]
+fn product(
+    x: &[f32],
+    y: &[f32],
+    #[comptime] alpha: f32,
+    #[comptime] beta: f32,
+    #[comptime] blocks: u32,
+) -> Array<f32> {
+    let mut sums = Array::<f32>::new(comptime!((blocks * (blocks + 1) / 2) as usize));
+    #[unroll]
+    for at in 0..comptime!((blocks * (blocks + 1) / 2) as usize) {
+        sums[at] = f32::new(0.0);
+    }
+    for inner in 0..comptime!(blocks * SIDE) {
+        #[unroll]
+        for i in 0..blocks {
+            let left = x[index(entry(i, 0u32).0, inner, blocks)];
+            #[unroll]
+            for j in 0..comptime!(i + 1) {
+                let at = comptime!((i * (i + 1) / 2 + j) as usize);
+                sums[at] += left * y[index(inner, entry(0u32, j).1, blocks)];
+            }
+        }
+    }
+    #[unroll]
+    for i in 0..blocks {
+        #[unroll]
+        for j in 0..comptime!(i + 1) {
+            let at = comptime!((i * (i + 1) / 2 + j) as usize);
+            let (row, column) = entry(i, j);
+            sums[at] = alpha * sums[at] + beta * x[index(row, column, blocks)];
+        }
+    }
+    sums
+}
+
+/// Stores the entries on and below the diagonal, and their mirror images.
+#[cube]
+fn store(x: &mut [f32], sums: &Array<f32>, #[comptime] blocks: u32) {
+    #[unroll]
+    for i in 0..blocks {
+        #[unroll]
+        for j in 0..comptime!(i + 1) {
+            let (row, column) = entry(i, j);
+            let value = sums[comptime!((i * (i + 1) / 2 + j) as usize)];
+            if column <= row {
+                x[index(row, column, blocks)] = value;
+                x[index(column, row, blocks)] = value;
+            }
+        }
+    }
+}
+
+/// `X + a I`.
+#[cube]
+fn add_identity(result: &mut [f32], x: &[f32], #[comptime] a: f32, #[comptime] blocks: u32) {
+    #[unroll]
+    for i in 0..blocks {
+        #[unroll]
+        for j in 0..blocks {
+            let (row, column) = entry(i, j);
+            let added = select(row == column, f32::new(a), f32::new(0.0));
+            let at = index(row, column, blocks);
+            result[at] = x[at] + added;
+        }
+    }
+}

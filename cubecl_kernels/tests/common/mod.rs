@@ -1,0 +1,48 @@
+//! What the tests of the kernels share.
+#![allow(dead_code)] // every test uses a part
+
+use cubecl::client::Client;
+use cubecl::features::TypeUsage;
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
+use cubecl::server::Handle;
+
+/// The types of matrices.
+pub trait Real: Float + CubeElement + Into<f64> {}
+
+impl<F: Float + CubeElement + Into<f64>> Real for F {}
+
+/// A client, if its device has the type.
+pub fn client<F: Real>() -> Option<Client> {
+    let client = cubecl::test_client();
+    let has = F::supported_uses(&client).contains(TypeUsage::Buffer);
+    if !has {
+        println!("skipped: the device has no {}", core::any::type_name::<F>());
+    }
+    has.then_some(client)
+}
+
+/// The tolerance for float32, which some matrix units round to TF32.
+pub fn tf32_or(tolerance: f64) -> f64 {
+    let tf32 = ElemType::Float(FloatKind::TF32);
+    let has = cubecl::test_client().properties().supports_type(tf32);
+    if has { 1e-3 } else { tolerance }
+}
+
+/// Values on the device, rounded.
+pub fn upload<F: Real>(client: &Client, values: &[f64]) -> Handle {
+    let values: Vec<F> = values.iter().map(|x| F::new(*x as f32)).collect();
+    client.create_from_slice(F::as_bytes(&values))
+}
+
+/// Values from the device.
+pub fn download<F: Real>(client: &Client, handle: &Handle) -> Vec<f64> {
+    let bytes = client.read_one_unchecked(handle.clone());
+    F::from_bytes(&bytes).iter().map(|x| (*x).into()).collect()
+}
+
+/// Values from -1 to 1 that a type holds exactly.
+pub fn values<F: Real>(count: usize, seed: usize) -> Vec<f64> {
+    let value = |i: usize| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1001.0 - 1.0;
+    (0..count).map(|i| F::new(value(i)).into()).collect()
+}

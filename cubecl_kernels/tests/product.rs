@@ -1,0 +1,205 @@
+//! Products against loops in float64, with every tiling that the device runs.
+
+mod common;
+
+use common::{Real, client, download, upload, values};
+use cubecl::client::Client;
+use cubecl::prelude::*;
+use distmuon_kernels::product::{Product, Tiling, Triangle};
+use distmuon_kernels::{Error, Matrices};
+
+/// A matrix of a batch, row by row, in float64.
+fn entry(values: &[f64], [_, m, n]: [usize; 3], [i, row, column]: [usize; 3]) -> f64 {
+    values[(i * m + row) * n + column]
+}
+
+/// Uploads `[k, m, n]`, transposed in memory if asked to.
+fn matrices<F: Real>(
+    client: &Client,
+    values: &[f64],
+    shape: [usize; 3],
+    transposed: bool,
+) -> Matrices {
+    let [k, m, n] = shape;
+    let dtype = F::elem_type_native();
+    if !transposed {
+        return Matrices::contiguous(upload::<F>(client, values), dtype, shape);
+    }
+    let turned: Vec<f64> =
+        (0..k * n * m).map(|i| entry(values, shape, [i / (m * n), i % m, i / m % n])).collect();
+    Matrices::contiguous(upload::<F>(client, &turned), dtype, [k, n, m]).transposed()
+}
+
+struct Case {
+    /// `[k, m, inner, n]`; `n` counts for full products only.
+    shape: [usize; 4],
+    triangle: Triangle,
+    /// `A` and `B` are stored transposed.
+    turned: [bool; 2],
+    alpha: f32,
+    beta: Option<f32>,
+}
+
+fn check<F: Real>(client: &Client, tiling: &Tiling, case: &Case, tolerance: f64) {
+    let Case { shape: [k, m, inner, n], triangle, turned, alpha, beta } = *case;
+    let n = if triangle == Triangle::Lower { m } else { n };
+    let a = values::<F>(k * m * inner, 1);
+    // `B` is the transpose of `A` for a symmetric product.
+    let b: Vec<f64> = match triangle {
+        Triangle::Full => values::<F>(k * inner * n, 2),
+        Triangle::Lower => (0..k * inner * n)
+            .map(|i| entry(&a, [k, m, inner], [i / (inner * n), i % n, i / n % inner]))
+            .collect(),
+    };
+    let d: Vec<f64> = (0..k * m * n)
+        .map(|i| {
+            let [i, row, column] = [i / (m * n), i / n % m, i % n];
+            let [row, column] = match triangle {
+                Triangle::Full => [row, column],
+                Triangle::Lower => [row.max(column), row.min(column)],
+            };
+            values::<F>(1, 3 + i + 7 * row + 11 * column)[0]
+        })
+        .collect();
+    let lhs = matrices::<F>(client, &a, [k, m, inner], turned[0]);
+    let rhs = matrices::<F>(client, &b, [k, inner, n], turned[1]);
+    let addend = matrices::<F>(client, &d, [k, m, n], false);
+    let addend = beta.map(|beta| (&addend, beta));
+    let product = Product { a: &lhs, b: &rhs, alpha, addend, triangle };
+
+    let poison = vec![f64::NAN; k * m * n];
+    let result = matrices::<F>(client, &poison, [k, m, n], false);
+    product.launch_into(client, tiling, &result).unwrap();
+    let found = download::<F>(client, &result.handle);
+
+    let what = format!(
+        "{tiling}; {shape:?}, {triangle:?}, turned {turned:?}, beta {beta:?}",
+        shape = case.shape
+    );
+    for (at, found) in found.iter().enumerate() {
+        let [i, row, column] = [at / (m * n), at / n % m, at % n];
+        let terms = (0..inner).map(|j| {
+            entry(&a, [k, m, inner], [i, row, j]) * entry(&b, [k, inner, n], [i, j, column])
+        });
+        let (mut sum, mut size) = (0.0, 0.0);
+        for term in terms {
+            (sum, size) = (sum + term, size + f64::abs(term));
+        }
+        let expected = f64::from(alpha) * sum + beta.map_or(0.0, |beta| f64::from(beta) * d[at]);
+        let scale = f64::from(alpha).abs() * size + d[at].abs() + 1e-3;
+        let error = (found - expected).abs() / scale;
+        assert!(error <= tolerance, "{what}: entry {at} is {found}, not {expected}");
+    }
+    if triangle == Triangle::Lower {
+        for at in 0..k * m * m {
+            let [i, row, column] = [at / (m * m), at / m % m, at % m];
+            let mirrored = found[(i * m + column) * m + row];
+            assert!(found[at].to_bits() == mirrored.to_bits(), "{what}: not symmetric at {at}");
+        }
+    }
+}
+
+/// Sizes that tiles divide and that they do not, odd ones and ones; all layouts; with and without an
+/// addend. The first shapes are those of most use.
+const CASES: [Case; 7] = [
+    case([2, 128, 64, 128], Triangle::Lower, [false, true], 1.0, None),
+    case([1, 130, 96, 72], Triangle::Lower, [false, false], 0.5, Some(-2.0)),
+    case([3, 33, 17, 64], Triangle::Lower, [true, false], 2.0, Some(0.75)),
+    case([1, 1, 1, 1], Triangle::Lower, [false, true], 1.0, None),
+    case([2, 7, 13, 5], Triangle::Full, [true, true], 1.0, Some(1.5)),
+    case([1, 130, 96, 72], Triangle::Full, [false, false], -1.0, None),
+    case([1, 64, 160, 200], Triangle::Full, [false, true], 1.0, Some(3.0)),
+];
+
+const fn case(
+    shape: [usize; 4],
+    triangle: Triangle,
+    turned: [bool; 2],
+    alpha: f32,
+    beta: Option<f32>,
+) -> Case {
+    Case { shape, triangle, turned, alpha, beta }
+}
+
+/// Every tiling with a third of the cases, so that neighbours share them all; the ignored tests below
+/// leave nothing out.
+fn check_some<F: Real>(tolerance: f64) {
+    let Some(client) = client::<F>() else { return };
+    let tilings = Tiling::candidates(&client, F::elem_type_native());
+    assert!(!tilings.is_empty());
+    for (i, tiling) in tilings.iter().enumerate() {
+        for case in CASES.iter().skip(i % 3).step_by(3) {
+            check::<F>(&client, tiling, case, tolerance);
+        }
+        println!("passed: {tiling}");
+    }
+}
+
+#[test]
+fn float32() {
+    check_some::<f32>(common::tf32_or(1e-6));
+}
+
+#[test]
+fn float16() {
+    check_some::<half::f16>(2e-3);
+}
+
+#[test]
+fn bfloat16() {
+    check_some::<half::bf16>(1.6e-2);
+}
+
+#[test]
+fn integers_are_exact() {
+    let Some(client) = client::<f32>() else { return };
+    let (k, m, inner) = (2, 96, 80);
+    let a: Vec<f64> = (0..k * m * inner).map(|i| ((i * 7919 + i / 13) % 6) as f64 - 3.0).collect();
+    let lhs = matrices::<f32>(&client, &a, [k, m, inner], false);
+    let rhs = lhs.clone().transposed();
+    for tiling in Tiling::candidates(&client, f32::elem_type_native()) {
+        let product =
+            Product { a: &lhs, b: &rhs, alpha: 0.5, addend: None, triangle: Triangle::Lower };
+        let found = download::<f32>(&client, &product.launch(&client, &tiling).unwrap().handle);
+        for (at, found) in found.iter().enumerate() {
+            let [i, row, column] = [at / (m * m), at / m % m, at % m];
+            let of = |row: usize, j: usize| entry(&a, [k, m, inner], [i, row, j]);
+            let expected: f64 = (0..inner).map(|j| of(row, j) * of(column, j)).sum();
+            assert_eq!(*found, 0.5 * expected, "{tiling}: entry {at}");
+        }
+    }
+}
+
+#[test]
+fn what_does_not_go_together_is_refused() {
+    let Some(client) = client::<f32>() else { return };
+    let of = |shape| matrices::<f32>(&client, &[0.0; 24], shape, false);
+    let tiling = Tiling::candidates(&client, f32::elem_type_native())[0];
+    let error = |a: &Matrices, b: &Matrices, d: Option<&Matrices>, triangle| {
+        let product = Product { a, b, alpha: 1.0, addend: d.map(|d| (d, 1.0)), triangle };
+        product.launch(&client, &tiling).unwrap_err()
+    };
+    let (a, b) = (of([1, 4, 6]), of([1, 6, 4]));
+    let says = |error: Error, words: &str| {
+        assert!(error.to_string().contains(words), "{error}");
+    };
+    says(error(&a, &a, None, Triangle::Full), "B is [1, 4, 6]");
+    says(error(&a, &b, Some(&b), Triangle::Full), "D is [1, 6, 4]");
+    says(error(&of([1, 3, 8]), &of([1, 8, 2]), None, Triangle::Lower), "square");
+    says(error(&of([1, 4, 0]), &of([1, 0, 4]), None, Triangle::Full), "inner");
+    let scattered = Matrices { strides: [24, 12, 2], ..of([1, 2, 6]) };
+    says(error(&scattered, &b, None, Triangle::Full), "copy it");
+    let many = Matrices { shape: [1 << 20, 1, 1], strides: [0, 1, 1], ..of([1, 1, 1]) };
+    says(error(&many, &many, None, Triangle::Full), "split the batch");
+    let half = matrices::<half::f16>(&client, &[0.0; 24], [1, 6, 4], false);
+    says(error(&a, &half, None, Triangle::Full), "of Float(F32)");
+    let nothing = of([0, 4, 6]);
+    let product = Product {
+        a: &nothing,
+        b: &of([0, 6, 4]),
+        alpha: 1.0,
+        addend: None,
+        triangle: Triangle::Full,
+    };
+    assert_eq!(product.launch(&client, &tiling).unwrap().shape, [0, 4, 4]);
+}
