@@ -28,6 +28,18 @@ pub enum Error {
         /// What to write instead.
         remedy: &'static str,
     },
+    /// A device has not the type that the iteration would run in.
+    #[error(
+        "parameter `{parameter}`: {device} has no {dtype} arithmetic; set `iteration_dtype` to `Auto` or `F32`"
+    )]
+    Dtype {
+        /// Path of the parameter in its module.
+        parameter: String,
+        /// The device.
+        device: String,
+        /// The type that was asked for.
+        dtype: String,
+    },
     /// The pattern of a routing rule is not a regular expression.
     #[error("routing rule `{pattern}` is not a regular expression: {reason}")]
     Pattern {

@@ -167,6 +167,7 @@ impl Routing {
                 };
                 if let Group::Muon { view, .. } = group {
                     view.batch_shape(&found.path, &found.shape)?;
+                    muon.newton_schulz().check(&found.path, &found.device, found.dtype)?;
                 }
                 let (path, shape) = (found.path.clone(), found.shape.clone());
                 Ok(Route { path, id: found.id, shape, group, reason })
@@ -289,6 +290,7 @@ pub(crate) struct Found {
     id: ParamId,
     pub shape: Vec<usize>,
     pub dtype: DType,
+    device: Device,
     /// Whether it is trained, rather than frozen.
     pub trainable: bool,
     /// The type that holds it, as in `Linear`.
@@ -358,6 +360,7 @@ impl ModuleVisitor for Walk {
             id: param.id,
             shape: value.dims().to_vec(),
             dtype: value.dtype(),
+            device: value.device(),
             trainable: value.is_require_grad(),
             holder: self.holders.last().cloned().unwrap_or_default(),
         });

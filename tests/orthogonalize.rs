@@ -238,25 +238,91 @@ fn non_contiguous_batches() {
     }
 }
 
+/// What should compute on the device that the tests run on.
+fn fastest() -> Engine {
+    let device = format!("{:?}", Device::default());
+    match () {
+        _ if device.contains("Flex") => Engine::Flex,
+        _ if device.contains("Cpu") && !device.contains("Wgpu") => Engine::Portable,
+        _ if cfg!(feature = "cube") && device.contains("Cube") => Engine::Cube,
+        _ => Engine::Portable,
+    }
+}
+
 #[test]
 fn explains_what_runs() {
     let device = Device::default();
     let explain =
         |iteration: &NewtonSchulz, m, n| iteration.explain(&Tensor::<3>::zeros([1, m, n], &device));
     let auto = default_iteration();
-    assert_eq!(explain(&auto, 64, 64).form, Form::Standard, "the Gram form saves nothing here");
-    let wide = explain(&auto, 64, 256);
+    let wide = explain(&auto, 256, 1024);
     assert_eq!((wide.form, wide.dtype), (Form::Gram, FloatDType::F32));
-    assert_eq!(explain(&auto, 256, 64), wide);
-    let flex = cfg!(feature = "flex") && format!("{device:?}").contains("Flex");
-    let fastest = if flex { Engine::Flex } else { Engine::Portable };
-    assert_eq!(wide.engine, fastest);
+    assert_eq!(explain(&auto, 1024, 256), wide);
+    assert_eq!(explain(&auto, 256, 256).form, Form::Standard, "the Gram form saves nothing here");
+    assert_eq!(wide.engine, fastest());
+    let kernel = match fastest() {
+        Engine::Flex => "faer",
+        Engine::Cube => "cube",
+        Engine::Portable => "Burn's matmul",
+    };
+    assert!(wide.kernel.contains(kernel), "{}", wide.kernel);
+    let small = explain(&auto, 16, 16);
+    assert_eq!(small.in_one_cube, fastest() == Engine::Cube, "{small:?}");
     let portable = auto.with_kernels(Kernels::Portable);
-    assert_eq!(explain(&portable, 64, 256).engine, Engine::Portable);
+    let explained = explain(&portable, 16, 16);
+    assert_eq!((explained.engine, explained.form), (Engine::Portable, Form::Standard));
 
     let half =
         NewtonSchulz::new(&Coefficients::KellerJordan, 5, 1e-7, IterationDtype::F16, Form::Gram);
     assert_eq!(explain(&half.unwrap(), 64, 64).restarts, [3]);
+}
+
+/// The kernels of the device against Burn's operations, with sizes that tiles divide and others, small
+/// and large, single and batched, transposed and not.
+#[test]
+fn kernels_agree_with_burns_operations() {
+    let device = Device::default();
+    for [k, m, n] in [[1, 128, 256], [3, 70, 50], [2, 33, 96], [4, 16, 24], [1, 150, 150]] {
+        let batch = Tensor::<3>::random([k, m, n], Distribution::Normal(0.0, 1.0), &device);
+        for form in [Form::Standard, Form::Gram] {
+            let auto = iteration(&Coefficients::polar_express(), 1e-7, form);
+            assert_eq!(auto.explain(&batch).engine, fastest());
+            let portable = auto.clone().with_kernels(Kernels::Portable);
+            for batch in [batch.clone(), batch.clone().swap_dims(1, 2)] {
+                let difference = auto.orthogonalize(batch.clone()) - portable.orthogonalize(batch);
+                let error = difference.abs().max().into_scalar::<f32>();
+                assert!(error < 1e-3, "{k}x{m}x{n}, {form:?}: {error}");
+            }
+        }
+    }
+}
+
+/// A recording is made at the first batch of a shape, and serves others; earlier results stay.
+#[test]
+fn recordings_compute_what_they_recorded() {
+    let device = Device::default();
+    let recorded = default_iteration().with_graphs(true);
+    let batches = [1.0, 100.0, 0.01]
+        .map(|size| Tensor::<3>::random([2, 24, 40], Distribution::Normal(0.0, size), &device));
+    let results = batches.clone().map(|batch| recorded.orthogonalize(batch));
+    for (batch, result) in batches.into_iter().zip(results) {
+        let error =
+            (result - default_iteration().orthogonalize(batch)).abs().max().into_scalar::<f32>();
+        assert!(error < 1e-5, "{error}");
+    }
+    assert_eq!(recorded.recorded(), usize::from(fastest() == Engine::Cube));
+}
+
+#[test]
+fn a_small_workspace_changes_nothing() {
+    let batch =
+        Tensor::<3>::random([5, 100, 120], Distribution::Normal(0.0, 1.0), &Device::default());
+    let whole = default_iteration().orthogonalize(batch.clone());
+    for megabytes in [0, 1] {
+        let parts = default_iteration().with_workspace(megabytes).orthogonalize(batch.clone());
+        let error = (whole.clone() - parts).abs().max().into_scalar::<f32>();
+        assert!(error < 1e-5, "{megabytes} MB: {error}");
+    }
 }
 
 #[test]

@@ -28,7 +28,7 @@ fn main() {
     };
     let given: Vec<[usize; 3]> = std::env::args().filter_map(|size| parse(&size)).collect();
     let sizes = if given.is_empty() { vec![[256, 256, 1], [512, 512, 1]] } else { given };
-    let client = cubecl::test_client();
+    let client = device_client();
     println!("{} {dtype:?}", client.name());
     for [m, inner, batch] in sizes {
         let elements = batch * m * inner;
@@ -54,6 +54,16 @@ fn main() {
                 }
             }
         }
+    }
+}
+
+fn device_client() -> Client {
+    match std::env::var("BURN_DEVICE").unwrap_or_default().to_lowercase().as_str() {
+        #[cfg(feature = "cuda")]
+        "cuda" => cubecl::Device::Cuda(Default::default()).client(),
+        #[cfg(feature = "cpu")]
+        "cpu" => cubecl::Device::Cpu(Default::default()).client(),
+        _ => cubecl::Device::Wgpu(Default::default()).client(),
     }
 }
 

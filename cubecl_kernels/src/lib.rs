@@ -6,6 +6,8 @@
 
 #![warn(missing_docs)]
 
+#[cfg(test)]
+mod cuda_code;
 mod error;
 pub mod fused;
 pub mod gram;

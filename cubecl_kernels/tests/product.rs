@@ -170,6 +170,76 @@ fn integers_are_exact() {
     }
 }
 
+/// The grids of quack (`test_gemm_symmetric.py`), Emerging-Optimizers (`test_triton_kernels.py`) and Dion
+/// (`test_newton_shulz.py`, with offsets beyond 2^31 elements), on samples of the entries.
+fn check_grid<F: Real>(tolerance: f64) {
+    let Some(client) = client::<F>() else { return };
+    let mut shapes =
+        vec![[2, 128, 128], [4, 256, 64], [4, 256, 256], [4, 256, 1024], [320, 2560, 3072]];
+    for k in [1, 3, 10] {
+        for m in [128, 512, 1024, 4096] {
+            shapes.extend([128, 512, 2048].map(|inner| [k, m, inner]));
+        }
+    }
+    for [k, m, inner] in shapes {
+        for tiling in Tiling::candidates(&client, F::elem_type_native()) {
+            for (alpha, beta) in [(1.0, None), (2.5, Some(0.5)), (0.25, Some(1.0))] {
+                sample::<F>(&client, &tiling, [k, m, inner], alpha, beta, tolerance);
+            }
+        }
+        println!("passed: {k} x {m}x{inner}");
+    }
+}
+
+/// Every entry is `pattern(row, j)` in all matrices, so that one row is what a buffer is made of.
+fn sample<F: Real>(
+    client: &Client,
+    tiling: &Tiling,
+    [k, m, inner]: [usize; 3],
+    alpha: f32,
+    beta: Option<f32>,
+    tolerance: f64,
+) {
+    let pattern = values::<F>(m * inner, 1);
+    let one = upload::<F>(client, &pattern);
+    let a = Matrices::contiguous(one, F::elem_type_native(), [1, m, inner]);
+    // A batch of one matrix, again and again; results lie where those of a real batch do.
+    let a = Matrices { shape: [k, m, inner], strides: [0, inner, 1], ..a };
+    let b = a.clone().transposed();
+    let d = Matrices {
+        shape: [k, m, m],
+        strides: [0, m, 1],
+        ..matrices::<F>(client, &vec![1.0; m * m], [1, m, m], false)
+    };
+    let addend = beta.map(|beta| (&d, beta));
+    let product = Product { a: &a, b: &b, alpha, addend, triangle: Triangle::Lower };
+    let result = product.launch(client, tiling).unwrap();
+    for i in [0, k / 2, k - 1] {
+        let start = (i * m * m * size_of::<F>()) as u64;
+        let end = ((k - 1 - i) * m * m * size_of::<F>()) as u64;
+        let one = result.handle.clone().offset_start(start).offset_end(end);
+        let found = download::<F>(client, &one);
+        for at in (0..m * m).step_by(m * m / 997 + 1) {
+            let [row, column] = [at / m, at % m];
+            let terms = (0..inner).map(|j| pattern[row * inner + j] * pattern[column * inner + j]);
+            let (sum, size) =
+                terms.fold((0.0, 0.0), |(sum, size), x| (sum + x, size + f64::abs(x)));
+            let expected = f64::from(alpha) * sum + f64::from(beta.unwrap_or(0.0));
+            let error = (found[at] - expected).abs() / (f64::from(alpha) * size + 1.0);
+            assert!(error < tolerance, "{tiling}, {k} x {m}x{inner}, matrix {i}: entry {at}");
+            assert!(found[at] == found[column * m + row], "{tiling}: not symmetric");
+        }
+    }
+}
+
+#[test]
+#[ignore = "minutes on a GPU, hours without; needs 16 GB"]
+fn the_whole_grid() {
+    check_grid::<f32>(common::tf32_or(1e-5));
+    check_grid::<half::f16>(2e-3);
+    check_grid::<half::bf16>(1.6e-2);
+}
+
 #[test]
 fn what_does_not_go_together_is_refused() {
     let Some(client) = client::<f32>() else { return };

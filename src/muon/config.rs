@@ -72,6 +72,14 @@ pub struct MuonConfig {
     /// Which implementations may be used: the fastest, or for comparison Burn's operations only.
     #[config(default = "Kernels::Auto")]
     pub kernels: Kernels,
+    /// Memory that an iteration may use beside what it works on, in MB; larger batches are worked on in
+    /// parts.
+    #[config(default = 1024)]
+    pub workspace_mb: usize,
+    /// Whether iterations are recorded and replayed as one launch each, where the device has graphs: see
+    /// [`NewtonSchulz::with_graphs`].
+    #[config(default = false)]
+    pub graphs: bool,
     /// Where parameters go that the built-in rules would send elsewhere; the last match counts.
     #[config(default = "Vec::new()")]
     pub rules: Vec<Rule>,
@@ -118,6 +126,7 @@ impl MuonConfig {
     /// # Errors
     ///
     /// - [`Error::Setting`] for a setting that no run can use;
+    /// - [`Error::Dtype`] for an iteration in a type that a device has not;
     /// - [`Error::Shape`] for a parameter of more than two dimensions that no rule covers, or that
     ///   its rule does not fit;
     /// - [`Error::Pattern`] and [`Error::UnusedRule`] for rules that are malformed or match nothing;
@@ -172,7 +181,9 @@ impl MuonConfig {
                 self.iteration_dtype,
                 self.form,
             )?
-            .with_kernels(self.kernels),
+            .with_kernels(self.kernels)
+            .with_workspace(self.workspace_mb)
+            .with_graphs(self.graphs),
         })
     }
 }

@@ -22,6 +22,8 @@ mod gram;
 pub mod ops;
 mod portable;
 mod products;
+#[cfg(feature = "cube")]
+mod replay;
 pub mod restarts;
 mod standard;
 
@@ -97,9 +99,20 @@ pub struct NewtonSchulz {
     dtype: IterationDtype,
     form: Form,
     kernels: Kernels,
+    workspace: usize,
+    /// Recordings, if they are wanted.
+    #[cfg(feature = "cube")]
+    recordings: Option<std::sync::Arc<replay::Recordings>>,
     /// For every type that the iteration may run in; `None` where the Gram form is not stable.
     restarts: Vec<(FloatDType, Option<Vec<usize>>)>,
 }
+
+/// The default workspace, in MB.
+const WORKSPACE: usize = 1024;
+
+/// What an iteration has in memory at a time, in matrices: `X` twice, and for square ones `R` and `Z`
+/// that are as large.
+const COPIES: usize = 3;
 
 /// How matrices of a shape are orthogonalised.
 #[derive(Debug, Clone, PartialEq)]
@@ -159,7 +172,17 @@ impl NewtonSchulz {
                 expected: "Auto or Standard, since restarts can't keep these coefficients stable",
             });
         }
-        Ok(Self { schedule, epsilon, dtype, form, kernels: Kernels::Auto, restarts })
+        Ok(Self {
+            schedule,
+            epsilon,
+            dtype,
+            form,
+            kernels: Kernels::Auto,
+            workspace: WORKSPACE,
+            #[cfg(feature = "cube")]
+            recordings: None,
+            restarts,
+        })
     }
 
     /// The implementations that may be used.
@@ -173,6 +196,49 @@ impl NewtonSchulz {
         self
     }
 
+    /// How much memory an iteration may use beside the batch that it is given, in MB of 10^6 bytes.
+    /// A larger batch is worked on in parts. One matrix at a time is the least: an iteration needs up
+    /// to three times what it works on.
+    pub fn with_workspace(mut self, megabytes: usize) -> Self {
+        self.workspace = megabytes;
+        self
+    }
+
+    /// Whether the iterations of a shape are recorded once and replayed as one launch, where the device
+    /// has graphs (CUDA, ROCm, wgpu); elsewhere nothing changes. It pays for small matrices, and keeps what a
+    /// recording needs in memory. No other thread may work on the device while a recording is made, which
+    /// is at the first step.
+    #[cfg_attr(not(feature = "cube"), allow(unused_mut, unused_variables))]
+    pub fn with_graphs(mut self, graphs: bool) -> Self {
+        #[cfg(feature = "cube")]
+        {
+            self.recordings = graphs.then(Default::default);
+        }
+        self
+    }
+
+    /// For how many shapes there is a recording.
+    pub fn recorded(&self) -> usize {
+        #[cfg(feature = "cube")]
+        if let Some(recordings) = &self.recordings {
+            return recordings.count();
+        }
+        0
+    }
+
+    /// Refuses a type that a device has not.
+    pub(crate) fn check(&self, parameter: &str, device: &Device, dtype: DType) -> Result<()> {
+        let dtype = self.dtype.resolve(device, dtype);
+        if device.supports_dtype(dtype) {
+            return Ok(());
+        }
+        Err(Error::Dtype {
+            parameter: parameter.to_owned(),
+            device: format!("{device:?}"),
+            dtype: format!("{dtype:?}"),
+        })
+    }
+
     /// Replaces every matrix `U S V^T` of the batch `[k, m, n]` by one near `U V^T`, of the same
     /// type and on the same device.
     ///
@@ -182,12 +248,56 @@ impl NewtonSchulz {
         self.orthogonalize_normed(batch, None)
     }
 
-    /// [`orthogonalize`](Self::orthogonalize), with norms that are known already.
+    /// [`orthogonalize`](Self::orthogonalize), with norms that are known already, in parts that
+    /// the workspace has room for.
     pub(crate) fn orthogonalize_normed(&self, batch: Tensor<3>, norms: Option<Norms>) -> Tensor<3> {
         let [k, m, n] = batch.dims();
         if k * m * n == 0 {
             return batch;
         }
+        let part = self.matrices_at_once(&batch);
+        if part >= k {
+            let replayed = self.replayed(&batch, norms.as_ref());
+            return replayed.unwrap_or_else(|| self.orthogonalize_part(batch, norms));
+        }
+        let parts = (0..k).step_by(part).map(|start| {
+            let range = start..(start + part).min(k);
+            let norms =
+                norms.as_ref().map(|Norms(norms)| Norms(norms.clone().slice([range.clone()])));
+            self.orthogonalize_part(batch.clone().slice([range]), norms)
+        });
+        Tensor::cat(parts.collect(), 0)
+    }
+
+    /// How many matrices of a batch the workspace has room for.
+    fn matrices_at_once(&self, batch: &Tensor<3>) -> usize {
+        let [_, m, n] = batch.dims();
+        let bytes = m * n * DType::from(self.dtype.resolve(&batch.device(), batch.dtype())).size();
+        (self.workspace * 1_000_000 / (COPIES * bytes)).max(1)
+    }
+
+    /// Nothing is recorded without CubeCL.
+    #[cfg(not(feature = "cube"))]
+    fn replayed(&self, _batch: &Tensor<3>, _norms: Option<&Norms>) -> Option<Tensor<3>> {
+        None
+    }
+
+    /// The result of a recording, if there may be one.
+    #[cfg(feature = "cube")]
+    fn replayed(&self, batch: &Tensor<3>, norms: Option<&Norms>) -> Option<Tensor<3>> {
+        let recordings = self.recordings.as_ref()?;
+        if self.explain(batch).engine != Engine::Cube {
+            return None;
+        }
+        recordings.run(batch, norms, |batch, norms| {
+            let recorded = Self { recordings: None, ..self.clone() };
+            let norms = norms.map(|Norms(norms)| norms);
+            Box::new(move || recorded.orthogonalize_part(batch.clone(), norms.clone().map(Norms)))
+        })
+    }
+
+    fn orthogonalize_part(&self, batch: Tensor<3>, norms: Option<Norms>) -> Tensor<3> {
+        let [_, m, n] = batch.dims();
         let (dtype, device) = (batch.dtype(), batch.device());
         let plan = self.explain(&batch);
         let products = Products::new(m, n, plan.engine, &device);

@@ -78,6 +78,10 @@ pub trait MatrixOps: Backend {
     #[fusion(dtype = r, shape = r)]
     fn accumulate_small(r: FloatTensor<Self>, schedule: Vec<[f32; 3]>) -> FloatTensor<Self>;
 
+    /// Copies `values` into the buffer of `target`, whoever else reads it, and returns that.
+    #[fusion(dtype = target, shape = target)]
+    fn overwrite(target: FloatTensor<Self>, values: FloatTensor<Self>) -> FloatTensor<Self>;
+
     /// The Frobenius norms of all matrices, in `parts` of each: `[k, parts, 2]` float32 values, a
     /// scale and the sum of the squares of what is divided by it, as in LAPACK's `slassq`.
     #[fusion(meta = |x, parts| norms_of(x.shape.dims::<3>()[0], *parts))]

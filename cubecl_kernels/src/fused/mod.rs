@@ -6,10 +6,12 @@
 //! computed in float32 and rounded once.
 
 mod adamw;
+mod copy;
 mod muon;
 mod norm;
 
 pub use adamw::{AdamW, adamw};
+pub use copy::copy;
 pub use muon::{Momentum, accumulate, apply, finite};
 pub use norm::{Norms, normalize, norms};
 

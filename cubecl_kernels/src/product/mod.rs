@@ -14,9 +14,14 @@ mod tiling;
 pub use grid::Triangle;
 pub use tiling::{Buffering, Tiling, Unit};
 
+#[cfg(test)]
+use std::sync::Arc;
+
 use cubecl::client::Client;
 use cubecl::features::TypeUsage;
-use cubecl::ir::{AddressType, DeviceProperties};
+#[cfg(test)]
+use cubecl::ir::TargetProperties;
+use cubecl::ir::{AddressType, DeviceProperties, ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::std::tensor::launch::ViewArg;
 use cubek_matmul::definition::{
@@ -224,6 +229,53 @@ impl Product<'_> {
         Ok(())
     }
 
+    /// The kernel that would run on a device, and the units of a cube.
+    #[cfg(test)]
+    pub(crate) fn definition(
+        &self,
+        tiling: &Tiling,
+        properties: &Arc<DeviceProperties>,
+        target: Arc<TargetProperties>,
+    ) -> (KernelDefinition, usize) {
+        match (tiling.unit, tiling.buffering) {
+            (Unit::Registers, _) => self.define::<OnUnits>(tiling, properties, target),
+            (_, Buffering::Single) => self.define::<OnPlanes>(tiling, properties, target),
+            (_, Buffering::Double) => self.define::<OnPlanesTwice>(tiling, properties, target),
+        }
+    }
+
+    #[cfg(test)]
+    fn define<G: GlobalMatmulFamily<()>>(
+        &self,
+        tiling: &Tiling,
+        properties: &Arc<DeviceProperties>,
+        target: Arc<TargetProperties>,
+    ) -> (KernelDefinition, usize) {
+        let result = Matrices { shape: self.shape(), ..self.a.clone() }.made_contiguous();
+        let vector = 16 / self.a.dtype.size();
+        let [_, _, depth] = tiling.tile.map(|x| x as usize);
+        let sizes =
+            MatmulVectorSizes { lhs: vector.min(depth), rhs: vector.min(depth), out: LONGEST_SUMS };
+        let setup = Setup::new::<G>(self, tiling, &result, sizes, properties).unwrap();
+        let operands = self.operands(&result, &setup);
+        let kernel = product_kernel::create_dummy_kernel::<In, ASize, BSize, Out, OutSize, G>(
+            properties.clone(),
+            target,
+            CubeCount::Static(1, 1, 1),
+            setup.cube_dim,
+            setup.problem.address_type,
+            operands,
+            setup.blueprint,
+            setup.types,
+            self.triangle,
+            [self.a.dtype, result.dtype],
+            [sizes.lhs, sizes.rhs, sizes.out],
+        );
+        let definition = cubecl_core::define_kernel(&kernel);
+        let definition = definition.unwrap_or_else(|error| panic!("{tiling}: {error:?}"));
+        (definition, setup.cube_dim.num_elems() as usize)
+    }
+
     /// The longest vectors that the operands can be read and written in, and that divide the tiles.
     fn vector_sizes(
         &self,
@@ -272,6 +324,38 @@ impl Product<'_> {
             self.alpha,
             beta,
         )
+    }
+}
+
+impl Tiling {
+    /// Whether a tiling computes a product of small integers exactly, as every kernel that is right does,
+    /// in any type and on any device. Waits for the device.
+    pub fn multiplies_integers(&self, client: &Client, dtype: ElemType) -> bool {
+        let ([rows, _], inner) = (self.side(), 2 * self.depth() as usize + 3);
+        let m = rows + 5;
+        let value = |row: usize, j: usize| ((row * 31 + j * 17) % 5) as i32 - 2;
+        let entries = (0..m * inner).map(|at| value(at / inner, at % inner) as f32);
+        let entries = client.create_from_slice(&encoded(entries, dtype));
+        let a = Matrices::contiguous(entries, dtype, [1, m, inner]);
+        let b = a.clone().transposed();
+        let product = Product { a: &a, b: &b, alpha: 1.0, addend: None, triangle: Triangle::Lower };
+        let Ok(result) = product.launch(client, self) else { return false };
+        let Ok(found) = client.read_one(result.handle) else { return false };
+        let sum = |at: usize| (0..inner).map(|j| value(at / m, j) * value(at % m, j)).sum::<i32>();
+        found.as_ref() == encoded((0..m * m).map(|at| sum(at) as f32), dtype)
+    }
+}
+
+/// Values in the bytes of a type.
+fn encoded(values: impl Iterator<Item = f32>, dtype: ElemType) -> Vec<u8> {
+    match dtype {
+        ElemType::Float(FloatKind::F16) => {
+            values.flat_map(|x| half::f16::from_f32(x).to_ne_bytes()).collect()
+        }
+        ElemType::Float(FloatKind::BF16) => {
+            values.flat_map(|x| half::bf16::from_f32(x).to_ne_bytes()).collect()
+        }
+        _ => values.flat_map(f32::to_ne_bytes).collect(),
     }
 }
 

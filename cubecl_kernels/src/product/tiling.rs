@@ -72,7 +72,10 @@ impl Tiling {
 
     /// The tilings that suit a device and a type, the largest first.
     pub fn candidates(client: &Client, dtype: ElemType) -> Vec<Self> {
-        let properties = client.properties();
+        Self::of(client.properties(), dtype)
+    }
+
+    pub(crate) fn of(properties: &DeviceProperties, dtype: ElemType) -> Vec<Self> {
         let wide = properties.hardware.plane_size_max >= 32;
         [Unit::Mma, Unit::Cmma]
             .into_iter()

@@ -12,9 +12,20 @@ pub trait Real: Float + CubeElement + Into<f64> {}
 
 impl<F: Float + CubeElement + Into<f64>> Real for F {}
 
+/// The device that `BURN_DEVICE` names, as for the tests of distmuon.
+pub fn device_client() -> Client {
+    match std::env::var("BURN_DEVICE").unwrap_or_default().to_lowercase().as_str() {
+        #[cfg(feature = "cuda")]
+        "cuda" => cubecl::Device::Cuda(Default::default()).client(),
+        #[cfg(feature = "cpu")]
+        "cpu" => cubecl::Device::Cpu(Default::default()).client(),
+        _ => cubecl::Device::Wgpu(Default::default()).client(),
+    }
+}
+
 /// A client, if its device has the type.
 pub fn client<F: Real>() -> Option<Client> {
-    let client = cubecl::test_client();
+    let client = device_client();
     let has = F::supported_uses(&client).contains(TypeUsage::Buffer);
     if !has {
         println!("skipped: the device has no {}", core::any::type_name::<F>());
@@ -25,7 +36,7 @@ pub fn client<F: Real>() -> Option<Client> {
 /// The tolerance for float32, which some matrix units round to TF32.
 pub fn tf32_or(tolerance: f64) -> f64 {
     let tf32 = ElemType::Float(FloatKind::TF32);
-    let has = cubecl::test_client().properties().supports_type(tf32);
+    let has = device_client().properties().supports_type(tf32);
     if has { 1e-3 } else { tolerance }
 }
 

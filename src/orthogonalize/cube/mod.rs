@@ -1,11 +1,14 @@
 //! The products on Burn's CubeCL backends, by the kernels of `distmuon-kernels`.
 
+#[cfg(feature = "autotune")]
+mod tune;
+
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::{TensorMetadata, tensor::FloatTensor};
 use burn::tensor::{DType, FloatDType};
 use burn_cubecl::{CubeBackend, CubeDevice};
 use distmuon_kernels::fused::{self, Norms};
-use distmuon_kernels::product::{Product, Triangle};
+use distmuon_kernels::product::{Product, Tiling, Triangle};
 use distmuon_kernels::{Matrices, Result, gram};
 
 pub(crate) use crate::cube::serves;
@@ -38,29 +41,41 @@ pub(crate) fn most_small_rows(device: &CubeDevice) -> usize {
     gram::most_rows(&device.client())
 }
 
-/// Operands are summed in float32 and rounded once. What a kernel refuses, Burn's operations do.
+/// Operands are summed in float32 and rounded once. What no kernel takes, Burn's operations do.
 impl MatrixOps for CubeBackend {
     fn syrk(a: Float) -> Float {
-        let transposed = matrices(a.clone()).transposed();
-        multiply(&a, transposed, 1.0, None, Triangle::Lower)
-            .unwrap_or_else(|_| portable::syrk::<Self>(a))
+        let product = Operands::new(&a, &a, 1.0, None);
+        product.multiply().unwrap_or_else(|_| portable::syrk::<Self>(a))
     }
 
     fn symmetric_product(a: Float, b: Float, c: Float, alpha: f32, beta: f32) -> Float {
-        let transposed = matrices(b.clone()).transposed();
-        multiply(&a, transposed, alpha, Some((c.clone(), beta)), Triangle::Lower)
+        let product = Operands::new(&a, &b, alpha, Some((&c, beta)));
+        product
+            .multiply()
             .unwrap_or_else(|_| portable::symmetric_product::<Self>(a, b, c, alpha, beta))
     }
 
     fn product_add(a: Float, b: Float, c: Float, beta: f32) -> Float {
-        multiply(&a, matrices(b.clone()), 1.0, Some((c.clone(), beta)), Triangle::Full)
-            .unwrap_or_else(|_| portable::product_add::<Self>(a, b, c, beta))
+        let rhs = matrices(b.clone());
+        let product = Operands {
+            rhs,
+            triangle: Triangle::Full,
+            ..Operands::new(&a, &b, 1.0, Some((&c, beta)))
+        };
+        product.multiply().unwrap_or_else(|_| portable::product_add::<Self>(a, b, c, beta))
     }
 
     fn accumulate_small(r: Float, schedule: Vec<[f32; 3]>) -> Float {
         let q = gram::accumulate(&r.client, &matrices(r.clone()), &schedule);
         let q = q.expect("Engine::is_small asks for what is refused");
         tensor(&r, q.handle, r.shape(), r.dtype)
+    }
+
+    fn overwrite(target: Float, values: Float) -> Float {
+        let values = contiguous(values, target.dtype);
+        let dtype = dtype_to_elem_type(target.dtype);
+        fused::copy(&target.client, &values.handle, &target.handle, batch(&target), dtype);
+        target
     }
 
     fn norms(x: Float, parts: usize) -> Float {
@@ -80,18 +95,57 @@ impl MatrixOps for CubeBackend {
     }
 }
 
-/// `alpha A B + beta C`.
-fn multiply(
-    a: &Float,
-    b: Matrices,
+/// A product to compute: `alpha A B + beta C`.
+#[derive(Clone)]
+struct Operands {
+    /// `A`, for its device.
+    tensor: Float,
+    lhs: Matrices,
+    rhs: Matrices,
     alpha: f32,
-    addend: Option<(Float, f32)>,
+    addend: Option<(Matrices, f32)>,
     triangle: Triangle,
-) -> Result<Float> {
-    let lhs = matrices(a.clone());
-    let addend = addend.map(|(addend, beta)| (matrices(addend), beta));
-    let addend = addend.as_ref().map(|(addend, beta)| (addend, *beta));
-    let product = Product { a: &lhs, b: &b, alpha, addend, triangle };
-    let result = product.launch(&a.client, &product.tiling(&a.client)?)?;
-    Ok(tensor(a, result.handle, result.shape.into(), a.dtype))
+}
+
+impl Operands {
+    /// `alpha A B^T + beta C`, which is symmetric.
+    fn new(a: &Float, b: &Float, alpha: f32, addend: Option<(&Float, f32)>) -> Self {
+        Self {
+            tensor: a.clone(),
+            lhs: matrices(a.clone()),
+            rhs: matrices(b.clone()).transposed(),
+            alpha,
+            addend: addend.map(|(addend, beta)| (matrices(addend.clone()), beta)),
+            triangle: Triangle::Lower,
+        }
+    }
+
+    fn product(&self) -> Product<'_> {
+        Product {
+            a: &self.lhs,
+            b: &self.rhs,
+            alpha: self.alpha,
+            addend: self.addend.as_ref().map(|(addend, beta)| (addend, *beta)),
+            triangle: self.triangle,
+        }
+    }
+
+    /// By the kernel that was measured to be the fastest.
+    #[cfg(feature = "autotune")]
+    fn multiply(self) -> Result<Float> {
+        self.product().tiling(&self.tensor.client)?;
+        Ok(tune::multiply(self))
+    }
+
+    /// By the kernel that suits the product.
+    #[cfg(not(feature = "autotune"))]
+    fn multiply(self) -> Result<Float> {
+        let tiling = self.product().tiling(&self.tensor.client)?;
+        self.multiply_with(&tiling)
+    }
+
+    fn multiply_with(&self, tiling: &Tiling) -> Result<Float> {
+        let result = self.product().launch(&self.tensor.client, tiling)?;
+        Ok(tensor(&self.tensor, result.handle, result.shape.into(), self.tensor.dtype))
+    }
 }

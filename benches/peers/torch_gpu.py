@@ -1,0 +1,72 @@
+"""Times on a GPU what `benches/gpu.rs` times, by PyTorch: cuBLAS, compiled Newton-Schulz, and
+gram-newton-schulz where its wheel is installed.
+
+    python benches/peers/torch_gpu.py [--dtype bfloat16|float16] [--repeats N]
+"""
+
+import argparse
+import statistics
+import sys
+import time
+
+SHAPES = [
+    (1, 768, 3072), (1, 1024, 1024), (1, 1024, 4096), (1, 2048, 2048), (1, 2048, 8192), (1, 4096, 4096),
+    (1, 4096, 14336), (1, 7168, 18432), (128, 2048, 2048), (16, 4096, 8192), (126, 64, 576),
+]
+POLYNOMIALS = [(3.4445, -4.7750, 2.0315)] * 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    try:
+        import torch
+    except ImportError:
+        sys.exit("PyTorch is not installed: pip install torch")
+    if not torch.cuda.is_available():
+        sys.exit("PyTorch sees no GPU")
+    dtype = getattr(torch, options.dtype)
+
+    def newton_schulz(x):
+        x = x / x.norm(dim=(-2, -1), keepdim=True)
+        x = x.to(dtype)
+        for a, b, c in POLYNOMIALS:
+            r = x @ x.mT
+            x = a * x + (b * r + c * r @ r) @ x
+        return x
+
+    compiled = torch.compile(newton_schulz)
+
+    def median(run) -> float:
+        times = []
+        for _ in range(options.repeats + 3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(times[3:])
+
+    peers = {"eager": newton_schulz, "compiled": compiled}
+    try:
+        from gram_newton_schulz import GramNewtonSchulz
+
+        peers["gram-newton-schulz"] = GramNewtonSchulz()
+    except ImportError:
+        print("skipped: gram-newton-schulz is not installed")
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {options.dtype}\n")
+    print("| shape | X X^T, ms | TFLOP/s | " + " | ".join(f"{name}, ms" for name in peers) + " |")
+    print("|---" * (3 + len(peers)) + "|")
+    for k, m, n in SHAPES:
+        x = torch.randn(k, m, n, device="cuda")
+        half = x.to(dtype)
+        product = median(lambda: half @ half.mT)
+        times = [f"{median(lambda: run(x)):.3f}" for run in peers.values()]
+        tflops = 2 * k * m * m * n / product * 1e-9
+        print(f"| {k} x {m}x{n} | {product:.3f} | {tflops:.0f} | " + " | ".join(times) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+//! The kernels compiled for CUDA, on machines without it.
+//!
+//! Each kernel is generated as CUDA C++ and, with feature `cuda`, as PTX by LLVM: the two compilers
+//! that CubeCL has. With the folder of NVIDIA's tools in `DISTMUON_CUDA_TOOLS` (that of the wheels
+//! `nvidia-cuda-nvrtc`, `-runtime`, `-crt` and `-nvcc`, unpacked), the C++ goes through NVRTC, both go
+//! through ptxas, and what comes out is looked at: matrix instructions, registers, spills, shared
+//! memory. `docs/kernels.md` has the table.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use cubecl::ir::{
+    ContiguousElements, DeviceIdentity, DeviceProperties, ElemType, FloatKind, HardwareProperties,
+    MatrixLayout, MemoryDeviceProperties, MmaProperties, OpaqueType, TargetProperties, VectorSize,
+    features::{Features, Plane, TypeUsage},
+};
+use cubecl::prelude::*;
+use cubecl_core::Compiler;
+use cubecl_cpp::cuda::{
+    arch::CudaArchitecture,
+    mma::{CudaCmmaCompiler, manual::contiguous_elements_cuda},
+    supported_mma_combinations,
+};
+use cubecl_cpp::shared::{
+    CompilationOptions, CppCompiler, CppSupportedFeatures, register_mma_features,
+    register_wmma_features,
+};
+use cubecl_cpp::{register_supported_types, target::Cuda};
+
+use crate::Matrices;
+use crate::product::{Product, Tiling, Triangle, Unit};
+
+const F32: ElemType = ElemType::Float(FloatKind::F32);
+const F16: ElemType = ElemType::Float(FloatKind::F16);
+const BF16: ElemType = ElemType::Float(FloatKind::BF16);
+
+/// Compute capabilities: Ampere, Hopper, Blackwell.
+const ARCHITECTURES: [u32; 3] = [80, 90, 100];
+
+/// What a multiprocessor has: registers, bytes of shared memory (compute capabilities 8.0, 9.0 and
+/// 10.0), threads and blocks (CUDA programming guide, technical specifications).
+const REGISTERS: usize = 65_536;
+const SHARED: [usize; 3] = [164 << 10, 228 << 10, 228 << 10];
+const THREADS: usize = 2048;
+const BLOCKS: usize = 32;
+
+/// The most that one block may use of it: the least of the three.
+const SHARED_OF_BLOCK: usize = 163 << 10;
+
+/// What the driver would report of a device.
+pub(crate) fn device(version: u32) -> DeviceProperties {
+    let arch = CudaArchitecture { version, tensor_cores: true };
+    let hardware = HardwareProperties {
+        load_width: 128,
+        vector_register_count: None,
+        plane_size_min: 32,
+        plane_size_max: 32,
+        max_bindings: 1024,
+        max_shared_memory_size: SHARED_OF_BLOCK,
+        max_cube_count: (i32::MAX as u32, u32::from(u16::MAX), u32::from(u16::MAX)),
+        max_units_per_cube: 1024,
+        max_cube_dim: (1024, 1024, 64),
+        num_streaming_multiprocessors: Some(132),
+        num_tensor_cores: Some(4),
+        min_tensor_cores_dim: Some(8),
+        num_cpu_cores: None,
+        last_level_cache_size: None,
+        max_vector_size: VectorSize::MAX,
+        cube_mma_reserved_shared_memory: 0,
+    };
+    let identity = DeviceIdentity {
+        name: "offline".into(),
+        fingerprint: format!("sm_{version}"),
+        physical: None,
+    };
+    let mut properties = DeviceProperties::new(
+        Features::default(),
+        MemoryDeviceProperties::new(u64::MAX, 512),
+        hardware,
+        cubecl_core::profile::TimingMethod::Device,
+        identity,
+    );
+    register_supported_types(&mut properties);
+    properties.register_opaque_type(OpaqueType::Barrier);
+    for feature in [Plane::Sync, Plane::Ops, Plane::NonUniformControlFlow] {
+        properties.features.plane.insert(feature);
+    }
+    properties.register_type_usage(ElemType::Float(FloatKind::TF32), TypeUsage::Conversion);
+    properties.features.alignment = true;
+    properties.features.memory_reinterpret = true;
+    for half in [F16, BF16] {
+        properties.features.matmul.ldmatrix.insert(half);
+        if version >= 90 {
+            properties.features.matmul.stmatrix.insert(half);
+        }
+    }
+    register_wmma_features(
+        CudaCmmaCompiler::Cpp.supported_cmma_combinations(&arch),
+        &mut properties,
+    );
+    register_mma_features(supported_mma_combinations(&arch), &mut properties);
+    properties
+}
+
+fn target() -> Arc<TargetProperties> {
+    Arc::new(TargetProperties {
+        mma: MmaProperties {
+            register_size_bits: 32,
+            const_plane_size: 32,
+            register_layout_a: MatrixLayout::RowMajor,
+            register_layout_b: MatrixLayout::ColMajor,
+            register_layout_acc: MatrixLayout::RowMajor,
+            register_duplication_a: 1,
+            register_duplication_b: 1,
+            register_duplication_acc: 1,
+            contiguous_elements: ContiguousElements::new(contiguous_elements_cuda),
+        },
+    })
+}
+
+/// A way from a kernel to PTX.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Backend {
+    /// CUDA C++ and NVRTC.
+    Cpp,
+    /// LLVM.
+    #[cfg(feature = "cuda")]
+    Llvm,
+}
+
+/// A kernel's source, and the shared memory that it asks for at launch.
+struct Code {
+    text: String,
+    shared: usize,
+}
+
+impl Backend {
+    fn all() -> Vec<Self> {
+        vec![
+            Self::Cpp,
+            #[cfg(feature = "cuda")]
+            Self::Llvm,
+        ]
+    }
+
+    fn device(self, version: u32) -> Arc<DeviceProperties> {
+        #[allow(unused_mut)] // LLVM takes some features away
+        let mut properties = device(version);
+        #[cfg(feature = "cuda")]
+        if self == Self::Llvm {
+            use cubecl_llvm::shared::lowered_features::{GpuTarget, restrict_features};
+            restrict_features(&mut properties, GpuTarget::Nvptx);
+        }
+        Arc::new(properties)
+    }
+
+    fn compile(self, definition: KernelDefinition, version: u32) -> Code {
+        match self {
+            Self::Cpp => {
+                let options = CompilationOptions {
+                    warp_size: 32,
+                    supports_features: CppSupportedFeatures {
+                        grid_constants: true,
+                        clusters: version >= 90,
+                        fast_math: true,
+                        fast_tanh: true,
+                        elect_sync: version >= 90,
+                        dp4a: true,
+                    },
+                    ..Default::default()
+                };
+                let kernel = CppCompiler::<Cuda>::default().compile(definition, &options);
+                let kernel = kernel.unwrap_or_else(|error| panic!("{error:?}"));
+                Code { text: kernel.source, shared: kernel.shared_memory_size }
+            }
+            #[cfg(feature = "cuda")]
+            Self::Llvm => {
+                use cubecl_core::ir::nvidia::SmArch;
+                use cubecl_llvm::nvptx::ptx_version::PtxVersion;
+                use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
+                let options = PlironOptions {
+                    sm_arch: Some(SmArch::new(version, version >= 90)),
+                    ptx_version: PtxVersion::for_driver(12_080),
+                    grid_constants: true,
+                    ..Default::default()
+                };
+                let mut compiler = PlironCompiler { target: LlvmTarget::Nvptx };
+                match compiler.compile(definition, &options) {
+                    Ok(PlironArtifact::NvptxCode(module)) => {
+                        // SAFETY: the artifact holds a string that ends with zero.
+                        let text = unsafe { std::ffi::CStr::from_ptr(module.ptx.as_ptr()) };
+                        let text = text.to_string_lossy().into_owned();
+                        Code { text, shared: module.shared_memory_size }
+                    }
+                    Ok(_) => panic!("asked for PTX"),
+                    Err(error) => panic!("{error:?}"),
+                }
+            }
+        }
+    }
+}
+
+/// NVIDIA's compilers.
+struct Tools {
+    folder: PathBuf,
+}
+
+impl Tools {
+    fn find() -> Option<Self> {
+        Some(Self { folder: std::env::var_os("DISTMUON_CUDA_TOOLS")?.into() })
+    }
+
+    fn ptx(&self, backend: Backend, code: &Code, version: u32) -> String {
+        match backend {
+            Backend::Cpp => {
+                let include = self.folder.join("include").display().to_string();
+                let options = cudarc::nvrtc::CompileOptions {
+                    include_paths: vec![include.clone(), format!("{include}/cccl")],
+                    options: vec![format!("--gpu-architecture=compute_{}", arch(version))],
+                    ..Default::default()
+                };
+                let ptx = cudarc::nvrtc::compile_ptx_with_opts(&code.text, options);
+                ptx.unwrap_or_else(|error| panic!("{error}")).to_src()
+            }
+            #[cfg(feature = "cuda")]
+            Backend::Llvm => code.text.clone(),
+        }
+    }
+
+    /// What ptxas says of some PTX.
+    fn assemble(&self, ptx: &Path, version: u32) -> String {
+        let output = Command::new(self.folder.join("bin/ptxas"))
+            .args(["-v", &format!("-arch=sm_{}", arch(version)), "-o", "/dev/null"])
+            .arg(ptx)
+            .output()
+            .expect("ptxas starts");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{}: {said}", ptx.display());
+        said
+    }
+}
+
+/// Hopper and later have instructions that only the exact architecture takes.
+fn arch(version: u32) -> String {
+    if version >= 90 { format!("{version}a") } else { version.to_string() }
+}
+
+/// The number before some words.
+fn number_before(said: &str, words: &str) -> usize {
+    let (before, _) = said.split_once(words).unwrap_or_default();
+    let digits = before.trim_end().rsplit(|c: char| !c.is_ascii_digit()).next();
+    digits.and_then(|digits| digits.parse().ok()).unwrap_or(0)
+}
+
+/// Blocks of a kernel that a multiprocessor runs at a time.
+fn blocks(version: u32, threads: usize, registers: usize, shared: usize) -> usize {
+    let i = ARCHITECTURES.iter().position(|known| *known == version).expect("it is one of them");
+    // Registers are dealt out to warps in units of 256.
+    let of_warp = (registers * 32).next_multiple_of(256);
+    let by_registers = REGISTERS / (of_warp * threads.div_ceil(32)).max(1);
+    let by_shared = SHARED[i] / (shared + 1024);
+    by_registers.min(by_shared).min(THREADS / threads).min(BLOCKS)
+}
+
+#[test]
+fn products_become_matrix_instructions_without_spills() {
+    let host = cubecl::Device::Wgpu(Default::default()).client();
+    let tools = Tools::find();
+    if tools.is_none() {
+        println!(
+            "skipped: NVRTC and ptxas (DISTMUON_CUDA_TOOLS is not set); sources are generated"
+        );
+    }
+    let folder = std::env::temp_dir();
+    let mut table = String::from(
+        "| kernel | type | compiler | sm | matrix instructions | registers | spills | shared KiB | blocks per SM |\n|---|---|---|---|---|---|---|---|---|\n",
+    );
+    for backend in Backend::all() {
+        for version in ARCHITECTURES {
+            let properties = backend.device(version);
+            for dtype in [BF16, F16, F32] {
+                for tiling in Tiling::of(&properties, dtype) {
+                    let name = format!("{backend:?}_sm{version}_{dtype:?}_{tiling}");
+                    let of = |shape| Matrices::empty(&host, dtype, shape);
+                    let a = of([1, 256, 256]);
+                    let (b, d) = (a.clone().transposed(), of([1, 256, 256]));
+                    let addend = Some((&d, 0.5));
+                    let triangle = Triangle::Lower;
+                    let product = Product { a: &a, b: &b, alpha: 2.0, addend, triangle };
+                    let (definition, threads) = product.definition(&tiling, &properties, target());
+                    let code = backend.compile(definition, version);
+                    assert!(code.shared <= SHARED_OF_BLOCK, "{name}: {} bytes", code.shared);
+                    let Some(tools) = &tools else { continue };
+                    let ptx = tools.ptx(backend, &code, version);
+                    let file = folder.join(format!("distmuon-{}.ptx", std::process::id()));
+                    std::fs::write(&file, &ptx).unwrap();
+                    let said = tools.assemble(&file, version);
+                    let instructions = ptx.matches("mma.sync").count();
+                    let registers = number_before(&said, "registers");
+                    let spills = number_before(&said, "bytes spill stores");
+                    if tiling.unit != Unit::Registers {
+                        assert!(instructions > 0, "{name}: no matrix instructions");
+                    }
+                    assert_eq!(spills, 0, "{name}: {said}");
+                    let shared = code.shared.max(number_before(&said, "bytes smem"));
+                    let blocks = blocks(version, threads, registers, shared);
+                    assert!(blocks > 0, "{name} does not fit");
+                    writeln!(
+                        table,
+                        "| {tiling} | {dtype:?} | {backend:?} | {version} | {instructions} | {registers} | {spills} | {:.1} | {blocks} |",
+                        shared as f64 / 1024.0
+                    )
+                    .unwrap();
+                }
+            }
+        }
+    }
+    println!("{table}");
+}
