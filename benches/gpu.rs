@@ -1,7 +1,7 @@
 //! Symmetric products and whole iterations on a GPU, beside Burn's matmul; see `docs/gpu.md`.
 //!
 //! ```text
-//! BURN_DEVICE=cuda cargo bench --bench gpu --features cuda,autotune
+//! BURN_DEVICE=cuda cargo bench --bench gpu --features cuda,burn/autotune
 //! ```
 //!
 //! Prints tables in Markdown: medians in milliseconds, ratios to Burn's own matmul in the same run, and
@@ -113,7 +113,7 @@ fn products(device: &Device, dtype: DType, shapes: &[[usize; 3]], repeats: usize
     println!("|---|---|---|---|---|---|");
     for &[k, m, n] in shapes {
         let x = random([k, m, n], dtype, device);
-        let engine = Engine::choose(Kernels::Auto, device, dtype.into());
+        let engine = Engine::choose(Kernels::Tuned, device, dtype.into());
         let full = median(device, repeats, || x.clone().matmul(x.clone().swap_dims(1, 2)));
         let half = median(device, repeats, || engine.syrk(x.clone()));
         let operations = 2.0 * (k * m * m * n) as f64;
@@ -145,14 +145,14 @@ fn iterations(device: &Device, dtype: IterationDtype, shapes: &[[usize; 3]], rep
             median(device, repeats, || iteration.orthogonalize(x.clone()))
         };
         let burn = time(Form::Standard, Kernels::Portable);
-        let standard = time(Form::Standard, Kernels::Auto);
-        let gram = time(Form::Gram, Kernels::Auto);
+        let standard = time(Form::Standard, Kernels::Tuned);
+        let gram = time(Form::Gram, Kernels::Tuned);
         let best = standard.min(gram);
         let (short, long) = (m.min(n), m.max(n));
         let least =
             cost::standard(5, short, long, |_| 0.5).min(cost::gram(5, 1, short, long, |_| 0.5));
         let floor = k as f64 * least / FLOOR_TFLOPS * 1e-9;
-        let chosen = of(Form::Auto, Kernels::Auto).explain(&x);
+        let chosen = of(Form::Auto, Kernels::Tuned).explain(&x);
         let place = if chosen.in_one_cube { ", one cube" } else { "" };
         println!(
             "| {k} x {m}x{n} | {burn:.3} | {standard:.3} | {gram:.3} | {:?}{place} | {:.2} | {:.0} % |",
@@ -169,7 +169,7 @@ fn steps(device: &Device, repeats: usize) {
     println!("| optimizer | ms |\n|---|---|");
     let model = common::Matrices::new(&common::LAYER, &device.clone().autodiff());
     for (name, kernels) in
-        [("distmuon", Kernels::Auto), ("on Burn's operations", Kernels::Portable)]
+        [("distmuon", Kernels::Tuned), ("on Burn's operations", Kernels::Portable)]
     {
         let optim = std::cell::RefCell::new(MuonConfig::new().with_kernels(kernels).init(&model));
         let time = median(device, repeats, || {

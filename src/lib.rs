@@ -47,10 +47,13 @@
 //! # Devices and features
 //!
 //! The features `flex` (default), `wgpu`, `vulkan`, `cuda`, `cpu` and `tch` enable Burn's features of
-//! the same names. All tests run on Flex, most have been run on `wgpu` with a software device; nothing
-//! has run on a GPU yet. On Flex, the iteration and the
-//! elementwise parts have implementations of their own; elsewhere they are composed of Burn's
-//! operations ([`Kernels`]).
+//! the same names. On Flex and on everything that CubeCL runs on but its CPU runtime, the iteration and
+//! the elementwise parts have kernels of their own; elsewhere they are composed of Burn's operations
+//! ([`Kernels`]). Kernels are tested on software devices (WGSL, SPIR-V with cooperative matrices) and
+//! compiled for CUDA; nothing has run on a GPU yet.
+//!
+//! [`Kernels::Tuned`] measures them when a shape is met first. The CubeCL backends come with Burn's
+//! fusion.
 //!
 //! Feature `train` adds the strategy for burn-train's `Learner`, `optimal` plans by mixed-integer
 //! programming.

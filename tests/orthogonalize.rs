@@ -244,7 +244,7 @@ fn fastest() -> Engine {
     match () {
         _ if device.contains("Flex") => Engine::Flex,
         _ if device.contains("Cpu") && !device.contains("Wgpu") => Engine::Portable,
-        _ if cfg!(feature = "cube") && device.contains("Cube") => Engine::Cube,
+        _ if cfg!(feature = "cube") && device.contains("Cube") => Engine::Cube { tuned: false },
         _ => Engine::Portable,
     }
 }
@@ -262,12 +262,12 @@ fn explains_what_runs() {
     assert_eq!(wide.engine, fastest());
     let kernel = match fastest() {
         Engine::Flex => "faer",
-        Engine::Cube => "cube",
+        Engine::Cube { .. } => "cube",
         Engine::Portable => "Burn's matmul",
     };
     assert!(wide.kernel.contains(kernel), "{}", wide.kernel);
     let small = explain(&auto, 16, 16);
-    assert_eq!(small.in_one_cube, fastest() == Engine::Cube, "{small:?}");
+    assert_eq!(small.in_one_cube, matches!(fastest(), Engine::Cube { .. }), "{small:?}");
     let portable = auto.with_kernels(Kernels::Portable);
     let explained = explain(&portable, 16, 16);
     assert_eq!((explained.engine, explained.form), (Engine::Portable, Form::Standard));
@@ -310,7 +310,25 @@ fn recordings_compute_what_they_recorded() {
             (result - default_iteration().orthogonalize(batch)).abs().max().into_scalar::<f32>();
         assert!(error < 1e-5, "{error}");
     }
-    assert_eq!(recorded.recorded(), usize::from(fastest() == Engine::Cube));
+    assert_eq!(recorded.recorded(), usize::from(matches!(fastest(), Engine::Cube { .. })));
+}
+
+/// Measured at the first batch, whatever wins.
+#[test]
+fn tuned_kernels_compute_the_same() {
+    let batch =
+        Tensor::<3>::random([2, 70, 130], Distribution::Normal(0.0, 1.0), &Device::default());
+    let tuned = default_iteration().with_kernels(Kernels::Tuned);
+    let engine = tuned.explain(&batch).engine;
+    let measured = matches!(fastest(), Engine::Cube { .. });
+    assert_eq!(engine == Engine::Cube { tuned: true }, measured);
+    let reference = default_iteration().with_kernels(Kernels::Portable);
+    let expected = reference.orthogonalize(batch.clone());
+    for _ in 0..2 {
+        let difference = tuned.orthogonalize(batch.clone()) - expected.clone();
+        let error = difference.abs().max().into_scalar::<f32>();
+        assert!(error < 1e-3, "{error}");
+    }
 }
 
 #[test]

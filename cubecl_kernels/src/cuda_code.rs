@@ -319,3 +319,21 @@ fn products_become_matrix_instructions_without_spills() {
     }
     println!("{table}");
 }
+
+/// Buffers of more than 2^32 elements get 64-bit addresses, smaller ones do not pay for them.
+#[test]
+fn large_matrices_get_long_addresses() {
+    let host = cubecl::Device::Wgpu(Default::default()).client();
+    let properties = Arc::new(device(90));
+    let tiling = Tiling::of(&properties, BF16)[0];
+    for (m, long) in [(60_000, false), (70_000, true)] {
+        // Nothing is launched: the buffer need not be there.
+        let a = Matrices::contiguous(host.empty(4), BF16, [1, m, 64]);
+        let b = a.clone().transposed();
+        let triangle = Triangle::Lower;
+        let product = Product { a: &a, b: &b, alpha: 1.0, addend: None, triangle };
+        let (definition, _) = product.definition(&tiling, &properties, target());
+        let address = definition.settings.address_type;
+        assert_eq!(address == cubecl::ir::AddressType::U64, long, "{m} rows");
+    }
+}

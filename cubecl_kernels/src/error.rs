@@ -30,6 +30,14 @@ pub enum Error {
         /// How many there may be.
         most: usize,
     },
+    /// The device can't address so many elements.
+    #[error(
+        "a buffer of {elements} elements is beyond the addresses of this device; split the batch"
+    )]
+    TooLarge {
+        /// From the first to the last element.
+        elements: usize,
+    },
     /// The device refuses the kernel.
     #[error("the kernel {kernel} does not run on this device: {reason}; choose another")]
     Refused {

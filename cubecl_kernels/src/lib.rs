@@ -1,6 +1,8 @@
 //! CubeCL kernels of distmuon. They know nothing of Burn: a client, buffers and sizes are all they
 //! take, so that they run on every CubeCL runtime.
 //!
+//! - [`product`]: products with an epilogue, of which symmetric ones compute only half;
+//! - [`gram`]: Newton-Schulz on small matrices, a whole matrix in one cube;
 //! - [`fused`]: the elementwise parts of a step of Muon and AdamW, each in one pass over memory;
 //! - [`mirror`]: completes a symmetric matrix of which only the lower triangle is known.
 

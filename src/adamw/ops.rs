@@ -47,7 +47,7 @@ impl AdamWSettings {
         let dtype = parameters.dtype().into();
         match Engine::choose(Kernels::Auto, &parameters.device(), dtype) {
             Engine::Portable => self.portable(parameters, grads, moments, corrections, gate, rates),
-            Engine::Flex | Engine::Cube => {
+            Engine::Flex | Engine::Cube { .. } => {
                 let [c1, c2] = corrections.clone();
                 let rows = vec![gate.accepted(), rates.keep.clone(), rates.lr.clone(), c1, c2];
                 let (parameters, moment_1, moment_2) = Dispatch::adamw(

@@ -63,7 +63,7 @@ fn per_matrix(batch: &TensorSpec) -> TensorSpec {
 pub(crate) fn finite(kernels: Kernels, grad: &Tensor<3>) -> Gate {
     match Engine::choose(kernels, &grad.device(), grad.dtype().into()) {
         Engine::Portable => Gate::of_rows(grad),
-        Engine::Flex | Engine::Cube => Gate::from_accepted(Tensor::from_dispatch(
+        Engine::Flex | Engine::Cube { .. } => Gate::from_accepted(Tensor::from_dispatch(
             Dispatch::finite(grad.clone().into_dispatch()),
         )),
     }
@@ -85,7 +85,7 @@ pub(super) fn accumulate(
             let update = if nesterov { lerp(grad, averaged.clone(), mu) } else { averaged.clone() };
             (gate.choose(averaged, momentum), update, None)
         }
-        Engine::Flex | Engine::Cube => {
+        Engine::Flex | Engine::Cube { .. } => {
             let parts = norm_parts(&grad);
             let (momentum, update, norms) = Dispatch::accumulate(
                 grad.into_dispatch(),
@@ -115,7 +115,7 @@ pub(super) fn apply(
             let [keep, lr] = [keep, lr].map(|x| spread(x.cast(parameter.dtype()), &parameter));
             gate.choose(parameter.clone() * keep - direction * lr, parameter)
         }
-        Engine::Flex | Engine::Cube => Tensor::from_dispatch(Dispatch::apply(
+        Engine::Flex | Engine::Cube { .. } => Tensor::from_dispatch(Dispatch::apply(
             parameter.into_dispatch(),
             direction.into_dispatch(),
             gate.accepted().into_dispatch(),

@@ -28,7 +28,7 @@ pub fn serves(dtype: DType) -> bool {
 
 /// Half-precision operands are multiplied and added in float32, and rounded once.
 impl MatrixOps for Flex {
-    fn syrk(a: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn syrk(a: FloatTensor<Self>, _tuned: bool) -> FloatTensor<Self> {
         if !serves(a.dtype()) {
             return portable::syrk::<Self>(a);
         }
@@ -45,6 +45,7 @@ impl MatrixOps for Flex {
         c: FloatTensor<Self>,
         alpha: f32,
         beta: f32,
+        _tuned: bool,
     ) -> FloatTensor<Self> {
         if !serves(a.dtype()) {
             return portable::symmetric_product::<Self>(a, b, c, alpha, beta);
@@ -59,6 +60,7 @@ impl MatrixOps for Flex {
         b: FloatTensor<Self>,
         c: FloatTensor<Self>,
         beta: f32,
+        _tuned: bool,
     ) -> FloatTensor<Self> {
         if !serves(a.dtype()) {
             return portable::product_add::<Self>(a, b, c, beta);

@@ -286,7 +286,8 @@ impl NewtonSchulz {
     #[cfg(feature = "cube")]
     fn replayed(&self, batch: &Tensor<3>, norms: Option<&Norms>) -> Option<Tensor<3>> {
         let recordings = self.recordings.as_ref()?;
-        if self.explain(batch).engine != Engine::Cube {
+        let plan = self.plan(batch.dims(), batch.dtype(), &batch.device());
+        if !matches!(plan.engine, Engine::Cube { .. }) {
             return None;
         }
         recordings.run(batch, norms, |batch, norms| {
@@ -299,7 +300,7 @@ impl NewtonSchulz {
     fn orthogonalize_part(&self, batch: Tensor<3>, norms: Option<Norms>) -> Tensor<3> {
         let [_, m, n] = batch.dims();
         let (dtype, device) = (batch.dtype(), batch.device());
-        let plan = self.explain(&batch);
+        let plan = self.plan(batch.dims(), dtype, &device);
         let products = Products::new(m, n, plan.engine, &device);
         let precise = if dtype == DType::F64 { FloatDType::F64 } else { FloatDType::F32 };
         let norm_engine = Engine::choose(self.kernels, &device, precise);
@@ -313,15 +314,23 @@ impl NewtonSchulz {
 
     /// How [`orthogonalize`](Self::orthogonalize) treats the matrices of `batch`.
     pub fn explain(&self, batch: &Tensor<3>) -> Explanation {
-        self.explain_batch(batch.dims(), batch.dtype(), &batch.device())
+        self.explained(batch.dims(), batch.dtype(), &batch.device())
     }
 
     /// [`explain`](Self::explain), for a matrix that need not exist yet.
     pub fn explain_shape(&self, [m, n]: [usize; 2], dtype: DType, device: &Device) -> Explanation {
-        self.explain_batch([1, m, n], dtype, device)
+        self.explained([1, m, n], dtype, device)
     }
 
-    fn explain_batch(&self, [k, m, n]: [usize; 3], dtype: DType, device: &Device) -> Explanation {
+    fn explained(&self, shape: [usize; 3], dtype: DType, device: &Device) -> Explanation {
+        let plan = self.plan(shape, dtype, device);
+        let [k, m, n] = shape;
+        let kernel = plan.engine.kernel(device, plan.dtype, [k, m.min(n), m.max(n)]);
+        Explanation { kernel, ..plan }
+    }
+
+    /// The explanation but for the name of the kernel, which the iteration does not need.
+    fn plan(&self, [_, m, n]: [usize; 3], dtype: DType, device: &Device) -> Explanation {
         let (m, n) = (m.min(n), m.max(n));
         let dtype = self.dtype.resolve(device, dtype);
         let engine = Engine::choose(self.kernels, device, dtype);
@@ -332,7 +341,7 @@ impl NewtonSchulz {
             restarts: vec![],
             dtype,
             engine,
-            kernel: engine.kernel(device, dtype, [k, m, n]),
+            kernel: String::new(),
             in_one_cube: false,
             operations: cost::standard(steps, m, n, share),
         };

@@ -17,8 +17,11 @@ use super::{Polynomial, portable};
 /// Which implementations of the products may be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kernels {
-    /// The fastest that the device has.
+    /// Those of the device that suit the shape.
     Auto,
+    /// On CubeCL's devices those that were measured to be the fastest, when a shape is met first; Burn's
+    /// own matmul is among them. Elsewhere as `Auto`.
+    Tuned,
     /// Burn's own operations only: the reference that the others are compared with.
     Portable,
 }
@@ -33,7 +36,10 @@ pub enum Engine {
     Flex,
     /// The CubeCL kernels of `distmuon-kernels`, on CUDA, Vulkan, Metal, WebGPU and ROCm; symmetric
     /// products as lower tiles, mirrored.
-    Cube,
+    Cube {
+        /// Whether the kernels are chosen by measuring.
+        tuned: bool,
+    },
 }
 
 /// Products of matrices in batches.
@@ -43,9 +49,9 @@ pub enum Engine {
     Fusion: cfg(feature = "cube")
 )]
 pub trait MatrixOps: Backend {
-    /// `A A^T`: `[k, m, n]` to `[k, m, m]`.
+    /// `A A^T`: `[k, m, n]` to `[k, m, m]`. Kernels may be chosen by measuring.
     #[fusion(dtype = a, shape = square(a))]
-    fn syrk(a: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn syrk(a: FloatTensor<Self>, _tuned: bool) -> FloatTensor<Self> {
         portable::syrk::<Self>(a)
     }
 
@@ -58,6 +64,7 @@ pub trait MatrixOps: Backend {
         c: FloatTensor<Self>,
         alpha: f32,
         beta: f32,
+        _tuned: bool,
     ) -> FloatTensor<Self> {
         portable::symmetric_product::<Self>(a, b, c, alpha, beta)
     }
@@ -69,6 +76,7 @@ pub trait MatrixOps: Backend {
         b: FloatTensor<Self>,
         c: FloatTensor<Self>,
         beta: f32,
+        _tuned: bool,
     ) -> FloatTensor<Self> {
         portable::product_add::<Self>(a, b, c, beta)
     }
@@ -119,12 +127,16 @@ impl Engine {
     pub fn choose(kernels: Kernels, device: &Device, dtype: FloatDType) -> Self {
         match (kernels, device.as_dispatch()) {
             #[cfg(feature = "flex")]
-            (Kernels::Auto, DispatchDevice::Flex(_)) if super::flex::serves(dtype.into()) => {
+            (Kernels::Auto | Kernels::Tuned, DispatchDevice::Flex(_))
+                if super::flex::serves(dtype.into()) =>
+            {
                 Self::Flex
             }
             #[cfg(feature = "cube")]
-            (Kernels::Auto, DispatchDevice::Cube(device)) if cube::serves(device, dtype.into()) => {
-                Self::Cube
+            (Kernels::Auto | Kernels::Tuned, DispatchDevice::Cube(device))
+                if cube::serves(device, dtype.into()) =>
+            {
+                Self::Cube { tuned: kernels == Kernels::Tuned }
             }
             _ => Self::Portable,
         }
@@ -135,7 +147,11 @@ impl Engine {
     pub fn kernel(self, device: &Device, dtype: FloatDType, [k, m, inner]: [usize; 3]) -> String {
         match (self, device.as_dispatch()) {
             #[cfg(feature = "cube")]
-            (Self::Cube, DispatchDevice::Cube(device)) => {
+            (Self::Cube { tuned: true }, DispatchDevice::Cube(_)) => {
+                "the fastest, measured at first use".to_owned()
+            }
+            #[cfg(feature = "cube")]
+            (Self::Cube { .. }, DispatchDevice::Cube(device)) => {
                 cube::kernel(device, dtype.into(), [k, m, inner])
             }
             (Self::Flex, _) => "faer's triangular product".to_owned(),
@@ -149,7 +165,7 @@ impl Engine {
     pub fn is_small(self, device: &Device, m: usize) -> bool {
         match (self, device.as_dispatch()) {
             #[cfg(feature = "cube")]
-            (Self::Cube, DispatchDevice::Cube(device)) => m <= cube::most_small_rows(device),
+            (Self::Cube { .. }, DispatchDevice::Cube(device)) => m <= cube::most_small_rows(device),
             _ => false,
         }
     }
@@ -158,18 +174,18 @@ impl Engine {
     /// a triangle, 1 for the whole.
     pub fn symmetric_share(self, m: usize, inner: usize) -> f64 {
         match self {
-            Self::Flex | Self::Cube => 0.5,
+            Self::Flex | Self::Cube { .. } => 0.5,
             Self::Portable => portable::symmetric_share(m, inner),
         }
     }
 
     /// `A A^T`.
     pub fn syrk(self, a: Tensor<3>) -> Tensor<3> {
-        let syrk = match self {
-            Self::Portable => portable::syrk::<Dispatch>,
-            Self::Flex | Self::Cube => Dispatch::syrk,
-        };
-        Tensor::from_dispatch(syrk(a.into_dispatch()))
+        let a = a.into_dispatch();
+        Tensor::from_dispatch(match self {
+            Self::Portable => portable::syrk::<Dispatch>(a),
+            _ => Dispatch::syrk(a, self.is_tuned()),
+        })
     }
 
     /// `alpha A B^T + beta C`, for a symmetric result.
@@ -181,22 +197,25 @@ impl Engine {
         alpha: f64,
         beta: f64,
     ) -> Tensor<3> {
-        let product = match self {
-            Self::Portable => portable::symmetric_product::<Dispatch>,
-            Self::Flex | Self::Cube => Dispatch::symmetric_product,
-        };
         let [a, b, c] = [a, b, c].map(Tensor::into_dispatch);
-        Tensor::from_dispatch(product(a, b, c, alpha as f32, beta as f32))
+        let (alpha, beta) = (alpha as f32, beta as f32);
+        Tensor::from_dispatch(match self {
+            Self::Portable => portable::symmetric_product::<Dispatch>(a, b, c, alpha, beta),
+            _ => Dispatch::symmetric_product(a, b, c, alpha, beta, self.is_tuned()),
+        })
     }
 
     /// `A B + beta C`.
     pub fn product_add(self, a: Tensor<3>, b: Tensor<3>, c: Tensor<3>, beta: f64) -> Tensor<3> {
-        let product = match self {
-            Self::Portable => portable::product_add::<Dispatch>,
-            Self::Flex | Self::Cube => Dispatch::product_add,
-        };
         let [a, b, c] = [a, b, c].map(Tensor::into_dispatch);
-        Tensor::from_dispatch(product(a, b, c, beta as f32))
+        Tensor::from_dispatch(match self {
+            Self::Portable => portable::product_add::<Dispatch>(a, b, c, beta as f32),
+            _ => Dispatch::product_add(a, b, c, beta as f32, self.is_tuned()),
+        })
+    }
+
+    fn is_tuned(self) -> bool {
+        self == Self::Cube { tuned: true }
     }
 
     /// [`MatrixOps::accumulate_small`].

@@ -61,3 +61,19 @@ pub fn lower_tile(x: u32, y: u32, rows: u32) -> (u32, u32) {
     // The unsigned differences wrap where they are not selected.
     (select(in_short, short - 1, rows - 1 - y), select(in_short, x, x - short))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_cube_is_idle() {
+        for rows in 1..300 {
+            let CubeCount::Static(x, y, z) = Triangle::Lower.cube_count(rows, rows, 7) else {
+                panic!("the count is known");
+            };
+            assert_eq!((x * y) as usize, Triangle::Lower.cubes(rows, rows), "{rows} rows of tiles");
+            assert_eq!(z, 7);
+        }
+    }
+}

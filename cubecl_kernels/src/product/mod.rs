@@ -1,6 +1,6 @@
 //! Products of matrices with an epilogue, of which a symmetric one computes only half.
 //!
-//! [`product`] computes `C = alpha A B + beta D` for every matrix of a batch; with [`Triangle::Lower`]
+//! A [`Product`] is `C = alpha A B + beta D` for every matrix of a batch; with [`Triangle::Lower`]
 //! only the tiles on and below the diagonal are multiplied, and their mirror images stored with them.
 //! That serves every symmetric product of Newton-Schulz: `X X^T`, `b R + c R^2`, `Q Z + a Q` and
 //! `Z (R Z) + a R Z`. Products are summed in float32, scaled and added to in float32, and rounded
@@ -9,6 +9,8 @@
 mod grid;
 mod kernel;
 mod output;
+mod proof;
+mod setup;
 mod tiling;
 
 pub use grid::Triangle;
@@ -19,38 +21,21 @@ use std::sync::Arc;
 
 use cubecl::client::Client;
 use cubecl::features::TypeUsage;
+use cubecl::ir::AddressType;
 #[cfg(test)]
-use cubecl::ir::TargetProperties;
-use cubecl::ir::{AddressType, DeviceProperties, ElemType, FloatKind};
-use cubecl::prelude::*;
-use cubecl::std::tensor::launch::ViewArg;
-use cubek_matmul::definition::{
-    MatmulAvailabilityError, MatmulElems, MatmulProblem, MatmulSetupError, MatmulVectorSizes,
-};
-use cubek_matmul::multi_level::args::BatchedCoords;
-use cubek_matmul::multi_level::components::batch::{
-    BatchMatmulFamily, PartitionedBatchMatmulFamily, RowMajorGlobalPartitionMatmul,
-};
-use cubek_matmul::multi_level::components::global::memory::{
-    GlobalLayout, GlobalLayoutConfig, GlobalLayoutLaunch,
-};
-use cubek_matmul::multi_level::components::global::multi_stage::double_buffering::DoubleBufferingMatmulFamily;
-use cubek_matmul::multi_level::components::global::read::sync_full_cyclic::SyncFullCyclicLoading;
-use cubek_matmul::multi_level::components::global::read::sync_partial_cyclic::SyncPartialCyclicLoading;
-use cubek_matmul::multi_level::components::global::single_stage::simple::SimpleMatmulFamily;
-use cubek_matmul::multi_level::components::global::{
-    GlobalMatmulFamily, PlaneWriterFamily, UnitWriterFamily,
-};
-use cubek_matmul::multi_level::components::stage::{PlanePartitioner, UnitPartitioner};
-use cubek_matmul::multi_level::definition::{BatchMatmulBlueprint, Blueprint};
-use cubek_matmul::multi_level::routines::select_swizzle;
-use cubek_matmul::multi_level::stage::SwizzleModes;
-use cubek_matmul::multi_level::tile::{ColMajorTilingOrder, RowMajorTilingOrder};
-use cubek_std::MatrixLayout;
+use cubecl::ir::{DeviceProperties, TargetProperties};
+#[cfg(test)]
+use cubecl::prelude::{CubeCount, KernelDefinition};
+use cubek_matmul::definition::MatmulVectorSizes;
+use cubek_matmul::multi_level::components::global::GlobalMatmulFamily;
 
 use crate::error::{Error, Result};
 use crate::matrices::Matrices;
-use kernel::{ASize, BSize, In, OperandsLaunch, Out, OutSize, product_kernel};
+use kernel::{ASize, BSize, In, Out, OutSize, product_kernel};
+use setup::{OnPlanes, OnPlanesTwice, OnUnits, Setup};
+
+/// float32 sums that go through shared memory in one vector, of 16 bytes.
+const LONGEST_SUMS: usize = 4;
 
 /// `C = alpha A B + beta D`, for every matrix of a batch.
 #[derive(Debug, Clone, Copy)]
@@ -75,6 +60,13 @@ impl Product<'_> {
 
     fn inner(&self) -> usize {
         self.a.shape[2]
+    }
+
+    /// Elements of the largest operand.
+    fn extent(&self, result: &Matrices) -> usize {
+        let operands = [self.a, self.b, result].into_iter();
+        let extents = operands.chain(self.addend.map(|(addend, _)| addend)).map(Matrices::extent);
+        extents.max().unwrap_or(0)
     }
 
     /// Refuses what no kernel can do.
@@ -110,6 +102,10 @@ impl Product<'_> {
         if self.triangle == Triangle::Lower && m != n {
             let expected = "square, since it is symmetric".to_owned();
             return Err(Error::Shape { what: "C", found: shape, expected });
+        }
+        let elements = self.extent(result);
+        if !client.properties().supports_address(AddressType::from_len(elements)) {
+            return Err(Error::TooLarge { elements });
         }
         let most = client.properties().hardware.max_cube_count.2 as usize;
         if k > most {
@@ -206,7 +202,7 @@ impl Product<'_> {
         result: &Matrices,
     ) -> Result<()> {
         let setup = self.setup::<G>(client, tiling, result)?;
-        let operands = self.operands(result, &setup);
+        let operands = setup.operands(self, result);
         let [rows, columns] = tiling.side();
         let [batch, m, n] = result.shape;
         let cubes = self.triangle.cube_count(m.div_ceil(rows), n.div_ceil(columns), batch);
@@ -257,7 +253,7 @@ impl Product<'_> {
         let sizes =
             MatmulVectorSizes { lhs: vector.min(depth), rhs: vector.min(depth), out: LONGEST_SUMS };
         let setup = Setup::new::<G>(self, tiling, &result, sizes, properties).unwrap();
-        let operands = self.operands(&result, &setup);
+        let operands = setup.operands(self, &result);
         let kernel = product_kernel::create_dummy_kernel::<In, ASize, BSize, Out, OutSize, G>(
             properties.clone(),
             target,
@@ -298,190 +294,4 @@ impl Product<'_> {
             out: of(result, m, n).min(addend).min(LONGEST_SUMS),
         }
     }
-
-    fn operands<A: CubePrimitive, B: CubePrimitive, O: Numeric, N: Size>(
-        &self,
-        result: &Matrices,
-        setup: &Setup,
-    ) -> OperandsLaunch<A, B, O, N> {
-        let sizes = &setup.sizes;
-        let out = setup.blueprint.out_global_layout_config();
-        let addend = match self.addend {
-            Some((addend, _)) => ComptimeOptionArgs::Some(view(addend, sizes.out, out)),
-            None => ComptimeOptionArgs::None,
-        };
-        let (addend_stride, beta) = self.addend.map_or((0, 0.0), |(d, beta)| (d.strides[0], beta));
-        OperandsLaunch::new(
-            view(self.a, sizes.lhs, setup.blueprint.lhs_global_layout_config()),
-            view(self.b, sizes.rhs, setup.blueprint.rhs_global_layout_config()),
-            addend,
-            view(result, sizes.out, out),
-            view(result, 1, out),
-            self.a.strides[0],
-            self.b.strides[0],
-            addend_stride,
-            result.strides[0],
-            self.alpha,
-            beta,
-        )
-    }
 }
-
-impl Tiling {
-    /// Whether a tiling computes a product of small integers exactly, as every kernel that is right does,
-    /// in any type and on any device. Waits for the device.
-    pub fn multiplies_integers(&self, client: &Client, dtype: ElemType) -> bool {
-        let ([rows, _], inner) = (self.side(), 2 * self.depth() as usize + 3);
-        let m = rows + 5;
-        let value = |row: usize, j: usize| ((row * 31 + j * 17) % 5) as i32 - 2;
-        let entries = (0..m * inner).map(|at| value(at / inner, at % inner) as f32);
-        let entries = client.create_from_slice(&encoded(entries, dtype));
-        let a = Matrices::contiguous(entries, dtype, [1, m, inner]);
-        let b = a.clone().transposed();
-        let product = Product { a: &a, b: &b, alpha: 1.0, addend: None, triangle: Triangle::Lower };
-        let Ok(result) = product.launch(client, self) else { return false };
-        let Ok(found) = client.read_one(result.handle) else { return false };
-        let sum = |at: usize| (0..inner).map(|j| value(at / m, j) * value(at % m, j)).sum::<i32>();
-        found.as_ref() == encoded((0..m * m).map(|at| sum(at) as f32), dtype)
-    }
-}
-
-/// Values in the bytes of a type.
-fn encoded(values: impl Iterator<Item = f32>, dtype: ElemType) -> Vec<u8> {
-    match dtype {
-        ElemType::Float(FloatKind::F16) => {
-            values.flat_map(|x| half::f16::from_f32(x).to_ne_bytes()).collect()
-        }
-        ElemType::Float(FloatKind::BF16) => {
-            values.flat_map(|x| half::bf16::from_f32(x).to_ne_bytes()).collect()
-        }
-        _ => values.flat_map(f32::to_ne_bytes).collect(),
-    }
-}
-
-/// float32 sums that go through shared memory in one vector, of 16 bytes.
-const LONGEST_SUMS: usize = 4;
-
-fn view(
-    matrices: &Matrices,
-    vector_size: usize,
-    config: GlobalLayoutConfig,
-) -> ViewArg<BatchedCoords> {
-    let binding = matrices.binding();
-    let layout = GlobalLayoutLaunch::from_handle(&binding, vector_size, config);
-    ViewArg::new_tensor::<GlobalLayout>(binding.into_tensor_arg(), layout)
-}
-
-/// A tiling, worked out for a product on a device.
-struct Setup {
-    problem: MatmulProblem,
-    blueprint: BatchMatmulBlueprint,
-    types: MatmulElems,
-    sizes: MatmulVectorSizes,
-    cube_dim: CubeDim,
-}
-
-impl Setup {
-    fn new<G: GlobalMatmulFamily<()>>(
-        product: &Product<'_>,
-        tiling: &Tiling,
-        result: &Matrices,
-        sizes: MatmulVectorSizes,
-        properties: &DeviceProperties,
-    ) -> Result<Self, MatmulSetupError> {
-        let types = tiling::types(tiling.unit, product.a.dtype, properties);
-        let [a, b, c] = [product.a, product.b, result].map(Matrices::binding);
-        let operands = [product.a, product.b, result].into_iter();
-        let extents =
-            operands.chain(product.addend.map(|(addend, _)| addend)).map(Matrices::extent);
-        let problem = MatmulProblem::from_shapes_and_strides(
-            a.shape,
-            b.shape,
-            c.shape,
-            a.strides,
-            b.strides,
-            c.strides,
-            types.as_global_elems(),
-            AddressType::from_len(extents.max().unwrap_or(0)),
-            None,
-            None,
-        )?;
-        let plane = properties.hardware.plane_size_max;
-        let scheme = tiling.scheme();
-        let mut blueprint = BatchMatmulBlueprint::builder(tiling.kind(), scheme, plane, &problem)
-            .partition_buffering(tiling.partition_buffering())
-            .stage_buffering(G::num_stages().stage_buffering());
-        if properties.features.alignment && tiling.unit != Unit::Cmma {
-            blueprint = blueprint.shared_swizzle(swizzles(&problem, tiling, &types, &sizes));
-        }
-        let blueprint = blueprint.build();
-        let resource = G::cubedim_resource(&blueprint, &types, &sizes)?;
-        let cube_dim = resource.to_cube_dim(plane)?;
-        Ok(Self { problem, blueprint, types, sizes, cube_dim })
-    }
-
-    /// Asks the components whether the device has what they need.
-    fn validated<G: GlobalMatmulFamily<()>>(
-        self,
-        client: &Client,
-    ) -> Result<Self, MatmulSetupError> {
-        type Family<G> = PartitionedBatchMatmulFamily<(), G, RowMajorGlobalPartitionMatmul>;
-        let Self { problem, blueprint, types, sizes, cube_dim } = &self;
-        <Family<G> as BatchMatmulFamily<()>>::validate_blueprint(
-            client, blueprint, problem, types, sizes,
-        )?;
-        let most = client.properties().hardware.max_units_per_cube;
-        if cube_dim.num_elems() > most {
-            let error = MatmulAvailabilityError::CubeDimTooBig(*cube_dim);
-            return Err(MatmulSetupError::Unavailable(error));
-        }
-        Ok(self)
-    }
-}
-
-/// Permutations of the stages in shared memory that spread their rows over its banks.
-fn swizzles(
-    problem: &MatmulProblem,
-    tiling: &Tiling,
-    types: &MatmulElems,
-    sizes: &MatmulVectorSizes,
-) -> SwizzleModes {
-    let ([rows, columns], depth) = (tiling.side(), tiling.depth() as usize);
-    let lhs = if problem.lhs_layout == MatrixLayout::RowMajor { depth } else { rows };
-    let rhs = if problem.rhs_layout == MatrixLayout::RowMajor { columns } else { depth };
-    SwizzleModes {
-        lhs: select_swizzle(lhs, types.lhs_stage, sizes.lhs),
-        rhs: select_swizzle(rhs, types.rhs_stage, sizes.rhs),
-        ..Default::default()
-    }
-}
-
-/// Plain arithmetic, one stage.
-type OnUnits = SimpleMatmulFamily<
-    UnitPartitioner,
-    (),
-    SyncFullCyclicLoading<ColMajorTilingOrder>,
-    SyncFullCyclicLoading<RowMajorTilingOrder>,
-    SyncFullCyclicLoading<RowMajorTilingOrder>,
-    UnitWriterFamily,
->;
-
-/// Matrix units, one stage.
-type OnPlanes = SimpleMatmulFamily<
-    PlanePartitioner,
-    (),
-    SyncFullCyclicLoading<ColMajorTilingOrder>,
-    SyncFullCyclicLoading<RowMajorTilingOrder>,
-    SyncFullCyclicLoading<RowMajorTilingOrder>,
-    PlaneWriterFamily,
->;
-
-/// Matrix units, two stages.
-type OnPlanesTwice = DoubleBufferingMatmulFamily<
-    PlanePartitioner,
-    (),
-    SyncPartialCyclicLoading<RowMajorTilingOrder>,
-    SyncPartialCyclicLoading<RowMajorTilingOrder>,
-    SyncFullCyclicLoading<RowMajorTilingOrder>,
-    PlaneWriterFamily,
->;

@@ -1,6 +1,5 @@
 //! The products on Burn's CubeCL backends, by the kernels of `distmuon-kernels`.
 
-#[cfg(feature = "autotune")]
 mod tune;
 
 use burn::backend::cubecl::dtype_to_elem_type;
@@ -43,26 +42,33 @@ pub(crate) fn most_small_rows(device: &CubeDevice) -> usize {
 
 /// Operands are summed in float32 and rounded once. What no kernel takes, Burn's operations do.
 impl MatrixOps for CubeBackend {
-    fn syrk(a: Float) -> Float {
+    fn syrk(a: Float, tuned: bool) -> Float {
         let product = Operands::new(&a, &a, 1.0, None);
-        product.multiply().unwrap_or_else(|_| portable::syrk::<Self>(a))
+        product.multiply(tuned).unwrap_or_else(|_| portable::syrk::<Self>(a))
     }
 
-    fn symmetric_product(a: Float, b: Float, c: Float, alpha: f32, beta: f32) -> Float {
+    fn symmetric_product(
+        a: Float,
+        b: Float,
+        c: Float,
+        alpha: f32,
+        beta: f32,
+        tuned: bool,
+    ) -> Float {
         let product = Operands::new(&a, &b, alpha, Some((&c, beta)));
         product
-            .multiply()
+            .multiply(tuned)
             .unwrap_or_else(|_| portable::symmetric_product::<Self>(a, b, c, alpha, beta))
     }
 
-    fn product_add(a: Float, b: Float, c: Float, beta: f32) -> Float {
+    fn product_add(a: Float, b: Float, c: Float, beta: f32, tuned: bool) -> Float {
         let rhs = matrices(b.clone());
         let product = Operands {
             rhs,
             triangle: Triangle::Full,
             ..Operands::new(&a, &b, 1.0, Some((&c, beta)))
         };
-        product.multiply().unwrap_or_else(|_| portable::product_add::<Self>(a, b, c, beta))
+        product.multiply(tuned).unwrap_or_else(|_| portable::product_add::<Self>(a, b, c, beta))
     }
 
     fn accumulate_small(r: Float, schedule: Vec<[f32; 3]>) -> Float {
@@ -130,18 +136,10 @@ impl Operands {
         }
     }
 
-    /// By the kernel that was measured to be the fastest.
-    #[cfg(feature = "autotune")]
-    fn multiply(self) -> Result<Float> {
-        self.product().tiling(&self.tensor.client)?;
-        Ok(tune::multiply(self))
-    }
-
-    /// By the kernel that suits the product.
-    #[cfg(not(feature = "autotune"))]
-    fn multiply(self) -> Result<Float> {
+    /// By the kernel that suits the product, or the one that was measured to be the fastest.
+    fn multiply(self, tuned: bool) -> Result<Float> {
         let tiling = self.product().tiling(&self.tensor.client)?;
-        self.multiply_with(&tiling)
+        if tuned { Ok(tune::multiply(self)) } else { self.multiply_with(&tiling) }
     }
 
     fn multiply_with(&self, tiling: &Tiling) -> Result<Float> {

@@ -48,7 +48,7 @@ pub(super) fn multiply(operands: Operands) -> Float {
     let set = TUNER.init(&id, || {
         let tilings = (0..MOST_TILINGS).map(Candidate::Tiling);
         let all = tilings.chain([Candidate::BlockRows, Candidate::Whole]);
-        let set = TunableSet::new_cloning_inputs(|operands: &Operands| operands.key());
+        let set = TunableSet::<_, Operands, Float, _>::new_cloning_inputs(Operands::key);
         all.fold(set, |set, candidate| {
             let name = format!("{candidate:?}");
             let run = move |operands: Operands| operands.by(candidate);
