@@ -80,12 +80,10 @@ impl Tiling {
         [Unit::Mma, Unit::Cmma]
             .into_iter()
             .filter_map(|unit| Some((unit, instruction(unit, dtype, properties)?)))
-            .flat_map(
-                |(unit, tile)| {
-                    if wide { for_planes(unit, tile) } else { for_narrow_planes(unit, tile) }
-                },
-            )
-            .chain(for_units())
+            .flat_map(|(unit, tile)| {
+                if wide { for_planes(unit, dtype, tile) } else { for_narrow_planes(unit, tile) }
+            })
+            .chain(for_units(wide))
             .collect()
     }
 
@@ -161,23 +159,22 @@ fn instruction(unit: Unit, dtype: ElemType, properties: &DeviceProperties) -> Op
     Some([best.m, best.n, best.k])
 }
 
-/// Tilings for planes of 32 units and more. A plane's share of 64x32 or 64x64 sums fills its
-/// registers without spilling; see `docs/kernels.md` for what the compilers make of each.
-fn for_planes(unit: Unit, tile: [u32; 3]) -> Vec<Tiling> {
-    [
-        (Buffering::Double, [64, 64], [2, 2]),
-        (Buffering::Double, [32, 64], [4, 2]),
-        (Buffering::Double, [32, 32], [2, 2]),
-        (Buffering::Single, [16, 32], [2, 1]),
-    ]
-    .map(|(buffering, share, stage)| Tiling {
+/// Tilings for planes of 32 units and more, by the share of the result that a plane has. The sums of a
+/// share and the operands beside them must fit into the registers of its units: TF32 leaves room for
+/// 32x32, half precision for 32x64; 64x64 spills on some architectures. See `docs/kernels.md` for what the
+/// compilers make of each.
+fn for_planes(unit: Unit, dtype: ElemType, tile: [u32; 3]) -> Vec<Tiling> {
+    use Buffering::{Double, Single};
+    let large = (dtype.size() == 2).then_some((Double, [32, 64], [4, 2]));
+    let others = [(Double, [32, 32], [2, 2]), (Single, [16, 32], [2, 1])];
+    let tiling = |(buffering, share, stage): (_, [u32; 2], _)| Tiling {
         unit,
         buffering,
         tile,
         partition: [share[0] / tile[0], share[1] / tile[1], 32 / tile[2]],
         stage,
-    })
-    .into()
+    };
+    large.into_iter().chain(others).map(tiling).collect()
 }
 
 /// Tilings for the narrow planes of software devices.
@@ -193,9 +190,11 @@ fn for_narrow_planes(unit: Unit, tile: [u32; 3]) -> Vec<Tiling> {
         .into()
 }
 
-/// Tilings by plain arithmetic: every unit has a few small tiles.
-fn for_units() -> Vec<Tiling> {
-    [([2, 4, 4], [16, 8]), ([2, 2, 4], [8, 8]), ([1, 1, 4], [8, 8])]
+/// Tilings by plain arithmetic: every unit has a few small tiles, and more of them where the sums of a
+/// unit are no registers.
+fn for_units(wide: bool) -> Vec<Tiling> {
+    let large = if wide { ([2, 2, 4], [16, 16]) } else { ([2, 4, 4], [16, 8]) };
+    [large, ([2, 2, 4], [8, 8]), ([1, 1, 4], [8, 8])]
         .map(|(partition, stage)| Tiling {
             unit: Unit::Registers,
             buffering: Buffering::Single,

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::sync::{LazyLock, Mutex};
 
-use burn::backend::{TensorMetadata, tensor::FloatTensor};
+use burn::backend::tensor::FloatTensor;
 use burn::tensor::DType;
 use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
 use burn_cubecl::{CubeBackend, CubeTuneId};
