@@ -21,10 +21,12 @@ fn folder() -> TempDir {
 
 /// The example with arguments that are separated by spaces, run in `folder`.
 fn train_lm(folder: &Path, arguments: &str) -> Command {
-    let test = std::env::current_exe().expect("the path of this test");
-    let profile = test.ancestors().nth(2).expect("target/<profile>/deps/<test>");
-    let example =
-        profile.join("examples").join(format!("train_lm{}", std::env::consts::EXE_SUFFIX));
+    let profile = if cfg!(debug_assertions) { "debug" } else { "release" };
+    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("target/tmp");
+    let example = target
+        .join(profile)
+        .join("examples")
+        .join(format!("train_lm{}", std::env::consts::EXE_SUFFIX));
     assert!(example.exists(), "no {}: run `cargo test`, which builds it", example.display());
     let mut command = Command::new(example);
     command.args(arguments.split(' ')).current_dir(folder);

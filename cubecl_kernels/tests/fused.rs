@@ -62,7 +62,7 @@ fn check_muon<F: Real>(tolerance: f64) {
 
             let rule = Momentum { mu: 0.75, nesterov };
             let (update, norms) =
-                accumulate(&client, grad, momentum, &accepted, batch, dtype, rule, PARTS);
+                accumulate(&client, [grad, momentum, &accepted], batch, dtype, rule, PARTS);
             let taken = accepts(batch);
             let is_taken = |i: usize| taken[i / batch.elements] == 1.0;
             let averaged: Vec<f64> = (0..batch.len())
@@ -135,7 +135,7 @@ fn norms_at_any_scale() {
         let accepted = finite(&client, &grad, batch, F32);
         let rule = Momentum { mu: 0.0, nesterov: false };
         let (update, norms) =
-            accumulate(&client, &grad, &momentum, &accepted, batch, F32, rule, PARTS);
+            accumulate(&client, [&grad, &momentum, &accepted], batch, F32, rule, PARTS);
         let normal = normalize(&client, &update, &norms, batch, [F32; 2], 0.0);
         let normal = download::<f32>(&client, &normal);
         for matrix in normal.chunks(batch.elements) {
@@ -154,7 +154,7 @@ fn norms_at_any_scale() {
     let zeros = upload::<f32>(&client, &vec![0.0; batch.len()]);
     let accepted = finite(&client, &zeros, batch, F32);
     let rule = Momentum { mu: 0.5, nesterov: true };
-    let (update, norms) = accumulate(&client, &zeros, &zeros, &accepted, batch, F32, rule, PARTS);
+    let (update, norms) = accumulate(&client, [&zeros, &zeros, &accepted], batch, F32, rule, PARTS);
     let normal = normalize(&client, &update, &norms, batch, [F32; 2], 0.0);
     assert!(download::<f32>(&client, &normal).iter().all(|x| *x == 0.0), "zero stays zero");
 }
@@ -212,7 +212,7 @@ fn nothing_to_do() {
         let accepted = finite(&client, &handle, batch, F32);
         let rule = Momentum { mu: 0.5, nesterov: true };
         let (update, norms) =
-            accumulate(&client, &handle, &handle, &accepted, batch, F32, rule, PARTS);
+            accumulate(&client, [&handle, &handle, &accepted], batch, F32, rule, PARTS);
         normalize(&client, &update, &norms, batch, [F32; 2], 0.0);
         apply(&client, &handle, &update, [&accepted; 3], batch, [F32; 2]);
         let constants = AdamW { beta_1: 0.9, beta_2: 0.9, epsilon: 0.0 };

@@ -36,9 +36,7 @@ impl StepOps for CubeBackend {
         let of = batch(&grad);
         let (update, norms) = fused::accumulate(
             &grad.client,
-            &grad.handle,
-            &momentum.handle,
-            &accepted.handle,
+            [&grad.handle, &momentum.handle, &accepted.handle],
             of,
             dtype_to_elem_type(momentum.dtype),
             Momentum { mu, nesterov },

@@ -73,9 +73,7 @@ pub struct Momentum {
 /// that, in parts.
 pub fn accumulate(
     client: &Client,
-    grads: &Handle,
-    momentum: &Handle,
-    accepted: &Handle,
+    [grads, momentum, accepted]: [&Handle; 3],
     batch: Batch,
     dtype: ElemType,
     Momentum { mu, nesterov }: Momentum,

@@ -137,7 +137,7 @@ fn output_of<A: CubePrimitive, B: CubePrimitive, O: Numeric, P: Numeric, N: Size
     Output::<O, P, N> {
         result: operands.result,
         elements: operands.elements,
-        addend: operands.addend.clone(),
+        addend: operands.addend,
         addend_offset: CUBE_POS_Z as usize * operands.addend_stride,
         alpha: operands.alpha,
         beta: operands.beta,

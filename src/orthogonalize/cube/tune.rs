@@ -29,6 +29,9 @@ const MOST_TILINGS: usize = 12;
 const BLOCK_ROWS: usize = 4;
 const BLOCK_ALIGNMENT: usize = 128;
 
+/// A tiling for a type on a device.
+type Trust = (String, DType, Tiling);
+
 /// What may compute a product.
 #[derive(Debug, Clone, Copy)]
 enum Candidate {
@@ -92,8 +95,7 @@ impl Operands {
 
     /// Whether a tiling has shown that it multiplies. Asked once for every device and type.
     fn trusts(&self, tiling: &Tiling) -> bool {
-        static KNOWN: LazyLock<Mutex<HashMap<(String, DType, Tiling), bool>>> =
-            LazyLock::new(Mutex::default);
+        static KNOWN: LazyLock<Mutex<HashMap<Trust, bool>>> = LazyLock::new(Mutex::default);
         let key = (format!("{:?}", self.tensor.device), self.tensor.dtype, *tiling);
         let known = KNOWN.lock().expect("no holder of the lock panics").get(&key).copied();
         known.unwrap_or_else(|| {
