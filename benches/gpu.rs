@@ -95,14 +95,16 @@ fn median<T>(device: &Device, repeats: usize, run: impl Fn() -> T) -> f64 {
         drop(result);
         start.elapsed().as_secs_f64() * 1e3
     };
-    (0..3).for_each(|_| drop(timed()));
+    for _ in 0..3 {
+        timed();
+    }
     let mut times: Vec<f64> = (0..repeats.max(1)).map(|_| timed()).collect();
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]
 }
 
 fn random(shape: [usize; 3], dtype: DType, device: &Device) -> Tensor<3> {
-    Tensor::random(shape, Distribution::Normal(0.0, 1.0), device).cast(dtype)
+    Tensor::<3>::random(shape, Distribution::Normal(0.0, 1.0), device).cast(dtype)
 }
 
 fn products(device: &Device, dtype: DType, shapes: &[[usize; 3]], repeats: usize) {
