@@ -114,32 +114,28 @@ impl Product<'_> {
         Ok(())
     }
 
-    /// The tiling that suits the product: matrix units before plain arithmetic, and the largest tiles
-    /// that still keep the device busy.
+    /// The tiling that suits the product: of the first unit among the [candidates](Tiling::candidates), the
+    /// largest that still keeps the device busy, or else the smallest.
     ///
     /// # Errors
     ///
     /// Those of [`launch_into`](Self::launch_into).
     pub fn tiling(&self, client: &Client) -> Result<Tiling> {
-        let candidates = Tiling::candidates(client, self.a.dtype);
         let result = Matrices { shape: self.shape(), ..self.a.clone() }.made_contiguous();
-        let unit = candidates.first().map(|tiling| tiling.unit);
-        let best = candidates.iter().filter(|tiling| Some(tiling.unit) == unit);
-        let mut order: Vec<_> = best.collect();
-        order.sort_by_key(|tiling| !tiling.fills(client, self.triangle, self.shape()));
-        if !order[0].fills(client, self.triangle, self.shape()) {
-            order.reverse();
-        }
         self.check(client, &result)?;
-        let others = candidates.iter().filter(|tiling| Some(tiling.unit) != unit);
-        let mut refusal = None;
-        for tiling in order.into_iter().chain(others) {
+        let candidates = Tiling::candidates(client, self.a.dtype);
+        let fills = |tiling: &&Tiling| tiling.fills(client, self.triangle, self.shape());
+        let first = candidates[0].unit;
+        let (best, others): (Vec<_>, Vec<_>) = candidates.iter().partition(|t| t.unit == first);
+        let (busy, idle): (Vec<_>, Vec<_>) = best.into_iter().partition(fills);
+        let mut refusal = Error::Dtype(self.a.dtype);
+        for tiling in busy.into_iter().chain(idle.into_iter().rev()).chain(others) {
             match self.validate(client, tiling, &result) {
                 Ok(()) => return Ok(*tiling),
-                Err(error) => refusal = Some(error),
+                Err(error) => refusal = error,
             }
         }
-        Err(refusal.unwrap_or(Error::Dtype(self.a.dtype)))
+        Err(refusal)
     }
 
     /// Computes the product with a tiling.

@@ -70,21 +70,25 @@ impl Tiling {
         self.tile[2] * self.partition[2]
     }
 
-    /// The tilings that suit a device and a type, the largest first.
+    /// The tilings that suit a device and a type, by what multiplies: matrix units before plain
+    /// arithmetic, but for software devices, which only imitate them; and the largest first.
     pub fn candidates(client: &Client, dtype: ElemType) -> Vec<Self> {
         Self::of(client.properties(), dtype)
     }
 
     pub(crate) fn of(properties: &DeviceProperties, dtype: ElemType) -> Vec<Self> {
         let wide = properties.hardware.plane_size_max >= 32;
-        [Unit::Mma, Unit::Cmma]
+        let on_matrix_units = [Unit::Mma, Unit::Cmma]
             .into_iter()
             .filter_map(|unit| Some((unit, instruction(unit, dtype, properties)?)))
-            .flat_map(|(unit, tile)| {
-                if wide { for_planes(unit, dtype, tile) } else { for_narrow_planes(unit, tile) }
-            })
-            .chain(for_units(wide))
-            .collect()
+            .flat_map(|(unit, tile)| match wide {
+                true => for_planes(unit, dtype, tile),
+                false => for_narrow_planes(unit, tile),
+            });
+        match wide {
+            true => on_matrix_units.chain(for_units(wide)).collect(),
+            false => for_units(wide).into_iter().chain(on_matrix_units).collect(),
+        }
     }
 
     /// Whether a device would be busy with the cubes of a result `[k, m, n]`.
