@@ -10,11 +10,11 @@ use burn::nn::{
     Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, PaddingConfig2d,
 };
 use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer};
-use burn::tensor::{Device, Distribution, Int, Tensor, s};
+use burn::tensor::{DType, Device, Distribution, Int, Tensor, s};
 use common::bits;
 use distmuon::{
-    AdamWSettings, Error, Group, LrScale, MatrixLayout, MatrixView, MuonConfig, Rule, Schedule,
-    checkpoint,
+    AdamWSettings, Error, Group, IterationDtype, LrScale, MatrixLayout, MatrixView, MuonConfig,
+    Rule, Schedule, checkpoint,
 };
 
 #[derive(Module, Debug)]
@@ -443,6 +443,23 @@ fn a_failed_save_leaves_the_checkpoint() {
     assert!(matches!(nowhere, Err(Error::Checkpoint { .. })));
     let files = std::fs::read_dir(folder.path()).unwrap().count();
     assert_eq!(files, 1, "nothing half-written is left");
+}
+
+/// Found out before training, not by a wrong result on the way.
+#[test]
+fn a_type_that_the_device_has_not_is_refused() {
+    let net = Net::new(&device());
+    for (dtype, iteration) in
+        [(DType::F16, IterationDtype::F16), (DType::BF16, IterationDtype::Bf16)]
+    {
+        let refusal = MuonConfig::new().with_iteration_dtype(iteration).try_init(&net).err();
+        assert_eq!(refusal.is_none(), device().supports_dtype(dtype), "{dtype:?}: {refusal:?}");
+        if let Some(error) = refusal {
+            assert!(matches!(error, Error::Dtype { .. }), "{error}");
+            assert!(error.to_string().contains("weight`"), "{error}");
+            assert!(error.to_string().contains("`iteration_dtype`"), "{error}");
+        }
+    }
 }
 
 #[test]
