@@ -37,6 +37,17 @@ use setup::{OnPlanes, OnPlanesTwice, OnUnits, Setup};
 /// float32 sums that go through shared memory in one vector, of 16 bytes.
 const LONGEST_SUMS: usize = 4;
 
+/// Calls a method with what multiplies the tiles of a tiling: the one place that knows all families.
+macro_rules! by_family {
+    ($tiling:expr, $product:expr, $method:ident($($argument:expr),*)) => {
+        match ($tiling.unit, $tiling.buffering) {
+            (Unit::Registers, _) => $product.$method::<OnUnits>($($argument),*),
+            (_, Buffering::Single) => $product.$method::<OnPlanes>($($argument),*),
+            (_, Buffering::Double) => $product.$method::<OnPlanesTwice>($($argument),*),
+        }
+    };
+}
+
 /// `C = alpha A B + beta D`, for every matrix of a batch.
 #[derive(Debug, Clone, Copy)]
 pub struct Product<'a> {
@@ -162,19 +173,11 @@ impl Product<'_> {
         if result.extent() == 0 {
             return Ok(());
         }
-        match (tiling.unit, tiling.buffering) {
-            (Unit::Registers, _) => self.launch_on::<OnUnits>(client, tiling, result),
-            (_, Buffering::Single) => self.launch_on::<OnPlanes>(client, tiling, result),
-            (_, Buffering::Double) => self.launch_on::<OnPlanesTwice>(client, tiling, result),
-        }
+        by_family!(tiling, self, launch_on(client, tiling, result))
     }
 
     fn validate(&self, client: &Client, tiling: &Tiling, result: &Matrices) -> Result<()> {
-        match (tiling.unit, tiling.buffering) {
-            (Unit::Registers, _) => self.setup::<OnUnits>(client, tiling, result).map(drop),
-            (_, Buffering::Single) => self.setup::<OnPlanes>(client, tiling, result).map(drop),
-            (_, Buffering::Double) => self.setup::<OnPlanesTwice>(client, tiling, result).map(drop),
-        }
+        by_family!(tiling, self, setup(client, tiling, result)).map(drop)
     }
 
     fn setup<G: GlobalMatmulFamily<()>>(
@@ -229,11 +232,7 @@ impl Product<'_> {
         properties: &Arc<DeviceProperties>,
         target: Arc<TargetProperties>,
     ) -> (KernelDefinition, usize) {
-        match (tiling.unit, tiling.buffering) {
-            (Unit::Registers, _) => self.define::<OnUnits>(tiling, properties, target),
-            (_, Buffering::Single) => self.define::<OnPlanes>(tiling, properties, target),
-            (_, Buffering::Double) => self.define::<OnPlanesTwice>(tiling, properties, target),
-        }
+        by_family!(tiling, self, define(tiling, properties, target))
     }
 
     #[cfg(test)]

@@ -43,7 +43,7 @@ pub(crate) fn most_small_rows(device: &CubeDevice) -> usize {
 /// Operands are summed in float32 and rounded once. What no kernel takes, Burn's operations do.
 impl MatrixOps for CubeBackend {
     fn syrk(a: Float, tuned: bool) -> Float {
-        let product = Operands::new(&a, &a, 1.0, None);
+        let product = Operands::symmetric(&a, &a, 1.0, None);
         product.multiply(tuned).unwrap_or_else(|_| portable::syrk::<Self>(a))
     }
 
@@ -55,7 +55,7 @@ impl MatrixOps for CubeBackend {
         beta: f32,
         tuned: bool,
     ) -> Float {
-        let product = Operands::new(&a, &b, alpha, Some((&c, beta)));
+        let product = Operands::symmetric(&a, &b, alpha, Some((&c, beta)));
         product
             .multiply(tuned)
             .unwrap_or_else(|_| portable::symmetric_product::<Self>(a, b, c, alpha, beta))
@@ -63,11 +63,7 @@ impl MatrixOps for CubeBackend {
 
     fn product_add(a: Float, b: Float, c: Float, beta: f32, tuned: bool) -> Float {
         let rhs = matrices(b.clone());
-        let product = Operands {
-            rhs,
-            triangle: Triangle::Full,
-            ..Operands::new(&a, &b, 1.0, Some((&c, beta)))
-        };
+        let product = Operands::new(&a, rhs, 1.0, Some((&c, beta)), Triangle::Full);
         product.multiply(tuned).unwrap_or_else(|_| portable::product_add::<Self>(a, b, c, beta))
     }
 
@@ -114,16 +110,26 @@ struct Operands {
 }
 
 impl Operands {
-    /// `alpha A B^T + beta C`, which is symmetric.
-    fn new(a: &Float, b: &Float, alpha: f32, addend: Option<(&Float, f32)>) -> Self {
+    fn new(
+        a: &Float,
+        rhs: Matrices,
+        alpha: f32,
+        addend: Option<(&Float, f32)>,
+        triangle: Triangle,
+    ) -> Self {
         Self {
             tensor: a.clone(),
             lhs: matrices(a.clone()),
-            rhs: matrices(b.clone()).transposed(),
+            rhs,
             alpha,
             addend: addend.map(|(addend, beta)| (matrices(addend.clone()), beta)),
-            triangle: Triangle::Lower,
+            triangle,
         }
+    }
+
+    /// `alpha A B^T + beta C`, which is symmetric.
+    fn symmetric(a: &Float, b: &Float, alpha: f32, addend: Option<(&Float, f32)>) -> Self {
+        Self::new(a, matrices(b.clone()).transposed(), alpha, addend, Triangle::Lower)
     }
 
     fn product(&self) -> Product<'_> {
