@@ -19,7 +19,11 @@ use shuttle::thread;
 const INTERLEAVINGS: usize = 2000;
 
 /// Runs a function on every rank of a new world, in many interleavings, and looks at what it returns.
-fn explore<T: Send + 'static>(size: usize, rank: fn(&Seat<String, usize>) -> T, check: fn(Vec<T>)) {
+fn explore<T: Send + 'static, P: Clone + Send + 'static>(
+    size: usize,
+    rank: fn(&Seat<String, P>) -> T,
+    check: fn(Vec<T>),
+) {
     let world = move || {
         let seats = Hall::seats(size, Duration::from_secs(3600));
         let threads: Vec<_> = seats
@@ -108,5 +112,43 @@ fn different_calls_are_an_error_on_all_ranks() {
                 assert!(calls.contains("rank 1: sum"), "{calls}");
             }
         },
+    );
+}
+
+/// Something that only the thread that made it may drop, as the tensors of a lazy backend.
+struct Own(thread::ThreadId);
+
+impl Own {
+    fn new() -> Self {
+        Self(thread::current().id())
+    }
+}
+
+impl Clone for Own {
+    fn clone(&self) -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        assert_eq!(self.0, thread::current().id(), "dropped by another rank");
+    }
+}
+
+#[test]
+fn what_a_rank_leaves_it_drops_itself() {
+    explore(
+        3,
+        |seat| {
+            let arrive = |call: &str, own| seat.arrive(call.to_owned(), own).unwrap();
+            let tickets = [arrive("first", Some(Own::new())), arrive("second", Some(Own::new()))];
+            for ticket in tickets {
+                assert_eq!(ticket.meet().unwrap().len(), 3);
+            }
+            // Nobody returns before all have taken what was left.
+            arrive("last", None).meet().unwrap();
+        },
+        |outcomes| assert_eq!(outcomes.len(), 3),
     );
 }

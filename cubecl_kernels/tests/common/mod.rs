@@ -6,19 +6,23 @@ use cubecl::features::TypeUsage;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+use cubecl::wgpu::{WgpuDevice, WgpuServer, WgslCompiler};
+use cubecl_core::device::Device as _;
 
 /// The types of matrices.
 pub trait Real: Float + CubeElement + Into<f64> {}
 
 impl<F: Float + CubeElement + Into<f64>> Real for F {}
 
-/// The device that `BURN_DEVICE` names, as for the tests of distmuon.
+/// The device that `BURN_DEVICE` names, as for the tests of distmuon; `wgsl` is a Vulkan device whose
+/// kernels are written in that language, as where it has no SPIR-V.
 pub fn device_client() -> Client {
     match std::env::var("BURN_DEVICE").unwrap_or_default().to_lowercase().as_str() {
         #[cfg(feature = "cuda")]
         "cuda" => cubecl::Device::Cuda(Default::default()).client(),
         #[cfg(feature = "cpu")]
         "cpu" => cubecl::Device::Cpu(Default::default()).client(),
+        "wgsl" => Client::load::<WgpuServer<WgslCompiler>>(WgpuDevice::default().to_id()),
         _ => cubecl::Device::Wgpu(Default::default()).client(),
     }
 }

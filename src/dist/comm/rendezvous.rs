@@ -2,6 +2,9 @@
 //!
 //! Nothing here knows of tensors. A call is compared between the ranks, a payload is handed over.
 //! Ranks may run ahead: arriving never blocks, only meeting does. The first failure is everybody's.
+//!
+//! What a rank leaves, that rank drops. A lazy backend orders the uses of a tensor by the thread that
+//! made it: dropped by another one, a tensor can be gone before an operation that was given it runs.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Display};
@@ -39,6 +42,8 @@ struct Meeting<C, P> {
 
 struct State<C, P> {
     meetings: BTreeMap<Key, Meeting<C, P>>,
+    /// What every rank of the world has left and nobody needs any more.
+    returned: Vec<Vec<P>>,
     /// Ranks of the world that have returned.
     left: Vec<bool>,
     failure: Option<Failure>,
@@ -76,7 +81,12 @@ impl<C: PartialEq + Display, P: Clone> Hall<C, P> {
     /// The seats of a world of `size` ranks, all in one group. No rank waits for another longer
     /// than `deadline`.
     pub fn seats(size: usize, deadline: Duration) -> Vec<Seat<C, P>> {
-        let state = State { meetings: BTreeMap::new(), left: vec![false; size], failure: None };
+        let state = State {
+            meetings: BTreeMap::new(),
+            returned: (0..size).map(|_| vec![]).collect(),
+            left: vec![false; size],
+            failure: None,
+        };
         let hall = Arc::new(Self {
             state: Mutex::new(state),
             changed: Condvar::new(),
@@ -136,6 +146,7 @@ impl<C: PartialEq + Display, P: Clone> Seat<C, P> {
             call: call.to_string(),
             deadline: self.deadline,
         };
+        self.take_back();
         let mut state = self.hall.lock();
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
@@ -156,6 +167,12 @@ impl<C: PartialEq + Display, P: Clone> Seat<C, P> {
             Some(mismatch) => Err(mismatch),
             None => Ok(ticket),
         }
+    }
+
+    /// Drops what this rank has left and nobody needs any more.
+    fn take_back(&self) {
+        let returned = std::mem::take(&mut self.hall.lock().returned[self.world_rank()]);
+        drop(returned);
     }
 
     /// The seat in a new group. All of its members make this call with the same group, which
@@ -192,6 +209,7 @@ impl<C: PartialEq + Display, P: Clone> Seat<C, P> {
 
     /// Says that this rank comes to no further meeting.
     pub fn leave(&self) {
+        self.take_back();
         self.hall.lock().left[self.world_rank()] = true;
         self.hall.changed.notify_all();
     }
@@ -274,9 +292,10 @@ impl<C, P> Drop for Ticket<C, P> {
         if let Some(meeting) = state.meetings.get_mut(&self.key) {
             meeting.finished += 1;
             if meeting.finished == self.members.len() {
-                let finished = state.meetings.remove(&self.key);
-                drop(state);
-                drop(finished);
+                let finished = state.meetings.remove(&self.key).expect("it was there");
+                for (arrived, rank) in finished.arrived.into_iter().zip(&*self.members) {
+                    state.returned[*rank].extend(arrived.map(|(_, payload)| payload));
+                }
             }
         }
     }
