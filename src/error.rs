@@ -111,6 +111,44 @@ pub enum Error {
         /// What to give instead.
         remedy: &'static str,
     },
+    /// What the launcher says of the ranks can't be.
+    #[error("{variable} is {value}: {reason}; {remedy}")]
+    Launch {
+        /// The environment variable.
+        variable: String,
+        /// Its value, or `not set`.
+        value: String,
+        /// What is wrong with it.
+        reason: String,
+        /// What to do about it.
+        remedy: &'static str,
+    },
+    /// Processes could not find together.
+    #[error("rank {rank} at {address}: {reason}; {remedy}")]
+    Rendezvous {
+        /// The rank that noticed.
+        rank: usize,
+        /// Where rank 0 waits, or should.
+        address: String,
+        /// What happened.
+        reason: String,
+        /// What to do about it.
+        remedy: &'static str,
+    },
+    /// The library of an engine is absent or failed.
+    #[error("{engine} on rank {rank}: {operation}: {reason}; {remedy}")]
+    Engine {
+        /// Name of the engine.
+        engine: &'static str,
+        /// The rank that noticed.
+        rank: usize,
+        /// What was asked of it.
+        operation: String,
+        /// What it said, in its own words.
+        reason: String,
+        /// What to do about it.
+        remedy: &'static str,
+    },
     /// The devices of a world belong to different backends.
     #[error(
         "rank {rank} is on {device} and rank 0 on {first}; give all ranks devices of one backend"

@@ -1,6 +1,12 @@
-//! N ranks against one: equal bits, equal refusals, shared memory, checkpoints that move.
+//! N ranks against one, on every engine: equal bits, equal refusals, shared memory, checkpoints that
+//! move.
 
 mod common;
+#[cfg(feature = "cuda")]
+#[path = "common/host.rs"]
+mod host;
+#[path = "common/worlds.rs"]
+mod worlds;
 
 use std::time::Duration;
 
@@ -12,7 +18,54 @@ use common::{bits, gradients, weights};
 use distmuon::dist::plan::Strategy;
 use distmuon::dist::{CostSource, DistMuonConfig, Gradients, ReduceOp, World};
 use distmuon::{Error, MuonConfig, Result, Rule};
+use libtest_mimic::Arguments;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
+use serde::{Serialize, de::DeserializeOwned};
+use worlds::{Case, Folder};
+
+macro_rules! cases {
+    ($($name:ident),* $(,)?) => { &[$((stringify!($name), $name as fn())),*] };
+}
+
+/// Cases that all ranks end well.
+const SOUND: &[Case] = cases![
+    any_number_of_ranks_is_bit_equal_to_one,
+    clipping_by_the_norm_of_all_gradients_is_bit_equal_too,
+    measured_costs_are_agreed,
+    different_gradients_count_as_their_mean,
+    parameters_without_gradients_stay_and_partial_ones_count_as_zeros,
+    a_gradient_that_is_not_finite_stops_its_parameter_on_all_ranks,
+    collectives_move_what_they_say,
+    timing_changes_nothing,
+    a_checkpoint_moves_between_numbers_of_ranks,
+    shapes_that_other_systems_are_tested_on,
+    one_giant_many_dwarfs_and_more_ranks_than_matrices,
+    half_precision_is_bit_equal_too,
+    accumulated_gradients_are_one_step,
+    frozen_parameters_take_no_part,
+];
+
+/// Cases that end their world, or look into it from outside.
+const OTHERS: &[Case] = cases![
+    one_rank_is_the_single_device_optimizer,
+    memory_is_shared,
+    models_that_differ_are_named,
+    bad_gradients_and_settings_are_refused_on_all_ranks,
+    bad_checkpoints_are_refused_on_all_ranks,
+    a_world_has_a_rank,
+    devices_of_two_backends_are_no_world,
+];
+
+fn main() {
+    #[cfg(feature = "cuda")]
+    host::use_test_library();
+    #[cfg(feature = "mpi")]
+    worlds::mpi::work(SOUND);
+    let mut trials = worlds::trials(&[SOUND, OTHERS].concat());
+    #[cfg(feature = "mpi")]
+    trials.push(worlds::mpi::trial(SOUND.len()));
+    libtest_mimic::run(&Arguments::from_args(), trials).exit();
+}
 
 /// How long the tests wait for a rank that does not come.
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -69,8 +122,16 @@ fn config() -> DistMuonConfig {
     DistMuonConfig::new().with_muon(muon).with_small_elements(64)
 }
 
-fn ranks<T: Send>(count: usize, run: impl Fn(World) -> Result<T> + Sync) -> Result<Vec<T>> {
-    World::threads_within(DEADLINE, vec![device(); count], run)
+fn ranks<T: Send + Serialize + DeserializeOwned>(
+    count: usize,
+    run: impl Fn(World) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    worlds::ranks(DEADLINE, count, run)
+}
+
+/// [`ranks`], where what they return does not leave the process.
+fn ranks_here<T: Send>(count: usize, run: impl Fn(World) -> Result<T> + Sync) -> Result<Vec<T>> {
+    worlds::ranks_here(DEADLINE, count, run)
 }
 
 /// The weights after some steps on the same gradients, which are the same on all ranks.
@@ -93,7 +154,6 @@ fn trained(count: usize, steps: u64, config: &DistMuonConfig) -> Vec<Vec<u8>> {
     nets.swap_remove(0)
 }
 
-#[test]
 fn any_number_of_ranks_is_bit_equal_to_one() {
     let alone = trained(1, 10, &config());
     for strategy in [Strategy::Greedy, Strategy::BlockCyclic] {
@@ -105,14 +165,13 @@ fn any_number_of_ranks_is_bit_equal_to_one() {
             }
             // Gradients that need no mean are equal on any number of ranks.
             let averaged = config.with_gradients(Gradients::Averaged);
-            for count in [3, 7, 16] {
+            for count in [3, 7, 16].into_iter().filter(worlds::has) {
                 assert!(trained(count, 10, &averaged) == alone, "{count} ranks, {averaged}");
             }
         }
     }
 }
 
-#[test]
 fn clipping_by_the_norm_of_all_gradients_is_bit_equal_too() {
     let clipped = config().with_max_norm(Some(0.5));
     let alone = trained(1, 5, &clipped);
@@ -125,7 +184,6 @@ fn clipping_by_the_norm_of_all_gradients_is_bit_equal_too() {
     }
 }
 
-#[test]
 fn measured_costs_are_agreed() {
     let measured = config().with_costs(CostSource::Measured);
     assert!(
@@ -133,7 +191,6 @@ fn measured_costs_are_agreed() {
     );
 }
 
-#[test]
 fn different_gradients_count_as_their_mean() {
     let own = |world: &World, net: &Net, step: u64| net.gradients(step * 10 + world.rank() as u64);
     for count in [2, 3, 4] {
@@ -190,7 +247,6 @@ impl burn::module::ModuleVisitor for Mean<'_> {
     }
 }
 
-#[test]
 fn one_rank_is_the_single_device_optimizer() {
     let mut net = Net::new(&device());
     let mut single = config().muon.init(&net);
@@ -201,7 +257,6 @@ fn one_rank_is_the_single_device_optimizer() {
     assert!(net.weights() == trained(1, 10, &config()));
 }
 
-#[test]
 fn parameters_without_gradients_stay_and_partial_ones_count_as_zeros() {
     let run = |count: usize, has: fn(usize) -> bool| {
         let runs = ranks(count, |world| {
@@ -228,7 +283,6 @@ fn parameters_without_gradients_stay_and_partial_ones_count_as_zeros() {
     assert_eq!(&run(2, |rank| rank == 1)[1].1, after, "the ranks agree");
 }
 
-#[test]
 fn a_gradient_that_is_not_finite_stops_its_parameter_on_all_ranks() {
     for count in [1, 3] {
         let runs = ranks(count, |world| {
@@ -258,14 +312,13 @@ fn a_gradient_that_is_not_finite_stops_its_parameter_on_all_ranks() {
     }
 }
 
-#[test]
 fn memory_is_shared() {
     #[derive(Module, Debug)]
     struct Matrices {
         layers: Vec<Linear>,
     }
     for count in [1, 2, 4, 8] {
-        let reports = ranks(count, |world| {
+        let reports = ranks_here(count, |world| {
             world.device().seed(1);
             let layer = || LinearConfig::new(32, 32).with_bias(false).init(world.device());
             // The last layer would be taken for the output head.
@@ -291,7 +344,6 @@ fn memory_is_shared() {
     }
 }
 
-#[test]
 fn models_that_differ_are_named() {
     let shape = ranks(3, |world| {
         let mut net = Net::new(world.device());
@@ -315,9 +367,8 @@ fn models_that_differ_are_named() {
     assert!(error.contains("World::broadcast"), "{error}");
 }
 
-#[test]
 fn bad_gradients_and_settings_are_refused_on_all_ranks() {
-    let all: Vec<Error> = ranks(3, |world| {
+    let all: Vec<Error> = ranks_here(3, |world| {
         let net = world.broadcast(Net::new(world.device()))?;
         let mut optim = config().init(&world, &net)?;
         let mut gradients = net.gradients(1);
@@ -353,7 +404,6 @@ fn bad_gradients_and_settings_are_refused_on_all_ranks() {
     assert!(matches!(nobody, Err(Error::Setting { setting: "devices", .. })));
 }
 
-#[test]
 fn collectives_move_what_they_say() {
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         if !Device::default().supports_dtype(dtype) {
@@ -361,7 +411,7 @@ fn collectives_move_what_they_say() {
             continue;
         }
         let outcome = ranks(3, |world| {
-            assert_eq!(world.comm().engine(), "threads");
+            assert_eq!(world.comm().engine(), worlds::name());
             let (rank, comm) = (world.rank(), world.comm());
             let device = Device::default();
             let own =
@@ -400,7 +450,6 @@ fn collectives_move_what_they_say() {
     }
 }
 
-#[test]
 fn timing_changes_nothing() {
     let alone = trained(1, 20, &config());
     let delayed = ranks(4, |world| {
@@ -419,9 +468,8 @@ fn timing_changes_nothing() {
     }
 }
 
-#[test]
 fn a_checkpoint_moves_between_numbers_of_ranks() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = Folder::new();
     let path = |count: usize| folder.path().join(format!("{count}.ckpt"));
     let config = config().with_gradients(Gradients::Averaged).with_bucket_mb(0.002);
     let train = |world: &World, saved: Option<usize>, steps: std::ops::Range<u64>| {
@@ -466,12 +514,11 @@ fn a_checkpoint_moves_between_numbers_of_ranks() {
     }
 }
 
-#[test]
 fn bad_checkpoints_are_refused_on_all_ranks() {
-    let folder = tempfile::tempdir().unwrap();
+    let folder = Folder::new();
     let path = folder.path().join("run.ckpt");
     let save = |path: std::path::PathBuf| {
-        ranks(2, move |world| {
+        ranks_here(2, move |world| {
             let net = world.broadcast(Net::new(world.device()))?;
             let mut optim = config().init(&world, &net)?;
             Ok(optim.save(&path, &net, &0).map_err(|error| error.to_string()))
@@ -487,7 +534,7 @@ fn bad_checkpoints_are_refused_on_all_ranks() {
     let before = std::fs::read(&path).unwrap();
     let truncated = folder.path().join("truncated.ckpt");
     std::fs::write(&truncated, &before[..before.len() / 2]).unwrap();
-    let errors = ranks(2, |world| {
+    let errors = ranks_here(2, |world| {
         let net = world.broadcast(Net::new(world.device()))?;
         let optim = config().init(&world, &net)?;
         Ok(optim.load::<_, i32>(&truncated, net).map(|_| ()).unwrap_err())
@@ -497,7 +544,7 @@ fn bad_checkpoints_are_refused_on_all_ranks() {
     }
     // States of another rule.
     let other = config().with_muon(MuonConfig::new().with_rule(Rule::adamw(".")));
-    let errors = ranks(2, |world| {
+    let errors = ranks_here(2, |world| {
         let net = world.broadcast(Net::new(world.device()))?;
         let optim = other.init(&world, &net)?;
         Ok(optim.load::<_, i32>(&path, net).map(|_| ()).unwrap_err())
@@ -552,7 +599,6 @@ fn matrices_only() -> DistMuonConfig {
 
 /// The shapes that Emerging-Optimizers tests its distributed Muon on, and that DMuon's and
 /// Megatron's tests add: overlapped is as good as in turn, a run is like any other.
-#[test]
 fn shapes_that_other_systems_are_tested_on() {
     let shapes = [[21, 16], [16, 32], [3, 32], [5, 100]];
     let trained =
@@ -569,20 +615,18 @@ fn shapes_that_other_systems_are_tested_on() {
     }
 }
 
-#[test]
 fn one_giant_many_dwarfs_and_more_ranks_than_matrices() {
     let mut shapes = vec![[3, 2]; 30];
     shapes.insert(7, [64, 96]);
     for (shapes, counts) in [(&shapes[..], [2, 4, 8]), (&[[4, 6], [6, 4]][..], [4, 8, 16])] {
         let trained = |count| Stack::trained(shapes, DType::F32, count, &matrices_only());
         let alone = trained(1);
-        for count in counts {
+        for count in counts.into_iter().filter(worlds::has) {
             assert!(trained(count) == alone, "{count} ranks, {shapes:?}");
         }
     }
 }
 
-#[test]
 fn half_precision_is_bit_equal_too() {
     let shapes = [[16, 24], [24, 16], [24, 16], [7, 5]];
     for dtype in [DType::F16, DType::BF16] {
@@ -600,7 +644,6 @@ fn half_precision_is_bit_equal_too() {
     }
 }
 
-#[test]
 fn accumulated_gradients_are_one_step() {
     let micro = |net: &Net, step: u64| {
         let mut accumulator = GradientsAccumulator::new();
@@ -629,7 +672,6 @@ fn accumulated_gradients_are_one_step() {
     }
 }
 
-#[test]
 fn frozen_parameters_take_no_part() {
     let runs = ranks(2, |world| {
         let mut net = Net::new(world.device());
@@ -654,15 +696,20 @@ fn frozen_parameters_take_no_part() {
     runs.unwrap();
 }
 
-#[test]
 fn a_world_has_a_rank() {
     let error = World::threads([], |_| Ok::<_, Error>(())).unwrap_err();
     assert!(matches!(error, Error::Setting { setting: "devices", .. }), "{error}");
 }
 
-#[cfg(all(feature = "flex", feature = "wgpu"))]
-#[test]
 fn devices_of_two_backends_are_no_world() {
+    #[cfg(not(all(feature = "flex", feature = "wgpu")))]
+    return println!("skipped: there is one backend");
+    #[cfg(all(feature = "flex", feature = "wgpu"))]
+    devices_of_two_backends();
+}
+
+#[cfg(all(feature = "flex", feature = "wgpu"))]
+fn devices_of_two_backends() {
     let devices = [Device::flex(), Device::wgpu(burn::tensor::DeviceKind::DefaultDevice)];
     let error = World::threads(devices, |_| Ok::<_, Error>(())).unwrap_err();
     assert!(matches!(error, Error::Devices { rank: 1, .. }), "{error}");

@@ -3,6 +3,7 @@
 //! ```text
 //! cargo run --release --example train_lm
 //! cargo run --release --example train_lm -- --compare adamw,burn-muon,muon --plot loss.svg
+//! mpirun -n 4 target/release/examples/train_lm --engine mpi
 //! ```
 
 mod data;
@@ -20,6 +21,10 @@ use anyhow::{Context, Result, bail, ensure};
 use burn::tensor::Device;
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
+
+use distmuon::dist::World;
+#[cfg(any(feature = "mpi", feature = "cuda"))]
+use distmuon::dist::{DEADLINE, Launch};
 
 use data::Corpus;
 use model::GptConfig;
@@ -49,6 +54,10 @@ pub struct Options {
     /// 1,2,4, with --compare.
     #[arg(long, value_delimiter = ',', default_value = "1", value_parser = at_least_one)]
     ranks: Vec<usize>,
+    /// What carries gradients and parameters between ranks. With mpi and nccl, every rank is a process
+    /// that mpirun, torchrun or srun started.
+    #[arg(long, value_enum, default_value_t = Engine::Threads, conflicts_with = "ranks")]
+    engine: Engine,
     /// Steps of training.
     #[arg(long, default_value_t = 300, value_parser = at_least_one)]
     steps: usize,
@@ -82,6 +91,39 @@ pub struct Options {
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+enum Engine {
+    /// Threads of this process.
+    Threads,
+    /// Processes over MPI, on any device.
+    Mpi,
+    /// Processes over NCCL, on CUDA devices.
+    Nccl,
+}
+
+impl Engine {
+    /// The world of this process, unless it makes one of threads.
+    fn connect(self) -> Result<Option<World>> {
+        if self == Self::Threads {
+            return Ok(None);
+        }
+        #[cfg(any(feature = "mpi", feature = "cuda"))]
+        {
+            let launch = Launch::from_env()?;
+            let device =
+                World::devices(launch.local_rank + 1).swap_remove(launch.local_rank).autodiff();
+            match self {
+                #[cfg(feature = "mpi")]
+                Self::Mpi => return Ok(Some(World::mpi(&launch, device, DEADLINE)?)),
+                #[cfg(feature = "cuda")]
+                Self::Nccl => return Ok(Some(World::nccl(&launch, device, DEADLINE)?)),
+                _ => {}
+            }
+        }
+        bail!("--engine {self:?}: build train_lm with --features mpi, or cuda for nccl")
+    }
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
 enum Preset {
     /// 0.9 million parameters.
     Tiny,
@@ -103,8 +145,10 @@ impl Preset {
 
 impl Options {
     /// What is trained, one after the other: an optimizer on a number of ranks.
-    fn runs(&self) -> Result<Vec<(OptimizerName, usize)>> {
-        for ranks in &self.ranks {
+    fn runs(&self, world: Option<&World>) -> Result<Vec<(OptimizerName, usize)>> {
+        let of_world = world.map(|world| vec![world.size()]);
+        let all_ranks = of_world.as_ref().unwrap_or(&self.ranks);
+        for ranks in all_ranks {
             ensure!(
                 self.batch.is_multiple_of(*ranks),
                 "--batch {} can't be divided among {ranks} ranks; give a multiple of {ranks}",
@@ -112,7 +156,7 @@ impl Options {
             );
         }
         if self.compare.is_empty() {
-            let [ranks] = self.ranks[..] else {
+            let [ranks] = all_ranks[..] else {
                 bail!("--ranks with several numbers: say what to --compare on them")
             };
             let default = if ranks == 1 { OptimizerName::Muon } else { OptimizerName::DistMuon };
@@ -126,10 +170,15 @@ impl Options {
         }
         let on_ranks = |optimizer: &OptimizerName| {
             let (optimizer, alone) = (*optimizer, vec![1]);
-            let ranks = if optimizer.is_shared() { self.ranks.clone() } else { alone };
+            let ranks = if optimizer.is_shared() { all_ranks.clone() } else { alone };
             ranks.into_iter().map(move |ranks| (optimizer, ranks))
         };
-        Ok(self.compare.iter().flat_map(on_ranks).collect())
+        let runs: Vec<_> = self.compare.iter().flat_map(on_ranks).collect();
+        ensure!(
+            world.is_none_or(|world| runs.iter().all(|(_, ranks)| *ranks == world.size())),
+            "--compare on several processes is for dist-muon and dist-adamw"
+        );
+        Ok(runs)
     }
 }
 
@@ -153,17 +202,29 @@ fn main() -> Result<()> {
     })
     .context("can't catch Ctrl-C")?;
 
-    let runs = options.runs()?;
+    let world = options.engine.connect()?;
+    let is_first = world.as_ref().is_none_or(|world| world.rank() == 0);
+    if let Some(world) = &world {
+        let description = world.describe()?;
+        if is_first {
+            println!("{description}\n");
+        }
+    }
+    let runs = options.runs(world.as_ref())?;
     let corpus = Corpus::load(options.data.as_deref(), options.bpe)?;
     let sizes = options.preset.config(corpus.tokenizer.vocabulary());
     tracing::info!(device = ?Device::default(), ?sizes, tokens = corpus.len(), "training");
     let mut summaries = Vec::new();
     for (optimizer, ranks) in runs {
         let (options, corpus, sizes, stop) = (&options, &corpus, &sizes, &stop);
-        summaries.push(Run { options, optimizer, ranks, corpus, sizes, stop }.train()?);
+        let world = world.as_ref();
+        summaries.push(Run { options, optimizer, ranks, corpus, sizes, stop, world }.train()?);
         if stop.load(Ordering::SeqCst) {
             break;
         }
+    }
+    if !is_first {
+        return Ok(());
     }
     println!("{}", report::table(&summaries));
     if let Some(path) = &options.plot {

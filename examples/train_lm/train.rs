@@ -41,6 +41,8 @@ pub struct Run<'a> {
     pub corpus: &'a Corpus,
     pub sizes: &'a GptConfig,
     pub stop: &'a AtomicBool,
+    /// Of processes; else the ranks are threads.
+    pub world: Option<&'a World>,
 }
 
 /// What a checkpoint keeps beside model and optimizer.
@@ -86,6 +88,13 @@ pub struct Summary {
 impl Run<'_> {
     /// Trains to the end, or until it is stopped.
     pub fn train(&self) -> Result<Summary> {
+        if let Some(world) = self.world {
+            world.device().seed(self.options.seed);
+            let model = self.sizes.init(world.device()).fork(world.device());
+            // A rank that can't go on says why: the others would wait for it.
+            let trained = self.rank(world, world.broadcast(model)?);
+            return trained.inspect_err(|error| world.comm().fail(&format!("{error:#}")));
+        }
         let devices: Vec<Device> =
             World::devices(self.ranks).into_iter().map(Device::autodiff).collect();
         devices[0].seed(self.options.seed);

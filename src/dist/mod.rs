@@ -11,6 +11,8 @@ pub mod comm;
 mod config;
 mod flat;
 mod held;
+#[cfg(feature = "processes")]
+mod launch;
 #[cfg(feature = "train")]
 mod learner;
 mod memory;
@@ -24,6 +26,8 @@ mod world;
 
 pub use comm::{Communicator, Pending, ReduceOp};
 pub use config::{CostSource, DistMuonConfig, Gradients};
+#[cfg(feature = "processes")]
+pub use launch::Launch;
 #[cfg(feature = "train")]
 pub use learner::DistMuonStrategy;
 pub use memory::{Bytes, MemoryReport};

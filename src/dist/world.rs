@@ -11,10 +11,19 @@ use std::time::Duration;
 use burn::backend::{Backend, Device as _, DeviceId, Dispatch, DispatchDevice};
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::{Device, Tensor};
+#[cfg(feature = "cuda")]
+use burn_cubecl::CubeDevice;
+use comfy_table::{Table, presets};
 use serde::{Serialize, de::DeserializeOwned};
 
+#[cfg(feature = "mpi")]
+use super::comm::Mpi;
+#[cfg(feature = "cuda")]
+use super::comm::Nccl;
 use super::comm::{Communicator, Pending, Threads};
 use super::held::in_place_of;
+#[cfg(feature = "processes")]
+use super::launch::Launch;
 use crate::error::{Error, Result};
 
 /// How long a rank waits for another before it gives up for all, unless told otherwise.
@@ -140,6 +149,83 @@ impl World {
         }
         let outcomes = outcomes.into_iter();
         outcomes.map(|(_, outcome)| outcome.unwrap_or_else(|panic| resume_unwind(panic))).collect()
+    }
+
+    /// The world that a launcher started this process in, on the default backend's device of the own
+    /// rank on the host, with autodiff: over NCCL on CUDA devices, over MPI on all others.
+    ///
+    /// ```no_run
+    /// // torchrun --no-python --nproc-per-node 4 program, or mpirun -n 4 program
+    /// let world = distmuon::dist::World::from_env()?;
+    /// println!("{}", world.describe()?);
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    ///
+    /// Keep it until the program ends: MPI can't be started twice.
+    ///
+    /// # Errors
+    ///
+    /// As [`Launch::from_env`], [`mpi`](Self::mpi) and [`nccl`](Self::nccl); [`Error::Setting`] without
+    /// the feature of the engine.
+    #[cfg(feature = "processes")]
+    pub fn from_env() -> Result<Self> {
+        let launch = Launch::from_env()?;
+        let device = Self::devices(launch.local_rank + 1).swap_remove(launch.local_rank).autodiff();
+        #[cfg(feature = "cuda")]
+        if matches!(device.clone().inner().as_dispatch(), DispatchDevice::Cube(CubeDevice::Cuda(_)))
+        {
+            return Self::nccl(&launch, device, DEADLINE);
+        }
+        #[cfg(feature = "mpi")]
+        return Self::mpi(&launch, device, DEADLINE);
+        #[cfg(not(feature = "mpi"))]
+        Err(Error::Setting {
+            setting: "the device",
+            value: format!("{device:?}"),
+            expected: "a CUDA device: others need distmuon's feature `mpi`",
+        })
+    }
+
+    /// A world of processes over MPI, on any device: tensors pass through the host. No rank is waited
+    /// for longer than `deadline`.
+    ///
+    /// # Errors
+    ///
+    /// As [`Mpi::connect`].
+    #[cfg(feature = "mpi")]
+    pub fn mpi(launch: &Launch, device: Device, deadline: Duration) -> Result<Self> {
+        let engine = Mpi::connect(launch, device.clone().inner(), deadline)?;
+        Ok(Self::new(Arc::new(engine), device))
+    }
+
+    /// A world of processes over NCCL, each on a CUDA device of its own. No rank is waited for longer
+    /// than `deadline`.
+    ///
+    /// # Errors
+    ///
+    /// As [`Nccl::connect`].
+    #[cfg(feature = "cuda")]
+    pub fn nccl(launch: &Launch, device: Device, deadline: Duration) -> Result<Self> {
+        let engine = Nccl::connect(launch, &device, deadline)?;
+        Ok(Self::new(Arc::new(engine), device))
+    }
+
+    /// Who takes part, on one screen: engine, version, and every rank's host and device. All ranks
+    /// make this call.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn describe(&self) -> Result<String> {
+        let host = gethostname::gethostname().to_string_lossy().into_owned();
+        let device = format!("{:?}", self.device);
+        let places = self.all_gather_value(&[host, self.comm.version(), device])?;
+        let mut table = Table::new();
+        table.load_style(presets::NOTHING).set_header(["rank", "host", "library", "device"]);
+        for (rank, [host, version, device]) in places.iter().enumerate() {
+            table.add_row([&rank.to_string(), host, version, device]);
+        }
+        Ok(format!("{} ranks over {}\n{table}", self.size(), self.comm.engine()))
     }
 
     /// The own rank, from 0.

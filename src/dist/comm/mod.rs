@@ -5,6 +5,12 @@
 //! computation overlap. Names and meanings are those of MPI and NCCL; the counts of ranks may
 //! differ, and be zero.
 
+#[cfg(feature = "processes")]
+mod control;
+#[cfg(feature = "mpi")]
+mod mpi;
+#[cfg(feature = "cuda")]
+mod nccl;
 mod rendezvous;
 mod sync;
 mod threads;
@@ -15,6 +21,11 @@ use burn::tensor::{DType, Tensor};
 
 use crate::error::{Error, Result};
 
+#[cfg(feature = "mpi")]
+pub use mpi::Mpi;
+#[cfg(feature = "cuda")]
+pub use nccl::{Buffer, Mark, Memory, Nccl};
+use rendezvous::Failure;
 pub use threads::Threads;
 
 /// What becomes of the contributions of all ranks.
@@ -34,6 +45,11 @@ pub enum ReduceOp {
 pub trait Communicator: Debug + Send + Sync {
     /// Name of the engine, as in `threads`.
     fn engine(&self) -> &'static str;
+
+    /// Which library of which version the engine uses.
+    fn version(&self) -> String {
+        concat!("distmuon ", env!("CARGO_PKG_VERSION")).to_owned()
+    }
 
     /// The own index in the group.
     fn rank(&self) -> usize;
@@ -135,4 +151,113 @@ fn check_counts(
         return Ok(());
     };
     Err(Error::Collective { collective, rank, reason, remedy: "give one count for every rank" })
+}
+
+/// What the ranks have to agree on.
+#[derive(Debug, Clone, PartialEq)]
+struct Call {
+    collective: &'static str,
+    dtype: Option<DType>,
+    /// Lengths that are the same on all ranks.
+    counts: Vec<usize>,
+    op: Option<ReduceOp>,
+    root: Option<usize>,
+}
+
+impl Call {
+    fn new(collective: &'static str) -> Self {
+        Self { collective, dtype: None, counts: vec![], op: None, root: None }
+    }
+
+    fn on(collective: &'static str, tensor: &Tensor<1>) -> Self {
+        Self { dtype: Some(tensor.dtype()), ..Self::new(collective) }
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { collective, dtype, counts, op, root } = self;
+        write!(f, "{collective}(")?;
+        if let Some(dtype) = dtype {
+            write!(f, "{}", dtype.name())?;
+        }
+        if !counts.is_empty() {
+            write!(f, " {counts:?}")?;
+        }
+        if let Some(op) = op {
+            write!(f, " {op:?}")?;
+        }
+        if let Some(root) = root {
+            write!(f, " root {root}")?;
+        }
+        write!(f, ")")
+    }
+}
+
+/// Refuses a root that is no member of the group.
+fn check_root(rank: usize, size: usize, root: usize) -> Result<()> {
+    if root < size {
+        return Ok(());
+    }
+    Err(Error::Collective {
+        collective: "broadcast",
+        rank,
+        reason: format!("root {root} in a group of {size}"),
+        remedy: "give the rank of a member of the group",
+    })
+}
+
+/// Refuses parts that are sent and not expected, or the other way round: for every rank, how many
+/// elements it sends to every rank and expects from it.
+fn check_pairs(parts: &[[Vec<usize>; 2]]) -> Result<()> {
+    let pairs = (0..parts.len()).flat_map(|from| (0..parts.len()).map(move |to| (from, to)));
+    let numbers = |(from, to): (usize, usize)| (parts[from][0][to], parts[to][1][from]);
+    let Some((from, to)) = pairs.into_iter().find(|pair| numbers(*pair).0 != numbers(*pair).1)
+    else {
+        return Ok(());
+    };
+    let (sent, received) = numbers((from, to));
+    Err(Error::Mismatch {
+        calls: format!(
+            "rank {from}: all_to_all with {sent} elements for rank {to}, rank {to}: all_to_all with \
+             {received} elements from rank {from}"
+        ),
+    })
+}
+
+/// [`check_pairs`], where a rank knows of its own parts only.
+#[cfg(feature = "processes")]
+fn exchange_pairs(comm: &dyn Communicator, send: &[usize], receive: &[usize]) -> Result<()> {
+    let own = postcard::to_stdvec(&[send, receive]).expect("numbers can be written");
+    let all = comm.all_gather_bytes(own)?;
+    let parts = all.iter().map(|bytes| postcard::from_bytes(bytes).expect("the same type"));
+    check_pairs(&parts.collect::<Vec<_>>())
+}
+
+/// The elements before those of `rank`.
+fn before(counts: &[usize], rank: usize) -> usize {
+    counts[..rank].iter().sum()
+}
+
+/// The group that the first member of a color offers, and its members in the order of key and rank.
+/// Every offer is a color, a key and the number of a group.
+fn members(offers: &[Vec<u8>], color: usize) -> (u64, Vec<usize>) {
+    let numbers = |bytes: &[u8]| -> Vec<u64> {
+        let numbers = bytes.chunks_exact(8).map(|bytes| bytes.try_into().expect("eight bytes"));
+        numbers.map(u64::from_le_bytes).collect()
+    };
+    let mut members: Vec<(Vec<u64>, usize)> =
+        offers.iter().enumerate().map(|(rank, bytes)| (numbers(bytes), rank)).collect();
+    members.retain(|(offer, _)| offer[0] == color as u64);
+    members.sort_by_key(|(offer, rank)| (offer[1], *rank));
+    (members[0].0[2], members.into_iter().map(|(_, rank)| rank).collect())
+}
+
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Peer { rank, cause } => Self::PeerFailed { rank, cause },
+            Failure::Mismatch { calls } => Self::Mismatch { calls },
+        }
+    }
 }

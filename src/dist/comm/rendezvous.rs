@@ -11,10 +11,12 @@ use std::fmt::{self, Display};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 use super::sync::{AtomicU64, Condvar, Mutex, MutexGuard, Ordering};
 
 /// Why ranks could not meet.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Failure {
     /// A rank is gone, or did not come in time.
     Peer {
@@ -30,6 +32,10 @@ pub enum Failure {
     },
 }
 
+/// Calls elsewhere that are remembered.
+#[cfg(feature = "processes")]
+const ELSEWHERE: usize = 1000;
+
 /// A meeting: the group, and how many meetings the group had before.
 type Key = (u64, u64);
 
@@ -42,6 +48,9 @@ struct Meeting<C, P> {
 
 struct State<C, P> {
     meetings: BTreeMap<Key, Meeting<C, P>>,
+    /// What ranks wait for elsewhere.
+    #[cfg(feature = "processes")]
+    elsewhere: BTreeMap<Key, BTreeMap<usize, C>>,
     /// What every rank of the world has left and nobody needs any more.
     returned: Vec<Vec<P>>,
     /// Ranks of the world that have returned.
@@ -77,12 +86,14 @@ pub struct Ticket<C, P> {
     deadline: Duration,
 }
 
-impl<C: PartialEq + Display, P: Clone> Hall<C, P> {
+impl<C: Clone + PartialEq + Display, P: Clone> Hall<C, P> {
     /// The seats of a world of `size` ranks, all in one group. No rank waits for another longer
     /// than `deadline`.
     pub fn seats(size: usize, deadline: Duration) -> Vec<Seat<C, P>> {
         let state = State {
             meetings: BTreeMap::new(),
+            #[cfg(feature = "processes")]
+            elsewhere: BTreeMap::new(),
             returned: (0..size).map(|_| vec![]).collect(),
             left: vec![false; size],
             failure: None,
@@ -116,7 +127,7 @@ impl<C: PartialEq + Display, P: Clone> Hall<C, P> {
     }
 }
 
-impl<C: PartialEq + Display, P: Clone> Seat<C, P> {
+impl<C: Clone + PartialEq + Display, P: Clone> Seat<C, P> {
     /// The own index in the group.
     pub fn rank(&self) -> usize {
         self.rank
@@ -199,6 +210,57 @@ impl<C: PartialEq + Display, P: Clone> Seat<C, P> {
         self.hall.fail(Failure::Peer { rank: self.world_rank(), cause });
     }
 
+    /// Ends the world because of another rank, which can't say so itself.
+    #[cfg(feature = "processes")]
+    pub fn fail_for(&self, rank: usize, cause: String) {
+        self.hall.fail(Failure::Peer { rank, cause });
+    }
+
+    /// Says that this rank waits for `call`, which others have to make, too, but not here. Whoever
+    /// waits for something else at the same point ends the world; so does, once it is too late,
+    /// a member that does not wait at all.
+    ///
+    /// # Errors
+    ///
+    /// The world's failure, which all of these are.
+    #[cfg(feature = "processes")]
+    pub fn compare(&self, number: u64, call: C, too_late: bool) -> Result<(), Failure> {
+        self.check()?;
+        let mut state = self.hall.lock();
+        let waiting = state.elsewhere.entry((self.group, number)).or_default();
+        waiting.insert(self.world_rank(), call.clone());
+        let other = waiting.iter().find(|(_, other)| **other != call);
+        let missing = self.members.iter().find(|rank| !waiting.contains_key(rank));
+        let failure = match (other, missing) {
+            (Some((rank, other)), _) => {
+                let calls = format!("rank {rank}: {other}, rank {}: {call}", self.world_rank());
+                Failure::Mismatch { calls }
+            }
+            (None, Some(rank)) if too_late => {
+                let cause = format!("it did not come to {call} within {:?}", self.deadline);
+                Failure::Peer { rank: *rank, cause }
+            }
+            _ => {
+                while state.elsewhere.len() > ELSEWHERE {
+                    state.elsewhere.pop_first();
+                }
+                return Ok(());
+            }
+        };
+        drop(state);
+        Err(self.hall.fail(failure))
+    }
+
+    /// Whether the world goes on.
+    ///
+    /// # Errors
+    ///
+    /// Its failure.
+    #[cfg(feature = "processes")]
+    pub fn check(&self) -> Result<(), Failure> {
+        self.hall.lock().failure.clone().map_or(Ok(()), Err)
+    }
+
     /// The rank in the world that everybody was failed by.
     pub fn failed(&self) -> Option<usize> {
         match self.hall.lock().failure {
@@ -215,7 +277,7 @@ impl<C: PartialEq + Display, P: Clone> Seat<C, P> {
     }
 }
 
-impl<C: PartialEq + Display, P: Clone> Meeting<C, P> {
+impl<C: Clone + PartialEq + Display, P: Clone> Meeting<C, P> {
     fn complete(&self) -> bool {
         self.arrived.iter().all(Option::is_some)
     }
@@ -244,7 +306,7 @@ impl<C: PartialEq + Display, P: Clone> Meeting<C, P> {
     }
 }
 
-impl<C: PartialEq + Display, P: Clone> Ticket<C, P> {
+impl<C: Clone + PartialEq + Display, P: Clone> Ticket<C, P> {
     /// Waits until all members have arrived, and takes what they left, in their order.
     ///
     /// A meeting that everybody came to succeeds for everybody, whatever happened since.

@@ -4,16 +4,18 @@
 //! always in the same order: results do not depend on timing. Sums are taken in pairs, so that
 //! equal contributions of a power of two of ranks add up without rounding.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use burn::tensor::{DType, Device, FloatDType, Tensor};
+use burn::tensor::{Device, FloatDType, Tensor};
 
-use super::rendezvous::{Failure, Hall, Seat, Ticket};
-use super::{Communicator, Pending, ReduceOp, check_counts, check_dtype};
+use super::rendezvous::{Hall, Seat, Ticket};
+use super::{
+    Call, Communicator, Pending, ReduceOp, before, check_counts, check_dtype, check_pairs,
+    check_root, members,
+};
 use crate::dist::flat;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Engine of threads in one process.
 #[derive(Debug)]
@@ -22,53 +24,12 @@ pub struct Threads {
     device: Device,
 }
 
-/// What the ranks have to agree on.
-#[derive(Debug, Clone, PartialEq)]
-struct Call {
-    collective: &'static str,
-    dtype: Option<DType>,
-    /// Lengths that are the same on all ranks.
-    counts: Vec<usize>,
-    op: Option<ReduceOp>,
-    root: Option<usize>,
-}
-
 #[derive(Clone)]
 enum Payload {
     Tensor(Tensor<1>),
     /// A tensor, how many of its elements go to every rank, and how many come from it.
     Parts(Tensor<1>, Arc<[usize]>, Arc<[usize]>),
     Bytes(Arc<[u8]>),
-}
-
-impl Call {
-    fn new(collective: &'static str) -> Self {
-        Self { collective, dtype: None, counts: vec![], op: None, root: None }
-    }
-
-    fn on(collective: &'static str, tensor: &Tensor<1>) -> Self {
-        Self { dtype: Some(tensor.dtype()), ..Self::new(collective) }
-    }
-}
-
-impl fmt::Display for Call {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { collective, dtype, counts, op, root } = self;
-        write!(f, "{collective}(")?;
-        if let Some(dtype) = dtype {
-            write!(f, "{}", dtype.name())?;
-        }
-        if !counts.is_empty() {
-            write!(f, " {counts:?}")?;
-        }
-        if let Some(op) = op {
-            write!(f, " {op:?}")?;
-        }
-        if let Some(root) = root {
-            write!(f, " root {root}")?;
-        }
-        write!(f, ")")
-    }
 }
 
 impl Threads {
@@ -162,14 +123,7 @@ impl Communicator for Threads {
     }
 
     fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending> {
-        if root >= self.size() {
-            return Err(Error::Collective {
-                collective: "broadcast",
-                rank: self.rank(),
-                reason: format!("root {root} in a group of {}", self.size()),
-                remedy: "give the rank of a member of the group",
-            });
-        }
+        check_root(self.rank(), self.size(), root)?;
         let call = Call {
             counts: tensor.dims().to_vec(),
             root: Some(root),
@@ -195,17 +149,9 @@ impl Communicator for Threads {
                 _ => unreachable!("the same call leaves the same payload"),
             });
             let payloads: Vec<_> = payloads.collect();
-            let pairs = || (0..size).flat_map(|from| (0..size).map(move |to| (from, to)));
-            if let Some((from, to)) =
-                pairs().find(|(i, j)| payloads[*i].1[*j] != payloads[*j].2[*i])
-            {
-                let (sent, received) = (payloads[from].1[to], payloads[to].2[from]);
-                let calls = format!(
-                    "rank {from}: all_to_all with {sent} elements for rank {to}, rank {to}: \
-                     all_to_all with {received} elements from rank {from}"
-                );
-                return Err(Error::Mismatch { calls });
-            }
+            let counts =
+                payloads.iter().map(|(_, send, receive)| [send.to_vec(), receive.to_vec()]);
+            check_pairs(&counts.collect::<Vec<_>>())?;
             let parts = payloads.iter().map(|(tensor, send, _)| {
                 let start = before(send, rank);
                 flat::part(tensor, start..start + send[rank])
@@ -228,20 +174,7 @@ impl Communicator for Threads {
         // Everybody offers a number for a new group; that of a group's first member counts.
         let offer = [color as u64, key as u64, self.seat.new_group()];
         let offers = self.all_gather_bytes(offer.iter().flat_map(|x| x.to_le_bytes()).collect())?;
-        let mut members: Vec<([u64; 3], usize)> = offers
-            .iter()
-            .enumerate()
-            .map(|(rank, bytes)| {
-                let number = |i: usize| {
-                    u64::from_le_bytes(bytes[8 * i..8 * i + 8].try_into().expect("eight bytes"))
-                };
-                ([number(0), number(1), number(2)], rank)
-            })
-            .filter(|([other, ..], _)| *other == color as u64)
-            .collect();
-        members.sort_by_key(|([_, key, _], rank)| (*key, *rank));
-        let group = members[0].0[2];
-        let ranks: Vec<usize> = members.iter().map(|(_, rank)| *rank).collect();
+        let (group, ranks) = members(&offers, color);
         let rank = ranks.iter().position(|rank| *rank == self.rank()).expect("of the own color");
         Ok(Box::new(Self { seat: self.seat.join(group, ranks, rank), device: self.device.clone() }))
     }
@@ -249,20 +182,6 @@ impl Communicator for Threads {
     fn fail(&self, cause: &str) {
         self.seat.fail(cause.to_owned());
     }
-}
-
-impl From<Failure> for Error {
-    fn from(failure: Failure) -> Self {
-        match failure {
-            Failure::Peer { rank, cause } => Self::PeerFailed { rank, cause },
-            Failure::Mismatch { calls } => Self::Mismatch { calls },
-        }
-    }
-}
-
-/// The elements before those of `rank`.
-fn before(counts: &[usize], rank: usize) -> usize {
-    counts[..rank].iter().sum()
 }
 
 /// The sum or mean, taken in float32 at least and in pairs of neighbours, then of pairs, and so on.

@@ -1,1 +1,324 @@
-//! NCCL in memory.
+//! The symbols of NCCL that distmuon calls, over memory that processes share, for machines without a
+//! GPU. Buffers are memory of the host. A stream is a thread that carries calls out in order, made by
+//! [`distmuonTestStreamCreate`]; calls return before they are carried out, as NCCL's do.
+//!
+//! What would hang NCCL is an error here: every call is compared between the ranks.
+
+#![allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
+#![allow(missing_docs)] // NCCL documents its functions
+
+mod comm;
+mod stream;
+
+use std::cell::{Cell, RefCell};
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::fs::File;
+use std::io::Read;
+use std::ptr::null_mut;
+use std::sync::Arc;
+
+use comm::{Comm, Kind, Operation};
+use stream::Stream;
+
+/// Codes of `ncclResult_t`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(i32)]
+pub enum Code {
+    /// It went well.
+    Success = 0,
+    /// The system refused.
+    SystemError = 2,
+    /// An argument makes no sense.
+    InvalidArgument = 4,
+    /// The ranks don't fit together.
+    InvalidUsage = 5,
+    /// Another rank failed.
+    RemoteError = 6,
+    /// It is not done yet.
+    InProgress = 7,
+}
+
+/// `ncclUniqueId`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct UniqueId([u8; 128]);
+
+/// Calls of a group that is not ended yet.
+type Grouped = Vec<(Arc<Comm>, Operation, *mut Stream)>;
+
+thread_local! {
+    static DEPTH: Cell<usize> = const { Cell::new(0) };
+    static GROUPED: RefCell<Grouped> = const { RefCell::new(Vec::new()) };
+    static LAST: RefCell<CString> = RefCell::new(CString::default());
+}
+
+fn comm(handle: *mut c_void) -> Arc<Comm> {
+    let handle = handle.cast::<Comm>();
+    // SAFETY: handles are made by `Arc::into_raw` and live until they are destroyed or aborted.
+    unsafe {
+        Arc::increment_strong_count(handle);
+        Arc::from_raw(handle)
+    }
+}
+
+fn submit(handle: *mut c_void, operation: Operation, stream: *mut c_void) -> c_int {
+    if handle.is_null() || stream.is_null() {
+        return Code::InvalidArgument as c_int;
+    }
+    GROUPED.with_borrow_mut(|grouped| grouped.push((comm(handle), operation, stream.cast())));
+    if DEPTH.get() == 0 { flush() } else { Code::InProgress as c_int }
+}
+
+/// Gives all calls of a group to their stream, as one.
+fn flush() -> c_int {
+    let grouped = GROUPED.take();
+    let Some((comm, _, stream)) = grouped.first().cloned() else { return Code::Success as c_int };
+    if grouped.iter().any(|(other, _, at)| !Arc::ptr_eq(other, &comm) || *at != stream) {
+        return Code::InvalidUsage as c_int; // one communicator and stream in a group will do here
+    }
+    let operations: Vec<Operation> =
+        grouped.into_iter().map(|(_, operation, _)| operation).collect();
+    comm.expect();
+    // SAFETY: streams live as long as the program.
+    unsafe { &*stream }.launch(move || comm.run(&operations));
+    Code::InProgress as c_int
+}
+
+fn moved(
+    kind: Kind,
+    source: *const c_void,
+    target: *mut c_void,
+    count: usize,
+    dtype: c_int,
+    peer: c_int,
+) -> Operation {
+    Operation {
+        kind,
+        source: source.cast(),
+        target: target.cast(),
+        count,
+        dtype,
+        peer: peer as usize,
+    }
+}
+
+/// A stream that never ends.
+#[unsafe(no_mangle)]
+pub extern "C" fn distmuonTestStreamCreate() -> *mut c_void {
+    Box::into_raw(Box::new(Stream::new())).cast()
+}
+
+/// How many calls were given to a stream.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn distmuonTestStreamLaunched(stream: *mut c_void) -> u64 {
+    unsafe { &*stream.cast::<Stream>() }.launched()
+}
+
+/// How many of them it has carried out.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn distmuonTestStreamFinished(stream: *mut c_void) -> u64 {
+    unsafe { &*stream.cast::<Stream>() }.finished()
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> c_int {
+    let claimed =
+        std::env::var("DISTMUON_TEST_NCCL_VERSION").ok().and_then(|version| version.parse().ok());
+    unsafe { *version = claimed.unwrap_or(22_903) };
+    Code::Success as c_int
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> c_int {
+    let mut bytes = [0; 128];
+    let random =
+        File::open("/dev/urandom").and_then(|mut random| random.read_exact(&mut bytes[..16]));
+    if random.is_err() {
+        return Code::SystemError as c_int;
+    }
+    unsafe { *id = UniqueId(bytes) };
+    Code::Success as c_int
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommInitRankConfig(
+    made: *mut *mut c_void,
+    size: c_int,
+    id: UniqueId,
+    rank: c_int,
+    _config: *mut c_void,
+) -> c_int {
+    let name: String = id.0[..16].iter().map(|byte| format!("{byte:02x}")).collect();
+    match Comm::open(name, rank as usize, size as usize) {
+        Ok(comm) => {
+            unsafe { *made = Arc::into_raw(Arc::new(comm)).cast_mut().cast() };
+            Code::InProgress as c_int
+        }
+        Err(reason) => {
+            LAST.set(CString::new(reason).unwrap_or_default());
+            Code::SystemError as c_int
+        }
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommSplit(
+    parent: *mut c_void,
+    color: c_int,
+    key: c_int,
+    made: *mut *mut c_void,
+    _config: *mut c_void,
+) -> c_int {
+    match comm(parent).split(color, key) {
+        Ok(child) => {
+            unsafe { *made = Arc::into_raw(Arc::new(child)).cast_mut().cast() };
+            Code::InProgress as c_int
+        }
+        Err(code) => code as c_int,
+    }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommFinalize(_comm: *mut c_void) -> c_int {
+    Code::Success as c_int
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommDestroy(handle: *mut c_void) -> c_int {
+    unsafe { Arc::decrement_strong_count(handle.cast::<Comm>()) };
+    Code::Success as c_int
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommAbort(handle: *mut c_void) -> c_int {
+    comm(handle).abort();
+    unsafe { ncclCommDestroy(handle) }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclCommGetAsyncError(handle: *mut c_void, state: *mut c_int) -> c_int {
+    unsafe { *state = comm(handle).state() as c_int };
+    Code::Success as c_int
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn ncclGetErrorString(code: c_int) -> *const c_char {
+    let text = match code {
+        0 => c"no error",
+        2 => c"unhandled system error",
+        4 => c"invalid argument",
+        5 => c"invalid usage",
+        6 => c"remote process exited or there was a network error",
+        _ => c"another error",
+    };
+    text.as_ptr()
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclGetLastError(handle: *mut c_void) -> *const c_char {
+    if !handle.is_null() {
+        LAST.set(CString::new(comm(handle).last_error()).unwrap_or_default());
+    }
+    LAST.with_borrow(|text| text.as_ptr())
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn ncclGroupStart() -> c_int {
+    DEPTH.set(DEPTH.get() + 1);
+    Code::Success as c_int
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn ncclGroupEnd() -> c_int {
+    DEPTH.set(DEPTH.get() - 1);
+    if DEPTH.get() == 0 { flush() } else { Code::Success as c_int }
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclAllReduce(
+    source: *const c_void,
+    target: *mut c_void,
+    count: usize,
+    dtype: c_int,
+    _op: c_int,
+    comm: *mut c_void,
+    stream: *mut c_void,
+) -> c_int {
+    submit(comm, moved(Kind::AllReduce, source, target, count, dtype, 0), stream)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclReduce(
+    source: *const c_void,
+    target: *mut c_void,
+    count: usize,
+    dtype: c_int,
+    _op: c_int,
+    root: c_int,
+    comm: *mut c_void,
+    stream: *mut c_void,
+) -> c_int {
+    submit(comm, moved(Kind::Reduce, source, target, count, dtype, root), stream)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclReduceScatter(
+    source: *const c_void,
+    target: *mut c_void,
+    count: usize,
+    dtype: c_int,
+    _op: c_int,
+    comm: *mut c_void,
+    stream: *mut c_void,
+) -> c_int {
+    submit(comm, moved(Kind::ReduceScatter, source, target, count, dtype, 0), stream)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclAllGather(
+    source: *const c_void,
+    target: *mut c_void,
+    count: usize,
+    dtype: c_int,
+    comm: *mut c_void,
+    stream: *mut c_void,
+) -> c_int {
+    submit(comm, moved(Kind::AllGather, source, target, count, dtype, 0), stream)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclBroadcast(
+    source: *const c_void,
+    target: *mut c_void,
+    count: usize,
+    dtype: c_int,
+    root: c_int,
+    comm: *mut c_void,
+    stream: *mut c_void,
+) -> c_int {
+    submit(comm, moved(Kind::Broadcast, source, target, count, dtype, root), stream)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclSend(
+    source: *const c_void,
+    count: usize,
+    dtype: c_int,
+    peer: c_int,
+    comm: *mut c_void,
+    stream: *mut c_void,
+) -> c_int {
+    submit(comm, moved(Kind::Send, source, null_mut(), count, dtype, peer), stream)
+}
+
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ncclRecv(
+    target: *mut c_void,
+    count: usize,
+    dtype: c_int,
+    peer: c_int,
+    comm: *mut c_void,
+    stream: *mut c_void,
+) -> c_int {
+    submit(comm, moved(Kind::Receive, null_mut(), target, count, dtype, peer), stream)
+}

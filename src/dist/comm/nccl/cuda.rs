@@ -1,0 +1,277 @@
+//! The memory of a CUDA device that Burn's tensors lie in.
+//!
+//! NCCL has a stream of its own. Before every call it is made to wait for all of CubeCL's streams, which
+//! can't be named from here: by an event of the whole context where the driver has those (CUDA 12.5),
+//! else by waiting for the device on the host. That later work comes after a call is seen to by
+//! whoever waits for it: its result does not exist before.
+
+use std::any::Any;
+use std::fmt::{self, Debug};
+use std::os::raw::{c_int, c_void};
+
+use burn::backend::Cuda;
+use burn::tensor::{DType, Device, Tensor};
+use burn_cubecl::kernel::into_contiguous;
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{CubeBackend, CubeDevice};
+use burn_fusion::{NoOp, get_client, stream::StreamId};
+use burn_ir::{BackendIr, InitOperationIr, OperationIr, OperationOutput};
+use cubecl::client::Client;
+use cubecl::cuda::CudaRuntime;
+use cubecl_runtime::runtime::Runtime;
+use cudarc::driver::{DriverError, result, sys};
+
+use super::library::ENGINE;
+use super::memory::{Buffer, Mark, Memory};
+use crate::error::{Error, Result};
+
+/// The first driver with `cuCtxRecordEvent`.
+const CONTEXT_EVENTS: c_int = 12_050;
+
+/// A CUDA device, its context and NCCL's stream on it.
+pub struct CudaMemory {
+    client: Client,
+    device: CubeDevice,
+    /// The same device, to wait for.
+    burn: Device,
+    rank: usize,
+    cuda: sys::CUdevice,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+    /// Whether events can be recorded on the whole context.
+    has_context_events: bool,
+}
+
+// SAFETY: contexts, streams and events of CUDA may be used by any thread that makes the context current.
+unsafe impl Send for CudaMemory {}
+// SAFETY: as above.
+unsafe impl Sync for CudaMemory {}
+
+impl Debug for CudaMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "memory of {:?}", self.device)
+    }
+}
+
+impl CudaMemory {
+    /// The memory of a device, for a rank.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Engine`] if it is no CUDA device, or the driver refuses.
+    pub fn new(device: &Device, rank: usize) -> Result<Self> {
+        let burn = device.clone().inner();
+        let tensor = Tensor::<1>::empty([1], &burn);
+        let CubeTensor { client, device, .. } = match primitive(tensor) {
+            Some(tensor) if matches!(tensor.device, CubeDevice::Cuda(_)) => tensor,
+            _ => {
+                return Err(Error::Engine {
+                    engine: ENGINE,
+                    rank,
+                    operation: "choose a device".into(),
+                    reason: format!("{burn:?} is no CUDA device"),
+                    remedy: "give every rank a CUDA device, or use the engine mpi",
+                });
+            }
+        };
+        let CubeDevice::Cuda(cuda) = &device else { unreachable!("seen above") };
+        let index = cuda.index as c_int;
+        let open = || -> Result<_, DriverError> {
+            result::init()?;
+            let cuda = result::device::get(index)?;
+            // SAFETY: the device exists; this is the context that CubeCL works in, too.
+            let context = unsafe { result::primary_ctx::retain(cuda) }?;
+            // SAFETY: the context was just retained.
+            unsafe { result::ctx::set_current(context) }?;
+            let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
+            let mut version = 0;
+            // SAFETY: one number is written.
+            unsafe { sys::cuDriverGetVersion(&mut version) }.result()?;
+            Ok((cuda, context, stream, version >= CONTEXT_EVENTS))
+        };
+        let (cuda, context, stream, has_context_events) =
+            open().map_err(|error| refused(rank, "open the device", error))?;
+        Ok(Self { client, device, burn, rank, cuda, context, stream, has_context_events })
+    }
+
+    fn refused(&self, operation: &str) -> impl FnOnce(DriverError) -> Error {
+        let (rank, operation) = (self.rank, operation.to_owned());
+        move |error| refused(rank, &operation, error)
+    }
+
+    fn event(&self) -> Result<Event> {
+        // SAFETY: the context is retained as long as this lives.
+        unsafe { result::ctx::set_current(self.context) }
+            .map_err(self.refused("use the context"))?;
+        let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
+        let event = event.map_err(self.refused("create an event"))?;
+        Ok(Event { event, context: self.context, rank: self.rank })
+    }
+
+    /// Pins the memory of a tensor.
+    fn pinned(&self, tensor: CubeTensor, length: usize, dtype: DType) -> Result<Buffer> {
+        type Server = <CudaRuntime as Runtime>::Server;
+        let resource = self.client.get_resource::<Server>(tensor.handle.clone());
+        let resource = resource.map_err(|error| Error::Engine {
+            engine: ENGINE,
+            rank: self.rank,
+            operation: "pin the memory of a tensor".into(),
+            reason: format!("{error:?}"),
+            remedy: "free memory of the device, for example with a smaller `bucket_mb`",
+        })?;
+        let pointer = resource.resource().ptr as *mut c_void;
+        Ok(Buffer {
+            pointer,
+            length,
+            dtype,
+            held: Box::new(Held { tensor, _resource: Box::new(resource) }),
+        })
+    }
+}
+
+/// A tensor, and its memory in its place.
+struct Held {
+    tensor: CubeTensor,
+    _resource: Box<dyn Any>,
+}
+
+// SAFETY: what pins the memory is a counted reference that is dropped, and nothing else.
+unsafe impl Send for Held {}
+
+impl Memory for CudaMemory {
+    fn buffer(&self, tensor: Tensor<1>) -> Result<Buffer> {
+        let (length, dtype) = (tensor.dims()[0], tensor.dtype());
+        let tensor = primitive(tensor).filter(|tensor| tensor.device == self.device);
+        let tensor = tensor.ok_or_else(|| Error::Engine {
+            engine: ENGINE,
+            rank: self.rank,
+            operation: "take a tensor".into(),
+            reason: format!("it is not on {:?}", self.device),
+            remedy: "give tensors on the device of the world",
+        })?;
+        self.pinned(into_contiguous(tensor), length, dtype)
+    }
+
+    fn empty(&self, length: usize, dtype: DType) -> Result<Buffer> {
+        // Plain bytes: contiguous. An allocation of nothing has no address.
+        let handle = self.client.empty((length * dtype.size()).max(1));
+        let (client, device) = (self.client.clone(), self.device.clone());
+        let tensor = CubeTensor::new_contiguous(client, device, [length].into(), handle, dtype);
+        self.pinned(tensor, length, dtype)
+    }
+
+    fn tensor(&self, buffer: Buffer) -> Tensor<1> {
+        let held = buffer.held.downcast::<Held>().expect("a buffer of this memory");
+        tensor_of(held.tensor)
+    }
+
+    fn begin(&self) -> Result<*mut c_void> {
+        if self.has_context_events {
+            let ready = self.event()?;
+            // SAFETY: context, stream and event are alive; the event may be destroyed before it is passed.
+            unsafe {
+                sys::cuCtxRecordEvent(self.context, ready.event)
+                    .result()
+                    .map_err(self.refused("record an event"))?;
+                let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+                result::stream::wait_event(self.stream, ready.event, flags)
+                    .map_err(self.refused("wait for an event"))?;
+            }
+        } else {
+            self.burn.sync().map_err(|error| Error::Engine {
+                engine: ENGINE,
+                rank: self.rank,
+                operation: "wait for the device".into(),
+                reason: error.to_string(),
+                remedy: "mend what the device was given before",
+            })?;
+            // SAFETY: the context is retained as long as this lives.
+            unsafe { result::ctx::set_current(self.context) }
+                .map_err(self.refused("use the context"))?;
+        }
+        Ok(self.stream.cast())
+    }
+
+    fn end(&self) -> Result<Box<dyn Mark>> {
+        let done = self.event()?;
+        // SAFETY: stream and event are alive.
+        unsafe { result::event::record(done.event, self.stream) }
+            .map_err(self.refused("record an event"))?;
+        Ok(Box::new(done))
+    }
+}
+
+impl Drop for CudaMemory {
+    fn drop(&mut self) {
+        // SAFETY: both were made by this, and nothing else uses them.
+        unsafe {
+            result::ctx::set_current(self.context).ok();
+            result::stream::destroy(self.stream).ok();
+            result::primary_ctx::release(self.cuda).ok();
+        }
+    }
+}
+
+/// An event of CUDA.
+struct Event {
+    event: sys::CUevent,
+    context: sys::CUcontext,
+    rank: usize,
+}
+
+// SAFETY: as of `CudaMemory`.
+unsafe impl Send for Event {}
+
+impl Mark for Event {
+    fn is_passed(&self) -> Result<bool> {
+        // SAFETY: the context is retained by the memory, which calls hold, and the event is alive.
+        let code = unsafe {
+            result::ctx::set_current(self.context)
+                .map_err(|error| refused(self.rank, "use the context", error))?;
+            sys::cuEventQuery(self.event)
+        };
+        match code {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            code => code
+                .result()
+                .map(|()| true)
+                .map_err(|error| refused(self.rank, "wait for NCCL", error)),
+        }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        // SAFETY: CUDA frees it when it has been passed.
+        unsafe { result::event::destroy(self.event) }.ok();
+    }
+}
+
+fn refused(rank: usize, operation: &str, error: DriverError) -> Error {
+    Error::Engine {
+        engine: ENGINE,
+        rank,
+        operation: operation.to_owned(),
+        reason: format!("{error:?}"),
+        remedy: "look whether the device still works, for example with nvidia-smi",
+    }
+}
+
+/// The tensor under Burn's fusion, when all that makes it has been given to the device.
+fn primitive(tensor: Tensor<1>) -> Option<CubeTensor> {
+    let fused = tensor.try_into_primitive::<Cuda>().ok()?;
+    let client = fused.client.clone();
+    Some(client.resolve_tensor_float::<CubeBackend>(fused))
+}
+
+/// The way back.
+fn tensor_of(tensor: CubeTensor) -> Tensor<1> {
+    let (device, shape, dtype) = (tensor.device.clone(), tensor.meta.shape().clone(), tensor.dtype);
+    let client = get_client::<CubeBackend>(&device);
+    let handle = <CubeBackend as BackendIr>::float_tensor_handle(tensor);
+    let made = InitOperationIr::create(shape, dtype, || client.register_tensor_handle(handle));
+    let operation = OperationIr::Init(made);
+    let fused =
+        client.register(StreamId::current(), operation, NoOp::<CubeBackend>::new()).output();
+    Tensor::from_primitive::<Cuda>(fused)
+}

@@ -1,0 +1,194 @@
+//! NCCL's library: where it is found, and the functions of it that are used.
+//!
+//! Names, types and meanings are those of `nccl.h` (<https://docs.nvidia.com/deeplearning/nccl>), the
+//! constants those of `cudarc`. Loaded by our own hand, since `cudarc` looks for `libnccl.so` only,
+//! which neither Debian's packages nor PyTorch's wheels install without the development files.
+
+use std::ffi::{CStr, OsString};
+use std::os::raw::{c_char, c_int, c_uint, c_void};
+use std::path::{Path, PathBuf};
+use std::{env, fs};
+
+use cudarc::nccl::sys::{ncclComm_t, ncclResult_t, ncclUniqueId};
+
+use crate::error::{Error, Result};
+
+pub const ENGINE: &str = "nccl";
+/// The first version with `ncclCommSplit`.
+const OLDEST: c_int = 21_800;
+/// The name under which NCCL is installed, and that of its development files.
+const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+const INSTALL: &str = "install NCCL 2.18 or later (`pip install nvidia-nccl-cu12`, or NVIDIA's packages), and set \
+                       DISTMUON_NCCL_PATH to the folder of libnccl.so.2";
+
+/// Settings of a communicator as of NCCL 2.14, from which later versions take the rest by default.
+#[repr(C)]
+pub struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+}
+
+impl Config {
+    /// Calls return at once, and are asked later how they went.
+    pub fn nonblocking() -> Self {
+        Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21_400, blocking: 0 }
+    }
+}
+
+macro_rules! functions {
+    ($($name:ident: $symbol:literal($($argument:ty),*) -> $result:ty),* $(,)?) => {
+        /// The functions that the engine calls.
+        pub struct Library {
+            $(pub $name: unsafe extern "C" fn($($argument),*) -> $result,)*
+            /// Which file it is.
+            pub path: PathBuf,
+            _library: libloading::Library,
+        }
+
+        impl Library {
+            fn symbols(library: libloading::Library, path: PathBuf) -> Result<Self, libloading::Error> {
+                // SAFETY: the types are those of NCCL's header, and the library lives as long as they.
+                unsafe {
+                    Ok(Self {
+                        $($name: *library.get(concat!($symbol, "\0").as_bytes())?,)*
+                        path,
+                        _library: library,
+                    })
+                }
+            }
+        }
+    };
+}
+
+functions! {
+    get_version: "ncclGetVersion"(*mut c_int) -> c_int,
+    get_unique_id: "ncclGetUniqueId"(*mut ncclUniqueId) -> c_int,
+    init_rank: "ncclCommInitRankConfig"(*mut ncclComm_t, c_int, ncclUniqueId, c_int, *mut Config) -> c_int,
+    split: "ncclCommSplit"(ncclComm_t, c_int, c_int, *mut ncclComm_t, *mut Config) -> c_int,
+    finalize: "ncclCommFinalize"(ncclComm_t) -> c_int,
+    destroy: "ncclCommDestroy"(ncclComm_t) -> c_int,
+    abort: "ncclCommAbort"(ncclComm_t) -> c_int,
+    async_error: "ncclCommGetAsyncError"(ncclComm_t, *mut c_int) -> c_int,
+    error_string: "ncclGetErrorString"(c_int) -> *const c_char,
+    last_error: "ncclGetLastError"(ncclComm_t) -> *const c_char,
+    group_start: "ncclGroupStart"() -> c_int,
+    group_end: "ncclGroupEnd"() -> c_int,
+    all_reduce: "ncclAllReduce"(*const c_void, *mut c_void, usize, c_int, c_int, ncclComm_t, *mut c_void) -> c_int,
+    reduce: "ncclReduce"(*const c_void, *mut c_void, usize, c_int, c_int, c_int, ncclComm_t, *mut c_void) -> c_int,
+    reduce_scatter: "ncclReduceScatter"(*const c_void, *mut c_void, usize, c_int, c_int, ncclComm_t, *mut c_void) -> c_int,
+    all_gather: "ncclAllGather"(*const c_void, *mut c_void, usize, c_int, ncclComm_t, *mut c_void) -> c_int,
+    broadcast: "ncclBroadcast"(*const c_void, *mut c_void, usize, c_int, c_int, ncclComm_t, *mut c_void) -> c_int,
+    send: "ncclSend"(*const c_void, usize, c_int, c_int, ncclComm_t, *mut c_void) -> c_int,
+    receive: "ncclRecv"(*mut c_void, usize, c_int, c_int, ncclComm_t, *mut c_void) -> c_int,
+}
+
+impl Library {
+    /// Loads NCCL from `DISTMUON_NCCL_PATH`, or where the system finds it, or from a PyTorch wheel.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Engine`] with all that was tried, or with the version if it is too old.
+    pub fn load(rank: usize) -> Result<Self> {
+        let failed = |operation: &str, reason| Error::Engine {
+            engine: ENGINE,
+            rank,
+            operation: operation.to_owned(),
+            reason,
+            remedy: INSTALL,
+        };
+        let mut tried = Vec::new();
+        for path in candidates() {
+            // SAFETY: what is loaded under NCCL's name is taken to be NCCL.
+            let loaded = unsafe { libloading::Library::new(&path) };
+            match loaded.and_then(|library| Self::symbols(library, path.clone())) {
+                Ok(library) => {
+                    let version = library.version();
+                    if version < OLDEST {
+                        let reason = format!("{path:?} is NCCL {}", dotted(version));
+                        return Err(failed("NCCL is too old", reason));
+                    }
+                    return Ok(library);
+                }
+                Err(error) => tried.push(error.to_string()),
+            }
+        }
+        Err(failed("NCCL was not found", tried.join("; ")))
+    }
+
+    /// As NCCL counts: 22903 is 2.29.3.
+    pub fn version(&self) -> c_int {
+        let mut version = 0;
+        // SAFETY: it writes one number.
+        unsafe { (self.get_version)(&mut version) };
+        version
+    }
+
+    /// NCCL's words for a code and what happened last.
+    pub fn words(&self, code: c_int, comm: ncclComm_t) -> String {
+        // SAFETY: both return text that NCCL owns, or null.
+        let texts = unsafe { [(self.error_string)(code), (self.last_error)(comm)] };
+        let texts = texts.into_iter().filter(|text| !text.is_null()).map(|text| {
+            // SAFETY: it ends with a zero, and is copied before the next call.
+            unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+        });
+        let texts: Vec<String> = texts.filter(|text| !text.is_empty()).collect();
+        format!("{} (code {code})", texts.join(": "))
+    }
+}
+
+/// Whether a code says that a call went well so far.
+pub fn is_fine(code: c_int) -> bool {
+    code == ncclResult_t::ncclSuccess as c_int || code == ncclResult_t::ncclInProgress as c_int
+}
+
+/// A version as people write it.
+pub fn dotted(version: c_int) -> String {
+    let (major, rest) = if version < 10_000 {
+        (version / 1000, version % 1000)
+    } else {
+        (version / 10_000, version % 10_000)
+    };
+    format!("{major}.{}.{}", rest / 100, rest % 100)
+}
+
+/// Where NCCL may be, in the order of trying.
+fn candidates() -> Vec<PathBuf> {
+    let given = env::var_os("DISTMUON_NCCL_PATH").filter(|path| !path.is_empty());
+    let given =
+        given.map(PathBuf::from).into_iter().flat_map(|folder| NAMES.map(|name| folder.join(name)));
+    let plain = NAMES.map(PathBuf::from);
+    given.chain(plain).chain(wheels()).collect()
+}
+
+/// NCCL as Python packages install it, in the environments that may be meant.
+fn wheels() -> Vec<PathBuf> {
+    let prefix = |variable| env::var_os(variable).filter(|value: &OsString| !value.is_empty());
+    let home = prefix("HOME").map(|home| Path::new(&home).join(".local"));
+    let prefixes =
+        ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(prefix).map(PathBuf::from);
+    let prefixes = prefixes.chain(home).chain(["/usr/local".into(), "/usr".into()]);
+    let pythons =
+        prefixes.flat_map(|prefix| fs::read_dir(prefix.join("lib")).into_iter().flatten());
+    let pythons = pythons
+        .flatten()
+        .filter(|found| found.file_name().to_string_lossy().starts_with("python3"));
+    let packages = pythons
+        .flat_map(|python| ["site-packages", "dist-packages"].map(|name| python.path().join(name)));
+    packages
+        .map(|folder| folder.join("nvidia/nccl/lib").join(NAMES[0]))
+        .filter(|library| library.exists())
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read_as_they_are_written() {
+        assert_eq!(dotted(22_903), "2.29.3");
+        assert_eq!(dotted(2_708), "2.7.8");
+    }
+}

@@ -1,0 +1,272 @@
+//! The same cases on every engine: threads, `nccl` over the test library, and `mpi`.
+
+#![allow(dead_code)] // every target uses its own part
+
+use std::cell::Cell;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use burn::tensor::Device;
+use distmuon::Result;
+use distmuon::dist::World;
+use libtest_mimic::Trial;
+use serde::{Serialize, de::DeserializeOwned};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Engine {
+    Threads,
+    #[cfg(feature = "cuda")]
+    Nccl,
+    #[cfg(feature = "mpi")]
+    Mpi,
+}
+
+thread_local! {
+    static ENGINE: Cell<Engine> = const { Cell::new(Engine::Threads) };
+}
+
+pub fn engine() -> Engine {
+    ENGINE.get()
+}
+
+/// The name that an engine gives itself.
+pub fn name() -> &'static str {
+    match engine() {
+        Engine::Threads => "threads",
+        #[cfg(feature = "cuda")]
+        Engine::Nccl => "nccl",
+        #[cfg(feature = "mpi")]
+        Engine::Mpi => "mpi",
+    }
+}
+
+pub type Case = (&'static str, fn());
+
+/// Trials of cases on the engines that run in this process.
+pub fn trials(cases: &[Case]) -> Vec<Trial> {
+    let on = |engine: Engine| {
+        cases.iter().map(move |(name, case)| {
+            let case = *case;
+            let trial = move || {
+                ENGINE.set(engine);
+                case();
+                Ok(())
+            };
+            Trial::test(format!("{engine:?}::{name}").to_lowercase(), trial)
+        })
+    };
+    let trials = on(Engine::Threads);
+    #[cfg(feature = "cuda")]
+    let trials = trials.chain(on(Engine::Nccl));
+    trials.collect()
+}
+
+/// Runs a function on every rank of a world of threads, on the engine of the case.
+pub fn ranks_here<T: Send>(
+    deadline: Duration,
+    count: usize,
+    run: impl Fn(World) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let device = Device::default().autodiff();
+    match engine() {
+        #[cfg(feature = "cuda")]
+        Engine::Nccl => nccl(deadline, count, &device, run),
+        _ => World::threads_within(deadline, vec![device; count], run),
+    }
+}
+
+/// Runs a function on every rank of a world, on the engine of the case.
+pub fn ranks<T: Send + Serialize + DeserializeOwned>(
+    deadline: Duration,
+    count: usize,
+    run: impl Fn(World) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    #[cfg(feature = "mpi")]
+    if engine() == Engine::Mpi {
+        return mpi::ranks(count, run);
+    }
+    ranks_here(deadline, count, run)
+}
+
+/// Whether a world can have so many ranks.
+pub fn has(count: &usize) -> bool {
+    #[cfg(feature = "mpi")]
+    if engine() == Engine::Mpi {
+        return *count <= mpi::PROCESSES;
+    }
+    *count > 0
+}
+
+/// Threads of this process over NCCL, each a process to the others.
+#[cfg(feature = "cuda")]
+fn nccl<T: Send>(
+    deadline: Duration,
+    count: usize,
+    device: &Device,
+    run: impl Fn(World) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    use distmuon::dist::Launch;
+    let port = free_port();
+    let rank = |rank| {
+        let address = Some(("127.0.0.1".to_owned(), port));
+        let launch =
+            Launch { rank, world_size: count, local_rank: rank, address, secret: String::new() };
+        let world = super::host::world(&launch, device.clone(), deadline)?;
+        let engine = world.engine();
+        run(world).inspect_err(|error| engine.fail(&error.to_string()))
+    };
+    let rank = &rank;
+    let mut outcomes: Vec<Result<T>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..count).map(|r| scope.spawn(move || rank(r))).collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    });
+    // The first cause, not what it did to the others.
+    let other = |outcome: &Result<T>| {
+        outcome.as_ref().is_err_and(|error| !matches!(error, distmuon::Error::PeerFailed { .. }))
+    };
+    if let Some(cause) = outcomes.iter().position(other) {
+        outcomes = vec![outcomes.swap_remove(cause)];
+    }
+    outcomes.into_iter().collect()
+}
+
+/// A port that nothing listens on.
+pub fn free_port() -> u16 {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("there is a free port");
+    listener.local_addr().expect("it has an address").port()
+}
+
+/// A folder that all ranks share, until it is dropped.
+pub struct Folder {
+    path: PathBuf,
+    _own: Option<tempfile::TempDir>,
+}
+
+impl Folder {
+    pub fn new() -> Self {
+        #[cfg(feature = "mpi")]
+        if engine() == Engine::Mpi {
+            return mpi::folder();
+        }
+        let own = tempfile::tempdir().expect("a folder");
+        Self { path: own.path().to_owned(), _own: Some(own) }
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+#[cfg(feature = "mpi")]
+impl Drop for Folder {
+    fn drop(&mut self) {
+        if engine() == Engine::Mpi && !std::thread::panicking() {
+            mpi::barrier();
+        }
+    }
+}
+
+#[cfg(feature = "mpi")]
+pub mod mpi {
+    use std::cell::RefCell;
+    use std::process::Command;
+
+    use distmuon::dist::Launch;
+    use libtest_mimic::Failed;
+
+    use super::*;
+
+    /// Processes that mpirun starts.
+    pub const PROCESSES: usize = 4;
+    /// Tells a process that it is one of them.
+    const WORKER: &str = "DISTMUON_TEST_WORKER";
+
+    thread_local! {
+        static WORLD: RefCell<Option<World>> = const { RefCell::new(None) };
+    }
+
+    fn world() -> World {
+        WORLD.with_borrow(|world| world.clone()).expect("a worker has a world")
+    }
+
+    /// Runs the cases if this is a process of MPI, and ends it.
+    pub fn work(cases: &[Case]) {
+        if std::env::var_os(WORKER).is_none() {
+            return;
+        }
+        ENGINE.set(Engine::Mpi);
+        let deadline = Duration::from_secs(60);
+        let launch = Launch::from_env().expect("mpirun says who this is");
+        let device = Device::default().autodiff();
+        let world = World::mpi(&launch, device, deadline).expect("the ranks find together");
+        if world.rank() == 0 {
+            println!("{}", world.describe().expect("all describe"));
+        } else {
+            world.describe().expect("all describe");
+        }
+        let is_first = world.rank() == 0;
+        WORLD.set(Some(world));
+        for (name, case) in cases {
+            case();
+            if is_first {
+                println!("mpi::{name} ... ok");
+            }
+        }
+        WORLD.set(None);
+        std::process::exit(0);
+    }
+
+    /// The trial that starts the processes.
+    pub fn trial(cases: usize) -> Trial {
+        Trial::test("mpi", move || {
+            let own = std::env::args_os().next().expect("a program has a name");
+            let mut mpirun = mpirun(PROCESSES);
+            let Ok(output) = mpirun.arg(own).env(WORKER, "1").output() else {
+                println!("skipped: there is no mpirun");
+                return Ok(());
+            };
+            let text = String::from_utf8_lossy(&output.stdout);
+            println!("{text}{}", String::from_utf8_lossy(&output.stderr));
+            if !output.status.success() {
+                return Err(Failed::from(format!("mpirun: {}", output.status)));
+            }
+            assert_eq!(text.matches(" ... ok").count(), cases, "every case was run");
+            Ok(())
+        })
+    }
+
+    /// Starts processes on this host, as many as asked for on any number of cores.
+    pub fn mpirun(processes: usize) -> Command {
+        let mut mpirun = Command::new("mpirun");
+        mpirun.args(["--oversubscribe", "--bind-to", "none", "-n", &processes.to_string()]);
+        // Open MPI asks twice before it runs as root, as containers do.
+        mpirun.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+        mpirun.env("RAYON_NUM_THREADS", "1");
+        mpirun
+    }
+
+    pub fn ranks<T: Serialize + DeserializeOwned>(
+        count: usize,
+        run: impl Fn(World) -> Result<T>,
+    ) -> Result<Vec<T>> {
+        let world = world();
+        let takes_part = world.rank() < count;
+        let group = world.split(usize::from(!takes_part), 0)?;
+        let own = if takes_part { Some(run(group)?) } else { None };
+        Ok(world.all_gather_value(&own)?.into_iter().flatten().collect())
+    }
+
+    pub fn barrier() {
+        world().comm().barrier().expect("all come");
+    }
+
+    pub fn folder() -> Folder {
+        let own = (world().rank() == 0).then(|| tempfile::tempdir().expect("a folder"));
+        let path = own.as_ref().map(|own| own.path().to_owned());
+        let paths = world().all_gather_value(&path).expect("all come");
+        Folder { path: paths.into_iter().flatten().next().expect("rank 0 has one"), _own: own }
+    }
+}

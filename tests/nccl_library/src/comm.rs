@@ -1,0 +1,381 @@
+//! A communicator: a file in memory that all ranks map.
+//!
+//! It holds a head of counters and one slot for every rank. A call goes round by round: every rank
+//! puts a chunk of what it gives into its slot, all meet, every rank takes what it needs from the
+//! slots, all meet. Sums are taken in pairs of ranks, then of pairs, and so on.
+
+use std::fs::{self, OpenOptions};
+use std::path::PathBuf;
+use std::slice;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::thread;
+
+use half::{bf16, f16};
+use memmap2::{MmapOptions, MmapRaw};
+
+use crate::Code;
+
+/// Bytes of a slot.
+const SLOT: usize = 1 << 20;
+const MOST_RANKS: usize = 64;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    AllReduce,
+    Reduce,
+    ReduceScatter,
+    AllGather,
+    Broadcast,
+    Send,
+    Receive,
+}
+
+/// A call as NCCL takes it.
+#[derive(Debug, Clone, Copy)]
+pub struct Operation {
+    pub kind: Kind,
+    pub source: *const u8,
+    pub target: *mut u8,
+    pub count: usize,
+    pub dtype: i32,
+    /// The root, or the other side.
+    pub peer: usize,
+}
+
+// SAFETY: the caller keeps both buffers until the stream has passed the call.
+unsafe impl Send for Operation {}
+
+#[repr(C)]
+struct Head {
+    /// Ranks that have opened the file.
+    attached: AtomicU32,
+    /// Ranks at the present meeting, and meetings before.
+    arrived: AtomicU32,
+    meetings: AtomicU32,
+    /// Set when a rank gave up.
+    ended: AtomicU32,
+    /// What every rank calls.
+    calls: [AtomicU64; MOST_RANKS],
+}
+
+pub struct Comm {
+    map: MmapRaw,
+    name: String,
+    rank: usize,
+    size: usize,
+    splits: AtomicU32,
+    /// Groups of calls that are given and not carried out.
+    pending: AtomicU32,
+    state: Mutex<(Code, String)>,
+}
+
+impl Comm {
+    pub fn open(name: String, rank: usize, size: usize) -> Result<Self, String> {
+        if rank >= size || size > MOST_RANKS {
+            return Err(format!("rank {rank} of {size}"));
+        }
+        let path = Self::path(&name);
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false);
+        let file = options.open(&path).map_err(|error| error.to_string())?;
+        let length = size_of::<Head>() + size * SLOT;
+        file.set_len(length as u64).map_err(|error| error.to_string())?;
+        let map =
+            MmapOptions::new().len(length).map_raw(&file).map_err(|error| error.to_string())?;
+        let state = Mutex::new((Code::Success, String::new()));
+        let comm = Self {
+            map,
+            name,
+            rank,
+            size,
+            splits: AtomicU32::new(0),
+            pending: AtomicU32::new(0),
+            state,
+        };
+        if comm.head().attached.fetch_add(1, Ordering::SeqCst) as usize + 1 == size {
+            fs::remove_file(path).ok(); // all have it now
+        }
+        Ok(comm)
+    }
+
+    fn path(name: &str) -> PathBuf {
+        PathBuf::from("/dev/shm").join(format!("distmuon-test-nccl-{name}"))
+    }
+
+    fn head(&self) -> &Head {
+        // SAFETY: the file begins with a head, and zeros are one.
+        unsafe { &*self.map.as_ptr().cast::<Head>() }
+    }
+
+    fn slot(&self, rank: usize) -> *mut u8 {
+        self.map.as_mut_ptr().wrapping_add(size_of::<Head>() + rank * SLOT)
+    }
+
+    /// How the communicator stands, as of `ncclCommGetAsyncError`.
+    pub fn state(&self) -> Code {
+        if self.head().ended.load(Ordering::SeqCst) != 0 {
+            let (code, _) = *self.state.lock().expect("no panic under it");
+            return if code == Code::Success { Code::RemoteError } else { code };
+        }
+        let all = self.head().attached.load(Ordering::SeqCst) as usize == self.size;
+        if all { Code::Success } else { Code::InProgress }
+    }
+
+    pub fn last_error(&self) -> String {
+        self.state.lock().expect("no panic under it").1.clone()
+    }
+
+    pub fn abort(&self) {
+        self.head().ended.store(1, Ordering::SeqCst);
+    }
+
+    fn end(&self, code: Code, text: String) {
+        *self.state.lock().expect("no panic under it") = (code, text);
+        self.abort();
+    }
+
+    /// Waits for all ranks.
+    fn meet(&self) -> Result<(), ()> {
+        let head = self.head();
+        let meeting = head.meetings.load(Ordering::SeqCst);
+        if head.arrived.fetch_add(1, Ordering::SeqCst) as usize + 1 == self.size {
+            head.arrived.store(0, Ordering::SeqCst);
+            head.meetings.fetch_add(1, Ordering::SeqCst);
+        }
+        while head.meetings.load(Ordering::SeqCst) == meeting {
+            if head.ended.load(Ordering::SeqCst) != 0 {
+                return Err(());
+            }
+            thread::yield_now();
+        }
+        Ok(())
+    }
+
+    /// Counts a group of calls that [`run`](Self::run) will carry out.
+    pub fn expect(&self) {
+        self.pending.fetch_add(1, Ordering::SeqCst);
+    }
+
+    pub fn run(&self, operations: &[Operation]) {
+        self.carry_out(operations);
+        self.pending.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Carries out the calls of a group. What goes wrong is seen in the state.
+    fn carry_out(&self, operations: &[Operation]) {
+        let mut operations = operations.iter().copied();
+        let mut parts = Vec::new();
+        loop {
+            let operation = operations.next();
+            let outcome = match operation {
+                Some(operation) if matches!(operation.kind, Kind::Send | Kind::Receive) => {
+                    parts.push(operation);
+                    Ok(())
+                }
+                Some(operation) => self.collective(&operation),
+                None if parts.is_empty() => return,
+                None => return self.exchange(&parts).unwrap_or(()),
+            };
+            if outcome.is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Ends the communicator unless all ranks call the same.
+    fn compare(&self, operation: &Operation) -> Result<(), ()> {
+        let Operation { kind, count, dtype, peer, .. } = *operation;
+        let call =
+            ((kind as u64) << 56) ^ ((dtype as u64) << 48) ^ ((peer as u64) << 40) ^ count as u64;
+        self.head().calls[self.rank].store(call, Ordering::SeqCst);
+        self.meet()?;
+        let other =
+            (0..self.size).find(|rank| self.head().calls[*rank].load(Ordering::SeqCst) != call);
+        if let Some(other) = other {
+            self.end(
+                Code::InvalidUsage,
+                format!(
+                    "rank {} calls {kind:?} of {count}, rank {other} something else",
+                    self.rank
+                ),
+            );
+            return Err(());
+        }
+        self.meet()
+    }
+
+    fn collective(&self, operation: &Operation) -> Result<(), ()> {
+        self.compare(operation)?;
+        let Operation { kind, source, target, count, dtype, peer } = *operation;
+        let (rank, size) = (self.rank, self.size);
+        let scatters = kind == Kind::ReduceScatter;
+        let step = if scatters { SLOT / size / 8 * 8 } else { SLOT };
+        let bytes = count * width(dtype);
+        for offset in (0..bytes).step_by(step) {
+            let length = step.min(bytes - offset);
+            let parts = if scatters { size } else { 1 };
+            for part in 0..parts {
+                let (from, to) = (
+                    source.wrapping_add(part * bytes + offset),
+                    self.slot(rank).wrapping_add(part * step),
+                );
+                if kind != Kind::Broadcast || rank == peer {
+                    // SAFETY: the source holds `parts` times `bytes`, the slot `parts` times `step`.
+                    unsafe { to.copy_from_nonoverlapping(from, length) };
+                }
+            }
+            self.meet()?;
+            // SAFETY: slots hold what all have put there, and targets what the call gives them.
+            unsafe {
+                match kind {
+                    Kind::Broadcast => {
+                        target.wrapping_add(offset).copy_from(self.slot(peer), length)
+                    }
+                    Kind::AllGather => {
+                        for from in 0..size {
+                            let to = target.wrapping_add(from * bytes + offset);
+                            to.copy_from(self.slot(from), length);
+                        }
+                    }
+                    _ if kind == Kind::Reduce && rank != peer => {}
+                    _ => {
+                        let at = if scatters { rank * step } else { 0 };
+                        let slots =
+                            (0..size).map(|from| self.slot(from).wrapping_add(at).cast_const());
+                        sum(dtype, target.wrapping_add(offset), slots, length);
+                    }
+                }
+            }
+            self.meet()?;
+        }
+        Ok(())
+    }
+
+    /// Sends and receives of a group, which every rank takes part in: in turn, each rank gives its
+    /// parts to all others.
+    fn exchange(&self, parts: &[Operation]) -> Result<(), ()> {
+        for from in 0..self.size {
+            for to in 0..self.size {
+                let mine = |kind, peer: usize| {
+                    parts.iter().find(move |part| part.kind == kind && part.peer == peer)
+                };
+                let given = if self.rank == from { mine(Kind::Send, to) } else { None };
+                let taken = if self.rank == to { mine(Kind::Receive, from) } else { None };
+                let bytes = given.or(taken).map_or(0, |part| part.count * width(part.dtype));
+                // Who gives says how much.
+                if self.rank == from {
+                    self.head().calls[from].store(bytes as u64, Ordering::SeqCst);
+                }
+                self.meet()?;
+                let announced = self.head().calls[from].load(Ordering::SeqCst) as usize;
+                if self.rank == to && announced != bytes {
+                    self.end(
+                        Code::InvalidUsage,
+                        format!("rank {from} sends {announced} bytes, rank {to} expects {bytes}"),
+                    );
+                    return Err(());
+                }
+                for offset in (0..announced).step_by(SLOT) {
+                    let length = SLOT.min(announced - offset);
+                    // SAFETY: both buffers hold what was announced.
+                    unsafe {
+                        if let Some(part) = given {
+                            self.slot(from).copy_from(part.source.wrapping_add(offset), length);
+                        }
+                        self.meet()?;
+                        if let Some(part) = taken {
+                            part.target.wrapping_add(offset).copy_from(self.slot(from), length);
+                        }
+                    }
+                    self.meet()?;
+                }
+                self.meet()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The communicator of the ranks that give the same color.
+    pub fn split(&self, color: i32, key: i32) -> Result<Self, Code> {
+        while self.pending.load(Ordering::SeqCst) > 0 {
+            thread::yield_now();
+        }
+        let offer = ((color as u64) << 32) | key as u64;
+        let offers: Vec<u64> = {
+            self.head().calls[self.rank].store(offer, Ordering::SeqCst);
+            self.meet().map_err(|()| self.state())?;
+            let offers = (0..self.size).map(|rank| self.head().calls[rank].load(Ordering::SeqCst));
+            let offers = offers.collect();
+            self.meet().map_err(|()| self.state())?;
+            offers
+        };
+        let mut members: Vec<(u64, usize)> = offers
+            .into_iter()
+            .enumerate()
+            .filter(|(_, offer)| (offer >> 32) as i32 == color)
+            .map(|(rank, offer)| (offer, rank))
+            .collect();
+        members.sort_unstable();
+        let rank =
+            members.iter().position(|(_, rank)| *rank == self.rank).expect("of the own color");
+        let number = self.splits.fetch_add(1, Ordering::SeqCst);
+        let name = format!("{}-{number}-{color}", self.name);
+        Self::open(name, rank, members.len()).map_err(|_| Code::SystemError)
+    }
+}
+
+impl Drop for Comm {
+    fn drop(&mut self) {
+        // If not all came, nobody else removes it.
+        if (self.head().attached.load(Ordering::SeqCst) as usize) < self.size {
+            fs::remove_file(Self::path(&self.name)).ok();
+        }
+    }
+}
+
+/// Bytes of an element of `ncclDataType_t`.
+fn width(dtype: i32) -> usize {
+    match dtype {
+        0 | 1 => 1,
+        6 | 9 => 2,
+        4 | 5 | 8 => 8,
+        _ => 4,
+    }
+}
+
+/// Adds up what the slots hold, in pairs.
+unsafe fn sum(dtype: i32, target: *mut u8, slots: impl Iterator<Item = *const u8>, bytes: usize) {
+    let slots: Vec<*const u8> = slots.collect();
+    // SAFETY: the caller says that all of them hold that many bytes; slots are aligned to eight.
+    unsafe {
+        match dtype {
+            6 => sum_as::<f16>(target, &slots, bytes, f16::to_f32, f16::from_f32),
+            9 => sum_as::<bf16>(target, &slots, bytes, bf16::to_f32, bf16::from_f32),
+            _ => sum_as::<f32>(target, &slots, bytes, |x| x, |x| x),
+        }
+    }
+}
+
+unsafe fn sum_as<T: Copy>(
+    target: *mut u8,
+    slots: &[*const u8],
+    bytes: usize,
+    wide: fn(T) -> f32,
+    narrow: fn(f32) -> T,
+) {
+    let length = bytes / size_of::<T>();
+    // SAFETY: as of `sum`.
+    unsafe {
+        let target = slice::from_raw_parts_mut(target.cast::<T>(), length);
+        let slots: Vec<&[T]> =
+            slots.iter().map(|slot| slice::from_raw_parts(slot.cast(), length)).collect();
+        for (i, target) in target.iter_mut().enumerate() {
+            let mut level: Vec<f32> = slots.iter().map(|slot| wide(slot[i])).collect();
+            while level.len() > 1 {
+                level = level.chunks(2).map(|pair| pair.iter().sum()).collect();
+            }
+            *target = narrow(level[0]);
+        }
+    }
+}
