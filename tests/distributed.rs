@@ -410,8 +410,9 @@ fn collectives_move_what_they_say() {
             println!("skipped: the device has no {dtype:?}");
             continue;
         }
+        let engine = worlds::name();
         let outcome = ranks(3, |world| {
-            assert_eq!(world.comm().engine(), worlds::name());
+            assert_eq!(world.comm().engine(), engine);
             let (rank, comm) = (world.rank(), world.comm());
             let device = Device::default();
             let own =

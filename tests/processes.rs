@@ -243,6 +243,7 @@ mod ranks {
     fn what_is_missing_is_said() {
         let folder = tempfile::tempdir().unwrap();
         let empty = folder.path().to_str().expect("a plain path");
+        let elsewhere = without_test_library();
         let full = [
             ("RANK", "0"),
             ("WORLD_SIZE", "1"),
@@ -257,7 +258,8 @@ mod ranks {
                 &["NCCL is too old", "NCCL 2.4.3", "2.18"],
             ),
             (
-                &[&full[..], &[("DISTMUON_NCCL_PATH", empty), ("PATH", "/bin:/usr/bin")]].concat(),
+                &[&full[..], &[("DISTMUON_NCCL_PATH", empty), ("LD_LIBRARY_PATH", &elsewhere)]]
+                    .concat(),
                 &["NCCL was not found", "libnccl.so.2", "DISTMUON_NCCL_PATH", empty],
             ),
         ];
@@ -275,6 +277,15 @@ mod ranks {
                 assert!(error.contains(said), "{said:?} is not in: {error}");
             }
         }
+    }
+
+    /// Where libraries are looked for, but for the folder that cargo puts the test library in.
+    fn without_test_library() -> String {
+        let folders = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+        let folders = std::env::split_paths(&folders);
+        let others = folders.filter(|folder| !folder.join("libnccl.so").exists());
+        let others = std::env::join_paths(others).expect("they were joined before");
+        others.into_string().expect("plain paths")
     }
 
     fn system_has_nccl() -> bool {

@@ -89,6 +89,7 @@ fn bad_input_is_refused_before_the_first_step() {
         ("--data text.rs --ranks 0", "'0' for '--ranks <RANKS>': it must be at least 1"),
         ("--data text.rs --ranks 3", "--batch 16 can't be divided among 3 ranks"),
         ("--data text.rs --ranks 1,2", "--ranks with several numbers: say what to --compare"),
+        ("--data text.rs --engine mpi --ranks 2", "cannot be used with"),
         ("--data text.rs --ranks 2 --optimizer muon", "--optimizer muon trains on one rank"),
         ("--data text.rs --save no/run.bpk", "'no/run.bpk' for '--save <SAVE>': can't write into"),
         ("--data text.rs --save folder", "'folder' for '--save <SAVE>': it is a folder"),
@@ -255,6 +256,99 @@ fn any_number_of_ranks_follows_one_curve() {
         let more = format!("{flags} --optimizer {optimizer} --ranks 4 --resume 2.bpk");
         succeed(folder.path(), &more);
     }
+}
+
+/// The example as processes of MPI, if there is MPI.
+#[cfg(feature = "mpi")]
+fn mpirun(folder: &Path, processes: usize, arguments: &str) -> Option<Command> {
+    if Command::new("mpirun").arg("--version").output().is_err() {
+        println!("skipped: there is no mpirun");
+        return None;
+    }
+    let example = train_lm(folder, arguments);
+    let mut mpirun = Command::new("mpirun");
+    mpirun.args(["--oversubscribe", "--bind-to", "none", "-n", &processes.to_string()]);
+    mpirun.arg(example.get_program()).args(example.get_args()).current_dir(folder);
+    // Open MPI asks twice before it runs as root, as containers do.
+    mpirun.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+    mpirun.env("RAYON_NUM_THREADS", "1").env("RUST_LOG", "info");
+    Some(mpirun)
+}
+
+#[cfg(feature = "mpi")]
+#[test]
+fn processes_follow_the_curve_of_threads() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 4 --steps 4 --eval-every 1 --sample 0";
+    let flags = format!("{flags} --optimizer dist-muon");
+    succeed(folder.path(), &format!("{flags} --ranks 2 --save threads.bpk"));
+    let processes = format!("{flags} --engine mpi --save processes.bpk");
+    let Some(mut mpirun) = mpirun(folder.path(), 2, &processes) else { return };
+    let stdout = stdout(&processes, &mpirun.output().unwrap());
+    assert!(stdout.contains("2 ranks over mpi"), "no description in {stdout}");
+    let [threads, processes] =
+        ["threads.bpk", "processes.bpk"].map(|name| curve(&folder.path().join(name)));
+    assert_eq!(threads.len(), processes.len());
+    for ((step, threads), (_, processes)) in threads.into_iter().zip(processes) {
+        let [threads, processes] = [threads, processes].map(|loss| loss.expect("a number"));
+        let difference = (threads - processes).abs() / threads;
+        assert!(difference < 1e-5, "step {step}: {threads} and {processes}");
+    }
+    // What processes have saved, threads go on from.
+    succeed(folder.path(), &format!("{flags} --ranks 4 --resume processes.bpk"));
+}
+
+#[cfg(all(feature = "mpi", unix))]
+#[test]
+fn a_killed_process_of_mpi_ends_all() {
+    let folder = folder();
+    let flags =
+        "--data text.rs --batch 4 --eval-every 1 --sample 0 --optimizer dist-muon --save run.bpk";
+    let endless = format!("{flags} --engine mpi --steps 100000");
+    let Some(mut mpirun) = mpirun(folder.path(), 2, &endless) else { return };
+    let mut mpirun = mpirun.spawn().unwrap();
+    let saved = folder.path().join("run.bpk");
+    while !saved.exists() {
+        assert!(mpirun.try_wait().unwrap().is_none(), "it ended before its first checkpoint");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    let found = Command::new("pgrep").args(["-P", &mpirun.id().to_string()]).output().unwrap();
+    let found = String::from_utf8(found.stdout).unwrap();
+    let ranks: Vec<&str> = found.split_whitespace().collect();
+    assert_eq!(ranks.len(), 2, "{found}");
+    Command::new("kill").args(["-9", ranks[1]]).status().unwrap();
+    assert!(!mpirun.wait().unwrap().success());
+    for rank in ranks {
+        let gone = || !Path::new("/proc").join(rank).exists();
+        let waited = (0..1000).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            gone()
+        });
+        assert!(waited, "process {rank} is left behind");
+    }
+    curve(&saved); // it can be read: a save that was cut short replaced nothing
+}
+
+#[cfg(feature = "mpi")]
+#[test]
+fn processes_without_a_launcher_are_told() {
+    let folder = folder();
+    for engine in ["mpi", "nccl"] {
+        let mut alone = train_lm(folder.path(), &format!("--data text.rs --engine {engine}"));
+        let output = alone.env_remove("RANK").output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        if stderr.contains("build train_lm with") {
+            println!("skipped: train_lm was built without {engine}");
+            continue;
+        }
+        assert!(!output.status.success() && stderr.contains("RANK is not set"), "{stderr}");
+        assert!(stderr.contains("torchrun, mpirun or srun"), "{stderr}");
+    }
+    // One rank that the launcher counts and MPI does not.
+    let mut other = train_lm(folder.path(), "--data text.rs --engine mpi");
+    let output = other.env("RANK", "1").env("WORLD_SIZE", "2").output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(stderr.contains("1 of 2: but MPI says 0 of 1"), "{stderr}");
 }
 
 #[test]

@@ -50,8 +50,11 @@ pub fn folder() -> PathBuf {
     own.parent().expect("it is in a folder").to_owned()
 }
 
-/// Makes the engine find the test library.
+/// Makes the engine find the test library, unless it is told of another.
 pub fn use_test_library() {
+    if std::env::var_os("DISTMUON_NCCL_PATH").is_some() {
+        return;
+    }
     // SAFETY: called first thing, before there are threads.
     unsafe { std::env::set_var("DISTMUON_NCCL_PATH", folder()) };
 }

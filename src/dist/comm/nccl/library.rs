@@ -4,6 +4,7 @@
 //! constants those of `cudarc`. Loaded by our own hand, since `cudarc` looks for `libnccl.so` only,
 //! which neither Debian's packages nor PyTorch's wheels install without the development files.
 
+use std::error::Error as _;
 use std::ffi::{CStr, OsString};
 use std::os::raw::{c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
@@ -111,7 +112,11 @@ impl Library {
                     }
                     return Ok(library);
                 }
-                Err(error) => tried.push(error.to_string()),
+                Err(error) => {
+                    let cause =
+                        error.source().map_or_else(|| error.to_string(), |cause| cause.to_string());
+                    tried.push(format!("{}: {cause}", path.display()));
+                }
             }
         }
         Err(failed("NCCL was not found", tried.join("; ")))

@@ -455,7 +455,8 @@ impl Communicator for Nccl {
     }
 
     fn fail(&self, cause: &str) {
-        self.shared.group.abort();
+        // In this order: that NCCL ended is an effect, and the cause should be known before it.
         self.shared.control.fail(cause);
+        self.shared.group.abort();
     }
 }
