@@ -1,8 +1,14 @@
-//! Ranks that die, are late, or disagree: between steps, and at every point of a step and of a save.
+//! Ranks that die, are late, or disagree: between steps, and at every point of a step and of a save;
+//! on every engine whose ranks are threads.
 
 mod common;
+#[cfg(feature = "cuda")]
+#[path = "common/host.rs"]
+mod host;
 #[path = "common/watched.rs"]
 mod watched;
+#[path = "common/worlds.rs"]
+mod worlds;
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,8 +22,30 @@ use burn::tensor::{Device, Tensor};
 use common::{Fixed, gradients, weights};
 use distmuon::dist::{DistMuonConfig, ReduceOp, World};
 use distmuon::{Error, Result};
+use libtest_mimic::Arguments;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use watched::{Event, watched};
+
+macro_rules! cases {
+    ($($name:ident),* $(,)?) => { &[$((stringify!($name), $name as fn())),*] };
+}
+
+const CASES: &[worlds::Case] = cases![
+    a_rank_that_fails_fails_all,
+    a_panic_reaches_the_caller,
+    a_rank_that_is_late_is_given_up,
+    different_calls_are_named,
+    a_rank_that_dies_in_any_phase_stops_all_before_a_parameter_is_new,
+    delays_anywhere_change_nothing,
+    a_rank_that_dies_during_a_save_leaves_a_checkpoint,
+    traffic_is_the_least_there_is,
+];
+
+fn main() {
+    #[cfg(feature = "cuda")]
+    host::use_test_library();
+    libtest_mimic::run(&Arguments::from_args(), worlds::trials(CASES)).exit();
+}
 
 const DEADLINE: Duration = Duration::from_secs(20);
 const RANKS: usize = 3;
@@ -50,10 +78,9 @@ fn config(clip: bool) -> DistMuonConfig {
 }
 
 fn ranks<T: Send>(count: usize, run: impl Fn(World) -> Result<T> + Sync) -> Result<Vec<T>> {
-    World::threads_within(DEADLINE, vec![Device::default().autodiff(); count], run)
+    worlds::ranks_here(DEADLINE, count, run)
 }
 
-#[test]
 fn a_rank_that_fails_fails_all() {
     // Before the optimizer is made, between steps, and in the middle of a collective.
     for at in 0..3 {
@@ -91,7 +118,6 @@ fn a_rank_that_fails_fails_all() {
     );
 }
 
-#[test]
 fn a_panic_reaches_the_caller() {
     let panicked = std::panic::catch_unwind(|| {
         ranks(2, |world| {
@@ -105,10 +131,9 @@ fn a_panic_reaches_the_caller() {
     assert_eq!(message.downcast_ref::<&str>(), Some(&"a bug"));
 }
 
-#[test]
 fn a_rank_that_is_late_is_given_up() {
-    let short = Duration::from_millis(100);
-    let outcome = World::threads_within(short, vec![Device::default().autodiff(); 2], |world| {
+    let short = Duration::from_millis(500);
+    let outcome = worlds::ranks_here(short, 2, |world| {
         if world.rank() == 1 {
             std::thread::sleep(4 * short);
         }
@@ -121,7 +146,6 @@ fn a_rank_that_is_late_is_given_up() {
     );
 }
 
-#[test]
 fn different_calls_are_named() {
     let calls = ranks(2, |world| {
         let ones = Tensor::<1>::ones([4], &Device::default());
@@ -171,7 +195,6 @@ enum End {
     Error,
 }
 
-#[test]
 fn a_rank_that_dies_in_any_phase_stops_all_before_a_parameter_is_new() {
     for (clip, end) in [(false, End::Panic), (true, End::Error)] {
         let events = events_of_a_step(clip);
@@ -223,7 +246,6 @@ fn a_rank_that_dies_in_any_phase_stops_all_before_a_parameter_is_new() {
     }
 }
 
-#[test]
 fn delays_anywhere_change_nothing() {
     let trained = |count: usize, delays: bool| {
         let nets = ranks(count, |world| {
@@ -251,7 +273,6 @@ fn delays_anywhere_change_nothing() {
     }
 }
 
-#[test]
 fn a_rank_that_dies_during_a_save_leaves_a_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.ckpt");
@@ -300,7 +321,6 @@ fn a_rank_that_dies_during_a_save_leaves_a_checkpoint() {
     assert_eq!(left, 1, "no temporary file is left");
 }
 
-#[test]
 fn traffic_is_the_least_there_is() {
     #[derive(Module, Debug)]
     struct Matrices {

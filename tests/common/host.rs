@@ -1,5 +1,7 @@
 //! Tensors of the CPU for the engine `nccl` over the test library.
 
+#![allow(dead_code)] // every target uses its own part
+
 use std::os::raw::c_void;
 use std::path::PathBuf;
 use std::sync::Arc;

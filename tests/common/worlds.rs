@@ -105,6 +105,8 @@ fn nccl<T: Send>(
     device: &Device,
     run: impl Fn(World) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
+    use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
     use distmuon::dist::Launch;
     let port = free_port();
     let rank = |rank| {
@@ -113,14 +115,19 @@ fn nccl<T: Send>(
             Launch { rank, world_size: count, local_rank: rank, address, secret: String::new() };
         let world = super::host::world(&launch, device.clone(), deadline)?;
         let engine = world.engine();
-        run(world).inspect_err(|error| engine.fail(&error.to_string()))
+        let outcome = catch_unwind(AssertUnwindSafe(|| run(world)));
+        let outcome = outcome.unwrap_or_else(|panic| {
+            engine.fail("it panicked");
+            resume_unwind(panic)
+        });
+        outcome.inspect_err(|error| engine.fail(&error.to_string()))
     };
     let rank = &rank;
     let mut outcomes: Vec<Result<T>> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..count).map(|r| scope.spawn(move || rank(r))).collect();
         threads
             .into_iter()
-            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)))
             .collect()
     });
     // The first cause, not what it did to the others.

@@ -236,6 +236,12 @@ impl Drop for Started {
     }
 }
 
+/// The signatures differ.
+fn different(rank: usize, call: &Elsewhere) -> Error {
+    let calls = format!("rank {rank}: {}, another: something else", call.call);
+    Error::Mismatch { calls }
+}
+
 /// MPI's type for the elements of a tensor that are moved and not computed with.
 fn moved_as(dtype: DType) -> ffi::MPI_Datatype {
     // SAFETY: constants of the library.
@@ -354,7 +360,7 @@ impl Mpi {
                 .wait(&call, || signature.test(rank, &call))
                 .and_then(|()| match signature.all.iter().all(|other| *other == signature.own[0]) {
                     true => Ok(()),
-                    false => Err(control.wait_for_mismatch(&call)),
+                    false => Err(different(rank, &call)),
                 })
                 .and_then(|()| {
                     control.wait(&call, || {
@@ -364,11 +370,8 @@ impl Mpi {
                     })
                 });
             if let Err(error) = outcome {
-                // What another rank has said before is the cause of what is seen here.
-                let error = control.check().err().unwrap_or(error);
                 group.library.abandoned.store(true, Ordering::SeqCst);
-                control.fail(&error.to_string());
-                return Err(error);
+                return Err(control.cause_of(&call, error));
             }
             let bytes = std::mem::take(&mut started.receive);
             Ok(TensorData::from_bytes_vec(bytes, [received], dtype))

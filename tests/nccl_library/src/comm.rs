@@ -162,6 +162,13 @@ impl Comm {
         self.pending.fetch_sub(1, Ordering::SeqCst);
     }
 
+    /// Waits until all calls that were given are carried out, or given up.
+    pub fn wait(&self) {
+        while self.pending.load(Ordering::SeqCst) > 0 {
+            thread::yield_now();
+        }
+    }
+
     /// Carries out the calls of a group. What goes wrong is seen in the state.
     fn carry_out(&self, operations: &[Operation]) {
         let mut operations = operations.iter().copied();
@@ -298,9 +305,7 @@ impl Comm {
 
     /// The communicator of the ranks that give the same color.
     pub fn split(&self, color: i32, key: i32) -> Result<Self, Code> {
-        while self.pending.load(Ordering::SeqCst) > 0 {
-            thread::yield_now();
-        }
+        self.wait();
         let offer = ((color as u64) << 32) | key as u64;
         let offers: Vec<u64> = {
             self.head().calls[self.rank].store(offer, Ordering::SeqCst);

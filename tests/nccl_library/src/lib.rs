@@ -192,6 +192,7 @@ pub unsafe extern "C" fn ncclCommDestroy(handle: *mut c_void) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommAbort(handle: *mut c_void) -> c_int {
     comm(handle).abort();
+    comm(handle).wait();
     unsafe { ncclCommDestroy(handle) }
 }
 

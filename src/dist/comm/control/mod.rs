@@ -288,10 +288,18 @@ impl Control {
         Ok(())
     }
 
-    /// Waits for the end of a world in which ranks were seen to make different calls.
-    pub fn wait_for_mismatch(&self, call: &Elsewhere) -> Error {
-        let never = || self.compare(call, false).map(|()| false);
-        self.wait(call, never).expect_err("it is never finished")
+    /// Why a call failed: an engine may see first what another rank did, or that it called something
+    /// else, in words of its own.
+    pub fn cause_of(&self, call: &Elsewhere, error: Error) -> Error {
+        let start = Instant::now();
+        while start.elapsed() < PATIENCE {
+            if let Err(cause) = self.compare(call, false) {
+                return cause;
+            }
+            thread::sleep(CHECK);
+        }
+        self.fail(&error.to_string());
+        error
     }
 
     /// Says which call this rank waits for, to find out who waits for another one.
@@ -367,6 +375,10 @@ impl Link {
 impl Drop for Link {
     fn drop(&mut self) {
         if let Ok(stream) = self.stream.get_mut() {
+            if thread::panicking() {
+                let cause = "it panicked".to_owned();
+                protocol::write(stream, &Request::Fail { cause }).ok();
+            }
             protocol::write(stream, &Request::Leave).ok();
         }
     }

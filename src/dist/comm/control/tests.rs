@@ -20,12 +20,21 @@ fn join(address: &str, rank: usize, size: usize) -> Result<Control> {
     Meeting::known(address.to_owned()).join(rank, size, SECRET, DEADLINE)
 }
 
+/// The ranks of a world, of which rank 0 leaves last: it waits for the others.
+struct World(Vec<Control>);
+
+impl Drop for World {
+    fn drop(&mut self) {
+        while self.0.pop().is_some() {}
+    }
+}
+
 /// A world of so many ranks, and where strangers find it.
-fn world(size: usize) -> (Vec<Control>, String) {
+fn world(size: usize) -> (World, String) {
     let (meeting, address) = open();
     let first = meeting.join(0, size, SECRET, DEADLINE).unwrap();
     let others = (1..size).map(|rank| join(&address, rank, size).unwrap());
-    ([first].into_iter().chain(others).collect(), address)
+    (World([first].into_iter().chain(others).collect()), address)
 }
 
 fn on_all<T: Send>(world: &[Control], run: impl Fn(&Control) -> T + Sync) -> Vec<T> {
@@ -48,8 +57,8 @@ fn gathers(world: &[Control]) {
 #[test]
 fn bytes_reach_all_and_groups_are_groups() {
     let (world, _) = world(5);
-    gathers(&world);
-    let groups = on_all(&world, |rank| {
+    gathers(&world.0);
+    let groups = on_all(&world.0, |rank| {
         let (group, members) = rank.split(rank.rank() % 2, 10 - rank.rank()).unwrap();
         let all = group.all_gather_bytes(vec![rank.rank() as u8]).unwrap().concat();
         let (pair, _) = group.split(group.rank() / 2, 0).unwrap();
@@ -75,7 +84,7 @@ fn strangers_change_nothing() {
             Some(stream)
         })
         .collect();
-    gathers(&world);
+    gathers(&world.0);
     for mut stream in strangers {
         stream.set_read_timeout(Some(DEADLINE)).unwrap();
         let mut text = Vec::new();
@@ -84,7 +93,7 @@ fn strangers_change_nothing() {
         stream.read_to_end(&mut text).ok();
         assert!(text.len() <= 36, "{text:?}");
     }
-    gathers(&world);
+    gathers(&world.0);
 }
 
 fn refusal(outcome: Result<Control>) -> String {
@@ -103,7 +112,7 @@ fn who_does_not_belong_is_told_why() {
     assert!(refusal(join(&address, 7, 3)).contains("no rank 7 among 3"));
     assert!(refusal(join(&address, 1, 4)).contains("told of 4 ranks and rank 0 of 3"));
     // The world is complete: none of them ends it.
-    gathers(&world);
+    gathers(&world.0);
 }
 
 #[test]
@@ -141,16 +150,16 @@ fn a_member_that_cannot_take_part_ends_a_world_that_waits_for_it() {
 #[test]
 fn a_death_is_known_at_once() {
     let (mut world, _) = world(3);
-    let dead = world.remove(1);
+    let dead = world.0.remove(1);
     // As if its process had been killed: no farewell.
     dead.link.stream.lock().unwrap().shutdown(Shutdown::Both).unwrap();
     let start = Instant::now();
-    for error in on_all(&world, |rank| rank.all_gather_bytes(vec![]).unwrap_err()) {
+    for error in on_all(&world.0, |rank| rank.all_gather_bytes(vec![]).unwrap_err()) {
         let Error::PeerFailed { rank: 1, cause } = &error else { panic!("{error}") };
         assert!(cause.contains("the connection to it was lost"), "{cause}");
     }
     assert!(start.elapsed() < DEADLINE, "nobody waited for the deadline");
-    assert!(world.iter().all(|rank| rank.has_failed() && rank.check().is_err()));
+    assert!(world.0.iter().all(|rank| rank.has_failed() && rank.check().is_err()));
 }
 
 #[test]
@@ -185,7 +194,7 @@ fn who_does_not_come_is_named() {
 fn calls_elsewhere_are_compared_and_missed() {
     // Different calls, with nobody late.
     let (ranks, _) = world(2);
-    let errors = on_all(&ranks, |rank| {
+    let errors = on_all(&ranks.0, |rank| {
         let call = rank.announce(format!("sum on {}", rank.rank()));
         rank.wait(&call, || Ok(false)).unwrap_err()
     });
@@ -207,7 +216,7 @@ fn calls_elsewhere_are_compared_and_missed() {
     // Slow, but the same call: it goes on.
     let (ranks, _) = world(2);
     let start = Instant::now();
-    let slow = on_all(&ranks, |rank| {
+    let slow = on_all(&ranks.0, |rank| {
         rank.wait(&rank.announce("sum"), || Ok(start.elapsed() > 2 * PATIENCE))
     });
     assert!(slow.iter().all(Result::is_ok), "{slow:?}");

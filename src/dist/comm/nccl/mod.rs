@@ -48,7 +48,22 @@ pub struct Nccl {
 struct Shared {
     control: Control,
     group: Group,
+    /// What calls use that nobody waits for any more.
+    orphans: Mutex<Vec<Used>>,
     memory: Arc<dyn Memory>,
+}
+
+/// The buffers of a call, and where the stream is when it has finished.
+struct Used {
+    buffers: [Buffer; 2],
+    mark: Box<dyn Mark>,
+}
+
+/// A call on its way. Dropped unfinished, it leaves to the group what NCCL still uses.
+struct Started {
+    shared: Arc<Shared>,
+    call: Elsewhere,
+    used: Option<Used>,
 }
 
 /// A communicator of NCCL.
@@ -62,6 +77,12 @@ struct Handle(ncclComm_t);
 
 // SAFETY: NCCL allows any thread to use a communicator, one at a time, which the mutex sees to.
 unsafe impl Send for Handle {}
+
+impl Debug for Used {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.buffers)
+    }
+}
 
 impl Debug for Group {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -94,7 +115,7 @@ impl Nccl {
         let group = Group::world(library, &control).inspect_err(|error| {
             control.fail(&error.to_string());
         })?;
-        Ok(Self { shared: Arc::new(Shared { control, group, memory }) })
+        Ok(Self { shared: Arc::new(Shared::new(control, group, memory)) })
     }
 
     /// Starts a call: `launch` gives it to NCCL, with the sending and the receiving buffer.
@@ -106,26 +127,22 @@ impl Nccl {
         launch: impl FnOnce(&Library, ncclComm_t, [&Buffer; 2], *mut c_void) -> c_int,
     ) -> Result<impl FnOnce() -> Result<Tensor<1>> + Send + 'static> {
         let shared = self.shared.clone();
-        let memory = shared.memory.clone();
+        shared.bury();
         let call = shared.control.announce(call);
-        let send = memory.buffer(send)?;
-        let receive = memory.empty(received, send.dtype)?;
+        let send = shared.memory.buffer(send)?;
+        let receive = shared.memory.empty(received, send.dtype)?;
         let code = {
             let comm = shared.group.lock();
-            let stream = memory.begin()?;
+            let stream = shared.memory.begin()?;
             launch(&shared.group.library, comm.0, [&send, &receive], stream)
         };
-        shared.group.settle(&shared.control, &call, code).map_err(|error| shared.end(error))?;
-        let mark = memory.end()?;
-        Ok(move || {
-            let finished = || {
-                shared.group.check(shared.control.rank(), &call.call)?;
-                mark.is_passed()
-            };
-            shared.control.wait(&call, finished).map_err(|error| shared.end(error))?;
-            drop(send);
-            Ok(memory.tensor(receive))
-        })
+        let settled = shared.group.settle(&shared.control, &call, code);
+        // After this, NCCL uses no buffers any more.
+        settled.map_err(|error| shared.end(&call, error))?;
+        let mark = shared.memory.end()?;
+        let used = Some(Used { buffers: [send, receive], mark });
+        let started = Started { shared, call, used };
+        Ok(move || started.finish())
     }
 
     /// Starts a call that moves elements as they are.
@@ -162,14 +179,44 @@ impl Nccl {
     }
 }
 
+impl Started {
+    fn finish(mut self) -> Result<Tensor<1>> {
+        let Self { shared, call, used } = &mut self;
+        let mark = &used.as_ref().expect("it is finished once").mark;
+        let finished = shared.control.wait(call, || {
+            shared.group.check(shared.control.rank(), &call.call)?;
+            mark.is_passed()
+        });
+        finished.map_err(|error| shared.end(call, error))?;
+        let [_, receive] = used.take().expect("it is finished once").buffers;
+        Ok(shared.memory.tensor(receive))
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        if let (Some(used), Ok(mut orphans)) = (self.used.take(), self.shared.orphans.lock()) {
+            orphans.push(used);
+        }
+    }
+}
+
 impl Shared {
-    /// Ends the world because of an error, and what NCCL still does. What another rank has said before
-    /// is the cause of what is seen here.
-    fn end(&self, error: Error) -> Error {
-        let error = self.control.check().err().unwrap_or(error);
-        self.control.fail(&error.to_string());
+    fn new(control: Control, group: Group, memory: Arc<dyn Memory>) -> Self {
+        Self { control, group, memory, orphans: Mutex::default() }
+    }
+
+    /// Frees what finished calls used that nobody waited for.
+    fn bury(&self) {
+        let mut orphans = self.orphans.lock().expect("nothing panics while it holds the lock");
+        orphans.retain(|used| !matches!(used.mark.is_passed(), Ok(true)));
+    }
+
+    /// Ends the world because of an error, and what NCCL still does.
+    fn end(&self, call: &Elsewhere, error: Error) -> Error {
+        let cause = self.control.cause_of(call, error);
         self.group.abort();
-        error
+        cause
     }
 }
 
@@ -446,12 +493,12 @@ impl Communicator for Nccl {
     }
 
     fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
-        let Shared { control: parent, group, memory } = &*self.shared;
+        let Shared { control: parent, group, memory, .. } = &*self.shared;
         let (control, members) = parent.split(color, key)?;
         // The first member's rank tells the groups apart, whatever the colors are.
         let group = group.split(parent, &control, members[0] as c_int);
-        let group = group.map_err(|error| self.shared.end(error))?;
-        Ok(Box::new(Self { shared: Arc::new(Shared { control, group, memory: memory.clone() }) }))
+        let group = group.inspect_err(|error| self.fail(&error.to_string()))?;
+        Ok(Box::new(Self { shared: Arc::new(Shared::new(control, group, memory.clone())) }))
     }
 
     fn fail(&self, cause: &str) {
