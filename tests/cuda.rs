@@ -58,9 +58,12 @@ mod gpu {
         }
         let devices = devices();
         let trial = |processes: usize, (name, _): Case| {
-            let trial = move || match devices {
-                0 => Ok(println!("skipped: there is no CUDA device")),
-                _ => start(processes, name, devices),
+            let trial = move || {
+                if devices == 0 {
+                    println!("skipped: there is no CUDA device");
+                    return Ok(());
+                }
+                start(processes, name, devices)
             };
             Trial::test(format!("ranks_{processes}::{name}"), trial)
         };

@@ -76,13 +76,19 @@ mod ranks {
         if let Some(folder) = std::env::var_os(FOLDER) {
             return work(Path::new(&folder));
         }
-        let trials = vec![
-            Trial::test("processes_train_and_go_on", || Ok(processes_train_and_go_on())),
-            Trial::test("a_killed_rank_is_named_by_all", || Ok(a_killed_rank_is_named_by_all())),
-            Trial::test("torchrun_starts_them", || Ok(torchrun_starts_them())),
-            Trial::test("what_is_missing_is_said", || Ok(what_is_missing_is_said())),
+        let cases: [(&str, fn()); 4] = [
+            ("processes_train_and_go_on", processes_train_and_go_on),
+            ("a_killed_rank_is_named_by_all", a_killed_rank_is_named_by_all),
+            ("torchrun_starts_them", torchrun_starts_them),
+            ("what_is_missing_is_said", what_is_missing_is_said),
         ];
-        libtest_mimic::run(&Arguments::from_args(), trials).exit();
+        let trials = cases.map(|(name, case)| {
+            Trial::test(name, move || {
+                case();
+                Ok(())
+            })
+        });
+        libtest_mimic::run(&Arguments::from_args(), trials.into()).exit();
     }
 
     /// What a rank does: trains, saves every step, and says how it ended.
@@ -250,7 +256,8 @@ mod ranks {
             ("MASTER_ADDR", "127.0.0.1"),
             ("MASTER_PORT", "0"),
         ];
-        let cases: [(&[(&str, &str)], &[&str]); 4] = [
+        type Variables<'a> = &'a [(&'a str, &'a str)];
+        let cases: [(Variables<'_>, &[&str]); 4] = [
             (&[("RANK", "0")], &["WORLD_SIZE is not set"]),
             (&[("RANK", "0"), ("WORLD_SIZE", "1")], &["MASTER_ADDR is not set", "free port"]),
             (

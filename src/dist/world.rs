@@ -20,7 +20,7 @@ use serde::{Serialize, de::DeserializeOwned};
 use super::comm::Mpi;
 #[cfg(feature = "cuda")]
 use super::comm::Nccl;
-use super::comm::{Communicator, Pending, Threads};
+use super::comm::{Communicator, Hierarchy, Pending, Threads};
 use super::held::in_place_of;
 #[cfg(feature = "processes")]
 use super::launch::Launch;
@@ -195,7 +195,7 @@ impl World {
     #[cfg(feature = "mpi")]
     pub fn mpi(launch: &Launch, device: Device, deadline: Duration) -> Result<Self> {
         let engine = Mpi::connect(launch, device.clone().inner(), deadline)?;
-        Ok(Self::new(Arc::new(engine), device))
+        Self::new(Arc::new(engine), device).by_host()
     }
 
     /// A world of processes over NCCL, each on a CUDA device of its own. No rank is waited for longer
@@ -207,7 +207,30 @@ impl World {
     #[cfg(feature = "cuda")]
     pub fn nccl(launch: &Launch, device: Device, deadline: Duration) -> Result<Self> {
         let engine = Nccl::connect(launch, &device, deadline)?;
-        Ok(Self::new(Arc::new(engine), device))
+        Self::new(Arc::new(engine), device).by_host()
+    }
+
+    /// The same ranks, whose shares travel inside their hosts before they go between them, where there
+    /// are several hosts of equally many ranks.
+    #[cfg(feature = "processes")]
+    fn by_host(self) -> Result<Self> {
+        self.by_node(&gethostname::gethostname().to_string_lossy())
+    }
+
+    /// The same ranks as nodes, of those that give the same name. Shares of gradients and parameters
+    /// travel inside their node before they go between them: see [`Hierarchy`]. Without effect if the
+    /// nodes are not of one size, or nothing would be gained.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn by_node(self, name: &str) -> Result<Self> {
+        let Self { comm, device } = self;
+        let comm = match Hierarchy::over(comm.clone(), name)? {
+            Some(hierarchy) => Arc::new(hierarchy),
+            None => comm,
+        };
+        Ok(Self { comm, device })
     }
 
     /// Who takes part, on one screen: engine, version, and every rank's host and device. All ranks

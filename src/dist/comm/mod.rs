@@ -7,6 +7,7 @@
 
 #[cfg(feature = "processes")]
 mod control;
+mod hierarchy;
 #[cfg(feature = "mpi")]
 mod mpi;
 #[cfg(feature = "cuda")]
@@ -21,6 +22,7 @@ use burn::tensor::{DType, Tensor};
 
 use crate::error::{Error, Result};
 
+pub use hierarchy::Hierarchy;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 #[cfg(feature = "cuda")]

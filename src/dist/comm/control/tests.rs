@@ -129,12 +129,10 @@ fn a_member_that_cannot_take_part_ends_a_world_that_waits_for_it() {
     };
     let twice = |address: &str| refusal(join(address, 0, 2));
     let other_size = |address: &str| refusal(join(address, 1, 9));
-    let cases: [(&dyn Fn(&str) -> String, usize, &str); 3] = [
-        (&old, 1, "it runs distmuon 0.0.1"),
-        (&twice, 0, "another process is rank 0"),
-        (&other_size, 1, "it was told of 9 ranks"),
-    ];
-    for (misfit, rank, reason) in cases {
+    let misfits: [fn(&str) -> String; 3] = [old, twice, other_size];
+    let reasons =
+        [(1, "it runs distmuon 0.0.1"), (0, "another process is rank 0"), (1, "told of 9 ranks")];
+    for (misfit, (rank, reason)) in misfits.into_iter().zip(reasons) {
         let (meeting, address) = open();
         let first = meeting.join(0, 2, SECRET, DEADLINE).unwrap();
         let told = misfit(&address);

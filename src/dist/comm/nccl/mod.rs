@@ -258,7 +258,9 @@ impl Group {
         let key = control.rank() as c_int;
         // SAFETY: as of `ncclCommInitRankConfig`.
         let code = unsafe { (library.split)(self.lock().0, color, key, &mut comm, &mut config) };
-        self.settle(parent, &parent.announce("split"), code)?;
+        let call = parent.announce("split");
+        let settled = self.settle(parent, &call, code);
+        settled.map_err(|error| parent.cause_of(&call, error))?;
         Self::made(library, comm, control, code, "ncclCommSplit")
     }
 
@@ -272,8 +274,12 @@ impl Group {
     ) -> Result<Self> {
         failed(&library, null_mut(), code, control.rank(), operation)?;
         let group = Self { library, comm: Mutex::new(Handle(comm)), ended: AtomicBool::new(false) };
-        let made = group.settle(control, &control.announce(operation), code);
-        made.inspect_err(|_| group.abort())?;
+        let call = control.announce(operation);
+        group.settle(control, &call, code).map_err(|error| {
+            let cause = control.cause_of(&call, error);
+            group.abort();
+            cause
+        })?;
         Ok(group)
     }
 
