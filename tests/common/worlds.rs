@@ -188,6 +188,9 @@ pub mod mpi {
 
     /// Processes that mpirun starts.
     pub const PROCESSES: usize = 4;
+    /// Open MPI asks twice before it runs as root, as containers do.
+    pub const ROOT: [(&str, &str); 2] =
+        [("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")];
     /// Tells a process that it is one of them.
     const WORKER: &str = "DISTMUON_TEST_WORKER";
 
@@ -249,9 +252,7 @@ pub mod mpi {
     pub fn mpirun(processes: usize) -> Command {
         let mut mpirun = Command::new("mpirun");
         mpirun.args(["--oversubscribe", "--bind-to", "none", "-n", &processes.to_string()]);
-        // Open MPI asks twice before it runs as root, as containers do.
-        mpirun.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
-        mpirun.env("RAYON_NUM_THREADS", "1");
+        mpirun.envs(ROOT).env("RAYON_NUM_THREADS", "1");
         mpirun
     }
 

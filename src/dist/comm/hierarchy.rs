@@ -122,10 +122,7 @@ impl Communicator for Hierarchy {
         let (across, counts) = (self.across.clone(), self.of_own_place(counts));
         Ok(Pending::new(move || {
             let sum = across.reduce_scatter(inside.wait()?, &counts, ReduceOp::Sum)?.wait()?;
-            Ok(match op {
-                ReduceOp::Sum => sum.cast(dtype),
-                ReduceOp::Mean => sum.div_scalar(size as f64).cast(dtype),
-            })
+            Ok(op.finish(sum, size, dtype))
         }))
     }
 

@@ -39,6 +39,16 @@ pub enum ReduceOp {
     Mean,
 }
 
+impl ReduceOp {
+    /// What becomes of a sum over so many ranks, in the type that they gave.
+    fn finish(self, sum: Tensor<1>, ranks: usize, dtype: DType) -> Tensor<1> {
+        match self {
+            Self::Sum => sum.cast(dtype),
+            Self::Mean => sum.div_scalar(ranks as f64).cast(dtype),
+        }
+    }
+}
+
 /// One rank's access to a group of ranks.
 ///
 /// Tensors are float32, float16 or bfloat16; half precision is accumulated in float32 and rounded

@@ -415,10 +415,7 @@ impl Mpi {
         let finish = self.start(call, data, received, counts, start)?;
         Ok(Pending::new(move || {
             let sum = Tensor::<1>::from_data(finish()?, (&device, DType::F32));
-            Ok(match op {
-                ReduceOp::Sum => sum.cast(dtype),
-                ReduceOp::Mean => sum.div_scalar(size as f64).cast(dtype),
-            })
+            Ok(op.finish(sum, size, dtype))
         }))
     }
 }

@@ -203,8 +203,5 @@ fn reduce(tensors: Vec<Tensor<1>>, op: ReduceOp, device: &Device) -> Tensor<1> {
         }
     }
     let sum = level.pop().expect("there is at least one rank");
-    match op {
-        ReduceOp::Sum => sum.cast(dtype),
-        ReduceOp::Mean => sum.div_scalar(count as f64).cast(dtype),
-    }
+    op.finish(sum, count, dtype)
 }

@@ -26,7 +26,7 @@ const CHECK: Duration = Duration::from_millis(100);
 /// How long a call may take before it is compared with those of the other ranks.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// How much longer than a deadline its keeper may take to say so.
-const GRACE: Duration = Duration::from_secs(10);
+const GRACE: Duration = Duration::from_secs(2);
 
 /// One process's way to the others.
 #[derive(Debug)]
@@ -186,6 +186,8 @@ impl Meeting {
 /// How a connection ends that the other side does not want.
 const CLOSED: [io::ErrorKind; 3] =
     [io::ErrorKind::UnexpectedEof, io::ErrorKind::ConnectionReset, io::ErrorKind::BrokenPipe];
+/// How a read ends that has waited long enough.
+const TOO_LATE: [io::ErrorKind; 2] = [io::ErrorKind::WouldBlock, io::ErrorKind::TimedOut];
 const OTHER: &str = "something else listens there: set MASTER_PORT to a free port, on all ranks";
 
 fn connect(address: &str, deadline: Duration) -> io::Result<TcpStream> {
@@ -354,13 +356,22 @@ impl Link {
         if let Some(failure) = self.failure.get() {
             return Err(failure.clone().into());
         }
+        // Only others can keep rank 0 from answering at once.
+        let patience = match request {
+            Request::Gather { .. } => self.deadline + GRACE,
+            _ => self.deadline,
+        };
         let mut stream = self.stream.lock().expect("nothing panics while it holds the lock");
+        stream.set_read_timeout(Some(patience)).ok();
         let reply = protocol::write(&mut *stream, request)
             .and_then(|()| protocol::read(&mut *stream, protocol::MEMBER));
         drop(stream);
         match reply {
             Ok(Reply::Failed(failure)) => Err(self.failure.get_or_init(|| failure).clone().into()),
             Ok(reply) => Ok(reply),
+            Err(error) if TOO_LATE.contains(&error.kind()) => {
+                Err(self.lost(format!("it did not answer within {patience:?}")))
+            }
             Err(error) => Err(self.lost(error.to_string())),
         }
     }

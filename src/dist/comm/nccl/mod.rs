@@ -169,13 +169,7 @@ impl Nccl {
         let (dtype, size) = (tensor.dtype(), self.size());
         let op = call.op.expect("a call that adds up");
         let finish = self.start(call, tensor.cast(FloatDType::F32), received, launch)?;
-        Ok(Pending::new(move || {
-            let sum = finish()?;
-            Ok(match op {
-                ReduceOp::Sum => sum.cast(dtype),
-                ReduceOp::Mean => sum.div_scalar(size as f64).cast(dtype),
-            })
-        }))
+        Ok(Pending::new(move || Ok(op.finish(finish()?, size, dtype))))
     }
 }
 
