@@ -38,6 +38,16 @@ pub enum Error {
         /// From the first to the last element.
         elements: usize,
     },
+    /// The result is larger than anything that the device allocates at once.
+    #[error(
+        "a result of {bytes} bytes is beyond the {most} of one allocation on this device; split the batch"
+    )]
+    Memory {
+        /// Bytes of the result.
+        bytes: u64,
+        /// Bytes of the largest allocation.
+        most: u64,
+    },
     /// The device refuses the kernel.
     #[error("the kernel {kernel} does not run on this device: {reason}; choose another")]
     Refused {

@@ -261,6 +261,11 @@ fn what_does_not_go_together_is_refused() {
     says(error(&scattered, &b, None, Triangle::Full), "copy it");
     let many = Matrices { shape: [1 << 20, 1, 1], strides: [0, 1, 1], ..of([1, 1, 1]) };
     says(error(&many, &many, None, Triangle::Full), "split the batch");
+    // A column and a row that the device has, and a product of them that none has.
+    let long = 1 << 22;
+    let column = Matrices { shape: [1, long, 1], strides: [long, 1, 1], ..of([1, 1, 1]) };
+    let row = Matrices { shape: [1, 1, long], ..column.clone() };
+    says(error(&column, &row, None, Triangle::Full), "this device; split the batch");
     let half = matrices::<half::f16>(&client, &[0.0; 24], [1, 6, 4], false);
     says(error(&a, &half, None, Triangle::Full), "of Float(F32)");
     let nothing = of([0, 4, 6]);

@@ -118,6 +118,11 @@ impl Product<'_> {
         if !client.properties().supports_address(AddressType::from_len(elements)) {
             return Err(Error::TooLarge { elements });
         }
+        let bytes = shape.iter().product::<usize>() as u64 * dtype.size() as u64;
+        let most = client.properties().memory.max_page_size;
+        if bytes > most {
+            return Err(Error::Memory { bytes, most });
+        }
         let most = client.properties().hardware.max_cube_count.2 as usize;
         if k > most {
             return Err(Error::TooMany { count: k, most });
@@ -132,7 +137,7 @@ impl Product<'_> {
     ///
     /// Those of [`launch_into`](Self::launch_into).
     pub fn tiling(&self, client: &Client) -> Result<Tiling> {
-        let result = Matrices { shape: self.shape(), ..self.a.clone() }.made_contiguous();
+        let result = self.unallocated_result();
         self.check(client, &result)?;
         let candidates = Tiling::candidates(client, self.a.dtype);
         let fills = |tiling: &&Tiling| tiling.fills(client, self.triangle, self.shape());
@@ -155,6 +160,7 @@ impl Product<'_> {
     ///
     /// Those of [`launch_into`](Self::launch_into).
     pub fn launch(&self, client: &Client, tiling: &Tiling) -> Result<Matrices> {
+        self.check(client, &self.unallocated_result())?;
         let result = Matrices::empty(client, self.a.dtype, self.shape());
         self.launch_into(client, tiling, &result)?;
         Ok(result)
@@ -165,8 +171,8 @@ impl Product<'_> {
     ///
     /// # Errors
     ///
-    /// Before anything is launched: [`Error::Dtype`], [`Error::Shape`], [`Error::Strides`] and
-    /// [`Error::TooMany`] for operands that do not go together or not on this device;
+    /// Before anything is launched: [`Error::Dtype`], [`Error::Shape`], [`Error::Strides`],
+    /// [`Error::TooMany`], [`Error::TooLarge`] and [`Error::Memory`] for operands that do not go together or not on this device;
     /// [`Error::Refused`] for a tiling that the device can't run.
     pub fn launch_into(&self, client: &Client, tiling: &Tiling, result: &Matrices) -> Result<()> {
         self.check(client, result)?;
@@ -174,6 +180,11 @@ impl Product<'_> {
             return Ok(());
         }
         by_family!(tiling, self, launch_on(client, tiling, result))
+    }
+
+    /// The layout of the result; the memory is that of an operand, and not to be written.
+    fn unallocated_result(&self) -> Matrices {
+        Matrices { shape: self.shape(), ..self.a.clone() }.made_contiguous()
     }
 
     fn validate(&self, client: &Client, tiling: &Tiling, result: &Matrices) -> Result<()> {
@@ -242,7 +253,7 @@ impl Product<'_> {
         properties: &Arc<DeviceProperties>,
         target: Arc<TargetProperties>,
     ) -> (KernelDefinition, usize) {
-        let result = Matrices { shape: self.shape(), ..self.a.clone() }.made_contiguous();
+        let result = self.unallocated_result();
         let vector = 16 / self.a.dtype.size();
         let [_, _, depth] = tiling.tile.map(|x| x as usize);
         let sizes =

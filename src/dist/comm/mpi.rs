@@ -135,7 +135,7 @@ struct Started {
     /// Held for MPI.
     send: TensorData,
     receive: Vec<u8>,
-    _counts: Vec<Vec<c_int>>,
+    counts: Vec<Vec<c_int>>,
     finished: bool,
 }
 
@@ -231,7 +231,7 @@ impl Drop for Started {
             // MPI may still read and write there.
             forget(std::mem::replace(&mut self.send, TensorData::new(Vec::<u8>::new(), [0])));
             forget(std::mem::take(&mut self.receive));
-            forget(std::mem::take(&mut self._counts));
+            forget(std::mem::take(&mut self.counts));
         }
     }
 }
@@ -293,10 +293,13 @@ impl Mpi {
         }
         let group = Group::new(world, library);
         let meeting = match &launch.address {
-            Some((host, port)) => Meeting::at(rank, host, *port)?,
-            None => Self::meeting(&group, rank)?,
+            Some((host, port)) => Meeting::at(rank, host, *port),
+            None => Self::meeting(&group, rank),
         };
-        let control = meeting.join(rank, size, &launch.secret, deadline)?;
+        let joined = meeting.and_then(|meeting| meeting.join(rank, size, &launch.secret, deadline));
+        // Who does not find the others can't finalise MPI with them either.
+        let control =
+            joined.inspect_err(|_| group.library.abandoned.store(true, Ordering::SeqCst))?;
         Ok(Self { control: Arc::new(control), group, device })
     }
 
@@ -344,7 +347,7 @@ impl Mpi {
             request: unsafe { ffi::RSMPI_REQUEST_NULL },
             send: data,
             receive: vec![0; received * dtype.size()],
-            _counts: counts,
+            counts,
             finished: false,
         };
         let (send, receive) = (started.send.as_bytes().as_ptr(), started.receive.as_mut_ptr());
@@ -352,7 +355,7 @@ impl Mpi {
             |pointer: *const u8, empty| if empty { SOMEWHERE.as_ptr() } else { pointer };
         let send = or_somewhere(send, started.send.as_bytes().is_empty());
         let receive = or_somewhere(receive, started.receive.is_empty()).cast_mut();
-        let code = start(send.cast(), receive.cast(), &started._counts, &mut started.request);
+        let code = start(send.cast(), receive.cast(), &started.counts, &mut started.request);
         check(code, rank, &call.call)?;
         let (control, group) = (self.control.clone(), self.group.clone());
         Ok(move || {

@@ -99,6 +99,7 @@ impl Meeting {
     /// # Errors
     ///
     /// As [`at`](Self::at).
+    #[cfg(any(test, feature = "mpi"))]
     pub fn anywhere(host: &str) -> Result<Self> {
         let Self { listener, .. } = Self::at(0, host, 0)?;
         let port = listener.as_ref().and_then(|listener| listener.local_addr().ok());
@@ -107,6 +108,7 @@ impl Meeting {
     }
 
     /// A place that rank 0 has told of.
+    #[cfg(any(test, feature = "mpi"))]
     pub fn known(address: String) -> Self {
         Self { address, listener: None }
     }
