@@ -68,9 +68,9 @@ fn main() {
     host::use_test_library();
     #[cfg(feature = "mpi")]
     worlds::mpi::work(SOUND);
-    let mut trials = worlds::trials(&[SOUND, OTHERS].concat());
+    let trials = worlds::trials(&[SOUND, OTHERS].concat());
     #[cfg(feature = "mpi")]
-    trials.push(worlds::mpi::trial(SOUND.len()));
+    let trials = trials.into_iter().chain([worlds::mpi::trial(SOUND.len())]).collect();
     libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }
 
