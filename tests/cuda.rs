@@ -118,9 +118,8 @@ mod gpu {
     fn work(case: &str) {
         let (_, run) = CASES.iter().find(|(name, _)| *name == case).expect("a case");
         let launch = Launch::from_env().expect("the test says who this is");
-        let device = World::devices(launch.local_rank + 1).swap_remove(launch.local_rank);
-        let world =
-            World::nccl(&launch, device.autodiff(), DEADLINE).expect("the ranks find together");
+        let world = World::nccl(&launch, launch.device().autodiff(), DEADLINE)
+            .expect("the ranks find together");
         assert_eq!(world.comm().engine(), "nccl");
         eprintln!("{}", world.describe().expect("all describe"));
         run(&world).unwrap();

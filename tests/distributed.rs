@@ -26,11 +26,7 @@ use distmuon::{Error, MuonConfig, Result, Rule};
 use libtest_mimic::Arguments;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use serde::{Serialize, de::DeserializeOwned};
-use worlds::{Case, Folder};
-
-macro_rules! cases {
-    ($($name:ident),* $(,)?) => { &[$((stringify!($name), $name as fn())),*] };
-}
+use worlds::{Case, Folder, cases};
 
 /// Cases that all ranks end well.
 const SOUND: &[Case] = cases![

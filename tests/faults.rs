@@ -25,10 +25,7 @@ use distmuon::{Error, Result};
 use libtest_mimic::Arguments;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use watched::{Event, watched};
-
-macro_rules! cases {
-    ($($name:ident),* $(,)?) => { &[$((stringify!($name), $name as fn())),*] };
-}
+use worlds::cases;
 
 const CASES: &[worlds::Case] = cases![
     a_rank_that_fails_fails_all,

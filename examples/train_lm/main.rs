@@ -109,8 +109,7 @@ impl Engine {
         #[cfg(any(feature = "mpi", feature = "cuda"))]
         {
             let launch = Launch::from_env()?;
-            let device =
-                World::devices(launch.local_rank + 1).swap_remove(launch.local_rank).autodiff();
+            let device = launch.device().autodiff();
             match self {
                 #[cfg(feature = "mpi")]
                 Self::Mpi => return Ok(Some(World::mpi(&launch, device, DEADLINE)?)),

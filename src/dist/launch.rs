@@ -2,6 +2,9 @@
 
 use std::env;
 
+use burn::tensor::Device;
+
+use super::world::World;
 use crate::error::{Error, Result};
 
 /// The place of a process among those that a launcher started.
@@ -104,6 +107,11 @@ impl Launch {
         // A launcher that says nothing of hosts runs on one.
         let local_rank = number(local)?.unwrap_or(own);
         Ok(Self { rank: own, world_size, local_rank, address, secret })
+    }
+
+    /// The default backend's device of the own rank on the host.
+    pub fn device(&self) -> Device {
+        World::devices(self.local_rank + 1).swap_remove(self.local_rank)
     }
 
     /// The address, where an engine can't do without.

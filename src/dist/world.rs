@@ -170,7 +170,7 @@ impl World {
     #[cfg(feature = "processes")]
     pub fn from_env() -> Result<Self> {
         let launch = Launch::from_env()?;
-        let device = Self::devices(launch.local_rank + 1).swap_remove(launch.local_rank).autodiff();
+        let device = launch.device().autodiff();
         #[cfg(feature = "cuda")]
         if matches!(device.clone().inner().as_dispatch(), DispatchDevice::Cube(CubeDevice::Cuda(_)))
         {

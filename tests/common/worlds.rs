@@ -1,6 +1,6 @@
 //! The same cases on every engine: threads, `nccl` over the test library, and `mpi`.
 
-#![allow(dead_code)] // every target uses its own part
+#![allow(dead_code, unused_imports, unused_macros)] // every target uses its own part
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -41,6 +41,12 @@ pub fn name() -> &'static str {
 }
 
 pub type Case = (&'static str, fn());
+
+/// Cases under the names of their functions.
+macro_rules! cases {
+    ($($name:ident),* $(,)?) => { &[$((stringify!($name), $name as fn())),*] };
+}
+pub(crate) use cases;
 
 /// Trials of cases on the engines that run in this process.
 pub fn trials(cases: &[Case]) -> Vec<Trial> {

@@ -162,7 +162,7 @@ impl Product<'_> {
     pub fn launch(&self, client: &Client, tiling: &Tiling) -> Result<Matrices> {
         self.check(client, &self.unallocated_result())?;
         let result = Matrices::empty(client, self.a.dtype, self.shape());
-        self.launch_into(client, tiling, &result)?;
+        self.launch_checked(client, tiling, &result)?;
         Ok(result)
     }
 
@@ -176,6 +176,10 @@ impl Product<'_> {
     /// [`Error::Refused`] for a tiling that the device can't run.
     pub fn launch_into(&self, client: &Client, tiling: &Tiling, result: &Matrices) -> Result<()> {
         self.check(client, result)?;
+        self.launch_checked(client, tiling, result)
+    }
+
+    fn launch_checked(&self, client: &Client, tiling: &Tiling, result: &Matrices) -> Result<()> {
         if result.extent() == 0 {
             return Ok(());
         }

@@ -251,8 +251,13 @@ fn before(counts: &[usize], rank: usize) -> usize {
     counts[..rank].iter().sum()
 }
 
+/// What a rank offers for a group: its color, its place among those of the color, and a number.
+fn offer(color: usize, key: usize, group: u64) -> Vec<u8> {
+    [color as u64, key as u64, group].into_iter().flat_map(u64::to_le_bytes).collect()
+}
+
 /// The group that the first member of a color offers, and its members in the order of key and rank.
-/// Every offer is a color, a key and the number of a group.
+/// Every offer is one of [`offer`].
 fn members(offers: &[Vec<u8>], color: usize) -> (u64, Vec<usize>) {
     let numbers = |bytes: &[u8]| -> Vec<u64> {
         let numbers = bytes.chunks_exact(8).map(|bytes| bytes.try_into().expect("eight bytes"));

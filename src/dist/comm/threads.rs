@@ -12,7 +12,7 @@ use burn::tensor::{Device, FloatDType, Tensor};
 use super::rendezvous::{Hall, Seat, Ticket};
 use super::{
     Call, Communicator, Pending, ReduceOp, before, check_counts, check_dtype, check_pairs,
-    check_root, members,
+    check_root, members, offer,
 };
 use crate::dist::flat;
 use crate::error::Result;
@@ -172,8 +172,7 @@ impl Communicator for Threads {
 
     fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
         // Everybody offers a number for a new group; that of a group's first member counts.
-        let offer = [color as u64, key as u64, self.seat.new_group()];
-        let offers = self.all_gather_bytes(offer.iter().flat_map(|x| x.to_le_bytes()).collect())?;
+        let offers = self.all_gather_bytes(offer(color, key, self.seat.new_group()))?;
         let (group, ranks) = members(&offers, color);
         let rank = ranks.iter().position(|rank| *rank == self.rank()).expect("of the own color");
         Ok(Box::new(Self { seat: self.seat.join(group, ranks, rank), device: self.device.clone() }))

@@ -276,9 +276,10 @@ impl Control {
             thread::yield_now();
             let elapsed = start.elapsed();
             if elapsed >= next_check {
-                self.check()?;
-                if elapsed >= PATIENCE {
-                    self.compare(call, elapsed >= self.deadline())?;
+                // A comparison tells of failures, too.
+                match elapsed < PATIENCE {
+                    true => self.check()?,
+                    false => self.compare(call, elapsed >= self.deadline())?,
                 }
                 if elapsed >= self.deadline() + GRACE {
                     self.fail(&format!(
@@ -341,8 +342,8 @@ impl Control {
     pub fn split(&self, color: usize, key: usize) -> Result<(Self, Vec<usize>)> {
         // Everybody offers a number for a new group; that of a group's first member counts.
         let own = self.link.groups.fetch_add(1, Ordering::SeqCst);
-        let offer = [color as u64, key as u64, own << 24 | self.link.rank as u64];
-        let offers = self.all_gather_bytes(offer.iter().flat_map(|x| x.to_le_bytes()).collect())?;
+        let own = super::offer(color, key, own << 24 | self.link.rank as u64);
+        let offers = self.all_gather_bytes(own)?;
         let (group, members) = super::members(&offers, color);
         let rank = members.iter().position(|rank| *rank == self.rank).expect("of the own color");
         let world = members.iter().map(|member| self.members[*member]).collect();
