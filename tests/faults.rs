@@ -12,7 +12,7 @@ mod worlds;
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 
 use burn::module::Module;
@@ -20,7 +20,7 @@ use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 use common::{Fixed, gradients, weights};
-use distmuon::dist::{DistMuonConfig, ReduceOp, World};
+use distmuon::dist::{DistMuonConfig, Pending, ReduceOp, World};
 use distmuon::{Error, Result};
 use libtest_mimic::Arguments;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -32,6 +32,7 @@ const CASES: &[worlds::Case] = cases![
     a_panic_reaches_the_caller,
     a_rank_that_is_late_is_given_up,
     different_calls_are_named,
+    a_failure_is_told_though_results_are_in_use,
     a_rank_that_dies_in_any_phase_stops_all_before_a_parameter_is_new,
     delays_anywhere_change_nothing,
     a_rank_that_dies_during_a_save_leaves_a_checkpoint,
@@ -146,11 +147,12 @@ fn a_rank_that_is_late_is_given_up() {
 fn different_calls_are_named() {
     let calls = ranks(2, |world| {
         let ones = Tensor::<1>::ones([4], &Device::default());
-        let error = match world.rank() {
-            0 => world.comm().all_reduce(ones, ReduceOp::Sum).and_then(|p| p.wait()),
-            _ => world.comm().broadcast(ones, 0).and_then(|p| p.wait()),
+        let started = match world.rank() {
+            0 => world.comm().all_reduce(ones, ReduceOp::Sum),
+            _ => world.comm().broadcast(ones, 0),
         };
-        Ok(error.unwrap_err())
+        let finished = started.and_then(Pending::wait).and_then(|_| world.comm().synchronize());
+        Ok(finished.unwrap_err())
     });
     for error in calls.unwrap() {
         let Error::Mismatch { calls } = &error else { panic!("{error}") };
@@ -159,6 +161,51 @@ fn different_calls_are_named() {
             "{calls}"
         );
     }
+}
+
+fn a_failure_is_told_though_results_are_in_use() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.ckpt");
+    let (seen, started) = (Mutex::new(vec![]), Barrier::new(RANKS));
+    let outcome = ranks(RANKS, |world| {
+        let net = world.broadcast(Net::new(world.device()))?;
+        let mut optim = config(false).init(&world, &net)?;
+        optim.save(&path, &net, &1)?;
+        if world.rank() == VICTIM {
+            started.wait();
+            return Err(Error::EmptyModel);
+        }
+        let comm = world.comm();
+        let ones = || Tensor::<1>::ones([4], &Device::default());
+        let pending = comm.all_reduce(ones(), ReduceOp::Sum)?;
+        started.wait();
+        let result = pending.wait();
+        let later = [
+            comm.synchronize().err(),
+            comm.all_reduce(ones(), ReduceOp::Sum).and_then(Pending::wait).err(),
+            optim.save(&path, &net, &2).err(),
+        ];
+        seen.lock().unwrap().push((result.is_ok(), later));
+        result.map(|_| ())
+    });
+    assert_eq!(outcome.unwrap_err(), Error::EmptyModel);
+    let seen = seen.into_inner().unwrap();
+    assert_eq!(seen.len(), RANKS - 1);
+    for (in_use, [synchronized, called, saved]) in seen {
+        // Where the host waits, there is no result.
+        assert_eq!(in_use, worlds::results_may_be_early());
+        let is_told =
+            |error: &Option<Error>| matches!(error, Some(Error::PeerFailed { rank: VICTIM, .. }));
+        assert!(is_told(&called) && is_told(&saved), "{called:?}, {saved:?}");
+        assert!(!in_use || is_told(&synchronized), "{synchronized:?}");
+    }
+    let loaded = ranks(1, |world| {
+        let net = Net::new(world.device());
+        let optim = config(false).init(&world, &net)?;
+        let (_, _, progress): (_, _, usize) = optim.load(&path, net)?;
+        Ok(progress)
+    });
+    assert_eq!(loaded.unwrap(), [1]);
 }
 
 /// The events of the victim in one step, in order.
@@ -218,6 +265,8 @@ fn a_rank_that_dies_in_any_phase_stops_all_before_a_parameter_is_new() {
                     let mut optim = config(clip).init(&watched, &net)?;
                     let gradients = gradients(&net, 0);
                     let stepped = optim.step(0.01, net, gradients);
+                    let stepped =
+                        stepped.and_then(|net| watched.comm().synchronize().map(|()| net));
                     outcomes.lock().unwrap().push((world.rank(), stepped.as_ref().err().cloned()));
                     stepped.map(|_| ())
                 })

@@ -40,8 +40,9 @@ mod ranks {
     use rand::{SeedableRng, rngs::StdRng};
 
     use crate::common::{Fixed, gradients, weights};
+    use crate::host::{self, Waits};
     use crate::watched::watched;
-    use crate::{host, worlds};
+    use crate::worlds;
 
     const RANKS: usize = 3;
     const VICTIM: usize = 1;
@@ -113,10 +114,10 @@ mod ranks {
         #[cfg(feature = "mpi")]
         let world = match std::env::var_os(PAUSE) {
             Some(_) => World::mpi(&launch, device, hosts::DEADLINE)?,
-            None => host::world(&launch, device, DEADLINE)?,
+            None => host::world(&launch, device, DEADLINE, Waits::Device)?,
         };
         #[cfg(not(feature = "mpi"))]
-        let world = host::world(&launch, device, DEADLINE)?;
+        let world = host::world(&launch, device, DEADLINE, Waits::Device)?;
         let description = world.describe()?;
         if world.rank() == 0 {
             println!("{description}");

@@ -47,6 +47,11 @@ const NORM_EPSILON: f64 = 1e-6;
 /// old one, which keeps its memory as well. What can't be ruled out is a rank that fails after it
 /// has sent its last share, while or after it puts its parameters back: the others have then
 /// finished the step. After a failure the states are those of a step half taken: load a checkpoint.
+///
+/// On an engine that lets the device wait (`nccl`), a step returns before its last bucket is there. A
+/// failure is then returned by the next call of any kind, and nothing is [saved](Self::save) before;
+/// call [`Communicator::synchronize`](super::Communicator::synchronize) before you save or use the model
+/// by other means.
 pub struct DistModuleOptimizer {
     pub(super) world: World,
     pub(super) routing: Routing,

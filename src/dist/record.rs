@@ -102,6 +102,7 @@ impl DistModuleOptimizer {
         progress: &T,
     ) -> Result<()> {
         let record = self.to_record()?;
+        self.world.comm().synchronize()?;
         let written = match self.world.rank() {
             0 => checkpoint::write(path.as_ref(), model, record, progress),
             _ => Ok(()),

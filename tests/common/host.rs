@@ -4,7 +4,9 @@
 
 use std::os::raw::c_void;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::Duration;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
@@ -15,23 +17,55 @@ use distmuon::dist::{Launch, World};
 type Create = unsafe extern "C" fn() -> *mut c_void;
 type Count = unsafe extern "C" fn(*mut c_void) -> u64;
 
+/// Who waits for the stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Waits {
+    /// The engine.
+    Host,
+    /// Whoever uses a result, as work on a device does.
+    Device,
+}
+
 /// The memory of the host, and a stream of the test library.
 #[derive(Debug)]
 pub struct HostMemory {
     device: Device,
+    stream: Arc<Stream>,
+    waits: Waits,
+    /// What the stream may still read, though its tensor is gone: memory of a device is not reused
+    /// before.
+    sent: Mutex<Vec<(u64, Arc<TensorData>)>>,
+}
+
+#[derive(Debug)]
+struct Stream {
     stream: *mut c_void,
     launched: Count,
     finished: Count,
+    /// What work on tensors waits for.
+    held: AtomicU64,
     _library: libloading::Library,
 }
 
 // SAFETY: streams of the test library may be used by any thread, and are never freed.
-unsafe impl Send for HostMemory {}
+unsafe impl Send for Stream {}
 // SAFETY: as above.
-unsafe impl Sync for HostMemory {}
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    fn launched(&self) -> u64 {
+        // SAFETY: the stream is one of the test library, which is loaded.
+        unsafe { (self.launched)(self.stream) }
+    }
+
+    fn finished(&self) -> u64 {
+        // SAFETY: as above.
+        unsafe { (self.finished)(self.stream) }
+    }
+}
 
 impl HostMemory {
-    pub fn new(device: Device) -> Self {
+    pub fn new(device: Device, waits: Waits) -> Self {
         // SAFETY: these are the functions of the test library.
         unsafe {
             let library =
@@ -41,7 +75,10 @@ impl HostMemory {
                 *library.get::<Count>(b"distmuonTestStreamLaunched").expect("it is there");
             let finished =
                 *library.get::<Count>(b"distmuonTestStreamFinished").expect("it is there");
-            Self { device: device.inner(), stream: create(), launched, finished, _library: library }
+            let held = AtomicU64::new(0);
+            let stream = Stream { stream: create(), launched, finished, held, _library: library };
+            let (device, stream) = (device.inner(), Arc::new(stream));
+            Self { device, stream, waits, sent: Mutex::default() }
         }
     }
 }
@@ -62,17 +99,20 @@ pub fn use_test_library() {
 }
 
 /// A world over the test library.
-pub fn world(launch: &Launch, device: Device, deadline: Duration) -> Result<World> {
-    let engine = Nccl::over(Arc::new(HostMemory::new(device.clone())), launch, deadline)?;
+pub fn world(launch: &Launch, device: Device, deadline: Duration, waits: Waits) -> Result<World> {
+    let engine = Nccl::over(Arc::new(HostMemory::new(device.clone(), waits)), launch, deadline)?;
     Ok(World::new(Arc::new(engine), device))
 }
 
 impl Memory for HostMemory {
     fn buffer(&self, tensor: Tensor<1>) -> Result<Buffer> {
-        let data = tensor.into_data();
-        let pointer = data.as_bytes().as_ptr().cast_mut().cast();
+        let data = Arc::new(tensor.into_data());
+        let finished = self.stream.finished();
+        let mut sent = self.sent.lock().expect("no panic under it");
+        sent.retain(|(needed, _)| *needed > finished);
+        sent.push((self.stream.launched() + 1, data.clone()));
         Ok(Buffer {
-            pointer,
+            pointer: data.as_bytes().as_ptr().cast_mut().cast(),
             length: data.num_elements(),
             dtype: data.dtype(),
             held: Box::new(data),
@@ -86,34 +126,39 @@ impl Memory for HostMemory {
     }
 
     fn tensor(&self, buffer: Buffer) -> Tensor<1> {
+        while self.stream.finished() < self.stream.held.load(Ordering::SeqCst) {
+            thread::yield_now();
+        }
         let bytes = buffer.held.downcast::<Vec<u8>>().expect("a buffer of this memory");
         let data = TensorData::from_bytes_vec(*bytes, [buffer.length], buffer.dtype);
         Tensor::from_data(data, (&self.device, buffer.dtype))
     }
 
     fn begin(&self) -> Result<*mut c_void> {
-        Ok(self.stream)
+        Ok(self.stream.stream)
     }
 
     fn end(&self) -> Result<Box<dyn Mark>> {
-        // SAFETY: the stream is one of the test library.
-        let launched = unsafe { (self.launched)(self.stream) };
-        Ok(Box::new(Place { stream: self.stream, launched, finished: self.finished }))
+        let (stream, waits) = (self.stream.clone(), self.waits);
+        Ok(Box::new(Place { launched: stream.launched(), stream, waits }))
     }
 }
 
 struct Place {
-    stream: *mut c_void,
+    stream: Arc<Stream>,
     launched: u64,
-    finished: Count,
+    waits: Waits,
 }
 
-// SAFETY: as of `HostMemory`.
-unsafe impl Send for Place {}
-
 impl Mark for Place {
+    fn hold_later_work(&self) -> Result<bool> {
+        if self.waits == Waits::Device {
+            self.stream.held.fetch_max(self.launched, Ordering::SeqCst);
+        }
+        Ok(self.waits == Waits::Device)
+    }
+
     fn is_passed(&self) -> Result<bool> {
-        // SAFETY: as above; the library stays loaded, since the engine holds it, too.
-        Ok(unsafe { (self.finished)(self.stream) } >= self.launched)
+        Ok(self.stream.finished() >= self.launched)
     }
 }

@@ -126,6 +126,10 @@ impl Communicator for Watched {
         self.inner.split(color, key)
     }
 
+    fn synchronize(&self) -> Result<()> {
+        self.inner.synchronize()
+    }
+
     fn fail(&self, cause: &str) {
         self.inner.fail(cause);
     }

@@ -12,11 +12,17 @@ use distmuon::dist::World;
 use libtest_mimic::Trial;
 use serde::{Serialize, de::DeserializeOwned};
 
+#[cfg(feature = "cuda")]
+use super::host::Waits;
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Engine {
     Threads,
     #[cfg(feature = "cuda")]
     Nccl,
+    /// `nccl`, where the device waits and not the host.
+    #[cfg(feature = "cuda")]
+    NcclAhead,
     #[cfg(feature = "mpi")]
     Mpi,
 }
@@ -34,10 +40,19 @@ pub fn name() -> &'static str {
     match engine() {
         Engine::Threads => "threads",
         #[cfg(feature = "cuda")]
-        Engine::Nccl => "nccl",
+        Engine::Nccl | Engine::NcclAhead => "nccl",
         #[cfg(feature = "mpi")]
         Engine::Mpi => "mpi",
     }
+}
+
+/// Whether the engine hands out results that are not there yet.
+pub fn results_may_be_early() -> bool {
+    #[cfg(feature = "cuda")]
+    if engine() == Engine::NcclAhead {
+        return true;
+    }
+    false
 }
 
 pub type Case = (&'static str, fn());
@@ -63,7 +78,7 @@ pub fn trials(cases: &[Case]) -> Vec<Trial> {
     };
     let trials = on(Engine::Threads);
     #[cfg(feature = "cuda")]
-    let trials = trials.chain(on(Engine::Nccl));
+    let trials = trials.chain(on(Engine::Nccl)).chain(on(Engine::NcclAhead));
     trials.collect()
 }
 
@@ -76,7 +91,9 @@ pub fn ranks_here<T: Send>(
     let device = Device::default().autodiff();
     match engine() {
         #[cfg(feature = "cuda")]
-        Engine::Nccl => nccl(deadline, count, &device, run),
+        Engine::Nccl => nccl(deadline, count, &device, Waits::Host, run),
+        #[cfg(feature = "cuda")]
+        Engine::NcclAhead => nccl(deadline, count, &device, Waits::Device, run),
         _ => World::threads_within(deadline, vec![device; count], run),
     }
 }
@@ -109,6 +126,7 @@ fn nccl<T: Send>(
     deadline: Duration,
     count: usize,
     device: &Device,
+    waits: Waits,
     run: impl Fn(World) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -119,7 +137,7 @@ fn nccl<T: Send>(
         let address = Some(("127.0.0.1".to_owned(), port));
         let launch =
             Launch { rank, world_size: count, local_rank: rank, address, secret: String::new() };
-        let world = super::host::world(&launch, device.clone(), deadline)?;
+        let world = super::host::world(&launch, device.clone(), deadline, waits)?;
         let engine = world.engine();
         let outcome = catch_unwind(AssertUnwindSafe(|| run(world)));
         let outcome = outcome.unwrap_or_else(|panic| {

@@ -163,6 +163,10 @@ impl Communicator for Hierarchy {
         self.all.split(color, key)
     }
 
+    fn synchronize(&self) -> Result<()> {
+        [&self.all, &self.node, &self.across].into_iter().try_for_each(|group| group.synchronize())
+    }
+
     fn fail(&self, cause: &str) {
         self.all.fail(cause);
     }

@@ -26,7 +26,7 @@ pub use hierarchy::Hierarchy;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 #[cfg(feature = "cuda")]
-pub use nccl::{Buffer, Mark, Memory, Nccl};
+pub use nccl::{Buffer, CudaMemory, Mark, Memory, Nccl};
 use rendezvous::Failure;
 pub use threads::Threads;
 
@@ -90,6 +90,16 @@ pub trait Communicator: Debug + Send + Sync {
     /// Small data of the host, from all ranks to all ranks. Waits.
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>>;
 
+    /// Waits until every call that was waited for has been carried out. An engine may hand out results
+    /// before, where the device makes what uses them wait.
+    ///
+    /// # Errors
+    ///
+    /// What went wrong since, which the next call returns, too: the results are not to be used then.
+    fn synchronize(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Waits until all ranks have come this far.
     fn barrier(&self) -> Result<()> {
         self.all_gather_bytes(vec![]).map(|_| ())
@@ -117,7 +127,8 @@ impl Pending {
         Self::new(move || Ok(tensor))
     }
 
-    /// Waits for the result.
+    /// Waits for the result, or until the device makes everything wait that uses it: see
+    /// [`Communicator::synchronize`].
     ///
     /// # Errors
     ///

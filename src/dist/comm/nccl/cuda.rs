@@ -1,9 +1,9 @@
 //! The memory of a CUDA device that Burn's tensors lie in.
 //!
-//! NCCL has a stream of its own. Before every call it is made to wait for all of CubeCL's streams, which
-//! can't be named from here: by an event of the whole context where the driver has those (CUDA 12.5),
-//! else by waiting for the device on the host. That later work comes after a call is seen to by
-//! whoever waits for it: its result does not exist before.
+//! NCCL has a stream of its own. CubeCL's streams can't be named from here. Where the driver has events
+//! of whole contexts (CUDA 12.5), one makes NCCL's stream wait for all of CubeCL's before a call, and
+//! one makes all of CubeCL's wait for NCCL's when the result is used. Else the host waits for the
+//! device before a call, and for NCCL after it.
 
 use std::any::Any;
 use std::fmt::{self, Debug};
@@ -25,10 +25,11 @@ use super::library::ENGINE;
 use super::memory::{Buffer, Mark, Memory};
 use crate::error::{Error, Result};
 
-/// The first driver with `cuCtxRecordEvent`.
+/// The first driver with `cuCtxRecordEvent` and `cuCtxWaitEvent`
+/// (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__CTX.html>).
 const CONTEXT_EVENTS: c_int = 12_050;
 
-/// A CUDA device, its context and NCCL's stream on it.
+/// The memory of a CUDA device, and a stream for NCCL on it.
 pub struct CudaMemory {
     client: Client,
     device: CubeDevice,
@@ -38,7 +39,7 @@ pub struct CudaMemory {
     cuda: sys::CUdevice,
     context: sys::CUcontext,
     stream: sys::CUstream,
-    /// Whether events can be recorded on the whole context.
+    /// Whether work is ordered by events of the whole context, and not by waiting on the host.
     has_context_events: bool,
 }
 
@@ -94,6 +95,12 @@ impl CudaMemory {
         Ok(Self { client, device, burn, rank, cuda, context, stream, has_context_events })
     }
 
+    /// The same memory, where the host waits: what ordering on the device is compared with.
+    pub fn waiting_on_host(mut self) -> Self {
+        self.has_context_events = false;
+        self
+    }
+
     fn refused(&self, operation: &str) -> impl FnOnce(DriverError) -> Error {
         let (rank, operation) = (self.rank, operation.to_owned());
         move |error| refused(rank, &operation, error)
@@ -105,7 +112,8 @@ impl CudaMemory {
             .map_err(self.refused("use the context"))?;
         let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
         let event = event.map_err(self.refused("create an event"))?;
-        Ok(Event { event, context: self.context, rank: self.rank })
+        let holds = self.has_context_events;
+        Ok(Event { event, context: self.context, rank: self.rank, holds })
     }
 
     /// Pins the memory of a tensor.
@@ -217,12 +225,25 @@ struct Event {
     event: sys::CUevent,
     context: sys::CUcontext,
     rank: usize,
+    /// Whether the whole context can wait for it.
+    holds: bool,
 }
 
 // SAFETY: as of `CudaMemory`.
 unsafe impl Send for Event {}
 
 impl Mark for Event {
+    fn hold_later_work(&self) -> Result<bool> {
+        if !self.holds {
+            return Ok(false);
+        }
+        // SAFETY: context and event are alive; the event may be destroyed before it is passed.
+        unsafe { sys::cuCtxWaitEvent(self.context, self.event) }
+            .result()
+            .map(|()| true)
+            .map_err(|error| refused(self.rank, "wait for an event", error))
+    }
+
     fn is_passed(&self) -> Result<bool> {
         // SAFETY: the context is retained by the memory, which calls hold, and the event is alive.
         let code = unsafe {

@@ -25,7 +25,8 @@ pub trait Memory: Debug + Send + Sync {
     /// If there is none left.
     fn empty(&self, length: usize, dtype: DType) -> Result<Buffer>;
 
-    /// The tensor of a buffer that [`empty`](Self::empty) made and a finished call has filled.
+    /// The tensor of a buffer that [`empty`](Self::empty) made, and that a call has filled, or will have
+    /// before work that is queued from now on.
     fn tensor(&self, buffer: Buffer) -> Tensor<1>;
 
     /// The stream for NCCL's next call, which starts after all work on tensors that was queued so far.
@@ -45,6 +46,15 @@ pub trait Memory: Debug + Send + Sync {
 
 /// A place in a stream.
 pub trait Mark: Send {
+    /// Makes all work on tensors that is queued from now on wait until the stream has passed this place,
+    /// without waiting here; whether that could be had. Reuse of the memory of tensors that are
+    /// dropped is such work.
+    ///
+    /// # Errors
+    ///
+    /// What the driver says.
+    fn hold_later_work(&self) -> Result<bool>;
+
     /// Whether the stream has passed it.
     ///
     /// # Errors
