@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use super::World;
 use super::config::DistMuonConfig;
 use super::optimizer::Member;
-use super::plan::{Costs, Parameter, Plan, Work};
+use super::plan::{Costs, Parameter, Plan, Work, spread};
 use super::world::values;
 use crate::error::{Error, Result};
 use crate::route::{Group, Routing, Walk};
@@ -82,17 +82,14 @@ pub fn plan(
     costs: &Costs,
 ) -> Result<Plan> {
     let settings = config.plan_settings();
+    let order = spread(&world.comm().nodes());
     let own = match world.rank() {
         0 => Plan::new(parameters.clone(), world.size(), &settings, costs).map(Some),
         _ => Ok(None),
     };
-    let own = world.agree(own)?;
-    let owners = own.as_ref().map(|plan| plan.owners().to_vec());
+    let owners = world.agree(own)?.map(|plan| plan.owners_in(&order));
     let owners = world.all_gather_value(&owners)?.swap_remove(0).expect("rank 0 has made it");
-    let plan = match own {
-        Some(plan) => Ok(plan),
-        None => Plan::with_owners(parameters, world.size(), &settings, owners),
-    };
+    let plan = Plan::with_owners(parameters, world.size(), &settings, owners);
     let plan = world.agree(plan)?;
     let digests = world.all_gather_value(&plan.digest())?;
     match digests.iter().position(|digest| *digest != digests[0]) {

@@ -87,6 +87,10 @@ impl Communicator for Watched {
         self.inner.size()
     }
 
+    fn nodes(&self) -> Vec<Vec<usize>> {
+        self.inner.nodes()
+    }
+
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         let bytes = 2 * self.pass(&tensor);
         self.call("all_reduce", bytes, |inner| inner.all_reduce(tensor, op))

@@ -102,6 +102,10 @@ impl Communicator for Hierarchy {
         self.all.size()
     }
 
+    fn nodes(&self) -> Vec<Vec<usize>> {
+        self.nodes.clone()
+    }
+
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         self.all.all_reduce(tensor, op)
     }

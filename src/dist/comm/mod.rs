@@ -69,6 +69,12 @@ pub trait Communicator: Debug + Send + Sync {
     /// Ranks in the group.
     fn size(&self) -> usize;
 
+    /// The ranks of every node, where shares travel inside nodes before they go between them: equally
+    /// many in each. One node otherwise.
+    fn nodes(&self) -> Vec<Vec<usize>> {
+        vec![(0..self.size()).collect()]
+    }
+
     /// The sum or mean of the tensors of all ranks, to all ranks.
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending>;
 

@@ -16,6 +16,7 @@ mod deal;
 #[cfg(feature = "optimal")]
 mod optimal;
 mod report;
+mod spread;
 mod timeline;
 
 use std::collections::BTreeMap;
@@ -27,6 +28,7 @@ use serde::{Deserialize, Serialize};
 pub use bucket::{Bucket, BucketKind, GRAIN, Piece};
 pub use cost::{Costs, ShapeCost};
 pub use report::{RankReport, Report};
+pub(super) use spread::spread;
 pub use timeline::{Machine, Timeline};
 
 use crate::error::{Error, Result};
@@ -228,6 +230,13 @@ impl Plan {
     /// Of each parameter, of each of its matrices, the rank that updates it.
     pub fn owners(&self) -> &[Vec<usize>] {
         &self.owners
+    }
+
+    /// The owners, if the ranks were dealt matrices in another order: what rank `r` owns goes to
+    /// `order[r]`. Nobody has more or less to do.
+    pub(super) fn owners_in(&self, order: &[usize]) -> Vec<Vec<usize>> {
+        let owners = self.owners.iter();
+        owners.map(|owners| owners.iter().map(|rank| order[*rank]).collect()).collect()
     }
 
     /// The rank that updates matrix `index` of a parameter.

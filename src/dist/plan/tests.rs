@@ -5,6 +5,8 @@ use proptest::prelude::{
 #[cfg(feature = "optimal")]
 use proptest::prelude::ProptestConfig;
 
+use std::collections::BTreeSet;
+
 use super::*;
 
 /// A model: its name and its matrices.
@@ -498,5 +500,65 @@ fn imbalance_table() {
                 println!("| {name} | {world_size} | {} |", row.join(" | "));
             }
         }
+    }
+}
+
+#[test]
+fn neighbours_sit_at_different_places_of_different_nodes() {
+    for (count, places) in [(1, 1), (1, 8), (2, 4), (3, 4), (4, 2), (5, 3), (4, 8)] {
+        let nodes: Vec<Vec<usize>> =
+            (0..count).map(|node| (node * places..(node + 1) * places).collect()).collect();
+        let order = spread(&nodes);
+        let mut sorted = order.clone();
+        sorted.sort_unstable();
+        assert!(sorted.into_iter().eq(0..count * places), "every rank once");
+        let distinct = |ranks: &[usize], of: fn(usize, usize) -> usize| {
+            ranks.iter().map(|rank| of(*rank, places)).collect::<BTreeSet<_>>().len()
+        };
+        let (place, node) = (|rank, places| rank % places, |rank, places| rank / places);
+        for neighbours in order.windows(2) {
+            assert_eq!(distinct(neighbours, place), places.min(2), "{count} x {places}: {order:?}");
+        }
+        assert!(order.chunks(places).all(|ranks| distinct(ranks, place) == places));
+        let first = &order[..count.min(places)];
+        assert_eq!(distinct(first, node), first.len(), "{count} x {places}: {order:?}");
+    }
+}
+
+#[test]
+fn what_a_bucket_sends_between_nodes_goes_over_all_links() {
+    let [(name, parameters), ..] = models();
+    let costs = costs(&parameters, 0.0);
+    let settings = PlanSettings::default();
+    for (count, places) in [(2, 4), (4, 2), (3, 4)] {
+        let size = count * places;
+        let nodes: Vec<Vec<usize>> =
+            (0..count).map(|node| (node * places..(node + 1) * places).collect()).collect();
+        let flat = Plan::new(parameters.clone(), size, &settings, &costs).unwrap();
+        let owners = flat.owners_in(&spread(&nodes));
+        let spread = Plan::with_owners(parameters.clone(), size, &settings, owners).unwrap();
+        // What the busiest link carries of all buckets, one after the other.
+        let busiest = |plan: &Plan| -> usize {
+            let of_bucket = |bucket: &Bucket| {
+                let of_node = bucket.counts.chunks(places).map(|counts| counts.iter().sum());
+                of_node.max().unwrap_or(0)
+            };
+            plan.buckets().iter().map(of_bucket).sum()
+        };
+        let all: usize = parameters.iter().map(Parameter::elements).sum();
+        let [flat_busiest, spread_busiest] = [busiest(&flat), busiest(&spread)];
+        assert!(spread_busiest < flat_busiest, "{name}: {spread_busiest} of {flat_busiest}");
+        let of_mean = |busiest: usize| (busiest * count) as f64 / all as f64;
+        println!(
+            "{name} on {count} x {places}: {:.2}, spread {:.2} of the mean link",
+            of_mean(flat_busiest),
+            of_mean(spread_busiest)
+        );
+        let sorted = |plan: &Plan| {
+            let mut loads = plan.loads(&costs);
+            loads.sort_by(f64::total_cmp);
+            loads
+        };
+        assert_eq!(sorted(&flat), sorted(&spread), "nobody has more to do");
     }
 }
