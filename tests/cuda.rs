@@ -1,7 +1,8 @@
 //! What only a GPU can show: NCCL itself, on one device and on several.
 //!
 //! `cargo test --features cuda --test cuda` on a machine with a CUDA device and NCCL; skipped aloud on
-//! others. With one device, two processes share it, which NCCL 2.30 and later allow.
+//! others. With one device, two processes share it, which NCCL 2.30 and later allow. Without Burn's
+//! fusion: `--no-default-features --features flex,cuda`.
 
 #[cfg(feature = "cuda")]
 mod common;
@@ -21,14 +22,16 @@ fn main() {
 
 #[cfg(feature = "cuda")]
 mod gpu {
-    use std::os::raw::c_int;
     use std::process::{Command, Stdio};
+    use std::sync::Arc;
     use std::time::Duration;
 
     use burn::module::Module;
     use burn::nn::{Linear, LinearConfig};
     use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
+    use cudarc::driver::{result, sys};
     use distmuon::Result;
+    use distmuon::dist::comm::{CudaMemory, Nccl};
     use distmuon::dist::{DistMuonConfig, Launch, ReduceOp, World};
     use libtest_mimic::{Arguments, Failed, Trial};
     use rand::{SeedableRng, rngs::StdRng};
@@ -43,58 +46,63 @@ mod gpu {
     const CASE: &str = "DISTMUON_TEST_CASE";
     const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
+    /// Who waits for NCCL: `device` or `host`.
+    const WAITS: &str = "DISTMUON_TEST_WAITS";
+
     type Case = (&'static str, fn(&World) -> Result<()>);
 
     /// Cases for a world of any size over NCCL.
     const CASES: &[Case] = &[
         ("collectives_are_those_of_threads", collectives_are_those_of_threads),
         ("calls_wait_for_what_was_queued", calls_wait_for_what_was_queued),
+        ("results_are_waited_for_by_what_uses_them", results_are_waited_for_by_what_uses_them),
         ("steps_are_those_of_threads", steps_are_those_of_threads),
     ];
+    /// Cases for a process that has the device to itself.
+    const ALONE: &[Case] = &[("memory_is_what_the_driver_says", memory_is_what_the_driver_says)];
 
     pub fn main() {
         if let Ok(case) = std::env::var(CASE) {
             return work(&case);
         }
+        println!("Burn's fusion is {}", if cfg!(feature = "fusion") { "on" } else { "off" });
         let devices = devices();
-        let trial = |processes: usize, (name, _): Case| {
+        let trials = [1, RANKS].into_iter().flat_map(|ranks| {
+            let alone = ALONE.iter().filter(move |_| ranks == 1);
+            let cases = CASES.iter().chain(alone);
+            cases.flat_map(move |(name, _)| ["device", "host"].map(|waits| (ranks, waits, *name)))
+        });
+        let trials = trials.map(|(ranks, waits, name)| {
             let trial = move || {
                 if devices == 0 {
                     println!("skipped: there is no CUDA device");
                     return Ok(());
                 }
-                start(processes, name, devices)
+                start(ranks, waits, name, devices)
             };
-            Trial::test(format!("ranks_{processes}::{name}"), trial)
-        };
-        let trials = [1, RANKS]
-            .into_iter()
-            .flat_map(|ranks| CASES.iter().map(move |case| trial(ranks, *case)));
+            Trial::test(format!("ranks_{ranks}::{waits}_waits::{name}"), trial)
+        });
         libtest_mimic::run(&Arguments::from_args(), trials.collect()).exit();
     }
 
     /// CUDA devices of this machine.
     fn devices() -> usize {
-        type Init = unsafe extern "C" fn(u32) -> c_int;
-        type Count = unsafe extern "C" fn(*mut c_int) -> c_int;
-        // SAFETY: these are two functions of the driver's interface, of those types.
-        unsafe {
-            let Ok(driver) = libloading::Library::new("libcuda.so.1") else { return 0 };
-            let init = driver.get::<Init>(b"cuInit").expect("every driver has it");
-            let count = driver.get::<Count>(b"cuDeviceGetCount").expect("every driver has it");
-            let mut devices = 0;
-            if init(0) == 0 && count(&mut devices) == 0 { devices as usize } else { 0 }
+        // SAFETY: the driver is looked for by its name.
+        if !unsafe { sys::is_culib_present() } || result::init().is_err() {
+            return 0;
         }
+        result::device::get_count().map_or(0, |count| count as usize)
     }
 
     /// Runs a case in so many processes.
-    fn start(processes: usize, case: &str, devices: usize) -> Result<(), Failed> {
+    fn start(processes: usize, waits: &str, case: &str, devices: usize) -> Result<(), Failed> {
         let (own, port) = (std::env::args_os().next().expect("a name"), free_port().to_string());
         let rank = |rank: usize| {
             let mut rank_of = Command::new(&own);
-            rank_of.env(CASE, case).env("RANK", rank.to_string()).env("BURN_DEVICE", "cuda");
-            rank_of.env("WORLD_SIZE", processes.to_string()).env("MASTER_ADDR", "127.0.0.1");
-            rank_of.env("LOCAL_RANK", (rank % devices).to_string()).env("MASTER_PORT", &port);
+            rank_of.env(CASE, case).env(WAITS, waits).env("BURN_DEVICE", "cuda");
+            rank_of.env("RANK", rank.to_string()).env("WORLD_SIZE", processes.to_string());
+            rank_of.env("LOCAL_RANK", (rank % devices).to_string());
+            rank_of.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
             rank_of.env("NCCL_MULTI_RANK_GPU_ENABLE", "1").env("NCCL_NVLS_ENABLE", "0");
             rank_of
                 .stdout(Stdio::piped())
@@ -111,15 +119,26 @@ mod gpu {
             } else if !output.status.success() {
                 return Err(format!("rank {rank}: {}: {said}", output.status).into());
             }
+            print!("{}", String::from_utf8_lossy(&output.stdout));
         }
         Ok(())
     }
 
     fn work(case: &str) {
-        let (_, run) = CASES.iter().find(|(name, _)| *name == case).expect("a case");
+        let mut cases = CASES.iter().chain(ALONE);
+        let (_, run) = cases.find(|(name, _)| *name == case).expect("a case");
         let launch = Launch::from_env().expect("the test says who this is");
-        let world = World::nccl(&launch, launch.device().autodiff(), DEADLINE)
-            .expect("the ranks find together");
+        let device = launch.device().autodiff();
+        let memory = CudaMemory::new(&device, launch.rank).expect("there is a device");
+        let memory = match std::env::var(WAITS).as_deref() {
+            Ok("host") => memory.waiting_on_host(),
+            _ => {
+                assert!(memory.orders_on_device(), "CUDA 12.5 or later");
+                memory
+            }
+        };
+        let engine = Nccl::over(Arc::new(memory), &launch, DEADLINE);
+        let world = World::new(Arc::new(engine.expect("the ranks find together")), device);
         assert_eq!(world.comm().engine(), "nccl");
         eprintln!("{}", world.describe().expect("all describe"));
         run(&world).unwrap();
@@ -182,6 +201,28 @@ mod gpu {
         Ok(())
     }
 
+    /// Work that is queued behind a call, and behind work that is queued behind it, sees its result; what
+    /// is dropped meanwhile is not written over.
+    fn results_are_waited_for_by_what_uses_them(world: &World) -> Result<()> {
+        let (comm, device) = (world.comm(), world.device().clone().inner());
+        let length = 1 << 20;
+        let mut sum = Tensor::<1>::zeros([length], &device);
+        for round in 0..1000 {
+            let own = Tensor::full([length], (round % 7 + world.rank()) as f32, &device);
+            let pending = comm.all_reduce(own.clone(), ReduceOp::Sum)?;
+            drop(own);
+            let noise = Tensor::<1>::full([length], 1e30, &device);
+            sum = sum + pending.wait()?;
+            drop(noise);
+        }
+        comm.synchronize()?;
+        let of = |round: usize| (0..world.size()).map(|rank| round % 7 + rank).sum::<usize>();
+        let expected = (0..1000).map(of).sum::<usize>() as f32;
+        let wrong = (sum - expected).abs().max().into_scalar::<f32>();
+        assert_eq!(wrong, 0.0);
+        Ok(())
+    }
+
     #[derive(Module, Debug)]
     struct Net {
         layers: Vec<Linear>,
@@ -204,6 +245,34 @@ mod gpu {
         let threads =
             World::threads(vec![world.device().clone(); world.size()], |threads| steps(&threads))?;
         assert!(steps(world)? == threads[world.rank()]);
+        Ok(())
+    }
+
+    /// The device's memory holds what the report counts, and not much more than a backend keeps in reserve.
+    fn memory_is_what_the_driver_says(world: &World) -> Result<()> {
+        let device = world.device();
+        let used = || {
+            device.sync().expect("the device works");
+            let (free, total) = result::mem_get_info().expect("the context is current");
+            total - free
+        };
+        // Modules are loaded and pools made at first use.
+        Tensor::<2>::ones([64, 64], device).matmul(Tensor::ones([64, 64], device)).into_data();
+        world.comm().barrier()?;
+        let before = used();
+        let linear = || LinearConfig::new(2048, 2048).with_bias(false).init(device);
+        let mut net = Net { layers: (0..8).map(|_| linear()).collect() };
+        let mut optim = DistMuonConfig::new().init(world, &net)?;
+        for step in 0..3 {
+            let gradients = gradients(&net, step);
+            net = optim.step(0.01, net, gradients)?;
+        }
+        world.comm().synchronize()?;
+        let (used, report) = (used() - before, optim.memory());
+        println!("the driver says {used} bytes more; {report}");
+        assert!(used >= report.total.now, "{used} of {}", report.total.now);
+        // An orthogonalisation takes three times its batch, at most the workspace's 1 GiB.
+        assert!(used <= 2 * (report.total.peak + 3 * report.parameters.now), "{used}");
         Ok(())
     }
 }

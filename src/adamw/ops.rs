@@ -12,7 +12,7 @@ use crate::orthogonalize::{Engine, Kernels};
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(feature = "cube"),
-    Fusion: cfg(feature = "cube")
+    Fusion: cfg(feature = "fusion")
 )]
 pub trait AdamWOps: Backend {
     /// The new values and moments of rows `[r, c]`. There is one float32 value per row, `[5, r]`, of:

@@ -4,14 +4,14 @@
 //! `[k, m, n]`; there is one value per matrix, `[k]` in float32, of everything that may differ
 //! between them.
 
-#[cfg(feature = "cube")]
+#[cfg(feature = "fusion")]
 use burn::backend::fusion::custom::TensorSpec;
 use burn::backend::{Backend, Dispatch, backend_extension, tensor::FloatTensor};
 use burn::tensor::Tensor;
 
 use super::rule::Rates;
 use crate::gate::{Gate, spread};
-#[cfg(feature = "cube")]
+#[cfg(feature = "fusion")]
 use crate::orthogonalize::ops::norms_of;
 use crate::orthogonalize::ops::{Norms, norm_parts};
 use crate::orthogonalize::{Engine, Kernels};
@@ -20,7 +20,7 @@ use crate::orthogonalize::{Engine, Kernels};
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(feature = "cube"),
-    Fusion: cfg(feature = "cube")
+    Fusion: cfg(feature = "fusion")
 )]
 pub trait StepOps: Backend {
     /// 1 for every matrix whose entries are finite, else 0.
@@ -54,7 +54,7 @@ pub trait StepOps: Backend {
 }
 
 /// One float32 value for every matrix.
-#[cfg(feature = "cube")]
+#[cfg(feature = "fusion")]
 fn per_matrix(batch: &TensorSpec) -> TensorSpec {
     TensorSpec::new([batch.shape.dims::<3>()[0]].into(), burn::tensor::DType::F32)
 }

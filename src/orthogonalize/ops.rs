@@ -46,7 +46,7 @@ pub enum Engine {
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(feature = "cube"),
-    Fusion: cfg(feature = "cube")
+    Fusion: cfg(feature = "fusion")
 )]
 pub trait MatrixOps: Backend {
     /// `A A^T`: `[k, m, n]` to `[k, m, m]`. Kernels may be chosen by measuring.
@@ -108,14 +108,14 @@ pub trait MatrixOps: Backend {
 }
 
 /// What [`MatrixOps::norms`] returns.
-#[cfg(feature = "cube")]
+#[cfg(feature = "fusion")]
 pub(crate) fn norms_of(count: usize, parts: usize) -> burn::backend::fusion::custom::TensorSpec {
     let shape = [count, parts, 2].into();
     burn::backend::fusion::custom::TensorSpec::new(shape, burn::tensor::DType::F32)
 }
 
 /// `[k, m, m]` for `[k, m, n]`.
-#[cfg(feature = "cube")]
+#[cfg(feature = "fusion")]
 fn square(shape: &burn::tensor::Shape) -> burn::tensor::Shape {
     let [k, m, _] = shape.dims();
     [k, m, m].into()

@@ -11,10 +11,14 @@ use std::os::raw::{c_int, c_void};
 
 use burn::backend::Cuda;
 use burn::tensor::{DType, Device, Tensor};
+#[cfg(feature = "fusion")]
+use burn_cubecl::CubeBackend;
+use burn_cubecl::CubeDevice;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
-use burn_cubecl::{CubeBackend, CubeDevice};
+#[cfg(feature = "fusion")]
 use burn_fusion::{NoOp, get_client, stream::StreamId};
+#[cfg(feature = "fusion")]
 use burn_ir::{BackendIr, InitOperationIr, OperationIr, OperationOutput};
 use cubecl::client::Client;
 use cubecl::cuda::CudaRuntime;
@@ -99,6 +103,11 @@ impl CudaMemory {
     pub fn waiting_on_host(mut self) -> Self {
         self.has_context_events = false;
         self
+    }
+
+    /// Whether work is ordered on the device, without waiting on the host.
+    pub fn orders_on_device(&self) -> bool {
+        self.has_context_events
     }
 
     fn refused(&self, operation: &str) -> impl FnOnce(DriverError) -> Error {
@@ -279,6 +288,7 @@ fn refused(rank: usize, operation: &str, error: DriverError) -> Error {
 }
 
 /// The tensor under Burn's fusion, when all that makes it has been given to the device.
+#[cfg(feature = "fusion")]
 fn primitive(tensor: Tensor<1>) -> Option<CubeTensor> {
     let fused = tensor.try_into_primitive::<Cuda>().ok()?;
     let client = fused.client.clone();
@@ -286,6 +296,7 @@ fn primitive(tensor: Tensor<1>) -> Option<CubeTensor> {
 }
 
 /// The way back.
+#[cfg(feature = "fusion")]
 fn tensor_of(tensor: CubeTensor) -> Tensor<1> {
     let (device, shape, dtype) = (tensor.device.clone(), tensor.meta.shape().clone(), tensor.dtype);
     let client = get_client::<CubeBackend>(&device);
@@ -295,4 +306,14 @@ fn tensor_of(tensor: CubeTensor) -> Tensor<1> {
     let fused =
         client.register(StreamId::current(), operation, NoOp::<CubeBackend>::new()).output();
     Tensor::from_primitive::<Cuda>(fused)
+}
+
+#[cfg(not(feature = "fusion"))]
+fn primitive(tensor: Tensor<1>) -> Option<CubeTensor> {
+    tensor.try_into_primitive::<Cuda>().ok()
+}
+
+#[cfg(not(feature = "fusion"))]
+fn tensor_of(tensor: CubeTensor) -> Tensor<1> {
+    Tensor::from_primitive::<Cuda>(tensor)
 }
