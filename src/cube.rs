@@ -12,6 +12,10 @@ use distmuon_kernels::fused::Batch;
 
 type Float = FloatTensor<CubeBackend>;
 
+/// Fails to compile where Burn fuses and this crate does not: turn on its feature `fusion`.
+#[cfg(not(feature = "fusion"))]
+const _: fn(burn_cubecl::Cube) -> CubeBackend = |backend| backend;
+
 /// Whether the kernels take this type on this device. CubeCL's CPU runtime, whose units are threads
 /// that wait for each other, is left to Burn.
 pub(crate) fn serves(device: &CubeDevice, dtype: DType) -> bool {

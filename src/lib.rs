@@ -52,8 +52,8 @@
 //! ([`Kernels`]). Kernels are tested on software devices (WGSL, SPIR-V with cooperative matrices) and
 //! compiled for CUDA; nothing has run on a GPU yet.
 //!
-//! [`Kernels::Tuned`] measures them when a shape is met first. The CubeCL backends come with Burn's
-//! fusion.
+//! [`Kernels::Tuned`] measures them when a shape is met first. Feature `fusion` (default) is Burn's fusion
+//! on the CubeCL backends; it has to be on here if it is on in `burn`, whose default it is, too.
 //!
 //! Feature `train` adds the strategy for burn-train's `Learner`, `optimal` plans by mixed-integer
 //! programming.

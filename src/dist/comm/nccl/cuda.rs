@@ -6,8 +6,10 @@
 //! device before a call, and for NCCL after it.
 
 use std::any::Any;
+use std::collections::BTreeSet;
 use std::fmt::{self, Debug};
 use std::os::raw::{c_int, c_void};
+use std::sync::{Mutex, MutexGuard};
 
 use burn::backend::Cuda;
 use burn::tensor::{DType, Device, Tensor};
@@ -33,7 +35,30 @@ use crate::error::{Error, Result};
 /// (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__CTX.html>).
 const CONTEXT_EVENTS: c_int = 12_050;
 
-/// The memory of a CUDA device, and a stream for NCCL on it.
+/// Devices that a rank of this process has. Two ranks on one would wait for each other: an event of the
+/// context holds both.
+static TAKEN: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
+
+/// A device that no other rank of this process has.
+struct Taken(usize);
+
+impl Taken {
+    fn all() -> MutexGuard<'static, BTreeSet<usize>> {
+        TAKEN.lock().expect("nothing panics while it holds the lock")
+    }
+
+    fn take(index: usize) -> Option<Self> {
+        Self::all().insert(index).then_some(Self(index))
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        Self::all().remove(&self.0);
+    }
+}
+
+/// The memory of a CUDA device, and a stream for NCCL on it. There is one of a device in a process.
 pub struct CudaMemory {
     client: Client,
     device: CubeDevice,
@@ -45,6 +70,7 @@ pub struct CudaMemory {
     stream: sys::CUstream,
     /// Whether work is ordered by events of the whole context, and not by waiting on the host.
     has_context_events: bool,
+    _taken: Taken,
 }
 
 // SAFETY: contexts, streams and events of CUDA may be used by any thread that makes the context current.
@@ -63,27 +89,31 @@ impl CudaMemory {
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`] if it is no CUDA device, or the driver refuses.
+    /// [`Error::Engine`] if it is no CUDA device, if another rank of this process has it, or if the
+    /// driver refuses.
     pub fn new(device: &Device, rank: usize) -> Result<Self> {
         let burn = device.clone().inner();
         let tensor = Tensor::<1>::empty([1], &burn);
-        let CubeTensor { client, device, .. } = match primitive(tensor) {
-            Some(tensor) if matches!(tensor.device, CubeDevice::Cuda(_)) => tensor,
-            _ => {
-                return Err(Error::Engine {
-                    engine: ENGINE,
-                    rank,
-                    operation: "choose a device".into(),
-                    reason: format!("{burn:?} is no CUDA device"),
-                    remedy: "give every rank a CUDA device, or use the engine mpi",
-                });
-            }
+        let unfit = |reason: String, remedy| Error::Engine {
+            engine: ENGINE,
+            rank,
+            operation: "choose a device".into(),
+            reason,
+            remedy,
         };
-        let CubeDevice::Cuda(cuda) = &device else { unreachable!("seen above") };
-        let index = cuda.index as c_int;
+        let Some(CubeTensor { client, device: CubeDevice::Cuda(cuda), .. }) = primitive(tensor)
+        else {
+            let remedy = "give every rank a CUDA device, or use the engine mpi";
+            return Err(unfit(format!("{burn:?} is no CUDA device"), remedy));
+        };
+        let (index, device) = (cuda.index, CubeDevice::Cuda(cuda));
+        let _taken = Taken::take(index).ok_or_else(|| {
+            let remedy = "give every rank that is a thread a device, or start a process for each";
+            unfit(format!("another rank of this process uses {burn:?}"), remedy)
+        })?;
         let open = || -> Result<_, DriverError> {
             result::init()?;
-            let cuda = result::device::get(index)?;
+            let cuda = result::device::get(index as c_int)?;
             // SAFETY: the device exists; this is the context that CubeCL works in, too.
             let context = unsafe { result::primary_ctx::retain(cuda) }?;
             // SAFETY: the context was just retained.
@@ -96,7 +126,7 @@ impl CudaMemory {
         };
         let (cuda, context, stream, has_context_events) =
             open().map_err(|error| refused(rank, "open the device", error))?;
-        Ok(Self { client, device, burn, rank, cuda, context, stream, has_context_events })
+        Ok(Self { client, device, burn, rank, cuda, context, stream, has_context_events, _taken })
     }
 
     /// The same memory, where the host waits: what ordering on the device is compared with.
