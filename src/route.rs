@@ -237,7 +237,8 @@ impl Routing {
                 Group::Head => adamw.head_lr,
                 Group::Vector => adamw.vector_lr,
             };
-            let adamw = adamw.build(lr_factor, &route.path, self.skipped_steps());
+            let adamw =
+                adamw.build(self.config.kernels, lr_factor, &route.path, self.skipped_steps());
             optim.with_group(parameter, adamw, clipping)
         })
     }

@@ -28,6 +28,8 @@ use crate::checkpoint::saved_tensor;
 use crate::error::{Error, Result};
 use crate::gate::{Gate, SkippedSteps};
 use crate::muon::rule::Rates;
+use crate::orthogonalize::Kernels;
+pub(crate) use ops::Rows;
 
 /// Configuration of AdamW for embeddings, the output head, vectors and scalars.
 ///
@@ -83,12 +85,14 @@ impl AdamWSettings {
     /// The rule for one parameter, at `lr_factor` times the learning rate.
     pub(crate) fn build(
         &self,
+        kernels: Kernels,
         lr_factor: f64,
         parameter: &str,
         skipped: &SkippedSteps,
     ) -> GatedAdamW {
         GatedAdamW {
             settings: self.clone(),
+            kernels,
             lr_factor,
             parameter: parameter.into(),
             skipped: skipped.clone(),
@@ -122,6 +126,7 @@ impl<const D: usize> Moments<D> {
 #[derive(Clone)]
 pub(crate) struct GatedAdamW {
     settings: AdamWSettings,
+    kernels: Kernels,
     lr_factor: f64,
     parameter: Arc<str>,
     skipped: SkippedSteps,
@@ -182,9 +187,11 @@ impl Optimizer for GatedAdamW {
         let rates = Rates::of_one(lr * self.lr_factor, 1.0, self.settings.weight_decay, &device);
         let gate = Gate::of_rows(&grad);
         let corrections = self.settings.correct(corrections, &gate);
+        let rows = Rows { gate, rates, corrections };
         let (updated, moments) =
-            self.settings.step(row(parameter), grad, moments, &corrections, &gate, &rates);
+            self.settings.step(self.kernels, row(parameter), grad, moments, &rows);
 
+        let Rows { gate, corrections, .. } = rows;
         let skipped = gate.count(skipped);
         self.skipped.record(&self.parameter, skipped.clone());
         let moments = moments.map(|tensor| tensor.reshape(shape));

@@ -11,9 +11,10 @@ use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, Ten
 use super::flat;
 use super::memory::bytes;
 use super::plan::{Bucket, BucketKind, GRAIN, Parameter, Work};
-use crate::adamw::{AdamWSettings, Moments};
+use crate::adamw::{AdamWSettings, Moments, Rows};
 use crate::gate::{Gate, spread};
 use crate::muon::{ops, rule::Rates, rule::Settings};
+use crate::orthogonalize::Kernels;
 
 /// A rank's part of a bucket.
 pub struct Shard {
@@ -37,6 +38,7 @@ pub enum State {
 /// What AdamW remembers of rows.
 pub struct Elementwise {
     pub settings: AdamWSettings,
+    kernels: Kernels,
     moments: Moments<2>,
     /// For every parameter of the bucket, the same on all ranks.
     corrections: [Tensor<1>; 2],
@@ -91,7 +93,8 @@ impl Shard {
                 let zeros = Tensor::zeros([places.len(), GRAIN], (device, bucket.dtype));
                 let moments = Moments { moment_1: zeros.clone(), moment_2: zeros };
                 let corrections = [(); 2].map(|()| per_parameter(bucket, device));
-                let adamw = Elementwise { settings: adamw.clone(), moments, corrections };
+                let (settings, kernels) = (adamw.clone(), muon.newton_schulz.kernels());
+                let adamw = Elementwise { settings, kernels, moments, corrections };
                 (places, State::AdamW(Box::new(adamw)))
             }
         };
@@ -201,14 +204,14 @@ impl Shard {
                 flat::join(updated, self.bucket.dtype, &self.device)
             }
             State::AdamW(adamw) => {
-                let Elementwise { settings, moments, corrections } = &mut **adamw;
+                let Elementwise { settings, kernels, moments, corrections } = &mut **adamw;
                 let corrections = corrections.clone().map(|c| c.select(0, places.clone()));
+                let rows = Rows { gate, rates, corrections };
                 let (gradients, values) = (grain_rows(gradients), grain_rows(values));
                 let nothing = Tensor::empty([1, GRAIN], (&self.device, self.bucket.dtype));
                 let nothing = Moments { moment_1: nothing.clone(), moment_2: nothing };
                 let old = core::mem::replace(moments, nothing);
-                let (updated, new) =
-                    settings.step(values, gradients, old, &corrections, &gate, &rates);
+                let (updated, new) = settings.step(*kernels, values, gradients, old, &rows);
                 *moments = new;
                 updated.reshape([-1])
             }

@@ -69,7 +69,8 @@ pub struct MuonConfig {
     /// The form of the iteration.
     #[config(default = "Form::Auto")]
     pub form: Form,
-    /// Which implementations may be used: the fastest, or for comparison Burn's operations only.
+    /// Which implementations may be used, AdamW's included: the fastest, or for comparison Burn's
+    /// operations only.
     #[config(default = "Kernels::Auto")]
     pub kernels: Kernels,
     /// Memory that an iteration may use beside what it works on, in MB; larger batches are worked on in

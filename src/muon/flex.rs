@@ -2,11 +2,11 @@
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Flex, TensorMetadata, ops::FloatTensorOps};
-use burn::tensor::{FloatDType, TensorData};
+use burn::tensor::TensorData;
 use rayon::prelude::*;
 
 use super::ops::StepOps;
-use crate::orthogonalize::flex::{CHUNK, contiguous, rounded, scaled_squares, single};
+use crate::orthogonalize::flex::{CHUNK, contiguous, rounded, scaled_squares, single, zeros};
 
 impl StepOps for Flex {
     fn finite(grad: FloatTensor<Self>) -> FloatTensor<Self> {
@@ -28,14 +28,12 @@ impl StepOps for Flex {
         nesterov: bool,
         parts: usize,
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
-        let (shape, dtype) = (grad.shape(), momentum.dtype());
-        let [count, m, n] = shape.dims();
+        let dtype = momentum.dtype();
+        let [count, m, n] = grad.shape().dims();
         let size = (m * n).max(1);
         let (grad, mut momentum) = (contiguous(single(grad)), contiguous(single(momentum)));
         let accepted = values(accepted);
-        let device = Default::default();
-        let mut update = Self::float_empty(shape, &device, FloatDType::F32);
-        let mut norms = Self::float_zeros([count, parts, 2].into(), &device, FloatDType::F32);
+        let (mut update, mut norms) = (zeros([count, m, n]), zeros([count, parts, 2]));
         let momenta = momentum.storage_mut::<f32>().par_chunks_exact_mut(size);
         let updates = update.storage_mut::<f32>().par_chunks_exact_mut(size);
         let all_norms = norms.storage_mut::<f32>().par_chunks_exact_mut((2 * parts).max(1));

@@ -1,4 +1,4 @@
-//! Floating-point operations of the two forms, for choosing between them.
+//! What the two forms cost: floating-point operations, and memory.
 //!
 //! A product counts twice its multiplications. `share` tells which part of a symmetric product is
 //! really computed, given the length of its inner dimension: one half where only a triangle is, 1
@@ -29,6 +29,18 @@ pub fn gram(
     let (steps, m, n) = (steps as f64, m as f64, n as f64);
     let squares = steps + 3.0 * (steps - segments);
     2.0 * m * m * (segments * (of_x * n + n) + squares * of_r * m)
+}
+
+/// Elements that the standard form has at a time beside the matrix that it was given: `X`, `Z` and the
+/// next `X`.
+pub fn standard_memory(m: usize, n: usize) -> usize {
+    2 * m * n + m * m
+}
+
+/// Elements that the Gram form has at a time beside the matrix that it was given: `X`, and `Q` with the
+/// next `X`, or where it is longer `R`, `Z`, `Q` and the next of them.
+pub fn gram_memory(m: usize, n: usize) -> usize {
+    m * n + (m * n + m * m).max(4 * m * m)
 }
 
 #[cfg(test)]

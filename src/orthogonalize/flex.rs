@@ -35,7 +35,7 @@ impl MatrixOps for Flex {
         let [k, m, _] = a.shape().dims();
         let dtype = a.dtype();
         let a = single(a);
-        let result = Self::float_empty([k, m, m].into(), &a.device(), FloatDType::F32);
+        let result = zeros([k, m, m]);
         rounded(lower_triangles(a.clone(), a, result, 1.0, Accum::Replace), dtype)
     }
 
@@ -67,11 +67,18 @@ impl MatrixOps for Flex {
         }
         let dtype = a.dtype();
         let scaled = Self::float_mul_scalar(single(c), beta.into());
-        let sum = each_matrix(single(a), single(b), scaled, |result, a, b, par| {
-            let result = MatMut::from_row_major_slice_mut(result, a.nrows(), b.ncols());
-            matmul(result, Accum::Add, a, b, 1.0, par);
-        });
-        rounded(sum, dtype)
+        rounded(products(single(a), single(b), scaled, Accum::Add), dtype)
+    }
+
+    /// Unlike Burn's, it does not copy an operand as a whole to rearrange it.
+    fn product(a: FloatTensor<Self>, b: FloatTensor<Self>) -> FloatTensor<Self> {
+        if !serves(a.dtype()) {
+            return Self::float_matmul(a, b);
+        }
+        let ([k, m, _], [_, _, p]) = (a.shape().dims(), b.shape().dims());
+        let dtype = a.dtype();
+        let result = zeros([k, m, p]);
+        rounded(products(single(a), single(b), result, Accum::Replace), dtype)
     }
 
     /// No matrix is small here: launches cost nothing.
@@ -87,7 +94,7 @@ impl MatrixOps for Flex {
     fn norms(x: FloatTensor<Self>, parts: usize) -> FloatTensor<Self> {
         let [count, m, n] = x.shape().dims();
         let x = contiguous(single(x));
-        let mut norms = Self::float_zeros([count, parts, 2].into(), &x.device(), FloatDType::F32);
+        let mut norms = zeros([count, parts, 2]);
         let matrices = x.storage::<f32>().par_chunks_exact((m * n).max(1));
         let of_matrices = norms.storage_mut::<f32>().par_chunks_exact_mut((2 * parts).max(1));
         of_matrices.zip(matrices).for_each(|(norms, matrix)| {
@@ -130,6 +137,11 @@ pub(crate) fn scaled_squares(values: &[f32]) -> [f32; 2] {
     [(squares / count).sqrt() as f32, count as f32]
 }
 
+/// float32 zeros. Burn's own come from bytes, which are copied once more to be aligned.
+pub(crate) fn zeros(shape: [usize; 3]) -> FloatTensor<Flex> {
+    FloatTensor::<Flex>::filled_typed(shape.into(), DType::F32, 0f32)
+}
+
 /// The tensor in float32.
 pub(crate) fn single(tensor: FloatTensor<Flex>) -> FloatTensor<Flex> {
     rounded(tensor, DType::F32)
@@ -138,6 +150,19 @@ pub(crate) fn single(tensor: FloatTensor<Flex>) -> FloatTensor<Flex> {
 /// The tensor in a type, itself if it is that already.
 pub(crate) fn rounded(tensor: FloatTensor<Flex>, dtype: DType) -> FloatTensor<Flex> {
     if tensor.dtype() == dtype { tensor } else { Flex::float_cast(tensor, dtype.into()) }
+}
+
+/// Adds `A B` to `result`, or replaces it.
+fn products(
+    a: FloatTensor<Flex>,
+    b: FloatTensor<Flex>,
+    result: FloatTensor<Flex>,
+    accum: Accum,
+) -> FloatTensor<Flex> {
+    each_matrix(a, b, result, |result, a, b, par| {
+        let result = MatMut::from_row_major_slice_mut(result, a.nrows(), b.ncols());
+        matmul(result, accum, a, b, 1.0, par);
+    })
 }
 
 /// Adds `alpha A B^T` to `result`, or replaces it, and makes it symmetric.

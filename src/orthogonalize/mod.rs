@@ -83,7 +83,8 @@ impl IterationDtype {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Form {
     /// Whichever needs fewer operations for the shape; the standard form where the Gram form would
-    /// be unstable.
+    /// be unstable, or take more than three times the memory of the matrix: so for matrices near to
+    /// square, unless the iteration is in half the precision of the matrix.
     Auto,
     /// Products with `X` at every step.
     Standard,
@@ -110,9 +111,9 @@ pub struct NewtonSchulz {
 /// The default workspace, in MB.
 const WORKSPACE: usize = 1024;
 
-/// What an iteration has in memory at a time, in matrices: `X` twice, and for square ones `R` and `Z`
-/// that are as large.
-const COPIES: usize = 3;
+/// The most that a form may have in memory beside what it works on, where another one has less: in
+/// multiples of that.
+const MOST_MEMORY: usize = 3;
 
 /// How matrices of a shape are orthogonalised.
 #[derive(Debug, Clone, PartialEq)]
@@ -131,6 +132,8 @@ pub struct Explanation {
     pub in_one_cube: bool,
     /// Floating-point operations for one matrix.
     pub operations: f64,
+    /// Bytes that one matrix takes beside the one that was given, its result included.
+    pub workspace: usize,
 }
 
 impl NewtonSchulz {
@@ -197,8 +200,9 @@ impl NewtonSchulz {
     }
 
     /// How much memory an iteration may use beside the batch that it is given, in MB of 10^6 bytes.
-    /// A larger batch is worked on in parts. One matrix at a time is the least: an iteration needs up
-    /// to three times what it works on.
+    /// A larger batch is worked on in parts, one matrix at a time at least; what one takes is in
+    /// [`explain`](Self::explain). It is up to three times the matrix, and with [`Form::Gram`] where
+    /// [`Form::Auto`] would not choose it up to five times.
     pub fn with_workspace(mut self, megabytes: usize) -> Self {
         self.workspace = megabytes;
         self
@@ -271,9 +275,8 @@ impl NewtonSchulz {
 
     /// How many matrices of a batch the workspace has room for.
     fn matrices_at_once(&self, batch: &Tensor<3>) -> usize {
-        let [_, m, n] = batch.dims();
-        let bytes = m * n * DType::from(self.dtype.resolve(&batch.device(), batch.dtype())).size();
-        (self.workspace * 1_000_000 / (COPIES * bytes)).max(1)
+        let plan = self.plan(batch.dims(), batch.dtype(), &batch.device());
+        (self.workspace * 1_000_000 / plan.workspace).max(1)
     }
 
     /// Nothing is recorded without CubeCL.
@@ -332,7 +335,12 @@ impl NewtonSchulz {
     /// The explanation but for the name of the kernel, which the iteration does not need.
     fn plan(&self, [_, m, n]: [usize; 3], dtype: DType, device: &Device) -> Explanation {
         let (m, n) = (m.min(n), m.max(n));
-        let dtype = self.dtype.resolve(device, dtype);
+        let (given, dtype) = (dtype, self.dtype.resolve(device, dtype));
+        let bytes = |elements: usize| {
+            // Before and after the iteration, the matrix is there in both types.
+            let both = m * n * (DType::from(dtype).size() + given.size().max(4));
+            both.max(elements * DType::from(dtype).size())
+        };
         let engine = Engine::choose(self.kernels, device, dtype);
         let share = |inner| engine.symmetric_share(m, inner);
         let steps = self.schedule.len();
@@ -344,6 +352,7 @@ impl NewtonSchulz {
             kernel: String::new(),
             in_one_cube: false,
             operations: cost::standard(steps, m, n, share),
+            workspace: bytes(cost::standard_memory(m, n)),
         };
         let in_one_cube = engine.is_small(device, m);
         let gram = self.restarts(dtype).map(|restarts| Explanation {
@@ -351,13 +360,19 @@ impl NewtonSchulz {
             restarts: restarts.to_vec(),
             in_one_cube,
             operations: cost::gram(steps, restarts.len(), m, n, share),
+            workspace: match in_one_cube {
+                true => standard.workspace,
+                false => bytes(cost::gram_memory(m, n)),
+            },
             ..standard.clone()
         });
+        let pays = |gram: &Explanation| {
+            let fits = gram.workspace <= MOST_MEMORY * m * n * given.size();
+            in_one_cube || fits && gram.operations < standard.operations
+        };
         match (self.form, gram) {
             (Form::Gram, Some(gram)) => gram,
-            (Form::Auto, Some(gram)) if in_one_cube || gram.operations < standard.operations => {
-                gram
-            }
+            (Form::Auto, Some(gram)) if pays(&gram) => gram,
             _ => standard,
         }
     }

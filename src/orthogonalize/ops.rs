@@ -81,6 +81,16 @@ pub trait MatrixOps: Backend {
         portable::product_add::<Self>(a, b, c, beta)
     }
 
+    /// `A B`, with `a` `[k, m, n]`, `b` `[k, n, p]`.
+    #[fusion(meta = |a, b| {
+        let [k, m, _] = a.shape.dims();
+        let [_, _, p] = b.shape.dims();
+        burn::backend::fusion::custom::TensorSpec::new([k, m, p].into(), a.dtype)
+    })]
+    fn product(a: FloatTensor<Self>, b: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::float_matmul(a, b)
+    }
+
     /// The product of all `Z + a I` with `Z = b R + c R^2`, where every step advances
     /// `R <- (Z + a I) R (Z + a I)`: `Q` of [the Gram form](super::Form::Gram) for small matrices.
     #[fusion(dtype = r, shape = r)]
@@ -203,6 +213,16 @@ impl Engine {
             Self::Portable => portable::symmetric_product::<Dispatch>(a, b, c, alpha, beta),
             _ => Dispatch::symmetric_product(a, b, c, alpha, beta, self.is_tuned()),
         })
+    }
+
+    /// `A B`. Burn's matmul, but on Flex.
+    pub fn product(self, a: Tensor<3>, b: Tensor<3>) -> Tensor<3> {
+        match self {
+            Self::Flex => {
+                Tensor::from_dispatch(Dispatch::product(a.into_dispatch(), b.into_dispatch()))
+            }
+            _ => a.matmul(b),
+        }
     }
 
     /// `A B + beta C`.

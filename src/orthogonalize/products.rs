@@ -58,8 +58,8 @@ impl Products {
     /// `Q X`, for a symmetric `Q`.
     pub fn apply(self, q: Tensor<3>, x: Tensor<3>) -> Tensor<3> {
         match self.side {
-            Side::Left => q.matmul(x),
-            Side::Right => x.matmul(q),
+            Side::Left => self.engine.product(q, x),
+            Side::Right => self.engine.product(x, q),
         }
     }
 
