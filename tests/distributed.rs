@@ -64,7 +64,7 @@ fn main() {
     host::use_test_library();
     #[cfg(feature = "mpi")]
     worlds::mpi::work(SOUND);
-    let trials = worlds::trials(&[SOUND, OTHERS].concat());
+    let trials = worlds::trials(worlds::HERE, &[SOUND, OTHERS].concat());
     #[cfg(feature = "mpi")]
     let trials = trials.into_iter().chain([worlds::mpi::trial(SOUND.len())]).collect();
     libtest_mimic::run(&Arguments::from_args(), trials).exit();

@@ -20,6 +20,8 @@ use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 use common::{Fixed, gradients, weights};
+#[cfg(feature = "cuda")]
+use distmuon::dist::Launch;
 use distmuon::dist::{DistMuonConfig, Pending, ReduceOp, World};
 use distmuon::{Error, Result};
 use libtest_mimic::Arguments;
@@ -39,10 +41,16 @@ const CASES: &[worlds::Case] = cases![
     traffic_is_the_least_there_is,
 ];
 
+#[cfg(feature = "cuda")]
+const OF_NCCL: &[worlds::Case] = cases![what_nccl_says_is_passed_on, nccl_serves_cuda_devices];
+
 fn main() {
     #[cfg(feature = "cuda")]
     host::use_test_library();
-    libtest_mimic::run(&Arguments::from_args(), worlds::trials(CASES)).exit();
+    let trials = worlds::trials(worlds::HERE, CASES);
+    #[cfg(feature = "cuda")]
+    let trials = trials.into_iter().chain(worlds::trials(&worlds::HERE[1..], OF_NCCL)).collect();
+    libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }
 
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -206,6 +214,39 @@ fn a_failure_is_told_though_results_are_in_use() {
         Ok(progress)
     });
     assert_eq!(loaded.unwrap(), [1]);
+}
+
+/// A call that NCCL has taken and then can't carry out: the rank where that is so returns NCCL's words,
+/// the others those of that rank, and not that NCCL blames somebody.
+#[cfg(feature = "cuda")]
+fn what_nccl_says_is_passed_on() {
+    let seen = ranks(RANKS, |world| {
+        let ones = || Tensor::<1>::ones([4], &Device::default());
+        world.comm().all_reduce(ones(), ReduceOp::Sum)?.wait()?;
+        world.comm().barrier()?;
+        if world.rank() == VICTIM {
+            host::fail_next();
+        }
+        let summed = world.comm().all_reduce(ones(), ReduceOp::Sum).and_then(Pending::wait);
+        Ok(summed.and_then(|_| world.comm().synchronize()).unwrap_err())
+    });
+    for (rank, error) in seen.unwrap().into_iter().enumerate() {
+        let said = error.to_string();
+        assert!(said.contains("the link is down"), "rank {rank}: {said}");
+        match error {
+            Error::Engine { engine: "nccl", rank: VICTIM, .. } if rank == VICTIM => {}
+            Error::PeerFailed { rank: VICTIM, .. } if rank != VICTIM => {}
+            other => panic!("rank {rank}: {other:?}"),
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn nccl_serves_cuda_devices() {
+    let address = Some(("127.0.0.1".to_owned(), 0));
+    let launch = Launch { rank: 0, world_size: 1, local_rank: 0, address, secret: String::new() };
+    let error = World::nccl(&launch, Device::default(), DEADLINE).unwrap_err().to_string();
+    assert!(error.contains("is no CUDA device") && error.contains("the engine mpi"), "{error}");
 }
 
 /// The events of the victim in one step, in order.

@@ -4,8 +4,12 @@
 //! Prints milliseconds, best of several, and the ratio to the full product in the same run. Sizes may
 //! be given as arguments, `m,inner,batch`; `DISTMUON_DTYPE` chooses `f32`, `f16` or `bf16`.
 
+#[path = "../tests/common/mod.rs"]
+mod common;
+
 use std::time::Instant;
 
+use common::device_client;
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, FloatKind};
 use cubek_matmul::definition::MatmulElems;
@@ -54,16 +58,6 @@ fn main() {
                 }
             }
         }
-    }
-}
-
-fn device_client() -> Client {
-    match std::env::var("BURN_DEVICE").unwrap_or_default().to_lowercase().as_str() {
-        #[cfg(feature = "cuda")]
-        "cuda" => cubecl::Device::Cuda(Default::default()).client(),
-        #[cfg(feature = "cpu")]
-        "cpu" => cubecl::Device::Cpu(Default::default()).client(),
-        _ => cubecl::Device::Wgpu(Default::default()).client(),
     }
 }
 

@@ -92,7 +92,8 @@ impl Run<'_> {
             world.device().seed(self.options.seed);
             let model = self.sizes.init(world.device()).fork(world.device());
             // A rank that can't go on says why: the others would wait for it.
-            let trained = self.rank(world, world.broadcast(model)?);
+            let start = world.broadcast(model).map_err(anyhow::Error::from);
+            let trained = start.and_then(|model| self.rank(world, model));
             return trained.inspect_err(|error| world.comm().fail(&format!("{error:#}")));
         }
         let devices: Vec<Device> =
@@ -178,6 +179,8 @@ impl Run<'_> {
                 }
             }
         }
+        // Nothing is shown of a model that is not there yet.
+        world.comm().synchronize()?;
         let elapsed = start.elapsed().as_secs_f64();
         let done = progress.step - first;
         if progress.step < steps {

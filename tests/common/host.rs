@@ -83,6 +83,17 @@ impl HostMemory {
     }
 }
 
+/// Makes the next call of this thread fail on its way, on this rank.
+pub fn fail_next() {
+    // SAFETY: this is a function of the test library.
+    unsafe {
+        let library = libloading::Library::new(folder().join("libnccl.so")).expect("it was built");
+        let fail: libloading::Symbol<'_, unsafe extern "C" fn()> =
+            library.get(b"distmuonTestFailNext").expect("it is there");
+        fail();
+    }
+}
+
 /// Where the test library lies: beside the tests.
 pub fn folder() -> PathBuf {
     let own = PathBuf::from(std::env::args_os().next().expect("a program has a name"));

@@ -63,8 +63,17 @@ macro_rules! cases {
 }
 pub(crate) use cases;
 
-/// Trials of cases on the engines that run in this process.
-pub fn trials(cases: &[Case]) -> Vec<Trial> {
+/// The engines that run in this process.
+pub const HERE: &[Engine] = &[
+    Engine::Threads,
+    #[cfg(feature = "cuda")]
+    Engine::Nccl,
+    #[cfg(feature = "cuda")]
+    Engine::NcclAhead,
+];
+
+/// Trials of cases on engines.
+pub fn trials(engines: &[Engine], cases: &[Case]) -> Vec<Trial> {
     let on = |engine: Engine| {
         cases.iter().map(move |(name, case)| {
             let case = *case;
@@ -76,10 +85,7 @@ pub fn trials(cases: &[Case]) -> Vec<Trial> {
             Trial::test(format!("{engine:?}::{name}").to_lowercase(), trial)
         })
     };
-    let trials = on(Engine::Threads);
-    #[cfg(feature = "cuda")]
-    let trials = trials.chain(on(Engine::Nccl)).chain(on(Engine::NcclAhead));
-    trials.collect()
+    engines.iter().flat_map(|engine| on(*engine)).collect()
 }
 
 /// Runs a function on every rank of a world of threads, on the engine of the case.

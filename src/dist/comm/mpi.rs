@@ -18,7 +18,7 @@ use mpi::ffi;
 use mpi::topology::{Color, Communicator as _, SimpleCommunicator};
 use mpi::traits::{AsRaw, Root};
 
-use super::control::{Control, Elsewhere, Meeting};
+use super::control::{Control, Elsewhere, Meeting, PATIENCE};
 use super::{
     Call, Communicator, Pending, ReduceOp, before, check_counts, check_dtype, check_root,
     exchange_pairs,
@@ -374,7 +374,7 @@ impl Mpi {
                 });
             if let Err(error) = outcome {
                 group.library.abandoned.store(true, Ordering::SeqCst);
-                return Err(control.cause_of(&call, error));
+                return Err(control.cause_of(&call, error, PATIENCE));
             }
             let bytes = std::mem::take(&mut started.receive);
             Ok(TensorData::from_bytes_vec(bytes, [received], dtype))

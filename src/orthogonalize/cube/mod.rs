@@ -144,6 +144,7 @@ impl Operands {
 
     /// By the kernel that suits the product, or the one that was measured to be the fastest.
     fn multiply(self, tuned: bool) -> Result<Float> {
+        // What no kernel takes is not measured either.
         let tiling = self.product().tiling(&self.tensor.client)?;
         if tuned { Ok(tune::multiply(self)) } else { self.multiply_with(&tiling) }
     }

@@ -162,6 +162,12 @@ impl Comm {
         self.pending.fetch_sub(1, Ordering::SeqCst);
     }
 
+    /// What becomes of a call when the network fails this rank.
+    pub fn fail(&self) {
+        self.end(Code::SystemError, "the link is down".to_owned());
+        self.pending.fetch_sub(1, Ordering::SeqCst);
+    }
+
     /// Waits until all calls that were given are carried out, or given up.
     pub fn wait(&self) {
         while self.pending.load(Ordering::SeqCst) > 0 {

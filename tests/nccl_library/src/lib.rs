@@ -49,6 +49,7 @@ type Grouped = Vec<(Arc<Comm>, Operation, *mut Stream)>;
 thread_local! {
     static DEPTH: Cell<usize> = const { Cell::new(0) };
     static GROUPED: RefCell<Grouped> = const { RefCell::new(Vec::new()) };
+    static FAILS: Cell<bool> = const { Cell::new(false) };
     static LAST: RefCell<CString> = RefCell::new(CString::default());
 }
 
@@ -79,8 +80,9 @@ fn flush() -> c_int {
     let operations: Vec<Operation> =
         grouped.into_iter().map(|(_, operation, _)| operation).collect();
     comm.expect();
+    let fails = FAILS.take();
     // SAFETY: streams live as long as the program.
-    unsafe { &*stream }.launch(move || comm.run(&operations));
+    unsafe { &*stream }.launch(move || if fails { comm.fail() } else { comm.run(&operations) });
     Code::InProgress as c_int
 }
 
@@ -106,6 +108,12 @@ fn moved(
 #[unsafe(no_mangle)]
 pub extern "C" fn distmuonTestStreamCreate() -> *mut c_void {
     Box::into_raw(Box::new(Stream::new())).cast()
+}
+
+/// Makes the next call of this thread fail on its way, on this rank.
+#[unsafe(no_mangle)]
+pub extern "C" fn distmuonTestFailNext() {
+    FAILS.set(true);
 }
 
 /// How many calls were given to a stream.

@@ -24,7 +24,7 @@ const RETRY: Duration = Duration::from_millis(50);
 /// Time between looks at whether the world goes on.
 const CHECK: Duration = Duration::from_millis(100);
 /// How long a call may take before it is compared with those of the other ranks.
-const PATIENCE: Duration = Duration::from_secs(1);
+pub const PATIENCE: Duration = Duration::from_secs(1);
 /// How much longer than a deadline its keeper may take to say so.
 const GRACE: Duration = Duration::from_secs(2);
 
@@ -294,10 +294,10 @@ impl Control {
     }
 
     /// Why a call failed: an engine may see first what another rank did, or that it called something
-    /// else, in words of its own.
-    pub fn cause_of(&self, call: &Elsewhere, error: Error) -> Error {
+    /// else, in words of its own. The others are listened to for `patience`.
+    pub fn cause_of(&self, call: &Elsewhere, error: Error, patience: Duration) -> Error {
         let start = Instant::now();
-        while start.elapsed() < PATIENCE {
+        while start.elapsed() < patience {
             if let Err(cause) = self.compare(call, false) {
                 return cause;
             }

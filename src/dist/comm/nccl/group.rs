@@ -10,18 +10,20 @@ use std::time::{Duration, Instant};
 
 use cudarc::nccl::sys::{ncclComm_t, ncclResult_t, ncclUniqueId};
 
-use super::super::control::{Control, Elsewhere};
+use super::super::control::{Control, Elsewhere, PATIENCE};
 use super::library::{Config, ENGINE, Library, is_fine};
 use crate::error::{Error, Result};
 
 /// How long a communicator may take to end in peace.
-pub const FAREWELL: Duration = Duration::from_secs(10);
+const FAREWELL: Duration = Duration::from_secs(10);
 
 /// A communicator of NCCL.
 pub struct Group {
     pub library: Arc<Library>,
     comm: Mutex<Handle>,
     ended: AtomicBool,
+    /// Whether NCCL's error is that of another rank.
+    blames_another: AtomicBool,
 }
 
 pub struct Handle(pub ncclComm_t);
@@ -72,7 +74,7 @@ impl Group {
             drop(own);
             self.settle(parent, &call, code).map(|()| code)
         });
-        let code = split.map_err(|error| parent.cause_of(&call, error))?;
+        let code = split.map_err(|error| parent.cause_of(&call, error, self.patience()))?;
         Self::made(library, comm, control, code, "ncclCommSplit")
     }
 
@@ -85,10 +87,12 @@ impl Group {
         operation: &'static str,
     ) -> Result<Self> {
         failed(&library, null_mut(), code, control.rank(), operation)?;
-        let group = Self { library, comm: Mutex::new(Handle(comm)), ended: AtomicBool::new(false) };
+        let comm = Mutex::new(Handle(comm));
+        let (ended, blames_another) = Default::default();
+        let group = Self { library, comm, ended, blames_another };
         let call = control.announce(operation);
         group.settle(control, &call, code).map_err(|error| {
-            let cause = control.cause_of(&call, error);
+            let cause = control.cause_of(&call, error, group.patience());
             group.abort();
             cause
         })?;
@@ -125,6 +129,8 @@ impl Group {
         // SAFETY: the communicator is alive, and one number is written.
         let code = unsafe { (self.library.async_error)(comm.0, &mut state) };
         failed(&self.library, comm.0, code, rank, operation)?;
+        let remote = state == ncclResult_t::ncclRemoteError as c_int;
+        self.blames_another.store(remote, Ordering::SeqCst);
         failed(&self.library, comm.0, state, rank, operation)?;
         Ok(state == ncclResult_t::ncclSuccess as c_int)
     }
@@ -134,6 +140,12 @@ impl Group {
         let (rank, operation) = (control.rank(), &call.call);
         failed(&self.library, self.lock(rank, operation)?.0, code, rank, operation)?;
         control.wait(call, || self.check(rank, operation))
+    }
+
+    /// How long to listen for a better reason than NCCL's: longer where it blames another rank, which
+    /// should speak first.
+    pub fn patience(&self) -> Duration {
+        if self.blames_another.load(Ordering::SeqCst) { 2 * PATIENCE } else { PATIENCE }
     }
 
     /// Ends what is on its way, however it stands.

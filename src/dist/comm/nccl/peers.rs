@@ -33,7 +33,7 @@ impl Peers {
     /// Ends the world because of an error, and then what NCCL still does: whoever sees the end can
     /// learn of the cause.
     pub fn end(&self, call: &Elsewhere, error: Error) -> Error {
-        let cause = self.control.cause_of(call, error);
+        let cause = self.control.cause_of(call, error, self.group.patience());
         self.group.abort();
         cause
     }

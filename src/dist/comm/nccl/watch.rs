@@ -3,10 +3,9 @@
 
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::super::control::Elsewhere;
-use super::group::FAREWELL;
 use super::memory::Mark;
 use super::peers::Peers;
 use crate::error::{Error, Result};
@@ -95,19 +94,16 @@ impl Watcher {
 }
 
 impl Drop for Watch {
-    /// Gives the last calls some time.
+    /// Waits for the last calls, as whoever used their results would have.
     fn drop(&mut self) {
         let Ok(Some(Watcher { orders, thread })) = self.thread.get_mut().map(Option::take) else {
             return;
         };
-        drop(orders);
-        let start = Instant::now();
-        while !thread.is_finished() && start.elapsed() < FAREWELL {
-            thread::sleep(PAUSE);
-        }
-        if !thread.is_finished() {
+        if thread::panicking() {
+            self.peers.control.fail("it panicked");
             self.peers.group.abort();
         }
+        drop(orders);
         thread.join().ok();
     }
 }
