@@ -86,8 +86,9 @@ impl Nccl {
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`] if NCCL or the device can't be used, [`Error::Launch`] without an address,
-    /// [`Error::Rendezvous`] if the ranks don't find together.
+    /// [`Error::Engine`](crate::Error::Engine) if NCCL or the device can't be used,
+    /// [`Error::Launch`](crate::Error::Launch) without an address,
+    /// [`Error::Rendezvous`](crate::Error::Rendezvous) if the ranks don't find together.
     pub fn connect(launch: &Launch, device: &Device, deadline: Duration) -> Result<Self> {
         Self::over(Arc::new(CudaMemory::new(device, launch.rank)?), launch, deadline)
     }
