@@ -259,51 +259,62 @@ impl NewtonSchulz {
         if k * m * n == 0 {
             return batch;
         }
-        let part = self.matrices_at_once(&batch);
+        let plan = self.plan(batch.dims(), batch.dtype(), &batch.device());
+        // How many matrices the workspace has room for.
+        let part = (self.workspace * 1_000_000 / plan.workspace).max(1);
         if part >= k {
-            let replayed = self.replayed(&batch, norms.as_ref());
-            return replayed.unwrap_or_else(|| self.orthogonalize_part(batch, norms));
+            let replayed = self.replayed(&plan, &batch, norms.as_ref());
+            return replayed.unwrap_or_else(|| self.orthogonalize_part(&plan, batch, norms));
         }
         let parts = (0..k).step_by(part).map(|start| {
             let range = start..(start + part).min(k);
             let norms =
                 norms.as_ref().map(|Norms(norms)| Norms(norms.clone().slice([range.clone()])));
-            self.orthogonalize_part(batch.clone().slice([range]), norms)
+            self.orthogonalize_part(&plan, batch.clone().slice([range]), norms)
         });
         Tensor::cat(parts.collect(), 0)
     }
 
-    /// How many matrices of a batch the workspace has room for.
-    fn matrices_at_once(&self, batch: &Tensor<3>) -> usize {
-        let plan = self.plan(batch.dims(), batch.dtype(), &batch.device());
-        (self.workspace * 1_000_000 / plan.workspace).max(1)
-    }
-
     /// Nothing is recorded without CubeCL.
     #[cfg(not(feature = "cube"))]
-    fn replayed(&self, _batch: &Tensor<3>, _norms: Option<&Norms>) -> Option<Tensor<3>> {
+    fn replayed(
+        &self,
+        _plan: &Explanation,
+        _batch: &Tensor<3>,
+        _norms: Option<&Norms>,
+    ) -> Option<Tensor<3>> {
         None
     }
 
     /// The result of a recording, if there may be one.
     #[cfg(feature = "cube")]
-    fn replayed(&self, batch: &Tensor<3>, norms: Option<&Norms>) -> Option<Tensor<3>> {
+    fn replayed(
+        &self,
+        plan: &Explanation,
+        batch: &Tensor<3>,
+        norms: Option<&Norms>,
+    ) -> Option<Tensor<3>> {
         let recordings = self.recordings.as_ref()?;
-        let plan = self.plan(batch.dims(), batch.dtype(), &batch.device());
         if !matches!(plan.engine, Engine::Cube { .. }) {
             return None;
         }
         recordings.run(batch, norms, |batch, norms| {
-            let recorded = Self { recordings: None, ..self.clone() };
+            let (recorded, plan) = (Self { recordings: None, ..self.clone() }, plan.clone());
             let norms = norms.map(|Norms(norms)| norms);
-            Box::new(move || recorded.orthogonalize_part(batch.clone(), norms.clone().map(Norms)))
+            Box::new(move || {
+                recorded.orthogonalize_part(&plan, batch.clone(), norms.clone().map(Norms))
+            })
         })
     }
 
-    fn orthogonalize_part(&self, batch: Tensor<3>, norms: Option<Norms>) -> Tensor<3> {
+    fn orthogonalize_part(
+        &self,
+        plan: &Explanation,
+        batch: Tensor<3>,
+        norms: Option<Norms>,
+    ) -> Tensor<3> {
         let [_, m, n] = batch.dims();
         let (dtype, device) = (batch.dtype(), batch.device());
-        let plan = self.plan(batch.dims(), dtype, &device);
         let products = Products::new(m, n, plan.engine, &device);
         let precise = if dtype == DType::F64 { FloatDType::F64 } else { FloatDType::F32 };
         let norm_engine = Engine::choose(self.kernels, &device, precise);
