@@ -28,6 +28,7 @@ mod ranks {
     use std::os::unix::process::ExitStatusExt;
     use std::path::Path;
     use std::process::{Child, Command, Output, Stdio};
+    use std::sync::{Arc, Mutex};
     use std::thread;
     use std::time::{Duration, Instant};
 
@@ -51,11 +52,12 @@ mod ranks {
     const DEADLINE: Duration = Duration::from_secs(60);
     /// Where checkpoints go; says that a process is a rank.
     const FOLDER: &str = "DISTMUON_TEST_FOLDER";
-    /// The event at which the victim is killed.
+    /// The point at which the victim is killed: a phase, and its events before.
     const KILLED_AT: &str = "DISTMUON_TEST_KILLED_AT";
-    /// Says that a process is of a world of hosts, and how many milliseconds it rests after a step.
+    /// Says that a process is of a world of hosts, and the point of the victim at which they are cut off
+    /// from each other.
     #[cfg(feature = "mpi")]
-    const PAUSE: &str = "DISTMUON_TEST_PAUSE";
+    const CUT_AT: &str = "DISTMUON_TEST_CUT_AT";
 
     #[derive(Module, Debug)]
     struct Net {
@@ -75,6 +77,23 @@ mod ranks {
     fn config() -> DistMuonConfig {
         DistMuonConfig::new().with_bucket_mb(0.0002).with_small_elements(32)
     }
+
+    /// A model goes to all and is checked; gradients are added up, momenta shared, parameters published;
+    /// states are gathered and a checkpoint is published.
+    const DEATHS: [&str; 12] = [
+        "start 0: 0",
+        "start 0: 12",
+        "start 0: 18",
+        "start 0: 39",
+        "step 0: 0",
+        "step 1: 6",
+        "step 1: 10",
+        "step 1: 17",
+        "step 1: 20",
+        "step 1: 24",
+        "save 1: 3",
+        "save 1: 8",
+    ];
 
     pub fn main() {
         host::use_test_library();
@@ -112,7 +131,7 @@ mod ranks {
         let launch = Launch::from_env()?;
         let device = Device::default().autodiff();
         #[cfg(feature = "mpi")]
-        let world = match std::env::var_os(PAUSE) {
+        let world = match std::env::var_os(CUT_AT) {
             Some(_) => World::mpi(&launch, device, hosts::DEADLINE)?,
             None => host::world(&launch, device, DEADLINE, Waits::Device)?,
         };
@@ -127,11 +146,35 @@ mod ranks {
         steps.inspect_err(|error| engine.fail(&error.to_string()))
     }
 
+    /// What a rank does now, and its events since it began.
+    struct Phase(Mutex<(&'static str, u64, usize)>);
+
+    impl Phase {
+        fn enter(&self, name: &'static str, step: u64) {
+            *self.0.lock().unwrap() = (name, step, 0);
+        }
+
+        /// The point of an event.
+        fn event(&self) -> String {
+            let (name, step, events) = &mut *self.0.lock().unwrap();
+            *events += 1;
+            format!("{name} {step}: {}", *events - 1)
+        }
+    }
+
     fn steps(world: &World, folder: &Path) -> Result<()> {
-        let killed_at = std::env::var(KILLED_AT).ok().and_then(|at| at.parse::<usize>().ok());
+        let phase = Arc::new(Phase(Mutex::new(("start", 0, 0))));
+        let (here, killed_at) = (phase.clone(), std::env::var(KILLED_AT).ok());
+        #[cfg(feature = "mpi")]
+        let (cut_at, shared) = (std::env::var(CUT_AT).ok(), folder.to_owned());
         let world = watched(world, move |event| {
-            if event.rank == VICTIM && Some(event.number) == killed_at {
+            let here = (event.rank == VICTIM).then(|| here.event());
+            if here.is_some() && here == killed_at {
                 kill(std::process::id());
+            }
+            #[cfg(feature = "mpi")]
+            if here.is_some() && here == cut_at {
+                hosts::wait_for_the_cut(&shared);
             }
             Ok(())
         });
@@ -143,12 +186,12 @@ mod ranks {
             (net, optim, step) = optim.load(&path, net)?;
         }
         while step < STEPS {
+            phase.enter("step", step);
             let gradients = gradients(&net, step);
             net = optim.step(0.01, net, gradients)?;
+            phase.enter("save", step);
             step += 1;
             optim.save(&path, &net, &step)?;
-            #[cfg(feature = "mpi")]
-            hosts::rest(folder, step);
         }
         fs::write(folder.join(format!("weights-{}", world.rank())), weights(&net).concat())
             .expect("the folder is there");
@@ -225,26 +268,25 @@ mod ranks {
     }
 
     fn a_killed_rank_is_named_by_all() {
-        // In the start, in the middle of steps, and in saves.
-        for at in [0, 2, 5, 11, 17, 23, 31, 40, 52] {
+        for at in DEATHS {
             let folder = tempfile::tempdir().unwrap();
             let begin = Instant::now();
-            let outputs = finish(start(folder.path(), &[(KILLED_AT, at.to_string())]));
-            assert!(begin.elapsed() < DEADLINE, "event {at}: nobody waited for the deadline");
+            let outputs = finish(start(folder.path(), &[(KILLED_AT, at.to_owned())]));
+            assert!(begin.elapsed() < DEADLINE, "{at}: nobody waited for the deadline");
             for (rank, output) in outputs.iter().enumerate() {
                 let said = text(&output.stderr);
                 if rank == VICTIM {
-                    assert_eq!(output.status.signal(), Some(9), "event {at}: {said}");
+                    assert_eq!(output.status.signal(), Some(9), "{at}: {said}");
                 } else {
-                    assert_eq!(output.status.code(), Some(3), "event {at}, rank {rank}: {said}");
-                    assert!(said.contains("rank 1 failed"), "event {at}, rank {rank}: {said}");
+                    assert_eq!(output.status.code(), Some(3), "{at}, rank {rank}: {said}");
+                    assert!(said.contains("rank 1 failed"), "{at}, rank {rank}: {said}");
                 }
             }
             // All start again, from the last checkpoint, and end as if nothing had been.
             for output in finish(start(folder.path(), &[])) {
-                assert!(output.status.success(), "event {at}: {}", text(&output.stderr));
+                assert!(output.status.success(), "{at}: {}", text(&output.stderr));
             }
-            assert!(trained(folder.path(), RANKS) == expected(), "event {at}");
+            assert!(trained(folder.path(), RANKS) == expected(), "{at}");
         }
     }
 
@@ -330,13 +372,19 @@ mod ranks {
         pub const DEADLINE: Duration = Duration::from_secs(4);
         const RANKS: usize = 4;
         const ADDRESSES: [&str; 2] = ["10.213.77.1", "10.213.77.2"];
+        const HARDWARE: [&str; 2] = ["02:00:00:00:77:01", "02:00:00:00:77:02"];
         const NETWORK: &str = "10.213.77.0/24";
+        /// Nobody else is there, and the kernel gives out higher ones.
+        const PORT: &str = "29500";
+        const CUTS: [&str; 3] = ["step 1: 9", "step 2: 22", "save 2: 3"];
+        /// Where a rank's last words end.
+        const END: &str = "\n";
 
         const TAKEN_ALONG: [&str; 7] = [
             "MASTER_ADDR",
             "MASTER_PORT",
             FOLDER,
-            PAUSE,
+            CUT_AT,
             "RAYON_NUM_THREADS",
             "LD_LIBRARY_PATH",
             "BURN_DEVICE",
@@ -347,9 +395,9 @@ mod ranks {
             names: [String; 2],
         }
 
-        fn ip(arguments: &str) -> bool {
-            let ip = Command::new("ip").args(arguments.split(' ')).output();
-            ip.is_ok_and(|output| output.status.success())
+        fn ip(arguments: &str) -> Option<String> {
+            let ip = Command::new("ip").args(arguments.split(' ')).output().ok()?;
+            ip.status.success().then(|| text(&ip.stdout))
         }
 
         impl Hosts {
@@ -359,24 +407,43 @@ mod ranks {
                 let names = ["a", "b"].map(|host| format!("distmuon-{own}-{host}"));
                 let hosts = Self { names };
                 let [a, b] = &hosts.names;
-                let link = format!("link add dm-a netns {a} type veth peer name dm-b netns {b}");
-                let made =
-                    ip(&format!("netns add {a}")) && ip(&format!("netns add {b}")) && ip(&link);
-                let [first, second] = ADDRESSES;
-                let ready = made
-                    && ip(&format!("-n {a} addr add {first}/24 dev dm-a"))
-                    && ip(&format!("-n {b} addr add {second}/24 dev dm-b"))
-                    && hosts.names.iter().all(|host| ip(&format!("-n {host} link set lo up")))
-                    && ip(&format!("-n {b} link set dm-b up"));
-                (ready && hosts.set_link("up")).then_some(hosts)
+                ip(&format!("netns add {a}"))?;
+                ip(&format!("netns add {b}"))?;
+                let [first, second] = HARDWARE;
+                ip(&format!(
+                    "link add dm netns {a} address {first} type veth peer dm netns {b} address {second}"
+                ))?;
+                for (host, address) in hosts.names.iter().zip(ADDRESSES) {
+                    ip(&format!("-n {host} link set lo up"))?;
+                    ip(&format!("-n {host} addr add {address}/24 dev dm"))?;
+                }
+                ip(&format!("-n {b} link set dm up"))?;
+                hosts.connect()?;
+                Some(hosts)
             }
 
-            fn set_link(&self, state: &str) -> bool {
-                ip(&format!("-n {} link set dm-a {state}", self.names[0]))
+            fn cut(&self) {
+                ip(&format!("-n {} link set dm down", self.names[0])).expect("it was up");
+            }
+
+            /// Waits until both ends have a carrier, which takes the kernel a moment, and forgets that
+            /// they could not reach each other.
+            fn connect(&self) -> Option<()> {
+                let [a, b] = &self.names;
+                ip(&format!("-n {a} link set dm up"))?;
+                let carries = |host| {
+                    ip(&format!("-n {host} -br link show dm")).is_some_and(|dm| dm.contains(" UP "))
+                };
+                wait_for("carrier", || carries(a) && carries(b));
+                for (host, other) in [(a, 1), (b, 0)] {
+                    let (address, hardware) = (ADDRESSES[other], HARDWARE[other]);
+                    ip(&format!("-n {host} neigh replace {address} lladdr {hardware} dev dm"))?;
+                }
+                Some(())
             }
 
             /// The ranks as mpirun on the first host starts them on both.
-            fn start(&self, folder: &Path) -> Child {
+            fn start(&self, folder: &Path, cut_at: &str) -> Child {
                 // What mpirun has instead of ssh: it is told a host, and what to run there.
                 let [a, b] = &self.names;
                 let agent = folder.join("agent");
@@ -401,9 +468,9 @@ mod ranks {
                 command.args(["netns", "exec", a, "unshare", "--uts", "sh", "-c"]).arg(mpirun);
                 for (name, value) in [
                     ("MASTER_ADDR", first.to_owned()),
-                    ("MASTER_PORT", worlds::free_port().to_string()),
+                    ("MASTER_PORT", PORT.to_owned()),
                     (FOLDER, folder.display().to_string()),
-                    (PAUSE, "200".to_owned()),
+                    (CUT_AT, cut_at.to_string()),
                     ("RAYON_NUM_THREADS", "1".to_owned()),
                 ] {
                     command.env(name, value);
@@ -433,30 +500,38 @@ mod ranks {
             }
         }
 
-        /// Rests after a step, and tells of it.
-        pub fn rest(folder: &Path, step: u64) {
-            if let Some(pause) = std::env::var(PAUSE).ok().and_then(|pause| pause.parse().ok()) {
-                fs::write(folder.join("step"), step.to_string()).expect("the folder is there");
-                thread::sleep(Duration::from_millis(pause));
+        /// Goes on when the link has been cut.
+        pub fn wait_for_the_cut(folder: &Path) {
+            fs::write(folder.join("ready"), "").expect("the folder is there");
+            wait_for("cut", || folder.join("cut").exists());
+        }
+
+        /// How long it took.
+        fn wait_for(what: &str, done: impl Fn() -> bool) -> Duration {
+            let start = Instant::now();
+            while !done() {
+                assert!(start.elapsed() < super::DEADLINE, "no {what}");
+                thread::sleep(Duration::from_millis(5));
             }
+            start.elapsed()
         }
 
         /// Leaves a rank's last words where the test finds them, whatever mpirun does to it then.
         pub fn report(folder: &Path, error: &Error) {
-            if std::env::var_os(PAUSE).is_some() {
+            if std::env::var_os(CUT_AT).is_some() {
                 let rank = Launch::from_env().map_or(0, |launch| launch.rank);
                 let kind = match error {
                     Error::PeerFailed { .. } => "PeerFailed",
                     _ => "other",
                 };
                 let path = folder.join(format!("error-{rank}"));
-                fs::write(&path, format!("{kind}: {error}")).expect("the folder is there");
+                fs::write(&path, format!("{kind}: {error}{END}")).expect("the folder is there");
                 thread::sleep(Duration::from_secs(2));
             }
         }
 
         fn succeed(hosts: &Hosts, folder: &Path) -> (String, Vec<u8>) {
-            let output = hosts.start(folder).wait_with_output().unwrap();
+            let output = hosts.start(folder, "never").wait_with_output().unwrap();
             assert!(output.status.success(), "{}", text(&output.stderr));
             (text(&output.stdout), trained(folder, RANKS))
         }
@@ -473,44 +548,35 @@ mod ranks {
             assert!(described.contains("4 ranks over mpi"), "{described}");
             assert!(described.contains(", 2 nodes"), "shares go inside hosts first: {described}");
 
-            let folder = tempfile::tempdir().unwrap();
-            let mut mpirun = hosts.start(folder.path());
-            let wait_for = |what: &str, done: &dyn Fn() -> bool| {
-                let start = Instant::now();
-                while !done() {
-                    assert!(start.elapsed() < Duration::from_secs(60), "no {what}");
-                    thread::sleep(Duration::from_millis(5));
-                }
-                start.elapsed()
-            };
-            wait_for("second step", &|| {
-                fs::read_to_string(folder.path().join("step")).is_ok_and(|step| step == "2")
-            });
-            assert!(hosts.set_link("down"));
-            let error =
-                |rank: usize| fs::read_to_string(folder.path().join(format!("error-{rank}")));
-            let waited =
-                wait_for("error on every rank", &|| (0..RANKS).all(|rank| error(rank).is_ok()));
-            println!("all ranks had reported {waited:?} after the cut");
-            assert!(waited < 3 * DEADLINE, "{waited:?}");
+            for cut_at in CUTS {
+                let folder = tempfile::tempdir().unwrap();
+                lose_each_other(&hosts, folder.path(), cut_at);
+                hosts.connect().expect("it was up before");
+                let (_, resumed) = succeed(&hosts, folder.path());
+                assert!(resumed == expected, "{cut_at}: as if the link had not been cut");
+            }
+        }
+
+        fn lose_each_other(hosts: &Hosts, folder: &Path, cut_at: &str) {
+            let mut mpirun = hosts.start(folder, cut_at);
+            wait_for("step", || folder.join("ready").exists());
+            hosts.cut();
+            fs::write(folder.join("cut"), "").unwrap();
+            let error = |rank: usize| fs::read_to_string(folder.join(format!("error-{rank}")));
+            let told = |rank| error(rank).is_ok_and(|error| error.ends_with(END));
+            let waited = wait_for("error on every rank", || (0..RANKS).all(told));
+            println!("{cut_at}: all ranks had reported {waited:?} after the cut");
             for rank in 0..RANKS {
                 let error = error(rank).unwrap();
                 println!("rank {rank}: {error}");
                 // Each side misses the other: rank 0 is here for two of them, and there for two.
                 assert!(error.starts_with("PeerFailed: "), "rank {rank}: {error}");
-                let other = if rank < 2 {
-                    ["rank 2 failed", "rank 3 failed"]
-                } else {
-                    ["rank 0 failed"; 2]
-                };
-                assert!(other.iter().any(|other| error.contains(other)), "rank {rank}: {error}");
+                let others: &[_] = if rank < 2 { &[2, 3] } else { &[0] };
+                let blames = |other: &usize| error.contains(&format!(": rank {other} failed"));
+                assert!(others.iter().any(blames), "rank {rank}: {error}");
             }
             hosts.clear();
             mpirun.wait().unwrap();
-
-            assert!(hosts.set_link("up"));
-            let (_, resumed) = succeed(&hosts, folder.path());
-            assert!(resumed == expected, "as if the link had not been cut, bit by bit");
         }
     }
 }

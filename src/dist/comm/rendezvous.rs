@@ -35,6 +35,8 @@ pub enum Failure {
 /// Calls elsewhere that are remembered.
 #[cfg(feature = "processes")]
 const ELSEWHERE: usize = 1000;
+/// How long a rank that waits elsewhere may be silent: it says so ten times a second.
+const SILENCE: Duration = Duration::from_secs(2);
 
 /// A meeting: the group, and how many meetings the group had before.
 type Key = (u64, u64);
@@ -46,11 +48,22 @@ struct Meeting<C, P> {
     finished: usize,
 }
 
+/// What a rank waits for.
+struct Wait {
+    call: String,
+    /// The ranks of the world that it waits for.
+    missing: Vec<usize>,
+    /// When it said so, if it waits elsewhere.
+    said: Option<Instant>,
+}
+
 struct State<C, P> {
     meetings: BTreeMap<Key, Meeting<C, P>>,
-    /// What ranks wait for elsewhere.
+    /// What ranks waited for elsewhere.
     #[cfg(feature = "processes")]
     elsewhere: BTreeMap<Key, BTreeMap<usize, C>>,
+    /// What every rank of the world waits for now.
+    waits: Vec<Option<Wait>>,
     /// What every rank of the world has left and nobody needs any more.
     returned: Vec<Vec<P>>,
     /// Ranks of the world that have returned.
@@ -82,6 +95,8 @@ pub struct Ticket<C, P> {
     hall: Arc<Hall<C, P>>,
     key: Key,
     members: Arc<[usize]>,
+    /// The own rank in the world.
+    rank: usize,
     call: String,
     deadline: Duration,
 }
@@ -94,6 +109,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Hall<C, P> {
             meetings: BTreeMap::new(),
             #[cfg(feature = "processes")]
             elsewhere: BTreeMap::new(),
+            waits: (0..size).map(|_| None).collect(),
             returned: (0..size).map(|_| vec![]).collect(),
             left: vec![false; size],
             failure: None,
@@ -127,6 +143,59 @@ impl<C: Clone + PartialEq + Display, P: Clone> Hall<C, P> {
     }
 }
 
+impl Wait {
+    /// How long nothing was heard of a rank, if that is too long.
+    fn silence(&self) -> Option<Duration> {
+        self.said.map(|said| said.elapsed()).filter(|silence| *silence > SILENCE)
+    }
+}
+
+impl<C, P> State<C, P> {
+    /// Who keeps a rank waiting for too long. A rank that is missing because it waits itself is not to
+    /// blame, but one that it waits for.
+    fn culprit(&self, rank: usize, deadline: Duration) -> Failure {
+        let late = |rank: usize, wait: &Wait| {
+            let cause = format!("it did not come to {} within {deadline:?}", wait.call);
+            Failure::Peer { rank, cause }
+        };
+        let wait_of = |rank: usize| self.waits[rank].as_ref();
+        let first = wait_of(rank).expect("it waits");
+        let mut asked = vec![rank];
+        let mut next = 0;
+        while let Some(wait) = asked.get(next).and_then(|rank| wait_of(*rank)) {
+            for missing in &wait.missing {
+                let Some(own) = wait_of(*missing) else { return late(*missing, wait) };
+                if let Some(silence) = own.silence() {
+                    let call = &own.call;
+                    let cause = format!("silent for {silence:.1?}, when it waited for {call}");
+                    return Failure::Peer { rank: *missing, cause };
+                }
+                if !asked.contains(missing) {
+                    asked.push(*missing);
+                }
+            }
+            next += 1;
+        }
+        // They wait for each other.
+        late(first.missing[0], first)
+    }
+
+    /// Members of a group that have not said that they wait for a call elsewhere, or are silent since.
+    /// Calls of long ago are forgotten.
+    #[cfg(feature = "processes")]
+    fn missing_elsewhere(&mut self, call: Key, members: &[usize]) -> Vec<usize> {
+        let waiting = &self.elsewhere[&call];
+        let is_silent =
+            |rank: usize| self.waits[rank].as_ref().is_some_and(|own| own.silence().is_some());
+        let is_missing = |rank: &usize| !waiting.contains_key(rank) || is_silent(*rank);
+        let missing = members.iter().copied().filter(is_missing).collect();
+        while self.elsewhere.len() > ELSEWHERE {
+            self.elsewhere.pop_first();
+        }
+        missing
+    }
+}
+
 impl<C: Clone + PartialEq + Display, P: Clone> Seat<C, P> {
     /// The own index in the group.
     pub fn rank(&self) -> usize {
@@ -154,6 +223,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Seat<C, P> {
             hall: self.hall.clone(),
             key,
             members: self.members.clone(),
+            rank: self.world_rank(),
             call: call.to_string(),
             deadline: self.deadline,
         };
@@ -217,8 +287,8 @@ impl<C: Clone + PartialEq + Display, P: Clone> Seat<C, P> {
     }
 
     /// Says that this rank waits for `call`, which others have to make, too, but not here. Whoever
-    /// waits for something else at the same point ends the world; so does, once it is too late,
-    /// a member that does not wait at all.
+    /// waits for something else at the same point ends the world; so does, once it is too late, who
+    /// keeps this rank waiting.
     ///
     /// # Errors
     ///
@@ -226,29 +296,30 @@ impl<C: Clone + PartialEq + Display, P: Clone> Seat<C, P> {
     #[cfg(feature = "processes")]
     pub fn compare(&self, number: u64, call: C, too_late: bool) -> Result<(), Failure> {
         self.check()?;
+        let own = self.world_rank();
         let mut state = self.hall.lock();
         let waiting = state.elsewhere.entry((self.group, number)).or_default();
-        waiting.insert(self.world_rank(), call.clone());
+        waiting.insert(own, call.clone());
         let other = waiting.iter().find(|(_, other)| **other != call);
-        let missing = self.members.iter().find(|rank| !waiting.contains_key(rank));
-        let failure = match (other, missing) {
-            (Some((rank, other)), _) => {
-                let calls = format!("rank {rank}: {other}, rank {}: {call}", self.world_rank());
-                Failure::Mismatch { calls }
-            }
-            (None, Some(rank)) if too_late => {
-                let cause = format!("it did not come to {call} within {:?}", self.deadline);
-                Failure::Peer { rank: *rank, cause }
-            }
-            _ => {
-                while state.elsewhere.len() > ELSEWHERE {
-                    state.elsewhere.pop_first();
-                }
-                return Ok(());
-            }
+        let other = other.map(|(rank, other)| format!("rank {rank}: {other}, rank {own}: {call}"));
+        state.waits[own] = None; // no longer silent
+        let missing = state.missing_elsewhere((self.group, number), &self.members);
+        let nobody = missing.is_empty();
+        let said = Some(Instant::now());
+        state.waits[own] = Some(Wait { call: call.to_string(), missing, said });
+        let failure = match other {
+            Some(calls) => Failure::Mismatch { calls },
+            None if too_late && !nobody => state.culprit(own, self.deadline),
+            None => return Ok(()),
         };
         drop(state);
         Err(self.hall.fail(failure))
+    }
+
+    /// Says that this rank no longer waits for what it said last.
+    #[cfg(feature = "processes")]
+    pub fn goes_on(&self) {
+        self.hall.lock().waits[self.world_rank()] = None;
     }
 
     /// Whether the world goes on.
@@ -324,26 +395,29 @@ impl<C: Clone + PartialEq + Display, P: Clone> Ticket<C, P> {
                 return Err(mismatch);
             }
             if meeting.complete() {
-                return Ok(meeting.payloads());
+                let payloads = meeting.payloads();
+                state.waits[self.rank] = None;
+                return Ok(payloads);
             }
             if let Some(failure) = &state.failure {
                 return Err(failure.clone());
             }
-            let gone = meeting.missing().find(|member| state.left[self.members[*member]]);
-            let late = self.deadline.checked_sub(start.elapsed());
-            let (member, cause) = match (gone, late) {
-                (Some(gone), _) => (gone, format!("it returned without {}", self.call)),
+            let missing: Vec<usize> =
+                meeting.missing().map(|member| self.members[member]).collect();
+            let gone = missing.iter().copied().find(|rank| state.left[*rank]);
+            state.waits[self.rank] = Some(Wait { call: self.call.clone(), missing, said: None });
+            let failure = match (gone, self.deadline.checked_sub(start.elapsed())) {
+                (Some(rank), _) => {
+                    Failure::Peer { rank, cause: format!("it returned without {}", self.call) }
+                }
                 (None, Some(left)) => {
                     state = hall.changed.wait_timeout(state, left).expect("no panic under it").0;
                     continue;
                 }
-                (None, None) => {
-                    let late = meeting.missing().next().expect("somebody is missing");
-                    (late, format!("it did not come to {} within {:?}", self.call, self.deadline))
-                }
+                (None, None) => state.culprit(self.rank, self.deadline),
             };
             drop(state);
-            return Err(hall.fail(Failure::Peer { rank: self.members[member], cause }));
+            return Err(hall.fail(failure));
         }
     }
 }

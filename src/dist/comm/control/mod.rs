@@ -290,6 +290,10 @@ impl Control {
                 next_check = elapsed + CHECK;
             }
         }
+        if start.elapsed() >= PATIENCE {
+            // It waits no more. This call has its result, whatever the world does.
+            self.check().ok();
+        }
         Ok(())
     }
 

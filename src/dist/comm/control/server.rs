@@ -203,6 +203,9 @@ fn serve(stream: TcpStream, seat: Seat) {
 fn answer(mut stream: TcpStream, world: &Seat, requests: mpsc::Receiver<Request>) {
     let mut groups = Groups { world, seats: HashMap::new() };
     for request in requests {
+        if !matches!(request, Request::Compare { .. }) {
+            world.goes_on();
+        }
         let reply = match request {
             Request::Gather { group, members, bytes } => groups
                 .seat(group, members)

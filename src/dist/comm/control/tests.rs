@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
+use std::sync::atomic::AtomicBool;
 
 use super::protocol::VERSION;
 use super::*;
@@ -218,6 +219,65 @@ fn calls_elsewhere_are_compared_and_missed() {
         rank.wait(&rank.announce("sum"), || Ok(start.elapsed() > 2 * PATIENCE))
     });
     assert!(slow.iter().all(Result::is_ok), "{slow:?}");
+}
+
+/// Rank 0 waits for rank 1, which waits for rank 2, which does nothing.
+fn chain(deadline: Duration, wait: fn(&Control, &str) -> Error) -> Vec<Error> {
+    let (meeting, address) = open();
+    let mut ranks = vec![meeting.join(0, 3, SECRET, deadline).unwrap()];
+    let others = [1, 2].map(|rank| Meeting::known(address.clone()).join(rank, 3, SECRET, deadline));
+    ranks.extend(others.map(Result::unwrap));
+    let world = World(ranks);
+    let groups = on_all(&world.0, |own| {
+        let pair = |colors: [usize; 3]| own.split(colors[own.rank()], 0).unwrap().0;
+        [pair([0, 0, 1]), pair([0, 1, 1])]
+    });
+    let (first, second) = (&groups[0][0], &groups[1][1]);
+    thread::scope(|scope| {
+        let first = scope.spawn(|| wait(first, "first"));
+        // Rank 0 is the first that has waited for too long.
+        thread::sleep(CHECK);
+        let second = wait(second, "second");
+        vec![first.join().unwrap(), second]
+    })
+}
+
+#[test]
+fn who_keeps_others_from_coming_is_named() {
+    let gather: fn(&Control, &str) -> Error =
+        |group, _| group.all_gather_bytes(vec![]).unwrap_err();
+    let elsewhere: fn(&Control, &str) -> Error =
+        |group, call| group.wait(&group.announce(call), || Ok(false)).unwrap_err();
+    for (deadline, wait, call) in
+        [(500, gather, "all_gather_bytes"), (1500, elsewhere, "second within")]
+    {
+        for error in chain(Duration::from_millis(deadline), wait) {
+            let Error::PeerFailed { rank: 2, cause } = &error else { panic!("{error}") };
+            assert!(cause.contains(&format!("it did not come to {call}")), "{cause}");
+        }
+    }
+}
+
+#[test]
+fn who_falls_silent_is_named() {
+    let (meeting, address) = open();
+    let deadline = Duration::from_secs(5);
+    let first = meeting.join(0, 2, SECRET, deadline).unwrap();
+    let other = Meeting::known(address).join(1, 2, SECRET, deadline).unwrap();
+    let ended = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            // It comes, says that it waits, and is cut off.
+            other.compare(&other.announce("sum"), false).unwrap();
+            while !ended.load(Ordering::SeqCst) {
+                thread::sleep(CHECK);
+            }
+        });
+        let error = first.wait(&first.announce("sum"), || Ok(false)).unwrap_err();
+        ended.store(true, Ordering::SeqCst);
+        let Error::PeerFailed { rank: 1, cause } = &error else { panic!("{error}") };
+        assert!(cause.contains("when it waited for sum"), "{cause}");
+    });
 }
 
 #[test]
