@@ -174,13 +174,13 @@ fn integers_are_exact() {
 /// (`test_newton_shulz.py`, with offsets beyond 2^31 elements), on samples of the entries.
 fn check_grid<F: Real>(tolerance: f64) {
     let Some(client) = client::<F>() else { return };
-    let mut shapes =
-        vec![[2, 128, 128], [4, 256, 64], [4, 256, 256], [4, 256, 1024], [320, 2560, 3072]];
+    let mut shapes = vec![[2, 128, 128], [4, 256, 64], [4, 256, 256], [4, 256, 1024]];
     for k in [1, 3, 10] {
         for m in [128, 512, 1024, 4096] {
             shapes.extend([128, 512, 2048].map(|inner| [k, m, inner]));
         }
     }
+    shapes.push([320, 2560, 3072]);
     for [k, m, inner] in shapes {
         for tiling in Tiling::candidates(&client, F::elem_type_native()) {
             for (alpha, beta) in [(1.0, None), (2.5, Some(0.5)), (0.25, Some(1.0))] {

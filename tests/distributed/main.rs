@@ -1,0 +1,140 @@
+//! N ranks against one, on every engine: equal bits, equal refusals, shared memory, checkpoints that
+//! move.
+
+mod checkpoints;
+mod collectives;
+#[path = "../common/mod.rs"]
+mod common;
+#[cfg(feature = "cuda")]
+#[path = "../common/host.rs"]
+mod host;
+mod nodes;
+mod refusals;
+mod shapes;
+mod steps;
+#[path = "../common/watched.rs"]
+mod watched;
+#[path = "../common/worlds.rs"]
+mod worlds;
+
+use std::time::Duration;
+
+use burn::module::{Module, Param};
+use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, Distribution, Tensor};
+use common::{gradients, weights};
+use distmuon::dist::{DistMuonConfig, World};
+use distmuon::{MuonConfig, Result, Rule};
+use libtest_mimic::Arguments;
+use rand::{SeedableRng, rngs::StdRng};
+use serde::{Serialize, de::DeserializeOwned};
+use worlds::Case;
+
+/// Cases that all ranks end well.
+fn sound() -> Vec<Case> {
+    [steps::SOUND, shapes::SOUND, collectives::SOUND, nodes::SOUND, checkpoints::SOUND].concat()
+}
+
+/// Cases that end their world, or look into it from outside.
+fn others() -> Vec<Case> {
+    [steps::OTHERS, checkpoints::OTHERS, refusals::OTHERS].concat()
+}
+
+fn main() {
+    #[cfg(feature = "cuda")]
+    host::use_test_library();
+    #[cfg(feature = "mpi")]
+    worlds::mpi::work(&sound());
+    let trials = worlds::trials(worlds::HERE, &[sound(), others()].concat());
+    #[cfg(feature = "mpi")]
+    let trials = trials.into_iter().chain([worlds::mpi::trial(sound().len())]).collect();
+    libtest_mimic::run(&Arguments::from_args(), trials).exit();
+}
+
+/// How long the tests wait for a rank that does not come.
+const DEADLINE: Duration = Duration::from_secs(20);
+
+/// Shapes that nothing divides.
+#[derive(Module, Debug)]
+struct Net {
+    embedding: Embedding,
+    square: Vec<Linear>,
+    wide: Linear,
+    tall: Linear,
+    experts: Param<Tensor<3>>,
+    norm: LayerNorm,
+    head: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+        let experts = Tensor::random([3, 10, 6], Distribution::Normal(0.0, 0.1), device);
+        let net = Self {
+            embedding: EmbeddingConfig::new(37, 21).init(device),
+            square: vec![linear(16, 16), linear(16, 16), linear(16, 16)],
+            wide: linear(5, 31),
+            tall: linear(32, 3),
+            experts: Param::from_tensor(experts.require_grad()),
+            norm: LayerNormConfig::new(21).init(device),
+            head: linear(21, 37),
+        };
+        net.map(&mut common::Fixed(StdRng::seed_from_u64(7)))
+    }
+
+    fn gradients(&self, seed: u64) -> GradientsParams {
+        gradients(self, seed)
+    }
+
+    fn weights(&self) -> Vec<Vec<u8>> {
+        weights(self)
+    }
+
+    fn values(&self) -> Vec<f64> {
+        let floats = self.weights().concat();
+        let float = |b: &[u8]| f64::from(f32::from_le_bytes(b.try_into().expect("four bytes")));
+        floats.chunks(4).map(float).collect()
+    }
+}
+
+fn device() -> Device {
+    Device::default().autodiff()
+}
+
+fn config() -> DistMuonConfig {
+    let muon = MuonConfig::new().with_rule(Rule::muon("experts").batch());
+    DistMuonConfig::new().with_muon(muon).with_small_elements(64)
+}
+
+fn ranks<T: Send + Serialize + DeserializeOwned>(
+    count: usize,
+    run: impl Fn(World) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    worlds::ranks(DEADLINE, count, run)
+}
+
+/// [`ranks`], where what they return does not leave the process.
+fn ranks_here<T: Send>(count: usize, run: impl Fn(World) -> Result<T> + Sync) -> Result<Vec<T>> {
+    worlds::ranks_here(DEADLINE, count, run)
+}
+
+/// The weights after some steps on the same gradients, which are the same on all ranks.
+fn trained(count: usize, steps: u64, config: &DistMuonConfig) -> Vec<Vec<u8>> {
+    let nets = ranks(count, |world| {
+        let mut net = Net::new(world.device());
+        let net_of_rank_0 = world.broadcast(net.clone())?;
+        net = net_of_rank_0;
+        let mut optim = config.init(&world, &net)?;
+        for step in 0..steps {
+            let gradients = net.gradients(step);
+            net = optim.step(0.01, net, gradients)?;
+        }
+        Ok(net.weights())
+    });
+    let mut nets = nets.unwrap();
+    for net in &nets[1..] {
+        assert_eq!(*net, nets[0], "the ranks agree");
+    }
+    nets.swap_remove(0)
+}

@@ -1,0 +1,95 @@
+//! What all ranks refuse, with the same words.
+
+use burn::nn::LinearConfig;
+use burn::tensor::{Device, Tensor};
+use distmuon::dist::{DistMuonConfig, World};
+use distmuon::{Error, MuonConfig};
+
+use crate::worlds::{Case, cases};
+use crate::{Net, config, device, ranks, ranks_here};
+
+pub const OTHERS: &[Case] = cases![
+    models_that_differ_are_named,
+    bad_gradients_and_settings_are_refused_on_all_ranks,
+    a_world_has_a_rank,
+    devices_of_two_backends_are_no_world,
+];
+
+fn models_that_differ_are_named() {
+    let shape = ranks(3, |world| {
+        let mut net = Net::new(world.device());
+        if world.rank() == 2 {
+            net.wide = LinearConfig::new(5, 30).init(world.device());
+        }
+        config().init(&world, &net).map(|_| ())
+    });
+    let error = shape.unwrap_err();
+    let Error::ModelsDiffer { rank: 2, parameter, .. } = &error else { panic!("{error}") };
+    assert_eq!(parameter, "wide.weight");
+
+    let values = ranks(2, |world| {
+        let mut net = Net::new(world.device());
+        if world.rank() == 1 {
+            net.tall = LinearConfig::new(32, 3).init(world.device());
+        }
+        config().init(&world, &net).map(|_| ())
+    });
+    let error = values.unwrap_err().to_string();
+    assert!(error.contains("World::broadcast"), "{error}");
+}
+
+fn bad_gradients_and_settings_are_refused_on_all_ranks() {
+    let all: Vec<Error> = ranks_here(3, |world| {
+        let net = world.broadcast(Net::new(world.device()))?;
+        let mut optim = config().init(&world, &net)?;
+        let mut gradients = net.gradients(1);
+        if world.rank() == 1 {
+            let turned = Tensor::<2>::ones([31, 5], &Device::default());
+            gradients.register(net.wide.weight.id, turned);
+        }
+        Ok(optim.step(0.01, net, gradients).map(|_| ()).unwrap_err())
+    })
+    .unwrap();
+    let Error::Parameter { parameter, rank: 1, .. } = &all[1] else { panic!("{}", all[1]) };
+    assert_eq!(parameter, "wide.weight");
+    for rank in [0, 2] {
+        let Error::PeerFailed { rank: 1, cause } = &all[rank] else { panic!("{}", all[rank]) };
+        assert!(cause.contains("wide.weight"), "{cause}");
+    }
+
+    let refused = |config: DistMuonConfig, named: &str| {
+        let net = Net::new(&device());
+        match config.init(&World::alone(device()), &net) {
+            Err(Error::Setting { setting, .. }) => assert_eq!(setting, named),
+            Err(error) => panic!("{error}"),
+            Ok(_) => panic!("{named} was accepted"),
+        }
+    };
+    refused(config().with_bucket_mb(0.0), "bucket_mb");
+    refused(config().with_bucket_mb(f64::NAN), "bucket_mb");
+    refused(config().with_max_norm(Some(-1.0)), "max_norm");
+    let clipping = burn::grad_clipping::GradientClippingConfig::Norm(1.0);
+    let muon = MuonConfig::new().with_grad_clipping(Some(clipping));
+    refused(DistMuonConfig::new().with_muon(muon), "muon.grad_clipping");
+    let nobody = World::threads(Vec::<Device>::new(), |_| Ok::<_, Error>(()));
+    assert!(matches!(nobody, Err(Error::Setting { setting: "devices", .. })));
+}
+
+fn a_world_has_a_rank() {
+    let error = World::threads([], |_| Ok::<_, Error>(())).unwrap_err();
+    assert!(matches!(error, Error::Setting { setting: "devices", .. }), "{error}");
+}
+
+fn devices_of_two_backends_are_no_world() {
+    #[cfg(not(all(feature = "flex", feature = "wgpu")))]
+    return println!("skipped: there is one backend");
+    #[cfg(all(feature = "flex", feature = "wgpu"))]
+    devices_of_two_backends();
+}
+
+#[cfg(all(feature = "flex", feature = "wgpu"))]
+fn devices_of_two_backends() {
+    let devices = [Device::flex(), Device::wgpu(burn::tensor::DeviceKind::DefaultDevice)];
+    let error = World::threads(devices, |_| Ok::<_, Error>(())).unwrap_err();
+    assert!(matches!(error, Error::Devices { rank: 1, .. }), "{error}");
+}

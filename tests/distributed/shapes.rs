@@ -1,0 +1,107 @@
+//! Matrices of many shapes and types, more ranks than matrices.
+
+use burn::module::{Module, Param};
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use distmuon::dist::DistMuonConfig;
+use distmuon::{MuonConfig, Rule};
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+use crate::common::{gradients, weights};
+use crate::worlds::{self, Case, cases};
+use crate::{device, ranks};
+
+pub const SOUND: &[Case] = cases![
+    shapes_that_other_systems_are_tested_on,
+    one_giant_many_dwarfs_and_more_ranks_than_matrices,
+    half_precision_is_bit_equal_too,
+];
+
+/// Matrices of any shapes.
+#[derive(Module, Debug)]
+struct Stack {
+    matrices: Vec<Param<Tensor<2>>>,
+}
+
+impl Stack {
+    fn new(shapes: &[[usize; 2]], dtype: DType, device: &Device) -> Self {
+        let mut rng = StdRng::seed_from_u64(11);
+        let mut matrix = |shape: &[usize; 2]| {
+            let values = (0..shape[0] * shape[1]).map(|_| rng.random_range(-0.3..0.3));
+            let values = TensorData::new(values.collect::<Vec<f32>>(), *shape);
+            Param::from_tensor(Tensor::from_data(values, (device, dtype)).require_grad())
+        };
+        Self { matrices: shapes.iter().map(&mut matrix).collect() }
+    }
+
+    /// The weights after ten steps on a number of ranks, which agree.
+    fn trained(
+        shapes: &[[usize; 2]],
+        dtype: DType,
+        count: usize,
+        config: &DistMuonConfig,
+    ) -> Vec<Vec<u8>> {
+        let mut runs = ranks(count, |world| {
+            let mut stack = Self::new(shapes, dtype, world.device());
+            let mut optim = config.init(&world, &stack)?;
+            for step in 0..10 {
+                let gradients = gradients(&stack, step);
+                stack = optim.step(0.01, stack, gradients)?;
+            }
+            Ok(weights(&stack))
+        })
+        .unwrap();
+        assert!(runs.iter().all(|weights| *weights == runs[0]), "the ranks agree");
+        runs.swap_remove(0)
+    }
+}
+
+fn matrices_only() -> DistMuonConfig {
+    DistMuonConfig::new().with_muon(MuonConfig::new().with_rule(Rule::muon("matrices")))
+}
+
+/// The shapes that Emerging-Optimizers tests its distributed Muon on, and that DMuon's and
+/// Megatron's tests add: overlapped is as good as in turn, a run is like any other.
+fn shapes_that_other_systems_are_tested_on() {
+    let shapes = [[21, 16], [16, 32], [3, 32], [5, 100]];
+    let trained =
+        |count, config: &DistMuonConfig| Stack::trained(&shapes, DType::F32, count, config);
+    let alone = trained(1, &matrices_only());
+    for count in [2, 4] {
+        for overlap in [true, false] {
+            let config = matrices_only().with_bucket_mb(0.002).with_overlap(overlap);
+            assert!(trained(count, &config) == alone, "{count} ranks, overlap {overlap}");
+        }
+    }
+    for run in 0..10 {
+        assert!(trained(4, &matrices_only()) == alone, "run {run}");
+    }
+}
+
+fn one_giant_many_dwarfs_and_more_ranks_than_matrices() {
+    let mut shapes = vec![[3, 2]; 30];
+    shapes.insert(7, [64, 96]);
+    for (shapes, counts) in [(&shapes[..], [2, 4, 8]), (&[[4, 6], [6, 4]][..], [4, 8, 16])] {
+        let trained = |count| Stack::trained(shapes, DType::F32, count, &matrices_only());
+        let alone = trained(1);
+        for count in counts.into_iter().filter(worlds::has) {
+            assert!(trained(count) == alone, "{count} ranks, {shapes:?}");
+        }
+    }
+}
+
+fn half_precision_is_bit_equal_too() {
+    let shapes = [[16, 24], [24, 16], [24, 16], [7, 5]];
+    for dtype in [DType::F16, DType::BF16] {
+        if !Device::default().supports_dtype(dtype) {
+            println!("skipped: the device has no {dtype:?}");
+            continue;
+        }
+        let alone = Stack::trained(&shapes, dtype, 1, &matrices_only());
+        let start = Stack::new(&shapes, dtype, &device());
+        assert!(start.matrices.iter().all(|matrix| matrix.val().dtype() == dtype));
+        assert!(alone.iter().zip(weights(&start)).all(|(new, old)| *new != old), "{dtype:?}");
+        for count in [2, 4] {
+            assert!(Stack::trained(&shapes, dtype, count, &matrices_only()) == alone, "{dtype:?}");
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! Steps on N ranks are those on one.
+
+use std::time::Duration;
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::tensor::{Device, Tensor, TensorData};
+use distmuon::dist::plan::Strategy;
+use distmuon::dist::{CostSource, DistMuonConfig, Gradients, World};
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+use crate::common::bits;
+use crate::worlds::{self, Case, cases};
+use crate::{Net, config, device, ranks, ranks_here, trained};
+
+pub const SOUND: &[Case] = cases![
+    any_number_of_ranks_is_bit_equal_to_one,
+    clipping_by_the_norm_of_all_gradients_is_bit_equal_too,
+    measured_costs_are_agreed,
+    different_gradients_count_as_their_mean,
+    parameters_without_gradients_stay_and_partial_ones_count_as_zeros,
+    a_gradient_that_is_not_finite_stops_its_parameter_on_all_ranks,
+    timing_changes_nothing,
+    accumulated_gradients_are_one_step,
+    frozen_parameters_take_no_part,
+];
+
+pub const OTHERS: &[Case] = cases![one_rank_is_the_single_device_optimizer, memory_is_shared,];
+
+fn any_number_of_ranks_is_bit_equal_to_one() {
+    let alone = trained(1, 10, &config());
+    for strategy in [Strategy::Greedy, Strategy::BlockCyclic] {
+        for (bucket_mb, overlap) in [(25.0, true), (0.001, true), (0.001, false), (0.01, true)] {
+            let config =
+                config().with_strategy(strategy).with_bucket_mb(bucket_mb).with_overlap(overlap);
+            for count in [1, 2, 4] {
+                assert!(trained(count, 10, &config) == alone, "{count} ranks, {config}");
+            }
+            // Gradients that need no mean are equal on any number of ranks.
+            let averaged = config.with_gradients(Gradients::Averaged);
+            for count in [3, 7, 16].into_iter().filter(worlds::has) {
+                assert!(trained(count, 10, &averaged) == alone, "{count} ranks, {averaged}");
+            }
+        }
+    }
+}
+
+fn clipping_by_the_norm_of_all_gradients_is_bit_equal_too() {
+    let clipped = config().with_max_norm(Some(0.5));
+    let alone = trained(1, 5, &clipped);
+    assert!(alone != trained(1, 5, &config()), "it clips");
+    assert!(trained(1, 5, &config().with_max_norm(Some(1e9))) == trained(1, 5, &config()));
+    for count in [2, 4] {
+        for bucket_mb in [25.0, 0.001] {
+            assert!(trained(count, 5, &clipped.clone().with_bucket_mb(bucket_mb)) == alone);
+        }
+    }
+}
+
+fn measured_costs_are_agreed() {
+    let measured = config().with_costs(CostSource::Measured);
+    assert!(
+        trained(3, 2, &measured.with_gradients(Gradients::Averaged)) == trained(1, 2, &config())
+    );
+}
+
+fn different_gradients_count_as_their_mean() {
+    let own = |world: &World, net: &Net, step: u64| net.gradients(step * 10 + world.rank() as u64);
+    for count in [2, 3, 4] {
+        let spread = ranks(count, |world| {
+            let mut net = world.broadcast(Net::new(world.device()))?;
+            let mut optim = config().init(&world, &net)?;
+            for step in 0..5 {
+                let gradients = own(&world, &net, step);
+                net = optim.step(0.01, net, gradients)?;
+            }
+            Ok(net.values())
+        });
+        let spread = spread.unwrap();
+        let alone = ranks(1, |world| {
+            let mut net = Net::new(world.device());
+            let mut optim = config().init(&world, &net)?;
+            for step in 0..5 {
+                let mut mean = Mean { net: &net, step, count, grads: GradientsParams::new() };
+                net.visit(&mut mean);
+                let gradients = mean.grads;
+                net = optim.step(0.01, net, gradients)?;
+            }
+            Ok(net.values())
+        });
+        let alone = alone.unwrap().swap_remove(0);
+        let square = |x: f64| x * x;
+        let difference: f64 = spread[0].iter().zip(&alone).map(|(a, b)| square(a - b)).sum();
+        let norm: f64 = alone.iter().map(|a| square(*a)).sum();
+        assert!((difference / norm).sqrt() < 1e-6, "{count} ranks: {}", (difference / norm).sqrt());
+    }
+}
+
+/// The mean of the gradients of all ranks, in float64.
+struct Mean<'a> {
+    net: &'a Net,
+    step: u64,
+    count: usize,
+    grads: GradientsParams,
+}
+
+impl ModuleVisitor for Mean<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let shape = param.val().shape();
+        let mut sum = vec![0f64; shape.num_elements()];
+        for rank in 0..self.count {
+            let grads = self.net.gradients(self.step * 10 + rank as u64);
+            let grad = grads.get::<D>(param.id).expect("every parameter has one").into_data();
+            sum.iter_mut().zip(grad.iter::<f64>()).for_each(|(sum, x)| *sum += x);
+        }
+        let mean: Vec<f32> = sum.iter().map(|sum| (sum / self.count as f64) as f32).collect();
+        let device = param.val().device().inner();
+        self.grads
+            .register::<D>(param.id, Tensor::from_data(TensorData::new(mean, shape), &device));
+    }
+}
+
+fn one_rank_is_the_single_device_optimizer() {
+    let mut net = Net::new(&device());
+    let mut single = config().muon.init(&net);
+    for step in 0..10 {
+        let gradients = net.gradients(step);
+        net = single.step(0.01, net, gradients);
+    }
+    assert!(net.weights() == trained(1, 10, &config()));
+}
+
+fn parameters_without_gradients_stay_and_partial_ones_count_as_zeros() {
+    let run = |count: usize, has: fn(usize) -> bool| {
+        let runs = ranks(count, |world| {
+            let mut net = world.broadcast(Net::new(world.device()))?;
+            let mut optim = config().init(&world, &net)?;
+            let before = bits(&net.experts.val());
+            let mut gradients = net.gradients(1);
+            let (id, shared) = (net.experts.id, net.gradients(2).remove::<3>(net.experts.id));
+            gradients.remove::<3>(id);
+            if has(world.rank()) {
+                gradients.register(id, shared.expect("the experts have one"));
+            }
+            net = optim.step(0.01, net, gradients)?;
+            assert!(optim.skipped_steps().is_empty());
+            Ok((before, bits(&net.experts.val())))
+        });
+        runs.unwrap()
+    };
+    for (before, after) in run(2, |_| false) {
+        assert_eq!(before, after, "no rank has a gradient");
+    }
+    let (before, after) = &run(2, |rank| rank == 1)[0];
+    assert_ne!(before, after);
+    assert_eq!(&run(2, |rank| rank == 1)[1].1, after, "the ranks agree");
+}
+
+fn a_gradient_that_is_not_finite_stops_its_parameter_on_all_ranks() {
+    for count in [1, 3] {
+        let runs = ranks(count, |world| {
+            let mut net = world.broadcast(Net::new(world.device()))?;
+            let mut optim = config().with_bucket_mb(0.002).init(&world, &net)?;
+            let before = net.clone();
+            let mut gradients = net.gradients(1);
+            if world.rank() == 0 {
+                for (id, dims) in
+                    [(net.embedding.weight.id, [37, 21]), (net.wide.weight.id, [5, 31])]
+                {
+                    let grad = Tensor::<2>::full(dims, 1.0, &Device::default());
+                    gradients.register(id, grad.slice_fill([1..2, 1..2], f32::NAN));
+                }
+            }
+            net = optim.step(0.01, net, gradients)?;
+            assert_eq!(bits(&net.embedding.weight.val()), bits(&before.embedding.weight.val()));
+            assert_eq!(bits(&net.wide.weight.val()), bits(&before.wide.weight.val()));
+            assert_ne!(bits(&net.tall.weight.val()), bits(&before.tall.weight.val()));
+            assert_ne!(bits(&net.head.weight.val()), bits(&before.head.weight.val()));
+            Ok(optim.skipped_steps().into_iter().collect::<Vec<_>>())
+        });
+        for skipped in runs.unwrap() {
+            let expected = [("embedding.weight".to_owned(), 1), ("wide.weight".to_owned(), 1)];
+            assert_eq!(skipped, expected);
+        }
+    }
+}
+
+fn timing_changes_nothing() {
+    let alone = trained(1, 20, &config());
+    let delayed = ranks(4, |world| {
+        let mut net = world.broadcast(Net::new(world.device()))?;
+        let mut optim = config().with_bucket_mb(0.001).init(&world, &net)?;
+        let mut rng = StdRng::seed_from_u64(world.rank() as u64);
+        for step in 0..20 {
+            std::thread::sleep(Duration::from_micros(rng.random_range(0..2000)));
+            let gradients = net.gradients(step);
+            net = optim.step(0.01, net, gradients)?;
+        }
+        Ok(net.weights())
+    });
+    for net in delayed.unwrap() {
+        assert!(net == alone);
+    }
+}
+
+fn accumulated_gradients_are_one_step() {
+    let micro = |net: &Net, step: u64| {
+        let mut accumulator = GradientsAccumulator::new();
+        for batch in 0..3 {
+            accumulator.accumulate(net, net.gradients(100 * step + batch));
+        }
+        accumulator.grads()
+    };
+    let mut net = Net::new(&device());
+    let mut single = config().muon.init(&net);
+    for step in 0..4 {
+        let gradients = micro(&net, step);
+        net = single.step(0.01, net, gradients);
+    }
+    let shared = ranks(4, |world| {
+        let mut net = world.broadcast(Net::new(world.device()))?;
+        let mut optim = config().init(&world, &net)?;
+        for step in 0..4 {
+            let gradients = micro(&net, step);
+            net = optim.step(0.01, net, gradients)?;
+        }
+        Ok(net.weights())
+    });
+    for weights in shared.unwrap() {
+        assert!(weights == net.weights());
+    }
+}
+
+fn frozen_parameters_take_no_part() {
+    let runs = ranks(2, |world| {
+        let mut net = Net::new(world.device());
+        net.wide = net.wide.no_grad();
+        net.embedding = net.embedding.no_grad();
+        let mut optim = config().init(&world, &net)?;
+        let frozen = |net: &Net| [bits(&net.wide.weight.val()), bits(&net.embedding.weight.val())];
+        let (before, tall) = (frozen(&net), bits(&net.tall.weight.val()));
+        let planned: Vec<_> =
+            optim.plan().parameters().iter().map(|found| found.path.clone()).collect();
+        assert!(!planned.iter().any(|path| path.contains("wide") || path.contains("embedding")));
+        for step in 0..3 {
+            let gradients = net.gradients(step);
+            net = optim.step(0.01, net, gradients)?;
+        }
+        assert!(!net.wide.weight.is_require_grad(), "it stays frozen");
+        assert!(net.tall.weight.is_require_grad());
+        assert_eq!(frozen(&net), before);
+        assert_ne!(bits(&net.tall.weight.val()), tall);
+        Ok(())
+    });
+    runs.unwrap();
+}
+
+fn memory_is_shared() {
+    #[derive(Module, Debug)]
+    struct Matrices {
+        layers: Vec<Linear>,
+    }
+    for count in [1, 2, 4, 8] {
+        let reports = ranks_here(count, |world| {
+            world.device().seed(1);
+            let layer = || LinearConfig::new(32, 32).with_bias(false).init(world.device());
+            // The last layer would be taken for the output head.
+            let mut net = Matrices { layers: (0..16).map(|_| layer()).collect() };
+            net = world.broadcast(net)?;
+            let mut optim = DistMuonConfig::new().with_max_norm(Some(1.0)).init(&world, &net)?;
+            let mut gradients = GradientsParams::new();
+            for layer in &net.layers {
+                gradients.register(layer.weight.id, layer.weight.val().inner());
+            }
+            optim.step(0.01, net, gradients)?;
+            Ok(optim.memory())
+        });
+        let p = 16 * 32 * 32 * 4;
+        for memory in reports.unwrap() {
+            // Clipping holds all shares of the gradients at once.
+            let held = memory.parameters.now + memory.shares.peak + memory.states.now;
+            assert_eq!(held, p + 2 * p / count, "{count} ranks\n{memory}");
+            assert_eq!(memory.gradients.peak, p);
+            assert_eq!((memory.gradients.now, memory.shares.now, memory.buffers.now), (0, 0, 0));
+            assert!(memory.total.peak <= 2 * p + 2 * p / count + p, "{memory}");
+        }
+    }
+}

@@ -1,0 +1,333 @@
+//! What a rank does, how ranks are started, and processes that are killed.
+
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::tensor::Device;
+use distmuon::Result;
+use distmuon::dist::{DistMuonConfig, Launch, World};
+use libtest_mimic::{Arguments, Trial};
+use rand::{SeedableRng, rngs::StdRng};
+
+use crate::common::{Fixed, gradients, weights};
+use crate::host::{self, Waits};
+#[cfg(feature = "mpi")]
+use crate::hosts;
+use crate::watched::watched;
+use crate::worlds;
+
+const RANKS: usize = 3;
+const VICTIM: usize = 1;
+const STEPS: u64 = 4;
+/// How long a rank is waited for; nobody should come near it.
+pub const DEADLINE: Duration = Duration::from_secs(60);
+/// Where checkpoints go; says that a process is a rank.
+pub const FOLDER: &str = "DISTMUON_TEST_FOLDER";
+/// The point at which the victim is killed: a phase, and its events before.
+const KILLED_AT: &str = "DISTMUON_TEST_KILLED_AT";
+/// Says that a process is of a world of hosts, and the point of the victim at which they are cut off
+/// from each other.
+#[cfg(feature = "mpi")]
+pub const CUT_AT: &str = "DISTMUON_TEST_CUT_AT";
+
+#[derive(Module, Debug)]
+struct Net {
+    matrices: Vec<Linear>,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+        let net = Self { matrices: vec![linear(6, 6), linear(4, 9), linear(9, 4), linear(6, 6)] };
+        net.map(&mut Fixed(StdRng::seed_from_u64(5)))
+    }
+}
+
+/// Buckets of a parameter or two, so that a step has many points.
+fn config() -> DistMuonConfig {
+    DistMuonConfig::new().with_bucket_mb(0.0002).with_small_elements(32)
+}
+
+/// A model goes to all and is checked; gradients are added up, momenta shared, parameters published;
+/// states are gathered and a checkpoint is published.
+const DEATHS: [&str; 12] = [
+    "start 0: 0",
+    "start 0: 12",
+    "start 0: 18",
+    "start 0: 39",
+    "step 0: 0",
+    "step 1: 6",
+    "step 1: 10",
+    "step 1: 17",
+    "step 1: 20",
+    "step 1: 24",
+    "save 1: 3",
+    "save 1: 8",
+];
+
+pub fn main() {
+    host::use_test_library();
+    if let Some(folder) = std::env::var_os(FOLDER) {
+        return work(Path::new(&folder));
+    }
+    let cases: &[(&str, fn())] = &[
+        ("processes_train_and_go_on", processes_train_and_go_on),
+        ("a_killed_rank_is_named_by_all", a_killed_rank_is_named_by_all),
+        ("torchrun_starts_them", torchrun_starts_them),
+        ("what_is_missing_is_said", what_is_missing_is_said),
+        #[cfg(feature = "mpi")]
+        ("hosts_that_lose_each_other_go_on_later", hosts::lose_each_other_and_go_on_later),
+    ];
+    let trials = cases.iter().map(|(name, case)| {
+        Trial::test(*name, move || {
+            case();
+            Ok(())
+        })
+    });
+    libtest_mimic::run(&Arguments::from_args(), trials.collect()).exit();
+}
+
+/// What a rank does: trains, saves every step, and says how it ended.
+fn work(folder: &Path) {
+    if let Err(error) = train(folder) {
+        eprintln!("{error}");
+        #[cfg(feature = "mpi")]
+        hosts::report(folder, &error);
+        std::process::exit(3);
+    }
+}
+
+fn train(folder: &Path) -> Result<()> {
+    let launch = Launch::from_env()?;
+    let device = Device::default().autodiff();
+    #[cfg(feature = "mpi")]
+    let world = match std::env::var_os(CUT_AT) {
+        Some(_) => World::mpi(&launch, device, hosts::DEADLINE)?,
+        None => host::world(&launch, device, DEADLINE, Waits::Device)?,
+    };
+    #[cfg(not(feature = "mpi"))]
+    let world = host::world(&launch, device, DEADLINE, Waits::Device)?;
+    let description = world.describe()?;
+    if world.rank() == 0 {
+        println!("{description}");
+    }
+    let engine = world.engine();
+    let steps = steps(&world, folder);
+    steps.inspect_err(|error| engine.fail(&error.to_string()))
+}
+
+/// What a rank does now, and its events since it began.
+struct Phase(Mutex<(&'static str, u64, usize)>);
+
+impl Phase {
+    fn enter(&self, name: &'static str, step: u64) {
+        *self.0.lock().unwrap() = (name, step, 0);
+    }
+
+    /// The point of an event.
+    fn event(&self) -> String {
+        let (name, step, events) = &mut *self.0.lock().unwrap();
+        *events += 1;
+        format!("{name} {step}: {}", *events - 1)
+    }
+}
+
+fn steps(world: &World, folder: &Path) -> Result<()> {
+    let phase = Arc::new(Phase(Mutex::new(("start", 0, 0))));
+    let (here, killed_at) = (phase.clone(), std::env::var(KILLED_AT).ok());
+    #[cfg(feature = "mpi")]
+    let (cut_at, shared) = (std::env::var(CUT_AT).ok(), folder.to_owned());
+    let world = watched(world, move |event| {
+        let here = (event.rank == VICTIM).then(|| here.event());
+        if here.is_some() && here == killed_at {
+            kill(std::process::id());
+        }
+        #[cfg(feature = "mpi")]
+        if here.is_some() && here == cut_at {
+            hosts::wait_for_the_cut(&shared);
+        }
+        Ok(())
+    });
+    let path = folder.join("run.ckpt");
+    let mut net = world.broadcast(Net::new(world.device()))?;
+    let mut optim = config().init(&world, &net)?;
+    let mut step = 0;
+    if path.exists() {
+        (net, optim, step) = optim.load(&path, net)?;
+    }
+    while step < STEPS {
+        phase.enter("step", step);
+        let gradients = gradients(&net, step);
+        net = optim.step(0.01, net, gradients)?;
+        phase.enter("save", step);
+        step += 1;
+        optim.save(&path, &net, &step)?;
+    }
+    fs::write(folder.join(format!("weights-{}", world.rank())), weights(&net).concat())
+        .expect("the folder is there");
+    Ok(())
+}
+
+/// Ends a process as the system does when memory is short: without a word.
+fn kill(process: u32) {
+    let killed = Command::new("kill").args(["-9", &process.to_string()]).status();
+    assert!(killed.is_ok_and(|killed| killed.success()));
+    thread::sleep(DEADLINE);
+}
+
+fn program() -> Command {
+    let own = std::env::args_os().next().expect("a program has a name");
+    let mut program = Command::new(own);
+    program.env("RAYON_NUM_THREADS", "1");
+    program
+}
+
+/// The processes of a world, as a launcher starts them.
+fn start(folder: &Path, variables: &[(&str, String)]) -> Vec<Child> {
+    let port = worlds::free_port().to_string();
+    let rank = |rank: usize| {
+        let mut program = program();
+        program.env("RANK", rank.to_string()).env("WORLD_SIZE", RANKS.to_string());
+        program.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port).env(FOLDER, folder);
+        program.envs(variables.iter().map(|(name, value)| (name, value)));
+        program.stdout(Stdio::piped()).stderr(Stdio::piped());
+        program.spawn().expect("it can be started")
+    };
+    (0..RANKS).map(rank).collect()
+}
+
+/// How they end, all of them.
+fn finish(children: Vec<Child>) -> Vec<Output> {
+    children.into_iter().map(|child| child.wait_with_output().expect("it ends")).collect()
+}
+
+pub fn text(output: &[u8]) -> String {
+    String::from_utf8_lossy(output).into_owned()
+}
+
+/// What every rank has at the end, which is the same.
+pub fn trained(folder: &Path, ranks: usize) -> Vec<u8> {
+    let weights: Vec<_> =
+        (0..ranks).map(|rank| fs::read(folder.join(format!("weights-{rank}"))).unwrap()).collect();
+    assert!(weights.iter().all(|own| *own == weights[0]), "the ranks agree");
+    weights.into_iter().next().expect("there are ranks")
+}
+
+/// What threads of one process make of it.
+fn expected() -> Vec<u8> {
+    let devices = vec![Device::default().autodiff(); RANKS];
+    let trained = World::threads(devices, |world| {
+        let mut net = Net::new(world.device());
+        let mut optim = config().init(&world, &net)?;
+        for step in 0..STEPS {
+            let gradients = gradients(&net, step);
+            net = optim.step(0.01, net, gradients)?;
+        }
+        Ok::<_, distmuon::Error>(weights(&net).concat())
+    });
+    trained.unwrap().swap_remove(0)
+}
+
+fn processes_train_and_go_on() {
+    let folder = tempfile::tempdir().unwrap();
+    for output in finish(start(folder.path(), &[])) {
+        assert!(output.status.success(), "{}", text(&output.stderr));
+    }
+    assert!(trained(folder.path(), RANKS) == expected(), "as threads do, bit by bit");
+}
+
+fn a_killed_rank_is_named_by_all() {
+    for at in DEATHS {
+        let folder = tempfile::tempdir().unwrap();
+        let begin = Instant::now();
+        let outputs = finish(start(folder.path(), &[(KILLED_AT, at.to_owned())]));
+        assert!(begin.elapsed() < DEADLINE, "{at}: nobody waited for the deadline");
+        for (rank, output) in outputs.iter().enumerate() {
+            let said = text(&output.stderr);
+            if rank == VICTIM {
+                assert_eq!(output.status.signal(), Some(9), "{at}: {said}");
+            } else {
+                assert_eq!(output.status.code(), Some(3), "{at}, rank {rank}: {said}");
+                assert!(said.contains("rank 1 failed"), "{at}, rank {rank}: {said}");
+            }
+        }
+        // All start again, from the last checkpoint, and end as if nothing had been.
+        for output in finish(start(folder.path(), &[])) {
+            assert!(output.status.success(), "{at}: {}", text(&output.stderr));
+        }
+        assert!(trained(folder.path(), RANKS) == expected(), "{at}");
+    }
+}
+
+fn torchrun_starts_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut torchrun = Command::new("torchrun");
+    torchrun.args(["--no-python", "--standalone", "--nproc-per-node", &RANKS.to_string()]);
+    let own = std::env::args_os().next().expect("a program has a name");
+    torchrun.arg(own).env(FOLDER, folder.path()).env("RAYON_NUM_THREADS", "1");
+    match torchrun.output() {
+        Ok(output) => {
+            assert!(output.status.success(), "{}", text(&output.stderr));
+            assert!(trained(folder.path(), RANKS) == expected());
+        }
+        Err(_) => println!("skipped: there is no torchrun"),
+    }
+}
+
+/// One process that can't join says why, in words that help.
+fn what_is_missing_is_said() {
+    let folder = tempfile::tempdir().unwrap();
+    let empty = folder.path().to_str().expect("a plain path");
+    let elsewhere = without_test_library();
+    let full =
+        [("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")];
+    type Variables<'a> = &'a [(&'a str, &'a str)];
+    let cases: [(Variables<'_>, &[&str]); 4] = [
+        (&[("RANK", "0")], &["WORLD_SIZE is not set"]),
+        (&[("RANK", "0"), ("WORLD_SIZE", "1")], &["MASTER_ADDR is not set", "free port"]),
+        (
+            &[&full[..], &[("DISTMUON_TEST_NCCL_VERSION", "20403")]].concat(),
+            &["NCCL is too old", "NCCL 2.4.3", "2.18"],
+        ),
+        (
+            &[&full[..], &[("DISTMUON_NCCL_PATH", empty), ("LD_LIBRARY_PATH", &elsewhere)]]
+                .concat(),
+            &["NCCL was not found", "libnccl.so.2", "DISTMUON_NCCL_PATH", empty],
+        ),
+    ];
+    for (variables, said) in cases {
+        let mut program = program();
+        program.env(FOLDER, folder.path()).envs(variables.iter().copied());
+        if said[0] == "NCCL was not found" && system_has_nccl() {
+            println!("skipped: this system has NCCL");
+            continue;
+        }
+        let output = program.output().unwrap();
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(3), "{error}");
+        for said in said {
+            assert!(error.contains(said), "{said:?} is not in: {error}");
+        }
+    }
+}
+
+/// Where libraries are looked for, but for the folder that cargo puts the test library in.
+fn without_test_library() -> String {
+    let folders = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let folders = std::env::split_paths(&folders);
+    let others = folders.filter(|folder| !folder.join("libnccl.so").exists());
+    let others = std::env::join_paths(others).expect("they were joined before");
+    others.into_string().expect("plain paths")
+}
+
+fn system_has_nccl() -> bool {
+    // SAFETY: NCCL's initialisers do nothing but register.
+    unsafe { libloading::Library::new("libnccl.so.2").is_ok() }
+}
