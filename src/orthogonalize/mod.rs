@@ -263,8 +263,11 @@ impl NewtonSchulz {
         // How many matrices the workspace has room for.
         let part = (self.workspace * 1_000_000 / plan.workspace).max(1);
         if part >= k {
-            let replayed = self.replayed(&plan, &batch, norms.as_ref());
-            return replayed.unwrap_or_else(|| self.orthogonalize_part(&plan, batch, norms));
+            #[cfg(feature = "cube")]
+            if let Some(replayed) = self.replayed(&plan, &batch, norms.as_ref()) {
+                return replayed;
+            }
+            return self.orthogonalize_part(&plan, batch, norms);
         }
         let parts = (0..k).step_by(part).map(|start| {
             let range = start..(start + part).min(k);
@@ -273,17 +276,6 @@ impl NewtonSchulz {
             self.orthogonalize_part(&plan, batch.clone().slice([range]), norms)
         });
         Tensor::cat(parts.collect(), 0)
-    }
-
-    /// Nothing is recorded without CubeCL.
-    #[cfg(not(feature = "cube"))]
-    fn replayed(
-        &self,
-        _plan: &Explanation,
-        _batch: &Tensor<3>,
-        _norms: Option<&Norms>,
-    ) -> Option<Tensor<3>> {
-        None
     }
 
     /// The result of a recording, if there may be one.

@@ -125,8 +125,7 @@ impl Hosts {
     /// Ends whatever runs there.
     fn clear(&self) {
         for host in &self.names {
-            let pids = Command::new("ip").args(["netns", "pids", host]).output();
-            let pids = pids.map(|output| text(&output.stdout)).unwrap_or_default();
+            let pids = ip(&format!("netns pids {host}")).unwrap_or_default();
             for pid in pids.split_whitespace() {
                 Command::new("kill").args(["-9", pid]).output().ok();
             }
@@ -209,6 +208,7 @@ fn lose_each_other(hosts: &Hosts, folder: &Path, cut_at: &str) {
     let told = |rank| error(rank).is_ok_and(|error| error.ends_with(END));
     let waited = wait_for("error on every rank", || (0..RANKS).all(told));
     println!("{cut_at}: all ranks had reported {waited:?} after the cut");
+    assert!(waited < 3 * DEADLINE, "{waited:?}");
     for rank in 0..RANKS {
         let error = error(rank).unwrap();
         println!("rank {rank}: {error}");

@@ -107,13 +107,7 @@ fn work(folder: &Path) {
 fn train(folder: &Path) -> Result<()> {
     let launch = Launch::from_env()?;
     let device = Device::default().autodiff();
-    #[cfg(feature = "mpi")]
-    let world = match std::env::var_os(CUT_AT) {
-        Some(_) => World::mpi(&launch, device, hosts::DEADLINE)?,
-        None => host::world(&launch, device, DEADLINE, Waits::Device)?,
-    };
-    #[cfg(not(feature = "mpi"))]
-    let world = host::world(&launch, device, DEADLINE, Waits::Device)?;
+    let world = world(&launch, device)?;
     let description = world.describe()?;
     if world.rank() == 0 {
         println!("{description}");
@@ -121,6 +115,14 @@ fn train(folder: &Path) -> Result<()> {
     let engine = world.engine();
     let steps = steps(&world, folder);
     steps.inspect_err(|error| engine.fail(&error.to_string()))
+}
+
+fn world(launch: &Launch, device: Device) -> Result<World> {
+    #[cfg(feature = "mpi")]
+    if std::env::var_os(CUT_AT).is_some() {
+        return World::mpi(launch, device, hosts::DEADLINE);
+    }
+    host::world(launch, device, DEADLINE, Waits::Device)
 }
 
 /// What a rank does now, and its events since it began.
@@ -145,12 +147,15 @@ fn steps(world: &World, folder: &Path) -> Result<()> {
     #[cfg(feature = "mpi")]
     let (cut_at, shared) = (std::env::var(CUT_AT).ok(), folder.to_owned());
     let world = watched(world, move |event| {
-        let here = (event.rank == VICTIM).then(|| here.event());
-        if here.is_some() && here == killed_at {
+        if event.rank != VICTIM {
+            return Ok(());
+        }
+        let here = Some(here.event());
+        if here == killed_at {
             kill(std::process::id());
         }
         #[cfg(feature = "mpi")]
-        if here.is_some() && here == cut_at {
+        if here == cut_at {
             hosts::wait_for_the_cut(&shared);
         }
         Ok(())

@@ -179,21 +179,6 @@ impl<C, P> State<C, P> {
         // They wait for each other.
         late(first.missing[0], first)
     }
-
-    /// Members of a group that have not said that they wait for a call elsewhere, or are silent since.
-    /// Calls of long ago are forgotten.
-    #[cfg(feature = "processes")]
-    fn missing_elsewhere(&mut self, call: Key, members: &[usize]) -> Vec<usize> {
-        let waiting = &self.elsewhere[&call];
-        let is_silent =
-            |rank: usize| self.waits[rank].as_ref().is_some_and(|own| own.silence().is_some());
-        let is_missing = |rank: &usize| !waiting.contains_key(rank) || is_silent(*rank);
-        let missing = members.iter().copied().filter(is_missing).collect();
-        while self.elsewhere.len() > ELSEWHERE {
-            self.elsewhere.pop_first();
-        }
-        missing
-    }
 }
 
 impl<C: Clone + PartialEq + Display, P: Clone> Seat<C, P> {
@@ -298,18 +283,24 @@ impl<C: Clone + PartialEq + Display, P: Clone> Seat<C, P> {
         self.check()?;
         let own = self.world_rank();
         let mut state = self.hall.lock();
-        let waiting = state.elsewhere.entry((self.group, number)).or_default();
+        let State { elsewhere, waits, .. } = &mut *state;
+        let waiting = elsewhere.entry((self.group, number)).or_default();
         waiting.insert(own, call.clone());
         let other = waiting.iter().find(|(_, other)| **other != call);
         let other = other.map(|(rank, other)| format!("rank {rank}: {other}, rank {own}: {call}"));
-        state.waits[own] = None; // no longer silent
-        let missing = state.missing_elsewhere((self.group, number), &self.members);
-        let nobody = missing.is_empty();
+        let is_silent = |rank: usize| waits[rank].as_ref().and_then(Wait::silence).is_some();
+        let others = self.members.iter().copied().filter(|rank| *rank != own);
+        let missing = others.filter(|rank| !waiting.contains_key(rank) || is_silent(*rank));
+        let missing: Vec<usize> = missing.collect();
+        let too_late = too_late && !missing.is_empty();
         let said = Some(Instant::now());
-        state.waits[own] = Some(Wait { call: call.to_string(), missing, said });
+        waits[own] = Some(Wait { call: call.to_string(), missing, said });
+        while elsewhere.len() > ELSEWHERE {
+            elsewhere.pop_first();
+        }
         let failure = match other {
             Some(calls) => Failure::Mismatch { calls },
-            None if too_late && !nobody => state.culprit(own, self.deadline),
+            None if too_late => state.culprit(own, self.deadline),
             None => return Ok(()),
         };
         drop(state);

@@ -2,7 +2,6 @@
 
 use std::io::{Read, Write};
 use std::net::Shutdown;
-use std::sync::atomic::AtomicBool;
 
 use super::protocol::VERSION;
 use super::*;
@@ -32,10 +31,14 @@ impl Drop for World {
 
 /// A world of so many ranks, and where strangers find it.
 fn world(size: usize) -> (World, String) {
+    world_within(DEADLINE, size)
+}
+
+fn world_within(deadline: Duration, size: usize) -> (World, String) {
     let (meeting, address) = open();
-    let first = meeting.join(0, size, SECRET, DEADLINE).unwrap();
-    let others = (1..size).map(|rank| join(&address, rank, size).unwrap());
-    (World([first].into_iter().chain(others).collect()), address)
+    let first = meeting.join(0, size, SECRET, deadline).unwrap();
+    let other = |rank| Meeting::known(address.clone()).join(rank, size, SECRET, deadline).unwrap();
+    (World([first].into_iter().chain((1..size).map(other)).collect()), address)
 }
 
 fn on_all<T: Send>(world: &[Control], run: impl Fn(&Control) -> T + Sync) -> Vec<T> {
@@ -205,10 +208,8 @@ fn calls_elsewhere_are_compared_and_missed() {
         );
     }
     // A rank that does not come at all.
-    let (meeting, address) = open();
-    let deadline = Duration::from_millis(1500);
-    let first = meeting.join(0, 2, SECRET, deadline).unwrap();
-    let _other = Meeting::known(address).join(1, 2, SECRET, deadline).unwrap();
+    let (ranks, _) = world_within(Duration::from_millis(1500), 2);
+    let first = &ranks.0[0];
     let error = first.wait(&first.announce("sum"), || Ok(false)).unwrap_err();
     let Error::PeerFailed { rank: 1, cause } = &error else { panic!("{error}") };
     assert!(cause.contains("did not come to sum within 1.5s"), "{cause}");
@@ -223,11 +224,7 @@ fn calls_elsewhere_are_compared_and_missed() {
 
 /// Rank 0 waits for rank 1, which waits for rank 2, which does nothing.
 fn chain(deadline: Duration, wait: fn(&Control, &str) -> Error) -> Vec<Error> {
-    let (meeting, address) = open();
-    let mut ranks = vec![meeting.join(0, 3, SECRET, deadline).unwrap()];
-    let others = [1, 2].map(|rank| Meeting::known(address.clone()).join(rank, 3, SECRET, deadline));
-    ranks.extend(others.map(Result::unwrap));
-    let world = World(ranks);
+    let (world, _) = world_within(deadline, 3);
     let groups = on_all(&world.0, |own| {
         let pair = |colors: [usize; 3]| own.split(colors[own.rank()], 0).unwrap().0;
         [pair([0, 0, 1]), pair([0, 1, 1])]
@@ -260,24 +257,13 @@ fn who_keeps_others_from_coming_is_named() {
 
 #[test]
 fn who_falls_silent_is_named() {
-    let (meeting, address) = open();
-    let deadline = Duration::from_secs(5);
-    let first = meeting.join(0, 2, SECRET, deadline).unwrap();
-    let other = Meeting::known(address).join(1, 2, SECRET, deadline).unwrap();
-    let ended = AtomicBool::new(false);
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            // It comes, says that it waits, and is cut off.
-            other.compare(&other.announce("sum"), false).unwrap();
-            while !ended.load(Ordering::SeqCst) {
-                thread::sleep(CHECK);
-            }
-        });
-        let error = first.wait(&first.announce("sum"), || Ok(false)).unwrap_err();
-        ended.store(true, Ordering::SeqCst);
-        let Error::PeerFailed { rank: 1, cause } = &error else { panic!("{error}") };
-        assert!(cause.contains("when it waited for sum"), "{cause}");
-    });
+    let (ranks, _) = world_within(Duration::from_secs(5), 2);
+    let [first, other] = &ranks.0[..] else { panic!("two ranks") };
+    // It comes, says that it waits, and is cut off.
+    other.compare(&other.announce("sum"), false).unwrap();
+    let error = first.wait(&first.announce("sum"), || Ok(false)).unwrap_err();
+    let Error::PeerFailed { rank: 1, cause } = &error else { panic!("{error}") };
+    assert!(cause.contains("when it waited for sum"), "{cause}");
 }
 
 #[test]
