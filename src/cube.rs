@@ -2,11 +2,12 @@
 
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::{TensorMetadata, tensor::FloatTensor};
-use burn::tensor::{DType, Shape};
+use burn::tensor::{DType, Shape, Tensor};
 use burn_cubecl::kernel::{cast, into_contiguous};
-use burn_cubecl::{CubeBackend, CubeDevice};
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{Cube, CubeBackend, CubeDevice};
 use cubecl::features::TypeUsage;
-use cubecl::server::Handle;
+use cubecl::server::{Handle, IoError, ServerError};
 use distmuon_kernels::Matrices;
 use distmuon_kernels::fused::Batch;
 
@@ -14,16 +15,14 @@ type Float = FloatTensor<CubeBackend>;
 
 /// Fails to compile where Burn fuses and this crate does not: turn on its feature `fusion`.
 #[cfg(not(feature = "fusion"))]
-const _: fn(burn_cubecl::Cube) -> CubeBackend = |backend| backend;
+const _: fn(Cube) -> CubeBackend = |backend| backend;
 
-/// Whether the kernels take this type on this device. CubeCL's CPU runtime, whose units are threads
-/// that wait for each other, is left to Burn.
+/// Whether the kernels take this type on this device.
 pub(crate) fn serves(device: &CubeDevice, dtype: DType) -> bool {
     let client = device.client();
     let properties = client.properties();
     let usage = TypeUsage::Buffer | TypeUsage::Conversion;
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
-        && properties.hardware.plane_size_max > 1
         && properties.type_usage(dtype_to_elem_type(dtype)).is_superset(usage)
 }
 
@@ -62,4 +61,58 @@ pub(crate) fn unshared(tensor: Float) -> Float {
 pub(crate) fn batch(tensor: &Float) -> Batch {
     let shape = tensor.shape();
     Batch { count: shape[0], elements: shape.num_elements() / shape[0].max(1) }
+}
+
+/// A tensor on a CubeCL backend, when all that makes it has been given to the device.
+#[cfg(feature = "fusion")]
+pub(crate) fn primitive<const D: usize>(tensor: Tensor<D>) -> Option<CubeTensor> {
+    let fused = tensor.try_into_primitive::<Cube>().ok()?;
+    let client = fused.client.clone();
+    Some(client.resolve_tensor_float::<CubeBackend>(fused))
+}
+
+/// A tensor on a CubeCL backend.
+#[cfg(not(feature = "fusion"))]
+pub(crate) fn primitive<const D: usize>(tensor: Tensor<D>) -> Option<CubeTensor> {
+    tensor.try_into_primitive::<Cube>().ok()
+}
+
+/// Why a tensor will never be computed, if that is known already: what the device could not allocate, and
+/// whatever needs it. Waits for the work to be given to the device, not for it to be done.
+pub(crate) fn failure<const D: usize>(tensor: &Tensor<D>) -> Option<Failure> {
+    let tensor = primitive(tensor.clone())?;
+    tensor.client.check([&tensor.handle]).err().map(Failure::from)
+}
+
+/// What keeps a device from computing something.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    /// In words.
+    pub reason: String,
+    /// Whether it is a lack of memory.
+    pub is_memory: bool,
+}
+
+impl From<ServerError> for Failure {
+    /// The root of the failure: not what was skipped because of it, nor from where it was seen.
+    fn from(error: ServerError) -> Self {
+        let of_memory = |reason| Self { reason, is_memory: true };
+        match error {
+            ServerError::Several { mut errors, .. } if !errors.is_empty() => {
+                Self::from(errors.swap_remove(0))
+            }
+            ServerError::Unwritten { root, .. } => Self::from(*root),
+            ServerError::Io(IoError::OutOfMemory { size, .. }) => {
+                of_memory(format!("it has no room for {size} more bytes"))
+            }
+            ServerError::Io(IoError::BufferTooBig { size, .. }) => {
+                of_memory(format!("it can't allocate {size} bytes at once"))
+            }
+            other => {
+                let words = other.to_string();
+                let reason = words.split("\nBacktrace").next().unwrap_or_default().to_owned();
+                Self { reason, is_memory: false }
+            }
+        }
+    }
 }

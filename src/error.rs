@@ -40,6 +40,18 @@ pub enum Error {
         /// The type that was asked for.
         dtype: String,
     },
+    /// A device could not compute a step, most often because its memory ran out.
+    #[error("parameter `{parameter}`: {device} could not compute its step: {reason}; {remedy}")]
+    NotComputed {
+        /// Path of the parameter in its module.
+        parameter: String,
+        /// The device.
+        device: String,
+        /// What the device lacks, or what it said.
+        reason: String,
+        /// What to do about it.
+        remedy: &'static str,
+    },
     /// The pattern of a routing rule is not a regular expression.
     #[error("routing rule `{pattern}` is not a regular expression: {reason}")]
     Pattern {

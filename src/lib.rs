@@ -47,10 +47,10 @@
 //! # Devices and features
 //!
 //! The features `flex` (default), `wgpu`, `vulkan`, `cuda`, `cpu` and `tch` enable Burn's features of
-//! the same names. On Flex and on everything that CubeCL runs on but its CPU runtime, the iteration and
-//! the elementwise parts have kernels of their own; elsewhere they are composed of Burn's operations
-//! ([`Kernels`]). Kernels are tested on software devices (WGSL, SPIR-V with cooperative matrices) and
-//! compiled for CUDA; nothing has run on a GPU yet.
+//! the same names. On Flex and on everything that CubeCL runs on, the iteration and the elementwise parts
+//! have kernels of their own; elsewhere they are composed of Burn's operations ([`Kernels`]). Kernels are
+//! tested on software devices (WGSL, SPIR-V with cooperative matrices, CubeCL's CPU runtime) and compiled
+//! for CUDA; nothing has run on a GPU yet.
 //!
 //! [`Kernels::Tuned`] measures them when a shape is met first. Feature `fusion` (default) is Burn's fusion
 //! on the CubeCL backends; it has to be on here if it is on in `burn`, whose default it is, too.
@@ -62,11 +62,13 @@
 
 pub mod adamw;
 pub mod checkpoint;
+mod computed;
 #[cfg(feature = "cube")]
 mod cube;
 pub mod dist;
 pub mod error;
 mod gate;
+mod gradient;
 pub mod muon;
 pub mod orthogonalize;
 pub mod route;

@@ -4,11 +4,12 @@ mod common;
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
-use burn::optim::{ModuleOptimizer, OptimizerRecord};
+use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, Device, Tensor};
 use burn_pack::Reader;
 use common::{Fixed, gradients, weights};
@@ -203,6 +204,49 @@ fn a_gradient_that_is_missing_on_a_rank_stops_all() {
             message.contains("layers.1.weight") && message.contains("layers.2.weight"),
             "{message}"
         );
+    }
+}
+
+/// A rank whose device has no memory says so, and the other is told.
+#[test]
+fn a_rank_without_memory_is_named_on_all() {
+    let Some(lost) = common::beyond_memory(6, 9) else { return };
+    type Step = fn(&World, Net, GradientsParams) -> Result<Net>;
+    let of_single_parameters: Step = |world, net, gradients| {
+        let mut optim = config().build(world)?.init(&net)?;
+        Ok(optim.step(0.01, net, gradients))
+    };
+    let of_whole_models: Step = |world, net, gradients| {
+        let config = config().with_gradients(Gradients::PerRank);
+        config.init(world, &net)?.step(0.01, net, gradients)
+    };
+    for (step, rank_0_owns_it) in [(of_single_parameters, true), (of_whole_models, false)] {
+        let told = Mutex::new(BTreeMap::new());
+        let run = catch_unwind(AssertUnwindSafe(|| {
+            ranks(2, |world| {
+                let net = Net::new(world.device());
+                let mut gradients = gradients(&net, 0);
+                let id = net.layers[1].weight.id;
+                if world.rank() == 0 || rank_0_owns_it {
+                    gradients.remove::<2>(id);
+                    gradients.register(id, lost.clone());
+                }
+                let stepped = catch_unwind(AssertUnwindSafe(|| step(&world, net, gradients)));
+                let words = match stepped {
+                    Ok(stepped) => stepped.map(drop).unwrap_err().to_string(),
+                    Err(panic) => panic.downcast_ref::<String>().unwrap().clone(),
+                };
+                told.lock().unwrap().insert(world.rank(), words.clone());
+                Err::<(), _>(Error::PeerFailed { rank: world.rank(), cause: words })
+            })
+        }));
+        assert!(run.is_err() || run.unwrap().is_err());
+        let told = told.into_inner().unwrap();
+        let first = told.values().filter(|words| !words.starts_with("rank ")).count();
+        assert_eq!((told.len(), first), (2, 1), "{told:?}");
+        for words in told.values() {
+            assert!(words.contains("1099511627776 bytes"), "{told:?}");
+        }
     }
 }
 

@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use burn::grad_clipping::GradientClippingConfig;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::{Module, Param};
@@ -246,6 +248,44 @@ fn matches_the_bare_rule() {
     grads.register(linear.weight.id, grad);
     let linear = config.init(&linear).step(0.1, linear, grads);
     assert_eq!(bits(&linear.weight.val().inner()), bits(&expected));
+}
+
+#[test]
+fn gradients_of_another_shape_are_refused() {
+    let net = Net::new(&device());
+    let muon = (net.layers[0].up.weight.id, "`layers.0.up.weight`");
+    let adamw = (net.embedding.weight.id, "`embedding.weight`");
+    for (id, name) in [muon, adamw] {
+        let mut grads = net.gradients(0);
+        let turned = grads.remove::<2>(id).unwrap().transpose();
+        grads.register(id, turned);
+        let step = || MuonConfig::new().init(&net).step(0.01, net.clone(), grads);
+        let panic = catch_unwind(AssertUnwindSafe(step)).unwrap_err();
+        let message = panic.downcast_ref::<String>().unwrap();
+        assert!(message.contains(name) && message.contains("of the shape"), "{message}");
+    }
+}
+
+#[test]
+fn a_step_that_the_device_has_no_memory_for_is_named() {
+    let net = Net::new(&device());
+    let Some(huge) = common::beyond_memory(8, 16) else { return };
+    let message = |grads: GradientsParams| {
+        let step = || MuonConfig::new().init(&net).step(0.01, net.clone(), grads);
+        let panic = catch_unwind(AssertUnwindSafe(step)).unwrap_err();
+        panic.downcast_ref::<String>().unwrap().clone()
+    };
+    let muon = (net.layers[0].up.weight.id, "`layers.0.up.weight`");
+    let adamw = (net.embedding.weight.id, "`embedding.weight`");
+    for ((id, name), lost) in [(muon, huge.clone()), (adamw, huge.transpose())] {
+        let mut grads = net.gradients(0);
+        grads.remove::<2>(id);
+        grads.register(id, lost);
+        let message = message(grads);
+        assert!(message.contains(name) && message.contains("1099511627776 bytes"), "{message}");
+    }
+    // The device goes on.
+    train(net, &mut MuonConfig::new().init(&Net::new(&device())), 0..1).head.weight.val().to_data();
 }
 
 #[test]

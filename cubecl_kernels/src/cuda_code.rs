@@ -6,6 +6,7 @@
 //! through ptxas, and what comes out is looked at: matrix instructions, registers, spills, shared
 //! memory. `docs/kernels.md` has the table.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
@@ -29,8 +30,8 @@ use cubecl_cpp::shared::{
 };
 use cubecl_cpp::{register_supported_types, target::Cuda};
 
-use crate::Matrices;
 use crate::product::{Product, Tiling, Triangle, Unit};
+use crate::{Matrices, fused, gram, mirror};
 
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 const F16: ElemType = ElemType::Float(FloatKind::F16);
@@ -202,6 +203,18 @@ impl Backend {
     }
 }
 
+/// A kernel in machine code.
+struct Assembled {
+    /// Those of matrix units.
+    instructions: usize,
+    /// Of every unit.
+    registers: usize,
+    /// Bytes.
+    spilled: usize,
+    /// Bytes.
+    shared: usize,
+}
+
 /// NVIDIA's compilers.
 struct Tools {
     folder: PathBuf,
@@ -226,6 +239,21 @@ impl Tools {
             }
             #[cfg(feature = "cuda")]
             Backend::Llvm => code.text.clone(),
+        }
+    }
+
+    /// What a kernel has become.
+    fn assembled(&self, backend: Backend, code: &Code, version: u32) -> Assembled {
+        let ptx = self.ptx(backend, code, version);
+        let mut file =
+            tempfile::NamedTempFile::new().expect("there is a folder for temporary files");
+        file.write_all(ptx.as_bytes()).expect("the folder for temporary files is writable");
+        let said = self.assemble(file.path(), version);
+        Assembled {
+            instructions: ptx.matches("mma.sync").count(),
+            registers: number_before(&said, "registers"),
+            spilled: number_before(&said, "bytes spill stores"),
+            shared: code.shared.max(number_before(&said, "bytes smem")),
         }
     }
 
@@ -268,24 +296,66 @@ fn blocks(version: u32, threads: usize, registers: usize, shared: usize) -> usiz
 /// spill a few bytes, matrix units may not.
 #[test]
 fn products_become_matrix_instructions_without_spills() {
+    check_table(&[BF16, F16, F32], |compile, properties, dtype| {
+        let tilings = Tiling::of(properties, dtype).into_iter();
+        let row = |tiling: Tiling| {
+            let (definition, units) = product(&tiling, properties, dtype);
+            let right = |made: &Assembled| {
+                tiling.unit == Unit::Registers || made.instructions > 0 && made.spilled == 0
+            };
+            compile.row(&tiling.to_string(), dtype, definition, units, right)
+        };
+        tilings.filter_map(row).collect()
+    });
+}
+
+/// Elementwise kernels, the small matrices and the mirror, in bfloat16 for all architectures, and in float32 for
+/// Hopper: none spills.
+#[test]
+fn other_kernels_compile_without_spills() {
+    check_table(&[BF16, F32], |compile, properties, dtype| {
+        let row = |(name, definition, units)| {
+            compile.row(name, dtype, definition, units, |made| made.spilled == 0)
+        };
+        others(properties, dtype).into_iter().filter_map(row).collect()
+    });
+}
+
+/// Compiles kernels with both compilers, for all architectures in the first of the types and for Hopper in
+/// all of them, and prints what they became. All of it has to be right.
+fn check_table(
+    dtypes: &[ElemType],
+    rows: impl Fn(Compile<'_>, &Arc<DeviceProperties>, ElemType) -> Vec<Row> + Sync,
+) {
     let tools = Tools::find();
     if tools.is_none() {
         println!(
             "skipped: NVRTC and ptxas (DISTMUON_CUDA_TOOLS is not set); sources are generated"
         );
     }
-    let rows: Vec<Row> = std::thread::scope(|scope| {
-        let tools = &tools;
-        let compile = |backend| scope.spawn(move || compile_all(backend, tools.as_ref()));
-        let threads: Vec<_> = Backend::all().into_iter().map(compile).collect();
+    let of_backend = |backend: Backend| {
+        let mut all = vec![];
+        for version in ARCHITECTURES {
+            let properties = backend.device(version);
+            let compile = Compile { backend, version, tools: tools.as_ref() };
+            for dtype in if version == 90 { dtypes } else { &dtypes[..1] } {
+                all.extend(rows(compile, &properties, *dtype));
+            }
+        }
+        all
+    };
+    let all: Vec<Row> = std::thread::scope(|scope| {
+        let of_backend = &of_backend;
+        let start = |backend| scope.spawn(move || of_backend(backend));
+        let threads: Vec<_> = Backend::all().into_iter().map(start).collect();
         threads.into_iter().flat_map(|thread| thread.join().expect("it compiles")).collect()
     });
     println!(
-        "| tiling | type | compiler | sm | matrix instructions | registers | spilled bytes | shared KiB | blocks per SM |"
+        "| kernel | type | compiler | sm | matrix instructions | registers | spilled bytes | shared KiB | blocks per SM |"
     );
     println!("|---|---|---|---|---|---|---|---|---|");
-    rows.iter().for_each(|row| println!("{}", row.text));
-    let wrong: Vec<&String> = rows.iter().filter(|row| !row.right).map(|row| &row.text).collect();
+    all.iter().for_each(|row| println!("{}", row.text));
+    let wrong: Vec<&String> = all.iter().filter(|row| !row.right).map(|row| &row.text).collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
@@ -295,54 +365,214 @@ struct Row {
     right: bool,
 }
 
-fn compile_all(backend: Backend, tools: Option<&Tools>) -> Vec<Row> {
-    let mut rows = vec![];
-    for version in ARCHITECTURES {
-        let properties = backend.device(version);
-        for dtype in if version == 90 { vec![BF16, F16, F32] } else { vec![BF16] } {
-            for tiling in Tiling::of(&properties, dtype) {
-                rows.extend(compile(backend, version, &properties, dtype, &tiling, tools));
-            }
-        }
-    }
-    rows
-}
-
-fn compile(
+/// How kernels are compiled.
+#[derive(Clone, Copy)]
+struct Compile<'a> {
     backend: Backend,
     version: u32,
+    tools: Option<&'a Tools>,
+}
+
+impl Compile<'_> {
+    /// What a kernel becomes; nothing without the tools.
+    fn row(
+        self,
+        name: &str,
+        dtype: ElemType,
+        definition: KernelDefinition,
+        units: u32,
+        is_right: impl Fn(&Assembled) -> bool,
+    ) -> Option<Row> {
+        let Self { backend, version, tools } = self;
+        let code = backend.compile(definition, version);
+        assert!(code.shared <= SHARED_OF_BLOCK, "{name}: {} bytes", code.shared);
+        let made = tools?.assembled(backend, &code, version);
+        let blocks = blocks(version, units as usize, made.registers, made.shared);
+        let ElemType::Float(kind) = dtype else { unreachable!("matrices are of floats") };
+        let text = format!(
+            "| {name} | {kind:?} | {backend:?} | {version} | {} | {} | {} | {:.1} | {blocks} |",
+            made.instructions,
+            made.registers,
+            made.spilled,
+            made.shared as f64 / 1024.0,
+        );
+        Some(Row { text, right: blocks > 0 && is_right(&made) })
+    }
+}
+
+/// A symmetric product as it would run on a device, and the units of a cube.
+fn product(
+    tiling: &Tiling,
     properties: &Arc<DeviceProperties>,
     dtype: ElemType,
-    tiling: &Tiling,
-    tools: Option<&Tools>,
-) -> Option<Row> {
+) -> (KernelDefinition, u32) {
     let host = cubecl::Device::Wgpu(Default::default()).client();
     let of = |shape| Matrices::empty(&host, dtype, shape);
     let a = of([1, 256, 256]);
     let (b, d) = (a.clone().transposed(), of([1, 256, 256]));
     let (addend, triangle) = (Some((&d, 0.5)), Triangle::Lower);
     let product = Product { a: &a, b: &b, alpha: 2.0, addend, triangle };
-    let (definition, threads) = product.definition(tiling, properties, target());
-    let code = backend.compile(definition, version);
-    assert!(code.shared <= SHARED_OF_BLOCK, "{tiling}: {} bytes", code.shared);
-    let tools = tools?;
-    let ptx = tools.ptx(backend, &code, version);
-    let file =
-        std::env::temp_dir().join(format!("distmuon-{backend:?}-{}.ptx", std::process::id()));
-    std::fs::write(&file, &ptx).expect("the folder for temporary files is writable");
-    let said = tools.assemble(&file, version);
-    let instructions = ptx.matches("mma.sync").count();
-    let registers = number_before(&said, "registers");
-    let spilled = number_before(&said, "bytes spill stores");
-    let shared = code.shared.max(number_before(&said, "bytes smem"));
-    let blocks = blocks(version, threads, registers, shared);
-    let kibibytes = shared as f64 / 1024.0;
-    let ElemType::Float(kind) = dtype else { unreachable!("matrices are of floats") };
-    let text = format!(
-        "| {tiling} | {kind:?} | {backend:?} | {version} | {instructions} | {registers} | {spilled} | {kibibytes:.1} | {blocks} |"
-    );
-    let on_matrix_units = instructions > 0 && spilled == 0;
-    Some(Row { text, right: blocks > 0 && (tiling.unit == Unit::Registers || on_matrix_units) })
+    product.definition(tiling, properties, target())
+}
+
+/// A kernel that multiplies no tiles, as it would run on a device, and the units of a cube.
+type Other = (&'static str, KernelDefinition, u32);
+
+/// All kernels but the products, for matrices of a type, on a device.
+fn others(properties: &Arc<DeviceProperties>, dtype: ElemType) -> Vec<Other> {
+    let host = cubecl::Device::Wgpu(Default::default()).client();
+    // SAFETY: nothing is launched.
+    let buffer = || unsafe { BufferArg::from_raw_parts(host.empty(4), 1 << 20) };
+    let (short, length, count) = (AddressType::U32, 16 / dtype.size(), 4_usize);
+    macro_rules! kernel {
+        ($name:literal, $($kernel:ident)::+, $units:expr, $($argument:expr),*) => {{
+            let dim: CubeDim = $units;
+            let kernel = $($kernel)::+::create_dummy_kernel(
+                properties.clone(), target(), CubeCount::Static(1, 1, 1), dim, short, $($argument),*
+            );
+            let definition = cubecl_core::define_kernel(&kernel);
+            let definition = definition.unwrap_or_else(|error| panic!("{}: {error:?}", $name));
+            ($name, definition, dim.num_elems())
+        }};
+    }
+    let line = CubeDim::new_1d(fused::UNITS);
+    let side = gram::SIDE;
+    let small = |rows: usize| {
+        let polynomials = vec![gram::Bits([1.5_f32, -0.5, 0.25].map(f32::to_bits)); 5];
+        let (blocks, square) = (rows as u32 / side, CubeDim::new_2d(side, side));
+        kernel!(
+            "gram",
+            gram::accumulate_kernel,
+            square,
+            buffer(),
+            buffer(),
+            rows as u32,
+            rows * rows,
+            rows,
+            1_usize,
+            blocks,
+            polynomials,
+            dtype
+        )
+    };
+    let most = gram::most_rows_of(&properties.hardware);
+    let tile = mirror::TILE;
+    let addend = || ComptimeOptionArgs::Some(buffer());
+    vec![
+        kernel!(
+            "finite",
+            fused::finite_kernel,
+            line,
+            length,
+            buffer(),
+            buffer(),
+            1_usize << 10,
+            count,
+            dtype
+        ),
+        kernel!(
+            "accumulate",
+            fused::accumulate_kernel,
+            line,
+            length,
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            1_usize << 10,
+            count,
+            0.5_f32,
+            true,
+            fused::UNITS,
+            dtype
+        ),
+        kernel!(
+            "norms",
+            fused::norms_kernel,
+            line,
+            length,
+            buffer(),
+            buffer(),
+            1_usize << 10,
+            count,
+            fused::UNITS,
+            dtype
+        ),
+        kernel!(
+            "normalize",
+            fused::normalize_kernel,
+            line,
+            length,
+            buffer(),
+            buffer(),
+            buffer(),
+            1_usize << 10,
+            count,
+            3_usize,
+            1e-7_f32,
+            [dtype; 2]
+        ),
+        kernel!(
+            "apply",
+            fused::apply_kernel,
+            line,
+            length,
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            1_usize << 10,
+            count,
+            [dtype; 2]
+        ),
+        kernel!(
+            "adamw",
+            fused::adamw_kernel,
+            line,
+            length,
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            buffer(),
+            1_usize << 10,
+            count,
+            0.9_f32,
+            0.95_f32,
+            1e-8_f32,
+            dtype
+        ),
+        kernel!("copy", fused::copy_kernel, line, length, buffer(), buffer(), 1_usize << 10, dtype),
+        kernel!(
+            "mirror",
+            mirror::mirror_tiles,
+            CubeDim::new_2d(tile, tile),
+            buffer(),
+            addend(),
+            1024_u32,
+            2.0_f32,
+            0.5_f32,
+            tile,
+            dtype
+        ),
+        small(most),
+    ]
+}
+
+/// 136 tiles of 128 x 128 on 132 multiprocessors would take as long as 264, so as long as a full product.
+#[test]
+fn no_multiprocessor_has_much_more_to_do_than_others() {
+    let properties = device(90);
+    let side = |k, m, n, triangle| {
+        Tiling::by_suitability(&properties, BF16, triangle, [k, m, n])[0].side()
+    };
+    assert_eq!(side(1, 2048, 2048, Triangle::Lower), [64, 64]);
+    assert_eq!(side(1, 4096, 4096, Triangle::Lower), [128, 128]);
+    assert_eq!(side(128, 2048, 2048, Triangle::Lower), [128, 128]);
+    assert_eq!(side(1, 1024, 4096, Triangle::Full), [128, 128]);
+    assert_eq!(side(1, 512, 512, Triangle::Lower), [32, 32]);
 }
 
 /// Buffers of more than 2^32 elements get 64-bit addresses, smaller ones do not pay for them.

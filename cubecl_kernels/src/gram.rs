@@ -16,28 +16,33 @@
 
 use cubecl::client::Client;
 use cubecl::features::TypeUsage;
-use cubecl::ir::ElemType;
+use cubecl::ir::{ElemType, HardwareProperties};
 use cubecl::prelude::*;
 
 use crate::error::{Error, Result};
 use crate::matrices::Matrices;
 
 /// Units along each side of a cube, and the side of the blocks that they share.
-const SIDE: u32 = 16;
+pub(crate) const SIDE: u32 = 16;
 
 /// A unit keeps `(m / SIDE)^2 / 2` sums in registers: no more than 36.
-const MOST_ROWS: usize = 128;
+pub(crate) const MOST_ROWS: usize = 128;
 
 /// Matrices that a cube has in shared memory.
 const HELD: usize = 3;
 
 /// One polynomial `a x + b x^3 + c x^5`, as the bits of its coefficients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Bits([u32; 3]);
+pub(crate) struct Bits(pub(crate) [u32; 3]);
 
 /// The most rows that matrices may have on a device.
 pub fn most_rows(client: &Client) -> usize {
-    let floats = client.properties().hardware.max_shared_memory_size / size_of::<f32>();
+    most_rows_of(&client.properties().hardware)
+}
+
+/// [`most_rows`], of a device that need not be there.
+pub(crate) fn most_rows_of(hardware: &HardwareProperties) -> usize {
+    let floats = hardware.max_shared_memory_size / size_of::<f32>();
     let fits = |rows: &usize| HELD * rows * rows <= floats;
     (SIDE as usize..=MOST_ROWS).step_by(SIDE as usize).filter(fits).max().unwrap_or(0)
 }
@@ -90,8 +95,8 @@ pub fn accumulate(client: &Client, r: &Matrices, polynomials: &[[f32; 3]]) -> Re
     Ok(q)
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn accumulate_kernel<F: Float>(
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
+pub(crate) fn accumulate_kernel<F: Float>(
     input: &[F],
     output: &mut [F],
     m: u32,

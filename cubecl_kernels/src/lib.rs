@@ -4,7 +4,8 @@
 //! - [`product`]: products with an epilogue, of which symmetric ones compute only half;
 //! - [`gram`]: Newton-Schulz on small matrices, a whole matrix in one cube;
 //! - [`fused`]: the elementwise parts of a step of Muon and AdamW, each in one pass over memory;
-//! - [`mirror`]: completes a symmetric matrix of which only the lower triangle is known.
+//! - [`mirror`]: completes a symmetric matrix of which only the lower triangle is known;
+//! - [`units`]: how many units a cube has.
 
 #![warn(missing_docs)]
 
@@ -16,6 +17,7 @@ pub mod gram;
 mod matrices;
 mod mirror;
 pub mod product;
+pub mod units;
 
 pub use error::{Error, Result};
 pub use matrices::Matrices;

@@ -4,9 +4,10 @@ use cubecl::client::Client;
 use cubecl::prelude::*;
 
 use crate::matrices::Matrices;
+use crate::units::together;
 
 /// Side of the tile that a cube moves.
-const TILE: u32 = 16;
+pub(crate) const TILE: u32 = 16;
 
 /// Scales the lower triangle of every matrix of a batch, adds to it, and copies it onto the upper one,
 /// in place: `C <- alpha C + beta D`.
@@ -18,7 +19,8 @@ pub fn mirror(client: &Client, matrices: &Matrices, alpha: f32, addend: Option<(
     if k * m == 0 {
         return;
     }
-    let tiles = (m as u32).div_ceil(TILE);
+    let side = together(&client.properties().hardware, TILE);
+    let tiles = (m as u32).div_ceil(side);
     let count = CubeCount::Static(tiles, tiles, k as u32);
     // SAFETY: contiguous matrices fill their buffers, by the contract of their type.
     let buffer = |of: &Matrices| unsafe { BufferArg::from_raw_parts(of.handle.clone(), k * m * m) };
@@ -30,26 +32,28 @@ pub fn mirror(client: &Client, matrices: &Matrices, alpha: f32, addend: Option<(
     mirror_tiles::launch(
         client,
         count,
-        CubeDim::new_2d(TILE, TILE),
+        CubeDim::new_2d(side, side),
         AddressType::from_len(k * m * m),
         buffer(matrices),
         addend,
         m as u32,
         alpha,
         beta,
+        side,
         matrices.dtype,
     );
 }
 
 /// One cube a tile: the tile is read and its transpose written in whole rows each, with shared
 /// memory in between. Cubes above the diagonal have nothing to do.
-#[cube(launch, address_type = "dynamic")]
-fn mirror_tiles<F: Float>(
+#[cube(launch, create_dummy_kernel, address_type = "dynamic")]
+pub(crate) fn mirror_tiles<F: Float>(
     matrices: &mut [F],
     addend: &ComptimeOption<&[F]>,
     m: u32,
     alpha: f32,
     beta: f32,
+    #[comptime] tile_side: u32,
     #[define(F)] _dtype: ElemType,
 ) {
     let (row_tile, column_tile) = (CUBE_POS_Y, CUBE_POS_X);
@@ -58,10 +62,10 @@ fn mirror_tiles<F: Float>(
     }
     let side = m as usize;
     let base = CUBE_POS_Z as usize * side * side;
-    let mut tile = Shared::<[F]>::new_slice(comptime!((TILE * (TILE + 1)) as usize));
+    let mut tile = Shared::<[F]>::new_slice(comptime!((tile_side * (tile_side + 1)) as usize));
 
-    let row = row_tile * TILE + UNIT_POS_Y;
-    let column = column_tile * TILE + UNIT_POS_X;
+    let row = row_tile * tile_side + UNIT_POS_Y;
+    let column = column_tile * tile_side + UNIT_POS_X;
     if row < m && column <= row {
         let at = base + row as usize * side + column as usize;
         let mut value = alpha * f32::cast_from(matrices[at]);
@@ -72,14 +76,14 @@ fn mirror_tiles<F: Float>(
         }
         let value = F::cast_from(value);
         matrices[at] = value;
-        tile[(UNIT_POS_Y * (TILE + 1) + UNIT_POS_X) as usize] = value;
+        tile[(UNIT_POS_Y * (tile_side + 1) + UNIT_POS_X) as usize] = value;
     }
     sync_cube();
 
-    let row = column_tile * TILE + UNIT_POS_Y;
-    let column = row_tile * TILE + UNIT_POS_X;
+    let row = column_tile * tile_side + UNIT_POS_Y;
+    let column = row_tile * tile_side + UNIT_POS_X;
     if row < column && column < m {
         matrices[base + row as usize * side + column as usize] =
-            tile[(UNIT_POS_X * (TILE + 1) + UNIT_POS_Y) as usize];
+            tile[(UNIT_POS_X * (tile_side + 1) + UNIT_POS_Y) as usize];
     }
 }

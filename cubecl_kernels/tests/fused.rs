@@ -10,8 +10,10 @@ use distmuon_kernels::fused::{
     AdamW, Batch, Momentum, accumulate, adamw, apply, finite, normalize,
 };
 
-/// Parts of norms.
-const PARTS: usize = 3;
+/// Parts of norms: several, and as many as distmuon takes.
+fn parts(batch: Batch) -> usize {
+    batch.elements.div_ceil(1 << 14).max(3)
+}
 
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 
@@ -62,7 +64,7 @@ fn check_muon<F: Real>(tolerance: f64) {
 
             let rule = Momentum { mu: 0.75, nesterov };
             let (update, norms) =
-                accumulate(&client, [grad, momentum, &accepted], batch, dtype, rule, PARTS);
+                accumulate(&client, [grad, momentum, &accepted], batch, dtype, rule, parts(batch));
             let taken = accepts(batch);
             let is_taken = |i: usize| taken[i / batch.elements] == 1.0;
             let averaged: Vec<f64> = (0..batch.len())
@@ -135,7 +137,7 @@ fn norms_at_any_scale() {
         let accepted = finite(&client, &grad, batch, F32);
         let rule = Momentum { mu: 0.0, nesterov: false };
         let (update, norms) =
-            accumulate(&client, [&grad, &momentum, &accepted], batch, F32, rule, PARTS);
+            accumulate(&client, [&grad, &momentum, &accepted], batch, F32, rule, parts(batch));
         let normal = normalize(&client, &update, &norms, batch, [F32; 2], 0.0);
         let normal = download::<f32>(&client, &normal);
         for matrix in normal.chunks(batch.elements) {
@@ -154,7 +156,8 @@ fn norms_at_any_scale() {
     let zeros = upload::<f32>(&client, &vec![0.0; batch.len()]);
     let accepted = finite(&client, &zeros, batch, F32);
     let rule = Momentum { mu: 0.5, nesterov: true };
-    let (update, norms) = accumulate(&client, [&zeros, &zeros, &accepted], batch, F32, rule, PARTS);
+    let (update, norms) =
+        accumulate(&client, [&zeros, &zeros, &accepted], batch, F32, rule, parts(batch));
     let normal = normalize(&client, &update, &norms, batch, [F32; 2], 0.0);
     assert!(download::<f32>(&client, &normal).iter().all(|x| *x == 0.0), "zero stays zero");
 }
@@ -212,7 +215,7 @@ fn nothing_to_do() {
         let accepted = finite(&client, &handle, batch, F32);
         let rule = Momentum { mu: 0.5, nesterov: true };
         let (update, norms) =
-            accumulate(&client, [&handle, &handle, &accepted], batch, F32, rule, PARTS);
+            accumulate(&client, [&handle, &handle, &accepted], batch, F32, rule, parts(batch));
         normalize(&client, &update, &norms, batch, [F32; 2], 0.0);
         apply(&client, &handle, &update, [&accepted; 3], batch, [F32; 2]);
         let constants = AdamW { beta_1: 0.9, beta_2: 0.9, epsilon: 0.0 };

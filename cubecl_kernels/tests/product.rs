@@ -267,8 +267,11 @@ fn what_does_not_go_together_is_refused() {
     says(error(&of([1, 4, 0]), &of([1, 0, 4]), None, Triangle::Full), "inner");
     let scattered = Matrices { strides: [24, 12, 2], ..of([1, 2, 6]) };
     says(error(&scattered, &b, None, Triangle::Full), "copy it");
-    let many = Matrices { shape: [1 << 20, 1, 1], strides: [0, 1, 1], ..of([1, 1, 1]) };
-    says(error(&many, &many, None, Triangle::Full), "split the batch");
+    let count = 1 << 20;
+    if count > client.properties().hardware.max_cube_count.2 as usize {
+        let many = Matrices { shape: [count, 1, 1], strides: [0, 1, 1], ..of([1, 1, 1]) };
+        says(error(&many, &many, None, Triangle::Full), "split the batch");
+    }
     // A column and a row that the device has, and a product of them that none has.
     let long = 1 << 22;
     let column = Matrices { shape: [1, long, 1], strides: [long, 1, 1], ..of([1, 1, 1]) };

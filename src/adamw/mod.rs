@@ -25,9 +25,11 @@ use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Tensor};
 
 use crate::checkpoint::saved_tensor;
+use crate::computed;
 use crate::error::{Error, Result};
 use crate::gate::{Gate, SkippedSteps};
-use crate::muon::rule::Rates;
+use crate::gradient;
+use crate::muon::rule::{ONLY_RANK, Rates};
 use crate::orthogonalize::Kernels;
 pub(crate) use ops::Rows;
 
@@ -174,8 +176,11 @@ impl Optimizer for GatedAdamW {
         grad: Tensor<D>,
         state: Option<GatedAdamWState<D>>,
     ) -> (Tensor<D>, Option<GatedAdamWState<D>>) {
+        gradient::check(&self.parameter, ONLY_RANK, &parameter, &grad)
+            .unwrap_or_else(|error| panic!("{error}"));
         let (shape, device) = (parameter.dims(), parameter.device());
         let zero = || Tensor::<1>::zeros([1], (&device, DType::F32));
+        let is_first = state.is_none();
         let GatedAdamWState { moments, corrections, skipped } =
             state.unwrap_or_else(|| GatedAdamWState {
                 moments: Moments { moment_1: grad.zeros_like(), moment_2: grad.zeros_like() },
@@ -194,6 +199,9 @@ impl Optimizer for GatedAdamW {
         let Rows { gate, corrections, .. } = rows;
         let skipped = gate.count(skipped);
         self.skipped.record(&self.parameter, skipped.clone());
+        if is_first {
+            computed::check(&self.parameter, &updated).unwrap_or_else(|error| panic!("{error}"));
+        }
         let moments = moments.map(|tensor| tensor.reshape(shape));
         (updated.reshape(shape), Some(GatedAdamWState { moments, corrections, skipped }))
     }

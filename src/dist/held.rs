@@ -10,6 +10,7 @@ use burn::tensor::{Device, Tensor};
 use super::flat;
 use super::plan::{Bucket, Parameter};
 use crate::error::{Error, Result};
+use crate::gradient;
 
 /// What a rank holds of the model during a step, by the numbers of the plan's parameters, flat.
 pub struct Held {
@@ -29,6 +30,7 @@ impl Held {
         gradients: GradientsParams,
         plan: &[Parameter],
         rank: usize,
+        device: &Device,
     ) -> Result<(M, Self)> {
         let held = Self {
             ids: vec![ParamId::from(0); plan.len()],
@@ -36,7 +38,7 @@ impl Held {
             gradients: vec![None; plan.len()],
         };
         let walk = Walk::through(plan);
-        let mut take = Take { walk, held, gradients, plan, rank, error: None };
+        let mut take = Take { walk, held, gradients, plan, rank, device, error: None };
         let model = model.map(&mut take);
         let Take { held, error, .. } = take;
         if let Some(error) = error {
@@ -124,6 +126,7 @@ struct Take<'a> {
     gradients: GradientsParams,
     plan: &'a [Parameter],
     rank: usize,
+    device: &'a Device,
     error: Option<Error>,
 }
 
@@ -141,14 +144,20 @@ impl Take<'_> {
             let reason = format!("it is {:?}, and was {expected:?}", described(value));
             return Err(refuse(planned, self.rank, reason, "make a new optimizer for this model"));
         }
-        match gradient.map(described) {
-            Some(found) if found != expected => {
-                let reason = format!("its gradient is {found:?}, and not {expected:?}");
-                let remedy = "give gradients of the shape and type of the parameter";
-                Err(refuse(planned, self.rank, reason, remedy))
-            }
-            _ => Ok(()),
+        if value.device().inner() != *self.device {
+            let reason = format!("it is on {:?}, and not on {:?}", value.device(), self.device);
+            let remedy = "move the model with `to_device`, or give its device to the world";
+            return Err(refuse(planned, self.rank, reason, remedy));
         }
+        let Some(gradient) = gradient else { return Ok(()) };
+        gradient::check(&planned.path, self.rank, value, gradient)?;
+        if gradient.dtype() != planned.dtype {
+            let reason =
+                format!("its gradient is {:?}, and not {:?}", gradient.dtype(), planned.dtype);
+            let remedy = "give gradients of the type of the parameter";
+            return Err(refuse(planned, self.rank, reason, remedy));
+        }
+        Ok(())
     }
 }
 

@@ -187,8 +187,7 @@ impl DistMuon {
         };
         self.check(comm, &shape, place, muon.as_ref())?;
         let (own, muon) = if place.owner == comm.rank() {
-            let (updated, muon) = self.rule.step(lr, parameter, grad, muon);
-            (updated, muon.expect("the rule keeps a state"))
+            self.rule.try_step(lr, parameter, grad, muon)?
         } else {
             let (skipped, time) = muon.map_or_else(
                 || (Tensor::zeros([1], (&device, DType::F32)), 0),

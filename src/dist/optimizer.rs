@@ -23,6 +23,7 @@ use super::memory::{MemoryReport, Moment, bytes, bytes_of};
 use super::plan::{Bucket, BucketKind, Costs, Parameter, Plan, Report, Work};
 use super::shard::{Shard, State, Verdict};
 use super::{World, start};
+use crate::computed;
 use crate::error::Result;
 use crate::gate::Gate;
 use crate::muon::rule::{Rates, Settings};
@@ -150,8 +151,10 @@ impl DistModuleOptimizer {
     ///
     /// # Errors
     ///
-    /// - [`Error::Parameter`](crate::Error::Parameter) if the model, or the shape or type of a
+    /// - [`Error::Parameter`](crate::Error::Parameter) if the model, or the shape, type or device of a
     ///   gradient, is not what the optimizer was made for;
+    /// - [`Error::NotComputed`](crate::Error::NotComputed), with the first parameter of a bucket, if the device
+    ///   has no memory for its gradients or their step;
     /// - those of every collective.
     pub fn step<M: Module>(
         &mut self,
@@ -209,7 +212,8 @@ impl DistModuleOptimizer {
         gradients: GradientsParams,
     ) -> Result<M> {
         let rank = self.world.rank();
-        let (model, mut held) = Held::take(model, gradients, self.plan.parameters(), rank)?;
+        let (model, mut held) =
+            Held::take(model, gradients, self.plan.parameters(), rank, &self.device())?;
         let mut travels: Vec<Travel> = self.shards.iter().map(|_| Travel::default()).collect();
         self.observe(&held, &travels);
         for (member, id) in self.members.iter_mut().zip(&held.ids) {
@@ -249,10 +253,13 @@ impl DistModuleOptimizer {
         let comm = self.world.comm();
         let pending = match (self.gradients, bucket.kind) {
             (Gradients::Averaged, _) => {
-                Pending::ready(pack(&mut held.gradients, bucket, range.clone(), &device))
+                let own = pack(&mut held.gradients, bucket, range.clone(), &device);
+                self.check(bucket, &own)?;
+                Pending::ready(own)
             }
             (Gradients::PerRank, kind) => {
                 let whole = pack(&mut held.gradients, bucket, 0..bucket.elements(), &device);
+                self.check(bucket, &whole)?;
                 travel.buffer = bytes(&whole);
                 match kind {
                     BucketKind::Replicated => comm.all_reduce(whole, ReduceOp::Mean)?,
@@ -326,10 +333,12 @@ impl DistModuleOptimizer {
         let share = travel.share.take().expect("it was waited for");
         let values = pack(&mut held.parameters, &shard.bucket, shard.range.clone(), &device);
         let updated = shard.update(share, values, verdict, rates, clip, time);
+        let bucket = &self.shards[bucket].bucket;
+        self.check(bucket, &updated)?;
         travel.buffer = bytes(&updated);
-        let pending = match shard.bucket.kind {
+        let pending = match bucket.kind {
             BucketKind::Replicated => Pending::ready(updated),
-            _ => self.world.comm().all_gather(updated, &self.shards[bucket].bucket.counts)?,
+            _ => self.world.comm().all_gather(updated, &bucket.counts)?,
         };
         travel.gathered = Some(self.overlapped(pending)?);
         Ok(())
@@ -385,6 +394,11 @@ impl DistModuleOptimizer {
             Tensor::from_data(TensorData::from(&*values), (&self.device(), DType::F32))
         };
         Rates { keep: tensor(keep), lr: tensor(lr) }
+    }
+
+    /// Fails if the device had no memory for what is about to be sent.
+    fn check(&self, bucket: &Bucket, elements: &Tensor<1>) -> Result<()> {
+        computed::check(&self.members[bucket.parameters[0]].path, elements)
     }
 
     /// The pending result, finished first unless communication may overlap.

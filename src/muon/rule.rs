@@ -7,10 +7,15 @@ use burn::tensor::{DType, Device, Tensor};
 
 use super::{LrScale, MatrixLayout, MatrixView, ops};
 use crate::checkpoint::saved_tensor;
+use crate::computed;
 use crate::error::Result;
 use crate::gate::{Gate, SkippedSteps};
+use crate::gradient;
 use crate::orthogonalize::NewtonSchulz;
 use crate::schedule::Schedule;
+
+/// The rank that errors name where there is one.
+pub(crate) const ONLY_RANK: usize = 0;
 
 /// What all parameters of a model have in common.
 #[derive(Debug)]
@@ -147,6 +152,42 @@ impl Muon {
     pub(crate) fn settings(&self) -> &Arc<Settings> {
         &self.settings
     }
+
+    /// [`step`](Optimizer::step), with the errors that it panics with.
+    pub(crate) fn try_step<const D: usize>(
+        &self,
+        lr: LearningRate,
+        parameter: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<MuonState<D>>,
+    ) -> Result<(Tensor<D>, MuonState<D>)> {
+        let (shape, device) = (parameter.dims(), parameter.device());
+        let [k, m, n] = self.view.batch_shape(&self.parameter, &shape)?;
+        gradient::check(&self.parameter, ONLY_RANK, &parameter, &grad)?;
+        let batch = |tensor: Tensor<D>| tensor.reshape([k, m, n]);
+        let is_first = state.is_none();
+        let MuonState { momentum, skipped, time } = state.unwrap_or_else(|| MuonState {
+            momentum: grad.zeros_like(),
+            skipped: Tensor::zeros([1], (&device, DType::F32)),
+            time: 0,
+        });
+        let settings = &self.settings;
+        let scale = settings.scale(self.layout, [m, n]);
+        let rates = Rates::of_one(lr, scale, settings.weight_decay.at(time), &device).expand(k);
+
+        let grad = batch(grad);
+        let gate = ops::finite(settings.newton_schulz.kernels(), &grad).all();
+        let (updated, momentum) =
+            settings.step(time, batch(parameter), grad, batch(momentum), &gate.expand(k), &rates);
+        if is_first {
+            computed::check(&self.parameter, &updated)?;
+        }
+
+        let skipped = gate.count(skipped);
+        self.skipped.record(&self.parameter, skipped.clone());
+        let momentum = momentum.reshape(shape);
+        Ok((updated.reshape(shape), MuonState { momentum, skipped, time: time + 1 }))
+    }
 }
 
 impl Optimizer for Muon {
@@ -159,8 +200,12 @@ impl Optimizer for Muon {
     ///
     /// # Panics
     ///
-    /// With an [`Error::Shape`](crate::Error::Shape) as the message, when the parameter can't be
-    /// seen as matrices. `MuonConfig::try_init` finds that out before training.
+    /// - With an [`Error::Shape`](crate::Error::Shape) as the message, when the parameter can't be
+    ///   seen as matrices. `MuonConfig::try_init` finds that out before training.
+    /// - With an [`Error::Parameter`](crate::Error::Parameter), when the gradient has another shape or is on
+    ///   another device.
+    /// - With an [`Error::NotComputed`](crate::Error::NotComputed), when the device had no memory for the first
+    ///   step of the parameter.
     fn step<const D: usize>(
         &self,
         lr: LearningRate,
@@ -168,27 +213,9 @@ impl Optimizer for Muon {
         grad: Tensor<D>,
         state: Option<MuonState<D>>,
     ) -> (Tensor<D>, Option<MuonState<D>>) {
-        let (shape, device) = (parameter.dims(), parameter.device());
-        let view = self.view.batch_shape(&self.parameter, &shape);
-        let [k, m, n] = view.unwrap_or_else(|error| panic!("{error}"));
-        let batch = |tensor: Tensor<D>| tensor.reshape([k, m, n]);
-        let (momentum, skipped, time) = match state {
-            Some(state) => (state.momentum, state.skipped, state.time),
-            None => (grad.zeros_like(), Tensor::zeros([1], (&device, DType::F32)), 0),
-        };
-        let settings = &self.settings;
-        let scale = settings.scale(self.layout, [m, n]);
-        let rates = Rates::of_one(lr, scale, settings.weight_decay.at(time), &device).expand(k);
-
-        let grad = batch(grad);
-        let gate = ops::finite(settings.newton_schulz.kernels(), &grad).all();
-        let (updated, momentum) =
-            settings.step(time, batch(parameter), grad, batch(momentum), &gate.expand(k), &rates);
-
-        let skipped = gate.count(skipped);
-        self.skipped.record(&self.parameter, skipped.clone());
-        let momentum = momentum.reshape(shape);
-        (updated.reshape(shape), Some(MuonState { momentum, skipped, time: time + 1 }))
+        let stepped = self.try_step(lr, parameter, grad, state);
+        let (updated, state) = stepped.unwrap_or_else(|error| panic!("{error}"));
+        (updated, Some(state))
     }
 
     fn to_device<const D: usize>(state: MuonState<D>, device: &Device) -> MuonState<D> {

@@ -5,6 +5,10 @@
 //! it used; later ones are copied into the first buffer, the graph is replayed, and the result is copied
 //! out. Momentum, learning rate and weight decay have no part in it, so that no schedule makes a recording
 //! stale. What a recording needs stays in memory: its batch, everything in between, and the result.
+//!
+//! The rest of a step is not recorded, since gradients and parameters lie somewhere else at every step: of each
+//! batch, the gradient, the parameter, the momentum and three rates would have to be copied in, and two of them
+//! out again, instead of three launches (finite, momentum, update) and the three copies that there are now.
 
 use std::collections::HashMap;
 use std::sync::Mutex;

@@ -4,7 +4,9 @@
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, Tensor, TensorData};
+use distmuon::Kernels;
+use distmuon::orthogonalize::Engine;
 use faer::Mat;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
@@ -108,6 +110,19 @@ pub fn gradients<M: Module>(model: &M, seed: u64) -> GradientsParams {
     let mut random = Random(StdRng::seed_from_u64(seed), GradientsParams::new());
     model.visit(&mut random);
     random.1
+}
+
+/// A matrix that the default device has no memory to compute; nothing where such a request can't be refused.
+pub fn beyond_memory(rows: usize, columns: usize) -> Option<Tensor<2>> {
+    let device = Device::default();
+    let engine = Engine::choose(Kernels::Auto, &device, FloatDType::F32);
+    if !matches!(engine, Engine::Cube { .. }) {
+        println!("skipped: only CubeCL's devices tell what they can't allocate");
+        return None;
+    }
+    // A tebibyte.
+    let huge = Tensor::<2>::ones([1 << 19, 1 << 19], &device);
+    Some(huge.slice([0..rows, 0..columns]).add_scalar(1.0))
 }
 
 /// The bytes of every parameter of a model.

@@ -1,6 +1,8 @@
 //! What all ranks refuse, with the same words.
 
+use burn::module::Module;
 use burn::nn::LinearConfig;
+use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 use distmuon::dist::{DistMuonConfig, World};
 use distmuon::{Error, MuonConfig};
@@ -13,6 +15,7 @@ pub const OTHERS: &[Case] = cases![
     bad_gradients_and_settings_are_refused_on_all_ranks,
     a_world_has_a_rank,
     devices_of_two_backends_are_no_world,
+    tensors_on_another_device_are_named,
 ];
 
 fn models_that_differ_are_named() {
@@ -81,15 +84,39 @@ fn a_world_has_a_rank() {
 }
 
 fn devices_of_two_backends_are_no_world() {
-    #[cfg(not(all(feature = "flex", feature = "wgpu")))]
-    return println!("skipped: there is one backend");
-    #[cfg(all(feature = "flex", feature = "wgpu"))]
-    devices_of_two_backends();
-}
-
-#[cfg(all(feature = "flex", feature = "wgpu"))]
-fn devices_of_two_backends() {
-    let devices = [Device::flex(), Device::wgpu(burn::tensor::DeviceKind::DefaultDevice)];
+    let Some(devices) = two_backends() else { return };
     let error = World::threads(devices, |_| Ok::<_, Error>(())).unwrap_err();
     assert!(matches!(error, Error::Devices { rank: 1, .. }), "{error}");
+}
+
+fn tensors_on_another_device_are_named() {
+    let Some([own, other]) = two_backends() else { return };
+    let device = own.autodiff();
+    let refused = |net: Net, gradients: GradientsParams, words: &str| {
+        let mut optim = config().init(&World::alone(device.clone()), &Net::new(&device)).unwrap();
+        let error = optim.step(0.01, net, gradients).map(|_| ()).unwrap_err();
+        let Error::Parameter { parameter, rank: 0, reason, .. } = &error else { panic!("{error}") };
+        assert_eq!(parameter, "wide.weight");
+        assert!(reason.starts_with(words), "{error}");
+    };
+    let net = Net::new(&device);
+    let mut gradients = net.gradients(1);
+    let away = Tensor::<2>::ones(net.wide.weight.dims(), &other);
+    gradients.register(net.wide.weight.id, away);
+    refused(net, gradients, "its gradient is on");
+
+    let mut net = Net::new(&device);
+    let gradients = net.gradients(1);
+    net.wide = net.wide.to_device(&other.autodiff());
+    refused(net, gradients, "it is on");
+}
+
+/// Devices of two backends, where there are.
+fn two_backends() -> Option<[Device; 2]> {
+    #[cfg(all(feature = "flex", feature = "cpu"))]
+    return Some([Device::flex(), Device::cpu()]);
+    #[cfg(not(all(feature = "flex", feature = "cpu")))]
+    println!("skipped: there is one backend");
+    #[cfg(not(all(feature = "flex", feature = "cpu")))]
+    None
 }

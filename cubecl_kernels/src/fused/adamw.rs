@@ -59,8 +59,8 @@ pub fn adamw(
     }
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn adamw_kernel<F: Float, N: Size>(
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
+pub(crate) fn adamw_kernel<F: Float, N: Size>(
     parameters: &mut [Vector<F, N>],
     grads: &[Vector<F, N>],
     moment_1: &mut [Vector<F, N>],

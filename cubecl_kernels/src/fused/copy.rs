@@ -31,8 +31,8 @@ pub fn copy(client: &Client, from: &Handle, to: &Handle, batch: Batch, dtype: El
     }
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn copy_kernel<F: Float, N: Size>(
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
+pub(crate) fn copy_kernel<F: Float, N: Size>(
     from: &[Vector<F, N>],
     to: &mut [Vector<F, N>],
     vectors: usize,

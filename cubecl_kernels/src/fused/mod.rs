@@ -15,13 +15,21 @@ pub use copy::copy;
 pub use muon::{Momentum, accumulate, apply, finite};
 pub use norm::{Norms, normalize, norms};
 
+#[cfg(test)]
+pub(crate) use {
+    adamw::adamw_kernel,
+    copy::copy_kernel,
+    muon::{accumulate_kernel, apply_kernel, finite_kernel},
+    norm::{normalize_kernel, norms_kernel},
+};
+
 use cubecl::client::Client;
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 /// Units of a cube.
-const UNITS: u32 = 256;
+pub(crate) const UNITS: u32 = 256;
 
 /// The most cubes that all runtimes take in the second dimension is 65 535.
 const MOST_ROWS: usize = 1 << 15;

@@ -5,8 +5,9 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::norm::{Norms, store_part, with_squares};
+use super::norm::{Norms, SUMMED, joined, store_part, with_squares};
 use super::{Batch, UNITS, own_matrix, own_vectors};
+use crate::units::together;
 
 /// Which matrices of a type are finite: `[k]`, 1 for those, else 0.
 pub fn finite(client: &Client, grads: &Handle, batch: Batch, dtype: ElemType) -> Handle {
@@ -34,8 +35,8 @@ pub fn finite(client: &Client, grads: &Handle, batch: Batch, dtype: ElemType) ->
 }
 
 /// Units that find something write the same zero.
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn finite_kernel<F: Float, N: Size>(
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
+pub(crate) fn finite_kernel<F: Float, N: Size>(
     grads: &[Vector<F, N>],
     accepted: &mut [f32],
     vectors: usize,
@@ -82,6 +83,7 @@ pub fn accumulate(
     let size = batch.vector_size(client, &[dtype]);
     let update = client.empty(batch.len() * dtype.size());
     let norms = Norms::empty(client, batch, parts);
+    let units = together(&client.properties().hardware, UNITS);
     if batch.is_empty() {
         return (update, norms);
     }
@@ -90,7 +92,7 @@ pub fn accumulate(
         accumulate_kernel::launch_unchecked(
             client,
             batch.cube_count(parts),
-            CubeDim::new_1d(UNITS),
+            CubeDim::new_1d(units),
             batch.address_type(),
             size,
             batch.vectors(grads, size),
@@ -102,14 +104,15 @@ pub fn accumulate(
             batch.count,
             mu,
             nesterov,
+            units,
             dtype,
         );
     }
     (update, norms)
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn accumulate_kernel<F: Float, N: Size>(
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
+pub(crate) fn accumulate_kernel<F: Float, N: Size>(
     grads: &[Vector<F, N>],
     momentum: &mut [Vector<F, N>],
     update: &mut [Vector<F, N>],
@@ -119,6 +122,7 @@ fn accumulate_kernel<F: Float, N: Size>(
     count: usize,
     mu: f32,
     #[comptime] nesterov: bool,
+    #[comptime] units: u32,
     #[define(F)] _dtype: ElemType,
 ) {
     let matrix = own_matrix();
@@ -130,22 +134,29 @@ fn accumulate_kernel<F: Float, N: Size>(
     let mut scale = f32::new(0.0);
     let mut squares = f32::new(0.0);
     let (first, step) = own_vectors();
-    for i in range_stepped(first, vectors, step) {
-        let at = matrix * vectors + i;
-        if taken {
-            let grad = fresh * Vector::cast_from(grads[at]);
-            let averaged = keep * Vector::cast_from(momentum[at]) + grad;
-            momentum[at] = Vector::cast_from(averaged);
-            let ahead = if comptime!(nesterov) { keep * averaged + grad } else { averaged };
-            update[at] = Vector::cast_from(ahead);
-            let (s, q) = with_squares::<N>(scale, squares, ahead);
-            scale = s;
-            squares = q;
-        } else {
-            update[at] = Vector::new(F::new(0.0));
+    for start in range_stepped(first, vectors, step * SUMMED) {
+        let mut s = f32::new(0.0);
+        let mut q = f32::new(0.0);
+        for i in range_stepped(start, min(start + step * SUMMED, vectors), step) {
+            let at = matrix * vectors + i;
+            if taken {
+                let grad = fresh * Vector::cast_from(grads[at]);
+                let averaged = keep * Vector::cast_from(momentum[at]) + grad;
+                momentum[at] = Vector::cast_from(averaged);
+                let ahead = if comptime!(nesterov) { keep * averaged + grad } else { averaged };
+                update[at] = Vector::cast_from(ahead);
+                let (scale, squares) = with_squares::<N>(s, q, ahead);
+                s = scale;
+                q = squares;
+            } else {
+                update[at] = Vector::new(F::new(0.0));
+            }
         }
+        let (s, q) = joined(scale, squares, s, q);
+        scale = s;
+        squares = q;
     }
-    store_part(norms, scale, squares);
+    store_part(norms, scale, squares, units);
 }
 
 /// Updates accepted matrices in place: `P <- keep P - lr U`, with one `keep` and `lr` per matrix. The
@@ -182,8 +193,8 @@ pub fn apply(
     }
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn apply_kernel<F: Float, U: Float, N: Size>(
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
+pub(crate) fn apply_kernel<F: Float, U: Float, N: Size>(
     parameters: &mut [Vector<F, N>],
     directions: &[Vector<U, N>],
     accepted: &[f32],

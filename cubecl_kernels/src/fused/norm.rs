@@ -6,6 +6,11 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::{Batch, UNITS, own_matrix, own_vectors};
+use crate::units::together;
+
+/// Vectors whose squares are added up one after the other, before the sums are: what is lost by rounding grows
+/// with the length of both.
+pub(super) const SUMMED: usize = 64;
 
 /// The norms of a batch in parts: for each, a scale and the sum of the squares of the elements divided
 /// by it, `[k, parts, 2]` float32 values. As in LAPACK's `slassq`.
@@ -42,30 +47,33 @@ pub fn norms(
         return norms;
     }
     let size = batch.vector_size(client, &[dtype]);
+    let units = together(&client.properties().hardware, UNITS);
     // SAFETY: every index is below the vectors of a matrix.
     unsafe {
         norms_kernel::launch_unchecked(
             client,
             batch.cube_count(parts),
-            CubeDim::new_1d(UNITS),
+            CubeDim::new_1d(units),
             batch.address_type(),
             size,
             batch.vectors(input, size),
             norms.arg(batch),
             batch.elements / size,
             batch.count,
+            units,
             dtype,
         );
     }
     norms
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn norms_kernel<F: Float, N: Size>(
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
+pub(crate) fn norms_kernel<F: Float, N: Size>(
     input: &[Vector<F, N>],
     norms: &mut [f32],
     vectors: usize,
     count: usize,
+    #[comptime] units: u32,
     #[define(F)] _dtype: ElemType,
 ) {
     let matrix = own_matrix();
@@ -75,13 +83,20 @@ fn norms_kernel<F: Float, N: Size>(
     let mut scale = f32::new(0.0);
     let mut squares = f32::new(0.0);
     let (first, step) = own_vectors();
-    for i in range_stepped(first, vectors, step) {
-        let x = Vector::<f32, N>::cast_from(input[matrix * vectors + i]);
-        let (s, q) = with_squares::<N>(scale, squares, x);
+    for start in range_stepped(first, vectors, step * SUMMED) {
+        let mut s = f32::new(0.0);
+        let mut q = f32::new(0.0);
+        for i in range_stepped(start, min(start + step * SUMMED, vectors), step) {
+            let x = Vector::<f32, N>::cast_from(input[matrix * vectors + i]);
+            let (scale, squares) = with_squares::<N>(s, q, x);
+            s = scale;
+            q = squares;
+        }
+        let (s, q) = joined(scale, squares, s, q);
         scale = s;
         squares = q;
     }
-    store_part(norms, scale, squares);
+    store_part(norms, scale, squares, units);
 }
 
 /// Divides every matrix by its norm, or by `epsilon` if that is larger. The types are those of the
@@ -120,8 +135,8 @@ pub fn normalize(
     output
 }
 
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn normalize_kernel<F: Float, O: Float, N: Size>(
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
+pub(crate) fn normalize_kernel<F: Float, O: Float, N: Size>(
     input: &[Vector<F, N>],
     output: &mut [Vector<O, N>],
     norms: &[f32],
@@ -175,7 +190,7 @@ pub(super) fn with_squares<N: Size>(scale: f32, squares: f32, x: Vector<f32, N>)
 
 /// The sum of two scaled sums of squares.
 #[cube]
-fn joined(scale_a: f32, squares_a: f32, scale_b: f32, squares_b: f32) -> (f32, f32) {
+pub(super) fn joined(scale_a: f32, squares_a: f32, scale_b: f32, squares_b: f32) -> (f32, f32) {
     let scale = max(scale_a, scale_b);
     let divisor = max(scale, f32::new(f32::MIN_POSITIVE));
     let (a, b) = (scale_a / divisor, scale_b / divisor);
@@ -184,15 +199,15 @@ fn joined(scale_a: f32, squares_a: f32, scale_b: f32, squares_b: f32) -> (f32, f
 
 /// Writes the sum over the units of a cube as its part of the norm of its matrix.
 #[cube]
-pub(super) fn store_part(norms: &mut [f32], scale: f32, squares: f32) {
-    let mut scales = Shared::<[f32]>::new_slice(UNITS as usize);
-    let mut sums = Shared::<[f32]>::new_slice(UNITS as usize);
+pub(super) fn store_part(norms: &mut [f32], scale: f32, squares: f32, #[comptime] units: u32) {
+    let mut scales = Shared::<[f32]>::new_slice(units as usize);
+    let mut sums = Shared::<[f32]>::new_slice(units as usize);
     scales[UNIT_POS_X as usize] = scale;
     sums[UNIT_POS_X as usize] = squares;
     sync_cube();
     #[unroll]
-    for level in 0..comptime!(UNITS.ilog2()) {
-        let half = comptime!((UNITS / 2) >> level);
+    for level in 0..comptime!(units.ilog2()) {
+        let half = comptime!((units / 2) >> level);
         if UNIT_POS_X < half {
             let (a, b) = (UNIT_POS_X as usize, (UNIT_POS_X + half) as usize);
             let (s, q) = joined(scales[a], sums[a], scales[b], sums[b]);

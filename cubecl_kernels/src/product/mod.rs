@@ -130,8 +130,8 @@ impl Product<'_> {
         Ok(())
     }
 
-    /// The tiling that suits the product: of the first unit among the [candidates](Tiling::candidates), the
-    /// largest that still keeps the device busy, or else the smallest.
+    /// The tiling that suits the product best of those that are not refused: with the first unit among the
+    /// [candidates](Tiling::candidates), one that gives all multiprocessors about as much to do.
     ///
     /// # Errors
     ///
@@ -139,15 +139,28 @@ impl Product<'_> {
     pub fn tiling(&self, client: &Client) -> Result<Tiling> {
         let result = self.unallocated_result();
         self.check(client, &result)?;
-        let candidates = Tiling::candidates(client, self.a.dtype);
-        let fills = |tiling: &&Tiling| tiling.fills(client, self.triangle, self.shape());
-        let first = candidates[0].unit;
-        let (best, others): (Vec<_>, Vec<_>) = candidates.iter().partition(|t| t.unit == first);
-        let (busy, idle): (Vec<_>, Vec<_>) = best.into_iter().partition(fills);
-        let mut refusal = Error::Dtype(self.a.dtype);
-        for tiling in busy.into_iter().chain(idle.into_iter().rev()).chain(others) {
-            match self.validate(client, tiling, &result) {
-                Ok(()) => return Ok(*tiling),
+        self.by_suitable(client, |tiling| self.validate(client, tiling, &result).map(|()| *tiling))
+    }
+
+    /// Computes the product with the [tiling](Self::tiling) that suits it.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`launch_into`](Self::launch_into).
+    pub fn compute(&self, client: &Client) -> Result<Matrices> {
+        self.check(client, &self.unallocated_result())?;
+        let result = Matrices::empty(client, self.a.dtype, self.shape());
+        self.by_suitable(client, |tiling| self.launch_checked(client, tiling, &result))?;
+        Ok(result)
+    }
+
+    /// What is made of the most suitable of the tilings that are not refused.
+    fn by_suitable<T>(&self, client: &Client, make: impl Fn(&Tiling) -> Result<T>) -> Result<T> {
+        let (properties, dtype) = (client.properties(), self.a.dtype);
+        let mut refusal = Error::Dtype(dtype);
+        for tiling in Tiling::by_suitability(properties, dtype, self.triangle, self.shape()) {
+            match make(&tiling) {
+                Ok(made) => return Ok(made),
                 Err(error) => refusal = error,
             }
         }
@@ -246,7 +259,7 @@ impl Product<'_> {
         tiling: &Tiling,
         properties: &Arc<DeviceProperties>,
         target: Arc<TargetProperties>,
-    ) -> (KernelDefinition, usize) {
+    ) -> (KernelDefinition, u32) {
         by_family!(tiling, self, define(tiling, properties, target))
     }
 
@@ -256,7 +269,7 @@ impl Product<'_> {
         tiling: &Tiling,
         properties: &Arc<DeviceProperties>,
         target: Arc<TargetProperties>,
-    ) -> (KernelDefinition, usize) {
+    ) -> (KernelDefinition, u32) {
         let result = self.unallocated_result();
         let vector = 16 / self.a.dtype.size();
         let [_, _, depth] = tiling.tile.map(|x| x as usize);
@@ -279,7 +292,7 @@ impl Product<'_> {
         );
         let definition = cubecl_core::define_kernel(&kernel);
         let definition = definition.unwrap_or_else(|error| panic!("{tiling}: {error:?}"));
-        (definition, setup.cube_dim.num_elems() as usize)
+        (definition, setup.cube_dim.num_elems())
     }
 
     /// The longest vectors that the operands can be read and written in, and that divide the tiles.

@@ -4,13 +4,14 @@ use core::fmt;
 
 use cubecl::client::Client;
 use cubecl::features::MmaConfig;
-use cubecl::ir::{DeviceProperties, ElemType, FloatKind};
+use cubecl::ir::{DeviceProperties, ElemType, FloatKind, HardwareProperties};
 use cubek_matmul::definition::MatmulElems;
 use cubek_matmul::multi_level::components::stage::PartitionBuffering;
 use cubek_matmul::multi_level::components::tile::TileMatmulKind;
 use cubek_matmul::multi_level::definition::TilingScheme;
 
 use super::grid::Triangle;
+use crate::units;
 
 /// What multiplies the smallest tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -85,18 +86,38 @@ impl Tiling {
                 true => for_planes(unit, dtype, tile),
                 false => for_narrow_planes(unit, tile),
             });
+        let on_units = for_units(&properties.hardware);
         match wide {
-            true => on_matrix_units.chain(for_units(wide)).collect(),
-            false => for_units(wide).into_iter().chain(on_matrix_units).collect(),
+            true => on_matrix_units.chain(on_units).collect(),
+            false => on_units.into_iter().chain(on_matrix_units).collect(),
         }
     }
 
-    /// Whether a device would be busy with the cubes of a result `[k, m, n]`.
-    pub(super) fn fills(&self, client: &Client, triangle: Triangle, [k, m, n]: [usize; 3]) -> bool {
-        let [rows, columns] = self.side();
-        let cubes = k * triangle.cubes(m.div_ceil(rows), n.div_ceil(columns));
-        let processors = client.properties().hardware.num_streaming_multiprocessors;
-        cubes >= processors.map_or(CUBES_OF_SOFTWARE, |count| count as usize)
+    /// The [candidates](Self::candidates), the most suitable for a result `[k, m, n]` first: by what multiplies;
+    /// then those that leave the busiest multiprocessor the least to do; of equals, the largest that keeps
+    /// all multiprocessors busy, or else the smallest.
+    pub(crate) fn by_suitability(
+        properties: &DeviceProperties,
+        dtype: ElemType,
+        triangle: Triangle,
+        [k, m, n]: [usize; 3],
+    ) -> Vec<Self> {
+        let mut candidates = Self::of(properties, dtype);
+        let units: Vec<Unit> = candidates.iter().map(|tiling| tiling.unit).collect();
+        let processors = properties.hardware.num_streaming_multiprocessors;
+        candidates.sort_by_key(|tiling| {
+            let [rows, columns] = tiling.side();
+            let cubes = k * triangle.cubes(m.div_ceil(rows), n.div_ceil(columns));
+            let fills = cubes >= processors.map_or(CUBES_OF_SOFTWARE, |count| count as usize);
+            let load = processors.map_or(0, |count| {
+                let cost = rows * columns + READ * (rows + columns);
+                HIDDEN.max(cubes.div_ceil(count as usize) * cost)
+            });
+            let area = (rows * columns) as isize;
+            let unit = units.iter().position(|unit| *unit == tiling.unit);
+            (unit, load, !fills, if fills { -area } else { area })
+        });
+        candidates
     }
 
     pub(super) fn scheme(&self) -> TilingScheme {
@@ -128,6 +149,12 @@ impl Tiling {
 
 /// Cubes that keep a device busy that does not tell how many it runs at a time.
 const CUBES_OF_SOFTWARE: usize = 8;
+
+/// What reading a row or column of a tile costs a multiprocessor, in elements that it multiplies meanwhile; and
+/// how many it could multiply while it waits for the next stage anyway. Estimated from latencies and peak rates
+/// of Hopper, not measured.
+const READ: usize = 12;
+const HIDDEN: usize = 29_000;
 
 fn triple<T: From<(u32, u32, u32)>>([m, n, k]: [u32; 3]) -> T {
     (m, n, k).into()
@@ -195,16 +222,19 @@ fn for_narrow_planes(unit: Unit, tile: [u32; 3]) -> Vec<Tiling> {
 }
 
 /// Tilings by plain arithmetic: every unit has a few small tiles, and more of them where the sums of a
-/// unit are no registers.
-fn for_units(wide: bool) -> Vec<Tiling> {
-    let large = if wide { ([2, 2, 4], [16, 16]) } else { ([2, 4, 4], [16, 8]) };
-    [large, ([2, 2, 4], [8, 8]), ([1, 1, 4], [8, 8])]
-        .map(|(partition, stage)| Tiling {
-            unit: Unit::Registers,
-            buffering: Buffering::Single,
-            tile: [4, 4, 4],
-            partition,
-            stage,
-        })
-        .into()
+/// unit are no registers; all tiles of a cube where units are threads.
+fn for_units(hardware: &HardwareProperties) -> Vec<Tiling> {
+    let stages = match hardware.plane_size_max {
+        _ if units::are_threads(hardware) => vec![([2, 2, 4], [1, 1])],
+        ..32 => vec![([2, 4, 4], [16, 8]), ([2, 2, 4], [8, 8]), ([1, 1, 4], [8, 8])],
+        _ => vec![([2, 2, 4], [16, 16]), ([2, 2, 4], [8, 8]), ([1, 1, 4], [8, 8])],
+    };
+    let tiling = |(partition, stage)| Tiling {
+        unit: Unit::Registers,
+        buffering: Buffering::Single,
+        tile: [4, 4, 4],
+        partition,
+        stage,
+    };
+    stages.into_iter().map(tiling).collect()
 }

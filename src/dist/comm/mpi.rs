@@ -381,6 +381,17 @@ impl Mpi {
         })
     }
 
+    /// The elements of a tensor, on the host.
+    fn read(&self, tensor: Tensor<1>) -> Result<TensorData> {
+        tensor.try_into_data().map_err(|error| Error::Engine {
+            engine: ENGINE,
+            rank: self.rank(),
+            operation: "read a tensor".into(),
+            reason: error.to_string(),
+            remedy: "mend what the device was given before",
+        })
+    }
+
     /// Starts a call that moves elements as they are.
     fn moved(
         &self,
@@ -394,7 +405,7 @@ impl Mpi {
             &mut ffi::MPI_Request,
         ) -> c_int,
     ) -> Result<Pending> {
-        let data = tensor.into_data();
+        let data = self.read(tensor)?;
         let (device, dtype) = (self.device.clone(), data.dtype());
         let start = |send, receive, counts: &[Vec<c_int>], request: &mut ffi::MPI_Request| {
             start((send, receive, moved_as(dtype)), counts, request)
@@ -414,7 +425,7 @@ impl Mpi {
     ) -> Result<Pending> {
         let (device, dtype, size) = (self.device.clone(), tensor.dtype(), self.size());
         let op = call.op.expect("a call that adds up");
-        let data = tensor.cast(FloatDType::F32).into_data();
+        let data = self.read(tensor.cast(FloatDType::F32))?;
         let finish = self.start(call, data, received, counts, start)?;
         Ok(Pending::new(move || {
             let sum = Tensor::<1>::from_data(finish()?, (&device, DType::F32));

@@ -8,7 +8,7 @@ use burn::tensor::{DType, FloatDType};
 use burn_cubecl::{CubeBackend, CubeDevice};
 use distmuon_kernels::fused::{self, Norms};
 use distmuon_kernels::product::{Product, Tiling, Triangle};
-use distmuon_kernels::{Matrices, Result, gram};
+use distmuon_kernels::{Matrices, Result, gram, units};
 
 pub(crate) use crate::cube::serves;
 
@@ -37,7 +37,8 @@ pub(crate) fn kernel(device: &CubeDevice, dtype: DType, [k, m, inner]: [usize; 3
 
 /// The most rows of matrices that one cube carries through the whole iteration.
 pub(crate) fn most_small_rows(device: &CubeDevice) -> usize {
-    gram::most_rows(&device.client())
+    let client = device.client();
+    if units::are_threads(&client.properties().hardware) { 0 } else { gram::most_rows(&client) }
 }
 
 /// Operands are summed in float32 and rounded once. What no kernel takes, Burn's operations do.
@@ -144,13 +145,19 @@ impl Operands {
 
     /// By the kernel that suits the product, or the one that was measured to be the fastest.
     fn multiply(self, tuned: bool) -> Result<Float> {
-        // What no kernel takes is not measured either.
-        let tiling = self.product().tiling(&self.tensor.client)?;
-        if tuned { Ok(tune::multiply(self)) } else { self.multiply_with(&tiling) }
+        if tuned {
+            // What no kernel takes is not measured either.
+            self.product().tiling(&self.tensor.client)?;
+            return Ok(tune::multiply(self));
+        }
+        Ok(self.result(self.product().compute(&self.tensor.client)?))
     }
 
     fn multiply_with(&self, tiling: &Tiling) -> Result<Float> {
-        let result = self.product().launch(&self.tensor.client, tiling)?;
-        Ok(tensor(&self.tensor, result.handle, result.shape.into(), self.tensor.dtype))
+        Ok(self.result(self.product().launch(&self.tensor.client, tiling)?))
+    }
+
+    fn result(&self, Matrices { handle, shape, .. }: Matrices) -> Float {
+        tensor(&self.tensor, handle, shape.into(), self.tensor.dtype)
     }
 }

@@ -29,6 +29,7 @@ use cudarc::driver::{DriverError, result, sys};
 
 use super::library::ENGINE;
 use super::memory::{Buffer, Mark, Memory};
+use crate::cube::{Failure, primitive};
 use crate::error::{Error, Result};
 
 /// The first driver with `cuCtxRecordEvent` and `cuCtxWaitEvent`
@@ -163,7 +164,7 @@ impl CudaMemory {
             engine: ENGINE,
             rank: self.rank,
             operation: "pin the memory of a tensor".into(),
-            reason: format!("{error:?}"),
+            reason: Failure::from(error).reason,
             remedy: "free memory of the device, for example with a smaller `bucket_mb`",
         })?;
         let pointer = resource.resource().ptr as *mut c_void;
@@ -317,14 +318,6 @@ fn refused(rank: usize, operation: &str, error: DriverError) -> Error {
     }
 }
 
-/// The tensor under Burn's fusion, when all that makes it has been given to the device.
-#[cfg(feature = "fusion")]
-fn primitive(tensor: Tensor<1>) -> Option<CubeTensor> {
-    let fused = tensor.try_into_primitive::<Cuda>().ok()?;
-    let client = fused.client.clone();
-    Some(client.resolve_tensor_float::<CubeBackend>(fused))
-}
-
 /// The way back.
 #[cfg(feature = "fusion")]
 fn tensor_of(tensor: CubeTensor) -> Tensor<1> {
@@ -336,11 +329,6 @@ fn tensor_of(tensor: CubeTensor) -> Tensor<1> {
     let fused =
         client.register(StreamId::current(), operation, NoOp::<CubeBackend>::new()).output();
     Tensor::from_primitive::<Cuda>(fused)
-}
-
-#[cfg(not(feature = "fusion"))]
-fn primitive(tensor: Tensor<1>) -> Option<CubeTensor> {
-    tensor.try_into_primitive::<Cuda>().ok()
 }
 
 #[cfg(not(feature = "fusion"))]
