@@ -4,9 +4,16 @@
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use distmuon::{Coefficients, Form, IterationDtype, NewtonSchulz};
 use peak_alloc::PeakAlloc;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
+
+/// The allocators count for the whole process: one test at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// For what libraries need to rearrange blocks of their operands in.
 const SCRATCH: usize = 1 << 20;
@@ -52,6 +59,7 @@ fn pages(shape: [usize; 3], form: Form) -> Option<usize> {
 
 #[test]
 fn a_device_reserves_what_is_announced() {
+    let _alone = alone();
     if format!("{:?}", Device::default()).contains("CpuDevice") {
         println!("skipped: CubeCL's CPU runtime frees buffers some time after their last use");
         return;
@@ -78,6 +86,7 @@ fn a_device_reserves_what_is_announced() {
 
 #[test]
 fn an_orthogonalisation_takes_what_is_announced() {
+    let _alone = alone();
     if std::env::var("BURN_DEVICE").is_ok_and(|device| device != "flex") {
         println!("skipped: the memory of the host is counted on Flex");
         return;
