@@ -1,6 +1,6 @@
 //! What a device could not compute.
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 
 use crate::error;
 
@@ -21,4 +21,13 @@ pub(crate) fn check<const D: usize>(parameter: &str, tensor: &Tensor<D>) -> erro
     }
     let _ = (parameter, tensor);
     Ok(())
+}
+
+/// Whether a device rounds to a type that it says it has. CubeCL's CPU runtime has bfloat16, but needs
+/// a processor with instructions for it, or libgcc 13, and computes rubbish otherwise.
+pub(crate) fn rounds_to(device: &Device, dtype: FloatDType) -> bool {
+    let values = [1.5, -2.0, 0.0, 64.0];
+    let there = Tensor::<1>::from_floats(values, (device, DType::F32)).cast(dtype);
+    let back = there.cast(FloatDType::F32).try_into_data();
+    back.is_ok_and(|back| back.as_slice::<f32>().is_ok_and(|back| back == values))
 }

@@ -2,10 +2,14 @@
 
 mod common;
 
+use Layout::{Columns, Rows, Slice};
 use common::{Real, client, download, upload, values};
 use cubecl::client::Client;
+use cubecl::features::MmaConfig;
+use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
-use distmuon_kernels::product::{Product, Tiling, Triangle};
+use distmuon_kernels::fused::{Batch, copy};
+use distmuon_kernels::product::{Product, Tiling, Triangle, Unit};
 use distmuon_kernels::{Error, Matrices};
 
 /// A matrix of a batch, row by row, in float64.
@@ -13,67 +17,94 @@ fn entry(values: &[f64], [_, m, n]: [usize; 3], [i, row, column]: [usize; 3]) ->
     values[(i * m + row) * n + column]
 }
 
-/// Uploads `[k, m, n]`, transposed in memory if asked to.
+/// How matrices lie in memory.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Layout {
+    /// Row by row.
+    Rows,
+    /// Column by column.
+    Columns,
+    /// Rows that end before the next one begins, in a buffer that begins before the first: so do slices.
+    Slice,
+}
+
+/// Uploads `[k, m, n]`.
 fn matrices<F: Real>(
     client: &Client,
     values: &[f64],
     shape: [usize; 3],
-    transposed: bool,
+    layout: Layout,
 ) -> Matrices {
     let [k, m, n] = shape;
     let dtype = F::elem_type_native();
-    if !transposed {
-        return Matrices::contiguous(upload::<F>(client, values), dtype, shape);
+    match layout {
+        Rows => Matrices::contiguous(upload::<F>(client, values), dtype, shape),
+        Columns => {
+            let turned = |i: usize| entry(values, shape, [i / (m * n), i % m, i / m % n]);
+            let turned: Vec<f64> = (0..k * n * m).map(turned).collect();
+            Matrices::contiguous(upload::<F>(client, &turned), dtype, [k, n, m]).transposed()
+        }
+        Slice => {
+            let skipped = client.properties().memory.alignment as usize / size_of::<F>();
+            let (gap, mut wide) = (4, vec![f64::NAN; skipped]);
+            for row in values.chunks(n) {
+                wide.extend_from_slice(row);
+                wide.extend(vec![f64::NAN; gap]);
+            }
+            let handle = upload::<F>(client, &wide);
+            let handle = handle.offset_start((skipped * size_of::<F>()) as u64);
+            let strides = [m * (n + gap), n + gap, 1];
+            Matrices { strides, ..Matrices::contiguous(handle, dtype, shape) }
+        }
     }
-    let turned: Vec<f64> =
-        (0..k * n * m).map(|i| entry(values, shape, [i / (m * n), i % m, i / m % n])).collect();
-    Matrices::contiguous(upload::<F>(client, &turned), dtype, [k, n, m]).transposed()
 }
 
 struct Case {
     /// `[k, m, inner, n]`; `n` counts for full products only.
     shape: [usize; 4],
     triangle: Triangle,
-    /// `A` and `B` are stored transposed.
-    turned: [bool; 2],
+    /// Of `A` and `B`.
+    layouts: [Layout; 2],
     alpha: f32,
     beta: Option<f32>,
 }
 
 fn check<F: Real>(client: &Client, tiling: &Tiling, case: &Case, tolerance: f64) {
-    let Case { shape: [k, m, inner, n], triangle, turned, alpha, beta } = *case;
+    let Case { shape: [k, m, inner, n], triangle, layouts, alpha, beta } = *case;
     let n = if triangle == Triangle::Lower { m } else { n };
     let a = values::<F>(k * m * inner, 1);
-    // `B` is the transpose of `A` for a symmetric product.
+    // For a symmetric product `B = W A^T`, with the powers of two `W` on a diagonal: not `A`'s transpose.
     let b: Vec<f64> = match triangle {
         Triangle::Full => values::<F>(k * inner * n, 2),
         Triangle::Lower => (0..k * inner * n)
-            .map(|i| entry(&a, [k, m, inner], [i / (inner * n), i % n, i / n % inner]))
+            .map(|i| {
+                let weight = [1.0, 0.5, -1.0][i / n % inner % 3];
+                weight * entry(&a, [k, m, inner], [i / (inner * n), i % n, i / n % inner])
+            })
             .collect(),
     };
-    let d: Vec<f64> = (0..k * m * n)
-        .map(|i| {
-            let [i, row, column] = [i / (m * n), i / n % m, i % n];
-            let [row, column] = match triangle {
-                Triangle::Full => [row, column],
-                Triangle::Lower => [row.max(column), row.min(column)],
-            };
-            values::<F>(1, 3 + i + 7 * row + 11 * column)[0]
-        })
-        .collect();
-    let lhs = matrices::<F>(client, &a, [k, m, inner], turned[0]);
-    let rhs = matrices::<F>(client, &b, [k, inner, n], turned[1]);
-    let addend = matrices::<F>(client, &d, [k, m, n], false);
+    let d = values::<F>(k * m * n, 3);
+    // Of a symmetric addend, only the lower triangle is read.
+    let is_read = |at: usize| triangle == Triangle::Full || at / n % m >= at % n;
+    let given: Vec<f64> =
+        (0..d.len()).map(|at| if is_read(at) { d[at] } else { f64::NAN }).collect();
+    let d = |[i, row, column]: [usize; 3]| match triangle {
+        Triangle::Full => entry(&d, [k, m, n], [i, row, column]),
+        Triangle::Lower => entry(&d, [k, m, n], [i, row.max(column), row.min(column)]),
+    };
+    let lhs = matrices::<F>(client, &a, [k, m, inner], layouts[0]);
+    let rhs = matrices::<F>(client, &b, [k, inner, n], layouts[1]);
+    let addend = matrices::<F>(client, &given, [k, m, n], Rows);
     let addend = beta.map(|beta| (&addend, beta));
     let product = Product { a: &lhs, b: &rhs, alpha, addend, triangle };
 
     let poison = vec![f64::NAN; k * m * n];
-    let result = matrices::<F>(client, &poison, [k, m, n], false);
+    let result = matrices::<F>(client, &poison, [k, m, n], Rows);
     product.launch_into(client, tiling, &result).unwrap();
     let found = download::<F>(client, &result.handle);
 
     let what = format!(
-        "{tiling}; {shape:?}, {triangle:?}, turned {turned:?}, beta {beta:?}",
+        "{tiling}; {shape:?}, {triangle:?}, {layouts:?}, beta {beta:?}",
         shape = case.shape
     );
     for (at, found) in found.iter().enumerate() {
@@ -85,8 +116,9 @@ fn check<F: Real>(client: &Client, tiling: &Tiling, case: &Case, tolerance: f64)
         for term in terms {
             (sum, size) = (sum + term, size + f64::abs(term));
         }
-        let expected = f64::from(alpha) * sum + beta.map_or(0.0, |beta| f64::from(beta) * d[at]);
-        let scale = f64::from(alpha).abs() * size + d[at].abs() + 1e-3;
+        let d = d([i, row, column]);
+        let expected = f64::from(alpha) * sum + beta.map_or(0.0, |beta| f64::from(beta) * d);
+        let scale = f64::from(alpha).abs() * size + d.abs() + 1e-3;
         let error = (found - expected).abs() / scale;
         assert!(error <= tolerance, "{what}: entry {at} is {found}, not {expected}");
     }
@@ -101,24 +133,26 @@ fn check<F: Real>(client: &Client, tiling: &Tiling, case: &Case, tolerance: f64)
 
 /// Sizes that tiles divide and that they do not, odd ones and ones; all layouts; with and without an
 /// addend. The first shapes are those of most use.
-const CASES: [Case; 7] = [
-    case([2, 128, 64, 128], Triangle::Lower, [false, true], 1.0, None),
-    case([1, 130, 96, 72], Triangle::Lower, [false, false], 0.5, Some(-2.0)),
-    case([3, 33, 17, 64], Triangle::Lower, [true, false], 2.0, Some(0.75)),
-    case([1, 1, 1, 1], Triangle::Lower, [false, true], 1.0, None),
-    case([2, 7, 13, 5], Triangle::Full, [true, true], 1.0, Some(1.5)),
-    case([1, 130, 96, 72], Triangle::Full, [false, false], -1.0, None),
-    case([1, 64, 160, 200], Triangle::Full, [false, true], 1.0, Some(3.0)),
+const CASES: [Case; 9] = [
+    case([2, 128, 64, 128], Triangle::Lower, [Rows, Columns], 1.0, None),
+    case([1, 130, 96, 72], Triangle::Lower, [Rows, Rows], 0.5, Some(-2.0)),
+    case([3, 33, 17, 64], Triangle::Lower, [Columns, Rows], 2.0, Some(0.75)),
+    case([1, 1, 1, 1], Triangle::Lower, [Rows, Columns], 1.0, None),
+    case([2, 7, 13, 5], Triangle::Full, [Columns, Columns], 1.0, Some(1.5)),
+    case([1, 130, 96, 72], Triangle::Full, [Rows, Rows], -1.0, None),
+    case([1, 64, 160, 200], Triangle::Full, [Rows, Columns], 1.0, Some(3.0)),
+    case([2, 48, 36, 64], Triangle::Full, [Slice, Slice], 1.0, Some(1.0)),
+    case([2, 65, 52, 65], Triangle::Lower, [Slice, Columns], -0.5, None),
 ];
 
 const fn case(
     shape: [usize; 4],
     triangle: Triangle,
-    turned: [bool; 2],
+    layouts: [Layout; 2],
     alpha: f32,
     beta: Option<f32>,
 ) -> Case {
-    Case { shape, triangle, turned, alpha, beta }
+    Case { shape, triangle, layouts, alpha, beta }
 }
 
 /// Every tiling with a third of the cases, so that neighbours share them all; the ignored tests below
@@ -126,12 +160,35 @@ const fn case(
 fn check_some<F: Real>(tolerance: f64) {
     let Some(client) = client::<F>() else { return };
     let tilings = Tiling::candidates(&client, F::elem_type_native());
-    assert!(!tilings.is_empty());
+    for unit in [Unit::Mma, Unit::Cmma, Unit::Registers] {
+        let is_used = tilings.iter().any(|tiling| tiling.unit == unit);
+        assert_eq!(is_used, has_unit::<F>(&client, unit), "{unit:?}");
+        if !is_used {
+            println!("skipped: the device has no {unit:?} for {}", core::any::type_name::<F>());
+        }
+    }
     for (i, tiling) in tilings.iter().enumerate() {
         for case in CASES.iter().skip(i % 3).step_by(3) {
             check::<F>(&client, tiling, case, tolerance);
         }
         println!("passed: {tiling}");
+    }
+}
+
+/// Whether a device multiplies a type in such units, and sums in float32.
+fn has_unit<F: Real>(client: &Client, unit: Unit) -> bool {
+    let matmul = &client.properties().features.matmul;
+    let [f32, tf32] = [FloatKind::F32, FloatKind::TF32].map(ElemType::Float);
+    let dtype = F::elem_type_native();
+    let rounded = dtype == f32 && client.properties().supports_type(tf32);
+    let dtype = if rounded { tf32 } else { dtype };
+    let offers = |config: &MmaConfig| {
+        config.a_type == dtype && config.b_type == dtype && config.cd_type == f32
+    };
+    match unit {
+        Unit::Mma => matmul.mma.iter().any(offers),
+        Unit::Cmma => matmul.cmma.iter().any(offers),
+        Unit::Registers => true,
     }
 }
 
@@ -150,28 +207,80 @@ fn bfloat16() {
     check_some::<half::bf16>(1.6e-2);
 }
 
-#[test]
-fn integers_are_exact() {
-    let Some(client) = client::<f32>() else { return };
-    let (k, m, inner) = (2, 96, 80);
-    let a: Vec<f64> = (0..k * m * inner).map(|i| ((i * 7919 + i / 13) % 6) as f64 - 3.0).collect();
-    let lhs = matrices::<f32>(&client, &a, [k, m, inner], false);
-    let rhs = lhs.clone().transposed();
-    for tiling in Tiling::candidates(&client, f32::elem_type_native()) {
-        let product =
-            Product { a: &lhs, b: &rhs, alpha: 0.5, addend: None, triangle: Triangle::Lower };
-        let found = download::<f32>(&client, &product.launch(&client, &tiling).unwrap().handle);
-        for (at, found) in found.iter().enumerate() {
-            let [i, row, column] = [at / (m * m), at / m % m, at % m];
-            let of = |row: usize, j: usize| entry(&a, [k, m, inner], [i, row, j]);
-            let expected: f64 = (0..inner).map(|j| of(row, j) * of(column, j)).sum();
-            assert_eq!(*found, 0.5 * expected, "{tiling}: entry {at}");
+/// As long as no sum has more than the eight bits of bfloat16, every type holds all of them.
+fn check_integers<F: Real>() {
+    let Some(client) = client::<F>() else { return };
+    for ([k, m, inner], alpha, beta) in [
+        ([2, 128, 128], 0.5, None),
+        ([1, 256, 64], 0.25, Some(0.25)),
+        ([4, 96, 80], 0.5, Some(0.5)),
+    ] {
+        let integer = |i: usize| ((i * 7919 + i / 13) % 3) as f64 - 1.0;
+        let a: Vec<f64> = (0..k * m * inner).map(integer).collect();
+        let at = |[i, row, j]: [usize; 3]| entry(&a, [k, m, inner], [i, row, j]);
+        let d = |row: usize, column: usize| integer(row * column);
+        let addend: Vec<f64> = (0..k * m * m).map(|at| d(at / m % m, at % m)).collect();
+        let addend = matrices::<F>(&client, &addend, [k, m, m], Rows);
+        let a = matrices::<F>(&client, &a, [k, m, inner], Rows);
+        let b = a.clone().transposed();
+        let (addend, triangle) = (beta.map(|beta| (&addend, beta)), Triangle::Lower);
+        let product = Product { a: &a, b: &b, alpha, addend, triangle };
+        for tiling in Tiling::candidates(&client, F::elem_type_native()) {
+            let found = product.launch(&client, &tiling).unwrap();
+            let found = download::<F>(&client, &found.handle);
+            for (index, found) in found.iter().enumerate() {
+                let [i, row, column] = [index / (m * m), index / m % m, index % m];
+                let sum: f64 = (0..inner).map(|j| at([i, row, j]) * at([i, column, j])).sum();
+                let added = f64::from(beta.unwrap_or(0.0)) * d(row, column);
+                let expected = f64::from(alpha) * sum + added;
+                assert_eq!(*found, expected, "{tiling}, {k} x {m}x{inner}: entry {index}");
+            }
         }
     }
 }
 
+#[test]
+fn integers_are_exact() {
+    check_integers::<f32>();
+    check_integers::<half::f16>();
+    check_integers::<half::bf16>();
+}
+
+/// Matrices of a batch lie more than 2^32 elements apart, in a buffer of which little is ever touched.
+#[test]
+fn offsets_beyond_32_bits() {
+    type F = half::f16;
+    let Some(client) = client::<F>() else { return };
+    let (m, inner, apart) = (40, 24, (1_usize << 32) + 64);
+    let bytes = ((apart + m * inner) * size_of::<F>()) as u64;
+    let most = client.properties().memory.max_page_size;
+    if bytes > most {
+        println!("skipped: the device allocates {most} bytes at once, not {bytes}");
+        return;
+    }
+    let (values, dtype) = (values::<F>(2 * m * inner, 1), F::elem_type_native());
+    let buffer = client.empty(bytes as usize);
+    for (i, values) in values.chunks(m * inner).enumerate() {
+        let target = buffer.clone().offset_start((i * apart * size_of::<F>()) as u64);
+        let batch = Batch { count: 1, elements: m * inner };
+        copy(&client, &upload::<F>(&client, values), &target, batch, dtype);
+    }
+    let shape = [2, m, inner];
+    let far = Matrices { handle: buffer, dtype, shape, strides: [apart, inner, 1] };
+    let near = matrices::<F>(&client, &values, shape, Rows);
+    for tiling in Tiling::candidates(&client, dtype) {
+        let squared = |a: &Matrices| {
+            let (b, triangle) = (a.clone().transposed(), Triangle::Lower);
+            let product = Product { a, b: &b, alpha: 1.0, addend: None, triangle };
+            download::<F>(&client, &product.launch(&client, &tiling).unwrap().handle)
+        };
+        assert_eq!(squared(&far), squared(&near), "{tiling}");
+        println!("passed: {tiling}");
+    }
+}
+
 /// The grids of quack (`test_gemm_symmetric.py`), Emerging-Optimizers (`test_triton_kernels.py`) and Dion
-/// (`test_newton_shulz.py`, with offsets beyond 2^31 elements), on samples of the entries.
+/// (`test_newton_shulz.py`, here with a result of more than 2^31 elements), on samples of the entries.
 fn check_grid<F: Real>(tolerance: f64) {
     let Some(client) = client::<F>() else { return };
     let mut shapes = vec![[2, 128, 128], [4, 256, 64], [4, 256, 256], [4, 256, 1024]];
@@ -180,7 +289,7 @@ fn check_grid<F: Real>(tolerance: f64) {
             shapes.extend([128, 512, 2048].map(|inner| [k, m, inner]));
         }
     }
-    shapes.push([320, 2560, 3072]);
+    shapes.push([330, 2560, 3072]);
     for shape @ [k, m, inner] in shapes {
         let with_all = || {
             for tiling in Tiling::candidates(&client, F::elem_type_native()) {
@@ -216,7 +325,7 @@ fn sample<F: Real>(
     let d = Matrices {
         shape: [k, m, m],
         strides: [0, m, 1],
-        ..matrices::<F>(client, &vec![1.0; m * m], [1, m, m], false)
+        ..matrices::<F>(client, &vec![1.0; m * m], [1, m, m], Rows)
     };
     let addend = beta.map(|beta| (&d, beta));
     let product = Product { a: &a, b: &b, alpha, addend, triangle: Triangle::Lower };
@@ -251,7 +360,7 @@ fn the_whole_grid() {
 #[test]
 fn what_does_not_go_together_is_refused() {
     let Some(client) = client::<f32>() else { return };
-    let of = |shape| matrices::<f32>(&client, &[0.0; 24], shape, false);
+    let of = |shape| matrices::<f32>(&client, &[0.0; 24], shape, Rows);
     let tiling = Tiling::candidates(&client, f32::elem_type_native())[0];
     let error = |a: &Matrices, b: &Matrices, d: Option<&Matrices>, triangle| {
         let product = Product { a, b, alpha: 1.0, addend: d.map(|d| (d, 1.0)), triangle };
@@ -271,13 +380,15 @@ fn what_does_not_go_together_is_refused() {
     if count > client.properties().hardware.max_cube_count.2 as usize {
         let many = Matrices { shape: [count, 1, 1], strides: [0, 1, 1], ..of([1, 1, 1]) };
         says(error(&many, &many, None, Triangle::Full), "split the batch");
+    } else {
+        println!("skipped: the device takes batches of any size");
     }
     // A column and a row that the device has, and a product of them that none has.
     let long = 1 << 22;
     let column = Matrices { shape: [1, long, 1], strides: [long, 1, 1], ..of([1, 1, 1]) };
     let row = Matrices { shape: [1, 1, long], ..column.clone() };
     says(error(&column, &row, None, Triangle::Full), "this device; split the batch");
-    let half = matrices::<half::f16>(&client, &[0.0; 24], [1, 6, 4], false);
+    let half = matrices::<half::f16>(&client, &[0.0; 24], [1, 6, 4], Rows);
     says(error(&a, &half, None, Triangle::Full), "of Float(F32)");
     let nothing = of([0, 4, 6]);
     let product = Product {

@@ -34,6 +34,7 @@ use burn::backend::{Backend, DTypeUsage, Dispatch};
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use serde::{Deserialize, Serialize};
 
+use crate::computed;
 use crate::error::{Error, Result};
 use ops::Norms;
 use products::Products;
@@ -232,8 +233,9 @@ impl NewtonSchulz {
 
     /// Refuses a type that a device has not.
     pub(crate) fn check(&self, parameter: &str, device: &Device, dtype: DType) -> Result<()> {
-        let dtype = self.dtype.resolve(device, dtype);
-        if device.supports_dtype(dtype) {
+        let (given, dtype) = (dtype, self.dtype.resolve(device, dtype));
+        let has_type = device.supports_dtype(dtype);
+        if has_type && (given == dtype.into() || computed::rounds_to(device, dtype)) {
             return Ok(());
         }
         Err(Error::Dtype {

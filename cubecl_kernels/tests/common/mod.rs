@@ -33,11 +33,31 @@ pub fn client<F: Real>() -> Option<Client> {
         println!("skipped: there is no device");
         return None;
     };
-    let has = F::supported_uses(&client).contains(TypeUsage::Buffer);
+    let has = F::supported_uses(&client).contains(TypeUsage::Buffer) && rounds_to::<F>(&client);
     if !has {
         println!("skipped: the device has no {}", core::any::type_name::<F>());
     }
     has.then_some(client)
+}
+
+/// Whether the device rounds to a type that it says it has: CubeCL's CPU runtime needs a processor
+/// with instructions for bfloat16, or libgcc 13.
+fn rounds_to<F: Real>(client: &Client) -> bool {
+    let (values, rounded) = ([1.5_f32, -2.0], upload::<F>(client, &[0.0; 2]));
+    let given = client.create_from_slice(f32::as_bytes(&values));
+    // SAFETY: both buffers hold two values.
+    let [from, to] =
+        [&given, &rounded].map(|handle| unsafe { BufferArg::from_raw_parts(handle.clone(), 2) });
+    let (count, dim) = (CubeCount::Static(1, 1, 1), CubeDim::new_1d(1));
+    round::launch(client, count, dim, from, to, F::elem_type_native());
+    download::<F>(client, &rounded) == values.map(f64::from)
+}
+
+#[cube(launch)]
+fn round<F: Float>(from: &[f32], to: &mut [F], #[define(F)] _dtype: ElemType) {
+    for i in 0..2_usize {
+        to[i] = F::cast_from(from[i]);
+    }
 }
 
 /// The tolerance for float32, which some matrix units round to TF32.
