@@ -26,8 +26,8 @@ pub(crate) fn check<const D: usize>(parameter: &str, tensor: &Tensor<D>) -> erro
 /// Whether a device rounds to a type that it says it has. CubeCL's CPU runtime has bfloat16, but needs
 /// a processor with instructions for it, or libgcc 13, and computes rubbish otherwise.
 pub(crate) fn rounds_to(device: &Device, dtype: FloatDType) -> bool {
-    let values = [1.5, -2.0, 0.0, 64.0];
-    let there = Tensor::<1>::from_floats(values, (device, DType::F32)).cast(dtype);
+    let values = [1.5_f32, -2.0, 0.0, 64.0];
+    let there = Tensor::<1>::from_data(values, (device, DType::F32)).cast(dtype);
     let back = there.cast(FloatDType::F32).try_into_data();
     back.is_ok_and(|back| back.as_slice::<f32>().is_ok_and(|back| back == values))
 }

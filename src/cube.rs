@@ -8,6 +8,7 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{Cube, CubeBackend, CubeDevice};
 use cubecl::features::TypeUsage;
 use cubecl::server::{Handle, IoError, ServerError};
+use cubecl::std::tensor::into_contiguous as copied;
 use distmuon_kernels::Matrices;
 use distmuon_kernels::fused::Batch;
 
@@ -54,7 +55,13 @@ pub(crate) fn contiguous(tensor: Float, dtype: DType) -> Float {
 /// The elements in order in a buffer that nobody else reads.
 pub(crate) fn unshared(tensor: Float) -> Float {
     let tensor = into_contiguous(tensor);
-    if tensor.can_mut() && tensor.is_nonoverlapping() { tensor } else { tensor.copy() }
+    if tensor.can_mut() && tensor.is_nonoverlapping() {
+        return tensor;
+    }
+    // Not Burn's `copy`: like every result of its operations, that has gaps between rows on CUDA.
+    let dtype = dtype_to_elem_type(tensor.dtype);
+    let copy = copied(&tensor.client, tensor.clone().binding(), dtype);
+    self::tensor(&tensor, copy.handle, tensor.shape(), tensor.dtype)
 }
 
 /// The first dimension and the elements of each of its entries.

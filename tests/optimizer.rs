@@ -487,7 +487,7 @@ fn a_failed_save_leaves_the_checkpoint() {
 
 /// Whether a device rounds to a type: CubeCL's CPU runtime says that it has bfloat16 where it has not.
 fn rounds_to(dtype: DType) -> bool {
-    let there = Tensor::<1>::from_floats([1.5], (&device(), DType::F32)).cast(dtype);
+    let there = Tensor::<1>::from_data([1.5_f32], (&device(), DType::F32)).cast(dtype);
     there.cast(DType::F32).into_data().as_slice::<f32>().unwrap() == [1.5]
 }
 

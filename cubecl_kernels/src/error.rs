@@ -19,8 +19,8 @@ pub enum Error {
         /// What would do.
         expected: String,
     },
-    /// Neither the rows nor the columns are contiguous.
-    #[error("{0} has neither contiguous rows nor contiguous columns; copy it first")]
+    /// Neither the rows nor the columns are contiguous, or not the whole where that is asked for.
+    #[error("{0} has gaps in memory that the kernel does not skip; copy it first")]
     Strides(&'static str),
     /// The batch has more matrices than a launch can have.
     #[error("{count} matrices are more than the {most} of one launch; split the batch")]
@@ -48,6 +48,9 @@ pub enum Error {
         /// Bytes of the largest allocation.
         most: u64,
     },
+    /// A result can't be read from the device.
+    #[error("the device did not return a result: {0}")]
+    Read(String),
     /// The device refuses the kernel.
     #[error("the kernel {kernel} does not run on this device: {reason}; choose another")]
     Refused {

@@ -48,6 +48,14 @@ impl Matrices {
         self.strides[1] == 1 || self.strides[2] == 1
     }
 
+    /// Whether the elements fill a buffer in order, row by row.
+    pub(crate) fn is_contiguous(&self) -> bool {
+        let [k, m, n] = self.shape;
+        let steps = [(k, m * n), (m, n), (n, 1)];
+        // The step along a dimension of one counts for nothing.
+        steps.iter().zip(self.strides).all(|((size, step), stride)| *size <= 1 || stride == *step)
+    }
+
     /// Elements up to the last one.
     pub(crate) fn extent(&self) -> usize {
         let last = |(size, stride): (&usize, &usize)| (size - 1) * stride;

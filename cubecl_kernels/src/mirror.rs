@@ -3,6 +3,7 @@
 use cubecl::client::Client;
 use cubecl::prelude::*;
 
+use crate::error::{Error, Result};
 use crate::matrices::Matrices;
 use crate::units::together;
 
@@ -14,10 +15,44 @@ pub(crate) const TILE: u32 = 16;
 ///
 /// The matrices are square and contiguous; any size will do. What the upper triangles held before is not
 /// read. The addend `D` is `[k, m, m]` of the same type, symmetric and contiguous.
-pub fn mirror(client: &Client, matrices: &Matrices, alpha: f32, addend: Option<(&Matrices, f32)>) {
-    let [k, m, _] = matrices.shape;
-    if k * m == 0 {
-        return;
+///
+/// # Errors
+///
+/// Before anything is launched: [`Error::Shape`], [`Error::Strides`], [`Error::TooMany`] and
+/// [`Error::TooLarge`].
+pub fn mirror(
+    client: &Client,
+    matrices: &Matrices,
+    alpha: f32,
+    addend: Option<(&Matrices, f32)>,
+) -> Result<()> {
+    let [k, m, n] = matrices.shape;
+    if m != n {
+        let expected = "square".to_owned();
+        return Err(Error::Shape { what: "C", found: matrices.shape, expected });
+    }
+    if let Some((addend, _)) = addend
+        && (addend.shape != matrices.shape || addend.dtype != matrices.dtype)
+    {
+        let expected = format!("{:?} of {:?}", matrices.shape, matrices.dtype);
+        return Err(Error::Shape { what: "D", found: addend.shape, expected });
+    }
+    let operands = [("C", Some(matrices)), ("D", addend.map(|(addend, _)| addend))];
+    for (what, of) in operands.into_iter().filter_map(|(what, of)| Some((what, of?))) {
+        if !of.is_contiguous() {
+            return Err(Error::Strides(what));
+        }
+    }
+    let most = client.properties().hardware.max_cube_count.2 as usize;
+    if k > most {
+        return Err(Error::TooMany { count: k, most });
+    }
+    let elements = k * m * m;
+    if !client.properties().supports_address(AddressType::from_len(elements)) {
+        return Err(Error::TooLarge { elements });
+    }
+    if elements == 0 {
+        return Ok(());
     }
     let side = together(&client.properties().hardware, TILE);
     let tiles = (m as u32).div_ceil(side);
@@ -42,6 +77,7 @@ pub fn mirror(client: &Client, matrices: &Matrices, alpha: f32, addend: Option<(
         side,
         matrices.dtype,
     );
+    Ok(())
 }
 
 /// One cube a tile: the tile is read and its transpose written in whole rows each, with shared

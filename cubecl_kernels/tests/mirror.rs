@@ -20,7 +20,7 @@ fn check<F: Real>(m: usize, batch: usize, addend: bool) {
     let of = |handle| Matrices::contiguous(handle, F::elem_type_native(), [batch, m, m]);
     let (matrices, ones) = (of(upload::<F>(&client, &input)), of(ones));
     let (alpha, beta) = if addend { (2.0, 3.0) } else { (1.0, 0.0) };
-    mirror(&client, &matrices, alpha, addend.then_some((&ones, beta)));
+    mirror(&client, &matrices, alpha, addend.then_some((&ones, beta))).unwrap();
     let output = download::<F>(&client, &matrices.handle);
     assert_eq!(output.len(), input.len());
     for (index, found) in output.iter().enumerate() {
@@ -46,12 +46,36 @@ fn float16() {
 }
 
 #[test]
+fn bfloat16() {
+    // Not rounded: eight bits hold the values up to 32.
+    check::<half::bf16>(16, 1, false);
+}
+
+#[test]
+fn what_does_not_go_together_is_refused() {
+    let Some(client) = client::<f32>() else { return };
+    let of = |shape| {
+        Matrices::contiguous(upload::<f32>(&client, &[0.0; 32]), f32::elem_type_native(), shape)
+    };
+    let error = |c: &Matrices, d: Option<&Matrices>| {
+        mirror(&client, c, 1.0, d.map(|d| (d, 1.0))).unwrap_err().to_string()
+    };
+    let square = of([2, 3, 3]);
+    assert!(error(&of([2, 3, 4]), None).contains("square"));
+    assert!(error(&square, Some(&of([1, 3, 3]))).contains("D is [1, 3, 3]"));
+    let wide = Matrices { strides: [12, 4, 1], ..square.clone() };
+    assert!(error(&square, Some(&wide)).contains("copy it"));
+    assert!(error(&wide, None).contains("copy it"));
+}
+
+#[test]
 fn nothing_to_do() {
     let Some(client) = client::<f32>() else { return };
     let handle = upload::<f32>(&client, &[1.0, 2.0]);
     for [k, m] in [[0, 3], [3, 0]] {
         let dtype = f32::elem_type_native();
-        mirror(&client, &Matrices::contiguous(handle.clone(), dtype, [k, m, m]), 1.0, None);
+        let empty = Matrices::contiguous(handle.clone(), dtype, [k, m, m]);
+        mirror(&client, &empty, 1.0, None).unwrap();
     }
     assert_eq!(download::<f32>(&client, &handle), [1.0, 2.0]);
 }

@@ -8,7 +8,7 @@ use cubecl::client::Client;
 use cubecl::features::MmaConfig;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
-use distmuon_kernels::fused::{Batch, copy};
+use cubecl::std::tensor::copy_into;
 use distmuon_kernels::product::{Product, Tiling, Triangle, Unit};
 use distmuon_kernels::{Error, Matrices};
 
@@ -261,9 +261,11 @@ fn offsets_beyond_32_bits() {
     let (values, dtype) = (values::<F>(2 * m * inner, 1), F::elem_type_native());
     let buffer = client.empty(bytes as usize);
     for (i, values) in values.chunks(m * inner).enumerate() {
-        let target = buffer.clone().offset_start((i * apart * size_of::<F>()) as u64);
-        let batch = Batch { count: 1, elements: m * inner };
-        copy(&client, &upload::<F>(&client, values), &target, batch, dtype);
+        let start = (i * apart * size_of::<F>()) as u64;
+        let target = buffer.clone().offset_start(start);
+        let [from, to] = [upload::<F>(&client, values), target]
+            .map(|handle| Matrices::contiguous(handle, dtype, [1, m, inner]).binding());
+        copy_into(&client, from, to, dtype);
     }
     let shape = [2, m, inner];
     let far = Matrices { handle: buffer, dtype, shape, strides: [apart, inner, 1] };

@@ -152,17 +152,14 @@ impl Engine {
         }
     }
 
-    /// Which kernel computes a symmetric product `[k, m, inner] x [k, inner, m]` of `dtype` on `device`.
+    /// Which kernel computes a symmetric product `[k, m, inner] x [k, inner, m]` of `dtype` on `device`. A
+    /// choice that is measured is known after the first product.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn kernel(self, device: &Device, dtype: FloatDType, [k, m, inner]: [usize; 3]) -> String {
         match (self, device.as_dispatch()) {
             #[cfg(feature = "cube")]
-            (Self::Cube { tuned: true }, DispatchDevice::Cube(_)) => {
-                "the fastest, measured at first use".to_owned()
-            }
-            #[cfg(feature = "cube")]
-            (Self::Cube { .. }, DispatchDevice::Cube(device)) => {
-                cube::kernel(device, dtype.into(), [k, m, inner])
+            (Self::Cube { tuned }, DispatchDevice::Cube(device)) => {
+                cube::kernel(device, dtype.into(), [k, m, inner], tuned)
             }
             (Self::Flex, _) => "faer's triangular product".to_owned(),
             _ if self.symmetric_share(m, inner) < 1.0 => "Burn's matmul, in block rows".to_owned(),

@@ -6,21 +6,18 @@
 //! computed in float32 and rounded once.
 
 mod adamw;
-mod copy;
 mod muon;
 mod norm;
 
 pub use adamw::{AdamW, adamw};
-pub use copy::copy;
 pub use muon::{Momentum, accumulate, apply, finite};
 pub use norm::{Norms, normalize, norms};
 
 #[cfg(test)]
 pub(crate) use {
     adamw::adamw_kernel,
-    copy::copy_kernel,
     muon::{accumulate_kernel, apply_kernel, finite_kernel},
-    norm::{normalize_kernel, norms_kernel},
+    norm::{join_kernel, normalize_kernel, norms_kernel},
 };
 
 use cubecl::client::Client;

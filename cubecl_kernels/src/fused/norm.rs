@@ -12,6 +12,10 @@ use crate::units::together;
 /// with the length of both.
 pub(super) const SUMMED: usize = 64;
 
+/// Parts of a norm that every unit adds up itself; of more, the sum is taken before. A launch takes as long as
+/// some hundred instructions of a unit.
+const FEW_PARTS: usize = 16;
+
 /// The norms of a batch in parts: for each, a scale and the sum of the squares of the elements divided
 /// by it, `[k, parts, 2]` float32 values. As in LAPACK's `slassq`.
 #[derive(Debug, Clone)]
@@ -26,6 +30,27 @@ impl Norms {
     /// Room for the norms of a batch.
     pub fn empty(client: &Client, batch: Batch, parts: usize) -> Self {
         Self { handle: client.empty(2 * batch.count * parts * size_of::<f32>()), parts }
+    }
+
+    /// The same norms in one part each.
+    fn joined(&self, client: &Client, batch: Batch) -> Self {
+        let whole = Self::empty(client, batch, 1);
+        let units = together(&client.properties().hardware, UNITS);
+        // SAFETY: every index is below the parts of a matrix.
+        unsafe {
+            join_kernel::launch_unchecked(
+                client,
+                batch.cube_count(1),
+                CubeDim::new_1d(units),
+                AddressType::from_len(2 * batch.count * self.parts),
+                self.arg(batch),
+                whole.arg(batch),
+                batch.count,
+                self.parts,
+                units,
+            );
+        }
+        whole
     }
 
     pub(super) fn arg(&self, batch: Batch) -> BufferArg {
@@ -99,6 +124,30 @@ pub(crate) fn norms_kernel<F: Float, N: Size>(
     store_part(norms, scale, squares, units);
 }
 
+/// Every unit adds up some parts, then the cube their sums.
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
+pub(crate) fn join_kernel(
+    norms: &[f32],
+    whole: &mut [f32],
+    count: usize,
+    parts: usize,
+    #[comptime] units: u32,
+) {
+    let matrix = own_matrix();
+    if matrix >= count {
+        terminate!();
+    }
+    let mut scale = f32::new(0.0);
+    let mut squares = f32::new(0.0);
+    for part in range_stepped(UNIT_POS_X as usize, parts, units as usize) {
+        let at = 2 * (matrix * parts + part);
+        let (s, q) = joined(scale, squares, norms[at], norms[at + 1]);
+        scale = s;
+        squares = q;
+    }
+    store_part(whole, scale, squares, units);
+}
+
 /// Divides every matrix by its norm, or by `epsilon` if that is larger. The types are those of the
 /// input and of the result.
 pub fn normalize(
@@ -113,6 +162,8 @@ pub fn normalize(
     if batch.is_empty() {
         return output;
     }
+    let whole = (norms.parts > FEW_PARTS).then(|| norms.joined(client, batch));
+    let norms = whole.as_ref().unwrap_or(norms);
     let size = batch.vector_size(client, &dtypes);
     // SAFETY: every index is below the vectors of a matrix.
     unsafe {

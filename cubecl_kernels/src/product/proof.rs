@@ -4,24 +4,62 @@ use cubecl::client::Client;
 use cubecl::ir::{ElemType, FloatKind};
 
 use super::{Product, Tiling, Triangle};
+use crate::error::{Error, Result};
 use crate::matrices::Matrices;
 
 impl Tiling {
-    /// Whether a tiling computes a product of small integers exactly, as every kernel that is right does,
-    /// in any type and on any device. Waits for the device.
-    pub fn multiplies_integers(&self, client: &Client, dtype: ElemType) -> bool {
-        let ([rows, _], inner) = (self.side(), 2 * self.depth() as usize + 3);
-        let m = rows + 5;
+    /// Whether a tiling computes products of small integers exactly, as every kernel that is right does,
+    /// in any type and on any device: of sizes that it divides and of others, of rows and of columns, with
+    /// and without an addend. Waits for the device.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Product::launch_into`], and [`Error::Read`] for a result that can't be had.
+    pub fn multiplies_integers(&self, client: &Client, dtype: ElemType) -> Result<bool> {
+        let ([rows, _], depth) = (self.side(), self.depth() as usize);
+        let odd = Trial { m: rows + 5, inner: 2 * depth + 3, columns: false, beta: None };
+        let even = Trial { m: 2 * rows, inner: 4 * depth, columns: true, beta: Some(2.0) };
+        Ok(odd.succeeds(client, self, dtype)? && even.succeeds(client, self, dtype)?)
+    }
+}
+
+/// A symmetric product to try.
+struct Trial {
+    m: usize,
+    inner: usize,
+    /// Whether the columns of `A` are contiguous, not its rows.
+    columns: bool,
+    beta: Option<f32>,
+}
+
+impl Trial {
+    fn succeeds(&self, client: &Client, tiling: &Tiling, dtype: ElemType) -> Result<bool> {
+        let Self { m, inner, columns, beta } = *self;
+        let upload = |entries: &mut dyn Iterator<Item = i32>| {
+            client.create_from_slice(&encoded(entries.map(|x| x as f32), dtype))
+        };
         let value = |row: usize, j: usize| ((row * 31 + j * 17) % 5) as i32 - 2;
-        let entries = (0..m * inner).map(|at| value(at / inner, at % inner) as f32);
-        let entries = client.create_from_slice(&encoded(entries, dtype));
-        let a = Matrices::contiguous(entries, dtype, [1, m, inner]);
-        let b = a.clone().transposed();
-        let product = Product { a: &a, b: &b, alpha: 1.0, addend: None, triangle: Triangle::Lower };
-        let Ok(result) = product.launch(client, self) else { return false };
-        let Ok(found) = client.read_one(result.handle) else { return false };
-        let sum = |at: usize| (0..inner).map(|j| value(at / m, j) * value(at % m, j)).sum::<i32>();
-        found.as_ref() == encoded((0..m * m).map(|at| sum(at) as f32), dtype)
+        let a = if columns {
+            let entries = upload(&mut (0..m * inner).map(|at| value(at % m, at / m)));
+            Matrices::contiguous(entries, dtype, [1, inner, m]).transposed()
+        } else {
+            let entries = upload(&mut (0..m * inner).map(|at| value(at / inner, at % inner)));
+            Matrices::contiguous(entries, dtype, [1, m, inner])
+        };
+        let added = |row: usize, column: usize| ((row + column) % 7) as i32;
+        let d = upload(&mut (0..m * m).map(|at| added(at / m, at % m)));
+        let d = Matrices::contiguous(d, dtype, [1, m, m]);
+        let (b, addend) = (a.clone().transposed(), beta.map(|beta| (&d, beta)));
+        let product = Product { a: &a, b: &b, alpha: 1.0, addend, triangle: Triangle::Lower };
+        let result = product.launch(client, tiling)?;
+        let found =
+            client.read_one(result.handle).map_err(|error| Error::Read(error.to_string()))?;
+        let expected = (0..m * m).map(|at| {
+            let (row, column) = (at / m, at % m);
+            let sum: i32 = (0..inner).map(|j| value(row, j) * value(column, j)).sum();
+            sum as f32 + beta.unwrap_or(0.0) * added(row, column) as f32
+        });
+        Ok(found.as_ref() == encoded(expected, dtype))
     }
 }
 

@@ -5,7 +5,9 @@ mod tune;
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::{TensorMetadata, tensor::FloatTensor};
 use burn::tensor::{DType, FloatDType};
+use burn_cubecl::kernel::cast;
 use burn_cubecl::{CubeBackend, CubeDevice};
+use cubecl::std::tensor::copy_into;
 use distmuon_kernels::fused::{self, Norms};
 use distmuon_kernels::product::{Product, Tiling, Triangle};
 use distmuon_kernels::{Matrices, Result, gram, units};
@@ -17,8 +19,13 @@ use crate::cube::{batch, contiguous, matrices, tensor};
 
 type Float = FloatTensor<CubeBackend>;
 
-/// Which kernel computes a symmetric product `[k, m, inner] x [k, inner, m]`.
-pub(crate) fn kernel(device: &CubeDevice, dtype: DType, [k, m, inner]: [usize; 3]) -> String {
+/// Which kernel computes a symmetric product `[k, m, inner] x [k, inner, m]` of contiguous matrices.
+pub(crate) fn kernel(
+    device: &CubeDevice,
+    dtype: DType,
+    [k, m, inner]: [usize; 3],
+    tuned: bool,
+) -> String {
     let client = device.client();
     // Only the layout counts: nothing is launched.
     let a = Matrices::contiguous(client.empty(1), dtype_to_elem_type(dtype), [k, m, inner]);
@@ -30,6 +37,8 @@ pub(crate) fn kernel(device: &CubeDevice, dtype: DType, [k, m, inner]: [usize; 3
         triangle: Triangle::Lower,
     };
     match product.tiling(&client) {
+        Ok(_) if tuned => tune::fastest(&client, device, &product)
+            .unwrap_or_else(|| "the fastest, to be measured at first use".to_owned()),
         Ok(tiling) => tiling.to_string(),
         Err(reason) => format!("Burn's matmul, since {reason}"),
     }
@@ -75,9 +84,9 @@ impl MatrixOps for CubeBackend {
     }
 
     fn overwrite(target: Float, values: Float) -> Float {
-        let values = contiguous(values, target.dtype);
-        let dtype = dtype_to_elem_type(target.dtype);
-        fused::copy(&target.client, &values.handle, &target.handle, batch(&target), dtype);
+        let values = cast(values, target.dtype);
+        let (from, to) = (values.clone().binding(), target.clone().binding());
+        copy_into(&target.client, from, to, dtype_to_elem_type(target.dtype));
         target
     }
 

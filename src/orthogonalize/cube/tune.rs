@@ -1,29 +1,35 @@
 //! The fastest kernel for a product, measured by CubeCL's autotuner when a shape is met first.
 //!
 //! Candidates are the tilings of `distmuon-kernels`, block rows by Burn's matmul, and Burn's full
-//! product, so that nothing can become slower than that. A tiling that does not compute a small
-//! product of integers exactly is no candidate. Decisions stay in memory, and with Burn's feature
+//! product, so that nothing can become slower than that. A tiling that does not compute small
+//! products of integers exactly is no candidate. Decisions stay in memory, and with Burn's feature
 //! `persistence` on disk.
 
+use core::fmt;
 use std::collections::HashMap;
-use std::sync::{LazyLock, Mutex};
+use std::sync::{Arc, LazyLock, Mutex};
 
+use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
 use burn::tensor::DType;
+use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
-use burn_cubecl::{CubeBackend, CubeTuneId};
+use burn_cubecl::{CubeBackend, CubeDevice, CubeTuneId};
+use cubecl::client::Client;
+use cubecl::ir::ElemType;
 use cubecl::tune::{LocalTuner, Tunable, TunableSet, local_tuner};
 use cubecl::zspace::metadata::Metadata;
-use distmuon_kernels::product::{Tiling, Triangle};
+use distmuon_kernels::product::{Product, Tiling, Triangle};
 use distmuon_kernels::{Matrices, mirror};
 
 use super::Operands;
-use crate::cube::tensor;
+use crate::cube::{matrices, tensor};
 
 type Float = FloatTensor<CubeBackend>;
+type Set = TunableSet<String, Operands, Float, Candidate>;
 
-/// No device has more tilings for a type.
-const MOST_TILINGS: usize = 12;
+/// One for every device and type, which have tilings of their own.
+static TUNER: LocalTuner<String, String> = local_tuner!("distmuon-product");
 
 /// Block rows of a symmetric product by Burn's matmul; each begins where devices may bind a buffer.
 const BLOCK_ROWS: usize = 4;
@@ -35,55 +41,69 @@ type Trust = (String, DType, Tiling);
 /// What may compute a product.
 #[derive(Debug, Clone, Copy)]
 enum Candidate {
-    /// The tiling of this number.
-    Tiling(usize),
+    /// A kernel of `distmuon-kernels`.
+    Tiling(Tiling),
     /// Block rows of the lower triangle by Burn's matmul, then a pass that completes it.
     BlockRows,
-    /// The whole product by Burn's matmul, then a pass that completes it.
+    /// The whole product by Burn's matmul, then what there is to scale and to add.
     Whole,
+}
+
+impl fmt::Display for Candidate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tiling(tiling) => tiling.fmt(f),
+            Self::BlockRows => write!(f, "Burn's matmul, in block rows"),
+            Self::Whole => write!(f, "Burn's matmul"),
+        }
+    }
 }
 
 /// The product, by the fastest candidate for its shape, type and layout.
 pub(super) fn multiply(operands: Operands) -> Float {
-    static TUNER: LocalTuner<String, CubeTuneId> = local_tuner!("distmuon-product");
     let client = operands.tensor.client.clone();
-    let id = CubeTuneId::new(&client, &operands.tensor.device);
-    let set = TUNER.init(&id, || {
-        let tilings = (0..MOST_TILINGS).map(Candidate::Tiling);
-        let all = tilings.chain([Candidate::BlockRows, Candidate::Whole]);
-        let set = TunableSet::<_, Operands, Float, _>::new_cloning_inputs(Operands::key);
-        all.fold(set, |set, candidate| {
-            let name = format!("{candidate:?}");
-            let run = move |operands: Operands| operands.by(candidate);
-            set.with(Tunable::new(&name, run))
-        })
-    });
+    let (id, set) = candidates(&client, &operands.tensor.device, operands.lhs.dtype);
     TUNER.execute(&id, &client, set, operands)
 }
 
-impl Operands {
-    /// Products of one key share a decision: sizes count by their next power of two.
-    fn key(&self) -> String {
-        let [k, m, n] = self.product().shape().map(usize::next_power_of_two);
-        let inner = self.lhs.shape[2].next_power_of_two();
-        let lines =
-            [&self.lhs, &self.rhs].map(|of| if of.strides[2] == 1 { "rows" } else { "columns" });
-        let dtype = self.tensor.dtype;
-        let addend = self.addend.is_some();
-        let triangle = self.triangle;
-        format!("{triangle:?} {dtype:?} {k}x{m}x{inner}x{n} {lines:?} addend {addend}")
-    }
+/// What has been measured to be the fastest for a product.
+pub(super) fn fastest(client: &Client, device: &CubeDevice, product: &Product) -> Option<String> {
+    let (id, set) = candidates(client, device, product.a.dtype);
+    Some(TUNER.fastest_identity(&id, &set, &key(product))?.to_string())
+}
 
+/// The candidates for a type on a device, and what they are known by.
+fn candidates(client: &Client, device: &CubeDevice, dtype: ElemType) -> (String, Arc<Set>) {
+    let id = format!("{}-{dtype:?}", CubeTuneId::new(client, device));
+    let of_device = client.clone();
+    let set = TUNER.init(&id, move || {
+        let tilings = Tiling::candidates(&of_device, dtype).into_iter().map(Candidate::Tiling);
+        let all = tilings.chain([Candidate::BlockRows, Candidate::Whole]);
+        let set = Set::new_cloning_inputs(|operands: &Operands| key(&operands.product()));
+        all.fold(set, |set, candidate| {
+            let run = move |operands: Operands| operands.by(candidate);
+            set.with(Tunable::identified(candidate, run))
+        })
+    });
+    (id, set)
+}
+
+/// Products of one key share a decision.
+fn key(product: &Product) -> String {
+    let layout = |of: &Matrices| format!("{:?} at {:?}", of.shape, of.strides);
+    let Product { a, b, addend, triangle, .. } = product;
+    let added = if addend.is_some() { "plus" } else { "alone" };
+    format!("{triangle:?} {} by {} {added}", layout(a), layout(b))
+}
+
+impl Operands {
     fn by(&self, candidate: Candidate) -> Result<Float, String> {
         match candidate {
-            Candidate::Tiling(number) => {
-                let client = &self.tensor.client;
-                let tilings = Tiling::candidates(client, self.lhs.dtype);
-                let tiling = tilings.get(number).ok_or("the device has no such tiling")?;
-                if !self.trusts(tiling) {
-                    return Err(format!("{tiling} does not multiply integers exactly"));
-                }
-                self.multiply_with(tiling).map_err(|error| error.to_string())
+            Candidate::Tiling(tiling) if !self.trusts(&tiling)? => {
+                Err(format!("{tiling} does not multiply integers exactly"))
+            }
+            Candidate::Tiling(tiling) => {
+                self.multiply_with(&tiling).map_err(|error| error.to_string())
             }
             Candidate::BlockRows if self.triangle == Triangle::Full => {
                 Err("the result is not symmetric".to_owned())
@@ -94,18 +114,21 @@ impl Operands {
     }
 
     /// Whether a tiling has shown that it multiplies. Asked once for every device and type.
-    fn trusts(&self, tiling: &Tiling) -> bool {
+    fn trusts(&self, tiling: &Tiling) -> Result<bool, String> {
         static KNOWN: LazyLock<Mutex<HashMap<Trust, bool>>> = LazyLock::new(Mutex::default);
         let key = (format!("{:?}", self.tensor.device), self.tensor.dtype, *tiling);
         let known = KNOWN.lock().expect("no holder of the lock panics").get(&key).copied();
-        known.unwrap_or_else(|| {
-            let right = tiling.multiplies_integers(&self.tensor.client, self.lhs.dtype);
-            KNOWN.lock().expect("no holder of the lock panics").insert(key, right);
-            right
-        })
+        if let Some(right) = known {
+            return Ok(right);
+        }
+        let right = tiling.multiplies_integers(&self.tensor.client, self.lhs.dtype);
+        let right = right.map_err(|error| error.to_string())?;
+        KNOWN.lock().expect("no holder of the lock panics").insert(key, right);
+        Ok(right)
     }
 
-    /// Rows of the result in so many blocks, each by Burn's matmul up to the diagonal.
+    /// Rows of the result in so many blocks, each by Burn's matmul, of symmetric results up to the
+    /// diagonal.
     fn by_rows(&self, blocks: usize) -> Result<Float, String> {
         let shape @ [k, m, n] = self.product().shape();
         let result = Matrices::empty(&self.tensor.client, self.lhs.dtype, shape);
@@ -119,26 +142,31 @@ impl Operands {
             matmul(lhs, rhs, Some(out), MatmulStrategy::default(), self.tensor.dtype)
                 .map_err(|error| error.to_string())?;
         }
-        let addend = self.addend.as_ref().map(|(addend, beta)| (addend, *beta));
         let whole = tensor(&self.tensor, result.handle.clone(), shape.into(), self.tensor.dtype);
         match self.triangle {
-            Triangle::Lower => {
-                mirror(&self.tensor.client, &result, self.alpha, addend);
+            Triangle::Lower if blocks > 1 || self.addend.is_some() || self.alpha != 1.0 => {
+                let addend = self.addend.as_ref().map(|(addend, beta)| {
+                    (matrices(into_contiguous(self.part(addend, 0, shape))), *beta)
+                });
+                let addend = addend.as_ref().map(|(addend, beta)| (addend, *beta));
+                mirror(&self.tensor.client, &result, self.alpha, addend)
+                    .map_err(|error| error.to_string())?;
                 Ok(whole)
             }
-            Triangle::Full => {
-                use burn::backend::ops::FloatTensorOps;
-                let scaled = CubeBackend::float_mul_scalar(whole, self.alpha.into());
-                Ok(match &self.addend {
-                    None => scaled,
-                    Some((addend, beta)) => {
-                        let added = self.part(addend, 0, shape);
-                        let added = CubeBackend::float_mul_scalar(added, (*beta).into());
-                        CubeBackend::float_add(scaled, added)
-                    }
-                })
-            }
+            _ => Ok(self.scaled_and_added(whole)),
         }
+    }
+
+    /// `alpha AB + beta C` of `AB`, by Burn's operations.
+    fn scaled_and_added(&self, product: Float) -> Float {
+        let scale = |values: Float, factor: f32| match factor {
+            1.0 => values,
+            _ => CubeBackend::float_mul_scalar(values, factor.into()),
+        };
+        let scaled = scale(product, self.alpha);
+        let Some((addend, beta)) = &self.addend else { return scaled };
+        let added = self.part(addend, 0, self.product().shape());
+        CubeBackend::float_add(scaled, scale(added, *beta))
     }
 
     /// Some rows of matrices from a row on, and their first columns.
