@@ -7,6 +7,7 @@ use burn_cubecl::kernel::{cast, into_contiguous};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{Cube, CubeBackend, CubeDevice};
 use cubecl::features::TypeUsage;
+use cubecl::ir::{ElemType, FloatKind};
 use cubecl::server::{Handle, IoError, ServerError};
 use cubecl::std::tensor::into_contiguous as copied;
 use distmuon_kernels::Matrices;
@@ -25,6 +26,11 @@ pub(crate) fn serves(device: &CubeDevice, dtype: DType) -> bool {
     let usage = TypeUsage::Buffer | TypeUsage::Conversion;
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
         && properties.type_usage(dtype_to_elem_type(dtype)).is_superset(usage)
+}
+
+/// Whether factors of float32 products are rounded to TF32, by the kernels and by Burn.
+pub(crate) fn has_tf32(device: &CubeDevice) -> bool {
+    device.client().properties().supports_type(ElemType::Float(FloatKind::TF32))
 }
 
 /// A batch `[k, m, n]` with contiguous rows or columns, copied if it has neither.

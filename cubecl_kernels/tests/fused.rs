@@ -4,15 +4,20 @@
 mod common;
 
 use cubecl::ir::{ElemType, FloatKind};
+use cubecl::prelude::*;
 
 use common::{Real, client, download, upload, values};
 use distmuon_kernels::fused::{
-    AdamW, Batch, Momentum, accumulate, adamw, apply, finite, normalize,
+    AdamW, Batch, Momentum, accumulate, adamw, apply, finite, normalize, norms,
 };
 
-/// Parts of norms: several, and as many as distmuon takes.
+/// Parts of norms: one, several, more than every unit adds up itself, or as many as distmuon takes.
 fn parts(batch: Batch) -> usize {
-    batch.elements.div_ceil(1 << 14).max(3)
+    match batch.elements {
+        1 => 1,
+        9000 => 300,
+        elements => elements.div_ceil(1 << 14).max(3),
+    }
 }
 
 const F32: ElemType = ElemType::Float(FloatKind::F32);
@@ -123,6 +128,34 @@ fn muon_float16() {
 #[test]
 fn muon_bfloat16() {
     check_muon::<half::bf16>(2e-2);
+}
+
+/// As in a step whose iteration is in half precision.
+#[test]
+fn mixed_types() {
+    type F = half::f16;
+    let (Some(client), Some(_)) = (client::<f32>(), client::<F>()) else { return };
+    let (batch, half) = (Batch { count: 3, elements: 1002 }, F::elem_type_native());
+    let (inputs, parameters) = (values::<f32>(batch.len(), 1), values::<f32>(batch.len(), 2));
+    let input = upload::<f32>(&client, &inputs);
+    let norm = |matrix: &[f64]| matrix.iter().map(|x| x * x).sum::<f64>().sqrt();
+    let normalized = |matrix: &[f64]| matrix.iter().map(|x| x / norm(matrix)).collect::<Vec<_>>();
+    let expected: Vec<f64> = inputs.chunks(batch.elements).flat_map(normalized).collect();
+    let mut normal = None;
+    for parts in [1, 5, 40] {
+        let norms = norms(&client, &input, batch, F32, parts);
+        let rounded = normalize(&client, &input, &norms, batch, [F32, half], 0.0);
+        close(&download::<F>(&client, &rounded), &expected, 1e-3, &format!("{parts} parts"));
+        normal = Some(rounded);
+    }
+    let parameter = upload::<f32>(&client, &parameters);
+    let [ones, keep, lr] = [1.0, 0.75, 2.0].map(|x| upload::<f32>(&client, &[x; 3]));
+    let direction = normal.unwrap();
+    apply(&client, &parameter, &direction, [&ones, &keep, &lr], batch, [F32, half]);
+    let directions = download::<F>(&client, &direction);
+    let updated: Vec<f64> =
+        parameters.iter().zip(&directions).map(|(p, u)| 0.75 * p - 2.0 * u).collect();
+    close(&download::<f32>(&client, &parameter), &updated, 1e-6, "parameters");
 }
 
 #[test]

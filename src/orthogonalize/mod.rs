@@ -85,7 +85,9 @@ impl IterationDtype {
 pub enum Form {
     /// Whichever needs fewer operations for the shape; the standard form where the Gram form would
     /// be unstable, or take more than three times the memory of the matrix: so for matrices near to
-    /// square, unless the iteration is in half the precision of the matrix.
+    /// square, unless the iteration is in half the precision of the matrix. The standard form, too, in
+    /// float32 where the device multiplies in TF32: errors of ten bits grow there with restarts that were
+    /// chosen for 23.
     Auto,
     /// Products with `X` at every step.
     Standard,
@@ -373,7 +375,8 @@ impl NewtonSchulz {
         });
         let pays = |gram: &Explanation| {
             let fits = gram.workspace <= MOST_MEMORY * m * n * given.size();
-            in_one_cube || fits && gram.operations < standard.operations
+            let is_faster = in_one_cube || fits && gram.operations < standard.operations;
+            is_faster && !Engine::rounds_factors(device, dtype)
         };
         match (self.form, gram) {
             (Form::Gram, Some(gram)) => gram,

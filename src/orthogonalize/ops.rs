@@ -167,6 +167,17 @@ impl Engine {
         }
     }
 
+    /// Whether the device rounds the factors of products of this type: those of float32 to TF32, where it has
+    /// matrix units for that.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn rounds_factors(device: &Device, dtype: FloatDType) -> bool {
+        match (dtype, device.as_dispatch()) {
+            #[cfg(feature = "cube")]
+            (FloatDType::F32, DispatchDevice::Cube(device)) => crate::cube::has_tf32(device),
+            _ => false,
+        }
+    }
+
     /// Whether [`accumulate_small`](Self::accumulate_small) takes matrices of so many rows.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn is_small(self, device: &Device, m: usize) -> bool {

@@ -7,13 +7,15 @@ use std::path::Path;
 
 use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use distmuon::dist::{DistMuonConfig, World};
 use distmuon::{
     AdamWSettings, Coefficients, IterationDtype, LrScale, MatrixLayout, MuonConfig, Rule, Schedule,
 };
 use safetensors::SafeTensors;
 use serde::{Deserialize, Serialize};
+
+use crate::common::{has_type, tf32_or};
 
 pub use own::{check_own, write_own};
 
@@ -160,8 +162,19 @@ impl Case {
         Ok(Self { header, tensors })
     }
 
+    /// The tolerance of the case, but what the device rounds float32 to.
     pub fn tolerance(&self) -> f64 {
-        self.header.tolerance
+        tf32_or(self.header.tolerance)
+    }
+
+    /// The type of the iteration that the device has not, if so.
+    pub fn missing(&self) -> Option<FloatDType> {
+        let dtype = match self.settings::<MuonSettings>().ok()?.iteration_dtype {
+            IterationName::F32 => return None,
+            IterationName::F16 => FloatDType::F16,
+            IterationName::Bf16 => FloatDType::BF16,
+        };
+        (!has_type(dtype)).then_some(dtype)
     }
 
     /// The largest error of a step. Matrices run in both layouts, and the worse one counts.

@@ -4,11 +4,31 @@
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, FloatDType, Tensor, TensorData};
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use distmuon::Kernels;
 use distmuon::orthogonalize::Engine;
 use faer::Mat;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+/// Whether the device rounds the factors of float32 products to TF32, as Burn's own products on CUDA are.
+pub fn has_tf32() -> bool {
+    format!("{:?}", Device::default()).contains("Cuda")
+}
+
+/// A tolerance for float32, or for TF32, which has ten bits: an iteration keeps two digits.
+pub fn tf32_or(tolerance: f64) -> f64 {
+    if has_tf32() { tolerance.max(1e-2) } else { tolerance }
+}
+
+/// Whether the device rounds to a type: CubeCL's CPU runtime says that it has bfloat16 where it has not.
+pub fn has_type(dtype: FloatDType) -> bool {
+    let device = Device::default();
+    let back = || {
+        let there = Tensor::<1>::from_data([1.5_f32], (&device, DType::F32)).cast(dtype);
+        there.cast(DType::F32).into_scalar::<f32>()
+    };
+    device.supports_dtype(dtype) && back() == 1.5
+}
 
 /// A matrix with entries from -1 to 1.
 pub fn random(rows: usize, columns: usize, seed: u64) -> Mat<f64> {

@@ -181,3 +181,70 @@ impl Operands {
         )
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use burn::backend::DispatchDevice;
+    use burn::tensor::{Device, Distribution, Tensor, try_read_sync};
+
+    use super::*;
+    use crate::cube::primitive;
+
+    fn random(shape: [usize; 3]) -> Tensor<3> {
+        Tensor::random(shape, Distribution::Uniform(-1.0, 1.0), &Device::default())
+    }
+
+    /// Several block rows, rows and columns, and addends with gaps between their rows.
+    #[test]
+    fn all_candidates_compute_the_same() {
+        if !matches!(Device::default().as_dispatch(), DispatchDevice::Cube(_)) {
+            println!("skipped: kernels are measured on CubeCL's devices");
+            return;
+        }
+        for ([k, m, inner], triangle) in [
+            ([2, 300, 40], Triangle::Lower),
+            ([1, 515, 24], Triangle::Lower),
+            ([2, 40, 50], Triangle::Full),
+        ] {
+            let (rows, columns) = (random([k, m, inner]), random([k, inner, m]).swap_dims(1, 2));
+            let larger = random([k, m + 8, m + 8]);
+            let larger = larger.clone() + larger.swap_dims(1, 2);
+            let added = larger.slice([0..k, 0..m, 0..m]);
+            for (a, added) in [(&rows, None), (&columns, Some(&added)), (&rows, Some(&added))] {
+                let alpha = if added.is_some() { 2.0 } else { 1.0 };
+                let product = a.clone().matmul(a.clone().swap_dims(1, 2)).mul_scalar(alpha);
+                let expected = match added {
+                    Some(added) => product + added.clone().mul_scalar(0.5),
+                    None => product,
+                };
+                let primitive = |tensor: &Tensor<3>| primitive(tensor.clone()).unwrap();
+                let (a, added) = (primitive(a), added.map(primitive));
+                let added = added.as_ref().map(|added| (added, 0.5));
+                let right = matrices(a.clone()).transposed();
+                check(&Operands::new(&a, right, alpha, added, triangle), &expected);
+            }
+        }
+    }
+
+    fn check(operands: &Operands, expected: &Tensor<3>) {
+        let tilings = Tiling::candidates(&operands.tensor.client, operands.lhs.dtype);
+        let tilings = tilings.into_iter().map(Candidate::Tiling);
+        for candidate in tilings.chain([Candidate::BlockRows, Candidate::Whole]) {
+            match operands.by(candidate) {
+                Ok(found) => {
+                    let error = error(found, expected);
+                    assert!(error < 1e-3, "{candidate}: {error}");
+                }
+                Err(error) => assert!(error.contains("not symmetric"), "{candidate}: {error}"),
+            }
+        }
+    }
+
+    /// The largest difference, relative to the largest entry.
+    fn error(found: Float, expected: &Tensor<3>) -> f32 {
+        let found = try_read_sync(CubeBackend::float_into_data(found)).unwrap().unwrap();
+        let found = Tensor::<3>::from_data(found, &Device::default());
+        let largest = expected.clone().abs().max().into_scalar::<f32>();
+        (found - expected.clone()).abs().max().into_scalar::<f32>() / largest
+    }
+}
