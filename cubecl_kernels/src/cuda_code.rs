@@ -569,7 +569,7 @@ fn others(host: &Client, properties: &Arc<DeviceProperties>, dtype: ElemType) ->
             0.9_f32,
             0.95_f32,
             1e-8_f32,
-            dtype
+            [dtype; 2]
         ),
         kernel!(
             "mirror",

@@ -195,22 +195,24 @@ fn norms_at_any_scale() {
     assert!(download::<f32>(&client, &normal).iter().all(|x| *x == 0.0), "zero stays zero");
 }
 
-fn check_adamw<F: Real>(tolerance: f64) {
-    let Some(client) = client::<F>() else { return };
+/// For parameters and moments of two types.
+fn check_adamw<F: Real, M: Real>(tolerance: f64) {
+    let (Some(client), Some(_)) = (client::<F>(), client::<M>()) else { return };
     // More rows than a dimension of cubes can have, too.
     for batch in BATCHES.into_iter().chain([Batch { count: 70_000, elements: 4 }]) {
         let grads = poisoned::<F>(batch);
-        let [old, first] = [5, 6].map(|seed| values::<F>(batch.len(), seed));
-        let second: Vec<f64> = values::<F>(batch.len(), 7).iter().map(|x| x.abs()).collect();
-        let handles = [&old, &grads, &first, &second].map(|x| upload::<F>(&client, x));
+        let (old, first) = (values::<F>(batch.len(), 5), values::<M>(batch.len(), 6));
+        let second: Vec<f64> = values::<M>(batch.len(), 7).iter().map(|x| x.abs()).collect();
+        let [a, b] = [&old, &grads].map(|x| upload::<F>(&client, x));
+        let [c, d] = [&first, &second].map(|x| upload::<M>(&client, x));
         let taken = accepts(batch);
         let wave = |i: usize| 0.5 + (i % 4) as f64 * 0.125;
         let waves: Vec<f64> = (0..batch.count).map(wave).collect();
         let rows = [&taken, &waves, &waves, &waves, &waves].map(|x| x.as_slice()).concat();
         let rows = upload::<f32>(&client, &rows);
         let constants = AdamW { beta_1: 0.75, beta_2: 0.875, epsilon: 1e-3 };
-        let [a, b, c, d] = &handles;
-        adamw(&client, [a, b, c, d], &rows, batch, F::elem_type_native(), constants);
+        let dtypes = [F::elem_type_native(), M::elem_type_native()];
+        adamw(&client, [&a, &b, &c, &d], &rows, batch, dtypes, constants);
         let mut expected = [old.clone(), first.clone(), second.clone()];
         for i in (0..batch.len()).filter(|i| taken[i / batch.elements] == 1.0) {
             let row = wave(i / batch.elements);
@@ -219,25 +221,28 @@ fn check_adamw<F: Real>(tolerance: f64) {
             let value = row * old[i] - row * (m / row / ((v / row).sqrt() + 1e-3));
             [expected[0][i], expected[1][i], expected[2][i]] = [value, m, v];
         }
-        for (handle, expected) in [a, c, d].into_iter().zip(&expected) {
-            close(&download::<F>(&client, handle), expected, tolerance, &format!("{batch:?}"));
+        let found =
+            [download::<F>(&client, &a), download::<M>(&client, &c), download::<M>(&client, &d)];
+        for (found, expected) in found.iter().zip(&expected) {
+            close(found, expected, tolerance, &format!("{batch:?}"));
         }
     }
 }
 
 #[test]
 fn adamw_float32() {
-    check_adamw::<f32>(1e-5);
+    check_adamw::<f32, f32>(1e-5);
 }
 
 #[test]
 fn adamw_float16() {
-    check_adamw::<half::f16>(2e-3);
+    check_adamw::<half::f16, f32>(2e-3);
+    check_adamw::<half::f16, half::f16>(2e-3);
 }
 
 #[test]
 fn adamw_bfloat16() {
-    check_adamw::<half::bf16>(2e-2);
+    check_adamw::<half::bf16, half::bf16>(2e-2);
 }
 
 #[test]
@@ -252,7 +257,7 @@ fn nothing_to_do() {
         normalize(&client, &update, &norms, batch, [F32; 2], 0.0);
         apply(&client, &handle, &update, [&accepted; 3], batch, [F32; 2]);
         let constants = AdamW { beta_1: 0.9, beta_2: 0.9, epsilon: 0.0 };
-        adamw(&client, [&handle; 4], &handle, batch, F32, constants);
+        adamw(&client, [&handle; 4], &handle, batch, [F32; 2], constants);
         assert_eq!(download::<f32>(&client, &handle), [1.0, 2.0]);
     }
 }

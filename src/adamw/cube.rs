@@ -22,18 +22,17 @@ impl AdamWOps for CubeBackend {
         [beta_1, beta_2, epsilon]: [f32; 3],
     ) -> (Float, Float, Float) {
         let dtype = parameters.dtype;
-        let of_moments = [moment_1.dtype, moment_2.dtype];
-        let parameters = unshared(parameters);
-        let [first, second] = [moment_1, moment_2].map(|m| unshared(contiguous(m, dtype)));
+        let of_moments = moment_1.dtype;
+        let [parameters, first, second] = [parameters, moment_1, moment_2].map(unshared);
         let (grads, rows) = (contiguous(grads, dtype), contiguous(rows, DType::F32));
         fused::adamw(
             &parameters.client,
             [&parameters.handle, &grads.handle, &first.handle, &second.handle],
             &rows.handle,
             batch(&parameters),
-            dtype_to_elem_type(dtype),
+            [dtype, of_moments].map(dtype_to_elem_type),
             AdamW { beta_1, beta_2, epsilon },
         );
-        (parameters, contiguous(first, of_moments[0]), contiguous(second, of_moments[1]))
+        (parameters, first, second)
     }
 }

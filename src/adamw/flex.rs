@@ -19,7 +19,7 @@ impl AdamWOps for Flex {
         [beta_1, beta_2, epsilon]: [f32; 3],
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
         let [count, columns] = parameters.shape().dims();
-        let dtype = parameters.dtype();
+        let (dtype, of_moments) = (parameters.dtype(), moment_1.dtype());
         let float32 = |tensor| contiguous(single(tensor));
         let [mut values, mut first, mut second] = [parameters, moment_1, moment_2].map(float32);
         let (grads, rows) = (float32(grads), float32(rows));
@@ -45,7 +45,7 @@ impl AdamWOps for Flex {
                 }
             }
         });
-        (rounded(values, dtype), rounded(first, dtype), rounded(second, dtype))
+        (rounded(values, dtype), rounded(first, of_moments), rounded(second, of_moments))
     }
 }
 

@@ -10,7 +10,8 @@
 //! ```
 //!
 //! (Loshchilov and Hutter, <https://arxiv.org/abs/1711.05101>). The corrections `c` are the moving
-//! averages of ones: the usual `1 - b^t`, but counting only steps that were taken, on the device.
+//! averages of ones: the usual `1 - b^t`, but counting only steps that were taken, on the device. The
+//! moments of float16 parameters are float32.
 
 #[cfg(feature = "cube")]
 mod cube;
@@ -110,7 +111,13 @@ impl AdamWSettings {
     }
 }
 
-/// The moving averages of the gradients and of their squares.
+/// The type of the moments of parameters of a type. Squares of gradients below 1e-3 are zero in float16,
+/// and of those above 255 infinite.
+pub(crate) fn moment_dtype(of: DType) -> DType {
+    if of == DType::F16 { DType::F32 } else { of }
+}
+
+/// The moving averages of the gradients and of their squares, in [`moment_dtype`].
 #[derive(Clone, Debug)]
 pub(crate) struct Moments<const D: usize> {
     pub moment_1: Tensor<D>,
@@ -181,12 +188,14 @@ impl Optimizer for GatedAdamW {
         let (shape, device) = (parameter.dims(), parameter.device());
         let zero = || Tensor::<1>::zeros([1], (&device, DType::F32));
         let is_first = state.is_none();
-        let GatedAdamWState { moments, corrections, skipped } =
-            state.unwrap_or_else(|| GatedAdamWState {
-                moments: Moments { moment_1: grad.zeros_like(), moment_2: grad.zeros_like() },
+        let GatedAdamWState { moments, corrections, skipped } = state.unwrap_or_else(|| {
+            let zeros = || Tensor::zeros(shape, (&device, moment_dtype(grad.dtype())));
+            GatedAdamWState {
+                moments: Moments { moment_1: zeros(), moment_2: zeros() },
                 corrections: [zero(), zero()],
                 skipped: zero(),
-            });
+            }
+        });
         let row = |tensor: Tensor<D>| tensor.reshape([1, -1]);
         let (grad, moments) = (row(grad), moments.map(row));
         let rates = Rates::of_one(lr * self.lr_factor, 1.0, self.settings.weight_decay, &device);

@@ -80,21 +80,21 @@ impl AdamWSettings {
         moments: Moments<2>,
         Rows { gate, rates, corrections }: &Rows,
     ) -> (Tensor<2>, Moments<2>) {
-        let grads = gate.clean(grads);
+        let (given, dtype) = (parameters.clone(), moments.moment_1.dtype());
+        let (parameters, grads) = (parameters.cast(dtype), gate.clean(grads).cast(dtype));
         let averaged = |old: Tensor<2>, new: Tensor<2>, beta: f64| {
             let averaged = old.clone().mul_scalar(beta) + new.mul_scalar(1.0 - beta);
             gate.choose(averaged, old)
         };
         let moment_1 = averaged(moments.moment_1, grads.clone(), self.beta_1);
         let moment_2 = averaged(moments.moment_2, grads.square(), self.beta_2);
-        let dtype = parameters.dtype();
         let column = |values: &Tensor<1>| spread(values.clone().cast(dtype), &parameters);
         // The correction of a row that was never accepted is zero, but it is not updated either.
         let [c1, c2] = corrections.clone().map(|c| c.clamp_min(f32::MIN_POSITIVE));
         let root = (moment_2.clone() / column(&c2)).sqrt().add_scalar(self.epsilon);
         let direction = moment_1.clone() / column(&c1) / root;
         let updated = parameters.clone() * column(&rates.keep) - direction * column(&rates.lr);
-        (gate.choose(updated, parameters), Moments { moment_1, moment_2 })
+        (gate.choose(updated.cast(given.dtype()), given), Moments { moment_1, moment_2 })
     }
 }
 
@@ -102,8 +102,12 @@ impl AdamWSettings {
 mod tests {
     use burn::tensor::{DType, Device, Distribution, s};
 
+    use burn::optim::Optimizer;
+
     use super::*;
+    use crate::adamw::moment_dtype;
     use crate::computed::rounds_to;
+    use crate::gate::SkippedSteps;
 
     #[test]
     fn the_fastest_engine_computes_what_burns_operations_do() {
@@ -130,7 +134,11 @@ mod tests {
                 continue;
             }
             let cast = |tensor: &Tensor<2>| tensor.clone().cast(dtype);
-            let moments = || Moments { moment_1: cast(&first), moment_2: cast(&second) };
+            let of_moments = moment_dtype(dtype);
+            let moments = || Moments {
+                moment_1: first.clone().cast(of_moments),
+                moment_2: second.clone().cast(of_moments),
+            };
             let run =
                 |kernels| settings.step(kernels, cast(&values), cast(&grads), moments(), &rows);
             let (fast, fast_moments) = run(Kernels::Auto);
@@ -139,10 +147,10 @@ mod tests {
             // The fast one rounds once, so that another engine ran.
             let same = fast.to_data().as_bytes() == plain.to_data().as_bytes();
             assert!(dtype == DType::F32 || !same, "both engines are one");
-            for (fast, plain, old) in [
-                (fast, plain, &values),
-                (fast_moments.moment_1, plain_moments.moment_1, &first),
-                (fast_moments.moment_2, plain_moments.moment_2, &second),
+            for (fast, plain, old, dtype) in [
+                (fast, plain, &values, dtype),
+                (fast_moments.moment_1, plain_moments.moment_1, &first, of_moments),
+                (fast_moments.moment_2, plain_moments.moment_2, &second, of_moments),
             ] {
                 assert_eq!(fast.dtype(), dtype);
                 let norm = |tensor: Tensor<2>| {
@@ -150,9 +158,31 @@ mod tests {
                 };
                 let difference = norm(fast.clone() - plain.clone()) / norm(plain);
                 assert!(difference < tolerance, "{dtype:?}: {difference}");
-                let kept = fast.slice(s![3..4]) - cast(old).slice(s![3..4]);
+                let kept = fast.slice(s![3..4]) - old.clone().cast(dtype).slice(s![3..4]);
                 assert_eq!(kept.abs().max().into_scalar::<f32>(), 0.0, "a refused row stays");
             }
+        }
+    }
+
+    /// The square of such a gradient is zero in float16, and the step after it would be divided by epsilon.
+    #[test]
+    fn small_gradients_in_float16_make_small_steps() {
+        let device = Device::default();
+        if !device.supports_dtype(DType::F16) {
+            println!("skipped: the device has no F16");
+            return;
+        }
+        for kernels in [Kernels::Auto, Kernels::Portable] {
+            let optimizer =
+                AdamWSettings::new().build(kernels, 1.0, "weight", &SkippedSteps::default());
+            let of = |value: f32| Tensor::<1>::full([8], value, (&device, DType::F16));
+            let (mut weight, mut state) = (of(1.0), None);
+            for grad in [1e-4, 0.0, 2e3, 0.0] {
+                (weight, state) = optimizer.step(0.01, weight, of(grad), state);
+            }
+            let weight = weight.cast(DType::F32).into_data();
+            let moved = weight.iter::<f32>().map(|x| (x - 1.0).abs()).fold(0.0, f32::max);
+            assert!(moved > 0.01 && moved < 0.06, "{kernels:?}: moved by {moved}");
         }
     }
 }

@@ -28,21 +28,20 @@ impl DistModuleOptimizer {
     pub fn to_record(&mut self) -> Result<OptimizerRecord> {
         let mut tensors = Vec::new();
         for shard in &mut self.shards {
-            let bucket = shard.bucket.clone();
+            let (bucket, dtype) = (shard.bucket.clone(), shard.state_dtype());
             for (name, share) in shard.state_names().iter().zip(shard.state_vectors()) {
                 let whole = match bucket.kind {
                     BucketKind::Replicated => share,
                     _ => self.world.comm().all_gather(share, &bucket.counts)?.wait()?,
                 };
-                let (whole, size) = (whole.into_data(), bucket.dtype.size());
+                let (whole, size) = (whole.into_data(), dtype.size());
                 for (number, pieces) in bucket.by_parameter() {
                     let bytes = pieces
                         .iter()
                         .flat_map(|(_, at, len)| &whole.as_bytes()[at * size..(at + len) * size]);
                     let bytes = bytes.copied().collect();
                     let parameter = &self.plan.parameters()[number];
-                    let data =
-                        TensorData::from_bytes_vec(bytes, parameter.shape.clone(), parameter.dtype);
+                    let data = TensorData::from_bytes_vec(bytes, parameter.shape.clone(), dtype);
                     tensors.push((number, *name, data));
                 }
             }
@@ -150,22 +149,23 @@ impl DistModuleOptimizer {
                 let remedy = "configure the optimizer as it was when the state was saved";
                 Err(Error::Parameter { parameter: path.to_owned(), rank, reason, remedy })
             };
-            let size = bucket.dtype.size();
+            let dtype = shard.state_dtype();
+            let size = dtype.size();
             let mut vectors = Vec::new();
             for name in shard.state_names() {
                 let mut whole = vec![0u8; bucket.elements() * size];
                 for (number, pieces) in bucket.by_parameter() {
                     let Parameter { path, .. } = &parameters[number];
                     let elements = parameters[number].elements();
-                    let Some(data) = find(name, path, elements, bucket.dtype)? else { continue };
+                    let Some(data) = find(name, path, elements, dtype)? else { continue };
                     for (start, at, len) in pieces {
                         let from = &data.as_bytes()[start * size..(start + len) * size];
                         whole[at * size..(at + len) * size].copy_from_slice(from);
                     }
                 }
                 let own = whole[range.start * size..range.end * size].to_vec();
-                let own = TensorData::from_bytes_vec(own, vec![range.len()], bucket.dtype);
-                vectors.push(Tensor::<1>::from_data(own, (&device, bucket.dtype)));
+                let own = TensorData::from_bytes_vec(own, vec![range.len()], dtype);
+                vectors.push(Tensor::<1>::from_data(own, (&device, dtype)));
             }
             shard.set_state_vectors(vectors);
             for (name, counter) in shard.counters() {

@@ -11,7 +11,7 @@ use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, Ten
 use super::flat;
 use super::memory::bytes;
 use super::plan::{Bucket, BucketKind, GRAIN, Parameter, Work};
-use crate::adamw::{AdamWSettings, Moments, Rows};
+use crate::adamw::{AdamWSettings, Moments, Rows, moment_dtype};
 use crate::gate::{Gate, spread};
 use crate::muon::{ops, rule::Rates, rule::Settings};
 use crate::orthogonalize::Kernels;
@@ -90,7 +90,8 @@ impl Shard {
             }
             BucketKind::Elements | BucketKind::Replicated => {
                 let places = grains(bucket, &range);
-                let zeros = Tensor::zeros([places.len(), GRAIN], (device, bucket.dtype));
+                let dtype = moment_dtype(bucket.dtype);
+                let zeros = Tensor::zeros([places.len(), GRAIN], (device, dtype));
                 let moments = Moments { moment_1: zeros.clone(), moment_2: zeros };
                 let corrections = [(); 2].map(|()| per_parameter(bucket, device));
                 let (settings, kernels) = (adamw.clone(), muon.newton_schulz.kernels());
@@ -208,7 +209,8 @@ impl Shard {
                 let corrections = corrections.clone().map(|c| c.select(0, places.clone()));
                 let rows = Rows { gate, rates, corrections };
                 let (gradients, values) = (grain_rows(gradients), grain_rows(values));
-                let nothing = Tensor::empty([1, GRAIN], (&self.device, self.bucket.dtype));
+                let dtype = moments.moment_1.dtype();
+                let nothing = Tensor::empty([1, GRAIN], (&self.device, dtype));
                 let nothing = Moments { moment_1: nothing.clone(), moment_2: nothing };
                 let old = core::mem::replace(moments, nothing);
                 let (updated, new) = settings.step(*kernels, values, gradients, old, &rows);
@@ -303,6 +305,14 @@ impl Shard {
         match self.state {
             State::Muon { .. } => &["momentum"],
             State::AdamW(_) => &["moment_1", "moment_2"],
+        }
+    }
+
+    /// The type of [`state_vectors`](Self::state_vectors).
+    pub fn state_dtype(&self) -> DType {
+        match self.state {
+            State::Muon { .. } => self.bucket.dtype,
+            State::AdamW(_) => moment_dtype(self.bucket.dtype),
         }
     }
 

@@ -22,19 +22,19 @@ pub struct AdamW {
 /// Updates rows and both of their moments in place (Loshchilov and Hutter,
 /// <https://arxiv.org/abs/1711.05101>). `rows` holds `[5, r]` float32 values: whether a row is
 /// accepted; what its values are multiplied by; its learning rate; the corrections of its first and of
-/// its second moment.
+/// its second moment. The types are those of parameters and gradients, and of the moments.
 pub fn adamw(
     client: &Client,
     [parameters, grads, moment_1, moment_2]: [&Handle; 4],
     rows: &Handle,
     batch: Batch,
-    dtype: ElemType,
+    dtypes: [ElemType; 2],
     AdamW { beta_1, beta_2, epsilon }: AdamW,
 ) {
     if batch.is_empty() {
         return;
     }
-    let size = batch.vector_size(client, &[dtype]);
+    let size = batch.vector_size(client, &dtypes);
     let (vectors, units) = (batch.len() / size, CubeDim::new_1d(UNITS));
     // SAFETY: units beyond the vectors do nothing.
     unsafe {
@@ -54,24 +54,24 @@ pub fn adamw(
             beta_1,
             beta_2,
             epsilon,
-            dtype,
+            dtypes,
         );
     }
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
-pub(crate) fn adamw_kernel<F: Float, N: Size>(
+pub(crate) fn adamw_kernel<F: Float, M: Float, N: Size>(
     parameters: &mut [Vector<F, N>],
     grads: &[Vector<F, N>],
-    moment_1: &mut [Vector<F, N>],
-    moment_2: &mut [Vector<F, N>],
+    moment_1: &mut [Vector<M, N>],
+    moment_2: &mut [Vector<M, N>],
     rows: &[f32],
     vectors: usize,
     count: usize,
     beta_1: f32,
     beta_2: f32,
     epsilon: f32,
-    #[define(F)] _dtype: ElemType,
+    #[define(F, M)] _dtypes: [ElemType; 2],
 ) {
     let at = ABSOLUTE_POS;
     let row = at / vectors;
