@@ -4,18 +4,19 @@
 //! BURN_DEVICE=cuda cargo bench --bench gpu --features cuda,burn/autotune
 //! ```
 //!
-//! Prints tables in Markdown: medians in milliseconds, ratios to Burn's own matmul in the same run, and
-//! TFLOP/s of the operations that the full products would need. `peers/torch_gpu.py` prints the same
-//! for PyTorch. `--shapes 256x512,2x128x128` measures others, as a software device needs.
+//! Prints tables in Markdown: medians in milliseconds, ratios to Burn's own matmul in the same run,
+//! TFLOP/s of the operations that the full products would need, and the fraction of what the hardware
+//! needs at least. `peers/torch_gpu.py` prints the same for PyTorch. `--shapes 256x512,2x128x128` measures others, as a software device needs.
 
 mod common;
 
+use std::cell::{Cell, RefCell};
 use std::time::Instant;
 
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use clap::Parser;
 use distmuon::orthogonalize::{Engine, cost};
-use distmuon::{Coefficients, Form, IterationDtype, Kernels, MuonConfig, NewtonSchulz};
+use distmuon::{Coefficients, Form, IterationDtype, Kernels, MuonConfig, NewtonSchulz, Rule};
 
 /// `[k, m, n]`: single matrices of language models, batches, and those of a vision model.
 const SHAPES: [[usize; 3]; 11] = [
@@ -107,23 +108,73 @@ fn random(shape: [usize; 3], dtype: DType, device: &Device) -> Tensor<3> {
     Tensor::<3>::random(shape, Distribution::Normal(0.0, 1.0), device).cast(dtype)
 }
 
+/// The symmetric products of an iteration, as Burn's operations and as the kernels compute them.
 fn products(device: &Device, dtype: DType, shapes: &[[usize; 3]], repeats: usize) {
-    println!("\n## X X^T, {dtype:?}\n");
+    println!("\n## Symmetric products, {dtype:?}\n");
     println!(
-        "| shape | matmul, ms | symmetric, ms | ratio | TFLOP/s of the full product | kernel |"
+        "| shape | product | Burn, ms | auto, ms | tuned, ms | Burn / auto | Burn / tuned | TFLOP/s of the \
+         full product | of the floor | kernel that was measured to be the fastest |"
     );
-    println!("|---|---|---|---|---|---|");
+    println!("|---|---|---|---|---|---|---|---|---|---|");
     for &[k, m, n] in shapes {
         let x = random([k, m, n], dtype, device);
-        let engine = Engine::choose(Kernels::Tuned, device, dtype.into());
-        let full = median(device, repeats, || x.clone().matmul(x.clone().swap_dims(1, 2)));
-        let half = median(device, repeats, || engine.syrk(x.clone()));
-        let operations = 2.0 * (k * m * m * n) as f64;
+        // Small enough for sums in half precision.
+        let r = random([k, m, m], dtype, device).mul_scalar(1e-2);
+        let r = r.clone() + r.swap_dims(1, 2);
+        let full = || x.clone().matmul(x.clone().swap_dims(1, 2));
+        let row = Row { name: "X X^T", shape: [k, m, n], inner: n, dtype, repeats };
+        row.print(device, full, |engine| engine.syrk(x.clone()));
+
+        let full = || r.clone().matmul(r.clone()).mul_scalar(2.0) + r.clone().mul_scalar(-5.0);
+        let row = Row { name: "b R + c R^2", inner: m, ..row };
+        row.print(device, full, |engine| {
+            engine.symmetric_product(r.clone(), r.clone(), r.clone(), 2.0, -5.0)
+        });
+
+        let z = r.clone().mul_scalar(0.5);
+        let full = || r.clone().matmul(z.clone()) + r.clone().mul_scalar(3.0);
+        let row = Row { name: "Q Z + a Q", ..row };
+        row.print(device, full, |engine| {
+            engine.symmetric_product(r.clone(), z.clone(), r.clone(), 1.0, 3.0)
+        });
+    }
+}
+
+/// A row of the table of products.
+struct Row {
+    name: &'static str,
+    shape: [usize; 3],
+    /// The length of the sums.
+    inner: usize,
+    dtype: DType,
+    repeats: usize,
+}
+
+impl Row {
+    fn print(
+        &self,
+        device: &Device,
+        full: impl Fn() -> Tensor<3>,
+        symmetric: impl Fn(Engine) -> Tensor<3>,
+    ) {
+        let Self { name, shape: [k, m, n], inner, dtype, repeats } = *self;
+        let engine = |kernels| Engine::choose(kernels, device, dtype.into());
+        let burn = median(device, repeats, full);
+        let [auto, tuned] = [Kernels::Auto, Kernels::Tuned]
+            .map(|kernels| median(device, repeats, || symmetric(engine(kernels))));
+        let operations = 2.0 * (k * m * m * inner) as f64;
+        let least = operations / 2.0 / FLOOR_TFLOPS * 1e-9;
+        // What is told is the choice for a product without an addend.
+        let kernel = match name {
+            "X X^T" => engine(Kernels::Tuned).kernel(device, dtype.into(), [k, m, inner]),
+            _ => String::new(),
+        };
         println!(
-            "| {k} x {m}x{n} | {full:.3} | {half:.3} | {:.2} | {:.0} | {} |",
-            half / full,
-            operations / half * 1e-9,
-            engine.kernel(device, dtype.into(), [k, m, n]),
+            "| {k} x {m}x{n} | {name} | {burn:.3} | {auto:.3} | {tuned:.3} | {:.2} | {:.2} | {:.0} | {:.0} % | {kernel} |",
+            burn / auto,
+            burn / tuned,
+            operations / tuned * 1e-9,
+            100.0 * least / tuned,
         );
     }
 }
@@ -165,17 +216,29 @@ fn iterations(device: &Device, dtype: IterationDtype, shapes: &[[usize; 3]], rep
     }
 }
 
-/// Whole steps of the layers of a GPT-2 layer.
+/// Whole steps of the matrices of a GPT-2 layer.
 fn steps(device: &Device, repeats: usize) {
     println!("\n## A step of a GPT-2 layer (width 768)\n");
     println!("| optimizer | ms |\n|---|---|");
-    let model = common::Matrices::new(&common::LAYER, &device.clone().autodiff());
-    for (name, kernels) in
-        [("distmuon", Kernels::Tuned), ("on Burn's operations", Kernels::Portable)]
-    {
-        let optim = std::cell::RefCell::new(MuonConfig::new().with_kernels(kernels).init(&model));
+    let muon = MuonConfig::new;
+    let all_by_adamw = muon().with_rule(Rule::adamw(".*"));
+    for (name, config) in [
+        ("Muon", muon()),
+        ("Muon, tuned", muon().with_kernels(Kernels::Tuned)),
+        ("Muon, recorded", muon().with_graphs(true)),
+        ("Muon on Burn's operations", muon().with_kernels(Kernels::Portable)),
+        ("AdamW", all_by_adamw.clone()),
+        ("AdamW on Burn's operations", all_by_adamw.with_kernels(Kernels::Portable)),
+    ] {
+        let made = || common::Matrices::new(&common::LAYER, &device.clone().autodiff());
+        let (model, values) = (made(), made());
+        let optim = RefCell::new(config.init(&model));
+        // Nobody else holds the model, so that it is updated in place.
+        let trained = Cell::new(Some(model));
         let time = median(device, repeats, || {
-            optim.borrow_mut().step(1e-3, model.clone(), model.gradients())
+            let model = trained.take().expect("given back below");
+            let grads = model.gradients_from(&values);
+            trained.set(Some(optim.borrow_mut().step(1e-3, model, grads)));
         });
         println!("| {name} | {time:.3} |");
     }

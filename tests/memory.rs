@@ -18,15 +18,23 @@ fn alone() -> MutexGuard<'static, ()> {
 /// For what libraries need to rearrange blocks of their operands in.
 const SCRATCH: usize = 1 << 20;
 
+/// Whether the host's allocator sees all memory.
+fn is_on_host() -> bool {
+    let on_host = std::env::var("BURN_DEVICE").is_ok_and(|device| device != "flex");
+    if on_host {
+        println!("skipped: the memory of the host is counted on Flex");
+    }
+    !on_host
+}
+
 fn iteration(form: Form) -> NewtonSchulz {
     let set = Coefficients::KellerJordan;
     NewtonSchulz::new(&set, 5, 1e-7, IterationDtype::F32, form).unwrap()
 }
 
-/// Bytes beside the batch, and those that were announced.
-fn extra(shape: [usize; 3], form: Form) -> [usize; 2] {
+/// Bytes beside the batch, and those that were announced for all of its matrices at once.
+fn extra(shape: [usize; 3], iteration: &NewtonSchulz) -> [usize; 2] {
     let device = Device::default();
-    let iteration = iteration(form);
     let batch = Tensor::<3>::random(shape, Distribution::Normal(0.0, 1.0), (&device, DType::F32));
     // Libraries make what they keep at first use.
     drop(iteration.orthogonalize(batch.clone()));
@@ -87,14 +95,13 @@ fn a_device_reserves_what_is_announced() {
 #[test]
 fn an_orthogonalisation_takes_what_is_announced() {
     let _alone = alone();
-    if std::env::var("BURN_DEVICE").is_ok_and(|device| device != "flex") {
-        println!("skipped: the memory of the host is counted on Flex");
+    if !is_on_host() {
         return;
     }
     for shape in [[1, 1024, 1024], [4, 512, 512], [1, 700, 1024], [2, 1536, 512], [1, 512, 2048]] {
         let bytes = shape.iter().product::<usize>() * 4;
         for form in [Form::Auto, Form::Standard, Form::Gram] {
-            let [extra, announced] = extra(shape, form);
+            let [extra, announced] = extra(shape, &iteration(form));
             let times = |taken: usize| taken as f64 / bytes as f64;
             println!("{shape:?} {form:?}: {:.2}, announced {:.2}", times(extra), times(announced));
             assert!(extra <= announced + SCRATCH, "{shape:?} {form:?}: {extra} > {announced}");
@@ -103,4 +110,20 @@ fn an_orthogonalisation_takes_what_is_announced() {
             assert!(form == Form::Gram || announced <= 3 * bytes, "{shape:?} {form:?}");
         }
     }
+}
+
+#[test]
+fn a_small_workspace_is_kept() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    let (count, shape) = (8, [8, 512, 512]);
+    let bytes = shape.iter().product::<usize>() * 4;
+    let [whole, announced] = extra(shape, &iteration(Form::Auto));
+    let [parts, _] = extra(shape, &iteration(Form::Auto).with_workspace(0));
+    println!("{whole} bytes at once, {parts} one by one, announced {announced}");
+    // The result, and what one matrix takes beside.
+    assert!(parts <= bytes + announced / count + SCRATCH, "{parts}");
+    assert!(parts < whole);
 }

@@ -29,9 +29,14 @@ impl Matrices {
 
     /// Gradients that are as the matrices are.
     pub fn gradients(&self) -> GradientsParams {
+        self.gradients_from(self)
+    }
+
+    /// Gradients that are as another model's matrices are.
+    pub fn gradients_from(&self, values: &Self) -> GradientsParams {
         let mut gradients = GradientsParams::new();
-        for matrix in &self.matrices {
-            gradients.register(matrix.id, matrix.val().inner());
+        for (matrix, value) in self.matrices.iter().zip(&values.matrices) {
+            gradients.register(matrix.id, value.val().inner());
         }
         gradients
     }

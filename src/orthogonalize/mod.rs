@@ -203,7 +203,8 @@ impl NewtonSchulz {
     }
 
     /// How much memory an iteration may use beside the batch that it is given, in MB of 10^6 bytes.
-    /// A larger batch is worked on in parts, one matrix at a time at least; what one takes is in
+    /// A larger batch is worked on in parts, one matrix at a time at least, and its result is made beside
+    /// that; what one matrix takes is in
     /// [`explain`](Self::explain). It is up to three times the matrix, and with [`Form::Gram`] where
     /// [`Form::Auto`] would not choose it up to five times.
     pub fn with_workspace(mut self, megabytes: usize) -> Self {
@@ -273,13 +274,17 @@ impl NewtonSchulz {
             }
             return self.orthogonalize_part(&plan, batch, norms);
         }
-        let parts = (0..k).step_by(part).map(|start| {
+        // Not `empty`, of which Flex makes two.
+        let mut result = Tensor::full(batch.dims(), 0.0, (&batch.device(), batch.dtype()));
+        for start in (0..k).step_by(part) {
             let range = start..(start + part).min(k);
             let norms =
                 norms.as_ref().map(|Norms(norms)| Norms(norms.clone().slice([range.clone()])));
-            self.orthogonalize_part(&plan, batch.clone().slice([range]), norms)
-        });
-        Tensor::cat(parts.collect(), 0)
+            let own = batch.clone().slice([range.clone()]);
+            let own = self.orthogonalize_part(&plan, own, norms);
+            result = result.slice_assign([range, 0..m, 0..n], own);
+        }
+        result
     }
 
     /// The result of a recording, if there may be one.
