@@ -39,7 +39,8 @@ run() {
   # Right?
   for test in "${kernels[@]}"; do step "$test" --show-output; done
   step distmuon --show-output adamw:: tune::
-  for test in "${tests[@]}"; do step "$test" --show-output; done
+  # Nobody else may use the device while a recording is made.
+  for test in "${tests[@]}"; do step "$test" --show-output --test-threads 1; done
   step conformance
   step cuda --show-output
   # Fast?

@@ -82,7 +82,9 @@ mod gpu {
             };
             Trial::test(format!("ranks_{ranks}::{waits}_waits::{name}"), trial)
         });
-        libtest_mimic::run(&Arguments::from_args(), trials.collect()).exit();
+        // The driver counts the memory of everybody on the device.
+        let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
+        libtest_mimic::run(&arguments, trials.collect()).exit();
     }
 
     /// CUDA devices of this machine.

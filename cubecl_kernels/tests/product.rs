@@ -246,7 +246,7 @@ fn integers_are_exact() {
     check_integers::<half::bf16>();
 }
 
-/// Matrices of a batch lie more than 2^32 elements apart, in a buffer of which little is ever touched.
+/// Matrices of a batch lie more than 2^32 elements apart.
 #[test]
 fn offsets_beyond_32_bits() {
     type F = half::f16;
@@ -254,8 +254,9 @@ fn offsets_beyond_32_bits() {
     let (m, inner, apart) = (40, 24, (1_usize << 32) + 64);
     let bytes = ((apart + m * inner) * size_of::<F>()) as u64;
     let most = client.properties().memory.max_page_size;
-    if bytes > most {
-        println!("skipped: the device allocates {most} bytes at once, not {bytes}");
+    // CubeCL's CPU runtime has all of the host's memory, which others need, too.
+    if 2 * bytes > most {
+        println!("skipped: the device allocates {most} bytes at once, and the test needs {bytes}");
         return;
     }
     let (values, dtype) = (values::<F>(2 * m * inner, 1), F::elem_type_native());

@@ -10,7 +10,7 @@ use distmuon::Error;
 use distmuon::dist::Launch;
 
 use crate::ranks::{self, CUT_AT, FOLDER, text, trained};
-use crate::worlds::mpi::ROOT;
+use crate::worlds::mpi::{ROOT, is_there};
 
 /// How long a rank is waited for; who is cut off hears nothing else.
 pub const DEADLINE: Duration = Duration::from_secs(4);
@@ -168,7 +168,10 @@ pub fn report(folder: &Path, error: &Error) {
         };
         let path = folder.join(format!("error-{rank}"));
         fs::write(&path, format!("{kind}: {error}{END}")).expect("the folder is there");
-        thread::sleep(Duration::from_secs(2));
+        // mpirun ends the others when the first one has ended.
+        let all = || (0..RANKS).all(|rank| folder.join(format!("error-{rank}")).exists());
+        wait_for("error on every rank", all);
+        thread::sleep(Duration::from_millis(200));
     }
 }
 
@@ -179,8 +182,8 @@ fn succeed(hosts: &Hosts, folder: &Path) -> (String, Vec<u8>) {
 }
 
 pub fn lose_each_other_and_go_on_later() {
-    if Command::new("mpirun").arg("--version").output().is_err() {
-        return println!("skipped: there is no mpirun");
+    if !is_there() {
+        return;
     }
     let Some(hosts) = Hosts::new() else {
         return println!("skipped: network namespaces are not permitted");

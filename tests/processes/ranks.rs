@@ -191,8 +191,29 @@ fn program() -> Command {
     let own = std::env::args_os().next().expect("a program has a name");
     let mut program = Command::new(own);
     program.env("RAYON_NUM_THREADS", "1");
+    // Nothing of a launcher, or of a Python, that this itself was started from.
+    let inherited = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    for name in inherited.filter(|name| LAUNCHERS.iter().any(|start| name.starts_with(start))) {
+        program.env_remove(name);
+    }
     program
 }
+
+/// What variables of launchers and of Python's environments begin with.
+const LAUNCHERS: [&str; 12] = [
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "DISTMUON_SECRET",
+    "VIRTUAL_ENV",
+    "CONDA_PREFIX",
+];
 
 /// The processes of a world, as a launcher starts them.
 fn start(folder: &Path, variables: &[(&str, String)]) -> Vec<Child> {
@@ -332,7 +353,13 @@ fn without_test_library() -> String {
     others.into_string().expect("plain paths")
 }
 
+/// Whether the loader or a package of the system's Python has NCCL.
 fn system_has_nccl() -> bool {
+    let pythons = ["/usr/local/lib", "/usr/lib"].map(|folder| fs::read_dir(folder).into_iter());
+    let pythons = pythons.into_iter().flatten().flatten().flatten().map(|found| found.path());
+    let packages =
+        pythons.flat_map(|python| ["site", "dist"].map(|of| python.join(format!("{of}-packages"))));
+    let mut wheels = packages.filter(|folder| folder.join("nvidia/nccl/lib").exists());
     // SAFETY: NCCL's initialisers do nothing but register.
-    unsafe { libloading::Library::new("libnccl.so.2").is_ok() }
+    wheels.next().is_some() || unsafe { libloading::Library::new("libnccl.so.2").is_ok() }
 }
