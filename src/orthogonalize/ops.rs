@@ -34,8 +34,8 @@ pub enum Engine {
     /// faer and plain loops on the buffers of Burn's Flex backend; symmetric products as a lower
     /// triangle, mirrored.
     Flex,
-    /// The CubeCL kernels of `distmuon-kernels`, on CUDA, Vulkan, Metal, WebGPU and ROCm; symmetric
-    /// products as lower tiles, mirrored.
+    /// The CubeCL kernels of `distmuon-kernels`, on CubeCL's devices; symmetric products as lower
+    /// tiles, mirrored.
     Cube {
         /// Whether the kernels are chosen by measuring.
         tuned: bool,
