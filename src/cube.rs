@@ -19,6 +19,9 @@ type Float = FloatTensor<CubeBackend>;
 #[cfg(not(feature = "fusion"))]
 const _: fn(Cube) -> CubeBackend = |backend| backend;
 
+/// Why kernels refuse nothing here.
+pub(crate) const FITS: &str = "an engine has its types, and tensors fill their buffers";
+
 /// Whether the kernels take this type on this device.
 pub(crate) fn serves(device: &CubeDevice, dtype: DType) -> bool {
     let client = device.client();

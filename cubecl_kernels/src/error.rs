@@ -1,6 +1,9 @@
 //! What a device can't do.
 
+use cubecl::client::Client;
+use cubecl::features::TypeUsage;
 use cubecl::ir::ElemType;
+use cubecl::server::Handle;
 
 /// Why a kernel is not launched.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -22,6 +25,16 @@ pub enum Error {
     /// Neither the rows nor the columns are contiguous, or not the whole where that is asked for.
     #[error("{0} has gaps in memory that the kernel does not skip; copy it first")]
     Strides(&'static str),
+    /// A buffer is too small for what it should hold.
+    #[error("{what} has a buffer of {bytes} bytes, but needs {needed}")]
+    Buffer {
+        /// What it should hold.
+        what: &'static str,
+        /// Bytes of the buffer.
+        bytes: u64,
+        /// Bytes that are read or written.
+        needed: u64,
+    },
     /// The batch has more matrices than a launch can have.
     #[error("{count} matrices are more than the {most} of one launch; split the batch")]
     TooMany {
@@ -63,3 +76,21 @@ pub enum Error {
 
 /// A [`Result`](core::result::Result) with this crate's [`Error`].
 pub type Result<T, E = Error> = core::result::Result<T, E>;
+
+/// Refuses a type that kernels can't read, compute with and write on a device.
+pub(crate) fn check_dtype(client: &Client, dtype: ElemType) -> Result<()> {
+    let usage = TypeUsage::Buffer | TypeUsage::Conversion;
+    let has_type = client.properties().type_usage(dtype).is_superset(usage);
+    if has_type { Ok(()) } else { Err(Error::Dtype(dtype)) }
+}
+
+/// Refuses a buffer that has no room for so many elements.
+pub(crate) fn check_buffer(
+    what: &'static str,
+    handle: &Handle,
+    elements: usize,
+    dtype: ElemType,
+) -> Result<()> {
+    let (bytes, needed) = (handle.size_in_used(), (elements * dtype.size()) as u64);
+    if bytes < needed { Err(Error::Buffer { what, bytes, needed }) } else { Ok(()) }
+}

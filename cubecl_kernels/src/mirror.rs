@@ -3,7 +3,7 @@
 use cubecl::client::Client;
 use cubecl::prelude::*;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, check_buffer, check_dtype};
 use crate::matrices::Matrices;
 use crate::units::together;
 
@@ -18,14 +18,15 @@ pub(crate) const TILE: u32 = 16;
 ///
 /// # Errors
 ///
-/// Before anything is launched: [`Error::Shape`], [`Error::Strides`], [`Error::TooMany`] and
-/// [`Error::TooLarge`].
+/// Before anything is launched: [`Error::Dtype`], [`Error::Shape`], [`Error::Strides`], [`Error::Buffer`],
+/// [`Error::TooMany`] and [`Error::TooLarge`].
 pub fn mirror(
     client: &Client,
     matrices: &Matrices,
     alpha: f32,
     addend: Option<(&Matrices, f32)>,
 ) -> Result<()> {
+    check_dtype(client, matrices.dtype)?;
     let [k, m, n] = matrices.shape;
     if m != n {
         let expected = "square".to_owned();
@@ -42,6 +43,7 @@ pub fn mirror(
         if !of.is_contiguous() {
             return Err(Error::Strides(what));
         }
+        check_buffer(what, &of.handle, of.extent(), of.dtype)?;
     }
     let most = client.properties().hardware.max_cube_count.2 as usize;
     if k > most {

@@ -7,8 +7,9 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
 use common::{Real, client, download, upload, values};
+use distmuon_kernels::Error;
 use distmuon_kernels::fused::{
-    AdamW, Batch, Momentum, accumulate, adamw, apply, finite, normalize, norms,
+    AdamW, Batch, Momentum, Norms, accumulate, adamw, apply, finite, normalize, norms,
 };
 
 /// Parts of norms: one, several, more than every unit adds up itself, or as many as distmuon takes.
@@ -64,12 +65,13 @@ fn check_muon<F: Real>(tolerance: f64) {
             let handles = [&grads, &momenta, &parameters].map(|x| upload::<F>(&client, x));
             let [grad, momentum, parameter] = &handles;
 
-            let accepted = finite(&client, grad, batch, dtype);
+            let accepted = finite(&client, grad, batch, dtype).unwrap();
             assert_eq!(download::<f32>(&client, &accepted), accepts(batch), "{batch:?}");
 
             let rule = Momentum { mu: 0.75, nesterov };
             let (update, norms) =
-                accumulate(&client, [grad, momentum, &accepted], batch, dtype, rule, parts(batch));
+                accumulate(&client, [grad, momentum, &accepted], batch, dtype, rule, parts(batch))
+                    .unwrap();
             let taken = accepts(batch);
             let is_taken = |i: usize| taken[i / batch.elements] == 1.0;
             let averaged: Vec<f64> = (0..batch.len())
@@ -86,7 +88,7 @@ fn check_muon<F: Real>(tolerance: f64) {
             close(&download::<F>(&client, momentum), &averaged, tolerance, &what);
             close(&download::<F>(&client, &update), &ahead, tolerance, &what);
 
-            let normal = normalize(&client, &update, &norms, batch, [dtype; 2], 1e-7);
+            let normal = normalize(&client, &update, &norms, batch, [dtype; 2], 1e-7).unwrap();
             let norm = |matrix: &[f64]| matrix.iter().map(|x| x * x).sum::<f64>().sqrt().max(1e-7);
             let expected: Vec<f64> = ahead
                 .chunks(batch.elements)
@@ -100,7 +102,7 @@ fn check_muon<F: Real>(tolerance: f64) {
             };
             let (keep, keeps) = per_matrix(|i| 1.0 - 0.125 * i as f64);
             let (lr, lrs) = per_matrix(|i| 0.5 + i as f64);
-            apply(&client, parameter, &update, [&accepted, &keep, &lr], batch, [dtype; 2]);
+            apply(&client, parameter, &update, [&accepted, &keep, &lr], batch, [dtype; 2]).unwrap();
             let updated: Vec<f64> = (0..batch.len())
                 .map(|i| match is_taken(i) {
                     true => {
@@ -143,15 +145,15 @@ fn mixed_types() {
     let expected: Vec<f64> = inputs.chunks(batch.elements).flat_map(normalized).collect();
     let mut normal = None;
     for parts in [1, 5, 40] {
-        let norms = norms(&client, &input, batch, F32, parts);
-        let rounded = normalize(&client, &input, &norms, batch, [F32, half], 0.0);
+        let norms = norms(&client, &input, batch, F32, parts).unwrap();
+        let rounded = normalize(&client, &input, &norms, batch, [F32, half], 0.0).unwrap();
         close(&download::<F>(&client, &rounded), &expected, 1e-3, &format!("{parts} parts"));
         normal = Some(rounded);
     }
     let parameter = upload::<f32>(&client, &parameters);
     let [ones, keep, lr] = [1.0, 0.75, 2.0].map(|x| upload::<f32>(&client, &[x; 3]));
     let direction = normal.unwrap();
-    apply(&client, &parameter, &direction, [&ones, &keep, &lr], batch, [F32, half]);
+    apply(&client, &parameter, &direction, [&ones, &keep, &lr], batch, [F32, half]).unwrap();
     let directions = download::<F>(&client, &direction);
     let updated: Vec<f64> =
         parameters.iter().zip(&directions).map(|(p, u)| 0.75 * p - 2.0 * u).collect();
@@ -167,18 +169,19 @@ fn norms_at_any_scale() {
             values::<f32>(batch.len(), 4).iter().map(|x| f64::from((x * scale) as f32)).collect();
         let grad = upload::<f32>(&client, &grads);
         let momentum = upload::<f32>(&client, &vec![0.0; batch.len()]);
-        let accepted = finite(&client, &grad, batch, F32);
+        let accepted = finite(&client, &grad, batch, F32).unwrap();
         let rule = Momentum { mu: 0.0, nesterov: false };
         let (update, norms) =
-            accumulate(&client, [&grad, &momentum, &accepted], batch, F32, rule, parts(batch));
-        let normal = normalize(&client, &update, &norms, batch, [F32; 2], 0.0);
+            accumulate(&client, [&grad, &momentum, &accepted], batch, F32, rule, parts(batch))
+                .unwrap();
+        let normal = normalize(&client, &update, &norms, batch, [F32; 2], 0.0).unwrap();
         let normal = download::<f32>(&client, &normal);
         for matrix in normal.chunks(batch.elements) {
             let norm = matrix.iter().map(|x| x * x).sum::<f64>().sqrt();
             assert!((norm - 1.0).abs() < 1e-5, "scale {scale}: {norm}");
         }
         // A norm below epsilon is not amplified.
-        let small = normalize(&client, &update, &norms, batch, [F32; 2], 1e-7);
+        let small = normalize(&client, &update, &norms, batch, [F32; 2], 1e-7).unwrap();
         let norm = download::<f32>(&client, &small)[..batch.elements]
             .iter()
             .map(|x| x * x)
@@ -187,11 +190,11 @@ fn norms_at_any_scale() {
         assert!(if scale < 1e-10 { norm < 1e-10 } else { (norm - 1.0).abs() < 1e-5 }, "{norm}");
     }
     let zeros = upload::<f32>(&client, &vec![0.0; batch.len()]);
-    let accepted = finite(&client, &zeros, batch, F32);
+    let accepted = finite(&client, &zeros, batch, F32).unwrap();
     let rule = Momentum { mu: 0.5, nesterov: true };
     let (update, norms) =
-        accumulate(&client, [&zeros, &zeros, &accepted], batch, F32, rule, parts(batch));
-    let normal = normalize(&client, &update, &norms, batch, [F32; 2], 0.0);
+        accumulate(&client, [&zeros, &zeros, &accepted], batch, F32, rule, parts(batch)).unwrap();
+    let normal = normalize(&client, &update, &norms, batch, [F32; 2], 0.0).unwrap();
     assert!(download::<f32>(&client, &normal).iter().all(|x| *x == 0.0), "zero stays zero");
 }
 
@@ -212,7 +215,7 @@ fn check_adamw<F: Real, M: Real>(tolerance: f64) {
         let rows = upload::<f32>(&client, &rows);
         let constants = AdamW { beta_1: 0.75, beta_2: 0.875, epsilon: 1e-3 };
         let dtypes = [F::elem_type_native(), M::elem_type_native()];
-        adamw(&client, [&a, &b, &c, &d], &rows, batch, dtypes, constants);
+        adamw(&client, [&a, &b, &c, &d], &rows, batch, dtypes, constants).unwrap();
         let mut expected = [old.clone(), first.clone(), second.clone()];
         for i in (0..batch.len()).filter(|i| taken[i / batch.elements] == 1.0) {
             let row = wave(i / batch.elements);
@@ -250,14 +253,57 @@ fn nothing_to_do() {
     let Some(client) = client::<f32>() else { return };
     for batch in [Batch { count: 0, elements: 4 }, Batch { count: 3, elements: 0 }] {
         let handle = upload::<f32>(&client, &[1.0, 2.0]);
-        let accepted = finite(&client, &handle, batch, F32);
+        let accepted = finite(&client, &handle, batch, F32).unwrap();
         let rule = Momentum { mu: 0.5, nesterov: true };
         let (update, norms) =
-            accumulate(&client, [&handle, &handle, &accepted], batch, F32, rule, parts(batch));
-        normalize(&client, &update, &norms, batch, [F32; 2], 0.0);
-        apply(&client, &handle, &update, [&accepted; 3], batch, [F32; 2]);
+            accumulate(&client, [&handle, &handle, &accepted], batch, F32, rule, parts(batch))
+                .unwrap();
+        normalize(&client, &update, &norms, batch, [F32; 2], 0.0).unwrap();
+        apply(&client, &handle, &update, [&accepted; 3], batch, [F32; 2]).unwrap();
         let constants = AdamW { beta_1: 0.9, beta_2: 0.9, epsilon: 0.0 };
-        adamw(&client, [&handle; 4], &handle, batch, [F32; 2], constants);
+        let rows = upload::<f32>(&client, &[1.0; 15]);
+        adamw(&client, [&handle; 4], &rows, batch, [F32; 2], constants).unwrap();
         assert_eq!(download::<f32>(&client, &handle), [1.0, 2.0]);
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let Some(client) = client::<f32>() else { return };
+    let batch = Batch { count: 2, elements: 12 };
+    let [whole, short] = [24, 23].map(|count| upload::<f32>(&client, &vec![1.0; count]));
+    let [flags, no_flags] = [2, 1].map(|count| upload::<f32>(&client, &vec![1.0; count]));
+    let says = |error: Error, words: &str| {
+        assert!(error.to_string().contains(words), "{error}");
+    };
+    says(finite(&client, &short, batch, F32).unwrap_err(), "gradient has a buffer of 92 bytes");
+    let rule = Momentum { mu: 0.5, nesterov: true };
+    let accumulated = |grad, momentum, flags| {
+        accumulate(&client, [grad, momentum, flags], batch, F32, rule, 3).map(|(_, norms)| norms)
+    };
+    says(accumulated(&whole, &short, &flags).unwrap_err(), "momentum");
+    says(accumulated(&whole, &whole, &no_flags).unwrap_err(), "flags");
+    let more = Norms { parts: 4, ..accumulated(&whole, &whole, &flags).unwrap() };
+    says(normalize(&client, &whole, &more, batch, [F32; 2], 0.0).unwrap_err(), "norms");
+    says(norms(&client, &short, batch, F32, 3).map(drop).unwrap_err(), "input");
+    let applied = |direction, lr| {
+        apply(&client, &whole, direction, [&flags, &flags, lr], batch, [F32; 2]).unwrap_err()
+    };
+    says(applied(&short, &flags), "direction");
+    says(applied(&whole, &no_flags), "lr");
+    let constants = AdamW { beta_1: 0.9, beta_2: 0.9, epsilon: 0.0 };
+    let stepped = |moment, rows| {
+        adamw(&client, [&whole, &whole, &whole, moment], rows, batch, [F32; 2], constants)
+    };
+    says(stepped(&short, &whole).unwrap_err(), "second moment");
+    says(stepped(&whole, &flags).unwrap_err(), "rows");
+    let double = ElemType::Float(FloatKind::F64);
+    if client.properties().supports_type(double) {
+        println!("skipped: the device has all types");
+    } else {
+        says(
+            finite(&client, &whole, Batch { count: 1, elements: 1 }, double).unwrap_err(),
+            "has no",
+        );
     }
 }

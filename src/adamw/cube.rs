@@ -7,7 +7,7 @@ use burn_cubecl::CubeBackend;
 use distmuon_kernels::fused::{self, AdamW};
 
 use super::ops::AdamWOps;
-use crate::cube::{batch, contiguous, unshared};
+use crate::cube::{FITS, batch, contiguous, unshared};
 
 type Float = FloatTensor<CubeBackend>;
 
@@ -32,7 +32,8 @@ impl AdamWOps for CubeBackend {
             batch(&parameters),
             [dtype, of_moments].map(dtype_to_elem_type),
             AdamW { beta_1, beta_2, epsilon },
-        );
+        )
+        .expect(FITS);
         (parameters, first, second)
     }
 }

@@ -30,6 +30,7 @@ use crate::computed;
 use crate::error::{Error, Result};
 use crate::gate::{Gate, SkippedSteps};
 use crate::gradient;
+use crate::muon::ops::finite;
 use crate::muon::rule::{ONLY_RANK, Rates};
 use crate::orthogonalize::Kernels;
 pub(crate) use ops::Rows;
@@ -199,7 +200,7 @@ impl Optimizer for GatedAdamW {
         let row = |tensor: Tensor<D>| tensor.reshape([1, -1]);
         let (grad, moments) = (row(grad), moments.map(row));
         let rates = Rates::of_one(lr * self.lr_factor, 1.0, self.settings.weight_decay, &device);
-        let gate = Gate::of_rows(&grad);
+        let gate = finite(self.kernels, &grad.clone().reshape([1, 1, -1]));
         let corrections = self.settings.correct(corrections, &gate);
         let rows = Rows { gate, rates, corrections };
         let (updated, moments) =

@@ -126,7 +126,10 @@ impl Shard {
                 })
                 .collect(),
             State::AdamW(_) if self.rows() == 0 => vec![],
-            State::AdamW(_) => vec![Gate::of_rows(&grain_rows(gradients.clone())).accepted()],
+            State::AdamW(adamw) => {
+                let rows = gradients.clone().reshape([self.rows(), 1, GRAIN]);
+                vec![ops::finite(adamw.kernels, &rows).accepted()]
+            }
         };
         Gate::from_accepted(flat::join(per_stack, DType::F32, &self.device))
     }

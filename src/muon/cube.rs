@@ -7,7 +7,7 @@ use burn_cubecl::CubeBackend;
 use distmuon_kernels::fused::{self, Momentum};
 
 use super::ops::StepOps;
-use crate::cube::{batch, contiguous, tensor, unshared};
+use crate::cube::{FITS, batch, contiguous, tensor, unshared};
 
 type Float = FloatTensor<CubeBackend>;
 
@@ -17,7 +17,7 @@ impl StepOps for CubeBackend {
         let grad = contiguous(grad.clone(), grad.dtype);
         let of = batch(&grad);
         let dtype = dtype_to_elem_type(grad.dtype);
-        let accepted = fused::finite(&grad.client, &grad.handle, of, dtype);
+        let accepted = fused::finite(&grad.client, &grad.handle, of, dtype).expect(FITS);
         tensor(&grad, accepted, [of.count].into(), DType::F32)
     }
 
@@ -41,7 +41,8 @@ impl StepOps for CubeBackend {
             dtype_to_elem_type(momentum.dtype),
             Momentum { mu, nesterov },
             parts,
-        );
+        )
+        .expect(FITS);
         let update = tensor(&grad, update, grad.shape(), momentum.dtype);
         let norms = tensor(&grad, norms.handle, [of.count, parts, 2].into(), DType::F32);
         (momentum, contiguous(update, dtype), norms)
@@ -58,7 +59,8 @@ impl StepOps for CubeBackend {
             [&accepted.handle, &keep.handle, &lr.handle],
             batch(&parameter),
             [parameter.dtype, direction.dtype].map(dtype_to_elem_type),
-        );
+        )
+        .expect(FITS);
         parameter
     }
 }

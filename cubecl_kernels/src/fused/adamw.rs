@@ -7,6 +7,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::{Batch, UNITS};
+use crate::error::Result;
 
 /// The constants of AdamW.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -30,9 +31,20 @@ pub fn adamw(
     batch: Batch,
     dtypes: [ElemType; 2],
     AdamW { beta_1, beta_2, epsilon }: AdamW,
-) {
+) -> Result<()> {
+    let [dtype, of_moments] = dtypes;
+    batch.check(
+        client,
+        &[
+            ("the parameter", parameters, dtype),
+            ("the gradient", grads, dtype),
+            ("the first moment", moment_1, of_moments),
+            ("the second moment", moment_2, of_moments),
+        ],
+    )?;
+    Batch::check_values(&[("the rows", rows, 5 * batch.count)])?;
     if batch.is_empty() {
-        return;
+        return Ok(());
     }
     let size = batch.vector_size(client, &dtypes);
     let (vectors, units) = (batch.len() / size, CubeDim::new_1d(UNITS));
@@ -57,6 +69,7 @@ pub fn adamw(
             dtypes,
         );
     }
+    Ok(())
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]

@@ -4,6 +4,10 @@
 //! matrix, `[k]`, of everything that may differ between them. A matrix is *accepted* if all entries
 //! of its gradient are finite; one that is not keeps its momentum and its values. Everything is
 //! computed in float32 and rounded once.
+//!
+//! Nothing is launched on what does not fit: [`Error::Dtype`] for a type that the device has not,
+//! [`Error::Buffer`] for a buffer that is too small, [`Error::TooLarge`] for more elements than it has
+//! addresses.
 
 mod adamw;
 mod muon;
@@ -21,9 +25,13 @@ pub(crate) use {
 };
 
 use cubecl::client::Client;
-use cubecl::ir::ElemType;
+use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
+
+use crate::error::{Error, Result, check_buffer, check_dtype};
+
+const F32: ElemType = ElemType::Float(FloatKind::F32);
 
 /// Units of a cube.
 pub(crate) const UNITS: u32 = 256;
@@ -59,6 +67,23 @@ impl Batch {
         let bytes = dtypes.iter().map(ElemType::size).max().unwrap_or(1);
         let divides = |size: &usize| self.elements.is_multiple_of(*size);
         client.io_optimized_vector_sizes(bytes).filter(divides).max().unwrap_or(1)
+    }
+
+    /// Refuses types that a device has not, and buffers without room for the elements.
+    fn check(self, client: &Client, buffers: &[(&'static str, &Handle, ElemType)]) -> Result<()> {
+        if !client.properties().supports_address(self.address_type()) {
+            return Err(Error::TooLarge { elements: self.len() });
+        }
+        buffers.iter().try_for_each(|(what, handle, dtype)| {
+            check_dtype(client, *dtype)?;
+            check_buffer(what, handle, self.len(), *dtype)
+        })
+    }
+
+    /// Refuses buffers without room for so many float32 values.
+    fn check_values(buffers: &[(&'static str, &Handle, usize)]) -> Result<()> {
+        let mut buffers = buffers.iter();
+        buffers.try_for_each(|(what, handle, values)| check_buffer(what, handle, *values, F32))
     }
 
     /// Cubes that a matrix is divided among.

@@ -7,13 +7,15 @@ use cubecl::server::Handle;
 
 use super::norm::{Norms, SUMMED, joined, store_part, with_squares};
 use super::{Batch, UNITS, own_matrix, own_vectors};
+use crate::error::Result;
 use crate::units::together;
 
 /// Which matrices of a type are finite: `[k]`, 1 for those, else 0.
-pub fn finite(client: &Client, grads: &Handle, batch: Batch, dtype: ElemType) -> Handle {
+pub fn finite(client: &Client, grads: &Handle, batch: Batch, dtype: ElemType) -> Result<Handle> {
+    batch.check(client, &[("the gradient", grads, dtype)])?;
     let accepted = client.create_from_slice(f32::as_bytes(&vec![1.0; batch.count]));
     if batch.is_empty() {
-        return accepted;
+        return Ok(accepted);
     }
     let size = batch.vector_size(client, &[dtype]);
     // SAFETY: every index is below the vectors of a matrix.
@@ -31,7 +33,7 @@ pub fn finite(client: &Client, grads: &Handle, batch: Batch, dtype: ElemType) ->
             dtype,
         );
     }
-    accepted
+    Ok(accepted)
 }
 
 /// Units that find something write the same zero.
@@ -79,13 +81,15 @@ pub fn accumulate(
     dtype: ElemType,
     Momentum { mu, nesterov }: Momentum,
     parts: usize,
-) -> (Handle, Norms) {
+) -> Result<(Handle, Norms)> {
+    batch.check(client, &[("the gradient", grads, dtype), ("the momentum", momentum, dtype)])?;
+    Batch::check_values(&[("the flags", accepted, batch.count)])?;
     let size = batch.vector_size(client, &[dtype]);
     let update = client.empty(batch.len() * dtype.size());
     let norms = Norms::empty(client, batch, parts);
     let units = together(&client.properties().hardware, UNITS);
     if batch.is_empty() {
-        return (update, norms);
+        return Ok((update, norms));
     }
     // SAFETY: every index is below the vectors of a matrix.
     unsafe {
@@ -108,7 +112,7 @@ pub fn accumulate(
             dtype,
         );
     }
-    (update, norms)
+    Ok((update, norms))
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
@@ -168,9 +172,13 @@ pub fn apply(
     [accepted, keep, lr]: [&Handle; 3],
     batch: Batch,
     dtypes: [ElemType; 2],
-) {
+) -> Result<()> {
+    let each = batch.count;
+    let parameters_of = ("the parameter", parameters, dtypes[0]);
+    batch.check(client, &[parameters_of, ("the direction", directions, dtypes[1])])?;
+    Batch::check_values(&[("the flags", accepted, each), ("keep", keep, each), ("lr", lr, each)])?;
     if batch.is_empty() {
-        return;
+        return Ok(());
     }
     let size = batch.vector_size(client, &dtypes);
     // SAFETY: every index is below the vectors of a matrix.
@@ -191,6 +199,7 @@ pub fn apply(
             dtypes,
         );
     }
+    Ok(())
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]

@@ -6,6 +6,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::{Batch, UNITS, own_matrix, own_vectors};
+use crate::error::Result;
 use crate::units::together;
 
 /// Vectors whose squares are added up one after the other, before the sums are: what is lost by rounding grows
@@ -66,10 +67,11 @@ pub fn norms(
     batch: Batch,
     dtype: ElemType,
     parts: usize,
-) -> Norms {
+) -> Result<Norms> {
+    batch.check(client, &[("the input", input, dtype)])?;
     let norms = Norms::empty(client, batch, parts);
     if batch.is_empty() {
-        return norms;
+        return Ok(norms);
     }
     let size = batch.vector_size(client, &[dtype]);
     let units = together(&client.properties().hardware, UNITS);
@@ -89,7 +91,7 @@ pub fn norms(
             dtype,
         );
     }
-    norms
+    Ok(norms)
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
@@ -157,10 +159,12 @@ pub fn normalize(
     batch: Batch,
     dtypes: [ElemType; 2],
     epsilon: f32,
-) -> Handle {
+) -> Result<Handle> {
     let output = client.empty(batch.len() * dtypes[1].size());
+    batch.check(client, &[("the input", input, dtypes[0]), ("the result", &output, dtypes[1])])?;
+    Batch::check_values(&[("the norms", &norms.handle, 2 * batch.count * norms.parts)])?;
     if batch.is_empty() {
-        return output;
+        return Ok(output);
     }
     let whole = (norms.parts > FEW_PARTS).then(|| norms.joined(client, batch));
     let norms = whole.as_ref().unwrap_or(norms);
@@ -183,7 +187,7 @@ pub fn normalize(
             dtypes,
         );
     }
-    output
+    Ok(output)
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]

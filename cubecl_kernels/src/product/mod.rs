@@ -20,7 +20,6 @@ pub use tiling::{Buffering, Tiling, Unit};
 use std::sync::Arc;
 
 use cubecl::client::Client;
-use cubecl::features::TypeUsage;
 use cubecl::ir::AddressType;
 #[cfg(test)]
 use cubecl::ir::{DeviceProperties, TargetProperties};
@@ -29,7 +28,7 @@ use cubecl::prelude::{CubeCount, KernelDefinition};
 use cubek_matmul::definition::MatmulVectorSizes;
 use cubek_matmul::multi_level::components::global::GlobalMatmulFamily;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, check_buffer, check_dtype};
 use crate::matrices::Matrices;
 use kernel::{ASize, BSize, In, Out, OutSize, product_kernel};
 use setup::{OnPlanes, OnPlanesTwice, OnUnits, Setup};
@@ -83,13 +82,7 @@ impl Product<'_> {
     /// Refuses what no kernel can do.
     fn check(&self, client: &Client, result: &Matrices) -> Result<()> {
         let dtype = self.a.dtype;
-        if !client
-            .properties()
-            .type_usage(dtype)
-            .is_superset(TypeUsage::Buffer | TypeUsage::Conversion)
-        {
-            return Err(Error::Dtype(dtype));
-        }
+        check_dtype(client, dtype)?;
         let shape = self.shape();
         let [k, m, n] = shape;
         let like = |what, found: &Matrices, expected: [usize; 3]| {
@@ -184,7 +177,7 @@ impl Product<'_> {
     ///
     /// # Errors
     ///
-    /// Before anything is launched: [`Error::Dtype`], [`Error::Shape`], [`Error::Strides`],
+    /// Before anything is launched: [`Error::Dtype`], [`Error::Shape`], [`Error::Strides`], [`Error::Buffer`],
     /// [`Error::TooMany`], [`Error::TooLarge`] and [`Error::Memory`] for operands that do not go together or not on this device;
     /// [`Error::Refused`] for a tiling that the device can't run.
     pub fn launch_into(&self, client: &Client, tiling: &Tiling, result: &Matrices) -> Result<()> {
@@ -193,6 +186,11 @@ impl Product<'_> {
     }
 
     fn launch_checked(&self, client: &Client, tiling: &Tiling, result: &Matrices) -> Result<()> {
+        let addend = self.addend.map(|(addend, _)| ("D", addend));
+        let operands = [("A", self.a), ("B", self.b), ("C", result)].into_iter().chain(addend);
+        for (what, of) in operands {
+            check_buffer(what, &of.handle, of.extent(), of.dtype)?;
+        }
         if result.extent() == 0 {
             return Ok(());
         }

@@ -15,7 +15,7 @@ use distmuon_kernels::{Matrices, Result, gram, units};
 pub(crate) use crate::cube::serves;
 
 use super::{ops::MatrixOps, portable};
-use crate::cube::{batch, contiguous, matrices, tensor};
+use crate::cube::{FITS, batch, contiguous, matrices, tensor};
 
 type Float = FloatTensor<CubeBackend>;
 
@@ -93,7 +93,8 @@ impl MatrixOps for CubeBackend {
     fn norms(x: Float, parts: usize) -> Float {
         let x = contiguous(x.clone(), x.dtype);
         let of = batch(&x);
-        let norms = fused::norms(&x.client, &x.handle, of, dtype_to_elem_type(x.dtype), parts);
+        let norms =
+            fused::norms(&x.client, &x.handle, of, dtype_to_elem_type(x.dtype), parts).expect(FITS);
         tensor(&x, norms.handle, [of.count, parts, 2].into(), DType::F32)
     }
 
@@ -102,7 +103,8 @@ impl MatrixOps for CubeBackend {
         let norms = Norms { parts: norms.shape()[1], handle: norms.handle };
         let dtype: DType = dtype.into();
         let dtypes = [x.dtype, dtype].map(dtype_to_elem_type);
-        let normal = fused::normalize(&x.client, &x.handle, &norms, batch(&x), dtypes, epsilon);
+        let normal =
+            fused::normalize(&x.client, &x.handle, &norms, batch(&x), dtypes, epsilon).expect(FITS);
         tensor(&x, normal, x.shape(), dtype)
     }
 }
