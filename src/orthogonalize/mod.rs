@@ -91,7 +91,8 @@ pub enum Form {
     Auto,
     /// Products with `X` at every step.
     Standard,
-    /// Products with `X X^T` only, with the restarts that [`restarts::choose`] computes.
+    /// Products with `X X^T` only, with the restarts that [`restarts::choose`] computes. In float32 on a
+    /// device that multiplies in TF32, those are too few for some coefficients.
     Gram,
 }
 
