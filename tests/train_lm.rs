@@ -1,5 +1,9 @@
 //! The example `train_lm` as a user meets it on the command line: bad input, Ctrl-C, results.
 
+#[cfg(feature = "mpi")]
+#[path = "common/mpirun.rs"]
+mod mpirun;
+
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
@@ -261,18 +265,13 @@ fn any_number_of_ranks_follows_one_curve() {
 /// The example as processes of MPI, if there is MPI.
 #[cfg(feature = "mpi")]
 fn mpirun(folder: &Path, processes: usize, arguments: &str) -> Option<Command> {
-    let version = Command::new("mpirun").arg("--version").output();
-    if !version.is_ok_and(|said| String::from_utf8_lossy(&said.stdout).contains("Open MPI")) {
-        println!("skipped: there is no mpirun of Open MPI");
+    if !mpirun::is_there() {
         return None;
     }
     let example = train_lm(folder, arguments);
-    let mut mpirun = Command::new("mpirun");
-    mpirun.args(["--oversubscribe", "--bind-to", "none", "-n", &processes.to_string()]);
+    let mut mpirun = mpirun::mpirun(processes);
     mpirun.arg(example.get_program()).args(example.get_args()).current_dir(folder);
-    // Open MPI asks twice before it runs as root, as containers do.
-    mpirun.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
-    mpirun.env("RAYON_NUM_THREADS", "1").env("RUST_LOG", "info");
+    mpirun.env("RUST_LOG", "info");
     Some(mpirun)
 }
 

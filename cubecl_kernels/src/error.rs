@@ -2,7 +2,7 @@
 
 use cubecl::client::Client;
 use cubecl::features::TypeUsage;
-use cubecl::ir::ElemType;
+use cubecl::ir::{AddressType, ElemType};
 use cubecl::server::Handle;
 
 /// Why a kernel is not launched.
@@ -82,6 +82,18 @@ pub(crate) fn check_dtype(client: &Client, dtype: ElemType) -> Result<()> {
     let usage = TypeUsage::Buffer | TypeUsage::Conversion;
     let has_type = client.properties().type_usage(dtype).is_superset(usage);
     if has_type { Ok(()) } else { Err(Error::Dtype(dtype)) }
+}
+
+/// Refuses more elements than a device has addresses for.
+pub(crate) fn check_addresses(client: &Client, elements: usize) -> Result<()> {
+    let has_addresses = client.properties().supports_address(AddressType::from_len(elements));
+    if has_addresses { Ok(()) } else { Err(Error::TooLarge { elements }) }
+}
+
+/// Refuses more matrices than a launch has cubes along their dimension.
+pub(crate) fn check_count(count: usize, cubes: u32) -> Result<()> {
+    let most = cubes as usize;
+    if count <= most { Ok(()) } else { Err(Error::TooMany { count, most }) }
 }
 
 /// Refuses a buffer that has no room for so many elements.

@@ -15,11 +15,10 @@
 //! ```
 
 use cubecl::client::Client;
-use cubecl::features::TypeUsage;
 use cubecl::ir::{ElemType, HardwareProperties};
 use cubecl::prelude::*;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, check_buffer, check_count, check_dtype};
 use crate::matrices::Matrices;
 
 /// Units along each side of a cube, and the side of the blocks that they share.
@@ -52,21 +51,17 @@ pub(crate) fn most_rows_of(hardware: &HardwareProperties) -> usize {
 /// # Errors
 ///
 /// [`Error::Dtype`] for a type that the device does not have, [`Error::Shape`] for matrices that are not
-/// square or larger than [`most_rows`], and [`Error::TooMany`].
+/// square or larger than [`most_rows`], [`Error::Buffer`] and [`Error::TooMany`].
 pub fn accumulate(client: &Client, r: &Matrices, polynomials: &[[f32; 3]]) -> Result<Matrices> {
     let [k, m, n] = r.shape;
-    let properties = client.properties();
-    if !properties.type_usage(r.dtype).is_superset(TypeUsage::Buffer | TypeUsage::Conversion) {
-        return Err(Error::Dtype(r.dtype));
-    }
-    let (most, cubes) = (most_rows(client), properties.hardware.max_cube_count.0 as usize);
+    check_dtype(client, r.dtype)?;
+    let most = most_rows(client);
     if m != n || m > most {
         let expected = format!("square, with at most {most} rows");
         return Err(Error::Shape { what: "R", found: r.shape, expected });
     }
-    if k > cubes {
-        return Err(Error::TooMany { count: k, most: cubes });
-    }
+    check_count(k, client.properties().hardware.max_cube_count.0)?;
+    check_buffer("R", &r.handle, r.extent(), r.dtype)?;
     let q = Matrices::empty(client, r.dtype, r.shape);
     if r.extent() == 0 {
         return Ok(q);

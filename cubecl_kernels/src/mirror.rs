@@ -3,7 +3,7 @@
 use cubecl::client::Client;
 use cubecl::prelude::*;
 
-use crate::error::{Error, Result, check_buffer, check_dtype};
+use crate::error::{Error, Result, check_addresses, check_buffer, check_count, check_dtype};
 use crate::matrices::Matrices;
 use crate::units::together;
 
@@ -38,29 +38,24 @@ pub fn mirror(
         let expected = format!("{:?} of {:?}", matrices.shape, matrices.dtype);
         return Err(Error::Shape { what: "D", found: addend.shape, expected });
     }
-    let operands = [("C", Some(matrices)), ("D", addend.map(|(addend, _)| addend))];
-    for (what, of) in operands.into_iter().filter_map(|(what, of)| Some((what, of?))) {
+    let added = addend.map(|(addend, _)| ("D", addend));
+    for (what, of) in [("C", matrices)].into_iter().chain(added) {
         if !of.is_contiguous() {
             return Err(Error::Strides(what));
         }
         check_buffer(what, &of.handle, of.extent(), of.dtype)?;
     }
-    let most = client.properties().hardware.max_cube_count.2 as usize;
-    if k > most {
-        return Err(Error::TooMany { count: k, most });
-    }
+    check_count(k, client.properties().hardware.max_cube_count.2)?;
     let elements = k * m * m;
-    if !client.properties().supports_address(AddressType::from_len(elements)) {
-        return Err(Error::TooLarge { elements });
-    }
+    check_addresses(client, elements)?;
     if elements == 0 {
         return Ok(());
     }
     let side = together(&client.properties().hardware, TILE);
     let tiles = (m as u32).div_ceil(side);
     let count = CubeCount::Static(tiles, tiles, k as u32);
-    // SAFETY: contiguous matrices fill their buffers, by the contract of their type.
-    let buffer = |of: &Matrices| unsafe { BufferArg::from_raw_parts(of.handle.clone(), k * m * m) };
+    // SAFETY: the buffers were checked above.
+    let buffer = |of: &Matrices| unsafe { BufferArg::from_raw_parts(of.handle.clone(), elements) };
     let beta = addend.map_or(0.0, |(_, beta)| beta);
     let addend = match addend {
         Some((addend, _)) => ComptimeOptionArgs::Some(buffer(addend)),
@@ -70,7 +65,7 @@ pub fn mirror(
         client,
         count,
         CubeDim::new_2d(side, side),
-        AddressType::from_len(k * m * m),
+        AddressType::from_len(elements),
         buffer(matrices),
         addend,
         m as u32,

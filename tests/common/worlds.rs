@@ -16,6 +16,10 @@ use serde::{Serialize, de::DeserializeOwned};
 #[cfg(feature = "cuda")]
 use super::host::Waits;
 
+#[cfg(feature = "mpi")]
+#[path = "mpirun.rs"]
+pub mod mpirun;
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Engine {
     Threads,
@@ -218,18 +222,15 @@ impl Drop for Folder {
 #[cfg(feature = "mpi")]
 pub mod mpi {
     use std::cell::RefCell;
-    use std::process::Command;
 
     use distmuon::dist::Launch;
     use libtest_mimic::Failed;
 
+    use super::mpirun::{is_there, mpirun};
     use super::*;
 
     /// Processes that mpirun starts.
     pub const PROCESSES: usize = 4;
-    /// Open MPI asks twice before it runs as root, as containers do.
-    pub const ROOT: [(&str, &str); 2] =
-        [("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")];
     /// Tells a process that it is one of them.
     const WORKER: &str = "DISTMUON_TEST_WORKER";
 
@@ -285,25 +286,6 @@ pub mod mpi {
             assert_eq!(text.matches(" ... ok").count(), cases, "every case was run");
             Ok(())
         })
-    }
-
-    /// Whether there is the mpirun whose arguments the tests know.
-    pub fn is_there() -> bool {
-        let version = Command::new("mpirun").arg("--version").output();
-        let found =
-            version.is_ok_and(|said| String::from_utf8_lossy(&said.stdout).contains("Open MPI"));
-        if !found {
-            println!("skipped: there is no mpirun of Open MPI");
-        }
-        found
-    }
-
-    /// Starts processes on this host, as many as asked for on any number of cores.
-    pub fn mpirun(processes: usize) -> Command {
-        let mut mpirun = Command::new("mpirun");
-        mpirun.args(["--oversubscribe", "--bind-to", "none", "-n", &processes.to_string()]);
-        mpirun.envs(ROOT).env("RAYON_NUM_THREADS", "1");
-        mpirun
     }
 
     pub fn ranks<T: Serialize + DeserializeOwned>(

@@ -10,7 +10,7 @@ use distmuon::Error;
 use distmuon::dist::Launch;
 
 use crate::ranks::{self, CUT_AT, FOLDER, text, trained};
-use crate::worlds::mpi::{ROOT, is_there};
+use crate::worlds::mpirun::{ROOT, is_there};
 
 /// How long a rank is waited for; who is cut off hears nothing else.
 pub const DEADLINE: Duration = Duration::from_secs(4);

@@ -5,9 +5,9 @@
 //! of its gradient are finite; one that is not keeps its momentum and its values. Everything is
 //! computed in float32 and rounded once.
 //!
-//! Nothing is launched on what does not fit: [`Error::Dtype`] for a type that the device has not,
-//! [`Error::Buffer`] for a buffer that is too small, [`Error::TooLarge`] for more elements than it has
-//! addresses.
+//! Nothing is launched on what does not fit: [`Error::Dtype`](crate::Error::Dtype) for a type that the device has not,
+//! [`Error::Buffer`](crate::Error::Buffer) for a buffer that is too small,
+//! [`Error::TooLarge`](crate::Error::TooLarge) for more elements than it has addresses.
 
 mod adamw;
 mod muon;
@@ -29,7 +29,7 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::error::{Error, Result, check_buffer, check_dtype};
+use crate::error::{Result, check_addresses, check_buffer, check_dtype};
 
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 
@@ -71,9 +71,7 @@ impl Batch {
 
     /// Refuses types that a device has not, and buffers without room for the elements.
     fn check(self, client: &Client, buffers: &[(&'static str, &Handle, ElemType)]) -> Result<()> {
-        if !client.properties().supports_address(self.address_type()) {
-            return Err(Error::TooLarge { elements: self.len() });
-        }
+        check_addresses(client, self.len())?;
         buffers.iter().try_for_each(|(what, handle, dtype)| {
             check_dtype(client, *dtype)?;
             check_buffer(what, handle, self.len(), *dtype)
@@ -101,13 +99,13 @@ impl Batch {
 
     /// The buffer of its elements, read in vectors.
     fn vectors(self, handle: &Handle, vector_size: usize) -> BufferArg {
-        // SAFETY: the buffer holds the elements of the batch, by the contract of every kernel here.
+        // SAFETY: every function here checks first that the buffer holds the elements of the batch.
         unsafe { BufferArg::from_raw_parts(handle.clone(), self.len() / vector_size) }
     }
 
     /// The buffer of one float32 value per matrix.
     fn per_matrix(self, handle: &Handle) -> BufferArg {
-        // SAFETY: the buffer holds a value per matrix, by the contract of every kernel here.
+        // SAFETY: every function here checks first that the buffer holds a value per matrix.
         unsafe { BufferArg::from_raw_parts(handle.clone(), self.count) }
     }
 

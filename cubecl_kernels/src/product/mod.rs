@@ -20,7 +20,6 @@ pub use tiling::{Buffering, Tiling, Unit};
 use std::sync::Arc;
 
 use cubecl::client::Client;
-use cubecl::ir::AddressType;
 #[cfg(test)]
 use cubecl::ir::{DeviceProperties, TargetProperties};
 #[cfg(test)]
@@ -28,7 +27,7 @@ use cubecl::prelude::{CubeCount, KernelDefinition};
 use cubek_matmul::definition::MatmulVectorSizes;
 use cubek_matmul::multi_level::components::global::GlobalMatmulFamily;
 
-use crate::error::{Error, Result, check_buffer, check_dtype};
+use crate::error::{Error, Result, check_addresses, check_buffer, check_count, check_dtype};
 use crate::matrices::Matrices;
 use kernel::{ASize, BSize, In, Out, OutSize, product_kernel};
 use setup::{OnPlanes, OnPlanesTwice, OnUnits, Setup};
@@ -107,20 +106,13 @@ impl Product<'_> {
             let expected = "square, since it is symmetric".to_owned();
             return Err(Error::Shape { what: "C", found: shape, expected });
         }
-        let elements = self.extent(result);
-        if !client.properties().supports_address(AddressType::from_len(elements)) {
-            return Err(Error::TooLarge { elements });
-        }
+        check_addresses(client, self.extent(result))?;
         let bytes = shape.iter().product::<usize>() as u64 * dtype.size() as u64;
         let most = client.properties().memory.max_page_size;
         if bytes > most {
             return Err(Error::Memory { bytes, most });
         }
-        let most = client.properties().hardware.max_cube_count.2 as usize;
-        if k > most {
-            return Err(Error::TooMany { count: k, most });
-        }
-        Ok(())
+        check_count(k, client.properties().hardware.max_cube_count.2)
     }
 
     /// The tiling that suits the product best of those that are not refused: with the first unit among the
