@@ -121,5 +121,8 @@ fn what_does_not_fit_is_refused() {
         |shape| gram::accumulate(&client, &of(shape), &POLYNOMIALS).unwrap_err().to_string();
     assert!(error([1, 4, 5]).contains("square"));
     assert!(error([1, 200, 200]).contains("at most"));
+    let short = Matrices { handle: of([1, 3, 4]).handle, ..of([1, 4, 4]) };
+    let error = gram::accumulate(&client, &short, &POLYNOMIALS).unwrap_err().to_string();
+    assert!(error.contains("R has a buffer of 48 bytes"), "{error}");
     assert_eq!(gram::accumulate(&client, &of([0, 4, 4]), &POLYNOMIALS).unwrap().shape, [0, 4, 4]);
 }
