@@ -125,6 +125,35 @@ impl Communicator for Watched {
         self.inner.all_gather_bytes(bytes)
     }
 
+    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
+        let bytes = if root == self.rank() { 0 } else { tensor.dims()[0] * tensor.dtype().size() };
+        self.call("gather", bytes, |inner| inner.gather(tensor, counts, root))
+    }
+
+    fn gather_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Option<Vec<Vec<u8>>>> {
+        self.event("gather_bytes", false, 0)?;
+        self.inner.gather_bytes(bytes, root)
+    }
+
+    fn broadcast_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Vec<u8>> {
+        self.event("broadcast_bytes", false, 0)?;
+        self.inner.broadcast_bytes(bytes, root)
+    }
+
+    fn first_bytes(&self, bytes: Option<Vec<u8>>) -> Result<Option<(usize, Vec<u8>)>> {
+        self.event("first_bytes", false, 0)?;
+        self.inner.first_bytes(bytes)
+    }
+
+    fn or_bytes(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        self.event("or_bytes", false, 0)?;
+        self.inner.or_bytes(bytes)
+    }
+
+    fn set_busy(&self, busy: bool) {
+        self.inner.set_busy(busy);
+    }
+
     fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
         self.event("split", false, 0)?;
         self.inner.split(color, key)

@@ -159,8 +159,32 @@ impl Communicator for Hierarchy {
         self.all.all_to_all(tensor, send, receive)
     }
 
+    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
+        self.all.gather(tensor, counts, root)
+    }
+
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
         self.all.all_gather_bytes(bytes)
+    }
+
+    fn gather_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Option<Vec<Vec<u8>>>> {
+        self.all.gather_bytes(bytes, root)
+    }
+
+    fn broadcast_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Vec<u8>> {
+        self.all.broadcast_bytes(bytes, root)
+    }
+
+    fn first_bytes(&self, bytes: Option<Vec<u8>>) -> Result<Option<(usize, Vec<u8>)>> {
+        self.all.first_bytes(bytes)
+    }
+
+    fn or_bytes(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        self.all.or_bytes(bytes)
+    }
+
+    fn set_busy(&self, busy: bool) {
+        self.all.set_busy(busy);
     }
 
     fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {

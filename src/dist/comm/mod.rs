@@ -93,8 +93,31 @@ pub trait Communicator: Debug + Send + Sync {
     /// parts received come one after the other.
     fn all_to_all(&self, tensor: Tensor<1>, send: &[usize], receive: &[usize]) -> Result<Pending>;
 
+    /// The tensors of all ranks one after the other, to rank `root`; rank `r` gives `counts[r]`
+    /// elements. The counts are the same on all ranks. The others get nothing: a tensor of no elements.
+    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending>;
+
     /// Small data of the host, from all ranks to all ranks. Waits.
+    ///
+    /// What every rank receives grows with the number of ranks: where less is needed, the methods below
+    /// send less.
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>>;
+
+    /// Small data of the host, from all ranks to rank `root`, and nothing to the others. Waits.
+    fn gather_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Option<Vec<Vec<u8>>>>;
+
+    /// Small data of rank `root`, to all ranks. What the others give is ignored. Waits.
+    fn broadcast_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Vec<u8>>;
+
+    /// The lowest rank that gives anything, and what it gives, to all ranks. Waits.
+    fn first_bytes(&self, bytes: Option<Vec<u8>>) -> Result<Option<(usize, Vec<u8>)>>;
+
+    /// The bits that are set on any rank, to all ranks, which give equally many bytes. Waits.
+    fn or_bytes(&self, bytes: Vec<u8>) -> Result<Vec<u8>>;
+
+    /// Says that this rank does something that may take longer than the deadline, such as writing a file,
+    /// or has done it: whoever waits for this rank meanwhile goes on waiting as long as it lives.
+    fn set_busy(&self, busy: bool);
 
     /// Waits until every call that was waited for has been carried out. An engine may hand out results
     /// before, where the device makes what uses them wait.
@@ -108,7 +131,7 @@ pub trait Communicator: Debug + Send + Sync {
 
     /// Waits until all ranks have come this far.
     fn barrier(&self) -> Result<()> {
-        self.all_gather_bytes(vec![]).map(|_| ())
+        self.first_bytes(None).map(|_| ())
     }
 
     /// The group of the ranks that give the same color, in the order of `key` and then of rank.
@@ -224,12 +247,12 @@ impl fmt::Display for Call {
 }
 
 /// Refuses a root that is no member of the group.
-fn check_root(rank: usize, size: usize, root: usize) -> Result<()> {
+fn check_root(collective: &'static str, rank: usize, size: usize, root: usize) -> Result<()> {
     if root < size {
         return Ok(());
     }
     Err(Error::Collective {
-        collective: "broadcast",
+        collective,
         rank,
         reason: format!("root {root} in a group of {size}"),
         remedy: "give the rank of a member of the group",

@@ -507,7 +507,7 @@ impl Communicator for Mpi {
 
     fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending> {
         check_dtype("broadcast", self.rank(), tensor.dtype())?;
-        check_root(self.rank(), self.size(), root)?;
+        check_root("broadcast", self.rank(), self.size(), root)?;
         let length = tensor.dims()[0];
         let call =
             Call { counts: vec![length], root: Some(root), ..Call::on("broadcast", &tensor) };
@@ -549,8 +549,36 @@ impl Communicator for Mpi {
         })
     }
 
+    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
+        let own = tensor.dims()[0];
+        let mut send = vec![0; self.size()];
+        send[root] = own;
+        let receive = if root == self.rank() { counts.to_vec() } else { vec![0; self.size()] };
+        self.all_to_all(tensor, &send, &receive)
+    }
+
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
         self.control.all_gather_bytes(bytes)
+    }
+
+    fn gather_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Option<Vec<Vec<u8>>>> {
+        self.control.gather_bytes(bytes, root)
+    }
+
+    fn broadcast_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Vec<u8>> {
+        self.control.broadcast_bytes(bytes, root)
+    }
+
+    fn first_bytes(&self, bytes: Option<Vec<u8>>) -> Result<Option<(usize, Vec<u8>)>> {
+        self.control.first_bytes(bytes)
+    }
+
+    fn or_bytes(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        self.control.or_bytes(bytes)
+    }
+
+    fn set_busy(&self, busy: bool) {
+        self.control.set_busy(busy);
     }
 
     fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {

@@ -59,6 +59,20 @@ impl Threads {
         Ok(self.seat.arrive(call, payload)?)
     }
 
+    /// The bytes of all ranks.
+    fn meet(&self, collective: &'static str, bytes: Vec<u8>) -> Result<Vec<Arc<[u8]>>> {
+        self.meet_for(Call::new(collective), bytes)
+    }
+
+    fn meet_for(&self, call: Call, bytes: Vec<u8>) -> Result<Vec<Arc<[u8]>>> {
+        let payloads = self.arrive(call, Payload::Bytes(bytes.into()))?.meet()?.into_iter();
+        let bytes = payloads.map(|payload| match payload {
+            Payload::Bytes(bytes) => bytes,
+            _ => unreachable!("the same call leaves the same payload"),
+        });
+        Ok(bytes.collect())
+    }
+
     /// Starts a collective whose result `combine` computes from the tensors of all ranks.
     fn start(
         &self,
@@ -123,7 +137,7 @@ impl Communicator for Threads {
     }
 
     fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending> {
-        check_root(self.rank(), self.size(), root)?;
+        check_root("broadcast", self.rank(), self.size(), root)?;
         let call = Call {
             counts: tensor.dims().to_vec(),
             root: Some(root),
@@ -160,15 +174,54 @@ impl Communicator for Threads {
         }))
     }
 
-    fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
-        let ticket = self.arrive(Call::new("all_gather_bytes"), Payload::Bytes(bytes.into()))?;
-        let payloads = ticket.meet()?.into_iter();
-        let bytes = payloads.map(|payload| match payload {
-            Payload::Bytes(bytes) => bytes.to_vec(),
-            _ => unreachable!("the same call leaves the same payload"),
-        });
-        Ok(bytes.collect())
+    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
+        check_root("gather", self.rank(), self.size(), root)?;
+        let expected = counts.get(self.rank()).copied().unwrap_or_default();
+        let lengths = (expected, tensor.dims()[0]);
+        check_counts("gather", self.rank(), self.size(), counts, lengths)?;
+        let call =
+            Call { counts: counts.to_vec(), root: Some(root), ..Call::on("gather", &tensor) };
+        let (dtype, is_root) = (tensor.dtype(), root == self.rank());
+        self.start(call, tensor, move |tensors, device| match is_root {
+            true => flat::join(tensors, dtype, device),
+            false => flat::empty(dtype, device),
+        })
     }
+
+    fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        let all = self.meet("all_gather_bytes", bytes)?;
+        Ok(all.iter().map(|bytes| bytes.to_vec()).collect())
+    }
+
+    fn gather_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Option<Vec<Vec<u8>>>> {
+        check_root("gather_bytes", self.rank(), self.size(), root)?;
+        let all = self.meet("gather_bytes", bytes)?;
+        let is_root = root == self.rank();
+        Ok(is_root.then(|| all.iter().map(|bytes| bytes.to_vec()).collect()))
+    }
+
+    fn broadcast_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Vec<u8>> {
+        check_root("broadcast_bytes", self.rank(), self.size(), root)?;
+        Ok(self.meet("broadcast_bytes", bytes)?[root].to_vec())
+    }
+
+    fn first_bytes(&self, bytes: Option<Vec<u8>>) -> Result<Option<(usize, Vec<u8>)>> {
+        // A byte before the others tells something empty from nothing.
+        let own = bytes.map_or(vec![], |bytes| [vec![1], bytes].concat());
+        let all = self.meet("first_bytes", own)?;
+        let first = all.iter().position(|bytes| !bytes.is_empty());
+        Ok(first.map(|rank| (rank, all[rank][1..].to_vec())))
+    }
+
+    fn or_bytes(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        let call = Call { counts: vec![bytes.len()], ..Call::new("or_bytes") };
+        let all = self.meet_for(call, bytes)?;
+        let or =
+            |all: Vec<u8>, own: &Arc<[u8]>| all.iter().zip(&**own).map(|(a, b)| a | b).collect();
+        Ok(all[1..].iter().fold(all[0].to_vec(), or))
+    }
+
+    fn set_busy(&self, _busy: bool) {}
 
     fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
         // Everybody offers a number for a new group; that of a group's first member counts.

@@ -258,6 +258,52 @@ impl Control {
         }
     }
 
+    /// Small data of all members, to one of them.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather_bytes`](Self::all_gather_bytes).
+    pub fn gather_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Option<Vec<Vec<u8>>>> {
+        let all = self.all_gather_bytes(bytes)?;
+        Ok((root == self.rank).then_some(all))
+    }
+
+    /// Small data of one member, to all of them.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather_bytes`](Self::all_gather_bytes).
+    pub fn broadcast_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Vec<u8>> {
+        let own = if root == self.rank { bytes } else { vec![] };
+        Ok(self.all_gather_bytes(own)?.swap_remove(root))
+    }
+
+    /// The lowest member that gives anything, and what it gives.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather_bytes`](Self::all_gather_bytes).
+    pub fn first_bytes(&self, bytes: Option<Vec<u8>>) -> Result<Option<(usize, Vec<u8>)>> {
+        let own = bytes.map_or(vec![], |bytes| [vec![1], bytes].concat());
+        let all = self.all_gather_bytes(own)?;
+        let first = all.iter().position(|bytes| !bytes.is_empty());
+        Ok(first.map(|rank| (rank, all[rank][1..].to_vec())))
+    }
+
+    /// The bits that are set on any member.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather_bytes`](Self::all_gather_bytes).
+    pub fn or_bytes(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        let all = self.all_gather_bytes(bytes)?;
+        let or = |all: Vec<u8>, own: &Vec<u8>| all.iter().zip(own).map(|(a, b)| a | b).collect();
+        Ok(all[1..].iter().fold(all[0].clone(), or))
+    }
+
+    /// Says whether this rank is at work that others should wait for.
+    pub fn set_busy(&self, _busy: bool) {}
+
     /// A call that goes elsewhere, as all members make it now.
     pub fn announce(&self, call: impl ToString) -> Elsewhere {
         Elsewhere { number: self.calls.fetch_add(1, Ordering::SeqCst), call: call.to_string() }
