@@ -188,6 +188,30 @@ pub enum Error {
         /// What it is on rank 0.
         first: String,
     },
+    /// A setting of a rank differs from that of rank 0.
+    #[error("`{setting}` is {other} on rank {rank} and {first} on rank 0; give all ranks the same")]
+    SettingsDiffer {
+        /// The first rank that differs.
+        rank: usize,
+        /// The first setting that differs, as it is written in the configuration, or what it is of.
+        setting: String,
+        /// Its value there.
+        other: String,
+        /// Its value on rank 0.
+        first: String,
+    },
+    /// Two parameters of a model are one: Burn gives a clone the identity of what it was cloned from.
+    #[error(
+        "parameters `{first}` and `{second}` are the same parameter, which an optimizer step would make two; \
+         keep it in one place and use it from there, or give the second an identity of its own with \
+         `Param::initialized(ParamId::new(), ...)`"
+    )]
+    Shared {
+        /// Path of the parameter in its module.
+        first: String,
+        /// The path at which it is met again.
+        second: String,
+    },
     /// A parameter or its gradient is not what the optimizer was made for.
     #[error("parameter `{parameter}` on rank {rank}: {reason}; {remedy}")]
     Parameter {

@@ -18,7 +18,7 @@ impl Gate {
     pub fn of_rows<const D: usize>(grad: &Tensor<D>) -> Self {
         let [rows, columns] = rows_of(grad);
         let finite = grad.clone().is_finite().reshape([rows, columns]).all_dim(1);
-        Self { accepted: finite.float().cast(FloatDType::F32).reshape([rows]) }
+        Self { accepted: ones_where(finite).reshape([rows]) }
     }
 
     /// A gate from its tensor.
@@ -60,6 +60,14 @@ impl Gate {
     fn refused<const D: usize>(&self, like: &Tensor<D>) -> Tensor<D, Bool> {
         spread(self.accepted(), like).equal_elem(0.0)
     }
+}
+
+/// 1 where a condition holds and 0 elsewhere, in float32.
+///
+/// Burn makes numbers of conditions in the type that the device is configured to have by default, which
+/// may be bfloat16 or float64.
+pub(crate) fn ones_where<const D: usize>(condition: Tensor<D, Bool>) -> Tensor<D> {
+    condition.float().cast(FloatDType::F32)
 }
 
 /// One value per row as a tensor that is shaped like another one, without a copy.

@@ -4,6 +4,7 @@
 //! but look-ups rather than maps between hidden spaces, and are left to AdamW, as are vectors and
 //! scalars (Keller Jordan, <https://kellerjordan.github.io/posts/muon/>).
 
+use std::collections::HashMap;
 use std::fmt;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamGroup, ParamId};
@@ -146,6 +147,7 @@ impl Routing {
         if parameters.is_empty() {
             return Err(Error::EmptyModel);
         }
+        refuse_shared(&parameters)?;
         let rules = compile(&config.rules)?;
         if let Some((rule, _)) = rules
             .iter()
@@ -334,6 +336,18 @@ fn heads(parameters: &[Found]) -> Vec<&str> {
         Some(last) if named.is_empty() && !last.in_stack() => vec![&last.path],
         _ => named,
     }
+}
+
+/// Refuses a trained parameter that is in the model twice: a step gives its gradient to the first place
+/// only, and makes two parameters of it.
+fn refuse_shared(parameters: &[Found]) -> Result<()> {
+    let mut paths = HashMap::new();
+    for found in parameters.iter().filter(|found| found.trainable) {
+        if let Some(first) = paths.insert(found.id, &found.path) {
+            return Err(Error::Shared { first: first.clone(), second: found.path.clone() });
+        }
+    }
+    Ok(())
 }
 
 /// Collects the float parameters of a module.

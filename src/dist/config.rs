@@ -13,6 +13,8 @@ use crate::error::{Error, Result};
 use crate::muon::MuonConfig;
 use crate::orthogonalize::NewtonSchulz;
 
+/// The default of [`DistMuonConfig::in_flight`]: one bucket is sent, one is received and one is worked on.
+pub(super) const IN_FLIGHT: usize = 3;
 /// Repetitions of a measurement; the least counts.
 const REPETITIONS: usize = 3;
 
@@ -72,9 +74,11 @@ pub struct DistMuonConfig {
     /// AdamW's parameters of fewer elements are updated by every rank; as in nanochat.
     #[config(default = 1024)]
     pub small_elements: usize,
-    /// Whether communication overlaps with computation. The results are the same.
-    #[config(default = true)]
-    pub overlap: bool,
+    /// Buckets that are on their way at once, at least 1: so many are reduced while gradients are packed,
+    /// and so many gathered while others are updated. More hide more of the communication, where the
+    /// engine communicates in the background, and hold more memory. The results are the same.
+    #[config(default = "IN_FLIGHT")]
+    pub in_flight: usize,
     /// Gradients are scaled down together so that the norm over all of them is at most this.
     pub max_norm: Option<f64>,
 }
@@ -87,6 +91,7 @@ impl DistMuonConfig {
     /// On all ranks, if on one:
     /// - those of [`MuonConfig::route`];
     /// - [`Error::Setting`] for a setting that no run can use;
+    /// - [`Error::SettingsDiffer`] if the ranks' configurations differ;
     /// - [`Error::ModelsDiffer`] if the ranks' models or their values differ, naming the first
     ///   parameter that does;
     /// - those of every collective.
@@ -100,6 +105,9 @@ impl DistMuonConfig {
             |setting, value: String, expected| Err(Error::Setting { setting, value, expected });
         if !(self.bucket_mb.is_finite() && self.bucket_mb > 0.0) {
             return refuse("bucket_mb", self.bucket_mb.to_string(), "a positive number");
+        }
+        if self.in_flight == 0 {
+            return refuse("in_flight", "0".into(), "at least 1");
         }
         if let Some(norm) = self.max_norm.filter(|norm| !(norm.is_finite() && *norm > 0.0)) {
             return refuse("max_norm", norm.to_string(), "a positive number");
@@ -149,8 +157,9 @@ impl CostSource {
                     .into_iter()
                     .map(|(shape, dtype)| Ok((shape, measure(iteration, shape, dtype, &device)?)));
                 let own = measured.collect::<Result<Vec<_>>>().map(Costs::new);
-                let all = world.all_gather_value(&world.agree(own)?)?;
-                Ok(all.iter().fold(Costs::default(), |costs, other| costs.maximum(other)))
+                let all = world.gather_value(&world.agree(own)?, 0)?.unwrap_or_default();
+                let slowest = all.iter().fold(Costs::default(), |costs, other| costs.maximum(other));
+                world.broadcast_value(&slowest, 0)
             }
         }
     }

@@ -8,15 +8,51 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
 use super::flat;
+use super::memory::bytes;
 use super::plan::{Bucket, Parameter};
 use crate::error::{Error, Result};
 use crate::gradient;
 
-/// What a rank holds of the model during a step, by the numbers of the plan's parameters, flat.
+/// What a rank holds of the model during a step.
 pub struct Held {
     pub ids: Vec<ParamId>,
-    pub parameters: Vec<Option<Tensor<1>>>,
-    pub gradients: Vec<Option<Tensor<1>>>,
+    pub parameters: Values,
+    pub gradients: Values,
+}
+
+/// Flat tensors by the numbers of the plan's parameters, and how many bytes they are.
+pub struct Values {
+    tensors: Vec<Option<Tensor<1>>>,
+    bytes: usize,
+}
+
+impl Values {
+    fn none(count: usize) -> Self {
+        Self { tensors: vec![None; count], bytes: 0 }
+    }
+
+    /// The tensor of a parameter, if it is there.
+    pub fn get(&self, number: usize) -> Option<&Tensor<1>> {
+        self.tensors[number].as_ref()
+    }
+
+    /// Bytes of all tensors that are there.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Takes the tensor of a parameter out.
+    pub fn take(&mut self, number: usize) -> Option<Tensor<1>> {
+        let taken = self.tensors[number].take()?;
+        self.bytes -= bytes(&taken);
+        Some(taken)
+    }
+
+    fn set(&mut self, number: usize, tensor: Tensor<1>) {
+        self.take(number);
+        self.bytes += bytes(&tensor);
+        self.tensors[number] = Some(tensor);
+    }
 }
 
 impl Held {
@@ -34,8 +70,8 @@ impl Held {
     ) -> Result<(M, Self)> {
         let held = Self {
             ids: vec![ParamId::from(0); plan.len()],
-            parameters: vec![None; plan.len()],
-            gradients: vec![None; plan.len()],
+            parameters: Values::none(plan.len()),
+            gradients: Values::none(plan.len()),
         };
         let walk = Walk::through(plan);
         let mut take = Take { walk, held, gradients, plan, rank, device, error: None };
@@ -44,7 +80,7 @@ impl Held {
         if let Some(error) = error {
             return Err(error);
         }
-        match held.parameters.iter().position(Option::is_none) {
+        match held.parameters.tensors.iter().position(Option::is_none) {
             Some(missing) => Err(refuse(
                 &plan[missing],
                 rank,
@@ -69,7 +105,7 @@ impl Held {
         for (number, pieces) in bucket.by_parameter() {
             let parts = pieces.iter().map(|(_, at, len)| flat::part(buffer, *at..at + len));
             let value = flat::join(parts.collect(), bucket.dtype, &buffer.device());
-            self.parameters[number] = Some(value);
+            self.parameters.set(number, value);
         }
     }
 }
@@ -77,7 +113,7 @@ impl Held {
 /// A range of a bucket's buffer from the values of its parameters; zeros for what is absent and for
 /// padding. A parameter that is in the range as a whole is taken instead of copied.
 pub fn pack(
-    values: &mut [Option<Tensor<1>>],
+    values: &mut Values,
     bucket: &Bucket,
     range: Range<usize>,
     device: &Device,
@@ -85,10 +121,10 @@ pub fn pack(
     let zeros = |length: usize| Tensor::zeros([length], (device, bucket.dtype));
     let mut parts = vec![];
     for (parameter, elements, padding) in bucket.overlaps(range) {
-        parts.push(match &values[parameter] {
+        parts.push(match values.get(parameter) {
             None => zeros(elements.len()),
             Some(whole) if whole.dims() == [elements.len()] => {
-                values[parameter].take().expect("it is there")
+                values.take(parameter).expect("it is there")
             }
             Some(value) => flat::part(value, elements),
         });
@@ -161,6 +197,20 @@ impl Take<'_> {
     }
 }
 
+impl Take<'_> {
+    /// Refuses a gradient of a parameter that the plan does not know.
+    fn refuse_untrained<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if self.gradients.get::<D>(param.id).is_some() {
+            self.error.get_or_insert(Error::Parameter {
+                parameter: self.walk.names.join("."),
+                rank: self.rank,
+                reason: "it has a gradient, and was frozen or absent when the optimizer was made".into(),
+                remedy: "make a new optimizer for this model, or leave its gradient out",
+            });
+        }
+    }
+}
+
 impl ModuleMapper for Take<'_> {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.walk.names.push(name.to_owned());
@@ -171,17 +221,21 @@ impl ModuleMapper for Take<'_> {
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(number) = self.walk.number() else { return param };
+        let Some(number) = self.walk.number() else {
+            self.refuse_untrained(&param);
+            return param;
+        };
         let (id, value, mapper) = param.consume();
         let gradient = self.gradients.remove::<D>(id);
         if let Err(error) = self.check(number, &value, gradient.as_ref()) {
             self.error.get_or_insert(error);
         }
-        let placeholder = Tensor::zeros([1; D], (&value.device().inner(), value.dtype()));
-        let placeholder = in_place_of(&value, placeholder);
+        let placeholder = placeholder(&value);
         self.held.ids[number] = id;
-        self.held.parameters[number] = Some(value.inner().reshape([-1]));
-        self.held.gradients[number] = gradient.map(|gradient| gradient.reshape([-1]));
+        self.held.parameters.set(number, value.inner().reshape([-1]));
+        if let Some(gradient) = gradient {
+            self.held.gradients.set(number, gradient.reshape([-1]));
+        }
         Param::from_mapped_value(id, placeholder, mapper)
     }
 }
@@ -204,11 +258,16 @@ impl ModuleMapper for PutBack<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let Some(number) = self.walk.number() else { return param };
         let (id, placeholder, mapper) = param.consume();
-        let value = self.held.parameters[number].take().expect("it was published");
+        let value = self.held.parameters.take(number).expect("it was published");
         let shape: [usize; D] = self.plan[number].shape.as_slice().try_into().expect("as taken");
         let value = in_place_of(&placeholder, value.reshape(shape));
         Param::from_mapped_value(id, value, mapper)
     }
+}
+
+/// Stands where a value was taken out of a model. Not initialised: nobody reads it.
+pub fn placeholder<const D: usize>(value: &Tensor<D>) -> Tensor<D> {
+    in_place_of(value, Tensor::empty([1; D], (&value.device().inner(), value.dtype())))
 }
 
 /// A value without gradients, made to require them and keep checkpoints as the old one does.

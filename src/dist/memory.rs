@@ -85,8 +85,3 @@ impl fmt::Display for MemoryReport {
 pub(super) fn bytes<const D: usize>(tensor: &Tensor<D>) -> usize {
     tensor.shape().num_elements() * tensor.dtype().size()
 }
-
-/// Bytes of those tensors that are there.
-pub(super) fn bytes_of<'a>(tensors: impl IntoIterator<Item = &'a Option<Tensor<1>>>) -> usize {
-    tensors.into_iter().flatten().map(bytes).sum()
-}

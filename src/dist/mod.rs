@@ -7,6 +7,8 @@
 //! - `DistMuonStrategy` (feature `train`) for burn-train's `Learner`, by means of the first;
 //! - [`DistMuon`] for what wants a Burn [`Optimizer`](burn::optim::Optimizer) of single parameters.
 
+mod agree;
+mod clip;
 pub mod comm;
 mod config;
 mod flat;
@@ -20,6 +22,7 @@ mod muon;
 mod optimizer;
 pub mod plan;
 mod record;
+mod rows;
 mod shard;
 mod start;
 mod world;

@@ -1,42 +1,45 @@
 //! The optimizer of a whole model on many ranks, in three phases.
 //!
-//! 1. Every bucket's gradients are packed, handed over and reduced: each rank gets its share.
+//! 1. The ranks tell each other which parameters have a gradient, and that they take the same step. Every
+//!    bucket's gradients are packed, handed over and reduced: each rank gets its share.
 //! 2. The ranks tell each other which parameters are refused. Bucket by bucket, they update what they
 //!    own, and start to gather it.
 //! 3. The gathered parameters replace the old ones.
 //!
-//! No rank waits for another while it updates: all that it needs from the others came before.
+//! Only so many buckets are on their way at once, so that what a step holds beside the model does not grow
+//! with it. No rank waits for another while it updates: all that it needs from the others came before.
 //!
 //! A world of one goes through the same phases.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Tensor, TensorData, s};
+use burn::tensor::{DType, Device, Tensor};
 
+use super::agree::{Difference, digest, unite};
+use super::clip::{Clip, counts};
 use super::comm::{Pending, ReduceOp};
 use super::config::{DistMuonConfig, Gradients};
 use super::held::{Held, pack};
-use super::memory::{MemoryReport, Moment, bytes, bytes_of};
-use super::plan::{Bucket, BucketKind, Costs, Parameter, Plan, Report, Work};
-use super::shard::{Shard, State, Verdict};
+use super::memory::{MemoryReport, Moment, bytes};
+use super::plan::{Bucket, BucketKind, Costs, Plan, Report, Work};
+use super::rows::{Decision, Orders, RowValues, Rows};
+use super::shard::Shard;
 use super::{World, start};
+use crate::adamw::AdamWSettings;
 use crate::computed;
 use crate::error::Result;
 use crate::gate::Gate;
 use crate::muon::rule::{Rates, Settings};
 use crate::route::{Group, Route, Routing};
 
-/// Added to the norm that gradients are clipped by, as in PyTorch's `clip_grad_norm_`.
-const NORM_EPSILON: f64 = 1e-6;
-
 /// Muon and AdamW for one model on many ranks, from [`DistMuonConfig::init`](super::DistMuonConfig::init).
 ///
 /// Every rank makes the same calls; what it returns is the same on all of them. For the same reduced
 /// gradients, the parameters after a step do not depend on the number of ranks, the plan, the size
-/// of the buckets or the overlap, bit for bit, where the backend computes a matrix of a batch as it
+/// of the buckets or how many are on their way, bit for bit, where the backend computes a matrix of a batch as it
 /// computes it alone (Flex does).
 ///
 /// # Failures
@@ -60,13 +63,16 @@ pub struct DistModuleOptimizer {
     pub(super) shards: Vec<Shard>,
     /// The trained parameters as the routing knows them, in the order of the plan.
     pub(super) members: Vec<Member>,
-    /// Steps taken: the position in the schedules.
-    pub(super) time: usize,
+    pub(super) counters: Counters,
+    adamw: AdamWSettings,
+    rows: Rows,
     costs: Costs,
     gradients: Gradients,
-    overlap: bool,
+    in_flight: usize,
     clip: Option<Clip>,
     memory: MemoryReport,
+    /// Bytes of all states: they stay what they are.
+    state_bytes: usize,
 }
 
 /// A trained parameter.
@@ -74,30 +80,44 @@ pub(super) struct Member {
     pub path: String,
     /// Its identity in the model of the last step.
     pub id: ParamId,
+    /// Steps in which it had a gradient on any rank: its position in the schedules.
+    pub time: usize,
+    is_matrix: bool,
     /// What the learning rate is multiplied by before it meets the weight decay.
     lr_factor: f64,
     /// What it is multiplied by after that.
     scale: f64,
 }
 
-/// Clipping by the norm of all gradients.
-struct Clip {
-    max_norm: f64,
-    /// For every bucket, the places of the own rows among the rows of all parameters in model order:
-    /// their squares are added up in an order that does not depend on the plan.
-    places: Vec<Tensor<1, Int>>,
-    rows: usize,
+/// What is counted of every parameter, on the device: the same on all ranks.
+pub(super) struct Counters {
+    /// How often it was left untouched because its gradient was not finite.
+    pub skipped: Tensor<1>,
+    /// AdamW's bias corrections.
+    pub corrections: [Tensor<1>; 2],
 }
 
-/// A bucket on its way through a step.
-#[derive(Default)]
-struct Travel {
-    reduced: Option<Pending>,
-    share: Option<Tensor<1>>,
-    squares: Option<Tensor<1>>,
-    gathered: Option<Pending>,
-    /// Bytes that are on their way.
-    buffer: usize,
+/// A bucket between its reduction and its update.
+struct Share {
+    gradients: Tensor<1>,
+    /// For every row, 1 if its gradients are finite and 0 otherwise.
+    finite: Tensor<1>,
+}
+
+/// What a step holds at a moment, kept up to date as things come and go.
+struct Step {
+    held: Held,
+    /// Bytes of the shares that were reduced and not yet used.
+    shares: usize,
+    /// Bytes that are sent and received.
+    buffers: usize,
+}
+
+impl Counters {
+    fn new(parameters: usize, device: &Device) -> Self {
+        let zeros = || Tensor::zeros([parameters], (device, DType::F32));
+        Self { skipped: zeros(), corrections: [zeros(), zeros()] }
+    }
 }
 
 impl DistModuleOptimizer {
@@ -106,45 +126,46 @@ impl DistModuleOptimizer {
         world: &World,
         model: &M,
     ) -> Result<Self> {
+        start::same_config(world, config)?;
         let routed = config.check().and_then(|()| config.muon.route(model));
         let routing = world.agree(routed)?;
         let (members, parameters) = world.agree(start::members(config, &routing, model))?;
-        start::compare(world, &parameters, model)?;
+        start::same_model(world, &parameters, model)?;
         let settings = routing.muon().settings().clone();
         let costs = config.costs.costs(world, &parameters, &settings.newton_schulz)?;
         let plan = start::plan(config, world, parameters, &costs)?;
-        let device = world.device().clone().inner();
+        let (rank, device) = (world.rank(), world.device().clone().inner());
         let rules = (&settings, &config.muon.adamw);
-        let shards: Vec<Shard> = plan
-            .buckets()
-            .iter()
-            .map(|bucket| Shard::new(bucket, plan.parameters(), world.rank(), rules, &device))
-            .collect();
-        let clip =
-            config.max_norm.map(|max_norm| Clip::new(max_norm, &plan, world.rank(), &device));
-        let mut optim = Self {
+        let mut rows = vec![];
+        let shard = |bucket| Shard::new(bucket, plan.parameters(), rank, rules, &mut rows, &device);
+        let shards: Vec<Shard> = plan.buckets().iter().map(shard).collect();
+        let clip = config.max_norm.map(|max_norm| Clip::new(max_norm, &plan, rank, &device));
+        let parameters = plan.parameters().iter();
+        let parameters = parameters.map(|found| found.elements() * found.dtype.size()).sum();
+        let states = shards.iter().map(Shard::state_bytes).sum();
+        let mut memory = MemoryReport::default();
+        memory.observe(Moment { parameters, states, ..Moment::default() });
+        Ok(Self {
             world: world.clone(),
             routing,
+            counters: Counters::new(members.len(), &device),
+            adamw: config.muon.adamw.clone(),
+            rows: Rows::new(rows, &device),
             plan,
             shards,
             members,
-            time: 0,
             costs,
             gradients: config.gradients,
-            overlap: config.overlap,
+            in_flight: config.in_flight,
             clip,
-            memory: MemoryReport::default(),
-        };
-        let parameters = optim.plan.parameters();
-        let parameters = parameters.iter().map(|found| found.elements() * found.dtype.size()).sum();
-        let states = optim.state_bytes();
-        optim.memory.observe(Moment { parameters, states, ..Moment::default() });
-        Ok(optim)
+            memory,
+            state_bytes: states,
+        })
     }
 
     /// One step: the model with all of its trained parameters updated from the gradients of all
-    /// ranks. Parameters without a gradient on any rank stay as they are; on some ranks, the others
-    /// count as zeros.
+    /// ranks. Parameters without a gradient on any rank stay as they are, and their schedules where they
+    /// are; on some ranks, the others count as zeros.
     ///
     /// For several micro-batches, sum or average their gradients with Burn's
     /// [`GradientsAccumulator`](burn::optim::GradientsAccumulator) and step once.
@@ -153,6 +174,8 @@ impl DistModuleOptimizer {
     ///
     /// - [`Error::Parameter`](crate::Error::Parameter) if the model, or the shape, type or device of a
     ///   gradient, is not what the optimizer was made for;
+    /// - [`Error::SettingsDiffer`](crate::Error::SettingsDiffer) if the ranks give different learning rates,
+    ///   or have not taken the same steps before;
     /// - [`Error::NotComputed`](crate::Error::NotComputed), with the first parameter of a bucket, if the device
     ///   has no memory for its gradients or their step;
     /// - those of every collective.
@@ -179,7 +202,7 @@ impl DistModuleOptimizer {
         &self.plan
     }
 
-    /// What the plan was balanced by.
+    /// The costs that the plan was balanced by.
     pub fn costs(&self) -> &Costs {
         &self.costs
     }
@@ -189,7 +212,7 @@ impl DistModuleOptimizer {
         self.plan.report(&self.costs)
     }
 
-    /// What this rank holds.
+    /// The memory that this rank holds.
     pub fn memory(&self) -> MemoryReport {
         self.memory
     }
@@ -197,12 +220,10 @@ impl DistModuleOptimizer {
     /// Parameters that were left untouched at least once because their gradient was not finite, with
     /// the number of times. The same on all ranks. Waits for the device.
     pub fn skipped_steps(&self) -> BTreeMap<String, u64> {
-        let counts = self.shards.iter().flat_map(|shard| {
-            let counts: Vec<f32> = shard.skipped.to_data().iter::<f32>().collect();
-            let paths = shard.bucket.parameters.iter().map(|number| &self.members[*number].path);
-            paths.cloned().zip(counts).collect::<Vec<_>>()
-        });
-        counts.filter(|(_, count)| *count > 0.0).map(|(path, count)| (path, count as u64)).collect()
+        let counts = self.counters.skipped.to_data();
+        let counts = self.members.iter().zip(counts.iter::<f32>());
+        let skipped = counts.filter(|(_, count)| *count > 0.0);
+        skipped.map(|(member, count)| (member.path.clone(), count as u64)).collect()
     }
 
     fn three_phases<M: Module>(
@@ -211,189 +232,221 @@ impl DistModuleOptimizer {
         model: M,
         gradients: GradientsParams,
     ) -> Result<M> {
-        let rank = self.world.rank();
-        let (model, mut held) =
-            Held::take(model, gradients, self.plan.parameters(), rank, &self.device())?;
-        let mut travels: Vec<Travel> = self.shards.iter().map(|_| Travel::default()).collect();
-        self.observe(&held, &travels);
+        let (rank, device) = (self.world.rank(), self.device());
+        let (model, held) =
+            Held::take(model, gradients, self.plan.parameters(), rank, &device)?;
         for (member, id) in self.members.iter_mut().zip(&held.ids) {
             member.id = *id;
         }
+        let rate = |member: &Member| lr.lr_from_param(member.id, Some(&member.path));
+        let lrs: Vec<f64> = self.members.iter().map(rate).collect();
+        let present = self.agree_on_step(&lrs, &held)?;
 
-        let present = self.shards.iter().map(|shard| self.present(shard, &held)).collect();
-        for bucket in 0..travels.len() {
-            self.start_reduce(bucket, &mut held, &mut travels[bucket])?;
-            self.observe(&held, &travels);
+        let mut step = Step { held, shares: 0, buffers: 0 };
+        self.observe(&step);
+        let shares = self.reduce(&mut step)?;
+        let (accepted, rates) = self.decide(self.orders(&lrs, &present), &shares)?;
+        let clip = self.clip_factor(&accepted, &shares)?;
+        let rows = RowValues::new(&self.rows, &accepted, &rates, &self.counters.corrections);
+        self.update(&mut step, shares, &rows, clip.as_ref())?;
+        for (member, present) in self.members.iter_mut().zip(present) {
+            member.time += usize::from(present);
         }
-        let verdicts = self.verdicts(present, &held, &mut travels)?;
-        let clip = self.clip_factor(&mut travels, &verdicts)?;
-        for (bucket, verdict) in verdicts.into_iter().enumerate() {
-            let rates = self.rates(bucket, lr, &held.ids);
-            let travel = &mut travels[bucket];
-            self.update(bucket, &mut held, travel, verdict, &rates, clip.as_ref())?;
-            self.observe(&held, &travels);
-        }
-        for (bucket, shard) in self.shards.iter().enumerate() {
-            let gathered = travels[bucket].gathered.take().expect("every bucket is gathered");
-            let gathered = gathered.wait()?;
-            travels[bucket].buffer = bytes(&gathered);
-            held.publish(&shard.bucket, &gathered);
-            self.memory.observe(self.moment(&held, &travels));
-            travels[bucket].buffer = 0;
-        }
-        self.time += 1;
-        self.observe(&held, &travels);
-        Ok(held.put_back(model, self.plan.parameters()))
+        self.observe(&step);
+        Ok(step.held.put_back(model, self.plan.parameters()))
     }
 
-    /// Phase 1: hands over the gradients of a bucket.
-    fn start_reduce(&self, bucket: usize, held: &mut Held, travel: &mut Travel) -> Result<()> {
+    /// The parameters that have a gradient on any rank, if all ranks take the same step: one message.
+    fn agree_on_step(&self, lrs: &[f64], held: &Held) -> Result<Vec<bool>> {
+        let mut present = vec![0u8; self.members.len().div_ceil(8)];
+        for number in (0..self.members.len()).filter(|n| held.gradients.get(*n).is_some()) {
+            present[number / 8] |= 1 << (number % 8);
+        }
+        let times = self.members.iter().map(|member| member.time);
+        let steps: Vec<(u64, usize)> = lrs.iter().map(|lr| lr.to_bits()).zip(times).collect();
+        match unite(self.world.comm(), present, digest(&steps))? {
+            Some(present) => {
+                let bit = |number: usize| present[number / 8] >> (number % 8) & 1 == 1;
+                Ok((0..self.members.len()).map(bit).collect())
+            }
+            None => Err(self.other_step(&steps)),
+        }
+    }
+
+    /// The first rank that takes another step than rank 0, and how it differs.
+    fn other_step(&self, steps: &Vec<(u64, usize)>) -> crate::Error {
+        let path = |number: usize| &self.members[number].path;
+        let difference = |first: &Vec<(u64, usize)>, own: &Vec<(u64, usize)>| {
+            let number = first.iter().zip(own).position(|(first, own)| first != own)?;
+            let (first, own) = (first[number], own[number]);
+            let (setting, first, other) = if first.1 != own.1 {
+                (format!("steps of `{}`", path(number)), first.1.to_string(), own.1.to_string())
+            } else {
+                let [first, own] = [first.0, own.0].map(|bits| f64::from_bits(bits).to_string());
+                (format!("learning rate of `{}`", path(number)), first, own)
+            };
+            Some(Difference { setting, first, other })
+        };
+        match self.world.same_settings(steps, difference) {
+            Err(error) => error,
+            Ok(()) => unreachable!("their digests differ"),
+        }
+    }
+
+    /// What the host decides of every parameter.
+    fn orders(&self, lrs: &[f64], present: &[bool]) -> Orders {
+        let muon = self.routing.muon().settings();
+        let (mut keep, mut rates) = (vec![], vec![]);
+        for (member, lr) in self.members.iter().zip(lrs) {
+            let weight_decay = match member.is_matrix {
+                true => muon.weight_decay.at(member.time),
+                false => self.adamw.weight_decay,
+            };
+            let lr = lr * member.lr_factor;
+            keep.push((1.0 - lr * weight_decay) as f32);
+            rates.push((lr * member.scale) as f32);
+        }
+        let present = present.iter().map(|present| f32::from(u8::from(*present))).collect();
+        Orders { keep, lr: rates, present }
+    }
+
+    /// Phase 1: hands over the gradients of all buckets, and receives this rank's shares.
+    fn reduce(&mut self, step: &mut Step) -> Result<Vec<Share>> {
+        let mut shares = vec![];
+        let mut pending = VecDeque::new();
+        for bucket in 0..self.shards.len() {
+            let started = self.start_reduce(bucket, step)?;
+            step.buffers += started.bytes();
+            pending.push_back(started);
+            self.observe(step);
+            if pending.len() == self.in_flight {
+                shares.push(self.finish_reduce(shares.len(), &mut pending, step)?);
+            }
+        }
+        while !pending.is_empty() {
+            shares.push(self.finish_reduce(shares.len(), &mut pending, step)?);
+        }
+        Ok(shares)
+    }
+
+    fn start_reduce(&self, bucket: usize, step: &mut Step) -> Result<Pending> {
         let Shard { bucket, range, .. } = &self.shards[bucket];
-        let device = self.device();
-        let comm = self.world.comm();
-        let pending = match (self.gradients, bucket.kind) {
-            (Gradients::Averaged, _) => {
-                let own = pack(&mut held.gradients, bucket, range.clone(), &device);
-                self.check(bucket, &own)?;
-                Pending::ready(own)
-            }
-            (Gradients::PerRank, kind) => {
-                let whole = pack(&mut held.gradients, bucket, 0..bucket.elements(), &device);
-                self.check(bucket, &whole)?;
-                travel.buffer = bytes(&whole);
-                match kind {
-                    BucketKind::Replicated => comm.all_reduce(whole, ReduceOp::Mean)?,
-                    _ => comm.reduce_scatter(whole, &bucket.counts, ReduceOp::Mean)?,
-                }
-            }
+        let (device, comm) = (self.device(), self.world.comm());
+        let gradients = &mut step.held.gradients;
+        let range = match self.gradients {
+            Gradients::Averaged => range.clone(),
+            Gradients::PerRank => 0..bucket.elements(),
         };
-        bucket.parameters.iter().for_each(|number| held.gradients[*number] = None);
-        travel.reduced = Some(self.overlapped(pending)?);
-        Ok(())
-    }
-
-    /// Phase 2: waits for the own shares, and agrees on which parameters are refused: in one message
-    /// for all buckets.
-    fn verdicts(
-        &mut self,
-        present: Vec<Tensor<1>>,
-        held: &Held,
-        travels: &mut [Travel],
-    ) -> Result<Vec<Verdict>> {
-        let mut refused = Vec::new();
-        for bucket in 0..travels.len() {
-            refused.push(self.refused(&self.shards[bucket], &mut travels[bucket])?);
-            self.observe(held, travels);
+        let packed = pack(gradients, bucket, range, &device);
+        self.check(bucket, &packed)?;
+        bucket.parameters.iter().for_each(|number| _ = gradients.take(*number));
+        match (self.gradients, bucket.kind) {
+            (Gradients::Averaged, _) => Ok(Pending::ready(packed)),
+            (Gradients::PerRank, BucketKind::Replicated) => {
+                comm.all_reduce(packed, ReduceOp::Mean)
+            }
+            (Gradients::PerRank, _) => comm.reduce_scatter(packed, &bucket.counts, ReduceOp::Mean),
         }
-        let told = Tensor::cat(vec![Tensor::cat(refused, 0), Tensor::cat(present, 0)], 0);
-        let told = self.world.comm().all_reduce(told, ReduceOp::Sum)?.wait()?;
-        let parameters = told.dims()[0] / 2;
-        let verdict = |parameter: usize, count: usize| {
-            let of = |start: usize| told.clone().slice(s![start..start + count]);
-            Verdict::new(of(parameter), of(parameters + parameter))
-        };
-        let starts = self.shards.iter().scan(0, |end, shard| {
-            let count = shard.bucket.parameters.len();
-            *end += count;
-            Some((*end - count, count))
-        });
-        Ok(starts.map(|(start, count)| verdict(start, count)).collect())
     }
 
-    /// Waits for a share: for every parameter of its bucket, how many of the own rows are refused.
-    fn refused(&self, shard: &Shard, travel: &mut Travel) -> Result<Tensor<1>> {
-        let share = travel.reduced.take().expect("phase 1 started it").wait()?;
-        travel.buffer = 0;
-        // Where squares are needed anyway, one that is not finite refuses the row.
-        let rows = match &self.clip {
-            Some(_) if shard.rows() > 0 => {
-                let squares = shard.squares(&share);
-                let gate = Gate::of_rows(&squares);
-                travel.squares = Some(gate.clean(squares));
-                gate
-            }
-            _ => shard.finite(&share),
-        };
-        travel.share = Some(share);
-        Ok(shard.refused(&rows))
-    }
-
-    /// Phase 2: updates the own share of a bucket, and starts to gather the others'.
-    fn update(
+    fn finish_reduce(
         &mut self,
         bucket: usize,
-        held: &mut Held,
-        travel: &mut Travel,
-        verdict: Verdict,
-        rates: &Rates,
+        pending: &mut VecDeque<Pending>,
+        step: &mut Step,
+    ) -> Result<Share> {
+        let pending = pending.pop_front().expect("it was started");
+        let held = pending.bytes();
+        let gradients = pending.wait()?;
+        step.buffers -= held;
+        step.shares += bytes(&gradients);
+        self.observe(step);
+        let finite = self.shards[bucket].finite(&gradients);
+        Ok(Share { gradients, finite })
+    }
+
+    /// Phase 2: agrees on the parameters that are updated, in one message for all buckets, and counts.
+    fn decide(&mut self, orders: Orders, shares: &[Share]) -> Result<(Tensor<1>, Rates)> {
+        let [keep, lr, present] = orders.upload(&self.device());
+        let refused = shares.iter().map(|share| share.finite.clone().neg().add_scalar(1.0));
+        let refused = self.rows.sum(refused.collect(), self.plan.parameters());
+        let refused = self.world.comm().all_reduce(refused, ReduceOp::Sum)?.wait()?;
+        let Decision { accepted, refused } = Decision::new(refused, present);
+        let Counters { skipped, corrections } = &mut self.counters;
+        *skipped = skipped.clone() + refused;
+        let gate = Gate::from_accepted(accepted.clone());
+        *corrections = self.adamw.correct(corrections.clone(), &gate);
+        Ok((accepted, Rates { keep, lr }))
+    }
+
+    /// The factor on all gradients, where they are clipped.
+    fn clip_factor(&self, accepted: &Tensor<1>, shares: &[Share]) -> Result<Option<Tensor<1>>> {
+        let Some(clip) = &self.clip else { return Ok(None) };
+        let rank = self.world.rank();
+        let accepted = self.rows.spread(accepted);
+        let squares = self.shards.iter().zip(shares).filter_map(|(shard, share)| {
+            let counted = counts(&shard.bucket, rank) && !shard.rows.is_empty();
+            counted.then(|| {
+                let accepted = Gate::from_accepted(accepted.clone().slice([shard.rows.clone()]));
+                accepted.clean(shard.squares(&share.gradients))
+            })
+        });
+        clip.factor(&self.world, squares.collect()).map(Some)
+    }
+
+    /// Phases 2 and 3: updates this rank's shares and gathers the others'.
+    fn update(
+        &mut self,
+        step: &mut Step,
+        shares: Vec<Share>,
+        rows: &RowValues,
         clip: Option<&Tensor<1>>,
     ) -> Result<()> {
-        let (device, time) = (self.device(), self.time);
-        let shard = &mut self.shards[bucket];
-        let share = travel.share.take().expect("it was waited for");
-        let values = pack(&mut held.parameters, &shard.bucket, shard.range.clone(), &device);
-        let updated = shard.update(share, values, verdict, rates, clip, time);
-        let bucket = &self.shards[bucket].bucket;
-        self.check(bucket, &updated)?;
-        travel.buffer = bytes(&updated);
-        let pending = match bucket.kind {
-            BucketKind::Replicated => Pending::ready(updated),
-            _ => self.world.comm().all_gather(updated, &bucket.counts)?,
-        };
-        travel.gathered = Some(self.overlapped(pending)?);
+        let times: Vec<usize> = self.members.iter().map(|member| member.time).collect();
+        let device = self.device();
+        let mut pending = VecDeque::new();
+        let mut published = 0;
+        for (bucket, Share { gradients, .. }) in shares.into_iter().enumerate() {
+            let shard = &mut self.shards[bucket];
+            let values = pack(&mut step.held.parameters, &shard.bucket, shard.range.clone(), &device);
+            let share = bytes(&gradients);
+            let updated = shard.update(gradients, values, rows, clip, &times);
+            let bucket = &self.shards[bucket].bucket;
+            self.check(bucket, &updated)?;
+            let gathered = match bucket.kind {
+                BucketKind::Replicated => Pending::ready(updated),
+                _ => self.world.comm().all_gather(updated, &bucket.counts)?,
+            };
+            step.shares -= share;
+            step.buffers += gathered.bytes();
+            pending.push_back(gathered);
+            self.observe(step);
+            if pending.len() == self.in_flight {
+                self.publish(published, &mut pending, step)?;
+                published += 1;
+            }
+        }
+        while !pending.is_empty() {
+            self.publish(published, &mut pending, step)?;
+            published += 1;
+        }
         Ok(())
     }
 
-    /// The factor on all gradients, from the squares of the accepted rows of all ranks.
-    fn clip_factor(
-        &self,
-        travels: &mut [Travel],
-        verdicts: &[Verdict],
-    ) -> Result<Option<Tensor<1>>> {
-        let Some(clip) = &self.clip else { return Ok(None) };
-        let mut squares = Tensor::<1>::zeros([clip.rows], (&self.device(), DType::F32));
-        let buckets = self.shards.iter().zip(travels).zip(verdicts).zip(&clip.places);
-        for (((shard, travel), verdict), places) in buckets {
-            let everywhere = shard.bucket.kind == BucketKind::Replicated;
-            let counted = !everywhere || self.world.rank() == 0;
-            if let Some(own) = travel.squares.take().filter(|_| counted) {
-                let own = own * shard.by_row(verdict.accepted.clone());
-                squares = squares.select_assign(0, places.clone(), own, IndexingUpdateOp::Add);
-            }
-        }
-        let squares = self.world.comm().all_reduce(squares, ReduceOp::Sum)?.wait()?;
-        let norm = squares.sum().sqrt().add_scalar(NORM_EPSILON);
-        Ok(Some(norm.recip().mul_scalar(clip.max_norm).clamp_max(1.0)))
-    }
-
-    /// Which of the bucket's parameters have a gradient on this rank: 1, else 0.
-    fn present(&self, shard: &Shard, held: &Held) -> Tensor<1> {
-        let there = |number: &usize| if held.gradients[*number].is_some() { 1.0f32 } else { 0.0 };
-        let present: Vec<f32> = shard.bucket.parameters.iter().map(there).collect();
-        Tensor::from_data(TensorData::from(&*present), (&self.device(), DType::F32))
-    }
-
-    /// The rates of a bucket's parameters.
-    fn rates(&self, bucket: usize, lr: &ModuleLearningRate, ids: &[ParamId]) -> Rates {
-        let shard = &self.shards[bucket];
-        let weight_decay = match &shard.state {
-            State::Muon { settings, .. } => settings.weight_decay.at(self.time),
-            State::AdamW(adamw) => adamw.settings.weight_decay,
-        };
-        let (keep, lr): (Vec<f32>, Vec<f32>) = shard
-            .bucket
-            .parameters
-            .iter()
-            .map(|number| {
-                let member = &self.members[*number];
-                let lr = lr.lr_from_param(ids[*number], Some(&member.path)) * member.lr_factor;
-                ((1.0 - lr * weight_decay) as f32, (lr * member.scale) as f32)
-            })
-            .unzip();
-        let tensor = |values: Vec<f32>| {
-            Tensor::from_data(TensorData::from(&*values), (&self.device(), DType::F32))
-        };
-        Rates { keep: tensor(keep), lr: tensor(lr) }
+    /// Phase 3: replaces the parameters of a bucket by the gathered ones.
+    fn publish(
+        &mut self,
+        bucket: usize,
+        pending: &mut VecDeque<Pending>,
+        step: &mut Step,
+    ) -> Result<()> {
+        let pending = pending.pop_front().expect("it was started");
+        let held = pending.bytes();
+        let gathered = pending.wait()?;
+        step.held.publish(&self.shards[bucket].bucket, &gathered);
+        self.observe(step);
+        step.buffers -= held;
+        Ok(())
     }
 
     /// Fails if the device had no memory for what is about to be sent.
@@ -401,31 +454,18 @@ impl DistModuleOptimizer {
         computed::check(&self.members[bucket.parameters[0]].path, elements)
     }
 
-    /// The pending result, finished first unless communication may overlap.
-    fn overlapped(&self, pending: Pending) -> Result<Pending> {
-        if self.overlap { Ok(pending) } else { pending.wait().map(Pending::ready) }
-    }
-
     pub(super) fn device(&self) -> Device {
         self.world.device().clone().inner()
     }
 
-    fn state_bytes(&self) -> usize {
-        self.shards.iter().map(Shard::state_bytes).sum()
-    }
-
-    fn moment(&self, held: &Held, travels: &[Travel]) -> Moment {
-        Moment {
-            parameters: bytes_of(&held.parameters),
-            gradients: bytes_of(&held.gradients),
-            shares: bytes_of(travels.iter().map(|travel| &travel.share)),
-            states: self.state_bytes(),
-            buffers: travels.iter().map(|travel| travel.buffer).sum(),
-        }
-    }
-
-    fn observe(&mut self, held: &Held, travels: &[Travel]) {
-        self.memory.observe(self.moment(held, travels));
+    fn observe(&mut self, step: &Step) {
+        self.memory.observe(Moment {
+            parameters: step.held.parameters.bytes(),
+            gradients: step.held.gradients.bytes(),
+            shares: step.shares,
+            states: self.state_bytes,
+            buffers: step.buffers,
+        });
     }
 }
 
@@ -441,37 +481,7 @@ impl Member {
             (Group::Head, _) => (adamw.head_lr, 1.0),
             _ => (adamw.vector_lr, 1.0),
         };
-        Self { path: route.path.clone(), id: route.id, lr_factor, scale }
-    }
-}
-
-impl Clip {
-    fn new(max_norm: f64, plan: &Plan, rank: usize, device: &Device) -> Self {
-        // The rows of a parameter come one after the other, after those of the parameters before.
-        let mut first = vec![];
-        let mut rows = 0;
-        for parameter in plan.parameters() {
-            first.push(rows);
-            rows += parameter.elements().div_ceil(row_elements(parameter));
-        }
-        let places = |bucket: &Bucket| {
-            let parts = bucket.overlaps(bucket.share(rank));
-            let places = parts.flat_map(|(number, elements, padding)| {
-                let length = row_elements(&plan.parameters()[number]);
-                let start = first[number] + elements.start.div_ceil(length);
-                let count = (elements.len() + padding) / length;
-                (start..start + count).map(|place| place as i32).collect::<Vec<_>>()
-            });
-            Tensor::from_data(TensorData::from(&*places.collect::<Vec<_>>()), device)
-        };
-        Self { max_norm, places: plan.buckets().iter().map(places).collect(), rows }
-    }
-}
-
-/// Elements of a row of a parameter.
-fn row_elements(parameter: &Parameter) -> usize {
-    match parameter.work {
-        Work::Matrices { rows, columns, .. } => rows * columns,
-        Work::Elements => super::plan::GRAIN,
+        let is_matrix = matches!(work, Work::Matrices { .. });
+        Self { path: route.path.clone(), id: route.id, time: 0, is_matrix, lr_factor, scale }
     }
 }

@@ -11,9 +11,13 @@ use burn_pack::{Reader, Scalar, Writer};
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::DistModuleOptimizer;
+use super::optimizer::Counters;
 use super::plan::{BucketKind, Parameter, Work};
 use crate::checkpoint;
 use crate::error::{Error, Result};
+
+/// The names of [`Counters`] in records.
+const COUNTERS: [&str; 3] = ["skipped", "correction_1", "correction_2"];
 
 /// Tensors of a record by path and name.
 type Saved = HashMap<(String, String), TensorData>;
@@ -45,13 +49,9 @@ impl DistModuleOptimizer {
                     tensors.push((number, *name, data));
                 }
             }
-            for (name, counter) in shard.counters() {
-                let values = counter.to_data();
-                let values = bucket.parameters.iter().zip(values.iter::<f32>());
-                tensors.extend(
-                    values.map(|(number, value)| (*number, name, TensorData::from([value]))),
-                );
-            }
+        }
+        for (number, name, value) in self.counted() {
+            tensors.push((number, name, TensorData::from([value])));
         }
         let id = |number: usize| self.members[number].id.val();
         let tensors = tensors.into_iter().map(|(number, name, data)| {
@@ -66,7 +66,7 @@ impl DistModuleOptimizer {
                 .with_scalar(&format!("{id}.__rank"), Scalar::from(rank))
                 .with_metadata(&id.to_string(), &parameter.path);
             if matches!(parameter.work, Work::Matrices { .. }) {
-                writer = writer.with_scalar(&format!("{id}.time"), Scalar::from(self.time));
+                writer = writer.with_scalar(&format!("{id}.time"), Scalar::from(self.members[number].time));
             }
         }
         let bytes = writer.into_bytes().expect("names are distinct and sizes known");
@@ -127,7 +127,7 @@ impl DistModuleOptimizer {
     }
 
     fn fill(&mut self, record: OptimizerRecord) -> Result<()> {
-        let (saved, time) = parse(record);
+        let (saved, times) = parse(record);
         let (rank, device) = (self.world.rank(), self.device());
         for shard in &mut self.shards {
             let (bucket, range) = (shard.bucket.clone(), shard.range.clone());
@@ -168,27 +168,49 @@ impl DistModuleOptimizer {
                 vectors.push(Tensor::<1>::from_data(own, (&device, dtype)));
             }
             shard.set_state_vectors(vectors);
-            for (name, counter) in shard.counters() {
-                let mut values = Vec::new();
-                for number in &bucket.parameters {
-                    let value = find(name, &parameters[*number].path, 1, DType::F32)?;
-                    values.push(value.and_then(|data| data.iter::<f32>().next()).unwrap_or(0.0));
+        }
+        let mut counters = [vec![], vec![], vec![]];
+        for (number, member) in self.members.iter_mut().enumerate() {
+            for (name, values) in COUNTERS.iter().zip(&mut counters) {
+                let saved = saved.get(&(member.path.clone(), (*name).to_owned()));
+                values.push(saved.and_then(|data| data.iter::<f32>().next()).unwrap_or(0.0));
+            }
+            member.time = times.get(&member.path).copied().unwrap_or(0);
+            let _ = number;
+        }
+        let [skipped, first, second] =
+            counters.map(|values| Tensor::from_data(TensorData::from(&*values), (&device, DType::F32)));
+        self.counters = Counters { skipped, corrections: [first, second] };
+        Ok(())
+    }
+
+    /// What is counted of every parameter, with the names in records.
+    fn counted(&self) -> Vec<(usize, &'static str, f32)> {
+        let Counters { skipped, corrections: [first, second] } = &self.counters;
+        let mut counted = vec![];
+        for (name, values) in COUNTERS.iter().zip([skipped, first, second]) {
+            let values = values.to_data();
+            for (number, value) in values.iter::<f32>().enumerate() {
+                let is_matrix = self.plan.parameters()[number].matrices() > 0;
+                if *name == "skipped" || !is_matrix {
+                    counted.push((number, *name, value));
                 }
-                *counter = Tensor::from_data(TensorData::from(&*values), (&device, DType::F32));
             }
         }
-        self.time = time;
-        Ok(())
+        counted
     }
 }
 
-/// The tensors of a record by path and name, and the steps it was taken after.
-pub(super) fn parse(record: OptimizerRecord) -> (Saved, usize) {
+/// The tensors of a record by path and name, and by path the steps that were taken.
+pub(super) fn parse(record: OptimizerRecord) -> (Saved, HashMap<String, usize>) {
     let bytes: Bytes = record.into_bytes().expect("a record can be written");
     let reader = Reader::from_bytes(bytes).expect("it was just written");
     let (paths, scalars) = (reader.metadata().clone(), reader.scalars().clone());
-    let times = scalars.iter().filter(|(name, _)| name.ends_with(".time"));
-    let time = times.filter_map(|(_, time)| usize::try_from(*time).ok()).max().unwrap_or(0);
+    let times = scalars.iter().filter_map(|(name, time)| {
+        let id = name.strip_suffix(".time")?;
+        Some((paths.get(id)?.clone(), usize::try_from(*time).ok()?))
+    });
+    let times = times.collect();
     let tensors = reader.into_tensors().expect("it was just written").into_iter();
     let saved = tensors.filter_map(|tensor| {
         let (name, dtype, shape, _, bytes) = tensor.into_parts().ok()?;
@@ -196,5 +218,5 @@ pub(super) fn parse(record: OptimizerRecord) -> (Saved, usize) {
         let path = paths.get(id)?.clone();
         Some(((path, name.to_owned()), TensorData::from_bytes(bytes, shape, dtype)))
     });
-    (saved.collect(), time)
+    (saved.collect(), times)
 }

@@ -1,31 +1,30 @@
 //! This rank's part of a bucket: what it remembers, and how it is updated.
 //!
-//! A share consists of rows, each of one parameter: whole matrices, or [`GRAIN`] elements for AdamW.
-//! Whatever is known per parameter, in vectors over the bucket's parameters, is spread to the rows.
+//! A share consists of [rows](super::rows), each of one parameter: whole matrices, or [`GRAIN`] elements
+//! for AdamW.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn::tensor::{DType, Device, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 
 use super::flat;
 use super::memory::bytes;
 use super::plan::{Bucket, BucketKind, GRAIN, Parameter, Work};
+use super::rows::RowValues;
 use crate::adamw::{AdamWSettings, Moments, Rows, moment_dtype};
 use crate::gate::{Gate, spread};
-use crate::muon::{ops, rule::Rates, rule::Settings};
+use crate::muon::{ops, rule::Settings};
 use crate::orthogonalize::Kernels;
 
 /// A rank's part of a bucket.
 pub struct Shard {
     pub bucket: Bucket,
-    /// The own part of the bucket's buffer.
+    /// This rank's part of the bucket's buffer.
     pub range: Range<usize>,
-    /// For every row, the place of its parameter in the bucket.
-    places: Tensor<1, Int>,
+    /// The part's rows among all that the rank has.
+    pub rows: Range<usize>,
     pub state: State,
-    /// How often each parameter was left untouched because its gradient was not finite.
-    pub skipped: Tensor<1>,
     device: Device,
 }
 
@@ -37,16 +36,16 @@ pub enum State {
 
 /// What AdamW remembers of rows.
 pub struct Elementwise {
-    pub settings: AdamWSettings,
+    settings: AdamWSettings,
     kernels: Kernels,
     moments: Moments<2>,
-    /// For every parameter of the bucket, the same on all ranks.
-    corrections: [Tensor<1>; 2],
 }
 
 /// Matrices of one shape, which are updated as a batch.
 pub struct Stack {
-    /// Their rows of the share.
+    /// The numbers of their parameters.
+    parameters: Vec<usize>,
+    /// Their rows among all that the rank has.
     rows: Range<usize>,
     /// Their elements of the share.
     elements: Range<usize>,
@@ -54,69 +53,40 @@ pub struct Stack {
     momentum: Tensor<3>,
 }
 
-/// What is decided for a bucket's parameters in a step; one value each.
-pub struct Verdict {
-    pub accepted: Tensor<1>,
-    pub refused: Tensor<1>,
-}
-
-impl Verdict {
-    /// Of how many rows of each parameter are refused, and on how many ranks it has a gradient.
-    pub fn new(refused: Tensor<1>, present: Tensor<1>) -> Self {
-        let fine = refused.clone().equal_elem(0.0).float().cast(FloatDType::F32);
-        let there = present.greater_elem(0.0).float().cast(FloatDType::F32);
-        Self { accepted: fine * there, refused }
-    }
-}
-
 impl Shard {
-    /// A share whose state is zero.
+    /// A share whose state is zero. The numbers of its rows' parameters are added to `rows`.
     pub fn new(
         bucket: &Bucket,
         parameters: &[Parameter],
         rank: usize,
         (muon, adamw): (&Arc<Settings>, &AdamWSettings),
+        rows: &mut Vec<usize>,
         device: &Device,
     ) -> Self {
         let range = bucket.share(rank);
-        let (places, state) = match bucket.kind {
+        let first = rows.len();
+        let state = match bucket.kind {
             BucketKind::Matrices => {
                 let matrices = matrices(bucket, parameters, &range);
-                let state = State::Muon {
-                    settings: muon.clone(),
-                    stacks: stacks(&matrices, bucket.dtype, device),
-                };
-                (matrices.into_iter().map(|(place, _)| place).collect(), state)
+                let stacks = stacks(&matrices, first, bucket.dtype, device);
+                rows.extend(matrices.into_iter().map(|(number, _)| number));
+                State::Muon { settings: muon.clone(), stacks }
             }
             BucketKind::Elements | BucketKind::Replicated => {
-                let places = grains(bucket, &range);
+                rows.extend(grains(bucket, &range));
                 let dtype = moment_dtype(bucket.dtype);
-                let zeros = Tensor::zeros([places.len(), GRAIN], (device, dtype));
+                let zeros = Tensor::zeros([rows.len() - first, GRAIN], (device, dtype));
                 let moments = Moments { moment_1: zeros.clone(), moment_2: zeros };
-                let corrections = [(); 2].map(|()| per_parameter(bucket, device));
                 let (settings, kernels) = (adamw.clone(), muon.newton_schulz.kernels());
-                let adamw = Elementwise { settings, kernels, moments, corrections };
-                (places, State::AdamW(Box::new(adamw)))
+                State::AdamW(Box::new(Elementwise { settings, kernels, moments }))
             }
         };
-        let indices: Vec<i32> = places.iter().map(|place| *place as i32).collect();
-        Self {
-            bucket: bucket.clone(),
-            range,
-            places: Tensor::from_data(TensorData::from(&*indices), device),
-            state,
-            skipped: per_parameter(bucket, device),
-            device: device.clone(),
-        }
-    }
-
-    /// Rows of the share.
-    pub fn rows(&self) -> usize {
-        self.places.dims()[0]
+        let rows = first..rows.len();
+        Self { bucket: bucket.clone(), range, rows, state, device: device.clone() }
     }
 
     /// For every row, 1 if its gradients are finite and 0 otherwise.
-    pub fn finite(&self, gradients: &Tensor<1>) -> Gate {
+    pub fn finite(&self, gradients: &Tensor<1>) -> Tensor<1> {
         let per_stack = match &self.state {
             State::Muon { settings, stacks } => stacks
                 .iter()
@@ -125,13 +95,13 @@ impl Shard {
                         .accepted()
                 })
                 .collect(),
-            State::AdamW(_) if self.rows() == 0 => vec![],
+            State::AdamW(_) if self.rows.is_empty() => vec![],
             State::AdamW(adamw) => {
-                let rows = gradients.clone().reshape([self.rows(), 1, GRAIN]);
+                let rows = gradients.clone().reshape([self.rows.len(), 1, GRAIN]);
                 vec![ops::finite(adamw.kernels, &rows).accepted()]
             }
         };
-        Gate::from_accepted(flat::join(per_stack, DType::F32, &self.device))
+        flat::join(per_stack, DType::F32, &self.device)
     }
 
     /// For every row, the sum of the squares of its gradients.
@@ -148,68 +118,48 @@ impl Shard {
                     sums(stack.batch(gradients).reshape([k, m * n]))
                 })
                 .collect(),
-            State::AdamW(_) if self.rows() == 0 => vec![],
+            State::AdamW(_) if self.rows.is_empty() => vec![],
             State::AdamW(_) => vec![sums(grain_rows(gradients.clone()))],
         };
         flat::join(per_stack, DType::F32, &self.device)
     }
 
-    /// For every parameter of the bucket, how many of the own rows are refused.
-    pub fn refused(&self, rows: &Gate) -> Tensor<1> {
-        let none = per_parameter(&self.bucket, &self.device);
-        if self.rows() == 0 {
-            return none;
-        }
-        let refused = rows.count(Tensor::zeros([self.rows()], (&self.device, DType::F32)));
-        none.select_assign(0, self.places.clone(), refused, IndexingUpdateOp::Add)
-    }
-
-    /// One value per row from one per parameter.
-    pub fn by_row(&self, values: Tensor<1>) -> Tensor<1> {
-        values.select(0, self.places.clone())
-    }
-
-    /// Updates the own share: its new values from the reduced gradients and the old values. The rates
-    /// are one per parameter; `clip` is what gradients are multiplied by, if anything.
+    /// Updates this rank's share: its new values from the reduced gradients and the old values. `clip` is
+    /// what gradients are multiplied by, if anything; `times` are the steps that every parameter has taken.
     pub fn update(
         &mut self,
         gradients: Tensor<1>,
         values: Tensor<1>,
-        verdict: Verdict,
-        rates: &Rates,
+        rows: &RowValues,
         clip: Option<&Tensor<1>>,
-        time: usize,
+        times: &[usize],
     ) -> Tensor<1> {
-        self.skipped = self.skipped.clone() + verdict.refused.clone().greater_elem(0.0).float();
-        let gate = Gate::from_accepted(verdict.accepted);
-        if let State::AdamW(adamw) = &mut self.state {
-            adamw.corrections = adamw.settings.correct(adamw.corrections.clone(), &gate);
-        }
-        if self.rows() == 0 {
+        if self.rows.is_empty() {
             return values;
         }
-        let gate = Gate::from_accepted(self.by_row(gate.accepted()));
-        let rates =
-            Rates { keep: self.by_row(rates.keep.clone()), lr: self.by_row(rates.lr.clone()) };
         let gradients = match clip {
+            // In float32: in half precision the factor itself would lose digits, or be zero.
             Some(clip) => {
-                let clip = spread(clip.clone().cast(gradients.dtype()).expand([1]), &gradients);
-                gradients * clip
+                let dtype = gradients.dtype();
+                let wide = gradients.cast(FloatDType::F32);
+                let clip = spread(clip.clone().expand([1]), &wide);
+                (wide * clip).cast(dtype)
             }
             None => gradients,
         };
-        let places = self.places.clone();
         match &mut self.state {
             State::Muon { settings, stacks } => {
                 let mut updated = Vec::new();
                 for stack in stacks {
-                    updated.push(stack.update(settings, time, &gradients, &values, &gate, &rates));
+                    updated.push(stack.update(settings, &gradients, &values, rows, times));
                 }
                 flat::join(updated, self.bucket.dtype, &self.device)
             }
             State::AdamW(adamw) => {
-                let Elementwise { settings, kernels, moments, corrections } = &mut **adamw;
-                let corrections = corrections.clone().map(|c| c.select(0, places.clone()));
+                let Elementwise { settings, kernels, moments } = &mut **adamw;
+                let gate = Gate::from_accepted(rows.accepted(&self.rows));
+                let rates = rows.rates(&self.rows);
+                let corrections = rows.corrections(&self.rows);
                 let rows = Rows { gate, rates, corrections };
                 let (gradients, values) = (grain_rows(gradients), grain_rows(values));
                 let dtype = moments.moment_1.dtype();
@@ -229,31 +179,60 @@ impl Stack {
         flat::part(share, self.elements.clone()).reshape(self.shape)
     }
 
+    /// Updates the batch; in parts, where the schedule of the momentum is not at the same place for all of
+    /// its matrices.
     fn update(
         &mut self,
         settings: &Settings,
-        time: usize,
         gradients: &Tensor<1>,
         values: &Tensor<1>,
-        gate: &Gate,
-        rates: &Rates,
+        rows: &RowValues,
+        times: &[usize],
     ) -> Tensor<1> {
-        let own = |rows: &Tensor<1>| flat::part(rows, self.rows.clone());
-        let gate = Gate::from_accepted(own(&gate.accepted()));
-        let rates = Rates { keep: own(&rates.keep), lr: own(&rates.lr) };
         let (gradients, values) = (self.batch(gradients), self.batch(values));
         let [_, m, n] = self.shape;
         let nothing = Tensor::empty([1, m, n], (&values.device(), values.dtype()));
         let old = core::mem::replace(&mut self.momentum, nothing);
-        let (updated, momentum) = settings.step(time, values, gradients, old, &gate, &rates);
-        self.momentum = momentum;
-        updated.reshape([-1])
+        let momentum = |number: &usize| settings.momentum.at(times[*number]);
+        let runs: Vec<usize> = self
+            .parameters
+            .chunk_by(|a, b| momentum(a) == momentum(b))
+            .map(<[usize]>::len)
+            .collect();
+        let parts = [gradients, values, old].map(|batch| split(batch, &runs));
+        let [gradients, values, old] = parts.map(Vec::into_iter);
+        let mut first = self.rows.start;
+        let (updated, momenta): (Vec<_>, Vec<_>) = gradients
+            .zip(values)
+            .zip(old)
+            .map(|((gradients, values), old)| {
+                let run = first..first + gradients.dims()[0];
+                let time = times[self.parameters[first - self.rows.start]];
+                first = run.end;
+                let gate = Gate::from_accepted(rows.accepted(&run));
+                settings.step(time, values, gradients, old, &gate, &rows.rates(&run))
+            })
+            .unzip();
+        self.momentum = join(momenta);
+        join(updated).reshape([-1])
     }
 }
 
-/// One value per parameter of a bucket: zero.
-fn per_parameter(bucket: &Bucket, device: &Device) -> Tensor<1> {
-    Tensor::zeros([bucket.parameters.len()], (device, DType::F32))
+/// A batch as batches of so many matrices.
+fn split(batch: Tensor<3>, runs: &[usize]) -> Vec<Tensor<3>> {
+    match runs {
+        // As it is, so that it can be written in place.
+        [_] => vec![batch],
+        _ => batch.split_with_sizes(runs.to_vec(), 0),
+    }
+}
+
+/// The reverse of [`split`].
+fn join(mut batches: Vec<Tensor<3>>) -> Tensor<3> {
+    match batches.len() {
+        1 => batches.swap_remove(0),
+        _ => Tensor::cat(batches, 0),
+    }
 }
 
 fn grain_rows(share: Tensor<1>) -> Tensor<2> {
@@ -261,7 +240,7 @@ fn grain_rows(share: Tensor<1>) -> Tensor<2> {
     share.reshape([rows, GRAIN])
 }
 
-/// The matrices of a share in order: the place of the parameter in the bucket, and the shape.
+/// The matrices of a share in order: the number of the parameter, and the shape.
 fn matrices(
     bucket: &Bucket,
     parameters: &[Parameter],
@@ -269,36 +248,40 @@ fn matrices(
 ) -> Vec<(usize, [usize; 2])> {
     let pieces = bucket.overlaps(share.clone());
     let matrix = |(number, ..): (usize, Range<usize>, usize)| match parameters[number].work {
-        Work::Matrices { rows, columns, .. } => (place(bucket, number), [rows, columns]),
+        Work::Matrices { rows, columns, .. } => (number, [rows, columns]),
         Work::Elements => unreachable!("a bucket of matrices"),
     };
     pieces.map(matrix).collect()
 }
 
-fn stacks(matrices: &[(usize, [usize; 2])], dtype: DType, device: &Device) -> Vec<Stack> {
-    let (mut row, mut element) = (0, 0);
+/// The matrices as batches of one shape; their rows follow those before `first`.
+fn stacks(
+    matrices: &[(usize, [usize; 2])],
+    first: usize,
+    dtype: DType,
+    device: &Device,
+) -> Vec<Stack> {
+    let (mut row, mut element) = (first, 0);
     let alike = matrices.chunk_by(|(_, a), (_, b)| a == b);
     let stacks = alike.map(|alike| {
         let (count, [m, n]) = (alike.len(), alike[0].1);
         let (rows, elements) = (row..row + count, element..element + count * m * n);
         (row, element) = (rows.end, elements.end);
         let shape = [count, m, n];
-        Stack { rows, elements, shape, momentum: Tensor::zeros(shape, (device, dtype)) }
+        let momentum = Tensor::zeros(shape, (device, dtype));
+        let parameters = alike.iter().map(|(number, _)| *number).collect();
+        Stack { parameters, rows, elements, shape, momentum }
     });
     stacks.collect()
 }
 
-/// For every grain of a share, the place of its parameter in the bucket.
+/// For every grain of a share, the number of its parameter.
 fn grains(bucket: &Bucket, share: &Range<usize>) -> Vec<usize> {
     let parts = bucket.overlaps(share.clone());
-    let places = parts.flat_map(|(number, elements, padding)| {
-        std::iter::repeat_n(place(bucket, number), (elements.len() + padding) / GRAIN)
+    let numbers = parts.flat_map(|(number, elements, padding)| {
+        std::iter::repeat_n(number, (elements.len() + padding) / GRAIN)
     });
-    places.collect()
-}
-
-fn place(bucket: &Bucket, number: usize) -> usize {
-    bucket.parameters.iter().position(|of| *of == number).expect("of the bucket")
+    numbers.collect()
 }
 
 /// The state as records and reports see it.
@@ -354,16 +337,5 @@ impl Shard {
                 adamw.moments.moment_1 = grain_rows(vectors.swap_remove(0));
             }
         }
-    }
-
-    /// What is known per parameter of the bucket, by the names it has in records.
-    pub fn counters(&mut self) -> Vec<(&'static str, &mut Tensor<1>)> {
-        let mut counters = vec![("skipped", &mut self.skipped)];
-        if let State::AdamW(adamw) = &mut self.state {
-            let [first, second] = &mut adamw.corrections;
-            counters.push(("correction_1", first));
-            counters.push(("correction_2", second));
-        }
-        counters
     }
 }

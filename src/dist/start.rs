@@ -1,13 +1,14 @@
 //! What the ranks agree on before the first step.
 
-use burn::module::Module;
+use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::Tensor;
+use serde_json::Value;
 
 use super::World;
+use super::agree::Difference;
 use super::config::DistMuonConfig;
 use super::optimizer::Member;
 use super::plan::{Costs, Parameter, Plan, Work, spread};
-use super::world::values;
 use crate::error::{Error, Result};
 use crate::route::{Group, Routing, Walk};
 
@@ -40,29 +41,40 @@ pub fn members<M: Module>(
     if members.is_empty() { Err(Error::EmptyModel) } else { Ok((members, parameters)) }
 }
 
+/// Fails on all ranks if their configurations are not the same.
+pub fn same_config(world: &World, config: &DistMuonConfig) -> Result<()> {
+    let own = serde_json::to_value(config).expect("a configuration can be written as JSON");
+    world.same_settings(&own, |first, other| difference("", first, other))
+}
+
+/// The first entry that two JSON values do not have in common.
+fn difference(path: &str, first: &Value, other: &Value) -> Option<Difference> {
+    if first == other {
+        return None;
+    }
+    if let (Value::Object(first), Value::Object(other)) = (first, other) {
+        let null = &Value::Null;
+        return first.iter().find_map(|(key, first)| {
+            let path = format!("{path}{}{key}", if path.is_empty() { "" } else { "." });
+            difference(&path, first, other.get(key).unwrap_or(null))
+        });
+    }
+    let setting = path.to_owned();
+    Some(Difference { setting, first: first.to_string(), other: other.to_string() })
+}
+
 /// Names the first parameter that is not the same on all ranks.
-pub fn compare<M: Module>(world: &World, parameters: &[Parameter], model: &M) -> Result<()> {
-    let all = world.all_gather_value(&parameters.to_vec())?;
-    let described = |parameter: Option<&Parameter>| match parameter {
-        Some(found) => format!("{:?} {} ({:?})", found.shape, found.dtype.name(), found.work),
-        None => "absent".to_owned(),
-    };
-    if let Some((rank, other)) = all.iter().enumerate().find(|(_, other)| **other != all[0]) {
-        let longest = all[0].len().max(other.len());
-        let differs = (0..longest).find(|i| all[0].get(*i) != other.get(*i));
-        let at = differs.expect("unequal lists differ somewhere");
-        let (first, other) = (all[0].get(at), other.get(at));
-        // Where one is missing or of another name, both names tell more than one.
-        let named = |found: Option<&Parameter>| found.map(|found| found.path.clone());
-        let parameter = match (named(first), named(other)) {
-            (Some(first), Some(other)) if first != other => format!("{first}` / `{other}"),
-            (first, other) => first.or(other).expect("one of them is there"),
-        };
-        let (first, other) = (described(first), described(other));
+pub fn same_model<M: Module>(world: &World, parameters: &[Parameter], model: &M) -> Result<()> {
+    if let Some((rank, (parameter, first, other))) =
+        world.compare(&parameters.to_vec(), |first, own| first_difference(first, own))?
+    {
         return Err(Error::ModelsDiffer { rank, parameter, other, first });
     }
-    let all = world.all_gather_value(&other_values(world, model)?)?.into_iter().enumerate();
-    match all.filter_map(|(rank, path)| Some((rank, path?))).next() {
+    let other_values = world.compare(&checksums(model), |first, own| {
+        let differs = first.iter().zip(own).find(|(first, own)| first != own);
+        differs.map(|((path, _), _)| path.clone())
+    })?;
+    match other_values {
         Some((rank, parameter)) => Err(Error::ModelsDiffer {
             rank,
             parameter,
@@ -71,6 +83,23 @@ pub fn compare<M: Module>(world: &World, parameters: &[Parameter], model: &M) ->
         }),
         None => Ok(()),
     }
+}
+
+/// The first parameter that two models do not have in common: its path, and what it is in both.
+fn first_difference(first: &[Parameter], own: &[Parameter]) -> Option<(String, String, String)> {
+    let described = |parameter: Option<&Parameter>| match parameter {
+        Some(found) => format!("{:?} {} ({:?})", found.shape, found.dtype.name(), found.work),
+        None => "absent".to_owned(),
+    };
+    let at = (0..first.len().max(own.len())).find(|at| first.get(*at) != own.get(*at))?;
+    let (first, own) = (first.get(at), own.get(at));
+    // Where one is missing or of another name, both names tell more than one.
+    let named = |found: Option<&Parameter>| found.map(|found| found.path.clone());
+    let parameter = match (named(first), named(own)) {
+        (Some(first), Some(own)) if first != own => format!("{first}` / `{own}"),
+        (first, own) => first.or(own).expect("one of them is there"),
+    };
+    Some((parameter, described(first), described(own)))
 }
 
 /// The plan of all ranks: made by rank 0, since one that was searched for with a time limit may
@@ -87,29 +116,30 @@ pub fn plan(
         0 => Plan::new(parameters.clone(), world.size(), &settings, costs).map(Some),
         _ => Ok(None),
     };
-    let owners = world.agree(own)?.map(|plan| plan.owners_in(&order));
-    let owners = world.all_gather_value(&owners)?.swap_remove(0).expect("rank 0 has made it");
+    let owners = world.agree(own)?.map_or(vec![], |plan| plan.owners_in(&order));
+    let owners = world.broadcast_value(&owners, 0)?;
     let plan = Plan::with_owners(parameters, world.size(), &settings, owners);
     let plan = world.agree(plan)?;
-    let digests = world.all_gather_value(&plan.digest())?;
-    match digests.iter().position(|digest| *digest != digests[0]) {
-        Some(rank) => Err(Error::Mismatch {
+    match world.compare(&plan.digest(), |first, own| (first != own).then_some(()))? {
+        Some((rank, ())) => Err(Error::Mismatch {
             calls: format!("rank {rank} has another plan than rank 0, so another configuration"),
         }),
         None => Ok(plan),
     }
 }
 
-/// The first parameter that has not the values that it has on rank 0. Element by element: sums depend
-/// on the order in which a device takes them.
-fn other_values<M: Module>(world: &World, model: &M) -> Result<Option<String>> {
-    let mut differences = Vec::new();
-    for own in values(model) {
-        let first = world.comm().broadcast(own.clone(), 0)?.wait()?;
-        let both_undefined = own.clone().is_nan().bool_and(first.clone().is_nan());
-        differences.push(own.not_equal(first).bool_and(both_undefined.bool_not()).any());
+/// The paths and checksums of a model's parameters, of the bits of their values.
+fn checksums<M: Module>(model: &M) -> Vec<(String, u32)> {
+    let mut sums = Checksums(vec![]);
+    model.visit(&mut sums);
+    let paths = Walk::through(model).into_iter().map(|found| found.path);
+    paths.zip(sums.0).collect()
+}
+
+struct Checksums(Vec<u32>);
+
+impl ModuleVisitor for Checksums {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.0.push(crc32fast::hash(param.val().inner().into_data().as_bytes()));
     }
-    let differences = Tensor::cat(differences, 0).into_data();
-    let mut paths = Walk::through(model).into_iter().zip(differences.iter::<bool>());
-    Ok(paths.find_map(|(found, differs)| differs.then_some(found.path)))
 }

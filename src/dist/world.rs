@@ -9,19 +9,18 @@ use std::thread;
 use std::time::Duration;
 
 use burn::backend::{Backend, Device as _, DeviceId, Dispatch, DispatchDevice};
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
-use burn::tensor::{Device, Tensor};
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{Device, Shape, Tensor};
 #[cfg(feature = "cuda")]
 use burn_cubecl::CubeDevice;
 use comfy_table::{Table, presets};
-use serde::{Serialize, de::DeserializeOwned};
-
 #[cfg(feature = "mpi")]
 use super::comm::Mpi;
 #[cfg(feature = "cuda")]
 use super::comm::Nccl;
-use super::comm::{Communicator, Hierarchy, Pending, Threads};
-use super::held::in_place_of;
+use super::comm::{Communicator, Hierarchy, Threads};
+use super::config::IN_FLIGHT;
+use super::held::{in_place_of, placeholder};
 #[cfg(feature = "processes")]
 use super::launch::Launch;
 use crate::error::{Error, Result};
@@ -233,16 +232,18 @@ impl World {
         Ok(Self { comm, device })
     }
 
-    /// Who takes part, on one screen: engine, version, and every rank's host and device. All ranks
-    /// make this call.
+    /// Who takes part: engine, library, and every rank's host and device, as a table on rank 0 and as
+    /// one line about this rank on the others. All ranks make this call.
     ///
     /// # Errors
     ///
     /// As every collective.
     pub fn describe(&self) -> Result<String> {
         let host = gethostname::gethostname().to_string_lossy().into_owned();
-        let device = format!("{:?}", self.device);
-        let places = self.all_gather_value(&[host, self.comm.version(), device])?;
+        let own = [host, self.comm.version(), format!("{:?}", self.device)];
+        let Some(places) = self.gather_value(&own, 0)? else {
+            return Ok(format!("rank {}: {}", self.rank(), own.join(", ")));
+        };
         let mut table = Table::new();
         table.load_style(presets::NOTHING).set_header(["rank", "host", "library", "device"]);
         for (rank, [host, version, device]) in places.iter().enumerate() {
@@ -285,36 +286,6 @@ impl World {
         Ok(Self::new(self.comm.split(color, key)?.into(), self.device.clone()))
     }
 
-    /// A value of every rank, to all ranks.
-    ///
-    /// # Errors
-    ///
-    /// As every collective.
-    ///
-    /// # Panics
-    ///
-    /// If the value can't be written as JSON and read back.
-    pub fn all_gather_value<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
-        let bytes = serde_json::to_vec(value).expect("a value that can be written as JSON");
-        let all = self.comm.all_gather_bytes(bytes)?.into_iter();
-        Ok(all.map(|bytes| serde_json::from_slice(&bytes).expect("the same type")).collect())
-    }
-
-    /// The outcome of something that all ranks have done, if it went well on all of them.
-    ///
-    /// # Errors
-    ///
-    /// The own error, or else [`Error::PeerFailed`] with the first rank that has one.
-    pub fn agree<T>(&self, outcome: Result<T>) -> Result<T> {
-        let cause = outcome.as_ref().err().map(ToString::to_string);
-        let causes = self.all_gather_value(&cause)?;
-        let value = outcome?;
-        match causes.into_iter().enumerate().find_map(|(rank, cause)| Some((rank, cause?))) {
-            Some((rank, cause)) => Err(Error::PeerFailed { rank, cause }),
-            None => Ok(value),
-        }
-    }
-
     /// A model whose parameters are those of rank 0, so that all ranks start alike.
     ///
     /// # Errors
@@ -322,10 +293,20 @@ impl World {
     /// As every collective; [`Error::Mismatch`] for models of different shapes.
     pub fn broadcast<M: Module>(&self, model: M) -> Result<M> {
         // Nobody waits inside a map: modules may hold locks there that ranks share.
-        let started = values(&model).into_iter().map(|own| self.comm.broadcast(own, 0));
-        let started = started.collect::<Result<Vec<_>>>()?;
-        let first = started.into_iter().map(Pending::wait).collect::<Result<VecDeque<_>>>()?;
-        Ok(model.map(&mut Values(first)))
+        let mut values = Values::default();
+        let model = model.map(&mut Take(&mut values));
+        let mut first = VecDeque::new();
+        let mut pending = VecDeque::new();
+        while let Some((value, shape)) = values.pop_front() {
+            pending.push_back((self.comm.broadcast(value, 0)?, shape));
+            // Not all at once: that would hold the model twice.
+            if pending.len() == IN_FLIGHT || values.is_empty() {
+                for (value, shape) in pending.drain(..) {
+                    first.push_back((value.wait()?, shape));
+                }
+            }
+        }
+        Ok(model.map(&mut PutBack(first)))
     }
 }
 
@@ -356,25 +337,29 @@ pub(super) fn message(panic: &(dyn Any + Send)) -> &str {
     text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("without a message")
 }
 
-/// The values of a model's parameters, flat and in its order.
-pub(super) fn values<M: Module>(model: &M) -> VecDeque<Tensor<1>> {
-    let mut values = Values(VecDeque::new());
-    model.visit(&mut values);
-    values.0
-}
+/// The values of a model's parameters in its order, flat, and their shapes.
+type Values = VecDeque<(Tensor<1>, Shape)>;
 
-/// Collects the values of a model, or puts others in their place.
-struct Values(VecDeque<Tensor<1>>);
+/// Takes the values out of a model, which keeps placeholders.
+struct Take<'a>(&'a mut Values);
 
-impl ModuleVisitor for Values {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.0.push_back(param.val().inner().reshape([-1]));
+/// Puts values where [`Take`] has left placeholders.
+struct PutBack(Values);
+
+impl ModuleMapper for Take<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|value| {
+            let placeholder = placeholder(&value);
+            let shape = value.shape();
+            self.0.push_back((value.inner().reshape([-1]), shape));
+            placeholder
+        })
     }
 }
 
-impl ModuleMapper for Values {
+impl ModuleMapper for PutBack {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let value = self.0.pop_front().expect("as many as were visited");
-        param.map(|old| in_place_of(&old, value.reshape(old.shape())))
+        let (value, shape) = self.0.pop_front().expect("as many as were taken");
+        param.map(|old| in_place_of(&old, value.reshape(shape)))
     }
 }

@@ -156,6 +156,11 @@ impl Pending {
         Self::new(move || Ok(tensor))
     }
 
+    /// Bytes that the call holds until then.
+    pub fn bytes(&self) -> usize {
+        0
+    }
+
     /// Waits for the result, or until the device makes everything wait that uses it: see
     /// [`Communicator::synchronize`].
     ///
