@@ -18,7 +18,7 @@ use std::time::Duration;
 use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 use common::{Fixed, gradients, weights};
 #[cfg(feature = "cuda")]
 use distmuon::dist::Launch;
@@ -103,7 +103,7 @@ fn a_rank_that_fails_fails_all() {
                 net = optim.step(0.01, net, gradients)?;
                 fail(1)?;
             }
-            let ones = Tensor::<1>::ones([4], &Device::default());
+            let ones = Tensor::<1>::ones([4], (&Device::default(), DType::F32));
             let pending = world.comm().all_reduce(ones.clone(), ReduceOp::Sum)?;
             fail(2)?;
             pending.wait()?;
@@ -154,7 +154,7 @@ fn a_rank_that_is_late_is_given_up() {
 
 fn different_calls_are_named() {
     let calls = ranks(2, |world| {
-        let ones = Tensor::<1>::ones([4], &Device::default());
+        let ones = Tensor::<1>::ones([4], (&Device::default(), DType::F32));
         let started = match world.rank() {
             0 => world.comm().all_reduce(ones, ReduceOp::Sum),
             _ => world.comm().broadcast(ones, 0),
@@ -184,7 +184,7 @@ fn a_failure_is_told_though_results_are_in_use() {
             return Err(Error::EmptyModel);
         }
         let comm = world.comm();
-        let ones = || Tensor::<1>::ones([4], &Device::default());
+        let ones = || Tensor::<1>::ones([4], (&Device::default(), DType::F32));
         let pending = comm.all_reduce(ones(), ReduceOp::Sum)?;
         started.wait();
         let result = pending.wait();
@@ -221,7 +221,7 @@ fn a_failure_is_told_though_results_are_in_use() {
 #[cfg(feature = "cuda")]
 fn what_nccl_says_is_passed_on() {
     let seen = ranks(RANKS, |world| {
-        let ones = || Tensor::<1>::ones([4], &Device::default());
+        let ones = || Tensor::<1>::ones([4], (&Device::default(), DType::F32));
         world.comm().all_reduce(ones(), ReduceOp::Sum)?.wait()?;
         world.comm().barrier()?;
         if world.rank() == VICTIM {

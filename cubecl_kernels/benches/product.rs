@@ -100,7 +100,8 @@ fn strategies() -> Vec<(&'static str, Strategy)> {
 fn full(client: &Client, a: &Matrices, b: &Matrices, strategy: &Strategy) -> Result<(), String> {
     let result = Matrices::empty(client, a.dtype, [a.shape[0], a.shape[1], b.shape[2]]);
     let mut types = MatmulElems::from_single_dtype(a.dtype);
-    let [lhs, rhs] = [a, b].map(|x| InputBinding::new(x.binding(), x.dtype));
-    launch_ref(strategy, client, lhs, rhs, result.binding(), &mut types)
-        .map_err(|error| error.to_string())
+    // SAFETY: all three were allocated for their shapes.
+    let [a, b, c] = [a, b, &result].map(|x| unsafe { x.binding() });
+    let [lhs, rhs] = [a, b].map(|x| InputBinding::new(x, result.dtype));
+    launch_ref(strategy, client, lhs, rhs, c, &mut types).map_err(|error| error.to_string())
 }

@@ -476,6 +476,7 @@ fn others(host: &Client, properties: &Arc<DeviceProperties>, dtype: ElemType) ->
     let tile = mirror::TILE;
     let addend = || ComptimeOptionArgs::Some(buffer());
     vec![
+        kernel!("ones", fused::ones_kernel, line, buffer(), count),
         kernel!(
             "finite",
             fused::finite_kernel,

@@ -103,6 +103,6 @@ pub(crate) fn check_buffer(
     elements: usize,
     dtype: ElemType,
 ) -> Result<()> {
-    let (bytes, needed) = (handle.size_in_used(), (elements * dtype.size()) as u64);
+    let (bytes, needed) = (handle.size_in_used(), elements.saturating_mul(dtype.size()) as u64);
     if bytes < needed { Err(Error::Buffer { what, bytes, needed }) } else { Ok(()) }
 }

@@ -56,12 +56,12 @@ impl Matrices {
         steps.iter().zip(self.strides).all(|((size, step), stride)| *size <= 1 || stride == *step)
     }
 
-    /// Elements up to the last one.
+    /// Elements up to the last one. No buffer has so many as where this saturates.
     pub(crate) fn extent(&self) -> usize {
-        let last = |(size, stride): (&usize, &usize)| (size - 1) * stride;
+        let last = |(size, stride): (&usize, &usize)| (size - 1).saturating_mul(*stride);
         match self.shape.contains(&0) {
             true => 0,
-            false => 1 + self.shape.iter().zip(&self.strides).map(last).sum::<usize>(),
+            false => self.shape.iter().zip(&self.strides).map(last).fold(1, usize::saturating_add),
         }
     }
 
@@ -84,8 +84,12 @@ impl Matrices {
     }
 
     /// The matrices as CubeCL describes tensors.
-    pub fn binding(&self) -> TensorBinding {
-        // SAFETY: the buffer holds the elements at these strides, by the contract of the type.
+    ///
+    /// # Safety
+    ///
+    /// The buffer holds the elements of all matrices at their strides.
+    pub unsafe fn binding(&self) -> TensorBinding {
+        // SAFETY: by the contract of this function.
         unsafe {
             TensorBinding::from_raw_parts(
                 self.handle.clone(),

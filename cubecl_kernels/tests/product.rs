@@ -265,7 +265,9 @@ fn offsets_beyond_32_bits() {
         let start = (i * apart * size_of::<F>()) as u64;
         let target = buffer.clone().offset_start(start);
         let [from, to] = [upload::<F>(&client, values), target]
-            .map(|handle| Matrices::contiguous(handle, dtype, [1, m, inner]).binding());
+            .map(|handle| Matrices::contiguous(handle, dtype, [1, m, inner]));
+        // SAFETY: both buffers have room for a matrix.
+        let [from, to] = [from, to].map(|matrices| unsafe { matrices.binding() });
         copy_into(&client, from, to, dtype);
     }
     let shape = [2, m, inner];
@@ -379,6 +381,17 @@ fn what_does_not_go_together_is_refused() {
     says(error(&of([1, 4, 0]), &of([1, 0, 4]), None, Triangle::Full), "inner");
     let scattered = Matrices { strides: [24, 12, 2], ..of([1, 2, 6]) };
     says(error(&scattered, &b, None, Triangle::Full), "copy it");
+    // So far apart that their addresses would wrap around.
+    let apart = Matrices { strides: [usize::MAX, 6, 1], ..of([2, 2, 6]) };
+    let product = Product {
+        a: &apart,
+        b: &of([2, 6, 2]),
+        alpha: 1.0,
+        addend: None,
+        triangle: Triangle::Full,
+    };
+    let refused = product.launch(&client, &tiling).unwrap_err();
+    assert!(matches!(refused, Error::Buffer { .. } | Error::TooLarge { .. }), "{refused}");
     let count = 1 << 20;
     if count > client.properties().hardware.max_cube_count.2 as usize {
         let many = Matrices { shape: [count, 1, 1], strides: [0, 1, 1], ..of([1, 1, 1]) };

@@ -158,7 +158,8 @@ impl CostSource {
                     .map(|(shape, dtype)| Ok((shape, measure(iteration, shape, dtype, &device)?)));
                 let own = measured.collect::<Result<Vec<_>>>().map(Costs::new);
                 let all = world.gather_value(&world.agree(own)?, 0)?.unwrap_or_default();
-                let slowest = all.iter().fold(Costs::default(), |costs, other| costs.maximum(other));
+                let slowest =
+                    all.iter().fold(Costs::default(), |costs, other| costs.maximum(other));
                 world.broadcast_value(&slowest, 0)
             }
         }

@@ -198,13 +198,15 @@ impl Take<'_> {
 }
 
 impl Take<'_> {
-    /// Refuses a gradient of a parameter that the plan does not know.
+    /// Refuses a parameter that is to be trained now and that the plan does not know.
     fn refuse_untrained<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.gradients.get::<D>(param.id).is_some() {
+        let is_trained = param.is_require_grad() && self.gradients.get::<D>(param.id).is_some();
+        if is_trained {
             self.error.get_or_insert(Error::Parameter {
                 parameter: self.walk.names.join("."),
                 rank: self.rank,
-                reason: "it has a gradient, and was frozen or absent when the optimizer was made".into(),
+                reason: "it has a gradient, and was frozen or absent when the optimizer was made"
+                    .into(),
                 remedy: "make a new optimizer for this model, or leave its gradient out",
             });
         }

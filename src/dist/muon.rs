@@ -8,6 +8,7 @@ use burn::module::Module;
 use burn::optim::{LearningRate, ModuleOptimizer, Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Tensor};
 
+use super::agree::{digest, unite};
 use super::comm::{Communicator, Threads};
 use super::config::{DistMuonConfig, Gradients};
 use super::{DEADLINE, World};
@@ -30,6 +31,7 @@ use crate::muon::{Muon, MuonConfig, MuonState};
 /// - no plan: of each new parameter, in the order in which they arrive, the owner is the rank
 ///   with the least work so far. It stays the owner, as the state says;
 /// - no shared AdamW: what is not a matrix is updated by every rank;
+/// - no message for several parameters: each takes a small one through rank 0, and its broadcast;
 /// - no checkpoint of the whole: every rank has to save and load its own record. The record of a
 ///   single-device [`Muon`] can be loaded on all of them.
 ///
@@ -185,7 +187,7 @@ impl DistMuon {
             Some(place) => place,
             None => rank.deal(self.rule.operations(&shape, parameter.dtype(), &device)?),
         };
-        self.check(comm, &shape, place, muon.as_ref())?;
+        self.check(comm, &shape, lr, place, muon.as_ref())?;
         let (own, muon) = if place.owner == comm.rank() {
             self.rule.try_step(lr, parameter, grad, muon)?
         } else {
@@ -201,11 +203,12 @@ impl DistMuon {
         Ok((updated, DistMuonState { muon, place: Some(place) }))
     }
 
-    /// Makes sure that all ranks are at the same parameter, and that the owner has its momentum.
+    /// Makes sure that all ranks are at the same parameter and learning rate, and that the owner has its momentum.
     fn check<const D: usize>(
         &self,
         comm: &dyn Communicator,
         shape: &[usize; D],
+        lr: LearningRate,
         Place { owner, arrival }: Place,
         state: Option<&MuonState<D>>,
     ) -> Result<()> {
@@ -221,16 +224,15 @@ impl DistMuon {
         {
             return refuse(format!("its momentum is {:?} at its owner", state.momentum.dims()));
         }
-        let call = format!("step {arrival} `{path}` {shape:?} of rank {owner}");
-        let calls = comm.all_gather_bytes(call.clone().into_bytes())?;
-        match calls.iter().position(|other| other != call.as_bytes()) {
-            Some(other) => {
-                let theirs = String::from_utf8_lossy(&calls[other]);
-                let calls = format!("rank {rank}: {call}, rank {other}: {theirs}");
-                Err(Error::Mismatch { calls })
-            }
-            None => Ok(()),
+        let call = format!("step {arrival} `{path}` {shape:?} of rank {owner} at rate {lr}");
+        if unite(comm, vec![], digest(&call))?.is_some() {
+            return Ok(());
         }
+        let calls = comm.all_gather_bytes(call.clone().into_bytes())?;
+        let other = calls.iter().position(|other| other != call.as_bytes());
+        let other = other.expect("their digests differ");
+        let theirs = String::from_utf8_lossy(&calls[other]);
+        Err(Error::Mismatch { calls: format!("rank {rank}: {call}, rank {other}: {theirs}") })
     }
 }
 

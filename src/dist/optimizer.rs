@@ -233,8 +233,7 @@ impl DistModuleOptimizer {
         gradients: GradientsParams,
     ) -> Result<M> {
         let (rank, device) = (self.world.rank(), self.device());
-        let (model, held) =
-            Held::take(model, gradients, self.plan.parameters(), rank, &device)?;
+        let (model, held) = Held::take(model, gradients, self.plan.parameters(), rank, &device)?;
         for (member, id) in self.members.iter_mut().zip(&held.ids) {
             member.id = *id;
         }
@@ -342,9 +341,7 @@ impl DistModuleOptimizer {
         bucket.parameters.iter().for_each(|number| _ = gradients.take(*number));
         match (self.gradients, bucket.kind) {
             (Gradients::Averaged, _) => Ok(Pending::ready(packed)),
-            (Gradients::PerRank, BucketKind::Replicated) => {
-                comm.all_reduce(packed, ReduceOp::Mean)
-            }
+            (Gradients::PerRank, BucketKind::Replicated) => comm.all_reduce(packed, ReduceOp::Mean),
             (Gradients::PerRank, _) => comm.reduce_scatter(packed, &bucket.counts, ReduceOp::Mean),
         }
     }
@@ -408,7 +405,8 @@ impl DistModuleOptimizer {
         let mut published = 0;
         for (bucket, Share { gradients, .. }) in shares.into_iter().enumerate() {
             let shard = &mut self.shards[bucket];
-            let values = pack(&mut step.held.parameters, &shard.bucket, shard.range.clone(), &device);
+            let values =
+                pack(&mut step.held.parameters, &shard.bucket, shard.range.clone(), &device);
             let share = bytes(&gradients);
             let updated = shard.update(gradients, values, rows, clip, &times);
             let bucket = &self.shards[bucket].bucket;

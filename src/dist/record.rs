@@ -66,7 +66,8 @@ impl DistModuleOptimizer {
                 .with_scalar(&format!("{id}.__rank"), Scalar::from(rank))
                 .with_metadata(&id.to_string(), &parameter.path);
             if matches!(parameter.work, Work::Matrices { .. }) {
-                writer = writer.with_scalar(&format!("{id}.time"), Scalar::from(self.members[number].time));
+                writer = writer
+                    .with_scalar(&format!("{id}.time"), Scalar::from(self.members[number].time));
             }
         }
         let bytes = writer.into_bytes().expect("names are distinct and sizes known");
@@ -178,8 +179,8 @@ impl DistModuleOptimizer {
             member.time = times.get(&member.path).copied().unwrap_or(0);
             let _ = number;
         }
-        let [skipped, first, second] =
-            counters.map(|values| Tensor::from_data(TensorData::from(&*values), (&device, DType::F32)));
+        let [skipped, first, second] = counters
+            .map(|values| Tensor::from_data(TensorData::from(&*values), (&device, DType::F32)));
         self.counters = Counters { skipped, corrections: [first, second] };
         Ok(())
     }

@@ -8,12 +8,6 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use burn::backend::{Backend, Device as _, DeviceId, Dispatch, DispatchDevice};
-use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{Device, Shape, Tensor};
-#[cfg(feature = "cuda")]
-use burn_cubecl::CubeDevice;
-use comfy_table::{Table, presets};
 #[cfg(feature = "mpi")]
 use super::comm::Mpi;
 #[cfg(feature = "cuda")]
@@ -24,6 +18,12 @@ use super::held::{in_place_of, placeholder};
 #[cfg(feature = "processes")]
 use super::launch::Launch;
 use crate::error::{Error, Result};
+use burn::backend::{Backend, Device as _, DeviceId, Dispatch, DispatchDevice};
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{Device, Shape, Tensor};
+#[cfg(feature = "cuda")]
+use burn_cubecl::CubeDevice;
+use comfy_table::{Table, presets};
 
 /// How long a rank waits for another before it gives up for all, unless told otherwise.
 pub const DEADLINE: Duration = Duration::from_secs(600);

@@ -102,7 +102,7 @@ pub fn bits<const D: usize>(tensor: &Tensor<D>) -> Vec<u8> {
     tensor.to_data().as_bytes().to_vec()
 }
 
-/// Values that depend on no generator that other tests use.
+/// Values in float32, whatever the device's default is, that depend on no generator that other tests use.
 pub struct Fixed(pub StdRng);
 
 impl ModuleMapper for Fixed {
@@ -110,7 +110,7 @@ impl ModuleMapper for Fixed {
         param.map(|old| {
             let values = (0..old.shape().num_elements()).map(|_| self.0.random_range(-0.3..0.3));
             let values = TensorData::new(values.collect::<Vec<f32>>(), old.shape());
-            Tensor::from_data(values, &old.device()).require_grad()
+            Tensor::from_data(values, (&old.device(), DType::F32)).require_grad()
         })
     }
 }

@@ -2,6 +2,7 @@
 //! move.
 
 mod checkpoints;
+mod clock;
 mod collectives;
 #[path = "../common/mod.rs"]
 mod common;
@@ -22,7 +23,7 @@ use std::time::Duration;
 use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Distribution, Tensor};
+use burn::tensor::{DType, Device, Distribution, FloatDType, IntDType, Tensor};
 use common::{gradients, weights};
 use distmuon::dist::{DistMuonConfig, World};
 use distmuon::{MuonConfig, Result, Rule};
@@ -33,7 +34,8 @@ use worlds::Case;
 
 /// Cases that all ranks end well.
 fn sound() -> Vec<Case> {
-    [steps::SOUND, shapes::SOUND, collectives::SOUND, nodes::SOUND, checkpoints::SOUND].concat()
+    let cases = [steps::SOUND, shapes::SOUND, collectives::SOUND, nodes::SOUND];
+    [&cases[..], &[checkpoints::SOUND, clock::SOUND]].concat().concat()
 }
 
 /// Cases that end their world, or look into it from outside.
@@ -41,7 +43,23 @@ fn others() -> Vec<Case> {
     [steps::OTHERS, checkpoints::OTHERS, refusals::OTHERS].concat()
 }
 
+/// Configures the default type of the device, as `DISTMUON_TEST_FLOAT` says: nothing in the crate may depend
+/// on it. A process can do so once, before it uses the device.
+fn configure() {
+    let dtype = match std::env::var("DISTMUON_TEST_FLOAT").as_deref() {
+        Ok("bf16") => FloatDType::BF16,
+        Ok("f64") => FloatDType::F64,
+        Ok(other) => panic!("DISTMUON_TEST_FLOAT is {other}: set it to bf16 or f64"),
+        Err(_) => return,
+    };
+    let mut device = Device::default();
+    device.configure((dtype, IntDType::I32)).expect("the device takes the type");
+    let one = Tensor::<1>::ones([1], &device);
+    assert_eq!(FloatDType::from(one.dtype()), dtype, "the device is configured");
+}
+
 fn main() {
+    configure();
     #[cfg(feature = "cuda")]
     host::use_test_library();
     #[cfg(feature = "mpi")]
@@ -92,6 +110,7 @@ impl Net {
     }
 
     fn values(&self) -> Vec<f64> {
+        assert_eq!(self.head.weight.val().dtype(), DType::F32);
         let floats = self.weights().concat();
         let float = |b: &[u8]| f64::from(f32::from_le_bytes(b.try_into().expect("four bytes")));
         floats.chunks(4).map(float).collect()

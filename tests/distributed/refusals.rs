@@ -3,7 +3,7 @@
 use burn::module::Module;
 use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 use distmuon::dist::{DistMuonConfig, World};
 use distmuon::{Error, MuonConfig};
 
@@ -16,6 +16,10 @@ pub const OTHERS: &[Case] = cases![
     a_world_has_a_rank,
     devices_of_two_backends_are_no_world,
     tensors_on_another_device_are_named,
+    learning_rates_that_differ_are_named_before_a_step,
+    configurations_that_differ_are_named,
+    shared_parameters_are_refused_with_both_paths,
+    a_gradient_of_a_parameter_that_was_frozen_is_refused,
 ];
 
 fn models_that_differ_are_named() {
@@ -47,7 +51,7 @@ fn bad_gradients_and_settings_are_refused_on_all_ranks() {
         let mut optim = config().init(&world, &net)?;
         let mut gradients = net.gradients(1);
         if world.rank() == 1 {
-            let turned = Tensor::<2>::ones([31, 5], &Device::default());
+            let turned = Tensor::<2>::ones([31, 5], (&Device::default(), DType::F32));
             gradients.register(net.wide.weight.id, turned);
         }
         Ok(optim.step(0.01, net, gradients).map(|_| ()).unwrap_err())
@@ -71,6 +75,7 @@ fn bad_gradients_and_settings_are_refused_on_all_ranks() {
     refused(config().with_bucket_mb(0.0), "bucket_mb");
     refused(config().with_bucket_mb(f64::NAN), "bucket_mb");
     refused(config().with_max_norm(Some(-1.0)), "max_norm");
+    refused(config().with_in_flight(0), "in_flight");
     let clipping = burn::grad_clipping::GradientClippingConfig::Norm(1.0);
     let muon = MuonConfig::new().with_grad_clipping(Some(clipping));
     refused(DistMuonConfig::new().with_muon(muon), "muon.grad_clipping");
@@ -101,7 +106,7 @@ fn tensors_on_another_device_are_named() {
     };
     let net = Net::new(&device);
     let mut gradients = net.gradients(1);
-    let away = Tensor::<2>::ones(net.wide.weight.dims(), &other);
+    let away = Tensor::<2>::ones(net.wide.weight.dims(), (&other, DType::F32));
     gradients.register(net.wide.weight.id, away);
     refused(net, gradients, "its gradient is on");
 
@@ -109,6 +114,78 @@ fn tensors_on_another_device_are_named() {
     let gradients = net.gradients(1);
     net.wide = net.wide.to_device(&other.autodiff());
     refused(net, gradients, "it is on");
+}
+
+fn learning_rates_that_differ_are_named_before_a_step() {
+    let errors = ranks_here(3, |world| {
+        let net = Net::new(world.device());
+        let mut optim = config().init(&world, &net)?;
+        let lr = |step: u64| if step == 1 && world.rank() == 2 { 0.02 } else { 0.01 };
+        let gradients = net.gradients(0);
+        let net = optim.step(lr(0), net, gradients)?;
+        let gradients = net.gradients(1);
+        Ok(optim.step(lr(1), net, gradients).map(|_| ()).unwrap_err())
+    });
+    for error in errors.unwrap() {
+        let Error::SettingsDiffer { rank: 2, setting, other, first } = &error else {
+            panic!("{error}")
+        };
+        assert_eq!(
+            [setting, other, first],
+            ["learning rate of `embedding.weight`", "0.02", "0.01"]
+        );
+    }
+}
+
+fn configurations_that_differ_are_named() {
+    let errors = ranks_here(3, |world| {
+        let net = Net::new(world.device());
+        let mut config = config();
+        if world.rank() == 1 {
+            config.muon.adamw.beta_2 = 0.99;
+        }
+        Ok(config.init(&world, &net).map(|_| ()).unwrap_err())
+    });
+    for error in errors.unwrap() {
+        let Error::SettingsDiffer { rank: 1, setting, other, first } = &error else {
+            panic!("{error}")
+        };
+        assert_eq!([setting, other, first], ["muon.adamw.beta_2", "0.99", "0.95"]);
+    }
+}
+
+fn shared_parameters_are_refused_with_both_paths() {
+    let layer = LinearConfig::new(8, 8).init(&device());
+    let tied = vec![layer.clone(), layer];
+    let named = |error: Error| {
+        let Error::Shared { first, second } = &error else { panic!("{error}") };
+        assert_eq!([first, second], ["0.weight", "1.weight"]);
+    };
+    named(DistMuonConfig::new().init(&World::alone(device()), &tied).map(|_| ()).unwrap_err());
+    named(MuonConfig::new().try_init(&tied).map(|_| ()).unwrap_err());
+    // Frozen, they stay one.
+    let tied = vec![tied[0].clone(), tied[1].clone(), LinearConfig::new(8, 8).init(&device())];
+    let tied: Vec<_> =
+        tied.into_iter().enumerate().map(|(at, l)| if at < 2 { l.no_grad() } else { l }).collect();
+    assert!(MuonConfig::new().try_init(&tied).is_ok());
+}
+
+fn a_gradient_of_a_parameter_that_was_frozen_is_refused() {
+    let mut net = Net::new(&device());
+    let trained = net.wide.clone();
+    net.wide = net.wide.no_grad();
+    let mut optim = config().init(&World::alone(device()), &net).unwrap();
+    // Frozen parameters may be left alone.
+    let mut gradients = net.gradients(0);
+    gradients.remove::<2>(net.wide.weight.id);
+    gradients.remove::<1>(net.wide.bias.as_ref().expect("it has one").id);
+    let mut net = optim.step(0.01, net, gradients).unwrap();
+    net.wide = trained;
+    let gradients = net.gradients(1);
+    let error = optim.step(0.01, net, gradients).map(|_| ()).unwrap_err();
+    let Error::Parameter { parameter, reason, .. } = &error else { panic!("{error}") };
+    assert_eq!(parameter, "wide.weight");
+    assert!(reason.contains("frozen"), "{error}");
 }
 
 /// Devices of two backends, where there are.

@@ -67,9 +67,9 @@ fn shapes_that_other_systems_are_tested_on() {
         |count, config: &DistMuonConfig| Stack::trained(&shapes, DType::F32, count, config);
     let alone = trained(1, &matrices_only());
     for count in [2, 4] {
-        for overlap in [true, false] {
-            let config = matrices_only().with_bucket_mb(0.002).with_overlap(overlap);
-            assert!(trained(count, &config) == alone, "{count} ranks, overlap {overlap}");
+        for in_flight in [1, 2, 3] {
+            let config = matrices_only().with_bucket_mb(0.002).with_in_flight(in_flight);
+            assert!(trained(count, &config) == alone, "{count} ranks, {in_flight} in flight");
         }
     }
     for run in 0..10 {

@@ -5,14 +5,19 @@ use std::time::Duration;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{GradientsAccumulator, GradientsParams};
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 use distmuon::dist::plan::Strategy;
 use distmuon::dist::{CostSource, DistMuonConfig, Gradients, World};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
-use crate::common::bits;
+use crate::common::{Fixed, bits, gradients, weights};
 use crate::worlds::{self, Case, cases};
 use crate::{Net, config, device, ranks, ranks_here, trained};
+
+/// For models without experts.
+fn config_of_plain_models() -> DistMuonConfig {
+    DistMuonConfig::new().with_small_elements(16)
+}
 
 pub const SOUND: &[Case] = cases![
     any_number_of_ranks_is_bit_equal_to_one,
@@ -24,6 +29,8 @@ pub const SOUND: &[Case] = cases![
     timing_changes_nothing,
     accumulated_gradients_are_one_step,
     frozen_parameters_take_no_part,
+    a_model_in_the_devices_default_type_is_trained,
+    gradients_whose_squares_overflow_are_clipped_and_not_refused,
 ];
 
 pub const OTHERS: &[Case] = cases![one_rank_is_the_single_device_optimizer, memory_is_shared,];
@@ -31,9 +38,11 @@ pub const OTHERS: &[Case] = cases![one_rank_is_the_single_device_optimizer, memo
 fn any_number_of_ranks_is_bit_equal_to_one() {
     let alone = trained(1, 10, &config());
     for strategy in [Strategy::Greedy, Strategy::BlockCyclic] {
-        for (bucket_mb, overlap) in [(25.0, true), (0.001, true), (0.001, false), (0.01, true)] {
-            let config =
-                config().with_strategy(strategy).with_bucket_mb(bucket_mb).with_overlap(overlap);
+        for (bucket_mb, in_flight) in [(25.0, 3), (0.001, 3), (0.001, 1), (0.01, 100)] {
+            let config = config()
+                .with_strategy(strategy)
+                .with_bucket_mb(bucket_mb)
+                .with_in_flight(in_flight);
             for count in [1, 2, 4] {
                 assert!(trained(count, 10, &config) == alone, "{count} ranks, {config}");
             }
@@ -116,8 +125,10 @@ impl ModuleVisitor for Mean<'_> {
         }
         let mean: Vec<f32> = sum.iter().map(|sum| (sum / self.count as f64) as f32).collect();
         let device = param.val().device().inner();
-        self.grads
-            .register::<D>(param.id, Tensor::from_data(TensorData::new(mean, shape), &device));
+        self.grads.register::<D>(
+            param.id,
+            Tensor::from_data(TensorData::new(mean, shape), (&device, DType::F32)),
+        );
     }
 }
 
@@ -168,7 +179,7 @@ fn a_gradient_that_is_not_finite_stops_its_parameter_on_all_ranks() {
                 for (id, dims) in
                     [(net.embedding.weight.id, [37, 21]), (net.wide.weight.id, [5, 31])]
                 {
-                    let grad = Tensor::<2>::full(dims, 1.0, &Device::default());
+                    let grad = Tensor::<2>::full(dims, 1.0, (&Device::default(), DType::F32));
                     gradients.register(id, grad.slice_fill([1..2, 1..2], f32::NAN));
                 }
             }
@@ -256,6 +267,49 @@ fn frozen_parameters_take_no_part() {
     runs.unwrap();
 }
 
+/// As a user gets it who configures the device, which is Burn's way to train in half precision.
+fn a_model_in_the_devices_default_type_is_trained() {
+    let dtype = Tensor::<1>::ones([1], &Device::default()).dtype();
+    if dtype == DType::F64 {
+        println!("skipped: no collective takes float64");
+        return;
+    }
+    let runs = ranks(2, |world| {
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(world.device());
+        let mut net = world.broadcast(vec![linear(16, 16), linear(16, 8), linear(8, 4)])?;
+        assert_eq!(net[0].weight.val().dtype(), dtype);
+        let mut optim = config_of_plain_models().init(&world, &net)?;
+        let before = weights(&net);
+        for step in 0..3 {
+            let gradients = gradients(&net, step);
+            net = optim.step(0.05, net, gradients)?;
+        }
+        assert!(optim.skipped_steps().is_empty());
+        assert!(weights(&net).iter().zip(&before).all(|(new, old)| new != old));
+        Ok(weights(&net))
+    });
+    let runs = runs.unwrap();
+    assert!(runs[0] == runs[1], "the ranks agree");
+}
+
+fn gradients_whose_squares_overflow_are_clipped_and_not_refused() {
+    for max_norm in [None, Some(1.0)] {
+        let runs = ranks(2, |world| {
+            let net = Net::new(world.device());
+            let mut optim = config().with_max_norm(max_norm).init(&world, &net)?;
+            let mut gradients = net.gradients(1);
+            let huge = Tensor::<2>::full([5, 31], 1e25, (&Device::default(), DType::F32));
+            gradients.register(net.wide.weight.id, huge);
+            let net = optim.step(0.01, net, gradients)?;
+            let finite = net.values().iter().all(|value| value.is_finite());
+            Ok((finite, optim.skipped_steps().len()))
+        });
+        for run in runs.unwrap() {
+            assert_eq!(run, (true, 0), "{max_norm:?}");
+        }
+    }
+}
+
 fn memory_is_shared() {
     #[derive(Module, Debug)]
     struct Matrices {
@@ -263,11 +317,10 @@ fn memory_is_shared() {
     }
     for count in [1, 2, 4, 8] {
         let reports = ranks_here(count, |world| {
-            world.device().seed(1);
             let layer = || LinearConfig::new(32, 32).with_bias(false).init(world.device());
             // The last layer would be taken for the output head.
-            let mut net = Matrices { layers: (0..16).map(|_| layer()).collect() };
-            net = world.broadcast(net)?;
+            let net = Matrices { layers: (0..16).map(|_| layer()).collect() };
+            let net = net.map(&mut Fixed(StdRng::seed_from_u64(1)));
             let mut optim = DistMuonConfig::new().with_max_norm(Some(1.0)).init(&world, &net)?;
             let mut gradients = GradientsParams::new();
             for layer in &net.layers {

@@ -20,7 +20,7 @@ pub use norm::{Norms, normalize, norms};
 #[cfg(test)]
 pub(crate) use {
     adamw::adamw_kernel,
-    muon::{accumulate_kernel, apply_kernel, finite_kernel},
+    muon::{accumulate_kernel, apply_kernel, finite_kernel, ones_kernel},
     norm::{join_kernel, normalize_kernel, norms_kernel},
 };
 

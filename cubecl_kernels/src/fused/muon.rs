@@ -13,7 +13,7 @@ use crate::units::together;
 /// Which matrices of a type are finite: `[k]`, 1 for those, else 0.
 pub fn finite(client: &Client, grads: &Handle, batch: Batch, dtype: ElemType) -> Result<Handle> {
     batch.check(client, &[("the gradient", grads, dtype)])?;
-    let accepted = client.create_from_slice(f32::as_bytes(&vec![1.0; batch.count]));
+    let accepted = ones(client, batch.count);
     if batch.is_empty() {
         return Ok(accepted);
     }
@@ -34,6 +34,35 @@ pub fn finite(client: &Client, grads: &Handle, batch: Batch, dtype: ElemType) ->
         );
     }
     Ok(accepted)
+}
+
+/// So many float32 ones, made on the device: a copy from the host would wait for the bus.
+fn ones(client: &Client, count: usize) -> Handle {
+    let values = client.empty(count * size_of::<f32>());
+    if count > 0 {
+        // SAFETY: the kernel writes below `count`, for which there is room.
+        unsafe {
+            let buffer = BufferArg::from_raw_parts(values.clone(), count);
+            let cubes = CubeCount::Static((count as u32).div_ceil(UNITS), 1, 1);
+            let addresses = AddressType::from_len(count);
+            ones_kernel::launch_unchecked(
+                client,
+                cubes,
+                CubeDim::new_1d(UNITS),
+                addresses,
+                buffer,
+                count,
+            );
+        }
+    }
+    values
+}
+
+#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
+pub(crate) fn ones_kernel(values: &mut [f32], count: usize) {
+    if ABSOLUTE_POS < count {
+        values[ABSOLUTE_POS] = 1.0;
+    }
 }
 
 /// Units that find something write the same zero.

@@ -4,6 +4,7 @@ use cubecl::client::Client;
 use cubecl::ir::{AddressType, DeviceProperties};
 use cubecl::prelude::*;
 use cubecl::std::tensor::launch::ViewArg;
+use cubecl::zspace::{Shape, Strides};
 use cubek_matmul::definition::{
     MatmulAvailabilityError, MatmulElems, MatmulProblem, MatmulSetupError, MatmulVectorSizes,
 };
@@ -38,7 +39,8 @@ fn view(
     vector_size: usize,
     config: GlobalLayoutConfig,
 ) -> ViewArg<BatchedCoords> {
-    let binding = matrices.binding();
+    // SAFETY: a launch has checked the buffers, and without one nothing is read or written.
+    let binding = unsafe { matrices.binding() };
     let layout = GlobalLayoutLaunch::from_handle(&binding, vector_size, config);
     ViewArg::new_tensor::<GlobalLayout>(binding.into_tensor_arg(), layout)
 }
@@ -61,14 +63,16 @@ impl Setup {
         properties: &DeviceProperties,
     ) -> Result<Self, MatmulSetupError> {
         let types = tiling::types(tiling.unit, product.a.dtype, properties);
-        let [a, b, c] = [product.a, product.b, result].map(Matrices::binding);
+        let operands = [product.a, product.b, result];
+        let [a, b, c] = operands.map(|of| Shape::new(of.shape));
+        let [a_strides, b_strides, c_strides] = operands.map(|of| Strides::new(&of.strides));
         let problem = MatmulProblem::from_shapes_and_strides(
-            a.shape,
-            b.shape,
-            c.shape,
-            a.strides,
-            b.strides,
-            c.strides,
+            a,
+            b,
+            c,
+            a_strides,
+            b_strides,
+            c_strides,
             types.as_global_elems(),
             AddressType::from_len(product.extent(result)),
             None,

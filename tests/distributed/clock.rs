@@ -1,0 +1,106 @@
+//! Schedules of a parameter that has no gradient in some steps: an expert without tokens, under a momentum
+//! warm-up.
+
+use std::ops::Range;
+
+use burn::optim::GradientsParams;
+use distmuon::dist::{DistMuonConfig, Gradients, World};
+use distmuon::{Error, MuonConfig, Schedule, checkpoint};
+
+use crate::worlds::{Case, Folder, cases};
+use crate::{Net, config, device, ranks};
+
+pub const SOUND: &[Case] = cases![schedules_are_at_the_same_place_on_any_number_of_ranks,];
+
+const STEPS: u64 = 8;
+const SAVED: u64 = 5;
+
+/// Everything that follows a schedule differs from step to step.
+fn scheduled() -> DistMuonConfig {
+    let config = config().with_gradients(Gradients::Averaged).with_bucket_mb(0.002);
+    let muon = MuonConfig {
+        momentum: Schedule::constant(0.5).linear(STEPS as usize, 0.95),
+        weight_decay: Schedule::constant(0.0).linear(STEPS as usize, 0.4),
+        ..config.muon.clone()
+    };
+    config.with_muon(muon)
+}
+
+/// The first of three equal matrices and the experts get tokens in some steps only, the experts not before
+/// the run was saved.
+fn gradients(net: &Net, step: u64) -> GradientsParams {
+    let mut gradients = net.gradients(step);
+    if step % 3 != 1 {
+        gradients.remove::<2>(net.square[0].weight.id);
+    }
+    if step < SAVED + 1 {
+        gradients.remove::<3>(net.experts.id);
+    }
+    gradients
+}
+
+fn on_ranks(world: &World, path: &std::path::Path, steps: Range<u64>) -> Result<Net, Error> {
+    let mut net = Net::new(world.device());
+    let mut optim = scheduled().init(world, &net)?;
+    if steps.start > 0 {
+        let step: u64;
+        (net, optim, step) = optim.load(path, net)?;
+        assert_eq!(step, steps.start);
+    }
+    for step in steps.clone() {
+        let gradients = gradients(&net, step);
+        net = optim.step(0.05, net, gradients)?;
+    }
+    if steps.end == SAVED {
+        optim.save(path, &net, &SAVED)?;
+    }
+    Ok(net)
+}
+
+fn on_one_device(path: &std::path::Path, steps: Range<u64>) -> Vec<Vec<u8>> {
+    let mut net = Net::new(&device());
+    let mut optim = scheduled().muon.init(&net);
+    if steps.start > 0 {
+        (net, optim, _) = checkpoint::load::<_, u64>(path, net, optim).unwrap();
+    }
+    for step in steps {
+        let gradients = gradients(&net, step);
+        net = optim.step(0.05, net, gradients);
+    }
+    net.weights()
+}
+
+/// `DistMuon` on every rank, which Burn hands one parameter after the other.
+fn by_parameter(world: &World) -> Result<Net, Error> {
+    let mut net = Net::new(world.device());
+    let mut optim = scheduled().build(world)?.init(&net)?;
+    for step in 0..STEPS {
+        let gradients = gradients(&net, step);
+        net = optim.step(0.05, net, gradients);
+    }
+    Ok(net)
+}
+
+fn schedules_are_at_the_same_place_on_any_number_of_ranks() {
+    let folder = Folder::new();
+    let expected = on_one_device(folder.path(), 0..STEPS);
+    for count in [1, 3] {
+        let path = folder.path().join(format!("{count}.ckpt"));
+        let run = |steps: Range<u64>| {
+            ranks(count, |world| Ok(on_ranks(&world, &path, steps.clone())?.weights())).unwrap()
+        };
+        for weights in run(0..STEPS) {
+            assert!(weights == expected, "{count} ranks");
+        }
+        run(0..SAVED);
+        for weights in run(SAVED..STEPS) {
+            assert!(weights == expected, "{count} ranks, saved and loaded");
+        }
+        if path.exists() {
+            assert!(on_one_device(&path, SAVED..STEPS) == expected, "saved on {count} ranks");
+        }
+        for weights in ranks(count, |world| Ok(by_parameter(&world)?.weights())).unwrap() {
+            assert!(weights == expected, "DistMuon on {count} ranks");
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! Kernels that a step launches, copies from the host and copies to it, counted on a CubeCL device: how they
+//! grow with the number of parameters.
+//!
+//! A binary of its own with one test: what counts is one for the process.
+
+#![cfg(feature = "vulkan")]
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, Once};
+
+use burn::module::{Module, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::{DType, Device, Tensor};
+use cubecl::config::memory::MemoryLogLevel;
+use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
+use cubecl::logging::{LaunchObservation, LaunchObserver};
+use distmuon::dist::{DistMuonConfig, World};
+use distmuon::{MuonConfig, Rule};
+
+/// Uploads, those of launch parameters that were not seen before included.
+static WRITES: AtomicUsize = AtomicUsize::new(0);
+/// Uploads of launch parameters.
+static PARAMETERS: AtomicUsize = AtomicUsize::new(0);
+static READS: AtomicUsize = AtomicUsize::new(0);
+
+#[derive(Default)]
+struct Launches(Mutex<Vec<&'static str>>);
+
+impl LaunchObserver for Launches {
+    fn launched(&self, kernel: &'static str) {
+        self.0.lock().expect("no panic under it").push(kernel);
+    }
+}
+
+/// Counts copies by what wgpu and CubeCL's memory say of them.
+struct Copies;
+
+impl log::Log for Copies {
+    fn enabled(&self, metadata: &log::Metadata<'_>) -> bool {
+        metadata.target().starts_with("wgpu_core::device::")
+            || metadata.target() == "cubecl::memory"
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        let text = record.args().to_string();
+        let counter = match record.target() {
+            "wgpu_core::device::queue"
+                if text == "Queue::write_buffer" || text == "Queue::create_staging_buffer" =>
+            {
+                &WRITES
+            }
+            "wgpu_core::device::global" if text.starts_with("Buffer::map_async") => &READS,
+            "cubecl::memory" if text.starts_with("[Uniform GPU Memory] Reserved") => &PARAMETERS,
+            _ => return,
+        };
+        counter.fetch_add(1, Relaxed);
+    }
+
+    fn flush(&self) {}
+}
+
+#[derive(Debug)]
+struct Counted {
+    launches: usize,
+    uploads: usize,
+    reads: usize,
+    kernels: BTreeMap<String, usize>,
+}
+
+fn counted<T>(device: &Device, work: impl FnOnce() -> T) -> (T, Counted) {
+    static LOG: Once = Once::new();
+    LOG.call_once(|| {
+        log::set_logger(&Copies).expect("nobody else logs");
+        log::set_max_level(log::LevelFilter::Trace);
+    });
+    let now = || [&WRITES, &PARAMETERS, &READS].map(|counter| counter.load(Relaxed));
+    // Memory is logged by a task of its own, a moment later.
+    let settle = || {
+        device.sync().expect("the device works");
+        std::thread::sleep(std::time::Duration::from_millis(300));
+    };
+    settle();
+    let launches = Arc::new(Launches::default());
+    let watching = LaunchObservation::new(launches.clone());
+    let before = now();
+    let result = work(); // it lives until all that makes it was launched
+    settle();
+    drop(watching);
+    let after = now();
+    let [writes, parameters, reads] = [0, 1, 2].map(|of: usize| after[of] - before[of]);
+    let names = launches.0.lock().expect("no panic under it");
+    let mut kernels = BTreeMap::new();
+    for name in &*names {
+        let short = name.split('<').next().unwrap_or(name).rsplit("::").next().unwrap_or(name);
+        *kernels.entry(short.to_owned()).or_default() += 1;
+    }
+    let (launches, uploads) = (names.len(), writes - parameters.min(writes));
+    (result, Counted { launches, uploads, reads, kernels })
+}
+
+/// Equal matrices and half as many vectors.
+#[derive(Module, Debug)]
+struct Net {
+    matrices: Vec<Param<Tensor<2>>>,
+    vectors: Vec<Param<Tensor<1>>>,
+}
+
+impl Net {
+    fn new(parameters: usize, device: &Device) -> Self {
+        let dtype = (device, DType::F32);
+        let matrix = |_| Param::from_tensor(Tensor::full([32, 32], 0.1, dtype).require_grad());
+        let vector = |_| Param::from_tensor(Tensor::full([32], 0.1, dtype).require_grad());
+        Self {
+            matrices: (0..parameters - parameters / 3).map(matrix).collect(),
+            vectors: (0..parameters / 3).map(vector).collect(),
+        }
+    }
+
+    fn gradients(&self) -> GradientsParams {
+        let mut gradients = GradientsParams::new();
+        for matrix in &self.matrices {
+            gradients.register(matrix.id, matrix.val().inner().mul_scalar(0.5));
+        }
+        for vector in &self.vectors {
+            gradients.register(vector.id, vector.val().inner().mul_scalar(0.5));
+        }
+        gradients
+    }
+}
+
+/// What the fourth step of a model counts: everything was compiled, tuned and cached before.
+fn step(parameters: usize) -> Counted {
+    let device = Device::default().autodiff();
+    let mut net = Net::new(parameters, &device);
+    let muon = MuonConfig::new().with_rule(Rule::muon("matrices"));
+    let config = DistMuonConfig::new().with_muon(muon);
+    let mut optim = config.init(&World::alone(device.clone()), &net).expect("it fits");
+    for _ in 0..3 {
+        let gradients = net.gradients();
+        net = optim.step(0.01, net, gradients).expect("a step");
+    }
+    let gradients = net.gradients();
+    let (_net, counted) =
+        counted(&device.inner(), || optim.step(0.01, net, gradients).expect("a step"));
+    counted
+}
+
+#[test]
+fn launches_and_copies_of_a_step() {
+    if std::env::var("BURN_DEVICE").as_deref() != Ok("vulkan") {
+        println!("skipped: launches are counted on BURN_DEVICE=vulkan");
+        return;
+    }
+    let mut config = CubeClRuntimeConfig::default();
+    config.memory.logger.level = MemoryLogLevel::Full;
+    config.memory.logger.log = Some(Default::default());
+    CubeClRuntimeConfig::set(config);
+    let [few, many] = [30, 300].map(|parameters| {
+        let counted = step(parameters);
+        println!("{parameters} parameters: {counted:#?}");
+        counted
+    });
+    // Rates, masks and counters of all parameters go to the device at once.
+    assert_eq!((few.uploads, many.uploads), (1, 1));
+    assert_eq!((few.reads, many.reads), (0, 0));
+    let each = (many.launches - few.launches) as f64 / 270.0;
+    println!("{each:.2} launches for each parameter more");
+    assert!(each <= MOST, "{each}");
+}
+
+/// Launches for a parameter more.
+const MOST: f64 = 5.0;
