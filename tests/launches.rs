@@ -60,7 +60,6 @@ impl log::Log for Copies {
     fn flush(&self) {}
 }
 
-#[derive(Debug)]
 struct Counted {
     launches: usize,
     uploads: usize,
@@ -158,7 +157,9 @@ fn launches_and_copies_of_a_step() {
     CubeClRuntimeConfig::set(config);
     let [few, many] = [30, 300].map(|parameters| {
         let counted = step(parameters);
-        println!("{parameters} parameters: {counted:#?}");
+        let Counted { launches, uploads, reads, kernels } = &counted;
+        println!("{parameters} parameters: {launches} launches, {uploads} uploads, {reads} reads");
+        println!("{kernels:#?}");
         counted
     });
     // Rates, masks and counters of all parameters go to the device at once.
@@ -166,8 +167,7 @@ fn launches_and_copies_of_a_step() {
     assert_eq!((few.reads, many.reads), (0, 0));
     let each = (many.launches - few.launches) as f64 / 270.0;
     println!("{each:.2} launches for each parameter more");
-    assert!(each <= MOST, "{each}");
+    // Packing a gradient and its parameter takes one each, and one for the zeros that fill up the last row of
+    // a vector: Burn's `cat` launches a kernel for every input where there are many.
+    assert!(each <= 3.0, "{each}");
 }
-
-/// Launches for a parameter more.
-const MOST: f64 = 5.0;

@@ -248,10 +248,9 @@ impl Run<'_> {
         Ok(losses.into_values().map(f64::from_bits).sum::<f64>() / VALIDATION_BATCHES as f64)
     }
 
-    /// Whether Ctrl-C was pressed, as all ranks see it.
+    /// Returns `true` on all ranks if Ctrl-C was pressed on any.
     fn stopped(&self, world: &World) -> Result<bool> {
-        let stops = world.all_gather_value(&self.stop.load(Ordering::SeqCst))?;
-        Ok(stops.contains(&true))
+        Ok(world.any(self.stop.load(Ordering::SeqCst))?)
     }
 
     fn resumed(

@@ -70,6 +70,15 @@ impl World {
         Ok(from_json(&self.comm().broadcast_bytes(own, root)?))
     }
 
+    /// Returns `true` on all ranks if any of them gives `true`.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn any(&self, here: bool) -> Result<bool> {
+        Ok(self.comm().first_bytes(here.then(Vec::new))?.is_some())
+    }
+
     /// Returns the outcome of something that all ranks have done, if it went well on all of them.
     ///
     /// # Errors

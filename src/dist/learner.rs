@@ -280,7 +280,7 @@ impl<M: LearnerModel> Worker<'_, M> {
         let mut gradients = GradientsAccumulator::new();
         for batch in 1.. {
             let item = self.next(items.next());
-            if self.any(item.is_none() || self.run.interrupter.should_stop())? {
+            if self.world.any(item.is_none() || self.run.interrupter.should_stop())? {
                 break;
             }
             let Some(item) = item else { break };
@@ -332,7 +332,7 @@ impl<M: LearnerModel> Worker<'_, M> {
             return Ok(true);
         }
         let record = if self.run.saves { Some(self.optim.to_record()?) } else { None };
-        let Some(main) = &mut self.main else { return self.any(false) };
+        let Some(main) = &mut self.main else { return self.world.any(false) };
         if let (Some(checkpointer), Some(record)) = (&mut main.checkpointer, record) {
             let model = self.model.clone().expect("every step gives it back");
             self.learner.load_model(model.into_record());
@@ -341,17 +341,12 @@ impl<M: LearnerModel> Worker<'_, M> {
         }
         let early_stopping = main.early_stopping.as_mut();
         let last = early_stopping.is_some_and(|rule| rule.should_stop(epoch, &self.run.store));
-        self.any(last)
-    }
-
-    /// Whether it is so on any rank.
-    fn any(&self, here: bool) -> Result<bool> {
-        Ok(self.world.all_gather_value(&here)?.contains(&true))
+        self.world.any(last)
     }
 
     /// Whether the training was interrupted, as all ranks see it.
     fn stopped(&self) -> Result<bool> {
-        self.any(self.run.interrupter.should_stop())
+        self.world.any(self.run.interrupter.should_stop())
     }
 }
 

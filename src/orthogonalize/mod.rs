@@ -214,7 +214,7 @@ impl NewtonSchulz {
     }
 
     /// Whether the iterations of a shape are recorded once and replayed as one launch, where the device
-    /// has graphs (CUDA, ROCm, wgpu); elsewhere nothing changes. It pays for small matrices, and keeps what a
+    /// has graphs; elsewhere nothing changes. Only those of a software Vulkan device were tried. It pays for small matrices, and keeps what a
     /// recording needs in memory. No other thread may work on the device while a recording is made, which
     /// is at the first step.
     #[cfg_attr(not(feature = "cube"), allow(unused_mut, unused_variables))]

@@ -343,6 +343,23 @@ fn optimal_is_never_worse_than_greedy() {
     }
 }
 
+/// The most that `Strategy::Optimal` tries, in shapes times ranks; beyond, it is `Greedy` at once.
+#[cfg(feature = "optimal")]
+#[test]
+fn optimal_is_greedy_where_the_program_would_be_too_large() {
+    let parameters: Vec<Parameter> =
+        (1..=40).map(|rows| stack(&format!("{rows}"), 3, [rows, 64])).collect();
+    let costs = costs(&parameters, 1e3);
+    let world_size = 64; // 40 shapes on 64 ranks: 2560 > 1024
+    let start = std::time::Instant::now();
+    let optimal = plan(&parameters, world_size, Strategy::Optimal { time_limit_s: 600.0 }, &costs);
+    assert!(start.elapsed().as_secs() < 300, "it does not search");
+    assert_eq!(optimal.owners(), plan(&parameters, world_size, Strategy::Greedy, &costs).owners());
+    // Nor where there is no time.
+    let none = plan(&parameters, 8, Strategy::Optimal { time_limit_s: 0.0 }, &costs);
+    assert_eq!(none.owners(), plan(&parameters, 8, Strategy::Greedy, &costs).owners());
+}
+
 fn any_parameter() -> impl proptest::strategy::Strategy<Value = Parameter> {
     let work = prop_oneof![
         (0..5usize, 1..9usize, 1..9usize).prop_map(|(count, rows, columns)| Work::Matrices {
