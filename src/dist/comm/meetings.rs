@@ -347,41 +347,36 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
     }
 
     /// The ranks of the world that a rank waits for.
-    fn missing<'a>(&'a self, wait: &'a Wait) -> impl Iterator<Item = usize> + 'a {
-        let members: &[usize] = match wait.place {
+    fn missing<'a>(&'a self, wait: &Wait) -> impl Iterator<Item = usize> + 'a {
+        let place = wait.place;
+        let members: &[usize] = match place {
             Place::Here(key) => self.rounds.get(&key).map_or(&[], |round| &round.members),
             #[cfg(feature = "processes")]
             Place::Elsewhere((group, _)) => {
                 self.calls.get(&group).map_or(&[], |calls| &calls.members)
             }
         };
-        let here = match wait.place {
-            Place::Here(key) => self.rounds.get(&key),
-            #[cfg(feature = "processes")]
-            Place::Elsewhere(_) => None,
-        };
-        members.iter().enumerate().filter_map(move |(member, rank)| {
-            let came = match here {
-                Some(round) => round.given[member].is_some(),
-                None => !self.misses(wait, *rank),
-            };
-            (!came).then_some(*rank)
-        })
+        let came = move |(member, rank): &(usize, &usize)| self.has_come(place, *member, **rank);
+        members.iter().enumerate().filter(move |member| !came(member)).map(|(_, rank)| *rank)
     }
 
     /// Returns `true` if a wait is for this rank.
     fn misses(&self, wait: &Wait, rank: usize) -> bool {
-        match wait.place {
-            Place::Here(key) => self.rounds.get(&key).is_some_and(|round| {
-                let member = round.members.iter().position(|member| *member == rank);
-                member.is_some_and(|member| round.given[member].is_none())
-            }),
+        self.missing(wait).any(|missing| missing == rank)
+    }
+
+    /// Returns `true` if a member of a group, a rank of the world, has come to a place.
+    fn has_come(&self, place: Place, member: usize, _rank: usize) -> bool {
+        match place {
+            Place::Here(key) => {
+                self.rounds.get(&key).is_none_or(|round| round.given[member].is_some())
+            }
             #[cfg(feature = "processes")]
             Place::Elsewhere((group, number)) => {
-                let Some(calls) = self.calls.get(&group) else { return false };
-                let reported = calls.latest.get(&rank).is_some_and(|latest| *latest >= number);
-                let made = self.ranks[rank].made.get(&group).is_some_and(|made| *made > number);
-                !reported && !made && calls.members.contains(&rank)
+                let latest = self.calls.get(&group).and_then(|calls| calls.latest.get(&_rank));
+                let made = self.ranks[_rank].made.get(&group);
+                latest.is_some_and(|latest| *latest >= number)
+                    || made.is_some_and(|made| *made > number)
             }
         }
     }
@@ -474,10 +469,13 @@ impl Calls {
         self.latest.insert(rank, number);
         let first = || Reported { call: call.clone(), rank, ranks: 0 };
         self.current.entry(number).or_insert_with(first).ranks += 1;
-        if let Some(reported) = before.and_then(|before| self.current.get_mut(&before)) {
+        let last = before.and_then(|before| Some((before, self.current.get_mut(&before)?)));
+        if let Some((before, reported)) = last {
             reported.ranks -= 1;
+            if reported.ranks == 0 {
+                self.current.remove(&before);
+            }
         }
-        self.current.retain(|_, reported| reported.ranks > 0);
         None
     }
 }

@@ -73,7 +73,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Hall<C, P> {
         (0..size).map(seat).collect()
     }
 
-    fn lock(&self) -> MutexGuard<'_, State<C, P>> {
+    fn lock(&self) -> Guard<'_, C, P> {
         self.state.lock().expect("no thread panics while it holds the lock")
     }
 }
@@ -159,6 +159,9 @@ impl<C: Clone + PartialEq + Display, P: Clone> Seat<C, P> {
     }
 }
 
+/// A lock on the state that is released while a rank waits.
+type Guard<'a, C, P> = MutexGuard<'a, State<C, P>>;
+
 impl<C: Clone + PartialEq + Display, P: Clone> Ticket<C, P> {
     /// Waits until all members have arrived, and returns what they left, in their order.
     ///
@@ -190,8 +193,8 @@ impl<C: Clone + PartialEq + Display, P: Clone> Ticket<C, P> {
 
     fn wait<'a>(
         &'a self,
-        mut state: MutexGuard<'a, State<C, P>>,
-    ) -> (MutexGuard<'a, State<C, P>>, Result<Vec<P>, Failure>) {
+        mut state: Guard<'a, C, P>,
+    ) -> (Guard<'a, C, P>, Result<Vec<P>, Failure>) {
         let place = Place::Here(self.key);
         loop {
             if let Some(payloads) = state.meetings.result(self.key) {

@@ -15,6 +15,8 @@ pub struct Hub {
     meetings: Meetings<Op, Given>,
     /// The ranks in the world of every group's members.
     groups: HashMap<u64, Arc<[usize]>>,
+    /// The index of a rank of the world in a group.
+    indices: HashMap<(u64, usize), usize>,
     /// The bytes given in the rounds that are not complete.
     volumes: HashMap<Key, usize>,
 }
@@ -25,8 +27,23 @@ pub type Outbox = Vec<(usize, Frame)>;
 impl Hub {
     /// A world whose ranks are all in group 0.
     pub fn new(meetings: Meetings<Op, Given>, size: usize) -> Self {
-        let groups = HashMap::from([(0, (0..size).collect())]);
-        Self { meetings, groups, volumes: HashMap::new() }
+        let mut hub = Self {
+            meetings,
+            groups: HashMap::new(),
+            indices: HashMap::new(),
+            volumes: HashMap::new(),
+        };
+        hub.add_group((0..size).collect());
+        hub
+    }
+
+    /// Returns the number of a new group.
+    fn add_group(&mut self, members: Arc<[usize]>) -> u64 {
+        let group = self.groups.len() as u64;
+        let indices = members.iter().enumerate().map(|(index, rank)| ((group, *rank), index));
+        self.indices.extend(indices);
+        self.groups.insert(group, members);
+        group
     }
 
     /// Returns the first failure of the world.
@@ -76,7 +93,7 @@ impl Hub {
             }
             Request::Wait { key, call, waited } => {
                 let since = now.checked_sub(waited).unwrap_or(now);
-                if let Some(members) = self.members(rank, key) {
+                if let Some((members, _)) = self.members(rank, key) {
                     _ = self.meetings.wait_elsewhere(rank, key, &members, call.into(), since);
                 }
             }
@@ -90,14 +107,15 @@ impl Hub {
         }
     }
 
-    /// The members of a group. A rank that names another one ends the world.
-    fn members(&mut self, rank: usize, (group, _): Key) -> Option<Arc<[usize]>> {
-        let members = self.groups.get(&group).filter(|members| members.contains(&rank));
-        let members = members.cloned();
-        if members.is_none() {
+    /// The members of a rank's group, and its index in it. A rank that names a group of others ends
+    /// the world.
+    fn members(&mut self, rank: usize, (group, _): Key) -> Option<(Arc<[usize]>, usize)> {
+        let index = self.indices.get(&(group, rank)).copied();
+        let place = index.and_then(|index| Some((self.groups.get(&group)?.clone(), index)));
+        if place.is_none() {
             self.fail(rank, format!("it called in group {group}, of which it is not a member"));
         }
-        members
+        place
     }
 
     fn call(
@@ -109,14 +127,13 @@ impl Hub {
         now: Instant,
         out: &mut Outbox,
     ) {
-        let Some(members) = self.members(rank, key) else { return };
+        let Some((members, member)) = self.members(rank, key) else { return };
         let volume = self.volumes.entry(key).or_default();
         *volume += given.as_ref().map_or(0, |given| given.len());
         if exceeds(op, *volume, members.len()) {
             // The result is refused, and memory stays bounded until then.
             given = Some(Frame::default());
         }
-        let member = members.iter().position(|member| *member == rank).expect("it is a member");
         match self.meetings.arrive(key, &members, member, op, given) {
             Ok(true) => self.answer(key, op, &members, out),
             Ok(false) => _ = self.meetings.wait(rank, key, now),
@@ -182,13 +199,13 @@ impl Hub {
         }
         for mut places in colors.into_values() {
             places.sort_unstable();
-            let (group, size, first) = (self.groups.len() as u64, places.len(), places[0].1);
+            let (size, first) = (places.len(), places[0].1);
             let ranks: Arc<[usize]> = places.iter().map(|(_, member)| members[*member]).collect();
+            let group = self.add_group(ranks.clone());
             for (rank, in_world) in ranks.iter().enumerate() {
                 let outcome = Outcome::Group { group, rank, size, first };
                 out.push((*in_world, short(&Reply::Done(key, outcome))));
             }
-            self.groups.insert(group, ranks);
         }
     }
 }

@@ -1,10 +1,12 @@
 //! How a process finds rank 0 and joins its world.
 
 use std::io::{self, ErrorKind, Read};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
+
+use mio::net::TcpListener;
 
 use super::Control;
 use super::link::Link;
@@ -40,6 +42,8 @@ impl Meeting {
             return Ok(Self { address, listener: None });
         }
         let here = SocketAddr::new(interface(host, resolved), port);
+        // Unlike the standard library's, this lets as many connections wait as the system allows: all
+        // ranks connect at once.
         match TcpListener::bind(here) {
             Ok(listener) => Ok(Self { address, listener: Some(listener) }),
             Err(error) => Err(Error::Rendezvous {
@@ -187,7 +191,7 @@ fn found(address: &str) -> io::Result<Vec<SocketAddr>> {
 
 /// A connection to the first address that takes one, else the addresses and the last error.
 fn connect(
-    find: impl Fn() -> io::Result<Vec<SocketAddr>>,
+    find: &dyn Fn() -> io::Result<Vec<SocketAddr>>,
     until: Instant,
 ) -> Result<TcpStream, (String, io::Error)> {
     loop {

@@ -5,7 +5,6 @@
 
 mod beat;
 mod hub;
-mod limits;
 mod link;
 mod meeting;
 mod proof;

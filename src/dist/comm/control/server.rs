@@ -14,7 +14,6 @@ use mio::{Events, Interest, Poll, Token, Waker};
 use super::super::meetings::Meetings;
 use super::beat::Beat;
 use super::hub::{Hub, Outbox};
-use super::limits::{self, RESERVE};
 use super::proof::{Challenge, Greeting, Hello, VERSION};
 use super::protocol::{Frame, Incoming, MEMBER, Reply, Request, STRANGER, parse, parse_all, short};
 
@@ -22,6 +21,9 @@ use super::protocol::{Frame, Incoming, MEMBER, Reply, Request, STRANGER, parse, 
 pub const GREETING: Duration = Duration::from_secs(5);
 /// Processes that may be unproved at once, besides the ranks that have not joined.
 pub const STRANGERS: usize = 64;
+/// File descriptors of rank 0 besides those of the other ranks: for files, libraries, devices, and
+/// processes that are no members.
+const RESERVE: usize = 32;
 /// How long rank 0 stays for the others after the world has failed.
 const AFTER_FAILURE: Duration = Duration::from_secs(2);
 /// Time between looks at deadlines.
@@ -61,16 +63,13 @@ impl Server {
     /// # Errors
     ///
     /// If the operating system has too little for so many ranks.
-    pub fn start(listener: std::net::TcpListener, rules: Rules) -> io::Result<Self> {
-        let limit = limits::descriptors();
-        let needed = rules.size + RESERVE;
-        if let Some(limit) = limit.filter(|limit| *limit < needed) {
+    pub fn start(mut listener: TcpListener, rules: Rules) -> io::Result<Self> {
+        // The soft limit is low on many systems, so that `select` works; this is `epoll` and its like.
+        let limit = rlimit::increase_nofile_limit(u64::MAX)?;
+        if limit < (rules.size + RESERVE) as u64 {
             return Err(io::Error::other(out_of_descriptors(rules.size, limit)));
         }
         let address = listener.local_addr()?;
-        limits::deepen(&listener);
-        listener.set_nonblocking(true)?;
-        let mut listener = TcpListener::from_std(listener);
         let poll = Poll::new()?;
         poll.registry().register(&mut listener, LISTENER, Interest::READABLE)?;
         let waker = Waker::new(poll.registry(), WAKER)?;
@@ -128,7 +127,7 @@ impl Drop for Server {
     }
 }
 
-fn out_of_descriptors(size: usize, limit: usize) -> String {
+fn out_of_descriptors(size: usize, limit: u64) -> String {
     format!(
         "a world of {size} ranks needs {} file descriptors on rank 0, and the limit is {limit}: \
          raise the hard limit there (`ulimit -n`)",
@@ -170,7 +169,8 @@ struct Service {
     poll: Poll,
     listener: TcpListener,
     address: SocketAddr,
-    limit: Option<usize>,
+    /// The limit on file descriptors.
+    limit: u64,
     rules: Rules,
     beat: Beat,
     hub: Hub,
@@ -200,12 +200,12 @@ impl Service {
         let mut closing = None;
         loop {
             let pause = (last + TICK).saturating_duration_since(Instant::now());
-            if let Err(error) = self.poll.poll(&mut events, Some(pause)) {
-                if error.kind() != ErrorKind::Interrupted {
-                    self.hub.fail(0, format!("it can't wait for the others: {error}"));
-                    self.tell();
-                    return;
-                }
+            if let Err(error) = self.poll.poll(&mut events, Some(pause))
+                && error.kind() != ErrorKind::Interrupted
+            {
+                self.hub.fail(0, format!("it can't wait for the others: {error}"));
+                self.tell();
+                return;
             }
             for event in &events {
                 match event.token() {
@@ -249,7 +249,7 @@ impl Service {
                 Err(error) if is_of_the_peer(&error) => {}
                 Err(error) => {
                     self.accepting = false;
-                    let limit = self.limit.unwrap_or_default();
+                    let limit = self.limit;
                     self.hub.fail(0, format!(
                         "it can't take another connection: {error}; {} are open, and the limit on \
                          file descriptors there is {limit} (`ulimit -n`)",

@@ -49,9 +49,7 @@ fn child(test: &str, role: &str) -> Child {
 /// Gives this process so few file descriptors, for ever.
 #[cfg(unix)]
 fn limit_descriptors(limit: u64) {
-    use rustix::process::{Resource, Rlimit, setrlimit};
-    let limit = Some(limit);
-    setrlimit(Resource::Nofile, Rlimit { current: limit, maximum: limit }).unwrap();
+    rlimit::setrlimit(rlimit::Resource::NOFILE, limit, limit).unwrap();
 }
 
 #[test]
