@@ -39,6 +39,9 @@ pub type Key = (u64, u64);
 #[cfg(feature = "processes")]
 const GRACE: Duration = Duration::from_secs(2);
 
+/// The longest deadline, which no run lives to see: points in time beyond it may not exist.
+const FOREVER: Duration = Duration::from_secs(1 << 30);
+
 /// A point at which a rank waits for the other members of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
@@ -131,7 +134,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
             ranks: (0..size).map(|_| Rank::default()).collect(),
             left: 0,
             resumed: None,
-            deadline,
+            deadline: deadline.min(FOREVER),
             failure: None,
         }
     }

@@ -78,6 +78,16 @@ mod tests {
     }
 
     #[test]
+    fn a_deadline_may_be_as_long_as_any_duration() {
+        let seats = Hall::seats(2, Duration::MAX);
+        let met = on_all(&seats, |seat| {
+            thread::sleep(DEADLINE * seat.rank() as u32);
+            meet(seat, "sum")
+        });
+        assert!(met.iter().all(Result::is_ok), "{met:?}");
+    }
+
+    #[test]
     fn many_threads_meet_often() {
         let seats = Hall::seats(64, Duration::from_secs(60));
         let met = on_all(&seats, |seat| (0..20).all(|_| meet(seat, "sum").unwrap().len() == 64));

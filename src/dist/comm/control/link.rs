@@ -10,7 +10,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::super::meetings::{Failure, Key};
-use super::beat::Beat;
+use super::beat::{Beat, STALL};
 use super::protocol::{
     Frame, Incoming, LONGEST, MEMBER, Outcome, Reply, Request, frame, parse, short, write,
 };
@@ -236,6 +236,10 @@ impl Shared {
                 Ok(0) => return "it closed it".into(),
                 Ok(_) => heard = Instant::now(),
                 Err(error) if is_pause(error.kind()) => {
+                    // A process that was stopped did not ask, and so got no answer.
+                    if now.elapsed() > pause + STALL {
+                        heard = Instant::now();
+                    }
                     let silence = heard.elapsed();
                     if silence > self.beat.silence {
                         return format!("silent for {silence:.1?}");

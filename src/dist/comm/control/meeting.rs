@@ -17,6 +17,8 @@ use crate::error::{Error, Result};
 
 /// Time between attempts to reach rank 0.
 const RETRY: Duration = Duration::from_millis(50);
+/// The longest time to wait for rank 0.
+const FOREVER: Duration = Duration::from_secs(1 << 30);
 const OTHER: &str =
     "check that nothing else listens there, and that DISTMUON_SECRET is the same on all ranks";
 
@@ -88,6 +90,8 @@ impl Meeting {
         deadline: Duration,
     ) -> Result<Control> {
         let Self { address, listener } = self;
+        // A clock has no point in time at the end of a longer deadline.
+        let deadline = deadline.min(FOREVER);
         let refused = |reason: String, remedy| Error::Rendezvous {
             rank,
             address: address.clone(),

@@ -7,6 +7,7 @@ mod beat;
 mod hub;
 mod link;
 mod meeting;
+mod peer;
 mod proof;
 mod protocol;
 mod server;

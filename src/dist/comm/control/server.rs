@@ -1,7 +1,6 @@
 //! Rank 0's side: one thread that lets the world's processes in, and takes and answers their messages.
 
-use std::collections::VecDeque;
-use std::io::{self, ErrorKind, IoSlice, Write};
+use std::io::{self, ErrorKind};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,10 +11,11 @@ use mio::net::{TcpListener, TcpStream};
 use mio::{Events, Interest, Poll, Token, Waker};
 
 use super::super::meetings::Meetings;
-use super::beat::Beat;
+use super::beat::{Beat, STALL};
 use super::hub::{Hub, Outbox};
+use super::peer::{Peer, Role};
 use super::proof::{Challenge, Greeting, Hello, VERSION};
-use super::protocol::{Frame, Incoming, MEMBER, Reply, Request, STRANGER, parse, parse_all, short};
+use super::protocol::{Frame, MEMBER, Reply, Request, parse, parse_all, short};
 
 /// The time that a process has to prove that it belongs to the world.
 pub const GREETING: Duration = Duration::from_secs(5);
@@ -28,12 +28,8 @@ const RESERVE: usize = 32;
 const AFTER_FAILURE: Duration = Duration::from_secs(2);
 /// Time between looks at deadlines.
 const TICK: Duration = Duration::from_millis(50);
-/// A thread that was kept from looking for so long can't tell who was silent.
-const STALL: Duration = Duration::from_secs(1);
 /// Bytes read at once.
 const CHUNK: usize = 1 << 16;
-/// Frames written at once.
-const SLICES: usize = 16;
 
 const LISTENER: Token = Token(usize::MAX);
 const WAKER: Token = Token(usize::MAX - 1);
@@ -146,25 +142,6 @@ enum Seat {
     Left,
 }
 
-enum Role {
-    Stranger(Challenge),
-    Member(usize),
-    /// It has heard all that it will hear.
-    Dismissed,
-}
-
-/// A connection.
-struct Peer {
-    stream: TcpStream,
-    role: Role,
-    incoming: Incoming,
-    outgoing: VecDeque<Frame>,
-    /// Bytes of the first outgoing frame that are written.
-    written: usize,
-    since: Instant,
-    heard: Instant,
-}
-
 struct Service {
     poll: Poll,
     listener: TcpListener,
@@ -273,17 +250,8 @@ impl Service {
             self.vacant.push(at);
             return Err(error);
         }
-        let now = Instant::now();
         self.strangers += 1;
-        self.peers[at] = Some(Peer {
-            stream,
-            outgoing: VecDeque::from([short(&challenge)]),
-            role: Role::Stranger(challenge),
-            incoming: Incoming::new(STRANGER),
-            written: 0,
-            since: now,
-            heard: now,
-        });
+        self.peers[at] = Some(Peer::new(stream, challenge));
         self.serve(at);
         Ok(())
     }
@@ -464,32 +432,4 @@ fn is_of_the_peer(error: &io::Error) -> bool {
         error.kind(),
         ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset | ErrorKind::Interrupted
     )
-}
-
-impl Peer {
-    /// Writes as much as the connection takes.
-    fn flush(&mut self, sent: &AtomicU64) -> io::Result<()> {
-        while !self.outgoing.is_empty() {
-            let first = self.outgoing.iter().take(SLICES).enumerate();
-            let slices: Vec<IoSlice<'_>> = first
-                .map(|(i, frame)| IoSlice::new(if i == 0 { &frame[self.written..] } else { frame }))
-                .collect();
-            let written = match self.stream.write_vectored(&slices) {
-                Ok(0) => return Err(ErrorKind::WriteZero.into()),
-                Ok(written) => written,
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) => return Err(error),
-            };
-            sent.fetch_add(written as u64, Ordering::Relaxed);
-            self.written += written;
-            while let Some(frame) = self.outgoing.front()
-                && self.written >= frame.len()
-            {
-                self.written -= frame.len();
-                self.outgoing.pop_front();
-            }
-        }
-        Ok(())
-    }
 }
