@@ -32,9 +32,9 @@ mod tests {
     #[test]
     fn a_busy_rank_is_waited_for_beyond_the_deadline_and_blamed_if_it_hangs() {
         let seats = Hall::seats(3, DEADLINE);
+        seats[0].set_busy(true);
         let met = on_all(&seats, |seat| {
             if seat.rank() == 0 {
-                seat.set_busy(true);
                 thread::sleep(3 * DEADLINE);
                 seat.set_busy(false);
             }
@@ -42,10 +42,10 @@ mod tests {
         });
         assert!(met.iter().all(|met| *met == Ok(vec![0, 1, 2])), "{met:?}");
         // It is busy no longer, and does not come.
+        seats[0].set_busy(true);
         let start = Instant::now();
         let failed = on_all(&seats, |seat| {
             if seat.rank() == 0 {
-                seat.set_busy(true);
                 thread::sleep(2 * DEADLINE);
                 seat.set_busy(false);
                 return None;

@@ -35,7 +35,7 @@ pub struct Link {
     made: Mutex<BTreeMap<u64, Arc<AtomicU64>>>,
     reader: Option<JoinHandle<()>>,
     /// On rank 0. Dropped last, when this process has left itself.
-    server: Option<Server>,
+    _server: Option<Server>,
 }
 
 /// What the threads that call and the one that reads have in common.
@@ -91,7 +91,7 @@ impl Link {
             let shared = shared.clone();
             move || shared.read()
         })?;
-        Ok(Self { shared, deadline, made: Mutex::default(), reader: Some(reader), server })
+        Ok(Self { shared, deadline, made: Mutex::default(), reader: Some(reader), _server: server })
     }
 
     /// The counter of a group's calls of engines.
@@ -155,7 +155,7 @@ impl Link {
     /// Bytes that rank 0 has sent.
     #[cfg(test)]
     pub fn sent(&self) -> Option<u64> {
-        self.server.as_ref().map(|server| server.sent.load(Ordering::Relaxed))
+        self._server.as_ref().map(|server| server.sent.load(Ordering::Relaxed))
     }
 
     /// The connection, for tests that cut it.

@@ -8,6 +8,7 @@ use hmac::{Hmac, Mac};
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
+#[cfg(any(test, feature = "mpi"))]
 use crate::error::{Error, Result};
 
 /// The crate and its version, which all processes must have in common.

@@ -1,5 +1,7 @@
 //! Ranks that die, hang, leave, or are slow.
 
+use std::sync::atomic::AtomicBool;
+
 use super::*;
 
 fn peer(error: &Error, rank: usize, said: &str) {
@@ -231,24 +233,21 @@ fn a_wait_of_one_thread_outlives_the_calls_of_another() {
 
 #[test]
 fn a_busy_rank_is_waited_for_beyond_the_deadline_and_blamed_if_it_hangs() {
-    const SHORT: Duration = Duration::from_millis(600);
-    let here: fn(&Control) -> Result<()> = |rank| rank.first_bytes(None).map(drop);
-    let elsewhere: fn(&Control) -> Result<()> = |rank| {
-        let call = rank.announce("sum");
-        // It ends when rank 0 has come, too.
-        let start = Instant::now();
-        let slow = || Ok(rank.rank() == 0 || start.elapsed() > 3 * SHORT);
-        rank.wait(&call, slow)
-    };
+    const SHORT: Duration = Duration::from_millis(800);
+    let here: fn(&Control, &AtomicBool) -> Result<()> = |rank, _| rank.first_bytes(None).map(drop);
+    let elsewhere: fn(&Control, &AtomicBool) -> Result<()> =
+        |rank, came| rank.wait(&rank.announce("sum"), || Ok(came.load(Ordering::SeqCst)));
     for wait in [here, elsewhere] {
         let (world, _) = world_within(SHORT, 3);
+        let came = AtomicBool::new(false);
+        world.0[0].set_busy(true);
         let outcomes = on_all(&world.0, |rank| {
             if rank.rank() == 0 {
-                rank.set_busy(true);
                 thread::sleep(3 * SHORT);
                 rank.set_busy(false);
+                came.store(true, Ordering::SeqCst);
             }
-            wait(rank)
+            wait(rank, &came)
         });
         assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
         // It is busy no longer, and does not come.
