@@ -7,16 +7,19 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use mio::net::TcpListener;
+use socket2::{Domain, Socket, Type};
 
 use super::Control;
 use super::link::Link;
 use super::proof::{Challenge, Greeting, Hello};
 use super::protocol::{STRANGER, parse_all, short, write};
-use super::server::{Rules, Server};
+use super::server::{GREETING, Rules, Server};
 use crate::error::{Error, Result};
 
 /// Time between attempts to reach rank 0.
 const RETRY: Duration = Duration::from_millis(50);
+/// Connections that may wait to be accepted, as far as the system allows: all ranks connect at once.
+const BACKLOG: i32 = 1 << 14;
 /// The longest time to wait for rank 0.
 const FOREVER: Duration = Duration::from_secs(1 << 30);
 const OTHER: &str =
@@ -44,9 +47,7 @@ impl Meeting {
             return Ok(Self { address, listener: None });
         }
         let here = SocketAddr::new(interface(host, resolved), port);
-        // Unlike the standard library's, this lets as many connections wait as the system allows: all
-        // ranks connect at once.
-        match TcpListener::bind(here) {
+        match listen(here) {
             Ok(listener) => Ok(Self { address, listener: Some(listener) }),
             Err(error) => Err(Error::Rendezvous {
                 rank,
@@ -117,8 +118,8 @@ impl Meeting {
             })?;
             let greeting = greet(&stream, (rank, size), secret.as_bytes(), until);
             // Closed at once by a rank 0 that has too many strangers before it: there will be room.
-            let closed = matches!(&greeting, Err(error) if CLOSED.contains(&error.kind()));
-            if !closed || Instant::now() + RETRY >= until {
+            let again = matches!(&greeting, Err(error) if AGAIN.contains(&error.kind()));
+            if !again || Instant::now() + RETRY >= until {
                 break (stream, greeting);
             }
             thread::sleep(RETRY);
@@ -144,9 +145,14 @@ impl Meeting {
     }
 }
 
-/// How a connection ends that the other side does not want.
-const CLOSED: [ErrorKind; 3] =
-    [ErrorKind::UnexpectedEof, ErrorKind::ConnectionReset, ErrorKind::BrokenPipe];
+/// How a greeting ends that may go well the next time.
+const AGAIN: [ErrorKind; 5] = [
+    ErrorKind::UnexpectedEof,
+    ErrorKind::ConnectionReset,
+    ErrorKind::BrokenPipe,
+    ErrorKind::TimedOut,
+    ErrorKind::WouldBlock,
+];
 
 /// The text of a host without the brackets of an IPv6 address.
 fn bare(host: &str) -> &str {
@@ -181,9 +187,24 @@ fn interface(host: &str, resolve: impl FnOnce(&str) -> Vec<IpAddr>) -> IpAddr {
         (IpAddr::V4(_), true) => Ipv4Addr::LOCALHOST.into(),
         (IpAddr::V4(_), false) => Ipv4Addr::UNSPECIFIED.into(),
         (IpAddr::V6(_), true) => Ipv6Addr::LOCALHOST.into(),
-        // Takes connections of both families, unless the operating system is told otherwise.
+        // Takes connections of both families.
         (IpAddr::V6(_), false) => Ipv6Addr::UNSPECIFIED.into(),
     }
+}
+
+fn listen(here: SocketAddr) -> io::Result<TcpListener> {
+    let socket = Socket::new(Domain::for_address(here), Type::STREAM, None)?;
+    if here.is_ipv6() {
+        socket.set_only_v6(false)?;
+    }
+    // A port of a world that has just ended can be used again. On Windows, this would let a port have
+    // two listeners.
+    #[cfg(unix)]
+    socket.set_reuse_address(true)?;
+    socket.set_nonblocking(true)?;
+    socket.bind(&here.into())?;
+    socket.listen(BACKLOG)?;
+    Ok(TcpListener::from_std(socket.into()))
 }
 
 /// The addresses of a host and port in one text.
@@ -232,7 +253,10 @@ pub(super) fn greet(
 ) -> io::Result<Option<String>> {
     stream.set_nodelay(true)?;
     stream.set_write_timeout(Some(left(until)?))?;
-    let challenge: Challenge = parse_all(&read(stream, until)?)?;
+    // A connection that did not fit into the system's queue may look open here while rank 0 does not
+    // know of it. Once it has spoken, the process may be a member, and must not try again.
+    let soon = until.min(Instant::now() + GREETING);
+    let challenge: Challenge = parse_all(&read(stream, soon)?)?;
     if !challenge.is_known() {
         return Err(io::Error::other("it speaks another version of the protocol"));
     }
