@@ -174,7 +174,7 @@ pub fn frame<T: Serialize>(message: &T, raw: &[&[u8]]) -> Result<Frame, usize> {
     let mut frame = Vec::with_capacity(4 + length);
     frame.extend((length as u32).to_le_bytes());
     frame.extend(message);
-    raw.iter().for_each(|raw| frame.extend(*raw));
+    raw.iter().for_each(|raw| frame.extend_from_slice(raw));
     Ok(frame.into())
 }
 
@@ -218,7 +218,7 @@ impl Incoming {
         // No more than one frame is kept beyond the last that was taken.
         let room = (4 + self.limit).saturating_sub(self.bytes.len()).clamp(1, scratch.len());
         let read = stream.read(&mut scratch[..room])?;
-        self.bytes.extend(&scratch[..read]);
+        self.bytes.extend_from_slice(&scratch[..read]);
         Ok(read)
     }
 

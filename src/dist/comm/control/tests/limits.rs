@@ -13,14 +13,16 @@ fn too_long(error: &Error, call: &str) {
 
 #[test]
 fn gathers_that_are_too_long_fail_at_once_with_a_reason() {
-    let (world, _) = world(5);
+    // Hundreds of megabytes take a while on a busy machine.
+    let deadline = 20 * DEADLINE;
+    let (world, _) = world_within(deadline, 5);
     let start = Instant::now();
     let share = LONGEST / 4;
     for error in on_all(&world.0, |rank| rank.all_gather_bytes(vec![1; share]).unwrap_err()) {
         too_long(&error, "all_gather_bytes");
         assert!(error.to_string().contains(&(5 * share).to_string()), "{error}");
     }
-    assert!(start.elapsed() < DEADLINE);
+    assert!(start.elapsed() < deadline / 2, "the deadline was not waited for");
     // Nothing was lost: the world goes on.
     gathers(&world.0);
 }
