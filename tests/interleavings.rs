@@ -1,11 +1,14 @@
 //! The meeting point of ranks that are threads, under a scheduler that tries thousands of
 //! interleavings and fails on one in which nobody can go on.
 
+#[allow(dead_code)] // processes use the rest
+#[path = "../src/dist/comm/meetings.rs"]
+mod meetings;
 #[allow(dead_code)] // the tests use no groups
 #[path = "../src/dist/comm/rendezvous.rs"]
 mod rendezvous;
 
-/// What the meeting point is made of, under the control of the scheduler.
+/// The primitives of the meeting point, under the control of the scheduler.
 mod sync {
     pub use shuttle::sync::atomic::{AtomicU64, Ordering};
     pub use shuttle::sync::{Condvar, Mutex, MutexGuard};

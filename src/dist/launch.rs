@@ -1,6 +1,6 @@
 //! What a launcher tells every process of: its rank, the number of ranks, and where rank 0 waits.
 
-use std::env;
+use std::{env, fmt};
 
 use burn::tensor::Device;
 
@@ -8,21 +8,38 @@ use super::world::World;
 use crate::error::{Error, Result};
 
 /// The place of a process among those that a launcher started.
-#[derive(Debug, Clone, PartialEq, Eq)]
+///
+/// Its [`Debug`] output does not show the secret.
+#[derive(Clone, PartialEq, Eq)]
 pub struct Launch {
-    /// The own rank, from 0.
+    /// This process's rank, starting at 0.
     pub rank: usize,
     /// The number of ranks.
     pub world_size: usize,
-    /// The own index on the own host, which chooses the device.
+    /// This process's index on its host, which chooses the device.
     pub local_rank: usize,
     /// Where rank 0 waits for the others, if the launcher says so: a host and a port.
     pub address: Option<(String, u16)>,
-    /// What every process has to know to be let in (`DISTMUON_SECRET`); may be empty.
+    /// The secret that lets processes into the world (`DISTMUON_SECRET`). May be empty.
     pub secret: String,
 }
 
-/// Where a launcher writes rank, number of ranks, and rank on the host.
+impl fmt::Debug for Launch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rank, world_size, local_rank, address, secret } = self;
+        // Logs are read by more people than the secret is for.
+        let secret = if secret.is_empty() { "empty" } else { "set" };
+        f.debug_struct("Launch")
+            .field("rank", rank)
+            .field("world_size", world_size)
+            .field("local_rank", local_rank)
+            .field("address", address)
+            .field("secret", &format_args!("({secret})"))
+            .finish()
+    }
+}
+
+/// The variables in which launchers write rank, number of ranks, and rank on the host.
 const LAUNCHERS: [[&str; 3]; 4] = [
     ["RANK", "WORLD_SIZE", "LOCAL_RANK"], // torchrun
     ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"], // Open MPI
@@ -31,7 +48,7 @@ const LAUNCHERS: [[&str; 3]; 4] = [
 ];
 
 impl Launch {
-    /// What the environment says, in the variables of torchrun, else of Open MPI, MPICH, or Slurm.
+    /// Reads the variables of torchrun, else of Open MPI, MPICH, or Slurm, from the environment.
     ///
     /// `MASTER_ADDR` and `MASTER_PORT` say where rank 0 waits. Where torchrun keeps the port for a store
     /// of its own (`TORCHELASTIC_USE_AGENT_STORE`), it is the one after it.
@@ -109,7 +126,7 @@ impl Launch {
         Ok(Self { rank: own, world_size, local_rank, address, secret })
     }
 
-    /// The default backend's device of the own rank on the host.
+    /// The default backend's device of this process's rank on its host.
     pub fn device(&self) -> Device {
         World::devices(self.local_rank + 1).swap_remove(self.local_rank)
     }
@@ -173,6 +190,15 @@ mod tests {
         let kept = [&own[..], &[("TORCHELASTIC_USE_AGENT_STORE", "True")]].concat();
         assert_eq!(launch(&own).unwrap().address, Some(("h".into(), 29500)));
         assert_eq!(launch(&kept).unwrap().address, Some(("h".into(), 29501)));
+    }
+
+    #[test]
+    fn the_secret_is_not_in_debug_output() {
+        let variables = [("RANK", "0"), ("WORLD_SIZE", "1"), ("DISTMUON_SECRET", "hush")];
+        let launch = launch(&variables).unwrap();
+        assert_eq!(launch.secret, "hush");
+        let text = format!("{launch:?} {launch:#?}");
+        assert!(!text.contains("hush") && text.contains("secret: (set)"), "{text}");
     }
 
     #[test]

@@ -8,6 +8,7 @@
 #[cfg(feature = "processes")]
 mod control;
 mod hierarchy;
+mod meetings;
 #[cfg(feature = "mpi")]
 mod mpi;
 #[cfg(feature = "cuda")]

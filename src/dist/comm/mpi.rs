@@ -582,9 +582,9 @@ impl Communicator for Mpi {
     }
 
     fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
-        let (control, members) = self.control.split(color, key)?;
+        let (control, first) = self.control.split(color, key)?;
         // The first member's rank tells the groups apart, whatever the colors are.
-        let group = Color::with_value(members[0] as c_int);
+        let group = Color::with_value(first as c_int);
         let comm = self.group.comm.split_by_color_with_key(group, control.rank() as c_int);
         let comm = comm.expect("everybody is of a group");
         Ok(Box::new(Self {

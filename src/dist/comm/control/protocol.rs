@@ -1,141 +1,261 @@
-//! What the processes of a world and rank 0 say to each other, and how it is written.
+//! The messages between rank 0 and the processes of a world, and their form.
 //!
-//! A message is its length, four bytes with the lowest first, and that many bytes of
-//! [postcard](https://postcard.jamesmunns.com/wire-format). Lengths are limited before anything is
-//! read, and further before a process has proved that it belongs to the world.
+//! A frame is a length of four bytes, the lowest first, and that many bytes: a message in
+//! [postcard](https://postcard.jamesmunns.com/wire-format), and then raw bytes that belong to it.
+//! Lengths are limited before anything is read, and further before a process has proved that it
+//! belongs to the world.
 
+use std::fmt::{self, Display};
 use std::io::{self, Read, Write};
+use std::sync::Arc;
+use std::time::Duration;
 
-use hmac::{Hmac, Mac};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use sha2::Sha256;
+use sha2::{Digest, Sha256};
 
-use super::super::rendezvous::Failure;
+use super::super::meetings::{Failure, Key};
 
-/// The longest message of a process that is not yet known, in bytes.
+/// The longest frame of a process that has not proved anything yet, in bytes.
 pub const STRANGER: usize = 1 << 10;
-/// The longest message of a member of the world, in bytes.
+/// The longest frame of a member of the world, in bytes.
 pub const MEMBER: usize = 1 << 28;
-/// Says that both sides speak this protocol and are the same crate.
-pub const VERSION: &str = concat!("distmuon ", env!("CARGO_PKG_VERSION"));
+/// The most bytes that a message has besides raw bytes, without the lengths of those of all members.
+pub const HEADER: usize = 64;
+/// The most raw bytes of one member.
+pub const LONGEST: usize = MEMBER - HEADER;
+/// The longest description of a call, in bytes.
+const CALL: usize = 200;
+/// A frame to send. Shared by all ranks that get the same one.
+pub type Frame = Arc<[u8]>;
 
-/// The first message, from rank 0: something to sign.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Challenge(pub [u8; 32]);
-
-/// The answer to it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Hello {
-    /// [`VERSION`] of the process.
-    pub version: String,
-    /// Its rank.
-    pub rank: usize,
-    /// The number of ranks that it knows of.
-    pub size: usize,
-    /// [`prove`] of the rest.
-    pub proof: [u8; 32],
+/// What the members of a group do together with small data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Op {
+    /// All get what all give.
+    AllGather,
+    /// One member gets what all give.
+    Gather {
+        /// The index of that member.
+        root: usize,
+    },
+    /// All get what one member gives.
+    Broadcast {
+        /// The index of that member.
+        root: usize,
+    },
+    /// All get what the first member gives that gives anything.
+    First,
+    /// All get the bits that are set anywhere.
+    Or {
+        /// The number of bytes that each gives.
+        length: usize,
+    },
+    /// The group is divided by color, a number that each member gives with a key to sort by.
+    Split,
 }
 
-impl Hello {
-    /// The answer of a rank to a challenge.
-    pub fn new(challenge: &Challenge, rank: usize, size: usize, secret: &[u8]) -> Self {
-        let proof = mac(challenge, rank, size, secret).finalize().into_bytes().into();
-        Self { version: VERSION.to_owned(), rank, size, proof }
+impl Op {
+    /// The name of the method that does it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::AllGather => "all_gather_bytes",
+            Self::Gather { .. } => "gather_bytes",
+            Self::Broadcast { .. } => "broadcast_bytes",
+            Self::First => "first_bytes",
+            Self::Or { .. } => "or_bytes",
+            Self::Split => "split",
+        }
     }
+}
 
-    /// Whether who wrote this knows the secret. Takes the same time whatever differs.
-    pub fn is_proved(&self, challenge: &Challenge, secret: &[u8]) -> bool {
-        mac(challenge, self.rank, self.size, secret).verify_slice(&self.proof).is_ok()
+impl Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Gather { root } | Self::Broadcast { root } => {
+                write!(f, "{} with root {root}", self.name())
+            }
+            Self::Or { length } => write!(f, "{} of {length} bytes", self.name()),
+            Self::AllGather | Self::First | Self::Split => f.write_str(self.name()),
+        }
     }
 }
 
-/// HMAC-SHA256 (RFC 2104) over what is said, under the secret.
-fn mac(challenge: &Challenge, rank: usize, size: usize, secret: &[u8]) -> Hmac<Sha256> {
-    let mut mac = Hmac::new_from_slice(secret).expect("any length will do");
-    mac.update(&challenge.0);
-    mac.update(&(rank as u64).to_le_bytes());
-    mac.update(&(size as u64).to_le_bytes());
-    mac
-}
-
-/// What a member asks rank 0 for.
+/// A message of a member to rank 0.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
-    /// The bytes of all members of a group.
-    Gather {
-        /// The group's number; 0 is the world.
-        group: u64,
-        /// Its members' ranks in the world.
-        members: Vec<usize>,
-        /// The own bytes.
-        bytes: Vec<u8>,
-    },
-    /// Comparison of a call that takes long with those of the others.
-    Compare {
-        /// The group's number.
-        group: u64,
-        /// Its members' ranks in the world.
-        members: Vec<usize>,
-        /// How many calls the group made before.
-        number: u64,
+    /// A call with small data, whose result is answered when all members have come.
+    Call {
+        /// The group and the number of the call among its calls with small data.
+        key: Key,
         /// The call.
-        call: String,
-        /// Whether it has been waited for too long.
-        too_late: bool,
+        op: Op,
+        /// Tells empty data from none. The data are the raw bytes of the frame.
+        given: bool,
     },
-    /// Whether the world goes on.
-    Check,
-    /// The end of the world.
+    /// The member has waited for some time for a call of an engine.
+    Wait {
+        /// The group and the number of the call among its calls of engines.
+        key: Key,
+        /// The call, as [`bounded`].
+        call: String,
+        /// How long the member has waited for it.
+        waited: Duration,
+    },
+    /// The member no longer waits for that call.
+    GoOn {
+        /// As of [`Wait`](Self::Wait).
+        key: Key,
+    },
+    /// The member does something that may take longer than the deadline, or has done it.
+    Busy(bool),
+    /// The member is alive.
+    Beat,
+    /// The world ends because of the member.
     Fail {
-        /// Why.
+        /// The reason.
         cause: String,
     },
-    /// Nothing any more.
-    Leave,
+    /// The member makes no further call.
+    Leave {
+        /// The number of its calls of engines, in every group.
+        made: Vec<(u64, u64)>,
+    },
 }
 
-/// What rank 0 answers.
+/// A message of rank 0 to a member.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
-    /// All is well.
-    Fine,
-    /// The process is not let in.
-    Refused(String),
-    /// The bytes of all members.
-    Gathered(Vec<Vec<u8>>),
+    /// The result of a call with small data. Equal for all members that get the same result.
+    Done(Key, Outcome),
+    /// Rank 0 is alive.
+    Beat,
     /// The world has ended.
     Failed(Failure),
 }
 
-/// Writes one message.
-pub fn write<T: Serialize>(stream: &mut impl Write, message: &T) -> io::Result<()> {
-    let bytes = postcard::to_stdvec(message).map_err(io::Error::other)?;
-    let length = u32::try_from(bytes.len()).ok().filter(|length| *length as usize <= MEMBER);
-    let length = length.ok_or_else(|| invalid(format!("{} bytes to send", bytes.len())))?;
-    let mut frame = length.to_le_bytes().to_vec();
-    frame.extend(bytes);
-    stream.write_all(&frame)?;
-    stream.flush()
+/// The result of a call with small data.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Outcome {
+    /// What all members gave, one after the other in the raw bytes, with these lengths.
+    All(Vec<usize>),
+    /// The result is the raw bytes.
+    Bytes,
+    /// What this member gave first is the raw bytes.
+    First(usize),
+    /// There is no result for this member.
+    Nothing,
+    /// A new group.
+    Group {
+        /// Its number.
+        group: u64,
+        /// The index of the member in it.
+        rank: usize,
+        /// The number of its members.
+        size: usize,
+        /// The index of its first member in the old group.
+        first: usize,
+    },
+    /// The result has more bytes than fit into a frame.
+    TooLong(usize),
 }
 
-/// Reads one message of at most `limit` bytes; memory grows with what arrives, not with what is promised.
-pub fn read<T: DeserializeOwned>(stream: &mut impl Read, limit: usize) -> io::Result<T> {
-    let mut length = [0; 4];
-    stream.read_exact(&mut length)?;
-    let length = u32::from_le_bytes(length) as usize;
-    if length > limit {
-        return Err(invalid(format!("a message of {length} bytes, where {limit} are allowed")));
+/// Returns a frame that holds a message and raw bytes.
+///
+/// # Errors
+///
+/// The length of the frame, if it is too long.
+pub fn frame<T: Serialize>(message: &T, raw: &[&[u8]]) -> Result<Frame, usize> {
+    let message =
+        postcard::to_stdvec(message).expect("messages have no state that can't be written");
+    let length = message.len() + raw.iter().map(|raw| raw.len()).sum::<usize>();
+    if length > MEMBER {
+        return Err(length);
     }
-    let mut bytes = Vec::new();
-    stream.take(length as u64).read_to_end(&mut bytes)?;
-    if bytes.len() < length {
-        return Err(io::ErrorKind::UnexpectedEof.into());
+    let mut frame = Vec::with_capacity(4 + length);
+    frame.extend((length as u32).to_le_bytes());
+    frame.extend(message);
+    raw.iter().for_each(|raw| frame.extend_from_slice(raw));
+    Ok(frame.into())
+}
+
+/// The frame of a message that is always short enough.
+pub fn short<T: Serialize>(message: &T) -> Frame {
+    frame(message, &[]).expect("the message is short")
+}
+
+/// Reads a message and the raw bytes after it from what a frame holds.
+pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> io::Result<(T, &[u8])> {
+    postcard::take_from_bytes(bytes).map_err(|error| invalid(error.to_string()))
+}
+
+/// Reads a message that has no raw bytes.
+pub fn parse_all<T: DeserializeOwned>(bytes: &[u8]) -> io::Result<T> {
+    match parse(bytes)? {
+        (message, []) => Ok(message),
+        (_, rest) => Err(invalid(format!("{} bytes too many", rest.len()))),
     }
-    match postcard::take_from_bytes(&bytes) {
-        Ok((message, [])) => Ok(message),
-        Ok((_, rest)) => Err(invalid(format!("{} bytes too many", rest.len()))),
-        Err(error) => Err(invalid(error.to_string())),
+}
+
+/// Frames that arrive piece by piece. Memory grows with what arrives, not with what is promised.
+pub struct Incoming {
+    limit: usize,
+    bytes: Vec<u8>,
+}
+
+impl Incoming {
+    /// Accepts frames of at most `limit` bytes.
+    pub fn new(limit: usize) -> Self {
+        Self { limit, bytes: vec![] }
     }
+
+    /// Changes the limit.
+    pub fn limit(&mut self, limit: usize) {
+        self.limit = limit;
+    }
+
+    /// Reads once, using `scratch`, and returns the number of bytes read: 0 at the end of the stream.
+    pub fn fill(&mut self, mut stream: impl Read, scratch: &mut [u8]) -> io::Result<usize> {
+        // No more than one frame is kept beyond the last that was taken.
+        let room = (4 + self.limit).saturating_sub(self.bytes.len()).clamp(1, scratch.len());
+        let read = stream.read(&mut scratch[..room])?;
+        self.bytes.extend_from_slice(&scratch[..read]);
+        Ok(read)
+    }
+
+    /// Takes the content of the first frame, if it is complete.
+    pub fn take(&mut self) -> io::Result<Option<Vec<u8>>> {
+        let Some((length, rest)) = self.bytes.split_first_chunk() else { return Ok(None) };
+        let length = u32::from_le_bytes(*length) as usize;
+        if length > self.limit {
+            let limit = self.limit;
+            return Err(invalid(format!("a message of {length} bytes, where {limit} are allowed")));
+        }
+        if rest.len() < length {
+            return Ok(None);
+        }
+        let rest = self.bytes.split_off(4 + length);
+        let mut content = std::mem::replace(&mut self.bytes, rest);
+        content.drain(..4);
+        Ok(Some(content))
+    }
+}
+
+/// Writes a frame.
+pub fn write(mut stream: impl Write, frame: &Frame) -> io::Result<()> {
+    stream.write_all(frame)
+}
+
+/// Shortens the description of a call. Different descriptions stay different.
+pub fn bounded(mut call: String) -> String {
+    if call.len() > CALL {
+        let hash = Sha256::digest(&call);
+        let hash: String = hash[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+        let cut = (0..=CALL - 21).rev().find(|at| call.is_char_boundary(*at)).unwrap_or(0);
+        call.truncate(cut);
+        call.push_str("... #");
+        call.push_str(&hash);
+    }
+    call
 }
 
 fn invalid(reason: String) -> io::Error {
@@ -146,26 +266,68 @@ fn invalid(reason: String) -> io::Error {
 mod tests {
     use proptest::prelude::*;
 
+    use super::super::proof::{Challenge, Greeting, Hello};
     use super::*;
+
+    /// What a reader makes of bytes that arrive in pieces of at most `piece`.
+    fn taken(bytes: &[u8], limit: usize, piece: usize) -> io::Result<Vec<Vec<u8>>> {
+        let (mut incoming, mut frames, mut stream) = (Incoming::new(limit), vec![], bytes);
+        while incoming.fill(&mut stream, &mut vec![0; piece])? > 0 {
+            assert!(incoming.bytes.len() <= limit + 4);
+            while let Some(frame) = incoming.take()? {
+                frames.push(frame);
+            }
+        }
+        Ok(frames)
+    }
 
     proptest! {
         #[test]
-        fn anything_is_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            let _ = read::<Request>(&mut &bytes[..], STRANGER);
-            let _ = read::<Hello>(&mut &bytes[..], STRANGER);
-            let _ = read::<Reply>(&mut &bytes[..], STRANGER);
+        fn any_bytes_are_read_or_refused(
+            bytes in prop::collection::vec(any::<u8>(), 0..200),
+            piece in 1_usize..300,
+        ) {
+            let _ = taken(&bytes, STRANGER, piece);
+            let _ = parse::<Request>(&bytes);
+            let _ = parse::<Reply>(&bytes);
+            let _ = parse_all::<Challenge>(&bytes);
+            let _ = parse_all::<Hello>(&bytes);
+            let _ = parse_all::<Greeting>(&bytes);
         }
 
         #[test]
-        fn damage_is_never_a_crash(at in 0_usize..60, bit in 0_u32..8, cut in 0_usize..60) {
-            let request = Request::Gather { group: 7, members: vec![0, 3], bytes: vec![1; 40] };
-            let mut bytes = Vec::new();
-            write(&mut bytes, &request).unwrap();
+        fn damage_is_never_a_crash(
+            at in 0_usize..60,
+            bit in 0_u32..8,
+            cut in 0_usize..60,
+            piece in 1_usize..70,
+        ) {
+            let request = Request::Call { key: (7, 3), op: Op::Or { length: 40 }, given: true };
+            let mut bytes = frame(&request, &[&[1; 40]]).unwrap().to_vec();
+            let whole = taken(&[&bytes[..], &bytes[..]].concat(), STRANGER, piece).unwrap();
+            prop_assert_eq!(whole.len(), 2);
+            prop_assert_eq!(parse::<Request>(&whole[1]).unwrap(), (request, &[1_u8; 40][..]));
             let length = bytes.len();
-            prop_assert_eq!(read::<Request>(&mut &bytes[..], STRANGER).unwrap(), request);
             bytes[at % length] ^= 1 << bit;
             bytes.truncate(length - cut % length);
-            let _ = read::<Request>(&mut &bytes[..], STRANGER);
+            for content in taken(&bytes, STRANGER, piece).unwrap_or_default() {
+                let _ = parse::<Request>(&content);
+            }
+        }
+
+        #[test]
+        fn descriptions_are_short_and_stay_different(
+            call in "[a-z\u{e4}]{0,600}",
+            at in 0_usize..600,
+        ) {
+            let short = bounded(call.clone());
+            prop_assert!(short.len() <= CALL);
+            prop_assert!(call.len() > CALL || short == call);
+            let mut letters: Vec<char> = call.chars().collect();
+            if let Some(letter) = letters.get_mut(at) {
+                *letter = 'X';
+                prop_assert_ne!(bounded(letters.into_iter().collect()), short);
+            }
         }
     }
 
@@ -173,17 +335,7 @@ mod tests {
     fn promises_of_gigabytes_cost_nothing() {
         let mut promise = u32::MAX.to_le_bytes().to_vec();
         promise.extend([0; 10]);
-        let error = read::<Request>(&mut &promise[..], MEMBER).unwrap_err();
+        let error = taken(&promise, MEMBER, 64).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData);
-    }
-
-    #[test]
-    fn a_proof_is_of_one_challenge_rank_and_secret() {
-        let challenge = Challenge([3; 32]);
-        let hello = Hello::new(&challenge, 1, 4, b"secret");
-        assert!(hello.is_proved(&challenge, b"secret"));
-        assert!(!hello.is_proved(&challenge, b"another"));
-        assert!(!hello.is_proved(&Challenge([4; 32]), b"secret"));
-        assert!(!Hello { rank: 2, ..hello }.is_proved(&challenge, b"secret"));
     }
 }

@@ -1,27 +1,40 @@
-//! Rank 0's side: lets the world's processes in, and stands in for each of them at the meeting point
-//! that ranks of one process use, too.
+//! Rank 0's side: one thread that lets the world's processes in, and takes and answers their messages.
 
-use std::collections::HashMap;
-use std::io;
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, mpsc};
+use std::io::{self, ErrorKind};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use super::super::rendezvous::{Failure, Hall};
-use super::protocol::{self, Challenge, Hello, MEMBER, Reply, Request, STRANGER, VERSION};
+use mio::net::{TcpListener, TcpStream};
+use mio::{Events, Interest, Poll, Token, Waker};
 
-type Seat = super::super::rendezvous::Seat<String, Arc<[u8]>>;
+use super::super::meetings::Meetings;
+use super::beat::{Beat, STALL};
+use super::hub::{Hub, Outbox};
+use super::peer::{Peer, Role};
+use super::proof::{Challenge, Greeting, Hello, VERSION};
+use super::protocol::{Frame, MEMBER, Reply, Request, parse, parse_all, short};
 
-/// How long a process may take to prove that it belongs to the world.
-const HANDSHAKE: Duration = Duration::from_secs(10);
-/// Connections that may be unproved at once; more are closed.
-const STRANGERS: usize = 64;
+/// The time that a process has to prove that it belongs to the world.
+pub const GREETING: Duration = Duration::from_secs(5);
+/// Processes that may be unproved at once, besides the ranks that have not joined.
+pub const STRANGERS: usize = 64;
+/// File descriptors of rank 0 besides those of the other ranks: for files, libraries, devices, and
+/// processes that are no members.
+const RESERVE: usize = 32;
 /// How long rank 0 stays for the others after the world has failed.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+const AFTER_FAILURE: Duration = Duration::from_secs(2);
+/// Time between looks at deadlines.
+const TICK: Duration = Duration::from_millis(50);
+/// Bytes read at once.
+const CHUNK: usize = 1 << 16;
 
-/// Who is let in.
+const LISTENER: Token = Token(usize::MAX);
+const WAKER: Token = Token(usize::MAX - 1);
+
+/// What rank 0 expects of processes.
 pub struct Rules {
     pub size: usize,
     pub secret: Vec<u8>,
@@ -29,220 +42,394 @@ pub struct Rules {
     pub deadline: Duration,
 }
 
-/// The listener of rank 0 and what it knows of the others. Ends when all of them have left.
+/// The thread that serves the others. Ends when all of them have left.
 pub struct Server {
     address: SocketAddr,
-    state: Arc<State>,
-    accepting: Option<JoinHandle<()>>,
-}
-
-struct State {
-    rules: Rules,
-    /// Where ranks that have not joined will sit.
-    free: Mutex<Vec<Option<Seat>>>,
-    /// Watches without being a rank.
-    host: Seat,
-    strangers: AtomicUsize,
-    members: AtomicUsize,
-    closing: AtomicBool,
+    closing: Arc<AtomicBool>,
+    waker: Waker,
+    /// Bytes that were sent to members.
+    #[cfg_attr(not(test), expect(dead_code, reason = "a test measures it"))]
+    pub sent: Arc<AtomicU64>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl Server {
-    /// Waits for the processes of a world in the background.
-    pub fn start(listener: TcpListener, rules: Rules) -> io::Result<Self> {
+    /// Starts to serve a world in the background.
+    ///
+    /// # Errors
+    ///
+    /// If the operating system has too little for so many ranks.
+    pub fn start(mut listener: TcpListener, rules: Rules) -> io::Result<Self> {
+        // The soft limit is low on many systems, so that `select` works; this is `epoll` and its like.
+        let limit = rlimit::increase_nofile_limit(u64::MAX)?;
+        if limit < (rules.size + RESERVE) as u64 {
+            return Err(io::Error::other(out_of_descriptors(rules.size, limit)));
+        }
         let address = listener.local_addr()?;
-        let mut seats = Hall::seats(rules.size, rules.deadline);
-        let host = seats[0].join(0, (0..rules.size).collect(), 0);
-        let state = Arc::new(State {
-            free: Mutex::new(seats.drain(..).map(Some).collect()),
-            host,
-            strangers: AtomicUsize::new(0),
-            members: AtomicUsize::new(0),
-            closing: AtomicBool::new(false),
+        let poll = Poll::new()?;
+        poll.registry().register(&mut listener, LISTENER, Interest::READABLE)?;
+        let waker = Waker::new(poll.registry(), WAKER)?;
+        let closing = Arc::new(AtomicBool::new(false));
+        let sent = Arc::new(AtomicU64::new(0));
+        let service = Service {
+            poll,
+            listener,
+            address,
+            limit,
+            beat: Beat::new(rules.size, rules.deadline),
+            hub: Hub::new(Meetings::new(rules.size, rules.deadline), rules.size),
+            seats: vec![Seat::Free; rules.size],
+            free: rules.size,
+            members: 0,
+            peers: vec![],
+            vacant: vec![],
+            strangers: 0,
+            accepting: true,
+            told: None,
+            scratch: vec![0; CHUNK],
+            sent: sent.clone(),
+            closing: closing.clone(),
             rules,
-        });
-        let accepting = Some(thread::spawn({
-            let state = state.clone();
-            move || accept(&listener, &state)
-        }));
-        Ok(Self { address, state, accepting })
+        };
+        let thread = thread::Builder::new().name("distmuon rank 0".into());
+        let thread = Some(thread.spawn(move || service.run())?);
+        Ok(Self { address, closing, waker, sent, thread })
     }
 
-    /// Where rank 0 itself reaches it.
-    pub fn address(&self) -> SocketAddr {
-        if self.address.ip().is_unspecified() {
-            (Ipv4Addr::LOCALHOST, self.address.port()).into()
-        } else {
-            self.address
-        }
+    /// Where rank 0's own process reaches it.
+    pub fn addresses(&self) -> Vec<SocketAddr> {
+        let loopback: &[std::net::IpAddr] = match self.address {
+            SocketAddr::V4(address) if address.ip().is_unspecified() => {
+                &[Ipv4Addr::LOCALHOST.into()]
+            }
+            // An address of both families may have a loopback interface of one only.
+            SocketAddr::V6(address) if address.ip().is_unspecified() => {
+                &[Ipv6Addr::LOCALHOST.into(), Ipv4Addr::LOCALHOST.into()]
+            }
+            address => return vec![address],
+        };
+        loopback.iter().map(|ip| (*ip, self.address.port()).into()).collect()
     }
 }
 
 impl Drop for Server {
     /// Waits until all have left: what they asked for last is on its way.
     fn drop(&mut self) {
-        let start = Instant::now();
-        let patience = || match self.state.host.check() {
-            Ok(()) => self.state.rules.deadline,
-            Err(_) => LAST_WORDS,
-        };
-        while self.state.members.load(Ordering::SeqCst) > 0 && start.elapsed() < patience() {
-            thread::sleep(Duration::from_millis(1));
-        }
-        self.state.closing.store(true, Ordering::SeqCst);
-        let woken = TcpStream::connect_timeout(&self.address(), HANDSHAKE);
-        if let (Ok(_), Some(accepting)) = (woken, self.accepting.take()) {
-            accepting.join().ok();
+        self.closing.store(true, Ordering::SeqCst);
+        self.waker.wake().ok();
+        if let Some(thread) = self.thread.take() {
+            thread.join().ok();
         }
     }
 }
 
-fn accept(listener: &TcpListener, state: &Arc<State>) {
-    for stream in listener.incoming() {
-        if state.closing.load(Ordering::SeqCst) {
-            return;
-        }
-        let Ok(stream) = stream else { continue };
-        if state.strangers.fetch_add(1, Ordering::SeqCst) >= STRANGERS {
-            state.strangers.fetch_sub(1, Ordering::SeqCst);
-            continue;
-        }
-        let state = state.clone();
-        thread::spawn(move || {
-            let joined = let_in(&stream, &state);
-            state.strangers.fetch_sub(1, Ordering::SeqCst);
-            // Whoever proves nothing is nobody: its connection is closed, and that is all.
-            if let Ok(Some(seat)) = joined {
-                serve(stream, seat);
-                state.members.fetch_sub(1, Ordering::SeqCst);
-            }
-        });
-    }
+fn out_of_descriptors(size: usize, limit: u64) -> String {
+    format!(
+        "a world of {size} ranks needs {} file descriptors on rank 0, and the limit is {limit}: \
+         raise the hard limit there (`ulimit -n`)",
+        size + RESERVE
+    )
 }
 
-/// The seat of a process that belongs to the world.
-fn let_in(mut stream: &TcpStream, state: &State) -> io::Result<Option<Seat>> {
-    stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(HANDSHAKE))?;
-    stream.set_write_timeout(Some(HANDSHAKE))?;
-    let mut challenge = Challenge([0; 32]);
-    getrandom::fill(&mut challenge.0).map_err(io::Error::other)?;
-    protocol::write(&mut stream, &challenge)?;
-    let hello: Hello = protocol::read(&mut stream, STRANGER)?;
-    match seat(&hello, &challenge, state) {
-        Ok(seat) => {
-            state.members.fetch_add(1, Ordering::SeqCst);
-            protocol::write(&mut stream, &Reply::Fine)?;
-            stream.set_read_timeout(None)?;
-            stream.set_write_timeout(Some(state.rules.deadline))?;
-            Ok(Some(seat))
-        }
-        Err(reason) => {
-            protocol::write(&mut stream, &Reply::Refused(reason))?;
-            Ok(None)
-        }
-    }
+/// The state of a rank of the world.
+#[derive(Clone, Copy, PartialEq)]
+enum Seat {
+    /// It has not joined.
+    Free,
+    /// It has joined, over this connection.
+    Taken(usize),
+    /// It has left.
+    Left,
 }
 
-/// The seat that a process asks for, or why it doesn't get it. A member of the world that can't take
-/// part ends it, since it would be waited for in vain.
-fn seat(hello: &Hello, challenge: &Challenge, state: &State) -> Result<Seat, String> {
-    let Rules { size, secret, .. } = &state.rules;
-    if !hello.is_proved(challenge, secret) {
-        return Err("the secret in DISTMUON_SECRET is not that of rank 0".into());
-    }
-    let mut free = state.free.lock().expect("nothing panics while it holds the lock");
-    let waiting = free.iter().any(Option::is_some);
-    let reason = if hello.version != VERSION {
-        format!("it runs {} and rank 0 runs {VERSION}", hello.version)
-    } else if hello.size != *size {
-        format!("it was told of {} ranks and rank 0 of {size}", hello.size)
-    } else if hello.rank >= *size {
-        format!("there is no rank {} among {size}", hello.rank)
-    } else if let Some(seat) = free[hello.rank].take() {
-        return Ok(seat);
-    } else {
-        format!("another process is rank {} already", hello.rank)
-    };
-    if waiting {
-        state.host.fail_for(hello.rank, reason.clone());
-    }
-    Err(reason)
+struct Service {
+    poll: Poll,
+    listener: TcpListener,
+    address: SocketAddr,
+    /// The limit on file descriptors.
+    limit: u64,
+    rules: Rules,
+    beat: Beat,
+    hub: Hub,
+    seats: Vec<Seat>,
+    /// Ranks that have not joined.
+    free: usize,
+    /// Ranks that have joined and not left.
+    members: usize,
+    peers: Vec<Option<Peer>>,
+    /// Places in `peers` without a connection.
+    vacant: Vec<usize>,
+    strangers: usize,
+    /// Cleared when the operating system refuses a connection, until the next tick.
+    accepting: bool,
+    /// When all members were told that the world has failed.
+    told: Option<Instant>,
+    scratch: Vec<u8>,
+    sent: Arc<AtomicU64>,
+    closing: Arc<AtomicBool>,
 }
 
-/// Stands in for a process until it leaves. Reads ahead, so that its death is seen at once, whatever
-/// it waits for.
-fn serve(stream: TcpStream, seat: Seat) {
-    let Ok(mut reading) = stream.try_clone() else { return };
-    let (requests, received) = mpsc::channel();
-    thread::scope(|scope| {
-        scope.spawn(|| answer(stream, &seat, received));
+impl Service {
+    fn run(mut self) {
+        // All ranks may have something to say at once: a small number would make some look silent.
+        let mut events = Events::with_capacity(self.rules.size + STRANGERS);
+        let mut last = Instant::now();
+        let mut closing = None;
         loop {
-            match protocol::read(&mut reading, MEMBER) {
-                Ok(Request::Leave) => break seat.leave(),
-                Ok(request) => {
-                    if requests.send(request).is_err() {
-                        break;
-                    }
+            let pause = (last + TICK).saturating_duration_since(Instant::now());
+            if let Err(error) = self.poll.poll(&mut events, Some(pause))
+                && error.kind() != ErrorKind::Interrupted
+            {
+                self.hub.fail(0, format!("it can't wait for the others: {error}"));
+                self.tell();
+                return;
+            }
+            for event in &events {
+                match event.token() {
+                    LISTENER => self.accept(),
+                    WAKER => {}
+                    Token(at) => self.serve(at),
                 }
+            }
+            let now = Instant::now();
+            if now >= last + TICK {
+                self.tick(now, now - last > STALL);
+                last = now;
+            }
+            self.tell();
+            if self.closing.load(Ordering::SeqCst) {
+                let since = *closing.get_or_insert(now);
+                let until = match self.told {
+                    Some(told) => since.max(told) + AFTER_FAILURE,
+                    None => since + self.rules.deadline,
+                };
+                if self.only_strangers() || now >= until {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Returns `true` if all ranks that have joined have left, and got what was sent to them.
+    fn only_strangers(&self) -> bool {
+        let mut peers = self.peers.iter().flatten();
+        self.members == 0 && peers.all(|peer| matches!(peer.role, Role::Stranger(_)))
+    }
+
+    fn accept(&mut self) {
+        while self.accepting {
+            match self.listener.accept() {
+                // More are closed at once; a rank among them tries again.
+                Ok(_) if self.strangers >= STRANGERS + self.free => {}
+                Ok((stream, _)) => _ = self.greet(stream),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(error) if is_of_the_peer(&error) => {}
                 Err(error) => {
-                    let lost = match error.kind() {
-                        io::ErrorKind::UnexpectedEof => "it died".to_owned(),
-                        _ => format!("{error}"),
-                    };
-                    seat.fail(format!("the connection to it was lost: {lost}"));
-                    break seat.leave();
+                    self.accepting = false;
+                    let limit = self.limit;
+                    self.hub.fail(0, format!(
+                        "it can't take another connection: {error}; {} are open, and the limit on \
+                         file descriptors there is {limit} (`ulimit -n`)",
+                        self.peers.len() - self.vacant.len(),
+                    ));
                 }
             }
         }
-        drop(requests);
-    });
-}
+    }
 
-/// Answers requests, one after the other.
-fn answer(mut stream: TcpStream, world: &Seat, requests: mpsc::Receiver<Request>) {
-    let mut groups = Groups { world, seats: HashMap::new() };
-    for request in requests {
-        if !matches!(request, Request::Compare { .. }) {
-            world.goes_on();
+    /// Sends a challenge to a process that may be a rank.
+    fn greet(&mut self, mut stream: TcpStream) -> io::Result<()> {
+        stream.set_nodelay(true)?;
+        let challenge = Challenge::new()?;
+        let at = self.vacant.pop().unwrap_or(self.peers.len());
+        if at == self.peers.len() {
+            self.peers.push(None);
         }
-        let reply = match request {
-            Request::Gather { group, members, bytes } => groups
-                .seat(group, members)
-                .and_then(|seat| seat.arrive("all_gather_bytes".into(), bytes.into())?.meet())
-                .map(|all| Reply::Gathered(all.iter().map(|bytes| bytes.to_vec()).collect())),
-            Request::Compare { group, members, number, call, too_late } => groups
-                .seat(group, members)
-                .and_then(|seat| seat.compare(number, call, too_late))
-                .map(|()| Reply::Fine),
-            Request::Check => world.check().map(|()| Reply::Fine),
-            Request::Fail { cause } => {
-                world.fail(cause);
-                Ok(Reply::Fine)
+        let both = Interest::READABLE | Interest::WRITABLE;
+        if let Err(error) = self.poll.registry().register(&mut stream, Token(at), both) {
+            self.vacant.push(at);
+            return Err(error);
+        }
+        self.strangers += 1;
+        self.peers[at] = Some(Peer::new(stream, challenge));
+        self.serve(at);
+        Ok(())
+    }
+
+    /// Reads and writes what a connection has and takes.
+    fn serve(&mut self, at: usize) {
+        let mut out = Outbox::new();
+        let mut open = self.receive(at, &mut out);
+        for (rank, frame) in out {
+            self.send(rank, frame);
+        }
+        if let Some(peer) = self.peers[at].as_mut() {
+            open = open.and_then(|()| peer.flush(&self.sent));
+            let heard_all = matches!(peer.role, Role::Dismissed) && peer.outgoing.is_empty();
+            if open.is_err() || heard_all {
+                self.close(at, open.err());
             }
-            Request::Leave => return,
+        }
+    }
+
+    fn receive(&mut self, at: usize, out: &mut Outbox) -> io::Result<()> {
+        loop {
+            let Some(peer) = self.peers[at].as_mut() else { return Ok(()) };
+            match peer.incoming.fill(&mut peer.stream, &mut self.scratch) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(_) => peer.heard = Instant::now(),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) => return Err(error),
+            }
+            while let Some(peer) = self.peers[at].as_mut()
+                && let Some(content) = peer.incoming.take()?
+            {
+                match &peer.role {
+                    Role::Stranger(_) => self.let_in(at, &parse_all(&content)?),
+                    Role::Member(rank) => {
+                        let rank = *rank;
+                        let (request, raw) = parse(&content)?;
+                        let leaves = matches!(request, Request::Leave { .. });
+                        self.hub.take(rank, request, raw, out);
+                        if leaves {
+                            peer.role = Role::Dismissed;
+                            peer.since = Instant::now();
+                            self.members -= 1;
+                            self.seats[rank] = Seat::Left;
+                        }
+                    }
+                    Role::Dismissed => {}
+                }
+            }
+        }
+    }
+
+    /// Gives a process the seat that it asks for, or tells it why not.
+    fn let_in(&mut self, at: usize, hello: &Hello) {
+        let seat = self.seat(at, hello);
+        let Some(peer) = self.peers[at].as_mut() else { return };
+        let Role::Stranger(challenge) = &peer.role else { return };
+        self.strangers -= 1;
+        let (greeting, role) = match seat {
+            Ok(()) => {
+                self.seats[hello.rank] = Seat::Taken(at);
+                self.free -= 1;
+                self.members += 1;
+                peer.incoming.limit(MEMBER);
+                (hello.welcome(challenge, &self.rules.secret), Role::Member(hello.rank))
+            }
+            Err(reason) => (Greeting::Refused(reason), Role::Dismissed),
         };
-        if protocol::write(&mut stream, &reply.unwrap_or_else(Reply::Failed)).is_err() {
-            return; // the reader sees it, too
+        peer.role = role;
+        peer.outgoing.push_back(short(&greeting));
+        // A rank that comes after a failure is told of it, too.
+        if let (Some(_), Role::Member(rank), Some(failure)) =
+            (self.told, &peer.role, self.hub.failure())
+        {
+            let (rank, failure) = (*rank, short(&Reply::Failed(failure.clone())));
+            self.send(rank, failure);
+        }
+    }
+
+    /// Why a process does not get the seat that it asks for, if so. A member of the world that can't
+    /// take part ends it, since the others would wait for it in vain.
+    fn seat(&mut self, at: usize, hello: &Hello) -> Result<(), String> {
+        let Some(Peer { role: Role::Stranger(challenge), .. }) = &self.peers[at] else {
+            return Err("it has been greeted already".into());
+        };
+        let Rules { size, secret, .. } = &self.rules;
+        if !hello.is_proved(challenge, secret) {
+            return Err("the secret in DISTMUON_SECRET is not that of rank 0".into());
+        }
+        let reason = if hello.version != VERSION {
+            format!("it runs {} and rank 0 runs {VERSION}", hello.version)
+        } else if hello.size != *size {
+            format!("it was told of {} ranks and rank 0 of {size}", hello.size)
+        } else if hello.rank >= *size {
+            format!("there is no rank {} among {size}", hello.rank)
+        } else if self.seats[hello.rank] == Seat::Free {
+            return Ok(());
+        } else {
+            format!("another process is rank {} already", hello.rank)
+        };
+        if self.free > 0 {
+            self.hub.fail(hello.rank, reason.clone());
+        }
+        Err(reason)
+    }
+
+    /// Queues a frame for a rank and writes as much as its connection takes.
+    fn send(&mut self, rank: usize, frame: Frame) {
+        let Seat::Taken(at) = self.seats[rank] else { return };
+        let Some(peer) = self.peers[at].as_mut() else { return };
+        peer.outgoing.push_back(frame);
+        if let Err(error) = peer.flush(&self.sent) {
+            self.close(at, Some(error));
+        }
+    }
+
+    /// Tells all members of the world's failure, once.
+    fn tell(&mut self) {
+        let Some(failure) = self.hub.failure().filter(|_| self.told.is_none()) else { return };
+        let frame = short(&Reply::Failed(failure.clone()));
+        self.told = Some(Instant::now());
+        for rank in 0..self.seats.len() {
+            self.send(rank, frame.clone());
+        }
+    }
+
+    /// Ends a connection. That of a member that has not left ends the world.
+    fn close(&mut self, at: usize, error: Option<io::Error>) {
+        let Some(mut peer) = self.peers[at].take() else { return };
+        self.poll.registry().deregister(&mut peer.stream).ok();
+        self.vacant.push(at);
+        match peer.role {
+            Role::Stranger(_) => self.strangers -= 1,
+            Role::Dismissed => {}
+            Role::Member(rank) => {
+                self.seats[rank] = Seat::Left;
+                self.members -= 1;
+                let lost = match error {
+                    Some(error) if error.kind() != ErrorKind::UnexpectedEof => error.to_string(),
+                    _ => "it died".to_owned(),
+                };
+                self.hub.fail(rank, format!("the connection to it was lost: {lost}"));
+                self.hub.leave(rank);
+            }
+        }
+    }
+
+    /// Looks at all deadlines.
+    fn tick(&mut self, now: Instant, stalled: bool) {
+        if !std::mem::replace(&mut self.accepting, true) {
+            self.accept();
+        }
+        for at in 0..self.peers.len() {
+            let Some(peer) = self.peers[at].as_mut() else { continue };
+            let silence = now.saturating_duration_since(peer.heard);
+            match peer.role {
+                Role::Member(_) if stalled => peer.heard = now,
+                Role::Member(rank) if silence > self.beat.silence && self.told.is_none() => {
+                    self.hub.fail_silent(rank, silence);
+                }
+                Role::Stranger(_) | Role::Dismissed if now - peer.since > GREETING => {
+                    self.close(at, None);
+                }
+                _ => {}
+            }
+        }
+        let late = self.hub.expire(now);
+        if late.is_some_and(|rank| self.seats[rank] == Seat::Free) {
+            self.hub.explain(&format!("; it never joined, and rank 0 listens at {}", self.address));
         }
     }
 }
 
-/// The seats of a process in the groups that it has spoken for.
-struct Groups<'a> {
-    world: &'a Seat,
-    seats: HashMap<u64, Seat>,
-}
-
-impl Groups<'_> {
-    fn seat(&mut self, group: u64, members: Vec<usize>) -> Result<&Seat, Failure> {
-        let world = self.world;
-        let rank = members.iter().position(|rank| *rank == world.rank());
-        let known = members.iter().all(|rank| *rank < world.size());
-        let rank = rank.filter(|_| known).ok_or_else(|| Failure::Peer {
-            rank: world.rank(),
-            cause: format!("it spoke for {members:?}, which is no group of its own"),
-        })?;
-        Ok(self.seats.entry(group).or_insert_with(|| world.join(group, members, rank)))
-    }
+/// Returns `true` if a connection ended before it was accepted.
+fn is_of_the_peer(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset | ErrorKind::Interrupted
+    )
 }

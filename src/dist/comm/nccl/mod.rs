@@ -351,9 +351,9 @@ impl Communicator for Nccl {
 
     fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
         let Peers { control: parent, group } = &*self.shared.peers;
-        let (control, members) = parent.split(color, key)?;
+        let (control, first) = parent.split(color, key)?;
         // The first member's rank tells the groups apart, whatever the colors are.
-        let group = group.split(parent, &control, members[0] as c_int);
+        let group = group.split(parent, &control, first as c_int);
         let group = group.inspect_err(|error| self.fail(&error.to_string()))?;
         Ok(Box::new(Self::of(Peers { control, group }, self.shared.memory.clone())))
     }

@@ -1,0 +1,157 @@
+//! The control plane with many ranks: real connections from a few processes, over loopback.
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{Control, Meeting};
+
+/// The variable that says what a child does: the number of ranks, and rank 0 or an address and the
+/// ranks from the first up to the last.
+const ROLE: &str = "DISTMUON_TEST_SCALE";
+const DEADLINE: Duration = Duration::from_secs(120);
+/// Processes that hold all ranks but rank 0.
+const CHILDREN: usize = 4;
+/// A rank's calling thread needs little.
+const STACK: usize = 1 << 17;
+/// A model like Llama-8B: as many parameters, and bytes that say which rank owns each of them.
+const OWNERS: usize = 300 * 7;
+const NODE: usize = 8;
+const STEPS: usize = 4;
+
+/// What was measured on rank 0.
+struct Row {
+    ranks: usize,
+    seconds: f64,
+    peak_mb: f64,
+    sent: u64,
+}
+
+/// The calls that a rank makes until it trains, a few steps, and its end.
+fn run(rank: &Control) {
+    let id = rank.broadcast_bytes(vec![7; 128], 0).unwrap();
+    assert_eq!(id, [7; 128]);
+    for _ in 0..6 {
+        assert_eq!(rank.first_bytes(None).unwrap(), None);
+    }
+    let digest = rank.broadcast_bytes(vec![1; 8], 0).unwrap();
+    let differs = (digest != [1; 8]).then(Vec::new);
+    assert_eq!(rank.first_bytes(differs).unwrap(), None);
+    let owners = rank.broadcast_bytes(vec![3; OWNERS], 0).unwrap();
+    assert_eq!(owners.len(), OWNERS);
+    for step in 0..STEPS {
+        let mut bits = vec![0; 64];
+        bits[rank.rank() % 64] = 1 << step;
+        let any = rank.or_bytes(bits).unwrap();
+        assert!(any.iter().take(rank.size()).all(|byte| *byte == 1 << step));
+    }
+    let (node, first) = rank.split(rank.rank() / NODE, rank.rank()).unwrap();
+    assert_eq!((first, node.rank()), (rank.rank() / NODE * NODE, rank.rank() % NODE));
+    node.first_bytes(None).unwrap();
+    rank.first_bytes(None).unwrap();
+}
+
+/// Rank 0, alone in its process. Says where it listens, and then what it measured.
+fn rank_0(size: usize) {
+    let start = Instant::now();
+    let meeting = Meeting::anywhere("127.0.0.1").unwrap();
+    println!("address: {}", meeting.address);
+    let rank = meeting.join(0, size, "", DEADLINE).unwrap();
+    run(&rank);
+    let sent = rank.link.sent().unwrap();
+    // Waits until all others have left.
+    drop(rank);
+    let seconds = start.elapsed().as_secs_f64();
+    println!("measured: {seconds} {} {sent}", peak_mb().unwrap_or_default());
+}
+
+/// The most memory that this process had, where the operating system says so.
+fn peak_mb() -> Option<f64> {
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    Some(line.trim().strip_suffix(" kB")?.parse::<f64>().ok()? / 1024.0)
+}
+
+/// Ranks that are threads, each with a connection of its own.
+fn others(address: &str, ranks: std::ops::Range<usize>, size: usize) {
+    let rank = |rank| {
+        let address = address.to_owned();
+        let thread = thread::Builder::new().stack_size(STACK).spawn(move || {
+            run(&Meeting::known(address).join(rank, size, "", DEADLINE).unwrap());
+        });
+        thread.unwrap()
+    };
+    let threads: Vec<_> = ranks.map(rank).collect();
+    threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+/// Plays its role in a process that was started for one, and returns `true` then.
+fn is_child() -> bool {
+    let Ok(role) = std::env::var(ROLE) else { return false };
+    let words: Vec<&str> = role.split(' ').collect();
+    let number = |at: usize| words[at].parse::<usize>().unwrap();
+    match words[1] {
+        "rank0" => rank_0(number(0)),
+        address => others(address, number(2)..number(3), number(0)),
+    }
+    true
+}
+
+fn child(test: &str, role: String) -> Child {
+    let (_, module) = module_path!().split_once("::").unwrap();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args([&format!("{module}::{test}"), "--exact", "--nocapture", "--include-ignored"]);
+    command.env(ROLE, role).stdout(Stdio::piped()).spawn().unwrap()
+}
+
+fn measure(test: &str, ranks: usize) -> Row {
+    let mut first = child(test, format!("{ranks} rank0"));
+    let mut lines = BufReader::new(first.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let mut said =
+        |what: &str| lines.find_map(|line| Some(line.split_once(what)?.1.to_owned())).expect(what);
+    let address = said("address: ");
+    let bound = |child: usize| 1 + (ranks - 1) * child / CHILDREN;
+    let others: Vec<_> = (0..CHILDREN)
+        .map(|i| child(test, format!("{ranks} {address} {} {}", bound(i), bound(i + 1))))
+        .collect();
+    let measured = said("measured: ");
+    let numbers: Vec<f64> = measured.split(' ').map(|number| number.parse().unwrap()).collect();
+    for mut child in others.into_iter().chain([first]) {
+        assert!(child.wait().unwrap().success());
+    }
+    Row { ranks, seconds: numbers[0], peak_mb: numbers[1], sent: numbers[2] as u64 }
+}
+
+fn table(test: &str, sizes: &[usize]) -> Vec<Row> {
+    println!("| ranks | seconds | peak memory of rank 0, MB | bytes out of rank 0 | per rank |");
+    println!("|---|---|---|---|---|");
+    let row = |ranks: &usize| {
+        let row = measure(test, *ranks);
+        let Row { ranks, seconds, peak_mb, sent } = row;
+        let each = sent / ranks as u64;
+        println!("| {ranks} | {seconds:.2} | {peak_mb:.1} | {sent} | {each} |");
+        row
+    };
+    sizes.iter().map(row).collect()
+}
+
+#[test]
+fn a_start_costs_bytes_in_proportion_to_the_ranks() {
+    if is_child() {
+        return;
+    }
+    let rows = table("a_start_costs_bytes_in_proportion_to_the_ranks", &[8, 64, 512]);
+    let each = |row: &Row| row.sent as f64 / row.ranks as f64;
+    assert!(each(&rows[2]) <= 1.2 * each(&rows[1]), "{} and {}", each(&rows[2]), each(&rows[1]));
+}
+
+#[test]
+#[ignore = "takes a minute; run by hand for docs/distributed.md"]
+fn four_thousand_ranks_start() {
+    if is_child() {
+        return;
+    }
+    let row = table("four_thousand_ranks_start", &[4096]).pop().unwrap();
+    assert!(row.seconds < 60.0 && row.peak_mb < 1024.0);
+}
