@@ -9,6 +9,8 @@ use std::time::Duration;
 
 use burn::tensor::Device;
 use distmuon::Result;
+#[cfg(feature = "cuda")]
+use distmuon::dist::Reduction;
 use distmuon::dist::World;
 use libtest_mimic::Trial;
 use serde::{Serialize, de::DeserializeOwned};
@@ -28,6 +30,9 @@ pub enum Engine {
     /// `nccl`, where the device waits and not the host.
     #[cfg(feature = "cuda")]
     NcclAhead,
+    /// `nccl` with its own reductions, where the device waits.
+    #[cfg(feature = "cuda")]
+    NcclNative,
     #[cfg(feature = "mpi")]
     Mpi,
 }
@@ -45,16 +50,36 @@ pub fn name() -> &'static str {
     match engine() {
         Engine::Threads => "threads",
         #[cfg(feature = "cuda")]
-        Engine::Nccl | Engine::NcclAhead => "nccl",
+        Engine::Nccl | Engine::NcclAhead | Engine::NcclNative => "nccl",
         #[cfg(feature = "mpi")]
         Engine::Mpi => "mpi",
+    }
+}
+
+/// Returns `true` if the engine of the case adds up in the order of ranks.
+pub fn is_exact() -> bool {
+    #[cfg(feature = "cuda")]
+    if engine() == Engine::NcclNative {
+        return false;
+    }
+    true
+}
+
+/// Bytes that this thread's rank has sent to others so far, where an engine counts them.
+pub fn sent(engine: &str) -> Option<u64> {
+    match engine {
+        #[cfg(feature = "cuda")]
+        "nccl" => Some(super::host::sent()),
+        #[cfg(feature = "mpi")]
+        "mpi" => Some(mpi::profile::sent()),
+        _ => None,
     }
 }
 
 /// Whether the engine hands out results that are not there yet.
 pub fn results_may_be_early() -> bool {
     #[cfg(feature = "cuda")]
-    if engine() == Engine::NcclAhead {
+    if matches!(engine(), Engine::NcclAhead | Engine::NcclNative) {
         return true;
     }
     false
@@ -75,6 +100,8 @@ pub const HERE: &[Engine] = &[
     Engine::Nccl,
     #[cfg(feature = "cuda")]
     Engine::NcclAhead,
+    #[cfg(feature = "cuda")]
+    Engine::NcclNative,
 ];
 
 /// Trials of cases on engines.
@@ -102,9 +129,13 @@ pub fn ranks_here<T: Send>(
     let device = Device::default().autodiff();
     match engine() {
         #[cfg(feature = "cuda")]
-        Engine::Nccl => nccl(deadline, count, &device, Waits::Host, run),
+        Engine::Nccl => nccl(deadline, count, &device, (Waits::Host, Reduction::Exact), run),
         #[cfg(feature = "cuda")]
-        Engine::NcclAhead => nccl(deadline, count, &device, Waits::Device, run),
+        Engine::NcclAhead => nccl(deadline, count, &device, (Waits::Device, Reduction::Exact), run),
+        #[cfg(feature = "cuda")]
+        Engine::NcclNative => {
+            nccl(deadline, count, &device, (Waits::Device, Reduction::Native), run)
+        }
         _ => World::threads_within(deadline, vec![device; count], run),
     }
 }
@@ -137,7 +168,7 @@ fn nccl<T: Send>(
     deadline: Duration,
     count: usize,
     device: &Device,
-    waits: Waits,
+    (waits, reduction): (Waits, Reduction),
     run: impl Fn(World) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -148,7 +179,7 @@ fn nccl<T: Send>(
         let address = Some(("127.0.0.1".to_owned(), port));
         let launch =
             Launch { rank, world_size: count, local_rank: rank, address, secret: String::new() };
-        let world = super::host::world(&launch, device.clone(), deadline, waits)?;
+        let world = super::host::world_that(&launch, device.clone(), deadline, waits, reduction)?;
         let engine = world.engine();
         let outcome = catch_unwind(AssertUnwindSafe(|| run(world)));
         let outcome = outcome.unwrap_or_else(|panic| {
@@ -240,6 +271,140 @@ pub mod mpi {
 
     fn world() -> World {
         WORLD.with_borrow(|world| world.clone()).expect("a worker has a world")
+    }
+
+    /// MPI's profiling interface: its functions that move tensors, which count and call MPI's own.
+    pub mod profile {
+        use std::os::raw::{c_int, c_void};
+        use std::sync::atomic::{AtomicU64, Ordering};
+
+        /// Handles of Open MPI are addresses.
+        type Handle = *mut c_void;
+
+        static SENT: AtomicU64 = AtomicU64::new(0);
+
+        unsafe extern "C" {
+            fn PMPI_Comm_rank(comm: Handle, rank: *mut c_int) -> c_int;
+            fn PMPI_Comm_size(comm: Handle, size: *mut c_int) -> c_int;
+            fn PMPI_Type_size(of: Handle, size: *mut c_int) -> c_int;
+            fn PMPI_Ialltoallv(
+                send: *const c_void,
+                send_counts: *const c_int,
+                send_offsets: *const c_int,
+                send_type: Handle,
+                receive: *mut c_void,
+                receive_counts: *const c_int,
+                receive_offsets: *const c_int,
+                receive_type: Handle,
+                comm: Handle,
+                request: *mut Handle,
+            ) -> c_int;
+            fn PMPI_Iallgatherv(
+                send: *const c_void,
+                send_count: c_int,
+                send_type: Handle,
+                receive: *mut c_void,
+                receive_counts: *const c_int,
+                receive_offsets: *const c_int,
+                receive_type: Handle,
+                comm: Handle,
+                request: *mut Handle,
+            ) -> c_int;
+        }
+
+        /// Bytes that this process has given to others so far.
+        pub fn sent() -> u64 {
+            SENT.load(Ordering::SeqCst)
+        }
+
+        /// Counts elements that are given to others, of which `others` returns the number for a rank and
+        /// a number of ranks.
+        ///
+        /// # Safety
+        ///
+        /// Both handles are alive.
+        unsafe fn count(of: Handle, comm: Handle, others: impl FnOnce(usize, usize) -> c_int) {
+            let (mut rank, mut size, mut width) = (0, 0, 0);
+            // SAFETY: one number is written by each.
+            unsafe {
+                PMPI_Comm_rank(comm, &mut rank);
+                PMPI_Comm_size(comm, &mut size);
+                PMPI_Type_size(of, &mut width);
+            }
+            let elements = others(rank as usize, size as usize);
+            SENT.fetch_add((elements * width) as u64, Ordering::SeqCst);
+        }
+
+        /// # Safety
+        ///
+        /// As MPI's own.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn MPI_Ialltoallv(
+            send: *const c_void,
+            send_counts: *const c_int,
+            send_offsets: *const c_int,
+            send_type: Handle,
+            receive: *mut c_void,
+            receive_counts: *const c_int,
+            receive_offsets: *const c_int,
+            receive_type: Handle,
+            comm: Handle,
+            request: *mut Handle,
+        ) -> c_int {
+            // SAFETY: there is a count for every rank.
+            let others = |rank, size| unsafe {
+                let counts = std::slice::from_raw_parts(send_counts, size);
+                counts.iter().sum::<c_int>() - counts[rank]
+            };
+            // SAFETY: as this function itself.
+            unsafe {
+                count(send_type, comm, others);
+                PMPI_Ialltoallv(
+                    send,
+                    send_counts,
+                    send_offsets,
+                    send_type,
+                    receive,
+                    receive_counts,
+                    receive_offsets,
+                    receive_type,
+                    comm,
+                    request,
+                )
+            }
+        }
+
+        /// # Safety
+        ///
+        /// As MPI's own.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn MPI_Iallgatherv(
+            send: *const c_void,
+            send_count: c_int,
+            send_type: Handle,
+            receive: *mut c_void,
+            receive_counts: *const c_int,
+            receive_offsets: *const c_int,
+            receive_type: Handle,
+            comm: Handle,
+            request: *mut Handle,
+        ) -> c_int {
+            // SAFETY: as this function itself.
+            unsafe {
+                count(send_type, comm, |_, size| send_count * (size as c_int - 1));
+                PMPI_Iallgatherv(
+                    send,
+                    send_count,
+                    send_type,
+                    receive,
+                    receive_counts,
+                    receive_offsets,
+                    receive_type,
+                    comm,
+                    request,
+                )
+            }
+        }
     }
 
     /// Runs the cases if this is a process of MPI, and ends it.

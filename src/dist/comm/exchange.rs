@@ -54,11 +54,8 @@ pub fn reduce_scatter<E: Exchange>(
     let (rank, size, length) = (engine.rank(), engine.size(), tensor.dims()[0]);
     check_dtype("reduce_scatter", rank, tensor.dtype())?;
     check_counts("reduce_scatter", rank, size, counts, (counts.iter().sum(), length))?;
-    let call = Call {
-        counts: counts.to_vec(),
-        op: Some(op),
-        ..Call::on("reduce_scatter", &tensor)
-    };
+    let call =
+        Call { counts: counts.to_vec(), op: Some(op), ..Call::on("reduce_scatter", &tensor) };
     let largest = counts.iter().max().copied().unwrap_or_default();
     if size * largest <= SMALL.max(2 * length) {
         return at_once(engine, call, tensor, counts, op, dtype);
@@ -89,9 +86,7 @@ fn at_once<E: Exchange>(
         return Ok(Pending::ready(tensor.cast(dtype)));
     }
     let received = engine.exchange(call, tensor, counts, &vec![counts[engine.rank()]; size])?;
-    Ok(Pending::new(received.bytes(), move || {
-        Ok(reduce::rows(received.wait()?, size, op, dtype))
-    }))
+    Ok(Pending::new(received.bytes(), move || Ok(reduce::rows(received.wait()?, size, op, dtype))))
 }
 
 /// Parts of a buffer whose lengths differ by one element at most.

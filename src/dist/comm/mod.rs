@@ -170,10 +170,7 @@ pub struct Pending {
 
 impl Pending {
     /// A result that is finished by a function, and whose call holds `bytes` bytes until then.
-    pub fn new(
-        bytes: usize,
-        finish: impl FnOnce() -> Result<Tensor<1>> + Send + 'static,
-    ) -> Self {
+    pub fn new(bytes: usize, finish: impl FnOnce() -> Result<Tensor<1>> + Send + 'static) -> Self {
         Self { bytes, finish: Box::new(finish) }
     }
 

@@ -38,8 +38,7 @@ pub fn parts(parts: &[Tensor<1>], op: ReduceOp, dtype: DType, device: &Device) -
         (_, [only]) => only.clone().to_device(device).cast(dtype),
         _ => in_blocks([parts.len(), length], op, dtype, |columns| {
             let part = |tensor| flat::part(tensor, columns.clone()).to_device(device);
-            Tensor::cat(parts.iter().map(part).collect(), 0)
-                .reshape([parts.len() as i32, -1])
+            Tensor::cat(parts.iter().map(part).collect(), 0).reshape([parts.len() as i32, -1])
         }),
     }
 }

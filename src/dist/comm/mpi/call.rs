@@ -217,7 +217,10 @@ mod tests {
     #[test]
     fn more_elements_than_an_int_counts_are_refused_with_a_remedy_that_helps() {
         let most = c_int::MAX as usize;
-        assert_eq!(layout(&[most - 1, 0, 1], "gather", 0).unwrap()[1], [0, c_int::MAX - 1, c_int::MAX - 1]);
+        assert_eq!(
+            layout(&[most - 1, 0, 1], "gather", 0).unwrap()[1],
+            [0, c_int::MAX - 1, c_int::MAX - 1]
+        );
         let error = layout(&[most, 1], "gather", 0).unwrap_err().to_string();
         assert!(error.contains("split a single parameter"), "{error}");
     }

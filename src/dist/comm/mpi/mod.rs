@@ -128,8 +128,7 @@ impl Mpi {
         let data = self.read(tensor)?;
         let (device, dtype) = (self.device.clone(), data.dtype());
         let call = self.control.announce(call);
-        let started =
-            Started::new(&self.group, self.rank(), call, data, received, counts, give)?;
+        let started = Started::new(&self.group, self.rank(), call, data, received, counts, give)?;
         let control = self.control.clone();
         Ok(Pending::new(started.bytes(), move || {
             let bytes = started.finish(&control)?;

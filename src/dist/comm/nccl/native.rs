@@ -48,9 +48,7 @@ pub fn reduce_scatter(
         (everywhere(shared, call, tensor)?, starts(counts)[rank])
     };
     let own = start..start + counts[rank];
-    Ok(Pending::new(sum.bytes(), move || {
-        Ok(op.finish(flat::part(&sum.wait()?, own), size, dtype))
-    }))
+    Ok(Pending::new(sum.bytes(), move || Ok(op.finish(flat::part(&sum.wait()?, own), size, dtype))))
 }
 
 /// Starts the sum of everything on every rank, in float32.

@@ -26,9 +26,9 @@ impl Peers {
         [ready, done]: [&dyn Mark; 2],
         pause: impl Fn(),
     ) -> Result<()> {
-        let finished = self.until_ready(call, ready, &pause).and_then(|()| {
-            self.control.wait(call, || self.is_passed(call, done, &pause))
-        });
+        let finished = self
+            .until_ready(call, ready, &pause)
+            .and_then(|()| self.control.wait(call, || self.is_passed(call, done, &pause)));
         finished.map_err(|error| self.end(call, error))
     }
 
