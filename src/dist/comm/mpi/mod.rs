@@ -373,3 +373,15 @@ impl Drop for Mpi {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_are_drawn_anew() {
+        let [first, second] = [random_secret().unwrap(), random_secret().unwrap()];
+        assert_eq!((first.len(), second.len()), (64, 64));
+        assert_ne!(first, second);
+    }
+}
