@@ -1,7 +1,7 @@
 //! What only a GPU can show: NCCL itself, on one device and on several.
 //!
-//! `cargo test --features cuda --test cuda` on a machine with a CUDA device and NCCL; skipped aloud on
-//! others. With one device, two processes share it, which NCCL 2.30 and later allow. Without Burn's
+//! `cargo test --features cuda --test cuda` on a machine with a CUDA device and NCCL; reported as
+//! skipped on others. With one device, two processes share it, which NCCL 2.30 and later allow. Without Burn's
 //! fusion: `--no-default-features --features flex,cuda`.
 
 #[cfg(feature = "cuda")]
@@ -30,9 +30,9 @@ mod gpu {
     use burn::nn::{Linear, LinearConfig};
     use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
     use cudarc::driver::{result, sys};
-    use distmuon::Result;
     use distmuon::dist::comm::{CudaMemory, Nccl};
-    use distmuon::dist::{DistMuonConfig, Launch, ReduceOp, World};
+    use distmuon::dist::{DistMuonConfig, Launch, ReduceOp, Reduction, World};
+    use distmuon::{MuonConfig, Result};
     use libtest_mimic::{Arguments, Failed, Trial};
     use rand::{SeedableRng, rngs::StdRng};
 
@@ -42,11 +42,11 @@ mod gpu {
     const DEADLINE: Duration = Duration::from_secs(120);
     /// The ranks of a world of processes.
     const RANKS: usize = 2;
-    /// What a process of such a world does.
+    /// The case that a process of such a world runs.
     const CASE: &str = "DISTMUON_TEST_CASE";
     const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-    /// Who waits for NCCL: `device` or `host`.
+    /// The side that waits for NCCL: `device` or `host`.
     const WAITS: &str = "DISTMUON_TEST_WAITS";
 
     type Case = (&'static str, fn(&World) -> Result<()>);
@@ -57,6 +57,8 @@ mod gpu {
         ("calls_wait_for_what_was_queued", calls_wait_for_what_was_queued),
         ("results_are_waited_for_by_what_uses_them", results_are_waited_for_by_what_uses_them),
         ("steps_are_those_of_threads", steps_are_those_of_threads),
+        ("native_sums_of_exact_values_are_equal", native_sums_of_exact_values_are_equal),
+        ("steps_are_recorded_beside_calls", steps_are_recorded_beside_calls),
     ];
     /// Cases for a process that has the device to itself.
     const ALONE: &[Case] = &[("memory_is_what_the_driver_says", memory_is_what_the_driver_says)];
@@ -139,8 +141,11 @@ mod gpu {
                 memory
             }
         };
+        let native = case.starts_with("native");
+        let reduction = if native { Reduction::Native } else { Reduction::Exact };
         let engine = Nccl::over(Arc::new(memory), &launch, DEADLINE);
-        let world = World::new(Arc::new(engine.expect("the ranks find together")), device);
+        let engine = engine.expect("the ranks find together").with_reduction(reduction);
+        let world = World::new(Arc::new(engine), device);
         assert_eq!(world.comm().engine(), "nccl");
         eprintln!("{}", world.describe().expect("all describe"));
         run(&world).unwrap();
@@ -225,6 +230,11 @@ mod gpu {
         Ok(())
     }
 
+    /// Values that are exact in every type add up to the same in any order.
+    fn native_sums_of_exact_values_are_equal(world: &World) -> Result<()> {
+        collectives_are_those_of_threads(world)
+    }
+
     #[derive(Module, Debug)]
     struct Net {
         layers: Vec<Linear>,
@@ -241,6 +251,27 @@ mod gpu {
             net = optim.step(0.01, net, gradients)?;
         }
         Ok(weights(&net))
+    }
+
+    /// The first step records graphs while collectives of its other buckets are on their way, and
+    /// followed by the watching thread.
+    fn steps_are_recorded_beside_calls(world: &World) -> Result<()> {
+        let linear = || LinearConfig::new(64, 64).with_bias(false).init(world.device());
+        let trained = |graphs| {
+            let net = Net { layers: (0..8).map(|_| linear()).collect() };
+            let mut net = net.map(&mut Fixed(StdRng::seed_from_u64(5)));
+            let muon = MuonConfig::new().with_graphs(graphs);
+            let config = DistMuonConfig::new().with_muon(muon).with_bucket_mb(0.02);
+            let mut optim = config.init(world, &net)?;
+            for step in 0..3 {
+                let gradients = gradients(&net, step);
+                net = optim.step(0.01, net, gradients)?;
+            }
+            world.comm().synchronize()?;
+            Ok(weights(&net))
+        };
+        assert!(trained(true)? == trained(false)?);
+        Ok(())
     }
 
     fn steps_are_those_of_threads(world: &World) -> Result<()> {

@@ -42,7 +42,12 @@ const CASES: &[worlds::Case] = cases![
 ];
 
 #[cfg(feature = "cuda")]
-const OF_NCCL: &[worlds::Case] = cases![what_nccl_says_is_passed_on, nccl_serves_cuda_devices];
+const OF_NCCL: &[worlds::Case] = cases![
+    what_nccl_says_is_passed_on,
+    a_call_that_cannot_be_marked_ends_the_world,
+    a_backlog_is_no_delay_of_others,
+    nccl_serves_cuda_devices,
+];
 
 fn main() {
     #[cfg(feature = "cuda")]
@@ -185,7 +190,7 @@ fn a_failure_is_told_though_results_are_in_use() {
         }
         let comm = world.comm();
         let ones = || Tensor::<1>::ones([4], (&Device::default(), DType::F32));
-        let pending = comm.all_reduce(ones(), ReduceOp::Sum)?;
+        let pending = comm.all_gather(ones(), &[4; RANKS])?;
         started.wait();
         let result = pending.wait();
         let later = [
@@ -239,6 +244,44 @@ fn what_nccl_says_is_passed_on() {
             other => panic!("rank {rank}: {other:?}"),
         }
     }
+}
+
+/// NCCL has taken a call, and the driver refuses the mark behind it: nobody knows when its buffers are free.
+#[cfg(feature = "cuda")]
+fn a_call_that_cannot_be_marked_ends_the_world() {
+    let seen = ranks(RANKS, |world| {
+        let ones = || Tensor::<1>::ones([4], (&Device::default(), DType::F32));
+        world.comm().all_gather(ones(), &[4; RANKS])?.wait()?;
+        world.comm().barrier()?;
+        if world.rank() == VICTIM {
+            host::lose_next_mark();
+            return Ok(world.comm().all_gather(ones(), &[4; RANKS]).unwrap_err());
+        }
+        // The victim's part is on its way: the call itself may succeed.
+        world.comm().all_gather(ones(), &[4; RANKS]).and_then(Pending::wait).ok();
+        Ok(world.comm().barrier().unwrap_err())
+    });
+    for (rank, error) in seen.unwrap().into_iter().enumerate() {
+        let said = error.to_string();
+        assert!(said.contains("the driver is out of memory"), "rank {rank}: {said}");
+        assert_eq!(matches!(error, Error::PeerFailed { rank: VICTIM, .. }), rank != VICTIM);
+    }
+}
+
+/// A deadline is for other ranks: work that was queued before a call may take longer.
+#[cfg(feature = "cuda")]
+fn a_backlog_is_no_delay_of_others() {
+    let deadline = Duration::from_millis(500);
+    let outcome = worlds::ranks_here(deadline, 2, |world| {
+        let ones = Tensor::<1>::ones([4], (&Device::default(), DType::F32));
+        world.comm().barrier()?;
+        // Longer than the deadline and the time that a rank gets to say that it passed.
+        host::delay_next(Duration::from_millis(3500));
+        let gathered = world.comm().all_gather(ones, &[4; 2])?.wait()?;
+        world.comm().synchronize()?;
+        Ok(gathered.dims())
+    });
+    assert_eq!(outcome.unwrap(), [[8]; 2]);
 }
 
 #[cfg(feature = "cuda")]
@@ -415,30 +458,30 @@ fn traffic_is_the_least_there_is() {
     }
     let p = 16 * 32 * 32 * 4;
     for count in [1, 2, 4, 8] {
+        let least = 2 * p * (count - 1) / count;
+        // NCCL's own sums take equal shares: those of five matrices on four ranks, say, are padded.
+        let is_exact = worlds::is_exact();
+        let is_least =
+            |sent: usize| sent == least || !is_exact && (least..=2 * least).contains(&sent);
         let sent = ranks(count, |world| {
             let layer = || LinearConfig::new(32, 32).with_bias(false).init(world.device());
             let net = Matrices { layers: (0..16).map(|_| layer()).collect() };
             let net = world.broadcast(net)?;
-            let sent = Arc::new(Mutex::new([0; 2]));
-            let watched = watched(&world, {
-                let sent = sent.clone();
-                move |event| {
-                    let large = ["reduce_scatter", "all_gather"].contains(&event.collective);
-                    sent.lock().unwrap()[usize::from(large)] += event.bytes;
-                    Ok(())
-                }
-            });
+            let (engine, traffic) = watched::counted(world.engine());
+            let watched = World::new(engine, world.device().clone());
             let mut optim = DistMuonConfig::new().with_bucket_mb(0.02).init(&watched, &net)?;
-            *sent.lock().unwrap() = [0; 2];
+            traffic.lock().unwrap().clear();
             let mut gradients = GradientsParams::new();
             for layer in &net.layers {
                 gradients.register(layer.weight.id, layer.weight.val().inner());
             }
             optim.step(0.01, net, gradients)?;
-            Ok(*sent.lock().unwrap())
+            let mut traffic = traffic.lock().unwrap();
+            let large = ["reduce_scatter", "all_gather"].map(|large| traffic.remove(large));
+            Ok([traffic.values().sum::<usize>(), large.into_iter().flatten().sum()])
         });
         for [small, large] in sent.unwrap() {
-            assert_eq!(large, 2 * p * (count - 1) / count, "{count} ranks");
+            assert!(is_least(large), "{count} ranks: {large}");
             // Whether gradients are finite and present: two floats per parameter.
             assert!(small <= 2 * 16 * 2 * 4, "{count} ranks: {small} bytes of verdicts");
         }

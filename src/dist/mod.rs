@@ -27,6 +27,8 @@ mod shard;
 mod start;
 mod world;
 
+#[cfg(feature = "cuda")]
+pub use comm::Reduction;
 pub use comm::{Communicator, Pending, ReduceOp};
 pub use config::{CostSource, DistMuonConfig, Gradients};
 #[cfg(feature = "processes")]

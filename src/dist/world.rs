@@ -198,7 +198,11 @@ impl World {
     }
 
     /// A world of processes over NCCL, each on a CUDA device of its own. No rank is waited for longer
-    /// than `deadline`.
+    /// than `deadline`. Sums are [exact](crate::dist::Reduction::Exact), and several hosts of equally many
+    /// ranks are nodes, as of [`by_node`](Self::by_node).
+    ///
+    /// For NCCL's own sums, which need no nodes, pass
+    /// [`Nccl::with_reduction`](crate::dist::comm::Nccl::with_reduction) to [`World::new`].
     ///
     /// # Errors
     ///

@@ -1,14 +1,17 @@
-//! An engine that is told of every call, between the optimizer and another engine.
+//! An engine between the optimizer and another engine, which tells of every call and counts what it sends.
 
 #![allow(dead_code)] // every target uses its own part
 
+use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 use burn::tensor::Tensor;
 use distmuon::Result;
 use distmuon::dist::{Communicator, Pending, ReduceOp, World};
+
+use crate::worlds;
 
 /// A call, or the wait for its result.
 #[derive(Debug, Clone, Copy)]
@@ -18,17 +21,20 @@ pub struct Event {
     pub number: usize,
     pub collective: &'static str,
     pub waits: bool,
-    /// Bytes that a rank of a ring has to send for it at least.
-    pub bytes: usize,
 }
 
 type Watch = Arc<dyn Fn(Event) -> Result<()> + Send + Sync>;
+
+/// Bytes that a rank has sent to others, for every collective: as its engine counts them, or, where
+/// ranks share memory, as many as a rank of a ring would have to send at least.
+pub type Traffic = Arc<Mutex<BTreeMap<&'static str, usize>>>;
 
 #[derive(Clone)]
 struct Watched {
     inner: Arc<dyn Communicator>,
     events: Arc<AtomicUsize>,
     watch: Watch,
+    traffic: Traffic,
 }
 
 /// The same rank of the same world, watched.
@@ -36,9 +42,16 @@ pub fn watched(
     world: &World,
     watch: impl Fn(Event) -> Result<()> + Send + Sync + 'static,
 ) -> World {
-    let (inner, events) = (world.engine(), Arc::default());
-    let engine = Watched { inner, events, watch: Arc::new(watch) };
+    let (inner, events, traffic) = (world.engine(), Arc::default(), Arc::default());
+    let engine = Watched { inner, events, watch: Arc::new(watch), traffic };
     World::new(Arc::new(engine), world.device().clone())
+}
+
+/// The same engine, and what it sends.
+pub fn counted(inner: Arc<dyn Communicator>) -> (Arc<dyn Communicator>, Traffic) {
+    let (events, traffic) = (Arc::default(), Traffic::default());
+    let engine = Watched { inner, events, watch: Arc::new(|_| Ok(())), traffic: traffic.clone() };
+    (Arc::new(engine), traffic)
 }
 
 impl fmt::Debug for Watched {
@@ -48,22 +61,33 @@ impl fmt::Debug for Watched {
 }
 
 impl Watched {
-    fn event(&self, collective: &'static str, waits: bool, bytes: usize) -> Result<()> {
+    fn event(&self, collective: &'static str, waits: bool) -> Result<()> {
         let number = self.events.fetch_add(1, Ordering::SeqCst);
-        (self.watch)(Event { rank: self.rank(), number, collective, waits, bytes })
+        (self.watch)(Event { rank: self.rank(), number, collective, waits })
+    }
+
+    /// Counts what a part of a call sends: `least` bytes, unless the engine counts them.
+    fn count<T>(&self, collective: &'static str, least: usize, part: impl FnOnce() -> T) -> T {
+        let sent = || worlds::sent(self.inner.engine());
+        let before = sent();
+        let outcome = part();
+        let bytes = sent().zip(before).map_or(least, |(now, before)| (now - before) as usize);
+        *self.traffic.lock().expect("no panic under it").entry(collective).or_default() += bytes;
+        outcome
     }
 
     fn call(
         &self,
         collective: &'static str,
-        bytes: usize,
+        least: usize,
         start: impl FnOnce(&dyn Communicator) -> Result<Pending>,
     ) -> Result<Pending> {
-        self.event(collective, false, bytes)?;
-        let (pending, this) = (start(&*self.inner)?, self.clone());
-        Ok(Pending::new(move || {
-            this.event(collective, true, 0)?;
-            pending.wait()
+        self.event(collective, false)?;
+        let pending = self.count(collective, least, || start(&*self.inner))?;
+        let this = self.clone();
+        Ok(Pending::new(pending.bytes(), move || {
+            this.event(collective, true)?;
+            this.count(collective, 0, || pending.wait())
         }))
     }
 
@@ -103,6 +127,11 @@ impl Communicator for Watched {
         self.call("reduce_scatter", bytes, |inner| inner.reduce_scatter(tensor, counts, op))
     }
 
+    fn reduce_scatter_f32(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
+        let bytes = (tensor.dims()[0] - counts[self.rank()]) * tensor.dtype().size();
+        self.call("reduce_scatter", bytes, |inner| inner.reduce_scatter_f32(tensor, counts))
+    }
+
     fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
         // What the others own has to come.
         let others = counts.iter().sum::<usize>() - tensor.dims()[0];
@@ -121,7 +150,7 @@ impl Communicator for Watched {
     }
 
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
-        self.event("all_gather_bytes", false, 0)?;
+        self.event("all_gather_bytes", false)?;
         self.inner.all_gather_bytes(bytes)
     }
 
@@ -131,22 +160,22 @@ impl Communicator for Watched {
     }
 
     fn gather_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Option<Vec<Vec<u8>>>> {
-        self.event("gather_bytes", false, 0)?;
+        self.event("gather_bytes", false)?;
         self.inner.gather_bytes(bytes, root)
     }
 
     fn broadcast_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Vec<u8>> {
-        self.event("broadcast_bytes", false, 0)?;
+        self.event("broadcast_bytes", false)?;
         self.inner.broadcast_bytes(bytes, root)
     }
 
     fn first_bytes(&self, bytes: Option<Vec<u8>>) -> Result<Option<(usize, Vec<u8>)>> {
-        self.event("first_bytes", false, 0)?;
+        self.event("first_bytes", false)?;
         self.inner.first_bytes(bytes)
     }
 
     fn or_bytes(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
-        self.event("or_bytes", false, 0)?;
+        self.event("or_bytes", false)?;
         self.inner.or_bytes(bytes)
     }
 
@@ -155,7 +184,7 @@ impl Communicator for Watched {
     }
 
     fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
-        self.event("split", false, 0)?;
+        self.event("split", false)?;
         self.inner.split(color, key)
     }
 

@@ -9,6 +9,8 @@ use std::time::Duration;
 
 use burn::tensor::Device;
 use distmuon::Result;
+#[cfg(feature = "cuda")]
+use distmuon::dist::Reduction;
 use distmuon::dist::World;
 use libtest_mimic::Trial;
 use serde::{Serialize, de::DeserializeOwned};
@@ -19,6 +21,9 @@ use super::host::Waits;
 #[cfg(feature = "mpi")]
 #[path = "mpirun.rs"]
 pub mod mpirun;
+#[cfg(feature = "mpi")]
+#[path = "profile.rs"]
+mod profile;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Engine {
@@ -28,6 +33,9 @@ pub enum Engine {
     /// `nccl`, where the device waits and not the host.
     #[cfg(feature = "cuda")]
     NcclAhead,
+    /// `nccl` with its own reductions, where the device waits.
+    #[cfg(feature = "cuda")]
+    NcclNative,
     #[cfg(feature = "mpi")]
     Mpi,
 }
@@ -45,16 +53,36 @@ pub fn name() -> &'static str {
     match engine() {
         Engine::Threads => "threads",
         #[cfg(feature = "cuda")]
-        Engine::Nccl | Engine::NcclAhead => "nccl",
+        Engine::Nccl | Engine::NcclAhead | Engine::NcclNative => "nccl",
         #[cfg(feature = "mpi")]
         Engine::Mpi => "mpi",
+    }
+}
+
+/// Returns `true` if the engine of the case adds up in the order of ranks.
+pub fn is_exact() -> bool {
+    #[cfg(feature = "cuda")]
+    if engine() == Engine::NcclNative {
+        return false;
+    }
+    true
+}
+
+/// Bytes that this thread's rank has sent to others so far, where an engine counts them.
+pub fn sent(engine: &str) -> Option<u64> {
+    match engine {
+        #[cfg(feature = "cuda")]
+        "nccl" => Some(super::host::sent()),
+        #[cfg(feature = "mpi")]
+        "mpi" => Some(profile::sent()),
+        _ => None,
     }
 }
 
 /// Whether the engine hands out results that are not there yet.
 pub fn results_may_be_early() -> bool {
     #[cfg(feature = "cuda")]
-    if engine() == Engine::NcclAhead {
+    if matches!(engine(), Engine::NcclAhead | Engine::NcclNative) {
         return true;
     }
     false
@@ -75,6 +103,8 @@ pub const HERE: &[Engine] = &[
     Engine::Nccl,
     #[cfg(feature = "cuda")]
     Engine::NcclAhead,
+    #[cfg(feature = "cuda")]
+    Engine::NcclNative,
 ];
 
 /// Trials of cases on engines.
@@ -102,9 +132,13 @@ pub fn ranks_here<T: Send>(
     let device = Device::default().autodiff();
     match engine() {
         #[cfg(feature = "cuda")]
-        Engine::Nccl => nccl(deadline, count, &device, Waits::Host, run),
+        Engine::Nccl => nccl(deadline, count, &device, (Waits::Host, Reduction::Exact), run),
         #[cfg(feature = "cuda")]
-        Engine::NcclAhead => nccl(deadline, count, &device, Waits::Device, run),
+        Engine::NcclAhead => nccl(deadline, count, &device, (Waits::Device, Reduction::Exact), run),
+        #[cfg(feature = "cuda")]
+        Engine::NcclNative => {
+            nccl(deadline, count, &device, (Waits::Device, Reduction::Native), run)
+        }
         _ => World::threads_within(deadline, vec![device; count], run),
     }
 }
@@ -137,7 +171,7 @@ fn nccl<T: Send>(
     deadline: Duration,
     count: usize,
     device: &Device,
-    waits: Waits,
+    (waits, reduction): (Waits, Reduction),
     run: impl Fn(World) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -148,7 +182,7 @@ fn nccl<T: Send>(
         let address = Some(("127.0.0.1".to_owned(), port));
         let launch =
             Launch { rank, world_size: count, local_rank: rank, address, secret: String::new() };
-        let world = super::host::world(&launch, device.clone(), deadline, waits)?;
+        let world = super::host::world_that(&launch, device.clone(), deadline, waits, reduction)?;
         let engine = world.engine();
         let outcome = catch_unwind(AssertUnwindSafe(|| run(world)));
         let outcome = outcome.unwrap_or_else(|panic| {

@@ -1,16 +1,26 @@
 //! Collectives by themselves.
 
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData, bf16, f16};
 use distmuon::Error;
-use distmuon::dist::ReduceOp;
+use distmuon::dist::{ReduceOp, World};
+use rand::{RngExt, SeedableRng, rngs::StdRng};
 
-use crate::ranks;
+use crate::common::bits;
 use crate::worlds::{self, Case, cases};
+use crate::{ranks, watched};
 
-pub const SOUND: &[Case] = cases![collectives_move_what_they_say,];
+pub const SOUND: &[Case] = cases![
+    collectives_move_what_they_say,
+    reductions_have_the_bits_of_sums_in_pairs,
+    lopsided_shares_have_the_bits_of_sums_in_pairs,
+    no_element_is_sent_twice_or_widened,
+    pending_results_say_what_they_hold,
+];
+
+const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 fn collectives_move_what_they_say() {
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
+    for dtype in DTYPES {
         if !Device::default().supports_dtype(dtype) {
             println!("skipped: the device has no {dtype:?}");
             continue;
@@ -43,6 +53,14 @@ fn collectives_move_what_they_say() {
             let sent = vec![r; 3 * rank];
             let exchanged = comm.all_to_all(own(&sent), &[rank; 3], &[0, 1, 2])?.wait()?;
             assert_eq!(read(exchanged), [1.0, 2.0, 2.0]);
+            // To one rank, from all and from itself alone.
+            for (counts, all) in [([1, 0, 2], &[0.0, 2.0, 2.0][..]), ([0, 3, 0], &[1.0; 3])] {
+                let given = own(&[r; 3][..counts[rank]]);
+                let gathered = comm.gather(given, &counts, 1)?.wait()?;
+                assert_eq!(read(gathered), if rank == 1 { all } else { &[] });
+            }
+            let wrong = comm.gather(own(&[r]), &[1, 1, 1], 3).unwrap_err();
+            assert!(matches!(wrong, Error::Collective { collective: "gather", .. }), "{wrong}");
             // Groups of the even and of the odd ranks, the even ones in reverse.
             let group = world.split(rank % 2, 10 - rank)?;
             assert_eq!((group.size(), group.rank()), [(2, 1), (1, 0), (2, 0)][rank]);
@@ -54,4 +72,143 @@ fn collectives_move_what_they_say() {
         });
         outcome.unwrap();
     }
+}
+
+/// Random values of a rank, rounded to a type.
+fn contribution(rank: usize, length: usize, dtype: DType) -> Vec<f32> {
+    let mut rng = StdRng::seed_from_u64(rank as u64);
+    (0..length).map(|_| rounded(rng.random_range(-1.0..1.0), dtype)).collect()
+}
+
+fn rounded(value: f32, dtype: DType) -> f32 {
+    match dtype {
+        DType::F16 => f16::from_f32(value).to_f32(),
+        DType::BF16 => bf16::from_f32(value).to_f32(),
+        _ => value,
+    }
+}
+
+/// Sums of neighbours, then of neighbouring sums, and so on: in float32, and rounded once.
+fn reference(ranks: usize, length: usize, dtype: DType, op: ReduceOp) -> Vec<f32> {
+    let all: Vec<_> = (0..ranks).map(|rank| contribution(rank, length, dtype)).collect();
+    let sum = |i: usize| {
+        let mut level: Vec<f32> = all.iter().map(|values| values[i]).collect();
+        while level.len() > 1 {
+            level = level.chunks(2).map(|pair| pair.iter().sum()).collect();
+        }
+        rounded(if op == ReduceOp::Mean { level[0] / ranks as f32 } else { level[0] }, dtype)
+    };
+    (0..length).map(sum).collect()
+}
+
+fn tensor(values: &[f32], dtype: DType) -> Tensor<1> {
+    Tensor::from_data(TensorData::from(values), (&Device::default(), dtype))
+}
+
+/// Compares the reductions of a world with the reference, for shares of these lengths.
+fn check_reductions(
+    world: &World,
+    counts: &[usize],
+    dtype: DType,
+    op: ReduceOp,
+) -> distmuon::Result<()> {
+    let (rank, size, comm) = (world.rank(), world.size(), world.comm());
+    let length = counts.iter().sum();
+    let own = || tensor(&contribution(rank, length, dtype), dtype);
+    let expected = reference(size, length, dtype, op);
+    let start = counts[..rank].iter().sum::<usize>();
+    let share = &expected[start..start + counts[rank]];
+    // Both are on their way at once.
+    let scattered = comm.reduce_scatter(own(), counts, op)?;
+    let reduced = comm.all_reduce(own(), op)?;
+    let wide = comm.reduce_scatter_f32(own(), counts)?;
+    let what = format!("{size} ranks, {counts:?}, {dtype:?}, {op:?}");
+    assert!(bits(&scattered.wait()?) == bits(&tensor(share, dtype)), "reduce_scatter, {what}");
+    assert!(bits(&reduced.wait()?) == bits(&tensor(&expected, dtype)), "all_reduce, {what}");
+    let wide = wide.wait()?;
+    assert_eq!((wide.dtype(), wide.dims()), (DType::F32, [counts[rank]]));
+    if op == ReduceOp::Sum {
+        assert!(bits(&wide.cast(dtype)) == bits(&tensor(share, dtype)), "in float32, {what}");
+    }
+    Ok(())
+}
+
+fn reductions_have_the_bits_of_sums_in_pairs() {
+    if !worlds::is_exact() {
+        return;
+    }
+    for size in (1..=7).filter(worlds::has) {
+        let outcome = ranks(size, |world| {
+            for counts in [
+                vec![5; size],
+                (0..size).map(|rank| (rank * 7 + 3) % 5).collect(),
+                (0..size).map(|rank| 33 * usize::from(rank == size / 2)).collect(),
+                vec![0; size],
+            ] {
+                for dtype in DTYPES {
+                    for op in [ReduceOp::Sum, ReduceOp::Mean] {
+                        check_reductions(&world, &counts, dtype, op)?;
+                    }
+                }
+            }
+            Ok(())
+        });
+        outcome.unwrap();
+    }
+}
+
+/// So large that the owner can't receive it from everybody.
+fn lopsided_shares_have_the_bits_of_sums_in_pairs() {
+    if !worlds::is_exact() {
+        return;
+    }
+    let outcome =
+        ranks(3, |world| check_reductions(&world, &[1, 400_001, 0], DType::BF16, ReduceOp::Mean));
+    outcome.unwrap();
+}
+
+/// Counted on the engine.
+fn no_element_is_sent_twice_or_widened() {
+    let is_exact = worlds::is_exact();
+    for dtype in DTYPES {
+        let outcome = ranks(3, |world| {
+            let (comm, traffic) = watched::counted(world.engine());
+            let own = |length| tensor(&contribution(world.rank(), length, dtype), dtype);
+            comm.reduce_scatter(own(24), &[8; 3], ReduceOp::Sum)?.wait()?;
+            comm.all_reduce(own(24), ReduceOp::Mean)?.wait()?;
+            comm.all_gather(own(8), &[8; 3])?.wait()?;
+            comm.gather(own(8), &[8; 3], 0)?.wait()?;
+            let traffic = traffic.lock().unwrap().clone();
+            Ok((traffic["reduce_scatter"], traffic["all_reduce"], traffic["all_gather"]))
+        });
+        // Two thirds of the buffer, and twice that for the sum on every rank. NCCL's own sums are in
+        // float32.
+        let width = if is_exact { dtype.size() } else { 4 };
+        let expected = (16 * width, 32 * width, 16 * dtype.size());
+        assert_eq!(outcome.unwrap(), [expected; 3], "{dtype:?}");
+    }
+}
+
+fn pending_results_say_what_they_hold() {
+    let engine = worlds::name();
+    let (is_exact, size) = (worlds::is_exact(), 2);
+    let outcome = ranks(size, |world| {
+        let own = || tensor(&[1.0; 8], DType::F16);
+        let comm = world.comm();
+        let scattered = comm.reduce_scatter(own(), &[6, 2], ReduceOp::Sum)?;
+        let gathered = comm.all_gather(own(), &[8; 2])?;
+        // Threads hold what they give, and receive nothing before they wait.
+        let [shares, copies] = match (engine, is_exact) {
+            ("threads", _) => [0, 0],
+            (_, true) => [size * [6, 2][world.rank()] * 2, 32],
+            // Padded, in float32.
+            (_, false) => [12 * 4 - 16 + 6 * 4, 32],
+        };
+        assert_eq!((scattered.bytes(), gathered.bytes()), (16 + shares, 16 + copies));
+        scattered.wait()?;
+        let gathered = gathered.wait()?;
+        assert_eq!(distmuon::dist::Pending::ready(gathered).bytes(), 32);
+        Ok(())
+    });
+    outcome.unwrap();
 }

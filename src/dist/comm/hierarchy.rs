@@ -3,30 +3,36 @@
 //! Between nodes lies the slow link. A sum is taken inside every node before it crosses, and what has
 //! crossed once is handed on inside: of a buffer of `B` bytes on `n` nodes of `d` ranks, a rank sends
 //! `(n - 1) / (n d) B` between nodes, where a flat exchange of parts sends `(n - 1) / n B`. As in the
-//! hybrid sharding of PyTorch's FSDP (<https://pytorch.org/docs/stable/fsdp.html>), but exact: with
-//! sums in pairs and a power of two of ranks in a node, the order of additions is that of all ranks.
+//! hybrid sharding of PyTorch's FSDP (<https://pytorch.org/docs/stable/fsdp.html>), but exact: where
+//! neighbouring ranks are a node, and their number is a power of two, the order of additions is that
+//! of all ranks. Half precision travels as it is inside a node, and as float32 between nodes, since
+//! the sums of nodes are not rounded.
+//!
+//! The second half of a call starts when the first is waited for, not before. It needs the result of
+//! the first on the device, and a device orders by streams: started earlier, it would make all later
+//! work on the device, such as updates of parameters, wait for the first half. With several buckets
+//! in flight, the halves of different buckets overlap.
 
 use std::sync::Arc;
 
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::Tensor;
 
-use super::{Communicator, Pending, ReduceOp, before, check_counts, check_dtype};
+use super::{Communicator, Pending, ReduceOp, check_counts, check_dtype, starts};
 use crate::dist::flat;
 use crate::error::Result;
 
 /// An engine of nodes of equally many ranks, over any engine of all of them.
-///
-/// All ranks have to wait for results in the order of the calls: the second half of a call starts when
-/// its first half is waited for.
 #[derive(Debug)]
 pub struct Hierarchy {
     all: Arc<dyn Communicator>,
-    /// The ranks of the own node.
+    /// The ranks of this node.
     node: Arc<dyn Communicator>,
-    /// The ranks at the own place in every node.
+    /// The ranks at this rank's place in every node.
     across: Arc<dyn Communicator>,
     /// The ranks of every node.
     nodes: Vec<Vec<usize>>,
+    /// All ranks: those at the first place of every node, then those at the second, and so on.
+    by_place: Vec<usize>,
 }
 
 impl Hierarchy {
@@ -53,13 +59,15 @@ impl Hierarchy {
         let place = |ranks: &Vec<usize>| ranks.iter().position(|rank| *rank == all.rank());
         let own =
             nodes.iter().position(|ranks| place(ranks).is_some()).expect("every rank has a node");
-        let place = place(&nodes[own]).expect("it is there");
+        let place = place(&nodes[own]).expect("the node was found by this rank");
         let node = all.split(own, place)?.into();
         let across = all.split(place, own)?.into();
-        Ok(Some(Self { all, node, across, nodes }))
+        let at_place = |place: usize| nodes.iter().map(move |ranks| ranks[place]);
+        let by_place = (0..each).flat_map(at_place).collect();
+        Ok(Some(Self { all, node, across, nodes, by_place }))
     }
 
-    /// The groups inside the own node and across all nodes, to be counted or watched.
+    /// Replaces the groups inside this node and across all nodes, to count or watch their calls.
     pub fn watched(
         self,
         watch: impl Fn(&'static str, Arc<dyn Communicator>) -> Arc<dyn Communicator>,
@@ -67,22 +75,46 @@ impl Hierarchy {
         Self { node: watch("node", self.node), across: watch("across", self.across), ..self }
     }
 
-    /// All ranks: those at the first place of every node, then those at the second, and so on.
-    fn by_place(&self) -> impl Iterator<Item = usize> {
-        let places = 0..self.nodes[0].len();
-        places.flat_map(|place| self.nodes.iter().map(move |ranks| ranks[place]))
-    }
-
-    /// What the ranks at every place have together.
+    /// The elements that the ranks at every place have together.
     fn of_places(&self, counts: &[usize]) -> Vec<usize> {
-        let of_ranks: Vec<usize> = self.by_place().map(|rank| counts[rank]).collect();
-        of_ranks.chunks(self.nodes.len()).map(|of_place| of_place.iter().sum()).collect()
+        let places = self.by_place.chunks(self.nodes.len());
+        places.map(|ranks| ranks.iter().map(|rank| counts[*rank]).sum()).collect()
     }
 
-    /// What the ranks at the own place have.
+    /// The elements of every rank at this rank's place.
     fn of_own_place(&self, counts: &[usize]) -> Vec<usize> {
         self.nodes.iter().map(|ranks| counts[ranks[self.node.rank()]]).collect()
     }
+
+    /// Starts a sum in float32 over all ranks: inside the node, every rank adds up the parts of the
+    /// ranks at its place in all nodes; then these add up theirs.
+    fn summed(&self, tensor: &Tensor<1>, counts: &[usize]) -> Result<Pending> {
+        check_dtype("reduce_scatter", self.rank(), tensor.dtype())?;
+        let lengths = (counts.iter().sum(), tensor.dims()[0]);
+        check_counts("reduce_scatter", self.rank(), self.size(), counts, lengths)?;
+        let by_place = rearranged(tensor, &starts(counts), counts, &self.by_place);
+        let inside = self.node.reduce_scatter_f32(by_place, &self.of_places(counts))?;
+        let (across, counts) = (self.across.clone(), self.of_own_place(counts));
+        Ok(Pending::new(inside.bytes(), move || {
+            across.reduce_scatter_f32(inside.wait()?, &counts)?.wait()
+        }))
+    }
+}
+
+/// The parts of ranks in another order, for parts that begin at `starts`.
+fn rearranged(
+    tensor: &Tensor<1>,
+    starts: &[usize],
+    counts: &[usize],
+    order: &[usize],
+) -> Tensor<1> {
+    let filled = order.iter().filter(|rank| counts[**rank] > 0);
+    // Empty parts may be anywhere: few owners are often in order, and need no copy.
+    if filled.clone().is_sorted_by_key(|rank| starts[*rank]) {
+        return tensor.clone();
+    }
+    let part = |rank: &usize| flat::part(tensor, starts[*rank]..starts[*rank] + counts[*rank]);
+    flat::join(filled.map(part).collect(), tensor.dtype(), &tensor.device())
 }
 
 impl Communicator for Hierarchy {
@@ -110,44 +142,32 @@ impl Communicator for Hierarchy {
         self.all.all_reduce(tensor, op)
     }
 
-    /// Inside the node, every rank adds up what goes to the ranks at its place in all nodes; then these
-    /// add up theirs.
     fn reduce_scatter(&self, tensor: Tensor<1>, counts: &[usize], op: ReduceOp) -> Result<Pending> {
-        check_dtype("reduce_scatter", self.rank(), tensor.dtype())?;
-        let lengths = (counts.iter().sum(), tensor.dims()[0]);
-        check_counts("reduce_scatter", self.rank(), self.size(), counts, lengths)?;
-        let (dtype, size, device) = (tensor.dtype(), self.size(), tensor.device());
-        let parts = self.by_place().map(|rank| {
-            let start = before(counts, rank);
-            flat::part(&tensor, start..start + counts[rank])
-        });
-        let by_place = flat::join(parts.collect(), dtype, &device).cast(FloatDType::F32);
-        let inside = self.node.reduce_scatter(by_place, &self.of_places(counts), ReduceOp::Sum)?;
-        let (across, counts) = (self.across.clone(), self.of_own_place(counts));
-        Ok(Pending::new(move || {
-            let sum = across.reduce_scatter(inside.wait()?, &counts, ReduceOp::Sum)?.wait()?;
-            Ok(op.finish(sum, size, dtype))
-        }))
+        let (dtype, size) = (tensor.dtype(), self.size());
+        let sum = self.summed(&tensor, counts)?;
+        Ok(Pending::new(sum.bytes(), move || Ok(op.finish(sum.wait()?, size, dtype))))
+    }
+
+    fn reduce_scatter_f32(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
+        self.summed(&tensor, counts)
     }
 
     /// Ranks at the same place in all nodes give each other theirs; then every node has all.
     fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
         let own = counts.get(self.rank()).copied().unwrap_or_default();
         check_counts("all_gather", self.rank(), self.size(), counts, (own, tensor.dims()[0]))?;
-        let (dtype, device) = (tensor.dtype(), tensor.device());
         let across = self.across.all_gather(tensor, &self.of_own_place(counts))?;
         let (node, of_places) = (self.node.clone(), self.of_places(counts));
-        let order: Vec<usize> = self.by_place().collect();
-        let counts = counts.to_vec();
-        Ok(Pending::new(move || {
-            let by_place = node.all_gather(across.wait()?, &of_places)?.wait()?;
-            let mut parts = vec![None; counts.len()];
-            let mut start = 0;
-            for rank in order {
-                parts[rank] = Some(flat::part(&by_place, start..start + counts[rank]));
-                start += counts[rank];
+        let (by_place, counts) = (self.by_place.clone(), counts.to_vec());
+        Ok(Pending::new(across.bytes(), move || {
+            let gathered = node.all_gather(across.wait()?, &of_places)?.wait()?;
+            let placed: Vec<usize> = by_place.iter().map(|rank| counts[*rank]).collect();
+            let mut starts_of = vec![0; counts.len()];
+            for (rank, start) in by_place.into_iter().zip(starts(&placed)) {
+                starts_of[rank] = start;
             }
-            Ok(flat::join(parts.into_iter().flatten().collect(), dtype, &device))
+            let order: Vec<usize> = (0..counts.len()).collect();
+            Ok(rearranged(&gathered, &starts_of, &counts, &order))
         }))
     }
 

@@ -4,15 +4,21 @@
 //! the same order; it is started at once and waited for later, so that communication and
 //! computation overlap. Names and meanings are those of MPI and NCCL; the counts of ranks may
 //! differ, and be zero.
+//!
+//! Reductions are exact: every engine adds up in float32, in the same order, so that all of them
+//! return the same bits. Only NCCL can be told to add up in its own way (`Reduction::Native`).
 
 #[cfg(feature = "processes")]
 mod control;
+#[cfg(feature = "processes")]
+mod exchange;
 mod hierarchy;
 mod meetings;
 #[cfg(feature = "mpi")]
 mod mpi;
 #[cfg(feature = "cuda")]
 mod nccl;
+mod reduce;
 mod rendezvous;
 mod sync;
 mod threads;
@@ -27,11 +33,11 @@ pub use hierarchy::Hierarchy;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 #[cfg(feature = "cuda")]
-pub use nccl::{Buffer, CudaMemory, Mark, Memory, Nccl};
+pub use nccl::{Buffer, CudaMemory, Mark, Memory, Nccl, Reduction};
 use rendezvous::Failure;
 pub use threads::Threads;
 
-/// What becomes of the contributions of all ranks.
+/// The operation that a reduction applies to the contributions of all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReduceOp {
     /// Their sum.
@@ -41,7 +47,7 @@ pub enum ReduceOp {
 }
 
 impl ReduceOp {
-    /// What becomes of a sum over so many ranks, in the type that they gave.
+    /// Turns the float32 sum over `ranks` ranks into the result, and rounds it once to `dtype`.
     fn finish(self, sum: Tensor<1>, ranks: usize, dtype: DType) -> Tensor<1> {
         match self {
             Self::Sum => sum.cast(dtype),
@@ -52,8 +58,14 @@ impl ReduceOp {
 
 /// One rank's access to a group of ranks.
 ///
-/// Tensors are float32, float16 or bfloat16; half precision is accumulated in float32 and rounded
-/// once. All methods fail with [`Error::PeerFailed`] after a rank of the world has failed, and with
+/// Tensors are float32, float16 or bfloat16. Reductions add up in float32, in pairs of neighbouring
+/// ranks, then in pairs of these sums, and so on, and round the result once.
+///
+/// Some calls need a second exchange, which starts when the result of the first is waited for. All
+/// ranks therefore have to wait for the results of a group in the order of the calls, and a result
+/// that one rank does not wait for, no rank may wait for.
+///
+/// All methods fail with [`Error::PeerFailed`] after a rank of the world has failed, and with
 /// [`Error::Mismatch`] if the ranks make different calls. A failure found by one rank reaches all.
 pub trait Communicator: Debug + Send + Sync {
     /// Name of the engine, as in `threads`.
@@ -64,7 +76,7 @@ pub trait Communicator: Debug + Send + Sync {
         concat!("distmuon ", env!("CARGO_PKG_VERSION")).to_owned()
     }
 
-    /// The own index in the group.
+    /// This rank's index in the group, starting at 0.
     fn rank(&self) -> usize;
 
     /// Ranks in the group.
@@ -83,6 +95,10 @@ pub trait Communicator: Debug + Send + Sync {
     /// elements, after those of the ranks before it. The counts are the same on all ranks.
     fn reduce_scatter(&self, tensor: Tensor<1>, counts: &[usize], op: ReduceOp) -> Result<Pending>;
 
+    /// The sum that [`reduce_scatter`](Self::reduce_scatter) returns, left in float32: a part of a
+    /// larger sum that is rounded when all of it has been added up.
+    fn reduce_scatter_f32(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending>;
+
     /// The tensors of all ranks one after the other, to all ranks; rank `r` gives `counts[r]`
     /// elements. The counts are the same on all ranks.
     fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending>;
@@ -92,6 +108,10 @@ pub trait Communicator: Debug + Send + Sync {
 
     /// A part of the tensor to every rank: `send[r]` elements to rank `r`, `receive[r]` from it. The
     /// parts received come one after the other.
+    ///
+    /// Ranks know only their parts of the `N * N` counts. Every call therefore compares all of them
+    /// first, as small data through rank 0, which waits: use it for a few calls, and not in every
+    /// step on many ranks.
     fn all_to_all(&self, tensor: Tensor<1>, send: &[usize], receive: &[usize]) -> Result<Pending>;
 
     /// The tensors of all ranks one after the other, to rank `root`; rank `r` gives `counts[r]`
@@ -144,22 +164,25 @@ pub trait Communicator: Debug + Send + Sync {
 
 /// The result of a collective that was started.
 #[must_use = "a collective is finished by waiting for it"]
-pub struct Pending(Box<dyn FnOnce() -> Result<Tensor<1>> + Send>);
+pub struct Pending {
+    bytes: usize,
+    finish: Box<dyn FnOnce() -> Result<Tensor<1>> + Send>,
+}
 
 impl Pending {
-    /// A result that is finished by a function.
-    pub fn new(finish: impl FnOnce() -> Result<Tensor<1>> + Send + 'static) -> Self {
-        Self(Box::new(finish))
+    /// A result that is finished by a function, and whose call holds `bytes` bytes until then.
+    pub fn new(bytes: usize, finish: impl FnOnce() -> Result<Tensor<1>> + Send + 'static) -> Self {
+        Self { bytes, finish: Box::new(finish) }
     }
 
     /// A result that is there already.
     pub fn ready(tensor: Tensor<1>) -> Self {
-        Self::new(move || Ok(tensor))
+        Self::new(bytes_of(&tensor), move || Ok(tensor))
     }
 
-    /// Bytes that the call holds until then.
+    /// Bytes that the call holds until it is waited for: its buffers for sending and receiving.
     pub fn bytes(&self) -> usize {
-        0
+        self.bytes
     }
 
     /// Waits for the result, or until the device makes everything wait that uses it: see
@@ -170,14 +193,19 @@ impl Pending {
     /// [`Error::PeerFailed`] if another rank failed or did not come in time, [`Error::Mismatch`] if
     /// the ranks made different calls.
     pub fn wait(self) -> Result<Tensor<1>> {
-        (self.0)()
+        (self.finish)()
     }
 }
 
 impl Debug for Pending {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Pending")
+        write!(f, "Pending({} bytes)", self.bytes)
     }
+}
+
+/// Bytes of a tensor's elements.
+fn bytes_of(tensor: &Tensor<1>) -> usize {
+    tensor.dims()[0] * tensor.dtype().size()
 }
 
 /// Refuses a type that is not accumulated anywhere.
@@ -292,9 +320,15 @@ fn exchange_pairs(comm: &dyn Communicator, send: &[usize], receive: &[usize]) ->
     check_pairs(&parts.collect::<Vec<_>>())
 }
 
-/// The elements before those of `rank`.
+/// The number of elements before the part of `rank`.
 fn before(counts: &[usize], rank: usize) -> usize {
     counts[..rank].iter().sum()
+}
+
+/// The element at which every part begins, for parts that lie one after the other.
+fn starts(counts: &[usize]) -> Vec<usize> {
+    let start = |next: &mut usize, count: &usize| Some(std::mem::replace(next, *next + count));
+    counts.iter().scan(0, start).collect()
 }
 
 /// What a rank offers for a group: its color, its place among those of the color, and a number.

@@ -1,18 +1,17 @@
 //! The engine for ranks that are threads of one process, on one device or several.
 //!
 //! Every rank leaves its tensor and computes its own part of the result from what all have left,
-//! always in the same order: results do not depend on timing. Sums are taken in pairs, so that
-//! equal contributions of a power of two of ranks add up without rounding.
+//! always in the same order: results do not depend on timing.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use burn::tensor::{Device, FloatDType, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 
 use super::rendezvous::{Hall, Seat, Ticket};
 use super::{
-    Call, Communicator, Pending, ReduceOp, before, check_counts, check_dtype, check_pairs,
-    check_root, members, offer,
+    Call, Communicator, Pending, ReduceOp, before, bytes_of, check_counts, check_dtype,
+    check_pairs, check_root, members, offer, reduce,
 };
 use crate::dist::flat;
 use crate::error::Result;
@@ -81,15 +80,34 @@ impl Threads {
         combine: impl FnOnce(Vec<Tensor<1>>, &Device) -> Tensor<1> + Send + 'static,
     ) -> Result<Pending> {
         check_dtype(call.collective, self.rank(), tensor.dtype())?;
-        let device = self.device.clone();
+        let (device, bytes) = (self.device.clone(), bytes_of(&tensor));
         let ticket = self.arrive(call, Payload::Tensor(tensor))?;
-        Ok(Pending::new(move || {
+        Ok(Pending::new(bytes, move || {
             let tensors = ticket.meet()?.into_iter().map(|payload| match payload {
                 Payload::Tensor(tensor) => tensor,
                 _ => unreachable!("the same call leaves the same payload"),
             });
             Ok(combine(tensors.collect(), &device))
         }))
+    }
+
+    /// Starts a [`reduce_scatter`](Communicator::reduce_scatter) whose result has the type `dtype`.
+    fn scattered(
+        &self,
+        tensor: Tensor<1>,
+        counts: &[usize],
+        op: ReduceOp,
+        dtype: DType,
+    ) -> Result<Pending> {
+        let lengths = (counts.iter().sum(), tensor.dims()[0]);
+        check_counts("reduce_scatter", self.rank(), self.size(), counts, lengths)?;
+        let call =
+            Call { counts: counts.to_vec(), op: Some(op), ..Call::on("reduce_scatter", &tensor) };
+        let (start, count) = (before(counts, self.rank()), counts[self.rank()]);
+        self.start(call, tensor, move |tensors, device| {
+            let parts = tensors.iter().map(|tensor| flat::part(tensor, start..start + count));
+            reduce::parts(&parts.collect::<Vec<_>>(), op, dtype, device)
+        })
     }
 }
 
@@ -112,19 +130,17 @@ impl Communicator for Threads {
             op: Some(op),
             ..Call::on("all_reduce", &tensor)
         };
-        self.start(call, tensor, move |tensors, device| reduce(tensors, op, device))
+        let dtype = tensor.dtype();
+        self.start(call, tensor, move |tensors, device| reduce::parts(&tensors, op, dtype, device))
     }
 
     fn reduce_scatter(&self, tensor: Tensor<1>, counts: &[usize], op: ReduceOp) -> Result<Pending> {
-        let lengths = (counts.iter().sum(), tensor.dims()[0]);
-        check_counts("reduce_scatter", self.rank(), self.size(), counts, lengths)?;
-        let call =
-            Call { counts: counts.to_vec(), op: Some(op), ..Call::on("reduce_scatter", &tensor) };
-        let (start, count) = (before(counts, self.rank()), counts[self.rank()]);
-        self.start(call, tensor, move |tensors, device| {
-            let parts = tensors.iter().map(|tensor| flat::part(tensor, start..start + count));
-            reduce(parts.collect(), op, device)
-        })
+        let dtype = tensor.dtype();
+        self.scattered(tensor, counts, op, dtype)
+    }
+
+    fn reduce_scatter_f32(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
+        self.scattered(tensor, counts, ReduceOp::Sum, DType::F32)
     }
 
     fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
@@ -154,10 +170,10 @@ impl Communicator for Threads {
         check_counts("all_to_all", rank, size, send, lengths)?;
         check_counts("all_to_all", rank, size, receive, (0, 0))?;
         check_dtype("all_to_all", rank, tensor.dtype())?;
-        let (device, dtype) = (self.device.clone(), tensor.dtype());
+        let (device, dtype, bytes) = (self.device.clone(), tensor.dtype(), bytes_of(&tensor));
         let call = Call::on("all_to_all", &tensor);
         let ticket = self.arrive(call, Payload::Parts(tensor, send.into(), receive.into()))?;
-        Ok(Pending::new(move || {
+        Ok(Pending::new(bytes, move || {
             let payloads = ticket.meet()?.into_iter().map(|payload| match payload {
                 Payload::Parts(tensor, send, receive) => (tensor, send, receive),
                 _ => unreachable!("the same call leaves the same payload"),
@@ -234,26 +250,4 @@ impl Communicator for Threads {
     fn fail(&self, cause: &str) {
         self.seat.fail(cause.to_owned());
     }
-}
-
-/// The sum or mean, taken in float32 at least and in pairs of neighbours, then of pairs, and so on.
-fn reduce(tensors: Vec<Tensor<1>>, op: ReduceOp, device: &Device) -> Tensor<1> {
-    let (count, dtype) = (tensors.len(), tensors[0].dtype());
-    if count == 1 || tensors[0].dims() == [0] {
-        return tensors.into_iter().next().expect("one tensor").to_device(device);
-    }
-    let mut level: Vec<Tensor<1>> =
-        tensors.into_iter().map(|tensor| tensor.to_device(device).cast(FloatDType::F32)).collect();
-    while level.len() > 1 {
-        let mut rest = level.into_iter();
-        level = Vec::new();
-        while let Some(first) = rest.next() {
-            level.push(match rest.next() {
-                Some(second) => first + second,
-                None => first,
-            });
-        }
-    }
-    let sum = level.pop().expect("there is at least one rank");
-    op.finish(sum, count, dtype)
 }

@@ -1,8 +1,9 @@
 //! A communicator: a file in memory that all ranks map.
 //!
-//! It holds a head of counters and one slot for every rank. A call goes round by round: every rank
-//! puts a chunk of what it gives into its slot, all meet, every rank takes what it needs from the
-//! slots, all meet. Sums are taken in pairs of ranks, then of pairs, and so on.
+//! It holds a head of counters and one slot for every rank. A collective goes round by round: every
+//! rank puts a chunk of what it gives into its slot, all meet, every rank takes what it needs from the
+//! slots, all meet. Sums are taken in pairs of ranks, then of pairs, and so on. For sends and receives
+//! a slot is divided into a box for every rank.
 
 use std::fs::{self, OpenOptions};
 use std::path::PathBuf;
@@ -23,7 +24,6 @@ const MOST_RANKS: usize = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     AllReduce,
-    Reduce,
     ReduceScatter,
     AllGather,
     Broadcast,
@@ -57,6 +57,17 @@ struct Head {
     ended: AtomicU32,
     /// What every rank calls.
     calls: [AtomicU64; MOST_RANKS],
+    /// What every rank sends to every rank.
+    boxes: [[Mailbox; MOST_RANKS]; MOST_RANKS],
+}
+
+/// A part on its way from one rank to another, chunk by chunk.
+#[repr(C)]
+struct Mailbox {
+    /// Bytes of the whole part.
+    total: AtomicU64,
+    /// Bytes of the chunk that is there to be taken.
+    full: AtomicU64,
 }
 
 pub struct Comm {
@@ -110,6 +121,21 @@ impl Comm {
 
     fn slot(&self, rank: usize) -> *mut u8 {
         self.map.as_mut_ptr().wrapping_add(size_of::<Head>() + rank * SLOT)
+    }
+
+    /// Bytes that this rank sends for a call, to other ranks: for a collective those of a ring.
+    pub fn sent(&self, operation: &Operation) -> usize {
+        let Operation { kind, count, dtype, peer, .. } = *operation;
+        let (bytes, others) = (count * width(dtype), self.size - 1);
+        match kind {
+            Kind::AllReduce => 2 * others * bytes / self.size,
+            Kind::ReduceScatter | Kind::AllGather => others * bytes,
+            // The last rank of the ring hands nothing on.
+            Kind::Broadcast if (self.rank + 1) % self.size == peer => 0,
+            Kind::Send if peer == self.rank => 0,
+            Kind::Broadcast | Kind::Send => bytes,
+            Kind::Receive => 0,
+        }
     }
 
     /// How the communicator stands, as of `ncclCommGetAsyncError`.
@@ -251,7 +277,6 @@ impl Comm {
                             to.copy_from(self.slot(from), length);
                         }
                     }
-                    _ if kind == Kind::Reduce && rank != peer => {}
                     _ => {
                         let at = if scatters { rank * step } else { 0 };
                         let slots =
@@ -265,48 +290,75 @@ impl Comm {
         Ok(())
     }
 
-    /// Sends and receives of a group, which every rank takes part in: in turn, each rank gives its
-    /// parts to all others.
+    /// Sends and receives of a group, all at the same time.
     fn exchange(&self, parts: &[Operation]) -> Result<(), ()> {
-        for from in 0..self.size {
-            for to in 0..self.size {
-                let mine = |kind, peer: usize| {
-                    parts.iter().find(move |part| part.kind == kind && part.peer == peer)
-                };
-                let given = if self.rank == from { mine(Kind::Send, to) } else { None };
-                let taken = if self.rank == to { mine(Kind::Receive, from) } else { None };
-                let bytes = given.or(taken).map_or(0, |part| part.count * width(part.dtype));
-                // Who gives says how much.
-                if self.rank == from {
-                    self.head().calls[from].store(bytes as u64, Ordering::SeqCst);
-                }
-                self.meet()?;
-                let announced = self.head().calls[from].load(Ordering::SeqCst) as usize;
-                if self.rank == to && announced != bytes {
-                    self.end(
-                        Code::InvalidUsage,
-                        format!("rank {from} sends {announced} bytes, rank {to} expects {bytes}"),
-                    );
-                    return Err(());
-                }
-                for offset in (0..announced).step_by(SLOT) {
-                    let length = SLOT.min(announced - offset);
-                    // SAFETY: both buffers hold what was announced.
-                    unsafe {
-                        if let Some(part) = given {
-                            self.slot(from).copy_from(part.source.wrapping_add(offset), length);
-                        }
-                        self.meet()?;
-                        if let Some(part) = taken {
-                            part.target.wrapping_add(offset).copy_from(self.slot(from), length);
-                        }
-                    }
-                    self.meet()?;
-                }
-                self.meet()?;
+        let mut left: Vec<(&Operation, usize)> = parts.iter().map(|part| (part, 0)).collect();
+        while !left.is_empty() {
+            if self.head().ended.load(Ordering::SeqCst) != 0 {
+                return Err(());
             }
+            for (part, done) in &mut left {
+                *done += if part.kind == Kind::Send {
+                    self.put(part, *done)
+                } else {
+                    self.take(part, *done)?
+                };
+            }
+            left.retain(|(part, done)| !self.is_done(part, *done));
+            thread::yield_now();
         }
         Ok(())
+    }
+
+    /// Bytes of the chunks in which parts are sent.
+    fn chunk(&self) -> usize {
+        SLOT / self.size / 8 * 8
+    }
+
+    /// The box of a part between two ranks, and its memory.
+    fn mailbox(&self, from: usize, to: usize) -> (&Mailbox, *mut u8) {
+        (&self.head().boxes[from][to], self.slot(from).wrapping_add(to * self.chunk()))
+    }
+
+    fn is_done(&self, part: &Operation, done: usize) -> bool {
+        let is_taken = || self.mailbox(self.rank, part.peer).0.full.load(Ordering::SeqCst) == 0;
+        done == part.count * width(part.dtype) && (part.kind == Kind::Receive || is_taken())
+    }
+
+    /// Puts the next chunk of a part into its box, if that is empty, and returns its bytes.
+    fn put(&self, part: &Operation, done: usize) -> usize {
+        let bytes = part.count * width(part.dtype);
+        let (mailbox, memory) = self.mailbox(self.rank, part.peer);
+        if done == bytes || mailbox.full.load(Ordering::SeqCst) != 0 {
+            return 0;
+        }
+        let length = self.chunk().min(bytes - done);
+        // SAFETY: the source holds the part, and the box a chunk, which the other side reads later.
+        unsafe { memory.copy_from(part.source.wrapping_add(done), length) };
+        mailbox.total.store(bytes as u64, Ordering::SeqCst);
+        mailbox.full.store(length as u64, Ordering::SeqCst);
+        length
+    }
+
+    /// Takes the next chunk of a part out of its box, if there is one, and returns its bytes.
+    fn take(&self, part: &Operation, done: usize) -> Result<usize, ()> {
+        let bytes = part.count * width(part.dtype);
+        let (mailbox, memory) = self.mailbox(part.peer, self.rank);
+        let length = mailbox.full.load(Ordering::SeqCst) as usize;
+        if length == 0 || done == bytes {
+            return Ok(0);
+        }
+        let announced = mailbox.total.load(Ordering::SeqCst) as usize;
+        if announced != bytes {
+            let (from, rank) = (part.peer, self.rank);
+            let text = format!("rank {from} sends {announced} bytes, rank {rank} expects {bytes}");
+            self.end(Code::InvalidUsage, text);
+            return Err(());
+        }
+        // SAFETY: the target holds the part, and the box a chunk, which the other side has written.
+        unsafe { part.target.wrapping_add(done).copy_from(memory, length) };
+        mailbox.full.store(0, Ordering::SeqCst);
+        Ok(length)
     }
 
     /// The communicator of the ranks that give the same color.
@@ -328,8 +380,10 @@ impl Comm {
             .map(|(rank, offer)| (offer, rank))
             .collect();
         members.sort_unstable();
-        let rank =
-            members.iter().position(|(_, rank)| *rank == self.rank).expect("of the own color");
+        let rank = members
+            .iter()
+            .position(|(_, rank)| *rank == self.rank)
+            .expect("this rank gave the color");
         let number = self.splits.fetch_add(1, Ordering::SeqCst);
         let name = format!("{}-{number}-{color}", self.name);
         Self::open(name, rank, members.len()).map_err(|_| Code::SystemError)
@@ -356,6 +410,10 @@ fn width(dtype: i32) -> usize {
 }
 
 /// Adds up what the slots hold, in pairs.
+///
+/// # Safety
+///
+/// The target and all slots hold that many bytes, aligned to the type.
 unsafe fn sum(dtype: i32, target: *mut u8, slots: impl Iterator<Item = *const u8>, bytes: usize) {
     let slots: Vec<*const u8> = slots.collect();
     // SAFETY: the caller says that all of them hold that many bytes; slots are aligned to eight.
@@ -368,6 +426,11 @@ unsafe fn sum(dtype: i32, target: *mut u8, slots: impl Iterator<Item = *const u8
     }
 }
 
+/// As [`sum`].
+///
+/// # Safety
+///
+/// As [`sum`].
 unsafe fn sum_as<T: Copy>(
     target: *mut u8,
     slots: &[*const u8],

@@ -50,6 +50,7 @@ thread_local! {
     static DEPTH: Cell<usize> = const { Cell::new(0) };
     static GROUPED: RefCell<Grouped> = const { RefCell::new(Vec::new()) };
     static FAILS: Cell<bool> = const { Cell::new(false) };
+    static SENT: Cell<u64> = const { Cell::new(0) };
     static LAST: RefCell<CString> = RefCell::new(CString::default());
 }
 
@@ -66,7 +67,9 @@ fn submit(handle: *mut c_void, operation: Operation, stream: *mut c_void) -> c_i
     if handle.is_null() || stream.is_null() {
         return Code::InvalidArgument as c_int;
     }
-    GROUPED.with_borrow_mut(|grouped| grouped.push((comm(handle), operation, stream.cast())));
+    let comm = comm(handle);
+    SENT.set(SENT.get() + comm.sent(&operation) as u64);
+    GROUPED.with_borrow_mut(|grouped| grouped.push((comm, operation, stream.cast())));
     if DEPTH.get() == 0 { flush() } else { Code::InProgress as c_int }
 }
 
@@ -116,15 +119,31 @@ pub extern "C" fn distmuonTestFailNext() {
     FAILS.set(true);
 }
 
+/// Bytes that the calls of this thread have sent to other ranks so far.
+#[unsafe(no_mangle)]
+pub extern "C" fn distmuonTestBytesSent() -> u64 {
+    SENT.get()
+}
+
+/// Keeps a stream busy, as other work on a device would.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn distmuonTestStreamDelay(stream: *mut c_void, milliseconds: u64) {
+    // SAFETY: streams live as long as the program.
+    let stream = unsafe { &*stream.cast::<Stream>() };
+    stream.launch(move || std::thread::sleep(std::time::Duration::from_millis(milliseconds)));
+}
+
 /// How many calls were given to a stream.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn distmuonTestStreamLaunched(stream: *mut c_void) -> u64 {
+    // SAFETY: streams live as long as the program.
     unsafe { &*stream.cast::<Stream>() }.launched()
 }
 
 /// How many of them it has carried out.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn distmuonTestStreamFinished(stream: *mut c_void) -> u64 {
+    // SAFETY: streams live as long as the program.
     unsafe { &*stream.cast::<Stream>() }.finished()
 }
 
@@ -132,6 +151,7 @@ pub unsafe extern "C" fn distmuonTestStreamFinished(stream: *mut c_void) -> u64 
 pub unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> c_int {
     let claimed =
         std::env::var("DISTMUON_TEST_NCCL_VERSION").ok().and_then(|version| version.parse().ok());
+    // SAFETY: the caller gives the place of the result.
     unsafe { *version = claimed.unwrap_or(22_903) };
     Code::Success as c_int
 }
@@ -144,6 +164,7 @@ pub unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> c_int {
     if random.is_err() {
         return Code::SystemError as c_int;
     }
+    // SAFETY: the caller gives the place of the result.
     unsafe { *id = UniqueId(bytes) };
     Code::Success as c_int
 }
@@ -159,6 +180,7 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     let name: String = id.0[..16].iter().map(|byte| format!("{byte:02x}")).collect();
     match Comm::open(name, rank as usize, size as usize) {
         Ok(comm) => {
+            // SAFETY: the caller gives the place of the result.
             unsafe { *made = Arc::into_raw(Arc::new(comm)).cast_mut().cast() };
             Code::InProgress as c_int
         }
@@ -179,6 +201,7 @@ pub unsafe extern "C" fn ncclCommSplit(
 ) -> c_int {
     match comm(parent).split(color, key) {
         Ok(child) => {
+            // SAFETY: the caller gives the place of the result.
             unsafe { *made = Arc::into_raw(Arc::new(child)).cast_mut().cast() };
             Code::InProgress as c_int
         }
@@ -193,6 +216,7 @@ pub unsafe extern "C" fn ncclCommFinalize(_comm: *mut c_void) -> c_int {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommDestroy(handle: *mut c_void) -> c_int {
+    // SAFETY: the handle was made by `Arc::into_raw`, and is not used afterwards.
     unsafe { Arc::decrement_strong_count(handle.cast::<Comm>()) };
     Code::Success as c_int
 }
@@ -201,11 +225,13 @@ pub unsafe extern "C" fn ncclCommDestroy(handle: *mut c_void) -> c_int {
 pub unsafe extern "C" fn ncclCommAbort(handle: *mut c_void) -> c_int {
     comm(handle).abort();
     comm(handle).wait();
+    // SAFETY: the caller gives a handle, and does not use it afterwards.
     unsafe { ncclCommDestroy(handle) }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommGetAsyncError(handle: *mut c_void, state: *mut c_int) -> c_int {
+    // SAFETY: the caller gives the place of the result.
     unsafe { *state = comm(handle).state() as c_int };
     Code::Success as c_int
 }
@@ -254,20 +280,6 @@ pub unsafe extern "C" fn ncclAllReduce(
     stream: *mut c_void,
 ) -> c_int {
     submit(comm, moved(Kind::AllReduce, source, target, count, dtype, 0), stream)
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclReduce(
-    source: *const c_void,
-    target: *mut c_void,
-    count: usize,
-    dtype: c_int,
-    _op: c_int,
-    root: c_int,
-    comm: *mut c_void,
-    stream: *mut c_void,
-) -> c_int {
-    submit(comm, moved(Kind::Reduce, source, target, count, dtype, root), stream)
 }
 
 #[unsafe(no_mangle)]

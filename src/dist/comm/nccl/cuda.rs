@@ -4,6 +4,13 @@
 //! of whole contexts (CUDA 12.5), one makes NCCL's stream wait for all of CubeCL's before a call, and
 //! one makes all of CubeCL's wait for NCCL's when the result is used. Else the host waits for the
 //! device before a call, and for NCCL after it.
+//!
+//! Meanwhile another thread may record a graph, in the mode that CubeCL chooses: the driver then
+//! refuses calls such as event queries on all threads of the process, and gives the recording up. None
+//! of the calls here touches a stream that is recorded, so that all of them are made in relaxed mode
+//! (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html>), as NCCL's own are. A
+//! lock instead could deadlock: a recording waits for the device, which may wait for a call of
+//! another rank of this process.
 
 use std::any::Any;
 use std::collections::BTreeSet;
@@ -35,6 +42,17 @@ use crate::error::{Error, Result};
 /// The first driver with `cuCtxRecordEvent` and `cuCtxWaitEvent`
 /// (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__CTX.html>).
 const CONTEXT_EVENTS: c_int = 12_050;
+
+/// Makes calls of the driver that a recording on another thread neither refuses nor suffers from.
+fn relaxed<T>(calls: impl FnOnce() -> T) -> T {
+    let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: the thread's mode is exchanged with the variable's.
+    unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
+    let outcome = calls();
+    // SAFETY: as above; this puts the former mode back.
+    unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
+    outcome
+}
 
 /// Devices that a rank of this process has. Two ranks on one would wait for each other: an event of the
 /// context holds both.
@@ -168,12 +186,44 @@ impl CudaMemory {
             remedy: "free memory of the device, for example with a smaller `bucket_mb`",
         })?;
         let pointer = resource.resource().ptr as *mut c_void;
-        Ok(Buffer {
-            pointer,
-            length,
-            dtype,
-            held: Box::new(Held { tensor, _resource: Box::new(resource) }),
-        })
+        let held = Held { tensor, _resource: Box::new(resource) };
+        // SAFETY: the tensor is contiguous and has that many elements, and the resource pins them.
+        Ok(unsafe { Buffer::new(pointer, length, dtype, Box::new(held)) })
+    }
+
+    /// Makes the stream wait for all work in the context.
+    fn wait_for_context(&self) -> Result<()> {
+        let ready = self.event()?;
+        // SAFETY: context, stream and event are alive; the event may be destroyed before it is passed.
+        unsafe {
+            sys::cuCtxRecordEvent(self.context, ready.event)
+                .result()
+                .map_err(self.refused("record an event"))?;
+            let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+            result::stream::wait_event(self.stream, ready.event, flags)
+                .map_err(self.refused("wait for an event"))
+        }
+    }
+
+    /// Waits on the host until the tensors' work is done.
+    fn wait_for_device(&self) -> Result<()> {
+        self.burn.sync().map_err(|error| Error::Engine {
+            engine: ENGINE,
+            rank: self.rank,
+            operation: "wait for the device".into(),
+            reason: error.to_string(),
+            remedy: "an earlier operation on this device failed: fix that first",
+        })?;
+        // SAFETY: the context is retained as long as this lives.
+        unsafe { result::ctx::set_current(self.context) }.map_err(self.refused("use the context"))
+    }
+
+    fn mark(&self) -> Result<Box<dyn Mark>> {
+        let event = self.event()?;
+        // SAFETY: stream and event are alive.
+        unsafe { result::event::record(event.event, self.stream) }
+            .map_err(self.refused("record an event"))?;
+        Ok(Box::new(event))
     }
 }
 
@@ -186,7 +236,10 @@ struct Held {
 // SAFETY: what pins the memory is a counted reference that is dropped, and nothing else.
 unsafe impl Send for Held {}
 
-impl Memory for CudaMemory {
+// SAFETY: buffers are contiguous tensors, pinned while they are held; new ones are allocations of their
+// own. CubeCL's reuse of memory is work on its streams, which wait for NCCL's, or the host does. The
+// stream is destroyed with the memory. Marks are events behind all that the stream was given.
+unsafe impl Memory for CudaMemory {
     fn buffer(&self, tensor: Tensor<1>) -> Result<Buffer> {
         let (length, dtype) = (tensor.dims()[0], tensor.dtype());
         let tensor = primitive(tensor).filter(|tensor| tensor.device == self.device);
@@ -209,43 +262,20 @@ impl Memory for CudaMemory {
     }
 
     fn tensor(&self, buffer: Buffer) -> Tensor<1> {
-        let held = buffer.held.downcast::<Held>().expect("a buffer of this memory");
+        let held = buffer.into_held().downcast::<Held>().expect("a buffer of this memory");
         tensor_of(held.tensor)
     }
 
-    fn begin(&self) -> Result<*mut c_void> {
-        if self.has_context_events {
-            let ready = self.event()?;
-            // SAFETY: context, stream and event are alive; the event may be destroyed before it is passed.
-            unsafe {
-                sys::cuCtxRecordEvent(self.context, ready.event)
-                    .result()
-                    .map_err(self.refused("record an event"))?;
-                let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-                result::stream::wait_event(self.stream, ready.event, flags)
-                    .map_err(self.refused("wait for an event"))?;
-            }
-        } else {
-            self.burn.sync().map_err(|error| Error::Engine {
-                engine: ENGINE,
-                rank: self.rank,
-                operation: "wait for the device".into(),
-                reason: error.to_string(),
-                remedy: "mend what the device was given before",
-            })?;
-            // SAFETY: the context is retained as long as this lives.
-            unsafe { result::ctx::set_current(self.context) }
-                .map_err(self.refused("use the context"))?;
-        }
-        Ok(self.stream.cast())
+    fn begin(&self) -> Result<(*mut c_void, Box<dyn Mark>)> {
+        let ready = relaxed(|| match self.has_context_events {
+            true => self.wait_for_context().and_then(|()| self.mark()),
+            false => self.wait_for_device().and_then(|()| self.mark()),
+        })?;
+        Ok((self.stream.cast(), ready))
     }
 
     fn end(&self) -> Result<Box<dyn Mark>> {
-        let done = self.event()?;
-        // SAFETY: stream and event are alive.
-        unsafe { result::event::record(done.event, self.stream) }
-            .map_err(self.refused("record an event"))?;
-        Ok(Box::new(done))
+        relaxed(|| self.mark())
     }
 }
 
@@ -278,7 +308,7 @@ impl Mark for Event {
             return Ok(false);
         }
         // SAFETY: context and event are alive; the event may be destroyed before it is passed.
-        unsafe { sys::cuCtxWaitEvent(self.context, self.event) }
+        relaxed(|| unsafe { sys::cuCtxWaitEvent(self.context, self.event) })
             .result()
             .map(|()| true)
             .map_err(|error| refused(self.rank, "wait for an event", error))
@@ -286,11 +316,12 @@ impl Mark for Event {
 
     fn is_passed(&self) -> Result<bool> {
         // SAFETY: the context is retained by the memory, which calls hold, and the event is alive.
-        let code = unsafe {
+        let query = || unsafe {
             result::ctx::set_current(self.context)
                 .map_err(|error| refused(self.rank, "use the context", error))?;
-            sys::cuEventQuery(self.event)
+            Ok::<_, Error>(sys::cuEventQuery(self.event))
         };
+        let code = relaxed(query)?;
         match code {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             code => code
@@ -304,7 +335,7 @@ impl Mark for Event {
 impl Drop for Event {
     fn drop(&mut self) {
         // SAFETY: CUDA frees it when it has been passed.
-        unsafe { result::event::destroy(self.event) }.ok();
+        relaxed(|| unsafe { result::event::destroy(self.event) }).ok();
     }
 }
 
@@ -314,7 +345,7 @@ fn refused(rank: usize, operation: &str, error: DriverError) -> Error {
         rank,
         operation: operation.to_owned(),
         reason: format!("{error:?}"),
-        remedy: "look whether the device still works, for example with nvidia-smi",
+        remedy: "check that the device still works, for example with nvidia-smi",
     }
 }
 

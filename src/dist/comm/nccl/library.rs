@@ -77,7 +77,6 @@ functions! {
     group_start: "ncclGroupStart"() -> c_int,
     group_end: "ncclGroupEnd"() -> c_int,
     all_reduce: "ncclAllReduce"(*const c_void, *mut c_void, usize, c_int, c_int, ncclComm_t, *mut c_void) -> c_int,
-    reduce: "ncclReduce"(*const c_void, *mut c_void, usize, c_int, c_int, c_int, ncclComm_t, *mut c_void) -> c_int,
     reduce_scatter: "ncclReduceScatter"(*const c_void, *mut c_void, usize, c_int, c_int, ncclComm_t, *mut c_void) -> c_int,
     all_gather: "ncclAllGather"(*const c_void, *mut c_void, usize, c_int, ncclComm_t, *mut c_void) -> c_int,
     broadcast: "ncclBroadcast"(*const c_void, *mut c_void, usize, c_int, c_int, ncclComm_t, *mut c_void) -> c_int,

@@ -1,83 +1,83 @@
 //! The engine for ranks with a GPU each: threads of one process, processes, or hosts, over NCCL.
 //!
 //! Every group has a communicator of its own. Its calls don't block: after each, NCCL is asked how it
-//! went until it says, so that a rank that waits for a dead one is told by [`Control`] and ends it.
-//! Sums are NCCL's, in an order of its choice, in float32: half precision is widened before and
-//! rounded once after. Parts of unequal size go as grouped calls, one for every rank.
+//! went until it says, so that a rank that waits for a dead one is told by
+//! [`Control`](super::control::Control) and ends it.
 //!
 //! A result may be used before it is there, if the device makes what uses it wait. Then a thread
-//! ([`Watch`]) sees to it that it comes.
+//! ([`watch`]) sees to it that it comes.
 
+mod call;
 mod cuda;
 mod group;
 mod library;
 mod memory;
+mod native;
 mod peers;
 mod watch;
 
-use std::fmt::{self, Debug};
-use std::os::raw::{c_int, c_void};
-use std::sync::{Arc, Mutex};
-use std::thread;
+use std::os::raw::c_int;
+use std::sync::Arc;
 use std::time::Duration;
 
-use burn::tensor::{Device, FloatDType, Tensor};
-use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t};
+use burn::tensor::{DType, Device, Tensor};
+use cudarc::nccl::sys::ncclDataType_t;
 
-use super::control::{Elsewhere, Meeting};
+use super::control::Meeting;
+use super::exchange::{self, Exchange};
 use super::{
-    Call, Communicator, Pending, ReduceOp, before, check_counts, check_dtype, check_root,
-    exchange_pairs,
+    Call, Communicator, Pending, ReduceOp, check_counts, check_root, exchange_pairs, starts,
 };
 use crate::dist::Launch;
 use crate::error::Result;
+use call::Shared;
 pub use cuda::CudaMemory;
 use group::{Group, grouped};
 use library::{ENGINE, Library, dotted};
 pub use memory::{Buffer, Mark, Memory};
 use peers::Peers;
-use watch::Watch;
 
-const F32: c_int = ncclDataType_t::ncclFloat32 as c_int;
 const BYTE: c_int = ncclDataType_t::ncclUint8 as c_int;
-const SUM: c_int = ncclRedOp_t::ncclSum as c_int;
+
+/// The way in which the engine `nccl` reduces.
+///
+/// A reduce_scatter of `B` elements with even shares makes each of `N` ranks send `(N - 1) / N B` of
+/// them either way, and an all_reduce twice as many. `Exact` sends elements in their type, `Native` in
+/// float32. For 6.5 million elements (25 MiB of float32) on 8 ranks, a rank sends:
+///
+/// | | float32 | float16, bfloat16 |
+/// |---|---|---|
+/// | `Exact` | 21.9 MiB | 10.9 MiB |
+/// | `Native` | 21.9 MiB | 21.9 MiB |
+///
+/// `Exact` also needs memory for what a rank receives, as much as the buffer, and a pass over it: on an
+/// H100 at 3350 GB/s, where NVLink brings 450 GB/s and a network 50 GB/s. Between hosts it sends more.
+/// On `n` hosts of `d` ranks, each rank sends `(n - 1) / n B` elements across; all ranks of a host
+/// together send `d` times that, where a ring of NCCL sends `(N - 1) / N B`. [`Hierarchy`](super::Hierarchy)
+/// brings it down to `(n - 1) / n B` per host, so that [`World::nccl`](crate::dist::World::nccl) puts it
+/// over several hosts. `Native` needs none: its rings cross the border of a host once.
+///
+/// These are numbers on paper; neither was measured on several GPUs. `Exact` wants shares of many
+/// ranks in each buffer: a rank that owns all of it receives twice the buffer, and the links of the
+/// others idle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Reduction {
+    /// All contributions to a part are sent to its rank in their type, and added up there in float32, in
+    /// the order of ranks: the bits are those of every other engine, whatever the topology. The default,
+    /// since it is reproducible, and moves as many bytes as `Native` in float32 and half as many in half
+    /// precision.
+    #[default]
+    Exact,
+    /// NCCL's own reductions, in float32 and in an order of its choice, over rings, trees or in the
+    /// network's switches. Sums differ between topologies and versions of NCCL in their last bits.
+    Native,
+}
 
 /// Engine of GPUs over NCCL.
 #[derive(Debug)]
 pub struct Nccl {
     shared: Arc<Shared>,
-}
-
-/// What calls on their way hold on to. Fields are dropped in this order.
-#[derive(Debug)]
-struct Shared {
-    watch: Watch,
-    peers: Arc<Peers>,
-    /// What calls use that nobody waits for any more.
-    orphans: Mutex<Vec<Used>>,
-    memory: Arc<dyn Memory>,
-}
-
-/// Gives a call to NCCL, for a communicator: with the sending and the receiving buffer, on a stream.
-type Give<'a> = &'a dyn Fn(&Library, ncclComm_t, [&Buffer; 2], *mut c_void) -> c_int;
-
-/// The buffers of a call, and where the stream is when it has finished.
-struct Used {
-    buffers: [Buffer; 2],
-    mark: Box<dyn Mark>,
-}
-
-/// A call on its way. Dropped unfinished, it leaves to the group what NCCL still uses.
-struct Started {
-    shared: Arc<Shared>,
-    call: Elsewhere,
-    used: Option<Used>,
-}
-
-impl Debug for Used {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?}", self.buffers)
-    }
+    reduction: Reduction,
 }
 
 impl Nccl {
@@ -106,103 +106,49 @@ impl Nccl {
         let group = Group::world(library, &control).inspect_err(|error| {
             control.fail(&error.to_string());
         })?;
-        Ok(Self::of(Peers { control, group }, memory))
+        let shared = Shared::new(Peers { control, group }, memory);
+        Ok(Self { shared, reduction: Reduction::default() })
     }
 
-    fn of(peers: Peers, memory: Arc<dyn Memory>) -> Self {
-        let peers = Arc::new(peers);
-        let watch = Watch::new(peers.clone());
-        Self { shared: Arc::new(Shared { watch, peers, orphans: Mutex::default(), memory }) }
+    /// Chooses how to reduce: the same on all ranks.
+    #[must_use]
+    pub fn with_reduction(self, reduction: Reduction) -> Self {
+        Self { reduction, ..self }
+    }
+}
+
+impl Exchange for Nccl {
+    fn share(&self) -> Self {
+        Self { shared: self.shared.clone(), reduction: self.reduction }
     }
 
-    /// Starts a call.
-    fn start(
-        &self,
-        call: Call,
-        send: Tensor<1>,
-        received: usize,
-        give: Give<'_>,
-    ) -> Result<impl FnOnce() -> Result<Tensor<1>> + Send + 'static> {
-        let shared = self.shared.clone();
-        shared.watch.check()?;
-        shared.bury();
-        let Peers { control, group } = &*shared.peers;
-        let call = control.announce(call);
-        let send = shared.memory.buffer(send)?;
-        let receive = shared.memory.empty(received, send.dtype)?;
-        let stream = shared.memory.begin()?;
-        let given = group
-            .lock(control.rank(), &call.call)
-            .map(|comm| give(&group.library, comm.0, [&send, &receive], stream));
-        let settled = given.and_then(|code| group.settle(control, &call, code));
-        // After this, NCCL uses no buffers any more.
-        settled.map_err(|error| shared.peers.end(&call, error))?;
-        let mark = shared.memory.end()?;
-        let used = Some(Used { buffers: [send, receive], mark });
-        let started = Started { shared, call, used };
-        Ok(move || started.finish())
-    }
-
-    /// Starts a call that moves elements as they are.
-    fn moved(
+    fn exchange(
         &self,
         call: Call,
         tensor: Tensor<1>,
-        received: usize,
-        give: Give<'_>,
+        send: &[usize],
+        receive: &[usize],
     ) -> Result<Pending> {
-        check_dtype(call.collective, self.rank(), tensor.dtype())?;
-        Ok(Pending::new(self.start(call, tensor, received, give)?))
-    }
-
-    /// Starts a call that adds up, in float32.
-    fn reduced(
-        &self,
-        call: Call,
-        tensor: Tensor<1>,
-        received: usize,
-        give: Give<'_>,
-    ) -> Result<Pending> {
-        check_dtype(call.collective, self.rank(), tensor.dtype())?;
-        let (dtype, size) = (tensor.dtype(), self.size());
-        let op = call.op.expect("a call that adds up");
-        let finish = self.start(call, tensor.cast(FloatDType::F32), received, give)?;
-        Ok(Pending::new(move || Ok(op.finish(finish()?, size, dtype))))
-    }
-}
-
-impl Started {
-    /// The result. Later work waits for it on the device, if that can be had: the call is followed to
-    /// its end, and its buffers may go, since what becomes of their memory is later work. Else this
-    /// waits.
-    fn finish(mut self) -> Result<Tensor<1>> {
-        let Self { shared, call, used } = &mut self;
-        let mark = &used.as_ref().expect("it is finished once").mark;
-        let held = mark.hold_later_work().map_err(|error| shared.peers.end(call, error))?;
-        if !held {
-            shared.peers.finish(call, &**mark, thread::yield_now)?;
-        }
-        let Used { buffers: [_, receive], mark } = used.take().expect("it is finished once");
-        if held {
-            shared.watch.follow(call.clone(), mark);
-        }
-        Ok(shared.memory.tensor(receive))
-    }
-}
-
-impl Drop for Started {
-    fn drop(&mut self) {
-        if let (Some(used), Ok(mut orphans)) = (self.used.take(), self.shared.orphans.lock()) {
-            orphans.push(used);
-        }
-    }
-}
-
-impl Shared {
-    /// Frees what finished calls used that nobody waited for.
-    fn bury(&self) {
-        let mut orphans = self.orphans.lock().expect("nothing panics while it holds the lock");
-        orphans.retain(|used| !matches!(used.mark.is_passed(), Ok(true)));
+        let width = tensor.dtype().size();
+        let filled = |counts: &[usize]| {
+            let parts = starts(counts).into_iter().zip(counts.to_vec()).enumerate();
+            parts.filter(|(_, (_, count))| *count > 0)
+        };
+        self.shared.start(call, tensor, receive.iter().sum(), |given| {
+            let (comm, stream) = (given.comm, given.stream);
+            // SAFETY: the buffers hold the sums of their counts, and are held until the stream has
+            // passed.
+            let sends = filled(send).map(|(peer, (start, count))| unsafe {
+                let (part, bytes) = (given.send.at(start), count * width);
+                (given.nccl.send)(part, bytes, BYTE, peer as c_int, comm, stream)
+            });
+            // SAFETY: as above.
+            let receives = filled(receive).map(|(peer, (start, count))| unsafe {
+                let (part, bytes) = (given.receive.at(start), count * width);
+                (given.nccl.receive)(part, bytes, BYTE, peer as c_int, comm, stream)
+            });
+            grouped(given.nccl, sends.chain(receives))
+        })
     }
 }
 
@@ -225,60 +171,57 @@ impl Communicator for Nccl {
     }
 
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
-        let length = tensor.dims()[0];
-        let call = Call { counts: vec![length], op: Some(op), ..Call::on("all_reduce", &tensor) };
-        self.reduced(call, tensor, length, &|nccl, comm, [from, to], stream| {
-            // SAFETY: both buffers hold that many floats and are held until the stream has passed.
-            unsafe { (nccl.all_reduce)(from.pointer, to.pointer, length, F32, SUM, comm, stream) }
-        })
+        match self.reduction {
+            Reduction::Exact => exchange::all_reduce(self, tensor, op),
+            Reduction::Native => native::all_reduce(&self.shared, tensor, op),
+        }
     }
 
     fn reduce_scatter(&self, tensor: Tensor<1>, counts: &[usize], op: ReduceOp) -> Result<Pending> {
-        let lengths = (counts.iter().sum(), tensor.dims()[0]);
-        check_counts("reduce_scatter", self.rank(), self.size(), counts, lengths)?;
-        let call =
-            Call { counts: counts.to_vec(), op: Some(op), ..Call::on("reduce_scatter", &tensor) };
-        let own = counts[self.rank()];
-        self.reduced(call, tensor, own, &|nccl, comm, [from, to], stream| {
-            // SAFETY: the buffers hold the sum of the counts and the own count, and are held until the
-            // stream has passed.
-            if counts.iter().all(|count| *count == own) {
-                return unsafe {
-                    (nccl.reduce_scatter)(from.pointer, to.pointer, own, F32, SUM, comm, stream)
-                };
-            }
-            let roots = (0..counts.len()).filter(|root| counts[*root] > 0);
-            grouped(
-                nccl,
-                roots.map(|root| unsafe {
-                    let (part, count) = (from.at(before(counts, root)), counts[root]);
-                    (nccl.reduce)(part, to.pointer, count, F32, SUM, root as c_int, comm, stream)
-                }),
-            )
-        })
+        let dtype = tensor.dtype();
+        match self.reduction {
+            Reduction::Exact => exchange::reduce_scatter(self, tensor, counts, op, dtype),
+            Reduction::Native => native::reduce_scatter(&self.shared, tensor, counts, op, dtype),
+        }
     }
 
+    fn reduce_scatter_f32(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
+        let (op, dtype) = (ReduceOp::Sum, DType::F32);
+        match self.reduction {
+            Reduction::Exact => exchange::reduce_scatter(self, tensor, counts, op, dtype),
+            Reduction::Native => native::reduce_scatter(&self.shared, tensor, counts, op, dtype),
+        }
+    }
+
+    /// Uneven shares go as grouped broadcasts, one for every rank that has any, since NCCL's own call
+    /// takes equal ones: padded to the largest, shares of few owners would move up to `N` times as many
+    /// bytes. Broadcasts follow NCCL's rings, over which no rank sends more than the whole and every
+    /// byte crosses the border of a host once; sent to every rank directly, the largest share would leave
+    /// its owner `N - 1` times.
     fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
         let own = counts.get(self.rank()).copied().unwrap_or_default();
         check_counts("all_gather", self.rank(), self.size(), counts, (own, tensor.dims()[0]))?;
         let call = Call { counts: counts.to_vec(), ..Call::on("all_gather", &tensor) };
         let width = tensor.dtype().size();
-        self.moved(call, tensor, counts.iter().sum(), &|nccl, comm, [from, to], stream| {
-            // SAFETY: the buffers hold the own count and the sum of the counts, and are held until the
-            // stream has passed.
+        self.shared.start(call, tensor, counts.iter().sum(), |given| {
+            let (comm, stream) = (given.comm, given.stream);
+            let (from, to) = (given.send.at(0), given.receive.at(0));
             if counts.iter().all(|count| *count == own) {
+                // SAFETY: the buffers hold this rank's count and as many of every rank, and are held
+                // until the stream has passed.
                 return unsafe {
-                    (nccl.all_gather)(from.pointer, to.pointer, own * width, BYTE, comm, stream)
+                    (given.nccl.all_gather)(from, to, own * width, BYTE, comm, stream)
                 };
             }
-            let roots = (0..counts.len()).filter(|root| counts[*root] > 0);
-            grouped(
-                nccl,
-                roots.map(|root| unsafe {
-                    let (part, bytes) = (to.at(before(counts, root)), counts[root] * width);
-                    (nccl.broadcast)(from.pointer, part, bytes, BYTE, root as c_int, comm, stream)
-                }),
-            )
+            let shares = starts(counts).into_iter().zip(counts).enumerate();
+            let shares = shares.filter(|(_, (_, count))| **count > 0);
+            // SAFETY: the buffers hold this rank's count and the sum of the counts, and are held until
+            // the stream has passed. Only the root of a broadcast reads what it sends.
+            let broadcasts = shares.map(|(root, (start, count))| unsafe {
+                let (part, bytes) = (given.receive.at(start), count * width);
+                (given.nccl.broadcast)(from, part, bytes, BYTE, root as c_int, comm, stream)
+            });
+            grouped(given.nccl, broadcasts)
         })
     }
 
@@ -288,11 +231,11 @@ impl Communicator for Nccl {
         let call =
             Call { counts: vec![length], root: Some(root), ..Call::on("broadcast", &tensor) };
         let bytes = length * tensor.dtype().size();
-        self.moved(call, tensor, length, &|nccl, comm, [from, to], stream| {
+        self.shared.start(call, tensor, length, |given| {
+            let (from, to) = (given.send.at(0), given.receive.at(0));
+            let (comm, stream) = (given.comm, given.stream);
             // SAFETY: both buffers hold that many bytes and are held until the stream has passed.
-            unsafe {
-                (nccl.broadcast)(from.pointer, to.pointer, bytes, BYTE, root as c_int, comm, stream)
-            }
+            unsafe { (given.nccl.broadcast)(from, to, bytes, BYTE, root as c_int, comm, stream) }
         })
     }
 
@@ -301,28 +244,20 @@ impl Communicator for Nccl {
         check_counts("all_to_all", rank, size, send, (send.iter().sum(), tensor.dims()[0]))?;
         check_counts("all_to_all", rank, size, receive, (0, 0))?;
         exchange_pairs(self, send, receive)?;
-        let call = Call::on("all_to_all", &tensor);
-        let width = tensor.dtype().size();
-        self.moved(call, tensor, receive.iter().sum(), &|nccl, comm, [from, to], stream| {
-            // SAFETY: the buffers hold the sums of their counts, and are held until the stream has passed.
-            let sends = (0..size).filter(|peer| send[*peer] > 0).map(|peer| unsafe {
-                let (part, bytes) = (from.at(before(send, peer)), send[peer] * width);
-                (nccl.send)(part, bytes, BYTE, peer as c_int, comm, stream)
-            });
-            let receives = (0..size).filter(|peer| receive[*peer] > 0).map(|peer| unsafe {
-                let (part, bytes) = (to.at(before(receive, peer)), receive[peer] * width);
-                (nccl.receive)(part, bytes, BYTE, peer as c_int, comm, stream)
-            });
-            grouped(nccl, sends.chain(receives))
-        })
+        self.exchange(Call::on("all_to_all", &tensor), tensor, send, receive)
     }
 
     fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
-        let own = tensor.dims()[0];
-        let mut send = vec![0; self.size()];
+        let (rank, size) = (self.rank(), self.size());
+        check_root("gather", rank, size, root)?;
+        let own = counts.get(rank).copied().unwrap_or_default();
+        check_counts("gather", rank, size, counts, (own, tensor.dims()[0]))?;
+        let call =
+            Call { counts: counts.to_vec(), root: Some(root), ..Call::on("gather", &tensor) };
+        let mut send = vec![0; size];
         send[root] = own;
-        let receive = if root == self.rank() { counts.to_vec() } else { vec![0; self.size()] };
-        self.all_to_all(tensor, &send, &receive)
+        let receive = if rank == root { counts.to_vec() } else { vec![0; size] };
+        self.exchange(call, tensor, &send, &receive)
     }
 
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
@@ -355,7 +290,8 @@ impl Communicator for Nccl {
         // The first member's rank tells the groups apart, whatever the colors are.
         let group = group.split(parent, &control, first as c_int);
         let group = group.inspect_err(|error| self.fail(&error.to_string()))?;
-        Ok(Box::new(Self::of(Peers { control, group }, self.shared.memory.clone())))
+        let shared = Shared::new(Peers { control, group }, self.shared.memory.clone());
+        Ok(Box::new(Self { shared, reduction: self.reduction }))
     }
 
     fn synchronize(&self) -> Result<()> {

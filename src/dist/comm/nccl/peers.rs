@@ -1,6 +1,8 @@
 //! The other ranks of a group: how to work with them, and how to hear of them.
 
-use super::super::control::{Control, Elsewhere};
+use std::time::Instant;
+
+use super::super::control::{Control, Elsewhere, PATIENCE};
 use super::group::Group;
 use super::memory::Mark;
 use crate::error::{Error, Result};
@@ -18,20 +20,42 @@ impl Peers {
     /// # Errors
     ///
     /// Why it will not; the world is ended then.
-    pub fn finish(&self, call: &Elsewhere, mark: &dyn Mark, pause: impl Fn()) -> Result<()> {
-        let finished = self.control.wait(call, || {
-            self.group.check(self.control.rank(), &call.call)?;
-            let passed = mark.is_passed()?;
-            if !passed {
-                pause();
-            }
-            Ok(passed)
-        });
+    pub fn finish(
+        &self,
+        call: &Elsewhere,
+        [ready, done]: [&dyn Mark; 2],
+        pause: impl Fn(),
+    ) -> Result<()> {
+        let finished = self
+            .until_ready(call, ready, &pause)
+            .and_then(|()| self.control.wait(call, || self.is_passed(call, done, &pause)));
         finished.map_err(|error| self.end(call, error))
     }
 
-    /// Ends the world because of an error, and then what NCCL still does: whoever sees the end can
-    /// learn of the cause.
+    /// Waits until this rank's own work before a call is done, however long that takes: the deadline is
+    /// one for other ranks.
+    fn until_ready(&self, call: &Elsewhere, ready: &dyn Mark, pause: &impl Fn()) -> Result<()> {
+        let mut checked = Instant::now();
+        while !self.is_passed(call, ready, pause)? {
+            if checked.elapsed() >= PATIENCE {
+                self.control.check()?;
+                checked = Instant::now();
+            }
+        }
+        Ok(())
+    }
+
+    fn is_passed(&self, call: &Elsewhere, mark: &dyn Mark, pause: &impl Fn()) -> Result<bool> {
+        self.group.check(self.control.rank(), &call.call)?;
+        let passed = mark.is_passed()?;
+        if !passed {
+            pause();
+        }
+        Ok(passed)
+    }
+
+    /// Ends the world because of an error, and then what NCCL still does: the other ranks can learn of
+    /// the cause before they see the end.
     pub fn end(&self, call: &Elsewhere, error: Error) -> Error {
         let cause = self.control.cause_of(call, error, self.group.patience());
         self.group.abort();

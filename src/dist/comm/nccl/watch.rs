@@ -1,5 +1,5 @@
-//! Results that are in use before they are there: later work waits for them on the device, and this
-//! sees to it that they come, or that what waits is released.
+//! Results that are in use before they are there: later work waits for them on the device, and a
+//! thread sees to it that they come, or that the waiting work is released.
 
 use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::thread::{self, JoinHandle};
@@ -28,8 +28,8 @@ struct Watcher {
 }
 
 enum Order {
-    /// Follow a call until its mark is passed.
-    Follow(Elsewhere, Box<dyn Mark>),
+    /// Follow a call until it may start, and then until it has finished.
+    Follow(Elsewhere, [Box<dyn Mark>; 2]),
     /// Tell when all calls so far have ended.
     Tell(mpsc::Sender<()>),
 }
@@ -39,14 +39,14 @@ impl Watch {
         Self { peers, thread: Mutex::default(), error: Arc::default() }
     }
 
-    /// Follows a call. Calls are given in the order of their marks.
-    pub fn follow(&self, call: Elsewhere, mark: Box<dyn Mark>) {
+    /// Follows a call from one mark to the other. Calls are given in the order of their marks.
+    pub fn follow(&self, call: Elsewhere, marks: [Box<dyn Mark>; 2]) {
         let mut thread = self.thread.lock().expect("nothing panics while it holds the lock");
         let watcher = thread.get_or_insert_with(|| Watcher::start(&self.peers, &self.error));
-        watcher.orders.send(Order::Follow(call, mark)).expect("it ends when told to");
+        watcher.orders.send(Order::Follow(call, marks)).expect("the thread ends with this");
     }
 
-    /// Whether all calls that have ended went well.
+    /// Returns the first error of the calls that have ended.
     ///
     /// # Errors
     ///
@@ -67,8 +67,8 @@ impl Watch {
         };
         if let Some(orders) = orders {
             let (tell, told) = mpsc::channel();
-            orders.send(Order::Tell(tell)).expect("it ends when told to");
-            told.recv().expect("it answers before it ends");
+            orders.send(Order::Tell(tell)).expect("the thread ends with this");
+            told.recv().expect("the thread answers every order");
         }
         self.check()
     }
@@ -81,8 +81,9 @@ impl Watcher {
         let work = move || {
             for order in received {
                 match order {
-                    Order::Follow(call, mark) => {
-                        let ended = peers.finish(&call, &*mark, || thread::sleep(PAUSE));
+                    Order::Follow(call, marks) => {
+                        let marks = marks.each_ref().map(|mark| &**mark);
+                        let ended = peers.finish(&call, marks, || thread::sleep(PAUSE));
                         ended.unwrap_or_else(|error| _ = first.set(error));
                     }
                     Order::Tell(tell) => _ = tell.send(()),
@@ -94,7 +95,7 @@ impl Watcher {
 }
 
 impl Drop for Watch {
-    /// Waits for the last calls, as whoever used their results would have.
+    /// Waits for the last calls.
     fn drop(&mut self) {
         let Ok(Some(Watcher { orders, thread })) = self.thread.get_mut().map(Option::take) else {
             return;

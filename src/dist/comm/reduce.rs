@@ -1,0 +1,130 @@
+//! The sum over ranks, with the same bits on every engine.
+//!
+//! Contributions are added up in float32: rank 0 and 1, rank 2 and 3, and so on, then neighbouring
+//! sums, until one is left. An odd one out is carried up as it is. The order depends on the number
+//! of ranks only, and equal contributions of a power of two of ranks add up without rounding.
+
+use std::ops::Range;
+
+use burn::tensor::{DType, Device, FloatDType, Tensor};
+
+use super::ReduceOp;
+use crate::dist::flat;
+
+/// Contributed elements that are added up at once. Sums of half precision need the block in float32,
+/// 16 MiB, and as much again for the sums on the way: little beside a bucket, and enough for a
+/// launch to be bound by memory.
+const BLOCK: usize = 1 << 22;
+
+/// Reduces the contributions of `ranks` ranks that lie one after the other in one tensor.
+#[cfg(any(test, feature = "processes"))]
+pub fn rows(received: Tensor<1>, ranks: usize, op: ReduceOp, dtype: DType) -> Tensor<1> {
+    let length = received.dims()[0] / ranks;
+    if length == 0 {
+        return flat::empty(dtype, &received.device());
+    }
+    let rows = received.reshape([ranks, length]);
+    in_blocks([ranks, length], op, dtype, |columns| match columns.len() == length {
+        true => rows.clone(),
+        false => rows.clone().slice([0..ranks, columns]),
+    })
+}
+
+/// Reduces contributions on any devices, one per rank and of equal lengths, on `device`.
+pub fn parts(parts: &[Tensor<1>], op: ReduceOp, dtype: DType, device: &Device) -> Tensor<1> {
+    let length = parts[0].dims()[0];
+    match (length, parts) {
+        (0, _) => flat::empty(dtype, device),
+        (_, [only]) => only.clone().to_device(device).cast(dtype),
+        _ => in_blocks([parts.len(), length], op, dtype, |columns| {
+            let part = |tensor| flat::part(tensor, columns.clone()).to_device(device);
+            Tensor::cat(parts.iter().map(part).collect(), 0).reshape([parts.len() as i32, -1])
+        }),
+    }
+}
+
+/// Reduces blocks of columns one by one, each of which `block` returns with a row per rank.
+fn in_blocks(
+    [ranks, length]: [usize; 2],
+    op: ReduceOp,
+    dtype: DType,
+    block: impl Fn(Range<usize>) -> Tensor<2>,
+) -> Tensor<1> {
+    let width = (BLOCK / ranks).clamp(1, length);
+    let sums = (0..length).step_by(width).map(|start| {
+        let rows = block(start..(start + width).min(length)).cast(FloatDType::F32);
+        op.finish(in_pairs(rows), ranks, dtype)
+    });
+    let mut sums: Vec<Tensor<1>> = sums.collect();
+    if sums.len() == 1 { sums.swap_remove(0) } else { Tensor::cat(sums, 0) }
+}
+
+/// Adds up rows in pairs, with one launch per level, or two where there is an odd one out.
+fn in_pairs(mut rows: Tensor<2>) -> Tensor<1> {
+    // The odd one out of all levels so far, which comes after all rows.
+    let mut odd: Option<Tensor<2>> = None;
+    loop {
+        let [count, width] = rows.dims();
+        if count % 2 == 1 {
+            let last = rows.clone().slice([count - 1..count, 0..width]);
+            let last = match odd.take() {
+                Some(odd) => last + odd,
+                None => last,
+            };
+            if count == 1 {
+                return last.reshape([width]);
+            }
+            rows = rows.slice([0..count - 1, 0..width]);
+            odd = Some(last);
+        }
+        // Neighbours lie side by side: the left half of the columns is one of each pair.
+        let pairs = count / 2;
+        let sides = rows.reshape([pairs, 2 * width]);
+        let left = sides.clone().slice([0..pairs, 0..width]);
+        rows = left + sides.slice([0..pairs, width..2 * width]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::TensorData;
+    use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+    use super::*;
+
+    /// The same tree, on a list.
+    fn tree(mut level: Vec<f32>) -> f32 {
+        while level.len() > 1 {
+            level = level.chunks(2).map(|pair| pair.iter().sum()).collect();
+        }
+        level[0]
+    }
+
+    #[test]
+    fn rows_and_parts_add_up_in_pairs() {
+        let (device, mut rng) = (Device::default(), StdRng::seed_from_u64(1));
+        // More than one block of columns in the last case.
+        for (ranks, length) in (1..=9).map(|ranks| (ranks, 37)).chain([(3, BLOCK / 2)]) {
+            let values: Vec<f32> =
+                (0..ranks * length).map(|_| rng.random_range(-1.0..1.0)).collect();
+            let own = |rank: usize| values[rank * length..(rank + 1) * length].to_vec();
+            let column = |i| (0..ranks).map(|rank| values[rank * length + i]).collect();
+            let sums = (0..length).map(|i| tree(column(i)));
+            let expected: Vec<u32> = sums.map(|sum| (sum / ranks as f32).to_bits()).collect();
+            let tensor = |values: Vec<f32>| {
+                let length = values.len();
+                Tensor::<1>::from_data(TensorData::new(values, [length]), (&device, DType::F32))
+            };
+            let given: Vec<Tensor<1>> = (0..ranks).map(|rank| tensor(own(rank))).collect();
+            let all = tensor(values.clone());
+            let results = [
+                rows(all, ranks, ReduceOp::Mean, DType::F32),
+                parts(&given, ReduceOp::Mean, DType::F32, &device),
+            ];
+            for result in results {
+                let bits = result.into_data().iter::<f32>().map(f32::to_bits).collect::<Vec<_>>();
+                assert!(bits == expected, "{ranks} ranks");
+            }
+        }
+    }
+}
