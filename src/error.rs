@@ -95,6 +95,19 @@ pub enum Error {
         /// Shape and type in the model, or `absent`.
         model: String,
     },
+    /// The ranks were about to load different checkpoints.
+    #[error(
+        "rank {rank} loads another checkpoint than rank 0: expected {expected}, got {got}; give all \
+         ranks copies of the same file"
+    )]
+    CheckpointsDiffer {
+        /// The first rank that differs.
+        rank: usize,
+        /// Rank 0's file, with its digest and its progress.
+        expected: String,
+        /// That of the rank.
+        got: String,
+    },
     /// Another rank failed, so that this one can't go on.
     #[error("rank {rank} failed: {cause}; mend that, and start all ranks again")]
     PeerFailed {

@@ -290,7 +290,7 @@ fn group(paths: Vec<String>, ids: Vec<ParamId>) -> ParamGroup {
 /// A float parameter as a walk through the module finds it.
 pub(crate) struct Found {
     pub path: String,
-    id: ParamId,
+    pub id: ParamId,
     pub shape: Vec<usize>,
     pub dtype: DType,
     device: Device,

@@ -1,10 +1,17 @@
-//! What an orthogonalisation takes beside the batch that it works on, as the allocators of the host and of
-//! CubeCL's devices see it.
+//! The memory that orthogonalisations, steps and checkpoints take in addition to what they work on, as the
+//! allocators of the host and of CubeCL's devices see it.
 
+use burn::module::{Module, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Distribution, Tensor};
-use distmuon::{Coefficients, Form, IterationDtype, NewtonSchulz};
+use distmuon::dist::{DistMuonConfig, World};
+use distmuon::{
+    Coefficients, Error, Form, IterationDtype, MuonConfig, NewtonSchulz, Rule,
+};
 use peak_alloc::PeakAlloc;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::path::Path;
+use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
@@ -126,4 +133,140 @@ fn a_small_workspace_is_kept() {
     // The result, and what one matrix takes beside.
     assert!(parts <= bytes + announced / count + SCRATCH, "{parts}");
     assert!(parts < whole);
+}
+
+#[derive(Module, Debug)]
+struct Layers {
+    layers: Vec<Linear>,
+}
+
+const LAYERS: usize = 24;
+const WIDTH: usize = 256;
+
+/// The most that all ranks together take on the host to save and to load, in bytes.
+fn to_save_and_load(ranks: usize, bucket_mb: f64, path: &Path) -> [usize; 2] {
+    let together = Barrier::new(ranks);
+    let peaks = World::threads(vec![Device::default().autodiff(); ranks], |world| {
+        let layer = || LinearConfig::new(WIDTH, WIDTH).with_bias(false).init(world.device());
+        let net = Layers { layers: (0..LAYERS).map(|_| layer()).collect() };
+        let net = world.broadcast(net)?;
+        let config = DistMuonConfig::new().with_bucket_mb(bucket_mb);
+        let mut optim = config.init(&world, &net)?;
+        // No rank works between two barriers.
+        let start = || {
+            together.wait();
+            if world.rank() == 0 {
+                ALLOCATOR.reset_peak_usage();
+            }
+            let before = ALLOCATOR.current_usage();
+            together.wait();
+            before
+        };
+        let end = |before: usize| {
+            together.wait();
+            let peak = ALLOCATOR.peak_usage();
+            together.wait();
+            peak - before
+        };
+        let before = start();
+        optim.save(path, &net, &0)?;
+        let saved = end(before);
+        let before = start();
+        let (net, optim, _) = optim.load::<_, i32>(path, net)?;
+        let loaded = end(before);
+        drop((net, optim));
+        Ok::<_, Error>([saved, loaded])
+    });
+    peaks.unwrap().swap_remove(0)
+}
+
+#[test]
+fn a_checkpoint_takes_a_bucket_and_not_the_state() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.bpk");
+    let matrix = 4 * WIDTH * WIDTH;
+    let state = LAYERS * matrix;
+    // Two matrices to a bucket.
+    let (bucket, bucket_mb) = (2 * matrix, 0.5);
+    // Libraries make what they keep at first use.
+    to_save_and_load(2, bucket_mb, &path);
+    let peaks = [1, 2, 4].map(|ranks| {
+        let [saved, loaded] = to_save_and_load(ranks, bucket_mb, &path);
+        let times = |bytes: usize| bytes as f64 / state as f64;
+        println!(
+            "{ranks} ranks: {saved} to save ({:.2} of the state), {loaded} to load ({:.2})",
+            times(saved),
+            times(loaded)
+        );
+        (saved, loaded)
+    });
+    for (saved, _) in peaks {
+        // The bucket as it is gathered, on the host, and cut into tensors of which two are on their
+        // way to the file.
+        assert!(saved <= 4 * bucket + SCRATCH, "{saved} bytes, a bucket is {bucket}");
+        assert!(saved < state, "{saved} bytes, the state is {state}");
+    }
+    let [(alone, _), .., (four, _)] = peaks;
+    assert!(2 * four < 3 * alone.max(bucket + SCRATCH), "{four} bytes on 4 ranks, {alone} on one");
+}
+
+/// Matrices of one size, each of which fills a bucket.
+#[derive(Module, Debug)]
+struct Equal {
+    matrices: Vec<Param<Tensor<2>>>,
+}
+
+/// Bytes of a matrix.
+const BUCKET: usize = 2 * 16 * 8192;
+
+/// The most bytes that a step on two ranks takes beside what both held before it: their models, gradients and
+/// states, in bfloat16. And what both report as their peak.
+fn extra_of_a_step(buckets: usize) -> [usize; 2] {
+    let device = Device::default().autodiff();
+    let all = Barrier::new(2);
+    let peaks = World::threads([device.clone(), device], |world| {
+        let ones = || Tensor::full([16, 8192], 0.01, (world.device(), DType::BF16));
+        let matrix = |_| Param::from_tensor(ones().require_grad());
+        let model = Equal { matrices: (0..buckets).map(matrix).collect() };
+        let mut gradients = GradientsParams::new();
+        for matrix in &model.matrices {
+            gradients.register(matrix.id, ones().inner());
+        }
+        let muon = MuonConfig::new().with_rule(Rule::muon("matrices"));
+        let config = DistMuonConfig::new().with_muon(muon).with_bucket_mb(BUCKET as f64 / 1e6);
+        let mut optim = config.init(&world, &model)?;
+        assert_eq!(optim.plan().buckets().len(), buckets);
+        all.wait();
+        let before = ALLOCATOR.current_usage();
+        ALLOCATOR.reset_peak_usage();
+        all.wait();
+        let model = optim.step(0.01, model, gradients)?;
+        all.wait();
+        let extra = ALLOCATOR.peak_usage().saturating_sub(before);
+        all.wait();
+        drop(model);
+        Ok::<_, Error>([extra, optim.memory().total.peak])
+    });
+    peaks.expect("both ranks step").swap_remove(0)
+}
+
+#[test]
+fn a_step_of_more_buckets_holds_no_more_at_once() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    extra_of_a_step(4); // libraries make what they keep at first use
+    let [few, many] = [25, 100].map(|buckets| {
+        let [extra, reported] = extra_of_a_step(buckets);
+        let times = |bytes: usize| bytes as f64 / BUCKET as f64;
+        println!("{buckets} buckets: {:.1} buckets beside, {:.1} reported", times(extra), times(reported));
+        extra
+    });
+    // A bucket and a half for what the ranks do not do in step.
+    assert!(many <= few + 3 * BUCKET / 2, "{many} beyond {few}");
 }

@@ -2,6 +2,7 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use burn::grad_clipping::GradientClippingConfig;
@@ -12,7 +13,8 @@ use burn::nn::{
     Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, PaddingConfig2d,
 };
 use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer};
-use burn::tensor::{Device, Distribution, FloatDType, Int, Tensor, s};
+use burn::tensor::{Bytes, Device, Distribution, FloatDType, Int, Tensor, s};
+use burn_pack::Reader;
 use common::{Fixed, bits, gradients, has_type, tf32_or};
 use distmuon::{
     AdamWSettings, Error, Group, IterationDtype, Kernels, LrScale, MatrixLayout, MatrixView,
@@ -498,7 +500,7 @@ fn broken_and_foreign_checkpoints_are_refused() {
     assert!(matches!(missing, Error::Checkpoint { .. }));
     net.clone().save_file(folder.path().join("model.bpk")).unwrap();
     let other = load(&folder.path().join("model.bpk")).unwrap_err().to_string();
-    assert!(other.contains("no checkpoint"), "{other}");
+    assert!(other.contains("not a checkpoint"), "{other}");
 
     let wide = Net::of_width(10, &device());
     let optim = MuonConfig::new().init(&wide);
@@ -515,6 +517,44 @@ fn broken_and_foreign_checkpoints_are_refused() {
     let optim = MuonConfig::new().init(&net);
     let error = checkpoint::load::<_, String>(&path, net, optim).map(|_| ()).unwrap_err();
     assert!(error.to_string().contains("progress"), "{error}");
+}
+
+/// The file in `data` was written by the last commit before version 2, after one step.
+#[test]
+fn checkpoints_of_version_1_load() {
+    let path =
+        std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/checkpoint-v1.bpk");
+    let load = |path: &std::path::Path| {
+        let net = Net::new(&device());
+        let optim = MuonConfig::new().init(&net);
+        checkpoint::load::<_, i32>(path, net, optim).unwrap()
+    };
+    // The tensors of a record, as bytes.
+    let tensors = |record: Vec<u8>| -> BTreeMap<String, Vec<u8>> {
+        let reader = Reader::from_bytes(Bytes::from_bytes_vec(record)).unwrap();
+        let names = reader.tensor_names().into_iter();
+        names.map(|name| (name.to_owned(), reader.tensor_data(name).unwrap())).collect()
+    };
+    let state = |optim: &ModuleOptimizer| tensors(optim.to_record().into_bytes().unwrap().to_vec());
+    let file = Reader::from_file_exact(&path).unwrap();
+    assert_eq!(file.metadata()["distmuon.checkpoint"], "1");
+    let saved = ["model", "optimizer"].map(|name| tensors(file.tensor_data(name).unwrap()));
+
+    let (net, optim, progress) = load(&path);
+    assert_eq!(progress, 1);
+    assert!(saved[0] == tensors(net.clone().into_record().into_bytes().unwrap().to_vec()));
+    assert!(saved[1] == state(&optim));
+    assert!(saved[1].values().flatten().any(|byte| *byte != 0));
+
+    // Saved again, it is of the present version and holds the same.
+    let folder = tempfile::tempdir().unwrap();
+    let again = folder.path().join("again.bpk");
+    checkpoint::save(&again, &net, &optim, &progress).unwrap();
+    let file = Reader::from_file_exact(&again).unwrap();
+    assert_eq!(file.metadata()["distmuon.checkpoint"], "2");
+    let (net_again, optim_again, progress) = load(&again);
+    assert!(net_again.weights() == net.weights() && state(&optim_again) == state(&optim));
+    assert_eq!(progress, 1);
 }
 
 #[test]

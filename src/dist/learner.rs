@@ -10,7 +10,7 @@ use burn::data::dataloader::Progress;
 use burn::data::dataset::DatasetError;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::optim::{GradientsAccumulator, GradientsParams, OptimizerRecord};
-use burn::tensor::{Bytes, Device};
+use burn::tensor::Device;
 use burn::train::checkpoint::{
     AsyncCheckpointer, Checkpoint, Checkpointer, CheckpointerError, CheckpointingAction,
     CheckpointingStrategy,
@@ -24,9 +24,10 @@ use burn::train::{
     TrainingItem, TrainingStrategy, ValidLoader,
 };
 
-use super::record::parse;
+use super::record::Busy;
 use super::world::message;
 use super::{DEADLINE, DistModuleOptimizer, DistMuonConfig, World};
+use crate::checkpoint::{Archive, States};
 use crate::error::{Error, Result};
 
 /// Trains a burn-train [`Learner`] on many ranks, one thread each, with
@@ -54,6 +55,8 @@ use crate::error::{Error, Result};
 ///
 /// Everything else is as with Burn's strategies, except that
 ///
+/// - rank 0 collects the state of the optimizer in host memory at the end of every epoch if there are
+///   checkpointers, because Burn's take it as a whole. The other ranks do not;
 /// - the training items are cut into one part of equal length per rank. What is left over, fewer
 ///   items than there are ranks, is not used. A step takes the mean of the gradients of all
 ///   ranks: `N` ranks with batches of `B` are one with batches of `N B`;
@@ -106,7 +109,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
         let interrupter = components.interrupter.clone();
         let each = train.num_items() / size.max(1);
         let run = Run {
-            state: to_bytes(state(&learner, &components.event_store)),
+            state: States::new(Archive::from_record(state(&learner, &components.event_store))),
             items: [each * size, valid.num_items()],
             epochs: starting_epoch..=components.num_epochs,
             accumulation: components.grad_accumulation.unwrap_or(1),
@@ -137,7 +140,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
             let Seat { learner, model, train, valid } = take(&seats[world.rank()]);
             let main = (world.rank() == 0).then(|| take(&main));
             let optim = self.config.init(&world, &model)?;
-            let optim = optim.load_record(from_bytes(&run.state))?;
+            let optim = optim.load_states(&run.state)?;
             let mut worker =
                 Worker { run: &run, world, optim, model: Some(model), learner, train, valid, main };
             worker.fit()?;
@@ -164,8 +167,8 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
 
 /// What all ranks share.
 struct Run<M: LearnerModel> {
-    /// The record of the optimizer to start from.
-    state: Bytes,
+    /// The optimizer's state to start from.
+    state: States,
     /// Items to train and to validate on.
     items: [usize; 2],
     epochs: RangeInclusive<usize>,
@@ -257,14 +260,14 @@ impl<M: LearnerModel> Worker<'_, M> {
         if !self.run.saves {
             return Ok(());
         }
-        let ours = to_bytes(self.optim.to_record()?);
-        if self.main.is_none() {
-            return Ok(());
-        }
-        self.learner.load_optim(from_bytes(&ours));
-        let (kept, _) = parse(state(&self.learner, &self.run.store));
-        let (expected, _) = parse(from_bytes(&ours));
-        match expected.keys().find(|name| !kept.contains_key(*name)) {
+        let Some(ours) = self.optim.gather_record()? else { return Ok(()) };
+        let ours = ours.into_bytes().expect("a record can be written to memory");
+        let record = OptimizerRecord::from_bytes(ours.clone()).expect("it was just written");
+        self.learner.load_optim(record);
+        let states = |record| States::new(Archive::from_record(record));
+        let kept = states(state(&self.learner, &self.run.store));
+        let expected = States::new(Archive::from_record_bytes(ours));
+        match expected.keys().find(|(path, name)| kept.find(path, name).is_none()) {
             Some((path, name)) => refuse(
                 "the optimizer of the learner",
                 format!("one that does not know the state `{name}` of `{path}`"),
@@ -331,9 +334,12 @@ impl<M: LearnerModel> Worker<'_, M> {
         if self.stopped()? {
             return Ok(true);
         }
-        let record = if self.run.saves { Some(self.optim.to_record()?) } else { None };
+        // Burn's checkpointers take whole records, and do not say beforehand whether they will save:
+        // rank 0 collects the state at every epoch.
+        let record = if self.run.saves { self.optim.gather_record()? } else { None };
         let Some(main) = &mut self.main else { return self.world.any(false) };
         if let (Some(checkpointer), Some(record)) = (&mut main.checkpointer, record) {
+            let _busy = Busy::new(self.world.engine());
             let model = self.model.clone().expect("every step gives it back");
             self.learner.load_model(model.into_record());
             self.learner.load_optim(record);
@@ -403,14 +409,6 @@ fn started<T>(epoch_number: usize, total_items: usize) -> LearnerEvent<T> {
 
 fn take<T>(seat: &Mutex<Option<T>>) -> T {
     seat.lock().expect("no holder of the lock panics").take().expect("there is one per rank")
-}
-
-fn to_bytes(record: OptimizerRecord) -> Bytes {
-    record.into_bytes().expect("a record can be written to memory")
-}
-
-fn from_bytes(bytes: &Bytes) -> OptimizerRecord {
-    OptimizerRecord::from_bytes(bytes.clone()).expect("it was just written")
 }
 
 /// The state of a learner's optimizer, which it hands to checkpointers only.

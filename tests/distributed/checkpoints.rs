@@ -1,14 +1,28 @@
 //! Checkpoints that move between numbers of ranks, and bad ones.
 
-use distmuon::dist::{Gradients, World};
-use distmuon::{Error, MuonConfig, Rule};
+use std::path::Path;
+use std::sync::Mutex;
+use std::time::Duration;
 
-use crate::worlds::{Case, Folder, cases};
+use burn::optim::OptimizerRecord;
+use distmuon::dist::{DistModuleOptimizer, Gradients, World};
+use distmuon::{Error, MuonConfig, Result, Rule};
+use serde::{Serialize, Serializer};
+
+use crate::watched::watched;
+use crate::worlds::{self, Case, Folder, cases};
 use crate::{Net, config, device, ranks, ranks_here};
 
 pub const SOUND: &[Case] = cases![a_checkpoint_moves_between_numbers_of_ranks,];
 
-pub const OTHERS: &[Case] = cases![bad_checkpoints_are_refused_on_all_ranks,];
+pub const OTHERS: &[Case] = cases![
+    bad_checkpoints_are_refused_on_all_ranks,
+    ranks_that_load_different_files_are_refused,
+    ranks_that_load_different_records_are_refused,
+    damage_that_one_rank_reads_is_refused_on_all,
+    a_save_may_take_longer_than_the_deadline,
+    only_rank_0_receives_the_state,
+];
 
 fn a_checkpoint_moves_between_numbers_of_ranks() {
     let folder = Folder::new();
@@ -93,5 +107,155 @@ fn bad_checkpoints_are_refused_on_all_ranks() {
     });
     for error in errors.unwrap() {
         assert!(error.to_string().contains("configure the optimizer as it was"), "{error}");
+    }
+}
+
+/// A model and its optimizer after some steps.
+fn trained(world: &World, steps: u64) -> Result<(Net, DistModuleOptimizer)> {
+    let mut net = world.broadcast(Net::new(world.device()))?;
+    let mut optim = config().with_bucket_mb(0.002).init(world, &net)?;
+    for step in 0..steps {
+        let gradients = net.gradients(step);
+        net = optim.step(0.01, net, gradients)?;
+    }
+    Ok((net, optim))
+}
+
+/// The errors of ranks that each load the file of its rank.
+fn load_errors(paths: &[&Path]) -> Vec<Error> {
+    let errors = ranks_here(paths.len(), |world| {
+        let (net, optim) = trained(&world, 0)?;
+        Ok(optim.load::<_, u64>(paths[world.rank()], net).map(|_| ()).unwrap_err())
+    });
+    errors.unwrap()
+}
+
+fn ranks_that_load_different_files_are_refused() {
+    let folder = Folder::new();
+    let paths = [1u64, 2].map(|steps| {
+        let path = folder.path().join(format!("{steps}.ckpt"));
+        ranks_here(2, |world| {
+            let (net, mut optim) = trained(&world, steps)?;
+            optim.save(&path, &net, &steps)
+        })
+        .unwrap();
+        path
+    });
+    let [new, old] = [&*paths[1], &*paths[0]];
+    for error in load_errors(&[new, old]) {
+        let Error::CheckpointsDiffer { rank: 1, expected, got } = &error else { panic!("{error}") };
+        assert!(expected.contains("2.ckpt") && expected.ends_with("progress 2"), "{error}");
+        assert!(got.contains("1.ckpt") && got.ends_with("progress 1"), "{error}");
+        assert!(error.to_string().contains("give all ranks copies of the same file"), "{error}");
+    }
+    for error in load_errors(&[new, new, old, old]) {
+        assert!(matches!(&error, Error::CheckpointsDiffer { rank: 2, .. }), "{error}");
+    }
+    // Copies at different paths are one checkpoint.
+    let copy = folder.path().join("copy.ckpt");
+    std::fs::copy(new, &copy).unwrap();
+    let loaded = ranks_here(2, |world| {
+        let (net, optim) = trained(&world, 0)?;
+        let path = if world.rank() == 0 { new } else { &*copy };
+        let (net, _, progress): (_, _, u64) = optim.load(path, net)?;
+        Ok((net.weights(), progress))
+    });
+    let loaded = loaded.unwrap();
+    assert!(loaded[0] == loaded[1] && loaded[0].1 == 2);
+}
+
+fn ranks_that_load_different_records_are_refused() {
+    let records = [0, 1].map(|steps| {
+        let records = ranks_here(1, |world| {
+            let (_, mut optim) = trained(&world, steps)?;
+            Ok(optim.to_record()?.into_bytes().expect("a record can be written").to_vec())
+        });
+        records.unwrap().swap_remove(0)
+    });
+    let errors = ranks_here(2, |world| {
+        let (_, optim) = trained(&world, 0)?;
+        let bytes = records[world.rank()].clone();
+        let record = OptimizerRecord::from_bytes(burn::tensor::Bytes::from_bytes_vec(bytes));
+        Ok(optim.load_record(record.expect("a record")).map(|_| ()).unwrap_err())
+    });
+    for error in errors.unwrap() {
+        assert!(matches!(&error, Error::CheckpointsDiffer { rank: 1, .. }), "{error}");
+    }
+}
+
+/// The ranks read different tensors: all bytes are read by one of them.
+fn damage_that_one_rank_reads_is_refused_on_all() {
+    let folder = Folder::new();
+    let path = folder.path().join("run.ckpt");
+    let save = |world: World| {
+        let (net, mut optim) = trained(&world, 1)?;
+        optim.save(&path, &net, &1u64)
+    };
+    ranks_here(3, save).unwrap();
+    let sound = std::fs::read(&path).unwrap();
+    let damaged = folder.path().join("damaged.ckpt");
+    // An odd stride comes to every tensor and to the padding between them.
+    for position in (0..sound.len()).step_by(997) {
+        let mut bytes = sound.clone();
+        bytes[position] ^= 4;
+        std::fs::write(&damaged, bytes).unwrap();
+        let errors = load_errors(&[&*damaged; 3]);
+        let here = errors.iter().filter(|error| matches!(error, Error::Checkpoint { .. }));
+        assert!(here.count() > 0, "byte {position}: {errors:?}");
+        for error in &errors {
+            assert!(error.to_string().contains("is damaged"), "byte {position}: {error}");
+        }
+    }
+}
+
+/// Progress that takes its time to be written.
+struct Slow(Duration);
+
+impl Serialize for Slow {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        std::thread::sleep(self.0);
+        serializer.serialize_u64(1)
+    }
+}
+
+fn a_save_may_take_longer_than_the_deadline() {
+    let deadline = Duration::from_secs(3);
+    let folder = Folder::new();
+    let path = folder.path().join("run.ckpt");
+    let saved = worlds::ranks_here(deadline, 3, |world| {
+        let (net, mut optim) = trained(&world, 1)?;
+        optim.save(&path, &net, &Slow(2 * deadline))?;
+        world.comm().barrier()
+    });
+    saved.unwrap();
+    assert!(path.exists());
+}
+
+/// What a save moves is the state, once, to the rank that writes.
+fn only_rank_0_receives_the_state() {
+    let folder = Folder::new();
+    let path = folder.path().join("run.ckpt");
+    let calls = Mutex::new(vec![]);
+    let saved = ranks_here(3, |world| {
+        let (net, _) = trained(&world, 0)?;
+        let seen = std::sync::Arc::new(Mutex::new(vec![]));
+        let log = seen.clone();
+        let world = watched(&world, move |event| {
+            if event.bytes > 0 {
+                log.lock().unwrap().push((event.collective, event.rank));
+            }
+            Ok(())
+        });
+        let mut optim = config().with_bucket_mb(0.002).init(&world, &net)?;
+        seen.lock().unwrap().clear();
+        optim.save(&path, &net, &1u64)?;
+        calls.lock().unwrap().extend(seen.lock().unwrap().drain(..));
+        Ok(())
+    });
+    saved.unwrap();
+    let calls = calls.into_inner().unwrap();
+    assert!(!calls.is_empty());
+    for (collective, rank) in calls {
+        assert!(collective == "gather" && rank != 0, "rank {rank}: {collective}");
     }
 }

@@ -1,0 +1,167 @@
+//! The index and the footer that follow the burnpack container, and where its tensors lie.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::ops::Range;
+
+use burn::tensor::DType;
+use burn_pack::{Scalar, TENSOR_ALIGNMENT};
+use serde::{Deserialize, Serialize};
+
+/// The version of the layout, in the footer and in the metadata of the container.
+pub const VERSION: u32 = 2;
+/// Bytes of the footer.
+const FOOTER: usize = 24;
+/// The last bytes of every checkpoint.
+const MAGIC: [u8; 8] = *b"distmuon";
+
+/// Everything a checkpoint holds except the elements of its tensors, with the checksums of all of
+/// the container.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Index {
+    /// The container up to its first tensor.
+    pub head: Head,
+    /// The tensors in the order in which they lie in the container.
+    pub tensors: Vec<Section>,
+    pub scalars: BTreeMap<String, Scalar>,
+    pub metadata: BTreeMap<String, String>,
+}
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Head {
+    pub bytes: u64,
+    pub checksum: u32,
+}
+
+/// A tensor in the container.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Section {
+    pub name: String,
+    pub dtype: DType,
+    pub shape: Vec<usize>,
+    /// Identity of the parameter it belongs to.
+    pub id: Option<u64>,
+    pub bytes: u64,
+    /// CRC-32 of its bytes and of the zeros between them and the next tensor.
+    pub checksum: u32,
+}
+
+impl Index {
+    /// Where every tensor lies in the file, including the zeros that follow it. Together with the
+    /// head, the ranges cover the container without a gap. `None` if they exceed any file.
+    pub fn spans(&self) -> Option<Vec<Range<u64>>> {
+        let mut spans: Vec<Range<u64>> = Vec::with_capacity(self.tensors.len());
+        let mut end = self.head.bytes;
+        for section in &self.tensors {
+            let start = end.checked_next_multiple_of(TENSOR_ALIGNMENT)?;
+            if let Some(last) = spans.last_mut() {
+                last.end = start;
+            }
+            end = start.checked_add(section.bytes)?;
+            spans.push(start..end);
+        }
+        Some(spans)
+    }
+
+    /// The bytes that follow the container: the index and the footer.
+    pub fn to_bytes(&self) -> serde_json::Result<Vec<u8>> {
+        let mut bytes = serde_json::to_vec(self)?;
+        bytes.extend((bytes.len() as u64).to_le_bytes());
+        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
+        bytes.extend(MAGIC);
+        Ok(bytes)
+    }
+
+    /// Reads the index of a file, and its bytes. `None` if the file does not end like a checkpoint.
+    ///
+    /// # Errors
+    ///
+    /// A text that names the damaged part.
+    pub fn read(file: &mut File) -> Result<Option<(Self, Vec<u8>)>, String> {
+        let length = file.seek(SeekFrom::End(0)).map_err(|error| unreadable("length", &error))?;
+        let Some(index_end) = length.checked_sub(FOOTER as u64) else { return Ok(None) };
+        let footer = bytes_at(file, index_end, FOOTER, "footer")?;
+        let (numbers, magic) = footer.split_at(FOOTER - MAGIC.len());
+        if magic != MAGIC {
+            return Ok(None);
+        }
+        let (counted, checksum) = numbers.split_at(12);
+        let (size, version) = counted.split_at(8);
+        let size = u64::from_le_bytes(size.try_into().expect("eight bytes"));
+        let Some(start) = index_end.checked_sub(size) else {
+            return Err(format!(
+                "its footer is damaged: expected an index of at most {index_end} bytes, got {size}"
+            ));
+        };
+        let bytes = bytes_at(file, start, size as usize, "index")?;
+        let mut found = crc32fast::Hasher::new();
+        found.update(&bytes);
+        found.update(counted);
+        let expected = u32::from_le_bytes(checksum.try_into().expect("four bytes"));
+        verify("its index or footer", expected, found.finalize())?;
+        let version = u32::from_le_bytes(version.try_into().expect("four bytes"));
+        if version != VERSION {
+            return Err(format!("its version is unknown: expected {VERSION}, got {version}"));
+        }
+        let index: Self = serde_json::from_slice(&bytes)
+            .map_err(|error| format!("its index is of another kind: {error}"))?;
+        index.check(start)?;
+        Ok(Some((index, bytes)))
+    }
+
+    /// Refuses a container of another length than the index tells.
+    fn check(&self, container: u64) -> Result<(), String> {
+        let spans = self.spans();
+        let end = spans.map(|spans| spans.last().map_or(self.head.bytes, |span| span.end));
+        if end == Some(container) {
+            return Ok(());
+        }
+        Err(format!("its container has another length: expected {end:?} bytes, got {container}"))
+    }
+}
+
+/// Bytes of a file.
+///
+/// # Errors
+///
+/// A text that names `part`.
+pub fn bytes_at(file: &mut File, at: u64, count: usize, part: &str) -> Result<Vec<u8>, String> {
+    let mut bytes = vec![0; count];
+    let read = file.seek(SeekFrom::Start(at)).and_then(|_| file.read_exact(&mut bytes));
+    read.map(|()| bytes).map_err(|error| unreadable(part, &error))
+}
+
+/// The CRC-32 of a range of a file, read in parts.
+///
+/// # Errors
+///
+/// A text that names `part`.
+pub fn checksum_of(file: &mut File, range: Range<u64>, part: &str) -> Result<u32, String> {
+    const PART: u64 = 1 << 20;
+    let mut checksum = crc32fast::Hasher::new();
+    let mut at = range.start;
+    while at < range.end {
+        let count = PART.min(range.end - at);
+        checksum.update(&bytes_at(file, at, count as usize, part)?);
+        at += count;
+    }
+    Ok(checksum.finalize())
+}
+
+/// Compares checksums.
+///
+/// # Errors
+///
+/// A text that names `part`.
+pub fn verify(part: &str, expected: u32, found: u32) -> Result<(), String> {
+    if expected == found {
+        return Ok(());
+    }
+    Err(format!("{part} is damaged: expected checksum {expected:08x}, got {found:08x}"))
+}
+
+fn unreadable(part: &str, error: &std::io::Error) -> String {
+    format!("cannot read its {part}: {error}")
+}

@@ -1,0 +1,163 @@
+//! The parameters of a model, read from it and given back one at a time.
+
+use std::collections::BTreeSet;
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::kind::Basic;
+use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
+
+use super::read::Archive;
+use super::write::Planned;
+use super::{MODEL, prefixed};
+use crate::error::{Error, Result};
+
+/// A parameter of a model, whose elements are read when they are asked for.
+pub struct Entry {
+    pub planned: Planned,
+    pub data: Box<dyn Fn() -> TensorData>,
+}
+
+/// All parameters of a model in its order, in the form in which Burn's records hold them.
+pub fn entries<M: Module>(model: &M) -> Vec<Entry> {
+    let mut entries = Entries::default();
+    model.visit(&mut entries);
+    entries.found
+}
+
+/// A model with the parameters of an archive, which are read one by one.
+///
+/// # Errors
+///
+/// [`Error::Checkpoint`] if a parameter is missing, damaged, of another shape, or unknown to the
+/// model.
+pub fn load<M: Module>(archive: &Archive, model: M) -> Result<M> {
+    let of_model = |name: &&String| name.starts_with(&prefixed(MODEL, ""));
+    let unused = archive.tensors().keys().filter(of_model).map(String::as_str).collect();
+    let mut load = Load { path: vec![], archive, unused, failure: None };
+    let model = model.map(&mut load);
+    if let Some(error) = load.failure {
+        return Err(error);
+    }
+    match load.unused.first() {
+        Some(name) => Err(archive.broken(format!("the model has no place for tensor `{name}`"))),
+        None => Ok(model),
+    }
+}
+
+#[derive(Default)]
+struct Entries {
+    path: Vec<String>,
+    found: Vec<Entry>,
+}
+
+impl Entries {
+    fn add(
+        &mut self,
+        id: ParamId,
+        (dtype, shape): (DType, Shape),
+        data: impl Fn() -> TensorData + 'static,
+    ) {
+        let name = prefixed(MODEL, &self.path.join("."));
+        let mut planned = Planned::new(name, dtype, shape.to_vec(), Some(id.val()));
+        if matches!(dtype, DType::QFloat(_)) {
+            // Quantized elements are packed, and their scales follow them.
+            planned.bytes = data().bytes().len();
+        }
+        self.found.push(Entry { planned, data: Box::new(data) });
+    }
+}
+
+macro_rules! visit {
+    ($method:ident, $kind:ty) => {
+        fn $method<const D: usize>(&mut self, param: &Param<$kind>) {
+            // The saved form of a parameter may be a copy. It is made once for its type and shape
+            // and again for its elements, so that the copies are never in memory all at once.
+            let (id, param) = (param.id, param.clone());
+            let saved = move || param.transform_for_save().val();
+            let value = saved();
+            let kind = (value.dtype(), value.shape());
+            drop(value);
+            self.add(id, kind, move || saved().into_data());
+        }
+    };
+}
+
+impl ModuleVisitor for Entries {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    visit!(visit_float, Tensor<D>);
+    visit!(visit_int, Tensor<D, Int>);
+    visit!(visit_bool, Tensor<D, Bool>);
+}
+
+struct Load<'a> {
+    path: Vec<String>,
+    archive: &'a Archive,
+    /// Names of the model's tensors in the archive that no parameter has taken.
+    unused: BTreeSet<&'a str>,
+    failure: Option<Error>,
+}
+
+impl Load<'_> {
+    /// The saved tensor at the current path, and the identity of its parameter.
+    fn read<const D: usize, K: Basic>(
+        &mut self,
+        shape: &Shape,
+        device: &Device,
+    ) -> Result<(Tensor<D, K>, Option<ParamId>)> {
+        let name = prefixed(MODEL, &self.path.join("."));
+        self.unused.remove(name.as_str());
+        if let Some(stored) = self.archive.tensors().get(&name)
+            && stored.shape != shape.to_vec()
+        {
+            let (saved, model) = (&stored.shape, shape.to_vec());
+            return Err(self.archive.broken(format!(
+                "tensor `{name}` has another shape: expected {model:?}, got {saved:?}"
+            )));
+        }
+        let data = self.archive.data(&name)?;
+        let dtype = data.dtype();
+        let id = self.archive.tensors()[&name].id.map(ParamId::from);
+        Ok((Tensor::from_data(data, (device, dtype)), id))
+    }
+}
+
+macro_rules! map {
+    ($method:ident, $kind:ty) => {
+        fn $method<const D: usize>(&mut self, param: Param<$kind>) -> Param<$kind> {
+            if self.failure.is_some() {
+                return param;
+            }
+            match self.read(&param.lazy_shape(), &param.lazy_device()) {
+                Ok((tensor, id)) => {
+                    let id = id.unwrap_or(param.id);
+                    param.transform_for_load(tensor, id)
+                }
+                Err(error) => {
+                    self.failure = Some(error);
+                    param
+                }
+            }
+        }
+    };
+}
+
+impl ModuleMapper for Load<'_> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.path.pop();
+    }
+
+    map!(map_float, Tensor<D>);
+    map!(map_int, Tensor<D, Int>);
+    map!(map_bool, Tensor<D, Bool>);
+}

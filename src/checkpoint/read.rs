@@ -1,0 +1,339 @@
+//! Reading a checkpoint tensor by tensor.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use burn::optim::OptimizerRecord;
+use burn::tensor::{Bytes, DType, TensorData};
+use burn_pack::{Reader, Scalar, Writer};
+use serde::de::DeserializeOwned;
+
+use super::layout::{Index, bytes_at, checksum_of, verify};
+use super::write::{Contents, Planned};
+use super::{FORMAT, MODEL, OPTIMIZER, PROGRESS, prefixed};
+use crate::error::{Error, Result};
+
+/// Tensors by name, with what is known about them: a checkpoint, or an optimizer's record.
+///
+/// The elements of a file stay there until they are [asked for](Self::data).
+pub struct Archive {
+    path: PathBuf,
+    tensors: BTreeMap<String, Stored>,
+    scalars: BTreeMap<String, Scalar>,
+    metadata: BTreeMap<String, String>,
+    digest: u64,
+}
+
+/// A tensor of an archive.
+pub struct Stored {
+    pub dtype: DType,
+    pub shape: Vec<usize>,
+    pub id: Option<u64>,
+    place: Place,
+}
+
+enum Place {
+    /// The range of the file has zeros after the bytes.
+    File {
+        file: Arc<Mutex<File>>,
+        range: Range<u64>,
+        bytes: usize,
+        checksum: u32,
+    },
+    Memory(Bytes),
+}
+
+impl Stored {
+    fn bytes(&self) -> usize {
+        match &self.place {
+            Place::File { bytes, .. } => *bytes,
+            Place::Memory(bytes) => bytes.len(),
+        }
+    }
+
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+impl Archive {
+    /// Opens a checkpoint, of which only the index and the container's head are read.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] if the file is missing, damaged or not a checkpoint.
+    pub fn open(path: &Path) -> Result<Self> {
+        let broken = |reason: String| broken(path, reason);
+        let mut file =
+            File::open(path).map_err(|error| broken(format!("cannot open the file: {error}")))?;
+        let Some((index, bytes)) = Index::read(&mut file).map_err(broken)? else {
+            return Self::open_other(path);
+        };
+        let head = checksum_of(&mut file, 0..index.head.bytes, "head").map_err(broken)?;
+        verify("its head", index.head.checksum, head).map_err(broken)?;
+        let spans = index.spans().expect("the index was checked");
+        let file = Arc::new(Mutex::new(file));
+        let tensors = index.tensors.into_iter().zip(spans).map(|(section, range)| {
+            let (bytes, checksum) = (section.bytes as usize, section.checksum);
+            let place = Place::File { file: file.clone(), range, bytes, checksum };
+            let (dtype, shape, id) = (section.dtype, section.shape, section.id);
+            (section.name, Stored { dtype, shape, id, place })
+        });
+        Ok(Self {
+            path: path.to_owned(),
+            tensors: tensors.collect(),
+            scalars: index.scalars,
+            metadata: index.metadata,
+            digest: digest(&[&bytes]),
+        })
+    }
+
+    /// Opens a file that does not end like a checkpoint of this version.
+    fn open_other(path: &Path) -> Result<Self> {
+        let broken = |reason: String| broken(path, reason);
+        let reader = Reader::from_file_exact(path).map_err(|error| broken(error.to_string()))?;
+        match reader.metadata().get(FORMAT).map(String::as_str) {
+            Some("1") => Self::from_version_1(path, reader),
+            Some(_) => Err(broken("its footer is damaged or cut off".into())),
+            None => Err(Error::Checkpoint {
+                path: path.to_owned(),
+                reason: "it is not a checkpoint: its metadata names no format".into(),
+                remedy: "give a file that `checkpoint::save` wrote",
+            }),
+        }
+    }
+
+    /// A checkpoint of version 1: two records, each as one tensor of bytes.
+    fn from_version_1(path: &Path, reader: Reader) -> Result<Self> {
+        let broken = |error: burn_pack::Error| broken(path, error.to_string());
+        let records = [MODEL, OPTIMIZER].map(|name| reader.tensor_data(name));
+        let [model, optim] = records;
+        let (model, optim) = (model.map_err(broken)?, optim.map_err(broken)?);
+        let mut archive = Self {
+            path: path.to_owned(),
+            tensors: BTreeMap::new(),
+            scalars: BTreeMap::new(),
+            metadata: reader.metadata().clone(),
+            digest: 0,
+        };
+        let described = format!("{:?}", archive.metadata);
+        archive.digest = digest(&[described.as_bytes(), &model, &optim]);
+        archive.add(MODEL, Bytes::from_bytes_vec(model)).map_err(broken)?;
+        archive.add(OPTIMIZER, Bytes::from_bytes_vec(optim)).map_err(broken)?;
+        Ok(archive)
+    }
+
+    /// The state that a record holds.
+    ///
+    /// # Panics
+    ///
+    /// If the record can't be written to memory.
+    pub fn from_record(record: OptimizerRecord) -> Self {
+        Self::from_record_bytes(record.into_bytes().expect("a record can be written to memory"))
+    }
+
+    /// The state that a written record holds.
+    ///
+    /// # Panics
+    ///
+    /// If the bytes are not those of a record.
+    pub fn from_record_bytes(bytes: Bytes) -> Self {
+        let mut archive = Self {
+            path: PathBuf::new(),
+            tensors: BTreeMap::new(),
+            scalars: BTreeMap::new(),
+            metadata: BTreeMap::new(),
+            digest: digest(&[&bytes]),
+        };
+        archive.add(OPTIMIZER, bytes).expect("the bytes of a record");
+        archive
+    }
+
+    /// Adds what a record holds, under names with a prefix.
+    fn add(&mut self, prefix: &str, record: Bytes) -> Result<(), burn_pack::Error> {
+        let reader = Reader::from_bytes(record)?;
+        let name = |name: &str| prefixed(prefix, name);
+        self.scalars.extend(reader.scalars().iter().map(|(key, value)| (name(key), *value)));
+        let metadata = reader.metadata().iter();
+        self.metadata.extend(metadata.map(|(key, value)| (name(key), value.clone())));
+        for tensor in reader.into_tensors()? {
+            let (of, dtype, shape, id, bytes) = tensor.into_parts()?;
+            let place = Place::Memory(bytes);
+            let stored = Stored { dtype, shape: shape.to_vec(), id, place };
+            self.tensors.insert(name(&of), stored);
+        }
+        Ok(())
+    }
+
+    /// All of it without the elements.
+    pub fn contents(&self) -> Contents {
+        let planned = |(name, stored): (&String, &Stored)| {
+            let Stored { dtype, shape, id, .. } = stored;
+            let bytes = stored.bytes();
+            Planned { name: name.clone(), dtype: *dtype, shape: shape.clone(), id: *id, bytes }
+        };
+        Contents {
+            tensors: self.tensors.iter().map(planned).collect(),
+            scalars: self.scalars.clone(),
+            metadata: self.metadata.clone(),
+        }
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn scalars(&self) -> &BTreeMap<String, Scalar> {
+        &self.scalars
+    }
+
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
+    }
+
+    pub fn tensors(&self) -> &BTreeMap<String, Stored> {
+        &self.tensors
+    }
+
+    /// A text of the metadata, empty if there is none of that name.
+    pub fn text(&self, key: &str) -> &str {
+        self.metadata.get(key).map_or("", String::as_str)
+    }
+
+    /// The progress that was saved.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] if it is of another type.
+    pub fn progress<T: DeserializeOwned>(&self) -> Result<T> {
+        serde_json::from_str(self.text(PROGRESS)).map_err(|error| Error::Checkpoint {
+            path: self.path.clone(),
+            reason: format!("its progress is of another kind: {error}"),
+            remedy: "load it as what was saved",
+        })
+    }
+
+    /// Two archives of one digest hold the same: it covers names, shapes, checksums and progress.
+    pub fn digest(&self) -> u64 {
+        self.digest
+    }
+
+    /// The file, its digest and its progress, for messages.
+    pub fn describe(&self) -> String {
+        let progress: String = self.text(PROGRESS).chars().take(80).collect();
+        match self.path.as_os_str().is_empty() {
+            true => format!("a record of digest {:016x}", self.digest),
+            false => {
+                format!("{:?} of digest {:016x} and progress {progress}", self.path, self.digest)
+            }
+        }
+    }
+
+    /// Reads a tensor and verifies its checksum.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] if the file has no such tensor, can't be read or is damaged.
+    pub fn data(&self, name: &str) -> Result<TensorData> {
+        let Some(stored) = self.tensors.get(name) else {
+            return Err(self.broken(format!("it has no tensor `{name}`")));
+        };
+        let bytes = match &stored.place {
+            Place::Memory(bytes) => bytes.clone(),
+            Place::File { file, range, bytes, checksum } => {
+                let part = format!("tensor `{name}`");
+                let mut file = file.lock().expect("no holder of the lock panics");
+                let count = (range.end - range.start) as usize;
+                let read = bytes_at(&mut file, range.start, count, &part).and_then(|data| {
+                    verify(&part, *checksum, crc32fast::hash(&data)).map(|()| data)
+                });
+                let mut data = read.map_err(|reason| self.broken(reason))?;
+                data.truncate(*bytes);
+                Bytes::from_bytes_vec(data)
+            }
+        };
+        TensorData::try_from_bytes(bytes, stored.shape.clone(), stored.dtype)
+            .map_err(|error| self.broken(format!("tensor `{name}`: {error}")))
+    }
+
+    /// Verifies the checksum of a tensor without keeping it in memory.
+    ///
+    /// # Errors
+    ///
+    /// As [`data`](Self::data).
+    pub fn verify(&self, name: &str) -> Result<()> {
+        let Some(Place::File { file, range, checksum, .. }) =
+            self.tensors.get(name).map(|stored| &stored.place)
+        else {
+            return Ok(());
+        };
+        let part = format!("tensor `{name}`");
+        let mut file = file.lock().expect("no holder of the lock panics");
+        let found = checksum_of(&mut file, range.clone(), &part);
+        let verified = found.and_then(|found| verify(&part, *checksum, found));
+        verified.map_err(|reason| self.broken(reason))
+    }
+
+    /// The optimizer's state as Burn's record, which is in host memory as a whole.
+    ///
+    /// # Errors
+    ///
+    /// As [`data`](Self::data).
+    pub fn into_record(self) -> Result<OptimizerRecord> {
+        let archive = Arc::new(self);
+        // The record's writer knows its own errors only.
+        let failure: Arc<Mutex<Option<Error>>> = Arc::default();
+        let own = |name: &str| name.strip_prefix(OPTIMIZER)?.strip_prefix('.').map(str::to_owned);
+        let mut tensors = Vec::new();
+        for (name, stored) in &archive.tensors {
+            let Some(own) = own(name) else { continue };
+            let (from, name, failure) = (archive.clone(), name.clone(), failure.clone());
+            let read = move || match from.data(&name) {
+                Ok(data) => Ok(data.into_bytes()),
+                Err(error) => {
+                    let text = error.to_string();
+                    *failure.lock().expect("no holder of the lock panics") = Some(error);
+                    Err(burn_pack::Error::IoError(text))
+                }
+            };
+            let (dtype, shape) = (stored.dtype, stored.shape.clone());
+            let (id, bytes) = (stored.id, stored.bytes());
+            tensors.push(burn_pack::Tensor::deferred(own, dtype, shape, id, bytes, read));
+        }
+        let mut writer = Writer::new(tensors);
+        for (name, value) in &archive.scalars {
+            writer = own(name).into_iter().fold(writer, |w, name| w.with_scalar(&name, *value));
+        }
+        for (name, value) in &archive.metadata {
+            writer = own(name).into_iter().fold(writer, |w, name| w.with_metadata(&name, value));
+        }
+        let bytes = writer.into_bytes().map_err(|error| {
+            let failure = failure.lock().expect("no holder of the lock panics").take();
+            failure.unwrap_or_else(|| archive.broken(error.to_string()))
+        })?;
+        OptimizerRecord::from_bytes(bytes).map_err(|error| archive.broken(error.to_string()))
+    }
+
+    pub fn broken(&self, reason: String) -> Error {
+        broken(&self.path, reason)
+    }
+}
+
+fn broken(path: &Path, reason: String) -> Error {
+    Error::Checkpoint {
+        path: path.to_owned(),
+        reason,
+        remedy: "the file is missing or damaged; load an older checkpoint",
+    }
+}
+
+/// The same in every process that runs the same program.
+fn digest(parts: &[&[u8]]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    parts.hash(&mut hasher);
+    hasher.finish()
+}

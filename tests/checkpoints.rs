@@ -1,0 +1,167 @@
+//! Checkpoints of a single device: every byte is protected, and Burn opens them.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use burn::module::{Module, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::ModuleOptimizer;
+use burn::tensor::{Bool, Bytes, Device, Int, Tensor};
+use burn_pack::Reader;
+use distmuon::{Error, MuonConfig, checkpoint};
+use rand::{SeedableRng, rngs::StdRng};
+
+#[path = "common/mod.rs"]
+mod common;
+
+/// A matrix for Muon, a bias for AdamW, and tensors that are not trained.
+#[derive(Module, Debug)]
+struct Net {
+    layer: Linear,
+    counts: Param<Tensor<1, Int>>,
+    flags: Param<Tensor<2, Bool>>,
+}
+
+impl Net {
+    fn new(seed: u64) -> Self {
+        let device = Device::default().autodiff();
+        let counts = Tensor::from_data([seed as i64, 2, 3], &device);
+        let flags = Tensor::from_data([[true, false, seed.is_multiple_of(2)]], &device);
+        let net = Self {
+            layer: LinearConfig::new(3, 5).init(&device),
+            counts: Param::from_tensor(counts),
+            flags: Param::from_tensor(flags),
+        };
+        net.map(&mut common::Fixed(StdRng::seed_from_u64(seed)))
+    }
+
+    fn bits(&self) -> (Vec<Vec<u8>>, Vec<u8>, Vec<u8>) {
+        let untrained = (self.counts.val().into_data(), self.flags.val().into_data());
+        let (counts, flags) = untrained;
+        (common::weights(self), counts.as_bytes().to_vec(), flags.as_bytes().to_vec())
+    }
+}
+
+fn config() -> MuonConfig {
+    MuonConfig::new()
+}
+
+/// A model and its optimizer after some steps.
+fn trained(seed: u64, steps: u64) -> (Net, ModuleOptimizer) {
+    let mut net = Net::new(seed);
+    let mut optim = config().init(&net);
+    for step in 0..steps {
+        let gradients = common::gradients(&net, step);
+        net = optim.step(0.01, net, gradients);
+    }
+    (net, optim)
+}
+
+fn load(path: &Path) -> distmuon::Result<(Net, ModuleOptimizer, Vec<usize>)> {
+    let net = Net::new(1);
+    let optim = config().init(&net);
+    checkpoint::load(path, net, optim)
+}
+
+/// A checkpoint, and the folder that holds it.
+fn saved() -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.bpk");
+    let (net, optim) = trained(7, 2);
+    checkpoint::save(&path, &net, &optim, &vec![1usize, 2]).unwrap();
+    (folder, path)
+}
+
+/// The reason of a refusal.
+fn refusal(path: &Path, case: &str) -> String {
+    match load(path).map(|_| ()) {
+        Err(Error::Checkpoint { path: named, reason, .. }) if named == path => reason,
+        other => panic!("{case}: {other:?}"),
+    }
+}
+
+/// The tensors of a record, as bytes.
+fn tensors(record: impl Into<Bytes>) -> BTreeMap<String, Vec<u8>> {
+    let reader = Reader::from_bytes(record.into()).unwrap();
+    let names = reader.tensor_names().into_iter();
+    names.map(|name| (name.to_owned(), reader.tensor_data(name).unwrap())).collect()
+}
+
+fn state(optim: &ModuleOptimizer) -> BTreeMap<String, Vec<u8>> {
+    tensors(optim.to_record().into_bytes().unwrap())
+}
+
+#[test]
+fn a_run_comes_back_as_it_was() {
+    let (_folder, path) = saved();
+    let (net, optim) = trained(7, 2);
+    let (loaded, state_loaded, progress) = load(&path).unwrap();
+    assert_eq!(loaded.bits(), net.bits());
+    assert_eq!(progress, [1, 2]);
+    // Identities differ from run to run.
+    let values = |optim| state(optim).into_values().collect::<Vec<_>>();
+    assert_eq!(sorted(values(&state_loaded)), sorted(values(&optim)));
+    assert_eq!(state_loaded.to_record().len(), optim.to_record().len());
+}
+
+fn sorted(mut values: Vec<Vec<u8>>) -> Vec<Vec<u8>> {
+    values.sort();
+    values
+}
+
+#[test]
+fn every_damaged_byte_is_found_and_named() {
+    let (folder, path) = saved();
+    let sound = fs::read(&path).unwrap();
+    let damaged = folder.path().join("damaged.bpk");
+    let mut named = BTreeMap::new();
+    for position in 0..sound.len() {
+        for flip in [0x01, 0x80, 0xff] {
+            let mut bytes = sound.clone();
+            bytes[position] ^= flip;
+            fs::write(&damaged, &bytes).unwrap();
+            let reason = refusal(&damaged, &format!("byte {position} of {}", sound.len()));
+            let part = reason.split(" is damaged").next().unwrap().to_owned();
+            *named.entry(part).or_insert(0) += 1;
+        }
+    }
+    println!("{} bytes: {named:#?}", sound.len());
+    let parts: Vec<_> = named.keys().map(String::as_str).collect();
+    for part in ["its head", "its index or footer", "tensor `model.layer.weight`"] {
+        assert!(parts.contains(&part), "{part}: {parts:?}");
+    }
+    assert!(parts.iter().any(|part| part.contains(".momentum")), "{parts:?}");
+    assert!(load(&path).is_ok());
+}
+
+#[test]
+fn every_other_length_is_refused() {
+    let (folder, path) = saved();
+    let sound = fs::read(&path).unwrap();
+    let cut = folder.path().join("cut.bpk");
+    for length in 0..sound.len() {
+        fs::write(&cut, &sound[..length]).unwrap();
+        refusal(&cut, &format!("{length} of {} bytes", sound.len()));
+    }
+    for more in [1, 8, 24, 4096] {
+        fs::write(&cut, [&sound[..], &vec![0; more]].concat()).unwrap();
+        refusal(&cut, &format!("{more} bytes more"));
+    }
+    // Another footer behind a whole file.
+    fs::write(&cut, [&sound[..], &sound[sound.len() - 24..]].concat()).unwrap();
+    refusal(&cut, "two footers");
+}
+
+#[test]
+fn burns_own_reader_opens_a_checkpoint() {
+    let (_folder, path) = saved();
+    let (net, _) = trained(7, 2);
+    let reader = Reader::from_file_exact(&path).unwrap();
+    assert_eq!(reader.metadata()["progress"], "[1,2]");
+    let weight = reader.tensor_data("model.layer.weight").unwrap();
+    assert_eq!(weight, common::bits(&net.layer.weight.val()));
+    let names = reader.tensor_names();
+    let ends = |end: &str| names.iter().any(|n| n.starts_with("optimizer.") && n.ends_with(end));
+    assert!(ends(".momentum") && ends(".moment_1") && ends(".skipped"), "{names:?}");
+}
