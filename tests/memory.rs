@@ -6,9 +6,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use distmuon::dist::{DistMuonConfig, World};
-use distmuon::{
-    Coefficients, Error, Form, IterationDtype, MuonConfig, NewtonSchulz, Rule,
-};
+use distmuon::{Coefficients, Error, Form, IterationDtype, MuonConfig, NewtonSchulz, Rule};
 use peak_alloc::PeakAlloc;
 use std::path::Path;
 use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
@@ -264,7 +262,11 @@ fn a_step_of_more_buckets_holds_no_more_at_once() {
     let [few, many] = [25, 100].map(|buckets| {
         let [extra, reported] = extra_of_a_step(buckets);
         let times = |bytes: usize| bytes as f64 / BUCKET as f64;
-        println!("{buckets} buckets: {:.1} buckets beside, {:.1} reported", times(extra), times(reported));
+        println!(
+            "{buckets} buckets: {:.1} buckets beside, {:.1} reported",
+            times(extra),
+            times(reported)
+        );
         extra
     });
     // A bucket and a half for what the ranks do not do in step.

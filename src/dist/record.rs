@@ -385,7 +385,7 @@ impl DistModuleOptimizer {
     /// Sets the counters of all parameters by their paths and names.
     fn set_counters(&mut self, mut value: impl FnMut(&str, &str) -> Result<f32>) -> Result<()> {
         let device = self.device();
-        let mut read = |name: &'static str| {
+        let mut read = |name: &'static str| -> Result<Tensor<1>> {
             let values = self.members.iter().enumerate().map(|(number, member)| {
                 if self.counts(number, name) { value(&member.path, name) } else { Ok(0.0) }
             });
