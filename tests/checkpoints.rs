@@ -9,7 +9,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bool, Bytes, Device, Int, Tensor};
 use burn_pack::Reader;
-use distmuon::{Error, MuonConfig, checkpoint};
+use distmuon::{Error, MuonConfig, Rule, checkpoint};
 use rand::{SeedableRng, rngs::StdRng};
 
 #[path = "common/mod.rs"]
@@ -44,7 +44,7 @@ impl Net {
 }
 
 fn config() -> MuonConfig {
-    MuonConfig::new()
+    MuonConfig::new().with_rule(Rule::muon("layer.weight"))
 }
 
 /// A model and its optimizer after some steps.
