@@ -87,11 +87,15 @@ impl DistModuleOptimizer {
         model: &M,
         progress: &T,
     ) -> Result<()> {
+        // A collective that fails ends the world, so that there is nothing left to agree on.
         let written = match self.world.rank() {
-            0 => self.write(path.as_ref(), model, progress),
-            _ => self.collect(false, |_| ()),
+            0 => self.write(path.as_ref(), model, progress)?,
+            _ => {
+                self.collect(false, |_| ())?;
+                self.world.comm().synchronize()?;
+                Ok(())
+            }
         };
-        let written = written.and_then(|()| self.world.comm().synchronize());
         self.world.agree(written)
     }
 
@@ -119,13 +123,14 @@ impl DistModuleOptimizer {
     }
 
     /// Writes a checkpoint. Makes the collective calls of [`collect`](Self::collect) even if the file
-    /// can't be written, because the other ranks make them.
+    /// can't be written, because the other ranks make them: the outer error is that of a collective,
+    /// the inner one that of the file.
     fn write<M: Module, T: Serialize>(
         &mut self,
         path: &Path,
         model: &M,
         progress: &T,
-    ) -> Result<()> {
+    ) -> Result<Result<()>> {
         // The ids in the file are those of the model beside the state, by which Burn finds the state
         // of a parameter: after a load they are others than those of the last step.
         let found = Walk::through(model).into_iter();
@@ -141,7 +146,7 @@ impl DistModuleOptimizer {
             .for_each(|counter| put(&mut saving, TensorData::from([counter.value])));
         // The collectives may have handed out results that are not there yet.
         self.world.comm().synchronize()?;
-        saving?.finish()
+        Ok(saving.and_then(Saving::finish))
     }
 
     fn read<M: Module, T: DeserializeOwned>(
