@@ -237,7 +237,9 @@ impl Communicator for Threads {
         Ok(all[1..].iter().fold(all[0].to_vec(), or))
     }
 
-    fn set_busy(&self, _busy: bool) {}
+    fn set_busy(&self, busy: bool) {
+        self.seat.set_busy(busy);
+    }
 
     fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
         // Everybody offers a number for a new group; that of a group's first member counts.

@@ -49,8 +49,8 @@ impl Group {
         } else {
             vec![]
         };
-        let ids = control.all_gather_bytes(own)?;
-        for (byte, received) in id.internal.iter_mut().zip(&ids[0]) {
+        let own = control.broadcast_bytes(own, 0)?;
+        for (byte, received) in id.internal.iter_mut().zip(&own) {
             *byte = i8::from_ne_bytes([*received]) as _;
         }
         let (rank, size) = (control.rank() as c_int, control.size() as c_int);
