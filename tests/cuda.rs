@@ -257,7 +257,7 @@ mod gpu {
     /// followed by the watching thread.
     fn steps_are_recorded_beside_calls(world: &World) -> Result<()> {
         let linear = || LinearConfig::new(64, 64).with_bias(false).init(world.device());
-        let trained = |graphs| {
+        let trained = |graphs| -> Result<Vec<Vec<u8>>> {
             let net = Net { layers: (0..8).map(|_| linear()).collect() };
             let mut net = net.map(&mut Fixed(StdRng::seed_from_u64(5)));
             let muon = MuonConfig::new().with_graphs(graphs);

@@ -11,9 +11,8 @@ use burn::tensor::{DType, Device, FloatDType, Tensor};
 use super::ReduceOp;
 use crate::dist::flat;
 
-/// Contributed elements that are added up at once. Sums of half precision need the block in float32,
-/// 16 MiB, and as much again for the sums on the way: little beside a bucket, and enough for a
-/// launch to be bound by memory.
+/// Contributed elements of half precision that are added up at once. They are widened to float32
+/// first, 16 MiB of them: little beside a bucket, and enough for launches to be bound by memory.
 const BLOCK: usize = 1 << 22;
 
 /// Reduces the contributions of `ranks` ranks that lie one after the other in one tensor.
@@ -23,44 +22,65 @@ pub fn rows(received: Tensor<1>, ranks: usize, op: ReduceOp, dtype: DType) -> Te
     if length == 0 {
         return flat::empty(dtype, &received.device());
     }
+    let given = received.dtype();
     let rows = received.reshape([ranks, length]);
-    in_blocks([ranks, length], op, dtype, |columns| match columns.len() == length {
-        true => rows.clone(),
-        false => rows.clone().slice([0..ranks, columns]),
+    in_blocks([ranks, length], given, |columns| {
+        let rows = match columns.len() == length {
+            true => rows.clone(),
+            false => rows.clone().slice([0..ranks, columns]),
+        };
+        op.finish(rows_in_pairs(rows.cast(FloatDType::F32)), ranks, dtype)
     })
 }
 
 /// Reduces contributions on any devices, one per rank and of equal lengths, on `device`.
 pub fn parts(parts: &[Tensor<1>], op: ReduceOp, dtype: DType, device: &Device) -> Tensor<1> {
-    let length = parts[0].dims()[0];
+    let (ranks, length) = (parts.len(), parts[0].dims()[0]);
     match (length, parts) {
         (0, _) => flat::empty(dtype, device),
         (_, [only]) => only.clone().to_device(device).cast(dtype),
-        _ => in_blocks([parts.len(), length], op, dtype, |columns| {
-            let part = |tensor| flat::part(tensor, columns.clone()).to_device(device);
-            Tensor::cat(parts.iter().map(part).collect(), 0).reshape([parts.len() as i32, -1])
+        _ => in_blocks([ranks, length], parts[0].dtype(), |columns| {
+            let widened =
+                |part| flat::part(part, columns.clone()).to_device(device).cast(FloatDType::F32);
+            op.finish(parts_in_pairs(parts.iter().map(widened).collect()), ranks, dtype)
         }),
     }
 }
 
-/// Reduces blocks of columns one by one, each of which `block` returns with a row per rank.
+/// Reduces blocks of columns one by one. Float32 needs no blocks: nothing is widened.
 fn in_blocks(
     [ranks, length]: [usize; 2],
-    op: ReduceOp,
-    dtype: DType,
-    block: impl Fn(Range<usize>) -> Tensor<2>,
+    given: DType,
+    reduce: impl Fn(Range<usize>) -> Tensor<1>,
 ) -> Tensor<1> {
-    let width = (BLOCK / ranks).clamp(1, length);
-    let sums = (0..length).step_by(width).map(|start| {
-        let rows = block(start..(start + width).min(length)).cast(FloatDType::F32);
-        op.finish(in_pairs(rows), ranks, dtype)
-    });
-    let mut sums: Vec<Tensor<1>> = sums.collect();
+    let width = match given {
+        DType::F32 => length,
+        _ => (BLOCK / ranks).clamp(1, length),
+    };
+    let starts = (0..length).step_by(width);
+    let mut sums: Vec<_> = starts.map(|at| reduce(at..(at + width).min(length))).collect();
     if sums.len() == 1 { sums.swap_remove(0) } else { Tensor::cat(sums, 0) }
 }
 
+/// Adds up tensors in pairs. Those of other ranks lie in places of their own: to put them into rows would
+/// copy them.
+fn parts_in_pairs(mut level: Vec<Tensor<1>>) -> Tensor<1> {
+    while level.len() > 1 {
+        let mut rest = level.into_iter();
+        level = Vec::new();
+        while let Some(first) = rest.next() {
+            level.push(match rest.next() {
+                Some(second) => first + second,
+                None => first,
+            });
+        }
+    }
+    level.pop().expect("there is at least one rank")
+}
+
 /// Adds up rows in pairs, with one launch per level, or two where there is an odd one out.
-fn in_pairs(mut rows: Tensor<2>) -> Tensor<1> {
+#[cfg(any(test, feature = "processes"))]
+fn rows_in_pairs(mut rows: Tensor<2>) -> Tensor<1> {
     // The odd one out of all levels so far, which comes after all rows.
     let mut odd: Option<Tensor<2>> = None;
     loop {
@@ -103,8 +123,7 @@ mod tests {
     #[test]
     fn rows_and_parts_add_up_in_pairs() {
         let (device, mut rng) = (Device::default(), StdRng::seed_from_u64(1));
-        // More than one block of columns in the last case.
-        for (ranks, length) in (1..=9).map(|ranks| (ranks, 37)).chain([(3, BLOCK / 2)]) {
+        for (ranks, length) in (1..=9).map(|ranks| (ranks, 37)) {
             let values: Vec<f32> =
                 (0..ranks * length).map(|_| rng.random_range(-1.0..1.0)).collect();
             let own = |rank: usize| values[rank * length..(rank + 1) * length].to_vec();
@@ -125,6 +144,24 @@ mod tests {
                 let bits = result.into_data().iter::<f32>().map(f32::to_bits).collect::<Vec<_>>();
                 assert!(bits == expected, "{ranks} ranks");
             }
+        }
+    }
+
+    #[test]
+    fn blocks_of_half_precision_are_those_of_the_whole() {
+        let (device, length) = (Device::default(), BLOCK / 2 + 1);
+        let values =
+            Tensor::<1, burn::tensor::Int>::arange(0..3 * length as i64, &device).float() % 251.0;
+        let half = values.clone().cast(FloatDType::F16);
+        let sum = rows(half.clone(), 3, ReduceOp::Sum, DType::F32);
+        assert_eq!(sum.dims(), [length]);
+        let given: Vec<_> = half.split(length, 0);
+        let others = [
+            rows(values, 3, ReduceOp::Sum, DType::F32),
+            parts(&given, ReduceOp::Sum, DType::F32, &device),
+        ];
+        for other in others {
+            assert_eq!((sum.clone() - other).abs().max().into_scalar::<f32>(), 0.0);
         }
     }
 }
