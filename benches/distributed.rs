@@ -1,4 +1,4 @@
-//! A step on one rank and on two, each on a core of its own, and what the ranks send.
+//! A step on one rank and on two, each on a core of its own.
 //!
 //! ```text
 //! cargo bench --bench distributed
@@ -8,10 +8,7 @@
 //! whose clock is not steady treats both alike.
 
 mod common;
-#[path = "../tests/common/watched.rs"]
-mod watched;
 
-use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use burn::tensor::Device;
@@ -19,41 +16,30 @@ use comfy_table::{Table, presets};
 use common::{LAYER, Matrices};
 use distmuon::dist::{DistMuonConfig, World};
 use distmuon::{Coefficients, IterationDtype, MuonConfig, Result, Rule};
-use watched::watched;
 
 const TURNS: usize = 5;
 const STEPS: usize = 2;
 
-/// Seconds of a step on so many ranks, and the bytes that rank 0 moves in it.
-fn step(ranks: usize) -> (f64, usize) {
+/// Seconds of a step on so many ranks.
+fn step(ranks: usize) -> f64 {
     let muon = MuonConfig::new()
         .with_rule(Rule::muon("matrices"))
         .with_coefficients(Coefficients::KellerJordan)
         .with_iteration_dtype(IterationDtype::F32);
     let config = DistMuonConfig::new().with_muon(muon);
-    let run = |world: World| -> Result<(f64, usize)> {
-        let bytes = Arc::new(Mutex::new(0));
-        let world = watched(&world, {
-            let bytes = bytes.clone();
-            move |event| {
-                *bytes.lock().expect("nobody panics with it") += event.bytes;
-                Ok(())
-            }
-        });
+    let run = |world: World| -> Result<f64> {
         let mut layer = world.broadcast(Matrices::new(&LAYER, world.device()))?;
         let mut optim = config.init(&world, &layer)?;
         let gradients = layer.gradients();
         layer = optim.step(1e-3, layer, gradients)?;
         world.comm().barrier()?;
-        *bytes.lock().expect("nobody panics with it") = 0;
         let start = Instant::now();
         for _ in 0..STEPS {
             let gradients = layer.gradients();
             layer = optim.step(1e-3, layer, gradients)?;
         }
         world.comm().barrier()?;
-        let bytes = *bytes.lock().expect("nobody panics with it");
-        Ok((start.elapsed().as_secs_f64() / STEPS as f64, bytes / STEPS))
+        Ok(start.elapsed().as_secs_f64() / STEPS as f64)
     };
     let devices = World::devices(ranks).into_iter().map(Device::autodiff);
     let one_core = |world| {
@@ -66,12 +52,11 @@ fn step(ranks: usize) -> (f64, usize) {
 fn main() {
     let counts = [1, 2];
     let turns: Vec<_> = (0..TURNS).map(|_| counts.map(step)).collect();
-    let p: usize = LAYER.iter().map(|[m, n]| 4 * m * n).sum();
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN);
-    table.set_header(["ranks", "step, ms", "of one rank", "bytes moved", "2(N-1)/N P"]);
+    table.set_header(["ranks", "step, ms", "of one rank"]);
     let median = |index: usize| {
-        let mut times: Vec<f64> = turns.iter().map(|turn| turn[index].0).collect();
+        let mut times: Vec<f64> = turns.iter().map(|turn| turn[index]).collect();
         times.sort_by(f64::total_cmp);
         times[TURNS / 2]
     };
@@ -80,8 +65,6 @@ fn main() {
             ranks.to_string(),
             format!("{:.0}", 1e3 * median(index)),
             format!("{:.3}", median(index) / median(0)),
-            turns[0][index].1.to_string(),
-            (2 * (ranks - 1) * p / ranks).to_string(),
         ]);
     }
     println!("{table}");

@@ -9,7 +9,7 @@ use distmuon::dist::{DistModuleOptimizer, Gradients, World};
 use distmuon::{Error, MuonConfig, Result, Rule};
 use serde::{Serialize, Serializer};
 
-use crate::watched::watched;
+use crate::watched::counted;
 use crate::worlds::{self, Case, Folder, cases};
 use crate::{Net, config, device, ranks, ranks_here};
 
@@ -238,18 +238,14 @@ fn only_rank_0_receives_the_state() {
     let calls = Mutex::new(vec![]);
     let saved = ranks_here(3, |world| {
         let (net, _) = trained(&world, 0)?;
-        let seen = std::sync::Arc::new(Mutex::new(vec![]));
-        let log = seen.clone();
-        let world = watched(&world, move |event| {
-            if event.bytes > 0 {
-                log.lock().unwrap().push((event.collective, event.rank));
-            }
-            Ok(())
-        });
+        let (engine, traffic) = counted(world.engine());
+        let world = World::new(engine, world.device().clone());
         let mut optim = config().with_bucket_mb(0.002).init(&world, &net)?;
-        seen.lock().unwrap().clear();
+        traffic.lock().unwrap().clear();
         optim.save(&path, &net, &1u64)?;
-        calls.lock().unwrap().extend(seen.lock().unwrap().drain(..));
+        let sent = traffic.lock().unwrap().clone();
+        let sent = sent.into_iter().filter(|(_, bytes)| *bytes > 0);
+        calls.lock().unwrap().extend(sent.map(|(collective, _)| (collective, world.rank())));
         Ok(())
     });
     saved.unwrap();
