@@ -61,7 +61,7 @@ const DEATHS: [&str; 12] = [
     "start 0: 0",
     "start 0: 12",
     "start 0: 18",
-    "start 0: 39",
+    "start 0: 24",
     "step 0: 0",
     "step 1: 6",
     "step 1: 10",
