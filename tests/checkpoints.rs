@@ -59,8 +59,11 @@ fn trained(seed: u64, steps: u64) -> (Net, ModuleOptimizer) {
 }
 
 fn load(path: &Path) -> distmuon::Result<(Net, ModuleOptimizer, Vec<usize>)> {
-    let net = Net::new(1);
-    let optim = config().init(&net);
+    thread_local! {
+        // Made once: a file is loaded for each of its bytes.
+        static FRESH: (Net, ModuleOptimizer) = trained(1, 0);
+    }
+    let (net, optim) = FRESH.with(|(net, optim)| (net.clone(), optim.clone()));
     checkpoint::load(path, net, optim)
 }
 
