@@ -13,7 +13,7 @@ use super::plan::{Bucket, Parameter};
 use crate::error::{Error, Result};
 use crate::gradient;
 
-/// What a rank holds of the model during a step.
+/// A rank's part of the model during a step.
 pub struct Held {
     pub ids: Vec<ParamId>,
     pub parameters: Values,

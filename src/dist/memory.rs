@@ -1,4 +1,4 @@
-//! What a rank holds, counted from the tensors it holds.
+//! The memory of a rank, counted from the tensors it holds.
 
 use std::fmt;
 
@@ -17,25 +17,26 @@ pub struct Bytes {
 /// Bytes that one rank holds, from [`DistModuleOptimizer::memory`](super::DistModuleOptimizer::memory).
 /// Prints as a table.
 ///
-/// Counted are the tensors of the model and of the optimizer between the parts of a step; not the
-/// intermediate results of an update, nor what a backend keeps in reserve.
+/// Counted are the tensors of the model and of the optimizer between the parts of a step, and the buffers
+/// that the engine has allocated; not the intermediate results of an update, nor what a backend keeps in
+/// reserve. All figures of one moment belong together: `total` is their sum at one time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryReport {
     /// The model's trained parameters.
     pub parameters: Bytes,
     /// Gradients as they were given to the step.
     pub gradients: Bytes,
-    /// Own parts of the reduced gradients.
+    /// This rank's parts of the reduced gradients.
     pub shares: Bytes,
-    /// Momentum and moments of the own parts.
+    /// Momentum and moments of this rank's parts.
     pub states: Bytes,
-    /// What is being sent and received.
+    /// Buffers of calls on their way, to send and to receive.
     pub buffers: Bytes,
     /// All of it together.
     pub total: Bytes,
 }
 
-/// What is held at one moment.
+/// The bytes of every kind at one moment.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Moment {
     pub parameters: usize,

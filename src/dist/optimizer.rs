@@ -83,15 +83,15 @@ pub(super) struct Member {
     /// Steps in which it had a gradient on any rank: its position in the schedules.
     pub time: usize,
     is_matrix: bool,
-    /// What the learning rate is multiplied by before it meets the weight decay.
+    /// The factor on the learning rate before it meets the weight decay.
     lr_factor: f64,
-    /// What it is multiplied by after that.
+    /// The factor on it after that.
     scale: f64,
 }
 
-/// What is counted of every parameter, on the device: the same on all ranks.
+/// The counters of every parameter, on the device: the same on all ranks.
 pub(super) struct Counters {
-    /// How often it was left untouched because its gradient was not finite.
+    /// The number of times that it was left untouched because its gradient was not finite.
     pub skipped: Tensor<1>,
     /// AdamW's bias corrections.
     pub corrections: [Tensor<1>; 2],
@@ -104,7 +104,7 @@ struct Share {
     finite: Tensor<1>,
 }
 
-/// What a step holds at a moment, kept up to date as things come and go.
+/// The holdings of a step, kept up to date as tensors come and go.
 struct Step {
     held: Held,
     /// Bytes of the shares that were reduced and not yet used.
@@ -192,12 +192,12 @@ impl DistModuleOptimizer {
         stepped
     }
 
-    /// What updates which parameter, and why.
+    /// The optimizer of every parameter, and the reason for it.
     pub fn routing(&self) -> &Routing {
         &self.routing
     }
 
-    /// Who owns what.
+    /// The owners and buckets of all parameters.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
@@ -262,7 +262,9 @@ impl DistModuleOptimizer {
             present[number / 8] |= 1 << (number % 8);
         }
         let times = self.members.iter().map(|member| member.time);
-        let steps: Vec<(u64, usize)> = lrs.iter().map(|lr| lr.to_bits()).zip(times).collect();
+        // As they are applied: hosts may differ in the last digits of a float64 cosine.
+        let lrs = lrs.iter().map(|lr| (*lr as f32).to_bits());
+        let steps: Vec<(u32, usize)> = lrs.zip(times).collect();
         match unite(self.world.comm(), present, digest(&steps))? {
             Some(present) => {
                 let bit = |number: usize| present[number / 8] >> (number % 8) & 1 == 1;
@@ -273,15 +275,15 @@ impl DistModuleOptimizer {
     }
 
     /// The first rank that takes another step than rank 0, and how it differs.
-    fn other_step(&self, steps: &Vec<(u64, usize)>) -> crate::Error {
+    fn other_step(&self, steps: &Vec<(u32, usize)>) -> crate::Error {
         let path = |number: usize| &self.members[number].path;
-        let difference = |first: &Vec<(u64, usize)>, own: &Vec<(u64, usize)>| {
+        let difference = |first: &Vec<(u32, usize)>, own: &Vec<(u32, usize)>| {
             let number = first.iter().zip(own).position(|(first, own)| first != own)?;
             let (first, own) = (first[number], own[number]);
             let (setting, first, other) = if first.1 != own.1 {
                 (format!("steps of `{}`", path(number)), first.1.to_string(), own.1.to_string())
             } else {
-                let [first, own] = [first.0, own.0].map(|bits| f64::from_bits(bits).to_string());
+                let [first, own] = [first.0, own.0].map(|bits| f32::from_bits(bits).to_string());
                 (format!("learning rate of `{}`", path(number)), first, own)
             };
             Some(Difference { setting, first, other })
@@ -292,7 +294,7 @@ impl DistModuleOptimizer {
         }
     }
 
-    /// What the host decides of every parameter.
+    /// The host's decisions about every parameter.
     fn orders(&self, lrs: &[f64], present: &[bool]) -> Orders {
         let muon = self.routing.muon().settings();
         let (mut keep, mut rates) = (vec![], vec![]);

@@ -48,11 +48,11 @@ impl Rows {
     }
 }
 
-/// What the host decides of every parameter in a step, one entry each.
+/// The host's decisions about every parameter in a step, one entry each.
 pub struct Orders {
-    /// What the old value is multiplied by.
+    /// The factor on the old value.
     pub keep: Vec<f32>,
-    /// What the update is multiplied by.
+    /// The factor on the update.
     pub lr: Vec<f32>,
     /// 1 where a rank has a gradient, else 0.
     pub present: Vec<f32>,
@@ -68,7 +68,7 @@ impl Orders {
     }
 }
 
-/// What is decided of parameters in a step, on the device.
+/// The device's decisions about every parameter in a step.
 pub struct Decision {
     /// 1 where a parameter is updated, else 0.
     pub accepted: Tensor<1>,
@@ -85,7 +85,7 @@ impl Decision {
     }
 }
 
-/// What a step does with every row of a rank: accepted, keep, learning rate and both corrections of AdamW.
+/// The values of every row of a rank in a step: accepted, keep, learning rate and both corrections of AdamW.
 pub struct RowValues([Tensor<1>; 5]);
 
 impl RowValues {

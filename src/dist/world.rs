@@ -236,7 +236,7 @@ impl World {
         Ok(Self { comm, device })
     }
 
-    /// Who takes part: engine, library, and every rank's host and device, as a table on rank 0 and as
+    /// Describes the world: engine, library, and every rank's host and device, as a table on rank 0 and as
     /// one line about this rank on the others. All ranks make this call.
     ///
     /// # Errors
