@@ -13,7 +13,7 @@ mod worlds;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
@@ -31,6 +31,7 @@ use worlds::cases;
 
 const CASES: &[worlds::Case] = cases![
     a_rank_that_fails_fails_all,
+    a_rank_that_returns_early_is_noticed_in_a_collective,
     a_panic_reaches_the_caller,
     a_rank_that_is_late_is_given_up,
     different_calls_are_named,
@@ -127,6 +128,36 @@ fn a_rank_that_fails_fails_all() {
     assert!(
         matches!(&seen, Some(Error::PeerFailed { rank: 1, cause }) if cause.contains("returned"))
     );
+}
+
+/// Well before the deadline, which is for ranks that live and do not come.
+fn a_rank_that_returns_early_is_noticed_in_a_collective() {
+    for victim in [0, 1] {
+        let ones = || Tensor::<1>::ones([4], (&Device::default(), DType::F32));
+        let seen = ranks(RANKS, |world| {
+            let sum = || -> Result<()> {
+                world.comm().all_reduce(ones(), ReduceOp::Sum)?.wait()?;
+                world.comm().synchronize()
+            };
+            sum()?;
+            if world.rank() == victim {
+                return Ok(None);
+            }
+            let start = Instant::now();
+            Ok(sum().err().map(|error| (error, start.elapsed())))
+        });
+        for (rank, seen) in seen.unwrap().into_iter().enumerate() {
+            match seen {
+                None => assert_eq!(rank, victim),
+                Some((Error::PeerFailed { rank, cause }, elapsed)) => {
+                    println!("rank {victim} was missed after {elapsed:.1?}: {cause}");
+                    assert_eq!(rank, victim);
+                    assert!(elapsed < DEADLINE / 4, "{elapsed:?}: {cause}");
+                }
+                Some((other, _)) => panic!("{other}"),
+            }
+        }
+    }
 }
 
 fn a_panic_reaches_the_caller() {

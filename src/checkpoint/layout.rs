@@ -113,6 +113,13 @@ impl Index {
 
     /// Refuses a container of another length than the index tells.
     fn check(&self, container: u64) -> Result<(), String> {
+        let elements = |shape: &[usize]| shape.iter().try_fold(1_usize, |n, d| n.checked_mul(*d));
+        if let Some(section) = self.tensors.iter().find(|of| elements(&of.shape).is_none()) {
+            return Err(format!(
+                "tensor `{}` has the impossible shape {:?}",
+                section.name, section.shape
+            ));
+        }
         let spans = self.spans();
         let end = spans.map(|spans| spans.last().map_or(self.head.bytes, |span| span.end));
         if end == Some(container) {

@@ -147,10 +147,32 @@ impl Archive {
             tensors: BTreeMap::new(),
             scalars: BTreeMap::new(),
             metadata: BTreeMap::new(),
-            digest: digest(&[&bytes]),
+            digest: 0,
         };
         archive.add(OPTIMIZER, bytes).expect("the bytes of a record");
+        archive.digest = archive.digest_of_states();
         archive
+    }
+
+    /// Digest of the states by the paths of their parameters: identities and the order of tensors may
+    /// differ between records of the same state.
+    fn digest_of_states(&self) -> u64 {
+        let by_path = |name: &str| {
+            let (id, own) = name.strip_prefix(OPTIMIZER)?.strip_prefix('.')?.split_once('.')?;
+            Some(format!("{} {own}", self.metadata.get(&prefixed(OPTIMIZER, id))?))
+        };
+        let tensors = self.tensors.iter().filter_map(|(name, stored)| {
+            let Place::Memory(bytes) = &stored.place else { return None };
+            let Stored { dtype, shape, .. } = stored;
+            let sum = crc32fast::hash(bytes);
+            Some(format!("{}: {dtype:?} {shape:?} {sum:08x}", by_path(name)?))
+        });
+        let scalars = self.scalars.iter();
+        let scalars =
+            scalars.filter_map(|(name, value)| Some(format!("{}: {value:?}", by_path(name)?)));
+        let mut all: Vec<String> = tensors.chain(scalars).collect();
+        all.sort_unstable();
+        digest(&[all.join("\n").as_bytes()])
     }
 
     /// Adds what a record holds, under names with a prefix.

@@ -112,7 +112,10 @@ impl World {
             return Ok(None);
         }
         let first = self.broadcast_value(own, 0)?;
-        let found = difference(&first, own).map(|found| to_json(&found));
+        let found = match to_json(&first) == to_json(own) {
+            true => None,
+            false => difference(&first, own).map(|found| to_json(&found)),
+        };
         let found = self.comm().first_bytes(found)?;
         Ok(found.map(|(rank, bytes)| (rank, from_json(&bytes))))
     }

@@ -224,7 +224,8 @@ impl DistMuon {
         {
             return refuse(format!("its momentum is {:?} at its owner", state.momentum.dims()));
         }
-        let call = format!("step {arrival} `{path}` {shape:?} of rank {owner} at rate {lr}");
+        let call =
+            format!("step {arrival} `{path}` {shape:?} of rank {owner} at rate {}", lr as f32);
         if unite(comm, vec![], digest(&call))?.is_some() {
             return Ok(());
         }

@@ -112,7 +112,11 @@ impl DistModuleOptimizer {
         path: impl AsRef<Path>,
         model: M,
     ) -> Result<(M, Self, T)> {
-        let archive = self.world.agree(Archive::open(path.as_ref()))?;
+        let opened = {
+            let _busy = Busy::new(self.world.engine());
+            Archive::open(path.as_ref())
+        };
+        let archive = self.world.agree(opened)?;
         self.compare(&archive)?;
         let read = {
             let _busy = Busy::new(self.world.engine());
@@ -190,10 +194,13 @@ impl DistModuleOptimizer {
     fn record(&mut self, everywhere: bool) -> Result<Option<OptimizerRecord>> {
         let mut states = Vec::new();
         self.collect(everywhere, |data| states.push(data))?;
+        let counters = self.counters();
+        // The collectives may have handed out results that are not there yet.
+        self.world.comm().synchronize()?;
         if !everywhere && self.world.rank() != 0 {
             return Ok(None);
         }
-        let counters = self.counters();
+        let _busy = Busy::new(self.world.engine());
         let ids: HashMap<_, _> =
             self.members.iter().map(|member| (member.path.clone(), member.id.val())).collect();
         let contents = self.contents(&counters, &ids)?;
@@ -358,7 +365,7 @@ struct Counter {
     value: f32,
 }
 
-/// What is kept per parameter, and not per element.
+/// Numbers that are kept per parameter, and not per element.
 impl DistModuleOptimizer {
     /// The scalars in the record of a parameter.
     fn scalars(&self, number: usize) -> Vec<(&'static str, usize)> {

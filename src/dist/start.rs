@@ -9,6 +9,7 @@ use super::agree::Difference;
 use super::config::DistMuonConfig;
 use super::optimizer::Member;
 use super::plan::{Costs, Parameter, Plan, Work, spread};
+use super::record::Busy;
 use crate::error::{Error, Result};
 use crate::route::{Group, Routing, Walk};
 
@@ -113,7 +114,11 @@ pub fn plan(
     let settings = config.plan_settings();
     let order = spread(&world.comm().nodes());
     let own = match world.rank() {
-        0 => Plan::new(parameters.clone(), world.size(), &settings, costs).map(Some),
+        0 => {
+            // A search may be allowed more time than a rank may be waited for.
+            let _busy = Busy::new(world.engine());
+            Plan::new(parameters.clone(), world.size(), &settings, costs).map(Some)
+        }
         _ => Ok(None),
     };
     let owners = world.agree(own)?.map_or(vec![], |plan| plan.owners_in(&order));

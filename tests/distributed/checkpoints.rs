@@ -16,6 +16,7 @@ use crate::{Net, config, device, ranks, ranks_here};
 pub const SOUND: &[Case] = cases![a_checkpoint_moves_between_numbers_of_ranks,];
 
 pub const OTHERS: &[Case] = cases![
+    a_record_goes_back_to_where_it_came_from,
     bad_checkpoints_are_refused_on_all_ranks,
     ranks_that_load_different_files_are_refused,
     ranks_that_load_different_records_are_refused,
@@ -254,4 +255,20 @@ fn only_rank_0_receives_the_state() {
     for (collective, rank) in calls {
         assert!(collective == "gather" && rank != 0, "rank {rank}: {collective}");
     }
+}
+
+/// Identities of parameters are drawn by every rank for itself, and records are named by them.
+fn a_record_goes_back_to_where_it_came_from() {
+    let runs = ranks_here(2, |world| {
+        let (net, mut optim) = trained(&world, 2)?;
+        let record = optim.to_record()?;
+        let net_2 = Net::new(world.device());
+        assert_ne!(net.wide.weight.id, net_2.wide.weight.id, "identities of its own");
+        let optim = config().init(&world, &net_2)?;
+        let mut optim = optim.load_record(record)?;
+        let gradients = net.gradients(7);
+        Ok(optim.step(0.01, net, gradients)?.weights())
+    });
+    let runs = runs.unwrap();
+    assert!(runs[0] == runs[1], "the ranks agree");
 }

@@ -5,9 +5,11 @@ use std::time::Duration;
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{GradientsAccumulator, GradientsParams};
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use burn_pack::Reader;
 use distmuon::dist::plan::Strategy;
 use distmuon::dist::{CostSource, DistMuonConfig, Gradients, World};
+use distmuon::{MuonConfig, Rule};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::common::{Fixed, bits, gradients, weights};
@@ -31,6 +33,7 @@ pub const SOUND: &[Case] = cases![
     frozen_parameters_take_no_part,
     a_model_in_the_devices_default_type_is_trained,
     gradients_whose_squares_overflow_are_clipped_and_not_refused,
+    clipping_is_as_exact_in_half_precision_as_its_gradients,
 ];
 
 pub const OTHERS: &[Case] = cases![one_rank_is_the_single_device_optimizer, memory_is_shared,];
@@ -308,6 +311,37 @@ fn gradients_whose_squares_overflow_are_clipped_and_not_refused() {
             assert_eq!(run, (true, 0), "{max_norm:?}");
         }
     }
+}
+
+/// Of float16 gradients with a norm of about a million, the factor itself would be a subnormal number.
+fn clipping_is_as_exact_in_half_precision_as_its_gradients() {
+    if !Device::default().supports_dtype(FloatDType::F16) {
+        println!("skipped: the device has no float16");
+        return;
+    }
+    let momentum = |dtype: DType| {
+        let runs = ranks(2, |world| {
+            let value = Tensor::<2>::full([64, 64], 0.01, (world.device(), dtype)).require_grad();
+            let net = vec![Param::from_tensor(value)];
+            let muon = MuonConfig::new().with_rule(Rule::muon(".")).with_nesterov(false);
+            let config = DistMuonConfig::new().with_muon(muon).with_max_norm(Some(1.0));
+            let mut optim = config.init(&world, &net)?;
+            let mut gradients = GradientsParams::new();
+            let huge = Tensor::<2>::full([64, 64], 16384.0, (&Device::default(), dtype));
+            gradients.register(net[0].id, huge);
+            optim.step(0.0, net, gradients)?;
+            let reader = Reader::from_bytes(optim.to_record()?.into_bytes().expect("a record"));
+            let reader = reader.expect("it was just written");
+            let names = reader.tensor_names();
+            let name = names.iter().find(|name| name.ends_with(".momentum")).expect("it is there");
+            let data = reader.tensor_data(name).expect("it is there");
+            Ok(TensorData::from_bytes_vec(data, [64 * 64], dtype).iter::<f64>().next())
+        });
+        runs.unwrap()[0].expect("it has elements")
+    };
+    let [half, single] = [DType::F16, DType::F32].map(momentum);
+    let error = (half / single - 1.0).abs();
+    assert!(error < 1e-3, "{half} in float16, {single} in float32");
 }
 
 fn memory_is_shared() {

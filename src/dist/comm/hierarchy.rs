@@ -13,9 +13,12 @@
 //! work on the device, such as updates of parameters, wait for the first half. With several buckets
 //! in flight, the halves of different buckets overlap.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use burn::tensor::Tensor;
+
+use serde::{Deserialize, Serialize};
 
 use super::{Communicator, Pending, ReduceOp, check_counts, check_dtype, starts};
 use crate::dist::flat;
@@ -35,6 +38,63 @@ pub struct Hierarchy {
     by_place: Vec<usize>,
 }
 
+/// The nodes of all ranks, as rank 0 tells the others.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+enum Nodes {
+    /// Nodes of one rank, only one node, or nodes of different sizes.
+    None,
+    /// So many neighbouring ranks are a node: the same few bytes for any number of ranks.
+    Neighbours(usize),
+    /// The node of every rank.
+    Of(Vec<usize>),
+}
+
+impl Nodes {
+    /// The ranks that give the same name are a node.
+    fn of(names: &[Vec<u8>]) -> Self {
+        let mut numbers = HashMap::new();
+        let node = |name| {
+            let next = numbers.len();
+            *numbers.entry(name).or_insert(next)
+        };
+        let nodes: Vec<usize> = names.iter().map(node).collect();
+        let mut sizes = vec![0; numbers.len()];
+        nodes.iter().for_each(|node| sizes[*node] += 1);
+        let each = sizes[0];
+        if sizes.len() == 1 || each == 1 || sizes.iter().any(|size| *size != each) {
+            return Self::None;
+        }
+        match nodes.iter().enumerate().all(|(rank, node)| *node == rank / each) {
+            true => Self::Neighbours(each),
+            false => Self::Of(nodes),
+        }
+    }
+
+    /// The ranks of every node.
+    fn ranks(&self, size: usize) -> Option<Vec<Vec<usize>>> {
+        let node = |rank: usize| match self {
+            Self::None => None,
+            Self::Neighbours(each) => Some(rank / each),
+            Self::Of(nodes) => Some(nodes[rank]),
+        };
+        let mut ranks: Vec<Vec<usize>> = Vec::new();
+        for rank in 0..size {
+            let node = node(rank)?;
+            ranks.resize(ranks.len().max(node + 1), vec![]);
+            ranks[node].push(rank);
+        }
+        Some(ranks)
+    }
+
+    fn to_bytes(&self) -> Vec<u8> {
+        serde_json::to_vec(self).expect("numbers can be written as JSON")
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Self {
+        serde_json::from_slice(bytes).expect("rank 0 runs the same program")
+    }
+}
+
 impl Hierarchy {
     /// The engine of the same ranks, of which those with the same name are a node. Nothing where nodes
     /// are single ranks, or only one, or of different sizes.
@@ -43,19 +103,12 @@ impl Hierarchy {
     ///
     /// As every collective.
     pub fn over(all: Arc<dyn Communicator>, name: &str) -> Result<Option<Self>> {
-        let names = all.all_gather_bytes(name.as_bytes().to_vec())?;
-        let mut nodes: Vec<(&[u8], Vec<usize>)> = Vec::new();
-        for (rank, name) in names.iter().enumerate() {
-            match nodes.iter_mut().find(|(node, _)| node == name) {
-                Some((_, ranks)) => ranks.push(rank),
-                None => nodes.push((name, vec![rank])),
-            }
-        }
-        let nodes: Vec<Vec<usize>> = nodes.into_iter().map(|(_, ranks)| ranks).collect();
+        // Through rank 0, so that what goes to each rank does not grow with their number.
+        let names = all.gather_bytes(name.as_bytes().to_vec(), 0)?;
+        let told = names.map_or(vec![], |names| Nodes::of(&names).to_bytes());
+        let told = Nodes::from_bytes(&all.broadcast_bytes(told, 0)?);
+        let Some(nodes) = told.ranks(all.size()) else { return Ok(None) };
         let each = nodes[0].len();
-        if nodes.len() == 1 || each == 1 || nodes.iter().any(|ranks| ranks.len() != each) {
-            return Ok(None);
-        }
         let place = |ranks: &Vec<usize>| ranks.iter().position(|rank| *rank == all.rank());
         let own =
             nodes.iter().position(|ranks| place(ranks).is_some()).expect("every rank has a node");
@@ -217,5 +270,26 @@ impl Communicator for Hierarchy {
 
     fn fail(&self, cause: &str) {
         self.all.fail(cause);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_of_neighbours_are_told_in_few_bytes() {
+        let names = |names: &[&str]| names.iter().map(|name| name.as_bytes().to_vec()).collect();
+        let nodes = |of: &[&str]| Nodes::of(&names(of) as &Vec<Vec<u8>>);
+        assert_eq!(nodes(&["a", "a", "b", "b", "c", "c"]), Nodes::Neighbours(2));
+        assert_eq!(nodes(&["a", "b", "a", "b"]), Nodes::Of(vec![0, 1, 0, 1]));
+        for flat in [&["a", "a"][..], &["a", "b"], &["a", "a", "b"]] {
+            assert_eq!(nodes(flat), Nodes::None);
+        }
+        let ranks = |nodes: Nodes, size| Nodes::from_bytes(&nodes.to_bytes()).ranks(size);
+        assert_eq!(ranks(Nodes::Neighbours(2), 4), Some(vec![vec![0, 1], vec![2, 3]]));
+        assert_eq!(ranks(Nodes::Of(vec![0, 1, 0, 1]), 4), Some(vec![vec![0, 2], vec![1, 3]]));
+        assert_eq!(ranks(Nodes::None, 4), None);
+        assert!(Nodes::Neighbours(8).to_bytes().len() < 20);
     }
 }

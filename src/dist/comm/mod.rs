@@ -1,8 +1,8 @@
 //! Collectives over flat tensors, and the engines that carry them out.
 //!
 //! An engine moves buffers and knows no optimizer. Every call is made by all ranks of a group, in
-//! the same order; it is started at once and waited for later, so that communication and
-//! computation overlap. Names and meanings are those of MPI and NCCL; the counts of ranks may
+//! the same order; it is started, and waited for later. Whether it advances in between is the
+//! engine's doing. Names and meanings are those of MPI and NCCL; the counts of ranks may
 //! differ, and be zero.
 //!
 //! Reductions are exact: every engine adds up in float32, in the same order, so that all of them
@@ -120,7 +120,7 @@ pub trait Communicator: Debug + Send + Sync {
 
     /// Small data of the host, from all ranks to all ranks. Waits.
     ///
-    /// What every rank receives grows with the number of ranks: where less is needed, the methods below
+    /// The bytes that every rank receives grow with the number of ranks: where less is needed, the methods below
     /// send less.
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>>;
 

@@ -100,6 +100,11 @@ impl Link {
         made.entry(group).or_default().clone()
     }
 
+    /// This process's rank in the world.
+    pub fn rank(&self) -> usize {
+        self.shared.rank
+    }
+
     /// Returns the failure of the world.
     pub fn failure(&self) -> Option<&Failure> {
         self.shared.failure.get()
@@ -126,10 +131,18 @@ impl Link {
         self.check()?;
         let rank = self.shared.rank;
         let refused = |length| too_long(name, rank, length);
+        // Rank 0 does not hear of a call that is refused here, and other ranks would wait for it.
+        let refused_here = |length| {
+            let error = refused(length);
+            if self.shared.size > 1 {
+                self.fail(&error.to_string());
+            }
+            error
+        };
         if raw.len() > LONGEST {
-            return Err(refused(raw.len()));
+            return Err(refused_here(raw.len()));
         }
-        let frame = frame(request, &[raw]).map_err(refused)?;
+        let frame = frame(request, &[raw]).map_err(refused_here)?;
         self.shared.calls().answers.insert(key, None);
         self.shared.send(&frame);
         match self.shared.answer(key)? {

@@ -46,6 +46,11 @@ fn run(rank: &Control) {
         let any = rank.or_bytes(bits).unwrap();
         assert!(any.iter().take(rank.size()).all(|byte| *byte == 1 << step));
     }
+    let names = rank.gather_bytes(format!("host-{:015}", rank.rank() / NODE).into_bytes(), 0);
+    assert_eq!(names.unwrap().is_some(), rank.rank() == 0);
+    assert_eq!(rank.broadcast_bytes(vec![8; 16], 0).unwrap(), [8; 16]);
+    let (across, _) = rank.split(rank.rank() % NODE, rank.rank()).unwrap();
+    across.first_bytes(None).unwrap();
     let (node, first) = rank.split(rank.rank() / NODE, rank.rank()).unwrap();
     assert_eq!((first, node.rank()), (rank.rank() / NODE * NODE, rank.rank() % NODE));
     node.first_bytes(None).unwrap();

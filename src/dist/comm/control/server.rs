@@ -22,8 +22,8 @@ pub const GREETING: Duration = Duration::from_secs(5);
 /// Processes that may be unproved at once, besides the ranks that have not joined.
 pub const STRANGERS: usize = 64;
 /// File descriptors of rank 0 besides those of the other ranks: for files, libraries, devices, and
-/// processes that are no members.
-const RESERVE: usize = 32;
+/// processes that are not members.
+const RESERVE: usize = 32 + STRANGERS;
 /// How long rank 0 stays for the others after the world has failed.
 const AFTER_FAILURE: Duration = Duration::from_secs(2);
 /// Time between looks at deadlines.
@@ -226,6 +226,9 @@ impl Service {
                 Err(error) if is_of_the_peer(&error) => {}
                 Err(error) => {
                     self.accepting = false;
+                    if self.free == 0 {
+                        return; // all ranks are there: the world needs no more connections
+                    }
                     let limit = self.limit;
                     self.hub.fail(0, format!(
                         "it can't take another connection: {error}; {} are open, and the limit on \

@@ -17,7 +17,7 @@ use mpi::ffi;
 use mpi::topology::{Color, Communicator as _};
 use mpi::traits::Root;
 
-use super::control::{Control, Meeting, random_secret};
+use super::control::{Control, Meeting, PATIENCE, random_secret};
 use super::exchange::{self, Exchange};
 use super::{
     Call, Communicator, Pending, ReduceOp, check_counts, check_dtype, check_root, exchange_pairs,
@@ -128,7 +128,13 @@ impl Mpi {
         let data = self.read(tensor)?;
         let (device, dtype) = (self.device.clone(), data.dtype());
         let call = self.control.announce(call);
-        let started = Started::new(&self.group, self.rank(), call, data, received, counts, give)?;
+        let started =
+            Started::new(&self.group, self.rank(), call.clone(), data, received, counts, give)
+                .map_err(|error| {
+                    // The call is counted as made: the others would wait for it until the deadline.
+                    self.group.library.abandon();
+                    self.control.cause_of(&call, error, PATIENCE)
+                })?;
         let control = self.control.clone();
         Ok(Pending::new(started.bytes(), move || {
             let bytes = started.finish(&control)?;
@@ -314,10 +320,12 @@ impl Communicator for Mpi {
     }
 
     fn gather_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Option<Vec<Vec<u8>>>> {
+        check_root("gather_bytes", self.rank(), self.size(), root)?;
         self.control.gather_bytes(bytes, root)
     }
 
     fn broadcast_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Vec<u8>> {
+        check_root("broadcast_bytes", self.rank(), self.size(), root)?;
         self.control.broadcast_bytes(bytes, root)
     }
 
@@ -354,8 +362,8 @@ impl Communicator for Mpi {
 
 impl Drop for Mpi {
     fn drop(&mut self) {
-        // Others failed: MPI would wait for them.
-        if self.control.has_failed() {
+        // MPI would wait for ranks that have failed, or be waited for by those that hear of this panic.
+        if std::thread::panicking() || self.control.has_failed() {
             self.group.library.abandon();
         }
     }

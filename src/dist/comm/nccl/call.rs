@@ -78,9 +78,13 @@ impl Shared {
         self.bury();
         let call = control.announce(call);
         // In this order: taking the buffers queues all work on them, which `begin` then waits for.
-        let send = self.memory.buffer(tensor)?;
-        let receive = self.memory.empty(received, send.dtype())?;
-        let (stream, ready) = self.memory.begin()?;
+        let taken = self.memory.buffer(tensor).and_then(|send| {
+            let receive = self.memory.empty(received, send.dtype())?;
+            Ok((send, receive, self.memory.begin()?))
+        });
+        // The call is counted as made: the others would wait for it until the deadline.
+        let (send, receive, (stream, ready)) =
+            taken.map_err(|error| self.peers.end(&call, error))?;
         let given = group.lock(control.rank(), &call.call).map(|comm| {
             let (send, receive) = (&send, &receive);
             give(Arguments { nccl: &group.library, comm: comm.0, send, receive, stream })

@@ -1,4 +1,4 @@
-//! The engine for ranks with a GPU each: threads of one process, processes, or hosts, over NCCL.
+//! The engine for processes with a GPU each, on one host or many, over NCCL.
 //!
 //! Every group has a communicator of its own. Its calls don't block: after each, NCCL is asked how it
 //! went until it says, so that a rank that waits for a dead one is told by
@@ -265,10 +265,12 @@ impl Communicator for Nccl {
     }
 
     fn gather_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Option<Vec<Vec<u8>>>> {
+        check_root("gather_bytes", self.rank(), self.size(), root)?;
         self.shared.peers.control.gather_bytes(bytes, root)
     }
 
     fn broadcast_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Vec<u8>> {
+        check_root("broadcast_bytes", self.rank(), self.size(), root)?;
         self.shared.peers.control.broadcast_bytes(bytes, root)
     }
 

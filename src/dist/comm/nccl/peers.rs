@@ -65,6 +65,9 @@ impl Peers {
 
 impl Drop for Peers {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.control.fail("it panicked");
+        }
         if self.control.has_failed() { self.group.abort() } else { self.group.part() }
     }
 }

@@ -65,7 +65,7 @@ fn a_world_of_more_ranks_than_descriptors_names_the_limit() {
     }
     let output = child(TEST, "rank 0").wait_with_output().unwrap();
     let said = String::from_utf8(output.stdout).unwrap();
-    assert!(said.contains("a world of 40 ranks needs 72 file descriptors"), "{said}");
+    assert!(said.contains("a world of 40 ranks needs 136 file descriptors"), "{said}");
     assert!(said.contains("the limit is 64") && said.contains("ulimit -n"), "{said}");
 }
 
@@ -74,7 +74,7 @@ fn a_world_of_more_ranks_than_descriptors_names_the_limit() {
 fn connections_that_cannot_be_taken_end_the_world_with_a_reason() {
     const TEST: &str = "connections_that_cannot_be_taken_end_the_world_with_a_reason";
     if std::env::var_os(CHILD).is_some() {
-        limit_descriptors(64);
+        limit_descriptors(128);
         let (meeting, address) = open();
         let first = meeting.join(0, 3, SECRET, DEADLINE).unwrap();
         // Something else in the process takes all that is left.
@@ -89,6 +89,6 @@ fn connections_that_cannot_be_taken_end_the_world_with_a_reason() {
     let _waits = TcpStream::connect(address).unwrap();
     let said = lines.find_map(|line| Some(line.split_once("said: ")?.1.to_owned())).unwrap();
     assert!(said.contains("rank 0 failed: it can't take another connection"), "{said}");
-    assert!(said.contains("the limit on file descriptors there is 64"), "{said}");
+    assert!(said.contains("the limit on file descriptors there is 128"), "{said}");
     rank_0.wait().unwrap();
 }
