@@ -286,7 +286,7 @@ fn the_timeline_of_two_ranks_by_hand() {
     let path = plan.timeline(&costs, &machine);
     // Half of every buffer leaves a rank: 256 of 512 bytes, 8192 of 16384.
     let [matrices, vector] = [0.5 + 0.25, 0.5 + 8.0];
-    let messages = 2.0 * (matrices + vector) + 2.0 * (0.5 + 4.0 * 3.0 / 1024.0);
+    let messages = 2.0 * (matrices + vector) + 2.0 * (0.5 + 2.0 * 3.0 / 1024.0);
     assert!((path.communication - messages).abs() < 1e-9, "{path:?}");
     // A matrix in a batch of its own, and half of the vector.
     assert!((path.compute - (3.0 + 4.0)).abs() < 1e-9, "{path:?}");

@@ -53,8 +53,8 @@ impl Plan {
         let update = |bucket: usize, rank: usize| {
             work[bucket][rank] + elementwise(&self.buckets()[bucket], rank, machine)
         };
-        // Two numbers a parameter, in float32, to all and back.
-        let verdict = 2.0 * machine.pass(2 * 4 * self.parameters().len(), ranks);
+        // A number for each parameter, in float32, to all and back.
+        let verdict = 2.0 * machine.pass(4 * self.parameters().len(), ranks);
         let mut wire: f64 = messages.iter().map(|messages| messages.reduce).sum::<f64>() + verdict;
         let mut done = vec![wire; ranks];
         for (bucket, messages) in messages.iter().enumerate() {
