@@ -128,7 +128,7 @@ impl Net {
     }
 }
 
-/// What the fourth step of a model counts: everything was compiled, tuned and cached before.
+/// The counts of a model's fourth step: everything was compiled, tuned and cached before.
 fn step(parameters: usize) -> Counted {
     let device = Device::default().autodiff();
     let mut net = Net::new(parameters, &device);

@@ -48,7 +48,7 @@ pub struct Section {
 }
 
 impl Index {
-    /// Where every tensor lies in the file, including the zeros that follow it. Together with the
+    /// The range of every tensor in the file, including the zeros that follow it. Together with the
     /// head, the ranges cover the container without a gap. `None` if they exceed any file.
     pub fn spans(&self) -> Option<Vec<Range<u64>>> {
         let mut spans: Vec<Range<u64>> = Vec::with_capacity(self.tensors.len());

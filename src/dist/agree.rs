@@ -1,6 +1,6 @@
 //! Small values that the ranks of a world tell each other, and what they have to agree on.
 //!
-//! What is compared goes as a digest first, in a message whose length does not depend on the number of
+//! Compared values go as a digest first, in a message whose length does not depend on the number of
 //! ranks; only where digests differ, rank 0's value goes to all.
 
 use std::hash::{DefaultHasher, Hash, Hasher};

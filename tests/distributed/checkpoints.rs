@@ -232,7 +232,7 @@ fn a_save_may_take_longer_than_the_deadline() {
     assert!(path.exists());
 }
 
-/// What a save moves is the state, once, to the rank that writes.
+/// A save moves the state, once, to the rank that writes.
 fn only_rank_0_receives_the_state() {
     let folder = Folder::new();
     let path = folder.path().join("run.ckpt");

@@ -57,7 +57,7 @@ struct Head {
     ended: AtomicU32,
     /// What every rank calls.
     calls: [AtomicU64; MOST_RANKS],
-    /// What every rank sends to every rank.
+    /// The data that every rank sends to every rank.
     boxes: [[Mailbox; MOST_RANKS]; MOST_RANKS],
 }
 

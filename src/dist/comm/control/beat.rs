@@ -1,4 +1,4 @@
-//! How often a process says that it lives, and how long it may be silent.
+//! The interval of heartbeats, and the longest silence.
 
 use std::time::Duration;
 

@@ -17,7 +17,7 @@ use super::protocol::{
 use super::server::Server;
 use crate::error::{Error, Result};
 
-/// How long a process that leaves, or has failed, waits for rank 0 to take notice.
+/// The longest time that a process that leaves, or has failed, waits for rank 0 to take notice.
 const FAREWELL: Duration = Duration::from_secs(2);
 /// Bytes read at once.
 const CHUNK: usize = 1 << 14;
@@ -38,7 +38,7 @@ pub struct Link {
     _server: Option<Server>,
 }
 
-/// What the threads that call and the one that reads have in common.
+/// The state that the calling threads share with the one that reads.
 struct Shared {
     stream: TcpStream,
     rank: usize,

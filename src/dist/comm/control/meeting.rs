@@ -1,4 +1,4 @@
-//! How a process finds rank 0 and joins its world.
+//! Finding rank 0 and joining its world.
 
 use std::io::{self, ErrorKind, Read};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, ToSocketAddrs};
@@ -27,13 +27,13 @@ const OTHER: &str =
 
 /// A place where rank 0 listens: for its own process the listener, for the others the address.
 pub struct Meeting {
-    /// Where the others reach rank 0.
+    /// The address at which the others reach rank 0.
     pub address: String,
     listener: Option<TcpListener>,
 }
 
 impl Meeting {
-    /// Where a rank finds the others, at an address that all of them know.
+    /// The place at which a rank finds the others, at an address that all of them know.
     ///
     /// Rank 0 can be reached from this machine only if the text of `host` says so: `localhost` or a
     /// loopback address. A name may lead to a loopback address on rank 0's machine alone.
@@ -145,7 +145,7 @@ impl Meeting {
     }
 }
 
-/// How a greeting ends that may go well the next time.
+/// The errors of a greeting that may go well the next time.
 const AGAIN: [ErrorKind; 5] = [
     ErrorKind::UnexpectedEof,
     ErrorKind::ConnectionReset,

@@ -26,9 +26,9 @@ use protocol::{Op, Outcome, Request};
 use super::meetings::Failure;
 use crate::error::{Error, Result};
 
-/// How long the others are listened to for the cause of an engine's error.
+/// The time for which the others are listened to for the cause of an engine's error.
 pub const PATIENCE: Duration = Duration::from_secs(1);
-/// How long a call of an engine may take before rank 0 is told of it. Together with the way there
+/// The time that a call of an engine may take before rank 0 is told of it. Together with the way there
 /// and back, less than a second passes until a rank that is gone is noticed.
 const QUIET: Duration = Duration::from_millis(500);
 
@@ -83,7 +83,7 @@ impl Control {
         self.size
     }
 
-    /// How long a rank may be waited for.
+    /// The longest time that a rank may be waited for.
     pub fn deadline(&self) -> Duration {
         self.link.deadline
     }

@@ -107,7 +107,7 @@ impl Hello {
     }
 }
 
-/// What a side signs: all fields have a fixed length, but for the version, which comes last.
+/// The data that a side signs: all fields have a fixed length, but for the version, which comes last.
 fn mac(side: Side, challenge: &Challenge, hello: &Hello, secret: &[u8]) -> Hmac<Sha256> {
     let mut mac = Hmac::new_from_slice(secret).expect("HMAC takes keys of any length");
     mac.update(&challenge.protocol);

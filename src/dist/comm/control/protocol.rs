@@ -28,7 +28,7 @@ const CALL: usize = 200;
 /// A frame to send. Shared by all ranks that get the same one.
 pub type Frame = Arc<[u8]>;
 
-/// What the members of a group do together with small data.
+/// The operations of a group on small data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Op {
     /// All get what all give.
@@ -98,7 +98,7 @@ pub enum Request {
         key: Key,
         /// The call, as [`bounded`].
         call: String,
-        /// How long the member has waited for it.
+        /// The time that the member has waited for it.
         waited: Duration,
     },
     /// The member no longer waits for that call.
@@ -136,11 +136,11 @@ pub enum Reply {
 /// The result of a call with small data.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outcome {
-    /// What all members gave, one after the other in the raw bytes, with these lengths.
+    /// The data of all members, one after the other in the raw bytes, with these lengths.
     All(Vec<usize>),
     /// The result is the raw bytes.
     Bytes,
-    /// What this member gave first is the raw bytes.
+    /// The raw bytes are those of this member, the lowest that gave some.
     First(usize),
     /// There is no result for this member.
     Nothing,
@@ -269,7 +269,7 @@ mod tests {
     use super::super::proof::{Challenge, Greeting, Hello};
     use super::*;
 
-    /// What a reader makes of bytes that arrive in pieces of at most `piece`.
+    /// The frames that a reader makes of bytes that arrive in pieces of at most `piece`.
     fn taken(bytes: &[u8], limit: usize, piece: usize) -> io::Result<Vec<Vec<u8>>> {
         let (mut incoming, mut frames, mut stream) = (Incoming::new(limit), vec![], bytes);
         while incoming.fill(&mut stream, &mut vec![0; piece])? > 0 {

@@ -20,7 +20,7 @@ const OWNERS: usize = 300 * 7;
 const NODE: usize = 8;
 const STEPS: usize = 4;
 
-/// What was measured on rank 0.
+/// The measurements of rank 0.
 struct Row {
     ranks: usize,
     seconds: f64,

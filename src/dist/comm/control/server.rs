@@ -34,11 +34,11 @@ const CHUNK: usize = 1 << 16;
 const LISTENER: Token = Token(usize::MAX);
 const WAKER: Token = Token(usize::MAX - 1);
 
-/// What rank 0 expects of processes.
+/// The rules by which rank 0 lets processes in.
 pub struct Rules {
     pub size: usize,
     pub secret: Vec<u8>,
-    /// How long a rank may be waited for.
+    /// The longest time that a rank may be waited for.
     pub deadline: Duration,
 }
 
@@ -96,7 +96,7 @@ impl Server {
         Ok(Self { address, closing, waker, sent, thread })
     }
 
-    /// Where rank 0's own process reaches it.
+    /// The address at which rank 0's own process reaches it.
     pub fn addresses(&self) -> Vec<SocketAddr> {
         let loopback: &[std::net::IpAddr] = match self.address {
             SocketAddr::V4(address) if address.ip().is_unspecified() => {
@@ -335,7 +335,7 @@ impl Service {
         }
     }
 
-    /// Why a process does not get the seat that it asks for, if so. A member of the world that can't
+    /// The reason for which a process does not get the seat that it asks for, if so. A member of the world that can't
     /// take part ends it, since the others would wait for it in vain.
     fn seat(&mut self, at: usize, hello: &Hello) -> Result<(), String> {
         let Some(Peer { role: Role::Stranger(challenge), .. }) = &self.peers[at] else {

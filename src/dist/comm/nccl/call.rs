@@ -38,7 +38,7 @@ pub struct Arguments<'a> {
 /// The buffers of a call.
 struct Used {
     buffers: [Buffer; 2],
-    /// Where the stream is when the call may start, and when it has finished; nothing where that could
+    /// The places in the stream at which the call may start and has finished; nothing where that could
     /// not be marked.
     marks: Option<[Box<dyn Mark>; 2]>,
 }

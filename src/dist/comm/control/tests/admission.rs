@@ -1,4 +1,4 @@
-//! Who is let in, and who is not.
+//! Admission of processes.
 
 use std::io::{Read, Write};
 
