@@ -34,10 +34,14 @@ impl Clip {
         let of_bucket = |bucket: &Bucket| {
             let parts = bucket.overlaps(bucket.share(rank));
             let places = parts.flat_map(|(number, elements, padding)| {
-                let length = row_elements(&plan.parameters()[number]);
-                let start = first[number] + elements.start.div_ceil(length);
+                let parameter = &plan.parameters()[number];
+                let length = row_elements(parameter);
+                let of_parameter = parameter.elements().div_ceil(length);
+                let start = elements.start.div_ceil(length);
                 let count = (elements.len() + padding) / length;
-                (start..start + count).map(|place| place as i32).collect::<Vec<_>>()
+                // Rows of zeros behind a parameter go to the place after all others.
+                let place = |row| if row < of_parameter { first[number] + row } else { rows };
+                (start..start + count).map(|row| place(row) as i32).collect::<Vec<_>>()
             });
             places.collect::<Vec<_>>()
         };
@@ -50,7 +54,7 @@ impl Clip {
     /// The factor on all gradients, from the squares of the accepted rows of every bucket that
     /// [`counts`] on this rank.
     pub fn factor(&self, world: &World, squares: Vec<Tensor<1>>) -> Result<Tensor<1>> {
-        let mut all = Tensor::<1>::zeros([self.rows], (&self.device, DType::F32));
+        let mut all = Tensor::<1>::zeros([self.rows + 1], (&self.device, DType::F32));
         let own = flat::join(squares, DType::F32, &self.device);
         if own.dims() != [0] {
             all = all.select_assign(0, self.places.clone(), own, IndexingUpdateOp::Add);

@@ -281,3 +281,30 @@ pub fn in_place_of<const D: usize>(old: &Tensor<D>, value: Tensor<D>) -> Tensor<
     }
     if required { value.require_grad() } else { value }
 }
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::DType;
+
+    use super::*;
+
+    /// Counted again from the tensors that are there.
+    fn recounted(values: &Values) -> usize {
+        values.tensors.iter().flatten().map(bytes).sum()
+    }
+
+    #[test]
+    fn bytes_are_those_of_what_is_there() {
+        let device = Device::default();
+        let tensor = |length: usize, dtype| Tensor::<1>::zeros([length], (&device, dtype));
+        let mut values = Values::none(3);
+        assert_eq!(values.bytes(), 0);
+        values.set(0, tensor(5, DType::F32));
+        values.set(2, tensor(7, DType::BF16));
+        assert_eq!((values.bytes(), recounted(&values)), (34, 34));
+        values.set(0, tensor(3, DType::F32)); // in place of another
+        assert_eq!((values.bytes(), recounted(&values)), (26, 26));
+        assert!(values.take(1).is_none() && values.take(2).is_some() && values.take(2).is_none());
+        assert_eq!((values.bytes(), recounted(&values)), (12, 12));
+    }
+}

@@ -106,7 +106,7 @@ fn tensor(values: &[f32], dtype: DType) -> Tensor<1> {
 }
 
 /// Compares the reductions of a world with the reference, for shares of these lengths.
-fn check_reductions(
+pub fn check_reductions(
     world: &World,
     counts: &[usize],
     dtype: DType,

@@ -9,10 +9,13 @@ use distmuon::dist::comm::{Communicator, Hierarchy, Pending};
 
 use crate::common::bits;
 use crate::worlds::{self, Case, cases};
-use crate::{Net, config, ranks, trained, watched};
+use crate::{Net, collectives, config, ranks, trained, watched};
 
-pub const SOUND: &[Case] =
-    cases![nodes_are_bit_equal_to_a_flat_world, nodes_send_less_between_them,];
+pub const SOUND: &[Case] = cases![
+    nodes_are_bit_equal_to_a_flat_world,
+    nodes_of_neighbours_have_the_bits_of_sums_in_pairs,
+    nodes_send_less_between_them,
+];
 
 fn nodes_are_bit_equal_to_a_flat_world() {
     // Neighbours are a node, or every other rank is.
@@ -42,6 +45,26 @@ fn nodes_are_bit_equal_to_a_flat_world() {
         });
         assert_eq!(versions.unwrap(), [true; 4]);
     }
+}
+
+/// Neighbours in nodes of two: the order of additions is that of all ranks.
+fn nodes_of_neighbours_have_the_bits_of_sums_in_pairs() {
+    if !worlds::is_exact() {
+        println!("skipped: NCCL adds up in an order of its own");
+        return;
+    }
+    let checked = ranks(4, |world| {
+        let world = world.clone().by_node(&format!("{}", world.rank() / 2))?;
+        for counts in [[8; 4], [5, 0, 4, 7]] {
+            for op in [ReduceOp::Sum, ReduceOp::Mean] {
+                for dtype in [DType::F32, DType::F16, DType::BF16] {
+                    collectives::check_reductions(&world, &counts, dtype, op)?;
+                }
+            }
+        }
+        Ok(())
+    });
+    checked.unwrap();
 }
 
 fn nodes_send_less_between_them() {

@@ -18,7 +18,7 @@ pub const GRAIN: usize = 256;
 pub enum BucketKind {
     /// By matrices: a rank's share is the matrices it owns.
     Matrices,
-    /// By rows of [`GRAIN`] elements, as evenly as possible.
+    /// By rows of [`GRAIN`] elements, equally many for every rank: zeros fill up the last rows.
     Elements,
     /// Not at all: every rank updates all of it, and gradients are all-reduced.
     Replicated,
@@ -66,12 +66,12 @@ impl Bucket {
         let (pieces, counts) = match kind {
             BucketKind::Matrices => matrix_pieces(&indices, parameters, owners, world_size),
             BucketKind::Elements | BucketKind::Replicated => {
-                let pieces: Vec<_> =
+                let mut pieces: Vec<_> =
                     indices.iter().map(|&index| element_piece(index, parameters)).collect();
                 let total = pieces.iter().map(Piece::extent).sum();
                 let counts = match kind {
                     BucketKind::Replicated => vec![total; world_size],
-                    _ => even_rows(total, world_size),
+                    _ => equal_rows(total, world_size, &mut pieces),
                 };
                 (pieces, counts)
             }
@@ -219,11 +219,14 @@ fn element_piece(parameter: usize, parameters: &[Parameter]) -> Piece {
     Piece { parameter, start: 0, len, padding: len.next_multiple_of(GRAIN) - len }
 }
 
-/// Deals out whole rows; the first ranks get one more where the division leaves some.
-fn even_rows(elements: usize, world_size: usize) -> Vec<usize> {
-    let rows = elements / GRAIN;
-    let extra = rows % world_size;
-    (0..world_size).map(|rank| GRAIN * (rows / world_size + usize::from(rank < extra))).collect()
+/// Deals out equally many rows, for which the last piece gets more zeros: engines have one call of their
+/// library for equal shares, and one for every rank for others.
+fn equal_rows(elements: usize, world_size: usize, pieces: &mut [Piece]) -> Vec<usize> {
+    let padded = elements.next_multiple_of(world_size * GRAIN);
+    if let Some(last) = pieces.last_mut() {
+        last.padding += padded - elements;
+    }
+    vec![padded / world_size; world_size]
 }
 
 /// The matrices in the order of their owners, and how many elements each owner has.
