@@ -105,7 +105,7 @@ fn is_child() -> bool {
 
 fn child(test: &str, role: String) -> Child {
     let (_, module) = module_path!().split_once("::").unwrap();
-    let mut command = Command::new(std::env::current_exe().unwrap());
+    let mut command = Command::new(std::env::args_os().next().unwrap());
     command.args([&format!("{module}::{test}"), "--exact", "--nocapture", "--include-ignored"]);
     command.env(ROLE, role).stdout(Stdio::piped()).spawn().unwrap()
 }

@@ -43,7 +43,7 @@ const CHILD: &str = "DISTMUON_TEST_LIMITS";
 #[cfg(unix)]
 fn child(test: &str, role: &str) -> Child {
     let (_, module) = module_path!().split_once("::").unwrap();
-    let mut command = Command::new(std::env::current_exe().unwrap());
+    let mut command = Command::new(std::env::args_os().next().unwrap());
     command.args([&format!("{module}::{test}"), "--exact", "--nocapture", "--test-threads=1"]);
     command.env(CHILD, role).stdout(Stdio::piped()).spawn().unwrap()
 }
