@@ -117,6 +117,8 @@ pub struct Meetings<C, P> {
     ranks: Vec<Rank>,
     /// The number of ranks that have left.
     left: usize,
+    /// The number of ranks that are busy.
+    busy: usize,
     /// The last time a rank stopped being busy. All deadlines start anew there: any rank may have
     /// waited for it through others.
     resumed: Option<Instant>,
@@ -133,6 +135,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
             calls: HashMap::new(),
             ranks: (0..size).map(|_| Rank::default()).collect(),
             left: 0,
+            busy: 0,
             resumed: None,
             deadline: deadline.min(FOREVER),
             failure: None,
@@ -254,9 +257,17 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
     }
 
     /// Notes that a rank does something that may take longer than the deadline, or has done it.
+    ///
+    /// Nobody is given up as long as any rank is busy: any rank may wait for it through others, or have
+    /// waited for it until a moment ago.
     pub fn set_busy(&mut self, rank: usize, busy: bool, now: Instant) {
-        if std::mem::replace(&mut self.ranks[rank].busy, busy) && !busy {
-            self.resumed = Some(now);
+        match (std::mem::replace(&mut self.ranks[rank].busy, busy), busy) {
+            (false, true) => self.busy += 1,
+            (true, false) => {
+                self.busy -= 1;
+                self.resumed = Some(now);
+            }
+            _ => {}
         }
     }
 
@@ -264,7 +275,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
     pub fn leave(&mut self, rank: usize) {
         let this = &mut self.ranks[rank];
         self.left += usize::from(!std::mem::replace(&mut this.left, true));
-        this.busy = false;
+        self.busy -= usize::from(std::mem::take(&mut this.busy));
         this.waits.clear();
         let waits = self.ranks.iter().flat_map(|other| &other.waits);
         let missed = waits.into_iter().find(|wait| self.misses(wait, rank));
@@ -273,7 +284,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
         }
     }
 
-    /// When a rank that waits in a round has waited for too long.
+    /// When a rank that waits in a round has waited for too long, if no rank is busy then.
     pub fn due(&self, rank: usize, place: Place) -> Option<Instant> {
         let wait = self.ranks[rank].waits.iter().find(|wait| wait.place == place)?;
         Some(self.due_of(wait))
@@ -283,10 +294,14 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
         wait.since.max(self.resumed.unwrap_or(wait.since)) + self.deadline
     }
 
+    fn is_due(&self, wait: &Wait, now: Instant) -> bool {
+        self.busy == 0 && now >= self.due_of(wait)
+    }
+
     /// Ends the world if a rank has waited for too long at a place, and returns its failure.
     pub fn expire(&mut self, rank: usize, place: Place, now: Instant) -> Option<Failure> {
         let wait = self.ranks[rank].waits.iter().find(|wait| wait.place == place)?;
-        if now < self.due_of(wait) {
+        if !self.is_due(wait, now) {
             return None;
         }
         let culprit = self.culprit(rank, wait, now)?;
@@ -294,29 +309,23 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
     }
 
     /// Finds the rank responsible for a timeout by following the wait-for graph. A rank that is
-    /// itself waiting is not to blame, unless all of them wait for each other. Returns `None` if a
-    /// busy rank is the reason.
+    /// itself waiting is not to blame, unless all of them wait for each other.
     fn culprit(&self, rank: usize, first: &Wait, _now: Instant) -> Option<Failure> {
         let mut asked = vec![false; self.ranks.len()];
         asked[rank] = true;
         let mut waits = vec![first];
         let mut next = 0;
-        let mut for_busy = false;
         while let Some(wait) = waits.get(next).copied() {
             for missing in self.missing(wait) {
                 let state = &self.ranks[missing];
-                if state.waits.is_empty() && !state.busy {
+                if state.waits.is_empty() {
                     return Some(self.late(missing, wait));
                 }
-                for_busy |= state.waits.is_empty();
                 if !std::mem::replace(&mut asked[missing], true) {
                     waits.extend(&state.waits);
                 }
             }
             next += 1;
-        }
-        if for_busy {
-            return None;
         }
         match self.missing(first).next() {
             Some(missing) => Some(self.late(missing, first)),
@@ -432,7 +441,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
             .iter()
             .enumerate()
             .flat_map(|(rank, state)| state.waits.iter().map(move |wait| (rank, wait)));
-        let due = waits.filter(|(_, wait)| now >= self.due_of(wait));
+        let due = waits.filter(|(_, wait)| self.is_due(wait, now));
         let culprit = due
             .filter(|(_, wait)| {
                 seen.insert(match wait.place {

@@ -266,6 +266,33 @@ fn a_busy_rank_is_waited_for_beyond_the_deadline_and_blamed_if_it_hangs() {
     }
 }
 
+/// Rank 0 is busy and keeps rank 1 from reporting calls, which it may have made or not; rank 2 waits for both.
+#[test]
+fn nobody_is_blamed_while_a_rank_is_busy() {
+    const SHORT: Duration = Duration::from_millis(800);
+    let (world, _) = world_within(SHORT, 3);
+    world.0[0].set_busy(true);
+    let came = AtomicBool::new(false);
+    let has_come = || came.load(Ordering::SeqCst);
+    let outcomes = on_all(&world.0, |rank| {
+        match rank.rank() {
+            0 => {
+                thread::sleep(3 * SHORT);
+                rank.set_busy(false);
+                came.store(true, Ordering::SeqCst);
+            }
+            1 => {
+                while !has_come() {
+                    thread::sleep(SHORT / 10);
+                }
+            }
+            _ => return rank.wait(&rank.announce("sum"), || Ok(has_come())),
+        }
+        rank.check()
+    });
+    assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+}
+
 #[test]
 fn a_busy_rank_that_dies_is_not_waited_for() {
     let (mut world, _) = world(2);
