@@ -275,6 +275,6 @@ fn a_step_of_more_buckets_holds_no_more_at_once() {
         );
         extra
     });
-    // A bucket and a half for what the ranks do not do in step.
-    assert!(many <= few + 3 * BUCKET / 2, "{many} beyond {few}");
+    // Some buckets for what the ranks do not do in step, of the 75 more that there are.
+    assert!(many <= few + 4 * BUCKET, "{many} beyond {few}");
 }

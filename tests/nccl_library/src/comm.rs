@@ -11,6 +11,7 @@ use std::slice;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
 use memmap2::{MmapOptions, MmapRaw};
@@ -169,11 +170,12 @@ impl Comm {
             head.arrived.store(0, Ordering::SeqCst);
             head.meetings.fetch_add(1, Ordering::SeqCst);
         }
+        let start = Instant::now();
         while head.meetings.load(Ordering::SeqCst) == meeting {
             if head.ended.load(Ordering::SeqCst) != 0 {
                 return Err(());
             }
-            thread::yield_now();
+            pause(start);
         }
         Ok(())
     }
@@ -196,8 +198,9 @@ impl Comm {
 
     /// Waits until all calls that were given are carried out, or given up.
     pub fn wait(&self) {
+        let start = Instant::now();
         while self.pending.load(Ordering::SeqCst) > 0 {
-            thread::yield_now();
+            pause(start);
         }
     }
 
@@ -293,19 +296,24 @@ impl Comm {
     /// Sends and receives of a group, all at the same time.
     fn exchange(&self, parts: &[Operation]) -> Result<(), ()> {
         let mut left: Vec<(&Operation, usize)> = parts.iter().map(|part| (part, 0)).collect();
+        let mut start = Instant::now();
         while !left.is_empty() {
             if self.head().ended.load(Ordering::SeqCst) != 0 {
                 return Err(());
             }
             for (part, done) in &mut left {
-                *done += if part.kind == Kind::Send {
+                let moved = if part.kind == Kind::Send {
                     self.put(part, *done)
                 } else {
                     self.take(part, *done)?
                 };
+                if moved > 0 {
+                    start = Instant::now();
+                }
+                *done += moved;
             }
             left.retain(|(part, done)| !self.is_done(part, *done));
-            thread::yield_now();
+            pause(start);
         }
         Ok(())
     }
@@ -396,6 +404,15 @@ impl Drop for Comm {
         if (self.head().attached.load(Ordering::SeqCst) as usize) < self.size {
             fs::remove_file(Self::path(&self.name)).ok();
         }
+    }
+}
+
+/// Lets others run, who may be waited for: ranks are more than cores here, and hundreds of threads that look
+/// all the time would keep them busy.
+fn pause(since: Instant) {
+    match since.elapsed() {
+        short if short < Duration::from_millis(1) => thread::yield_now(),
+        long => thread::sleep((long / 16).min(Duration::from_millis(2))),
     }
 }
 

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use super::super::meetings::{Failure, Key};
 use super::beat::{Beat, STALL};
 use super::protocol::{
-    Frame, Incoming, LONGEST, MEMBER, Outcome, Reply, Request, frame, parse, short, write,
+    CAUSE, Frame, Incoming, LONGEST, MEMBER, Outcome, Reply, Request, bounded, frame, parse, short,
+    write,
 };
 use super::server::Server;
 use crate::error::{Error, Result};
@@ -161,7 +162,7 @@ impl Link {
 
     /// Ends the world, and waits until that is known.
     pub fn fail(&self, cause: &str) {
-        self.tell(&Request::Fail { cause: cause.to_owned() });
+        self.tell(&Request::Fail { cause: bounded(cause.to_owned(), CAUSE) });
         self.listen(FAREWELL);
     }
 

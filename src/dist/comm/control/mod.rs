@@ -21,7 +21,7 @@ use link::{Answer, Link};
 pub use meeting::Meeting;
 #[cfg(feature = "mpi")]
 pub use proof::random_secret;
-use protocol::{Op, Outcome, Request};
+use protocol::{CALL, Op, Outcome, Request};
 
 use super::meetings::Failure;
 use crate::error::{Error, Result};
@@ -31,6 +31,11 @@ pub const PATIENCE: Duration = Duration::from_secs(1);
 /// The time that a call of an engine may take before rank 0 is told of it. Together with the way there
 /// and back, less than a second passes until a rank that is gone is noticed.
 const QUIET: Duration = Duration::from_millis(500);
+
+/// The time for which a call is asked about without a break: the length of a short one.
+const SPIN: Duration = Duration::from_millis(1);
+/// The longest break between two looks at a call.
+const NAP: Duration = Duration::from_millis(1);
 
 /// A process's view of one group.
 #[derive(Debug)]
@@ -164,8 +169,8 @@ impl Control {
         Err(Error::PeerFailed { rank: 0, cause: cause.into() })
     }
 
-    /// Says that this process does something that may take longer than the deadline, or has done it.
-    /// Ranks that wait for it meanwhile do not time out as long as it lives.
+    /// Says that this process does something that may take longer than the deadline, or has done it. No
+    /// rank times out meanwhile.
     pub fn set_busy(&self, busy: bool) {
         self.link.tell(&Request::Busy(busy));
     }
@@ -173,7 +178,7 @@ impl Control {
     /// Numbers a call that goes elsewhere, as all members make it now.
     pub fn announce(&self, call: impl ToString) -> Elsewhere {
         let number = self.calls.fetch_add(1, Ordering::SeqCst);
-        Elsewhere { number, call: protocol::bounded(call.to_string()) }
+        Elsewhere { number, call: protocol::bounded(call.to_string(), CALL) }
     }
 
     /// Waits until `finished` says so, which is asked again and again.
@@ -192,7 +197,7 @@ impl Control {
             if waiting.is_none() && waited >= quiet {
                 waiting = Some(self.waiting(call, waited));
             }
-            thread::yield_now();
+            pause(waited);
         }
         Ok(())
     }
@@ -249,6 +254,16 @@ impl Control {
             }
             _ => self.misunderstood(),
         }
+    }
+}
+
+/// Leaves the core to others for a moment, after some time of waiting. A rank that only yields is always
+/// ready to run: it slows the ranks that it waits for, and the threads that say that it lives.
+fn pause(waited: Duration) {
+    match waited < SPIN {
+        true => thread::yield_now(),
+        // A small part of what was waited already, so that no call takes notably longer.
+        false => thread::sleep(NAP.min(waited / 64)),
     }
 }
 

@@ -24,7 +24,9 @@ pub const HEADER: usize = 64;
 /// The most raw bytes of one member.
 pub const LONGEST: usize = MEMBER - HEADER;
 /// The longest description of a call, in bytes.
-const CALL: usize = 200;
+pub const CALL: usize = 200;
+/// The longest cause of a failure, in bytes. It goes to all ranks.
+pub const CAUSE: usize = 4 << 10;
 /// A frame to send. Shared by all ranks that get the same one.
 pub type Frame = Arc<[u8]>;
 
@@ -96,7 +98,7 @@ pub enum Request {
     Wait {
         /// The group and the number of the call among its calls of engines.
         key: Key,
-        /// The call, as [`bounded`].
+        /// The call, [`bounded`] by [`CALL`].
         call: String,
         /// The time that the member has waited for it.
         waited: Duration,
@@ -112,7 +114,7 @@ pub enum Request {
     Beat,
     /// The world ends because of the member.
     Fail {
-        /// The reason.
+        /// The reason, [`bounded`] by [`CAUSE`].
         cause: String,
     },
     /// The member makes no further call.
@@ -245,17 +247,17 @@ pub fn write(mut stream: impl Write, frame: &Frame) -> io::Result<()> {
     stream.write_all(frame)
 }
 
-/// Shortens the description of a call. Different descriptions stay different.
-pub fn bounded(mut call: String) -> String {
-    if call.len() > CALL {
-        let hash = Sha256::digest(&call);
+/// Shortens a text to at most `longest` bytes. Different texts stay different.
+pub fn bounded(mut text: String, longest: usize) -> String {
+    if text.len() > longest {
+        let hash = Sha256::digest(&text);
         let hash: String = hash[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-        let cut = (0..=CALL - 21).rev().find(|at| call.is_char_boundary(*at)).unwrap_or(0);
-        call.truncate(cut);
-        call.push_str("... #");
-        call.push_str(&hash);
+        let cut = (0..=longest - 21).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0);
+        text.truncate(cut);
+        text.push_str("... #");
+        text.push_str(&hash);
     }
-    call
+    text
 }
 
 fn invalid(reason: String) -> io::Error {
@@ -320,13 +322,13 @@ mod tests {
             call in "[a-z\u{e4}]{0,600}",
             at in 0_usize..600,
         ) {
-            let short = bounded(call.clone());
+            let short = bounded(call.clone(), CALL);
             prop_assert!(short.len() <= CALL);
             prop_assert!(call.len() > CALL || short == call);
             let mut letters: Vec<char> = call.chars().collect();
             if let Some(letter) = letters.get_mut(at) {
                 *letter = 'X';
-                prop_assert_ne!(bounded(letters.into_iter().collect()), short);
+                prop_assert_ne!(bounded(letters.into_iter().collect(), CALL), short);
             }
         }
     }
