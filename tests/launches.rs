@@ -7,7 +7,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, Once};
+use std::sync::{Arc, Barrier, Mutex, Once};
 
 use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
@@ -128,21 +128,33 @@ impl Net {
     }
 }
 
-/// The counts of a model's fourth step: everything was compiled, tuned and cached before.
-fn step(parameters: usize) -> Counted {
+/// The counts of a model's fourth step on all ranks: everything was compiled, tuned and cached before.
+fn step(parameters: usize, ranks: usize, config: &DistMuonConfig) -> Counted {
     let device = Device::default().autodiff();
-    let mut net = Net::new(parameters, &device);
-    let muon = MuonConfig::new().with_rule(Rule::muon("matrices"));
-    let config = DistMuonConfig::new().with_muon(muon);
-    let mut optim = config.init(&World::alone(device.clone()), &net).expect("it fits");
-    for _ in 0..3 {
+    let all = Barrier::new(ranks);
+    let counts = World::threads(vec![device.clone(); ranks], |world| {
+        let mut net = Net::new(parameters, world.device());
+        let mut optim = config.init(&world, &net)?;
+        for _ in 0..3 {
+            let gradients = net.gradients();
+            net = optim.step(0.01, net, gradients)?;
+        }
         let gradients = net.gradients();
-        net = optim.step(0.01, net, gradients).expect("a step");
-    }
-    let gradients = net.gradients();
-    let (_net, counted) =
-        counted(&device.inner(), || optim.step(0.01, net, gradients).expect("a step"));
-    counted
+        all.wait();
+        let step = || {
+            all.wait();
+            let net = optim.step(0.01, net, gradients);
+            all.wait();
+            net
+        };
+        // What one rank counts is that of all: none does anything else meanwhile.
+        if world.rank() > 0 {
+            return step().map(|_| None);
+        }
+        let (net, counted) = counted(&device.clone().inner(), step);
+        net.map(|_| Some(counted))
+    });
+    counts.expect("all ranks step").into_iter().flatten().next().expect("rank 0 counts")
 }
 
 #[test]
@@ -155,19 +167,31 @@ fn launches_and_copies_of_a_step() {
     config.memory.logger.level = MemoryLogLevel::Full;
     config.memory.logger.log = Some(Default::default());
     CubeClRuntimeConfig::set(config);
-    let [few, many] = [30, 300].map(|parameters| {
-        let counted = step(parameters);
-        let Counted { launches, uploads, reads, kernels } = &counted;
-        println!("{parameters} parameters: {launches} launches, {uploads} uploads, {reads} reads");
-        println!("{kernels:#?}");
-        counted
-    });
-    // Rates, masks and counters of all parameters go to the device at once.
-    assert_eq!((few.uploads, many.uploads), (1, 1));
-    assert_eq!((few.reads, many.reads), (0, 0));
-    let each = (many.launches - few.launches) as f64 / 270.0;
-    println!("{each:.2} launches for each parameter more");
+    let muon = MuonConfig::new().with_rule(Rule::muon("matrices"));
+    let config = DistMuonConfig::new().with_muon(muon);
+    let clipped = config.clone().with_max_norm(Some(1.0));
     // Packing a gradient and its parameter takes one each, and one for the zeros that fill up the last row of
     // a vector: Burn's `cat` launches a kernel for every input where there are many.
-    assert!(each <= 3.0, "{each}");
+    for (ranks, config) in [(1, &config), (2, &clipped)] {
+        let [few, many] = [30, 300].map(|parameters| {
+            let counted = step(parameters, ranks, config);
+            let Counted { launches, uploads, reads, kernels } = &counted;
+            println!(
+                "{parameters} parameters, {ranks} ranks, clipped by {:?}: {launches} launches, \
+                 {uploads} uploads, {reads} reads",
+                config.max_norm
+            );
+            println!("{kernels:#?}");
+            counted
+        });
+        // Rates, masks and counters of all parameters go to the device at once.
+        assert_eq!((few.uploads, many.uploads), (ranks, ranks));
+        assert_eq!((few.reads, many.reads), (0, 0));
+        let each = (many.launches - few.launches) as f64 / 270.0 / ranks as f64;
+        println!("{each:.2} launches for each parameter more, on each of {ranks} ranks");
+        assert!(each <= 3.0, "{each}");
+        // A sum of rows by a scatter would be one thread, for any number of them.
+        let scatters = many.kernels.keys().any(|name| name.contains("select_assign"));
+        assert!(!scatters, "{:?}", many.kernels);
+    }
 }

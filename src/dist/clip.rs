@@ -1,6 +1,6 @@
 //! Clipping by the norm of all gradients.
 
-use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 
 use super::World;
 use super::comm::ReduceOp;
@@ -14,11 +14,9 @@ const NORM_EPSILON: f64 = 1e-6;
 /// The most that the norm of all gradients may be, and how it is taken.
 pub struct Clip {
     max_norm: f64,
-    /// The places of this rank's rows among the rows of all parameters in model order: their squares are
-    /// added up in an order that does not depend on the plan.
-    places: Tensor<1, Int>,
-    /// Rows of all parameters.
-    rows: usize,
+    /// For every row of all parameters in model order, its place among this rank's rows; behind them for
+    /// a row of another rank. Squares are added up in this order, which does not depend on the plan.
+    sources: Tensor<1, Int>,
     device: Device,
 }
 
@@ -39,26 +37,28 @@ impl Clip {
                 let of_parameter = parameter.elements().div_ceil(length);
                 let start = elements.start.div_ceil(length);
                 let count = (elements.len() + padding) / length;
-                // Rows of zeros behind a parameter go to the place after all others.
-                let place = |row| if row < of_parameter { first[number] + row } else { rows };
-                (start..start + count).map(|row| place(row) as i32).collect::<Vec<_>>()
+                let of_first = first[number];
+                // Rows of zeros behind a parameter have no place.
+                let place = move |row| (row < of_parameter).then_some(of_first + row);
+                (start..start + count).map(place)
             });
             places.collect::<Vec<_>>()
         };
         let counted = plan.buckets().iter().filter(|bucket| counts(bucket, rank));
-        let places: Vec<i32> = counted.flat_map(of_bucket).collect();
-        let places = Tensor::from_data(TensorData::from(&*places), device);
-        Self { max_norm, places, rows, device: device.clone() }
+        let places: Vec<Option<usize>> = counted.flat_map(of_bucket).collect();
+        let mut sources = vec![places.len() as i32; rows];
+        for (own, place) in places.into_iter().enumerate() {
+            place.into_iter().for_each(|place| sources[place] = own as i32);
+        }
+        let sources = Tensor::from_data(TensorData::from(&*sources), device);
+        Self { max_norm, sources, device: device.clone() }
     }
 
     /// The factor on all gradients, from the squares of the accepted rows of every bucket that
     /// [`counts`] on this rank.
     pub fn factor(&self, world: &World, squares: Vec<Tensor<1>>) -> Result<Tensor<1>> {
-        let mut all = Tensor::<1>::zeros([self.rows + 1], (&self.device, DType::F32));
-        let own = flat::join(squares, DType::F32, &self.device);
-        if own.dims() != [0] {
-            all = all.select_assign(0, self.places.clone(), own, IndexingUpdateOp::Add);
-        }
+        // A gather with a zero behind all rows: a scatter is one thread on CubeCL, for any number of rows.
+        let all = flat::with_zero(squares, &self.device).select(0, self.sources.clone());
         let all = world.comm().all_reduce(all, ReduceOp::Sum)?.wait()?;
         let norm = all.sum().sqrt().add_scalar(NORM_EPSILON);
         // A norm that overflows makes the factor zero, as in PyTorch.

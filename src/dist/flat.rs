@@ -24,6 +24,12 @@ pub fn join(tensors: Vec<Tensor<1>>, dtype: DType, device: &Device) -> Tensor<1>
     }
 }
 
+/// The numbers of some tensors one after the other, in float32, and a zero.
+pub fn with_zero(mut tensors: Vec<Tensor<1>>, device: &Device) -> Tensor<1> {
+    tensors.push(Tensor::zeros([1], (device, DType::F32)));
+    join(tensors, DType::F32, device)
+}
+
 /// No elements.
 pub fn empty(dtype: DType, device: &Device) -> Tensor<1> {
     Tensor::empty([0], (device, dtype))

@@ -150,7 +150,7 @@ impl DistModuleOptimizer {
             routing,
             counters: Counters::new(members.len(), &device),
             adamw: config.muon.adamw.clone(),
-            rows: Rows::new(rows, &device),
+            rows: Rows::new(&rows, plan.parameters().len(), &device),
             plan,
             shards,
             members,
@@ -368,7 +368,7 @@ impl DistModuleOptimizer {
     fn decide(&mut self, orders: Orders, shares: &[Share]) -> Result<(Tensor<1>, Rates)> {
         let [keep, lr, present] = orders.upload(&self.device());
         let refused = shares.iter().map(|share| share.finite.clone().neg().add_scalar(1.0));
-        let refused = self.rows.sum(refused.collect(), self.plan.parameters());
+        let refused = self.rows.sum(refused.collect());
         let refused = self.world.comm().all_reduce(refused, ReduceOp::Sum)?.wait()?;
         let Decision { accepted, refused } = Decision::new(refused, present);
         let Counters { skipped, corrections } = &mut self.counters;

@@ -6,45 +6,94 @@
 
 use std::ops::Range;
 
-use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Tensor, TensorData, s};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData, s};
 
 use super::flat;
-use super::plan::Parameter;
 use crate::gate::ones_where;
 use crate::muon::rule::Rates;
 
+/// The numbers that are added up at once.
+const FAN_IN: usize = 256;
+
 /// The rows of a rank, those of one bucket after those of another.
 pub struct Rows {
+    /// The number of rows.
+    length: usize,
     /// For every row, the number of its parameter.
-    parameters: Vec<i32>,
-    numbers: Tensor<1, Int>,
+    parameters: Tensor<1, Int>,
+    /// The sums of a parameter's rows, level by level: the numbers that every sum of a level adds up, as
+    /// places among those of the level before. A scatter would be one thread on CubeCL, for any number of
+    /// rows.
+    levels: Vec<Tensor<2, Int>>,
     device: Device,
 }
 
 impl Rows {
-    /// The rows whose parameters have these numbers.
-    pub fn new(parameters: Vec<usize>, device: &Device) -> Self {
-        let parameters: Vec<i32> = parameters.into_iter().map(|number| number as i32).collect();
-        let numbers = Tensor::from_data(TensorData::from(&*parameters), device);
-        Self { parameters, numbers, device: device.clone() }
+    /// The rows of a world of `parameters` parameters, where row `r` belongs to number `of_rows[r]`.
+    pub fn new(of_rows: &[usize], parameters: usize, device: &Device) -> Self {
+        let numbers: Vec<i32> = of_rows.iter().map(|number| *number as i32).collect();
+        Self {
+            length: of_rows.len(),
+            parameters: Tensor::from_data(TensorData::from(&*numbers), device),
+            levels: levels(of_rows, parameters, FAN_IN)
+                .into_iter()
+                .map(|(places, width)| {
+                    let shape = [places.len() / width, width];
+                    Tensor::from_data(TensorData::new(places, shape), device)
+                })
+                .collect(),
+            device: device.clone(),
+        }
     }
 
     /// For every parameter, the sum of the values of its rows.
-    pub fn sum(&self, rows: Vec<Tensor<1>>, parameters: &[Parameter]) -> Tensor<1> {
-        let zeros = Tensor::zeros([parameters.len()], (&self.device, DType::F32));
-        if self.parameters.is_empty() {
-            return zeros;
+    pub fn sum(&self, rows: Vec<Tensor<1>>) -> Tensor<1> {
+        let mut sums = rows;
+        for places in &self.levels {
+            let [count, width] = places.dims();
+            let numbers = flat::with_zero(sums, &self.device);
+            let numbers = numbers.select(0, places.clone().reshape([-1]));
+            sums = vec![numbers.reshape([count, width]).sum_dim(1).reshape([count])];
         }
-        let rows = flat::join(rows, DType::F32, &self.device);
-        zeros.select_assign(0, self.numbers.clone(), rows, IndexingUpdateOp::Add)
+        sums.swap_remove(0)
     }
 
     /// For every row, the value of its parameter.
     pub fn spread(&self, per_parameter: &Tensor<1>) -> Tensor<1> {
-        match self.parameters.is_empty() {
-            true => flat::empty(per_parameter.dtype(), &self.device),
-            false => per_parameter.clone().select(0, self.numbers.clone()),
+        match self.length {
+            0 => flat::empty(per_parameter.dtype(), &self.device),
+            _ => per_parameter.clone().select(0, self.parameters.clone()),
         }
+    }
+}
+
+/// The levels of sums that add up, for every parameter, the numbers of its rows: the places of the numbers
+/// of all sums of a level, and how many belong to one. The place behind all numbers is that of a zero.
+fn levels(of_rows: &[usize], parameters: usize, fan_in: usize) -> Vec<(Vec<i32>, usize)> {
+    let mut groups = vec![vec![]; parameters];
+    for (row, number) in of_rows.iter().enumerate() {
+        groups[*number].push(row as i32);
+    }
+    let mut numbers = of_rows.len();
+    let mut levels = vec![];
+    loop {
+        let longest = groups.iter().map(Vec::len).max().unwrap_or_default();
+        let (width, is_last) = (longest.clamp(1, fan_in), longest <= fan_in);
+        let (mut places, mut sums) = (vec![], 0);
+        for group in &mut groups {
+            let added = std::mem::take(group);
+            // The last level has a sum for every parameter, also for one without rows.
+            let parts = added.len().div_ceil(width).max(usize::from(is_last));
+            places.extend(added);
+            places.resize((sums + parts) * width, numbers as i32);
+            group.extend((sums..sums + parts).map(|sum| sum as i32));
+            sums += parts;
+        }
+        levels.push((places, width));
+        if is_last {
+            return levels;
+        }
+        numbers = sums;
     }
 }
 
@@ -118,5 +167,47 @@ impl RowValues {
 
     fn part(&self, value: usize, rows: &Range<usize>) -> Tensor<1> {
         flat::part(&self.0[value], rows.clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn levels_add_up_the_rows_of_every_parameter(
+            of_rows in prop::collection::vec(0_usize..7, 0..60),
+            fan_in in 2_usize..9,
+        ) {
+            let numbers = |row: usize| (row * row + 1) as i64;
+            let mut expected = vec![0; 8];
+            for (row, number) in of_rows.iter().enumerate() {
+                expected[*number] += numbers(row);
+            }
+            let mut sums: Vec<i64> = (0..of_rows.len()).map(numbers).collect();
+            for (places, width) in levels(&of_rows, 8, fan_in) {
+                prop_assert!(width <= fan_in);
+                sums.push(0);
+                let sum = |places: &[i32]| places.iter().map(|place| sums[*place as usize]).sum();
+                sums = places.chunks(width).map(sum).collect();
+            }
+            prop_assert_eq!(sums, expected);
+        }
+    }
+
+    #[test]
+    fn sums_of_many_rows_are_exact_on_the_device() {
+        let device = Device::default();
+        let of_rows: Vec<usize> = (0..70_000).map(|row| 2 * usize::from(row % 70 == 0)).collect();
+        let rows = Rows::new(&of_rows, 3, &device);
+        assert_eq!(rows.levels.len(), 3);
+        let halves = || Tensor::ones([35_000], (&device, DType::F32));
+        let sums = rows.sum(vec![halves(), halves()]).into_data();
+        sums.assert_eq(&TensorData::from([69_000.0_f32, 0.0, 1_000.0]), true);
+        let none = Rows::new(&[], 2, &device).sum(vec![]).into_data();
+        none.assert_eq(&TensorData::from([0.0_f32, 0.0]), true);
     }
 }
