@@ -22,23 +22,24 @@ pub(super) struct Difference {
 impl World {
     /// Returns a value of every rank, to all ranks. What a rank receives grows with their number.
     ///
+    /// Values travel bit by bit: floats may be infinite or not a number.
+    ///
     /// # Errors
     ///
-    /// As every collective.
+    /// As every collective; [`Error::Mismatch`] if a rank gives a value of another type.
     ///
     /// # Panics
     ///
-    /// If the value can't be written as JSON and read back.
+    /// If the value can't be serialized.
     pub fn all_gather_value<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
-        let all = self.comm().all_gather_bytes(to_json(value))?;
-        Ok(all.iter().map(|bytes| from_json(bytes)).collect())
+        read_all(&self.comm().all_gather_bytes(written(value))?)
     }
 
     /// Returns a value of every rank, on rank `root`; nothing on the others.
     ///
     /// # Errors
     ///
-    /// As every collective.
+    /// As [`all_gather_value`](Self::all_gather_value).
     ///
     /// # Panics
     ///
@@ -48,15 +49,15 @@ impl World {
         value: &T,
         root: usize,
     ) -> Result<Option<Vec<T>>> {
-        let all = self.comm().gather_bytes(to_json(value), root)?;
-        Ok(all.map(|all| all.iter().map(|bytes| from_json(bytes)).collect()))
+        let all = self.comm().gather_bytes(written(value), root)?;
+        all.map(|all| read_all(&all)).transpose()
     }
 
     /// Returns the value of rank `root`, to all ranks. What the others give is ignored.
     ///
     /// # Errors
     ///
-    /// As every collective.
+    /// As [`all_gather_value`](Self::all_gather_value).
     ///
     /// # Panics
     ///
@@ -66,8 +67,8 @@ impl World {
         value: &T,
         root: usize,
     ) -> Result<T> {
-        let own = if self.rank() == root { to_json(value) } else { vec![] };
-        Ok(from_json(&self.comm().broadcast_bytes(own, root)?))
+        let own = if self.rank() == root { written(value) } else { vec![] };
+        read(root, &self.comm().broadcast_bytes(own, root)?)
     }
 
     /// Returns `true` on all ranks if any of them gives `true`.
@@ -108,16 +109,13 @@ impl World {
         T: Serialize + DeserializeOwned,
         D: Serialize + DeserializeOwned,
     {
-        if unite(self.comm(), vec![], digest(&to_json(own)))?.is_some() {
+        if unite(self.comm(), vec![], digest(&written(own)))?.is_some() {
             return Ok(None);
         }
         let first = self.broadcast_value(own, 0)?;
-        let found = match to_json(&first) == to_json(own) {
-            true => None,
-            false => difference(&first, own).map(|found| to_json(&found)),
-        };
+        let found = difference(&first, own).map(|found| written(&found));
         let found = self.comm().first_bytes(found)?;
-        Ok(found.map(|(rank, bytes)| (rank, from_json(&bytes))))
+        found.map(|(rank, bytes)| Ok((rank, read(rank, &bytes)?))).transpose()
     }
 
     /// Fails on all ranks if a setting differs on any of them.
@@ -158,10 +156,18 @@ pub(super) fn digest<T: Hash + ?Sized>(value: &T) -> u64 {
     hasher.finish()
 }
 
-fn to_json<T: Serialize>(value: &T) -> Vec<u8> {
-    serde_json::to_vec(value).expect("a value that can be written as JSON")
+/// A value as MessagePack, which has all floats, and the names of fields, which types may leave out.
+fn written<T: Serialize>(value: &T) -> Vec<u8> {
+    rmp_serde::to_vec_named(value).expect("a value that can be serialized")
 }
 
-fn from_json<T: DeserializeOwned>(bytes: &[u8]) -> T {
-    serde_json::from_slice(bytes).expect("a value of the same type")
+fn read<T: DeserializeOwned>(rank: usize, bytes: &[u8]) -> Result<T> {
+    rmp_serde::from_slice(bytes).map_err(|error| Error::Mismatch {
+        calls: format!("rank {rank} gave a value of another type: {error}"),
+    })
+}
+
+/// The values of all ranks, in their order.
+fn read_all<T: DeserializeOwned>(all: &[Vec<u8>]) -> Result<Vec<T>> {
+    all.iter().enumerate().map(|(rank, bytes)| read(rank, bytes)).collect()
 }

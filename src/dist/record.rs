@@ -174,19 +174,15 @@ impl DistModuleOptimizer {
 
     /// Refuses ranks that are about to load something else than rank 0.
     fn compare(&self, archive: &Archive) -> Result<()> {
-        let comm = self.world.comm();
-        let digest = archive.digest().to_le_bytes();
-        let own = [&digest[..], archive.describe().as_bytes()].concat();
-        let first = comm.broadcast_bytes(own.clone(), 0)?;
-        let text = |bytes: &[u8]| String::from_utf8_lossy(&bytes[digest.len()..]).into_owned();
-        // Paths may differ.
-        let differs = first[..digest.len()] != digest;
-        match comm.first_bytes(differs.then_some(own))? {
+        type Described = (u64, String);
+        let own = (archive.digest(), archive.describe());
+        // Descriptions hold paths, which may differ.
+        let difference = |first: &Described, own: &Described| {
+            (first.0 != own.0).then(|| (first.1.clone(), own.1.clone()))
+        };
+        match self.world.compare(&own, difference)? {
+            Some((rank, (expected, got))) => Err(Error::CheckpointsDiffer { rank, expected, got }),
             None => Ok(()),
-            Some((rank, other)) => {
-                let (expected, got) = (text(&first), text(&other));
-                Err(Error::CheckpointsDiffer { rank, expected, got })
-            }
         }
     }
 

@@ -53,12 +53,15 @@ fn difference(path: &str, first: &Value, other: &Value) -> Option<Difference> {
     if first == other {
         return None;
     }
-    if let (Value::Object(first), Value::Object(other)) = (first, other) {
-        let null = &Value::Null;
-        return first.iter().find_map(|(key, first)| {
+    let inside = match (first, other) {
+        (Value::Object(first), Value::Object(other)) => first.iter().find_map(|(key, first)| {
             let path = format!("{path}{}{key}", if path.is_empty() { "" } else { "." });
-            difference(&path, first, other.get(key).unwrap_or(null))
-        });
+            difference(&path, first, other.get(key)?)
+        }),
+        _ => None,
+    };
+    if inside.is_some() {
+        return inside;
     }
     let setting = path.to_owned();
     Some(Difference { setting, first: first.to_string(), other: other.to_string() })
@@ -72,8 +75,8 @@ pub fn same_model<M: Module>(world: &World, parameters: &[Parameter], model: &M)
         return Err(Error::ModelsDiffer { rank, parameter, other, first });
     }
     let other_values = world.compare(&checksums(model), |first, own| {
-        let differs = first.iter().zip(own).find(|(first, own)| first != own);
-        differs.map(|((path, _), _)| path.clone())
+        let (first, own) = first_unequal(first, own)?;
+        first.or(own).map(|(path, _)| path.clone())
     })?;
     match other_values {
         Some((rank, parameter)) => Err(Error::ModelsDiffer {
@@ -86,14 +89,22 @@ pub fn same_model<M: Module>(world: &World, parameters: &[Parameter], model: &M)
     }
 }
 
+/// The first entries at one place that two lists do not have in common. One may be missing.
+fn first_unequal<'a, T: PartialEq>(
+    first: &'a [T],
+    own: &'a [T],
+) -> Option<(Option<&'a T>, Option<&'a T>)> {
+    let entries = (0..first.len().max(own.len())).map(|at| (first.get(at), own.get(at)));
+    entries.into_iter().find(|(first, own)| first != own)
+}
+
 /// The first parameter that two models do not have in common: its path, and what it is in both.
 fn first_difference(first: &[Parameter], own: &[Parameter]) -> Option<(String, String, String)> {
     let described = |parameter: Option<&Parameter>| match parameter {
         Some(found) => format!("{:?} {} ({:?})", found.shape, found.dtype.name(), found.work),
         None => "absent".to_owned(),
     };
-    let at = (0..first.len().max(own.len())).find(|at| first.get(*at) != own.get(*at))?;
-    let (first, own) = (first.get(at), own.get(at));
+    let (first, own) = first_unequal(first, own)?;
     // Where one is missing or of another name, both names tell more than one.
     let named = |found: Option<&Parameter>| found.map(|found| found.path.clone());
     let parameter = match (named(first), named(own)) {

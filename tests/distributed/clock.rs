@@ -3,7 +3,9 @@
 
 use std::ops::Range;
 
-use burn::optim::GradientsParams;
+use burn::module::Module;
+use burn::optim::{GradientsParams, OptimizerRecord};
+use burn::store::ModuleRecord;
 use distmuon::dist::{DistMuonConfig, Gradients, World};
 use distmuon::{Error, MuonConfig, Schedule, checkpoint};
 
@@ -70,11 +72,20 @@ fn on_one_device(path: &std::path::Path, steps: Range<u64>) -> Vec<Vec<u8>> {
     net.weights()
 }
 
-/// `DistMuon` on every rank, which Burn hands one parameter after the other.
+/// `DistMuon` on every rank, which Burn hands one parameter after the other, and whose ranks save and load
+/// records of their own.
 fn by_parameter(world: &World) -> Result<Net, Error> {
     let mut net = Net::new(world.device());
     let mut optim = scheduled().build(world)?.init(&net)?;
     for step in 0..STEPS {
+        if step == SAVED {
+            let model = net.clone().into_record().into_bytes().expect("a record");
+            let states = optim.to_record().into_bytes().expect("a record");
+            net = Net::new(world.device());
+            net = net.load_record(ModuleRecord::from_bytes(model).expect("a record"));
+            let states = OptimizerRecord::from_bytes(states).expect("a record");
+            optim = scheduled().build(world)?.init(&net)?.load_record(states);
+        }
         let gradients = gradients(&net, step);
         net = optim.step(0.05, net, gradients);
     }

@@ -15,6 +15,7 @@ pub const SOUND: &[Case] = cases![
     lopsided_shares_have_the_bits_of_sums_in_pairs,
     no_element_is_sent_twice_or_widened,
     pending_results_say_what_they_hold,
+    values_of_all_ranks_are_told_bit_by_bit,
 ];
 
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -211,4 +212,16 @@ fn pending_results_say_what_they_hold() {
         Ok(())
     });
     outcome.unwrap();
+}
+
+fn values_of_all_ranks_are_told_bit_by_bit() {
+    let outcome = ranks(3, |world| {
+        let own = [f64::NAN, f64::INFINITY, -0.0][world.rank()];
+        let all = world.all_gather_value(&own)?;
+        assert!(all[0].is_nan() && all[1] == f64::INFINITY && all[2].is_sign_negative());
+        let gathered = world.gather_value(&world.rank(), 2)?;
+        assert_eq!(gathered, (world.rank() == 2).then(|| vec![0, 1, 2]));
+        world.broadcast_value(&Some(own), 1)
+    });
+    assert_eq!(outcome.unwrap(), [Some(f64::INFINITY); 3]);
 }

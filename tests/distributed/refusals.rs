@@ -1,6 +1,6 @@
 //! What all ranks refuse, with the same words.
 
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
@@ -18,8 +18,9 @@ pub const OTHERS: &[Case] = cases![
     tensors_on_another_device_are_named,
     learning_rates_that_differ_are_named_before_a_step,
     configurations_that_differ_are_named,
+    values_of_another_type_are_named,
     shared_parameters_are_refused_with_both_paths,
-    a_gradient_of_a_parameter_that_was_frozen_is_refused,
+    a_gradient_of_a_parameter_that_was_frozen_or_absent_is_refused,
 ];
 
 fn models_that_differ_are_named() {
@@ -43,6 +44,20 @@ fn models_that_differ_are_named() {
     });
     let error = values.unwrap_err().to_string();
     assert!(error.contains("World::broadcast"), "{error}");
+
+    // One more at the end, of the trained parameters or of the frozen ones.
+    for frozen in [false, true] {
+        let longer = ranks(2, |world| {
+            let ones =
+                || Param::from_tensor(Tensor::<2>::ones([8, 8], (world.device(), DType::F32)));
+            let mut matrices = vec![ones(), ones().set_require_grad(!frozen)];
+            matrices.truncate(2 - world.rank());
+            DistMuonConfig::new().init(&world, &matrices).map(|_| ())
+        });
+        let error = longer.unwrap_err();
+        let Error::ModelsDiffer { rank: 1, parameter, .. } = &error else { panic!("{error}") };
+        assert_eq!(parameter, "1");
+    }
 }
 
 fn bad_gradients_and_settings_are_refused_on_all_ranks() {
@@ -154,6 +169,21 @@ fn configurations_that_differ_are_named() {
     }
 }
 
+fn values_of_another_type_are_named() {
+    let errors = ranks_here(2, |world| {
+        let told = match world.rank() {
+            0 => world.all_gather_value(&1_u8).map(|_| ()),
+            _ => world.all_gather_value(&"one".to_owned()).map(|_| ()),
+        };
+        Ok(told.unwrap_err())
+    });
+    for (rank, error) in errors.unwrap().into_iter().enumerate() {
+        let Error::Mismatch { calls } = &error else { panic!("{error}") };
+        let other = format!("rank {} gave a value of another type", 1 - rank);
+        assert!(calls.starts_with(&other), "{error}");
+    }
+}
+
 fn shared_parameters_are_refused_with_both_paths() {
     let layer = LinearConfig::new(8, 8).init(&device());
     let tied = vec![layer.clone(), layer];
@@ -170,7 +200,7 @@ fn shared_parameters_are_refused_with_both_paths() {
     assert!(MuonConfig::new().try_init(&tied).is_ok());
 }
 
-fn a_gradient_of_a_parameter_that_was_frozen_is_refused() {
+fn a_gradient_of_a_parameter_that_was_frozen_or_absent_is_refused() {
     let mut net = Net::new(&device());
     let trained = net.wide.clone();
     net.wide = net.wide.no_grad();
@@ -186,6 +216,16 @@ fn a_gradient_of_a_parameter_that_was_frozen_is_refused() {
     let Error::Parameter { parameter, reason, .. } = &error else { panic!("{error}") };
     assert_eq!(parameter, "wide.weight");
     assert!(reason.contains("frozen"), "{error}");
+
+    let layer = || LinearConfig::new(8, 8).with_bias(false).init(&device());
+    let mut layers = vec![layer()];
+    let mut optim = DistMuonConfig::new().init(&World::alone(device()), &layers).unwrap();
+    layers.push(layer());
+    let gradients = crate::gradients(&layers, 0);
+    let error = optim.step(0.01, layers, gradients).map(|_| ()).unwrap_err();
+    let Error::Parameter { parameter, reason, .. } = &error else { panic!("{error}") };
+    assert_eq!(parameter, "1.weight");
+    assert!(reason.contains("absent"), "{error}");
 }
 
 /// Devices of two backends, where there are.

@@ -137,7 +137,8 @@ pub trait Communicator: Debug + Send + Sync {
     fn or_bytes(&self, bytes: Vec<u8>) -> Result<Vec<u8>>;
 
     /// Says that this rank does something that may take longer than the deadline, such as writing a file,
-    /// or has done it: whoever waits for this rank meanwhile goes on waiting as long as it lives.
+    /// or has done it. Meanwhile, nobody is given up for coming late: ranks wait for this one through others,
+    /// too. That a rank died is still noticed.
     fn set_busy(&self, busy: bool);
 
     /// Waits until every call that was waited for has been carried out. An engine may hand out results
@@ -280,7 +281,7 @@ impl fmt::Display for Call {
     }
 }
 
-/// Refuses a root that is no member of the group.
+/// Refuses a root that is not a member of the group.
 fn check_root(collective: &'static str, rank: usize, size: usize, root: usize) -> Result<()> {
     if root < size {
         return Ok(());
@@ -316,8 +317,13 @@ fn check_pairs(parts: &[[Vec<usize>; 2]]) -> Result<()> {
 fn exchange_pairs(comm: &dyn Communicator, send: &[usize], receive: &[usize]) -> Result<()> {
     let own = postcard::to_stdvec(&[send, receive]).expect("numbers can be written");
     let all = comm.all_gather_bytes(own)?;
-    let parts = all.iter().map(|bytes| postcard::from_bytes(bytes).expect("the same type"));
-    check_pairs(&parts.collect::<Vec<_>>())
+    let read = |(rank, bytes): (usize, &Vec<u8>)| {
+        let parts = postcard::from_bytes::<[Vec<usize>; 2]>(bytes).ok();
+        let parts = parts.filter(|parts| parts.iter().all(|counts| counts.len() == all.len()));
+        let calls = || format!("rank {rank} did not call all_to_all, and this rank did");
+        parts.ok_or_else(|| Error::Mismatch { calls: calls() })
+    };
+    check_pairs(&all.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?)
 }
 
 /// The number of elements before the part of `rank`.
