@@ -320,7 +320,7 @@ fn nccl_serves_cuda_devices() {
     let address = Some(("127.0.0.1".to_owned(), 0));
     let launch = Launch { rank: 0, world_size: 1, local_rank: 0, address, secret: String::new() };
     let error = World::nccl(&launch, Device::default(), DEADLINE).unwrap_err().to_string();
-    assert!(error.contains("is no CUDA device") && error.contains("the engine mpi"), "{error}");
+    assert!(error.contains("is not a CUDA device") && error.contains("the engine mpi"), "{error}");
 }
 
 /// The events of the victim in one step, in order.

@@ -11,7 +11,11 @@ use std::time::{Duration, Instant};
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::tensor::Device;
+#[cfg(feature = "mpi")]
+use burn::tensor::{DType, Tensor};
 use distmuon::Result;
+#[cfg(feature = "mpi")]
+use distmuon::dist::ReduceOp;
 use distmuon::dist::{DistMuonConfig, Launch, World};
 use libtest_mimic::{Arguments, Trial};
 use rand::{SeedableRng, rngs::StdRng};
@@ -36,6 +40,10 @@ const KILLED_AT: &str = "DISTMUON_TEST_KILLED_AT";
 /// from each other.
 #[cfg(feature = "mpi")]
 pub const CUT_AT: &str = "DISTMUON_TEST_CUT_AT";
+
+/// Says that a process is of a world of mpirun whose rank [`VICTIM`] returns between two calls.
+#[cfg(feature = "mpi")]
+const RETURNS_EARLY: &str = "DISTMUON_TEST_RETURNS_EARLY";
 
 #[derive(Module, Debug)]
 struct Net {
@@ -74,6 +82,10 @@ const DEATHS: [&str; 12] = [
 
 pub fn main() {
     host::use_test_library();
+    #[cfg(feature = "mpi")]
+    if std::env::var_os(RETURNS_EARLY).is_some() {
+        return miss_a_rank();
+    }
     if let Some(folder) = std::env::var_os(FOLDER) {
         return work(Path::new(&folder));
     }
@@ -82,6 +94,8 @@ pub fn main() {
         ("a_killed_rank_is_named_by_all", a_killed_rank_is_named_by_all),
         ("torchrun_starts_them", torchrun_starts_them),
         ("what_is_missing_is_said", what_is_missing_is_said),
+        #[cfg(feature = "mpi")]
+        ("a_rank_that_returns_early_is_named_under_mpirun", a_rank_that_returns_early_is_named),
         #[cfg(feature = "mpi")]
         ("hosts_that_lose_each_other_go_on_later", hosts::lose_each_other_and_go_on_later),
     ];
@@ -289,6 +303,46 @@ fn a_killed_rank_is_named_by_all() {
             assert!(output.status.success(), "{at}: {}", text(&output.stderr));
         }
         assert!(trained(folder.path(), RANKS) == expected(), "{at}");
+    }
+}
+
+/// What a rank does where one returns early: it says what it was told of that, and how soon.
+#[cfg(feature = "mpi")]
+fn miss_a_rank() {
+    let launch = Launch::from_env().expect("mpirun says who this is");
+    let world = World::mpi(&launch, Device::default(), DEADLINE).expect("the ranks find together");
+    let sum = || -> Result<()> {
+        let ones = Tensor::<1>::ones([4], (world.device(), DType::F32));
+        world.comm().all_reduce(ones, ReduceOp::Sum)?.wait().map(|_| ())
+    };
+    sum().expect("all ranks came");
+    if world.rank() == VICTIM {
+        return;
+    }
+    let start = Instant::now();
+    let error = sum().expect_err("a rank is missing");
+    println!("rank {} after {} ms: {error}", world.rank(), start.elapsed().as_millis());
+    // mpirun ends all ranks when the first of them ends like this.
+    thread::sleep(Duration::from_secs(2));
+}
+
+#[cfg(feature = "mpi")]
+fn a_rank_that_returns_early_is_named() {
+    if !worlds::mpirun::is_there() {
+        return;
+    }
+    let own = std::env::args_os().next().expect("a program has a name");
+    let mut mpirun = worlds::mpirun::mpirun(RANKS);
+    let output = mpirun.arg(own).env(RETURNS_EARLY, "1").output().expect("mpirun runs");
+    let said = text(&output.stdout);
+    println!("{said}");
+    for rank in (0..RANKS).filter(|rank| *rank != VICTIM) {
+        let told = said.lines().find(|line| line.starts_with(&format!("rank {rank} after ")));
+        let told = told.unwrap_or_else(|| panic!("rank {rank}: {said}{}", text(&output.stderr)));
+        assert!(told.contains("rank 1 failed") && told.contains("returned without"), "{told}");
+        let waited = told.split(' ').nth(3).and_then(|waited| waited.parse().ok());
+        let waited = Duration::from_millis(waited.expect("a number"));
+        assert!(waited < DEADLINE / 4, "{told}");
     }
 }
 

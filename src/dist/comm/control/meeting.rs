@@ -230,6 +230,7 @@ fn connect(
             let left = until.saturating_duration_since(Instant::now());
             let share = (left / (addresses.len() - i) as u32).max(RETRY);
             match TcpStream::connect_timeout(address, share) {
+                Ok(stream) if is_itself(&stream) => last = ErrorKind::ConnectionRefused.into(),
                 Ok(stream) => return Ok(stream),
                 Err(error) => last = error,
             }
@@ -241,6 +242,12 @@ fn connect(
         }
         thread::sleep(RETRY);
     }
+}
+
+/// Returns `true` for a connection whose two ends are one. The system may draw the very port that it
+/// connects to, where rank 0 does not listen yet, and rank 0 could not listen there then.
+fn is_itself(stream: &TcpStream) -> bool {
+    stream.local_addr().is_ok_and(|own| stream.peer_addr().is_ok_and(|other| own == other))
 }
 
 /// Proves to rank 0 that this process belongs to the world, and lets it prove the same. Returns the
@@ -275,7 +282,7 @@ fn read(stream: &TcpStream, until: Instant) -> io::Result<Vec<u8>> {
     read_exact(stream, &mut length, until)?;
     let length = u32::from_le_bytes(length) as usize;
     if length > STRANGER {
-        return Err(io::Error::new(ErrorKind::InvalidData, "what it sent is no greeting"));
+        return Err(io::Error::new(ErrorKind::InvalidData, "what it sent is not a greeting"));
     }
     let mut content = vec![0; length];
     read_exact(stream, &mut content, until)?;
@@ -331,6 +338,17 @@ mod tests {
             let expected: IpAddr = expected.parse().unwrap();
             assert_eq!(interface(host, resolve), expected, "{host} {addresses:?}");
         }
+    }
+
+    #[test]
+    fn a_connection_to_itself_is_seen() {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()).unwrap();
+        socket.connect(&socket.local_addr().unwrap()).unwrap();
+        assert!(is_itself(&socket.into()));
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        assert!(!is_itself(&TcpStream::connect(address).unwrap()));
     }
 
     #[test]

@@ -161,7 +161,7 @@ mod tests {
             !Hello { version: "distmuon 9".into(), ..hello.clone() }
                 .is_proved(&challenge, b"secret")
         );
-        // A process's proof is no proof of rank 0, nor the other way round.
+        // A process's proof is not one of rank 0, nor the other way round.
         let Greeting::Welcome(proof) = hello.welcome(&challenge, b"secret") else { panic!() };
         assert!(hello.is_welcome(&challenge, &proof, b"secret"));
         assert!(!hello.is_welcome(&challenge, &proof, b"another"));

@@ -108,7 +108,7 @@ impl CudaMemory {
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`] if it is no CUDA device, if another rank of this process has it, or if the
+    /// [`Error::Engine`] if it is not a CUDA device, if another rank of this process has it, or if the
     /// driver refuses.
     pub fn new(device: &Device, rank: usize) -> Result<Self> {
         let burn = device.clone().inner();
@@ -123,7 +123,7 @@ impl CudaMemory {
         let Some(CubeTensor { client, device: CubeDevice::Cuda(cuda), .. }) = primitive(tensor)
         else {
             let remedy = "give every rank a CUDA device, or use the engine mpi";
-            return Err(unfit(format!("{burn:?} is no CUDA device"), remedy));
+            return Err(unfit(format!("{burn:?} is not a CUDA device"), remedy));
         };
         let (index, device) = (cuda.index, CubeDevice::Cuda(cuda));
         let _taken = Taken::take(index).ok_or_else(|| {
