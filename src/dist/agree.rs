@@ -26,7 +26,8 @@ impl World {
     ///
     /// # Errors
     ///
-    /// As every collective; [`Error::Mismatch`] if a rank gives a value of another type.
+    /// As every collective; [`Error::Mismatch`] on a rank that receives a value which can't be read as one of
+    /// its own type.
     ///
     /// # Panics
     ///

@@ -53,15 +53,12 @@ fn difference(path: &str, first: &Value, other: &Value) -> Option<Difference> {
     if first == other {
         return None;
     }
-    let inside = match (first, other) {
-        (Value::Object(first), Value::Object(other)) => first.iter().find_map(|(key, first)| {
+    if let (Value::Object(first), Value::Object(other)) = (first, other) {
+        return first.keys().chain(other.keys()).find_map(|key| {
             let path = format!("{path}{}{key}", if path.is_empty() { "" } else { "." });
-            difference(&path, first, other.get(key)?)
-        }),
-        _ => None,
-    };
-    if inside.is_some() {
-        return inside;
+            let [first, other] = [first, other].map(|of| of.get(key).unwrap_or(&Value::Null));
+            difference(&path, first, other)
+        });
     }
     let setting = path.to_owned();
     Some(Difference { setting, first: first.to_string(), other: other.to_string() })
@@ -157,5 +154,34 @@ struct Checksums(Vec<u32>);
 impl ModuleVisitor for Checksums {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         self.0.push(crc32fast::hash(param.val().inner().into_data().as_bytes()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_first_setting_that_differs_is_named() {
+        let first = json!({"a": {"b": 1, "c": [1, 2]}, "d": {"Cosine": 1}});
+        let named = |other: Value| difference("", &first, &other).map(|found| found.setting);
+        assert_eq!(named(first.clone()), None);
+        for (other, setting) in [
+            (json!({"a": {"b": 1, "c": [1, 3]}, "d": {"Cosine": 1}}), "a.c"),
+            (json!({"a": {"b": 1, "c": [1, 2]}, "d": {"Linear": 1}}), "d.Cosine"),
+            (json!({"a": {"b": 1, "c": [1, 2]}, "d": {"Cosine": 1}, "e": 1}), "e"),
+            (json!({"a": 1, "d": {"Cosine": 1}}), "a"),
+        ] {
+            assert_eq!(named(other).as_deref(), Some(setting));
+        }
+    }
+
+    #[test]
+    fn lists_of_which_one_is_longer_differ() {
+        assert_eq!(first_unequal(&[1, 2], &[1, 2]), None);
+        assert_eq!(first_unequal(&[1, 2], &[1]), Some((Some(&2), None)));
+        assert_eq!(first_unequal(&[1], &[1, 3]), Some((None, Some(&3))));
     }
 }

@@ -109,6 +109,13 @@ struct Rank {
     made: HashMap<u64, u64>,
 }
 
+impl Rank {
+    /// Returns `true` if the rank is busy and waits for nobody.
+    fn is_occupied(&self) -> bool {
+        self.busy && !self.left && self.waits.is_empty()
+    }
+}
+
 /// The state of all meetings of a world.
 pub struct Meetings<C, P> {
     rounds: HashMap<Key, Round<C, P>>,
@@ -117,10 +124,10 @@ pub struct Meetings<C, P> {
     ranks: Vec<Rank>,
     /// The number of ranks that have left.
     left: usize,
-    /// The number of ranks that are busy.
-    busy: usize,
-    /// The last time a rank stopped being busy. All deadlines start anew there: any rank may have
-    /// waited for it through others.
+    /// The number of ranks that are [occupied](Rank::is_occupied). As long as there is one, nobody is given
+    /// up: any rank may wait for it through others, or have waited for it until a moment ago.
+    occupied: usize,
+    /// The last time a rank was occupied no longer. All deadlines start anew there.
     resumed: Option<Instant>,
     deadline: Duration,
     failure: Option<Failure>,
@@ -135,7 +142,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
             calls: HashMap::new(),
             ranks: (0..size).map(|_| Rank::default()).collect(),
             left: 0,
-            busy: 0,
+            occupied: 0,
             resumed: None,
             deadline: deadline.min(FOREVER),
             failure: None,
@@ -246,37 +253,45 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
             let cause = self.returned_without(&wait);
             return Err(self.fail(Failure::Peer { rank: gone, cause }));
         }
-        self.go_on(rank, wait.place);
-        self.ranks[rank].waits.push(wait);
+        self.change(rank, wait.since, |rank| {
+            rank.waits.retain(|other| other.place != wait.place);
+            rank.waits.push(wait);
+        });
         Ok(())
     }
 
     /// Notes that a rank no longer waits at a place. Its other threads may wait elsewhere.
-    pub fn go_on(&mut self, rank: usize, place: Place) {
-        self.ranks[rank].waits.retain(|wait| wait.place != place);
+    pub fn go_on(&mut self, rank: usize, place: Place, now: Instant) {
+        self.change(rank, now, |rank| rank.waits.retain(|wait| wait.place != place));
     }
 
-    /// Notes that a rank does something that may take longer than the deadline, or has done it.
-    ///
-    /// Nobody is given up as long as any rank is busy: any rank may wait for it through others, or have
-    /// waited for it until a moment ago.
-    pub fn set_busy(&mut self, rank: usize, busy: bool, now: Instant) {
-        match (std::mem::replace(&mut self.ranks[rank].busy, busy), busy) {
-            (false, true) => self.busy += 1,
+    /// Changes the state of a rank, which may be occupied no longer since `now`.
+    fn change(&mut self, rank: usize, now: Instant, change: impl FnOnce(&mut Rank)) {
+        let rank = &mut self.ranks[rank];
+        let was_occupied = rank.is_occupied();
+        change(rank);
+        match (was_occupied, rank.is_occupied()) {
+            (false, true) => self.occupied += 1,
             (true, false) => {
-                self.busy -= 1;
-                self.resumed = Some(now);
+                self.occupied -= 1;
+                self.resumed = self.resumed.max(Some(now));
             }
             _ => {}
         }
     }
 
+    /// Notes that a rank does something that may take longer than the deadline, or has done it.
+    pub fn set_busy(&mut self, rank: usize, busy: bool, now: Instant) {
+        self.change(rank, now, |rank| rank.busy = busy);
+    }
+
     /// Notes that a rank comes to no further call, which ends the world if another rank waits for it.
-    pub fn leave(&mut self, rank: usize) {
-        let this = &mut self.ranks[rank];
-        self.left += usize::from(!std::mem::replace(&mut this.left, true));
-        self.busy -= usize::from(std::mem::take(&mut this.busy));
-        this.waits.clear();
+    pub fn leave(&mut self, rank: usize, now: Instant) {
+        self.left += usize::from(!self.ranks[rank].left);
+        self.change(rank, now, |rank| {
+            rank.left = true;
+            rank.waits.clear();
+        });
         let waits = self.ranks.iter().flat_map(|other| &other.waits);
         let missed = waits.into_iter().find(|wait| self.misses(wait, rank));
         if let Some(cause) = missed.map(|wait| self.returned_without(wait)) {
@@ -284,7 +299,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
         }
     }
 
-    /// When a rank that waits in a round has waited for too long, if no rank is busy then.
+    /// When a rank that waits in a round has waited for too long, if no rank is occupied then.
     pub fn due(&self, rank: usize, place: Place) -> Option<Instant> {
         let wait = self.ranks[rank].waits.iter().find(|wait| wait.place == place)?;
         Some(self.due_of(wait))
@@ -295,7 +310,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
     }
 
     fn is_due(&self, wait: &Wait, now: Instant) -> bool {
-        self.busy == 0 && now >= self.due_of(wait)
+        self.occupied == 0 && now >= self.due_of(wait)
     }
 
     /// Ends the world if a rank has waited for too long at a place, and returns its failure.
@@ -423,9 +438,9 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
     }
 
     /// Notes how many calls a rank that leaves has made elsewhere, in every group.
-    pub fn leave_after(&mut self, rank: usize, made: HashMap<u64, u64>) {
+    pub fn leave_after(&mut self, rank: usize, made: HashMap<u64, u64>, now: Instant) {
         self.ranks[rank].made = made;
-        self.leave(rank);
+        self.leave(rank, now);
     }
 
     /// Ends the world if any rank has waited for too long, and returns its failure.

@@ -137,8 +137,8 @@ pub trait Communicator: Debug + Send + Sync {
     fn or_bytes(&self, bytes: Vec<u8>) -> Result<Vec<u8>>;
 
     /// Says that this rank does something that may take longer than the deadline, such as writing a file,
-    /// or has done it. Meanwhile, nobody is given up for coming late: ranks wait for this one through others,
-    /// too. That a rank died is still noticed.
+    /// or has done it. Meanwhile, nobody is given up for coming late, but while this rank waits itself:
+    /// others may wait for it through others. That a rank died is still noticed.
     fn set_busy(&self, busy: bool);
 
     /// Waits until every call that was waited for has been carried out. An engine may hand out results

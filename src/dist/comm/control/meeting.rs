@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use mio::net::TcpListener;
-use socket2::{Domain, Socket, Type};
+use socket2::{Domain, SockRef, Socket, Type};
 
 use super::Control;
 use super::link::Link;
@@ -230,7 +230,10 @@ fn connect(
             let left = until.saturating_duration_since(Instant::now());
             let share = (left / (addresses.len() - i) as u32).max(RETRY);
             match TcpStream::connect_timeout(address, share) {
-                Ok(stream) if is_itself(&stream) => last = ErrorKind::ConnectionRefused.into(),
+                Ok(stream) if is_itself(&stream) => {
+                    forget(stream);
+                    last = ErrorKind::ConnectionRefused.into();
+                }
                 Ok(stream) => return Ok(stream),
                 Err(error) => last = error,
             }
@@ -245,9 +248,15 @@ fn connect(
 }
 
 /// Returns `true` for a connection whose two ends are one. The system may draw the very port that it
-/// connects to, where rank 0 does not listen yet, and rank 0 could not listen there then.
+/// connects to, where rank 0 does not listen yet.
 fn is_itself(stream: &TcpStream) -> bool {
     stream.local_addr().is_ok_and(|own| stream.peer_addr().is_ok_and(|other| own == other))
+}
+
+/// Ends a connection such that its port is free at once.
+fn forget(stream: TcpStream) {
+    // Ended in peace, it would keep the port for a minute, in which rank 0 could not listen there.
+    SockRef::from(&stream).set_linger(Some(Duration::ZERO)).ok();
 }
 
 /// Proves to rank 0 that this process belongs to the world, and lets it prove the same. Returns the
@@ -341,11 +350,15 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_to_itself_is_seen() {
+    fn a_connection_to_itself_is_seen_and_leaves_its_port() {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into()).unwrap();
-        socket.connect(&socket.local_addr().unwrap()).unwrap();
-        assert!(is_itself(&socket.into()));
+        let address = socket.local_addr().unwrap();
+        socket.connect(&address).unwrap();
+        let stream = socket.into();
+        assert!(is_itself(&stream));
+        forget(stream);
+        listen(address.as_socket().unwrap()).unwrap();
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         assert!(!is_itself(&TcpStream::connect(address).unwrap()));

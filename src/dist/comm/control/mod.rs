@@ -169,8 +169,8 @@ impl Control {
         Err(Error::PeerFailed { rank: 0, cause: cause.into() })
     }
 
-    /// Says that this process does something that may take longer than the deadline, or has done it. No
-    /// rank times out meanwhile.
+    /// Says that this process does something that may take longer than the deadline, or has done it. No rank
+    /// times out meanwhile, but while this one waits itself.
     pub fn set_busy(&self, busy: bool) {
         self.link.tell(&Request::Busy(busy));
     }

@@ -294,6 +294,20 @@ fn nobody_is_blamed_while_a_rank_is_busy() {
 }
 
 #[test]
+fn a_rank_that_keeps_a_busy_one_waiting_is_blamed() {
+    const SHORT: Duration = Duration::from_millis(800);
+    let here: fn(&Control) -> Error = |rank| rank.all_gather_bytes(vec![]).unwrap_err();
+    let elsewhere: fn(&Control) -> Error = |rank| hangs(rank, "gather");
+    for (wait, call) in [(here, "all_gather_bytes"), (elsewhere, "gather")] {
+        let (world, _) = world_within(SHORT, 3);
+        world.0[0].set_busy(true);
+        let errors = on_all(&world.0, |rank| (rank.rank() != 1).then(|| wait(rank)));
+        let cause = format!("it did not come to {call}");
+        errors.into_iter().flatten().for_each(|error| peer(&error, 1, &cause));
+    }
+}
+
+#[test]
 fn a_busy_rank_that_dies_is_not_waited_for() {
     let (mut world, _) = world(2);
     let busy = world.0.pop().unwrap();
