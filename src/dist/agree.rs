@@ -8,7 +8,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::World;
-use super::comm::Communicator;
+use super::comm::{Communicator, value};
 use crate::error::{Error, Result};
 
 /// A setting whose value on a rank is not that on rank 0.
@@ -33,7 +33,7 @@ impl World {
     ///
     /// If the value can't be serialized.
     pub fn all_gather_value<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
-        read_all(&self.comm().all_gather_bytes(written(value))?)
+        value::all_from_bytes(&self.comm().all_gather_bytes(value::to_bytes(value))?)
     }
 
     /// Returns a value of every rank, on rank `root`; nothing on the others.
@@ -50,8 +50,8 @@ impl World {
         value: &T,
         root: usize,
     ) -> Result<Option<Vec<T>>> {
-        let all = self.comm().gather_bytes(written(value), root)?;
-        all.map(|all| read_all(&all)).transpose()
+        let all = self.comm().gather_bytes(value::to_bytes(value), root)?;
+        all.map(|all| value::all_from_bytes(&all)).transpose()
     }
 
     /// Returns the value of rank `root`, to all ranks. What the others give is ignored.
@@ -68,8 +68,8 @@ impl World {
         value: &T,
         root: usize,
     ) -> Result<T> {
-        let own = if self.rank() == root { written(value) } else { vec![] };
-        read(root, &self.comm().broadcast_bytes(own, root)?)
+        let own = if self.rank() == root { value::to_bytes(value) } else { vec![] };
+        value::from_bytes(root, &self.comm().broadcast_bytes(own, root)?)
     }
 
     /// Returns `true` on all ranks if any of them gives `true`.
@@ -110,13 +110,13 @@ impl World {
         T: Serialize + DeserializeOwned,
         D: Serialize + DeserializeOwned,
     {
-        if unite(self.comm(), vec![], digest(&written(own)))?.is_some() {
+        if unite(self.comm(), vec![], digest(&value::to_bytes(own)))?.is_some() {
             return Ok(None);
         }
         let first = self.broadcast_value(own, 0)?;
-        let found = difference(&first, own).map(|found| written(&found));
+        let found = difference(&first, own).map(|found| value::to_bytes(&found));
         let found = self.comm().first_bytes(found)?;
-        found.map(|(rank, bytes)| Ok((rank, read(rank, &bytes)?))).transpose()
+        found.map(|(rank, bytes)| Ok((rank, value::from_bytes(rank, &bytes)?))).transpose()
     }
 
     /// Fails on all ranks if a setting differs on any of them.
@@ -155,20 +155,4 @@ pub(super) fn digest<T: Hash + ?Sized>(value: &T) -> u64 {
     let mut hasher = DefaultHasher::new();
     value.hash(&mut hasher);
     hasher.finish()
-}
-
-/// A value as MessagePack, which has all floats, and the names of fields, which types may leave out.
-fn written<T: Serialize>(value: &T) -> Vec<u8> {
-    rmp_serde::to_vec_named(value).expect("a value that can be serialized")
-}
-
-fn read<T: DeserializeOwned>(rank: usize, bytes: &[u8]) -> Result<T> {
-    rmp_serde::from_slice(bytes).map_err(|error| Error::Mismatch {
-        calls: format!("rank {rank} gave a value of another type: {error}"),
-    })
-}
-
-/// The values of all ranks, in their order.
-fn read_all<T: DeserializeOwned>(all: &[Vec<u8>]) -> Result<Vec<T>> {
-    all.iter().enumerate().map(|(rank, bytes)| read(rank, bytes)).collect()
 }

@@ -17,8 +17,6 @@ const FAN_IN: usize = 256;
 
 /// The rows of a rank, those of one bucket after those of another.
 pub struct Rows {
-    /// The number of rows.
-    length: usize,
     /// For every row, the number of its parameter.
     parameters: Tensor<1, Int>,
     /// The sums of a parameter's rows, level by level: the numbers that every sum of a level adds up, as
@@ -33,7 +31,6 @@ impl Rows {
     pub fn new(of_rows: &[usize], parameters: usize, device: &Device) -> Self {
         let numbers: Vec<i32> = of_rows.iter().map(|number| *number as i32).collect();
         Self {
-            length: of_rows.len(),
             parameters: Tensor::from_data(TensorData::from(&*numbers), device),
             levels: levels(of_rows, parameters, FAN_IN)
                 .into_iter()
@@ -60,8 +57,8 @@ impl Rows {
 
     /// For every row, the value of its parameter.
     pub fn spread(&self, per_parameter: &Tensor<1>) -> Tensor<1> {
-        match self.length {
-            0 => flat::empty(per_parameter.dtype(), &self.device),
+        match self.parameters.dims() {
+            [0] => flat::empty(per_parameter.dtype(), &self.device),
             _ => per_parameter.clone().select(0, self.parameters.clone()),
         }
     }

@@ -70,7 +70,7 @@ fn main() {
     libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }
 
-/// How long the tests wait for a rank that does not come. Sixteen ranks on two cores are slow at times.
+/// The deadline of the tests' worlds. With sixteen ranks on two cores, a single call may take seconds.
 const DEADLINE: Duration = Duration::from_secs(60);
 
 /// Shapes that nothing divides.

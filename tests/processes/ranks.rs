@@ -41,7 +41,7 @@ const KILLED_AT: &str = "DISTMUON_TEST_KILLED_AT";
 #[cfg(feature = "mpi")]
 pub const CUT_AT: &str = "DISTMUON_TEST_CUT_AT";
 
-/// Says that a process is of a world of mpirun whose rank [`VICTIM`] returns between two calls.
+/// Marks the processes of an mpirun world whose rank [`VICTIM`] returns between two calls.
 #[cfg(feature = "mpi")]
 const RETURNS_EARLY: &str = "DISTMUON_TEST_RETURNS_EARLY";
 
@@ -306,7 +306,7 @@ fn a_killed_rank_is_named_by_all() {
     }
 }
 
-/// What a rank does where one returns early: it says what it was told of that, and how soon.
+/// Runs a rank of a world in which [`VICTIM`] returns early, and prints the error of the others and when it came.
 #[cfg(feature = "mpi")]
 fn miss_a_rank() {
     let launch = Launch::from_env().expect("mpirun says who this is");

@@ -20,7 +20,7 @@ use burn::tensor::Tensor;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Communicator, Pending, ReduceOp, check_counts, check_dtype, starts};
+use super::{Communicator, Pending, ReduceOp, check_counts, check_dtype, starts, value};
 use crate::dist::flat;
 use crate::error::Result;
 
@@ -85,14 +85,6 @@ impl Nodes {
         }
         Some(ranks)
     }
-
-    fn to_bytes(&self) -> Vec<u8> {
-        serde_json::to_vec(self).expect("numbers can be written as JSON")
-    }
-
-    fn from_bytes(bytes: &[u8]) -> Self {
-        serde_json::from_slice(bytes).expect("rank 0 runs the same program")
-    }
 }
 
 impl Hierarchy {
@@ -105,8 +97,8 @@ impl Hierarchy {
     pub fn over(all: Arc<dyn Communicator>, name: &str) -> Result<Option<Self>> {
         // Through rank 0, so that what goes to each rank does not grow with their number.
         let names = all.gather_bytes(name.as_bytes().to_vec(), 0)?;
-        let told = names.map_or(vec![], |names| Nodes::of(&names).to_bytes());
-        let told = Nodes::from_bytes(&all.broadcast_bytes(told, 0)?);
+        let told = names.map_or(vec![], |names| value::to_bytes(&Nodes::of(&names)));
+        let told: Nodes = value::from_bytes(0, &all.broadcast_bytes(told, 0)?)?;
         let Some(nodes) = told.ranks(all.size()) else { return Ok(None) };
         let each = nodes[0].len();
         let place = |ranks: &Vec<usize>| ranks.iter().position(|rank| *rank == all.rank());
@@ -286,10 +278,13 @@ mod tests {
         for flat in [&["a", "a"][..], &["a", "b"], &["a", "a", "b"]] {
             assert_eq!(nodes(flat), Nodes::None);
         }
-        let ranks = |nodes: Nodes, size| Nodes::from_bytes(&nodes.to_bytes()).ranks(size);
+        let ranks = |nodes: Nodes, size| {
+            let told: Nodes = value::from_bytes(0, &value::to_bytes(&nodes)).unwrap();
+            told.ranks(size)
+        };
         assert_eq!(ranks(Nodes::Neighbours(2), 4), Some(vec![vec![0, 1], vec![2, 3]]));
         assert_eq!(ranks(Nodes::Of(vec![0, 1, 0, 1]), 4), Some(vec![vec![0, 2], vec![1, 3]]));
         assert_eq!(ranks(Nodes::None, 4), None);
-        assert!(Nodes::Neighbours(8).to_bytes().len() < 20);
+        assert!(value::to_bytes(&Nodes::Neighbours(8)).len() < 20);
     }
 }

@@ -124,9 +124,6 @@ pub struct Meetings<C, P> {
     ranks: Vec<Rank>,
     /// The number of ranks that have left.
     left: usize,
-    /// The number of ranks that are [occupied](Rank::is_occupied). As long as there is one, nobody is given
-    /// up: any rank may wait for it through others, or have waited for it until a moment ago.
-    occupied: usize,
     /// The last time a rank was occupied no longer. All deadlines start anew there.
     resumed: Option<Instant>,
     deadline: Duration,
@@ -142,7 +139,6 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
             calls: HashMap::new(),
             ranks: (0..size).map(|_| Rank::default()).collect(),
             left: 0,
-            occupied: 0,
             resumed: None,
             deadline: deadline.min(FOREVER),
             failure: None,
@@ -253,45 +249,36 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
             let cause = self.returned_without(&wait);
             return Err(self.fail(Failure::Peer { rank: gone, cause }));
         }
-        self.change(rank, wait.since, |rank| {
-            rank.waits.retain(|other| other.place != wait.place);
-            rank.waits.push(wait);
-        });
+        self.end_occupation(rank, wait.since);
+        self.go_on(rank, wait.place);
+        self.ranks[rank].waits.push(wait);
         Ok(())
     }
 
     /// Notes that a rank no longer waits at a place. Its other threads may wait elsewhere.
-    pub fn go_on(&mut self, rank: usize, place: Place, now: Instant) {
-        self.change(rank, now, |rank| rank.waits.retain(|wait| wait.place != place));
+    pub fn go_on(&mut self, rank: usize, place: Place) {
+        self.ranks[rank].waits.retain(|wait| wait.place != place);
     }
 
-    /// Changes the state of a rank, which may be occupied no longer since `now`.
-    fn change(&mut self, rank: usize, now: Instant, change: impl FnOnce(&mut Rank)) {
-        let rank = &mut self.ranks[rank];
-        let was_occupied = rank.is_occupied();
-        change(rank);
-        match (was_occupied, rank.is_occupied()) {
-            (false, true) => self.occupied += 1,
-            (true, false) => {
-                self.occupied -= 1;
-                self.resumed = self.resumed.max(Some(now));
-            }
-            _ => {}
+    /// Notes that a rank, if it was [occupied](Rank::is_occupied), is so no longer.
+    fn end_occupation(&mut self, rank: usize, now: Instant) {
+        if self.ranks[rank].is_occupied() {
+            self.resumed = self.resumed.max(Some(now));
         }
     }
 
     /// Notes that a rank does something that may take longer than the deadline, or has done it.
     pub fn set_busy(&mut self, rank: usize, busy: bool, now: Instant) {
-        self.change(rank, now, |rank| rank.busy = busy);
+        self.end_occupation(rank, now);
+        self.ranks[rank].busy = busy;
     }
 
     /// Notes that a rank comes to no further call, which ends the world if another rank waits for it.
     pub fn leave(&mut self, rank: usize, now: Instant) {
-        self.left += usize::from(!self.ranks[rank].left);
-        self.change(rank, now, |rank| {
-            rank.left = true;
-            rank.waits.clear();
-        });
+        self.end_occupation(rank, now);
+        let this = &mut self.ranks[rank];
+        self.left += usize::from(!std::mem::replace(&mut this.left, true));
+        this.waits.clear();
         let waits = self.ranks.iter().flat_map(|other| &other.waits);
         let missed = waits.into_iter().find(|wait| self.misses(wait, rank));
         if let Some(cause) = missed.map(|wait| self.returned_without(wait)) {
@@ -309,14 +296,16 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
         wait.since.max(self.resumed.unwrap_or(wait.since)) + self.deadline
     }
 
-    fn is_due(&self, wait: &Wait, now: Instant) -> bool {
-        self.occupied == 0 && now >= self.due_of(wait)
+    /// Returns `true` if any rank is [occupied](Rank::is_occupied). Nobody is given up then: any rank may wait
+    /// for that one through others, or have waited for it until a moment ago.
+    fn is_suspended(&self) -> bool {
+        self.ranks.iter().any(Rank::is_occupied)
     }
 
     /// Ends the world if a rank has waited for too long at a place, and returns its failure.
     pub fn expire(&mut self, rank: usize, place: Place, now: Instant) -> Option<Failure> {
         let wait = self.ranks[rank].waits.iter().find(|wait| wait.place == place)?;
-        if !self.is_due(wait, now) {
+        if now < self.due_of(wait) || self.is_suspended() {
             return None;
         }
         let culprit = self.culprit(rank, wait, now)?;
@@ -445,7 +434,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
 
     /// Ends the world if any rank has waited for too long, and returns its failure.
     pub fn expire_all(&mut self, now: Instant) -> Option<Failure> {
-        if self.failure.is_some() {
+        if self.failure.is_some() || self.is_suspended() {
             return None;
         }
         // Ranks that wait for the same call miss the same ranks: one look at each call is enough,
@@ -456,7 +445,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Meetings<C, P> {
             .iter()
             .enumerate()
             .flat_map(|(rank, state)| state.waits.iter().map(move |wait| (rank, wait)));
-        let due = waits.filter(|(_, wait)| self.is_due(wait, now));
+        let due = waits.filter(|(_, wait)| now >= self.due_of(wait));
         let culprit = due
             .filter(|(_, wait)| {
                 seen.insert(match wait.place {

@@ -22,6 +22,7 @@ mod reduce;
 mod rendezvous;
 mod sync;
 mod threads;
+pub(super) mod value;
 
 use std::fmt::{self, Debug};
 
@@ -137,8 +138,8 @@ pub trait Communicator: Debug + Send + Sync {
     fn or_bytes(&self, bytes: Vec<u8>) -> Result<Vec<u8>>;
 
     /// Says that this rank does something that may take longer than the deadline, such as writing a file,
-    /// or has done it. Meanwhile, nobody is given up for coming late, but while this rank waits itself:
-    /// others may wait for it through others. That a rank died is still noticed.
+    /// or has done it. Meanwhile, no rank is given up for coming late, since it may itself wait for this
+    /// one, except while this rank waits, too. That a rank died is still noticed.
     fn set_busy(&self, busy: bool);
 
     /// Waits until every call that was waited for has been carried out. An engine may hand out results
@@ -315,15 +316,15 @@ fn check_pairs(parts: &[[Vec<usize>; 2]]) -> Result<()> {
 /// [`check_pairs`], where a rank knows of its own parts only.
 #[cfg(feature = "processes")]
 fn exchange_pairs(comm: &dyn Communicator, send: &[usize], receive: &[usize]) -> Result<()> {
-    let own = postcard::to_stdvec(&[send, receive]).expect("numbers can be written");
-    let all = comm.all_gather_bytes(own)?;
-    let read = |(rank, bytes): (usize, &Vec<u8>)| {
-        let parts = postcard::from_bytes::<[Vec<usize>; 2]>(bytes).ok();
-        let parts = parts.filter(|parts| parts.iter().all(|counts| counts.len() == all.len()));
-        let calls = || format!("rank {rank} did not call all_to_all, and this rank did");
-        parts.ok_or_else(|| Error::Mismatch { calls: calls() })
-    };
-    check_pairs(&all.iter().enumerate().map(read).collect::<Result<Vec<_>>>()?)
+    let all = comm.all_gather_bytes(value::to_bytes(&[send, receive]))?;
+    let parts: Vec<[Vec<usize>; 2]> = value::all_from_bytes(&all)?;
+    // Bytes of another call may look like counts.
+    match parts.iter().position(|parts| parts.iter().any(|counts| counts.len() != all.len())) {
+        Some(rank) => Err(Error::Mismatch {
+            calls: format!("rank {rank} did not call all_to_all, and this rank did"),
+        }),
+        None => check_pairs(&parts),
+    }
 }
 
 /// The number of elements before the part of `rank`.

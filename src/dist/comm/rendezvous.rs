@@ -145,7 +145,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Seat<C, P> {
     }
 
     /// Says that this rank does something that may take longer than the deadline, or has done it. No rank
-    /// times out meanwhile, but while this one waits itself.
+    /// times out meanwhile, except while this one waits itself.
     pub fn set_busy(&self, busy: bool) {
         self.hall.lock().meetings.set_busy(self.world_rank(), busy, Instant::now());
         self.hall.changed.notify_all();
@@ -178,7 +178,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Ticket<C, P> {
                 Ok(()) => {
                     let (waited, outcome) = self.wait(state);
                     state = waited;
-                    state.meetings.go_on(self.rank, Place::Here(self.key), Instant::now());
+                    state.meetings.go_on(self.rank, Place::Here(self.key));
                     outcome
                 }
                 Err(failure) => Err(failure),

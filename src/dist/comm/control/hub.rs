@@ -97,7 +97,7 @@ impl Hub {
                     _ = self.meetings.wait_elsewhere(rank, key, &members, call.into(), since);
                 }
             }
-            Request::GoOn { key } => self.meetings.go_on(rank, Place::Elsewhere(key), now),
+            Request::GoOn { key } => self.meetings.go_on(rank, Place::Elsewhere(key)),
             Request::Busy(busy) => self.meetings.set_busy(rank, busy, now),
             Request::Beat => out.push((rank, short(&Reply::Beat))),
             Request::Fail { cause } => self.fail(rank, cause),
@@ -135,16 +135,16 @@ impl Hub {
             given = Some(Frame::default());
         }
         match self.meetings.arrive(key, &members, member, op, given) {
-            Ok(true) => self.answer(key, op, &members, now, out),
+            Ok(true) => self.answer(key, op, &members, out),
             Ok(false) => _ = self.meetings.wait(rank, key, now),
             Err(_) => {}
         }
     }
 
     /// Answers all members of a complete round.
-    fn answer(&mut self, key: Key, op: Op, members: &[usize], now: Instant, out: &mut Outbox) {
+    fn answer(&mut self, key: Key, op: Op, members: &[usize], out: &mut Outbox) {
         for rank in members {
-            self.meetings.go_on(*rank, Place::Here(key), now);
+            self.meetings.go_on(*rank, Place::Here(key));
         }
         let volume = self.volumes.remove(&key).unwrap_or_default();
         let given: Vec<Given> =

@@ -247,13 +247,13 @@ fn connect(
     }
 }
 
-/// Returns `true` for a connection whose two ends are one. The system may draw the very port that it
+/// Returns `true` for a connection whose two ends are the same socket. The system may draw the very port that it
 /// connects to, where rank 0 does not listen yet.
 fn is_itself(stream: &TcpStream) -> bool {
     stream.local_addr().is_ok_and(|own| stream.peer_addr().is_ok_and(|other| own == other))
 }
 
-/// Ends a connection such that its port is free at once.
+/// Closes a connection so that its port is free at once.
 fn forget(stream: TcpStream) {
     // Ended in peace, it would keep the port for a minute, in which rank 0 could not listen there.
     SockRef::from(&stream).set_linger(Some(Duration::ZERO)).ok();

@@ -170,7 +170,7 @@ impl Control {
     }
 
     /// Says that this process does something that may take longer than the deadline, or has done it. No rank
-    /// times out meanwhile, but while this one waits itself.
+    /// times out meanwhile, except while this one waits itself.
     pub fn set_busy(&self, busy: bool) {
         self.link.tell(&Request::Busy(busy));
     }
@@ -257,8 +257,8 @@ impl Control {
     }
 }
 
-/// Leaves the core to others for a moment, after some time of waiting. A rank that only yields is always
-/// ready to run: it slows the ranks that it waits for, and the threads that say that it lives.
+/// Pauses between two looks at a call that has been waited for this long. A rank that only yields is always
+/// ready to run: it slows the ranks that it waits for, and the threads that report that it lives.
 fn pause(waited: Duration) {
     match waited < SPIN {
         true => thread::yield_now(),

@@ -9,6 +9,9 @@ fn peer(error: &Error, rank: usize, said: &str) {
     assert!(*named == rank && cause.contains(said), "rank {named}: {cause}");
 }
 
+/// A deadline for tests that wait until it has passed.
+const SHORT: Duration = Duration::from_millis(800);
+
 /// Waits for a call that never finishes.
 fn hangs(rank: &Control, call: &str) -> Error {
     rank.wait(&rank.announce(call), || Ok(false)).unwrap_err()
@@ -233,7 +236,6 @@ fn a_wait_of_one_thread_outlives_the_calls_of_another() {
 
 #[test]
 fn a_busy_rank_is_waited_for_beyond_the_deadline_and_blamed_if_it_hangs() {
-    const SHORT: Duration = Duration::from_millis(800);
     let here: fn(&Control, &AtomicBool) -> Result<()> = |rank, _| rank.first_bytes(None).map(drop);
     let elsewhere: fn(&Control, &AtomicBool) -> Result<()> =
         |rank, came| rank.wait(&rank.announce("sum"), || Ok(came.load(Ordering::SeqCst)));
@@ -269,7 +271,6 @@ fn a_busy_rank_is_waited_for_beyond_the_deadline_and_blamed_if_it_hangs() {
 /// Rank 0 is busy and keeps rank 1 from reporting calls, which it may have made or not; rank 2 waits for both.
 #[test]
 fn nobody_is_blamed_while_a_rank_is_busy() {
-    const SHORT: Duration = Duration::from_millis(800);
     let (world, _) = world_within(SHORT, 3);
     world.0[0].set_busy(true);
     let came = AtomicBool::new(false);
@@ -295,7 +296,6 @@ fn nobody_is_blamed_while_a_rank_is_busy() {
 
 #[test]
 fn a_rank_that_keeps_a_busy_one_waiting_is_blamed() {
-    const SHORT: Duration = Duration::from_millis(800);
     let here: fn(&Control) -> Error = |rank| rank.all_gather_bytes(vec![]).unwrap_err();
     let elsewhere: fn(&Control) -> Error = |rank| hangs(rank, "gather");
     for (wait, call) in [(here, "all_gather_bytes"), (elsewhere, "gather")] {
