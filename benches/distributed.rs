@@ -41,7 +41,7 @@ fn step(ranks: usize) -> f64 {
         world.comm().barrier()?;
         Ok(start.elapsed().as_secs_f64() / STEPS as f64)
     };
-    let devices = World::devices(ranks).into_iter().map(Device::autodiff);
+    let devices = World::devices(ranks);
     let one_core = |world| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build();
         pool.expect("a thread").install(|| run(world))

@@ -132,7 +132,7 @@ mod gpu {
         let mut cases = CASES.iter().chain(ALONE);
         let (_, run) = cases.find(|(name, _)| *name == case).expect("a case");
         let launch = Launch::from_env().expect("the test says who this is");
-        let device = launch.device().autodiff();
+        let device = launch.device();
         let memory = CudaMemory::new(&device, launch.rank).expect("there is a device");
         let memory = match std::env::var(WAITS).as_deref() {
             Ok("host") => memory.waiting_on_host(),

@@ -51,7 +51,7 @@ mod read;
 mod states;
 mod write;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 
 use burn::module::Module;
@@ -59,6 +59,7 @@ use burn::optim::{ModuleOptimizer, StateSource};
 use burn::tensor::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use crate::dist::DistModuleOptimizer;
 use crate::error::{Error, Result};
 use crate::route::Walk;
 
@@ -88,26 +89,131 @@ impl Parameter {
     }
 }
 
+/// An optimizer that [`save`] and [`load`] take: Burn's [`ModuleOptimizer`], as
+/// [`MuonConfig`](crate::MuonConfig) makes it, and
+/// [`DistModuleOptimizer`](crate::dist::DistModuleOptimizer).
+pub trait Checkpointed: Sized {
+    /// Saves a run with this optimizer; see [`save`].
+    ///
+    /// # Errors
+    ///
+    /// As [`save`].
+    fn save_run<M: Module, T: Serialize>(&self, path: &Path, model: &M, progress: &T)
+    -> Result<()>;
+
+    /// Loads a run into a model and this optimizer; see [`load`].
+    ///
+    /// # Errors
+    ///
+    /// As [`load`].
+    fn load_run<M: Module, T: DeserializeOwned>(
+        self,
+        path: &Path,
+        model: M,
+    ) -> Result<(M, Self, T)>;
+}
+
 /// Saves a run. `progress` is whatever else the run needs to go on, such as its step.
+///
+/// On many ranks all of them make this call, and rank 0 writes the file. It is the same file, whatever the
+/// optimizer and the number of ranks: [`load`] continues it on any.
 ///
 /// The model is written one parameter at a time. The state of a [`ModuleOptimizer`] can be had only
 /// as a whole: host memory holds it twice meanwhile.
 ///
 /// # Errors
 ///
-/// [`Error::Checkpoint`] if the file can't be written. What the path held before is then unchanged.
+/// [`Error::Checkpoint`] if the file can't be written. What the path held before is then unchanged. On many
+/// ranks also those of every collective.
 pub fn save<M: Module, T: Serialize>(
     path: impl AsRef<Path>,
     model: &M,
-    optim: &ModuleOptimizer,
+    optim: &impl Checkpointed,
     progress: &T,
 ) -> Result<()> {
-    let archive = Archive::from_record(optim.to_record());
-    let mut saving = start(path.as_ref(), model, archive.contents(), progress)?;
-    for name in archive.tensors().keys() {
-        saving.put(archive.data(name)?)?;
+    optim.save_run(path.as_ref(), model, progress)
+}
+
+/// Loads a run into a model and an optimizer that were made like those it was saved from.
+///
+/// On many ranks all of them make this call, and read what they need of the file, so that every host has to
+/// have it.
+///
+/// The model is read one parameter at a time. A [`ModuleOptimizer`] takes its state only as a whole:
+/// host memory holds it once meanwhile.
+///
+/// # Errors
+///
+/// - [`Error::Checkpoint`] if the file is missing, damaged or not a checkpoint, or if its optimizer
+///   state is not that of `optim`;
+/// - [`Error::OtherModel`] if a parameter is missing, new, or of another shape or type;
+/// - on many ranks [`Error::CheckpointsDiffer`] if the ranks' files are not copies of one, and those of every
+///   collective.
+pub fn load<M: Module, T: DeserializeOwned, O: Checkpointed>(
+    path: impl AsRef<Path>,
+    model: M,
+    optim: O,
+) -> Result<(M, O, T)> {
+    optim.load_run(path.as_ref(), model)
+}
+
+impl Checkpointed for ModuleOptimizer {
+    fn save_run<M: Module, T: Serialize>(
+        &self,
+        path: &Path,
+        model: &M,
+        progress: &T,
+    ) -> Result<()> {
+        let archive = Archive::from_record(self.to_record());
+        let mut saving = start(path, model, archive.contents(), progress)?;
+        for name in archive.tensors().keys() {
+            saving.put(archive.data(name)?)?;
+        }
+        saving.finish()
     }
-    saving.finish()
+
+    fn load_run<M: Module, T: DeserializeOwned>(
+        self,
+        path: &Path,
+        model: M,
+    ) -> Result<(M, Self, T)> {
+        let archive = Archive::open(path)?;
+        let (model, progress) = load_model(&archive, model)?;
+        let saved = States::new(archive);
+        let keys: BTreeSet<_> = saved.keys().cloned().collect();
+        let optim = self.load_record(saved.into_archive().into_record()?);
+        // What an optimizer does not know it drops without a word.
+        let restored = States::new(Archive::from_record(optim.to_record()));
+        match keys.iter().find(|(path, name)| restored.find(path, name).is_none()) {
+            Some((parameter, state)) => Err(Error::Checkpoint {
+                path: path.to_owned(),
+                reason: format!(
+                    "its optimizer state `{state}` of `{parameter}` does not fit the optimizer"
+                ),
+                remedy: "configure the optimizer as it was when the checkpoint was saved",
+            }),
+            None => Ok((model, optim, progress)),
+        }
+    }
+}
+
+impl Checkpointed for DistModuleOptimizer {
+    fn save_run<M: Module, T: Serialize>(
+        &self,
+        path: &Path,
+        model: &M,
+        progress: &T,
+    ) -> Result<()> {
+        self.save(path, model, progress)
+    }
+
+    fn load_run<M: Module, T: DeserializeOwned>(
+        self,
+        path: &Path,
+        model: M,
+    ) -> Result<(M, Self, T)> {
+        self.load(path, model)
+    }
 }
 
 /// Begins a checkpoint and writes the model. The optimizer's tensors are put after it in the order
@@ -143,40 +249,6 @@ pub(crate) fn start<M: Module, T: Serialize>(
         saving.put((entry.data)())?;
     }
     Ok(saving)
-}
-
-/// Loads a run into a model and an optimizer that were made like those it was saved from.
-///
-/// The model is read one parameter at a time. A [`ModuleOptimizer`] takes its state only as a whole:
-/// host memory holds it once meanwhile.
-///
-/// # Errors
-///
-/// - [`Error::Checkpoint`] if the file is missing, damaged or not a checkpoint, or if its optimizer
-///   state is not that of `optim`;
-/// - [`Error::OtherModel`] if a parameter is missing, new, or of another shape or type.
-pub fn load<M: Module, T: DeserializeOwned>(
-    path: impl AsRef<Path>,
-    model: M,
-    optim: ModuleOptimizer,
-) -> Result<(M, ModuleOptimizer, T)> {
-    let path = path.as_ref();
-    let archive = Archive::open(path)?;
-    let (model, progress) = load_model(&archive, model)?;
-    let record = archive.into_record()?;
-    let tensors = record.len();
-    let optim = optim.load_record(record);
-    let restored = optim.to_record().len();
-    if restored != tensors {
-        return Err(Error::Checkpoint {
-            path: path.to_owned(),
-            reason: format!(
-                "{restored} of the {tensors} tensors of its optimizer state fit the optimizer"
-            ),
-            remedy: "configure the optimizer as it was when the checkpoint was saved",
-        });
-    }
-    Ok((model, optim, progress))
 }
 
 /// Loads the model and the progress of a run; see [`load`].

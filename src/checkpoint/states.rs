@@ -37,6 +37,10 @@ impl States {
         &self.archive
     }
 
+    pub fn into_archive(self) -> Archive {
+        self.archive
+    }
+
     /// Paths and names of all tensors.
     pub fn keys(&self) -> impl Iterator<Item = &(String, String)> {
         self.names.keys()

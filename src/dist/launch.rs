@@ -82,7 +82,8 @@ impl Launch {
         let [rank, size, local] = *launcher.ok_or_else(|| {
             absent(
                 "RANK",
-                "start the program with torchrun, mpirun or srun, or use `World::threads`",
+                "start the program with torchrun, mpirun or srun, or use `World::from_env_or_alone` or \
+                 `World::threads`",
             )
         })?;
         let number = |name: &str| match variable(name) {
@@ -126,7 +127,13 @@ impl Launch {
         Ok(Self { rank: own, world_size, local_rank, address, secret })
     }
 
-    /// The default backend's device of this process's rank on its host.
+    /// Returns `true` if a launcher's variables are in the environment.
+    pub fn is_in_env() -> bool {
+        let speaks = |[rank, ..]: &[&str; 3]| env::var(rank).is_ok_and(|value| !value.is_empty());
+        LAUNCHERS.iter().any(speaks)
+    }
+
+    /// The default backend's device of this process's rank on its host, with autodiff.
     pub fn device(&self) -> Device {
         World::devices(self.local_rank + 1).swap_remove(self.local_rank)
     }

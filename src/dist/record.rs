@@ -35,7 +35,7 @@ impl DistModuleOptimizer {
     /// # Errors
     ///
     /// Those of every collective; [`Error::Parameter`] if two parameters share one identity.
-    pub fn to_record(&mut self) -> Result<OptimizerRecord> {
+    pub fn to_record(&self) -> Result<OptimizerRecord> {
         Ok(self.record(true)?.expect("every rank keeps what it receives"))
     }
 
@@ -46,7 +46,7 @@ impl DistModuleOptimizer {
     ///
     /// As [`to_record`](Self::to_record).
     #[cfg_attr(not(feature = "train"), expect(dead_code, reason = "for learners"))]
-    pub(super) fn gather_record(&mut self) -> Result<Option<OptimizerRecord>> {
+    pub(super) fn gather_record(&self) -> Result<Option<OptimizerRecord>> {
         self.record(false)
     }
 
@@ -82,15 +82,15 @@ impl DistModuleOptimizer {
     /// On all ranks, if on one: [`Error::Checkpoint`] if the file can't be written, and what the
     /// path held before is then unchanged; those of every collective.
     pub fn save<M: Module, T: Serialize>(
-        &mut self,
+        &self,
         path: impl AsRef<Path>,
         model: &M,
         progress: &T,
     ) -> Result<()> {
         // A collective that fails ends the world, so that there is nothing left to agree on.
-        let written = match self.world.rank() {
-            0 => self.write(path.as_ref(), model, progress)?,
-            _ => {
+        let written = match self.world.is_main() {
+            true => self.write(path.as_ref(), model, progress)?,
+            false => {
                 self.collect(false, |_| ())?;
                 self.world.comm().synchronize()?;
                 Ok(())
@@ -130,7 +130,7 @@ impl DistModuleOptimizer {
     /// can't be written, because the other ranks make them: the outer error is that of a collective,
     /// the inner one that of the file.
     fn write<M: Module, T: Serialize>(
-        &mut self,
+        &self,
         path: &Path,
         model: &M,
         progress: &T,
@@ -187,7 +187,7 @@ impl DistModuleOptimizer {
     }
 
     /// The state of all ranks on all of them, or on rank 0 only.
-    fn record(&mut self, everywhere: bool) -> Result<Option<OptimizerRecord>> {
+    fn record(&self, everywhere: bool) -> Result<Option<OptimizerRecord>> {
         let mut states = Vec::new();
         self.collect(everywhere, |data| states.push(data))?;
         let counters = self.counters();
@@ -221,7 +221,7 @@ impl DistModuleOptimizer {
 impl DistModuleOptimizer {
     /// Hands over the state's tensors one by one, in the order of [`contents`](Self::contents), on
     /// rank 0 or on all ranks. All ranks make this call.
-    fn collect(&mut self, everywhere: bool, mut each: impl FnMut(TensorData)) -> Result<()> {
+    fn collect(&self, everywhere: bool, mut each: impl FnMut(TensorData)) -> Result<()> {
         let (comm, parameters) = (self.world.comm(), self.plan.parameters());
         for shard in &self.shards {
             let bucket = &shard.bucket;

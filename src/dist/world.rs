@@ -3,8 +3,9 @@
 use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt::Display;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -57,7 +58,7 @@ impl World {
         Self { comm, device }
     }
 
-    /// Devices for so many ranks: all that the default device's backend finds, in turn.
+    /// Devices for so many ranks, with autodiff: all that the default device's backend finds, in turn.
     ///
     /// ```
     /// let devices = distmuon::dist::World::devices(4);
@@ -67,7 +68,7 @@ impl World {
         let id = Device::default().as_dispatch().to_id();
         let count = Dispatch::device_count(id.type_id).max(1);
         let device = |index| DispatchDevice::from_id(DeviceId { index_id: index as _, ..id });
-        (0..ranks).map(|rank| Device::new(device(rank % count))).collect()
+        (0..ranks).map(|rank| Device::new(device(rank % count)).autodiff()).collect()
     }
 
     /// A world of one rank.
@@ -94,6 +95,57 @@ impl World {
         F: Fn(World) -> Result<T, E> + Sync,
     {
         Self::threads_within(DEADLINE, devices, run)
+    }
+
+    /// [`threads`](Self::threads), with a model for every rank: the one that is given, on the rank's device.
+    /// So all ranks start alike, which seeding them does not achieve where ranks share a device, since they
+    /// share its random numbers, too.
+    ///
+    /// ```
+    /// use burn::{nn::LinearConfig, optim::GradientsParams, tensor::Tensor};
+    /// use distmuon::dist::{DistMuonConfig, World};
+    ///
+    /// let devices = World::devices(2);
+    /// let model = LinearConfig::new(8, 8).init(&devices[0]);
+    /// let models = World::threads_with(devices, model, |world, model| {
+    ///     let mut optim = DistMuonConfig::new().init(&world, &model)?;
+    ///     let x = Tensor::<2>::ones([4, 8], world.device());
+    ///     let grads = GradientsParams::from_grads(model.forward(x).sum().backward(), &model);
+    ///     optim.step(1e-3, model, grads)
+    /// })?;
+    /// assert_eq!(models.len(), 2); // one for every rank, of the same values
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`threads`](Self::threads).
+    ///
+    /// # Panics
+    ///
+    /// As [`threads`](Self::threads).
+    pub fn threads_with<M, T, E, F>(
+        devices: impl IntoIterator<Item = Device>,
+        model: M,
+        run: F,
+    ) -> Result<Vec<T>, E>
+    where
+        M: Module,
+        T: Send,
+        E: From<Error> + Display + Send,
+        F: Fn(World, M) -> Result<T, E> + Sync,
+    {
+        let devices: Vec<Device> = devices.into_iter().collect();
+        // Modules need not be `Sync`: every rank takes a fork that was made here.
+        let fork = |device: &Device| Mutex::new(Some(model.clone().fork(device)));
+        let forks: Vec<_> = devices.iter().map(fork).collect();
+        drop(model);
+        Self::threads(devices, |world| {
+            let mut fork = forks[world.rank()].lock().expect("no holder of the lock panics");
+            let model = fork.take().expect("a rank runs once");
+            drop(fork);
+            run(world, model)
+        })
     }
 
     /// [`threads`](Self::threads), with the time that a rank may be waited for.
@@ -150,7 +202,7 @@ impl World {
         outcomes.map(|(_, outcome)| outcome.unwrap_or_else(|panic| resume_unwind(panic))).collect()
     }
 
-    /// The world that a launcher started this process in, on the default backend's device of the own
+    /// The world that a launcher started this process in, on the default backend's device of this
     /// rank on the host, with autodiff: over NCCL on CUDA devices, over MPI on all others.
     ///
     /// ```no_run
@@ -169,7 +221,7 @@ impl World {
     #[cfg(feature = "processes")]
     pub fn from_env() -> Result<Self> {
         let launch = Launch::from_env()?;
-        let device = launch.device().autodiff();
+        let device = launch.device();
         #[cfg(feature = "cuda")]
         if matches!(device.clone().inner().as_dispatch(), DispatchDevice::Cube(CubeDevice::Cuda(_)))
         {
@@ -183,6 +235,25 @@ impl World {
             value: format!("{device:?}"),
             expected: "a CUDA device: others need distmuon's feature `mpi`",
         })
+    }
+
+    /// [`from_env`](Self::from_env) where a launcher started this process, else a world of one on the
+    /// default device, with autodiff: the same program runs alone and on many ranks.
+    ///
+    /// ```no_run
+    /// let world = distmuon::dist::World::from_env_or_alone()?;
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`from_env`](Self::from_env), where a launcher speaks.
+    #[cfg(feature = "processes")]
+    pub fn from_env_or_alone() -> Result<Self> {
+        match Launch::is_in_env() {
+            true => Self::from_env(),
+            false => Ok(Self::alone(Device::default().autodiff())),
+        }
     }
 
     /// A world of processes over MPI, on any device: tensors pass through the host. No rank is waited
@@ -256,7 +327,7 @@ impl World {
         Ok(format!("{} ranks over {}\n{table}", self.size(), self.comm.engine()))
     }
 
-    /// The own rank, from 0.
+    /// This rank's number, from 0.
     pub fn rank(&self) -> usize {
         self.comm.rank()
     }
@@ -266,7 +337,41 @@ impl World {
         self.comm.size()
     }
 
-    /// The own device, as it was given.
+    /// Returns `true` on rank 0, which prints and logs for all.
+    ///
+    /// Collective calls must not depend on it: all ranks have to make them.
+    pub fn is_main(&self) -> bool {
+        self.rank() == 0
+    }
+
+    /// This rank's part of so many items, as indices: the ranks' parts follow each other, and differ in
+    /// length by one item at most.
+    ///
+    /// A step takes the mean of the ranks' gradients, whatever they are of. It is that of all items
+    /// where the parts have one length.
+    ///
+    /// ```
+    /// # use distmuon::dist::World;
+    /// let world = World::alone(Default::default());
+    /// assert_eq!(world.part(10), 0..10);
+    /// ```
+    pub fn part(&self, items: usize) -> Range<usize> {
+        let border = |rank: usize| rank * items / self.size();
+        border(self.rank())..border(self.rank() + 1)
+    }
+
+    /// The mean of a number over all ranks, such as a loss: the same on all of them. All ranks make this
+    /// call.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn mean(&self, own: impl Into<f64>) -> Result<f64> {
+        let all: Vec<f64> = self.all_gather_value(&own.into())?;
+        Ok(all.iter().sum::<f64>() / all.len() as f64)
+    }
+
+    /// This rank's device, as it was given.
     pub fn device(&self) -> &Device {
         &self.device
     }

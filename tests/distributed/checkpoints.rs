@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use burn::optim::OptimizerRecord;
 use distmuon::dist::{DistModuleOptimizer, Gradients, World};
-use distmuon::{Error, MuonConfig, Result, Rule};
+use distmuon::{Error, MuonConfig, Result, Rule, checkpoint};
 use serde::{Serialize, Serializer};
 
 use crate::watched::counted;
@@ -34,7 +34,7 @@ fn a_checkpoint_moves_between_numbers_of_ranks() {
         let mut optim = config.init(world, &net)?;
         if let Some(count) = saved {
             let step: u64;
-            (net, optim, step) = optim.load(path(count), net)?;
+            (net, optim, step) = checkpoint::load(path(count), net, optim)?;
             assert_eq!(step, steps.start);
         }
         for step in steps {
@@ -46,8 +46,8 @@ fn a_checkpoint_moves_between_numbers_of_ranks() {
     let uninterrupted = ranks(1, |world| Ok(train(&world, None, 0..10)?.0.weights())).unwrap();
     for count in [1, 2, 3, 4] {
         ranks(count, |world| {
-            let (net, mut optim) = train(&world, None, 0..5)?;
-            optim.save(path(count), &net, &5u64)
+            let (net, optim) = train(&world, None, 0..5)?;
+            checkpoint::save(path(count), &net, &optim, &5u64)
         })
         .unwrap();
     }
@@ -62,7 +62,7 @@ fn a_checkpoint_moves_between_numbers_of_ranks() {
         let net = Net::new(&device());
         let optim = config.muon.init(&net);
         let (mut net, mut optim, step): (_, _, u64) =
-            distmuon::checkpoint::load(path(saved), net, optim).unwrap();
+            checkpoint::load(path(saved), net, optim).unwrap();
         for step in step..10 {
             let gradients = net.gradients(step);
             net = optim.step(0.01, net, gradients);
@@ -77,7 +77,7 @@ fn bad_checkpoints_are_refused_on_all_ranks() {
     let save = |path: std::path::PathBuf| {
         ranks_here(2, move |world| {
             let net = world.broadcast(Net::new(world.device()))?;
-            let mut optim = config().init(&world, &net)?;
+            let optim = config().init(&world, &net)?;
             Ok(optim.save(&path, &net, &0).map_err(|error| error.to_string()))
         })
         .unwrap()
@@ -136,7 +136,7 @@ fn ranks_that_load_different_files_are_refused() {
     let paths = [1u64, 2].map(|steps| {
         let path = folder.path().join(format!("{steps}.ckpt"));
         ranks_here(2, |world| {
-            let (net, mut optim) = trained(&world, steps)?;
+            let (net, optim) = trained(&world, steps)?;
             optim.save(&path, &net, &steps)
         })
         .unwrap();
@@ -168,7 +168,7 @@ fn ranks_that_load_different_files_are_refused() {
 fn ranks_that_load_different_records_are_refused() {
     let records = [0, 1].map(|steps| {
         let records = ranks_here(1, |world| {
-            let (_, mut optim) = trained(&world, steps)?;
+            let (_, optim) = trained(&world, steps)?;
             Ok(optim.to_record()?.into_bytes().expect("a record can be written").to_vec())
         });
         records.unwrap().swap_remove(0)
@@ -189,7 +189,7 @@ fn damage_that_one_rank_reads_is_refused_on_all() {
     let folder = Folder::new();
     let path = folder.path().join("run.ckpt");
     let save = |world: World| {
-        let (net, mut optim) = trained(&world, 1)?;
+        let (net, optim) = trained(&world, 1)?;
         optim.save(&path, &net, &1u64)
     };
     ranks_here(3, save).unwrap();
@@ -224,7 +224,7 @@ fn a_save_may_take_longer_than_the_deadline() {
     let folder = Folder::new();
     let path = folder.path().join("run.ckpt");
     let saved = worlds::ranks_here(deadline, 3, |world| {
-        let (net, mut optim) = trained(&world, 1)?;
+        let (net, optim) = trained(&world, 1)?;
         optim.save(&path, &net, &Slow(2 * deadline))?;
         world.comm().barrier()
     });
@@ -241,7 +241,7 @@ fn only_rank_0_receives_the_state() {
         let (net, _) = trained(&world, 0)?;
         let (engine, traffic) = counted(world.engine());
         let world = World::new(engine, world.device().clone());
-        let mut optim = config().with_bucket_mb(0.002).init(&world, &net)?;
+        let optim = config().with_bucket_mb(0.002).init(&world, &net)?;
         traffic.lock().unwrap().clear();
         optim.save(&path, &net, &1u64)?;
         let sent = traffic.lock().unwrap().clone();
@@ -260,7 +260,7 @@ fn only_rank_0_receives_the_state() {
 /// Identities of parameters are drawn by every rank for itself, and records are named by them.
 fn a_record_goes_back_to_where_it_came_from() {
     let runs = ranks_here(2, |world| {
-        let (net, mut optim) = trained(&world, 2)?;
+        let (net, optim) = trained(&world, 2)?;
         let record = optim.to_record()?;
         let net_2 = Net::new(world.device());
         assert_ne!(net.wide.weight.id, net_2.wide.weight.id, "identities of its own");

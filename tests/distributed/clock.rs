@@ -63,7 +63,7 @@ fn on_one_device(path: &std::path::Path, steps: Range<u64>) -> Vec<Vec<u8>> {
     let mut net = Net::new(&device());
     let mut optim = scheduled().muon.init(&net);
     if steps.start > 0 {
-        (net, optim, _) = checkpoint::load::<_, u64>(path, net, optim).unwrap();
+        (net, optim, _) = checkpoint::load::<_, u64, _>(path, net, optim).unwrap();
     }
     for step in steps {
         let gradients = gradients(&net, step);

@@ -16,6 +16,7 @@ pub const SOUND: &[Case] = cases![
     no_element_is_sent_twice_or_widened,
     pending_results_say_what_they_hold,
     values_of_all_ranks_are_told_bit_by_bit,
+    ranks_share_items_and_numbers,
 ];
 
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -224,4 +225,16 @@ fn values_of_all_ranks_are_told_bit_by_bit() {
         world.broadcast_value(&Some(own), 1)
     });
     assert_eq!(outcome.unwrap(), [Some(f64::INFINITY); 3]);
+}
+
+fn ranks_share_items_and_numbers() {
+    let outcome = ranks(3, |world| {
+        assert_eq!(world.is_main(), world.rank() == 0);
+        assert_eq!(world.part(8), [0..2, 2..5, 5..8][world.rank()]);
+        assert!(world.part(1).len() <= 1 && world.part(0).is_empty());
+        assert_eq!(world.mean(world.rank() as f32)?, 1.0);
+        assert!(world.mean([1.0, f64::NAN, 2.0][world.rank()])?.is_nan());
+        Ok(())
+    });
+    outcome.unwrap();
 }
