@@ -102,7 +102,7 @@ impl Optim {
 
     pub fn save<T: Serialize>(&mut self, path: &Path, model: &Gpt, progress: &T) -> Result<()> {
         match self {
-            Self::Single(optim, _) => Ok(checkpoint::save(path, model, optim, progress)?),
+            Self::Single(optim, _) => Ok(checkpoint::save(path, model, &**optim, progress)?),
             Self::Dist(optim) => Ok(optim.save(path, model, progress)?),
         }
     }
@@ -124,7 +124,7 @@ impl Optim {
     pub fn skipped_steps(&self) -> BTreeMap<String, u64> {
         match self {
             Self::Single(_, skipped) => skipped.read(),
-            Self::Dist(optim) => optim.skipped_steps(),
+            Self::Dist(optim) => optim.skipped_steps().read(),
         }
     }
 }
