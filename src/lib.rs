@@ -79,7 +79,7 @@ pub use error::{Error, Result};
 pub use gate::SkippedSteps;
 pub use muon::{LrScale, MatrixLayout, MatrixView, Muon, MuonConfig, MuonState};
 pub use orthogonalize::{Coefficients, Form, IterationDtype, Kernels, NewtonSchulz};
-pub use route::{Group, Route, Routing, Rule};
+pub use route::{Group, GroupSummary, MuonRule, Route, Routing, Rule};
 pub use schedule::Schedule;
 
 /// Runs the program of the README as a test.
