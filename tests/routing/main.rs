@@ -461,7 +461,7 @@ fn the_summary_counts_parameters_operations_and_state() {
     let mut net = Unembedding::new();
     net.hidden.bias = net.hidden.bias.map(Param::no_grad);
     let half = |weight: Param<Tensor<2>>| {
-        weight.map(|tensor| tensor.detach().cast(DType::F16).require_grad())
+        weight.map(|tensor| tensor.cast(DType::F16).detach().require_grad())
     };
     net.unembed.weight = half(net.unembed.weight);
     let routing = routing(&net);
