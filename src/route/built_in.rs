@@ -50,6 +50,7 @@ impl<'a> Anatomy<'a> {
 
     fn trained(&self, found: &Found, layout: MatrixLayout) -> (Group, String) {
         let muon = Group::Muon { view: MatrixView::Single, layout };
+        let module = || found.fields.iter().rev().take(3).find(|field| is_embedding(&field.name));
         let (group, reason) = if found.shape.len() < 2 {
             (Group::Vector, "fewer than two dimensions")
         } else if found.holder() == "Embedding" {
@@ -62,8 +63,8 @@ impl<'a> Anatomy<'a> {
             (Group::Embedding, "named as an embedding")
         } else if is_position(found.name()) {
             (Group::Embedding, "named as positions")
-        } else if found.fields.iter().rev().take(3).any(|field| is_embedding(&field.name)) {
-            return (Group::Embedding, format!("embedding? (a {} named so)", found.holder()));
+        } else if let Some(module) = module() {
+            return (Group::Embedding, format!("embedding? (in `{}`)", module.name));
         } else if found.holder() == "Linear" {
             (muon, "hidden matrix")
         } else {
@@ -136,8 +137,8 @@ fn attention(parameters: &[Found]) -> HashSet<&str> {
             *called |= field.holder.ends_with("Attention")
                 || field.holder.ends_with("Attn")
                 || has_word(field_name, &["attention", "attn"]);
-            *queries |= has_word(&field.name, &["q", "query", "wq", "qkv", "wqkv"]);
-            *keys |= has_word(&field.name, &["k", "key", "wk", "qkv", "wqkv"]);
+            *queries |= has_word(&field.name, &["q", "query", "queries", "wq", "qkv", "wqkv"]);
+            *keys |= has_word(&field.name, &["k", "key", "keys", "kv", "wk", "qkv", "wqkv"]);
         }
     }
     let is_attention = |(path, [called, queries, keys]): (_, [bool; 3])| {

@@ -142,9 +142,8 @@ impl Routing {
         let anatomy = Anatomy::of(&parameters);
         let route = |found: &Found| {
             let (built_in, reason) = anatomy.group(found, config.layout);
-            let ruled = || rules.decide(found, built_in, config.layout);
-            let by_rule = if found.trainable { ruled() } else { None };
-            let (group, reason) = by_rule.unwrap_or((built_in, reason));
+            let ruled = found.trainable.then(|| rules.decide(found, built_in, config.layout));
+            let (group, reason) = ruled.flatten().unwrap_or((built_in, reason));
             Route::new(found, group, reason, &muon)
         };
         let routes = parameters.iter().map(route).collect::<Result<_>>()?;
@@ -191,8 +190,9 @@ impl Routing {
     /// The optimizer that follows this routing.
     ///
     /// It finds its parameters by path, so that a model whose record was loaded later is still the
-    /// same, and by identity, so that the model may be part of another. A parameter that it finds
-    /// neither way makes `step` panic, rather than being trained by something else in silence.
+    /// same, and by identity, so that the model may be part of another. A gradient of a parameter that
+    /// it finds neither way, or that was frozen, makes `step` panic, rather than being used by
+    /// something else or dropped in silence.
     pub fn init(&self) -> ModuleOptimizer {
         self.init_with(|muon| muon)
     }

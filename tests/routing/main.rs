@@ -1,5 +1,8 @@
 //! Who updates what, in models with the structures of the field.
 
+#[allow(dead_code)] // it is not trained here
+#[path = "../../examples/train_lm/model.rs"]
+mod gpt;
 mod models;
 
 use burn::module::{Lora, Module, Param};
@@ -177,7 +180,7 @@ fn vision_transformers() {
         Muon: register blocks.0.*.weight
         AdamW (head): head.weight"),
     );
-    assert_eq!(reason(&patches, "patch_embed.weight"), "embedding? (a Linear named so)");
+    assert_eq!(reason(&patches, "patch_embed.weight"), "embedding? (in `patch_embed`)");
     assert_eq!(reason(&patches, "pos_embed"), "named as an embedding");
     assert_eq!(reason(&patches, "register"), "hidden matrix? (outside a Linear)");
 }
@@ -460,10 +463,8 @@ fn the_remedy_for_a_shape_is_a_line_to_copy() {
 fn the_summary_counts_parameters_operations_and_state() {
     let mut net = Unembedding::new();
     net.hidden.bias = net.hidden.bias.map(Param::no_grad);
-    let half = |weight: Param<Tensor<2>>| {
-        weight.map(|tensor| tensor.cast(DType::F16).detach().require_grad())
-    };
-    net.unembed.weight = half(net.unembed.weight);
+    let half = |tensor: Tensor<2>| tensor.cast(DType::F16).detach().require_grad();
+    net.unembed.weight = net.unembed.weight.map(half);
     let routing = routing(&net);
     let counts = routing.summary().into_iter().map(|group| {
         (
@@ -508,4 +509,23 @@ fn the_state_of_a_step_has_the_bytes_of_the_summary() {
     let summed: usize = routing.summary().iter().map(|group| group.state_bytes).sum();
     // Muon counts skipped steps, AdamW those and the weights in its two moments.
     assert_eq!(bytes, summed + 4 + 3 * 3 * 4);
+}
+
+/// The README shows what `train_lm --routes` prints.
+#[test]
+fn the_tables_of_the_readme_are_true() {
+    let readme = include_str!("../../README.md");
+    let (_, section) = readme.split_once("## Who updates what").unwrap();
+    let (section, _) = section.split_once("\n## ").unwrap();
+    let tables: Vec<&str> = section.lines().filter(|line| line.starts_with('|')).collect();
+    let model = gpt::GptConfig::new(4, 4, 128, 128, 256).init(&device());
+    let routing = routing(&model).to_string();
+    let printed: Vec<&str> = routing.lines().collect();
+    for line in &tables {
+        assert!(printed.contains(line), "{line}\n{routing}");
+    }
+    // Without the empty line between the tables, and with one block of four.
+    let cut =
+        |line: &&&str| ["blocks.1", "blocks.2", "blocks.3"].iter().any(|at| line.contains(at));
+    assert_eq!(tables.len(), printed.len() - 1 - printed.iter().filter(cut).count());
 }
