@@ -12,6 +12,7 @@ use burn::nn::{
     BatchNorm, BatchNormConfig, Embedding, EmbeddingConfig, Gru, GruConfig, LayerNorm,
     LayerNormConfig, Linear, LinearConfig, Lstm, LstmConfig,
 };
+use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 
 /// A module with `new`, which makes every field by the expression after it.
@@ -261,4 +262,12 @@ modules! {
     Wrapped { model: HeadFirst = HeadFirst::new(), projection: HeadFirst = HeadFirst::new() }
     HeadsInBlocks { blocks: Vec<OfMlpHead> = vec![OfMlpHead::new()], last: Linear = square() }
     Embedder { embedder: Vec<Block> = vec![Block::new()], time_embed: Vec<Linear> = vec![square()] }
+}
+
+impl HeadFirst {
+    pub fn gradients(&self) -> GradientsParams {
+        let x = Tensor::<2>::ones([1, WIDTH], &device());
+        let loss = self.classifier.forward(self.hidden.forward(x)).sum();
+        GradientsParams::from_grads(loss.backward(), self)
+    }
 }
