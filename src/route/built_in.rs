@@ -84,8 +84,11 @@ impl<'a> Anatomy<'a> {
     fn named_heads(&self) -> Vec<&'a str> {
         let mut heads = vec![];
         for found in self.parameters.iter().filter(|found| is_matrix(found)) {
-            let named = (1..=found.fields.len())
-                .filter(|depth| is_head(&found.fields[depth - 1].name) && !found.in_stack(*depth));
+            let named = (1..=found.fields.len()).filter(|depth| {
+                let name = &found.fields[depth - 1].name;
+                let is_layers = name == OUTPUT && self.is_in_layer(found, *depth);
+                is_head(name) && !is_layers && !found.in_stack(*depth)
+            });
             heads.extend(named.map(|depth| (depth, found)));
         }
         heads.retain(|(depth, found)| !self.holds_inner(found.module(*depth), *depth));
@@ -106,9 +109,13 @@ impl<'a> Anatomy<'a> {
         let mut matrices = self.parameters.iter().filter(|found| is_matrix(found));
         let last = matrices.rfind(|found| found.holder() == "Linear")?;
         let depth = last.fields.len();
-        let is_layer = |depth| self.is_layer(last.module(depth), depth);
-        let hidden = last.in_stack(depth) || self.is_inner(last) || (1..depth).any(is_layer);
+        let hidden = last.in_stack(depth) || self.is_inner(last) || self.is_in_layer(last, depth);
         (!hidden).then(|| last.weight())
+    }
+
+    /// Whether a module above this depth is a layer.
+    fn is_in_layer(&self, found: &Found, depth: usize) -> bool {
+        (1..depth).any(|depth| self.is_layer(found.module(depth), depth))
     }
 
     /// Whether a module is a layer of a model, rather than the model: it has attention, but not all

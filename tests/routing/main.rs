@@ -195,6 +195,9 @@ fn bert() {
         ],
     );
     assert_eq!(reason(&classifier, "bert.pooler.dense.weight"), "hidden matrix");
+    let alone = routing(&Bert::new());
+    assert_eq!(reason(&alone, "layer.output.dense.weight"), "hidden matrix");
+    assert_eq!(reason(&alone, "pooler.dense.weight"), "output head? (last Linear)");
 }
 
 #[test]
