@@ -206,8 +206,9 @@ pub enum Error {
     },
     /// The model of a rank differs from that of rank 0.
     #[error(
-        "parameter `{parameter}` is {other} on rank {rank} and {first} on rank 0; build the same model \
-         with the same seed on every rank, or use `World::broadcast`"
+        "parameter `{parameter}` is {other} on rank {rank} and {first} on rank 0; start \
+         from one model: `World::threads_with` for ranks that are threads, `world.broadcast(model)` for \
+         processes"
     )]
     ModelsDiffer {
         /// The first rank that differs.

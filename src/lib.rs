@@ -32,7 +32,22 @@
 //! # Ok::<(), distmuon::Error>(())
 //! ```
 //!
-//! # The rooms of the house
+//! # By task
+//!
+//! The [`guide`] has small programs and tables for each:
+//!
+//! - [coming from AdamW](guide::from_adamw), or from Burn's own Muon: what else changes;
+//! - [choosing a learning rate](guide::learning_rate);
+//! - [excluding and freezing layers, LoRA](guide::excluding);
+//! - [clipping gradients](guide::clipping), by one norm or each by itself;
+//! - [accumulating gradients](guide::accumulation);
+//! - [saving and resuming](guide::resuming);
+//! - [watching a run](guide::watching);
+//! - [from 1 to 8 GPUs](guide::ranks): a complete program before and after;
+//! - [training with burn-train's `Learner`](guide::learner);
+//! - [what it costs](guide::cost), in memory and time.
+//!
+//! # By component
 //!
 //! - [`muon`]: the rule for one parameter, [`Muon`], which is a Burn
 //!   [`Optimizer`](burn::optim::Optimizer), and its configuration, [`MuonConfig`];
@@ -55,8 +70,17 @@
 //! [`Kernels::Tuned`] measures them when a shape is met first. Feature `fusion` (default) is Burn's fusion
 //! on the CubeCL backends; it has to be on here if it is on in `burn`, whose default it is, too.
 //!
-//! Feature `train` adds the strategy for burn-train's `Learner`, `optimal` plans by mixed-integer
-//! programming.
+//! Items that need a feature:
+//!
+//! | feature | adds |
+//! |---|---|
+//! | `train` | `dist::DistMuonStrategy` and `SkippedStepsMetric`, for burn-train's `Learner` |
+//! | `optimal` | plans by mixed-integer programming, `dist::plan::Strategy::Optimal` |
+//! | `mpi` | `dist::World::mpi`: ranks that are processes over MPI; needs an MPI and libclang to build |
+//! | `cuda` | `dist::World::nccl` and `dist::Reduction`: ranks that are processes over NCCL; Burn downloads an LLVM bundle to build |
+//! | `mpi` or `cuda` | `dist::World::from_env`, `dist::World::from_env_or_alone` and `dist::Launch`, for what a launcher starts |
+//!
+//! Documentation that is built without these devices, as on docs.rs, has `train` and `optimal` only.
 
 #![warn(missing_docs)]
 
@@ -70,6 +94,7 @@ pub mod dist;
 pub mod error;
 mod gate;
 mod gradient;
+pub mod guide;
 #[cfg(feature = "train")]
 mod metric;
 pub mod muon;

@@ -30,8 +30,9 @@ use crate::skipped::SkippedSteps;
 ///     .init(&model);
 /// ```
 ///
-/// The defaults take over the learning rate of an AdamW run: updates have AdamW's size
-/// ([`LrScale::MatchRmsAdamW`]), and AdamW's parameters are trained at the same rate. For the
+/// The defaults are made for the learning rate of an AdamW run: updates have AdamW's size
+/// ([`LrScale::MatchRmsAdamW`]), and AdamW's parameters are trained at the same rate. Try twice and four
+/// times that rate, too: see [Choosing a learning rate](crate::guide::learning_rate). For the
 /// learning rates of Keller Jordan's Muon (about 0.02) use [`LrScale::Original`] and give AdamW its
 /// own rate with [`AdamWSettings`].
 #[derive(Config, Debug)]
@@ -147,6 +148,10 @@ impl MuonConfig {
 
     /// An optimizer for the whole model: hidden matrices by Muon, the rest by AdamW.
     ///
+    /// Clipping belongs into the configuration: Burn's setter `with_grad_clipping` of the returned optimizer
+    /// reaches a part of it that updates nothing, and has no effect. See the guide's
+    /// [clipping](crate::guide::clipping).
+    ///
     /// # Errors
     ///
     /// As [`route`](Self::route).
@@ -155,6 +160,8 @@ impl MuonConfig {
     }
 
     /// [`try_init`](Self::try_init), for use where Burn's configurations are.
+    ///
+    /// Burn's setter `with_grad_clipping` has no effect on the returned optimizer; use that of the configuration.
     ///
     /// # Panics
     ///

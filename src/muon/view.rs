@@ -75,16 +75,18 @@ fn view_by_rule(parameter: &str) -> String {
 }
 
 /// The factor that a matrix puts on the learning rate.
+///
+/// The examples are of a `Linear` of 512 inputs and 1024 outputs, whose weight is `[512, 1024]` in Burn.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub enum LrScale {
     /// 1.
     None,
-    /// `sqrt(max(1, outputs / inputs))` (Keller Jordan).
+    /// `sqrt(max(1, outputs / inputs))` (Keller Jordan): 1.414.
     Original,
-    /// `0.2 sqrt(max(outputs, inputs))`: updates as large as AdamW's, so that its learning rate and
+    /// `0.2 sqrt(max(outputs, inputs))`: 6.4. Updates are as large as AdamW's, so that its learning rate and
     /// weight decay carry over (Liu et al., <https://arxiv.org/abs/2502.16982>).
     MatchRmsAdamW,
-    /// `sqrt(outputs / inputs)`: the same effect on activations of any width (Bernstein,
+    /// `sqrt(outputs / inputs)`: 1.414. The effect on activations is the same at any width (Bernstein,
     /// <https://jeremybernste.in/writing/deriving-muon>).
     Spectral,
 }

@@ -194,6 +194,9 @@ impl Routing {
     /// same, and by identity, so that the model may be part of another. A gradient of a parameter that
     /// it finds neither way, or that was frozen, makes `step` panic, rather than being used by
     /// something else or dropped in silence.
+    ///
+    /// Burn's setter `with_grad_clipping` has no effect on the returned optimizer; use
+    /// [`MuonConfig::grad_clipping`].
     pub fn init(&self) -> ModuleOptimizer {
         self.init_with(|muon| muon)
     }

@@ -1,0 +1,61 @@
+//! A guide by task: what to write, what else it changes, and what it costs.
+//!
+//! | you want to | read |
+//! |---|---|
+//! | replace AdamW, or Burn's own Muon | [`from_adamw`] |
+//! | choose a learning rate | [`learning_rate`] |
+//! | keep a layer from Muon, freeze it, or train LoRA adapters | [`excluding`] |
+//! | clip gradients | [`clipping`] |
+//! | step once for several batches | [`accumulation`] |
+//! | save a run and go on with it, on another number of ranks too | [`resuming`] |
+//! | see what updates what, and what goes wrong | [`watching`] |
+//! | train on several devices | [`ranks`] |
+//! | use burn-train's `Learner` | [`learner`] |
+//! | know what it costs in memory and time | [`cost`] |
+//!
+//! # Documents beside this guide
+//!
+//! The source package has more in its folder `docs`: `benchmarks.md` (all measurements, with their commands), `distributed.md`
+//! (the phases of a step, launchers, guarantees), `kernels.md` and `gpu.md`.
+
+/// One line that changes, and the settings that change with it.
+///
+/// [Excluding and freezing]: crate::guide::excluding
+#[doc = include_str!("../docs/guide/from-adamw.md")]
+pub mod from_adamw {}
+
+/// Learning rates to start with, the measured sweep, and the scale of a matrix.
+#[doc = include_str!("../docs/guide/learning-rate.md")]
+pub mod learning_rate {}
+
+/// Layers that AdamW trains, layers that nothing trains, and adapters.
+#[doc = include_str!("../docs/guide/excluding.md")]
+pub mod excluding {}
+
+/// The norm of all gradients, on one device too, and Burn's setter that has no effect.
+#[doc = include_str!("../docs/guide/clipping.md")]
+pub mod clipping {}
+
+/// One step for several batches, and what a sum is instead of a mean.
+#[doc = include_str!("../docs/guide/accumulation.md")]
+pub mod accumulation {}
+
+/// Checkpoints, what comes back of a run, and other numbers of ranks.
+#[doc = include_str!("../docs/guide/resuming.md")]
+pub mod resuming {}
+
+/// Tables, counts, warnings and metrics of a run.
+#[doc = include_str!("../docs/guide/watching.md")]
+pub mod watching {}
+
+/// A complete program on one device and on many, with the lines that change.
+#[doc = include_str!("../docs/guide/ranks.md")]
+pub mod ranks {}
+
+/// A complete program for burn-train's `Learner`.
+#[doc = include_str!("../docs/guide/learner.md")]
+pub mod learner {}
+
+/// Memory, time and the first build.
+#[doc = include_str!("../docs/guide/cost.md")]
+pub mod cost {}

@@ -1,0 +1,194 @@
+//! What the guide says, where its programs alone don't show it.
+
+use burn::grad_clipping::GradientClippingConfig;
+use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
+use burn::lr_scheduler::LrSchedulerRecord;
+use burn::module::Param;
+use burn::nn::transformer::{PositionWiseFeedForward, PositionWiseFeedForwardConfig};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::optim::{AdamWConfig, GradientsAccumulator, GradientsParams, ModuleOptimizer};
+use burn::tensor::{Bytes, Device, Int, Tensor};
+use distmuon::dist::{DistMuonConfig, World};
+use distmuon::{AdamWSettings, LrScale, MatrixLayout, MuonConfig, checkpoint};
+
+fn device() -> Device {
+    Device::default().autodiff()
+}
+
+fn feed_forward() -> PositionWiseFeedForward {
+    PositionWiseFeedForwardConfig::new(8, 16).with_dropout(0.0).init(&device())
+}
+
+fn gradients(model: &PositionWiseFeedForward, step: i64) -> GradientsParams {
+    let x = Tensor::<1, Int>::arange(step * 64..step * 64 + 64, &device()).float().sin();
+    let x = x.reshape([4, 2, 8]);
+    let loss = (model.forward(x.clone()) - x.flip([2])).square().mean();
+    GradientsParams::from_grads(loss.backward(), model)
+}
+
+/// Several times the same gradients, added up.
+fn times(count: usize, model: &PositionWiseFeedForward, step: i64) -> GradientsParams {
+    let mut sum = GradientsAccumulator::new();
+    (0..count).for_each(|_| sum.accumulate(model, gradients(model, step)));
+    sum.grads()
+}
+
+fn values<const D: usize>(param: &Param<Tensor<D>>) -> Vec<f32> {
+    param.val().into_data().iter().collect()
+}
+
+fn weights(model: &PositionWiseFeedForward) -> Vec<f32> {
+    let linear = |linear: &Linear| {
+        [values(&linear.weight), linear.bias.as_ref().map(values).unwrap_or_default()].concat()
+    };
+    [linear(&model.linear_inner), linear(&model.linear_outer)].concat()
+}
+
+fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+#[test]
+fn burns_clipping_setter_has_no_effect() {
+    let start = feed_forward();
+    let trained = |mut optim: ModuleOptimizer| {
+        let mut model = start.clone();
+        for step in 0..3 {
+            let grads = gradients(&model, step);
+            model = optim.step(1e-2, model, grads);
+        }
+        weights(&model)
+    };
+    let clipping = GradientClippingConfig::Value(1e-12);
+    let plain = trained(MuonConfig::new().init(&start));
+    let by_setter = MuonConfig::new().init(&start).with_grad_clipping(clipping.init());
+    assert!(by_setter.has_gradient_clipping(), "it says so");
+    assert_eq!(trained(by_setter), plain, "say in the guide that it works now");
+    let by_config = MuonConfig::new().with_grad_clipping(Some(clipping));
+    assert_ne!(trained(by_config.init(&start)), plain);
+}
+
+#[test]
+fn burns_adamw_settings_give_its_steps() {
+    let start = EmbeddingConfig::new(6, 4).init(&device());
+    let trained = |mut optim: ModuleOptimizer| {
+        let mut model: Embedding = start.clone();
+        for step in 0..5 {
+            let tokens = Tensor::<1, Int>::arange(0..6, &device()).reshape([2, 3]);
+            let loss = (model.forward(tokens) - f64::from(step)).square().mean();
+            let grads = GradientsParams::from_grads(loss.backward(), &model);
+            model = optim.step(1e-2, model, grads);
+        }
+        values(&model.weight)
+    };
+    let same = AdamWSettings::new().with_beta_2(0.999).with_epsilon(1e-5).with_weight_decay(1e-4);
+    let burns = trained(AdamWConfig::new().init());
+    let ours = trained(MuonConfig::new().with_adamw(same).init(&start));
+    assert!(largest_difference(&burns, &ours) < 1e-6);
+    let defaults = trained(MuonConfig::new().init(&start));
+    assert!(largest_difference(&burns, &defaults) > 1e-4);
+}
+
+#[test]
+fn the_scale_of_gradients_matters_to_clipping_only() {
+    let start = feed_forward();
+    let world = World::alone(device());
+    let trained = |count: usize, max_norm: Option<f64>| {
+        let mut model = start.clone();
+        let config = DistMuonConfig::new().with_max_norm(max_norm);
+        let mut optim = config.init(&world, &model).unwrap();
+        for step in 0..3 {
+            // The norms of the steps differ, so that a limit between them changes their weights.
+            let grads = times(if step == 1 { 3 * count } else { count }, &model, step);
+            model = optim.step(1e-2, model, grads).unwrap();
+        }
+        weights(&model)
+    };
+    let moved = largest_difference(&trained(1, None), &weights(&start));
+    let scaled = largest_difference(&trained(1, None), &trained(4, None));
+    assert!(scaled < 1e-2 * moved, "{scaled} of {moved}");
+    // A limit that none of the gradients reaches, and all of those that are four times as large.
+    let limit = Some(largest_norm(&start));
+    let clipped = largest_difference(&trained(1, limit), &trained(4, limit));
+    assert!(clipped > 2e-2 * moved, "{clipped} of {moved}");
+}
+
+/// Above the norm of any gradient of the test before clipping.
+fn largest_norm(start: &PositionWiseFeedForward) -> f64 {
+    let grads = gradients(start, 0);
+    let square = |grad: Tensor<2>| grad.square().sum().into_scalar::<f32>();
+    let matrices = [&start.linear_inner, &start.linear_outer];
+    let squares = matrices.map(|linear| square(grads.get(linear.weight.id).unwrap()));
+    3.5 * f64::from(squares.iter().sum::<f32>().sqrt())
+}
+
+#[test]
+fn a_burn_schedulers_record_fits_into_the_progress() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.bpk");
+    let model = LinearConfig::new(4, 8).init(&device());
+    let scheduler = || CosineAnnealingLrSchedulerConfig::new(0.1, 10).init().unwrap();
+    let mut first = scheduler();
+    (0..3).for_each(|_| _ = first.step());
+    let record = first.to_record().into_bytes().unwrap().to_vec();
+    checkpoint::save(&path, &model, &MuonConfig::new().init(&model), &(3, record)).unwrap();
+
+    let optim = MuonConfig::new().init(&model);
+    let (_, _, (_, record)): (_, _, (usize, Vec<u8>)) =
+        checkpoint::load(&path, model, optim).unwrap();
+    let record = LrSchedulerRecord::from_bytes(Bytes::from_bytes_vec(record)).unwrap();
+    let mut second = scheduler().load_record(record);
+    assert_eq!(first.step().base(), second.step().base());
+    assert_ne!(scheduler().step().base(), second.step().base());
+}
+
+#[test]
+fn progress_that_is_not_finite_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.bpk");
+    let model = LinearConfig::new(4, 8).init(&device());
+    let optim = MuonConfig::new().init(&model);
+    checkpoint::save(&path, &model, &optim, &f64::NAN).unwrap();
+    assert!(checkpoint::load::<_, f64, _>(&path, model, optim).is_err());
+}
+
+#[test]
+fn factors_of_a_linear_layer() {
+    let factors = |shape: [usize; 2]| {
+        [LrScale::MatchRmsAdamW, LrScale::Original, LrScale::Spectral, LrScale::None]
+            .map(|scale| (1e3 * scale.factor(MatrixLayout::InOut, shape)).round() / 1e3)
+    };
+    assert_eq!(factors([512, 1024]), [6.4, 1.414, 1.414, 1.0]);
+    assert_eq!(factors([1024, 512]), [6.4, 1.0, 0.707, 1.0]);
+}
+
+/// The programs of a page.
+fn programs(page: &str) -> Vec<&str> {
+    let blocks = page.split("```rust\n").skip(1);
+    blocks.map(|block| block.split("```").next().unwrap_or_default()).collect()
+}
+
+#[test]
+fn the_lines_that_ranks_change_are_marked_and_counted() {
+    const MARK: &str = "// *";
+    let page = include_str!("../docs/guide/ranks.md");
+    let [one, many] = programs(page)[..] else { panic!("two programs") };
+    let mut of_one = one.lines().map(code);
+    let (mut changed, mut kept) = (0, 0);
+    for line in many.lines().filter(|line| !code(line).is_empty()) {
+        if line.ends_with(MARK) {
+            changed += 1;
+        } else {
+            kept += 1;
+            assert!(of_one.any(|of_one| of_one == code(line)), "not marked: {line}");
+        }
+    }
+    let claim = format!("and {changed} of its {} lines of code are new or changed", changed + kept);
+    assert!(page.replace('\n', " ").contains(&claim), "{claim}");
+}
+
+/// A line without its comment.
+fn code(line: &str) -> &str {
+    line.split("//").next().unwrap_or_default().trim()
+}
