@@ -25,6 +25,10 @@
 pub mod from_adamw {}
 
 /// Learning rates to start with, the measured sweep, and the scale of a matrix.
+///
+/// [`AdamWSettings`]: crate::AdamWSettings
+/// [`Routing::group`]: crate::Routing::group
+/// [`LrScale`]: crate::LrScale
 #[doc = include_str!("../docs/guide/learning-rate.md")]
 pub mod learning_rate {}
 
@@ -33,6 +37,8 @@ pub mod learning_rate {}
 pub mod excluding {}
 
 /// The norm of all gradients, on one device too, and Burn's setter that has no effect.
+///
+/// [`DistMuonConfig::max_norm`]: crate::dist::DistMuonConfig::max_norm
 #[doc = include_str!("../docs/guide/clipping.md")]
 pub mod clipping {}
 
@@ -41,14 +47,27 @@ pub mod clipping {}
 pub mod accumulation {}
 
 /// Checkpoints, what comes back of a run, and other numbers of ranks.
+///
+/// [`checkpoint::save`]: crate::checkpoint::save
+/// [`checkpoint::load`]: crate::checkpoint::load
+/// [`Schedule::at(step)`]: crate::Schedule::at
 #[doc = include_str!("../docs/guide/resuming.md")]
 pub mod resuming {}
 
 /// Tables, counts, warnings and metrics of a run.
+///
+/// [`Routing::summary()`]: crate::Routing::summary
+/// [`NewtonSchulz::explain_shape`]: crate::NewtonSchulz::explain_shape
+/// [`DistModuleOptimizer::report()`]: crate::dist::DistModuleOptimizer::report
+/// [`DistModuleOptimizer::memory()`]: crate::dist::DistModuleOptimizer::memory
+/// [`World::describe()?`]: crate::dist::World::describe
 #[doc = include_str!("../docs/guide/watching.md")]
 pub mod watching {}
 
 /// A complete program on one device and on many, with the lines that change.
+///
+/// [`World::threads_with`]: crate::dist::World::threads_with
+/// [docs/distributed.md]: crate::guide#documents-beside-this-guide
 #[doc = include_str!("../docs/guide/ranks.md")]
 pub mod ranks {}
 
@@ -57,5 +76,9 @@ pub mod ranks {}
 pub mod learner {}
 
 /// Memory, time and the first build.
+///
+/// [`Routing::summary`]: crate::Routing::summary
+/// [docs/benchmarks.md]: crate::guide#documents-beside-this-guide
+/// [docs/distributed.md]: crate::guide#documents-beside-this-guide
 #[doc = include_str!("../docs/guide/cost.md")]
 pub mod cost {}

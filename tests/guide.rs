@@ -1,8 +1,8 @@
 //! What the guide says, where its programs alone don't show it.
 
 use burn::grad_clipping::GradientClippingConfig;
-use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn::lr_scheduler::LrSchedulerRecord;
+use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn::module::Param;
 use burn::nn::transformer::{PositionWiseFeedForward, PositionWiseFeedForwardConfig};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
@@ -161,6 +161,36 @@ fn factors_of_a_linear_layer() {
     };
     assert_eq!(factors([512, 1024]), [6.4, 1.414, 1.414, 1.0]);
     assert_eq!(factors([1024, 512]), [6.4, 1.0, 0.707, 1.0]);
+}
+
+/// The `main` of ranks that are processes. Without a launcher, it runs alone.
+#[cfg(feature = "processes")]
+mod processes {
+    use distmuon::Error;
+
+    use super::*;
+
+    fn main() -> Result<(), Error> {
+        let world = World::from_env_or_alone()?; // keep it until the program ends
+        let model =
+            PositionWiseFeedForwardConfig::new(16, 64).with_dropout(0.0).init(world.device());
+        let model = world.broadcast(model)?; // all start like rank 0
+        train(world.clone(), model)
+    }
+
+    fn train(world: World, model: PositionWiseFeedForward) -> Result<(), Error> {
+        assert_eq!(world.size(), 1);
+        DistMuonConfig::new().init(&world, &model).map(|_| ())
+    }
+
+    #[test]
+    fn the_main_of_processes_is_as_shown() {
+        let source = include_str!("guide.rs");
+        let own = source.split("    fn main()").nth(1).unwrap().split("\n    }\n").next().unwrap();
+        let own = format!("fn main(){own}\n    }}").replace("\n    ", "\n");
+        assert!(include_str!("../docs/guide/ranks.md").contains(&own), "{own}");
+        main().unwrap();
+    }
 }
 
 /// The programs of a page.
