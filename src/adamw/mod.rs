@@ -218,9 +218,6 @@ impl GatedAdamW {
         let (shape, device, dtype) = (parameter.dims(), parameter.device(), grad.dtype());
         let is_first = state.is_none();
         let state = state.unwrap_or_else(|| GatedAdamWState::new(shape, dtype, &device));
-        if shape.contains(&0) {
-            return Ok((parameter, state));
-        }
         let GatedAdamWState { moments, corrections, skipped, mut place } = state;
         let row = |tensor: Tensor<D>| tensor.reshape([1, -1]);
         // Clipping comes after the gate: it would make an infinite gradient a usual one.
