@@ -1,9 +1,10 @@
 //! The error type of the crate.
 
+use std::fmt;
 use std::path::PathBuf;
 
 /// What can go wrong, with the parameter, setting or file concerned and the remedy.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A hyper-parameter has a value that no run can use.
@@ -225,6 +226,17 @@ pub enum Error {
         /// The path at which it is met again.
         second: String,
     },
+    /// A parameter was skipped in too many steps in a row.
+    #[error(
+        "parameter `{parameter}` was skipped in {steps} steps in a row: expected finite gradients; lower the \
+         learning rate, look for what makes them NaN or infinite, or set another `max_skipped`"
+    )]
+    Skipped {
+        /// Path of the parameter in its module.
+        parameter: String,
+        /// The number of steps.
+        steps: usize,
+    },
     /// A parameter or its gradient is not what the optimizer was made for.
     #[error("parameter `{parameter}` on rank {rank}: {reason}; {remedy}")]
     Parameter {
@@ -237,6 +249,13 @@ pub enum Error {
         /// What to do about it.
         remedy: &'static str,
     },
+}
+
+/// The message: what `main` and `unwrap` show of an error should have the remedy, too.
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// A [`Result`](core::result::Result) with the crate's [`Error`].

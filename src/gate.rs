@@ -1,8 +1,5 @@
 //! What happens to a parameter whose gradient is not finite: nothing, decided on the device.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
-
 use burn::tensor::{Bool, FloatDType, Tensor};
 
 /// Which rows of a gradient count, as a tensor on its device: no value is read back. A row is
@@ -14,11 +11,12 @@ pub(crate) struct Gate {
 }
 
 impl Gate {
-    /// Accepts the rows whose entries are all finite.
-    pub fn of_rows<const D: usize>(grad: &Tensor<D>) -> Self {
+    /// Accepts the rows whose entries are finite and at most `largest` in magnitude.
+    pub fn of_rows<const D: usize>(grad: &Tensor<D>, largest: f64) -> Self {
         let [rows, columns] = rows_of(grad);
-        let finite = grad.clone().is_finite().reshape([rows, columns]).all_dim(1);
-        Self { accepted: ones_where(finite).reshape([rows]) }
+        let usable = grad.clone().is_finite();
+        let usable = usable.bool_and(grad.clone().abs().lower_equal_elem(largest));
+        Self { accepted: ones_where(usable.reshape([rows, columns]).all_dim(1)).reshape([rows]) }
     }
 
     /// A gate from its tensor.
@@ -34,6 +32,16 @@ impl Gate {
     /// Accepts all rows together if it accepts every one: a gate of one row.
     pub fn all(&self) -> Self {
         Self { accepted: self.accepted().min() }
+    }
+
+    /// Accepts the rows that both accept.
+    pub fn and(&self, other: &Self) -> Self {
+        Self { accepted: self.accepted() * other.accepted() }
+    }
+
+    /// 1 for every row that is refused, else 0.
+    pub fn refused_rows(&self) -> Tensor<1> {
+        self.accepted().neg().add_scalar(1.0)
     }
 
     /// A gate of one row for as many rows as there are.
@@ -54,7 +62,7 @@ impl Gate {
 
     /// One more than before for every row that is refused.
     pub fn count(&self, before: Tensor<1>) -> Tensor<1> {
-        before + self.accepted().neg().add_scalar(1.0)
+        before + self.refused_rows()
     }
 
     fn refused<const D: usize>(&self, like: &Tensor<D>) -> Tensor<D, Bool> {
@@ -82,31 +90,4 @@ pub(crate) fn spread<const D: usize>(values: Tensor<1>, like: &Tensor<D>) -> Ten
 fn rows_of<const D: usize>(tensor: &Tensor<D>) -> [usize; 2] {
     let dims = tensor.dims();
     [dims[0], dims[1..].iter().product()]
-}
-
-/// How often each parameter was left untouched because its gradient was not finite.
-///
-/// The counts stay on the devices until they are asked for, and are saved with the optimizer's
-/// state. Clones share them.
-#[derive(Clone, Default, Debug)]
-pub struct SkippedSteps {
-    counts: Arc<Mutex<BTreeMap<String, Tensor<1>>>>,
-}
-
-impl SkippedSteps {
-    /// Parameters that were left untouched at least once, with the number of times. Waits for the
-    /// devices.
-    pub fn read(&self) -> BTreeMap<String, u64> {
-        let counts = self.counts.lock().expect("no holder of the lock panics").clone();
-        counts
-            .into_iter()
-            .map(|(parameter, count)| (parameter, count.into_scalar::<f32>() as u64))
-            .filter(|(_, count)| *count > 0)
-            .collect()
-    }
-
-    pub(crate) fn record(&self, parameter: &str, count: Tensor<1>) {
-        let mut counts = self.counts.lock().expect("no holder of the lock panics");
-        counts.insert(parameter.to_owned(), count);
-    }
 }

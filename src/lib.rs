@@ -62,6 +62,7 @@
 
 pub mod adamw;
 pub mod checkpoint;
+mod clipping;
 mod computed;
 #[cfg(feature = "cube")]
 mod cube;
@@ -69,18 +70,23 @@ pub mod dist;
 pub mod error;
 mod gate;
 mod gradient;
+#[cfg(feature = "train")]
+mod metric;
 pub mod muon;
 pub mod orthogonalize;
 pub mod route;
 pub mod schedule;
+mod skipped;
 
 pub use adamw::AdamWSettings;
 pub use error::{Error, Result};
-pub use gate::SkippedSteps;
+#[cfg(feature = "train")]
+pub use metric::SkippedStepsMetric;
 pub use muon::{LrScale, MatrixLayout, MatrixView, Muon, MuonConfig, MuonState};
 pub use orthogonalize::{Coefficients, Form, IterationDtype, Kernels, NewtonSchulz};
 pub use route::{Group, Route, Routing, Rule};
 pub use schedule::Schedule;
+pub use skipped::SkippedSteps;
 
 /// Runs the program of the README as a test.
 #[cfg(doctest)]

@@ -15,8 +15,8 @@ use regex::Regex;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::gate::SkippedSteps;
 use crate::muon::{MatrixLayout, MatrixView, Muon, MuonConfig};
+use crate::skipped::SkippedSteps;
 
 /// Names of fields that hold an output head.
 const HEAD_NAMES: [&str; 6] =
@@ -228,20 +228,19 @@ impl Routing {
     pub(crate) fn init_with<O: Optimizer>(&self, matrices: impl Fn(Muon) -> O) -> ModuleOptimizer {
         self.routes.iter().fold(ModuleOptimizer::from(Unrouted), |optim, route| {
             let parameter = group(vec![route.path.clone()], vec![route.id]);
-            let clipping = self.config.grad_clipping.as_ref().map(|clipping| clipping.init());
             let adamw = &self.config.adamw;
             let lr_factor = match route.group {
                 Group::Muon { view, layout } => {
                     let muon = self.muon.for_parameter(&route.path, view, layout);
-                    return optim.with_group(parameter, matrices(muon), clipping);
+                    return optim.with_group(parameter, matrices(muon), None);
                 }
                 Group::Embedding => adamw.embedding_lr,
                 Group::Head => adamw.head_lr,
                 Group::Vector => adamw.vector_lr,
             };
-            let adamw =
-                adamw.build(self.config.kernels, lr_factor, &route.path, self.skipped_steps());
-            optim.with_group(parameter, adamw, clipping)
+            let common = (self.config.kernels, self.config.grad_clipping.as_ref());
+            let adamw = adamw.build(common, lr_factor, &route.path, self.skipped_steps());
+            optim.with_group(parameter, adamw, None)
         })
     }
 }

@@ -213,7 +213,7 @@ fn a_failure_is_told_though_results_are_in_use() {
     let (seen, started) = (Mutex::new(vec![]), Barrier::new(RANKS));
     let outcome = ranks(RANKS, |world| {
         let net = world.broadcast(Net::new(world.device()))?;
-        let mut optim = config(false).init(&world, &net)?;
+        let optim = config(false).init(&world, &net)?;
         optim.save(&path, &net, &1)?;
         if world.rank() == VICTIM {
             started.wait();
@@ -454,7 +454,7 @@ fn a_rank_that_dies_during_a_save_leaves_a_checkpoint() {
                     Ok(())
                 }
             });
-            let mut optim = config(false).init(&watched, &net)?;
+            let optim = config(false).init(&watched, &net)?;
             counting.store(1, Ordering::SeqCst);
             optim.save(path, &net, &progress)
         });

@@ -149,7 +149,7 @@ fn to_save_and_load(ranks: usize, bucket_mb: f64, path: &Path) -> [usize; 2] {
         let net = Layers { layers: (0..LAYERS).map(|_| layer()).collect() };
         let net = world.broadcast(net)?;
         let config = DistMuonConfig::new().with_bucket_mb(bucket_mb);
-        let mut optim = config.init(&world, &net)?;
+        let optim = config.init(&world, &net)?;
         // No rank works between two barriers.
         let start = || {
             together.wait();

@@ -484,6 +484,7 @@ fn others(host: &Client, properties: &Arc<DeviceProperties>, dtype: ElemType) ->
             length,
             buffer(),
             buffer(),
+            1.0_f32,
             1_usize << 10,
             count,
             dtype

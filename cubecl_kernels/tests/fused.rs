@@ -65,7 +65,7 @@ fn check_muon<F: Real>(tolerance: f64) {
             let handles = [&grads, &momenta, &parameters].map(|x| upload::<F>(&client, x));
             let [grad, momentum, parameter] = &handles;
 
-            let accepted = finite(&client, grad, batch, dtype).unwrap();
+            let accepted = finite(&client, grad, batch, dtype, f32::MAX).unwrap();
             assert_eq!(download::<f32>(&client, &accepted), accepts(batch), "{batch:?}");
 
             let rule = Momentum { mu: 0.75, nesterov };
@@ -169,7 +169,7 @@ fn norms_at_any_scale() {
             values::<f32>(batch.len(), 4).iter().map(|x| f64::from((x * scale) as f32)).collect();
         let grad = upload::<f32>(&client, &grads);
         let momentum = upload::<f32>(&client, &vec![0.0; batch.len()]);
-        let accepted = finite(&client, &grad, batch, F32).unwrap();
+        let accepted = finite(&client, &grad, batch, F32, f32::MAX).unwrap();
         let rule = Momentum { mu: 0.0, nesterov: false };
         let (update, norms) =
             accumulate(&client, [&grad, &momentum, &accepted], batch, F32, rule, parts(batch))
@@ -190,7 +190,7 @@ fn norms_at_any_scale() {
         assert!(if scale < 1e-10 { norm < 1e-10 } else { (norm - 1.0).abs() < 1e-5 }, "{norm}");
     }
     let zeros = upload::<f32>(&client, &vec![0.0; batch.len()]);
-    let accepted = finite(&client, &zeros, batch, F32).unwrap();
+    let accepted = finite(&client, &zeros, batch, F32, f32::MAX).unwrap();
     let rule = Momentum { mu: 0.5, nesterov: true };
     let (update, norms) =
         accumulate(&client, [&zeros, &zeros, &accepted], batch, F32, rule, parts(batch)).unwrap();
@@ -253,7 +253,7 @@ fn nothing_to_do() {
     let Some(client) = client::<f32>() else { return };
     for batch in [Batch { count: 0, elements: 4 }, Batch { count: 3, elements: 0 }] {
         let handle = upload::<f32>(&client, &[1.0, 2.0]);
-        let accepted = finite(&client, &handle, batch, F32).unwrap();
+        let accepted = finite(&client, &handle, batch, F32, f32::MAX).unwrap();
         let rule = Momentum { mu: 0.5, nesterov: true };
         let (update, norms) =
             accumulate(&client, [&handle, &handle, &accepted], batch, F32, rule, parts(batch))
@@ -276,7 +276,10 @@ fn what_does_not_fit_is_refused() {
     let says = |error: Error, words: &str| {
         assert!(error.to_string().contains(words), "{error}");
     };
-    says(finite(&client, &short, batch, F32).unwrap_err(), "gradient has a buffer of 92 bytes");
+    says(
+        finite(&client, &short, batch, F32, f32::MAX).unwrap_err(),
+        "gradient has a buffer of 92 bytes",
+    );
     let rule = Momentum { mu: 0.5, nesterov: true };
     let accumulated = |grad, momentum, flags| {
         accumulate(&client, [grad, momentum, flags], batch, F32, rule, 3).map(|(_, norms)| norms)
@@ -302,7 +305,7 @@ fn what_does_not_fit_is_refused() {
         println!("skipped: the device has all types");
     } else {
         says(
-            finite(&client, &whole, Batch { count: 1, elements: 1 }, double).unwrap_err(),
+            finite(&client, &whole, Batch { count: 1, elements: 1 }, double, f32::MAX).unwrap_err(),
             "has no",
         );
     }

@@ -130,7 +130,7 @@ impl Optim {
     pub fn skipped_steps(&self) -> BTreeMap<String, u64> {
         match self {
             Self::Single(_, skipped) => skipped.read(),
-            Self::Dist(optim) => optim.skipped_steps(),
+            Self::Dist(optim) => optim.skipped_steps().read(),
         }
     }
 }

@@ -11,7 +11,10 @@
 //!
 //! (Loshchilov and Hutter, <https://arxiv.org/abs/1711.05101>). The corrections `c` are the moving
 //! averages of ones: the usual `1 - b^t`, but counting only steps that were taken, on the device. The
-//! moments of float16 parameters are float32.
+//! moments of float16 and bfloat16 parameters are float32.
+//!
+//! A step is not taken where `G` is not finite, or so large that its square would make `V` infinite for good:
+//! above 1.8e19 (1.3e154 for float64 parameters).
 
 #[cfg(feature = "cube")]
 mod cube;
@@ -22,17 +25,20 @@ mod ops;
 use std::sync::Arc;
 
 use burn::config::Config;
+use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Tensor};
 
 use crate::checkpoint::saved_tensor;
+use crate::clipping;
 use crate::computed;
 use crate::error::{Error, Result};
-use crate::gate::{Gate, SkippedSteps};
+use crate::gate::Gate;
 use crate::gradient;
 use crate::muon::ops::finite;
-use crate::muon::rule::{ONLY_RANK, Rates};
+use crate::muon::rule::{ONLY_RANK, Rates, check_rate, rate_dtype};
 use crate::orthogonalize::Kernels;
+use crate::skipped::{self, SkippedSteps};
 pub(crate) use ops::Rows;
 
 /// Configuration of AdamW for embeddings, the output head, vectors and scalars.
@@ -89,7 +95,7 @@ impl AdamWSettings {
     /// The rule for one parameter, at `lr_factor` times the learning rate.
     pub(crate) fn build(
         &self,
-        kernels: Kernels,
+        (kernels, clipping): (Kernels, Option<&GradientClippingConfig>),
         lr_factor: f64,
         parameter: &str,
         skipped: &SkippedSteps,
@@ -97,6 +103,7 @@ impl AdamWSettings {
         GatedAdamW {
             settings: self.clone(),
             kernels,
+            clipping: clipping.cloned(),
             lr_factor,
             parameter: parameter.into(),
             skipped: skipped.clone(),
@@ -112,10 +119,15 @@ impl AdamWSettings {
     }
 }
 
-/// The type of the moments of parameters of a type. Squares of gradients below 1e-3 are zero in float16,
-/// and of those above 255 infinite.
+/// The type of the moments of parameters of a type. In float16, squares of gradients below 1e-3 are zero, and
+/// of those above 255 infinite; in bfloat16, `0.999 V` rounds to `V`, so that it never falls.
 pub(crate) fn moment_dtype(of: DType) -> DType {
-    if of == DType::F16 { DType::F32 } else { of }
+    if of == DType::F64 { DType::F64 } else { DType::F32 }
+}
+
+/// The largest gradient of parameters of a type whose square the second moment can hold.
+pub(crate) fn largest_gradient(of: DType) -> f64 {
+    if of == DType::F64 { f64::MAX.sqrt() } else { f64::from(f32::MAX).sqrt() * (1.0 - 1e-6) }
 }
 
 /// The moving averages of the gradients and of their squares, in [`moment_dtype`].
@@ -137,6 +149,7 @@ impl<const D: usize> Moments<D> {
 pub(crate) struct GatedAdamW {
     settings: AdamWSettings,
     kernels: Kernels,
+    clipping: Option<GradientClippingConfig>,
     lr_factor: f64,
     parameter: Arc<str>,
     skipped: SkippedSteps,
@@ -150,6 +163,22 @@ pub(crate) struct GatedAdamWState<const D: usize> {
     /// The sums of the weights in the moments, `[1]` each.
     corrections: [Tensor<1>; 2],
     skipped: Tensor<1>,
+    /// Where the skipped steps are counted.
+    place: skipped::Place,
+}
+
+impl<const D: usize> GatedAdamWState<D> {
+    /// The state before the first step of a parameter.
+    fn new(shape: [usize; D], dtype: DType, device: &Device) -> Self {
+        let zeros = || Tensor::zeros(shape, (device, moment_dtype(dtype)));
+        let zero = |dtype| Tensor::zeros([1], (device, dtype));
+        Self {
+            moments: Moments { moment_1: zeros(), moment_2: zeros() },
+            corrections: [zero(rate_dtype(dtype)), zero(rate_dtype(dtype))],
+            skipped: zero(DType::F32),
+            place: skipped::Place::default(),
+        }
+    }
 }
 
 impl<const D: usize> RecordState for GatedAdamWState<D> {
@@ -170,7 +199,57 @@ impl<const D: usize> RecordState for GatedAdamWState<D> {
             saved_tensor("correction_1", prefix, src, device)?,
             saved_tensor("correction_2", prefix, src, device)?,
         ];
-        Some(Self { moments, corrections, skipped: saved_tensor("skipped", prefix, src, device)? })
+        let skipped = saved_tensor("skipped", prefix, src, device)?;
+        Some(Self { moments, corrections, skipped, place: skipped::Place::default() })
+    }
+}
+
+impl GatedAdamW {
+    /// [`step`](Optimizer::step), with the errors that it panics with.
+    fn try_step<const D: usize>(
+        &self,
+        lr: LearningRate,
+        parameter: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<GatedAdamWState<D>>,
+    ) -> Result<(Tensor<D>, GatedAdamWState<D>)> {
+        check_rate(lr)?;
+        gradient::check(&self.parameter, ONLY_RANK, &parameter, &grad)?;
+        let (shape, device, dtype) = (parameter.dims(), parameter.device(), grad.dtype());
+        let is_first = state.is_none();
+        let state = state.unwrap_or_else(|| GatedAdamWState::new(shape, dtype, &device));
+        if shape.contains(&0) {
+            return Ok((parameter, state));
+        }
+        let GatedAdamWState { moments, corrections, skipped, mut place } = state;
+        let row = |tensor: Tensor<D>| tensor.reshape([1, -1]);
+        // Clipping comes after the gate: it would make an infinite gradient a usual one.
+        let batch = grad.clone().reshape([1, 1, -1]);
+        let gate = finite(self.kernels, &batch, largest_gradient(dtype));
+        let grad = match &self.clipping {
+            Some(clipping) => clipping::clip(clipping, grad),
+            None => grad,
+        };
+        // Files of older versions have bfloat16 here.
+        let moments = moments.map(|moment| row(moment).cast(moment_dtype(dtype)));
+        let decay = self.settings.weight_decay;
+        let rates = Rates::of_one(lr * self.lr_factor, 1.0, decay, dtype, &device);
+        let corrections = self.settings.correct(corrections, &gate);
+        let rows = Rows { gate, rates, corrections };
+        let (updated, moments) =
+            self.settings.step(self.kernels, row(parameter), row(grad), moments, &rows);
+        if is_first {
+            computed::check(&self.parameter, &updated)?;
+        }
+
+        if !place.has_started() {
+            self.skipped.start(&mut place, vec![self.parameter.to_string()], skipped.clone());
+        }
+        let Rows { gate, corrections, .. } = rows;
+        let skipped = gate.count(skipped);
+        self.skipped.record(place, skipped.clone(), true)?;
+        let moments = moments.map(|tensor| tensor.reshape(shape));
+        Ok((updated.reshape(shape), GatedAdamWState { moments, corrections, skipped, place }))
     }
 }
 
@@ -184,36 +263,9 @@ impl Optimizer for GatedAdamW {
         grad: Tensor<D>,
         state: Option<GatedAdamWState<D>>,
     ) -> (Tensor<D>, Option<GatedAdamWState<D>>) {
-        gradient::check(&self.parameter, ONLY_RANK, &parameter, &grad)
-            .unwrap_or_else(|error| panic!("{error}"));
-        let (shape, device) = (parameter.dims(), parameter.device());
-        let zero = || Tensor::<1>::zeros([1], (&device, DType::F32));
-        let is_first = state.is_none();
-        let GatedAdamWState { moments, corrections, skipped } = state.unwrap_or_else(|| {
-            let zeros = || Tensor::zeros(shape, (&device, moment_dtype(grad.dtype())));
-            GatedAdamWState {
-                moments: Moments { moment_1: zeros(), moment_2: zeros() },
-                corrections: [zero(), zero()],
-                skipped: zero(),
-            }
-        });
-        let row = |tensor: Tensor<D>| tensor.reshape([1, -1]);
-        let (grad, moments) = (row(grad), moments.map(row));
-        let rates = Rates::of_one(lr * self.lr_factor, 1.0, self.settings.weight_decay, &device);
-        let gate = finite(self.kernels, &grad.clone().reshape([1, 1, -1]));
-        let corrections = self.settings.correct(corrections, &gate);
-        let rows = Rows { gate, rates, corrections };
-        let (updated, moments) =
-            self.settings.step(self.kernels, row(parameter), grad, moments, &rows);
-
-        let Rows { gate, corrections, .. } = rows;
-        let skipped = gate.count(skipped);
-        self.skipped.record(&self.parameter, skipped.clone());
-        if is_first {
-            computed::check(&self.parameter, &updated).unwrap_or_else(|error| panic!("{error}"));
-        }
-        let moments = moments.map(|tensor| tensor.reshape(shape));
-        (updated.reshape(shape), Some(GatedAdamWState { moments, corrections, skipped }))
+        let stepped = self.try_step(lr, parameter, grad, state);
+        let (updated, state) = stepped.unwrap_or_else(|error| panic!("{error}"));
+        (updated, Some(state))
     }
 
     fn to_device<const D: usize>(state: GatedAdamWState<D>, device: &Device) -> GatedAdamWState<D> {
@@ -221,6 +273,7 @@ impl Optimizer for GatedAdamW {
             moments: state.moments.map(|tensor| tensor.to_device(device)),
             corrections: state.corrections.map(|tensor| tensor.to_device(device)),
             skipped: state.skipped.to_device(device),
+            place: state.place,
         }
     }
 }

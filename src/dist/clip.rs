@@ -1,11 +1,12 @@
 //! Clipping by the norm of all gradients.
 
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use super::World;
 use super::comm::ReduceOp;
 use super::flat;
 use super::plan::{Bucket, BucketKind, GRAIN, Parameter, Plan, Work};
+use crate::clipping::Norms;
 use crate::error::Result;
 
 /// Added to the norm that gradients are clipped by, as in PyTorch's `clip_grad_norm_`.
@@ -15,7 +16,7 @@ const NORM_EPSILON: f64 = 1e-6;
 pub struct Clip {
     max_norm: f64,
     /// For every row of all parameters in model order, its place among this rank's rows; behind them for
-    /// a row of another rank. Squares are added up in this order, which does not depend on the plan.
+    /// a row of another rank. Norms are put together in this order, which does not depend on the plan.
     sources: Tensor<1, Int>,
     device: Device,
 }
@@ -54,19 +55,24 @@ impl Clip {
         Self { max_norm, sources, device: device.clone() }
     }
 
-    /// The factor on all gradients, from the squares of the accepted rows of every bucket that
+    /// The factor on all gradients, from the norms of the accepted rows of every bucket that
     /// [`counts`] on this rank.
-    pub fn factor(&self, world: &World, squares: Vec<Tensor<1>>) -> Result<Tensor<1>> {
-        // A gather with a zero behind all rows: a scatter is one thread on CubeCL, for any number of rows.
-        let all = flat::with_zero(squares, &self.device).select(0, self.sources.clone());
+    pub fn factor(&self, world: &World, norms: Vec<Norms>) -> Result<Tensor<1>> {
+        let (scales, squares) = norms.into_iter().map(|of| (of.scale, of.squares)).unzip();
+        let in_order = |own: Vec<Tensor<1>>| {
+            let own = own.into_iter().map(|values| values.cast(DType::F32)).collect();
+            // A gather with a zero behind all rows: a scatter is one thread on CubeCL, for any number of rows.
+            flat::with_zero(own, &self.device).select(0, self.sources.clone())
+        };
+        let all = Tensor::cat(vec![in_order(scales), in_order(squares)], 0);
         let all = world.comm().all_reduce(all, ReduceOp::Sum)?.wait()?;
-        let norm = all.sum().sqrt().add_scalar(NORM_EPSILON);
-        // A norm that overflows makes the factor zero, as in PyTorch.
-        Ok(norm.recip().mul_scalar(self.max_norm).clamp_max(1.0))
+        let [rows] = self.sources.dims();
+        let (scale, squares) = (flat::part(&all, 0..rows), flat::part(&all, rows..2 * rows));
+        Ok(Norms { scale, squares }.factor(self.max_norm, NORM_EPSILON))
     }
 }
 
-/// Tells whether a rank adds its squares of a bucket: of what all ranks have, rank 0 alone does.
+/// Tells whether a rank adds its norms of a bucket: of what all ranks have, rank 0 alone does.
 pub fn counts(bucket: &Bucket, rank: usize) -> bool {
     bucket.kind != BucketKind::Replicated || rank == 0
 }

@@ -29,6 +29,7 @@ use super::world::message;
 use super::{DEADLINE, DistModuleOptimizer, DistMuonConfig, World};
 use crate::checkpoint::{Archive, States};
 use crate::error::{Error, Result};
+use crate::skipped::SkippedSteps;
 
 /// Trains a burn-train [`Learner`] on many ranks, one thread each, with
 /// [`DistModuleOptimizer`](super::DistModuleOptimizer). Needs the feature `train`.
@@ -64,6 +65,8 @@ use crate::error::{Error, Result};
 /// - [`TrainStep::optimize`] is not called, so that what a model overrides there has no effect;
 /// - the model that training starts with stays in memory beside the ranks' own.
 ///
+/// The learner's optimizer is checked when training starts: one of another kind is refused.
+///
 /// An error or a panic on a rank ends the training on all of them. It is then in
 /// [`LearningResult::error`](burn::train::LearningResult), and the model is the one that training
 /// started with: the last checkpoint is newer.
@@ -72,12 +75,21 @@ pub struct DistMuonStrategy {
     devices: Vec<Device>,
     config: DistMuonConfig,
     deadline: Duration,
+    skipped: SkippedSteps,
 }
 
 impl DistMuonStrategy {
     /// One rank per device, which may be given more than once.
     pub fn new(devices: impl IntoIterator<Item = Device>, config: DistMuonConfig) -> Self {
-        Self { devices: devices.into_iter().collect(), config, deadline: DEADLINE }
+        let skipped = SkippedSteps::new(config.muon.max_skipped);
+        Self { devices: devices.into_iter().collect(), config, deadline: DEADLINE, skipped }
+    }
+
+    /// How often each parameter was left untouched because its gradient was not finite: to be cloned before
+    /// the training, and read during it and after. As a metric, see
+    /// [`SkippedStepsMetric`](crate::SkippedStepsMetric).
+    pub fn skipped_steps(&self) -> &SkippedSteps {
+        &self.skipped
     }
 
     /// Sets the time that a rank may be waited for, [`DEADLINE`] by default.
@@ -138,9 +150,12 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
 
         let rank = |world: World| {
             let Seat { learner, model, train, valid } = take(&seats[world.rank()]);
-            let main = (world.rank() == 0).then(|| take(&main));
+            let main = world.is_main().then(|| take(&main));
             let optim = self.config.init(&world, &model)?;
-            let optim = optim.load_states(&run.state)?;
+            let mut optim = optim.load_states(&run.state)?;
+            if world.is_main() {
+                optim.count_skipped_in(&self.skipped);
+            }
             let mut worker =
                 Worker { run: &run, world, optim, model: Some(model), learner, train, valid, main };
             worker.fit()?;
@@ -257,11 +272,8 @@ impl<M: LearnerModel> Worker<'_, M> {
         if items == 0 {
             return refuse("training items", "too few".into(), "at least one per rank");
         }
-        if !self.run.saves {
-            return Ok(());
-        }
-        let Some(ours) = self.optim.gather_record()? else { return Ok(()) };
-        let ours = ours.into_bytes().expect("a record can be written to memory");
+        // What it has learnt before is in `Run::state`.
+        let ours = self.optim.outline()?.into_bytes().expect("a record can be written to memory");
         let record = OptimizerRecord::from_bytes(ours.clone()).expect("it was just written");
         self.learner.load_optim(record);
         let states = |record| States::new(Archive::from_record(record));

@@ -6,15 +6,15 @@ use std::thread::{self, ThreadId};
 
 use burn::module::Module;
 use burn::optim::{LearningRate, ModuleOptimizer, Optimizer, RecordState, StateSink, StateSource};
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{Device, Tensor};
 
 use super::agree::{digest, unite};
 use super::comm::{Communicator, Threads};
 use super::config::{DistMuonConfig, Gradients};
 use super::{DEADLINE, World};
 use crate::error::{Error, Result};
-use crate::gate::SkippedSteps;
 use crate::muon::{Muon, MuonConfig, MuonState};
+use crate::skipped::SkippedSteps;
 
 /// Muon on many ranks as a Burn [`Optimizer`]: each parameter has one owner, which alone keeps its
 /// momentum and orthogonalises it, and publishes the new value.
@@ -168,7 +168,7 @@ impl DistMuon {
         Ok(routing.init_with(|rule| Self { rule, ..self.clone() }))
     }
 
-    /// How often the own parameters were left untouched because their gradient was not finite.
+    /// How often this rank's parameters were left untouched because their gradient was not finite.
     pub fn skipped_steps(&self) -> &SkippedSteps {
         self.rule.skipped_steps()
     }
@@ -191,12 +191,10 @@ impl DistMuon {
         let (own, muon) = if place.owner == comm.rank() {
             self.rule.try_step(lr, parameter, grad, muon)?
         } else {
-            let (skipped, time) = muon.map_or_else(
-                || (Tensor::zeros([1], (&device, DType::F32)), 0),
-                |muon| (muon.skipped, muon.time),
-            );
+            let MuonState { skipped, time, place, .. } =
+                muon.unwrap_or_else(|| MuonState::new([0; D], parameter.dtype(), &device));
             let momentum = Tensor::empty([0; D], (&device, parameter.dtype()));
-            (parameter, MuonState { momentum, skipped, time: time + 1 })
+            (parameter, MuonState { momentum, skipped, time: time + 1, place })
         };
         let published = comm.broadcast(own.reshape([-1]), place.owner)?.wait()?;
         let updated = published.to_device(&device).reshape(shape);

@@ -11,7 +11,7 @@
 //!
 //! A world of one goes through the same phases.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
@@ -27,13 +27,15 @@ use super::memory::{MemoryReport, Moment, bytes};
 use super::plan::{Bucket, BucketKind, Costs, Plan, Report, Work};
 use super::rows::{Decision, Orders, RowValues, Rows};
 use super::shard::Shard;
-use super::{World, start};
+use super::{World, flat, start};
 use crate::adamw::AdamWSettings;
+use crate::clipping::Norms;
 use crate::computed;
 use crate::error::Result;
 use crate::gate::Gate;
-use crate::muon::rule::{Rates, Settings};
+use crate::muon::rule::{Rates, Settings, check_rate, rate_dtype};
 use crate::route::{Group, Route, Routing};
+use crate::skipped::{self, SkippedSteps};
 
 /// Muon and AdamW for one model on many ranks, from [`DistMuonConfig::init`](super::DistMuonConfig::init).
 ///
@@ -64,6 +66,10 @@ pub struct DistModuleOptimizer {
     /// The trained parameters as the routing knows them, in the order of the plan.
     pub(super) members: Vec<Member>,
     pub(super) counters: Counters,
+    skipped: SkippedSteps,
+    place: skipped::Place,
+    /// The type of [`Counters::corrections`] and of the rates.
+    pub(super) rate_dtype: DType,
     adamw: AdamWSettings,
     rows: Rows,
     costs: Costs,
@@ -100,7 +106,7 @@ pub(super) struct Counters {
 /// A bucket between its reduction and its update.
 struct Share {
     gradients: Tensor<1>,
-    /// For every row, 1 if its gradients are finite and 0 otherwise.
+    /// For every row, 1 if its gradients can be used and 0 otherwise.
     finite: Tensor<1>,
 }
 
@@ -114,9 +120,9 @@ struct Step {
 }
 
 impl Counters {
-    fn new(parameters: usize, device: &Device) -> Self {
-        let zeros = || Tensor::zeros([parameters], (device, DType::F32));
-        Self { skipped: zeros(), corrections: [zeros(), zeros()] }
+    fn new(parameters: usize, rate_dtype: DType, device: &Device) -> Self {
+        let zeros = |dtype| Tensor::zeros([parameters], (device, dtype));
+        Self { skipped: zeros(DType::F32), corrections: [zeros(rate_dtype), zeros(rate_dtype)] }
     }
 }
 
@@ -145,10 +151,17 @@ impl DistModuleOptimizer {
         let states = shards.iter().map(Shard::state_bytes).sum();
         let mut memory = MemoryReport::default();
         memory.observe(Moment { parameters, states, ..Moment::default() });
+        // As wide as any parameter needs.
+        let dtypes = plan.parameters().iter().map(|found| rate_dtype(found.dtype));
+        let rate_dtype = dtypes.max_by_key(DType::size).expect("a plan has parameters");
+        let skipped = routing.skipped_steps().clone();
         Ok(Self {
             world: world.clone(),
             routing,
-            counters: Counters::new(members.len(), &device),
+            counters: Counters::new(members.len(), rate_dtype, &device),
+            skipped,
+            place: skipped::Place::default(),
+            rate_dtype,
             adamw: config.muon.adamw.clone(),
             rows: Rows::new(&rows, plan.parameters().len(), &device),
             plan,
@@ -217,13 +230,23 @@ impl DistModuleOptimizer {
         self.memory
     }
 
-    /// Parameters that were left untouched at least once because their gradient was not finite, with
-    /// the number of times. The same on all ranks. Waits for the device.
-    pub fn skipped_steps(&self) -> BTreeMap<String, u64> {
-        let counts = self.counters.skipped.to_data();
-        let counts = self.members.iter().zip(counts.iter::<f32>());
-        let skipped = counts.filter(|(_, count)| *count > 0.0);
-        skipped.map(|(member, count)| (member.path.clone(), count as u64)).collect()
+    /// How often each parameter was left untouched because its gradient was not finite. The same on all ranks.
+    pub fn skipped_steps(&self) -> &SkippedSteps {
+        &self.skipped
+    }
+
+    /// Counts skipped steps somewhere else.
+    #[cfg_attr(not(feature = "train"), expect(dead_code, reason = "for learners"))]
+    pub(super) fn count_skipped_in(&mut self, skipped: &SkippedSteps) {
+        self.skipped = skipped.clone();
+        self.place = skipped::Place::default();
+        self.start_counting();
+    }
+
+    /// Registers the counts as they are now.
+    pub(super) fn start_counting(&mut self) {
+        let names = self.members.iter().map(|member| member.path.clone()).collect();
+        self.skipped.start(&mut self.place, names, self.counters.skipped.clone());
     }
 
     fn three_phases<M: Module>(
@@ -239,6 +262,7 @@ impl DistModuleOptimizer {
         }
         let rate = |member: &Member| lr.lr_from_param(member.id, Some(&member.path));
         let lrs: Vec<f64> = self.members.iter().map(rate).collect();
+        lrs.iter().try_for_each(|lr| check_rate(*lr))?;
         let present = self.agree_on_step(&lrs, &held)?;
 
         let mut step = Step { held, shares: 0, buffers: 0 };
@@ -251,6 +275,10 @@ impl DistModuleOptimizer {
         for (member, present) in self.members.iter_mut().zip(present) {
             member.time += usize::from(present);
         }
+        if !self.place.has_started() {
+            self.start_counting();
+        }
+        self.skipped.record(self.place, self.counters.skipped.clone(), self.world.is_main())?;
         self.observe(&step);
         Ok(step.held.put_back(model, self.plan.parameters()))
     }
@@ -304,10 +332,10 @@ impl DistModuleOptimizer {
                 false => self.adamw.weight_decay,
             };
             let lr = lr * member.lr_factor;
-            keep.push((1.0 - lr * weight_decay) as f32);
-            rates.push((lr * member.scale) as f32);
+            keep.push(1.0 - lr * weight_decay);
+            rates.push(lr * member.scale);
         }
-        let present = present.iter().map(|present| f32::from(u8::from(*present))).collect();
+        let present = present.iter().map(|present| f64::from(u8::from(*present))).collect();
         Orders { keep, lr: rates, present }
     }
 
@@ -366,11 +394,15 @@ impl DistModuleOptimizer {
 
     /// Phase 2: agrees on the parameters that are updated, in one message for all buckets, and counts.
     fn decide(&mut self, orders: Orders, shares: &[Share]) -> Result<(Tensor<1>, Rates)> {
-        let [keep, lr, present] = orders.upload(&self.device());
+        let [keep, lr, present] = orders.upload(self.rate_dtype, &self.device());
         let refused = shares.iter().map(|share| share.finite.clone().neg().add_scalar(1.0));
-        let refused = self.rows.sum(refused.collect());
-        let refused = self.world.comm().all_reduce(refused, ReduceOp::Sum)?.wait()?;
-        let Decision { accepted, refused } = Decision::new(refused, present);
+        let late = self.shards.iter().map(|shard| shard.late.clone());
+        let sums = vec![self.rows.sum(refused.collect()), self.rows.sum(late.collect())];
+        let sums = self.world.comm().all_reduce(Tensor::cat(sums, 0), ReduceOp::Sum)?.wait()?;
+        let parameters = self.members.len();
+        let refused = flat::part(&sums, 0..parameters);
+        let late = flat::part(&sums, parameters..2 * parameters);
+        let Decision { accepted, refused } = Decision::new(refused, late, present);
         let Counters { skipped, corrections } = &mut self.counters;
         *skipped = skipped.clone() + refused;
         let gate = Gate::from_accepted(accepted.clone());
@@ -383,14 +415,20 @@ impl DistModuleOptimizer {
         let Some(clip) = &self.clip else { return Ok(None) };
         let rank = self.world.rank();
         let accepted = self.rows.spread(accepted);
-        let squares = self.shards.iter().zip(shares).filter_map(|(shard, share)| {
-            let counted = counts(&shard.bucket, rank) && !shard.rows.is_empty();
-            counted.then(|| {
-                let accepted = Gate::from_accepted(accepted.clone().slice([shard.rows.clone()]));
-                accepted.clean(shard.squares(&share.gradients))
-            })
-        });
-        clip.factor(&self.world, squares.collect()).map(Some)
+        let mut norms = vec![];
+        for (shard, share) in self.shards.iter().zip(shares) {
+            if !counts(&shard.bucket, rank) {
+                continue;
+            }
+            let mut first = shard.rows.start;
+            for Norms { scale, squares } in shard.norms(&share.gradients) {
+                let rows = first..first + scale.dims()[0];
+                first = rows.end;
+                let gate = Gate::from_accepted(flat::part(&accepted, rows));
+                norms.push(Norms { scale: gate.clean(scale), squares: gate.clean(squares) });
+            }
+        }
+        clip.factor(&self.world, norms).map(Some)
     }
 
     /// Phases 2 and 3: updates this rank's shares and gathers the others'.

@@ -6,15 +6,17 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn::tensor::{DType, Device, FloatDType, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 
 use super::flat;
 use super::memory::bytes;
 use super::plan::{Bucket, BucketKind, GRAIN, Parameter, Work};
 use super::rows::RowValues;
-use crate::adamw::{AdamWSettings, Moments, Rows, moment_dtype};
-use crate::gate::{Gate, spread};
-use crate::muon::{ops, rule::Settings};
+use crate::adamw::{AdamWSettings, Moments, Rows, largest_gradient, moment_dtype};
+use crate::clipping::{self, Norms};
+use crate::gate::Gate;
+use crate::muon::ops;
+use crate::muon::rule::{Settings, Stepped, momentum_dtype, rate_dtype};
 use crate::orthogonalize::Kernels;
 
 /// A rank's part of a bucket.
@@ -25,6 +27,9 @@ pub struct Shard {
     /// The part's rows among all that the rank has.
     pub rows: Range<usize>,
     pub state: State,
+    /// For every row, 1 if the iteration made something of the last step's momentum that is not finite. It
+    /// is counted with what the next step refuses, since no rank waits for another while it updates.
+    pub late: Tensor<1>,
     device: Device,
 }
 
@@ -82,46 +87,43 @@ impl Shard {
             }
         };
         let rows = first..rows.len();
-        Self { bucket: bucket.clone(), range, rows, state, device: device.clone() }
+        let late = Tensor::zeros([rows.len()], (device, DType::F32));
+        Self { bucket: bucket.clone(), range, rows, state, late, device: device.clone() }
     }
 
-    /// For every row, 1 if its gradients are finite and 0 otherwise.
+    /// For every row, 1 if its gradients can be used and 0 otherwise.
     pub fn finite(&self, gradients: &Tensor<1>) -> Tensor<1> {
         let per_stack = match &self.state {
             State::Muon { settings, stacks } => stacks
                 .iter()
                 .map(|stack| {
-                    ops::finite(settings.newton_schulz.kernels(), &stack.batch(gradients))
-                        .accepted()
+                    let batch = stack.batch(gradients);
+                    ops::finite(settings.newton_schulz.kernels(), &batch, f64::MAX).accepted()
                 })
                 .collect(),
             State::AdamW(_) if self.rows.is_empty() => vec![],
             State::AdamW(adamw) => {
                 let rows = gradients.clone().reshape([self.rows.len(), 1, GRAIN]);
-                vec![ops::finite(adamw.kernels, &rows).accepted()]
+                let largest = largest_gradient(self.bucket.dtype);
+                vec![ops::finite(adamw.kernels, &rows, largest).accepted()]
             }
         };
         flat::join(per_stack, DType::F32, &self.device)
     }
 
-    /// For every row, the sum of the squares of its gradients.
-    pub fn squares(&self, gradients: &Tensor<1>) -> Tensor<1> {
-        let sums = |rows: Tensor<2>| {
-            let [count, _] = rows.dims();
-            rows.cast(FloatDType::F32).square().sum_dim(1).reshape([count])
-        };
-        let per_stack = match &self.state {
-            State::Muon { stacks, .. } => stacks
-                .iter()
-                .map(|stack| {
+    /// The norms of the gradients of every row, stack by stack.
+    pub fn norms(&self, gradients: &Tensor<1>) -> Vec<Norms> {
+        match &self.state {
+            State::Muon { stacks, .. } => {
+                let rows = stacks.iter().map(|stack| {
                     let [k, m, n] = stack.shape;
-                    sums(stack.batch(gradients).reshape([k, m * n]))
-                })
-                .collect(),
+                    Norms::of_rows(stack.batch(gradients).reshape([k, m * n]))
+                });
+                rows.collect()
+            }
             State::AdamW(_) if self.rows.is_empty() => vec![],
-            State::AdamW(_) => vec![sums(grain_rows(gradients.clone()))],
-        };
-        flat::join(per_stack, DType::F32, &self.device)
+            State::AdamW(_) => vec![Norms::of_rows(grain_rows(gradients.clone()))],
+        }
     }
 
     /// Updates this rank's share: its new values from the reduced gradients and the old values. `clip` is
@@ -138,28 +140,26 @@ impl Shard {
             return values;
         }
         let gradients = match clip {
-            // In float32: in half precision the factor itself would lose digits, or be zero.
-            Some(clip) => {
-                let dtype = gradients.dtype();
-                let wide = gradients.cast(FloatDType::F32);
-                let clip = spread(clip.clone().expand([1]), &wide);
-                (wide * clip).cast(dtype)
-            }
+            Some(clip) => clipping::scaled(gradients, clip.clone()),
             None => gradients,
         };
+        let rate_dtype = rate_dtype(self.bucket.dtype);
         match &mut self.state {
             State::Muon { settings, stacks } => {
-                let mut updated = Vec::new();
+                let (mut updated, mut late) = (vec![], vec![]);
                 for stack in stacks {
-                    updated.push(stack.update(settings, &gradients, &values, rows, times));
+                    let new = stack.update(settings, &gradients, &values, rows, rate_dtype, times);
+                    updated.push(new.0);
+                    late.push(new.1);
                 }
+                self.late = flat::join(late, DType::F32, &self.device);
                 flat::join(updated, self.bucket.dtype, &self.device)
             }
             State::AdamW(adamw) => {
                 let Elementwise { settings, kernels, moments } = &mut **adamw;
                 let gate = Gate::from_accepted(rows.accepted(&self.rows));
-                let rates = rows.rates(&self.rows);
-                let corrections = rows.corrections(&self.rows);
+                let rates = rows.rates(&self.rows, rate_dtype);
+                let corrections = rows.corrections(&self.rows, rate_dtype);
                 let rows = Rows { gate, rates, corrections };
                 let (gradients, values) = (grain_rows(gradients), grain_rows(values));
                 let dtype = moments.moment_1.dtype();
@@ -179,19 +179,21 @@ impl Stack {
         flat::part(share, self.elements.clone()).reshape(self.shape)
     }
 
-    /// Updates the batch; in parts, where the schedule of the momentum is not at the same place for all of
-    /// its matrices.
+    /// Updates the batch: its new values, and for every matrix 1 if the iteration has made something that is
+    /// not finite. In parts, where the schedule of the momentum is not at the same place for all of its
+    /// matrices.
     fn update(
         &mut self,
         settings: &Settings,
         gradients: &Tensor<1>,
         values: &Tensor<1>,
         rows: &RowValues,
+        rate_dtype: DType,
         times: &[usize],
-    ) -> Tensor<1> {
+    ) -> (Tensor<1>, Tensor<1>) {
         let (gradients, values) = (self.batch(gradients), self.batch(values));
         let [_, m, n] = self.shape;
-        let nothing = Tensor::empty([1, m, n], (&values.device(), values.dtype()));
+        let nothing = Tensor::empty([1, m, n], (&values.device(), self.momentum.dtype()));
         let old = core::mem::replace(&mut self.momentum, nothing);
         let momentum = |number: &usize| settings.momentum.at(times[*number]);
         let runs: Vec<usize> = self
@@ -202,19 +204,21 @@ impl Stack {
         let parts = [gradients, values, old].map(|batch| split(batch, &runs));
         let [gradients, values, old] = parts.map(Vec::into_iter);
         let mut first = self.rows.start;
-        let (updated, momenta): (Vec<_>, Vec<_>) = gradients
-            .zip(values)
-            .zip(old)
-            .map(|((gradients, values), old)| {
-                let run = first..first + gradients.dims()[0];
-                let time = times[self.parameters[first - self.rows.start]];
-                first = run.end;
-                let gate = Gate::from_accepted(rows.accepted(&run));
-                settings.step(time, values, gradients, old, &gate, &rows.rates(&run))
-            })
-            .unzip();
+        let (mut updated, mut momenta, mut late) = (vec![], vec![], vec![]);
+        for ((gradients, values), old) in gradients.zip(values).zip(old) {
+            let run = first..first + gradients.dims()[0];
+            let time = times[self.parameters[first - self.rows.start]];
+            first = run.end;
+            let gate = Gate::from_accepted(rows.accepted(&run));
+            let rates = rows.rates(&run, rate_dtype);
+            let stepped = settings.step(time, values, gradients, old, &gate, &rates);
+            let Stepped { parameters, momentum, updated: taken } = stepped;
+            updated.push(parameters);
+            momenta.push(momentum);
+            late.push(gate.accepted() - taken.accepted());
+        }
         self.momentum = join(momenta);
-        join(updated).reshape([-1])
+        (join(updated).reshape([-1]), Tensor::cat(late, 0))
     }
 }
 
@@ -268,7 +272,7 @@ fn stacks(
         let (rows, elements) = (row..row + count, element..element + count * m * n);
         (row, element) = (rows.end, elements.end);
         let shape = [count, m, n];
-        let momentum = Tensor::zeros(shape, (device, dtype));
+        let momentum = Tensor::zeros(shape, (device, momentum_dtype(dtype)));
         let parameters = alike.iter().map(|(number, _)| *number).collect();
         Stack { parameters, rows, elements, shape, momentum }
     });
@@ -297,7 +301,7 @@ impl Shard {
     /// The type of [`state_vectors`](Self::state_vectors).
     pub fn state_dtype(&self) -> DType {
         match self.state {
-            State::Muon { .. } => self.bucket.dtype,
+            State::Muon { .. } => momentum_dtype(self.bucket.dtype),
             State::AdamW(_) => moment_dtype(self.bucket.dtype),
         }
     }
@@ -307,7 +311,7 @@ impl Shard {
         match &self.state {
             State::Muon { stacks, .. } => {
                 let momenta = stacks.iter().map(|stack| stack.momentum.clone().reshape([-1]));
-                vec![flat::join(momenta.collect(), self.bucket.dtype, &self.device)]
+                vec![flat::join(momenta.collect(), self.state_dtype(), &self.device)]
             }
             State::AdamW(adamw) => {
                 let Moments { moment_1, moment_2 } = adamw.moments.clone();

@@ -11,10 +11,10 @@ use super::rule::Settings;
 use super::{LrScale, MatrixLayout, MatrixView, Muon};
 use crate::adamw::AdamWSettings;
 use crate::error::{Error, Result};
-use crate::gate::SkippedSteps;
 use crate::orthogonalize::{Coefficients, Form, IterationDtype, Kernels, NewtonSchulz};
 use crate::route::{Routing, Rule};
 use crate::schedule::Schedule;
+use crate::skipped::SkippedSteps;
 
 /// Configuration of [`Muon`], and of the AdamW that updates what is no hidden matrix.
 ///
@@ -87,8 +87,15 @@ pub struct MuonConfig {
     /// AdamW for embeddings, the output head, vectors and scalars.
     #[config(default = "AdamWSettings::new()")]
     pub adamw: AdamWSettings,
-    /// Clipping of the gradient of every parameter, before anything else sees it.
+    /// Clipping of the gradient of every parameter by itself, after it was found to be finite.
+    ///
+    /// For clipping by the norm of all gradients together, on one device too, see
+    /// [`DistMuonConfig::max_norm`](crate::dist::DistMuonConfig::max_norm).
     pub grad_clipping: Option<GradientClippingConfig>,
+    /// Steps in a row in which a parameter may be skipped, because its gradients are not finite, before
+    /// the run ends with [`Error::Skipped`]; `None` for any number. See [`SkippedSteps`].
+    #[config(default = "Some(100)")]
+    pub max_skipped: Option<usize>,
 }
 
 impl MuonConfig {
@@ -109,7 +116,7 @@ impl MuonConfig {
             view: MatrixView::Single,
             layout: self.layout,
             parameter: "(unnamed)".into(),
-            skipped: SkippedSteps::default(),
+            skipped: SkippedSteps::new(self.max_skipped),
         })
     }
 
@@ -175,6 +182,7 @@ impl MuonConfig {
             weight_decay: self.weight_decay.clone(),
             lr_scale: self.lr_scale,
             lr_factor: self.lr_factor,
+            clipping: self.grad_clipping.clone(),
             newton_schulz: NewtonSchulz::new(
                 &self.coefficients,
                 self.steps.unwrap_or(self.coefficients.designed_steps()),

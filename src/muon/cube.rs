@@ -13,11 +13,11 @@ type Float = FloatTensor<CubeBackend>;
 
 /// Momentum and parameters are updated in place where nobody else reads them.
 impl StepOps for CubeBackend {
-    fn finite(grad: Float) -> Float {
+    fn finite(grad: Float, largest: f32) -> Float {
         let grad = contiguous(grad.clone(), grad.dtype);
         let of = batch(&grad);
         let dtype = dtype_to_elem_type(grad.dtype);
-        let accepted = fused::finite(&grad.client, &grad.handle, of, dtype).expect(FITS);
+        let accepted = fused::finite(&grad.client, &grad.handle, of, dtype, largest).expect(FITS);
         tensor(&grad, accepted, [of.count].into(), DType::F32)
     }
 
@@ -29,7 +29,6 @@ impl StepOps for CubeBackend {
         nesterov: bool,
         parts: usize,
     ) -> (Float, Float, Float) {
-        let dtype = grad.dtype;
         let momentum = unshared(momentum);
         let grad = contiguous(grad, momentum.dtype);
         let accepted = contiguous(accepted, DType::F32);
@@ -45,7 +44,7 @@ impl StepOps for CubeBackend {
         .expect(FITS);
         let update = tensor(&grad, update, grad.shape(), momentum.dtype);
         let norms = tensor(&grad, norms.handle, [of.count, parts, 2].into(), DType::F32);
-        (momentum, contiguous(update, dtype), norms)
+        (momentum, update, norms)
     }
 
     fn apply(parameter: Float, direction: Float, accepted: Float, keep: Float, lr: Float) -> Float {

@@ -9,10 +9,10 @@ use super::ops::StepOps;
 use crate::orthogonalize::flex::{CHUNK, contiguous, rounded, scaled_squares, single, zeros};
 
 impl StepOps for Flex {
-    fn finite(grad: FloatTensor<Self>) -> FloatTensor<Self> {
+    fn finite(grad: FloatTensor<Self>, largest: f32) -> FloatTensor<Self> {
         let [_, m, n] = grad.shape().dims();
         let grad = contiguous(single(grad));
-        let finite = |chunk: &[f32]| chunk.iter().all(|x| x.is_finite());
+        let finite = |chunk: &[f32]| chunk.iter().all(|x| x.is_finite() && x.abs() <= largest);
         let matrices = grad.storage::<f32>().par_chunks_exact((m * n).max(1));
         let accepted: Vec<f32> = matrices
             .map(|matrix| if matrix.par_chunks(CHUNK).all(finite) { 1.0 } else { 0.0 })

@@ -23,15 +23,15 @@ use crate::orthogonalize::{Engine, Kernels};
     Fusion: cfg(feature = "fusion")
 )]
 pub trait StepOps: Backend {
-    /// 1 for every matrix whose entries are finite, else 0.
-    #[fusion(meta = |grad| per_matrix(grad))]
-    fn finite(grad: FloatTensor<Self>) -> FloatTensor<Self>;
+    /// 1 for every matrix whose entries are finite and at most `largest` in magnitude, else 0.
+    #[fusion(meta = |grad, _largest| per_matrix(grad))]
+    fn finite(grad: FloatTensor<Self>, largest: f32) -> FloatTensor<Self>;
 
-    /// The new momentum, and what is to be orthogonalised and its norms in
+    /// The new momentum, and what is to be orthogonalised, in the type of the momentum, and its norms in
     /// [`parts`](crate::orthogonalize::ops::MatrixOps::norms), from a gradient and the momentum before it.
     /// A matrix that is not accepted keeps its momentum, and zeros are to be orthogonalised.
     #[fusion(meta = |grad, momentum, _accepted, _mu, _nesterov, parts| {
-        (momentum.clone(), grad.clone(), norms_of(grad.shape.dims::<3>()[0], *parts))
+        (momentum.clone(), momentum.clone(), norms_of(grad.shape.dims::<3>()[0], *parts))
     })]
     fn accumulate(
         grad: FloatTensor<Self>,
@@ -59,12 +59,12 @@ fn per_matrix(batch: &TensorSpec) -> TensorSpec {
     TensorSpec::new([batch.shape.dims::<3>()[0]].into(), burn::tensor::DType::F32)
 }
 
-/// Accepts the matrices whose entries are finite.
-pub(crate) fn finite(kernels: Kernels, grad: &Tensor<3>) -> Gate {
+/// Accepts the matrices whose entries are finite and at most `largest` in magnitude.
+pub(crate) fn finite(kernels: Kernels, grad: &Tensor<3>, largest: f64) -> Gate {
     match Engine::choose(kernels, &grad.device(), grad.dtype().into()) {
-        Engine::Portable => Gate::of_rows(grad),
+        Engine::Portable => Gate::of_rows(grad, largest),
         Engine::Flex | Engine::Cube { .. } => Gate::from_accepted(Tensor::from_dispatch(
-            Dispatch::finite(grad.clone().into_dispatch()),
+            Dispatch::finite(grad.clone().into_dispatch(), largest.min(f32::MAX.into()) as f32),
         )),
     }
 }
@@ -80,7 +80,7 @@ pub(super) fn accumulate(
 ) -> (Tensor<3>, Tensor<3>, Option<Norms>) {
     match Engine::choose(kernels, &grad.device(), grad.dtype().into()) {
         Engine::Portable => {
-            let grad = gate.clean(grad);
+            let grad = gate.clean(grad).cast(momentum.dtype());
             let averaged = lerp(momentum.clone(), grad.clone(), 1.0 - mu);
             let update = if nesterov { lerp(grad, averaged.clone(), mu) } else { averaged.clone() };
             (gate.choose(averaged, momentum), update, None)
@@ -112,8 +112,11 @@ pub(super) fn apply(
     let Rates { keep, lr } = rates.clone();
     match Engine::choose(kernels, &parameter.device(), parameter.dtype().into()) {
         Engine::Portable => {
-            let [keep, lr] = [keep, lr].map(|x| spread(x.cast(parameter.dtype()), &parameter));
-            gate.choose(parameter.clone() * keep - direction * lr, parameter)
+            let given = parameter.dtype();
+            // As wide as the direction, and rounded once.
+            let wide = parameter.clone().cast(direction.dtype());
+            let [keep, lr] = [keep, lr].map(|x| spread(x.cast(wide.dtype()), &wide));
+            gate.choose((wide * keep - direction * lr).cast(given), parameter)
         }
         Engine::Flex | Engine::Cube { .. } => Tensor::from_dispatch(Dispatch::apply(
             parameter.into_dispatch(),

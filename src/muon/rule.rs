@@ -2,17 +2,20 @@
 
 use std::sync::Arc;
 
+use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Tensor};
 
 use super::{LrScale, MatrixLayout, MatrixView, ops};
 use crate::checkpoint::saved_tensor;
+use crate::clipping;
 use crate::computed;
-use crate::error::Result;
-use crate::gate::{Gate, SkippedSteps};
+use crate::error::{Error, Result};
+use crate::gate::Gate;
 use crate::gradient;
 use crate::orthogonalize::NewtonSchulz;
 use crate::schedule::Schedule;
+use crate::skipped::{self, SkippedSteps};
 
 /// The rank that errors name where there is one.
 pub(crate) const ONLY_RANK: usize = 0;
@@ -25,10 +28,12 @@ pub(crate) struct Settings {
     pub weight_decay: Schedule,
     pub lr_scale: LrScale,
     pub lr_factor: f64,
+    pub clipping: Option<GradientClippingConfig>,
     pub newton_schulz: NewtonSchulz,
 }
 
-/// What scales the step of every row or matrix: `P <- keep P - lr U`. One float32 value each.
+/// What scales the step of every row or matrix: `P <- keep P - lr U`. One value each, in
+/// [`rate_dtype`].
 #[derive(Clone)]
 pub(crate) struct Rates {
     pub keep: Tensor<1>,
@@ -36,9 +41,9 @@ pub(crate) struct Rates {
 }
 
 impl Rates {
-    /// The same learning rate and decoupled decay for one row.
-    pub fn of_one(lr: f64, scale: f64, weight_decay: f64, device: &Device) -> Self {
-        let one = |value: f64| Tensor::from_data([value as f32], (device, DType::F32));
+    /// The same learning rate and decoupled decay for one row of parameters of a type.
+    pub fn of_one(lr: f64, scale: f64, weight_decay: f64, of: DType, device: &Device) -> Self {
+        let one = |value: f64| Tensor::from_data([value], (device, rate_dtype(of)));
         Self { keep: one(1.0 - lr * weight_decay), lr: one(lr * scale) }
     }
 
@@ -48,9 +53,41 @@ impl Rates {
     }
 }
 
+/// The type of learning rates, and of all else that there is one number of, for parameters of a type. In
+/// float32, `1 - lr decay` moves in steps of 6e-8, which is more than what float64 is chosen for.
+pub(crate) fn rate_dtype(of: DType) -> DType {
+    if of == DType::F64 { DType::F64 } else { DType::F32 }
+}
+
+/// The type of the momentum of parameters of a type. In float16, whose least number is 6e-8, what small
+/// gradients add to it would lose its digits.
+pub(crate) fn momentum_dtype(of: DType) -> DType {
+    if of == DType::F16 { DType::F32 } else { of }
+}
+
+/// Refuses a learning rate that would make parameters NaN or infinite.
+pub(crate) fn check_rate(lr: LearningRate) -> Result<()> {
+    match lr.is_finite() {
+        true => Ok(()),
+        false => Err(Error::Setting {
+            setting: "learning rate",
+            value: lr.to_string(),
+            expected: "a finite number; look for a division by zero in its schedule",
+        }),
+    }
+}
+
+/// A step of a batch of matrices.
+pub(crate) struct Stepped {
+    pub parameters: Tensor<3>,
+    pub momentum: Tensor<3>,
+    /// The matrices that were updated: those of finite gradients, of which the iteration has made something
+    /// finite, too.
+    pub updated: Gate,
+}
+
 impl Settings {
-    /// One step of a batch of matrices `[k, m, n]`, given the steps before it: their new values and
-    /// their new momentum.
+    /// One step of a batch of matrices `[k, m, n]`, given the steps before it and the gate of its gradients.
     pub fn step(
         &self,
         time: usize,
@@ -59,12 +96,14 @@ impl Settings {
         momentum: Tensor<3>,
         gate: &Gate,
         rates: &Rates,
-    ) -> (Tensor<3>, Tensor<3>) {
+    ) -> Stepped {
         let (mu, kernels) = (self.momentum.at(time), self.newton_schulz.kernels());
         let (momentum, update, norms) =
             ops::accumulate(kernels, grads, momentum, gate, mu, self.nesterov);
         let direction = self.newton_schulz.orthogonalize_normed(update, norms);
-        (ops::apply(kernels, parameters, direction, gate, rates), momentum)
+        let updated = gate.and(&ops::finite(kernels, &direction, f64::MAX));
+        let parameters = ops::apply(kernels, parameters, direction, &updated, rates);
+        Stepped { parameters, momentum, updated }
     }
 
     /// The factor on the learning rate of a matrix `[rows, columns]`.
@@ -92,12 +131,26 @@ pub struct Muon {
 /// scalar `time`.
 #[derive(Clone, Debug)]
 pub struct MuonState<const D: usize> {
-    /// Moving average of the gradients, shaped like the parameter.
+    /// Moving average of the gradients, shaped like the parameter and of its type, but float32 for float16.
     pub momentum: Tensor<D>,
     /// Steps that left the parameter untouched because its gradient was not finite, `[1]`.
     pub skipped: Tensor<1>,
     /// Steps taken, skipped ones included: the position in the schedules.
     pub time: usize,
+    /// Where the skipped steps are counted.
+    pub(crate) place: skipped::Place,
+}
+
+impl<const D: usize> MuonState<D> {
+    /// The state before the first step of a parameter.
+    pub(crate) fn new(shape: [usize; D], dtype: DType, device: &Device) -> Self {
+        Self {
+            momentum: Tensor::zeros(shape, (device, momentum_dtype(dtype))),
+            skipped: Tensor::zeros([1], (device, DType::F32)),
+            time: 0,
+            place: skipped::Place::default(),
+        }
+    }
 }
 
 impl<const D: usize> RecordState for MuonState<D> {
@@ -112,6 +165,7 @@ impl<const D: usize> RecordState for MuonState<D> {
             momentum: saved_tensor("momentum", prefix, src, device)?,
             skipped: saved_tensor("skipped", prefix, src, device)?,
             time: src.take_scalar(prefix, "time")?.try_into().ok()?,
+            place: skipped::Place::default(),
         })
     }
 }
@@ -145,6 +199,7 @@ impl Muon {
     /// Floating-point operations of the iteration for a parameter of a shape.
     pub(crate) fn operations(&self, shape: &[usize], dtype: DType, device: &Device) -> Result<f64> {
         let [k, m, n] = self.view.batch_shape(&self.parameter, shape)?;
+        let dtype = momentum_dtype(dtype);
         let each = self.newton_schulz().explain_shape([m, n], dtype, device).operations;
         Ok(k as f64 * each)
     }
@@ -161,32 +216,46 @@ impl Muon {
         grad: Tensor<D>,
         state: Option<MuonState<D>>,
     ) -> Result<(Tensor<D>, MuonState<D>)> {
-        let (shape, device) = (parameter.dims(), parameter.device());
+        check_rate(lr)?;
+        let (shape, device, dtype) = (parameter.dims(), parameter.device(), grad.dtype());
         let [k, m, n] = self.view.batch_shape(&self.parameter, &shape)?;
         gradient::check(&self.parameter, ONLY_RANK, &parameter, &grad)?;
-        let batch = |tensor: Tensor<D>| tensor.reshape([k, m, n]);
         let is_first = state.is_none();
-        let MuonState { momentum, skipped, time } = state.unwrap_or_else(|| MuonState {
-            momentum: grad.zeros_like(),
-            skipped: Tensor::zeros([1], (&device, DType::F32)),
-            time: 0,
-        });
+        let MuonState { momentum, skipped, time, mut place } =
+            state.unwrap_or_else(|| MuonState::new(shape, dtype, &device));
+        if k * m * n == 0 {
+            // Nothing to update, and Burn takes a zero in a new shape for the old length.
+            return Ok((parameter, MuonState { momentum, skipped, time: time + 1, place }));
+        }
+        let batch = |tensor: Tensor<D>| tensor.reshape([k, m, n]);
         let settings = &self.settings;
         let scale = settings.scale(self.layout, [m, n]);
-        let rates = Rates::of_one(lr, scale, settings.weight_decay.at(time), &device).expand(k);
+        let decay = settings.weight_decay.at(time);
+        let rates = Rates::of_one(lr, scale, decay, dtype, &device).expand(k);
 
-        let grad = batch(grad);
-        let gate = ops::finite(settings.newton_schulz.kernels(), &grad).all();
-        let (updated, momentum) =
-            settings.step(time, batch(parameter), grad, batch(momentum), &gate.expand(k), &rates);
+        // Clipping comes after the gate: it would make an infinite gradient a usual one.
+        let gate = ops::finite(settings.newton_schulz.kernels(), &batch(grad.clone()), f64::MAX);
+        let gate = gate.all().expand(k);
+        let grad = match &settings.clipping {
+            Some(clipping) => clipping::clip(clipping, grad),
+            None => grad,
+        };
+        // Files of older versions have float16 here.
+        let momentum = momentum.cast(momentum_dtype(dtype));
+        let stepped =
+            settings.step(time, batch(parameter), batch(grad), batch(momentum), &gate, &rates);
         if is_first {
-            computed::check(&self.parameter, &updated)?;
+            computed::check(&self.parameter, &stepped.parameters)?;
         }
 
-        let skipped = gate.count(skipped);
-        self.skipped.record(&self.parameter, skipped.clone());
-        let momentum = momentum.reshape(shape);
-        Ok((updated.reshape(shape), MuonState { momentum, skipped, time: time + 1 }))
+        if !place.has_started() {
+            self.skipped.start(&mut place, vec![self.parameter.to_string()], skipped.clone());
+        }
+        let skipped = stepped.updated.all().count(skipped);
+        self.skipped.record(place, skipped.clone(), true)?;
+        let momentum = stepped.momentum.reshape(shape);
+        let state = MuonState { momentum, skipped, time: time + 1, place };
+        Ok((stepped.parameters.reshape(shape), state))
     }
 }
 
@@ -196,7 +265,8 @@ impl Optimizer for Muon {
     /// One step of one parameter; see the [module](super).
     ///
     /// A gradient that is not finite leaves the parameter and its momentum as they are, which is
-    /// decided on the device, and is counted in the state.
+    /// decided on the device, and is counted in the state. So is a matrix of whose momentum the iteration
+    /// makes something that is not finite.
     ///
     /// # Panics
     ///
@@ -206,6 +276,9 @@ impl Optimizer for Muon {
     ///   another device.
     /// - With an [`Error::NotComputed`](crate::Error::NotComputed), when the device had no memory for the first
     ///   step of the parameter.
+    /// - With an [`Error::Setting`](crate::Error::Setting), when the learning rate is not finite.
+    /// - With an [`Error::Skipped`](crate::Error::Skipped), when the parameter was skipped in too many steps in
+    ///   a row.
     fn step<const D: usize>(
         &self,
         lr: LearningRate,
@@ -223,6 +296,7 @@ impl Optimizer for Muon {
             momentum: state.momentum.to_device(device),
             skipped: state.skipped.to_device(device),
             time: state.time,
+            place: state.place,
         }
     }
 }

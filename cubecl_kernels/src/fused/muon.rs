@@ -10,8 +10,14 @@ use super::{Batch, UNITS, own_matrix, own_vectors};
 use crate::error::Result;
 use crate::units::together;
 
-/// Which matrices of a type are finite: `[k]`, 1 for those, else 0.
-pub fn finite(client: &Client, grads: &Handle, batch: Batch, dtype: ElemType) -> Result<Handle> {
+/// Which matrices of a type are finite and at most `largest` in magnitude: `[k]`, 1 for those, else 0.
+pub fn finite(
+    client: &Client,
+    grads: &Handle,
+    batch: Batch,
+    dtype: ElemType,
+    largest: f32,
+) -> Result<Handle> {
     batch.check(client, &[("the gradient", grads, dtype)])?;
     let accepted = ones(client, batch.count);
     if batch.is_empty() {
@@ -28,6 +34,7 @@ pub fn finite(client: &Client, grads: &Handle, batch: Batch, dtype: ElemType) ->
             size,
             batch.vectors(grads, size),
             batch.per_matrix(&accepted),
+            largest,
             batch.elements / size,
             batch.count,
             dtype,
@@ -70,6 +77,7 @@ pub(crate) fn ones_kernel(values: &mut [f32], count: usize) {
 pub(crate) fn finite_kernel<F: Float, N: Size>(
     grads: &[Vector<F, N>],
     accepted: &mut [f32],
+    largest: f32,
     vectors: usize,
     count: usize,
     #[define(F)] _dtype: ElemType,
@@ -84,7 +92,7 @@ pub(crate) fn finite_kernel<F: Float, N: Size>(
         #[unroll]
         for j in 0..N::value() {
             let value = x.extract(j);
-            if value.is_nan() || value.is_inf() {
+            if value.is_nan() || value.is_inf() || value.abs() > largest {
                 accepted[matrix] = 0.0;
             }
         }
