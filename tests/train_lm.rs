@@ -197,6 +197,7 @@ fn refused_after_some_steps(folder: &Path, arguments: &str, expected: &str) {
     for expected in [expected, skipped, "start anew with a lower --lr than 1e30"] {
         assert!(stderr.contains(expected), "{arguments}: {expected:?} is not in {stderr}");
     }
+    assert_eq!(stderr.matches("skipped").count(), 2, "told once for every validation: {stderr}");
 }
 
 /// The records of `--log`.

@@ -89,11 +89,12 @@ fn train(runs: &[Run], is_first: bool) -> Result<Vec<Summary>> {
     Ok(summaries)
 }
 
-/// Prints what happens as lines on standard error, without times and places.
+/// Prints what happens as lines on standard error, without times and places. Of skipped steps, runs tell
+/// themselves.
 fn tell_in_plain_lines() {
     let filter = EnvFilter::try_from_default_env();
     tracing_subscriber::fmt()
-        .with_env_filter(filter.unwrap_or_else(|_| "warn,train_lm=info".into()))
+        .with_env_filter(filter.unwrap_or_else(|_| "warn,train_lm=info,distmuon=error".into()))
         .without_time()
         .with_target(false)
         .with_level(false)
