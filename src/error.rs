@@ -18,16 +18,18 @@ pub enum Error {
         expected: &'static str,
     },
     /// A parameter has a shape that its view as matrices does not allow.
-    #[error("parameter `{parameter}` has shape {shape:?}: {reason}; {remedy}")]
+    #[error(
+        "parameter `{parameter}` can't be seen as matrices: expected {expected}, got {shape:?}; {remedy}"
+    )]
     Shape {
         /// Path of the parameter in its module.
         parameter: String,
+        /// The shape that Muon could take.
+        expected: &'static str,
         /// Its shape.
         shape: Vec<usize>,
-        /// Why Muon can't take it.
-        reason: &'static str,
         /// What to write instead.
-        remedy: &'static str,
+        remedy: String,
     },
     /// A device has not the type that the iteration would run in.
     #[error(
@@ -61,17 +63,32 @@ pub enum Error {
         /// What the parser objects to.
         reason: String,
     },
-    /// A routing rule matches no parameter of the model, most likely because of a typing error.
+    /// A routing rule matches nothing that it could be for, most likely because of a typing error.
     #[error(
-        "routing rule `{pattern}` matches no parameter; print `MuonConfig::route(&model)` without it to see the paths"
+        "routing rule `{pattern}` is of no use: expected {expected}, got none; print \
+         `MuonConfig::route(&model)` without it to see the paths and shapes"
     )]
     UnusedRule {
         /// The pattern as given.
         pattern: String,
+        /// What it needs in the model.
+        expected: &'static str,
     },
-    /// The model has no trainable parameter.
-    #[error("the model has no float parameter; was it built before the optimizer?")]
+    /// The model has no parameter to train.
+    #[error(
+        "the model has nothing to train: expected a float parameter, got none; make the optimizer for \
+         the module that holds the layers"
+    )]
     EmptyModel,
+    /// The model has parameters, but none that is trained.
+    #[error(
+        "the model has nothing to train: expected a parameter that requires a gradient, got {parameters} \
+         that require none; build the model on `device.autodiff()`, or unfreeze it"
+    )]
+    AllFrozen {
+        /// The number of its parameters.
+        parameters: usize,
+    },
     /// A checkpoint can't be read or written.
     #[error("checkpoint {path:?}: {reason}; {remedy}")]
     Checkpoint {

@@ -84,7 +84,7 @@ pub use error::{Error, Result};
 pub use metric::SkippedStepsMetric;
 pub use muon::{LrScale, MatrixLayout, MatrixView, Muon, MuonConfig, MuonState};
 pub use orthogonalize::{Coefficients, Form, IterationDtype, Kernels, NewtonSchulz};
-pub use route::{Group, Route, Routing, Rule};
+pub use route::{Group, GroupSummary, MuonRule, Route, Routing, Rule};
 pub use schedule::Schedule;
 pub use skipped::SkippedSteps;
 

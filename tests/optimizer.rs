@@ -211,8 +211,7 @@ fn rules_override_and_are_checked() {
     let error = |rule: Rule| MuonConfig::new().with_rule(rule).route(&net).unwrap_err();
     assert!(matches!(error(Rule::adamw("layers.(")), Error::Pattern { .. }));
     assert!(matches!(error(Rule::adamw("no_such_layer")), Error::UnusedRule { .. }));
-    let vector = error(Rule::muon(r"norm\.gamma"));
-    assert!(vector.to_string().contains("layers.0.norm.gamma"), "{vector}");
+    assert!(matches!(error(Rule::muon(r"norm\.gamma").into()), Error::UnusedRule { .. }));
 }
 
 #[derive(Module, Debug)]
@@ -238,7 +237,6 @@ fn more_than_two_dimensions_need_a_view() {
 
     let mut optim = MuonConfig::new()
         .with_rule(Rule::muon("conv").flatten())
-        .with_rule(Rule::adamw(r"conv\.bias"))
         .with_rule(Rule::muon("experts").batch())
         .with_weight_decay(0.0.into())
         .with_lr_scale(LrScale::None)
@@ -634,7 +632,7 @@ fn another_model_is_not_trained_in_silence() {
 }
 
 #[test]
-#[should_panic(expected = "more than two dimensions")]
+#[should_panic(expected = "use `MuonConfig::init`, with a rule")]
 fn the_bare_rule_names_the_remedy() {
     let tensor = Tensor::<3>::ones([2, 3, 4], &Device::default());
     MuonConfig::new().build().step(0.1, tensor.clone(), tensor, None);

@@ -155,7 +155,7 @@ impl DistModuleOptimizer {
         let dtypes = plan.parameters().iter().map(|found| rate_dtype(found.dtype));
         let rate_dtype = dtypes.max_by_key(DType::size).expect("a plan has parameters");
         let skipped = routing.skipped_steps().clone();
-        Ok(Self {
+        let mut optim = Self {
             world: world.clone(),
             routing,
             counters: Counters::new(members.len(), rate_dtype, &device),
@@ -173,7 +173,9 @@ impl DistModuleOptimizer {
             clip,
             memory,
             state_bytes: states,
-        })
+        };
+        optim.start_counting();
+        Ok(optim)
     }
 
     /// One step: the model with all of its trained parameters updated from the gradients of all
@@ -274,9 +276,6 @@ impl DistModuleOptimizer {
         self.update(&mut step, shares, &rows, clip.as_ref())?;
         for (member, present) in self.members.iter_mut().zip(present) {
             member.time += usize::from(present);
-        }
-        if !self.place.has_started() {
-            self.start_counting();
         }
         self.skipped.record(self.place, self.counters.skipped.clone(), self.world.is_main())?;
         self.observe(&step);

@@ -39,7 +39,7 @@ pub fn members<M: Module>(
             work,
         });
     }
-    if members.is_empty() { Err(Error::EmptyModel) } else { Ok((members, parameters)) }
+    Ok((members, parameters))
 }
 
 /// Fails on all ranks if their configurations are not the same.

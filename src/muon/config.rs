@@ -8,6 +8,7 @@ use burn::module::Module;
 use burn::optim::ModuleOptimizer;
 
 use super::rule::Settings;
+use super::view::UNNAMED;
 use super::{LrScale, MatrixLayout, MatrixView, Muon};
 use crate::adamw::AdamWSettings;
 use crate::error::{Error, Result};
@@ -100,8 +101,8 @@ pub struct MuonConfig {
 
 impl MuonConfig {
     /// Adds a routing rule; the last one that matches a path counts.
-    pub fn with_rule(mut self, rule: Rule) -> Self {
-        self.rules.push(rule);
+    pub fn with_rule(mut self, rule: impl Into<Rule>) -> Self {
+        self.rules.push(rule.into());
         self
     }
 
@@ -115,7 +116,7 @@ impl MuonConfig {
             settings: Arc::new(self.settings()?),
             view: MatrixView::Single,
             layout: self.layout,
-            parameter: "(unnamed)".into(),
+            parameter: UNNAMED.into(),
             skipped: SkippedSteps::new(self.max_skipped),
         })
     }
@@ -135,10 +136,11 @@ impl MuonConfig {
     ///
     /// - [`Error::Setting`] for a setting that no run can use;
     /// - [`Error::Dtype`] for an iteration in a type that a device has not;
-    /// - [`Error::Shape`] for a parameter of more than two dimensions that no rule covers, or that
-    ///   its rule does not fit;
+    /// - [`Error::Shape`] for a parameter of more than two dimensions without a rule that says how to
+    ///   see it as matrices;
     /// - [`Error::Pattern`] and [`Error::UnusedRule`] for rules that are malformed or match nothing;
-    /// - [`Error::EmptyModel`] for a model without parameters.
+    /// - [`Error::Shared`] for a parameter that is in the model twice;
+    /// - [`Error::EmptyModel`] and [`Error::AllFrozen`] for a model without parameters to train.
     pub fn route<M: Module>(&self, model: &M) -> Result<Routing> {
         Routing::new(self, model)
     }

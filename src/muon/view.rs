@@ -4,6 +4,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
+/// The name of a parameter in errors where nobody gave it one.
+pub(super) const UNNAMED: &str = "(unnamed)";
+
 /// Which dimension of a matrix counts the outputs of the layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MatrixLayout {
@@ -26,6 +29,15 @@ pub enum MatrixView {
 }
 
 impl MatrixView {
+    /// Whether a rule with this view is about parameters of a shape: vectors are not, nor are the
+    /// vectors of a stack, which are a matrix by their shape.
+    pub(crate) fn fits(self, shape: &[usize]) -> bool {
+        match self {
+            Self::Single | Self::Flatten => shape.len() >= 2,
+            Self::Batch => shape.len() >= 3,
+        }
+    }
+
     /// The batch `[k, m, n]` that a parameter of this shape is seen as.
     ///
     /// # Errors
@@ -33,29 +45,33 @@ impl MatrixView {
     /// [`Error::Shape`], with the name of the parameter, for fewer than two dimensions, and for more
     /// than two without an explicit view.
     pub fn batch_shape(self, parameter: &str, shape: &[usize]) -> Result<[usize; 3]> {
-        let refuse = |reason, remedy| {
-            Err(Error::Shape {
-                parameter: parameter.to_owned(),
-                shape: shape.to_vec(),
-                reason,
-                remedy,
-            })
+        let refuse = |expected, remedy| {
+            let (parameter, shape) = (parameter.to_owned(), shape.to_vec());
+            Err(Error::Shape { parameter, expected, shape, remedy })
         };
         match (self, shape) {
             (_, [] | [_]) => refuse(
-                "it is no matrix",
-                "leave it to AdamW (`MuonConfig::init` does, or a rule `Rule::adamw`)",
+                "two dimensions or more",
+                "leave it to AdamW, as `MuonConfig::init` does".to_owned(),
             ),
             (Self::Single | Self::Batch, [m, n]) => Ok([1, *m, *n]),
-            (Self::Single, _) => refuse(
-                "it has more than two dimensions and no view as matrices",
-                "add `Rule::muon(path).batch()` for a stack of matrices, `Rule::muon(path).flatten()` \
-                 for a convolution, or `Rule::adamw(path)`",
-            ),
+            (Self::Single, _) => refuse("two dimensions", view_by_rule(parameter)),
             (Self::Batch, [batch @ .., m, n]) => Ok([batch.iter().product(), *m, *n]),
             (Self::Flatten, [m, rest @ ..]) => Ok([1, *m, rest.iter().product()]),
         }
     }
+}
+
+/// The rules to choose from for a parameter of more than two dimensions, to be copied.
+fn view_by_rule(parameter: &str) -> String {
+    if parameter == UNNAMED {
+        return "use `MuonConfig::init`, with a rule that says how to see it".to_owned();
+    }
+    let path = format!("r\"^{}$\"", regex::escape(parameter));
+    format!(
+        "add `.with_rule(Rule::muon({path}).flatten())` for a convolution, with `.batch()` instead for a \
+         stack of matrices, or `.with_rule(Rule::adamw({path}))`"
+    )
 }
 
 /// The factor that a matrix puts on the learning rate.
@@ -119,5 +135,7 @@ mod tests {
             let error = view(refused, shape).unwrap_err().to_string();
             assert!(error.contains("net.weight"), "{error}");
         }
+        let error = view(MatrixView::Single, &[2, 3, 4]).unwrap_err().to_string();
+        assert!(error.contains(r#".with_rule(Rule::muon(r"^net\.weight$").flatten())"#), "{error}");
     }
 }

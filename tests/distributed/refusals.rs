@@ -1,7 +1,7 @@
 //! What all ranks refuse, with the same words.
 
 use burn::module::{Module, Param};
-use burn::nn::LinearConfig;
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::dist::{DistMuonConfig, World};
@@ -20,6 +20,7 @@ pub const OTHERS: &[Case] = cases![
     configurations_that_differ_are_named,
     values_of_another_type_are_named,
     shared_parameters_are_refused_with_both_paths,
+    models_without_anything_to_train_are_refused,
     a_gradient_of_a_parameter_that_was_frozen_or_absent_is_refused,
 ];
 
@@ -198,6 +199,21 @@ fn shared_parameters_are_refused_with_both_paths() {
     let tied: Vec<_> =
         tied.into_iter().enumerate().map(|(at, l)| if at < 2 { l.no_grad() } else { l }).collect();
     assert!(MuonConfig::new().try_init(&tied).is_ok());
+}
+
+fn models_without_anything_to_train_are_refused() {
+    for plain in [false, true] {
+        let error = ranks(2, |world| {
+            let device = world.device().clone();
+            let device = if plain { device.inner() } else { device };
+            let layer = LinearConfig::new(8, 8).init(&device);
+            let layer = if plain { layer } else { layer.freeze() };
+            DistMuonConfig::new().init(&world, &layer).map(|_| ())
+        });
+        assert_eq!(error.unwrap_err(), Error::AllFrozen { parameters: 2 });
+    }
+    let empty = DistMuonConfig::new().init(&World::alone(device()), &Vec::<Linear>::new());
+    assert_eq!(empty.map(|_| ()).unwrap_err(), Error::EmptyModel);
 }
 
 fn a_gradient_of_a_parameter_that_was_frozen_or_absent_is_refused() {

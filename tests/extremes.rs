@@ -1,0 +1,416 @@
+//! Gradients, rates and types at their limits: nothing freezes, nothing is poisoned, and what is left out is
+//! counted.
+
+mod common;
+
+use burn::grad_clipping::GradientClippingConfig;
+use burn::module::{Module, Param, ParamId};
+use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer};
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
+use common::{bits, has_type};
+use distmuon::dist::{DistMuonConfig, World};
+use distmuon::{
+    Coefficients, Error, Form, Kernels, MuonConfig, Routing, Rule, Schedule, checkpoint,
+};
+
+/// A matrix for Muon and a vector for AdamW.
+#[derive(Module, Debug)]
+struct Net {
+    matrix: Param<Tensor<2>>,
+    vector: Param<Tensor<1>>,
+}
+
+fn device() -> Device {
+    Device::default().autodiff()
+}
+
+fn plain(net: &Net) -> [Vec<f32>; 2] {
+    let values = |data: TensorData| data.iter::<f32>().collect();
+    [values(net.matrix.val().into_data()), values(net.vector.val().into_data())]
+}
+
+impl Net {
+    fn new(dtype: DType, [m, n]: [usize; 2], device: &Device) -> Self {
+        let values: Vec<f32> = (0..m * n).map(|i| (i as f32 * 0.7).sin()).collect();
+        let matrix = Tensor::<2>::from_data(TensorData::new(values, [m, n]), (device, dtype));
+        let vector = Tensor::<1>::full([n], 0.5, (device, dtype));
+        Self {
+            matrix: Param::initialized(ParamId::new(), matrix.require_grad()),
+            vector: Param::initialized(ParamId::new(), vector.require_grad()),
+        }
+    }
+
+    /// Gradients of one size.
+    fn gradients(&self, size: f32) -> GradientsParams {
+        let of = |length: usize, shift: f32| -> Vec<f32> {
+            (0..length).map(|i| size * (i as f32 * 1.3 + shift).cos()).collect()
+        };
+        let (matrix, vector) = (self.matrix.val().inner(), self.vector.val().inner());
+        let dims = matrix.dims();
+        let place = |dtype| (matrix.device(), dtype);
+        let data = TensorData::new(of(dims[0] * dims[1], 0.2), dims);
+        let of_matrix = Tensor::<2>::from_data(data, (&place(DType::F32).0, DType::F32));
+        let data = TensorData::new(of(dims[1], 0.4), [dims[1]]);
+        let of_vector = Tensor::<1>::from_data(data, (&place(DType::F32).0, DType::F32));
+        let mut gradients = GradientsParams::new();
+        gradients.register(self.matrix.id, of_matrix.cast(matrix.dtype()));
+        gradients.register(self.vector.id, of_vector.cast(vector.dtype()));
+        gradients
+    }
+}
+
+fn config() -> MuonConfig {
+    MuonConfig::new().with_weight_decay(Schedule::constant(0.0))
+}
+
+fn made(config: &MuonConfig, net: &Net) -> (Routing, ModuleOptimizer) {
+    let routing = config.clone().with_rule(Rule::muon("matrix")).route(net).unwrap();
+    let optim = routing.init();
+    (routing, optim)
+}
+
+/// The largest change of matrix and vector by one step with gradients.
+fn moved(config: &MuonConfig, spoil: impl Fn(&Net) -> GradientsParams) -> ([f32; 2], usize) {
+    let net = Net::new(DType::F32, [4, 4], &device());
+    let (routing, mut optim) = made(config, &net);
+    let before = plain(&net);
+    let gradients = spoil(&net);
+    let after = plain(&optim.step(0.1, net, gradients));
+    let change = |old: &[f32], new: &[f32]| {
+        old.iter().zip(new).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+    };
+    let changes = [0, 1].map(|i: usize| change(&before[i], &after[i]));
+    (changes, routing.skipped_steps().read().len())
+}
+
+#[test]
+fn finite_gradients_of_any_size_do_not_freeze_or_poison() {
+    for kernels in [Kernels::Auto, Kernels::Portable] {
+        for outlier in [1e15, 1e20, 3e38] {
+            let net = Net::new(DType::F32, [4, 6], &device());
+            let (_, mut optim) = made(&config().with_kernels(kernels), &net);
+            let step = |optim: &mut ModuleOptimizer, net: Net, size| {
+                let gradients = net.gradients(size);
+                optim.step(1e-3, net, gradients)
+            };
+            let net = step(&mut optim, net, 1.0);
+            let net = step(&mut optim, net, outlier);
+            let before = plain(&net);
+            // 0.95^1500 forgets a square of 1e30.
+            let net = (0..if outlier > 1e19 { 20 } else { 1500 })
+                .fold(net, |net, _| step(&mut optim, net, 1.0));
+            let after = plain(&net);
+            for (old, new) in before.iter().zip(&after) {
+                assert!(new.iter().all(|x| x.is_finite()), "{outlier} {kernels:?}");
+                let most = old.iter().zip(new).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(most > 3e-3, "{outlier} {kernels:?}: moved by {most}");
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_too_large_for_adamw_are_counted() {
+    let ([matrix, vector], skipped) = moved(&config(), |net| net.gradients(1e20));
+    assert!(matrix > 0.01 && vector == 0.0 && skipped == 1, "{matrix} {vector} {skipped}");
+}
+
+#[test]
+fn clipping_does_not_defeat_the_gate() {
+    let spoilt = |bad: f32| {
+        move |net: &Net| {
+            let mut gradients = net.gradients(1.0);
+            let matrix = gradients.remove::<2>(net.matrix.id).unwrap();
+            let first = Tensor::<2>::full([1, 1], bad, &matrix.device());
+            gradients.register(net.matrix.id, matrix.slice_assign([0..1, 0..1], first));
+            let vector = gradients.remove::<1>(net.vector.id).unwrap();
+            let first = Tensor::<1>::full([1], bad, &vector.device());
+            gradients.register(net.vector.id, vector.slice_assign([0..1], first));
+            gradients
+        }
+    };
+    for clipping in [GradientClippingConfig::Value(1.0), GradientClippingConfig::Norm(1.0)] {
+        let config = config().with_grad_clipping(Some(clipping.clone()));
+        for bad in [f32::NAN, f32::INFINITY] {
+            let (changes, skipped) = moved(&config, spoilt(bad));
+            assert_eq!((changes, skipped), ([0.0; 2], 2), "{clipping:?} {bad}");
+        }
+        // A norm of 1e20 is a norm.
+        let ([matrix, _], _) = moved(&config, |net| net.gradients(1e20));
+        assert!(matrix > 0.01, "{clipping:?}: {matrix}");
+    }
+}
+
+#[test]
+fn momentum_of_float16_keeps_small_gradients() {
+    if !has_type(FloatDType::F16) {
+        println!("skipped: the device has no F16");
+        return;
+    }
+    for kernels in [Kernels::Auto, Kernels::Portable] {
+        for size in [1e-5, 1e-6] {
+            let config = config().with_kernels(kernels);
+            let [half, single] = [DType::F16, DType::F32].map(|dtype| {
+                let net = Net::new(dtype, [16, 32], &device());
+                let gradient = net.gradients(size).remove::<2>(net.matrix.id).unwrap();
+                // The same numbers: those of float16.
+                let gradient = gradient.cast(DType::F16).cast(dtype);
+                let (_, state) =
+                    config.build().step(1e-3, net.matrix.val().inner(), gradient, None);
+                let momentum = state.unwrap().momentum;
+                assert_eq!(momentum.dtype(), DType::F32);
+                momentum
+            });
+            let error = (half - single.clone()).abs().max() / single.abs().max();
+            let error = error.into_scalar::<f32>();
+            assert!(error < 1e-5, "{size} {kernels:?}: {error}");
+        }
+    }
+}
+
+#[test]
+fn the_second_moment_of_bfloat16_falls_again() {
+    if !has_type(FloatDType::BF16) {
+        println!("skipped: the device has no BF16");
+        return;
+    }
+    let adamw = distmuon::AdamWSettings::new().with_beta_2(0.999);
+    let net = Net::new(DType::BF16, [2, 4], &device());
+    let (_, mut optim) = made(&config().with_adamw(adamw), &net);
+    let ones = |net: &Net, value: f32| {
+        let mut gradients = GradientsParams::new();
+        let vector = net.vector.val().inner();
+        gradients.register(net.vector.id, vector.zeros_like().add_scalar(value));
+        gradients
+    };
+    // With a constant gradient every step is the learning rate, however long that goes on.
+    let mut net = net;
+    for step in 0..1500 {
+        let gradients = ones(&net, 1.0);
+        net = optim.step(if step < 1499 { 0.0 } else { 0.25 }, net, gradients);
+    }
+    let [_, vector] = plain(&net);
+    assert!((vector[0] - 0.25).abs() < 4e-3, "{}", vector[0]);
+}
+
+#[test]
+fn float64_parameters_get_float64_rates() {
+    if !has_type(FloatDType::F64) {
+        println!("skipped: the device has no F64");
+        return;
+    }
+    let (lr, decay, steps) = (2.5e-6, 0.01, 200);
+    let settings = distmuon::AdamWSettings::new().with_weight_decay(decay);
+    let config = MuonConfig::new()
+        .with_weight_decay(Schedule::constant(decay))
+        .with_adamw(settings)
+        .with_rule(Rule::muon("matrix"));
+    let expected = (1.0 - lr * decay).powi(steps);
+    let check = |before: &Net, after: &Net, what: &str| {
+        let [old, new] = [before, after].map(|net| net.matrix.val().into_data());
+        let pairs = old.iter::<f64>().zip(new.iter::<f64>());
+        for (old, new) in pairs.filter(|(old, _)| old.abs() > 0.1) {
+            assert!((new / old - expected).abs() < 1e-13, "{what}: {} {expected}", new / old);
+        }
+        // With zero gradients AdamW decays, too.
+        let new = after.vector.val().into_data().iter::<f64>().next().unwrap();
+        assert!((new / 0.5 - expected).abs() < 1e-13, "{what}: {new}");
+    };
+    let net = Net::new(DType::F64, [4, 6], &device());
+    let mut optim = config.init(&net);
+    let mut trained = net.clone();
+    for _ in 0..steps {
+        let gradients = trained.gradients(0.0);
+        trained = optim.step(lr, trained, gradients);
+    }
+    check(&net, &trained, "one device");
+    let world = World::alone(device());
+    let mut optim = DistMuonConfig::new().with_muon(config).init(&world, &net).unwrap();
+    let mut trained = net.clone();
+    for _ in 0..steps {
+        let gradients = trained.gradients(0.0);
+        trained = optim.step(lr, trained, gradients).unwrap();
+    }
+    check(&net, &trained, "a world of one");
+}
+
+#[test]
+fn float64_trajectories_are_those_of_float64() {
+    if !has_type(FloatDType::F64) {
+        println!("skipped: the device has no F64");
+        return;
+    }
+    // AdamW by the book.
+    let (lr, settings) = (1e-5, distmuon::AdamWSettings::new().with_weight_decay(0.01));
+    let net = Net::new(DType::F64, [2, 3], &device());
+    let (_, mut optim) = made(&config().with_adamw(settings), &net);
+    let (mut trained, mut values) = (net, [0.5_f64; 3]);
+    let (mut m, mut v) = ([0.0_f64; 3], [0.0_f64; 3]);
+    for t in 1..=300 {
+        let gradients = trained.gradients(1.0 + (t as f32).sin());
+        let g = gradients.get::<1>(trained.vector.id).unwrap().into_data();
+        for (i, g) in g.iter::<f64>().enumerate() {
+            m[i] = 0.9 * m[i] + 0.1 * g;
+            v[i] = 0.95 * v[i] + 0.05 * g * g;
+            let (c1, c2) = (1.0 - 0.9_f64.powi(t), 1.0 - 0.95_f64.powi(t));
+            values[i] =
+                (1.0 - lr * 0.01) * values[i] - lr * (m[i] / c1) / ((v[i] / c2).sqrt() + 1e-8);
+        }
+        trained = optim.step(lr, trained, gradients);
+    }
+    let found = trained.vector.val().into_data();
+    for (found, expected) in found.iter::<f64>().zip(values) {
+        assert!((found - expected).abs() < 1e-13, "{found} {expected}");
+    }
+}
+
+#[test]
+fn parameters_without_elements_stay() {
+    let net = Net::new(DType::F32, [0, 8], &device());
+    let (_, mut optim) = made(&config(), &net);
+    let gradients = net.gradients(1.0);
+    assert_eq!(optim.step(0.1, net, gradients).matrix.val().dims(), [0, 8]);
+}
+
+#[test]
+fn rates_that_are_not_finite_are_refused() {
+    for lr in [f64::NAN, f64::INFINITY] {
+        let net = Net::new(DType::F32, [4, 4], &device());
+        let (_, mut optim) = made(&config(), &net);
+        let world = World::alone(device());
+        let mut shared = DistMuonConfig::new()
+            .with_muon(config().with_rule(Rule::muon("matrix")))
+            .init(&world, &net)
+            .unwrap();
+        let error = shared.step(lr, net.clone(), net.gradients(1.0)).map(|_| ()).unwrap_err();
+        assert!(matches!(&error, Error::Setting { setting: "learning rate", .. }), "{error}");
+        let gradients = net.gradients(1.0);
+        let step = std::panic::AssertUnwindSafe(|| optim.step(lr, net, gradients));
+        let panic = std::panic::catch_unwind(step).map(|_| ()).unwrap_err();
+        assert!(panic.downcast_ref::<String>().unwrap().contains("learning rate"));
+    }
+}
+
+/// Coefficients that make infinity of everything.
+fn explosive() -> MuonConfig {
+    config()
+        .with_coefficients(Coefficients::Custom(vec![[1e20, 0.0, 0.0]; 3]))
+        .with_form(Form::Standard)
+        .with_rule(Rule::muon("matrix"))
+}
+
+#[test]
+fn directions_that_are_not_finite_are_not_taken_and_counted() {
+    let counted = [("matrix".to_owned(), 2)].into();
+    for kernels in [Kernels::Auto, Kernels::Portable] {
+        let config = explosive().with_kernels(kernels);
+        let net = Net::new(DType::F32, [4, 6], &device());
+        let (routing, mut optim) = made(&config, &net);
+        let before = bits(&net.matrix.val());
+        let mut trained = net.clone();
+        for _ in 0..2 {
+            let gradients = trained.gradients(1.0);
+            trained = optim.step(0.1, trained, gradients);
+        }
+        assert_eq!(bits(&trained.matrix.val()), before);
+        assert_ne!(bits(&trained.vector.val()), bits(&net.vector.val()));
+        assert_eq!(routing.skipped_steps().read(), counted);
+        let config = DistMuonConfig::new().with_muon(config);
+        World::threads_with(World::devices(2), net, |world, mut net| {
+            let mut optim = config.init(&world, &net)?;
+            for _ in 0..3 {
+                let gradients = net.gradients(1.0);
+                net = optim.step(0.1, net, gradients)?;
+            }
+            assert_eq!(bits(&net.matrix.val()), before);
+            // Ranks tell each other at the next step.
+            assert_eq!(optim.skipped_steps().read(), counted);
+            Ok::<_, Error>(())
+        })
+        .unwrap();
+    }
+}
+
+#[test]
+fn a_run_that_only_skips_ends_with_an_error() {
+    let muon = explosive().with_max_skipped(Some(4));
+    let config = DistMuonConfig::new().with_muon(muon.clone());
+    let net = Net::new(DType::F32, [4, 6], &device());
+    let error = World::threads_with(World::devices(2), net.clone(), |world, mut net| {
+        let mut optim = config.init(&world, &net)?;
+        for _ in 0..20 {
+            let gradients = net.gradients(f32::NAN);
+            net = optim.step(0.1, net, gradients)?;
+        }
+        Ok::<_, Error>(())
+    });
+    let Err(Error::Skipped { parameter, steps }) = error else { panic!("{error:?}") };
+    assert_eq!((parameter.as_str(), steps), ("matrix", 4));
+
+    let (_, mut optim) = made(&muon, &net);
+    let steps = std::panic::AssertUnwindSafe(|| {
+        let mut net = net;
+        for _ in 0..20 {
+            let gradients = net.gradients(f32::NAN);
+            net = optim.step(0.1, net, gradients);
+        }
+    });
+    let panic = std::panic::catch_unwind(steps).unwrap_err();
+    let message = panic.downcast_ref::<String>().unwrap();
+    assert!(message.contains("skipped in 4 steps in a row"), "{message}");
+}
+
+#[test]
+fn counts_of_all_optimizers_of_a_routing_add_up() {
+    let net = Net::new(DType::F32, [4, 6], &device());
+    let (routing, mut first) = made(&config(), &net);
+    let mut second = routing.init();
+    let bad = net.gradients(f32::NAN);
+    let net = first.step(0.1, net, bad);
+    let good = net.gradients(1.0);
+    let net = second.step(0.1, net, good);
+    let counts = [("matrix".to_owned(), 1), ("vector".to_owned(), 1)].into();
+    assert_eq!(routing.skipped_steps().read(), counts);
+
+    // Rules that are put together by hand, whose parameters have no names.
+    let rule = config().build();
+    let skipped = rule.skipped_steps().clone();
+    let mut optim = ModuleOptimizer::from(rule);
+    let matrices = Two { a: net.matrix.clone(), b: Net::new(DType::F32, [3, 3], &device()).matrix };
+    let mut gradients = GradientsParams::new();
+    for (param, value) in [(&matrices.a, f32::NAN), (&matrices.b, 1.0)] {
+        let zeros = param.val().inner().zeros_like();
+        gradients.register(param.id, zeros.add_scalar(value));
+    }
+    optim.step(0.1, matrices, gradients);
+    assert_eq!(skipped.read().into_values().sum::<u64>(), 1);
+}
+
+#[derive(Module, Debug)]
+struct Two {
+    a: Param<Tensor<2>>,
+    b: Param<Tensor<2>>,
+}
+
+#[test]
+fn counts_continue_from_a_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.bpk");
+    let net = Net::new(DType::F32, [4, 6], &device());
+    let (_, mut optim) = made(&config(), &net);
+    let bad = net.gradients(f32::NAN);
+    let net = optim.step(0.1, net, bad);
+    checkpoint::save(&path, &net, &optim, &1).unwrap();
+
+    let (routing, optim) = made(&config(), &net);
+    let (net, mut optim, _): (_, _, i32) = checkpoint::load(&path, net, optim).unwrap();
+    let good = net.gradients(1.0);
+    let net = optim.step(0.1, net, good);
+    assert_eq!(routing.skipped_steps().read()["matrix"], 1);
+
+    let muon = config().with_rule(Rule::muon("matrix"));
+    let world = World::alone(device());
+    let optim = DistMuonConfig::new().with_muon(muon).init(&world, &net).unwrap();
+    let (_, optim, _): (_, _, i32) = checkpoint::load(&path, net, optim).unwrap();
+    assert_eq!(optim.skipped_steps().read()["matrix"], 1);
+}
