@@ -118,7 +118,7 @@ impl<'a> Display<'a> {
 }
 
 fn bar(name: &str, steps: usize, done: usize) -> ProgressBar {
-    let style = ProgressStyle::with_template("{prefix} {bar:20} {pos}/{len} {msg}");
+    let style = ProgressStyle::with_template("{prefix} {bar:16} {pos}/{len} {msg}");
     ProgressBar::new(steps as u64)
         .with_style(style.expect("a valid template"))
         .with_prefix(name.to_owned())

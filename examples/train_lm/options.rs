@@ -24,8 +24,8 @@ Examples:
   mpirun -n 4 train_lm --engine mpi           the ranks as processes
 
 Devices:
-  BURN_DEVICE=flex, cuda, vulkan, ... chooses among those that train_lm was built
-  with: cargo build --release --example train_lm --features cuda,mpi";
+  BURN_DEVICE=flex, cuda, vulkan, ... chooses among those that were built in:
+  cargo build --release --example train_lm --features cuda,mpi";
 
 /// Trains a small GPT on real text.
 #[derive(Parser, Debug, Clone)]
