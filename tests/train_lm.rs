@@ -34,13 +34,19 @@ fn train_lm(folder: &Path, arguments: &str) -> Command {
     assert!(example.exists(), "no {}: run `cargo test`, which builds it", example.display());
     let mut command = Command::new(example);
     command.args(arguments.split(' ')).current_dir(folder);
-    command.env("RUST_LOG", "info").env_remove("RUST_BACKTRACE");
+    command.env_remove("RUST_LOG").env_remove("RUST_BACKTRACE");
     command
 }
 
 /// Standard output of a run that has to succeed.
 fn succeed(folder: &Path, arguments: &str) -> String {
-    stdout(arguments, &train_lm(folder, arguments).output().unwrap())
+    told(folder, arguments).0
+}
+
+/// Standard output and error of a run that has to succeed.
+fn told(folder: &Path, arguments: &str) -> (String, String) {
+    let output = train_lm(folder, arguments).output().unwrap();
+    (stdout(arguments, &output), String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
 fn stdout(arguments: &str, output: &Output) -> String {
@@ -84,20 +90,26 @@ fn bad_input_is_refused_before_the_first_step() {
         ("--data text.rs --lr nan", "'nan' for '--lr <LR>': it must be a positive number"),
         ("--data text.rs --lr -1", "'-1' for '--lr <LR>': it must be a positive number"),
         ("--data text.rs --lr 0", "'0' for '--lr <LR>': it must be a positive number"),
-        ("--data text.rs --optimizer sgd", "'sgd' for '--optimizer <OPTIMIZER>'"),
+        ("--data text.rs --optimizer sgd", "'sgd' for '--optimizer <NAME>'"),
         (
             "--data text.rs --optimizer sgd",
             "[possible values: adamw, burn-muon, muon, dist-muon, dist-adamw]",
         ),
-        ("--data text.rs --compare muon,sgd", "'sgd' for '--compare <COMPARE>'"),
-        ("--data text.rs --ranks 0", "'0' for '--ranks <RANKS>': it must be at least 1"),
+        ("--data text.rs --compare muon,sgd", "'sgd' for '--compare <NAME,..>'"),
+        ("--data text.rs --ranks 0", "'0' for '--ranks <NUMBER,..>': it must be at least 1"),
         ("--data text.rs --ranks 3", "--batch 16 can't be divided among 3 ranks"),
+        ("--data text.rs --accumulate 0", "'0' for '--accumulate <PARTS>': it must be at least 1"),
+        (
+            "--data text.rs --ranks 2 --accumulate 3",
+            "--batch 16 can't be divided among 2 ranks in 3 parts each; give a multiple of 6",
+        ),
         ("--data text.rs --ranks 1,2", "--ranks with several numbers: say what to --compare"),
         ("--data text.rs --engine mpi --ranks 2", "cannot be used with"),
         ("--data text.rs --ranks 2 --optimizer muon", "--optimizer muon trains on one rank"),
-        ("--data text.rs --save no/run.bpk", "'no/run.bpk' for '--save <SAVE>': can't write into"),
-        ("--data text.rs --save folder", "'folder' for '--save <SAVE>': it is a folder"),
-        ("--data text.rs --plot no/a.svg", "'no/a.svg' for '--plot <PLOT>': can't write into"),
+        ("--data text.rs --save no/run.bpk", "'no/run.bpk' for '--save <FILE>': can't write into"),
+        ("--data text.rs --save folder", "'folder' for '--save <FILE>': it is a folder"),
+        ("--data text.rs --log no/a.json", "'no/a.json' for '--log <FILE>': can't write into"),
+        ("--data text.rs --plot no/a.svg", "'no/a.svg' for '--plot <FILE>': can't write into"),
     ] {
         refused(folder.path(), arguments, expected);
     }
@@ -106,10 +118,9 @@ fn bad_input_is_refused_before_the_first_step() {
 #[test]
 fn bad_checkpoints_are_refused_before_the_first_step() {
     let folder = folder();
-    let flags = "--batch 1 --sample 0";
     let text = fs::read_to_string(folder.path().join("text.rs")).unwrap();
     fs::write(folder.path().join("other.rs"), text.replace("pow", "bow")).unwrap();
-    succeed(folder.path(), &format!("{flags} --data text.rs --steps 1 --save run.bpk"));
+    succeed(folder.path(), "--data text.rs --batch 1 --steps 2 --sample 0 --save run.bpk");
     let checkpoint = fs::read(folder.path().join("run.bpk")).unwrap();
     let middle = checkpoint.len() / 2;
     fs::write(folder.path().join("cut.bpk"), &checkpoint[..middle]).unwrap();
@@ -117,20 +128,20 @@ fn bad_checkpoints_are_refused_before_the_first_step() {
     damaged[middle] ^= 1;
     fs::write(folder.path().join("damaged.bpk"), damaged).unwrap();
     for (arguments, expected) in [
-        ("--steps 1 --resume no.bpk", "\"no.bpk\": cannot open the file"),
-        ("--steps 1 --resume cut.bpk", "the file is missing or damaged"),
-        ("--steps 1 --resume text.rs", "the file is missing or damaged"),
-        ("--steps 1 --resume damaged.bpk", "is damaged: expected checksum"),
-        ("--steps 1 --optimizer dist-muon --ranks 1 --resume damaged.bpk", "is damaged: expected"),
-        ("--steps 2 --resume run.bpk", "--resume run.bpk: it was trained with Settings"),
-        ("--steps 1 --data other.rs --resume run.bpk", "it was trained with Settings"),
-        ("--steps 1 --lr 0.1 --resume run.bpk", "--resume run.bpk: it was trained with Settings"),
-        ("--steps 1 --optimizer adamw --resume run.bpk", "\"run.bpk\": 0 of the"),
-        ("--steps 1 --bpe 300 --resume run.bpk", "\"run.bpk\" is of another model"),
-        ("--steps 1 --preset small --resume run.bpk", "\"run.bpk\" is of another model"),
+        ("--resume no.bpk", "--resume no.bpk"),
+        ("--resume cut.bpk", "give a file that train_lm has saved"),
+        ("--resume text.rs", "give a file that train_lm has saved"),
+        ("--resume damaged.bpk", "is damaged: expected checksum"),
+        ("--optimizer dist-muon --ranks 1 --resume damaged.bpk", "is damaged: expected"),
+        ("--resume run.bpk --data other.rs", "trained on another text; give that one with --data"),
+        ("--resume run.bpk --lr 0.1", "other settings: --lr 0.1 (saved: 0.008); leave them out"),
+        ("--resume run.bpk --seed 2 --bpe 300", "--bpe 300 (saved: none), --seed 2 (saved: 1);"),
+        ("--resume run.bpk --optimizer adamw", "--optimizer adamw (saved: muon);"),
+        ("--resume run.bpk --preset small", "--preset small (saved: tiny);"),
+        ("--resume run.bpk --batch 2 --steps 9", "other settings: --batch 2 (saved: 1); leave"),
+        ("--resume run.bpk --steps 1", "it has 2 steps behind it; give more than that"),
     ] {
-        let data = if arguments.contains("--data") { "" } else { "--data text.rs " };
-        refused(folder.path(), &format!("{flags} {data}{arguments}"), expected);
+        refused(folder.path(), arguments, expected);
     }
 }
 
@@ -142,6 +153,147 @@ fn a_diverged_run_can_be_continued() {
     let losses = curve(&folder.path().join("run.bpk"));
     assert!(losses.iter().any(|(_, loss)| loss.is_none_or(|loss| !loss.is_finite())), "{losses:?}");
     succeed(folder.path(), &format!("{flags} --resume run.bpk"));
+}
+
+#[test]
+fn settings_come_from_the_checkpoint_and_steps_may_grow() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 2 --seed 7 --lr 0.01 --eval-every 1 --sample 0";
+    succeed(folder.path(), &format!("{flags} --steps 2 --save run.bpk"));
+    let resumed = "--resume ../run.bpk --steps 4 --save ../more.bpk --eval-every 1 --sample 0";
+    let (stdout, stderr) = told(&folder.path().join("folder"), resumed);
+    assert_eq!(cell(&stdout, "muon", "lr"), "1.0e-2");
+    let expected = [
+        "muon: resumed after step 2 of 4, no longer of 2",
+        "from here on, the learning rate is that of 4 steps",
+        "4 steps of 2 x 128 tokens",
+    ];
+    for expected in expected {
+        assert!(stderr.contains(expected), "no {expected:?} in {stderr}");
+    }
+    let [before, after] = ["run.bpk", "more.bpk"].map(|name| curve(&folder.path().join(name)));
+    assert_eq!(after[..3], before);
+    assert_eq!(after.len(), 5);
+}
+
+#[test]
+fn runs_that_learn_nothing_are_told_and_given_up() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 1 --steps 40 --eval-every 4 --sample 0 --lr 1e30";
+    let arguments = format!("{flags} --log run.jsonl");
+    refused_after_some_steps(folder.path(), &arguments, "so that nothing was learnt in them");
+    let log = log(&folder.path().join("run.jsonl"));
+    assert_eq!(log.last().unwrap()["end"], "diverged");
+    let step = log.last().unwrap()["step"].as_u64().unwrap();
+    assert!((10..20).contains(&step), "{step}");
+}
+
+/// The error and the skipped steps of a run that fails.
+fn refused_after_some_steps(folder: &Path, arguments: &str, expected: &str) {
+    let output = train_lm(folder, arguments).output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{arguments}: it went on to the end");
+    let skipped = "muon 8/40: 43 parameters skipped 4 of 4 steps: gradients not finite";
+    for expected in [expected, skipped, "start anew with a lower --lr than 1e30"] {
+        assert!(stderr.contains(expected), "{arguments}: {expected:?} is not in {stderr}");
+    }
+    assert_eq!(stderr.matches("skipped").count(), 2, "told once for every validation: {stderr}");
+}
+
+/// The records of `--log`.
+fn log(path: &Path) -> Vec<serde_json::Value> {
+    let lines = fs::read_to_string(path).unwrap();
+    lines.lines().map(|line| serde_json::from_str(line).expect("a JSON object")).collect()
+}
+
+#[test]
+fn logs_hold_every_step_and_are_added_to() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 1 --steps 2 --eval-every 1 --sample 0 --log run.jsonl";
+    succeed(folder.path(), &format!("{flags} --save run.bpk"));
+    let path = folder.path().join("run.jsonl");
+    let first = log(&path);
+    let with = |log: &[serde_json::Value], key: &str| -> Vec<serde_json::Value> {
+        log.iter().filter_map(|record| record.get(key)).cloned().collect()
+    };
+    assert_eq!(first[0]["run"], "muon");
+    assert_eq!(first[0]["settings"]["batch"], 1);
+    assert_eq!(with(&first, "step"), [0, 1, 1, 2, 2, 2]);
+    assert_eq!(with(&first, "loss").len(), 2);
+    assert_eq!(with(&first, "lr"), [0.008, 0.0]);
+    for key in ["tokens_per_second", "seconds"] {
+        assert!(with(&first, key).iter().all(|number| number.as_f64() > Some(0.0)), "{first:?}");
+    }
+    let losses: Vec<f64> =
+        with(&first, "validation_loss").iter().map(|loss| loss.as_f64().unwrap()).collect();
+    let saved = curve(&folder.path().join("run.bpk"));
+    assert_eq!(losses, saved[1..].iter().map(|(_, loss)| loss.unwrap()).collect::<Vec<_>>());
+    assert_eq!(first.last().unwrap()["end"], "finished");
+
+    succeed(folder.path(), "--resume run.bpk --steps 3 --sample 0 --log run.jsonl");
+    let both = log(&path);
+    assert_eq!(both[..first.len()], first);
+    assert_eq!(with(&both, "loss").len(), 3);
+}
+
+#[test]
+fn accumulated_parts_follow_the_curve_of_the_whole_batch() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 4 --steps 4 --eval-every 0 --sample 0";
+    let loss = |flags: &str| {
+        succeed(folder.path(), &format!("{flags} --save run.bpk"));
+        match curve(&folder.path().join("run.bpk"))[..] {
+            [(4, Some(loss))] => loss,
+            ref other => panic!("one validation, at the end, not {other:?}"),
+        }
+    };
+    let whole = loss(flags);
+    for parts in ["--accumulate 4", "--accumulate 2 --ranks 2"] {
+        let accumulated = loss(&format!("{flags} {parts}"));
+        assert!((accumulated - whole).abs() < 1e-4 * whole, "{parts}: {accumulated} and {whole}");
+    }
+}
+
+#[test]
+fn what_is_told_fits_a_terminal() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 1 --steps 26 --eval-every 25 --sample 0";
+    let (stdout, stderr) = told(folder.path(), &format!("{flags} --compare burn-muon,muon"));
+    let help = succeed(folder.path(), "--help");
+    for line in stdout.lines().chain(stderr.lines()).chain(help.lines()) {
+        assert!(line.chars().count() <= 80, "{} columns: {line}", line.chars().count());
+    }
+    let line = stderr.lines().find(|line| line.starts_with("muon 25/26: loss"));
+    let line = line.unwrap_or_else(|| panic!("no line of step 25 in {stderr}"));
+    assert!(line.contains("tokens/s") && line.ends_with("s left"), "{line}");
+    for expected in [
+        "Data:",
+        "Model:",
+        "Optimizer:",
+        "Ranks:",
+        "Checkpoints:",
+        "Output:",
+        "Examples:",
+        "BURN_DEVICE",
+        "--features",
+        "--resume <FILE>",
+        "--compare <NAME,..>",
+    ] {
+        assert!(help.contains(expected), "no {expected} in {help}");
+    }
+}
+
+#[test]
+fn devices_that_were_not_built_are_refused() {
+    let folder = folder();
+    for (device, expected) in [("tch", "'tch' feature is not enabled"), ("gpu", "'gpu'")] {
+        let mut command = train_lm(folder.path(), "--data text.rs");
+        let output = command.env("BURN_DEVICE", device).output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && stderr.contains(expected), "{stderr}");
+        assert!(stderr.contains("Build train_lm with the device's feature"), "{stderr}");
+        assert!(!stderr.contains("panicked"), "{stderr}");
+    }
 }
 
 #[cfg(unix)]
@@ -163,20 +315,28 @@ mod interruption {
     }
 
     /// Runs until `line` is in the log, and interrupts.
-    fn interrupt_at(line: &str, folder: &Path, arguments: &str) -> String {
-        let mut command = train_lm(folder, arguments);
+    fn interrupt_at(line: &str, mut command: Command) -> String {
         let mut child =
             command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("a process");
         let mut stderr = BufReader::new(child.stderr.take().expect("a pipe"));
         let mut log = String::new();
         while !log.contains(line) {
             let length = stderr.read_line(&mut log).unwrap();
-            assert!(length > 0, "{arguments}: ended without {line:?}: {log}");
+            assert!(length > 0, "{command:?}: ended without {line:?}: {log}");
         }
         interrupt(&child);
         stderr.read_to_string(&mut log).unwrap();
         let output = child.wait_with_output().unwrap();
-        stdout(arguments, &Output { stderr: log.into_bytes(), ..output })
+        stdout(&format!("{command:?}"), &Output { stderr: log.into_bytes(), ..output })
+    }
+
+    /// The line after the advice of a stopped run, for a shell.
+    fn advised(folder: &Path, stdout: &str) -> Command {
+        let advice = stdout.lines().skip_while(|line| !line.ends_with("; go on with")).nth(1);
+        let advice = advice.unwrap_or_else(|| panic!("not stopped: {stdout}"));
+        let mut shell = Command::new("sh");
+        shell.args(["-c", &format!("exec {advice}")]).current_dir(folder);
+        shell
     }
 
     /// The model's parameters by path, as bytes.
@@ -197,37 +357,89 @@ mod interruption {
         let flags = format!("--data text.rs --steps {STEPS} --batch 1 --eval-every 10 --sample 0");
         let whole = succeed(folder.path(), &format!("{flags} --save whole.bpk"));
 
-        let with_save = format!("{flags} --save run.bpk");
-        let line = format!("muon 10/{STEPS}: validation loss");
-        let stopped = interrupt_at(&line, folder.path(), &with_save);
-        let step =
-            stopped.strip_prefix("stopped after step ").and_then(|rest| rest.split_once(';'));
-        let (step, remedy) = step.unwrap_or_else(|| panic!("not stopped: {stopped}"));
-        let step: usize = step.parse().unwrap();
+        let mut command = train_lm(folder.path(), &flags);
+        command.args(["--save", "it's a run.bpk"]);
+        let stopped = interrupt_at(&format!("muon 10/{STEPS}: validation loss"), command);
+        let step = stopped.strip_prefix("muon stopped after step ");
+        let step = step.and_then(|rest| rest.split_once(' ')).map(|(step, _)| step.parse());
+        let step: usize = step.unwrap_or_else(|| panic!("not stopped: {stopped}")).unwrap();
         assert!((10..STEPS).contains(&step), "{stopped}");
-        assert!(remedy.starts_with(" go on with --optimizer muon --resume run.bpk"), "{stopped}");
+        let marked = cell(&stopped, &format!("muon (stopped at {step})"), "final loss");
+        assert!(marked.ends_with(&format!("(at {})", step / 10 * 10)), "{stopped}");
 
-        let resumed = succeed(folder.path(), &format!("{with_save} --resume run.bpk"));
-        let loss = |stdout| cell(stdout, "muon", "final validation loss");
+        let resumed = advised(folder.path(), &stopped).output().unwrap();
+        let resumed = stdout("what was advised", &resumed);
+        let loss = |stdout| cell(stdout, "muon", "final loss");
         assert_eq!(loss(&resumed), loss(&whole));
-        assert_ne!(loss(&resumed), loss(&stopped));
         let weights = |name| weights(&folder.path().join(name));
-        assert!(weights("run.bpk") == weights("whole.bpk"), "the weights differ");
+        assert!(weights("it's a run.bpk") == weights("whole.bpk"), "the weights differ");
+    }
+
+    #[test]
+    fn interrupted_runs_continue_on_other_numbers_of_ranks() {
+        let folder = folder();
+        let on = |arguments: &str| {
+            train_lm(folder.path(), &format!("--eval-every 10 --sample 0 --save {arguments}"))
+        };
+        let flags = format!("--data text.rs --steps {STEPS} --batch 2");
+        let whole = on(&format!("whole.bpk {flags}")).output().unwrap();
+        stdout("the whole run", &whole);
+        interrupt_at("muon 10/40: validation loss", on(&format!("run.bpk {flags}")));
+        let shared = on("run.bpk --resume run.bpk --ranks 2");
+        interrupt_at("dist-muon x2 20/40: validation loss", shared);
+        let output = on("run.bpk --resume run.bpk").output().unwrap();
+        stdout("the last part", &output);
+        let [whole, parts] = ["whole.bpk", "run.bpk"].map(|name| curve(&folder.path().join(name)));
+        assert_eq!(whole.len(), parts.len());
+        for ((step, whole), (_, parts)) in whole.into_iter().zip(parts) {
+            let [whole, parts] = [whole, parts].map(|loss| loss.expect("a number"));
+            assert!((whole - parts).abs() < 1e-4 * whole, "step {step}: {whole} and {parts}");
+        }
+    }
+
+    #[test]
+    fn interrupted_comparisons_tell_what_was_not_run() {
+        let folder = folder();
+        let flags = format!("--data text.rs --steps {STEPS} --batch 2 --eval-every 10 --sample 0");
+        let compare = format!("{flags} --compare muon,dist-muon --ranks 1,2");
+        let command = train_lm(folder.path(), &compare);
+        let stopped = interrupt_at("muon 10/40: validation loss", command);
+        assert!(stopped.starts_with("muon stopped after step "), "{stopped}");
+        assert!(stopped.contains(" of 40; not begun: dist-muon, dist-muon x2; go on"), "{stopped}");
+        let output = advised(folder.path(), &stopped).output().unwrap();
+        let finished = stdout("what was advised", &output);
+        cell(&finished, "muon", "final loss").parse::<f64>().expect("a loss");
     }
 }
 
 #[test]
 fn comparisons_print_and_plot_every_optimizer() {
     let folder = folder();
-    let flags = "--data text.rs --batch 1 --steps 3 --eval-every 1 --sample 0";
+    let flags = "--data text.rs --batch 1 --steps 8 --eval-every 2 --sample 0 --log run.jsonl";
     let stdout = succeed(folder.path(), &format!("{flags} --compare adamw,muon --plot loss.svg"));
     let plot = fs::read_to_string(folder.path().join("loss.svg")).unwrap();
-    assert!(plot.starts_with("<svg"), "{plot}");
+    let texts = texts(&plot);
+    assert!(texts.contains(&"preset tiny, 8 steps of 1 x 128 tokens"), "{texts:?}");
     for optimizer in ["adamw", "muon"] {
-        let loss: f64 = cell(&stdout, optimizer, "final validation loss").parse().unwrap();
-        assert!(loss.is_finite() && loss > 0.0, "{stdout}");
-        assert!(plot.contains(&format!("{optimizer} (lr")), "no {optimizer} in the plot");
+        let loss = cell(&stdout, optimizer, "final loss");
+        assert!(loss.parse::<f64>().is_ok_and(|loss| loss > 0.0), "{stdout}");
+        let of_this = |text: &&str| text.starts_with(optimizer) && text.ends_with(loss);
+        assert!(texts.iter().any(of_this), "no {optimizer} with {loss} in {texts:?}");
     }
+    let start = 256f64.ln(); // about what a model loses that has learnt nothing
+    let losses: Vec<f64> = texts
+        .iter()
+        .filter(|text| text.contains('.'))
+        .filter_map(|text| text.parse().ok())
+        .collect();
+    assert!(losses.len() > 1 && losses.iter().all(|loss| *loss < start - 0.5), "{losses:?}");
+}
+
+/// The texts of an SVG.
+fn texts(svg: &str) -> Vec<&str> {
+    assert!(svg.starts_with("<svg"), "{svg}");
+    let texts = svg.split("<text").skip(1).filter_map(|text| text.split_once('>'));
+    texts.filter_map(|(_, text)| Some(text.split_once('<')?.0.trim())).collect()
 }
 
 /// The validation losses that a checkpoint has kept.
@@ -276,7 +488,6 @@ fn mpirun(folder: &Path, processes: usize, arguments: &str) -> Option<Command> {
     let example = train_lm(folder, arguments);
     let mut mpirun = mpirun::mpirun(processes);
     mpirun.arg(example.get_program()).args(example.get_args()).current_dir(folder);
-    mpirun.env("RUST_LOG", "info");
     Some(mpirun)
 }
 
@@ -368,12 +579,15 @@ fn numbers_of_ranks_are_compared() {
     let compare = "--compare muon,dist-muon --ranks 1,2 --plot loss.svg";
     let stdout = succeed(folder.path(), &format!("{flags} {compare}"));
     let losses = ["muon", "dist-muon", "dist-muon x2"].map(|run| {
-        let loss: f64 = cell(&stdout, run, "final validation loss").parse().unwrap();
+        let loss: f64 = cell(&stdout, run, "final loss").parse().unwrap();
         loss
     });
     assert!(losses.iter().all(|loss| (loss - losses[0]).abs() < 2e-4), "{losses:?}");
     let plot = fs::read_to_string(folder.path().join("loss.svg")).unwrap();
-    assert!(plot.contains("dist-muon x2 (lr"), "no curve of two ranks in the plot");
+    assert!(
+        texts(&plot).iter().any(|text| text.starts_with("dist-muon x2, lr")),
+        "no curve of two ranks in the plot"
+    );
 }
 
 #[cfg(unix)]

@@ -154,7 +154,7 @@ impl Corpus {
         );
         // SAFETY: the file has no name and no other handle, so that nobody else can change it.
         let tokens = unsafe { Mmap::map(&file) }.context("can't map the tokens")?;
-        tracing::info!(files = files.len(), bytes = text.len(), tokens = count, "corpus");
+        tracing::info!("text: {} files, {} bytes, {count} tokens", files.len(), text.len());
         let mut hasher = DefaultHasher::new();
         tokens.hash(&mut hasher);
         Ok(Self { tokenizer, fingerprint: hasher.finish(), tokens })

@@ -7,200 +7,37 @@
 //! ```
 
 mod data;
+mod display;
 mod model;
 mod optimizer;
+mod options;
 mod report;
+mod settings;
+mod stop;
 mod train;
 
+use std::fs::File;
 use std::io::IsTerminal;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::panic;
+use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow};
 use burn::tensor::Device;
-use clap::builder::{PathBufValueParser, TypedValueParser};
-use clap::{Parser, ValueEnum};
-
-use distmuon::dist::World;
-#[cfg(any(feature = "mpi", feature = "cuda"))]
-use distmuon::dist::{DEADLINE, Launch};
+use clap::parser::ValueSource;
+use clap::{CommandFactory, FromArgMatches};
 
 use data::Corpus;
-use model::GptConfig;
-use optimizer::OptimizerName;
+use options::Options;
+use report::Summary;
+use settings::Progress;
+use tracing_subscriber::EnvFilter;
 use train::Run;
 
-/// Trains a small GPT on real text.
-#[derive(Parser, Debug, Clone)]
-#[command(version)]
-pub struct Options {
-    /// Text to train on: a file, or a folder of files. Default: Rust sources in cargo's registry.
-    #[arg(long)]
-    data: Option<PathBuf>,
-    /// Tokens of a BPE vocabulary that is trained on the text. Default: bytes.
-    #[arg(long, value_name = "TOKENS")]
-    bpe: Option<usize>,
-    /// Size of the model.
-    #[arg(long, value_enum, default_value_t = Preset::Tiny)]
-    preset: Preset,
-    /// What trains it. Default: muon, and dist-muon on several ranks.
-    #[arg(long, value_enum)]
-    optimizer: Option<OptimizerName>,
-    /// Trains with each of these from the same start, and compares.
-    #[arg(long, value_enum, value_delimiter = ',', conflicts_with_all = ["optimizer", "save", "resume"])]
-    compare: Vec<OptimizerName>,
-    /// Ranks that share the work: threads, on all devices of one kind in turn. Several numbers, as in
-    /// 1,2,4, with --compare.
-    #[arg(long, value_delimiter = ',', default_value = "1", value_parser = at_least_one)]
-    ranks: Vec<usize>,
-    /// What carries gradients and parameters between ranks. With mpi and nccl, every rank is a process
-    /// that mpirun, torchrun or srun started.
-    #[arg(long, value_enum, default_value_t = Engine::Threads, conflicts_with = "ranks")]
-    engine: Engine,
-    /// Steps of training.
-    #[arg(long, default_value_t = 300, value_parser = at_least_one)]
-    steps: usize,
-    /// Sequences in a step, on all ranks together.
-    #[arg(long, default_value_t = 16, value_parser = at_least_one)]
-    batch: usize,
-    /// Peak learning rate. Default: the tuned one of the optimizer.
-    #[arg(long, allow_negative_numbers = true, value_parser = positive)]
-    lr: Option<f64>,
-    /// Steps between validations.
-    #[arg(long, default_value_t = 25)]
-    eval_every: usize,
-    /// Seed of the weights, the batches and the samples.
-    #[arg(long, default_value_t = 1)]
-    seed: u64,
-    /// Checkpoint to write at the end, at every validation and on Ctrl-C.
-    #[arg(long, value_parser = PathBufValueParser::new().try_map(writable))]
-    save: Option<PathBuf>,
-    /// Checkpoint to continue from, with the same settings.
-    #[arg(long)]
-    resume: Option<PathBuf>,
-    /// File for the loss curves, in SVG.
-    #[arg(long, value_parser = PathBufValueParser::new().try_map(writable))]
-    plot: Option<PathBuf>,
-    /// Tokens to write at the end.
-    #[arg(long, default_value_t = 200)]
-    sample: usize,
-    /// Prints which parameter is updated by what.
-    #[arg(long)]
-    routes: bool,
-}
-
-#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
-enum Engine {
-    /// Threads of this process.
-    Threads,
-    /// Processes over MPI, on any device.
-    Mpi,
-    /// Processes over NCCL, on CUDA devices.
-    Nccl,
-}
-
-impl Engine {
-    /// The world of this process, unless it makes one of threads.
-    fn connect(self) -> Result<Option<World>> {
-        if self == Self::Threads {
-            return Ok(None);
-        }
-        #[cfg(any(feature = "mpi", feature = "cuda"))]
-        {
-            let launch = Launch::from_env()?;
-            let device = launch.device().autodiff();
-            match self {
-                #[cfg(feature = "mpi")]
-                Self::Mpi => return Ok(Some(World::mpi(&launch, device, DEADLINE)?)),
-                #[cfg(feature = "cuda")]
-                Self::Nccl => return Ok(Some(World::nccl(&launch, device, DEADLINE)?)),
-                _ => {}
-            }
-        }
-        bail!("--engine {self:?}: build train_lm with --features mpi, or cuda for nccl")
-    }
-}
-
-#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
-enum Preset {
-    /// 0.9 million parameters.
-    Tiny,
-    /// 7 million parameters.
-    Small,
-    /// GPT-2's 12 layers of 768, for GPUs.
-    Gpt2,
-}
-
-impl Preset {
-    fn config(self, vocabulary: usize) -> GptConfig {
-        match self {
-            Self::Tiny => GptConfig::new(4, 4, 128, 128, vocabulary),
-            Self::Small => GptConfig::new(8, 8, 256, 256, vocabulary),
-            Self::Gpt2 => GptConfig::new(12, 12, 768, 1024, vocabulary),
-        }
-    }
-}
-
-impl Options {
-    /// What is trained, one after the other: an optimizer on a number of ranks.
-    fn runs(&self, world: Option<&World>) -> Result<Vec<(OptimizerName, usize)>> {
-        let of_world = world.map(|world| vec![world.size()]);
-        let all_ranks = of_world.as_ref().unwrap_or(&self.ranks);
-        for ranks in all_ranks {
-            ensure!(
-                self.batch.is_multiple_of(*ranks),
-                "--batch {} can't be divided among {ranks} ranks; give a multiple of {ranks}",
-                self.batch
-            );
-        }
-        if self.compare.is_empty() {
-            let [ranks] = all_ranks[..] else {
-                bail!("--ranks with several numbers: say what to --compare on them")
-            };
-            let default = if ranks == 1 { OptimizerName::Muon } else { OptimizerName::DistMuon };
-            let optimizer = self.optimizer.unwrap_or(default);
-            ensure!(
-                ranks == 1 || optimizer.is_shared(),
-                "--optimizer {} trains on one rank; --ranks {ranks} is for dist-muon and dist-adamw",
-                optimizer.name()
-            );
-            return Ok(vec![(optimizer, ranks)]);
-        }
-        let on_ranks = |optimizer: &OptimizerName| {
-            let (optimizer, alone) = (*optimizer, vec![1]);
-            let ranks = if optimizer.is_shared() { all_ranks.clone() } else { alone };
-            ranks.into_iter().map(move |ranks| (optimizer, ranks))
-        };
-        let runs: Vec<_> = self.compare.iter().flat_map(on_ranks).collect();
-        ensure!(
-            world.is_none_or(|world| runs.iter().all(|(_, ranks)| *ranks == world.size())),
-            "--compare on several processes is for dist-muon and dist-adamw"
-        );
-        Ok(runs)
-    }
-}
-
 fn main() -> Result<()> {
-    tracing_subscriber::fmt()
-        .with_env_filter(
-            tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into()),
-        )
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::stderr().is_terminal())
-        .init();
-    let options = Options::parse();
-    let stop = Arc::new(AtomicBool::new(false));
-    ctrlc::set_handler({
-        let stop = stop.clone();
-        move || {
-            if stop.swap(true, Ordering::SeqCst) {
-                std::process::exit(130);
-            }
-        }
-    })
-    .context("can't catch Ctrl-C")?;
-
+    tell_in_plain_lines();
+    let (options, saved) = options()?;
+    check_device()?;
+    let stop = stop::on_ctrl_c()?;
     let world = options.engine.connect()?;
     let is_first = world.as_ref().is_none_or(|world| world.rank() == 0);
     if let Some(world) = &world {
@@ -210,47 +47,93 @@ fn main() -> Result<()> {
         }
     }
     let runs = options.runs(world.as_ref())?;
-    let corpus = Corpus::load(options.data.as_deref(), options.bpe)?;
-    let sizes = options.preset.config(corpus.tokenizer.vocabulary());
-    tracing::info!(device = ?Device::default(), ?sizes, tokens = corpus.len(), "training");
-    let mut summaries = Vec::new();
-    for (optimizer, ranks) in runs {
-        let (options, corpus, sizes, stop) = (&options, &corpus, &sizes, &stop);
-        let world = world.as_ref();
-        summaries.push(Run { options, optimizer, ranks, corpus, sizes, stop, world }.train()?);
-        if stop.load(Ordering::SeqCst) {
-            break;
-        }
+    let corpus = Corpus::load(options.settings.data.as_deref(), options.settings.bpe)?;
+    if let Some(saved) = &saved {
+        saved.check(&corpus, &options.settings).with_context(|| options.resume_flag())?;
     }
+    let sizes = options.settings.preset.config(corpus.tokenizer.vocabulary());
+    let log = options.log.as_deref().filter(|_| is_first);
+    let log = log.map(|path| open_log(path, saved.is_some())).transpose()?;
+    let run = |(optimizer, ranks)| {
+        let settings = options.settings.of_run(optimizer)?;
+        let (options, corpus, sizes, stop) = (&options, &corpus, &sizes, &*stop);
+        let (log, world) = (log.as_ref(), world.as_ref());
+        Ok(Run { options, settings, optimizer, ranks, corpus, sizes, stop, log, world })
+    };
+    let runs: Vec<Run> = runs.into_iter().map(run).collect::<Result<_>>()?;
+    let summaries = train(&runs, is_first)?;
     if !is_first {
         return Ok(());
     }
     println!("{}", report::table(&summaries));
     if let Some(path) = &options.plot {
-        report::plot(path, &summaries)?;
+        report::plot(path, &options.settings.describe(&sizes), &summaries)?;
     }
     Ok(())
 }
 
-fn at_least_one(text: &str) -> Result<usize> {
-    let number = text.parse()?;
-    ensure!(number > 0, "it must be at least 1");
-    Ok(number)
-}
-
-fn positive(text: &str) -> Result<f64> {
-    let number: f64 = text.parse()?;
-    ensure!(number.is_finite() && number > 0.0, "it must be a positive number");
-    Ok(number)
-}
-
-/// A file for results: that it can't be written should be known before the training.
-fn writable(path: PathBuf) -> Result<PathBuf> {
-    ensure!(!path.is_dir(), "it is a folder; name a file in it");
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let folder = folder.unwrap_or(Path::new("."));
-    if let Err(error) = tempfile::tempfile_in(folder) {
-        bail!("can't write into the folder {}: {}", folder.display(), error.kind());
+/// What came out of the runs, up to the one that Ctrl-C has stopped.
+fn train(runs: &[Run], is_first: bool) -> Result<Vec<Summary>> {
+    let mut summaries = Vec::new();
+    for (i, run) in runs.iter().enumerate() {
+        let summary = run.train()?;
+        let stopped = summary.stopped.clone();
+        summaries.push(summary);
+        if let Some((step, path)) = stopped {
+            if is_first {
+                println!("{}\n", stop::advice(run, step, &path, &runs[i + 1..]));
+            }
+            break;
+        }
     }
-    Ok(path)
+    Ok(summaries)
+}
+
+/// Prints what happens as lines on standard error, without times and places. Of skipped steps, runs tell
+/// themselves.
+fn tell_in_plain_lines() {
+    let filter = EnvFilter::try_from_default_env();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter.unwrap_or_else(|_| "warn,train_lm=info,distmuon=error".into()))
+        .without_time()
+        .with_target(false)
+        .with_level(false)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .init();
+}
+
+/// The file of `--log`, which a resumed run adds to.
+fn open_log(path: &Path, resumes: bool) -> Result<File> {
+    let mut log = File::options();
+    let log = if resumes { log.append(true) } else { log.write(true).truncate(true) };
+    log.create(true).open(path).with_context(|| format!("--log {}", path.display()))
+}
+
+/// The command line, with the settings of the checkpoint that it names.
+fn options() -> Result<(Options, Option<Progress>)> {
+    let matches = Options::command().get_matches();
+    let mut options = Options::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    let Some(path) = &options.resume else {
+        return Ok((options, None));
+    };
+    let resume = || options.resume_flag();
+    let saved = Progress::read(path).with_context(resume)?;
+    let is_given = |name: &str| matches.value_source(name) == Some(ValueSource::CommandLine);
+    let settings = options.settings.or_saved(is_given, &saved.settings).with_context(resume)?;
+    options.settings = settings;
+    Ok((options, Some(saved)))
+}
+
+/// Fails if `BURN_DEVICE` names a device that Burn was built without, where Burn panics.
+fn check_device() -> Result<()> {
+    let hook = panic::take_hook();
+    panic::set_hook(Box::new(|_| {}));
+    let device = panic::catch_unwind(Device::default);
+    panic::set_hook(hook);
+    device.map(drop).map_err(|panic| {
+        let reason = panic.downcast_ref::<String>().map(String::as_str);
+        let reason = reason.or(panic.downcast_ref::<&str>().copied()).unwrap_or("BURN_DEVICE");
+        anyhow!("{reason} Build train_lm with the device's feature, or name another.")
+    })
 }

@@ -10,17 +10,18 @@ use distmuon::dist::{DistModuleOptimizer, DistMuonConfig, World};
 use distmuon::{
     AdamWSettings, Group, LrScale, MuonConfig, Routing, Rule, Schedule, SkippedSteps, checkpoint,
 };
-use serde::{Serialize, de::DeserializeOwned};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::model::Gpt;
 
-#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
+#[serde(rename_all = "kebab-case")]
 pub enum OptimizerName {
     /// AdamW for everything.
     Adamw,
-    /// Burn's Muon for hidden matrices, AdamW for the rest.
+    /// Burn's Muon for matrices, AdamW for the rest.
     BurnMuon,
-    /// This crate's Muon for hidden matrices, AdamW for the rest.
+    /// This crate's Muon for matrices, AdamW for the rest.
     Muon,
     /// The same, shared by the ranks.
     DistMuon,
@@ -50,6 +51,11 @@ impl OptimizerName {
     /// Whether it can train on several ranks.
     pub fn is_shared(self) -> bool {
         matches!(self, Self::DistMuon | Self::DistAdamw)
+    }
+
+    /// The optimizer that reads the same checkpoints on a single device.
+    pub fn single(self) -> Self {
+        if self == Self::DistMuon { Self::Muon } else { self }
     }
 
     /// The optimizer of a rank, and what goes where.
@@ -100,10 +106,10 @@ impl Optim {
         }
     }
 
-    pub fn save<T: Serialize>(&mut self, path: &Path, model: &Gpt, progress: &T) -> Result<()> {
+    pub fn save<T: Serialize>(&self, path: &Path, model: &Gpt, progress: &T) -> Result<()> {
         match self {
             Self::Single(optim, _) => Ok(checkpoint::save(path, model, &**optim, progress)?),
-            Self::Dist(optim) => Ok(optim.save(path, model, progress)?),
+            Self::Dist(optim) => Ok(checkpoint::save(path, model, &**optim, progress)?),
         }
     }
 
@@ -114,7 +120,7 @@ impl Optim {
                 Ok((model, Self::Single(Box::new(optim), skipped), progress))
             }
             Self::Dist(optim) => {
-                let (model, optim, progress) = optim.load(path, model)?;
+                let (model, optim, progress) = checkpoint::load(path, model, *optim)?;
                 Ok((model, Self::Dist(Box::new(optim)), progress))
             }
         }

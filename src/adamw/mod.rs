@@ -38,7 +38,7 @@ use crate::gradient;
 use crate::muon::ops::finite;
 use crate::muon::rule::{ONLY_RANK, Rates, check_rate, rate_dtype};
 use crate::orthogonalize::Kernels;
-use crate::skipped::{self, SkippedSteps};
+use crate::skipped::{self, Counting, SkippedSteps};
 pub(crate) use ops::Rows;
 
 /// Configuration of AdamW for embeddings, the output head, vectors and scalars.
@@ -217,11 +217,11 @@ impl GatedAdamW {
         gradient::check(&self.parameter, ONLY_RANK, &parameter, &grad)?;
         let (shape, device, dtype) = (parameter.dims(), parameter.device(), grad.dtype());
         let is_first = state.is_none();
-        let state = state.unwrap_or_else(|| GatedAdamWState::new(shape, dtype, &device));
-        if shape.contains(&0) {
-            return Ok((parameter, state));
+        let mut state = state.unwrap_or_else(|| GatedAdamWState::new(shape, dtype, &device));
+        if !state.place.has_started() {
+            self.start_counting(&mut state);
         }
-        let GatedAdamWState { moments, corrections, skipped, mut place } = state;
+        let GatedAdamWState { moments, corrections, skipped, place } = state;
         let row = |tensor: Tensor<D>| tensor.reshape([1, -1]);
         // Clipping comes after the gate: it would make an infinite gradient a usual one.
         let batch = grad.clone().reshape([1, 1, -1]);
@@ -242,14 +242,18 @@ impl GatedAdamW {
             computed::check(&self.parameter, &updated)?;
         }
 
-        if !place.has_started() {
-            self.skipped.start(&mut place, vec![self.parameter.to_string()], skipped.clone());
-        }
         let Rows { gate, corrections, .. } = rows;
         let skipped = gate.count(skipped);
         self.skipped.record(place, skipped.clone(), true)?;
         let moments = moments.map(|tensor| tensor.reshape(shape));
         Ok((updated.reshape(shape), GatedAdamWState { moments, corrections, skipped, place }))
+    }
+}
+
+impl Counting for GatedAdamW {
+    fn start_counting<const D: usize>(&self, state: &mut GatedAdamWState<D>) {
+        let names = vec![self.parameter.to_string()];
+        self.skipped.start(&mut state.place, names, state.skipped.clone());
     }
 }
 

@@ -200,7 +200,9 @@ impl Take<'_> {
 impl Take<'_> {
     /// Refuses a parameter that is to be trained now and that the plan does not know.
     fn refuse_untrained<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let is_trained = param.is_require_grad() && self.gradients.get::<D>(param.id).is_some();
+        let is_empty = param.val().dims().contains(&0);
+        let has_gradient = self.gradients.get::<D>(param.id).is_some();
+        let is_trained = param.is_require_grad() && has_gradient && !is_empty;
         if is_trained {
             self.error.get_or_insert(Error::Parameter {
                 parameter: self.walk.names.join("."),

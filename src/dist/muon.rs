@@ -14,7 +14,7 @@ use super::config::{DistMuonConfig, Gradients};
 use super::{DEADLINE, World};
 use crate::error::{Error, Result};
 use crate::muon::{Muon, MuonConfig, MuonState};
-use crate::skipped::SkippedSteps;
+use crate::skipped::{Counting, SkippedSteps};
 
 /// Muon on many ranks as a Burn [`Optimizer`]: each parameter has one owner, which alone keeps its
 /// momentum and orthogonalises it, and publishes the new value.
@@ -276,6 +276,12 @@ impl Rank {
         dealt.loads[owner] += operations;
         dealt.arrivals += 1;
         Place { owner, arrival: dealt.arrivals - 1 }
+    }
+}
+
+impl Counting for DistMuon {
+    fn start_counting<const D: usize>(&self, state: &mut DistMuonState<D>) {
+        self.rule.start_counting(&mut state.muon);
     }
 }
 

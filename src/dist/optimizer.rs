@@ -33,7 +33,7 @@ use crate::clipping::Norms;
 use crate::computed;
 use crate::error::Result;
 use crate::gate::Gate;
-use crate::muon::rule::{Rates, Settings, check_rate, rate_dtype};
+use crate::muon::rule::{Rates, Settings, check_rate};
 use crate::route::{Group, Route, Routing};
 use crate::skipped::{self, SkippedSteps};
 
@@ -68,8 +68,6 @@ pub struct DistModuleOptimizer {
     pub(super) counters: Counters,
     skipped: SkippedSteps,
     place: skipped::Place,
-    /// The type of [`Counters::corrections`] and of the rates.
-    pub(super) rate_dtype: DType,
     adamw: AdamWSettings,
     rows: Rows,
     costs: Costs,
@@ -120,9 +118,9 @@ struct Step {
 }
 
 impl Counters {
-    fn new(parameters: usize, rate_dtype: DType, device: &Device) -> Self {
-        let zeros = |dtype| Tensor::zeros([parameters], (device, dtype));
-        Self { skipped: zeros(DType::F32), corrections: [zeros(rate_dtype), zeros(rate_dtype)] }
+    fn new(parameters: usize, device: &Device) -> Self {
+        let zeros = || Tensor::zeros([parameters], (device, DType::F32));
+        Self { skipped: zeros(), corrections: [zeros(), zeros()] }
     }
 }
 
@@ -135,7 +133,8 @@ impl DistModuleOptimizer {
         start::same_config(world, config)?;
         let routed = config.check().and_then(|()| config.muon.route(model));
         let routing = world.agree(routed)?;
-        let (members, parameters) = world.agree(start::members(config, &routing, model))?;
+        let (members, parameters) =
+            world.agree(start::members(config, &routing, model, world.rank()))?;
         start::same_model(world, &parameters, model)?;
         let settings = routing.muon().settings().clone();
         let costs = config.costs.costs(world, &parameters, &settings.newton_schulz)?;
@@ -151,17 +150,13 @@ impl DistModuleOptimizer {
         let states = shards.iter().map(Shard::state_bytes).sum();
         let mut memory = MemoryReport::default();
         memory.observe(Moment { parameters, states, ..Moment::default() });
-        // As wide as any parameter needs.
-        let dtypes = plan.parameters().iter().map(|found| rate_dtype(found.dtype));
-        let rate_dtype = dtypes.max_by_key(DType::size).expect("a plan has parameters");
         let skipped = routing.skipped_steps().clone();
         let mut optim = Self {
             world: world.clone(),
             routing,
-            counters: Counters::new(members.len(), rate_dtype, &device),
+            counters: Counters::new(members.len(), &device),
             skipped,
             place: skipped::Place::default(),
-            rate_dtype,
             adamw: config.muon.adamw.clone(),
             rows: Rows::new(&rows, plan.parameters().len(), &device),
             plan,
@@ -331,10 +326,10 @@ impl DistModuleOptimizer {
                 false => self.adamw.weight_decay,
             };
             let lr = lr * member.lr_factor;
-            keep.push(1.0 - lr * weight_decay);
-            rates.push(lr * member.scale);
+            keep.push((1.0 - lr * weight_decay) as f32);
+            rates.push((lr * member.scale) as f32);
         }
-        let present = present.iter().map(|present| f64::from(u8::from(*present))).collect();
+        let present = present.iter().map(|present| f32::from(u8::from(*present))).collect();
         Orders { keep, lr: rates, present }
     }
 
@@ -393,7 +388,7 @@ impl DistModuleOptimizer {
 
     /// Phase 2: agrees on the parameters that are updated, in one message for all buckets, and counts.
     fn decide(&mut self, orders: Orders, shares: &[Share]) -> Result<(Tensor<1>, Rates)> {
-        let [keep, lr, present] = orders.upload(self.rate_dtype, &self.device());
+        let [keep, lr, present] = orders.upload(&self.device());
         let refused = shares.iter().map(|share| share.finite.clone().neg().add_scalar(1.0));
         let late = self.shards.iter().map(|shard| shard.late.clone());
         let sums = vec![self.rows.sum(refused.collect()), self.rows.sum(late.collect())];

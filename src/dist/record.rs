@@ -22,7 +22,6 @@ use super::optimizer::Counters;
 use super::plan::{Bucket, BucketKind, Parameter, Work};
 use crate::checkpoint::{self, Archive, Contents, Planned, Saving, States};
 use crate::error::{Error, Result};
-use crate::muon::rule::rate_dtype;
 use crate::route::Walk;
 
 impl DistModuleOptimizer {
@@ -146,7 +145,9 @@ impl DistModuleOptimizer {
         let mut saving = contents
             .and_then(|contents| checkpoint::start(path, model, contents.of_optimizer(), progress));
         self.collect(false, |data| put(&mut saving, data))?;
-        counters.iter().for_each(|counter| put(&mut saving, counter.data()));
+        counters
+            .into_iter()
+            .for_each(|counter| put(&mut saving, TensorData::from([counter.value])));
         // The collectives may have handed out results that are not there yet.
         self.world.comm().synchronize()?;
         Ok(saving.and_then(Saving::finish))
@@ -199,7 +200,7 @@ impl DistModuleOptimizer {
         let ids: HashMap<_, _> =
             self.members.iter().map(|member| (member.path.clone(), member.id.val())).collect();
         let contents = self.contents(&counters, &ids)?;
-        states.extend(counters.iter().map(Counter::data));
+        states.extend(counters.into_iter().map(|counter| TensorData::from([counter.value])));
         Ok(Some(recorded(contents, states)))
     }
 
@@ -284,7 +285,7 @@ impl DistModuleOptimizer {
             }
         }
         for counter in counters {
-            plan(counter.number, counter.name, counter.dtype, &[1]);
+            plan(counter.number, counter.name, DType::F32, &[1]);
         }
         for (number, id) in ids.iter().enumerate() {
             contents.metadata.insert(id.to_string(), self.members[number].path.clone());
@@ -355,11 +356,11 @@ impl DistModuleOptimizer {
             }
             shard.set_state_vectors(vectors);
         }
-        self.set_counters(|path, name, dtype| {
+        self.set_counters(|path, name| {
             asked.insert((path.to_owned(), name.to_owned()));
-            let found = find(states, (path, name), (1, dtype), rank)?;
+            let found = find(states, (path, name), (1, DType::F32), rank)?;
             let data = found.map(|found| states.archive().data(found)).transpose()?;
-            Ok(data.and_then(|data| data.iter::<f64>().next()).unwrap_or(0.0))
+            Ok(data.and_then(|data| data.iter::<f32>().next()).unwrap_or(0.0))
         })?;
         for member in &mut self.members {
             member.time = states.time(&member.path).unwrap_or(0);
@@ -378,14 +379,7 @@ struct Counter {
     /// Index of the parameter in the plan.
     number: usize,
     name: &'static str,
-    value: f64,
-    dtype: DType,
-}
-
-impl Counter {
-    fn data(&self) -> TensorData {
-        TensorData::from([self.value]).convert_dtype(self.dtype)
-    }
+    value: f32,
 }
 
 /// Numbers that are kept per parameter, and not per element.
@@ -410,44 +404,26 @@ impl DistModuleOptimizer {
         let Counters { skipped, corrections: [first, second] } = &self.counters;
         let tensors = COUNTERS.into_iter().zip([skipped, first, second]);
         let counters = tensors.flat_map(|(name, tensor)| {
-            let values: Vec<f64> = tensor.to_data().iter::<f64>().collect();
+            let values: Vec<f32> = tensor.to_data().iter::<f32>().collect();
             let values = values.into_iter().enumerate();
-            values.map(move |(number, value)| {
-                let dtype = self.counter_dtype(number, name);
-                Counter { number, name, value, dtype }
-            })
+            values.map(move |(number, value)| Counter { number, name, value })
         });
         counters.filter(|counter| self.counts(counter.number, counter.name)).collect()
     }
 
-    /// The type of a counter in records.
-    fn counter_dtype(&self, number: usize, name: &str) -> DType {
-        match name {
-            SKIPPED => DType::F32,
-            _ => rate_dtype(self.plan.parameters()[number].dtype),
-        }
-    }
-
-    /// Sets the counters of all parameters by their paths, names and types.
-    fn set_counters(
-        &mut self,
-        mut value: impl FnMut(&str, &str, DType) -> Result<f64>,
-    ) -> Result<()> {
+    /// Sets the counters of all parameters by their paths and names.
+    fn set_counters(&mut self, mut value: impl FnMut(&str, &str) -> Result<f32>) -> Result<()> {
         let device = self.device();
-        let mut read = |name: &'static str, dtype: DType| -> Result<Tensor<1>> {
+        let mut read = |name: &'static str| -> Result<Tensor<1>> {
             let values = self.members.iter().enumerate().map(|(number, member)| {
-                match self.counts(number, name) {
-                    true => value(&member.path, name, self.counter_dtype(number, name)),
-                    false => Ok(0.0),
-                }
+                if self.counts(number, name) { value(&member.path, name) } else { Ok(0.0) }
             });
-            let values = values.collect::<Result<Vec<f64>>>()?;
-            let data = TensorData::from(&*values).convert_dtype(dtype);
-            Ok(Tensor::from_data(data, (&device, dtype)))
+            let values = values.collect::<Result<Vec<f32>>>()?;
+            Ok(Tensor::from_data(TensorData::from(&*values), (&device, DType::F32)))
         };
         let [skipped, first, second] = COUNTERS;
-        let corrections = [read(first, self.rate_dtype)?, read(second, self.rate_dtype)?];
-        self.counters = Counters { skipped: read(skipped, DType::F32)?, corrections };
+        self.counters =
+            Counters { skipped: read(skipped)?, corrections: [read(first)?, read(second)?] };
         self.start_counting();
         Ok(())
     }

@@ -97,19 +97,19 @@ fn levels(of_rows: &[usize], parameters: usize, fan_in: usize) -> Vec<(Vec<i32>,
 /// The host's decisions about every parameter in a step, one entry each.
 pub struct Orders {
     /// The factor on the old value.
-    pub keep: Vec<f64>,
+    pub keep: Vec<f32>,
     /// The factor on the update.
-    pub lr: Vec<f64>,
+    pub lr: Vec<f32>,
     /// 1 where a rank has a gradient, else 0.
-    pub present: Vec<f64>,
+    pub present: Vec<f32>,
 }
 
 impl Orders {
-    /// `[keep, lr, present]` in a type on a device, in one copy.
-    pub fn upload(self, dtype: DType, device: &Device) -> [Tensor<1>; 3] {
+    /// `[keep, lr, present]` on a device, in one copy.
+    pub fn upload(self, device: &Device) -> [Tensor<1>; 3] {
         let length = self.keep.len();
         let data = TensorData::new([self.keep, self.lr, self.present].concat(), [3, length]);
-        let table = Tensor::<2>::from_data(data.convert_dtype(dtype), (device, dtype));
+        let table = Tensor::<2>::from_data(data, (device, DType::F32));
         [0, 1, 2].map(|row: usize| table.clone().slice(s![row..row + 1, ..]).reshape([-1]))
     }
 }
@@ -129,10 +129,7 @@ impl Decision {
     pub fn new(refused_rows: Tensor<1>, late_rows: Tensor<1>, present: Tensor<1>) -> Self {
         let fine = ones_where(refused_rows.clone().equal_elem(0.0));
         let any = |rows: Tensor<1>| ones_where(rows.greater_elem(0.0));
-        Self {
-            accepted: fine * present.cast(DType::F32),
-            refused: any(refused_rows) + any(late_rows),
-        }
+        Self { accepted: fine * present, refused: any(refused_rows) + any(late_rows) }
     }
 }
 
@@ -157,15 +154,14 @@ impl RowValues {
         self.part(0, rows)
     }
 
-    /// The rates of the rows in a range, in a type.
-    pub fn rates(&self, rows: &Range<usize>, dtype: DType) -> Rates {
-        let [keep, lr] = [1, 2].map(|value| self.part(value, rows).cast(dtype));
-        Rates { keep, lr }
+    /// The rates of the rows in a range.
+    pub fn rates(&self, rows: &Range<usize>) -> Rates {
+        Rates { keep: self.part(1, rows), lr: self.part(2, rows) }
     }
 
-    /// The corrections of AdamW for the rows in a range, in a type.
-    pub fn corrections(&self, rows: &Range<usize>, dtype: DType) -> [Tensor<1>; 2] {
-        [3, 4].map(|value| self.part(value, rows).cast(dtype))
+    /// The corrections of AdamW for the rows in a range.
+    pub fn corrections(&self, rows: &Range<usize>) -> [Tensor<1>; 2] {
+        [self.part(3, rows), self.part(4, rows)]
     }
 
     fn part(&self, value: usize, rows: &Range<usize>) -> Tensor<1> {

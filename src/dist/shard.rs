@@ -16,7 +16,7 @@ use crate::adamw::{AdamWSettings, Moments, Rows, largest_gradient, moment_dtype}
 use crate::clipping::{self, Norms};
 use crate::gate::Gate;
 use crate::muon::ops;
-use crate::muon::rule::{Settings, Stepped, momentum_dtype, rate_dtype};
+use crate::muon::rule::{Settings, Stepped, momentum_dtype};
 use crate::orthogonalize::Kernels;
 
 /// A rank's part of a bucket.
@@ -143,12 +143,11 @@ impl Shard {
             Some(clip) => clipping::scaled(gradients, clip.clone()),
             None => gradients,
         };
-        let rate_dtype = rate_dtype(self.bucket.dtype);
         match &mut self.state {
             State::Muon { settings, stacks } => {
                 let (mut updated, mut late) = (vec![], vec![]);
                 for stack in stacks {
-                    let new = stack.update(settings, &gradients, &values, rows, rate_dtype, times);
+                    let new = stack.update(settings, &gradients, &values, rows, times);
                     updated.push(new.0);
                     late.push(new.1);
                 }
@@ -158,8 +157,8 @@ impl Shard {
             State::AdamW(adamw) => {
                 let Elementwise { settings, kernels, moments } = &mut **adamw;
                 let gate = Gate::from_accepted(rows.accepted(&self.rows));
-                let rates = rows.rates(&self.rows, rate_dtype);
-                let corrections = rows.corrections(&self.rows, rate_dtype);
+                let rates = rows.rates(&self.rows);
+                let corrections = rows.corrections(&self.rows);
                 let rows = Rows { gate, rates, corrections };
                 let (gradients, values) = (grain_rows(gradients), grain_rows(values));
                 let dtype = moments.moment_1.dtype();
@@ -188,7 +187,6 @@ impl Stack {
         gradients: &Tensor<1>,
         values: &Tensor<1>,
         rows: &RowValues,
-        rate_dtype: DType,
         times: &[usize],
     ) -> (Tensor<1>, Tensor<1>) {
         let (gradients, values) = (self.batch(gradients), self.batch(values));
@@ -210,7 +208,7 @@ impl Stack {
             let time = times[self.parameters[first - self.rows.start]];
             first = run.end;
             let gate = Gate::from_accepted(rows.accepted(&run));
-            let rates = rows.rates(&run, rate_dtype);
+            let rates = rows.rates(&run);
             let stepped = settings.step(time, values, gradients, old, &gate, &rates);
             let Stepped { parameters, momentum, updated: taken } = stepped;
             updated.push(parameters);

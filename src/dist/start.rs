@@ -1,7 +1,7 @@
 //! What the ranks agree on before the first step.
 
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use serde_json::Value;
 
 use super::World;
@@ -11,19 +11,21 @@ use super::optimizer::Member;
 use super::plan::{Costs, Parameter, Plan, Work, spread};
 use super::record::Busy;
 use crate::error::{Error, Result};
-use crate::route::{Group, Routing, Walk};
+use crate::route::{Found, Group, Routing, Walk};
 
 /// The trained parameters of a model in its order: what the rules say of them, and what a plan sees.
 pub fn members<M: Module>(
     config: &DistMuonConfig,
     routing: &Routing,
     model: &M,
+    rank: usize,
 ) -> Result<(Vec<Member>, Vec<Parameter>)> {
     let settings = routing.muon().settings();
     let mut members = Vec::new();
     let mut parameters = Vec::new();
     let found = Walk::through(model).into_iter();
     for (found, route) in found.zip(routing.routes()).filter(|(found, _)| found.trainable) {
+        check_type(&found, rank)?;
         let work = match route.group {
             Group::Muon { view, .. } => {
                 let [count, rows, columns] = view.batch_shape(&found.path, &found.shape)?;
@@ -40,6 +42,20 @@ pub fn members<M: Module>(
         });
     }
     Ok((members, parameters))
+}
+
+/// Refuses a type that ranks can't exchange.
+fn check_type(found: &Found, rank: usize) -> Result<()> {
+    match found.dtype {
+        DType::F32 | DType::F16 | DType::BF16 => Ok(()),
+        _ => Err(Error::Parameter {
+            parameter: found.path.clone(),
+            rank,
+            reason: format!("it is {}, which ranks can't exchange", found.dtype.name()),
+            remedy: "train it in float32, float16 or bfloat16, or on one device with \
+                     `MuonConfig::init`",
+        }),
+    }
 }
 
 /// Fails on all ranks if their configurations are not the same.

@@ -143,7 +143,9 @@ impl MuonConfig {
     /// - [`Error::Shared`] for a parameter that is in the model twice;
     /// - [`Error::EmptyModel`] and [`Error::AllFrozen`] for a model without parameters to train.
     pub fn route<M: Module>(&self, model: &M) -> Result<Routing> {
-        Routing::new(self, model)
+        let routing = Routing::new(self, model)?;
+        log::debug!("who updates what:\n{routing}");
+        Ok(routing)
     }
 
     /// An optimizer for the whole model: hidden matrices by Muon, the rest by AdamW.

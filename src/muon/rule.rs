@@ -15,7 +15,7 @@ use crate::gate::Gate;
 use crate::gradient;
 use crate::orthogonalize::NewtonSchulz;
 use crate::schedule::Schedule;
-use crate::skipped::{self, SkippedSteps};
+use crate::skipped::{self, Counting, SkippedSteps};
 
 /// The rank that errors name where there is one.
 pub(crate) const ONLY_RANK: usize = 0;
@@ -221,8 +221,11 @@ impl Muon {
         let [k, m, n] = self.view.batch_shape(&self.parameter, &shape)?;
         gradient::check(&self.parameter, ONLY_RANK, &parameter, &grad)?;
         let is_first = state.is_none();
-        let MuonState { momentum, skipped, time, mut place } =
-            state.unwrap_or_else(|| MuonState::new(shape, dtype, &device));
+        let mut state = state.unwrap_or_else(|| MuonState::new(shape, dtype, &device));
+        if !state.place.has_started() {
+            self.start_counting(&mut state);
+        }
+        let MuonState { momentum, skipped, time, place } = state;
         if k * m * n == 0 {
             // Nothing to update, and Burn takes a zero in a new shape for the old length.
             return Ok((parameter, MuonState { momentum, skipped, time: time + 1, place }));
@@ -248,14 +251,18 @@ impl Muon {
             computed::check(&self.parameter, &stepped.parameters)?;
         }
 
-        if !place.has_started() {
-            self.skipped.start(&mut place, vec![self.parameter.to_string()], skipped.clone());
-        }
         let skipped = stepped.updated.all().count(skipped);
         self.skipped.record(place, skipped.clone(), true)?;
         let momentum = stepped.momentum.reshape(shape);
         let state = MuonState { momentum, skipped, time: time + 1, place };
         Ok((stepped.parameters.reshape(shape), state))
+    }
+}
+
+impl Counting for Muon {
+    fn start_counting<const D: usize>(&self, state: &mut MuonState<D>) {
+        let names = vec![self.parameter.to_string()];
+        self.skipped.start(&mut state.place, names, state.skipped.clone());
     }
 }
 

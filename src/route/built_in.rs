@@ -40,7 +40,11 @@ impl<'a> Anatomy<'a> {
         if !found.trainable {
             let is_statistic =
                 found.holder() == "BatchNorm" && found.name().starts_with("running_");
-            let reason = if is_statistic { "running statistics" } else { "frozen" };
+            let reason = match is_statistic {
+                true => "running statistics",
+                false if found.shape.contains(&0) => "no elements",
+                false => "frozen",
+            };
             return (Group::Frozen, reason.to_owned());
         }
         let (group, reason) = self.trained(found, layout);

@@ -21,7 +21,7 @@ use crate::adamw::moment_dtype;
 use crate::error::{Error, Result};
 use crate::muon::rule::momentum_dtype;
 use crate::muon::{MatrixLayout, MatrixView, Muon, MuonConfig};
-use crate::skipped::SkippedSteps;
+use crate::skipped::{CountedOnLoad, Counting, SkippedSteps};
 use built_in::Anatomy;
 use rule::Rules;
 pub use rule::{MuonRule, Rule};
@@ -202,7 +202,7 @@ impl Routing {
     }
 
     /// [`init`](Self::init), with what is made of the rule for each matrix.
-    pub(crate) fn init_with<O: Optimizer>(&self, matrices: impl Fn(Muon) -> O) -> ModuleOptimizer {
+    pub(crate) fn init_with<O: Counting>(&self, matrices: impl Fn(Muon) -> O) -> ModuleOptimizer {
         let frozen = self.group(|group| group == Group::Frozen);
         let optim = ModuleOptimizer::from(Refuse { because: UNKNOWN });
         let optim = optim.with_group(frozen, Refuse { because: FROZEN }, None);
@@ -212,7 +212,7 @@ impl Routing {
             let lr_factor = match route.group {
                 Group::Muon { view, layout } => {
                     let muon = self.muon.for_parameter(&route.path, view, layout);
-                    return optim.with_group(parameter, matrices(muon), None);
+                    return optim.with_group(parameter, CountedOnLoad(matrices(muon)), None);
                 }
                 Group::Embedding => adamw.embedding_lr,
                 Group::Head => adamw.head_lr,
@@ -221,7 +221,7 @@ impl Routing {
             };
             let common = (self.config.kernels, self.config.grad_clipping.as_ref());
             let adamw = adamw.build(common, lr_factor, &route.path, self.skipped_steps());
-            optim.with_group(parameter, adamw, None)
+            optim.with_group(parameter, CountedOnLoad(adamw), None)
         })
     }
 }
@@ -259,7 +259,10 @@ impl Optimizer for Refuse {
         _grad: Tensor<D>,
         _state: Option<()>,
     ) -> (Tensor<D>, Option<()>) {
-        panic!("a parameter of shape {:?} {}", parameter.dims(), self.because)
+        let shape = parameter.dims();
+        // What has no elements is never trained.
+        assert!(shape.contains(&0), "a parameter of shape {shape:?} {}", self.because);
+        (parameter, None)
     }
 
     fn to_device<const D: usize>(_state: (), _device: &Device) {}

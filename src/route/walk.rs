@@ -13,7 +13,7 @@ pub(crate) struct Found {
     pub shape: Vec<usize>,
     pub dtype: DType,
     pub device: Device,
-    /// Whether it is trained, rather than frozen.
+    /// Whether it is trained: neither frozen nor without elements.
     pub trainable: bool,
     /// Whether it is a factor of a LoRA adapter. Its fields are those of the weight that it adapts.
     pub(super) is_adapter: bool,
@@ -91,7 +91,7 @@ impl ModuleVisitor for Walk {
             shape: value.dims().to_vec(),
             dtype: value.dtype(),
             device: value.device(),
-            trainable: value.is_require_grad(),
+            trainable: value.is_require_grad() && !value.dims().contains(&0),
             is_adapter: adapter.is_some(),
             fields: self.fields[..adapter.unwrap_or(self.fields.len())].to_vec(),
         });

@@ -1,0 +1,185 @@
+//! The command line.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail, ensure};
+use clap::builder::{PathBufValueParser, TypedValueParser};
+use clap::{Parser, ValueEnum};
+use distmuon::dist::World;
+#[cfg(any(feature = "mpi", feature = "cuda"))]
+use distmuon::dist::{DEADLINE, Launch};
+
+use crate::optimizer::OptimizerName;
+use crate::settings::Settings;
+
+/// Steps between lines, looks at skipped steps and, unless told otherwise, validations.
+pub const LINE_EVERY: usize = 25;
+
+const EXAMPLES: &str = "\
+Examples:
+  train_lm                                    two minutes on two cores
+  train_lm --compare adamw,muon --plot a.svg  curves of both
+  train_lm --save run.bpk --log run.jsonl     then Ctrl-C, and
+  train_lm --resume run.bpk --ranks 2         the same run on two ranks
+  mpirun -n 4 train_lm --engine mpi           the ranks as processes
+
+Devices:
+  BURN_DEVICE=flex, cuda, vulkan, ... chooses among those that were built in:
+  cargo build --release --example train_lm --features cuda,mpi";
+
+/// Trains a small GPT on real text.
+#[derive(Parser, Debug, Clone)]
+#[command(version, after_help = EXAMPLES)]
+pub struct Options {
+    #[command(flatten)]
+    pub settings: Settings,
+    /// Trains with each of these from the same start, and compares.
+    #[arg(
+        long, value_enum, value_delimiter = ',', value_name = "NAME,..",
+        conflicts_with_all = ["optimizer", "save", "resume"], help_heading = "Optimizer",
+    )]
+    pub compare: Vec<OptimizerName>,
+    /// Parts of a rank's batch that are computed in turn, to save memory.
+    #[arg(long, value_name = "PARTS", default_value_t = 1, value_parser = at_least_one)]
+    #[arg(help_heading = "Optimizer")]
+    pub accumulate: usize,
+    /// Ranks that share the work: threads, on all devices in turn.
+    ///
+    /// Several numbers, as in 1,2,4, with --compare.
+    #[arg(long, value_delimiter = ',', value_name = "NUMBER,..", default_value = "1")]
+    #[arg(value_parser = at_least_one, help_heading = "Ranks")]
+    pub ranks: Vec<usize>,
+    /// What carries gradients and parameters between ranks.
+    ///
+    /// With mpi and nccl, mpirun, torchrun or srun has to start the ranks.
+    #[arg(long, value_enum, default_value_t = Engine::Threads, conflicts_with = "ranks")]
+    #[arg(help_heading = "Ranks")]
+    pub engine: Engine,
+    /// Checkpoint to write at the end, at every validation and on Ctrl-C.
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(writable))]
+    #[arg(help_heading = "Checkpoints")]
+    pub save: Option<PathBuf>,
+    /// Checkpoint to continue from, on any number of ranks.
+    ///
+    /// Settings are those of the saved run. Only --steps may differ.
+    #[arg(long, value_name = "FILE", help_heading = "Checkpoints")]
+    pub resume: Option<PathBuf>,
+    /// Steps between validations; 0 for one at the end only.
+    #[arg(long, value_name = "STEPS", default_value_t = LINE_EVERY, help_heading = "Output")]
+    pub eval_every: usize,
+    /// File for all losses and rates, a JSON object a line.
+    ///
+    /// With --resume, it is added to.
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(writable))]
+    #[arg(help_heading = "Output")]
+    pub log: Option<PathBuf>,
+    /// File for the loss curves, in SVG.
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(writable))]
+    #[arg(help_heading = "Output")]
+    pub plot: Option<PathBuf>,
+    /// Tokens to write at the end.
+    #[arg(long, value_name = "TOKENS", default_value_t = 200, help_heading = "Output")]
+    pub sample: usize,
+    /// Prints which parameter is updated by what.
+    #[arg(long, help_heading = "Output")]
+    pub routes: bool,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
+pub enum Engine {
+    /// Threads of this process.
+    Threads,
+    /// Processes over MPI, on any device.
+    Mpi,
+    /// Processes over NCCL, on CUDA devices.
+    Nccl,
+}
+
+impl Engine {
+    /// The world of this process, unless it makes one of threads.
+    pub fn connect(self) -> Result<Option<World>> {
+        if self == Self::Threads {
+            return Ok(None);
+        }
+        #[cfg(any(feature = "mpi", feature = "cuda"))]
+        {
+            let launch = Launch::from_env()?;
+            let device = launch.device();
+            match self {
+                #[cfg(feature = "mpi")]
+                Self::Mpi => return Ok(Some(World::mpi(&launch, device, DEADLINE)?)),
+                #[cfg(feature = "cuda")]
+                Self::Nccl => return Ok(Some(World::nccl(&launch, device, DEADLINE)?)),
+                _ => {}
+            }
+        }
+        bail!("--engine {self:?}: build train_lm with --features mpi, or cuda for nccl")
+    }
+}
+
+impl Options {
+    /// What is trained, one after the other: an optimizer on a number of ranks.
+    pub fn runs(&self, world: Option<&World>) -> Result<Vec<(OptimizerName, usize)>> {
+        let of_world = world.map(|world| vec![world.size()]);
+        let all_ranks = of_world.as_ref().unwrap_or(&self.ranks);
+        all_ranks.iter().try_for_each(|ranks| self.check_batch(*ranks))?;
+        if self.compare.is_empty() {
+            let [ranks] = all_ranks[..] else {
+                bail!("--ranks with several numbers: say what to --compare on them")
+            };
+            return Ok(vec![(self.settings.optimizer_on(ranks)?, ranks)]);
+        }
+        let on_ranks = |optimizer: &OptimizerName| {
+            let (optimizer, alone) = (*optimizer, vec![1]);
+            let ranks = if optimizer.is_shared() { all_ranks.clone() } else { alone };
+            ranks.into_iter().map(move |ranks| (optimizer, ranks))
+        };
+        let runs: Vec<_> = self.compare.iter().flat_map(on_ranks).collect();
+        ensure!(
+            world.is_none_or(|world| runs.iter().all(|(_, ranks)| *ranks == world.size())),
+            "--compare on several processes is for dist-muon and dist-adamw"
+        );
+        Ok(runs)
+    }
+
+    /// The file to continue from as it is named on the command line.
+    pub fn resume_flag(&self) -> String {
+        let path = self.resume.as_deref().unwrap_or(Path::new(""));
+        format!("--resume {}", path.display())
+    }
+
+    /// Refuses a batch of which the parts would differ in size.
+    fn check_batch(&self, ranks: usize) -> Result<()> {
+        let (batch, parts) = (self.settings.batch, self.accumulate);
+        let each = if parts == 1 { String::new() } else { format!(" in {parts} parts each") };
+        ensure!(
+            batch.is_multiple_of(ranks * parts),
+            "--batch {batch} can't be divided among {ranks} ranks{each}; give a multiple of {}",
+            ranks * parts
+        );
+        Ok(())
+    }
+}
+
+pub fn at_least_one(text: &str) -> Result<usize> {
+    let number = text.parse()?;
+    ensure!(number > 0, "it must be at least 1");
+    Ok(number)
+}
+
+pub fn positive(text: &str) -> Result<f64> {
+    let number: f64 = text.parse()?;
+    ensure!(number.is_finite() && number > 0.0, "it must be a positive number");
+    Ok(number)
+}
+
+/// A file for results: that it can't be written should be known before the training.
+fn writable(path: PathBuf) -> Result<PathBuf> {
+    ensure!(!path.is_dir(), "it is a folder; name a file in it");
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new("."));
+    if let Err(error) = tempfile::tempfile_in(folder) {
+        bail!("can't write into the folder {}: {}", folder.display(), error.kind());
+    }
+    Ok(path)
+}

@@ -1,0 +1,218 @@
+//! What makes a run the one it is, and what a checkpoint keeps of it.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use burn_pack::Reader;
+use clap::{Args, ValueEnum};
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::{Map, Value};
+
+use crate::data::Corpus;
+use crate::model::GptConfig;
+use crate::optimizer::OptimizerName;
+use crate::options::{at_least_one, positive};
+
+/// The settings that a continued run takes from its checkpoint.
+#[derive(Args, Serialize, Deserialize, Debug, Clone)]
+pub struct Settings {
+    /// Text to train on: a file, or a folder of files.
+    ///
+    /// Default: Rust sources in cargo's registry.
+    #[arg(long, value_name = "PATH", help_heading = "Data")]
+    pub data: Option<PathBuf>,
+    /// Tokens of a BPE vocabulary, trained on the text. Default: bytes.
+    #[arg(long, value_name = "TOKENS", help_heading = "Data")]
+    pub bpe: Option<usize>,
+    /// Sequences in a step, on all ranks together.
+    #[arg(long, default_value_t = 16, value_parser = at_least_one, help_heading = "Data")]
+    pub batch: usize,
+    /// Size of the model.
+    #[arg(long, value_enum, default_value_t = Preset::Tiny, help_heading = "Model")]
+    pub preset: Preset,
+    /// Seed of the weights, the batches and the samples.
+    #[arg(long, default_value_t = 1, help_heading = "Model")]
+    pub seed: u64,
+    /// What trains it. Default: muon, and dist-muon on several ranks.
+    #[arg(long, value_enum, value_name = "NAME", help_heading = "Optimizer")]
+    pub optimizer: Option<OptimizerName>,
+    /// Peak learning rate. Default: the tuned one of the optimizer.
+    #[arg(long, allow_negative_numbers = true, value_parser = positive)]
+    #[arg(help_heading = "Optimizer")]
+    pub lr: Option<f64>,
+    /// Steps of training. More than those of a resumed run prolong it.
+    #[arg(long, default_value_t = 300, value_parser = at_least_one, help_heading = "Optimizer")]
+    pub steps: usize,
+}
+
+#[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, PartialEq)]
+#[serde(rename_all = "kebab-case")]
+pub enum Preset {
+    /// 0.9 million parameters.
+    Tiny,
+    /// 7 million parameters.
+    Small,
+    /// GPT-2's 12 layers of 768, for GPUs.
+    Gpt2,
+}
+
+impl Preset {
+    fn name(self) -> String {
+        self.to_possible_value().expect("no value is skipped").get_name().to_owned()
+    }
+
+    pub fn config(self, vocabulary: usize) -> GptConfig {
+        match self {
+            Self::Tiny => GptConfig::new(4, 4, 128, 128, vocabulary),
+            Self::Small => GptConfig::new(8, 8, 256, 256, vocabulary),
+            Self::Gpt2 => GptConfig::new(12, 12, 768, 1024, vocabulary),
+        }
+    }
+}
+
+impl Settings {
+    /// The settings of one run: with its optimizer, its rate, and a path that holds in any folder.
+    pub fn of_run(&self, optimizer: OptimizerName) -> Result<Self> {
+        let data = self.data.as_deref().map(std::path::absolute).transpose();
+        Ok(Self {
+            data: data.context("--data")?,
+            optimizer: Some(optimizer),
+            lr: Some(self.lr.unwrap_or(optimizer.tuned_lr())),
+            ..self.clone()
+        })
+    }
+
+    /// What is trained on how much, in a few words.
+    pub fn describe(&self, sizes: &GptConfig) -> String {
+        let Self { preset, steps, batch, .. } = self;
+        format!("preset {}, {steps} steps of {batch} x {} tokens", preset.name(), sizes.context)
+    }
+
+    /// The optimizer on so many ranks.
+    pub fn optimizer_on(&self, ranks: usize) -> Result<OptimizerName> {
+        let default = if ranks == 1 { OptimizerName::Muon } else { OptimizerName::DistMuon };
+        let optimizer = self.optimizer.unwrap_or(default);
+        ensure!(
+            ranks == 1 || optimizer.is_shared(),
+            "--optimizer {} trains on one rank; --ranks {ranks} is for dist-muon and dist-adamw",
+            optimizer.name()
+        );
+        Ok(optimizer)
+    }
+
+    /// These settings where they are given, and those of a saved run.
+    ///
+    /// Fails if one that is given would change what the saved run has done, and names it.
+    pub fn or_saved(&self, is_given: impl Fn(&str) -> bool, saved: &Self) -> Result<Self> {
+        let mut merged = saved.fields()?;
+        let mut differing = Vec::new();
+        for (name, value) in self.fields()?.into_iter().filter(|(name, _)| is_given(name)) {
+            let before = &merged[&name];
+            if before != &value && !self.may_change(&name, saved) {
+                differing.push(format!("--{name} {} (saved: {})", text(&value), text(before)));
+            }
+            merged.insert(name, value);
+        }
+        ensure!(
+            differing.is_empty(),
+            "it is the checkpoint of a run with other settings: {}; leave them out to continue it",
+            differing.join(", ")
+        );
+        let mut settings: Self = serde_json::from_value(Value::Object(merged))?;
+        if !is_given("optimizer") {
+            // Both forms of Muon read the file: the number of ranks says which.
+            settings.optimizer =
+                settings.optimizer.filter(|name| name.single() != OptimizerName::Muon);
+        }
+        Ok(settings)
+    }
+
+    /// Whether a setting may be another one than before. The text is compared once it is read.
+    fn may_change(&self, name: &str, saved: &Self) -> bool {
+        let family = |settings: &Self| settings.optimizer.map(OptimizerName::single);
+        match name {
+            "steps" | "data" => true,
+            "optimizer" => family(self) == family(saved),
+            _ => false,
+        }
+    }
+
+    fn fields(&self) -> Result<Map<String, Value>> {
+        match serde_json::to_value(self)? {
+            Value::Object(fields) => Ok(fields),
+            other => Err(anyhow!("{other} is no object")),
+        }
+    }
+}
+
+/// A value as it is written on the command line.
+fn text(value: &Value) -> String {
+    match value {
+        Value::Null => "none".into(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+/// What a checkpoint keeps beside model and optimizer.
+#[derive(Serialize, Deserialize)]
+pub struct Progress {
+    pub settings: Settings,
+    /// Tells the text from others.
+    pub text: u64,
+    pub step: usize,
+    /// Steps and the validation loss after them.
+    #[serde(deserialize_with = "with_nan")]
+    pub curve: Vec<(usize, f64)>,
+    /// How many steps each parameter has skipped, of those that skipped any.
+    pub skipped: BTreeMap<String, u64>,
+}
+
+impl Progress {
+    pub fn new(settings: Settings, corpus: &Corpus) -> Self {
+        let (text, skipped) = (corpus.fingerprint, BTreeMap::new());
+        Self { settings, text, step: 0, curve: vec![], skipped }
+    }
+
+    /// The progress in a checkpoint, whose tensors are not read.
+    pub fn read(path: &Path) -> Result<Self> {
+        let reader = Reader::from_file_exact(path)
+            .map_err(|error| anyhow!("{error}; give a file that train_lm has saved"))?;
+        let progress = reader.metadata().get("progress").map(|text| serde_json::from_str(text));
+        let progress = progress.context("it is no checkpoint; give a file that train_lm has saved");
+        progress?.context("it is no checkpoint of this train_lm")
+    }
+
+    /// Tells where a run goes on, and what follows from another number of steps.
+    pub fn describe(&self, steps: usize) -> String {
+        let (step, before) = (self.step, self.settings.steps);
+        let resumed = format!("resumed after step {step} of {steps}");
+        match steps == before {
+            true => resumed,
+            false => format!(
+                "{resumed}, no longer of {before}: from here on, the learning rate is that of {steps} steps"
+            ),
+        }
+    }
+
+    /// Fails if the run can't be continued on this text or to this step.
+    pub fn check(&self, corpus: &Corpus, settings: &Settings) -> Result<()> {
+        ensure!(
+            self.text == corpus.fingerprint,
+            "it was trained on another text; give that one with --data"
+        );
+        ensure!(
+            self.step <= settings.steps,
+            "it has {} steps behind it; give more than that with --steps",
+            self.step
+        );
+        Ok(())
+    }
+}
+
+/// The losses of a curve, where JSON has null for those of a run that diverged.
+fn with_nan<'de, D: Deserializer<'de>>(saved: D) -> Result<Vec<(usize, f64)>, D::Error> {
+    let curve = Vec::<(usize, Option<f64>)>::deserialize(saved)?.into_iter();
+    Ok(curve.map(|(step, loss)| (step, loss.unwrap_or(f64::NAN))).collect())
+}
