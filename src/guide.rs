@@ -72,6 +72,8 @@ pub mod watching {}
 pub mod ranks {}
 
 /// A complete program for burn-train's `Learner`.
+///
+/// [From 1 to 8 GPUs]: crate::guide::ranks
 #[doc = include_str!("../docs/guide/learner.md")]
 pub mod learner {}
 

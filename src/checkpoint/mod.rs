@@ -22,6 +22,9 @@
 //! # Ok::<(), distmuon::Error>(())
 //! ```
 //!
+//! A checkpoint knows of no ranks: it continues on any number of them, and on a single device. What of a run
+//! comes back, and what does not, is in [the guide](crate::guide::resuming).
+//!
 //! # Layout
 //!
 //! A file of version 2 is a [burnpack](burn_pack) container, which Burn's own tools open as well,

@@ -79,7 +79,8 @@ pub struct DistMuonConfig {
     /// engine communicates in the background, and hold more memory. The results are the same.
     #[config(default = "IN_FLIGHT")]
     pub in_flight: usize,
-    /// Gradients are scaled down together so that the norm over all of them is at most this.
+    /// Gradients are scaled down together so that the norm over all of them is at most this: on one device,
+    /// too, as [`World::alone`].
     pub max_norm: Option<f64>,
 }
 

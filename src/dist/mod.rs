@@ -6,6 +6,8 @@
 //! - [`DistModuleOptimizer`] for a training loop of one's own: the one that shares everything;
 //! - `DistMuonStrategy` (feature `train`) for burn-train's `Learner`, by means of the first;
 //! - [`DistMuon`] for what wants a Burn [`Optimizer`](burn::optim::Optimizer) of single parameters.
+//!
+//! The guide has [a complete program](crate::guide::ranks) for one device and for many ranks.
 
 mod agree;
 mod clip;
