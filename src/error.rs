@@ -207,8 +207,7 @@ pub enum Error {
     /// The model of a rank differs from that of rank 0.
     #[error(
         "parameter `{parameter}` is {other} on rank {rank} and {first} on rank 0; start \
-         from one model: `World::threads_with` for ranks that are threads, `world.broadcast(model)` for \
-         processes"
+         from one model: by `World::threads_with` among threads, by `World::broadcast` among processes"
     )]
     ModelsDiffer {
         /// The first rank that differs.

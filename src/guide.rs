@@ -15,8 +15,11 @@
 //!
 //! # Documents beside this guide
 //!
-//! The source package has more in its folder `docs`: `benchmarks.md` (all measurements, with their commands), `distributed.md`
-//! (the phases of a step, launchers, guarantees), `kernels.md` and `gpu.md`.
+//! - [`distributed`]: engines, launchers, the phases of a step, guarantees, and what to do when a start fails;
+//! - [`benchmarks`]: all measurements, with their commands.
+//!
+//! The source package also has `docs/kernels.md`, how the kernels of the CubeCL backends work, `docs/gpu.md`, what to run
+//! on a GPU, and `SECURITY.md`. Figures are in the source package only.
 
 /// One line that changes, and the settings that change with it.
 ///
@@ -67,7 +70,7 @@ pub mod watching {}
 /// A complete program on one device and on many, with the lines that change.
 ///
 /// [`World::threads_with`]: crate::dist::World::threads_with
-/// [docs/distributed.md]: crate::guide#documents-beside-this-guide
+/// [docs/distributed.md]: crate::guide::distributed
 #[doc = include_str!("../docs/guide/ranks.md")]
 pub mod ranks {}
 
@@ -80,7 +83,23 @@ pub mod learner {}
 /// Memory, time and the first build.
 ///
 /// [`Routing::summary`]: crate::Routing::summary
-/// [docs/benchmarks.md]: crate::guide#documents-beside-this-guide
-/// [docs/distributed.md]: crate::guide#documents-beside-this-guide
+/// [docs/benchmarks.md]: crate::guide::benchmarks
+/// [docs/distributed.md]: crate::guide::distributed
 #[doc = include_str!("../docs/guide/cost.md")]
 pub mod cost {}
+
+/// Engines, launchers, the phases of a step, guarantees, memory and time on many ranks.
+///
+/// [The guide]: crate::guide::ranks
+/// [SECURITY.md]: crate::guide#documents-beside-this-guide
+/// [benchmarks.md]: crate::guide::benchmarks
+/// [scaling]: data:image/svg+xml,%3Csvg%20xmlns='http://www.w3.org/2000/svg'%20width='1'%20height='1'/%3E
+#[doc = include_str!("../docs/distributed.md")]
+pub mod distributed {}
+
+/// All measurements, with their commands and conditions.
+///
+/// [losses]: data:image/svg+xml,%3Csvg%20xmlns='http://www.w3.org/2000/svg'%20width='1'%20height='1'/%3E
+/// [kernels.md]: crate::guide#documents-beside-this-guide
+#[doc = include_str!("../docs/benchmarks.md")]
+pub mod benchmarks {}

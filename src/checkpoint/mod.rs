@@ -94,7 +94,7 @@ impl Parameter {
 
 /// An optimizer that [`save`] and [`load`] take: Burn's [`ModuleOptimizer`], as
 /// [`MuonConfig`](crate::MuonConfig) makes it, and
-/// [`DistModuleOptimizer`](crate::dist::DistModuleOptimizer).
+/// [`DistModuleOptimizer`].
 pub trait Checkpointed: Sized {
     /// Saves a run with this optimizer; see [`save`].
     ///

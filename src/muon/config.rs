@@ -37,7 +37,7 @@ use crate::skipped::SkippedSteps;
 /// own rate with [`AdamWSettings`].
 #[derive(Config, Debug)]
 pub struct MuonConfig {
-    /// Momentum `mu`, in `[0, 1)`.
+    /// Momentum `mu`, in `[0, 1)`: a schedule, or a number as in `.with_momentum(0.9.into())`.
     #[config(default = "Schedule::constant(0.95)")]
     pub momentum: Schedule,
     /// Whether the update looks ahead, `mu M + (1 - mu) G`, instead of being `M`.
