@@ -2,7 +2,7 @@
 
 mod common;
 
-use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, s};
+use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, TensorData, s};
 use common::*;
 use distmuon::orthogonalize::{Engine, Kernels};
 use distmuon::{Coefficients, Form, IterationDtype, NewtonSchulz};
@@ -199,6 +199,209 @@ fn half_precision_stays_in_the_interval() {
             let exact = common::newton_schulz(&input, &schedule(&set), 1e-7);
             let error = distance(&found, &exact);
             assert!(error < 0.1, "{dtype:?} {rows}x{columns}: {error}");
+        }
+    }
+}
+
+/// Singular vectors of matrices of one size, to make matrices of any spectrum whose images are known.
+struct Vectors {
+    left: Mat<f64>,
+    right: Mat<f64>,
+}
+
+impl Vectors {
+    fn new(m: usize, n: usize) -> Self {
+        Self { left: polar(&random(m, m, 23)), right: polar(&random(n, m, 29)) }
+    }
+
+    fn with(&self, values: &[f64]) -> Mat<f64> {
+        let (m, n) = (self.left.nrows(), self.right.nrows());
+        let rank = values.iter().rposition(|value| *value != 0.0).map_or(0, |last| last + 1);
+        let scaled = Mat::from_fn(m, rank, |i, j| self.left[(i, j)] * values[j]);
+        &scaled * self.right.submatrix(0, 0, n, rank).transpose()
+    }
+}
+
+/// Spectra that gradients have, and those in which rounding does most harm, for `m` by `n` matrices.
+fn spectra(m: usize, n: usize) -> Vec<(&'static str, Vec<f64>)> {
+    let graded = |value: &dyn Fn(f64) -> f64| -> Vec<f64> {
+        (0..m).map(|i| value(i as f64 / (m - 1) as f64)).collect()
+    };
+    let equal = |rank: usize, rest: f64| -> Vec<f64> {
+        (0..m).map(|i| if i < rank.max(1) { 1.0 } else { rest }).collect()
+    };
+    let noise = random(m, n, 31).thin_svd().unwrap().S().column_vector().iter().copied().collect();
+    vec![
+        ("half ones, half zeros", equal(m / 2, 0.0)),
+        ("linear from 1 to 0", graded(&|x| 1.0 - x)),
+        ("two decades", graded(&|x| 10f64.powf(-2.0 * x))),
+        ("four decades", graded(&|x| 10f64.powf(-4.0 * x))),
+        ("rank m/8 and 1 % noise", equal(m / 8, 1e-2)),
+        ("random entries", noise),
+        ("rank 1", equal(1, 0.0)),
+        ("rank m/16, equal", equal(m / 16, 0.0)),
+        ("rank m/5, equal", equal(m / 5, 0.0)),
+        ("rank 2m/5, equal", equal(2 * m / 5, 0.0)),
+        ("rank m/2 and 0.1 % noise", equal(m / 2, 1e-3)),
+    ]
+}
+
+/// The types that the device has, with the error that is allowed in any case.
+fn types() -> Vec<(IterationDtype, f64)> {
+    let all = [
+        (IterationDtype::F16, FloatDType::F16, 1e-2),
+        (IterationDtype::Bf16, FloatDType::BF16, 1e-2),
+        (IterationDtype::F32, FloatDType::F32, 1e-4),
+    ];
+    let has = |dtype| has_type(dtype) && !(dtype == FloatDType::F32 && has_tf32());
+    all.into_iter()
+        .filter(|(_, dtype, _)| has(*dtype))
+        .map(|(own, _, error)| (own, error))
+        .collect()
+}
+
+/// The relative errors of the standard form, and of the Gram form where it is not refused, with its restarts.
+fn errors(
+    set: &Coefficients,
+    steps: usize,
+    dtype: IterationDtype,
+    input: &Mat<f64>,
+    exact: &Mat<f64>,
+) -> (f64, Option<(f64, Vec<usize>)>) {
+    let of = |form| NewtonSchulz::new(set, steps, 0.0, dtype, form);
+    let error =
+        |iteration: &NewtonSchulz| (run(iteration, input) - exact).norm_l2() / exact.norm_l2();
+    let standard = error(&of(Form::Standard).unwrap());
+    let gram = of(Form::Gram).ok().map(|gram| {
+        let restarts = gram.explain(&tensor(input, &Device::default())).restarts;
+        (error(&gram), restarts)
+    });
+    (standard, gram)
+}
+
+/// Compares both forms for all spectra of a size.
+fn compare_forms(
+    sets: &[Coefficients],
+    steps: Option<usize>,
+    [m, n]: [usize; 2],
+    dtypes: &[(IterationDtype, f64)],
+) {
+    let vectors = Vectors::new(m, n);
+    for (name, values) in spectra(m, n) {
+        let input = vectors.with(&values);
+        let norm = values.iter().map(|s| s * s).sum::<f64>().sqrt();
+        for set in sets {
+            let steps = steps.unwrap_or(set.designed_steps());
+            let schedule = set.schedule(steps).unwrap();
+            let image = |s: &f64| polynomial(&schedule, s / norm);
+            let exact = vectors.with(&values.iter().map(image).collect::<Vec<_>>());
+            for (dtype, allowed) in dtypes {
+                let (standard, gram) = errors(set, steps, *dtype, &input, &exact);
+                let what = format!("{name}, {m}x{n}, {set:?}, {steps} steps, {dtype:?}");
+                assert!(standard.is_finite(), "{what}: {standard}");
+                if let Some((gram, restarts)) = gram {
+                    let bound = 3.0 * standard + allowed;
+                    assert!(
+                        gram <= bound,
+                        "{what} {restarts:?}: {gram:.2e}, standard {standard:.2e}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_gram_form_is_about_as_exact_as_the_standard_form() {
+    for size in [[48, 160], [96, 96], [224, 448]] {
+        compare_forms(&sets(), None, size, &types());
+    }
+}
+
+#[test]
+fn the_defaults_are_exact_on_large_matrices() {
+    let half: Vec<_> =
+        types().into_iter().filter(|(dtype, _)| *dtype != IterationDtype::F32).collect();
+    compare_forms(&[Coefficients::polar_express()], None, [512, 1024], &half);
+}
+
+/// Results are finite for any number of steps, and the forms equally exact.
+#[test]
+fn any_number_of_steps() {
+    let safe = Coefficients::PolarExpress { safety: 1.01 };
+    let sets = [sets(), vec![safe]].concat();
+    for steps in 1..=20 {
+        compare_forms(&sets, Some(steps), [24, 60], &types());
+    }
+}
+
+/// Gradients of low rank with little noise, of which the Gram form without enough restarts made NaN.
+#[test]
+fn long_runs_are_finite_in_half_precision() {
+    let vectors = Vectors::new(48, 160);
+    let values: Vec<f64> = (0..48).map(|i| if i < 24 { 1.0 } else { 1e-3 }).collect();
+    let input = vectors.with(&values);
+    for (dtype, _) in types() {
+        for (set, steps) in [
+            (Coefficients::polar_express(), 10),
+            (Coefficients::polar_express(), 12),
+            (Coefficients::PolarExpressCushioned, 9),
+        ] {
+            let auto = NewtonSchulz::new(&set, steps, 1e-7, dtype, Form::Auto).unwrap();
+            let found = run(&auto, &input);
+            assert!(found.norm_l2().is_finite(), "{set:?}, {steps} steps, {dtype:?}");
+        }
+    }
+}
+
+/// The tables of `docs/precision.md`; run with `--ignored --nocapture`.
+#[test]
+#[ignore = "it prints tables"]
+fn tables_of_errors() {
+    let set = Coefficients::polar_express();
+    let schedule = schedule(&set);
+    for [m, n] in [[48, 160], [224, 448], [512, 1024]] {
+        let vectors = Vectors::new(m, n);
+        let restarts = types().into_iter().map(|(dtype, _)| {
+            let gram = NewtonSchulz::new(&set, 5, 0.0, dtype, Form::Gram).unwrap();
+            let shape = gram.explain_shape([m, n], DType::F32, &Device::default());
+            format!(" {dtype:?} standard | Gram {:?} |", shape.restarts)
+        });
+        println!("\n| {m} by {n} |{}", restarts.collect::<String>());
+        for (name, values) in spectra(m, n) {
+            let input = vectors.with(&values);
+            let norm = values.iter().map(|s| s * s).sum::<f64>().sqrt();
+            let image = |s: &f64| polynomial(&schedule, s / norm);
+            let exact = vectors.with(&values.iter().map(image).collect::<Vec<_>>());
+            let cells = types().into_iter().map(|(dtype, _)| {
+                let (standard, gram) = errors(&set, 5, dtype, &input, &exact);
+                format!(" {standard:.1e} | {:.1e} |", gram.expect("it is not refused").0)
+            });
+            println!("| {name} |{}", cells.collect::<String>());
+        }
+    }
+}
+
+/// float64 is iterated in float64, with coefficients in float64, at any scale.
+#[test]
+fn double_precision_is_kept() {
+    let device = Device::default();
+    if !has_type(FloatDType::F64) {
+        println!("skipped: the device has no float64");
+        return;
+    }
+    let input = random(8, 12, 37);
+    let exact = common::newton_schulz(&input, &schedule(&Coefficients::polar_express()), 0.0);
+    for scale in [1.0, 1e-200, 1e200] {
+        let values: Vec<f64> = (0..96).map(|i| scale * input[(i / 12, i % 12)]).collect();
+        let batch =
+            Tensor::<3>::from_data(TensorData::new(values, [1, 8, 12]), (&device, DType::F64));
+        for form in [Form::Standard, Form::Gram] {
+            let iteration = iteration(&Coefficients::polar_express(), 0.0, form);
+            assert_eq!(iteration.explain(&batch).dtype, FloatDType::F64);
+            let found = matrix(&iteration.orthogonalize(batch.clone()), 0);
+            let error = (found - &exact).norm_l2() / exact.norm_l2();
+            assert!(error < 2e-14, "{form:?}, scale {scale}: {error:e}");
         }
     }
 }
