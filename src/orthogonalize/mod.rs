@@ -110,7 +110,7 @@ pub struct NewtonSchulz {
     /// Recordings, if they are wanted.
     #[cfg(feature = "cube")]
     recordings: Option<std::sync::Arc<replay::Recordings>>,
-    /// For every type that the iteration may run in; `None` where the Gram form is not exact enough.
+    /// For every type that the Gram form may run in; `None` where the Gram form is not exact enough.
     restarts: Vec<(FloatDType, Option<Vec<usize>>)>,
 }
 
@@ -172,6 +172,7 @@ impl NewtonSchulz {
         let restarts: Vec<_> = dtype
             .candidates()
             .iter()
+            .filter(|_| form != Form::Standard)
             .map(|dtype| (*dtype, restarts::choose(&schedule, *dtype)))
             .collect();
         if form == Form::Gram && restarts.iter().any(|(_, restarts)| restarts.is_none()) {

@@ -34,6 +34,9 @@ pub fn symmetric_product<B: Backend>(
     beta: f64,
 ) -> FloatTensor<B> {
     let product = lower_block_rows::<B>(a, b);
+    if alpha == beta {
+        return B::float_mul_scalar(B::float_add(product, c), alpha.into());
+    }
     let product = if alpha == 1.0 { product } else { B::float_mul_scalar(product, alpha.into()) };
     B::float_add(product, B::float_mul_scalar(c, beta.into()))
 }

@@ -11,8 +11,9 @@ use burn::tensor::FloatDType;
 use super::coefficients::Polynomial;
 use super::rounding::{Arithmetic, Errors, Spectrum};
 
-/// The error that the Gram form may have, in multiples of that of the standard form.
-const MOST_ERROR: f64 = 3.0;
+/// The predicted error that the Gram form may have, in multiples of that of the standard form: a little
+/// less than the three that tests hold it to.
+const MOST_ERROR: f64 = 2.75;
 
 /// The error that is allowed in any case, in roundings: 8e-3 in bfloat16, 1e-3 in float16, where products
 /// are summed more precisely than they are stored; 6e-5 in float32, 1e-13 in float64.
@@ -20,7 +21,7 @@ const ALLOWED_HALF: f64 = 4.0;
 const ALLOWED: f64 = 2048.0;
 
 /// Rows of the simulated matrices; those of graded spectra, too.
-const ROWS: [f64; 3] = [48.0, 512.0, 4096.0];
+const ROWS: [f64; 3] = [24.0, 256.0, 2048.0];
 
 /// Groups of singular values that stand for a graded spectrum.
 const GROUPS: usize = 12;
@@ -87,11 +88,13 @@ fn graded(rows: f64) -> Vec<Spectrum> {
     };
     vec![
         group(&|x| 1.0 - x),
-        // About what the singular values of a Gaussian matrix with twice as many columns are.
+        // About what the singular values of Gaussian matrices are, with two and four times as many columns.
         group(&|x| 1.0 - 0.83 * x),
+        group(&|x| 1.0 - 0.67 * x),
         group(&|x| 10f64.powf(-2.0 * x)),
         group(&|x| 10f64.powf(-4.0 * x)),
         Spectrum::new(vec![1.0, 0.01], vec![rows / 8.0, rows * 7.0 / 8.0]),
+        Spectrum::new(vec![1.0, 0.001], vec![rows / 2.0; 2]),
         Spectrum::new(vec![1.0, 0.01], vec![1.0, rows - 1.0]),
     ]
 }
@@ -137,11 +140,12 @@ mod tests {
         let express = Coefficients::polar_express();
         let half = [FloatDType::F16, FloatDType::BF16];
         for (set, dtype, expected) in [
-            (&express, half[0], [1, 3]),
-            (&express, half[1], [1, 3]),
+            (&express, half[0], [2, 3]),
+            (&express, half[1], [2, 3]),
             (&express, FloatDType::F32, [2, 4]),
             (&PolarExpressCushioned, half[0], [2, 3]),
             (&PolarExpressCushioned, half[1], [2, 3]),
+            (&PolarExpressCushioned, FloatDType::F32, [2, 4]),
             (&You, half[0], [2, 3]),
             (&You, half[1], [2, 3]),
         ] {

@@ -71,7 +71,7 @@ pub struct Errors {
     /// Of rounding the matrix.
     input: f64,
     /// Of the steps from one to before another, done by the Gram form: `[start][end - start - 1]`. Infinite
-    /// where an eigenvalue 0 of `R` is not safe.
+    /// where an eigenvalue 0 of `R` is not safe; one step is a step of the standard form.
     segments: Vec<Vec<f64>>,
 }
 
@@ -101,6 +101,8 @@ struct Run<'a> {
     counts: &'a [f64],
     rows: f64,
     columns: f64,
+    /// All pairs of groups, in one order each.
+    pairs: Vec<(usize, usize)>,
     /// The singular values before every step and after the last.
     values: Vec<Vec<f64>>,
     /// What the steps from one on make of errors.
@@ -125,7 +127,8 @@ impl<'a> Run<'a> {
             values.push(values[values.len() - 1].iter().map(odd).collect());
         }
         let groups = spectrum.values.len();
-        let ones = vec![1.0; groups * groups];
+        let pairs: Vec<_> = (0..groups).flat_map(|i| (0..=i).map(move |j| (i, j))).collect();
+        let ones = vec![1.0; pairs.len()];
         let mut gains = vec![Gains {
             symmetric: ones.clone(),
             antisymmetric: ones,
@@ -133,13 +136,13 @@ impl<'a> Run<'a> {
         }];
         for (polynomial, x) in schedule.iter().zip(&values).rev() {
             let mut gain = gains[gains.len() - 1].clone();
-            gain.precede(polynomial, x);
+            gain.precede(polynomial, x, &pairs);
             gains.push(gain);
         }
         gains.reverse();
         let rows = spectrum.counts.iter().sum();
         let counts = &spectrum.counts;
-        Self { schedule, arithmetic, counts, rows, columns: 2.0 * rows, values, gains }
+        Self { schedule, arithmetic, counts, rows, columns: 2.0 * rows, pairs, values, gains }
     }
 
     /// What reaches the result of rounding `X` before a step, given the squares that its sums went through.
@@ -195,7 +198,11 @@ impl<'a> Run<'a> {
             segment.advance(step);
             let in_q = self.multiplied(|pair| segment.errors[pair].q, start, step + 1);
             let in_x = self.stored(step + 1, self.summed(&segment.q, x));
-            if stable { in_q + in_x } else { f64::INFINITY }
+            match step == start {
+                true => self.standard_step(step),
+                false if stable => in_q + in_x,
+                false => f64::INFINITY,
+            }
         });
         ends.collect()
     }
@@ -232,21 +239,22 @@ impl<'a> Run<'a> {
     }
 
     fn groups(&self, pair: usize) -> (usize, usize) {
-        (pair / self.counts.len(), pair % self.counts.len())
+        self.pairs[pair]
     }
 
-    /// The number of entries of a pair of groups.
+    /// The number of entries of a pair of groups, in either order.
     fn weight(&self, pair: usize) -> f64 {
         let (i, j) = self.groups(pair);
-        self.counts[i] * self.counts[j]
+        self.counts[i] * self.counts[j] * if i == j { 1.0 } else { 2.0 }
     }
 }
 
 impl Gains {
     /// Puts a step before these, on the values `x`.
-    fn precede(&mut self, polynomial: &Polynomial, x: &[f64]) {
-        for (pair, (s, a)) in self.symmetric.iter_mut().zip(&mut self.antisymmetric).enumerate() {
-            let (p, q) = (x[pair / x.len()], x[pair % x.len()]);
+    fn precede(&mut self, polynomial: &Polynomial, x: &[f64], pairs: &[(usize, usize)]) {
+        let gains = self.symmetric.iter_mut().zip(&mut self.antisymmetric);
+        for ((s, a), (i, j)) in gains.zip(pairs) {
+            let (p, q) = (x[*i], x[*j]);
             *s *= divided(polynomial, p, q);
             *a *= divided(polynomial, p, -q);
         }
@@ -286,7 +294,7 @@ impl<'a> Segment<'a> {
         let x = &run.values[start];
         let r = squared(x);
         let error = Covariance { r: run.of_gram(x, &r), q: 0.0, both: 0.0 };
-        Self { run, r, q: vec![1.0; x.len()], errors: vec![error; x.len() * x.len()] }
+        Self { run, r, q: vec![1.0; x.len()], errors: vec![error; run.pairs.len()] }
     }
 
     /// Whether a zero among the eigenvalues of `R` is safe; its error is at most the norm of a random
@@ -333,8 +341,8 @@ impl<'a> Segment<'a> {
             errors.iter().enumerate().map(energy).sum::<f64>() / run.rows.powi(2)
         };
         let of_q = match q.iter().all(|q| *q == 1.0) {
-            // The first `Q` is the sum of `Z` and the identity times `a`, which is rounded itself.
-            true => run.spread(&next_q, 0.0) + run.spread(&vec![a; q.len()], 0.0),
+            // The first `Q` is a sum.
+            true => run.spread(&next_q, 0.0),
             false => run.spread(&next_q, run.summed(q, &z)) + mirrored(&|pair| dq(pair).1, 0.0),
         };
         let of_rw = run.spread(&rw, run.summed(r, &z)) + mirrored(&|pair| drw(pair).1, 0.0);
