@@ -20,9 +20,13 @@ use super::coefficients::Polynomial;
 /// a quarter, since an error is uniform up to a half, of numbers between 1 and 2.
 const OF_LAST_PLACE: f64 = 0.25;
 
-/// The part that one step may change the factor of an eigenvalue 0 of `R` by, when that was rounded. Negative
+/// The part that one step may change the factor of the least eigenvalue of `R` by, if that was 0 and rounded. Negative
 /// eigenvalues grow by `a^2` a step, in the end faster than to first order.
 const STABLE: f64 = 0.25;
+
+/// How large errors may make the result, in multiples of its largest exact singular value: polynomials diverge
+/// not far beyond their interval.
+const BOUND: f64 = 2.0;
 
 /// How numbers are rounded.
 #[derive(Debug, Clone, Copy)]
@@ -71,7 +75,7 @@ pub struct Errors {
     /// Of rounding the matrix.
     input: f64,
     /// Of the steps from one to before another, done by the Gram form: `[start][end - start - 1]`. Infinite
-    /// where an eigenvalue 0 of `R` is not safe; one step is a step of the standard form.
+    /// where errors are too large to be predicted; one step is a step of the standard form.
     segments: Vec<Vec<f64>>,
 }
 
@@ -174,6 +178,25 @@ impl<'a> Run<'a> {
         squares.sum()
     }
 
+    /// Whether the result stays bounded if every singular value is too large by what a symmetric error in a
+    /// factor of `X` may make of it, as the norm of a random matrix.
+    fn is_bounded(&self, variance: impl Fn(usize) -> f64, from: usize, to: usize) -> bool {
+        let x = &self.values[from];
+        let mut rows = vec![0.0; x.len()];
+        for (pair, (i, j)) in self.pairs.iter().enumerate() {
+            let squares = variance(pair) * (x[*i] * x[*i] + x[*j] * x[*j]) / 2.0;
+            rows[*i] += self.counts[*j] * squares;
+            rows[*j] += if i == j { 0.0 } else { self.counts[*i] * squares };
+        }
+        let largest = |values: &[f64]| values.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
+        let limit = BOUND * largest(&self.values[self.schedule.len()]);
+        rows.iter().zip(&self.values[to]).all(|(squares, x)| {
+            let wrong = x.abs() + 2.0 * squares.sqrt();
+            let steps = self.schedule[to..].iter();
+            steps.fold(wrong, |x, polynomial| x * even(polynomial, x * x)).abs() <= limit
+        })
+    }
+
     /// What one step of the standard form adds.
     fn standard_step(&self, step: usize) -> f64 {
         let [_, b, c] = self.schedule[step];
@@ -196,11 +219,13 @@ impl<'a> Run<'a> {
         let ends = (start..self.schedule.len()).map(|step| {
             stable &= segment.is_stable(&self.schedule[step]);
             segment.advance(step);
-            let in_q = self.multiplied(|pair| segment.errors[pair].q, start, step + 1);
+            let of_q = |pair: usize| segment.errors[pair].q;
+            let is_safe = stable && self.is_bounded(of_q, start, step + 1);
+            let in_q = self.multiplied(of_q, start, step + 1);
             let in_x = self.stored(step + 1, self.summed(&segment.q, x));
             match step == start {
                 true => self.standard_step(step),
-                false if stable => in_q + in_x,
+                false if is_safe => in_q + in_x,
                 false => f64::INFINITY,
             }
         });
@@ -297,11 +322,10 @@ impl<'a> Segment<'a> {
         Self { run, r, q: vec![1.0; x.len()], errors: vec![error; run.pairs.len()] }
     }
 
-    /// Whether a zero among the eigenvalues of `R` is safe; its error is at most the norm of a random
-    /// symmetric matrix.
+    /// Whether the least eigenvalue of `R` is safe; its error is at most the norm of a random symmetric matrix.
     fn is_stable(&self, [a, b, c]: &Polynomial) -> bool {
-        let (Some(0.0), Some(count)) = (self.r.last(), self.run.counts.last()) else { return true };
-        let error = 2.0 * (count * self.errors[self.errors.len() - 1].r).sqrt();
+        let (count, variance) = (self.run.counts.last(), self.errors.last());
+        let error = 2.0 * count.zip(variance).map_or(0.0, |(n, error)| (n * error.r).sqrt());
         (b.abs() + c.abs() * error) * error <= STABLE * a.abs()
     }
 
