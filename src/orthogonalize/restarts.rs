@@ -24,7 +24,7 @@ const MOST_LARGE_ERROR: f64 = 1.25;
 const ALLOWED_HALF: f64 = 4.0;
 const ALLOWED: f64 = 2048.0;
 
-/// Rows of the simulated matrices; those of graded spectra, too.
+/// Rows of the simulated matrices with graded spectra.
 const ROWS: [f64; 3] = [24.0, 256.0, 2048.0];
 
 /// Matrices with fewer rows are not simulated: norms of random matrices say little of them.
@@ -33,8 +33,7 @@ const FEWEST_ROWS: f64 = 8.0;
 /// Groups of singular values that stand for a graded spectrum.
 const GROUPS: usize = 12;
 
-/// Equal singular values are simulated for ranks up to 4096, in this many steps for every doubling: between
-/// them, none of the published sets gets any less exact.
+/// Ranks of equal singular values that are simulated for every doubling, up to 4096.
 const RANKS_PER_DOUBLING: usize = 2;
 
 /// The fewest restarts with which the Gram form is about as exact as the standard form, at their best
@@ -83,7 +82,7 @@ fn worse(a: f64, b: f64) -> f64 {
 fn spectra() -> Vec<Spectrum> {
     let ranks =
         (0..=12 * RANKS_PER_DOUBLING).map(|i| 2f64.powf(i as f64 / RANKS_PER_DOUBLING as f64));
-    let equal = ranks.flat_map(|rank| [0.02, 1.0, 15.0].map(|rest| [rank, rank * rest]));
+    let equal = ranks.flat_map(|rank| [0.02, 1.0, 7.0].map(|rest| [rank, rank * rest]));
     let equal = equal.filter(|[rank, rest]| rank + rest >= FEWEST_ROWS);
     let equal = equal.map(|counts| Spectrum::new(vec![1.0, 0.0], counts.to_vec()));
     equal.chain(ROWS.into_iter().flat_map(graded)).collect()
@@ -152,12 +151,12 @@ mod tests {
             (Coefficients::polar_express(), F32, &[2, 4]),
             (PolarExpressCushioned, F16, &[2, 3]),
             (PolarExpressCushioned, BF16, &[2, 3]),
-            (PolarExpressCushioned, F32, &[3]),
+            (PolarExpressCushioned, F32, &[2, 4]),
             (You, F16, &[2, 3]),
             (You, BF16, &[2, 4]),
             (You, F32, &[3]),
             (KellerJordan, F16, &[3]),
-            (KellerJordan, BF16, &[2, 4]),
+            (KellerJordan, BF16, &[2, 3]),
             (KellerJordan, F32, &[3]),
         ] {
             assert_eq!(
