@@ -21,9 +21,9 @@ use burn::train::{
     RegressionOutput, SupervisedTraining, TrainOutput, TrainStep, TrainingStrategy,
 };
 use common::weights;
-use distmuon::Schedule;
 use distmuon::dist::{DistMuonConfig, DistMuonStrategy};
 use distmuon::schedule::ScheduledLr;
+use distmuon::{Schedule, SkippedSteps, SkippedStepsMetric};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 /// Items to train on; the first of each half of them go into a batch of two ranks.
@@ -94,6 +94,8 @@ thread_local! {
 struct Regression {
     /// An item that makes the model panic where it is seen.
     poison: Option<usize>,
+    /// An item whose inputs are NaN.
+    nan: Option<usize>,
 }
 
 impl Batcher<usize, Batch> for Regression {
@@ -104,7 +106,7 @@ impl Batcher<usize, Batch> for Regression {
         for item in &items {
             let mut rng = StdRng::seed_from_u64(*item as u64);
             let x: [f32; 3] = [(); 3].map(|()| rng.random_range(-1.0..1.0));
-            inputs.extend(x);
+            inputs.extend(if self.nan == Some(*item) { [f32::NAN; 3] } else { x });
             targets.extend([x[0] * x[1], x[2]]);
         }
         let tensor = |values: Vec<f32>, width: usize| {
@@ -114,8 +116,8 @@ impl Batcher<usize, Batch> for Regression {
     }
 }
 
-fn loader(items: Vec<usize>, batch: usize, poison: Option<usize>) -> Arc<dyn DataLoader<Batch>> {
-    DataLoaderBuilder::new(Regression { poison }).batch_size(batch).build(InMemDataset::new(items))
+fn loader(items: Vec<usize>, batch: usize, batcher: Regression) -> Arc<dyn DataLoader<Batch>> {
+    DataLoaderBuilder::new(batcher).batch_size(batch).build(InMemDataset::new(items))
 }
 
 /// The items of one device, so that its batch is those of `ranks` ranks together.
@@ -135,6 +137,11 @@ struct Setup {
     resume: Option<usize>,
     stop_after: Option<usize>,
     poison: Option<usize>,
+    /// An item that makes gradients NaN.
+    nan: Option<usize>,
+    checkpoints: bool,
+    /// Counts that are shown as a metric.
+    skipped: Option<SkippedSteps>,
 }
 
 impl Default for Setup {
@@ -148,6 +155,9 @@ impl Default for Setup {
             resume: None,
             stop_after: None,
             poison: None,
+            nan: None,
+            checkpoints: true,
+            skipped: None,
         }
     }
 }
@@ -182,12 +192,18 @@ fn training(
     setup: &Setup,
     strategy: TrainingStrategy<Net>,
 ) -> SupervisedTraining<Net> {
-    let train = loader(setup.items.clone(), setup.batch, setup.poison);
-    let valid = loader((100..107).collect(), 2, None);
+    let batcher = Regression { poison: setup.poison, nan: setup.nan };
+    let train = loader(setup.items.clone(), setup.batch, batcher);
+    let valid = loader((100..107).collect(), 2, Regression { poison: None, nan: None });
     let training = SupervisedTraining::new(folder, train, valid)
         .metrics((LossMetric::new(),))
-        .metric_train_numeric(LearningRateMetric::new())
-        .with_default_checkpointers()
+        .metric_train_numeric(LearningRateMetric::new());
+    let training = match &setup.skipped {
+        Some(skipped) => training.metric_train_numeric(SkippedStepsMetric::new(skipped)),
+        None => training,
+    };
+    let training = if setup.checkpoints { training.with_default_checkpointers() } else { training };
+    let training = training
         .with_application_logger(None)
         .with_training_strategy(strategy)
         .num_epochs(setup.epochs)
@@ -321,13 +337,47 @@ fn a_panic_on_a_rank_is_reported() {
 
 #[test]
 fn a_learner_with_another_optimizer_is_refused() {
+    // Without checkpoints, too: it would be dropped in silence.
+    for checkpoints in [true, false] {
+        let folder = tempfile::tempdir().unwrap();
+        let net = Net::new(&device());
+        let optim: ModuleOptimizer = AdamWConfig::new().init();
+        let setup = Setup { checkpoints, ..Setup::default() };
+        let training = training(folder.path(), &setup, on_ranks(2));
+        let result = training.launch(Learner::new(net, optim, growing()));
+        let error = result.error.expect("it is another optimizer").to_string();
+        assert!(error.contains("config.muon.init(&model)"), "{error}");
+    }
+    trained(&Setup { checkpoints: false, ..Setup::default() }, on_ranks(2));
+}
+
+#[test]
+fn skipped_steps_are_a_metric() {
+    let skipped_steps = |folder: &Path| {
+        let file = folder.join("train").join("epoch-2").join("Skipped_steps.log");
+        let log = std::fs::read_to_string(&file);
+        let log = log.unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+        let last = log.lines().last().unwrap().split(',').next().unwrap().parse::<f64>();
+        last.unwrap_or_else(|error| panic!("{log}: {error}"))
+    };
+    // One batch of each of two epochs.
+    let setup = Setup { nan: Some(ITEMS - 1), ..Setup::default() };
+    let strategy = DistMuonStrategy::new(vec![device(); 2], DistMuonConfig::new());
+    let counts = strategy.skipped_steps().clone();
+    let folder = tempfile::tempdir().unwrap();
+    let shown = Setup { skipped: Some(counts.clone()), ..setup };
+    launch(folder.path(), &shown, strategy.into());
+    assert_eq!(skipped_steps(folder.path()), 2.0);
+    assert!(counts.read().values().all(|count| *count == 2) && counts.read().len() == 6);
+
     let folder = tempfile::tempdir().unwrap();
     let net = Net::new(&device());
-    let optim: ModuleOptimizer = AdamWConfig::new().init();
-    let training = training(folder.path(), &Setup::default(), on_ranks(2));
-    let result = training.launch(Learner::new(net, optim, growing()));
-    let error = result.error.expect("its checkpoints would lose states").to_string();
-    assert!(error.contains("config.muon.init(&model)"), "{error}");
+    let routing = DistMuonConfig::new().muon.route(&net).unwrap();
+    let shown = Setup { skipped: Some(routing.skipped_steps().clone()), ..shown };
+    let training = training(folder.path(), &shown, burns());
+    training.launch(Learner::new(net, routing.init(), growing()));
+    assert_eq!(skipped_steps(folder.path()), 2.0);
+    assert_eq!(routing.skipped_steps().read(), counts.read());
 }
 
 #[test]

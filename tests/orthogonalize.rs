@@ -2,7 +2,7 @@
 
 mod common;
 
-use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, s};
+use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, TensorData, s};
 use common::*;
 use distmuon::orthogonalize::{Engine, Kernels};
 use distmuon::{Coefficients, Form, IterationDtype, NewtonSchulz};
@@ -199,6 +199,210 @@ fn half_precision_stays_in_the_interval() {
             let exact = common::newton_schulz(&input, &schedule(&set), 1e-7);
             let error = distance(&found, &exact);
             assert!(error < 0.1, "{dtype:?} {rows}x{columns}: {error}");
+        }
+    }
+}
+
+/// Singular vectors of matrices of one size, to make matrices of any spectrum whose images are known.
+struct Vectors {
+    left: Mat<f64>,
+    right: Mat<f64>,
+}
+
+impl Vectors {
+    fn new(m: usize, n: usize) -> Self {
+        Self { left: polar(&random(m, m, 23)), right: polar(&random(n, m, 29)) }
+    }
+
+    fn with(&self, values: &[f64]) -> Mat<f64> {
+        let (m, n) = (self.left.nrows(), self.right.nrows());
+        let rank = values.iter().rposition(|value| *value != 0.0).map_or(0, |last| last + 1);
+        let scaled = Mat::from_fn(m, rank, |i, j| self.left[(i, j)] * values[j]);
+        &scaled * self.right.submatrix(0, 0, n, rank).transpose()
+    }
+
+    /// What exact arithmetic makes of the matrix with these singular values.
+    fn image(&self, values: &[f64], schedule: &[[f64; 3]]) -> Mat<f64> {
+        let norm = values.iter().map(|s| s * s).sum::<f64>().sqrt();
+        self.with(&values.iter().map(|s| polynomial(schedule, s / norm)).collect::<Vec<_>>())
+    }
+
+    /// A matrix of every spectrum, with its name and singular values.
+    fn spectra(&self) -> Vec<(&'static str, Vec<f64>, Mat<f64>)> {
+        let all = spectra(self.left.nrows(), self.right.nrows()).into_iter();
+        all.map(|(name, values)| (name, values.clone(), self.with(&values))).collect()
+    }
+}
+
+/// Spectra that gradients have, and those in which rounding does most harm, for `m` by `n` matrices.
+fn spectra(m: usize, n: usize) -> Vec<(&'static str, Vec<f64>)> {
+    let graded = |value: &dyn Fn(f64) -> f64| -> Vec<f64> {
+        (0..m).map(|i| value(i as f64 / (m - 1) as f64)).collect()
+    };
+    let equal = |rank: usize, rest: f64| -> Vec<f64> {
+        (0..m).map(|i| if i < rank.max(1) { 1.0 } else { rest }).collect()
+    };
+    let noise = random(m, n, 31).thin_svd().unwrap().S().column_vector().iter().copied().collect();
+    vec![
+        ("half ones, half zeros", equal(m / 2, 0.0)),
+        ("linear from 1 to 0", graded(&|x| 1.0 - x)),
+        ("two decades", graded(&|x| 10f64.powf(-2.0 * x))),
+        ("four decades", graded(&|x| 10f64.powf(-4.0 * x))),
+        ("rank m/8 and 1 % noise", equal(m / 8, 1e-2)),
+        ("random entries", noise),
+        ("rank 1", equal(1, 0.0)),
+        ("rank m/16, equal", equal(m / 16, 0.0)),
+        ("rank m/5, equal", equal(m / 5, 0.0)),
+        ("rank 2m/5, equal", equal(2 * m / 5, 0.0)),
+        ("rank m/2 and 0.1 % noise", equal(m / 2, 1e-3)),
+    ]
+}
+
+/// The types that the device has, with the error that is allowed in any case; none on devices in software,
+/// which would take minutes.
+fn types() -> Vec<(IterationDtype, f64)> {
+    if fastest() != Engine::Flex && !has_tf32() {
+        println!("skipped: spectra are compared on Flex and CUDA");
+        return vec![];
+    }
+    let all = [
+        (IterationDtype::F16, FloatDType::F16, 1e-2),
+        (IterationDtype::Bf16, FloatDType::BF16, 1e-2),
+        (IterationDtype::F32, FloatDType::F32, 1e-4),
+    ];
+    let has = |dtype| has_type(dtype) && !(dtype == FloatDType::F32 && has_tf32());
+    all.into_iter()
+        .filter(|(_, dtype, _)| has(*dtype))
+        .map(|(own, _, error)| (own, error))
+        .collect()
+}
+
+/// The relative error of an iteration.
+fn error(iteration: &NewtonSchulz, input: &Mat<f64>, exact: &Mat<f64>) -> f64 {
+    (run(iteration, input) - exact).norm_l2() / exact.norm_l2()
+}
+
+/// Compares both forms for all spectra of a size. Where the Gram form is refused, results are finite.
+fn compare_forms(
+    sets: &[Coefficients],
+    steps: Option<usize>,
+    vectors: &Vectors,
+    dtypes: &[(IterationDtype, f64)],
+) {
+    let inputs = vectors.spectra();
+    for set in sets {
+        let steps = steps.unwrap_or(set.designed_steps());
+        let schedule = set.schedule(steps).unwrap();
+        let exact: Vec<_> = inputs.iter().map(|(_, s, _)| vectors.image(s, &schedule)).collect();
+        for (dtype, allowed) in dtypes {
+            let of = |form| NewtonSchulz::new(set, steps, 0.0, *dtype, form);
+            let (standard, gram) = (of(Form::Standard).unwrap(), of(Form::Gram).ok());
+            for ((name, _, input), exact) in inputs.iter().zip(&exact) {
+                let what =
+                    format!("{name}, {:?}, {set:?}, {steps} steps, {dtype:?}", input.shape());
+                let standard = error(&standard, input, exact);
+                assert!(standard.is_finite(), "{what}");
+                let Some(gram) = &gram else { continue };
+                let restarts = gram.explain(&tensor(input, &Device::default())).restarts;
+                let gram = error(gram, input, exact);
+                let bound = 3.0 * standard + allowed;
+                assert!(gram <= bound, "{what} {restarts:?}: {gram:.2e}, standard {standard:.2e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_gram_form_is_about_as_exact_as_the_standard_form() {
+    for [m, n] in [[48, 160], [96, 96], [224, 448]] {
+        compare_forms(&sets(), None, &Vectors::new(m, n), &types());
+    }
+}
+
+#[test]
+fn the_defaults_are_exact_on_large_matrices() {
+    let half: Vec<_> =
+        types().into_iter().filter(|(dtype, _)| *dtype != IterationDtype::F32).collect();
+    compare_forms(&[Coefficients::polar_express()], None, &Vectors::new(512, 1024), &half);
+}
+
+/// Results are finite for any number of steps, and the forms equally exact.
+#[test]
+fn any_number_of_steps() {
+    let safe = Coefficients::PolarExpress { safety: 1.01 };
+    let sets = [sets(), vec![safe]].concat();
+    let vectors = Vectors::new(24, 60);
+    for steps in 1..=20 {
+        compare_forms(&sets, Some(steps), &vectors, &types());
+    }
+}
+
+/// Gradients of low rank with little noise, of which the Gram form without enough restarts made NaN.
+#[test]
+fn long_runs_are_finite_in_half_precision() {
+    let vectors = Vectors::new(48, 160);
+    let values: Vec<f64> = (0..48).map(|i| if i < 24 { 1.0 } else { 1e-3 }).collect();
+    let input = vectors.with(&values);
+    for (dtype, _) in types() {
+        for (set, steps) in [
+            (Coefficients::polar_express(), 10),
+            (Coefficients::polar_express(), 12),
+            (Coefficients::PolarExpressCushioned, 9),
+        ] {
+            let auto = NewtonSchulz::new(&set, steps, 1e-7, dtype, Form::Auto).unwrap();
+            let found = run(&auto, &input);
+            assert!(found.norm_l2().is_finite(), "{set:?}, {steps} steps, {dtype:?}");
+        }
+    }
+}
+
+/// The tables of `docs/precision.md`; run with `--ignored --nocapture`.
+#[test]
+#[ignore = "it prints tables"]
+fn tables_of_errors() {
+    let set = Coefficients::polar_express();
+    let iterations = types().into_iter().flat_map(|(dtype, _)| {
+        let of = |form| NewtonSchulz::new(&set, 5, 0.0, dtype, form).unwrap();
+        [Form::Standard, Form::Gram].map(|form| (dtype, of(form)))
+    });
+    let iterations: Vec<_> = iterations.collect();
+    for [m, n] in [[48, 160], [224, 448], [512, 1024]] {
+        let titles = iterations.iter().map(|(dtype, iteration)| {
+            let plan = iteration.explain_shape([m, n], DType::F32, &Device::default());
+            format!(" {dtype:?} {:?} {:?} |", plan.form, plan.restarts)
+        });
+        println!("\n| {m} by {n} |{}", titles.collect::<String>());
+        let vectors = Vectors::new(m, n);
+        for (name, values, input) in vectors.spectra() {
+            let exact = vectors.image(&values, &schedule(&set));
+            let cells = iterations
+                .iter()
+                .map(|(_, iteration)| format!(" {:.1e} |", error(iteration, &input, &exact)));
+            println!("| {name} |{}", cells.collect::<String>());
+        }
+    }
+}
+
+/// float64 is iterated in float64, with coefficients in float64, at any scale.
+#[test]
+fn double_precision_is_kept() {
+    let device = Device::default();
+    if !has_type(FloatDType::F64) {
+        println!("skipped: the device has no float64");
+        return;
+    }
+    let input = random(8, 12, 37);
+    let exact = newton_schulz(&input, &schedule(&Coefficients::polar_express()), 0.0);
+    for scale in [1.0, 1e-200, 1e200] {
+        let values: Vec<f64> = (0..96).map(|i| scale * input[(i / 12, i % 12)]).collect();
+        let batch =
+            Tensor::<3>::from_data(TensorData::new(values, [1, 8, 12]), (&device, DType::F64));
+        for form in [Form::Standard, Form::Gram] {
+            let iteration = iteration(&Coefficients::polar_express(), 0.0, form);
+            assert_eq!(iteration.explain(&batch).dtype, FloatDType::F64);
+            let found = matrix(&iteration.orthogonalize(batch.clone()), 0);
+            let error = (found - &exact).norm_l2() / exact.norm_l2();
+            assert!(error < 1e-13, "{form:?}, scale {scale}: {error:e}");
         }
     }
 }

@@ -161,6 +161,19 @@ fn mixed_types() {
 }
 
 #[test]
+fn matrices_with_something_too_large_are_refused() {
+    let Some(client) = client::<f32>() else { return };
+    let batch = Batch { count: 3, elements: 3000 };
+    let mut grads = values::<f32>(batch.len(), 5);
+    (grads[1500], grads[4500]) = (1.7e19, -1.9e19);
+    let grad = upload::<f32>(&client, &grads);
+    for (largest, expected) in [(f32::MAX, [1.0; 3]), (1.8e19, [1.0, 0.0, 1.0])] {
+        let accepted = finite(&client, &grad, batch, F32, largest).unwrap();
+        assert_eq!(download::<f32>(&client, &accepted), expected, "up to {largest}");
+    }
+}
+
+#[test]
 fn norms_at_any_scale() {
     let Some(client) = client::<f32>() else { return };
     let batch = Batch { count: 2, elements: 3000 };

@@ -64,9 +64,9 @@ pub enum Coefficients {
     You,
     /// Polar Express: each step is the minimax polynomial for what the steps before it left.
     PolarExpress {
-        /// Divides the input of every polynomial, `(a/s, b/s^3, c/s^5)`, so that rounding can't
-        /// push a singular value out of its interval. At least 1; 1.05 suits half precision,
-        /// 1.01 is the paper's.
+        /// Divides the input of every polynomial but the last of the eight, `(a/s, b/s^3, c/s^5)`, so
+        /// that rounding can't push a singular value out of its interval. At least 1; 1.05 suits
+        /// half precision, 1.01 is the paper's.
         safety: f64,
     },
     /// Polar Express for exactly five steps, with safety 1.02 and cushioned intervals.
@@ -129,8 +129,13 @@ fn polar_express(safety: f64) -> Result<Vec<Polynomial>> {
     if !(safety.is_finite() && safety >= 1.0) {
         return Err(refused("safety", safety, "a finite number of at least 1"));
     }
-    let scale = |[a, b, c]: Polynomial| [a / safety, b / safety.powi(3), c / safety.powi(5)];
-    Ok(POLAR_EXPRESS.map(scale).to_vec())
+    let mut set = POLAR_EXPRESS.to_vec();
+    // As in the published code, not the last, which is repeated and whose fixed point is 1.
+    let scaled = set.len() - 1;
+    for [a, b, c] in &mut set[..scaled] {
+        (*a, *b, *c) = (*a / safety, *b / safety.powi(3), *c / safety.powi(5));
+    }
+    Ok(set)
 }
 
 fn deep_seek_v4(steps: usize) -> Vec<Polynomial> {
@@ -171,6 +176,17 @@ mod tests {
             let (found_low, found_high) = range(set.clone());
             assert!((found_low - low).abs() < 1e-3, "{set:?}: low {found_low}");
             assert!((found_high - high).abs() < 1e-3, "{set:?}: high {found_high}");
+        }
+    }
+
+    #[test]
+    fn long_polar_express_runs_end_at_one() {
+        for safety in [1.0, 1.05, 1.2, 1.5] {
+            let schedule = Coefficients::PolarExpress { safety }.schedule(30).unwrap();
+            for input in [1e-3, 0.1, 1.0] {
+                let found = output(&schedule, input);
+                assert!((found - 1.0).abs() < 1e-12, "safety {safety}, {input}: {found}");
+            }
         }
     }
 

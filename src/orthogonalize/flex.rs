@@ -8,7 +8,7 @@ use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use super::ops::{MatrixOps, NORM_PART};
-use super::portable;
+use super::{Polynomial, portable};
 
 /// Multiplications from which one product is worth several threads; below it, the matrices of a
 /// batch are spread over the threads instead. Burn's Flex has the same border.
@@ -43,8 +43,8 @@ impl MatrixOps for Flex {
         a: FloatTensor<Self>,
         b: FloatTensor<Self>,
         c: FloatTensor<Self>,
-        alpha: f32,
-        beta: f32,
+        alpha: f64,
+        beta: f64,
         _tuned: bool,
     ) -> FloatTensor<Self> {
         if !serves(a.dtype()) {
@@ -52,14 +52,14 @@ impl MatrixOps for Flex {
         }
         let dtype = a.dtype();
         let scaled = Self::float_mul_scalar(single(c), beta.into());
-        rounded(lower_triangles(single(a), single(b), scaled, alpha, Accum::Add), dtype)
+        rounded(lower_triangles(single(a), single(b), scaled, alpha as f32, Accum::Add), dtype)
     }
 
     fn product_add(
         a: FloatTensor<Self>,
         b: FloatTensor<Self>,
         c: FloatTensor<Self>,
-        beta: f32,
+        beta: f64,
         _tuned: bool,
     ) -> FloatTensor<Self> {
         if !serves(a.dtype()) {
@@ -82,7 +82,7 @@ impl MatrixOps for Flex {
     }
 
     /// No matrix is small here: launches cost nothing.
-    fn accumulate_small(_: FloatTensor<Self>, _: Vec<[f32; 3]>) -> FloatTensor<Self> {
+    fn accumulate_small(_: FloatTensor<Self>, _: Vec<Polynomial>) -> FloatTensor<Self> {
         unreachable!("Engine::is_small says so")
     }
 
@@ -107,7 +107,7 @@ impl MatrixOps for Flex {
     fn normalize(
         x: FloatTensor<Self>,
         norms: FloatTensor<Self>,
-        epsilon: f32,
+        epsilon: f64,
         dtype: FloatDType,
     ) -> FloatTensor<Self> {
         let [_, m, n] = x.shape().dims();
@@ -118,7 +118,7 @@ impl MatrixOps for Flex {
         matrices.zip(norms).for_each(|(matrix, norms)| {
             let part = |part: &[f32]| f64::from(part[0]).powi(2) * f64::from(part[1]);
             let squares = norms.chunks_exact(2).map(part).sum::<f64>();
-            let norm = squares.sqrt().max(f64::from(epsilon));
+            let norm = squares.sqrt().max(epsilon);
             let scale = if norm == 0.0 { 0.0 } else { norm.recip() };
             let scaled = |values: &mut [f32]| {
                 values.iter_mut().for_each(|x| *x = (f64::from(*x) * scale) as f32)

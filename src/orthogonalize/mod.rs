@@ -25,6 +25,7 @@ mod products;
 #[cfg(feature = "cube")]
 mod replay;
 pub mod restarts;
+mod rounding;
 mod standard;
 
 pub use coefficients::{Coefficients, Polynomial};
@@ -45,11 +46,11 @@ pub enum IterationDtype {
     /// Half precision where the device has matrix units for it, float16 before bfloat16, and
     /// float32 elsewhere.
     Auto,
-    /// float32.
+    /// float32, and float64 for matrices in that.
     F32,
-    /// float16: suits the Gram form better than bfloat16, for its three more bits of mantissa.
+    /// float16: eight times as exact as bfloat16, for its three more bits of mantissa.
     F16,
-    /// bfloat16.
+    /// bfloat16. `docs/precision.md` has the errors of all types.
     Bf16,
 }
 
@@ -84,15 +85,16 @@ impl IterationDtype {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Form {
     /// Whichever needs fewer operations for the shape; the standard form where the Gram form would
-    /// be unstable, or take more than three times the memory of the matrix: so for matrices near to
-    /// square, unless the iteration is in half the precision of the matrix. The standard form, too, in
-    /// float32 where the device multiplies in TF32: errors of ten bits grow there with restarts that were
-    /// chosen for 23.
+    /// take more than three times the memory of the matrix: so for matrices near to square, unless the
+    /// iteration is in half the precision of the matrix. The standard form, too, where [`restarts::choose`]
+    /// finds no restarts that keep the error of the Gram form within about three times that of the
+    /// standard form, and in float32 where the device multiplies in TF32: errors of ten bits grow there with
+    /// restarts that were chosen for 23.
     Auto,
     /// Products with `X` at every step.
     Standard,
-    /// Products with `X X^T` only, with the restarts that [`restarts::choose`] computes. In float32 on a
-    /// device that multiplies in TF32, those are too few for some coefficients.
+    /// Products with `X X^T` only, with the restarts that [`restarts::choose`] computes; refused where it
+    /// finds none. In float32 on a device that multiplies in TF32, those are too few for some coefficients.
     Gram,
 }
 
@@ -108,7 +110,7 @@ pub struct NewtonSchulz {
     /// Recordings, if they are wanted.
     #[cfg(feature = "cube")]
     recordings: Option<std::sync::Arc<replay::Recordings>>,
-    /// For every type that the iteration may run in; `None` where the Gram form is not stable.
+    /// For every type that the Gram form may run in; `None` where the Gram form is not exact enough.
     restarts: Vec<(FloatDType, Option<Vec<usize>>)>,
 }
 
@@ -150,8 +152,8 @@ impl NewtonSchulz {
     /// # Errors
     ///
     /// [`Error::Setting`] for zero steps, unusable coefficients, an `epsilon` that is negative or
-    /// not finite, and for [`Form::Gram`] with coefficients that restarts can't keep stable in
-    /// `dtype`.
+    /// not finite, and for [`Form::Gram`] with coefficients for which [`restarts::choose`] finds no
+    /// restarts in `dtype`.
     pub fn new(
         coefficients: &Coefficients,
         steps: usize,
@@ -170,13 +172,14 @@ impl NewtonSchulz {
         let restarts: Vec<_> = dtype
             .candidates()
             .iter()
+            .filter(|_| form != Form::Standard)
             .map(|dtype| (*dtype, restarts::choose(&schedule, *dtype)))
             .collect();
         if form == Form::Gram && restarts.iter().any(|(_, restarts)| restarts.is_none()) {
             return Err(Error::Setting {
                 setting: "form",
                 value: format!("Gram with {coefficients:?} in {dtype:?}"),
-                expected: "Auto or Standard, since restarts can't keep these coefficients stable",
+                expected: "Auto or Standard, since restarts can't keep the Gram form exact with these coefficients",
             });
         }
         Ok(Self {

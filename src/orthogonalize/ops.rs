@@ -42,7 +42,7 @@ pub enum Engine {
     },
 }
 
-/// Products of matrices in batches.
+/// Products of matrices in batches. Factors are rounded to what a kernel computes in.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(feature = "cube"),
@@ -62,8 +62,8 @@ pub trait MatrixOps: Backend {
         a: FloatTensor<Self>,
         b: FloatTensor<Self>,
         c: FloatTensor<Self>,
-        alpha: f32,
-        beta: f32,
+        alpha: f64,
+        beta: f64,
         _tuned: bool,
     ) -> FloatTensor<Self> {
         portable::symmetric_product::<Self>(a, b, c, alpha, beta)
@@ -75,7 +75,7 @@ pub trait MatrixOps: Backend {
         a: FloatTensor<Self>,
         b: FloatTensor<Self>,
         c: FloatTensor<Self>,
-        beta: f32,
+        beta: f64,
         _tuned: bool,
     ) -> FloatTensor<Self> {
         portable::product_add::<Self>(a, b, c, beta)
@@ -94,7 +94,7 @@ pub trait MatrixOps: Backend {
     /// The product of all `Z + a I` with `Z = b R + c R^2`, where every step advances
     /// `R <- (Z + a I) R (Z + a I)`: `Q` of [the Gram form](super::Form::Gram) for small matrices.
     #[fusion(dtype = r, shape = r)]
-    fn accumulate_small(r: FloatTensor<Self>, schedule: Vec<[f32; 3]>) -> FloatTensor<Self>;
+    fn accumulate_small(r: FloatTensor<Self>, schedule: Vec<Polynomial>) -> FloatTensor<Self>;
 
     /// Copies `values` into the buffer of `target`, whoever else reads it, and returns that.
     #[fusion(dtype = target, shape = target)]
@@ -112,7 +112,7 @@ pub trait MatrixOps: Backend {
     fn normalize(
         x: FloatTensor<Self>,
         norms: FloatTensor<Self>,
-        epsilon: f32,
+        epsilon: f64,
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
 }
@@ -216,7 +216,6 @@ impl Engine {
         beta: f64,
     ) -> Tensor<3> {
         let [a, b, c] = [a, b, c].map(Tensor::into_dispatch);
-        let (alpha, beta) = (alpha as f32, beta as f32);
         Tensor::from_dispatch(match self {
             Self::Portable => portable::symmetric_product::<Dispatch>(a, b, c, alpha, beta),
             _ => Dispatch::symmetric_product(a, b, c, alpha, beta, self.is_tuned()),
@@ -237,8 +236,8 @@ impl Engine {
     pub fn product_add(self, a: Tensor<3>, b: Tensor<3>, c: Tensor<3>, beta: f64) -> Tensor<3> {
         let [a, b, c] = [a, b, c].map(Tensor::into_dispatch);
         Tensor::from_dispatch(match self {
-            Self::Portable => portable::product_add::<Dispatch>(a, b, c, beta as f32),
-            _ => Dispatch::product_add(a, b, c, beta as f32, self.is_tuned()),
+            Self::Portable => portable::product_add::<Dispatch>(a, b, c, beta),
+            _ => Dispatch::product_add(a, b, c, beta, self.is_tuned()),
         })
     }
 
@@ -252,8 +251,7 @@ impl Engine {
     ///
     /// Where [`is_small`](Self::is_small) says no.
     pub fn accumulate_small(self, r: Tensor<3>, schedule: &[Polynomial]) -> Tensor<3> {
-        let schedule = schedule.iter().map(|p| p.map(|x| x as f32)).collect();
-        Tensor::from_dispatch(Dispatch::accumulate_small(r.into_dispatch(), schedule))
+        Tensor::from_dispatch(Dispatch::accumulate_small(r.into_dispatch(), schedule.to_vec()))
     }
 
     /// Every matrix divided by its Frobenius norm, or by `epsilon` if that is larger, in `dtype`. The
@@ -272,7 +270,7 @@ impl Engine {
             Some(Norms(norms)) => norms.into_dispatch(),
             None => Dispatch::norms(x.clone().into_dispatch(), norm_parts(&x)),
         };
-        Tensor::from_dispatch(Dispatch::normalize(x.into_dispatch(), norms, epsilon as f32, dtype))
+        Tensor::from_dispatch(Dispatch::normalize(x.into_dispatch(), norms, epsilon, dtype))
     }
 }
 

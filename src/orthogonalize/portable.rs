@@ -1,7 +1,7 @@
 //! The products in Burn's own operations, for every backend.
 
 use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
-use burn::tensor::{Slice, Tensor};
+use burn::tensor::{DType, Slice, Tensor};
 
 /// A product is split from this many rows and this long an inner dimension: below, putting the
 /// pieces together costs more than the saved half. Measured on Flex; see `docs/benchmarks.md`.
@@ -30,10 +30,13 @@ pub fn symmetric_product<B: Backend>(
     a: FloatTensor<B>,
     b: FloatTensor<B>,
     c: FloatTensor<B>,
-    alpha: f32,
-    beta: f32,
+    alpha: f64,
+    beta: f64,
 ) -> FloatTensor<B> {
     let product = lower_block_rows::<B>(a, b);
+    if alpha == beta {
+        return B::float_mul_scalar(B::float_add(product, c), alpha.into());
+    }
     let product = if alpha == 1.0 { product } else { B::float_mul_scalar(product, alpha.into()) };
     B::float_add(product, B::float_mul_scalar(c, beta.into()))
 }
@@ -43,7 +46,7 @@ pub fn product_add<B: Backend>(
     a: FloatTensor<B>,
     b: FloatTensor<B>,
     c: FloatTensor<B>,
-    beta: f32,
+    beta: f64,
 ) -> FloatTensor<B> {
     B::float_add(B::float_matmul(a, b), B::float_mul_scalar(c, beta.into()))
 }
@@ -52,7 +55,10 @@ pub fn product_add<B: Backend>(
 ///
 /// The sum of magnitudes is divided out first, so that no square overflows or underflows.
 pub fn normalize(x: Tensor<3>, epsilon: f64) -> Tensor<3> {
-    let smallest = f32::MIN_POSITIVE;
+    let smallest = match x.dtype() {
+        DType::F64 => f64::MIN_POSITIVE,
+        _ => f32::MIN_POSITIVE.into(),
+    };
     let size = x.clone().abs().sum_dims(&[1, 2]).clamp_min(smallest);
     let x = x / size.clone();
     let norm = x.clone().square().sum_dims(&[1, 2]).sqrt().clamp_min(smallest);

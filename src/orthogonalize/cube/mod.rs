@@ -14,7 +14,7 @@ use distmuon_kernels::{Matrices, Result, gram, units};
 
 pub(crate) use crate::cube::serves;
 
-use super::{ops::MatrixOps, portable};
+use super::{Polynomial, ops::MatrixOps, portable};
 use crate::cube::{FITS, batch, contiguous, matrices, tensor};
 
 type Float = FloatTensor<CubeBackend>;
@@ -69,23 +69,24 @@ impl MatrixOps for CubeBackend {
         a: Float,
         b: Float,
         c: Float,
-        alpha: f32,
-        beta: f32,
+        alpha: f64,
+        beta: f64,
         tuned: bool,
     ) -> Float {
-        let product = Operands::symmetric(&a, &b, alpha, Some((&c, beta)));
+        let product = Operands::symmetric(&a, &b, alpha as f32, Some((&c, beta as f32)));
         product
             .multiply(tuned)
             .unwrap_or_else(|_| portable::symmetric_product::<Self>(a, b, c, alpha, beta))
     }
 
-    fn product_add(a: Float, b: Float, c: Float, beta: f32, tuned: bool) -> Float {
+    fn product_add(a: Float, b: Float, c: Float, beta: f64, tuned: bool) -> Float {
         let rhs = matrices(b.clone());
-        let product = Operands::new(&a, rhs, 1.0, Some((&c, beta)), Triangle::Full);
+        let product = Operands::new(&a, rhs, 1.0, Some((&c, beta as f32)), Triangle::Full);
         product.multiply(tuned).unwrap_or_else(|_| portable::product_add::<Self>(a, b, c, beta))
     }
 
-    fn accumulate_small(r: Float, schedule: Vec<[f32; 3]>) -> Float {
+    fn accumulate_small(r: Float, schedule: Vec<Polynomial>) -> Float {
+        let schedule: Vec<_> = schedule.iter().map(|p| p.map(|x| x as f32)).collect();
         let q = gram::accumulate(&r.client, &matrices(r.clone()), &schedule);
         let q = q.expect("Engine::is_small asks for what is refused");
         tensor(&r, q.handle, r.shape(), r.dtype)
@@ -106,13 +107,14 @@ impl MatrixOps for CubeBackend {
         tensor(&x, norms.handle, [of.count, parts, 2].into(), DType::F32)
     }
 
-    fn normalize(x: Float, norms: Float, epsilon: f32, dtype: FloatDType) -> Float {
+    fn normalize(x: Float, norms: Float, epsilon: f64, dtype: FloatDType) -> Float {
         let [x, norms] = [x, norms].map(|x| contiguous(x.clone(), x.dtype));
         let norms = Norms { parts: norms.shape()[1], handle: norms.handle };
         let dtype: DType = dtype.into();
         let dtypes = [x.dtype, dtype].map(dtype_to_elem_type);
         let normal =
-            fused::normalize(&x.client, &x.handle, &norms, batch(&x), dtypes, epsilon).expect(FITS);
+            fused::normalize(&x.client, &x.handle, &norms, batch(&x), dtypes, epsilon as f32)
+                .expect(FITS);
         tensor(&x, normal, x.shape(), dtype)
     }
 }
