@@ -18,8 +18,8 @@
 //! - [`distributed`]: engines, launchers, the phases of a step, guarantees, and what to do when a start fails;
 //! - [`benchmarks`]: all measurements, with their commands.
 //!
-//! The source package also has `docs/kernels.md`, how the kernels of the CubeCL backends work, `docs/gpu.md`, what to run
-//! on a GPU, and `SECURITY.md`. Figures are in the source package only.
+//! The source package also has `docs/kernels.md`, how the kernels of the CubeCL backends work, `docs/precision.md`, what
+//! rounding makes of the iteration, `docs/gpu.md`, what to run on a GPU, and `SECURITY.md`. Figures are in the source package only.
 
 /// One line that changes, and the settings that change with it.
 ///

@@ -7,7 +7,7 @@ use burn::module::Param;
 use burn::nn::transformer::{PositionWiseFeedForward, PositionWiseFeedForwardConfig};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{AdamWConfig, GradientsAccumulator, GradientsParams, ModuleOptimizer};
-use burn::tensor::{Bytes, Device, Int, Tensor};
+use burn::tensor::{Bytes, DType, Device, Int, Tensor};
 use distmuon::dist::{DistMuonConfig, World};
 use distmuon::{AdamWSettings, LrScale, MatrixLayout, MuonConfig, checkpoint};
 
@@ -161,6 +161,26 @@ fn factors_of_a_linear_layer() {
     };
     assert_eq!(factors([512, 1024]), [6.4, 1.414, 1.414, 1.0]);
     assert_eq!(factors([1024, 512]), [6.4, 1.0, 0.707, 1.0]);
+}
+
+#[test]
+fn operations_of_an_iteration() {
+    let muon = MuonConfig::new().build();
+    let cubes = |columns: usize| {
+        let explained =
+            muon.newton_schulz().explain_shape([768, columns], DType::F32, &Device::default());
+        (explained.operations / 768_f64.powi(3)).round()
+    };
+    let page = include_str!("../docs/guide/cost.md");
+    let claim = format!(
+        "{} `m^3` for a square matrix of `m` rows, {} `m^3` for `[m, 4m]` in float32",
+        cubes(768),
+        cubes(3072)
+    );
+    // Elsewhere products are not halved, and restarts differ.
+    if format!("{:?}", Device::default()).contains("Flex") {
+        assert!(page.contains(&claim), "{claim}");
+    }
 }
 
 /// The `main` of ranks that are processes. Without a launcher, it runs alone.
