@@ -192,6 +192,7 @@ mod processes {
 
     fn main() -> Result<(), Error> {
         let world = World::from_env_or_alone()?; // keep it until the program ends
+        world.device().seed(1);
         let model =
             PositionWiseFeedForwardConfig::new(16, 64).with_dropout(0.0).init(world.device());
         let model = world.broadcast(model)?; // all start like rank 0
