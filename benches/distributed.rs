@@ -11,7 +11,6 @@ mod common;
 
 use std::time::Instant;
 
-use burn::tensor::Device;
 use comfy_table::{Table, presets};
 use common::{LAYER, Matrices};
 use distmuon::dist::{DistMuonConfig, World};

@@ -6,7 +6,7 @@ mod common;
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::{Module, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer};
-use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, f16};
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, f16, s};
 use common::{bits, has_type};
 use distmuon::dist::{DistMuonConfig, World};
 use distmuon::{
@@ -132,7 +132,7 @@ fn clipping_does_not_defeat_the_gate() {
             gradients.register(net.matrix.id, matrix.slice_assign([0..1, 0..1], first));
             let vector = gradients.remove::<1>(net.vector.id).unwrap();
             let first = Tensor::<1>::full([1], bad, &vector.device());
-            gradients.register(net.vector.id, vector.slice_assign([0..1], first));
+            gradients.register(net.vector.id, vector.slice_assign(s![0..1], first));
             gradients
         }
     };

@@ -144,9 +144,7 @@ fn draw(
         chart
             .draw_series(DashedLineSeries::new(points, dash, gap, color))?
             .label(format!("{}, lr {:.1e}: {}", run.title(), run.lr, run.final_loss()))
-            .legend(move |(x, y)| {
-                DashedPathElement::new([(x, y), (x + 24, y)].into_iter(), dash, gap, color)
-            });
+            .legend(move |(x, y)| DashedPathElement::new([(x, y), (x + 24, y)], dash, gap, color));
     }
     chart
         .configure_series_labels()
