@@ -245,8 +245,8 @@ pub enum Error {
     },
     /// A parameter was skipped in too many steps in a row.
     #[error(
-        "parameter `{parameter}` was skipped in {steps} steps in a row: expected finite gradients; lower the \
-         learning rate, look for what makes them NaN or infinite, or set another `max_skipped`"
+        "parameter `{parameter}` was skipped in {steps} steps in a row: expected finite gradients and updates; \
+         lower the learning rate, look for what makes them NaN or infinite, or set another `max_skipped`"
     )]
     Skipped {
         /// Path of the parameter in its module.

@@ -1,5 +1,6 @@
 //! Skipped steps as a metric of burn-train.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use burn::tensor::TensorReadError;
@@ -11,7 +12,8 @@ use burn::train::metric::{
 use crate::skipped::SkippedSteps;
 
 /// The number of steps that the parameter which was skipped most often was skipped in, as a metric of
-/// burn-train. Needs the feature `train`.
+/// burn-train: after a batch as of the last look at the counts, at the end of an epoch as it is. Needs the
+/// feature `train`.
 ///
 /// ```
 /// # use burn::{nn::LinearConfig, tensor::Device};
@@ -41,6 +43,14 @@ impl SkippedStepsMetric {
     }
 }
 
+impl SkippedStepsMetric {
+    fn entry(&mut self, counts: BTreeMap<String, u64>) -> SerializedEntry {
+        self.most = counts.into_values().max().unwrap_or(0) as f64;
+        let raw = self.most.to_string();
+        SerializedEntry::new(format!("{}: {raw}", self.name), raw)
+    }
+}
+
 impl Metric for SkippedStepsMetric {
     type Input = ();
 
@@ -57,13 +67,12 @@ impl Metric for SkippedStepsMetric {
         _item: &(),
         _metadata: &MetricMetadata,
     ) -> Result<SerializedEntry, TensorReadError> {
-        self.compute()
+        // A batch does not wait for the counts of all states.
+        Ok(self.entry(self.skipped.looked_at()))
     }
 
     fn compute(&mut self) -> Result<SerializedEntry, TensorReadError> {
-        self.most = self.skipped.read().into_values().max().unwrap_or(0) as f64;
-        let raw = format!("{}", self.most);
-        Ok(SerializedEntry::new(format!("{}: {raw}", self.name), raw))
+        Ok(self.entry(self.skipped.read()))
     }
 
     fn clear(&mut self) {}
@@ -79,6 +88,7 @@ impl Numeric for SkippedStepsMetric {
     }
 
     fn final_value(&self) -> NumericEntry {
-        NumericEntry::Value(self.most)
+        let most = self.skipped.read().into_values().max().unwrap_or(0);
+        NumericEntry::Value(most as f64)
     }
 }

@@ -1,7 +1,8 @@
 //! Steps that left parameters untouched: counted on the device, and told as they happen.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::optim::{DynOptimizer, DynState, LearningRate, Optimizer, StateSink, StateSource};
 use burn::tensor::kind::BridgeTensor;
@@ -13,13 +14,13 @@ use crate::error::{Error, Result};
 /// enough to be told in time, and too rare to be felt.
 const LOOK_EVERY: usize = 25;
 
-/// How often each parameter was left untouched because its gradient, or what the iteration made of it, was
-/// not finite.
+/// The number of steps that left each parameter untouched: because its gradient, or what the iteration made of
+/// it, was not finite, or because its square was too large for AdamW.
 ///
 /// The counts stay on the devices, and are saved with the optimizer's state. At the first step and every 25
 /// steps they are looked at: skipped steps are then logged as a warning (crate `log`), and a parameter that
-/// was skipped in [`MuonConfig::max_skipped`](crate::MuonConfig::max_skipped) steps in a row ends the run.
-/// Clones share the counts.
+/// was skipped in all steps since as many looks as [`MuonConfig::max_skipped`](crate::MuonConfig::max_skipped)
+/// needs ends the run. Clones share the counts.
 #[derive(Clone, Debug)]
 pub struct SkippedSteps {
     limit: Option<usize>,
@@ -29,32 +30,50 @@ pub struct SkippedSteps {
 #[derive(Default, Debug)]
 struct Counts {
     entries: Vec<Entry>,
-    /// The steps of the entry that was warned of last: those of other parameters at the same step are one
-    /// event with it.
-    warned: usize,
+    /// The warning of the states that were looked at last. It is logged when it names all of them: with the
+    /// next step.
+    pending: Option<Warning>,
 }
 
 /// The counts of one optimizer state.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Entry {
     names: Vec<String>,
-    counts: Tensor<1>,
-    /// Steps that were recorded.
-    steps: usize,
-    /// Of them, those before the last look, and the counts then.
-    looked: usize,
+    /// None before the first step.
+    counts: Option<Tensor<1>>,
+    /// The counts at the last look, and the steps that each parameter had taken part in.
     seen: Vec<f32>,
+    looked: Vec<usize>,
     /// Steps in a row that each parameter was skipped in, up to the last look.
     in_a_row: Vec<usize>,
 }
 
-/// The place of an optimizer state among the counts; none before its first step.
+/// The parameters that were skipped since the last look.
+#[derive(Debug, Clone, PartialEq)]
+struct Warning {
+    /// The step of the look.
+    step: usize,
+    first: String,
+    others: usize,
+    most: usize,
+    of: usize,
+}
+
+/// The place of an optimizer state among the counts, and its steps since it was made or loaded.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Place(Option<usize>);
+pub(crate) struct Place {
+    entry: Option<usize>,
+    steps: usize,
+}
 
 impl Place {
     pub fn has_started(self) -> bool {
-        self.0.is_some()
+        self.entry.is_some()
+    }
+
+    /// The number of the next step since the state was made or loaded, starting at 1.
+    pub fn next_step(self) -> usize {
+        self.steps + 1
     }
 }
 
@@ -67,32 +86,43 @@ impl SkippedSteps {
     /// Parameters that were left untouched at least once, with the number of times, over all optimizers that
     /// share these counts. Waits for the devices.
     pub fn read(&self) -> BTreeMap<String, u64> {
-        let known: Vec<_> = {
-            let Counts { entries, .. } = &*self.lock();
-            entries.iter().map(|entry| (entry.names.clone(), entry.counts.clone())).collect()
-        };
-        let mut sums = BTreeMap::new();
-        for (names, counts) in known {
-            for (name, count) in names.into_iter().zip(values(counts)).filter(|(_, n)| *n > 0.0) {
-                *sums.entry(name).or_default() += count as u64;
-            }
-        }
-        sums
+        let counts = self.lock();
+        let entries = counts.entries.iter();
+        let known = entries.filter_map(|entry| Some((entry.names.clone(), entry.counts.clone()?)));
+        let known: Vec<_> = known.collect();
+        drop(counts); // nobody waits for a device with the lock
+        summed(known.into_iter().map(|(names, counts)| (names, values(counts))))
     }
 
-    /// Registers the counts of an optimizer state before its next step.
-    pub(crate) fn start(&self, place: &mut Place, names: Vec<String>, counts: Tensor<1>) {
+    /// [`read`](Self::read) as of the last look at each state. Waits for nothing.
+    #[cfg(feature = "train")]
+    pub(crate) fn looked_at(&self) -> BTreeMap<String, u64> {
+        let counts = self.lock();
+        summed(counts.entries.iter().map(|entry| (entry.names.clone(), entry.seen.clone())))
+    }
+
+    /// A place for the states of a rule that has one parameter: one takes the place of another.
+    pub(crate) fn reserve(&self) -> Place {
+        let entries = &mut self.lock().entries;
+        entries.push(Entry::default());
+        Place { entry: Some(entries.len() - 1), steps: 0 }
+    }
+
+    /// Registers the counts of an optimizer state before its next step, at a place that was reserved or at a new
+    /// one. The parameters have taken part in so many steps.
+    pub(crate) fn start(
+        &self,
+        reserved: Option<Place>,
+        names: Vec<String>,
+        counts: Tensor<1>,
+        times: Vec<usize>,
+    ) -> Place {
+        let place = Place { steps: 0, ..reserved.unwrap_or_else(|| self.reserve()) };
         let seen = values(counts.clone());
         let in_a_row = vec![0; seen.len()];
-        let entry = Entry { names, counts, steps: 0, looked: 0, seen, in_a_row };
-        let entries = &mut self.lock().entries;
-        match place.0 {
-            Some(place) => entries[place] = entry,
-            None => {
-                *place = Place(Some(entries.len()));
-                entries.push(entry);
-            }
-        }
+        let entry = Entry { names, counts: Some(counts), seen, looked: times, in_a_row };
+        self.lock().entries[place.entry.expect("it was reserved")] = entry;
+        place
     }
 
     /// Records the counts of an optimizer state that has [started](Self::start), after a step. Every so many
@@ -101,25 +131,97 @@ impl SkippedSteps {
     /// # Errors
     ///
     /// [`Error::Skipped`] for a parameter that reached the limit.
-    pub(crate) fn record(&self, place: Place, counts: Tensor<1>, tells: bool) -> Result<()> {
-        let mut known = self.lock();
-        let Counts { entries, warned } = &mut *known;
-        let entry = &mut entries[place.0.expect("it has started")];
-        entry.counts = counts;
-        entry.steps += 1;
-        let every = self.limit.map_or(LOOK_EVERY, |limit| limit.clamp(1, LOOK_EVERY));
-        if entry.steps != 1 && !entry.steps.is_multiple_of(every) {
+    pub(crate) fn record(
+        &self,
+        place: &mut Place,
+        counts: Tensor<1>,
+        times: &[usize],
+        tells: bool,
+    ) -> Result<()> {
+        place.steps += 1;
+        let number = place.entry.expect("it has started");
+        let told = {
+            let mut known = self.lock();
+            known.entries[number].counts = Some(counts.clone());
+            let is_old = known.pending.as_ref().is_some_and(|last| last.step != place.steps);
+            if is_old { known.pending.take() } else { None }
+        };
+        tell(told);
+        let every = self.limit.map_or(LOOK_EVERY, |limit| limit.min(LOOK_EVERY));
+        if place.steps != 1 && !place.steps.is_multiple_of(every) {
             return Ok(());
         }
-        if let Some(warning) = entry.look().filter(|_| tells && *warned != entry.steps) {
-            *warned = entry.steps;
-            log::warn!("{warning}");
+        let counts = values(counts); // without the lock: it waits for the device
+        let mut known = self.lock();
+        let Counts { entries, pending } = &mut *known;
+        let entry = &mut entries[number];
+        let warning = entry.look(counts, times, place.steps).filter(|_| tells);
+        let outcome = entry.check(self.limit);
+        if let Some(warning) = warning {
+            Warning::add(pending, warning);
         }
-        entry.check(self.limit)
+        // All parameters at once, or the end: nothing is to come.
+        let told = if times.len() > 1 || outcome.is_err() { pending.take() } else { None };
+        drop(known);
+        tell(told);
+        outcome
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Counts> {
-        self.counts.lock().expect("no holder of the lock panics")
+    fn lock(&self) -> MutexGuard<'_, Counts> {
+        // Counts are right after every statement.
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Sums by name, without those that are zero.
+fn summed(counts: impl Iterator<Item = (Vec<String>, Vec<f32>)>) -> BTreeMap<String, u64> {
+    let mut sums = BTreeMap::new();
+    for (names, counts) in counts {
+        for (name, count) in names.into_iter().zip(counts).filter(|(_, count)| *count > 0.0) {
+            *sums.entry(name).or_default() += count as u64;
+        }
+    }
+    sums
+}
+
+fn values(counts: Tensor<1>) -> Vec<f32> {
+    counts.into_data().iter::<f32>().collect()
+}
+
+fn tell(warning: Option<Warning>) {
+    if let Some(warning) = warning {
+        log::warn!("{warning}");
+    }
+}
+
+impl Warning {
+    /// Adds what was seen of another state at the same step.
+    fn add(pending: &mut Option<Self>, more: Self) {
+        match pending {
+            Some(known) => {
+                known.others += more.others + 1;
+                if more.most > known.most {
+                    (known.first, known.most, known.of) = (more.first, more.most, more.of);
+                }
+            }
+            None => *pending = Some(more),
+        }
+    }
+}
+
+impl fmt::Display for Warning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "parameter `{}`", self.first)?;
+        match self.others {
+            0 => {}
+            1 => write!(f, " and another")?,
+            others => write!(f, " and {others} others")?,
+        }
+        write!(
+            f,
+            ": up to {} of {} steps skipped, since gradients or updates were not finite, or too large",
+            self.most, self.of
+        )
     }
 }
 
@@ -183,28 +285,23 @@ impl<O: Counting> DynOptimizer for CountedOnLoad<O> {
 }
 
 impl Entry {
-    /// Looks at the counts; says what was skipped since the last look.
-    fn look(&mut self) -> Option<String> {
-        let counts = values(self.counts.clone());
-        let since = self.steps - self.looked;
-        let (mut first, mut others, mut most) = (None, 0, 0);
+    /// Looks at the counts of parameters that have taken part in so many steps; says what was skipped since the
+    /// last look. The parameter that was skipped most often is named.
+    fn look(&mut self, counts: Vec<f32>, times: &[usize], step: usize) -> Option<Warning> {
+        let mut warning = None;
         for (number, count) in counts.iter().enumerate() {
-            let skipped = (count - self.seen[number]) as usize;
+            let of = times[number] - self.looked[number];
+            // What one step has done wrong may be counted with the next, which then counts twice.
+            let most = ((count - self.seen[number]) as usize).min(of);
             let row = &mut self.in_a_row[number];
-            *row = if skipped == since { *row + since } else { 0 };
-            if skipped > 0 {
-                others += usize::from(first.is_some());
-                first = first.or(Some(&self.names[number]));
-                most = most.max(skipped);
+            *row = if most == of { *row + of } else { 0 };
+            if most > 0 {
+                let first = self.names[number].clone();
+                Warning::add(&mut warning, Warning { step, first, others: 0, most, of });
             }
         }
-        (self.seen, self.looked) = (counts, self.steps);
-        let others = if others == 0 { String::new() } else { format!(" and {others} others") };
-        let first = first?;
-        Some(format!(
-            "parameter `{first}`{others}: {most} of the last {since} steps skipped, since gradients were not \
-             finite"
-        ))
+        (self.seen, self.looked) = (counts, times.to_vec());
+        warning
     }
 
     fn check(&self, limit: Option<usize>) -> Result<()> {
@@ -219,10 +316,6 @@ impl Entry {
     }
 }
 
-fn values(counts: Tensor<1>) -> Vec<f32> {
-    counts.into_data().iter::<f32>().collect()
-}
-
 #[cfg(test)]
 mod tests {
     use burn::tensor::{Device, TensorData};
@@ -234,59 +327,75 @@ mod tests {
     }
 
     fn started(skipped: &SkippedSteps, names: &[&str], before: &[f32]) -> Place {
-        let mut place = Place::default();
-        let names = names.iter().map(|name| (*name).to_owned()).collect();
-        skipped.start(&mut place, names, counts(before));
-        place
+        let of = names.iter().map(|name| (*name).to_owned()).collect();
+        skipped.start(None, of, counts(before), vec![0; names.len()])
     }
 
     #[test]
     fn counts_of_several_states_add_up() {
         let skipped = SkippedSteps::new(None);
-        let first = started(&skipped, &["a", "b"], &[0.0, 0.0]);
-        let second = started(&skipped, &["a"], &[2.0]);
+        let mut first = started(&skipped, &["a", "b"], &[0.0, 0.0]);
+        let mut second = started(&skipped, &["a"], &[2.0]);
         assert_eq!(skipped.read(), BTreeMap::from([("a".to_owned(), 2)]));
-        skipped.record(first, counts(&[1.0, 0.0]), true).unwrap();
-        skipped.record(second, counts(&[2.0]), true).unwrap();
+        skipped.record(&mut first, counts(&[1.0, 0.0]), &[1, 1], true).unwrap();
+        skipped.record(&mut second, counts(&[2.0]), &[1], true).unwrap();
         assert_eq!(skipped.clone().read(), BTreeMap::from([("a".to_owned(), 3)]));
-        skipped.record(first, counts(&[1.0, 1.0]), true).unwrap();
+        skipped.record(&mut first, counts(&[1.0, 1.0]), &[2, 2], true).unwrap();
         assert_eq!(skipped.read().len(), 2);
+        // A state that is loaded takes the place of the one before it.
+        let place = skipped.reserve();
+        for before in [7.0, 9.0] {
+            skipped.start(Some(place), vec!["c".into()], counts(&[before]), vec![0]);
+            assert_eq!(skipped.read()["c"], before as u64);
+        }
     }
 
     #[test]
     fn a_parameter_that_is_always_skipped_ends_the_run() {
         let skipped = SkippedSteps::new(Some(30));
-        let place = started(&skipped, &["a", "b"], &[5.0, 0.0]);
+        let mut place = started(&skipped, &["a", "b", "c"], &[5.0, 0.0, 0.0]);
         let outcomes = (1..=60).map(|step| {
-            // `a` always, `b` in all steps but the 30th.
+            // `a` always, `b` in all steps but the 30th; `c` takes part in every other step, and is counted twice
+            // in one of them.
             let b = if step < 30 { step } else { step - 1 };
-            skipped.record(place, counts(&[5.0 + step as f32, b as f32]), false)
+            let c = step / 2;
+            let now = [5.0 + step as f32, b as f32, (c + 1) as f32];
+            skipped.record(&mut place, counts(&now), &[step, step, c], false)
         });
         let outcomes: Vec<Result<()>> = outcomes.collect();
         let failed = outcomes.iter().position(Result::is_err).unwrap() + 1;
         assert_eq!(failed, 50, "the first look with 30 in a row");
         let Err(Error::Skipped { parameter, steps }) = &outcomes[49] else { panic!() };
         assert_eq!((parameter.as_str(), *steps), ("a", 50));
-        let skipped = SkippedSteps::new(Some(3));
-        let place = started(&skipped, &["a"], &[0.0]);
-        let fails = (1..=3).map(|n| skipped.record(place, counts(&[n as f32]), false).is_err());
-        assert_eq!(fails.collect::<Vec<_>>(), [false, false, true]);
+
+        for (limit, times) in [(3, [1, 2, 3]), (2, [0, 1, 2])] {
+            let skipped = SkippedSteps::new(Some(limit));
+            let mut place = started(&skipped, &["a"], &[0.0]);
+            let fails = times.map(|n| {
+                skipped.record(&mut place, counts(&[n as f32 + 1.0]), &[n], false).is_err()
+            });
+            assert_eq!(fails[..2], [false, false], "{limit}");
+        }
     }
 
     #[test]
-    fn warnings_name_the_first_and_count_the_others() {
+    fn warnings_name_the_worst_and_count_the_others() {
         let names = ["a", "b", "c"].map(str::to_owned).to_vec();
-        let mut entry = Entry {
-            names,
-            counts: counts(&[0.0, 2.0, 4.0]),
-            steps: 4,
-            looked: 0,
-            seen: vec![0.0; 3],
-            in_a_row: vec![0; 3],
-        };
-        let warning = entry.look().unwrap();
-        assert!(warning.contains("`b` and 1 others: 4 of the last 4 steps"), "{warning}");
+        let (seen, looked) = (vec![0.0; 3], vec![0; 3]);
+        let mut entry = Entry { names, counts: None, seen, looked, in_a_row: vec![0; 3] };
+        let warning = entry.look(vec![0.0, 2.0, 4.0], &[4; 3], 4).unwrap().to_string();
+        assert!(warning.contains("`c` and another: up to 4 of 4 steps"), "{warning}");
         assert_eq!(entry.in_a_row, [0, 0, 4]);
-        assert_eq!(entry.look(), None, "nothing since");
+        assert_eq!(entry.look(vec![0.0, 2.0, 4.0], &[5; 3], 5), None, "nothing since");
+
+        // States of one parameter each are told of together, with the step after.
+        let skipped = SkippedSteps::new(None);
+        let mut places = ["a", "b"].map(|name| started(&skipped, &[name], &[0.0]));
+        for (place, count) in places.iter_mut().zip([0.0, 1.0]) {
+            skipped.record(place, counts(&[count]), &[1], true).unwrap();
+        }
+        assert_eq!(skipped.lock().pending.as_ref().unwrap().first, "b");
+        skipped.record(&mut places[0], counts(&[0.0]), &[2], true).unwrap();
+        assert_eq!(skipped.lock().pending, None);
     }
 }

@@ -291,8 +291,25 @@ fn parameters_without_elements_stay() {
 }
 
 #[test]
+fn settings_that_would_spoil_every_step_are_refused() {
+    for (config, named) in [
+        (
+            config().with_grad_clipping(Some(GradientClippingConfig::Norm(f32::NAN))),
+            "grad_clipping",
+        ),
+        (config().with_grad_clipping(Some(GradientClippingConfig::Value(0.0))), "grad_clipping"),
+        (config().with_max_skipped(Some(0)), "max_skipped"),
+    ] {
+        match config.try_build() {
+            Err(Error::Setting { setting, .. }) => assert_eq!(setting, named),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+#[test]
 fn rates_that_are_not_finite_are_refused() {
-    for lr in [f64::NAN, f64::INFINITY] {
+    for lr in [f64::NAN, f64::INFINITY, 1e39] {
         let net = Net::new(DType::F32, [4, 4], &device());
         let (_, mut optim) = made(&config(), &net);
         let world = World::alone(device());

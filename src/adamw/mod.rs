@@ -106,6 +106,7 @@ impl AdamWSettings {
             clipping: clipping.cloned(),
             lr_factor,
             parameter: parameter.into(),
+            reserved: skipped.reserve(),
             skipped: skipped.clone(),
         }
     }
@@ -153,6 +154,8 @@ pub(crate) struct GatedAdamW {
     lr_factor: f64,
     parameter: Arc<str>,
     skipped: SkippedSteps,
+    /// Where the states count.
+    reserved: skipped::Place,
 }
 
 /// What AdamW remembers of a parameter. Its record has the tensors `moment_1`, `moment_2`,
@@ -221,7 +224,7 @@ impl GatedAdamW {
         if !state.place.has_started() {
             self.start_counting(&mut state);
         }
-        let GatedAdamWState { moments, corrections, skipped, place } = state;
+        let GatedAdamWState { moments, corrections, skipped, mut place } = state;
         let row = |tensor: Tensor<D>| tensor.reshape([1, -1]);
         // Clipping comes after the gate: it would make an infinite gradient a usual one.
         let batch = grad.clone().reshape([1, 1, -1]);
@@ -244,7 +247,8 @@ impl GatedAdamW {
 
         let Rows { gate, corrections, .. } = rows;
         let skipped = gate.count(skipped);
-        self.skipped.record(place, skipped.clone(), true)?;
+        let times = [place.next_step()];
+        self.skipped.record(&mut place, skipped.clone(), &times, true)?;
         let moments = moments.map(|tensor| tensor.reshape(shape));
         Ok((updated.reshape(shape), GatedAdamWState { moments, corrections, skipped, place }))
     }
@@ -253,7 +257,8 @@ impl GatedAdamW {
 impl Counting for GatedAdamW {
     fn start_counting<const D: usize>(&self, state: &mut GatedAdamWState<D>) {
         let names = vec![self.parameter.to_string()];
-        self.skipped.start(&mut state.place, names, state.skipped.clone());
+        let reserved = Some(self.reserved);
+        state.place = self.skipped.start(reserved, names, state.skipped.clone(), vec![0]);
     }
 }
 

@@ -143,15 +143,15 @@ pub fn save<M: Module, T: Serialize>(
 /// have it.
 ///
 /// The model is read one parameter at a time. A [`ModuleOptimizer`] takes its state only as a whole:
-/// host memory holds it once meanwhile.
+/// host memory holds it once meanwhile, and once more when it is compared with what was taken.
 ///
 /// # Errors
 ///
 /// - [`Error::Checkpoint`] if the file is missing, damaged or not a checkpoint, or if its optimizer
 ///   state is not that of `optim`;
 /// - [`Error::OtherModel`] if a parameter is missing, new, or of another shape or type;
-/// - on many ranks [`Error::CheckpointsDiffer`] if the ranks' files are not copies of one, and those of every
-///   collective.
+/// - on many ranks [`Error::CheckpointsDiffer`] if the ranks' files are not copies of one, [`Error::Parameter`] if a
+///   state does not fit its parameter, and those of every collective.
 pub fn load<M: Module, T: DeserializeOwned, O: Checkpointed>(
     path: impl AsRef<Path>,
     model: M,

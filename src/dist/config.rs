@@ -91,6 +91,7 @@ impl DistMuonConfig {
     ///
     /// On all ranks, if on one:
     /// - those of [`MuonConfig::route`];
+    /// - [`Error::Parameter`] for a parameter in float64, which ranks can't exchange;
     /// - [`Error::Setting`] for a setting that no run can use;
     /// - [`Error::SettingsDiffer`] if the ranks' configurations differ;
     /// - [`Error::ModelsDiffer`] if the ranks' models or their values differ, naming the first

@@ -85,8 +85,8 @@ impl DistMuonStrategy {
         Self { devices: devices.into_iter().collect(), config, deadline: DEADLINE, skipped }
     }
 
-    /// How often each parameter was left untouched because its gradient was not finite: to be cloned before
-    /// the training, and read during it and after. As a metric, see
+    /// The steps that left parameters untouched: to be cloned before the training, and read during it and after. As
+    /// a metric, see
     /// [`SkippedStepsMetric`](crate::SkippedStepsMetric).
     pub fn skipped_steps(&self) -> &SkippedSteps {
         &self.skipped

@@ -168,7 +168,7 @@ impl DistMuon {
         Ok(routing.init_with(|rule| Self { rule, ..self.clone() }))
     }
 
-    /// How often this rank's parameters were left untouched because their gradient was not finite.
+    /// The steps that left this rank's parameters untouched; of threads that share one instance, those of all.
     pub fn skipped_steps(&self) -> &SkippedSteps {
         self.rule.skipped_steps()
     }

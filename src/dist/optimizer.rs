@@ -186,6 +186,8 @@ impl DistModuleOptimizer {
     ///   gradient, is not what the optimizer was made for;
     /// - [`Error::SettingsDiffer`](crate::Error::SettingsDiffer) if the ranks give different learning rates,
     ///   or have not taken the same steps before;
+    /// - [`Error::Setting`](crate::Error::Setting) for a learning rate that is not finite;
+    /// - [`Error::Skipped`](crate::Error::Skipped) for a parameter that was skipped in too many steps in a row;
     /// - [`Error::NotComputed`](crate::Error::NotComputed), with the first parameter of a bucket, if the device
     ///   has no memory for its gradients or their step;
     /// - those of every collective.
@@ -227,7 +229,8 @@ impl DistModuleOptimizer {
         self.memory
     }
 
-    /// How often each parameter was left untouched because its gradient was not finite. The same on all ranks.
+    /// The steps that left parameters untouched: the same on all ranks. What the iteration can't orthogonalise is
+    /// counted with the next step.
     pub fn skipped_steps(&self) -> &SkippedSteps {
         &self.skipped
     }
@@ -243,7 +246,9 @@ impl DistModuleOptimizer {
     /// Registers the counts as they are now.
     pub(super) fn start_counting(&mut self) {
         let names = self.members.iter().map(|member| member.path.clone()).collect();
-        self.skipped.start(&mut self.place, names, self.counters.skipped.clone());
+        let reserved = self.place.has_started().then_some(self.place);
+        let times = self.members.iter().map(|member| member.time).collect();
+        self.place = self.skipped.start(reserved, names, self.counters.skipped.clone(), times);
     }
 
     fn three_phases<M: Module>(
@@ -272,7 +277,9 @@ impl DistModuleOptimizer {
         for (member, present) in self.members.iter_mut().zip(present) {
             member.time += usize::from(present);
         }
-        self.skipped.record(self.place, self.counters.skipped.clone(), self.world.is_main())?;
+        let times: Vec<usize> = self.members.iter().map(|member| member.time).collect();
+        let (counts, tells) = (self.counters.skipped.clone(), self.world.is_main());
+        self.skipped.record(&mut self.place, counts, &times, tells)?;
         self.observe(&step);
         Ok(step.held.put_back(model, self.plan.parameters()))
     }

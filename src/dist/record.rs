@@ -348,7 +348,8 @@ impl DistModuleOptimizer {
                     let kind = (parameters[number].elements(), dtype);
                     let found = find(states, (path, name), kind, rank)?;
                     if let Some(found) = found.filter(|_| share.takes(&pieces)) {
-                        share.take(&states.archive().data(found)?, &pieces);
+                        let data = states.archive().data(found)?.convert_dtype(dtype);
+                        share.take(&data, &pieces);
                     }
                 }
                 let data = TensorData::from_bytes_vec(share.bytes, [range.len()], dtype);
@@ -365,6 +366,10 @@ impl DistModuleOptimizer {
         for member in &mut self.members {
             member.time = states.time(&member.path).unwrap_or(0);
         }
+        for shard in &mut self.shards {
+            shard.late = shard.late.zeros_like();
+        }
+        self.start_counting();
         Ok(asked)
     }
 }
@@ -424,7 +429,6 @@ impl DistModuleOptimizer {
         let [skipped, first, second] = COUNTERS;
         self.counters =
             Counters { skipped: read(skipped)?, corrections: [read(first)?, read(second)?] };
-        self.start_counting();
         Ok(())
     }
 }
@@ -508,7 +512,7 @@ fn find<'a>(
     rank: usize,
 ) -> Result<Option<&'a str>> {
     let reason = match states.find(path, name) {
-        Some((found, stored)) if (stored.elements(), stored.dtype) == (elements, dtype) => {
+        Some((found, stored)) if stored.elements() == elements && fits(stored.dtype, dtype) => {
             return Ok(Some(found));
         }
         Some((_, stored)) => format!(
@@ -522,6 +526,13 @@ fn find<'a>(
     };
     let remedy = "configure the optimizer as it was when the state was saved";
     Err(Error::Parameter { parameter: path.to_owned(), rank, reason, remedy })
+}
+
+/// Returns `true` for a saved type that a state can be made of: its own, or half precision, which files of older
+/// versions have where there is float32 now.
+fn fits(stored: DType, dtype: DType) -> bool {
+    let is_half = matches!(stored, DType::F16 | DType::BF16);
+    stored == dtype || dtype == DType::F32 && is_half
 }
 
 /// Writes the next tensor of a checkpoint, unless one before it could not be written.

@@ -238,7 +238,8 @@ impl World {
     }
 
     /// [`from_env`](Self::from_env) where a launcher started this process, else a world of one on the
-    /// default device, with autodiff: the same program runs alone and on many ranks.
+    /// default device, with autodiff: the same program runs alone and on many ranks. Slurm's variables are
+    /// there in a batch script, too: start the program with srun.
     ///
     /// ```no_run
     /// let world = distmuon::dist::World::from_env_or_alone()?;

@@ -94,8 +94,8 @@ pub struct MuonConfig {
     /// For clipping by the norm of all gradients together, on one device too, see
     /// [`DistMuonConfig::max_norm`](crate::dist::DistMuonConfig::max_norm).
     pub grad_clipping: Option<GradientClippingConfig>,
-    /// Steps in a row in which a parameter may be skipped, because its gradients are not finite, before
-    /// the run ends with [`Error::Skipped`]; `None` for any number. See [`SkippedSteps`].
+    /// Steps in a row in which a parameter may be skipped before the run ends with [`Error::Skipped`], at the
+    /// next look at the counts; `None` for any number. See [`SkippedSteps`].
     #[config(default = "Some(100)")]
     pub max_skipped: Option<usize>,
 }
@@ -119,6 +119,7 @@ impl MuonConfig {
             layout: self.layout,
             parameter: UNNAMED.into(),
             skipped: SkippedSteps::new(self.max_skipped),
+            reserved: None,
         })
     }
 
@@ -185,6 +186,18 @@ impl MuonConfig {
         }
         if !usable(&self.lr_factor) {
             return refuse("lr_factor", self.lr_factor, "a finite number, zero or more");
+        }
+        let positive = |value: f64| value.is_finite() && value > 0.0;
+        match self.grad_clipping {
+            Some(GradientClippingConfig::Norm(most) | GradientClippingConfig::Value(most))
+                if !positive(most.into()) =>
+            {
+                return refuse("grad_clipping", most.into(), "a positive number");
+            }
+            _ => {}
+        }
+        if self.max_skipped == Some(0) {
+            return refuse("max_skipped", 0.0, "at least 1, or `None` for any number");
         }
         self.adamw.check()?;
         Ok(Settings {

@@ -113,9 +113,9 @@ pub(super) fn apply(
     match Engine::choose(kernels, &parameter.device(), parameter.dtype().into()) {
         Engine::Portable => {
             let given = parameter.dtype();
-            // As wide as the direction, and rounded once.
-            let wide = parameter.clone().cast(direction.dtype());
-            let [keep, lr] = [keep, lr].map(|x| spread(x.cast(wide.dtype()), &wide));
+            // In the type of the rates, in which `1 - 1e-4` is not 1, and rounded once.
+            let [wide, direction] = [parameter.clone(), direction].map(|x| x.cast(lr.dtype()));
+            let [keep, lr] = [keep, lr].map(|x| spread(x, &wide));
             gate.choose((wide * keep - direction * lr).cast(given), parameter)
         }
         Engine::Flex | Engine::Cube { .. } => Tensor::from_dispatch(Dispatch::apply(

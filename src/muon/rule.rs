@@ -67,7 +67,8 @@ pub(crate) fn momentum_dtype(of: DType) -> DType {
 
 /// Refuses a learning rate that would make parameters NaN or infinite.
 pub(crate) fn check_rate(lr: LearningRate) -> Result<()> {
-    match lr.is_finite() {
+    // In float32, as most parameters have it.
+    match (lr as f32).is_finite() {
         true => Ok(()),
         false => Err(Error::Setting {
             setting: "learning rate",
@@ -125,6 +126,8 @@ pub struct Muon {
     pub(super) layout: MatrixLayout,
     pub(super) parameter: Arc<str>,
     pub(super) skipped: SkippedSteps,
+    /// Where the states count, if they are of one parameter.
+    pub(super) reserved: Option<skipped::Place>,
 }
 
 /// What Muon remembers of a parameter. Its record has the tensors `momentum` and `skipped` and the
@@ -133,7 +136,7 @@ pub struct Muon {
 pub struct MuonState<const D: usize> {
     /// Moving average of the gradients, shaped like the parameter and of its type, but float32 for float16.
     pub momentum: Tensor<D>,
-    /// Steps that left the parameter untouched because its gradient was not finite, `[1]`.
+    /// Steps that left the parameter untouched, `[1]`: see [`SkippedSteps`].
     pub skipped: Tensor<1>,
     /// Steps taken, skipped ones included: the position in the schedules.
     pub time: usize,
@@ -171,7 +174,7 @@ impl<const D: usize> RecordState for MuonState<D> {
 }
 
 impl Muon {
-    /// How often parameters were left untouched because their gradient was not finite.
+    /// The steps that left parameters untouched.
     pub fn skipped_steps(&self) -> &SkippedSteps {
         &self.skipped
     }
@@ -189,6 +192,11 @@ impl Muon {
         layout: MatrixLayout,
     ) -> Self {
         Self { view, layout, parameter: parameter.into(), ..self.clone() }
+    }
+
+    /// The same rule, all states of which are of one parameter: one takes the place of another.
+    pub(crate) fn for_one_optimizer(self) -> Self {
+        Self { reserved: Some(self.skipped.reserve()), ..self }
     }
 
     /// What the parameter is called in errors.
@@ -225,7 +233,7 @@ impl Muon {
         if !state.place.has_started() {
             self.start_counting(&mut state);
         }
-        let MuonState { momentum, skipped, time, place } = state;
+        let MuonState { momentum, skipped, time, mut place } = state;
         if k * m * n == 0 {
             // Nothing to update, and Burn takes a zero in a new shape for the old length.
             return Ok((parameter, MuonState { momentum, skipped, time: time + 1, place }));
@@ -252,7 +260,8 @@ impl Muon {
         }
 
         let skipped = stepped.updated.all().count(skipped);
-        self.skipped.record(place, skipped.clone(), true)?;
+        let times = [place.next_step()];
+        self.skipped.record(&mut place, skipped.clone(), &times, true)?;
         let momentum = stepped.momentum.reshape(shape);
         let state = MuonState { momentum, skipped, time: time + 1, place };
         Ok((stepped.parameters.reshape(shape), state))
@@ -262,7 +271,7 @@ impl Muon {
 impl Counting for Muon {
     fn start_counting<const D: usize>(&self, state: &mut MuonState<D>) {
         let names = vec![self.parameter.to_string()];
-        self.skipped.start(&mut state.place, names, state.skipped.clone());
+        state.place = self.skipped.start(self.reserved, names, state.skipped.clone(), vec![0]);
     }
 }
 

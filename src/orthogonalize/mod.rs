@@ -61,9 +61,10 @@ impl IterationDtype {
             Dispatch::dtype_usage(device.as_dispatch(), half).contains(DTypeUsage::Accelerated)
         };
         match self {
+            // Whoever trains in float64 wants its digits.
+            Self::Auto | Self::F32 if dtype == DType::F64 => FloatDType::F64,
             Self::Auto if accelerated(DType::F16) => FloatDType::F16,
             Self::Auto if accelerated(DType::BF16) => FloatDType::BF16,
-            Self::Auto | Self::F32 if dtype == DType::F64 => FloatDType::F64,
             Self::Auto | Self::F32 => FloatDType::F32,
             Self::F16 => FloatDType::F16,
             Self::Bf16 => FloatDType::BF16,

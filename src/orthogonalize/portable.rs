@@ -53,13 +53,13 @@ pub fn product_add<B: Backend>(
 
 /// [`MatrixOps::normalize`](super::ops::MatrixOps::normalize).
 ///
-/// The sum of magnitudes is divided out first, so that no square overflows or underflows.
+/// The largest magnitude is divided out first, so that no square overflows or underflows.
 pub fn normalize(x: Tensor<3>, epsilon: f64) -> Tensor<3> {
     let smallest = match x.dtype() {
         DType::F64 => f64::MIN_POSITIVE,
         _ => f32::MIN_POSITIVE.into(),
     };
-    let size = x.clone().abs().sum_dims(&[1, 2]).clamp_min(smallest);
+    let size = x.clone().abs().max_dim(2).max_dim(1).clamp_min(smallest);
     let x = x / size.clone();
     let norm = x.clone().square().sum_dims(&[1, 2]).sqrt().clamp_min(smallest);
     x / norm.max_pair(size.recip().mul_scalar(epsilon))

@@ -6,6 +6,8 @@
 //! that this comes to, predicted for a number of spectra (`rounding.rs`), beside that of
 //! the standard form. `docs/precision.md` compares both with what was measured.
 
+use std::collections::HashMap;
+
 use burn::tensor::FloatDType;
 
 use super::coefficients::Polynomial;
@@ -23,6 +25,9 @@ const MOST_LARGE_ERROR: f64 = 1.25;
 /// are summed more precisely than they are stored; 6e-5 in float32, 1e-13 in float64.
 const ALLOWED_HALF: f64 = 4.0;
 const ALLOWED: f64 = 2048.0;
+
+/// First restarts that are looked into for every position of the last of them.
+const HEADS_OF_AN_END: usize = 16;
 
 /// Rows of the simulated matrices with graded spectra.
 const ROWS: [f64; 3] = [24.0, 256.0, 2048.0];
@@ -67,9 +72,22 @@ pub fn choose(schedule: &[Polynomial], dtype: FloatDType) -> Option<Vec<usize>> 
             let next = head.last().expect("it starts with 0") + 1..steps;
             next.map(move |next| [head.as_slice(), &[next]].concat())
         });
-        heads = longer.filter(|head| excess(head) <= 1.0).collect();
+        let usable = longer.map(|head| (excess(&head), head)).filter(|(excess, _)| *excess <= 1.0);
+        heads = best_of_each_end(usable.collect());
     }
     None
+}
+
+/// The heads with the least excess among those that end alike: all of them would be too many for long runs.
+fn best_of_each_end(mut heads: Vec<(f64, Vec<usize>)>) -> Vec<Vec<usize>> {
+    heads.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+    let mut kept = HashMap::<usize, usize>::new();
+    heads.retain(|(_, head)| {
+        let same = kept.entry(*head.last().expect("it starts with 0")).or_default();
+        *same += 1;
+        *same <= HEADS_OF_AN_END
+    });
+    heads.into_iter().map(|(_, head)| head).collect()
 }
 
 /// The larger of two; what is no number counts as infinite.

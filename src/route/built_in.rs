@@ -12,14 +12,14 @@ const HEADS: [&str; 6] = ["head", "classifier", "unembed", "unembedding", "embed
 /// The name of a head, unless one of [`HEADS`] is beside it.
 const OUTPUT: &str = "output";
 
-/// What the fields of a model say of its modules.
+/// The modules of a model, as its fields describe them.
 pub(super) struct Anatomy<'a> {
     parameters: &'a [Found],
     /// The paths of attention modules.
     attention: HashSet<&'a str>,
     /// The paths of the matrices that are output heads.
     heads: Vec<&'a str>,
-    /// Whether names made them heads, rather than their place.
+    /// `true` if names made them heads, rather than their place.
     named: bool,
 }
 
@@ -77,7 +77,7 @@ impl<'a> Anatomy<'a> {
         (group, reason.to_owned())
     }
 
-    /// Whether a parameter is in an attention module or a recurrent cell.
+    /// Tells whether a parameter is in an attention module or a recurrent cell.
     fn is_inner(&self, found: &Found) -> bool {
         (0..=found.fields.len()).any(|depth| self.attention.contains(found.module(depth)))
             || found.fields.iter().any(|field| field.holder == "GateController")
@@ -117,12 +117,12 @@ impl<'a> Anatomy<'a> {
         (!hidden).then(|| last.weight())
     }
 
-    /// Whether a module above this depth is a layer.
+    /// Tells whether a module above this depth is a layer.
     fn is_in_layer(&self, found: &Found, depth: usize) -> bool {
         (1..depth).any(|depth| self.is_layer(found.module(depth), depth))
     }
 
-    /// Whether a module is a layer of a model, rather than the model: it has attention, but not all
+    /// Tells whether a module is a layer of a model, rather than the model: it has attention, but not all
     /// parameters, and no embeddings.
     fn is_layer(&self, module: &str, depth: usize) -> bool {
         let (inside, outside): (Vec<&Found>, Vec<&Found>) =
@@ -160,7 +160,7 @@ fn attention(parameters: &[Found]) -> HashSet<&str> {
     modules.into_iter().filter_map(is_attention).collect()
 }
 
-/// Whether a parameter may be a head by its shape and type.
+/// Tells whether a parameter may be a head by its shape and type.
 fn is_matrix(found: &Found) -> bool {
     found.shape.len() >= 2 && found.holder() != "Embedding" && !found.is_adapter
 }
@@ -177,7 +177,7 @@ fn is_position(name: &str) -> bool {
     has_word(name, &["pos", "position", "positions", "positional"])
 }
 
-/// Whether a name has one of these words between its underscores.
+/// Tells whether a name has one of these words between its underscores.
 fn has_word(name: &str, words: &[&str]) -> bool {
     name.split('_').any(|word| words.contains(&word))
 }

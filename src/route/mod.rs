@@ -57,7 +57,7 @@ pub enum Group {
 }
 
 impl Group {
-    /// What updates it, whichever way it is seen.
+    /// The name of what updates it, whichever way it is seen.
     fn name(self) -> &'static str {
         match self {
             Self::Muon { .. } => "Muon",
@@ -182,8 +182,8 @@ impl Routing {
         &self.muon
     }
 
-    /// How often each parameter was left untouched because its gradient was not finite, over all
-    /// optimizers that [`init`](Self::init) made of this routing.
+    /// The steps that left parameters untouched, over all optimizers that [`init`](Self::init) made of this
+    /// routing.
     pub fn skipped_steps(&self) -> &SkippedSteps {
         self.muon.skipped_steps()
     }
@@ -212,7 +212,11 @@ impl Routing {
             let lr_factor = match route.group {
                 Group::Muon { view, layout } => {
                     let muon = self.muon.for_parameter(&route.path, view, layout);
-                    return optim.with_group(parameter, CountedOnLoad(matrices(muon)), None);
+                    return optim.with_group(
+                        parameter,
+                        CountedOnLoad(matrices(muon.for_one_optimizer())),
+                        None,
+                    );
                 }
                 Group::Embedding => adamw.embedding_lr,
                 Group::Head => adamw.head_lr,
@@ -242,7 +246,7 @@ fn refuse_shared(parameters: &[Found]) -> Result<()> {
     Ok(())
 }
 
-/// What stands in for the optimizer of a parameter that has none.
+/// A stand-in for the optimizer of a parameter that has none.
 #[derive(Clone)]
 struct Refuse {
     /// Why, after "a parameter of shape `[..]`".

@@ -106,7 +106,7 @@ impl Rule {
         }
     }
 
-    /// What it needs among the parameters that it matches, if that is not there.
+    /// Returns what it needs among the parameters that it matches, if that is not there.
     fn lack(&self, matches: &[&Found]) -> Option<&'static str> {
         match self.to {
             _ if matches.is_empty() => Some("a parameter that it matches"),
@@ -146,7 +146,7 @@ impl<'a> Rules<'a> {
         Ok(Self(rules))
     }
 
-    /// What the last rule that matches a parameter decides.
+    /// Returns the decision of the last rule that matches a parameter.
     pub fn decide(
         &self,
         found: &Found,

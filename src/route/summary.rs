@@ -6,11 +6,11 @@ use comfy_table::{CellAlignment, Table, presets};
 
 use super::{Route, Routing};
 
-/// What the parameters of a group are, and what they cost. Groups are those that learning rates are
+/// The parameters of a group and their costs. Groups are those that learning rates are
 /// given to, so that all views of Muon are one.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GroupSummary {
-    /// What updates it, as in `AdamW (head)`; `frozen` for nothing.
+    /// The group, as in `AdamW (head)`; `frozen` for what nothing updates.
     pub optimizer: &'static str,
     /// The number of its tensors.
     pub tensors: usize,
@@ -36,7 +36,7 @@ impl GroupSummary {
 }
 
 impl Routing {
-    /// What each group has and costs; groups without parameters are left out.
+    /// Returns the parameters and costs of each group; groups without parameters are left out.
     pub fn summary(&self) -> Vec<GroupSummary> {
         let groups = ["Muon", "AdamW (embedding)", "AdamW (head)", "AdamW (vector)", "frozen"];
         let of = |group| self.routes.iter().filter(move |route| route.group.name() == group);

@@ -13,9 +13,9 @@ pub(crate) struct Found {
     pub shape: Vec<usize>,
     pub dtype: DType,
     pub device: Device,
-    /// Whether it is trained: neither frozen nor without elements.
+    /// `true` if it is trained: neither frozen nor without elements.
     pub trainable: bool,
-    /// Whether it is a factor of a LoRA adapter. Its fields are those of the weight that it adapts.
+    /// `true` if it is a factor of a LoRA adapter. Its fields are those of the weight that it adapts.
     pub(super) is_adapter: bool,
     /// The way to it.
     pub(super) fields: Vec<Field>,
@@ -52,13 +52,13 @@ impl Found {
         self.module(self.fields.len())
     }
 
-    /// Whether the first so many fields have an index among them, so that there may be others like it.
+    /// Tells whether the first so many fields have an index among them, so that there may be others like it.
     pub(super) fn in_stack(&self, depth: usize) -> bool {
         let is_index = |field: &Field| field.name.chars().all(|c| c.is_ascii_digit());
         self.fields[..depth].iter().any(is_index)
     }
 
-    /// Whether it is in the module of this path and depth.
+    /// Tells whether it is in the module of this path and depth.
     pub(super) fn is_in(&self, module: &str, depth: usize) -> bool {
         depth <= self.fields.len() && self.module(depth) == module
     }
