@@ -444,6 +444,12 @@ fn counts_continue_from_a_checkpoint() {
     let good = net.gradients(1.0);
     let net = optim.step(0.1, net, good);
     assert_eq!(routing.skipped_steps().read(), counts);
+    // Into an optimizer that has counted already: the file's counts take the place of its own.
+    let bad = net.gradients(f32::NAN);
+    let net = optim.step(0.1, net, bad);
+    assert_eq!(routing.skipped_steps().read()["matrix"], 2);
+    let (net, _, _): (_, _, i32) = checkpoint::load(&path, net, optim).unwrap();
+    assert_eq!(routing.skipped_steps().read(), counts);
 
     let muon = config().with_rule(Rule::muon("matrix"));
     let world = World::alone(device());
