@@ -133,9 +133,10 @@ impl DistModuleOptimizer {
         start::same_config(world, config)?;
         let routed = config.check().and_then(|()| config.muon.route(model));
         let routing = world.agree(routed)?;
-        let (members, parameters) =
-            world.agree(start::members(config, &routing, model, world.rank()))?;
+        let (members, parameters) = world.agree(start::members(config, &routing, model))?;
         start::same_model(world, &parameters, model)?;
+        // Equal on all ranks by now.
+        start::check_types(&parameters, world.rank())?;
         let settings = routing.muon().settings().clone();
         let costs = config.costs.costs(world, &parameters, &settings.newton_schulz)?;
         let plan = start::plan(config, world, parameters, &costs)?;

@@ -11,21 +11,19 @@ use super::optimizer::Member;
 use super::plan::{Costs, Parameter, Plan, Work, spread};
 use super::record::Busy;
 use crate::error::{Error, Result};
-use crate::route::{Found, Group, Routing, Walk};
+use crate::route::{Group, Routing, Walk};
 
 /// The trained parameters of a model in its order: what the rules say of them, and what a plan sees.
 pub fn members<M: Module>(
     config: &DistMuonConfig,
     routing: &Routing,
     model: &M,
-    rank: usize,
 ) -> Result<(Vec<Member>, Vec<Parameter>)> {
     let settings = routing.muon().settings();
     let mut members = Vec::new();
     let mut parameters = Vec::new();
     let found = Walk::through(model).into_iter();
     for (found, route) in found.zip(routing.routes()).filter(|(found, _)| found.trainable) {
-        check_type(&found, rank)?;
         let work = match route.group {
             Group::Muon { view, .. } => {
                 let [count, rows, columns] = view.batch_shape(&found.path, &found.shape)?;
@@ -44,14 +42,15 @@ pub fn members<M: Module>(
     Ok((members, parameters))
 }
 
-/// Refuses a type that ranks can't exchange.
-fn check_type(found: &Found, rank: usize) -> Result<()> {
-    match found.dtype {
-        DType::F32 | DType::F16 | DType::BF16 => Ok(()),
-        _ => Err(Error::Parameter {
-            parameter: found.path.clone(),
+/// Refuses types that ranks can't exchange.
+pub fn check_types(parameters: &[Parameter], rank: usize) -> Result<()> {
+    let usable = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+    match parameters.iter().find(|parameter| !usable(parameter.dtype)) {
+        None => Ok(()),
+        Some(parameter) => Err(Error::Parameter {
+            parameter: parameter.path.clone(),
             rank,
-            reason: format!("it is {}, which ranks can't exchange", found.dtype.name()),
+            reason: format!("it is {}, which ranks can't exchange", parameter.dtype.name()),
             remedy: "train it in float32, float16 or bfloat16, or on one device with \
                      `MuonConfig::init`",
         }),

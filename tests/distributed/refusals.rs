@@ -233,8 +233,11 @@ fn a_gradient_of_a_parameter_that_was_frozen_or_absent_is_refused() {
     assert_eq!(parameter, "wide.weight");
     assert!(reason.contains("frozen"), "{error}");
 
-    let layer = || LinearConfig::new(8, 8).with_bias(false).init(&device());
-    let mut layers = vec![layer()];
+    let layer = || {
+        let layer = LinearConfig::new(8, 8).with_bias(false).init(&device());
+        layer.map(&mut common::Fixed(StdRng::seed_from_u64(7)))
+    };
+    let mut layers: Vec<Linear> = vec![layer()];
     let mut optim = DistMuonConfig::new().init(&World::alone(device()), &layers).unwrap();
     layers.push(layer());
     let gradients = crate::gradients(&layers, 0);
