@@ -5,8 +5,9 @@ mod common;
 
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::{Module, Param, ParamId};
-use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer};
+use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer, OptimizerRecord};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, f16, s};
+use burn_pack::{Reader, Writer};
 use common::{bits, has_type};
 use distmuon::dist::{DistMuonConfig, World};
 use distmuon::{
@@ -419,6 +420,54 @@ fn counts_of_all_optimizers_of_a_routing_add_up() {
     }
     optim.step(0.1, matrices, gradients);
     assert_eq!(skipped.read().into_values().sum::<u64>(), 1);
+}
+
+/// A record as versions wrote it that had the moments of bfloat16 parameters in bfloat16.
+fn older(record: OptimizerRecord) -> OptimizerRecord {
+    let reader = Reader::from_bytes(record.into_bytes().unwrap()).unwrap();
+    let (scalars, metadata) = (reader.scalars().clone(), reader.metadata().clone());
+    let tensors = reader.into_tensors().unwrap().into_iter().map(|tensor| {
+        let (name, dtype, shape, id, bytes) = tensor.into_parts().unwrap();
+        let data = TensorData::from_bytes(bytes, shape, dtype);
+        let is_moment = name.contains(".moment_");
+        let data = if is_moment { data.convert_dtype(DType::BF16) } else { data };
+        let (bytes, shape, dtype) = data.into_parts();
+        burn_pack::Tensor::new(name, dtype, shape, id, bytes)
+    });
+    let mut writer = Writer::new(tensors.collect());
+    for (name, value) in scalars {
+        writer = writer.with_scalar(&name, value);
+    }
+    for (name, value) in &metadata {
+        writer = writer.with_metadata(name, value);
+    }
+    OptimizerRecord::from_bytes(writer.into_bytes().unwrap()).unwrap()
+}
+
+#[test]
+fn half_precision_states_of_older_files_are_widened() {
+    if !has_type(FloatDType::BF16) {
+        println!("skipped: the device has no BF16");
+        return;
+    }
+    let muon = config().with_rule(Rule::muon("matrix"));
+    let net = Net::new(DType::BF16, [4, 6], &device());
+    let mut optim = muon.init(&net);
+    let gradients = net.gradients(1.0);
+    let net = optim.step(0.1, net, gradients);
+    let record = || older(optim.to_record()).into_bytes().unwrap();
+
+    let mut alone = muon.init(&net).load_record(OptimizerRecord::from_bytes(record()).unwrap());
+    let expected = plain(&alone.step(0.1, net.clone(), net.gradients(0.5)));
+    assert_ne!(expected, plain(&muon.init(&net).step(0.1, net.clone(), net.gradients(0.5))));
+    let config = DistMuonConfig::new().with_muon(muon);
+    let on_ranks = World::threads_with(World::devices(2), net, |world, net| {
+        let optim = config.init(&world, &net)?;
+        let mut optim = optim.load_record(OptimizerRecord::from_bytes(record()).unwrap())?;
+        let gradients = net.gradients(0.5);
+        Ok::<_, Error>(plain(&optim.step(0.1, net, gradients)?))
+    });
+    assert_eq!(on_ranks.unwrap(), [expected.clone(), expected]);
 }
 
 #[derive(Module, Debug)]

@@ -1,11 +1,11 @@
-//! What makes a run the one it is, and what a checkpoint keeps of it.
+//! The settings of a run, and what a checkpoint keeps of it.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, ensure};
-use burn_pack::Reader;
 use clap::{Args, ValueEnum};
+use distmuon::checkpoint;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
@@ -177,11 +177,7 @@ impl Progress {
 
     /// The progress in a checkpoint, whose tensors are not read.
     pub fn read(path: &Path) -> Result<Self> {
-        let reader = Reader::from_file_exact(path)
-            .map_err(|error| anyhow!("{error}; give a file that train_lm has saved"))?;
-        let progress = reader.metadata().get("progress").map(|text| serde_json::from_str(text));
-        let progress = progress.context("it is no checkpoint; give a file that train_lm has saved");
-        progress?.context("it is no checkpoint of this train_lm")
+        checkpoint::progress(path).context("give a file that train_lm has saved")
     }
 
     /// Tells where a run goes on, and what follows from another number of steps.

@@ -19,6 +19,7 @@
 //! let optim = MuonConfig::new().init(&model);
 //! let (model, optim, step): (_, _, usize) = checkpoint::load(&path, model, optim)?;
 //! assert_eq!(step, 100);
+//! assert_eq!(checkpoint::progress::<usize>(&path)?, 100); // without model and optimizer
 //! # Ok::<(), distmuon::Error>(())
 //! ```
 //!
@@ -158,6 +159,16 @@ pub fn load<M: Module, T: DeserializeOwned, O: Checkpointed>(
     optim: O,
 ) -> Result<(M, O, T)> {
     optim.load_run(path.as_ref(), model)
+}
+
+/// Returns the progress of a saved run, without its model and optimizer: to make these as it says.
+///
+/// # Errors
+///
+/// [`Error::Checkpoint`] if the file is missing, damaged or not a checkpoint, or if its progress is of another
+/// type.
+pub fn progress<T: DeserializeOwned>(path: impl AsRef<Path>) -> Result<T> {
+    Archive::open(path.as_ref())?.progress()
 }
 
 impl Checkpointed for ModuleOptimizer {
