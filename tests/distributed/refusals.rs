@@ -6,9 +6,10 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::dist::{DistMuonConfig, World};
 use distmuon::{Error, MuonConfig};
+use rand::{SeedableRng, rngs::StdRng};
 
 use crate::worlds::{Case, cases};
-use crate::{Net, config, device, ranks, ranks_here};
+use crate::{Net, common, config, device, ranks, ranks_here};
 
 pub const OTHERS: &[Case] = cases![
     models_that_differ_are_named,
