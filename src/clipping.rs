@@ -1,7 +1,9 @@
 //! Clipping of gradients by norms that neither overflow nor underflow.
 
 use burn::grad_clipping::GradientClippingConfig;
-use burn::tensor::{DType, FloatDType, Tensor};
+use burn::tensor::Tensor;
+
+use crate::muon::rule::precise_dtype;
 
 /// Norms of rows, `scale sqrt(squares)`: the largest magnitude of a row, and the sum of the squares of what
 /// is divided by it, as in LAPACK's `slassq`.
@@ -32,12 +34,16 @@ impl Norms {
     }
 }
 
-/// The gradient of one parameter, clipped. It has to be finite, or refused by its
+/// The gradient of one parameter, clipped as it is configured. It has to be finite, or refused by its
 /// [gate](crate::gate::Gate).
-pub(crate) fn clip<const D: usize>(config: &GradientClippingConfig, grad: Tensor<D>) -> Tensor<D> {
-    match *config {
-        GradientClippingConfig::Value(most) => grad.clamp(-most, most),
-        GradientClippingConfig::Norm(most) => {
+pub(crate) fn clip<const D: usize>(
+    config: Option<&GradientClippingConfig>,
+    grad: Tensor<D>,
+) -> Tensor<D> {
+    match config {
+        None => grad,
+        Some(&GradientClippingConfig::Value(most)) => grad.clamp(-most, most),
+        Some(&GradientClippingConfig::Norm(most)) => {
             let factor = Norms::of_rows(grad.clone().reshape([1, -1])).factor(f64::from(most), 0.0);
             scaled(grad, factor)
         }
@@ -53,24 +59,22 @@ pub(crate) fn scaled<const D: usize>(grad: Tensor<D>, factor: Tensor<1>) -> Tens
     (grad * factor).cast(dtype)
 }
 
-/// The tensor in float32, or as it is in float64.
+/// The tensor in [`precise_dtype`].
 fn wide<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
-    match tensor.dtype() {
-        DType::F64 => tensor,
-        _ => tensor.cast(FloatDType::F32),
-    }
+    let dtype = precise_dtype(tensor.dtype());
+    tensor.cast(dtype)
 }
 
 #[cfg(test)]
 mod tests {
-    use burn::tensor::{Device, TensorData};
+    use burn::tensor::{DType, Device, FloatDType, TensorData};
 
     use super::*;
 
     fn clipped(config: &GradientClippingConfig, values: &[f32]) -> Vec<f32> {
         let device = Device::default();
         let grad = Tensor::<1>::from_data(TensorData::from(values), (&device, DType::F32));
-        clip(config, grad).into_data().iter::<f32>().collect()
+        clip(Some(config), grad).into_data().iter::<f32>().collect()
     }
 
     #[test]

@@ -43,9 +43,14 @@ impl SkippedStepsMetric {
     }
 }
 
+/// The count of the parameter that was skipped most often.
+fn most(counts: BTreeMap<String, u64>) -> f64 {
+    counts.into_values().max().unwrap_or(0) as f64
+}
+
 impl SkippedStepsMetric {
     fn entry(&mut self, counts: BTreeMap<String, u64>) -> SerializedEntry {
-        self.most = counts.into_values().max().unwrap_or(0) as f64;
+        self.most = most(counts);
         let raw = self.most.to_string();
         SerializedEntry::new(format!("{}: {raw}", self.name), raw)
     }
@@ -88,7 +93,6 @@ impl Numeric for SkippedStepsMetric {
     }
 
     fn final_value(&self) -> NumericEntry {
-        let most = self.skipped.read().into_values().max().unwrap_or(0);
-        NumericEntry::Value(most as f64)
+        NumericEntry::Value(most(self.skipped.read()))
     }
 }

@@ -1,4 +1,4 @@
-//! What the guide says, where its programs alone don't show it.
+//! Claims of the guide that its programs alone don't show.
 
 use burn::grad_clipping::GradientClippingConfig;
 use burn::lr_scheduler::LrSchedulerRecord;

@@ -1,4 +1,4 @@
-//! What is seen of a run while it trains: a bar or lines, and the log.
+//! The display of a run while it trains: a bar or lines, and the log.
 
 use std::collections::BTreeMap;
 use std::fs::File;

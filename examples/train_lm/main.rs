@@ -72,7 +72,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// What came out of the runs, up to the one that Ctrl-C has stopped.
+/// Trains one run after the other, up to the one that Ctrl-C has stopped.
 fn train(runs: &[Run], is_first: bool) -> Result<Vec<Summary>> {
     let mut summaries = Vec::new();
     for (i, run) in runs.iter().enumerate() {

@@ -48,7 +48,7 @@ impl OptimizerName {
         }
     }
 
-    /// Whether it can train on several ranks.
+    /// Tells whether it can train on several ranks.
     pub fn is_shared(self) -> bool {
         matches!(self, Self::DistMuon | Self::DistAdamw)
     }

@@ -49,7 +49,7 @@ pub struct Options {
     #[arg(long, value_delimiter = ',', value_name = "NUMBER,..", default_value = "1")]
     #[arg(value_parser = at_least_one, help_heading = "Ranks")]
     pub ranks: Vec<usize>,
-    /// What carries gradients and parameters between ranks.
+    /// Engine of gradients and parameters between ranks.
     ///
     /// With mpi and nccl, mpirun, torchrun or srun has to start the ranks.
     #[arg(long, value_enum, default_value_t = Engine::Threads, conflicts_with = "ranks")]
@@ -118,7 +118,7 @@ impl Engine {
 }
 
 impl Options {
-    /// What is trained, one after the other: an optimizer on a number of ranks.
+    /// The runs, one after the other: an optimizer on a number of ranks each.
     pub fn runs(&self, world: Option<&World>) -> Result<Vec<(OptimizerName, usize)>> {
         let of_world = world.map(|world| vec![world.size()]);
         let all_ranks = of_world.as_ref().unwrap_or(&self.ranks);

@@ -8,7 +8,7 @@ use comfy_table::{ContentArrangement, Table, presets};
 use plotters::element::DashedPathElement;
 use plotters::prelude::*;
 
-/// What came out of a run.
+/// The results of a run.
 pub struct Summary {
     pub name: String,
     pub lr: f64,

@@ -34,7 +34,7 @@ pub struct Settings {
     /// Seed of the weights, the batches and the samples.
     #[arg(long, default_value_t = 1, help_heading = "Model")]
     pub seed: u64,
-    /// What trains it. Default: muon, and dist-muon on several ranks.
+    /// Optimizer. Default: muon, and dist-muon on several ranks.
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Optimizer")]
     pub optimizer: Option<OptimizerName>,
     /// Peak learning rate. Default: the tuned one of the optimizer.
@@ -83,7 +83,7 @@ impl Settings {
         })
     }
 
-    /// What is trained on how much, in a few words.
+    /// The sizes of model and batches, in a few words.
     pub fn describe(&self, sizes: &GptConfig) -> String {
         let Self { preset, steps, batch, .. } = self;
         format!("preset {}, {steps} steps of {batch} x {} tokens", preset.name(), sizes.context)
@@ -128,7 +128,7 @@ impl Settings {
         Ok(settings)
     }
 
-    /// Whether a setting may be another one than before. The text is compared once it is read.
+    /// Tells whether a setting may be another one than before. The text is compared once it is read.
     fn may_change(&self, name: &str, saved: &Self) -> bool {
         let family = |settings: &Self| settings.optimizer.map(OptimizerName::single);
         match name {
@@ -155,7 +155,7 @@ fn text(value: &Value) -> String {
     }
 }
 
-/// What a checkpoint keeps beside model and optimizer.
+/// The part of a checkpoint beside model and optimizer.
 #[derive(Serialize, Deserialize)]
 pub struct Progress {
     pub settings: Settings,
@@ -165,7 +165,7 @@ pub struct Progress {
     /// Steps and the validation loss after them.
     #[serde(deserialize_with = "with_nan")]
     pub curve: Vec<(usize, f64)>,
-    /// How many steps each parameter has skipped, of those that skipped any.
+    /// The number of steps that each parameter has skipped, of those that skipped any.
     pub skipped: BTreeMap<String, u64>,
 }
 

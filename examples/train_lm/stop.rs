@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 
 use crate::train::Run;
 
-/// What the first Ctrl-C sets. The second one ends the program.
+/// The flag that the first Ctrl-C sets. The second one ends the program.
 pub fn on_ctrl_c() -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let pressed = stop.clone();
@@ -21,7 +21,7 @@ pub fn on_ctrl_c() -> Result<Arc<AtomicBool>> {
     Ok(stop)
 }
 
-/// How a run goes on that was stopped and saved, and which were not begun.
+/// The advice after Ctrl-C: how the stopped run goes on, and which runs were not begun.
 pub fn advice(run: &Run, step: usize, path: &Path, not_begun: &[Run]) -> String {
     let mut advice = format!("{} stopped after step {step} of {}", run.name(), run.settings.steps);
     if !not_begun.is_empty() {

@@ -28,7 +28,7 @@ type Batch = [Tensor<2, Int>; 2];
 const VALIDATION_BATCHES: u64 = 8;
 /// Seed of the validation batches: the same in every run.
 const VALIDATION_SEED: u64 = 0x5eed;
-/// What the text sample continues.
+/// The text that the sample continues.
 const PROMPT: &str = "pub fn ";
 /// Steps in a row without a finite loss after which a run is given up.
 const MOST_LOST: usize = 10;
@@ -70,7 +70,7 @@ impl Run<'_> {
         self.settings.lr.unwrap_or(self.optimizer.tuned_lr())
     }
 
-    /// How the run is called where there are several.
+    /// The name of the run where there are several.
     pub fn name(&self) -> String {
         match self.ranks {
             1 => self.optimizer.name(),
@@ -78,7 +78,7 @@ impl Run<'_> {
         }
     }
 
-    /// What one rank does: all of them do the same, and rank 0 tells of it.
+    /// The work of one rank: all of them do the same, and rank 0 tells of it.
     fn rank(&self, world: &World, model: Gpt) -> Result<Summary> {
         let (steps, name) = (self.settings.steps, self.name());
         let (mut model, mut optim, mut progress) = self.start(world, model)?;
@@ -223,7 +223,7 @@ impl Run<'_> {
         )
     }
 
-    /// What a run tells on rank 0 once it has ended.
+    /// Tells on rank 0 of a run once it has ended.
     fn epilogue(&self, world: &World, optim: &Optim, model: &Gpt) -> Result<()> {
         if let Optim::Dist(optim) = optim {
             println!("rank 0 of {}:\n{}\n", world.size(), optim.memory());
@@ -308,7 +308,7 @@ impl Run<'_> {
     }
 }
 
-/// Whether something that happens every so many steps does after this one; with 0, never.
+/// Tells whether something that happens every so many steps does after this one; with 0, never.
 fn is_due(step: usize, every: usize) -> bool {
     every > 0 && step.is_multiple_of(every)
 }

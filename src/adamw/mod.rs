@@ -36,7 +36,7 @@ use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::gradient;
 use crate::muon::ops::finite;
-use crate::muon::rule::{ONLY_RANK, Rates, check_rate, rate_dtype};
+use crate::muon::rule::{ONLY_RANK, Rates, check_rate, precise_dtype};
 use crate::orthogonalize::Kernels;
 use crate::skipped::{self, Counting, SkippedSteps};
 pub(crate) use ops::Rows;
@@ -123,7 +123,7 @@ impl AdamWSettings {
 /// The type of the moments of parameters of a type. In float16, squares of gradients below 1e-3 are zero, and
 /// of those above 255 infinite; in bfloat16, `0.999 V` rounds to `V`, so that it never falls.
 pub(crate) fn moment_dtype(of: DType) -> DType {
-    if of == DType::F64 { DType::F64 } else { DType::F32 }
+    precise_dtype(of)
 }
 
 /// The largest gradient of parameters of a type whose square the second moment can hold.
@@ -177,7 +177,7 @@ impl<const D: usize> GatedAdamWState<D> {
         let zero = |dtype| Tensor::zeros([1], (device, dtype));
         Self {
             moments: Moments { moment_1: zeros(), moment_2: zeros() },
-            corrections: [zero(rate_dtype(dtype)), zero(rate_dtype(dtype))],
+            corrections: [zero(precise_dtype(dtype)), zero(precise_dtype(dtype))],
             skipped: zero(DType::F32),
             place: skipped::Place::default(),
         }
@@ -229,10 +229,7 @@ impl GatedAdamW {
         // Clipping comes after the gate: it would make an infinite gradient a usual one.
         let batch = grad.clone().reshape([1, 1, -1]);
         let gate = finite(self.kernels, &batch, largest_gradient(dtype));
-        let grad = match &self.clipping {
-            Some(clipping) => clipping::clip(clipping, grad),
-            None => grad,
-        };
+        let grad = clipping::clip(self.clipping.as_ref(), grad);
         // Files of older versions have bfloat16 here.
         let moments = moments.map(|moment| row(moment).cast(moment_dtype(dtype)));
         let decay = self.settings.weight_decay;

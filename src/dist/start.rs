@@ -1,11 +1,12 @@
 //! What the ranks agree on before the first step.
 
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 use serde_json::Value;
 
 use super::World;
 use super::agree::Difference;
+use super::comm::exchanges;
 use super::config::DistMuonConfig;
 use super::optimizer::Member;
 use super::plan::{Costs, Parameter, Plan, Work, spread};
@@ -44,8 +45,7 @@ pub fn members<M: Module>(
 
 /// Refuses types that ranks can't exchange.
 pub fn check_types(parameters: &[Parameter], rank: usize) -> Result<()> {
-    let usable = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
-    match parameters.iter().find(|parameter| !usable(parameter.dtype)) {
+    match parameters.iter().find(|parameter| !exchanges(parameter.dtype)) {
         None => Ok(()),
         Some(parameter) => Err(Error::Parameter {
             parameter: parameter.path.clone(),

@@ -33,7 +33,7 @@ pub(crate) struct Settings {
 }
 
 /// What scales the step of every row or matrix: `P <- keep P - lr U`. One value each, in
-/// [`rate_dtype`].
+/// [`precise_dtype`].
 #[derive(Clone)]
 pub(crate) struct Rates {
     pub keep: Tensor<1>,
@@ -43,7 +43,7 @@ pub(crate) struct Rates {
 impl Rates {
     /// The same learning rate and decoupled decay for one row of parameters of a type.
     pub fn of_one(lr: f64, scale: f64, weight_decay: f64, of: DType, device: &Device) -> Self {
-        let one = |value: f64| Tensor::from_data([value], (device, rate_dtype(of)));
+        let one = |value: f64| Tensor::from_data([value], (device, precise_dtype(of)));
         Self { keep: one(1.0 - lr * weight_decay), lr: one(lr * scale) }
     }
 
@@ -53,9 +53,10 @@ impl Rates {
     }
 }
 
-/// The type of learning rates, and of all else that there is one number of, for parameters of a type. In
-/// float32, `1 - lr decay` moves in steps of 6e-8, which is more than what float64 is chosen for.
-pub(crate) fn rate_dtype(of: DType) -> DType {
+/// The type of what has to be more precise than parameters of a type, such as learning rates: float64 for
+/// float64, and float32 for all others. In float32, `1 - lr decay` moves in steps of 6e-8, which is more than
+/// what float64 is chosen for.
+pub(crate) fn precise_dtype(of: DType) -> DType {
     if of == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
@@ -247,10 +248,7 @@ impl Muon {
         // Clipping comes after the gate: it would make an infinite gradient a usual one.
         let gate = ops::finite(settings.newton_schulz.kernels(), &batch(grad.clone()), f64::MAX);
         let gate = gate.all().expand(k);
-        let grad = match &settings.clipping {
-            Some(clipping) => clipping::clip(clipping, grad),
-            None => grad,
-        };
+        let grad = clipping::clip(settings.clipping.as_ref(), grad);
         // Files of older versions have float16 here.
         let momentum = momentum.cast(momentum_dtype(dtype));
         let stepped =

@@ -37,6 +37,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::computed;
 use crate::error::{Error, Result};
+use crate::muon::rule::precise_dtype;
 use ops::Norms;
 use products::Products;
 
@@ -322,7 +323,7 @@ impl NewtonSchulz {
         let [_, m, n] = batch.dims();
         let (dtype, device) = (batch.dtype(), batch.device());
         let products = Products::new(m, n, plan.engine, &device);
-        let precise = if dtype == DType::F64 { FloatDType::F64 } else { FloatDType::F32 };
+        let precise = FloatDType::from(precise_dtype(dtype));
         let norm_engine = Engine::choose(self.kernels, &device, precise);
         let x = norm_engine.normalize(batch.cast(precise), norms, self.epsilon, plan.dtype);
         let x = match plan.form {

@@ -24,11 +24,11 @@ const OF_LAST_PLACE: f64 = 0.25;
 /// eigenvalues grow by `a^2` a step, in the end faster than to first order.
 const STABLE: f64 = 0.25;
 
-/// How large errors may make the result, in multiples of its largest exact singular value: polynomials diverge
+/// The size that errors may give the result, in multiples of its largest exact singular value: polynomials diverge
 /// not far beyond their interval.
 const BOUND: f64 = 2.0;
 
-/// How numbers are rounded.
+/// The rounding of numbers.
 #[derive(Debug, Clone, Copy)]
 pub struct Arithmetic {
     /// Of what is stored.
@@ -98,7 +98,7 @@ impl Errors {
     }
 }
 
-/// What exact arithmetic does with a spectrum, and what that does with errors.
+/// A spectrum under exact arithmetic, and the way of errors through it.
 struct Run<'a> {
     schedule: &'a [Polynomial],
     arithmetic: Arithmetic,
@@ -109,11 +109,11 @@ struct Run<'a> {
     pairs: Vec<(usize, usize)>,
     /// The singular values before every step and after the last.
     values: Vec<Vec<f64>>,
-    /// What the steps from one on make of errors.
+    /// The gains of errors by the steps from one on.
     gains: Vec<Gains>,
 }
 
-/// By what errors of `X` are multiplied on their way to the result.
+/// The factors on errors of `X` on their way to the result.
 #[derive(Clone)]
 struct Gains {
     /// Of symmetric and antisymmetric errors, for all pairs of groups.
@@ -149,7 +149,7 @@ impl<'a> Run<'a> {
         Self { schedule, arithmetic, counts, rows, columns: 2.0 * rows, pairs, values, gains }
     }
 
-    /// What reaches the result of rounding `X` before a step, given the squares that its sums went through.
+    /// The part that reaches the result of rounding `X` before a step, given the squares that its sums went through.
     fn stored(&self, step: usize, summed: f64) -> f64 {
         let Gains { symmetric, antisymmetric, outside } = &self.gains[step];
         let inside = (symmetric.iter().zip(antisymmetric))
@@ -163,7 +163,7 @@ impl<'a> Run<'a> {
         noise / (self.rows * self.columns) * (inside + outside)
     }
 
-    /// What reaches the result of a symmetric error in a factor of `X`, where `X` was before a step and
+    /// The part that reaches the result of a symmetric error in a factor of `X`, where `X` was before a step and
     /// becomes what it is before another; `variance` for all pairs of groups.
     fn multiplied(&self, variance: impl Fn(usize) -> f64, from: usize, to: usize) -> f64 {
         let Gains { symmetric, antisymmetric, .. } = &self.gains[to];
@@ -178,7 +178,7 @@ impl<'a> Run<'a> {
         squares.sum()
     }
 
-    /// Whether the result stays bounded if every singular value is too large by what a symmetric error in a
+    /// Tells whether the result stays bounded if every singular value is too large by what a symmetric error in a
     /// factor of `X` may make of it, as the norm of a random matrix.
     fn is_bounded(&self, variance: impl Fn(usize) -> f64, from: usize, to: usize) -> bool {
         let x = &self.values[from];
@@ -197,7 +197,7 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// What one step of the standard form adds.
+    /// The error that one step of the standard form adds.
     fn standard_step(&self, step: usize) -> f64 {
         let [_, b, c] = self.schedule[step];
         let x = &self.values[step];
@@ -211,7 +211,7 @@ impl<'a> Run<'a> {
         self.multiplied(variance, step, step + 1) + self.stored(step + 1, self.summed(&z, x))
     }
 
-    /// What the Gram form adds if it starts at a step and ends after this or a later one.
+    /// The error that the Gram form adds if it starts at a step and ends after this or a later one.
     fn segments(&self, start: usize) -> Vec<f64> {
         let x = &self.values[start];
         let mut segment = Segment::new(self, start);
@@ -322,7 +322,7 @@ impl<'a> Segment<'a> {
         Self { run, r, q: vec![1.0; x.len()], errors: vec![error; run.pairs.len()] }
     }
 
-    /// Whether the least eigenvalue of `R` is safe; its error is at most the norm of a random symmetric matrix.
+    /// Tells whether the least eigenvalue of `R` is safe; its error is at most the norm of a random symmetric matrix.
     fn is_stable(&self, [a, b, c]: &Polynomial) -> bool {
         let (count, variance) = (self.run.counts.last(), self.errors.last());
         let error = 2.0 * count.zip(variance).map_or(0.0, |(n, error)| (n * error.r).sqrt());

@@ -1,4 +1,4 @@
-//! What names, types and shapes say of parameters that no rule is about.
+//! The built-in decisions, by names, types and shapes.
 
 use std::collections::{HashMap, HashSet};
 
@@ -90,8 +90,10 @@ impl<'a> Anatomy<'a> {
         for found in self.parameters.iter().filter(|found| is_matrix(found)) {
             let named = (1..=found.fields.len()).filter(|depth| {
                 let name = &found.fields[depth - 1].name;
-                let is_layers = name == OUTPUT && self.is_in_layer(found, *depth);
-                is_head(name) && !is_layers && !found.in_stack(*depth)
+                // At last what looks at all parameters.
+                is_head(name)
+                    && !found.in_stack(*depth)
+                    && !(name == OUTPUT && self.is_in_layer(found, *depth))
             });
             heads.extend(named.map(|depth| (depth, found)));
         }

@@ -1,4 +1,4 @@
-//! What the user says of parameters, by path.
+//! The user's rules, by path.
 
 use regex::Regex;
 use serde::{Deserialize, Serialize};

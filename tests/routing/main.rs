@@ -467,7 +467,7 @@ fn rules_are_built_in_any_order() {
     assert_eq!(group(rule().flatten().batch().into()), batch(MatrixLayout::InOut));
 }
 
-/// What the error offers can be copied, and helps.
+/// The line that the error offers can be copied, and helps.
 #[test]
 fn the_remedy_for_a_shape_is_a_line_to_copy() {
     let error = MuonConfig::new().route(&Vit::new()).unwrap_err().to_string();

@@ -210,11 +210,16 @@ fn bytes_of(tensor: &Tensor<1>) -> usize {
     tensor.dims()[0] * tensor.dtype().size()
 }
 
+/// Tells whether ranks exchange tensors of a type.
+pub(super) fn exchanges(dtype: DType) -> bool {
+    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
+}
+
 /// Refuses a type that is not accumulated anywhere.
 fn check_dtype(collective: &'static str, rank: usize, dtype: DType) -> Result<()> {
-    match dtype {
-        DType::F32 | DType::F16 | DType::BF16 => Ok(()),
-        _ => Err(Error::Collective {
+    match exchanges(dtype) {
+        true => Ok(()),
+        false => Err(Error::Collective {
             collective,
             rank,
             reason: format!("it was given {}", dtype.name()),
