@@ -4,14 +4,21 @@ use burn::tensor::{DType, Device, FloatDType, Tensor};
 
 use crate::error;
 
-/// Fails if a device will never compute a tensor, as far as that is known without waiting for it: memory
-/// that ran out is.
-pub(crate) fn check<const D: usize>(parameter: &str, tensor: &Tensor<D>) -> error::Result<()> {
+/// Fails if a device will never compute the tensor of a parameter, as far as that is known without waiting for it:
+/// memory that ran out is.
+pub(crate) fn check(parameter: &str, tensor: &Tensor<1>) -> error::Result<()> {
+    check_all([(parameter, tensor)].into_iter())
+}
+
+/// [`check`] of several tensors on one device, which are given to it together.
+pub(crate) fn check_all<'a>(
+    tensors: impl Iterator<Item = (&'a str, &'a Tensor<1>)>,
+) -> error::Result<()> {
     #[cfg(feature = "cube")]
-    if let Some(failure) = crate::cube::failure(tensor) {
+    if let Some((parameter, device, failure)) = crate::cube::first_failure(tensors) {
         return Err(error::Error::NotComputed {
             parameter: parameter.to_owned(),
-            device: format!("{:?}", tensor.device()),
+            device: format!("{device:?}"),
             reason: failure.reason,
             remedy: match failure.is_memory {
                 true => "use more ranks, a smaller batch, or less `workspace_mb` and `bucket_mb`",
@@ -19,7 +26,8 @@ pub(crate) fn check<const D: usize>(parameter: &str, tensor: &Tensor<D>) -> erro
             },
         });
     }
-    let _ = (parameter, tensor);
+    #[cfg(not(feature = "cube"))]
+    let _ = tensors;
     Ok(())
 }
 

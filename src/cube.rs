@@ -2,7 +2,7 @@
 
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::{TensorMetadata, tensor::FloatTensor};
-use burn::tensor::{DType, Shape, Tensor};
+use burn::tensor::{DType, Device, Shape, Tensor};
 use burn_cubecl::kernel::{cast, into_contiguous};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{Cube, CubeBackend, CubeDevice};
@@ -11,7 +11,7 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::server::{Handle, IoError, ServerError};
 use cubecl::std::tensor::into_contiguous as copied;
 use distmuon_kernels::Matrices;
-use distmuon_kernels::fused::Batch;
+use distmuon_kernels::fused::{Batch, Part};
 
 type Float = FloatTensor<CubeBackend>;
 
@@ -79,6 +79,11 @@ pub(crate) fn batch(tensor: &Float) -> Batch {
     Batch { count: shape[0], elements: shape.num_elements() / shape[0].max(1) }
 }
 
+/// A contiguous tensor as rows of so many elements.
+pub(crate) fn part(tensor: &Float, rows: usize, elements: usize) -> Part {
+    Part { handle: tensor.handle.clone(), rows, elements }
+}
+
 /// A tensor on a CubeCL backend, when all that makes it has been given to the device.
 #[cfg(feature = "fusion")]
 pub(crate) fn primitive<const D: usize>(tensor: Tensor<D>) -> Option<CubeTensor> {
@@ -93,11 +98,22 @@ pub(crate) fn primitive<const D: usize>(tensor: Tensor<D>) -> Option<CubeTensor>
     tensor.try_into_primitive::<Cube>().ok()
 }
 
-/// Why a tensor will never be computed, if that is known already: what the device could not allocate, and
-/// whatever needs it. Waits for the work to be given to the device, not for it to be done.
-pub(crate) fn failure<const D: usize>(tensor: &Tensor<D>) -> Option<Failure> {
-    let tensor = primitive(tensor.clone())?;
-    tensor.client.check([&tensor.handle]).err().map(Failure::from)
+/// The first of some named tensors of one device that will never be computed, and the reason, if that is known
+/// already: what the device could not allocate, and whatever needs it. Waits for the work to be given to the device,
+/// not for it to be done.
+pub(crate) fn first_failure<'a>(
+    tensors: impl Iterator<Item = (&'a str, &'a Tensor<1>)>,
+) -> Option<(&'a str, Device, Failure)> {
+    let given = tensors
+        .filter_map(|(name, tensor)| Some((name, tensor.device(), primitive(tensor.clone())?)));
+    let given: Vec<_> = given.collect();
+    let client = &given.first()?.2.client;
+    // Each of them waits for the device: one for all, as long as nothing fails.
+    client.check(given.iter().map(|(.., tensor)| &tensor.handle)).err()?;
+    given.iter().find_map(|(name, device, tensor)| {
+        let error = client.check([&tensor.handle]).err()?;
+        Some((*name, device.clone(), Failure::from(error)))
+    })
 }
 
 /// What keeps a device from computing something.

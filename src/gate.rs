@@ -1,72 +1,39 @@
-//! What happens to a parameter whose gradient is not finite: nothing, decided on the device.
+//! Flags of rows or parameters that a step leaves as they are, decided on the device.
 
 use burn::tensor::{Bool, FloatDType, Tensor};
 
-/// Which rows of a gradient count, as a tensor on its device: no value is read back. A row is
-/// whatever is accepted or refused as a whole: a matrix of a batch, a piece of a parameter.
+/// A flag for every row, as a tensor on its device: no value is read back. A row is whatever is taken or left as a
+/// whole: a matrix of a batch, a piece of a parameter.
 #[derive(Clone)]
 pub(crate) struct Gate {
-    /// One entry per row, float32: 1 if the row is accepted, else 0.
-    accepted: Tensor<1>,
+    /// One entry per row, float32: 0 if the row is taken, else 1.
+    left: Tensor<1>,
 }
 
 impl Gate {
-    /// Accepts the rows whose entries are finite and at most `largest` in magnitude.
-    pub fn of_rows<const D: usize>(grad: &Tensor<D>, largest: f64) -> Self {
-        let [rows, columns] = rows_of(grad);
-        let usable = grad.clone().is_finite();
-        let usable = usable.bool_and(grad.clone().abs().lower_equal_elem(largest));
-        Self { accepted: ones_where(usable.reshape([rows, columns]).all_dim(1)).reshape([rows]) }
-    }
-
-    /// A gate from its tensor.
-    pub fn from_accepted(accepted: Tensor<1>) -> Self {
-        Self { accepted }
-    }
-
-    /// The tensor of the gate.
-    pub fn accepted(&self) -> Tensor<1> {
-        self.accepted.clone()
-    }
-
-    /// Accepts all rows together if it accepts every one: a gate of one row.
-    pub fn all(&self) -> Self {
-        Self { accepted: self.accepted().min() }
-    }
-
-    /// Accepts the rows that both accept.
-    pub fn and(&self, other: &Self) -> Self {
-        Self { accepted: self.accepted() * other.accepted() }
-    }
-
-    /// 1 for every row that is refused, else 0.
-    pub fn refused_rows(&self) -> Tensor<1> {
-        self.accepted().neg().add_scalar(1.0)
+    /// A gate from its tensor: 0 for every row that is taken.
+    pub fn from_left(left: Tensor<1>) -> Self {
+        Self { left }
     }
 
     /// A gate of one row for as many rows as there are.
-    pub fn expand(&self, rows: usize) -> Self {
-        Self { accepted: self.accepted().expand([rows]) }
+    pub fn expanded(self, rows: usize) -> Self {
+        Self { left: self.left.expand([rows]) }
     }
 
-    /// The gradient, with zeros where it is refused.
-    pub fn clean<const D: usize>(&self, grad: Tensor<D>) -> Tensor<D> {
-        let refused = self.refused(&grad);
-        grad.mask_fill(refused, 0.0)
+    /// The tensor, with zeros in the rows that are left.
+    pub fn clean<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
+        let left = self.left(&tensor);
+        tensor.mask_fill(left, 0.0)
     }
 
-    /// The updated tensor, and the old one where the gradient is refused.
-    pub fn choose<const D: usize>(&self, updated: Tensor<D>, old: Tensor<D>) -> Tensor<D> {
-        updated.mask_where(self.refused(&old), old)
+    /// The new tensor, and the old one in the rows that are left.
+    pub fn choose<const D: usize>(&self, new: Tensor<D>, old: Tensor<D>) -> Tensor<D> {
+        new.mask_where(self.left(&old), old)
     }
 
-    /// One more than before for every row that is refused.
-    pub fn count(&self, before: Tensor<1>) -> Tensor<1> {
-        before + self.refused_rows()
-    }
-
-    fn refused<const D: usize>(&self, like: &Tensor<D>) -> Tensor<D, Bool> {
-        spread(self.accepted(), like).equal_elem(0.0)
+    fn left<const D: usize>(&self, like: &Tensor<D>) -> Tensor<D, Bool> {
+        spread(self.left.clone(), like).not_equal_elem(0.0)
     }
 }
 
@@ -84,10 +51,4 @@ pub(crate) fn spread<const D: usize>(values: Tensor<1>, like: &Tensor<D>) -> Ten
     let mut shape = [1; D];
     shape[0] = rows;
     values.reshape(shape).expand(like.shape())
-}
-
-/// Rows, the first dimension, and the elements of each.
-fn rows_of<const D: usize>(tensor: &Tensor<D>) -> [usize; 2] {
-    let dims = tensor.dims();
-    [dims[0], dims[1..].iter().product()]
 }

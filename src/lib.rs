@@ -99,6 +99,7 @@ pub mod guide;
 mod metric;
 pub mod muon;
 pub mod orthogonalize;
+mod parts;
 pub mod route;
 pub mod schedule;
 mod skipped;

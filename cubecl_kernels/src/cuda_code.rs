@@ -32,7 +32,7 @@ use cubecl_cpp::shared::{
 use cubecl_cpp::{register_supported_types, target::Cuda};
 
 use crate::product::{Product, Tiling, Triangle, Unit};
-use crate::{Matrices, fused, gram, mirror};
+use crate::{Matrices, fused, gram, identity, mirror};
 
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 const F16: ElemType = ElemType::Float(FloatKind::F16);
@@ -440,6 +440,13 @@ type Other = (&'static str, KernelDefinition, u32);
 fn others(host: &Client, properties: &Arc<DeviceProperties>, dtype: ElemType) -> Vec<Other> {
     // SAFETY: nothing is launched.
     let buffer = || unsafe { BufferArg::from_raw_parts(host.empty(4), 1 << 20) };
+    // A launch takes eight parameters.
+    let (sizes, floats) = (|| 1..=8_usize, || [0.5_f32; 8].into_iter());
+    macro_rules! buffers {
+        () => {
+            sizes().map(|_| buffer()).collect()
+        };
+    }
     let (short, length, count) = (AddressType::U32, 16 / dtype.size(), 4_usize);
     macro_rules! kernel {
         ($name:literal, $($kernel:ident)::+, $units:expr, $($argument:expr),*) => {{
@@ -476,17 +483,18 @@ fn others(host: &Client, properties: &Arc<DeviceProperties>, dtype: ElemType) ->
     let tile = mirror::TILE;
     let addend = || ComptimeOptionArgs::Some(buffer());
     vec![
-        kernel!("ones", fused::ones_kernel, line, buffer(), count),
         kernel!(
-            "finite",
-            fused::finite_kernel,
+            "refuse",
+            fused::refuse_kernel,
             line,
             length,
+            buffers!(),
             buffer(),
-            buffer(),
+            sizes().collect(),
+            sizes().collect(),
+            sizes().collect(),
+            sizes().collect(),
             1.0_f32,
-            1_usize << 10,
-            count,
             dtype
         ),
         kernel!(
@@ -494,17 +502,22 @@ fn others(host: &Client, properties: &Arc<DeviceProperties>, dtype: ElemType) ->
             fused::accumulate_kernel,
             line,
             length,
+            buffers!(),
             buffer(),
             buffer(),
             buffer(),
             buffer(),
             buffer(),
-            1_usize << 10,
+            sizes().collect(),
+            sizes().collect(),
+            sizes().collect(),
+            floats().collect(),
             count,
-            0.5_f32,
+            1_usize << 10,
+            true,
             true,
             fused::UNITS,
-            dtype
+            [dtype; 2]
         ),
         kernel!(
             "norms",
@@ -540,6 +553,7 @@ fn others(host: &Client, properties: &Arc<DeviceProperties>, dtype: ElemType) ->
             count,
             3_usize,
             1e-7_f32,
+            fused::UNITS,
             [dtype; 2]
         ),
         kernel!(
@@ -547,13 +561,18 @@ fn others(host: &Client, properties: &Arc<DeviceProperties>, dtype: ElemType) ->
             fused::apply_kernel,
             line,
             length,
+            buffers!(),
             buffer(),
             buffer(),
             buffer(),
-            buffer(),
-            buffer(),
-            1_usize << 10,
+            sizes().collect(),
+            sizes().collect(),
+            sizes().collect(),
+            floats().collect(),
+            floats().collect(),
             count,
+            count,
+            1_usize << 10,
             [dtype; 2]
         ),
         kernel!(
@@ -561,17 +580,34 @@ fn others(host: &Client, properties: &Arc<DeviceProperties>, dtype: ElemType) ->
             fused::adamw_kernel,
             line,
             length,
+            buffers!(),
+            buffers!(),
             buffer(),
             buffer(),
             buffer(),
             buffer(),
             buffer(),
-            1_usize << 10,
-            count,
+            buffer(),
+            sizes().collect(),
+            sizes().collect(),
+            sizes().collect(),
+            floats().collect(),
+            floats().collect(),
             0.9_f32,
             0.95_f32,
             1e-8_f32,
+            true,
             [dtype; 2]
+        ),
+        kernel!(
+            "identity",
+            identity::add_identity_kernel,
+            line,
+            length,
+            buffer(),
+            buffer(),
+            1024_usize,
+            dtype
         ),
         kernel!(
             "mirror",

@@ -4,6 +4,7 @@
 //! - [`product`]: products with an epilogue, of which symmetric ones compute only half;
 //! - [`gram`]: Newton-Schulz on small matrices, a whole matrix in one cube;
 //! - [`fused`]: the elementwise parts of a step of Muon and AdamW, each in one pass over memory;
+//! - [`add_identity`]: adds the identity;
 //! - [`mirror`]: completes a symmetric matrix of which only the lower triangle is known;
 //! - [`units`]: how many units a cube has.
 
@@ -14,11 +15,13 @@ mod cuda_code;
 mod error;
 pub mod fused;
 pub mod gram;
+mod identity;
 mod matrices;
 mod mirror;
 pub mod product;
 pub mod units;
 
 pub use error::{Error, Result};
+pub use identity::add_identity;
 pub use matrices::Matrices;
 pub use mirror::mirror;

@@ -1,39 +1,59 @@
 //! A step of AdamW on Burn's CubeCL backends, in one pass over memory.
 
 use burn::backend::cubecl::dtype_to_elem_type;
-use burn::backend::tensor::FloatTensor;
+use burn::backend::{TensorMetadata, tensor::FloatTensor};
 use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
-use distmuon_kernels::fused::{self, AdamW};
+use distmuon_kernels::fused::{self, AdamW, Controls, Stepped};
 
-use super::ops::AdamWOps;
-use crate::cube::{FITS, batch, contiguous, unshared};
+use super::ops::{AdamWOps, Updating};
+use crate::cube::{FITS, contiguous, part, unshared};
+use crate::parts::Parts;
 
 type Float = FloatTensor<CubeBackend>;
 
 /// Everything is updated in place where nobody else reads it.
 impl AdamWOps for CubeBackend {
     fn adamw(
-        parameters: Float,
-        grads: Float,
+        parameters: Parts<Self>,
+        grads: Parts<Self>,
         moment_1: Float,
         moment_2: Float,
-        rows: Float,
+        left: Float,
+        correction_1: Float,
+        correction_2: Float,
+        factor: Float,
+        parts: Vec<Updating>,
         [beta_1, beta_2, epsilon]: [f32; 3],
-    ) -> (Float, Float, Float) {
-        let dtype = parameters.dtype;
-        let of_moments = moment_1.dtype;
-        let [parameters, first, second] = [parameters, moment_1, moment_2].map(unshared);
-        let (grads, rows) = (contiguous(grads, dtype), contiguous(rows, DType::F32));
+        scaled: bool,
+    ) -> (Parts<Self>, Float, Float) {
+        let parameters: Vec<_> = parameters.into_vec().into_iter().map(unshared).collect();
+        let [first, second] = [moment_1, moment_2].map(unshared);
+        let [left, c1, c2, factor] =
+            [left, correction_1, correction_2, factor].map(|x| contiguous(x, DType::F32));
+        let dtypes = [parameters[0].dtype, first.dtype];
+        let grads = grads.into_vec().into_iter().map(|grad| contiguous(grad, dtypes[0]));
+        let stepped = |((values, grad), of): ((&Float, Float), Updating)| Stepped {
+            values: part(values, 1, values.shape().num_elements()),
+            grad: grad.handle,
+            first: of.first,
+            flag: of.flag,
+            keep: of.keep,
+            lr: of.lr,
+        };
+        let steps: Vec<_> = parameters.iter().zip(grads).zip(parts).map(stepped).collect();
+        let corrections = [&c1.handle, &c2.handle];
+        let factor = scaled.then_some(&factor.handle);
         fused::adamw(
-            &parameters.client,
-            [&parameters.handle, &grads.handle, &first.handle, &second.handle],
-            &rows.handle,
-            batch(&parameters),
-            [dtype, of_moments].map(dtype_to_elem_type),
+            &first.client,
+            &steps,
+            [&first.handle, &second.handle],
+            first.shape().num_elements(),
+            Controls { left: &left.handle, corrections, factor },
+            dtypes.map(dtype_to_elem_type),
             AdamW { beta_1, beta_2, epsilon },
         )
         .expect(FITS);
-        (parameters, first, second)
+        (Parts::from_vec(parameters), first, second)
     }
 }

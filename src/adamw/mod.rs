@@ -35,11 +35,11 @@ use crate::computed;
 use crate::error::{Error, Result};
 use crate::gate::Gate;
 use crate::gradient;
-use crate::muon::ops::finite;
+use crate::muon::ops::{Flagged, refuse};
 use crate::muon::rule::{ONLY_RANK, Rates, check_rate, precise_dtype};
 use crate::orthogonalize::Kernels;
 use crate::skipped::{self, Counting, SkippedSteps};
-pub(crate) use ops::Rows;
+pub(crate) use ops::{Controls, Part};
 
 /// Configuration of AdamW for embeddings, the output head, vectors and scalars.
 ///
@@ -225,25 +225,28 @@ impl GatedAdamW {
             self.start_counting(&mut state);
         }
         let GatedAdamWState { moments, corrections, skipped, mut place } = state;
-        let row = |tensor: Tensor<D>| tensor.reshape([1, -1]);
-        // Clipping comes after the gate: it would make an infinite gradient a usual one.
-        let batch = grad.clone().reshape([1, 1, -1]);
-        let gate = finite(self.kernels, &batch, largest_gradient(dtype));
+        let flags = Tensor::zeros([1], (&device, DType::F32));
+        let (flat, whole) =
+            (|tensor: Tensor<D>| tensor.reshape([-1]), [Flagged { flag: 0, rows: 1 }]);
+        let of_grad = [flat(grad.clone())];
+        // Clipping comes after that: it would make an infinite gradient a usual one.
+        let left = refuse(self.kernels, flags, &of_grad, &whole, largest_gradient(dtype));
         let grad = clipping::clip(self.clipping.as_ref(), grad);
         // Files of older versions have bfloat16 here.
-        let moments = moments.map(|moment| row(moment).cast(moment_dtype(dtype)));
-        let decay = self.settings.weight_decay;
-        let rates = Rates::of_one(lr * self.lr_factor, 1.0, decay, dtype, &device);
-        let corrections = self.settings.correct(corrections, &gate);
-        let rows = Rows { gate, rates, corrections };
-        let (updated, moments) =
-            self.settings.step(self.kernels, row(parameter), row(grad), moments, &rows);
+        let moments = moments.map(|moment| flat(moment).cast(moment_dtype(dtype)));
+        let corrections = self.settings.correct(corrections, &Gate::from_left(left.clone()));
+        let rates = Rates::new(lr * self.lr_factor, 1.0, self.settings.weight_decay);
+        let part = [Part { flag: 0, first: 0, rates }];
+        let controls = Controls { left: &left, corrections: &corrections, factor: None };
+        let (parameter, grad) = (vec![flat(parameter)], vec![flat(grad)]);
+        let (mut updated, moments) =
+            self.settings.step(self.kernels, parameter, grad, moments, &controls, &part);
+        let updated = updated.swap_remove(0);
         if is_first {
             computed::check(&self.parameter, &updated)?;
         }
 
-        let Rows { gate, corrections, .. } = rows;
-        let skipped = gate.count(skipped);
+        let skipped = skipped + left;
         let times = [place.next_step()];
         self.skipped.record(&mut place, skipped.clone(), &times, true)?;
         let moments = moments.map(|tensor| tensor.reshape(shape));

@@ -18,11 +18,20 @@ pub struct Clip {
     /// For every row of all parameters in model order, its place among this rank's rows; behind them for
     /// a row of another rank. Norms are put together in this order, which does not depend on the plan.
     sources: Tensor<1, Int>,
+    /// For every row of this rank, the number of its parameter.
+    parameters: Tensor<1, Int>,
     device: Device,
 }
 
 impl Clip {
-    pub fn new(max_norm: f64, plan: &Plan, rank: usize, device: &Device) -> Self {
+    /// Clips the gradients of a rank whose rows, of all buckets, are of the parameters `of_rows`.
+    pub fn new(
+        max_norm: f64,
+        plan: &Plan,
+        rank: usize,
+        of_rows: &[usize],
+        device: &Device,
+    ) -> Self {
         // The rows of a parameter come one after the other, after those of the parameters before.
         let mut first = vec![];
         let mut rows = 0;
@@ -52,7 +61,17 @@ impl Clip {
             place.into_iter().for_each(|place| sources[place] = own as i32);
         }
         let sources = Tensor::from_data(TensorData::from(&*sources), device);
-        Self { max_norm, sources, device: device.clone() }
+        let parameters: Vec<i32> = of_rows.iter().map(|number| *number as i32).collect();
+        let parameters = Tensor::from_data(TensorData::from(&*parameters), device);
+        Self { max_norm, sources, parameters, device: device.clone() }
+    }
+
+    /// For every row of this rank, the flag of its parameter.
+    pub fn spread(&self, flags: &Tensor<1>) -> Tensor<1> {
+        match self.parameters.dims() {
+            [0] => flat::empty(flags.dtype(), &self.device),
+            _ => flags.clone().select(0, self.parameters.clone()),
+        }
     }
 
     /// The factor on all gradients, from the norms of the accepted rows of every bucket that

@@ -1,7 +1,6 @@
 //! The parameters and gradients of a step, taken out of the model and put back.
 
 use std::collections::HashMap;
-use std::ops::Range;
 
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::optim::GradientsParams;
@@ -48,7 +47,8 @@ impl Values {
         Some(taken)
     }
 
-    fn set(&mut self, number: usize, tensor: Tensor<1>) {
+    /// Puts the tensor of a parameter in.
+    pub fn set(&mut self, number: usize, tensor: Tensor<1>) {
         self.take(number);
         self.bytes += bytes(&tensor);
         self.tensors[number] = Some(tensor);
@@ -110,17 +110,12 @@ impl Held {
     }
 }
 
-/// A range of a bucket's buffer from the values of its parameters; zeros for what is absent and for
-/// padding. A parameter that is in the range as a whole is taken instead of copied.
-pub fn pack(
-    values: &mut Values,
-    bucket: &Bucket,
-    range: Range<usize>,
-    device: &Device,
-) -> Tensor<1> {
+/// A bucket's buffer from the values of its parameters; zeros for what is absent and for padding. A parameter that is
+/// one piece of the buffer is taken instead of copied.
+pub fn pack(values: &mut Values, bucket: &Bucket, device: &Device) -> Tensor<1> {
     let zeros = |length: usize| Tensor::zeros([length], (device, bucket.dtype));
     let mut parts = vec![];
-    for (parameter, elements, padding) in bucket.overlaps(range) {
+    for (parameter, elements, padding) in bucket.overlaps(0..bucket.elements()) {
         parts.push(match values.get(parameter) {
             None => zeros(elements.len()),
             Some(whole) if whole.dims() == [elements.len()] => {

@@ -22,11 +22,11 @@ use super::agree::{Difference, digest, unite};
 use super::clip::{Clip, counts};
 use super::comm::{Pending, ReduceOp};
 use super::config::{DistMuonConfig, Gradients};
-use super::held::{Held, pack};
+use super::held::{Held, Values, pack};
 use super::memory::{MemoryReport, Moment, bytes};
 use super::plan::{Bucket, BucketKind, Costs, Plan, Report, Work};
-use super::rows::{Decision, Orders, RowValues, Rows};
-use super::shard::Shard;
+use super::rows::{Decision, Orders, Rows};
+use super::shard::{Controls, RowsOf, Shard};
 use super::{World, flat, start};
 use crate::adamw::AdamWSettings;
 use crate::clipping::Norms;
@@ -69,7 +69,11 @@ pub struct DistModuleOptimizer {
     skipped: SkippedSteps,
     place: skipped::Place,
     adamw: AdamWSettings,
-    rows: Rows,
+    /// The matrices that this rank updates.
+    matrices: Rows,
+    /// For each of them, 1 if the iteration made something of the last step's momentum that is not finite. It is
+    /// counted with what the next step refuses, since no rank waits for another while it updates.
+    pub(super) late: Tensor<1>,
     costs: Costs,
     gradients: Gradients,
     in_flight: usize,
@@ -101,11 +105,28 @@ pub(super) struct Counters {
     pub corrections: [Tensor<1>; 2],
 }
 
+/// A bucket on its way to its share.
+enum Reducing {
+    /// The gradients stay where they are: they are of one rank, or averaged already.
+    Here(Vec<Tensor<1>>),
+    Sent(Pending),
+}
+
 /// A bucket between its reduction and its update.
 struct Share {
-    gradients: Tensor<1>,
-    /// For every row, 1 if its gradients can be used and 0 otherwise.
-    finite: Tensor<1>,
+    /// The gradients of this rank's parameters.
+    gradients: Vec<Tensor<1>>,
+    /// Their norms, if they are to be clipped.
+    norms: Vec<Norms>,
+}
+
+impl Reducing {
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Here(gradients) => gradients.iter().map(bytes).sum(),
+            Self::Sent(pending) => pending.bytes(),
+        }
+    }
 }
 
 /// The holdings of a step, kept up to date as tensors come and go.
@@ -142,10 +163,11 @@ impl DistModuleOptimizer {
         let plan = start::plan(config, world, parameters, &costs)?;
         let (rank, device) = (world.rank(), world.device().clone().inner());
         let rules = (&settings, &config.muon.adamw);
-        let mut rows = vec![];
+        let mut rows = RowsOf::default();
         let shard = |bucket| Shard::new(bucket, plan.parameters(), rank, rules, &mut rows, &device);
         let shards: Vec<Shard> = plan.buckets().iter().map(shard).collect();
-        let clip = config.max_norm.map(|max_norm| Clip::new(max_norm, &plan, rank, &device));
+        let clip =
+            config.max_norm.map(|max_norm| Clip::new(max_norm, &plan, rank, &rows.all, &device));
         let parameters = plan.parameters().iter();
         let parameters = parameters.map(|found| found.elements() * found.dtype.size()).sum();
         let states = shards.iter().map(Shard::state_bytes).sum();
@@ -159,7 +181,8 @@ impl DistModuleOptimizer {
             skipped,
             place: skipped::Place::default(),
             adamw: config.muon.adamw.clone(),
-            rows: Rows::new(&rows, plan.parameters().len(), &device),
+            late: Tensor::zeros([rows.matrices.len()], (&device, DType::F32)),
+            matrices: Rows::new(&rows.matrices, plan.parameters().len(), &device),
             plan,
             shards,
             members,
@@ -270,11 +293,12 @@ impl DistModuleOptimizer {
 
         let mut step = Step { held, shares: 0, buffers: 0 };
         self.observe(&step);
-        let shares = self.reduce(&mut step)?;
-        let (accepted, rates) = self.decide(self.orders(&lrs, &present), &shares)?;
-        let clip = self.clip_factor(&accepted, &shares)?;
-        let rows = RowValues::new(&self.rows, &accepted, &rates, &self.counters.corrections);
-        self.update(&mut step, shares, &rows, clip.as_ref())?;
+        let (shares, refused) = self.reduce(&mut step)?;
+        let left = self.decide(refused, &present)?;
+        let factor = self.clip_factor(&left, &shares)?;
+        let corrections = self.counters.corrections.clone();
+        let controls = Controls { left, corrections, factor };
+        self.update(&mut step, shares, &controls, &self.orders(&lrs))?;
         for (member, present) in self.members.iter_mut().zip(present) {
             member.time += usize::from(present);
         }
@@ -325,25 +349,34 @@ impl DistModuleOptimizer {
     }
 
     /// The host's decisions about every parameter.
-    fn orders(&self, lrs: &[f64], present: &[bool]) -> Orders {
+    fn orders(&self, lrs: &[f64]) -> Orders {
         let muon = self.routing.muon().settings();
-        let (mut keep, mut rates) = (vec![], vec![]);
-        for (member, lr) in self.members.iter().zip(lrs) {
+        let rates = self.members.iter().zip(lrs).map(|(member, lr)| {
             let weight_decay = match member.is_matrix {
                 true => muon.weight_decay.at(member.time),
                 false => self.adamw.weight_decay,
             };
-            let lr = lr * member.lr_factor;
-            keep.push((1.0 - lr * weight_decay) as f32);
-            rates.push((lr * member.scale) as f32);
-        }
-        let present = present.iter().map(|present| f32::from(u8::from(*present))).collect();
-        Orders { keep, lr: rates, present }
+            Rates::new(lr * member.lr_factor, member.scale, weight_decay)
+        });
+        let times = self.members.iter().map(|member| member.time).collect();
+        Orders { rates: rates.collect(), times }
     }
 
-    /// Phase 1: hands over the gradients of all buckets, and receives this rank's shares.
-    fn reduce(&mut self, step: &mut Step) -> Result<Vec<Share>> {
-        let mut shares = vec![];
+    /// Tells whether gradients are reduced at all.
+    fn reduces(&self) -> bool {
+        self.world.size() > 1 && self.gradients == Gradients::PerRank
+    }
+
+    /// Tells whether the ranks update a bucket in parts.
+    fn gathers(&self, bucket: &Bucket) -> bool {
+        self.world.size() > 1 && bucket.kind != BucketKind::Replicated
+    }
+
+    /// Phase 1: hands over the gradients of all buckets, and receives this rank's shares; flags the parameters
+    /// whose gradients it can't use.
+    fn reduce(&mut self, step: &mut Step) -> Result<(Vec<Share>, Tensor<1>)> {
+        let flags = Tensor::zeros([self.members.len()], (&self.device(), DType::F32));
+        let (mut shares, mut flags) = (vec![], flags);
         let mut pending = VecDeque::new();
         for bucket in 0..self.shards.len() {
             let started = self.start_reduce(bucket, step)?;
@@ -351,83 +384,92 @@ impl DistModuleOptimizer {
             pending.push_back(started);
             self.observe(step);
             if pending.len() == self.in_flight {
-                shares.push(self.finish_reduce(shares.len(), &mut pending, step)?);
+                flags = self.finish_reduce(&mut shares, &mut pending, step, flags)?;
             }
         }
         while !pending.is_empty() {
-            shares.push(self.finish_reduce(shares.len(), &mut pending, step)?);
+            flags = self.finish_reduce(&mut shares, &mut pending, step, flags)?;
         }
-        Ok(shares)
+        Ok((shares, flags))
     }
 
-    fn start_reduce(&self, bucket: usize, step: &mut Step) -> Result<Pending> {
-        let Shard { bucket, range, .. } = &self.shards[bucket];
-        let (device, comm) = (self.device(), self.world.comm());
-        let gradients = &mut step.held.gradients;
-        let range = match self.gradients {
-            Gradients::Averaged => range.clone(),
-            Gradients::PerRank => 0..bucket.elements(),
+    fn start_reduce(&self, bucket: usize, step: &mut Step) -> Result<Reducing> {
+        let (shard, comm) = (&self.shards[bucket], self.world.comm());
+        let (bucket, gradients) = (&shard.bucket, &mut step.held.gradients);
+        let drop_rest = |gradients: &mut Values| {
+            bucket.parameters.iter().for_each(|number| _ = gradients.take(*number));
         };
-        let packed = pack(gradients, bucket, range, &device);
-        self.check(bucket, &packed)?;
-        bucket.parameters.iter().for_each(|number| _ = gradients.take(*number));
-        match (self.gradients, bucket.kind) {
-            (Gradients::Averaged, _) => Ok(Pending::ready(packed)),
-            (Gradients::PerRank, BucketKind::Replicated) => comm.all_reduce(packed, ReduceOp::Mean),
-            (Gradients::PerRank, _) => comm.reduce_scatter(packed, &bucket.counts, ReduceOp::Mean),
+        if !self.reduces() {
+            let here = shard.take(gradients);
+            drop_rest(gradients);
+            return Ok(Reducing::Here(here));
         }
+        let packed = pack(gradients, bucket, &self.device());
+        self.check(bucket, &packed)?;
+        drop_rest(gradients);
+        Ok(Reducing::Sent(match bucket.kind {
+            BucketKind::Replicated => comm.all_reduce(packed, ReduceOp::Mean)?,
+            _ => comm.reduce_scatter(packed, &bucket.counts, ReduceOp::Mean)?,
+        }))
     }
 
     fn finish_reduce(
         &mut self,
-        bucket: usize,
-        pending: &mut VecDeque<Pending>,
+        shares: &mut Vec<Share>,
+        pending: &mut VecDeque<Reducing>,
         step: &mut Step,
-    ) -> Result<Share> {
+        flags: Tensor<1>,
+    ) -> Result<Tensor<1>> {
         let pending = pending.pop_front().expect("it was started");
-        let held = pending.bytes();
-        let gradients = pending.wait()?;
+        let (held, shard) = (pending.bytes(), &self.shards[shares.len()]);
+        let clips = self.clip.is_some();
+        let (gradients, norms) = match pending {
+            Reducing::Here(gradients) => {
+                let norms = clips.then(|| shard.norms(&shard.pack(gradients.clone())));
+                (gradients, norms)
+            }
+            Reducing::Sent(pending) => {
+                let share = pending.wait()?;
+                (shard.split(&share), clips.then(|| shard.norms(&share)))
+            }
+        };
+        let flags = shard.refuse(&gradients, flags);
         step.buffers -= held;
-        step.shares += bytes(&gradients);
+        step.shares += gradients.iter().map(bytes).sum::<usize>();
+        shares.push(Share { gradients, norms: norms.unwrap_or_default() });
         self.observe(step);
-        let finite = self.shards[bucket].finite(&gradients);
-        Ok(Share { gradients, finite })
+        Ok(flags)
     }
 
-    /// Phase 2: agrees on the parameters that are updated, in one message for all buckets, and counts.
-    fn decide(&mut self, orders: Orders, shares: &[Share]) -> Result<(Tensor<1>, Rates)> {
-        let [keep, lr, present] = orders.upload(&self.device());
-        let refused = shares.iter().map(|share| share.finite.clone().neg().add_scalar(1.0));
-        let late = self.shards.iter().map(|shard| shard.late.clone());
-        let sums = vec![self.rows.sum(refused.collect()), self.rows.sum(late.collect())];
-        let sums = self.world.comm().all_reduce(Tensor::cat(sums, 0), ReduceOp::Sum)?.wait()?;
+    /// Phase 2: agrees on the parameters that are left as they are, in one message for all buckets, and counts.
+    fn decide(&mut self, refused: Tensor<1>, present: &[bool]) -> Result<Tensor<1>> {
+        let sums = Tensor::cat(vec![refused, self.matrices.sum(self.late.clone())], 0);
+        let sums = self.world.comm().all_reduce(sums, ReduceOp::Sum)?.wait()?;
         let parameters = self.members.len();
         let refused = flat::part(&sums, 0..parameters);
         let late = flat::part(&sums, parameters..2 * parameters);
-        let Decision { accepted, refused } = Decision::new(refused, late, present);
+        let Decision { left, refused } = Decision::new(refused, late, present);
         let Counters { skipped, corrections } = &mut self.counters;
         *skipped = skipped.clone() + refused;
-        let gate = Gate::from_accepted(accepted.clone());
-        *corrections = self.adamw.correct(corrections.clone(), &gate);
-        Ok((accepted, Rates { keep, lr }))
+        *corrections = self.adamw.correct(corrections.clone(), &Gate::from_left(left.clone()));
+        Ok(left)
     }
 
     /// The factor on all gradients, where they are clipped.
-    fn clip_factor(&self, accepted: &Tensor<1>, shares: &[Share]) -> Result<Option<Tensor<1>>> {
+    fn clip_factor(&self, left: &Tensor<1>, shares: &[Share]) -> Result<Option<Tensor<1>>> {
         let Some(clip) = &self.clip else { return Ok(None) };
         let rank = self.world.rank();
-        let accepted = self.rows.spread(accepted);
-        let mut norms = vec![];
+        let left = clip.spread(left);
+        let (mut norms, mut first) = (vec![], 0);
         for (shard, share) in self.shards.iter().zip(shares) {
-            if !counts(&shard.bucket, rank) {
-                continue;
-            }
-            let mut first = shard.rows.start;
-            for Norms { scale, squares } in shard.norms(&share.gradients) {
+            let counts = counts(&shard.bucket, rank);
+            for Norms { scale, squares } in &share.norms {
                 let rows = first..first + scale.dims()[0];
                 first = rows.end;
-                let gate = Gate::from_accepted(flat::part(&accepted, rows));
-                norms.push(Norms { scale: gate.clean(scale), squares: gate.clean(squares) });
+                let gate = Gate::from_left(flat::part(&left, rows));
+                let clean = |values: &Tensor<1>| gate.clean(values.clone());
+                norms
+                    .extend(counts.then(|| Norms { scale: clean(scale), squares: clean(squares) }));
             }
         }
         clip.factor(&self.world, norms).map(Some)
@@ -438,52 +480,47 @@ impl DistModuleOptimizer {
         &mut self,
         step: &mut Step,
         shares: Vec<Share>,
-        rows: &RowValues,
-        clip: Option<&Tensor<1>>,
+        controls: &Controls,
+        orders: &Orders,
     ) -> Result<()> {
-        let times: Vec<usize> = self.members.iter().map(|member| member.time).collect();
-        let device = self.device();
-        let mut pending = VecDeque::new();
-        let mut published = 0;
-        for (bucket, Share { gradients, .. }) in shares.into_iter().enumerate() {
-            let shard = &mut self.shards[bucket];
-            let values =
-                pack(&mut step.held.parameters, &shard.bucket, shard.range.clone(), &device);
-            let share = bytes(&gradients);
-            let updated = shard.update(gradients, values, rows, clip, &times);
-            let bucket = &self.shards[bucket].bucket;
-            self.check(bucket, &updated)?;
-            let gathered = match bucket.kind {
-                BucketKind::Replicated => Pending::ready(updated),
-                _ => self.world.comm().all_gather(updated, &bucket.counts)?,
-            };
+        let mut late = self.late.zeros_like();
+        let (mut pending, mut kept) = (VecDeque::new(), vec![]);
+        for (number, Share { gradients, .. }) in shares.into_iter().enumerate() {
+            let share: usize = gradients.iter().map(bytes).sum();
+            let shard = &mut self.shards[number];
+            let values = shard.take(&mut step.held.parameters);
+            let updated = shard.update(gradients, values, controls, orders, &mut late);
             step.shares -= share;
-            step.buffers += gathered.bytes();
-            pending.push_back(gathered);
+            let shard = &self.shards[number];
+            if self.gathers(&shard.bucket) {
+                let packed = shard.pack(updated);
+                self.check(&shard.bucket, &packed)?;
+                let gathered = self.world.comm().all_gather(packed, &shard.bucket.counts)?;
+                step.buffers += gathered.bytes();
+                pending.push_back((number, gathered));
+            } else {
+                kept.extend(updated.first().map(|first| (number, first.clone())));
+                let values = shard.numbers().zip(updated);
+                values.for_each(|(number, value)| step.held.parameters.set(number, value));
+            }
             self.observe(step);
             if pending.len() == self.in_flight {
-                self.publish(published, &mut pending, step)?;
-                published += 1;
+                self.publish(&mut pending, step)?;
             }
         }
         while !pending.is_empty() {
-            self.publish(published, &mut pending, step)?;
-            published += 1;
+            self.publish(&mut pending, step)?;
         }
-        Ok(())
+        self.late = late;
+        self.check_all(kept)
     }
 
     /// Phase 3: replaces the parameters of a bucket by the gathered ones.
-    fn publish(
-        &mut self,
-        bucket: usize,
-        pending: &mut VecDeque<Pending>,
-        step: &mut Step,
-    ) -> Result<()> {
-        let pending = pending.pop_front().expect("it was started");
+    fn publish(&mut self, pending: &mut VecDeque<(usize, Pending)>, step: &mut Step) -> Result<()> {
+        let (number, pending) = pending.pop_front().expect("it was started");
         let held = pending.bytes();
         let gathered = pending.wait()?;
-        step.held.publish(&self.shards[bucket].bucket, &gathered);
+        step.held.publish(&self.shards[number].bucket, &gathered);
         self.observe(step);
         step.buffers -= held;
         Ok(())
@@ -492,6 +529,13 @@ impl DistModuleOptimizer {
     /// Fails if the device had no memory for what is about to be sent.
     fn check(&self, bucket: &Bucket, elements: &Tensor<1>) -> Result<()> {
         computed::check(&self.members[bucket.parameters[0]].path, elements)
+    }
+
+    /// Fails if the device had no memory for the values of a bucket that are not sent. Asked once for all buckets,
+    /// since it waits for all work to be given to the device.
+    fn check_all(&self, values: Vec<(usize, Tensor<1>)>) -> Result<()> {
+        let path = |number: usize| &*self.members[self.shards[number].bucket.parameters[0]].path;
+        computed::check_all(values.iter().map(|(number, values)| (path(*number), values)))
     }
 
     pub(super) fn device(&self) -> Device {

@@ -366,9 +366,7 @@ impl DistModuleOptimizer {
         for member in &mut self.members {
             member.time = states.time(&member.path).unwrap_or(0);
         }
-        for shard in &mut self.shards {
-            shard.late = shard.late.zeros_like();
-        }
+        self.late = self.late.zeros_like();
         self.start_counting();
         Ok(asked)
     }

@@ -3,20 +3,21 @@
 //! A share consists of [rows](super::rows), each of one parameter: whole matrices, or [`GRAIN`] elements
 //! for AdamW.
 
+use std::cmp::Reverse;
 use std::ops::Range;
 use std::sync::Arc;
 
 use burn::tensor::{DType, Device, Tensor};
 
 use super::flat;
+use super::held::Values;
 use super::memory::bytes;
 use super::plan::{Bucket, BucketKind, GRAIN, Parameter, Work};
-use super::rows::RowValues;
-use crate::adamw::{AdamWSettings, Moments, Rows, largest_gradient, moment_dtype};
-use crate::clipping::{self, Norms};
-use crate::gate::Gate;
-use crate::muon::ops;
-use crate::muon::rule::{Settings, Stepped, momentum_dtype};
+use super::rows::Orders;
+use crate::adamw::{self, AdamWSettings, Moments, largest_gradient, moment_dtype};
+use crate::clipping::Norms;
+use crate::muon::ops::{self, Flagged};
+use crate::muon::rule::{self, Settings, momentum_dtype};
 use crate::orthogonalize::Kernels;
 
 /// A rank's part of a bucket.
@@ -24,13 +25,20 @@ pub struct Shard {
     pub bucket: Bucket,
     /// This rank's part of the bucket's buffer.
     pub range: Range<usize>,
-    /// The part's rows among all that the rank has.
-    pub rows: Range<usize>,
     pub state: State,
-    /// For every row, 1 if the iteration made something of the last step's momentum that is not finite. It
-    /// is counted with what the next step refuses, since no rank waits for another while it updates.
-    pub late: Tensor<1>,
+    /// The parameters in this rank's part, in order.
+    runs: Vec<Run>,
     device: Device,
+}
+
+/// Neighbouring elements of a parameter, all of one share.
+struct Run {
+    /// The number of the parameter.
+    number: usize,
+    /// Where they are in the parameter.
+    elements: Range<usize>,
+    /// Where they are in the share. Zeros may follow.
+    at: Range<usize>,
 }
 
 /// What a rank remembers of its share.
@@ -39,135 +47,184 @@ pub enum State {
     AdamW(Box<Elementwise>),
 }
 
-/// What AdamW remembers of rows.
+/// What AdamW remembers of a share.
 pub struct Elementwise {
     settings: AdamWSettings,
     kernels: Kernels,
-    moments: Moments<2>,
+    moments: Moments<1>,
 }
 
 /// Matrices of one shape, which are updated as a batch.
 pub struct Stack {
-    /// The numbers of their parameters.
-    parameters: Vec<usize>,
-    /// Their rows among all that the rank has.
-    rows: Range<usize>,
+    /// Their parameters, as places among those of the share.
+    runs: Range<usize>,
+    /// The flag of the first one among those of all matrices of the rank.
+    first: usize,
     /// Their elements of the share.
     elements: Range<usize>,
     shape: [usize; 3],
     momentum: Tensor<3>,
 }
 
+/// The rows of a rank, those of one bucket after those of another: for each, the number of its parameter.
+#[derive(Default)]
+pub struct RowsOf {
+    /// What is accepted or refused as a whole: matrices, and [`GRAIN`] elements of what AdamW updates.
+    pub all: Vec<usize>,
+    /// Only the matrices.
+    pub matrices: Vec<usize>,
+}
+
+/// What a step has on the device for every parameter, and for all of them.
+pub struct Controls {
+    /// 1 for parameters that stay as they are, else 0.
+    pub left: Tensor<1>,
+    /// The corrections of AdamW.
+    pub corrections: [Tensor<1>; 2],
+    /// What gradients are multiplied by.
+    pub factor: Option<Tensor<1>>,
+}
+
 impl Shard {
-    /// A share whose state is zero. The numbers of its rows' parameters are added to `rows`.
+    /// A share whose state is zero. Its rows are added to those that the rank has.
     pub fn new(
         bucket: &Bucket,
         parameters: &[Parameter],
         rank: usize,
         (muon, adamw): (&Arc<Settings>, &AdamWSettings),
-        rows: &mut Vec<usize>,
+        rows: &mut RowsOf,
         device: &Device,
     ) -> Self {
         let range = bucket.share(rank);
-        let first = rows.len();
+        let mut runs = runs(bucket, &range);
         let state = match bucket.kind {
             BucketKind::Matrices => {
                 let matrices = matrices(bucket, parameters, &range);
-                let stacks = stacks(&matrices, first, bucket.dtype, device);
-                rows.extend(matrices.into_iter().map(|(number, _)| number));
+                let first = rows.matrices.len();
+                let stacks = stacks(&runs, parameters, first, bucket.dtype, device);
+                rows.all.extend(&matrices);
+                rows.matrices.extend(matrices);
                 State::Muon { settings: muon.clone(), stacks }
             }
             BucketKind::Elements | BucketKind::Replicated => {
-                rows.extend(grains(bucket, &range));
-                let dtype = moment_dtype(bucket.dtype);
-                let zeros = Tensor::zeros([rows.len() - first, GRAIN], (device, dtype));
+                rows.all.extend(grains(bucket, &range));
+                // Alike are next to each other, since a launch works on several as if all had the length of the
+                // longest, and reads them in vectors only where all can be.
+                runs.sort_by_key(|run| (run.at.len() % 8 != 0, Reverse(run.at.len())));
+                let zeros = Tensor::zeros([range.len()], (device, moment_dtype(bucket.dtype)));
                 let moments = Moments { moment_1: zeros.clone(), moment_2: zeros };
                 let (settings, kernels) = (adamw.clone(), muon.newton_schulz.kernels());
                 State::AdamW(Box::new(Elementwise { settings, kernels, moments }))
             }
         };
-        let rows = first..rows.len();
-        let late = Tensor::zeros([rows.len()], (device, DType::F32));
-        Self { bucket: bucket.clone(), range, rows, state, late, device: device.clone() }
+        Self { bucket: bucket.clone(), range, state, runs, device: device.clone() }
     }
 
-    /// For every row, 1 if its gradients can be used and 0 otherwise.
-    pub fn finite(&self, gradients: &Tensor<1>) -> Tensor<1> {
-        let per_stack = match &self.state {
-            State::Muon { settings, stacks } => stacks
-                .iter()
-                .map(|stack| {
-                    let batch = stack.batch(gradients);
-                    ops::finite(settings.newton_schulz.kernels(), &batch, f64::MAX).accepted()
-                })
-                .collect(),
-            State::AdamW(_) if self.rows.is_empty() => vec![],
-            State::AdamW(adamw) => {
-                let rows = gradients.clone().reshape([self.rows.len(), 1, GRAIN]);
-                let largest = largest_gradient(self.bucket.dtype);
-                vec![ops::finite(adamw.kernels, &rows, largest).accepted()]
+    /// The values of this rank's parameters, each where it lies: taken out where the rank has all of it. Zeros for
+    /// those that are absent.
+    pub fn take(&self, values: &mut Values) -> Vec<Tensor<1>> {
+        let each = self.runs.iter().map(|Run { number, elements, .. }| match values.get(*number) {
+            None => Tensor::zeros([elements.len()], (&self.device, self.bucket.dtype)),
+            Some(whole) if whole.dims() == [elements.len()] => {
+                values.take(*number).expect("it is there")
             }
+            Some(value) => flat::part(value, elements.clone()),
+        });
+        each.collect()
+    }
+
+    /// The parameters of a share, as parts of its buffer.
+    pub fn split(&self, share: &Tensor<1>) -> Vec<Tensor<1>> {
+        self.runs.iter().map(|run| flat::part(share, run.at.clone())).collect()
+    }
+
+    /// The buffer of a share from its parameters, with zeros in between.
+    pub fn pack(&self, parts: Vec<Tensor<1>>) -> Tensor<1> {
+        let mut parts: Vec<_> = self.runs.iter().map(|run| run.at.clone()).zip(parts).collect();
+        parts.sort_by_key(|(at, _)| at.start);
+        let zeros = |length| Tensor::zeros([length], (&self.device, self.bucket.dtype));
+        let (mut all, mut end) = (vec![], 0);
+        for (at, part) in parts {
+            all.extend((at.start > end).then(|| zeros(at.start - end)));
+            end = at.end;
+            all.push(part);
+        }
+        all.extend((self.range.len() > end).then(|| zeros(self.range.len() - end)));
+        flat::join(all, self.bucket.dtype, &self.device)
+    }
+
+    /// The numbers of this rank's parameters, in the order of their values.
+    pub fn numbers(&self) -> impl Iterator<Item = usize> {
+        self.runs.iter().map(|run| run.number)
+    }
+
+    /// Sets the flags of parameters whose gradients can't be used.
+    pub fn refuse(&self, gradients: &[Tensor<1>], flags: Tensor<1>) -> Tensor<1> {
+        let (kernels, largest) = match &self.state {
+            State::Muon { settings, .. } => (settings.newton_schulz.kernels(), f64::MAX),
+            State::AdamW(adamw) => (adamw.kernels, largest_gradient(self.bucket.dtype)),
         };
-        flat::join(per_stack, DType::F32, &self.device)
+        let rows: Vec<_> = self.numbers().map(|flag| Flagged { flag, rows: 1 }).collect();
+        ops::refuse(kernels, flags, gradients, &rows, largest)
     }
 
     /// The norms of the gradients of every row, stack by stack.
-    pub fn norms(&self, gradients: &Tensor<1>) -> Vec<Norms> {
+    pub fn norms(&self, share: &Tensor<1>) -> Vec<Norms> {
         match &self.state {
             State::Muon { stacks, .. } => {
                 let rows = stacks.iter().map(|stack| {
                     let [k, m, n] = stack.shape;
-                    Norms::of_rows(stack.batch(gradients).reshape([k, m * n]))
+                    Norms::of_rows(stack.batch(share).reshape([k, m * n]))
                 });
                 rows.collect()
             }
-            State::AdamW(_) if self.rows.is_empty() => vec![],
-            State::AdamW(_) => vec![Norms::of_rows(grain_rows(gradients.clone()))],
+            State::AdamW(_) if self.range.is_empty() => vec![],
+            State::AdamW(_) => {
+                let rows = share.clone().reshape([self.range.len() / GRAIN, GRAIN]);
+                vec![Norms::of_rows(rows)]
+            }
         }
     }
 
-    /// Updates this rank's share: its new values from the reduced gradients and the old values. `clip` is
-    /// what gradients are multiplied by, if anything; `times` are the steps that every parameter has taken.
+    /// Updates this rank's parameters: their new values from the reduced gradients and the old values. Flags of
+    /// matrices of which the iteration has made something that is not finite are set in `late`.
     pub fn update(
         &mut self,
-        gradients: Tensor<1>,
-        values: Tensor<1>,
-        rows: &RowValues,
-        clip: Option<&Tensor<1>>,
-        times: &[usize],
-    ) -> Tensor<1> {
-        if self.rows.is_empty() {
-            return values;
-        }
-        let gradients = match clip {
-            Some(clip) => clipping::scaled(gradients, clip.clone()),
-            None => gradients,
-        };
+        mut gradients: Vec<Tensor<1>>,
+        mut values: Vec<Tensor<1>>,
+        controls: &Controls,
+        orders: &Orders,
+        late: &mut Tensor<1>,
+    ) -> Vec<Tensor<1>> {
+        let runs = &self.runs;
         match &mut self.state {
             State::Muon { settings, stacks } => {
-                let (mut updated, mut late) = (vec![], vec![]);
-                for stack in stacks {
-                    let new = stack.update(settings, &gradients, &values, rows, times);
-                    updated.push(new.0);
-                    late.push(new.1);
-                }
-                self.late = flat::join(late, DType::F32, &self.device);
-                flat::join(updated, self.bucket.dtype, &self.device)
+                let stacks = stacks.iter_mut().map(|stack| {
+                    let count = stack.runs.len();
+                    let gradients = gradients.drain(..count).collect();
+                    let values = values.drain(..count).collect();
+                    let runs = &runs[stack.runs.clone()];
+                    stack.update(settings, runs, (gradients, values), controls, orders, late)
+                });
+                stacks.collect::<Vec<_>>().concat()
             }
             State::AdamW(adamw) => {
                 let Elementwise { settings, kernels, moments } = &mut **adamw;
-                let gate = Gate::from_accepted(rows.accepted(&self.rows));
-                let rates = rows.rates(&self.rows);
-                let corrections = rows.corrections(&self.rows);
-                let rows = Rows { gate, rates, corrections };
-                let (gradients, values) = (grain_rows(gradients), grain_rows(values));
-                let dtype = moments.moment_1.dtype();
-                let nothing = Tensor::empty([1, GRAIN], (&self.device, dtype));
+                let part = |Run { number, at, .. }: &Run| adamw::Part {
+                    flag: *number,
+                    first: at.start,
+                    rates: orders.rates[*number],
+                };
+                let parts: Vec<_> = runs.iter().map(part).collect();
+                let Controls { left, corrections, factor } = controls;
+                let controls = adamw::Controls { left, corrections, factor: factor.as_ref() };
+                let nothing = Tensor::empty([1], (&self.device, moments.moment_1.dtype()));
                 let nothing = Moments { moment_1: nothing.clone(), moment_2: nothing };
                 let old = core::mem::replace(moments, nothing);
-                let (updated, new) = settings.step(*kernels, values, gradients, old, &rows);
+                let (updated, new) =
+                    settings.step(*kernels, values, gradients, old, &controls, &parts);
                 *moments = new;
-                updated.reshape([-1])
+                updated
             }
         }
     }
@@ -178,101 +235,92 @@ impl Stack {
         flat::part(share, self.elements.clone()).reshape(self.shape)
     }
 
-    /// Updates the batch: its new values, and for every matrix 1 if the iteration has made something that is
-    /// not finite. In parts, where the schedule of the momentum is not at the same place for all of its
-    /// matrices.
+    /// Updates the batch: the new values of its parameters.
     fn update(
         &mut self,
         settings: &Settings,
-        gradients: &Tensor<1>,
-        values: &Tensor<1>,
-        rows: &RowValues,
-        times: &[usize],
-    ) -> (Tensor<1>, Tensor<1>) {
-        let (gradients, values) = (self.batch(gradients), self.batch(values));
+        runs: &[Run],
+        (gradients, values): (Vec<Tensor<1>>, Vec<Tensor<1>>),
+        Controls { left, factor, .. }: &Controls,
+        orders: &Orders,
+        late: &mut Tensor<1>,
+    ) -> Vec<Tensor<1>> {
+        let part = |Run { number, .. }: &Run| rule::Part {
+            flag: *number,
+            mu: settings.momentum.at(orders.times[*number]),
+            rates: orders.rates[*number],
+        };
+        let parts: Vec<_> = runs.iter().map(part).collect();
         let [_, m, n] = self.shape;
-        let nothing = Tensor::empty([1, m, n], (&values.device(), self.momentum.dtype()));
+        let device = self.momentum.device();
+        let nothing = Tensor::empty([1, m, n], (&device, self.momentum.dtype()));
         let old = core::mem::replace(&mut self.momentum, nothing);
-        let momentum = |number: &usize| settings.momentum.at(times[*number]);
-        let runs: Vec<usize> = self
-            .parameters
-            .chunk_by(|a, b| momentum(a) == momentum(b))
-            .map(<[usize]>::len)
-            .collect();
-        let parts = [gradients, values, old].map(|batch| split(batch, &runs));
-        let [gradients, values, old] = parts.map(Vec::into_iter);
-        let mut first = self.rows.start;
-        let (mut updated, mut momenta, mut late) = (vec![], vec![], vec![]);
-        for ((gradients, values), old) in gradients.zip(values).zip(old) {
-            let run = first..first + gradients.dims()[0];
-            let time = times[self.parameters[first - self.rows.start]];
-            first = run.end;
-            let gate = Gate::from_accepted(rows.accepted(&run));
-            let rates = rows.rates(&run);
-            let stepped = settings.step(time, values, gradients, old, &gate, &rates);
-            let Stepped { parameters, momentum, updated: taken } = stepped;
-            updated.push(parameters);
-            momenta.push(momentum);
-            late.push(gate.accepted() - taken.accepted());
+        let (momentum, direction) =
+            settings.direction(gradients, old, left, factor.as_ref(), &parts);
+        self.momentum = momentum;
+        // Out of its place, so that it is written in place.
+        let flags = core::mem::replace(late, flat::empty(DType::F32, &device));
+        *late = settings.refuse_late(&direction, flags, self.first);
+        settings.apply(values, direction, left, (late, self.first), &parts)
+    }
+}
+
+/// The parameters of a share, neighbours in one run.
+fn runs(bucket: &Bucket, share: &Range<usize>) -> Vec<Run> {
+    let (mut runs, mut end): (Vec<Run>, usize) = (vec![], 0);
+    for (number, elements, padding) in bucket.overlaps(share.clone()) {
+        let at = end..end + elements.len();
+        end = at.end + padding;
+        match runs.last_mut() {
+            Some(last)
+                if last.number == number
+                    && last.elements.end == elements.start
+                    && last.at.end == at.start =>
+            {
+                (last.elements.end, last.at.end) = (elements.end, at.end);
+            }
+            _ if at.is_empty() => {}
+            _ => runs.push(Run { number, elements, at }),
         }
-        self.momentum = join(momenta);
-        (join(updated).reshape([-1]), Tensor::cat(late, 0))
     }
+    runs
 }
 
-/// A batch as batches of so many matrices.
-fn split(batch: Tensor<3>, runs: &[usize]) -> Vec<Tensor<3>> {
-    match runs {
-        // As it is, so that it can be written in place.
-        [_] => vec![batch],
-        _ => batch.split_with_sizes(runs.to_vec(), 0),
-    }
-}
-
-/// The reverse of [`split`].
-fn join(mut batches: Vec<Tensor<3>>) -> Tensor<3> {
-    match batches.len() {
-        1 => batches.swap_remove(0),
-        _ => Tensor::cat(batches, 0),
-    }
-}
-
-fn grain_rows(share: Tensor<1>) -> Tensor<2> {
-    let rows = share.dims()[0] / GRAIN;
-    share.reshape([rows, GRAIN])
-}
-
-/// The matrices of a share in order: the number of the parameter, and the shape.
-fn matrices(
-    bucket: &Bucket,
-    parameters: &[Parameter],
-    share: &Range<usize>,
-) -> Vec<(usize, [usize; 2])> {
-    let pieces = bucket.overlaps(share.clone());
-    let matrix = |(number, ..): (usize, Range<usize>, usize)| match parameters[number].work {
-        Work::Matrices { rows, columns, .. } => (number, [rows, columns]),
-        Work::Elements => unreachable!("a bucket of matrices"),
+/// The parameter of every matrix of a share, in order.
+fn matrices(bucket: &Bucket, parameters: &[Parameter], share: &Range<usize>) -> Vec<usize> {
+    let matrices = |(number, elements, _): (usize, Range<usize>, usize)| {
+        let [m, n] = matrix_shape(&parameters[number]);
+        std::iter::repeat_n(number, elements.len() / (m * n))
     };
-    pieces.map(matrix).collect()
+    bucket.overlaps(share.clone()).flat_map(matrices).collect()
 }
 
-/// The matrices as batches of one shape; their rows follow those before `first`.
+fn matrix_shape(parameter: &Parameter) -> [usize; 2] {
+    match parameter.work {
+        Work::Matrices { rows, columns, .. } => [rows, columns],
+        Work::Elements => unreachable!("a bucket of matrices"),
+    }
+}
+
+/// The parameters as batches of one shape; their flags follow those before `first`.
 fn stacks(
-    matrices: &[(usize, [usize; 2])],
-    first: usize,
+    runs: &[Run],
+    parameters: &[Parameter],
+    mut first: usize,
     dtype: DType,
     device: &Device,
 ) -> Vec<Stack> {
-    let (mut row, mut element) = (first, 0);
-    let alike = matrices.chunk_by(|(_, a), (_, b)| a == b);
-    let stacks = alike.map(|alike| {
-        let (count, [m, n]) = (alike.len(), alike[0].1);
-        let (rows, elements) = (row..row + count, element..element + count * m * n);
-        (row, element) = (rows.end, elements.end);
-        let shape = [count, m, n];
+    let shape = |run: &Run| matrix_shape(&parameters[run.number]);
+    let mut next = 0;
+    let stacks = runs.chunk_by(|a, b| shape(a) == shape(b)).map(|alike| {
+        let [m, n] = shape(&alike[0]);
+        let elements = alike[0].at.start..alike[alike.len() - 1].at.end;
+        let shape = [elements.len() / (m * n), m, n];
         let momentum = Tensor::zeros(shape, (device, momentum_dtype(dtype)));
-        let parameters = alike.iter().map(|(number, _)| *number).collect();
-        Stack { parameters, rows, elements, shape, momentum }
+        let (of_stack, first_flag) = (next..next + alike.len(), first);
+        next = of_stack.end;
+        first += shape[0];
+        Stack { runs: of_stack, first: first_flag, elements, shape, momentum }
     });
     stacks.collect()
 }
@@ -313,7 +361,7 @@ impl Shard {
             }
             State::AdamW(adamw) => {
                 let Moments { moment_1, moment_2 } = adamw.moments.clone();
-                vec![moment_1.reshape([-1]), moment_2.reshape([-1])]
+                vec![moment_1, moment_2]
             }
         }
     }
@@ -335,8 +383,8 @@ impl Shard {
                 }
             }
             State::AdamW(adamw) => {
-                adamw.moments.moment_2 = grain_rows(vectors.swap_remove(1));
-                adamw.moments.moment_1 = grain_rows(vectors.swap_remove(0));
+                let moment_2 = vectors.swap_remove(1);
+                adamw.moments = Moments { moment_1: vectors.swap_remove(0), moment_2 };
             }
         }
     }

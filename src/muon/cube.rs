@@ -4,62 +4,94 @@ use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::{TensorMetadata, tensor::FloatTensor};
 use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
-use distmuon_kernels::fused::{self, Momentum};
+use distmuon_kernels::fused::{self, Averaged, Momenta, Norms, Updated};
 
-use super::ops::StepOps;
-use crate::cube::{FITS, batch, contiguous, tensor, unshared};
+use super::ops::{Averaging, Flagged, StepOps, Updating};
+use crate::cube::{FITS, batch, contiguous, part, unshared};
+use crate::parts::Parts;
 
 type Float = FloatTensor<CubeBackend>;
 
-/// Momentum and parameters are updated in place where nobody else reads them.
+/// Momentum, flags and parameters are updated in place where nobody else reads them.
 impl StepOps for CubeBackend {
-    fn finite(grad: Float, largest: f32) -> Float {
-        let grad = contiguous(grad.clone(), grad.dtype);
-        let of = batch(&grad);
-        let dtype = dtype_to_elem_type(grad.dtype);
-        let accepted = fused::finite(&grad.client, &grad.handle, of, dtype, largest).expect(FITS);
-        tensor(&grad, accepted, [of.count].into(), DType::F32)
+    fn refuse(flags: Float, tensors: Parts<Self>, rows: Vec<Flagged>, largest: f32) -> Float {
+        let flags = unshared(flags);
+        let tensors = tensors.into_vec();
+        let dtype = tensors[0].dtype;
+        let rows = tensors.into_iter().zip(rows);
+        let rows = rows.map(|(tensor, Flagged { flag, rows })| {
+            let elements = tensor.shape().num_elements() / rows;
+            (part(&contiguous(tensor, dtype), rows, elements), flag)
+        });
+        let (rows, count) = (rows.collect::<Vec<_>>(), flags.shape().num_elements());
+        let dtype = dtype_to_elem_type(dtype);
+        fused::refuse(&flags.client, &rows, &flags.handle, count, dtype, largest).expect(FITS);
+        flags
     }
 
     fn accumulate(
-        grad: Float,
+        grads: Parts<Self>,
         momentum: Float,
-        accepted: Float,
-        mu: f32,
+        update: Float,
+        norms: Float,
+        left: Float,
+        factor: Float,
+        parts: Vec<Averaging>,
+        first: usize,
         nesterov: bool,
-        parts: usize,
+        scaled: bool,
     ) -> (Float, Float, Float) {
-        let momentum = unshared(momentum);
-        let grad = contiguous(grad, momentum.dtype);
-        let accepted = contiguous(accepted, DType::F32);
-        let of = batch(&grad);
-        let (update, norms) = fused::accumulate(
-            &grad.client,
-            [&grad.handle, &momentum.handle, &accepted.handle],
-            of,
-            dtype_to_elem_type(momentum.dtype),
-            Momentum { mu, nesterov },
-            parts,
-        )
-        .expect(FITS);
-        let update = tensor(&grad, update, grad.shape(), momentum.dtype);
-        let norms = tensor(&grad, norms.handle, [of.count, parts, 2].into(), DType::F32);
+        let [momentum, update, norms] = [momentum, update, norms].map(unshared);
+        let [left, factor] = [left, factor].map(|x| contiguous(x, DType::F32));
+        let (of, grads) = (batch(&momentum), grads.into_vec());
+        let dtypes = [grads[0].dtype, momentum.dtype];
+        let averaged = |(grad, Averaging { flag, mu }): (Float, Averaging)| {
+            let rows = grad.shape().num_elements() / of.elements;
+            Averaged { grad: part(&contiguous(grad, dtypes[0]), rows, of.elements), flag, mu }
+        };
+        let grads: Vec<_> = grads.into_iter().zip(parts).map(averaged).collect();
+        let momenta = Momenta {
+            momentum: &momentum.handle,
+            update: &update.handle,
+            norms: &Norms { handle: norms.handle.clone(), parts: norms.shape()[1] },
+            left: &left.handle,
+            factor: scaled.then_some(&factor.handle),
+        };
+        let (client, dtypes) = (&momentum.client, dtypes.map(dtype_to_elem_type));
+        fused::accumulate(client, &grads, momenta, of, first, dtypes, nesterov).expect(FITS);
         (momentum, update, norms)
     }
 
-    fn apply(parameter: Float, direction: Float, accepted: Float, keep: Float, lr: Float) -> Float {
-        let parameter = unshared(parameter);
-        let direction = contiguous(direction.clone(), direction.dtype);
-        let [accepted, keep, lr] = [accepted, keep, lr].map(|x| contiguous(x, DType::F32));
+    fn apply(
+        parameters: Parts<Self>,
+        direction: Float,
+        left: Float,
+        late: Float,
+        parts: Vec<Updating>,
+        first: usize,
+        first_late: usize,
+    ) -> Parts<Self> {
+        let of_direction = direction.dtype;
+        let direction = contiguous(direction, of_direction);
+        let [left, late] = [left, late].map(|x| contiguous(x, DType::F32));
+        let parameters: Vec<_> = parameters.into_vec().into_iter().map(unshared).collect();
+        let (of, dtypes) = (batch(&direction), [parameters[0].dtype, of_direction]);
+        let updated = |(values, Updating { flag, keep, lr }): (&Float, Updating)| {
+            let rows = values.shape().num_elements() / of.elements;
+            Updated { values: part(values, rows, of.elements), flag, keep, lr }
+        };
+        let updates: Vec<_> = parameters.iter().zip(parts).map(updated).collect();
         fused::apply(
-            &parameter.client,
-            &parameter.handle,
+            &direction.client,
+            &updates,
             &direction.handle,
-            [&accepted.handle, &keep.handle, &lr.handle],
-            batch(&parameter),
-            [parameter.dtype, direction.dtype].map(dtype_to_elem_type),
+            &left.handle,
+            (&late.handle, first_late),
+            of,
+            first,
+            dtypes.map(dtype_to_elem_type),
         )
         .expect(FITS);
-        parameter
+        Parts::from_vec(parameters)
     }
 }

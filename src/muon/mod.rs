@@ -15,7 +15,7 @@ mod config;
 #[cfg(feature = "cube")]
 mod cube;
 #[cfg(feature = "flex")]
-mod flex;
+pub(crate) mod flex;
 pub(crate) mod ops;
 pub(crate) mod rule;
 mod view;

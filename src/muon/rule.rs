@@ -6,12 +6,12 @@ use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Tensor};
 
-use super::{LrScale, MatrixLayout, MatrixView, ops};
+use super::ops::{self, Accumulated, Flagged};
+use super::{LrScale, MatrixLayout, MatrixView};
 use crate::checkpoint::saved_tensor;
 use crate::clipping;
 use crate::computed;
 use crate::error::{Error, Result};
-use crate::gate::Gate;
 use crate::gradient;
 use crate::orthogonalize::NewtonSchulz;
 use crate::schedule::Schedule;
@@ -32,25 +32,28 @@ pub(crate) struct Settings {
     pub newton_schulz: NewtonSchulz,
 }
 
-/// What scales the step of every row or matrix: `P <- keep P - lr U`. One value each, in
-/// [`precise_dtype`].
-#[derive(Clone)]
+/// The factors of a parameter's step: `P <- keep P - lr U`.
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Rates {
-    pub keep: Tensor<1>,
-    pub lr: Tensor<1>,
+    pub keep: f64,
+    pub lr: f64,
 }
 
 impl Rates {
-    /// The same learning rate and decoupled decay for one row of parameters of a type.
-    pub fn of_one(lr: f64, scale: f64, weight_decay: f64, of: DType, device: &Device) -> Self {
-        let one = |value: f64| Tensor::from_data([value], (device, precise_dtype(of)));
-        Self { keep: one(1.0 - lr * weight_decay), lr: one(lr * scale) }
+    /// The factors for a learning rate, its scale and the decoupled weight decay.
+    pub fn new(lr: f64, scale: f64, weight_decay: f64) -> Self {
+        Self { keep: 1.0 - lr * weight_decay, lr: lr * scale }
     }
+}
 
-    /// The rates of one row for as many rows as there are.
-    pub fn expand(self, rows: usize) -> Self {
-        Self { keep: self.keep.expand([rows]), lr: self.lr.expand([rows]) }
-    }
+/// A parameter in the step of a batch: what is the same for all of its matrices.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Part {
+    /// The number of its flag.
+    pub flag: usize,
+    /// The weight of the momentum that was.
+    pub mu: f64,
+    pub rates: Rates,
 }
 
 /// The type of what has to be more precise than parameters of a type, such as learning rates: float64 for
@@ -79,33 +82,41 @@ pub(crate) fn check_rate(lr: LearningRate) -> Result<()> {
     }
 }
 
-/// A step of a batch of matrices.
-pub(crate) struct Stepped {
-    pub parameters: Tensor<3>,
-    pub momentum: Tensor<3>,
-    /// The matrices that were updated: those of finite gradients, of which the iteration has made something
-    /// finite, too.
-    pub updated: Gate,
-}
-
 impl Settings {
-    /// One step of a batch of matrices `[k, m, n]`, given the steps before it and the gate of its gradients.
-    pub fn step(
+    /// Advances the momentum of a batch by the gradients of its parameters, but of those whose flag is set in `left`,
+    /// and orthogonalises what it makes of both, in the type of the iteration. Gradients are multiplied by `factor`.
+    pub fn direction(
         &self,
-        time: usize,
-        parameters: Tensor<3>,
-        grads: Tensor<3>,
+        grads: Vec<Tensor<1>>,
         momentum: Tensor<3>,
-        gate: &Gate,
-        rates: &Rates,
-    ) -> Stepped {
-        let (mu, kernels) = (self.momentum.at(time), self.newton_schulz.kernels());
-        let (momentum, update, norms) =
-            ops::accumulate(kernels, grads, momentum, gate, mu, self.nesterov);
-        let direction = self.newton_schulz.orthogonalize_normed(update, norms);
-        let updated = gate.and(&ops::finite(kernels, &direction, f64::MAX));
-        let parameters = ops::apply(kernels, parameters, direction, &updated, rates);
-        Stepped { parameters, momentum, updated }
+        left: &Tensor<1>,
+        factor: Option<&Tensor<1>>,
+        parts: &[Part],
+    ) -> (Tensor<3>, Tensor<3>) {
+        let kernels = self.newton_schulz.kernels();
+        let Accumulated { momentum, update, norms } =
+            ops::accumulate(kernels, grads, momentum, left, factor, parts, self.nesterov);
+        (momentum, self.newton_schulz.direction(update, norms))
+    }
+
+    /// Sets the flags of matrices of which the iteration has made something that is not finite. They begin at `first`.
+    pub fn refuse_late(&self, direction: &Tensor<3>, flags: Tensor<1>, first: usize) -> Tensor<1> {
+        let rows = [Flagged { flag: first, rows: direction.dims()[0] }];
+        let direction = [direction.clone().reshape([-1])];
+        ops::refuse(self.newton_schulz.kernels(), flags, &direction, &rows, f64::MAX)
+    }
+
+    /// Updates the parameters of a batch, but what has a flag: a parameter in `left`, a matrix in `late`, where those
+    /// of the batch begin at a number.
+    pub fn apply(
+        &self,
+        parameters: Vec<Tensor<1>>,
+        direction: Tensor<3>,
+        left: &Tensor<1>,
+        late: (&Tensor<1>, usize),
+        parts: &[Part],
+    ) -> Vec<Tensor<1>> {
+        ops::apply(self.newton_schulz.kernels(), parameters, direction, left, late, parts)
     }
 
     /// The factor on the learning rate of a matrix `[rows, columns]`.
@@ -239,30 +250,35 @@ impl Muon {
             // Nothing to update, and Burn takes a zero in a new shape for the old length.
             return Ok((parameter, MuonState { momentum, skipped, time: time + 1, place }));
         }
-        let batch = |tensor: Tensor<D>| tensor.reshape([k, m, n]);
         let settings = &self.settings;
+        let kernels = settings.newton_schulz.kernels();
         let scale = settings.scale(self.layout, [m, n]);
-        let decay = settings.weight_decay.at(time);
-        let rates = Rates::of_one(lr, scale, decay, dtype, &device).expand(k);
+        let rates = Rates::new(lr, scale, settings.weight_decay.at(time));
+        let part = [Part { flag: 0, mu: settings.momentum.at(time), rates }];
 
-        // Clipping comes after the gate: it would make an infinite gradient a usual one.
-        let gate = ops::finite(settings.newton_schulz.kernels(), &batch(grad.clone()), f64::MAX);
-        let gate = gate.all().expand(k);
-        let grad = clipping::clip(settings.clipping.as_ref(), grad);
+        // The flag of the parameter, and those of its matrices.
+        let flags = Tensor::zeros([1 + k], (&device, DType::F32));
+        let whole = [Flagged { flag: 0, rows: 1 }];
+        // Clipping comes after that: it would make an infinite gradient a usual one.
+        let flags = ops::refuse(kernels, flags, &[grad.clone().reshape([-1])], &whole, f64::MAX);
+        let grad = clipping::clip(settings.clipping.as_ref(), grad).reshape([-1]);
         // Files of older versions have float16 here.
-        let momentum = momentum.cast(momentum_dtype(dtype));
-        let stepped =
-            settings.step(time, batch(parameter), batch(grad), batch(momentum), &gate, &rates);
+        let momentum = momentum.cast(momentum_dtype(dtype)).reshape([k, m, n]);
+        let (momentum, direction) = settings.direction(vec![grad], momentum, &flags, None, &part);
+        let flags = settings.refuse_late(&direction, flags, 1);
+        let parameter = vec![parameter.reshape([-1])];
+        let parameter =
+            settings.apply(parameter, direction, &flags, (&flags, 1), &part).swap_remove(0);
         if is_first {
-            computed::check(&self.parameter, &stepped.parameters)?;
+            computed::check(&self.parameter, &parameter)?;
         }
 
-        let skipped = stepped.updated.all().count(skipped);
+        let skipped = skipped + flags.max();
         let times = [place.next_step()];
         self.skipped.record(&mut place, skipped.clone(), &times, true)?;
-        let momentum = stepped.momentum.reshape(shape);
+        let momentum = momentum.reshape(shape);
         let state = MuonState { momentum, skipped, time: time + 1, place };
-        Ok((stepped.parameters.reshape(shape), state))
+        Ok((parameter.reshape(shape), state))
     }
 }
 

@@ -38,7 +38,7 @@ fn accumulate(mut r: Tensor<3>, schedule: &[Polynomial], products: Products) -> 
     for (step, &[a, b, c]) in schedule.iter().enumerate() {
         let z = products.symmetric(r.clone(), r.clone(), r.clone(), c / a, b / a);
         q = Some(match q {
-            None => z.clone() + identity(&z),
+            None => products.plus_identity(z.clone()),
             Some(q) if step == 1 => times(q, z.clone(), schedule[0][0] * a),
             Some(q) => times(q, z.clone(), a),
         });
@@ -48,9 +48,4 @@ fn accumulate(mut r: Tensor<3>, schedule: &[Polynomial], products: Products) -> 
         }
     }
     q.expect("a schedule has at least one step")
-}
-
-fn identity(like: &Tensor<3>) -> Tensor<3> {
-    let [_, m, _] = like.dims();
-    Tensor::<2>::eye(m, &like.device()).cast(like.dtype()).unsqueeze()
 }

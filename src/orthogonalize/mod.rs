@@ -260,12 +260,13 @@ impl NewtonSchulz {
     /// Any sizes will do, also 1 and 0. A matrix with an entry that is not finite gives one of NaN
     /// and leaves the others of the batch alone.
     pub fn orthogonalize(&self, batch: Tensor<3>) -> Tensor<3> {
-        self.orthogonalize_normed(batch, None)
+        let dtype = batch.dtype();
+        self.direction(batch, None).cast(dtype)
     }
 
-    /// [`orthogonalize`](Self::orthogonalize), with norms that are known already, in parts that
-    /// the workspace has room for.
-    pub(crate) fn orthogonalize_normed(&self, batch: Tensor<3>, norms: Option<Norms>) -> Tensor<3> {
+    /// [`orthogonalize`](Self::orthogonalize) in the type of the iteration, with norms that may be known already,
+    /// in parts that the workspace has room for.
+    pub(crate) fn direction(&self, batch: Tensor<3>, norms: Option<Norms>) -> Tensor<3> {
         let [k, m, n] = batch.dims();
         if k * m * n == 0 {
             return batch;
@@ -281,7 +282,8 @@ impl NewtonSchulz {
             return self.orthogonalize_part(&plan, batch, norms);
         }
         // Not `empty`, of which Flex makes two.
-        let mut result = Tensor::full(batch.dims(), 0.0, (&batch.device(), batch.dtype()));
+        let mut result =
+            Tensor::full(batch.dims(), 0.0, (&batch.device(), DType::from(plan.dtype)));
         for start in (0..k).step_by(part) {
             let range = start..(start + part).min(k);
             let norms =
@@ -326,11 +328,10 @@ impl NewtonSchulz {
         let precise = FloatDType::from(precise_dtype(dtype));
         let norm_engine = Engine::choose(self.kernels, &device, precise);
         let x = norm_engine.normalize(batch.cast(precise), norms, self.epsilon, plan.dtype);
-        let x = match plan.form {
+        match plan.form {
             Form::Gram => gram::iterate(x, &self.schedule, &plan.restarts, products),
             _ => standard::iterate(x, &self.schedule, products),
-        };
-        x.cast(dtype)
+        }
     }
 
     /// How [`orthogonalize`](Self::orthogonalize) treats the matrices of `batch`.

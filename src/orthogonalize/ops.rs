@@ -91,6 +91,10 @@ pub trait MatrixOps: Backend {
         Self::float_matmul(a, b)
     }
 
+    /// `Z + I`.
+    #[fusion(dtype = z, shape = z)]
+    fn plus_identity(z: FloatTensor<Self>) -> FloatTensor<Self>;
+
     /// The product of all `Z + a I` with `Z = b R + c R^2`, where every step advances
     /// `R <- (Z + a I) R (Z + a I)`: `Q` of [the Gram form](super::Form::Gram) for small matrices.
     #[fusion(dtype = r, shape = r)]
@@ -220,6 +224,14 @@ impl Engine {
             Self::Portable => portable::symmetric_product::<Dispatch>(a, b, c, alpha, beta),
             _ => Dispatch::symmetric_product(a, b, c, alpha, beta, self.is_tuned()),
         })
+    }
+
+    /// `Z + I`.
+    pub fn plus_identity(self, z: Tensor<3>) -> Tensor<3> {
+        match self {
+            Self::Portable => portable::plus_identity(z),
+            _ => Tensor::from_dispatch(Dispatch::plus_identity(z.into_dispatch())),
+        }
     }
 
     /// `A B`. Burn's matmul, but on Flex.

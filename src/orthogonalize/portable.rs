@@ -51,6 +51,12 @@ pub fn product_add<B: Backend>(
     B::float_add(B::float_matmul(a, b), B::float_mul_scalar(c, beta.into()))
 }
 
+/// [`MatrixOps::plus_identity`](super::ops::MatrixOps::plus_identity).
+pub fn plus_identity(z: Tensor<3>) -> Tensor<3> {
+    let identity = Tensor::<2>::eye(z.dims()[1], &z.device()).cast(z.dtype());
+    z + identity.unsqueeze()
+}
+
 /// [`MatrixOps::normalize`](super::ops::MatrixOps::normalize).
 ///
 /// The largest magnitude is divided out first, so that no square overflows or underflows.

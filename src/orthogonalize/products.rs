@@ -55,6 +55,11 @@ impl Products {
         self.engine.symmetric_product(a, b, c, alpha, beta)
     }
 
+    /// `Z + I`.
+    pub fn plus_identity(self, z: Tensor<3>) -> Tensor<3> {
+        self.engine.plus_identity(z)
+    }
+
     /// `Q X`, for a symmetric `Q`.
     pub fn apply(self, q: Tensor<3>, x: Tensor<3>) -> Tensor<3> {
         match self.side {

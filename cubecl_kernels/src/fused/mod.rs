@@ -1,27 +1,32 @@
 //! The elementwise parts of a step of Muon and of AdamW, each in one pass over memory.
 //!
-//! Matrices come in batches `[k, elements]`, in order in one buffer; there is one float32 value per
-//! matrix, `[k]`, of everything that may differ between them. A matrix is *accepted* if all entries
-//! of its gradient are finite; one that is not keeps its momentum and its values. Everything is
-//! computed in float32 and rounded once.
+//! Gradients and parameters are read and written where they lie: a launch takes several, a [`Part`] each. What
+//! belongs to the optimizer lies in batches `[k, elements]`, in order in one buffer. A float32 flag for every
+//! parameter says if it is left as it is, with its momentum or moments. Everything is computed in float32 and
+//! rounded once.
 //!
-//! Nothing is launched on what does not fit: [`Error::Dtype`](crate::Error::Dtype) for a type that the device has not,
-//! [`Error::Buffer`](crate::Error::Buffer) for a buffer that is too small,
+//! Nothing is launched on what does not fit: [`Error::Dtype`](crate::Error::Dtype) for a type that the device
+//! does not have, [`Error::Buffer`](crate::Error::Buffer) for a buffer that is too small,
 //! [`Error::TooLarge`](crate::Error::TooLarge) for more elements than it has addresses.
 
 mod adamw;
 mod muon;
 mod norm;
+mod parts;
+mod refuse;
 
-pub use adamw::{AdamW, adamw};
-pub use muon::{Momentum, accumulate, apply, finite};
+pub use adamw::{AdamW, Controls, Stepped, adamw};
+pub use muon::{Averaged, Momenta, Updated, accumulate, apply};
 pub use norm::{Norms, normalize, norms};
+pub use parts::Part;
+pub use refuse::refuse;
 
 #[cfg(test)]
 pub(crate) use {
     adamw::adamw_kernel,
-    muon::{accumulate_kernel, apply_kernel, finite_kernel, ones_kernel},
+    muon::{accumulate_kernel, apply_kernel},
     norm::{join_kernel, normalize_kernel, norms_kernel},
+    refuse::refuse_kernel,
 };
 
 use cubecl::client::Client;
@@ -101,12 +106,6 @@ impl Batch {
     fn vectors(self, handle: &Handle, vector_size: usize) -> BufferArg {
         // SAFETY: every function here checks first that the buffer holds the elements of the batch.
         unsafe { BufferArg::from_raw_parts(handle.clone(), self.len() / vector_size) }
-    }
-
-    /// The buffer of one float32 value per matrix.
-    fn per_matrix(self, handle: &Handle) -> BufferArg {
-        // SAFETY: every function here checks first that the buffer holds a value per matrix.
-        unsafe { BufferArg::from_raw_parts(handle.clone(), self.count) }
     }
 
     fn address_type(self) -> AddressType {

@@ -6,171 +6,120 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::norm::{Norms, SUMMED, joined, store_part, with_squares};
-use super::{Batch, UNITS, own_matrix, own_vectors};
+use super::parts::{Layout, factor_of, groups, number_of, own_part, read, write};
+use super::{Batch, Part, UNITS, own_matrix, own_vectors};
 use crate::error::Result;
 use crate::units::together;
 
-/// Which matrices of a type are finite and at most `largest` in magnitude: `[k]`, 1 for those, else 0.
-pub fn finite(
-    client: &Client,
-    grads: &Handle,
-    batch: Batch,
-    dtype: ElemType,
-    largest: f32,
-) -> Result<Handle> {
-    batch.check(client, &[("the gradient", grads, dtype)])?;
-    let accepted = ones(client, batch.count);
-    if batch.is_empty() {
-        return Ok(accepted);
-    }
-    let size = batch.vector_size(client, &[dtype]);
-    // SAFETY: every index is below the vectors of a matrix.
-    unsafe {
-        finite_kernel::launch_unchecked(
-            client,
-            batch.cube_count(batch.cubes(size)),
-            CubeDim::new_1d(UNITS),
-            batch.address_type(),
-            size,
-            batch.vectors(grads, size),
-            batch.per_matrix(&accepted),
-            largest,
-            batch.elements / size,
-            batch.count,
-            dtype,
-        );
-    }
-    Ok(accepted)
-}
-
-/// So many float32 ones, made on the device: a copy from the host would wait for the bus.
-fn ones(client: &Client, count: usize) -> Handle {
-    let values = client.empty(count * size_of::<f32>());
-    if count > 0 {
-        // SAFETY: the kernel writes below `count`, for which there is room.
-        unsafe {
-            let buffer = BufferArg::from_raw_parts(values.clone(), count);
-            let cubes = CubeCount::Static((count as u32).div_ceil(UNITS), 1, 1);
-            let addresses = AddressType::from_len(count);
-            ones_kernel::launch_unchecked(
-                client,
-                cubes,
-                CubeDim::new_1d(UNITS),
-                addresses,
-                buffer,
-                count,
-            );
-        }
-    }
-    values
-}
-
-#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
-pub(crate) fn ones_kernel(values: &mut [f32], count: usize) {
-    if ABSOLUTE_POS < count {
-        values[ABSOLUTE_POS] = 1.0;
-    }
-}
-
-/// Units that find something write the same zero.
-#[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
-pub(crate) fn finite_kernel<F: Float, N: Size>(
-    grads: &[Vector<F, N>],
-    accepted: &mut [f32],
-    largest: f32,
-    vectors: usize,
-    count: usize,
-    #[define(F)] _dtype: ElemType,
-) {
-    let matrix = own_matrix();
-    if matrix >= count {
-        terminate!();
-    }
-    let (first, step) = own_vectors();
-    for i in range_stepped(first, vectors, step) {
-        let x = Vector::<f32, N>::cast_from(grads[matrix * vectors + i]);
-        #[unroll]
-        for j in 0..N::value() {
-            let value = x.extract(j);
-            if value.is_nan() || value.is_inf() || value.abs() > largest {
-                accepted[matrix] = 0.0;
-            }
-        }
-    }
-}
-
-/// How momentum is taken.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Momentum {
+/// The gradient of a parameter, and how it goes into the momentum.
+#[derive(Debug, Clone)]
+pub struct Averaged {
+    /// The gradient: a row for every matrix.
+    pub grad: Part,
+    /// The number of the parameter's flag.
+    pub flag: usize,
     /// The weight of what was, in `[0, 1)`.
     pub mu: f32,
-    /// Whether the update looks ahead.
-    pub nesterov: bool,
 }
 
-/// Advances the momentum in place, `M <- mu M + (1 - mu) G`. Returns what is to be orthogonalised,
-/// `mu M + (1 - mu) G` with Nesterov and else `M`, zeros where a matrix is refused; and the norms of
-/// that, in parts.
+/// The buffers that [`accumulate`] reads and writes beside gradients.
+#[derive(Debug, Clone, Copy)]
+pub struct Momenta<'a> {
+    /// The momentum of the batch, advanced in place.
+    pub momentum: &'a Handle,
+    /// Receives what is to be orthogonalised.
+    pub update: &'a Handle,
+    /// Receives the norms of that.
+    pub norms: &'a Norms,
+    /// A float32 value for every parameter, 1 for those that stay as they are.
+    pub left: &'a Handle,
+    /// A float32 value that gradients are multiplied by.
+    pub factor: Option<&'a Handle>,
+}
+
+/// Advances the momentum of some matrices of a batch in place, those from `first` on: `M <- mu M + (1 - mu) G`.
+/// Writes what is to be orthogonalised, `mu M + (1 - mu) G` with `nesterov` and else `M`, zeros where a parameter is
+/// left; and the norms of that, in parts. The types are those of gradients and of the momentum.
+///
+/// # Errors
+///
+/// Those of the [module](super).
 pub fn accumulate(
     client: &Client,
-    [grads, momentum, accepted]: [&Handle; 3],
+    grads: &[Averaged],
+    Momenta { momentum, update, norms, left, factor }: Momenta<'_>,
     batch: Batch,
-    dtype: ElemType,
-    Momentum { mu, nesterov }: Momentum,
-    parts: usize,
-) -> Result<(Handle, Norms)> {
-    batch.check(client, &[("the gradient", grads, dtype), ("the momentum", momentum, dtype)])?;
-    Batch::check_values(&[("the flags", accepted, batch.count)])?;
-    let size = batch.vector_size(client, &[dtype]);
-    let update = client.empty(batch.len() * dtype.size());
-    let norms = Norms::empty(client, batch, parts);
+    mut first: usize,
+    [of_grads, dtype]: [ElemType; 2],
+    nesterov: bool,
+) -> Result<()> {
+    batch.check(client, &[("the momentum", momentum, dtype), ("the update", update, dtype)])?;
+    let flags = grads.iter().map(|of| of.flag + 1).max().unwrap_or(0);
+    Batch::check_values(&[("the flags", left, flags)])?;
+    grads.iter().try_for_each(|of| of.grad.check(client, "the gradient", of_grads))?;
     let units = together(&client.properties().hardware, UNITS);
-    if batch.is_empty() {
-        return Ok((update, norms));
+    let fixed = 5 + usize::from(factor.is_some());
+    for group in groups(client, grads, 1, fixed).filter(|_| !batch.is_empty()) {
+        let all = group.iter().map(|of| &of.grad);
+        let layout = Layout::new(client, &[of_grads, dtype], all.clone(), &[]);
+        let size = layout.vector_size;
+        // SAFETY: every index is below the vectors of a matrix; rows were checked by `batch`.
+        unsafe {
+            accumulate_kernel::launch_unchecked(
+                client,
+                layout.cube_count(norms.parts),
+                CubeDim::new_1d(units),
+                batch.address_type(),
+                size,
+                all.map(|part| part.vectors(size)).collect(),
+                batch.vectors(momentum, size),
+                batch.vectors(update, size),
+                norms.arg(batch),
+                BufferArg::from_raw_parts(left.clone(), flags),
+                BufferArg::from_raw_parts(factor.unwrap_or(left).clone(), 1),
+                layout.firsts(),
+                layout.ends(),
+                group.iter().map(|of| of.flag).collect(),
+                group.iter().map(|of| of.mu).collect(),
+                first,
+                batch.elements / size,
+                nesterov,
+                factor.is_some(),
+                units,
+                [of_grads, dtype],
+            );
+        }
+        first += layout.rows;
     }
-    // SAFETY: every index is below the vectors of a matrix.
-    unsafe {
-        accumulate_kernel::launch_unchecked(
-            client,
-            batch.cube_count(parts),
-            CubeDim::new_1d(units),
-            batch.address_type(),
-            size,
-            batch.vectors(grads, size),
-            batch.vectors(momentum, size),
-            batch.vectors(&update, size),
-            batch.per_matrix(accepted),
-            norms.arg(batch),
-            batch.elements / size,
-            batch.count,
-            mu,
-            nesterov,
-            units,
-            dtype,
-        );
-    }
-    Ok((update, norms))
+    Ok(())
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
-pub(crate) fn accumulate_kernel<F: Float, N: Size>(
-    grads: &[Vector<F, N>],
+pub(crate) fn accumulate_kernel<G: Float, F: Float, N: Size>(
+    grads: &Sequence<Box<[Vector<G, N>]>>,
     momentum: &mut [Vector<F, N>],
     update: &mut [Vector<F, N>],
-    accepted: &[f32],
     norms: &mut [f32],
+    left: &[f32],
+    factor: &[f32],
+    firsts: &Sequence<usize>,
+    ends: &Sequence<usize>,
+    flags: &Sequence<usize>,
+    mus: &Sequence<f32>,
+    base: usize,
     vectors: usize,
-    count: usize,
-    mu: f32,
     #[comptime] nesterov: bool,
+    #[comptime] scaled: bool,
     #[comptime] units: u32,
-    #[define(F)] _dtype: ElemType,
+    #[define(G, F)] _dtypes: [ElemType; 2],
 ) {
-    let matrix = own_matrix();
-    if matrix >= count {
+    let row = own_matrix();
+    let (own, of_part) = own_part(firsts, ends, row);
+    if own >= grads.len() {
         terminate!();
     }
-    let taken = accepted[matrix] != 0.0;
+    let taken = left[number_of(flags, own)] == 0.0;
+    let mu = factor_of(mus, own);
     let (keep, fresh) = (Vector::<f32, N>::new(mu), Vector::<f32, N>::new(1.0 - mu));
     let mut scale = f32::new(0.0);
     let mut squares = f32::new(0.0);
@@ -179,9 +128,13 @@ pub(crate) fn accumulate_kernel<F: Float, N: Size>(
         let mut s = f32::new(0.0);
         let mut q = f32::new(0.0);
         for i in range_stepped(start, min(start + step * SUMMED, vectors), step) {
-            let at = matrix * vectors + i;
+            let at = (base + row) * vectors + i;
             if taken {
-                let grad = fresh * Vector::cast_from(grads[at]);
+                let mut grad = read(grads, own, of_part * vectors + i);
+                if comptime!(scaled) {
+                    grad *= Vector::new(factor[0]);
+                }
+                let grad = fresh * grad;
                 let averaged = keep * Vector::cast_from(momentum[at]) + grad;
                 momentum[at] = Vector::cast_from(averaged);
                 let ahead = if comptime!(nesterov) { keep * averaged + grad } else { averaged };
@@ -197,71 +150,108 @@ pub(crate) fn accumulate_kernel<F: Float, N: Size>(
         scale = s;
         squares = q;
     }
-    store_part(norms, scale, squares, units);
+    store_part(norms, base + row, scale, squares, units);
 }
 
-/// Updates accepted matrices in place: `P <- keep P - lr U`, with one `keep` and `lr` per matrix. The
-/// types are those of `P` and `U`.
+/// The values of a parameter, and how they are updated.
+#[derive(Debug, Clone)]
+pub struct Updated {
+    /// The values, updated in place: a row for every matrix.
+    pub values: Part,
+    /// The number of the parameter's flag.
+    pub flag: usize,
+    /// The factor on the old values.
+    pub keep: f32,
+    /// The factor on the direction.
+    pub lr: f32,
+}
+
+/// Updates parameters in place: `P <- keep P - lr U`, where `U` are the matrices of a batch from `first` on. A
+/// parameter with a flag in `left`, and a matrix with a flag in `late`, where those of the batch begin at a
+/// number, stay as they are. The types are those of `P` and `U`.
+///
+/// # Errors
+///
+/// Those of the [module](super).
 pub fn apply(
     client: &Client,
-    parameters: &Handle,
+    parameters: &[Updated],
     directions: &Handle,
-    [accepted, keep, lr]: [&Handle; 3],
+    left: &Handle,
+    (late, first_late): (&Handle, usize),
     batch: Batch,
+    mut first: usize,
     dtypes: [ElemType; 2],
 ) -> Result<()> {
-    let each = batch.count;
-    let parameters_of = ("the parameter", parameters, dtypes[0]);
-    batch.check(client, &[parameters_of, ("the direction", directions, dtypes[1])])?;
-    Batch::check_values(&[("the flags", accepted, each), ("keep", keep, each), ("lr", lr, each)])?;
-    if batch.is_empty() {
-        return Ok(());
-    }
-    let size = batch.vector_size(client, &dtypes);
-    // SAFETY: every index is below the vectors of a matrix.
-    unsafe {
-        apply_kernel::launch_unchecked(
-            client,
-            batch.cube_count(batch.cubes(size)),
-            CubeDim::new_1d(UNITS),
-            batch.address_type(),
-            size,
-            batch.vectors(parameters, size),
-            batch.vectors(directions, size),
-            batch.per_matrix(accepted),
-            batch.per_matrix(keep),
-            batch.per_matrix(lr),
-            batch.elements / size,
-            batch.count,
-            dtypes,
-        );
+    batch.check(client, &[("the direction", directions, dtypes[1])])?;
+    parameters.iter().try_for_each(|of| of.values.check(client, "the parameter", dtypes[0]))?;
+    let flags = parameters.iter().map(|of| of.flag + 1).max().unwrap_or(0);
+    let all_late = first_late + batch.count;
+    Batch::check_values(&[("the flags", left, flags), ("the late flags", late, all_late)])?;
+    for group in groups(client, parameters, 1, 3).filter(|_| !batch.is_empty()) {
+        let all = group.iter().map(|of| &of.values);
+        let layout = Layout::new(client, &dtypes, all.clone(), &[]);
+        let size = layout.vector_size;
+        // SAFETY: every index is below the vectors of a matrix; rows were checked by `batch`.
+        unsafe {
+            apply_kernel::launch_unchecked(
+                client,
+                layout.cube_count(layout.cubes),
+                CubeDim::new_1d(UNITS),
+                batch.address_type(),
+                size,
+                all.map(|part| part.vectors(size)).collect(),
+                batch.vectors(directions, size),
+                BufferArg::from_raw_parts(left.clone(), flags),
+                BufferArg::from_raw_parts(late.clone(), all_late),
+                layout.firsts(),
+                layout.ends(),
+                group.iter().map(|of| of.flag).collect(),
+                group.iter().map(|of| of.keep).collect(),
+                group.iter().map(|of| of.lr).collect(),
+                first,
+                first_late,
+                batch.elements / size,
+                dtypes,
+            );
+        }
+        first += layout.rows;
     }
     Ok(())
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 pub(crate) fn apply_kernel<F: Float, U: Float, N: Size>(
-    parameters: &mut [Vector<F, N>],
+    parameters: &mut Sequence<Box<[Vector<F, N>]>>,
     directions: &[Vector<U, N>],
-    accepted: &[f32],
-    keep: &[f32],
-    lr: &[f32],
+    left: &[f32],
+    late: &[f32],
+    firsts: &Sequence<usize>,
+    ends: &Sequence<usize>,
+    flags: &Sequence<usize>,
+    keeps: &Sequence<f32>,
+    lrs: &Sequence<f32>,
+    base: usize,
+    first_late: usize,
     vectors: usize,
-    count: usize,
     #[define(F, U)] _dtypes: [ElemType; 2],
 ) {
-    let matrix = own_matrix();
-    if matrix >= count {
+    let row = own_matrix();
+    let (own, of_part) = own_part(firsts, ends, row);
+    if own >= parameters.len() {
         terminate!();
     }
-    if accepted[matrix] == 0.0 {
+    let matrix = base + row;
+    if left[number_of(flags, own)] != 0.0 || late[first_late + matrix] != 0.0 {
         terminate!();
     }
-    let (keep, lr) = (Vector::<f32, N>::new(keep[matrix]), Vector::<f32, N>::new(lr[matrix]));
+    let keep = Vector::<f32, N>::new(factor_of(keeps, own));
+    let lr = Vector::<f32, N>::new(factor_of(lrs, own));
     let (first, step) = own_vectors();
     for i in range_stepped(first, vectors, step) {
-        let at = matrix * vectors + i;
-        let kept = keep * Vector::cast_from(parameters[at]);
-        parameters[at] = Vector::cast_from(kept - lr * Vector::cast_from(directions[at]));
+        let at = of_part * vectors + i;
+        let kept = keep * read(&*parameters, own, at);
+        let direction = Vector::cast_from(directions[matrix * vectors + i]);
+        write(parameters, own, at, kept - lr * direction);
     }
 }

@@ -13,9 +13,9 @@ use crate::units::together;
 /// with the length of both.
 pub(super) const SUMMED: usize = 64;
 
-/// Parts of a norm that every unit adds up itself; of more, the sum is taken before. A launch takes as long as
-/// some hundred instructions of a unit.
-const FEW_PARTS: usize = 16;
+/// Parts of a norm that every cube of [`normalize`] adds up itself; of more, the sum is taken before. All cubes of
+/// a matrix read them all: with so many parts, 16 MB from the cache for a matrix of 64 MB, about as long as a launch.
+const FEW_PARTS: usize = 1024;
 
 /// The norms of a batch in parts: for each, a scale and the sum of the squares of the elements divided
 /// by it, `[k, parts, 2]` float32 values. As in LAPACK's `slassq`.
@@ -123,7 +123,7 @@ pub(crate) fn norms_kernel<F: Float, N: Size>(
         scale = s;
         squares = q;
     }
-    store_part(norms, scale, squares, units);
+    store_part(norms, matrix, scale, squares, units);
 }
 
 /// Every unit adds up some parts, then the cube their sums.
@@ -147,7 +147,7 @@ pub(crate) fn join_kernel(
         scale = s;
         squares = q;
     }
-    store_part(whole, scale, squares, units);
+    store_part(whole, matrix, scale, squares, units);
 }
 
 /// Divides every matrix by its norm, or by `epsilon` if that is larger. The types are those of the
@@ -169,12 +169,13 @@ pub fn normalize(
     let whole = (norms.parts > FEW_PARTS).then(|| norms.joined(client, batch));
     let norms = whole.as_ref().unwrap_or(norms);
     let size = batch.vector_size(client, &dtypes);
+    let units = together(&client.properties().hardware, UNITS);
     // SAFETY: every index is below the vectors of a matrix.
     unsafe {
         normalize_kernel::launch_unchecked(
             client,
             batch.cube_count(batch.cubes(size)),
-            CubeDim::new_1d(UNITS),
+            CubeDim::new_1d(units),
             batch.address_type(),
             size,
             batch.vectors(input, size),
@@ -184,6 +185,7 @@ pub fn normalize(
             batch.count,
             norms.parts,
             epsilon,
+            units,
             dtypes,
         );
     }
@@ -199,6 +201,7 @@ pub(crate) fn normalize_kernel<F: Float, O: Float, N: Size>(
     count: usize,
     parts: usize,
     epsilon: f32,
+    #[comptime] units: u32,
     #[define(F, O)] _dtypes: [ElemType; 2],
 ) {
     let matrix = own_matrix();
@@ -207,12 +210,13 @@ pub(crate) fn normalize_kernel<F: Float, O: Float, N: Size>(
     }
     let mut scale = f32::new(0.0);
     let mut squares = f32::new(0.0);
-    for part in 0..parts {
+    for part in range_stepped(UNIT_POS_X as usize, parts, units as usize) {
         let at = 2 * (matrix * parts + part);
         let (s, q) = joined(scale, squares, norms[at], norms[at + 1]);
         scale = s;
         squares = q;
     }
+    let (scale, squares) = summed(scale, squares, units);
     let smallest = f32::new(f32::MIN_POSITIVE);
     let scale = max(scale, smallest);
     let root = max(max(squares.sqrt(), smallest), epsilon / scale);
@@ -254,7 +258,24 @@ pub(super) fn joined(scale_a: f32, squares_a: f32, scale_b: f32, squares_b: f32)
 
 /// Writes the sum over the units of a cube as its part of the norm of its matrix.
 #[cube]
-pub(super) fn store_part(norms: &mut [f32], scale: f32, squares: f32, #[comptime] units: u32) {
+pub(super) fn store_part(
+    norms: &mut [f32],
+    matrix: usize,
+    scale: f32,
+    squares: f32,
+    #[comptime] units: u32,
+) {
+    let (scale, squares) = summed(scale, squares, units);
+    if UNIT_POS_X == 0 {
+        let at = 2 * (matrix * CUBE_COUNT_X as usize + CUBE_POS_X as usize);
+        norms[at] = scale;
+        norms[at + 1] = squares;
+    }
+}
+
+/// The sum over the units of a cube, on all of them.
+#[cube]
+fn summed(scale: f32, squares: f32, #[comptime] units: u32) -> (f32, f32) {
     let mut scales = Shared::<[f32]>::new_slice(units as usize);
     let mut sums = Shared::<[f32]>::new_slice(units as usize);
     scales[UNIT_POS_X as usize] = scale;
@@ -271,9 +292,5 @@ pub(super) fn store_part(norms: &mut [f32], scale: f32, squares: f32, #[comptime
         }
         sync_cube();
     }
-    if UNIT_POS_X == 0 {
-        let at = 2 * (own_matrix() * CUBE_COUNT_X as usize + CUBE_POS_X as usize);
-        norms[at] = scales[0];
-        norms[at + 1] = sums[0];
-    }
+    (scales[0], sums[0])
 }

@@ -10,7 +10,7 @@ use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::std::tensor::copy_into;
 use distmuon_kernels::fused::{self, Norms};
 use distmuon_kernels::product::{Product, Tiling, Triangle};
-use distmuon_kernels::{Matrices, Result, gram, units};
+use distmuon_kernels::{Matrices, Result, add_identity, gram, units};
 
 pub(crate) use crate::cube::serves;
 
@@ -83,6 +83,13 @@ impl MatrixOps for CubeBackend {
         let rhs = matrices(b.clone());
         let product = Operands::new(&a, rhs, 1.0, Some((&c, beta as f32)), Triangle::Full);
         product.multiply(tuned).unwrap_or_else(|_| portable::product_add::<Self>(a, b, c, beta))
+    }
+
+    fn plus_identity(z: Float) -> Float {
+        let dtype = z.dtype;
+        let z = contiguous(z, dtype);
+        let sum = add_identity(&z.client, &matrices(z.clone())).expect(FITS);
+        tensor(&z, sum.handle, z.shape(), dtype)
     }
 
     fn accumulate_small(r: Float, schedule: Vec<Polynomial>) -> Float {
