@@ -78,7 +78,9 @@ impl Recording {
         norms: Option<Tensor<3>>,
         iteration: impl FnOnce(Tensor<3>, Option<Norms>) -> Iteration,
     ) -> Option<Self> {
-        let iteration = iteration(batch.clone(), norms.clone().map(Norms));
+        let mut iteration = iteration(batch.clone(), norms.clone().map(Norms));
+        // What is proven or measured at first use is read from the device, which no recording can hold.
+        drop(iteration());
         let graph = capture(device, iteration);
         graph.is_hardware().then_some(Self { batch, norms, graph })
     }

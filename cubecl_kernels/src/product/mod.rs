@@ -6,6 +6,7 @@
 //! `Z (R Z) + a R Z`. Products are summed in float32, scaled and added to in float32, and rounded
 //! once.
 
+mod choice;
 mod grid;
 mod kernel;
 mod output;
@@ -116,40 +117,28 @@ impl Product<'_> {
     }
 
     /// The tiling that suits the product best of those that are not refused: with the first unit among the
-    /// [candidates](Tiling::candidates), one that gives all multiprocessors about as much to do.
+    /// [candidates](Tiling::candidates), one that gives all multiprocessors about as much to do. The first product of
+    /// its layout may wait for the device, on which a tiling has to be [proven](Tiling::proven).
     ///
     /// # Errors
     ///
-    /// Those of [`launch_into`](Self::launch_into).
+    /// Those of [`launch_into`](Self::launch_into) and of [`Tiling::proven`].
     pub fn tiling(&self, client: &Client) -> Result<Tiling> {
-        let result = self.unallocated_result();
-        self.check(client, &result)?;
-        self.by_suitable(client, |tiling| self.validate(client, tiling, &result).map(|()| *tiling))
+        self.check(client, &self.unallocated_result())?;
+        Ok(self.choice(client)?.tiling)
     }
 
     /// Computes the product with the [tiling](Self::tiling) that suits it.
     ///
     /// # Errors
     ///
-    /// Those of [`launch_into`](Self::launch_into).
+    /// Those of [`tiling`](Self::tiling).
     pub fn compute(&self, client: &Client) -> Result<Matrices> {
         self.check(client, &self.unallocated_result())?;
+        let choice = self.choice(client)?;
         let result = Matrices::empty(client, self.a.dtype, self.shape());
-        self.by_suitable(client, |tiling| self.launch_checked(client, tiling, &result))?;
+        self.launch_checked(client, &choice.tiling, Some(&choice.setup), &result)?;
         Ok(result)
-    }
-
-    /// What is made of the most suitable of the tilings that are not refused.
-    fn by_suitable<T>(&self, client: &Client, make: impl Fn(&Tiling) -> Result<T>) -> Result<T> {
-        let (properties, dtype) = (client.properties(), self.a.dtype);
-        let mut refusal = Error::Dtype(dtype);
-        for tiling in Tiling::by_suitability(properties, dtype, self.triangle, self.shape()) {
-            match make(&tiling) {
-                Ok(made) => return Ok(made),
-                Err(error) => refusal = error,
-            }
-        }
-        Err(refusal)
     }
 
     /// Computes the product with a tiling.
@@ -160,7 +149,7 @@ impl Product<'_> {
     pub fn launch(&self, client: &Client, tiling: &Tiling) -> Result<Matrices> {
         self.check(client, &self.unallocated_result())?;
         let result = Matrices::empty(client, self.a.dtype, self.shape());
-        self.launch_checked(client, tiling, &result)?;
+        self.launch_checked(client, tiling, None, &result)?;
         Ok(result)
     }
 
@@ -174,10 +163,17 @@ impl Product<'_> {
     /// [`Error::Refused`] for a tiling that the device can't run.
     pub fn launch_into(&self, client: &Client, tiling: &Tiling, result: &Matrices) -> Result<()> {
         self.check(client, result)?;
-        self.launch_checked(client, tiling, result)
+        self.launch_checked(client, tiling, None, result)
     }
 
-    fn launch_checked(&self, client: &Client, tiling: &Tiling, result: &Matrices) -> Result<()> {
+    /// Launches a product whose layout was checked, with a set-up that may be known already.
+    fn launch_checked(
+        &self,
+        client: &Client,
+        tiling: &Tiling,
+        setup: Option<&Setup>,
+        result: &Matrices,
+    ) -> Result<()> {
         let addend = self.addend.map(|(addend, _)| ("D", addend));
         let operands = [("A", self.a), ("B", self.b), ("C", result)].into_iter().chain(addend);
         for (what, of) in operands {
@@ -186,7 +182,16 @@ impl Product<'_> {
         if result.extent() == 0 {
             return Ok(());
         }
-        by_family!(tiling, self, launch_on(client, tiling, result))
+        let own;
+        let setup = match setup {
+            Some(setup) => setup,
+            None => {
+                own = self.validated_setup(client, tiling, result)?;
+                &own
+            }
+        };
+        by_family!(tiling, self, launch_on(client, tiling, setup, result));
+        Ok(())
     }
 
     /// The layout of the result; the memory is that of an operand, and not to be written.
@@ -194,8 +199,14 @@ impl Product<'_> {
         Matrices { shape: self.shape(), ..self.a.clone() }.made_contiguous()
     }
 
-    fn validate(&self, client: &Client, tiling: &Tiling, result: &Matrices) -> Result<()> {
-        by_family!(tiling, self, setup(client, tiling, result)).map(drop)
+    /// The set-up for a tiling.
+    fn validated_setup(
+        &self,
+        client: &Client,
+        tiling: &Tiling,
+        result: &Matrices,
+    ) -> Result<Setup> {
+        by_family!(tiling, self, setup(client, tiling, result))
     }
 
     fn setup<G: GlobalMatmulFamily<()>>(
@@ -216,9 +227,9 @@ impl Product<'_> {
         &self,
         client: &Client,
         tiling: &Tiling,
+        setup: &Setup,
         result: &Matrices,
-    ) -> Result<()> {
-        let setup = self.setup::<G>(client, tiling, result)?;
+    ) {
         let operands = setup.operands(self, result);
         let [rows, columns] = tiling.side();
         let [batch, m, n] = result.shape;
@@ -232,14 +243,13 @@ impl Product<'_> {
                 setup.cube_dim,
                 setup.problem.address_type,
                 operands,
-                setup.blueprint,
-                setup.types,
+                setup.blueprint.clone(),
+                setup.types.clone(),
                 self.triangle,
                 [self.a.dtype, result.dtype],
                 [setup.sizes.lhs, setup.sizes.rhs, setup.sizes.out],
             );
         }
-        Ok(())
     }
 
     /// The kernel that would run on a device, and the units of a cube.

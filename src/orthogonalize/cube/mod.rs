@@ -27,7 +27,7 @@ pub(crate) fn kernel(
     tuned: bool,
 ) -> String {
     let client = device.client();
-    // Only the layout counts: nothing is launched.
+    // Only the layout counts: the product is not computed.
     let a = Matrices::contiguous(client.empty(1), dtype_to_elem_type(dtype), [k, m, inner]);
     let product = Product {
         a: &a,

@@ -6,12 +6,10 @@
 //! `persistence` on disk.
 
 use core::fmt;
-use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::Arc;
 
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::DType;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::kernel::matmul::{MatmulStrategy, matmul};
 use burn_cubecl::{CubeBackend, CubeDevice, CubeTuneId};
@@ -34,9 +32,6 @@ static TUNER: LocalTuner<String, String> = local_tuner!("distmuon-product");
 /// Block rows of a symmetric product by Burn's matmul; each begins where devices may bind a buffer.
 const BLOCK_ROWS: usize = 4;
 const BLOCK_ALIGNMENT: usize = 128;
-
-/// A tiling for a type on a device.
-type Trust = (String, DType, Tiling);
 
 /// What may compute a product.
 #[derive(Debug, Clone, Copy)]
@@ -99,11 +94,10 @@ fn key(product: &Product) -> String {
 impl Operands {
     fn by(&self, candidate: Candidate) -> Result<Float, String> {
         match candidate {
-            Candidate::Tiling(tiling) if !self.trusts(&tiling)? => {
-                Err(format!("{tiling} does not multiply integers exactly"))
-            }
             Candidate::Tiling(tiling) => {
-                self.multiply_with(&tiling).map_err(|error| error.to_string())
+                let proven = tiling.proven(&self.tensor.client, self.lhs.dtype);
+                let product = proven.and_then(|()| self.multiply_with(&tiling));
+                product.map_err(|error| error.to_string())
             }
             Candidate::BlockRows if self.triangle == Triangle::Full => {
                 Err("the result is not symmetric".to_owned())
@@ -111,20 +105,6 @@ impl Operands {
             Candidate::BlockRows => self.by_rows(BLOCK_ROWS),
             Candidate::Whole => self.by_rows(1),
         }
-    }
-
-    /// Whether a tiling has shown that it multiplies. Asked once for every device and type.
-    fn trusts(&self, tiling: &Tiling) -> Result<bool, String> {
-        static KNOWN: LazyLock<Mutex<HashMap<Trust, bool>>> = LazyLock::new(Mutex::default);
-        let key = (format!("{:?}", self.tensor.device), self.tensor.dtype, *tiling);
-        let known = KNOWN.lock().expect("no holder of the lock panics").get(&key).copied();
-        if let Some(right) = known {
-            return Ok(right);
-        }
-        let right = tiling.multiplies_integers(&self.tensor.client, self.lhs.dtype);
-        let right = right.map_err(|error| error.to_string())?;
-        KNOWN.lock().expect("no holder of the lock panics").insert(key, right);
-        Ok(right)
     }
 
     /// Rows of the result in so many blocks, each by Burn's matmul, of symmetric results up to the

@@ -1,0 +1,110 @@
+//! What was worked out for a product: those of one layout come again at every step.
+
+use std::collections::HashMap;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+
+use cubecl::client::Client;
+use cubecl::ir::ElemType;
+use cubecl_core::device::ServiceId;
+
+use super::grid::Triangle;
+use super::setup::Setup;
+use super::{Product, Tiling};
+use crate::error::{Error, Result};
+use crate::matrices::Matrices;
+
+/// The tiling that suits a product, and its set-up.
+pub(super) struct Choice {
+    pub tiling: Tiling,
+    pub setup: Setup,
+}
+
+/// What a choice depends on.
+#[derive(Clone, PartialEq, Eq, Hash)]
+struct Key {
+    device: ServiceId,
+    dtype: ElemType,
+    triangle: Triangle,
+    /// `A`, `B`, and `D` if there is one.
+    operands: [Option<Layout>; 3],
+}
+
+/// The layout of an operand: its shape and strides, and the power of two that its first element is a multiple of.
+type Layout = ([usize; 3], [usize; 3], u32);
+
+/// No vector is of more elements than two to this power.
+const LONGEST_VECTOR: u32 = 6;
+
+fn layout(matrices: &Matrices) -> Layout {
+    let offset = matrices.handle.offset_start.unwrap_or(0) as usize / matrices.dtype.size();
+    (matrices.shape, matrices.strides, (offset | 1 << LONGEST_VECTOR).trailing_zeros())
+}
+
+impl Product<'_> {
+    /// The tiling that suits the product best of those that are not refused and multiply integers exactly.
+    pub(super) fn choice(&self, client: &Client) -> Result<Arc<Choice>> {
+        static KNOWN: LazyLock<Mutex<HashMap<Key, Arc<Choice>>>> = LazyLock::new(Mutex::default);
+        // Entries are whole whenever the lock is free.
+        let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let addend = self.addend.map(|(addend, _)| addend);
+        let key = Key {
+            device: client.service_id(),
+            dtype: self.a.dtype,
+            triangle: self.triangle,
+            operands: [Some(self.a), Some(self.b), addend].map(|of| of.map(layout)),
+        };
+        if let Some(choice) = known().get(&key) {
+            return Ok(choice.clone());
+        }
+        // Without the lock: a proof waits for the device.
+        let choice = Arc::new(self.choose(client)?);
+        known().insert(key, choice.clone());
+        Ok(choice)
+    }
+
+    fn choose(&self, client: &Client) -> Result<Choice> {
+        let (properties, dtype) = (client.properties(), self.a.dtype);
+        let result = self.unallocated_result();
+        let mut refusal = Error::Dtype(dtype);
+        for tiling in Tiling::by_suitability(properties, dtype, self.triangle, self.shape()) {
+            let setup = self.validated_setup(client, &tiling, &result);
+            let proven = setup.and_then(|setup| tiling.proven(client, dtype).map(|()| setup));
+            match proven {
+                Ok(setup) => return Ok(Choice { tiling, setup }),
+                Err(error) => refusal = error,
+            }
+        }
+        Err(refusal)
+    }
+}
+
+impl Tiling {
+    /// Refuses a tiling that does not [multiply integers exactly](Self::multiplies_integers) on a device. Each is asked
+    /// once for every device and type.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Refused`], and those of [`multiplies_integers`](Self::multiplies_integers).
+    pub fn proven(&self, client: &Client, dtype: ElemType) -> Result<()> {
+        type Asked = (ServiceId, ElemType, Tiling);
+        static KNOWN: LazyLock<Mutex<HashMap<Asked, bool>>> = LazyLock::new(Mutex::default);
+        let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (client.service_id(), dtype, *self);
+        let asked = known().get(&key).copied();
+        let is_exact = match asked {
+            Some(is_exact) => is_exact,
+            None => {
+                let is_exact = self.multiplies_integers(client, dtype)?;
+                known().insert(key, is_exact);
+                is_exact
+            }
+        };
+        match is_exact {
+            true => Ok(()),
+            false => Err(Error::Refused {
+                kernel: self.to_string(),
+                reason: "it does not multiply small integers exactly".to_owned(),
+            }),
+        }
+    }
+}
