@@ -245,7 +245,7 @@ mod gpu {
         let net =
             Net { layers: vec![linear(64, 64), linear(64, 200), linear(200, 64), linear(64, 64)] };
         let mut net = net.map(&mut Fixed(StdRng::seed_from_u64(3)));
-        let mut optim = DistMuonConfig::new().with_bucket_mb(0.02).init(world, &net)?;
+        let mut optim = DistMuonConfig::new().with_bucket_mb(Some(0.02)).init(world, &net)?;
         for step in 0..10 {
             let gradients = gradients(&net, step);
             net = optim.step(0.01, net, gradients)?;
@@ -261,7 +261,7 @@ mod gpu {
             let net = Net { layers: (0..8).map(|_| linear()).collect() };
             let mut net = net.map(&mut Fixed(StdRng::seed_from_u64(5)));
             let muon = MuonConfig::new().with_graphs(graphs);
-            let config = DistMuonConfig::new().with_muon(muon).with_bucket_mb(0.02);
+            let config = DistMuonConfig::new().with_muon(muon).with_bucket_mb(Some(0.02));
             let mut optim = config.init(world, &net)?;
             for step in 0..3 {
                 let gradients = gradients(&net, step);

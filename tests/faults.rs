@@ -85,7 +85,7 @@ impl Net {
 
 /// Buckets of a parameter or two, so that a step has many points; with clipping or without.
 fn config(clip: bool) -> DistMuonConfig {
-    let config = DistMuonConfig::new().with_bucket_mb(0.0004);
+    let config = DistMuonConfig::new().with_bucket_mb(Some(0.0004));
     config.with_small_elements(32).with_max_norm(clip.then_some(1.0))
 }
 
@@ -500,7 +500,8 @@ fn traffic_is_the_least_there_is() {
             let net = world.broadcast(net)?;
             let (engine, traffic) = watched::counted(world.engine());
             let watched = World::new(engine, world.device().clone());
-            let mut optim = DistMuonConfig::new().with_bucket_mb(0.02).init(&watched, &net)?;
+            let mut optim =
+                DistMuonConfig::new().with_bucket_mb(Some(0.02)).init(&watched, &net)?;
             traffic.lock().unwrap().clear();
             let mut gradients = GradientsParams::new();
             for layer in &net.layers {

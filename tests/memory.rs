@@ -148,7 +148,7 @@ fn to_save_and_load(ranks: usize, bucket_mb: f64, path: &Path) -> [usize; 2] {
         let layer = || LinearConfig::new(WIDTH, WIDTH).with_bias(false).init(world.device());
         let net = Layers { layers: (0..LAYERS).map(|_| layer()).collect() };
         let net = world.broadcast(net)?;
-        let config = DistMuonConfig::new().with_bucket_mb(bucket_mb);
+        let config = DistMuonConfig::new().with_bucket_mb(Some(bucket_mb));
         let optim = config.init(&world, &net)?;
         // No rank works between two barriers.
         let start = || {
@@ -238,7 +238,8 @@ fn extra_of_a_step(buckets: usize) -> [usize; 2] {
             gradients
         };
         let muon = MuonConfig::new().with_rule(Rule::muon("matrices"));
-        let config = DistMuonConfig::new().with_muon(muon).with_bucket_mb(BUCKET as f64 / 1e6);
+        let config =
+            DistMuonConfig::new().with_muon(muon).with_bucket_mb(Some(BUCKET as f64 / 1e6));
         let mut optim = config.init(&world, &model)?;
         assert_eq!(optim.plan().buckets().len(), buckets);
         // Products make scratch memory of hundreds of megabytes once for every thread.

@@ -15,6 +15,9 @@ use crate::orthogonalize::NewtonSchulz;
 
 /// The default of [`DistMuonConfig::in_flight`]: one bucket is sent, one is received and one is worked on.
 pub(super) const IN_FLIGHT: usize = 3;
+/// The defaults of [`DistMuonConfig::bucket_mb`], on several ranks and on one.
+const BUCKET_MB: f64 = 25.0;
+const BUCKET_MB_ALONE: f64 = 1000.0;
 /// Repetitions of a measurement; the least counts.
 const REPETITIONS: usize = 3;
 
@@ -68,9 +71,10 @@ pub struct DistMuonConfig {
     #[config(default = "Gradients::PerRank")]
     pub gradients: Gradients,
     /// Size in MB (10^6 bytes) of the buckets that parameters travel in. Smaller ones overlap more,
-    /// larger ones need fewer messages and make larger batches. 25 is PyTorch's default.
-    #[config(default = 25.0)]
-    pub bucket_mb: f64,
+    /// larger ones need fewer messages and make larger batches. Empty: 25, PyTorch's default; in a world of one,
+    /// where nothing travels, 1000, so that matrices of one shape are few batches, and what a step holds of each
+    /// at a time is as much as the default of [`MuonConfig::workspace_mb`].
+    pub bucket_mb: Option<f64>,
     /// AdamW's parameters of fewer elements are updated by every rank; as in nanochat.
     #[config(default = 1024)]
     pub small_elements: usize,
@@ -105,8 +109,8 @@ impl DistMuonConfig {
     pub(super) fn check(&self) -> Result<()> {
         let refuse =
             |setting, value: String, expected| Err(Error::Setting { setting, value, expected });
-        if !(self.bucket_mb.is_finite() && self.bucket_mb > 0.0) {
-            return refuse("bucket_mb", self.bucket_mb.to_string(), "a positive number");
+        if let Some(size) = self.bucket_mb.filter(|size| !(size.is_finite() && *size > 0.0)) {
+            return refuse("bucket_mb", size.to_string(), "a positive number");
         }
         if self.in_flight == 0 {
             return refuse("in_flight", "0".into(), "at least 1");
@@ -124,12 +128,55 @@ impl DistMuonConfig {
         }
     }
 
-    pub(super) fn plan_settings(&self) -> PlanSettings {
+    /// The settings of a plan for so many ranks.
+    pub(super) fn plan_settings(&self, ranks: usize) -> PlanSettings {
+        let default = if ranks == 1 { BUCKET_MB_ALONE } else { BUCKET_MB };
         PlanSettings {
             strategy: self.strategy,
-            bucket_bytes: (self.bucket_mb * 1e6).ceil() as usize,
+            bucket_bytes: (self.bucket_mb.unwrap_or(default) * 1e6).ceil() as usize,
             small_elements: self.small_elements,
         }
+    }
+}
+
+impl MuonConfig {
+    /// The optimizer of a whole model on one device, which works on all matrices of one shape as one batch, and on
+    /// several parameters in every launch: a [`DistModuleOptimizer`] in a world of one. Use it on a GPU, where the
+    /// launches of [`init`](Self::init), which sees one parameter at a time, are what a step of many parameters waits
+    /// for. Both train the same model, and their checkpoints are the same.
+    ///
+    /// For clipping by the norm of all gradients, use [`DistMuonConfig::max_norm`] with
+    /// [`World::alone`].
+    ///
+    /// ```
+    /// use burn::{nn::LinearConfig, optim::GradientsParams, tensor::{Device, Distribution, Tensor}};
+    /// use distmuon::MuonConfig;
+    ///
+    /// let device = Device::default().autodiff();
+    /// let model = LinearConfig::new(64, 256).init(&device);
+    /// let mut optim = MuonConfig::new().init_whole(&model)?;
+    /// let loss = model.forward(Tensor::<2>::ones([8, 64], &device)).square().mean();
+    /// let grads = GradientsParams::from_grads(loss.backward(), &model);
+    /// let model = optim.step(1e-3, model, grads)?;
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of [`DistMuonConfig::init`], and [`Error::Setting`] for a model on several devices.
+    pub fn init_whole<M: Module>(&self, model: &M) -> Result<DistModuleOptimizer> {
+        let device = match &model.devices()[..] {
+            [] => return Err(Error::EmptyModel),
+            [device] => device.clone(),
+            several => {
+                return Err(Error::Setting {
+                    setting: "model",
+                    value: format!("on {several:?}"),
+                    expected: "on one device; for several, `DistMuonConfig` with `World::devices`",
+                });
+            }
+        };
+        DistMuonConfig::new().with_muon(self.clone()).init(&World::alone(device), model)
     }
 }
 

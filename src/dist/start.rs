@@ -134,7 +134,7 @@ pub fn plan(
     parameters: Vec<Parameter>,
     costs: &Costs,
 ) -> Result<Plan> {
-    let settings = config.plan_settings();
+    let settings = config.plan_settings(world.size());
     let order = spread(&world.comm().nodes());
     let own = match world.rank() {
         0 => {

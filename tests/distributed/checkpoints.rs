@@ -28,7 +28,7 @@ pub const OTHERS: &[Case] = cases![
 fn a_checkpoint_moves_between_numbers_of_ranks() {
     let folder = Folder::new();
     let path = |count: usize| folder.path().join(format!("{count}.ckpt"));
-    let config = config().with_gradients(Gradients::Averaged).with_bucket_mb(0.002);
+    let config = config().with_gradients(Gradients::Averaged).with_bucket_mb(Some(0.002));
     let train = |world: &World, saved: Option<usize>, steps: std::ops::Range<u64>| {
         let mut net = world.broadcast(Net::new(world.device()))?;
         let mut optim = config.init(world, &net)?;
@@ -114,7 +114,7 @@ fn bad_checkpoints_are_refused_on_all_ranks() {
 /// A model and its optimizer after some steps.
 fn trained(world: &World, steps: u64) -> Result<(Net, DistModuleOptimizer)> {
     let mut net = world.broadcast(Net::new(world.device()))?;
-    let mut optim = config().with_bucket_mb(0.002).init(world, &net)?;
+    let mut optim = config().with_bucket_mb(Some(0.002)).init(world, &net)?;
     for step in 0..steps {
         let gradients = net.gradients(step);
         net = optim.step(0.01, net, gradients)?;
@@ -241,7 +241,7 @@ fn only_rank_0_receives_the_state() {
         let (net, _) = trained(&world, 0)?;
         let (engine, traffic) = counted(world.engine());
         let world = World::new(engine, world.device().clone());
-        let optim = config().with_bucket_mb(0.002).init(&world, &net)?;
+        let optim = config().with_bucket_mb(Some(0.002)).init(&world, &net)?;
         traffic.lock().unwrap().clear();
         optim.save(&path, &net, &1u64)?;
         let sent = traffic.lock().unwrap().clone();

@@ -19,7 +19,7 @@ const SAVED: u64 = 5;
 
 /// Everything that follows a schedule differs from step to step.
 fn scheduled() -> DistMuonConfig {
-    let config = config().with_gradients(Gradients::Averaged).with_bucket_mb(0.002);
+    let config = config().with_gradients(Gradients::Averaged).with_bucket_mb(Some(0.002));
     let muon = MuonConfig {
         momentum: Schedule::constant(0.5).linear(STEPS as usize, 0.95),
         weight_decay: Schedule::constant(0.0).linear(STEPS as usize, 0.4),

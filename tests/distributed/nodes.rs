@@ -25,7 +25,7 @@ fn nodes_are_bit_equal_to_a_flat_world() {
             let world = world.by_node(&name)?;
             assert!(world.comm().version().ends_with(", 2 nodes"), "{}", world.comm().version());
             let mut net = world.broadcast(Net::new(world.device()))?;
-            let mut optim = config().with_bucket_mb(0.002).init(&world, &net)?;
+            let mut optim = config().with_bucket_mb(Some(0.002)).init(&world, &net)?;
             for step in 0..5 {
                 let gradients = net.gradients(step);
                 net = optim.step(0.01, net, gradients)?;

@@ -89,8 +89,8 @@ fn bad_gradients_and_settings_are_refused_on_all_ranks() {
             Ok(_) => panic!("{named} was accepted"),
         }
     };
-    refused(config().with_bucket_mb(0.0), "bucket_mb");
-    refused(config().with_bucket_mb(f64::NAN), "bucket_mb");
+    refused(config().with_bucket_mb(Some(0.0)), "bucket_mb");
+    refused(config().with_bucket_mb(Some(f64::NAN)), "bucket_mb");
     refused(config().with_max_norm(Some(-1.0)), "max_norm");
     refused(config().with_in_flight(0), "in_flight");
     let clipping = burn::grad_clipping::GradientClippingConfig::Norm(1.0);

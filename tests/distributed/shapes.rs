@@ -68,7 +68,7 @@ fn shapes_that_other_systems_are_tested_on() {
     let alone = trained(1, &matrices_only());
     for count in [2, 4] {
         for in_flight in [1, 2, 3] {
-            let config = matrices_only().with_bucket_mb(0.002).with_in_flight(in_flight);
+            let config = matrices_only().with_bucket_mb(Some(0.002)).with_in_flight(in_flight);
             assert!(trained(count, &config) == alone, "{count} ranks, {in_flight} in flight");
         }
     }

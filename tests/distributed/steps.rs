@@ -44,7 +44,7 @@ fn any_number_of_ranks_is_bit_equal_to_one() {
         for (bucket_mb, in_flight) in [(25.0, 3), (0.001, 3), (0.001, 1), (0.01, 100)] {
             let config = config()
                 .with_strategy(strategy)
-                .with_bucket_mb(bucket_mb)
+                .with_bucket_mb(Some(bucket_mb))
                 .with_in_flight(in_flight);
             for count in [1, 2, 4] {
                 assert!(trained(count, 10, &config) == alone, "{count} ranks, {config}");
@@ -65,7 +65,7 @@ fn clipping_by_the_norm_of_all_gradients_is_bit_equal_too() {
     assert!(trained(1, 5, &config().with_max_norm(Some(1e9))) == trained(1, 5, &config()));
     for count in [2, 4] {
         for bucket_mb in [25.0, 0.001] {
-            assert!(trained(count, 5, &clipped.clone().with_bucket_mb(bucket_mb)) == alone);
+            assert!(trained(count, 5, &clipped.clone().with_bucket_mb(Some(bucket_mb))) == alone);
         }
     }
 }
@@ -175,7 +175,7 @@ fn a_gradient_that_is_not_finite_stops_its_parameter_on_all_ranks() {
     for count in [1, 3] {
         let runs = ranks(count, |world| {
             let mut net = world.broadcast(Net::new(world.device()))?;
-            let mut optim = config().with_bucket_mb(0.002).init(&world, &net)?;
+            let mut optim = config().with_bucket_mb(Some(0.002)).init(&world, &net)?;
             let before = net.clone();
             let mut gradients = net.gradients(1);
             if world.rank() == 0 {
@@ -204,7 +204,7 @@ fn timing_changes_nothing() {
     let alone = trained(1, 20, &config());
     let delayed = ranks(4, |world| {
         let mut net = world.broadcast(Net::new(world.device()))?;
-        let mut optim = config().with_bucket_mb(0.001).init(&world, &net)?;
+        let mut optim = config().with_bucket_mb(Some(0.001)).init(&world, &net)?;
         let mut rng = StdRng::seed_from_u64(world.rank() as u64);
         for step in 0..20 {
             std::thread::sleep(Duration::from_micros(rng.random_range(0..2000)));

@@ -60,7 +60,7 @@ impl Net {
 
 /// Buckets of a parameter or two, so that a step has many points.
 fn config() -> DistMuonConfig {
-    DistMuonConfig::new().with_bucket_mb(0.0002).with_small_elements(32)
+    DistMuonConfig::new().with_bucket_mb(Some(0.0002)).with_small_elements(32)
 }
 
 /// A model goes to all and is checked; gradients are added up, momenta shared, parameters published;
