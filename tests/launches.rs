@@ -203,13 +203,18 @@ impl Net {
 }
 
 /// Matrices by Muon, the rest by AdamW.
-fn muon() -> MuonConfig {
-    MuonConfig::new().with_rule(Rule::muon("matrices")).with_rule(Rule::adamw("embeddings"))
+fn muon(structure: &Structure) -> MuonConfig {
+    let muon = MuonConfig::new().with_rule(Rule::muon("matrices"));
+    match structure.embeddings.is_empty() {
+        true => muon,
+        false => muon.with_rule(Rule::adamw("embeddings")),
+    }
 }
 
 /// The counts of a model's fourth step on all ranks: everything was compiled, tuned and cached before.
 fn step(structure: &Structure, ranks: usize, config: &DistMuonConfig) -> Counted {
     let device = Device::default().autodiff();
+    let config = config.clone().with_muon(muon(structure));
     let all = Barrier::new(ranks);
     let counts = World::threads(vec![device.clone(); ranks], |world| {
         let mut net = Net::new(structure, world.device());
@@ -243,7 +248,7 @@ fn step(structure: &Structure, ranks: usize, config: &DistMuonConfig) -> Counted
 fn step_of_single_parameters(structure: &Structure) -> Counted {
     let device = Device::default().autodiff();
     let mut net = Net::new(structure, &device);
-    let mut optim = muon().init(&net);
+    let mut optim = muon(structure).init(&net);
     for _ in 0..3 {
         let gradients = net.gradients();
         net = optim.step(0.01, net, gradients);
@@ -278,7 +283,7 @@ fn launches_and_copies_of_a_step() {
     });
     let names = scattered.kernels;
     assert!(names.keys().any(|name| scatters(name)), "a scatter is seen: {names:?}");
-    let config = DistMuonConfig::new().with_muon(muon());
+    let config = DistMuonConfig::new();
     let clipped = config.clone().with_max_norm(Some(1.0));
     // On one rank, parameters are worked on where they lie, eight in a launch: gradients, momenta and new values.
     // On several, packing a gradient and its parameter takes one each, and one for the zeros that fill up the last
