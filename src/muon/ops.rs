@@ -159,14 +159,8 @@ pub(super) fn accumulate(
     if engine == Engine::Portable {
         return accumulate_portably(grads, momentum, left, factor, parts, nesterov);
     }
-    let of_norms = norm_parts(&momentum);
-    // Not `empty`, of which Flex makes two.
-    let room = |shape: [usize; 3], dtype: DType| match engine {
-        Engine::Cube { .. } => Tensor::<3>::empty(shape, (&device, dtype)),
-        _ => Tensor::<3>::full(shape, 0.0, (&device, dtype)),
-    };
-    let update = room(shape, momentum.dtype()).into_dispatch();
-    let norms = room([k, of_norms, 2], DType::F32).into_dispatch();
+    let update = engine.room(shape, momentum.dtype(), &device).into_dispatch();
+    let norms = engine.room([k, norm_parts(m * n), 2], DType::F32, &device).into_dispatch();
     let mut first = 0;
     let all = calls(grads.len()).fold((momentum.into_dispatch(), update, norms), |all, call| {
         let grads = grads[call.clone()].to_vec();
