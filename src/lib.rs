@@ -62,8 +62,9 @@
 //! # Devices and features
 //!
 //! The features `flex` (default), `wgpu`, `vulkan`, `cuda`, `cpu` and `tch` enable Burn's features of
-//! the same names (`tch` was never built here). On Flex and on Burn's CubeCL backends, the iteration and the
-//! elementwise parts have kernels of their own; elsewhere they are composed of Burn's operations ([`Kernels`]). Kernels are
+//! the same names. On Flex and on Burn's CubeCL backends, the iteration and the
+//! elementwise parts have kernels of their own; elsewhere, as on LibTorch (`tch`), they are composed of Burn's
+//! operations ([`Kernels`]), which round half precision more often. Kernels are
 //! tested on software devices (WGSL, SPIR-V with cooperative matrices, CubeCL's CPU runtime) and compiled
 //! for CUDA; nothing has run on a GPU yet.
 //!
