@@ -551,7 +551,7 @@ fn tuned_kernels_compute_the_same() {
     }
     // What was measured is told by name.
     let kernel = tuned.explain(&batch).kernel;
-    assert_eq!(kernel.contains("cube") || kernel.contains("Burn's matmul"), measured, "{kernel}");
+    assert!(!measured || kernel.contains("cube") || kernel.contains("Burn's matmul"), "{kernel}");
 }
 
 #[test]

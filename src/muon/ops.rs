@@ -5,7 +5,7 @@
 //! attribute run everything in Burn's operations.
 
 use burn::backend::{Backend, Dispatch, backend_extension, tensor::FloatTensor};
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Tensor, s};
 
 use super::rule::Part;
 use crate::clipping;
@@ -251,7 +251,7 @@ fn apply_portably(
     let each = parameters.into_iter().zip(parts).zip(directions).zip(rows);
     let update = |(((old, part), direction), rows): (((Tensor<1>, &Part), Tensor<3>), usize)| {
         let old = old.reshape([rows, m * n]);
-        let late = late.clone().slice([first..first + rows]);
+        let late = late.clone().slice(s![first..first + rows]);
         first += rows;
         let gates = [part.gate(left).expanded(rows), Gate::from_left(late)];
         let wide = if old.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
@@ -272,7 +272,7 @@ impl Part {
 
     /// The gate of the parameter, of one row.
     fn gate(&self, left: &Tensor<1>) -> Gate {
-        Gate::from_left(left.clone().slice([self.flag..self.flag + 1]))
+        Gate::from_left(left.clone().slice(s![self.flag..self.flag + 1]))
     }
 }
 

@@ -137,7 +137,6 @@ fn square(shape: &burn::tensor::Shape) -> burn::tensor::Shape {
 
 impl Engine {
     /// What computes products of `dtype` on `device`.
-    #[cfg_attr(not(any(feature = "flex", feature = "cube")), allow(unused_variables))]
     pub fn choose(kernels: Kernels, device: &Device, dtype: FloatDType) -> Self {
         match (kernels, device.as_dispatch()) {
             #[cfg(feature = "flex")]
