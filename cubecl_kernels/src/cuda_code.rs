@@ -523,7 +523,7 @@ fn others(host: &Client, properties: &Arc<DeviceProperties>, dtype: ElemType) ->
             "norms",
             fused::norms_kernel,
             line,
-            length,
+            4_usize,
             buffers!(),
             buffer(),
             sizes().collect(),

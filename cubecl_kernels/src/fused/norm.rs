@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::parts::{Layout, groups, number_of, own_part, read};
-use super::{Batch, Part, UNITS, own_matrix, own_vectors};
+use super::{Batch, F32, Part, UNITS, own_matrix, own_vectors};
 use crate::error::Result;
 use crate::units::together;
 
@@ -67,6 +67,8 @@ impl Norms {
 /// Takes the norms of the rows of some tensors of a type, of so many elements each; the last row of a tensor may be
 /// shorter. Every tensor comes with the number of its first row among those that there are norms of.
 ///
+/// Every unit adds up its squares one after the other: take so many parts that these are few.
+///
 /// # Errors
 ///
 /// Those of the [module](super).
@@ -85,7 +87,8 @@ pub fn norms(
     let tensors: Vec<_> = tensors.iter().filter(|(part, _)| !part.is_empty()).cloned().collect();
     for group in groups(client, &tensors, 1, 1) {
         let all = group.iter().map(|(part, _)| part);
-        let layout = Layout::new(client, &[dtype], all.clone(), &[elements]);
+        // As few elements in a vector as float32 has: of more, registers would spill on compute capability 9.0.
+        let layout = Layout::new(client, &[dtype, F32], all.clone(), &[elements]);
         let layout = layout.with_rows(all.clone().map(rows));
         let size = layout.vector_size;
         // Units beyond the vectors of a row would only wait.
@@ -130,24 +133,17 @@ pub(crate) fn norms_kernel<F: Float, N: Size>(
     if own >= tensors.len() {
         terminate!();
     }
-    let from = row * vectors;
-    let length = min(vectors, number_of(lengths, own) - from);
+    let place = number_of(numbers, own) + row;
+    let end = min((row + 1) * vectors, number_of(lengths, own));
     let mut scale = f32::new(0.0);
     let mut squares = f32::new(0.0);
     let (first, step) = own_vectors();
-    for start in range_stepped(first, length, step * SUMMED) {
-        let mut s = f32::new(0.0);
-        let mut q = f32::new(0.0);
-        for i in range_stepped(start, min(start + step * SUMMED, length), step) {
-            let (scale, squares) = with_squares::<N>(s, q, read(tensors, own, from + i));
-            s = scale;
-            q = squares;
-        }
-        let (s, q) = joined(scale, squares, s, q);
+    for i in range_stepped(row * vectors + first, end, step) {
+        let (s, q) = with_squares::<N>(scale, squares, read(tensors, own, i));
         scale = s;
         squares = q;
     }
-    store_part(norms, number_of(numbers, own) + row, scale, squares, units);
+    store_part(norms, place, scale, squares, units);
 }
 
 /// Every unit adds up some parts, then the cube their sums.
