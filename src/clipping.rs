@@ -9,8 +9,8 @@ use crate::orthogonalize::ops::{MatrixOps, norm_parts};
 use crate::orthogonalize::{Engine, Kernels};
 use crate::parts::{Parts, calls};
 
-/// Norms of rows, `scale sqrt(squares)`: the largest magnitude of a row, and the sum of the squares of what
-/// is divided by it, as in LAPACK's `slassq`.
+/// Norms of rows, `scale sqrt(squares)`: a scale that is about as large as the row, and the sum of the squares of what is
+/// divided by it, as in LAPACK's `slassq`.
 pub(crate) struct Norms {
     pub scale: Tensor<1>,
     pub squares: Tensor<1>,

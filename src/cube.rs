@@ -11,7 +11,7 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::server::{Handle, IoError, ServerError};
 use cubecl::std::tensor::into_contiguous as copied;
 use distmuon_kernels::Matrices;
-use distmuon_kernels::fused::{Batch, Part};
+use distmuon_kernels::fused::{Batch, MOST_BUFFERS, Part};
 
 type Float = FloatTensor<CubeBackend>;
 
@@ -22,12 +22,13 @@ const _: fn(Cube) -> CubeBackend = |backend| backend;
 /// Why kernels refuse nothing here.
 pub(crate) const FITS: &str = "an engine has its types, and tensors fill their buffers";
 
-/// Whether the kernels take this type on this device.
+/// Tells whether the kernels take this type on this device, which has to bind all buffers of one.
 pub(crate) fn serves(device: &CubeDevice, dtype: DType) -> bool {
     let client = device.client();
     let properties = client.properties();
     let usage = TypeUsage::Buffer | TypeUsage::Conversion;
-    matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
+    properties.hardware.max_bindings as usize >= MOST_BUFFERS
+        && matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
         && properties.type_usage(dtype_to_elem_type(dtype)).is_superset(usage)
 }
 

@@ -34,7 +34,8 @@ struct Counts {
     /// The warning of the states that were looked at last. It is logged when it names all of them: with the
     /// next step.
     pending: Option<Warning>,
-    /// Tensors that were replaced or read by another thread than their own, which drops them when it comes by.
+    /// Tensors that were replaced or read by another thread than their own, which drops them when it comes by. Those
+    /// of threads that have ended stay: one of each state that was replaced since.
     retired: Vec<Kept>,
 }
 

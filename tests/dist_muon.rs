@@ -251,6 +251,17 @@ fn a_rank_without_memory_is_named_on_all() {
 }
 
 #[test]
+fn a_parameter_without_memory_is_named_among_others() {
+    let Some(lost) = common::beyond_memory(10, 4) else { return };
+    let mut net = Net::new(&device());
+    net.experts = Param::from_tensor(Tensor::from_inner(lost.reshape([2, 5, 4])).require_grad());
+    let gradients = gradients(&net, 0);
+    let mut optim = config().muon.init_whole(&net).unwrap();
+    let error = optim.step(0.01, net, gradients).unwrap_err().to_string();
+    assert!(error.contains("`experts`") && error.contains("1099511627776 bytes"), "{error}");
+}
+
+#[test]
 fn what_it_cannot_do_is_refused() {
     let world = World::alone(device());
     for (config, expected) in [

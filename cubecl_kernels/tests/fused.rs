@@ -495,6 +495,18 @@ fn what_does_not_fit_is_refused() {
     says(step(&whole, &short, &flags).unwrap_err(), "momentum");
     says(step(&whole, &whole, &no_flags).unwrap_err(), "flags");
     let norms_of = step(&whole, &whole, &flags).unwrap();
+    let behind = |grad, first| {
+        let update = upload::<f32>(&client, &[0.0; 24]);
+        let (momentum, update, norms, left) = (&whole, &update, &norms_of, &flags);
+        let momenta = Momenta { momentum, update, norms, left, factor: None };
+        let grads = [Averaged { grad, flag: 0, mu: 0.5 }];
+        accumulate(&client, &grads, momenta, batch, first, [F32; 2], true).unwrap_err()
+    };
+    says(
+        behind(part(&whole, 1, 12), 2),
+        "the gradients is [3, 1, 12], but must be at most [2, 1, 12]",
+    );
+    says(behind(part(&whole, 2, 8), 0), "the gradients is [2, 1, 8]");
     let more = Norms { parts: norms_of.parts + 1, ..norms_of };
     says(normalize(&client, &whole, &more, batch, [F32; 2], 0.0).unwrap_err(), "norms");
     let taken =

@@ -1,5 +1,5 @@
 //! AdamW for what is no hidden matrix: at a learning rate relative to Muon's, untouched by gradients
-//! that are not finite, and on rows, so that a share of many parameters is updated at once.
+//! that are not finite, and on several parameters at once, each where it lies.
 //!
 //! With betas `b1` and `b2`, learning rate `lr` and weight decay `w`, a step with gradient `G` is
 //!
@@ -223,6 +223,10 @@ impl GatedAdamW {
         let mut state = state.unwrap_or_else(|| GatedAdamWState::new(shape, dtype, &device));
         if !state.place.has_started() {
             self.start_counting(&mut state);
+        }
+        if shape.contains(&0) {
+            // Nothing to update, and Burn takes a zero in a new shape for the old length.
+            return Ok((parameter, state));
         }
         let GatedAdamWState { moments, corrections, skipped, mut place } = state;
         let flags = Tensor::zeros([1], (&device, DType::F32));

@@ -23,7 +23,7 @@ pub struct Updating {
     pub lr: f32,
 }
 
-/// What AdamW does to every element.
+/// A step of AdamW, element by element.
 #[backend_extension(
     Flex: cfg(feature = "flex"),
     Cube: cfg(feature = "cube"),
@@ -65,7 +65,7 @@ pub(crate) struct Part {
     pub rates: Rates,
 }
 
-/// What a step has for every parameter, and for all of them.
+/// The values on the device that a step has for every parameter, and for all of them.
 pub(crate) struct Controls<'a> {
     /// 1 for parameters that stay as they are, else 0.
     pub left: &'a Tensor<1>,

@@ -12,6 +12,7 @@ use super::{DistModuleOptimizer, World};
 use crate::error::{Error, Result};
 use crate::muon::MuonConfig;
 use crate::orthogonalize::NewtonSchulz;
+use crate::route::Walk;
 
 /// The default of [`DistMuonConfig::in_flight`]: one bucket is sent, one is received and one is worked on.
 pub(super) const IN_FLIGHT: usize = 3;
@@ -143,9 +144,10 @@ impl MuonConfig {
     /// The optimizer of a whole model on one device, which works on all matrices of one shape as one batch, and on
     /// several parameters in every launch: a [`DistModuleOptimizer`] in a world of one. Use it on a GPU, where the
     /// launches of [`init`](Self::init), which sees one parameter at a time, are what a step of many parameters waits
-    /// for. Both train the same model, and their checkpoints are the same.
+    /// for. Both train the same model.
     ///
-    /// For clipping by the norm of all gradients, use [`DistMuonConfig::max_norm`] with
+    /// Two things it does not take: parameters in float64, and a configuration that clips each gradient by itself
+    /// (`grad_clipping`). For clipping by the norm of all gradients, use [`DistMuonConfig::max_norm`] with
     /// [`World::alone`].
     ///
     /// ```
@@ -165,17 +167,17 @@ impl MuonConfig {
     ///
     /// Those of [`DistMuonConfig::init`], and [`Error::Setting`] for a model on several devices.
     pub fn init_whole<M: Module>(&self, model: &M) -> Result<DistModuleOptimizer> {
-        let device = match &model.devices()[..] {
-            [] => return Err(Error::EmptyModel),
-            [device] => device.clone(),
-            several => {
-                return Err(Error::Setting {
-                    setting: "model",
-                    value: format!("on {several:?}"),
-                    expected: "on one device; for several, `DistMuonConfig` with `World::devices`",
-                });
-            }
-        };
+        self.route(model)?;
+        let found = Walk::through(model).into_iter();
+        let mut devices = found.filter(|found| found.trainable).map(|found| found.device);
+        let device = devices.next().expect("a model with nothing to train has no routing");
+        if let Some(other) = devices.find(|other| *other != device) {
+            return Err(Error::Setting {
+                setting: "model",
+                value: format!("on {device:?} and {other:?}"),
+                expected: "on one device; for several, `DistMuonConfig` with `World::devices`",
+            });
+        }
         DistMuonConfig::new().with_muon(self.clone()).init(&World::alone(device), model)
     }
 }

@@ -500,9 +500,10 @@ impl DistModuleOptimizer {
                 step.buffers += gathered.bytes();
                 pending.push_back((number, gathered));
             } else {
-                kept.extend(updated.first().map(|first| (number, first.clone())));
-                let values = shard.numbers().zip(updated);
-                values.for_each(|(number, value)| step.held.parameters.set(number, value));
+                for (number, value) in shard.numbers().zip(updated) {
+                    kept.push((number, value.clone()));
+                    step.held.parameters.set(number, value);
+                }
             }
             self.observe(step);
             if pending.len() == self.in_flight {
@@ -532,10 +533,10 @@ impl DistModuleOptimizer {
         computed::check(&self.members[bucket.parameters[0]].path, elements)
     }
 
-    /// Fails if the device had no memory for the values of a bucket that are not sent. Asked once for all buckets,
-    /// since it waits for all work to be given to the device.
+    /// Fails if the device had no memory for values of parameters. Asked once for all of them, since it waits for all
+    /// work to be given to the device.
     fn check_all(&self, values: Vec<(usize, Tensor<1>)>) -> Result<()> {
-        let path = |number: usize| &*self.members[self.shards[number].bucket.parameters[0]].path;
+        let path = |number: usize| &*self.members[number].path;
         computed::check_all(values.iter().map(|(number, values)| (path(*number), values)))
     }
 

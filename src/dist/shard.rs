@@ -1,7 +1,6 @@
 //! This rank's part of a bucket: what it remembers, and how it is updated.
 //!
-//! A share consists of [rows](super::rows), each of one parameter: whole matrices, or [`GRAIN`] elements
-//! for AdamW.
+//! A share consists of rows, each of one parameter: whole matrices, or [`GRAIN`] elements for AdamW.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -41,13 +40,13 @@ struct Run {
     at: Range<usize>,
 }
 
-/// What a rank remembers of its share.
+/// The state of a share.
 pub enum State {
     Muon { settings: Arc<Settings>, stacks: Vec<Stack> },
     AdamW(Box<Elementwise>),
 }
 
-/// What AdamW remembers of a share.
+/// The state of a share that AdamW updates.
 pub struct Elementwise {
     settings: AdamWSettings,
     kernels: Kernels,
@@ -69,13 +68,13 @@ pub struct Stack {
 /// The rows of a rank, those of one bucket after those of another: for each, the number of its parameter.
 #[derive(Default)]
 pub struct RowsOf {
-    /// What is accepted or refused as a whole: matrices, and [`GRAIN`] elements of what AdamW updates.
+    /// All rows: matrices, and [`GRAIN`] elements of parameters that AdamW updates.
     pub all: Vec<usize>,
     /// Only the matrices.
     pub matrices: Vec<usize>,
 }
 
-/// What a step has on the device for every parameter, and for all of them.
+/// The values on the device that a step has for every parameter, and for all of them.
 pub struct Controls {
     /// 1 for parameters that stay as they are, else 0.
     pub left: Tensor<1>,

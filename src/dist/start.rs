@@ -86,6 +86,10 @@ pub fn same_model<M: Module>(world: &World, parameters: &[Parameter], model: &M)
     {
         return Err(Error::ModelsDiffer { rank, parameter, other, first });
     }
+    if world.size() == 1 {
+        // Checksums would read the whole model.
+        return Ok(());
+    }
     let other_values = world.compare(&checksums(model), |first, own| {
         let (first, own) = first_unequal(first, own)?;
         first.or(own).map(|(path, _)| path.clone())

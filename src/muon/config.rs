@@ -152,8 +152,8 @@ impl MuonConfig {
     /// Burn's optimizer for the whole model: hidden matrices by Muon, the rest by AdamW.
     ///
     /// Burn hands it one parameter at a time, so that nothing but what is stacked in one parameter is worked on
-    /// together: each matrix is about 20 launches, each other parameter about 3, where
-    /// [`init_whole`](Self::init_whole) takes as many for all of one shape. Use it where a `ModuleOptimizer` is asked
+    /// together: each matrix is 20 to 30 launches, each other parameter 6, where
+    /// [`init_whole`](Self::init_whole) takes about 30 for all matrices of one shape. Use it where a `ModuleOptimizer` is asked
     /// for, as by burn-train's `Learner`.
     ///
     /// Clipping belongs into the configuration: Burn's setter `with_grad_clipping` of the returned optimizer

@@ -135,7 +135,7 @@ fn refuse_portably(
     flags.slice_assign([place], new)
 }
 
-/// What [`accumulate`] makes of gradients.
+/// The results of [`accumulate`].
 pub(super) struct Accumulated {
     pub momentum: Tensor<3>,
     /// What is to be orthogonalised, in the type of the momentum.
@@ -159,7 +159,11 @@ pub(super) fn accumulate(
     if engine == Engine::Portable {
         return accumulate_portably(grads, momentum, left, factor, parts, nesterov);
     }
-    let update = engine.room(shape, momentum.dtype(), &device).into_dispatch();
+    let dtype = momentum.dtype();
+    // Flex computes in float32: once for the batch, not in every call.
+    let held = if engine == Engine::Flex { DType::F32 } else { dtype };
+    let momentum = momentum.cast(held);
+    let update = engine.room(shape, held, &device).into_dispatch();
     let norms = engine.room([k, norm_parts(m * n), 2], DType::F32, &device).into_dispatch();
     let mut first = 0;
     let all = calls(grads.len()).fold((momentum.into_dispatch(), update, norms), |all, call| {
@@ -176,6 +180,7 @@ pub(super) fn accumulate(
         Dispatch::accumulate(grads, all.0, all.1, all.2, left, by, parts, first, nesterov, scaled)
     });
     let [momentum, update, norms] = [all.0, all.1, all.2].map(Tensor::from_dispatch);
+    let [momentum, update] = [momentum, update].map(|of: Tensor<3>| of.cast(dtype));
     Accumulated { momentum, update, norms: Some(Norms(norms)) }
 }
 
@@ -222,6 +227,8 @@ pub(super) fn apply(
     if engine == Engine::Portable {
         return apply_portably(parameters, direction, left, (late, first_late), parts);
     }
+    // As in `accumulate`.
+    let direction = if engine == Engine::Flex { direction.cast(DType::F32) } else { direction };
     let lengths: Vec<usize> = parameters.iter().map(|parameter| parameter.dims()[0]).collect();
     let (mut first, mut parameters) = (0, parameters.into_iter());
     let call = |call: std::ops::Range<usize>| {

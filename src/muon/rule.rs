@@ -96,7 +96,10 @@ impl Settings {
         let kernels = self.newton_schulz.kernels();
         let Accumulated { momentum, update, norms } =
             ops::accumulate(kernels, grads, momentum, left, factor, parts, self.nesterov);
-        (momentum, self.newton_schulz.direction(update, norms))
+        let direction = self.newton_schulz.direction(update, norms);
+        // Burn's products may have gaps between rows, which all that read this would copy away, each for itself.
+        let (shape, elements) = (direction.dims(), direction.shape().num_elements());
+        (momentum, direction.reshape([elements]).reshape(shape))
     }
 
     /// Sets the flags of matrices of which the iteration has made something that is not finite. They begin at `first`.

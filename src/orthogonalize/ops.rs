@@ -268,7 +268,11 @@ impl Engine {
     /// Room for what a kernel writes; it may hold anything.
     pub(crate) fn room(self, shape: [usize; 3], dtype: DType, device: &Device) -> Tensor<3> {
         match self {
-            Self::Cube { .. } => Tensor::empty(shape, (device, dtype)),
+            // In one dimension: of more, Burn may leave gaps between rows.
+            Self::Cube { .. } => {
+                let [k, m, n] = shape;
+                Tensor::<1>::empty([k * m * n], (device, dtype)).reshape(shape)
+            }
             // Of an `empty`, Flex makes two.
             _ => Tensor::full(shape, 0.0, (device, dtype)),
         }

@@ -8,7 +8,7 @@
 //!
 //! The rest of a step is not recorded, since gradients and parameters lie somewhere else at every step: of each
 //! batch, the gradient, the parameter, the momentum and three rates would have to be copied in, and two of them
-//! out again, instead of three launches (finite, momentum, update) and the three copies that there are now.
+//! out again, instead of the launches that there are now, which take several parameters each.
 
 use std::collections::HashMap;
 use std::sync::Mutex;

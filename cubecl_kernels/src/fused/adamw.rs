@@ -1,4 +1,4 @@
-//! AdamW on rows.
+//! AdamW on parameters where they lie.
 
 use cubecl::client::Client;
 use cubecl::ir::ElemType;
@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::parts::{Layout, factor_of, groups, number_of, read, write};
-use super::{Batch, Part, UNITS, own_matrix, own_vectors};
+use super::{Batch, MOST_BUFFERS, Part, UNITS, own_matrix, own_vectors};
 use crate::error::{Result, check_buffer, check_dtype};
 
 /// The constants of AdamW.
@@ -76,13 +76,14 @@ pub fn adamw(
     let [first, second] = corrections;
     let values = [("the flags", left), ("the corrections", first), ("the corrections", second)];
     Batch::check_values(&values.map(|(what, handle)| (what, handle, flags)))?;
+    factor.map_or(Ok(()), |factor| Batch::check_values(&[("the factor", factor, 1)]))?;
     check_dtype(client, of_moments)?;
     // SAFETY: flags and corrections were checked above, and moments have so many elements.
     let buffer =
         |handle: &Handle, length| unsafe { BufferArg::from_raw_parts(handle.clone(), length) };
     let parameters: Vec<_> =
         parameters.iter().filter(|of| !of.values.is_empty()).cloned().collect();
-    for group in groups(client, &parameters, 2, 6) {
+    for group in groups(client, &parameters, 2, MOST_BUFFERS - 3) {
         let all = group.iter().map(|of| &of.values);
         let firsts: Vec<usize> = group.iter().map(|of| of.first).chain([elements]).collect();
         let layout = Layout::new(client, &dtypes, all.clone(), &firsts);

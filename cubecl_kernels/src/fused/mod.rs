@@ -34,7 +34,7 @@ use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use crate::error::{Result, check_addresses, check_buffer, check_dtype};
+use crate::error::{Error, Result, check_addresses, check_buffer, check_dtype};
 
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 
@@ -43,6 +43,10 @@ pub(crate) const UNITS: u32 = 256;
 
 /// The most cubes that all runtimes take in the second dimension is 65 535.
 const MOST_ROWS: usize = 1 << 15;
+
+/// Buffers that a kernel binds at most for one parameter, with one for scalars and lengths: those of [`adamw`]. A
+/// device that binds fewer at once can't run it.
+pub const MOST_BUFFERS: usize = 9;
 
 /// Vectors that a unit takes on, where there are enough.
 const VECTORS_PER_UNIT: usize = 8;
@@ -62,7 +66,7 @@ impl Batch {
         self.count * self.elements
     }
 
-    /// Whether there is nothing to do.
+    /// Returns `true` if there is nothing to do.
     pub fn is_empty(self) -> bool {
         self.len() == 0
     }
@@ -81,6 +85,27 @@ impl Batch {
             check_dtype(client, *dtype)?;
             check_buffer(what, handle, self.len(), *dtype)
         })
+    }
+
+    /// Refuses parts that are not matrices of the batch, from `first` on.
+    fn check_parts<'a>(
+        self,
+        what: &'static str,
+        mut parts: impl Iterator<Item = &'a Part>,
+        first: usize,
+    ) -> Result<()> {
+        let fits = |end, part: &Part| {
+            let end = end + part.rows;
+            match part.elements == self.elements && end <= self.count {
+                true => Ok(end),
+                false => Err(Error::Shape {
+                    what,
+                    found: [end, 1, part.elements],
+                    expected: format!("at most [{}, 1, {}]", self.count, self.elements),
+                }),
+            }
+        };
+        parts.try_fold(first, fits).map(drop)
     }
 
     /// Refuses buffers without room for so many float32 values.

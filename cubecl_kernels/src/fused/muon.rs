@@ -55,15 +55,24 @@ pub fn accumulate(
 ) -> Result<()> {
     batch.check(client, &[("the momentum", momentum, dtype), ("the update", update, dtype)])?;
     let flags = grads.iter().map(|of| of.flag + 1).max().unwrap_or(0);
-    Batch::check_values(&[("the flags", left, flags)])?;
+    let (of_norms, scaled) = (2 * batch.count * norms.parts, factor.is_some());
+    let factor = factor.unwrap_or(left);
+    Batch::check_values(&[
+        ("the flags", left, flags),
+        ("the norms", &norms.handle, of_norms),
+        ("the factor", factor, usize::from(scaled)),
+    ])?;
     grads.iter().try_for_each(|of| of.grad.check(client, "the gradient", of_grads))?;
+    batch.check_parts("the gradients", grads.iter().map(|of| &of.grad), first)?;
+    if batch.is_empty() {
+        return Ok(());
+    }
     let units = together(&client.properties().hardware, UNITS);
-    let fixed = 5 + usize::from(factor.is_some());
-    for group in groups(client, grads, 1, fixed).filter(|_| !batch.is_empty()) {
+    for group in groups(client, grads, 1, 5) {
         let all = group.iter().map(|of| &of.grad);
         let layout = Layout::new(client, &[of_grads, dtype], all.clone(), &[]);
         let size = layout.vector_size;
-        // SAFETY: every index is below the vectors of a matrix; rows were checked by `batch`.
+        // SAFETY: every index is below the vectors of a matrix; rows, flags and norms were checked above.
         unsafe {
             accumulate_kernel::launch_unchecked(
                 client,
@@ -76,7 +85,7 @@ pub fn accumulate(
                 batch.vectors(update, size),
                 norms.arg(batch),
                 BufferArg::from_raw_parts(left.clone(), flags),
-                BufferArg::from_raw_parts(factor.unwrap_or(left).clone(), 1),
+                BufferArg::from_raw_parts(factor.clone(), 1),
                 layout.firsts(),
                 layout.ends(),
                 group.iter().map(|of| of.flag).collect(),
@@ -84,7 +93,7 @@ pub fn accumulate(
                 first,
                 batch.elements / size,
                 nesterov,
-                factor.is_some(),
+                scaled,
                 units,
                 [of_grads, dtype],
             );
@@ -188,11 +197,15 @@ pub fn apply(
     let flags = parameters.iter().map(|of| of.flag + 1).max().unwrap_or(0);
     let all_late = first_late + batch.count;
     Batch::check_values(&[("the flags", left, flags), ("the late flags", late, all_late)])?;
-    for group in groups(client, parameters, 1, 3).filter(|_| !batch.is_empty()) {
+    batch.check_parts("the parameters", parameters.iter().map(|of| &of.values), first)?;
+    if batch.is_empty() {
+        return Ok(());
+    }
+    for group in groups(client, parameters, 1, 3) {
         let all = group.iter().map(|of| &of.values);
         let layout = Layout::new(client, &dtypes, all.clone(), &[]);
         let size = layout.vector_size;
-        // SAFETY: every index is below the vectors of a matrix; rows were checked by `batch`.
+        // SAFETY: every index is below the vectors of a matrix; rows and flags were checked above.
         unsafe {
             apply_kernel::launch_unchecked(
                 client,

@@ -79,7 +79,7 @@ pub fn norms(
     norms: &Norms,
     dtype: ElemType,
 ) -> Result<()> {
-    let rows = |part: &Part| part.len().div_ceil(elements);
+    let rows = |part: &Part| part.len().div_ceil(elements.max(1));
     let count = tensors.iter().map(|(part, first)| first + rows(part)).max().unwrap_or(0);
     tensors.iter().try_for_each(|(part, _)| part.check(client, "the input", dtype))?;
     let values = 2 * count * norms.parts;

@@ -55,12 +55,12 @@ pub(super) fn groups<'a, T>(
     each: usize,
     others: usize,
 ) -> impl Iterator<Item = &'a [T]> {
-    // One more for scalars and lengths.
+    // Another for scalars and lengths.
     let free = (client.properties().hardware.max_bindings as usize).saturating_sub(others + 1);
     items.chunks((free / each).clamp(1, MOST_PARTS))
 }
 
-/// What the parts of a launch have in common.
+/// The grid of a launch over some parts.
 pub(super) struct Layout {
     /// The longest vectors that all of them can be read in.
     pub vector_size: usize,
@@ -82,13 +82,11 @@ impl Layout {
         steps: &[usize],
     ) -> Self {
         let bytes = dtypes.iter().map(ElemType::size).max().unwrap_or(1);
-        let mut lengths = parts.clone().map(|part| part.elements).chain(steps.iter().copied());
+        let lengths = parts.clone().map(|part| part.elements).chain(steps.iter().copied());
         let divides = |size: &usize| lengths.clone().all(|length| length.is_multiple_of(*size));
         let vector_size =
             client.io_optimized_vector_sizes(bytes).filter(divides).max().unwrap_or(1);
-        let longest = lengths.next().map_or(0, |_| {
-            parts.clone().map(|part| part.elements / vector_size).max().unwrap_or(0)
-        });
+        let longest = parts.clone().map(|part| part.elements / vector_size).max().unwrap_or(0);
         let cubes = longest.div_ceil(VECTORS_PER_UNIT * UNITS as usize).max(1);
         let most = parts.clone().map(Part::len).max().unwrap_or(0);
         let layout = Self { vector_size, cubes, rows: 0, most, firsts: vec![] };

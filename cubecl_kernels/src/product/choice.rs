@@ -1,4 +1,4 @@
-//! What was worked out for a product: those of one layout come again at every step.
+//! Choices that are kept for products of one layout, which come again at every step.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
@@ -19,7 +19,7 @@ pub(super) struct Choice {
     pub setup: Setup,
 }
 
-/// What a choice depends on.
+/// All that a choice depends on.
 #[derive(Clone, PartialEq, Eq, Hash)]
 struct Key {
     device: ServiceId,
@@ -71,6 +71,8 @@ impl Product<'_> {
             let setup = self.validated_setup(client, &tiling, &result);
             match setup.and_then(|setup| prove(&tiling).map(|()| setup)) {
                 Ok(setup) => return Ok(Choice { tiling, setup }),
+                // Nothing that is said of the tiling: a choice is for good.
+                Err(error @ Error::Read(_)) => return Err(error),
                 Err(error) => refusal = error,
             }
         }
@@ -134,5 +136,7 @@ mod tests {
         assert_ne!(next, best);
         let none = product.choose(&client, |tiling| Err(wrong(tiling)));
         assert!(matches!(none, Err(Error::Refused { .. })));
+        let unread = product.choose(&client, |_| Err(Error::Read("lost".into())));
+        assert!(matches!(unread, Err(Error::Read(_))));
     }
 }
