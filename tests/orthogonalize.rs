@@ -30,7 +30,7 @@ fn iteration(set: &Coefficients, epsilon: f64, form: Form) -> NewtonSchulz {
 /// The forms that are precise in float32; in TF32 the Gram form is not, with some coefficients.
 fn forms() -> Vec<Form> {
     if has_tf32() {
-        println!("skipped: the Gram form, since the device multiplies in TF32");
+        excused("the Gram form, since the device multiplies in TF32");
         return vec![Form::Standard];
     }
     vec![Form::Standard, Form::Gram]
@@ -188,7 +188,7 @@ fn a_zoo_of_spectra() {
 fn half_precision_stays_in_the_interval() {
     for (dtype, held) in [(IterationDtype::F16, DType::F16), (IterationDtype::Bf16, DType::BF16)] {
         if !Device::default().supports_dtype(held) {
-            println!("skipped: the device has no {held:?}");
+            lacks(format!("{held:?}"));
             continue;
         }
         for (rows, columns) in [(64, 64), (64, 256), (256, 64)] {
@@ -262,7 +262,7 @@ fn spectra(m: usize, n: usize) -> Vec<(&'static str, Vec<f64>)> {
 /// which would take minutes.
 fn types() -> Vec<(IterationDtype, f64)> {
     if fastest() != Engine::Flex && !has_tf32() {
-        println!("skipped: spectra are compared on Flex and CUDA");
+        excused("spectra are compared on Flex and CUDA");
         return vec![];
     }
     let all = [
@@ -388,7 +388,7 @@ fn tables_of_errors() {
 fn double_precision_is_kept() {
     let device = Device::default();
     if !has_type(FloatDType::F64) {
-        println!("skipped: the device has no float64");
+        lacks("float64");
         return;
     }
     let input = random(8, 12, 37);
