@@ -201,6 +201,13 @@ fn time<T>(device: &Device, repeats: usize, mut run: impl FnMut() -> T) -> Time 
     Time { total: median(0), host: median(1) }
 }
 
+/// A result that the device was told to compute: Burn's fusion would join what many runs queue, and compile a
+/// kernel for every number of them.
+fn told<T>(device: &Device, result: T) -> T {
+    device.flush().expect("the device works");
+    result
+}
+
 fn random(shape: [usize; 3], dtype: DType, device: &Device) -> Tensor<3> {
     Tensor::<3>::random(shape, Distribution::Normal(0.0, 1.0), device).cast(dtype)
 }
@@ -217,9 +224,9 @@ fn launches(device: &Device, repeats: usize) {
         print("one kernel, by CubeCL", time(device, repeats, launch));
     }
     let values = Tensor::<1>::ones([1024], (device, DType::F32));
-    let name = format!("`x + 1`, {}", fusion());
-    print(&name, time(device, repeats, || values.clone().add_scalar(1.0)));
-    // Each needs the one before, so that none of them are computed together.
+    let name = format!("`x + 1` and a flush, {}", fusion());
+    print(&name, time(device, repeats, || told(device, values.clone().add_scalar(1.0))));
+    // Not fused with the one before, which it needs.
     let mut sorted = values;
     print(
         "`x.flip()` of the one before",
@@ -297,9 +304,9 @@ impl Row {
     ) {
         let Self { name, shape: [k, m, n], inner, dtype, repeats } = *self;
         let engine = |kernels| Engine::choose(kernels, device, dtype.into());
-        let burn = time(device, repeats, full).total;
+        let burn = time(device, repeats, || told(device, full())).total;
         let [auto, tuned] = [Kernels::Auto, Kernels::Tuned]
-            .map(|kernels| time(device, repeats, || symmetric(engine(kernels))));
+            .map(|kernels| time(device, repeats, || told(device, symmetric(engine(kernels)))));
         let operations = 2.0 * (k * m * m * inner) as f64;
         let least = operations / 2.0 / FLOOR_TFLOPS * 1e-9;
         // What is told is the choice for a product without an addend.
@@ -335,7 +342,7 @@ fn iterations(device: &Device, dtype: IterationDtype, shapes: &[[usize; 3]], rep
         };
         let time = |form, kernels| {
             let iteration = of(form, kernels);
-            time(device, repeats, || iteration.orthogonalize(x.clone()))
+            time(device, repeats, || told(device, iteration.orthogonalize(x.clone())))
         };
         let burn = time(Form::Standard, Kernels::Portable).total;
         let Time { total: standard, host } = time(Form::Standard, Kernels::Tuned);
@@ -411,7 +418,7 @@ where
     let Time { total, host } = time(device, repeats, || {
         let model = trained.take().expect("given back below");
         let grads = model.gradients_from(&values);
-        trained = Some(step(model, grads).expect("one device that works"));
+        trained = Some(told(device, step(model, grads).expect("one device that works")));
     });
     println!("| {name} | {total:.3} | {host:.3} |");
     Ok(())

@@ -40,10 +40,12 @@ pack() {
 
 # The newest program of a name in the target folder.
 built() {
-  local profile=${PROFILE:-gpu} folder
+  local profile=${PROFILE:-gpu} folder found
   [ "$profile" != dev ] || profile=debug
   folder=${CARGO_TARGET_DIR:-$here/target}/$profile
-  ls -t "$folder/deps/$1"-* "$folder/examples/$1" 2>/dev/null | grep -v '\.d$' | head -1
+  found=$(find "$folder"/{deps,examples} -name "$1-*" ! -name '*.d' -printf '%T@ %p\n' | sort -n | tail -1)
+  [ -n "$found" ] || { echo "gpu.sh: no $1 in $folder: start with gpu.sh build" >&2; exit 2; }
+  echo "${found#* }"
 }
 
 # The tests that TESTS chooses from those whose names begin like this; all if it chooses none.
@@ -53,7 +55,7 @@ tests() { printf '%s\n' ${TESTS:-} | grep "^$1" || echo "$1"; }
 steps() {
   local shapes= training='--preset gpt2 --steps 20 --batch 4' name group dtype peers=benches/peers
   [ -z "$packed" ] || peers=peers
-  [ "$device" = cuda ] || shapes='--shapes 64x96,2x32x32 --repeats 1' training='--steps 2 --batch 2'
+  [ "$device" = cuda ] || shapes='--shapes 32x48 --repeats 1' training='--steps 2 --batch 2'
   for name in product gram fused mirror; do
     # Every thread has memory of its own on the device.
     echo "$name gpu_suite" $(tests $name::) --nocapture --test-threads 4
@@ -83,9 +85,11 @@ run_step() {
   local name=$1 program=$2 start=$SECONDS status=0 said=$work/$1 skipped passed failed
   shift 2
   local command=("$program" "$@")
-  if [ "$program" != python3 ]; then
-    if [ -n "$packed" ]; then command=(bash "$packed" "${command[@]}"); else command=(${RUNNER:-} "$(built "$program")" "$@"); fi
-  fi
+  case $program,$packed in
+    python3,*) ;;
+    *,) command=(${RUNNER:-} "$(built "$program")" "$@") ;;
+    *) command=(bash "$packed" "${command[@]}") ;;
+  esac
   printf '\n== %s: %s (%s s)\n' "$name" "$program $*" "$SECONDS" | tee -a "$log"
   # Some programs do not end when they are asked to.
   timeout -k 5 "${LIMIT:-150}" "${command[@]}" 2>&1 </dev/null | tee -a "$log" "$said" || status=$?
@@ -102,9 +106,12 @@ run_step() {
 row() { printf '| %s | %s | %s | %s | %s |\n' "$@" >>"$work/table"; }
 
 run() {
-  local name line
-  # A name that is none would be a step that silently does not run.
-  for name; do steps | grep -q "^$name " || { echo "gpu.sh: no step $name among: $(steps | cut -d' ' -f1 | xargs)" >&2; exit 2; }; done
+  local name line plan
+  plan=$(steps)
+  # A wrong name would be a step that does not run, without a word.
+  for name; do
+    grep -q "^$name " <<<"$plan" || { echo "gpu.sh: no step $name among: $(cut -d' ' -f1 <<<"$plan" | xargs)" >&2; exit 2; }
+  done
   export DISTMUON_MUST_RUN=1 BURN_DEVICE=$device
   # The driver keeps what it compiled for later steps and runs.
   export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-${TMPDIR:-/tmp}/distmuon-cuda} CUDA_CACHE_MAXSIZE=4294967296
@@ -121,7 +128,7 @@ run() {
     else
       run_step $line
     fi
-  done < <(steps)
+  done <<<"$plan"
   write_results "$@"
   [ ${#left[@]} = 0 ] || echo "not run: ${left[*]}; go on with: gpu.sh run ${left[*]}"
   [ ${#bad[@]} = 0 ] || echo "failed: ${bad[*]}; see $log"

@@ -150,6 +150,9 @@ fn rank_deficient_matrices_keep_their_rank() {
 /// the interval that exact arithmetic keeps it in.
 #[test]
 fn a_zoo_of_spectra() {
+    if takes_minutes() {
+        return;
+    }
     let m = 96;
     let spread = move |i: usize| i as f64 / (m - 1) as f64;
     type Spectrum = Box<dyn Fn(usize) -> f64>;
@@ -258,11 +261,19 @@ fn spectra(m: usize, n: usize) -> Vec<(&'static str, Vec<f64>)> {
     ]
 }
 
+/// Returns `true` on devices in software, on which spectra take minutes.
+fn takes_minutes() -> bool {
+    let takes_minutes = fastest() != Engine::Flex && !has_tf32();
+    if takes_minutes {
+        excused("spectra are compared on Flex and CUDA");
+    }
+    takes_minutes
+}
+
 /// The types that the device has, with the error that is allowed in any case; none on devices in software,
 /// which would take minutes.
 fn types() -> Vec<(IterationDtype, f64)> {
-    if fastest() != Engine::Flex && !has_tf32() {
-        excused("spectra are compared on Flex and CUDA");
+    if takes_minutes() {
         return vec![];
     }
     let all = [
