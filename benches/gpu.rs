@@ -6,14 +6,18 @@
 //!
 //! Prints tables in Markdown: medians, ratios to Burn's own matmul in the same run, TFLOP/s of the operations that
 //! the full products would need, and the fraction of what the hardware needs at least. `peers/torch_gpu.py` prints
-//! the same for PyTorch.
+//! the same for PyTorch. `train_lm` and its arguments run that example.
 
 #[path = "common/collectives.rs"]
 mod collectives;
 mod common;
 #[path = "../tests/common/skips.rs"]
 mod skips;
+#[allow(dead_code)] // `main`
+#[path = "../examples/train_lm/main.rs"]
+mod train_lm;
 
+use std::env;
 use std::time::Instant;
 
 use burn::optim::GradientsParams;
@@ -121,6 +125,10 @@ impl Type {
 }
 
 fn main() -> anyhow::Result<()> {
+    // The example is part of this program, since what both link travels to a borrowed GPU once.
+    if env::args_os().nth(1).is_some_and(|first| first == "train_lm") {
+        return train_lm::run(env::args_os().skip(1));
+    }
     let options = Options::parse();
     let device = Device::default();
     println!("device: {device:?}, {}", fusion());
@@ -428,7 +436,7 @@ where
 fn collectives() -> distmuon::Result<()> {
     println!("\n## Collectives\n");
     #[cfg(feature = "cuda")]
-    if std::env::var("BURN_DEVICE").is_ok_and(|device| device == "cuda") {
+    if env::var("BURN_DEVICE").is_ok_and(|device| device == "cuda") {
         let world = nccl()?;
         let rows = collectives::measure(&world)?;
         if world.is_main() {

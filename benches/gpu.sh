@@ -1,7 +1,7 @@
 #!/bin/bash
 # All that only a GPU can show, in one go; docs/gpu.md tells how to use it.
 #
-#   benches/gpu.sh build             builds the three programs, and prints their paths
+#   benches/gpu.sh build             builds two programs, and prints their paths
 #   benches/gpu.sh pack DIR PACKER   fills DIR with all that `gpu.sh run` needs where there are neither sources nor
 #                                    Rust; PACKER DIR PROGRAM... packs the programs, and leaves run.sh to start them
 #   benches/gpu.sh run [STEP...]     runs all steps or these, and writes down what they found; also as DIR/gpu.sh
@@ -19,7 +19,7 @@ device=${BURN_DEVICE:-cuda}
 build() {
   programs cuda,vulkan,gpu-suite --test gpu_suite
   # Only benches measure which of Burn's products is the fastest: tests would measure every odd shape of theirs.
-  programs cuda,vulkan,burn/autotune --bench gpu --example train_lm
+  programs cuda,vulkan,burn/autotune --bench gpu
 }
 
 programs() {
@@ -43,7 +43,7 @@ built() {
   local profile=${PROFILE:-gpu} folder found
   [ "$profile" != dev ] || profile=debug
   folder=${CARGO_TARGET_DIR:-$here/target}/$profile
-  found=$(find "$folder"/{deps,examples} -name "$1-*" ! -name '*.d' -printf '%T@ %p\n' | sort -n | tail -1)
+  found=$(find "$folder/deps" -name "$1-*" ! -name '*.d' -printf '%T@ %p\n' | sort -n | tail -1)
   [ -n "$found" ] || { echo "gpu.sh: no $1 in $folder: start with gpu.sh build" >&2; exit 2; }
   echo "${found#* }"
 }
@@ -74,7 +74,7 @@ steps() {
   done
   echo "step_times gpu steps $shapes"
   echo 'collectives gpu collectives'
-  echo "training train_lm --data src --compare adamw,muon --sample 0 --eval-every 0 $training"
+  echo "training gpu train_lm --data src --compare adamw,muon --sample 0 --eval-every 0 $training"
   for dtype in bfloat16 float16; do
     echo "peers_$dtype python3 -u $peers/torch_gpu.py --dtype $dtype"
   done
