@@ -126,6 +126,9 @@ fn newton_schulz(criterion: &mut Criterion, medians: &Medians) {
     }
 }
 
+/// A step of a model with its gradients.
+type Step = Box<dyn FnMut(Matrices, GradientsParams) -> Matrices>;
+
 /// A whole step of single matrices and of a layer, through a module optimizer.
 fn step(criterion: &mut Criterion, medians: &Medians) {
     let layer = LAYER.map(|shape| vec![shape]);
@@ -147,19 +150,29 @@ fn step(criterion: &mut Criterion, medians: &Medians) {
         let ours_default = MuonConfig::new().with_rule(Rule::muon("matrices"));
         let decay = burn::optim::decay::WeightDecayConfig::new(0.1);
         let burns = burn::optim::MuonConfig::new().with_weight_decay(Some(decay));
-        let optimizers: [(&str, ModuleOptimizer); 3] = [
-            ("burn", burns.init()),
-            ("distmuon", ours.init(&model)),
-            ("distmuon, defaults", ours_default.init(&model)),
+        let singly = |mut optim: ModuleOptimizer| -> Step {
+            Box::new(move |model, grads| optim.step(1e-3, model, grads))
+        };
+        let mut whole_model = ours.init_whole(&model).expect("usable settings");
+        let optimizers = [
+            ("burn", singly(burns.init())),
+            ("distmuon", singly(ours.init(&model))),
+            ("distmuon, defaults", singly(ours_default.init(&model))),
+            (
+                "distmuon, whole model",
+                Box::new(move |model, grads| {
+                    whole_model.step(1e-3, model, grads).expect("no rank fails")
+                }),
+            ),
         ];
-        for (name, mut optim) in optimizers {
+        for (name, mut step) in optimizers {
             let mut trained = Some(model.clone());
             medians.measure(criterion, "step", name, parameter, || {
                 let mut grads = GradientsParams::new();
                 for (matrix, gradient) in model.matrices.iter().zip(&gradients) {
                     grads.register(matrix.id, gradient.clone());
                 }
-                trained = trained.take().map(|model| optim.step(1e-3, model, grads));
+                trained = trained.take().map(|model| step(model, grads));
             });
         }
     }

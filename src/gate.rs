@@ -6,14 +6,14 @@ use burn::tensor::{Bool, FloatDType, Tensor};
 /// whole: a matrix of a batch, a piece of a parameter.
 #[derive(Clone)]
 pub(crate) struct Gate {
-    /// One entry per row, float32: 0 if the row is taken, else 1.
-    left: Tensor<1>,
+    /// One entry per row: `true` if it is left.
+    left: Tensor<1, Bool>,
 }
 
 impl Gate {
-    /// A gate from its tensor: 0 for every row that is taken.
+    /// A gate from its flags: 0 for every row that is taken, and else more.
     pub fn from_left(left: Tensor<1>) -> Self {
-        Self { left }
+        Self { left: left.greater_elem(0.0) }
     }
 
     /// A gate of one row for as many rows as there are.
@@ -32,8 +32,12 @@ impl Gate {
         new.mask_where(self.left(&old), old)
     }
 
+    /// The flags as a tensor that is shaped like another one, without a copy.
     fn left<const D: usize>(&self, like: &Tensor<D>) -> Tensor<D, Bool> {
-        spread(self.left.clone(), like).not_equal_elem(0.0)
+        let [rows] = self.left.dims();
+        let mut shape = [1; D];
+        shape[0] = rows;
+        self.left.clone().reshape(shape).expand(like.shape())
     }
 }
 
@@ -43,12 +47,4 @@ impl Gate {
 /// may be bfloat16 or float64.
 pub(crate) fn ones_where<const D: usize>(condition: Tensor<D, Bool>) -> Tensor<D> {
     condition.float().cast(FloatDType::F32)
-}
-
-/// One value per row as a tensor that is shaped like another one, without a copy.
-pub(crate) fn spread<const D: usize>(values: Tensor<1>, like: &Tensor<D>) -> Tensor<D> {
-    let [rows] = values.dims();
-    let mut shape = [1; D];
-    shape[0] = rows;
-    values.reshape(shape).expand(like.shape())
 }

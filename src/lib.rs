@@ -19,7 +19,7 @@
 //!
 //! let routing = MuonConfig::new().route(&model)?; // who updates what, and why
 //! println!("{routing}");
-//! let mut optim = routing.init(); // or in one call: MuonConfig::new().init(&model)
+//! let mut optim = MuonConfig::new().init_whole(&model)?;
 //! let lr = Schedule::warmup_constant_warmdown(3e-3, 2, 10, 8);
 //! for step in 0..20 {
 //!     let x = Tensor::<2>::random([16, 8], Distribution::Normal(0.0, 1.0), &device);
@@ -27,7 +27,7 @@
 //!     let hidden = relu(model.hidden.forward(relu(model.up.forward(x))));
 //!     let loss = MseLoss::new().forward(model.head.forward(hidden), y, Reduction::Mean);
 //!     let grads = GradientsParams::from_grads(loss.backward(), &model);
-//!     model = optim.step(lr.at(step), model, grads);
+//!     model = optim.step(lr.at(step), model, grads)?;
 //! }
 //! # Ok::<(), distmuon::Error>(())
 //! ```

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
 
 use burn::optim::{DynOptimizer, DynState, LearningRate, Optimizer, StateSink, StateSource};
 use burn::tensor::kind::BridgeTensor;
@@ -33,6 +34,16 @@ struct Counts {
     /// The warning of the states that were looked at last. It is logged when it names all of them: with the
     /// next step.
     pending: Option<Warning>,
+    /// Tensors that were replaced or read by another thread than their own, which drops them when it comes by.
+    retired: Vec<Kept>,
+}
+
+/// A tensor, and the thread that works with it. Burn's fusion may free a tensor that another thread drops before it
+/// takes up what its own thread has just asked for with a clone (tracel-ai/burn#4947 is one case of it).
+#[derive(Clone, Debug)]
+struct Kept {
+    tensor: Arc<Tensor<1>>,
+    thread: ThreadId,
 }
 
 /// The counts of one optimizer state.
@@ -40,7 +51,7 @@ struct Counts {
 struct Entry {
     names: Vec<String>,
     /// None before the first step.
-    counts: Option<Tensor<1>>,
+    counts: Option<Kept>,
     /// The counts at the last look, and the steps that each parameter had taken part in.
     seen: Vec<f32>,
     looked: Vec<usize>,
@@ -91,7 +102,9 @@ impl SkippedSteps {
         let known = entries.filter_map(|entry| Some((entry.names.clone(), entry.counts.clone()?)));
         let known: Vec<_> = known.collect();
         drop(counts); // nobody waits for a device with the lock
-        summed(known.into_iter().map(|(names, counts)| (names, values(counts))))
+        let read = summed(known.iter().map(|(names, counts)| (names.clone(), counts.values())));
+        known.into_iter().for_each(|(_, counts)| self.lock().retire(counts));
+        read
     }
 
     /// [`read`](Self::read) as of the last look at each state. Waits for nothing.
@@ -118,10 +131,14 @@ impl SkippedSteps {
         times: Vec<usize>,
     ) -> Place {
         let place = Place { steps: 0, ..reserved.unwrap_or_else(|| self.reserve()) };
-        let seen = values(counts.clone());
+        let counts = Kept::new(counts);
+        let seen = counts.values();
         let in_a_row = vec![0; seen.len()];
         let entry = Entry { names, counts: Some(counts), seen, looked: times, in_a_row };
-        self.lock().entries[place.entry.expect("it was reserved")] = entry;
+        let mut known = self.lock();
+        let old = &mut known.entries[place.entry.expect("it was reserved")];
+        let old = std::mem::replace(old, entry);
+        old.counts.into_iter().for_each(|counts| known.retire(counts));
         place
     }
 
@@ -140,9 +157,11 @@ impl SkippedSteps {
     ) -> Result<()> {
         place.steps += 1;
         let number = place.entry.expect("it has started");
+        let counts = Kept::new(counts);
         let told = {
             let mut known = self.lock();
-            known.entries[number].counts = Some(counts.clone());
+            let old = known.entries[number].counts.replace(counts.clone());
+            old.into_iter().for_each(|old| known.retire(old));
             let is_old = known.pending.as_ref().is_some_and(|last| last.step != place.steps);
             if is_old { known.pending.take() } else { None }
         };
@@ -151,9 +170,9 @@ impl SkippedSteps {
         if place.steps != 1 && !place.steps.is_multiple_of(every) {
             return Ok(());
         }
-        let counts = values(counts); // without the lock: it waits for the device
+        let counts = counts.values(); // without the lock: it waits for the device
         let mut known = self.lock();
-        let Counts { entries, pending } = &mut *known;
+        let Counts { entries, pending, .. } = &mut *known;
         let entry = &mut entries[number];
         let warning = entry.look(counts, times, place.steps).filter(|_| tells);
         let outcome = entry.check(self.limit);
@@ -173,6 +192,30 @@ impl SkippedSteps {
     }
 }
 
+impl Counts {
+    /// Drops a tensor that this thread works with, or that somebody else keeps, and those of this thread that others
+    /// have retired.
+    fn retire(&mut self, counts: Kept) {
+        if Arc::strong_count(&counts.tensor) == 1 {
+            self.retired.push(counts);
+        }
+        let here = thread::current().id();
+        self.retired.retain(|kept| kept.thread != here);
+    }
+}
+
+impl Kept {
+    /// A tensor of this thread.
+    fn new(tensor: Tensor<1>) -> Self {
+        Self { tensor: Arc::new(tensor), thread: thread::current().id() }
+    }
+
+    /// Its numbers. Waits for the device.
+    fn values(&self) -> Vec<f32> {
+        self.tensor.to_data().iter::<f32>().collect()
+    }
+}
+
 /// Sums by name, without those that are zero.
 fn summed(counts: impl Iterator<Item = (Vec<String>, Vec<f32>)>) -> BTreeMap<String, u64> {
     let mut sums = BTreeMap::new();
@@ -182,10 +225,6 @@ fn summed(counts: impl Iterator<Item = (Vec<String>, Vec<f32>)>) -> BTreeMap<Str
         }
     }
     sums
-}
-
-fn values(counts: Tensor<1>) -> Vec<f32> {
-    counts.into_data().iter::<f32>().collect()
 }
 
 fn tell(warning: Option<Warning>) {
@@ -348,6 +387,26 @@ mod tests {
             skipped.start(Some(place), vec!["c".into()], counts(&[before]), vec![0]);
             assert_eq!(skipped.read()["c"], before as u64);
         }
+    }
+
+    #[test]
+    fn counts_are_dropped_by_the_thread_that_works_with_them() {
+        let skipped = SkippedSteps::new(None);
+        let place = skipped.reserve();
+        let start = |count| skipped.start(Some(place), vec!["a".into()], counts(&[count]), vec![0]);
+        start(1.0);
+        let retired = || skipped.lock().retired.len();
+        thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                start(2.0);
+                assert_eq!(retired(), 1, "the first thread's");
+            });
+            other.join().unwrap();
+        });
+        assert_eq!(skipped.read()["a"], 2);
+        assert_eq!(retired(), 0, "this thread was there, and the other's is still in its place");
+        start(3.0);
+        assert_eq!(retired(), 1, "the other's");
     }
 
     #[test]

@@ -220,7 +220,7 @@ fn a_rank_without_memory_is_named_on_all() {
         let config = config().with_gradients(Gradients::PerRank);
         config.init(world, &net)?.step(0.01, net, gradients)
     };
-    for (step, rank_0_owns_it) in [(of_single_parameters, true), (of_whole_models, false)] {
+    for (step, rank_0_owns_it) in [(of_whole_models, false), (of_single_parameters, true)] {
         let told = Mutex::new(BTreeMap::new());
         let run = catch_unwind(AssertUnwindSafe(|| {
             ranks(2, |world| {

@@ -70,6 +70,18 @@ struct Counted {
     kernels: BTreeMap<String, usize>,
 }
 
+impl Counted {
+    fn print(&self, how: &str, structure: &Structure) {
+        let Self { launches, uploads, reads, kernels } = self;
+        println!(
+            "{}, {} parameters, {how}: {launches} launches, {uploads} uploads, {reads} reads",
+            structure.name,
+            structure.parameters()
+        );
+        println!("{kernels:#?}");
+    }
+}
+
 fn counted<T>(device: &Device, work: impl FnOnce() -> T) -> (T, Counted) {
     static LOG: Once = Once::new();
     LOG.call_once(|| {
@@ -101,27 +113,89 @@ fn counted<T>(device: &Device, work: impl FnOnce() -> T) -> (T, Counted) {
     (result, Counted { launches, uploads, reads, kernels })
 }
 
-/// Equal matrices and half as many vectors.
+/// The parameters of a model, and how far they are scaled down.
+struct Structure {
+    name: &'static str,
+    /// Those of Muon.
+    matrices: Vec<[usize; 2]>,
+    /// Those of AdamW.
+    embeddings: Vec<[usize; 2]>,
+    vectors: Vec<usize>,
+    /// The elements of a matrix of the model for one that is here. Buckets are as much smaller, so that there are as
+    /// many.
+    scale: f64,
+}
+
+impl Structure {
+    /// Equal matrices and half as many vectors.
+    fn equal(parameters: usize) -> Self {
+        let vectors = parameters / 3;
+        Self {
+            name: "equal layers",
+            matrices: vec![[32, 32]; parameters - vectors],
+            embeddings: vec![],
+            vectors: vec![32; vectors],
+            scale: 1.0,
+        }
+    }
+
+    /// GPT-2 small: 12 layers with biases, of a width of 768 there and 128 here.
+    fn gpt2_small() -> Self {
+        let layer = [[128, 128], [128, 128], [128, 128], [128, 128], [128, 512], [512, 128]];
+        // Biases and two norms.
+        let vectors = [128, 128, 128, 128, 512, 128, 128, 128, 128, 128];
+        Self {
+            name: "GPT-2 small",
+            matrices: layer.repeat(12),
+            embeddings: vec![[8376, 128], [171, 128]],
+            vectors: [&vectors.repeat(12)[..], &[128, 128]].concat(),
+            scale: 36.0,
+        }
+    }
+
+    /// A model of 7B parameters: 32 layers without biases, of a width of 4096 there and 128 here.
+    fn of_7b() -> Self {
+        let square = [128, 128];
+        let layer = [square, square, square, square, [128, 344], [128, 344], [344, 128]];
+        Self {
+            name: "7B",
+            matrices: layer.repeat(32),
+            embeddings: vec![[1000, 128]; 2],
+            vectors: vec![128; 65],
+            scale: 1024.0,
+        }
+    }
+
+    fn parameters(&self) -> usize {
+        self.matrices.len() + self.embeddings.len() + self.vectors.len()
+    }
+}
+
 #[derive(Module, Debug)]
 struct Net {
     matrices: Vec<Param<Tensor<2>>>,
+    embeddings: Vec<Param<Tensor<2>>>,
     vectors: Vec<Param<Tensor<1>>>,
 }
 
+fn parameters<const D: usize>(shapes: &[[usize; D]], device: &Device) -> Vec<Param<Tensor<D>>> {
+    let filled = |shape: &[usize; D]| Tensor::full(*shape, 0.1, (device, DType::F32));
+    shapes.iter().map(|shape| Param::from_tensor(filled(shape).require_grad())).collect()
+}
+
 impl Net {
-    fn new(parameters: usize, device: &Device) -> Self {
-        let dtype = (device, DType::F32);
-        let matrix = |_| Param::from_tensor(Tensor::full([32, 32], 0.1, dtype).require_grad());
-        let vector = |_| Param::from_tensor(Tensor::full([32], 0.1, dtype).require_grad());
+    fn new(structure: &Structure, device: &Device) -> Self {
+        let vectors: Vec<_> = structure.vectors.iter().map(|&elements| [elements]).collect();
         Self {
-            matrices: (0..parameters - parameters / 3).map(matrix).collect(),
-            vectors: (0..parameters / 3).map(vector).collect(),
+            matrices: parameters(&structure.matrices, device),
+            embeddings: parameters(&structure.embeddings, device),
+            vectors: parameters(&vectors, device),
         }
     }
 
     fn gradients(&self) -> GradientsParams {
         let mut gradients = GradientsParams::new();
-        for matrix in &self.matrices {
+        for matrix in self.matrices.iter().chain(&self.embeddings) {
             gradients.register(matrix.id, matrix.val().inner().mul_scalar(0.5));
         }
         for vector in &self.vectors {
@@ -131,14 +205,24 @@ impl Net {
     }
 }
 
-/// The counts of a model's fourth step on all ranks: everything was compiled, tuned and cached before.
-fn step(parameters: usize, ranks: usize, config: &DistMuonConfig) -> Counted {
+/// Matrices by Muon, the rest by AdamW.
+fn muon(structure: &Structure) -> MuonConfig {
+    let muon = MuonConfig::new().with_rule(Rule::muon("matrices"));
+    match structure.embeddings.is_empty() {
+        true => muon,
+        false => muon.with_rule(Rule::adamw("embeddings")),
+    }
+}
+
+/// The counts of a model's third step on all ranks: everything was compiled, tuned and cached before.
+fn step(structure: &Structure, ranks: usize, config: &DistMuonConfig) -> Counted {
     let device = Device::default().autodiff();
+    let config = config.clone().with_muon(muon(structure));
     let all = Barrier::new(ranks);
     let counts = World::threads(vec![device.clone(); ranks], |world| {
-        let mut net = Net::new(parameters, world.device());
+        let mut net = Net::new(structure, world.device());
         let mut optim = config.init(&world, &net)?;
-        for _ in 0..3 {
+        for _ in 0..2 {
             let gradients = net.gradients();
             net = optim.step(0.01, net, gradients)?;
         }
@@ -157,7 +241,25 @@ fn step(parameters: usize, ranks: usize, config: &DistMuonConfig) -> Counted {
         let (net, counted) = counted(&device.clone().inner(), step);
         net.map(|_| Some(counted))
     });
-    counts.expect("all ranks step").into_iter().flatten().next().expect("rank 0 counts")
+    let counted = counts.expect("all ranks step").into_iter().flatten().next();
+    let counted = counted.expect("rank 0 counts");
+    counted.print(&format!("{ranks} ranks, clipped by {:?}", config.max_norm), structure);
+    counted
+}
+
+/// The counts of a model's third step by Burn's `ModuleOptimizer`.
+fn step_of_single_parameters(structure: &Structure) -> Counted {
+    let device = Device::default().autodiff();
+    let mut net = Net::new(structure, &device);
+    let mut optim = muon(structure).init(&net);
+    for _ in 0..2 {
+        let gradients = net.gradients();
+        net = optim.step(0.01, net, gradients);
+    }
+    let gradients = net.gradients();
+    let (_net, counted) = counted(&device.inner(), || optim.step(0.01, net, gradients));
+    counted.print("one parameter at a time", structure);
+    counted
 }
 
 /// Returns `true` for the kernel of Burn's `select_assign`.
@@ -184,30 +286,32 @@ fn launches_and_copies_of_a_step() {
     });
     let names = scattered.kernels;
     assert!(names.keys().any(|name| scatters(name)), "a scatter is seen: {names:?}");
-    let muon = MuonConfig::new().with_rule(Rule::muon("matrices"));
-    let config = DistMuonConfig::new().with_muon(muon);
+    let config = DistMuonConfig::new();
     let clipped = config.clone().with_max_norm(Some(1.0));
-    // Packing a gradient and its parameter takes one each, and one for the zeros that fill up the last row of
-    // a vector: Burn's `cat` launches a kernel for every input where there are many.
-    for (ranks, config) in [(1, &config), (2, &clipped)] {
-        let [few, many] = [30, 300].map(|parameters| {
-            let counted = step(parameters, ranks, config);
-            let Counted { launches, uploads, reads, kernels } = &counted;
-            println!(
-                "{parameters} parameters, {ranks} ranks, clipped by {:?}: {launches} launches, \
-                 {uploads} uploads, {reads} reads",
-                config.max_norm
-            );
-            println!("{kernels:#?}");
-            counted
-        });
+    // On one rank, parameters are worked on where they lie, eight in a launch: gradients, momenta and new values. Norms
+    // are those of rows of a buffer, into which gradients are packed.
+    // On several, packing a gradient and its parameter takes one each, and one for the zeros that fill up the last
+    // row of a vector: Burn's `cat` launches a kernel for every input where there are many.
+    for (ranks, config, most) in [(1, &config, 0.5), (1, &clipped, 2.0), (2, &clipped, 3.0)] {
+        let [few, many] =
+            [30, 300].map(|parameters| step(&Structure::equal(parameters), ranks, config));
         // Rates, masks and counters of all parameters go to the device at once.
         assert_eq!((few.uploads, many.uploads), (ranks, ranks));
         assert_eq!((few.reads, many.reads), (0, 0));
         let each = (many.launches - few.launches) as f64 / 270.0 / ranks as f64;
         println!("{each:.2} launches for each parameter more, on each of {ranks} ranks");
-        assert!(each <= 3.0, "{each}");
+        assert!(each <= most, "{each}");
         // A sum of rows by a scatter would be one thread, for any number of them.
         assert!(!many.kernels.keys().any(|name| scatters(name)), "{:?}", many.kernels);
     }
+
+    for (structure, most) in [(Structure::gpt2_small(), 600), (Structure::of_7b(), 1200)] {
+        let bucket_mb = 1000.0 / structure.scale;
+        let counted = step(&structure, 1, &config.clone().with_bucket_mb(Some(bucket_mb)));
+        assert!(counted.launches <= most, "{}", counted.launches);
+        assert!(counted.uploads + counted.reads <= 10, "{} uploads", counted.uploads);
+    }
+    let singly = step_of_single_parameters(&Structure::gpt2_small());
+    assert!(singly.launches <= 2400, "{}", singly.launches);
+    assert_eq!((singly.uploads, singly.reads), (0, 0));
 }

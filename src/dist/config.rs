@@ -122,7 +122,7 @@ impl DistMuonConfig {
             Some(clipping) => refuse(
                 "muon.grad_clipping",
                 format!("{clipping:?}"),
-                "empty on many ranks; `DistMuonConfig::with_max_norm` clips all gradients together",
+                "empty for whole models; `DistMuonConfig::with_max_norm` clips all gradients together",
             ),
             None => Ok(()),
         }

@@ -1,6 +1,7 @@
 //! Muon on many ranks, one parameter at a time.
 
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};
 
@@ -11,6 +12,7 @@ use burn::tensor::{Device, Tensor};
 use super::agree::{digest, unite};
 use super::comm::{Communicator, Threads};
 use super::config::{DistMuonConfig, Gradients};
+use super::world::message;
 use super::{DEADLINE, World};
 use crate::error::{Error, Result};
 use crate::muon::{Muon, MuonConfig, MuonState};
@@ -302,11 +304,17 @@ impl Optimizer for DistMuon {
         state: Option<DistMuonState<D>>,
     ) -> (Tensor<D>, Option<DistMuonState<D>>) {
         let rank = self.ranks.find(&parameter.device()).unwrap_or_else(|error| panic!("{error}"));
-        match self.try_step(&rank, lr, parameter, grad, state) {
-            Ok((updated, state)) => (updated, Some(state)),
-            Err(error) => {
+        let step = || self.try_step(&rank, lr, parameter, grad, state);
+        // Nobody else watches a thread that is not of `World::threads`: a panic of Burn's, too, has to end the world.
+        match catch_unwind(AssertUnwindSafe(step)) {
+            Ok(Ok((updated, state))) => (updated, Some(state)),
+            Ok(Err(error)) => {
                 rank.comm.fail(&error.to_string());
                 panic!("{error}")
+            }
+            Err(panic) => {
+                rank.comm.fail(&format!("it panicked: {}", message(panic.as_ref())));
+                resume_unwind(panic)
             }
         }
     }

@@ -375,6 +375,13 @@ impl DistModuleOptimizer {
     /// Phase 1: hands over the gradients of all buckets, and receives this rank's shares; flags the parameters
     /// whose gradients it can't use.
     fn reduce(&mut self, step: &mut Step) -> Result<(Vec<Share>, Tensor<1>)> {
+        if self.reduces() {
+            // Before they are packed: what fusion makes of them does not always tell that they were not computed.
+            let given = self.members.iter().enumerate().filter_map(|(number, member)| {
+                Some((&*member.path, step.held.gradients.get(number)?))
+            });
+            computed::check_all(given)?;
+        }
         let flags = Tensor::zeros([self.members.len()], (&self.device(), DType::F32));
         let (mut shares, mut flags) = (vec![], flags);
         let mut pending = VecDeque::new();

@@ -149,7 +149,12 @@ impl MuonConfig {
         Ok(routing)
     }
 
-    /// An optimizer for the whole model: hidden matrices by Muon, the rest by AdamW.
+    /// Burn's optimizer for the whole model: hidden matrices by Muon, the rest by AdamW.
+    ///
+    /// Burn hands it one parameter at a time, so that nothing but what is stacked in one parameter is worked on
+    /// together: each matrix is about 20 launches, each other parameter about 3, where
+    /// [`init_whole`](Self::init_whole) takes as many for all of one shape. Use it where a `ModuleOptimizer` is asked
+    /// for, as by burn-train's `Learner`.
     ///
     /// Clipping belongs into the configuration: Burn's setter `with_grad_clipping` of the returned optimizer
     /// reaches a part of it that updates nothing, and has no effect. See the guide's
@@ -162,7 +167,8 @@ impl MuonConfig {
         Ok(self.route(model)?.init())
     }
 
-    /// [`try_init`](Self::try_init), for use where Burn's configurations are.
+    /// [`try_init`](Self::try_init), for use where Burn's configurations are. On a GPU,
+    /// [`init_whole`](Self::init_whole) takes far fewer launches.
     ///
     /// Burn's setter `with_grad_clipping` has no effect on the returned optimizer; use that of the configuration.
     ///

@@ -256,8 +256,9 @@ impl Muon {
         let rates = Rates::new(lr, scale, settings.weight_decay.at(time));
         let part = [Part { flag: 0, mu: settings.momentum.at(time), rates }];
 
-        // The flag of the parameter, and those of its matrices.
-        let flags = Tensor::zeros([1 + k], (&device, DType::F32));
+        // The flag of the parameter, and those of its matrices: a single one has that of the parameter.
+        let of_matrices = usize::from(k > 1);
+        let flags = Tensor::zeros([of_matrices + k], (&device, DType::F32));
         let whole = [Flagged { flag: 0, rows: 1 }];
         // Clipping comes after that: it would make an infinite gradient a usual one.
         let flags = ops::refuse(kernels, flags, &[grad.clone().reshape([-1])], &whole, f64::MAX);
@@ -265,15 +266,16 @@ impl Muon {
         // Files of older versions have float16 here.
         let momentum = momentum.cast(momentum_dtype(dtype)).reshape([k, m, n]);
         let (momentum, direction) = settings.direction(vec![grad], momentum, &flags, None, &part);
-        let flags = settings.refuse_late(&direction, flags, 1);
+        let flags = settings.refuse_late(&direction, flags, of_matrices);
         let parameter = vec![parameter.reshape([-1])];
-        let parameter =
-            settings.apply(parameter, direction, &flags, (&flags, 1), &part).swap_remove(0);
+        let parameter = settings
+            .apply(parameter, direction, &flags, (&flags, of_matrices), &part)
+            .swap_remove(0);
         if is_first {
             computed::check(&self.parameter, &parameter)?;
         }
 
-        let skipped = skipped + flags.max();
+        let skipped = skipped + if k > 1 { flags.max() } else { flags };
         let times = [place.next_step()];
         self.skipped.record(&mut place, skipped.clone(), &times, true)?;
         let momentum = momentum.reshape(shape);

@@ -57,19 +57,19 @@ impl Product<'_> {
             return Ok(choice.clone());
         }
         // Without the lock: a proof waits for the device.
-        let choice = Arc::new(self.choose(client)?);
+        let choice = Arc::new(self.choose(client, |tiling| tiling.proven(client, self.a.dtype))?);
         known().insert(key, choice.clone());
         Ok(choice)
     }
 
-    fn choose(&self, client: &Client) -> Result<Choice> {
+    /// The choice among the tilings that a proof does not refuse.
+    fn choose(&self, client: &Client, prove: impl Fn(&Tiling) -> Result<()>) -> Result<Choice> {
         let (properties, dtype) = (client.properties(), self.a.dtype);
         let result = self.unallocated_result();
         let mut refusal = Error::Dtype(dtype);
         for tiling in Tiling::by_suitability(properties, dtype, self.triangle, self.shape()) {
             let setup = self.validated_setup(client, &tiling, &result);
-            let proven = setup.and_then(|setup| tiling.proven(client, dtype).map(|()| setup));
-            match proven {
+            match setup.and_then(|setup| prove(&tiling).map(|()| setup)) {
                 Ok(setup) => return Ok(Choice { tiling, setup }),
                 Err(error) => refusal = error,
             }
@@ -106,5 +106,33 @@ impl Tiling {
                 reason: "it does not multiply small integers exactly".to_owned(),
             }),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cubecl::ir::FloatKind;
+
+    use super::*;
+
+    #[test]
+    fn a_tiling_that_is_not_proven_is_passed_over() {
+        let device = || cubecl::Device::Wgpu(Default::default()).client();
+        let Ok(client) = std::panic::catch_unwind(device) else {
+            println!("skipped: there is no device");
+            return;
+        };
+        let a = Matrices::empty(&client, ElemType::Float(FloatKind::F32), [1, 256, 256]);
+        let b = a.clone().transposed();
+        let product = Product { a: &a, b: &b, alpha: 1.0, addend: None, triangle: Triangle::Lower };
+        let wrong =
+            |tiling: &Tiling| Error::Refused { kernel: tiling.to_string(), reason: "wrong".into() };
+
+        let best = product.choose(&client, |_| Ok(())).unwrap().tiling;
+        let but_best = |tiling: &Tiling| if *tiling == best { Err(wrong(tiling)) } else { Ok(()) };
+        let next = product.choose(&client, but_best).unwrap().tiling;
+        assert_ne!(next, best);
+        let none = product.choose(&client, |tiling| Err(wrong(tiling)));
+        assert!(matches!(none, Err(Error::Refused { .. })));
     }
 }
