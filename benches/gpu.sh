@@ -43,7 +43,7 @@ built() {
   local profile=${PROFILE:-gpu} folder found
   [ "$profile" != dev ] || profile=debug
   folder=${CARGO_TARGET_DIR:-$here/target}/$profile
-  found=$(find "$folder/deps" -name "$1-*" ! -name '*.d' -printf '%T@ %p\n' | sort -n | tail -1)
+  found=$(find "$folder/deps" -name "$1-*" ! -name '*.*' -printf '%T@ %p\n' | sort -n | tail -1)
   [ -n "$found" ] || { echo "gpu.sh: no $1 in $folder: start with gpu.sh build" >&2; exit 2; }
   echo "${found#* }"
 }
