@@ -119,6 +119,7 @@ run() {
   [ -z "$packed" ] || [ -z "$(ls conformance)" ] || export DISTMUON_CONFORMANCE_DIR=${DISTMUON_CONFORMANCE_DIR:-$here/conformance}
   mkdir -p "${OUT:=.}"
   log=$(cd "$OUT" && pwd)/gpu.log work=$(mktemp -d) bad=() left=()
+  printf '| step | seconds | passed | skipped | failed |\n|---|---|---|---|---|\n' >"$work/table"
   while read -r line; do
     name=${line%% *}
     [ $# = 0 ] || [[ " $* " = *" $name "* ]] || continue
@@ -151,7 +152,7 @@ llvm() {
   esac
 }
 
-# The file that the tables of README and docs are filled from.
+# The file that the tables of README and docs are filled from; a later run adds its steps.
 write_results() {
   local name file folder=docs/results step
   name=$([ "$device" = cuda ] && gpu || echo "$device")
@@ -164,11 +165,11 @@ write_results() {
     printf -- '- LLVM: %s\n' "$(llvm)"
     printf -- '- commit: %s\n' "$(cat commit 2>/dev/null || git describe --always --dirty)"
     printf -- '- command: `gpu.sh run%s`\n' "${*:+ $*}"
-    printf '\n## Steps\n\n| step | seconds | passed | skipped | failed |\n|---|---|---|---|---|\n'
+    printf '\n## Steps\n\n'
     cat "$work/table"
-    for step in $(cut -d' ' -f2 "$work/table"); do tables "$step"; done
-  } >"$file"
-  printf '\n' && sed -n '/^| step /,/^$/p' "$file" | tee -a "$log"
+    for step in $(tail -n +3 "$work/table" | cut -d' ' -f2); do tables "$step"; done
+  } >>"$file"
+  printf '\n' && tee -a "$log" <"$work/table"
   echo "results: $file"
 }
 
