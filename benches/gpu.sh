@@ -160,6 +160,7 @@ write_results() {
   mkdir -p "$folder"
   file=$folder/gpu-$(tr -cs 'A-Za-z0-9\n' - <<<"${name%%,*}" | sed 's/-*$//')-$(date +%F).md
   {
+    [ ! -s "$file" ] || printf '\n'
     printf '# %s, %s\n\n' "${name%%,*}" "$(date +%F)"
     printf -- '- device and driver: %s (`BURN_DEVICE=%s`)\n' "$name" "$device"
     printf -- '- LLVM: %s\n' "$(llvm)"
