@@ -24,7 +24,7 @@ fn main() {
 }
 
 #[cfg(feature = "cuda")]
-pub mod gpu {
+pub(crate) mod gpu {
     use std::process::{Command, Stdio};
     use std::sync::Arc;
     use std::time::Duration;
