@@ -1,9 +1,13 @@
 //! Clipping of gradients by norms that neither overflow nor underflow.
 
+use burn::backend::Dispatch;
 use burn::grad_clipping::GradientClippingConfig;
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Device, Tensor};
 
 use crate::muon::rule::precise_dtype;
+use crate::orthogonalize::ops::{MatrixOps, norm_parts};
+use crate::orthogonalize::{Engine, Kernels};
+use crate::parts::{Parts, calls};
 
 /// Norms of rows, `scale sqrt(squares)`: the largest magnitude of a row, and the sum of the squares of what
 /// is divided by it, as in LAPACK's `slassq`.
@@ -20,6 +24,61 @@ impl Norms {
         let scale = rows.clone().abs().max_dim(1).clamp_min(f32::MIN_POSITIVE);
         let squares = (rows / scale.clone()).square().sum_dim(1);
         Self { scale: scale.reshape([count]), squares: squares.reshape([count]) }
+    }
+
+    /// The norms of `count` rows of so many elements: those of tensors of one type, each with the number of its first
+    /// row, and zeros in between. The last row of a tensor may be shorter.
+    pub fn of_tensors(
+        kernels: Kernels,
+        tensors: &[Tensor<1>],
+        firsts: &[usize],
+        elements: usize,
+        count: usize,
+        device: &Device,
+    ) -> Self {
+        let dtype = tensors.first().map_or(DType::F32, Tensor::dtype);
+        if Engine::choose(kernels, device, dtype.into()) == Engine::Portable {
+            let none = Tensor::zeros([count], (device, precise_dtype(dtype)));
+            let none = Self { scale: none.clone(), squares: none };
+            let each = tensors.iter().zip(firsts);
+            return each.fold(none, |norms, (tensor, first)| {
+                norms.with_rows_of(tensor.clone(), *first, elements)
+            });
+        }
+        let norms = Tensor::<3>::zeros([count, norm_parts(elements), 2], (device, DType::F32));
+        let norms = calls(tensors.len()).fold(norms.into_dispatch(), |norms, call| {
+            let of_call = Parts::from_tensors(tensors[call.clone()].to_vec());
+            Dispatch::norms(norms, of_call, firsts[call].to_vec(), elements)
+        });
+        let [scale, squares] =
+            Tensor::<3>::from_dispatch(norms).split(1, 2).try_into().expect("two");
+        Self::joined(scale.squeeze_dim(2), squares.squeeze_dim(2))
+    }
+
+    /// The norms with those of a tensor's rows in their place.
+    fn with_rows_of(self, tensor: Tensor<1>, first: usize, elements: usize) -> Self {
+        let [length] = tensor.dims();
+        let rows = length.div_ceil(elements);
+        let missing = [rows * elements - length];
+        let padding = Tensor::zeros(missing, (&tensor.device(), tensor.dtype()));
+        let whole = if missing == [0] { tensor } else { Tensor::cat(vec![tensor, padding], 0) };
+        let Self { scale, squares } = Self::of_rows(whole.reshape([rows, elements]));
+        let place = first..first + rows;
+        Self {
+            scale: self.scale.slice_assign([place.clone()], scale),
+            squares: self.squares.slice_assign([place], squares),
+        }
+    }
+
+    /// The norms of rows from those of their parts, `[rows, parts]`.
+    fn joined(scale: Tensor<2>, squares: Tensor<2>) -> Self {
+        let [rows, parts] = scale.dims();
+        if parts == 1 {
+            return Self { scale: scale.reshape([rows]), squares: squares.reshape([rows]) };
+        }
+        let largest = scale.clone().max_dim(1).clamp_min(f32::MIN_POSITIVE);
+        let squares = (squares * (scale / largest.clone()).square()).sum_dim(1);
+        Self { scale: largest.reshape([rows]), squares: squares.reshape([rows]) }
     }
 
     /// The factor `[1]` that makes the norm over all rows `max_norm`, or 1 if it is less. `epsilon` is added
@@ -67,7 +126,7 @@ fn wide<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
 
 #[cfg(test)]
 mod tests {
-    use burn::tensor::{DType, Device, FloatDType, TensorData};
+    use burn::tensor::{FloatDType, TensorData};
 
     use super::*;
 
@@ -101,5 +160,33 @@ mod tests {
         let factor = Norms::of_rows(rows.cast(FloatDType::F32)).factor(1.0, 1e-6);
         let factor = factor.into_data().iter::<f64>().next().unwrap();
         assert!((factor * 5e20 - 1.0).abs() < 1e-6, "{factor}");
+    }
+
+    #[test]
+    fn norms_of_tensors_are_those_of_their_rows() {
+        let device = Device::default();
+        let random = |length, seed: usize| {
+            let values = (0..length).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 - 1001.0);
+            let values = values.map(|x| x * [1e-30, 1.0, 1e30][seed % 3]).collect::<Vec<_>>();
+            Tensor::<1>::from_data(TensorData::from(&*values), (&device, DType::F32))
+        };
+        // Rows in one part and in several; tensors that end within a row, and room between them.
+        for (elements, lengths) in [(16, [48, 40, 16, 5]), (40_000, [80_000, 40_000, 120_000, 7])] {
+            let tensors: Vec<_> = lengths.iter().enumerate().map(|(i, n)| random(*n, i)).collect();
+            let firsts = [2, 0, 6, 9];
+            let factor = |kernels| {
+                let norms = Norms::of_tensors(kernels, &tensors, &firsts, elements, 11, &device);
+                assert_eq!((norms.scale.dims(), norms.squares.dims()), ([11], [11]));
+                let by_row = norms.scale.clone() * norms.squares.clone().sqrt();
+                let factor = norms.factor(1.0, 0.0).into_scalar::<f32>();
+                (by_row.into_data().iter::<f32>().collect::<Vec<_>>(), factor)
+            };
+            let (rows, clipped) = factor(Kernels::Auto);
+            let (expected, reference) = factor(Kernels::Portable);
+            for (row, expected) in rows.iter().zip(&expected) {
+                assert!((row - expected).abs() <= 1e-5 * expected, "{row} for {expected}");
+            }
+            assert!((clipped / reference - 1.0).abs() < 1e-5, "{clipped} for {reference}");
+        }
     }
 }

@@ -62,8 +62,9 @@
 //! # Devices and features
 //!
 //! The features `flex` (default), `wgpu`, `vulkan`, `cuda`, `cpu` and `tch` enable Burn's features of
-//! the same names (`tch` was never built here). On Flex and on Burn's CubeCL backends, the iteration and the
-//! elementwise parts have kernels of their own; elsewhere they are composed of Burn's operations ([`Kernels`]). Kernels are
+//! the same names. On Flex and on Burn's CubeCL backends, the iteration and the
+//! elementwise parts have kernels of their own; elsewhere, as on LibTorch (`tch`), they are composed of Burn's
+//! operations ([`Kernels`]), which round half precision more often. Kernels are
 //! tested on software devices (WGSL, SPIR-V with cooperative matrices, CubeCL's CPU runtime) and compiled
 //! for CUDA; nothing has run on a GPU yet.
 //!
@@ -83,6 +84,8 @@
 //! Documentation that is built without these devices, as on docs.rs, has `train` and `optimal` only.
 
 #![warn(missing_docs)]
+// Only the engines of Flex and of CubeCL read the arguments of the backend extensions.
+#![cfg_attr(not(any(feature = "flex", feature = "cube")), allow(unused))]
 
 pub mod adamw;
 pub mod checkpoint;

@@ -150,7 +150,8 @@ fn rank_deficient_matrices_keep_their_rank() {
 /// the interval that exact arithmetic keeps it in.
 #[test]
 fn a_zoo_of_spectra() {
-    if takes_minutes() {
+    // LibTorch's processor is fast enough for this one.
+    if matches!(fastest(), Engine::Cube { .. }) && takes_minutes() {
         return;
     }
     let m = 96;
@@ -562,7 +563,7 @@ fn tuned_kernels_compute_the_same() {
     }
     // What was measured is told by name.
     let kernel = tuned.explain(&batch).kernel;
-    assert_eq!(kernel.contains("cube") || kernel.contains("Burn's matmul"), measured, "{kernel}");
+    assert!(!measured || kernel.contains("cube") || kernel.contains("Burn's matmul"), "{kernel}");
 }
 
 #[test]

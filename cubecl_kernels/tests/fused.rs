@@ -230,8 +230,10 @@ fn mixed_types() {
     let expected: Vec<f64> = inputs.chunks(batch.elements).flat_map(normalized).collect();
     let mut normal = None;
     for parts in [1, 5, 40] {
-        let norms = norms(&client, &input, batch, F32, parts).unwrap();
-        let rounded = normalize(&client, &input, &norms, batch, [F32, half], 0.0).unwrap();
+        let whole = Norms::empty(&client, batch, parts);
+        let of = [(part(&input, 1, batch.len()), 0)];
+        norms(&client, &of, batch.elements, &whole, F32).unwrap();
+        let rounded = normalize(&client, &input, &whole, batch, [F32, half], 0.0).unwrap();
         close(&download::<F>(&client, &rounded), &expected, 1e-3, &format!("{parts} parts"));
         normal = Some(rounded);
     }
@@ -252,6 +254,40 @@ fn mixed_types() {
     accumulated::<F, f32>(&client, &grad, &momentum, (&left, None), batch, (0.5, true)).unwrap();
     let averaged: Vec<f64> = momenta.iter().zip(&grads).map(|(m, g)| 0.5 * m + 0.5 * g).collect();
     close(&download::<f32>(&client, &momentum), &averaged, 1e-6, "momentum");
+}
+
+#[test]
+fn norms_of_rows_of_many_tensors() {
+    let Some(client) = client::<f32>() else { return };
+    let elements = 256;
+    // Whole rows, a short one at the end, of odd lengths, one that is short itself; more than a launch takes.
+    let lengths = [1024, 600, 257, 256, 3, 512, 1000, 130, 770, 999, 256, 64];
+    let rows = |length: usize| length.div_ceil(elements);
+    let count: usize = lengths.iter().map(|length| rows(*length)).sum();
+    for parts in [1, 3] {
+        let all = Norms::empty(&client, Batch { count, elements }, parts);
+        let (mut tensors, mut expected, mut first) = (vec![], vec![], count);
+        for (seed, length) in lengths.into_iter().enumerate() {
+            let scale = [1e-25, 1.0, 1e25][seed % 3];
+            let values: Vec<f64> = values::<f32>(length, seed);
+            let values: Vec<f64> = values.iter().map(|x| (x * scale) as f32 as f64).collect();
+            // Those that come later have their rows before.
+            first -= rows(length);
+            tensors.push((part(&upload::<f32>(&client, &values), 1, length), first));
+            let norm = |row: &[f64]| row.iter().map(|x| x * x).sum::<f64>().sqrt() / scale;
+            expected.push((first, scale, values.chunks(elements).map(norm).collect::<Vec<_>>()));
+        }
+        norms(&client, &tensors, elements, &all, F32).unwrap();
+        let found = download::<f32>(&client, &all.handle);
+        for (first, scale, rows) in expected {
+            for (row, expected) in rows.into_iter().enumerate() {
+                let at = 2 * (first + row) * parts;
+                let squares = found[at..at + 2 * parts].chunks(2).map(|of| of[0] * of[0] * of[1]);
+                let norm = squares.sum::<f64>().sqrt() / scale;
+                assert!((norm - expected).abs() <= 1e-6 * expected, "{norm} for {expected}");
+            }
+        }
+    }
 }
 
 #[test]
@@ -461,7 +497,10 @@ fn what_does_not_fit_is_refused() {
     let norms_of = step(&whole, &whole, &flags).unwrap();
     let more = Norms { parts: norms_of.parts + 1, ..norms_of };
     says(normalize(&client, &whole, &more, batch, [F32; 2], 0.0).unwrap_err(), "norms");
-    says(norms(&client, &short, batch, F32, 3).map(drop).unwrap_err(), "input");
+    let taken =
+        |input, of: Norms| norms(&client, &[(part(input, 1, 24), 0)], 12, &of, F32).unwrap_err();
+    says(taken(&short, Norms::empty(&client, batch, 3)), "input");
+    says(taken(&whole, Norms { handle: flags.clone(), parts: 1 }), "norms");
     let applied = |values, direction, late| {
         let updated = [Updated { values: of(values), flag: 0, keep: 1.0, lr: 1.0 }];
         apply(&client, &updated, direction, &flags, (late, 0), batch, 0, [F32; 2]).unwrap_err()

@@ -1,7 +1,7 @@
 //! A step of AdamW on several parameters, as a Burn backend extension: it may be one pass over memory.
 
 use burn::backend::{Backend, Dispatch, backend_extension, tensor::FloatTensor};
-use burn::tensor::Tensor;
+use burn::tensor::{Tensor, s};
 
 use super::{AdamWSettings, Moments};
 use crate::clipping;
@@ -165,7 +165,7 @@ impl AdamWSettings {
     ) -> (Tensor<1>, Moments<1>) {
         let dtype = moments.moment_1.dtype();
         let row = |tensor: Tensor<1>| tensor.reshape([1, -1]);
-        let of_part = |values: &Tensor<1>| values.clone().slice([*flag..*flag + 1]);
+        let of_part = |values: &Tensor<1>| values.clone().slice(s![*flag..*flag + 1]);
         let gate = Gate::from_left(of_part(left));
         let grad = match factor {
             Some(factor) => clipping::scaled(grad, factor.clone()),

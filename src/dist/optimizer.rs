@@ -429,21 +429,15 @@ impl DistModuleOptimizer {
     ) -> Result<Tensor<1>> {
         let pending = pending.pop_front().expect("it was started");
         let (held, shard) = (pending.bytes(), &self.shards[shares.len()]);
-        let clips = self.clip.is_some();
-        let (gradients, norms) = match pending {
-            Reducing::Here(gradients) => {
-                let norms = clips.then(|| shard.norms(&shard.pack(gradients.clone())));
-                (gradients, norms)
-            }
-            Reducing::Sent(pending) => {
-                let share = pending.wait()?;
-                (shard.split(&share), clips.then(|| shard.norms(&share)))
-            }
+        let gradients = match pending {
+            Reducing::Here(gradients) => gradients,
+            Reducing::Sent(pending) => shard.split(&pending.wait()?),
         };
+        let norms = if self.clip.is_some() { shard.norms(&gradients) } else { vec![] };
         let flags = shard.refuse(&gradients, flags);
         step.buffers -= held;
         step.shares += gradients.iter().map(bytes).sum::<usize>();
-        shares.push(Share { gradients, norms: norms.unwrap_or_default() });
+        shares.push(Share { gradients, norms });
         self.observe(step);
         Ok(flags)
     }

@@ -169,19 +169,37 @@ impl Shard {
     }
 
     /// The norms of the gradients of every row, stack by stack.
-    pub fn norms(&self, share: &Tensor<1>) -> Vec<Norms> {
+    pub fn norms(&self, gradients: &[Tensor<1>]) -> Vec<Norms> {
         match &self.state {
-            State::Muon { stacks, .. } => {
-                let rows = stacks.iter().map(|stack| {
-                    let [k, m, n] = stack.shape;
-                    Norms::of_rows(stack.batch(share).reshape([k, m * n]))
-                });
-                rows.collect()
+            State::Muon { settings, stacks } => {
+                let kernels = settings.newton_schulz.kernels();
+                let of_stack = |stack: &Stack| {
+                    let ([k, m, n], runs) = (stack.shape, &self.runs[stack.runs.clone()]);
+                    let first = |run: &Run| (run.at.start - stack.elements.start) / (m * n);
+                    let firsts: Vec<_> = runs.iter().map(first).collect();
+                    Norms::of_tensors(
+                        kernels,
+                        &gradients[stack.runs.clone()],
+                        &firsts,
+                        m * n,
+                        k,
+                        &self.device,
+                    )
+                };
+                stacks.iter().map(of_stack).collect()
             }
             State::AdamW(_) if self.range.is_empty() => vec![],
-            State::AdamW(_) => {
-                let rows = share.clone().reshape([self.range.len() / GRAIN, GRAIN]);
-                vec![Norms::of_rows(rows)]
+            State::AdamW(adamw) => {
+                let firsts: Vec<_> = self.runs.iter().map(|run| run.at.start / GRAIN).collect();
+                let rows = self.range.len() / GRAIN;
+                vec![Norms::of_tensors(
+                    adamw.kernels,
+                    gradients,
+                    &firsts,
+                    GRAIN,
+                    rows,
+                    &self.device,
+                )]
             }
         }
     }

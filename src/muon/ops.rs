@@ -5,7 +5,7 @@
 //! attribute run everything in Burn's operations.
 
 use burn::backend::{Backend, Dispatch, backend_extension, tensor::FloatTensor};
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Tensor, s};
 
 use super::rule::Part;
 use crate::clipping;
@@ -159,14 +159,8 @@ pub(super) fn accumulate(
     if engine == Engine::Portable {
         return accumulate_portably(grads, momentum, left, factor, parts, nesterov);
     }
-    let of_norms = norm_parts(&momentum);
-    // Not `empty`, of which Flex makes two.
-    let room = |shape: [usize; 3], dtype: DType| match engine {
-        Engine::Cube { .. } => Tensor::<3>::empty(shape, (&device, dtype)),
-        _ => Tensor::<3>::full(shape, 0.0, (&device, dtype)),
-    };
-    let update = room(shape, momentum.dtype()).into_dispatch();
-    let norms = room([k, of_norms, 2], DType::F32).into_dispatch();
+    let update = engine.room(shape, momentum.dtype(), &device).into_dispatch();
+    let norms = engine.room([k, norm_parts(m * n), 2], DType::F32, &device).into_dispatch();
     let mut first = 0;
     let all = calls(grads.len()).fold((momentum.into_dispatch(), update, norms), |all, call| {
         let grads = grads[call.clone()].to_vec();
@@ -257,7 +251,7 @@ fn apply_portably(
     let each = parameters.into_iter().zip(parts).zip(directions).zip(rows);
     let update = |(((old, part), direction), rows): (((Tensor<1>, &Part), Tensor<3>), usize)| {
         let old = old.reshape([rows, m * n]);
-        let late = late.clone().slice([first..first + rows]);
+        let late = late.clone().slice(s![first..first + rows]);
         first += rows;
         let gates = [part.gate(left).expanded(rows), Gate::from_left(late)];
         let wide = if old.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
@@ -278,7 +272,7 @@ impl Part {
 
     /// The gate of the parameter, of one row.
     fn gate(&self, left: &Tensor<1>) -> Gate {
-        Gate::from_left(left.clone().slice([self.flag..self.flag + 1]))
+        Gate::from_left(left.clone().slice(s![self.flag..self.flag + 1]))
     }
 }
 

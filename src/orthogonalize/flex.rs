@@ -9,6 +9,7 @@ use rayon::prelude::*;
 
 use super::ops::{MatrixOps, NORM_PART};
 use super::{Polynomial, portable};
+use crate::parts::Parts;
 
 /// Multiplications from which one product is worth several threads; below it, the matrices of a
 /// batch are spread over the threads instead. Burn's Flex has the same border.
@@ -99,16 +100,23 @@ impl MatrixOps for Flex {
         values
     }
 
-    fn norms(x: FloatTensor<Self>, parts: usize) -> FloatTensor<Self> {
-        let [count, m, n] = x.shape().dims();
-        let x = contiguous(single(x));
-        let mut norms = zeros([count, parts, 2]);
-        let matrices = x.storage::<f32>().par_chunks_exact((m * n).max(1));
-        let of_matrices = norms.storage_mut::<f32>().par_chunks_exact_mut((2 * parts).max(1));
-        of_matrices.zip(matrices).for_each(|(norms, matrix)| {
-            let chunks = norms.par_chunks_exact_mut(2).zip(matrix.par_chunks(CHUNK));
-            chunks.for_each(|(norm, chunk)| norm.copy_from_slice(&scaled_squares(chunk)));
-        });
+    fn norms(
+        norms: FloatTensor<Self>,
+        tensors: Parts<Self>,
+        firsts: Vec<usize>,
+        elements: usize,
+    ) -> FloatTensor<Self> {
+        let [_, parts, _] = norms.shape().dims();
+        let mut norms = contiguous(norms);
+        for (tensor, first) in tensors.into_vec().into_iter().zip(firsts) {
+            let tensor = contiguous(single(tensor));
+            let rows = tensor.storage::<f32>().par_chunks(elements.max(1));
+            let of_rows = &mut norms.storage_mut::<f32>()[2 * first * parts..];
+            of_rows.par_chunks_exact_mut(2 * parts).zip(rows).for_each(|(norms, row)| {
+                let chunks = norms.par_chunks_exact_mut(2).zip(row.par_chunks(CHUNK));
+                chunks.for_each(|(norm, chunk)| norm.copy_from_slice(&scaled_squares(chunk)));
+            });
+        }
         norms
     }
 

@@ -7,12 +7,13 @@
 //! default bodies also run on the dispatching backend itself.
 
 use burn::backend::{Backend, Dispatch, DispatchDevice, backend_extension, tensor::FloatTensor};
-use burn::tensor::{Device, FloatDType, Tensor};
+use burn::tensor::{DType, Device, FloatDType, Tensor};
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "cube")]
 use super::cube;
 use super::{Polynomial, portable};
+use crate::parts::Parts;
 
 /// Which implementations of the products may be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -104,10 +105,16 @@ pub trait MatrixOps: Backend {
     #[fusion(dtype = target, shape = target)]
     fn overwrite(target: FloatTensor<Self>, values: FloatTensor<Self>) -> FloatTensor<Self>;
 
-    /// The Frobenius norms of all matrices, in `parts` of each: `[k, parts, 2]` float32 values, a
-    /// scale and the sum of the squares of what is divided by it, as in LAPACK's `slassq`.
-    #[fusion(meta = |x, parts| norms_of(x.shape.dims::<3>()[0], *parts))]
-    fn norms(x: FloatTensor<Self>, parts: usize) -> FloatTensor<Self>;
+    /// Writes the norms of the rows of tensors, of so many elements each, in as many parts as there is room for:
+    /// `[rows, parts, 2]` float32 values, a scale and the sum of the squares of what is divided by it, as in LAPACK's
+    /// `slassq`. The last row of a tensor may be shorter. The first row of each has a number.
+    #[fusion(dtype = norms, shape = norms)]
+    fn norms(
+        norms: FloatTensor<Self>,
+        #[extension_type] tensors: Parts<Self>,
+        firsts: Vec<usize>,
+        elements: usize,
+    ) -> FloatTensor<Self>;
 
     /// Divides every matrix by its norm, or by `epsilon` if that is larger, and rounds to `dtype`.
     #[fusion(meta = |x, _norms, _epsilon, dtype| {
@@ -121,13 +128,6 @@ pub trait MatrixOps: Backend {
     ) -> FloatTensor<Self>;
 }
 
-/// What [`MatrixOps::norms`] returns.
-#[cfg(feature = "fusion")]
-pub(crate) fn norms_of(count: usize, parts: usize) -> burn::backend::fusion::custom::TensorSpec {
-    let shape = [count, parts, 2].into();
-    burn::backend::fusion::custom::TensorSpec::new(shape, burn::tensor::DType::F32)
-}
-
 /// `[k, m, m]` for `[k, m, n]`.
 #[cfg(feature = "fusion")]
 fn square(shape: &burn::tensor::Shape) -> burn::tensor::Shape {
@@ -137,7 +137,6 @@ fn square(shape: &burn::tensor::Shape) -> burn::tensor::Shape {
 
 impl Engine {
     /// What computes products of `dtype` on `device`.
-    #[cfg_attr(not(any(feature = "flex", feature = "cube")), allow(unused_variables))]
     pub fn choose(kernels: Kernels, device: &Device, dtype: FloatDType) -> Self {
         match (kernels, device.as_dispatch()) {
             #[cfg(feature = "flex")]
@@ -266,6 +265,15 @@ impl Engine {
         Tensor::from_dispatch(Dispatch::accumulate_small(r.into_dispatch(), schedule.to_vec()))
     }
 
+    /// Room for what a kernel writes; it may hold anything.
+    pub(crate) fn room(self, shape: [usize; 3], dtype: DType, device: &Device) -> Tensor<3> {
+        match self {
+            Self::Cube { .. } => Tensor::empty(shape, (device, dtype)),
+            // Of an `empty`, Flex makes two.
+            _ => Tensor::full(shape, 0.0, (device, dtype)),
+        }
+    }
+
     /// Every matrix divided by its Frobenius norm, or by `epsilon` if that is larger, in `dtype`. The
     /// norms may be known already.
     pub(crate) fn normalize(
@@ -280,7 +288,12 @@ impl Engine {
         }
         let norms = match norms {
             Some(Norms(norms)) => norms.into_dispatch(),
-            None => Dispatch::norms(x.clone().into_dispatch(), norm_parts(&x)),
+            None => {
+                let [k, m, n] = x.dims();
+                let rows = Parts::from_tensors(vec![x.clone().reshape([-1])]);
+                let room = self.room([k, norm_parts(m * n), 2], DType::F32, &x.device());
+                Dispatch::norms(room.into_dispatch(), rows, vec![0], m * n)
+            }
         };
         Tensor::from_dispatch(Dispatch::normalize(x.into_dispatch(), norms, epsilon, dtype))
     }
@@ -289,10 +302,9 @@ impl Engine {
 /// The norms of a batch, as [`MatrixOps::norms`] returns them.
 pub(crate) struct Norms(pub Tensor<3>);
 
-/// In how many parts the norms of a batch are taken.
-pub(crate) fn norm_parts(x: &Tensor<3>) -> usize {
-    let [_, m, n] = x.dims();
-    (m * n).div_ceil(NORM_PART).max(1)
+/// In how many parts the norms of rows of so many elements are taken.
+pub(crate) fn norm_parts(elements: usize) -> usize {
+    elements.div_ceil(NORM_PART).max(1)
 }
 
 /// Elements of a part of a norm.

@@ -23,7 +23,7 @@ use std::time::Duration;
 use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, Distribution, FloatDType, IntDType, Tensor};
+use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor};
 use common::{gradients, weights};
 use distmuon::dist::{DistMuonConfig, World};
 use distmuon::{MuonConfig, Result, Rule};
@@ -53,7 +53,7 @@ fn configure() {
         Err(_) => return,
     };
     let mut device = Device::default();
-    device.configure((dtype, IntDType::I32)).expect("the device takes the type");
+    device.configure(dtype).expect("the device takes the type");
     let one = Tensor::<1>::ones([1], &device);
     assert_eq!(FloatDType::from(one.dtype()), dtype, "the device is configured");
 }

@@ -5,7 +5,8 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::{Batch, UNITS, own_matrix, own_vectors};
+use super::parts::{Layout, groups, number_of, own_part, read};
+use super::{Batch, Part, UNITS, own_matrix, own_vectors};
 use crate::error::Result;
 use crate::units::together;
 
@@ -16,6 +17,9 @@ pub(super) const SUMMED: usize = 64;
 /// Parts of a norm that every cube of [`normalize`] adds up itself; of more, the sum is taken before. All cubes of
 /// a matrix read them all: with so many parts, 16 MB from the cache for a matrix of 64 MB, about as long as a launch.
 const FEW_PARTS: usize = 1024;
+
+/// Units of a cube for short rows: those of a plane on most devices.
+const FEWEST_UNITS: usize = 32;
 
 /// The norms of a batch in parts: for each, a scale and the sum of the squares of the elements divided
 /// by it, `[k, parts, 2]` float32 values. As in LAPACK's `slassq`.
@@ -60,62 +64,82 @@ impl Norms {
     }
 }
 
-/// The norms of matrices of a type, in parts.
+/// Takes the norms of the rows of some tensors of a type, of so many elements each; the last row of a tensor may be
+/// shorter. Every tensor comes with the number of its first row among those that there are norms of.
+///
+/// # Errors
+///
+/// Those of the [module](super).
 pub fn norms(
     client: &Client,
-    input: &Handle,
-    batch: Batch,
+    tensors: &[(Part, usize)],
+    elements: usize,
+    norms: &Norms,
     dtype: ElemType,
-    parts: usize,
-) -> Result<Norms> {
-    batch.check(client, &[("the input", input, dtype)])?;
-    let norms = Norms::empty(client, batch, parts);
-    if batch.is_empty() {
-        return Ok(norms);
+) -> Result<()> {
+    let rows = |part: &Part| part.len().div_ceil(elements);
+    let count = tensors.iter().map(|(part, first)| first + rows(part)).max().unwrap_or(0);
+    tensors.iter().try_for_each(|(part, _)| part.check(client, "the input", dtype))?;
+    let values = 2 * count * norms.parts;
+    Batch::check_values(&[("the norms", &norms.handle, values)])?;
+    let tensors: Vec<_> = tensors.iter().filter(|(part, _)| !part.is_empty()).cloned().collect();
+    for group in groups(client, &tensors, 1, 1) {
+        let all = group.iter().map(|(part, _)| part);
+        let layout = Layout::new(client, &[dtype], all.clone(), &[elements]);
+        let layout = layout.with_rows(all.clone().map(rows));
+        let size = layout.vector_size;
+        // Units beyond the vectors of a row would only wait.
+        let wanted = (elements / size).next_power_of_two().clamp(FEWEST_UNITS, UNITS as usize);
+        let units = together(&client.properties().hardware, wanted as u32);
+        // SAFETY: every index is below the vectors of a tensor, and rows were checked above.
+        unsafe {
+            norms_kernel::launch_unchecked(
+                client,
+                layout.cube_count(norms.parts),
+                CubeDim::new_1d(units),
+                layout.address_type(values),
+                size,
+                all.clone().map(|part| part.vectors(size)).collect(),
+                BufferArg::from_raw_parts(norms.handle.clone(), values),
+                layout.firsts(),
+                layout.ends(),
+                all.map(|part| part.len() / size).collect(),
+                group.iter().map(|(_, first)| *first).collect(),
+                elements / size,
+                units,
+                dtype,
+            );
+        }
     }
-    let size = batch.vector_size(client, &[dtype]);
-    let units = together(&client.properties().hardware, UNITS);
-    // SAFETY: every index is below the vectors of a matrix.
-    unsafe {
-        norms_kernel::launch_unchecked(
-            client,
-            batch.cube_count(parts),
-            CubeDim::new_1d(units),
-            batch.address_type(),
-            size,
-            batch.vectors(input, size),
-            norms.arg(batch),
-            batch.elements / size,
-            batch.count,
-            units,
-            dtype,
-        );
-    }
-    Ok(norms)
+    Ok(())
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 pub(crate) fn norms_kernel<F: Float, N: Size>(
-    input: &[Vector<F, N>],
+    tensors: &Sequence<Box<[Vector<F, N>]>>,
     norms: &mut [f32],
+    firsts: &Sequence<usize>,
+    ends: &Sequence<usize>,
+    lengths: &Sequence<usize>,
+    numbers: &Sequence<usize>,
     vectors: usize,
-    count: usize,
     #[comptime] units: u32,
     #[define(F)] _dtype: ElemType,
 ) {
-    let matrix = own_matrix();
-    if matrix >= count {
+    let (own, row) = own_part(firsts, ends, own_matrix());
+    if own >= tensors.len() {
         terminate!();
     }
+    let from = row * vectors;
+    let length = min(vectors, number_of(lengths, own) - from);
     let mut scale = f32::new(0.0);
     let mut squares = f32::new(0.0);
     let (first, step) = own_vectors();
-    for start in range_stepped(first, vectors, step * SUMMED) {
+    for start in range_stepped(first, length, step * SUMMED) {
         let mut s = f32::new(0.0);
         let mut q = f32::new(0.0);
-        for i in range_stepped(start, min(start + step * SUMMED, vectors), step) {
-            let x = Vector::<f32, N>::cast_from(input[matrix * vectors + i]);
-            let (scale, squares) = with_squares::<N>(s, q, x);
+        for i in range_stepped(start, min(start + step * SUMMED, length), step) {
+            let (scale, squares) = with_squares::<N>(s, q, read(tensors, own, from + i));
             s = scale;
             q = squares;
         }
@@ -123,7 +147,7 @@ pub(crate) fn norms_kernel<F: Float, N: Size>(
         scale = s;
         squares = q;
     }
-    store_part(norms, matrix, scale, squares, units);
+    store_part(norms, number_of(numbers, own) + row, scale, squares, units);
 }
 
 /// Every unit adds up some parts, then the cube their sums.

@@ -90,13 +90,19 @@ impl Layout {
             parts.clone().map(|part| part.elements / vector_size).max().unwrap_or(0)
         });
         let cubes = longest.div_ceil(VECTORS_PER_UNIT * UNITS as usize).max(1);
-        let (mut rows, mut firsts) = (0, vec![]);
-        for part in parts.clone() {
-            firsts.push(rows);
-            rows += part.rows;
+        let most = parts.clone().map(Part::len).max().unwrap_or(0);
+        let layout = Self { vector_size, cubes, rows: 0, most, firsts: vec![] };
+        layout.with_rows(parts.map(|part| part.rows))
+    }
+
+    /// The same with other rows: so many of each part.
+    pub fn with_rows(mut self, counts: impl Iterator<Item = usize>) -> Self {
+        (self.rows, self.firsts) = (0, vec![]);
+        for count in counts {
+            self.firsts.push(self.rows);
+            self.rows += count;
         }
-        let most = parts.map(Part::len).max().unwrap_or(0);
-        Self { vector_size, cubes, rows, most, firsts }
+        self
     }
 
     /// The first row of every part.

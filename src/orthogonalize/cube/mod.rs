@@ -15,7 +15,8 @@ use distmuon_kernels::{Matrices, Result, add_identity, gram, units};
 pub(crate) use crate::cube::serves;
 
 use super::{Polynomial, ops::MatrixOps, portable};
-use crate::cube::{FITS, batch, contiguous, matrices, tensor};
+use crate::cube::{FITS, batch, contiguous, matrices, part, tensor, unshared};
+use crate::parts::Parts;
 
 type Float = FloatTensor<CubeBackend>;
 
@@ -106,12 +107,18 @@ impl MatrixOps for CubeBackend {
         target
     }
 
-    fn norms(x: Float, parts: usize) -> Float {
-        let x = contiguous(x.clone(), x.dtype);
-        let of = batch(&x);
-        let norms =
-            fused::norms(&x.client, &x.handle, of, dtype_to_elem_type(x.dtype), parts).expect(FITS);
-        tensor(&x, norms.handle, [of.count, parts, 2].into(), DType::F32)
+    fn norms(norms: Float, tensors: Parts<Self>, firsts: Vec<usize>, elements: usize) -> Float {
+        let (norms, tensors) = (unshared(norms), tensors.into_vec());
+        let dtype = tensors[0].dtype;
+        let tensors = tensors.into_iter().zip(firsts).map(|(tensor, first)| {
+            let length = tensor.shape().num_elements();
+            (part(&contiguous(tensor, dtype), 1, length), first)
+        });
+        let tensors: Vec<_> = tensors.collect();
+        let of_rows = Norms { handle: norms.handle.clone(), parts: norms.shape()[1] };
+        let dtype = dtype_to_elem_type(dtype);
+        fused::norms(&norms.client, &tensors, elements, &of_rows, dtype).expect(FITS);
+        norms
     }
 
     fn normalize(x: Float, norms: Float, epsilon: f64, dtype: FloatDType) -> Float {
