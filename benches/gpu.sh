@@ -1,68 +1,190 @@
 #!/bin/bash
-# All that docs/gpu.md runs on a GPU, in two halves, since what builds need not be what runs.
+# All that only a GPU can show, in one go; docs/gpu.md tells how to use it.
 #
-#   benches/gpu.sh build               builds tests and benches for CUDA, and prints their paths
-#   benches/gpu.sh run [STARTER...]    runs them; all of them, whatever fails, and tells that at the end
+#   benches/gpu.sh build             builds two programs, and prints their paths
+#   benches/gpu.sh pack DIR PACKER   fills DIR with all that `gpu.sh run` needs where there are neither sources nor
+#                                    Rust; PACKER DIR PROGRAM... packs the programs, and leaves run.sh to start them
+#   benches/gpu.sh run [STEP...]     runs all steps or these, and writes down what they found; also as DIR/gpu.sh
 #
-# STARTER starts a program by its name, without the hash that cargo gives it: `STARTER product --nocapture`. Without
-# one, what was built here is run. PROFILE, FEATURES, BURN_DEVICE and SHAPES choose others than release, CUDA with
-# Burn's autotuning, the device cuda and the shapes of benches/gpu.rs.
+# LIMIT and BUDGET are seconds: of a step, and after which none is started. OUT is the folder of gpu.log and of the
+# results. BURN_DEVICE is the device, cuda if not set; devices in software measure tiny shapes. In a source tree,
+# PROFILE is cargo's profile, RUNNER a command that programs are started with, and TESTS the tests to choose.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-profile=${PROFILE:-release}
-features=${FEATURES:-cuda,burn/autotune}
-export BURN_DEVICE=${BURN_DEVICE:-cuda}
-
-kernels=(product gram fused mirror)
-tests=(orthogonalize optimizer memory dist_muon)
+here=$(cd "$(dirname "$0")" && pwd)
+# What `pack` filled has run.sh beside this script; in a source tree the script lies in a folder.
+packed=$here/run.sh
+[ -e "$packed" ] || { packed=; here=$(dirname "$here"); }
+device=${BURN_DEVICE:-cuda}
 
 build() {
-  local names=("${kernels[@]}" "${tests[@]}" conformance cuda)
-  cargo test --profile "$profile" --workspace --features "$features" --no-run --lib --bench gpu \
-    "${names[@]/#/--test=}" 2>&1 | tee /dev/stderr | sed -n 's/.*Executable.*(\(.*\))$/\1/p'
+  programs cuda,vulkan,gpu-suite --test gpu_suite
+  # Only benches measure which of Burn's products is the fastest: tests would measure every odd shape of theirs.
+  programs cuda,vulkan,burn/autotune --bench gpu
 }
 
-start() {
-  local name=$1 target=${CARGO_TARGET_DIR:-target} folder
-  shift
-  folder=$([ "$profile" = dev ] && echo debug || echo "$profile")
-  "$(ls -t "$target/$folder/deps/$name"-* | grep -v '\.' | head -1)" "$@"
+programs() {
+  (cd "$here" && cargo build --profile gpu --features "$@" --message-format json-render-diagnostics) |
+    sed -n 's/.*"executable":"\([^"]*\)".*/\1/p'
 }
 
-failed=()
-step() {
-  printf '\n== %s (%s s)\n' "$*" "$SECONDS"
-  timeout "${LIMIT:-600}" "${starter[@]}" "$@" || failed+=("$1: exit $?")
+pack() {
+  local dir=$1 packer=$2 built
+  built=$(build)
+  mkdir -p "$dir/tests" "$dir/conformance"
+  "$packer" "$dir" $built
+  cp -r "$here/benches/gpu.sh" "$here/benches/peers" "$here/src" "$dir"
+  cp -r "$here/tests/conformance" "$dir/tests"
+  [ -z "${DISTMUON_CONFORMANCE_DIR:-}" ] || cp "$DISTMUON_CONFORMANCE_DIR"/*.safetensors "$dir/conformance"
+  git -C "$here" describe --always --dirty >"$dir/commit"
 }
+
+# The newest program of a name in the target folder.
+built() {
+  local profile=${PROFILE:-gpu} folder found
+  [ "$profile" != dev ] || profile=debug
+  folder=${CARGO_TARGET_DIR:-$here/target}/$profile
+  found=$(find "$folder/deps" -name "$1-*" ! -name '*.*' -printf '%T@ %p\n' | sort -n | tail -1)
+  [ -n "$found" ] || { echo "gpu.sh: no $1 in $folder: start with gpu.sh build" >&2; exit 2; }
+  echo "${found#* }"
+}
+
+# The tests that TESTS chooses from those whose names begin like this; all if it chooses none.
+tests() { printf '%s\n' ${TESTS:-} | grep "^$1" || echo "$1"; }
+
+# A step a line: its name, a program, and its arguments; what is most at risk first.
+steps() {
+  local shapes= training='--preset gpt2 --steps 20 --batch 4' name group dtype peers=benches/peers
+  [ -z "$packed" ] || peers=peers
+  [ "$device" = cuda ] || shapes='--shapes 32x48 --repeats 1' training='--steps 2 --batch 2'
+  for name in product gram fused mirror; do
+    # Every thread has memory of its own on the device.
+    echo "$name gpu_suite" $(tests $name::) --nocapture --test-threads 4
+  done
+  echo "conformance gpu_suite" $(tests golden_trajectories) --exact --nocapture
+  # One test at a time: no other may use the device while a recording is made or memory is counted.
+  for name in orthogonalize optimizer memory dist_muon launches; do
+    echo "$name gpu_suite" $(tests $name::) --nocapture --test-threads 1
+  done
+  echo 'nccl gpu_suite nccl --exact --nocapture'
+  echo 'launch_times gpu launches'
+  for dtype in bf16 f16; do
+    for group in small large batched; do
+      echo "${group}_$dtype gpu products iterations --group $group --dtype $dtype $shapes"
+    done
+  done
+  echo "step_times gpu steps $shapes"
+  echo 'collectives gpu collectives'
+  echo "training gpu train_lm --data src --compare adamw,muon --sample 0 --eval-every 0 $training"
+  for dtype in bfloat16 float16; do
+    echo "peers_$dtype python3 -u $peers/torch_gpu.py --dtype $dtype"
+  done
+}
+
+# Runs a step in its time, logs it, and adds its row to the table.
+run_step() {
+  local name=$1 program=$2 start=$SECONDS status=0 said=$work/$1 skipped passed failed
+  shift 2
+  local command=("$program" "$@")
+  case $program,$packed in
+    python3,*) ;;
+    *,) command=(${RUNNER:-} "$(built "$program")" "$@") ;;
+    *) command=(bash "$packed" "${command[@]}") ;;
+  esac
+  printf '\n== %s: %s (%s s)\n' "$name" "$program $*" "$SECONDS" | tee -a "$log"
+  # Some programs do not end when they are asked to.
+  timeout -k 5 "${LIMIT:-150}" "${command[@]}" 2>&1 </dev/null | tee -a "$log" "$said" || status=$?
+  # Of a harness inside of another, the inner one counts; a bench counts as one.
+  read -r passed failed < <(sed -n 's/^test result:.* \([0-9]*\) passed; \([0-9]*\) failed.*/\1 \2/p' "$said" | head -1) || {
+    passed=$((status == 0)) failed=0
+  }
+  [ $status = 0 ] || [ "$failed" != 0 ] || failed=1
+  skipped=$(grep -c 'skipped: ' "$said" || true)
+  row "$name" $((SECONDS - start)) "$passed" "$skipped" "$failed"
+  [ "$failed" = 0 ] || bad+=("$name")
+}
+
+row() { printf '| %s | %s | %s | %s | %s |\n' "$@" >>"$work/table"; }
 
 run() {
-  # Right?
-  for test in "${kernels[@]}"; do step "$test" --show-output; done
-  step distmuon --show-output adamw:: tune::
-  # Nobody else may use the device while a recording is made.
-  for test in "${tests[@]}"; do step "$test" --show-output --test-threads 1; done
-  step conformance
-  step cuda --show-output
-  # Fast?
-  step gpu ${SHAPES:+--shapes $SHAPES}
-  starter=(python3)
-  for dtype in float16 bfloat16; do step benches/peers/torch_gpu.py --dtype "$dtype"; done
-  printf '\n%s failed\n' "${#failed[@]}"
-  printf '%s\n' "${failed[@]}"
-  [ ${#failed[@]} = 0 ]
+  local name line plan
+  plan=$(steps)
+  # A wrong name would be a step that does not run, without a word.
+  for name; do
+    grep -q "^$name " <<<"$plan" || { echo "gpu.sh: no step $name among: $(cut -d' ' -f1 <<<"$plan" | xargs)" >&2; exit 2; }
+  done
+  export DISTMUON_MUST_RUN=1 BURN_DEVICE=$device
+  # The driver keeps what it compiled for later steps and runs.
+  export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-${TMPDIR:-/tmp}/distmuon-cuda} CUDA_CACHE_MAXSIZE=4294967296
+  cd "$here"
+  [ -z "$packed" ] || [ -z "$(ls conformance)" ] || export DISTMUON_CONFORMANCE_DIR=${DISTMUON_CONFORMANCE_DIR:-$here/conformance}
+  mkdir -p "${OUT:=.}"
+  log=$(cd "$OUT" && pwd)/gpu.log work=$(mktemp -d) bad=() left=()
+  printf '| step | seconds | passed | skipped | failed |\n|---|---|---|---|---|\n' >"$work/table"
+  while read -r line; do
+    name=${line%% *}
+    [ $# = 0 ] || [[ " $* " = *" $name "* ]] || continue
+    if [ $SECONDS -ge "${BUDGET:-540}" ]; then
+      left+=("$name")
+      row "$name" 0 0 0 'not run'
+    else
+      run_step $line
+    fi
+  done <<<"$plan"
+  write_results "$@"
+  [ ${#left[@]} = 0 ] || echo "not run: ${left[*]}; go on with: gpu.sh run ${left[*]}"
+  [ ${#bad[@]} = 0 ] || echo "failed: ${bad[*]}; see $log"
+  rm -r "$work"
+  [ ${#bad[@]} = 0 ] && [ ${#left[@]} = 0 ]
+}
+
+# The name of the GPU and its driver, or the device in software.
+gpu() { nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -1 || echo "$device"; }
+
+# The LLVM that compiles the kernels, where it is a library: the build may have been made with another than users get.
+llvm() {
+  local library
+  if [ -n "$packed" ]; then library=$(bash "$packed" --unpack); else library=$(ldd "$(built gpu_suite)"); fi
+  library=$(grep -o 'libLLVM[^ ]*' <<<"$library" | head -1)
+  case $library in
+    '') echo 'the one that Burn downloads' ;;
+    *rust*) echo "$library, the Rust toolchain's: not the one that Burn downloads and users get" ;;
+    *) echo "$library" ;;
+  esac
+}
+
+# The file that the tables of README and docs are filled from; a later run adds its steps.
+write_results() {
+  local name file folder=docs/results step
+  name=$([ "$device" = cuda ] && gpu || echo "$device")
+  [ "$OUT" = . ] || folder=$OUT
+  mkdir -p "$folder"
+  file=$folder/gpu-$(tr -cs 'A-Za-z0-9\n' - <<<"${name%%,*}" | sed 's/-*$//')-$(date +%F).md
+  {
+    [ ! -s "$file" ] || printf '\n'
+    printf '# %s, %s\n\n' "${name%%,*}" "$(date +%F)"
+    printf -- '- device and driver: %s (`BURN_DEVICE=%s`)\n' "$name" "$device"
+    printf -- '- LLVM: %s\n' "$(llvm)"
+    printf -- '- commit: %s\n' "$(cat commit 2>/dev/null || git describe --always --dirty)"
+    printf -- '- command: `gpu.sh run%s`\n' "${*:+ $*}"
+    printf '\n## Steps\n\n'
+    cat "$work/table"
+    for step in $(tail -n +3 "$work/table" | cut -d' ' -f2); do tables "$step"; done
+  } >>"$file"
+  printf '\n' && tee -a "$log" <"$work/table"
+  echo "results: $file"
+}
+
+# The tables that a step printed, under its headings or under its name.
+tables() {
+  local said=$work/$1
+  [ -e "$said" ] && grep -q '^|' "$said" || return 0
+  grep -q '^## ' "$said" || printf '\n## %s\n\n' "$1"
+  awk '/^## / { print "\n" $0 "\n" } /^\|/' "$said"
 }
 
 case ${1:-} in
   build) build ;;
-  run)
-    shift
-    starter=("$@")
-    if [ $# = 0 ]; then
-      export -f start
-      export profile
-      starter=(bash -c 'start "$@"' start)
-    fi
-    run
-    ;;
-  *) sed -n '2,10s/^# \?//p' "$0" && exit 2 ;;
+  pack) pack "$2" "$3" ;;
+  run) shift && run "$@" ;;
+  *) sed -n '2,13s/^# \?//p' "$0" && exit 2 ;;
 esac

@@ -106,6 +106,9 @@ mod parts;
 pub mod route;
 pub mod schedule;
 mod skipped;
+#[cfg(test)]
+#[path = "../tests/common/skips.rs"]
+mod skips;
 
 pub use adamw::AdamWSettings;
 pub use error::{Error, Result};

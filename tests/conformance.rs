@@ -11,13 +11,19 @@ mod common;
 use std::path::{Path, PathBuf};
 
 use cases::Case;
+use common::{excused, lacks};
 use libtest_mimic::{Arguments, Failed, Trial};
 
 /// Cases that wait for a feature to come.
 const PENDING: [&str; 1] = ["nanochat-mixed"];
 
 fn main() {
-    let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/conformance");
+    libtest_mimic::run(&Arguments::from_args(), trials()).exit();
+}
+
+/// A trial for every case.
+pub fn trials() -> Vec<Trial> {
+    let own = own();
     if std::env::var_os("DISTMUON_WRITE_CASES").is_some() {
         cases::write_own(&own);
     }
@@ -30,12 +36,18 @@ fn main() {
         let name = path.file_stem().expect("a file name").to_string_lossy().into_owned();
         let pending = PENDING.contains(&name.as_str());
         if pending {
-            println!("skipped: {name}, which needs parts that the crate does not have yet");
+            excused(format!("{name}, which needs parts that the crate does not have yet"));
         }
         let trial = Trial::test(name.clone(), move || run(&name, &path));
         trials.push(trial.with_ignored_flag(pending));
     }
-    libtest_mimic::run(&Arguments::from_args(), trials).exit();
+    trials
+}
+
+/// The crate's cases: those that travelled with this program, else those of the sources it was built from.
+fn own() -> PathBuf {
+    let here = Path::new("tests/conformance");
+    if here.exists() { here.into() } else { Path::new(env!("CARGO_MANIFEST_DIR")).join(here) }
 }
 
 fn files(folder: &Path) -> Vec<PathBuf> {
@@ -52,7 +64,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
 fn run(name: &str, path: &Path) -> Result<(), Failed> {
     let case = Case::read(path)?;
     if let Some(dtype) = case.missing() {
-        println!("skipped: {name}, since the device has no {dtype:?}");
+        lacks(format!("{dtype:?}, which {name} needs"));
         return Ok(());
     }
     let error = case.run()?;

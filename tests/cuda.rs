@@ -9,6 +9,9 @@ mod common;
 #[cfg(feature = "cuda")]
 #[path = "common/host.rs"]
 mod host;
+#[cfg(not(feature = "cuda"))]
+#[path = "common/skips.rs"]
+mod skips;
 #[cfg(feature = "cuda")]
 #[path = "common/worlds.rs"]
 mod worlds;
@@ -17,11 +20,11 @@ fn main() {
     #[cfg(feature = "cuda")]
     gpu::main();
     #[cfg(not(feature = "cuda"))]
-    println!("skipped: needs --features cuda");
+    skips::skip("NCCL needs --features cuda");
 }
 
 #[cfg(feature = "cuda")]
-mod gpu {
+pub(crate) mod gpu {
     use std::process::{Command, Stdio};
     use std::sync::Arc;
     use std::time::Duration;
@@ -36,14 +39,16 @@ mod gpu {
     use libtest_mimic::{Arguments, Failed, Trial};
     use rand::{SeedableRng, rngs::StdRng};
 
-    use crate::common::{Fixed, bits, gradients, weights};
-    use crate::worlds::free_port;
+    use super::common::{Fixed, bits, excused, gradients, lacks, weights};
+    use super::worlds::free_port;
 
     const DEADLINE: Duration = Duration::from_secs(120);
     /// The ranks of a world of processes.
     const RANKS: usize = 2;
     /// The case that a process of such a world runs.
     const CASE: &str = "DISTMUON_TEST_CASE";
+    /// What makes `tests/gpu_suite.rs` run [`rank`] alone; the program of this file needs no arguments.
+    const RANK_ONLY: [&str; 4] = ["nccl_rank", "--exact", "--ignored", "--nocapture"];
     const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
     /// The side that waits for NCCL: `device` or `host`.
@@ -64,9 +69,16 @@ mod gpu {
     const ALONE: &[Case] = &[("memory_is_what_the_driver_says", memory_is_what_the_driver_says)];
 
     pub fn main() {
-        if let Ok(case) = std::env::var(CASE) {
-            return work(&case);
+        if std::env::var_os(CASE).is_some() {
+            return rank();
         }
+        // The driver counts the memory of everybody on the device.
+        let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
+        libtest_mimic::run(&arguments, trials()).exit();
+    }
+
+    /// Every case in every world; to be run one after the other.
+    pub fn trials() -> Vec<Trial> {
         println!("Burn's fusion is {}", if cfg!(feature = "fusion") { "on" } else { "off" });
         let devices = devices();
         let trials = [1, RANKS].into_iter().flat_map(|ranks| {
@@ -77,16 +89,14 @@ mod gpu {
         let trials = trials.map(|(ranks, waits, name)| {
             let trial = move || {
                 if devices == 0 {
-                    println!("skipped: there is no CUDA device");
+                    lacks("CUDA");
                     return Ok(());
                 }
                 start(ranks, waits, name, devices)
             };
             Trial::test(format!("ranks_{ranks}::{waits}_waits::{name}"), trial)
         });
-        // The driver counts the memory of everybody on the device.
-        let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
-        libtest_mimic::run(&arguments, trials.collect()).exit();
+        trials.collect()
     }
 
     /// CUDA devices of this machine.
@@ -100,9 +110,11 @@ mod gpu {
 
     /// Runs a case in so many processes.
     fn start(processes: usize, waits: &str, case: &str, devices: usize) -> Result<(), Failed> {
-        let (own, port) = (std::env::args_os().next().expect("a name"), free_port().to_string());
+        let own = std::env::args_os().next().expect("a program has a name");
+        let port = free_port().to_string();
         let rank = |rank: usize| {
             let mut rank_of = Command::new(&own);
+            rank_of.args(RANK_ONLY);
             rank_of.env(CASE, case).env(WAITS, waits).env("BURN_DEVICE", "cuda");
             rank_of.env("RANK", rank.to_string()).env("WORLD_SIZE", processes.to_string());
             rank_of.env("LOCAL_RANK", (rank % devices).to_string());
@@ -119,7 +131,7 @@ mod gpu {
             let output = child.wait_with_output()?;
             let said = String::from_utf8_lossy(&output.stderr);
             if said.contains("Duplicate GPU detected") {
-                println!("skipped: this NCCL does not let ranks share a device");
+                excused("this NCCL does not let ranks share a device");
             } else if !output.status.success() {
                 return Err(format!("rank {rank}: {}: {said}", output.status).into());
             }
@@ -128,7 +140,9 @@ mod gpu {
         Ok(())
     }
 
-    fn work(case: &str) {
+    /// One rank of a world that [`start`] started.
+    pub fn rank() {
+        let case = std::env::var(CASE).expect("another process says which case");
         let mut cases = CASES.iter().chain(ALONE);
         let (_, run) = cases.find(|(name, _)| *name == case).expect("a case");
         let launch = Launch::from_env().expect("the test says who this is");
@@ -253,8 +267,7 @@ mod gpu {
         Ok(weights(&net))
     }
 
-    /// The first step records graphs while collectives of its other buckets are on their way, and
-    /// followed by the watching thread.
+    /// The first step records graphs while collectives are on their way, and followed by the watching thread.
     fn steps_are_recorded_beside_calls(world: &World) -> Result<()> {
         let linear = || LinearConfig::new(64, 64).with_bias(false).init(world.device());
         let trained = |graphs| -> Result<Vec<Vec<u8>>> {
@@ -263,14 +276,22 @@ mod gpu {
             let muon = MuonConfig::new().with_graphs(graphs);
             let config = DistMuonConfig::new().with_muon(muon).with_bucket_mb(Some(0.02));
             let mut optim = config.init(world, &net)?;
+            // A step in a world of one sends nothing. 256 MB keep NCCL's stream at work for some 0.1 ms each, so
+            // that all of them outlast what comes before a recording.
+            let long = Tensor::<1>::ones([1 << 26], &world.device().clone().inner());
             for step in 0..3 {
                 let gradients = gradients(&net, step);
+                let call = |_| world.comm().all_reduce(long.clone(), ReduceOp::Sum);
+                let pending = (0..32).map(call).collect::<Result<Vec<_>>>()?;
                 net = optim.step(0.01, net, gradients)?;
+                pending.into_iter().try_for_each(|call| call.wait().map(drop))?;
             }
             world.comm().synchronize()?;
             Ok(weights(&net))
         };
-        assert!(trained(true)? == trained(false)?);
+        // In this order, since the calls do not outlast the compilation of kernels.
+        let expected = trained(false)?;
+        assert!(trained(true)? == expected);
         Ok(())
     }
 

@@ -8,7 +8,7 @@ use burn::module::{Module, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer, OptimizerRecord};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, f16, s};
 use burn_pack::{Reader, Writer};
-use common::{bits, has_type};
+use common::{bits, has_type, lacks};
 use distmuon::dist::{DistMuonConfig, World};
 use distmuon::{
     Coefficients, Error, Form, Kernels, MuonConfig, Routing, Rule, Schedule, checkpoint,
@@ -152,7 +152,7 @@ fn clipping_does_not_defeat_the_gate() {
 #[test]
 fn momentum_of_float16_keeps_small_gradients() {
     if !has_type(FloatDType::F16) {
-        println!("skipped: the device has no F16");
+        lacks("float16");
         return;
     }
     for kernels in [Kernels::Auto, Kernels::Portable] {
@@ -182,7 +182,7 @@ fn momentum_of_float16_keeps_small_gradients() {
 #[test]
 fn the_second_moment_of_bfloat16_falls_again() {
     if !has_type(FloatDType::BF16) {
-        println!("skipped: the device has no BF16");
+        lacks("bfloat16");
         return;
     }
     let adamw = distmuon::AdamWSettings::new().with_beta_2(0.999);
@@ -207,7 +207,7 @@ fn the_second_moment_of_bfloat16_falls_again() {
 #[test]
 fn float64_parameters_get_float64_rates() {
     if !has_type(FloatDType::F64) {
-        println!("skipped: the device has no F64");
+        lacks("float64");
         return;
     }
     let (lr, decay, steps) = (2.5e-6, 0.01, 200);
@@ -245,7 +245,7 @@ fn float64_parameters_get_float64_rates() {
 #[test]
 fn float64_trajectories_are_those_of_float64() {
     if !has_type(FloatDType::F64) {
-        println!("skipped: the device has no F64");
+        lacks("float64");
         return;
     }
     // AdamW by the book.
@@ -447,7 +447,7 @@ fn older(record: OptimizerRecord) -> OptimizerRecord {
 #[test]
 fn half_precision_states_of_older_files_are_widened() {
     if !has_type(FloatDType::BF16) {
-        println!("skipped: the device has no BF16");
+        lacks("bfloat16");
         return;
     }
     let muon = config().with_rule(Rule::muon("matrix"));

@@ -5,6 +5,9 @@
 
 #![cfg(feature = "vulkan")]
 
+#[path = "common/skips.rs"]
+mod skips;
+
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Barrier, Mutex, Once};
@@ -267,7 +270,7 @@ fn scatters(kernel: &str) -> bool {
 #[test]
 fn launches_and_copies_of_a_step() {
     if std::env::var("BURN_DEVICE").as_deref() != Ok("vulkan") {
-        println!("skipped: launches are counted on BURN_DEVICE=vulkan");
+        skips::excused("launches are counted on BURN_DEVICE=vulkan");
         return;
     }
     let mut config = CubeClRuntimeConfig::default();

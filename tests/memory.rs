@@ -1,6 +1,9 @@
 //! The memory that orthogonalisations, steps and checkpoints take in addition to what they work on, as the
 //! allocators of the host and of CubeCL's devices see it.
 
+#[path = "common/skips.rs"]
+mod skips;
+
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
@@ -8,6 +11,7 @@ use burn::tensor::{DType, Device, Distribution, Tensor};
 use distmuon::dist::{DistMuonConfig, World};
 use distmuon::{Coefficients, Error, Form, IterationDtype, MuonConfig, NewtonSchulz, Rule};
 use peak_alloc::PeakAlloc;
+use skips::{excused, lacks};
 use std::path::Path;
 use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 
@@ -27,7 +31,7 @@ const SCRATCH: usize = 1 << 20;
 fn is_on_host() -> bool {
     let on_host = std::env::var("BURN_DEVICE").is_ok_and(|device| device != "flex");
     if on_host {
-        println!("skipped: the memory of the host is counted on Flex");
+        excused("the memory of the host is counted on Flex");
     }
     !on_host
 }
@@ -74,7 +78,7 @@ fn pages(shape: [usize; 3], form: Form) -> Option<usize> {
 fn a_device_reserves_what_is_announced() {
     let _alone = alone();
     if format!("{:?}", Device::default()).contains("CpuDevice") {
-        println!("skipped: CubeCL's CPU runtime frees buffers some time after their last use");
+        excused("CubeCL's CPU runtime frees buffers some time after their last use");
         return;
     }
     for (form, shape) in [
@@ -84,7 +88,7 @@ fn a_device_reserves_what_is_announced() {
         (Form::Gram, [4, 640, 640]),
     ] {
         let Some(pages) = pages(shape, form) else {
-            println!("skipped: the device does not count its memory");
+            lacks("counts of its memory");
             return;
         };
         let [_, m, n] = shape;

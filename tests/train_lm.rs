@@ -3,11 +3,16 @@
 #[cfg(feature = "mpi")]
 #[path = "common/mpirun.rs"]
 mod mpirun;
+#[cfg(feature = "mpi")]
+#[path = "common/skips.rs"]
+mod skips;
 
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
 
+#[cfg(feature = "mpi")]
+use skips::skip;
 use tempfile::TempDir;
 
 /// A folder with a text that is just large enough, and others that are no text to train on.
@@ -559,7 +564,7 @@ fn processes_without_a_launcher_are_told() {
         let output = alone.output().unwrap();
         let stderr = String::from_utf8_lossy(&output.stderr);
         if stderr.contains("build train_lm with") {
-            println!("skipped: train_lm was built without {engine}");
+            skip(format!("train_lm was built without {engine}"));
             continue;
         }
         assert!(!output.status.success() && stderr.contains("RANK is not set"), "{stderr}");

@@ -1,19 +1,21 @@
 """Times on a GPU what `benches/gpu.rs` times, by PyTorch: cuBLAS, compiled Newton-Schulz, and
-gram-newton-schulz where its wheel is installed.
+gram-newton-schulz where its wheel is installed. Prints a table in Markdown.
 
     python benches/peers/torch_gpu.py [--dtype bfloat16|float16] [--repeats N]
 """
 
 import argparse
+import os
 import statistics
 import sys
-import time
 
 SHAPES = [
     (1, 768, 3072), (1, 1024, 1024), (1, 1024, 4096), (1, 2048, 2048), (1, 2048, 8192), (1, 4096, 4096),
     (1, 4096, 14336), (1, 7168, 18432), (128, 2048, 2048), (16, 4096, 8192), (126, 64, 576),
 ]
 POLYNOMIALS = [(3.4445, -4.7750, 2.0315)] * 5
+# As in benches/gpu.rs: the least that a measurement takes, in milliseconds.
+LEAST_MS = 3.0
 
 
 def main() -> None:
@@ -21,6 +23,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
+    if os.environ.get("BURN_DEVICE", "cuda") != "cuda":
+        print("skipped: PyTorch is compared on CUDA")
+        return
     try:
         import torch
     except ImportError:
@@ -39,15 +44,23 @@ def main() -> None:
 
     compiled = torch.compile(newton_schulz)
 
-    def median(run) -> float:
-        times = []
-        for _ in range(options.repeats + 3):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
+    def timed(run, runs: int) -> float:
+        """Milliseconds of one of some runs, as the device counts them."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(runs):
             run()
-            torch.cuda.synchronize()
-            times.append((time.perf_counter() - start) * 1e3)
-        return statistics.median(times[3:])
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / runs
+
+    def median(run) -> float:
+        for _ in range(3):
+            timed(run, 1)
+        runs = 1
+        while timed(run, runs) * runs < LEAST_MS:
+            runs *= 2
+        return statistics.median(timed(run, runs) for _ in range(options.repeats))
 
     peers = {"eager": newton_schulz, "compiled": compiled}
     try:
@@ -56,7 +69,7 @@ def main() -> None:
         peers["gram-newton-schulz"] = GramNewtonSchulz()
     except ImportError:
         print("skipped: gram-newton-schulz is not installed")
-    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {options.dtype}\n")
+    print(f"\n## PyTorch {torch.__version__}, {torch.cuda.get_device_name()}, {options.dtype}\n")
     print("| shape | X X^T, ms | TFLOP/s | " + " | ".join(f"{name}, ms" for name in peers) + " |")
     print("|---" * (3 + len(peers)) + "|")
     for k, m, n in SHAPES:
@@ -65,7 +78,7 @@ def main() -> None:
         product = median(lambda: half @ half.mT)
         times = [f"{median(lambda: run(x)):.3f}" for run in peers.values()]
         tflops = 2 * k * m * m * n / product * 1e-9
-        print(f"| {k} x {m}x{n} | {product:.3f} | {tflops:.0f} | " + " | ".join(times) + " |")
+        print(f"| {k} x {m}x{n} | {product:.3f} | {tflops:.0f} | " + " | ".join(times) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ mod identity;
 mod matrices;
 mod mirror;
 pub mod product;
+#[cfg(test)]
+#[path = "../../tests/common/skips.rs"]
+mod skips;
 pub mod units;
 
 pub use error::{Error, Result};

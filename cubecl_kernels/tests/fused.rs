@@ -6,7 +6,7 @@ mod common;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
-use common::{Real, client, download, upload, values};
+use common::{Real, client, download, excused, upload, values};
 use cubecl::client::Client;
 use cubecl::server::Handle;
 use distmuon_kernels::fused::{
@@ -538,7 +538,7 @@ fn what_does_not_fit_is_refused() {
     says(add_identity(&client, &large).unwrap_err(), "Z");
     let double = ElemType::Float(FloatKind::F64);
     if client.properties().supports_type(double) {
-        println!("skipped: the device has all types");
+        excused("the device has all types");
     } else {
         let one = [(part(&whole, 1, 1), 0)];
         says(refuse(&client, &one, &flags, 2, double, f32::MAX).unwrap_err(), "has no");

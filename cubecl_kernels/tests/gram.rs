@@ -4,7 +4,7 @@ mod common;
 
 use core::ops::RangeInclusive;
 
-use common::{Real, client, download, upload};
+use common::{Real, client, download, lacks, upload};
 use cubecl::prelude::*;
 use distmuon_kernels::{Matrices, gram};
 
@@ -63,7 +63,7 @@ fn check<F: Real>(k: usize, m: usize, tolerance: f64) {
 fn check_steps<F: Real>(k: usize, m: usize, steps: RangeInclusive<usize>, tolerance: f64) {
     let Some(client) = client::<F>() else { return };
     if m > gram::most_rows(&client) {
-        println!("skipped: {m} rows do not fit into the device's shared memory");
+        lacks(format!("room for {m} rows in its shared memory"));
         return;
     }
     let rounded = |x: f64| -> f64 { F::new(x as f32).into() };

@@ -3,7 +3,7 @@
 mod common;
 
 use Layout::{Columns, Rows, Slice};
-use common::{Real, client, download, upload, values};
+use common::{Real, client, download, excused, lacks, upload, values};
 use cubecl::client::Client;
 use cubecl::features::MmaConfig;
 use cubecl::ir::{ElemType, FloatKind};
@@ -164,7 +164,7 @@ fn check_some<F: Real>(tolerance: f64) {
         let is_used = tilings.iter().any(|tiling| tiling.unit == unit);
         assert_eq!(is_used, has_unit::<F>(&client, unit), "{unit:?}");
         if !is_used {
-            println!("skipped: the device has no {unit:?} for {}", core::any::type_name::<F>());
+            lacks(format!("{unit:?} for {}", core::any::type_name::<F>()));
         }
     }
     for (i, tiling) in tilings.iter().enumerate() {
@@ -256,7 +256,7 @@ fn offsets_beyond_32_bits() {
     let most = client.properties().memory.max_page_size;
     // CubeCL's CPU runtime has all of the host's memory, which others need, too.
     if 2 * bytes > most {
-        println!("skipped: the device allocates {most} bytes at once, and the test needs {bytes}");
+        excused(format!("the device allocates {most} bytes at once, and the test needs {bytes}"));
         return;
     }
     let (values, dtype) = (values::<F>(2 * m * inner, 1), F::elem_type_native());
@@ -306,7 +306,7 @@ fn check_grid<F: Real>(tolerance: f64) {
         };
         match with_all() {
             Ok(()) => println!("passed: {k} x {m}x{inner}"),
-            Err(error @ Error::Memory { .. }) => println!("skipped: {k} x {m}x{inner}: {error}"),
+            Err(error @ Error::Memory { .. }) => excused(format!("{k} x {m}x{inner}: {error}")),
             Err(error) => panic!("{error}"),
         }
     }
@@ -397,7 +397,7 @@ fn what_does_not_go_together_is_refused() {
         let many = Matrices { shape: [count, 1, 1], strides: [0, 1, 1], ..of([1, 1, 1]) };
         says(error(&many, &many, None, Triangle::Full), "split the batch");
     } else {
-        println!("skipped: the device takes batches of any size");
+        excused("the device takes batches of any size");
     }
     // A column and a row that the device has, and a product of them that none has.
     let long = 1 << 22;

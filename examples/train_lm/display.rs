@@ -9,8 +9,8 @@ use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 
-use crate::options::LINE_EVERY;
-use crate::settings::{Progress, Settings};
+use super::options::LINE_EVERY;
+use super::settings::{Progress, Settings};
 
 /// Tells of the steps of one run, on rank 0.
 pub struct Display<'a> {

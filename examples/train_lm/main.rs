@@ -16,10 +16,11 @@ mod settings;
 mod stop;
 mod train;
 
+use std::ffi::OsString;
 use std::fs::File;
 use std::io::IsTerminal;
-use std::panic;
 use std::path::Path;
+use std::{env, panic};
 
 use anyhow::{Context, Result, anyhow};
 use burn::tensor::Device;
@@ -34,8 +35,13 @@ use tracing_subscriber::EnvFilter;
 use train::Run;
 
 fn main() -> Result<()> {
+    run(env::args_os())
+}
+
+/// Runs the program with these arguments, of which the first is its name.
+pub fn run(arguments: impl Iterator<Item = OsString>) -> Result<()> {
     tell_in_plain_lines();
-    let (options, saved) = options()?;
+    let (options, saved) = options(arguments)?;
     check_device()?;
     let stop = stop::on_ctrl_c()?;
     let world = options.engine.connect()?;
@@ -111,8 +117,8 @@ fn open_log(path: &Path, resumes: bool) -> Result<File> {
 }
 
 /// The command line, with the settings of the checkpoint that it names.
-fn options() -> Result<(Options, Option<Progress>)> {
-    let matches = Options::command().get_matches();
+fn options(arguments: impl Iterator<Item = OsString>) -> Result<(Options, Option<Progress>)> {
+    let matches = Options::command().get_matches_from(arguments);
     let mut options = Options::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let Some(path) = &options.resume else {
         return Ok((options, None));

@@ -12,7 +12,7 @@ use distmuon::{
 };
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::model::Gpt;
+use super::model::Gpt;
 
 #[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]

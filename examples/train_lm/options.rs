@@ -9,8 +9,8 @@ use distmuon::dist::World;
 #[cfg(any(feature = "mpi", feature = "cuda"))]
 use distmuon::dist::{DEADLINE, Launch};
 
-use crate::optimizer::OptimizerName;
-use crate::settings::Settings;
+use super::optimizer::OptimizerName;
+use super::settings::Settings;
 
 /// Steps between lines, looks at skipped steps and, unless told otherwise, validations.
 pub const LINE_EVERY: usize = 25;

@@ -9,10 +9,10 @@ use distmuon::checkpoint;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
-use crate::data::Corpus;
-use crate::model::GptConfig;
-use crate::optimizer::OptimizerName;
-use crate::options::{at_least_one, positive};
+use super::data::Corpus;
+use super::model::GptConfig;
+use super::optimizer::OptimizerName;
+use super::options::{at_least_one, positive};
 
 /// The settings that a continued run takes from its checkpoint.
 #[derive(Args, Serialize, Deserialize, Debug, Clone)]

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
 
-use crate::train::Run;
+use super::train::Run;
 
 /// The flag that the first Ctrl-C sets. The second one ends the program.
 pub fn on_ctrl_c() -> Result<Arc<AtomicBool>> {

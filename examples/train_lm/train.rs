@@ -13,13 +13,13 @@ use burn::tensor::{Device, Int, Tensor, TensorData, activation::softmax, s};
 use distmuon::dist::World;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
-use crate::data::{Corpus, Split};
-use crate::display::Display;
-use crate::model::{Gpt, GptConfig};
-use crate::optimizer::{Optim, OptimizerName};
-use crate::options::{LINE_EVERY, Options};
-use crate::report::Summary;
-use crate::settings::{Progress, Settings};
+use super::data::{Corpus, Split};
+use super::display::Display;
+use super::model::{Gpt, GptConfig};
+use super::optimizer::{Optim, OptimizerName};
+use super::options::{LINE_EVERY, Options};
+use super::report::Summary;
+use super::settings::{Progress, Settings};
 
 /// Inputs and targets, `[sequences, context]` each.
 type Batch = [Tensor<2, Int>; 2];

@@ -210,6 +210,7 @@ mod tests {
     use crate::adamw::moment_dtype;
     use crate::computed::rounds_to;
     use crate::skipped::SkippedSteps;
+    use crate::skips::lacks;
 
     #[test]
     fn the_fastest_engine_computes_what_burns_operations_do() {
@@ -243,7 +244,7 @@ mod tests {
             (DType::BF16, Some(&factor)),
         ] {
             if !(device.supports_dtype(dtype) && rounds_to(&device, dtype.into())) {
-                println!("skipped: the device has no {dtype:?}");
+                lacks(format!("{dtype:?}"));
                 continue;
             }
             let cast = |tensor: &Tensor<1>| tensor.clone().cast(dtype);
@@ -286,7 +287,7 @@ mod tests {
     fn small_gradients_in_float16_make_small_steps() {
         let device = Device::default();
         if !device.supports_dtype(DType::F16) {
-            println!("skipped: the device has no F16");
+            lacks("float16");
             return;
         }
         for kernels in [Kernels::Auto, Kernels::Portable] {

@@ -17,7 +17,7 @@ use distmuon::{
 use safetensors::SafeTensors;
 use serde::{Deserialize, Serialize};
 
-use crate::common::{has_type, tf32_or};
+use super::common::{has_type, tf32_or};
 
 pub use own::{check_own, write_own};
 

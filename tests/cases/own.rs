@@ -8,8 +8,8 @@ use faer::Mat;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 
+use super::super::common::{newton_schulz, random};
 use super::{Case, Header, MuonSettings, Outcome, ScaleName, ViewName};
-use crate::common::{newton_schulz, random};
 
 /// Steps of a case.
 const STEPS: usize = 4;

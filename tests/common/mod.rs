@@ -1,6 +1,8 @@
 //! Float64 references that share no code with the crate.
 
-#![allow(dead_code)] // every test target uses its own part
+#![allow(dead_code, unused_imports)] // every test target uses its own part
+
+mod skips;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
@@ -9,6 +11,7 @@ use distmuon::Kernels;
 use distmuon::orthogonalize::Engine;
 use faer::Mat;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
+pub use skips::{excused, lacks, skip};
 
 /// Whether the device rounds the factors of float32 products to TF32, as Burn's own products on CUDA are.
 pub fn has_tf32() -> bool {
@@ -137,7 +140,7 @@ pub fn beyond_memory(rows: usize, columns: usize) -> Option<Tensor<2>> {
     let device = Device::default();
     let engine = Engine::choose(Kernels::Auto, &device, FloatDType::F32);
     if !matches!(engine, Engine::Cube { .. }) {
-        println!("skipped: only CubeCL's devices tell what they can't allocate");
+        excused("only CubeCL's devices tell what they can't allocate");
         return None;
     }
     // A tebibyte.

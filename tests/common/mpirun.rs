@@ -2,6 +2,8 @@
 
 use std::process::Command;
 
+use super::skip;
+
 /// Open MPI asks twice before it runs as root, as containers do.
 pub const ROOT: [(&str, &str); 2] =
     [("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")];
@@ -12,7 +14,7 @@ pub fn is_there() -> bool {
     let found =
         version.is_ok_and(|said| String::from_utf8_lossy(&said.stdout).contains("Open MPI"));
     if !found {
-        println!("skipped: there is no mpirun of Open MPI");
+        skip("there is no mpirun of Open MPI");
     }
     found
 }

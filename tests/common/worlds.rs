@@ -15,6 +15,8 @@ use distmuon::dist::World;
 use libtest_mimic::Trial;
 use serde::{Serialize, de::DeserializeOwned};
 
+use super::common::skip;
+
 #[cfg(feature = "cuda")]
 use super::host::Waits;
 

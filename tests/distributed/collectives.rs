@@ -5,7 +5,7 @@ use distmuon::Error;
 use distmuon::dist::{ReduceOp, World};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
-use crate::common::bits;
+use crate::common::{bits, lacks};
 use crate::worlds::{self, Case, cases};
 use crate::{ranks, watched};
 
@@ -24,7 +24,7 @@ const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 fn collectives_move_what_they_say() {
     for dtype in DTYPES {
         if !Device::default().supports_dtype(dtype) {
-            println!("skipped: the device has no {dtype:?}");
+            lacks(format!("{dtype:?}"));
             continue;
         }
         let engine = worlds::name();

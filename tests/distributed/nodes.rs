@@ -7,7 +7,7 @@ use distmuon::Error;
 use distmuon::dist::ReduceOp;
 use distmuon::dist::comm::{Communicator, Hierarchy, Pending};
 
-use crate::common::bits;
+use crate::common::{bits, excused};
 use crate::worlds::{self, Case, cases};
 use crate::{Net, collectives, config, ranks, trained, watched};
 
@@ -50,7 +50,7 @@ fn nodes_are_bit_equal_to_a_flat_world() {
 /// Neighbours in nodes of two: the order of additions is that of all ranks.
 fn nodes_of_neighbours_have_the_bits_of_sums_in_pairs() {
     if !worlds::is_exact() {
-        println!("skipped: NCCL adds up in an order of its own");
+        excused("NCCL adds up in an order of its own");
         return;
     }
     let checked = ranks(4, |world| {

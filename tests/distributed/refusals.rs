@@ -253,7 +253,7 @@ fn two_backends() -> Option<[Device; 2]> {
     #[cfg(all(feature = "flex", feature = "cpu"))]
     return Some([Device::flex(), Device::cpu()]);
     #[cfg(not(all(feature = "flex", feature = "cpu")))]
-    println!("skipped: there is one backend");
+    common::skip("there is one backend");
     #[cfg(not(all(feature = "flex", feature = "cpu")))]
     None
 }

@@ -6,7 +6,7 @@ use distmuon::dist::DistMuonConfig;
 use distmuon::{MuonConfig, Rule};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
-use crate::common::{gradients, weights};
+use crate::common::{gradients, lacks, weights};
 use crate::worlds::{self, Case, cases};
 use crate::{device, ranks};
 
@@ -93,7 +93,7 @@ fn half_precision_is_bit_equal_too() {
     let shapes = [[16, 24], [24, 16], [24, 16], [7, 5]];
     for dtype in [DType::F16, DType::BF16] {
         if !Device::default().supports_dtype(dtype) {
-            println!("skipped: the device has no {dtype:?}");
+            lacks(format!("{dtype:?}"));
             continue;
         }
         let alone = Stack::trained(&shapes, dtype, 1, &matrices_only());

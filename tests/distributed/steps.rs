@@ -12,7 +12,7 @@ use distmuon::dist::{CostSource, DistMuonConfig, Gradients, World};
 use distmuon::{MuonConfig, Rule};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
-use crate::common::{Fixed, bits, gradients, weights};
+use crate::common::{Fixed, bits, excused, gradients, lacks, weights};
 use crate::worlds::{self, Case, cases};
 use crate::{Net, config, device, ranks, ranks_here, trained};
 
@@ -274,7 +274,7 @@ fn frozen_parameters_take_no_part() {
 fn a_model_in_the_devices_default_type_is_trained() {
     let dtype = Tensor::<1>::ones([1], &Device::default()).dtype();
     if dtype == DType::F64 {
-        println!("skipped: no collective takes float64");
+        excused("no collective takes float64");
         return;
     }
     let runs = ranks(2, |world| {
@@ -316,7 +316,7 @@ fn gradients_whose_squares_overflow_are_clipped_and_not_refused() {
 /// Of float16 gradients with a norm of about a million, the factor itself would be a subnormal number.
 fn clipping_is_as_exact_in_half_precision_as_its_gradients() {
     if !Device::default().supports_dtype(FloatDType::F16) {
-        println!("skipped: the device has no float16");
+        lacks("float16");
         return;
     }
     let momentum = |dtype: DType| {

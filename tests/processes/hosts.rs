@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use distmuon::Error;
 use distmuon::dist::Launch;
 
+use crate::common::skip;
 use crate::ranks::{self, CUT_AT, FOLDER, text, trained};
 use crate::worlds::mpirun::{ROOT, is_there};
 
@@ -186,7 +187,7 @@ pub fn lose_each_other_and_go_on_later() {
         return;
     }
     let Some(hosts) = Hosts::new() else {
-        return println!("skipped: network namespaces are not permitted");
+        return skip("network namespaces are not permitted");
     };
     let undisturbed = tempfile::tempdir().unwrap();
     let (described, expected) = succeed(&hosts, undisturbed.path());

@@ -13,6 +13,9 @@ mod host;
 mod hosts;
 #[cfg(all(feature = "cuda", target_os = "linux"))]
 mod ranks;
+#[cfg(not(all(feature = "cuda", target_os = "linux")))]
+#[path = "../common/skips.rs"]
+mod skips;
 #[cfg(all(feature = "cuda", target_os = "linux"))]
 #[path = "../common/watched.rs"]
 mod watched;
@@ -24,5 +27,5 @@ fn main() {
     #[cfg(all(feature = "cuda", target_os = "linux"))]
     ranks::main();
     #[cfg(not(all(feature = "cuda", target_os = "linux")))]
-    println!("skipped: processes train over nccl, which needs --features cuda, and on Linux");
+    skips::skip("processes train over nccl, which needs --features cuda, and on Linux");
 }

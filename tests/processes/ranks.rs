@@ -20,7 +20,7 @@ use distmuon::dist::{DistMuonConfig, Launch, World};
 use libtest_mimic::{Arguments, Trial};
 use rand::{SeedableRng, rngs::StdRng};
 
-use crate::common::{Fixed, gradients, weights};
+use crate::common::{Fixed, excused, gradients, skip, weights};
 use crate::host::{self, Waits};
 #[cfg(feature = "mpi")]
 use crate::hosts;
@@ -358,7 +358,7 @@ fn torchrun_starts_them() {
             assert!(output.status.success(), "{}", text(&output.stderr));
             assert!(trained(folder.path(), RANKS) == expected());
         }
-        Err(_) => println!("skipped: there is no torchrun"),
+        Err(_) => skip("there is no torchrun"),
     }
 }
 
@@ -387,7 +387,7 @@ fn what_is_missing_is_said() {
         let mut program = program();
         program.env(FOLDER, folder.path()).envs(variables.iter().copied());
         if said[0] == "NCCL was not found" && system_has_nccl() {
-            println!("skipped: this system has NCCL");
+            excused("this system has NCCL");
             continue;
         }
         let output = program.output().unwrap();

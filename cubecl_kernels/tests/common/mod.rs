@@ -1,13 +1,17 @@
 //! What the tests of the kernels share.
-#![allow(dead_code)] // every test uses a part
+#![allow(dead_code, unused_imports)] // every test uses a part
+
+#[path = "../../../tests/common/skips.rs"]
+mod skips;
 
 use cubecl::client::Client;
+use cubecl::device::RuntimeId;
 use cubecl::features::TypeUsage;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::wgpu::{WgpuDevice, WgpuServer, WgslCompiler};
-use cubecl_core::device::Device as _;
+pub use skips::{excused, lacks, skip};
 
 /// The types of matrices.
 pub trait Real: Float + CubeElement + Into<f64> {}
@@ -22,7 +26,10 @@ pub fn device_client() -> Client {
         "cuda" => cubecl::Device::Cuda(Default::default()).client(),
         #[cfg(feature = "cpu")]
         "cpu" => cubecl::Device::Cpu(Default::default()).client(),
-        "wgsl" => Client::load::<WgpuServer<WgslCompiler>>(WgpuDevice::default().to_id()),
+        "wgsl" => {
+            let device = cubecl::Device::Wgpu(WgpuDevice::default());
+            Client::load::<WgpuServer<WgslCompiler>>(RuntimeId::strip(device.to_id()))
+        }
         _ => cubecl::Device::Wgpu(Default::default()).client(),
     }
 }
@@ -30,12 +37,12 @@ pub fn device_client() -> Client {
 /// A client, if there is a device and it has the type.
 pub fn client<F: Real>() -> Option<Client> {
     let Ok(client) = std::panic::catch_unwind(device_client) else {
-        println!("skipped: there is no device");
+        skip("there is no device");
         return None;
     };
     let has = F::supported_uses(&client).contains(TypeUsage::Buffer) && rounds_to::<F>(&client);
     if !has {
-        println!("skipped: the device has no {}", core::any::type_name::<F>());
+        lacks(core::any::type_name::<F>());
     }
     has.then_some(client)
 }

@@ -169,6 +169,7 @@ mod tests {
 
     use super::*;
     use crate::cube::primitive;
+    use crate::skips::excused;
 
     fn random(shape: [usize; 3]) -> Tensor<3> {
         Tensor::random(shape, Distribution::Uniform(-1.0, 1.0), &Device::default())
@@ -178,7 +179,7 @@ mod tests {
     #[test]
     fn all_candidates_compute_the_same() {
         if !matches!(Device::default().as_dispatch(), DispatchDevice::Cube(_)) {
-            println!("skipped: kernels are measured on CubeCL's devices");
+            excused("kernels are measured on CubeCL's devices");
             return;
         }
         for ([k, m, inner], triangle) in [

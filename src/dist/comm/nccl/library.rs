@@ -5,7 +5,7 @@
 //! which neither Debian's packages nor PyTorch's wheels install without the development files.
 
 use std::error::Error as _;
-use std::ffi::{CStr, OsString};
+use std::ffi::{CStr, OsStr, OsString};
 use std::os::raw::{c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
 use std::{env, fs};
@@ -163,18 +163,32 @@ fn candidates() -> Vec<PathBuf> {
     let given =
         given.map(PathBuf::from).into_iter().flat_map(|folder| NAMES.map(|name| folder.join(name)));
     let plain = NAMES.map(PathBuf::from);
-    given.chain(plain).chain(wheels()).collect()
+    given.chain(plain).chain(wheels(prefixes())).collect()
 }
 
-/// NCCL as Python packages install it, in the environments that may be meant.
-fn wheels() -> Vec<PathBuf> {
-    let prefix = |variable| env::var_os(variable).filter(|value: &OsString| !value.is_empty());
-    let home = prefix("HOME").map(|home| Path::new(&home).join(".local"));
-    let prefixes =
-        ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(prefix).map(PathBuf::from);
-    let prefixes = prefixes.chain(home).chain(["/usr/local".into(), "/usr".into()]);
-    let pythons =
-        prefixes.flat_map(|prefix| fs::read_dir(prefix.join("lib")).into_iter().flatten());
+/// Where Python environments that may be meant are installed: those that variables name, that of the `python3`
+/// on the PATH (of which an image need not set a variable), the user's, and the system's.
+fn prefixes() -> Vec<PathBuf> {
+    let variable = |name| env::var_os(name).filter(|value: &OsString| !value.is_empty());
+    let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(variable);
+    let on_path = variable("PATH").and_then(|path| prefix_of_python(&path));
+    let home = variable("HOME").map(|home| Path::new(&home).join(".local"));
+    let system = ["/usr/local".into(), "/usr".into()];
+    active.map(PathBuf::from).chain(on_path).chain(home).chain(system).collect()
+}
+
+/// The environment of the first `python3` in these folders. A virtual environment's is a link that leads out of
+/// it, and is not followed.
+fn prefix_of_python(path: &OsStr) -> Option<PathBuf> {
+    let folder = env::split_paths(path).find(|folder| folder.join("python3").is_file())?;
+    folder.parent().map(Path::to_owned)
+}
+
+/// NCCL as Python packages install it, in these environments.
+fn wheels(prefixes: Vec<PathBuf>) -> Vec<PathBuf> {
+    let pythons = prefixes
+        .into_iter()
+        .flat_map(|prefix| fs::read_dir(prefix.join("lib")).into_iter().flatten());
     let pythons = pythons
         .flatten()
         .filter(|found| found.file_name().to_string_lossy().starts_with("python3"));
@@ -194,5 +208,24 @@ mod tests {
     fn versions_are_read_as_they_are_written() {
         assert_eq!(dotted(22_903), "2.29.3");
         assert_eq!(dotted(2_708), "2.7.8");
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn the_wheel_of_the_python_on_the_path_is_found() {
+        let root = tempfile::tempdir().unwrap();
+        let [system, venv] = ["system", "venv"].map(|name| root.path().join(name));
+        let packages = venv.join("lib/python3.12/site-packages/nvidia/nccl/lib");
+        for folder in [&packages, &venv.join("bin"), &system.join("bin")] {
+            fs::create_dir_all(folder).unwrap();
+        }
+        fs::write(system.join("bin/python3"), "").unwrap();
+        std::os::unix::fs::symlink(system.join("bin/python3"), venv.join("bin/python3")).unwrap();
+        let library = packages.join(NAMES[0]);
+        fs::write(&library, "").unwrap();
+        let path = env::join_paths([root.path(), &venv.join("bin"), &system.join("bin")]).unwrap();
+        let prefix = prefix_of_python(&path).expect("there is a python3");
+        assert_eq!(prefix, venv);
+        assert_eq!(wheels(vec![system, prefix]), [library]);
     }
 }
