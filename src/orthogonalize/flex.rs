@@ -22,11 +22,6 @@ pub(crate) const CHUNK: usize = NORM_PART;
 /// Side of the tiles in which a triangle is mirrored, so that both sides stay in the cache.
 const MIRROR_TILE: usize = 32;
 
-/// Tells whether each product of the iteration of a matrix is worth several threads.
-pub fn takes_all_threads([m, n]: [usize; 2]) -> bool {
-    m.min(n).pow(3) >= THREADS_FROM
-}
-
 /// Whether the products here take this type; the others are left to Burn.
 pub fn serves(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)

@@ -272,11 +272,8 @@ impl NewtonSchulz {
             return batch;
         }
         let plan = self.plan(batch.dims(), batch.dtype(), &batch.device());
-        // How many matrices the workspace has room for. Those that take all threads one by one stay in the cache alone.
-        let part = match plan.engine.takes_matrices_singly([m, n]) {
-            true => 1,
-            false => (self.workspace * 1_000_000 / plan.workspace).max(1),
-        };
+        // How many matrices the workspace has room for.
+        let part = (self.workspace * 1_000_000 / plan.workspace).max(1);
         if part >= k {
             #[cfg(feature = "cube")]
             if let Some(replayed) = self.replayed(&plan, &batch, norms.as_ref()) {

@@ -265,15 +265,6 @@ impl Engine {
         Tensor::from_dispatch(Dispatch::accumulate_small(r.into_dispatch(), schedule.to_vec()))
     }
 
-    /// Tells whether matrices of this shape are worked on one after the other, each by all threads.
-    pub(crate) fn takes_matrices_singly(self, shape: [usize; 2]) -> bool {
-        match self {
-            #[cfg(feature = "flex")]
-            Self::Flex => super::flex::takes_all_threads(shape),
-            _ => false,
-        }
-    }
-
     /// Room for what a kernel writes; it may hold anything.
     pub(crate) fn room(self, shape: [usize; 3], dtype: DType, device: &Device) -> Tensor<3> {
         match self {
