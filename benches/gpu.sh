@@ -113,6 +113,8 @@ run() {
     grep -q "^$name " <<<"$plan" || { echo "gpu.sh: no step $name among: $(cut -d' ' -f1 <<<"$plan" | xargs)" >&2; exit 2; }
   done
   export DISTMUON_MUST_RUN=1 BURN_DEVICE=$device
+  # As cargo does: LLVM may be the Rust toolchain's.
+  [ -n "$packed" ] || export LD_LIBRARY_PATH=$(rustc --print sysroot)/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
   # The driver keeps what it compiled for later steps and runs.
   export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-${TMPDIR:-/tmp}/distmuon-cuda} CUDA_CACHE_MAXSIZE=4294967296
   cd "$here"
