@@ -1,5 +1,8 @@
 //! Tensors of several parameters in one call of a backend.
 
+// Of the enum below and those that its macro makes: each lives for one call, and a box would be an allocation for it.
+#![allow(clippy::large_enum_variant)]
+
 use std::ops::Range;
 
 use burn::backend::{Backend, Dispatch, ExtensionType, tensor::FloatTensor};

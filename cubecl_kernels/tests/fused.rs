@@ -187,7 +187,7 @@ fn check_muon<F: Real>(tolerance: f64) {
                 lr: lr(flag),
             };
             let steps: Vec<_> = parameters.iter().cloned().enumerate().map(updated).collect();
-            apply(&client, &steps, &update, &left, (&late, 2), batch, 0, [dtype; 2]).unwrap();
+            apply(&client, &steps, &update, &left, (&late, 2), (batch, 0), [dtype; 2]).unwrap();
             let expected: Vec<f64> = (0..batch.len())
                 .map(|i| match is_taken(i) && !is_late(i) {
                     true => {
@@ -241,7 +241,7 @@ fn mixed_types() {
     let (left, late) = (upload::<f32>(&client, &[0.0]), upload::<f32>(&client, &[0.0; 3]));
     let direction = normal.unwrap();
     let updated = [Updated { values: parameter.clone(), flag: 0, keep: 0.75, lr: 2.0 }];
-    apply(&client, &updated, &direction, &left, (&late, 0), batch, 0, [F32, half]).unwrap();
+    apply(&client, &updated, &direction, &left, (&late, 0), (batch, 0), [F32, half]).unwrap();
     let directions = download::<F>(&client, &direction);
     let updated: Vec<f64> =
         parameters.iter().zip(&directions).map(|(p, u)| 0.75 * p - 2.0 * u).collect();
@@ -459,7 +459,7 @@ fn nothing_to_do() {
         normalize(&client, &update, &norms, batch, [F32; 2], 0.0).unwrap();
         let values = nothing;
         let updated = [Updated { values: values.clone(), flag: 0, keep: 0.0, lr: 1.0 }];
-        apply(&client, &updated, &update, &flags, (&flags, 0), batch, 0, [F32; 2]).unwrap();
+        apply(&client, &updated, &update, &flags, (&flags, 0), (batch, 0), [F32; 2]).unwrap();
         let constants = AdamW { beta_1: 0.9, beta_2: 0.9, epsilon: 0.0 };
         let controls = Controls { left: &flags, corrections: [&flags; 2], factor: None };
         let grad = handle.clone();
@@ -515,7 +515,7 @@ fn what_does_not_fit_is_refused() {
     says(taken(&whole, Norms { handle: flags.clone(), parts: 1 }), "norms");
     let applied = |values, direction, late| {
         let updated = [Updated { values: of(values), flag: 0, keep: 1.0, lr: 1.0 }];
-        apply(&client, &updated, direction, &flags, (late, 0), batch, 0, [F32; 2]).unwrap_err()
+        apply(&client, &updated, direction, &flags, (late, 0), (batch, 0), [F32; 2]).unwrap_err()
     };
     says(applied(&short, &whole, &flags), "parameter");
     says(applied(&whole, &short, &flags), "direction");

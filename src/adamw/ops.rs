@@ -232,7 +232,7 @@ mod tests {
         let rates = |i: usize| Rates { keep: 1.0 - 0.01 * i as f64, lr: f64::from(0.1 * i as f32) };
         let part = |i: usize| Part { flag: i, first: firsts[i], rates: rates(i) };
         let parts: Vec<Part> = (0..lengths.len()).map(part).collect();
-        let grads = random(-1.0, 1.0).slice_fill([firsts[3]..firsts[3] + 1], f32::NAN);
+        let grads = random(-1.0, 1.0).slice_fill(s![firsts[3]..firsts[3] + 1], f32::NAN);
         let (values, first, second) = (random(-1.0, 1.0), random(-1.0, 1.0), random(0.0, 1.0));
         let split = |tensor: Tensor<1>| tensor.split_with_sizes(lengths.to_vec(), 0);
         let settings = AdamWSettings::new();
@@ -275,7 +275,7 @@ mod tests {
                 };
                 let difference = norm(fast.clone() - plain.clone()) / norm(plain);
                 assert!(difference < tolerance, "{dtype:?}: {difference}");
-                let refused = |of: Tensor<1>| of.slice([firsts[3]..firsts[4]]);
+                let refused = |of: Tensor<1>| of.slice(s![firsts[3]..firsts[4]]);
                 let kept = refused(fast) - refused(old.clone().cast(dtype));
                 assert_eq!(kept.abs().max().into_scalar::<f32>(), 0.0, "what is refused stays");
             }

@@ -87,8 +87,7 @@ impl StepOps for CubeBackend {
             &direction.handle,
             &left.handle,
             (&late.handle, first_late),
-            of,
-            first,
+            (of, first),
             dtypes.map(dtype_to_elem_type),
         )
         .expect(FITS);

@@ -188,8 +188,7 @@ pub fn apply(
     directions: &Handle,
     left: &Handle,
     (late, first_late): (&Handle, usize),
-    batch: Batch,
-    mut first: usize,
+    (batch, mut first): (Batch, usize),
     dtypes: [ElemType; 2],
 ) -> Result<()> {
     batch.check(client, &[("the direction", directions, dtypes[1])])?;
