@@ -5,9 +5,9 @@
 //! parameter says if it is left as it is, with its momentum or moments. Everything is computed in float32 and
 //! rounded once.
 //!
-//! Nothing is launched on what does not fit: [`Error::Dtype`](crate::Error::Dtype) for a type that the device
-//! does not have, [`Error::Buffer`](crate::Error::Buffer) for a buffer that is too small,
-//! [`Error::TooLarge`](crate::Error::TooLarge) for more elements than it has addresses.
+//! Nothing is launched on what does not fit: [`Error::Dtype`] for a type that the device does not have,
+//! [`Error::Buffer`] for a buffer that is too small, [`Error::Shape`] for rows that are not those of the batch,
+//! [`Error::TooLarge`] for more elements than it has addresses.
 
 mod adamw;
 mod muon;
