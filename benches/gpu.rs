@@ -1,4 +1,4 @@
-//! What a launch, a symmetric product, an iteration, a step and a collective take on a GPU; see `docs/gpu.md`.
+//! Times of launches, symmetric products, iterations, steps and collectives on a GPU; see `docs/gpu.md`.
 //!
 //! ```text
 //! BURN_DEVICE=cuda cargo bench --bench gpu --features cuda,burn/autotune
@@ -13,7 +13,7 @@ mod collectives;
 mod common;
 #[path = "../tests/common/skips.rs"]
 mod skips;
-#[allow(dead_code)] // `main`
+#[allow(dead_code)] // this program calls `run`, not the example's `main`
 #[path = "../examples/train_lm/main.rs"]
 mod train_lm;
 
@@ -38,7 +38,7 @@ const LEAST_MS: f64 = 3.0;
 
 #[derive(Parser)]
 struct Options {
-    /// What to measure.
+    /// Subjects to measure; all if none is named.
     #[arg(value_enum, default_values_t = Subject::value_variants().to_vec())]
     subjects: Vec<Subject>,
     /// Shapes of products and iterations.
@@ -220,7 +220,7 @@ fn random(shape: [usize; 3], dtype: DType, device: &Device) -> Tensor<3> {
     Tensor::<3>::random(shape, Distribution::Normal(0.0, 1.0), device).cast(dtype)
 }
 
-/// What the smallest of launches takes on the host: a kernel by CubeCL, and an operation by Burn.
+/// Prints the host's time for the smallest launches: of a kernel by CubeCL, and of operations by Burn.
 fn launches(device: &Device, repeats: usize) {
     println!("\n## Launches on 4 KB\n");
     println!("| launch | host, µs | host and device, µs |\n|---|---|---|");

@@ -47,7 +47,7 @@ pub(crate) mod gpu {
     const RANKS: usize = 2;
     /// The case that a process of such a world runs.
     const CASE: &str = "DISTMUON_TEST_CASE";
-    /// What makes `tests/gpu_suite.rs` run [`rank`] alone; the program of this file needs no arguments.
+    /// The arguments with which `tests/gpu_suite.rs` runs [`rank`] alone; the program of this file needs none.
     const RANK_ONLY: [&str; 4] = ["nccl_rank", "--exact", "--ignored", "--nocapture"];
     const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 

@@ -5,10 +5,10 @@
 // Every module brings what it shares with others, as it does in a program of its own.
 #![allow(clippy::duplicate_mod)]
 
-#[allow(dead_code)] // `main`
+#[allow(dead_code)] // its `main`; this program runs its trials
 #[path = "conformance.rs"]
 mod conformance;
-#[allow(dead_code)] // `main`
+#[allow(dead_code)] // its `main`; this program runs its trials
 #[path = "cuda.rs"]
 mod cuda;
 #[path = "dist_muon.rs"]

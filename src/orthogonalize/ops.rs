@@ -306,7 +306,7 @@ impl Engine {
 /// The norms of a batch, as [`MatrixOps::norms`] returns them.
 pub(crate) struct Norms(pub Tensor<3>);
 
-/// In how many parts the norms of rows of so many elements are taken.
+/// The number of parts that the norm of a row of so many elements is taken in.
 pub(crate) fn norm_parts(elements: usize) -> usize {
     elements.div_ceil(NORM_PART).max(1)
 }

@@ -71,7 +71,7 @@ impl Product<'_> {
             let setup = self.validated_setup(client, &tiling, &result);
             match setup.and_then(|setup| prove(&tiling).map(|()| setup)) {
                 Ok(setup) => return Ok(Choice { tiling, setup }),
-                // Nothing that is said of the tiling: a choice is for good.
+                // It says nothing of the tiling, and a choice is kept for good.
                 Err(error @ Error::Read(_)) => return Err(error),
                 Err(error) => refusal = error,
             }

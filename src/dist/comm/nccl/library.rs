@@ -166,8 +166,8 @@ fn candidates() -> Vec<PathBuf> {
     given.chain(plain).chain(wheels(prefixes())).collect()
 }
 
-/// Where Python environments that may be meant are installed: those that variables name, that of the `python3`
-/// on the PATH (of which an image need not set a variable), the user's, and the system's.
+/// The folders of Python environments that may have NCCL: those that variables name, that of the `python3` on the
+/// PATH (for which an image need not set a variable), the user's, and the system's.
 fn prefixes() -> Vec<PathBuf> {
     let variable = |name| env::var_os(name).filter(|value: &OsString| !value.is_empty());
     let active = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(variable);
