@@ -104,7 +104,9 @@ impl SkippedSteps {
         let known: Vec<_> = known.collect();
         drop(counts); // nobody waits for a device with the lock
         let read = summed(known.iter().map(|(names, counts)| (names.clone(), counts.values())));
-        known.into_iter().for_each(|(_, counts)| self.lock().retire(counts));
+        let mut counts = self.lock();
+        known.into_iter().for_each(|(_, kept)| counts.retire(kept));
+        drop(counts);
         read
     }
 

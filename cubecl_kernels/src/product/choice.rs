@@ -1,6 +1,7 @@
 //! Choices that are kept for products of one layout, which come again at every step.
 
 use std::collections::HashMap;
+use std::hash::Hash;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use cubecl::client::Client;
@@ -40,12 +41,30 @@ fn layout(matrices: &Matrices) -> Layout {
     (matrices.shape, matrices.strides, (offset | 1 << LONGEST_VECTOR).trailing_zeros())
 }
 
+/// Values that are worked out once.
+type Known<K, V> = LazyLock<Mutex<HashMap<K, V>>>;
+
+/// The known value of a key, else what is made for it, which is kept then. It is made without the lock, since a proof
+/// waits for the device.
+fn known_or<K: Eq + Hash, V: Clone>(
+    known: &Mutex<HashMap<K, V>>,
+    key: K,
+    make: impl FnOnce() -> Result<V>,
+) -> Result<V> {
+    // Entries are whole whenever the lock is free.
+    let known = || known.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(value) = known().get(&key) {
+        return Ok(value.clone());
+    }
+    let value = make()?;
+    known().insert(key, value.clone());
+    Ok(value)
+}
+
 impl Product<'_> {
     /// The tiling that suits the product best of those that are not refused and multiply integers exactly.
     pub(super) fn choice(&self, client: &Client) -> Result<Arc<Choice>> {
-        static KNOWN: LazyLock<Mutex<HashMap<Key, Arc<Choice>>>> = LazyLock::new(Mutex::default);
-        // Entries are whole whenever the lock is free.
-        let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        static KNOWN: Known<Key, Arc<Choice>> = LazyLock::new(Mutex::default);
         let addend = self.addend.map(|(addend, _)| addend);
         let key = Key {
             device: client.service_id(),
@@ -53,13 +72,8 @@ impl Product<'_> {
             triangle: self.triangle,
             operands: [Some(self.a), Some(self.b), addend].map(|of| of.map(layout)),
         };
-        if let Some(choice) = known().get(&key) {
-            return Ok(choice.clone());
-        }
-        // Without the lock: a proof waits for the device.
-        let choice = Arc::new(self.choose(client, |tiling| tiling.proven(client, self.a.dtype))?);
-        known().insert(key, choice.clone());
-        Ok(choice)
+        let prove = |tiling: &Tiling| tiling.proven(client, self.a.dtype);
+        known_or(&KNOWN, key, || self.choose(client, prove).map(Arc::new))
     }
 
     /// The choice among the tilings that a proof does not refuse.
@@ -88,20 +102,9 @@ impl Tiling {
     ///
     /// [`Error::Refused`], and those of [`multiplies_integers`](Self::multiplies_integers).
     pub fn proven(&self, client: &Client, dtype: ElemType) -> Result<()> {
-        type Asked = (ServiceId, ElemType, Tiling);
-        static KNOWN: LazyLock<Mutex<HashMap<Asked, bool>>> = LazyLock::new(Mutex::default);
-        let known = || KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+        static KNOWN: Known<(ServiceId, ElemType, Tiling), bool> = LazyLock::new(Mutex::default);
         let key = (client.service_id(), dtype, *self);
-        let asked = known().get(&key).copied();
-        let is_exact = match asked {
-            Some(is_exact) => is_exact,
-            None => {
-                let is_exact = self.multiplies_integers(client, dtype)?;
-                known().insert(key, is_exact);
-                is_exact
-            }
-        };
-        match is_exact {
+        match known_or(&KNOWN, key, || self.multiplies_integers(client, dtype))? {
             true => Ok(()),
             false => Err(Error::Refused {
                 kernel: self.to_string(),
