@@ -1,11 +1,22 @@
 //! Tensors of Burn's CubeCL backends as the kernels take them.
 
+#[cfg(feature = "fusion")]
+use std::sync::mpsc::{Sender, channel};
+
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::{TensorMetadata, tensor::FloatTensor};
 use burn::tensor::{DType, Device, Shape, Tensor};
+#[cfg(feature = "fusion")]
+use burn_cubecl::fusion::{CubeFusionHandle, FusionCubeRuntime};
 use burn_cubecl::kernel::{cast, into_contiguous};
 use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::{Cube, CubeBackend, CubeDevice};
+#[cfg(feature = "fusion")]
+use burn_fusion::custom::{Operation, StreamId};
+#[cfg(feature = "fusion")]
+use burn_fusion::{ExecutionError, FusionTensor};
+#[cfg(feature = "fusion")]
+use burn_ir::{CustomOpIr, HandleContainer, OperationIr, TensorIr};
 use cubecl::features::TypeUsage;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::server::{Handle, IoError, ServerError};
@@ -99,21 +110,62 @@ pub(crate) fn primitive<const D: usize>(tensor: Tensor<D>) -> Option<CubeTensor>
     tensor.try_into_primitive::<Cube>().ok()
 }
 
+/// Tensors of one device, when all that makes them has been given to it: it is asked once for all of them.
+#[cfg(feature = "fusion")]
+fn primitives(tensors: Vec<FusionTensor<FusionCubeRuntime>>) -> Vec<CubeTensor> {
+    let Some(client) = tensors.first().map(|tensor| tensor.client.clone()) else { return vec![] };
+    let inputs: Vec<_> = tensors.into_iter().map(FusionTensor::into_ir).collect();
+    let (sender, receiver) = channel();
+    let operation = OperationIr::Custom(CustomOpIr::new("hand_over", &inputs, &[]));
+    client.register(StreamId::current(), operation, HandOver { inputs, to: sender });
+    client.sync(|| ());
+    receiver.recv().expect("operations run in order")
+}
+
+#[cfg(not(feature = "fusion"))]
+fn primitives(tensors: Vec<CubeTensor>) -> Vec<CubeTensor> {
+    tensors
+}
+
+/// An operation that computes nothing, and sends its inputs to whoever waits for them.
+#[cfg(feature = "fusion")]
+#[derive(Debug)]
+struct HandOver {
+    inputs: Vec<TensorIr>,
+    to: Sender<Vec<CubeTensor>>,
+}
+
+#[cfg(feature = "fusion")]
+impl Operation<FusionCubeRuntime> for HandOver {
+    fn execute(
+        &self,
+        handles: &mut HandleContainer<CubeFusionHandle>,
+    ) -> Result<(), ExecutionError> {
+        let inputs = self.inputs.iter().map(|input| handles.get_float_tensor::<CubeBackend>(input));
+        // Nobody waits any more if the device failed before.
+        _ = self.to.send(inputs.collect());
+        Ok(())
+    }
+}
+
 /// The first of some named tensors of one device that will never be computed, and the reason, if that is known
 /// already: what the device could not allocate, and whatever needs it. Waits for the work to be given to the device,
 /// not for it to be done.
 pub(crate) fn first_failure<'a>(
     tensors: impl Iterator<Item = (&'a str, &'a Tensor<1>)>,
 ) -> Option<(&'a str, Device, Failure)> {
-    let given = tensors
-        .filter_map(|(name, tensor)| Some((name, tensor.device(), primitive(tensor.clone())?)));
-    let given: Vec<_> = given.collect();
-    let client = &given.first()?.2.client;
+    let on_cube = |(name, tensor): (&'a str, &Tensor<1>)| {
+        let primitive = tensor.clone().try_into_primitive::<Cube>().ok()?;
+        Some(((name, tensor.device()), primitive))
+    };
+    let (named, given): (Vec<_>, Vec<_>) = tensors.filter_map(on_cube).unzip();
+    let given = primitives(given);
+    let client = &given.first()?.client;
     // Each of them waits for the device: one for all, as long as nothing fails.
-    client.check(given.iter().map(|(.., tensor)| &tensor.handle)).err()?;
-    given.iter().find_map(|(name, device, tensor)| {
+    client.check(given.iter().map(|tensor| &tensor.handle)).err()?;
+    named.into_iter().zip(&given).find_map(|((name, device), tensor)| {
         let error = client.check([&tensor.handle]).err()?;
-        Some((*name, device.clone(), Failure::from(error)))
+        Some((name, device, Failure::from(error)))
     })
 }
 

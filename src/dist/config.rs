@@ -167,10 +167,10 @@ impl MuonConfig {
     ///
     /// Those of [`DistMuonConfig::init`], and [`Error::Setting`] for a model on several devices.
     pub fn init_whole<M: Module>(&self, model: &M) -> Result<DistModuleOptimizer> {
-        self.route(model)?;
         let found = Walk::through(model).into_iter();
         let mut devices = found.filter(|found| found.trainable).map(|found| found.device);
-        let device = devices.next().expect("a model with nothing to train has no routing");
+        // On any device, `init` tells that there is nothing to train.
+        let device = devices.next().unwrap_or_default();
         if let Some(other) = devices.find(|other| *other != device) {
             return Err(Error::Setting {
                 setting: "model",
