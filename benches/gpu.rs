@@ -28,8 +28,8 @@ use distmuon::dist::World;
 use distmuon::orthogonalize::{Engine, cost};
 use distmuon::{Coefficients, Form, IterationDtype, Kernels, MuonConfig, NewtonSchulz, Rule};
 
-/// The rate that a dense product of a half type is taken to reach on an H200: four fifths of the 989 TFLOP/s of
-/// NVIDIA's data sheet. An assumption.
+/// The rate that a dense product of a half type is taken to reach on an H100 or H200 of the SXM kind: four fifths of
+/// the 989 TFLOP/s of NVIDIA's data sheet. An assumption.
 const FLOOR_TFLOPS: f64 = 790.0;
 
 /// The least that a measurement takes, in milliseconds: a synchronisation and a flush of Burn's queue take longer
@@ -53,6 +53,9 @@ struct Options {
     /// Measurements, of which the median counts.
     #[arg(long, default_value_t = 9)]
     repeats: usize,
+    /// Rate that the floor assumes, in TFLOP/s.
+    #[arg(long, default_value_t = FLOOR_TFLOPS)]
+    floor: f64,
     /// Passed by cargo.
     #[arg(long, hide = true)]
     bench: bool,
@@ -125,7 +128,7 @@ impl Type {
 }
 
 fn main() -> anyhow::Result<()> {
-    // The example is part of this program, since what both link travels to a borrowed GPU once.
+    // The example is part of this program: a machine without Rust gets what both link only once.
     if env::args_os().nth(1).is_some_and(|first| first == "train_lm") {
         return train_lm::run(env::args_os().skip(1));
     }
@@ -136,7 +139,13 @@ fn main() -> anyhow::Result<()> {
         true => options.group.shapes(),
         false => options.shapes.iter().map(|shape| parse(shape)).collect::<anyhow::Result<_>>()?,
     };
-    let (dtype, repeats) = (options.dtype, options.repeats);
+    let title = match options.shapes.is_empty() {
+        true => options.group.to_possible_value().expect("no value is skipped").get_name().into(),
+        false => "given shapes".to_owned(),
+    };
+    let dtype = options.dtype;
+    let bench =
+        Bench { device: device.clone(), title, repeats: options.repeats, floor: options.floor };
     for subject in options.subjects {
         let of_type = matches!(subject, Subject::Products | Subject::Iterations);
         if of_type && !device.supports_dtype(dtype.of_products()) {
@@ -144,15 +153,15 @@ fn main() -> anyhow::Result<()> {
             continue;
         }
         match subject {
-            Subject::Launches => launches(&device, repeats),
-            Subject::Products => products(&device, dtype.of_products(), &shapes, repeats),
-            Subject::Iterations => iterations(&device, dtype.of_iterations(), &shapes, repeats),
+            Subject::Launches => launches(&bench),
+            Subject::Products => products(&bench, dtype.of_products(), &shapes),
+            Subject::Iterations => iterations(&bench, dtype.of_iterations(), &shapes),
             Subject::Steps if options.shapes.is_empty() => {
-                steps(&device, repeats, "a GPT-2 layer (width 768)", &common::LAYER)?;
+                steps(&bench, "a GPT-2 layer (width 768)", &common::LAYER)?;
             }
             Subject::Steps => {
                 let layer: Vec<_> = shapes.iter().map(|[_, m, n]| [*m, *n]).collect();
-                steps(&device, repeats, &options.shapes.join(", "), &layer)?;
+                steps(&bench, &options.shapes.join(", "), &layer)?;
             }
             Subject::Collectives => collectives()?,
         }
@@ -181,32 +190,55 @@ struct Time {
     host: f64,
 }
 
-/// Median times, after what is compiled and tuned at first use.
-fn time<T>(device: &Device, repeats: usize, mut run: impl FnMut() -> T) -> Time {
-    let mut sample = |runs: usize| {
-        let start = Instant::now();
-        // Kept: nothing may be left out because nobody reads it.
-        let results: Vec<T> = (0..runs).map(|_| run()).collect();
-        let host = start.elapsed();
-        device.sync().expect("the device works");
-        let total = start.elapsed();
-        drop(results);
-        [total, host].map(|time| time.as_secs_f64() * 1e3 / runs as f64)
-    };
-    for _ in 0..3 {
-        sample(1);
+/// The device and the way that it is measured.
+struct Bench {
+    device: Device,
+    /// Of the shapes.
+    title: String,
+    repeats: usize,
+    /// In TFLOP/s.
+    floor: f64,
+}
+
+impl Bench {
+    /// Median times, after what is compiled and tuned at first use.
+    fn time<T>(&self, mut run: impl FnMut() -> T) -> Time {
+        let mut sample = |runs: usize| {
+            let start = Instant::now();
+            // Kept: nothing may be left out because nobody reads it.
+            let results: Vec<T> = (0..runs).map(|_| run()).collect();
+            let host = start.elapsed();
+            self.device.sync().expect("the device works");
+            let total = start.elapsed();
+            drop(results);
+            [total, host].map(|time| time.as_secs_f64() * 1e3 / runs as f64)
+        };
+        for _ in 0..3 {
+            sample(1);
+        }
+        let mut runs = 1;
+        while sample(runs)[0] * (runs as f64) < LEAST_MS {
+            runs *= 2;
+        }
+        let samples: Vec<_> = (0..self.repeats.max(1)).map(|_| sample(runs)).collect();
+        let median = |of: usize| {
+            let mut times: Vec<f64> = samples.iter().map(|sample| sample[of]).collect();
+            times.sort_by(f64::total_cmp);
+            times[times.len() / 2]
+        };
+        Time { total: median(0), host: median(1) }
     }
-    let mut runs = 1;
-    while sample(runs)[0] * (runs as f64) < LEAST_MS {
-        runs *= 2;
+
+    /// The part of some milliseconds that so many operations need at least.
+    fn of_floor(&self, operations: f64, ms: f64) -> String {
+        format!("{:.0} %", 100.0 * operations / self.floor * 1e-9 / ms)
     }
-    let samples: Vec<_> = (0..repeats.max(1)).map(|_| sample(runs)).collect();
-    let median = |of: usize| {
-        let mut times: Vec<f64> = samples.iter().map(|sample| sample[of]).collect();
-        times.sort_by(f64::total_cmp);
-        times[times.len() / 2]
-    };
-    Time { total: median(0), host: median(1) }
+}
+
+/// The fewest operations of five steps on a matrix.
+fn operations(m: usize, n: usize) -> f64 {
+    let (short, long) = (m.min(n), m.max(n));
+    cost::standard(5, short, long, |_| 0.5).min(cost::gram(5, 1, short, long, |_| 0.5))
 }
 
 /// A result that the device was told to compute: Burn's fusion would join what many runs queue, and compile a
@@ -221,7 +253,8 @@ fn random(shape: [usize; 3], dtype: DType, device: &Device) -> Tensor<3> {
 }
 
 /// Prints the host's time for the smallest launches: of a kernel by CubeCL, and of operations by Burn.
-fn launches(device: &Device, repeats: usize) {
+fn launches(bench: &Bench) {
+    let device = &bench.device;
     println!("\n## Launches on 4 KB\n");
     println!("| launch | host, µs | host and device, µs |\n|---|---|---|");
     let print = |name: &str, time: Time| {
@@ -229,16 +262,16 @@ fn launches(device: &Device, repeats: usize) {
     };
     #[cfg(feature = "cube")]
     if let Some(launch) = direct(device) {
-        print("one kernel, by CubeCL", time(device, repeats, launch));
+        print("one kernel, by CubeCL", bench.time(launch));
     }
     let values = Tensor::<1>::ones([1024], (device, DType::F32));
     let name = format!("`x + 1` and a flush, {}", fusion());
-    print(&name, time(device, repeats, || told(device, values.clone().add_scalar(1.0))));
+    print(&name, bench.time(|| told(device, values.clone().add_scalar(1.0))));
     // Not fused with the one before, which it needs.
     let mut sorted = values;
     print(
         "`x.flip()` of the one before",
-        time(device, repeats, || {
+        bench.time(|| {
             sorted = sorted.clone().flip([0]);
             sorted.clone()
         }),
@@ -262,8 +295,9 @@ fn direct(device: &Device) -> Option<impl FnMut()> {
 }
 
 /// The symmetric products of an iteration, as Burn's operations and as the kernels compute them.
-fn products(device: &Device, dtype: DType, shapes: &[[usize; 3]], repeats: usize) {
-    println!("\n## Symmetric products, {dtype:?}\n");
+fn products(bench: &Bench, dtype: DType, shapes: &[[usize; 3]]) {
+    let device = &bench.device;
+    println!("\n## Symmetric products, {dtype:?}, {}\n", bench.title);
     println!(
         "| shape | product | Burn, ms | auto, ms | tuned, ms | Burn / auto | Burn / tuned | TFLOP/s of the \
          full product | of the floor | host, ms | kernel that was measured to be the fastest |"
@@ -275,19 +309,19 @@ fn products(device: &Device, dtype: DType, shapes: &[[usize; 3]], repeats: usize
         let r = random([k, m, m], dtype, device).mul_scalar(1e-2);
         let r = r.clone() + r.swap_dims(1, 2);
         let full = || x.clone().matmul(x.clone().swap_dims(1, 2));
-        let row = Row { name: "X X^T", shape: [k, m, n], inner: n, dtype, repeats };
-        row.print(device, full, |engine| engine.syrk(x.clone()));
+        let row = Row { name: "X X^T", shape: [k, m, n], inner: n, dtype };
+        row.print(bench, full, |engine| engine.syrk(x.clone()));
 
         let full = || r.clone().matmul(r.clone()).mul_scalar(2.0) + r.clone().mul_scalar(-5.0);
         let row = Row { name: "b R + c R^2", inner: m, ..row };
-        row.print(device, full, |engine| {
+        row.print(bench, full, |engine| {
             engine.symmetric_product(r.clone(), r.clone(), r.clone(), 2.0, -5.0)
         });
 
         let z = r.clone().mul_scalar(0.5);
         let full = || r.clone().matmul(z.clone()) + r.clone().mul_scalar(3.0);
         let row = Row { name: "Q Z + a Q", ..row };
-        row.print(device, full, |engine| {
+        row.print(bench, full, |engine| {
             engine.symmetric_product(r.clone(), z.clone(), r.clone(), 1.0, 3.0)
         });
     }
@@ -300,23 +334,22 @@ struct Row {
     /// The length of the sums.
     inner: usize,
     dtype: DType,
-    repeats: usize,
 }
 
 impl Row {
     fn print(
         &self,
-        device: &Device,
+        bench: &Bench,
         full: impl Fn() -> Tensor<3>,
         symmetric: impl Fn(Engine) -> Tensor<3>,
     ) {
-        let Self { name, shape: [k, m, n], inner, dtype, repeats } = *self;
+        let Self { name, shape: [k, m, n], inner, dtype } = *self;
+        let device = &bench.device;
         let engine = |kernels| Engine::choose(kernels, device, dtype.into());
-        let burn = time(device, repeats, || told(device, full())).total;
+        let burn = bench.time(|| told(device, full())).total;
         let [auto, tuned] = [Kernels::Auto, Kernels::Tuned]
-            .map(|kernels| time(device, repeats, || told(device, symmetric(engine(kernels)))));
+            .map(|kernels| bench.time(|| told(device, symmetric(engine(kernels)))));
         let operations = 2.0 * (k * m * m * inner) as f64;
-        let least = operations / 2.0 / FLOOR_TFLOPS * 1e-9;
         // What is told is the choice for a product without an addend.
         let kernel = match name {
             "X X^T" => engine(Kernels::Tuned).kernel(device, dtype.into(), [k, m, inner]),
@@ -324,18 +357,19 @@ impl Row {
         };
         let (host, auto, tuned) = (tuned.host, auto.total, tuned.total);
         println!(
-            "| {k} x {m}x{n} | {name} | {burn:.3} | {auto:.3} | {tuned:.3} | {:.2} | {:.2} | {:.0} | {:.0} % | \
+            "| {k} x {m}x{n} | {name} | {burn:.3} | {auto:.3} | {tuned:.3} | {:.2} | {:.2} | {:.0} | {} | \
              {host:.3} | {kernel} |",
             burn / auto,
             burn / tuned,
             operations / tuned * 1e-9,
-            100.0 * least / tuned,
+            bench.of_floor(operations / 2.0, tuned),
         );
     }
 }
 
-fn iterations(device: &Device, dtype: IterationDtype, shapes: &[[usize; 3]], repeats: usize) {
-    println!("\n## Newton-Schulz, five steps, {dtype:?}\n");
+fn iterations(bench: &Bench, dtype: IterationDtype, shapes: &[[usize; 3]]) {
+    let device = &bench.device;
+    println!("\n## Newton-Schulz, five steps, {dtype:?}, {}\n", bench.title);
     println!(
         "| shape | Burn's matmul, ms | standard, ms | Gram, ms | chosen | best ratio | of the floor | host, ms |"
     );
@@ -350,31 +384,27 @@ fn iterations(device: &Device, dtype: IterationDtype, shapes: &[[usize; 3]], rep
         };
         let time = |form, kernels| {
             let iteration = of(form, kernels);
-            time(device, repeats, || told(device, iteration.orthogonalize(x.clone())))
+            bench.time(|| told(device, iteration.orthogonalize(x.clone())))
         };
         let burn = time(Form::Standard, Kernels::Portable).total;
         let Time { total: standard, host } = time(Form::Standard, Kernels::Tuned);
         let gram = time(Form::Gram, Kernels::Tuned).total;
         let best = standard.min(gram);
-        let (short, long) = (m.min(n), m.max(n));
-        let least =
-            cost::standard(5, short, long, |_| 0.5).min(cost::gram(5, 1, short, long, |_| 0.5));
-        let floor = k as f64 * least / FLOOR_TFLOPS * 1e-9;
         let chosen = of(Form::Auto, Kernels::Tuned).explain(&x);
         let place = if chosen.in_one_cube { ", one cube" } else { "" };
         println!(
-            "| {k} x {m}x{n} | {burn:.3} | {standard:.3} | {gram:.3} | {:?}{place} | {:.2} | {:.0} % | {host:.3} |",
+            "| {k} x {m}x{n} | {burn:.3} | {standard:.3} | {gram:.3} | {:?}{place} | {:.2} | {} | {host:.3} |",
             chosen.form,
             burn / best,
-            100.0 * floor / best,
+            bench.of_floor(k as f64 * operations(m, n), best),
         );
     }
 }
 
 /// Whole steps of the matrices of a layer, one parameter at a time and all of them together.
-fn steps(device: &Device, repeats: usize, of: &str, layer: &[[usize; 2]]) -> distmuon::Result<()> {
+fn steps(bench: &Bench, of: &str, layer: &[[usize; 2]]) -> distmuon::Result<()> {
     println!("\n## A step of {of}\n");
-    println!("| optimizer | ms | host, ms |\n|---|---|---|");
+    println!("| optimizer | ms | host, ms | of the floor of Muon |\n|---|---|---|---|");
     let muon = MuonConfig::new();
     let adamw = MuonConfig::new().with_rule(Rule::adamw(".*"));
     let portable = |config: &MuonConfig| config.clone().with_kernels(Kernels::Portable);
@@ -388,7 +418,7 @@ fn steps(device: &Device, repeats: usize, of: &str, layer: &[[usize; 2]]) -> dis
         ("AdamW", &adamw),
         ("AdamW on Burn's operations", &portable(&adamw)),
     ] {
-        step(device, repeats, name, layer, |model| {
+        step(bench, name, layer, |model| {
             let mut optim = config.init(model);
             Ok(move |model, grads| Ok(optim.step(1e-3, model, grads)))
         })?;
@@ -399,7 +429,7 @@ fn steps(device: &Device, repeats: usize, of: &str, layer: &[[usize; 2]]) -> dis
         ("Muon, whole model, recorded", &recorded),
         ("AdamW, whole model", &adamw),
     ] {
-        step(device, repeats, name, layer, |model| {
+        step(bench, name, layer, |model| {
             let mut optim = config.init_whole(model)?;
             Ok(move |model, grads| optim.step(1e-3, model, grads))
         })?;
@@ -409,8 +439,7 @@ fn steps(device: &Device, repeats: usize, of: &str, layer: &[[usize; 2]]) -> dis
 
 /// A row of the table of steps, for an optimizer that is made for a model.
 fn step<Step>(
-    device: &Device,
-    repeats: usize,
+    bench: &Bench,
     name: &str,
     layer: &[[usize; 2]],
     init: impl FnOnce(&Matrices) -> distmuon::Result<Step>,
@@ -418,17 +447,21 @@ fn step<Step>(
 where
     Step: FnMut(Matrices, GradientsParams) -> distmuon::Result<Matrices>,
 {
-    let made = || Matrices::new(layer, &device.clone().autodiff());
+    let made = || Matrices::new(layer, &bench.device.clone().autodiff());
     let (model, values) = (made(), made());
     let mut step = init(&model)?;
     // Nobody else holds the model, so that it is updated in place.
     let mut trained = Some(model);
-    let Time { total, host } = time(device, repeats, || {
+    let Time { total, host } = bench.time(|| {
         let model = trained.take().expect("given back below");
         let grads = model.gradients_from(&values);
-        trained = Some(told(device, step(model, grads).expect("one device that works")));
+        trained = Some(told(&bench.device, step(model, grads).expect("one device that works")));
     });
-    println!("| {name} | {total:.3} | {host:.3} |");
+    let of_floor = match name.starts_with("Muon") {
+        true => bench.of_floor(layer.iter().map(|[m, n]| operations(*m, *n)).sum(), total),
+        false => "-".to_owned(),
+    };
+    println!("| {name} | {total:.3} | {host:.3} | {of_floor} |");
     Ok(())
 }
 
@@ -436,7 +469,7 @@ where
 fn collectives() -> distmuon::Result<()> {
     println!("\n## Collectives\n");
     #[cfg(feature = "cuda")]
-    if env::var("BURN_DEVICE").is_ok_and(|device| device == "cuda") {
+    if env::var("BURN_DEVICE").is_ok_and(|device| device.eq_ignore_ascii_case("cuda")) {
         let world = nccl()?;
         let rows = collectives::measure(&world)?;
         if world.is_main() {

@@ -6,15 +6,20 @@
 #                                    Rust; PACKER DIR PROGRAM... packs the programs, and leaves run.sh to start them
 #   benches/gpu.sh run [STEP...]     runs all steps or these, and writes down what they found; also as DIR/gpu.sh
 #
-# LIMIT and BUDGET are seconds: of a step, and after which none is started. OUT is the folder of gpu.log and of the
-# results. BURN_DEVICE is the device, cuda if not set; devices in software measure tiny shapes. In a source tree,
-# PROFILE is cargo's profile, RUNNER a command that programs are started with, and TESTS the tests to choose.
+# LIMIT and BUDGET are seconds, of a step and of all of them: what does not end in its time is ended. OUT is the folder
+# of gpu.log and of the results. BURN_DEVICE is the device, cuda if not set; devices in software measure tiny shapes. In
+# a source tree, PROFILE is cargo's profile, RUNNER a command that programs are started with, and TESTS the tests to
+# choose.
 set -euo pipefail
+# A build that fails ends `pack`, too.
+shopt -s inherit_errexit
 here=$(cd "$(dirname "$0")" && pwd)
 # What `pack` filled has run.sh beside this script; in a source tree the script lies in a folder.
 packed=$here/run.sh
 [ -e "$packed" ] || { packed=; here=$(dirname "$here"); }
 device=${BURN_DEVICE:-cuda}
+device=${device,,} # as Burn reads it
+profile=${PROFILE:-gpu}
 
 build() {
   programs cuda,vulkan,gpu-suite --test gpu_suite
@@ -23,12 +28,14 @@ build() {
 }
 
 programs() {
-  (cd "$here" && cargo build --profile gpu --features "$@" --message-format json-render-diagnostics) |
+  (cd "$here" && cargo build --profile "$profile" --features "$@" --message-format json-render-diagnostics) |
     sed -n 's/.*"executable":"\([^"]*\)".*/\1/p'
 }
 
 pack() {
   local dir=$1 packer=$2 built
+  # Before an hour of building.
+  command -v "$packer" >/dev/null || { echo "gpu.sh: the packer $packer is not a program: see docs/gpu.md" >&2; exit 2; }
   built=$(build)
   mkdir -p "$dir/tests" "$dir/conformance"
   "$packer" "$dir" $built
@@ -40,11 +47,11 @@ pack() {
 
 # The newest program of a name in the target folder.
 built() {
-  local profile=${PROFILE:-gpu} folder found
-  [ "$profile" != dev ] || profile=debug
-  folder=${CARGO_TARGET_DIR:-$here/target}/$profile
-  found=$(find "$folder/deps" -name "$1-*" ! -name '*.*' -printf '%T@ %p\n' | sort -n | tail -1)
-  [ -n "$found" ] || { echo "gpu.sh: no $1 in $folder: start with gpu.sh build" >&2; exit 2; }
+  local folder=$profile found
+  [ "$profile" != dev ] || folder=debug
+  folder=${CARGO_TARGET_DIR:-$here/target}/$folder
+  found=$(find "$folder/deps" -name "$1-*" ! -name '*.*' -printf '%T@ %p\n' 2>/dev/null | sort -n | tail -1 || true)
+  [ -n "$found" ] || { echo "gpu.sh: the program $1 is missing: expected in $folder; run gpu.sh build" >&2; exit 2; }
   echo "${found#* }"
 }
 
@@ -62,9 +69,11 @@ steps() {
   done
   echo "conformance gpu_suite" $(tests golden_trajectories) --exact --nocapture
   # One test at a time: no other may use the device while a recording is made or memory is counted.
-  for name in orthogonalize optimizer memory dist_muon launches; do
+  for name in orthogonalize optimizer memory dist_muon; do
     echo "$name gpu_suite" $(tests $name::) --nocapture --test-threads 1
   done
+  # The observer of launches is that of wgpu.
+  [ "$device" != vulkan ] || echo "launches gpu_suite $(tests launches::) --nocapture --test-threads 1"
   echo 'nccl gpu_suite nccl --exact --nocapture'
   echo 'launch_times gpu launches'
   for dtype in bf16 f16; do
@@ -74,7 +83,7 @@ steps() {
   done
   echo "step_times gpu steps $shapes"
   echo 'collectives gpu collectives'
-  echo "training gpu train_lm --data src --compare adamw,muon --sample 0 --eval-every 0 $training"
+  echo "training gpu train_lm --data src --compare adamw,muon,dist-muon --sample 0 --eval-every 0 $training"
   for dtype in bfloat16 float16; do
     echo "peers_$dtype python3 -u $peers/torch_gpu.py --dtype $dtype"
   done
@@ -82,7 +91,7 @@ steps() {
 
 # Runs a step in its time, logs it, and adds its row to the table.
 run_step() {
-  local name=$1 program=$2 start=$SECONDS status=0 said=$work/$1 skipped passed failed
+  local name=$1 program=$2 start=$SECONDS status=0 said=$work/$1 limit=${LIMIT:-150} skipped passed failed
   shift 2
   local command=("$program" "$@")
   case $program,$packed in
@@ -91,14 +100,24 @@ run_step() {
     *) command=(bash "$packed" "${command[@]}") ;;
   esac
   printf '\n== %s: %s (%s s)\n' "$name" "$program $*" "$SECONDS" | tee -a "$log"
+  [ $limit -lt $((budget - SECONDS)) ] || limit=$((budget - SECONDS))
   # Some programs do not end when they are asked to.
-  timeout -k 5 "${LIMIT:-150}" "${command[@]}" 2>&1 </dev/null | tee -a "$log" "$said" || status=$?
-  # Of a harness inside of another, the inner one counts; a bench counts as one.
-  read -r passed failed < <(sed -n 's/^test result:.* \([0-9]*\) passed; \([0-9]*\) failed.*/\1 \2/p' "$said" | head -1) || {
+  timeout -k 5 $limit "${command[@]}" 2>&1 </dev/null | tee -a "$log" "$said" || status=$?
+  skipped=$(grep -c 'skipped: ' "$said" || true)
+  # 137 is of a program that had to be killed, or that took too much memory.
+  if [ $status = 124 ] || { [ $status = 137 ] && [ $((SECONDS - start)) -ge $limit ]; }; then
+    printf 'ended after %s s: %s\n' $limit "$name" | tee -a "$log"
+    left+=("$name")
+    row "$name" $((SECONDS - start)) "$(grep -c '^test .* ok$' "$said" || true)" "$skipped" 'ended'
+    return
+  fi
+  # The last harness, or the one inside of it, which counts cases; those of other processes come before. A bench counts
+  # as one.
+  read -r passed failed < <(sed -n 's/^test result:.* \([0-9]*\) passed; \([0-9]*\) failed.*/\1 \2/p' "$said" | tail -2 | head -1) || {
     passed=$((status == 0)) failed=0
   }
-  [ $status = 0 ] || [ "$failed" != 0 ] || failed=1
-  skipped=$(grep -c 'skipped: ' "$said" || true)
+  # Nor is it a pass if nothing ran.
+  [ "$failed" != 0 ] || { [ $status = 0 ] && [ "$passed" != 0 ]; } || failed=1
   row "$name" $((SECONDS - start)) "$passed" "$skipped" "$failed"
   [ "$failed" = 0 ] || bad+=("$name")
 }
@@ -110,33 +129,57 @@ run() {
   plan=$(steps)
   # A wrong name would be a step that does not run, without a word.
   for name; do
-    grep -q "^$name " <<<"$plan" || { echo "gpu.sh: no step $name among: $(cut -d' ' -f1 <<<"$plan" | xargs)" >&2; exit 2; }
+    grep -q "^$name " <<<"$plan" || {
+      echo "gpu.sh: the step $name is unknown: expected one of $(cut -d' ' -f1 <<<"$plan" | xargs)" >&2
+      exit 2
+    }
   done
+  mkdir -p "${OUT:=$here}"
+  OUT=$(cd "$OUT" && pwd)
+  cd "$here"
   export DISTMUON_MUST_RUN=1 BURN_DEVICE=$device
   # As cargo does: LLVM may be the Rust toolchain's.
   [ -n "$packed" ] || export LD_LIBRARY_PATH=$(rustc --print sysroot)/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
   # The driver keeps what it compiled for later steps and runs.
   export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-${TMPDIR:-/tmp}/distmuon-cuda} CUDA_CACHE_MAXSIZE=4294967296
-  cd "$here"
+  [ "$device" != cuda ] || check_cuda
   [ -z "$packed" ] || [ -z "$(ls conformance)" ] || export DISTMUON_CONFORMANCE_DIR=${DISTMUON_CONFORMANCE_DIR:-$here/conformance}
-  mkdir -p "${OUT:=.}"
-  log=$(cd "$OUT" && pwd)/gpu.log work=$(mktemp -d) bad=() left=()
+  log=$OUT/gpu.log work=$(mktemp -d) budget=${BUDGET:-540} bad=() left=() asked=("$@")
   printf '| step | seconds | passed | skipped | failed |\n|---|---|---|---|---|\n' >"$work/table"
+  # Whatever ends this, what was found is written down.
+  trap finish EXIT
+  trap 'exit 1' INT TERM
   while read -r line; do
     name=${line%% *}
     [ $# = 0 ] || [[ " $* " = *" $name "* ]] || continue
-    if [ $SECONDS -ge "${BUDGET:-540}" ]; then
+    if [ $SECONDS -ge $budget ]; then
       left+=("$name")
       row "$name" 0 0 0 'not run'
     else
       run_step $line
     fi
   done <<<"$plan"
-  write_results "$@"
-  [ ${#left[@]} = 0 ] || echo "not run: ${left[*]}; go on with: gpu.sh run ${left[*]}"
+  [ ${#bad[@]} = 0 ] && [ ${#left[@]} = 0 ]
+}
+
+finish() {
+  write_results "${asked[@]}"
+  [ ${#left[@]} = 0 ] || echo "not done: ${left[*]}; go on with: gpu.sh run ${left[*]} (LIMIT=SECONDS for longer steps)"
   [ ${#bad[@]} = 0 ] || echo "failed: ${bad[*]}; see $log"
   rm -r "$work"
-  [ ${#bad[@]} = 0 ] && [ ${#left[@]} = 0 ]
+}
+
+# Finds what CubeCL's compiler needs on CUDA, or says what is missing.
+check_cuda() {
+  local folder found=
+  command -v nvidia-smi >/dev/null || { echo "gpu.sh: the NVIDIA driver is missing: expected nvidia-smi; for a device in software, set BURN_DEVICE=vulkan" >&2; exit 2; }
+  [ -z "$packed" ] || return 0 # run.sh brings it
+  for folder in "${CUDA_PATH:-}" "$(dirname "$(dirname "$(command -v nvcc || echo /usr/bin/nvcc)")")" /usr/local/cuda \
+    /opt/cuda "$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0] + "/cu13")' 2>/dev/null || true)"; do
+    [ -z "$folder" ] || [ ! -e "$folder/nvvm/libdevice/libdevice.10.bc" ] || { found=$folder; break; }
+  done
+  [ -n "$found" ] || { echo "gpu.sh: libdevice.10.bc is missing: expected in nvvm/libdevice of CUDA_PATH; pip install nvidia-nvvm, or set CUDA_PATH" >&2; exit 2; }
+  export CUDA_PATH=$found
 }
 
 # The name of the GPU and its driver, or the device in software.
@@ -146,7 +189,7 @@ gpu() { nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/
 llvm() {
   local library
   if [ -n "$packed" ]; then library=$(bash "$packed" --unpack); else library=$(ldd "$(built gpu_suite)"); fi
-  library=$(grep -o 'libLLVM[^ ]*' <<<"$library" | head -1)
+  library=$(grep -o 'libLLVM[^ ]*' <<<"$library" | head -1 || true)
   case $library in
     '') echo 'the one that Burn downloads' ;;
     *rust*) echo "$library, the Rust toolchain's: not the one that Burn downloads and users get" ;;
@@ -156,9 +199,9 @@ llvm() {
 
 # The file that the tables of README and docs are filled from; a later run adds its steps.
 write_results() {
-  local name file folder=docs/results step
+  local name file folder=$OUT step
   name=$([ "$device" = cuda ] && gpu || echo "$device")
-  [ "$OUT" = . ] || folder=$OUT
+  [ "$OUT" != "$here" ] || folder=docs/results
   mkdir -p "$folder"
   file=$folder/gpu-$(tr -cs 'A-Za-z0-9\n' - <<<"${name%%,*}" | sed 's/-*$//')-$(date +%F).md
   {
@@ -166,7 +209,7 @@ write_results() {
     printf '# %s, %s\n\n' "${name%%,*}" "$(date +%F)"
     printf -- '- device and driver: %s (`BURN_DEVICE=%s`)\n' "$name" "$device"
     printf -- '- LLVM: %s\n' "$(llvm)"
-    printf -- '- commit: %s\n' "$(cat commit 2>/dev/null || git describe --always --dirty)"
+    printf -- '- commit: %s, built with profile `%s`\n' "$(cat commit 2>/dev/null || git describe --always --dirty)" "$profile"
     printf -- '- command: `gpu.sh run%s`\n' "${*:+ $*}"
     printf '\n## Steps\n\n'
     cat "$work/table"
@@ -188,5 +231,5 @@ case ${1:-} in
   build) build ;;
   pack) pack "$2" "$3" ;;
   run) shift && run "$@" ;;
-  *) sed -n '2,13s/^# \?//p' "$0" && exit 2 ;;
+  *) sed -n '2,14s/^# \?//p' "$0" && exit 2 ;;
 esac

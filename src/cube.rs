@@ -110,21 +110,23 @@ pub(crate) fn primitive<const D: usize>(tensor: Tensor<D>) -> Option<CubeTensor>
     tensor.try_into_primitive::<Cube>().ok()
 }
 
-/// Tensors of one device, when all that makes them has been given to it: it is asked once for all of them.
+/// Tensors of one device, when all that makes them has been given to it: it is asked once for all of them. `None` if
+/// Burn gave up an operation before one of them.
 #[cfg(feature = "fusion")]
-fn primitives(tensors: Vec<FusionTensor<FusionCubeRuntime>>) -> Vec<CubeTensor> {
-    let Some(client) = tensors.first().map(|tensor| tensor.client.clone()) else { return vec![] };
+fn primitives(tensors: Vec<FusionTensor<FusionCubeRuntime>>) -> Option<Vec<CubeTensor>> {
+    let client = tensors.first()?.client.clone();
     let inputs: Vec<_> = tensors.into_iter().map(FusionTensor::into_ir).collect();
     let (sender, receiver) = channel();
     let operation = OperationIr::Custom(CustomOpIr::new("hand_over", &inputs, &[]));
     client.register(StreamId::current(), operation, HandOver { inputs, to: sender });
     client.sync(|| ());
-    receiver.recv().expect("operations run in order")
+    // What needs a result of a failed operation is dropped, with the sender.
+    receiver.recv().ok()
 }
 
 #[cfg(not(feature = "fusion"))]
-fn primitives(tensors: Vec<CubeTensor>) -> Vec<CubeTensor> {
-    tensors
+fn primitives(tensors: Vec<CubeTensor>) -> Option<Vec<CubeTensor>> {
+    Some(tensors)
 }
 
 /// An operation that computes nothing, and sends its inputs to whoever waits for them.
@@ -142,7 +144,7 @@ impl Operation<FusionCubeRuntime> for HandOver {
         handles: &mut HandleContainer<CubeFusionHandle>,
     ) -> Result<(), ExecutionError> {
         let inputs = self.inputs.iter().map(|input| handles.get_float_tensor::<CubeBackend>(input));
-        // Nobody waits any more if the device failed before.
+        // The thread that asked waits for this, unless it panicked.
         _ = self.to.send(inputs.collect());
         Ok(())
     }
@@ -159,14 +161,22 @@ pub(crate) fn first_failure<'a>(
         Some(((name, tensor.device()), primitive))
     };
     let (named, given): (Vec<_>, Vec<_>) = tensors.filter_map(on_cube).unzip();
-    let given = primitives(given);
+    // Each question waits for the device: one for all tensors, as long as nothing fails.
+    if given.is_empty() || failure(given.clone()).is_none() {
+        return None;
+    }
+    let mut each = named.into_iter().zip(given);
+    each.find_map(|((name, device), tensor)| Some((name, device, failure(vec![tensor])?)))
+}
+
+/// The reason why some of these tensors will never be computed.
+fn failure(tensors: Vec<FloatTensor<Cube>>) -> Option<Failure> {
+    let Some(given) = primitives(tensors) else {
+        let reason = "an operation before it failed; its error is in the log".to_owned();
+        return Some(Failure { reason, is_memory: false });
+    };
     let client = &given.first()?.client;
-    // Each of them waits for the device: one for all, as long as nothing fails.
-    client.check(given.iter().map(|tensor| &tensor.handle)).err()?;
-    named.into_iter().zip(&given).find_map(|((name, device), tensor)| {
-        let error = client.check([&tensor.handle]).err()?;
-        Some((name, device, Failure::from(error)))
-    })
+    client.check(given.iter().map(|tensor| &tensor.handle)).err().map(Failure::from)
 }
 
 /// What keeps a device from computing something.
@@ -199,5 +209,47 @@ impl From<ServerError> for Failure {
                 Self { reason, is_memory: false }
             }
         }
+    }
+}
+
+#[cfg(all(test, feature = "fusion"))]
+mod tests {
+    use burn::backend::DispatchDevice;
+    use burn_fusion::get_client;
+
+    use super::*;
+    use crate::skips::excused;
+
+    /// An operation that Burn gives up.
+    #[derive(Debug)]
+    struct Fails;
+
+    impl Operation<FusionCubeRuntime> for Fails {
+        fn execute(&self, _: &mut HandleContainer<CubeFusionHandle>) -> Result<(), ExecutionError> {
+            Err(ExecutionError::WithContext { reason: "it was told to".to_owned() })
+        }
+    }
+
+    #[test]
+    fn what_an_operation_did_not_compute_is_named() {
+        let device = Device::default();
+        let DispatchDevice::Cube(cube) = device.as_dispatch() else {
+            excused("operations fail later than they are called on CubeCL's devices only");
+            return;
+        };
+        // Given to the device before: what is fused with something that fails is not computed, either.
+        let good = Tensor::<1>::ones([3], &device);
+        assert!(first_failure([("good", &good)].into_iter()).is_none());
+        let client = get_client::<CubeBackend>(cube);
+        let id = client.create_empty_handle();
+        let output = TensorIr::uninit(id, [3].into(), DType::F32);
+        let operation = OperationIr::Custom(CustomOpIr::new("fails", &[], &[output]));
+        let lost = client.register(StreamId::current(), operation, Fails).remove(0);
+        let lost = Tensor::<1>::from_primitive::<Cube>(lost).add_scalar(1.0);
+        let tensors = [("good", &good), ("lost", &lost), ("more", &good)];
+        let (name, _, failure) = first_failure(tensors.into_iter()).expect("one failed");
+        assert_eq!(name, "lost");
+        assert!(failure.reason.contains("an operation before it failed"), "{}", failure.reason);
+        assert!(first_failure([("good", &good)].into_iter()).is_none());
     }
 }

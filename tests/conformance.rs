@@ -44,7 +44,7 @@ pub fn trials() -> Vec<Trial> {
     trials
 }
 
-/// The crate's cases: those that travelled with this program, else those of the sources it was built from.
+/// The crate's cases: those that lie beside this program, else those of the sources it was built from.
 fn own() -> PathBuf {
     let here = Path::new("tests/conformance");
     if here.exists() { here.into() } else { Path::new(env!("CARGO_MANIFEST_DIR")).join(here) }

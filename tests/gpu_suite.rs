@@ -1,4 +1,4 @@
-//! Every test that a GPU has to pass, as one program: what all of them link travels to a borrowed GPU once.
+//! Every test that a GPU has to pass, as one program: a machine without Rust gets what all of them link only once.
 //!
 //! `benches/gpu.sh` runs it, one module after the other (`product::`, `optimizer::`, ...).
 

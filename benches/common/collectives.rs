@@ -1,4 +1,4 @@
-//! Times of every collective, beside copying as many bytes in memory.
+//! Times of every collective, beside copying as many bytes in the host's memory.
 
 use std::time::Instant;
 
@@ -10,6 +10,8 @@ use distmuon::dist::{Communicator, Pending, ReduceOp, World};
 /// Bytes of the whole tensor, in float32.
 const BYTES: [usize; 3] = [64 << 10, 1 << 20, 16 << 20];
 const ROUNDS: usize = 15;
+/// Bytes of the calls between two synchronisations, which take longer than many a small call.
+const BYTES_OF_ROUND: usize = 4 << 20;
 
 type Start = fn(&dyn Communicator, Tensor<1>) -> Result<Pending>;
 
@@ -34,39 +36,37 @@ fn parts(comm: &dyn Communicator, whole: &Tensor<1>) -> Vec<usize> {
     vec![whole.dims()[0] / comm.size(); comm.size()]
 }
 
-/// The median of some rounds, in seconds; all ranks start a round together.
-fn median(world: &World, mut round: impl FnMut() -> Result<()>) -> Result<f64> {
+/// The median time of one of so many calls, in milliseconds; all ranks start a round of them together.
+fn median(world: &World, calls: usize, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
     let mut times = Vec::new();
     for _ in 0..ROUNDS {
         world.comm().barrier()?;
         let start = Instant::now();
-        round()?;
+        (0..calls).try_for_each(|_| call())?;
+        world.device().sync().expect("the device works");
         times.push(start.elapsed());
     }
     times.sort();
-    Ok(times[ROUNDS / 2].as_secs_f64())
+    Ok(times[ROUNDS / 2].as_secs_f64() * 1e3 / calls as f64)
 }
 
 /// A row for every size: the copy and every collective, in milliseconds.
 pub fn measure(world: &World) -> Result<Vec<Vec<f64>>> {
-    let device = world.device();
     let row = |bytes: usize| {
-        let whole = Tensor::<1>::ones([bytes / 4], device);
+        let calls = (BYTES_OF_ROUND / bytes).max(1);
+        let whole = Tensor::<1>::ones([bytes / 4], world.device());
         let (source, mut target) = (vec![1_u8; bytes], vec![0_u8; bytes]);
-        let copy = median(world, || {
+        let copy = median(world, calls, || {
             target.copy_from_slice(std::hint::black_box(&source));
             std::hint::black_box(&mut target);
             Ok(())
         });
-        let mut row = vec![copy? * 1e3];
+        let mut row = vec![copy?];
         for (_, start) in COLLECTIVES {
-            let time = median(world, || {
-                let result = start(world.comm(), whole.clone())?.wait()?;
-                std::hint::black_box(result);
-                device.sync().expect("the device works");
+            row.push(median(world, calls, || {
+                std::hint::black_box(start(world.comm(), whole.clone())?.wait()?);
                 Ok(())
-            });
-            row.push(time? * 1e3);
+            })?);
         }
         Ok(row)
     };

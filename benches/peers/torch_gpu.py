@@ -23,15 +23,15 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="bfloat16")
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
-    if os.environ.get("BURN_DEVICE", "cuda") != "cuda":
+    if os.environ.get("BURN_DEVICE", "cuda").lower() != "cuda":
         print("skipped: PyTorch is compared on CUDA")
         return
     try:
         import torch
     except ImportError:
-        sys.exit("PyTorch is not installed: pip install torch")
+        sys.exit("PyTorch is missing: expected the module torch; pip install torch")
     if not torch.cuda.is_available():
-        sys.exit("PyTorch sees no GPU")
+        sys.exit("PyTorch sees no GPU: expected a CUDA device; install a PyTorch for the driver's CUDA")
     dtype = getattr(torch, options.dtype)
 
     def newton_schulz(x):

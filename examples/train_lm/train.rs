@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Result, bail};
 use burn::module::Module;
@@ -30,8 +30,33 @@ const VALIDATION_BATCHES: u64 = 8;
 const VALIDATION_SEED: u64 = 0x5eed;
 /// The text that the sample continues.
 const PROMPT: &str = "pub fn ";
+/// Steps that compile and tune kernels, whose time does not count where there are more.
+const WARM_UP: usize = 5;
 /// Steps in a row without a finite loss after which a run is given up.
 const MOST_LOST: usize = 10;
+
+/// The time of some steps, in seconds: without validation, and without what is saved and shown.
+#[derive(Default)]
+struct Clock {
+    steps: usize,
+    seconds: f64,
+    /// In the optimizer.
+    optimizing: f64,
+}
+
+impl Clock {
+    /// Counts a step that ends now.
+    fn count(&mut self, start: Instant, optimizer_start: Instant) {
+        self.steps += 1;
+        self.seconds += start.elapsed().as_secs_f64();
+        self.optimizing += optimizer_start.elapsed().as_secs_f64();
+    }
+
+    /// More than nothing, for quotients.
+    fn seconds(&self) -> f64 {
+        self.seconds.max(f64::MIN_POSITIVE)
+    }
+}
 
 /// One run of training.
 pub struct Run<'a> {
@@ -86,15 +111,18 @@ impl Run<'_> {
         let display = || Display::new(&name, self.ranks, &self.settings, &progress, self.log);
         let mut display = world.is_main().then(display).transpose()?;
         let schedule = self.optimizer.schedule(self.lr(), steps);
-        let (start, mut optimizing) = (Instant::now(), Duration::ZERO);
-        let mut lost = 0;
+        let (mut clock, mut lost) = (Clock::default(), 0);
         while progress.step < steps && !self.stopped(world)? {
             let lr = schedule.at(progress.step);
+            let start = Instant::now();
             let (loss, grads) = self.gradients(world, &model, progress.step)?;
             let optimizer_start = Instant::now();
             model = optim.step(lr, model, grads)?;
             world.device().sync()?;
-            optimizing += optimizer_start.elapsed();
+            if progress.step - first == WARM_UP {
+                clock = Clock::default();
+            }
+            clock.count(start, optimizer_start);
             progress.step += 1;
 
             if let Some(display) = &display {
@@ -108,8 +136,6 @@ impl Run<'_> {
         }
         // Nothing is shown of a model that is not there yet.
         world.comm().synchronize()?;
-        let elapsed = start.elapsed().as_secs_f64();
-        let done = progress.step - first;
         let stopped = match progress.step < steps {
             true => Some((progress.step, self.save_stopped(&model, &optim, &mut progress)?)),
             false => None,
@@ -122,9 +148,9 @@ impl Run<'_> {
             name,
             lr: self.lr(),
             curve: progress.curve,
-            tokens_per_second: (done * self.tokens_per_step()) as f64 / elapsed,
-            optimizer_share: optimizing.as_secs_f64() / elapsed,
-            optimizer_ms: optimizing.as_secs_f64() * 1e3 / done.max(1) as f64,
+            tokens_per_second: (clock.steps * self.tokens_per_step()) as f64 / clock.seconds(),
+            optimizer_share: clock.optimizing / clock.seconds(),
+            optimizer_ms: clock.optimizing * 1e3 / clock.steps.max(1) as f64,
             stopped,
         })
     }

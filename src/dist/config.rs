@@ -73,8 +73,8 @@ pub struct DistMuonConfig {
     pub gradients: Gradients,
     /// Size in MB (10^6 bytes) of the buckets that parameters travel in. Smaller ones overlap more,
     /// larger ones need fewer messages and make larger batches. Empty: 25, PyTorch's default; in a world of one,
-    /// where nothing travels, 1000, so that matrices of one shape are few batches, and what a step holds of each
-    /// at a time is as much as the default of [`MuonConfig::workspace_mb`].
+    /// where nothing travels, 1000, so that matrices of one shape are few batches. The states of one bucket are held
+    /// twice while they are saved or loaded, on the device and on the host.
     pub bucket_mb: Option<f64>,
     /// AdamW's parameters of fewer elements are updated by every rank; as in nanochat.
     #[config(default = 1024)]

@@ -9,7 +9,8 @@
 //! Only so many buckets are on their way at once, so that what a step holds beside the model does not grow
 //! with it. No rank waits for another while it updates: all that it needs from the others came before.
 //!
-//! A world of one goes through the same phases.
+//! A world of one goes through the same phases, and ranks with averaged gradients: the one packs, sends and gathers
+//! nothing, the others reduce nothing.
 
 use std::collections::VecDeque;
 
@@ -212,8 +213,8 @@ impl DistModuleOptimizer {
     ///   or have not taken the same steps before;
     /// - [`Error::Setting`](crate::Error::Setting) for a learning rate that is not finite;
     /// - [`Error::Skipped`](crate::Error::Skipped) for a parameter that was skipped in too many steps in a row;
-    /// - [`Error::NotComputed`](crate::Error::NotComputed), with the first parameter of a bucket, if the device
-    ///   has no memory for its gradients or their step;
+    /// - [`Error::NotComputed`](crate::Error::NotComputed), with the first parameter that could not be updated, or on
+    ///   several ranks the first of its bucket, if the device has no memory for gradients or their step;
     /// - those of every collective.
     pub fn step<M: Module>(
         &mut self,

@@ -175,9 +175,9 @@ pub(super) fn accumulate(
         // A backend extension takes no tensor that may be absent.
         let by = factor.unwrap_or(&left).clone().into_dispatch();
         let (left, scaled) = (left.into_dispatch(), factor.is_some());
+        let start = first;
         first += rows;
-        let first = first - rows;
-        Dispatch::accumulate(grads, all.0, all.1, all.2, left, by, parts, first, nesterov, scaled)
+        Dispatch::accumulate(grads, all.0, all.1, all.2, left, by, parts, start, nesterov, scaled)
     });
     let [momentum, update, norms] = [all.0, all.1, all.2].map(Tensor::from_dispatch);
     let [momentum, update] = [momentum, update].map(|of: Tensor<3>| of.cast(dtype));
@@ -238,9 +238,9 @@ pub(super) fn apply(
         let [left, late] = [left, late].map(|flags| flags.clone().into_dispatch());
         let direction = direction.clone().into_dispatch();
         let parts = parts[call].iter().map(Part::updating).collect();
+        let start = first;
         first += rows;
-        let first = first - rows;
-        Dispatch::apply(parameters, direction, left, late, parts, first, first_late).into_tensors()
+        Dispatch::apply(parameters, direction, left, late, parts, start, first_late).into_tensors()
     };
     calls(lengths.len()).flat_map(call).collect()
 }

@@ -16,9 +16,9 @@ pub fn skip(reason: impl Display) {
 /// ask for; excused on devices in software.
 pub fn lacks(what: impl Display) {
     let reason = format!("the device does not have {what}");
-    match env::var("BURN_DEVICE").as_deref() {
-        Ok("cuda") => skip(reason),
-        _ => excused(reason),
+    match env::var("BURN_DEVICE").is_ok_and(|device| device.eq_ignore_ascii_case("cuda")) {
+        true => skip(reason),
+        false => excused(reason),
     }
 }
 

@@ -5,7 +5,7 @@
 //! parameter says if it is left as it is, with its momentum or moments. Everything is computed in float32 and
 //! rounded once.
 //!
-//! Nothing is launched on what does not fit: [`Error::Dtype`] for a type that the device does not have,
+//! Buffers begin where vectors of 16 bytes may. Nothing is launched on what does not fit: [`Error::Dtype`] for a type that the device does not have,
 //! [`Error::Buffer`] for a buffer that is too small, [`Error::Shape`] for rows that are not those of the batch,
 //! [`Error::TooLarge`] for more elements than it has addresses.
 
@@ -41,8 +41,8 @@ const F32: ElemType = ElemType::Float(FloatKind::F32);
 /// Units of a cube.
 pub(crate) const UNITS: u32 = 256;
 
-/// The most cubes that all runtimes take in the second dimension is 65 535.
-const MOST_ROWS: usize = 1 << 15;
+/// The most cubes that all runtimes take in a dimension.
+const MOST_CUBES: usize = 65_535;
 
 /// Buffers that a kernel binds at most for one parameter, with one for scalars and lengths: those of [`adamw`]. A
 /// device that binds fewer at once can't run it.
@@ -73,9 +73,7 @@ impl Batch {
 
     /// The longest vectors that elements of these types can be read in, and that divide a matrix.
     fn vector_size(self, client: &Client, dtypes: &[ElemType]) -> usize {
-        let bytes = dtypes.iter().map(ElemType::size).max().unwrap_or(1);
-        let divides = |size: &usize| self.elements.is_multiple_of(*size);
-        client.io_optimized_vector_sizes(bytes).filter(divides).max().unwrap_or(1)
+        vector_size(client, dtypes, [self.elements].into_iter())
     }
 
     /// Refuses types that a device has not, and buffers without room for the elements.
@@ -114,19 +112,6 @@ impl Batch {
         buffers.try_for_each(|(what, handle, values)| check_buffer(what, handle, *values, F32))
     }
 
-    /// Cubes that a matrix is divided among.
-    fn cubes(self, vector_size: usize) -> usize {
-        let vectors = self.elements / vector_size;
-        vectors.div_ceil(VECTORS_PER_UNIT * UNITS as usize).max(1)
-    }
-
-    /// A row of so many cubes for every matrix; there may be more rows than matrices.
-    fn cube_count(self, cubes: usize) -> CubeCount {
-        let rows = self.count.min(MOST_ROWS);
-        let layers = self.count.div_ceil(rows);
-        CubeCount::Static(cubes as u32, rows as u32, layers as u32)
-    }
-
     /// The buffer of its elements, read in vectors.
     fn vectors(self, handle: &Handle, vector_size: usize) -> BufferArg {
         // SAFETY: every function here checks first that the buffer holds the elements of the batch.
@@ -136,6 +121,28 @@ impl Batch {
     fn address_type(self) -> AddressType {
         AddressType::from_len(self.len())
     }
+}
+
+/// The longest vectors that elements of these types can be read in, and that divide some lengths.
+fn vector_size(
+    client: &Client,
+    dtypes: &[ElemType],
+    lengths: impl Iterator<Item = usize> + Clone,
+) -> usize {
+    let bytes = dtypes.iter().map(ElemType::size).max().unwrap_or(1);
+    let divides = |size: &usize| lengths.clone().all(|length| length.is_multiple_of(*size));
+    client.io_optimized_vector_sizes(bytes).filter(divides).max().unwrap_or(1)
+}
+
+/// Cubes that a row of vectors is divided among. Where there are too few, units take more vectors.
+fn cubes(vectors: usize) -> usize {
+    vectors.div_ceil(VECTORS_PER_UNIT * UNITS as usize).clamp(1, MOST_CUBES)
+}
+
+/// A grid with so many cubes for every row; there may be more rows of cubes.
+fn grid(cubes: usize, rows: usize) -> CubeCount {
+    let layers = rows.div_ceil(MOST_CUBES).max(1);
+    CubeCount::Static(cubes as u32, rows.div_ceil(layers).max(1) as u32, layers as u32)
 }
 
 /// The matrix of a cube.
@@ -149,4 +156,22 @@ fn own_matrix() -> usize {
 fn own_vectors() -> (usize, usize) {
     let first = CUBE_POS_X * CUBE_DIM_X + UNIT_POS_X;
     (first as usize, (CUBE_COUNT_X * CUBE_DIM_X) as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_dimension_of_a_grid_is_too_long() {
+        for (vectors, rows) in [(0, 0), (1, 1), (1 << 40, 3), (77, 65_536), (2048, 1 << 24)] {
+            let CubeCount::Static(x, y, z) = grid(cubes(vectors), rows) else {
+                panic!("a constant")
+            };
+            let longest = x.max(y).max(z) as usize;
+            assert!((1..=MOST_CUBES).contains(&longest), "{vectors} {rows}: {x} x {y} x {z}");
+            assert!(y as usize * z as usize >= rows);
+        }
+        assert_eq!(cubes(2048 * 7 + 1), 8);
+    }
 }

@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::parts::{Layout, groups, number_of, own_part, read};
-use super::{Batch, F32, Part, UNITS, own_matrix, own_vectors};
+use super::{Batch, F32, Part, UNITS, cubes, grid, own_matrix, own_vectors};
 use crate::error::Result;
 use crate::units::together;
 
@@ -45,7 +45,7 @@ impl Norms {
         unsafe {
             join_kernel::launch_unchecked(
                 client,
-                batch.cube_count(1),
+                grid(1, batch.count),
                 CubeDim::new_1d(units),
                 AddressType::from_len(2 * batch.count * self.parts),
                 self.arg(batch),
@@ -194,7 +194,7 @@ pub fn normalize(
     unsafe {
         normalize_kernel::launch_unchecked(
             client,
-            batch.cube_count(batch.cubes(size)),
+            grid(cubes(batch.elements / size), batch.count),
             CubeDim::new_1d(units),
             batch.address_type(),
             size,

@@ -5,7 +5,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::{MOST_ROWS, UNITS, VECTORS_PER_UNIT};
+use super::{cubes, grid, vector_size};
 use crate::error::{Result, check_addresses, check_buffer, check_dtype};
 
 /// The most parts of one launch: what a kernel does is written out for each of them.
@@ -81,13 +81,10 @@ impl Layout {
         parts: impl Iterator<Item = &'a Part> + Clone,
         steps: &[usize],
     ) -> Self {
-        let bytes = dtypes.iter().map(ElemType::size).max().unwrap_or(1);
         let lengths = parts.clone().map(|part| part.elements).chain(steps.iter().copied());
-        let divides = |size: &usize| lengths.clone().all(|length| length.is_multiple_of(*size));
-        let vector_size =
-            client.io_optimized_vector_sizes(bytes).filter(divides).max().unwrap_or(1);
-        let longest = parts.clone().map(|part| part.elements / vector_size).max().unwrap_or(0);
-        let cubes = longest.div_ceil(VECTORS_PER_UNIT * UNITS as usize).max(1);
+        let vector_size = vector_size(client, dtypes, lengths);
+        let longest = parts.clone().map(|part| part.elements).max().unwrap_or(0);
+        let cubes = cubes(longest / vector_size);
         let most = parts.clone().map(Part::len).max().unwrap_or(0);
         let layout = Self { vector_size, cubes, rows: 0, most, firsts: vec![] };
         layout.with_rows(parts.map(|part| part.rows))
@@ -115,9 +112,7 @@ impl Layout {
 
     /// So many cubes for every row; there may be more rows of cubes.
     pub fn cube_count(&self, cubes: usize) -> CubeCount {
-        let rows = self.rows.clamp(1, MOST_ROWS);
-        let layers = self.rows.div_ceil(rows).max(1);
-        CubeCount::Static(cubes as u32, rows as u32, layers as u32)
+        grid(cubes, self.rows)
     }
 
     /// Addresses for the elements of the parts, and of a buffer of so many.

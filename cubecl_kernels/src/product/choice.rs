@@ -95,8 +95,8 @@ impl Product<'_> {
 }
 
 impl Tiling {
-    /// Refuses a tiling that does not [multiply integers exactly](Self::multiplies_integers) on a device. Each is asked
-    /// once for every device and type.
+    /// Refuses a tiling that does not [multiply integers exactly](Self::multiplies_integers) on a device. The answer is
+    /// kept for every device and type.
     ///
     /// # Errors
     ///
@@ -108,7 +108,9 @@ impl Tiling {
             true => Ok(()),
             false => Err(Error::Refused {
                 kernel: self.to_string(),
-                reason: "it does not multiply small integers exactly".to_owned(),
+                reason:
+                    "the device can't launch it, or it does not multiply small integers exactly"
+                        .to_owned(),
             }),
         }
     }
