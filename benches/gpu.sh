@@ -231,5 +231,5 @@ case ${1:-} in
   build) build ;;
   pack) pack "$2" "$3" ;;
   run) shift && run "$@" ;;
-  *) sed -n '2,14s/^# \?//p' "$0" && exit 2 ;;
+  *) sed -n '2,12s/^# \?//p' "$0" && exit 2 ;;
 esac
