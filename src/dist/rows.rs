@@ -9,7 +9,7 @@ use crate::muon::rule::Rates;
 /// The numbers that are added up at once.
 const FAN_IN: usize = 256;
 
-/// The rows of a rank, those of one bucket after those of another.
+/// The sums over the rows of every parameter, where those of one bucket come after those of another.
 pub struct Rows {
     /// The sums of a parameter's rows, level by level: the numbers that every sum of a level adds up, as
     /// places among those of the level before. A scatter would be one thread on CubeCL, for any number of
