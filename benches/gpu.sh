@@ -38,9 +38,11 @@ pack() {
   # Before an hour of building.
   command -v "$packer" >/dev/null || { echo "gpu.sh: the packer $packer is not a program: see docs/gpu.md" >&2; exit 2; }
   built=$(build)
-  mkdir -p "$dir/tests" "$dir/conformance"
+  mkdir -p "$dir/tests" "$dir/conformance" "$dir/src"
   "$packer" "$dir" $built
-  cp -r "$here/benches/gpu.sh" "$here/benches/peers" "$here/src" "$dir"
+  cp -r "$here/benches/gpu.sh" "$here/benches/peers" "$dir"
+  # To train on: 260 KB of text are enough.
+  cp -r "$here"/src/{checkpoint,muon,orthogonalize,route} "$dir/src"
   cp -r "$here/tests/conformance" "$dir/tests"
   [ -z "${DISTMUON_CONFORMANCE_DIR:-}" ] || cp "$DISTMUON_CONFORMANCE_DIR"/*.safetensors "$dir/conformance"
   git -C "$here" describe --always --dirty >"$dir/commit"
