@@ -128,7 +128,7 @@ run_step() {
 row() { printf '| %s | %s | %s | %s | %s |\n' "$@" >>"$work/table"; }
 
 run() {
-  local name line plan
+  local name line
   plan=$(steps)
   # A wrong name would be a step that does not run, without a word.
   for name; do
@@ -154,7 +154,7 @@ run() {
   trap 'exit 1' INT TERM
   while read -r line; do
     name=${line%% *}
-    [ $# = 0 ] || [[ " $* " = *" $name "* ]] || continue
+    is_asked "$name" || continue
     if [ $SECONDS -ge $budget ]; then
       left+=("$name")
       row "$name" 0 0 0 'not run'
@@ -165,7 +165,13 @@ run() {
   [ ${#bad[@]} = 0 ] && [ ${#left[@]} = 0 ]
 }
 
+is_asked() { [ ${#asked[@]} = 0 ] || [[ " ${asked[*]} " = *" $1 "* ]]; }
+
 finish() {
+  local name
+  for name in $(cut -d' ' -f1 <<<"$plan"); do
+    ! is_asked "$name" || grep -q "^| $name " "$work/table" || left+=("$name")
+  done
   write_results "${asked[@]}"
   [ ${#left[@]} = 0 ] || echo "not done: ${left[*]}; go on with: gpu.sh run ${left[*]} (LIMIT=SECONDS for longer steps)"
   [ ${#bad[@]} = 0 ] || echo "failed: ${bad[*]}; see $log"
