@@ -469,7 +469,7 @@ where
 fn collectives() -> distmuon::Result<()> {
     println!("\n## Collectives\n");
     #[cfg(feature = "cuda")]
-    if env::var("BURN_DEVICE").is_ok_and(|device| device.eq_ignore_ascii_case("cuda")) {
+    if skips::is_on_cuda() {
         let world = nccl()?;
         let rows = collectives::measure(&world)?;
         if world.is_main() {

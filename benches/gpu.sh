@@ -21,6 +21,11 @@ device=${BURN_DEVICE:-cuda}
 device=${device,,} # as Burn reads it
 profile=${PROFILE:-gpu}
 
+refuse() {
+  echo "gpu.sh: $1" >&2
+  exit 2
+}
+
 build() {
   programs cuda,vulkan,gpu-suite --test gpu_suite
   # Only benches measure which of Burn's products is the fastest: tests would measure every odd shape of theirs.
@@ -35,8 +40,8 @@ programs() {
 
 pack() {
   local dir=$1 packer=$2 built
-  # Before an hour of building.
-  command -v "$packer" >/dev/null || { echo "gpu.sh: the packer $packer is not a program: see docs/gpu.md" >&2; exit 2; }
+  # Before the build, which takes long.
+  command -v "$packer" >/dev/null || refuse "the packer $packer is not a program: expected what docs/gpu.md describes"
   built=$(build)
   mkdir -p "$dir/tests" "$dir/conformance" "$dir/src"
   "$packer" "$dir" $built
@@ -45,8 +50,11 @@ pack() {
   cp -r "$here"/src/{checkpoint,muon,orthogonalize,route} "$dir/src"
   cp -r "$here/tests/conformance" "$dir/tests"
   [ -z "${DISTMUON_CONFORMANCE_DIR:-}" ] || cp "$DISTMUON_CONFORMANCE_DIR"/*.safetensors "$dir/conformance"
-  git -C "$here" describe --always --dirty >"$dir/commit"
+  commit >"$dir/commit"
 }
+
+# What programs are built from, and how.
+commit() { printf '%s, built with profile `%s`\n' "$(git -C "$here" describe --always --dirty)" "$profile"; }
 
 # The newest program of a name in the target folder.
 built() {
@@ -54,7 +62,7 @@ built() {
   [ "$profile" != dev ] || folder=debug
   folder=${CARGO_TARGET_DIR:-$here/target}/$folder
   found=$(find "$folder/deps" -name "$1-*" ! -name '*.*' -printf '%T@ %p\n' 2>/dev/null | sort -n | tail -1 || true)
-  [ -n "$found" ] || { echo "gpu.sh: the program $1 is missing: expected in $folder; run gpu.sh build" >&2; exit 2; }
+  [ -n "$found" ] || refuse "the program $1 is missing: expected in $folder; run gpu.sh build"
   echo "${found#* }"
 }
 
@@ -132,10 +140,7 @@ run() {
   plan=$(steps)
   # A wrong name would be a step that does not run, without a word.
   for name; do
-    grep -q "^$name " <<<"$plan" || {
-      echo "gpu.sh: the step $name is unknown: expected one of $(cut -d' ' -f1 <<<"$plan" | xargs)" >&2
-      exit 2
-    }
+    grep -q "^$name " <<<"$plan" || refuse "the step $name is unknown: expected one of $(cut -d' ' -f1 <<<"$plan" | xargs)"
   done
   mkdir -p "${OUT:=$here}"
   OUT=$(cd "$OUT" && pwd)
@@ -154,15 +159,9 @@ run() {
   trap 'exit 1' INT TERM
   while read -r line; do
     name=${line%% *}
-    is_asked "$name" || continue
-    if [ $SECONDS -ge $budget ]; then
-      left+=("$name")
-      row "$name" 0 0 0 'not run'
-    else
-      run_step $line
-    fi
+    [ $SECONDS -lt $budget ] || break
+    if is_asked "$name"; then run_step $line; fi
   done <<<"$plan"
-  [ ${#bad[@]} = 0 ] && [ ${#left[@]} = 0 ]
 }
 
 is_asked() { [ ${#asked[@]} = 0 ] || [[ " ${asked[*]} " = *" $1 "* ]]; }
@@ -170,24 +169,30 @@ is_asked() { [ ${#asked[@]} = 0 ] || [[ " ${asked[*]} " = *" $1 "* ]]; }
 finish() {
   local name
   for name in $(cut -d' ' -f1 <<<"$plan"); do
-    ! is_asked "$name" || grep -q "^| $name " "$work/table" || left+=("$name")
+    ! is_asked "$name" || grep -q "^| $name " "$work/table" || {
+      left+=("$name")
+      row "$name" 0 0 0 'not run'
+    }
   done
   write_results "${asked[@]}"
   [ ${#left[@]} = 0 ] || echo "not done: ${left[*]}; go on with: gpu.sh run ${left[*]} (LIMIT=SECONDS for longer steps)"
   [ ${#bad[@]} = 0 ] || echo "failed: ${bad[*]}; see $log"
   rm -r "$work"
+  [ ${#bad[@]} = 0 ] && [ ${#left[@]} = 0 ] || exit 1
 }
 
 # Finds what CubeCL's compiler needs on CUDA, or says what is missing.
 check_cuda() {
   local folder found=
-  command -v nvidia-smi >/dev/null || { echo "gpu.sh: the NVIDIA driver is missing: expected nvidia-smi; for a device in software, set BURN_DEVICE=vulkan" >&2; exit 2; }
+  command -v nvidia-smi >/dev/null ||
+    refuse "the NVIDIA driver is missing: expected nvidia-smi; for a device in software, set BURN_DEVICE=vulkan"
   [ -z "$packed" ] || return 0 # run.sh brings it
   for folder in "${CUDA_PATH:-}" "$(dirname "$(dirname "$(command -v nvcc || echo /usr/bin/nvcc)")")" /usr/local/cuda \
     /opt/cuda "$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0] + "/cu13")' 2>/dev/null || true)"; do
     [ -z "$folder" ] || [ ! -e "$folder/nvvm/libdevice/libdevice.10.bc" ] || { found=$folder; break; }
   done
-  [ -n "$found" ] || { echo "gpu.sh: libdevice.10.bc is missing: expected in nvvm/libdevice of CUDA_PATH; pip install nvidia-nvvm, or set CUDA_PATH" >&2; exit 2; }
+  [ -n "$found" ] ||
+    refuse "libdevice.10.bc is missing: expected in nvvm/libdevice of CUDA_PATH; pip install nvidia-nvvm, or set CUDA_PATH"
   export CUDA_PATH=$found
 }
 
@@ -218,7 +223,7 @@ write_results() {
     printf '# %s, %s\n\n' "${name%%,*}" "$(date +%F)"
     printf -- '- device and driver: %s (`BURN_DEVICE=%s`)\n' "$name" "$device"
     printf -- '- LLVM: %s\n' "$(llvm)"
-    printf -- '- commit: %s, built with profile `%s`\n' "$(cat commit 2>/dev/null || git describe --always --dirty)" "$profile"
+    printf -- '- commit: %s\n' "$(cat commit 2>/dev/null || commit)"
     printf -- '- command: `gpu.sh run%s`\n' "${*:+ $*}"
     printf '\n## Steps\n\n'
     cat "$work/table"

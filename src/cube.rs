@@ -156,9 +156,8 @@ impl Operation<FusionCubeRuntime> for HandOver {
 pub(crate) fn first_failure<'a>(
     tensors: impl Iterator<Item = (&'a str, &'a Tensor<1>)>,
 ) -> Option<(&'a str, Device, Failure)> {
-    let on_cube = |(name, tensor): (&'a str, &Tensor<1>)| {
-        let primitive = tensor.clone().try_into_primitive::<Cube>().ok()?;
-        Some(((name, tensor.device()), primitive))
+    let on_cube = |named: (&'a str, &'a Tensor<1>)| {
+        Some((named, named.1.clone().try_into_primitive::<Cube>().ok()?))
     };
     let (named, given): (Vec<_>, Vec<_>) = tensors.filter_map(on_cube).unzip();
     // Each question waits for the device: one for all tensors, as long as nothing fails.
@@ -166,7 +165,7 @@ pub(crate) fn first_failure<'a>(
         return None;
     }
     let mut each = named.into_iter().zip(given);
-    each.find_map(|((name, device), tensor)| Some((name, device, failure(vec![tensor])?)))
+    each.find_map(|((name, tensor), given)| Some((name, tensor.device(), failure(vec![given])?)))
 }
 
 /// The reason why some of these tensors will never be computed.

@@ -16,10 +16,12 @@ pub fn skip(reason: impl Display) {
 /// ask for; excused on devices in software.
 pub fn lacks(what: impl Display) {
     let reason = format!("the device does not have {what}");
-    match env::var("BURN_DEVICE").is_ok_and(|device| device.eq_ignore_ascii_case("cuda")) {
-        true => skip(reason),
-        false => excused(reason),
-    }
+    if is_on_cuda() { skip(reason) } else { excused(reason) }
+}
+
+/// Returns `true` if Burn's default device is that of CUDA.
+pub fn is_on_cuda() -> bool {
+    env::var("BURN_DEVICE").is_ok_and(|device| device.eq_ignore_ascii_case("cuda"))
 }
 
 /// Reports what does not run for a reason that no installation changes, and never fails. The callers are the

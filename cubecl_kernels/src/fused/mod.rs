@@ -5,9 +5,9 @@
 //! parameter says if it is left as it is, with its momentum or moments. Everything is computed in float32 and
 //! rounded once.
 //!
-//! Buffers begin where vectors of 16 bytes may. Nothing is launched on what does not fit: [`Error::Dtype`] for a type that the device does not have,
-//! [`Error::Buffer`] for a buffer that is too small, [`Error::Shape`] for rows that are not those of the batch,
-//! [`Error::TooLarge`] for more elements than it has addresses.
+//! Buffers begin where vectors of 16 bytes may. Nothing is launched on what does not fit: [`Error::Dtype`] for a type
+//! that the device does not have, [`Error::Buffer`] for a buffer that is too small, [`Error::Shape`] for rows that are
+//! not those of the batch, [`Error::TooLarge`] for more elements than it has addresses.
 
 mod adamw;
 mod muon;
@@ -69,11 +69,6 @@ impl Batch {
     /// Returns `true` if there is nothing to do.
     pub fn is_empty(self) -> bool {
         self.len() == 0
-    }
-
-    /// The longest vectors that elements of these types can be read in, and that divide a matrix.
-    fn vector_size(self, client: &Client, dtypes: &[ElemType]) -> usize {
-        vector_size(client, dtypes, [self.elements].into_iter())
     }
 
     /// Refuses types that a device has not, and buffers without room for the elements.

@@ -6,7 +6,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::parts::{Layout, groups, number_of, own_part, read};
-use super::{Batch, F32, Part, UNITS, cubes, grid, own_matrix, own_vectors};
+use super::{Batch, F32, Part, UNITS, cubes, grid, own_matrix, own_vectors, vector_size};
 use crate::error::Result;
 use crate::units::together;
 
@@ -188,7 +188,7 @@ pub fn normalize(
     }
     let whole = (norms.parts > FEW_PARTS).then(|| norms.joined(client, batch));
     let norms = whole.as_ref().unwrap_or(norms);
-    let size = batch.vector_size(client, &dtypes);
+    let size = vector_size(client, &dtypes, [batch.elements].into_iter());
     let units = together(&client.properties().hardware, UNITS);
     // SAFETY: every index is below the vectors of a matrix.
     unsafe {
