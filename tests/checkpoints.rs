@@ -166,3 +166,200 @@ fn burns_own_reader_opens_a_checkpoint() {
     let ends = |end: &str| names.iter().any(|n| n.starts_with("optimizer.") && n.ends_with(end));
     assert!(ends(".momentum") && ends(".moment_1") && ends(".skipped"), "{names:?}");
 }
+
+/// Files of the first layout of the states, which later versions continue: what they were written by is gone. Where
+/// `DISTMUON_WRITE_CHECKPOINTS` is set, this version writes them anew.
+mod written_before {
+    use burn::nn::{Embedding, EmbeddingConfig};
+    use burn::optim::GradientsParams;
+    use distmuon::dist::{DistMuonConfig, Gradients, World};
+    use distmuon::{Result, Schedule};
+
+    use super::*;
+
+    /// The steps before a file was written, and after.
+    const BEFORE: u64 = 3;
+    const AFTER: u64 = 2;
+
+    /// A parameter for every rule.
+    #[derive(Module, Debug)]
+    struct Net {
+        embedding: Embedding,
+        layers: Vec<Linear>,
+        experts: Param<Tensor<3>>,
+        head: Linear,
+    }
+
+    fn net(device: &Device) -> Net {
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+        let net = Net {
+            embedding: EmbeddingConfig::new(7, 6).init(device),
+            layers: vec![linear(6, 6), linear(6, 9), linear(9, 6)],
+            experts: Param::from_tensor(Tensor::ones([2, 5, 4], device).require_grad()),
+            head: linear(6, 7),
+        };
+        net.map(&mut common::Fixed(StdRng::seed_from_u64(5)))
+    }
+
+    fn muon() -> MuonConfig {
+        MuonConfig::new()
+            .with_momentum(Schedule::momentum_warmup(0.95, 4))
+            .with_rule(Rule::muon("experts").batch())
+    }
+
+    fn ranks() -> DistMuonConfig {
+        DistMuonConfig::new().with_muon(muon()).with_small_elements(8)
+    }
+
+    /// Gradients of a step, of which one of the second step is not finite.
+    fn gradients(net: &Net, step: u64) -> GradientsParams {
+        let mut gradients = common::gradients(net, step);
+        if step == 1 {
+            let weight = &net.layers[1].weight;
+            let gradient = gradients.remove::<2>(weight.id).expect("a gradient");
+            gradients.register(weight.id, gradient.mul_scalar(f32::NAN));
+        }
+        gradients
+    }
+
+    fn values(net: &Net) -> Vec<f32> {
+        let bytes = common::weights(net).concat();
+        bytes.chunks(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
+    }
+
+    /// A net that has taken steps, and one that has taken as many more.
+    fn run(mut net: Net, mut step: impl FnMut(Net, u64) -> Net) -> [Net; 2] {
+        for number in 0..BEFORE {
+            net = step(net, number);
+        }
+        let before = net.clone();
+        for number in BEFORE..BEFORE + AFTER {
+            net = step(net, number);
+        }
+        [before, net]
+    }
+
+    /// The net after the further steps is what a file says, to the bit where it was written.
+    fn same(case: &str, found: &Net, expected: &[f32]) {
+        let found = values(found);
+        assert_eq!(found.len(), expected.len());
+        let exact = format!("{:?}", Device::default()).contains("Flex");
+        for (found, expected) in found.iter().zip(expected) {
+            let off = (found - expected).abs();
+            assert!(if exact { off == 0.0 } else { off < 1e-3 }, "{case}: {found} for {expected}");
+        }
+    }
+
+    fn path(name: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
+    }
+
+    fn writes() -> bool {
+        std::env::var_os("DISTMUON_WRITE_CHECKPOINTS").is_some()
+    }
+
+    fn continued<O: checkpoint::Checkpointed>(
+        name: &str,
+        net: Net,
+        optim: O,
+        mut step: impl FnMut(&mut O, Net, u64) -> Net,
+    ) {
+        let (mut net, mut optim, expected): (Net, O, Vec<f32>) =
+            checkpoint::load(path(name), net, optim).unwrap();
+        for number in BEFORE..BEFORE + AFTER {
+            net = step(&mut optim, net, number);
+        }
+        same(name, &net, &expected);
+    }
+
+    #[test]
+    fn by_an_optimizer_of_burn_it_continues_there_and_on_ranks() {
+        let device = Device::default().autodiff();
+        let step = |optim: &mut ModuleOptimizer, net: Net, number| {
+            let gradients = gradients(&net, number);
+            optim.step(0.01, net, gradients)
+        };
+        let name = "checkpoint-v2-module.bpk";
+        let mut optim = muon().init(&net(&device));
+        if writes() {
+            let [_, after] = run(net(&device), |net, number| step(&mut optim, net, number));
+            let mut optim = muon().init(&net(&device));
+            let mut before = net(&device);
+            for number in 0..BEFORE {
+                before = step(&mut optim, before, number);
+            }
+            checkpoint::save(path(name), &before, &optim, &values(&after)).unwrap();
+        }
+        let fresh = net(&device);
+        continued(name, fresh.clone(), muon().init(&fresh), step);
+        on_ranks(name, 2);
+    }
+
+    fn on_ranks(name: &str, count: usize) {
+        let devices = vec![Device::default().autodiff(); count];
+        World::threads(devices, |world| -> Result<()> {
+            let fresh = net(world.device());
+            let optim = ranks().init(&world, &fresh)?;
+            continued(name, fresh, optim, |optim, net, number| {
+                let gradients = gradients(&net, number);
+                optim.step(0.01, net, gradients).unwrap()
+            });
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn by_ranks_it_continues_on_any_number_of_them() {
+        let name = "checkpoint-v2-ranks.bpk";
+        if writes() {
+            World::threads(vec![Device::default().autodiff(); 2], |world| -> Result<()> {
+                let fresh = net(world.device());
+                let mut optim = ranks().init(&world, &fresh)?;
+                let [_, after] = run(fresh, |net, number| {
+                    let gradients = gradients(&net, number);
+                    optim.step(0.01, net, gradients).unwrap()
+                });
+                let mut before = net(world.device());
+                let mut optim = ranks().init(&world, &before)?;
+                for number in 0..BEFORE {
+                    let gradients = gradients(&before, number);
+                    before = optim.step(0.01, before, gradients)?;
+                }
+                optim.save(path(name), &before, &values(&after))
+            })
+            .unwrap();
+        }
+        for count in [1, 2, 3] {
+            on_ranks(name, count);
+        }
+    }
+
+    #[test]
+    fn by_an_optimizer_of_single_parameters_it_continues_on_its_ranks() {
+        let name = |rank: usize| format!("checkpoint-v2-per-parameter-{rank}.bpk");
+        let config = ranks().with_gradients(Gradients::Averaged);
+        let step = |optim: &mut ModuleOptimizer, net: Net, number| {
+            let gradients = gradients(&net, number);
+            optim.step(0.01, net, gradients)
+        };
+        World::threads(vec![Device::default().autodiff(); 2], |world| -> Result<()> {
+            let fresh = net(world.device());
+            let mut optim = config.build(&world)?.init(&fresh)?;
+            if writes() {
+                let [_, after] = run(fresh, |net, number| step(&mut optim, net, number));
+                let mut before = net(world.device());
+                let mut optim = config.build(&world)?.init(&before)?;
+                for number in 0..BEFORE {
+                    before = step(&mut optim, before, number);
+                }
+                checkpoint::save(path(&name(world.rank())), &before, &optim, &values(&after))?;
+            }
+            let fresh = net(world.device());
+            let optim = config.build(&world)?.init(&fresh)?;
+            continued(&name(world.rank()), fresh, optim, step);
+            Ok(())
+        })
+        .unwrap();
+    }
+}
