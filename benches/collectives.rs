@@ -1,18 +1,17 @@
-//! Time of every collective on threads and over MPI, beside copying as many bytes in memory.
+//! Times of every collective on threads and over MPI, and of a copy of the same size in memory.
 //!
 //! ```text
 //! cargo bench --features mpi --bench collectives
 //! ```
 
-#[path = "common/collectives.rs"]
-mod collectives;
+mod common;
 
 use std::time::{Duration, Instant};
 
 use burn::tensor::Device;
-use collectives::{measure, print};
+use common::collectives::{measure, print};
 use distmuon::Result;
-use distmuon::dist::World;
+use distmuon::comm::World;
 
 const RANKS: [usize; 2] = [2, 4];
 
@@ -28,14 +27,16 @@ fn threads() -> Result<()> {
 #[cfg(feature = "mpi")]
 fn mpi() -> Result<()> {
     for ranks in RANKS {
-        let own = std::env::args_os().next().expect("a program has a name");
+        let program = std::env::args_os().next().expect("the first argument is the program");
         let mut mpirun = std::process::Command::new("mpirun");
-        mpirun.args(["--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()]).arg(own);
-        // Open MPI asks twice before it runs as root, as containers do.
+        mpirun.args(["--oversubscribe", "--bind-to", "none", "-n", &ranks.to_string()]);
+        mpirun.arg(program);
+        // Open MPI refuses to run as root, the user of most containers, unless both of these are
+        // set.
         mpirun.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
         match mpirun.env("RAYON_NUM_THREADS", "1").status() {
             Ok(status) => assert!(status.success(), "mpirun: {status}"),
-            Err(error) => println!("no mpirun: {error}"),
+            Err(error) => println!("skipped: mpirun cannot be started: {error}"),
         }
     }
     Ok(())
@@ -44,7 +45,7 @@ fn mpi() -> Result<()> {
 fn main() -> Result<()> {
     #[cfg(feature = "mpi")]
     if std::env::var_os("OMPI_COMM_WORLD_RANK").is_some() {
-        let launch = distmuon::dist::Launch::from_env()?;
+        let launch = distmuon::comm::Launch::from_env()?;
         let world = World::mpi(&launch, Device::default(), Duration::from_secs(60))?;
         let rows = measure(&world)?;
         if world.rank() == 0 {

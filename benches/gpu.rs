@@ -1,15 +1,16 @@
-//! Times of launches, symmetric products, iterations, steps and collectives on a GPU; see `docs/gpu.md`.
+//! Times of launches, symmetric products, iterations, steps and collectives on a GPU; see
+//! `docs/guide/gpu.md`.
 //!
 //! ```text
 //! BURN_DEVICE=cuda cargo bench --bench gpu --features cuda,burn/autotune
 //! ```
 //!
-//! Prints tables in Markdown: medians, ratios to Burn's own matmul in the same run, TFLOP/s of the operations that
-//! the full products would need, and the fraction of what the hardware needs at least. `peers/torch_gpu.py` prints
-//! the same for PyTorch. `train_lm` and its arguments run that example.
+//! Prints tables in Markdown: medians, ratios to Burn's own matmul in the same run, TFLOP/s of the
+//! operations that the full products would need, and the ratio of the floor to the time ("of the
+//! floor"). The floor is the shortest time in which the hardware could do the operations.
+//! `peers/torch_gpu.py` prints the same for PyTorch. With the first argument `train_lm`, the
+//! program runs that example with the other arguments.
 
-#[path = "common/collectives.rs"]
-mod collectives;
 mod common;
 #[path = "../tests/common/skips.rs"]
 mod skips;
@@ -23,47 +24,51 @@ use std::time::Instant;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use clap::{Parser, ValueEnum};
-use common::Matrices;
-use distmuon::dist::World;
-use distmuon::orthogonalize::{Engine, cost};
-use distmuon::{Coefficients, Form, IterationDtype, Kernels, MuonConfig, NewtonSchulz, Rule};
+use common::{Matrices, median};
+use distmuon::comm::World;
+use distmuon::orthogonalize::cost;
+use distmuon::{
+    Coefficients, ComputePath, IterationDtype, IterationForm, KernelPolicy, MuonConfig,
+    NewtonSchulzConfig, RoutingRule,
+};
 
-/// The rate that a dense product of a half type is taken to reach on an H100 or H200 of the SXM kind: four fifths of
-/// the 989 TFLOP/s of NVIDIA's data sheet. An assumption.
+/// The rate that a dense product in half precision is assumed to reach on an H100 or H200 SXM: four
+/// fifths of the 989 TFLOP/s of NVIDIA's data sheet.
 const FLOOR_TFLOPS: f64 = 790.0;
 
-/// The least that a measurement takes, in milliseconds: a synchronisation and a flush of Burn's queue take longer
-/// than many a kernel, so that they come once for many launches.
-const LEAST_MS: f64 = 3.0;
+/// Shortest time of a measurement, in milliseconds. A synchronisation and a flush of Burn's queue
+/// take longer than a short kernel, so that they follow many launches together.
+const MIN_MS: f64 = 3.0;
 
 #[derive(Parser)]
 struct Options {
-    /// Subjects to measure; all if none is named.
+    /// Subjects to measure. Default: all.
     #[arg(value_enum, default_values_t = Subject::value_variants().to_vec())]
     subjects: Vec<Subject>,
     /// Shapes of products and iterations.
-    #[arg(long, value_enum, default_value_t = Group::Small)]
-    group: Group,
-    /// Other shapes, of steps too, as a device in software needs: `[k x] m x n`, separated by commas.
+    #[arg(long, value_enum, default_value_t = ShapeGroup::Small)]
+    group: ShapeGroup,
+    /// Other shapes, also for steps, such as small ones for a device in software: `[k x] m x n`,
+    /// separated by commas.
     #[arg(long, value_delimiter = ',')]
     shapes: Vec<String>,
     /// Type of products and iterations.
     #[arg(long, value_enum, default_value_t = Type::Bf16)]
     dtype: Type,
-    /// Measurements, of which the median counts.
+    /// Measurements of which the median is taken.
     #[arg(long, default_value_t = 9)]
     repeats: usize,
-    /// Rate that the floor assumes, in TFLOP/s.
+    /// Assumed rate of the floor, in TFLOP/s.
     #[arg(long, default_value_t = FLOOR_TFLOPS)]
     floor: f64,
-    /// Passed by cargo.
+    // Cargo passes it to every bench.
     #[arg(long, hide = true)]
     bench: bool,
 }
 
 #[derive(ValueEnum, Clone, Copy, PartialEq)]
 enum Subject {
-    /// The host's time for a launch.
+    /// Host time of a launch.
     Launches,
     /// Symmetric products.
     Products,
@@ -76,17 +81,17 @@ enum Subject {
 }
 
 #[derive(ValueEnum, Clone, Copy)]
-enum Group {
+enum ShapeGroup {
     /// Single matrices of small language models.
     Small,
-    /// Those of large ones.
+    /// Single matrices of large language models.
     Large,
-    /// Batches of both, and of a vision model.
+    /// Batches of matrices of language models, and of a vision model.
     Batched,
 }
 
-impl Group {
-    /// `[k, m, n]`.
+impl ShapeGroup {
+    /// The shapes `[k, m, n]`.
     fn shapes(self) -> Vec<[usize; 3]> {
         match self {
             Self::Small => vec![
@@ -110,7 +115,8 @@ enum Type {
 }
 
 impl Type {
-    fn of_products(self) -> DType {
+    /// The type of products.
+    fn dtype(self) -> DType {
         match self {
             Self::F32 => DType::F32,
             Self::F16 => DType::F16,
@@ -118,7 +124,8 @@ impl Type {
         }
     }
 
-    fn of_iterations(self) -> IterationDtype {
+    /// The type of iterations.
+    fn iteration_dtype(self) -> IterationDtype {
         match self {
             Self::F32 => IterationDtype::F32,
             Self::F16 => IterationDtype::F16,
@@ -128,7 +135,8 @@ impl Type {
 }
 
 fn main() -> anyhow::Result<()> {
-    // The example is part of this program: a machine without Rust gets what both link only once.
+    // The example is part of this program, so that a machine without Rust gets their common
+    // libraries only once.
     if env::args_os().nth(1).is_some_and(|first| first == "train_lm") {
         return train_lm::run(env::args_os().skip(1));
     }
@@ -141,21 +149,21 @@ fn main() -> anyhow::Result<()> {
     };
     let title = match options.shapes.is_empty() {
         true => options.group.to_possible_value().expect("no value is skipped").get_name().into(),
-        false => "given shapes".to_owned(),
+        false => "shapes of the command line".to_owned(),
     };
     let dtype = options.dtype;
     let bench =
         Bench { device: device.clone(), title, repeats: options.repeats, floor: options.floor };
     for subject in options.subjects {
-        let of_type = matches!(subject, Subject::Products | Subject::Iterations);
-        if of_type && !device.supports_dtype(dtype.of_products()) {
+        let uses_dtype = matches!(subject, Subject::Products | Subject::Iterations);
+        if uses_dtype && !device.supports_dtype(dtype.dtype()) {
             skips::lacks(format!("{dtype:?}"));
             continue;
         }
         match subject {
             Subject::Launches => launches(&bench),
-            Subject::Products => products(&bench, dtype.of_products(), &shapes),
-            Subject::Iterations => iterations(&bench, dtype.of_iterations(), &shapes),
+            Subject::Products => products(&bench, dtype.dtype(), &shapes),
+            Subject::Iterations => iterations(&bench, dtype.iteration_dtype(), &shapes),
             Subject::Steps if options.shapes.is_empty() => {
                 steps(&bench, "a GPT-2 layer (width 768)", &common::LAYER)?;
             }
@@ -178,37 +186,37 @@ fn parse(shape: &str) -> anyhow::Result<[usize; 3]> {
     match sizes[..] {
         [m, n] => Ok([1, m, n]),
         [k, m, n] => Ok([k, m, n]),
-        _ => anyhow::bail!("--shapes: {shape} is neither MxN nor KxMxN"),
+        _ => anyhow::bail!("--shapes {shape} is not a shape: expected MxN or KxMxN"),
     }
 }
 
-/// Milliseconds of one run among many.
+/// The time of one run, in milliseconds: the average over several runs in a row.
 struct Time {
-    /// Of the host and the device, up to the end of the last run.
+    /// Host and device, up to the end of the last run.
     total: f64,
-    /// Of the host alone, which queues one run after the other.
+    /// The host alone, which queues one run after the other.
     host: f64,
 }
 
-/// The device and the way that it is measured.
+/// The device, and how it is measured.
 struct Bench {
     device: Device,
-    /// Of the shapes.
+    /// Name of the shapes.
     title: String,
     repeats: usize,
-    /// In TFLOP/s.
+    /// Rate of the floor, in TFLOP/s.
     floor: f64,
 }
 
 impl Bench {
-    /// Median times, after what is compiled and tuned at first use.
+    /// Measures median times. Runs before that, which compile and tune kernels, do not count.
     fn time<T>(&self, mut run: impl FnMut() -> T) -> Time {
         let mut sample = |runs: usize| {
             let start = Instant::now();
-            // Kept: nothing may be left out because nobody reads it.
+            // Results are kept until the end, since Burn may omit the computation of dropped ones.
             let results: Vec<T> = (0..runs).map(|_| run()).collect();
             let host = start.elapsed();
-            self.device.sync().expect("the device works");
+            self.device.sync().expect("every kernel of the device succeeds");
             let total = start.elapsed();
             drop(results);
             [total, host].map(|time| time.as_secs_f64() * 1e3 / runs as f64)
@@ -217,34 +225,30 @@ impl Bench {
             sample(1);
         }
         let mut runs = 1;
-        while sample(runs)[0] * (runs as f64) < LEAST_MS {
+        while sample(runs)[0] * (runs as f64) < MIN_MS {
             runs *= 2;
         }
-        let samples: Vec<_> = (0..self.repeats.max(1)).map(|_| sample(runs)).collect();
-        let median = |of: usize| {
-            let mut times: Vec<f64> = samples.iter().map(|sample| sample[of]).collect();
-            times.sort_by(f64::total_cmp);
-            times[times.len() / 2]
-        };
-        Time { total: median(0), host: median(1) }
+        let samples = (0..self.repeats.max(1)).map(|_| sample(runs));
+        let (totals, hosts) = samples.map(|[total, host]| (total, host)).unzip();
+        Time { total: median(totals), host: median(hosts) }
     }
 
-    /// The part of some milliseconds that so many operations need at least.
-    fn of_floor(&self, operations: f64, ms: f64) -> String {
+    /// The ratio of the floor of some operations to their time.
+    fn floor_ratio(&self, operations: f64, ms: f64) -> String {
         format!("{:.0} %", 100.0 * operations / self.floor * 1e-9 / ms)
     }
 }
 
-/// The fewest operations of five steps on a matrix.
-fn operations(m: usize, n: usize) -> f64 {
+/// The operations of five steps on a matrix, in the form that needs fewer.
+fn min_operations(m: usize, n: usize) -> f64 {
     let (short, long) = (m.min(n), m.max(n));
     cost::standard(5, short, long, |_| 0.5).min(cost::gram(5, 1, short, long, |_| 0.5))
 }
 
-/// A result that the device was told to compute: Burn's fusion would join what many runs queue, and compile a
-/// kernel for every number of them.
-fn told<T>(device: &Device, result: T) -> T {
-    device.flush().expect("the device works");
+/// Sends the operations of a result to the device. Otherwise Burn's fusion would join the
+/// operations of several runs, and compile a kernel for every number of runs.
+fn flushed<T>(device: &Device, result: T) -> T {
+    device.flush().expect("every kernel of the device succeeds");
     result
 }
 
@@ -252,7 +256,7 @@ fn random(shape: [usize; 3], dtype: DType, device: &Device) -> Tensor<3> {
     Tensor::<3>::random(shape, Distribution::Normal(0.0, 1.0), device).cast(dtype)
 }
 
-/// Prints the host's time for the smallest launches: of a kernel by CubeCL, and of operations by Burn.
+/// Prints the host time of the smallest launches: of a kernel by CubeCL, and of operations by Burn.
 fn launches(bench: &Bench) {
     let device = &bench.device;
     println!("\n## Launches on 4 KB\n");
@@ -261,40 +265,42 @@ fn launches(bench: &Bench) {
         println!("| {name} | {:.2} | {:.2} |", time.host * 1e3, time.total * 1e3);
     };
     #[cfg(feature = "cube")]
-    if let Some(launch) = direct(device) {
+    if let Some(launch) = cubecl_launch(device) {
         print("one kernel, by CubeCL", bench.time(launch));
     }
     let values = Tensor::<1>::ones([1024], (device, DType::F32));
     let name = format!("`x + 1` and a flush, {}", fusion());
-    print(&name, bench.time(|| told(device, values.clone().add_scalar(1.0))));
-    // Not fused with the one before, which it needs.
-    let mut sorted = values;
+    print(&name, bench.time(|| flushed(device, values.clone().add_scalar(1.0))));
+    // A flip of the previous result cannot be fused with the previous flip.
+    let mut flipped = values;
     print(
         "`x.flip()` of the one before",
         bench.time(|| {
-            sorted = sorted.clone().flip([0]);
-            sorted.clone()
+            flipped = flipped.clone().flip([0]);
+            flipped.clone()
         }),
     );
 }
 
-/// A launch of a kernel of this crate past Burn, on its CubeCL devices.
+/// Launches a kernel of this crate without Burn. `None` if the device is not one of CubeCL's.
 #[cfg(feature = "cube")]
-fn direct(device: &Device) -> Option<impl FnMut()> {
+fn cubecl_launch(device: &Device) -> Option<impl FnMut()> {
     use burn::backend::DispatchDevice;
     use cubecl::ir::{ElemType, FloatKind};
-    use distmuon_kernels::fused::{Part, refuse};
+    use distmuon_kernels::fused::{Rows, reject};
 
     let DispatchDevice::Cube(device) = device.as_dispatch() else { return None };
     let client = device.client();
     let handle = client.create_from_slice(&[0; 4096]);
     let flags = client.create_from_slice(&[0; 4]);
-    let parts = [(Part { handle, rows: 1, elements: 1024 }, 0)];
+    let tensors = [(Rows { handle, count: 1, elements: 1024 }, 0)];
     let dtype = ElemType::Float(FloatKind::F32);
-    Some(move || refuse(&client, &parts, &flags, 1, dtype, f32::MAX).expect("buffers of 4 KB"))
+    Some(move || {
+        reject(&client, &tensors, &flags, 1, dtype, f32::MAX).expect("the buffers have room");
+    })
 }
 
-/// The symmetric products of an iteration, as Burn's operations and as the kernels compute them.
+/// Measures the symmetric products of an iteration, by Burn's operations and by the kernels.
 fn products(bench: &Bench, dtype: DType, shapes: &[[usize; 3]]) {
     let device = &bench.device;
     println!("\n## Symmetric products, {dtype:?}, {}\n", bench.title);
@@ -305,24 +311,24 @@ fn products(bench: &Bench, dtype: DType, shapes: &[[usize; 3]]) {
     println!("|---|---|---|---|---|---|---|---|---|---|---|");
     for &[k, m, n] in shapes {
         let x = random([k, m, n], dtype, device);
-        // Small enough for sums in half precision.
+        // Scaled down, so that sums do not overflow in half precision.
         let r = random([k, m, m], dtype, device).mul_scalar(1e-2);
         let r = r.clone() + r.swap_dims(1, 2);
         let full = || x.clone().matmul(x.clone().swap_dims(1, 2));
         let row = Row { name: "X X^T", shape: [k, m, n], inner: n, dtype };
-        row.print(bench, full, |engine| engine.syrk(x.clone()));
+        row.print(bench, full, |path| path.syrk(x.clone()));
 
         let full = || r.clone().matmul(r.clone()).mul_scalar(2.0) + r.clone().mul_scalar(-5.0);
         let row = Row { name: "b R + c R^2", inner: m, ..row };
-        row.print(bench, full, |engine| {
-            engine.symmetric_product(r.clone(), r.clone(), r.clone(), 2.0, -5.0)
+        row.print(bench, full, |path| {
+            path.symmetric_product(r.clone(), r.clone(), r.clone(), 2.0, -5.0)
         });
 
         let z = r.clone().mul_scalar(0.5);
         let full = || r.clone().matmul(z.clone()) + r.clone().mul_scalar(3.0);
         let row = Row { name: "Q Z + a Q", ..row };
-        row.print(bench, full, |engine| {
-            engine.symmetric_product(r.clone(), z.clone(), r.clone(), 1.0, 3.0)
+        row.print(bench, full, |path| {
+            path.symmetric_product(r.clone(), z.clone(), r.clone(), 1.0, 3.0)
         });
     }
 }
@@ -331,7 +337,7 @@ fn products(bench: &Bench, dtype: DType, shapes: &[[usize; 3]]) {
 struct Row {
     name: &'static str,
     shape: [usize; 3],
-    /// The length of the sums.
+    /// Length of the sums.
     inner: usize,
     dtype: DType,
 }
@@ -341,18 +347,18 @@ impl Row {
         &self,
         bench: &Bench,
         full: impl Fn() -> Tensor<3>,
-        symmetric: impl Fn(Engine) -> Tensor<3>,
+        symmetric: impl Fn(ComputePath) -> Tensor<3>,
     ) {
         let Self { name, shape: [k, m, n], inner, dtype } = *self;
         let device = &bench.device;
-        let engine = |kernels| Engine::choose(kernels, device, dtype.into());
-        let burn = bench.time(|| told(device, full())).total;
-        let [auto, tuned] = [Kernels::Auto, Kernels::Tuned]
-            .map(|kernels| bench.time(|| told(device, symmetric(engine(kernels)))));
+        let path = |kernels| ComputePath::choose(kernels, device, dtype.into());
+        let burn = bench.time(|| flushed(device, full())).total;
+        let [auto, tuned] = [KernelPolicy::Auto, KernelPolicy::Tuned]
+            .map(|kernels| bench.time(|| flushed(device, symmetric(path(kernels)))));
         let operations = 2.0 * (k * m * m * inner) as f64;
-        // What is told is the choice for a product without an addend.
+        // The name is that of the kernel for a product without an addend: not for the other rows.
         let kernel = match name {
-            "X X^T" => engine(Kernels::Tuned).kernel(device, dtype.into(), [k, m, inner]),
+            "X X^T" => path(KernelPolicy::Tuned).kernel(device, dtype.into(), [k, m, inner]),
             _ => String::new(),
         };
         let (host, auto, tuned) = (tuned.host, auto.total, tuned.total);
@@ -362,11 +368,12 @@ impl Row {
             burn / auto,
             burn / tuned,
             operations / tuned * 1e-9,
-            bench.of_floor(operations / 2.0, tuned),
+            bench.floor_ratio(operations / 2.0, tuned),
         );
     }
 }
 
+/// Measures five steps of Newton-Schulz, in both forms.
 fn iterations(bench: &Bench, dtype: IterationDtype, shapes: &[[usize; 3]]) {
     let device = &bench.device;
     println!("\n## Newton-Schulz, five steps, {dtype:?}, {}\n", bench.title);
@@ -376,40 +383,45 @@ fn iterations(bench: &Bench, dtype: IterationDtype, shapes: &[[usize; 3]]) {
     println!("|---|---|---|---|---|---|---|---|");
     for &[k, m, n] in shapes {
         let x = random([k, m, n], DType::F32, device);
-        let of = |form, kernels| {
-            let set = Coefficients::PolarExpressCushioned;
-            NewtonSchulz::new(&set, 5, 1e-7, dtype, form)
+        let iteration = |form, kernels| {
+            NewtonSchulzConfig::new()
+                .with_coefficients(Coefficients::PolarExpressCushioned)
+                .with_steps(Some(5))
+                .with_dtype(dtype)
+                .with_form(form)
+                .init()
                 .expect("these coefficients are stable")
                 .with_kernels(kernels)
         };
         let time = |form, kernels| {
-            let iteration = of(form, kernels);
-            bench.time(|| told(device, iteration.orthogonalize(x.clone())))
+            let iteration = iteration(form, kernels);
+            bench.time(|| flushed(device, iteration.orthogonalize(x.clone())))
         };
-        let burn = time(Form::Standard, Kernels::Portable).total;
-        let Time { total: standard, host } = time(Form::Standard, Kernels::Tuned);
-        let gram = time(Form::Gram, Kernels::Tuned).total;
+        let burn = time(IterationForm::Standard, KernelPolicy::Portable).total;
+        let Time { total: standard, host } = time(IterationForm::Standard, KernelPolicy::Tuned);
+        let gram = time(IterationForm::Gram, KernelPolicy::Tuned).total;
         let best = standard.min(gram);
-        let chosen = of(Form::Auto, Kernels::Tuned).explain(&x);
-        let place = if chosen.in_one_cube { ", one cube" } else { "" };
+        let chosen = iteration(IterationForm::Auto, KernelPolicy::Tuned).explain(&x);
+        let single = if chosen.single_kernel { ", single kernel" } else { "" };
         println!(
-            "| {k} x {m}x{n} | {burn:.3} | {standard:.3} | {gram:.3} | {:?}{place} | {:.2} | {} | {host:.3} |",
+            "| {k} x {m}x{n} | {burn:.3} | {standard:.3} | {gram:.3} | {:?}{single} | {:.2} | {} | {host:.3} |",
             chosen.form,
             burn / best,
-            bench.of_floor(k as f64 * operations(m, n), best),
+            bench.floor_ratio(k as f64 * min_operations(m, n), best),
         );
     }
 }
 
-/// Whole steps of the matrices of a layer, one parameter at a time and all of them together.
-fn steps(bench: &Bench, of: &str, layer: &[[usize; 2]]) -> distmuon::Result<()> {
-    println!("\n## A step of {of}\n");
+/// Measures whole steps of the matrices of a layer, one parameter at a time and all of them
+/// together.
+fn steps(bench: &Bench, title: &str, layer: &[[usize; 2]]) -> distmuon::Result<()> {
+    println!("\n## A step of {title}\n");
     println!("| optimizer | ms | host, ms | of the floor of Muon |\n|---|---|---|---|");
     let muon = MuonConfig::new();
-    let adamw = MuonConfig::new().with_rule(Rule::adamw(".*"));
-    let portable = |config: &MuonConfig| config.clone().with_kernels(Kernels::Portable);
-    let tuned = muon.clone().with_kernels(Kernels::Tuned);
-    let recorded = muon.clone().with_graphs(true);
+    let adamw = MuonConfig::new().with_rule(RoutingRule::adamw(".*"));
+    let portable = |config: &MuonConfig| config.clone().with_kernels(KernelPolicy::Portable);
+    let tuned = muon.clone().with_kernels(KernelPolicy::Tuned);
+    let recorded = muon.clone().with_newton_schulz(NewtonSchulzConfig::new().with_graphs(true));
     for (name, config) in [
         ("Muon", &muon),
         ("Muon, tuned", &tuned),
@@ -430,14 +442,14 @@ fn steps(bench: &Bench, of: &str, layer: &[[usize; 2]]) -> distmuon::Result<()> 
         ("AdamW, whole model", &adamw),
     ] {
         step(bench, name, layer, |model| {
-            let mut optim = config.init_whole(model)?;
+            let mut optim = config.init_batched(model)?;
             Ok(move |model, grads| optim.step(1e-3, model, grads))
         })?;
     }
     Ok(())
 }
 
-/// A row of the table of steps, for an optimizer that is made for a model.
+/// Prints a row of the table of steps, for the optimizer that `init` makes for a model.
 fn step<Step>(
     bench: &Bench,
     name: &str,
@@ -447,47 +459,53 @@ fn step<Step>(
 where
     Step: FnMut(Matrices, GradientsParams) -> distmuon::Result<Matrices>,
 {
-    let made = || Matrices::new(layer, &bench.device.clone().autodiff());
-    let (model, values) = (made(), made());
+    let device = bench.device.clone().autodiff();
+    let model = Matrices::new(layer, &device);
+    let gradients = Matrices::new(layer, &device);
     let mut step = init(&model)?;
-    // Nobody else holds the model, so that it is updated in place.
+    // There is no other reference to the model, so that it is updated in place.
     let mut trained = Some(model);
     let Time { total, host } = bench.time(|| {
-        let model = trained.take().expect("given back below");
-        let grads = model.gradients_from(&values);
-        trained = Some(told(&bench.device, step(model, grads).expect("one device that works")));
+        let model = trained.take().expect("every run puts the model back");
+        let grads = model.gradients_from(&gradients);
+        let model = step(model, grads).expect("a step on one device does not fail");
+        trained = Some(flushed(&bench.device, model));
     });
-    let of_floor = match name.starts_with("Muon") {
-        true => bench.of_floor(layer.iter().map(|[m, n]| operations(*m, *n)).sum(), total),
+    let floor_ratio = match name.starts_with("Muon") {
+        true => bench.floor_ratio(layer.iter().map(|[m, n]| min_operations(*m, *n)).sum(), total),
         false => "-".to_owned(),
     };
-    println!("| {name} | {total:.3} | {host:.3} | {of_floor} |");
+    println!("| {name} | {total:.3} | {host:.3} | {floor_ratio} |");
     Ok(())
 }
 
-/// Collectives of the processes that a launcher started over NCCL, or of one; on other devices of two threads.
+/// Measures collectives over NCCL, on the processes that a launcher started or on one; on other
+/// devices than CUDA's, on two threads.
 fn collectives() -> distmuon::Result<()> {
+    use common::collectives::{measure, print};
+
     println!("\n## Collectives\n");
     #[cfg(feature = "cuda")]
     if skips::is_on_cuda() {
         let world = nccl()?;
-        let rows = collectives::measure(&world)?;
+        let rows = measure(&world)?;
         if world.is_main() {
-            collectives::print(&world.comm().version(), world.size(), &rows);
+            print(&world.comm().version(), world.size(), &rows);
         }
         return Ok(());
     }
     let devices = vec![Device::default(); 2];
-    let rows = World::threads(devices, |world| collectives::measure(&world))?;
-    collectives::print("threads", 2, &rows[0]);
+    let rows = World::threads(devices, |world| measure(&world))?;
+    print("threads", 2, &rows[0]);
     Ok(())
 }
 
+/// The world of the ranks that a launcher started, or a world of one rank.
 #[cfg(feature = "cuda")]
 fn nccl() -> distmuon::Result<World> {
     use std::time::Duration;
 
-    use distmuon::dist::Launch;
+    use distmuon::comm::Launch;
 
     let alone = Launch {
         rank: 0,

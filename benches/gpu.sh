@@ -1,24 +1,26 @@
 #!/bin/bash
-# All that only a GPU can show, in one go; docs/gpu.md tells how to use it.
+# Runs every test and measurement that needs a GPU; docs/guide/gpu.md explains how to use it.
 #
 #   benches/gpu.sh build             builds two programs, and prints their paths
-#   benches/gpu.sh pack DIR PACKER   fills DIR with all that `gpu.sh run` needs where there are neither sources nor
-#                                    Rust; PACKER DIR PROGRAM... packs the programs, and leaves run.sh to start them
-#   benches/gpu.sh run [STEP...]     runs all steps or these, and writes down what they found; also as DIR/gpu.sh
+#   benches/gpu.sh pack DIR PACKER   fills DIR with all that `gpu.sh run` needs on a machine without
+#                                    sources and without Rust; PACKER DIR PROGRAM... packs the
+#                                    programs, and writes DIR/run.sh, which starts them
+#   benches/gpu.sh run [STEP...]     runs all steps or these, and writes their results; also DIR/gpu.sh
 #
-# LIMIT and BUDGET are seconds, of a step and of all of them: what does not end in its time is ended. OUT is the folder
-# of gpu.log and of the results. BURN_DEVICE is the device, cuda if not set; devices in software measure tiny shapes. In
-# a source tree, PROFILE is cargo's profile, RUNNER a command that programs are started with, and TESTS the tests to
-# choose.
+# LIMIT and BUDGET are seconds, of a step and of all steps together: a step that exceeds them is
+# ended. OUT is the folder of gpu.log and of the results. BURN_DEVICE is the device, cuda if not
+# set; devices in software measure tiny shapes. In a source tree, PROFILE is cargo's profile, RUNNER
+# a command that starts the programs, and TESTS a selection of tests.
 set -euo pipefail
-# A build that fails ends `pack`, too.
+# A build that fails also ends `pack`.
 shopt -s inherit_errexit
 here=$(cd "$(dirname "$0")" && pwd)
-# What `pack` filled has run.sh beside this script; in a source tree the script lies in a folder.
+# In a folder that `pack` filled, run.sh is next to this script. In a source tree, the script is one
+# folder below the root.
 packed=$here/run.sh
 [ -e "$packed" ] || { packed=; here=$(dirname "$here"); }
 device=${BURN_DEVICE:-cuda}
-device=${device,,} # as Burn reads it
+device=${device,,} # Burn ignores the case
 profile=${PROFILE:-gpu}
 
 refuse() {
@@ -28,62 +30,67 @@ refuse() {
 
 build() {
   programs cuda,vulkan,gpu-suite --test gpu_suite
-  # Only benches measure which of Burn's products is the fastest: tests would measure every odd shape of theirs.
+  # The tests are built without burn/autotune, which would measure Burn's products for each of their
+  # many shapes.
   programs cuda,vulkan,burn/autotune --bench gpu
 }
 
 programs() {
-  # At fixed addresses: relocations would be a sixth of a program.
+  # At fixed addresses, since relocations would be a sixth of a program's size.
   (cd "$here" && cargo rustc --profile "$profile" --features "$@" --message-format json-render-diagnostics -- \
     -C relocation-model=static) | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p'
 }
 
 pack() {
   local dir=$1 packer=$2 built
-  # Before the build, which takes long.
-  command -v "$packer" >/dev/null || refuse "the packer $packer is not a program: expected what docs/gpu.md describes"
+  # Checked before the build, which takes minutes.
+  command -v "$packer" >/dev/null ||
+    refuse "the packer $packer is not a program: expected the one that docs/guide/gpu.md describes"
   built=$(build)
   mkdir -p "$dir/tests" "$dir/conformance" "$dir/src"
   "$packer" "$dir" $built
   cp -r "$here/benches/gpu.sh" "$here/benches/peers" "$dir"
-  # To train on: 260 KB of text are enough.
-  cp -r "$here"/src/{checkpoint,muon,orthogonalize,route} "$dir/src"
+  # The text that `train_lm` trains on, which needs 164 KB or more.
+  cp -r "$here"/src/{checkpoint,distributed} "$dir/src"
   cp -r "$here/tests/conformance" "$dir/tests"
   [ -z "${DISTMUON_CONFORMANCE_DIR:-}" ] || cp "$DISTMUON_CONFORMANCE_DIR"/*.safetensors "$dir/conformance"
   commit >"$dir/commit"
 }
 
-# What programs are built from, and how.
+# Prints the commit and the profile of the programs.
 commit() { printf '%s, built with profile `%s`\n' "$(git -C "$here" describe --always --dirty)" "$profile"; }
 
-# The newest program of a name in the target folder.
+# Prints the path of the newest program of a name in the target folder.
 built() {
-  local folder=$profile found
+  local folder=$profile newest
   [ "$profile" != dev ] || folder=debug
   folder=${CARGO_TARGET_DIR:-$here/target}/$folder
-  found=$(find "$folder/deps" -name "$1-*" ! -name '*.*' -printf '%T@ %p\n' 2>/dev/null | sort -n | tail -1 || true)
-  [ -n "$found" ] || refuse "the program $1 is missing: expected in $folder; run gpu.sh build"
-  echo "${found#* }"
+  newest=$(find "$folder/deps" -name "$1-*" ! -name '*.*' -printf '%T@ %p\n' 2>/dev/null | sort -n | tail -1 || true)
+  [ -n "$newest" ] || refuse "the program $1 is missing: expected in $folder; run gpu.sh build"
+  echo "${newest#* }"
 }
 
-# The tests that TESTS chooses from those whose names begin like this; all if it chooses none.
+# Prints the tests in TESTS whose names begin with the argument, or the argument, which selects all
+# of them, if TESTS has none.
 tests() { printf '%s\n' ${TESTS:-} | grep "^$1" || echo "$1"; }
 
-# A step a line: its name, a program, and its arguments; what is most at risk first.
+# Prints one step per line: its name, a program, and its arguments. The steps that are most likely
+# to fail come first.
 steps() {
   local shapes= training='--preset gpt2 --steps 20 --batch 4' name group dtype peers=benches/peers
   [ -z "$packed" ] || peers=peers
   [ "$device" = cuda ] || shapes='--shapes 32x48 --repeats 1' training='--steps 2 --batch 2'
   for name in product gram fused mirror; do
-    # Every thread has memory of its own on the device.
+    # Few threads, since each allocates its own memory on the device.
     echo "$name gpu_suite" $(tests $name::) --nocapture --test-threads 4
   done
   echo "conformance gpu_suite" $(tests golden_trajectories) --exact --nocapture
-  # One test at a time: no other may use the device while a recording is made or memory is counted.
+  # One test at a time, since no other test may use the device while one records graphs or counts
+  # memory.
   for name in orthogonalize optimizer memory dist_muon; do
     echo "$name gpu_suite" $(tests $name::) --nocapture --test-threads 1
   done
-  # The observer of launches is that of wgpu.
+  # Launches are observed in wgpu.
   [ "$device" != vulkan ] || echo "launches gpu_suite $(tests launches::) --nocapture --test-threads 1"
   echo 'nccl gpu_suite nccl --exact --nocapture'
   echo 'launch_times gpu launches'
@@ -100,9 +107,9 @@ steps() {
   done
 }
 
-# Runs a step in its time, logs it, and adds its row to the table.
+# Runs a step within its time, logs its output, and adds its row to the table.
 run_step() {
-  local name=$1 program=$2 start=$SECONDS status=0 said=$work/$1 limit=${LIMIT:-150} skipped passed failed
+  local name=$1 program=$2 start=$SECONDS status=0 output=$work/$1 limit=${LIMIT:-150} skipped passed failed
   shift 2
   local command=("$program" "$@")
   case $program,$packed in
@@ -112,25 +119,25 @@ run_step() {
   esac
   printf '\n== %s: %s (%s s)\n' "$name" "$program $*" "$SECONDS" | tee -a "$log"
   [ $limit -lt $((budget - SECONDS)) ] || limit=$((budget - SECONDS))
-  # Some programs do not end when they are asked to.
-  timeout -k 5 $limit "${command[@]}" 2>&1 </dev/null | tee -a "$log" "$said" || status=$?
-  skipped=$(grep -c 'skipped: ' "$said" || true)
-  # 137 is of a program that had to be killed, or that took too much memory.
+  # Programs that ignore the signal of timeout are killed 5 seconds later.
+  timeout -k 5 $limit "${command[@]}" 2>&1 </dev/null | tee -a "$log" "$output" || status=$?
+  skipped=$(grep -c 'skipped: ' "$output" || true)
+  # 137 is the status of a program that was killed: by timeout, or for its use of memory.
   if [ $status = 124 ] || { [ $status = 137 ] && [ $((SECONDS - start)) -ge $limit ]; }; then
     printf 'ended after %s s: %s\n' $limit "$name" | tee -a "$log"
-    left+=("$name")
-    row "$name" $((SECONDS - start)) "$(grep -c '^test .* ok$' "$said" || true)" "$skipped" 'ended'
+    unfinished+=("$name")
+    row "$name" $((SECONDS - start)) "$(grep -c '^test .* ok$' "$output" || true)" "$skipped" 'ended'
     return
   fi
-  # The last harness, or the one inside of it, which counts cases; those of other processes come before. A bench counts
-  # as one.
-  read -r passed failed < <(sed -n 's/^test result:.* \([0-9]*\) passed; \([0-9]*\) failed.*/\1 \2/p' "$said" | tail -2 | head -1) || {
+  # The counts of the last harness, or of the harness inside it, which counts cases. Those of other
+  # processes come before. A bench counts as one test.
+  read -r passed failed < <(sed -n 's/^test result:.* \([0-9]*\) passed; \([0-9]*\) failed.*/\1 \2/p' "$output" | tail -2 | head -1) || {
     passed=$((status == 0)) failed=0
   }
-  # Nor is it a pass if nothing ran.
+  # A step in which nothing ran has failed.
   [ "$failed" != 0 ] || { [ $status = 0 ] && [ "$passed" != 0 ]; } || failed=1
   row "$name" $((SECONDS - start)) "$passed" "$skipped" "$failed"
-  [ "$failed" = 0 ] || bad+=("$name")
+  [ "$failed" = 0 ] || broken+=("$name")
 }
 
 row() { printf '| %s | %s | %s | %s | %s |\n' "$@" >>"$work/table"; }
@@ -138,7 +145,7 @@ row() { printf '| %s | %s | %s | %s | %s |\n' "$@" >>"$work/table"; }
 run() {
   local name line
   plan=$(steps)
-  # A wrong name would be a step that does not run, without a word.
+  # Otherwise a misspelt step would be left out without a message.
   for name; do
     grep -q "^$name " <<<"$plan" || refuse "the step $name is unknown: expected one of $(cut -d' ' -f1 <<<"$plan" | xargs)"
   done
@@ -146,60 +153,62 @@ run() {
   OUT=$(cd "$OUT" && pwd)
   cd "$here"
   export DISTMUON_MUST_RUN=1 BURN_DEVICE=$device
-  # As cargo does: LLVM may be the Rust toolchain's.
+  # As cargo does, since LLVM may be that of the Rust toolchain.
   [ -n "$packed" ] || export LD_LIBRARY_PATH=$(rustc --print sysroot)/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-  # The driver keeps what it compiled for later steps and runs.
+  # The driver keeps compiled kernels for later steps and runs.
   export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-${TMPDIR:-/tmp}/distmuon-cuda} CUDA_CACHE_MAXSIZE=4294967296
   [ "$device" != cuda ] || check_cuda
   [ -z "$packed" ] || [ -z "$(ls conformance)" ] || export DISTMUON_CONFORMANCE_DIR=${DISTMUON_CONFORMANCE_DIR:-$here/conformance}
-  log=$OUT/gpu.log work=$(mktemp -d) budget=${BUDGET:-540} bad=() left=() asked=("$@")
+  log=$OUT/gpu.log work=$(mktemp -d) budget=${BUDGET:-540} broken=() unfinished=() requested=("$@")
   printf '| step | seconds | passed | skipped | failed |\n|---|---|---|---|---|\n' >"$work/table"
-  # Whatever ends this, what was found is written down.
+  # Results are also written if a signal or an error ends the script.
   trap finish EXIT
   trap 'exit 1' INT TERM
   while read -r line; do
     name=${line%% *}
     [ $SECONDS -lt $budget ] || break
-    if is_asked "$name"; then run_step $line; fi
+    if is_requested "$name"; then run_step $line; fi
   done <<<"$plan"
 }
 
-is_asked() { [ ${#asked[@]} = 0 ] || [[ " ${asked[*]} " = *" $1 "* ]]; }
+is_requested() { [ ${#requested[@]} = 0 ] || [[ " ${requested[*]} " = *" $1 "* ]]; }
 
 finish() {
   local name
   for name in $(cut -d' ' -f1 <<<"$plan"); do
-    ! is_asked "$name" || grep -q "^| $name " "$work/table" || {
-      left+=("$name")
+    ! is_requested "$name" || grep -q "^| $name " "$work/table" || {
+      unfinished+=("$name")
       row "$name" 0 0 0 'not run'
     }
   done
-  write_results "${asked[@]}"
-  [ ${#left[@]} = 0 ] || echo "not done: ${left[*]}; go on with: gpu.sh run ${left[*]} (LIMIT=SECONDS for longer steps)"
-  [ ${#bad[@]} = 0 ] || echo "failed: ${bad[*]}; see $log"
+  write_results "${requested[@]}"
+  [ ${#unfinished[@]} = 0 ] ||
+    echo "not done: ${unfinished[*]}; continue with: gpu.sh run ${unfinished[*]} (LIMIT=SECONDS for longer steps)"
+  [ ${#broken[@]} = 0 ] || echo "failed: ${broken[*]}; see $log"
   rm -r "$work"
-  [ ${#bad[@]} = 0 ] && [ ${#left[@]} = 0 ] || exit 1
+  [ ${#broken[@]} = 0 ] && [ ${#unfinished[@]} = 0 ] || exit 1
 }
 
-# Finds what CubeCL's compiler needs on CUDA, or says what is missing.
+# Finds the files that CubeCL's compiler needs on CUDA, or says what is missing.
 check_cuda() {
-  local folder found=
+  local folder toolkit=
   command -v nvidia-smi >/dev/null ||
     refuse "the NVIDIA driver is missing: expected nvidia-smi; for a device in software, set BURN_DEVICE=vulkan"
-  [ -z "$packed" ] || return 0 # run.sh brings it
+  [ -z "$packed" ] || return 0 # run.sh sets CUDA_PATH
   for folder in "${CUDA_PATH:-}" "$(dirname "$(dirname "$(command -v nvcc || echo /usr/bin/nvcc)")")" /usr/local/cuda \
     /opt/cuda "$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0] + "/cu13")' 2>/dev/null || true)"; do
-    [ -z "$folder" ] || [ ! -e "$folder/nvvm/libdevice/libdevice.10.bc" ] || { found=$folder; break; }
+    [ -z "$folder" ] || [ ! -e "$folder/nvvm/libdevice/libdevice.10.bc" ] || { toolkit=$folder; break; }
   done
-  [ -n "$found" ] ||
+  [ -n "$toolkit" ] ||
     refuse "libdevice.10.bc is missing: expected in nvvm/libdevice of CUDA_PATH; pip install nvidia-nvvm, or set CUDA_PATH"
-  export CUDA_PATH=$found
+  export CUDA_PATH=$toolkit
 }
 
-# The name of the GPU and its driver, or the device in software.
+# Prints the name of the GPU and its driver, or the device in software.
 gpu() { nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -1 || echo "$device"; }
 
-# The LLVM that compiles the kernels, where it is a library: the build may have been made with another than users get.
+# Prints the name of the LLVM library that compiles the kernels. A build may have another one than
+# users get.
 llvm() {
   local library
   if [ -n "$packed" ]; then library=$(bash "$packed" --unpack); else library=$(ldd "$(built gpu_suite)"); fi
@@ -211,7 +220,7 @@ llvm() {
   esac
 }
 
-# The file that the tables of README and docs are filled from; a later run adds its steps.
+# Writes the file from which the tables of README and docs are filled. A later run adds its steps.
 write_results() {
   local name file folder=$OUT step
   name=$([ "$device" = cuda ] && gpu || echo "$device")
@@ -233,17 +242,17 @@ write_results() {
   echo "results: $file"
 }
 
-# The tables that a step printed, under its headings or under its name.
+# Prints the tables of a step's output, under its headings or under the step's name.
 tables() {
-  local said=$work/$1
-  [ -e "$said" ] && grep -q '^|' "$said" || return 0
-  grep -q '^## ' "$said" || printf '\n## %s\n\n' "$1"
-  awk '/^## / { print "\n" $0 "\n" } /^\|/' "$said"
+  local output=$work/$1
+  [ -e "$output" ] && grep -q '^|' "$output" || return 0
+  grep -q '^## ' "$output" || printf '\n## %s\n\n' "$1"
+  awk '/^## / { print "\n" $0 "\n" } /^\|/' "$output"
 }
 
 case ${1:-} in
   build) build ;;
   pack) pack "$2" "$3" ;;
   run) shift && run "$@" ;;
-  *) sed -n '2,12s/^# \?//p' "$0" && exit 2 ;;
+  *) sed -n '2,13s/^# \?//p' "$0" && exit 2 ;;
 esac

@@ -4,21 +4,22 @@
 //! cargo bench --bench memory
 //! ```
 //!
-//! Counts what the allocator hands out above parameters, gradients and momenta, so that it means
-//! something on CPU devices only.
+//! Counts the bytes that the allocator hands out in addition to parameters, gradients and momenta.
+//! The counts are meaningful on CPU devices only.
 
 mod common;
 
 use burn::optim::Optimizer;
 use burn::tensor::Device;
 use common::{LAYER, random};
-use distmuon::{Coefficients, MuonConfig};
+use distmuon::{Coefficients, MuonConfig, NewtonSchulzConfig};
 use peak_alloc::PeakAlloc;
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
-/// Peak of the second and later steps, in MiB above what is held between steps.
+/// Measures the peak of the second and third step, in MiB above the memory in use between steps.
+/// The first step does not count, since it also allocates the momenta.
 fn peak<O: Optimizer>(optimizer: &O) -> f32 {
     let device = Device::default();
     let random = |shape: &[usize; 2]| random(*shape, &device);
@@ -27,12 +28,12 @@ fn peak<O: Optimizer>(optimizer: &O) -> f32 {
     let mut peak = 0f32;
     for step in 0..3 {
         for (slot, gradient) in parameters.iter_mut().zip(&gradients) {
-            let (parameter, state) = slot.take().expect("every slot is filled");
-            let held = ALLOCATOR.current_usage_as_mb();
+            let (parameter, state) = slot.take().expect("every slot is refilled after its step");
+            let before = ALLOCATOR.current_usage_as_mb();
             ALLOCATOR.reset_peak_usage();
             *slot = Some(optimizer.step(1e-3, parameter, gradient.clone(), state));
             if step > 0 {
-                peak = peak.max(ALLOCATOR.peak_usage_as_mb() - held);
+                peak = peak.max(ALLOCATOR.peak_usage_as_mb() - before);
             }
         }
     }
@@ -40,7 +41,8 @@ fn peak<O: Optimizer>(optimizer: &O) -> f32 {
 }
 
 fn main() {
-    let ours = MuonConfig::new().with_coefficients(Coefficients::KellerJordan).build();
+    let newton_schulz = NewtonSchulzConfig::new().with_coefficients(Coefficients::KellerJordan);
+    let ours = MuonConfig::new().with_newton_schulz(newton_schulz).build();
     let (burn, ours) = (peak(&burn::optim::MuonConfig::new().build()), peak(&ours));
     println!(
         "peak of a step: burn {burn:.1} MiB, distmuon {ours:.1} MiB, {:.2} x burn",

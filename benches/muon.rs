@@ -1,11 +1,11 @@
-//! Muon against Burn's own on the shapes of a GPT-2 layer (width 768), in one run.
+//! Compares Muon with Burn's own on the shapes of a GPT-2 layer (width 768), in one run.
 //!
 //! ```text
 //! cargo bench --bench muon
 //! ```
 //!
-//! Each group compares implementations of one thing: `burn` is `burn::optim::Muon`. Afterwards the
-//! ratios to `burn` (or to `matmul`) are printed, from the medians of the same run.
+//! Each group compares implementations of the same computation: `burn` is `burn::optim::Muon`. At
+//! the end, the ratios to `burn` (or to `matmul`) are printed, from the medians of the same run.
 
 mod common;
 
@@ -16,10 +16,12 @@ use std::time::{Duration, Instant};
 
 use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
-use common::{LAYER, Matrices};
+use common::{LAYER, Matrices, median};
 use criterion::{BenchmarkId, Criterion};
-use distmuon::orthogonalize::Engine;
-use distmuon::{Coefficients, Form, IterationDtype, Kernels, MuonConfig, NewtonSchulz, Rule};
+use distmuon::{
+    Coefficients, ComputePath, IterationDtype, IterationForm, KernelPolicy, MuonConfig,
+    NewtonSchulzConfig, RoutingRule,
+};
 
 fn random(shape: [usize; 2]) -> Tensor<2> {
     common::random(shape, &Device::default())
@@ -30,7 +32,7 @@ fn random(shape: [usize; 2]) -> Tensor<2> {
 struct Medians(RefCell<BTreeMap<String, BTreeMap<String, f64>>>);
 
 impl Medians {
-    /// Measures with criterion, and keeps the median of the single iterations.
+    /// Measures with criterion, and stores the median over all iterations.
     fn measure(
         &self,
         criterion: &mut Criterion,
@@ -50,7 +52,7 @@ impl Medians {
                     .map(|_| {
                         let start = Instant::now();
                         routine();
-                        device.sync().expect("the device works");
+                        device.sync().expect("every kernel of the device succeeds");
                         let elapsed = start.elapsed();
                         samples.push(elapsed.as_secs_f64());
                         elapsed
@@ -60,12 +62,10 @@ impl Medians {
         });
         bench.finish();
         if samples.is_empty() {
-            return; // filtered out
+            return; // the filter of the command line excludes this measurement
         }
-        samples.sort_by(f64::total_cmp);
         let key = format!("{group}/{parameter}");
-        let median = samples[samples.len() / 2];
-        self.0.borrow_mut().entry(key).or_default().insert(name.to_owned(), median);
+        self.0.borrow_mut().entry(key).or_default().insert(name.to_owned(), median(samples));
     }
 
     fn print(&self) {
@@ -83,7 +83,7 @@ impl Medians {
     }
 }
 
-/// One symmetric product against Burn's matmul.
+/// Compares one symmetric product with Burn's matmul.
 fn symmetric_product(criterion: &mut Criterion, medians: &Medians) {
     for [m, n] in
         [[256, 256], [512, 512], [512, 2048], [768, 768], [768, 3072], [1024, 1024], [2048, 2048]]
@@ -96,29 +96,33 @@ fn symmetric_product(criterion: &mut Criterion, medians: &Medians) {
             });
         };
         measure("matmul", &|| a.clone().matmul(a.clone().swap_dims(1, 2)));
-        measure("portable", &|| Engine::Portable.syrk(a.clone()));
-        let fastest = Engine::choose(Kernels::Auto, &a.device(), a.dtype().into());
-        if fastest != Engine::Portable {
+        measure("portable", &|| ComputePath::Portable.syrk(a.clone()));
+        let fastest = ComputePath::choose(KernelPolicy::Auto, &a.device(), a.dtype().into());
+        if fastest != ComputePath::Portable {
             measure(&format!("{fastest:?}").to_lowercase(), &|| fastest.syrk(a.clone()));
         }
     }
 }
 
-/// Orthogonalisation in both forms, with Keller Jordan's coefficients.
+/// Measures the orthogonalisation in both forms, with Keller Jordan's coefficients.
 fn newton_schulz(criterion: &mut Criterion, medians: &Medians) {
     for shape in [[768, 768], [768, 3072], [3072, 768]] {
         let batch = random(shape).unsqueeze::<3>();
         let parameter = format!("{}x{}", shape[0], shape[1]);
         for (name, form, kernels) in [
-            ("standard", Form::Standard, Kernels::Auto),
-            ("gram", Form::Gram, Kernels::Auto),
-            ("standard, portable", Form::Standard, Kernels::Portable),
-            ("gram, portable", Form::Gram, Kernels::Portable),
+            ("standard", IterationForm::Standard, KernelPolicy::Auto),
+            ("gram", IterationForm::Gram, KernelPolicy::Auto),
+            ("standard, portable", IterationForm::Standard, KernelPolicy::Portable),
+            ("gram, portable", IterationForm::Gram, KernelPolicy::Portable),
         ] {
-            let set = Coefficients::KellerJordan;
-            let newton_schulz = NewtonSchulz::new(&set, 5, 1e-7, IterationDtype::F32, form)
-                .expect("usable settings");
-            let newton_schulz = newton_schulz.with_kernels(kernels);
+            let newton_schulz = NewtonSchulzConfig::new()
+                .with_coefficients(Coefficients::KellerJordan)
+                .with_steps(Some(5))
+                .with_dtype(IterationDtype::F32)
+                .with_form(form)
+                .init()
+                .expect("usable settings")
+                .with_kernels(kernels);
             medians.measure(criterion, "newton-schulz", name, &parameter, || {
                 black_box(newton_schulz.orthogonalize(batch.clone()));
             });
@@ -126,42 +130,42 @@ fn newton_schulz(criterion: &mut Criterion, medians: &Medians) {
     }
 }
 
-/// A step of a model with its gradients.
+/// Updates a model by its gradients.
 type Step = Box<dyn FnMut(Matrices, GradientsParams) -> Matrices>;
 
-/// A whole step of single matrices and of a layer, through a module optimizer.
+/// Measures a whole step of single matrices and of a layer, through a module optimizer.
 fn step(criterion: &mut Criterion, medians: &Medians) {
-    let layer = LAYER.map(|shape| vec![shape]);
-    let whole = LAYER.to_vec();
+    let layer: &[[usize; 2]] = &LAYER;
     let groups = [
-        ("768x768", &layer[0]),
-        ("768x3072", &layer[4]),
-        ("3072x768", &layer[5]),
-        ("layer", &whole),
+        ("768x768", &layer[..1]),
+        ("768x3072", &layer[4..5]),
+        ("3072x768", &layer[5..]),
+        ("layer", layer),
     ];
     for (parameter, shapes) in groups {
         let device = Device::default().autodiff();
         let model = Matrices::new(shapes, &device);
         let gradients: Vec<Tensor<2>> = shapes.iter().map(|shape| random(*shape)).collect();
-        let ours = MuonConfig::new()
+        let ours_default = MuonConfig::new().with_rule(RoutingRule::muon("matrices"));
+        // The settings of Burn's Muon, so that both compute the same.
+        let newton_schulz = NewtonSchulzConfig::new()
             .with_coefficients(Coefficients::KellerJordan)
-            .with_iteration_dtype(IterationDtype::F32)
-            .with_rule(Rule::muon("matrices"));
-        let ours_default = MuonConfig::new().with_rule(Rule::muon("matrices"));
+            .with_dtype(IterationDtype::F32);
+        let ours = ours_default.clone().with_newton_schulz(newton_schulz);
         let decay = burn::optim::decay::WeightDecayConfig::new(0.1);
         let burns = burn::optim::MuonConfig::new().with_weight_decay(Some(decay));
-        let singly = |mut optim: ModuleOptimizer| -> Step {
+        let per_parameter = |mut optim: ModuleOptimizer| -> Step {
             Box::new(move |model, grads| optim.step(1e-3, model, grads))
         };
-        let mut whole_model = ours.init_whole(&model).expect("usable settings");
+        let mut batched = ours.init_batched(&model).expect("usable settings");
         let optimizers = [
-            ("burn", singly(burns.init())),
-            ("distmuon", singly(ours.init(&model))),
-            ("distmuon, defaults", singly(ours_default.init(&model))),
+            ("burn", per_parameter(burns.init())),
+            ("distmuon", per_parameter(ours.init(&model))),
+            ("distmuon, defaults", per_parameter(ours_default.init(&model))),
             (
                 "distmuon, whole model",
                 Box::new(move |model, grads| {
-                    whole_model.step(1e-3, model, grads).expect("no rank fails")
+                    batched.step(1e-3, model, grads).expect("no rank fails")
                 }),
             ),
         ];

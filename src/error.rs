@@ -3,18 +3,18 @@
 use std::fmt;
 use std::path::PathBuf;
 
-/// What can go wrong, with the parameter, setting or file concerned and the remedy.
+/// An error of this crate: it names the parameter, setting or file concerned, and the remedy.
 #[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A hyper-parameter has a value that no run can use.
-    #[error("setting `{setting}` is {value}, but must be {expected}")]
+    #[error("setting `{setting}` is invalid: expected {expected}, got {value}; change `{setting}`")]
     Setting {
         /// Name of the setting as it is written in the configuration.
         setting: &'static str,
-        /// The refused value.
+        /// The rejected value.
         value: String,
-        /// What would be accepted.
+        /// The values that are accepted.
         expected: &'static str,
     },
     /// A parameter has a shape that its view as matrices does not allow.
@@ -24,54 +24,55 @@ pub enum Error {
     Shape {
         /// Path of the parameter in its module.
         parameter: String,
-        /// The shape that Muon could take.
+        /// The shapes that are accepted.
         expected: &'static str,
-        /// Its shape.
+        /// Shape of the parameter.
         shape: Vec<usize>,
-        /// What to write instead.
+        /// The remedy, with code to copy.
         remedy: String,
     },
-    /// A device has not the type that the iteration would run in.
+    /// A device does not support the type of the iteration.
     #[error(
-        "parameter `{parameter}`: {device} has no {dtype} arithmetic; set `iteration_dtype` to `Auto` or `F32`"
+        "parameter `{parameter}` can't be orthogonalised in {dtype}: {device} does not support that type; set \
+         `newton_schulz.dtype` to `Auto` or `F32`"
     )]
     Dtype {
         /// Path of the parameter in its module.
         parameter: String,
         /// The device.
         device: String,
-        /// The type that was asked for.
+        /// The requested type.
         dtype: String,
     },
-    /// A device could not compute a step, most often because its memory ran out.
+    /// A device could not compute a step, usually because its memory ran out.
     #[error("parameter `{parameter}`: {device} could not compute its step: {reason}; {remedy}")]
     NotComputed {
         /// Path of the parameter in its module.
         parameter: String,
         /// The device.
         device: String,
-        /// What the device lacks, or what it said.
+        /// The device's reason, or the memory that it lacks.
         reason: String,
-        /// What to do about it.
+        /// The remedy.
         remedy: &'static str,
     },
     /// The pattern of a routing rule is not a regular expression.
-    #[error("routing rule `{pattern}` is not a regular expression: {reason}")]
+    #[error("routing rule `{pattern}` is not a regular expression: {reason}; correct the pattern")]
     Pattern {
         /// The pattern as given.
         pattern: String,
-        /// What the parser objects to.
+        /// The parser's objection.
         reason: String,
     },
-    /// A routing rule matches nothing that it could be for, most likely because of a typing error.
+    /// A routing rule matches no parameter that it can apply to, usually because of a typing error.
     #[error(
-        "routing rule `{pattern}` is of no use: expected {expected}, got none; print \
+        "routing rule `{pattern}` has no effect: expected {expected}, got none; print \
          `MuonConfig::route(&model)` without it to see the paths and shapes"
     )]
     UnusedRule {
         /// The pattern as given.
         pattern: String,
-        /// What it needs in the model.
+        /// The kind of parameter that the rule needs in the model.
         expected: &'static str,
     },
     /// The model has no parameter to train.
@@ -80,7 +81,7 @@ pub enum Error {
          the module that holds the layers"
     )]
     EmptyModel,
-    /// The model has parameters, but none that is trained.
+    /// The model has parameters, but none of them is trained.
     #[error(
         "the model has nothing to train: expected a parameter that requires a gradient, got {parameters} \
          that require none; build the model on `device.autodiff()`, or unfreeze it"
@@ -94,14 +95,15 @@ pub enum Error {
     Checkpoint {
         /// The file.
         path: PathBuf,
-        /// What happened.
+        /// The problem.
         reason: String,
-        /// What to do about it.
+        /// The remedy.
         remedy: &'static str,
     },
     /// A checkpoint belongs to another model.
     #[error(
-        "checkpoint {path:?} is of another model: parameter `{parameter}` is {saved} in the file and {model} in the model; load it into the model it was saved from"
+        "checkpoint {path:?} is of another model: expected parameter `{parameter}` {model}, got {saved}; load it \
+         into the model it was saved from"
     )]
     OtherModel {
         /// The file.
@@ -123,83 +125,84 @@ pub enum Error {
         rank: usize,
         /// Rank 0's file, with its digest and its progress.
         expected: String,
-        /// That of the rank.
+        /// The file of the rank that differs.
         got: String,
     },
-    /// Another rank failed, so that this one can't go on.
-    #[error("rank {rank} failed: {cause}; mend that, and start all ranks again")]
+    /// Another rank failed, so that this rank can't continue.
+    #[error("rank {rank} failed: {cause}; fix the cause and restart all ranks")]
     PeerFailed {
         /// The rank that failed first.
         rank: usize,
-        /// What it said, or what was seen of it.
+        /// Its own message, or what the other ranks observed.
         cause: String,
     },
     /// The ranks did not make the same calls.
     #[error(
-        "the ranks disagree ({calls}); all of them have to make the same calls in the same order"
+        "the ranks disagree: {calls}; make the same calls in the same order on all ranks"
     )]
     Mismatch {
-        /// Who called what.
+        /// The calls of the ranks that differ.
         calls: String,
     },
-    /// A collective was given what it can't take.
+    /// A collective was given invalid arguments.
     #[error("{collective} on rank {rank}: {reason}; {remedy}")]
     Collective {
-        /// Its name.
+        /// Name of the collective.
         collective: &'static str,
         /// The rank that called it.
         rank: usize,
-        /// What is wrong.
+        /// The problem.
         reason: String,
-        /// What to give instead.
+        /// The remedy.
         remedy: &'static str,
     },
-    /// What the launcher says of the ranks can't be.
+    /// A launcher's variable is missing or not valid.
     #[error("{variable} is {value}: {reason}; {remedy}")]
     Launch {
         /// The environment variable.
         variable: String,
         /// Its value, or `not set`.
         value: String,
-        /// What is wrong with it.
+        /// The problem.
         reason: String,
-        /// What to do about it.
+        /// The remedy.
         remedy: &'static str,
     },
-    /// Processes could not find together.
+    /// Processes could not form a world.
     #[error("rank {rank} at {address}: {reason}; {remedy}")]
     Rendezvous {
-        /// The rank that noticed.
+        /// The rank that reports it.
         rank: usize,
-        /// Where rank 0 waits, or should.
+        /// The address at which rank 0 waits for the others.
         address: String,
-        /// What happened.
+        /// The problem.
         reason: String,
-        /// What to do about it.
+        /// The remedy.
         remedy: &'static str,
     },
-    /// The library of an engine is absent or failed.
+    /// The library of an engine is missing or failed.
     #[error("{engine} on rank {rank}: {operation}: {reason}; {remedy}")]
     Engine {
         /// Name of the engine.
         engine: &'static str,
-        /// The rank that noticed.
+        /// The rank that reports it.
         rank: usize,
-        /// What was asked of it.
+        /// The operation that failed.
         operation: String,
-        /// What it said, in its own words.
+        /// The library's message.
         reason: String,
-        /// What to do about it.
+        /// The remedy.
         remedy: &'static str,
     },
     /// The devices of a world belong to different backends.
     #[error(
-        "rank {rank} is on {device} and rank 0 on {first}; give all ranks devices of one backend"
+        "rank {rank} has a device of another backend: expected one like {first} of rank 0, got {device}; give all \
+         ranks devices of one backend"
     )]
     Devices {
         /// The first rank on another backend.
         rank: usize,
-        /// Its device.
+        /// The device of that rank.
         device: String,
         /// The device of rank 0.
         first: String,
@@ -214,9 +217,9 @@ pub enum Error {
         rank: usize,
         /// The first parameter that differs.
         parameter: String,
-        /// What it is there.
+        /// The parameter on that rank.
         other: String,
-        /// What it is on rank 0.
+        /// The parameter on rank 0.
         first: String,
     },
     /// A setting of a rank differs from that of rank 0.
@@ -224,14 +227,14 @@ pub enum Error {
     SettingsDiffer {
         /// The first rank that differs.
         rank: usize,
-        /// The first setting that differs, as it is written in the configuration, or what it is of.
+        /// The first setting that differs, as it is written in the configuration.
         setting: String,
-        /// Its value there.
+        /// Its value on that rank.
         other: String,
         /// Its value on rank 0.
         first: String,
     },
-    /// Two parameters of a model are one: Burn gives a clone the identity of what it was cloned from.
+    /// Two parameters of a model have one identity: Burn gives a clone the identity of its original.
     #[error(
         "parameters `{first}` and `{second}` are the same parameter, which an optimizer step would make two; \
          keep it in one place and use it from there, or give the second an identity of its own with \
@@ -240,13 +243,13 @@ pub enum Error {
     Shared {
         /// Path of the parameter in its module.
         first: String,
-        /// The path at which it is met again.
+        /// The second path of the same parameter.
         second: String,
     },
     /// A parameter was skipped in too many steps in a row.
     #[error(
         "parameter `{parameter}` was skipped in {steps} steps in a row: expected finite gradients and updates; \
-         lower the learning rate, look for what makes them NaN or infinite, or set another `max_skipped`"
+         lower the learning rate, find the source of NaN or infinity, or change `max_skipped`"
     )]
     Skipped {
         /// Path of the parameter in its module.
@@ -254,24 +257,45 @@ pub enum Error {
         /// The number of steps.
         steps: usize,
     },
-    /// A parameter or its gradient is not what the optimizer was made for.
+    /// A parameter or its gradient does not match the optimizer.
     #[error("parameter `{parameter}` on rank {rank}: {reason}; {remedy}")]
     Parameter {
         /// Path of the parameter in its module.
         parameter: String,
-        /// The rank that noticed.
+        /// The rank that reports it.
         rank: usize,
-        /// What is wrong.
+        /// The problem.
         reason: String,
-        /// What to do about it.
+        /// The remedy.
         remedy: &'static str,
     },
 }
 
-/// The message: what `main` and `unwrap` show of an error should have the remedy, too.
+// The message instead of the fields: `main` and `unwrap` print this, and should show the remedy.
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
+    }
+}
+
+impl Error {
+    /// A setting with a value that no run can use.
+    pub(crate) fn setting(
+        setting: &'static str,
+        value: impl ToString,
+        expected: &'static str,
+    ) -> Self {
+        Self::Setting { setting, value: value.to_string(), expected }
+    }
+
+    /// A parameter that does not match the optimizer.
+    pub(crate) fn parameter(
+        parameter: &str,
+        rank: usize,
+        reason: impl Into<String>,
+        remedy: &'static str,
+    ) -> Self {
+        Self::Parameter { parameter: parameter.to_owned(), rank, reason: reason.into(), remedy }
     }
 }
 

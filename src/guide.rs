@@ -1,78 +1,86 @@
-//! A guide by task: what to write, what else it changes, and what it costs.
+//! A guide by task: programs to copy, with their side effects and costs.
 //!
 //! | you want to | read |
 //! |---|---|
 //! | replace AdamW, or Burn's own Muon | [`from_adamw`] |
 //! | choose a learning rate | [`learning_rate`] |
+//! | choose everything else | [`settings`] |
+//! | train on one device, with the fewest launches | [`one_device`] |
+//! | train on several devices | [`ranks`] |
+//! | start ranks as processes, on one host or several | [`hosts`] |
+//! | use burn-train's `Learner` | [`learner`] |
+//! | save a run and continue it, also on another number of ranks | [`resuming`] |
 //! | keep a layer from Muon, freeze it, or train LoRA adapters | [`excluding`] |
 //! | clip gradients | [`clipping`] |
 //! | step once for several batches | [`accumulation`] |
-//! | save a run and go on with it, on another number of ranks too | [`resuming`] |
-//! | see what updates what, and what goes wrong | [`watching`] |
-//! | train on several devices | [`ranks`] |
-//! | use burn-train's `Learner` | [`learner`] |
-//! | know what it costs in memory and time | [`cost`] |
+//! | see the routing, the skips and the memory of a run | [`watching`] |
+//! | know the cost in memory and time | [`cost`] |
+//! | understand an error | [`troubleshooting`] |
+//! | test and measure the crate on a GPU | [`gpu`] |
 //!
-//! # Documents beside this guide
+//! # Other documents
 //!
-//! - [`distributed`]: engines, launchers, the phases of a step, guarantees, and what to do when a start fails;
-//! - [`benchmarks`]: all measurements, with their commands.
+//! The source package also has
 //!
-//! The source package also has `docs/kernels.md`, how the kernels of the CubeCL backends work, `docs/precision.md`, what
-//! rounding makes of the iteration, `docs/gpu.md`, what to run on a GPU, and `SECURITY.md`. Figures are in the source package only.
+//! - `docs/design/`: the reasons for the layout of the modules, the update, the kernels, the
+//!   restarts and the ranks;
+//! - `docs/results/`: all measurements, with their dates and commands;
+//! - `SECURITY.md`, `CONTRIBUTING.md` and `CHANGELOG.md`.
 
-/// One line that changes, and the settings that change with it.
+/// The one line that changes, and the settings that change with it.
 ///
 /// [Excluding and freezing]: crate::guide::excluding
+/// [Memory, time and launches]: crate::guide::cost
 #[doc = include_str!("../docs/guide/from-adamw.md")]
 pub mod from_adamw {}
 
 /// Learning rates to start with, the measured sweep, and the scale of a matrix.
 ///
-/// [`AdamWSettings`]: crate::AdamWSettings
+/// [`AdamWConfig`]: crate::AdamWConfig
 /// [`Routing::group`]: crate::Routing::group
 /// [`LrScale`]: crate::LrScale
+/// [docs/results]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/learning-rate.md")]
 pub mod learning_rate {}
 
-/// Layers that AdamW trains, layers that nothing trains, and adapters.
-#[doc = include_str!("../docs/guide/excluding.md")]
-pub mod excluding {}
-
-/// The norm of all gradients, on one device too, and Burn's setter that has no effect.
+/// All settings, their defaults, and reasons to change them.
 ///
-/// [`DistMuonConfig::max_norm`]: crate::dist::DistMuonConfig::max_norm
-#[doc = include_str!("../docs/guide/clipping.md")]
-pub mod clipping {}
+/// [Choosing a learning rate]: crate::guide::learning_rate
+/// [Excluding, freezing and LoRA]: crate::guide::excluding
+/// [Clipping gradients]: crate::guide::clipping
+/// [One device]: crate::guide::one_device
+/// [docs/design]: crate::guide#other-documents
+/// [`Part`]: crate::Part
+/// [`Coefficients`]: crate::Coefficients
+#[doc = include_str!("../docs/guide/settings.md")]
+pub mod settings {}
 
-/// One step for several batches, and what a sum is instead of a mean.
-#[doc = include_str!("../docs/guide/accumulation.md")]
-pub mod accumulation {}
-
-/// Checkpoints, what comes back of a run, and other numbers of ranks.
+/// Two optimizers of one device, the backends, and their kernels.
 ///
-/// [`checkpoint::save`]: crate::checkpoint::save
-/// [`checkpoint::load`]: crate::checkpoint::load
-/// [`Schedule::at(step)`]: crate::Schedule::at
-#[doc = include_str!("../docs/guide/resuming.md")]
-pub mod resuming {}
-
-/// Tables, counts, warnings and metrics of a run.
-///
-/// [`Routing::summary()`]: crate::Routing::summary
-/// [`NewtonSchulz::explain_shape`]: crate::NewtonSchulz::explain_shape
-/// [`DistModuleOptimizer::report()`]: crate::dist::DistModuleOptimizer::report
-/// [`DistModuleOptimizer::memory()`]: crate::dist::DistModuleOptimizer::memory
-/// [`World::describe()?`]: crate::dist::World::describe
-#[doc = include_str!("../docs/guide/watching.md")]
-pub mod watching {}
+/// [Clipping gradients]: crate::guide::clipping
+/// [many ranks]: crate::guide::ranks
+/// [On a GPU]: crate::guide::gpu
+/// [Watching a run]: crate::guide::watching
+/// [docs/results]: crate::guide#other-documents
+#[doc = include_str!("../docs/guide/one-device.md")]
+pub mod one_device {}
 
 /// A complete program on one device and on many, with the lines that change.
 ///
-/// [`World::threads_with`]: crate::dist::World::threads_with
-/// [docs/distributed.md]: crate::guide::distributed
+/// [`World::threads_with`]: crate::comm::World::threads_with
+/// [Processes and several hosts]: crate::guide::hosts
+/// [Troubleshooting]: crate::guide::troubleshooting
+/// [docs/design]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/ranks.md")]
 pub mod ranks {}
+
+/// Launchers, their variables, the secret, NCCL and nodes.
+///
+/// [From 1 to 8 GPUs]: crate::guide::ranks
+/// [SECURITY.md]: crate::guide#other-documents
+/// [docs/design]: crate::guide#other-documents
+#[doc = include_str!("../docs/guide/hosts.md")]
+pub mod hosts {}
 
 /// A complete program for burn-train's `Learner`.
 ///
@@ -80,26 +88,62 @@ pub mod ranks {}
 #[doc = include_str!("../docs/guide/learner.md")]
 pub mod learner {}
 
-/// Memory, time and the first build.
+/// Checkpoints, their contents, and other numbers of ranks.
+///
+/// [`checkpoint::save`]: crate::checkpoint::save
+/// [`checkpoint::load`]: crate::checkpoint::load
+/// [`Schedule::at(step)`]: crate::Schedule::at
+#[doc = include_str!("../docs/guide/resuming.md")]
+pub mod resuming {}
+
+/// Layers that AdamW trains, layers that nothing trains, and adapters.
+#[doc = include_str!("../docs/guide/excluding.md")]
+pub mod excluding {}
+
+/// The norm of all gradients, also on one device, and Burn's setter that has no effect.
+///
+/// [`DistMuonConfig::max_norm`]: crate::distributed::DistMuonConfig::max_norm
+#[doc = include_str!("../docs/guide/clipping.md")]
+pub mod clipping {}
+
+/// One step for several batches, and the effects of a sum instead of a mean.
+#[doc = include_str!("../docs/guide/accumulation.md")]
+pub mod accumulation {}
+
+/// Tables, counts, warnings and metrics of a run.
+///
+/// [`Routing::summary()`]: crate::Routing::summary
+/// [`NewtonSchulz::explain_shape`]: crate::NewtonSchulz::explain_shape
+/// [`DistModuleOptimizer::report()`]: crate::distributed::DistModuleOptimizer::report
+/// [`DistModuleOptimizer::memory()`]: crate::distributed::DistModuleOptimizer::memory
+/// [`World::describe()?`]: crate::comm::World::describe
+#[doc = include_str!("../docs/guide/watching.md")]
+pub mod watching {}
+
+/// Memory, time, launches and the first build.
 ///
 /// [`Routing::summary`]: crate::Routing::summary
-/// [docs/benchmarks.md]: crate::guide::benchmarks
-/// [docs/distributed.md]: crate::guide::distributed
+/// [docs/results]: crate::guide#other-documents
+/// [docs/design]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/cost.md")]
 pub mod cost {}
 
-/// Engines, launchers, the phases of a step, guarantees, memory and time on many ranks.
+/// Errors, their causes and their remedies.
 ///
-/// [The guide]: crate::guide::ranks
-/// [SECURITY.md]: crate::guide#documents-beside-this-guide
-/// [benchmarks.md]: crate::guide::benchmarks
-/// [scaling]: data:image/svg+xml,%3Csvg%20xmlns='http://www.w3.org/2000/svg'%20width='1'%20height='1'/%3E
-#[doc = include_str!("../docs/distributed.md")]
-pub mod distributed {}
+/// [Processes and several hosts]: crate::guide::hosts
+/// [Choosing settings]: crate::guide::settings
+/// [Excluding, freezing and LoRA]: crate::guide::excluding
+/// [Watching a run]: crate::guide::watching
+/// [Clipping gradients]: crate::guide::clipping
+/// [One device]: crate::guide::one_device
+#[doc = include_str!("../docs/guide/troubleshooting.md")]
+pub mod troubleshooting {}
 
-/// All measurements, with their commands and conditions.
+/// The build and the command that prove and measure the crate on a GPU.
 ///
-/// [losses]: data:image/svg+xml,%3Csvg%20xmlns='http://www.w3.org/2000/svg'%20width='1'%20height='1'/%3E
-/// [kernels.md]: crate::guide#documents-beside-this-guide
-#[doc = include_str!("../docs/benchmarks.md")]
-pub mod benchmarks {}
+/// [docs/results]: crate::guide#other-documents
+/// [counts]: crate::guide#other-documents
+/// [Processes and several hosts]: crate::guide::hosts
+/// [One device]: crate::guide::one_device
+#[doc = include_str!("../docs/guide/gpu.md")]
+pub mod gpu {}

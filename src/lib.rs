@@ -19,7 +19,7 @@
 //!
 //! let routing = MuonConfig::new().route(&model)?; // who updates what, and why
 //! println!("{routing}");
-//! let mut optim = MuonConfig::new().init_whole(&model)?;
+//! let mut optim = MuonConfig::new().init_batched(&model)?;
 //! let lr = Schedule::warmup_constant_warmdown(3e-3, 2, 10, 8);
 //! for step in 0..20 {
 //!     let x = Tensor::<2>::random([16, 8], Distribution::Normal(0.0, 1.0), &device);
@@ -64,11 +64,11 @@
 //! The features `flex` (default), `wgpu`, `vulkan`, `cuda`, `cpu` and `tch` enable Burn's features of
 //! the same names. On Flex and on Burn's CubeCL backends, the iteration and the
 //! elementwise parts have kernels of their own; elsewhere, as on LibTorch (`tch`), they are composed of Burn's
-//! operations ([`Kernels`]), which round half precision more often. Kernels are
+//! operations ([`KernelPolicy`]), which round half precision more often. KernelPolicy are
 //! tested on software devices (WGSL, SPIR-V with cooperative matrices, CubeCL's CPU runtime) and compiled
 //! for CUDA; nothing has run on a GPU yet.
 //!
-//! [`Kernels::Tuned`] measures them when a shape is met first. Feature `fusion` (default) is Burn's fusion
+//! [`KernelPolicy::Tuned`] measures them when a shape is met first. Feature `fusion` (default) is Burn's fusion
 //! on the CubeCL backends; it has to be on here if it is on in `burn`, whose default it is, too.
 //!
 //! Items that need a feature:
@@ -76,7 +76,7 @@
 //! | feature | adds |
 //! |---|---|
 //! | `train` | `dist::DistMuonStrategy` and `SkippedStepsMetric`, for burn-train's `Learner` |
-//! | `optimal` | plans by mixed-integer programming, `dist::plan::Strategy::Optimal` |
+//! | `optimal` | plans by mixed-integer programming, `dist::plan::Balancing::Optimal` |
 //! | `mpi` | `dist::World::mpi`: ranks that are processes over MPI; needs an MPI and libclang to build |
 //! | `cuda` | `dist::World::nccl` and `dist::Reduction`: ranks that are processes over NCCL; Burn downloads an LLVM bundle to build |
 //! | `mpi` or `cuda` | `dist::World::from_env`, `dist::World::from_env_or_alone` and `dist::Launch`, for what a launcher starts |
@@ -88,37 +88,50 @@
 #![cfg_attr(not(any(feature = "flex", feature = "cube")), allow(unused))]
 
 pub mod adamw;
+mod backend;
 pub mod checkpoint;
-mod clipping;
-mod computed;
-#[cfg(feature = "cube")]
-mod cube;
-pub mod dist;
+mod checks;
+pub mod comm;
+pub mod distributed;
 pub mod error;
-mod gate;
-mod gradient;
 pub mod guide;
 #[cfg(feature = "train")]
 mod metric;
+mod matrix_view;
 pub mod muon;
 pub mod orthogonalize;
-mod parts;
-pub mod route;
+mod parameters;
+pub mod routing;
 pub mod schedule;
-mod skipped;
+mod slices;
+mod update;
 #[cfg(test)]
 #[path = "../tests/common/skips.rs"]
 mod skips;
 
-pub use adamw::AdamWSettings;
+pub use adamw::AdamWConfig;
+pub use backend::{ComputePath, KernelPolicy};
+#[cfg(feature = "processes")]
+pub use comm::Launch;
+pub use comm::World;
+#[cfg(feature = "train")]
+pub use distributed::DistMuonStrategy;
+pub use distributed::{DistModuleOptimizer, DistMuon, DistMuonConfig};
 pub use error::{Error, Result};
 #[cfg(feature = "train")]
 pub use metric::SkippedStepsMetric;
-pub use muon::{LrScale, MatrixLayout, MatrixView, Muon, MuonConfig, MuonState};
-pub use orthogonalize::{Coefficients, Form, IterationDtype, Kernels, NewtonSchulz};
-pub use route::{Group, GroupSummary, MuonRule, Route, Routing, Rule};
+pub use matrix_view::{MatrixLayout, MatrixView};
+pub use muon::{MomentumConfig, Muon, MuonConfig, MuonState};
+pub use orthogonalize::{
+    Coefficients, IterationDtype, IterationForm, IterationPlan, NewtonSchulz, NewtonSchulzConfig,
+};
+pub use routing::{
+    MuonRoutingRule, ParameterRole, ParameterRoute, RoleSummary, Routing, RoutingRule,
+};
 pub use schedule::Schedule;
-pub use skipped::SkippedSteps;
+pub use update::{
+    LrScale, NorMuon, Part, Renormalization, RowEquilibration, SkippedSteps, Stage, WeightDecay,
+};
 
 /// Runs the program of the README as a test.
 #[cfg(doctest)]

@@ -9,11 +9,13 @@ use burn::train::metric::{
     SerializedEntry,
 };
 
-use crate::skipped::SkippedSteps;
+use crate::update::SkippedSteps;
 
-/// The number of steps that the parameter which was skipped most often was skipped in, as a metric of
-/// burn-train: after a batch as of the last look at the counts, at the end of an epoch as it is. Needs the
+/// The largest number of skipped steps of any parameter, as a metric of burn-train. Needs the
 /// feature `train`.
+///
+/// After a batch, the metric has the counts that were last read from the device. At the end of an
+/// epoch it reads them.
 ///
 /// ```
 /// # use burn::{nn::LinearConfig, tensor::Device};
@@ -27,31 +29,32 @@ use crate::skipped::SkippedSteps;
 /// # Ok::<(), distmuon::Error>(())
 /// ```
 ///
-/// On ranks, take the counts of
-/// [`DistMuonStrategy::skipped_steps`](crate::dist::DistMuonStrategy::skipped_steps).
+/// On ranks, use the counts of
+/// [`DistMuonStrategy::skipped_steps`](crate::distributed::DistMuonStrategy::skipped_steps).
 #[derive(Clone)]
 pub struct SkippedStepsMetric {
     name: MetricName,
     skipped: SkippedSteps,
-    most: f64,
+    /// The value at the last update.
+    max: f64,
 }
 
 impl SkippedStepsMetric {
-    /// The metric of these counts.
+    /// Makes the metric of the given counts.
     pub fn new(skipped: &SkippedSteps) -> Self {
-        Self { name: Arc::new("Skipped steps".into()), skipped: skipped.clone(), most: 0.0 }
+        Self { name: Arc::new("Skipped steps".into()), skipped: skipped.clone(), max: 0.0 }
     }
 }
 
-/// The count of the parameter that was skipped most often.
-fn most(counts: BTreeMap<String, u64>) -> f64 {
+/// The largest count.
+fn max_count(counts: BTreeMap<String, u64>) -> f64 {
     counts.into_values().max().unwrap_or(0) as f64
 }
 
 impl SkippedStepsMetric {
     fn entry(&mut self, counts: BTreeMap<String, u64>) -> SerializedEntry {
-        self.most = most(counts);
-        let raw = self.most.to_string();
+        self.max = max_count(counts);
+        let raw = self.max.to_string();
         SerializedEntry::new(format!("{}: {raw}", self.name), raw)
     }
 }
@@ -72,7 +75,7 @@ impl Metric for SkippedStepsMetric {
         _item: &(),
         _metadata: &MetricMetadata,
     ) -> Result<SerializedEntry, TensorReadError> {
-        // A batch does not wait for the counts of all states.
+        // Reading the counts would wait for the device after every batch.
         Ok(self.entry(self.skipped.looked_at()))
     }
 
@@ -85,7 +88,7 @@ impl Metric for SkippedStepsMetric {
 
 impl Numeric for SkippedStepsMetric {
     fn value(&self) -> Option<NumericEntry> {
-        Some(NumericEntry::Value(self.most))
+        Some(NumericEntry::Value(self.max))
     }
 
     fn running_value(&self) -> Option<NumericEntry> {
@@ -93,6 +96,6 @@ impl Numeric for SkippedStepsMetric {
     }
 
     fn final_value(&self) -> NumericEntry {
-        NumericEntry::Value(most(self.skipped.read()))
+        NumericEntry::Value(max_count(self.skipped.read()))
     }
 }

@@ -1,8 +1,8 @@
-//! Schedules of momentum, weight decay and learning rate.
+//! Schedules of momentum, weight decay and learning rate over the steps of a run.
 //!
 //! A [`Schedule`] is a piecewise curve over the steps of a run. [`MuonConfig`](crate::MuonConfig)
-//! takes one for its momentum and one for its weight decay; [`Schedule::lr`] turns one into a Burn
-//! [`LrScheduler`], which composes with Burn's own.
+//! takes a schedule for its momentum and one for its weight decay. [`Schedule::into_lr_scheduler`]
+//! converts a schedule to a Burn [`LrScheduler`], which composes with Burn's own.
 //!
 //! ```
 //! use distmuon::Schedule;
@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 /// The record key of the step count.
 const STEP: &str = "step";
 
-/// How a segment gets from the value before it to its own.
+/// The curve of a segment from the value before it to its final value.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 enum Curve {
     Hold,
@@ -33,11 +33,12 @@ enum Curve {
 struct Segment {
     curve: Curve,
     steps: usize,
+    /// The final value.
     to: f64,
 }
 
-/// A value for every step of a run: a start, then segments that hold it or move it, then the last
-/// value for good.
+/// A value for every step of a run: a start value, then segments that hold or change it. After the
+/// last segment, the value stays as it is.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Schedule {
     start: f64,
@@ -51,28 +52,28 @@ impl From<f64> for Schedule {
 }
 
 impl Schedule {
-    /// The same value at every step.
+    /// A schedule with the same value at every step.
     pub fn constant(value: f64) -> Self {
         Self { start: value, segments: vec![] }
     }
 
-    /// Continues with the value reached so far for `steps` steps.
+    /// Appends `steps` steps that hold the last value.
     pub fn hold(self, steps: usize) -> Self {
         let to = self.end();
         self.then(Curve::Hold, steps, to)
     }
 
-    /// Continues in a straight line to `to`, which the last of `steps` steps has.
+    /// Appends `steps` steps in a straight line to `to`, the value of the last of these steps.
     pub fn linear(self, steps: usize, to: f64) -> Self {
         self.then(Curve::Linear, steps, to)
     }
 
-    /// Continues along half a cosine to `to`, which the last of `steps` steps has.
+    /// Appends `steps` steps along half a cosine to `to`, the value of the last of these steps.
     pub fn cosine(self, steps: usize, to: f64) -> Self {
         self.then(Curve::Cosine, steps, to)
     }
 
-    /// Warm-up to `peak`, `constant` steps there, warm-down to zero: the trapezoid of
+    /// A warm-up to `peak`, `constant` steps at `peak`, and a warm-down to zero: the trapezoid of
     /// <https://github.com/karpathy/nanochat>.
     pub fn warmup_constant_warmdown(
         peak: f64,
@@ -86,27 +87,28 @@ impl Schedule {
             .linear(warmdown, 0.0)
     }
 
-    /// Warm-up to `peak`, then half a cosine to `least` (Loshchilov and Hutter,
+    /// A warm-up to `peak`, then half a cosine to `min` (Loshchilov and Hutter,
     /// <https://arxiv.org/abs/1608.03983>).
-    pub fn warmup_cosine(peak: f64, warmup: usize, decay: usize, least: f64) -> Self {
+    pub fn warmup_cosine(peak: f64, warmup: usize, decay: usize, min: f64) -> Self {
         Self::constant(if warmup == 0 { peak } else { 0.0 })
             .linear(warmup, peak)
-            .cosine(decay, least)
+            .cosine(decay, min)
     }
 
-    /// Momentum that rises from 0.85 to `to` over `steps` steps, as in
+    /// A momentum that rises from 0.85 to `to` over `steps` steps, as in
     /// <https://github.com/KellerJordan/modded-nanogpt> (0.95 after 300).
     pub fn momentum_warmup(to: f64, steps: usize) -> Self {
         Self::constant(0.85).linear(steps, to)
     }
 
-    /// The value at a step, counted from 0.
+    /// The value at a step. The first step is 0.
     pub fn at(&self, step: usize) -> f64 {
         let mut from = self.start;
-        let mut before = 0;
+        let mut first_step = 0;
         for Segment { curve, steps, to } in &self.segments {
-            if step < before + steps {
-                let progress = (step - before + 1) as f64 / *steps as f64;
+            if step < first_step + steps {
+                // At least `1 / steps`: the first step already moves, and the last one arrives.
+                let progress = (step - first_step + 1) as f64 / *steps as f64;
                 return match curve {
                     Curve::Hold => from,
                     Curve::Linear => from + (to - from) * progress,
@@ -115,19 +117,19 @@ impl Schedule {
                     }
                 };
             }
-            before += steps;
+            first_step += steps;
             from = *to;
         }
         from
     }
 
-    /// A Burn learning-rate scheduler that returns the values of this schedule, one a step, and
-    /// continues where it stopped when its record is loaded.
-    pub fn lr(self) -> ScheduledLr {
+    /// Converts the schedule to a Burn learning-rate scheduler, which returns one value per step
+    /// and continues after its last step when its record is loaded.
+    pub fn into_lr_scheduler(self) -> ScheduledLr {
         ScheduledLr { schedule: self, step: 0 }
     }
 
-    /// Every value that a segment starts or ends with; all others lie between them.
+    /// The start value and the final values of all segments. All other values lie between them.
     pub(crate) fn extremes(&self) -> impl Iterator<Item = f64> + '_ {
         core::iter::once(self.start).chain(self.segments.iter().map(|segment| segment.to))
     }
@@ -180,14 +182,14 @@ mod tests {
     }
 
     #[test]
-    fn no_warmup_starts_at_the_peak() {
+    fn schedules_without_warmup_start_at_the_peak() {
         assert_eq!(Schedule::warmup_cosine(0.5, 0, 10, 0.0).hold(1).at(10), 0.0);
         assert_eq!(Schedule::warmup_constant_warmdown(0.5, 0, 3, 2).at(0), 0.5);
         assert_eq!(Schedule::warmup_constant_warmdown(0.5, 0, 3, 2).at(3), 0.25);
     }
 
     #[test]
-    fn momentum_rises_to_its_end() {
+    fn momentum_warmup_rises_to_its_final_value() {
         let momentum = Schedule::momentum_warmup(0.95, 300);
         assert!(momentum.at(0) > 0.85 && momentum.at(0) < 0.851);
         assert_eq!(momentum.at(299), 0.95);
@@ -195,14 +197,14 @@ mod tests {
     }
 
     #[test]
-    fn scheduler_continues_from_its_record() {
+    fn a_scheduler_continues_from_its_record() {
         let schedule = Schedule::warmup_cosine(0.1, 3, 20, 0.01);
-        let mut whole = schedule.clone().lr();
+        let mut whole = schedule.clone().into_lr_scheduler();
         let values: Vec<f64> = (0..10).map(|_| whole.step()).collect();
-        let mut first = schedule.clone().lr();
+        let mut first = schedule.clone().into_lr_scheduler();
         let before: Vec<f64> = (0..4).map(|_| first.step()).collect();
         assert_eq!(before, values[..4]);
-        let mut second = ModuleLrScheduler::new(schedule.lr())
+        let mut second = ModuleLrScheduler::new(schedule.into_lr_scheduler())
             .load_record(LrSchedulerRecord::new().with_record("0", first.to_record()));
         assert_eq!(second.step().base(), values[4]);
     }

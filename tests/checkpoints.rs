@@ -9,7 +9,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bool, Bytes, Device, Int, Tensor};
 use burn_pack::Reader;
-use distmuon::{Error, MuonConfig, Rule, checkpoint};
+use distmuon::{Error, MuonConfig, RoutingRule, checkpoint};
 use rand::{SeedableRng, rngs::StdRng};
 
 #[path = "common/mod.rs"]
@@ -44,7 +44,7 @@ impl Net {
 }
 
 fn config() -> MuonConfig {
-    MuonConfig::new().with_rule(Rule::muon("layer.weight"))
+    MuonConfig::new().with_rule(RoutingRule::muon("layer.weight"))
 }
 
 /// A model and its optimizer after some steps.
@@ -172,7 +172,8 @@ fn burns_own_reader_opens_a_checkpoint() {
 mod written_before {
     use burn::nn::{Embedding, EmbeddingConfig};
     use burn::optim::GradientsParams;
-    use distmuon::dist::{DistMuonConfig, Gradients, World};
+    use distmuon::comm::World;
+    use distmuon::distributed::{DistMuonConfig, Gradients};
     use distmuon::{Result, Schedule};
 
     use super::*;
@@ -203,8 +204,8 @@ mod written_before {
 
     fn muon() -> MuonConfig {
         MuonConfig::new()
-            .with_momentum(Schedule::momentum_warmup(0.95, 4))
-            .with_rule(Rule::muon("experts").batch())
+            .with_momentum(Schedule::momentum_warmup(0.95, 4).into())
+            .with_rule(RoutingRule::muon("experts").batch())
     }
 
     fn ranks() -> DistMuonConfig {
@@ -345,18 +346,18 @@ mod written_before {
         };
         World::threads(vec![Device::default().autodiff(); 2], |world| -> Result<()> {
             let fresh = net(world.device());
-            let mut optim = config.build(&world)?.init(&fresh)?;
+            let mut optim = config.per_parameter(&world)?.init(&fresh)?;
             if writes() {
                 let [_, after] = run(fresh, |net, number| step(&mut optim, net, number));
                 let mut before = net(world.device());
-                let mut optim = config.build(&world)?.init(&before)?;
+                let mut optim = config.per_parameter(&world)?.init(&before)?;
                 for number in 0..BEFORE {
                     before = step(&mut optim, before, number);
                 }
                 checkpoint::save(path(&name(world.rank())), &before, &optim, &values(&after))?;
             }
             let fresh = net(world.device());
-            let optim = config.build(&world)?.init(&fresh)?;
+            let optim = config.per_parameter(&world)?.init(&fresh)?;
             continued(&name(world.rank()), fresh, optim, step);
             Ok(())
         })

@@ -11,11 +11,8 @@ mod common;
 use std::path::{Path, PathBuf};
 
 use cases::Case;
-use common::{excused, lacks};
+use common::lacks;
 use libtest_mimic::{Arguments, Failed, Trial};
-
-/// Cases that wait for a feature to come.
-const PENDING: [&str; 1] = ["nanochat-mixed"];
 
 fn main() {
     libtest_mimic::run(&Arguments::from_args(), trials()).exit();
@@ -34,12 +31,7 @@ pub fn trials() -> Vec<Trial> {
     let given = std::env::var_os("DISTMUON_CONFORMANCE_DIR").map(PathBuf::from);
     for path in [Some(own), given].into_iter().flatten().flat_map(|folder| files(&folder)) {
         let name = path.file_stem().expect("a file name").to_string_lossy().into_owned();
-        let pending = PENDING.contains(&name.as_str());
-        if pending {
-            excused(format!("{name}, which needs parts that the crate does not have yet"));
-        }
-        let trial = Trial::test(name.clone(), move || run(&name, &path));
-        trials.push(trial.with_ignored_flag(pending));
+        trials.push(Trial::test(name.clone(), move || run(&name, &path)));
     }
     trials
 }

@@ -1,8 +1,9 @@
-//! What only a GPU can show: NCCL itself, on one device and on several.
+//! Tests that need a GPU: NCCL itself, on one device and on several.
 //!
-//! `cargo test --features cuda --test cuda` on a machine with a CUDA device and NCCL; reported as
-//! skipped on others. With one device, two processes share it, which NCCL 2.30 and later allow. Without Burn's
-//! fusion: `--no-default-features --features flex,cuda`.
+//! Run `cargo test --features cuda --test cuda` on a machine with a CUDA device and NCCL. On other
+//! machines, the tests are reported as skipped. With one device, two processes share the device,
+//! which NCCL 2.30 and later allow. Without Burn's fusion:
+//! `--no-default-features --features flex,cuda`.
 
 #[cfg(feature = "cuda")]
 mod common;
@@ -33,9 +34,9 @@ pub(crate) mod gpu {
     use burn::nn::{Linear, LinearConfig};
     use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
     use cudarc::driver::{result, sys};
-    use distmuon::dist::comm::{CudaMemory, Nccl};
-    use distmuon::dist::{DistMuonConfig, Launch, ReduceOp, Reduction, World};
-    use distmuon::{MuonConfig, Result};
+    use distmuon::comm::{CudaMemory, Launch, Nccl, ReduceOp, Reduction, World};
+    use distmuon::distributed::DistMuonConfig;
+    use distmuon::{MuonConfig, NewtonSchulzConfig, Result};
     use libtest_mimic::{Arguments, Failed, Trial};
     use rand::{SeedableRng, rngs::StdRng};
 
@@ -43,41 +44,49 @@ pub(crate) mod gpu {
     use super::worlds::free_port;
 
     const DEADLINE: Duration = Duration::from_secs(120);
-    /// The ranks of a world of processes.
+    /// The number of ranks in a world of processes.
     const RANKS: usize = 2;
-    /// The case that a process of such a world runs.
+    /// The variable with the case that a process of such a world runs.
     const CASE: &str = "DISTMUON_TEST_CASE";
-    /// The arguments with which `tests/gpu_suite.rs` runs [`rank`] alone; the program of this file needs none.
+    /// The arguments with which `tests/gpu_suite.rs` runs only [`rank`]. The program of this file
+    /// needs none.
     const RANK_ONLY: [&str; 4] = ["nccl_rank", "--exact", "--ignored", "--nocapture"];
     const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-    /// The side that waits for NCCL: `device` or `host`.
+    /// The variable with the side that waits for NCCL: `device` or `host`.
     const WAITS: &str = "DISTMUON_TEST_WAITS";
 
     type Case = (&'static str, fn(&World) -> Result<()>);
 
     /// Cases for a world of any size over NCCL.
     const CASES: &[Case] = &[
-        ("collectives_are_those_of_threads", collectives_are_those_of_threads),
-        ("calls_wait_for_what_was_queued", calls_wait_for_what_was_queued),
-        ("results_are_waited_for_by_what_uses_them", results_are_waited_for_by_what_uses_them),
-        ("steps_are_those_of_threads", steps_are_those_of_threads),
-        ("native_sums_of_exact_values_are_equal", native_sums_of_exact_values_are_equal),
-        ("steps_are_recorded_beside_calls", steps_are_recorded_beside_calls),
+        ("collectives_equal_those_of_threads", collectives_equal_those_of_threads),
+        ("calls_wait_for_work_queued_before_them", calls_wait_for_work_queued_before_them),
+        ("later_work_waits_for_results", later_work_waits_for_results),
+        ("steps_equal_those_of_threads", steps_equal_those_of_threads),
+        (
+            "native_sums_of_exact_values_equal_those_of_threads",
+            native_sums_of_exact_values_equal_those_of_threads,
+        ),
+        (
+            "steps_are_recorded_while_calls_are_in_flight",
+            steps_are_recorded_while_calls_are_in_flight,
+        ),
     ];
-    /// Cases for a process that has the device to itself.
-    const ALONE: &[Case] = &[("memory_is_what_the_driver_says", memory_is_what_the_driver_says)];
+    /// Cases for a process that does not share the device.
+    const ALONE: &[Case] =
+        &[("memory_report_agrees_with_the_driver", memory_report_agrees_with_the_driver)];
 
     pub fn main() {
         if std::env::var_os(CASE).is_some() {
             return rank();
         }
-        // The driver counts the memory of everybody on the device.
+        // One at a time: the driver counts the memory of all processes on the device.
         let arguments = Arguments { test_threads: Some(1), ..Arguments::from_args() };
         libtest_mimic::run(&arguments, trials()).exit();
     }
 
-    /// Every case in every world; to be run one after the other.
+    /// Returns every case in every world. They have to run one after the other.
     pub fn trials() -> Vec<Trial> {
         println!("Burn's fusion is {}", if cfg!(feature = "fusion") { "on" } else { "off" });
         let devices = devices();
@@ -99,55 +108,52 @@ pub(crate) mod gpu {
         trials.collect()
     }
 
-    /// CUDA devices of this machine.
+    /// Returns the number of CUDA devices of this machine.
     fn devices() -> usize {
-        // SAFETY: the driver is looked for by its name.
+        // SAFETY: the call looks for the driver's library by name.
         if !unsafe { sys::is_culib_present() } || result::init().is_err() {
             return 0;
         }
         result::device::get_count().map_or(0, |count| count as usize)
     }
 
-    /// Runs a case in so many processes.
+    /// Runs a case in a number of processes.
     fn start(processes: usize, waits: &str, case: &str, devices: usize) -> Result<(), Failed> {
-        let own = std::env::args_os().next().expect("a program has a name");
+        let program = std::env::args_os().next().expect("a program has a name");
         let port = free_port().to_string();
         let rank = |rank: usize| {
-            let mut rank_of = Command::new(&own);
-            rank_of.args(RANK_ONLY);
-            rank_of.env(CASE, case).env(WAITS, waits).env("BURN_DEVICE", "cuda");
-            rank_of.env("RANK", rank.to_string()).env("WORLD_SIZE", processes.to_string());
-            rank_of.env("LOCAL_RANK", (rank % devices).to_string());
-            rank_of.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
-            rank_of.env("NCCL_MULTI_RANK_GPU_ENABLE", "1").env("NCCL_NVLS_ENABLE", "0");
-            rank_of
-                .stdout(Stdio::piped())
-                .stderr(Stdio::piped())
-                .spawn()
-                .expect("it can be started")
+            let mut command = Command::new(&program);
+            command.args(RANK_ONLY);
+            command.env(CASE, case).env(WAITS, waits).env("BURN_DEVICE", "cuda");
+            command.env("RANK", rank.to_string()).env("WORLD_SIZE", processes.to_string());
+            command.env("LOCAL_RANK", (rank % devices).to_string());
+            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
+            command.env("NCCL_MULTI_RANK_GPU_ENABLE", "1").env("NCCL_NVLS_ENABLE", "0");
+            command.stdout(Stdio::piped()).stderr(Stdio::piped());
+            command.spawn().expect("this program can be started again")
         };
         let started: Vec<_> = (0..processes).map(rank).collect();
         for (rank, child) in started.into_iter().enumerate() {
             let output = child.wait_with_output()?;
-            let said = String::from_utf8_lossy(&output.stderr);
-            if said.contains("Duplicate GPU detected") {
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            if stderr.contains("Duplicate GPU detected") {
                 excused("this NCCL does not let ranks share a device");
             } else if !output.status.success() {
-                return Err(format!("rank {rank}: {}: {said}", output.status).into());
+                return Err(format!("rank {rank}: {}: {stderr}", output.status).into());
             }
             print!("{}", String::from_utf8_lossy(&output.stdout));
         }
         Ok(())
     }
 
-    /// One rank of a world that [`start`] started.
+    /// Runs one rank of a world that [`start`] started.
     pub fn rank() {
-        let case = std::env::var(CASE).expect("another process says which case");
+        let case = std::env::var(CASE).expect("the starting process sets the case");
         let mut cases = CASES.iter().chain(ALONE);
-        let (_, run) = cases.find(|(name, _)| *name == case).expect("a case");
-        let launch = Launch::from_env().expect("the test says who this is");
+        let (_, run) = cases.find(|(name, _)| *name == case).expect("a case has this name");
+        let launch = Launch::from_env().expect("the starting process sets the variables");
         let device = launch.device();
-        let memory = CudaMemory::new(&device, launch.rank).expect("there is a device");
+        let memory = CudaMemory::new(&device, launch.rank).expect("a CUDA device is available");
         let memory = match std::env::var(WAITS).as_deref() {
             Ok("host") => memory.waiting_on_host(),
             _ => {
@@ -158,55 +164,55 @@ pub(crate) mod gpu {
         let native = case.starts_with("native");
         let reduction = if native { Reduction::Native } else { Reduction::Exact };
         let engine = Nccl::over(Arc::new(memory), &launch, DEADLINE);
-        let engine = engine.expect("the ranks find together").with_reduction(reduction);
-        let world = World::new(Arc::new(engine), device);
-        assert_eq!(world.comm().engine(), "nccl");
-        eprintln!("{}", world.describe().expect("all describe"));
+        let engine = engine.expect("the ranks can connect").with_reduction(reduction);
+        let world = World::new(engine, device);
+        assert_eq!(world.comm().engine_name(), "nccl");
+        eprintln!("{}", world.describe().expect("all ranks describe the world"));
         run(&world).unwrap();
     }
 
-    /// Values that are exact in every type, and different on every rank.
-    fn own(rank: usize, length: usize, dtype: DType, device: &Device) -> Tensor<1> {
+    /// Returns values that are exact in every type, and different on every rank.
+    fn contribution(rank: usize, length: usize, dtype: DType, device: &Device) -> Tensor<1> {
         let values: Vec<f32> =
             (0..length).map(|i| ((i * 7 + rank * 3) % 17) as f32 - 8.0).collect();
         Tensor::from_data(TensorData::from(&values[..]), (&device.clone().inner(), dtype))
     }
 
-    /// Every collective with every type on a world, as bytes.
+    /// Returns the results of every collective with every type on a world, as bytes.
     fn results(world: &World) -> Result<Vec<Vec<u8>>> {
         let (comm, rank, size) = (world.comm(), world.rank(), world.size());
         let mut results = vec![];
         for dtype in DTYPES {
-            let own = |length| own(rank, length, dtype, world.device());
+            let contribution = |length| contribution(rank, length, dtype, world.device());
             // Even and uneven, long and empty.
             for parts in [[1000; RANKS], [0, 3], [70_000, 1]] {
                 let parts = &parts[..size];
                 let all = parts.iter().sum();
-                results.push(comm.all_reduce(own(all), ReduceOp::Mean)?);
-                results.push(comm.reduce_scatter(own(all), parts, ReduceOp::Sum)?);
-                results.push(comm.all_gather(own(parts[rank]), parts)?);
-                results.push(comm.broadcast(own(all), size - 1)?);
+                results.push(comm.all_reduce(contribution(all), ReduceOp::Mean)?);
+                results.push(comm.reduce_scatter(contribution(all), parts, ReduceOp::Sum)?);
+                results.push(comm.all_gather(contribution(parts[rank]), parts)?);
+                results.push(comm.broadcast(contribution(all), size - 1)?);
                 let received = vec![parts[rank]; size];
-                results.push(comm.all_to_all(own(all), parts, &received)?);
+                results.push(comm.all_to_all(contribution(all), parts, &received)?);
             }
         }
         results.into_iter().map(|result| Ok(bits(&result.wait()?))).collect()
     }
 
-    fn collectives_are_those_of_threads(world: &World) -> Result<()> {
+    fn collectives_equal_those_of_threads(world: &World) -> Result<()> {
         let threads = World::threads(vec![world.device().clone(); world.size()], |threads| {
             results(&threads)
         })?;
-        let own = results(world)?;
-        for (index, (own, threads)) in own.iter().zip(&threads[world.rank()]).enumerate() {
-            assert!(own == threads, "result {index} on rank {}", world.rank());
+        let results = results(world)?;
+        for (index, (result, expected)) in results.iter().zip(&threads[world.rank()]).enumerate() {
+            assert!(result == expected, "result {index} on rank {}", world.rank());
         }
         Ok(())
     }
 
-    /// A result that is still being computed is what is sent, and what is received is there before
-    /// it is used.
-    fn calls_wait_for_what_was_queued(world: &World) -> Result<()> {
+    /// A tensor that is still being computed is sent with its final values, and a result is used
+    /// with the values that were received.
+    fn calls_wait_for_work_queued_before_them(world: &World) -> Result<()> {
         let device = world.device().clone().inner();
         let busy = Tensor::<2>::random([1024, 1024], Distribution::Default, &device);
         for round in 0..1000 {
@@ -222,31 +228,32 @@ pub(crate) mod gpu {
         Ok(())
     }
 
-    /// Work that is queued behind a call, and behind work that is queued behind it, sees its result; what
-    /// is dropped meanwhile is not written over.
-    fn results_are_waited_for_by_what_uses_them(world: &World) -> Result<()> {
+    /// Work that is queued after a call, and work that is queued after that work, uses the call's
+    /// result. The memory of a tensor that is dropped while a call reads it is not overwritten.
+    fn later_work_waits_for_results(world: &World) -> Result<()> {
         let (comm, device) = (world.comm(), world.device().clone().inner());
         let length = 1 << 20;
         let mut sum = Tensor::<1>::zeros([length], &device);
         for round in 0..1000 {
-            let own = Tensor::full([length], (round % 7 + world.rank()) as f32, &device);
-            let pending = comm.all_reduce(own.clone(), ReduceOp::Sum)?;
-            drop(own);
+            let tensor = Tensor::full([length], (round % 7 + world.rank()) as f32, &device);
+            let pending = comm.all_reduce(tensor.clone(), ReduceOp::Sum)?;
+            drop(tensor);
             let noise = Tensor::<1>::full([length], 1e30, &device);
             sum = sum + pending.wait()?;
             drop(noise);
         }
         comm.synchronize()?;
-        let of = |round: usize| (0..world.size()).map(|rank| round % 7 + rank).sum::<usize>();
-        let expected = (0..1000).map(of).sum::<usize>() as f32;
+        let sum_of_ranks =
+            |round: usize| (0..world.size()).map(|rank| round % 7 + rank).sum::<usize>();
+        let expected = (0..1000).map(sum_of_ranks).sum::<usize>() as f32;
         let wrong = (sum - expected).abs().max().into_scalar::<f32>();
         assert_eq!(wrong, 0.0);
         Ok(())
     }
 
-    /// Values that are exact in every type add up to the same in any order.
-    fn native_sums_of_exact_values_are_equal(world: &World) -> Result<()> {
-        collectives_are_those_of_threads(world)
+    /// Values that are exact in every type have the same sum in any order.
+    fn native_sums_of_exact_values_equal_those_of_threads(world: &World) -> Result<()> {
+        collectives_equal_those_of_threads(world)
     }
 
     #[derive(Module, Debug)]
@@ -267,17 +274,19 @@ pub(crate) mod gpu {
         Ok(weights(&net))
     }
 
-    /// The first step records graphs while collectives are on their way, and followed by the watching thread.
-    fn steps_are_recorded_beside_calls(world: &World) -> Result<()> {
+    /// The first step records graphs while collectives are in flight, and the watching thread
+    /// follows them.
+    fn steps_are_recorded_while_calls_are_in_flight(world: &World) -> Result<()> {
         let linear = || LinearConfig::new(64, 64).with_bias(false).init(world.device());
         let trained = |graphs| -> Result<Vec<Vec<u8>>> {
             let net = Net { layers: (0..8).map(|_| linear()).collect() };
             let mut net = net.map(&mut Fixed(StdRng::seed_from_u64(5)));
-            let muon = MuonConfig::new().with_graphs(graphs);
+            let muon = MuonConfig::new()
+                .with_newton_schulz(NewtonSchulzConfig::new().with_graphs(graphs));
             let config = DistMuonConfig::new().with_muon(muon).with_bucket_mb(Some(0.02));
             let mut optim = config.init(world, &net)?;
-            // A step in a world of one sends nothing. 256 MB keep NCCL's stream at work for some 0.1 ms each, so
-            // that all of them outlast what comes before a recording.
+            // A step in a world of one sends nothing. A call with 256 MB occupies NCCL's stream for
+            // some 0.1 ms, so that all of them last until a recording begins.
             let long = Tensor::<1>::ones([1 << 26], &world.device().clone().inner());
             for step in 0..3 {
                 let gradients = gradients(&net, step);
@@ -289,28 +298,29 @@ pub(crate) mod gpu {
             world.comm().synchronize()?;
             Ok(weights(&net))
         };
-        // In this order, since the calls do not outlast the compilation of kernels.
+        // In this order: the first run compiles the kernels, which takes longer than the calls.
         let expected = trained(false)?;
         assert!(trained(true)? == expected);
         Ok(())
     }
 
-    fn steps_are_those_of_threads(world: &World) -> Result<()> {
+    fn steps_equal_those_of_threads(world: &World) -> Result<()> {
         let threads =
             World::threads(vec![world.device().clone(); world.size()], |threads| steps(&threads))?;
         assert!(steps(world)? == threads[world.rank()]);
         Ok(())
     }
 
-    /// The device's memory holds what the report counts, and not much more than a backend keeps in reserve.
-    fn memory_is_what_the_driver_says(world: &World) -> Result<()> {
+    /// The memory that the driver counts is at least that of the report, and not much more than
+    /// what a backend keeps in reserve.
+    fn memory_report_agrees_with_the_driver(world: &World) -> Result<()> {
         let device = world.device();
         let used = || {
             device.sync().expect("the device works");
             let (free, total) = result::mem_get_info().expect("the context is current");
             total - free
         };
-        // Modules are loaded and pools made at first use.
+        // The first use loads modules and creates pools.
         Tensor::<2>::ones([64, 64], device).matmul(Tensor::ones([64, 64], device)).into_data();
         world.comm().barrier()?;
         let before = used();

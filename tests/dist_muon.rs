@@ -13,8 +13,9 @@ use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, Device, Tensor};
 use burn_pack::Reader;
 use common::{Fixed, gradients, weights};
-use distmuon::dist::{DistMuonConfig, Gradients, World};
-use distmuon::{Error, MuonConfig, Result, Rule};
+use distmuon::comm::World;
+use distmuon::distributed::{DistMuonConfig, Gradients};
+use distmuon::{Error, MuonConfig, Result, RoutingRule};
 use rand::{SeedableRng, rngs::StdRng};
 
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -45,7 +46,7 @@ fn device() -> Device {
 }
 
 fn config() -> DistMuonConfig {
-    let muon = MuonConfig::new().with_rule(Rule::muon("experts").batch());
+    let muon = MuonConfig::new().with_rule(RoutingRule::muon("experts").batch());
     DistMuonConfig::new().with_muon(muon).with_gradients(Gradients::Averaged)
 }
 
@@ -87,7 +88,7 @@ fn it_is_bit_equal_to_one_device_and_keeps_each_momentum_once() {
     for count in [1, 2, 3, 7] {
         let runs = ranks(count, |world| {
             let net = Net::new(world.device());
-            let mut optim = config().build(&world)?.init(&net)?;
+            let mut optim = config().per_parameter(&world)?.init(&net)?;
             let net = train(net, &mut optim, 0..10);
             Ok((weights(&net), momenta(&optim)))
         });
@@ -114,7 +115,7 @@ fn it_is_bit_equal_to_one_device_and_keeps_each_momentum_once() {
 
 #[test]
 fn threads_share_one_instance() {
-    let shared = config().build_for_threads(3).unwrap();
+    let shared = config().per_parameter_on_threads(3).unwrap();
     let net = Net::new(&device());
     let optim = shared.init(&net).unwrap();
     let trained = std::thread::scope(|scope| {
@@ -140,7 +141,7 @@ fn records_continue_bit_for_bit() {
     let expected = alone(0..10);
     let halfway = ranks(2, |world| {
         let net = Net::new(world.device());
-        let mut optim = config().build(&world)?.init(&net)?;
+        let mut optim = config().per_parameter(&world)?.init(&net)?;
         let net = train(net, &mut optim, 0..5);
         Ok((net.clone().into_record().into_bytes().unwrap(), optim.into_bytes().unwrap()))
     });
@@ -148,7 +149,7 @@ fn records_continue_bit_for_bit() {
     let go_on = |world: &World, model: &Bytes, states: &Bytes| {
         let net = Net::new(world.device());
         let net = net.load_record(burn::store::ModuleRecord::from_bytes(model.clone()).unwrap());
-        let optim = config().build(world)?.init(&net)?;
+        let optim = config().per_parameter(world)?.init(&net)?;
         let mut optim = optim.load_record(OptimizerRecord::from_bytes(states.clone()).unwrap());
         Ok::<_, Error>(weights(&train(net, &mut optim, 5..10)))
     };
@@ -187,7 +188,7 @@ fn a_gradient_that_is_missing_on_a_rank_stops_all() {
         let run = catch_unwind(AssertUnwindSafe(|| {
             ranks(2, |world| {
                 let net = Net::new(world.device());
-                let mut optim = config().build(&world)?.init(&net)?;
+                let mut optim = config().per_parameter(&world)?.init(&net)?;
                 let net = train(net, &mut optim, 0..missing_at);
                 let mut gradients = gradients(&net, missing_at);
                 if world.rank() == 1 {
@@ -213,7 +214,7 @@ fn a_rank_without_memory_is_named_on_all() {
     let Some(lost) = common::beyond_memory(6, 9) else { return };
     type Step = fn(&World, Net, GradientsParams) -> Result<Net>;
     let of_single_parameters: Step = |world, net, gradients| {
-        let mut optim = config().build(world)?.init(&net)?;
+        let mut optim = config().per_parameter(world)?.init(&net)?;
         Ok(optim.step(0.01, net, gradients))
     };
     let of_whole_models: Step = |world, net, gradients| {
@@ -256,7 +257,7 @@ fn a_parameter_without_memory_is_named_among_others() {
     let mut net = Net::new(&device());
     net.experts = Param::from_tensor(Tensor::from_inner(lost.reshape([2, 5, 4])).require_grad());
     let gradients = gradients(&net, 0);
-    let mut optim = config().muon.init_whole(&net).unwrap();
+    let mut optim = config().muon.init_batched(&net).unwrap();
     let error = optim.step(0.01, net, gradients).unwrap_err().to_string();
     assert!(error.contains("`experts`") && error.contains("1099511627776 bytes"), "{error}");
 }
@@ -268,9 +269,9 @@ fn what_it_cannot_do_is_refused() {
         (config().with_gradients(Gradients::PerRank), "setting `gradients` is PerRank"),
         (config().with_max_norm(Some(1.0)), "setting `max_norm` is 1"),
     ] {
-        let error = config.build(&world).unwrap_err().to_string();
+        let error = config.per_parameter(&world).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }
-    let error = config().build_for_threads(0).unwrap_err().to_string();
+    let error = config().per_parameter_on_threads(0).unwrap_err().to_string();
     assert!(error.contains("setting `ranks` is 0"), "{error}");
 }

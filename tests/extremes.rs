@@ -9,10 +9,9 @@ use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer, OptimizerRecord};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, f16, s};
 use burn_pack::{Reader, Writer};
 use common::{bits, has_type, lacks};
-use distmuon::dist::{DistMuonConfig, World};
-use distmuon::{
-    Coefficients, Error, Form, Kernels, MuonConfig, Routing, Rule, Schedule, checkpoint,
-};
+use distmuon::comm::World;
+use distmuon::distributed::DistMuonConfig;
+use distmuon::{Coefficients, Error, IterationForm, KernelPolicy, MuonConfig, Routing, RoutingRule, Schedule, checkpoint, NewtonSchulzConfig};
 
 /// A matrix for Muon and a vector for AdamW.
 #[derive(Module, Debug)]
@@ -68,11 +67,11 @@ fn on<const D: usize>(device: &Device, values: Vec<f32>, shape: [usize; D]) -> T
 }
 
 fn config() -> MuonConfig {
-    MuonConfig::new().with_weight_decay(Schedule::constant(0.0))
+    MuonConfig::new().with_weight_decay(0.0.into())
 }
 
 fn made(config: &MuonConfig, net: &Net) -> (Routing, ModuleOptimizer) {
-    let routing = config.clone().with_rule(Rule::muon("matrix")).route(net).unwrap();
+    let routing = config.clone().with_rule(RoutingRule::muon("matrix")).route(net).unwrap();
     let optim = routing.init();
     (routing, optim)
 }
@@ -93,7 +92,7 @@ fn moved(config: &MuonConfig, spoil: impl Fn(&Net) -> GradientsParams) -> ([f32;
 
 #[test]
 fn finite_gradients_of_any_size_do_not_freeze_or_poison() {
-    for kernels in [Kernels::Auto, Kernels::Portable] {
+    for kernels in [KernelPolicy::Auto, KernelPolicy::Portable] {
         for outlier in [1e15, 1e20, 3e38] {
             let net = Net::new(DType::F32, [4, 6], &device());
             let (_, mut optim) = made(&config().with_kernels(kernels), &net);
@@ -155,7 +154,7 @@ fn momentum_of_float16_keeps_small_gradients() {
         lacks("float16");
         return;
     }
-    for kernels in [Kernels::Auto, Kernels::Portable] {
+    for kernels in [KernelPolicy::Auto, KernelPolicy::Portable] {
         for size in [1e-5, 1e-6] {
             let config = config().with_kernels(kernels);
             let [half, single] = [DType::F16, DType::F32].map(|dtype| {
@@ -168,7 +167,7 @@ fn momentum_of_float16_keeps_small_gradients() {
                 let gradient = on(&device, values, net.matrix.val().dims()).cast(dtype);
                 let (_, state) =
                     config.build().step(1e-3, net.matrix.val().inner(), gradient, None);
-                let momentum = state.unwrap().momentum;
+                let momentum = state.unwrap().momentum();
                 assert_eq!(momentum.dtype(), DType::F32);
                 momentum
             });
@@ -185,7 +184,7 @@ fn the_second_moment_of_bfloat16_falls_again() {
         lacks("bfloat16");
         return;
     }
-    let adamw = distmuon::AdamWSettings::new().with_beta_2(0.999);
+    let adamw = distmuon::AdamWConfig::new().with_beta_2(0.999);
     let net = Net::new(DType::BF16, [2, 4], &device());
     let (_, mut optim) = made(&config().with_adamw(adamw), &net);
     let ones = |net: &Net, value: f32| {
@@ -211,11 +210,11 @@ fn float64_parameters_get_float64_rates() {
         return;
     }
     let (lr, decay, steps) = (2.5e-6, 0.01, 200);
-    let settings = distmuon::AdamWSettings::new().with_weight_decay(decay);
+    let settings = distmuon::AdamWConfig::new().with_weight_decay(decay);
     let config = MuonConfig::new()
-        .with_weight_decay(Schedule::constant(decay))
+        .with_weight_decay(decay.into())
         .with_adamw(settings)
-        .with_rule(Rule::muon("matrix"));
+        .with_rule(RoutingRule::muon("matrix"));
     let expected = (1.0 - lr * decay).powi(steps);
     let check = |before: &Net, after: &Net| {
         let [old, new] = [before, after].map(|net| net.matrix.val().into_data());
@@ -249,7 +248,7 @@ fn float64_trajectories_are_those_of_float64() {
         return;
     }
     // AdamW by the book.
-    let (lr, settings) = (1e-5, distmuon::AdamWSettings::new().with_weight_decay(0.01));
+    let (lr, settings) = (1e-5, distmuon::AdamWConfig::new().with_weight_decay(0.01));
     let net = Net::new(DType::F64, [2, 3], &device());
     let (_, mut optim) = made(&config().with_adamw(settings), &net);
     let (mut trained, mut values) = (net, [0.5_f64; 3]);
@@ -279,7 +278,7 @@ fn parameters_without_elements_stay() {
     let gradients = net.gradients(1.0);
     assert_eq!(optim.step(0.1, net.clone(), gradients).matrix.val().dims(), [0, 8]);
 
-    let muon = config().with_rule(Rule::muon("matrix"));
+    let muon = config().with_rule(RoutingRule::muon("matrix"));
     let optim = DistMuonConfig::new().with_muon(muon).with_max_norm(Some(1.0));
     World::threads_with(World::devices(2), net, |world, net| {
         let mut optim = optim.init(&world, &net)?;
@@ -315,7 +314,7 @@ fn rates_that_are_not_finite_are_refused() {
         let (_, mut optim) = made(&config(), &net);
         let world = World::alone(device());
         let mut shared = DistMuonConfig::new()
-            .with_muon(config().with_rule(Rule::muon("matrix")))
+            .with_muon(config().with_rule(RoutingRule::muon("matrix")))
             .init(&world, &net)
             .unwrap();
         let error = shared.step(lr, net.clone(), net.gradients(1.0)).map(|_| ()).unwrap_err();
@@ -330,15 +329,18 @@ fn rates_that_are_not_finite_are_refused() {
 /// Coefficients that make infinity of everything.
 fn explosive() -> MuonConfig {
     config()
-        .with_coefficients(Coefficients::Custom(vec![[1e20, 0.0, 0.0]; 3]))
-        .with_form(Form::Standard)
-        .with_rule(Rule::muon("matrix"))
+        .with_newton_schulz(
+            NewtonSchulzConfig::new()
+                .with_coefficients(Coefficients::Custom(vec![[1e20, 0.0, 0.0]; 3]))
+                .with_form(IterationForm::Standard),
+        )
+        .with_rule(RoutingRule::muon("matrix"))
 }
 
 #[test]
 fn directions_that_are_not_finite_are_not_taken_and_counted() {
     let counted = [("matrix".to_owned(), 2)].into();
-    for kernels in [Kernels::Auto, Kernels::Portable] {
+    for kernels in [KernelPolicy::Auto, KernelPolicy::Portable] {
         let config = explosive().with_kernels(kernels);
         let net = Net::new(DType::F32, [4, 6], &device());
         let (routing, mut optim) = made(&config, &net);
@@ -450,7 +452,7 @@ fn half_precision_states_of_older_files_are_widened() {
         lacks("bfloat16");
         return;
     }
-    let muon = config().with_rule(Rule::muon("matrix"));
+    let muon = config().with_rule(RoutingRule::muon("matrix"));
     let net = Net::new(DType::BF16, [4, 6], &device());
     let mut optim = muon.init(&net);
     let gradients = net.gradients(1.0);
@@ -500,7 +502,7 @@ fn counts_continue_from_a_checkpoint() {
     let (net, _, _): (_, _, i32) = checkpoint::load(&path, net, optim).unwrap();
     assert_eq!(routing.skipped_steps().read(), counts);
 
-    let muon = config().with_rule(Rule::muon("matrix"));
+    let muon = config().with_rule(RoutingRule::muon("matrix"));
     let world = World::alone(device());
     let optim = DistMuonConfig::new().with_muon(muon).init(&world, &net).unwrap();
     let (_, optim, _): (_, _, i32) = checkpoint::load(&path, net, optim).unwrap();

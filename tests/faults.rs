@@ -21,8 +21,9 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 use common::{Fixed, gradients, weights};
 #[cfg(feature = "cuda")]
-use distmuon::dist::Launch;
-use distmuon::dist::{DistMuonConfig, Pending, ReduceOp, World};
+use distmuon::comm::Launch;
+use distmuon::comm::{Pending, ReduceOp, World};
+use distmuon::distributed::DistMuonConfig;
 use distmuon::{Error, Result};
 use libtest_mimic::Arguments;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -498,8 +499,8 @@ fn traffic_is_the_least_there_is() {
             let layer = || LinearConfig::new(32, 32).with_bias(false).init(world.device());
             let net = Matrices { layers: (0..16).map(|_| layer()).collect() };
             let net = world.broadcast(net)?;
-            let (engine, traffic) = watched::counted(world.engine());
-            let watched = World::new(engine, world.device().clone());
+            let (comm, traffic) = watched::counted(world.communicator());
+            let watched = World::new(comm, world.device().clone());
             let mut optim =
                 DistMuonConfig::new().with_bucket_mb(Some(0.02)).init(&watched, &net)?;
             traffic.lock().unwrap().clear();

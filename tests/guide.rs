@@ -1,4 +1,4 @@
-//! Claims of the guide that its programs alone don't show.
+//! Claims of the guide that its programs alone do not show.
 
 use burn::grad_clipping::GradientClippingConfig;
 use burn::lr_scheduler::LrSchedulerRecord;
@@ -6,10 +6,13 @@ use burn::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn::module::Param;
 use burn::nn::transformer::{PositionWiseFeedForward, PositionWiseFeedForwardConfig};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
-use burn::optim::{AdamWConfig, GradientsAccumulator, GradientsParams, ModuleOptimizer};
+use burn::optim::{
+    AdamWConfig as BurnAdamWConfig, GradientsAccumulator, GradientsParams, ModuleOptimizer,
+};
 use burn::tensor::{Bytes, DType, Device, Int, Tensor};
-use distmuon::dist::{DistMuonConfig, World};
-use distmuon::{AdamWSettings, LrScale, MatrixLayout, MuonConfig, checkpoint};
+use distmuon::{
+    AdamWConfig, DistMuonConfig, LrScale, MatrixLayout, MuonConfig, World, checkpoint,
+};
 
 fn device() -> Device {
     Device::default().autodiff()
@@ -26,8 +29,8 @@ fn gradients(model: &PositionWiseFeedForward, step: i64) -> GradientsParams {
     GradientsParams::from_grads(loss.backward(), model)
 }
 
-/// Several times the same gradients, added up.
-fn times(count: usize, model: &PositionWiseFeedForward, step: i64) -> GradientsParams {
+/// The sum of `count` times the same gradients.
+fn summed_gradients(count: usize, model: &PositionWiseFeedForward, step: i64) -> GradientsParams {
     let mut sum = GradientsAccumulator::new();
     (0..count).for_each(|_| sum.accumulate(model, gradients(model, step)));
     sum.grads()
@@ -50,7 +53,7 @@ fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
 }
 
 #[test]
-fn burns_clipping_setter_has_no_effect() {
+fn the_clipping_setter_of_burns_optimizer_has_no_effect() {
     let start = feed_forward();
     let trained = |mut optim: ModuleOptimizer| {
         let mut model = start.clone();
@@ -63,14 +66,18 @@ fn burns_clipping_setter_has_no_effect() {
     let clipping = GradientClippingConfig::Value(1e-12);
     let plain = trained(MuonConfig::new().init(&start));
     let by_setter = MuonConfig::new().init(&start).with_grad_clipping(clipping.init());
-    assert!(by_setter.has_gradient_clipping(), "it says so");
-    assert_eq!(trained(by_setter), plain, "say in the guide that it works now");
+    assert!(by_setter.has_gradient_clipping());
+    assert_eq!(
+        trained(by_setter),
+        plain,
+        "the setter has an effect: correct docs/guide/clipping.md"
+    );
     let by_config = MuonConfig::new().with_grad_clipping(Some(clipping));
     assert_ne!(trained(by_config.init(&start)), plain);
 }
 
 #[test]
-fn burns_adamw_settings_give_its_steps() {
+fn the_settings_of_burns_adamw_give_its_steps() {
     let start = EmbeddingConfig::new(6, 4).init(&device());
     let trained = |mut optim: ModuleOptimizer| {
         let mut model: Embedding = start.clone();
@@ -82,16 +89,16 @@ fn burns_adamw_settings_give_its_steps() {
         }
         values(&model.weight)
     };
-    let same = AdamWSettings::new().with_beta_2(0.999).with_epsilon(1e-5).with_weight_decay(1e-4);
-    let burns = trained(AdamWConfig::new().init());
-    let ours = trained(MuonConfig::new().with_adamw(same).init(&start));
-    assert!(largest_difference(&burns, &ours) < 1e-6);
+    let same = AdamWConfig::new().with_beta_2(0.999).with_epsilon(1e-5).with_weight_decay(1e-4);
+    let expected = trained(BurnAdamWConfig::new().init());
+    let actual = trained(MuonConfig::new().with_adamw(same).init(&start));
+    assert!(largest_difference(&expected, &actual) < 1e-6);
     let defaults = trained(MuonConfig::new().init(&start));
-    assert!(largest_difference(&burns, &defaults) > 1e-4);
+    assert!(largest_difference(&expected, &defaults) > 1e-4);
 }
 
 #[test]
-fn the_scale_of_gradients_matters_to_clipping_only() {
+fn the_scale_of_gradients_changes_clipped_steps_only() {
     let start = feed_forward();
     let world = World::alone(device());
     let trained = |count: usize, max_norm: Option<f64>| {
@@ -100,7 +107,8 @@ fn the_scale_of_gradients_matters_to_clipping_only() {
         let mut optim = config.init(&world, &model).unwrap();
         for step in 0..3 {
             // The norms of the steps differ, so that a limit between them changes their weights.
-            let grads = times(if step == 1 { 3 * count } else { count }, &model, step);
+            let count = if step == 1 { 3 * count } else { count };
+            let grads = summed_gradients(count, &model, step);
             model = optim.step(1e-2, model, grads).unwrap();
         }
         weights(&model)
@@ -108,14 +116,14 @@ fn the_scale_of_gradients_matters_to_clipping_only() {
     let moved = largest_difference(&trained(1, None), &weights(&start));
     let scaled = largest_difference(&trained(1, None), &trained(4, None));
     assert!(scaled < 1e-2 * moved, "{scaled} of {moved}");
-    // A limit that none of the gradients reaches, and all of those that are four times as large.
-    let limit = Some(largest_norm(&start));
+    // None of the gradients reaches this limit, and all gradients that are four times as large do.
+    let limit = Some(norm_limit(&start));
     let clipped = largest_difference(&trained(1, limit), &trained(4, limit));
     assert!(clipped > 2e-2 * moved, "{clipped} of {moved}");
 }
 
-/// Above the norm of any gradient of the test before clipping.
-fn largest_norm(start: &PositionWiseFeedForward) -> f64 {
+/// A norm above those of all gradients of the clipping test.
+fn norm_limit(start: &PositionWiseFeedForward) -> f64 {
     let grads = gradients(start, 0);
     let square = |grad: Tensor<2>| grad.square().sum().into_scalar::<f32>();
     let matrices = [&start.linear_inner, &start.linear_outer];
@@ -124,7 +132,7 @@ fn largest_norm(start: &PositionWiseFeedForward) -> f64 {
 }
 
 #[test]
-fn a_burn_schedulers_record_fits_into_the_progress() {
+fn the_record_of_a_burn_scheduler_fits_into_the_progress() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.bpk");
     let model = LinearConfig::new(4, 8).init(&device());
@@ -144,7 +152,7 @@ fn a_burn_schedulers_record_fits_into_the_progress() {
 }
 
 #[test]
-fn progress_that_is_not_finite_is_refused() {
+fn non_finite_progress_is_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.bpk");
     let model = LinearConfig::new(4, 8).init(&device());
@@ -154,7 +162,7 @@ fn progress_that_is_not_finite_is_refused() {
 }
 
 #[test]
-fn factors_of_a_linear_layer() {
+fn the_factors_of_a_linear_layer_are_those_of_the_guide() {
     let factors = |shape: [usize; 2]| {
         [LrScale::MatchRmsAdamW, LrScale::Original, LrScale::Spectral, LrScale::None]
             .map(|scale| (1e3 * scale.factor(MatrixLayout::InOut, shape)).round() / 1e3)
@@ -164,26 +172,26 @@ fn factors_of_a_linear_layer() {
 }
 
 #[test]
-fn operations_of_an_iteration() {
+fn the_operations_of_an_iteration_are_those_of_the_guide() {
     let muon = MuonConfig::new().build();
-    let cubes = |columns: usize| {
-        let explained =
+    let operations = |columns: usize| {
+        let explanation =
             muon.newton_schulz().explain_shape([768, columns], DType::F32, &Device::default());
-        (explained.operations / 768_f64.powi(3)).round()
+        (explanation.operations / 768_f64.powi(3)).round()
     };
     let page = include_str!("../docs/guide/cost.md");
     let claim = format!(
         "{} `m^3` for a square matrix of `m` rows, {} `m^3` for `[m, 4m]` in float32",
-        cubes(768),
-        cubes(3072)
+        operations(768),
+        operations(3072)
     );
-    // Elsewhere products are not halved, and restarts differ.
+    // On other backends products are not halved, and restarts differ.
     if format!("{:?}", Device::default()).contains("Flex") {
         assert!(page.contains(&claim), "{claim}");
     }
 }
 
-/// The `main` of ranks that are processes. Without a launcher, it runs alone.
+/// The `main` of ranks that are processes, which runs alone without a launcher.
 #[cfg(feature = "processes")]
 mod processes {
     use distmuon::Error;
@@ -205,41 +213,43 @@ mod processes {
     }
 
     #[test]
-    fn the_main_of_processes_is_as_shown() {
+    fn the_main_of_processes_in_the_guide_is_the_one_above() {
         let source = include_str!("guide.rs");
-        let own = source.split("    fn main()").nth(1).unwrap().split("\n    }\n").next().unwrap();
-        let own = format!("fn main(){own}\n    }}").replace("\n    ", "\n");
-        assert!(include_str!("../docs/guide/ranks.md").contains(&own), "{own}");
+        let body =
+            source.split("    fn main()").nth(1).unwrap().split("\n    }\n").next().unwrap();
+        let function = format!("fn main(){body}\n    }}").replace("\n    ", "\n");
+        assert!(include_str!("../docs/guide/ranks.md").contains(&function), "{function}");
         main().unwrap();
     }
 }
 
-/// The programs of a page.
+/// Returns the programs of a page.
 fn programs(page: &str) -> Vec<&str> {
     let blocks = page.split("```rust\n").skip(1);
     blocks.map(|block| block.split("```").next().unwrap_or_default()).collect()
 }
 
 #[test]
-fn the_lines_that_ranks_change_are_marked_and_counted() {
+fn lines_that_change_on_ranks_are_marked_and_counted() {
     const MARK: &str = "// *";
     let page = include_str!("../docs/guide/ranks.md");
     let [one, many] = programs(page)[..] else { panic!("two programs") };
-    let mut of_one = one.lines().map(code);
+    // Iterated once through both programs: unmarked lines have to come in the same order.
+    let mut unchanged = one.lines().map(code);
     let (mut changed, mut kept) = (0, 0);
     for line in many.lines().filter(|line| !code(line).is_empty()) {
         if line.ends_with(MARK) {
             changed += 1;
         } else {
             kept += 1;
-            assert!(of_one.any(|of_one| of_one == code(line)), "not marked: {line}");
+            assert!(unchanged.any(|other| other == code(line)), "not marked: {line}");
         }
     }
     let claim = format!("and {changed} of its {} lines of code are new or changed", changed + kept);
     assert!(page.replace('\n', " ").contains(&claim), "{claim}");
 }
 
-/// A line without its comment.
+/// Returns a line without its comment.
 fn code(line: &str) -> &str {
     line.split("//").next().unwrap_or_default().trim()
 }

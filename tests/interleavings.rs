@@ -1,14 +1,14 @@
-//! The meeting point of ranks that are threads, under a scheduler that tries thousands of
-//! interleavings and fails on one in which nobody can go on.
+//! The rendezvous of ranks that are threads, under a scheduler that tries thousands of
+//! interleavings and fails on a deadlock.
 
-#[allow(dead_code)] // processes use the rest
-#[path = "../src/dist/comm/meetings.rs"]
-mod meetings;
-#[allow(dead_code)] // the tests use no groups
-#[path = "../src/dist/comm/rendezvous.rs"]
+#[allow(dead_code)] // These tests make no groups.
+#[path = "../src/comm/rendezvous.rs"]
 mod rendezvous;
+#[allow(dead_code)] // Only ranks that are processes use the rest.
+#[path = "../src/comm/rounds.rs"]
+mod rounds;
 
-/// The primitives of the meeting point, under the control of the scheduler.
+/// The synchronisation primitives of the rendezvous, controlled by the scheduler.
 mod sync {
     pub use shuttle::sync::atomic::{AtomicU64, Ordering};
     pub use shuttle::sync::{Condvar, Mutex, MutexGuard};
@@ -16,47 +16,53 @@ mod sync {
 
 use std::time::Duration;
 
-use rendezvous::{Failure, Hall, Seat};
+use rendezvous::{Failure, Participant, Rendezvous};
 use shuttle::thread;
 
 const INTERLEAVINGS: usize = 2000;
 
-/// Runs a function on every rank of a new world, in many interleavings, and looks at what it returns.
+/// Runs a function on every rank of a new world, in many interleavings, and checks its results.
 fn explore<T: Send + 'static, P: Clone + Send + 'static>(
     size: usize,
-    rank: fn(&Seat<String, P>) -> T,
+    run: fn(&Participant<String, P>) -> T,
     check: fn(Vec<T>),
 ) {
     let world = move || {
-        let seats = Hall::seats(size, Duration::from_secs(3600));
-        let threads: Vec<_> = seats
+        let participants = Rendezvous::participants(size, Duration::from_secs(3600));
+        let threads: Vec<_> = participants
             .into_iter()
-            .map(|seat| {
+            .map(|rank| {
                 thread::spawn(move || {
-                    let outcome = rank(&seat);
-                    seat.leave();
+                    let outcome = run(&rank);
+                    rank.depart();
                     outcome
                 })
             })
             .collect();
-        check(threads.into_iter().map(|thread| thread.join().expect("no panic")).collect());
+        check(threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect());
     };
     shuttle::check_random(world, INTERLEAVINGS);
     shuttle::check_pct(world, INTERLEAVINGS, 3);
 }
 
-fn meet(seat: &Seat<String, usize>, call: &str, payload: usize) -> Result<Vec<usize>, Failure> {
-    seat.arrive(call.to_owned(), payload)?.meet()
+/// Arrives in a round, and collects the payloads of all ranks.
+fn exchange(
+    rank: &Participant<String, usize>,
+    call: &str,
+    payload: usize,
+) -> Result<Vec<usize>, Failure> {
+    rank.arrive(call.to_owned(), payload)?.collect()
 }
 
 #[test]
-fn ranks_that_run_ahead_meet_all_the_same() {
+fn ranks_several_rounds_ahead_collect_the_payloads_of_each_round() {
     explore(
         3,
-        |seat| {
-            let arrive = |turn: usize| seat.arrive("sum".into(), 10 * turn + seat.rank()).unwrap();
-            let tickets = [arrive(0), arrive(1), arrive(2)];
-            tickets.into_iter().rev().map(|ticket| ticket.meet().unwrap()).collect::<Vec<_>>()
+        |rank| {
+            let arrive =
+                |round: usize| rank.arrive("sum".into(), 10 * round + rank.rank()).unwrap();
+            let rounds = [arrive(0), arrive(1), arrive(2)];
+            rounds.into_iter().rev().map(|round| round.collect().unwrap()).collect::<Vec<_>>()
         },
         |outcomes| {
             for outcome in outcomes {
@@ -67,20 +73,20 @@ fn ranks_that_run_ahead_meet_all_the_same() {
 }
 
 #[test]
-fn a_failure_reaches_everybody() {
+fn a_failure_reaches_all_ranks() {
     explore(
         3,
-        |seat| {
-            let first = meet(seat, "first", seat.rank());
-            if seat.rank() == 1 {
-                seat.fail("a bug".into());
+        |rank| {
+            let first = exchange(rank, "first", rank.rank());
+            if rank.rank() == 1 {
+                rank.fail("a bug".into());
             }
-            (first, meet(seat, "second", seat.rank()))
+            (first, exchange(rank, "second", rank.rank()))
         },
         |outcomes| {
             let bug = Failure::Peer { rank: 1, cause: "a bug".into() };
             for (first, second) in outcomes {
-                // All had arrived at the first meeting when the rank failed.
+                // All ranks had arrived in the first round when rank 1 failed.
                 assert_eq!(first, Ok(vec![0, 1, 2]));
                 assert_eq!(second, Err(bug.clone()));
             }
@@ -89,10 +95,10 @@ fn a_failure_reaches_everybody() {
 }
 
 #[test]
-fn who_leaves_is_missed() {
+fn a_rank_that_departs_early_fails_the_ranks_that_wait_for_it() {
     explore(
         3,
-        |seat| if seat.rank() == 2 { None } else { Some(meet(seat, "sum", 0)) },
+        |rank| if rank.rank() == 2 { None } else { Some(exchange(rank, "sum", 0)) },
         |outcomes| {
             for outcome in &outcomes[..2] {
                 let Some(Err(Failure::Peer { rank: 2, cause })) = outcome else {
@@ -108,7 +114,7 @@ fn who_leaves_is_missed() {
 fn different_calls_are_an_error_on_all_ranks() {
     explore(
         3,
-        |seat| meet(seat, if seat.rank() == 1 { "sum" } else { "gather" }, 0),
+        |rank| exchange(rank, if rank.rank() == 1 { "sum" } else { "gather" }, 0),
         |outcomes| {
             for outcome in outcomes {
                 let Err(Failure::Mismatch { calls }) = outcome else { panic!("{outcome:?}") };
@@ -118,39 +124,42 @@ fn different_calls_are_an_error_on_all_ranks() {
     );
 }
 
-/// Something that only the thread that made it may drop, as the tensors of a lazy backend.
-struct Own(thread::ThreadId);
+/// A payload that only the thread that made it may drop, as the tensors of a lazy backend.
+struct ThreadBound(thread::ThreadId);
 
-impl Own {
+impl ThreadBound {
     fn new() -> Self {
         Self(thread::current().id())
     }
 }
 
-impl Clone for Own {
+impl Clone for ThreadBound {
     fn clone(&self) -> Self {
         Self::new()
     }
 }
 
-impl Drop for Own {
+impl Drop for ThreadBound {
     fn drop(&mut self) {
         assert_eq!(self.0, thread::current().id(), "dropped by another rank");
     }
 }
 
 #[test]
-fn what_a_rank_leaves_it_drops_itself() {
+fn a_payload_is_dropped_by_the_rank_that_contributed_it() {
     explore(
         3,
-        |seat| {
-            let arrive = |call: &str, own| seat.arrive(call.to_owned(), own).unwrap();
-            let tickets = [arrive("first", Some(Own::new())), arrive("second", Some(Own::new()))];
-            for ticket in tickets {
-                assert_eq!(ticket.meet().unwrap().len(), 3);
+        |rank| {
+            let arrive = |call: &str, payload| rank.arrive(call.to_owned(), payload).unwrap();
+            let rounds = [
+                arrive("first", Some(ThreadBound::new())),
+                arrive("second", Some(ThreadBound::new())),
+            ];
+            for round in rounds {
+                assert_eq!(round.collect().unwrap().len(), 3);
             }
-            // Nobody returns before all have taken what was left.
-            arrive("last", None).meet().unwrap();
+            // No rank returns before all ranks have collected the payloads.
+            arrive("last", None).collect().unwrap();
         },
         |outcomes| assert_eq!(outcomes.len(), 3),
     );

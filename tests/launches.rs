@@ -1,4 +1,4 @@
-//! Kernels that a step launches, copies from the host and copies to it, counted on a CubeCL device: how they
+//! KernelPolicy that a step launches, copies from the host and copies to it, counted on a CubeCL device: how they
 //! grow with the number of parameters.
 //!
 //! A binary of its own with one test: what counts is one for the process.
@@ -18,8 +18,9 @@ use burn::tensor::{DType, Device, IndexingUpdateOp, Int, Tensor};
 use cubecl::config::memory::MemoryLogLevel;
 use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
 use cubecl::logging::{LaunchObservation, LaunchObserver};
-use distmuon::dist::{DistMuonConfig, World};
-use distmuon::{MuonConfig, Rule};
+use distmuon::comm::World;
+use distmuon::distributed::DistMuonConfig;
+use distmuon::{MuonConfig, RoutingRule};
 
 /// Uploads, those of launch parameters that were not seen before included.
 static WRITES: AtomicUsize = AtomicUsize::new(0);
@@ -207,10 +208,10 @@ impl Net {
 
 /// Matrices by Muon, the rest by AdamW.
 fn muon(structure: &Structure) -> MuonConfig {
-    let muon = MuonConfig::new().with_rule(Rule::muon("matrices"));
+    let muon = MuonConfig::new().with_rule(RoutingRule::muon("matrices"));
     match structure.embeddings.is_empty() {
         true => muon,
-        false => muon.with_rule(Rule::adamw("embeddings")),
+        false => muon.with_rule(RoutingRule::adamw("embeddings")),
     }
 }
 

@@ -21,7 +21,7 @@ use burn::train::{
     RegressionOutput, SupervisedTraining, TrainOutput, TrainStep, TrainingStrategy,
 };
 use common::weights;
-use distmuon::dist::{DistMuonConfig, DistMuonStrategy};
+use distmuon::distributed::{DistMuonConfig, DistMuonStrategy};
 use distmuon::schedule::ScheduledLr;
 use distmuon::{Schedule, SkippedSteps, SkippedStepsMetric};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -175,7 +175,7 @@ impl EarlyStoppingStrategy for StopAfter {
 
 /// A rate that grows with every step, so that a step too many or too few would show.
 fn growing() -> ScheduledLr {
-    Schedule::constant(1e-3).linear(100, 1e-1).lr()
+    Schedule::constant(1e-3).linear(100, 1e-1).into_lr_scheduler()
 }
 
 fn device() -> Device {

@@ -8,8 +8,9 @@ use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Distribution, Tensor};
-use distmuon::dist::{DistMuonConfig, World};
-use distmuon::{Coefficients, Error, Form, IterationDtype, MuonConfig, NewtonSchulz, Rule};
+use distmuon::comm::World;
+use distmuon::distributed::DistMuonConfig;
+use distmuon::{Coefficients, Error, IterationForm, IterationDtype, MuonConfig, NewtonSchulz, RoutingRule, NewtonSchulzConfig};
 use peak_alloc::PeakAlloc;
 use skips::{excused, lacks};
 use std::path::Path;
@@ -36,9 +37,17 @@ fn is_on_host() -> bool {
     !on_host
 }
 
-fn iteration(form: Form) -> NewtonSchulz {
+fn config(form: IterationForm) -> NewtonSchulzConfig {
     let set = Coefficients::KellerJordan;
-    NewtonSchulz::new(&set, 5, 1e-7, IterationDtype::F32, form).unwrap()
+    NewtonSchulzConfig::new()
+        .with_coefficients(set)
+        .with_steps(Some(5))
+        .with_dtype(IterationDtype::F32)
+        .with_form(form)
+}
+
+fn iteration(form: IterationForm) -> NewtonSchulz {
+    config(form).init().unwrap()
 }
 
 /// Bytes beside the batch, and those that were announced for all of its matrices at once.
@@ -57,7 +66,7 @@ fn extra(shape: [usize; 3], iteration: &NewtonSchulz) -> [usize; 2] {
 
 /// How many buffers of the size of the batch a CubeCL device needs at once for an orthogonalisation, the
 /// batch and the result included; nothing where the device does not count them.
-fn pages(shape: [usize; 3], form: Form) -> Option<usize> {
+fn pages(shape: [usize; 3], form: IterationForm) -> Option<usize> {
     let device = Device::default();
     let batch = Tensor::<3>::random(shape, Distribution::Normal(0.0, 1.0), (&device, DType::F32));
     device.sync().unwrap();
@@ -82,10 +91,10 @@ fn a_device_reserves_what_is_announced() {
         return;
     }
     for (form, shape) in [
-        (Form::Standard, [1, 1024, 1024]),
-        (Form::Gram, [1, 1024, 1024]),
-        (Form::Auto, [4, 640, 640]),
-        (Form::Gram, [4, 640, 640]),
+        (IterationForm::Standard, [1, 1024, 1024]),
+        (IterationForm::Gram, [1, 1024, 1024]),
+        (IterationForm::Auto, [4, 640, 640]),
+        (IterationForm::Gram, [4, 640, 640]),
     ] {
         let Some(pages) = pages(shape, form) else {
             lacks("counts of its memory");
@@ -97,7 +106,7 @@ fn a_device_reserves_what_is_announced() {
         let announced = workspace / (4 * m * n);
         println!("{shape:?} {form:?}: {} beside the batch, announced {announced}", pages - 1);
         assert_eq!(pages - 1, announced, "{shape:?} {form:?}");
-        assert!(form == Form::Gram || announced <= 3);
+        assert!(form == IterationForm::Gram || announced <= 3);
     }
 }
 
@@ -109,14 +118,14 @@ fn an_orthogonalisation_takes_what_is_announced() {
     }
     for shape in [[1, 1024, 1024], [4, 512, 512], [1, 700, 1024], [2, 1536, 512], [1, 512, 2048]] {
         let bytes = shape.iter().product::<usize>() * 4;
-        for form in [Form::Auto, Form::Standard, Form::Gram] {
+        for form in [IterationForm::Auto, IterationForm::Standard, IterationForm::Gram] {
             let [extra, announced] = extra(shape, &iteration(form));
             let times = |taken: usize| taken as f64 / bytes as f64;
             println!("{shape:?} {form:?}: {:.2}, announced {:.2}", times(extra), times(announced));
             assert!(extra <= announced + SCRATCH, "{shape:?} {form:?}: {extra} > {announced}");
             // What is announced is needed.
             assert!(extra + SCRATCH > announced, "{shape:?} {form:?}: {extra} < {announced}");
-            assert!(form == Form::Gram || announced <= 3 * bytes, "{shape:?} {form:?}");
+            assert!(form == IterationForm::Gram || announced <= 3 * bytes, "{shape:?} {form:?}");
         }
     }
 }
@@ -129,8 +138,8 @@ fn a_small_workspace_is_kept() {
     }
     let (count, shape) = (8, [8, 512, 512]);
     let bytes = shape.iter().product::<usize>() * 4;
-    let [whole, announced] = extra(shape, &iteration(Form::Auto));
-    let [parts, _] = extra(shape, &iteration(Form::Auto).with_workspace(0));
+    let [whole, announced] = extra(shape, &iteration(IterationForm::Auto));
+    let [parts, _] = extra(shape, &config(IterationForm::Auto).with_workspace_mb(0).init().unwrap());
     println!("{whole} bytes at once, {parts} one by one, announced {announced}");
     // The result, and what one matrix takes beside.
     assert!(parts <= bytes + announced / count + SCRATCH, "{parts}");
@@ -241,7 +250,7 @@ fn extra_of_a_step(buckets: usize) -> [usize; 2] {
             }
             gradients
         };
-        let muon = MuonConfig::new().with_rule(Rule::muon("matrices"));
+        let muon = MuonConfig::new().with_rule(RoutingRule::muon("matrices"));
         let config =
             DistMuonConfig::new().with_muon(muon).with_bucket_mb(Some(BUCKET as f64 / 1e6));
         let mut optim = config.init(&world, &model)?;

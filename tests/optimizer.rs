@@ -16,10 +16,7 @@ use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer};
 use burn::tensor::{Bytes, Device, Distribution, FloatDType, Int, Tensor, s};
 use burn_pack::Reader;
 use common::{Fixed, bits, gradients, has_type, tf32_or};
-use distmuon::{
-    AdamWSettings, Error, Group, IterationDtype, Kernels, LrScale, MatrixLayout, MatrixView,
-    MuonConfig, Rule, Schedule, checkpoint,
-};
+use distmuon::{AdamWConfig, Error, ParameterRole, IterationDtype, KernelPolicy, LrScale, MatrixLayout, MatrixView, MuonConfig, RoutingRule, Schedule, checkpoint, NewtonSchulzConfig};
 use rand::{SeedableRng, rngs::StdRng};
 
 #[derive(Module, Debug)]
@@ -105,7 +102,8 @@ fn difference(a: &Net, b: &Net) -> f64 {
 #[test]
 fn a_model_that_others_hold_is_trained_the_same() {
     let start = Net::of_width(50, &device()).map(&mut Fixed(StdRng::seed_from_u64(1)));
-    let config = MuonConfig::new().with_iteration_dtype(IterationDtype::F32);
+    let config = MuonConfig::new()
+        .with_newton_schulz(NewtonSchulzConfig::new().with_dtype(IterationDtype::F32));
     let train = |kernels| {
         let mut optim = config.clone().with_kernels(kernels).init(&start);
         let mut held = vec![(start.clone(), start.weights())];
@@ -120,7 +118,7 @@ fn a_model_that_others_hold_is_trained_the_same() {
         }
         held.swap_remove(0).0
     };
-    let error = difference(&train(Kernels::Auto), &train(Kernels::Portable));
+    let error = difference(&train(KernelPolicy::Auto), &train(KernelPolicy::Portable));
     assert!(error < 0.01 * tf32_or(1e-3), "{error}");
 }
 
@@ -129,7 +127,9 @@ fn a_model_that_others_hold_is_trained_the_same() {
 fn recorded_steps_are_the_same() {
     let start = Net::of_width(50, &device()).map(&mut Fixed(StdRng::seed_from_u64(2)));
     let trained = |graphs| {
-        let mut optim = MuonConfig::new().with_graphs(graphs).init(&start);
+        let mut optim = MuonConfig::new()
+            .with_newton_schulz(NewtonSchulzConfig::new().with_graphs(graphs))
+            .init(&start);
         let step = |net: Net, step| {
             let grads = gradients(&net, step);
             optim.step(0.01, net, grads)
@@ -154,21 +154,21 @@ fn every_parameter_moves() {
 #[test]
 fn routes_of_a_network() {
     let routing = MuonConfig::new().route(&Net::new(&device())).unwrap();
-    let group = |path: &str| {
+    let role = |path: &str| {
         routing
             .routes()
             .iter()
             .find(|route| route.path == path)
             .unwrap_or_else(|| panic!("{path}"))
-            .group
+            .role
     };
-    let muon = Group::Muon { view: MatrixView::Single, layout: MatrixLayout::InOut };
-    assert_eq!(group("embedding.weight"), Group::Embedding);
-    assert_eq!(group("layers.0.up.weight"), muon);
-    assert_eq!(group("layers.1.down.weight"), muon);
-    assert_eq!(group("layers.1.down.bias"), Group::Vector);
-    assert_eq!(group("layers.0.norm.gamma"), Group::Vector);
-    assert_eq!(group("head.weight"), Group::Head);
+    let muon = ParameterRole::Muon { view: MatrixView::Single, layout: MatrixLayout::InOut };
+    assert_eq!(role("embedding.weight"), ParameterRole::Embedding);
+    assert_eq!(role("layers.0.up.weight"), muon);
+    assert_eq!(role("layers.1.down.weight"), muon);
+    assert_eq!(role("layers.1.down.bias"), ParameterRole::Vector);
+    assert_eq!(role("layers.0.norm.gamma"), ParameterRole::Vector);
+    assert_eq!(role("head.weight"), ParameterRole::Head);
     let table = routing.to_string();
     for text in ["layers.0.up.weight", "[8, 16]", "hidden matrix", "AdamW (embedding)"] {
         assert!(table.contains(text), "{table}");
@@ -188,30 +188,30 @@ fn the_last_linear_is_the_head_unless_it_is_in_a_stack() {
     }
     let linear = || LinearConfig::new(4, 4).with_bias(false).init(&device());
     let mlp = MuonConfig::new().route(&Mlp { first: linear(), last: linear() }).unwrap();
-    assert!(matches!(mlp.routes()[0].group, Group::Muon { .. }));
-    assert_eq!(mlp.routes()[1].group, Group::Head);
+    assert!(matches!(mlp.routes()[0].role, ParameterRole::Muon { .. }));
+    assert_eq!(mlp.routes()[1].role, ParameterRole::Head);
     let tied = MuonConfig::new().route(&Tied { layers: vec![linear(), linear()] }).unwrap();
-    assert!(tied.routes().iter().all(|route| matches!(route.group, Group::Muon { .. })));
+    assert!(tied.routes().iter().all(|route| matches!(route.role, ParameterRole::Muon { .. })));
 }
 
 #[test]
 fn rules_override_and_are_checked() {
     let net = Net::new(&device());
     let routing = MuonConfig::new()
-        .with_rule(Rule::adamw(r"^layers\.0\."))
-        .with_rule(Rule::muon(r"^layers\.0\.up\.weight$").layout(MatrixLayout::OutIn))
+        .with_rule(RoutingRule::adamw(r"^layers\.0\."))
+        .with_rule(RoutingRule::muon(r"^layers\.0\.up\.weight$").layout(MatrixLayout::OutIn))
         .route(&net)
         .unwrap();
     let found = |path: &str| routing.routes().iter().find(|route| route.path == path).unwrap();
-    assert_eq!(found("layers.0.down.weight").group, Group::Vector);
+    assert_eq!(found("layers.0.down.weight").role, ParameterRole::Vector);
     assert!(found("layers.0.down.weight").reason.contains("rule"));
-    let turned = Group::Muon { view: MatrixView::Single, layout: MatrixLayout::OutIn };
-    assert_eq!(found("layers.0.up.weight").group, turned);
+    let turned = ParameterRole::Muon { view: MatrixView::Single, layout: MatrixLayout::OutIn };
+    assert_eq!(found("layers.0.up.weight").role, turned);
 
-    let error = |rule: Rule| MuonConfig::new().with_rule(rule).route(&net).unwrap_err();
-    assert!(matches!(error(Rule::adamw("layers.(")), Error::Pattern { .. }));
-    assert!(matches!(error(Rule::adamw("no_such_layer")), Error::UnusedRule { .. }));
-    assert!(matches!(error(Rule::muon(r"norm\.gamma").into()), Error::UnusedRule { .. }));
+    let error = |rule: RoutingRule| MuonConfig::new().with_rule(rule).route(&net).unwrap_err();
+    assert!(matches!(error(RoutingRule::adamw("layers.(")), Error::Pattern { .. }));
+    assert!(matches!(error(RoutingRule::adamw("no_such_layer")), Error::UnusedRule { .. }));
+    assert!(matches!(error(RoutingRule::muon(r"norm\.gamma").into()), Error::UnusedRule { .. }));
 }
 
 #[derive(Module, Debug)]
@@ -236,8 +236,8 @@ fn more_than_two_dimensions_need_a_view() {
     assert!(error.to_string().contains("flatten()"), "{error}");
 
     let mut optim = MuonConfig::new()
-        .with_rule(Rule::muon("conv").flatten())
-        .with_rule(Rule::muon("experts").batch())
+        .with_rule(RoutingRule::muon("conv").flatten())
+        .with_rule(RoutingRule::muon("experts").batch())
         .with_weight_decay(0.0.into())
         .with_lr_scale(LrScale::None)
         .init(&vision());
@@ -275,7 +275,7 @@ fn orientation_follows_burns_linear() {
         let mut optim = MuonConfig::new()
             .with_lr_scale(LrScale::Original)
             .with_layout(layout)
-            .with_rule(Rule::muon("weight").layout(layout))
+            .with_rule(RoutingRule::muon("weight").layout(layout))
             .with_weight_decay(0.0.into())
             .init(&linear);
         let mut grads = GradientsParams::new();
@@ -292,7 +292,7 @@ fn orientation_follows_burns_linear() {
 #[test]
 fn matches_the_bare_rule() {
     let linear = LinearConfig::new(6, 9).with_bias(false).init(&device());
-    let config = MuonConfig::new().with_rule(Rule::muon("weight"));
+    let config = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
     let grad = Tensor::<2>::random([6, 9], Distribution::Normal(0.0, 1.0), &Device::default());
     let (expected, _) = config.build().step(0.1, linear.weight.val().inner(), grad.clone(), None);
     let mut grads = GradientsParams::new();
@@ -396,14 +396,14 @@ fn a_bad_first_gradient_is_survived() {
         MuonConfig::new().build().step(0.1, linear.weight.val().inner(), weight, None);
     assert_eq!(bits(&after), bits(&linear.weight.val().inner()));
     let state = state.unwrap();
-    assert_eq!(state.momentum.abs().max().into_scalar::<f32>(), 0.0);
-    assert_eq!(state.skipped.into_scalar::<f32>(), 1.0);
+    assert_eq!(state.momentum().abs().max().into_scalar::<f32>(), 0.0);
+    assert_eq!(state.skipped().into_scalar::<f32>(), 1.0);
 }
 
 #[test]
 fn learning_rates_of_groups() {
     let net = Net::new(&device());
-    let frozen = AdamWSettings::new().with_embedding_lr(0.0).with_head_lr(0.0).with_vector_lr(0.0);
+    let frozen = AdamWConfig::new().with_embedding_lr(0.0).with_head_lr(0.0).with_vector_lr(0.0);
     let before = net.clone();
     let after = train(net, &mut MuonConfig::new().with_adamw(frozen).init(&before), 0..1);
     assert_eq!(bits(&after.embedding.weight.val()), bits(&before.embedding.weight.val()));
@@ -412,9 +412,9 @@ fn learning_rates_of_groups() {
 
     // A Burn scheduler with a group of its own does the same.
     let routing = MuonConfig::new().route(&before).unwrap();
-    let matrices = |group| matches!(group, Group::Muon { .. });
-    let mut lr = ModuleLrScheduler::new(Schedule::constant(0.0).lr())
-        .with_group(routing.group(matrices), Schedule::warmup_cosine(0.01, 1, 10, 0.0).lr());
+    let matrices = |group| matches!(group, ParameterRole::Muon { .. });
+    let mut lr = ModuleLrScheduler::new(Schedule::constant(0.0).into_lr_scheduler())
+        .with_group(routing.group(matrices), Schedule::warmup_cosine(0.01, 1, 10, 0.0).into_lr_scheduler());
     let grads = before.gradients(0);
     let after = routing.init().step(lr.step(), before.clone(), grads);
     assert_eq!(bits(&after.embedding.weight.val()), bits(&before.embedding.weight.val()));
@@ -439,7 +439,7 @@ fn schedules_move_momentum_and_decay() {
     let weight = linear.weight.val().inner();
     let zero = weight.zeros_like();
     let muon =
-        MuonConfig::new().with_weight_decay(Schedule::constant(1.0).hold(1).linear(1, 0.0)).build();
+        MuonConfig::new().with_weight_decay(Schedule::constant(1.0).hold(1).linear(1, 0.0).into()).build();
     let (once, state) = muon.step(0.5, weight.clone(), zero.clone(), None);
     assert_eq!(bits(&once), bits(&weight.mul_scalar(0.5)));
     let (twice, _) = muon.step(0.5, once.clone(), zero, state);
@@ -448,7 +448,7 @@ fn schedules_move_momentum_and_decay() {
 
 #[test]
 fn a_resumed_run_is_bit_equal() {
-    let config = MuonConfig::new().with_momentum(Schedule::momentum_warmup(0.95, 6));
+    let config = MuonConfig::new().with_momentum(Schedule::momentum_warmup(0.95, 6).into());
     let net = Net::new(&device());
     let mut optim = config.init(&net);
     let net = train(net, &mut optim, 0..3);
@@ -583,7 +583,10 @@ fn a_type_that_the_device_has_not_is_refused() {
     for (dtype, iteration) in
         [(FloatDType::F16, IterationDtype::F16), (FloatDType::BF16, IterationDtype::Bf16)]
     {
-        let refusal = MuonConfig::new().with_iteration_dtype(iteration).try_init(&net).err();
+        let refusal = MuonConfig::new()
+            .with_newton_schulz(NewtonSchulzConfig::new().with_dtype(iteration))
+            .try_init(&net)
+            .err();
         assert_eq!(refusal.is_none(), has_type(dtype), "{dtype:?}: {refusal:?}");
         if let Some(error) = refusal {
             assert!(matches!(error, Error::Dtype { .. }), "{error}");
@@ -603,12 +606,13 @@ fn unusable_settings_are_named() {
     };
     let config = MuonConfig::new;
     refused(config().with_momentum(1.0.into()), "momentum");
-    refused(config().with_momentum(Schedule::constant(0.9).linear(5, f64::NAN)), "momentum");
+    refused(config().with_momentum(Schedule::constant(0.9).linear(5, f64::NAN).into()), "momentum");
     refused(config().with_weight_decay((-0.1).into()), "weight_decay");
     refused(config().with_lr_factor(f64::INFINITY), "lr_factor");
-    refused(config().with_steps(Some(0)), "steps");
-    refused(config().with_epsilon(-1e-7), "epsilon");
-    let adamw = AdamWSettings::new;
+    let iteration = NewtonSchulzConfig::new;
+    refused(config().with_newton_schulz(iteration().with_steps(Some(0))), "steps");
+    refused(config().with_newton_schulz(iteration().with_epsilon(-1e-7)), "epsilon");
+    let adamw = AdamWConfig::new;
     refused(config().with_adamw(adamw().with_beta_1(1.0)), "adamw.beta_1");
     refused(config().with_adamw(adamw().with_beta_2(-0.1)), "adamw.beta_2");
     refused(config().with_adamw(adamw().with_epsilon(f64::NAN)), "adamw.epsilon");
@@ -643,9 +647,12 @@ fn the_bare_rule_names_the_remedy() {
 fn configuration_round_trips_through_json() {
     use burn::config::Config;
     let config = MuonConfig::new()
-        .with_momentum(Schedule::momentum_warmup(0.97, 400))
-        .with_coefficients(distmuon::Coefficients::Custom(vec![[1.5, -0.5, 0.0]]))
-        .with_rule(Rule::muon("experts").batch())
+        .with_momentum(Schedule::momentum_warmup(0.97, 400).into())
+        .with_newton_schulz(
+            NewtonSchulzConfig::new()
+                .with_coefficients(distmuon::Coefficients::Custom(vec![[1.5, -0.5, 0.0]])),
+        )
+        .with_rule(RoutingRule::muon("experts").batch())
         .with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)));
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("muon.json");

@@ -4,8 +4,8 @@ mod common;
 
 use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, TensorData, s};
 use common::*;
-use distmuon::orthogonalize::{Engine, Kernels};
-use distmuon::{Coefficients, Form, IterationDtype, NewtonSchulz};
+use distmuon::ComputePath;
+use distmuon::{Coefficients, IterationForm, IterationDtype, NewtonSchulz, NewtonSchulzConfig, KernelPolicy};
 use faer::Mat;
 use proptest::prelude::*;
 
@@ -23,21 +23,36 @@ fn schedule(set: &Coefficients) -> Vec<[f64; 3]> {
     set.schedule(set.designed_steps()).unwrap()
 }
 
-fn iteration(set: &Coefficients, epsilon: f64, form: Form) -> NewtonSchulz {
-    NewtonSchulz::new(set, set.designed_steps(), epsilon, IterationDtype::F32, form).unwrap()
+/// A configuration in float32, without a least norm.
+fn config(set: &Coefficients, steps: usize) -> NewtonSchulzConfig {
+    NewtonSchulzConfig::new()
+        .with_coefficients(set.clone())
+        .with_steps(Some(steps))
+        .with_epsilon(0.0)
+        .with_dtype(IterationDtype::F32)
+}
+
+fn iteration(set: &Coefficients, epsilon: f64, form: IterationForm) -> NewtonSchulz {
+    let config = config(set, set.designed_steps()).with_epsilon(epsilon).with_form(form);
+    config.init().unwrap()
+}
+
+fn default_config() -> NewtonSchulzConfig {
+    let set = Coefficients::polar_express();
+    config(&set, set.designed_steps())
 }
 
 /// The forms that are precise in float32; in TF32 the Gram form is not, with some coefficients.
-fn forms() -> Vec<Form> {
+fn forms() -> Vec<IterationForm> {
     if has_tf32() {
         excused("the Gram form, since the device multiplies in TF32");
-        return vec![Form::Standard];
+        return vec![IterationForm::Standard];
     }
-    vec![Form::Standard, Form::Gram]
+    vec![IterationForm::Standard, IterationForm::Gram]
 }
 
 fn default_iteration() -> NewtonSchulz {
-    iteration(&Coefficients::polar_express(), 0.0, Form::Auto)
+    default_config().init().unwrap()
 }
 
 fn run(iteration: &NewtonSchulz, input: &Mat<f64>) -> Mat<f64> {
@@ -48,7 +63,7 @@ fn run(iteration: &NewtonSchulz, input: &Mat<f64>) -> Mat<f64> {
 fn every_set_and_form_matches_the_exact_polynomials() {
     for set in sets() {
         for form in forms() {
-            for kernels in [Kernels::Auto, Kernels::Portable] {
+            for kernels in [KernelPolicy::Auto, KernelPolicy::Portable] {
                 let newton_schulz = iteration(&set, 1e-7, form).with_kernels(kernels);
                 for (rows, columns) in [(64, 64), (32, 96), (96, 32), (37, 53), (128, 512)] {
                     let input = random(rows, columns, 1);
@@ -56,7 +71,7 @@ fn every_set_and_form_matches_the_exact_polynomials() {
                     let exact = common::newton_schulz(&input, &schedule(&set), 1e-7);
                     let error = distance(&found, &exact);
                     // The Gram form squares the input, and with it the effect of rounding.
-                    let bound = tf32_or(if form == Form::Gram { 2e-3 } else { 2e-4 });
+                    let bound = tf32_or(if form == IterationForm::Gram { 2e-3 } else { 2e-4 });
                     assert!(
                         error < bound,
                         "{set:?} {form:?} {kernels:?} {rows}x{columns}: {error}"
@@ -82,7 +97,7 @@ fn close_to_the_polar_factor_of_an_svd() {
 #[test]
 fn sixteen_polar_express_steps_are_orthogonal() {
     let set = Coefficients::PolarExpress { safety: 1.0 };
-    let newton_schulz = NewtonSchulz::new(&set, 16, 0.0, IterationDtype::F32, Form::Standard);
+    let newton_schulz = config(&set, 16).with_form(IterationForm::Standard).init();
     let found = run(&newton_schulz.unwrap(), &random(48, 80, 5));
     let gram = &found * found.transpose();
     assert!(distance(&gram, &Mat::identity(48, 48)) < 1e-5);
@@ -115,7 +130,7 @@ fn scale_does_not_matter_without_epsilon() {
 
 #[test]
 fn epsilon_keeps_tiny_matrices_tiny() {
-    let newton_schulz = iteration(&Coefficients::polar_express(), 1e-7, Form::Auto);
+    let newton_schulz = iteration(&Coefficients::polar_express(), 1e-7, IterationForm::Auto);
     let input = faer::Scale(1e-30) * &random(24, 40, 11);
     let found = run(&newton_schulz, &input);
     assert!(found.norm_max() < 1e-18 && found.norm_max().is_finite());
@@ -125,7 +140,7 @@ fn epsilon_keeps_tiny_matrices_tiny() {
 fn zeros_stay_zeros() {
     for epsilon in [0.0, 1e-7] {
         for (rows, columns) in [(8, 8), (8, 24), (600, 520)] {
-            let newton_schulz = iteration(&Coefficients::polar_express(), epsilon, Form::Auto);
+            let newton_schulz = iteration(&Coefficients::polar_express(), epsilon, IterationForm::Auto);
             let found = run(&newton_schulz, &Mat::zeros(rows, columns));
             assert_eq!(found.norm_max(), 0.0, "{rows}x{columns}, epsilon {epsilon}");
         }
@@ -151,7 +166,7 @@ fn rank_deficient_matrices_keep_their_rank() {
 #[test]
 fn a_zoo_of_spectra() {
     // LibTorch's processor is fast enough for this one.
-    if matches!(fastest(), Engine::Cube { .. }) && takes_minutes() {
+    if matches!(fastest(), ComputePath::CubeCl { .. }) && takes_minutes() {
         return;
     }
     let m = 96;
@@ -197,7 +212,7 @@ fn half_precision_stays_in_the_interval() {
         }
         for (rows, columns) in [(64, 64), (64, 256), (256, 64)] {
             let set = Coefficients::polar_express();
-            let newton_schulz = NewtonSchulz::new(&set, 5, 1e-7, dtype, Form::Auto).unwrap();
+            let newton_schulz = config(&set, 5).with_epsilon(1e-7).with_dtype(dtype).init().unwrap();
             let input = random(rows, columns, 19);
             let found = run(&newton_schulz, &input);
             let exact = common::newton_schulz(&input, &schedule(&set), 1e-7);
@@ -264,7 +279,7 @@ fn spectra(m: usize, n: usize) -> Vec<(&'static str, Vec<f64>)> {
 
 /// Returns `true` on devices in software, on which spectra take minutes.
 fn takes_minutes() -> bool {
-    let takes_minutes = fastest() != Engine::Flex && !has_tf32();
+    let takes_minutes = fastest() != ComputePath::Flex && !has_tf32();
     if takes_minutes {
         excused("spectra are compared on Flex and CUDA");
     }
@@ -307,8 +322,8 @@ fn compare_forms(
         let schedule = set.schedule(steps).unwrap();
         let exact: Vec<_> = inputs.iter().map(|(_, s, _)| vectors.image(s, &schedule)).collect();
         for (dtype, allowed) in dtypes {
-            let of = |form| NewtonSchulz::new(set, steps, 0.0, *dtype, form);
-            let (standard, gram) = (of(Form::Standard).unwrap(), of(Form::Gram).ok());
+            let of = |form| config(set, steps).with_dtype(*dtype).with_form(form).init();
+            let (standard, gram) = (of(IterationForm::Standard).unwrap(), of(IterationForm::Gram).ok());
             for ((name, _, input), exact) in inputs.iter().zip(&exact) {
                 let what =
                     format!("{name}, {:?}, {set:?}, {steps} steps, {dtype:?}", input.shape());
@@ -361,21 +376,21 @@ fn long_runs_are_finite_in_half_precision() {
             (Coefficients::polar_express(), 12),
             (Coefficients::PolarExpressCushioned, 9),
         ] {
-            let auto = NewtonSchulz::new(&set, steps, 1e-7, dtype, Form::Auto).unwrap();
+            let auto = config(&set, steps).with_epsilon(1e-7).with_dtype(dtype).init().unwrap();
             let found = run(&auto, &input);
             assert!(found.norm_l2().is_finite(), "{set:?}, {steps} steps, {dtype:?}");
         }
     }
 }
 
-/// The tables of `docs/precision.md`; run with `--ignored --nocapture`.
+/// The tables of `docs/results/precision.md`; run with `--ignored --nocapture`.
 #[test]
 #[ignore = "it prints tables"]
 fn tables_of_errors() {
     let set = Coefficients::polar_express();
     let iterations = types().into_iter().flat_map(|(dtype, _)| {
-        let of = |form| NewtonSchulz::new(&set, 5, 0.0, dtype, form).unwrap();
-        [Form::Standard, Form::Gram].map(|form| (dtype, of(form)))
+        let of = |form| config(&set, 5).with_dtype(dtype).with_form(form).init().unwrap();
+        [IterationForm::Standard, IterationForm::Gram].map(|form| (dtype, of(form)))
     });
     let iterations: Vec<_> = iterations.collect();
     for [m, n] in [[48, 160], [224, 448], [512, 1024]] {
@@ -409,7 +424,7 @@ fn double_precision_is_kept() {
         let values: Vec<f64> = (0..96).map(|i| scale * input[(i / 12, i % 12)]).collect();
         let batch =
             Tensor::<3>::from_data(TensorData::new(values, [1, 8, 12]), (&device, DType::F64));
-        for form in [Form::Standard, Form::Gram] {
+        for form in [IterationForm::Standard, IterationForm::Gram] {
             let iteration = iteration(&Coefficients::polar_express(), 0.0, form);
             assert_eq!(iteration.explain(&batch).dtype, FloatDType::F64);
             let found = matrix(&iteration.orthogonalize(batch.clone()), 0);
@@ -464,12 +479,12 @@ fn non_contiguous_batches() {
 }
 
 /// What should compute on the device that the tests run on.
-fn fastest() -> Engine {
+fn fastest() -> ComputePath {
     let device = format!("{:?}", Device::default());
     match () {
-        _ if device.contains("Flex") => Engine::Flex,
-        _ if cfg!(feature = "cube") && device.contains("Cube") => Engine::Cube { tuned: false },
-        _ => Engine::Portable,
+        _ if device.contains("Flex") => ComputePath::Flex,
+        _ if cfg!(feature = "cube") && device.contains("Cube") => ComputePath::CubeCl { tuned: false },
+        _ => ComputePath::Portable,
     }
 }
 
@@ -485,27 +500,29 @@ fn explains_what_runs() {
         |iteration: &NewtonSchulz, m, n| iteration.explain(&Tensor::<3>::zeros([1, m, n], &device));
     let auto = default_iteration();
     let wide = explain(&auto, 256, 1024);
-    let form = if has_tf32() { Form::Standard } else { Form::Gram };
+    let form = if has_tf32() { IterationForm::Standard } else { IterationForm::Gram };
     assert_eq!((wide.form, wide.dtype), (form, FloatDType::F32));
     assert_eq!(explain(&auto, 1024, 256), wide);
-    assert_eq!(explain(&auto, 256, 256).form, Form::Standard, "the Gram form saves nothing here");
-    assert_eq!(wide.engine, fastest());
+    assert_eq!(explain(&auto, 256, 256).form, IterationForm::Standard, "the Gram form saves nothing here");
+    assert_eq!(wide.path, fastest());
     let kernel = match fastest() {
-        Engine::Flex => "faer",
-        Engine::Cube { .. } => "cube",
-        Engine::Portable => "Burn's matmul",
+        ComputePath::Flex => "faer",
+        ComputePath::CubeCl { .. } => "cube",
+        ComputePath::Portable => "Burn's matmul",
+        path => unreachable!("the tests know no other path: {path:?}"),
     };
     assert!(wide.kernel.contains(kernel), "{}", wide.kernel);
     let small = explain(&auto, 16, 16);
-    let has_cubes = matches!(fastest(), Engine::Cube { .. }) && !on_cpu_runtime();
-    assert_eq!(small.in_one_cube, has_cubes, "{small:?}");
-    let portable = auto.with_kernels(Kernels::Portable);
+    let has_cubes = matches!(fastest(), ComputePath::CubeCl { .. }) && !on_cpu_runtime();
+    assert_eq!(small.single_kernel, has_cubes, "{small:?}");
+    let portable = auto.with_kernels(KernelPolicy::Portable);
     let explained = explain(&portable, 16, 16);
-    assert_eq!((explained.engine, explained.form), (Engine::Portable, Form::Standard));
+    assert_eq!((explained.path, explained.form), (ComputePath::Portable, IterationForm::Standard));
 
-    let half =
-        NewtonSchulz::new(&Coefficients::KellerJordan, 5, 1e-7, IterationDtype::F16, Form::Gram);
-    assert_eq!(explain(&half.unwrap(), 64, 64).restarts, [3]);
+    let half = config(&Coefficients::KellerJordan, 5)
+        .with_dtype(IterationDtype::F16)
+        .with_form(IterationForm::Gram);
+    assert_eq!(explain(&half.init().unwrap(), 64, 64).restarts, [3]);
 }
 
 /// The kernels of the device against Burn's operations, with sizes that tiles divide and others, small
@@ -517,8 +534,8 @@ fn kernels_agree_with_burns_operations() {
         let batch = Tensor::<3>::random([k, m, n], Distribution::Normal(0.0, 1.0), &device);
         for form in forms() {
             let auto = iteration(&Coefficients::polar_express(), 1e-7, form);
-            assert_eq!(auto.explain(&batch).engine, fastest());
-            let portable = auto.clone().with_kernels(Kernels::Portable);
+            assert_eq!(auto.explain(&batch).path, fastest());
+            let portable = auto.clone().with_kernels(KernelPolicy::Portable);
             for batch in [batch.clone(), batch.clone().swap_dims(1, 2)] {
                 let difference = auto.orthogonalize(batch.clone()) - portable.orthogonalize(batch);
                 let error = difference.abs().max().into_scalar::<f32>();
@@ -532,7 +549,7 @@ fn kernels_agree_with_burns_operations() {
 #[test]
 fn recordings_compute_what_they_recorded() {
     let device = Device::default();
-    let recorded = default_iteration().with_graphs(true);
+    let recorded = default_config().with_graphs(true).init().unwrap();
     let batches = [1.0, 100.0, 0.01]
         .map(|size| Tensor::<3>::random([2, 24, 40], Distribution::Normal(0.0, size), &device));
     let results = batches.clone().map(|batch| recorded.orthogonalize(batch));
@@ -541,7 +558,7 @@ fn recordings_compute_what_they_recorded() {
             (result - default_iteration().orthogonalize(batch)).abs().max().into_scalar::<f32>();
         assert!(f64::from(error) < tf32_or(1e-5), "{error}");
     }
-    let has_graphs = matches!(fastest(), Engine::Cube { .. }) && !on_cpu_runtime();
+    let has_graphs = matches!(fastest(), ComputePath::CubeCl { .. }) && !on_cpu_runtime();
     assert_eq!(recorded.recorded(), usize::from(has_graphs));
 }
 
@@ -550,11 +567,11 @@ fn recordings_compute_what_they_recorded() {
 fn tuned_kernels_compute_the_same() {
     let batch =
         Tensor::<3>::random([2, 70, 130], Distribution::Normal(0.0, 1.0), &Device::default());
-    let tuned = default_iteration().with_kernels(Kernels::Tuned);
-    let engine = tuned.explain(&batch).engine;
-    let measured = matches!(fastest(), Engine::Cube { .. });
-    assert_eq!(engine == Engine::Cube { tuned: true }, measured);
-    let reference = default_iteration().with_kernels(Kernels::Portable);
+    let tuned = default_iteration().with_kernels(KernelPolicy::Tuned);
+    let engine = tuned.explain(&batch).path;
+    let measured = matches!(fastest(), ComputePath::CubeCl { .. });
+    assert_eq!(engine == ComputePath::CubeCl { tuned: true }, measured);
+    let reference = default_iteration().with_kernels(KernelPolicy::Portable);
     let expected = reference.orthogonalize(batch.clone());
     for _ in 0..2 {
         let difference = tuned.orthogonalize(batch.clone()) - expected.clone();
@@ -572,7 +589,8 @@ fn a_small_workspace_changes_nothing() {
         Tensor::<3>::random([5, 100, 120], Distribution::Normal(0.0, 1.0), &Device::default());
     let whole = default_iteration().orthogonalize(batch.clone());
     for megabytes in [0, 1] {
-        let parts = default_iteration().with_workspace(megabytes).orthogonalize(batch.clone());
+        let parts = default_config().with_workspace_mb(megabytes).init().unwrap();
+        let parts = parts.orthogonalize(batch.clone());
         let error = (whole.clone() - parts).abs().max().into_scalar::<f32>();
         assert!(f64::from(error) < tf32_or(1e-5), "{megabytes} MB: {error}");
     }
@@ -581,14 +599,15 @@ fn a_small_workspace_changes_nothing() {
 #[test]
 fn unusable_settings_are_named() {
     let new = |steps, epsilon, form, set: &Coefficients| {
-        NewtonSchulz::new(set, steps, epsilon, IterationDtype::Bf16, form).unwrap_err().to_string()
+        let config = config(set, steps).with_epsilon(epsilon).with_form(form);
+        config.with_dtype(IterationDtype::Bf16).init().unwrap_err().to_string()
     };
     let kj = Coefficients::KellerJordan;
-    assert!(new(0, 1e-7, Form::Auto, &kj).contains("`steps` is 0"));
-    assert!(new(5, f64::NAN, Form::Auto, &kj).contains("`epsilon` is NaN"));
-    assert!(new(5, -1.0, Form::Auto, &kj).contains("`epsilon` is -1"));
+    assert!(new(0, 1e-7, IterationForm::Auto, &kj).contains("`steps` is invalid: expected at least 1, got 0"));
+    assert!(new(5, f64::NAN, IterationForm::Auto, &kj).contains("`epsilon` is invalid: expected a finite number, zero or more, got NaN"));
+    assert!(new(5, -1.0, IterationForm::Auto, &kj).contains("`epsilon` is invalid: expected a finite number, zero or more, got -1"));
     let wild = Coefficients::Custom(vec![[50.0, -75.0, 26.0]; 8]);
-    assert!(new(8, 1e-7, Form::Gram, &wild).contains("`form`"));
+    assert!(new(8, 1e-7, IterationForm::Gram, &wild).contains("`form`"));
 }
 
 proptest! {
@@ -620,7 +639,7 @@ proptest! {
         let input = random(rows, columns, seed);
         let set = Coefficients::polar_express();
         let reference =
-            run(&iteration(&set, 0.0, Form::Standard).with_kernels(Kernels::Portable), &input);
+            run(&iteration(&set, 0.0, IterationForm::Standard).with_kernels(KernelPolicy::Portable), &input);
         for form in forms() {
             let found = run(&iteration(&set, 0.0, form), &input);
             prop_assert!(distance(&found, &reference) < tf32_or(2e-3));
@@ -633,11 +652,11 @@ proptest! {
 #[test]
 fn block_rows_equal_the_plain_product() {
     for (m, n) in [(512, 2048), (515, 2050)] {
-        assert!(Engine::Portable.symmetric_share(m, n) < 1.0, "{m}x{n} is not split");
+        assert!(ComputePath::Portable.symmetric_share(m, n) < 1.0, "{m}x{n} is not split");
         let a = Tensor::<3>::random([1, m, n], Distribution::Default, &Device::default());
         let plain = a.clone().matmul(a.clone().swap_dims(1, 2));
-        let error = (Engine::Portable.syrk(a) - plain).abs().max().into_scalar::<f32>();
+        let error = (ComputePath::Portable.syrk(a) - plain).abs().max().into_scalar::<f32>();
         assert!(error < 1e-2, "{m}x{n}: {error}");
     }
-    assert_eq!(Engine::Portable.symmetric_share(511, 4096), 1.0);
+    assert_eq!(ComputePath::Portable.symmetric_share(511, 4096), 1.0);
 }

@@ -1,6 +1,8 @@
-//! What the benches measure: matrices, and those of a GPT-2 layer.
+//! Code that the benches share: the matrices that they measure, and medians.
 
-#![allow(dead_code)] // every bench uses its own part
+#![allow(dead_code)] // no bench uses all of it
+
+pub mod collectives;
 
 use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
@@ -10,7 +12,13 @@ use burn::tensor::{Device, Distribution, Tensor};
 pub const LAYER: [[usize; 2]; 6] =
     [[768, 768], [768, 768], [768, 768], [768, 768], [768, 3072], [3072, 768]];
 
-/// A matrix of normal numbers.
+/// Returns the median of some times, the upper one of an even number.
+pub fn median(mut times: Vec<f64>) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+/// A matrix of normally distributed numbers.
 pub fn random(shape: [usize; 2], device: &Device) -> Tensor<2> {
     Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
 }
@@ -27,12 +35,12 @@ impl Matrices {
         Self { matrices: shapes.iter().map(matrix).collect() }
     }
 
-    /// Gradients that are as the matrices are.
+    /// Gradients with the values of the matrices.
     pub fn gradients(&self) -> GradientsParams {
         self.gradients_from(self)
     }
 
-    /// Gradients that are as another model's matrices are.
+    /// Gradients with the values of another model's matrices.
     pub fn gradients_from(&self, values: &Self) -> GradientsParams {
         let mut gradients = GradientsParams::new();
         for (matrix, value) in self.matrices.iter().zip(&values.matrices) {

@@ -1,5 +1,5 @@
-"""Times on a GPU what `benches/gpu.rs` times, by PyTorch: cuBLAS, compiled Newton-Schulz, and
-gram-newton-schulz where its wheel is installed. Prints a table in Markdown.
+"""Times the products and iterations of `benches/gpu.rs` on a GPU in PyTorch: cuBLAS, compiled
+Newton-Schulz, and gram-newton-schulz if its wheel is installed. Prints a table in Markdown.
 
     python benches/peers/torch_gpu.py [--dtype bfloat16|float16] [--repeats N]
 """
@@ -14,8 +14,8 @@ SHAPES = [
     (1, 4096, 14336), (1, 7168, 18432), (128, 2048, 2048), (16, 4096, 8192), (126, 64, 576),
 ]
 POLYNOMIALS = [(3.4445, -4.7750, 2.0315)] * 5
-# As in benches/gpu.rs: the least that a measurement takes, in milliseconds.
-LEAST_MS = 3.0
+# Shortest time of a measurement in milliseconds, as in benches/gpu.rs.
+MIN_MS = 3.0
 
 
 def main() -> None:
@@ -24,14 +24,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
     if os.environ.get("BURN_DEVICE", "cuda").lower() != "cuda":
-        print("skipped: PyTorch is compared on CUDA")
+        print("skipped: PyTorch is compared on CUDA only")
         return
     try:
         import torch
     except ImportError:
-        sys.exit("PyTorch is missing: expected the module torch; pip install torch")
+        sys.exit("PyTorch is missing: expected the module torch; run pip install torch")
     if not torch.cuda.is_available():
-        sys.exit("PyTorch sees no GPU: expected a CUDA device; install a PyTorch for the driver's CUDA")
+        sys.exit("PyTorch finds no GPU: expected a CUDA device; install a PyTorch for the driver's CUDA")
     dtype = getattr(torch, options.dtype)
 
     def newton_schulz(x):
@@ -44,8 +44,8 @@ def main() -> None:
 
     compiled = torch.compile(newton_schulz)
 
-    def timed(run, runs: int) -> float:
-        """Milliseconds of one of some runs, as the device counts them."""
+    def measure(run, runs: int) -> float:
+        """Returns the milliseconds of one run, averaged over several by the device's clock."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(runs):
@@ -55,12 +55,13 @@ def main() -> None:
         return start.elapsed_time(end) / runs
 
     def median(run) -> float:
+        # These compile and tune, and do not count.
         for _ in range(3):
-            timed(run, 1)
+            measure(run, 1)
         runs = 1
-        while timed(run, runs) * runs < LEAST_MS:
+        while measure(run, runs) * runs < MIN_MS:
             runs *= 2
-        return statistics.median(timed(run, runs) for _ in range(options.repeats))
+        return statistics.median(measure(run, runs) for _ in range(options.repeats))
 
     peers = {"eager": newton_schulz, "compiled": compiled}
     try:

@@ -1,10 +1,11 @@
-"""Times PyTorch's own Muon on the shapes of `benches/muon.rs`: one GPT-2 layer.
+"""Times PyTorch's Muon on the shapes of `benches/muon.rs`: one GPT-2 layer.
 
     pip install torch
     python benches/peers/torch_muon.py [--dtype float32|bfloat16] [--threads N] [--device cpu|cuda]
 
-`torch.optim.Muon` iterates in bfloat16; `--dtype float32` runs the same iteration in float32, by
-giving that name to the other type. A processor without bfloat16 instructions takes seconds a step.
+`torch.optim.Muon` iterates in bfloat16. `--dtype float32` runs the same iteration in float32, by
+assigning that type to the name `torch.bfloat16`. A processor without bfloat16 instructions needs
+seconds for a step.
 """
 
 import argparse
@@ -25,7 +26,7 @@ def main() -> None:
     try:
         import torch
     except ImportError:
-        sys.exit("PyTorch is not installed: pip install torch")
+        sys.exit("PyTorch is missing: expected the module torch; run pip install torch")
     if options.threads:
         torch.set_num_threads(options.threads)
     if options.dtype == "float32":
@@ -37,6 +38,7 @@ def main() -> None:
             parameter.grad = torch.randn_like(parameter)
         muon = torch.optim.Muon(parameters, lr=1e-3, weight_decay=0.1)
         times = []
+        # The first two steps are the warm-up.
         for _ in range(options.repeats + 2):
             start = time.perf_counter()
             muon.step()

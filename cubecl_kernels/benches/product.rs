@@ -1,15 +1,20 @@
-//! Symmetric products with every tiling, beside the full product by the fastest of cubek-matmul's
-//! strategies that Burn's autotuning tries: `cargo bench -p distmuon-kernels --bench product`.
+//! Symmetric products with every tiling, compared with the full product by the fastest of
+//! cubek-matmul's strategies that Burn's autotuning tries.
 //!
-//! Prints milliseconds, best of several, and the ratio to the full product in the same run. Sizes may
-//! be given as arguments, `m,inner,batch`; `DISTMUON_DTYPE` chooses `f32`, `f16` or `bf16`.
+//! ```sh
+//! cargo bench -p distmuon-kernels --bench product
+//! ```
+//!
+//! Prints the smallest of several times, in milliseconds, and the ratio to the full product in the
+//! same run. Sizes may be given as arguments, `m,inner,batch`; `DISTMUON_DTYPE` chooses `f32`,
+//! `f16` or `bf16`.
 
 #[path = "../tests/common/mod.rs"]
 mod common;
 
 use std::time::Instant;
 
-use common::device_client;
+use common::{binding, device_client};
 use cubecl::client::Client;
 use cubecl::ir::{ElemType, FloatKind};
 use cubek_matmul::definition::MatmulElems;
@@ -21,7 +26,7 @@ use cubek_std::InputBinding;
 use distmuon_kernels::Matrices;
 use distmuon_kernels::product::{Product, Tiling, Triangle};
 
-/// Repetitions, of which the fastest counts.
+/// Repetitions of a measurement; the fastest counts.
 const REPEATS: usize = 5;
 
 fn main() {
@@ -30,8 +35,8 @@ fn main() {
         Ok("bf16") => ElemType::Float(FloatKind::BF16),
         _ => ElemType::Float(FloatKind::F32),
     };
-    let given: Vec<[usize; 3]> = std::env::args().filter_map(|size| parse(&size)).collect();
-    let sizes = if given.is_empty() { vec![[256, 256, 1], [512, 512, 1]] } else { given };
+    let arguments: Vec<[usize; 3]> = std::env::args().filter_map(|size| parse(&size)).collect();
+    let sizes = if arguments.is_empty() { vec![[256, 256, 1], [512, 512, 1]] } else { arguments };
     let client = device_client();
     println!("{} {dtype:?}", client.name());
     for [m, inner, batch] in sizes {
@@ -61,16 +66,18 @@ fn main() {
     }
 }
 
+/// Parses `m,inner,batch`.
 fn parse(size: &str) -> Option<[usize; 3]> {
     let numbers: Vec<usize> = size.split(',').filter_map(|x| x.parse().ok()).collect();
     numbers.try_into().ok()
 }
 
+/// Returns the time of the fastest run in milliseconds, or `None` after an error.
 fn measure(client: &Client, run: impl Fn() -> Result<(), String>) -> Option<f64> {
     let sync = || cubecl::future::block_on(client.sync()).map_err(|e| format!("{e:?}"));
     let first = Instant::now();
     if let Err(reason) = run().and_then(|()| sync()) {
-        println!("  refused: {}", reason.lines().next().unwrap_or_default());
+        println!("  not run: {}", reason.lines().next().unwrap_or_default());
         return None;
     }
     if std::env::var("DISTMUON_VERBOSE").is_ok() {
@@ -84,7 +91,7 @@ fn measure(client: &Client, run: impl Fn() -> Result<(), String>) -> Option<f64>
     times.collect::<Option<Vec<f64>>>()?.into_iter().reduce(f64::min)
 }
 
-/// The general strategies of Burn's autotuning.
+/// Returns the general strategies of Burn's autotuning.
 fn strategies() -> Vec<(&'static str, Strategy)> {
     use multi_level::Strategy::*;
     let inferred = [
@@ -97,11 +104,12 @@ fn strategies() -> Vec<(&'static str, Strategy)> {
     inferred.map(|(name, strategy)| (name, strategy.into())).into()
 }
 
+/// Computes the full product with a strategy of cubek-matmul.
 fn full(client: &Client, a: &Matrices, b: &Matrices, strategy: &Strategy) -> Result<(), String> {
     let result = Matrices::empty(client, a.dtype, [a.shape[0], a.shape[1], b.shape[2]]);
     let mut types = MatmulElems::from_single_dtype(a.dtype);
     // SAFETY: all three were allocated for their shapes.
-    let [a, b, c] = [a, b, &result].map(|x| unsafe { x.binding() });
+    let [a, b, c] = [a, b, &result].map(|matrices| unsafe { binding(matrices) });
     let [lhs, rhs] = [a, b].map(|x| InputBinding::new(x, result.dtype));
     launch_ref(strategy, client, lhs, rhs, c, &mut types).map_err(|error| error.to_string())
 }

@@ -1,9 +1,10 @@
-//! Newton-Schulz on small matrices: one cube carries a whole matrix through all steps.
+//! Newton-Schulz on small matrices: one cube computes all steps for a whole matrix.
 //!
-//! Below about a hundred rows, a product is over before the next kernel has been launched. Here the
-//! Gram form (<https://github.com/Dao-AILab/gram-newton-schulz>) runs in shared memory: for
-//! `R = X X^T`, [`accumulate`] returns the product `Q` of all `Z + a I` with `Z = b R + c R^2`, where
-//! every step advances `R <- (Z + a I) R (Z + a I)`. Everything is float32 in between, and symmetric.
+//! Below about a hundred rows, a product takes less time than the launch of the next kernel. Here
+//! the Gram form (<https://github.com/Dao-AILab/gram-newton-schulz>) runs in shared memory: for
+//! `R = X X^T`, [`accumulate_q`] returns the product `Q` of all `Z + a I` with `Z = b R + c R^2`,
+//! where every step advances `R <- (Z + a I) R (Z + a I)`. All intermediate values are float32, and
+//! all intermediate matrices symmetric.
 //!
 //! ```text
 //! R, Z, Q in shared memory, in blocks of 16 x 16; unit (y, x) has one entry of every block:
@@ -21,44 +22,47 @@ use cubecl::prelude::*;
 use crate::error::{Error, Result, check_buffer, check_count, check_dtype};
 use crate::matrices::Matrices;
 
-/// Units along each side of a cube, and the side of the blocks that they share.
+/// Units along each side of a cube, and the side of the blocks that the units share.
 pub(crate) const SIDE: u32 = 16;
 
-/// A unit keeps `(m / SIDE)^2 / 2` sums in registers: no more than 36.
-pub(crate) const MOST_ROWS: usize = 128;
+/// Rows of the largest matrices. A unit keeps `b (b + 1) / 2` sums in registers for `b = m / SIDE`
+/// rows of blocks: 36 at most.
+pub(crate) const MAX_ROWS: usize = 128;
 
-/// Matrices that a cube has in shared memory.
-const HELD: usize = 3;
+/// Matrices that a cube keeps in shared memory: `R`, `Z` and `Q`.
+const SHARED_MATRICES: usize = 3;
 
-/// One polynomial `a x + b x^3 + c x^5`, as the bits of its coefficients.
+/// A polynomial `a x + b x^3 + c x^5`, as the bits of its coefficients: kernels are cached by their
+/// compile-time arguments, which need an exact equality and a hash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Bits(pub(crate) [u32; 3]);
+pub(crate) struct PolynomialBits(pub(crate) [u32; 3]);
 
-/// The most rows that matrices may have on a device.
-pub fn most_rows(client: &Client) -> usize {
-    most_rows_of(&client.properties().hardware)
+/// Returns the number of rows of the largest matrices that a device takes.
+pub fn max_rows(client: &Client) -> usize {
+    max_rows_for(&client.properties().hardware)
 }
 
-/// [`most_rows`], of a device that need not be there.
-pub(crate) fn most_rows_of(hardware: &HardwareProperties) -> usize {
+/// Returns [`max_rows`] from the properties of a device.
+pub(crate) fn max_rows_for(hardware: &HardwareProperties) -> usize {
     let floats = hardware.max_shared_memory_size / size_of::<f32>();
-    let fits = |rows: &usize| HELD * rows * rows <= floats;
-    (SIDE as usize..=MOST_ROWS).step_by(SIDE as usize).filter(fits).max().unwrap_or(0)
+    let fits = |rows: &usize| SHARED_MATRICES * rows * rows <= floats;
+    (SIDE as usize..=MAX_ROWS).step_by(SIDE as usize).filter(fits).max().unwrap_or(0)
 }
 
-/// `Q` for every `R` of a batch, of the same type, given the coefficients of the polynomials.
+/// Returns `Q` for every `R` of a batch, in the same type, for the coefficients of the polynomials.
 ///
 /// # Errors
 ///
-/// [`Error::Dtype`] for a type that the device does not have, [`Error::Shape`] for matrices that are not
-/// square or larger than [`most_rows`], [`Error::Buffer`] and [`Error::TooMany`].
-pub fn accumulate(client: &Client, r: &Matrices, polynomials: &[[f32; 3]]) -> Result<Matrices> {
+/// [`Error::Dtype`] for a type that the device does not support, [`Error::Shape`] for matrices that
+/// are not square or larger than [`max_rows`], [`Error::Buffer`] and [`Error::TooMany`].
+pub fn accumulate_q(client: &Client, r: &Matrices, polynomials: &[[f32; 3]]) -> Result<Matrices> {
     let [k, m, n] = r.shape;
     check_dtype(client, r.dtype)?;
-    let most = most_rows(client);
-    if m != n || m > most {
-        let expected = format!("square, with at most {most} rows");
-        return Err(Error::Shape { what: "R", found: r.shape, expected });
+    let max_rows = max_rows(client);
+    if m != n || m > max_rows {
+        let expected = format!("square matrices of at most {max_rows} rows");
+        let actual = format!("{:?}", r.shape);
+        return Err(Error::Shape { operand: "R", expected, actual });
     }
     check_count(k, client.properties().hardware.max_cube_count.0)?;
     check_buffer("R", &r.handle, r.extent(), r.dtype)?;
@@ -67,11 +71,11 @@ pub fn accumulate(client: &Client, r: &Matrices, polynomials: &[[f32; 3]]) -> Re
         return Ok(q);
     }
     let blocks = (m as u32).div_ceil(SIDE);
-    let polynomials = polynomials.iter().map(|p| Bits(p.map(f32::to_bits))).collect();
+    let polynomials = polynomials.iter().map(|p| PolynomialBits(p.map(f32::to_bits))).collect();
     let [matrix, row, column] = r.strides;
     // SAFETY: entries outside the matrices are neither read nor written.
     unsafe {
-        accumulate_kernel::launch_unchecked(
+        accumulate_q_kernel::launch_unchecked(
             client,
             CubeCount::Static(k as u32, 1, 1),
             CubeDim::new_2d(SIDE, SIDE),
@@ -91,7 +95,7 @@ pub fn accumulate(client: &Client, r: &Matrices, polynomials: &[[f32; 3]]) -> Re
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
-pub(crate) fn accumulate_kernel<F: Float>(
+pub(crate) fn accumulate_q_kernel<F: Float>(
     input: &[F],
     output: &mut [F],
     m: u32,
@@ -99,7 +103,7 @@ pub(crate) fn accumulate_kernel<F: Float>(
     row_stride: usize,
     column_stride: usize,
     #[comptime] blocks: u32,
-    #[comptime] polynomials: Vec<Bits>,
+    #[comptime] polynomials: Vec<PolynomialBits>,
     #[define(F)] _dtype: ElemType,
 ) {
     let entries = comptime!((blocks * blocks * SIDE * SIDE) as usize);
@@ -108,6 +112,7 @@ pub(crate) fn accumulate_kernel<F: Float>(
     let mut q = Shared::<[f32]>::new_slice(entries);
     let matrix = CUBE_POS_X as usize;
 
+    // Entries outside the matrix are zeros, which the products below may add.
     #[unroll]
     for i in 0..blocks {
         #[unroll]
@@ -115,8 +120,8 @@ pub(crate) fn accumulate_kernel<F: Float>(
             let (row, column) = entry(i, j);
             let mut value = f32::new(0.0);
             if row < m && column < m {
-                let at = row as usize * row_stride + column as usize * column_stride;
-                value = f32::cast_from(input[matrix * matrix_stride + at]);
+                let offset = row as usize * row_stride + column as usize * column_stride;
+                value = f32::cast_from(input[matrix * matrix_stride + offset]);
             }
             r[index(row, column, blocks)] = value;
         }
@@ -138,6 +143,7 @@ pub(crate) fn accumulate_kernel<F: Float>(
             add_identity(&mut q, &z, a, blocks);
         } else {
             let sums = product(&q, &z, 1.0, a, blocks);
+            // All units have read the old Q before it is overwritten.
             sync_cube();
             store(&mut q, &sums, blocks);
         }
@@ -161,14 +167,14 @@ pub(crate) fn accumulate_kernel<F: Float>(
             let (row, column) = entry(i, j);
             if row < m && column < m {
                 let side = m as usize;
-                let at = (matrix * side + row as usize) * side + column as usize;
-                output[at] = F::cast_from(q[index(row, column, blocks)]);
+                let position = (matrix * side + row as usize) * side + column as usize;
+                output[position] = F::cast_from(q[index(row, column, blocks)]);
             }
         }
     }
 }
 
-/// The entry that a unit has in a block.
+/// Returns the row and the column of the entry that this unit has in a block.
 #[cube]
 fn entry(#[comptime] i: u32, #[comptime] j: u32) -> (u32, u32) {
     (i * SIDE + UNIT_POS_Y, j * SIDE + UNIT_POS_X)
@@ -179,8 +185,8 @@ fn index(row: u32, column: u32, #[comptime] blocks: u32) -> usize {
     (row * comptime!(blocks * SIDE) + column) as usize
 }
 
-/// The entries of `alpha X Y + beta X` that a unit has in the blocks on and below the diagonal, row by
-/// row, for polynomials `X` and `Y` of one symmetric matrix.
+/// Returns the entries of `alpha X Y + beta X` that this unit has in the blocks on and below the
+/// diagonal, row by row, for polynomials `X` and `Y` of one symmetric matrix.
 #[cube]
 fn product(
     x: &[f32],
@@ -191,8 +197,8 @@ fn product(
 ) -> Array<f32> {
     let mut sums = Array::<f32>::new(comptime!((blocks * (blocks + 1) / 2) as usize));
     #[unroll]
-    for at in 0..comptime!((blocks * (blocks + 1) / 2) as usize) {
-        sums[at] = f32::new(0.0);
+    for block in 0..comptime!((blocks * (blocks + 1) / 2) as usize) {
+        sums[block] = f32::new(0.0);
     }
     for inner in 0..comptime!(blocks * SIDE) {
         #[unroll]
@@ -200,8 +206,8 @@ fn product(
             let left = x[index(entry(i, 0u32).0, inner, blocks)];
             #[unroll]
             for j in 0..comptime!(i + 1) {
-                let at = comptime!((i * (i + 1) / 2 + j) as usize);
-                sums[at] += left * y[index(inner, entry(0u32, j).1, blocks)];
+                let block = comptime!((i * (i + 1) / 2 + j) as usize);
+                sums[block] += left * y[index(inner, entry(0u32, j).1, blocks)];
             }
         }
     }
@@ -209,9 +215,9 @@ fn product(
     for i in 0..blocks {
         #[unroll]
         for j in 0..comptime!(i + 1) {
-            let at = comptime!((i * (i + 1) / 2 + j) as usize);
+            let block = comptime!((i * (i + 1) / 2 + j) as usize);
             let (row, column) = entry(i, j);
-            sums[at] = alpha * sums[at] + beta * x[index(row, column, blocks)];
+            sums[block] = alpha * sums[block] + beta * x[index(row, column, blocks)];
         }
     }
     sums
@@ -234,7 +240,7 @@ fn store(x: &mut [f32], sums: &Array<f32>, #[comptime] blocks: u32) {
     }
 }
 
-/// `X + a I`.
+/// Writes `X + a I`.
 #[cube]
 fn add_identity(result: &mut [f32], x: &[f32], #[comptime] a: f32, #[comptime] blocks: u32) {
     #[unroll]
@@ -243,8 +249,8 @@ fn add_identity(result: &mut [f32], x: &[f32], #[comptime] a: f32, #[comptime] b
         for j in 0..blocks {
             let (row, column) = entry(i, j);
             let added = select(row == column, f32::new(a), f32::new(0.0));
-            let at = index(row, column, blocks);
-            result[at] = x[at] + added;
+            let position = index(row, column, blocks);
+            result[position] = x[position] + added;
         }
     }
 }

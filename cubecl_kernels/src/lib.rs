@@ -1,17 +1,16 @@
-//! CubeCL kernels of distmuon. They know nothing of Burn: a client, buffers and sizes are all they
-//! take, so that they run on every CubeCL runtime.
+//! CubeCL kernels of [distmuon](https://docs.rs/distmuon), independent of Burn.
 //!
-//! - [`product`]: products with an epilogue, of which symmetric ones compute only half;
-//! - [`gram`]: Newton-Schulz on small matrices, a whole matrix in one cube;
+//! A kernel takes a client, buffers and sizes, and runs on every CubeCL runtime.
+//!
+//! - [`product`]: products with an epilogue; of a symmetric one only half is computed;
+//! - [`gram`]: Newton-Schulz on small matrices, one cube per matrix;
 //! - [`fused`]: the elementwise parts of a step of Muon and AdamW, each in one pass over memory;
-//! - [`add_identity`]: adds the identity;
-//! - [`mirror`]: completes a symmetric matrix of which only the lower triangle is known;
-//! - [`units`]: how many units a cube has.
+//! - [`add_identity`]: the sum with the identity;
+//! - [`mirror`]: the completion of a symmetric matrix from its lower triangle;
+//! - [`units`]: the number of units of a cube.
 
 #![warn(missing_docs)]
 
-#[cfg(test)]
-mod cuda_code;
 mod error;
 pub mod fused;
 pub mod gram;
@@ -28,3 +27,13 @@ pub use error::{Error, Result};
 pub use identity::add_identity;
 pub use matrices::Matrices;
 pub use mirror::mirror;
+
+/// Compiles the program of the README as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
+#[cfg(test)]
+mod tests {
+    mod cuda_codegen;
+}

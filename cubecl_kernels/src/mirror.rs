@@ -1,25 +1,28 @@
-//! Completion of symmetric matrices.
+//! The completion of symmetric matrices.
 
 use cubecl::client::Client;
 use cubecl::prelude::*;
 
-use crate::error::{Error, Result, check_addresses, check_buffer, check_count, check_dtype};
+use crate::error::{Result, check_addresses, check_buffer, check_count, check_dtype};
 use crate::matrices::Matrices;
-use crate::units::together;
+use crate::units::exchanging_units;
 
-/// Side of the tile that a cube moves.
+/// Side of the tile that a cube copies.
 pub(crate) const TILE: u32 = 16;
 
-/// Scales the lower triangle of every matrix of a batch, adds to it, and copies it onto the upper one,
-/// in place: `C <- alpha C + beta D`.
+/// Scales the lower triangle of every matrix of a batch, adds to it, and copies it onto the upper
+/// one, in place: `C <- alpha C + beta D`.
 ///
-/// The matrices are square and contiguous; any size will do. What the upper triangles held before is not
-/// read. The addend `D` is `[k, m, m]` of the same type, symmetric and contiguous.
+/// The matrices are square and contiguous, and of any size. The previous values of the upper
+/// triangles are not read. The addend `D` is `[k, m, m]` of the same type, symmetric and
+/// contiguous.
 ///
 /// # Errors
 ///
-/// Before anything is launched: [`Error::Dtype`], [`Error::Shape`], [`Error::Strides`], [`Error::Buffer`],
-/// [`Error::TooMany`] and [`Error::TooLarge`].
+/// Before anything is launched: [`Error::Dtype`](crate::Error::Dtype),
+/// [`Error::Shape`](crate::Error::Shape), [`Error::Strides`](crate::Error::Strides),
+/// [`Error::Buffer`](crate::Error::Buffer), [`Error::TooMany`](crate::Error::TooMany) and
+/// [`Error::TooLarge`](crate::Error::TooLarge).
 pub fn mirror(
     client: &Client,
     matrices: &Matrices,
@@ -27,23 +30,15 @@ pub fn mirror(
     addend: Option<(&Matrices, f32)>,
 ) -> Result<()> {
     check_dtype(client, matrices.dtype)?;
-    let [k, m, n] = matrices.shape;
-    if m != n {
-        let expected = "square".to_owned();
-        return Err(Error::Shape { what: "C", found: matrices.shape, expected });
+    let [k, m, _] = matrices.shape;
+    matrices.check_square("C")?;
+    if let Some((addend, _)) = addend {
+        addend.check_like("D", matrices.shape, matrices.dtype)?;
     }
-    if let Some((addend, _)) = addend
-        && (addend.shape != matrices.shape || addend.dtype != matrices.dtype)
-    {
-        let expected = format!("{:?} of {:?}", matrices.shape, matrices.dtype);
-        return Err(Error::Shape { what: "D", found: addend.shape, expected });
-    }
-    let added = addend.map(|(addend, _)| ("D", addend));
-    for (what, of) in [("C", matrices)].into_iter().chain(added) {
-        if !of.is_contiguous() {
-            return Err(Error::Strides(what));
-        }
-        check_buffer(what, &of.handle, of.extent(), of.dtype)?;
+    let named_addend = addend.map(|(addend, _)| ("D", addend));
+    for (name, operand) in [("C", matrices)].into_iter().chain(named_addend) {
+        operand.check_contiguous(name)?;
+        check_buffer(name, &operand.handle, operand.extent(), operand.dtype)?;
     }
     check_count(k, client.properties().hardware.max_cube_count.2)?;
     let elements = k * m * m;
@@ -51,11 +46,13 @@ pub fn mirror(
     if elements == 0 {
         return Ok(());
     }
-    let side = together(&client.properties().hardware, TILE);
+    let side = exchanging_units(&client.properties().hardware, TILE);
     let tiles = (m as u32).div_ceil(side);
     let count = CubeCount::Static(tiles, tiles, k as u32);
     // SAFETY: the buffers were checked above.
-    let buffer = |of: &Matrices| unsafe { BufferArg::from_raw_parts(of.handle.clone(), elements) };
+    let buffer = |operand: &Matrices| unsafe {
+        BufferArg::from_raw_parts(operand.handle.clone(), elements)
+    };
     let beta = addend.map_or(0.0, |(_, beta)| beta);
     let addend = match addend {
         Some((addend, _)) => ComptimeOptionArgs::Some(buffer(addend)),
@@ -77,8 +74,8 @@ pub fn mirror(
     Ok(())
 }
 
-/// One cube a tile: the tile is read and its transpose written in whole rows each, with shared
-/// memory in between. Cubes above the diagonal have nothing to do.
+/// Completes one tile per cube: the tile is read and its transpose written in whole rows each, with
+/// shared memory in between. Cubes above the diagonal end immediately.
 #[cube(launch, create_dummy_kernel, address_type = "dynamic")]
 pub(crate) fn mirror_tiles<F: Float>(
     matrices: &mut [F],
@@ -95,20 +92,22 @@ pub(crate) fn mirror_tiles<F: Float>(
     }
     let side = m as usize;
     let base = CUBE_POS_Z as usize * side * side;
+    // Rows of the tile are one element longer than needed: its columns, which are read below, then
+    // spread over the banks of shared memory.
     let mut tile = Shared::<[F]>::new_slice(comptime!((tile_side * (tile_side + 1)) as usize));
 
     let row = row_tile * tile_side + UNIT_POS_Y;
     let column = column_tile * tile_side + UNIT_POS_X;
     if row < m && column <= row {
-        let at = base + row as usize * side + column as usize;
-        let mut value = alpha * f32::cast_from(matrices[at]);
+        let position = base + row as usize * side + column as usize;
+        let mut value = alpha * f32::cast_from(matrices[position]);
         #[comptime]
         match addend {
-            ComptimeOption::Some(addend) => value += beta * f32::cast_from(addend[at]),
+            ComptimeOption::Some(addend) => value += beta * f32::cast_from(addend[position]),
             ComptimeOption::None => {}
         }
         let value = F::cast_from(value);
-        matrices[at] = value;
+        matrices[position] = value;
         tile[(UNIT_POS_Y * (tile_side + 1) + UNIT_POS_X) as usize] = value;
     }
     sync_cube();

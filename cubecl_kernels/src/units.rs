@@ -1,15 +1,18 @@
-//! How many units a cube has.
+//! The number of units of a cube.
 
 use cubecl::ir::HardwareProperties;
 
-/// Whether units are threads, as on CubeCL's CPU runtime: waiting for each other costs them more than what
-/// they would share, so that a cube whose units exchange anything has one of them where it can, and the
-/// iteration in one cube ([`gram`](crate::gram)) does not pay.
+/// Returns `true` if units are threads, as on CubeCL's CPU runtime.
+///
+/// Threads lose more time by waiting for each other than they gain by sharing. A cube whose units
+/// exchange values therefore has one unit on such a device where possible, and the iteration in one
+/// cube ([`gram`](crate::gram)) is not worthwhile.
 pub fn are_threads(hardware: &HardwareProperties) -> bool {
     hardware.plane_size_max == 1
 }
 
-/// Of the units that a cube of exchanging units would have, those that it gets on a device.
-pub(crate) fn together(hardware: &HardwareProperties, wanted: u32) -> u32 {
-    if are_threads(hardware) { 1 } else { wanted }
+/// Returns the number of units of a cube whose units exchange values: one where they are threads,
+/// and else the requested number.
+pub(crate) fn exchanging_units(hardware: &HardwareProperties, requested: u32) -> u32 {
+    if are_threads(hardware) { 1 } else { requested }
 }

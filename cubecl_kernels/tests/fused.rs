@@ -1,5 +1,5 @@
-//! The elementwise kernels against loops in float64, on the runtime that the features choose (wgpu
-//! without any).
+//! The elementwise kernels, compared with loops in float64 on the runtime that the features choose
+//! (wgpu without any).
 
 mod common;
 
@@ -10,14 +10,14 @@ use common::{Real, client, download, excused, upload, values};
 use cubecl::client::Client;
 use cubecl::server::Handle;
 use distmuon_kernels::fused::{
-    AdamW, Averaged, Batch, Controls, Momenta, Norms, Part, Stepped, Updated, accumulate, adamw,
-    apply, normalize, norms, refuse,
+    AdamW, AdamWUpdate, Batch, MomentumBuffers, MomentumInput, ParameterUpdate, RowNorms, Rows,
+    StepControls, adamw, apply, normalize, norms, reject, update_momentum,
 };
 use distmuon_kernels::{Error, Matrices, add_identity};
 
-/// Parts of norms: one, several, more than units are in a cube, more than a cube adds up itself, or as many as
-/// distmuon takes.
-fn parts(batch: Batch) -> usize {
+/// Returns a number of partial norms: one, several, more than the units of a cube, more than a cube
+/// adds up itself, or the number that distmuon uses.
+fn partials(batch: Batch) -> usize {
     match batch.elements {
         1 => 1,
         1002 => 300,
@@ -28,7 +28,8 @@ fn parts(batch: Batch) -> usize {
 
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 
-/// Matrices of one element, of odd sizes, of more than a cube takes at a time, and more than a launch takes.
+/// Matrices of one element, of odd sizes, of more elements than a cube processes at a time, and
+/// more matrices than a launch takes.
 const BATCHES: [Batch; 7] = [
     Batch { count: 1, elements: 1 },
     Batch { count: 3, elements: 7 },
@@ -39,87 +40,88 @@ const BATCHES: [Batch; 7] = [
     Batch { count: 21, elements: 40 },
 ];
 
-/// A buffer of rows.
-fn part(handle: &Handle, rows: usize, elements: usize) -> Part {
-    Part { handle: handle.clone(), rows, elements }
+/// Returns a buffer as rows.
+fn rows(handle: &Handle, count: usize, elements: usize) -> Rows {
+    Rows { handle: handle.clone(), count, elements }
 }
 
-/// Values in a buffer for every matrix, but the last two of several matrices in one.
-fn apart<F: Real>(client: &Client, values: &[f64], batch: Batch) -> Vec<Part> {
-    let rows = |rows: usize| {
-        move |values: &[f64]| part(&upload::<F>(client, values), rows, batch.elements)
+/// Uploads every matrix to a buffer of its own, except the last two of several matrices, which
+/// share one.
+fn upload_tensors<F: Real>(client: &Client, values: &[f64], batch: Batch) -> Vec<Rows> {
+    let tensor = |count: usize| {
+        move |values: &[f64]| rows(&upload::<F>(client, values), count, batch.elements)
     };
     let (single, pair) = match batch.count {
         1 => (values, &[][..]),
         count => values.split_at((count - 2) * batch.elements),
     };
-    let singles = single.chunks(batch.elements).map(rows(1));
-    singles.chain(pair.chunks(2 * batch.elements).map(rows(2))).collect()
+    let singles = single.chunks(batch.elements).map(tensor(1));
+    singles.chain(pair.chunks(2 * batch.elements).map(tensor(2))).collect()
 }
 
-/// The values of parts one after the other.
-fn together<F: Real>(client: &Client, parts: &[Part]) -> Vec<f64> {
-    parts.iter().flat_map(|part| download::<F>(client, &part.handle)).collect()
+/// Returns the values of tensors one after the other.
+fn download_tensors<F: Real>(client: &Client, tensors: &[Rows]) -> Vec<f64> {
+    tensors.iter().flat_map(|tensor| download::<F>(client, &tensor.handle)).collect()
 }
 
-/// The number of the part of every matrix.
-fn owners(parts: &[Part]) -> Vec<usize> {
-    let numbered = parts.iter().enumerate();
-    numbered.flat_map(|(number, part)| std::iter::repeat_n(number, part.rows)).collect()
+/// Returns the index of the tensor of every matrix.
+fn tensor_indices(tensors: &[Rows]) -> Vec<usize> {
+    let numbered = tensors.iter().enumerate();
+    numbered.flat_map(|(index, tensor)| std::iter::repeat_n(index, tensor.count)).collect()
 }
 
-/// A flag for every part, 1 where it can't be used.
-fn refused<F: Real>(client: &Client, parts: &[Part], largest: f32) -> Handle {
-    let flags = upload::<f32>(client, &vec![0.0; parts.len()]);
-    let whole = parts.iter().enumerate().map(|(number, part)| {
-        let row = Part { rows: 1, elements: part.len(), ..part.clone() };
-        (row, number)
+/// Returns a flag for every tensor, 1 for those that are rejected.
+fn reject_tensors<F: Real>(client: &Client, tensors: &[Rows], largest: f32) -> Handle {
+    let flags = upload::<f32>(client, &vec![0.0; tensors.len()]);
+    let whole = tensors.iter().enumerate().map(|(index, tensor)| {
+        let row = Rows { count: 1, elements: tensor.len(), ..tensor.clone() };
+        (row, index)
     });
     let whole: Vec<_> = whole.collect();
-    refuse(client, &whole, &flags, parts.len(), F::elem_type_native(), largest).unwrap();
+    reject(client, &whole, &flags, tensors.len(), F::elem_type_native(), largest).unwrap();
     flags
 }
 
-/// Momentum, with the results of its step.
-struct Accumulated {
+/// The results of a momentum step, excluding the momentum.
+struct MomentumResults {
     update: Handle,
-    norms: Norms,
+    norms: RowNorms,
 }
 
-/// Advances the momentum of a batch by gradients of the same weight.
-fn accumulated<G: Real, F: Real>(
+/// Updates the momentum of a batch by gradients of the same weight.
+fn momentum_step<G: Real, F: Real>(
     client: &Client,
-    grads: &[Part],
+    grads: &[Rows],
     momentum: &Handle,
-    (left, factor): (&Handle, Option<&Handle>),
+    (rejected, factor): (&Handle, Option<&Handle>),
     batch: Batch,
     (mu, nesterov): (f32, bool),
-) -> Result<Accumulated, Error> {
+) -> Result<MomentumResults, Error> {
     let dtypes = [G::elem_type_native(), F::elem_type_native()];
     let update = client.empty(batch.len() * dtypes[1].size());
-    let norms = Norms::empty(client, batch, parts(batch));
-    let momenta = Momenta { momentum, update: &update, norms: &norms, left, factor };
+    let norms = RowNorms::empty(client, batch, partials(batch));
+    let buffers = MomentumBuffers { momentum, update: &update, norms: &norms, rejected, factor };
     let numbered = grads.iter().cloned().enumerate();
-    let grads: Vec<_> = numbered.map(|(flag, grad)| Averaged { grad, flag, mu }).collect();
-    // In two calls, as by who has more parameters than a call takes.
-    let (first, second) = grads.split_at(grads.len() / 2);
-    let rows = first.iter().map(|of| of.grad.rows).sum();
-    accumulate(client, first, momenta, batch, 0, dtypes, nesterov)?;
-    accumulate(client, second, momenta, batch, rows, dtypes, nesterov)?;
-    Ok(Accumulated { update, norms })
+    let inputs: Vec<_> = numbered.map(|(flag, grad)| MomentumInput { grad, flag, mu }).collect();
+    // In two calls, as a caller does that has more parameters than one call takes.
+    let (first, second) = inputs.split_at(inputs.len() / 2);
+    let first_count = first.iter().map(|input| input.grad.count).sum();
+    update_momentum(client, first, buffers, batch, 0, dtypes, nesterov)?;
+    update_momentum(client, second, buffers, batch, first_count, dtypes, nesterov)?;
+    Ok(MomentumResults { update, norms })
 }
 
-fn close(found: &[f64], expected: &[f64], tolerance: f64, what: &str) {
-    assert_eq!(found.len(), expected.len(), "{what}");
+fn assert_close(actual: &[f64], expected: &[f64], tolerance: f64, name: &str) {
+    assert_eq!(actual.len(), expected.len(), "{name}");
     let largest = expected.iter().fold(1e-30, |a: f64, x| a.max(x.abs()));
-    for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
-        let error = (found - expected).abs() / largest;
-        assert!(error <= tolerance, "{what}, entry {i}: {found}, expected {expected}");
+    for (i, (actual, expected)) in actual.iter().zip(expected).enumerate() {
+        let error = (actual - expected).abs() / largest;
+        assert!(error <= tolerance, "{name}, entry {i}: {actual}, expected {expected}");
     }
 }
 
-/// All but the first part of several are finite.
-fn poisoned<F: Real>(batch: Batch) -> Vec<f64> {
+/// Returns gradients that are finite, except in the first of several matrices.
+fn partly_non_finite<F: Real>(batch: Batch) -> Vec<f64> {
     let mut grads = values::<F>(batch.len(), 1);
     if batch.count > 1 {
         grads[batch.elements - 1] = [f64::NAN, f64::INFINITY][batch.count % 2];
@@ -132,38 +134,39 @@ fn check_muon<F: Real>(tolerance: f64) {
     let dtype = F::elem_type_native();
     for batch in BATCHES {
         for (nesterov, factor) in [(true, None), (false, None), (true, Some(0.25))] {
-            let (grads, momenta) = (poisoned::<F>(batch), values::<F>(batch.len(), 2));
+            let grads = partly_non_finite::<F>(batch);
+            let momenta = values::<F>(batch.len(), 2);
             let old = values::<F>(batch.len(), 3);
-            let grad = apart::<F>(&client, &grads, batch);
+            let grad = upload_tensors::<F>(&client, &grads, batch);
             let momentum = upload::<F>(&client, &momenta);
-            let parameters = apart::<F>(&client, &old, batch);
-            let owners = owners(&grad);
+            let parameters = upload_tensors::<F>(&client, &old, batch);
+            let indices = tensor_indices(&grad);
 
-            let left = refused::<F>(&client, &grad, f32::MAX);
+            let rejected = reject_tensors::<F>(&client, &grad, f32::MAX);
             let mut flags = vec![0.0; grad.len()];
             flags[0] = if batch.count > 1 { 1.0 } else { 0.0 };
-            assert_eq!(download::<f32>(&client, &left), flags, "{batch:?}");
-            let is_taken = |i: usize| flags[owners[i / batch.elements]] == 0.0;
+            assert_eq!(download::<f32>(&client, &rejected), flags, "{batch:?}");
+            let is_updated = |i: usize| flags[indices[i / batch.elements]] == 0.0;
 
             let scale = factor.map(|factor| upload::<f32>(&client, &[factor]));
-            let controls = (&left, scale.as_ref());
+            let controls = (&rejected, scale.as_ref());
             let rule = (0.75, nesterov);
-            let Accumulated { update, norms } =
-                accumulated::<F, F>(&client, &grad, &momentum, controls, batch, rule).unwrap();
+            let MomentumResults { update, norms } =
+                momentum_step::<F, F>(&client, &grad, &momentum, controls, batch, rule).unwrap();
             let fresh = |i: usize| 0.25 * factor.unwrap_or(1.0) * grads[i];
             let averaged: Vec<f64> = (0..batch.len())
-                .map(|i| if is_taken(i) { 0.75 * momenta[i] + fresh(i) } else { momenta[i] })
+                .map(|i| if is_updated(i) { 0.75 * momenta[i] + fresh(i) } else { momenta[i] })
                 .collect();
             let ahead: Vec<f64> = (0..batch.len())
-                .map(|i| match (is_taken(i), nesterov) {
+                .map(|i| match (is_updated(i), nesterov) {
                     (false, _) => 0.0,
                     (true, true) => 0.75 * averaged[i] + fresh(i),
                     (true, false) => averaged[i],
                 })
                 .collect();
-            let what = format!("{batch:?}, nesterov {nesterov}");
-            close(&download::<F>(&client, &momentum), &averaged, tolerance, &what);
-            close(&download::<F>(&client, &update), &ahead, tolerance, &what);
+            let name = format!("{batch:?}, nesterov {nesterov}");
+            assert_close(&download::<F>(&client, &momentum), &averaged, tolerance, &name);
+            assert_close(&download::<F>(&client, &update), &ahead, tolerance, &name);
 
             let normal = normalize(&client, &update, &norms, batch, [dtype; 2], 1e-7).unwrap();
             let norm = |matrix: &[f64]| matrix.iter().map(|x| x * x).sum::<f64>().sqrt().max(1e-7);
@@ -171,118 +174,133 @@ fn check_muon<F: Real>(tolerance: f64) {
                 .chunks(batch.elements)
                 .flat_map(|matrix| matrix.iter().map(|x| x / norm(matrix)).collect::<Vec<_>>())
                 .collect();
-            close(&download::<F>(&client, &normal), &expected, tolerance, &what);
+            assert_close(&download::<F>(&client, &normal), &expected, tolerance, &name);
 
-            // The last matrix is late; its flags begin at the third.
-            let is_late = |i: usize| batch.count > 1 && i / batch.elements == batch.count - 1;
-            let mut late = vec![0.0; batch.count + 2];
-            late[batch.count + 1] = if batch.count > 1 { 1.0 } else { 0.0 };
-            let late = upload::<f32>(&client, &late);
-            let keep = |number: usize| 1.0 - 0.125 * (number % 5) as f32;
-            let lr = |number: usize| 0.5 + (number % 3) as f32;
-            let updated = |(flag, values): (usize, Part)| Updated {
+            // The last matrix has diverged; the flags of the batch begin at the third one.
+            let is_diverged = |i: usize| batch.count > 1 && i / batch.elements == batch.count - 1;
+            let mut flags = vec![0.0; batch.count + 2];
+            flags[batch.count + 1] = if batch.count > 1 { 1.0 } else { 0.0 };
+            let diverged = (&upload::<f32>(&client, &flags), 2);
+            let decay = |index: usize| 1.0 - 0.125 * (index % 5) as f32;
+            let lr = |index: usize| 0.5 + (index % 3) as f32;
+            let step = |(flag, values): (usize, Rows)| ParameterUpdate {
                 values,
                 flag,
-                keep: keep(flag),
+                decay: decay(flag),
                 lr: lr(flag),
             };
-            let steps: Vec<_> = parameters.iter().cloned().enumerate().map(updated).collect();
-            apply(&client, &steps, &update, &left, (&late, 2), (batch, 0), [dtype; 2]).unwrap();
+            let updates: Vec<_> = parameters.iter().cloned().enumerate().map(step).collect();
+            let dtypes = [dtype; 2];
+            apply(&client, &updates, &update, &rejected, diverged, (batch, 0), dtypes).unwrap();
             let expected: Vec<f64> = (0..batch.len())
-                .map(|i| match is_taken(i) && !is_late(i) {
+                .map(|i| match is_updated(i) && !is_diverged(i) {
                     true => {
-                        let of = owners[i / batch.elements];
-                        f64::from(keep(of)) * old[i] - f64::from(lr(of)) * ahead[i]
+                        let index = indices[i / batch.elements];
+                        f64::from(decay(index)) * old[i] - f64::from(lr(index)) * ahead[i]
                     }
                     false => old[i],
                 })
                 .collect();
-            close(&together::<F>(&client, &parameters), &expected, 2.0 * tolerance, &what);
+            let values = download_tensors::<F>(&client, &parameters);
+            assert_close(&values, &expected, 2.0 * tolerance, &name);
         }
     }
 }
 
 #[test]
-fn muon_float32() {
+fn muon_kernels_in_float32_match_float64() {
     check_muon::<f32>(1e-6);
 }
 
 #[test]
-fn muon_float16() {
+fn muon_kernels_in_float16_match_float64() {
     check_muon::<half::f16>(2e-3);
 }
 
 #[test]
-fn muon_bfloat16() {
+fn muon_kernels_in_bfloat16_match_float64() {
     check_muon::<half::bf16>(2e-2);
 }
 
 /// As in a step whose iteration is in half precision.
 #[test]
-fn mixed_types() {
+fn operands_of_two_types_are_rounded_only_when_they_are_stored() {
     type F = half::f16;
     let (Some(client), Some(_)) = (client::<f32>(), client::<F>()) else { return };
-    let (batch, half) = (Batch { count: 3, elements: 1002 }, F::elem_type_native());
-    let (inputs, parameters) = (values::<f32>(batch.len(), 1), values::<f32>(batch.len(), 2));
+    let batch = Batch { count: 3, elements: 1002 };
+    let half = F::elem_type_native();
+    let inputs = values::<f32>(batch.len(), 1);
+    let parameters = values::<f32>(batch.len(), 2);
     let input = upload::<f32>(&client, &inputs);
     let norm = |matrix: &[f64]| matrix.iter().map(|x| x * x).sum::<f64>().sqrt();
     let normalized = |matrix: &[f64]| matrix.iter().map(|x| x / norm(matrix)).collect::<Vec<_>>();
     let expected: Vec<f64> = inputs.chunks(batch.elements).flat_map(normalized).collect();
     let mut normal = None;
-    for parts in [1, 5, 40] {
-        let whole = Norms::empty(&client, batch, parts);
-        let of = [(part(&input, 1, batch.len()), 0)];
-        norms(&client, &of, batch.elements, &whole, F32).unwrap();
+    for partials in [1, 5, 40] {
+        let whole = RowNorms::empty(&client, batch, partials);
+        let tensors = [(rows(&input, 1, batch.len()), 0)];
+        norms(&client, &tensors, batch.elements, &whole, F32).unwrap();
         let rounded = normalize(&client, &input, &whole, batch, [F32, half], 0.0).unwrap();
-        close(&download::<F>(&client, &rounded), &expected, 1e-3, &format!("{parts} parts"));
+        let name = format!("{partials} partial norms");
+        assert_close(&download::<F>(&client, &rounded), &expected, 1e-3, &name);
         normal = Some(rounded);
     }
-    let parameter = part(&upload::<f32>(&client, &parameters), 3, 1002);
-    let (left, late) = (upload::<f32>(&client, &[0.0]), upload::<f32>(&client, &[0.0; 3]));
+    let parameter = rows(&upload::<f32>(&client, &parameters), 3, 1002);
+    let rejected = upload::<f32>(&client, &[0.0]);
+    let diverged = (&upload::<f32>(&client, &[0.0; 3]), 0);
     let direction = normal.unwrap();
-    let updated = [Updated { values: parameter.clone(), flag: 0, keep: 0.75, lr: 2.0 }];
-    apply(&client, &updated, &direction, &left, (&late, 0), (batch, 0), [F32, half]).unwrap();
+    let updates = [ParameterUpdate { values: parameter.clone(), flag: 0, decay: 0.75, lr: 2.0 }];
+    let dtypes = [F32, half];
+    apply(&client, &updates, &direction, &rejected, diverged, (batch, 0), dtypes).unwrap();
     let directions = download::<F>(&client, &direction);
-    let updated: Vec<f64> =
+    let expected: Vec<f64> =
         parameters.iter().zip(&directions).map(|(p, u)| 0.75 * p - 2.0 * u).collect();
-    close(&download::<f32>(&client, &parameter.handle), &updated, 1e-6, "parameters");
+    let updated = download::<f32>(&client, &parameter.handle);
+    assert_close(&updated, &expected, 1e-6, "parameters");
 
-    // Gradients in half precision go into a momentum in float32.
-    let (grads, momenta) = (values::<F>(batch.len(), 3), values::<f32>(batch.len(), 4));
-    let (grad, momentum) = (apart::<F>(&client, &grads, batch), upload::<f32>(&client, &momenta));
-    let left = upload::<f32>(&client, &vec![0.0; grad.len()]);
-    accumulated::<F, f32>(&client, &grad, &momentum, (&left, None), batch, (0.5, true)).unwrap();
+    // Gradients in half precision are added to a momentum in float32.
+    let grads = values::<F>(batch.len(), 3);
+    let momenta = values::<f32>(batch.len(), 4);
+    let grad = upload_tensors::<F>(&client, &grads, batch);
+    let momentum = upload::<f32>(&client, &momenta);
+    let rejected = upload::<f32>(&client, &vec![0.0; grad.len()]);
+    let rule = (0.5, true);
+    momentum_step::<F, f32>(&client, &grad, &momentum, (&rejected, None), batch, rule).unwrap();
     let averaged: Vec<f64> = momenta.iter().zip(&grads).map(|(m, g)| 0.5 * m + 0.5 * g).collect();
-    close(&download::<f32>(&client, &momentum), &averaged, 1e-6, "momentum");
+    assert_close(&download::<f32>(&client, &momentum), &averaged, 1e-6, "momentum");
 }
 
 #[test]
-fn norms_of_rows_of_many_tensors() {
+fn norms_of_the_rows_of_many_tensors_match_float64() {
     let Some(client) = client::<f32>() else { return };
     let elements = 256;
-    // Whole rows, a short one at the end, of odd lengths, one that is short itself; more than a launch takes.
+    // Whole rows, a shorter one at the end, odd lengths, a single short row; more tensors than a
+    // launch takes.
     let lengths = [1024, 600, 257, 256, 3, 512, 1000, 130, 770, 999, 256, 64];
-    let rows = |length: usize| length.div_ceil(elements);
-    let count: usize = lengths.iter().map(|length| rows(*length)).sum();
-    for parts in [1, 3] {
-        let all = Norms::empty(&client, Batch { count, elements }, parts);
-        let (mut tensors, mut expected, mut first) = (vec![], vec![], count);
+    let row_count = |length: usize| length.div_ceil(elements);
+    let count: usize = lengths.iter().map(|length| row_count(*length)).sum();
+    for partials in [1, 3] {
+        let all = RowNorms::empty(&client, Batch { count, elements }, partials);
+        let mut tensors = vec![];
+        let mut expected = vec![];
+        let mut first = count;
         for (seed, length) in lengths.into_iter().enumerate() {
             let scale = [1e-25, 1.0, 1e25][seed % 3];
             let values: Vec<f64> = values::<f32>(length, seed);
             let values: Vec<f64> = values.iter().map(|x| (x * scale) as f32 as f64).collect();
-            // Those that come later have their rows before.
-            first -= rows(length);
-            tensors.push((part(&upload::<f32>(&client, &values), 1, length), first));
+            // The norms of later tensors come first.
+            first -= row_count(length);
+            tensors.push((rows(&upload::<f32>(&client, &values), 1, length), first));
             let norm = |row: &[f64]| row.iter().map(|x| x * x).sum::<f64>().sqrt() / scale;
             expected.push((first, scale, values.chunks(elements).map(norm).collect::<Vec<_>>()));
         }
         norms(&client, &tensors, elements, &all, F32).unwrap();
-        let found = download::<f32>(&client, &all.handle);
-        for (first, scale, rows) in expected {
-            for (row, expected) in rows.into_iter().enumerate() {
-                let at = 2 * (first + row) * parts;
-                let squares = found[at..at + 2 * parts].chunks(2).map(|of| of[0] * of[0] * of[1]);
+        let all = download::<f32>(&client, &all.handle);
+        for (first, scale, norms) in expected {
+            for (row, expected) in norms.into_iter().enumerate() {
+                let start = 2 * (first + row) * partials;
+                let pairs = all[start..start + 2 * partials].chunks(2);
+                let squares = pairs.map(|pair| pair[0] * pair[0] * pair[1]);
                 let norm = squares.sum::<f64>().sqrt() / scale;
                 assert!((norm - expected).abs() <= 1e-6 * expected, "{norm} for {expected}");
             }
@@ -291,33 +309,36 @@ fn norms_of_rows_of_many_tensors() {
 }
 
 #[test]
-fn rows_with_something_too_large_are_refused() {
+fn rows_with_an_entry_above_the_limit_are_rejected() {
     let Some(client) = client::<f32>() else { return };
-    let (rows, elements) = (3, 3000);
-    let mut grads = values::<f32>(rows * elements, 5);
-    (grads[1500], grads[4500]) = (1.7e19, -1.9e19);
-    let grad = part(&upload::<f32>(&client, &grads), rows, elements);
+    let count = 3;
+    let elements = 3000;
+    let mut grads = values::<f32>(count * elements, 5);
+    grads[1500] = 1.7e19;
+    grads[4500] = -1.9e19;
+    let grad = rows(&upload::<f32>(&client, &grads), count, elements);
     for (largest, expected) in [(f32::MAX, [0.0; 5]), (1.8e19, [0.0, 0.0, 1.0, 0.0, 0.0])] {
         let flags = upload::<f32>(&client, &[0.0; 5]);
-        refuse(&client, &[(grad.clone(), 1)], &flags, 5, F32, largest).unwrap();
+        reject(&client, &[(grad.clone(), 1)], &flags, 5, F32, largest).unwrap();
         assert_eq!(download::<f32>(&client, &flags), expected, "up to {largest}");
     }
 }
 
 #[test]
-fn the_identity_is_added() {
+fn add_identity_adds_one_to_the_diagonal_only() {
     fn check<F: Real>() {
         let Some(client) = client::<F>() else { return };
         for [k, m] in [[3, 1], [2, 7], [2, 64], [1, 90]] {
             let z = values::<F>(k * m * m, 8);
-            let of = |handle| Matrices::contiguous(handle, F::elem_type_native(), [k, m, m]);
-            let sum = add_identity(&client, &of(upload::<F>(&client, &z))).unwrap();
-            let is_diagonal = |at: usize| at / m % m == at % m;
+            let handle = upload::<F>(&client, &z);
+            let matrices = Matrices::contiguous(handle, F::elem_type_native(), [k, m, m]);
+            let sum = add_identity(&client, &matrices).unwrap();
+            let is_diagonal = |i: usize| i / m % m == i % m;
             let rounded = |x: f64| Into::<f64>::into(F::new(x as f32));
             let expected: Vec<f64> = z
                 .iter()
                 .enumerate()
-                .map(|(at, x)| if is_diagonal(at) { rounded(x + 1.0) } else { *x })
+                .map(|(i, x)| if is_diagonal(i) { rounded(x + 1.0) } else { *x })
                 .collect();
             assert_eq!(download::<F>(&client, &sum.handle), expected, "{k} x {m}");
         }
@@ -328,18 +349,18 @@ fn the_identity_is_added() {
 }
 
 #[test]
-fn norms_at_any_scale() {
+fn norms_neither_overflow_nor_underflow_at_any_scale() {
     let Some(client) = client::<f32>() else { return };
     let batch = Batch { count: 2, elements: 3000 };
     for scale in [1e-30, 1e-20, 1.0, 1e20, 1e30] {
         let grads: Vec<f64> =
             values::<f32>(batch.len(), 4).iter().map(|x| f64::from((x * scale) as f32)).collect();
-        let grad = apart::<f32>(&client, &grads, batch);
+        let grad = upload_tensors::<f32>(&client, &grads, batch);
         let momentum = upload::<f32>(&client, &vec![0.0; batch.len()]);
-        let left = refused::<f32>(&client, &grad, f32::MAX);
-        let Accumulated { update, norms } =
-            accumulated::<f32, f32>(&client, &grad, &momentum, (&left, None), batch, (0.0, false))
-                .unwrap();
+        let controls = (&reject_tensors::<f32>(&client, &grad, f32::MAX), None);
+        let rule = (0.0, false);
+        let MomentumResults { update, norms } =
+            momentum_step::<f32, f32>(&client, &grad, &momentum, controls, batch, rule).unwrap();
         let normal = normalize(&client, &update, &norms, batch, [F32; 2], 0.0).unwrap();
         let normal = download::<f32>(&client, &normal);
         for matrix in normal.chunks(batch.elements) {
@@ -356,191 +377,222 @@ fn norms_at_any_scale() {
         assert!(if scale < 1e-10 { norm < 1e-10 } else { (norm - 1.0).abs() < 1e-5 }, "{norm}");
     }
     let zeros = || upload::<f32>(&client, &vec![0.0; batch.len()]);
-    let (grad, momentum) = (vec![part(&zeros(), 2, 3000)], zeros());
-    let left = refused::<f32>(&client, &grad, f32::MAX);
-    let Accumulated { update, norms } =
-        accumulated::<f32, f32>(&client, &grad, &momentum, (&left, None), batch, (0.5, true))
-            .unwrap();
+    let grad = vec![rows(&zeros(), 2, 3000)];
+    let momentum = zeros();
+    let controls = (&reject_tensors::<f32>(&client, &grad, f32::MAX), None);
+    let rule = (0.5, true);
+    let MomentumResults { update, norms } =
+        momentum_step::<f32, f32>(&client, &grad, &momentum, controls, batch, rule).unwrap();
     let normal = normalize(&client, &update, &norms, batch, [F32; 2], 0.0).unwrap();
     assert!(download::<f32>(&client, &normal).iter().all(|x| *x == 0.0), "zero stays zero");
 }
 
-/// For parameters and moments of two types.
+/// Checks AdamW for parameters and moments of two types.
 fn check_adamw<F: Real, M: Real>(tolerance: f64) {
     let (Some(client), Some(_)) = (client::<F>(), client::<M>()) else { return };
-    // The longest first, and odd ones, one of them alone in its launch.
+    // The longest first, odd ones, and one that is alone in its launch.
     let lengths = [70_001, 9000, 1024, 512, 256, 256, 256, 7, 1, 4096];
-    // Where they begin in the moments, which have gaps.
+    // The first elements in the moments, which have gaps.
     let firsts: Vec<usize> = (0..lengths.len())
         .map(|i| lengths[..i].iter().map(|n: &usize| n.next_multiple_of(256)).sum::<usize>() + 256)
         .collect();
     let elements = lengths.iter().map(|n| n.next_multiple_of(256)).sum::<usize>() + 512;
-    let (first, second) = (values::<M>(elements, 6), values::<M>(elements, 7));
-    let second: Vec<f64> = second.iter().map(|x| x.abs()).collect();
+    let first = values::<M>(elements, 6);
+    let second: Vec<f64> = values::<M>(elements, 7).iter().map(|x| x.abs()).collect();
     let wave = |i: usize| 0.5 + (i % 4) as f64 * 0.125;
     for factor in [None, Some(0.5)] {
         let olds = lengths.map(|length| values::<F>(length, 5 + length));
         let mut grads = lengths.map(|length| values::<F>(length, 9 + length));
         grads[3][17] = f64::NAN;
-        let [c, d] = [&first, &second].map(|x| upload::<M>(&client, x));
-        let of = |values: &[f64]| part(&upload::<F>(&client, values), 1, values.len());
-        let [parameters, of_grads] = [&olds, &grads].map(|all| all.each_ref().map(|x| of(x)));
-        let left = refused::<F>(&client, &of_grads, f32::MAX);
+        let [moment_1, moment_2] = [&first, &second].map(|x| upload::<M>(&client, x));
+        let row = |values: &[f64]| rows(&upload::<F>(&client, values), 1, values.len());
+        let parameters = olds.each_ref().map(|values| row(values));
+        let grad_rows = grads.each_ref().map(|values| row(values));
+        let rejected = reject_tensors::<F>(&client, &grad_rows, f32::MAX);
         let corrections = upload::<f32>(&client, &(0..lengths.len()).map(wave).collect::<Vec<_>>());
         let scale = factor.map(|factor| upload::<f32>(&client, &[factor]));
-        let controls =
-            Controls { left: &left, corrections: [&corrections; 2], factor: scale.as_ref() };
-        let stepped = |number: usize| Stepped {
-            values: parameters[number].clone(),
-            grad: of_grads[number].handle.clone(),
-            first: firsts[number],
-            flag: number,
-            keep: wave(number) as f32,
-            lr: wave(number) as f32,
+        let controls = StepControls {
+            rejected: &rejected,
+            corrections: [&corrections; 2],
+            factor: scale.as_ref(),
         };
-        let steps: Vec<_> = (0..lengths.len()).map(stepped).collect();
+        let update = |index: usize| AdamWUpdate {
+            values: parameters[index].clone(),
+            grad: grad_rows[index].handle.clone(),
+            first: firsts[index],
+            flag: index,
+            decay: wave(index) as f32,
+            lr: wave(index) as f32,
+        };
+        let updates: Vec<_> = (0..lengths.len()).map(update).collect();
         let constants = AdamW { beta_1: 0.75, beta_2: 0.875, epsilon: 1e-3 };
         let dtypes = [F::elem_type_native(), M::elem_type_native()];
-        adamw(&client, &steps, [&c, &d], elements, controls, dtypes, constants).unwrap();
-        let (mut m, mut v, mut expected) = (first.clone(), second.clone(), olds.clone());
-        for number in (0..lengths.len()).filter(|number| *number != 3) {
-            let row = wave(number);
-            for i in 0..lengths[number] {
-                let (at, grad) = (firsts[number] + i, factor.unwrap_or(1.0) * grads[number][i]);
-                m[at] = 0.75 * m[at] + 0.25 * grad;
-                v[at] = 0.875 * v[at] + 0.125 * grad * grad;
-                let step = m[at] / row / ((v[at] / row).sqrt() + 1e-3);
-                expected[number][i] = row * expected[number][i] - row * step;
+        let moments = [&moment_1, &moment_2];
+        adamw(&client, &updates, moments, elements, controls, dtypes, constants).unwrap();
+        let mut m = first.clone();
+        let mut v = second.clone();
+        let mut expected = olds.clone();
+        // The fourth parameter is rejected: its gradient has a NaN.
+        for index in (0..lengths.len()).filter(|index| *index != 3) {
+            let correction = wave(index);
+            for i in 0..lengths[index] {
+                let position = firsts[index] + i;
+                let grad = factor.unwrap_or(1.0) * grads[index][i];
+                m[position] = 0.75 * m[position] + 0.25 * grad;
+                v[position] = 0.875 * v[position] + 0.125 * grad * grad;
+                let root = (v[position] / correction).sqrt() + 1e-3;
+                let step = m[position] / correction / root;
+                expected[index][i] = wave(index) * expected[index][i] - wave(index) * step;
             }
         }
-        for (number, expected) in expected.iter().enumerate() {
-            let found = download::<F>(&client, &parameters[number].handle);
-            close(&found, expected, tolerance, &format!("parameter {number}, {factor:?}"));
+        for (index, expected) in expected.iter().enumerate() {
+            let actual = download::<F>(&client, &parameters[index].handle);
+            let name = format!("parameter {index}, {factor:?}");
+            assert_close(&actual, expected, tolerance, &name);
         }
-        close(&download::<M>(&client, &c), &m, tolerance, "first moments");
-        close(&download::<M>(&client, &d), &v, tolerance, "second moments");
+        assert_close(&download::<M>(&client, &moment_1), &m, tolerance, "first moments");
+        assert_close(&download::<M>(&client, &moment_2), &v, tolerance, "second moments");
     }
 }
 
 #[test]
-fn adamw_float32() {
+fn adamw_in_float32_matches_float64() {
     check_adamw::<f32, f32>(1e-5);
 }
 
 #[test]
-fn adamw_float16() {
+fn adamw_in_float16_matches_float64() {
     check_adamw::<half::f16, f32>(2e-3);
     check_adamw::<half::f16, half::f16>(2e-3);
 }
 
 #[test]
-fn adamw_bfloat16() {
+fn adamw_in_bfloat16_matches_float64() {
     check_adamw::<half::bf16, half::bf16>(2e-2);
 }
 
 #[test]
-fn nothing_to_do() {
+fn empty_batches_change_nothing() {
     let Some(client) = client::<f32>() else { return };
     for batch in [Batch { count: 0, elements: 4 }, Batch { count: 3, elements: 0 }] {
         let handle = upload::<f32>(&client, &[1.0, 2.0]);
         let flags = upload::<f32>(&client, &[0.0; 3]);
-        let nothing = part(&handle, batch.count, batch.elements);
-        refuse(&client, &[(nothing.clone(), 0)], &flags, 3, F32, f32::MAX).unwrap();
-        let controls = (&flags, None);
-        let Accumulated { update, norms } = accumulated::<f32, f32>(
-            &client,
-            std::slice::from_ref(&nothing),
-            &handle,
-            controls,
-            batch,
-            (0.5, true),
-        )
-        .unwrap();
+        let nothing = rows(&handle, batch.count, batch.elements);
+        reject(&client, &[(nothing.clone(), 0)], &flags, 3, F32, f32::MAX).unwrap();
+        let grads = [nothing.clone()];
+        let rule = (0.5, true);
+        let MomentumResults { update, norms } =
+            momentum_step::<f32, f32>(&client, &grads, &handle, (&flags, None), batch, rule)
+                .unwrap();
         normalize(&client, &update, &norms, batch, [F32; 2], 0.0).unwrap();
-        let values = nothing;
-        let updated = [Updated { values: values.clone(), flag: 0, keep: 0.0, lr: 1.0 }];
-        apply(&client, &updated, &update, &flags, (&flags, 0), (batch, 0), [F32; 2]).unwrap();
+        let updates = [ParameterUpdate { values: nothing.clone(), flag: 0, decay: 0.0, lr: 1.0 }];
+        apply(&client, &updates, &update, &flags, (&flags, 0), (batch, 0), [F32; 2]).unwrap();
         let constants = AdamW { beta_1: 0.9, beta_2: 0.9, epsilon: 0.0 };
-        let controls = Controls { left: &flags, corrections: [&flags; 2], factor: None };
+        let controls = StepControls { rejected: &flags, corrections: [&flags; 2], factor: None };
         let grad = handle.clone();
-        let stepped = [Stepped { values, grad, first: 0, flag: 0, keep: 0.0, lr: 1.0 }];
-        adamw(&client, &stepped, [&handle; 2], 0, controls, [F32; 2], constants).unwrap();
+        let updates =
+            [AdamWUpdate { values: nothing, grad, first: 0, flag: 0, decay: 0.0, lr: 1.0 }];
+        adamw(&client, &updates, [&handle; 2], 0, controls, [F32; 2], constants).unwrap();
         assert_eq!(download::<f32>(&client, &handle), [1.0, 2.0]);
         let empty = Matrices::contiguous(handle, F32, [batch.count, 0, 0]);
         assert_eq!(add_identity(&client, &empty).unwrap().shape, empty.shape);
     }
 }
 
+fn assert_mentions(error: Error, words: &str) {
+    assert!(error.to_string().contains(words), "{error}");
+}
+
 #[test]
-fn what_does_not_fit_is_refused() {
+fn buffers_and_rows_that_do_not_fit_are_rejected() {
     let Some(client) = client::<f32>() else { return };
     let batch = Batch { count: 2, elements: 12 };
     let [whole, short] = [24, 23].map(|count| upload::<f32>(&client, &vec![1.0; count]));
-    let [flags, no_flags] = [2, 1].map(|count| upload::<f32>(&client, &vec![0.0; count]));
-    let says = |error: Error, words: &str| {
-        assert!(error.to_string().contains(words), "{error}");
-    };
-    let of = |handle| part(handle, 2, 12);
-    let marked = |grad, flags| refuse(&client, &[(of(grad), 0)], flags, 2, F32, f32::MAX);
-    says(marked(&short, &flags).unwrap_err(), "gradient has a buffer of 92 bytes");
-    says(marked(&whole, &no_flags).unwrap_err(), "flags");
+    let [flags, few_flags] = [2, 1].map(|count| upload::<f32>(&client, &vec![0.0; count]));
+    let tensor = |handle| rows(handle, 2, 12);
+
+    let reject =
+        |grad, flags| reject(&client, &[(tensor(grad), 0)], flags, 2, F32, f32::MAX).unwrap_err();
+    assert_mentions(reject(&short, &flags), "the buffer of the gradient is too small");
+    assert_mentions(reject(&short, &flags), "got 92");
+    assert_mentions(reject(&whole, &few_flags), "flags");
+
     let step = |grad, momentum, flags: &Handle| {
-        let grads = [part(grad, 1, 12), part(grad, 1, 12)];
+        let grads = [rows(grad, 1, 12), rows(grad, 1, 12)];
         let rule = (0.5, true);
-        accumulated::<f32, f32>(&client, &grads, momentum, (flags, None), batch, rule)
-            .map(|accumulated| accumulated.norms)
+        momentum_step::<f32, f32>(&client, &grads, momentum, (flags, None), batch, rule)
+            .map(|step| step.norms)
     };
     let tiny = upload::<f32>(&client, &[1.0]);
-    says(step(&tiny, &whole, &flags).unwrap_err(), "gradient");
-    says(step(&whole, &short, &flags).unwrap_err(), "momentum");
-    says(step(&whole, &whole, &no_flags).unwrap_err(), "flags");
-    let norms_of = step(&whole, &whole, &flags).unwrap();
-    let behind = |grad, first| {
+    assert_mentions(step(&tiny, &whole, &flags).unwrap_err(), "gradient");
+    assert_mentions(step(&whole, &short, &flags).unwrap_err(), "momentum");
+    assert_mentions(step(&whole, &whole, &few_flags).unwrap_err(), "flags");
+
+    let row_norms = step(&whole, &whole, &flags).unwrap();
+    let misplaced = |grad, first| {
         let update = upload::<f32>(&client, &[0.0; 24]);
-        let (momentum, update, norms, left) = (&whole, &update, &norms_of, &flags);
-        let momenta = Momenta { momentum, update, norms, left, factor: None };
-        let grads = [Averaged { grad, flag: 0, mu: 0.5 }];
-        accumulate(&client, &grads, momenta, batch, first, [F32; 2], true).unwrap_err()
+        let buffers = MomentumBuffers {
+            momentum: &whole,
+            update: &update,
+            norms: &row_norms,
+            rejected: &flags,
+            factor: None,
+        };
+        let inputs = [MomentumInput { grad, flag: 0, mu: 0.5 }];
+        update_momentum(&client, &inputs, buffers, batch, first, [F32; 2], true).unwrap_err()
     };
-    says(
-        behind(part(&whole, 1, 12), 2),
-        "the gradients is [3, 1, 12], but must be at most [2, 1, 12]",
-    );
-    says(behind(part(&whole, 2, 8), 0), "the gradients is [2, 1, 8]");
-    let more = Norms { parts: norms_of.parts + 1, ..norms_of };
-    says(normalize(&client, &whole, &more, batch, [F32; 2], 0.0).unwrap_err(), "norms");
-    let taken =
-        |input, of: Norms| norms(&client, &[(part(input, 1, 24), 0)], 12, &of, F32).unwrap_err();
-    says(taken(&short, Norms::empty(&client, batch, 3)), "input");
-    says(taken(&whole, Norms { handle: flags.clone(), parts: 1 }), "norms");
-    let applied = |values, direction, late| {
-        let updated = [Updated { values: of(values), flag: 0, keep: 1.0, lr: 1.0 }];
-        apply(&client, &updated, direction, &flags, (late, 0), (batch, 0), [F32; 2]).unwrap_err()
+    let after_the_end = misplaced(rows(&whole, 1, 12), 2);
+    assert_mentions(after_the_end.clone(), "type of the gradients");
+    assert_mentions(after_the_end, "expected at most [2, 1, 12], got [3, 1, 12]");
+    assert_mentions(misplaced(rows(&whole, 2, 8), 0), "got [2, 1, 8]");
+
+    let more = RowNorms { partials: row_norms.partials + 1, ..row_norms };
+    let error = normalize(&client, &whole, &more, batch, [F32; 2], 0.0).unwrap_err();
+    assert_mentions(error, "norms");
+    let norms = |input, row_norms: RowNorms| {
+        norms(&client, &[(rows(input, 1, 24), 0)], 12, &row_norms, F32).unwrap_err()
     };
-    says(applied(&short, &whole, &flags), "parameter");
-    says(applied(&whole, &short, &flags), "direction");
-    says(applied(&whole, &whole, &no_flags), "late flags");
+    assert_mentions(norms(&short, RowNorms::empty(&client, batch, 3)), "input");
+    assert_mentions(norms(&whole, RowNorms { handle: flags.clone(), partials: 1 }), "norms");
+
+    let apply = |values, direction, diverged| {
+        let updates = [ParameterUpdate { values: tensor(values), flag: 0, decay: 1.0, lr: 1.0 }];
+        let diverged = (diverged, 0);
+        apply(&client, &updates, direction, &flags, diverged, (batch, 0), [F32; 2]).unwrap_err()
+    };
+    assert_mentions(apply(&short, &whole, &flags), "parameter");
+    assert_mentions(apply(&whole, &short, &flags), "direction");
+    assert_mentions(apply(&whole, &whole, &few_flags), "flags of diverged matrices");
+
     let constants = AdamW { beta_1: 0.9, beta_2: 0.9, epsilon: 0.0 };
-    let stepped = |grad: &Handle, moment, corrections| {
-        let values = part(&whole, 1, 24);
+    let adamw = |grad: &Handle, moment, corrections| {
+        let values = rows(&whole, 1, 24);
         let grad = grad.clone();
-        let stepped = [Stepped { values, grad, first: 0, flag: 1, keep: 1.0, lr: 1.0 }];
+        let updates = [AdamWUpdate { values, grad, first: 0, flag: 1, decay: 1.0, lr: 1.0 }];
         let corrections = [&flags, corrections];
-        let controls = Controls { left: &flags, corrections, factor: None };
-        adamw(&client, &stepped, [&whole, moment], 24, controls, [F32; 2], constants).unwrap_err()
+        let controls = StepControls { rejected: &flags, corrections, factor: None };
+        adamw(&client, &updates, [&whole, moment], 24, controls, [F32; 2], constants).unwrap_err()
     };
-    says(stepped(&short, &whole, &flags), "gradient");
-    says(stepped(&whole, &short, &flags), "second moment");
-    says(stepped(&whole, &whole, &no_flags), "corrections");
+    assert_mentions(adamw(&short, &whole, &flags), "gradient");
+    assert_mentions(adamw(&whole, &short, &flags), "second moment");
+    assert_mentions(adamw(&whole, &whole, &few_flags), "corrections");
+
     let oblong = Matrices::contiguous(whole.clone(), F32, [1, 4, 6]);
-    says(add_identity(&client, &oblong).unwrap_err(), "square");
+    assert_mentions(add_identity(&client, &oblong).unwrap_err(), "square");
     let large = Matrices::contiguous(whole.clone(), F32, [1, 5, 5]);
-    says(add_identity(&client, &large).unwrap_err(), "Z");
+    assert_mentions(add_identity(&client, &large).unwrap_err(), "Z");
+}
+
+#[test]
+fn a_type_that_the_device_does_not_support_is_rejected() {
+    let Some(client) = client::<f32>() else { return };
     let double = ElemType::Float(FloatKind::F64);
     if client.properties().supports_type(double) {
-        excused("the device has all types");
-    } else {
-        let one = [(part(&whole, 1, 1), 0)];
-        says(refuse(&client, &one, &flags, 2, double, f32::MAX).unwrap_err(), "has no");
+        excused("the device supports all types");
+        return;
     }
+    let flags = upload::<f32>(&client, &[0.0]);
+    let one = [(rows(&upload::<f32>(&client, &[1.0; 2]), 1, 1), 0)];
+    let error = reject(&client, &one, &flags, 1, double, f32::MAX).unwrap_err();
+    assert_mentions(error, "not supported");
 }

@@ -1,4 +1,4 @@
-//! The iteration on small matrices against loops in float64.
+//! The iteration on small matrices, compared with loops in float64.
 
 mod common;
 
@@ -8,7 +8,7 @@ use common::{Real, client, download, lacks, upload};
 use cubecl::prelude::*;
 use distmuon_kernels::{Matrices, gram};
 
-/// Polar Express, the first three steps (Amsel et al., <https://arxiv.org/abs/2505.16932>).
+/// The first three steps of Polar Express (Amsel et al., <https://arxiv.org/abs/2505.16932>).
 const POLYNOMIALS: [[f32; 3]; 3] = [
     [8.156_554, -22.483_294, 15.878_77],
     [4.042_93, -2.808_918, 0.500_018],
@@ -22,8 +22,8 @@ fn times(x: &Matrix, y: &Matrix) -> Matrix {
     x.iter().map(|row| (0..row.len()).map(|j| entry(row, j)).collect()).collect()
 }
 
-/// `alpha X + beta Y`.
-fn combined(alpha: f64, x: &Matrix, beta: f64, y: &Matrix) -> Matrix {
+/// Returns `alpha X + beta Y`.
+fn weighted_sum(alpha: f64, x: &Matrix, beta: f64, y: &Matrix) -> Matrix {
     let row = |(x, y): (&Vec<f64>, &Vec<f64>)| {
         x.iter().zip(y).map(|(x, y)| alpha * x + beta * y).collect()
     };
@@ -36,15 +36,15 @@ fn reference(mut r: Matrix, polynomials: &[[f32; 3]]) -> Matrix {
         (0..m).map(|i| (0..m).map(|j| if i == j { 1.0 } else { 0.0 }).collect()).collect();
     let mut q = identity.clone();
     for [a, b, c] in polynomials.iter().map(|p| p.map(f64::from)) {
-        let z = combined(b, &r, c, &times(&r, &r));
-        let factor = combined(1.0, &z, a, &identity);
+        let z = weighted_sum(b, &r, c, &times(&r, &r));
+        let factor = weighted_sum(1.0, &z, a, &identity);
         q = times(&q, &factor);
         r = times(&times(&factor, &r), &factor);
     }
     q
 }
 
-/// `X X^T` for an `X` of norm 1.
+/// Returns `X X^T` for an `X` of norm 1.
 fn start(m: usize, seed: usize) -> Matrix {
     let x: Matrix = (0..m)
         .map(|i| {
@@ -62,7 +62,7 @@ fn check<F: Real>(k: usize, m: usize, tolerance: f64) {
 
 fn check_steps<F: Real>(k: usize, m: usize, steps: RangeInclusive<usize>, tolerance: f64) {
     let Some(client) = client::<F>() else { return };
-    if m > gram::most_rows(&client) {
+    if m > gram::max_rows(&client) {
         lacks(format!("room for {m} rows in its shared memory"));
         return;
     }
@@ -75,54 +75,57 @@ fn check_steps<F: Real>(k: usize, m: usize, steps: RangeInclusive<usize>, tolera
     let flat: Vec<f64> = starts.iter().flatten().flatten().copied().collect();
     let r = Matrices::contiguous(upload::<F>(&client, &flat), F::elem_type_native(), [k, m, m]);
     for steps in steps {
-        let q = gram::accumulate(&client, &r, &POLYNOMIALS[..steps]).unwrap();
-        let found = download::<F>(&client, &q.handle);
+        let q = gram::accumulate_q(&client, &r, &POLYNOMIALS[..steps]).unwrap();
+        let q = download::<F>(&client, &q.handle);
         for (i, start) in starts.iter().enumerate() {
             let expected = reference(start.clone(), &POLYNOMIALS[..steps]);
             let size = expected.iter().flatten().fold(0.0, |a: f64, x| a.max(x.abs()));
-            for (at, expected) in expected.iter().flatten().enumerate() {
-                let [row, column] = [at / m, at % m];
-                let at = |row, column| found[(i * m + row) * m + column];
-                let error = (at(row, column) - expected).abs() / size;
+            for (index, expected) in expected.iter().flatten().enumerate() {
+                let [row, column] = [index / m, index % m];
+                let entry = |row, column| q[(i * m + row) * m + column];
+                let error = (entry(row, column) - expected).abs() / size;
                 assert!(error < tolerance, "m {m}, {steps} steps, [{row}, {column}]: {error}");
-                assert!(at(row, column) == at(column, row), "not symmetric");
+                assert!(entry(row, column) == entry(column, row), "not symmetric");
             }
         }
     }
 }
 
 #[test]
-fn tiny() {
+fn one_step_on_a_tiny_matrix_matches_float64() {
     check_steps::<f32>(1, 5, 1..=1, 2e-5);
 }
 
 #[test]
-fn float32() {
+fn q_in_float32_matches_float64() {
     for (k, m) in [(3, 1), (2, 16), (3, 33), (1, 48), (1, 64), (1, 128)] {
         check::<f32>(k, m, 2e-5);
     }
 }
 
 #[test]
-fn float16() {
+fn q_in_float16_matches_float64() {
     check::<half::f16>(3, 21, 2e-3);
 }
 
 #[test]
-fn bfloat16() {
+fn q_in_bfloat16_matches_float64() {
     check::<half::bf16>(3, 21, 1.6e-2);
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn operands_that_do_not_fit_are_rejected() {
     let Some(client) = client::<f32>() else { return };
-    let of = |shape| Matrices::empty(&client, f32::elem_type_native(), shape);
-    let error =
-        |shape| gram::accumulate(&client, &of(shape), &POLYNOMIALS).unwrap_err().to_string();
-    assert!(error([1, 4, 5]).contains("square"));
-    assert!(error([1, 200, 200]).contains("at most"));
-    let short = Matrices { handle: of([1, 3, 4]).handle, ..of([1, 4, 4]) };
-    let error = gram::accumulate(&client, &short, &POLYNOMIALS).unwrap_err().to_string();
-    assert!(error.contains("R has a buffer of 48 bytes"), "{error}");
-    assert_eq!(gram::accumulate(&client, &of([0, 4, 4]), &POLYNOMIALS).unwrap().shape, [0, 4, 4]);
+    let empty = |shape| Matrices::empty(&client, f32::elem_type_native(), shape);
+    let error = |r: &Matrices| {
+        gram::accumulate_q(&client, r, &POLYNOMIALS).unwrap_err().to_string()
+    };
+    assert!(error(&empty([1, 4, 5])).contains("square"));
+    assert!(error(&empty([1, 200, 200])).contains("at most"));
+    let short = Matrices { handle: empty([1, 3, 4]).handle, ..empty([1, 4, 4]) };
+    let text = error(&short);
+    assert!(text.contains("the buffer of R is too small"), "{text}");
+    assert!(text.contains("got 48"), "{text}");
+    let nothing = empty([0, 4, 4]);
+    assert_eq!(gram::accumulate_q(&client, &nothing, &POLYNOMIALS).unwrap().shape, [0, 4, 4]);
 }

@@ -1,5 +1,5 @@
-//! Real text as tokens: read from a file or folder, or from the sources of crates that every build
-//! of this repository downloads, and memory-mapped.
+//! Real text as memory-mapped tokens, from a file or folder, or from the sources of crates that
+//! every build of this repository downloads.
 
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -16,7 +16,7 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, TokenizerBuilder, TokenizerImpl};
 use walkdir::WalkDir;
 
-/// Crates whose sources are the default text: the lock file names their versions and every build
+/// Crates whose sources are the default text. The lock file names their versions and every build
 /// unpacks them, so that one lock file gives one text.
 const DEFAULT_CRATES: [&str; 10] = [
     "burn-autodiff",
@@ -31,20 +31,21 @@ const DEFAULT_CRATES: [&str; 10] = [
     "rayon",
 ];
 
-/// Text that is left out of larger corpora, in bytes.
-const MOST_BYTES: usize = 64 << 20;
+/// Largest size of a text in bytes; the rest of larger ones is left out.
+const MAX_BYTES: usize = 64 << 20;
 
-/// Text that a BPE vocabulary is trained on, in bytes.
+/// Size of the text that a BPE vocabulary is trained on, in bytes.
 const BPE_BYTES: usize = 4 << 20;
 
-/// Training and validation text alternate in blocks of this many tokens, one in twenty for
-/// validation.
+/// Tokens of a block.
 const BLOCK: usize = 1 << 13;
+
+/// One in this many blocks is for validation, the others are for training.
 const VALIDATION_EVERY: usize = 20;
 
 type Bpe = TokenizerImpl<BPE, tokenizers::NormalizerWrapper, ByteLevel, ByteLevel, ByteLevel>;
 
-/// Text to tokens and back.
+/// Converts text to tokens and back.
 pub enum Tokenizer {
     Bytes,
     Bpe(Box<Bpe>),
@@ -112,13 +113,13 @@ impl Tokenizer {
 /// A tokenised text, split into training and validation blocks.
 pub struct Corpus {
     pub tokenizer: Tokenizer,
-    /// What tells the text from others.
+    /// Hash of the tokens.
     pub fingerprint: u64,
     /// Little-endian `u16`s in a file without a name.
     tokens: Mmap,
 }
 
-/// Which blocks a batch comes from.
+/// The blocks that a batch is drawn from.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Split {
     Train,
@@ -152,7 +153,7 @@ impl Corpus {
             data.unwrap_or(Path::new("(default)")).display(),
             BLOCK * VALIDATION_EVERY
         );
-        // SAFETY: the file has no name and no other handle, so that nobody else can change it.
+        // SAFETY: the file has no name and no other handle, so that no other process can change it.
         let tokens = unsafe { Mmap::map(&file) }.context("can't map the tokens")?;
         tracing::info!("text: {} files, {} bytes, {count} tokens", files.len(), text.len());
         let mut hasher = DefaultHasher::new();
@@ -160,12 +161,12 @@ impl Corpus {
         Ok(Self { tokenizer, fingerprint: hasher.finish(), tokens })
     }
 
-    /// Tokens in all.
+    /// The number of all tokens.
     pub fn len(&self) -> usize {
         self.tokens.len() / 2
     }
 
-    /// Inputs and targets, `[batch, context]` each, from windows that `seed` chooses.
+    /// Inputs and targets, `[batch, context]` each, from windows that are drawn with `seed`.
     pub fn batch(
         &self,
         split: Split,
@@ -208,19 +209,20 @@ impl Corpus {
     }
 }
 
-/// The text in pieces of whole lines, small enough for the tokenizer.
+/// Splits the text into pieces of whole lines, small enough for the tokenizer.
 fn pieces(text: &[u8]) -> impl Iterator<Item = &[u8]> {
     let mut rest = text;
     std::iter::from_fn(move || {
-        let least = rest.len().min(1 << 16);
-        let line = rest[least..].iter().position(|byte| *byte == b'\n').map(|end| least + end + 1);
-        let (piece, after) = rest.split_at(line.unwrap_or(rest.len()));
+        let minimum = rest.len().min(1 << 16);
+        let newline = rest[minimum..].iter().position(|byte| *byte == b'\n');
+        let end = newline.map_or(rest.len(), |newline| minimum + newline + 1);
+        let (piece, after) = rest.split_at(end);
         rest = after;
         (!piece.is_empty()).then_some(piece)
     })
 }
 
-/// The file, or all files of the folder in the order of their paths.
+/// Lists the file, or all files of the folder in the order of their paths.
 fn files(path: &Path) -> Result<Vec<PathBuf>> {
     ensure!(path.exists(), "--data {}: no such file or folder", path.display());
     let mut files = Vec::new();
@@ -239,9 +241,9 @@ fn read(files: &[PathBuf]) -> Result<Vec<u8>> {
     for file in files {
         let bytes = fs::read(file).with_context(|| format!("can't read {}", file.display()))?;
         text.extend(bytes);
-        if text.len() >= MOST_BYTES {
-            tracing::warn!("the text is cut at {} MiB", MOST_BYTES >> 20);
-            text.truncate(MOST_BYTES);
+        if text.len() >= MAX_BYTES {
+            tracing::warn!("the text is cut at {} MiB", MAX_BYTES >> 20);
+            text.truncate(MAX_BYTES);
             break;
         }
     }
@@ -259,16 +261,16 @@ struct Package {
     version: String,
 }
 
-/// The Rust sources of [`DEFAULT_CRATES`] in cargo's registry.
+/// Lists the Rust sources of [`DEFAULT_CRATES`] in cargo's registry.
 fn default_files() -> Result<Vec<PathBuf>> {
     let lock = Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.lock");
     let remedy = "give a text with --data FILE_OR_FOLDER";
     let text = fs::read_to_string(&lock)
         .with_context(|| format!("can't read {}; {remedy}", lock.display()))?;
     let lock: Lock =
-        toml::from_str(&text).with_context(|| format!("a broken lock file; {remedy}"))?;
+        toml::from_str(&text).with_context(|| format!("the lock file is malformed; {remedy}"))?;
     let registry = home::cargo_home().context(remedy)?.join("registry/src");
-    let mut found = Vec::new();
+    let mut all = Vec::new();
     for name in DEFAULT_CRATES {
         let Some(package) = lock.package.iter().find(|package| package.name == name) else {
             bail!("the lock file has no crate {name}; {remedy}")
@@ -283,9 +285,9 @@ fn default_files() -> Result<Vec<PathBuf>> {
         let Some(sources) = sources else {
             bail!("no {folder} in {}; {remedy}, or run `cargo fetch`", registry.display())
         };
-        found.extend(
+        all.extend(
             files(&sources)?.into_iter().filter(|file| file.extension() == Some("rs".as_ref())),
         );
     }
-    Ok(found)
+    Ok(all)
 }

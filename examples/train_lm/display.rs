@@ -1,4 +1,4 @@
-//! The display of a run while it trains: a bar or lines, and the log.
+//! The output of a run while it trains: a progress bar or lines, and the log.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -12,19 +12,20 @@ use serde_json::{Value, json};
 use super::options::LINE_EVERY;
 use super::settings::{Progress, Settings};
 
-/// Tells of the steps of one run, on rank 0.
+/// Shows and logs the steps of one run, on rank 0.
 pub struct Display<'a> {
     name: &'a str,
     steps: usize,
     bar: Option<ProgressBar>,
     log: Option<&'a File>,
     start: Instant,
-    /// The step that the run has started or gone on from.
+    /// The step after which the run has started or was resumed.
     first: usize,
-    told: Skips,
+    /// The skipped steps that have been reported.
+    reported: Skips,
 }
 
-/// The steps that parameters had skipped up to a step.
+/// The number of steps that each parameter had skipped after a step.
 struct Skips {
     step: usize,
     counts: BTreeMap<String, u64>,
@@ -38,21 +39,23 @@ impl<'a> Display<'a> {
         progress: &Progress,
         log: Option<&'a File>,
     ) -> Result<Self> {
-        let (steps, first) = (settings.steps, progress.step);
+        let steps = settings.steps;
+        let first = progress.step;
         let bar = std::io::stderr().is_terminal().then(|| bar(name, steps, first));
-        let told = Skips { step: first, counts: progress.skipped.clone() };
-        let display = Self { name, steps, bar, log, start: Instant::now(), first, told };
+        let reported = Skips { step: first, counts: progress.skipped.clone() };
+        let display = Self { name, steps, bar, log, start: Instant::now(), first, reported };
         let start = json!({ "run": name, "ranks": ranks, "step": first, "settings": settings });
         display.log(start)?;
         Ok(display)
     }
 
+    /// Reports the loss of a step.
     pub fn step(&self, step: usize, loss: f64, lr: f64, tokens_per_step: usize) -> Result<()> {
         let seconds = self.start.elapsed().as_secs_f64();
         let per_second = (step - self.first) as f64 / seconds;
         let rate = tokens_per_step as f64 * per_second;
-        let left = Duration::from_secs_f64((self.steps - step) as f64 / per_second);
-        let message = format!("loss {loss:.3}, {rate:.0} tokens/s, {} left", short(left));
+        let remaining = Duration::from_secs_f64((self.steps - step) as f64 / per_second);
+        let message = format!("loss {loss:.3}, {rate:.0} tokens/s, {} left", short(remaining));
         match &self.bar {
             Some(bar) => {
                 bar.set_message(message);
@@ -66,6 +69,7 @@ impl<'a> Display<'a> {
         }))
     }
 
+    /// Reports the loss of a validation.
     pub fn validation(
         &self,
         step: usize,
@@ -76,25 +80,26 @@ impl<'a> Display<'a> {
         self.log(json!({ "step": step, "validation_loss": loss, "skipped": skipped }))
     }
 
-    /// Tells of steps that were skipped since this was last called.
+    /// Reports the steps that were skipped since the last call.
     pub fn skipped(&mut self, step: usize, counts: &BTreeMap<String, u64>) {
-        let before = |parameter| self.told.counts.get(parameter).copied().unwrap_or(0);
-        let more = counts.iter().map(|(parameter, count)| count - before(parameter));
-        let more: Vec<u64> = more.filter(|count| *count > 0).collect();
-        if let (Some(least), Some(most)) = (more.iter().min(), more.iter().max()) {
-            let (parameters, of) = (more.len(), step - self.told.step);
-            let up_to = if least == most { "" } else { "up to " };
+        let before = |parameter| self.reported.counts.get(parameter).copied().unwrap_or(0);
+        let new = counts.iter().map(|(parameter, count)| count - before(parameter));
+        let new: Vec<u64> = new.filter(|count| *count > 0).collect();
+        if let (Some(min), Some(max)) = (new.iter().min(), new.iter().max()) {
+            let parameters = new.len();
+            let steps = step - self.reported.step;
+            let up_to = if min == max { "" } else { "up to " };
             self.line(
                 step,
                 &format!(
-                    "{parameters} parameters skipped {up_to}{most} of {of} steps: gradients not finite"
+                    "{parameters} parameters skipped {up_to}{max} of {steps} steps: gradients not finite"
                 ),
             );
         }
-        self.told = Skips { step, counts: counts.clone() };
+        self.reported = Skips { step, counts: counts.clone() };
     }
 
-    /// The end of the run: of all steps, by Ctrl-C, or by losses that are not finite.
+    /// Reports the end of the run: after all steps, by Ctrl-C, or by non-finite losses.
     pub fn end(&self, step: usize, how: &str) -> Result<()> {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
@@ -120,12 +125,12 @@ impl<'a> Display<'a> {
 fn bar(name: &str, steps: usize, done: usize) -> ProgressBar {
     let style = ProgressStyle::with_template("{prefix} {bar:16} {pos}/{len} {msg}");
     ProgressBar::new(steps as u64)
-        .with_style(style.expect("a valid template"))
+        .with_style(style.expect("the template is valid"))
         .with_prefix(name.to_owned())
         .with_position(done as u64)
 }
 
-/// A time in its two largest units.
+/// Writes a time in its two largest units.
 fn short(time: Duration) -> String {
     let seconds = time.as_secs();
     match seconds {

@@ -1,4 +1,4 @@
-//! Trains a small GPT on real text, with Muon or with what it is compared to.
+//! Trains a small GPT on real text, with Muon or with optimizers to compare it with.
 //!
 //! ```text
 //! cargo run --release --example train_lm
@@ -6,6 +6,7 @@
 //! mpirun -n 4 target/release/examples/train_lm --engine mpi
 //! ```
 
+mod chart;
 mod data;
 mod display;
 mod model;
@@ -38,9 +39,9 @@ fn main() -> Result<()> {
     run(env::args_os())
 }
 
-/// Runs the program with these arguments, of which the first is its name.
+/// Runs the program. The first argument is its name.
 pub fn run(arguments: impl Iterator<Item = OsString>) -> Result<()> {
-    tell_in_plain_lines();
+    init_logging();
     let (options, saved) = options(arguments)?;
     check_device()?;
     let stop = stop::on_ctrl_c()?;
@@ -61,10 +62,17 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> Result<()> {
     let log = options.log.as_deref().filter(|_| is_first);
     let log = log.map(|path| open_log(path, saved.is_some())).transpose()?;
     let run = |(optimizer, ranks)| {
-        let settings = options.settings.of_run(optimizer)?;
-        let (options, corpus, sizes, stop) = (&options, &corpus, &sizes, &*stop);
-        let (log, world) = (log.as_ref(), world.as_ref());
-        Ok(Run { options, settings, optimizer, ranks, corpus, sizes, stop, log, world })
+        Ok(Run {
+            options: &options,
+            settings: options.settings.for_run(optimizer)?,
+            optimizer,
+            ranks,
+            corpus: &corpus,
+            sizes: &sizes,
+            stop: &stop,
+            log: log.as_ref(),
+            world: world.as_ref(),
+        })
     };
     let runs: Vec<Run> = runs.into_iter().map(run).collect::<Result<_>>()?;
     let summaries = train(&runs, is_first)?;
@@ -78,16 +86,16 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> Result<()> {
     Ok(())
 }
 
-/// Trains one run after the other, up to the one that Ctrl-C has stopped.
+/// Trains one run after the other, until Ctrl-C stops one.
 fn train(runs: &[Run], is_first: bool) -> Result<Vec<Summary>> {
     let mut summaries = Vec::new();
-    for (i, run) in runs.iter().enumerate() {
+    for (index, run) in runs.iter().enumerate() {
         let summary = run.train()?;
         let stopped = summary.stopped.clone();
         summaries.push(summary);
         if let Some((step, path)) = stopped {
             if is_first {
-                println!("{}\n", stop::advice(run, step, &path, &runs[i + 1..]));
+                println!("{}\n", stop::advice(run, step, &path, &runs[index + 1..]));
             }
             break;
         }
@@ -95,9 +103,9 @@ fn train(runs: &[Run], is_first: bool) -> Result<Vec<Summary>> {
     Ok(summaries)
 }
 
-/// Prints what happens as lines on standard error, without times and places. Of skipped steps, runs tell
-/// themselves.
-fn tell_in_plain_lines() {
+/// Logs to standard error, in lines without time, level and module.
+fn init_logging() {
+    // Without the library's warnings of skipped steps, since the display reports these.
     let filter = EnvFilter::try_from_default_env();
     tracing_subscriber::fmt()
         .with_env_filter(filter.unwrap_or_else(|_| "warn,train_lm=info,distmuon=error".into()))
@@ -109,14 +117,15 @@ fn tell_in_plain_lines() {
         .init();
 }
 
-/// The file of `--log`, which a resumed run adds to.
+/// Opens the file of `--log`. A resumed run appends to it.
 fn open_log(path: &Path, resumes: bool) -> Result<File> {
     let mut log = File::options();
     let log = if resumes { log.append(true) } else { log.write(true).truncate(true) };
     log.create(true).open(path).with_context(|| format!("--log {}", path.display()))
 }
 
-/// The command line, with the settings of the checkpoint that it names.
+/// Parses the command line. With `--resume`, adds the settings of the checkpoint, and returns its
+/// progress.
 fn options(arguments: impl Iterator<Item = OsString>) -> Result<(Options, Option<Progress>)> {
     let matches = Options::command().get_matches_from(arguments);
     let mut options = Options::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
@@ -131,8 +140,10 @@ fn options(arguments: impl Iterator<Item = OsString>) -> Result<(Options, Option
     Ok((options, Some(saved)))
 }
 
-/// Fails if `BURN_DEVICE` names a device that Burn was built without, where Burn panics.
+/// Fails if `BURN_DEVICE` names a device that Burn was built without.
 fn check_device() -> Result<()> {
+    // Burn panics for such a device: the panic becomes an error, and its message is printed only
+    // once.
     let hook = panic::take_hook();
     panic::set_hook(Box::new(|_| {}));
     let device = panic::catch_unwind(Device::default);

@@ -1,5 +1,5 @@
 //! A small modern GPT: RMSNorm before every layer, rotary position embeddings, normalised queries
-//! and keys, squared ReLU, and an output head of its own.
+//! and keys, squared ReLU, and an output head that does not share the weights of the embedding.
 
 use burn::config::Config;
 use burn::module::Module;
@@ -58,7 +58,7 @@ struct Mlp {
 }
 
 impl GptConfig {
-    /// A model with random weights from the device's generator.
+    /// Makes a model with random weights from the device's generator.
     pub fn init(&self, device: &Device) -> Gpt {
         let rope = RotaryEncodingConfig::new(self.context, self.width / self.heads);
         Gpt {
@@ -107,7 +107,8 @@ impl GptConfig {
 }
 
 impl Gpt {
-    /// Logits of the next token at every position: `[batch, length]` to `[batch, length, vocabulary]`.
+    /// Logits of the next token at every position, `[batch, length]` to
+    /// `[batch, length, vocabulary]`.
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let x = self.embedding.forward(tokens);
         let x = self.blocks.iter().fold(x, |x, block| block.forward(x, &self.rope));

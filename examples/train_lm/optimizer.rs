@@ -6,9 +6,11 @@ use std::path::Path;
 use anyhow::Result;
 use burn::optim::{self, GradientsParams, ModuleOptimizer};
 use clap::ValueEnum;
-use distmuon::dist::{DistModuleOptimizer, DistMuonConfig, World};
+use distmuon::comm::World;
+use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig};
 use distmuon::{
-    AdamWSettings, Group, LrScale, MuonConfig, Routing, Rule, Schedule, SkippedSteps, checkpoint,
+    AdamWConfig, LrScale, MuonConfig, ParameterRole, Routing, RoutingRule, Schedule, SkippedSteps,
+    checkpoint,
 };
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
@@ -23,13 +25,13 @@ pub enum OptimizerName {
     BurnMuon,
     /// This crate's Muon for matrices, AdamW for the rest.
     Muon,
-    /// The same, shared by the ranks.
+    /// This crate's Muon and AdamW, shared by the ranks.
     DistMuon,
     /// AdamW for everything, shared by the ranks.
     DistAdamw,
 }
 
-/// An optimizer at work.
+/// An optimizer with its state.
 pub enum Optim {
     Single(Box<ModuleOptimizer>, SkippedSteps),
     Dist(Box<DistModuleOptimizer>),
@@ -40,7 +42,7 @@ impl OptimizerName {
         self.to_possible_value().expect("no value is skipped").get_name().to_owned()
     }
 
-    /// The best peak learning rate of a sweep over the default task; see the README.
+    /// The best peak learning rate of a sweep of the default task; see the README.
     pub fn tuned_lr(self) -> f64 {
         match self {
             Self::Adamw | Self::DistAdamw => 4e-3,
@@ -48,7 +50,7 @@ impl OptimizerName {
         }
     }
 
-    /// Tells whether it can train on several ranks.
+    /// Returns `true` if the optimizer can train on several ranks.
     pub fn is_shared(self) -> bool {
         matches!(self, Self::DistMuon | Self::DistAdamw)
     }
@@ -58,7 +60,7 @@ impl OptimizerName {
         if self == Self::DistMuon { Self::Muon } else { self }
     }
 
-    /// The optimizer of a rank, and what goes where.
+    /// Makes the optimizer of a rank, and the routing of the parameters.
     pub fn init(self, world: &World, model: &Gpt) -> Result<(Optim, Routing)> {
         let ours = MuonConfig::new().with_lr_scale(LrScale::MatchRmsAdamW);
         let adamw = || optim::AdamWConfig::new().with_beta_2(0.95).with_epsilon(1e-8);
@@ -78,22 +80,24 @@ impl OptimizerName {
                     .with_adjust_lr_fn(optim::AdjustLrFn::MatchRmsAdamW)
                     .with_weight_decay(Some(optim::decay::WeightDecayConfig::new(0.1)))
                     .build();
-                let matrices = routing.group(|group| matches!(group, Group::Muon { .. }));
+                let matrices = routing.group(|role| matches!(role, ParameterRole::Muon { .. }));
                 single(adamw().with_weight_decay(0.0).init().with_group(matrices, muon, None))
             }
             Self::Muon => single(routing.init()),
             Self::DistMuon => return shared(ours),
             Self::DistAdamw => {
-                let adamw = AdamWSettings::new().with_weight_decay(0.1);
-                return shared(ours.with_adamw(adamw).with_rule(Rule::adamw("")));
+                let adamw = AdamWConfig::new().with_weight_decay(0.1);
+                return shared(ours.with_adamw(adamw).with_rule(RoutingRule::adamw("")));
             }
         };
         Ok((optim, routing))
     }
 
-    /// Warm-up over a twentieth of the run, warm-down over its last half.
+    /// The schedule of the learning rate: warm-up over a twentieth of the run, warm-down over its
+    /// last half.
     pub fn schedule(self, lr: f64, steps: usize) -> Schedule {
-        let (warmup, warmdown) = (steps / 20, steps / 2);
+        let warmup = steps / 20;
+        let warmdown = steps / 2;
         Schedule::warmup_constant_warmdown(lr, warmup, steps - warmup - warmdown, warmdown)
     }
 }
@@ -126,7 +130,7 @@ impl Optim {
         }
     }
 
-    /// Parameters that were left untouched at times, because their gradient was not finite.
+    /// The number of steps that each parameter skipped because its gradient was non-finite.
     pub fn skipped_steps(&self) -> BTreeMap<String, u64> {
         match self {
             Self::Single(_, skipped) => skipped.read(),

@@ -5,26 +5,27 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail, ensure};
 use clap::builder::{PathBufValueParser, TypedValueParser};
 use clap::{Parser, ValueEnum};
-use distmuon::dist::World;
+use distmuon::comm::World;
 #[cfg(any(feature = "mpi", feature = "cuda"))]
-use distmuon::dist::{DEADLINE, Launch};
+use distmuon::comm::{DEADLINE, Launch};
 
 use super::optimizer::OptimizerName;
 use super::settings::Settings;
 
-/// Steps between lines, looks at skipped steps and, unless told otherwise, validations.
+/// Steps between two lines of output, between two reads of the skipped steps and, by default,
+/// between two validations.
 pub const LINE_EVERY: usize = 25;
 
 const EXAMPLES: &str = "\
 Examples:
   train_lm                                    two minutes on two cores
   train_lm --compare adamw,muon --plot a.svg  curves of both
-  train_lm --save run.bpk --log run.jsonl     then Ctrl-C, and
-  train_lm --resume run.bpk --ranks 2         the same run on two ranks
+  train_lm --save run.bpk --log run.jsonl     ended by Ctrl-C, then
+  train_lm --resume run.bpk --ranks 2         continued on two ranks
   mpirun -n 4 train_lm --engine mpi           the ranks as processes
 
 Devices:
-  BURN_DEVICE=flex, cuda, vulkan, ... chooses among those that were built in:
+  BURN_DEVICE=flex, cuda, vulkan, ... selects one that was built in:
   cargo build --release --example train_lm --features cuda,mpi";
 
 /// Trains a small GPT on real text.
@@ -33,23 +34,23 @@ Devices:
 pub struct Options {
     #[command(flatten)]
     pub settings: Settings,
-    /// Trains with each of these from the same start, and compares.
+    /// Optimizers to train with from the same start, and to compare.
     #[arg(
         long, value_enum, value_delimiter = ',', value_name = "NAME,..",
         conflicts_with_all = ["optimizer", "save", "resume"], help_heading = "Optimizer",
     )]
     pub compare: Vec<OptimizerName>,
-    /// Parts of a rank's batch that are computed in turn, to save memory.
+    /// Parts of a rank's batch, computed one after the other to save memory.
     #[arg(long, value_name = "PARTS", default_value_t = 1, value_parser = at_least_one)]
     #[arg(help_heading = "Optimizer")]
     pub accumulate: usize,
-    /// Ranks that share the work: threads, on all devices in turn.
+    /// Number of ranks: threads that share the work, on all devices in turn.
     ///
-    /// Several numbers, as in 1,2,4, with --compare.
+    /// Several numbers, as in 1,2,4, need --compare.
     #[arg(long, value_delimiter = ',', value_name = "NUMBER,..", default_value = "1")]
     #[arg(value_parser = at_least_one, help_heading = "Ranks")]
     pub ranks: Vec<usize>,
-    /// Engine of gradients and parameters between ranks.
+    /// Engine that moves gradients and parameters between ranks.
     ///
     /// With mpi and nccl, mpirun, torchrun or srun has to start the ranks.
     #[arg(long, value_enum, default_value_t = Engine::Threads, conflicts_with = "ranks")]
@@ -61,15 +62,15 @@ pub struct Options {
     pub save: Option<PathBuf>,
     /// Checkpoint to continue from, on any number of ranks.
     ///
-    /// Settings are those of the saved run. Only --steps may differ.
+    /// The settings are those of the saved run. Only --steps may differ.
     #[arg(long, value_name = "FILE", help_heading = "Checkpoints")]
     pub resume: Option<PathBuf>,
-    /// Steps between validations; 0 for one at the end only.
+    /// Steps between validations; 0 for a single one at the end.
     #[arg(long, value_name = "STEPS", default_value_t = LINE_EVERY, help_heading = "Output")]
     pub eval_every: usize,
-    /// File for all losses and rates, a JSON object a line.
+    /// File for all losses and rates, one JSON object per line.
     ///
-    /// With --resume, it is added to.
+    /// With --resume, lines are appended.
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(writable))]
     #[arg(help_heading = "Output")]
     pub log: Option<PathBuf>,
@@ -77,10 +78,10 @@ pub struct Options {
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(writable))]
     #[arg(help_heading = "Output")]
     pub plot: Option<PathBuf>,
-    /// Tokens to write at the end.
+    /// Tokens of text to generate at the end.
     #[arg(long, value_name = "TOKENS", default_value_t = 200, help_heading = "Output")]
     pub sample: usize,
-    /// Prints which parameter is updated by what.
+    /// Prints which optimizer updates each parameter.
     #[arg(long, help_heading = "Output")]
     pub routes: bool,
 }
@@ -96,7 +97,8 @@ pub enum Engine {
 }
 
 impl Engine {
-    /// The world of this process, unless it makes one of threads.
+    /// Connects this process to its world. `None` for threads, which share a world inside the
+    /// process.
     pub fn connect(self) -> Result<Option<World>> {
         if self == Self::Threads {
             return Ok(None);
@@ -113,15 +115,18 @@ impl Engine {
                 _ => {}
             }
         }
-        bail!("--engine {self:?}: build train_lm with --features mpi, or cuda for nccl")
+        bail!(
+            "--engine {self:?} is missing in this program: \
+             build train_lm with --features mpi, or cuda for nccl"
+        )
     }
 }
 
 impl Options {
-    /// The runs, one after the other: an optimizer on a number of ranks each.
+    /// The runs in their order, each of an optimizer on a number of ranks.
     pub fn runs(&self, world: Option<&World>) -> Result<Vec<(OptimizerName, usize)>> {
-        let of_world = world.map(|world| vec![world.size()]);
-        let all_ranks = of_world.as_ref().unwrap_or(&self.ranks);
+        let world_size = world.map(|world| vec![world.size()]);
+        let all_ranks = world_size.as_ref().unwrap_or(&self.ranks);
         all_ranks.iter().try_for_each(|ranks| self.check_batch(*ranks))?;
         if self.compare.is_empty() {
             let [ranks] = all_ranks[..] else {
@@ -129,9 +134,8 @@ impl Options {
             };
             return Ok(vec![(self.settings.optimizer_on(ranks)?, ranks)]);
         }
-        let on_ranks = |optimizer: &OptimizerName| {
-            let (optimizer, alone) = (*optimizer, vec![1]);
-            let ranks = if optimizer.is_shared() { all_ranks.clone() } else { alone };
+        let on_ranks = |&optimizer: &OptimizerName| {
+            let ranks = if optimizer.is_shared() { all_ranks.clone() } else { vec![1] };
             ranks.into_iter().map(move |ranks| (optimizer, ranks))
         };
         let runs: Vec<_> = self.compare.iter().flat_map(on_ranks).collect();
@@ -142,15 +146,16 @@ impl Options {
         Ok(runs)
     }
 
-    /// The file to continue from as it is named on the command line.
+    /// The option `--resume` as it was written on the command line, for messages.
     pub fn resume_flag(&self) -> String {
         let path = self.resume.as_deref().unwrap_or(Path::new(""));
         format!("--resume {}", path.display())
     }
 
-    /// Refuses a batch of which the parts would differ in size.
+    /// Fails for a batch that cannot be divided into parts of equal size.
     fn check_batch(&self, ranks: usize) -> Result<()> {
-        let (batch, parts) = (self.settings.batch, self.accumulate);
+        let batch = self.settings.batch;
+        let parts = self.accumulate;
         let each = if parts == 1 { String::new() } else { format!(" in {parts} parts each") };
         ensure!(
             batch.is_multiple_of(ranks * parts),
@@ -173,7 +178,7 @@ pub fn positive(text: &str) -> Result<f64> {
     Ok(number)
 }
 
-/// A file for results: that it can't be written should be known before the training.
+/// Fails for a path that no result can be written to, before the training rather than after it.
 fn writable(path: PathBuf) -> Result<PathBuf> {
     ensure!(!path.is_dir(), "it is a folder; name a file in it");
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());

@@ -5,25 +5,29 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
 use comfy_table::{ContentArrangement, Table, presets};
-use plotters::element::DashedPathElement;
-use plotters::prelude::*;
+
+use super::chart::{Axis, COLORS, Chart, Curve};
+
+/// The first part of the steps, whose losses do not count for the upper end of a plot. They are so
+/// much higher that they would hide the differences between later ones.
+const STEEP_PART: f64 = 0.1;
 
 /// The results of a run.
 pub struct Summary {
     pub name: String,
     pub lr: f64,
-    /// Steps and the validation loss after them.
+    /// Steps, and the validation loss after each.
     pub curve: Vec<(usize, f64)>,
     pub tokens_per_second: f64,
-    /// Part of the time spent in the optimizer.
+    /// The part of the time that was spent in the optimizer.
     pub optimizer_share: f64,
     pub optimizer_ms: f64,
-    /// The last step, and where it is saved, if Ctrl-C came before the end.
+    /// The last step and the path of its checkpoint, if Ctrl-C ended the run.
     pub stopped: Option<(usize, PathBuf)>,
 }
 
 impl Summary {
-    /// The name, with a mark if it was stopped.
+    /// The name, with a mark if the run was stopped.
     fn title(&self) -> String {
         match self.stopped {
             Some((step, _)) => format!("{} (stopped at {step})", self.name),
@@ -41,7 +45,8 @@ impl Summary {
     }
 }
 
-/// A line a run; with several runs also how soon each reached the first one's final loss.
+/// A table with one row per run. With several runs, a column has the step at which each of them
+/// reached the final loss of the first one.
 pub fn table(summaries: &[Summary]) -> String {
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN);
@@ -72,86 +77,73 @@ pub fn table(summaries: &[Summary]) -> String {
     format!("{table}\n{notes}")
 }
 
-/// The first validated step at which the loss is no higher than `goal`.
+/// The first step whose validation loss is at most `goal`.
 fn steps_to(curve: &[(usize, f64)], goal: f64) -> Option<usize> {
     curve.iter().find(|(_, loss)| *loss <= goal).map(|(step, _)| *step)
 }
 
-/// Colours that are told apart on white.
-const COLORS: [RGBColor; 6] = [
-    RGBColor(0, 90, 181),
-    RGBColor(200, 60, 0),
-    RGBColor(0, 120, 80),
-    RGBColor(150, 40, 140),
-    RGBColor(90, 90, 90),
-    RGBColor(120, 80, 0),
-];
-
-/// The losses of a run that are drawn. That of the start is left out: it would press the rest together.
-fn drawn(run: &Summary) -> impl Iterator<Item = (usize, f64)> + Clone {
-    let points = run.curve.iter().copied();
-    points.filter(|(step, loss)| *step > 0 && loss.is_finite())
-}
-
 /// Draws the validation losses of all runs into one SVG.
 pub fn plot(path: &Path, title: &str, summaries: &[Summary]) -> Result<()> {
-    let points: Vec<_> = summaries.iter().flat_map(drawn).collect();
-    let ends = |ends: Range<f64>, x: f64| ends.start.min(x)..ends.end.max(x);
-    let steps = points.iter().map(|(step, _)| *step as f64).fold(f64::MAX..f64::MIN, ends);
-    let losses = points.iter().map(|(_, loss)| *loss).fold(f64::MAX..f64::MIN, ends);
+    let curves: Vec<Curve> = summaries.iter().enumerate().map(curve).collect();
+    let points: Vec<_> = curves.iter().flat_map(|curve| curve.points.iter().copied()).collect();
     let drawing = if points.is_empty() {
-        Err("no validation has found a finite loss after the start".into())
+        Err(anyhow!(
+            "there is no loss to draw: expected a finite one of a validation after step 0; \
+             lower --lr or --eval-every"
+        ))
     } else {
-        draw(path, title, summaries, [wider(steps), wider(losses)])
+        let [x, y] = axes(&points);
+        let chart = Chart { title: title.to_owned(), x, y, curves };
+        chart.draw(path).map_err(|error| anyhow!("{error}"))
     };
-    drawing
-        .map_err(|error| anyhow!("{error}"))
-        .with_context(|| format!("--plot {}", path.display()))
+    drawing.with_context(|| format!("--plot {}", path.display()))
 }
 
-/// A range with a margin.
-fn wider(range: Range<f64>) -> Range<f64> {
-    let margin = 0.04 * (range.end - range.start).max(1e-3 * range.end);
-    range.start - margin..range.end + margin
-}
-
-fn draw(
-    path: &Path,
-    title: &str,
-    summaries: &[Summary],
-    [steps, losses]: [Range<f64>; 2],
-) -> Result<(), Box<dyn std::error::Error>> {
-    let area = SVGBackend::new(path, (900, 540)).into_drawing_area();
-    area.fill(&WHITE)?;
-    let mut chart = ChartBuilder::on(&area)
-        .caption(title, ("sans-serif", 20))
-        .margin(16)
-        .x_label_area_size(40)
-        .y_label_area_size(56)
-        .build_cartesian_2d(steps, losses)?;
-    chart
-        .configure_mesh()
-        .max_light_lines(1)
-        .x_label_formatter(&|step| format!("{step:.0}"))
-        .x_desc("step")
-        .y_desc("validation loss, nats per token")
-        .draw()?;
-    for (i, run) in summaries.iter().enumerate() {
-        let color = COLORS[i % COLORS.len()].stroke_width(2);
-        // Through the gaps of a later curve one sees an equal one.
-        let (dash, gap) = if i == 0 { (1 << 16, 0) } else { (4 + 4 * i as i32, 4 + 4 * i as i32) };
-        let points = drawn(run).map(|(step, loss)| (step as f64, loss));
-        chart
-            .draw_series(DashedLineSeries::new(points, dash, gap, color))?
-            .label(format!("{}, lr {:.1e}: {}", run.title(), run.lr, run.final_loss()))
-            .legend(move |(x, y)| DashedPathElement::new([(x, y), (x + 24, y)], dash, gap, color));
+fn curve((index, run): (usize, &Summary)) -> Curve {
+    // The loss of an untrained model is left out: it says nothing about the optimizer.
+    let points = run.curve.iter().filter(|(step, loss)| *step > 0 && loss.is_finite());
+    Curve {
+        name: format!("{}, lr {:.1e}: {}", run.title(), run.lr, run.final_loss()),
+        points: points.map(|(step, loss)| (*step as f64, *loss)).collect(),
+        color: COLORS[index % COLORS.len()],
+        // An equal curve is visible through the gaps of a later one.
+        dash: (index > 0).then(|| [6 + 6 * index as i32, 6]),
     }
-    chart
-        .configure_series_labels()
-        .position(SeriesLabelPosition::UpperRight)
-        .border_style(BLACK)
-        .background_style(WHITE)
-        .draw()?;
-    area.present()?;
-    Ok(())
+}
+
+/// The axes for points of steps and losses.
+fn axes(points: &[(f64, f64)]) -> [Axis; 2] {
+    let last_step = points.iter().map(|(step, _)| *step).fold(0.0, f64::max);
+    let late = points.iter().filter(|(step, _)| *step >= STEEP_PART * last_step);
+    let lowest = points.iter().map(|(_, loss)| *loss).fold(f64::INFINITY, f64::min);
+    let highest = late.map(|(_, loss)| *loss).fold(f64::NEG_INFINITY, f64::max);
+    // The last two terms keep the range from being empty if all losses are equal.
+    let margin = 0.04 * (highest - lowest).max(1e-3 * highest).max(1e-9);
+    let steps = 0.0..last_step;
+    let losses = lowest - margin..highest + margin;
+    let (step_ticks, _) = round_numbers(&steps, 1.0);
+    let step_ticks = step_ticks.into_iter().map(|step| (step, format!("{step:.0}"))).collect();
+    let (loss_ticks, decimals) = round_numbers(&losses, 0.0);
+    let decimals = decimals.max(1);
+    let loss_ticks = loss_ticks.into_iter().map(|loss| (loss, format!("{loss:.decimals$}")));
+    [
+        Axis { name: "step", range: steps, ticks: step_ticks },
+        Axis {
+            name: "validation loss, nats per token",
+            range: losses,
+            ticks: loss_ticks.collect(),
+        },
+    ]
+}
+
+/// Returns the multiples of a round number that lie in a range, and the number's decimals. They are
+/// four to ten, or fewer if the number would be less than `minimum`.
+fn round_numbers(range: &Range<f64>, minimum: f64) -> (Vec<f64>, usize) {
+    let quarter = (range.end - range.start) / 4.0;
+    let power = 10f64.powf(quarter.log10().floor());
+    let digit = [5.0_f64, 2.0].into_iter().find(|digit| digit * power <= quarter).unwrap_or(1.0);
+    let number = (digit * power).max(minimum);
+    let multiples = (range.start / number).ceil() as i64..=(range.end / number).floor() as i64;
+    let decimals = (-number.log10().floor()).max(0.0) as usize;
+    (multiples.map(|multiple| multiple as f64 * number).collect(), decimals)
 }

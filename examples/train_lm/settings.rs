@@ -1,4 +1,4 @@
-//! The settings of a run, and what a checkpoint keeps of it.
+//! The settings of a run, and its progress as saved in a checkpoint.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -37,11 +37,11 @@ pub struct Settings {
     /// Optimizer. Default: muon, and dist-muon on several ranks.
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Optimizer")]
     pub optimizer: Option<OptimizerName>,
-    /// Peak learning rate. Default: the tuned one of the optimizer.
+    /// Peak learning rate. Default: the one tuned for the optimizer.
     #[arg(long, allow_negative_numbers = true, value_parser = positive)]
     #[arg(help_heading = "Optimizer")]
     pub lr: Option<f64>,
-    /// Steps of training. More than those of a resumed run prolong it.
+    /// Steps of training. A resumed run can be given more of them.
     #[arg(long, default_value_t = 300, value_parser = at_least_one, help_heading = "Optimizer")]
     pub steps: usize,
 }
@@ -72,8 +72,8 @@ impl Preset {
 }
 
 impl Settings {
-    /// The settings of one run: with its optimizer, its rate, and a path that holds in any folder.
-    pub fn of_run(&self, optimizer: OptimizerName) -> Result<Self> {
+    /// The settings of one run, with its optimizer, its learning rate, and an absolute path.
+    pub fn for_run(&self, optimizer: OptimizerName) -> Result<Self> {
         let data = self.data.as_deref().map(std::path::absolute).transpose();
         Ok(Self {
             data: data.context("--data")?,
@@ -83,13 +83,13 @@ impl Settings {
         })
     }
 
-    /// The sizes of model and batches, in a few words.
+    /// Describes the sizes of the model and of the batches in a few words.
     pub fn describe(&self, sizes: &GptConfig) -> String {
         let Self { preset, steps, batch, .. } = self;
         format!("preset {}, {steps} steps of {batch} x {} tokens", preset.name(), sizes.context)
     }
 
-    /// The optimizer on so many ranks.
+    /// The optimizer on a number of ranks.
     pub fn optimizer_on(&self, ranks: usize) -> Result<OptimizerName> {
         let default = if ranks == 1 { OptimizerName::Muon } else { OptimizerName::DistMuon };
         let optimizer = self.optimizer.unwrap_or(default);
@@ -101,9 +101,9 @@ impl Settings {
         Ok(optimizer)
     }
 
-    /// These settings where they are given, and those of a saved run.
+    /// Combines the settings that are given with those of a saved run for the others.
     ///
-    /// Fails if one that is given would change what the saved run has done, and names it.
+    /// Fails if a given setting contradicts the steps that the saved run has done, and names it.
     pub fn or_saved(&self, is_given: impl Fn(&str) -> bool, saved: &Self) -> Result<Self> {
         let mut merged = saved.fields()?;
         let mut differing = Vec::new();
@@ -121,14 +121,15 @@ impl Settings {
         );
         let mut settings: Self = serde_json::from_value(Value::Object(merged))?;
         if !is_given("optimizer") {
-            // Both forms of Muon read the file: the number of ranks says which.
+            // Muon on one rank and on several read the same file. The number of ranks decides.
             settings.optimizer =
                 settings.optimizer.filter(|name| name.single() != OptimizerName::Muon);
         }
         Ok(settings)
     }
 
-    /// Tells whether a setting may be another one than before. The text is compared once it is read.
+    /// Returns `true` if a setting may differ from the saved one. The path of the text may, since
+    /// the text itself is compared once it is read.
     fn may_change(&self, name: &str, saved: &Self) -> bool {
         let family = |settings: &Self| settings.optimizer.map(OptimizerName::single);
         match name {
@@ -141,7 +142,7 @@ impl Settings {
     fn fields(&self) -> Result<Map<String, Value>> {
         match serde_json::to_value(self)? {
             Value::Object(fields) => Ok(fields),
-            other => Err(anyhow!("{other} is no object")),
+            other => Err(anyhow!("{other} is not a JSON object")),
         }
     }
 }
@@ -155,35 +156,40 @@ fn text(value: &Value) -> String {
     }
 }
 
-/// The part of a checkpoint beside model and optimizer.
+/// The part of a checkpoint in addition to model and optimizer.
 #[derive(Serialize, Deserialize)]
 pub struct Progress {
     pub settings: Settings,
-    /// Tells the text from others.
+    /// Fingerprint of the text.
     pub text: u64,
     pub step: usize,
-    /// Steps and the validation loss after them.
+    /// Steps, and the validation loss after each.
     #[serde(deserialize_with = "with_nan")]
     pub curve: Vec<(usize, f64)>,
-    /// The number of steps that each parameter has skipped, of those that skipped any.
+    /// The number of skipped steps of each parameter that has skipped any.
     pub skipped: BTreeMap<String, u64>,
 }
 
 impl Progress {
     pub fn new(settings: Settings, corpus: &Corpus) -> Self {
-        let (text, skipped) = (corpus.fingerprint, BTreeMap::new());
-        Self { settings, text, step: 0, curve: vec![], skipped }
+        Self {
+            settings,
+            text: corpus.fingerprint,
+            step: 0,
+            curve: Vec::new(),
+            skipped: BTreeMap::new(),
+        }
     }
 
-    /// The progress in a checkpoint, whose tensors are not read.
+    /// Reads the progress of a checkpoint without its tensors.
     pub fn read(path: &Path) -> Result<Self> {
         checkpoint::progress(path).context("give a file that train_lm has saved")
     }
 
-    /// Tells where a run goes on, and what follows from another number of steps.
+    /// Describes where a run continues, and the consequence of a changed number of steps.
     pub fn describe(&self, steps: usize) -> String {
-        let (step, before) = (self.step, self.settings.steps);
-        let resumed = format!("resumed after step {step} of {steps}");
+        let before = self.settings.steps;
+        let resumed = format!("resumed after step {} of {steps}", self.step);
         match steps == before {
             true => resumed,
             false => format!(
@@ -207,7 +213,7 @@ impl Progress {
     }
 }
 
-/// The losses of a curve, where JSON has null for those of a run that diverged.
+/// Reads a curve. JSON has null for losses that are not finite.
 fn with_nan<'de, D: Deserializer<'de>>(saved: D) -> Result<Vec<(usize, f64)>, D::Error> {
     let curve = Vec::<(usize, Option<f64>)>::deserialize(saved)?.into_iter();
     Ok(curve.map(|(step, loss)| (step, loss.unwrap_or(f64::NAN))).collect())

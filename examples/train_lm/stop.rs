@@ -1,4 +1,4 @@
-//! Ctrl-C, and how a run goes on after it.
+//! Ctrl-C, and the command that continues a run after it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -8,12 +8,13 @@ use anyhow::{Context, Result};
 
 use super::train::Run;
 
-/// The flag that the first Ctrl-C sets. The second one ends the program.
+/// Returns a flag that the first Ctrl-C sets. The second one ends the program.
 pub fn on_ctrl_c() -> Result<Arc<AtomicBool>> {
     let stop = Arc::new(AtomicBool::new(false));
     let pressed = stop.clone();
     let handler = move || {
         if pressed.swap(true, Ordering::SeqCst) {
+            // The status of a program that SIGINT has ended: 128 + 2.
             std::process::exit(130);
         }
     };
@@ -21,7 +22,8 @@ pub fn on_ctrl_c() -> Result<Arc<AtomicBool>> {
     Ok(stop)
 }
 
-/// The advice after Ctrl-C: how the stopped run goes on, and which runs were not begun.
+/// The advice after Ctrl-C: the command that continues the stopped run, and the runs that were not
+/// begun.
 pub fn advice(run: &Run, step: usize, path: &Path, not_begun: &[Run]) -> String {
     let mut advice = format!("{} stopped after step {step} of {}", run.name(), run.settings.steps);
     if !not_begun.is_empty() {
@@ -32,38 +34,39 @@ pub fn advice(run: &Run, step: usize, path: &Path, not_begun: &[Run]) -> String 
     format!("{advice}; go on{launcher} with\n  {}", command(run, path))
 }
 
-/// The command of this process, to continue the run from a checkpoint.
+/// The command of this process, changed to continue the run from a checkpoint.
 fn command(run: &Run, path: &Path) -> String {
-    let given = std::env::args_os().map(|argument| argument.to_string_lossy().into_owned());
+    let arguments = std::env::args_os().map(|argument| argument.to_string_lossy().into_owned());
     let mut command = if run.options.compare.is_empty() {
-        without(&["--resume"], given)
+        without(&["--resume"], arguments)
     } else {
-        let mut alone = without(&["--compare", "--ranks"], given);
+        // A comparison continues as a single run.
+        let mut single = without(&["--compare", "--ranks"], arguments);
         if run.world.is_none() {
-            alone.extend(["--ranks".into(), run.ranks.to_string()]);
+            single.extend(["--ranks".into(), run.ranks.to_string()]);
         }
-        alone
+        single
     };
     command.extend(["--resume".into(), path.to_string_lossy().into_owned()]);
-    let command: Vec<String> = command.iter().map(|argument| quoted(argument)).collect();
+    let command: Vec<String> = command.iter().map(|argument| quote(argument)).collect();
     command.join(" ")
 }
 
-/// The arguments without some options and their values.
+/// Removes some options and their values from the arguments.
 fn without(names: &[&str], mut arguments: impl Iterator<Item = String>) -> Vec<String> {
-    let mut left = Vec::new();
+    let mut kept = Vec::new();
     while let Some(argument) = arguments.next() {
         if names.contains(&argument.as_str()) {
             arguments.next();
         } else if !names.iter().any(|name| argument.starts_with(&format!("{name}="))) {
-            left.push(argument);
+            kept.push(argument);
         }
     }
-    left
+    kept
 }
 
-/// An argument as a shell takes it.
-fn quoted(argument: &str) -> String {
+/// Quotes an argument for a shell.
+fn quote(argument: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./=,:+@%".contains(c);
     match !argument.is_empty() && argument.chars().all(is_plain) {
         true => argument.to_owned(),

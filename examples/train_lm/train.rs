@@ -6,11 +6,11 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow};
 use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData, activation::softmax, s};
-use distmuon::dist::World;
+use distmuon::comm::World;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use super::data::{Corpus, Split};
@@ -26,21 +26,22 @@ type Batch = [Tensor<2, Int>; 2];
 
 /// Batches of a validation.
 const VALIDATION_BATCHES: u64 = 8;
-/// Seed of the validation batches: the same in every run.
+/// Seed of the validation batches, which are the same in every run.
 const VALIDATION_SEED: u64 = 0x5eed;
 /// The text that the sample continues.
 const PROMPT: &str = "pub fn ";
-/// Steps that compile and tune kernels, whose time does not count where there are more.
+/// The first steps, which compile and tune kernels. Their time does not count if there are more
+/// steps.
 const WARM_UP: usize = 5;
-/// Steps in a row without a finite loss after which a run is given up.
-const MOST_LOST: usize = 10;
+/// Consecutive steps with a non-finite loss after which a run ends.
+const MAX_NON_FINITE: usize = 10;
 
-/// The time of some steps, in seconds: without validation, and without what is saved and shown.
+/// The time of some steps, in seconds, without that of validation, saving and output.
 #[derive(Default)]
 struct Clock {
     steps: usize,
     seconds: f64,
-    /// In the optimizer.
+    /// The part of the optimizer.
     optimizing: f64,
 }
 
@@ -52,7 +53,7 @@ impl Clock {
         self.optimizing += optimizer_start.elapsed().as_secs_f64();
     }
 
-    /// More than nothing, for quotients.
+    /// The time as a divisor, never zero.
     fn seconds(&self) -> f64 {
         self.seconds.max(f64::MIN_POSITIVE)
     }
@@ -68,20 +69,30 @@ pub struct Run<'a> {
     pub sizes: &'a GptConfig,
     pub stop: &'a AtomicBool,
     pub log: Option<&'a File>,
-    /// Of processes; else the ranks are threads.
+    /// The world of processes; `None` if the ranks are threads.
     pub world: Option<&'a World>,
 }
 
+/// A run in progress on one rank.
+struct Training<'a> {
+    model: Gpt,
+    optim: Optim,
+    progress: Progress,
+    clock: Clock,
+    /// On rank 0 only.
+    display: Option<Display<'a>>,
+}
+
 impl Run<'_> {
-    /// Trains to the end, or until it is stopped.
+    /// Trains to the end, or until Ctrl-C.
     pub fn train(&self) -> Result<Summary> {
         if let Some(world) = self.world {
             world.device().seed(self.settings.seed);
             let model = self.sizes.init(world.device()).fork(world.device());
-            // A rank that can't go on says why: the others would wait for it.
-            let start = world.broadcast(model).map_err(anyhow::Error::from);
-            let trained = start.and_then(|model| self.rank(world, model));
-            return trained.inspect_err(|error| world.comm().fail(&format!("{error:#}")));
+            let model = world.broadcast(model).map_err(anyhow::Error::from);
+            let summary = model.and_then(|model| self.rank(world, model));
+            // A rank that fails has to report it, since the others wait for it.
+            return summary.inspect_err(|error| world.comm().fail(&format!("{error:#}")));
         }
         let devices = World::devices(self.ranks);
         devices[0].seed(self.settings.seed);
@@ -95,7 +106,7 @@ impl Run<'_> {
         self.settings.lr.unwrap_or(self.optimizer.tuned_lr())
     }
 
-    /// The name of the run where there are several.
+    /// The name of the run, to tell it from others.
     pub fn name(&self) -> String {
         match self.ranks {
             1 => self.optimizer.name(),
@@ -103,63 +114,81 @@ impl Run<'_> {
         }
     }
 
-    /// The work of one rank: all of them do the same, and rank 0 tells of it.
+    /// Trains on one rank. All ranks do the same, and rank 0 reports it.
     fn rank(&self, world: &World, model: Gpt) -> Result<Summary> {
-        let (steps, name) = (self.settings.steps, self.name());
-        let (mut model, mut optim, mut progress) = self.start(world, model)?;
-        let first = progress.step;
+        let name = self.name();
+        let (model, optim, progress) = self.start(world, model)?;
         let display = || Display::new(&name, self.ranks, &self.settings, &progress, self.log);
-        let mut display = world.is_main().then(display).transpose()?;
-        let schedule = self.optimizer.schedule(self.lr(), steps);
-        let (mut clock, mut lost) = (Clock::default(), 0);
-        while progress.step < steps && !self.stopped(world)? {
-            let lr = schedule.at(progress.step);
-            let start = Instant::now();
-            let (loss, grads) = self.gradients(world, &model, progress.step)?;
-            let optimizer_start = Instant::now();
-            model = optim.step(lr, model, grads)?;
-            world.device().sync()?;
-            if progress.step - first == WARM_UP {
-                clock = Clock::default();
-            }
-            clock.count(start, optimizer_start);
-            progress.step += 1;
+        let display = world.is_main().then(display).transpose()?;
+        let training = Training { model, optim, progress, clock: Clock::default(), display };
+        self.finish(world, self.steps(world, training)?)
+    }
 
-            if let Some(display) = &display {
-                display.step(progress.step, loss, lr, self.tokens_per_step())?;
+    /// Trains up to the last step, or until Ctrl-C.
+    fn steps<'a>(&self, world: &World, mut training: Training<'a>) -> Result<Training<'a>> {
+        let schedule = self.optimizer.schedule(self.lr(), self.settings.steps);
+        let first = training.progress.step;
+        let mut non_finite = 0;
+        while training.progress.step < self.settings.steps && !self.stopped(world)? {
+            let lr = schedule.at(training.progress.step);
+            let start = Instant::now();
+            let (loss, grads) = self.gradients(world, &training.model, training.progress.step)?;
+            let optimizer_start = Instant::now();
+            training.model = training.optim.step(lr, training.model, grads)?;
+            world.device().sync()?;
+            if training.progress.step - first == WARM_UP {
+                training.clock = Clock::default();
             }
-            lost = if loss.is_finite() { 0 } else { lost + 1 };
-            if lost == MOST_LOST {
-                return self.give_up(progress.step, display.as_ref());
+            training.clock.count(start, optimizer_start);
+            training.progress.step += 1;
+
+            let step = training.progress.step;
+            if let Some(display) = &training.display {
+                display.step(step, loss, lr, self.tokens_per_step())?;
             }
-            self.after_step(world, &model, &optim, &mut progress, display.as_mut())?;
+            non_finite = if loss.is_finite() { 0 } else { non_finite + 1 };
+            if non_finite == MAX_NON_FINITE {
+                if let Some(display) = &training.display {
+                    display.end(step, "diverged")?;
+                }
+                return Err(self.diverged(step));
+            }
+            self.after_step(world, &mut training)?;
         }
-        // Nothing is shown of a model that is not there yet.
+        Ok(training)
+    }
+
+    /// Ends a run: saves it if Ctrl-C has stopped it, and reports its results.
+    fn finish(&self, world: &World, mut training: Training) -> Result<Summary> {
+        // Nothing is shown of parameters that are still in flight.
         world.comm().synchronize()?;
-        let stopped = match progress.step < steps {
-            true => Some((progress.step, self.save_stopped(&model, &optim, &mut progress)?)),
+        let step = training.progress.step;
+        let stopped = match step < self.settings.steps {
+            true => Some((step, self.save_stopped(&mut training)?)),
             false => None,
         };
-        if let Some(display) = display {
-            display.end(progress.step, if stopped.is_some() { "stopped" } else { "finished" })?;
-            self.epilogue(world, &optim, &model)?;
+        if let Some(display) = &training.display {
+            display.end(step, if stopped.is_some() { "stopped" } else { "finished" })?;
+            self.epilogue(world, &training)?;
         }
+        let clock = &training.clock;
         Ok(Summary {
-            name,
+            name: self.name(),
             lr: self.lr(),
-            curve: progress.curve,
             tokens_per_second: (clock.steps * self.tokens_per_step()) as f64 / clock.seconds(),
             optimizer_share: clock.optimizing / clock.seconds(),
             optimizer_ms: clock.optimizing * 1e3 / clock.steps.max(1) as f64,
+            curve: training.progress.curve,
             stopped,
         })
     }
 
-    /// The start of a run, or where its checkpoint has left it.
+    /// Starts a run, or continues one from its checkpoint.
     fn start(&self, world: &World, model: Gpt) -> Result<(Gpt, Optim, Progress)> {
         let (optim, routing) = self.optimizer.init(world, &model)?;
         if world.is_main() {
-            let (name, parameters) = (self.name(), model.num_params());
+            let name = self.name();
+            let parameters = model.num_params();
             let settings = self.settings.describe(self.sizes);
             tracing::info!("{name}: {parameters} parameters, {settings}, lr {:e}", self.lr());
             if self.options.routes {
@@ -183,12 +212,13 @@ impl Run<'_> {
         Ok((model, optim, Progress { settings: self.settings.clone(), ..saved }))
     }
 
-    /// The loss of a step and its gradients, of this rank's sequences.
+    /// Computes the loss of a step on all ranks, and the gradients of this rank's sequences.
     fn gradients(&self, world: &World, model: &Gpt, step: usize) -> Result<(f64, GradientsParams)> {
         let parts = self.options.accumulate;
         let batch = self.batch(Split::Train, self.batch_seed(step), world.device());
-        let own = self.own_part(world, batch).map(|tokens| tokens.chunk(parts, 0));
-        let [tokens, targets] = own;
+        let sequences = world.part(self.settings.batch);
+        let local = batch.map(|tokens| tokens.slice(s![sequences.clone()]));
+        let [tokens, targets] = local.map(|tokens| tokens.chunk(parts, 0));
         let mut accumulator = GradientsAccumulator::new();
         let mut losses = Vec::new();
         for (tokens, targets) in tokens.into_iter().zip(targets) {
@@ -201,61 +231,54 @@ impl Run<'_> {
         Ok((loss, accumulator.grads()))
     }
 
-    /// Tells of skipped steps, validates and saves, if one of these is due.
-    fn after_step(
-        &self,
-        world: &World,
-        model: &Gpt,
-        optim: &Optim,
-        progress: &mut Progress,
-        display: Option<&mut Display>,
-    ) -> Result<()> {
+    /// Reports skipped steps, validates and saves, if one of these is due.
+    fn after_step(&self, world: &World, training: &mut Training) -> Result<()> {
+        let Training { model, optim, progress, display, .. } = training;
         let step = progress.step;
         let validates = is_due(step, self.options.eval_every) || step == self.settings.steps;
         if !validates && !is_due(step, LINE_EVERY) {
             return Ok(());
         }
         progress.skipped.extend(optim.skipped_steps());
-        let display = display.map(|display| {
+        if let Some(display) = display {
             display.skipped(step, &progress.skipped);
-            &*display
-        });
+        }
         if !validates {
             return Ok(());
         }
-        self.validate(world, model, progress, display)?;
+        self.validate(world, model, progress, display.as_ref())?;
         let save = |path| optim.save(path, model, progress);
         self.options.save.as_deref().map_or(Ok(()), save)
     }
 
-    /// Saves a run that Ctrl-C has stopped, and returns where.
-    fn save_stopped(&self, model: &Gpt, optim: &Optim, progress: &mut Progress) -> Result<PathBuf> {
+    /// Saves a run that Ctrl-C has stopped, and returns the path of the checkpoint.
+    fn save_stopped(&self, training: &mut Training) -> Result<PathBuf> {
+        let Training { model, optim, progress, .. } = training;
         let path = self.options.save.clone().unwrap_or("train_lm-interrupted.bpk".into());
         progress.skipped.extend(optim.skipped_steps());
         optim.save(&path, model, progress)?;
         Ok(path)
     }
 
-    fn give_up(&self, step: usize, display: Option<&Display>) -> Result<Summary> {
-        if let Some(display) = display {
-            display.end(step, "diverged")?;
-        }
-        bail!(
+    /// The error of a run that has diverged.
+    fn diverged(&self, step: usize) -> anyhow::Error {
+        anyhow!(
             "{}: the losses of steps {} to {step} are not finite, so that nothing was learnt in them; \
              start anew with a lower --lr than {:e}",
             self.name(),
-            step + 1 - MOST_LOST,
+            step + 1 - MAX_NON_FINITE,
             self.lr()
         )
     }
 
-    /// Tells on rank 0 of a run once it has ended.
-    fn epilogue(&self, world: &World, optim: &Optim, model: &Gpt) -> Result<()> {
-        if let Optim::Dist(optim) = optim {
+    /// Prints the memory report and the sample of a run that has ended, on rank 0.
+    fn epilogue(&self, world: &World, training: &Training) -> Result<()> {
+        if let Optim::Dist(optim) = &training.optim {
             println!("rank 0 of {}:\n{}\n", world.size(), optim.memory());
         }
         if self.options.sample > 0 {
-            println!("{}: {}\n", self.name(), self.sample(model, world.device())?);
+            let sample = self.sample(&training.model, world.device())?;
+            println!("{}: {sample}\n", self.name());
         }
         Ok(())
     }
@@ -264,7 +287,8 @@ impl Run<'_> {
         self.settings.batch * self.sizes.context
     }
 
-    /// Every step has its own seed, so that a continued run sees what it would have seen.
+    /// The seed of a step's batch. It does not depend on earlier steps, so that a resumed run draws
+    /// the same batches as an uninterrupted one.
     fn batch_seed(&self, step: usize) -> u64 {
         self.settings.seed.wrapping_mul(1_000_003).wrapping_add(step as u64)
     }
@@ -273,13 +297,8 @@ impl Run<'_> {
         self.corpus.batch(split, seed, self.settings.batch, self.sizes.context, device)
     }
 
-    /// The sequences of a batch that the rank trains on: as many on each.
-    fn own_part(&self, world: &World, batch: Batch) -> Batch {
-        let own = world.part(self.settings.batch);
-        batch.map(|tokens| tokens.slice(s![own.clone()]))
-    }
-
-    /// Adds the loss on the validation batches, which the ranks share, to the curve.
+    /// Computes the loss on the validation batches, which are divided among the ranks, and adds it
+    /// to the curve.
     fn validate(
         &self,
         world: &World,
@@ -289,13 +308,13 @@ impl Run<'_> {
     ) -> Result<()> {
         let device = world.device().clone().inner();
         let model = model.valid();
-        let own = (0..VALIDATION_BATCHES).skip(world.rank()).step_by(world.size());
-        let losses = own.map(|i| {
+        let local = (0..VALIDATION_BATCHES).skip(world.rank()).step_by(world.size());
+        let losses = local.map(|i| {
             let [tokens, targets] = self.batch(Split::Validation, VALIDATION_SEED + i, &device);
             (i, f64::from(model.loss(tokens, targets).into_scalar::<f32>()).to_bits())
         });
         let losses = world.all_gather_value(&losses.collect::<Vec<_>>())?;
-        // In the same order on any number of ranks.
+        // The map orders the losses, so that their sum is the same on any number of ranks.
         let losses: BTreeMap<u64, u64> = losses.into_iter().flatten().collect();
         let sum: f64 = losses.into_values().map(f64::from_bits).sum();
         let loss = sum / VALIDATION_BATCHES as f64;
@@ -306,7 +325,7 @@ impl Run<'_> {
         }
     }
 
-    /// Returns `true` on all ranks if Ctrl-C was pressed on any.
+    /// Returns `true` on all ranks if Ctrl-C was pressed on any of them.
     fn stopped(&self, world: &World) -> Result<bool> {
         Ok(world.any(self.stop.load(Ordering::SeqCst))?)
     }
@@ -322,19 +341,20 @@ impl Run<'_> {
             let values: Vec<i32> = window.iter().map(|token| i32::from(*token)).collect();
             let input = Tensor::from_data(TensorData::new(values, [1, window.len()]), &device);
             let logits = model.forward(input).slice([0..1, window.len() - 1..window.len()]);
-            let chances: Vec<f64> = softmax(logits, 2).into_data().iter::<f64>().collect();
+            let probabilities: Vec<f64> = softmax(logits, 2).into_data().iter::<f64>().collect();
             let mut draw = rng.random_range(0.0..1.0);
-            let token = chances.iter().position(|chance| {
-                draw -= chance;
+            let token = probabilities.iter().position(|probability| {
+                draw -= probability;
                 draw < 0.0
             });
-            tokens.push(token.unwrap_or(chances.len() - 1) as u16);
+            // Rounding may leave a sum of probabilities below the draw.
+            tokens.push(token.unwrap_or(probabilities.len() - 1) as u16);
         }
         self.corpus.tokenizer.decode(&tokens)
     }
 }
 
-/// Tells whether something that happens every so many steps does after this one; with 0, never.
+/// Returns `true` after every `every`-th step; never for 0.
 fn is_due(step: usize, every: usize) -> bool {
     every > 0 && step.is_multiple_of(every)
 }

@@ -1,4 +1,4 @@
-//! The index and the footer that follow the burnpack container, and where its tensors lie.
+//! The index and the footer after the burnpack container, and the positions of its tensors.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -11,23 +11,24 @@ use serde::{Deserialize, Serialize};
 
 /// The version of the layout, in the footer and in the metadata of the container.
 pub const VERSION: u32 = 2;
-/// Bytes of the footer.
+/// Bytes of the footer: length of the index, version, checksum and [`MAGIC`].
 const FOOTER: usize = 24;
 /// The last bytes of every checkpoint.
 const MAGIC: [u8; 8] = *b"distmuon";
 
-/// Everything a checkpoint holds except the elements of its tensors, with the checksums of all of
-/// the container.
+/// The contents of a checkpoint except the elements of its tensors, with checksums of the whole
+/// container.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Index {
-    /// The container up to its first tensor.
+    /// The part of the container before its first tensor.
     pub head: Head,
-    /// The tensors in the order in which they lie in the container.
+    /// The tensors in the order of the container.
     pub tensors: Vec<Section>,
     pub scalars: BTreeMap<String, Scalar>,
     pub metadata: BTreeMap<String, String>,
 }
 
+/// Length and checksum of the part of the container before its first tensor.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub struct Head {
     pub bytes: u64,
@@ -40,16 +41,16 @@ pub struct Section {
     pub name: String,
     pub dtype: DType,
     pub shape: Vec<usize>,
-    /// Identity of the parameter it belongs to.
+    /// Identity of the tensor's parameter.
     pub id: Option<u64>,
     pub bytes: u64,
-    /// CRC-32 of its bytes and of the zeros between them and the next tensor.
+    /// CRC-32 of the tensor's bytes and of the zeros between them and the next tensor.
     pub checksum: u32,
 }
 
 impl Index {
-    /// The range of every tensor in the file, including the zeros that follow it. Together with the
-    /// head, the ranges cover the container without a gap. `None` if they exceed any file.
+    /// The range of every tensor in the file, including the zeros after the tensor. Together with
+    /// the head, the ranges cover the container without a gap. `None` if an end exceeds 64 bits.
     pub fn spans(&self) -> Option<Vec<Range<u64>>> {
         let mut spans: Vec<Range<u64>> = Vec::with_capacity(self.tensors.len());
         let mut end = self.head.bytes;
@@ -64,7 +65,7 @@ impl Index {
         Some(spans)
     }
 
-    /// The bytes that follow the container: the index and the footer.
+    /// The bytes after the container: the index and the footer.
     pub fn to_bytes(&self) -> serde_json::Result<Vec<u8>> {
         let mut bytes = serde_json::to_vec(self)?;
         bytes.extend((bytes.len() as u64).to_le_bytes());
@@ -74,7 +75,8 @@ impl Index {
         Ok(bytes)
     }
 
-    /// Reads the index of a file, and its bytes. `None` if the file does not end like a checkpoint.
+    /// Reads the index of a file, and returns it with its bytes. `None` if the file does not end
+    /// like a checkpoint.
     ///
     /// # Errors
     ///
@@ -87,36 +89,37 @@ impl Index {
         if magic != MAGIC {
             return Ok(None);
         }
-        let (counted, checksum) = numbers.split_at(12);
-        let (size, version) = counted.split_at(8);
-        let size = u64::from_le_bytes(size.try_into().expect("eight bytes"));
+        let (size_and_version, checksum) = numbers.split_at(12);
+        let (size, version) = size_and_version.split_at(8);
+        let size = u64::from_le_bytes(size.try_into().expect("the slice has eight bytes"));
         let Some(start) = index_end.checked_sub(size) else {
             return Err(format!(
                 "its footer is damaged: expected an index of at most {index_end} bytes, got {size}"
             ));
         };
         let bytes = bytes_at(file, start, size as usize, "index")?;
-        let mut found = crc32fast::Hasher::new();
-        found.update(&bytes);
-        found.update(counted);
-        let expected = u32::from_le_bytes(checksum.try_into().expect("four bytes"));
-        verify("its index or footer", expected, found.finalize())?;
-        let version = u32::from_le_bytes(version.try_into().expect("four bytes"));
+        let mut actual = crc32fast::Hasher::new();
+        actual.update(&bytes);
+        actual.update(size_and_version);
+        let expected = u32::from_le_bytes(checksum.try_into().expect("the slice has four bytes"));
+        verify("its index or footer", expected, actual.finalize())?;
+        let version = u32::from_le_bytes(version.try_into().expect("the slice has four bytes"));
         if version != VERSION {
             return Err(format!("its version is unknown: expected {VERSION}, got {version}"));
         }
         let index: Self = serde_json::from_slice(&bytes)
-            .map_err(|error| format!("its index is of another kind: {error}"))?;
+            .map_err(|error| format!("its index can't be parsed: {error}"))?;
         index.check(start)?;
         Ok(Some((index, bytes)))
     }
 
-    /// Refuses a container of another length than the index tells.
+    /// Fails if the length of the container is not that of the index.
     fn check(&self, container: u64) -> Result<(), String> {
         let elements = |shape: &[usize]| shape.iter().try_fold(1_usize, |n, d| n.checked_mul(*d));
-        if let Some(section) = self.tensors.iter().find(|of| elements(&of.shape).is_none()) {
+        let overflows = |section: &&Section| elements(&section.shape).is_none();
+        if let Some(section) = self.tensors.iter().find(overflows) {
             return Err(format!(
-                "tensor `{}` has the impossible shape {:?}",
+                "tensor `{}` has too many elements: shape {:?}",
                 section.name, section.shape
             ));
         }
@@ -129,44 +132,44 @@ impl Index {
     }
 }
 
-/// Bytes of a file.
+/// Reads `count` bytes of a file.
 ///
 /// # Errors
 ///
 /// A text that names `part`.
-pub fn bytes_at(file: &mut File, at: u64, count: usize, part: &str) -> Result<Vec<u8>, String> {
+pub fn bytes_at(file: &mut File, start: u64, count: usize, part: &str) -> Result<Vec<u8>, String> {
     let mut bytes = vec![0; count];
-    let read = file.seek(SeekFrom::Start(at)).and_then(|_| file.read_exact(&mut bytes));
+    let read = file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(&mut bytes));
     read.map(|()| bytes).map_err(|error| unreadable(part, &error))
 }
 
-/// The CRC-32 of a range of a file, read in parts.
+/// The CRC-32 of a range of a file, which is read block by block.
 ///
 /// # Errors
 ///
 /// A text that names `part`.
 pub fn checksum_of(file: &mut File, range: Range<u64>, part: &str) -> Result<u32, String> {
-    const PART: u64 = 1 << 20;
+    const BLOCK: u64 = 1 << 20;
     let mut checksum = crc32fast::Hasher::new();
-    let mut at = range.start;
-    while at < range.end {
-        let count = PART.min(range.end - at);
-        checksum.update(&bytes_at(file, at, count as usize, part)?);
-        at += count;
+    let mut position = range.start;
+    while position < range.end {
+        let count = BLOCK.min(range.end - position);
+        checksum.update(&bytes_at(file, position, count as usize, part)?);
+        position += count;
     }
     Ok(checksum.finalize())
 }
 
-/// Compares checksums.
+/// Fails if two checksums differ.
 ///
 /// # Errors
 ///
 /// A text that names `part`.
-pub fn verify(part: &str, expected: u32, found: u32) -> Result<(), String> {
-    if expected == found {
+pub fn verify(part: &str, expected: u32, actual: u32) -> Result<(), String> {
+    if expected == actual {
         return Ok(());
     }
-    Err(format!("{part} is damaged: expected checksum {expected:08x}, got {found:08x}"))
+    Err(format!("{part} is damaged: expected checksum {expected:08x}, got {actual:08x}"))
 }
 
 fn unreadable(part: &str, error: &std::io::Error) -> String {

@@ -1,8 +1,9 @@
 //! Checkpoints: model, optimizer and progress of a run in one file that is replaced as a whole.
 //!
-//! The file is written beside its destination, synced and renamed, so that an interrupted save
-//! leaves the previous checkpoint in place. Every byte is covered by a checksum, which is verified
-//! when it is read. Tensors are written and read one at a time.
+//! A checkpoint is written to a temporary file in the folder of its destination, synced and
+//! renamed, so that an interrupted save leaves the previous checkpoint in place. Every byte is
+//! covered by a checksum, which is verified when the byte is read. Tensors are written and read one
+//! at a time.
 //!
 //! ```
 //! use burn::{nn::LinearConfig, tensor::Device};
@@ -23,12 +24,13 @@
 //! # Ok::<(), distmuon::Error>(())
 //! ```
 //!
-//! A checkpoint knows of no ranks: it continues on any number of them, and on a single device. What of a run
-//! comes back, and what does not, is in [the guide](crate::guide::resuming).
+//! A checkpoint does not depend on ranks: it continues on any number of them, and on a single
+//! device. [The guide](crate::guide::resuming) lists the parts of a run that are restored, and
+//! those that are not.
 //!
 //! # Layout
 //!
-//! A file of version 2 is a [burnpack](burn_pack) container, which Burn's own tools open as well,
+//! A file of version 2 is a [burnpack](burn_pack) container, which Burn's own tools can also open,
 //! followed by an index and a footer:
 //!
 //! | bytes | content |
@@ -43,9 +45,10 @@
 //! | 4 | CRC-32 of the index, its length and the version, little-endian |
 //! | 8 | `distmuon` |
 //!
-//! The tensor of a parameter is named `model.` and its path. The optimizer's are named `optimizer.`
-//! and the name that Burn's [`OptimizerRecord`](burn::optim::OptimizerRecord) gives them, as are its scalars and paths. The texts
-//! `parameters` and `progress` are JSON: a table of the float parameters, and the caller's value.
+//! The tensor of a parameter is named `model.` followed by the path of the parameter. The tensors,
+//! scalars and paths of the optimizer are named `optimizer.` followed by their names in Burn's
+//! [`OptimizerRecord`](burn::optim::OptimizerRecord). The texts `parameters` and `progress` are
+//! JSON: a table of the float parameters, and the caller's value.
 //!
 //! Files of version 1, which held two records as tensors of bytes without checksums, can be loaded.
 
@@ -59,43 +62,42 @@ use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 
 use burn::module::Module;
-use burn::optim::{ModuleOptimizer, StateSource};
-use burn::tensor::{DType, Device, Tensor};
+use burn::optim::ModuleOptimizer;
+use burn::tensor::DType;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::dist::DistModuleOptimizer;
 use crate::error::{Error, Result};
-use crate::route::Walk;
+use crate::parameters;
 
 pub(crate) use read::Archive;
 pub(crate) use states::States;
 pub(crate) use write::{Contents, Planned, Saving};
 
-/// Key of the version in the metadata, which tells a checkpoint from other burnpack files.
+/// Key of the version in the metadata. Other burnpack files do not have it.
 const FORMAT: &str = "distmuon.checkpoint";
+/// Keys of the texts in the metadata.
 const PARAMETERS: &str = "parameters";
 const PROGRESS: &str = "progress";
-/// Prefixes of names.
+/// Prefixes of the names of tensors, scalars and texts.
 const MODEL: &str = "model";
 const OPTIMIZER: &str = "optimizer";
 
-/// A line of the table of parameters.
+/// An entry of the saved table of parameters.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct Parameter {
+struct ParameterEntry {
     path: String,
     shape: Vec<usize>,
     dtype: DType,
 }
 
-impl Parameter {
+impl ParameterEntry {
     fn describe(&self) -> String {
         format!("{:?} {}", self.shape, self.dtype.name())
     }
 }
 
-/// An optimizer that [`save`] and [`load`] take: Burn's [`ModuleOptimizer`], as
-/// [`MuonConfig`](crate::MuonConfig) makes it, and
-/// [`DistModuleOptimizer`].
+/// An optimizer that [`save`] and [`load`] accept: Burn's [`ModuleOptimizer`], as made by
+/// [`MuonConfig`](crate::MuonConfig), and [`DistModuleOptimizer`](crate::DistModuleOptimizer).
 pub trait Checkpointed: Sized {
     /// Saves a run with this optimizer; see [`save`].
     ///
@@ -117,18 +119,19 @@ pub trait Checkpointed: Sized {
     ) -> Result<(M, Self, T)>;
 }
 
-/// Saves a run. `progress` is whatever else the run needs to go on, such as its step.
+/// Saves a run. `progress` holds everything else that the run needs to continue, such as its step.
 ///
-/// On many ranks all of them make this call, and rank 0 writes the file. It is the same file, whatever the
-/// optimizer and the number of ranks: [`load`] continues it on any.
+/// On many ranks all of them make this call, and rank 0 writes the file. The format of the file
+/// does not depend on the optimizer or the number of ranks: [`load`] continues the run on any of
+/// them.
 ///
-/// The model is written one parameter at a time. The state of a [`ModuleOptimizer`] can be had only
-/// as a whole: host memory holds it twice meanwhile.
+/// The model is written one parameter at a time. A [`ModuleOptimizer`] returns its state only as a
+/// whole: meanwhile, host memory holds the state twice.
 ///
 /// # Errors
 ///
-/// [`Error::Checkpoint`] if the file can't be written. What the path held before is then unchanged. On many
-/// ranks also those of every collective.
+/// [`Error::Checkpoint`] if the file can't be written. A previous file at the path is then
+/// unchanged. On many ranks also the errors of every collective.
 pub fn save<M: Module, T: Serialize>(
     path: impl AsRef<Path>,
     model: &M,
@@ -138,21 +141,23 @@ pub fn save<M: Module, T: Serialize>(
     optim.save_run(path.as_ref(), model, progress)
 }
 
-/// Loads a run into a model and an optimizer that were made like those it was saved from.
+/// Loads a run into a model and an optimizer that were made like the saved ones.
 ///
-/// On many ranks all of them make this call, and read what they need of the file, so that every host has to
-/// have it.
+/// On many ranks all of them make this call. Each reads its part of the file, so that every host
+/// has to have the file.
 ///
-/// The model is read one parameter at a time. A [`ModuleOptimizer`] takes its state only as a whole:
-/// host memory holds it once meanwhile, and once more when it is compared with what was taken.
+/// The model is read one parameter at a time. A [`ModuleOptimizer`] accepts its state only as a
+/// whole: meanwhile, host memory holds the state once, and a second time while the state is
+/// compared with that of the restored optimizer.
 ///
 /// # Errors
 ///
 /// - [`Error::Checkpoint`] if the file is missing, damaged or not a checkpoint, or if its optimizer
-///   state is not that of `optim`;
+///   state does not fit `optim`;
 /// - [`Error::OtherModel`] if a parameter is missing, new, or of another shape or type;
-/// - on many ranks [`Error::CheckpointsDiffer`] if the ranks' files are not copies of one, [`Error::Parameter`] if a
-///   state does not fit its parameter, and those of every collective.
+/// - on many ranks [`Error::CheckpointsDiffer`] if the files of the ranks are not copies of one
+///   file, [`Error::Parameter`] if a state does not fit its parameter, and the errors of every
+///   collective.
 pub fn load<M: Module, T: DeserializeOwned, O: Checkpointed>(
     path: impl AsRef<Path>,
     model: M,
@@ -161,12 +166,13 @@ pub fn load<M: Module, T: DeserializeOwned, O: Checkpointed>(
     optim.load_run(path.as_ref(), model)
 }
 
-/// Returns the progress of a saved run, without its model and optimizer: to make these as it says.
+/// Returns the progress of a saved run without loading its model and optimizer, for programs that
+/// need the progress to make these.
 ///
 /// # Errors
 ///
-/// [`Error::Checkpoint`] if the file is missing, damaged or not a checkpoint, or if its progress is of another
-/// type.
+/// [`Error::Checkpoint`] if the file is missing, damaged or not a checkpoint, or if its progress is
+/// of another type.
 pub fn progress<T: DeserializeOwned>(path: impl AsRef<Path>) -> Result<T> {
     Archive::open(path.as_ref())?.progress()
 }
@@ -196,7 +202,7 @@ impl Checkpointed for ModuleOptimizer {
         let saved = States::new(archive);
         let keys: BTreeSet<_> = saved.keys().cloned().collect();
         let optim = self.load_record(saved.into_archive().into_record()?);
-        // What an optimizer does not know it drops without a word.
+        // Burn's optimizers drop states that they do not know, without an error.
         let restored = States::new(Archive::from_record(optim.to_record()));
         match keys.iter().find(|(path, name)| restored.find(path, name).is_none()) {
             Some((parameter, state)) => Err(Error::Checkpoint {
@@ -211,27 +217,8 @@ impl Checkpointed for ModuleOptimizer {
     }
 }
 
-impl Checkpointed for DistModuleOptimizer {
-    fn save_run<M: Module, T: Serialize>(
-        &self,
-        path: &Path,
-        model: &M,
-        progress: &T,
-    ) -> Result<()> {
-        self.save(path, model, progress)
-    }
-
-    fn load_run<M: Module, T: DeserializeOwned>(
-        self,
-        path: &Path,
-        model: M,
-    ) -> Result<(M, Self, T)> {
-        self.load(path, model)
-    }
-}
-
-/// Begins a checkpoint and writes the model. The optimizer's tensors are put after it in the order
-/// of `states`.
+/// Begins a checkpoint and writes the model. The tensors of the optimizer are put after the model,
+/// in the order of `states`.
 ///
 /// # Errors
 ///
@@ -246,7 +233,7 @@ pub(crate) fn start<M: Module, T: Serialize>(
         text.map_err(|error| Error::Checkpoint {
             path: path.to_owned(),
             reason: format!("its progress can't be written as JSON: {error}"),
-            remedy: "give a value with text keys; the previous checkpoint is unchanged",
+            remedy: "use text for the keys of maps; the previous checkpoint is unchanged",
         })
     };
     let mut contents = states;
@@ -270,35 +257,38 @@ pub(crate) fn load_model<M: Module, T: DeserializeOwned>(
     archive: &Archive,
     model: M,
 ) -> Result<(M, T)> {
-    let saved: Vec<Parameter> = serde_json::from_str(archive.text(PARAMETERS))
-        .map_err(|error| archive.broken(format!("its table of parameters: {error}")))?;
+    let saved: Vec<ParameterEntry> = serde_json::from_str(archive.text(PARAMETERS))
+        .map_err(|error| archive.broken(format!("its table of parameters is invalid: {error}")))?;
     same_model(archive.path(), &saved, &parameters(&model))?;
     let progress = archive.progress()?;
     Ok((model::load(archive, model)?, progress))
 }
 
-/// A name with its prefix, as in `model.layer.weight`.
+/// Joins a prefix and a name, as in `model.layer.weight`.
 fn prefixed(prefix: &str, name: &str) -> String {
     format!("{prefix}.{name}")
 }
 
-fn parameters<M: Module>(model: &M) -> Vec<Parameter> {
-    let found = Walk::through(model).into_iter();
+/// The table of the float parameters of a model.
+fn parameters<M: Module>(model: &M) -> Vec<ParameterEntry> {
+    let found = parameters::of(model).into_iter();
     found
-        .map(|found| Parameter { path: found.path, shape: found.shape, dtype: found.dtype })
+        .map(|found| ParameterEntry { path: found.path, shape: found.shape, dtype: found.dtype })
         .collect()
 }
 
-/// Refuses a model with other parameters than the saved one, and names the first that differs.
-fn same_model(path: &Path, saved: &[Parameter], model: &[Parameter]) -> Result<()> {
-    let by_path = |among: &[Parameter]| -> HashMap<String, String> {
-        among.iter().map(|parameter| (parameter.path.clone(), parameter.describe())).collect()
+/// Fails with the first parameter in which the model differs from the saved one.
+fn same_model(path: &Path, saved: &[ParameterEntry], model: &[ParameterEntry]) -> Result<()> {
+    let by_path = |parameters: &[ParameterEntry]| -> HashMap<String, String> {
+        let entries = parameters.iter();
+        entries.map(|parameter| (parameter.path.clone(), parameter.describe())).collect()
     };
-    let (in_files, in_models) = (by_path(saved), by_path(model));
+    let saved_by_path = by_path(saved);
+    let model_by_path = by_path(model);
     let absent = || "absent".to_owned();
     for parameter in model.iter().chain(saved) {
-        let in_file = in_files.get(&parameter.path).cloned();
-        let in_model = in_models.get(&parameter.path).cloned();
+        let in_file = saved_by_path.get(&parameter.path).cloned();
+        let in_model = model_by_path.get(&parameter.path).cloned();
         if in_file != in_model {
             return Err(Error::OtherModel {
                 path: path.to_owned(),
@@ -309,16 +299,4 @@ fn same_model(path: &Path, saved: &[Parameter], model: &[Parameter]) -> Result<(
         }
     }
     Ok(())
-}
-
-/// The tensor of an optimizer state that was saved under this name, in the type it was saved in.
-pub(crate) fn saved_tensor<const D: usize>(
-    name: &str,
-    prefix: &str,
-    source: &mut StateSource,
-    device: &Device,
-) -> Option<Tensor<D>> {
-    let data = source.take_tensor(prefix, name)?;
-    let dtype = data.dtype();
-    (data.rank() == D).then(|| Tensor::from_data(data, (device, dtype)))
 }

@@ -1,4 +1,4 @@
-//! The parameters of a model, read from it and given back one at a time.
+//! Saving and loading the parameters of a model, one at a time.
 
 use std::collections::BTreeSet;
 
@@ -11,46 +11,50 @@ use super::write::Planned;
 use super::{MODEL, prefixed};
 use crate::error::{Error, Result};
 
-/// A parameter of a model, whose elements are read when they are asked for.
+/// A parameter of a model, whose elements are read from the device by `data`.
 pub struct Entry {
     pub planned: Planned,
     pub data: Box<dyn Fn() -> TensorData>,
 }
 
-/// All parameters of a model in its order, in the form in which Burn's records hold them.
+/// All parameters of a model in its order, in the form in which Burn's records store them.
 pub fn entries<M: Module>(model: &M) -> Vec<Entry> {
-    let mut entries = Entries::default();
-    model.visit(&mut entries);
-    entries.found
+    let mut collector = Collector::default();
+    model.visit(&mut collector);
+    collector.entries
 }
 
-/// A model with the parameters of an archive, which are read one by one.
+/// Replaces the parameters of a model by those of an archive, which are read one by one.
 ///
 /// # Errors
 ///
 /// [`Error::Checkpoint`] if a parameter is missing, damaged, of another shape, or unknown to the
 /// model.
 pub fn load<M: Module>(archive: &Archive, model: M) -> Result<M> {
-    let of_model = |name: &&String| name.starts_with(&prefixed(MODEL, ""));
-    let unused = archive.tensors().keys().filter(of_model).map(String::as_str).collect();
-    let mut load = Load { path: vec![], archive, unused, failure: None };
-    let model = model.map(&mut load);
-    if let Some(error) = load.failure {
+    let is_of_model = |name: &&String| name.starts_with(&prefixed(MODEL, ""));
+    let unused = archive.tensors().keys().filter(is_of_model).map(String::as_str).collect();
+    let mut loader = Loader { path: vec![], archive, unused, failure: None };
+    let model = model.map(&mut loader);
+    if let Some(error) = loader.failure {
         return Err(error);
     }
-    match load.unused.first() {
-        Some(name) => Err(archive.broken(format!("the model has no place for tensor `{name}`"))),
+    match loader.unused.first() {
+        Some(name) => {
+            Err(archive.broken(format!("the model has no parameter for tensor `{name}`")))
+        }
         None => Ok(model),
     }
 }
 
+/// A visitor that collects the entries of a model.
 #[derive(Default)]
-struct Entries {
+struct Collector {
+    /// Fields on the way to the current parameter.
     path: Vec<String>,
-    found: Vec<Entry>,
+    entries: Vec<Entry>,
 }
 
-impl Entries {
+impl Collector {
     fn add(
         &mut self,
         id: ParamId,
@@ -63,15 +67,16 @@ impl Entries {
             // Quantized elements are packed, and their scales follow them.
             planned.bytes = data().bytes().len();
         }
-        self.found.push(Entry { planned, data: Box::new(data) });
+        self.entries.push(Entry { planned, data: Box::new(data) });
     }
 }
 
 macro_rules! visit {
     ($method:ident, $kind:ty) => {
         fn $method<const D: usize>(&mut self, param: &Param<$kind>) {
-            // The saved form of a parameter may be a copy. It is made once for its type and shape
-            // and again for its elements, so that the copies are never in memory all at once.
+            // The saved form of a parameter may be a copy. It is made once for its type and shape,
+            // and again for its elements, so that the copies of all parameters are never in memory
+            // at the same time.
             let (id, param) = (param.id, param.clone());
             let saved = move || param.transform_for_save().val();
             let value = saved();
@@ -82,7 +87,7 @@ macro_rules! visit {
     };
 }
 
-impl ModuleVisitor for Entries {
+impl ModuleVisitor for Collector {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.push(name.to_owned());
     }
@@ -96,15 +101,18 @@ impl ModuleVisitor for Entries {
     visit!(visit_bool, Tensor<D, Bool>);
 }
 
-struct Load<'a> {
+/// A mapper that replaces the parameters of a model by those of an archive.
+struct Loader<'a> {
+    /// Fields on the way to the current parameter.
     path: Vec<String>,
     archive: &'a Archive,
-    /// Names of the model's tensors in the archive that no parameter has taken.
+    /// Names of the model's tensors in the archive that no parameter has taken so far.
     unused: BTreeSet<&'a str>,
+    /// The first error. Later parameters are then left as they are, since a mapper can't fail.
     failure: Option<Error>,
 }
 
-impl Load<'_> {
+impl Loader<'_> {
     /// The saved tensor at the current path, and the identity of its parameter.
     fn read<const D: usize, K: Basic>(
         &mut self,
@@ -148,7 +156,7 @@ macro_rules! map {
     };
 }
 
-impl ModuleMapper for Load<'_> {
+impl ModuleMapper for Loader<'_> {
     fn enter_module(&mut self, name: &str, _container_type: &str) {
         self.path.push(name.to_owned());
     }

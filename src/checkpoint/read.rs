@@ -12,14 +12,14 @@ use burn::tensor::{Bytes, DType, TensorData};
 use burn_pack::{Reader, Scalar, Writer};
 use serde::de::DeserializeOwned;
 
-use super::layout::{Index, bytes_at, checksum_of, verify};
+use super::layout::{Index, Section, bytes_at, checksum_of, verify};
 use super::write::{Contents, Planned};
 use super::{FORMAT, MODEL, OPTIMIZER, PROGRESS, prefixed};
 use crate::error::{Error, Result};
 
-/// Tensors by name, with what is known about them: a checkpoint, or an optimizer's record.
+/// The named tensors, scalars and texts of a checkpoint or of an optimizer's record.
 ///
-/// The elements of a file stay there until they are [asked for](Self::data).
+/// The elements of a file are read by [`data`](Self::data), tensor by tensor.
 pub struct Archive {
     path: PathBuf,
     tensors: BTreeMap<String, Stored>,
@@ -32,12 +32,14 @@ pub struct Archive {
 pub struct Stored {
     pub dtype: DType,
     pub shape: Vec<usize>,
+    /// Identity of the tensor's parameter.
     pub id: Option<u64>,
-    place: Place,
+    location: Location,
 }
 
-enum Place {
-    /// The range of the file has zeros after the bytes.
+/// The location of a tensor's elements.
+enum Location {
+    /// A range of the file: `bytes` bytes of elements, then zeros. The checksum covers both.
     File {
         file: Arc<Mutex<File>>,
         range: Range<u64>,
@@ -48,10 +50,11 @@ enum Place {
 }
 
 impl Stored {
+    /// Bytes of the elements.
     fn bytes(&self) -> usize {
-        match &self.place {
-            Place::File { bytes, .. } => *bytes,
-            Place::Memory(bytes) => bytes.len(),
+        match &self.location {
+            Location::File { bytes, .. } => *bytes,
+            Location::Memory(bytes) => bytes.len(),
         }
     }
 
@@ -61,7 +64,7 @@ impl Stored {
 }
 
 impl Archive {
-    /// Opens a checkpoint, of which only the index and the container's head are read.
+    /// Opens a checkpoint and reads its index and the head of its container.
     ///
     /// # Errors
     ///
@@ -75,13 +78,17 @@ impl Archive {
         };
         let head = checksum_of(&mut file, 0..index.head.bytes, "head").map_err(broken)?;
         verify("its head", index.head.checksum, head).map_err(broken)?;
-        let spans = index.spans().expect("the index was checked");
+        let spans = index.spans().expect("`Index::read` has checked the spans");
         let file = Arc::new(Mutex::new(file));
         let tensors = index.tensors.into_iter().zip(spans).map(|(section, range)| {
-            let (bytes, checksum) = (section.bytes as usize, section.checksum);
-            let place = Place::File { file: file.clone(), range, bytes, checksum };
-            let (dtype, shape, id) = (section.dtype, section.shape, section.id);
-            (section.name, Stored { dtype, shape, id, place })
+            let location = Location::File {
+                file: file.clone(),
+                range,
+                bytes: section.bytes as usize,
+                checksum: section.checksum,
+            };
+            let Section { name, dtype, shape, id, .. } = section;
+            (name, Stored { dtype, shape, id, location })
         });
         Ok(Self {
             path: path.to_owned(),
@@ -102,17 +109,17 @@ impl Archive {
             None => Err(Error::Checkpoint {
                 path: path.to_owned(),
                 reason: "it is not a checkpoint: its metadata names no format".into(),
-                remedy: "give a file that `checkpoint::save` wrote",
+                remedy: "pass a file that `checkpoint::save` wrote",
             }),
         }
     }
 
-    /// A checkpoint of version 1: two records, each as one tensor of bytes.
+    /// Reads a checkpoint of version 1, which is two records, each as one tensor of bytes.
     fn from_version_1(path: &Path, reader: Reader) -> Result<Self> {
         let broken = |error: burn_pack::Error| broken(path, error.to_string());
-        let records = [MODEL, OPTIMIZER].map(|name| reader.tensor_data(name));
-        let [model, optim] = records;
-        let (model, optim) = (model.map_err(broken)?, optim.map_err(broken)?);
+        let [model, optim] = [MODEL, OPTIMIZER].map(|name| reader.tensor_data(name));
+        let model = model.map_err(broken)?;
+        let optim = optim.map_err(broken)?;
         let mut archive = Self {
             path: path.to_owned(),
             tensors: BTreeMap::new(),
@@ -127,7 +134,7 @@ impl Archive {
         Ok(archive)
     }
 
-    /// The state that a record holds.
+    /// Reads the state in a record.
     ///
     /// # Panics
     ///
@@ -136,7 +143,7 @@ impl Archive {
         Self::from_record_bytes(record.into_bytes().expect("a record can be written to memory"))
     }
 
-    /// The state that a written record holds.
+    /// Reads the state in the bytes of a record.
     ///
     /// # Panics
     ///
@@ -149,20 +156,20 @@ impl Archive {
             metadata: BTreeMap::new(),
             digest: 0,
         };
-        archive.add(OPTIMIZER, bytes).expect("the bytes of a record");
+        archive.add(OPTIMIZER, bytes).expect("the caller passes the bytes of a record");
         archive.digest = archive.digest_of_states();
         archive
     }
 
-    /// Digest of the states by the paths of their parameters: identities and the order of tensors may
-    /// differ between records of the same state.
+    /// The digest of the states by the paths of their parameters. Neither identities nor the order
+    /// of tensors are part of it, because they may differ between records of the same state.
     fn digest_of_states(&self) -> u64 {
         let by_path = |name: &str| {
-            let (id, own) = name.strip_prefix(OPTIMIZER)?.strip_prefix('.')?.split_once('.')?;
-            Some(format!("{} {own}", self.metadata.get(&prefixed(OPTIMIZER, id))?))
+            let (id, state) = name.strip_prefix(OPTIMIZER)?.strip_prefix('.')?.split_once('.')?;
+            Some(format!("{} {state}", self.metadata.get(&prefixed(OPTIMIZER, id))?))
         };
         let tensors = self.tensors.iter().filter_map(|(name, stored)| {
-            let Place::Memory(bytes) = &stored.place else { return None };
+            let Location::Memory(bytes) = &stored.location else { return None };
             let Stored { dtype, shape, .. } = stored;
             let sum = crc32fast::hash(bytes);
             Some(format!("{}: {dtype:?} {shape:?} {sum:08x}", by_path(name)?))
@@ -175,7 +182,7 @@ impl Archive {
         digest(&[all.join("\n").as_bytes()])
     }
 
-    /// Adds what a record holds, under names with a prefix.
+    /// Adds the contents of a record under names with a prefix.
     fn add(&mut self, prefix: &str, record: Bytes) -> Result<(), burn_pack::Error> {
         let reader = Reader::from_bytes(record)?;
         let name = |name: &str| prefixed(prefix, name);
@@ -183,15 +190,15 @@ impl Archive {
         let metadata = reader.metadata().iter();
         self.metadata.extend(metadata.map(|(key, value)| (name(key), value.clone())));
         for tensor in reader.into_tensors()? {
-            let (of, dtype, shape, id, bytes) = tensor.into_parts()?;
-            let place = Place::Memory(bytes);
-            let stored = Stored { dtype, shape: shape.to_vec(), id, place };
-            self.tensors.insert(name(&of), stored);
+            let (record_name, dtype, shape, id, bytes) = tensor.into_parts()?;
+            let location = Location::Memory(bytes);
+            let stored = Stored { dtype, shape: shape.to_vec(), id, location };
+            self.tensors.insert(name(&record_name), stored);
         }
         Ok(())
     }
 
-    /// All of it without the elements.
+    /// The contents of the archive without the elements.
     pub fn contents(&self) -> Contents {
         let planned = |(name, stored): (&String, &Stored)| {
             let Stored { dtype, shape, id, .. } = stored;
@@ -221,30 +228,30 @@ impl Archive {
         &self.tensors
     }
 
-    /// A text of the metadata, empty if there is none of that name.
+    /// The text of a metadata key, empty if the key is missing.
     pub fn text(&self, key: &str) -> &str {
         self.metadata.get(key).map_or("", String::as_str)
     }
 
-    /// The progress that was saved.
+    /// The saved progress.
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] if it is of another type.
+    /// [`Error::Checkpoint`] if the progress is of another type.
     pub fn progress<T: DeserializeOwned>(&self) -> Result<T> {
         serde_json::from_str(self.text(PROGRESS)).map_err(|error| Error::Checkpoint {
             path: self.path.clone(),
-            reason: format!("its progress is of another kind: {error}"),
-            remedy: "load it as what was saved",
+            reason: format!("its progress is of another type: {error}"),
+            remedy: "load it as the type that was saved",
         })
     }
 
-    /// Two archives of one digest hold the same: it covers names, shapes, checksums and progress.
+    /// A fingerprint of the contents, which covers names, shapes, checksums and progress.
     pub fn digest(&self) -> u64 {
         self.digest
     }
 
-    /// The file, its digest and its progress, for messages.
+    /// Describes the file by its path, digest and progress, for messages.
     pub fn describe(&self) -> String {
         let progress: String = self.text(PROGRESS).chars().take(80).collect();
         match self.path.as_os_str().is_empty() {
@@ -264,9 +271,9 @@ impl Archive {
         let Some(stored) = self.tensors.get(name) else {
             return Err(self.broken(format!("it has no tensor `{name}`")));
         };
-        let bytes = match &stored.place {
-            Place::Memory(bytes) => bytes.clone(),
-            Place::File { file, range, bytes, checksum } => {
+        let bytes = match &stored.location {
+            Location::Memory(bytes) => bytes.clone(),
+            Location::File { file, range, bytes, checksum } => {
                 let part = format!("tensor `{name}`");
                 let mut file = file.lock().expect("no holder of the lock panics");
                 let count = (range.end - range.start) as usize;
@@ -274,6 +281,7 @@ impl Archive {
                     verify(&part, *checksum, crc32fast::hash(&data)).map(|()| data)
                 });
                 let mut data = read.map_err(|reason| self.broken(reason))?;
+                // The zeros after the elements were read for the checksum only.
                 data.truncate(*bytes);
                 Bytes::from_bytes_vec(data)
             }
@@ -288,33 +296,34 @@ impl Archive {
     ///
     /// As [`data`](Self::data).
     pub fn verify(&self, name: &str) -> Result<()> {
-        let Some(Place::File { file, range, checksum, .. }) =
-            self.tensors.get(name).map(|stored| &stored.place)
+        let Some(Location::File { file, range, checksum, .. }) =
+            self.tensors.get(name).map(|stored| &stored.location)
         else {
             return Ok(());
         };
         let part = format!("tensor `{name}`");
         let mut file = file.lock().expect("no holder of the lock panics");
-        let found = checksum_of(&mut file, range.clone(), &part);
-        let verified = found.and_then(|found| verify(&part, *checksum, found));
+        let actual = checksum_of(&mut file, range.clone(), &part);
+        let verified = actual.and_then(|actual| verify(&part, *checksum, actual));
         verified.map_err(|reason| self.broken(reason))
     }
 
-    /// The optimizer's state as Burn's record, which is in host memory as a whole.
+    /// Converts the optimizer state to Burn's record, which is in host memory as a whole.
     ///
     /// # Errors
     ///
     /// As [`data`](Self::data).
     pub fn into_record(self) -> Result<OptimizerRecord> {
         let archive = Arc::new(self);
-        // The record's writer knows its own errors only.
+        // The closures return errors of the record's writer. The crate's error is kept here.
         let failure: Arc<Mutex<Option<Error>>> = Arc::default();
-        let own = |name: &str| name.strip_prefix(OPTIMIZER)?.strip_prefix('.').map(str::to_owned);
+        let record_name =
+            |name: &str| name.strip_prefix(OPTIMIZER)?.strip_prefix('.').map(str::to_owned);
         let mut tensors = Vec::new();
         for (name, stored) in &archive.tensors {
-            let Some(own) = own(name) else { continue };
-            let (from, name, failure) = (archive.clone(), name.clone(), failure.clone());
-            let read = move || match from.data(&name) {
+            let Some(record_name) = record_name(name) else { continue };
+            let (source, name, failure) = (archive.clone(), name.clone(), failure.clone());
+            let read = move || match source.data(&name) {
                 Ok(data) => Ok(data.into_bytes()),
                 Err(error) => {
                     let text = error.to_string();
@@ -322,16 +331,25 @@ impl Archive {
                     Err(burn_pack::Error::IoError(text))
                 }
             };
-            let (dtype, shape) = (stored.dtype, stored.shape.clone());
-            let (id, bytes) = (stored.id, stored.bytes());
-            tensors.push(burn_pack::Tensor::deferred(own, dtype, shape, id, bytes, read));
+            tensors.push(burn_pack::Tensor::deferred(
+                record_name,
+                stored.dtype,
+                stored.shape.clone(),
+                stored.id,
+                stored.bytes(),
+                read,
+            ));
         }
         let mut writer = Writer::new(tensors);
         for (name, value) in &archive.scalars {
-            writer = own(name).into_iter().fold(writer, |w, name| w.with_scalar(&name, *value));
+            if let Some(name) = record_name(name) {
+                writer = writer.with_scalar(&name, *value);
+            }
         }
         for (name, value) in &archive.metadata {
-            writer = own(name).into_iter().fold(writer, |w, name| w.with_metadata(&name, value));
+            if let Some(name) = record_name(name) {
+                writer = writer.with_metadata(&name, value);
+            }
         }
         let bytes = writer.into_bytes().map_err(|error| {
             let failure = failure.lock().expect("no holder of the lock panics").take();
@@ -340,6 +358,7 @@ impl Archive {
         OptimizerRecord::from_bytes(bytes).map_err(|error| archive.broken(error.to_string()))
     }
 
+    /// The error of a file with unusable contents.
     pub fn broken(&self, reason: String) -> Error {
         broken(&self.path, reason)
     }
@@ -349,11 +368,11 @@ fn broken(path: &Path, reason: String) -> Error {
     Error::Checkpoint {
         path: path.to_owned(),
         reason,
-        remedy: "the file is missing or damaged; load an older checkpoint",
+        remedy: "check the path, or load an older checkpoint",
     }
 }
 
-/// The same in every process that runs the same program.
+/// A hash of the parts, the same in every process that runs the same program.
 fn digest(parts: &[&[u8]]) -> u64 {
     let mut hasher = DefaultHasher::new();
     parts.hash(&mut hasher);

@@ -1,32 +1,34 @@
-//! The optimizer's part of an archive, by the paths of the parameters.
+//! The optimizer state of an archive, by the paths of the parameters.
 
 use std::collections::{HashMap, HashSet};
 
 use super::read::{Archive, Stored};
 use super::{OPTIMIZER, prefixed};
 
-/// The optimizer's tensors and step counters by the path of their parameter.
+/// The tensors and step counters of an optimizer, by the path of their parameter.
 pub struct States {
     archive: Archive,
-    /// The names of the tensors in the archive, by path and name in the state.
+    /// The names of the tensors in the archive, by path and by name in the state.
     names: HashMap<(String, String), String>,
+    /// The paths of all parameters that have a tensor.
     paths: HashSet<String>,
+    /// The steps that parameters had taken, by path.
     times: HashMap<String, usize>,
 }
 
 impl States {
     pub fn new(archive: Archive) -> Self {
         let path = |id: &str| archive.metadata().get(&prefixed(OPTIMIZER, id)).cloned();
-        // `optimizer.ID.NAME`, where the name may have dots of its own.
+        // `optimizer.ID.NAME`, where the name in the state may also contain dots.
         let key = |name: &str| {
-            let (id, own) = name.strip_prefix(OPTIMIZER)?.strip_prefix('.')?.split_once('.')?;
-            Some((path(id)?, own.to_owned()))
+            let (id, state) = name.strip_prefix(OPTIMIZER)?.strip_prefix('.')?.split_once('.')?;
+            Some((path(id)?, state.to_owned()))
         };
         let names = archive.tensors().keys().filter_map(|name| Some((key(name)?, name.clone())));
         let names: HashMap<_, _> = names.collect();
         let times = archive.scalars().iter().filter_map(|(name, value)| {
-            let (path, own) = key(name)?;
-            (own == "time").then_some((path, usize::try_from(*value).ok()?))
+            let (path, state) = key(name)?;
+            (state == "time").then_some((path, usize::try_from(*value).ok()?))
         });
         let times = times.collect();
         let paths = names.keys().map(|(path, _)| path.clone()).collect();
@@ -41,23 +43,23 @@ impl States {
         self.archive
     }
 
-    /// Paths and names of all tensors.
+    /// The paths and names of all tensors.
     pub fn keys(&self) -> impl Iterator<Item = &(String, String)> {
         self.names.keys()
     }
 
-    /// The name in the archive of a parameter's tensor, and what is known about it.
+    /// The name in the archive of a parameter's tensor, and its entry there.
     pub fn find(&self, path: &str, name: &str) -> Option<(&str, &Stored)> {
-        let found = self.names.get(&(path.to_owned(), name.to_owned()))?;
-        Some((found, &self.archive.tensors()[found]))
+        let archive_name = self.names.get(&(path.to_owned(), name.to_owned()))?;
+        Some((archive_name, &self.archive.tensors()[archive_name]))
     }
 
-    /// Returns `true` if anything is known of the parameter.
+    /// Returns `true` if the archive has a tensor of the parameter's state.
     pub fn knows(&self, path: &str) -> bool {
         self.paths.contains(path)
     }
 
-    /// The steps that a parameter had taken, if its state counts them.
+    /// The number of steps that a parameter had taken, if its state counts them.
     pub fn time(&self, path: &str) -> Option<usize> {
         self.times.get(path).copied()
     }

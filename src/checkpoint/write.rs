@@ -15,26 +15,26 @@ use super::layout::{Head, Index, Section, bytes_at, checksum_of};
 use super::{OPTIMIZER, prefixed};
 use crate::error::{Error, Result};
 
-/// A tensor that is going to be written.
+/// Name, type and shape of a tensor that will be written.
 #[derive(Debug, Clone)]
 pub struct Planned {
     pub name: String,
     pub dtype: DType,
     pub shape: Vec<usize>,
-    /// Identity of the parameter it belongs to.
+    /// Identity of the tensor's parameter.
     pub id: Option<u64>,
     pub bytes: usize,
 }
 
 impl Planned {
-    /// A tensor whose size follows from its shape and type, as that of all but quantized ones.
+    /// A tensor whose size follows from its shape and type, as for all types except quantized ones.
     pub fn new(name: String, dtype: DType, shape: Vec<usize>, id: Option<u64>) -> Self {
         let bytes = shape.iter().product::<usize>() * dtype.size();
         Self { name, dtype, shape, id, bytes }
     }
 }
 
-/// The contents of a checkpoint, or of a part of it, without the elements.
+/// The contents of a checkpoint, or of a part of a checkpoint, without the elements.
 #[derive(Debug, Default)]
 pub struct Contents {
     pub tensors: Vec<Planned>,
@@ -43,7 +43,7 @@ pub struct Contents {
 }
 
 impl Contents {
-    /// The contents of a record of Burn's, under the names they have in a checkpoint.
+    /// The contents of a Burn record of an optimizer, under their names in a checkpoint.
     pub fn of_optimizer(self) -> Self {
         let name = |name: String| prefixed(OPTIMIZER, &name);
         let Self { mut tensors, scalars, metadata } = self;
@@ -58,20 +58,23 @@ impl Contents {
     }
 }
 
-/// A checkpoint in the making. It replaces what its path holds when it is [finished](Self::finish);
-/// dropped before, it leaves no trace.
+/// A checkpoint that is being written. [`finish`](Self::finish) replaces the file at its path. If
+/// it is dropped before, it leaves no file behind.
 pub struct Saving {
     path: PathBuf,
     index: Index,
-    /// The number of the next tensor.
+    /// Index of the next tensor.
     next: usize,
+    /// Sends the elements to the writer. Dropped when there are no more.
     data: Option<SyncSender<Bytes>>,
+    /// The thread that writes the container.
     writer: Option<JoinHandle<Result<(), burn_pack::Error>>>,
+    /// The temporary file.
     scratch: Option<AtomicFile>,
 }
 
 impl Saving {
-    /// Begins a file beside `path`.
+    /// Begins a temporary file in the folder of `path`.
     ///
     /// # Errors
     ///
@@ -79,16 +82,16 @@ impl Saving {
     pub fn start(path: &Path, contents: Contents) -> Result<Self> {
         let (scratch, file) =
             AtomicFile::create(path).map_err(|error| failed(path, &error.to_string()))?;
-        drop(file);
-        // The container's writer draws the tensors from closures that own what they need, while the
-        // caller makes them from what it borrows: a thread lets both have it their way. Nothing is
-        // buffered between the two.
+        drop(file); // the writer of the container opens the path itself
+        // The writer of the container pulls tensors from closures that own their data, while the
+        // caller pushes tensors that it makes from borrowed data. A thread connects the two. The
+        // channel has no buffer, so that no tensor waits in memory.
         let (data, source) = mpsc::sync_channel(0);
         let container = container(&contents, source);
-        let place = scratch.path().to_owned();
+        let scratch_path = scratch.path().to_owned();
         let writer = thread::Builder::new()
             .name("checkpoint".to_owned())
-            .spawn(move || container.write_to_file_in_place(place))
+            .spawn(move || container.write_to_file_in_place(scratch_path))
             .map_err(|error| failed(path, &format!("cannot start a thread: {error}")))?;
         let tensors = contents.tensors.into_iter().map(|planned| Section {
             name: planned.name,
@@ -135,24 +138,24 @@ impl Saving {
         if sent { Ok(()) } else { self.join() }
     }
 
-    /// Puts the checkpoint in the place of what the path held before.
+    /// Replaces the file at the path by the checkpoint.
     ///
     /// # Errors
     ///
-    /// [`Error::Checkpoint`] if it can't be written. What the path held is then unchanged.
+    /// [`Error::Checkpoint`] if it can't be written. A previous file at the path is then unchanged.
     pub fn finish(mut self) -> Result<()> {
         self.join()?;
-        let scratch = self.scratch.take().expect("a file is finished once");
+        let scratch = self.scratch.take().expect("`finish` consumes the checkpoint");
         let appended = append(scratch.path(), &mut self.index);
         appended.map_err(|reason| failed(&self.path, &reason))?;
         scratch.commit().map_err(|error| failed(&self.path, &error.to_string()))
     }
 
-    /// Waits for the end of the container.
+    /// Waits until the container is written.
     fn join(&mut self) -> Result<()> {
         self.data = None;
         let Some(writer) = self.writer.take() else {
-            return Err(failed(&self.path, "it could not be written before"));
+            return Err(failed(&self.path, "an earlier write failed"));
         };
         let written = writer.join().map_err(|_| failed(&self.path, "its writer panicked"))?;
         written.map_err(|error| failed(&self.path, &error.to_string()))
@@ -161,7 +164,8 @@ impl Saving {
 
 impl Drop for Saving {
     fn drop(&mut self) {
-        // The thread has to end before the file is removed: it may not have opened it yet.
+        // The thread has to end before the file is removed: otherwise it may open, and so create,
+        // the file afterwards.
         self.data = None;
         if let Some(writer) = self.writer.take() {
             writer.join().ok();
@@ -169,18 +173,20 @@ impl Drop for Saving {
     }
 }
 
-/// The container, whose tensors come from `source` in their order.
+/// The writer of the container, which receives the tensors from `source` in their order.
 fn container(contents: &Contents, source: mpsc::Receiver<Bytes>) -> Writer {
     let source = Arc::new(Mutex::new(source));
     let tensors = contents.tensors.iter().map(|planned| {
-        let (source, given_up) = (source.clone(), "the save was given up".to_owned());
+        let source = source.clone();
+        let aborted = "the save was aborted".to_owned();
         let next = move || {
             let received = source.lock().expect("no holder of the lock panics").recv();
-            received.map_err(|_| burn_pack::Error::IoError(given_up.clone()))
+            received.map_err(|_| burn_pack::Error::IoError(aborted.clone()))
         };
         let Planned { name, dtype, shape, id, bytes } = planned.clone();
         burn_pack::Tensor::deferred(name, dtype, shape, id, bytes, next)
     });
+    // The path is that of the temporary file, which must not get another extension.
     let mut writer = Writer::new(tensors.collect()).auto_extension(false);
     for (key, value) in &contents.scalars {
         writer = writer.with_scalar(key, *value);
@@ -191,23 +197,23 @@ fn container(contents: &Contents, source: mpsc::Receiver<Bytes>) -> Writer {
     writer
 }
 
-/// Appends index and footer to a container.
+/// Appends the index and the footer to a container.
 fn append(path: &Path, index: &mut Index) -> Result<(), String> {
-    let text = |error: std::io::Error| format!("cannot complete the file: {error}");
-    let mut file = OpenOptions::new().read(true).append(true).open(path).map_err(text)?;
+    let incomplete = |error: std::io::Error| format!("cannot complete the file: {error}");
+    let mut file = OpenOptions::new().read(true).append(true).open(path).map_err(incomplete)?;
     let header = bytes_at(&mut file, 0, burn_pack::HEADER_SIZE, "header")?;
     let header = burn_pack::Header::from_bytes(&header).map_err(|error| error.to_string())?;
     let head = aligned_data_section_start(header.metadata_size as usize) as u64;
     let checksum = checksum_of(&mut file, 0..head, "head")?;
     index.head = Head { bytes: head, checksum };
     let bytes = index.to_bytes().map_err(|error| error.to_string())?;
-    file.write_all(&bytes).map_err(text)
+    file.write_all(&bytes).map_err(incomplete)
 }
 
 fn failed(path: &Path, reason: &str) -> Error {
     Error::Checkpoint {
         path: path.to_owned(),
         reason: reason.to_owned(),
-        remedy: "check the folder and the space left; the previous checkpoint is unchanged",
+        remedy: "check the folder and its free space; the previous checkpoint is unchanged",
     }
 }

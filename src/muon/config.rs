@@ -4,117 +4,118 @@ use std::sync::Arc;
 
 use burn::config::Config;
 use burn::grad_clipping::GradientClippingConfig;
-use burn::module::Module;
-use burn::optim::ModuleOptimizer;
 
-use super::rule::Settings;
-use super::view::UNNAMED;
-use super::{LrScale, MatrixLayout, MatrixView, Muon};
-use crate::adamw::AdamWSettings;
+use super::Muon;
+use crate::adamw::AdamWConfig;
+use crate::backend::KernelPolicy;
 use crate::error::{Error, Result};
-use crate::orthogonalize::{Coefficients, Form, IterationDtype, Kernels, NewtonSchulz};
-use crate::route::{Routing, Rule};
+use crate::matrix_view::{MatrixLayout, MatrixView, UNNAMED};
+use crate::orthogonalize::NewtonSchulzConfig;
+use crate::routing::RoutingRule;
 use crate::schedule::Schedule;
-use crate::skipped::SkippedSteps;
+use crate::update::{LrScale, MuonUpdate, Part, SkippedSteps, WeightDecay};
 
-/// Configuration of [`Muon`], and of the AdamW that updates what is no hidden matrix.
+/// Configuration of Muon's momentum.
+#[derive(Config, Debug, PartialEq)]
+pub struct MomentumConfig {
+    /// Momentum `mu`, in `[0, 1)`.
+    #[config(default = "Schedule::constant(0.95)")]
+    pub momentum: Schedule,
+    /// `true` to orthogonalise `mu M + (1 - mu) G` (Nesterov) instead of `M`.
+    #[config(default = true)]
+    pub nesterov: bool,
+}
+
+impl From<f64> for MomentumConfig {
+    fn from(momentum: f64) -> Self {
+        Self::new().with_momentum(momentum.into())
+    }
+}
+
+impl From<Schedule> for MomentumConfig {
+    fn from(momentum: Schedule) -> Self {
+        Self::new().with_momentum(momentum)
+    }
+}
+
+/// Configuration of [`Muon`], and of the AdamW for everything that is not a hidden matrix.
 ///
 /// ```
 /// use burn::{nn::{Linear, LinearConfig}, tensor::Device};
-/// use distmuon::{LrScale, MuonConfig};
+/// use distmuon::{LrScale, MomentumConfig, MuonConfig};
 ///
 /// let model = LinearConfig::new(64, 256).init(&Device::default().autodiff());
 /// let mut optim = MuonConfig::new()
+///     .with_momentum(MomentumConfig::new().with_nesterov(false))
 ///     .with_lr_scale(LrScale::Original)
 ///     .with_weight_decay(0.05.into())
 ///     .init(&model);
 /// ```
 ///
-/// The defaults are made for the learning rate of an AdamW run: updates have AdamW's size
-/// ([`LrScale::MatchRmsAdamW`]), and AdamW's parameters are trained at the same rate. Try twice and four
-/// times that rate, too: see [Choosing a learning rate](crate::guide::learning_rate). For the
-/// learning rates of Keller Jordan's Muon (about 0.02) use [`LrScale::Original`] and give AdamW its
-/// own rate with [`AdamWSettings`].
+/// The defaults suit the learning rate of an AdamW run: updates have AdamW's size
+/// ([`LrScale::MatchRmsAdamW`]), and AdamW's parameters are trained at the same rate. Also try twice and four
+/// times that rate: see [Choosing a learning rate](crate::guide::learning_rate). For the
+/// learning rates of Keller Jordan's Muon (about 0.02), use [`LrScale::Original`] and give AdamW its
+/// own rate with [`AdamWConfig`].
 #[derive(Config, Debug)]
 pub struct MuonConfig {
-    /// Momentum `mu`, in `[0, 1)`: a schedule, or a number as in `.with_momentum(0.9.into())`.
-    #[config(default = "Schedule::constant(0.95)")]
-    pub momentum: Schedule,
-    /// Whether the update looks ahead, `mu M + (1 - mu) G`, instead of being `M`.
-    #[config(default = true)]
-    pub nesterov: bool,
-    /// Decoupled weight decay: each step multiplies the parameter by `1 - lr * weight_decay`, with
-    /// the learning rate before it is scaled.
-    #[config(default = "Schedule::constant(0.1)")]
-    pub weight_decay: Schedule,
-    /// The factor that the shape of a matrix puts on the learning rate.
+    /// The momentum of hidden matrices; a number or a schedule is Nesterov momentum, as in
+    /// `.with_momentum(0.9.into())`.
+    #[config(default = "MomentumConfig::new()")]
+    pub momentum: MomentumConfig,
+    /// The iteration that orthogonalises the momentum.
+    #[config(default = "NewtonSchulzConfig::new()")]
+    pub newton_schulz: NewtonSchulzConfig,
+    /// Weight decay of hidden matrices; a number is decoupled weight decay at a constant rate.
+    #[config(default = "WeightDecay::from(0.1)")]
+    pub weight_decay: WeightDecay,
+    /// Further stages of the update, in their order.
+    #[config(default = "Vec::new()")]
+    pub parts: Vec<Part>,
+    /// The factor on the learning rate that depends on the shape of a matrix.
     #[config(default = "LrScale::MatchRmsAdamW")]
     pub lr_scale: LrScale,
     /// A further factor on the learning rate of all matrices.
     #[config(default = 1.0)]
     pub lr_factor: f64,
-    /// Which dimension of a matrix counts the outputs of the layer.
+    /// The dimension of a matrix that counts the outputs of its layer.
     #[config(default = "MatrixLayout::InOut")]
     pub layout: MatrixLayout,
-    /// The coefficients of the Newton-Schulz iteration.
-    #[config(default = "Coefficients::polar_express()")]
-    pub coefficients: Coefficients,
-    /// Steps of the iteration; `None` for as many as the coefficients were designed for.
-    pub steps: Option<usize>,
-    /// The least Frobenius norm that a matrix is divided by; zero for none. As in PyTorch, gradients
-    /// far below it give small updates instead of amplified noise.
-    #[config(default = 1e-7)]
-    pub epsilon: f64,
-    /// The precision of the iteration.
-    #[config(default = "IterationDtype::Auto")]
-    pub iteration_dtype: IterationDtype,
-    /// The form of the iteration.
-    #[config(default = "Form::Auto")]
-    pub form: Form,
-    /// Which implementations may be used, AdamW's included: the fastest, or for comparison Burn's
-    /// operations only.
-    #[config(default = "Kernels::Auto")]
-    pub kernels: Kernels,
-    /// Memory that an iteration may use beside what it works on, in MB; larger batches are worked on in
-    /// parts.
-    #[config(default = 1024)]
-    pub workspace_mb: usize,
-    /// Whether iterations are recorded and replayed as one launch each, where the device has graphs: see
-    /// [`NewtonSchulz::with_graphs`].
-    #[config(default = false)]
-    pub graphs: bool,
-    /// Where parameters go that the built-in rules would send elsewhere; the last match counts.
+    /// The implementations that may be used, those of AdamW included.
+    #[config(default = "KernelPolicy::Auto")]
+    pub kernels: KernelPolicy,
+    /// Routing rules for parameters that the built-in rules would route differently; the last match counts.
     #[config(default = "Vec::new()")]
-    pub rules: Vec<Rule>,
+    pub rules: Vec<RoutingRule>,
     /// AdamW for embeddings, the output head, vectors and scalars.
-    #[config(default = "AdamWSettings::new()")]
-    pub adamw: AdamWSettings,
-    /// Clipping of the gradient of every parameter by itself, after it was found to be finite.
+    #[config(default = "AdamWConfig::new()")]
+    pub adamw: AdamWConfig,
+    /// Clipping of the gradient of every parameter separately, after the check that it is finite.
     ///
-    /// For clipping by the norm of all gradients together, on one device too, see
-    /// [`DistMuonConfig::max_norm`](crate::dist::DistMuonConfig::max_norm).
+    /// For clipping by the norm of all gradients together, also on one device, see
+    /// [`DistMuonConfig::max_norm`](crate::DistMuonConfig::max_norm).
     pub grad_clipping: Option<GradientClippingConfig>,
-    /// Steps in a row in which a parameter may be skipped before the run ends with [`Error::Skipped`], at the
-    /// next look at the counts; `None` for any number. See [`SkippedSteps`].
+    /// Consecutive steps in which a parameter may be skipped before the run ends with [`Error::Skipped`], at the
+    /// next look at the counts; `None` for no limit. See [`SkippedSteps`].
     #[config(default = "Some(100)")]
     pub max_skipped: Option<usize>,
 }
 
 impl MuonConfig {
     /// Adds a routing rule; the last one that matches a path counts.
-    pub fn with_rule(mut self, rule: impl Into<Rule>) -> Self {
+    pub fn with_rule(mut self, rule: impl Into<RoutingRule>) -> Self {
         self.rules.push(rule.into());
         self
     }
 
-    /// Muon for single matrices, to be combined by hand.
+    /// Muon for single matrices, to be combined with other optimizers by hand.
     ///
     /// # Errors
     ///
     /// [`Error::Setting`] for a setting that no run can use.
     pub fn try_build(&self) -> Result<Muon> {
         Ok(Muon {
-            settings: Arc::new(self.settings()?),
+            update: Arc::new(self.update()?),
             view: MatrixView::Single,
             layout: self.layout,
             parameter: UNNAMED.into(),
@@ -123,7 +124,7 @@ impl MuonConfig {
         })
     }
 
-    /// [`try_build`](Self::try_build), for use where Burn's configurations are.
+    /// [`try_build`](Self::try_build), in the form of Burn's configurations.
     ///
     /// # Panics
     ///
@@ -132,97 +133,39 @@ impl MuonConfig {
         self.try_build().unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// Decides for every parameter of a model what updates it. The result can be printed.
-    ///
-    /// # Errors
-    ///
-    /// - [`Error::Setting`] for a setting that no run can use;
-    /// - [`Error::Dtype`] for an iteration in a type that a device has not;
-    /// - [`Error::Shape`] for a parameter of more than two dimensions without a rule that says how to
-    ///   see it as matrices;
-    /// - [`Error::Pattern`] and [`Error::UnusedRule`] for rules that are malformed or match nothing;
-    /// - [`Error::Shared`] for a parameter that is in the model twice;
-    /// - [`Error::EmptyModel`] and [`Error::AllFrozen`] for a model without parameters to train.
-    pub fn route<M: Module>(&self, model: &M) -> Result<Routing> {
-        let routing = Routing::new(self, model)?;
-        log::debug!("who updates what:\n{routing}");
-        Ok(routing)
-    }
-
-    /// Burn's optimizer for the whole model: hidden matrices by Muon, the rest by AdamW.
-    ///
-    /// Burn hands it one parameter at a time, so that nothing but what is stacked in one parameter is worked on
-    /// together: each matrix is 20 to 30 launches, each other parameter 6, where
-    /// [`init_whole`](Self::init_whole) takes about 30 for all matrices of one shape. Use it where a `ModuleOptimizer` is asked
-    /// for, as by burn-train's `Learner`.
-    ///
-    /// Clipping belongs into the configuration: Burn's setter `with_grad_clipping` of the returned optimizer
-    /// reaches a part of it that updates nothing, and has no effect. See the guide's
-    /// [clipping](crate::guide::clipping).
-    ///
-    /// # Errors
-    ///
-    /// As [`route`](Self::route).
-    pub fn try_init<M: Module>(&self, model: &M) -> Result<ModuleOptimizer> {
-        Ok(self.route(model)?.init())
-    }
-
-    /// [`try_init`](Self::try_init), for use where Burn's configurations are. On a GPU,
-    /// [`init_whole`](Self::init_whole) takes far fewer launches.
-    ///
-    /// Burn's setter `with_grad_clipping` has no effect on the returned optimizer; use that of the configuration.
-    ///
-    /// # Panics
-    ///
-    /// With the message of the error.
-    pub fn init<M: Module>(&self, model: &M) -> ModuleOptimizer {
-        self.try_init(model).unwrap_or_else(|error| panic!("{error}"))
-    }
-
-    fn settings(&self) -> Result<Settings> {
-        let refuse = |setting, value: f64, expected| {
-            Err(Error::Setting { setting, value: value.to_string(), expected })
-        };
-        if let Some(mu) = self.momentum.extremes().find(|mu| !(0.0..1.0).contains(mu)) {
-            return refuse("momentum", mu, "at least 0 and less than 1");
+    /// The update of matrices.
+    pub(super) fn update(&self) -> Result<MuonUpdate> {
+        let size = |value: f64| value.is_finite() && value >= 0.0;
+        if let Some(mu) = self.momentum.momentum.extremes().find(|mu| !(0.0..1.0).contains(mu)) {
+            return Err(Error::setting("momentum", mu, "at least 0 and less than 1"));
         }
-        let usable = |value: &f64| value.is_finite() && *value >= 0.0;
-        if let Some(decay) = self.weight_decay.extremes().find(|decay| !usable(decay)) {
-            return refuse("weight_decay", decay, "a finite number, zero or more");
+        if let Some(rate) = self.weight_decay.rate().extremes().find(|rate| !size(*rate)) {
+            return Err(Error::setting("weight_decay", rate, "a finite number, zero or more"));
         }
-        if !usable(&self.lr_factor) {
-            return refuse("lr_factor", self.lr_factor, "a finite number, zero or more");
+        if !size(self.lr_factor) {
+            return Err(Error::setting("lr_factor", self.lr_factor, "a finite number, zero or more"));
         }
-        let positive = |value: f64| value.is_finite() && value > 0.0;
-        match self.grad_clipping {
-            Some(GradientClippingConfig::Norm(most) | GradientClippingConfig::Value(most))
-                if !positive(most.into()) =>
-            {
-                return refuse("grad_clipping", most.into(), "a positive number");
-            }
-            _ => {}
+        if let Some(
+            GradientClippingConfig::Norm(limit) | GradientClippingConfig::Value(limit),
+        ) = self.grad_clipping
+            && !(limit.is_finite() && limit > 0.0)
+        {
+            return Err(Error::setting("grad_clipping", limit, "a positive number"));
         }
         if self.max_skipped == Some(0) {
-            return refuse("max_skipped", 0.0, "at least 1, or `None` for any number");
+            return Err(Error::setting("max_skipped", 0, "at least 1, or `None` for no limit"));
         }
+        self.parts.iter().try_for_each(Part::check)?;
         self.adamw.check()?;
-        Ok(Settings {
-            momentum: self.momentum.clone(),
-            nesterov: self.nesterov,
+        Ok(MuonUpdate {
+            momentum: self.momentum.momentum.clone(),
+            nesterov: self.momentum.nesterov,
             weight_decay: self.weight_decay.clone(),
             lr_scale: self.lr_scale,
             lr_factor: self.lr_factor,
             clipping: self.grad_clipping.clone(),
-            newton_schulz: NewtonSchulz::new(
-                &self.coefficients,
-                self.steps.unwrap_or(self.coefficients.designed_steps()),
-                self.epsilon,
-                self.iteration_dtype,
-                self.form,
-            )?
-            .with_kernels(self.kernels)
-            .with_workspace(self.workspace_mb)
-            .with_graphs(self.graphs),
+            newton_schulz: self.newton_schulz.init()?.with_kernels(self.kernels),
+            parts: self.parts.clone(),
         })
     }
 }

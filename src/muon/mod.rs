@@ -9,17 +9,12 @@
 //! ```
 //!
 //! (Keller Jordan, <https://kellerjordan.github.io/posts/muon/>; decoupled weight decay and the
-//! scale that matches AdamW from Liu et al., <https://arxiv.org/abs/2502.16982>).
+//! scale that matches AdamW from Liu et al., <https://arxiv.org/abs/2502.16982>). [Parts](crate::Part) add stages
+//! before and after the iteration.
 
 mod config;
-#[cfg(feature = "cube")]
-mod cube;
-#[cfg(feature = "flex")]
-pub(crate) mod flex;
-pub(crate) mod ops;
-pub(crate) mod rule;
-mod view;
+mod module;
+mod optimizer;
 
-pub use config::MuonConfig;
-pub use rule::{Muon, MuonState};
-pub use view::{LrScale, MatrixLayout, MatrixView};
+pub use config::{MomentumConfig, MuonConfig};
+pub use optimizer::{Muon, MuonState};

@@ -1,11 +1,9 @@
-//! Coefficient sets of the quintic Newton-Schulz iteration, with their provenance.
+//! Coefficient sets of the quintic Newton-Schulz iteration, with their sources.
 
 use serde::{Deserialize, Serialize};
 
+use crate::backend::Polynomial;
 use crate::error::{Error, Result};
-
-/// The coefficients `(a, b, c)` of one step, `p(x) = a x + b x^3 + c x^5` on every singular value.
-pub type Polynomial = [f64; 3];
 
 /// Keller Jordan, <https://kellerjordan.github.io/posts/muon/>.
 const KELLER_JORDAN: Polynomial = [3.4445, -4.7750, 2.0315];
@@ -43,11 +41,11 @@ const POLAR_EXPRESS_CUSHIONED: [Polynomial; 5] = [
     [2.3465413258596377, -1.7097828382687081, 0.42323551169305323],
 ];
 
-/// The last two steps of DeepSeek-V4's ten, which follow Keller Jordan's coefficients.
+/// The last two of the ten steps of DeepSeek-V4. The first eight have Keller Jordan's coefficients.
 const DEEP_SEEK_V4_FINISH: Polynomial = [2.0, -1.5, 0.5];
 const DEEP_SEEK_V4_FINISH_STEPS: usize = 2;
 
-/// A coefficient set: the polynomials that the iteration applies, one a step.
+/// A coefficient set: the polynomials that the iteration applies, one per step.
 ///
 /// | set | steps | output for singular values in `[1e-2, 1]` |
 /// |---|---|---|
@@ -57,23 +55,25 @@ const DEEP_SEEK_V4_FINISH_STEPS: usize = 2;
 /// | `PolarExpressCushioned` | 5 | 0.86 to 1.14 |
 /// | `DeepSeekV4` | 10 | 1.000 to 1.001 |
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum Coefficients {
     /// `(3.4445, -4.7750, 2.0315)` at every step: the original Muon.
     KellerJordan,
     /// Five tuned steps by You Jiacheng.
     You,
-    /// Polar Express: each step is the minimax polynomial for what the steps before it left.
+    /// Polar Express: each step is the minimax polynomial for the interval that the steps before it
+    /// leave.
     PolarExpress {
-        /// Divides the input of every polynomial but the last of the eight, `(a/s, b/s^3, c/s^5)`, so
-        /// that rounding can't push a singular value out of its interval. At least 1; 1.05 suits
-        /// half precision, 1.01 is the paper's.
+        /// The divisor of the input of every polynomial except the last of the eight, as in
+        /// `(a/s, b/s^3, c/s^5)`, so that rounding can't push a singular value out of its interval.
+        /// At least 1. Use 1.05 for half precision; the paper has 1.01.
         safety: f64,
     },
     /// Polar Express for exactly five steps, with safety 1.02 and cushioned intervals.
     PolarExpressCushioned,
     /// Keller Jordan's coefficients, then `(2, -1.5, 0.5)` twice: slow and almost exact.
     DeepSeekV4,
-    /// One `(a, b, c)` a step; further steps repeat the last.
+    /// One `(a, b, c)` per step. Further steps repeat the last.
     Custom(Vec<Polynomial>),
 }
 
@@ -83,19 +83,23 @@ impl Coefficients {
         Self::PolarExpress { safety: 1.05 }
     }
 
-    /// The number of steps the set was designed for.
+    /// The number of steps that the set was designed for.
     pub fn designed_steps(&self) -> usize {
         match self {
+            Self::KellerJordan => 5,
+            Self::You => YOU.len(),
+            // The default length of a run. The set itself has eight polynomials.
+            Self::PolarExpress { .. } => 5,
+            Self::PolarExpressCushioned => POLAR_EXPRESS_CUSHIONED.len(),
             Self::DeepSeekV4 => 10,
             Self::Custom(steps) => steps.len(),
-            _ => 5,
         }
     }
 
     /// The polynomials of a run of `steps` steps.
     ///
-    /// A run that is longer than the set repeats its last polynomial; `DeepSeekV4` instead keeps
-    /// its two finishing steps last.
+    /// A run that is longer than the set repeats the last polynomial, except that `DeepSeekV4`
+    /// always ends with its two finishing steps.
     ///
     /// # Errors
     ///
@@ -103,7 +107,7 @@ impl Coefficients {
     /// are empty or not finite.
     pub fn schedule(&self, steps: usize) -> Result<Vec<Polynomial>> {
         if steps == 0 {
-            return Err(refused("steps", steps, "at least 1"));
+            return Err(Error::setting("steps", steps, "at least 1"));
         }
         let set = match self {
             Self::KellerJordan => vec![KELLER_JORDAN],
@@ -114,7 +118,7 @@ impl Coefficients {
             Self::Custom(set) => set.clone(),
         };
         if set.is_empty() || set.iter().flatten().any(|value| !value.is_finite()) {
-            return Err(refused(
+            return Err(Error::setting(
                 "coefficients",
                 format!("{set:?}"),
                 "at least one (a, b, c) of finite numbers",
@@ -127,10 +131,11 @@ impl Coefficients {
 
 fn polar_express(safety: f64) -> Result<Vec<Polynomial>> {
     if !(safety.is_finite() && safety >= 1.0) {
-        return Err(refused("safety", safety, "a finite number of at least 1"));
+        return Err(Error::setting("safety", safety, "a finite number of at least 1"));
     }
     let mut set = POLAR_EXPRESS.to_vec();
-    // As in the published code, not the last, which is repeated and whose fixed point is 1.
+    // As in the published code, the last polynomial is not scaled: longer runs repeat it, and its
+    // fixed point is 1.
     let scaled = set.len() - 1;
     for [a, b, c] in &mut set[..scaled] {
         (*a, *b, *c) = (*a / safety, *b / safety.powi(3), *c / safety.powi(5));
@@ -143,10 +148,6 @@ fn deep_seek_v4(steps: usize) -> Vec<Polynomial> {
     (0..steps).map(|step| if step < finish { KELLER_JORDAN } else { DEEP_SEEK_V4_FINISH }).collect()
 }
 
-fn refused(setting: &'static str, value: impl ToString, expected: &'static str) -> Error {
-    Error::Setting { setting, value: value.to_string(), expected }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -155,7 +156,7 @@ mod tests {
         schedule.iter().fold(input, |x, [a, b, c]| a * x + b * x.powi(3) + c * x.powi(5))
     }
 
-    /// Extremes of the output over singular values in `[1e-2, 1]`.
+    /// The smallest and the largest output for singular values in `[1e-2, 1]`.
     fn range(set: Coefficients) -> (f64, f64) {
         let schedule = set.schedule(set.designed_steps()).unwrap();
         (0..=10_000)
@@ -164,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn output_ranges_are_the_published_ones() {
+    fn output_ranges_of_the_sets_are_the_documented_ones() {
         for (set, low, high) in [
             (Coefficients::KellerJordan, 0.682, 1.134),
             (Coefficients::You, 0.978, 1.032),
@@ -173,25 +174,25 @@ mod tests {
             (Coefficients::PolarExpressCushioned, 0.859, 1.141),
             (Coefficients::DeepSeekV4, 1.0000, 1.0005),
         ] {
-            let (found_low, found_high) = range(set.clone());
-            assert!((found_low - low).abs() < 1e-3, "{set:?}: low {found_low}");
-            assert!((found_high - high).abs() < 1e-3, "{set:?}: high {found_high}");
+            let (actual_low, actual_high) = range(set.clone());
+            assert!((actual_low - low).abs() < 1e-3, "{set:?}: low {actual_low}");
+            assert!((actual_high - high).abs() < 1e-3, "{set:?}: high {actual_high}");
         }
     }
 
     #[test]
-    fn long_polar_express_runs_end_at_one() {
+    fn long_runs_of_polar_express_converge_to_one() {
         for safety in [1.0, 1.05, 1.2, 1.5] {
             let schedule = Coefficients::PolarExpress { safety }.schedule(30).unwrap();
             for input in [1e-3, 0.1, 1.0] {
-                let found = output(&schedule, input);
-                assert!((found - 1.0).abs() < 1e-12, "safety {safety}, {input}: {found}");
+                let result = output(&schedule, input);
+                assert!((result - 1.0).abs() < 1e-12, "safety {safety}, {input}: {result}");
             }
         }
     }
 
     #[test]
-    fn longer_runs_repeat_and_keep_the_finish() {
+    fn longer_runs_repeat_the_last_polynomial_and_keep_finishing_steps_last() {
         let you = Coefficients::You.schedule(7).unwrap();
         assert_eq!(you[6], YOU[4]);
         let deep = Coefficients::DeepSeekV4.schedule(4).unwrap();
@@ -200,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn unusable_sets_are_refused() {
+    fn unusable_sets_are_rejected_by_name() {
         for (set, steps, setting) in [
             (Coefficients::KellerJordan, 0, "steps"),
             (Coefficients::PolarExpress { safety: 0.9 }, 5, "safety"),

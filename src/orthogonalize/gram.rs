@@ -19,7 +19,7 @@ pub fn iterate(
         let steps = &schedule[segment[0]..segment[1]];
         x = match steps.len() {
             1 => standard::iterate(x, steps, products),
-            _ => products.apply(accumulate(products.square(&x), steps, products), x),
+            _ => products.apply(accumulate_q(products.square(&x), steps, products), x),
         };
     }
     x
@@ -28,8 +28,8 @@ pub fn iterate(
 /// The product `Q` of all `W = Z + a I` with `Z = b R + c R^2`, where every step advances
 /// `R <- W R W`. What is stored of a step is `Z / a`, so that the identity is added as it is: `a` would be
 /// rounded, the same way at every restart. The first `a` is multiplied in with the second.
-fn accumulate(mut r: Tensor<3>, schedule: &[Polynomial], products: Products) -> Tensor<3> {
-    if let Some(q) = products.accumulated(&r, schedule) {
+fn accumulate_q(mut r: Tensor<3>, schedule: &[Polynomial], products: Products) -> Tensor<3> {
+    if let Some(q) = products.accumulated_q(&r, schedule) {
         return q;
     }
     // `a Y (Z + I)`, for polynomials `Y` and `Z` of one symmetric matrix.

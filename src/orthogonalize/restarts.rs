@@ -1,111 +1,120 @@
-//! Where the Gram form must restart, computed from the coefficients.
+//! The restarts of the Gram form, computed from the coefficients.
 //!
-//! The Gram form never looks at `X` between restarts. A rounding error of `R = X X^T` grows there by up to
-//! `a^2` a step; it is also as large as the largest eigenvalue of `R` makes it, and singular values that a step
-//! takes down by cancellation in `Z + a I` get it in full. Restarts are chosen by the error of the result
-//! that this comes to, predicted for a number of spectra (`rounding.rs`), beside that of
-//! the standard form. `docs/precision.md` compares both with what was measured.
+//! The Gram form does not read `X` between restarts. There, a rounding error of `R = X X^T` grows
+//! by up to `a^2` per step. Its size is set by the largest eigenvalue of `R`, and singular values
+//! that a step reduces by cancellation in `Z + a I` receive all of it. Restarts are chosen by the
+//! resulting error of the Gram form relative to that of the standard form, both predicted for a
+//! number of spectra (`rounding.rs`). `docs/design/precision.md` compares the predictions with
+//! measurements.
 
 use std::collections::HashMap;
 
 use burn::tensor::FloatDType;
 
-use super::coefficients::Polynomial;
 use super::rounding::{Arithmetic, Errors, Spectrum};
+use crate::backend::Polynomial;
 
-/// The predicted error that the Gram form may have, in multiples of that of the standard form: a little
-/// less than the three that tests hold it to.
-const MOST_ERROR: f64 = 2.75;
+/// The largest predicted error of the Gram form, in multiples of that of the standard form. It is a
+/// little less than the factor of three that tests allow.
+const MAX_ERROR_RATIO: f64 = 2.75;
 
 /// The same for errors above one half, which are too large to be predicted to first order.
-const LARGE: f64 = 0.5;
-const MOST_LARGE_ERROR: f64 = 1.25;
+const LARGE_ERROR: f64 = 0.5;
+const MAX_LARGE_ERROR_RATIO: f64 = 1.25;
 
-/// The error that is allowed in any case, in roundings: 8e-3 in bfloat16, 1e-3 in float16, where products
-/// are summed more precisely than they are stored; 6e-5 in float32, 1e-13 in float64.
+/// The error that is always allowed, in units of a rounding. In half precision, where products are
+/// summed more precisely than they are stored, it is 8e-3 for bfloat16 and 1e-3 for float16.
+/// Otherwise it is 6e-5 for float32 and 1e-13 for float64.
 const ALLOWED_HALF: f64 = 4.0;
 const ALLOWED: f64 = 2048.0;
 
-/// First restarts that are looked into for every position of the last of them.
-const HEADS_OF_AN_END: usize = 16;
+/// The number of beginnings that the search keeps for every position of their last restart.
+const BEAM_WIDTH: usize = 16;
 
-/// Rows of the simulated matrices with graded spectra.
+/// The numbers of rows of the simulated matrices with graded spectra.
 const ROWS: [f64; 3] = [24.0, 256.0, 2048.0];
 
-/// Matrices with fewer rows are not simulated: norms of random matrices say little of them.
-const FEWEST_ROWS: f64 = 8.0;
+/// The smallest number of rows that is simulated: the norms of random matrices say little about
+/// smaller matrices.
+const MIN_ROWS: f64 = 8.0;
 
-/// Groups of singular values that stand for a graded spectrum.
+/// The number of groups of equal singular values that represent a graded spectrum.
 const GROUPS: usize = 12;
 
-/// Ranks of equal singular values that are simulated for every doubling, up to 4096.
+/// The number of ranks that are simulated per doubling of the rank, up to 4096, for equal singular
+/// values.
 const RANKS_PER_DOUBLING: usize = 2;
 
-/// The fewest restarts with which the Gram form is about as exact as the standard form, at their best
-/// positions; `None` where there would have to be more than one for every other step, so that the
-/// standard form has to serve.
+/// Returns the fewest restarts with which the Gram form is about as exact as the standard form, at
+/// their best positions. `None` if that takes more than one restart for every two steps; the
+/// standard form has to be used then.
 pub fn choose(schedule: &[Polynomial], dtype: FloatDType) -> Option<Vec<usize>> {
-    let arithmetic = Arithmetic::of(dtype);
+    let arithmetic = Arithmetic::new(dtype);
     let is_half = arithmetic.summing < arithmetic.storing;
     let allowed = arithmetic.storing * if is_half { ALLOWED_HALF } else { ALLOWED };
-    let limited = |spectrum: &Spectrum| {
-        let errors = Errors::of(schedule, arithmetic, spectrum);
+    let errors_and_limit = |spectrum: &Spectrum| {
+        let errors = Errors::new(schedule, arithmetic, spectrum);
         let standard = errors.standard.sqrt();
-        let limit = MOST_ERROR * standard + allowed;
-        (errors, limit.min((MOST_LARGE_ERROR * standard).max(LARGE)).powi(2))
+        let limit = MAX_ERROR_RATIO * standard + allowed;
+        (errors, limit.min((MAX_LARGE_ERROR_RATIO * standard).max(LARGE_ERROR)).powi(2))
     };
-    let simulated: Vec<_> = spectra().iter().map(limited).collect();
-    // The worst excess over the limits, given the bounds of segments from step 0 on.
+    let simulated: Vec<_> = spectra().iter().map(errors_and_limit).collect();
+    // The largest ratio of an error to its limit, given the bounds of segments from step 0 on.
     let excess = |bounds: &[usize]| {
         let excess = simulated.iter().map(|(errors, limit)| errors.gram(bounds) / limit);
-        excess.fold(0.0, worse)
+        excess.fold(0.0, max_or_infinite)
     };
     let steps = schedule.len();
-    let mut heads = vec![vec![0]];
+    // The bounds of the first segments, with one restart more in every turn.
+    let mut beginnings = vec![vec![0]];
     for _ in 0..=steps / 2 {
-        let runs = heads.iter().map(|head| [head.as_slice(), &[steps]].concat());
+        let runs = beginnings.iter().map(|beginning| [beginning.as_slice(), &[steps]].concat());
         let best = runs.map(|run| (excess(&run), run)).min_by(|(a, _), (b, _)| a.total_cmp(b));
         if let Some((_, run)) = best.filter(|(excess, _)| *excess <= 1.0) {
             return Some(run[1..run.len() - 1].to_vec());
         }
-        let longer = heads.iter().flat_map(|head| {
-            let next = head.last().expect("it starts with 0") + 1..steps;
-            next.map(move |next| [head.as_slice(), &[next]].concat())
+        let longer = beginnings.iter().flat_map(|beginning| {
+            let next = beginning.last().expect("bounds start with 0") + 1..steps;
+            next.map(move |next| [beginning.as_slice(), &[next]].concat())
         });
-        let usable = longer.map(|head| (excess(&head), head)).filter(|(excess, _)| *excess <= 1.0);
-        heads = best_of_each_end(usable.collect());
+        let usable = longer
+            .map(|beginning| (excess(&beginning), beginning))
+            .filter(|(excess, _)| *excess <= 1.0);
+        beginnings = best_for_each_end(usable.collect());
     }
     None
 }
 
-/// The heads with the least excess among those that end alike: all of them would be too many for long runs.
-fn best_of_each_end(mut heads: Vec<(f64, Vec<usize>)>) -> Vec<Vec<usize>> {
-    heads.sort_by(|(a, _), (b, _)| a.total_cmp(b));
+/// The beginnings with the least excess among those with the same last bound. To keep all
+/// beginnings would take too long for long runs.
+fn best_for_each_end(mut beginnings: Vec<(f64, Vec<usize>)>) -> Vec<Vec<usize>> {
+    beginnings.sort_by(|(a, _), (b, _)| a.total_cmp(b));
     let mut kept = HashMap::<usize, usize>::new();
-    heads.retain(|(_, head)| {
-        let same = kept.entry(*head.last().expect("it starts with 0")).or_default();
-        *same += 1;
-        *same <= HEADS_OF_AN_END
+    beginnings.retain(|(_, beginning)| {
+        let count = kept.entry(*beginning.last().expect("bounds start with 0")).or_default();
+        *count += 1;
+        *count <= BEAM_WIDTH
     });
-    heads.into_iter().map(|(_, head)| head).collect()
+    beginnings.into_iter().map(|(_, beginning)| beginning).collect()
 }
 
-/// The larger of two; what is no number counts as infinite.
-fn worse(a: f64, b: f64) -> f64 {
+/// The larger of two numbers, where NaN as the second one counts as infinite.
+fn max_or_infinite(a: f64, b: f64) -> f64 {
     if b.is_nan() { f64::INFINITY } else { a.max(b) }
 }
 
-/// Spectra of many kinds: equal singular values of all, half or few of the dimensions, graded ones, low rank
-/// with noise, and a spike.
+/// Spectra of many kinds: equal singular values in all, half or few of the dimensions, graded
+/// spectra, low rank with noise, and a spike.
 fn spectra() -> Vec<Spectrum> {
     let ranks =
         (0..=12 * RANKS_PER_DOUBLING).map(|i| 2f64.powf(i as f64 / RANKS_PER_DOUBLING as f64));
     let equal = ranks.flat_map(|rank| [0.02, 1.0, 7.0].map(|rest| [rank, rank * rest]));
-    let equal = equal.filter(|[rank, rest]| rank + rest >= FEWEST_ROWS);
+    let equal = equal.filter(|[rank, rest]| rank + rest >= MIN_ROWS);
     let equal = equal.map(|counts| Spectrum::new(vec![1.0, 0.0], counts.to_vec()));
     equal.chain(ROWS.into_iter().flat_map(graded)).collect()
 }
 
+/// Graded spectra, low rank with noise, and a spike, for a number of rows.
 fn graded(rows: f64) -> Vec<Spectrum> {
     let group = |value: &dyn Fn(f64) -> f64| {
         let values = (0..GROUPS).map(|i| value((i as f64 + 0.5) / GROUPS as f64)).collect();
@@ -113,7 +122,8 @@ fn graded(rows: f64) -> Vec<Spectrum> {
     };
     vec![
         group(&|x| 1.0 - x),
-        // About what the singular values of Gaussian matrices are, with two and four times as many columns.
+        // Approximately the singular values of Gaussian matrices with two and four times as many
+        // columns as rows.
         group(&|x| 1.0 - 0.83 * x),
         group(&|x| 1.0 - 0.67 * x),
         group(&|x| 10f64.powf(-2.0 * x)),
@@ -133,17 +143,18 @@ mod tests {
         set.schedule(set.designed_steps()).unwrap()
     }
 
-    /// A run of the Gram form, from 0 on, beside the standard form: predicted errors for half ones, half zeros.
+    /// The predicted errors of the Gram form with these bounds and of the standard form. Half of
+    /// the singular values are equal, the others are zero.
     fn half_ones(bounds: &[usize], dtype: FloatDType) -> [f64; 2] {
         let spectrum = Spectrum::new(vec![1.0, 0.0], vec![256.0, 256.0]);
         let schedule = schedule(&Coefficients::polar_express());
-        let errors = Errors::of(&schedule, Arithmetic::of(dtype), &spectrum);
+        let errors = Errors::new(&schedule, Arithmetic::new(dtype), &spectrum);
         [errors.gram(bounds), errors.standard].map(f64::sqrt)
     }
 
-    /// What a simulation that rounds every product found for 512 by 1024 matrices.
+    /// The simulation rounded every product, for 512 by 1024 matrices.
     #[test]
-    fn predictions_are_what_was_simulated() {
+    fn predicted_errors_are_near_simulated_ones() {
         for (dtype, bounds, simulated) in [
             (FloatDType::F16, &[0, 2, 5][..], 1.6e-1),
             (FloatDType::BF16, &[0, 1, 3, 5], 8.4e-2),
@@ -160,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn chosen_restarts_of_the_sets() {
+    fn the_sets_have_the_expected_restarts() {
         use Coefficients::*;
         use FloatDType::{BF16, F16, F32};
         for (set, dtype, expected) in [
@@ -186,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn wild_and_gentle_coefficients() {
+    fn unstable_coefficients_exclude_the_gram_form_and_the_identity_needs_no_restart() {
         assert_eq!(choose(&[[50.0, -75.0, 26.0]; 8], FloatDType::BF16), None);
         for dtype in [FloatDType::F16, FloatDType::BF16, FloatDType::F32, FloatDType::F64] {
             assert_eq!(choose(&[[1.0, 0.0, 0.0]; 8], dtype), Some(vec![]), "{dtype:?}");

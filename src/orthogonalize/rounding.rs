@@ -1,46 +1,49 @@
-//! The errors that rounding makes in the two forms, predicted to first order.
+//! The rounding errors of the two forms, predicted to first order.
 //!
-//! In the bases of its singular vectors `X` is a diagonal matrix, and so are all polynomials of it. A
-//! product is rounded to something else, and an error `E` in entry `(i, j)` travels by itself:
-//! through an odd polynomial `f` of `X`, its symmetric part `E_ij + E_ji` is multiplied by
-//! `(f(s_i) - f(s_j)) / (s_i - s_j)`, its antisymmetric part by `(f(s_i) + f(s_j)) / (s_i + s_j)`
-//! (Daleckii and Krein; Higham, Functions of Matrices, theorem 3.11, for the matrix with blocks `X` and
-//! `X^T`). The singular vectors are taken for random, so that what a product rounds is spread evenly over
-//! all entries, and the errors of different products for independent, so that their squares add.
+//! In the bases of its singular vectors `X` is a diagonal matrix, and so are all polynomials of
+//! `X`. Rounding a product adds an error `E`, whose entries `(i, j)` and `(j, i)` propagate
+//! independently of all others. Through an odd polynomial `f` of `X`, the symmetric part
+//! `E_ij + E_ji` is multiplied by `(f(s_i) - f(s_j)) / (s_i - s_j)`, and the antisymmetric part by
+//! `(f(s_i) + f(s_j)) / (s_i + s_j)` (Daleckii and Krein; Higham, Functions of Matrices, theorem
+//! 3.11, for the matrix with blocks `X` and `X^T`). The singular vectors are taken as random, so
+//! that the rounding error of a product is distributed evenly over all entries. The errors of
+//! different products are taken as independent, so that their squares add.
 //!
-//! Of a symmetric product only the lower triangle is computed and then mirrored. Once `Q` and `R` carry
-//! errors of their own, `Q Z` and `R Z` are not quite symmetric; what that makes antisymmetric is
-//! mirrored as well, and is spread as if it had been rounded.
+//! Of a symmetric product only the lower triangle is computed and then mirrored. Once `Q` and `R`
+//! have errors, `Q Z` and `R Z` are not exactly symmetric. The antisymmetric part of their errors
+//! is mirrored as well, and is distributed as if it were a rounding error.
 
 use burn::tensor::FloatDType;
 
-use super::coefficients::Polynomial;
+use crate::backend::Polynomial;
 
-/// The root mean square of the relative error of one rounding, over the unit in the last place of 1:
-/// a quarter, since an error is uniform up to a half, of numbers between 1 and 2.
-const OF_LAST_PLACE: f64 = 0.25;
+/// The root mean square of the relative error of one rounding, in units of the last place of 1. It
+/// is a quarter, since the error is uniform up to one half, and numbers are between 1 and 2.
+const ROUNDING_RMS: f64 = 0.25;
 
-/// The part that one step may change the factor of the least eigenvalue of `R` by, if that was 0 and rounded. Negative
-/// eigenvalues grow by `a^2` a step, in the end faster than to first order.
-const STABLE: f64 = 0.25;
+/// The largest relative change, by rounding, of the factor by which one step multiplies a least
+/// eigenvalue of `R` that was 0. Negative eigenvalues grow by `a^2` per step, in the end faster
+/// than to first order.
+const MAX_FACTOR_CHANGE: f64 = 0.25;
 
-/// The size that errors may give the result, in multiples of its largest exact singular value: polynomials diverge
-/// not far beyond their interval.
-const BOUND: f64 = 2.0;
+/// The largest size of the result with errors, in multiples of its largest exact singular value.
+/// Beyond their interval, polynomials soon diverge.
+const MAX_GROWTH: f64 = 2.0;
 
-/// The rounding of numbers.
+/// The relative rounding errors of an arithmetic.
 #[derive(Debug, Clone, Copy)]
 pub struct Arithmetic {
-    /// Of what is stored.
+    /// The error of a stored number.
     pub storing: f64,
-    /// Of what is summed.
+    /// The error of a number that is added to a sum.
     pub summing: f64,
 }
 
 impl Arithmetic {
-    /// That of a type; half precision is summed in float32.
-    pub fn of(dtype: FloatDType) -> Self {
-        let rounding = |bits: i32| OF_LAST_PLACE * 2f64.powi(-bits);
+    /// The arithmetic of a type. Half precision is summed in float32.
+    pub fn new(dtype: FloatDType) -> Self {
+        // The bits of the fractions of the type and of the type in which products are summed.
+        let rounding = |bits: i32| ROUNDING_RMS * 2f64.powi(-bits);
         let (storing, summing) = match dtype {
             FloatDType::F64 => (52, 52),
             FloatDType::F16 => (10, 23),
@@ -51,75 +54,77 @@ impl Arithmetic {
     }
 }
 
-/// The singular values of a matrix of Frobenius norm 1 that has twice as many columns as rows: some
-/// values, from the largest, each so many times.
+/// The singular values of a matrix of Frobenius norm 1 that has twice as many columns as rows:
+/// groups of equal values, the largest first.
 #[derive(Debug, Clone)]
 pub struct Spectrum {
     values: Vec<f64>,
+    /// The number of singular values in each group.
     counts: Vec<f64>,
 }
 
 impl Spectrum {
-    /// Values in proportion to these.
+    /// Makes a spectrum with values in proportion to `values`.
     pub fn new(values: Vec<f64>, counts: Vec<f64>) -> Self {
         let norm = squares(&counts, &values).sqrt();
         Self { values: values.iter().map(|value| value / norm).collect(), counts }
     }
 }
 
-/// The squares of the relative errors of a run.
+/// The squared relative errors of a run.
 #[derive(Debug)]
 pub struct Errors {
-    /// Of the standard form.
+    /// The error of the standard form.
     pub standard: f64,
-    /// Of rounding the matrix.
+    /// The error of rounding the input.
     input: f64,
-    /// Of the steps from one to before another, done by the Gram form: `[start][end - start - 1]`. Infinite
-    /// where errors are too large to be predicted; one step is a step of the standard form.
+    /// The errors of segments of the Gram form, from step `start` to before step `end`, at
+    /// `[start][end - start - 1]`. They are infinite where they are too large to be predicted. A
+    /// segment of one step is a step of the standard form.
     segments: Vec<Vec<f64>>,
 }
 
 impl Errors {
-    /// The errors for one spectrum.
-    pub fn of(schedule: &[Polynomial], arithmetic: Arithmetic, spectrum: &Spectrum) -> Self {
+    /// Predicts the errors for one spectrum.
+    pub fn new(schedule: &[Polynomial], arithmetic: Arithmetic, spectrum: &Spectrum) -> Self {
         let run = Run::new(schedule, arithmetic, spectrum);
         let steps = schedule.len();
         let last = squares(run.counts, &run.values[steps]);
         let input = run.stored(0, 0.0) / last;
         let standard = (0..steps).map(|step| run.standard_step(step)).sum::<f64>() / last + input;
-        let of = |start| run.segments(start).into_iter().map(|error| error / last).collect();
-        Self { standard, input, segments: (0..steps).map(of).collect() }
+        let segments = |start| run.segments(start).into_iter().map(|error| error / last).collect();
+        Self { standard, input, segments: (0..steps).map(segments).collect() }
     }
 
-    /// Of the Gram form up to the last of these bounds, from 0 on, between which it restarts.
+    /// The error of the Gram form with segments between these bounds, of which the first is 0.
     pub fn gram(&self, bounds: &[usize]) -> f64 {
         let segment = |part: &[usize]| self.segments[part[0]][part[1] - part[0] - 1];
         self.input + bounds.windows(2).map(segment).sum::<f64>()
     }
 }
 
-/// A spectrum under exact arithmetic, and the way of errors through it.
+/// The singular values of a run in exact arithmetic, and the propagation of errors to its result.
 struct Run<'a> {
     schedule: &'a [Polynomial],
     arithmetic: Arithmetic,
     counts: &'a [f64],
     rows: f64,
     columns: f64,
-    /// All pairs of groups, in one order each.
+    /// All unordered pairs of groups.
     pairs: Vec<(usize, usize)>,
     /// The singular values before every step and after the last.
     values: Vec<Vec<f64>>,
-    /// The gains of errors by the steps from one on.
+    /// For every step, the gains of errors by this step and all later ones.
     gains: Vec<Gains>,
 }
 
-/// The factors on errors of `X` on their way to the result.
+/// The factors by which errors of `X` are multiplied on their way to the result.
 #[derive(Clone)]
 struct Gains {
-    /// Of symmetric and antisymmetric errors, for all pairs of groups.
+    /// The factors of symmetric and antisymmetric errors, for all pairs of groups.
     symmetric: Vec<f64>,
     antisymmetric: Vec<f64>,
-    /// Of errors in the columns that `X` has beyond its rows.
+    /// The factors of errors in the columns of `X` beyond the square part.
     outside: Vec<f64>,
 }
 
@@ -149,7 +154,8 @@ impl<'a> Run<'a> {
         Self { schedule, arithmetic, counts, rows, columns: 2.0 * rows, pairs, values, gains }
     }
 
-    /// The part that reaches the result of rounding `X` before a step, given the squares that its sums went through.
+    /// The error of the result from rounding `X` before a step, given the squares that the sums of
+    /// `X` go through.
     fn stored(&self, step: usize, summed: f64) -> f64 {
         let Gains { symmetric, antisymmetric, outside } = &self.gains[step];
         let inside = (symmetric.iter().zip(antisymmetric))
@@ -163,8 +169,8 @@ impl<'a> Run<'a> {
         noise / (self.rows * self.columns) * (inside + outside)
     }
 
-    /// The part that reaches the result of a symmetric error in a factor of `X`, where `X` was before a step and
-    /// becomes what it is before another; `variance` for all pairs of groups.
+    /// The error of the result from a symmetric error in a factor that takes `X` from before step
+    /// `from` to before step `to`. `variance` is that of the entries, for all pairs of groups.
     fn multiplied(&self, variance: impl Fn(usize) -> f64, from: usize, to: usize) -> f64 {
         let Gains { symmetric, antisymmetric, .. } = &self.gains[to];
         let x = &self.values[from];
@@ -178,8 +184,9 @@ impl<'a> Run<'a> {
         squares.sum()
     }
 
-    /// Tells whether the result stays bounded if every singular value is too large by what a symmetric error in a
-    /// factor of `X` may make of it, as the norm of a random matrix.
+    /// Returns `true` if the result stays bounded in spite of a symmetric error in a factor of `X`.
+    /// Every singular value is taken to be too large by the norm of the error, as that of a random
+    /// matrix.
     fn is_bounded(&self, variance: impl Fn(usize) -> f64, from: usize, to: usize) -> bool {
         let x = &self.values[from];
         let mut rows = vec![0.0; x.len()];
@@ -188,12 +195,12 @@ impl<'a> Run<'a> {
             rows[*i] += self.counts[*j] * squares;
             rows[*j] += if i == j { 0.0 } else { self.counts[*i] * squares };
         }
-        let largest = |values: &[f64]| values.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
-        let limit = BOUND * largest(&self.values[self.schedule.len()]);
+        let largest = |values: &[f64]| values.iter().fold(0.0, |max: f64, x| max.max(x.abs()));
+        let limit = MAX_GROWTH * largest(&self.values[self.schedule.len()]);
         rows.iter().zip(&self.values[to]).all(|(squares, x)| {
-            let wrong = x.abs() + 2.0 * squares.sqrt();
+            let perturbed = x.abs() + 2.0 * squares.sqrt();
             let steps = self.schedule[to..].iter();
-            steps.fold(wrong, |x, polynomial| x * even(polynomial, x * x)).abs() <= limit
+            steps.fold(perturbed, |x, polynomial| x * even(polynomial, x * x)).abs() <= limit
         })
     }
 
@@ -201,17 +208,19 @@ impl<'a> Run<'a> {
     fn standard_step(&self, step: usize) -> f64 {
         let [_, b, c] = self.schedule[step];
         let x = &self.values[step];
-        let (r, z) = (squared(x), self.z(step, &squared(x)));
-        let of_r = self.of_gram(x, &r);
-        let of_z = self.spread(&z, c * c * self.summed(&r, &r));
+        let r = squared(x);
+        let z = self.z(step, &r);
+        let r_noise = self.gram_variance(x, &r);
+        let z_noise = self.product_variance(&z, c * c * self.summed(&r, &r));
         let variance = |pair| {
             let (i, j) = self.groups(pair);
-            of_r * (b + c * (r[i] + r[j])).powi(2) + of_z
+            r_noise * (b + c * (r[i] + r[j])).powi(2) + z_noise
         };
         self.multiplied(variance, step, step + 1) + self.stored(step + 1, self.summed(&z, x))
     }
 
-    /// The error that the Gram form adds if it starts at a step and ends after this or a later one.
+    /// The errors that the Gram form adds if it starts at a step: one for each end after this or a
+    /// later step.
     fn segments(&self, start: usize) -> Vec<f64> {
         let x = &self.values[start];
         let mut segment = Segment::new(self, start);
@@ -219,13 +228,13 @@ impl<'a> Run<'a> {
         let ends = (start..self.schedule.len()).map(|step| {
             stable &= segment.is_stable(&self.schedule[step]);
             segment.advance(step);
-            let of_q = |pair: usize| segment.errors[pair].q;
-            let is_safe = stable && self.is_bounded(of_q, start, step + 1);
-            let in_q = self.multiplied(of_q, start, step + 1);
-            let in_x = self.stored(step + 1, self.summed(&segment.q, x));
+            let q_variance = |pair: usize| segment.errors[pair].q;
+            let is_safe = stable && self.is_bounded(q_variance, start, step + 1);
+            let q_error = self.multiplied(q_variance, start, step + 1);
+            let x_error = self.stored(step + 1, self.summed(&segment.q, x));
             match step == start {
                 true => self.standard_step(step),
-                false if is_safe => in_q + in_x,
+                false if is_safe => q_error + x_error,
                 false => f64::INFINITY,
             }
         });
@@ -238,8 +247,8 @@ impl<'a> Run<'a> {
         r.iter().map(|r| (b + c * r) * r).collect()
     }
 
-    /// The squares that the sums of a product go through. What one factor has in common on its diagonal
-    /// is multiplied, not summed.
+    /// The squares that the sums of a product go through. The mean of a factor's diagonal is
+    /// excluded, because it is multiplied without a sum.
     fn summed(&self, a: &[f64], b: &[f64]) -> f64 {
         let split = |values: &[f64]| {
             let all = squares(self.counts, values);
@@ -250,24 +259,24 @@ impl<'a> Run<'a> {
         rest_a * rest_b + mean_a * (self.rows * mean_b + rest_b) + mean_b * rest_a
     }
 
-    /// The variance of an entry of a symmetric product that was rounded, given its eigenvalues and the
-    /// squares that its sums went through.
-    fn spread(&self, values: &[f64], summed: f64) -> f64 {
+    /// The variance of the entries of a symmetric product from its rounding, given the eigenvalues
+    /// of the product and the squares that its sums go through.
+    fn product_variance(&self, values: &[f64], summed: f64) -> f64 {
         let Arithmetic { storing, summing } = self.arithmetic;
         let noise = storing.powi(2) * squares(self.counts, values) + summing.powi(2) * summed;
         noise / self.rows.powi(2)
     }
 
-    /// [`spread`](Self::spread) of `X X^T`, whose rows are summed in squares.
-    fn of_gram(&self, x: &[f64], r: &[f64]) -> f64 {
-        self.spread(r, squares(self.counts, x).powi(2))
+    /// [`product_variance`](Self::product_variance) of `X X^T`, which sums the squares of rows.
+    fn gram_variance(&self, x: &[f64], r: &[f64]) -> f64 {
+        self.product_variance(r, squares(self.counts, x).powi(2))
     }
 
     fn groups(&self, pair: usize) -> (usize, usize) {
         self.pairs[pair]
     }
 
-    /// The number of entries of a pair of groups, in either order.
+    /// The number of matrix entries of a pair of groups, in both orders.
     fn weight(&self, pair: usize) -> f64 {
         let (i, j) = self.groups(pair);
         self.counts[i] * self.counts[j] * if i == j { 1.0 } else { 2.0 }
@@ -275,7 +284,7 @@ impl<'a> Run<'a> {
 }
 
 impl Gains {
-    /// Puts a step before these, on the values `x`.
+    /// Prepends a step that starts with the singular values `x`.
     fn precede(&mut self, polynomial: &Polynomial, x: &[f64], pairs: &[(usize, usize)]) {
         let gains = self.symmetric.iter_mut().zip(&mut self.antisymmetric);
         for ((s, a), (i, j)) in gains.zip(pairs) {
@@ -288,8 +297,8 @@ impl Gains {
     }
 }
 
-/// `R` and `Q` of the Gram form between two restarts, with the errors of their entries for all pairs of
-/// groups.
+/// The eigenvalues of `R` and `Q` of the Gram form between two restarts, and the errors of their
+/// entries for all pairs of groups.
 struct Segment<'a> {
     run: &'a Run<'a>,
     r: Vec<f64>,
@@ -297,7 +306,7 @@ struct Segment<'a> {
     errors: Vec<Covariance>,
 }
 
-/// Variances and covariance of the errors of `R` and `Q`.
+/// The variances and the covariance of the errors of `R` and `Q`.
 #[derive(Clone, Copy)]
 struct Covariance {
     r: f64,
@@ -305,7 +314,8 @@ struct Covariance {
     both: f64,
 }
 
-/// An error as a sum of others: those that `R` and `Q` had, and what rounding `Z` and `R (Z + a I)` adds.
+/// An error as a linear combination of other errors: the previous ones of `R` and `Q`, and those of
+/// rounding `Z` and `R (Z + a I)`.
 #[derive(Clone, Copy, Default)]
 struct Sum {
     r: f64,
@@ -318,18 +328,19 @@ impl<'a> Segment<'a> {
     fn new(run: &'a Run<'a>, start: usize) -> Self {
         let x = &run.values[start];
         let r = squared(x);
-        let error = Covariance { r: run.of_gram(x, &r), q: 0.0, both: 0.0 };
+        let error = Covariance { r: run.gram_variance(x, &r), q: 0.0, both: 0.0 };
         Self { run, r, q: vec![1.0; x.len()], errors: vec![error; run.pairs.len()] }
     }
 
-    /// Tells whether the least eigenvalue of `R` is safe; its error is at most the norm of a random symmetric matrix.
+    /// Returns `true` if the next step is stable for the least eigenvalue of `R`. The error of this
+    /// eigenvalue is at most the norm of a random symmetric matrix.
     fn is_stable(&self, [a, b, c]: &Polynomial) -> bool {
         let (count, variance) = (self.run.counts.last(), self.errors.last());
         let error = 2.0 * count.zip(variance).map_or(0.0, |(n, error)| (n * error.r).sqrt());
-        (b.abs() + c.abs() * error) * error <= STABLE * a.abs()
+        (b.abs() + c.abs() * error) * error <= MAX_FACTOR_CHANGE * a.abs()
     }
 
-    /// One step: `Q <- Q W` and `R <- (R W) W` with `W = Z + a I`.
+    /// Advances by one step: `Q <- Q W` and `R <- (R W) W` with `W = Z + a I`.
     fn advance(&mut self, step: usize) {
         let Self { run, r, q, errors } = self;
         let [a, b, c] = run.schedule[step];
@@ -337,46 +348,54 @@ impl<'a> Segment<'a> {
         let w: Vec<f64> = z.iter().map(|z| z + a).collect();
         let times_w =
             |values: &[f64]| values.iter().zip(&w).map(|(x, w)| x * w).collect::<Vec<_>>();
-        let (next_q, rw) = (times_w(q), times_w(r));
+        let next_q = times_w(q);
+        let rw = times_w(r);
         let next_r = times_w(&rw);
-        let at = |values: &[f64], pair| {
+        let pair_of = |values: &[f64], pair| {
             let (i, j) = run.groups(pair);
             [values[i], values[j]]
         };
-        let dz =
-            |pair| Sum { r: b + c * at(r, pair).iter().sum::<f64>(), z: 1.0, ..Sum::default() };
+        let dz = |pair| {
+            let r = b + c * pair_of(r, pair).iter().sum::<f64>();
+            Sum { r, z: 1.0, ..Sum::default() }
+        };
         let dq = |pair| {
             let dq = Sum { q: 1.0, ..Sum::default() };
-            product(dq, dz(pair), at(q, pair), at(&w, pair))
+            product(dq, dz(pair), pair_of(q, pair), pair_of(&w, pair))
         };
         let drw = |pair| {
             let dr = Sum { r: 1.0, ..Sum::default() };
-            product(dr, dz(pair), at(r, pair), at(&w, pair))
+            product(dr, dz(pair), pair_of(r, pair), pair_of(&w, pair))
         };
         let dr = |pair| {
             let drw = Sum { rz: 1.0, ..drw(pair).0 };
-            product(drw, dz(pair), at(&rw, pair), at(&w, pair))
+            product(drw, dz(pair), pair_of(&rw, pair), pair_of(&w, pair))
         };
-        let of_z = run.spread(&z, c * c * run.summed(r, r));
-        let mirrored = |odd: &dyn Fn(usize) -> Sum, of_rw| {
+        let z_noise = run.product_variance(&z, c * c * run.summed(r, r));
+        // The variance of an entry from the mirrored antisymmetric part of the errors.
+        let mirrored = |odd: &dyn Fn(usize) -> Sum, rw_noise| {
             let energy = |(pair, known): (usize, &Covariance)| {
-                run.weight(pair) * known.with(odd(pair), odd(pair), of_z, of_rw)
+                run.weight(pair) * known.with(odd(pair), odd(pair), z_noise, rw_noise)
             };
             errors.iter().enumerate().map(energy).sum::<f64>() / run.rows.powi(2)
         };
-        let of_q = match q.iter().all(|q| *q == 1.0) {
+        let q_noise = match q.iter().all(|q| *q == 1.0) {
             // The first `Q` is a sum.
-            true => run.spread(&next_q, 0.0),
-            false => run.spread(&next_q, run.summed(q, &z)) + mirrored(&|pair| dq(pair).1, 0.0),
+            true => run.product_variance(&next_q, 0.0),
+            false => {
+                run.product_variance(&next_q, run.summed(q, &z)) + mirrored(&|pair| dq(pair).1, 0.0)
+            }
         };
-        let of_rw = run.spread(&rw, run.summed(r, &z)) + mirrored(&|pair| drw(pair).1, 0.0);
-        let of_r = run.spread(&next_r, run.summed(&rw, &z)) + mirrored(&|pair| dr(pair).1, of_rw);
+        let rw_noise =
+            run.product_variance(&rw, run.summed(r, &z)) + mirrored(&|pair| drw(pair).1, 0.0);
+        let r_noise = run.product_variance(&next_r, run.summed(&rw, &z))
+            + mirrored(&|pair| dr(pair).1, rw_noise);
         let next = errors.iter().enumerate().map(|(pair, known)| {
             let (dq, dr) = (dq(pair).0, dr(pair).0);
             Covariance {
-                r: known.with(dr, dr, of_z, of_rw) + of_r,
-                q: known.with(dq, dq, of_z, of_rw) + of_q,
-                both: known.with(dr, dq, of_z, of_rw),
+                r: known.with(dr, dr, z_noise, rw_noise) + r_noise,
+                q: known.with(dq, dq, z_noise, rw_noise) + q_noise,
+                both: known.with(dr, dq, z_noise, rw_noise),
             }
         });
         let next = next.collect();
@@ -385,19 +404,20 @@ impl<'a> Segment<'a> {
 }
 
 impl Covariance {
-    /// The covariance of two sums, given the variances of what rounding adds.
-    fn with(&self, x: Sum, y: Sum, of_z: f64, of_rz: f64) -> f64 {
+    /// The covariance of two sums, given the variances of the new rounding errors.
+    fn with(&self, x: Sum, y: Sum, z_noise: f64, rz_noise: f64) -> f64 {
         x.r * y.r * self.r
             + x.q * y.q * self.q
             + (x.r * y.q + x.q * y.r) * self.both
-            + x.z * y.z * of_z
-            + x.rz * y.rz * of_rz
+            + x.z * y.z * z_noise
+            + x.rz * y.rz * rz_noise
     }
 }
 
 impl Sum {
-    fn scaled_add(self, factor: f64, other: Self, of_other: f64) -> Self {
-        let add = |x: f64, y: f64| factor * x + of_other * y;
+    /// `factor` times this plus `other_factor` times the other.
+    fn scaled_add(self, factor: f64, other: Self, other_factor: f64) -> Self {
+        let add = |x: f64, y: f64| factor * x + other_factor * y;
         Self {
             r: add(self.r, other.r),
             q: add(self.q, other.q),
@@ -407,20 +427,21 @@ impl Sum {
     }
 }
 
-/// The error of an entry of `Y W`, and the difference from its mirror image, over two, given the errors of
-/// `Y` and of `W` and their eigenvalues.
+/// The symmetric and the antisymmetric part of the errors of an entry of `Y W` and its mirror
+/// image, given the errors of `Y` and of `W` and their eigenvalues.
 fn product(dy: Sum, dw: Sum, [yi, yj]: [f64; 2], [wi, wj]: [f64; 2]) -> (Sum, Sum) {
     let even = dy.scaled_add((wi + wj) / 2.0, dw, (yi + yj) / 2.0);
     let odd = dy.scaled_add((wj - wi) / 2.0, dw, (yi - yj) / 2.0);
     (even, odd)
 }
 
-/// `a + b r + c r^2`: what a step multiplies a singular value by whose square is `r`.
+/// `a + b r + c r^2`, the factor by which a step multiplies a singular value whose square is `r`.
 fn even([a, b, c]: &Polynomial, r: f64) -> f64 {
     a + (b + c * r) * r
 }
 
-/// The divided difference of the odd polynomial, without cancellation where the two are near.
+/// The divided difference of the odd polynomial at `p` and `q`, without cancellation where they are
+/// near.
 fn divided([a, b, c]: &Polynomial, p: f64, q: f64) -> f64 {
     let (squares, product) = (p * p + q * q, p * q);
     a + b * (squares + product) + c * (squares * squares - product * product + product * squares)
@@ -430,7 +451,7 @@ fn squared(values: &[f64]) -> Vec<f64> {
     values.iter().map(|x| x * x).collect()
 }
 
-/// The sum of the squares of values, each so many times.
+/// The sum of the squares of values, each counted with its number.
 fn squares(counts: &[f64], values: &[f64]) -> f64 {
     counts.iter().zip(values).map(|(count, x)| count * x * x).sum()
 }

@@ -1,5 +1,6 @@
 //! Cases of the conformance test: their format, how they are run, and the crate's own.
 
+mod mixed;
 mod own;
 
 use std::collections::HashMap;
@@ -8,11 +9,9 @@ use std::path::Path;
 use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
-use distmuon::dist::{DistMuonConfig, World};
-use distmuon::orthogonalize::Engine;
 use distmuon::{
-    AdamWSettings, Coefficients, IterationDtype, Kernels, LrScale, MatrixLayout, MuonConfig, Rule,
-    Schedule,
+    AdamWConfig, Coefficients, ComputePath, DistMuonConfig, IterationDtype, KernelPolicy, LrScale,
+    MatrixLayout, MomentumConfig, MuonConfig, NewtonSchulzConfig, RoutingRule, Schedule, World,
 };
 use safetensors::SafeTensors;
 use serde::{Deserialize, Serialize};
@@ -33,6 +32,9 @@ struct Header {
     lr: f64,
     config: serde_json::Value,
     tolerance: f64,
+    /// The parameters in order, if there are several.
+    #[serde(default, skip_serializing)]
+    params: Vec<mixed::Described>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -168,8 +170,8 @@ impl Case {
     pub fn tolerance(&self) -> f64 {
         let tolerance = tf32_or(self.header.tolerance);
         let rounds_twice = |half| {
-            let engine = Engine::choose(Kernels::Auto, &Device::default(), half);
-            engine == Engine::Portable
+            let engine = ComputePath::choose(KernelPolicy::Auto, &Device::default(), half);
+            engine == ComputePath::Portable
         };
         // Burn's operations round a product to half precision before something is added to it, and the sum again;
         // the kernels and the references round once. 0.11 and 0.16 were seen where Flex's kernels have 0.09 and 0.06.
@@ -192,6 +194,9 @@ impl Case {
 
     /// The largest error of a step. Matrices run in both layouts, and the worse one counts.
     pub fn run(&self) -> Outcome<f64> {
+        if self.header.optimizer == "nanochat" {
+            return mixed::run(self);
+        }
         let parameters = self.tensors.keys().filter(|name| name.ends_with(".init")).count();
         if parameters != 1 {
             return Err(format!("can't be expressed: {parameters} parameters"));
@@ -220,10 +225,7 @@ impl Case {
         let mut optim = config.try_init(&model).map_err(|error| error.to_string())?;
         let mut worst =
             self.follow(model, layout, 1.0, |lr, model, grads| Ok(optim.step(lr, model, grads)))?;
-        let ranks = std::env::var("DISTMUON_CONFORMANCE_RANKS").unwrap_or_default();
-        for count in ranks.split(',').filter(|count| !count.is_empty()) {
-            let count =
-                count.trim().parse().map_err(|_| format!("{count} is no number of ranks"))?;
+        for count in conformance_ranks()? {
             let dist = DistMuonConfig::new().with_muon(config.clone());
             let errors = World::threads(vec![device.clone(); count], |world| {
                 let model = self.model::<D>(layout, world.device()).map_err(anyhow::Error::msg)?;
@@ -292,9 +294,23 @@ impl Case {
             .map_err(|error| format!("can't be expressed: {error}"))
     }
 
+    /// The names of all parameters' tensors of a kind at a step.
+    fn names(&self, kind: &str, step: usize) -> Vec<String> {
+        (0..self.header.params.len()).map(|index| format!("{kind}.{index}.{step}")).collect()
+    }
+
     fn tensor(&self, name: &str) -> Outcome<&TensorData> {
         self.tensors.get(name).ok_or_else(|| format!("no tensor `{name}`"))
     }
+}
+
+/// The numbers of ranks that `DISTMUON_CONFORMANCE_RANKS` lists.
+fn conformance_ranks() -> Outcome<Vec<usize>> {
+    let ranks = std::env::var("DISTMUON_CONFORMANCE_RANKS").unwrap_or_default();
+    let counts = ranks.split(',').filter(|count| !count.is_empty());
+    counts
+        .map(|count| count.trim().parse().map_err(|_| format!("not a number of ranks: {count}")))
+        .collect()
 }
 
 /// A tensor of the file, whose rows are outputs, in the layout of a run.
@@ -317,21 +333,24 @@ fn muon(settings: MuonSettings, layout: MatrixLayout) -> MuonConfig {
         None => settings.momentum.into(),
     };
     let rule = match settings.view {
-        ViewName::Single => Rule::muon("weight"),
-        ViewName::Batch => Rule::muon("weight").batch(),
-        ViewName::Flatten => Rule::muon("weight").flatten(),
+        ViewName::Single => RoutingRule::muon("weight"),
+        ViewName::Batch => RoutingRule::muon("weight").batch(),
+        ViewName::Flatten => RoutingRule::muon("weight").flatten(),
     };
-    MuonConfig::new()
+    let newton_schulz = NewtonSchulzConfig::new()
         .with_coefficients(settings.coefficients.set())
         .with_steps(Some(settings.ns_steps))
         .with_epsilon(settings.epsilon)
-        .with_iteration_dtype(match settings.iteration_dtype {
+        .with_dtype(match settings.iteration_dtype {
             IterationName::F32 => IterationDtype::F32,
             IterationName::F16 => IterationDtype::F16,
             IterationName::Bf16 => IterationDtype::Bf16,
-        })
-        .with_momentum(momentum)
-        .with_nesterov(settings.nesterov)
+        });
+    MuonConfig::new()
+        .with_newton_schulz(newton_schulz)
+        .with_momentum(
+            MomentumConfig::new().with_momentum(momentum).with_nesterov(settings.nesterov),
+        )
         .with_weight_decay(settings.weight_decay.into())
         .with_lr_scale(match settings.scale {
             ScaleName::None => LrScale::None,
@@ -346,13 +365,13 @@ fn muon(settings: MuonSettings, layout: MatrixLayout) -> MuonConfig {
 
 fn adamw(settings: AdamWCase, rank: usize) -> MuonConfig {
     let config = MuonConfig::new().with_adamw(
-        AdamWSettings::new()
+        AdamWConfig::new()
             .with_beta_1(settings.betas[0])
             .with_beta_2(settings.betas[1])
             .with_epsilon(settings.epsilon)
             .with_weight_decay(settings.weight_decay),
     );
-    if rank == 1 { config } else { config.with_rule(Rule::adamw("weight")) }
+    if rank == 1 { config } else { config.with_rule(RoutingRule::adamw("weight")) }
 }
 
 impl CoefficientSet {

@@ -62,6 +62,7 @@ fn header(lr: f64, changes: &Value) -> Header {
         lr,
         config,
         tolerance: if half { 0.02 } else { 1e-4 },
+        params: vec![],
     }
 }
 

@@ -1,6 +1,6 @@
 //! Tensors of the CPU for the engine `nccl` over the test library.
 
-#![allow(dead_code)] // every target uses its own part
+#![allow(dead_code)] // every target uses other parts
 
 use std::cell::Cell;
 use std::os::raw::c_void;
@@ -11,17 +11,18 @@ use std::thread;
 use std::time::Duration;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use distmuon::dist::comm::{Buffer, Mark, Memory, Nccl};
-use distmuon::dist::{Launch, Reduction, World};
+use distmuon::comm::{Buffer, DeviceMemory, Launch, Nccl, Reduction, StreamEvent, World};
 use distmuon::{Error, Result};
 
-type Create = unsafe extern "C" fn() -> *mut c_void;
-type Count = unsafe extern "C" fn(*mut c_void) -> u64;
-type Delay = unsafe extern "C" fn(*mut c_void, u64);
+type CreateFn = unsafe extern "C" fn() -> *mut c_void;
+type CountFn = unsafe extern "C" fn(*mut c_void) -> u64;
+type DelayFn = unsafe extern "C" fn(*mut c_void, u64);
+
+const EXPORTED: &str = "the test library exports the function";
 
 thread_local! {
     static BACKLOG: Cell<Option<Duration>> = const { Cell::new(None) };
-    static LOSES_MARK: Cell<bool> = const { Cell::new(false) };
+    static FAILS_EVENT: Cell<bool> = const { Cell::new(false) };
 }
 
 /// The side that waits for the stream.
@@ -39,23 +40,24 @@ pub struct HostMemory {
     device: Device,
     stream: Arc<Stream>,
     waits: Waits,
-    /// What the stream may still read, though its tensor is gone: memory of a device is not reused
-    /// before.
-    sent: Mutex<Vec<(u64, Arc<TensorData>)>>,
+    /// The data that the stream may still read after its tensor was dropped, and the number of
+    /// calls after which the stream no longer reads the data. A device does not reuse memory before
+    /// that.
+    in_use: Mutex<Vec<(u64, Arc<TensorData>)>>,
 }
 
 #[derive(Debug)]
 struct Stream {
     stream: *mut c_void,
-    launched: Count,
-    finished: Count,
-    delay: Delay,
-    /// What work on tensors waits for.
-    held: AtomicU64,
+    launched: CountFn,
+    finished: CountFn,
+    delay: DelayFn,
+    /// The number of calls that work on tensors waits for.
+    awaited: AtomicU64,
     _library: libloading::Library,
 }
 
-// SAFETY: streams of the test library may be used by any thread, and are never freed.
+// SAFETY: any thread may use the streams of the test library, which are never freed.
 unsafe impl Send for Stream {}
 // SAFETY: as above.
 unsafe impl Sync for Stream {}
@@ -79,31 +81,36 @@ impl Stream {
 
 impl HostMemory {
     pub fn new(device: Device, waits: Waits) -> Self {
-        // SAFETY: these are the functions of the test library.
-        unsafe {
-            let library =
-                libloading::Library::new(folder().join("libnccl.so")).expect("it was built");
-            let create = *library.get::<Create>(b"distmuonTestStreamCreate").expect("it is there");
-            let launched =
-                *library.get::<Count>(b"distmuonTestStreamLaunched").expect("it is there");
-            let finished =
-                *library.get::<Count>(b"distmuonTestStreamFinished").expect("it is there");
-            let delay = *library.get::<Delay>(b"distmuonTestStreamDelay").expect("it is there");
-            let (stream, held) = (create(), AtomicU64::new(0));
-            let stream = Stream { stream, launched, finished, delay, held, _library: library };
-            let (device, stream) = (device.inner(), Arc::new(stream));
-            Self { device, stream, waits, sent: Mutex::default() }
-        }
+        let library = test_library();
+        // SAFETY: these are functions of the test library, with their types.
+        let (stream, launched, finished, delay) = unsafe {
+            let create = library.get::<CreateFn>(b"distmuonTestStreamCreate").expect(EXPORTED);
+            (
+                create(),
+                *library.get::<CountFn>(b"distmuonTestStreamLaunched").expect(EXPORTED),
+                *library.get::<CountFn>(b"distmuonTestStreamFinished").expect(EXPORTED),
+                *library.get::<DelayFn>(b"distmuonTestStreamDelay").expect(EXPORTED),
+            )
+        };
+        let awaited = AtomicU64::new(0);
+        let stream = Stream { stream, launched, finished, delay, awaited, _library: library };
+        let in_use = Mutex::default();
+        Self { device: device.inner(), stream: Arc::new(stream), waits, in_use }
     }
 }
 
-/// Makes the next call of this thread fail on its way, on this rank.
+fn test_library() -> libloading::Library {
+    // SAFETY: the file is the test library, which is safe to initialise.
+    unsafe { libloading::Library::new(folder().join("libnccl.so")).expect("the library was built") }
+}
+
+/// Makes the next call of this thread fail while it is in flight, on this rank.
 pub fn fail_next() {
-    // SAFETY: this is a function of the test library.
+    let library = test_library();
+    // SAFETY: this is a function of the test library, with its type.
     unsafe {
-        let library = libloading::Library::new(folder().join("libnccl.so")).expect("it was built");
         let fail: libloading::Symbol<'_, unsafe extern "C" fn()> =
-            library.get(b"distmuonTestFailNext").expect("it is there");
+            library.get(b"distmuonTestFailNext").expect(EXPORTED);
         fail();
     }
 }
@@ -113,43 +120,43 @@ pub fn delay_next(time: Duration) {
     BACKLOG.set(Some(time));
 }
 
-/// Makes the mark behind the next call of this thread fail, as a driver may.
+/// Makes the event behind the next call of this thread fail, as a driver may.
 pub fn lose_next_mark() {
-    LOSES_MARK.set(true);
+    FAILS_EVENT.set(true);
 }
 
-/// Bytes that this thread's rank has sent to others so far.
+/// Returns the bytes that this thread's rank has sent to others so far.
 pub fn sent() -> u64 {
-    // SAFETY: this is a function of the test library.
+    let library = test_library();
+    // SAFETY: this is a function of the test library, with its type.
     unsafe {
-        let library = libloading::Library::new(folder().join("libnccl.so")).expect("it was built");
         let sent: libloading::Symbol<'_, unsafe extern "C" fn() -> u64> =
-            library.get(b"distmuonTestBytesSent").expect("it is there");
+            library.get(b"distmuonTestBytesSent").expect(EXPORTED);
         sent()
     }
 }
 
-/// Where the test library lies: beside the tests.
+/// Returns the folder of the test library, which is that of the test programs.
 pub fn folder() -> PathBuf {
-    let own = PathBuf::from(std::env::args_os().next().expect("a program has a name"));
-    own.parent().expect("it is in a folder").to_owned()
+    let program = PathBuf::from(std::env::args_os().next().expect("a program has a name"));
+    program.parent().expect("a program is in a folder").to_owned()
 }
 
-/// Makes the engine find the test library, unless it is told of another.
+/// Makes the engine find the test library, unless a variable names another one.
 pub fn use_test_library() {
     if std::env::var_os("DISTMUON_NCCL_PATH").is_some() {
         return;
     }
-    // SAFETY: called first thing, before there are threads.
+    // SAFETY: the caller starts its threads after this call.
     unsafe { std::env::set_var("DISTMUON_NCCL_PATH", folder()) };
 }
 
-/// A world over the test library.
+/// Returns a world over the test library.
 pub fn world(launch: &Launch, device: Device, deadline: Duration, waits: Waits) -> Result<World> {
     world_that(launch, device, deadline, waits, Reduction::default())
 }
 
-/// A world over the test library that reduces in a way.
+/// Returns a world over the test library with a kind of reductions.
 pub fn world_that(
     launch: &Launch,
     device: Device,
@@ -158,81 +165,85 @@ pub fn world_that(
     reduction: Reduction,
 ) -> Result<World> {
     let engine = Nccl::over(Arc::new(HostMemory::new(device.clone(), waits)), launch, deadline)?;
-    Ok(World::new(Arc::new(engine.with_reduction(reduction)), device))
+    Ok(World::new(engine.with_reduction(reduction), device))
 }
 
-// SAFETY: buffers are memory of the host, which the test library can reach: data of tensors, kept until
-// the stream has passed their call, and vectors, of which `tensor` makes a tensor when the stream has
-// passed the last call that is held. Streams are never freed, and work on tensors is done when it
-// returns.
-unsafe impl Memory for HostMemory {
+// SAFETY: buffers are memory of the host, which the test library can access: data of tensors, kept
+// until the stream has passed their call, and vectors, which `tensor` turns into tensors when the
+// stream has passed the last awaited call. Streams are never freed, and work on tensors is done
+// when it returns.
+unsafe impl DeviceMemory for HostMemory {
     fn buffer(&self, tensor: Tensor<1>) -> Result<Buffer> {
         if let Some(time) = BACKLOG.take() {
             self.stream.delay(time);
         }
         let data = Arc::new(tensor.into_data());
         let finished = self.stream.finished();
-        let mut sent = self.sent.lock().expect("no panic under it");
-        sent.retain(|(needed, _)| *needed > finished);
-        sent.push((self.stream.launched() + 1, data.clone()));
+        let mut in_use = self.in_use.lock().expect("no holder of the lock panics");
+        in_use.retain(|(last_call, _)| *last_call > finished);
+        in_use.push((self.stream.launched() + 1, data.clone()));
         let (length, dtype) = (data.num_elements(), data.dtype());
         let pointer = data.as_bytes().as_ptr().cast_mut().cast();
-        // SAFETY: the data has that many elements, which are not moved with it, and only read.
+        // SAFETY: the data has that many elements, which are only read, and which keep their
+        // address.
         Ok(unsafe { Buffer::new(pointer, length, dtype, Box::new(data)) })
     }
 
     fn empty(&self, length: usize, dtype: DType) -> Result<Buffer> {
-        // Poisoned, so that what is not written is seen.
+        // NaN, so that elements that are not written are noticed.
         let mut bytes = vec![0xff_u8; length * dtype.size()];
-        // SAFETY: the bytes are those of as many elements, and stay where they are with their vector.
+        // SAFETY: the vector has the bytes of that many elements, and keeps their address.
         Ok(unsafe { Buffer::new(bytes.as_mut_ptr().cast(), length, dtype, Box::new(bytes)) })
     }
 
     fn tensor(&self, buffer: Buffer) -> Tensor<1> {
-        while self.stream.finished() < self.stream.held.load(Ordering::SeqCst) {
-            thread::sleep(Duration::from_micros(100)); // ranks are more than cores
+        while self.stream.finished() < self.stream.awaited.load(Ordering::SeqCst) {
+            // Not a yield: with more ranks than cores, that would take time from the streams.
+            thread::sleep(Duration::from_micros(100));
         }
         let (length, dtype) = (buffer.length(), buffer.dtype());
-        let bytes = buffer.into_held().downcast::<Vec<u8>>().expect("a buffer of this memory");
+        let bytes = buffer.into_owner().downcast::<Vec<u8>>();
+        let bytes = bytes.expect("the buffer was allocated by this memory");
         let data = TensorData::from_bytes_vec(*bytes, [length], dtype);
         Tensor::from_data(data, (&self.device, dtype))
     }
 
-    fn begin(&self) -> Result<(*mut c_void, Box<dyn Mark>)> {
-        Ok((self.stream.stream, self.mark()))
+    fn begin(&self) -> Result<(*mut c_void, Box<dyn StreamEvent>)> {
+        Ok((self.stream.stream, self.record()))
     }
 
-    fn end(&self) -> Result<Box<dyn Mark>> {
-        if LOSES_MARK.take() {
+    fn end(&self) -> Result<Box<dyn StreamEvent>> {
+        if FAILS_EVENT.take() {
             return Err(Error::Engine {
                 engine: "nccl",
                 rank: 0,
                 operation: "create an event".to_owned(),
                 reason: "the driver is out of memory".to_owned(),
-                remedy: "free some",
+                remedy: "free memory of the device",
             });
         }
-        Ok(self.mark())
+        Ok(self.record())
     }
 }
 
 impl HostMemory {
-    fn mark(&self) -> Box<dyn Mark> {
-        let (stream, waits) = (self.stream.clone(), self.waits);
-        Box::new(Place { launched: stream.launched(), stream, waits })
+    fn record(&self) -> Box<dyn StreamEvent> {
+        let stream = self.stream.clone();
+        Box::new(HostEvent { launched: stream.launched(), stream, waits: self.waits })
     }
 }
 
-struct Place {
+/// The position in a stream behind the first `launched` calls.
+struct HostEvent {
     stream: Arc<Stream>,
     launched: u64,
     waits: Waits,
 }
 
-impl Mark for Place {
-    fn hold_later_work(&self) -> Result<bool> {
+impl StreamEvent for HostEvent {
+    fn make_later_work_wait(&self) -> Result<bool> {
         if self.waits == Waits::Device {
-            self.stream.held.fetch_max(self.launched, Ordering::SeqCst);
+            self.stream.awaited.fetch_max(self.launched, Ordering::SeqCst);
         }
         Ok(self.waits == Waits::Device)
     }

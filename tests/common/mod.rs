@@ -7,8 +7,8 @@ mod skips;
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
-use distmuon::Kernels;
-use distmuon::orthogonalize::Engine;
+use distmuon::KernelPolicy;
+use distmuon::ComputePath;
 use faer::Mat;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 pub use skips::{excused, lacks, skip};
@@ -138,8 +138,8 @@ pub fn gradients<M: Module>(model: &M, seed: u64) -> GradientsParams {
 /// A matrix that the default device has no memory to compute; nothing where such a request can't be refused.
 pub fn beyond_memory(rows: usize, columns: usize) -> Option<Tensor<2>> {
     let device = Device::default();
-    let engine = Engine::choose(Kernels::Auto, &device, FloatDType::F32);
-    if !matches!(engine, Engine::Cube { .. }) {
+    let engine = ComputePath::choose(KernelPolicy::Auto, &device, FloatDType::F32);
+    if !matches!(engine, ComputePath::CubeCl { .. }) {
         excused("only CubeCL's devices tell what they can't allocate");
         return None;
     }

@@ -1,6 +1,7 @@
-//! An engine between the optimizer and another engine, which tells of every call and counts what it sends.
+//! An engine between the optimizer and another engine, which reports every call and counts the
+//! bytes that it sends.
 
-#![allow(dead_code)] // every target uses its own part
+#![allow(dead_code)] // every target uses other parts
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -9,7 +10,7 @@ use std::sync::{Arc, Mutex};
 
 use burn::tensor::Tensor;
 use distmuon::Result;
-use distmuon::dist::{Communicator, Pending, ReduceOp, World};
+use distmuon::comm::{Communicator, Engine, Pending, ReduceOp, World};
 
 use crate::worlds;
 
@@ -25,33 +26,42 @@ pub struct Event {
 
 type Watch = Arc<dyn Fn(Event) -> Result<()> + Send + Sync>;
 
-/// Bytes that a rank has sent to others, for every collective: as its engine counts them, or, where
-/// ranks share memory, as many as a rank of a ring would have to send at least.
+/// Bytes that a rank has sent to others, for every collective: as its engine counts them, or, if
+/// ranks share memory, at least as many as a rank of a ring has to send.
 pub type Traffic = Arc<Mutex<BTreeMap<&'static str, usize>>>;
 
 #[derive(Clone)]
 struct Watched {
-    inner: Arc<dyn Communicator>,
+    inner: Communicator,
     events: Arc<AtomicUsize>,
     watch: Watch,
     traffic: Traffic,
 }
 
-/// The same rank of the same world, watched.
+/// Returns the same rank of the same world, with a function that is called before every event.
 pub fn watched(
     world: &World,
     watch: impl Fn(Event) -> Result<()> + Send + Sync + 'static,
 ) -> World {
-    let (inner, events, traffic) = (world.engine(), Arc::default(), Arc::default());
-    let engine = Watched { inner, events, watch: Arc::new(watch), traffic };
-    World::new(Arc::new(engine), world.device().clone())
+    let engine = Watched {
+        inner: world.communicator(),
+        events: Arc::default(),
+        watch: Arc::new(watch),
+        traffic: Arc::default(),
+    };
+    World::new(engine, world.device().clone())
 }
 
-/// The same engine, and what it sends.
-pub fn counted(inner: Arc<dyn Communicator>) -> (Arc<dyn Communicator>, Traffic) {
-    let (events, traffic) = (Arc::default(), Traffic::default());
-    let engine = Watched { inner, events, watch: Arc::new(|_| Ok(())), traffic: traffic.clone() };
-    (Arc::new(engine), traffic)
+/// Returns the same communicator, and the bytes that it sends.
+pub fn counted(inner: Communicator) -> (Communicator, Traffic) {
+    let traffic = Traffic::default();
+    let engine = Watched {
+        inner,
+        events: Arc::default(),
+        watch: Arc::new(|_| Ok(())),
+        traffic: traffic.clone(),
+    };
+    (engine.into(), traffic)
 }
 
 impl fmt::Debug for Watched {
@@ -66,24 +76,25 @@ impl Watched {
         (self.watch)(Event { rank: self.rank(), number, collective, waits })
     }
 
-    /// Counts what a part of a call sends: `least` bytes, unless the engine counts them.
-    fn count<T>(&self, collective: &'static str, least: usize, part: impl FnOnce() -> T) -> T {
-        let sent = || worlds::sent(self.inner.engine());
+    /// Adds the bytes that a part of a call sends: `ring_bytes`, unless the engine counts them.
+    fn count<T>(&self, collective: &'static str, ring_bytes: usize, part: impl FnOnce() -> T) -> T {
+        let sent = || worlds::sent(self.inner.engine_name());
         let before = sent();
         let outcome = part();
-        let bytes = sent().zip(before).map_or(least, |(now, before)| (now - before) as usize);
-        *self.traffic.lock().expect("no panic under it").entry(collective).or_default() += bytes;
+        let bytes = sent().zip(before).map_or(ring_bytes, |(now, before)| (now - before) as usize);
+        let mut traffic = self.traffic.lock().expect("no holder of the lock panics");
+        *traffic.entry(collective).or_default() += bytes;
         outcome
     }
 
     fn call(
         &self,
         collective: &'static str,
-        least: usize,
-        start: impl FnOnce(&dyn Communicator) -> Result<Pending>,
+        ring_bytes: usize,
+        start: impl FnOnce(&Communicator) -> Result<Pending>,
     ) -> Result<Pending> {
         self.event(collective, false)?;
-        let pending = self.count(collective, least, || start(&*self.inner))?;
+        let pending = self.count(collective, ring_bytes, || start(&self.inner))?;
         let this = self.clone();
         Ok(Pending::new(pending.bytes(), move || {
             this.event(collective, true)?;
@@ -91,16 +102,16 @@ impl Watched {
         }))
     }
 
-    /// What a ring sends of a buffer in one pass: `(N - 1) / N` of it.
+    /// Returns the bytes that a ring sends of a buffer in one pass: `(N - 1) / N` of the buffer.
     fn pass(&self, tensor: &Tensor<1>) -> usize {
         let bytes = tensor.dims()[0] * tensor.dtype().size();
         bytes * (self.size() - 1) / self.size()
     }
 }
 
-impl Communicator for Watched {
-    fn engine(&self) -> &'static str {
-        self.inner.engine()
+impl Engine for Watched {
+    fn engine_name(&self) -> &'static str {
+        self.inner.engine_name()
     }
 
     fn rank(&self) -> usize {
@@ -121,9 +132,8 @@ impl Communicator for Watched {
     }
 
     fn reduce_scatter(&self, tensor: Tensor<1>, counts: &[usize], op: ReduceOp) -> Result<Pending> {
-        // What is reduced elsewhere has to leave.
-        let own = counts[self.rank()];
-        let bytes = (tensor.dims()[0] - own) * tensor.dtype().size();
+        // At least the elements that other ranks reduce have to be sent.
+        let bytes = (tensor.dims()[0] - counts[self.rank()]) * tensor.dtype().size();
         self.call("reduce_scatter", bytes, |inner| inner.reduce_scatter(tensor, counts, op))
     }
 
@@ -133,7 +143,8 @@ impl Communicator for Watched {
     }
 
     fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
-        // What the others own has to come.
+        // In a ring, a rank sends the number of elements that it receives: those of the other
+        // ranks.
         let others = counts.iter().sum::<usize>() - tensor.dims()[0];
         let bytes = others * tensor.dtype().size();
         self.call("all_gather", bytes, |inner| inner.all_gather(tensor, counts))
@@ -183,9 +194,9 @@ impl Communicator for Watched {
         self.inner.set_busy(busy);
     }
 
-    fn split(&self, color: usize, key: usize) -> Result<Box<dyn Communicator>> {
+    fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
         self.event("split", false)?;
-        self.inner.split(color, key)
+        Ok(self.inner.split(color, key)?.into_engine())
     }
 
     fn synchronize(&self) -> Result<()> {

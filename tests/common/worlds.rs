@@ -10,8 +10,8 @@ use std::time::Duration;
 use burn::tensor::Device;
 use distmuon::Result;
 #[cfg(feature = "cuda")]
-use distmuon::dist::Reduction;
-use distmuon::dist::World;
+use distmuon::comm::Reduction;
+use distmuon::comm::World;
 use libtest_mimic::Trial;
 use serde::{Serialize, de::DeserializeOwned};
 
@@ -178,20 +178,20 @@ fn nccl<T: Send>(
 ) -> Result<Vec<T>> {
     use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-    use distmuon::dist::Launch;
+    use distmuon::comm::Launch;
     let port = free_port();
     let rank = |rank| {
         let address = Some(("127.0.0.1".to_owned(), port));
         let launch =
             Launch { rank, world_size: count, local_rank: rank, address, secret: String::new() };
         let world = super::host::world_that(&launch, device.clone(), deadline, waits, reduction)?;
-        let engine = world.engine();
+        let comm = world.communicator();
         let outcome = catch_unwind(AssertUnwindSafe(|| run(world)));
         let outcome = outcome.unwrap_or_else(|panic| {
-            engine.fail("it panicked");
+            comm.fail("it panicked");
             resume_unwind(panic)
         });
-        outcome.inspect_err(|error| engine.fail(&error.to_string()))
+        outcome.inspect_err(|error| comm.fail(&error.to_string()))
     };
     let rank = &rank;
     let mut outcomes: Vec<Result<T>> = std::thread::scope(|scope| {
@@ -259,7 +259,7 @@ impl Drop for Folder {
 pub mod mpi {
     use std::cell::RefCell;
 
-    use distmuon::dist::Launch;
+    use distmuon::comm::Launch;
     use libtest_mimic::Failed;
 
     use super::mpirun::{is_there, mpirun};

@@ -5,8 +5,9 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use burn::optim::OptimizerRecord;
-use distmuon::dist::{DistModuleOptimizer, Gradients, World};
-use distmuon::{Error, MuonConfig, Result, Rule, checkpoint};
+use distmuon::comm::World;
+use distmuon::distributed::{DistModuleOptimizer, Gradients};
+use distmuon::{Error, MuonConfig, Result, RoutingRule, checkpoint};
 use serde::{Serialize, Serializer};
 
 use crate::watched::counted;
@@ -100,7 +101,7 @@ fn bad_checkpoints_are_refused_on_all_ranks() {
         assert!(matches!(error, Error::Checkpoint { .. }), "{error}");
     }
     // States of another rule.
-    let other = config().with_muon(MuonConfig::new().with_rule(Rule::adamw(".")));
+    let other = config().with_muon(MuonConfig::new().with_rule(RoutingRule::adamw(".")));
     let errors = ranks_here(2, |world| {
         let net = world.broadcast(Net::new(world.device()))?;
         let optim = other.init(&world, &net)?;
@@ -239,8 +240,8 @@ fn only_rank_0_receives_the_state() {
     let calls = Mutex::new(vec![]);
     let saved = ranks_here(3, |world| {
         let (net, _) = trained(&world, 0)?;
-        let (engine, traffic) = counted(world.engine());
-        let world = World::new(engine, world.device().clone());
+        let (comm, traffic) = counted(world.communicator());
+        let world = World::new(comm, world.device().clone());
         let optim = config().with_bucket_mb(Some(0.002)).init(&world, &net)?;
         traffic.lock().unwrap().clear();
         optim.save(&path, &net, &1u64)?;

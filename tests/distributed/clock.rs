@@ -6,7 +6,8 @@ use std::ops::Range;
 use burn::module::Module;
 use burn::optim::{GradientsParams, OptimizerRecord};
 use burn::store::ModuleRecord;
-use distmuon::dist::{DistMuonConfig, Gradients, World};
+use distmuon::comm::World;
+use distmuon::distributed::{DistMuonConfig, Gradients};
 use distmuon::{Error, MuonConfig, Schedule, checkpoint};
 
 use crate::worlds::{Case, Folder, cases};

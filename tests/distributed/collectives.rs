@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Device, Tensor, TensorData, bf16, f16};
 use distmuon::Error;
-use distmuon::dist::{ReduceOp, World};
+use distmuon::comm::{ReduceOp, World};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::common::{bits, lacks};
@@ -29,7 +29,7 @@ fn collectives_move_what_they_say() {
         }
         let engine = worlds::name();
         let outcome = ranks(3, |world| {
-            assert_eq!(world.comm().engine(), engine);
+            assert_eq!(world.comm().engine_name(), engine);
             let (rank, comm) = (world.rank(), world.comm());
             let device = Device::default();
             let own =
@@ -174,7 +174,7 @@ fn no_element_is_sent_twice_or_widened() {
     let is_exact = worlds::is_exact();
     for dtype in DTYPES {
         let outcome = ranks(3, |world| {
-            let (comm, traffic) = watched::counted(world.engine());
+            let (comm, traffic) = watched::counted(world.communicator());
             let own = |length| tensor(&contribution(world.rank(), length, dtype), dtype);
             comm.reduce_scatter(own(24), &[8; 3], ReduceOp::Sum)?.wait()?;
             comm.all_reduce(own(24), ReduceOp::Mean)?.wait()?;
@@ -209,7 +209,7 @@ fn pending_results_say_what_they_hold() {
         assert_eq!((scattered.bytes(), gathered.bytes()), (16 + shares, 16 + copies));
         scattered.wait()?;
         let gathered = gathered.wait()?;
-        assert_eq!(distmuon::dist::Pending::ready(gathered).bytes(), 32);
+        assert_eq!(distmuon::comm::Pending::ready(gathered).bytes(), 32);
         Ok(())
     });
     outcome.unwrap();

@@ -25,8 +25,9 @@ use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, L
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor};
 use common::{gradients, weights};
-use distmuon::dist::{DistMuonConfig, World};
-use distmuon::{MuonConfig, Result, Rule};
+use distmuon::comm::World;
+use distmuon::distributed::DistMuonConfig;
+use distmuon::{MuonConfig, Result, RoutingRule};
 use libtest_mimic::Arguments;
 use rand::{SeedableRng, rngs::StdRng};
 use serde::{Serialize, de::DeserializeOwned};
@@ -122,7 +123,7 @@ fn device() -> Device {
 }
 
 fn config() -> DistMuonConfig {
-    let muon = MuonConfig::new().with_rule(Rule::muon("experts").batch());
+    let muon = MuonConfig::new().with_rule(RoutingRule::muon("experts").batch());
     DistMuonConfig::new().with_muon(muon).with_small_elements(64)
 }
 

@@ -4,8 +4,8 @@ use std::cell::RefCell;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use distmuon::Error;
-use distmuon::dist::ReduceOp;
-use distmuon::dist::comm::{Communicator, Hierarchy, Pending};
+use distmuon::comm::ReduceOp;
+use distmuon::comm::{Communicator, Hierarchy, Pending};
 
 use crate::common::{bits, excused};
 use crate::worlds::{self, Case, cases};
@@ -75,13 +75,14 @@ fn nodes_send_less_between_them() {
     };
     let sent = ranks(4, |world| {
         let rank = world.rank();
-        let nodes = Hierarchy::over(world.engine(), &format!("{}", rank / 2))?.expect("two nodes");
+        let name = format!("{}", rank / 2);
+        let nodes = Hierarchy::over(world.communicator(), &name)?.expect("two nodes");
         let links = RefCell::new(vec![]);
-        let nodes = nodes.watched(|_, engine| {
-            let (engine, traffic) = watched::counted(engine);
+        let nodes = Communicator::from(nodes.watched(|_, comm| {
+            let (comm, traffic) = watched::counted(comm);
             links.borrow_mut().push(traffic);
-            engine
-        });
+            comm
+        }));
         let read = |result: Pending| Ok::<_, Error>(bits(&result.wait()?));
         for dtype in [DType::F32, DType::F16] {
             for op in [ReduceOp::Sum, ReduceOp::Mean] {

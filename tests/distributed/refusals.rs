@@ -4,7 +4,8 @@ use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
-use distmuon::dist::{DistMuonConfig, World};
+use distmuon::comm::World;
+use distmuon::distributed::DistMuonConfig;
 use distmuon::{Error, MuonConfig};
 use rand::{SeedableRng, rngs::StdRng};
 
@@ -209,13 +210,13 @@ fn models_without_anything_to_train_are_refused() {
             let device = if plain { device.inner() } else { device };
             let layer = LinearConfig::new(8, 8).init(&device);
             let layer = if plain { layer } else { layer.freeze() };
-            let alone = MuonConfig::new().init_whole(&layer).map(|_| ());
+            let alone = MuonConfig::new().init_batched(&layer).map(|_| ());
             assert_eq!(alone.unwrap_err(), Error::AllFrozen { parameters: 2 });
             DistMuonConfig::new().init(&world, &layer).map(|_| ())
         });
         assert_eq!(error.unwrap_err(), Error::AllFrozen { parameters: 2 });
     }
-    let empty = MuonConfig::new().init_whole(&Vec::<Linear>::new());
+    let empty = MuonConfig::new().init_batched(&Vec::<Linear>::new());
     assert_eq!(empty.map(|_| ()).unwrap_err(), Error::EmptyModel);
 }
 

@@ -2,8 +2,8 @@
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use distmuon::dist::DistMuonConfig;
-use distmuon::{MuonConfig, Rule};
+use distmuon::distributed::DistMuonConfig;
+use distmuon::{MuonConfig, RoutingRule};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::common::{gradients, lacks, weights};
@@ -56,7 +56,7 @@ impl Stack {
 }
 
 fn matrices_only() -> DistMuonConfig {
-    DistMuonConfig::new().with_muon(MuonConfig::new().with_rule(Rule::muon("matrices")))
+    DistMuonConfig::new().with_muon(MuonConfig::new().with_rule(RoutingRule::muon("matrices")))
 }
 
 /// The shapes that Emerging-Optimizers tests its distributed Muon on, and that DMuon's and

@@ -7,9 +7,10 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_pack::Reader;
-use distmuon::dist::plan::Strategy;
-use distmuon::dist::{CostSource, DistMuonConfig, Gradients, World};
-use distmuon::{MuonConfig, Rule};
+use distmuon::distributed::plan::Balancing;
+use distmuon::comm::World;
+use distmuon::distributed::{CostSource, DistMuonConfig, Gradients};
+use distmuon::{MomentumConfig, MuonConfig, RoutingRule};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::common::{Fixed, bits, excused, gradients, lacks, weights};
@@ -40,10 +41,10 @@ pub const OTHERS: &[Case] = cases![one_rank_is_the_single_device_optimizer, memo
 
 fn any_number_of_ranks_is_bit_equal_to_one() {
     let alone = trained(1, 10, &config());
-    for strategy in [Strategy::Greedy, Strategy::BlockCyclic] {
+    for balancing in [Balancing::Greedy, Balancing::BlockCyclic] {
         for (bucket_mb, in_flight) in [(25.0, 3), (0.001, 3), (0.001, 1), (0.01, 100)] {
             let config = config()
-                .with_strategy(strategy)
+                .with_balancing(balancing)
                 .with_bucket_mb(Some(bucket_mb))
                 .with_in_flight(in_flight);
             for count in [1, 2, 4] {
@@ -323,7 +324,9 @@ fn clipping_is_as_exact_in_half_precision_as_its_gradients() {
         let runs = ranks(2, |world| {
             let value = Tensor::<2>::full([64, 64], 0.01, (world.device(), dtype)).require_grad();
             let net = vec![Param::from_tensor(value)];
-            let muon = MuonConfig::new().with_rule(Rule::muon(".")).with_nesterov(false);
+            let muon = MuonConfig::new()
+                .with_rule(RoutingRule::muon("."))
+                .with_momentum(MomentumConfig::new().with_nesterov(false));
             let config = DistMuonConfig::new().with_muon(muon).with_max_norm(Some(1.0));
             let mut optim = config.init(&world, &net)?;
             let mut gradients = GradientsParams::new();

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use distmuon::Error;
-use distmuon::dist::Launch;
+use distmuon::comm::Launch;
 
 use crate::common::skip;
 use crate::ranks::{self, CUT_AT, FOLDER, text, trained};

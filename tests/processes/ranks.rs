@@ -15,8 +15,9 @@ use burn::tensor::Device;
 use burn::tensor::{DType, Tensor};
 use distmuon::Result;
 #[cfg(feature = "mpi")]
-use distmuon::dist::ReduceOp;
-use distmuon::dist::{DistMuonConfig, Launch, World};
+use distmuon::comm::ReduceOp;
+use distmuon::comm::{Launch, World};
+use distmuon::distributed::DistMuonConfig;
 use libtest_mimic::{Arguments, Trial};
 use rand::{SeedableRng, rngs::StdRng};
 
@@ -126,9 +127,9 @@ fn train(folder: &Path) -> Result<()> {
     if world.rank() == 0 {
         println!("{description}");
     }
-    let engine = world.engine();
+    let comm = world.communicator();
     let steps = steps(&world, folder);
-    steps.inspect_err(|error| engine.fail(&error.to_string()))
+    steps.inspect_err(|error| comm.fail(&error.to_string()))
 }
 
 fn world(launch: &Launch, device: Device) -> Result<World> {

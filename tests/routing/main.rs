@@ -8,7 +8,7 @@ mod models;
 use burn::module::{Lora, Module, Param};
 use burn::tensor::{Bytes, DType, Device, Tensor};
 use burn_pack::Reader;
-use distmuon::{Error, Group, LrScale, MatrixLayout, MatrixView, MuonConfig, Route, Routing, Rule};
+use distmuon::{Error, ParameterRole, LrScale, MatrixLayout, MatrixView, MuonConfig, ParameterRoute, Routing, RoutingRule};
 use models::*;
 use regex::Regex;
 
@@ -30,7 +30,7 @@ fn expect(routing: &Routing, lines: &[&str]) {
             (group, paths.collect(), 0)
         })
         .collect();
-    for Route { path, group, .. } in routing.routes() {
+    for ParameterRoute { path, group, .. } in routing.routes() {
         let line = lines.iter_mut().find(|(_, paths, _)| paths.iter().any(|re| re.is_match(path)));
         let (expected, _, matches) = line.unwrap_or_else(|| panic!("{path} is new\n{routing}"));
         assert_eq!(group.to_string(), *expected, "{path}\n{routing}");
@@ -48,7 +48,7 @@ fn routing(model: &impl Module) -> Routing {
     MuonConfig::new().route(model).unwrap()
 }
 
-fn with_rule(model: &impl Module, rule: impl Into<Rule>) -> Routing {
+fn with_rule(model: &impl Module, rule: impl Into<RoutingRule>) -> Routing {
     MuonConfig::new().with_rule(rule).route(model).unwrap()
 }
 
@@ -56,8 +56,8 @@ fn reason<'a>(routing: &'a Routing, path: &str) -> &'a str {
     &routing.routes().iter().find(|route| route.path == path).expect(path).reason
 }
 
-fn group(routing: &Routing, path: &str) -> Group {
-    routing.routes().iter().find(|route| route.path == path).expect(path).group
+fn group(routing: &Routing, path: &str) -> ParameterRole {
+    routing.routes().iter().find(|route| route.path == path).expect(path).role
 }
 
 #[test]
@@ -153,7 +153,7 @@ fn burns_transformers() {
 
 #[test]
 fn vision_transformers() {
-    let vit = with_rule(&Vit::new(), Rule::muon("stem").flatten());
+    let vit = with_rule(&Vit::new(), RoutingRule::muon("stem").flatten());
     expect(
         &vit,
         &[
@@ -210,7 +210,7 @@ fn mixtures_of_experts() {
             "AdamW (head): head.weight",
         ],
     );
-    let stacks = with_rule(&MoeOfStacks::new(), Rule::muon("experts").batch());
+    let stacks = with_rule(&MoeOfStacks::new(), RoutingRule::muon("experts").batch());
     expect(
         &stacks,
         &[
@@ -221,7 +221,7 @@ fn mixtures_of_experts() {
             "AdamW (head): head.weight",
         ],
     );
-    assert_eq!(reason(&stacks, "experts.up_bias"), "rule `experts`, but no matrix");
+    assert_eq!(reason(&stacks, "experts.up_bias"), "rule `experts`, but not a matrix");
 }
 
 #[test]
@@ -247,7 +247,7 @@ fn recurrent_networks() {
 
 #[test]
 fn convolutional_networks() {
-    let net = with_rule(&ConvNet::new(), Rule::muon("conv").flatten());
+    let net = with_rule(&ConvNet::new(), RoutingRule::muon("conv").flatten());
     expect(
         &net,
         &[
@@ -257,19 +257,19 @@ fn convolutional_networks() {
             "AdamW (head): fc2.weight",
         ],
     );
-    assert_eq!(reason(&net, "conv1.bias"), "rule `conv`, but no matrix");
+    assert_eq!(reason(&net, "conv1.bias"), "rule `conv`, but not a matrix");
     assert_eq!(reason(&net, "norm.running_mean"), "running statistics");
     // The last convolution is the head, and needs no rule.
-    let unet = with_rule(&UNet::new(), Rule::muon("down|up").flatten());
+    let unet = with_rule(&UNet::new(), RoutingRule::muon("down|up").flatten());
     expect(&unet, &["Muon (Flatten): down.(0|1).weight up.weight", "AdamW (head): output.weight"]);
 }
 
 /// `[in, out, height, width]` is a map from `in` to `out * height * width`.
 #[test]
 fn transposed_convolutions_have_their_inputs_first() {
-    let unet = with_rule(&UNet::new(), Rule::muon("down|up").flatten());
+    let unet = with_rule(&UNet::new(), RoutingRule::muon("down|up").flatten());
     let layout = |path| match group(&unet, path) {
-        Group::Muon { layout, .. } => layout,
+        ParameterRole::Muon { layout, .. } => layout,
         other => panic!("{other}"),
     };
     assert_eq!(layout("up.weight"), MatrixLayout::InOut);
@@ -354,7 +354,7 @@ fn adapters() {
     );
     // Adapters of rank 1 are vectors.
     let rank_1 = routing(&HeadFirst::new().apply_lora(Lora::new(1, 1.0)));
-    assert_eq!(group(&rank_1, "hidden.weight.lora.a"), Group::Vector);
+    assert_eq!(group(&rank_1, "hidden.weight.lora.a"), ParameterRole::Vector);
 }
 
 #[test]
@@ -380,7 +380,7 @@ fn frozen_parameters_need_no_rule_and_may_have_one() {
         "AdamW (vector): *.bias *.gamma *.beta",
     ];
     expect(&routing(&net), lines);
-    expect(&with_rule(&net, Rule::muon("conv").flatten()), lines);
+    expect(&with_rule(&net, RoutingRule::muon("conv").flatten()), lines);
     assert_eq!(reason(&routing(&net), "conv1.weight"), "frozen");
 }
 
@@ -416,9 +416,9 @@ fn rules_leave_vectors_to_adamw() {
     }
     let net = Net { conv: ConvNet::new().conv1, experts: Experts::new(), probe: square() };
     let routing = MuonConfig::new()
-        .with_rule(Rule::muon("experts").batch())
-        .with_rule(Rule::muon("conv").flatten())
-        .with_rule(Rule::adamw("probe"))
+        .with_rule(RoutingRule::muon("experts").batch())
+        .with_rule(RoutingRule::muon("conv").flatten())
+        .with_rule(RoutingRule::adamw("probe"))
         .route(&net)
         .unwrap();
     expect(
@@ -434,21 +434,21 @@ fn rules_leave_vectors_to_adamw() {
 
 #[test]
 fn rules_without_a_matrix_are_refused() {
-    let refused = |rule: Rule| {
+    let refused = |rule: RoutingRule| {
         let error = MuonConfig::new().with_rule(rule).route(&MoeOfLinears::new()).unwrap_err();
         assert!(matches!(error, Error::UnusedRule { .. }), "{error}");
         error.to_string()
     };
-    assert!(refused(Rule::muon(r"\.bias$").into()).contains("expected a matrix"));
-    assert!(refused(Rule::muon("experts").batch().into()).contains("three or more dimensions"));
-    assert!(refused(Rule::adamw("expert$")).contains("`expert$`"));
+    assert!(refused(RoutingRule::muon(r"\.bias$").into()).contains("expected a matrix"));
+    assert!(refused(RoutingRule::muon("experts").batch().into()).contains("three or more dimensions"));
+    assert!(refused(RoutingRule::adamw("expert$")).contains("`expert$`"));
 }
 
 #[test]
 fn rules_are_built_in_any_order() {
-    let group = |rule: Rule| group(&with_rule(&MoeOfStacks::new(), rule), "experts.up");
-    let batch = |layout| Group::Muon { view: MatrixView::Batch, layout };
-    let rule = || Rule::muon("experts");
+    let group = |rule: RoutingRule| group(&with_rule(&MoeOfStacks::new(), rule), "experts.up");
+    let batch = |layout| ParameterRole::Muon { view: MatrixView::Batch, layout };
+    let rule = || RoutingRule::muon("experts");
     assert_eq!(group(rule().batch().into()), batch(MatrixLayout::InOut));
     assert_eq!(
         group(rule().batch().layout(MatrixLayout::OutIn).into()),
@@ -458,7 +458,7 @@ fn rules_are_built_in_any_order() {
         group(rule().layout(MatrixLayout::OutIn).batch().into()),
         batch(MatrixLayout::OutIn)
     );
-    let flat = |layout| Group::Muon { view: MatrixView::Flatten, layout };
+    let flat = |layout| ParameterRole::Muon { view: MatrixView::Flatten, layout };
     assert_eq!(group(rule().flatten().into()), flat(MatrixLayout::OutIn));
     assert_eq!(
         group(rule().layout(MatrixLayout::InOut).flatten().into()),
@@ -471,10 +471,10 @@ fn rules_are_built_in_any_order() {
 #[test]
 fn the_remedy_for_a_shape_is_a_line_to_copy() {
     let error = MuonConfig::new().route(&Vit::new()).unwrap_err().to_string();
-    let line = r#"add `.with_rule(Rule::muon(r"^stem\.weight$").flatten())`"#;
+    let line = r#"add `.with_rule(RoutingRule::muon(r"^stem\.weight$").flatten())`"#;
     assert!(error.contains(line), "{error}");
-    with_rule(&Vit::new(), Rule::muon(r"^stem\.weight$").flatten());
-    with_rule(&Vit::new(), Rule::adamw(r"^stem\.weight$"));
+    with_rule(&Vit::new(), RoutingRule::muon(r"^stem\.weight$").flatten());
+    with_rule(&Vit::new(), RoutingRule::adamw(r"^stem\.weight$"));
 }
 
 #[test]

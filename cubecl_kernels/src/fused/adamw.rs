@@ -1,114 +1,129 @@
-//! AdamW on parameters where they lie.
+//! AdamW on parameters in place.
 
 use cubecl::client::Client;
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::parts::{Layout, factor_of, groups, number_of, read, write};
-use super::{Batch, MOST_BUFFERS, Part, UNITS, own_matrix, own_vectors};
+use super::rows::{RowGrid, factor_of, launch_groups, number_of, read, write};
+use super::{Batch, MAX_BUFFERS, Rows, UNITS, cube_row, unit_vectors};
 use crate::error::{Result, check_buffer, check_dtype};
 
 /// The constants of AdamW.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamW {
-    /// Decay of the first moment.
+    /// Decay rate of the first moment.
     pub beta_1: f32,
-    /// Decay of the second moment.
+    /// Decay rate of the second moment.
     pub beta_2: f32,
-    /// Added to the root of the second moment.
+    /// Constant that is added to the root of the second moment.
     pub epsilon: f32,
 }
 
-/// A parameter, and how it is updated.
+/// A parameter with its gradient, its place in the moments and the factors of its step.
 #[derive(Debug, Clone)]
-pub struct Stepped {
+pub struct AdamWUpdate {
     /// The values, updated in place: one row.
-    pub values: Part,
+    pub values: Rows,
     /// The gradient.
     pub grad: Handle,
-    /// The first of its elements in the moments.
+    /// The index of its first element in the moments.
     pub first: usize,
-    /// The number of the parameter's flag and corrections.
+    /// The index of the parameter's flag and corrections.
     pub flag: usize,
     /// The factor on the old values.
-    pub keep: f32,
+    pub decay: f32,
     /// The factor on the step.
     pub lr: f32,
 }
 
-/// A float32 value for every parameter, and what all of them share.
+/// The float32 values on the device that control a step: flags and corrections with one value for
+/// every parameter, and a factor for all of them.
 #[derive(Debug, Clone, Copy)]
-pub struct Controls<'a> {
-    /// 1 for parameters that stay as they are.
-    pub left: &'a Handle,
-    /// The corrections of the first and of the second moment.
+pub struct StepControls<'a> {
+    /// The flags: 1 for parameters that are rejected, and else 0.
+    pub rejected: &'a Handle,
+    /// The bias corrections of the first and of the second moment.
     pub corrections: [&'a Handle; 2],
     /// A value that gradients are multiplied by.
     pub factor: Option<&'a Handle>,
 }
 
-/// Updates parameters and both of their moments, which have `elements`, in place (Loshchilov and Hutter,
-/// <https://arxiv.org/abs/1711.05101>). The types are those of parameters and gradients, and of the moments.
+/// Updates parameters and both of their moments in place (Loshchilov and Hutter,
+/// <https://arxiv.org/abs/1711.05101>).
+///
+/// The moments have `elements` each. The types are those of parameters and gradients, and of the
+/// moments.
 ///
 /// # Errors
 ///
 /// Those of the [module](super).
 pub fn adamw(
     client: &Client,
-    parameters: &[Stepped],
+    parameters: &[AdamWUpdate],
     moments: [&Handle; 2],
     elements: usize,
-    Controls { left, corrections, factor }: Controls<'_>,
+    StepControls { rejected, corrections, factor }: StepControls<'_>,
     dtypes: [ElemType; 2],
     AdamW { beta_1, beta_2, epsilon }: AdamW,
 ) -> Result<()> {
-    let [dtype, of_moments] = dtypes;
-    let flags = parameters.iter().map(|of| of.flag + 1).max().unwrap_or(0);
-    for of in parameters {
-        of.values.check(client, "the parameter", dtype)?;
-        let grad = Part { handle: of.grad.clone(), ..of.values.clone() };
+    let [dtype, moment_dtype] = dtypes;
+    let flags = parameters.iter().map(|parameter| parameter.flag + 1).max().unwrap_or(0);
+    for parameter in parameters {
+        parameter.values.check(client, "the parameter", dtype)?;
+        let grad = Rows { handle: parameter.grad.clone(), ..parameter.values.clone() };
         grad.check(client, "the gradient", dtype)?;
-        let needed = elements.max(of.first + of.values.len());
-        check_buffer("the first moment", moments[0], needed, of_moments)?;
-        check_buffer("the second moment", moments[1], needed, of_moments)?;
+        let needed = elements.max(parameter.first + parameter.values.len());
+        check_buffer("the first moment", moments[0], needed, moment_dtype)?;
+        check_buffer("the second moment", moments[1], needed, moment_dtype)?;
     }
-    let [first, second] = corrections;
-    let values = [("the flags", left), ("the corrections", first), ("the corrections", second)];
-    Batch::check_values(&values.map(|(what, handle)| (what, handle, flags)))?;
-    factor.map_or(Ok(()), |factor| Batch::check_values(&[("the factor", factor, 1)]))?;
-    check_dtype(client, of_moments)?;
-    // SAFETY: flags and corrections were checked above, and moments have so many elements.
+    let [correction_1, correction_2] = corrections;
+    Batch::check_f32_buffers(&[
+        ("the flags", rejected, flags),
+        ("the corrections", correction_1, flags),
+        ("the corrections", correction_2, flags),
+    ])?;
+    factor.map_or(Ok(()), |factor| Batch::check_f32_buffers(&[("the factor", factor, 1)]))?;
+    check_dtype(client, moment_dtype)?;
+    // SAFETY: flags and corrections were checked above, and moments have this number of elements.
     let buffer =
         |handle: &Handle, length| unsafe { BufferArg::from_raw_parts(handle.clone(), length) };
     let parameters: Vec<_> =
-        parameters.iter().filter(|of| !of.values.is_empty()).cloned().collect();
-    for group in groups(client, &parameters, 2, MOST_BUFFERS - 3) {
-        let all = group.iter().map(|of| &of.values);
-        let firsts: Vec<usize> = group.iter().map(|of| of.first).chain([elements]).collect();
-        let layout = Layout::new(client, &dtypes, all.clone(), &firsts);
-        let size = layout.vector_size;
-        // SAFETY: units beyond the vectors of a part do nothing.
+        parameters.iter().filter(|parameter| !parameter.values.is_empty()).cloned().collect();
+    // Of the buffers of one parameter, two are its values and its gradient, and one is that of
+    // scalars, which `launch_groups` counts itself.
+    for group in launch_groups(client, &parameters, 2, MAX_BUFFERS - 3) {
+        let all_rows = group.iter().map(|parameter| &parameter.values);
+        // With the end of the moments: their length is also a number of whole vectors.
+        let firsts: Vec<usize> =
+            group.iter().map(|parameter| parameter.first).chain([elements]).collect();
+        let grid = RowGrid::new(client, &dtypes, all_rows.clone(), &firsts);
+        let size = grid.vector_size;
+        // SAFETY: units past the vectors of a tensor do nothing.
         unsafe {
             adamw_kernel::launch_unchecked(
                 client,
-                layout.cube_count(layout.cubes),
+                grid.cube_count(grid.cubes_per_row),
                 CubeDim::new_1d(UNITS),
-                layout.address_type(elements),
+                grid.address_type(elements),
                 size,
-                all.clone().map(|part| part.vectors(size)).collect(),
-                group.iter().map(|of| buffer(&of.grad, of.values.len() / size)).collect(),
+                all_rows.clone().map(|rows| rows.vectors(size)).collect(),
+                group
+                    .iter()
+                    .map(|parameter| buffer(&parameter.grad, parameter.values.len() / size))
+                    .collect(),
                 buffer(moments[0], elements / size),
                 buffer(moments[1], elements / size),
-                buffer(left, flags),
-                buffer(first, flags),
-                buffer(second, flags),
-                buffer(factor.unwrap_or(left), 1),
+                buffer(rejected, flags),
+                buffer(correction_1, flags),
+                buffer(correction_2, flags),
+                // Without a factor, any buffer is bound in its place and not read.
+                buffer(factor.unwrap_or(rejected), 1),
                 firsts[..group.len()].iter().map(|first| first / size).collect(),
-                all.map(|part| part.len() / size).collect(),
-                group.iter().map(|of| of.flag).collect(),
-                group.iter().map(|of| of.keep).collect(),
-                group.iter().map(|of| of.lr).collect(),
+                all_rows.map(|rows| rows.len() / size).collect(),
+                group.iter().map(|parameter| parameter.flag).collect(),
+                group.iter().map(|parameter| parameter.decay).collect(),
+                group.iter().map(|parameter| parameter.lr).collect(),
                 beta_1,
                 beta_2,
                 epsilon,
@@ -126,14 +141,14 @@ pub(crate) fn adamw_kernel<F: Float, M: Float, N: Size>(
     grads: &Sequence<Box<[Vector<F, N>]>>,
     moment_1: &mut [Vector<M, N>],
     moment_2: &mut [Vector<M, N>],
-    left: &[f32],
+    rejected: &[f32],
     corrections_1: &[f32],
     corrections_2: &[f32],
     factor: &[f32],
     firsts: &Sequence<usize>,
     vectors: &Sequence<usize>,
     flags: &Sequence<usize>,
-    keeps: &Sequence<f32>,
+    decays: &Sequence<f32>,
     lrs: &Sequence<f32>,
     beta_1: f32,
     beta_2: f32,
@@ -141,34 +156,37 @@ pub(crate) fn adamw_kernel<F: Float, M: Float, N: Size>(
     #[comptime] scaled: bool,
     #[define(F, M)] _dtypes: [ElemType; 2],
 ) {
-    let own = own_matrix();
-    if own >= parameters.len() {
+    let index = cube_row();
+    if index >= parameters.len() {
         terminate!();
     }
-    let flag = number_of(flags, own);
-    if left[flag] != 0.0 {
+    let flag = number_of(flags, index);
+    if rejected[flag] != 0.0 {
         terminate!();
     }
     let correction_1 = Vector::<f32, N>::new(corrections_1[flag]);
     let correction_2 = Vector::<f32, N>::new(corrections_2[flag]);
-    let keep = Vector::<f32, N>::new(factor_of(keeps, own));
-    let lr = Vector::<f32, N>::new(factor_of(lrs, own));
-    let (b1, fresh_1) = (Vector::<f32, N>::new(beta_1), Vector::<f32, N>::new(1.0 - beta_1));
-    let (b2, fresh_2) = (Vector::<f32, N>::new(beta_2), Vector::<f32, N>::new(1.0 - beta_2));
-    let (start, length) = (number_of(firsts, own), number_of(vectors, own));
-    let (first, step) = own_vectors();
+    let decay = Vector::<f32, N>::new(factor_of(decays, index));
+    let lr = Vector::<f32, N>::new(factor_of(lrs, index));
+    let b1 = Vector::<f32, N>::new(beta_1);
+    let fresh_1 = Vector::<f32, N>::new(1.0 - beta_1);
+    let b2 = Vector::<f32, N>::new(beta_2);
+    let fresh_2 = Vector::<f32, N>::new(1.0 - beta_2);
+    let start = number_of(firsts, index);
+    let length = number_of(vectors, index);
+    let (first, step) = unit_vectors();
     for i in range_stepped(first, length, step) {
-        let at = start + i;
-        let mut grad = read(grads, own, i);
+        let position = start + i;
+        let mut grad = read(grads, index, i);
         if comptime!(scaled) {
             grad *= Vector::new(factor[0]);
         }
-        let m = b1 * Vector::cast_from(moment_1[at]) + fresh_1 * grad;
-        let v = b2 * Vector::cast_from(moment_2[at]) + fresh_2 * grad * grad;
+        let m = b1 * Vector::cast_from(moment_1[position]) + fresh_1 * grad;
+        let v = b2 * Vector::cast_from(moment_2[position]) + fresh_2 * grad * grad;
         let root = (v / correction_2).sqrt() + Vector::new(epsilon);
-        let value = keep * read(&*parameters, own, i) - lr * (m / correction_1 / root);
-        moment_1[at] = Vector::cast_from(m);
-        moment_2[at] = Vector::cast_from(v);
-        write(parameters, own, i, value);
+        let value = decay * read(&*parameters, index, i) - lr * (m / correction_1 / root);
+        moment_1[position] = Vector::cast_from(m);
+        moment_2[position] = Vector::cast_from(v);
+        write(parameters, index, i, value);
     }
 }

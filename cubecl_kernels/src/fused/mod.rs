@@ -1,32 +1,36 @@
 //! The elementwise parts of a step of Muon and of AdamW, each in one pass over memory.
 //!
-//! Gradients and parameters are read and written where they lie: a launch takes several, a [`Part`] each. What
-//! belongs to the optimizer lies in batches `[k, elements]`, in order in one buffer. A float32 flag for every
-//! parameter says if it is left as it is, with its momentum or moments. Everything is computed in float32 and
-//! rounded once.
+//! Gradients and parameters are read and written in place: a launch takes several tensors, each as
+//! [`Rows`]. The optimizer's state is in batches `[k, elements]`, in order in one buffer. Every
+//! parameter has a float32 flag. If it is set, the gradient was rejected: the parameter stays as it
+//! is, with its momentum or moments. Everything is computed in float32 and rounded once.
 //!
-//! Buffers begin where vectors of 16 bytes may. Nothing is launched on what does not fit: [`Error::Dtype`] for a type
-//! that the device does not have, [`Error::Buffer`] for a buffer that is too small, [`Error::Shape`] for rows that are
-//! not those of the batch, [`Error::TooLarge`] for more elements than it has addresses.
+//! Buffers begin at multiples of 16 bytes, where vectors may begin. Operands that do not fit are
+//! rejected before anything is launched:
+//!
+//! - [`Error::Dtype`] for a type that the device does not support;
+//! - [`Error::Buffer`] for a buffer that is too small;
+//! - [`Error::Shape`] for rows that are not those of the batch;
+//! - [`Error::TooLarge`] for a buffer of more elements than the device can address.
 
 mod adamw;
 mod muon;
 mod norm;
-mod parts;
-mod refuse;
+mod reject;
+mod rows;
 
-pub use adamw::{AdamW, Controls, Stepped, adamw};
-pub use muon::{Averaged, Momenta, Updated, accumulate, apply};
-pub use norm::{Norms, normalize, norms};
-pub use parts::Part;
-pub use refuse::refuse;
+pub use adamw::{AdamW, AdamWUpdate, StepControls, adamw};
+pub use muon::{MomentumBuffers, MomentumInput, ParameterUpdate, apply, update_momentum};
+pub use norm::{RowNorms, normalize, norms};
+pub use reject::reject;
+pub use rows::Rows;
 
 #[cfg(test)]
 pub(crate) use {
     adamw::adamw_kernel,
-    muon::{accumulate_kernel, apply_kernel},
+    muon::{apply_kernel, update_momentum_kernel},
     norm::{join_kernel, normalize_kernel, norms_kernel},
-    refuse::refuse_kernel,
+    reject::reject_kernel,
 };
 
 use cubecl::client::Client;
@@ -41,73 +45,75 @@ const F32: ElemType = ElemType::Float(FloatKind::F32);
 /// Units of a cube.
 pub(crate) const UNITS: u32 = 256;
 
-/// The most cubes that all runtimes take in a dimension.
-const MOST_CUBES: usize = 65_535;
+/// Largest number of cubes along a dimension that all runtimes accept.
+const MAX_CUBES: usize = 65_535;
 
-/// Buffers that a kernel binds at most for one parameter, with one for scalars and lengths: those of [`adamw`]. A
-/// device that binds fewer at once can't run it.
-pub const MOST_BUFFERS: usize = 9;
+/// The number of buffers that a kernel binds at most for one parameter, including the one for
+/// scalars and lengths: those of [`adamw`]. The kernels do not run on a device that binds fewer at
+/// once.
+pub const MAX_BUFFERS: usize = 9;
 
-/// Vectors that a unit takes on, where there are enough.
+/// Vectors that a unit processes if there are enough of them.
 const VECTORS_PER_UNIT: usize = 8;
 
-/// A batch of matrices, or of anything else that is contiguous.
+/// A batch of matrices, or of other contiguous rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Batch {
-    /// How many.
+    /// The number of matrices.
     pub count: usize,
-    /// Elements of each.
+    /// Elements of each matrix.
     pub elements: usize,
 }
 
 impl Batch {
-    /// Elements of all.
+    /// Returns the number of elements of all matrices.
     pub fn len(self) -> usize {
         self.count * self.elements
     }
 
-    /// Returns `true` if there is nothing to do.
+    /// Returns `true` if there are no elements.
     pub fn is_empty(self) -> bool {
         self.len() == 0
     }
 
-    /// Refuses types that a device has not, and buffers without room for the elements.
+    /// Checks that the device supports the types, and that the buffers have room for the elements.
     fn check(self, client: &Client, buffers: &[(&'static str, &Handle, ElemType)]) -> Result<()> {
         check_addresses(client, self.len())?;
-        buffers.iter().try_for_each(|(what, handle, dtype)| {
+        buffers.iter().try_for_each(|(operand, handle, dtype)| {
             check_dtype(client, *dtype)?;
-            check_buffer(what, handle, self.len(), *dtype)
+            check_buffer(operand, handle, self.len(), *dtype)
         })
     }
 
-    /// Refuses parts that are not matrices of the batch, from `first` on.
-    fn check_parts<'a>(
+    /// Checks that the rows of some tensors are matrices of the batch, from `first` on.
+    fn check_rows<'a>(
         self,
-        what: &'static str,
-        mut parts: impl Iterator<Item = &'a Part>,
+        operand: &'static str,
+        mut tensors: impl Iterator<Item = &'a Rows>,
         first: usize,
     ) -> Result<()> {
-        let fits = |end, part: &Part| {
-            let end = end + part.rows;
-            match part.elements == self.elements && end <= self.count {
+        let fits = |end, rows: &Rows| {
+            let end = end + rows.count;
+            match rows.elements == self.elements && end <= self.count {
                 true => Ok(end),
                 false => Err(Error::Shape {
-                    what,
-                    found: [end, 1, part.elements],
+                    operand,
                     expected: format!("at most [{}, 1, {}]", self.count, self.elements),
+                    actual: format!("{:?}", [end, 1, rows.elements]),
                 }),
             }
         };
-        parts.try_fold(first, fits).map(drop)
+        tensors.try_fold(first, fits).map(drop)
     }
 
-    /// Refuses buffers without room for so many float32 values.
-    fn check_values(buffers: &[(&'static str, &Handle, usize)]) -> Result<()> {
-        let mut buffers = buffers.iter();
-        buffers.try_for_each(|(what, handle, values)| check_buffer(what, handle, *values, F32))
+    /// Checks that buffers have room for a number of float32 values each.
+    fn check_f32_buffers(buffers: &[(&'static str, &Handle, usize)]) -> Result<()> {
+        buffers.iter().try_for_each(|&(operand, handle, values)| {
+            check_buffer(operand, handle, values, F32)
+        })
     }
 
-    /// The buffer of its elements, read in vectors.
+    /// Returns the buffer of the batch's elements, read in vectors.
     fn vectors(self, handle: &Handle, vector_size: usize) -> BufferArg {
         // SAFETY: every function here checks first that the buffer holds the elements of the batch.
         unsafe { BufferArg::from_raw_parts(handle.clone(), self.len() / vector_size) }
@@ -118,7 +124,8 @@ impl Batch {
     }
 }
 
-/// The longest vectors that elements of these types can be read in, and that divide some lengths.
+/// Returns the length of the longest vectors that elements of some types can be read in, and that
+/// divide some lengths.
 fn vector_size(
     client: &Client,
     dtypes: &[ElemType],
@@ -129,26 +136,28 @@ fn vector_size(
     client.io_optimized_vector_sizes(bytes).filter(divides).max().unwrap_or(1)
 }
 
-/// Cubes that a row of vectors is divided among. Where there are too few, units take more vectors.
-fn cubes(vectors: usize) -> usize {
-    vectors.div_ceil(VECTORS_PER_UNIT * UNITS as usize).clamp(1, MOST_CUBES)
+/// Returns the number of cubes that a row of vectors is divided among. If that is too small, units
+/// process more vectors.
+fn cubes_per_row(vectors: usize) -> usize {
+    vectors.div_ceil(VECTORS_PER_UNIT * UNITS as usize).clamp(1, MAX_CUBES)
 }
 
-/// A grid with so many cubes for every row; there may be more rows of cubes.
-fn grid(cubes: usize, rows: usize) -> CubeCount {
-    let layers = rows.div_ceil(MOST_CUBES).max(1);
-    CubeCount::Static(cubes as u32, rows.div_ceil(layers).max(1) as u32, layers as u32)
+/// Returns a grid with a number of cubes for every row. It may have more rows of cubes than needed.
+fn grid(cubes_per_row: usize, rows: usize) -> CubeCount {
+    // Rows of cubes beyond the limit of a dimension are divided among layers.
+    let layers = rows.div_ceil(MAX_CUBES).max(1);
+    CubeCount::Static(cubes_per_row as u32, rows.div_ceil(layers).max(1) as u32, layers as u32)
 }
 
-/// The matrix of a cube.
+/// Returns the row of a launch that this cube works on.
 #[cube]
-fn own_matrix() -> usize {
+fn cube_row() -> usize {
     (CUBE_POS_Z * CUBE_COUNT_Y + CUBE_POS_Y) as usize
 }
 
-/// The first vector of a matrix that a unit takes, and the step to the next one.
+/// Returns the first vector of a row that this unit processes, and the step to the next one.
 #[cube]
-fn own_vectors() -> (usize, usize) {
+fn unit_vectors() -> (usize, usize) {
     let first = CUBE_POS_X * CUBE_DIM_X + UNIT_POS_X;
     (first as usize, (CUBE_COUNT_X * CUBE_DIM_X) as usize)
 }
@@ -158,15 +167,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_dimension_of_a_grid_is_too_long() {
+    fn a_grid_of_any_size_covers_all_rows_within_the_limits_of_its_dimensions() {
         for (vectors, rows) in [(0, 0), (1, 1), (1 << 40, 3), (77, 65_536), (2048, 1 << 24)] {
-            let CubeCount::Static(x, y, z) = grid(cubes(vectors), rows) else {
-                panic!("a constant")
+            let CubeCount::Static(x, y, z) = grid(cubes_per_row(vectors), rows) else {
+                panic!("a grid has a static count")
             };
             let longest = x.max(y).max(z) as usize;
-            assert!((1..=MOST_CUBES).contains(&longest), "{vectors} {rows}: {x} x {y} x {z}");
+            assert!((1..=MAX_CUBES).contains(&longest), "{vectors} {rows}: {x} x {y} x {z}");
             assert!(y as usize * z as usize >= rows);
         }
-        assert_eq!(cubes(2048 * 7 + 1), 8);
+        assert_eq!(cubes_per_row(2048 * 7 + 1), 8);
     }
 }

@@ -1,118 +1,125 @@
-//! Momentum before the iteration, and the update after it.
+//! The momentum before the iteration, and the update after it.
 
 use cubecl::client::Client;
 use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::norm::{Norms, SUMMED, joined, store_part, with_squares};
-use super::parts::{Layout, factor_of, groups, number_of, own_part, read, write};
-use super::{Batch, Part, UNITS, own_matrix, own_vectors};
+use super::norm::{RowNorms, VECTORS_PER_SUM, add_partials, add_squares, store_partial};
+use super::rows::{RowGrid, factor_of, launch_groups, locate_row, number_of, read, write};
+use super::{Batch, Rows, UNITS, cube_row, unit_vectors};
 use crate::error::Result;
-use crate::units::together;
+use crate::units::exchanging_units;
 
-/// The gradient of a parameter, and how it goes into the momentum.
+/// The gradient of a parameter, with the constants of its momentum.
 #[derive(Debug, Clone)]
-pub struct Averaged {
+pub struct MomentumInput {
     /// The gradient: a row for every matrix.
-    pub grad: Part,
-    /// The number of the parameter's flag.
+    pub grad: Rows,
+    /// The index of the parameter's flag.
     pub flag: usize,
-    /// The weight of what was, in `[0, 1)`.
+    /// The weight of the old momentum, in `[0, 1)`.
     pub mu: f32,
 }
 
-/// The buffers that [`accumulate`] reads and writes beside gradients.
+/// The buffers that [`update_momentum`] reads and writes, excluding gradients.
 #[derive(Debug, Clone, Copy)]
-pub struct Momenta<'a> {
-    /// The momentum of the batch, advanced in place.
+pub struct MomentumBuffers<'a> {
+    /// The momentum of the batch, updated in place.
     pub momentum: &'a Handle,
-    /// Receives what is to be orthogonalised.
+    /// Receives the matrices to orthogonalise.
     pub update: &'a Handle,
-    /// Receives the norms of that.
-    pub norms: &'a Norms,
-    /// A float32 value for every parameter, 1 for those that stay as they are.
-    pub left: &'a Handle,
+    /// Receives the norms of the matrices to orthogonalise.
+    pub norms: &'a RowNorms,
+    /// A float32 flag for every parameter: 1 for those that are rejected, and else 0.
+    pub rejected: &'a Handle,
     /// A float32 value that gradients are multiplied by.
     pub factor: Option<&'a Handle>,
 }
 
-/// Advances the momentum of some matrices of a batch in place, those from `first` on: `M <- mu M + (1 - mu) G`.
-/// Writes what is to be orthogonalised, `mu M + (1 - mu) G` with `nesterov` and else `M`, zeros where a parameter is
-/// left; and the norms of that, in parts. The types are those of gradients and of the momentum.
+/// Updates the momentum of the matrices of a batch from `first` on, in place:
+/// `M <- mu M + (1 - mu) G`.
+///
+/// Writes the matrices to orthogonalise and their partial norms: `mu M + (1 - mu) G` with
+/// `nesterov`, `M` without it, and zeros for a parameter that is rejected. The types are those of
+/// gradients and of the momentum.
 ///
 /// # Errors
 ///
 /// Those of the [module](super).
-pub fn accumulate(
+pub fn update_momentum(
     client: &Client,
-    grads: &[Averaged],
-    Momenta { momentum, update, norms, left, factor }: Momenta<'_>,
+    inputs: &[MomentumInput],
+    MomentumBuffers { momentum, update, norms, rejected, factor }: MomentumBuffers<'_>,
     batch: Batch,
     mut first: usize,
-    [of_grads, dtype]: [ElemType; 2],
+    dtypes: [ElemType; 2],
     nesterov: bool,
 ) -> Result<()> {
+    let [grad_dtype, dtype] = dtypes;
     batch.check(client, &[("the momentum", momentum, dtype), ("the update", update, dtype)])?;
-    let flags = grads.iter().map(|of| of.flag + 1).max().unwrap_or(0);
-    let (of_norms, scaled) = (2 * batch.count * norms.parts, factor.is_some());
-    let factor = factor.unwrap_or(left);
-    Batch::check_values(&[
-        ("the flags", left, flags),
-        ("the norms", &norms.handle, of_norms),
+    let flags = inputs.iter().map(|input| input.flag + 1).max().unwrap_or(0);
+    let norm_values = 2 * batch.count * norms.partials;
+    let scaled = factor.is_some();
+    // Without a factor, any buffer is bound in its place and not read.
+    let factor = factor.unwrap_or(rejected);
+    Batch::check_f32_buffers(&[
+        ("the flags", rejected, flags),
+        ("the norms", &norms.handle, norm_values),
         ("the factor", factor, usize::from(scaled)),
     ])?;
-    grads.iter().try_for_each(|of| of.grad.check(client, "the gradient", of_grads))?;
-    batch.check_parts("the gradients", grads.iter().map(|of| &of.grad), first)?;
+    inputs.iter().try_for_each(|input| input.grad.check(client, "the gradient", grad_dtype))?;
+    batch.check_rows("the gradients", inputs.iter().map(|input| &input.grad), first)?;
     if batch.is_empty() {
         return Ok(());
     }
-    let units = together(&client.properties().hardware, UNITS);
-    for group in groups(client, grads, 1, 5) {
-        let all = group.iter().map(|of| &of.grad);
-        let layout = Layout::new(client, &[of_grads, dtype], all.clone(), &[]);
-        let size = layout.vector_size;
-        // SAFETY: every index is below the vectors of a matrix; rows, flags and norms were checked above.
+    let units = exchanging_units(&client.properties().hardware, UNITS);
+    for group in launch_groups(client, inputs, 1, 5) {
+        let all_rows = group.iter().map(|input| &input.grad);
+        let grid = RowGrid::new(client, &dtypes, all_rows.clone(), &[]);
+        let size = grid.vector_size;
+        // SAFETY: every index is below the vectors of a matrix; rows, flags and norms were checked
+        // above.
         unsafe {
-            accumulate_kernel::launch_unchecked(
+            update_momentum_kernel::launch_unchecked(
                 client,
-                layout.cube_count(norms.parts),
+                grid.cube_count(norms.partials),
                 CubeDim::new_1d(units),
                 batch.address_type(),
                 size,
-                all.map(|part| part.vectors(size)).collect(),
+                all_rows.map(|rows| rows.vectors(size)).collect(),
                 batch.vectors(momentum, size),
                 batch.vectors(update, size),
                 norms.arg(batch),
-                BufferArg::from_raw_parts(left.clone(), flags),
+                BufferArg::from_raw_parts(rejected.clone(), flags),
                 BufferArg::from_raw_parts(factor.clone(), 1),
-                layout.firsts(),
-                layout.ends(),
-                group.iter().map(|of| of.flag).collect(),
-                group.iter().map(|of| of.mu).collect(),
+                grid.first_rows(),
+                grid.end_rows(),
+                group.iter().map(|input| input.flag).collect(),
+                group.iter().map(|input| input.mu).collect(),
                 first,
                 batch.elements / size,
                 nesterov,
                 scaled,
                 units,
-                [of_grads, dtype],
+                dtypes,
             );
         }
-        first += layout.rows;
+        first += grid.rows;
     }
     Ok(())
 }
 
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
-pub(crate) fn accumulate_kernel<G: Float, F: Float, N: Size>(
+pub(crate) fn update_momentum_kernel<G: Float, F: Float, N: Size>(
     grads: &Sequence<Box<[Vector<G, N>]>>,
     momentum: &mut [Vector<F, N>],
     update: &mut [Vector<F, N>],
     norms: &mut [f32],
-    left: &[f32],
+    rejected: &[f32],
     factor: &[f32],
-    firsts: &Sequence<usize>,
-    ends: &Sequence<usize>,
+    first_rows: &Sequence<usize>,
+    end_rows: &Sequence<usize>,
     flags: &Sequence<usize>,
     mus: &Sequence<f32>,
     base: usize,
@@ -122,112 +129,121 @@ pub(crate) fn accumulate_kernel<G: Float, F: Float, N: Size>(
     #[comptime] units: u32,
     #[define(G, F)] _dtypes: [ElemType; 2],
 ) {
-    let row = own_matrix();
-    let (own, of_part) = own_part(firsts, ends, row);
-    if own >= grads.len() {
+    let row = cube_row();
+    let (index, grad_row) = locate_row(first_rows, end_rows, row);
+    if index >= grads.len() {
         terminate!();
     }
-    let taken = left[number_of(flags, own)] == 0.0;
-    let mu = factor_of(mus, own);
-    let (keep, fresh) = (Vector::<f32, N>::new(mu), Vector::<f32, N>::new(1.0 - mu));
+    let is_updated = rejected[number_of(flags, index)] == 0.0;
+    let mu = factor_of(mus, index);
+    let keep = Vector::<f32, N>::new(mu);
+    let fresh = Vector::<f32, N>::new(1.0 - mu);
     let mut scale = f32::new(0.0);
     let mut squares = f32::new(0.0);
-    let (first, step) = own_vectors();
-    for start in range_stepped(first, vectors, step * SUMMED) {
+    let (first, step) = unit_vectors();
+    // Squares are added up in two levels, which keeps rounding errors small.
+    for start in range_stepped(first, vectors, step * VECTORS_PER_SUM) {
         let mut s = f32::new(0.0);
         let mut q = f32::new(0.0);
-        for i in range_stepped(start, min(start + step * SUMMED, vectors), step) {
-            let at = (base + row) * vectors + i;
-            if taken {
-                let mut grad = read(grads, own, of_part * vectors + i);
+        for i in range_stepped(start, min(start + step * VECTORS_PER_SUM, vectors), step) {
+            let position = (base + row) * vectors + i;
+            if is_updated {
+                let mut grad = read(grads, index, grad_row * vectors + i);
                 if comptime!(scaled) {
                     grad *= Vector::new(factor[0]);
                 }
                 let grad = fresh * grad;
-                let averaged = keep * Vector::cast_from(momentum[at]) + grad;
-                momentum[at] = Vector::cast_from(averaged);
+                let averaged = keep * Vector::cast_from(momentum[position]) + grad;
+                momentum[position] = Vector::cast_from(averaged);
                 let ahead = if comptime!(nesterov) { keep * averaged + grad } else { averaged };
-                update[at] = Vector::cast_from(ahead);
-                let (scale, squares) = with_squares::<N>(s, q, ahead);
+                update[position] = Vector::cast_from(ahead);
+                let (scale, squares) = add_squares::<N>(s, q, ahead);
                 s = scale;
                 q = squares;
             } else {
-                update[at] = Vector::new(F::new(0.0));
+                update[position] = Vector::new(F::new(0.0));
             }
         }
-        let (s, q) = joined(scale, squares, s, q);
+        let (s, q) = add_partials(scale, squares, s, q);
         scale = s;
         squares = q;
     }
-    store_part(norms, base + row, scale, squares, units);
+    store_partial(norms, base + row, scale, squares, units);
 }
 
-/// The values of a parameter, and how they are updated.
+/// A parameter with the factors of its update.
 #[derive(Debug, Clone)]
-pub struct Updated {
+pub struct ParameterUpdate {
     /// The values, updated in place: a row for every matrix.
-    pub values: Part,
-    /// The number of the parameter's flag.
+    pub values: Rows,
+    /// The index of the parameter's flag.
     pub flag: usize,
     /// The factor on the old values.
-    pub keep: f32,
+    pub decay: f32,
     /// The factor on the direction.
     pub lr: f32,
 }
 
-/// Updates parameters in place: `P <- keep P - lr U`, where `U` are the matrices of a batch from `first` on. A
-/// parameter with a flag in `left`, and a matrix with a flag in `late`, where those of the batch begin at a
-/// number, stay as they are. The types are those of `P` and `U`.
+/// Updates parameters in place: `P <- decay P - lr U`, where `U` are the matrices of a batch from
+/// `first` on.
+///
+/// A parameter whose flag is set in `rejected` keeps its values, as does a matrix whose flag is set
+/// in `diverged`, in which the flags of the batch begin at index `first_diverged`. The types are
+/// those of `P` and `U`.
 ///
 /// # Errors
 ///
 /// Those of the [module](super).
 pub fn apply(
     client: &Client,
-    parameters: &[Updated],
+    parameters: &[ParameterUpdate],
     directions: &Handle,
-    left: &Handle,
-    (late, first_late): (&Handle, usize),
+    rejected: &Handle,
+    (diverged, first_diverged): (&Handle, usize),
     (batch, mut first): (Batch, usize),
     dtypes: [ElemType; 2],
 ) -> Result<()> {
     batch.check(client, &[("the direction", directions, dtypes[1])])?;
-    parameters.iter().try_for_each(|of| of.values.check(client, "the parameter", dtypes[0]))?;
-    let flags = parameters.iter().map(|of| of.flag + 1).max().unwrap_or(0);
-    let all_late = first_late + batch.count;
-    Batch::check_values(&[("the flags", left, flags), ("the late flags", late, all_late)])?;
-    batch.check_parts("the parameters", parameters.iter().map(|of| &of.values), first)?;
+    let all_values = parameters.iter().map(|parameter| &parameter.values);
+    all_values.clone().try_for_each(|values| values.check(client, "the parameter", dtypes[0]))?;
+    let flags = parameters.iter().map(|parameter| parameter.flag + 1).max().unwrap_or(0);
+    let diverged_flags = first_diverged + batch.count;
+    Batch::check_f32_buffers(&[
+        ("the flags", rejected, flags),
+        ("the flags of diverged matrices", diverged, diverged_flags),
+    ])?;
+    batch.check_rows("the parameters", all_values, first)?;
     if batch.is_empty() {
         return Ok(());
     }
-    for group in groups(client, parameters, 1, 3) {
-        let all = group.iter().map(|of| &of.values);
-        let layout = Layout::new(client, &dtypes, all.clone(), &[]);
-        let size = layout.vector_size;
+    for group in launch_groups(client, parameters, 1, 3) {
+        let all_rows = group.iter().map(|parameter| &parameter.values);
+        let grid = RowGrid::new(client, &dtypes, all_rows.clone(), &[]);
+        let size = grid.vector_size;
         // SAFETY: every index is below the vectors of a matrix; rows and flags were checked above.
         unsafe {
             apply_kernel::launch_unchecked(
                 client,
-                layout.cube_count(layout.cubes),
+                grid.cube_count(grid.cubes_per_row),
                 CubeDim::new_1d(UNITS),
                 batch.address_type(),
                 size,
-                all.map(|part| part.vectors(size)).collect(),
+                all_rows.map(|rows| rows.vectors(size)).collect(),
                 batch.vectors(directions, size),
-                BufferArg::from_raw_parts(left.clone(), flags),
-                BufferArg::from_raw_parts(late.clone(), all_late),
-                layout.firsts(),
-                layout.ends(),
-                group.iter().map(|of| of.flag).collect(),
-                group.iter().map(|of| of.keep).collect(),
-                group.iter().map(|of| of.lr).collect(),
+                BufferArg::from_raw_parts(rejected.clone(), flags),
+                BufferArg::from_raw_parts(diverged.clone(), diverged_flags),
+                grid.first_rows(),
+                grid.end_rows(),
+                group.iter().map(|parameter| parameter.flag).collect(),
+                group.iter().map(|parameter| parameter.decay).collect(),
+                group.iter().map(|parameter| parameter.lr).collect(),
                 first,
-                first_late,
+                first_diverged,
                 batch.elements / size,
                 dtypes,
             );
         }
-        first += layout.rows;
+        first += grid.rows;
     }
     Ok(())
 }
@@ -236,34 +252,34 @@ pub fn apply(
 pub(crate) fn apply_kernel<F: Float, U: Float, N: Size>(
     parameters: &mut Sequence<Box<[Vector<F, N>]>>,
     directions: &[Vector<U, N>],
-    left: &[f32],
-    late: &[f32],
-    firsts: &Sequence<usize>,
-    ends: &Sequence<usize>,
+    rejected: &[f32],
+    diverged: &[f32],
+    first_rows: &Sequence<usize>,
+    end_rows: &Sequence<usize>,
     flags: &Sequence<usize>,
-    keeps: &Sequence<f32>,
+    decays: &Sequence<f32>,
     lrs: &Sequence<f32>,
     base: usize,
-    first_late: usize,
+    first_diverged: usize,
     vectors: usize,
     #[define(F, U)] _dtypes: [ElemType; 2],
 ) {
-    let row = own_matrix();
-    let (own, of_part) = own_part(firsts, ends, row);
-    if own >= parameters.len() {
+    let row = cube_row();
+    let (index, parameter_row) = locate_row(first_rows, end_rows, row);
+    if index >= parameters.len() {
         terminate!();
     }
     let matrix = base + row;
-    if left[number_of(flags, own)] != 0.0 || late[first_late + matrix] != 0.0 {
+    if rejected[number_of(flags, index)] != 0.0 || diverged[first_diverged + matrix] != 0.0 {
         terminate!();
     }
-    let keep = Vector::<f32, N>::new(factor_of(keeps, own));
-    let lr = Vector::<f32, N>::new(factor_of(lrs, own));
-    let (first, step) = own_vectors();
+    let decay = Vector::<f32, N>::new(factor_of(decays, index));
+    let lr = Vector::<f32, N>::new(factor_of(lrs, index));
+    let (first, step) = unit_vectors();
     for i in range_stepped(first, vectors, step) {
-        let at = of_part * vectors + i;
-        let kept = keep * read(&*parameters, own, at);
+        let position = parameter_row * vectors + i;
+        let decayed = decay * read(&*parameters, index, position);
         let direction = Vector::cast_from(directions[matrix * vectors + i]);
-        write(parameters, own, at, kept - lr * direction);
+        write(parameters, index, position, decayed - lr * direction);
     }
 }

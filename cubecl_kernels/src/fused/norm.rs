@@ -5,53 +5,56 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::parts::{Layout, groups, number_of, own_part, read};
-use super::{Batch, F32, Part, UNITS, cubes, grid, own_matrix, own_vectors, vector_size};
+use super::rows::{RowGrid, launch_groups, locate_row, number_of, read};
+use super::{Batch, F32, Rows, UNITS, cube_row, cubes_per_row, grid, unit_vectors, vector_size};
 use crate::error::Result;
-use crate::units::together;
+use crate::units::exchanging_units;
 
-/// Vectors whose squares are added up one after the other, before the sums are: what is lost by rounding grows
-/// with the length of both.
-pub(super) const SUMMED: usize = 64;
+/// Vectors whose squares are summed one after the other, before the sums are: the rounding error
+/// grows with the length of both.
+pub(super) const VECTORS_PER_SUM: usize = 64;
 
-/// Parts of a norm that every cube of [`normalize`] adds up itself; of more, the sum is taken before. All cubes of
-/// a matrix read them all: with so many parts, 16 MB from the cache for a matrix of 64 MB, about as long as a launch.
-const FEW_PARTS: usize = 1024;
+/// Partial norms that every cube of [`normalize`] adds up itself; if there are more, another kernel
+/// adds them up before. All cubes of a matrix read all of its partial norms: with this
+/// number, 16 MB from the cache for a matrix of 64 MB, which takes about as long as a launch.
+const MAX_UNJOINED_PARTIALS: usize = 1024;
 
 /// Units of a cube for short rows: those of a plane on most devices.
-const FEWEST_UNITS: usize = 32;
+const MIN_UNITS: usize = 32;
 
-/// The norms of a batch in parts: for each, a scale and the sum of the squares of the elements divided
-/// by it, `[k, parts, 2]` float32 values. As in LAPACK's `slassq`.
+/// The norms of the rows of a batch as partial norms, in `[k, partials, 2]` float32 values.
+///
+/// A partial norm is a scale and the sum of the squares of the elements divided by it, as in
+/// LAPACK's `slassq`.
 #[derive(Debug, Clone)]
-pub struct Norms {
-    /// The values.
+pub struct RowNorms {
+    /// The buffer of the values.
     pub handle: Handle,
-    /// Parts of each norm.
-    pub parts: usize,
+    /// Partial norms of each row.
+    pub partials: usize,
 }
 
-impl Norms {
-    /// Room for the norms of a batch.
-    pub fn empty(client: &Client, batch: Batch, parts: usize) -> Self {
-        Self { handle: client.empty(2 * batch.count * parts * size_of::<f32>()), parts }
+impl RowNorms {
+    /// Allocates the norms of a batch, which are not initialised.
+    pub fn empty(client: &Client, batch: Batch, partials: usize) -> Self {
+        Self { handle: client.empty(2 * batch.count * partials * size_of::<f32>()), partials }
     }
 
-    /// The same norms in one part each.
+    /// Returns the same norms with one partial norm each.
     fn joined(&self, client: &Client, batch: Batch) -> Self {
         let whole = Self::empty(client, batch, 1);
-        let units = together(&client.properties().hardware, UNITS);
-        // SAFETY: every index is below the parts of a matrix.
+        let units = exchanging_units(&client.properties().hardware, UNITS);
+        // SAFETY: every index is below the partial norms of a matrix.
         unsafe {
             join_kernel::launch_unchecked(
                 client,
                 grid(1, batch.count),
                 CubeDim::new_1d(units),
-                AddressType::from_len(2 * batch.count * self.parts),
+                AddressType::from_len(2 * batch.count * self.partials),
                 self.arg(batch),
                 whole.arg(batch),
                 batch.count,
-                self.parts,
+                self.partials,
                 units,
             );
         }
@@ -59,54 +62,57 @@ impl Norms {
     }
 
     pub(super) fn arg(&self, batch: Batch) -> BufferArg {
-        // SAFETY: the buffer holds two values per part, by the contract of the type.
-        unsafe { BufferArg::from_raw_parts(self.handle.clone(), 2 * batch.count * self.parts) }
+        // SAFETY: every caller has checked or allocated a buffer of two values per partial norm.
+        unsafe { BufferArg::from_raw_parts(self.handle.clone(), 2 * batch.count * self.partials) }
     }
 }
 
-/// Takes the norms of the rows of some tensors of a type, of so many elements each; the last row of a tensor may be
-/// shorter. Every tensor comes with the number of its first row among those that there are norms of.
+/// Computes the norms of the rows of some tensors of one type. A row has a number of elements, the
+/// last one of a tensor possibly fewer.
 ///
-/// Every unit adds up its squares one after the other: take so many parts that these are few.
+/// Every tensor comes with the index of its first row in `norms`. Every unit adds up its squares
+/// one after the other: `norms` should have enough partial norms to keep these sums short.
 ///
 /// # Errors
 ///
 /// Those of the [module](super).
 pub fn norms(
     client: &Client,
-    tensors: &[(Part, usize)],
+    tensors: &[(Rows, usize)],
     elements: usize,
-    norms: &Norms,
+    norms: &RowNorms,
     dtype: ElemType,
 ) -> Result<()> {
-    let rows = |part: &Part| part.len().div_ceil(elements.max(1));
-    let count = tensors.iter().map(|(part, first)| first + rows(part)).max().unwrap_or(0);
-    tensors.iter().try_for_each(|(part, _)| part.check(client, "the input", dtype))?;
-    let values = 2 * count * norms.parts;
-    Batch::check_values(&[("the norms", &norms.handle, values)])?;
-    let tensors: Vec<_> = tensors.iter().filter(|(part, _)| !part.is_empty()).cloned().collect();
-    for group in groups(client, &tensors, 1, 1) {
-        let all = group.iter().map(|(part, _)| part);
-        // As few elements in a vector as float32 has: of more, registers would spill on compute capability 9.0.
-        let layout = Layout::new(client, &[dtype, F32], all.clone(), &[elements]);
-        let layout = layout.with_rows(all.clone().map(rows));
-        let size = layout.vector_size;
-        // Units beyond the vectors of a row would only wait.
-        let wanted = (elements / size).next_power_of_two().clamp(FEWEST_UNITS, UNITS as usize);
-        let units = together(&client.properties().hardware, wanted as u32);
+    let row_count = |rows: &Rows| rows.len().div_ceil(elements.max(1));
+    let ends = tensors.iter().map(|(rows, first)| first + row_count(rows));
+    let count = ends.max().unwrap_or(0);
+    tensors.iter().try_for_each(|(rows, _)| rows.check(client, "the input", dtype))?;
+    let values = 2 * count * norms.partials;
+    Batch::check_f32_buffers(&[("the norms", &norms.handle, values)])?;
+    let tensors: Vec<_> = tensors.iter().filter(|(rows, _)| !rows.is_empty()).cloned().collect();
+    for group in launch_groups(client, &tensors, 1, 1) {
+        let all_rows = group.iter().map(|(rows, _)| rows);
+        // Vectors have at most as many elements as those of float32: registers would spill on
+        // compute capability 9.0 with more.
+        let grid = RowGrid::new(client, &[dtype, F32], all_rows.clone(), &[elements]);
+        let grid = grid.with_row_counts(all_rows.clone().map(row_count));
+        let size = grid.vector_size;
+        // Units past the vectors of a row would only wait.
+        let units = (elements / size).next_power_of_two().clamp(MIN_UNITS, UNITS as usize);
+        let units = exchanging_units(&client.properties().hardware, units as u32);
         // SAFETY: every index is below the vectors of a tensor, and rows were checked above.
         unsafe {
             norms_kernel::launch_unchecked(
                 client,
-                layout.cube_count(norms.parts),
+                grid.cube_count(norms.partials),
                 CubeDim::new_1d(units),
-                layout.address_type(values),
+                grid.address_type(values),
                 size,
-                all.clone().map(|part| part.vectors(size)).collect(),
+                all_rows.clone().map(|rows| rows.vectors(size)).collect(),
                 BufferArg::from_raw_parts(norms.handle.clone(), values),
-                layout.firsts(),
-                layout.ends(),
-                all.map(|part| part.len() / size).collect(),
+                grid.first_rows(),
+                grid.end_rows(),
+                all_rows.map(|rows| rows.len() / size).collect(),
                 group.iter().map(|(_, first)| *first).collect(),
                 elements / size,
                 units,
@@ -121,80 +127,86 @@ pub fn norms(
 pub(crate) fn norms_kernel<F: Float, N: Size>(
     tensors: &Sequence<Box<[Vector<F, N>]>>,
     norms: &mut [f32],
-    firsts: &Sequence<usize>,
-    ends: &Sequence<usize>,
+    first_rows: &Sequence<usize>,
+    end_rows: &Sequence<usize>,
     lengths: &Sequence<usize>,
-    numbers: &Sequence<usize>,
+    first_norms: &Sequence<usize>,
     vectors: usize,
     #[comptime] units: u32,
     #[define(F)] _dtype: ElemType,
 ) {
-    let (own, row) = own_part(firsts, ends, own_matrix());
-    if own >= tensors.len() {
+    let (index, row) = locate_row(first_rows, end_rows, cube_row());
+    if index >= tensors.len() {
         terminate!();
     }
-    let place = number_of(numbers, own) + row;
-    let end = min((row + 1) * vectors, number_of(lengths, own));
+    let norm = number_of(first_norms, index) + row;
+    let end = min((row + 1) * vectors, number_of(lengths, index));
     let mut scale = f32::new(0.0);
     let mut squares = f32::new(0.0);
-    let (first, step) = own_vectors();
+    let (first, step) = unit_vectors();
     for i in range_stepped(row * vectors + first, end, step) {
-        let (s, q) = with_squares::<N>(scale, squares, read(tensors, own, i));
+        let (s, q) = add_squares::<N>(scale, squares, read(tensors, index, i));
         scale = s;
         squares = q;
     }
-    store_part(norms, place, scale, squares, units);
+    store_partial(norms, norm, scale, squares, units);
 }
 
-/// Every unit adds up some parts, then the cube their sums.
+/// Adds up the partial norms of a matrix in one cube: every unit some of them, then the cube their
+/// sums.
 #[cube(launch_unchecked, create_dummy_kernel, address_type = "dynamic")]
 pub(crate) fn join_kernel(
     norms: &[f32],
     whole: &mut [f32],
     count: usize,
-    parts: usize,
+    partials: usize,
     #[comptime] units: u32,
 ) {
-    let matrix = own_matrix();
+    let matrix = cube_row();
     if matrix >= count {
         terminate!();
     }
     let mut scale = f32::new(0.0);
     let mut squares = f32::new(0.0);
-    for part in range_stepped(UNIT_POS_X as usize, parts, units as usize) {
-        let at = 2 * (matrix * parts + part);
-        let (s, q) = joined(scale, squares, norms[at], norms[at + 1]);
+    for partial in range_stepped(UNIT_POS_X as usize, partials, units as usize) {
+        let position = 2 * (matrix * partials + partial);
+        let (s, q) = add_partials(scale, squares, norms[position], norms[position + 1]);
         scale = s;
         squares = q;
     }
-    store_part(whole, matrix, scale, squares, units);
+    store_partial(whole, matrix, scale, squares, units);
 }
 
 /// Divides every matrix by its norm, or by `epsilon` if that is larger. The types are those of the
 /// input and of the result.
+///
+/// # Errors
+///
+/// Those of the [module](super).
 pub fn normalize(
     client: &Client,
     input: &Handle,
-    norms: &Norms,
+    norms: &RowNorms,
     batch: Batch,
     dtypes: [ElemType; 2],
     epsilon: f32,
 ) -> Result<Handle> {
     let output = client.empty(batch.len() * dtypes[1].size());
     batch.check(client, &[("the input", input, dtypes[0]), ("the result", &output, dtypes[1])])?;
-    Batch::check_values(&[("the norms", &norms.handle, 2 * batch.count * norms.parts)])?;
+    let values = 2 * batch.count * norms.partials;
+    Batch::check_f32_buffers(&[("the norms", &norms.handle, values)])?;
     if batch.is_empty() {
         return Ok(output);
     }
-    let whole = (norms.parts > FEW_PARTS).then(|| norms.joined(client, batch));
+    let whole = (norms.partials > MAX_UNJOINED_PARTIALS).then(|| norms.joined(client, batch));
     let norms = whole.as_ref().unwrap_or(norms);
     let size = vector_size(client, &dtypes, [batch.elements].into_iter());
-    let units = together(&client.properties().hardware, UNITS);
+    let units = exchanging_units(&client.properties().hardware, UNITS);
     // SAFETY: every index is below the vectors of a matrix.
     unsafe {
         normalize_kernel::launch_unchecked(
             client,
-            grid(cubes(batch.elements / size), batch.count),
+            grid(cubes_per_row(batch.elements / size), batch.count),
             CubeDim::new_1d(units),
             batch.address_type(),
             size,
@@ -203,7 +215,7 @@ pub fn normalize(
             norms.arg(batch),
             batch.elements / size,
             batch.count,
-            norms.parts,
+            norms.partials,
             epsilon,
             units,
             dtypes,
@@ -219,38 +231,40 @@ pub(crate) fn normalize_kernel<F: Float, O: Float, N: Size>(
     norms: &[f32],
     vectors: usize,
     count: usize,
-    parts: usize,
+    partials: usize,
     epsilon: f32,
     #[comptime] units: u32,
     #[define(F, O)] _dtypes: [ElemType; 2],
 ) {
-    let matrix = own_matrix();
+    let matrix = cube_row();
     if matrix >= count {
         terminate!();
     }
     let mut scale = f32::new(0.0);
     let mut squares = f32::new(0.0);
-    for part in range_stepped(UNIT_POS_X as usize, parts, units as usize) {
-        let at = 2 * (matrix * parts + part);
-        let (s, q) = joined(scale, squares, norms[at], norms[at + 1]);
+    for partial in range_stepped(UNIT_POS_X as usize, partials, units as usize) {
+        let position = 2 * (matrix * partials + partial);
+        let (s, q) = add_partials(scale, squares, norms[position], norms[position + 1]);
         scale = s;
         squares = q;
     }
-    let (scale, squares) = summed(scale, squares, units);
+    let (scale, squares) = sum_over_units(scale, squares, units);
+    // Both divisors are positive, so that a matrix of zeros stays zero.
     let smallest = f32::new(f32::MIN_POSITIVE);
     let scale = max(scale, smallest);
     let root = max(max(squares.sqrt(), smallest), epsilon / scale);
-    let (first, step) = own_vectors();
+    let (first, step) = unit_vectors();
     for i in range_stepped(first, vectors, step) {
-        let at = matrix * vectors + i;
-        let x = Vector::<f32, N>::cast_from(input[at]);
-        output[at] = Vector::cast_from(x / Vector::new(scale) / Vector::new(root));
+        let position = matrix * vectors + i;
+        let x = Vector::<f32, N>::cast_from(input[position]);
+        // One after the other: their product may overflow or underflow.
+        output[position] = Vector::cast_from(x / Vector::new(scale) / Vector::new(root));
     }
 }
 
-/// Adds a vector to a scaled sum of squares.
+/// Returns the sum of a scaled sum of squares and the squares of a vector.
 #[cube]
-pub(super) fn with_squares<N: Size>(scale: f32, squares: f32, x: Vector<f32, N>) -> (f32, f32) {
+pub(super) fn add_squares<N: Size>(scale: f32, squares: f32, x: Vector<f32, N>) -> (f32, f32) {
     let mut largest = f32::new(0.0);
     #[unroll]
     for j in 0..N::value() {
@@ -260,42 +274,48 @@ pub(super) fn with_squares<N: Size>(scale: f32, squares: f32, x: Vector<f32, N>)
     if largest > 0.0 {
         #[unroll]
         for j in 0..N::value() {
-            let share = x.extract(j) / largest;
-            sum += share * share;
+            let ratio = x.extract(j) / largest;
+            sum += ratio * ratio;
         }
     }
-    joined(scale, squares, largest, sum)
+    add_partials(scale, squares, largest, sum)
 }
 
-/// The sum of two scaled sums of squares.
+/// Returns the sum of two scaled sums of squares.
 #[cube]
-pub(super) fn joined(scale_a: f32, squares_a: f32, scale_b: f32, squares_b: f32) -> (f32, f32) {
+pub(super) fn add_partials(
+    scale_a: f32,
+    squares_a: f32,
+    scale_b: f32,
+    squares_b: f32,
+) -> (f32, f32) {
     let scale = max(scale_a, scale_b);
     let divisor = max(scale, f32::new(f32::MIN_POSITIVE));
-    let (a, b) = (scale_a / divisor, scale_b / divisor);
+    let a = scale_a / divisor;
+    let b = scale_b / divisor;
     (scale, squares_a * a * a + squares_b * b * b)
 }
 
-/// Writes the sum over the units of a cube as its part of the norm of its matrix.
+/// Writes the sum over the units of this cube as its partial norm of its matrix.
 #[cube]
-pub(super) fn store_part(
+pub(super) fn store_partial(
     norms: &mut [f32],
     matrix: usize,
     scale: f32,
     squares: f32,
     #[comptime] units: u32,
 ) {
-    let (scale, squares) = summed(scale, squares, units);
+    let (scale, squares) = sum_over_units(scale, squares, units);
     if UNIT_POS_X == 0 {
-        let at = 2 * (matrix * CUBE_COUNT_X as usize + CUBE_POS_X as usize);
-        norms[at] = scale;
-        norms[at + 1] = squares;
+        let position = 2 * (matrix * CUBE_COUNT_X as usize + CUBE_POS_X as usize);
+        norms[position] = scale;
+        norms[position + 1] = squares;
     }
 }
 
-/// The sum over the units of a cube, on all of them.
+/// Returns the sum over the units of a cube, on all of them.
 #[cube]
-fn summed(scale: f32, squares: f32, #[comptime] units: u32) -> (f32, f32) {
+fn sum_over_units(scale: f32, squares: f32, #[comptime] units: u32) -> (f32, f32) {
     let mut scales = Shared::<[f32]>::new_slice(units as usize);
     let mut sums = Shared::<[f32]>::new_slice(units as usize);
     scales[UNIT_POS_X as usize] = scale;
@@ -305,8 +325,9 @@ fn summed(scale: f32, squares: f32, #[comptime] units: u32) -> (f32, f32) {
     for level in 0..comptime!(units.ilog2()) {
         let half = comptime!((units / 2) >> level);
         if UNIT_POS_X < half {
-            let (a, b) = (UNIT_POS_X as usize, (UNIT_POS_X + half) as usize);
-            let (s, q) = joined(scales[a], sums[a], scales[b], sums[b]);
+            let a = UNIT_POS_X as usize;
+            let b = (UNIT_POS_X + half) as usize;
+            let (s, q) = add_partials(scales[a], sums[a], scales[b], sums[b]);
             scales[a] = s;
             sums[a] = q;
         }

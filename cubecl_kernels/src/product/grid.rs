@@ -2,26 +2,26 @@
 
 use cubecl::prelude::*;
 
-/// Which entries of the result are computed.
+/// The entries of the result that are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Triangle {
-    /// All of them.
+    /// All entries.
     Full,
-    /// Those on and below the diagonal; the others are their mirror images.
+    /// The entries on and below the diagonal; the others are their mirror images.
     Lower,
 }
 
 impl Triangle {
-    /// One cube for every tile to compute, in every matrix of a batch.
+    /// Returns a grid of one cube for every tile to compute, in every matrix of a batch.
     ///
-    /// The rows of tiles of a triangle are folded: the first row joins the last one, the second the
-    /// last but one, so that all joined rows have the same length. With an odd number of rows it is
-    /// the last row that stands alone. No cube is idle.
+    /// The rows of tiles of a triangle are folded: the first row is joined with the last one, the
+    /// second with the second to last, so that all joined rows have the same length. If the number
+    /// of rows is odd, the last row is not joined. No cube is idle.
     ///
     /// ```text
     /// T = 4            T = 5
     /// 0                0                 joined rows of T = 5:   1 1 | 4 4 4 ...
-    /// 1 1              1 1               row y holds the y tiles of row y - 1
+    /// 1 1              1 1               row y has the y tiles of row y - 1
     /// 2 2 2            2 2 2             and the T - y tiles of row T - 1 - y
     /// 3 3 3 3          3 3 3 3
     ///                  4 4 4 4 4
@@ -34,7 +34,7 @@ impl Triangle {
         }
     }
 
-    /// How many cubes that are.
+    /// Returns the number of cubes of one matrix.
     pub fn cubes(self, rows: usize, columns: usize) -> usize {
         match self {
             Self::Full => rows * columns,
@@ -43,16 +43,17 @@ impl Triangle {
     }
 }
 
-/// The row and the column of the tile of this cube.
+/// Returns the row and the column of the tile of this cube.
 #[cube]
-pub fn own_tile(rows: u32, #[comptime] triangle: Triangle) -> (u32, u32) {
+pub fn cube_tile(rows: u32, #[comptime] triangle: Triangle) -> (u32, u32) {
     match triangle {
         Triangle::Full => (CUBE_POS_Y, CUBE_POS_X),
         Triangle::Lower => lower_tile(CUBE_POS_X, CUBE_POS_Y, rows),
     }
 }
 
-/// Unfolds a position in a folded triangle of so many rows of tiles.
+/// Returns the row and the column of the tile at a position in a folded triangle of `rows` rows of
+/// tiles.
 #[cube]
 pub fn lower_tile(x: u32, y: u32, rows: u32) -> (u32, u32) {
     // The short row of the pair has this many tiles.
@@ -67,10 +68,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_cube_is_idle() {
+    fn a_folded_triangle_of_any_size_has_no_idle_cube() {
         for rows in 1..300 {
             let CubeCount::Static(x, y, z) = Triangle::Lower.cube_count(rows, rows, 7) else {
-                panic!("the count is known");
+                panic!("a grid has a static count");
             };
             assert_eq!((x * y) as usize, Triangle::Lower.cubes(rows, rows), "{rows} rows of tiles");
             assert_eq!(z, 7);

@@ -1,4 +1,4 @@
-//! The kernel: one cube multiplies one tile, by the components of cubek-matmul.
+//! The kernel: one cube multiplies one tile, with the components of cubek-matmul.
 
 use core::marker::PhantomData;
 
@@ -20,10 +20,10 @@ define_size!(pub ASize);
 define_size!(pub BSize);
 define_size!(pub OutSize);
 
-use super::grid::{Triangle, own_tile};
+use super::grid::{Triangle, cube_tile};
 use super::output::{Output, Unchanged};
 
-/// What a product is made of: `C = alpha A B + beta D`, the same for every matrix of a batch.
+/// The operands of the product `C = alpha A B + beta D` of a batch.
 #[derive(CubeType, CubeLaunch)]
 pub struct Operands<A: CubePrimitive, B: CubePrimitive, O: Numeric, N: Size> {
     a: View<'static, A, BatchedCoords>,
@@ -31,7 +31,7 @@ pub struct Operands<A: CubePrimitive, B: CubePrimitive, O: Numeric, N: Size> {
     addend: ComptimeOption<View<'static, Vector<O, N>, BatchedCoords>>,
     result: ViewMut<'static, Vector<O, N>, BatchedCoords>,
     elements: ViewMut<'static, O, BatchedCoords>,
-    /// The distances between the matrices of `A`, `B`, `D` and `C`.
+    // The distances between the matrices of `A`, `B`, `D` and `C`.
     a_stride: usize,
     b_stride: usize,
     addend_stride: usize,
@@ -40,8 +40,8 @@ pub struct Operands<A: CubePrimitive, B: CubePrimitive, O: Numeric, N: Size> {
     beta: f32,
 }
 
-/// How a tile is multiplied: the only part that knows of matrix units. `G` is one of cubek-matmul's
-/// families, or one of our own.
+/// Multiplies the tile of this cube by the family `G`, the only part that depends on matrix units:
+/// one of cubek-matmul's, or another implementation of the same trait.
 #[cube(launch_unchecked, create_dummy_kernel, explicit_define, address_type = "dynamic")]
 pub fn product_kernel<
     I: Numeric,
@@ -97,7 +97,7 @@ pub fn product_kernel<
     >(operands, triangle, config);
 }
 
-/// `C = alpha A B + beta D` for the tile of this cube.
+/// Computes `C = alpha A B + beta D` for the tile of this cube.
 #[cube]
 fn multiply_tile<MP: MatmulTypes, M: GlobalMatmul<(), MP>, O: Numeric>(
     operands: &Operands<LhsG<MP>, RhsG<MP>, O, AccGS<MP>>,
@@ -107,14 +107,15 @@ fn multiply_tile<MP: MatmulTypes, M: GlobalMatmul<(), MP>, O: Numeric>(
     let height = config.stage_config().elements_in_stage_m().runtime();
     let width = config.stage_config().elements_in_stage_n().runtime();
     let (_, m, inner) = operands.a.shape();
-    let (tile_row, tile_column) = own_tile(m.div_ceil(height), triangle);
-    let (row, column) = (tile_row * height, tile_column * width);
+    let (tile_row, tile_column) = cube_tile(m.div_ceil(height), triangle);
+    let row = tile_row * height;
+    let column = tile_column * width;
     let matrix = CUBE_POS_Z as usize;
 
     let a = operands.a.view(SliceIndex::new(matrix * operands.a_stride, operands.a.shape()));
     let b = operands.b.view(SliceIndex::new(matrix * operands.b_stride, operands.b.shape()));
     let shape = operands.result.shape();
-    let output = output_of::<LhsG<MP>, RhsG<MP>, O, AccGE<MP>, AccGS<MP>>(operands, triangle);
+    let output = output_view::<LhsG<MP>, RhsG<MP>, O, AccGE<MP>, AccGS<MP>>(operands, triangle);
     let output =
         ViewMut::new::<Output<O, AccGE<MP>, AccGS<MP>>, BatchedCoords>(output, Unchanged { shape });
     let output = output.view_mut(SliceIndex::new(matrix * operands.result_stride, shape));
@@ -130,7 +131,7 @@ fn multiply_tile<MP: MatmulTypes, M: GlobalMatmul<(), MP>, O: Numeric>(
 }
 
 #[cube]
-fn output_of<A: CubePrimitive, B: CubePrimitive, O: Numeric, P: Numeric, N: Size>(
+fn output_view<A: CubePrimitive, B: CubePrimitive, O: Numeric, P: Numeric, N: Size>(
     operands: &Operands<A, B, O, N>,
     #[comptime] triangle: Triangle,
 ) -> Output<O, P, N> {

@@ -1,16 +1,16 @@
-//! Products of matrices with an epilogue, of which a symmetric one computes only half.
+//! Products of matrices with an epilogue; of a symmetric one only half is computed.
 //!
-//! A [`Product`] is `C = alpha A B + beta D` for every matrix of a batch; with [`Triangle::Lower`]
-//! only the tiles on and below the diagonal are multiplied, and their mirror images stored with them.
-//! That serves every symmetric product of Newton-Schulz: `X X^T`, `b R + c R^2`, `Q Z + a Q` and
-//! `Z (R Z) + a R Z`. Products are summed in float32, scaled and added to in float32, and rounded
-//! once.
+//! A [`Product`] is `C = alpha A B + beta D` for every matrix of a batch. With [`Triangle::Lower`],
+//! only the tiles on and below the diagonal are multiplied, and stored together with their mirror
+//! images. All symmetric products of Newton-Schulz have this form: `X X^T`, `b R + c R^2`,
+//! `Q Z + a Q` and `Z (R Z) + a R Z`. Products are summed in float32, scaled and added to in
+//! float32, and rounded once.
 
 mod choice;
 mod grid;
 mod kernel;
 mod output;
-mod proof;
+mod self_test;
 mod setup;
 mod tiling;
 
@@ -31,23 +31,24 @@ use cubek_matmul::multi_level::components::global::GlobalMatmulFamily;
 use crate::error::{Error, Result, check_addresses, check_buffer, check_count, check_dtype};
 use crate::matrices::Matrices;
 use kernel::{ASize, BSize, In, Out, OutSize, product_kernel};
-use setup::{OnPlanes, OnPlanesTwice, OnUnits, Setup};
+use setup::{DoubleBufferedPlaneFamily, PlaneFamily, Setup, UnitFamily};
 
-/// float32 sums that go through shared memory in one vector, of 16 bytes.
-const LONGEST_SUMS: usize = 4;
+/// Length of the longest vectors in which float32 sums go through shared memory: 16 bytes.
+const MAX_SUMS: usize = 4;
 
-/// Calls a method with what multiplies the tiles of a tiling: the one place that knows all families.
+/// Calls a method with the family that multiplies the tiles of a tiling. This is the only place
+/// that names all families.
 macro_rules! by_family {
     ($tiling:expr, $product:expr, $method:ident($($argument:expr),*)) => {
         match ($tiling.unit, $tiling.buffering) {
-            (Unit::Registers, _) => $product.$method::<OnUnits>($($argument),*),
-            (_, Buffering::Single) => $product.$method::<OnPlanes>($($argument),*),
-            (_, Buffering::Double) => $product.$method::<OnPlanesTwice>($($argument),*),
+            (Unit::Registers, _) => $product.$method::<UnitFamily>($($argument),*),
+            (_, Buffering::Single) => $product.$method::<PlaneFamily>($($argument),*),
+            (_, Buffering::Double) => $product.$method::<DoubleBufferedPlaneFamily>($($argument),*),
         }
     };
 }
 
-/// `C = alpha A B + beta D`, for every matrix of a batch.
+/// The product `C = alpha A B + beta D` for every matrix of a batch.
 #[derive(Debug, Clone, Copy)]
 pub struct Product<'a> {
     /// `A`, `[k, m, inner]`.
@@ -56,14 +57,14 @@ pub struct Product<'a> {
     pub b: &'a Matrices,
     /// The factor of the product.
     pub alpha: f32,
-    /// `D` and its factor, `[k, m, n]`. Of a symmetric `D`, only the lower triangle is read.
+    /// `D`, `[k, m, n]`, and its factor. Only the lower triangle of a symmetric `D` is read.
     pub addend: Option<(&'a Matrices, f32)>,
     /// [`Triangle::Lower`] if the result is known to be symmetric.
     pub triangle: Triangle,
 }
 
 impl Product<'_> {
-    /// `[k, m, n]` of the result.
+    /// Returns the shape `[k, m, n]` of the result.
     pub fn shape(&self) -> [usize; 3] {
         [self.a.shape[0], self.a.shape[1], self.b.shape[2]]
     }
@@ -72,63 +73,61 @@ impl Product<'_> {
         self.a.shape[2]
     }
 
-    /// Elements of the largest operand.
+    /// Returns the extent of the largest operand.
     fn extent(&self, result: &Matrices) -> usize {
         let operands = [self.a, self.b, result].into_iter();
         let extents = operands.chain(self.addend.map(|(addend, _)| addend)).map(Matrices::extent);
         extents.max().unwrap_or(0)
     }
 
-    /// Refuses what no kernel can do.
+    /// Checks that the operands fit together, and that the device can address and allocate them.
     fn check(&self, client: &Client, result: &Matrices) -> Result<()> {
         let dtype = self.a.dtype;
         check_dtype(client, dtype)?;
         let shape = self.shape();
         let [k, m, n] = shape;
-        let like = |what, found: &Matrices, expected: [usize; 3]| {
-            if found.shape != expected || found.dtype != dtype {
-                let expected = format!("{expected:?} of {dtype:?}");
-                return Err(Error::Shape { what, found: found.shape, expected });
-            }
-            let lines = found.has_contiguous_lines();
-            if lines { Ok(()) } else { Err(Error::Strides(what)) }
-        };
         if self.inner() == 0 {
-            let expected = "not empty along the inner dimension".to_owned();
-            return Err(Error::Shape { what: "A", found: self.a.shape, expected });
+            let expected = "a non-empty inner dimension".to_owned();
+            let actual = format!("{:?}", self.a.shape);
+            return Err(Error::Shape { operand: "A", expected, actual });
         }
-        like("A", self.a, [k, m, self.inner()])?;
-        like("B", self.b, [k, self.inner(), n])?;
+        let check_operand = |operand, matrices: &Matrices, expected: [usize; 3]| {
+            matrices.check_like(operand, expected, dtype)?;
+            matrices.check_lines(operand)
+        };
+        check_operand("A", self.a, [k, m, self.inner()])?;
+        check_operand("B", self.b, [k, self.inner(), n])?;
         if let Some((addend, _)) = self.addend {
-            like("D", addend, shape)?;
+            check_operand("D", addend, shape)?;
         }
-        like("C", result, shape)?;
-        if self.triangle == Triangle::Lower && m != n {
-            let expected = "square, since it is symmetric".to_owned();
-            return Err(Error::Shape { what: "C", found: shape, expected });
+        check_operand("C", result, shape)?;
+        if self.triangle == Triangle::Lower {
+            result.check_square("C")?;
         }
         check_addresses(client, self.extent(result))?;
         let bytes = shape.iter().product::<usize>() as u64 * dtype.size() as u64;
-        let most = client.properties().memory.max_page_size;
-        if bytes > most {
-            return Err(Error::Memory { bytes, most });
+        let max = client.properties().memory.max_page_size;
+        if bytes > max {
+            return Err(Error::Memory { bytes, max });
         }
         check_count(k, client.properties().hardware.max_cube_count.2)
     }
 
-    /// The tiling that suits the product best of those that are not refused: with the first unit among the
-    /// [candidates](Tiling::candidates), one that gives all multiprocessors about as much to do. The first product of
-    /// its layout may wait for the device, on which a tiling has to be [proven](Tiling::proven).
+    /// Returns the tiling that suits the product best, of those that the device runs.
+    ///
+    /// It uses the first unit among the [candidates](Tiling::candidates), and gives all
+    /// multiprocessors about the same amount of work. The first product of its layout may wait for
+    /// the device, on which a tiling has to be [verified](Tiling::verify).
     ///
     /// # Errors
     ///
-    /// Those of [`launch_into`](Self::launch_into) and of [`Tiling::proven`].
+    /// Those of [`launch_into`](Self::launch_into) and of [`Tiling::verify`].
     pub fn tiling(&self, client: &Client) -> Result<Tiling> {
         self.check(client, &self.unallocated_result())?;
         Ok(self.choice(client)?.tiling)
     }
 
-    /// Computes the product with the [tiling](Self::tiling) that suits it.
+    /// Computes the product with the [tiling](Self::tiling) that suits it best.
     ///
     /// # Errors
     ///
@@ -137,7 +136,10 @@ impl Product<'_> {
         self.check(client, &self.unallocated_result())?;
         let choice = self.choice(client)?;
         let result = Matrices::empty(client, self.a.dtype, self.shape());
-        self.launch_checked(client, &choice.tiling, Some(&choice.setup), &result)?;
+        self.check_buffers(&result)?;
+        if result.extent() > 0 {
+            self.launch_set_up(client, &choice.tiling, &choice.setup, &result);
+        }
         Ok(result)
     }
 
@@ -147,59 +149,60 @@ impl Product<'_> {
     ///
     /// Those of [`launch_into`](Self::launch_into).
     pub fn launch(&self, client: &Client, tiling: &Tiling) -> Result<Matrices> {
+        // Before the allocation, which may be too large.
         self.check(client, &self.unallocated_result())?;
         let result = Matrices::empty(client, self.a.dtype, self.shape());
-        self.launch_checked(client, tiling, None, &result)?;
+        self.launch_checked(client, tiling, &result)?;
         Ok(result)
     }
 
-    /// Computes the product with a tiling, into matrices that are there already. What they held
-    /// before is not read.
+    /// Computes the product with a tiling, into existing matrices. Their previous values are not
+    /// read.
     ///
     /// # Errors
     ///
-    /// Before anything is launched: [`Error::Dtype`], [`Error::Shape`], [`Error::Strides`], [`Error::Buffer`],
-    /// [`Error::TooMany`], [`Error::TooLarge`] and [`Error::Memory`] for operands that do not go together or not on this device;
-    /// [`Error::Refused`] for a tiling that the device can't run.
+    /// Before anything is launched:
+    ///
+    /// - [`Error::Dtype`], [`Error::Shape`], [`Error::Strides`], [`Error::Buffer`],
+    ///   [`Error::TooMany`], [`Error::TooLarge`] and [`Error::Memory`] for operands that do not fit
+    ///   together, or not on this device;
+    /// - [`Error::Unsupported`] for a tiling that the device can't run.
     pub fn launch_into(&self, client: &Client, tiling: &Tiling, result: &Matrices) -> Result<()> {
         self.check(client, result)?;
-        self.launch_checked(client, tiling, None, result)
+        self.launch_checked(client, tiling, result)
     }
 
-    /// Launches a product whose layout was checked, with a set-up that may be known already.
-    fn launch_checked(
-        &self,
-        client: &Client,
-        tiling: &Tiling,
-        setup: Option<&Setup>,
-        result: &Matrices,
-    ) -> Result<()> {
-        let addend = self.addend.map(|(addend, _)| ("D", addend));
-        let operands = [("A", self.a), ("B", self.b), ("C", result)].into_iter().chain(addend);
-        for (what, of) in operands {
-            check_buffer(what, &of.handle, of.extent(), of.dtype)?;
+    /// Sets up and launches a product whose shapes and layouts were checked.
+    fn launch_checked(&self, client: &Client, tiling: &Tiling, result: &Matrices) -> Result<()> {
+        self.check_buffers(result)?;
+        if result.extent() > 0 {
+            let setup = self.validated_setup(client, tiling, result)?;
+            self.launch_set_up(client, tiling, &setup, result);
         }
-        if result.extent() == 0 {
-            return Ok(());
-        }
-        let own;
-        let setup = match setup {
-            Some(setup) => setup,
-            None => {
-                own = self.validated_setup(client, tiling, result)?;
-                &own
-            }
-        };
-        by_family!(tiling, self, launch_on(client, tiling, setup, result));
         Ok(())
     }
 
-    /// The layout of the result; the memory is that of an operand, and not to be written.
-    fn unallocated_result(&self) -> Matrices {
-        Matrices { shape: self.shape(), ..self.a.clone() }.made_contiguous()
+    /// Launches a product whose operands were checked, with a set-up for their layouts.
+    fn launch_set_up(&self, client: &Client, tiling: &Tiling, setup: &Setup, result: &Matrices) {
+        by_family!(tiling, self, launch_on(client, tiling, setup, result));
     }
 
-    /// The set-up for a tiling.
+    /// Checks that the buffers have room for the operands.
+    fn check_buffers(&self, result: &Matrices) -> Result<()> {
+        let addend = self.addend.map(|(addend, _)| ("D", addend));
+        let operands = [("A", self.a), ("B", self.b), ("C", result)].into_iter().chain(addend);
+        for (name, operand) in operands {
+            check_buffer(name, &operand.handle, operand.extent(), operand.dtype)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the layout of the result. Its buffer is that of an operand, and must not be written.
+    fn unallocated_result(&self) -> Matrices {
+        Matrices { shape: self.shape(), ..self.a.clone() }.with_contiguous_strides()
+    }
+
+    /// Returns the set-up for a tiling, or an error if the device does not run it.
     fn validated_setup(
         &self,
         client: &Client,
@@ -217,7 +220,7 @@ impl Product<'_> {
     ) -> Result<Setup> {
         let sizes = self.vector_sizes(client, tiling, result);
         let setup = Setup::new::<G>(self, tiling, result, sizes, client.properties());
-        setup.and_then(|setup| setup.validated::<G>(client)).map_err(|error| Error::Refused {
+        setup.and_then(|setup| setup.validated::<G>(client)).map_err(|error| Error::Unsupported {
             kernel: tiling.to_string(),
             reason: error.to_string(),
         })
@@ -252,7 +255,7 @@ impl Product<'_> {
         }
     }
 
-    /// The kernel that would run on a device, and the units of a cube.
+    /// Returns the kernel that would run on a device, and the units of a cube.
     #[cfg(test)]
     pub(crate) fn definition(
         &self,
@@ -274,7 +277,7 @@ impl Product<'_> {
         let vector = 16 / self.a.dtype.size();
         let [_, _, depth] = tiling.tile.map(|x| x as usize);
         let sizes =
-            MatmulVectorSizes { lhs: vector.min(depth), rhs: vector.min(depth), out: LONGEST_SUMS };
+            MatmulVectorSizes { lhs: vector.min(depth), rhs: vector.min(depth), out: MAX_SUMS };
         let setup = Setup::new::<G>(self, tiling, &result, sizes, properties).unwrap();
         let operands = setup.operands(self, &result);
         let kernel = product_kernel::create_dummy_kernel::<In, ASize, BSize, Out, OutSize, G>(
@@ -295,7 +298,8 @@ impl Product<'_> {
         (definition, setup.cube_dim.num_elems())
     }
 
-    /// The longest vectors that the operands can be read and written in, and that divide the tiles.
+    /// Returns the longest vectors that the operands can be read and written in, and that divide
+    /// the tiles.
     fn vector_sizes(
         &self,
         client: &Client,
@@ -303,18 +307,19 @@ impl Product<'_> {
         result: &Matrices,
     ) -> MatmulVectorSizes {
         let [m, n, k] = tiling.tile.map(|x| x as usize);
-        let of = |matrices: &Matrices, rows: usize, columns: usize| {
+        let vector_size = |matrices: &Matrices, rows: usize, columns: usize| {
             let line = if matrices.line_axis() == 2 { columns } else { rows };
             matrices.vector_size(client).min(line)
         };
+        // The addend is read where the result is written: along its rows.
         let addend = self.addend.map_or(n, |(addend, _)| match addend.line_axis() {
             2 => addend.vector_size(client),
             _ => 1,
         });
         MatmulVectorSizes {
-            lhs: of(self.a, m, k),
-            rhs: of(self.b, k, n),
-            out: of(result, m, n).min(addend).min(LONGEST_SUMS),
+            lhs: vector_size(self.a, m, k),
+            rhs: vector_size(self.b, k, n),
+            out: vector_size(result, m, n).min(addend).min(MAX_SUMS),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Where results go: scaled, added to, rounded once, and mirrored.
+//! The output of a product: results are scaled, added to, rounded once, and mirrored.
 
 use core::marker::PhantomData;
 
@@ -13,7 +13,8 @@ use cubek_matmul::multi_level::args::BatchedCoords;
 
 use super::grid::Triangle;
 
-/// The result `C`, as a view that takes products `AB` of type `P` and stores `alpha AB + beta D`.
+/// The result `C` as a view: products `AB` of type `P` are written to it, and stored as
+/// `alpha AB + beta D`.
 ///
 /// The positions of the view are the offset of the matrix in `C`, the row and the column.
 #[derive(CubeType, Clone)]
@@ -35,17 +36,17 @@ pub struct Output<O: Numeric, P: Numeric, N: Size> {
 
 /// Stores a vector of products.
 ///
-/// Of a symmetric result, exactly the entries on and below the diagonal are stored, and each of those
-/// below once more as its mirror image: no entry is written twice, and both halves are rounded from
-/// the same number. The units of a plane hold vectors of neighbouring rows, so that the images of
-/// one element of each are neighbours in memory, too.
+/// Of a symmetric result, exactly the entries on and below the diagonal are stored, and each entry
+/// below the diagonal a second time as its mirror image: no entry is written twice, and both halves
+/// are rounded from the same number. The units of a plane hold vectors of neighbouring rows: the
+/// images of one element of each vector are also neighbours in memory.
 #[cube]
 fn store<O: Numeric, P: Numeric, N: Size>(
     output: &Output<O, P, N>,
-    at: BatchedCoords,
+    position: BatchedCoords,
     product: Vector<P, N>,
 ) {
-    let (offset, row, column) = at;
+    let (offset, row, column) = position;
     let (_, rows, columns) = output.result.shape();
     if row < rows && column < columns {
         let mut value = Vector::<f32, N>::cast_from(product) * Vector::new(output.alpha);
@@ -82,7 +83,7 @@ fn store<O: Numeric, P: Numeric, N: Size>(
     }
 }
 
-/// The positions of [`Output`] as they are.
+/// The layout that leaves the positions of [`Output`] unchanged.
 #[derive(CubeType, Clone)]
 #[expand(derive(Clone))]
 pub struct Unchanged {
@@ -130,7 +131,7 @@ impl<O: Numeric, P: Numeric, N: Size> VectorizedExpand for OutputExpand<O, P, N>
     }
 }
 
-/// Nobody reads what a product is written to.
+/// Panic message of all reads: a product is written to its output, and never read from it.
 const WRITE_ONLY: &str = "the output of a product is only written to";
 
 impl<O: Numeric, P: Numeric, N: Size> ViewOperationsExpand<Vector<P, N>, BatchedCoords>
@@ -175,20 +176,25 @@ impl<O: Numeric, P: Numeric, N: Size> ViewOperationsExpand<Vector<P, N>, Batched
         self.result.__expand_shape_method(scope)
     }
 
-    fn __expand_is_in_bounds_method(&self, scope: &Scope, at: Position) -> NativeExpand<bool> {
-        self.result.__expand_is_in_bounds_method(scope, at)
+    fn __expand_is_in_bounds_method(
+        &self,
+        scope: &Scope,
+        position: Position,
+    ) -> NativeExpand<bool> {
+        self.result.__expand_is_in_bounds_method(scope, position)
     }
 }
 
 impl<O: Numeric, P: Numeric, N: Size> ViewOperationsMutExpand<Vector<P, N>, BatchedCoords>
     for OutputExpand<O, P, N>
 {
-    fn __expand_write_method(&self, scope: &Scope, at: Position, value: Value<P, N>) {
-        store::expand::<O, P, N>(scope, self, at, value)
+    fn __expand_write_method(&self, scope: &Scope, position: Position, value: Value<P, N>) {
+        store::expand::<O, P, N>(scope, self, position, value)
     }
 
-    fn __expand_write_checked_method(&self, scope: &Scope, at: Position, value: Value<P, N>) {
-        store::expand::<O, P, N>(scope, self, at, value)
+    // `store` checks bounds itself.
+    fn __expand_write_checked_method(&self, scope: &Scope, position: Position, value: Value<P, N>) {
+        store::expand::<O, P, N>(scope, self, position, value)
     }
 
     fn __expand_as_linear_slice_mut_method(

@@ -1,4 +1,4 @@
-//! A tiling, worked out for a product on a device.
+//! The launch parameters of a product with a tiling.
 
 use cubecl::client::Client;
 use cubecl::ir::{AddressType, DeviceProperties};
@@ -39,13 +39,13 @@ fn view(
     vector_size: usize,
     config: GlobalLayoutConfig,
 ) -> ViewArg<BatchedCoords> {
-    // SAFETY: a launch has checked the buffers, and without one nothing is read or written.
+    // SAFETY: a launch has checked the buffers; without a launch nothing is read or written.
     let binding = unsafe { matrices.binding() };
     let layout = GlobalLayoutLaunch::from_handle(&binding, vector_size, config);
     ViewArg::new_tensor::<GlobalLayout>(binding.into_tensor_arg(), layout)
 }
 
-/// What a launch needs besides buffers.
+/// The parameters of a launch in addition to its buffers.
 pub(super) struct Setup {
     pub problem: MatmulProblem,
     pub blueprint: BatchMatmulBlueprint,
@@ -64,8 +64,9 @@ impl Setup {
     ) -> Result<Self, MatmulSetupError> {
         let types = tiling::types(tiling.unit, product.a.dtype, properties);
         let operands = [product.a, product.b, result];
-        let [a, b, c] = operands.map(|of| Shape::new(of.shape));
-        let [a_strides, b_strides, c_strides] = operands.map(|of| Strides::new(&of.strides));
+        let [a, b, c] = operands.map(|operand| Shape::new(operand.shape));
+        let [a_strides, b_strides, c_strides] =
+            operands.map(|operand| Strides::new(&operand.strides));
         let problem = MatmulProblem::from_shapes_and_strides(
             a,
             b,
@@ -92,7 +93,7 @@ impl Setup {
         Ok(Self { problem, blueprint, types, sizes, cube_dim })
     }
 
-    /// The operands of the launch.
+    /// Returns the operands of the launch.
     pub fn operands<A: CubePrimitive, B: CubePrimitive, O: Numeric, N: Size>(
         &self,
         product: &Product<'_>,
@@ -111,6 +112,7 @@ impl Setup {
             view(product.b, sizes.rhs, self.blueprint.rhs_global_layout_config()),
             addend,
             view(result, sizes.out, out),
+            // The same buffer, in which mirror images are written element by element.
             view(result, 1, out),
             product.a.strides[0],
             product.b.strides[0],
@@ -121,7 +123,7 @@ impl Setup {
         )
     }
 
-    /// Asks the components whether the device has what they need.
+    /// Checks that the device has everything that the components need.
     pub fn validated<G: GlobalMatmulFamily<()>>(
         self,
         client: &Client,
@@ -131,8 +133,8 @@ impl Setup {
         <Family<G> as BatchMatmulFamily<()>>::validate_blueprint(
             client, blueprint, problem, types, sizes,
         )?;
-        let most = client.properties().hardware.max_units_per_cube;
-        if cube_dim.num_elems() > most {
+        let max_units = client.properties().hardware.max_units_per_cube;
+        if cube_dim.num_elems() > max_units {
             let error = MatmulAvailabilityError::CubeDimTooBig(*cube_dim);
             return Err(MatmulSetupError::Unavailable(error));
         }
@@ -140,14 +142,15 @@ impl Setup {
     }
 }
 
-/// Permutations of the stages in shared memory that spread their rows over its banks.
+/// Returns permutations of the stages in shared memory that spread their rows over its banks.
 fn swizzles(
     problem: &MatmulProblem,
     tiling: &Tiling,
     types: &MatmulElems,
     sizes: &MatmulVectorSizes,
 ) -> SwizzleModes {
-    let ([rows, columns], depth) = (tiling.side(), tiling.depth() as usize);
+    let [rows, columns] = tiling.side();
+    let depth = tiling.depth() as usize;
     let lhs = if problem.lhs_layout == MatrixLayout::RowMajor { depth } else { rows };
     let rhs = if problem.rhs_layout == MatrixLayout::RowMajor { columns } else { depth };
     SwizzleModes {
@@ -158,7 +161,7 @@ fn swizzles(
 }
 
 /// Plain arithmetic, one stage.
-pub(super) type OnUnits = SimpleMatmulFamily<
+pub(super) type UnitFamily = SimpleMatmulFamily<
     UnitPartitioner,
     (),
     SyncFullCyclicLoading<ColMajorTilingOrder>,
@@ -168,7 +171,7 @@ pub(super) type OnUnits = SimpleMatmulFamily<
 >;
 
 /// Matrix units, one stage.
-pub(super) type OnPlanes = SimpleMatmulFamily<
+pub(super) type PlaneFamily = SimpleMatmulFamily<
     PlanePartitioner,
     (),
     SyncFullCyclicLoading<ColMajorTilingOrder>,
@@ -178,7 +181,7 @@ pub(super) type OnPlanes = SimpleMatmulFamily<
 >;
 
 /// Matrix units, two stages.
-pub(super) type OnPlanesTwice = DoubleBufferingMatmulFamily<
+pub(super) type DoubleBufferedPlaneFamily = DoubleBufferingMatmulFamily<
     PlanePartitioner,
     (),
     SyncPartialCyclicLoading<RowMajorTilingOrder>,

@@ -1,4 +1,4 @@
-//! How a product is divided among cubes, planes and units.
+//! The division of a product among cubes, planes and units.
 
 use core::fmt;
 
@@ -13,32 +13,33 @@ use cubek_matmul::multi_level::definition::TilingScheme;
 use super::grid::Triangle;
 use crate::units;
 
-/// What multiplies the smallest tiles.
+/// The instructions that multiply the smallest tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Unit {
-    /// Matrix units, by `mma` instructions on registers that the kernel lays out itself.
+    /// Matrix units, by `mma` instructions on registers whose layout the kernel chooses.
     Mma,
     /// Matrix units, as cooperative matrices.
     Cmma,
-    /// Plain arithmetic in registers, where there are no matrix units.
+    /// Plain arithmetic in registers, for devices without matrix units.
     Registers,
 }
 
-/// Stages of the operands in shared memory.
+/// The number of stages of the operands in shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Buffering {
-    /// One: it is filled, then multiplied.
+    /// One stage: it is filled, then multiplied.
     Single,
-    /// Two: one is filled while the other is multiplied.
+    /// Two stages: one is filled while the other is multiplied.
     Double,
 }
 
-/// A tiling: `tile` elements by one [`Unit`] at a time, `partition` tiles by one plane (or, with
-/// registers, by one unit of a plane), `stage` partitions by one cube. All as `m`, `n`, and for the
-/// first two the inner dimension.
+/// A tiling of a product: one [`Unit`] multiplies `tile` elements at a time, one plane (or, with
+/// registers, one unit of a plane) `partition` tiles, and one cube `stage` partitions.
+///
+/// All sizes are `m`, `n`, and for the first two the inner dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Tiling {
-    /// What multiplies.
+    /// The instructions that multiply.
     pub unit: Unit,
     /// Stages in shared memory.
     pub buffering: Buffering,
@@ -61,23 +62,26 @@ impl fmt::Display for Tiling {
 }
 
 impl Tiling {
-    /// Rows and columns that a cube computes.
+    /// Returns the rows and columns that a cube computes.
     pub fn side(&self) -> [usize; 2] {
         [0, 1].map(|i| (self.tile[i] * self.partition[i] * self.stage[i]) as usize)
     }
 
-    /// The part of the inner dimension that a cube has in shared memory at a time.
+    /// Returns the length of the inner dimension that a cube has in shared memory at a time.
     pub fn depth(&self) -> u32 {
         self.tile[2] * self.partition[2]
     }
 
-    /// The tilings that suit a device and a type, by what multiplies: matrix units before plain
-    /// arithmetic, but for software devices, which only imitate them; and the largest first.
+    /// Returns the tilings that suit a device and a type.
+    ///
+    /// Those on matrix units come before plain arithmetic, except on software devices, which only
+    /// emulate matrix units. Of each unit, the largest tiling comes first.
     pub fn candidates(client: &Client, dtype: ElemType) -> Vec<Self> {
-        Self::of(client.properties(), dtype)
+        Self::for_device(client.properties(), dtype)
     }
 
-    pub(crate) fn of(properties: &DeviceProperties, dtype: ElemType) -> Vec<Self> {
+    pub(crate) fn for_device(properties: &DeviceProperties, dtype: ElemType) -> Vec<Self> {
+        // Software devices have narrower planes than GPUs.
         let wide = properties.hardware.plane_size_max >= 32;
         let on_matrix_units = [Unit::Mma, Unit::Cmma]
             .into_iter()
@@ -93,25 +97,28 @@ impl Tiling {
         }
     }
 
-    /// The [candidates](Self::candidates), the most suitable for a result `[k, m, n]` first: by what multiplies;
-    /// then those that leave the busiest multiprocessor the least to do; of equals, the largest that keeps
-    /// all multiprocessors busy, or else the smallest.
+    /// Returns the [candidates](Self::candidates), the most suitable for a result `[k, m, n]`
+    /// first.
+    ///
+    /// They are ordered by their units, then by the work of the busiest multiprocessor. Of equal
+    /// ones, the largest comes first among those that keep all multiprocessors busy, and the
+    /// smallest among the others.
     pub(crate) fn by_suitability(
         properties: &DeviceProperties,
         dtype: ElemType,
         triangle: Triangle,
         [k, m, n]: [usize; 3],
     ) -> Vec<Self> {
-        let mut candidates = Self::of(properties, dtype);
+        let mut candidates = Self::for_device(properties, dtype);
         let units: Vec<Unit> = candidates.iter().map(|tiling| tiling.unit).collect();
         let processors = properties.hardware.num_streaming_multiprocessors;
         candidates.sort_by_key(|tiling| {
             let [rows, columns] = tiling.side();
             let cubes = k * triangle.cubes(m.div_ceil(rows), n.div_ceil(columns));
-            let fills = cubes >= processors.map_or(CUBES_OF_SOFTWARE, |count| count as usize);
+            let fills = cubes >= processors.map_or(SOFTWARE_CUBES, |count| count as usize);
             let load = processors.map_or(0, |count| {
-                let cost = rows * columns + READ * (rows + columns);
-                HIDDEN.max(cubes.div_ceil(count as usize) * cost)
+                let cost = rows * columns + READ_COST * (rows + columns);
+                LATENCY_COST.max(cubes.div_ceil(count as usize) * cost)
             });
             let area = (rows * columns) as isize;
             let unit = units.iter().position(|unit| *unit == tiling.unit);
@@ -127,10 +134,11 @@ impl Tiling {
             .with_partition_size(triple(self.partition))
             .with_stage_size((m, n, 1).into())
             .build()
-            .expect("all three sizes are given")
+            .expect("a scheme with all three sizes is complete")
     }
 
-    /// Operands of planes are loaded while others are multiplied, if there is more than one.
+    /// Returns the buffering of operands in registers. Planes load one operand while they multiply
+    /// another, if they have more than one.
     pub(super) fn partition_buffering(&self) -> PartitionBuffering {
         match self.unit {
             Unit::Mma | Unit::Cmma if self.partition[1] > 1 => PartitionBuffering::Double,
@@ -147,14 +155,17 @@ impl Tiling {
     }
 }
 
-/// Cubes that keep a device busy that does not tell how many it runs at a time.
-const CUBES_OF_SOFTWARE: usize = 8;
+/// Cubes that keep a device busy whose number of multiprocessors is unknown, such as a software
+/// device.
+const SOFTWARE_CUBES: usize = 8;
 
-/// What reading a row or column of a tile costs a multiprocessor, in elements that it multiplies meanwhile; and
-/// how many it could multiply while it waits for the next stage anyway. Estimated from latencies and peak rates
-/// of Hopper, not measured.
-const READ: usize = 12;
-const HIDDEN: usize = 29_000;
+/// The cost of reading a row or column of a tile, in elements that a multiprocessor multiplies in
+/// that time. Estimated from latencies and peak rates of Hopper, not measured.
+const READ_COST: usize = 12;
+
+/// The latency of a stage, in elements that a multiprocessor could multiply in that time: less work
+/// takes as long. Estimated from latencies and peak rates of Hopper, not measured.
+const LATENCY_COST: usize = 29_000;
 
 fn triple<T: From<(u32, u32, u32)>>([m, n, k]: [u32; 3]) -> T {
     (m, n, k).into()
@@ -163,7 +174,7 @@ fn triple<T: From<(u32, u32, u32)>>([m, n, k]: [u32; 3]) -> T {
 const F32: ElemType = ElemType::Float(FloatKind::F32);
 const TF32: ElemType = ElemType::Float(FloatKind::TF32);
 
-/// The types of operands in registers, float32 being rounded to TF32 for matrix units that take it.
+/// Returns the types of the operands. float32 is rounded to TF32 for matrix units that support it.
 /// Sums are float32.
 pub(super) fn types(unit: Unit, dtype: ElemType, properties: &DeviceProperties) -> MatmulElems {
     let mut types = MatmulElems::from_single_dtype(dtype);
@@ -175,7 +186,7 @@ pub(super) fn types(unit: Unit, dtype: ElemType, properties: &DeviceProperties) 
     types
 }
 
-/// The largest instruction that multiplies this type and sums in float32.
+/// Returns the tile of the largest instruction that multiplies a type and sums in float32.
 fn instruction(unit: Unit, dtype: ElemType, properties: &DeviceProperties) -> Option<[u32; 3]> {
     let types = types(unit, dtype, properties);
     let matmul = &properties.features.matmul;
@@ -190,25 +201,26 @@ fn instruction(unit: Unit, dtype: ElemType, properties: &DeviceProperties) -> Op
     Some([best.m, best.n, best.k])
 }
 
-/// Tilings for planes of 32 units and more, by the share of the result that a plane has. The sums of a
-/// share and the operands beside them must fit into the registers of its units: TF32 leaves room for
-/// 32x32, half precision for 32x64; 64x64 spills on some architectures. See `docs/kernels.md` for what the
-/// compilers make of each.
+/// Returns the tilings for planes of 32 units and more.
+///
+/// A plane computes a block of the result. The sums of a block and the operands must fit into the
+/// registers of the plane's units: TF32 leaves room for 32x32, half precision for 32x64; 64x64
+/// spills on some architectures. distmuon's `docs/results/kernels.md` lists the registers of each.
 fn for_planes(unit: Unit, dtype: ElemType, tile: [u32; 3]) -> Vec<Tiling> {
     use Buffering::{Double, Single};
     let large = (dtype.size() == 2).then_some((Double, [32, 64], [4, 2]));
     let others = [(Double, [32, 32], [2, 2]), (Single, [16, 32], [2, 1])];
-    let tiling = |(buffering, share, stage): (_, [u32; 2], _)| Tiling {
+    let tiling = |(buffering, block, stage): (_, [u32; 2], _)| Tiling {
         unit,
         buffering,
         tile,
-        partition: [share[0] / tile[0], share[1] / tile[1], 32 / tile[2]],
+        partition: [block[0] / tile[0], block[1] / tile[1], 32 / tile[2]],
         stage,
     };
     large.into_iter().chain(others).map(tiling).collect()
 }
 
-/// Tilings for the narrow planes of software devices.
+/// Returns the tilings for the narrow planes of software devices.
 fn for_narrow_planes(unit: Unit, tile: [u32; 3]) -> Vec<Tiling> {
     [([2, 8, 1], [4, 1]), ([2, 2, 2], [2, 2])]
         .map(|(partition, stage)| Tiling {
@@ -221,8 +233,9 @@ fn for_narrow_planes(unit: Unit, tile: [u32; 3]) -> Vec<Tiling> {
         .into()
 }
 
-/// Tilings by plain arithmetic: every unit has a few small tiles, and more of them where the sums of a
-/// unit are no registers; all tiles of a cube where units are threads.
+/// Returns the tilings by plain arithmetic. Every unit has a few small tiles, more of them on
+/// devices that do not keep the sums of a unit in registers, and all tiles of a cube where units
+/// are threads.
 fn for_units(hardware: &HardwareProperties) -> Vec<Tiling> {
     let stages = match hardware.plane_size_max {
         _ if units::are_threads(hardware) => vec![([2, 2, 4], [1, 1])],

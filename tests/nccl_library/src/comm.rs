@@ -1,9 +1,10 @@
 //! A communicator: a file in memory that all ranks map.
 //!
-//! It holds a head of counters and one slot for every rank. A collective goes round by round: every
-//! rank puts a chunk of what it gives into its slot, all meet, every rank takes what it needs from the
-//! slots, all meet. Sums are taken in pairs of ranks, then of pairs, and so on. For sends and receives
-//! a slot is divided into a box for every rank.
+//! The file has a head of counters and one slot for every rank. A collective has rounds: every rank
+//! copies a chunk of its contribution into its slot, all ranks meet at a barrier, every rank copies
+//! the data that it needs from the slots, and all ranks meet again. Sums are taken in pairs of
+//! ranks, then of pairs, and so on. For sends and receives, a slot is divided into a mailbox for
+//! every rank.
 
 use std::fs::{self, OpenOptions};
 use std::path::PathBuf;
@@ -20,7 +21,7 @@ use crate::Code;
 
 /// Bytes of a slot.
 const SLOT: usize = 1 << 20;
-const MOST_RANKS: usize = 64;
+const MAX_RANKS: usize = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -32,7 +33,7 @@ pub enum Kind {
     Receive,
 }
 
-/// A call as NCCL takes it.
+/// The arguments of a call of NCCL.
 #[derive(Debug, Clone, Copy)]
 pub struct Operation {
     pub kind: Kind,
@@ -40,35 +41,36 @@ pub struct Operation {
     pub target: *mut u8,
     pub count: usize,
     pub dtype: i32,
-    /// The root, or the other side.
+    /// The root of a broadcast, or the other rank of a send or receive.
     pub peer: usize,
 }
 
-// SAFETY: the caller keeps both buffers until the stream has passed the call.
+// SAFETY: the caller keeps both buffers until the stream has passed the call, on any thread.
 unsafe impl Send for Operation {}
 
 #[repr(C)]
 struct Head {
     /// Ranks that have opened the file.
     attached: AtomicU32,
-    /// Ranks at the present meeting, and meetings before.
+    /// Ranks that have arrived at the current barrier.
     arrived: AtomicU32,
-    meetings: AtomicU32,
-    /// Set when a rank gave up.
+    /// Barriers that all ranks have passed.
+    barriers: AtomicU32,
+    /// Set when a rank has failed or aborted.
     ended: AtomicU32,
-    /// What every rank calls.
-    calls: [AtomicU64; MOST_RANKS],
-    /// The data that every rank sends to every rank.
-    boxes: [[Mailbox; MOST_RANKS]; MOST_RANKS],
+    /// A description of the call of every rank.
+    calls: [AtomicU64; MAX_RANKS],
+    /// The mailboxes from every rank to every rank.
+    mailboxes: [[Mailbox; MAX_RANKS]; MAX_RANKS],
 }
 
-/// A part on its way from one rank to another, chunk by chunk.
+/// The state of a part that one rank sends to another, chunk by chunk.
 #[repr(C)]
 struct Mailbox {
     /// Bytes of the whole part.
     total: AtomicU64,
-    /// Bytes of the chunk that is there to be taken.
-    full: AtomicU64,
+    /// Bytes of the chunk in the mailbox, or 0 if the mailbox is empty.
+    filled: AtomicU64,
 }
 
 pub struct Comm {
@@ -77,14 +79,14 @@ pub struct Comm {
     rank: usize,
     size: usize,
     splits: AtomicU32,
-    /// Groups of calls that are given and not carried out.
+    /// Groups of calls that were launched and not carried out.
     pending: AtomicU32,
     state: Mutex<(Code, String)>,
 }
 
 impl Comm {
     pub fn open(name: String, rank: usize, size: usize) -> Result<Self, String> {
-        if rank >= size || size > MOST_RANKS {
+        if rank >= size || size > MAX_RANKS {
             return Err(format!("rank {rank} of {size}"));
         }
         let path = Self::path(&name);
@@ -106,7 +108,7 @@ impl Comm {
             state,
         };
         if comm.head().attached.fetch_add(1, Ordering::SeqCst) as usize + 1 == size {
-            fs::remove_file(path).ok(); // all have it now
+            fs::remove_file(path).ok(); // all ranks have mapped the file
         }
         Ok(comm)
     }
@@ -116,7 +118,7 @@ impl Comm {
     }
 
     fn head(&self) -> &Head {
-        // SAFETY: the file begins with a head, and zeros are one.
+        // SAFETY: the file begins with a head. A new file contains zeros, which are a valid head.
         unsafe { &*self.map.as_ptr().cast::<Head>() }
     }
 
@@ -124,14 +126,15 @@ impl Comm {
         self.map.as_mut_ptr().wrapping_add(size_of::<Head>() + rank * SLOT)
     }
 
-    /// Bytes that this rank sends for a call, to other ranks: for a collective those of a ring.
+    /// Returns the bytes that this rank sends to other ranks for a call. For a collective, these
+    /// are the bytes of a ring.
     pub fn sent(&self, operation: &Operation) -> usize {
         let Operation { kind, count, dtype, peer, .. } = *operation;
         let (bytes, others) = (count * width(dtype), self.size - 1);
         match kind {
             Kind::AllReduce => 2 * others * bytes / self.size,
             Kind::ReduceScatter | Kind::AllGather => others * bytes,
-            // The last rank of the ring hands nothing on.
+            // The last rank of the ring sends nothing.
             Kind::Broadcast if (self.rank + 1) % self.size == peer => 0,
             Kind::Send if peer == self.rank => 0,
             Kind::Broadcast | Kind::Send => bytes,
@@ -139,10 +142,10 @@ impl Comm {
         }
     }
 
-    /// How the communicator stands, as of `ncclCommGetAsyncError`.
+    /// Returns the state of the communicator, as `ncclCommGetAsyncError` does.
     pub fn state(&self) -> Code {
         if self.head().ended.load(Ordering::SeqCst) != 0 {
-            let (code, _) = *self.state.lock().expect("no panic under it");
+            let (code, _) = *self.state.lock().expect("no holder of the lock panics");
             return if code == Code::Success { Code::RemoteError } else { code };
         }
         let all = self.head().attached.load(Ordering::SeqCst) as usize == self.size;
@@ -150,7 +153,7 @@ impl Comm {
     }
 
     pub fn last_error(&self) -> String {
-        self.state.lock().expect("no panic under it").1.clone()
+        self.state.lock().expect("no holder of the lock panics").1.clone()
     }
 
     pub fn abort(&self) {
@@ -158,20 +161,21 @@ impl Comm {
     }
 
     fn end(&self, code: Code, text: String) {
-        *self.state.lock().expect("no panic under it") = (code, text);
+        *self.state.lock().expect("no holder of the lock panics") = (code, text);
         self.abort();
     }
 
     /// Waits for all ranks.
-    fn meet(&self) -> Result<(), ()> {
+    fn barrier(&self) -> Result<(), ()> {
         let head = self.head();
-        let meeting = head.meetings.load(Ordering::SeqCst);
+        let barrier = head.barriers.load(Ordering::SeqCst);
         if head.arrived.fetch_add(1, Ordering::SeqCst) as usize + 1 == self.size {
+            // In this order: a rank that leaves the barrier may arrive at the next one at once.
             head.arrived.store(0, Ordering::SeqCst);
-            head.meetings.fetch_add(1, Ordering::SeqCst);
+            head.barriers.fetch_add(1, Ordering::SeqCst);
         }
         let start = Instant::now();
-        while head.meetings.load(Ordering::SeqCst) == meeting {
+        while head.barriers.load(Ordering::SeqCst) == barrier {
             if head.ended.load(Ordering::SeqCst) != 0 {
                 return Err(());
             }
@@ -180,7 +184,7 @@ impl Comm {
         Ok(())
     }
 
-    /// Counts a group of calls that [`run`](Self::run) will carry out.
+    /// Counts a group of calls that [`run`](Self::run) carries out later.
     pub fn expect(&self) {
         self.pending.fetch_add(1, Ordering::SeqCst);
     }
@@ -190,13 +194,13 @@ impl Comm {
         self.pending.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// What becomes of a call when the network fails this rank.
+    /// Ends the communicator instead of carrying out a group of calls, as a network failure does.
     pub fn fail(&self) {
         self.end(Code::SystemError, "the link is down".to_owned());
         self.pending.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Waits until all calls that were given are carried out, or given up.
+    /// Waits until all launched calls have been carried out or have failed.
     pub fn wait(&self) {
         let start = Instant::now();
         while self.pending.load(Ordering::SeqCst) > 0 {
@@ -204,7 +208,7 @@ impl Comm {
         }
     }
 
-    /// Carries out the calls of a group. What goes wrong is seen in the state.
+    /// Carries out the calls of a group. Errors are in the [`state`](Self::state).
     fn carry_out(&self, operations: &[Operation]) {
         let mut operations = operations.iter().copied();
         let mut parts = Vec::new();
@@ -225,26 +229,24 @@ impl Comm {
         }
     }
 
-    /// Ends the communicator unless all ranks call the same.
+    /// Ends the communicator unless all ranks make the same call.
     fn compare(&self, operation: &Operation) -> Result<(), ()> {
         let Operation { kind, count, dtype, peer, .. } = *operation;
         let call =
             ((kind as u64) << 56) ^ ((dtype as u64) << 48) ^ ((peer as u64) << 40) ^ count as u64;
         self.head().calls[self.rank].store(call, Ordering::SeqCst);
-        self.meet()?;
+        self.barrier()?;
         let other =
             (0..self.size).find(|rank| self.head().calls[*rank].load(Ordering::SeqCst) != call);
         if let Some(other) = other {
-            self.end(
-                Code::InvalidUsage,
-                format!(
-                    "rank {} calls {kind:?} of {count}, rank {other} something else",
-                    self.rank
-                ),
-            );
+            let rank = self.rank;
+            let text =
+                format!("rank {rank} calls {kind:?} of {count}, rank {other} something else");
+            self.end(Code::InvalidUsage, text);
             return Err(());
         }
-        self.meet()
+        // No rank may start its next call before all ranks have read the descriptions.
+        self.barrier()
     }
 
     fn collective(&self, operation: &Operation) -> Result<(), ()> {
@@ -263,12 +265,14 @@ impl Comm {
                     self.slot(rank).wrapping_add(part * step),
                 );
                 if kind != Kind::Broadcast || rank == peer {
-                    // SAFETY: the source holds `parts` times `bytes`, the slot `parts` times `step`.
+                    // SAFETY: the source holds `parts` times `bytes`, the slot `parts` times
+                    // `step`.
                     unsafe { to.copy_from_nonoverlapping(from, length) };
                 }
             }
-            self.meet()?;
-            // SAFETY: slots hold what all have put there, and targets what the call gives them.
+            self.barrier()?;
+            // SAFETY: every slot holds the chunks of its rank, and the target has space for the
+            // result.
             unsafe {
                 match kind {
                     Kind::Broadcast => {
@@ -281,27 +285,28 @@ impl Comm {
                         }
                     }
                     _ => {
-                        let at = if scatters { rank * step } else { 0 };
+                        let start = if scatters { rank * step } else { 0 };
                         let slots =
-                            (0..size).map(|from| self.slot(from).wrapping_add(at).cast_const());
+                            (0..size).map(|from| self.slot(from).wrapping_add(start).cast_const());
                         sum(dtype, target.wrapping_add(offset), slots, length);
                     }
                 }
             }
-            self.meet()?;
+            self.barrier()?;
         }
         Ok(())
     }
 
     /// Sends and receives of a group, all at the same time.
     fn exchange(&self, parts: &[Operation]) -> Result<(), ()> {
-        let mut left: Vec<(&Operation, usize)> = parts.iter().map(|part| (part, 0)).collect();
+        let mut unfinished: Vec<(&Operation, usize)> =
+            parts.iter().map(|part| (part, 0)).collect();
         let mut start = Instant::now();
-        while !left.is_empty() {
+        while !unfinished.is_empty() {
             if self.head().ended.load(Ordering::SeqCst) != 0 {
                 return Err(());
             }
-            for (part, done) in &mut left {
+            for (part, done) in &mut unfinished {
                 let moved = if part.kind == Kind::Send {
                     self.put(part, *done)
                 } else {
@@ -312,47 +317,50 @@ impl Comm {
                 }
                 *done += moved;
             }
-            left.retain(|(part, done)| !self.is_done(part, *done));
+            unfinished.retain(|(part, done)| !self.is_done(part, *done));
             pause(start);
         }
         Ok(())
     }
 
-    /// Bytes of the chunks in which parts are sent.
+    /// Returns the bytes of the chunks in which parts are sent.
     fn chunk(&self) -> usize {
         SLOT / self.size / 8 * 8
     }
 
-    /// The box of a part between two ranks, and its memory.
+    /// Returns the mailbox from one rank to another, and its memory.
     fn mailbox(&self, from: usize, to: usize) -> (&Mailbox, *mut u8) {
-        (&self.head().boxes[from][to], self.slot(from).wrapping_add(to * self.chunk()))
+        (&self.head().mailboxes[from][to], self.slot(from).wrapping_add(to * self.chunk()))
     }
 
     fn is_done(&self, part: &Operation, done: usize) -> bool {
-        let is_taken = || self.mailbox(self.rank, part.peer).0.full.load(Ordering::SeqCst) == 0;
+        let is_taken = || self.mailbox(self.rank, part.peer).0.filled.load(Ordering::SeqCst) == 0;
         done == part.count * width(part.dtype) && (part.kind == Kind::Receive || is_taken())
     }
 
-    /// Puts the next chunk of a part into its box, if that is empty, and returns its bytes.
+    /// Copies the next chunk of a part into its mailbox, if that is empty. Returns the chunk's
+    /// bytes.
     fn put(&self, part: &Operation, done: usize) -> usize {
         let bytes = part.count * width(part.dtype);
         let (mailbox, memory) = self.mailbox(self.rank, part.peer);
-        if done == bytes || mailbox.full.load(Ordering::SeqCst) != 0 {
+        if done == bytes || mailbox.filled.load(Ordering::SeqCst) != 0 {
             return 0;
         }
         let length = self.chunk().min(bytes - done);
-        // SAFETY: the source holds the part, and the box a chunk, which the other side reads later.
+        // SAFETY: the source holds the part. The mailbox has space for a chunk, and is empty: the
+        // other rank does not access it.
         unsafe { memory.copy_from(part.source.wrapping_add(done), length) };
         mailbox.total.store(bytes as u64, Ordering::SeqCst);
-        mailbox.full.store(length as u64, Ordering::SeqCst);
+        mailbox.filled.store(length as u64, Ordering::SeqCst);
         length
     }
 
-    /// Takes the next chunk of a part out of its box, if there is one, and returns its bytes.
+    /// Copies the next chunk of a part out of its mailbox, if that is filled. Returns the chunk's
+    /// bytes.
     fn take(&self, part: &Operation, done: usize) -> Result<usize, ()> {
         let bytes = part.count * width(part.dtype);
         let (mailbox, memory) = self.mailbox(part.peer, self.rank);
-        let length = mailbox.full.load(Ordering::SeqCst) as usize;
+        let length = mailbox.filled.load(Ordering::SeqCst) as usize;
         if length == 0 || done == bytes {
             return Ok(0);
         }
@@ -363,22 +371,23 @@ impl Comm {
             self.end(Code::InvalidUsage, text);
             return Err(());
         }
-        // SAFETY: the target holds the part, and the box a chunk, which the other side has written.
+        // SAFETY: the target has space for the part. The mailbox holds a chunk, and is filled: the
+        // other rank does not access it.
         unsafe { part.target.wrapping_add(done).copy_from(memory, length) };
-        mailbox.full.store(0, Ordering::SeqCst);
+        mailbox.filled.store(0, Ordering::SeqCst);
         Ok(length)
     }
 
-    /// The communicator of the ranks that give the same color.
+    /// Returns the communicator of the ranks with the same color.
     pub fn split(&self, color: i32, key: i32) -> Result<Self, Code> {
         self.wait();
         let offer = ((color as u64) << 32) | key as u64;
         let offers: Vec<u64> = {
             self.head().calls[self.rank].store(offer, Ordering::SeqCst);
-            self.meet().map_err(|()| self.state())?;
+            self.barrier().map_err(|()| self.state())?;
             let offers = (0..self.size).map(|rank| self.head().calls[rank].load(Ordering::SeqCst));
             let offers = offers.collect();
-            self.meet().map_err(|()| self.state())?;
+            self.barrier().map_err(|()| self.state())?;
             offers
         };
         let mut members: Vec<(u64, usize)> = offers
@@ -391,7 +400,7 @@ impl Comm {
         let rank = members
             .iter()
             .position(|(_, rank)| *rank == self.rank)
-            .expect("this rank gave the color");
+            .expect("this rank is a member of the group of its color");
         let number = self.splits.fetch_add(1, Ordering::SeqCst);
         let name = format!("{}-{number}-{color}", self.name);
         Self::open(name, rank, members.len()).map_err(|_| Code::SystemError)
@@ -400,15 +409,15 @@ impl Comm {
 
 impl Drop for Comm {
     fn drop(&mut self) {
-        // If not all came, nobody else removes it.
+        // The last rank to attach removes the file, if all of them do.
         if (self.head().attached.load(Ordering::SeqCst) as usize) < self.size {
             fs::remove_file(Self::path(&self.name)).ok();
         }
     }
 }
 
-/// Lets others run, who may be waited for: ranks are more than cores here, and hundreds of threads that look
-/// all the time would keep them busy.
+/// Lets other threads run. There are more ranks than cores, and hundreds of polling threads would
+/// keep the cores busy.
 fn pause(since: Instant) {
     match since.elapsed() {
         short if short < Duration::from_millis(1) => thread::yield_now(),
@@ -416,7 +425,7 @@ fn pause(since: Instant) {
     }
 }
 
-/// Bytes of an element of `ncclDataType_t`.
+/// Returns the bytes of an element of an `ncclDataType_t`.
 fn width(dtype: i32) -> usize {
     match dtype {
         0 | 1 => 1,
@@ -426,14 +435,14 @@ fn width(dtype: i32) -> usize {
     }
 }
 
-/// Adds up what the slots hold, in pairs.
+/// Adds up the elements of the slots, in pairs.
 ///
 /// # Safety
 ///
-/// The target and all slots hold that many bytes, aligned to the type.
+/// The target and all slots hold `bytes` bytes, aligned to the type.
 unsafe fn sum(dtype: i32, target: *mut u8, slots: impl Iterator<Item = *const u8>, bytes: usize) {
     let slots: Vec<*const u8> = slots.collect();
-    // SAFETY: the caller says that all of them hold that many bytes; slots are aligned to eight.
+    // SAFETY: the caller guarantees the lengths and alignments.
     unsafe {
         match dtype {
             6 => sum_as::<f16>(target, &slots, bytes, f16::to_f32, f16::from_f32),
@@ -456,7 +465,7 @@ unsafe fn sum_as<T: Copy>(
     narrow: fn(f32) -> T,
 ) {
     let length = bytes / size_of::<T>();
-    // SAFETY: as of `sum`.
+    // SAFETY: as for `sum`.
     unsafe {
         let target = slice::from_raw_parts_mut(target.cast::<T>(), length);
         let slots: Vec<&[T]> =

@@ -1,8 +1,10 @@
-//! The symbols of NCCL that distmuon calls, over memory that processes share, for machines without a
-//! GPU. Buffers are memory of the host. A stream is a thread that carries calls out in order, made by
-//! [`distmuonTestStreamCreate`]; calls return before they are carried out, as NCCL's do.
+//! The symbols of NCCL that distmuon calls, over memory that processes share, for machines without
+//! a GPU. Buffers are memory of the host. A stream is a thread that carries out calls in order,
+//! started by [`distmuonTestStreamCreate`]. Calls return before they are carried out, as NCCL's
+//! calls do.
 //!
-//! What would hang NCCL is an error here: every call is compared between the ranks.
+//! Different calls on different ranks, which would hang NCCL, are an error here: every call is
+//! compared between the ranks.
 
 #![allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
 #![allow(missing_docs)] // NCCL documents its functions
@@ -24,17 +26,17 @@ use stream::Stream;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Code {
-    /// It went well.
+    /// The call succeeded.
     Success = 0,
-    /// The system refused.
+    /// A call of the system failed.
     SystemError = 2,
-    /// An argument makes no sense.
+    /// An argument is invalid.
     InvalidArgument = 4,
-    /// The ranks don't fit together.
+    /// The ranks made calls that do not fit together.
     InvalidUsage = 5,
     /// Another rank failed.
     RemoteError = 6,
-    /// It is not done yet.
+    /// The call is in progress.
     InProgress = 7,
 }
 
@@ -43,20 +45,21 @@ pub enum Code {
 #[derive(Clone, Copy)]
 pub struct UniqueId([u8; 128]);
 
-/// Calls of a group that is not ended yet.
+/// The calls of a group that has not ended yet.
 type Grouped = Vec<(Arc<Comm>, Operation, *mut Stream)>;
 
 thread_local! {
     static DEPTH: Cell<usize> = const { Cell::new(0) };
     static GROUPED: RefCell<Grouped> = const { RefCell::new(Vec::new()) };
-    static FAILS: Cell<bool> = const { Cell::new(false) };
+    static FAILS_NEXT: Cell<bool> = const { Cell::new(false) };
     static SENT: Cell<u64> = const { Cell::new(0) };
-    static LAST: RefCell<CString> = RefCell::new(CString::default());
+    /// Keeps the text that `ncclGetLastError` has returned.
+    static LAST_ERROR: RefCell<CString> = RefCell::new(CString::default());
 }
 
 fn comm(handle: *mut c_void) -> Arc<Comm> {
     let handle = handle.cast::<Comm>();
-    // SAFETY: handles are made by `Arc::into_raw` and live until they are destroyed or aborted.
+    // SAFETY: handles come from `Arc::into_raw`, and live until they are destroyed or aborted.
     unsafe {
         Arc::increment_strong_count(handle);
         Arc::from_raw(handle)
@@ -73,23 +76,27 @@ fn submit(handle: *mut c_void, operation: Operation, stream: *mut c_void) -> c_i
     if DEPTH.get() == 0 { flush() } else { Code::InProgress as c_int }
 }
 
-/// Gives all calls of a group to their stream, as one.
+/// Passes all calls of a group to their stream, as one.
 fn flush() -> c_int {
     let grouped = GROUPED.take();
     let Some((comm, _, stream)) = grouped.first().cloned() else { return Code::Success as c_int };
-    if grouped.iter().any(|(other, _, at)| !Arc::ptr_eq(other, &comm) || *at != stream) {
-        return Code::InvalidUsage as c_int; // one communicator and stream in a group will do here
+    // distmuon uses one communicator and one stream in a group, which NCCL does not require.
+    let is_other = |other: &Arc<Comm>, other_stream: *mut Stream| {
+        !Arc::ptr_eq(other, &comm) || other_stream != stream
+    };
+    if grouped.iter().any(|(other, _, other_stream)| is_other(other, *other_stream)) {
+        return Code::InvalidUsage as c_int;
     }
     let operations: Vec<Operation> =
         grouped.into_iter().map(|(_, operation, _)| operation).collect();
     comm.expect();
-    let fails = FAILS.take();
+    let fails = FAILS_NEXT.take();
     // SAFETY: streams live as long as the program.
     unsafe { &*stream }.launch(move || if fails { comm.fail() } else { comm.run(&operations) });
     Code::InProgress as c_int
 }
 
-fn moved(
+fn operation(
     kind: Kind,
     source: *const c_void,
     target: *mut c_void,
@@ -107,19 +114,19 @@ fn moved(
     }
 }
 
-/// A stream that never ends.
+/// Creates a stream that never ends.
 #[unsafe(no_mangle)]
 pub extern "C" fn distmuonTestStreamCreate() -> *mut c_void {
     Box::into_raw(Box::new(Stream::new())).cast()
 }
 
-/// Makes the next call of this thread fail on its way, on this rank.
+/// Makes the next call of this thread fail while it is in flight, on this rank.
 #[unsafe(no_mangle)]
 pub extern "C" fn distmuonTestFailNext() {
-    FAILS.set(true);
+    FAILS_NEXT.set(true);
 }
 
-/// Bytes that the calls of this thread have sent to other ranks so far.
+/// Returns the bytes that the calls of this thread have sent to other ranks so far.
 #[unsafe(no_mangle)]
 pub extern "C" fn distmuonTestBytesSent() -> u64 {
     SENT.get()
@@ -133,14 +140,14 @@ pub unsafe extern "C" fn distmuonTestStreamDelay(stream: *mut c_void, millisecon
     stream.launch(move || std::thread::sleep(std::time::Duration::from_millis(milliseconds)));
 }
 
-/// How many calls were given to a stream.
+/// Returns the number of calls that were passed to a stream.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn distmuonTestStreamLaunched(stream: *mut c_void) -> u64 {
     // SAFETY: streams live as long as the program.
     unsafe { &*stream.cast::<Stream>() }.launched()
 }
 
-/// How many of them it has carried out.
+/// Returns the number of calls that a stream has carried out.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn distmuonTestStreamFinished(stream: *mut c_void) -> u64 {
     // SAFETY: streams live as long as the program.
@@ -149,10 +156,10 @@ pub unsafe extern "C" fn distmuonTestStreamFinished(stream: *mut c_void) -> u64 
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> c_int {
-    let claimed =
+    let pretended =
         std::env::var("DISTMUON_TEST_NCCL_VERSION").ok().and_then(|version| version.parse().ok());
-    // SAFETY: the caller gives the place of the result.
-    unsafe { *version = claimed.unwrap_or(22_903) };
+    // SAFETY: the caller passes the address of the result.
+    unsafe { *version = pretended.unwrap_or(22_903) };
     Code::Success as c_int
 }
 
@@ -164,14 +171,14 @@ pub unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> c_int {
     if random.is_err() {
         return Code::SystemError as c_int;
     }
-    // SAFETY: the caller gives the place of the result.
+    // SAFETY: the caller passes the address of the result.
     unsafe { *id = UniqueId(bytes) };
     Code::Success as c_int
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommInitRankConfig(
-    made: *mut *mut c_void,
+    result: *mut *mut c_void,
     size: c_int,
     id: UniqueId,
     rank: c_int,
@@ -180,12 +187,12 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     let name: String = id.0[..16].iter().map(|byte| format!("{byte:02x}")).collect();
     match Comm::open(name, rank as usize, size as usize) {
         Ok(comm) => {
-            // SAFETY: the caller gives the place of the result.
-            unsafe { *made = Arc::into_raw(Arc::new(comm)).cast_mut().cast() };
+            // SAFETY: the caller passes the address of the result.
+            unsafe { *result = Arc::into_raw(Arc::new(comm)).cast_mut().cast() };
             Code::InProgress as c_int
         }
         Err(reason) => {
-            LAST.set(CString::new(reason).unwrap_or_default());
+            LAST_ERROR.set(CString::new(reason).unwrap_or_default());
             Code::SystemError as c_int
         }
     }
@@ -196,13 +203,13 @@ pub unsafe extern "C" fn ncclCommSplit(
     parent: *mut c_void,
     color: c_int,
     key: c_int,
-    made: *mut *mut c_void,
+    result: *mut *mut c_void,
     _config: *mut c_void,
 ) -> c_int {
     match comm(parent).split(color, key) {
         Ok(child) => {
-            // SAFETY: the caller gives the place of the result.
-            unsafe { *made = Arc::into_raw(Arc::new(child)).cast_mut().cast() };
+            // SAFETY: the caller passes the address of the result.
+            unsafe { *result = Arc::into_raw(Arc::new(child)).cast_mut().cast() };
             Code::InProgress as c_int
         }
         Err(code) => code as c_int,
@@ -216,7 +223,7 @@ pub unsafe extern "C" fn ncclCommFinalize(_comm: *mut c_void) -> c_int {
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommDestroy(handle: *mut c_void) -> c_int {
-    // SAFETY: the handle was made by `Arc::into_raw`, and is not used afterwards.
+    // SAFETY: the handle comes from `Arc::into_raw`, and is not used afterwards.
     unsafe { Arc::decrement_strong_count(handle.cast::<Comm>()) };
     Code::Success as c_int
 }
@@ -225,13 +232,13 @@ pub unsafe extern "C" fn ncclCommDestroy(handle: *mut c_void) -> c_int {
 pub unsafe extern "C" fn ncclCommAbort(handle: *mut c_void) -> c_int {
     comm(handle).abort();
     comm(handle).wait();
-    // SAFETY: the caller gives a handle, and does not use it afterwards.
+    // SAFETY: the caller passes a handle, and does not use it afterwards.
     unsafe { ncclCommDestroy(handle) }
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclCommGetAsyncError(handle: *mut c_void, state: *mut c_int) -> c_int {
-    // SAFETY: the caller gives the place of the result.
+    // SAFETY: the caller passes the address of the result.
     unsafe { *state = comm(handle).state() as c_int };
     Code::Success as c_int
 }
@@ -252,9 +259,9 @@ pub extern "C" fn ncclGetErrorString(code: c_int) -> *const c_char {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGetLastError(handle: *mut c_void) -> *const c_char {
     if !handle.is_null() {
-        LAST.set(CString::new(comm(handle).last_error()).unwrap_or_default());
+        LAST_ERROR.set(CString::new(comm(handle).last_error()).unwrap_or_default());
     }
-    LAST.with_borrow(|text| text.as_ptr())
+    LAST_ERROR.with_borrow(|text| text.as_ptr())
 }
 
 #[unsafe(no_mangle)]
@@ -279,7 +286,7 @@ pub unsafe extern "C" fn ncclAllReduce(
     comm: *mut c_void,
     stream: *mut c_void,
 ) -> c_int {
-    submit(comm, moved(Kind::AllReduce, source, target, count, dtype, 0), stream)
+    submit(comm, operation(Kind::AllReduce, source, target, count, dtype, 0), stream)
 }
 
 #[unsafe(no_mangle)]
@@ -292,7 +299,7 @@ pub unsafe extern "C" fn ncclReduceScatter(
     comm: *mut c_void,
     stream: *mut c_void,
 ) -> c_int {
-    submit(comm, moved(Kind::ReduceScatter, source, target, count, dtype, 0), stream)
+    submit(comm, operation(Kind::ReduceScatter, source, target, count, dtype, 0), stream)
 }
 
 #[unsafe(no_mangle)]
@@ -304,7 +311,7 @@ pub unsafe extern "C" fn ncclAllGather(
     comm: *mut c_void,
     stream: *mut c_void,
 ) -> c_int {
-    submit(comm, moved(Kind::AllGather, source, target, count, dtype, 0), stream)
+    submit(comm, operation(Kind::AllGather, source, target, count, dtype, 0), stream)
 }
 
 #[unsafe(no_mangle)]
@@ -317,7 +324,7 @@ pub unsafe extern "C" fn ncclBroadcast(
     comm: *mut c_void,
     stream: *mut c_void,
 ) -> c_int {
-    submit(comm, moved(Kind::Broadcast, source, target, count, dtype, root), stream)
+    submit(comm, operation(Kind::Broadcast, source, target, count, dtype, root), stream)
 }
 
 #[unsafe(no_mangle)]
@@ -329,7 +336,7 @@ pub unsafe extern "C" fn ncclSend(
     comm: *mut c_void,
     stream: *mut c_void,
 ) -> c_int {
-    submit(comm, moved(Kind::Send, source, null_mut(), count, dtype, peer), stream)
+    submit(comm, operation(Kind::Send, source, null_mut(), count, dtype, peer), stream)
 }
 
 #[unsafe(no_mangle)]
@@ -341,5 +348,5 @@ pub unsafe extern "C" fn ncclRecv(
     comm: *mut c_void,
     stream: *mut c_void,
 ) -> c_int {
-    submit(comm, moved(Kind::Receive, null_mut(), target, count, dtype, peer), stream)
+    submit(comm, operation(Kind::Receive, null_mut(), target, count, dtype, peer), stream)
 }

@@ -1,4 +1,4 @@
-//! A thread that carries out what it is given, in order.
+//! A thread that carries out calls in order.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
@@ -14,11 +14,11 @@ pub struct Stream {
 
 impl Stream {
     pub fn new() -> Self {
-        let (calls, given) = mpsc::channel::<Call>();
+        let (calls, received) = mpsc::channel::<Call>();
         let finished = Arc::new(AtomicU64::new(0));
         let counted = finished.clone();
         thread::spawn(move || {
-            for call in given {
+            for call in received {
                 call();
                 counted.fetch_add(1, Ordering::SeqCst);
             }

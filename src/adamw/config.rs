@@ -1,0 +1,79 @@
+//! The configuration of AdamW.
+
+use burn::config::Config;
+use burn::grad_clipping::GradientClippingConfig;
+
+use crate::backend::{AdamWStep, KernelPolicy};
+use crate::error::{Error, Result};
+use crate::update::{AdamWUpdate, RoleLr};
+
+/// Configuration of AdamW for embeddings, the output head, vectors and scalars.
+///
+/// The `*_lr` are factors on the learning rate given to `step`, so that one schedule changes all of
+/// them. For separate schedules, see [`Routing::group`](crate::Routing::group).
+#[derive(Config, Debug)]
+pub struct AdamWConfig {
+    /// Decay of the first moment, in `[0, 1)`.
+    #[config(default = 0.9)]
+    pub beta_1: f64,
+    /// Decay of the second moment, in `[0, 1)`.
+    #[config(default = 0.95)]
+    pub beta_2: f64,
+    /// Added to the root of the second moment.
+    #[config(default = 1e-8)]
+    pub epsilon: f64,
+    /// Decoupled weight decay.
+    #[config(default = 0.0)]
+    pub weight_decay: f64,
+    /// Learning rate of embeddings, relative to the one given to `step`.
+    #[config(default = 1.0)]
+    pub embedding_lr: f64,
+    /// Learning rate of the output head, relative to the one given to `step`.
+    #[config(default = 1.0)]
+    pub head_lr: f64,
+    /// Learning rate of vectors and scalars, relative to the one given to `step`.
+    #[config(default = 1.0)]
+    pub vector_lr: f64,
+}
+
+impl AdamWConfig {
+    /// Fails for settings that no run can use.
+    pub(crate) fn check(&self) -> Result<()> {
+        let decay = |value: f64| (0.0..1.0).contains(&value);
+        let size = |value: f64| value.is_finite() && value >= 0.0;
+        let (decays, sizes) = ("at least 0 and less than 1", "a finite number, zero or more");
+        for (setting, value, usable, expected) in [
+            ("adamw.beta_1", self.beta_1, decay(self.beta_1), decays),
+            ("adamw.beta_2", self.beta_2, decay(self.beta_2), decays),
+            ("adamw.epsilon", self.epsilon, size(self.epsilon), sizes),
+            ("adamw.weight_decay", self.weight_decay, size(self.weight_decay), sizes),
+            ("adamw.embedding_lr", self.embedding_lr, size(self.embedding_lr), sizes),
+            ("adamw.head_lr", self.head_lr, size(self.head_lr), sizes),
+            ("adamw.vector_lr", self.vector_lr, size(self.vector_lr), sizes),
+        ] {
+            if !usable {
+                return Err(Error::setting(setting, value, expected));
+            }
+        }
+        Ok(())
+    }
+
+    /// The update of parameters.
+    pub(crate) fn update(
+        &self,
+        policy: KernelPolicy,
+        clipping: Option<&GradientClippingConfig>,
+    ) -> AdamWUpdate {
+        AdamWUpdate {
+            step: AdamWStep { beta_1: self.beta_1, beta_2: self.beta_2, epsilon: self.epsilon },
+            weight_decay: self.weight_decay.into(),
+            role_lr: RoleLr {
+                embedding: self.embedding_lr,
+                head: self.head_lr,
+                vector: self.vector_lr,
+            },
+            policy,
+            clipping: clipping.cloned(),
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! AdamW as a Burn optimizer of one parameter at a time.
+
+use std::sync::Arc;
+
+use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource};
+use burn::tensor::{DType, Device, Tensor};
+
+use crate::backend::{AdamWControls, FiniteMask, FlaggedRows, reject};
+use crate::checks::{ensure_computed, ensure_gradient_matches};
+use crate::error::{Error, Result};
+use crate::update::{
+    AdamWParameter, AdamWUpdate, Counting, ONLY_RANK, Place, SKIPPED, SkippedSteps, Slots, clip,
+    ensure_finite_rate,
+};
+
+/// AdamW for one parameter.
+#[derive(Clone)]
+pub(crate) struct AdamW {
+    update: Arc<AdamWUpdate>,
+    /// The factor on the learning rate.
+    lr: f64,
+    parameter: Arc<str>,
+    skipped: SkippedSteps,
+    /// The place of the states' counts.
+    reserved: Place,
+}
+
+/// The state that AdamW stores of a parameter. Its record has the tensors `moment_1`, `moment_2`,
+/// `correction_1`, `correction_2` and `skipped`.
+#[derive(Clone)]
+pub(crate) struct AdamWState<const D: usize> {
+    slots: Slots,
+    /// The place of its count of skipped steps.
+    place: Place,
+}
+
+impl<const D: usize> AdamWState<D> {
+    fn skipped(&self) -> Tensor<1> {
+        self.slots.get(SKIPPED.name).expect("every state has a count").clone()
+    }
+}
+
+impl<const D: usize> RecordState for AdamWState<D> {
+    fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
+        self.slots.flatten(prefix, out);
+    }
+
+    fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
+        let names = AdamWUpdate::STATE.map(|slot| slot.name);
+        let slots = Slots::unflatten(&names, names.len(), prefix, src, device)?;
+        (slots.recorded(names[0])?.len() == D).then_some(Self { slots, place: Place::default() })
+    }
+}
+
+impl AdamW {
+    /// AdamW for a parameter at `lr` times the learning rate.
+    pub fn new(
+        update: Arc<AdamWUpdate>,
+        lr: f64,
+        parameter: &str,
+        skipped: &SkippedSteps,
+    ) -> Self {
+        let reserved = skipped.reserve();
+        Self { update, lr, parameter: parameter.into(), skipped: skipped.clone(), reserved }
+    }
+
+    /// The state before the first step of a parameter.
+    fn new_state<const D: usize>(shape: [usize; D], dtype: DType, device: &Device) -> AdamWState<D> {
+        let batch = [1, 1, shape.iter().product()];
+        let slots = Slots::zeros(&AdamWUpdate::STATE, batch, &shape, dtype, device);
+        AdamWState { slots, place: Place::default() }
+    }
+
+    /// [`step`](Optimizer::step), with the errors that it panics with.
+    fn try_step<const D: usize>(
+        &self,
+        lr: LearningRate,
+        parameter: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<AdamWState<D>>,
+    ) -> Result<(Tensor<D>, AdamWState<D>)> {
+        ensure_finite_rate(lr)?;
+        ensure_gradient_matches(&self.parameter, ONLY_RANK, &parameter, &grad)?;
+        let (shape, device, dtype) = (parameter.dims(), parameter.device(), grad.dtype());
+        let is_first = state.is_none();
+        let mut state = state.unwrap_or_else(|| Self::new_state(shape, dtype, &device));
+        if !state.place.has_started() {
+            self.start_counting(&mut state);
+        }
+        if shape.contains(&0) {
+            // Nothing to update, and Burn interprets a zero in a new shape as the old length.
+            return Ok((parameter, state));
+        }
+        let AdamWState { mut slots, mut place } = state;
+        let batch = [1, 1, shape.iter().product()];
+        if let Some(slot) = slots.unfit(&AdamWUpdate::STATE, batch) {
+            let reason = format!("its state does not fit: expected a `{}` of its shape", slot.name);
+            let remedy = "configure the optimizer as it was when the state was saved";
+            return Err(Error::parameter(&self.parameter, ONLY_RANK, reason, remedy));
+        }
+        // Files of older versions have bfloat16 moments.
+        slots.convert(&AdamWUpdate::SLOTS, dtype);
+
+        let flags = Tensor::zeros([1], (&device, DType::F32));
+        let (flat, whole) =
+            (|tensor: Tensor<D>| tensor.reshape([-1]), [FlaggedRows { flag: 0, rows: 1 }]);
+        let largest = AdamWUpdate::largest_gradient(dtype);
+        // Before clipping, which would make an infinite gradient a finite one.
+        let rejected =
+            reject(self.update.policy, flags, &[flat(grad.clone())], &whole, largest);
+        let grad = clip(self.update.clipping.as_ref(), grad);
+        let mask = FiniteMask::from_rows(rejected.clone());
+        let corrections = AdamWUpdate::CORRECTIONS.map(|slot| slots.take(slot.name));
+        let corrections = self.update.correct(corrections, &mask);
+        let parameters =
+            [AdamWParameter { flag: 0, first: 0, size: self.update.size(lr, self.lr) }];
+        let controls =
+            AdamWControls { rejected: &rejected, corrections: &corrections, factor: None };
+        let mut updated = self.update.step(
+            vec![flat(parameter)],
+            vec![flat(grad)],
+            &mut slots,
+            &controls,
+            &parameters,
+        );
+        let updated = updated.swap_remove(0);
+        if is_first {
+            ensure_computed(&self.parameter, &updated)?;
+        }
+
+        for (slot, correction) in AdamWUpdate::CORRECTIONS.iter().zip(corrections) {
+            slots.put(slot.name, correction);
+        }
+        let count = slots.get(SKIPPED.name).expect("every state has a count").clone();
+        let skipped = count + rejected;
+        slots.put(SKIPPED.name, skipped.clone());
+        let times = [place.next_step()];
+        self.skipped.record(&mut place, skipped, &times, true)?;
+        Ok((updated.reshape(shape), AdamWState { slots, place }))
+    }
+}
+
+impl Counting for AdamW {
+    fn start_counting<const D: usize>(&self, state: &mut AdamWState<D>) {
+        let names = vec![self.parameter.to_string()];
+        let reserved = Some(self.reserved);
+        state.place = self.skipped.start(reserved, names, state.skipped(), vec![0]);
+    }
+}
+
+impl Optimizer for AdamW {
+    type State<const D: usize> = AdamWState<D>;
+
+    fn step<const D: usize>(
+        &self,
+        lr: LearningRate,
+        parameter: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<AdamWState<D>>,
+    ) -> (Tensor<D>, Option<AdamWState<D>>) {
+        let stepped = self.try_step(lr, parameter, grad, state);
+        let (updated, state) = stepped.unwrap_or_else(|error| panic!("{error}"));
+        (updated, Some(state))
+    }
+
+    fn to_device<const D: usize>(state: AdamWState<D>, device: &Device) -> AdamWState<D> {
+        AdamWState { slots: state.slots.to_device(device), ..state }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::adamw::AdamWConfig;
+    use crate::backend::KernelPolicy;
+    use crate::skips::lacks;
+
+    /// The square of such a gradient is zero in float16, so that the step after it would be divided by epsilon.
+    #[test]
+    fn small_gradients_in_float16_make_small_steps() {
+        let device = Device::default();
+        if !device.supports_dtype(DType::F16) {
+            lacks("float16");
+            return;
+        }
+        for policy in [KernelPolicy::Auto, KernelPolicy::Portable] {
+            let update = AdamWConfig::new().update(policy, None);
+            let optimizer = AdamW::new(update.into(), 1.0, "weight", &SkippedSteps::new(None));
+            let full = |value: f32| Tensor::<1>::full([8], value, (&device, DType::F16));
+            let (mut weight, mut state) = (full(1.0), None);
+            for grad in [1e-4, 0.0, 2e3, 0.0] {
+                (weight, state) = optimizer.step(0.01, weight, full(grad), state);
+            }
+            let weight = weight.cast(DType::F32).into_data();
+            let moved = weight.iter::<f32>().map(|x| (x - 1.0).abs()).fold(0.0, f32::max);
+            assert!(moved > 0.01 && moved < 0.06, "{policy:?}: moved by {moved}");
+        }
+    }
+}

@@ -1,0 +1,180 @@
+//! A step of AdamW, on a compute path.
+
+use burn::backend::Dispatch;
+use burn::tensor::Tensor;
+
+use super::ops::{AdamWOps, AdamWRows};
+use super::path::{ComputePath, KernelPolicy};
+use super::portable;
+use super::tensor_list::{TensorList, calls};
+
+/// The constants of a step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AdamWStep {
+    pub beta_1: f64,
+    pub beta_2: f64,
+    pub epsilon: f64,
+}
+
+/// The moving averages of the gradients and of their squares.
+#[derive(Clone, Debug)]
+pub(crate) struct Moments {
+    pub moment_1: Tensor<1>,
+    pub moment_2: Tensor<1>,
+}
+
+impl Moments {
+    /// Both moments, with the same operation applied.
+    pub fn map(self, f: impl Fn(Tensor<1>) -> Tensor<1>) -> Self {
+        Self { moment_1: f(self.moment_1), moment_2: f(self.moment_2) }
+    }
+}
+
+/// The device's values for every parameter of a step.
+pub(crate) struct AdamWControls<'a> {
+    /// 1 for parameters that stay as they are, else 0.
+    pub rejected: &'a Tensor<1>,
+    /// The corrections of both moments after the step.
+    pub corrections: &'a [Tensor<1>; 2],
+    /// The factor on all gradients.
+    pub factor: Option<&'a Tensor<1>>,
+}
+
+impl AdamWStep {
+    /// One step of several parameters: their new values and moments, on the path of the parameters.
+    pub fn run(
+        self,
+        policy: KernelPolicy,
+        parameters: Vec<Tensor<1>>,
+        grads: Vec<Tensor<1>>,
+        moments: Moments,
+        controls: &AdamWControls<'_>,
+        rows: &[AdamWRows],
+    ) -> (Vec<Tensor<1>>, Moments) {
+        let Some(first) = parameters.first() else { return (parameters, moments) };
+        match ComputePath::choose(policy, &first.device(), first.dtype().into()) {
+            ComputePath::Portable => {
+                portable::adamw(self, parameters, grads, moments, controls, rows)
+            }
+            ComputePath::Flex | ComputePath::CubeCl { .. } => {
+                self.in_calls(parameters, grads, moments, controls, rows)
+            }
+        }
+    }
+
+    fn in_calls(
+        self,
+        parameters: Vec<Tensor<1>>,
+        grads: Vec<Tensor<1>>,
+        moments: Moments,
+        controls: &AdamWControls<'_>,
+        rows: &[AdamWRows],
+    ) -> (Vec<Tensor<1>>, Moments) {
+        let &AdamWControls { rejected, corrections: [c1, c2], factor } = controls;
+        let constants = [self.beta_1, self.beta_2, self.epsilon].map(|x| x as f32);
+        let (mut parameters, mut grads) = (parameters.into_iter(), grads.into_iter());
+        let (mut m, mut v) = (moments.moment_1.into_dispatch(), moments.moment_2.into_dispatch());
+        let mut updated = vec![];
+        for call in calls(rows.len()) {
+            // Moved out of the lists: a second reference would make the kernels copy before they write in place.
+            let [values, grads] = [&mut parameters, &mut grads]
+                .map(|all| TensorList::from_tensors(all.take(call.len()).collect()));
+            // A backend extension has no optional tensors: where there is no factor, any tensor stands in.
+            let by = factor.unwrap_or(rejected);
+            let [rejected, c1, c2, by] = [rejected, c1, c2, by].map(|x| x.clone().into_dispatch());
+            let (rows, scaled) = (rows[call].to_vec(), factor.is_some());
+            let new =
+                Dispatch::adamw(values, grads, m, v, rejected, c1, c2, by, rows, constants, scaled);
+            updated.extend(new.0.into_tensors());
+            (m, v) = (new.1, new.2);
+        }
+        let [moment_1, moment_2] = [m, v].map(Tensor::from_dispatch);
+        (updated, Moments { moment_1, moment_2 })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::{DType, Device, Distribution, TensorData, s};
+
+    use super::*;
+    use crate::backend::precise_dtype;
+    use crate::checks::rounds_to;
+    use crate::skips::lacks;
+
+    #[test]
+    fn the_fastest_path_computes_the_same_as_burns_operations() {
+        let device = Device::default();
+        // More than one call processes, and than one thread does at a time; the fourth is rejected.
+        let lengths = [20_000, 9_000, 768, 512, 256, 256, 7, 256, 256, 1, 300];
+        let firsts: Vec<usize> =
+            (0..lengths.len()).map(|index| lengths[..index].iter().sum::<usize>()).collect();
+        let all: usize = lengths.iter().sum();
+        let random = |low: f64, high: f64| {
+            Tensor::<1>::random([all], Distribution::Uniform(low, high), (&device, DType::F32))
+        };
+        let per_parameter = |value: fn(usize) -> f32| {
+            let values: Vec<f32> = (0..lengths.len()).map(value).collect();
+            Tensor::<1>::from_data(TensorData::from(&*values), (&device, DType::F32))
+        };
+        let rejected = per_parameter(|i| if i == 3 { 1.0 } else { 0.0 });
+        let corrections =
+            [per_parameter(|i| 0.1 * (1 + i) as f32), per_parameter(|i| 0.05 * (1 + i) as f32)];
+        let rows = |i: usize| AdamWRows {
+            flag: i,
+            first: firsts[i],
+            decay: 1.0 - 0.01 * i as f64,
+            lr: f64::from(0.1 * i as f32),
+        };
+        let rows: Vec<AdamWRows> = (0..lengths.len()).map(rows).collect();
+        let grads = random(-1.0, 1.0).slice_fill(s![firsts[3]..firsts[3] + 1], f32::NAN);
+        let (values, first, second) = (random(-1.0, 1.0), random(-1.0, 1.0), random(0.0, 1.0));
+        let split = |tensor: Tensor<1>| tensor.split_with_sizes(lengths.to_vec(), 0);
+        let step = AdamWStep { beta_1: 0.9, beta_2: 0.95, epsilon: 1e-8 };
+        let factor = Tensor::<1>::from_data([0.5_f32], (&device, DType::F32));
+        for (dtype, factor) in [
+            (DType::F32, None),
+            (DType::F32, Some(&factor)),
+            (DType::F16, None),
+            (DType::BF16, Some(&factor)),
+        ] {
+            if !(device.supports_dtype(dtype) && rounds_to(&device, dtype.into())) {
+                lacks(format!("{dtype:?}"));
+                continue;
+            }
+            let cast = |tensor: &Tensor<1>| tensor.clone().cast(dtype);
+            let moment_dtype = precise_dtype(dtype);
+            let moments = || Moments {
+                moment_1: first.clone().cast(moment_dtype),
+                moment_2: second.clone().cast(moment_dtype),
+            };
+            let controls =
+                AdamWControls { rejected: &rejected, corrections: &corrections, factor };
+            let run = |policy| {
+                let (values, grads) = (split(cast(&values)), split(cast(&grads)));
+                let (new, moments) = step.run(policy, values, grads, moments(), &controls, &rows);
+                (Tensor::cat(new, 0), moments)
+            };
+            let (fast, fast_moments) = run(KernelPolicy::Auto);
+            let (plain, plain_moments) = run(KernelPolicy::Portable);
+            let tolerance = if dtype == DType::F32 { 1e-6 } else { 0.01 };
+            let path = ComputePath::choose(KernelPolicy::Auto, &device, dtype.into());
+            assert!(dtype != DType::F32 || path != ComputePath::Portable, "both paths are one");
+            for (fast, plain, old, dtype) in [
+                (fast, plain, &values, dtype),
+                (fast_moments.moment_1, plain_moments.moment_1, &first, moment_dtype),
+                (fast_moments.moment_2, plain_moments.moment_2, &second, moment_dtype),
+            ] {
+                assert_eq!(fast.dtype(), dtype);
+                let norm = |tensor: Tensor<1>| {
+                    tensor.cast(DType::F32).square().sum().sqrt().into_scalar::<f32>()
+                };
+                let difference = norm(fast.clone() - plain.clone()) / norm(plain);
+                assert!(difference < tolerance, "{dtype:?}: {difference}");
+                let rejected = |tensor: Tensor<1>| tensor.slice(s![firsts[3]..firsts[4]]);
+                let kept = rejected(fast) - rejected(old.clone().cast(dtype));
+                assert_eq!(kept.abs().max().into_scalar::<f32>(), 0.0, "a rejected parameter stays");
+            }
+        }
+    }
+}

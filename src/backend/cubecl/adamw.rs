@@ -1,0 +1,59 @@
+//! A step of AdamW on Burn's CubeCL backends, in one pass over memory.
+
+use burn::backend::cubecl::dtype_to_elem_type;
+use burn::backend::{TensorMetadata, tensor::FloatTensor};
+use burn::tensor::DType;
+use burn_cubecl::CubeBackend;
+use distmuon_kernels::fused::{self, AdamW, AdamWUpdate, StepControls};
+
+use crate::backend::ops::{AdamWOps, AdamWRows};
+use super::tensors::{VALIDATED, contiguous, part, unshared};
+use crate::backend::tensor_list::TensorList;
+
+type Float = FloatTensor<CubeBackend>;
+
+/// Everything is updated in place where nobody else reads it.
+impl AdamWOps for CubeBackend {
+    fn adamw(
+        parameters: TensorList<Self>,
+        grads: TensorList<Self>,
+        moment_1: Float,
+        moment_2: Float,
+        rejected: Float,
+        correction_1: Float,
+        correction_2: Float,
+        factor: Float,
+        rows: Vec<AdamWRows>,
+        [beta_1, beta_2, epsilon]: [f32; 3],
+        scaled: bool,
+    ) -> (TensorList<Self>, Float, Float) {
+        let parameters: Vec<_> = parameters.into_vec().into_iter().map(unshared).collect();
+        let [first, second] = [moment_1, moment_2].map(unshared);
+        let [rejected, c1, c2, factor] =
+            [rejected, correction_1, correction_2, factor].map(|x| contiguous(x, DType::F32));
+        let dtypes = [parameters[0].dtype, first.dtype];
+        let grads = grads.into_vec().into_iter().map(|grad| contiguous(grad, dtypes[0]));
+        let stepped = |((values, grad), of): ((&Float, Float), AdamWRows)| AdamWUpdate {
+            values: part(values, 1, values.shape().num_elements()),
+            grad: grad.handle,
+            first: of.first,
+            flag: of.flag,
+            decay: of.decay as f32,
+            lr: of.lr as f32,
+        };
+        let steps: Vec<_> = parameters.iter().zip(grads).zip(rows).map(stepped).collect();
+        let corrections = [&c1.handle, &c2.handle];
+        let factor = scaled.then_some(&factor.handle);
+        fused::adamw(
+            &first.client,
+            &steps,
+            [&first.handle, &second.handle],
+            first.shape().num_elements(),
+            StepControls { rejected: &rejected.handle, corrections, factor },
+            dtypes.map(dtype_to_elem_type),
+            AdamW { beta_1, beta_2, epsilon },
+        )
+        .expect(VALIDATED);
+        (TensorList::from_vec(parameters), first, second)
+    }
+}

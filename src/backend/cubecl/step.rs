@@ -1,0 +1,107 @@
+//! The elementwise parts of a step on Burn's CubeCL backends, in one pass over memory each.
+
+use burn::backend::cubecl::dtype_to_elem_type;
+use burn::backend::{TensorMetadata, tensor::FloatTensor};
+use burn::tensor::DType;
+use burn_cubecl::CubeBackend;
+use distmuon_kernels::fused::{self, MomentumBuffers, MomentumInput, ParameterUpdate, RowNorms};
+
+use crate::backend::ops::{FlaggedRows, MomentumStep, ParameterStep, StepOps};
+use super::tensors::{VALIDATED, batch, contiguous, part, unshared};
+use crate::backend::tensor_list::TensorList;
+
+type Float = FloatTensor<CubeBackend>;
+
+/// Momentum, flags and parameters are updated in place where nobody else reads them.
+impl StepOps for CubeBackend {
+    fn reject(
+        flags: Float,
+        tensors: TensorList<Self>,
+        rows: Vec<FlaggedRows>,
+        largest: f32,
+    ) -> Float {
+        let flags = unshared(flags);
+        let tensors = tensors.into_vec();
+        let dtype = tensors[0].dtype;
+        let rows = tensors.into_iter().zip(rows);
+        let rows = rows.map(|(tensor, FlaggedRows { flag, rows })| {
+            let elements = tensor.shape().num_elements() / rows;
+            (part(&contiguous(tensor, dtype), rows, elements), flag)
+        });
+        let (rows, count) = (rows.collect::<Vec<_>>(), flags.shape().num_elements());
+        let dtype = dtype_to_elem_type(dtype);
+        fused::reject(&flags.client, &rows, &flags.handle, count, dtype, largest).expect(VALIDATED);
+        flags
+    }
+
+    fn update_momentum(
+        grads: TensorList<Self>,
+        momentum: Float,
+        update: Float,
+        norms: Float,
+        rejected: Float,
+        factor: Float,
+        steps: Vec<MomentumStep>,
+        first: usize,
+        nesterov: bool,
+        scaled: bool,
+    ) -> (Float, Float, Float) {
+        let [momentum, update, norms] = [momentum, update, norms].map(unshared);
+        let [rejected, factor] = [rejected, factor].map(|x| contiguous(x, DType::F32));
+        let (of, grads) = (batch(&momentum), grads.into_vec());
+        let dtypes = [grads[0].dtype, momentum.dtype];
+        let averaged = |(grad, MomentumStep { flag, mu }): (Float, MomentumStep)| {
+            let rows = grad.shape().num_elements() / of.elements;
+            let grad = part(&contiguous(grad, dtypes[0]), rows, of.elements);
+            MomentumInput { grad, flag, mu: mu as f32 }
+        };
+        let grads: Vec<_> = grads.into_iter().zip(steps).map(averaged).collect();
+        let momenta = MomentumBuffers {
+            momentum: &momentum.handle,
+            update: &update.handle,
+            norms: &RowNorms { handle: norms.handle.clone(), partials: norms.shape()[1] },
+            rejected: &rejected.handle,
+            factor: scaled.then_some(&factor.handle),
+        };
+        let (client, dtypes) = (&momentum.client, dtypes.map(dtype_to_elem_type));
+        fused::update_momentum(client, &grads, momenta, of, first, dtypes, nesterov).expect(VALIDATED);
+        (momentum, update, norms)
+    }
+
+    fn apply(
+        parameters: TensorList<Self>,
+        direction: Float,
+        rejected: Float,
+        diverged: Float,
+        steps: Vec<ParameterStep>,
+        first: usize,
+        first_diverged: usize,
+    ) -> TensorList<Self> {
+        let of_direction = direction.dtype;
+        let direction = contiguous(direction, of_direction);
+        let [rejected, diverged] = [rejected, diverged].map(|x| contiguous(x, DType::F32));
+        let parameters: Vec<_> = parameters.into_vec().into_iter().map(unshared).collect();
+        let (of, dtypes) = (batch(&direction), [parameters[0].dtype, of_direction]);
+        let updated = |(values, ParameterStep { flag, decay, lr, .. }): (&Float, ParameterStep)| {
+            let rows = values.shape().num_elements() / of.elements;
+            ParameterUpdate {
+                values: part(values, rows, of.elements),
+                flag,
+                decay: decay as f32,
+                lr: lr as f32,
+            }
+        };
+        let updates: Vec<_> = parameters.iter().zip(steps).map(updated).collect();
+        fused::apply(
+            &direction.client,
+            &updates,
+            &direction.handle,
+            &rejected.handle,
+            (&diverged.handle, first_diverged),
+            (of, first),
+            dtypes.map(dtype_to_elem_type),
+        )
+        .expect(VALIDATED);
+        TensorList::from_vec(parameters)
+    }
+}

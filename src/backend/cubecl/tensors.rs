@@ -1,0 +1,104 @@
+//! Tensors of Burn's CubeCL backends, as the kernels read and write them.
+
+use burn::backend::cubecl::dtype_to_elem_type;
+use burn::backend::{TensorMetadata, tensor::FloatTensor};
+use burn::tensor::{DType, Shape};
+#[cfg(any(test, feature = "cuda"))]
+use burn::tensor::Tensor;
+use burn_cubecl::kernel::{cast, into_contiguous};
+#[cfg(any(test, feature = "cuda"))]
+use burn_cubecl::tensor::CubeTensor;
+use burn_cubecl::{Cube, CubeBackend, CubeDevice};
+use cubecl::features::TypeUsage;
+use cubecl::ir::{ElemType, FloatKind};
+use cubecl::server::Handle;
+use cubecl::std::tensor::into_contiguous as copied;
+use distmuon_kernels::Matrices;
+use distmuon_kernels::fused::{Batch, MAX_BUFFERS, Rows};
+
+type Float = FloatTensor<CubeBackend>;
+
+/// Fails to compile where Burn fuses and this crate does not: turn on its feature `fusion`.
+#[cfg(not(feature = "fusion"))]
+const _: fn(Cube) -> CubeBackend = |backend| backend;
+
+/// Panic message where the kernels' checks can't fail: the path was chosen for the type, and the tensors here are
+/// contiguous.
+pub(super) const VALIDATED: &str = "the compute path supports the type, and tensors fill their buffers";
+
+/// Tells whether the kernels take this type on this device, which has to bind all buffers of one.
+pub(in crate::backend) fn serves(device: &CubeDevice, dtype: DType) -> bool {
+    let client = device.client();
+    let properties = client.properties();
+    let usage = TypeUsage::Buffer | TypeUsage::Conversion;
+    properties.hardware.max_bindings as usize >= MAX_BUFFERS
+        && matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
+        && properties.type_usage(dtype_to_elem_type(dtype)).is_superset(usage)
+}
+
+/// Whether factors of float32 products are rounded to TF32, by the kernels and by Burn.
+pub(in crate::backend) fn has_tf32(device: &CubeDevice) -> bool {
+    device.client().properties().supports_type(ElemType::Float(FloatKind::TF32))
+}
+
+/// A batch `[k, m, n]` with contiguous rows or columns, copied if it has neither.
+pub(in crate::backend) fn matrices(tensor: Float) -> Matrices {
+    let of = |tensor: &Float| {
+        let strides = tensor.meta.strides();
+        Matrices {
+            handle: tensor.handle.clone(),
+            dtype: dtype_to_elem_type(tensor.dtype),
+            shape: tensor.shape().dims(),
+            strides: [strides[0], strides[1], strides[2]],
+        }
+    };
+    let matrices = of(&tensor);
+    if matrices.has_contiguous_lines() { matrices } else { of(&into_contiguous(tensor)) }
+}
+
+/// A contiguous tensor of a buffer, on the device of another one.
+pub(in crate::backend) fn tensor(like: &Float, handle: Handle, shape: Shape, dtype: DType) -> Float {
+    Float::new_contiguous(like.client.clone(), like.device.clone(), shape, handle, dtype)
+}
+
+/// The elements in order, in another type if asked to.
+pub(in crate::backend) fn contiguous(tensor: Float, dtype: DType) -> Float {
+    into_contiguous(cast(tensor, dtype))
+}
+
+/// The elements in order in a buffer that nobody else reads.
+pub(in crate::backend) fn unshared(tensor: Float) -> Float {
+    let tensor = into_contiguous(tensor);
+    if tensor.can_mut() && tensor.is_nonoverlapping() {
+        return tensor;
+    }
+    // Not Burn's `copy`: like every result of its operations, that has gaps between rows on CUDA.
+    let dtype = dtype_to_elem_type(tensor.dtype);
+    let copy = copied(&tensor.client, tensor.clone().binding(), dtype);
+    self::tensor(&tensor, copy.handle, tensor.shape(), tensor.dtype)
+}
+
+/// The first dimension and the elements of each of its entries.
+pub(in crate::backend) fn batch(tensor: &Float) -> Batch {
+    let shape = tensor.shape();
+    Batch { count: shape[0], elements: shape.num_elements() / shape[0].max(1) }
+}
+
+/// A contiguous tensor as rows of so many elements.
+pub(in crate::backend) fn part(tensor: &Float, rows: usize, elements: usize) -> Rows {
+    Rows { handle: tensor.handle.clone(), count: rows, elements }
+}
+
+/// A tensor on a CubeCL backend, when all that makes it has been given to the device.
+#[cfg(all(any(test, feature = "cuda"), feature = "fusion"))]
+pub(crate) fn primitive<const D: usize>(tensor: Tensor<D>) -> Option<CubeTensor> {
+    let fused = tensor.try_into_primitive::<Cube>().ok()?;
+    let client = fused.client.clone();
+    Some(client.resolve_tensor_float::<CubeBackend>(fused))
+}
+
+/// A tensor on a CubeCL backend.
+#[cfg(all(any(test, feature = "cuda"), not(feature = "fusion")))]
+pub(crate) fn primitive<const D: usize>(tensor: Tensor<D>) -> Option<CubeTensor> {
+    tensor.try_into_primitive::<Cube>().ok()
+}

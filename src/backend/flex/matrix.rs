@@ -1,0 +1,236 @@
+//! The products on Burn's Flex backend, by faer, which can compute a lower triangle alone.
+
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{Flex, TensorMetadata, ops::FloatTensorOps};
+use burn::tensor::FloatDType;
+use faer::linalg::matmul::{matmul, triangular, triangular::BlockStructure};
+use faer::{Accum, MatMut, MatRef, Par};
+use rayon::prelude::*;
+
+use super::tensors::{CHUNK, contiguous, rounded, scaled_squares, serves, single, zeros};
+use crate::backend::ops::{MatrixOps, Polynomial};
+use crate::backend::portable;
+use crate::backend::tensor_list::TensorList;
+
+/// Smallest `m * n * k` of a product that is multithreaded; below, the matrices of a batch are distributed over the
+/// threads instead. Burn's Flex uses the same threshold.
+const THREADS_FROM: usize = 192 * 192 * 192;
+
+/// Side of the tiles in which a triangle is mirrored: both tiles stay in the cache.
+const MIRROR_TILE: usize = 32;
+
+/// Half-precision operands are multiplied and added in float32, and rounded once.
+impl MatrixOps for Flex {
+    fn syrk(a: FloatTensor<Self>, _tuned: bool) -> FloatTensor<Self> {
+        if !serves(a.dtype()) {
+            return portable::syrk::<Self>(a);
+        }
+        let [k, m, _] = a.shape().dims();
+        let dtype = a.dtype();
+        let a = single(a);
+        let result = zeros([k, m, m]);
+        rounded(lower_triangles(a.clone(), a, result, 1.0, Accum::Replace), dtype)
+    }
+
+    fn symmetric_product(
+        a: FloatTensor<Self>,
+        b: FloatTensor<Self>,
+        c: FloatTensor<Self>,
+        alpha: f64,
+        beta: f64,
+        _tuned: bool,
+    ) -> FloatTensor<Self> {
+        if !serves(a.dtype()) {
+            return portable::symmetric_product::<Self>(a, b, c, alpha, beta);
+        }
+        let dtype = a.dtype();
+        let scaled = Self::float_mul_scalar(single(c), beta.into());
+        rounded(lower_triangles(single(a), single(b), scaled, alpha as f32, Accum::Add), dtype)
+    }
+
+    fn product_add(
+        a: FloatTensor<Self>,
+        b: FloatTensor<Self>,
+        c: FloatTensor<Self>,
+        beta: f64,
+        _tuned: bool,
+    ) -> FloatTensor<Self> {
+        if !serves(a.dtype()) {
+            return portable::product_add::<Self>(a, b, c, beta);
+        }
+        let dtype = a.dtype();
+        let scaled = Self::float_mul_scalar(single(c), beta.into());
+        rounded(products(single(a), single(b), scaled, Accum::Add), dtype)
+    }
+
+    /// Unlike Burn's, it does not copy an operand as a whole to rearrange it.
+    fn product(a: FloatTensor<Self>, b: FloatTensor<Self>) -> FloatTensor<Self> {
+        if !serves(a.dtype()) {
+            return Self::float_matmul(a, b);
+        }
+        let ([k, m, _], [_, _, p]) = (a.shape().dims(), b.shape().dims());
+        let dtype = a.dtype();
+        let result = zeros([k, m, p]);
+        rounded(products(single(a), single(b), result, Accum::Replace), dtype)
+    }
+
+    fn plus_identity(z: FloatTensor<Self>) -> FloatTensor<Self> {
+        let (dtype, [_, m, _]) = (z.dtype(), z.shape().dims());
+        let mut z = contiguous(single(z));
+        let matrices = z.storage_mut::<f32>().chunks_exact_mut((m * m).max(1));
+        matrices.flat_map(|matrix| matrix.iter_mut().step_by(m + 1)).for_each(|x| *x += 1.0);
+        rounded(z, dtype)
+    }
+
+    /// Never called: launches cost nothing on a CPU, so that no matrix counts as small.
+    fn accumulate_q(_: FloatTensor<Self>, _: Vec<Polynomial>) -> FloatTensor<Self> {
+        unreachable!("`ComputePath::is_small` returns `false` on Flex")
+    }
+
+    /// Never called with a recording's buffer: Flex has no graphs.
+    fn overwrite(_: FloatTensor<Self>, values: FloatTensor<Self>) -> FloatTensor<Self> {
+        values
+    }
+
+    fn norms(
+        norms: FloatTensor<Self>,
+        tensors: TensorList<Self>,
+        firsts: Vec<usize>,
+        elements: usize,
+    ) -> FloatTensor<Self> {
+        let [_, parts, _] = norms.shape().dims();
+        let mut norms = contiguous(norms);
+        for (tensor, first) in tensors.into_vec().into_iter().zip(firsts) {
+            let tensor = contiguous(single(tensor));
+            let rows = tensor.storage::<f32>().par_chunks(elements.max(1));
+            let of_rows = &mut norms.storage_mut::<f32>()[2 * first * parts..];
+            of_rows.par_chunks_exact_mut(2 * parts).zip(rows).for_each(|(norms, row)| {
+                let chunks = norms.par_chunks_exact_mut(2).zip(row.par_chunks(CHUNK));
+                chunks.for_each(|(norm, chunk)| norm.copy_from_slice(&scaled_squares(chunk)));
+            });
+        }
+        norms
+    }
+
+    fn normalize(
+        x: FloatTensor<Self>,
+        norms: FloatTensor<Self>,
+        epsilon: f64,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self> {
+        let [_, m, n] = x.shape().dims();
+        let [_, parts, _] = norms.shape().dims();
+        let (mut x, norms) = (contiguous(single(x)), contiguous(norms));
+        let matrices = x.storage_mut::<f32>().par_chunks_exact_mut((m * n).max(1));
+        let norms = norms.storage::<f32>().par_chunks_exact((2 * parts).max(1));
+        matrices.zip(norms).for_each(|(matrix, norms)| {
+            let part = |part: &[f32]| f64::from(part[0]).powi(2) * f64::from(part[1]);
+            let squares = norms.chunks_exact(2).map(part).sum::<f64>();
+            let norm = squares.sqrt().max(epsilon);
+            let scale = if norm == 0.0 { 0.0 } else { norm.recip() };
+            let scaled = |values: &mut [f32]| {
+                values.iter_mut().for_each(|x| *x = (f64::from(*x) * scale) as f32)
+            };
+            matrix.par_chunks_mut(CHUNK).for_each(scaled);
+        });
+        rounded(x, dtype.into())
+    }
+}
+
+/// Adds `A B` to `result`, or replaces it.
+fn products(
+    a: FloatTensor<Flex>,
+    b: FloatTensor<Flex>,
+    result: FloatTensor<Flex>,
+    accum: Accum,
+) -> FloatTensor<Flex> {
+    each_matrix(a, b, result, |result, a, b, par| {
+        let result = MatMut::from_row_major_slice_mut(result, a.nrows(), b.ncols());
+        matmul(result, accum, a, b, 1.0, par);
+    })
+}
+
+/// Adds `alpha A B^T` to `result`, or replaces it, and makes it symmetric.
+fn lower_triangles(
+    a: FloatTensor<Flex>,
+    b: FloatTensor<Flex>,
+    result: FloatTensor<Flex>,
+    alpha: f32,
+    accum: Accum,
+) -> FloatTensor<Flex> {
+    let b = Flex::float_swap_dims(b, 1, 2);
+    each_matrix(a, b, result, |result, a, b, par| {
+        let m = a.nrows();
+        triangular::matmul(
+            MatMut::from_row_major_slice_mut(&mut *result, m, m),
+            BlockStructure::TriangularLower,
+            accum,
+            a,
+            BlockStructure::Rectangular,
+            b,
+            BlockStructure::Rectangular,
+            alpha,
+            par,
+        );
+        mirror(result, m);
+    })
+}
+
+/// Runs `multiply` with the result and the factors of every matrix of the batch.
+fn each_matrix(
+    a: FloatTensor<Flex>,
+    b: FloatTensor<Flex>,
+    result: FloatTensor<Flex>,
+    multiply: impl Fn(&mut [f32], MatRef<'_, f32>, MatRef<'_, f32>, Par) + Sync,
+) -> FloatTensor<Flex> {
+    let ([_, m, n], [_, _, p]) = (a.shape().dims(), b.shape().dims());
+    let (a, b) = (by_rows_or_columns(a), by_rows_or_columns(b));
+    let mut result = contiguous(result);
+    let (matrices_a, matrices_b) = (matrices(&a), matrices(&b));
+    let multiply =
+        |i: usize, result: &mut [f32], par| multiply(result, matrices_a(i), matrices_b(i), par);
+    let results = result.storage_mut::<f32>();
+    if m * p * n < THREADS_FROM {
+        let batch = results.par_chunks_exact_mut((m * p).max(1)).enumerate();
+        batch.for_each(|(i, result)| multiply(i, result, Par::Seq));
+    } else {
+        let batch = results.chunks_exact_mut((m * p).max(1)).enumerate();
+        batch.for_each(|(i, result)| multiply(i, result, Par::rayon(0)));
+    }
+    result
+}
+
+/// The tensor itself if its rows or its columns are contiguous, else a copy of which they are.
+fn by_rows_or_columns(tensor: FloatTensor<Flex>) -> FloatTensor<Flex> {
+    let strides = tensor.layout().strides();
+    if strides[1].min(strides[2]) == 1 && strides[0] >= 0 { tensor } else { tensor.to_contiguous() }
+}
+
+/// The matrices of a batch whose rows or columns are contiguous.
+fn matrices<'a>(tensor: &'a FloatTensor<Flex>) -> impl Fn(usize) -> MatRef<'a, f32> + Sync {
+    let [_, rows, columns] = tensor.shape().dims();
+    let layout = tensor.layout();
+    let [batch, row, column] = [0, 1, 2].map(|i| layout.strides()[i] as usize);
+    let values = &tensor.storage::<f32>()[layout.start_offset()..];
+    move |i| {
+        let values = &values[i * batch..];
+        if column == 1 {
+            MatRef::from_row_major_slice_with_stride(values, rows, columns, row)
+        } else {
+            MatRef::from_column_major_slice_with_stride(values, rows, columns, column)
+        }
+    }
+}
+
+/// Copies the lower triangle of an `m` by `m` matrix onto its upper one.
+fn mirror(matrix: &mut [f32], m: usize) {
+    for top in (0..m).step_by(MIRROR_TILE) {
+        for left in (0..=top).step_by(MIRROR_TILE) {
+            for i in top..(top + MIRROR_TILE).min(m) {
+                for j in left..(left + MIRROR_TILE).min(i) {
+                    matrix[j * m + i] = matrix[i * m + j];
+                }
+            }
+        }
+    }
+}

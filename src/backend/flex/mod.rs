@@ -1,0 +1,8 @@
+//! The operations on Burn's Flex backend: faer's products, and one pass over memory for everything elementwise.
+
+mod adamw;
+mod matrix;
+mod step;
+mod tensors;
+
+pub(super) use tensors::serves;

@@ -1,0 +1,105 @@
+//! Iterations that are recorded once and replayed as one launch.
+//!
+//! A small iteration is bound by its launches. Where the device has graphs (CUDA, ROCm; wgpu encodes the
+//! launches again), the first batch of a shape is iterated a few times and recorded with the buffers that
+//! it used; later ones are copied into the first buffer, the graph is replayed, and the result is copied
+//! out. Momentum, learning rate and weight decay have no part in it, so that no schedule makes a recording
+//! stale. What a recording needs stays in memory: its batch, everything in between, and the result.
+//!
+//! The rest of a step is not recorded, since gradients and parameters lie somewhere else at every step: of each
+//! batch, the gradient, the parameter, the momentum and three rates would have to be copied in, and two of them
+//! out again, instead of the launches that there are now, which take several parameters each.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::thread::{self, ThreadId};
+
+use burn::backend::Dispatch;
+use burn::tensor::{DType, Device, Graph, Tensor, capture};
+
+use super::norms::PartialNorms;
+use super::ops::MatrixOps;
+
+/// An iteration, as the recording calls it.
+pub(crate) type Iteration = Box<dyn FnMut() -> Tensor<3> + Send>;
+
+/// What a recording is good for: a thread, whose stream it was made on, a shape, a type, whether norms are
+/// given, and the device.
+type Key = (ThreadId, [usize; 3], DType, bool, String);
+
+/// The recordings of an iteration; nothing where a device refused to record.
+#[derive(Default)]
+pub(crate) struct Recordings(Mutex<HashMap<Key, Option<Recording>>>);
+
+struct Recording {
+    /// The buffers that inputs are copied into.
+    batch: Tensor<3>,
+    norms: Option<Tensor<3>>,
+    graph: Graph<Tensor<3>, Iteration>,
+}
+
+impl std::fmt::Debug for Recordings {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} recordings", self.count())
+    }
+}
+
+impl Recordings {
+    /// How many shapes have a recording.
+    pub fn count(&self) -> usize {
+        let known = self.0.lock().expect("no holder of the lock panics");
+        known.values().filter(|recording| recording.is_some()).count()
+    }
+
+    /// The iteration of a batch, replayed; nothing if the device has no graphs. `iteration` makes what is
+    /// recorded, given the buffers that it has to read.
+    pub fn run(
+        &self,
+        batch: &Tensor<3>,
+        norms: Option<&PartialNorms>,
+        iteration: impl FnOnce(Tensor<3>, Option<PartialNorms>) -> Iteration,
+    ) -> Option<Tensor<3>> {
+        let (device, dtype) = (batch.device(), batch.dtype());
+        let key =
+            (thread::current().id(), batch.dims(), dtype, norms.is_some(), format!("{device:?}"));
+        let mut known = self.0.lock().expect("no holder of the lock panics");
+        let recording = known.entry(key).or_insert_with(|| {
+            let batch = batch.clone().mul_scalar(1.0);
+            let norms = norms.map(|PartialNorms(norms)| norms.clone().mul_scalar(1.0));
+            Recording::new(&device, batch, norms, iteration)
+        });
+        Some(recording.as_mut()?.replay(batch, norms))
+    }
+}
+
+impl Recording {
+    fn new(
+        device: &Device,
+        batch: Tensor<3>,
+        norms: Option<Tensor<3>>,
+        iteration: impl FnOnce(Tensor<3>, Option<PartialNorms>) -> Iteration,
+    ) -> Option<Self> {
+        let mut iteration = iteration(batch.clone(), norms.clone().map(PartialNorms));
+        // What is proven or measured at first use is read from the device, which no recording can hold.
+        drop(iteration());
+        let graph = capture(device, iteration);
+        graph.is_hardware().then_some(Self { batch, norms, graph })
+    }
+
+    fn replay(&mut self, batch: &Tensor<3>, norms: Option<&PartialNorms>) -> Tensor<3> {
+        // The results keep the copies from being dropped before they are made.
+        let _batch = overwrite(&self.batch, batch);
+        let _norms = self.norms.as_ref().zip(norms).map(|(old, PartialNorms(new))| overwrite(old, new));
+        // SAFETY: the recording keeps its inputs, the closure and the result alive. The key has the
+        // thread, hence the stream, and the lock is held, so that nobody else uses the buffers until the
+        // copy below has been queued on the same stream.
+        let result = unsafe { self.graph.replay() };
+        result.clone().mul_scalar(1.0)
+    }
+}
+
+/// Copies values into the buffer of a tensor, whoever else reads it.
+fn overwrite(target: &Tensor<3>, values: &Tensor<3>) -> Tensor<3> {
+    let [target, values] = [target, values].map(|tensor| tensor.clone().into_dispatch());
+    Tensor::from_dispatch(Dispatch::overwrite(target, values))
+}

@@ -1,0 +1,42 @@
+//! Compute paths: the operations of a step, and their implementations, one folder per backend.
+//!
+//! [`ops`] declares the operations as extensions of Burn's backends. Beside them, [`path`] decides which
+//! implementation runs, and `matrix`, `step` and `adamw` call it: the portable one, which is composed of Burn's
+//! own operations and serves as the reference, or the kernels of a backend.
+
+mod adamw;
+#[cfg(feature = "cube")]
+mod cubecl;
+#[cfg(feature = "flex")]
+mod flex;
+#[cfg(feature = "cube")]
+pub(crate) mod graphs;
+mod mask;
+mod matrix;
+mod norms;
+pub(crate) mod ops;
+mod path;
+mod portable;
+mod step;
+mod tensor_list;
+
+pub(crate) use adamw::{AdamWControls, AdamWStep, Moments};
+#[cfg(feature = "cube")]
+pub(crate) use cubecl::first_failure;
+#[cfg(feature = "cuda")]
+pub(crate) use cubecl::{Failure, primitive};
+pub(crate) use mask::{FiniteMask, ones_where};
+pub(crate) use norms::{PartialNorms, ScaledNorms, scaled};
+pub use ops::Polynomial;
+pub(crate) use ops::{AdamWRows, FlaggedRows, MomentumStep, ParameterStep};
+pub use path::{ComputePath, KernelPolicy};
+pub(crate) use step::{MomentumUpdate, apply, reject, update_momentum};
+
+use burn::tensor::DType;
+
+/// The type for values that have to be more precise than parameters of a type, such as learning rates:
+/// float64 for float64, and float32 for all others. In float32, `1 - lr decay` moves in steps of 6e-8, which
+/// is more than the precision that float64 is chosen for.
+pub(crate) fn precise_dtype(parameter: DType) -> DType {
+    if parameter == DType::F64 { DType::F64 } else { DType::F32 }
+}

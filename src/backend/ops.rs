@@ -1,0 +1,241 @@
+//! The operations of a step, as extensions of Burn's backends.
+//!
+//! [`MatrixOps`] are the products of the iteration, [`StepOps`] the elementwise operations around it, and
+//! [`AdamWOps`] a step of AdamW. A backend with kernels implements them and is named in the attributes: Flex in
+//! `flex/`, every CubeCL runtime in `cubecl/`. Backends that are not named run the portable bodies
+//! (`portable/`), which are composed of Burn's own operations and also run on the dispatching backend.
+//!
+//! Gradients and parameters are read and written where they are, several in one call. The optimizer's state is
+//! stored as batches `[k, m, n]`, in which a parameter has as many matrices as its tensor.
+
+use burn::backend::{Backend, backend_extension, tensor::FloatTensor};
+use burn::tensor::FloatDType;
+
+use super::portable;
+use super::tensor_list::TensorList;
+
+/// The coefficients `(a, b, c)` of one step, `p(x) = a x + b x^3 + c x^5` on every singular value.
+pub type Polynomial = [f64; 3];
+
+/// Rows of a tensor, and the location of their flags.
+#[derive(Debug, Clone, Copy)]
+pub struct FlaggedRows {
+    /// Index of the first row's flag.
+    pub flag: usize,
+    /// Number of rows of the tensor.
+    pub rows: usize,
+}
+
+/// The momentum of a parameter in a step.
+#[derive(Debug, Clone, Copy)]
+pub struct MomentumStep {
+    /// Index of the parameter's flag.
+    pub flag: usize,
+    /// Weight of the old momentum.
+    pub mu: f64,
+}
+
+/// The step of a parameter, `P <- decay P - lr U`.
+#[derive(Debug, Clone, Copy)]
+pub struct ParameterStep {
+    /// Index of the parameter's flag.
+    pub flag: usize,
+    /// Factor on the old values.
+    pub decay: f64,
+    /// Factor on the direction.
+    pub lr: f64,
+    /// `true` if the old values are only decayed where they and the direction have equal signs.
+    pub cautious: bool,
+}
+
+/// A parameter in a step of AdamW.
+#[derive(Debug, Clone, Copy)]
+pub struct AdamWRows {
+    /// Index of the parameter's flag and bias corrections.
+    pub flag: usize,
+    /// Index of its first element in the moments.
+    pub first: usize,
+    /// Factor on the old values.
+    pub decay: f64,
+    /// Factor on the step.
+    pub lr: f64,
+}
+
+/// Products of matrices in batches. Factors are rounded to the type that a kernel computes in.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    Cube: cfg(feature = "cube"),
+    Fusion: cfg(feature = "fusion")
+)]
+pub trait MatrixOps: Backend {
+    /// `A A^T`: `[k, m, n]` to `[k, m, m]`. Kernels may be chosen by measuring.
+    #[fusion(dtype = a, shape = square(a))]
+    fn syrk(a: FloatTensor<Self>, _tuned: bool) -> FloatTensor<Self> {
+        portable::syrk::<Self>(a)
+    }
+
+    /// `alpha A B^T + beta C`, for a result that is known to be symmetric: `a` and `b` are
+    /// `[k, m, n]`; `c` is symmetric and `[k, m, m]` like the result.
+    #[fusion(dtype = c, shape = c)]
+    fn symmetric_product(
+        a: FloatTensor<Self>,
+        b: FloatTensor<Self>,
+        c: FloatTensor<Self>,
+        alpha: f64,
+        beta: f64,
+        _tuned: bool,
+    ) -> FloatTensor<Self> {
+        portable::symmetric_product::<Self>(a, b, c, alpha, beta)
+    }
+
+    /// `A B + beta C`, with `a` `[k, m, n]`, `b` `[k, n, p]`, and `c` `[k, m, p]` like the result.
+    #[fusion(dtype = c, shape = c)]
+    fn product_add(
+        a: FloatTensor<Self>,
+        b: FloatTensor<Self>,
+        c: FloatTensor<Self>,
+        beta: f64,
+        _tuned: bool,
+    ) -> FloatTensor<Self> {
+        portable::product_add::<Self>(a, b, c, beta)
+    }
+
+    /// `A B`, with `a` `[k, m, n]`, `b` `[k, n, p]`.
+    #[fusion(meta = |a, b| {
+        let [k, m, _] = a.shape.dims();
+        let [_, _, p] = b.shape.dims();
+        burn::backend::fusion::custom::TensorSpec::new([k, m, p].into(), a.dtype)
+    })]
+    fn product(a: FloatTensor<Self>, b: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::float_matmul(a, b)
+    }
+
+    /// `Z + I`.
+    #[fusion(dtype = z, shape = z)]
+    fn plus_identity(z: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// The product `Q` of all `Z + a I` with `Z = b R + c R^2`, where every step advances
+    /// `R <- (Z + a I) R (Z + a I)`: the whole Gram form for small matrices, in one kernel.
+    #[fusion(dtype = r, shape = r)]
+    fn accumulate_q(r: FloatTensor<Self>, schedule: Vec<Polynomial>) -> FloatTensor<Self>;
+
+    /// Copies `values` into the buffer of `target`, even if other tensors share that buffer, and returns `target`.
+    #[fusion(dtype = target, shape = target)]
+    fn overwrite(target: FloatTensor<Self>, values: FloatTensor<Self>) -> FloatTensor<Self>;
+
+    /// Writes the norms of the rows of tensors, of `elements` elements each, in parts:
+    /// `[rows, parts, 2]` float32 values, a scale and the sum of the squares of the elements divided by it, as in
+    /// LAPACK's `slassq`. The last row of a tensor may be shorter. `firsts` has the index of each tensor's first row.
+    #[fusion(dtype = norms, shape = norms)]
+    fn norms(
+        norms: FloatTensor<Self>,
+        #[extension_type] tensors: TensorList<Self>,
+        firsts: Vec<usize>,
+        elements: usize,
+    ) -> FloatTensor<Self>;
+
+    /// Divides every matrix by its norm, or by `epsilon` if that is larger, and rounds to `dtype`.
+    #[fusion(meta = |x, _norms, _epsilon, dtype| {
+        burn::backend::fusion::custom::TensorSpec::new(x.shape.clone(), (*dtype).into())
+    })]
+    fn normalize(
+        x: FloatTensor<Self>,
+        norms: FloatTensor<Self>,
+        epsilon: f64,
+        dtype: FloatDType,
+    ) -> FloatTensor<Self>;
+}
+
+/// `[k, m, m]` for `[k, m, n]`.
+#[cfg(feature = "fusion")]
+fn square(shape: &burn::tensor::Shape) -> burn::tensor::Shape {
+    let [k, m, _] = shape.dims();
+    [k, m, m].into()
+}
+
+/// The elementwise operations of a Muon step.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    Cube: cfg(feature = "cube"),
+    Fusion: cfg(feature = "fusion")
+)]
+pub trait StepOps: Backend {
+    /// Sets the flags of rows with an element that is not finite, or larger than `largest` in magnitude, to 1.
+    #[fusion(dtype = flags, shape = flags)]
+    fn reject(
+        flags: FloatTensor<Self>,
+        #[extension_type] tensors: TensorList<Self>,
+        rows: Vec<FlaggedRows>,
+        largest: f32,
+    ) -> FloatTensor<Self>;
+
+    /// Advances the momentum of the matrices from index `first` on by their gradients, and writes the update to
+    /// orthogonalise with its [partial norms](MatrixOps::norms). A parameter whose flag is set in `rejected` keeps
+    /// its momentum, and its update is zero. Gradients are multiplied by `factor` if they are `scaled`.
+    #[fusion(meta = |_grads, momentum, update, norms, _rejected, _factor, _steps, _first, _nesterov, _scaled| {
+        (momentum.clone(), update.clone(), norms.clone())
+    })]
+    #[allow(clippy::too_many_arguments)] // a backend extension accepts no struct of tensors and numbers
+    fn update_momentum(
+        #[extension_type] grads: TensorList<Self>,
+        momentum: FloatTensor<Self>,
+        update: FloatTensor<Self>,
+        norms: FloatTensor<Self>,
+        rejected: FloatTensor<Self>,
+        factor: FloatTensor<Self>,
+        steps: Vec<MomentumStep>,
+        first: usize,
+        nesterov: bool,
+        scaled: bool,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
+
+    /// `decay P - lr U` with the matrices of a batch from index `first` on. A parameter whose flag is set in
+    /// `rejected` stays as it is, and so does a matrix whose flag is set in `diverged`, where those of the batch
+    /// start at `first_diverged`. No step is cautious.
+    #[fusion(meta = |parameters, _direction, _rejected, _diverged, _steps, _first, _first_diverged| {
+        parameters.clone()
+    })]
+    fn apply(
+        #[extension_type] parameters: TensorList<Self>,
+        direction: FloatTensor<Self>,
+        rejected: FloatTensor<Self>,
+        diverged: FloatTensor<Self>,
+        steps: Vec<ParameterStep>,
+        first: usize,
+        first_diverged: usize,
+    ) -> TensorList<Self>;
+}
+
+/// A step of AdamW.
+#[backend_extension(
+    Flex: cfg(feature = "flex"),
+    Cube: cfg(feature = "cube"),
+    Fusion: cfg(feature = "fusion")
+)]
+pub trait AdamWOps: Backend {
+    /// The AdamW update of several parameters, applied element by element: their new values, and both moments.
+    ///
+    /// A parameter whose flag is set in `rejected` keeps its values and moments. `rejected` and both corrections
+    /// have one value for every parameter. Gradients are multiplied by `factor` if they are `scaled`. The constants
+    /// are `beta_1`, `beta_2` and `epsilon`.
+    #[fusion(meta = |
+        parameters, _grads, moment_1, moment_2, _rejected, _correction_1, _correction_2, _factor, _rows,
+        _constants, _scaled
+    | {
+        (parameters.clone(), moment_1.clone(), moment_2.clone())
+    })]
+    #[allow(clippy::too_many_arguments)] // a backend extension accepts no struct of tensors and numbers
+    fn adamw(
+        #[extension_type] parameters: TensorList<Self>,
+        #[extension_type] grads: TensorList<Self>,
+        moment_1: FloatTensor<Self>,
+        moment_2: FloatTensor<Self>,
+        rejected: FloatTensor<Self>,
+        correction_1: FloatTensor<Self>,
+        correction_2: FloatTensor<Self>,
+        factor: FloatTensor<Self>,
+        rows: Vec<AdamWRows>,
+        constants: [f32; 3],
+        scaled: bool,
+    ) -> (TensorList<Self>, FloatTensor<Self>, FloatTensor<Self>);
+}

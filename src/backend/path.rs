@@ -1,0 +1,110 @@
+//! The choice of the implementation that computes.
+
+use burn::backend::DispatchDevice;
+use burn::tensor::{Device, FloatDType};
+use serde::{Deserialize, Serialize};
+
+#[cfg(feature = "cube")]
+use super::cubecl;
+use super::portable;
+
+/// The implementations that may be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum KernelPolicy {
+    /// Those of the device that suit the shape.
+    Auto,
+    /// On CubeCL's devices, those that were measured to be the fastest when a shape is first used; Burn's
+    /// own matmul is among them. Elsewhere as `Auto`.
+    Tuned,
+    /// Burn's own operations only: the reference for all others.
+    Portable,
+}
+
+/// The implementation that computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ComputePath {
+    /// Burn's operations; symmetric products in block rows.
+    Portable,
+    /// faer and plain loops on the buffers of Burn's Flex backend; symmetric products as a lower
+    /// triangle, mirrored.
+    Flex,
+    /// The CubeCL kernels of `distmuon-kernels`; symmetric products as lower tiles, mirrored.
+    CubeCl {
+        /// `true` if the kernels are chosen by measuring.
+        tuned: bool,
+    },
+}
+
+impl ComputePath {
+    /// The path for values of `dtype` on `device`.
+    pub fn choose(policy: KernelPolicy, device: &Device, dtype: FloatDType) -> Self {
+        match (policy, device.as_dispatch()) {
+            #[cfg(feature = "flex")]
+            (KernelPolicy::Auto | KernelPolicy::Tuned, DispatchDevice::Flex(_))
+                if super::flex::serves(dtype.into()) =>
+            {
+                Self::Flex
+            }
+            #[cfg(feature = "cube")]
+            (KernelPolicy::Auto | KernelPolicy::Tuned, DispatchDevice::Cube(device))
+                if cubecl::serves(device, dtype.into()) =>
+            {
+                Self::CubeCl { tuned: policy == KernelPolicy::Tuned }
+            }
+            _ => Self::Portable,
+        }
+    }
+
+    /// Name of the kernel for a symmetric product `[k, m, inner] x [k, inner, m]` of `dtype` on `device`. A
+    /// choice by measuring is known after the first product.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn kernel(self, device: &Device, dtype: FloatDType, [k, m, inner]: [usize; 3]) -> String {
+        match (self, device.as_dispatch()) {
+            #[cfg(feature = "cube")]
+            (Self::CubeCl { tuned }, DispatchDevice::Cube(device)) => {
+                cubecl::kernel(device, dtype.into(), [k, m, inner], tuned)
+            }
+            (Self::Flex, _) => "faer's triangular product".to_owned(),
+            _ if self.symmetric_share(m, inner) < 1.0 => "Burn's matmul, in block rows".to_owned(),
+            _ => "Burn's matmul".to_owned(),
+        }
+    }
+
+    /// Returns `true` if the device rounds the factors of products of this type: those of float32 to TF32, where
+    /// it has matrix units for that.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn rounds_factors(device: &Device, dtype: FloatDType) -> bool {
+        match (dtype, device.as_dispatch()) {
+            #[cfg(feature = "cube")]
+            (FloatDType::F32, DispatchDevice::Cube(device)) => cubecl::has_tf32(device),
+            _ => false,
+        }
+    }
+
+    /// Returns `true` if one kernel computes the whole Gram form of matrices with `m` rows:
+    /// [`accumulate_q`](Self::accumulate_q).
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
+    pub fn is_small(self, device: &Device, m: usize) -> bool {
+        match (self, device.as_dispatch()) {
+            #[cfg(feature = "cube")]
+            (Self::CubeCl { .. }, DispatchDevice::Cube(device)) => m <= cubecl::max_small_rows(device),
+            _ => false,
+        }
+    }
+
+    /// The fraction of a symmetric product `[m, inner] x [inner, m]` that is really computed: one half for
+    /// a triangle, 1 for the whole.
+    pub fn symmetric_share(self, m: usize, inner: usize) -> f64 {
+        match self {
+            Self::Flex | Self::CubeCl { .. } => 0.5,
+            Self::Portable => portable::symmetric_share(m, inner),
+        }
+    }
+
+    /// Returns `true` if kernels are chosen by measuring.
+    pub(super) fn is_tuned(self) -> bool {
+        self == Self::CubeCl { tuned: true }
+    }
+}

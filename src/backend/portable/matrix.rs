@@ -1,0 +1,100 @@
+//! The products of the iteration.
+
+use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
+use burn::tensor::{DType, Slice, Tensor};
+
+/// Smallest number of rows, and smallest inner dimension, of a product that is split into block rows: below,
+/// joining the blocks costs more than the saved half. Measured on Flex; see `docs/results/`.
+const SPLIT_ROWS: usize = 512;
+const SPLIT_INNER: usize = 1536;
+
+/// Block rows of a split product: more of them save more, fewer keep the pieces large.
+const BLOCK_ROWS: usize = 4;
+
+/// The fraction of a symmetric product of `m` rows that [`lower_block_rows`] computes.
+pub fn symmetric_share(m: usize, inner: usize) -> f64 {
+    if splits(m, inner) { (BLOCK_ROWS + 1) as f64 / (2 * BLOCK_ROWS) as f64 } else { 1.0 }
+}
+
+fn splits(m: usize, inner: usize) -> bool {
+    m >= SPLIT_ROWS && inner >= SPLIT_INNER
+}
+
+/// [`MatrixOps::syrk`](crate::backend::ops::MatrixOps::syrk).
+pub fn syrk<B: Backend>(a: FloatTensor<B>) -> FloatTensor<B> {
+    lower_block_rows::<B>(a.clone(), a)
+}
+
+/// [`MatrixOps::symmetric_product`](crate::backend::ops::MatrixOps::symmetric_product).
+pub fn symmetric_product<B: Backend>(
+    a: FloatTensor<B>,
+    b: FloatTensor<B>,
+    c: FloatTensor<B>,
+    alpha: f64,
+    beta: f64,
+) -> FloatTensor<B> {
+    let product = lower_block_rows::<B>(a, b);
+    if alpha == beta {
+        return B::float_mul_scalar(B::float_add(product, c), alpha.into());
+    }
+    let product = if alpha == 1.0 { product } else { B::float_mul_scalar(product, alpha.into()) };
+    B::float_add(product, B::float_mul_scalar(c, beta.into()))
+}
+
+/// [`MatrixOps::product_add`](crate::backend::ops::MatrixOps::product_add).
+pub fn product_add<B: Backend>(
+    a: FloatTensor<B>,
+    b: FloatTensor<B>,
+    c: FloatTensor<B>,
+    beta: f64,
+) -> FloatTensor<B> {
+    B::float_add(B::float_matmul(a, b), B::float_mul_scalar(c, beta.into()))
+}
+
+/// [`MatrixOps::plus_identity`](crate::backend::ops::MatrixOps::plus_identity).
+pub fn plus_identity(z: Tensor<3>) -> Tensor<3> {
+    let identity = Tensor::<2>::eye(z.dims()[1], &z.device()).cast(z.dtype());
+    z + identity.unsqueeze()
+}
+
+/// [`MatrixOps::normalize`](crate::backend::ops::MatrixOps::normalize).
+///
+/// The largest magnitude is divided out first, so that no square overflows or underflows.
+pub fn normalize(x: Tensor<3>, epsilon: f64) -> Tensor<3> {
+    let smallest = match x.dtype() {
+        DType::F64 => f64::MIN_POSITIVE,
+        _ => f32::MIN_POSITIVE.into(),
+    };
+    let size = x.clone().abs().max_dim(2).max_dim(1).clamp_min(smallest);
+    let x = x / size.clone();
+    let norm = x.clone().square().sum_dims(&[1, 2]).sqrt().clamp_min(smallest);
+    x / norm.max_pair(size.recip().mul_scalar(epsilon))
+}
+
+/// `A B^T` in block rows: the blocks on and below the diagonal are computed, those above it are
+/// their transposes.
+fn lower_block_rows<B: Backend>(a: FloatTensor<B>, b: FloatTensor<B>) -> FloatTensor<B> {
+    let [k, m, n] = a.shape().dims();
+    if !splits(m, n) {
+        return B::float_matmul(a, B::float_swap_dims(b, 1, 2));
+    }
+    let block = m.div_ceil(BLOCK_ROWS);
+    let mut result = B::float_empty([k, m, m].into(), &a.device(), a.dtype().into());
+    for start in (0..m).step_by(block) {
+        let end = (start + block).min(m);
+        let rows = B::float_slice(a.clone(), &ranges([0..k, start..end, 0..n]));
+        let columns = B::float_slice(b.clone(), &ranges([0..k, 0..end, 0..n]));
+        let row = B::float_matmul(rows, B::float_swap_dims(columns, 1, 2));
+        let left = B::float_slice(row.clone(), &ranges([0..k, 0..end - start, 0..start]));
+        result = B::float_slice_assign(result, &ranges([0..k, start..end, 0..end]), row);
+        if start > 0 {
+            let above = B::float_swap_dims(left, 1, 2);
+            result = B::float_slice_assign(result, &ranges([0..k, 0..start, start..end]), above);
+        }
+    }
+    result
+}
+
+fn ranges(ranges: [core::ops::Range<usize>; 3]) -> [Slice; 3] {
+    ranges.map(Slice::from)
+}

@@ -1,0 +1,11 @@
+//! The operations in Burn's own operations, for every backend.
+
+mod adamw;
+mod matrix;
+mod step;
+
+pub(super) use adamw::adamw;
+pub(super) use matrix::{
+    normalize, plus_identity, product_add, symmetric_product, symmetric_share, syrk,
+};
+pub(super) use step::{apply, reject, update_momentum};

@@ -1,0 +1,119 @@
+//! The elementwise operations of a Muon step.
+
+use burn::tensor::{DType, Tensor, s};
+
+use crate::backend::norms::scaled;
+use crate::backend::ops::{FlaggedRows, MomentumStep, ParameterStep};
+use crate::backend::step::MomentumUpdate;
+use crate::backend::{FiniteMask, ones_where};
+
+/// [`StepOps::reject`](crate::backend::ops::StepOps::reject), for one tensor.
+pub fn reject(
+    flags: Tensor<1>,
+    tensor: &Tensor<1>,
+    FlaggedRows { flag, rows }: FlaggedRows,
+    largest: f64,
+) -> Tensor<1> {
+    let usable = tensor.clone().is_finite();
+    let usable = usable.bool_and(tensor.clone().abs().lower_equal_elem(largest));
+    let rejected = usable.reshape([rows, tensor.dims()[0] / rows]).all_dim(1).bool_not();
+    let range = flag..flag + rows;
+    let new = ones_where(rejected).reshape([rows]).max_pair(flags.clone().slice([range.clone()]));
+    flags.slice_assign([range], new)
+}
+
+/// [`StepOps::update_momentum`](crate::backend::ops::StepOps::update_momentum), for a whole batch.
+pub fn update_momentum(
+    grads: Vec<Tensor<1>>,
+    momentum: Tensor<3>,
+    rejected: &Tensor<1>,
+    factor: Option<&Tensor<1>>,
+    steps: &[MomentumStep],
+    nesterov: bool,
+) -> MomentumUpdate {
+    let [_, m, n] = momentum.dims();
+    let rows: Vec<usize> = grads.iter().map(|grad| grad.dims()[0] / (m * n)).collect();
+    let (mut momenta, mut updates) = (vec![], vec![]);
+    let old = split(momentum, &rows);
+    for (((grad, step), old), rows) in grads.into_iter().zip(steps).zip(old).zip(rows) {
+        let row = |tensor: Tensor<3>| tensor.reshape([1, -1]);
+        let matrices = |row: Tensor<2>| row.reshape([rows, m, n]);
+        let (old, mask) = (row(old), mask(rejected, step.flag));
+        let grad = factor.map_or_else(|| grad.clone(), |factor| scaled(grad.clone(), factor.clone()));
+        let grad = mask.zero_rejected(grad.reshape([1, -1])).cast(old.dtype());
+        let new = lerp(old.clone(), grad.clone(), 1.0 - step.mu);
+        let update = if nesterov { lerp(grad, new.clone(), step.mu) } else { new.clone() };
+        momenta.push(matrices(mask.select(new, old)));
+        updates.push(matrices(mask.zero_rejected(update)));
+    }
+    MomentumUpdate { momentum: joined(momenta), update: joined(updates), norms: None }
+}
+
+/// [`StepOps::apply`](crate::backend::ops::StepOps::apply), for a whole batch.
+pub fn apply(
+    parameters: Vec<Tensor<1>>,
+    direction: Tensor<3>,
+    rejected: &Tensor<1>,
+    (diverged, mut first): (&Tensor<1>, usize),
+    steps: &[ParameterStep],
+) -> Vec<Tensor<1>> {
+    let [_, m, n] = direction.dims();
+    let rows: Vec<usize> = parameters.iter().map(|values| values.dims()[0] / (m * n)).collect();
+    let directions = split(direction, &rows);
+    let each = parameters.into_iter().zip(steps).zip(directions).zip(rows);
+    let updated = each.map(|(((old, step), direction), rows)| {
+        let old = old.reshape([rows, m * n]);
+        let diverged = diverged.clone().slice(s![first..first + rows]);
+        first += rows;
+        let masks = [mask(rejected, step.flag).expanded(rows), FiniteMask::from_rows(diverged)];
+        // Computed in a type in which `1 - 1e-4` is not 1, and rounded once.
+        let precise = if old.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let new = stepped(
+            old.clone().cast(precise),
+            direction.reshape([rows, m * n]).cast(precise),
+            step,
+        );
+        let new = new.cast(old.dtype());
+        masks.iter().fold(new, |new, mask| mask.select(new, old.clone())).reshape([-1])
+    });
+    updated.collect()
+}
+
+/// `decay P - lr U`, where a cautious step decays only what `U` also makes smaller.
+fn stepped(old: Tensor<2>, direction: Tensor<2>, step: &ParameterStep) -> Tensor<2> {
+    let decayed = old.clone().mul_scalar(step.decay);
+    let decayed = match step.cautious {
+        true => {
+            let opposed = (old.clone() * direction.clone()).lower_elem(0.0);
+            decayed.mask_where(opposed, old)
+        }
+        false => decayed,
+    };
+    decayed - direction.mul_scalar(step.lr)
+}
+
+/// The mask of one parameter, of one row.
+fn mask(rejected: &Tensor<1>, flag: usize) -> FiniteMask {
+    FiniteMask::from_rows(rejected.clone().slice(s![flag..flag + 1]))
+}
+
+/// A batch as consecutive batches of `rows` matrices.
+fn split(batch: Tensor<3>, rows: &[usize]) -> Vec<Tensor<3>> {
+    match rows {
+        [_] => vec![batch],
+        _ => batch.split_with_sizes(rows.to_vec(), 0),
+    }
+}
+
+/// The reverse of [`split`].
+fn joined(mut batches: Vec<Tensor<3>>) -> Tensor<3> {
+    match batches.len() {
+        1 => batches.swap_remove(0),
+        _ => Tensor::cat(batches, 0),
+    }
+}
+
+/// `from + weight (to - from)`, as `(1 - weight) from + weight to`.
+fn lerp(from: Tensor<2>, to: Tensor<2>, weight: f64) -> Tensor<2> {
+    from.mul_scalar(1.0 - weight) + to.mul_scalar(weight)
+}

@@ -1,0 +1,156 @@
+//! Small values that the ranks of a world exchange, and checks that all ranks have the same value.
+//!
+//! Compared values are sent as a digest first, in a message whose length does not depend on the
+//! number of ranks. Only if digests differ, rank 0 sends its value to all ranks.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use serde::{Serialize, de::DeserializeOwned};
+
+use super::{Communicator, World, value};
+use crate::error::{Error, Result};
+
+/// A setting whose value on a rank is not that on rank 0.
+#[derive(Debug, Serialize, serde::Deserialize)]
+pub(crate) struct Difference {
+    pub setting: String,
+    pub first: String,
+    pub other: String,
+}
+
+impl World {
+    /// Returns the values of all ranks on every rank. The bytes that a rank receives grow with the
+    /// number of ranks.
+    ///
+    /// Floats keep all their bits, and may be infinite or NaN.
+    ///
+    /// # Errors
+    ///
+    /// As every collective; [`Error::Mismatch`] on a rank that receives a value of another type.
+    ///
+    /// # Panics
+    ///
+    /// If the value can't be serialized.
+    pub fn all_gather_value<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
+        value::all_from_bytes(&self.comm().all_gather_bytes(value::to_bytes(value))?)
+    }
+
+    /// Returns the values of all ranks on rank `root`, and `None` on the others.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather_value`](Self::all_gather_value).
+    ///
+    /// # Panics
+    ///
+    /// As [`all_gather_value`](Self::all_gather_value).
+    pub fn gather_value<T: Serialize + DeserializeOwned>(
+        &self,
+        value: &T,
+        root: usize,
+    ) -> Result<Option<Vec<T>>> {
+        let all = self.comm().gather_bytes(value::to_bytes(value), root)?;
+        all.map(|all| value::all_from_bytes(&all)).transpose()
+    }
+
+    /// Returns the value of rank `root` on every rank. The values of the other ranks are ignored.
+    ///
+    /// # Errors
+    ///
+    /// As [`all_gather_value`](Self::all_gather_value).
+    ///
+    /// # Panics
+    ///
+    /// As [`all_gather_value`](Self::all_gather_value).
+    pub fn broadcast_value<T: Serialize + DeserializeOwned>(
+        &self,
+        value: &T,
+        root: usize,
+    ) -> Result<T> {
+        let bytes = if self.rank() == root { value::to_bytes(value) } else { vec![] };
+        value::from_bytes(root, &self.comm().broadcast_bytes(bytes, root)?)
+    }
+
+    /// Returns `true` on every rank if any rank gives `true`.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn any(&self, condition: bool) -> Result<bool> {
+        Ok(self.comm().first_bytes(condition.then(Vec::new))?.is_some())
+    }
+
+    /// Returns the outcome of something that all ranks have done, if all of them succeeded.
+    ///
+    /// # Errors
+    ///
+    /// This rank's error, or else [`Error::PeerFailed`] with the first rank that has one.
+    pub fn agree<T>(&self, outcome: Result<T>) -> Result<T> {
+        let cause = outcome.as_ref().err().map(|error| error.to_string().into_bytes());
+        let first = self.comm().first_bytes(cause)?;
+        let value = outcome?;
+        match first {
+            Some((rank, cause)) => {
+                let cause = String::from_utf8_lossy(&cause).into_owned();
+                Err(Error::PeerFailed { rank, cause })
+            }
+            None => Ok(value),
+        }
+    }
+
+    /// Returns, on all ranks, the first rank whose value is not rank 0's, and the description by
+    /// `difference`, which is given rank 0's value and then that rank's. Returns `None` if all
+    /// values are equal.
+    pub(crate) fn compare<T, D>(
+        &self,
+        value: &T,
+        difference: impl Fn(&T, &T) -> Option<D>,
+    ) -> Result<Option<(usize, D)>>
+    where
+        T: Serialize + DeserializeOwned,
+        D: Serialize + DeserializeOwned,
+    {
+        if unite(self.comm(), vec![], digest(&value::to_bytes(value)))?.is_some() {
+            return Ok(None);
+        }
+        let first = self.broadcast_value(value, 0)?;
+        let described = difference(&first, value).map(|difference| value::to_bytes(&difference));
+        let described = self.comm().first_bytes(described)?;
+        described.map(|(rank, bytes)| Ok((rank, value::from_bytes(rank, &bytes)?))).transpose()
+    }
+
+    /// Fails on all ranks if a setting differs on any of them.
+    pub(crate) fn same_settings<T: Serialize + DeserializeOwned>(
+        &self,
+        settings: &T,
+        difference: impl Fn(&T, &T) -> Option<Difference>,
+    ) -> Result<()> {
+        match self.compare(settings, difference)? {
+            Some((rank, Difference { setting, first, other })) => {
+                Err(Error::SettingsDiffer { rank, setting, other, first })
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Returns the union of the bits of all ranks, in one message. Returns `None` if their digests
+/// differ.
+pub(crate) fn unite(comm: &Communicator, bits: Vec<u8>, digest: u64) -> Result<Option<Vec<u8>>> {
+    let length = bits.len();
+    // In the union, a digest and its complement share a bit only if a rank has given another
+    // digest.
+    let bytes = [bits, digest.to_le_bytes().into(), (!digest).to_le_bytes().into()].concat();
+    let mut united = comm.or_bytes(bytes)?;
+    let digests = united.split_off(length);
+    let (digest, complement) = digests.split_at(size_of::<u64>());
+    let same = digest.iter().zip(complement).all(|(a, b)| a & b == 0);
+    Ok(same.then_some(united))
+}
+
+/// Returns a number that is the same for equal values in every process of one program.
+pub(crate) fn digest<T: Hash + ?Sized>(value: &T) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    value.hash(&mut hasher);
+    hasher.finish()
+}

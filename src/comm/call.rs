@@ -1,0 +1,62 @@
+//! The description of a call, which the ranks compare, and the failure of ranks to make the same
+//! one.
+
+use std::fmt;
+
+use burn::tensor::{DType, Tensor};
+
+use super::ReduceOp;
+use super::rounds::Failure;
+use crate::error::Error;
+
+/// The properties of a call that have to be equal on all ranks.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Call {
+    pub collective: &'static str,
+    pub dtype: Option<DType>,
+    /// Lengths that are the same on all ranks.
+    pub counts: Vec<usize>,
+    pub op: Option<ReduceOp>,
+    pub root: Option<usize>,
+}
+
+impl Call {
+    pub fn new(collective: &'static str) -> Self {
+        Self { collective, dtype: None, counts: vec![], op: None, root: None }
+    }
+
+    /// A call with a tensor, of which only the type is compared unless counts are added.
+    pub fn with_tensor(collective: &'static str, tensor: &Tensor<1>) -> Self {
+        Self { dtype: Some(tensor.dtype()), ..Self::new(collective) }
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { collective, dtype, counts, op, root } = self;
+        write!(f, "{collective}(")?;
+        if let Some(dtype) = dtype {
+            write!(f, "{}", dtype.name())?;
+        }
+        if !counts.is_empty() {
+            write!(f, " {counts:?}")?;
+        }
+        if let Some(op) = op {
+            write!(f, " {op:?}")?;
+        }
+        if let Some(root) = root {
+            write!(f, " root {root}")?;
+        }
+        write!(f, ")")
+    }
+}
+
+// Not beside `Failure`: `tests/interleavings.rs` compiles that file without the rest of the crate.
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Peer { rank, cause } => Self::PeerFailed { rank, cause },
+            Failure::Mismatch { calls } => Self::Mismatch { calls },
+        }
+    }
+}

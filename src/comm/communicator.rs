@@ -1,0 +1,350 @@
+//! The collectives that programs call, with validated arguments.
+
+use std::sync::Arc;
+
+use burn::tensor::Tensor;
+
+use super::validate::Arguments;
+use super::{Engine, Pending, ReduceOp};
+use crate::error::Result;
+
+/// One rank's access to a group of ranks. Clones are the same rank of the same group.
+///
+/// Tensors are float32, float16 or bfloat16. Reductions add up in float32, in pairs of neighbouring
+/// ranks, then in pairs of these sums, and so on, and round the result once.
+///
+/// Some calls need a second exchange, which starts when the result of the first is waited for. All
+/// ranks therefore have to wait for the results of a group in the order of the calls. If one rank
+/// does not wait for a result, no rank may wait for it.
+///
+/// # Errors
+///
+/// Every method that returns a [`Result`] fails with
+///
+/// - [`Error::Collective`](crate::Error::Collective) for arguments that are wrong on this rank,
+///   before anything is sent;
+/// - [`Error::PeerFailed`](crate::Error::PeerFailed) after a rank of the world has failed;
+/// - [`Error::Mismatch`](crate::Error::Mismatch) if the ranks make different calls.
+///
+/// A failure found by one rank reaches all.
+#[derive(Clone, Debug)]
+pub struct Communicator {
+    engine: Arc<dyn Engine>,
+}
+
+impl Communicator {
+    /// Returns the communicator of an engine.
+    pub fn new(engine: Arc<dyn Engine>) -> Self {
+        Self { engine }
+    }
+
+    /// Returns the engine, without the validation of arguments.
+    pub fn into_engine(self) -> Arc<dyn Engine> {
+        self.engine
+    }
+
+    /// Returns the name of the engine, as in `threads`.
+    pub fn engine_name(&self) -> &'static str {
+        self.engine.engine_name()
+    }
+
+    /// Returns the library and the version that the engine uses.
+    pub fn version(&self) -> String {
+        self.engine.version()
+    }
+
+    /// Returns this rank's index in the group, starting at 0.
+    pub fn rank(&self) -> usize {
+        self.engine.rank()
+    }
+
+    /// Returns the number of ranks in the group.
+    pub fn size(&self) -> usize {
+        self.engine.size()
+    }
+
+    /// Returns the ranks of every node. A sum is taken inside the nodes before it is taken between
+    /// them. All nodes have the same number of ranks. Engines without nodes return a single one.
+    pub fn nodes(&self) -> Vec<Vec<usize>> {
+        self.engine.nodes()
+    }
+
+    /// Starts the sum or mean of the tensors of all ranks, for all ranks.
+    pub fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
+        self.arguments("all_reduce").dtype(&tensor)?;
+        self.engine.all_reduce(tensor, op)
+    }
+
+    /// Starts the sum or mean of the tensors of all ranks, of which rank `r` receives its part:
+    /// `counts[r]` elements, after those of the ranks before it. The counts are the same on all
+    /// ranks.
+    pub fn reduce_scatter(
+        &self,
+        tensor: Tensor<1>,
+        counts: &[usize],
+        op: ReduceOp,
+    ) -> Result<Pending> {
+        self.check_scattered(&tensor, counts)?;
+        self.engine.reduce_scatter(tensor, counts, op)
+    }
+
+    /// Starts the sum of [`reduce_scatter`](Self::reduce_scatter), left in float32: a part of a
+    /// larger sum that is rounded once, when all of it has been added up.
+    pub fn reduce_scatter_f32(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
+        self.check_scattered(&tensor, counts)?;
+        self.engine.reduce_scatter_f32(tensor, counts)
+    }
+
+    /// Starts the concatenation of the tensors of all ranks, for all ranks. Rank `r` gives
+    /// `counts[r]` elements. The counts are the same on all ranks.
+    pub fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
+        let arguments = self.arguments("all_gather");
+        arguments.dtype(&tensor)?;
+        arguments.gathered(counts, &tensor)?;
+        self.engine.all_gather(tensor, counts)
+    }
+
+    /// Starts sending the tensor of rank `root` to all ranks. The other ranks give a tensor of the
+    /// same length.
+    pub fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending> {
+        let arguments = self.arguments("broadcast");
+        arguments.dtype(&tensor)?;
+        arguments.root(root)?;
+        self.engine.broadcast(tensor, root)
+    }
+
+    /// Starts sending a part of the tensor to every rank: `send[r]` elements to rank `r`, and
+    /// `receive[r]` elements from it. The result is the concatenation of the received parts.
+    ///
+    /// A rank knows only its part of the `N * N` counts. Every call therefore first compares all of
+    /// them, as small data through rank 0, and waits for the outcome: use it for a few calls, and
+    /// not in every step on many ranks.
+    pub fn all_to_all(
+        &self,
+        tensor: Tensor<1>,
+        send: &[usize],
+        receive: &[usize],
+    ) -> Result<Pending> {
+        let arguments = self.arguments("all_to_all");
+        arguments.dtype(&tensor)?;
+        arguments.scattered(send, &tensor)?;
+        arguments.one_per_rank(receive)?;
+        self.engine.all_to_all(tensor, send, receive)
+    }
+
+    /// Starts the concatenation of the tensors of all ranks, for rank `root`. Rank `r` gives
+    /// `counts[r]` elements. The counts are the same on all ranks. The other ranks receive a tensor
+    /// without elements.
+    pub fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
+        let arguments = self.arguments("gather");
+        arguments.dtype(&tensor)?;
+        arguments.root(root)?;
+        arguments.gathered(counts, &tensor)?;
+        self.engine.gather(tensor, counts, root)
+    }
+
+    /// Sends small data of the host from all ranks to all ranks, and waits for it.
+    ///
+    /// The bytes that every rank receives grow with the number of ranks. The methods below send
+    /// less.
+    pub fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        self.engine.all_gather_bytes(bytes)
+    }
+
+    /// Sends small data of the host from all ranks to rank `root`, and waits for it. Returns `None`
+    /// on the other ranks.
+    pub fn gather_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Option<Vec<Vec<u8>>>> {
+        self.arguments("gather_bytes").root(root)?;
+        self.engine.gather_bytes(bytes, root)
+    }
+
+    /// Sends small data of rank `root` to all ranks, and waits for it. The bytes of the other ranks
+    /// are ignored.
+    pub fn broadcast_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Vec<u8>> {
+        self.arguments("broadcast_bytes").root(root)?;
+        self.engine.broadcast_bytes(bytes, root)
+    }
+
+    /// Returns, on all ranks, the lowest rank that gives bytes, and these bytes. Waits for all
+    /// ranks.
+    pub fn first_bytes(&self, bytes: Option<Vec<u8>>) -> Result<Option<(usize, Vec<u8>)>> {
+        self.engine.first_bytes(bytes)
+    }
+
+    /// Returns, on all ranks, the bits that are set on any rank. All ranks give the same number of
+    /// bytes. Waits for all ranks.
+    pub fn or_bytes(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        self.engine.or_bytes(bytes)
+    }
+
+    /// Announces that this rank begins or ends something that may take longer than the deadline,
+    /// such as writing a file.
+    ///
+    /// While a rank is busy, no rank times out: a late rank may itself wait for the busy one. The
+    /// exception is a busy rank that waits for others. The death of a rank is noticed nevertheless.
+    pub fn set_busy(&self, busy: bool) {
+        self.engine.set_busy(busy);
+    }
+
+    /// Waits until every call whose result was waited for has been carried out. An engine may
+    /// return a result before that, if the device makes the work wait that uses it.
+    ///
+    /// # Errors
+    ///
+    /// The first error since the previous call of this method. The results must not be used then,
+    /// and the next call also returns the error.
+    pub fn synchronize(&self) -> Result<()> {
+        self.engine.synchronize()
+    }
+
+    /// Waits until all ranks have made this call.
+    pub fn barrier(&self) -> Result<()> {
+        self.engine.barrier()
+    }
+
+    /// Returns the group of the ranks that give the same color, in the order of `key` and then of
+    /// rank.
+    pub fn split(&self, color: usize, key: usize) -> Result<Self> {
+        Ok(Self::new(self.engine.split(color, key)?))
+    }
+
+    /// Ends the world: the calls of every other rank fail with this rank and cause.
+    pub fn fail(&self, cause: &str) {
+        self.engine.fail(cause);
+    }
+
+    fn arguments(&self, collective: &'static str) -> Arguments {
+        Arguments { collective, rank: self.rank(), size: self.size() }
+    }
+
+    fn check_scattered(&self, tensor: &Tensor<1>, counts: &[usize]) -> Result<()> {
+        let arguments = self.arguments("reduce_scatter");
+        arguments.dtype(tensor)?;
+        arguments.scattered(counts, tensor)
+    }
+}
+
+impl From<Arc<dyn Engine>> for Communicator {
+    fn from(engine: Arc<dyn Engine>) -> Self {
+        Self::new(engine)
+    }
+}
+
+impl<E: Engine + 'static> From<E> for Communicator {
+    fn from(engine: E) -> Self {
+        Self::new(Arc::new(engine))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use burn::tensor::{DType, Device};
+
+    use super::super::Threads;
+    use super::*;
+    use crate::error::Error;
+
+    /// Rank 1 of 3. The other ranks never come, so that only argument errors return at once.
+    fn rank_1() -> Communicator {
+        Threads::world(&vec![Device::default(); 3], Duration::from_secs(60)).swap_remove(1).into()
+    }
+
+    fn floats(length: usize, dtype: DType) -> Tensor<1> {
+        Tensor::ones([length], (&Device::default(), dtype))
+    }
+
+    /// Asserts that a call was refused, and returns the reason.
+    fn reason<T>(result: Result<T>, name: &str) -> String {
+        match result.map(|_| ()).unwrap_err() {
+            Error::Collective { collective, rank: 1, reason, .. } if collective == name => reason,
+            error => panic!("{name}: {error}"),
+        }
+    }
+
+    #[test]
+    fn counts_that_do_not_fit_are_refused_in_every_collective() {
+        let comm = rank_1();
+        let tensor = || floats(4, DType::F32);
+        for counts in [&[2, 2][..], &[1, 1, 1, 1], &[]] {
+            let calls = [
+                (comm.reduce_scatter(tensor(), counts, ReduceOp::Sum), "reduce_scatter"),
+                (comm.reduce_scatter_f32(tensor(), counts), "reduce_scatter"),
+                (comm.all_gather(tensor(), counts), "all_gather"),
+                (comm.gather(tensor(), counts, 0), "gather"),
+                (comm.all_to_all(tensor(), counts, &[0; 3]), "all_to_all"),
+                (comm.all_to_all(tensor(), &[4, 0, 0], counts), "all_to_all"),
+            ];
+            for (call, name) in calls {
+                let reason = reason(call, name);
+                let expected = format!("expected 3, one for every rank, got {}", counts.len());
+                assert!(reason.ends_with(&expected), "{name}: {reason}");
+            }
+        }
+        let scattered = [
+            (comm.reduce_scatter(tensor(), &[1, 1, 1], ReduceOp::Mean), "reduce_scatter"),
+            (comm.reduce_scatter_f32(tensor(), &[1, 1, 1]), "reduce_scatter"),
+            (comm.all_to_all(tensor(), &[1, 1, 1], &[0; 3]), "all_to_all"),
+            // The count of this rank, and not that of another one.
+            (comm.all_gather(tensor(), &[4, 3, 4]), "all_gather"),
+            (comm.gather(tensor(), &[4, 3, 4], 0), "gather"),
+        ];
+        for (call, name) in scattered {
+            let reason = reason(call, name);
+            assert!(reason.ends_with("expected 3 elements, got 4"), "{name}: {reason}");
+        }
+    }
+
+    #[test]
+    fn a_root_outside_the_group_is_refused_in_every_collective() {
+        let comm = rank_1();
+        let tensor = || floats(4, DType::F32);
+        let reasons = [
+            reason(comm.broadcast(tensor(), 3), "broadcast"),
+            reason(comm.gather(tensor(), &[4; 3], 3), "gather"),
+            reason(comm.gather_bytes(vec![], 3), "gather_bytes"),
+            reason(comm.broadcast_bytes(vec![], 3), "broadcast_bytes"),
+        ];
+        for reason in reasons {
+            assert!(reason.ends_with("expected a rank below 3, got 3"), "{reason}");
+        }
+    }
+
+    #[test]
+    fn a_type_that_is_not_exchanged_is_refused_before_all_else() {
+        if !Device::default().supports_dtype(DType::F64) {
+            return;
+        }
+        let comm = rank_1();
+        let wide = || floats(4, DType::F64);
+        let reasons = [
+            reason(comm.all_reduce(wide(), ReduceOp::Sum), "all_reduce"),
+            reason(comm.reduce_scatter(wide(), &[], ReduceOp::Sum), "reduce_scatter"),
+            reason(comm.reduce_scatter_f32(wide(), &[]), "reduce_scatter"),
+            reason(comm.all_gather(wide(), &[]), "all_gather"),
+            reason(comm.broadcast(wide(), 3), "broadcast"),
+            reason(comm.all_to_all(wide(), &[], &[]), "all_to_all"),
+            reason(comm.gather(wide(), &[], 3), "gather"),
+        ];
+        for reason in reasons {
+            assert!(reason.contains("float32, float16 or bfloat16"), "{reason}");
+        }
+    }
+
+    #[test]
+    fn valid_arguments_reach_the_engine() {
+        let comm = rank_1();
+        for dtype in [DType::F32, DType::F16] {
+            let started = [
+                comm.all_reduce(floats(4, dtype), ReduceOp::Sum),
+                comm.reduce_scatter(floats(4, dtype), &[0, 4, 0], ReduceOp::Sum),
+                comm.all_gather(floats(4, dtype), &[0, 4, 9]),
+                comm.broadcast(floats(4, dtype), 2),
+                comm.all_to_all(floats(4, dtype), &[4, 0, 0], &[9, 9, 9]),
+                comm.gather(floats(4, dtype), &[0, 4, 9], 2),
+            ];
+            assert!(started.iter().all(Result::is_ok), "{started:?}");
+        }
+    }
+}

@@ -1,0 +1,299 @@
+//! Sums that are taken inside nodes before they are taken between them.
+//!
+//! The link between nodes is the slow one. A sum is taken inside every node before it crosses that
+//! link, and what has crossed once is distributed inside the node. Of a buffer of `B` bytes on `n`
+//! nodes of `d` ranks, a rank sends `(n - 1) / (n d) B` between nodes, where a flat exchange of
+//! parts sends `(n - 1) / n B`. PyTorch's FSDP does the same in its hybrid sharding
+//! (<https://pytorch.org/docs/stable/fsdp.html>), but here the result is exact: if neighbouring
+//! ranks are a node, and their number is a power of two, the order of additions is that of all
+//! ranks. Half precision is sent unchanged inside a node, and as float32 between nodes, since the
+//! sums of nodes are not rounded.
+//!
+//! The second half of a call starts when the first half is waited for, not before. The second half
+//! needs the result of the first on the device, and a device orders by streams: started earlier,
+//! the second half would make all later work on the device, such as updates of parameters, wait for
+//! the first half. With several buckets in flight, the halves of different buckets overlap.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use burn::tensor::Tensor;
+use serde::{Deserialize, Serialize};
+
+use super::counts::offsets;
+use super::{Communicator, Engine, Pending, ReduceOp, value};
+use crate::error::Result;
+use crate::slices;
+
+/// An engine of nodes with the same number of ranks each, over any engine of all ranks.
+#[derive(Debug)]
+pub struct Hierarchy {
+    all: Communicator,
+    /// The ranks of this node.
+    node: Communicator,
+    /// The ranks with this rank's local index in every node.
+    across: Communicator,
+    /// The ranks of every node.
+    nodes: Vec<Vec<usize>>,
+    /// All ranks: the first of every node, then the second of every node, and so on.
+    by_local_index: Vec<usize>,
+}
+
+/// The nodes of all ranks, as rank 0 sends them to the others.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+enum Nodes {
+    /// Nodes of one rank, only one node, or nodes of different sizes.
+    None,
+    /// This number of neighbouring ranks is a node. The message is short for any number of ranks.
+    Neighbours(usize),
+    /// The node of every rank.
+    Of(Vec<usize>),
+}
+
+impl Nodes {
+    /// Numbers the nodes in the order of their first ranks. Ranks with the same name are a node.
+    fn from_names(names: &[Vec<u8>]) -> Self {
+        let mut numbers = HashMap::new();
+        let node = |name| {
+            let next = numbers.len();
+            *numbers.entry(name).or_insert(next)
+        };
+        let nodes: Vec<usize> = names.iter().map(node).collect();
+        let mut sizes = vec![0; numbers.len()];
+        nodes.iter().for_each(|node| sizes[*node] += 1);
+        let size = sizes[0];
+        if sizes.len() == 1 || size == 1 || sizes.iter().any(|other| *other != size) {
+            return Self::None;
+        }
+        match nodes.iter().enumerate().all(|(rank, node)| *node == rank / size) {
+            true => Self::Neighbours(size),
+            false => Self::Of(nodes),
+        }
+    }
+
+    /// Returns the ranks of every node, of `size` ranks in all.
+    fn ranks(&self, size: usize) -> Option<Vec<Vec<usize>>> {
+        let node = |rank: usize| match self {
+            Self::None => None,
+            Self::Neighbours(node_size) => Some(rank / node_size),
+            Self::Of(nodes) => Some(nodes[rank]),
+        };
+        let mut ranks: Vec<Vec<usize>> = Vec::new();
+        for rank in 0..size {
+            let node = node(rank)?;
+            ranks.resize(ranks.len().max(node + 1), vec![]);
+            ranks[node].push(rank);
+        }
+        Some(ranks)
+    }
+}
+
+impl Hierarchy {
+    /// Returns the engine of the same ranks, of which those with the same name are a node. Returns
+    /// `None` for nodes of single ranks, for only one node, and for nodes of different sizes.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn over(all: Communicator, name: &str) -> Result<Option<Self>> {
+        // Through rank 0, so that the bytes sent to each rank do not grow with the number of ranks.
+        let names = all.gather_bytes(name.as_bytes().to_vec(), 0)?;
+        let bytes = names.map_or(vec![], |names| value::to_bytes(&Nodes::from_names(&names)));
+        let nodes: Nodes = value::from_bytes(0, &all.broadcast_bytes(bytes, 0)?)?;
+        let Some(nodes) = nodes.ranks(all.size()) else { return Ok(None) };
+        let node_size = nodes[0].len();
+        let find = |ranks: &Vec<usize>| ranks.iter().position(|rank| *rank == all.rank());
+        let (node_index, local_index) = nodes
+            .iter()
+            .enumerate()
+            .find_map(|(node, ranks)| Some((node, find(ranks)?)))
+            .expect("every rank is in a node");
+        let node = all.split(node_index, local_index)?;
+        let across = all.split(local_index, node_index)?;
+        let by_local_index = (0..node_size)
+            .flat_map(|local_index| nodes.iter().map(move |ranks| ranks[local_index]))
+            .collect();
+        Ok(Some(Self { all, node, across, nodes, by_local_index }))
+    }
+
+    /// Replaces the groups inside this node (`node`) and across all nodes (`across`), to count or
+    /// watch their calls.
+    pub fn watched(self, watch: impl Fn(&'static str, Communicator) -> Communicator) -> Self {
+        Self { node: watch("node", self.node), across: watch("across", self.across), ..self }
+    }
+
+    /// Returns, for every local index, the number of elements of the ranks with that local index.
+    fn counts_by_local_index(&self, counts: &[usize]) -> Vec<usize> {
+        let same_index = self.by_local_index.chunks(self.nodes.len());
+        same_index.map(|ranks| ranks.iter().map(|rank| counts[*rank]).sum()).collect()
+    }
+
+    /// Returns the number of elements of every rank in the group across nodes.
+    fn counts_across(&self, counts: &[usize]) -> Vec<usize> {
+        self.nodes.iter().map(|ranks| counts[ranks[self.node.rank()]]).collect()
+    }
+
+    /// Starts a sum in float32 over all ranks. Inside a node, every rank adds up the parts of the
+    /// ranks with its local index in all nodes. Then these ranks add up their sums.
+    fn start_sum(&self, tensor: &Tensor<1>, counts: &[usize]) -> Result<Pending> {
+        let by_local_index = reordered(tensor, &offsets(counts), counts, &self.by_local_index);
+        let node_counts = self.counts_by_local_index(counts);
+        let inside = self.node.reduce_scatter_f32(by_local_index, &node_counts)?;
+        let across = self.across.clone();
+        let counts = self.counts_across(counts);
+        Ok(Pending::new(inside.bytes(), move || {
+            across.reduce_scatter_f32(inside.wait()?, &counts)?.wait()
+        }))
+    }
+}
+
+/// Returns the parts of ranks in another order. The part of rank `r` begins at `offsets[r]`.
+fn reordered(
+    tensor: &Tensor<1>,
+    offsets: &[usize],
+    counts: &[usize],
+    order: &[usize],
+) -> Tensor<1> {
+    let filled = order.iter().filter(|rank| counts[**rank] > 0);
+    // Empty parts may be anywhere: the parts of few owners are often in order, and need no copy.
+    if filled.clone().is_sorted_by_key(|rank| offsets[*rank]) {
+        return tensor.clone();
+    }
+    let part = |rank: &usize| {
+        let start = offsets[*rank];
+        slices::slice(tensor, start..start + counts[*rank])
+    };
+    slices::concat(filled.map(part).collect(), tensor.dtype(), &tensor.device())
+}
+
+impl Engine for Hierarchy {
+    fn engine_name(&self) -> &'static str {
+        self.all.engine_name()
+    }
+
+    fn version(&self) -> String {
+        format!("{}, {} nodes", self.all.version(), self.nodes.len())
+    }
+
+    fn rank(&self) -> usize {
+        self.all.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.all.size()
+    }
+
+    fn nodes(&self) -> Vec<Vec<usize>> {
+        self.nodes.clone()
+    }
+
+    fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
+        self.all.all_reduce(tensor, op)
+    }
+
+    fn reduce_scatter(&self, tensor: Tensor<1>, counts: &[usize], op: ReduceOp) -> Result<Pending> {
+        let dtype = tensor.dtype();
+        let size = self.size();
+        let sum = self.start_sum(&tensor, counts)?;
+        Ok(Pending::new(sum.bytes(), move || Ok(op.finish(sum.wait()?, size, dtype))))
+    }
+
+    fn reduce_scatter_f32(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
+        self.start_sum(&tensor, counts)
+    }
+
+    /// Ranks with the same local index in all nodes exchange their parts. Then the ranks of every
+    /// node exchange what they have received.
+    fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
+        let across = self.across.all_gather(tensor, &self.counts_across(counts))?;
+        let node = self.node.clone();
+        let node_counts = self.counts_by_local_index(counts);
+        let by_local_index = self.by_local_index.clone();
+        let counts = counts.to_vec();
+        Ok(Pending::new(across.bytes(), move || {
+            let gathered = node.all_gather(across.wait()?, &node_counts)?.wait()?;
+            let gathered_counts: Vec<usize> =
+                by_local_index.iter().map(|rank| counts[*rank]).collect();
+            let mut rank_offsets = vec![0; counts.len()];
+            for (rank, offset) in by_local_index.into_iter().zip(offsets(&gathered_counts)) {
+                rank_offsets[rank] = offset;
+            }
+            let by_rank: Vec<usize> = (0..counts.len()).collect();
+            Ok(reordered(&gathered, &rank_offsets, &counts, &by_rank))
+        }))
+    }
+
+    fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending> {
+        self.all.broadcast(tensor, root)
+    }
+
+    fn all_to_all(&self, tensor: Tensor<1>, send: &[usize], receive: &[usize]) -> Result<Pending> {
+        self.all.all_to_all(tensor, send, receive)
+    }
+
+    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
+        self.all.gather(tensor, counts, root)
+    }
+
+    fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        self.all.all_gather_bytes(bytes)
+    }
+
+    fn gather_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Option<Vec<Vec<u8>>>> {
+        self.all.gather_bytes(bytes, root)
+    }
+
+    fn broadcast_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Vec<u8>> {
+        self.all.broadcast_bytes(bytes, root)
+    }
+
+    fn first_bytes(&self, bytes: Option<Vec<u8>>) -> Result<Option<(usize, Vec<u8>)>> {
+        self.all.first_bytes(bytes)
+    }
+
+    fn or_bytes(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        self.all.or_bytes(bytes)
+    }
+
+    fn set_busy(&self, busy: bool) {
+        self.all.set_busy(busy);
+    }
+
+    fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
+        Ok(self.all.split(color, key)?.into_engine())
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        [&self.all, &self.node, &self.across].into_iter().try_for_each(|group| group.synchronize())
+    }
+
+    fn fail(&self, cause: &str) {
+        self.all.fail(cause);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_of_neighbouring_ranks_are_sent_in_few_bytes() {
+        let nodes = |names: &[&str]| {
+            let names: Vec<_> = names.iter().map(|name| name.as_bytes().to_vec()).collect();
+            Nodes::from_names(&names)
+        };
+        assert_eq!(nodes(&["a", "a", "b", "b", "c", "c"]), Nodes::Neighbours(2));
+        assert_eq!(nodes(&["a", "b", "a", "b"]), Nodes::Of(vec![0, 1, 0, 1]));
+        for flat in [&["a", "a"][..], &["a", "b"], &["a", "a", "b"]] {
+            assert_eq!(nodes(flat), Nodes::None);
+        }
+        let ranks = |nodes: Nodes, size| {
+            let received: Nodes = value::from_bytes(0, &value::to_bytes(&nodes)).unwrap();
+            received.ranks(size)
+        };
+        assert_eq!(ranks(Nodes::Neighbours(2), 4), Some(vec![vec![0, 1], vec![2, 3]]));
+        assert_eq!(ranks(Nodes::Of(vec![0, 1, 0, 1]), 4), Some(vec![vec![0, 2], vec![1, 3]]));
+        assert_eq!(ranks(Nodes::None, 4), None);
+        assert!(value::to_bytes(&Nodes::Neighbours(8)).len() < 20);
+    }
+}

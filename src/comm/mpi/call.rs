@@ -1,0 +1,238 @@
+//! Calls of MPI in flight, with the memory that MPI may access until they have finished.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::mem::{forget, take};
+use std::os::raw::{c_int, c_void};
+use std::sync::Arc;
+
+use burn::tensor::{DType, TensorData};
+use mpi::ffi;
+use mpi::topology::Communicator as _;
+
+use super::library::{RawCommunicator, check_code};
+use crate::comm::control::{COMPARE_AFTER, Control, ExternalCall};
+use crate::comm::counts::offsets;
+use crate::error::{Error, Result};
+
+/// The address that is passed for empty buffers. An empty `Vec` has a dangling pointer, which may
+/// equal an address with a meaning for MPI, such as `MPI_IN_PLACE`.
+static EMPTY_BUFFER: [u8; 8] = [0; 8];
+
+/// The arguments that all calls have in common.
+pub struct Arguments<'a> {
+    pub send: *const c_void,
+    pub receive: *mut c_void,
+    /// The type of the elements, which MPI moves and does not compute with.
+    pub dtype: ffi::MPI_Datatype,
+    /// The lengths and offsets, for calls that have them.
+    pub counts: &'a [Vec<c_int>],
+    pub comm: ffi::MPI_Comm,
+    pub request: &'a mut ffi::MPI_Request,
+}
+
+/// A call of MPI in flight, with all memory that MPI may access until it has finished.
+pub struct StartedCall {
+    comm: Arc<RawCommunicator>,
+    call: ExternalCall,
+    signature: Signature,
+    request: ffi::MPI_Request,
+    /// Read by MPI.
+    send: TensorData,
+    /// Written by MPI.
+    receive: Vec<u8>,
+    /// Read by MPI.
+    counts: Vec<Vec<c_int>>,
+    is_finished: bool,
+}
+
+// SAFETY: any thread may test requests, and the buffers are on the heap, where they stay when the
+// struct moves.
+unsafe impl Send for StartedCall {}
+
+/// The hashes of the calls of all ranks, exchanged by a call of MPI of its own.
+struct Signature {
+    request: ffi::MPI_Request,
+    /// This rank's hash. In a box, since MPI reads it while the struct may move.
+    local: Box<[u64; 1]>,
+    all: Vec<u64>,
+    is_finished: bool,
+}
+
+impl StartedCall {
+    /// Starts a call and the exchange of its signatures. `launch` passes the call to MPI.
+    pub fn new(
+        comm: &Arc<RawCommunicator>,
+        rank: usize,
+        call: ExternalCall,
+        send: TensorData,
+        received: usize,
+        counts: Vec<Vec<c_int>>,
+        launch: impl FnOnce(Arguments<'_>) -> c_int,
+    ) -> Result<Self> {
+        let signature = Signature::start(comm, rank, &call)?;
+        let dtype = send.dtype();
+        let mut started = Self {
+            comm: comm.clone(),
+            call,
+            signature,
+            // SAFETY: a constant of the library.
+            request: unsafe { ffi::RSMPI_REQUEST_NULL },
+            send,
+            receive: vec![0; received * dtype.size()],
+            counts,
+            is_finished: false,
+        };
+        let Self { send, receive, counts, request, .. } = &mut started;
+        let or_empty_buffer = |pointer: *const u8, is_empty| match is_empty {
+            true => EMPTY_BUFFER.as_ptr(),
+            false => pointer,
+        };
+        let send = or_empty_buffer(send.as_bytes().as_ptr(), send.as_bytes().is_empty()).cast();
+        let is_empty = receive.is_empty();
+        let receive = or_empty_buffer(receive.as_mut_ptr(), is_empty).cast_mut().cast();
+        let (dtype, comm) = (datatype(dtype), comm.raw());
+        let code = launch(Arguments { send, receive, dtype, counts, comm, request });
+        check_code(code, rank, &started.call.call)?;
+        Ok(started)
+    }
+
+    /// Returns the bytes of both buffers.
+    pub fn bytes(&self) -> usize {
+        self.send.as_bytes().len() + self.receive.len()
+    }
+
+    /// Waits until all ranks have made the same call and it has finished. Returns the received
+    /// bytes.
+    pub fn finish(mut self, control: &Control) -> Result<Vec<u8>> {
+        self.wait(control).map_err(|error| {
+            self.comm.library.abandon();
+            control.cause_of(&self.call, error, COMPARE_AFTER)
+        })?;
+        Ok(take(&mut self.receive))
+    }
+
+    fn wait(&mut self, control: &Control) -> Result<()> {
+        let Self { call, signature, request, is_finished, .. } = self;
+        let rank = control.rank();
+        // The signatures first: if they differ, the call itself may never finish.
+        control.wait(call, || signature.test(rank, call))?;
+        if signature.all.iter().any(|other| *other != signature.local[0]) {
+            let calls = format!("rank {rank}: {}, another: something else", call.call);
+            return Err(Error::Mismatch { calls });
+        }
+        control.wait(call, || {
+            *is_finished = *is_finished || test(request, rank, call)?;
+            Ok(*is_finished)
+        })
+    }
+}
+
+impl Drop for StartedCall {
+    fn drop(&mut self) {
+        if !self.is_finished {
+            // MPI may still read and write this memory: leak it.
+            forget(std::mem::replace(&mut self.send, TensorData::new(Vec::<u8>::new(), [0])));
+            forget(take(&mut self.receive));
+            forget(take(&mut self.counts));
+        }
+    }
+}
+
+impl Signature {
+    fn start(comm: &RawCommunicator, rank: usize, call: &ExternalCall) -> Result<Self> {
+        let mut hasher = DefaultHasher::new();
+        (call.number, &call.call).hash(&mut hasher);
+        let mut signature = Self {
+            // SAFETY: a constant of the library.
+            request: unsafe { ffi::RSMPI_REQUEST_NULL },
+            local: Box::new([hasher.finish()]),
+            all: vec![0; comm.comm.size() as usize],
+            is_finished: false,
+        };
+        // SAFETY: both buffers are on the heap and live until the request has finished.
+        let code = unsafe {
+            ffi::MPI_Iallgather(
+                signature.local.as_ptr().cast(),
+                1,
+                ffi::RSMPI_UINT64_T,
+                signature.all.as_mut_ptr().cast(),
+                1,
+                ffi::RSMPI_UINT64_T,
+                comm.raw(),
+                &mut signature.request,
+            )
+        };
+        check_code(code, rank, &call.call)?;
+        Ok(signature)
+    }
+
+    fn test(&mut self, rank: usize, call: &ExternalCall) -> Result<bool> {
+        self.is_finished = self.is_finished || test(&mut self.request, rank, call)?;
+        Ok(self.is_finished)
+    }
+}
+
+impl Drop for Signature {
+    fn drop(&mut self) {
+        if !self.is_finished {
+            // MPI may still read and write this memory: leak it.
+            forget(take(&mut self.local));
+            forget(take(&mut self.all));
+        }
+    }
+}
+
+/// Returns `true` if a request has finished.
+fn test(request: &mut ffi::MPI_Request, rank: usize, call: &ExternalCall) -> Result<bool> {
+    let mut flag = 0;
+    // SAFETY: the request is that of a started call, or null when it has finished.
+    let code = unsafe { ffi::MPI_Test(request, &mut flag, ffi::RSMPI_STATUS_IGNORE) };
+    check_code(code, rank, &call.call)?;
+    Ok(flag != 0)
+}
+
+/// Returns a type of MPI with the size of a tensor's elements, which MPI only moves.
+fn datatype(dtype: DType) -> ffi::MPI_Datatype {
+    // SAFETY: constants of the library.
+    unsafe {
+        match dtype.size() {
+            2 => ffi::RSMPI_UINT16_T,
+            _ => ffi::RSMPI_FLOAT,
+        }
+    }
+}
+
+/// Returns the lengths and offsets of parts as MPI's integers.
+pub fn layout(counts: &[usize], collective: &'static str, rank: usize) -> Result<[Vec<c_int>; 2]> {
+    let int = |number: usize| {
+        c_int::try_from(number).map_err(|_| Error::Collective {
+            collective,
+            rank,
+            reason: format!(
+                "the buffer is too long, since MPI counts in an int: expected at most {} elements, \
+                 got {number}",
+                c_int::MAX
+            ),
+            remedy: "set a smaller `bucket_mb`, or split a single parameter of that size into several",
+        })
+    };
+    int(counts.iter().sum())?;
+    let ints = |numbers: &[usize]| numbers.iter().map(|number| int(*number)).collect::<Result<_>>();
+    Ok([ints(counts)?, ints(&offsets(counts))?])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_buffer_of_more_elements_than_an_int_can_count_is_refused_with_a_remedy() {
+        let max = c_int::MAX as usize;
+        assert_eq!(
+            layout(&[max - 1, 0, 1], "gather", 0).unwrap()[1],
+            [0, c_int::MAX - 1, c_int::MAX - 1]
+        );
+        let error = layout(&[max, 1], "gather", 0).unwrap_err().to_string();
+        assert!(error.contains("split a single parameter"), "{error}");
+    }
+}

@@ -1,0 +1,50 @@
+//! The result of a collective that was started.
+
+use std::fmt::{self, Debug};
+
+use burn::tensor::Tensor;
+
+use crate::error::Result;
+use crate::slices;
+
+/// The result of a collective that was started.
+#[must_use = "a collective is finished by waiting for it"]
+pub struct Pending {
+    bytes: usize,
+    finish: Box<dyn FnOnce() -> Result<Tensor<1>> + Send>,
+}
+
+impl Pending {
+    /// Returns a result that `finish` completes, and whose call holds `bytes` bytes until then.
+    pub fn new(bytes: usize, finish: impl FnOnce() -> Result<Tensor<1>> + Send + 'static) -> Self {
+        Self { bytes, finish: Box::new(finish) }
+    }
+
+    /// Returns a result that is already complete.
+    pub fn ready(tensor: Tensor<1>) -> Self {
+        Self::new(slices::bytes(&tensor), move || Ok(tensor))
+    }
+
+    /// Returns the bytes of the buffers for sending and receiving, which the call holds until its
+    /// result is waited for.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Waits for the result, or until the device makes everything wait that uses it: see
+    /// [`Communicator::synchronize`](super::Communicator::synchronize).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::PeerFailed`](crate::Error::PeerFailed) if another rank failed or was late,
+    /// [`Error::Mismatch`](crate::Error::Mismatch) if the ranks made different calls.
+    pub fn wait(self) -> Result<Tensor<1>> {
+        (self.finish)()
+    }
+}
+
+impl Debug for Pending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pending({} bytes)", self.bytes)
+    }
+}

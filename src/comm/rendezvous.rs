@@ -1,0 +1,238 @@
+//! Rounds of ranks that are threads of one process: a shared state behind a lock.
+//!
+//! Every rank holds a [`Participant`] for each of its groups. In a round, every participant of the
+//! group [arrives](Participant::arrive) with a payload and [collects](PendingRound::collect) the
+//! payloads of all. Arriving never blocks, so a rank may be several rounds ahead of the others;
+//! collecting is a barrier, which waits until all participants have arrived. The ranks' calls are
+//! compared; their payloads are opaque, and need not be tensors. The first failure of a world ends
+//! all of its incomplete rounds, on all ranks.
+//!
+//! A payload is dropped by the rank that contributed it. A lazy backend orders the uses of a tensor
+//! by the thread that made the tensor: dropped by another thread, a tensor can be freed before a
+//! queued operation that uses it runs.
+
+use std::fmt::{self, Display};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+pub use super::rounds::Failure;
+use super::rounds::{Key, Rounds, WaitPoint};
+use super::sync::{AtomicU64, Condvar, Mutex, MutexGuard, Ordering};
+
+struct State<C, P> {
+    rounds: Rounds<C, P>,
+    /// For every rank of the world, the payloads it contributed that no rank needs any more.
+    released: Vec<Vec<P>>,
+}
+
+/// The state that all ranks of a world share.
+pub struct Rendezvous<C, P> {
+    state: Mutex<State<C, P>>,
+    /// Notified when a round is complete, the world has failed, or a rank is no longer busy.
+    changed: Condvar,
+    next_group: AtomicU64,
+}
+
+/// One rank's membership in one group.
+pub struct Participant<C, P> {
+    rendezvous: Arc<Rendezvous<C, P>>,
+    group: u64,
+    /// The members of the group, as ranks of the world.
+    members: Arc<[usize]>,
+    /// This rank's index among the members.
+    rank: usize,
+    next_round: AtomicU64,
+}
+
+/// A round in which this rank has arrived, and whose payloads it may collect.
+pub struct PendingRound<C: Clone + PartialEq + Display, P: Clone> {
+    rendezvous: Arc<Rendezvous<C, P>>,
+    key: Key,
+    /// This rank's index in the world.
+    rank: usize,
+}
+
+impl<C: Clone + PartialEq + Display, P: Clone> Rendezvous<C, P> {
+    /// Returns the participants of a world of `size` ranks, all in one group. No rank waits for
+    /// another longer than `deadline`.
+    pub fn participants(size: usize, deadline: Duration) -> Vec<Participant<C, P>> {
+        let state = State {
+            rounds: Rounds::new(size, deadline),
+            released: (0..size).map(|_| vec![]).collect(),
+        };
+        let rendezvous = Arc::new(Self {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            // Group 0 is the world.
+            next_group: AtomicU64::new(1),
+        });
+        let members: Arc<[usize]> = (0..size).collect();
+        let participant = |rank| Participant {
+            rendezvous: rendezvous.clone(),
+            group: 0,
+            members: members.clone(),
+            rank,
+            next_round: AtomicU64::new(0),
+        };
+        (0..size).map(participant).collect()
+    }
+
+    fn lock(&self) -> Guard<'_, C, P> {
+        self.state.lock().expect("no thread panics while it holds the lock")
+    }
+}
+
+impl<C: Clone + PartialEq + Display, P: Clone> Participant<C, P> {
+    /// This rank's index in the group.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The number of members of the group.
+    pub fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    fn world_rank(&self) -> usize {
+        self.members[self.rank]
+    }
+
+    /// Contributes `payload` to the next round of the group, without waiting.
+    ///
+    /// # Errors
+    ///
+    /// The world's failure; a call that differs from another member's fails the world.
+    pub fn arrive(&self, call: C, payload: P) -> Result<PendingRound<C, P>, Failure> {
+        let key = (self.group, self.next_round.fetch_add(1, Ordering::SeqCst));
+        self.drop_released();
+        let mut state = self.rendezvous.lock();
+        let arrival = state.rounds.arrive(key, &self.members, self.rank, call, payload);
+        // Waiting ranks are woken once per round, not at every arrival.
+        if !matches!(arrival, Ok(false)) {
+            self.rendezvous.changed.notify_all();
+        }
+        drop(state);
+        let rendezvous = self.rendezvous.clone();
+        arrival.map(|_| PendingRound { rendezvous, key, rank: self.world_rank() })
+    }
+
+    /// Drops the payloads of this rank that no rank needs any more.
+    fn drop_released(&self) {
+        let released = std::mem::take(&mut self.rendezvous.lock().released[self.world_rank()]);
+        // After the lock is released: dropping a payload may take long.
+        drop(released);
+    }
+
+    /// Returns this rank's participant in a new group. All members of the new group make this call
+    /// with the same `group`, a number that one of them got from [`new_group`](Self::new_group).
+    pub fn join(&self, group: u64, members: Vec<usize>, rank: usize) -> Self {
+        let members = members.iter().map(|member| self.members[*member]).collect();
+        let next_round = AtomicU64::new(0);
+        Self { rendezvous: self.rendezvous.clone(), group, members, rank, next_round }
+    }
+
+    /// Returns a number that no group has yet.
+    pub fn new_group(&self) -> u64 {
+        self.rendezvous.next_group.fetch_add(1, Ordering::SeqCst)
+    }
+
+    /// Ends all rounds, present and future, because of this rank. The first failure is kept.
+    pub fn fail(&self, cause: String) {
+        self.rendezvous.lock().rounds.fail(Failure::Peer { rank: self.world_rank(), cause });
+        self.rendezvous.changed.notify_all();
+    }
+
+    /// Returns the rank of the world that failed first.
+    pub fn failed(&self) -> Option<usize> {
+        match self.rendezvous.lock().rounds.failure() {
+            Some(Failure::Peer { rank, .. }) => Some(*rank),
+            _ => None,
+        }
+    }
+
+    /// Notes that this rank begins (`true`) or has ended (`false`) work that may take longer than
+    /// the deadline. Meanwhile no rank times out, except while this rank itself waits.
+    pub fn set_busy(&self, busy: bool) {
+        self.rendezvous.lock().rounds.set_busy(self.world_rank(), busy, Instant::now());
+        self.rendezvous.changed.notify_all();
+    }
+
+    /// Notes that this rank arrives in no further round.
+    pub fn depart(&self) {
+        self.drop_released();
+        self.rendezvous.lock().rounds.depart(self.world_rank(), Instant::now());
+        self.rendezvous.changed.notify_all();
+    }
+}
+
+/// A lock on the state that is released while a rank waits.
+type Guard<'a, C, P> = MutexGuard<'a, State<C, P>>;
+
+impl<C: Clone + PartialEq + Display, P: Clone> PendingRound<C, P> {
+    /// Waits until all members have arrived, and returns their payloads, in the order of members.
+    ///
+    /// A complete round succeeds on all ranks, even if the world has failed since.
+    ///
+    /// # Errors
+    ///
+    /// The world's failure; a member that is late or has departed fails the world.
+    pub fn collect(self) -> Result<Vec<P>, Failure> {
+        let mut state = self.rendezvous.lock();
+        let outcome = match state.rounds.payloads(self.key) {
+            Some(payloads) => Ok(payloads),
+            None => match state.rounds.wait(self.rank, self.key, Instant::now()) {
+                Ok(()) => {
+                    let (relocked, outcome) = self.wait(state);
+                    state = relocked;
+                    state.rounds.clear_wait(self.rank, WaitPoint::Round(self.key));
+                    outcome
+                }
+                Err(failure) => Err(failure),
+            },
+        };
+        if outcome.is_err() {
+            self.rendezvous.changed.notify_all();
+        }
+        // Before `self`, whose `drop` takes the lock.
+        drop(state);
+        outcome
+    }
+
+    fn wait<'a>(
+        &'a self,
+        mut state: Guard<'a, C, P>,
+    ) -> (Guard<'a, C, P>, Result<Vec<P>, Failure>) {
+        let point = WaitPoint::Round(self.key);
+        loop {
+            if let Some(payloads) = state.rounds.payloads(self.key) {
+                return (state, Ok(payloads));
+            }
+            let now = Instant::now();
+            let failure = state.rounds.failure().cloned();
+            if let Some(failure) = failure.or_else(|| state.rounds.expire(self.rank, point, now)) {
+                return (state, Err(failure));
+            }
+            let due = state.rounds.due(self.rank, point).expect("this rank waits in the round");
+            // Past due without a failure means that a rank is busy, which notifies when it is done.
+            let timeout = if due > now { due - now } else { state.rounds.deadline() };
+            let woken = self.rendezvous.changed.wait_timeout(state, timeout);
+            state = woken.expect("no thread panics while it holds the lock").0;
+        }
+    }
+}
+
+impl<C: Clone + PartialEq + Display, P: Clone> Drop for PendingRound<C, P> {
+    fn drop(&mut self) {
+        // Does not panic, as `lock` would: a panic while another one unwinds aborts the process.
+        let Ok(mut state) = self.rendezvous.state.lock() else { return };
+        for (rank, payload) in state.rounds.finish(self.key) {
+            state.released[rank].push(payload);
+        }
+    }
+}
+
+impl<C, P> fmt::Debug for Participant<C, P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {} of {:?}", self.rank, self.members)
+    }
+}

@@ -1,0 +1,517 @@
+//! The rounds of a world as a state machine: arrivals, waits, deadlines, and the rank responsible
+//! for a failure.
+//!
+//! A round is one call of a group. Every member of the group, a participant, arrives in the round
+//! with a payload. The round is a barrier: it is complete when all participants have arrived. The
+//! state machine never blocks and knows nothing of threads or connections.
+//! [`rendezvous`](super::rendezvous) puts it behind a lock for ranks that are threads; rank 0's
+//! server in `control` drives it with the messages of ranks that are processes. The owner of the
+//! state informs waiting ranks when a round is complete or the world has failed, and asks from time
+//! to time whether a deadline has passed.
+//!
+//! Calls that MPI or NCCL carry out are not rounds. A rank that has waited for such an external
+//! call for some time reports it, so that the calls are compared and a missing rank is found.
+
+use std::collections::HashMap;
+#[cfg(feature = "processes")]
+use std::collections::{BTreeMap, HashSet};
+use std::fmt::Display;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+/// The reason for which a world ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Failure {
+    /// A rank died, failed, or did not arrive in time.
+    Peer {
+        /// Its rank in the world.
+        rank: usize,
+        /// The reason it gave, or what was observed.
+        cause: String,
+    },
+    /// Ranks made different calls.
+    Mismatch {
+        /// The ranks and their calls.
+        calls: String,
+    },
+}
+
+/// The number of a group, and of a call among the group's calls of one kind.
+pub type Key = (u64, u64);
+
+/// Extra time for a call that all ranks have reached: a lost connection is noticed within it, and
+/// names the responsible rank better than a timeout.
+#[cfg(feature = "processes")]
+const CONNECTION_LOSS_GRACE: Duration = Duration::from_secs(2);
+
+/// The longest deadline, 34 years: an `Instant` may not reach further.
+pub const LONGEST_WAIT: Duration = Duration::from_secs(1 << 30);
+
+/// A point at which a rank waits for the other members of a group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WaitPoint {
+    /// A round of this state machine.
+    Round(Key),
+    /// A call carried out by an engine that does not detect failures.
+    #[cfg(feature = "processes")]
+    ExternalCall(Key),
+}
+
+/// One call of a group, with the payloads of its members.
+struct Round<C, P> {
+    members: Arc<[usize]>,
+    /// The call of the member that arrived first, with which all others are compared.
+    call: C,
+    /// The index of the member that arrived first.
+    first: usize,
+    payloads: Vec<Option<P>>,
+    arrived: usize,
+    /// Members that have collected the payloads, or never will.
+    finished: usize,
+}
+
+impl<C, P> Round<C, P> {
+    fn is_complete(&self) -> bool {
+        self.arrived == self.members.len()
+    }
+}
+
+/// The external calls of a group, as far as ranks have reported them.
+#[cfg(feature = "processes")]
+struct ExternalCalls {
+    members: Arc<[usize]>,
+    /// The number of every rank's latest reported call.
+    latest: HashMap<usize, u64>,
+    /// The calls that are the latest of some rank.
+    current: BTreeMap<u64, ReportedCall>,
+}
+
+#[cfg(feature = "processes")]
+struct ReportedCall {
+    call: Arc<str>,
+    /// The rank that reported it first.
+    first: usize,
+    /// The number of ranks whose latest call it is.
+    ranks: usize,
+}
+
+#[derive(Clone)]
+struct Wait {
+    point: WaitPoint,
+    since: Instant,
+    /// The name of an external call; empty for a round, which names its call.
+    #[cfg(feature = "processes")]
+    call: Arc<str>,
+}
+
+#[derive(Default)]
+struct Rank {
+    /// Several threads of a process may wait at once.
+    waits: Vec<Wait>,
+    busy: bool,
+    departed: bool,
+    /// For a rank that has departed, the number of its external calls in every group.
+    #[cfg(feature = "processes")]
+    external_calls: HashMap<u64, u64>,
+}
+
+impl Rank {
+    /// Returns `true` if the rank is busy and waits for no other rank.
+    fn is_occupied(&self) -> bool {
+        self.busy && !self.departed && self.waits.is_empty()
+    }
+}
+
+/// The state of all rounds of a world.
+pub struct Rounds<C, P> {
+    rounds: HashMap<Key, Round<C, P>>,
+    /// The external calls of every group.
+    #[cfg(feature = "processes")]
+    external: HashMap<u64, ExternalCalls>,
+    ranks: Vec<Rank>,
+    /// The number of ranks that have departed.
+    departed: usize,
+    /// The last time that a rank ceased to be occupied. All deadlines start anew at that time.
+    resumed: Option<Instant>,
+    deadline: Duration,
+    failure: Option<Failure>,
+}
+
+impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
+    /// Creates the state of a world of `size` ranks, in which no rank waits for another longer than
+    /// `deadline`.
+    pub fn new(size: usize, deadline: Duration) -> Self {
+        Self {
+            rounds: HashMap::new(),
+            #[cfg(feature = "processes")]
+            external: HashMap::new(),
+            ranks: (0..size).map(|_| Rank::default()).collect(),
+            departed: 0,
+            resumed: None,
+            deadline: deadline.min(LONGEST_WAIT),
+            failure: None,
+        }
+    }
+
+    /// The longest time that one rank waits for another.
+    pub fn deadline(&self) -> Duration {
+        self.deadline
+    }
+
+    /// Returns the first failure of the world as an error.
+    pub fn check(&self) -> Result<(), Failure> {
+        self.failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// Returns the first failure of the world.
+    pub fn failure(&self) -> Option<&Failure> {
+        self.failure.as_ref()
+    }
+
+    /// Ends the world, and returns its first failure, which is kept.
+    pub fn fail(&mut self, failure: Failure) -> Failure {
+        self.failure.get_or_insert(failure).clone()
+    }
+
+    /// Adds a member's payload to a round. Returns `true` if the round is complete.
+    ///
+    /// # Errors
+    ///
+    /// The world's failure; a call that differs from the first member's fails the world.
+    pub fn arrive(
+        &mut self,
+        key: Key,
+        members: &Arc<[usize]>,
+        member: usize,
+        call: C,
+        payload: P,
+    ) -> Result<bool, Failure> {
+        self.check()?;
+        let round = self.rounds.entry(key).or_insert_with(|| Round {
+            members: members.clone(),
+            call: call.clone(),
+            first: member,
+            payloads: vec![None; members.len()],
+            arrived: 0,
+            finished: 0,
+        });
+        if round.call != call {
+            let first = members[round.first];
+            let rank = members[member];
+            let calls = format!("rank {first}: {}, rank {rank}: {call}", round.call);
+            return Err(self.fail(Failure::Mismatch { calls }));
+        }
+        if round.payloads[member].replace(payload).is_none() {
+            round.arrived += 1;
+        }
+        Ok(round.is_complete())
+    }
+
+    /// Returns the payloads of a complete round, in the order of members.
+    pub fn payloads(&self, key: Key) -> Option<Vec<P>> {
+        let round = self.rounds.get(&key).filter(|round| round.is_complete())?;
+        Some(round.payloads.iter().flatten().cloned().collect())
+    }
+
+    /// Notes that one more member has finished with a round. After the last member, returns the
+    /// payloads with the ranks of the world that contributed them.
+    pub fn finish(&mut self, key: Key) -> Vec<(usize, P)> {
+        let Some(round) = self.rounds.get_mut(&key) else { return vec![] };
+        round.finished += 1;
+        if round.finished < round.members.len() {
+            return vec![];
+        }
+        self.remove(key)
+    }
+
+    /// Removes a round, and returns its payloads with the ranks of the world that contributed them.
+    pub fn remove(&mut self, key: Key) -> Vec<(usize, P)> {
+        let Some(Round { members, payloads, .. }) = self.rounds.remove(&key) else { return vec![] };
+        let payloads = members.iter().copied().zip(payloads);
+        payloads.filter_map(|(rank, payload)| Some((rank, payload?))).collect()
+    }
+
+    /// Notes that a rank waits in a round.
+    ///
+    /// # Errors
+    ///
+    /// The world's failure; a missing member that has departed fails the world.
+    pub fn wait(&mut self, rank: usize, key: Key, now: Instant) -> Result<(), Failure> {
+        self.add_wait(
+            rank,
+            Wait {
+                point: WaitPoint::Round(key),
+                since: now,
+                #[cfg(feature = "processes")]
+                call: "".into(),
+            },
+        )
+    }
+
+    fn add_wait(&mut self, rank: usize, wait: Wait) -> Result<(), Failure> {
+        self.check()?;
+        // Without the first test, every wait would cost time in proportion to the members.
+        let departed = (self.departed > 0)
+            .then(|| self.missing(&wait).find(|missing| self.ranks[*missing].departed))
+            .flatten();
+        if let Some(departed) = departed {
+            let cause = self.early_return(&wait);
+            return Err(self.fail(Failure::Peer { rank: departed, cause }));
+        }
+        self.end_occupation(rank, wait.since);
+        self.clear_wait(rank, wait.point);
+        self.ranks[rank].waits.push(wait);
+        Ok(())
+    }
+
+    /// Notes that a rank no longer waits at a point. Its other threads may wait at others.
+    pub fn clear_wait(&mut self, rank: usize, point: WaitPoint) {
+        self.ranks[rank].waits.retain(|wait| wait.point != point);
+    }
+
+    /// Starts all deadlines anew if a rank is [occupied](Rank::is_occupied), which it is about to
+    /// cease to be.
+    fn end_occupation(&mut self, rank: usize, now: Instant) {
+        if self.ranks[rank].is_occupied() {
+            self.resumed = self.resumed.max(Some(now));
+        }
+    }
+
+    /// Notes that a rank begins (`true`) or has ended (`false`) work that may take longer than the
+    /// deadline.
+    pub fn set_busy(&mut self, rank: usize, busy: bool, now: Instant) {
+        self.end_occupation(rank, now);
+        self.ranks[rank].busy = busy;
+    }
+
+    /// Notes that a rank makes no further call, which ends the world if another rank waits for it.
+    pub fn depart(&mut self, rank: usize, now: Instant) {
+        self.end_occupation(rank, now);
+        let state = &mut self.ranks[rank];
+        self.departed += usize::from(!std::mem::replace(&mut state.departed, true));
+        state.waits.clear();
+        let waits = self.ranks.iter().flat_map(|other| &other.waits);
+        let unmet = waits.into_iter().find(|wait| self.is_missing(rank, wait));
+        if let Some(cause) = unmet.map(|wait| self.early_return(wait)) {
+            self.fail(Failure::Peer { rank, cause });
+        }
+    }
+
+    /// Returns the time at which a wait of a rank expires, if no rank is occupied then.
+    pub fn due(&self, rank: usize, point: WaitPoint) -> Option<Instant> {
+        let wait = self.ranks[rank].waits.iter().find(|wait| wait.point == point)?;
+        Some(self.due_time(wait))
+    }
+
+    fn due_time(&self, wait: &Wait) -> Instant {
+        wait.since.max(self.resumed.unwrap_or(wait.since)) + self.deadline
+    }
+
+    /// Returns `true` if any rank is [occupied](Rank::is_occupied). No wait expires then: any rank
+    /// may wait for the occupied one through others, or have waited for it until a moment ago.
+    fn is_suspended(&self) -> bool {
+        self.ranks.iter().any(Rank::is_occupied)
+    }
+
+    /// Ends the world if a rank has waited at a point for too long, and returns the failure.
+    pub fn expire(&mut self, rank: usize, point: WaitPoint, now: Instant) -> Option<Failure> {
+        let wait = self.ranks[rank].waits.iter().find(|wait| wait.point == point)?;
+        if now < self.due_time(wait) || self.is_suspended() {
+            return None;
+        }
+        let failure = self.responsible(rank, wait, now)?;
+        Some(self.fail(failure))
+    }
+
+    /// Finds the rank responsible for a timeout by following the wait-for graph. A rank that is
+    /// itself waiting is not blamed, unless all of them wait for each other.
+    fn responsible(&self, rank: usize, first: &Wait, _now: Instant) -> Option<Failure> {
+        let mut visited = vec![false; self.ranks.len()];
+        visited[rank] = true;
+        let mut waits = vec![first];
+        let mut next = 0;
+        while let Some(wait) = waits.get(next).copied() {
+            for missing in self.missing(wait) {
+                let state = &self.ranks[missing];
+                if state.waits.is_empty() {
+                    return Some(self.late(missing, wait));
+                }
+                if !std::mem::replace(&mut visited[missing], true) {
+                    waits.extend(&state.waits);
+                }
+            }
+            next += 1;
+        }
+        match self.missing(first).next() {
+            Some(missing) => Some(self.late(missing, first)),
+            #[cfg(feature = "processes")]
+            None if _now >= self.due_time(first) + CONNECTION_LOSS_GRACE => {
+                let call = self.call_name(first);
+                let cause = format!("{call} did not finish, although all ranks came to it");
+                Some(Failure::Peer { rank, cause })
+            }
+            None => None,
+        }
+    }
+
+    /// The failure of a rank that is missing for longer than the deadline.
+    fn late(&self, rank: usize, wait: &Wait) -> Failure {
+        let call = self.call_name(wait);
+        let deadline = self.deadline;
+        Failure::Peer { rank, cause: format!("it did not come to {call} within {deadline:?}") }
+    }
+
+    /// The cause of the failure of a rank that has departed and is waited for.
+    fn early_return(&self, wait: &Wait) -> String {
+        format!("it returned without {}", self.call_name(wait))
+    }
+
+    fn call_name(&self, wait: &Wait) -> String {
+        match wait.point {
+            WaitPoint::Round(key) => {
+                self.rounds.get(&key).map_or("a call".into(), |round| round.call.to_string())
+            }
+            #[cfg(feature = "processes")]
+            WaitPoint::ExternalCall(_) => wait.call.to_string(),
+        }
+    }
+
+    /// The ranks of the world that a wait is for: members that have not arrived.
+    fn missing<'a>(&'a self, wait: &Wait) -> impl Iterator<Item = usize> + 'a {
+        let point = wait.point;
+        let members: &[usize] = match point {
+            WaitPoint::Round(key) => self.rounds.get(&key).map_or(&[], |round| &round.members),
+            #[cfg(feature = "processes")]
+            WaitPoint::ExternalCall((group, _)) => {
+                self.external.get(&group).map_or(&[], |calls| &calls.members)
+            }
+        };
+        let arrived =
+            move |(member, rank): &(usize, &usize)| self.has_arrived(point, *member, **rank);
+        members.iter().enumerate().filter(move |member| !arrived(member)).map(|(_, rank)| *rank)
+    }
+
+    /// Returns `true` if a wait is for this rank.
+    fn is_missing(&self, rank: usize, wait: &Wait) -> bool {
+        self.missing(wait).any(|missing| missing == rank)
+    }
+
+    /// Returns `true` if a member of a group, which is a rank of the world, has reached a point.
+    fn has_arrived(&self, point: WaitPoint, member: usize, _rank: usize) -> bool {
+        match point {
+            // A round is removed only when it is complete.
+            WaitPoint::Round(key) => {
+                self.rounds.get(&key).is_none_or(|round| round.payloads[member].is_some())
+            }
+            #[cfg(feature = "processes")]
+            WaitPoint::ExternalCall((group, number)) => {
+                let latest = self.external.get(&group).and_then(|calls| calls.latest.get(&_rank));
+                let total = self.ranks[_rank].external_calls.get(&group);
+                latest.is_some_and(|latest| *latest >= number)
+                    || total.is_some_and(|total| *total > number)
+            }
+        }
+    }
+}
+
+#[cfg(feature = "processes")]
+impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
+    /// Notes that a rank has waited for some time for an external call.
+    ///
+    /// # Errors
+    ///
+    /// The world's failure; another rank with a different call of this number, or that has departed
+    /// without the call, fails the world.
+    pub fn wait_externally(
+        &mut self,
+        rank: usize,
+        key: Key,
+        members: &Arc<[usize]>,
+        call: Arc<str>,
+        since: Instant,
+    ) -> Result<(), Failure> {
+        self.check()?;
+        let calls = self.external.entry(key.0).or_insert_with(|| ExternalCalls {
+            members: members.clone(),
+            latest: HashMap::new(),
+            current: BTreeMap::new(),
+        });
+        if let Some(calls) = calls.report(rank, key.1, &call) {
+            return Err(self.fail(Failure::Mismatch { calls }));
+        }
+        self.add_wait(rank, Wait { point: WaitPoint::ExternalCall(key), since, call })
+    }
+
+    /// Notes that a rank makes no further call, after this number of external calls in every group.
+    pub fn depart_after(&mut self, rank: usize, external_calls: HashMap<u64, u64>, now: Instant) {
+        self.ranks[rank].external_calls = external_calls;
+        self.depart(rank, now);
+    }
+
+    /// Ends the world if any rank has waited for too long, and returns the failure.
+    pub fn expire_all(&mut self, now: Instant) -> Option<Failure> {
+        if self.failure.is_some() || self.is_suspended() {
+            return None;
+        }
+        // Ranks that wait for the same call miss the same ranks: one look at each call is enough,
+        // and its longest wait is due first.
+        let mut seen = HashSet::new();
+        let waits = self
+            .ranks
+            .iter()
+            .enumerate()
+            .flat_map(|(rank, state)| state.waits.iter().map(move |wait| (rank, wait)));
+        let due = waits.filter(|(_, wait)| now >= self.due_time(wait));
+        let failure = due
+            .filter(|(_, wait)| {
+                seen.insert(match wait.point {
+                    WaitPoint::Round(key) => (false, key),
+                    WaitPoint::ExternalCall(key) => (true, key),
+                })
+            })
+            .find_map(|(rank, wait)| self.responsible(rank, wait, now))?;
+        Some(self.fail(failure))
+    }
+
+    /// Appends to the cause of the failure, which must not have been sent to any rank yet.
+    pub fn append_to_cause(&mut self, text: &str) {
+        if let Some(Failure::Peer { cause, .. }) = &mut self.failure {
+            cause.push_str(text);
+        }
+    }
+
+    /// Returns the call that a rank waits for.
+    pub fn awaited_call(&self, rank: usize) -> Option<String> {
+        self.ranks[rank].waits.first().map(|wait| self.call_name(wait))
+    }
+}
+
+#[cfg(feature = "processes")]
+impl ExternalCalls {
+    /// Makes a call a rank's latest. Returns both calls if another rank makes a different call of
+    /// this number.
+    fn report(&mut self, rank: usize, number: u64, call: &Arc<str>) -> Option<String> {
+        let previous = self.latest.get(&rank).copied();
+        if let Some(other) = self.current.get(&number).filter(|other| other.call != *call) {
+            return Some(format!("rank {}: {}, rank {rank}: {call}", other.first, other.call));
+        }
+        // A thread that waits for an earlier call does not undo the latest one.
+        if previous.is_some_and(|previous| previous >= number) {
+            return None;
+        }
+        self.latest.insert(rank, number);
+        let first_report = || ReportedCall { call: call.clone(), first: rank, ranks: 0 };
+        self.current.entry(number).or_insert_with(first_report).ranks += 1;
+        let replaced =
+            previous.and_then(|previous| Some((previous, self.current.get_mut(&previous)?)));
+        if let Some((previous, reported)) = replaced {
+            reported.ranks -= 1;
+            if reported.ranks == 0 {
+                self.current.remove(&previous);
+            }
+        }
+        None
+    }
+}

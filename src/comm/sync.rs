@@ -1,0 +1,100 @@
+//! The synchronisation primitives of [`rendezvous`](super::rendezvous). `tests/interleavings.rs`
+//! replaces them by those of a checker that explores interleavings.
+
+pub use std::sync::atomic::{AtomicU64, Ordering};
+pub use std::sync::{Condvar, Mutex, MutexGuard};
+
+/// Tests of the rendezvous with the standard library's primitives, whose timeouts are real.
+#[cfg(test)]
+mod tests {
+    use std::thread;
+    use std::time::{Duration, Instant};
+
+    use super::super::rendezvous::{Failure, Participant, Rendezvous};
+
+    const DEADLINE: Duration = Duration::from_millis(300);
+
+    fn on_all<T: Send>(
+        participants: &[Participant<String, usize>],
+        run: impl Fn(&Participant<String, usize>) -> T + Sync,
+    ) -> Vec<T> {
+        thread::scope(|scope| {
+            let run = &run;
+            let ranks = participants.iter().map(|rank| scope.spawn(move || run(rank)));
+            let ranks: Vec<_> = ranks.collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    /// Arrives in a round with this rank's index as the payload, and collects those of all.
+    fn exchange(rank: &Participant<String, usize>, call: &str) -> Result<Vec<usize>, Failure> {
+        rank.arrive(call.to_owned(), rank.rank())?.collect()
+    }
+
+    #[test]
+    fn a_busy_rank_is_waited_for_beyond_the_deadline_and_blamed_if_it_hangs() {
+        let participants = Rendezvous::participants(3, DEADLINE);
+        participants[0].set_busy(true);
+        let outcomes = on_all(&participants, |rank| {
+            if rank.rank() == 0 {
+                thread::sleep(3 * DEADLINE);
+                rank.set_busy(false);
+            }
+            exchange(rank, "sum")
+        });
+        assert!(outcomes.iter().all(|outcome| *outcome == Ok(vec![0, 1, 2])), "{outcomes:?}");
+        // Rank 0 ceases to be busy, and does not arrive.
+        participants[0].set_busy(true);
+        let start = Instant::now();
+        let failures = on_all(&participants, |rank| {
+            if rank.rank() == 0 {
+                thread::sleep(2 * DEADLINE);
+                rank.set_busy(false);
+                return None;
+            }
+            Some(exchange(rank, "gather").unwrap_err())
+        });
+        assert!(start.elapsed() >= 3 * DEADLINE, "the deadline starts anew");
+        let cause = format!("it did not come to gather within {DEADLINE:?}");
+        for failure in failures.into_iter().flatten() {
+            assert_eq!(failure, Failure::Peer { rank: 0, cause: cause.clone() });
+        }
+    }
+
+    #[test]
+    fn a_timeout_is_blamed_on_the_end_of_a_chain_of_waiting_ranks() {
+        let participants = Rendezvous::participants(3, DEADLINE);
+        let group = participants[0].new_group();
+        let failures = on_all(&participants, |rank| match rank.rank() {
+            0 => Some(exchange(&rank.join(group, vec![0, 1], 0), "first").unwrap_err()),
+            1 => {
+                thread::sleep(DEADLINE / 3);
+                Some(exchange(&rank.join(group + 1, vec![1, 2], 0), "second").unwrap_err())
+            }
+            _ => None,
+        });
+        let cause = format!("it did not come to second within {DEADLINE:?}");
+        for failure in failures.into_iter().flatten() {
+            assert_eq!(failure, Failure::Peer { rank: 2, cause: cause.clone() });
+        }
+    }
+
+    #[test]
+    fn a_deadline_may_be_as_long_as_any_duration() {
+        let participants = Rendezvous::participants(2, Duration::MAX);
+        let outcomes = on_all(&participants, |rank| {
+            thread::sleep(DEADLINE * rank.rank() as u32);
+            exchange(rank, "sum")
+        });
+        assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+    }
+
+    #[test]
+    fn sixty_four_threads_complete_twenty_rounds() {
+        let participants = Rendezvous::participants(64, Duration::from_secs(60));
+        let outcomes = on_all(&participants, |rank| {
+            (0..20).all(|_| exchange(rank, "sum").unwrap().len() == 64)
+        });
+        assert!(outcomes.into_iter().all(|complete| complete));
+    }
+}

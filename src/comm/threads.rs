@@ -1,0 +1,288 @@
+//! The engine for ranks that are threads of one process, on one device or several.
+//!
+//! Every rank contributes its tensor and computes its part of the result from the contributions of
+//! all, always in the same order. Results do not depend on timing.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use burn::tensor::{DType, Device, Tensor};
+
+use super::call::Call;
+use super::counts::offset;
+use super::rendezvous::{Participant, PendingRound, Rendezvous};
+use super::validate::check_pairs;
+use super::{Engine, Pending, ReduceOp, reduce};
+use crate::error::Result;
+use crate::slices;
+
+const SAME_CALL: &str = "ranks that make the same call contribute the same kind of payload";
+
+/// The engine of threads in one process.
+#[derive(Debug)]
+pub struct Threads {
+    participant: Participant<Call, Payload>,
+    device: Device,
+}
+
+#[derive(Clone)]
+enum Payload {
+    Tensor(Tensor<1>),
+    /// A tensor, the number of its elements that go to every rank, and the number that comes from
+    /// every rank.
+    Parts(Tensor<1>, Arc<[usize]>, Arc<[usize]>),
+    Bytes(Arc<[u8]>),
+}
+
+impl Threads {
+    /// Returns an engine for every rank of a world. The results of rank `r` are on `devices[r]`. A
+    /// rank that waits for another longer than `deadline` ends the world.
+    pub fn world(devices: &[Device], deadline: Duration) -> Vec<Self> {
+        let participants = Rendezvous::participants(devices.len(), deadline).into_iter();
+        participants
+            .zip(devices)
+            .map(|(participant, device)| Self { participant, device: device.clone() })
+            .collect()
+    }
+
+    /// Returns the same engine, with results on another device.
+    pub fn on(self, device: Device) -> Self {
+        Self { device, ..self }
+    }
+
+    /// Returns the first rank of the world that failed.
+    pub fn failed(&self) -> Option<usize> {
+        self.participant.failed()
+    }
+
+    /// Announces that this rank makes no further calls. The calls of ranks that wait for one fail.
+    pub fn depart(&self) {
+        self.participant.depart();
+    }
+
+    fn arrive(&self, call: Call, payload: Payload) -> Result<PendingRound<Call, Payload>> {
+        Ok(self.participant.arrive(call, payload)?)
+    }
+
+    /// Returns the bytes of all ranks. Waits for all ranks.
+    fn collect_bytes(&self, call: Call, bytes: Vec<u8>) -> Result<Vec<Arc<[u8]>>> {
+        let payloads = self.arrive(call, Payload::Bytes(bytes.into()))?.collect()?.into_iter();
+        let bytes = payloads.map(|payload| match payload {
+            Payload::Bytes(bytes) => bytes,
+            _ => unreachable!("{SAME_CALL}"),
+        });
+        Ok(bytes.collect())
+    }
+
+    /// Starts a collective whose result `combine` computes from the tensors of all ranks.
+    fn start(
+        &self,
+        call: Call,
+        tensor: Tensor<1>,
+        combine: impl FnOnce(Vec<Tensor<1>>, &Device) -> Tensor<1> + Send + 'static,
+    ) -> Result<Pending> {
+        let device = self.device.clone();
+        let bytes = slices::bytes(&tensor);
+        let round = self.arrive(call, Payload::Tensor(tensor))?;
+        Ok(Pending::new(bytes, move || {
+            let tensors = round.collect()?.into_iter().map(|payload| match payload {
+                Payload::Tensor(tensor) => tensor,
+                _ => unreachable!("{SAME_CALL}"),
+            });
+            Ok(combine(tensors.collect(), &device))
+        }))
+    }
+
+    /// Starts a [`reduce_scatter`](Engine::reduce_scatter) whose result has the type `dtype`.
+    fn reduce_scatter_as(
+        &self,
+        tensor: Tensor<1>,
+        counts: &[usize],
+        op: ReduceOp,
+        dtype: DType,
+    ) -> Result<Pending> {
+        let call = Call {
+            counts: counts.to_vec(),
+            op: Some(op),
+            ..Call::with_tensor("reduce_scatter", &tensor)
+        };
+        let start = offset(counts, self.rank());
+        let elements = start..start + counts[self.rank()];
+        self.start(call, tensor, move |tensors, device| {
+            let parts = tensors.iter().map(|tensor| slices::slice(tensor, elements.clone()));
+            reduce::parts(&parts.collect::<Vec<_>>(), op, dtype, device)
+        })
+    }
+}
+
+impl Engine for Threads {
+    fn engine_name(&self) -> &'static str {
+        "threads"
+    }
+
+    fn rank(&self) -> usize {
+        self.participant.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.participant.size()
+    }
+
+    fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
+        let call = Call {
+            counts: tensor.dims().to_vec(),
+            op: Some(op),
+            ..Call::with_tensor("all_reduce", &tensor)
+        };
+        let dtype = tensor.dtype();
+        self.start(call, tensor, move |tensors, device| reduce::parts(&tensors, op, dtype, device))
+    }
+
+    fn reduce_scatter(&self, tensor: Tensor<1>, counts: &[usize], op: ReduceOp) -> Result<Pending> {
+        let dtype = tensor.dtype();
+        self.reduce_scatter_as(tensor, counts, op, dtype)
+    }
+
+    fn reduce_scatter_f32(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
+        self.reduce_scatter_as(tensor, counts, ReduceOp::Sum, DType::F32)
+    }
+
+    fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
+        let call = Call { counts: counts.to_vec(), ..Call::with_tensor("all_gather", &tensor) };
+        let dtype = tensor.dtype();
+        self.start(call, tensor, move |tensors, device| slices::concat(tensors, dtype, device))
+    }
+
+    fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending> {
+        let call = Call {
+            counts: tensor.dims().to_vec(),
+            root: Some(root),
+            ..Call::with_tensor("broadcast", &tensor)
+        };
+        self.start(call, tensor, move |mut tensors, device| {
+            tensors.swap_remove(root).to_device(device)
+        })
+    }
+
+    fn all_to_all(&self, tensor: Tensor<1>, send: &[usize], receive: &[usize]) -> Result<Pending> {
+        let rank = self.rank();
+        let device = self.device.clone();
+        let (dtype, bytes) = (tensor.dtype(), slices::bytes(&tensor));
+        let call = Call::with_tensor("all_to_all", &tensor);
+        let round = self.arrive(call, Payload::Parts(tensor, send.into(), receive.into()))?;
+        Ok(Pending::new(bytes, move || {
+            let payloads = round.collect()?.into_iter().map(|payload| match payload {
+                Payload::Parts(tensor, send, receive) => (tensor, send, receive),
+                _ => unreachable!("{SAME_CALL}"),
+            });
+            let payloads: Vec<_> = payloads.collect();
+            let counts =
+                payloads.iter().map(|(_, send, receive)| [send.to_vec(), receive.to_vec()]);
+            check_pairs(&counts.collect::<Vec<_>>())?;
+            let parts = payloads.iter().map(|(tensor, send, _)| {
+                let start = offset(send, rank);
+                slices::slice(tensor, start..start + send[rank])
+            });
+            Ok(slices::concat(parts.collect(), dtype, &device))
+        }))
+    }
+
+    fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
+        let call = Call {
+            counts: counts.to_vec(),
+            root: Some(root),
+            ..Call::with_tensor("gather", &tensor)
+        };
+        let dtype = tensor.dtype();
+        let is_root = root == self.rank();
+        self.start(call, tensor, move |tensors, device| match is_root {
+            true => slices::concat(tensors, dtype, device),
+            false => slices::empty(dtype, device),
+        })
+    }
+
+    fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        let all = self.collect_bytes(Call::new("all_gather_bytes"), bytes)?;
+        Ok(all.iter().map(|bytes| bytes.to_vec()).collect())
+    }
+
+    fn gather_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Option<Vec<Vec<u8>>>> {
+        let all = self.collect_bytes(Call::new("gather_bytes"), bytes)?;
+        let is_root = root == self.rank();
+        Ok(is_root.then(|| all.iter().map(|bytes| bytes.to_vec()).collect()))
+    }
+
+    fn broadcast_bytes(&self, bytes: Vec<u8>, root: usize) -> Result<Vec<u8>> {
+        Ok(self.collect_bytes(Call::new("broadcast_bytes"), bytes)?[root].to_vec())
+    }
+
+    fn first_bytes(&self, bytes: Option<Vec<u8>>) -> Result<Option<(usize, Vec<u8>)>> {
+        // A leading byte distinguishes empty bytes from no bytes.
+        let bytes = bytes.map_or(vec![], |bytes| [vec![1], bytes].concat());
+        let all = self.collect_bytes(Call::new("first_bytes"), bytes)?;
+        let first = all.iter().position(|bytes| !bytes.is_empty());
+        Ok(first.map(|rank| (rank, all[rank][1..].to_vec())))
+    }
+
+    fn or_bytes(&self, bytes: Vec<u8>) -> Result<Vec<u8>> {
+        let call = Call { counts: vec![bytes.len()], ..Call::new("or_bytes") };
+        let all = self.collect_bytes(call, bytes)?;
+        let or = |united: Vec<u8>, bytes: &Arc<[u8]>| {
+            united.iter().zip(&**bytes).map(|(a, b)| a | b).collect()
+        };
+        Ok(all[1..].iter().fold(all[0].to_vec(), or))
+    }
+
+    fn set_busy(&self, busy: bool) {
+        self.participant.set_busy(busy);
+    }
+
+    fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
+        let offer = Offer { color, key, group: self.participant.new_group() };
+        let offers = self.all_gather_bytes(offer.to_bytes())?;
+        let (group, ranks) = members(&offers, color);
+        let rank = ranks
+            .iter()
+            .position(|rank| *rank == self.rank())
+            .expect("this rank is a member of the group of its color");
+        let participant = self.participant.join(group, ranks, rank);
+        Ok(Arc::new(Self { participant, device: self.device.clone() }))
+    }
+
+    fn fail(&self, cause: &str) {
+        self.participant.fail(cause.to_owned());
+    }
+}
+
+/// A rank's data for [`split`](Engine::split). Every rank offers a number for a new group, of which
+/// that of the group's first member is used.
+struct Offer {
+    color: usize,
+    key: usize,
+    group: u64,
+}
+
+impl Offer {
+    fn to_bytes(&self) -> Vec<u8> {
+        let numbers = [self.color as u64, self.key as u64, self.group];
+        numbers.into_iter().flat_map(u64::to_le_bytes).collect()
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Self {
+        let number = |index: usize| {
+            let bytes = &bytes[8 * index..8 * (index + 1)];
+            u64::from_le_bytes(bytes.try_into().expect("the slice has eight bytes"))
+        };
+        Self { color: number(0) as usize, key: number(1) as usize, group: number(2) }
+    }
+}
+
+/// Returns the group number that the first member of a color offers, and the color's members in the
+/// order of key and rank.
+fn members(offers: &[Vec<u8>], color: usize) -> (u64, Vec<usize>) {
+    let offers = offers.iter().map(|bytes| Offer::from_bytes(bytes));
+    let mut members: Vec<(Offer, usize)> = offers.zip(0..).collect();
+    members.retain(|(offer, _)| offer.color == color);
+    members.sort_by_key(|(offer, rank)| (offer.key, *rank));
+    (members[0].0.group, members.into_iter().map(|(_, rank)| rank).collect())
+}

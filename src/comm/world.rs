@@ -1,0 +1,468 @@
+//! The ranks that train together.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::fmt::Display;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use burn::backend::DispatchDevice;
+use burn::module::{Module, Param};
+use burn::tensor::{Device, Shape, Tensor};
+#[cfg(feature = "cuda")]
+use burn_cubecl::CubeDevice;
+use comfy_table::{Table, presets};
+
+#[cfg(feature = "processes")]
+use super::launch::Launch;
+#[cfg(feature = "mpi")]
+use super::mpi::Mpi;
+#[cfg(feature = "cuda")]
+use super::nccl::Nccl;
+use super::{Communicator, Engine, Hierarchy, Threads, devices};
+use crate::error::{Error, Result};
+use crate::parameters::{self, in_place_of, placeholder};
+
+/// Parameters in flight in [`World::broadcast`]: one is sent, one is received and one is unpacked.
+const IN_FLIGHT: usize = 3;
+
+/// The default time that a rank waits for another before the world fails.
+pub const DEADLINE: Duration = Duration::from_secs(600);
+
+/// One rank's view of the ranks that train together: its index, its device, and its communicator. Clones are the same
+/// rank.
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use distmuon::comm::{ReduceOp, World};
+///
+/// let device = Device::default();
+/// let sums = World::threads([device.clone(), device], |world| -> distmuon::Result<f32> {
+///     let own = Tensor::<1>::full([1], world.rank() as f32 + 1.0, world.device());
+///     Ok(world.comm().all_reduce(own, ReduceOp::Sum)?.wait()?.into_scalar())
+/// })?;
+/// assert_eq!(sums, [3.0, 3.0]);
+/// # Ok::<(), distmuon::Error>(())
+/// ```
+///
+/// A rank is known by its world, never by its device: several ranks may share one.
+#[derive(Clone, Debug)]
+pub struct World {
+    comm: Communicator,
+    device: Device,
+}
+
+impl World {
+    /// The world of a communicator, whose results are on the device.
+    pub fn new(comm: impl Into<Communicator>, device: Device) -> Self {
+        Self { comm: comm.into(), device }
+    }
+
+    /// Devices for a number of ranks, with autodiff: all devices of the default backend, in turn.
+    ///
+    /// ```
+    /// let devices = distmuon::comm::World::devices(4);
+    /// assert_eq!(devices.len(), 4);
+    /// ```
+    pub fn devices(ranks: usize) -> Vec<Device> {
+        devices::devices(ranks)
+    }
+
+    /// A world of one rank.
+    pub fn alone(device: Device) -> Self {
+        let engine = Threads::world(&[device.clone().inner()], DEADLINE).swap_remove(0);
+        Self::new(Communicator::new(Arc::new(engine)), device)
+    }
+
+    /// Runs a function on one thread per device, each a rank of a new world, and returns what they
+    /// return, in the order of ranks. A device may be given more than once.
+    ///
+    /// # Errors
+    ///
+    /// What the first rank to fail returned; the others are ended with [`Error::PeerFailed`].
+    /// [`Error::Setting`] without a device, [`Error::Devices`] for devices of different backends.
+    ///
+    /// # Panics
+    ///
+    /// If a rank panics and was the first to fail, with its panic.
+    pub fn threads<T, E, F>(devices: impl IntoIterator<Item = Device>, run: F) -> Result<Vec<T>, E>
+    where
+        T: Send,
+        E: From<Error> + Display + Send,
+        F: Fn(World) -> Result<T, E> + Sync,
+    {
+        Self::threads_within(DEADLINE, devices, run)
+    }
+
+    /// [`threads`](Self::threads), with a model for every rank: the one that is given, on the rank's device.
+    /// So all ranks start alike, which seeding them does not achieve where ranks share a device, since they
+    /// share its random numbers, too.
+    ///
+    /// ```
+    /// use burn::{nn::LinearConfig, optim::GradientsParams, tensor::Tensor};
+    /// use distmuon::comm::World;
+    /// use distmuon::distributed::DistMuonConfig;
+    ///
+    /// let devices = World::devices(2);
+    /// let model = LinearConfig::new(8, 8).init(&devices[0]);
+    /// let models = World::threads_with(devices, model, |world, model| {
+    ///     let mut optim = DistMuonConfig::new().init(&world, &model)?;
+    ///     let x = Tensor::<2>::ones([4, 8], world.device());
+    ///     let grads = GradientsParams::from_grads(model.forward(x).sum().backward(), &model);
+    ///     optim.step(1e-3, model, grads)
+    /// })?;
+    /// assert_eq!(models.len(), 2); // one for every rank, of the same values
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`threads`](Self::threads).
+    ///
+    /// # Panics
+    ///
+    /// As [`threads`](Self::threads).
+    pub fn threads_with<M, T, E, F>(
+        devices: impl IntoIterator<Item = Device>,
+        model: M,
+        run: F,
+    ) -> Result<Vec<T>, E>
+    where
+        M: Module,
+        T: Send,
+        E: From<Error> + Display + Send,
+        F: Fn(World, M) -> Result<T, E> + Sync,
+    {
+        let devices: Vec<Device> = devices.into_iter().collect();
+        // Modules need not be `Sync`: every rank takes a fork that was made here.
+        let fork = |device: &Device| Mutex::new(Some(model.clone().fork(device)));
+        let forks: Vec<_> = devices.iter().map(fork).collect();
+        drop(model);
+        Self::threads(devices, |world| {
+            let mut fork = forks[world.rank()].lock().expect("no holder of the lock panics");
+            let model = fork.take().expect("a rank runs once");
+            drop(fork);
+            run(world, model)
+        })
+    }
+
+    /// [`threads`](Self::threads), with the time that a rank may be waited for.
+    ///
+    /// # Errors
+    ///
+    /// As [`threads`](Self::threads).
+    ///
+    /// # Panics
+    ///
+    /// As [`threads`](Self::threads).
+    pub fn threads_within<T, E, F>(
+        deadline: Duration,
+        devices: impl IntoIterator<Item = Device>,
+        run: F,
+    ) -> Result<Vec<T>, E>
+    where
+        T: Send,
+        E: From<Error> + Display + Send,
+        F: Fn(World) -> Result<T, E> + Sync,
+    {
+        let devices: Vec<Device> = devices.into_iter().collect();
+        check(&devices)?;
+        let inner: Vec<Device> = devices.iter().map(|device| device.clone().inner()).collect();
+        let engines: Vec<_> = Threads::world(&inner, deadline).into_iter().map(Arc::new).collect();
+        let rank = |world: World, engine: &Threads| {
+            let outcome = catch_unwind(AssertUnwindSafe(|| run(world)));
+            let cause = match &outcome {
+                Ok(Ok(_)) => None,
+                Ok(Err(error)) => Some(error.to_string()),
+                Err(panic) => Some(format!("it panicked: {}", message(panic.as_ref()))),
+            };
+            let failed = cause.is_some();
+            cause.inspect(|cause| engine.fail(cause));
+            engine.depart();
+            (failed, outcome)
+        };
+        let rank = &rank;
+        let mut outcomes: Vec<_> = thread::scope(|scope| {
+            let ranks = engines.iter().zip(&devices).map(|(engine, device)| {
+                let world = World::new(Communicator::new(engine.clone()), device.clone());
+                scope.spawn(move || rank(world, engine))
+            });
+            let threads: Vec<_> = ranks.collect();
+            threads.into_iter().map(|thread| thread.join().expect("panics are caught")).collect()
+        });
+        // The first to fail is the cause of what the others return.
+        let cause = engines[0].failed().filter(|rank| outcomes[*rank].0);
+        let cause = cause.or_else(|| outcomes.iter().position(|(failed, _)| *failed));
+        if let Some(rank) = cause {
+            outcomes = vec![outcomes.swap_remove(rank)];
+        }
+        let outcomes = outcomes.into_iter();
+        outcomes.map(|(_, outcome)| outcome.unwrap_or_else(|panic| resume_unwind(panic))).collect()
+    }
+
+    /// The world that a launcher started this process in, on the default backend's device of this
+    /// rank on the host, with autodiff: over NCCL on CUDA devices, over MPI on all others.
+    ///
+    /// ```no_run
+    /// // torchrun --no-python --nproc-per-node 4 program, or mpirun -n 4 program
+    /// let world = distmuon::comm::World::from_env()?;
+    /// println!("{}", world.describe()?);
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    ///
+    /// Keep it until the program ends: MPI can't be started twice.
+    ///
+    /// # Errors
+    ///
+    /// As [`Launch::from_env`], [`mpi`](Self::mpi) and [`nccl`](Self::nccl); [`Error::Setting`] without
+    /// the feature of the engine.
+    #[cfg(feature = "processes")]
+    pub fn from_env() -> Result<Self> {
+        let launch = Launch::from_env()?;
+        let device = launch.device();
+        #[cfg(feature = "cuda")]
+        if matches!(device.clone().inner().as_dispatch(), DispatchDevice::Cube(CubeDevice::Cuda(_)))
+        {
+            return Self::nccl(&launch, device, DEADLINE);
+        }
+        #[cfg(feature = "mpi")]
+        return Self::mpi(&launch, device, DEADLINE);
+        #[cfg(not(feature = "mpi"))]
+        Err(Error::setting("device", format!("{device:?}"), "a CUDA device: others need distmuon's feature `mpi`"))
+    }
+
+    /// [`from_env`](Self::from_env) where a launcher started this process, else a world of one on the
+    /// default device, with autodiff: the same program runs alone and on many ranks. Slurm's variables are
+    /// there in a batch script, too: start the program with srun.
+    ///
+    /// ```no_run
+    /// let world = distmuon::comm::World::from_env_or_alone()?;
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`from_env`](Self::from_env), where a launcher speaks.
+    #[cfg(feature = "processes")]
+    pub fn from_env_or_alone() -> Result<Self> {
+        match Launch::is_in_env() {
+            true => Self::from_env(),
+            false => Ok(Self::alone(Device::default().autodiff())),
+        }
+    }
+
+    /// A world of processes over MPI, on any device: tensors pass through the host. No rank is waited
+    /// for longer than `deadline`.
+    ///
+    /// # Errors
+    ///
+    /// As [`Mpi::connect`].
+    #[cfg(feature = "mpi")]
+    pub fn mpi(launch: &Launch, device: Device, deadline: Duration) -> Result<Self> {
+        let engine = Mpi::connect(launch, device.clone().inner(), deadline)?;
+        Self::new(Communicator::new(Arc::new(engine)), device).by_host()
+    }
+
+    /// A world of processes over NCCL, each on a CUDA device of its own. No rank is waited for longer
+    /// than `deadline`. Sums are [exact](crate::comm::Reduction::Exact), and several hosts of equally many
+    /// ranks are nodes, as of [`by_node`](Self::by_node).
+    ///
+    /// For NCCL's own sums, which need no nodes, pass
+    /// [`Nccl::with_reduction`](crate::comm::Nccl::with_reduction) to [`World::new`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Nccl::connect`].
+    #[cfg(feature = "cuda")]
+    pub fn nccl(launch: &Launch, device: Device, deadline: Duration) -> Result<Self> {
+        let engine = Nccl::connect(launch, &device, deadline)?;
+        Self::new(Communicator::new(Arc::new(engine)), device).by_host()
+    }
+
+    /// The same ranks, whose shares travel inside their hosts before they go between them, where there
+    /// are several hosts of equally many ranks.
+    #[cfg(feature = "processes")]
+    fn by_host(self) -> Result<Self> {
+        self.by_node(&gethostname::gethostname().to_string_lossy())
+    }
+
+    /// The same ranks as nodes, of those that give the same name. Shares of gradients and parameters
+    /// travel inside their node before they go between them: see [`Hierarchy`]. Without effect if the
+    /// nodes are not of one size, or nothing would be gained.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn by_node(self, name: &str) -> Result<Self> {
+        let Self { comm, device } = self;
+        let comm = match Hierarchy::over(comm.clone(), name)? {
+            Some(hierarchy) => Communicator::new(Arc::new(hierarchy)),
+            None => comm,
+        };
+        Ok(Self { comm, device })
+    }
+
+    /// Describes the world: engine, library, and every rank's host and device, as a table on rank 0 and as
+    /// one line about this rank on the others. All ranks make this call.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn describe(&self) -> Result<String> {
+        let host = gethostname::gethostname().to_string_lossy().into_owned();
+        let own = [host, self.comm.version(), format!("{:?}", self.device)];
+        let Some(places) = self.gather_value(&own, 0)? else {
+            return Ok(format!("rank {}: {}", self.rank(), own.join(", ")));
+        };
+        let mut table = Table::new();
+        table.load_style(presets::NOTHING).set_header(["rank", "host", "library", "device"]);
+        for (rank, [host, version, device]) in places.iter().enumerate() {
+            table.add_row([&rank.to_string(), host, version, device]);
+        }
+        Ok(format!("{} ranks over {}\n{table}", self.size(), self.comm.engine_name()))
+    }
+
+    /// This rank's number, from 0.
+    pub fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+
+    /// The number of ranks.
+    pub fn size(&self) -> usize {
+        self.comm.size()
+    }
+
+    /// Returns `true` on rank 0, which prints and logs for all.
+    ///
+    /// Collective calls must not depend on it: all ranks have to make them.
+    pub fn is_main(&self) -> bool {
+        self.rank() == 0
+    }
+
+    /// This rank's part of so many items, as indices: the ranks' parts follow each other, and differ in
+    /// length by one item at most.
+    ///
+    /// A step takes the mean of the ranks' gradients, whatever they are of. It is that of all items
+    /// where the parts have one length.
+    ///
+    /// ```
+    /// # use distmuon::comm::World;
+    /// let world = World::alone(Default::default());
+    /// assert_eq!(world.part(10), 0..10);
+    /// ```
+    pub fn part(&self, items: usize) -> Range<usize> {
+        let boundary = |rank: usize| rank * items / self.size();
+        boundary(self.rank())..boundary(self.rank() + 1)
+    }
+
+    /// The mean of a number over all ranks, such as a loss: the same on all of them. All ranks make this
+    /// call.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn mean(&self, own: impl Into<f64>) -> Result<f64> {
+        let all: Vec<f64> = self.all_gather_value(&own.into())?;
+        Ok(all.iter().sum::<f64>() / all.len() as f64)
+    }
+
+    /// This rank's device, as it was given.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The collectives of the world.
+    pub fn comm(&self) -> &Communicator {
+        &self.comm
+    }
+
+    /// The collectives of the world, to be wrapped or kept.
+    pub fn communicator(&self) -> Communicator {
+        self.comm.clone()
+    }
+
+    /// The world of the ranks that give the same color, in the order of `key` and then of rank.
+    ///
+    /// # Errors
+    ///
+    /// As every collective.
+    pub fn split(&self, color: usize, key: usize) -> Result<Self> {
+        Ok(Self::new(self.comm.split(color, key)?, self.device.clone()))
+    }
+
+    /// A model whose parameters are those of rank 0, so that all ranks start alike.
+    ///
+    /// # Errors
+    ///
+    /// As every collective; [`Error::Mismatch`] for models of different shapes.
+    pub fn broadcast<M: Module>(&self, model: M) -> Result<M> {
+        // No collective inside a map: modules may hold locks there that ranks share.
+        let mut values = Values::default();
+        let model = parameters::map(model, &mut Detach(&mut values));
+        let mut first = VecDeque::new();
+        let mut pending = VecDeque::new();
+        while let Some((value, shape)) = values.pop_front() {
+            pending.push_back((self.comm.broadcast(value, 0)?, shape));
+            // Not all at once: that would hold the model in memory twice.
+            if pending.len() == IN_FLIGHT || values.is_empty() {
+                for (value, shape) in pending.drain(..) {
+                    first.push_back((value.wait()?, shape));
+                }
+            }
+        }
+        Ok(parameters::map(model, &mut Reattach(first)))
+    }
+}
+
+/// Fails for no devices, and for devices of different backends.
+fn check(devices: &[Device]) -> Result<()> {
+    let Some(first) = devices.first() else {
+        return Err(Error::setting("devices", "none", "at least one device: a world has at least one rank"));
+    };
+    let backend = |device: &Device| core::mem::discriminant::<DispatchDevice>(device.as_dispatch());
+    let kind = |device: &Device| backend(&device.clone().inner());
+    match devices.iter().position(|device| kind(device) != kind(first)) {
+        Some(rank) => Err(Error::Devices {
+            rank,
+            device: format!("{:?}", devices[rank]),
+            first: format!("{first:?}"),
+        }),
+        None => Ok(()),
+    }
+}
+
+/// The text of a panic.
+pub(crate) fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("without a message")
+}
+
+/// The values of a model's parameters in its order, flat, and their shapes.
+type Values = VecDeque<(Tensor<1>, Shape)>;
+
+/// Detaches the values from a model, which keeps placeholders.
+struct Detach<'a>(&'a mut Values);
+
+/// Replaces the placeholders by values.
+struct Reattach(Values);
+
+impl parameters::Map for Detach<'_> {
+    fn map<const D: usize>(&mut self, _path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|value| {
+            let placeholder = placeholder(&value);
+            let shape = value.shape();
+            self.0.push_back((value.inner().reshape([-1]), shape));
+            placeholder
+        })
+    }
+}
+
+impl parameters::Map for Reattach {
+    fn map<const D: usize>(&mut self, _path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (value, shape) = self.0.pop_front().expect("one value per detached parameter");
+        param.map(|old| in_place_of(&old, value.reshape(shape)))
+    }
+}

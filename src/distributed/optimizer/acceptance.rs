@@ -1,0 +1,137 @@
+//! The acceptance of every parameter's step: rejected gradients, diverged matrices, and their sums per parameter.
+
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+
+use crate::backend::ones_where;
+use crate::slices;
+
+/// The values that one sum adds up: enough to keep a device busy, few enough for a short row.
+const FAN_IN: usize = 256;
+
+/// The sums over the rows of every parameter, where those of one bucket come after those of another.
+pub struct RowSums {
+    /// Level by level, the indices of the values that every sum of a level adds up, among those of the level before.
+    /// A scatter instead would run in one thread on CubeCL, for any number of rows.
+    levels: Vec<Tensor<2, Int>>,
+    device: Device,
+}
+
+impl RowSums {
+    /// The sums for `parameters` parameters, where row `r` belongs to parameter `row_parameters[r]`.
+    pub fn new(row_parameters: &[usize], parameters: usize, device: &Device) -> Self {
+        Self {
+            levels: levels(row_parameters, parameters, FAN_IN)
+                .into_iter()
+                .map(|(places, width)| {
+                    let shape = [places.len() / width, width];
+                    Tensor::from_data(TensorData::new(places, shape), device)
+                })
+                .collect(),
+            device: device.clone(),
+        }
+    }
+
+    /// For every parameter, the sum of the values of its rows.
+    pub fn sum(&self, rows: Tensor<1>) -> Tensor<1> {
+        self.levels.iter().fold(rows, |sums, places| {
+            let [count, width] = places.dims();
+            let numbers = slices::with_zero(vec![sums], &self.device);
+            let numbers = numbers.select(0, places.clone().reshape([-1]));
+            numbers.reshape([count, width]).sum_dim(1).reshape([count])
+        })
+    }
+}
+
+/// The levels of sums that add up, for every parameter, the numbers of its rows: the places of the numbers
+/// of all sums of a level, and how many belong to one. The place behind all numbers is that of a zero.
+fn levels(of_rows: &[usize], parameters: usize, fan_in: usize) -> Vec<(Vec<i32>, usize)> {
+    let mut groups = vec![vec![]; parameters];
+    for (row, number) in of_rows.iter().enumerate() {
+        groups[*number].push(row as i32);
+    }
+    let mut numbers = of_rows.len();
+    let mut levels = vec![];
+    loop {
+        let longest = groups.iter().map(Vec::len).max().unwrap_or_default();
+        let (width, is_last) = (longest.clamp(1, fan_in), longest <= fan_in);
+        let (mut places, mut sums) = (vec![], 0);
+        for group in &mut groups {
+            let added = std::mem::take(group);
+            // The last level has a sum for every parameter, also for one without rows.
+            let parts = added.len().div_ceil(width).max(usize::from(is_last));
+            places.extend(added);
+            places.resize((sums + parts) * width, numbers as i32);
+            group.extend((sums..sums + parts).map(|sum| sum as i32));
+            sums += parts;
+        }
+        levels.push((places, width));
+        if is_last {
+            return levels;
+        }
+        numbers = sums;
+    }
+}
+
+/// The device's decisions about every parameter in a step.
+pub struct Acceptance {
+    /// 1 where a parameter stays as it is, else 0.
+    pub rejected: Tensor<1>,
+    /// The number of times that a parameter was skipped since the last step: because of its gradient, and because the
+    /// iteration diverged in the last step.
+    pub skipped: Tensor<1>,
+}
+
+impl Acceptance {
+    /// The decision from the numbers of ranks that reject a parameter's gradient, of its matrices that diverged in the
+    /// last step, and the presence of a gradient on any rank.
+    pub fn new(rejected: Tensor<1>, diverged: Tensor<1>, present: &[bool]) -> Self {
+        let absent: Vec<f32> =
+            present.iter().map(|present| f32::from(u8::from(!present))).collect();
+        let absent = Tensor::from_data(TensorData::from(&*absent), (&rejected.device(), DType::F32));
+        let any = |sums: Tensor<1>| ones_where(sums.greater_elem(0.0));
+        let rejected = any(rejected);
+        let skipped = rejected.clone() + any(diverged);
+        Self { rejected: rejected.max_pair(absent), skipped }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn levels_add_up_the_rows_of_every_parameter(
+            of_rows in prop::collection::vec(0_usize..7, 0..60),
+            fan_in in 2_usize..9,
+        ) {
+            let numbers = |row: usize| (row * row + 1) as i64;
+            let mut expected = vec![0; 8];
+            for (row, number) in of_rows.iter().enumerate() {
+                expected[*number] += numbers(row);
+            }
+            let mut sums: Vec<i64> = (0..of_rows.len()).map(numbers).collect();
+            for (places, width) in levels(&of_rows, 8, fan_in) {
+                prop_assert!(width <= fan_in);
+                sums.push(0);
+                let sum = |places: &[i32]| places.iter().map(|place| sums[*place as usize]).sum();
+                sums = places.chunks(width).map(sum).collect();
+            }
+            prop_assert_eq!(sums, expected);
+        }
+    }
+
+    #[test]
+    fn sums_of_many_rows_are_exact_on_the_device() {
+        let device = Device::default();
+        let of_rows: Vec<usize> = (0..70_000).map(|row| 2 * usize::from(row % 70 == 0)).collect();
+        let rows = RowSums::new(&of_rows, 3, &device);
+        assert_eq!(rows.levels.len(), 3);
+        let sums = rows.sum(Tensor::ones([70_000], (&device, DType::F32))).into_data();
+        sums.assert_eq(&TensorData::from([69_000.0_f32, 0.0, 1_000.0]), true);
+        let none = RowSums::new(&[], 2, &device).sum(slices::empty(DType::F32, &device)).into_data();
+        none.assert_eq(&TensorData::from([0.0_f32, 0.0]), true);
+    }
+}

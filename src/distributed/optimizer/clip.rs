@@ -1,0 +1,104 @@
+//! Clipping by the norm of all gradients.
+
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+
+use crate::backend::ScaledNorms;
+use crate::comm::{ReduceOp, World};
+use crate::distributed::plan::{Bucket, BucketKind, Parameter, Plan, ROW_ELEMENTS, Work};
+use crate::error::Result;
+use crate::slices;
+
+/// Added to the norm that gradients are clipped by, as in PyTorch's `clip_grad_norm_`.
+const NORM_EPSILON: f64 = 1e-6;
+
+/// The limit of the norm of all gradients, and the order in which it is computed.
+pub struct Clip {
+    max_norm: f64,
+    /// For every row of all parameters in model order, its place among this rank's rows; behind them for
+    /// a row of another rank. ScaledNorms are put together in this order, which does not depend on the plan.
+    sources: Tensor<1, Int>,
+    /// For every row of this rank, the index of its parameter.
+    parameters: Tensor<1, Int>,
+    device: Device,
+}
+
+impl Clip {
+    /// Clipping of a rank's gradients, where row `r` of all its buckets belongs to parameter `row_parameters[r]`.
+    pub fn new(
+        max_norm: f64,
+        plan: &Plan,
+        rank: usize,
+        row_parameters: &[usize],
+        device: &Device,
+    ) -> Self {
+        // The rows of a parameter follow those of the parameters before it.
+        let mut first = vec![];
+        let mut rows = 0;
+        for parameter in plan.parameters() {
+            first.push(rows);
+            rows += parameter.elements().div_ceil(row_elements(parameter));
+        }
+        // For every row of a bucket, its index in model order.
+        let positions = |bucket: &Bucket| {
+            let overlaps = bucket.overlaps(bucket.share(rank));
+            let positions = overlaps.flat_map(|(index, elements, padding)| {
+                let parameter = &plan.parameters()[index];
+                let length = row_elements(parameter);
+                let rows = parameter.elements().div_ceil(length);
+                let start = elements.start.div_ceil(length);
+                let count = (elements.len() + padding) / length;
+                let first = first[index];
+                // Rows of padding after a parameter have no position.
+                (start..start + count).map(move |row| (row < rows).then_some(first + row))
+            });
+            positions.collect::<Vec<_>>()
+        };
+        let counted = plan.buckets().iter().filter(|bucket| counts(bucket, rank));
+        let positions: Vec<Option<usize>> = counted.flat_map(positions).collect();
+        let mut sources = vec![positions.len() as i32; rows];
+        for (row, position) in positions.into_iter().enumerate() {
+            position.into_iter().for_each(|position| sources[position] = row as i32);
+        }
+        let sources = Tensor::from_data(TensorData::from(&*sources), device);
+        let parameters: Vec<i32> = row_parameters.iter().map(|index| *index as i32).collect();
+        let parameters = Tensor::from_data(TensorData::from(&*parameters), device);
+        Self { max_norm, sources, parameters, device: device.clone() }
+    }
+
+    /// The flags of parameters, repeated for each of this rank's rows.
+    pub fn broadcast_rows(&self, flags: &Tensor<1>) -> Tensor<1> {
+        match self.parameters.dims() {
+            [0] => slices::empty(flags.dtype(), &self.device),
+            _ => flags.clone().select(0, self.parameters.clone()),
+        }
+    }
+
+    /// The factor on all gradients, from the norms of the accepted rows of every bucket that
+    /// [`counts`] on this rank.
+    pub fn factor(&self, world: &World, norms: Vec<ScaledNorms>) -> Result<Tensor<1>> {
+        let (scales, squares) = norms.into_iter().map(|norms| (norms.scale, norms.squares)).unzip();
+        let in_order = |rows: Vec<Tensor<1>>| {
+            let rows = rows.into_iter().map(|values| values.cast(DType::F32)).collect();
+            // A gather with a zero after all rows: a scatter would run in one thread on CubeCL.
+            slices::with_zero(rows, &self.device).select(0, self.sources.clone())
+        };
+        let all = Tensor::cat(vec![in_order(scales), in_order(squares)], 0);
+        let all = world.comm().all_reduce(all, ReduceOp::Sum)?.wait()?;
+        let [rows] = self.sources.dims();
+        let (scale, squares) = (slices::slice(&all, 0..rows), slices::slice(&all, rows..2 * rows));
+        Ok(ScaledNorms { scale, squares }.factor(self.max_norm, NORM_EPSILON))
+    }
+}
+
+/// Returns `true` if a rank adds its norms of a bucket: of a replicated bucket, only rank 0 does.
+pub fn counts(bucket: &Bucket, rank: usize) -> bool {
+    bucket.kind != BucketKind::Replicated || rank == 0
+}
+
+/// Elements of a row of a parameter.
+fn row_elements(parameter: &Parameter) -> usize {
+    match parameter.work {
+        Work::Matrices { rows, columns, .. } => rows * columns,
+        Work::Elements => ROW_ELEMENTS,
+    }
+}

@@ -1,0 +1,261 @@
+//! The parameters and gradients of a step, detached from the model and reattached to it.
+
+use std::collections::HashMap;
+
+use burn::module::{Module, Param, ParamId};
+use burn::optim::GradientsParams;
+use burn::tensor::{Device, Tensor};
+
+use crate::checks::ensure_gradient_matches;
+use crate::distributed::plan::{Bucket, Parameter};
+use crate::error::{Error, Result};
+use crate::parameters::{self, in_place_of, placeholder};
+use crate::slices::{self, bytes};
+
+/// A rank's parameters and gradients during a step.
+pub struct DetachedParameters {
+    pub ids: Vec<ParamId>,
+    pub parameters: FlatTensors,
+    pub gradients: FlatTensors,
+}
+
+/// Flat tensors by the index of their parameter in the plan, with a count of their bytes.
+pub struct FlatTensors {
+    tensors: Vec<Option<Tensor<1>>>,
+    bytes: usize,
+}
+
+impl FlatTensors {
+    fn none(count: usize) -> Self {
+        Self { tensors: vec![None; count], bytes: 0 }
+    }
+
+    /// The tensor of a parameter, if it is present.
+    pub fn get(&self, index: usize) -> Option<&Tensor<1>> {
+        self.tensors[index].as_ref()
+    }
+
+    /// Bytes of all tensors.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Takes the tensor of a parameter out.
+    pub fn take(&mut self, index: usize) -> Option<Tensor<1>> {
+        let taken = self.tensors[index].take()?;
+        self.bytes -= bytes(&taken);
+        Some(taken)
+    }
+
+    /// Stores the tensor of a parameter.
+    pub fn set(&mut self, index: usize, tensor: Tensor<1>) {
+        self.take(index);
+        self.bytes += bytes(&tensor);
+        self.tensors[index] = Some(tensor);
+    }
+}
+
+impl DetachedParameters {
+    /// Detaches the parameters from the model, which keeps placeholders, and takes their gradients.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] if the model or a gradient does not match the plan.
+    pub fn detach<M: Module>(
+        model: M,
+        gradients: GradientsParams,
+        plan: &[Parameter],
+        rank: usize,
+        device: &Device,
+    ) -> Result<(M, Self)> {
+        let detached = Self {
+            ids: vec![ParamId::from(0); plan.len()],
+            parameters: FlatTensors::none(plan.len()),
+            gradients: FlatTensors::none(plan.len()),
+        };
+        let indices = indices(plan);
+        let mut detach = Detach { indices, detached, gradients, plan, rank, device, error: None };
+        let model = parameters::map(model, &mut detach);
+        let Detach { detached, error, .. } = detach;
+        if let Some(error) = error {
+            return Err(error);
+        }
+        match detached.parameters.tensors.iter().position(Option::is_none) {
+            Some(missing) => Err(Error::parameter(
+                &plan[missing].path,
+                rank,
+                "it is not in the model",
+                "step the model that the optimizer was made for",
+            )),
+            None => Ok((model, detached)),
+        }
+    }
+
+    /// Reattaches the parameters to the model.
+    ///
+    /// # Panics
+    ///
+    /// If a parameter is missing.
+    pub fn reattach<M: Module>(self, model: M, plan: &[Parameter]) -> M {
+        let mut reattach = Reattach { indices: indices(plan), values: self.parameters, plan };
+        parameters::map(model, &mut reattach)
+    }
+
+    /// Replaces the parameters of a bucket by those in its gathered buffer.
+    pub fn publish(&mut self, bucket: &Bucket, buffer: &Tensor<1>) {
+        for (index, pieces) in bucket.by_parameter() {
+            let pieces =
+                pieces.iter().map(|(_, start, len)| slices::slice(buffer, *start..start + len));
+            let value = slices::concat(pieces.collect(), bucket.dtype, &buffer.device());
+            self.parameters.set(index, value);
+        }
+    }
+}
+
+/// A bucket's buffer from the values of its parameters; zeros for absent parameters and for padding. A parameter that is
+/// one piece of the buffer is moved instead of copied.
+pub fn pack(values: &mut FlatTensors, bucket: &Bucket, device: &Device) -> Tensor<1> {
+    let zeros = |length: usize| Tensor::zeros([length], (device, bucket.dtype));
+    let mut pieces = vec![];
+    for (parameter, elements, padding) in bucket.overlaps(0..bucket.elements()) {
+        pieces.push(match values.get(parameter) {
+            None => zeros(elements.len()),
+            Some(whole) if whole.dims() == [elements.len()] => {
+                values.take(parameter).expect("the tensor was found above")
+            }
+            Some(value) => slices::slice(value, elements),
+        });
+        if padding > 0 {
+            pieces.push(zeros(padding));
+        }
+    }
+    slices::concat(pieces, bucket.dtype, device)
+}
+
+/// The index of every path in the plan.
+fn indices(plan: &[Parameter]) -> HashMap<&str, usize> {
+    plan.iter().enumerate().map(|(index, parameter)| (parameter.path.as_str(), index)).collect()
+}
+
+struct Detach<'a> {
+    indices: HashMap<&'a str, usize>,
+    detached: DetachedParameters,
+    gradients: GradientsParams,
+    plan: &'a [Parameter],
+    rank: usize,
+    device: &'a Device,
+    error: Option<Error>,
+}
+
+impl Detach<'_> {
+    fn check<const D: usize>(
+        &self,
+        index: usize,
+        value: &Tensor<D>,
+        gradient: Option<&Tensor<D>>,
+    ) -> Result<()> {
+        let planned = &self.plan[index];
+        let error = |reason, remedy| Err(Error::parameter(&planned.path, self.rank, reason, remedy));
+        let described = |shape: &[usize], dtype| format!("{shape:?} {dtype:?}");
+        let (shape, dtype) = (value.dims(), value.dtype());
+        if shape[..] != planned.shape || dtype != planned.dtype {
+            let expected = described(&planned.shape, planned.dtype);
+            let reason = format!("it has changed: expected {expected}, got {}", described(&shape, dtype));
+            return error(reason, "make a new optimizer for this model");
+        }
+        if value.device().inner() != *self.device {
+            let (expected, device) = (self.device, value.device());
+            let reason = format!("it is on the wrong device: expected {expected:?}, got {device:?}");
+            return error(reason, "move the model with `to_device`, or give its device to the world");
+        }
+        let Some(gradient) = gradient else { return Ok(()) };
+        ensure_gradient_matches(&planned.path, self.rank, value, gradient)?;
+        if gradient.dtype() != planned.dtype {
+            let (expected, dtype) = (planned.dtype, gradient.dtype());
+            let reason =
+                format!("its gradient is of the wrong type: expected {expected:?}, got {dtype:?}");
+            return error(reason, "give gradients of the type of the parameter");
+        }
+        Ok(())
+    }
+
+    /// Records an error for a parameter that is trained now and that is not in the plan.
+    fn reject_untrained<const D: usize>(&mut self, path: &str, param: &Param<Tensor<D>>) {
+        let is_empty = param.val().dims().contains(&0);
+        let has_gradient = self.gradients.get::<D>(param.id).is_some();
+        if param.is_require_grad() && has_gradient && !is_empty {
+            self.error.get_or_insert(Error::parameter(
+                path,
+                self.rank,
+                "it has a gradient, and was frozen or absent when the optimizer was made",
+                "make a new optimizer for this model, or leave its gradient out",
+            ));
+        }
+    }
+}
+
+impl parameters::Map for Detach<'_> {
+    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(index) = self.indices.get(path).copied() else {
+            self.reject_untrained(path, &param);
+            return param;
+        };
+        let (id, value, mapper) = param.consume();
+        let gradient = self.gradients.remove::<D>(id);
+        if let Err(error) = self.check(index, &value, gradient.as_ref()) {
+            self.error.get_or_insert(error);
+        }
+        let placeholder = placeholder(&value);
+        self.detached.ids[index] = id;
+        self.detached.parameters.set(index, value.inner().reshape([-1]));
+        if let Some(gradient) = gradient {
+            self.detached.gradients.set(index, gradient.reshape([-1]));
+        }
+        Param::from_mapped_value(id, placeholder, mapper)
+    }
+}
+
+struct Reattach<'a> {
+    indices: HashMap<&'a str, usize>,
+    values: FlatTensors,
+    plan: &'a [Parameter],
+}
+
+impl parameters::Map for Reattach<'_> {
+    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(index) = self.indices.get(path).copied() else { return param };
+        let (id, placeholder, mapper) = param.consume();
+        let value = self.values.take(index).expect("every bucket was published");
+        let shape = self.plan[index].shape.as_slice().try_into();
+        let shape: [usize; D] = shape.expect("the parameter was detached with this shape");
+        let value = in_place_of(&placeholder, value.reshape(shape));
+        Param::from_mapped_value(id, value, mapper)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::DType;
+
+    use super::*;
+
+    /// The bytes, counted again from the tensors.
+    fn recounted(values: &FlatTensors) -> usize {
+        values.tensors.iter().flatten().map(bytes).sum()
+    }
+
+    #[test]
+    fn the_count_of_bytes_follows_the_tensors() {
+        let device = Device::default();
+        let tensor = |length: usize, dtype| Tensor::<1>::zeros([length], (&device, dtype));
+        let mut values = FlatTensors::none(3);
+        assert_eq!(values.bytes(), 0);
+        values.set(0, tensor(5, DType::F32));
+        values.set(2, tensor(7, DType::BF16));
+        assert_eq!((values.bytes(), recounted(&values)), (34, 34));
+        values.set(0, tensor(3, DType::F32)); // replaces another
+        assert_eq!((values.bytes(), recounted(&values)), (26, 26));
+        assert!(values.take(1).is_none() && values.take(2).is_some() && values.take(2).is_none());
+        assert_eq!((values.bytes(), recounted(&values)), (12, 12));
+    }
+}

@@ -1,0 +1,82 @@
+//! The memory of a rank, counted from the tensors that it holds.
+
+use std::fmt;
+
+use comfy_table::{Table, presets};
+
+/// Bytes of one kind of tensor.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// After the last step.
+    pub now: usize,
+    /// The largest value since the optimizer was made.
+    pub peak: usize,
+}
+
+/// Bytes that one rank holds, from [`DistModuleOptimizer::memory`](super::DistModuleOptimizer::memory).
+/// Prints as a table.
+///
+/// It counts the tensors of the model and of the optimizer between the phases of a step, and the buffers
+/// that the engine has allocated, but not the intermediate results of an update, nor the memory that a backend keeps in
+/// reserve. All figures are observed together: `total` is their sum at one time.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MemoryReport {
+    /// The model's trained parameters.
+    pub parameters: Usage,
+    /// Gradients as they were given to the step.
+    pub gradients: Usage,
+    /// This rank's shards of the reduced gradients.
+    pub shards: Usage,
+    /// Snapshotum and moments of this rank's parts.
+    pub states: Usage,
+    /// Buffers of calls in flight, to send and to receive.
+    pub buffers: Usage,
+    /// The sum of all kinds.
+    pub total: Usage,
+}
+
+/// The bytes of every kind at one time.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Snapshot {
+    pub parameters: usize,
+    pub gradients: usize,
+    pub shards: usize,
+    pub states: usize,
+    pub buffers: usize,
+}
+
+impl MemoryReport {
+    pub(super) fn observe(&mut self, snapshot: Snapshot) {
+        let Snapshot { parameters, gradients, shards, states, buffers } = snapshot;
+        let total = parameters + gradients + shards + states + buffers;
+        for (kind, now) in [
+            (&mut self.parameters, parameters),
+            (&mut self.gradients, gradients),
+            (&mut self.shards, shards),
+            (&mut self.states, states),
+            (&mut self.buffers, buffers),
+            (&mut self.total, total),
+        ] {
+            *kind = Usage { now, peak: kind.peak.max(now) };
+        }
+    }
+}
+
+impl fmt::Display for MemoryReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::new();
+        table.load_style(presets::ASCII_MARKDOWN);
+        table.set_header(["bytes of", "now", "peak"]);
+        for (kind, bytes) in [
+            ("parameters", self.parameters),
+            ("gradients", self.gradients),
+            ("gradient shards", self.shards),
+            ("states", self.states),
+            ("buffers", self.buffers),
+            ("total", self.total),
+        ] {
+            table.add_row([kind.to_owned(), bytes.now.to_string(), bytes.peak.to_string()]);
+        }
+        write!(f, "{table}")
+    }
+}

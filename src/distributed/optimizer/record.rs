@@ -1,0 +1,607 @@
+//! The states of all ranks as one, that of the single-device optimizer: a record or a checkpoint
+//! does not depend on the ranks, the plan or the engine.
+//!
+//! A save gathers the states on rank 0, which writes them, bucket by bucket. No rank holds more than
+//! a bucket on the host. A load reads on every rank only the tensors that its shards need, after the
+//! ranks have compared the files.
+
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+use std::path::Path;
+
+use burn::module::Module;
+use burn::optim::OptimizerRecord;
+use burn::tensor::{Bytes, DType, Tensor, TensorData};
+use burn_pack::{Scalar, Writer};
+use serde::{Serialize, de::DeserializeOwned};
+
+use super::busy::Busy;
+use super::counters::{COUNTERS, Counters};
+use super::trained::{Kind, TrainedParameter};
+use super::DistModuleOptimizer;
+use crate::checkpoint::{self, Archive, Checkpointed, Contents, Planned, Saving, States};
+use crate::distributed::plan::{Bucket, BucketKind, Piece};
+use crate::error::{Error, Result};
+use crate::parameters;
+use crate::update::Slot;
+
+impl DistModuleOptimizer {
+    /// Returns the state of all ranks on all ranks, as a
+    /// [`ModuleOptimizer`](burn::optim::ModuleOptimizer) of [`MuonConfig`](crate::MuonConfig) records
+    /// it. All ranks make this call.
+    ///
+    /// Every rank then has the whole state in host memory, and twice as much for a moment. Use
+    /// [`save`](Self::save) to write a checkpoint.
+    ///
+    /// # Errors
+    ///
+    /// Those of every collective; [`Error::Parameter`] if two parameters share one identity.
+    pub fn to_record(&self) -> Result<OptimizerRecord> {
+        Ok(self.record(true)?.expect("every rank keeps the record"))
+    }
+
+    /// [`to_record`](Self::to_record) on rank 0. The others return nothing, and hold nothing on the
+    /// host.
+    ///
+    /// # Errors
+    ///
+    /// As [`to_record`](Self::to_record).
+    #[cfg_attr(not(feature = "train"), expect(dead_code, reason = "for learners"))]
+    pub(in crate::distributed) fn gather_record(&self) -> Result<Option<OptimizerRecord>> {
+        self.record(false)
+    }
+
+    /// Returns the optimizer with a recorded state, of any number of ranks or of a single device.
+    /// Parameters that the record does not know start anew. All ranks make this call, with equal
+    /// records.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, if on one: [`Error::CheckpointsDiffer`] if the records differ;
+    /// [`Error::Parameter`] if a recorded state does not fit its parameter; those of every
+    /// collective.
+    pub fn load_record(self, record: OptimizerRecord) -> Result<Self> {
+        self.load_states(&States::new(Archive::from_record(record)))
+    }
+
+    /// [`load_record`](Self::load_record) of a state that ranks of one process may share.
+    pub(in crate::distributed) fn load_states(mut self, states: &States) -> Result<Self> {
+        self.compare(states.archive())?;
+        let filled = self.fill(states);
+        self.world.agree(filled)?;
+        Ok(self)
+    }
+
+    /// Saves model, optimizer and progress of the run as [`checkpoint::save`] does, in the same
+    /// format, whatever the number of ranks. All ranks make this call; rank 0 writes.
+    ///
+    /// Rank 0 collects and writes the state bucket by bucket, and the model parameter by parameter.
+    /// The other ranks wait until the file is complete, however long that takes.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, if on one: [`Error::Checkpoint`] if the file can't be written, and what the
+    /// path held before is then unchanged; those of every collective.
+    pub fn save<M: Module, T: Serialize>(
+        &self,
+        path: impl AsRef<Path>,
+        model: &M,
+        progress: &T,
+    ) -> Result<()> {
+        // A collective that fails ends the world: only the file is left to agree on.
+        let written = match self.world.is_main() {
+            true => self.write(path.as_ref(), model, progress)?,
+            false => {
+                self.collect(false, |_| ())?;
+                self.world.comm().synchronize()?;
+                Ok(())
+            }
+        };
+        self.world.agree(written)
+    }
+
+    /// Loads a run that [`save`](Self::save) or [`checkpoint::save`] saved, on any number of ranks.
+    /// All ranks make this call, and read what they need of the file.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, if on one: those of [`checkpoint::load`] and of
+    /// [`load_record`](Self::load_record); [`Error::CheckpointsDiffer`] if the files that the ranks
+    /// open are not copies of one file.
+    pub fn load<M: Module, T: DeserializeOwned>(
+        mut self,
+        path: impl AsRef<Path>,
+        model: M,
+    ) -> Result<(M, Self, T)> {
+        let opened = {
+            let _busy = Busy::new(self.world.communicator());
+            Archive::open(path.as_ref())
+        };
+        let archive = self.world.agree(opened)?;
+        self.compare(&archive)?;
+        let read = {
+            let _busy = Busy::new(self.world.communicator());
+            self.read(archive, model)
+        };
+        let (model, progress) = self.world.agree(read)?;
+        Ok((model, self, progress))
+    }
+
+    /// Writes a checkpoint. Makes the collective calls of [`collect`](Self::collect) even if the file
+    /// can't be written, because the other ranks make them: the outer error is that of a collective,
+    /// the inner one that of the file.
+    fn write<M: Module, T: Serialize>(
+        &self,
+        path: &Path,
+        model: &M,
+        progress: &T,
+    ) -> Result<Result<()>> {
+        // The ids in the file are those of the saved model, by which Burn finds the state of a parameter: after a load
+        // they differ from those of the last step.
+        let found = parameters::of(model).into_iter();
+        let ids: HashMap<String, u64> = found.map(|found| (found.path, found.id.val())).collect();
+        let _busy = Busy::new(self.world.communicator());
+        let counters = self.counters();
+        let contents = self.contents(&counters, &ids);
+        let mut saving = contents
+            .and_then(|contents| checkpoint::start(path, model, contents.of_optimizer(), progress));
+        self.collect(false, |data| put(&mut saving, data))?;
+        counters
+            .into_iter()
+            .for_each(|counter| put(&mut saving, TensorData::from([counter.value])));
+        // Collectives may return results that the device has not received yet.
+        self.world.comm().synchronize()?;
+        Ok(saving.and_then(Saving::finish))
+    }
+
+    fn read<M: Module, T: DeserializeOwned>(
+        &mut self,
+        archive: Archive,
+        model: M,
+    ) -> Result<(M, T)> {
+        let loaded = checkpoint::load_model(&archive, model)?;
+        let states = States::new(archive);
+        let requested = self.fill(&states)?;
+        // Damage to states that no parameter needs is also detected: the ranks divide that work.
+        let rest = states.keys().filter(|key| !requested.contains(*key));
+        let mut rest: Vec<_> = rest.collect();
+        rest.sort_unstable();
+        for (path, name) in rest.into_iter().skip(self.world.rank()).step_by(self.world.size()) {
+            let (name, _) = states.find(path, name).expect("the name is one of the keys");
+            states.archive().verify(name)?;
+        }
+        Ok(loaded)
+    }
+
+    /// Fails for ranks that are about to load another file than rank 0.
+    fn compare(&self, archive: &Archive) -> Result<()> {
+        type Described = (u64, String);
+        let local = (archive.digest(), archive.describe());
+        // Descriptions contain paths, which may differ.
+        let difference = |first: &Described, local: &Described| {
+            (first.0 != local.0).then(|| (first.1.clone(), local.1.clone()))
+        };
+        match self.world.compare(&local, difference)? {
+            Some((rank, (expected, got))) => Err(Error::CheckpointsDiffer { rank, expected, got }),
+            None => Ok(()),
+        }
+    }
+
+    /// The state of all ranks on all of them, or on rank 0 only.
+    fn record(&self, everywhere: bool) -> Result<Option<OptimizerRecord>> {
+        let mut states = Vec::new();
+        self.collect(everywhere, |data| states.push(data))?;
+        let counters = self.counters();
+        // Collectives may return results that the device has not received yet.
+        self.world.comm().synchronize()?;
+        if !everywhere && self.world.rank() != 0 {
+            return Ok(None);
+        }
+        let _busy = Busy::new(self.world.communicator());
+        let ids: HashMap<_, _> =
+            self.trained.iter().map(|parameter| (parameter.path.clone(), parameter.id.val())).collect();
+        let contents = self.contents(&counters, &ids)?;
+        states.extend(counters.into_iter().map(|counter| TensorData::from([counter.value])));
+        Ok(Some(recorded(contents, states)))
+    }
+
+    /// A record with the names, types and ranks of this one's state, in tensors of one element each.
+    #[cfg_attr(not(feature = "train"), expect(dead_code, reason = "for learners"))]
+    pub(in crate::distributed) fn outline(&self) -> Result<OptimizerRecord> {
+        let ids = self.trained.iter().map(|parameter| (parameter.path.clone(), parameter.id.val()));
+        let contents = self.contents(&self.counters(), &ids.collect())?;
+        let one = |planned: &Planned| {
+            TensorData::from_bytes_vec(
+                vec![0; planned.dtype.size()],
+                vec![1; planned.shape.len()],
+                planned.dtype,
+            )
+        };
+        let tensors = contents.tensors.iter().map(one).collect();
+        Ok(recorded(contents, tensors))
+    }
+}
+
+/// The record of tensors, in the order of their names in `contents`.
+fn recorded(contents: Contents, tensors: Vec<TensorData>) -> OptimizerRecord {
+    let tensors = contents.tensors.into_iter().zip(tensors).map(|(planned, data)| {
+        let (bytes, shape, dtype) = data.into_parts();
+        burn_pack::Tensor::new(planned.name, dtype, shape, planned.id, bytes)
+    });
+    let mut writer = Writer::new(tensors.collect());
+    for (name, value) in &contents.scalars {
+        writer = writer.with_scalar(name, *value);
+    }
+    for (name, value) in &contents.metadata {
+        writer = writer.with_metadata(name, value);
+    }
+    let bytes = writer.into_bytes().expect("names are distinct and sizes known");
+    OptimizerRecord::from_bytes(bytes).expect("the bytes are those of a record")
+}
+
+/// The steps that saving and loading consist of.
+impl DistModuleOptimizer {
+    /// Passes on the state's tensors one by one, in the order of [`contents`](Self::contents), on
+    /// rank 0 or on all ranks. All ranks make this call.
+    fn collect(&self, everywhere: bool, mut each: impl FnMut(TensorData)) -> Result<()> {
+        let comm = self.world.comm();
+        for shard in &self.shards {
+            for slot in self.slots(&shard.bucket) {
+                let values = self.slot_values(&shard.bucket, slot.name);
+                let local = shard.state(slot.name, slot.dtype.resolve(values.dtype));
+                let whole = match values.kind {
+                    BucketKind::Replicated => local,
+                    BucketKind::Matrices | BucketKind::Elements if everywhere => {
+                        comm.all_gather(local, &values.counts)?.wait()?
+                    }
+                    BucketKind::Matrices | BucketKind::Elements => {
+                        comm.gather(local, &values.counts, 0)?.wait()?
+                    }
+                };
+                if everywhere || comm.rank() == 0 {
+                    unpack(&values, whole, |index, bytes, dtype| {
+                        let shape = self.recorded_shape(index, slot.name);
+                        each(TensorData::from_bytes(bytes, shape, dtype));
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The sharded slots of a bucket, which are the same for all of its parameters up to their extent.
+    fn slots(&self, bucket: &Bucket) -> Vec<Slot> {
+        self.parameter_slots(bucket.parameters[0])
+    }
+
+    fn parameter_slots(&self, index: usize) -> Vec<Slot> {
+        self.trained[index].slots(&self.routing.updates().muon)
+    }
+
+    /// The slot of a parameter.
+    fn slot(&self, index: usize, name: &str) -> Slot {
+        let slot = self.parameter_slots(index).into_iter().find(|slot| slot.name == name);
+        slot.expect("all parameters of a bucket have the same slots")
+    }
+
+    /// The shape of a slot in records.
+    fn recorded_shape(&self, index: usize, name: &str) -> Vec<usize> {
+        let parameter = &self.trained[index];
+        self.slot(index, name).extent.recorded(&parameter.shape, parameter.batch())
+    }
+
+    /// A bucket of the values that a slot has instead of one per element.
+    fn slot_values(&self, bucket: &Bucket, name: &str) -> Bucket {
+        if bucket.kind != BucketKind::Matrices {
+            return bucket.clone();
+        }
+        // Every piece is one matrix.
+        let values = |piece: &Piece| {
+            let [_, m, n] = self.trained[piece.parameter].batch();
+            let values = self.slot(piece.parameter, name).extent.values([1, m, n]);
+            Piece { start: piece.start / (m * n) * values, len: values, ..*piece }
+        };
+        let mut pieces = bucket.pieces.iter();
+        let counts = bucket.counts.iter().map(|count| {
+            // The pieces of a rank follow each other.
+            let (mut elements, mut sum) = (0, 0);
+            while elements < *count {
+                let piece = pieces.next().expect("the shards cover all pieces");
+                elements += piece.len;
+                sum += values(piece).len;
+            }
+            sum
+        });
+        let counts = counts.collect();
+        Bucket { pieces: bucket.pieces.iter().map(values).collect(), counts, ..bucket.clone() }
+    }
+
+    /// The names, types and shapes of the state under the names of Burn's record, with the given
+    /// identities of the parameters by path.
+    fn contents(&self, counters: &[Counter], ids: &HashMap<String, u64>) -> Result<Contents> {
+        let ids = self.identities(ids)?;
+        let mut contents = Contents::default();
+        let mut plan = |index: usize, name: &str, dtype: DType, shape: Vec<usize>| {
+            let id = ids[index];
+            let name = format!("{id}.{name}");
+            contents.tensors.push(Planned::new(name, dtype, shape, Some(id)));
+        };
+        for shard in &self.shards {
+            let bucket = &shard.bucket;
+            for slot in self.slots(bucket) {
+                for index in bucket.by_parameter().into_keys() {
+                    let shape = self.recorded_shape(index, slot.name);
+                    plan(index, slot.name, slot.dtype.resolve(bucket.dtype), shape);
+                }
+            }
+        }
+        for counter in counters {
+            plan(counter.parameter, counter.name, DType::F32, vec![1]);
+        }
+        for (parameter, id) in self.trained.iter().zip(&ids) {
+            contents.metadata.insert(id.to_string(), parameter.path.clone());
+            for (name, value) in scalars(parameter) {
+                contents.scalars.insert(format!("{id}.{name}"), Scalar::from(value));
+            }
+        }
+        Ok(contents)
+    }
+
+    /// The identity of every parameter, by which Burn keys the state.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] for a parameter without one, or with that of another parameter.
+    fn identities(&self, ids: &HashMap<String, u64>) -> Result<Vec<u64>> {
+        let rank = self.world.rank();
+        let mut paths = HashMap::new();
+        let identities = self.trained.iter().map(|parameter| {
+            let path = parameter.path.as_str();
+            let Some(id) = ids.get(path).copied() else {
+                let remedy = "save the model that the optimizer trains";
+                return Err(Error::parameter(path, rank, "it is not in the model", remedy));
+            };
+            match paths.insert(id, path) {
+                None => Ok(id),
+                Some(other) => Err(Error::parameter(
+                    path,
+                    rank,
+                    format!("it has the identity of `{other}`, so that both have one state"),
+                    "give every parameter its own `ParamId`: clones keep it",
+                )),
+            }
+        });
+        identities.collect()
+    }
+
+    /// Reads this rank's shards, and returns the paths and names of all states that the plan has.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] if a state does not fit its parameter, [`Error::Checkpoint`] if it can't
+    /// be read.
+    fn fill(&mut self, states: &States) -> Result<HashSet<(String, String)>> {
+        let (rank, device) = (self.world.rank(), self.device());
+        let mut requested = HashSet::new();
+        for shard in 0..self.shards.len() {
+            for slot in self.slots(&self.shards[shard].bucket) {
+                let values = self.slot_values(&self.shards[shard].bucket, slot.name);
+                let dtype = slot.dtype.resolve(values.dtype);
+                let mut part = HostShard::new(values.share(rank), dtype);
+                for (index, runs) in values.by_parameter() {
+                    let path = &self.trained[index].path;
+                    requested.insert((path.clone(), slot.name.to_owned()));
+                    let count = self.recorded_shape(index, slot.name).iter().product();
+                    let found = find(states, (path, slot.name), (count, dtype), rank)?;
+                    if let Some(found) = found.filter(|_| part.takes(&runs)) {
+                        let data = states.archive().data(found)?.convert_dtype(dtype);
+                        part.take(&data, &runs);
+                    }
+                }
+                let count = part.range.len();
+                let data = TensorData::from_bytes_vec(part.bytes, [count], dtype);
+                let data = Tensor::<1>::from_data(data, (&device, dtype));
+                self.shards[shard].set_state(slot.name, &data);
+            }
+        }
+        self.set_counters(|path, name| {
+            requested.insert((path.to_owned(), name.to_owned()));
+            let found = find(states, (path, name), (1, DType::F32), rank)?;
+            let data = found.map(|found| states.archive().data(found)).transpose()?;
+            Ok(data.and_then(|data| data.iter::<f32>().next()).unwrap_or(0.0))
+        })?;
+        for parameter in &mut self.trained {
+            parameter.time = states.time(&parameter.path).unwrap_or(0);
+        }
+        self.diverged = self.diverged.zeros_like();
+        self.start_counting();
+        Ok(requested)
+    }
+}
+
+/// A counter of one parameter, a tensor of one element in records.
+struct Counter {
+    /// Index of the parameter in the plan.
+    parameter: usize,
+    name: &'static str,
+    value: f32,
+}
+
+/// The scalars in the record of a parameter.
+fn scalars(parameter: &TrainedParameter) -> Vec<(&'static str, usize)> {
+    let mut scalars = vec![("__rank", parameter.shape.len())];
+    match parameter.kind {
+        Kind::Muon { .. } => scalars.push(("time", parameter.time)),
+        // AdamW has no schedules of its own, and its corrections count its steps.
+        Kind::AdamW => {}
+    }
+    scalars
+}
+
+/// The counters of parameters, of which a record has one tensor each.
+impl DistModuleOptimizer {
+    /// Returns `true` if the state of a parameter has a counter.
+    fn has_counter(&self, index: usize, slot: &Slot) -> bool {
+        self.trained[index].counters().contains(slot)
+    }
+
+    /// The counters of all parameters, which are the same on all ranks.
+    fn counters(&self) -> Vec<Counter> {
+        let counters = COUNTERS.iter().zip(self.counters.values()).flat_map(|(slot, tensor)| {
+            let values: Vec<f32> = tensor.to_data().iter::<f32>().collect();
+            let values = values.into_iter().enumerate();
+            let values = values.filter(|(index, _)| self.has_counter(*index, slot));
+            values.map(|(parameter, value)| Counter { parameter, name: slot.name, value })
+        });
+        counters.collect()
+    }
+
+    /// Sets the counters of all parameters by their paths and names.
+    fn set_counters(&mut self, mut value: impl FnMut(&str, &str) -> Result<f32>) -> Result<()> {
+        let device = self.device();
+        let mut read = |slot: &Slot| -> Result<Tensor<1>> {
+            let values = self.trained.iter().enumerate().map(|(index, parameter)| {
+                match self.has_counter(index, slot) {
+                    true => value(&parameter.path, slot.name),
+                    false => Ok(0.0),
+                }
+            });
+            let values = values.collect::<Result<Vec<f32>>>()?;
+            Ok(Tensor::from_data(TensorData::from(&*values), (&device, DType::F32)))
+        };
+        let [skipped, first, second] = COUNTERS;
+        let skipped = read(&skipped)?;
+        self.counters = Counters { skipped, corrections: [read(&first)?, read(&second)?] };
+        Ok(())
+    }
+}
+
+/// A run of a parameter's values in the buffer of its bucket: its start in the parameter, its start
+/// in the buffer, and its length.
+type Run = (usize, usize, usize);
+
+/// A rank's part of a bucket's buffer, in host memory.
+struct HostShard {
+    range: Range<usize>,
+    /// Bytes of an element.
+    size: usize,
+    bytes: Vec<u8>,
+}
+
+impl HostShard {
+    fn new(range: Range<usize>, dtype: DType) -> Self {
+        let size = dtype.size();
+        Self { bytes: vec![0; range.len() * size], range, size }
+    }
+
+    /// The part of a run that is in the shard, as a range of the buffer.
+    fn clip(&self, (_, start, len): Run) -> Range<usize> {
+        start.max(self.range.start)..(start + len).min(self.range.end)
+    }
+
+    /// Returns `true` if the shard has values of the runs.
+    fn takes(&self, runs: &[Run]) -> bool {
+        runs.iter().any(|run| !self.clip(*run).is_empty())
+    }
+
+    /// Copies the values of a parameter that are in the shard.
+    fn take(&mut self, data: &TensorData, runs: &[Run]) {
+        for run in runs {
+            let part = self.clip(*run);
+            if part.is_empty() {
+                continue;
+            }
+            let (first, start, _) = *run;
+            let from = (first + part.start - start) * self.size;
+            let to = (part.start - self.range.start) * self.size;
+            let count = part.len() * self.size;
+            self.bytes[to..to + count].copy_from_slice(&data.as_bytes()[from..from + count]);
+        }
+    }
+}
+
+/// Cuts the buffer of a bucket into the values of its parameters, in the order of their indices.
+fn unpack(bucket: &Bucket, whole: Tensor<1>, mut each: impl FnMut(usize, Bytes, DType)) {
+    let elements = whole.dims()[0];
+    let (bytes, _, dtype) = whole.into_data().into_parts();
+    let parameters = bucket.by_parameter();
+    // The buffer of a single parameter is passed on without a copy: such a bucket can be the largest.
+    if let Some((number, runs)) = parameters.first_key_value()
+        && runs.iter().all(|(first, start, _)| first == start)
+        && runs.iter().map(|(.., len)| len).sum::<usize>() == elements
+    {
+        return each(*number, bytes, dtype);
+    }
+    let size = dtype.size();
+    for (number, runs) in parameters {
+        let mut values = Vec::with_capacity(runs.iter().map(|(.., len)| len * size).sum());
+        for (_, start, len) in runs {
+            values.extend_from_slice(&bytes[start * size..(start + len) * size]);
+        }
+        each(number, Bytes::from_bytes_vec(values), dtype);
+    }
+}
+
+/// The name of a parameter's state in the archive; `None` if the archive does not have the
+/// parameter.
+///
+/// # Errors
+///
+/// [`Error::Parameter`] if the state has another number or type of values.
+fn find<'a>(
+    states: &'a States,
+    (path, name): (&str, &str),
+    (elements, dtype): (usize, DType),
+    rank: usize,
+) -> Result<Option<&'a str>> {
+    let reason = match states.find(path, name) {
+        Some((found, stored)) if stored.elements() == elements && fits(stored.dtype, dtype) => {
+            return Ok(Some(found));
+        }
+        Some((_, stored)) => format!(
+            "its saved `{name}` does not fit: expected {elements} elements of {}, got shape {:?} of {}",
+            dtype.name(),
+            stored.shape,
+            stored.dtype.name()
+        ),
+        None if states.knows(path) => format!("its saved state has no `{name}`"),
+        None => return Ok(None),
+    };
+    let remedy = "configure the optimizer as it was when the state was saved";
+    Err(Error::parameter(path, rank, reason, remedy))
+}
+
+/// Returns `true` if a state of type `dtype` can be read from a saved type: the same, or half precision, which files of
+/// older versions have where there is float32 now.
+fn fits(stored: DType, dtype: DType) -> bool {
+    let is_half = matches!(stored, DType::F16 | DType::BF16);
+    stored == dtype || dtype == DType::F32 && is_half
+}
+
+/// Writes the next tensor of a checkpoint, unless one before it could not be written.
+fn put(saving: &mut Result<Saving>, data: TensorData) {
+    if let Ok(open) = saving
+        && let Err(error) = open.put(data)
+    {
+        *saving = Err(error);
+    }
+}
+
+impl Checkpointed for DistModuleOptimizer {
+    fn save_run<M: Module, T: Serialize>(
+        &self,
+        path: &Path,
+        model: &M,
+        progress: &T,
+    ) -> Result<()> {
+        self.save(path, model, progress)
+    }
+
+    fn load_run<M: Module, T: DeserializeOwned>(
+        self,
+        path: &Path,
+        model: M,
+    ) -> Result<(M, Self, T)> {
+        self.load(path, model)
+    }
+}

@@ -1,0 +1,214 @@
+//! The agreement of the ranks before the first step.
+
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+use serde_json::Value;
+
+use super::busy::Busy;
+use super::trained::{Kind, TrainedParameter};
+use crate::comm::{Difference, World, exchanges};
+use crate::distributed::config::DistMuonConfig;
+use crate::distributed::plan::{Costs, Parameter, Plan, Work, node_order};
+use crate::error::{Error, Result};
+use crate::parameters::{self, Field, Visit};
+use crate::routing::{ParameterRole, Routing};
+use crate::update::Matrices;
+
+/// The trained parameters of a model in its order, as the optimizer and as a plan sees them.
+pub fn trained<M: Module>(
+    routing: &Routing,
+    model: &M,
+) -> Result<(Vec<TrainedParameter>, Vec<Parameter>)> {
+    let found = parameters::of(model).into_iter();
+    let trained = found.zip(routing.routes()).filter(|(found, _)| found.trainable);
+    let both = trained.map(|(found, route)| {
+        let (kind, work) = match route.role {
+            ParameterRole::Muon { view, layout } => {
+                let [count, m, n] = view.batch_shape(&found.path, &found.shape)?;
+                let matrices = Matrices { shape: [m, n], layout };
+                (Kind::Muon { count, matrices }, Work::Matrices { count, rows: m, columns: n })
+            }
+            ParameterRole::Embedding
+            | ParameterRole::Head
+            | ParameterRole::Vector
+            | ParameterRole::Frozen => (Kind::AdamW, Work::Elements),
+        };
+        let planned = Parameter {
+            path: found.path.clone(),
+            shape: found.shape.clone(),
+            dtype: found.dtype,
+            work,
+        };
+        let trained = TrainedParameter {
+            path: found.path,
+            id: route.id,
+            shape: found.shape,
+            dtype: found.dtype,
+            time: 0,
+            lr: routing.lr_factors(route),
+            kind,
+        };
+        Ok((trained, planned))
+    });
+    Ok(both.collect::<Result<Vec<_>>>()?.into_iter().unzip())
+}
+
+/// Fails for types that ranks can't exchange.
+pub fn ensure_exchangeable(parameters: &[Parameter], rank: usize) -> Result<()> {
+    match parameters.iter().find(|parameter| !exchanges(parameter.dtype)) {
+        None => Ok(()),
+        Some(parameter) => Err(Error::parameter(
+            &parameter.path,
+            rank,
+            format!("it is {}, which ranks can't exchange", parameter.dtype.name()),
+            "train it in float32, float16 or bfloat16, or on one device with `MuonConfig::init`",
+        )),
+    }
+}
+
+/// Fails on all ranks if their configurations are not the same.
+pub fn same_config(world: &World, config: &DistMuonConfig) -> Result<()> {
+    let local = serde_json::to_value(config).expect("a configuration is valid JSON");
+    world.same_settings(&local, |first, other| difference("", first, other))
+}
+
+/// The first entry that two JSON values do not have in common.
+fn difference(path: &str, first: &Value, other: &Value) -> Option<Difference> {
+    if first == other {
+        return None;
+    }
+    if let (Value::Object(first), Value::Object(other)) = (first, other) {
+        return first.keys().chain(other.keys()).find_map(|key| {
+            let path = format!("{path}{}{key}", if path.is_empty() { "" } else { "." });
+            let [first, other] = [first, other].map(|value| value.get(key).unwrap_or(&Value::Null));
+            difference(&path, first, other)
+        });
+    }
+    let setting = path.to_owned();
+    Some(Difference { setting, first: first.to_string(), other: other.to_string() })
+}
+
+/// Fails if the models differ, and names the first parameter that does.
+pub fn same_model<M: Module>(world: &World, parameters: &[Parameter], model: &M) -> Result<()> {
+    if let Some((rank, (parameter, first, other))) =
+        world.compare(&parameters.to_vec(), |first, own| first_difference(first, own))?
+    {
+        return Err(Error::ModelsDiffer { rank, parameter, other, first });
+    }
+    if world.size() == 1 {
+        // Nothing to compare with, and checksums read the whole model.
+        return Ok(());
+    }
+    let other_values = world.compare(&checksums(model), |first, own| {
+        let (first, own) = first_unequal(first, own)?;
+        first.or(own).map(|(path, _)| path.clone())
+    })?;
+    match other_values {
+        Some((rank, parameter)) => Err(Error::ModelsDiffer {
+            rank,
+            parameter,
+            other: "of other values".into(),
+            first: "of the first ones".into(),
+        }),
+        None => Ok(()),
+    }
+}
+
+/// The first entries at one index that two lists do not have in common. One may be missing.
+fn first_unequal<'a, T: PartialEq>(
+    first: &'a [T],
+    own: &'a [T],
+) -> Option<(Option<&'a T>, Option<&'a T>)> {
+    let entries = (0..first.len().max(own.len())).map(|index| (first.get(index), own.get(index)));
+    entries.into_iter().find(|(first, own)| first != own)
+}
+
+/// The first parameter that two models do not have in common: its path, and what it is in both.
+fn first_difference(first: &[Parameter], own: &[Parameter]) -> Option<(String, String, String)> {
+    let described = |parameter: Option<&Parameter>| match parameter {
+        Some(found) => format!("{:?} {} ({:?})", found.shape, found.dtype.name(), found.work),
+        None => "absent".to_owned(),
+    };
+    let (first, own) = first_unequal(first, own)?;
+    // Both names, if they differ: one of them is the misplaced parameter.
+    let named = |found: Option<&Parameter>| found.map(|found| found.path.clone());
+    let parameter = match (named(first), named(own)) {
+        (Some(first), Some(own)) if first != own => format!("{first}` / `{own}"),
+        (first, own) => first.or(own).expect("different entries are not both missing"),
+    };
+    Some((parameter, described(first), described(own)))
+}
+
+/// The plan of all ranks. Rank 0 makes it, since a search with a time limit may find another plan elsewhere.
+pub fn plan(
+    config: &DistMuonConfig,
+    world: &World,
+    parameters: Vec<Parameter>,
+    costs: &Costs,
+) -> Result<Plan> {
+    let settings = config.plan_config(world.size());
+    let order = node_order(&world.comm().nodes());
+    let own = match world.rank() {
+        0 => {
+            // A search may take longer than the deadline.
+            let _busy = Busy::new(world.communicator());
+            Plan::new(parameters.clone(), world.size(), &settings, costs).map(Some)
+        }
+        _ => Ok(None),
+    };
+    let owners = world.agree(own)?.map_or(vec![], |plan| plan.owners_in(&order));
+    let owners = world.broadcast_value(&owners, 0)?;
+    let plan = Plan::with_owners(parameters, world.size(), &settings, owners);
+    let plan = world.agree(plan)?;
+    match world.compare(&plan.digest(), |first, own| (first != own).then_some(()))? {
+        Some((rank, ())) => Err(Error::Mismatch {
+            calls: format!("rank {rank} has another plan than rank 0, so another configuration"),
+        }),
+        None => Ok(plan),
+    }
+}
+
+/// The paths and checksums of a model's parameters, of the bits of their values.
+fn checksums<M: Module>(model: &M) -> Vec<(String, u32)> {
+    let mut sums = Checksums(vec![]);
+    parameters::visit(model, &mut sums);
+    let paths = parameters::of(model).into_iter().map(|found| found.path);
+    paths.zip(sums.0).collect()
+}
+
+struct Checksums(Vec<u32>);
+
+impl Visit for Checksums {
+    fn visit<const D: usize>(&mut self, _fields: &[Field], param: &Param<Tensor<D>>) {
+        self.0.push(crc32fast::hash(param.val().inner().into_data().as_bytes()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_first_setting_that_differs_is_named() {
+        let first = json!({"a": {"b": 1, "c": [1, 2]}, "d": {"Cosine": 1}});
+        let named = |other: Value| difference("", &first, &other).map(|found| found.setting);
+        assert_eq!(named(first.clone()), None);
+        for (other, setting) in [
+            (json!({"a": {"b": 1, "c": [1, 3]}, "d": {"Cosine": 1}}), "a.c"),
+            (json!({"a": {"b": 1, "c": [1, 2]}, "d": {"Linear": 1}}), "d.Cosine"),
+            (json!({"a": {"b": 1, "c": [1, 2]}, "d": {"Cosine": 1}, "e": 1}), "e"),
+            (json!({"a": 1, "d": {"Cosine": 1}}), "a"),
+        ] {
+            assert_eq!(named(other).as_deref(), Some(setting));
+        }
+    }
+
+    #[test]
+    fn lists_of_which_one_is_longer_differ() {
+        assert_eq!(first_unequal(&[1, 2], &[1, 2]), None);
+        assert_eq!(first_unequal(&[1, 2], &[1]), Some((Some(&2), None)));
+        assert_eq!(first_unequal(&[1], &[1, 3]), Some((None, Some(&3))));
+    }
+}

@@ -1,0 +1,388 @@
+//! This rank's part of a bucket: its state, and its update.
+//!
+//! A shard consists of rows, each of one parameter: whole matrices, or [`ROW_ELEMENTS`] elements for AdamW.
+
+use std::cmp::Reverse;
+use std::ops::Range;
+use std::sync::Arc;
+
+use burn::tensor::{DType, Device, Tensor};
+
+use super::detached::FlatTensors;
+use super::trained::{Kind, TrainedParameter};
+use crate::backend::{AdamWControls, FlaggedRows, KernelPolicy, ScaledNorms, reject};
+use crate::distributed::plan::{Bucket, BucketKind, ROW_ELEMENTS};
+use crate::slices;
+use crate::update::{
+    AdamWParameter, AdamWUpdate, Matrices, MuonBatch, MuonParameter, MuonUpdate, Slots, StepSize,
+};
+
+/// A rank's part of a bucket.
+pub struct Shard {
+    pub bucket: Bucket,
+    /// This rank's part of the bucket's buffer.
+    range: Range<usize>,
+    update: Update,
+    /// The parameters in this rank's part, in order.
+    runs: Vec<Run>,
+    batches: Vec<Batch>,
+    device: Device,
+}
+
+/// The rule for the parameters of a shard.
+#[derive(Clone)]
+enum Update {
+    Muon(Arc<MuonUpdate>),
+    AdamW(Arc<AdamWUpdate>),
+}
+
+/// Neighbouring elements of a parameter, all in one shard.
+struct Run {
+    /// Index of the parameter.
+    parameter: usize,
+    /// Their range in the parameter.
+    elements: Range<usize>,
+    /// Their range in the shard. Zeros may follow.
+    range: Range<usize>,
+}
+
+/// Rows that are updated together: the matrices of one shape, or everything that AdamW updates.
+struct Batch {
+    /// Indices of their runs.
+    runs: Range<usize>,
+    /// Their range in the shard.
+    elements: Range<usize>,
+    /// Elements of a row.
+    row: usize,
+    /// The matrices, and the index of the first among the flags of all matrices of the rank. `None` for AdamW.
+    matrices: Option<(Matrices, usize)>,
+    state: Slots,
+}
+
+/// The parameter of every row of a rank, those of one bucket after those of another.
+#[derive(Default)]
+pub struct RowParameters {
+    /// All rows: matrices, and [`ROW_ELEMENTS`] elements of parameters that AdamW updates.
+    pub all: Vec<usize>,
+    /// Only the matrices.
+    pub matrices: Vec<usize>,
+}
+
+/// The device's decisions of a step.
+pub struct StepControls {
+    /// 1 for parameters that stay as they are, else 0.
+    pub rejected: Tensor<1>,
+    /// The bias corrections of AdamW.
+    pub corrections: [Tensor<1>; 2],
+    /// The factor on all gradients.
+    pub factor: Option<Tensor<1>>,
+}
+
+/// The host's decisions of a step, for every parameter.
+pub struct StepInputs {
+    pub sizes: Vec<StepSize>,
+    /// Steps that each parameter has taken part in.
+    pub times: Vec<usize>,
+}
+
+impl Shard {
+    /// A shard whose state is zero. Its rows are added to those that the rank has.
+    pub fn new(
+        bucket: &Bucket,
+        parameters: &[TrainedParameter],
+        rank: usize,
+        (muon, adamw): (&Arc<MuonUpdate>, &Arc<AdamWUpdate>),
+        rows: &mut RowParameters,
+        device: &Device,
+    ) -> Self {
+        let range = bucket.share(rank);
+        let mut runs = runs(bucket, &range);
+        let (update, batches) = match bucket.kind {
+            BucketKind::Matrices => {
+                let matrices = matrices(bucket, parameters, &range);
+                let first = rows.matrices.len();
+                let batches = batches(&runs, parameters, first, (bucket.dtype, device), muon);
+                rows.all.extend(&matrices);
+                rows.matrices.extend(matrices);
+                (Update::Muon(muon.clone()), batches)
+            }
+            BucketKind::Elements | BucketKind::Replicated => {
+                rows.all.extend(element_rows(bucket, &range));
+                // Runs of similar length are neighbours: a launch processes several as if all had the length of the
+                // longest, and reads them in vectors only if all lengths are multiples of 8.
+                runs.sort_by_key(|run| (run.range.len() % 8 != 0, Reverse(run.range.len())));
+                let batch = [1, 1, range.len()];
+                let slots = AdamWUpdate::SLOTS;
+                let state = Slots::zeros(&slots, batch, &[range.len()], bucket.dtype, device);
+                let batch = Batch {
+                    runs: 0..runs.len(),
+                    elements: 0..range.len(),
+                    row: ROW_ELEMENTS,
+                    matrices: None,
+                    state,
+                };
+                // Not every backend accepts empty tensors.
+                (Update::AdamW(adamw.clone()), (!range.is_empty()).then_some(batch).into_iter().collect())
+            }
+        };
+        Self { bucket: bucket.clone(), range, update, runs, batches, device: device.clone() }
+    }
+
+    /// The values of this rank's parameters, each where it is stored: moved out where the rank has all of it. Zeros for
+    /// those that are absent.
+    pub fn take(&self, values: &mut FlatTensors) -> Vec<Tensor<1>> {
+        let each = self.runs.iter().map(|Run { parameter, elements, .. }| {
+            match values.get(*parameter) {
+                None => Tensor::zeros([elements.len()], (&self.device, self.bucket.dtype)),
+                // Moved, so that the only reference is updated in place.
+                Some(whole) if whole.dims() == [elements.len()] => {
+                    values.take(*parameter).expect("the tensor was found above")
+                }
+                Some(value) => slices::slice(value, elements.clone()),
+            }
+        });
+        each.collect()
+    }
+
+    /// The parameters of a shard, as slices of its buffer.
+    pub fn split(&self, shard: &Tensor<1>) -> Vec<Tensor<1>> {
+        self.runs.iter().map(|run| slices::slice(shard, run.range.clone())).collect()
+    }
+
+    /// The buffer of a shard from its parameters, with zeros in between.
+    pub fn pack(&self, values: Vec<Tensor<1>>) -> Tensor<1> {
+        let mut values: Vec<_> =
+            self.runs.iter().map(|run| run.range.clone()).zip(values).collect();
+        values.sort_by_key(|(range, _)| range.start);
+        let zeros = |length| Tensor::zeros([length], (&self.device, self.bucket.dtype));
+        let (mut all, mut end) = (vec![], 0);
+        for (range, values) in values {
+            all.extend((range.start > end).then(|| zeros(range.start - end)));
+            end = range.end;
+            all.push(values);
+        }
+        all.extend((self.range.len() > end).then(|| zeros(self.range.len() - end)));
+        slices::concat(all, self.bucket.dtype, &self.device)
+    }
+
+    /// The indices of this rank's parameters, in the order of their values.
+    pub fn parameters(&self) -> impl Iterator<Item = usize> {
+        self.runs.iter().map(|run| run.parameter)
+    }
+
+    fn policy(&self) -> KernelPolicy {
+        match &self.update {
+            Update::Muon(muon) => muon.policy(),
+            Update::AdamW(adamw) => adamw.policy,
+        }
+    }
+
+    /// Sets the flags of parameters whose gradients are not usable.
+    pub fn reject(&self, gradients: &[Tensor<1>], flags: Tensor<1>) -> Tensor<1> {
+        let largest = match &self.update {
+            Update::Muon(_) => f64::MAX,
+            Update::AdamW(_) => AdamWUpdate::largest_gradient(self.bucket.dtype),
+        };
+        let rows: Vec<_> = self.parameters().map(|flag| FlaggedRows { flag, rows: 1 }).collect();
+        reject(self.policy(), flags, gradients, &rows, largest)
+    }
+
+    /// The norms of the gradients of every row, batch by batch.
+    pub fn norms(&self, gradients: &[Tensor<1>]) -> Vec<ScaledNorms> {
+        let norms = self.batches.iter().map(|batch| {
+            let Batch { runs, elements, row, .. } = batch;
+            let firsts = self.runs[runs.clone()].iter();
+            let firsts: Vec<_> =
+                firsts.map(|run| (run.range.start - elements.start) / row).collect();
+            let rows = elements.len() / row;
+            let gradients = &gradients[runs.clone()];
+            ScaledNorms::of_tensors(self.policy(), gradients, &firsts, *row, rows, &self.device)
+        });
+        norms.collect()
+    }
+
+    /// Updates this rank's parameters: their new values from the reduced gradients and the old values. Sets the flags
+    /// of matrices for which the iteration diverged in `diverged`.
+    pub fn update(
+        &mut self,
+        mut gradients: Vec<Tensor<1>>,
+        mut values: Vec<Tensor<1>>,
+        controls: &StepControls,
+        inputs: &StepInputs,
+        diverged: &mut Tensor<1>,
+    ) -> Vec<Tensor<1>> {
+        let (update, all) = (self.update.clone(), &self.runs);
+        let updated = self.batches.iter_mut().map(|batch| {
+            let runs = &all[batch.runs.clone()];
+            let gradients = gradients.drain(..runs.len()).collect();
+            let values = values.drain(..runs.len()).collect();
+            match &update {
+                Update::Muon(muon) => {
+                    batch.update_matrices(muon, runs, (gradients, values), controls, inputs, diverged)
+                }
+                Update::AdamW(adamw) => {
+                    batch.update_elements(adamw, runs, (gradients, values), controls, inputs)
+                }
+            }
+        });
+        updated.collect::<Vec<_>>().concat()
+    }
+
+    /// The values of a slot, flat, in the order of the shard.
+    pub fn state(&self, slot: &str, dtype: DType) -> Tensor<1> {
+        let values = self.batches.iter().map(|batch| {
+            batch.state.get(slot).expect("all batches of a bucket have the same slots").clone()
+        });
+        slices::concat(values.collect(), dtype, &self.device)
+    }
+
+    /// Sets the values that [`state`](Self::state) returns.
+    pub fn set_state(&mut self, slot: &str, values: &Tensor<1>) {
+        let mut end = 0;
+        for batch in &mut self.batches {
+            let count = batch.state.get(slot).map_or(0, |values| values.dims()[0]);
+            batch.state.put(slot, slices::slice(values, end..end + count));
+            end += count;
+        }
+    }
+
+    /// Bytes of the state.
+    pub fn state_bytes(&self) -> usize {
+        self.batches.iter().map(|batch| batch.state.bytes()).sum()
+    }
+}
+
+impl Batch {
+    fn update_matrices(
+        &mut self,
+        muon: &MuonUpdate,
+        runs: &[Run],
+        (gradients, values): (Vec<Tensor<1>>, Vec<Tensor<1>>),
+        controls: &StepControls,
+        inputs: &StepInputs,
+        diverged: &mut Tensor<1>,
+    ) -> Vec<Tensor<1>> {
+        let (Matrices { shape: [m, n], layout }, first) = self.matrices.expect("a batch of matrices");
+        let parameter = |run: &Run| MuonParameter {
+            flag: run.parameter,
+            time: inputs.times[run.parameter],
+            size: inputs.sizes[run.parameter],
+        };
+        let parameters: Vec<_> = runs.iter().map(parameter).collect();
+        let batch = MuonBatch {
+            shape: [self.elements.len() / self.row, m, n],
+            layout,
+            parameters: &parameters,
+            gradients,
+            values,
+            factor: controls.factor.as_ref(),
+            rejected: Some(&controls.rejected),
+            first,
+        };
+        // Moved out: with a second reference, the flags would be copied before they are written.
+        let empty = slices::empty(DType::F32, &diverged.device());
+        let flags = core::mem::replace(diverged, empty);
+        let (updated, flags) = muon.step(batch, &mut self.state, flags);
+        *diverged = flags;
+        updated
+    }
+
+    fn update_elements(
+        &mut self,
+        adamw: &AdamWUpdate,
+        runs: &[Run],
+        (gradients, values): (Vec<Tensor<1>>, Vec<Tensor<1>>),
+        StepControls { rejected, corrections, factor }: &StepControls,
+        inputs: &StepInputs,
+    ) -> Vec<Tensor<1>> {
+        let parameter = |run: &Run| AdamWParameter {
+            flag: run.parameter,
+            first: run.range.start,
+            size: inputs.sizes[run.parameter],
+        };
+        let parameters: Vec<_> = runs.iter().map(parameter).collect();
+        let controls = AdamWControls { rejected, corrections, factor: factor.as_ref() };
+        adamw.step(values, gradients, &mut self.state, &controls, &parameters)
+    }
+}
+
+/// The parameters of a shard, with neighbouring elements in one run.
+fn runs(bucket: &Bucket, shard: &Range<usize>) -> Vec<Run> {
+    let (mut runs, mut end): (Vec<Run>, usize) = (vec![], 0);
+    for (parameter, elements, padding) in bucket.overlaps(shard.clone()) {
+        let range = end..end + elements.len();
+        end = range.end + padding;
+        match runs.last_mut() {
+            Some(last)
+                if last.parameter == parameter
+                    && last.elements.end == elements.start
+                    && last.range.end == range.start =>
+            {
+                (last.elements.end, last.range.end) = (elements.end, range.end);
+            }
+            _ if range.is_empty() => {}
+            _ => runs.push(Run { parameter, elements, range }),
+        }
+    }
+    runs
+}
+
+/// The parameter of every matrix of a shard, in order.
+fn matrices(
+    bucket: &Bucket,
+    parameters: &[TrainedParameter],
+    shard: &Range<usize>,
+) -> Vec<usize> {
+    let matrices = |(parameter, elements, _): (usize, Range<usize>, usize)| {
+        let [_, m, n] = parameters[parameter].batch();
+        std::iter::repeat_n(parameter, elements.len() / (m * n))
+    };
+    bucket.overlaps(shard.clone()).flat_map(matrices).collect()
+}
+
+/// The parameters as batches of one shape; their flags follow those before `first`.
+fn batches(
+    runs: &[Run],
+    parameters: &[TrainedParameter],
+    mut first: usize,
+    (dtype, device): (DType, &Device),
+    muon: &MuonUpdate,
+) -> Vec<Batch> {
+    let matrices = |run: &Run| match parameters[run.parameter].kind {
+        Kind::Muon { matrices, .. } => matrices,
+        Kind::AdamW => unreachable!("a bucket of matrices has no other parameters"),
+    };
+    // Only parts depend on the layout.
+    let alike = |a: &Run, b: &Run| {
+        let (a, b) = (matrices(a), matrices(b));
+        a.shape == b.shape && (muon.parts.is_empty() || a.layout == b.layout)
+    };
+    let mut next = 0;
+    let batches = runs.chunk_by(alike).map(|runs| {
+        let matrices = matrices(&runs[0]);
+        let [m, n] = matrices.shape;
+        let elements = runs[0].range.start..runs[runs.len() - 1].range.end;
+        let count = elements.len() / (m * n);
+        let slots = muon.slots(matrices);
+        let state = Slots::zeros(&slots, [count, m, n], &[count, m, n], dtype, device);
+        let batch = Batch {
+            runs: next..next + runs.len(),
+            elements,
+            row: m * n,
+            matrices: Some((matrices, first)),
+            state,
+        };
+        next += runs.len();
+        first += count;
+        batch
+    });
+    batches.collect()
+}
+
+/// The parameter of every row of elements of a shard.
+fn element_rows(bucket: &Bucket, shard: &Range<usize>) -> Vec<usize> {
+    let rows = bucket.overlaps(shard.clone()).flat_map(|(parameter, elements, padding)| {
+        std::iter::repeat_n(parameter, (elements.len() + padding) / ROW_ELEMENTS)
+    });
+    rows.collect()
+}

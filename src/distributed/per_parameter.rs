@@ -1,0 +1,332 @@
+//! Muon on many ranks, one parameter at a time.
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, ThreadId};
+
+use burn::module::Module;
+use burn::optim::{LearningRate, ModuleOptimizer, Optimizer, RecordState, StateSink, StateSource};
+use burn::tensor::{Device, Tensor};
+
+use super::config::{DistMuonConfig, Gradients};
+use crate::comm::{Communicator, DEADLINE, Threads, World, digest, message, unite};
+use crate::error::{Error, Result};
+use crate::muon::{Muon, MuonConfig, MuonState};
+use crate::update::{Counting, SkippedSteps};
+
+/// Muon on many ranks as a Burn [`Optimizer`]: each parameter has one owner, which alone keeps its
+/// momentum and orthogonalises it, and publishes the new value.
+///
+/// For what owns its training loop: Burn's [`ModuleOptimizer`] and the data parallelism of
+/// burn-train. Where the loop is yours,
+/// [`DistModuleOptimizer`](super::DistModuleOptimizer) does more. Burn hands over one parameter
+/// at a time and wants it back before the next, so that there are, in contrast to there:
+///
+/// - no reduction: gradients have to be averaged already, and equal on all ranks;
+/// - no batches of matrices of one shape;
+/// - no two owners at work at once on a backend that computes when it is called (Flex); on those
+///   that queue work, as CUDA does, queues overlap as far as a copy between devices lets them;
+/// - no plan: of each new parameter, in the order in which they arrive, the owner is the rank
+///   with the least work so far. It stays the owner, as the state says;
+/// - no shared AdamW: what is not a matrix is updated by every rank;
+/// - no message for several parameters: each takes a small one through rank 0, and its broadcast;
+/// - no checkpoint of the whole: every rank has to save and load its own record. The record of a
+///   single-device [`Muon`] can be loaded on all of them.
+///
+/// ```
+/// use burn::{nn::LinearConfig, optim::GradientsParams, tensor::{Device, Distribution, Tensor}};
+/// use distmuon::comm::World;
+/// use distmuon::distributed::{DistMuonConfig, Gradients};
+///
+/// let device = Device::default().autodiff();
+/// World::threads([device.clone(), device], |world| {
+///     let model = LinearConfig::new(8, 8).with_bias(false).init(world.device());
+///     let model = world.broadcast(model)?;
+///     let config = DistMuonConfig::new().with_gradients(Gradients::Averaged);
+///     let mut optim = config.per_parameter(&world)?.init(&model)?; // a burn::optim::ModuleOptimizer
+///     let x = Tensor::<2>::ones([4, 8], world.device());
+///     let grads = GradientsParams::from_grads(model.forward(x).sum().backward(), &model);
+///     let model = optim.step(1e-3, model, grads);
+///     Ok::<_, distmuon::Error>(())
+/// })?;
+/// # Ok::<(), distmuon::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct DistMuon {
+    config: MuonConfig,
+    rule: Muon,
+    ranks: Ranks,
+}
+
+/// The state that [`DistMuon`] stores of a parameter. Its record has the entries of [`MuonState`]'s, and the
+/// scalars `owner` and `arrival`.
+#[derive(Clone, Debug)]
+pub struct DistMuonState<const D: usize> {
+    /// The state of the rule. On ranks that do not own the parameter, the momentum has no elements.
+    pub muon: MuonState<D>,
+    /// Owner and index of the parameter; `None` if the state is that of a single device.
+    pub ownership: Option<Ownership>,
+}
+
+/// The owner of a parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ownership {
+    /// The rank that updates it.
+    pub owner: usize,
+    /// The number of parameters that were stepped first before this one.
+    pub index: usize,
+}
+
+/// The rank of a call of [`Optimizer::step`].
+#[derive(Clone, Debug)]
+enum Ranks {
+    Fixed(Arc<Rank>),
+    Threads(Arc<Mutex<ThreadRanks>>),
+}
+
+/// Ranks that are assigned to threads in the order of their first step.
+#[derive(Debug)]
+struct ThreadRanks {
+    free: Vec<Threads>,
+    taken: HashMap<ThreadId, Arc<Rank>>,
+}
+
+/// One rank, and the work that it has assigned to all ranks.
+#[derive(Debug)]
+struct Rank {
+    comm: Communicator,
+    assigned: Mutex<Assigned>,
+}
+
+#[derive(Debug)]
+struct Assigned {
+    parameters: usize,
+    loads: Vec<f64>,
+}
+
+impl DistMuonConfig {
+    /// Muon for the matrices of one rank, to be combined by hand or by [`DistMuon::init`]. Of the
+    /// configuration, only the rules for matrices count.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`] for a setting that no run can use, for gradients that are not
+    /// [`Averaged`](Gradients::Averaged), and for `max_norm`.
+    pub fn per_parameter(&self, world: &World) -> Result<DistMuon> {
+        let rank = Rank::new(world.communicator());
+        self.build_on(Ranks::Fixed(Arc::new(rank)))
+    }
+
+    /// [`per_parameter`](Self::per_parameter) for threads that are not started by [`World::threads`], such as those
+    /// of burn-train's data parallelism: they share clones of one instance. The first threads that
+    /// step a parameter become the ranks, in the order of their arrival, and stay so. A rank that
+    /// dies is noticed after [`DEADLINE`].
+    ///
+    /// # Errors
+    ///
+    /// As [`per_parameter`](Self::per_parameter), and [`Error::Setting`] for no ranks.
+    pub fn per_parameter_on_threads(&self, ranks: usize) -> Result<DistMuon> {
+        if ranks == 0 {
+            return Err(Error::setting("ranks", 0, "at least 1: a world has at least one rank"));
+        }
+        let mut free = Threads::world(&vec![Device::default(); ranks], DEADLINE);
+        free.reverse();
+        let ranks = ThreadRanks { free, taken: HashMap::new() };
+        self.build_on(Ranks::Threads(Arc::new(Mutex::new(ranks))))
+    }
+
+    fn build_on(&self, ranks: Ranks) -> Result<DistMuon> {
+        if self.gradients != Gradients::Averaged {
+            let expected = "`Averaged`: an optimizer of single parameters can't reduce the others";
+            return Err(Error::setting("gradients", format!("{:?}", self.gradients), expected));
+        }
+        if let Some(norm) = self.max_norm {
+            let expected = "`None`: an optimizer of single parameters does not see all gradients";
+            return Err(Error::setting("max_norm", norm, expected));
+        }
+        let config = self.muon.clone();
+        Ok(DistMuon { rule: config.try_build()?, config, ranks })
+    }
+}
+
+impl DistMuon {
+    /// An optimizer for a whole model: hidden matrices by this one, the rest by AdamW on every rank.
+    ///
+    /// # Errors
+    ///
+    /// As [`MuonConfig::route`].
+    pub fn init<M: Module>(&self, model: &M) -> Result<ModuleOptimizer> {
+        let routing = self.config.route(model)?;
+        Ok(routing.init_with(|rule| Self { rule, ..self.clone() }))
+    }
+
+    /// The steps that left this rank's parameters untouched; of threads that share one instance, those of all.
+    pub fn skipped_steps(&self) -> &SkippedSteps {
+        self.rule.skipped_steps()
+    }
+
+    fn try_step<const D: usize>(
+        &self,
+        rank: &Rank,
+        lr: LearningRate,
+        parameter: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<DistMuonState<D>>,
+    ) -> Result<(Tensor<D>, DistMuonState<D>)> {
+        let (shape, device, comm) = (parameter.dims(), parameter.device(), &rank.comm);
+        let (muon, ownership) =
+            state.map_or((None, None), |state| (Some(state.muon), state.ownership));
+        let ownership = match ownership {
+            Some(ownership) => ownership,
+            None => rank.assign(self.rule.operations(&shape, parameter.dtype(), &device)?),
+        };
+        self.check(comm, &shape, lr, ownership, muon.as_ref())?;
+        let (updated, muon) = if ownership.owner == comm.rank() {
+            self.rule.try_step(lr, parameter, grad, muon)?
+        } else {
+            let state = match muon {
+                Some(state) => state,
+                None => self.rule.new_state(shape, parameter.dtype(), &device)?,
+            };
+            (parameter, state.elsewhere())
+        };
+        let published = comm.broadcast(updated.reshape([-1]), ownership.owner)?.wait()?;
+        let updated = published.to_device(&device).reshape(shape);
+        Ok((updated, DistMuonState { muon, ownership: Some(ownership) }))
+    }
+
+    /// Fails if the ranks are not at the same parameter and learning rate, or the owner does not have its momentum.
+    fn check<const D: usize>(
+        &self,
+        comm: &Communicator,
+        shape: &[usize; D],
+        lr: LearningRate,
+        Ownership { owner, index }: Ownership,
+        state: Option<&MuonState<D>>,
+    ) -> Result<()> {
+        let (rank, path) = (comm.rank(), self.rule.parameter());
+        let error = |reason: String| {
+            let remedy = "load on every rank the record that it has saved, in a world of that size";
+            Err(Error::parameter(path, rank, reason, remedy))
+        };
+        if owner >= comm.size() {
+            return error(format!("its owner is rank {owner}, and there are {}", comm.size()));
+        }
+        if let Some(state) = state.filter(|state| owner == rank && state.shape() != *shape) {
+            return error(format!("its momentum is {:?} at its owner", state.shape()));
+        }
+        let call = format!("step {index} `{path}` {shape:?} of rank {owner} at rate {}", lr as f32);
+        if unite(comm, vec![], digest(&call))?.is_some() {
+            return Ok(());
+        }
+        let calls = comm.all_gather_bytes(call.clone().into_bytes())?;
+        let other = calls.iter().position(|other| other != call.as_bytes());
+        let other = other.expect("the digests of the calls differ");
+        let other_call = String::from_utf8_lossy(&calls[other]);
+        Err(Error::Mismatch { calls: format!("rank {rank}: {call}, rank {other}: {other_call}") })
+    }
+}
+
+impl Ranks {
+    /// The rank of the thread that asks, with results on the device.
+    fn find(&self, device: &Device) -> Result<Arc<Rank>> {
+        let ranks = match self {
+            Self::Fixed(rank) => return Ok(rank.clone()),
+            Self::Threads(ranks) => ranks,
+        };
+        let mut ranks = ranks.lock().expect("no holder of the lock panics");
+        let thread = thread::current().id();
+        if let Some(rank) = ranks.taken.get(&thread) {
+            return Ok(rank.clone());
+        }
+        let Some(engine) = ranks.free.pop() else {
+            return Err(Error::setting("ranks", ranks.taken.len(), "the number of threads that step a parameter, which is larger"));
+        };
+        let rank = Arc::new(Rank::new(Communicator::new(Arc::new(engine.on(device.clone())))));
+        ranks.taken.insert(thread, rank.clone());
+        Ok(rank)
+    }
+}
+
+impl Rank {
+    fn new(comm: Communicator) -> Self {
+        let loads = vec![0.0; comm.size()];
+        Self { comm, assigned: Mutex::new(Assigned { parameters: 0, loads }) }
+    }
+
+    /// Assigns a new parameter to the rank with the least work, the first of several. All ranks assign alike, since the
+    /// same parameters are stepped in the same order.
+    fn assign(&self, operations: f64) -> Ownership {
+        let mut assigned = self.assigned.lock().expect("no holder of the lock panics");
+        let loads = assigned.loads.iter().enumerate();
+        let least = loads.min_by(|(_, a), (_, b)| a.total_cmp(b));
+        let (owner, _) = least.expect("a world has at least one rank");
+        assigned.loads[owner] += operations;
+        assigned.parameters += 1;
+        Ownership { owner, index: assigned.parameters - 1 }
+    }
+}
+
+impl Counting for DistMuon {
+    fn start_counting<const D: usize>(&self, state: &mut DistMuonState<D>) {
+        self.rule.start_counting(&mut state.muon);
+    }
+}
+
+impl Optimizer for DistMuon {
+    type State<const D: usize> = DistMuonState<D>;
+
+    /// One step of one parameter, which all ranks take together.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error, on all ranks: as [`Muon`] does, and if a rank fails, is at
+    /// another parameter, or lacks the momentum that it should have.
+    fn step<const D: usize>(
+        &self,
+        lr: LearningRate,
+        parameter: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<DistMuonState<D>>,
+    ) -> (Tensor<D>, Option<DistMuonState<D>>) {
+        let rank = self.ranks.find(&parameter.device()).unwrap_or_else(|error| panic!("{error}"));
+        let step = || self.try_step(&rank, lr, parameter, grad, state);
+        // Nobody else watches a thread that is not of `World::threads`: a panic of Burn's, too, has to end the world.
+        match catch_unwind(AssertUnwindSafe(step)) {
+            Ok(Ok((updated, state))) => (updated, Some(state)),
+            Ok(Err(error)) => {
+                rank.comm.fail(&error.to_string());
+                panic!("{error}")
+            }
+            Err(panic) => {
+                rank.comm.fail(&format!("it panicked: {}", message(panic.as_ref())));
+                resume_unwind(panic)
+            }
+        }
+    }
+
+    fn to_device<const D: usize>(state: DistMuonState<D>, device: &Device) -> DistMuonState<D> {
+        DistMuonState { muon: Muon::to_device(state.muon, device), ..state }
+    }
+}
+
+impl<const D: usize> RecordState for DistMuonState<D> {
+    fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
+        self.muon.state_flatten(prefix, out);
+        if let Some(Ownership { owner, index }) = self.ownership {
+            out.push_scalar(prefix, "owner", owner.into());
+            out.push_scalar(prefix, "arrival", index.into());
+        }
+    }
+
+    fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
+        let mut scalar =
+            |name| src.take_scalar(prefix, name).and_then(|value| value.try_into().ok());
+        let ownership = match (scalar("owner"), scalar("arrival")) {
+            (Some(owner), Some(index)) => Some(Ownership { owner, index }),
+            _ => None,
+        };
+        Some(Self { muon: MuonState::state_unflatten(prefix, src, device)?, ownership })
+    }
+}

@@ -1,0 +1,262 @@
+//! Buckets: parameters that are communicated together, and their positions in a flat buffer.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use burn::tensor::DType;
+use serde::{Deserialize, Serialize};
+
+use super::{Parameter, PlanConfig, Work};
+
+/// Elements of a row, the unit in which parameters that are updated element by element are divided
+/// between ranks. In the flat buffer they are padded to whole rows, so that no row belongs to two
+/// parameters.
+pub const ROW_ELEMENTS: usize = 256;
+
+/// The way in which ranks divide a bucket.
+// Exhaustive: code that lays out or reads a buffer has to handle every kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum BucketKind {
+    /// By matrices: a rank's shard consists of the matrices that it owns.
+    Matrices,
+    /// By rows of [`ROW_ELEMENTS`] elements: every rank has the same number of rows. Zeros fill the
+    /// last rows of the buffer.
+    Elements,
+    /// Not at all: every rank updates the whole bucket, and gradients are all-reduced.
+    Replicated,
+}
+
+/// A run of a parameter's flat elements in the flat buffer of a bucket, followed by zeros.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Piece {
+    /// Index of the parameter in the plan.
+    pub parameter: usize,
+    /// First element of the run, in the parameter.
+    pub start: usize,
+    /// Elements of the run.
+    pub len: usize,
+    /// Zeros that follow the run in the buffer.
+    pub padding: usize,
+}
+
+/// Parameters that are communicated together, in a flat buffer that is the concatenation of the
+/// pieces.
+///
+/// Every parameter is in exactly one bucket. All parameters of a bucket have the same type.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Bucket {
+    /// The way in which ranks divide the bucket.
+    pub kind: BucketKind,
+    /// Type of all elements.
+    pub dtype: DType,
+    /// Indices of the bucket's parameters in the plan.
+    pub parameters: Vec<usize>,
+    /// The pieces in the order of the buffer. A bucket of matrices has one piece for each matrix,
+    /// ordered by owner, then shape, then as in `parameters`. Other buckets have one piece for each
+    /// parameter, in the order of `parameters`.
+    pub pieces: Vec<Piece>,
+    /// Elements of each rank's shard. The shards are adjacent and together cover the buffer, except
+    /// in a replicated bucket, where each shard is the whole buffer.
+    pub counts: Vec<usize>,
+}
+
+impl Bucket {
+    pub(super) fn new(
+        BucketContents { kind, dtype, parameters: indices }: BucketContents,
+        parameters: &[Parameter],
+        owners: &[Vec<usize>],
+        world_size: usize,
+    ) -> Self {
+        let (pieces, counts) = match kind {
+            BucketKind::Matrices => matrix_pieces(&indices, parameters, owners, world_size),
+            BucketKind::Elements | BucketKind::Replicated => {
+                let mut pieces: Vec<_> =
+                    indices.iter().map(|&index| element_piece(index, parameters)).collect();
+                let total = pieces.iter().map(Piece::extent).sum();
+                let counts = match kind {
+                    BucketKind::Replicated => vec![total; world_size],
+                    _ => equal_rows(total, world_size, &mut pieces),
+                };
+                (pieces, counts)
+            }
+        };
+        Self { kind, dtype, parameters: indices, pieces, counts }
+    }
+
+    /// Elements of the flat buffer.
+    pub fn elements(&self) -> usize {
+        self.pieces.iter().map(Piece::extent).sum()
+    }
+
+    /// The positions of each parameter's elements: for every piece in the order of its elements,
+    /// its start in the parameter, its start in the buffer, and its length.
+    pub fn by_parameter(&self) -> BTreeMap<usize, Vec<(usize, usize, usize)>> {
+        let mut parameters: BTreeMap<usize, Vec<_>> = BTreeMap::new();
+        let mut position = 0;
+        for piece in &self.pieces {
+            parameters.entry(piece.parameter).or_default().push((piece.start, position, piece.len));
+            position += piece.extent();
+        }
+        parameters.values_mut().for_each(|pieces| pieces.sort_unstable());
+        parameters
+    }
+
+    /// The range of a rank's shard in the flat buffer.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such rank.
+    pub fn share(&self, rank: usize) -> Range<usize> {
+        let start = match self.kind {
+            BucketKind::Replicated => 0,
+            BucketKind::Matrices | BucketKind::Elements => self.counts[..rank].iter().sum(),
+        };
+        start..start + self.counts[rank]
+    }
+
+    /// The contents of a range of the flat buffer, in order: a parameter, the range of its
+    /// elements, and the number of zeros after them that are inside the range.
+    pub fn overlaps(
+        &self,
+        range: Range<usize>,
+    ) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
+        let clip = move |position: usize| position.clamp(range.start, range.end);
+        let mut next_start = 0;
+        self.pieces.iter().filter_map(move |piece| {
+            let start = next_start;
+            let end = start + piece.extent();
+            next_start = end;
+            let (from, to, last) = (clip(start), clip(start + piece.len), clip(end));
+            let element = |position: usize| piece.start + (position - start).min(piece.len);
+            (from < last).then(|| (piece.parameter, element(from)..element(to), last - to))
+        })
+    }
+}
+
+impl Piece {
+    /// Elements in the flat buffer, including padding.
+    fn extent(&self) -> usize {
+        self.len + self.padding
+    }
+}
+
+/// The parameters of a bucket, before matrices have owners.
+pub(super) struct BucketContents {
+    pub kind: BucketKind,
+    pub dtype: DType,
+    pub parameters: Vec<usize>,
+}
+
+/// Distributes the parameters to buckets. The result depends on the arguments only, so that plans
+/// with different owners have the same buckets.
+///
+/// Matrices are sorted by the leading term of the cost of orthogonalising them, `m m n` with `m`
+/// the shorter side. The largest come first, so that the longest work starts soonest and that a
+/// bucket has few shapes. All other parameters stay in the order of the model.
+pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<BucketContents> {
+    let kind_of = |parameter: &Parameter| match parameter.work {
+        Work::Matrices { .. } => BucketKind::Matrices,
+        Work::Elements if parameter.elements() < config.small_elements => BucketKind::Replicated,
+        Work::Elements => BucketKind::Elements,
+    };
+    let mut buckets = vec![];
+    for kind in [BucketKind::Matrices, BucketKind::Elements, BucketKind::Replicated] {
+        let mut chosen: Vec<usize> =
+            (0..parameters.len()).filter(|&index| kind_of(&parameters[index]) == kind).collect();
+        // The sort is stable, which keeps the order of the model where keys are equal.
+        chosen.sort_by_key(|&index| matrix_order(&parameters[index]));
+        for (dtype, indices) in by_dtype(&chosen, parameters) {
+            cut(&indices, parameters, config.bucket_bytes)
+                .into_iter()
+                .for_each(|parameters| buckets.push(BucketContents { kind, dtype, parameters }));
+        }
+    }
+    buckets
+}
+
+/// The sort key of matrices, by size and then by shape. It is the same for all other parameters.
+fn matrix_order(parameter: &Parameter) -> Option<(Reverse<u128>, [usize; 2])> {
+    let Work::Matrices { rows, columns, .. } = parameter.work else { return None };
+    // The product of three sides may exceed 64 bits.
+    let (m, n) = (rows.min(columns) as u128, rows.max(columns) as u128);
+    Some((Reverse(m * m * n), [rows, columns]))
+}
+
+/// Separates the indices by type, in the order of the first parameter of each type.
+fn by_dtype(indices: &[usize], parameters: &[Parameter]) -> Vec<(DType, Vec<usize>)> {
+    let mut groups: Vec<(DType, Vec<usize>)> = vec![];
+    for &index in indices {
+        let dtype = parameters[index].dtype;
+        match groups.iter_mut().find(|(group_dtype, _)| *group_dtype == dtype) {
+            Some((_, group)) => group.push(index),
+            None => groups.push((dtype, vec![index])),
+        }
+    }
+    groups
+}
+
+/// Cuts the sequence wherever a bucket would exceed the allowed size.
+fn cut(indices: &[usize], parameters: &[Parameter], bucket_bytes: usize) -> Vec<Vec<usize>> {
+    let mut buckets: Vec<Vec<usize>> = vec![];
+    let mut filled = 0;
+    for &index in indices {
+        let bytes = buffer_elements(&parameters[index]) * parameters[index].dtype.size();
+        match buckets.last_mut() {
+            Some(bucket) if filled + bytes <= bucket_bytes => bucket.push(index),
+            _ => {
+                filled = 0;
+                buckets.push(vec![index]);
+            }
+        }
+        filled += bytes;
+    }
+    buckets
+}
+
+/// Elements that a parameter takes in the flat buffer, including padding to whole rows.
+fn buffer_elements(parameter: &Parameter) -> usize {
+    match parameter.work {
+        Work::Matrices { .. } => parameter.elements(),
+        Work::Elements => parameter.elements().next_multiple_of(ROW_ELEMENTS),
+    }
+}
+
+fn element_piece(parameter: usize, parameters: &[Parameter]) -> Piece {
+    let len = parameters[parameter].elements();
+    Piece { parameter, start: 0, len, padding: len.next_multiple_of(ROW_ELEMENTS) - len }
+}
+
+/// Divides the buffer into the same number of rows for every rank, for which the last piece gets
+/// more zeros. Engines have a single library call for shards of equal size, and need one call per
+/// rank for others.
+fn equal_rows(elements: usize, world_size: usize, pieces: &mut [Piece]) -> Vec<usize> {
+    let padded = elements.next_multiple_of(world_size * ROW_ELEMENTS);
+    if let Some(last) = pieces.last_mut() {
+        last.padding += padded - elements;
+    }
+    vec![padded / world_size; world_size]
+}
+
+/// The matrices in the order of their owners, and the number of elements of each owner.
+fn matrix_pieces(
+    indices: &[usize],
+    parameters: &[Parameter],
+    owners: &[Vec<usize>],
+    world_size: usize,
+) -> (Vec<Piece>, Vec<usize>) {
+    let mut counts = vec![0; world_size];
+    let mut pieces = vec![];
+    for &parameter in indices {
+        let Work::Matrices { rows, columns, .. } = parameters[parameter].work else { continue };
+        let len = rows * columns;
+        for (index, &owner) in owners[parameter].iter().enumerate() {
+            counts[owner] += len;
+            let piece = Piece { parameter, start: index * len, len, padding: 0 };
+            pieces.push((owner, piece));
+        }
+    }
+    // `indices` is sorted by shape, and this stable sort keeps that order within a rank.
+    pieces.sort_by_key(|&(owner, _)| owner);
+    (pieces.into_iter().map(|(_, piece)| piece).collect(), counts)
+}

@@ -1,0 +1,135 @@
+//! The costs of updating matrices.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Parameter, Work};
+use crate::error::{Error, Result};
+
+/// The cost of updating matrices of one shape: a batch of `k` matrices takes `fixed + k * each`.
+/// All [`Costs`] have the same unit, floating-point operations or measured seconds.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct ShapeCost {
+    /// Cost of a batch, independent of the number of its matrices.
+    pub fixed: f64,
+    /// Cost of each matrix.
+    pub each: f64,
+}
+
+impl ShapeCost {
+    /// The cost of a batch of `count` matrices; 0 if there are none.
+    pub fn batch(self, count: usize) -> f64 {
+        if count == 0 { 0.0 } else { self.fixed + self.each * count as f64 }
+    }
+}
+
+/// The costs of updating matrices, by shape `[rows, columns]`.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(from = "Vec<Entry>", into = "Vec<Entry>")]
+pub struct Costs(BTreeMap<[usize; 2], ShapeCost>);
+
+impl Costs {
+    /// Collects costs by shape. If a shape has several, the last one counts.
+    pub fn new(costs: impl IntoIterator<Item = ([usize; 2], ShapeCost)>) -> Self {
+        Self(costs.into_iter().collect())
+    }
+
+    /// The cost of a shape.
+    ///
+    /// # Panics
+    ///
+    /// If the shape has no cost.
+    pub fn of(&self, shape: [usize; 2]) -> ShapeCost {
+        *self.0.get(&shape).unwrap_or_else(|| panic!("no cost of matrices of shape {shape:?}"))
+    }
+
+    /// The shapes with a cost, in ascending order.
+    pub fn shapes(&self) -> impl Iterator<Item = [usize; 2]> {
+        self.0.keys().copied()
+    }
+
+    /// The larger of both costs, for each part of each shape. A shape that only one side has keeps
+    /// its cost. Ranks that measure separately combine their costs by it, so that the slowest rank
+    /// counts.
+    pub fn maximum(&self, other: &Self) -> Self {
+        let mut costs = self.0.clone();
+        for (&shape, b) in &other.0 {
+            let larger = |a: &mut ShapeCost| {
+                *a = ShapeCost { fixed: a.fixed.max(b.fixed), each: a.each.max(b.each) }
+            };
+            costs.entry(shape).and_modify(larger).or_insert(*b);
+        }
+        Self(costs)
+    }
+
+    /// Fails unless every matrix has a finite cost of at least 0.
+    pub(super) fn check(&self, parameters: &[Parameter]) -> Result<()> {
+        let valid = |part: f64| part.is_finite() && part >= 0.0;
+        for parameter in parameters {
+            let Work::Matrices { rows, columns, .. } = parameter.work else { continue };
+            let cost = self.0.get(&[rows, columns]);
+            if !cost.is_some_and(|cost| valid(cost.fixed) && valid(cost.each)) {
+                let value = format!("{cost:?} for matrices of {rows} x {columns}");
+                return Err(Error::setting("costs", value, "finite and at least 0 for every shape"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// One shape of [`Costs`] in a file: a list of entries, because keys of JSON maps are text.
+#[derive(Serialize, Deserialize)]
+struct Entry {
+    shape: [usize; 2],
+    #[serde(flatten)]
+    cost: ShapeCost,
+}
+
+impl From<Vec<Entry>> for Costs {
+    fn from(entries: Vec<Entry>) -> Self {
+        Self::new(entries.into_iter().map(|entry| (entry.shape, entry.cost)))
+    }
+}
+
+impl From<Costs> for Vec<Entry> {
+    fn from(costs: Costs) -> Self {
+        costs.0.into_iter().map(|(shape, cost)| Entry { shape, cost }).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPES: [[usize; 2]; 3] = [[4, 4], [4, 8], [8, 4]];
+
+    fn costs(entries: &[([usize; 2], f64, f64)]) -> Costs {
+        Costs::new(entries.iter().map(|&(shape, fixed, each)| (shape, ShapeCost { fixed, each })))
+    }
+
+    #[test]
+    fn maximum_takes_the_larger_of_each_part() {
+        let [a, b, c] = SHAPES;
+        let one = costs(&[(a, 1.0, 5.0), (b, 2.0, 2.0)]);
+        let other = costs(&[(a, 3.0, 4.0), (c, 1.0, 1.0)]);
+        let both = costs(&[(a, 3.0, 5.0), (b, 2.0, 2.0), (c, 1.0, 1.0)]);
+        assert_eq!(one.maximum(&other), both);
+        assert_eq!(other.maximum(&one), both);
+        assert!(both.shapes().eq(SHAPES));
+    }
+
+    #[test]
+    fn costs_are_equal_after_a_round_trip_through_json() {
+        let costs = costs(&[(SHAPES[0], 0.0, 1.5), (SHAPES[1], 2.0, 3.0)]);
+        let text = serde_json::to_string(&costs).unwrap();
+        assert!(text.starts_with(r#"[{"shape":[4,4],"fixed":0.0,"each":1.5}"#), "{text}");
+        assert_eq!(serde_json::from_str::<Costs>(&text).unwrap(), costs);
+    }
+
+    #[test]
+    #[should_panic = "[4, 8]"]
+    fn a_shape_without_a_cost_panics_with_the_shape() {
+        costs(&[(SHAPES[0], 0.0, 1.0)]).of(SHAPES[1]);
+    }
+}

@@ -1,0 +1,341 @@
+//! Ownership plans: the rank that updates each parameter, and the parameters that are communicated
+//! together.
+//!
+//! A [`Plan`] is computed once, from the trainable parameters and the costs of updating them. Every
+//! hidden matrix gets an owner, the one rank that orthogonalises it. Parameters that are updated
+//! element by element are cut into shards of equal size. All parameters are laid out in
+//! [`Bucket`]s, flat buffers that are reduced and gathered as a whole.
+//!
+//! Every rank has to have the same plan: compare [`Plan::digest`] before the first step. Without a
+//! time limit, equal arguments give equal plans. With `Balancing::Optimal`, one rank has to send
+//! its [`Plan::owners`] to the others, which build their plans by [`Plan::with_owners`].
+
+mod assignment;
+mod bucket;
+mod cost;
+mod greedy;
+mod node_order;
+#[cfg(feature = "optimal")]
+mod optimal;
+mod owners;
+mod report;
+mod timeline;
+
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use burn::tensor::DType;
+use serde::{Deserialize, Serialize};
+
+pub use bucket::{Bucket, BucketKind, Piece, ROW_ELEMENTS};
+pub use cost::{Costs, ShapeCost};
+pub(super) use node_order::node_order;
+pub use report::{RankReport, Report};
+pub use timeline::{Machine, Timeline};
+
+use crate::error::{Error, Result};
+
+/// A trainable parameter, as plans describe it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Parameter {
+    /// Path of the parameter in its module.
+    pub path: String,
+    /// Shape of the parameter.
+    pub shape: Vec<usize>,
+    /// Type of the elements.
+    pub dtype: DType,
+    /// The unit of work in which the parameter is updated.
+    pub work: Work,
+}
+
+impl Parameter {
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Number of matrices that need an owner: 0 if the parameter is updated element by element.
+    pub fn matrices(&self) -> usize {
+        match self.work {
+            Work::Matrices { count, .. } => count,
+            Work::Elements => 0,
+        }
+    }
+}
+
+/// The unit of work in which a parameter is updated.
+// Exhaustive: code that makes or reads plans has to handle every kind of work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Work {
+    /// Matrices, one after the other in memory. Each of them has an owner.
+    Matrices {
+        /// Number of matrices.
+        count: usize,
+        /// Rows of each matrix.
+        rows: usize,
+        /// Columns of each matrix.
+        columns: usize,
+    },
+    /// Single elements, as for AdamW. Ranks divide them into rows of [`ROW_ELEMENTS`].
+    Elements,
+}
+
+/// The method by which owners are chosen.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Balancing {
+    /// Ranks take turns: the first matrix goes to rank 0, the next to rank 1, and so on, shape
+    /// after shape.
+    BlockCyclic,
+    /// The most expensive matrix goes first, to the rank that finishes soonest. The same is tried
+    /// with chunks of matrices that share a batch, followed by exchanges as long as they help the
+    /// busiest rank. The best of these assignments is taken.
+    #[default]
+    Greedy,
+    /// The smallest load of the busiest rank, by mixed-integer programming. It starts from `Greedy`
+    /// and never ends with a larger load. The search ends where less than a thousandth is left to
+    /// gain.
+    ///
+    /// The result of a search with a time limit depends on the machine: compute the plan on one
+    /// rank and send its owners to the others. The owners are those of `Greedy` if the program is
+    /// too large to be solved, or if the time is over before a better assignment was found.
+    #[cfg(feature = "optimal")]
+    Optimal {
+        /// The time after which the search stops, in seconds.
+        time_limit_s: f64,
+    },
+}
+
+/// Configuration of a [`Plan`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PlanConfig {
+    /// The method by which owners are chosen.
+    pub balancing: Balancing,
+    /// The largest size of a bucket of several parameters, in bytes.
+    pub bucket_bytes: usize,
+    /// Parameters that are updated element by element and have fewer elements than this are updated
+    /// as a whole by every rank.
+    pub small_elements: usize,
+}
+
+impl Default for PlanConfig {
+    /// `Greedy`; buckets of 25 MB (10^6 bytes), near the 25 MiB of PyTorch's
+    /// `DistributedDataParallel`
+    /// (<https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html>);
+    /// parameters with fewer than 1024 elements on every rank, as in nanochat
+    /// (<https://github.com/karpathy/nanochat>).
+    fn default() -> Self {
+        Self { balancing: Balancing::default(), bucket_bytes: 25_000_000, small_elements: 1024 }
+    }
+}
+
+impl PlanConfig {
+    fn check(&self) -> Result<()> {
+        if self.bucket_bytes == 0 {
+            return Err(Error::setting("bucket_bytes", 0, "at least 1"));
+        }
+        #[cfg(feature = "optimal")]
+        if let Balancing::Optimal { time_limit_s } = self.balancing
+            && std::time::Duration::try_from_secs_f64(time_limit_s).is_err()
+        {
+            let expected = "a finite number of seconds, at least 0";
+            return Err(Error::setting("time_limit_s", time_limit_s, expected));
+        }
+        Ok(())
+    }
+}
+
+/// The owners of all matrices, and the buckets of all parameters.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Plan {
+    world_size: usize,
+    parameters: Vec<Parameter>,
+    owners: Vec<Vec<usize>>,
+    buckets: Vec<Bucket>,
+}
+
+impl Plan {
+    /// Makes a plan for `world_size` ranks, with owners chosen by the balancing of `config`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`] if `world_size` or `bucket_bytes` is 0, if the time limit is not a
+    /// duration, or if `costs` does not have a finite cost of at least 0 for every shape.
+    ///
+    /// # Panics
+    ///
+    /// If the matrices of a parameter do not have the same number of elements as its shape.
+    pub fn new(
+        parameters: Vec<Parameter>,
+        world_size: usize,
+        config: &PlanConfig,
+        costs: &Costs,
+    ) -> Result<Self> {
+        check(&parameters, world_size, config)?;
+        costs.check(&parameters)?;
+        let layout = bucket::layout(&parameters, config);
+        let owners = owners::owners(&parameters, &layout, world_size, config.balancing, costs);
+        Ok(Self::from_layout(parameters, world_size, layout, owners))
+    }
+
+    /// Makes a plan with the given owners: for each parameter, the rank of each of its matrices.
+    ///
+    /// The balancing of `config` is not used. The owners of another plan of the same parameters,
+    /// ranks and configuration give that plan.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`] if `world_size` or `bucket_bytes` is 0, if the time limit is not a
+    /// duration, or if `owners` does not have one rank of the world for every matrix.
+    ///
+    /// # Panics
+    ///
+    /// If the matrices of a parameter do not have the same number of elements as its shape.
+    pub fn with_owners(
+        parameters: Vec<Parameter>,
+        world_size: usize,
+        config: &PlanConfig,
+        owners: Vec<Vec<usize>>,
+    ) -> Result<Self> {
+        check(&parameters, world_size, config)?;
+        let matrices = parameters.iter().map(Parameter::matrices);
+        if !matrices.eq(owners.iter().map(Vec::len)) {
+            return Err(Error::setting("owners", "of another model", "one rank for every matrix"));
+        }
+        if let Some(rank) = owners.iter().flatten().find(|&&rank| rank >= world_size) {
+            let value = format!("rank {rank}");
+            return Err(Error::setting("owners", value, "below the number of ranks"));
+        }
+        let layout = bucket::layout(&parameters, config);
+        Ok(Self::from_layout(parameters, world_size, layout, owners))
+    }
+
+    fn from_layout(
+        parameters: Vec<Parameter>,
+        world_size: usize,
+        layout: Vec<bucket::BucketContents>,
+        owners: Vec<Vec<usize>>,
+    ) -> Self {
+        let fill = |contents| Bucket::new(contents, &parameters, &owners, world_size);
+        let buckets = layout.into_iter().map(fill).collect();
+        Self { world_size, parameters, owners, buckets }
+    }
+
+    /// The number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// The parameters, in the order of the model.
+    pub fn parameters(&self) -> &[Parameter] {
+        &self.parameters
+    }
+
+    /// The buckets: first those of matrices, the most expensive shapes before others, then those of
+    /// elements, then the replicated ones.
+    pub fn buckets(&self) -> &[Bucket] {
+        &self.buckets
+    }
+
+    /// For each parameter, the ranks that update its matrices, in their order.
+    pub fn owners(&self) -> &[Vec<usize>] {
+        &self.owners
+    }
+
+    /// The owners for another order of the ranks: the matrices of rank `r` go to `order[r]`. The
+    /// loads are the same, in another order.
+    pub(super) fn owners_in(&self, order: &[usize]) -> Vec<Vec<usize>> {
+        let owners = self.owners.iter();
+        owners.map(|owners| owners.iter().map(|rank| order[*rank]).collect()).collect()
+    }
+
+    /// The rank that updates matrix `index` of a parameter.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such matrix.
+    pub fn owner(&self, parameter: usize, index: usize) -> usize {
+        self.owners[parameter][index]
+    }
+
+    /// A fingerprint of the plan, made of its parameters, owners and buckets. It is the same in
+    /// every process that runs the same program.
+    pub fn digest(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.hash(&mut hasher);
+        hasher.finish()
+    }
+
+    /// The cost of each rank's matrices in a step, in the unit of `costs`. A rank's matrices of one
+    /// shape in one bucket are one batch.
+    ///
+    /// # Panics
+    ///
+    /// If `costs` has no entry for a shape of the plan.
+    pub fn loads(&self, costs: &Costs) -> Vec<f64> {
+        let work = self.work(costs);
+        (0..self.world_size).map(|rank| work.iter().map(|bucket| bucket[rank]).sum()).collect()
+    }
+
+    /// The cost of each rank's matrices: `[bucket][rank]`.
+    fn work(&self, costs: &Costs) -> Vec<Vec<f64>> {
+        let work = self.buckets.iter().map(|bucket| {
+            let mut batches: BTreeMap<(usize, [usize; 2]), usize> = BTreeMap::new();
+            for &parameter in &bucket.parameters {
+                let Work::Matrices { rows, columns, .. } = self.parameters[parameter].work else {
+                    continue;
+                };
+                for &owner in &self.owners[parameter] {
+                    *batches.entry((owner, [rows, columns])).or_default() += 1;
+                }
+            }
+            let mut work = vec![0.0; self.world_size];
+            for ((owner, shape), count) in batches {
+                work[owner] += costs.of(shape).batch(count);
+            }
+            work
+        });
+        work.collect()
+    }
+
+    /// The load of the busiest rank over the mean load. It is 1 at best, and 1 if there is no load.
+    ///
+    /// # Panics
+    ///
+    /// If `costs` has no entry for a shape of the plan.
+    pub fn imbalance(&self, costs: &Costs) -> f64 {
+        let loads = self.loads(costs);
+        let mean = loads.iter().sum::<f64>() / self.world_size as f64;
+        let (_, max) = assignment::busiest(&loads);
+        if max == 0.0 { 1.0 } else { max / mean }
+    }
+
+    /// Returns the work of every rank. Prints as a table.
+    ///
+    /// # Panics
+    ///
+    /// If `costs` has no entry for a shape of the plan.
+    pub fn report(&self, costs: &Costs) -> Report {
+        Report::new(self, costs)
+    }
+}
+
+fn check(parameters: &[Parameter], world_size: usize, config: &PlanConfig) -> Result<()> {
+    for Parameter { path, shape, work, .. } in parameters {
+        if let Work::Matrices { count, rows, columns } = work {
+            let elements: usize = shape.iter().product();
+            assert_eq!(
+                count * rows * columns,
+                elements,
+                "the matrices of `{path}` do not cover its shape {shape:?}"
+            );
+        }
+    }
+    if world_size == 0 {
+        return Err(Error::setting("world_size", 0, "at least 1"));
+    }
+    config.check()
+}
+
+#[cfg(test)]
+mod tests;

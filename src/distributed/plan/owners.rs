@@ -1,0 +1,96 @@
+//! The choice of an owner for every matrix.
+
+use super::assignment::{Assignment, Class, Matrix};
+use super::bucket::{BucketContents, BucketKind};
+use super::greedy::greedy;
+#[cfg(feature = "optimal")]
+use super::optimal;
+use super::{Balancing, Costs, Parameter, ShapeCost, Work};
+
+/// Returns the owner of every matrix: one list per parameter.
+pub(super) fn owners(
+    parameters: &[Parameter],
+    layout: &[BucketContents],
+    world_size: usize,
+    balancing: Balancing,
+    costs: &Costs,
+) -> Vec<Vec<usize>> {
+    let batches = batches(parameters, layout);
+    let ranks_of_matrices: Vec<(Matrix, usize)> = match balancing {
+        Balancing::BlockCyclic => {
+            let matrices = batches.into_iter().flat_map(|(_, matrices)| matrices);
+            matrices.zip((0..world_size).cycle()).collect()
+        }
+        Balancing::Greedy => {
+            let classes = classes(batches, costs);
+            assign(&classes, &greedy(&classes, world_size)).collect()
+        }
+        #[cfg(feature = "optimal")]
+        Balancing::Optimal { time_limit_s } => {
+            let classes = classes(batches, costs);
+            let start = greedy(&classes, world_size);
+            assign(&classes, &optimal::improve(&classes, start, time_limit_s)).collect()
+        }
+    };
+    let mut owners: Vec<_> = parameters.iter().map(|p| vec![0; p.matrices()]).collect();
+    for ((parameter, index), rank) in ranks_of_matrices {
+        owners[parameter][index] = rank;
+    }
+    owners
+}
+
+/// The matrices of each shape in each bucket, in the order of the layout. A rank updates those that
+/// it owns of one entry as one batch.
+fn batches(
+    parameters: &[Parameter],
+    layout: &[BucketContents],
+) -> Vec<([usize; 2], Vec<Matrix>)> {
+    let mut batches: Vec<([usize; 2], Vec<Matrix>)> = vec![];
+    for contents in layout.iter().filter(|contents| contents.kind == BucketKind::Matrices) {
+        let first = batches.len();
+        for &parameter in &contents.parameters {
+            // A parameter without matrices is left out, so that no class is empty.
+            let Work::Matrices { count: count @ 1.., rows, columns } = parameters[parameter].work
+            else {
+                continue;
+            };
+            let matrices = (0..count).map(|index| (parameter, index));
+            match batches[first..].last_mut() {
+                Some((shape, batch)) if *shape == [rows, columns] => batch.extend(matrices),
+                _ => batches.push(([rows, columns], matrices.collect())),
+            }
+        }
+    }
+    batches
+}
+
+/// The classes of interchangeable matrices, the most expensive first.
+///
+/// The matrices of one batch are interchangeable. So are those of different batches if they cost
+/// the same and share no fixed cost with other matrices, either because there is no fixed cost or
+/// because each of them is alone in its batch.
+fn classes(batches: Vec<([usize; 2], Vec<Matrix>)>, costs: &Costs) -> Vec<Class> {
+    let mut classes: Vec<Class> = vec![];
+    for (shape, matrices) in batches {
+        let cost = match matrices.len() {
+            1 => ShapeCost { fixed: 0.0, each: costs.of(shape).batch(1) },
+            _ => costs.of(shape),
+        };
+        match classes.iter_mut().find(|class| cost.fixed == 0.0 && class.cost == cost) {
+            Some(class) => class.matrices.extend(matrices),
+            None => classes.push(Class { cost, matrices }),
+        }
+    }
+    classes.sort_by(|a, b| b.cost.batch(1).total_cmp(&a.cost.batch(1)));
+    classes
+}
+
+/// Returns every matrix with its rank. Within a class, the ranks take turns, so that every bucket
+/// has work for the largest number of ranks.
+fn assign(classes: &[Class], assignment: &Assignment) -> impl Iterator<Item = (Matrix, usize)> {
+    classes.iter().enumerate().flat_map(move |(index, class)| {
+        let ranks =
+            move |turn| (0..assignment.len()).filter(move |&rank| assignment[rank][index] > turn);
+        class.matrices.iter().copied().zip((0..class.matrices.len()).flat_map(ranks))
+    })
+}

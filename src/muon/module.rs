@@ -1,0 +1,141 @@
+//! Muon and AdamW for a whole model, as Burn's optimizer of modules.
+
+use std::sync::Arc;
+
+use burn::module::{Module, ParamGroup};
+use burn::optim::{LearningRate, ModuleOptimizer, Optimizer};
+use burn::tensor::{Device, Tensor};
+
+use super::{Muon, MuonConfig};
+use crate::adamw::AdamW;
+use crate::error::Result;
+use crate::routing::{ParameterRole, Routing, Updates, parameter_group};
+use crate::update::{CountedOnLoad, Counting, SkippedSteps};
+
+/// The reason for rejecting a parameter that the optimizer was not made for.
+const UNKNOWN: &str = "was not in the model that the optimizer was made for; call `MuonConfig::init` \
+                       with the model that is trained";
+
+/// The reason for rejecting a parameter that was unfrozen.
+const FROZEN: &str = "was frozen when the optimizer was made; call `MuonConfig::init` again with the \
+                      model as it is trained now";
+
+impl MuonConfig {
+    /// Decides for every parameter of a model what updates it. The result can be printed.
+    ///
+    /// # Errors
+    ///
+    /// - [`Error::Setting`](crate::Error::Setting) for a setting that no run can use;
+    /// - [`Error::Dtype`](crate::Error::Dtype) for an iteration in a type that a device does not support;
+    /// - [`Error::Shape`](crate::Error::Shape) for a parameter of more than two dimensions without a rule for its view as
+    ///   matrices;
+    /// - [`Error::Pattern`](crate::Error::Pattern) and [`Error::UnusedRule`](crate::Error::UnusedRule) for rules that are
+    ///   malformed or match nothing;
+    /// - [`Error::Shared`](crate::Error::Shared) for a parameter that is in the model twice;
+    /// - [`Error::EmptyModel`](crate::Error::EmptyModel) and [`Error::AllFrozen`](crate::Error::AllFrozen) for a model
+    ///   without parameters to train.
+    pub fn route<M: Module>(&self, model: &M) -> Result<Routing> {
+        let updates = Updates {
+            muon: Arc::new(self.update()?),
+            adamw: Arc::new(self.adamw.update(self.kernels, self.grad_clipping.as_ref())),
+            skipped: SkippedSteps::new(self.max_skipped),
+        };
+        let routing = Routing::new(updates, &self.rules, self.layout, model)?;
+        log::debug!("optimizer of every parameter:\n{routing}");
+        Ok(routing)
+    }
+
+    /// Burn's optimizer for the whole model: hidden matrices by Muon, the rest by AdamW.
+    ///
+    /// Burn passes it one parameter at a time, so that only the matrices of one stacked parameter form a
+    /// batch: each matrix is 20 to 30 launches, each other parameter 6, whereas
+    /// [`init_batched`](Self::init_batched) takes about 30 for all matrices of one shape. Use it where a
+    /// `ModuleOptimizer` is required, as by burn-train's `Learner`.
+    ///
+    /// Clipping belongs into the configuration: Burn's setter `with_grad_clipping` of the returned optimizer
+    /// reaches a part of it that updates nothing, and has no effect. See the guide's
+    /// [clipping](crate::guide::clipping).
+    ///
+    /// # Errors
+    ///
+    /// As [`route`](Self::route).
+    pub fn try_init<M: Module>(&self, model: &M) -> Result<ModuleOptimizer> {
+        Ok(self.route(model)?.init())
+    }
+
+    /// [`try_init`](Self::try_init), in the form of Burn's configurations. On a GPU,
+    /// [`init_batched`](Self::init_batched) takes far fewer launches.
+    ///
+    /// Burn's setter `with_grad_clipping` has no effect on the returned optimizer; use that of the configuration.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error.
+    pub fn init<M: Module>(&self, model: &M) -> ModuleOptimizer {
+        self.try_init(model).unwrap_or_else(|error| panic!("{error}"))
+    }
+}
+
+impl Routing {
+    /// The optimizer that follows this routing.
+    ///
+    /// It finds its parameters by path, so that a model whose record was loaded later is still the
+    /// same, and by identity, so that the model may be part of another. A gradient of a parameter that
+    /// it finds neither way, or that was frozen, makes `step` panic: it is neither used by another optimizer nor dropped
+    /// silently.
+    ///
+    /// Burn's setter `with_grad_clipping` has no effect on the returned optimizer; use
+    /// [`MuonConfig::grad_clipping`].
+    pub fn init(&self) -> ModuleOptimizer {
+        self.init_with(|muon| muon)
+    }
+
+    /// [`init`](Self::init), with an optimizer that is made of the rule for each matrix.
+    pub(crate) fn init_with<O: Counting>(&self, matrices: impl Fn(Muon) -> O) -> ModuleOptimizer {
+        let frozen = self.group(|role| role == ParameterRole::Frozen);
+        let optim = ModuleOptimizer::from(Reject { reason: UNKNOWN });
+        let optim = optim.with_group(frozen, Reject { reason: FROZEN }, None);
+        let Updates { muon, adamw, skipped } = self.updates();
+        self.routes().iter().fold(optim, |optim, route| {
+            let parameter: ParamGroup = parameter_group(vec![route.path.clone()], vec![route.id]);
+            match route.role {
+                ParameterRole::Muon { view, layout } => {
+                    let rule = Muon::for_parameter(muon, &route.path, (view, layout), skipped);
+                    optim.with_group(parameter, CountedOnLoad(matrices(rule)), None)
+                }
+                ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
+                    let lr = self.lr_factors(route).role;
+                    let rule = AdamW::new(adamw.clone(), lr, &route.path, skipped);
+                    optim.with_group(parameter, CountedOnLoad(rule), None)
+                }
+                ParameterRole::Frozen => optim,
+            }
+        })
+    }
+}
+
+/// A stand-in for the optimizer of a parameter that has none.
+#[derive(Clone)]
+struct Reject {
+    /// The reason, after "a parameter of shape `[..]`".
+    reason: &'static str,
+}
+
+impl Optimizer for Reject {
+    type State<const D: usize> = ();
+
+    fn step<const D: usize>(
+        &self,
+        _lr: LearningRate,
+        parameter: Tensor<D>,
+        _grad: Tensor<D>,
+        _state: Option<()>,
+    ) -> (Tensor<D>, Option<()>) {
+        let shape = parameter.dims();
+        // A parameter without elements is never trained.
+        assert!(shape.contains(&0), "a parameter of shape {shape:?} {}", self.reason);
+        (parameter, None)
+    }
+
+    fn to_device<const D: usize>(_state: (), _device: &Device) {}
+}

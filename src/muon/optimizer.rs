@@ -1,0 +1,252 @@
+//! Muon as a Burn optimizer of one parameter at a time.
+
+use std::sync::Arc;
+
+use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource};
+use burn::tensor::{DType, Device, Tensor};
+
+use crate::backend::{FlaggedRows, reject};
+use crate::checks::{ensure_computed, ensure_gradient_matches};
+use crate::error::{Error, Result};
+use crate::matrix_view::{MatrixLayout, MatrixView};
+use crate::orthogonalize::NewtonSchulz;
+use crate::update::{
+    Counting, Matrices, MuonBatch, MuonParameter, MuonUpdate, ONLY_RANK, Place, SKIPPED,
+    SkippedSteps, Slots, clip, ensure_finite_rate,
+};
+
+/// The names of all slots that Muon may store, those first that every state has. A record does not know the
+/// configuration: of the others, it has those of the parts that were configured.
+const SLOT_NAMES: [&str; 3] = ["momentum", SKIPPED.name, "second_moment"];
+const REQUIRED_SLOTS: usize = 2;
+
+/// Muon as a Burn [`Optimizer`]: the rule for one parameter, built by
+/// [`MuonConfig::build`](super::MuonConfig::build).
+///
+/// [`MuonConfig::init`](super::MuonConfig::init) makes an optimizer for a whole model of it. To combine it with others
+/// by hand, pass it to
+/// [`ModuleOptimizer::with_group`](burn::optim::ModuleOptimizer::with_group).
+#[derive(Clone, Debug)]
+pub struct Muon {
+    pub(super) update: Arc<MuonUpdate>,
+    pub(super) view: MatrixView,
+    pub(super) layout: MatrixLayout,
+    pub(super) parameter: Arc<str>,
+    pub(super) skipped: SkippedSteps,
+    /// The place of the states' counts, if they are those of one parameter.
+    pub(super) reserved: Option<Place>,
+}
+
+/// The state that Muon stores of a parameter. Its record has the tensors `momentum` and `skipped`, those of the
+/// configured parts, and the scalar `time`.
+#[derive(Clone, Debug)]
+pub struct MuonState<const D: usize> {
+    slots: Slots,
+    /// Steps taken, skipped ones included: the position in the schedules.
+    pub time: usize,
+    /// The place of its count of skipped steps.
+    place: Place,
+}
+
+impl<const D: usize> MuonState<D> {
+    /// The moving average of the gradients, shaped like the parameter and of its type, but float32 for float16.
+    pub fn momentum(&self) -> Tensor<D> {
+        self.slots.get(SLOT_NAMES[0]).expect("every state has a momentum").clone().reshape(self.shape())
+    }
+
+    /// The number of steps that left the parameter untouched, `[1]`: see [`SkippedSteps`].
+    pub fn skipped(&self) -> Tensor<1> {
+        self.slots.get(SKIPPED.name).expect("every state has a count").clone()
+    }
+
+    /// The shape of the parameter; zeros on a rank that is not its owner.
+    pub(crate) fn shape(&self) -> [usize; D] {
+        let shape = self.slots.recorded(SLOT_NAMES[0]).expect("every state has a momentum");
+        shape.try_into().expect("a momentum has the dimensions of its parameter")
+    }
+
+    /// The state after a step of another rank, which has the values.
+    pub(crate) fn elsewhere(self) -> Self {
+        Self { slots: self.slots.without_values(D), time: self.time + 1, place: self.place }
+    }
+}
+
+impl<const D: usize> RecordState for MuonState<D> {
+    fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
+        self.slots.flatten(prefix, out);
+        out.push_scalar(prefix, "time", self.time.into());
+    }
+
+    fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
+        let slots = Slots::unflatten(&SLOT_NAMES, REQUIRED_SLOTS, prefix, src, device)?;
+        if slots.recorded(SLOT_NAMES[0])?.len() != D {
+            return None;
+        }
+        let time = src.take_scalar(prefix, "time")?.try_into().ok()?;
+        Some(Self { slots, time, place: Place::default() })
+    }
+}
+
+impl Muon {
+    /// The steps that left parameters untouched.
+    pub fn skipped_steps(&self) -> &SkippedSteps {
+        &self.skipped
+    }
+
+    /// The iteration that orthogonalises the momentum.
+    pub fn newton_schulz(&self) -> &NewtonSchulz {
+        &self.update.newton_schulz
+    }
+
+    /// The same rule, all states of which are those of one parameter: one replaces the other.
+    pub(crate) fn for_parameter(
+        update: &Arc<MuonUpdate>,
+        parameter: &str,
+        (view, layout): (MatrixView, MatrixLayout),
+        skipped: &SkippedSteps,
+    ) -> Self {
+        Self {
+            update: update.clone(),
+            view,
+            layout,
+            parameter: parameter.into(),
+            skipped: skipped.clone(),
+            reserved: Some(skipped.reserve()),
+        }
+    }
+
+    /// The name of the parameter in errors.
+    pub(crate) fn parameter(&self) -> &str {
+        &self.parameter
+    }
+
+    /// Floating-point operations of the iteration for a parameter of a shape.
+    pub(crate) fn operations(&self, shape: &[usize], dtype: DType, device: &Device) -> Result<f64> {
+        let batch = self.view.batch_shape(&self.parameter, shape)?;
+        Ok(self.update.operations(batch, dtype, device))
+    }
+
+    /// The state before the first step of a parameter.
+    pub(crate) fn new_state<const D: usize>(
+        &self,
+        shape: [usize; D],
+        dtype: DType,
+        device: &Device,
+    ) -> Result<MuonState<D>> {
+        let batch @ [_, m, n] = self.view.batch_shape(&self.parameter, &shape)?;
+        let mut table = self.update.slots(Matrices { shape: [m, n], layout: self.layout });
+        table.insert(1, SKIPPED);
+        let slots = Slots::zeros(&table, batch, &shape, dtype, device);
+        Ok(MuonState { slots, time: 0, place: Place::default() })
+    }
+
+    /// [`step`](Optimizer::step), with the errors that it panics with.
+    pub(crate) fn try_step<const D: usize>(
+        &self,
+        lr: LearningRate,
+        parameter: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<MuonState<D>>,
+    ) -> Result<(Tensor<D>, MuonState<D>)> {
+        ensure_finite_rate(lr)?;
+        let (shape, device, dtype) = (parameter.dims(), parameter.device(), grad.dtype());
+        let batch @ [k, m, n] = self.view.batch_shape(&self.parameter, &shape)?;
+        ensure_gradient_matches(&self.parameter, ONLY_RANK, &parameter, &grad)?;
+        let is_first = state.is_none();
+        let mut state = match state {
+            Some(state) => state,
+            None => self.new_state(shape, dtype, &device)?,
+        };
+        if !state.place.has_started() {
+            self.start_counting(&mut state);
+        }
+        let MuonState { mut slots, time, mut place } = state;
+        if k * m * n == 0 {
+            // Nothing to update, and Burn interprets a zero in a new shape as the old length.
+            return Ok((parameter, MuonState { slots, time: time + 1, place }));
+        }
+        let update = &self.update;
+        let matrices = Matrices { shape: [m, n], layout: self.layout };
+        if let Some(slot) = slots.unfit(&update.slots(matrices), batch) {
+            let reason = format!("its state does not fit: expected a `{}` of its shape", slot.name);
+            let remedy = "configure the optimizer as it was when the state was saved";
+            return Err(Error::parameter(&self.parameter, ONLY_RANK, reason, remedy));
+        }
+        let size = update.size(lr, update.lr_factors(matrices), time);
+
+        // The flag of the parameter, then those of its matrices: a single matrix has that of the parameter.
+        let first = usize::from(k > 1);
+        let flags = Tensor::zeros([first + k], (&device, DType::F32));
+        let whole = [FlaggedRows { flag: 0, rows: 1 }];
+        // Before clipping, which would make an infinite gradient a finite one.
+        let flags =
+            reject(update.policy(), flags, &[grad.clone().reshape([-1])], &whole, f64::MAX);
+        let grad = clip(update.clipping.as_ref(), grad).reshape([-1]);
+        let batch = MuonBatch {
+            shape: batch,
+            layout: self.layout,
+            parameters: &[MuonParameter { flag: 0, time, size }],
+            gradients: vec![grad],
+            values: vec![parameter.reshape([-1])],
+            factor: None,
+            rejected: None,
+            first,
+        };
+        let (mut updated, flags) = update.step(batch, &mut slots, flags);
+        let updated = updated.swap_remove(0);
+        if is_first {
+            ensure_computed(&self.parameter, &updated)?;
+        }
+
+        let count = slots.get(SKIPPED.name).expect("every state has a count").clone();
+        let skipped = count + if k > 1 { flags.max() } else { flags };
+        slots.put(SKIPPED.name, skipped.clone());
+        let times = [place.next_step()];
+        self.skipped.record(&mut place, skipped, &times, true)?;
+        Ok((updated.reshape(shape), MuonState { slots, time: time + 1, place }))
+    }
+}
+
+impl Counting for Muon {
+    fn start_counting<const D: usize>(&self, state: &mut MuonState<D>) {
+        let names = vec![self.parameter.to_string()];
+        state.place = self.skipped.start(self.reserved, names, state.skipped(), vec![0]);
+    }
+}
+
+impl Optimizer for Muon {
+    type State<const D: usize> = MuonState<D>;
+
+    /// One step of one parameter; see the [module](super).
+    ///
+    /// A gradient that is not finite leaves the parameter and its state as they are; the device decides that without a
+    /// host synchronisation, and counts it in the state. So does a matrix for which the iteration diverges.
+    ///
+    /// # Panics
+    ///
+    /// With the message of the error:
+    ///
+    /// - [`Error::Shape`](crate::Error::Shape) if the parameter can't be seen as matrices, which
+    ///   `MuonConfig::try_init` detects before training;
+    /// - [`Error::Parameter`](crate::Error::Parameter) if the gradient has another shape or is on another device, or the
+    ///   state was saved under another configuration;
+    /// - [`Error::NotComputed`](crate::Error::NotComputed) if the device had no memory for the first step of the
+    ///   parameter;
+    /// - [`Error::Setting`](crate::Error::Setting) if the learning rate is not finite;
+    /// - [`Error::Skipped`](crate::Error::Skipped) if the parameter was skipped in too many steps in a row.
+    fn step<const D: usize>(
+        &self,
+        lr: LearningRate,
+        parameter: Tensor<D>,
+        grad: Tensor<D>,
+        state: Option<MuonState<D>>,
+    ) -> (Tensor<D>, Option<MuonState<D>>) {
+        let stepped = self.try_step(lr, parameter, grad, state);
+        let (updated, state) = stepped.unwrap_or_else(|error| panic!("{error}"));
+        (updated, Some(state))
+    }
+
+    fn to_device<const D: usize>(state: MuonState<D>, device: &Device) -> MuonState<D> {
+        MuonState { slots: state.slots.to_device(device), ..state }
+    }
+}

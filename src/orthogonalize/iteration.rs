@@ -1,0 +1,221 @@
+//! The iteration, ready to run.
+
+#[cfg(feature = "cube")]
+use std::sync::Arc;
+
+use burn::tensor::{DType, Device, FloatDType, Tensor};
+
+use super::config::{IterationForm, NewtonSchulzConfig};
+use super::plan::{IterationPlan, Planner};
+use super::products::Products;
+use super::{gram, restarts, standard};
+#[cfg(feature = "cube")]
+use crate::backend::graphs::Recordings;
+use crate::backend::{ComputePath, KernelPolicy, PartialNorms, Polynomial, precise_dtype};
+use crate::checks::rounds_to;
+use crate::error::{Error, Result};
+
+/// A Newton-Schulz iteration, ready to run on matrices of any shape.
+#[derive(Debug, Clone)]
+pub struct NewtonSchulz {
+    schedule: Vec<Polynomial>,
+    epsilon: f64,
+    planner: Planner,
+    /// In bytes.
+    workspace: usize,
+    /// Recordings, if they are wanted.
+    #[cfg(feature = "cube")]
+    recordings: Option<Arc<Recordings>>,
+}
+
+impl NewtonSchulzConfig {
+    /// The iteration with these settings.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`] for zero steps, unusable coefficients, an `epsilon` that is negative or
+    /// not finite, and for [`IterationForm::Gram`] with coefficients for which [`restarts::choose`] finds no
+    /// restarts in `dtype`.
+    pub fn init(&self) -> Result<NewtonSchulz> {
+        let Self { coefficients, steps, epsilon, dtype, form, workspace_mb, .. } = self;
+        if !(epsilon.is_finite() && *epsilon >= 0.0) {
+            return Err(Error::setting("epsilon", epsilon, "a finite number, zero or more"));
+        }
+        let schedule = coefficients.schedule(steps.unwrap_or(coefficients.designed_steps()))?;
+        let restarts: Vec<_> = dtype
+            .candidates()
+            .iter()
+            .filter(|_| *form != IterationForm::Standard)
+            .map(|dtype| (*dtype, restarts::choose(&schedule, *dtype)))
+            .collect();
+        if *form == IterationForm::Gram && restarts.iter().any(|(_, restarts)| restarts.is_none()) {
+            return Err(Error::setting(
+                "form",
+                format!("Gram with {coefficients:?} in {dtype:?}"),
+                "`Auto` or `Standard`, since no restarts keep the Gram form exact with these coefficients",
+            ));
+        }
+        Ok(NewtonSchulz {
+            planner: Planner {
+                form: *form,
+                dtype: *dtype,
+                policy: KernelPolicy::Auto,
+                steps: schedule.len(),
+                restarts,
+            },
+            schedule,
+            epsilon: *epsilon,
+            workspace: workspace_mb * 1_000_000,
+            #[cfg(feature = "cube")]
+            recordings: self.graphs.then(Default::default),
+        })
+    }
+}
+
+impl NewtonSchulz {
+    /// The implementations that may be used.
+    pub fn policy(&self) -> KernelPolicy {
+        self.planner.policy
+    }
+
+    /// Restricts the implementations that may be used.
+    pub fn with_kernels(mut self, policy: KernelPolicy) -> Self {
+        self.planner.policy = policy;
+        self
+    }
+
+    /// The number of shapes that have a recording.
+    pub fn recorded(&self) -> usize {
+        #[cfg(feature = "cube")]
+        if let Some(recordings) = &self.recordings {
+            return recordings.count();
+        }
+        0
+    }
+
+    /// Fails for a type that a device does not support.
+    pub(crate) fn ensure_supported(
+        &self,
+        parameter: &str,
+        device: &Device,
+        dtype: DType,
+    ) -> Result<()> {
+        let iterated = self.planner.dtype.resolve(device, dtype);
+        if device.supports_dtype(iterated)
+            && (dtype == iterated.into() || rounds_to(device, iterated))
+        {
+            return Ok(());
+        }
+        Err(Error::Dtype {
+            parameter: parameter.to_owned(),
+            device: format!("{device:?}"),
+            dtype: format!("{iterated:?}"),
+        })
+    }
+
+    /// Replaces every matrix `U S V^T` of the batch `[k, m, n]` by a matrix near `U V^T`, of the same
+    /// type and on the same device.
+    ///
+    /// All sizes are accepted, including 1 and 0. A matrix with an entry that is not finite gives one of NaN
+    /// and has no effect on the others of the batch.
+    pub fn orthogonalize(&self, batch: Tensor<3>) -> Tensor<3> {
+        let dtype = batch.dtype();
+        self.direction(batch, None).cast(dtype)
+    }
+
+    /// [`orthogonalize`](Self::orthogonalize) in the type of the iteration, with norms that may be known already,
+    /// in parts that fit into the workspace.
+    pub(crate) fn direction(&self, batch: Tensor<3>, norms: Option<PartialNorms>) -> Tensor<3> {
+        let [k, m, n] = batch.dims();
+        if k * m * n == 0 {
+            return batch;
+        }
+        let plan = self.plan(batch.dims(), batch.dtype(), &batch.device());
+        // Matrices that fit into the workspace.
+        let part = (self.workspace / plan.workspace).max(1);
+        if part >= k {
+            #[cfg(feature = "cube")]
+            if let Some(replayed) = self.replayed(&plan, &batch, norms.as_ref()) {
+                return replayed;
+            }
+            return self.orthogonalize_part(&plan, batch, norms);
+        }
+        // Not `empty`, which Flex allocates twice.
+        let mut result =
+            Tensor::full(batch.dims(), 0.0, (&batch.device(), DType::from(plan.dtype)));
+        for start in (0..k).step_by(part) {
+            let range = start..(start + part).min(k);
+            let norms = norms
+                .as_ref()
+                .map(|PartialNorms(norms)| PartialNorms(norms.clone().slice([range.clone()])));
+            let matrices = batch.clone().slice([range.clone()]);
+            let direction = self.orthogonalize_part(&plan, matrices, norms);
+            result = result.slice_assign([range, 0..m, 0..n], direction);
+        }
+        result
+    }
+
+    /// The result of a recording, if there may be one.
+    #[cfg(feature = "cube")]
+    fn replayed(
+        &self,
+        plan: &IterationPlan,
+        batch: &Tensor<3>,
+        norms: Option<&PartialNorms>,
+    ) -> Option<Tensor<3>> {
+        let recordings = self.recordings.as_ref()?;
+        if !matches!(plan.path, ComputePath::CubeCl { .. }) {
+            return None;
+        }
+        recordings.run(batch, norms, |batch, norms| {
+            let (recorded, plan) = (Self { recordings: None, ..self.clone() }, plan.clone());
+            let norms = norms.map(|PartialNorms(norms)| norms);
+            Box::new(move || {
+                let norms = norms.clone().map(PartialNorms);
+                recorded.orthogonalize_part(&plan, batch.clone(), norms)
+            })
+        })
+    }
+
+    fn orthogonalize_part(
+        &self,
+        plan: &IterationPlan,
+        batch: Tensor<3>,
+        norms: Option<PartialNorms>,
+    ) -> Tensor<3> {
+        let [_, m, n] = batch.dims();
+        let device = batch.device();
+        let products = Products::new(m, n, plan.path, &device);
+        let precise = FloatDType::from(precise_dtype(batch.dtype()));
+        let norm_path = ComputePath::choose(self.planner.policy, &device, precise);
+        let x = norm_path.normalize(batch.cast(precise), norms, self.epsilon, plan.dtype);
+        match plan.form {
+            IterationForm::Gram => gram::iterate(x, &self.schedule, &plan.restarts, products),
+            IterationForm::Standard | IterationForm::Auto => {
+                standard::iterate(x, &self.schedule, products)
+            }
+        }
+    }
+
+    /// Returns the plan by which [`orthogonalize`](Self::orthogonalize) processes `batch`.
+    pub fn explain(&self, batch: &Tensor<3>) -> IterationPlan {
+        self.explained(batch.dims(), batch.dtype(), &batch.device())
+    }
+
+    /// [`explain`](Self::explain), for a matrix that need not exist.
+    pub fn explain_shape(&self, [m, n]: [usize; 2], dtype: DType, device: &Device) -> IterationPlan {
+        self.explained([1, m, n], dtype, device)
+    }
+
+    fn explained(&self, shape: [usize; 3], dtype: DType, device: &Device) -> IterationPlan {
+        let plan = self.plan(shape, dtype, device);
+        let [k, m, n] = shape;
+        let kernel = plan.path.kernel(device, plan.dtype, [k, m.min(n), m.max(n)]);
+        IterationPlan { kernel, ..plan }
+    }
+
+    /// The plan without the name of the kernel, which the iteration does not need.
+    fn plan(&self, [_, m, n]: [usize; 3], dtype: DType, device: &Device) -> IterationPlan {
+        self.planner.plan([m, n], dtype, device)
+    }
+}

@@ -1,0 +1,96 @@
+//! The decisions about matrices of a shape, before they are iterated.
+
+use burn::tensor::{DType, Device, FloatDType};
+
+use super::config::{IterationDtype, IterationForm};
+use super::cost;
+use crate::backend::{ComputePath, KernelPolicy};
+
+/// Largest workspace, in multiples of the input, for which [`IterationForm::Auto`] still picks a form when a smaller
+/// one exists.
+const LARGEST_WORKSPACE: usize = 3;
+
+/// The orthogonalisation of matrices of a shape, from [`NewtonSchulz::explain`](super::NewtonSchulz::explain).
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct IterationPlan {
+    /// The form that runs, never [`IterationForm::Auto`].
+    pub form: IterationForm,
+    /// The steps before which the Gram form restarts; empty for the standard form.
+    pub restarts: Vec<usize>,
+    /// The type of the iteration.
+    pub dtype: FloatDType,
+    /// The implementation of the products.
+    pub path: ComputePath,
+    /// Name of the kernel that computes `X X^T`.
+    pub kernel: String,
+    /// `true` if one kernel computes all steps of the Gram form.
+    pub single_kernel: bool,
+    /// Floating-point operations for one matrix.
+    pub operations: f64,
+    /// Bytes of memory for one matrix, its result included and its input excluded.
+    pub workspace: usize,
+}
+
+/// The settings that decide on the plan of a shape.
+#[derive(Debug, Clone)]
+pub(super) struct Planner {
+    pub form: IterationForm,
+    pub dtype: IterationDtype,
+    pub policy: KernelPolicy,
+    pub steps: usize,
+    /// For every type that the Gram form may run in; `None` where the Gram form is not exact enough.
+    pub restarts: Vec<(FloatDType, Option<Vec<usize>>)>,
+}
+
+impl Planner {
+    /// The plan for matrices of a shape and type, without the name of the kernel.
+    pub fn plan(&self, [m, n]: [usize; 2], given: DType, device: &Device) -> IterationPlan {
+        let (m, n) = (m.min(n), m.max(n));
+        let dtype = self.dtype.resolve(device, given);
+        let bytes = |elements: usize| {
+            // Before and after the iteration, the matrix exists in both types.
+            let both = m * n * (DType::from(dtype).size() + given.size().max(4));
+            both.max(elements * DType::from(dtype).size())
+        };
+        let path = ComputePath::choose(self.policy, device, dtype);
+        let share = |inner| path.symmetric_share(m, inner);
+                let standard = IterationPlan {
+            form: IterationForm::Standard,
+            restarts: vec![],
+            dtype,
+            path,
+            kernel: String::new(),
+            single_kernel: false,
+            operations: cost::standard(self.steps, m, n, share),
+            workspace: bytes(cost::standard_memory(m, n)),
+        };
+        let single_kernel = path.is_small(device, m);
+        let gram = self.restarts(dtype).map(|restarts| IterationPlan {
+            form: IterationForm::Gram,
+            restarts: restarts.to_vec(),
+            single_kernel,
+            operations: cost::gram(self.steps, restarts.len(), m, n, share),
+            workspace: match single_kernel {
+                true => standard.workspace,
+                false => bytes(cost::gram_memory(m, n)),
+            },
+            ..standard.clone()
+        });
+        let pays = |gram: &IterationPlan| {
+            let fits = gram.workspace <= LARGEST_WORKSPACE * m * n * given.size();
+            let is_faster = single_kernel || fits && gram.operations < standard.operations;
+            is_faster && !ComputePath::rounds_factors(device, dtype)
+        };
+        match (self.form, gram) {
+            (IterationForm::Gram, Some(gram)) => gram,
+            (IterationForm::Auto, Some(gram)) if pays(&gram) => gram,
+            (IterationForm::Auto | IterationForm::Gram | IterationForm::Standard, _) => standard,
+        }
+    }
+
+    /// The restarts of the Gram form in a type, if it is exact enough.
+    fn restarts(&self, dtype: FloatDType) -> Option<&[usize]> {
+        self.restarts.iter().find(|(known, _)| *known == dtype)?.1.as_deref()
+    }
+}

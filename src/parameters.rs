@@ -1,0 +1,168 @@
+//! The float parameters of a module: the one walk through a module, with the names and types on the way.
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::{DType, Device, Tensor};
+
+/// The type by which Burn announces a LoRA adapter of a weight.
+const ADAPTER: &str = "Reparameterization";
+
+/// A float parameter of a module.
+pub(crate) struct Found {
+    pub path: String,
+    pub id: ParamId,
+    pub shape: Vec<usize>,
+    pub dtype: DType,
+    pub device: Device,
+    /// `true` if it is trained: neither frozen nor without elements.
+    pub trainable: bool,
+    /// `true` if it is a factor of a LoRA adapter. Its fields are those of the weight that it adapts.
+    pub is_adapter: bool,
+    /// The fields on the way to it.
+    pub fields: Vec<Field>,
+}
+
+/// A field on the way to a parameter.
+#[derive(Clone)]
+pub(crate) struct Field {
+    pub name: String,
+    /// The type that has the field, as in `Linear`.
+    pub holder: String,
+}
+
+impl Found {
+    /// The type that holds it, as in `Linear`.
+    pub fn holder(&self) -> &str {
+        self.fields.last().map_or("", |field| &field.holder)
+    }
+
+    /// The name of its field, as in `weight`.
+    pub fn name(&self) -> &str {
+        self.fields.last().map_or("", |field| &field.name)
+    }
+
+    /// The path of the module that has its field at a depth. The root's path is empty; the path after the
+    /// last field is that of the parameter, or of the weight that it adapts.
+    pub fn module(&self, depth: usize) -> &str {
+        let length: usize = self.fields[..depth].iter().map(|field| field.name.len() + 1).sum();
+        &self.path[..length.saturating_sub(1)]
+    }
+
+    /// The path of the weight: the parameter's, or that of the weight that it adapts.
+    pub fn weight(&self) -> &str {
+        self.module(self.fields.len())
+    }
+
+    /// Returns `true` if one of the first `depth` fields is an index, as in a stack of layers.
+    pub fn in_stack(&self, depth: usize) -> bool {
+        let is_index = |field: &Field| field.name.chars().all(|c| c.is_ascii_digit());
+        self.fields[..depth].iter().any(is_index)
+    }
+
+    /// Returns `true` if it is in the module of this path and depth.
+    pub fn is_in(&self, module: &str, depth: usize) -> bool {
+        depth <= self.fields.len() && self.module(depth) == module
+    }
+}
+
+/// A reader of every float parameter. A closure can't be generic over the dimensions.
+pub(crate) trait Visit {
+    /// Reads a parameter, given the fields on the way to it.
+    fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>);
+}
+
+/// Reads the float parameters of a model, in its order.
+pub(crate) fn visit<M: Module>(model: &M, visit: &mut impl Visit) {
+    model.visit(&mut Visiting { fields: vec![], visit });
+}
+
+/// The float parameters of a model, in its order.
+pub(crate) fn of<M: Module>(model: &M) -> Vec<Found> {
+    let mut found = vec![];
+    visit(model, &mut found);
+    found
+}
+
+impl Visit for Vec<Found> {
+    fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
+        let value = param.val();
+        let names: Vec<&str> = fields.iter().map(|field| field.name.as_str()).collect();
+        let adapter = fields.iter().position(|field| field.holder == ADAPTER);
+        self.push(Found {
+            path: names.join("."),
+            id: param.id,
+            shape: value.dims().to_vec(),
+            dtype: value.dtype(),
+            device: value.device(),
+            trainable: value.is_require_grad() && !value.dims().contains(&0),
+            is_adapter: adapter.is_some(),
+            fields: fields[..adapter.unwrap_or(fields.len())].to_vec(),
+        });
+    }
+}
+
+/// A walk that reads parameters.
+struct Visiting<'a, V> {
+    fields: Vec<Field>,
+    visit: &'a mut V,
+}
+
+impl<V: Visit> ModuleVisitor for Visiting<'_, V> {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        let holder = container_type.strip_prefix("Struct:").unwrap_or(container_type);
+        self.fields.push(Field { name: name.to_owned(), holder: holder.to_owned() });
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.fields.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        self.visit.visit(&self.fields, param);
+    }
+}
+
+/// A function of every float parameter and its path.
+pub(crate) trait Map {
+    /// The parameter in place of the one at a path.
+    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>>;
+}
+
+/// The model with every float parameter replaced.
+pub(crate) fn map<M: Module>(model: M, map: &mut impl Map) -> M {
+    model.map(&mut Mapping { names: vec![], map })
+}
+
+/// A walk that replaces parameters.
+struct Mapping<'a, F> {
+    names: Vec<String>,
+    map: &'a mut F,
+}
+
+impl<F: Map> ModuleMapper for Mapping<'_, F> {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.names.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.names.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        self.map.map(&self.names.join("."), param)
+    }
+}
+
+/// A tensor to stand where a value was taken out of a model. Not initialised, since it is never read.
+pub(crate) fn placeholder<const D: usize>(value: &Tensor<D>) -> Tensor<D> {
+    in_place_of(value, Tensor::empty([1; D], (&value.device().inner(), value.dtype())))
+}
+
+/// A value without gradients, made to require them and keep checkpoints as the old one does.
+pub(crate) fn in_place_of<const D: usize>(old: &Tensor<D>, value: Tensor<D>) -> Tensor<D> {
+    let (required, strategy) = (old.is_require_grad(), old.gradient_checkpointing_strategy());
+    let mut value = Tensor::from_inner(value);
+    if let Some(strategy) = strategy {
+        value = value.with_gradient_checkpointing_strategy(strategy);
+    }
+    if required { value.require_grad() } else { value }
+}

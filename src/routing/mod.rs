@@ -1,0 +1,238 @@
+//! The optimizer of every parameter, and the reason for it.
+//!
+//! Muon is for the matrices inside a network. Embeddings and the output head are matrices as well,
+//! but look-ups rather than maps between hidden spaces, and are left to AdamW, as are vectors and
+//! scalars (Keller Jordan, <https://kellerjordan.github.io/posts/muon/>).
+
+mod built_in;
+mod rules;
+mod summary;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+
+use burn::module::{Module, ParamGroup, ParamId};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::matrix_view::{MatrixLayout, MatrixView};
+use crate::parameters::{self, Found};
+use crate::update::{
+    AdamWUpdate, LrFactors, Matrices, MuonUpdate, SkippedSteps,
+};
+use built_in::Anatomy;
+use rules::Rules;
+pub use rules::{MuonRoutingRule, RoutingRule};
+pub use summary::RoleSummary;
+
+/// The role of a parameter, which decides on its optimizer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum ParameterRole {
+    /// Muon, on the parameter seen as matrices.
+    Muon {
+        /// The view of the parameter as matrices.
+        view: MatrixView,
+        /// The dimension that counts the outputs.
+        layout: MatrixLayout,
+    },
+    /// AdamW, at the learning rate of embeddings.
+    Embedding,
+    /// AdamW, at the learning rate of the output head.
+    Head,
+    /// AdamW, at the learning rate of vectors and scalars.
+    Vector,
+    /// No optimizer: it did not require a gradient when the optimizer was made.
+    Frozen,
+}
+
+impl ParameterRole {
+    /// The name of its optimizer, whatever the view.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Muon { .. } => "Muon",
+            Self::Embedding => "AdamW (embedding)",
+            Self::Head => "AdamW (head)",
+            Self::Vector => "AdamW (vector)",
+            Self::Frozen => "frozen",
+        }
+    }
+}
+
+impl fmt::Display for ParameterRole {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Muon { view, .. } if *view != MatrixView::Single => write!(f, "Muon ({view:?})"),
+            Self::Frozen => write!(f, "-"),
+            Self::Muon { .. } | Self::Embedding | Self::Head | Self::Vector => {
+                write!(f, "{}", self.name())
+            }
+        }
+    }
+}
+
+/// The decision about one parameter.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct ParameterRoute {
+    /// The path of the parameter in its module.
+    pub path: String,
+    /// Its identity in the module.
+    pub id: ParamId,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Its role.
+    pub role: ParameterRole,
+    /// The reason. It has a question mark if names and places only suggest the role.
+    pub reason: String,
+    /// Floating-point operations of Muon's iteration per step.
+    pub operations: f64,
+    /// Bytes of its optimizer's state, after the first step.
+    pub state_bytes: usize,
+}
+
+/// The rules by which parameters are updated.
+#[derive(Debug, Clone)]
+pub(crate) struct Updates {
+    pub muon: Arc<MuonUpdate>,
+    pub adamw: Arc<AdamWUpdate>,
+    pub skipped: SkippedSteps,
+}
+
+/// The decision for every parameter of a model, from [`MuonConfig::route`](crate::MuonConfig::route). Prints as a table,
+/// with its [`summary`](Self::summary) below.
+#[derive(Debug, Clone)]
+pub struct Routing {
+    routes: Vec<ParameterRoute>,
+    updates: Updates,
+}
+
+impl Updates {
+    fn route(&self, found: &Found, role: ParameterRole, reason: String) -> Result<ParameterRoute> {
+        let Found { path, shape, dtype, device, .. } = found;
+        let (operations, state_bytes) = match role {
+            ParameterRole::Muon { view, layout } => {
+                let batch @ [_, m, n] = view.batch_shape(path, shape)?;
+                self.muon.newton_schulz.ensure_supported(path, device, *dtype)?;
+                let slots = self.muon.slots(Matrices { shape: [m, n], layout });
+                let bytes = slots.iter().map(|slot| slot.bytes(batch, *dtype)).sum();
+                (self.muon.operations(batch, *dtype, device), bytes)
+            }
+            ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
+                let batch = [1, 1, shape.iter().product()];
+                let bytes = AdamWUpdate::SLOTS.iter().map(|slot| slot.bytes(batch, *dtype)).sum();
+                (0.0, bytes)
+            }
+            ParameterRole::Frozen => (0.0, 0),
+        };
+        let (path, shape) = (path.clone(), shape.clone());
+        Ok(ParameterRoute { path, id: found.id, shape, role, reason, operations, state_bytes })
+    }
+}
+
+impl Routing {
+    pub(crate) fn new<M: Module>(
+        updates: Updates,
+        rules: &[RoutingRule],
+        layout: MatrixLayout,
+        model: &M,
+    ) -> Result<Self> {
+        let parameters = parameters::of(model);
+        if parameters.is_empty() {
+            return Err(Error::EmptyModel);
+        }
+        if !parameters.iter().any(|found| found.trainable) {
+            return Err(Error::AllFrozen { parameters: parameters.len() });
+        }
+        reject_shared(&parameters)?;
+        let rules = Rules::compile(rules, &parameters)?;
+        let anatomy = Anatomy::of(&parameters);
+        let route = |found: &Found| {
+            let (built_in, reason) = anatomy.role(found, layout);
+            let ruled = found.trainable.then(|| rules.decide(found, built_in, layout));
+            let (role, reason) = ruled.flatten().unwrap_or((built_in, reason));
+            updates.route(found, role, reason)
+        };
+        let routes = parameters.iter().map(route).collect::<Result<_>>()?;
+        Ok(Self { routes, updates })
+    }
+
+    /// The decisions, in the order of the model.
+    pub fn routes(&self) -> &[ParameterRoute] {
+        &self.routes
+    }
+
+    /// The parameters whose role satisfies a condition, as a Burn group: for a
+    /// [`ModuleLrScheduler`](burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler) that
+    /// gives them a learning rate of their own.
+    ///
+    /// ```
+    /// # use burn::{nn::{Embedding, EmbeddingConfig}, tensor::Device};
+    /// # let model = EmbeddingConfig::new(10, 4).init(&Device::default().autodiff());
+    /// use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
+    /// use distmuon::{MuonConfig, ParameterRole, Schedule};
+    ///
+    /// let routing = MuonConfig::new().route(&model)?;
+    /// let matrices = Schedule::warmup_cosine(0.02, 100, 900, 0.0).into_lr_scheduler();
+    /// let embeddings = Schedule::constant(0.1).into_lr_scheduler();
+    /// let mut lr = ModuleLrScheduler::new(matrices)
+    ///     .with_group(routing.group(|role| role == ParameterRole::Embedding), embeddings);
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    pub fn group(&self, condition: impl Fn(ParameterRole) -> bool) -> ParamGroup {
+        let chosen = self.routes.iter().filter(|route| condition(route.role));
+        let (paths, ids) = chosen.map(|route| (route.path.clone(), route.id)).unzip();
+        parameter_group(paths, ids)
+    }
+
+    /// The rules by which parameters are updated.
+    pub(crate) fn updates(&self) -> &Updates {
+        &self.updates
+    }
+
+    /// The steps that left parameters untouched, over all optimizers that [`init`](Self::init) made of this
+    /// routing.
+    pub fn skipped_steps(&self) -> &SkippedSteps {
+        &self.updates.skipped
+    }
+
+    /// The factors on the learning rate of a parameter.
+    ///
+    /// # Panics
+    ///
+    /// If the view of the route does not fit its shape, which [`MuonConfig::route`](crate::MuonConfig::route) rules out.
+    pub(crate) fn lr_factors(&self, route: &ParameterRoute) -> LrFactors {
+        let Updates { muon, adamw, .. } = &self.updates;
+        let by_role = |role| LrFactors { role, scale: 1.0 };
+        match route.role {
+            ParameterRole::Muon { view, layout } => {
+                let batch = view.batch_shape(&route.path, &route.shape);
+                let [_, m, n] = batch.expect("the route was made with this view");
+                muon.lr_factors(Matrices { shape: [m, n], layout })
+            }
+            ParameterRole::Embedding => by_role(adamw.role_lr.embedding),
+            ParameterRole::Head => by_role(adamw.role_lr.head),
+            ParameterRole::Vector => by_role(adamw.role_lr.vector),
+            // Not updated.
+            ParameterRole::Frozen => by_role(0.0),
+        }
+    }
+}
+
+/// The parameters of these paths, or of these identities, as a Burn group.
+pub(crate) fn parameter_group(paths: Vec<String>, ids: Vec<ParamId>) -> ParamGroup {
+    ParamGroup::from_paths(paths).fuse(&ParamGroup::from_ids(ids))
+}
+
+/// Fails for a trained parameter that is in the model twice: a step gives its gradient to the first place
+/// only, and makes two parameters of it.
+fn reject_shared(parameters: &[Found]) -> Result<()> {
+    let mut paths = HashMap::new();
+    for found in parameters.iter().filter(|found| found.trainable) {
+        if let Some(first) = paths.insert(found.id, &found.path) {
+            return Err(Error::Shared { first: first.clone(), second: found.path.clone() });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,160 @@
+//! The user's routing rules, by path.
+
+use regex::Regex;
+use serde::{Deserialize, Serialize};
+
+use super::ParameterRole;
+use crate::error::{Error, Result};
+use crate::matrix_view::{MatrixLayout, MatrixView};
+use crate::parameters::Found;
+
+/// Sends the parameters whose path matches a regular expression to Muon or to AdamW.
+///
+/// A path consists of field names and indices, as in `blocks.0.mlp.up.weight`; the expression may
+/// match any part of it.
+///
+/// ```
+/// use distmuon::{MuonConfig, RoutingRule};
+///
+/// let config = MuonConfig::new()
+///     .with_rule(RoutingRule::muon(r"experts\.(up|down)$").batch())
+///     .with_rule(RoutingRule::muon(r"^stem\.conv\d+\.").flatten())
+///     .with_rule(RoutingRule::adamw("probe"));
+/// ```
+///
+/// Frozen parameters stay frozen, even if a rule matches them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RoutingRule {
+    pattern: String,
+    to: Destination,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+enum Destination {
+    Muon { view: MatrixView, layout: Option<MatrixLayout> },
+    AdamW,
+}
+
+/// A [`RoutingRule`] to Muon, from [`RoutingRule::muon`], with further settings in any order.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MuonRoutingRule {
+    pattern: String,
+    view: MatrixView,
+    layout: Option<MatrixLayout>,
+}
+
+impl RoutingRule {
+    /// Sends matrices to Muon: parameters of two dimensions, or with [`MuonRoutingRule::batch`] and
+    /// [`MuonRoutingRule::flatten`] of more. Vectors that match as well are left to AdamW.
+    pub fn muon(pattern: impl Into<String>) -> MuonRoutingRule {
+        MuonRoutingRule { pattern: pattern.into(), view: MatrixView::Single, layout: None }
+    }
+
+    /// Sends parameters to AdamW: at the rate of embeddings or of the head where the built-in rules
+    /// find one, else at the rate of vectors.
+    pub fn adamw(pattern: impl Into<String>) -> Self {
+        Self { pattern: pattern.into(), to: Destination::AdamW }
+    }
+}
+
+impl MuonRoutingRule {
+    /// Takes parameters of three or more dimensions as stacks of matrices: the last two dimensions,
+    /// for every index of the others. Parameters with fewer dimensions, such as the biases of a stack, are left to
+    /// AdamW.
+    pub fn batch(self) -> Self {
+        Self { view: MatrixView::Batch, ..self }
+    }
+
+    /// Takes a parameter as one matrix of the first dimension by all others. Unless
+    /// [`layout`](Self::layout) says otherwise, the first dimension counts the outputs, and in Burn's
+    /// transposed convolutions (`[in, out, height, width]`) the inputs.
+    pub fn flatten(self) -> Self {
+        Self { view: MatrixView::Flatten, ..self }
+    }
+
+    /// Sets the dimension of the matrix that counts the outputs, for Muon's learning-rate scale and parts.
+    pub fn layout(self, layout: MatrixLayout) -> Self {
+        Self { layout: Some(layout), ..self }
+    }
+}
+
+impl From<MuonRoutingRule> for RoutingRule {
+    fn from(MuonRoutingRule { pattern, view, layout }: MuonRoutingRule) -> Self {
+        Self { pattern, to: Destination::Muon { view, layout } }
+    }
+}
+
+impl RoutingRule {
+    /// The role of a parameter whose built-in role is `built_in`, and the reason.
+    fn decide(&self, found: &Found, built_in: ParameterRole, default: MatrixLayout) -> (ParameterRole, String) {
+        let adamw = match built_in {
+            ParameterRole::Muon { .. } => ParameterRole::Vector,
+            other => other,
+        };
+        match self.to {
+            Destination::Muon { view, layout } if view.fits(&found.shape) => {
+                let layout = layout.unwrap_or_else(|| match view {
+                    MatrixView::Flatten if found.holder().starts_with("ConvTranspose") => {
+                        MatrixLayout::InOut
+                    }
+                    MatrixView::Flatten => MatrixLayout::OutIn,
+                    MatrixView::Single | MatrixView::Batch => default,
+                });
+                (ParameterRole::Muon { view, layout }, format!("rule `{}`", self.pattern))
+            }
+            Destination::Muon { .. } => (adamw, format!("rule `{}`, but not a matrix", self.pattern)),
+            Destination::AdamW => (adamw, format!("rule `{}`", self.pattern)),
+        }
+    }
+
+    /// Returns the kind of parameter that the rule needs, if none of those that it matches is one.
+    fn missing(&self, matches: &[&Found]) -> Option<&'static str> {
+        match self.to {
+            _ if matches.is_empty() => Some("a parameter that it matches"),
+            Destination::Muon { view, .. }
+                if !matches.iter().any(|found| view.fits(&found.shape)) =>
+            {
+                Some(match view {
+                    MatrixView::Batch => "a parameter of three or more dimensions that it matches",
+                    MatrixView::Single | MatrixView::Flatten => "a matrix that it matches",
+                })
+            }
+            _ => None,
+        }
+    }
+}
+
+/// The rules of a configuration, with compiled patterns.
+pub(super) struct Rules<'a>(Vec<(&'a RoutingRule, Regex)>);
+
+impl<'a> Rules<'a> {
+    /// Compiles rules. Fails for patterns that are malformed, and for rules that have no effect in a model.
+    pub fn compile(rules: &'a [RoutingRule], parameters: &[Found]) -> Result<Self> {
+        let compile = |rule: &'a RoutingRule| match Regex::new(&rule.pattern) {
+            Ok(regex) => Ok((rule, regex)),
+            Err(error) => {
+                Err(Error::Pattern { pattern: rule.pattern.clone(), reason: error.to_string() })
+            }
+        };
+        let rules = rules.iter().map(compile).collect::<Result<Vec<_>>>()?;
+        for (rule, regex) in &rules {
+            let matches: Vec<&Found> =
+                parameters.iter().filter(|found| regex.is_match(&found.path)).collect();
+            if let Some(expected) = rule.missing(&matches) {
+                return Err(Error::UnusedRule { pattern: rule.pattern.clone(), expected });
+            }
+        }
+        Ok(Self(rules))
+    }
+
+    /// Returns the decision of the last rule that matches a parameter.
+    pub fn decide(
+        &self,
+        found: &Found,
+        built_in: ParameterRole,
+        layout: MatrixLayout,
+    ) -> Option<(ParameterRole, String)> {
+        let (rule, _) = self.0.iter().rev().find(|(_, regex)| regex.is_match(&found.path))?;
+        Some(rule.decide(found, built_in, layout))
+    }
+}

@@ -1,0 +1,87 @@
+//! The tables of a routing: its parameters, and the costs of its roles.
+
+use std::fmt;
+
+use comfy_table::{CellAlignment, Table, presets};
+
+use super::{ParameterRoute, Routing};
+
+/// The parameters of a role and their costs. All views of Muon count as one role.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RoleSummary {
+    /// Name of the role, as in `AdamW (head)`, or `frozen` for parameters that are not updated.
+    pub optimizer: &'static str,
+    /// Number of tensors.
+    pub tensors: usize,
+    /// Number of their elements.
+    pub parameters: usize,
+    /// Floating-point operations of Muon's iteration per step.
+    pub operations: f64,
+    /// Bytes of the optimizer state, except for a few per tensor.
+    pub state_bytes: usize,
+}
+
+impl RoleSummary {
+    fn of<'a>(optimizer: &'static str, routes: impl Iterator<Item = &'a ParameterRoute>) -> Self {
+        let empty = Self { optimizer, tensors: 0, parameters: 0, operations: 0.0, state_bytes: 0 };
+        routes.fold(empty, |sum, route| Self {
+            tensors: sum.tensors + 1,
+            parameters: sum.parameters + route.shape.iter().product::<usize>(),
+            operations: sum.operations + route.operations,
+            state_bytes: sum.state_bytes + route.state_bytes,
+            ..sum
+        })
+    }
+}
+
+impl Routing {
+    /// Returns the parameters and costs of each role. Roles without parameters are left out.
+    pub fn summary(&self) -> Vec<RoleSummary> {
+        let roles = ["Muon", "AdamW (embedding)", "AdamW (head)", "AdamW (vector)", "frozen"];
+        let routes = |role| self.routes.iter().filter(move |route| route.role.name() == role);
+        let summaries = roles.map(|role| RoleSummary::of(role, routes(role)));
+        summaries.into_iter().filter(|summary| summary.tensors > 0).collect()
+    }
+}
+
+impl fmt::Display for Routing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = table(["parameter", "shape", "optimizer", "reason"]);
+        for ParameterRoute { path, shape, role, reason, .. } in &self.routes {
+            table.add_row([path, &format!("{shape:?}"), &role.to_string(), reason]);
+        }
+        write!(f, "{table}\n\n{}", self.summary_table())
+    }
+}
+
+impl Routing {
+    fn summary_table(&self) -> Table {
+        let mut table = table(["optimizer", "tensors", "parameters", "operations", "state bytes"]);
+        let total = RoleSummary::of("total", self.routes.iter());
+        for summary in self.summary().into_iter().chain([total]) {
+            table.add_row([
+                summary.optimizer.to_owned(),
+                summary.tensors.to_string(),
+                summary.parameters.to_string(),
+                operations(summary.operations),
+                summary.state_bytes.to_string(),
+            ]);
+        }
+        for column in table.column_iter_mut().skip(1) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+        table
+    }
+}
+
+/// Operations per step, to three digits.
+fn operations(count: f64) -> String {
+    if count == 0.0 { "0".to_owned() } else { format!("{count:.2e}") }
+}
+
+fn table<const N: usize>(header: [&str; N]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::ASCII_MARKDOWN);
+    table.set_header(header);
+    table
+}

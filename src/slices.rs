@@ -1,0 +1,41 @@
+//! Flat tensors, sliced and concatenated without touching empty ones, which not every backend accepts.
+
+use std::ops::Range;
+
+use burn::tensor::{DType, Device, Tensor};
+
+/// The elements in a range.
+pub fn slice(tensor: &Tensor<1>, range: Range<usize>) -> Tensor<1> {
+    match range.len() {
+        0 => empty(tensor.dtype(), &tensor.device()),
+        length if length == tensor.dims()[0] => tensor.clone(),
+        _ => tensor.clone().slice([range]),
+    }
+}
+
+/// The tensors of one type, one after the other, on a device. There may be none.
+pub fn concat(tensors: Vec<Tensor<1>>, dtype: DType, device: &Device) -> Tensor<1> {
+    let filled = tensors.into_iter().filter(|tensor| tensor.dims() != [0]);
+    let mut parts: Vec<Tensor<1>> = filled.map(|tensor| tensor.to_device(device)).collect();
+    match parts.len() {
+        0 => empty(dtype, device),
+        1 => parts.swap_remove(0),
+        _ => Tensor::cat(parts, 0),
+    }
+}
+
+/// The values of float32 tensors one after the other, followed by a zero.
+pub fn with_zero(mut tensors: Vec<Tensor<1>>, device: &Device) -> Tensor<1> {
+    tensors.push(Tensor::zeros([1], (device, DType::F32)));
+    concat(tensors, DType::F32, device)
+}
+
+/// A tensor without elements.
+pub fn empty(dtype: DType, device: &Device) -> Tensor<1> {
+    Tensor::empty([0], (device, dtype))
+}
+
+/// Bytes of a tensor's elements.
+pub fn bytes<const D: usize>(tensor: &Tensor<D>) -> usize {
+    tensor.shape().num_elements() * tensor.dtype().size()
+}

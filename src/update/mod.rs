@@ -1,0 +1,38 @@
+//! The step, as pure functions on a batch: no rank, no module, no record.
+//!
+//! With momentum `mu`, weight decay `w` and learning rate `lr`, a step of [`MuonUpdate`] with gradient `G` is
+//!
+//! ```text
+//! M <- mu M + (1 - mu) G
+//! U  = mu M + (1 - mu) G  with Nesterov, else M
+//! U  = parts before the iteration (U)
+//! O  = parts after it (orthogonalize(U))
+//! P <- (1 - lr w) P - lr scale O
+//! ```
+//!
+//! and every line is one function: `backend::update_momentum`, [`Part::apply`], `NewtonSchulz::direction`, [`StepSize`]
+//! and `backend::apply`.
+
+mod adamw;
+mod clipping;
+mod lr_scale;
+mod muon;
+mod parts;
+mod skipped;
+mod state;
+mod step_size;
+
+pub(crate) use adamw::{AdamWParameter, AdamWUpdate, RoleLr};
+pub(crate) use clipping::clip;
+pub use lr_scale::LrScale;
+pub(crate) use muon::{MuonBatch, MuonParameter, MuonUpdate};
+pub(crate) use parts::Matrices;
+pub use parts::{NorMuon, Part, Renormalization, RowEquilibration, Stage};
+pub use skipped::SkippedSteps;
+pub(crate) use skipped::{CountedOnLoad, Counting, Place};
+pub(crate) use state::{SKIPPED, Slot, Slots};
+pub use step_size::WeightDecay;
+pub(crate) use step_size::{LrFactors, StepSize, ensure_finite_rate};
+
+/// The rank in errors of an optimizer that knows of no ranks.
+pub(crate) const ONLY_RANK: usize = 0;

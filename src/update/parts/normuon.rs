@@ -1,0 +1,79 @@
+//! NorMuon's variance reduction (Li et al., <https://arxiv.org/abs/2510.05491>), in the form of
+//! <https://github.com/karpathy/nanochat>.
+
+use burn::tensor::Tensor;
+use serde::{Deserialize, Serialize};
+
+use super::super::state::{Extent, Slot, SlotDtype, Slots};
+use super::{Behaviour, Context, Matrices, Part, Stage};
+use crate::error::{Error, Result};
+
+/// Name of the second moment in records.
+const SECOND_MOMENT: &str = "second_moment";
+
+/// Least second moment that is divided by, and least norm that is scaled up, as in nanochat.
+const LEAST: f64 = 1e-10;
+
+/// Divides the result of the iteration by the root of a second moment, and scales it back to the norm that it had.
+///
+/// The second moment is the moving average of the squares, averaged over the shorter dimension of the matrix: one value
+/// for each index of the longer one, and for each output of a square matrix. It starts at zero, without bias correction.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct NorMuon {
+    /// Decay of the second moment, in `[0, 1)`; 0.9 in nanochat.
+    pub beta_2: f64,
+}
+
+impl From<NorMuon> for Part {
+    fn from(part: NorMuon) -> Self {
+        Self::NorMuon(part)
+    }
+}
+
+/// The dimension of a batch `[k, m, n]` over which squares are averaged.
+fn averaged(matrices: Matrices) -> usize {
+    let [m, n] = matrices.shape;
+    match m.cmp(&n) {
+        std::cmp::Ordering::Less => 1,
+        std::cmp::Ordering::Equal => matrices.along_output(),
+        std::cmp::Ordering::Greater => 2,
+    }
+}
+
+impl Behaviour for NorMuon {
+    fn name(&self) -> &'static str {
+        "NorMuon"
+    }
+
+    fn stage(&self) -> Stage {
+        Stage::After
+    }
+
+    fn check(&self) -> Result<()> {
+        match (0.0..1.0).contains(&self.beta_2) {
+            true => Ok(()),
+            false => {
+                Err(Error::setting("parts.NorMuon.beta_2", self.beta_2, "at least 0 and less than 1"))
+            }
+        }
+    }
+
+    fn slots(&self, matrices: Matrices) -> Vec<Slot> {
+        let extent = if averaged(matrices) == 2 { Extent::Row } else { Extent::Column };
+        vec![Slot { name: SECOND_MOMENT, extent, dtype: SlotDtype::Precise }]
+    }
+
+    fn apply(&self, x: Tensor<3>, state: &mut Slots, context: &Context<'_>) -> Tensor<3> {
+        let dimension = averaged(context.matrices);
+        let mean = x.clone().square().mean_dim(dimension);
+        let old = state.take(SECOND_MOMENT).cast(x.dtype()).reshape(mean.dims());
+        let new = old.clone().mul_scalar(self.beta_2) + mean.clone().mul_scalar(1.0 - self.beta_2);
+        let new = (context.mask)().select(new, old);
+        state.put(SECOND_MOMENT, new.clone().reshape([-1]));
+        let factor = new.clamp_min(LEAST).sqrt().recip();
+        // Norms before and after, up to the root of the averaged dimension, which is in both.
+        let before = mean.clone().sum_dims(&[1, 2]).sqrt();
+        let after = (mean * factor.clone().square()).sum_dims(&[1, 2]).sqrt();
+        x * factor * (before / after.clamp_min(LEAST))
+    }
+}

@@ -1,0 +1,41 @@
+//! Row equilibration, as in <https://github.com/karpathy/nanochat>.
+
+use burn::tensor::Tensor;
+use serde::{Deserialize, Serialize};
+
+use super::super::state::Slots;
+use super::{Behaviour, Context, Part, Stage, by_largest};
+
+/// Least norm that a row is divided by, as in nanochat.
+const LEAST_NORM: f64 = 1e-6;
+
+/// Scales every row to the mean row norm before the iteration: a row is the weights of one output, and `X` of `r` rows
+/// becomes `X_i |X|_F / (sqrt(r) |X_i|)`. Outputs with small gradients take part in the update as much as others do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RowEquilibration;
+
+impl From<RowEquilibration> for Part {
+    fn from(part: RowEquilibration) -> Self {
+        Self::RowEquilibration(part)
+    }
+}
+
+impl Behaviour for RowEquilibration {
+    fn name(&self) -> &'static str {
+        "row equilibration"
+    }
+
+    fn stage(&self) -> Stage {
+        Stage::Before
+    }
+
+    fn apply(&self, x: Tensor<3>, _state: &mut Slots, context: &Context<'_>) -> Tensor<3> {
+        let along = context.matrices.along_output();
+        let (x, largest) = by_largest(x);
+        let squares = x.clone().square().sum_dim(along);
+        let mean = squares.clone().mean_dim(3 - along).sqrt();
+        // Relative to the largest magnitude, as the norms are.
+        let least = largest.clone().recip().mul_scalar(LEAST_NORM).expand(squares.shape());
+        x * (mean * largest / squares.sqrt().max_pair(least))
+    }
+}

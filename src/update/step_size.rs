@@ -1,0 +1,110 @@
+//! The size of a step: the only place where learning rate, scale and weight decay meet.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::schedule::Schedule;
+
+/// Weight decay with rate `w`, a schedule over the steps of a run. A number is decoupled weight decay at a constant
+/// rate, as in `.with_weight_decay(0.1.into())`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum WeightDecay {
+    /// `P <- (1 - lr w) P`, with the learning rate before it is scaled (Loshchilov and Hutter,
+    /// <https://arxiv.org/abs/1711.05101>).
+    Decoupled(Schedule),
+    /// [`Decoupled`](Self::Decoupled), for those elements only whose sign is not opposed to that of the update `U`
+    /// in `P <- P - lr U`: the decay never works against the update
+    /// (<https://github.com/microsoft/dion>).
+    Cautious(Schedule),
+    /// [`Cautious`](Self::Cautious) with the scaled learning rate, as in <https://github.com/karpathy/nanochat>.
+    CautiousScaled(Schedule),
+}
+
+impl From<f64> for WeightDecay {
+    fn from(rate: f64) -> Self {
+        Self::Decoupled(rate.into())
+    }
+}
+
+impl From<Schedule> for WeightDecay {
+    fn from(rate: Schedule) -> Self {
+        Self::Decoupled(rate)
+    }
+}
+
+impl WeightDecay {
+    /// The rate over the steps of a run.
+    pub fn rate(&self) -> &Schedule {
+        match self {
+            Self::Decoupled(rate) | Self::Cautious(rate) | Self::CautiousScaled(rate) => rate,
+        }
+    }
+}
+
+/// The factors on the learning rate that is given to a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct LrFactors {
+    /// Applies to the update and to the weight decay: that of a parameter's role.
+    pub role: f64,
+    /// Applies to the update, and not to decoupled weight decay: that of a matrix's shape.
+    pub scale: f64,
+}
+
+/// The size of a parameter's step, `P <- decay P - lr U`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StepSize {
+    /// The factor on the old values.
+    pub decay: f64,
+    /// The factor on the update.
+    pub lr: f64,
+    /// `true` if only those old values are decayed whose sign is not opposed to that of the update.
+    pub cautious: bool,
+}
+
+impl StepSize {
+    /// The step size at a learning rate, at step `time` of the parameter.
+    pub fn new(lr: f64, factors: LrFactors, weight_decay: &WeightDecay, time: usize) -> Self {
+        let lr = lr * factors.role;
+        let scaled = lr * factors.scale;
+        let rate = weight_decay.rate().at(time);
+        let (decayed_at, cautious) = match weight_decay {
+            WeightDecay::Decoupled(_) => (lr, false),
+            WeightDecay::Cautious(_) => (lr, true),
+            WeightDecay::CautiousScaled(_) => (scaled, true),
+        };
+        Self { decay: 1.0 - decayed_at * rate, lr: scaled, cautious }
+    }
+}
+
+/// Fails for a learning rate that would make parameters NaN or infinite.
+pub(crate) fn ensure_finite_rate(lr: f64) -> Result<()> {
+    // In float32, the type of the smallest range that rates are applied in.
+    match (lr as f32).is_finite() {
+        true => Ok(()),
+        false => Err(Error::setting(
+            "learning rate",
+            lr,
+            "a finite number; look for a division by zero in its schedule",
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_decay_depends_on_the_method() {
+        let factors = LrFactors { role: 0.5, scale: 4.0 };
+        let size = |decay: WeightDecay| {
+            let StepSize { decay, lr, cautious } = StepSize::new(0.2, factors, &decay, 0);
+            (decay, lr, cautious)
+        };
+        let rate = || Schedule::constant(0.25);
+        assert_eq!(size(WeightDecay::Decoupled(rate())), (0.975, 0.4, false));
+        assert_eq!(size(WeightDecay::Cautious(rate())), (0.975, 0.4, true));
+        assert_eq!(size(WeightDecay::CautiousScaled(rate())), (0.9, 0.4, true));
+        assert_eq!(WeightDecay::from(0.25), WeightDecay::Decoupled(rate()));
+    }
+}
