@@ -15,9 +15,7 @@ use comfy_table::{Table, presets};
 use common::{LAYER, Matrices, median};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
-use distmuon::{
-    Coefficients, IterationDtype, MuonConfig, NewtonSchulzConfig, Result, RoutingRule,
-};
+use distmuon::{Coefficients, IterationDtype, MuonConfig, NewtonSchulzConfig, Result, RoutingRule};
 
 const RUNS: usize = 5;
 const STEPS: usize = 2;

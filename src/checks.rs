@@ -13,8 +13,14 @@ pub(crate) fn ensure_gradient_matches<const D: usize>(
 ) -> Result<()> {
     let [shape, expected] = [gradient, parameter].map(Tensor::dims);
     if shape != expected {
-        let reason = format!("its gradient has the wrong shape: expected {expected:?}, got {shape:?}");
-        return Err(Error::parameter(path, rank, reason, "give gradients of the parameter's shape"));
+        let reason =
+            format!("its gradient has the wrong shape: expected {expected:?}, got {shape:?}");
+        return Err(Error::parameter(
+            path,
+            rank,
+            reason,
+            "give gradients of the parameter's shape",
+        ));
     }
     let [device, expected] = [gradient, parameter].map(|tensor| tensor.device().inner());
     if device != expected {
@@ -42,7 +48,9 @@ pub(crate) fn ensure_all_computed<'a>(
             device: format!("{device:?}"),
             reason: failure.reason,
             remedy: match failure.is_memory {
-                true => "use more ranks, a smaller batch, or a smaller `workspace_mb` or `bucket_mb`",
+                true => {
+                    "use more ranks, a smaller batch, or a smaller `workspace_mb` or `bucket_mb`"
+                }
                 false => "an earlier operation on this device failed; fix that first",
             },
         });

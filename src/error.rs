@@ -137,9 +137,7 @@ pub enum Error {
         cause: String,
     },
     /// The ranks did not make the same calls.
-    #[error(
-        "the ranks disagree: {calls}; make the same calls in the same order on all ranks"
-    )]
+    #[error("the ranks disagree: {calls}; make the same calls in the same order on all ranks")]
     Mismatch {
         /// The calls of the ranks that differ.
         calls: String,

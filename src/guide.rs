@@ -85,7 +85,8 @@ pub mod hosts {}
 /// A complete program for burn-train's `Learner`.
 ///
 /// [From 1 to 8 GPUs]: crate::guide::ranks
-#[doc = include_str!("../docs/guide/learner.md")]
+// Its program needs a feature, without which it is documented and not tested.
+#[cfg_attr(any(feature = "train", not(doctest)), doc = include_str!("../docs/guide/learner.md"))]
 pub mod learner {}
 
 /// Checkpoints, their contents, and other numbers of ranks.

@@ -95,9 +95,9 @@ pub mod comm;
 pub mod distributed;
 pub mod error;
 pub mod guide;
+mod matrix_view;
 #[cfg(feature = "train")]
 mod metric;
-mod matrix_view;
 pub mod muon;
 pub mod orthogonalize;
 mod parameters;
@@ -105,9 +105,6 @@ pub mod routing;
 pub mod schedule;
 mod slices;
 mod update;
-#[cfg(test)]
-#[path = "../tests/common/skips.rs"]
-mod skips;
 
 pub use adamw::AdamWConfig;
 pub use backend::{ComputePath, KernelPolicy};
@@ -117,10 +114,12 @@ pub use comm::World;
 #[cfg(feature = "train")]
 pub use distributed::DistMuonStrategy;
 pub use distributed::{DistModuleOptimizer, DistMuon, DistMuonConfig};
+#[cfg(test)]
+use distmuon_skips as skips;
 pub use error::{Error, Result};
+pub use matrix_view::{MatrixLayout, MatrixView};
 #[cfg(feature = "train")]
 pub use metric::SkippedStepsMetric;
-pub use matrix_view::{MatrixLayout, MatrixView};
 pub use muon::{MomentumConfig, Muon, MuonConfig, MuonState};
 pub use orthogonalize::{
     Coefficients, IterationDtype, IterationForm, IterationPlan, NewtonSchulz, NewtonSchulzConfig,
@@ -129,9 +128,8 @@ pub use routing::{
     MuonRoutingRule, ParameterRole, ParameterRoute, RoleSummary, Routing, RoutingRule,
 };
 pub use schedule::Schedule;
-pub use update::{
-    LrScale, NorMuon, Part, Renormalization, RowEquilibration, SkippedSteps, Stage, WeightDecay,
-};
+pub use update::parts::{self, Part};
+pub use update::{LrScale, SkippedSteps, WeightDecay};
 
 /// Runs the program of the README as a test.
 #[cfg(doctest)]

@@ -93,6 +93,9 @@ mod tests {
             assert!(error.contains("net.weight"), "{error}");
         }
         let error = view(MatrixView::Single, &[2, 3, 4]).unwrap_err().to_string();
-        assert!(error.contains(r#".with_rule(RoutingRule::muon(r"^net\.weight$").flatten())"#), "{error}");
+        assert!(
+            error.contains(r#".with_rule(RoutingRule::muon(r"^net\.weight$").flatten())"#),
+            "{error}"
+        );
     }
 }

@@ -90,9 +90,7 @@ impl Schedule {
     /// A warm-up to `peak`, then half a cosine to `min` (Loshchilov and Hutter,
     /// <https://arxiv.org/abs/1608.03983>).
     pub fn warmup_cosine(peak: f64, warmup: usize, decay: usize, min: f64) -> Self {
-        Self::constant(if warmup == 0 { peak } else { 0.0 })
-            .linear(warmup, peak)
-            .cosine(decay, min)
+        Self::constant(if warmup == 0 { peak } else { 0.0 }).linear(warmup, peak).cosine(decay, min)
     }
 
     /// A momentum that rises from 0.85 to `to` over `steps` steps, as in

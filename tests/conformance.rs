@@ -6,12 +6,11 @@
 //! written anew from their float64 reference.
 
 mod cases;
-mod common;
 
 use std::path::{Path, PathBuf};
 
 use cases::Case;
-use common::lacks;
+use distmuon_testing::lacks;
 use libtest_mimic::{Arguments, Failed, Trial};
 
 fn main() {
@@ -36,10 +35,12 @@ pub fn trials() -> Vec<Trial> {
     trials
 }
 
-/// The crate's cases: those that lie beside this program, else those of the sources it was built from.
+/// Returns the folder of the crate's cases: in the working folder of `benches/gpu.sh`, or in the
+/// sources that this program was built from.
 fn own() -> PathBuf {
     let here = Path::new("tests/conformance");
-    if here.exists() { here.into() } else { Path::new(env!("CARGO_MANIFEST_DIR")).join(here) }
+    let sources = || Path::new(env!("CARGO_MANIFEST_DIR")).join("conformance");
+    if here.exists() { here.into() } else { sources() }
 }
 
 fn files(folder: &Path) -> Vec<PathBuf> {

@@ -5,23 +5,11 @@
 //! which NCCL 2.30 and later allow. Without Burn's fusion:
 //! `--no-default-features --features flex,cuda`.
 
-#[cfg(feature = "cuda")]
-mod common;
-#[cfg(feature = "cuda")]
-#[path = "common/host.rs"]
-mod host;
-#[cfg(not(feature = "cuda"))]
-#[path = "common/skips.rs"]
-mod skips;
-#[cfg(feature = "cuda")]
-#[path = "common/worlds.rs"]
-mod worlds;
-
 fn main() {
     #[cfg(feature = "cuda")]
     gpu::main();
     #[cfg(not(feature = "cuda"))]
-    skips::skip("NCCL needs --features cuda");
+    distmuon_testing::skip("NCCL needs --features cuda");
 }
 
 #[cfg(feature = "cuda")]
@@ -31,17 +19,17 @@ pub(crate) mod gpu {
     use std::time::Duration;
 
     use burn::module::Module;
-    use burn::nn::{Linear, LinearConfig};
+    use burn::nn::LinearConfig;
     use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
     use cudarc::driver::{result, sys};
     use distmuon::comm::{CudaMemory, Launch, Nccl, ReduceOp, Reduction, World};
     use distmuon::distributed::DistMuonConfig;
     use distmuon::{MuonConfig, NewtonSchulzConfig, Result};
+    use distmuon_testing::models::{Fixed, Layers, bits, gradients, weights};
+    use distmuon_testing::worlds::free_port;
+    use distmuon_testing::{excused, lacks};
     use libtest_mimic::{Arguments, Failed, Trial};
     use rand::{SeedableRng, rngs::StdRng};
-
-    use super::common::{Fixed, bits, excused, gradients, lacks, weights};
-    use super::worlds::free_port;
 
     const DEADLINE: Duration = Duration::from_secs(120);
     /// The number of ranks in a world of processes.
@@ -256,15 +244,10 @@ pub(crate) mod gpu {
         collectives_equal_those_of_threads(world)
     }
 
-    #[derive(Module, Debug)]
-    struct Net {
-        layers: Vec<Linear>,
-    }
-
     fn steps(world: &World) -> Result<Vec<Vec<u8>>> {
         let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(world.device());
-        let net =
-            Net { layers: vec![linear(64, 64), linear(64, 200), linear(200, 64), linear(64, 64)] };
+        let layers = vec![linear(64, 64), linear(64, 200), linear(200, 64), linear(64, 64)];
+        let net = Layers { layers };
         let mut net = net.map(&mut Fixed(StdRng::seed_from_u64(3)));
         let mut optim = DistMuonConfig::new().with_bucket_mb(Some(0.02)).init(world, &net)?;
         for step in 0..10 {
@@ -277,12 +260,11 @@ pub(crate) mod gpu {
     /// The first step records graphs while collectives are in flight, and the watching thread
     /// follows them.
     fn steps_are_recorded_while_calls_are_in_flight(world: &World) -> Result<()> {
-        let linear = || LinearConfig::new(64, 64).with_bias(false).init(world.device());
         let trained = |graphs| -> Result<Vec<Vec<u8>>> {
-            let net = Net { layers: (0..8).map(|_| linear()).collect() };
+            let net = Layers::square(8, 64, world.device());
             let mut net = net.map(&mut Fixed(StdRng::seed_from_u64(5)));
-            let muon = MuonConfig::new()
-                .with_newton_schulz(NewtonSchulzConfig::new().with_graphs(graphs));
+            let muon =
+                MuonConfig::new().with_newton_schulz(NewtonSchulzConfig::new().with_graphs(graphs));
             let config = DistMuonConfig::new().with_muon(muon).with_bucket_mb(Some(0.02));
             let mut optim = config.init(world, &net)?;
             // A step in a world of one sends nothing. A call with 256 MB occupies NCCL's stream for
@@ -324,8 +306,7 @@ pub(crate) mod gpu {
         Tensor::<2>::ones([64, 64], device).matmul(Tensor::ones([64, 64], device)).into_data();
         world.comm().barrier()?;
         let before = used();
-        let linear = || LinearConfig::new(2048, 2048).with_bias(false).init(device);
-        let mut net = Net { layers: (0..8).map(|_| linear()).collect() };
+        let mut net = Layers::square(8, 2048, device);
         let mut optim = DistMuonConfig::new().init(world, &net)?;
         for step in 0..3 {
             let gradients = gradients(&net, step);

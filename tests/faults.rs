@@ -1,15 +1,6 @@
 //! Ranks that die, are late, or disagree: between steps, and at every point of a step and of a save;
 //! on every engine whose ranks are threads.
 
-mod common;
-#[cfg(feature = "cuda")]
-#[path = "common/host.rs"]
-mod host;
-#[path = "common/watched.rs"]
-mod watched;
-#[path = "common/worlds.rs"]
-mod worlds;
-
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
@@ -19,16 +10,18 @@ use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
-use common::{Fixed, gradients, weights};
 #[cfg(feature = "cuda")]
 use distmuon::comm::Launch;
 use distmuon::comm::{Pending, ReduceOp, World};
 use distmuon::distributed::DistMuonConfig;
 use distmuon::{Error, Result};
+#[cfg(feature = "cuda")]
+use distmuon_testing::host;
+use distmuon_testing::models::{Fixed, Layers, gradients, weights};
+use distmuon_testing::watched::{self, Event, watched};
+use distmuon_testing::worlds::{self, cases};
 use libtest_mimic::Arguments;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
-use watched::{Event, watched};
-use worlds::cases;
 
 const CASES: &[worlds::Case] = cases![
     a_rank_that_fails_fails_all,
@@ -484,10 +477,6 @@ fn a_rank_that_dies_during_a_save_leaves_a_checkpoint() {
 }
 
 fn traffic_is_the_least_there_is() {
-    #[derive(Module, Debug)]
-    struct Matrices {
-        layers: Vec<Linear>,
-    }
     let p = 16 * 32 * 32 * 4;
     for count in [1, 2, 4, 8] {
         let least = 2 * p * (count - 1) / count;
@@ -496,9 +485,7 @@ fn traffic_is_the_least_there_is() {
         let is_least =
             |sent: usize| sent == least || !is_exact && (least..=2 * least).contains(&sent);
         let sent = ranks(count, |world| {
-            let layer = || LinearConfig::new(32, 32).with_bias(false).init(world.device());
-            let net = Matrices { layers: (0..16).map(|_| layer()).collect() };
-            let net = world.broadcast(net)?;
+            let net = world.broadcast(Layers::square(16, 32, world.device()))?;
             let (comm, traffic) = watched::counted(world.communicator());
             let watched = World::new(comm, world.device().clone());
             let mut optim =

@@ -1,38 +1,36 @@
-//! Every test that a GPU has to pass, as one program: a machine without Rust gets what all of them link only once.
+//! Every test that a GPU has to pass, as one program, so that a machine without Rust gets the
+//! libraries of all of them only once.
 //!
 //! `benches/gpu.sh` runs it, one module after the other (`product::`, `optimizer::`, ...).
 
-// Every module brings what it shares with others, as it does in a program of its own.
+// Each test of the kernels includes their shared module.
 #![allow(clippy::duplicate_mod)]
 
 #[allow(dead_code)] // its `main`; this program runs its trials
-#[path = "conformance.rs"]
+#[path = "conformance.rs"] // without the path, its modules would be looked for in `conformance/`
 mod conformance;
 #[allow(dead_code)] // its `main`; this program runs its trials
-#[path = "cuda.rs"]
 mod cuda;
-#[path = "dist_muon.rs"]
+#[path = "it/dist_muon.rs"]
 mod dist_muon;
 #[path = "../cubecl_kernels/tests/fused.rs"]
 mod fused;
 #[path = "../cubecl_kernels/tests/gram.rs"]
 mod gram;
-#[path = "launches.rs"]
 mod launches;
-#[path = "memory.rs"]
 mod memory;
 #[path = "../cubecl_kernels/tests/mirror.rs"]
 mod mirror;
-#[path = "optimizer.rs"]
+#[path = "it/optimizer.rs"]
 mod optimizer;
-#[path = "orthogonalize.rs"]
+#[path = "it/orthogonalize.rs"]
 mod orthogonalize;
 #[path = "../cubecl_kernels/tests/product.rs"]
 mod product;
 
 use libtest_mimic::{Arguments, Trial};
 
-/// Runs the trials of a program with a harness of its own.
+/// Runs the trials of a program that has its own harness.
 fn run(trials: Vec<Trial>) {
     let arguments = Arguments { test_threads: Some(1), ..Arguments::default() };
     assert!(!libtest_mimic::run(&arguments, trials).has_failed());

@@ -5,9 +5,6 @@
 
 #![cfg(feature = "vulkan")]
 
-#[path = "common/skips.rs"]
-mod skips;
-
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Barrier, Mutex, Once};
@@ -21,6 +18,7 @@ use cubecl::logging::{LaunchObservation, LaunchObserver};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
 use distmuon::{MuonConfig, RoutingRule};
+use distmuon_testing::excused;
 
 /// Uploads, those of launch parameters that were not seen before included.
 static WRITES: AtomicUsize = AtomicUsize::new(0);
@@ -271,7 +269,7 @@ fn scatters(kernel: &str) -> bool {
 #[test]
 fn launches_and_copies_of_a_step() {
     if std::env::var("BURN_DEVICE").as_deref() != Ok("vulkan") {
-        skips::excused("launches are counted on BURN_DEVICE=vulkan");
+        excused("launches are counted on BURN_DEVICE=vulkan");
         return;
     }
     let mut config = CubeClRuntimeConfig::default();

@@ -1,18 +1,18 @@
 //! The memory that orthogonalisations, steps and checkpoints take in addition to what they work on, as the
 //! allocators of the host and of CubeCL's devices see it.
 
-#[path = "common/skips.rs"]
-mod skips;
-
 use burn::module::{Module, Param};
-use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
-use distmuon::{Coefficients, Error, IterationForm, IterationDtype, MuonConfig, NewtonSchulz, RoutingRule, NewtonSchulzConfig};
+use distmuon::{
+    Coefficients, Error, IterationDtype, IterationForm, MuonConfig, NewtonSchulz,
+    NewtonSchulzConfig, RoutingRule,
+};
+use distmuon_testing::models::Layers;
+use distmuon_testing::{excused, lacks};
 use peak_alloc::PeakAlloc;
-use skips::{excused, lacks};
 use std::path::Path;
 use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 
@@ -139,16 +139,12 @@ fn a_small_workspace_is_kept() {
     let (count, shape) = (8, [8, 512, 512]);
     let bytes = shape.iter().product::<usize>() * 4;
     let [whole, announced] = extra(shape, &iteration(IterationForm::Auto));
-    let [parts, _] = extra(shape, &config(IterationForm::Auto).with_workspace_mb(0).init().unwrap());
+    let [parts, _] =
+        extra(shape, &config(IterationForm::Auto).with_workspace_mb(0).init().unwrap());
     println!("{whole} bytes at once, {parts} one by one, announced {announced}");
     // The result, and what one matrix takes beside.
     assert!(parts <= bytes + announced / count + SCRATCH, "{parts}");
     assert!(parts < whole);
-}
-
-#[derive(Module, Debug)]
-struct Layers {
-    layers: Vec<Linear>,
 }
 
 const LAYERS: usize = 24;
@@ -158,9 +154,7 @@ const WIDTH: usize = 256;
 fn to_save_and_load(ranks: usize, bucket_mb: f64, path: &Path) -> [usize; 2] {
     let together = Barrier::new(ranks);
     let peaks = World::threads(vec![Device::default().autodiff(); ranks], |world| {
-        let layer = || LinearConfig::new(WIDTH, WIDTH).with_bias(false).init(world.device());
-        let net = Layers { layers: (0..LAYERS).map(|_| layer()).collect() };
-        let net = world.broadcast(net)?;
+        let net = world.broadcast(Layers::square(LAYERS, WIDTH, world.device()))?;
         let config = DistMuonConfig::new().with_bucket_mb(Some(bucket_mb));
         let optim = config.init(&world, &net)?;
         // No rank works between two barriers.

@@ -18,11 +18,10 @@ mod identity;
 mod matrices;
 mod mirror;
 pub mod product;
-#[cfg(test)]
-#[path = "../../tests/common/skips.rs"]
-mod skips;
 pub mod units;
 
+#[cfg(test)]
+use distmuon_skips as skips;
 pub use error::{Error, Result};
 pub use identity::add_identity;
 pub use matrices::Matrices;

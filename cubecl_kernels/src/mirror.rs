@@ -50,9 +50,8 @@ pub fn mirror(
     let tiles = (m as u32).div_ceil(side);
     let count = CubeCount::Static(tiles, tiles, k as u32);
     // SAFETY: the buffers were checked above.
-    let buffer = |operand: &Matrices| unsafe {
-        BufferArg::from_raw_parts(operand.handle.clone(), elements)
-    };
+    let buffer =
+        |operand: &Matrices| unsafe { BufferArg::from_raw_parts(operand.handle.clone(), elements) };
     let beta = addend.map_or(0.0, |(_, beta)| beta);
     let addend = match addend {
         Some((addend, _)) => ComptimeOptionArgs::Some(buffer(addend)),

@@ -117,9 +117,8 @@ fn q_in_bfloat16_matches_float64() {
 fn operands_that_do_not_fit_are_rejected() {
     let Some(client) = client::<f32>() else { return };
     let empty = |shape| Matrices::empty(&client, f32::elem_type_native(), shape);
-    let error = |r: &Matrices| {
-        gram::accumulate_q(&client, r, &POLYNOMIALS).unwrap_err().to_string()
-    };
+    let error =
+        |r: &Matrices| gram::accumulate_q(&client, r, &POLYNOMIALS).unwrap_err().to_string();
     assert!(error(&empty([1, 4, 5])).contains("square"));
     assert!(error(&empty([1, 200, 200])).contains("at most"));
     let short = Matrices { handle: empty([1, 3, 4]).handle, ..empty([1, 4, 4]) };

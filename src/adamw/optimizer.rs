@@ -47,25 +47,24 @@ impl<const D: usize> RecordState for AdamWState<D> {
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
         let names = AdamWUpdate::STATE.map(|slot| slot.name);
-        let slots = Slots::unflatten(&names, names.len(), prefix, src, device)?;
+        let slots = Slots::unflatten(&names, &[], prefix, src, device)?;
         (slots.recorded(names[0])?.len() == D).then_some(Self { slots, place: Place::default() })
     }
 }
 
 impl AdamW {
     /// AdamW for a parameter at `lr` times the learning rate.
-    pub fn new(
-        update: Arc<AdamWUpdate>,
-        lr: f64,
-        parameter: &str,
-        skipped: &SkippedSteps,
-    ) -> Self {
+    pub fn new(update: Arc<AdamWUpdate>, lr: f64, parameter: &str, skipped: &SkippedSteps) -> Self {
         let reserved = skipped.reserve();
         Self { update, lr, parameter: parameter.into(), skipped: skipped.clone(), reserved }
     }
 
     /// The state before the first step of a parameter.
-    fn new_state<const D: usize>(shape: [usize; D], dtype: DType, device: &Device) -> AdamWState<D> {
+    fn new_state<const D: usize>(
+        shape: [usize; D],
+        dtype: DType,
+        device: &Device,
+    ) -> AdamWState<D> {
         let batch = [1, 1, shape.iter().product()];
         let slots = Slots::zeros(&AdamWUpdate::STATE, batch, &shape, dtype, device);
         AdamWState { slots, place: Place::default() }
@@ -106,8 +105,7 @@ impl AdamW {
             (|tensor: Tensor<D>| tensor.reshape([-1]), [FlaggedRows { flag: 0, rows: 1 }]);
         let largest = AdamWUpdate::largest_gradient(dtype);
         // Before clipping, which would make an infinite gradient a finite one.
-        let rejected =
-            reject(self.update.policy, flags, &[flat(grad.clone())], &whole, largest);
+        let rejected = reject(self.update.policy, flags, &[flat(grad.clone())], &whole, largest);
         let grad = clip(self.update.clipping.as_ref(), grad);
         let mask = FiniteMask::from_rows(rejected.clone());
         let corrections = AdamWUpdate::CORRECTIONS.map(|slot| slots.take(slot.name));

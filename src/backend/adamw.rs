@@ -3,42 +3,10 @@
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-use super::ops::{AdamWOps, AdamWRows};
+use super::ops::{AdamWControls, AdamWOps, AdamWRows, AdamWStep, Moments};
 use super::path::{ComputePath, KernelPolicy};
 use super::portable;
 use super::tensor_list::{TensorList, calls};
-
-/// The constants of a step.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct AdamWStep {
-    pub beta_1: f64,
-    pub beta_2: f64,
-    pub epsilon: f64,
-}
-
-/// The moving averages of the gradients and of their squares.
-#[derive(Clone, Debug)]
-pub(crate) struct Moments {
-    pub moment_1: Tensor<1>,
-    pub moment_2: Tensor<1>,
-}
-
-impl Moments {
-    /// Both moments, with the same operation applied.
-    pub fn map(self, f: impl Fn(Tensor<1>) -> Tensor<1>) -> Self {
-        Self { moment_1: f(self.moment_1), moment_2: f(self.moment_2) }
-    }
-}
-
-/// The device's values for every parameter of a step.
-pub(crate) struct AdamWControls<'a> {
-    /// 1 for parameters that stay as they are, else 0.
-    pub rejected: &'a Tensor<1>,
-    /// The corrections of both moments after the step.
-    pub corrections: &'a [Tensor<1>; 2],
-    /// The factor on all gradients.
-    pub factor: Option<&'a Tensor<1>>,
-}
 
 impl AdamWStep {
     /// One step of several parameters: their new values and moments, on the path of the parameters.
@@ -148,8 +116,7 @@ mod tests {
                 moment_1: first.clone().cast(moment_dtype),
                 moment_2: second.clone().cast(moment_dtype),
             };
-            let controls =
-                AdamWControls { rejected: &rejected, corrections: &corrections, factor };
+            let controls = AdamWControls { rejected: &rejected, corrections: &corrections, factor };
             let run = |policy| {
                 let (values, grads) = (split(cast(&values)), split(cast(&grads)));
                 let (new, moments) = step.run(policy, values, grads, moments(), &controls, &rows);
@@ -173,7 +140,11 @@ mod tests {
                 assert!(difference < tolerance, "{dtype:?}: {difference}");
                 let rejected = |tensor: Tensor<1>| tensor.slice(s![firsts[3]..firsts[4]]);
                 let kept = rejected(fast) - rejected(old.clone().cast(dtype));
-                assert_eq!(kept.abs().max().into_scalar::<f32>(), 0.0, "a rejected parameter stays");
+                assert_eq!(
+                    kept.abs().max().into_scalar::<f32>(),
+                    0.0,
+                    "a rejected parameter stays"
+                );
             }
         }
     }

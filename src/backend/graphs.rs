@@ -17,8 +17,7 @@ use std::thread::{self, ThreadId};
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Graph, Tensor, capture};
 
-use super::norms::PartialNorms;
-use super::ops::MatrixOps;
+use super::ops::{MatrixOps, PartialNorms};
 
 /// An iteration, as the recording calls it.
 pub(crate) type Iteration = Box<dyn FnMut() -> Tensor<3> + Send>;
@@ -89,7 +88,8 @@ impl Recording {
     fn replay(&mut self, batch: &Tensor<3>, norms: Option<&PartialNorms>) -> Tensor<3> {
         // The results keep the copies from being dropped before they are made.
         let _batch = overwrite(&self.batch, batch);
-        let _norms = self.norms.as_ref().zip(norms).map(|(old, PartialNorms(new))| overwrite(old, new));
+        let _norms =
+            self.norms.as_ref().zip(norms).map(|(old, PartialNorms(new))| overwrite(old, new));
         // SAFETY: the recording keeps its inputs, the closure and the result alive. The key has the
         // thread, hence the stream, and the lock is held, so that nobody else uses the buffers until the
         // copy below has been queued on the same stream.

@@ -3,8 +3,7 @@
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 
-use super::norms::{PartialNorms, norm_parts};
-use super::ops::{MatrixOps, Polynomial};
+use super::ops::{MatrixOps, PartialNorms, Polynomial, norm_parts};
 use super::path::ComputePath;
 use super::portable;
 use super::tensor_list::TensorList;

@@ -20,17 +20,19 @@ mod portable;
 mod step;
 mod tensor_list;
 
-pub(crate) use adamw::{AdamWControls, AdamWStep, Moments};
 #[cfg(feature = "cube")]
 pub(crate) use cubecl::first_failure;
 #[cfg(feature = "cuda")]
 pub(crate) use cubecl::{Failure, primitive};
 pub(crate) use mask::{FiniteMask, ones_where};
-pub(crate) use norms::{PartialNorms, ScaledNorms, scaled};
+pub(crate) use norms::{ScaledNorms, scaled};
 pub use ops::Polynomial;
-pub(crate) use ops::{AdamWRows, FlaggedRows, MomentumStep, ParameterStep};
+pub(crate) use ops::{
+    AdamWControls, AdamWRows, AdamWStep, FlaggedRows, Moments, MomentumStep, MomentumUpdate,
+    ParameterStep, PartialNorms,
+};
 pub use path::{ComputePath, KernelPolicy};
-pub(crate) use step::{MomentumUpdate, apply, reject, update_momentum};
+pub(crate) use step::{apply, reject, update_momentum};
 
 use burn::tensor::DType;
 

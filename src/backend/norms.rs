@@ -3,22 +3,10 @@
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Tensor};
 
-use super::ops::MatrixOps;
+use super::ops::{MatrixOps, norm_parts};
 use super::path::{ComputePath, KernelPolicy};
 use super::precise_dtype;
 use super::tensor_list::{TensorList, calls};
-
-/// Elements of a part of a norm: enough work for a thread or a cube, and the same on every backend, so that sums
-/// are added in one order.
-pub(super) const NORM_PART: usize = 1 << 14;
-
-/// The number of parts in which the norm of a row of `elements` elements is computed.
-pub(super) fn norm_parts(elements: usize) -> usize {
-    elements.div_ceil(NORM_PART).max(1)
-}
-
-/// The norms of a batch in parts, as [`MatrixOps::norms`] returns them.
-pub(crate) struct PartialNorms(pub Tensor<3>);
 
 /// Norms of rows, `scale sqrt(squares)`: a scale of the magnitude of the row, and the sum of the squares of the
 /// elements divided by it, as in LAPACK's `slassq`.
@@ -146,7 +134,8 @@ mod tests {
             let tensors: Vec<_> = lengths.iter().enumerate().map(|(i, n)| random(*n, i)).collect();
             let firsts = [2, 0, 6, 9];
             let computed = |policy| {
-                let norms = ScaledNorms::of_tensors(policy, &tensors, &firsts, elements, 11, &device);
+                let norms =
+                    ScaledNorms::of_tensors(policy, &tensors, &firsts, elements, 11, &device);
                 assert_eq!((norms.scale.dims(), norms.squares.dims()), ([11], [11]));
                 let by_row = norms.scale.clone() * norms.squares.clone().sqrt();
                 let factor = norms.factor(1.0, 0.0).into_scalar::<f32>();

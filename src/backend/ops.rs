@@ -9,7 +9,7 @@
 //! stored as batches `[k, m, n]`, in which a parameter has as many matrices as its tensor.
 
 use burn::backend::{Backend, backend_extension, tensor::FloatTensor};
-use burn::tensor::FloatDType;
+use burn::tensor::{FloatDType, Tensor};
 
 use super::portable;
 use super::tensor_list::TensorList;
@@ -59,6 +59,50 @@ pub struct AdamWRows {
     pub decay: f64,
     /// Factor on the step.
     pub lr: f64,
+}
+
+/// The norms of a batch in parts, as [`MatrixOps::norms`] returns them.
+pub(crate) struct PartialNorms(pub Tensor<3>);
+
+/// The results of [`StepOps::update_momentum`] for a whole batch.
+pub(crate) struct MomentumUpdate {
+    pub momentum: Tensor<3>,
+    /// The update to orthogonalise, in the type of the momentum.
+    pub update: Tensor<3>,
+    /// Its norms, where they cost nothing.
+    pub norms: Option<PartialNorms>,
+}
+
+/// The constants of a step of AdamW.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AdamWStep {
+    pub beta_1: f64,
+    pub beta_2: f64,
+    pub epsilon: f64,
+}
+
+/// The moving averages of the gradients and of their squares.
+#[derive(Clone, Debug)]
+pub(crate) struct Moments {
+    pub moment_1: Tensor<1>,
+    pub moment_2: Tensor<1>,
+}
+
+impl Moments {
+    /// Both moments, with the same operation applied.
+    pub fn map(self, f: impl Fn(Tensor<1>) -> Tensor<1>) -> Self {
+        Self { moment_1: f(self.moment_1), moment_2: f(self.moment_2) }
+    }
+}
+
+/// The device's values for every parameter of a step.
+pub(crate) struct AdamWControls<'a> {
+    /// 1 for parameters that stay as they are, else 0.
+    pub rejected: &'a Tensor<1>,
+    /// The corrections of both moments after the step.
+    pub corrections: &'a [Tensor<1>; 2],
+    /// The factor on all gradients.
+    pub factor: Option<&'a Tensor<1>>,
 }
 
 /// Products of matrices in batches. Factors are rounded to the type that a kernel computes in.
@@ -144,6 +188,15 @@ pub trait MatrixOps: Backend {
         epsilon: f64,
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
+}
+
+/// Elements of a part of a norm: enough work for a thread or a cube, and the same on every backend, so that sums
+/// are added in one order.
+pub(super) const NORM_PART: usize = 1 << 14;
+
+/// The number of parts in which the norm of a row of `elements` elements is computed.
+pub(super) fn norm_parts(elements: usize) -> usize {
+    elements.div_ceil(NORM_PART).max(1)
 }
 
 /// `[k, m, m]` for `[k, m, n]`.

@@ -89,7 +89,9 @@ impl ComputePath {
     pub fn is_small(self, device: &Device, m: usize) -> bool {
         match (self, device.as_dispatch()) {
             #[cfg(feature = "cube")]
-            (Self::CubeCl { .. }, DispatchDevice::Cube(device)) => m <= cubecl::max_small_rows(device),
+            (Self::CubeCl { .. }, DispatchDevice::Cube(device)) => {
+                m <= cubecl::max_small_rows(device)
+            }
             _ => false,
         }
     }

@@ -5,8 +5,9 @@ use std::ops::Range;
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Tensor};
 
-use super::norms::{PartialNorms, norm_parts};
-use super::ops::{FlaggedRows, MomentumStep, ParameterStep, StepOps};
+use super::ops::{
+    FlaggedRows, MomentumStep, MomentumUpdate, ParameterStep, PartialNorms, StepOps, norm_parts,
+};
 use super::path::{ComputePath, KernelPolicy};
 use super::portable;
 use super::tensor_list::{TensorList, calls};
@@ -23,7 +24,9 @@ pub(crate) fn reject(
     match ComputePath::choose(policy, &first.device(), first.dtype().into()) {
         ComputePath::Portable => {
             let each = tensors.iter().zip(rows);
-            each.fold(flags, |flags, (tensor, rows)| portable::reject(flags, tensor, *rows, largest))
+            each.fold(flags, |flags, (tensor, rows)| {
+                portable::reject(flags, tensor, *rows, largest)
+            })
         }
         ComputePath::Flex | ComputePath::CubeCl { .. } => {
             calls(tensors.len()).fold(flags, |flags, call| {
@@ -36,15 +39,6 @@ pub(crate) fn reject(
             })
         }
     }
-}
-
-/// The results of [`update_momentum`].
-pub(crate) struct MomentumUpdate {
-    pub momentum: Tensor<3>,
-    /// The update to orthogonalise, in the type of the momentum.
-    pub update: Tensor<3>,
-    /// Its norms, where they cost nothing.
-    pub norms: Option<PartialNorms>,
 }
 
 /// [`StepOps::update_momentum`] for a whole batch, on the path of the gradients. There is one gradient and one step

@@ -6,7 +6,7 @@
 //! may be zero.
 //!
 //! Reductions are exact: every engine adds up in float32, in the same order, so that all of them
-//! return the same bits. Only NCCL can be told to add up in its own way (`Reduction::Native`).
+//! return the same bits. Only NCCL has another, configurable order (`Reduction::Native`).
 
 mod agreement;
 mod call;

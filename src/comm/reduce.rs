@@ -78,8 +78,7 @@ fn in_blocks(
         _ => (BLOCK / ranks).clamp(1, length),
     };
     let starts = (0..length).step_by(width);
-    let mut sums: Vec<_> =
-        starts.map(|start| reduce(start..(start + width).min(length))).collect();
+    let mut sums: Vec<_> = starts.map(|start| reduce(start..(start + width).min(length))).collect();
     if sums.len() == 1 { sums.swap_remove(0) } else { Tensor::cat(sums, 0) }
 }
 

@@ -100,7 +100,7 @@ impl Arguments {
 /// that it expects from every rank.
 pub type SentAndReceived = [Vec<usize>; 2];
 
-/// Checks that every rank sends to every other one as many elements as are expected there.
+/// Checks that every rank sends to every other rank the number of elements that is expected there.
 pub fn check_pairs(counts: &[SentAndReceived]) -> Result<()> {
     let ranks = 0..counts.len();
     let pairs = ranks.clone().flat_map(|from| ranks.clone().map(move |to| (from, to)));

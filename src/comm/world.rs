@@ -231,7 +231,11 @@ impl World {
         #[cfg(feature = "mpi")]
         return Self::mpi(&launch, device, DEADLINE);
         #[cfg(not(feature = "mpi"))]
-        Err(Error::setting("device", format!("{device:?}"), "a CUDA device: others need distmuon's feature `mpi`"))
+        Err(Error::setting(
+            "device",
+            format!("{device:?}"),
+            "a CUDA device: others need distmuon's feature `mpi`",
+        ))
     }
 
     /// [`from_env`](Self::from_env) where a launcher started this process, else a world of one on the
@@ -420,7 +424,11 @@ impl World {
 /// Fails for no devices, and for devices of different backends.
 fn check(devices: &[Device]) -> Result<()> {
     let Some(first) = devices.first() else {
-        return Err(Error::setting("devices", "none", "at least one device: a world has at least one rank"));
+        return Err(Error::setting(
+            "devices",
+            "none",
+            "at least one device: a world has at least one rank",
+        ));
     };
     let backend = |device: &Device| core::mem::discriminant::<DispatchDevice>(device.as_dispatch());
     let kind = |device: &Device| backend(&device.clone().inner());

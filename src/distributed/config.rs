@@ -1,15 +1,11 @@
 //! The configuration of Muon on many ranks.
 
 use burn::config::Config;
-use burn::module::Module;
 use serde::{Deserialize, Serialize};
 
-use super::DistModuleOptimizer;
 use super::plan::{Balancing, PlanConfig};
-use crate::comm::World;
 use crate::error::{Error, Result};
 use crate::muon::MuonConfig;
-use crate::parameters;
 
 /// The default of [`DistMuonConfig::in_flight`]: one bucket is sent, one is received and one is updated.
 const IN_FLIGHT: usize = 3;
@@ -36,7 +32,7 @@ pub enum CostSource {
     Measured,
 }
 
-/// Configuration of [`DistModuleOptimizer`]: [`MuonConfig`], and the division of the work among ranks.
+/// Configuration of [`DistModuleOptimizer`](super::DistModuleOptimizer): [`MuonConfig`], and the division of the work among ranks.
 ///
 /// ```
 /// use burn::{nn::LinearConfig, tensor::Device};
@@ -80,27 +76,11 @@ pub struct DistMuonConfig {
     #[config(default = "IN_FLIGHT")]
     pub in_flight: usize,
     /// Largest norm over all gradients: larger gradients are scaled down together. It also works on one device, as
-    /// [`World::alone`].
+    /// [`World::alone`](crate::World::alone).
     pub max_norm: Option<f64>,
 }
 
 impl DistMuonConfig {
-    /// An optimizer for the model on all ranks of a world, which all make this call.
-    ///
-    /// # Errors
-    ///
-    /// On all ranks, if on one:
-    /// - those of [`MuonConfig::route`];
-    /// - [`Error::Parameter`] for a parameter in float64, which ranks can't exchange;
-    /// - [`Error::Setting`] for a setting that no run can use;
-    /// - [`Error::SettingsDiffer`] if the ranks' configurations differ;
-    /// - [`Error::ModelsDiffer`] if the ranks' models or their values differ, naming the first
-    ///   parameter that does;
-    /// - those of every collective.
-    pub fn init<M: Module>(&self, world: &World, model: &M) -> Result<DistModuleOptimizer> {
-        DistModuleOptimizer::new(self, world, model)
-    }
-
     /// Fails for settings that no run can use.
     pub(super) fn check(&self) -> Result<()> {
         if let Some(size) = self.bucket_mb.filter(|size| !(size.is_finite() && *size > 0.0)) {
@@ -130,46 +110,5 @@ impl DistMuonConfig {
             bucket_bytes: (self.bucket_mb.unwrap_or(default) * 1e6).ceil() as usize,
             small_elements: self.small_elements,
         }
-    }
-}
-
-impl MuonConfig {
-    /// The optimizer of a whole model on one device, which updates all matrices of one shape as one batch, and
-    /// several parameters in every launch: a [`DistModuleOptimizer`] in a world of one. Use it on a GPU, where a step of
-    /// many parameters by [`init`](Self::init), which gets one parameter at a time, is bound by its launches. Both train
-    /// the same model.
-    ///
-    /// It accepts neither parameters in float64 nor `grad_clipping`, which clips each gradient separately. For clipping
-    /// by the norm of all gradients, use [`DistMuonConfig::max_norm`] with [`World::alone`].
-    ///
-    /// ```
-    /// use burn::{nn::LinearConfig, optim::GradientsParams, tensor::{Device, Distribution, Tensor}};
-    /// use distmuon::MuonConfig;
-    ///
-    /// let device = Device::default().autodiff();
-    /// let model = LinearConfig::new(64, 256).init(&device);
-    /// let mut optim = MuonConfig::new().init_batched(&model)?;
-    /// let loss = model.forward(Tensor::<2>::ones([8, 64], &device)).square().mean();
-    /// let grads = GradientsParams::from_grads(loss.backward(), &model);
-    /// let model = optim.step(1e-3, model, grads)?;
-    /// # Ok::<(), distmuon::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// Those of [`DistMuonConfig::init`], and [`Error::Setting`] for a model on several devices.
-    pub fn init_batched<M: Module>(&self, model: &M) -> Result<DistModuleOptimizer> {
-        let found = parameters::of(model).into_iter();
-        let mut devices = found.filter(|found| found.trainable).map(|found| found.device);
-        // Without a parameter to train, `init` returns the error, on any device.
-        let device = devices.next().unwrap_or_default();
-        if let Some(other) = devices.find(|other| *other != device) {
-            return Err(Error::setting(
-                "model",
-                format!("on {device:?} and {other:?}"),
-                "on one device; for several, `DistMuonConfig` with `World::devices`",
-            ));
-        }
-        DistMuonConfig::new().with_muon(self.clone()).init(&World::alone(device), model)
     }
 }

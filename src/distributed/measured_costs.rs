@@ -20,31 +20,30 @@ pub fn costs(
     parameters: &[Parameter],
     iteration: &NewtonSchulz,
 ) -> Result<Costs> {
-        let device = world.device().clone().inner();
-        let matrices = parameters.iter().filter_map(|parameter| match parameter.work {
-            Work::Matrices { rows, columns, .. } => Some(([rows, columns], parameter.dtype)),
-            Work::Elements => None,
-        });
-        let mut distinct: Vec<([usize; 2], DType)> = matrices.collect();
-        distinct.sort_by_key(|(shape, dtype)| (*shape, dtype.size()));
-        distinct.dedup_by_key(|(shape, _)| *shape);
-        match source {
-            CostSource::Operations => Ok(Costs::new(distinct.into_iter().map(|(shape, dtype)| {
-                let each = iteration.explain_shape(shape, dtype, &device).operations;
-                (shape, ShapeCost { fixed: 0.0, each })
-            }))),
-            CostSource::Measured => {
-                let measured = distinct
-                    .into_iter()
-                    .map(|(shape, dtype)| Ok((shape, measure(iteration, shape, dtype, &device)?)));
-                let local = measured.collect::<Result<Vec<_>>>().map(Costs::new);
-                let all = world.gather_value(&world.agree(local)?, 0)?.unwrap_or_default();
-                let slowest =
-                    all.iter().fold(Costs::default(), |costs, other| costs.maximum(other));
-                world.broadcast_value(&slowest, 0)
-            }
+    let device = world.device().clone().inner();
+    let matrices = parameters.iter().filter_map(|parameter| match parameter.work {
+        Work::Matrices { rows, columns, .. } => Some(([rows, columns], parameter.dtype)),
+        Work::Elements => None,
+    });
+    let mut distinct: Vec<([usize; 2], DType)> = matrices.collect();
+    distinct.sort_by_key(|(shape, dtype)| (*shape, dtype.size()));
+    distinct.dedup_by_key(|(shape, _)| *shape);
+    match source {
+        CostSource::Operations => Ok(Costs::new(distinct.into_iter().map(|(shape, dtype)| {
+            let each = iteration.explain_shape(shape, dtype, &device).operations;
+            (shape, ShapeCost { fixed: 0.0, each })
+        }))),
+        CostSource::Measured => {
+            let measured = distinct
+                .into_iter()
+                .map(|(shape, dtype)| Ok((shape, measure(iteration, shape, dtype, &device)?)));
+            let local = measured.collect::<Result<Vec<_>>>().map(Costs::new);
+            let all = world.gather_value(&world.agree(local)?, 0)?.unwrap_or_default();
+            let slowest = all.iter().fold(Costs::default(), |costs, other| costs.maximum(other));
+            world.broadcast_value(&slowest, 0)
         }
     }
+}
 
 /// Seconds that the iteration takes for a batch, from batches of one and of two.
 fn measure(
@@ -73,6 +72,10 @@ fn measure(
 
 fn sync(device: &Device) -> Result<()> {
     device.sync().map_err(|error| {
-        Error::setting("costs", format!("Measured, on a device that fails: {error:?}"), "Operations, or a device that works")
+        Error::setting(
+            "costs",
+            format!("Measured, on a device that fails: {error:?}"),
+            "Operations, or a device that works",
+        )
     })
 }

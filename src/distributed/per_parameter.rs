@@ -241,7 +241,11 @@ impl Ranks {
             return Ok(rank.clone());
         }
         let Some(engine) = ranks.free.pop() else {
-            return Err(Error::setting("ranks", ranks.taken.len(), "the number of threads that step a parameter, which is larger"));
+            return Err(Error::setting(
+                "ranks",
+                ranks.taken.len(),
+                "the number of threads that step a parameter, which is larger",
+            ));
         };
         let rank = Arc::new(Rank::new(Communicator::new(Arc::new(engine.on(device.clone())))));
         ranks.taken.insert(thread, rank.clone());

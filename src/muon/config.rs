@@ -13,7 +13,8 @@ use crate::matrix_view::{MatrixLayout, MatrixView, UNNAMED};
 use crate::orthogonalize::NewtonSchulzConfig;
 use crate::routing::RoutingRule;
 use crate::schedule::Schedule;
-use crate::update::{LrScale, MuonUpdate, Part, SkippedSteps, WeightDecay};
+use crate::update::parts::Part;
+use crate::update::{LrScale, MuonUpdate, SkippedSteps, WeightDecay};
 
 /// Configuration of Muon's momentum.
 #[derive(Config, Debug, PartialEq)]
@@ -143,11 +144,14 @@ impl MuonConfig {
             return Err(Error::setting("weight_decay", rate, "a finite number, zero or more"));
         }
         if !size(self.lr_factor) {
-            return Err(Error::setting("lr_factor", self.lr_factor, "a finite number, zero or more"));
+            return Err(Error::setting(
+                "lr_factor",
+                self.lr_factor,
+                "a finite number, zero or more",
+            ));
         }
-        if let Some(
-            GradientClippingConfig::Norm(limit) | GradientClippingConfig::Value(limit),
-        ) = self.grad_clipping
+        if let Some(GradientClippingConfig::Norm(limit) | GradientClippingConfig::Value(limit)) =
+            self.grad_clipping
             && !(limit.is_finite() && limit > 0.0)
         {
             return Err(Error::setting("grad_clipping", limit, "a positive number"));

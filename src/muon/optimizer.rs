@@ -11,14 +11,12 @@ use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::orthogonalize::NewtonSchulz;
 use crate::update::{
-    Counting, Matrices, MuonBatch, MuonParameter, MuonUpdate, ONLY_RANK, Place, SKIPPED,
-    SkippedSteps, Slots, clip, ensure_finite_rate,
+    Counting, MOMENTUM, Matrices, MuonBatch, MuonParameter, MuonUpdate, ONLY_RANK, Place, SKIPPED,
+    SkippedSteps, Slots, clip, ensure_finite_rate, parts,
 };
 
-/// The names of all slots that Muon may store, those first that every state has. A record does not know the
-/// configuration: of the others, it has those of the parts that were configured.
-const SLOT_NAMES: [&str; 3] = ["momentum", SKIPPED.name, "second_moment"];
-const REQUIRED_SLOTS: usize = 2;
+/// The names of the slots that every state has. Those of the configured parts may follow.
+const REQUIRED_SLOTS: [&str; 2] = [MOMENTUM, SKIPPED.name];
 
 /// Muon as a Burn [`Optimizer`]: the rule for one parameter, built by
 /// [`MuonConfig::build`](super::MuonConfig::build).
@@ -51,7 +49,7 @@ pub struct MuonState<const D: usize> {
 impl<const D: usize> MuonState<D> {
     /// The moving average of the gradients, shaped like the parameter and of its type, but float32 for float16.
     pub fn momentum(&self) -> Tensor<D> {
-        self.slots.get(SLOT_NAMES[0]).expect("every state has a momentum").clone().reshape(self.shape())
+        self.slots.get(MOMENTUM).expect("every state has a momentum").clone().reshape(self.shape())
     }
 
     /// The number of steps that left the parameter untouched, `[1]`: see [`SkippedSteps`].
@@ -61,7 +59,7 @@ impl<const D: usize> MuonState<D> {
 
     /// The shape of the parameter; zeros on a rank that is not its owner.
     pub(crate) fn shape(&self) -> [usize; D] {
-        let shape = self.slots.recorded(SLOT_NAMES[0]).expect("every state has a momentum");
+        let shape = self.slots.recorded(MOMENTUM).expect("every state has a momentum");
         shape.try_into().expect("a momentum has the dimensions of its parameter")
     }
 
@@ -78,8 +76,8 @@ impl<const D: usize> RecordState for MuonState<D> {
     }
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
-        let slots = Slots::unflatten(&SLOT_NAMES, REQUIRED_SLOTS, prefix, src, device)?;
-        if slots.recorded(SLOT_NAMES[0])?.len() != D {
+        let slots = Slots::unflatten(&REQUIRED_SLOTS, &parts::SLOT_NAMES, prefix, src, device)?;
+        if slots.recorded(MOMENTUM)?.len() != D {
             return None;
         }
         let time = src.take_scalar(prefix, "time")?.try_into().ok()?;
@@ -179,8 +177,7 @@ impl Muon {
         let flags = Tensor::zeros([first + k], (&device, DType::F32));
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
         // Before clipping, which would make an infinite gradient a finite one.
-        let flags =
-            reject(update.policy(), flags, &[grad.clone().reshape([-1])], &whole, f64::MAX);
+        let flags = reject(update.policy(), flags, &[grad.clone().reshape([-1])], &whole, f64::MAX);
         let grad = clip(update.clipping.as_ref(), grad).reshape([-1]);
         let batch = MuonBatch {
             shape: batch,

@@ -203,7 +203,12 @@ impl NewtonSchulz {
     }
 
     /// [`explain`](Self::explain), for a matrix that need not exist.
-    pub fn explain_shape(&self, [m, n]: [usize; 2], dtype: DType, device: &Device) -> IterationPlan {
+    pub fn explain_shape(
+        &self,
+        [m, n]: [usize; 2],
+        dtype: DType,
+        device: &Device,
+    ) -> IterationPlan {
         self.explained([1, m, n], dtype, device)
     }
 

@@ -55,7 +55,7 @@ impl Planner {
         };
         let path = ComputePath::choose(self.policy, device, dtype);
         let share = |inner| path.symmetric_share(m, inner);
-                let standard = IterationPlan {
+        let standard = IterationPlan {
             form: IterationForm::Standard,
             restarts: vec![],
             dtype,

@@ -63,11 +63,8 @@ impl<'a> Anatomy<'a> {
         } else if parameter.holder() == "Embedding" {
             (ParameterRole::Embedding, "in an Embedding")
         } else if self.heads.contains(&parameter.weight()) {
-            let reason = if self.heads_are_named {
-                "output head"
-            } else {
-                "output head? (last Linear)"
-            };
+            let reason =
+                if self.heads_are_named { "output head" } else { "output head? (last Linear)" };
             (ParameterRole::Head, reason)
         } else if parameter.shape.iter().filter(|size| **size > 1).count() < 2 {
             (ParameterRole::Vector, "a single row or column")
@@ -153,8 +150,7 @@ impl<'a> Anatomy<'a> {
 
     /// Returns `true` if a module contains attention or recurrence.
     fn has_attention_or_cell(&self, module: &str, depth: usize) -> bool {
-        let mut inside =
-            self.parameters.iter().filter(|parameter| parameter.is_in(module, depth));
+        let mut inside = self.parameters.iter().filter(|parameter| parameter.is_in(module, depth));
         inside.any(|parameter| self.is_in_attention_or_cell(parameter))
     }
 }

@@ -18,9 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::{self, Found};
-use crate::update::{
-    AdamWUpdate, LrFactors, Matrices, MuonUpdate, SkippedSteps,
-};
+use crate::update::{AdamWUpdate, LrFactors, Matrices, MuonUpdate, SkippedSteps};
 use built_in::Anatomy;
 use rules::Rules;
 pub use rules::{MuonRoutingRule, RoutingRule};

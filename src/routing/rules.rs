@@ -86,7 +86,12 @@ impl From<MuonRoutingRule> for RoutingRule {
 
 impl RoutingRule {
     /// The role of a parameter whose built-in role is `built_in`, and the reason.
-    fn decide(&self, found: &Found, built_in: ParameterRole, default: MatrixLayout) -> (ParameterRole, String) {
+    fn decide(
+        &self,
+        found: &Found,
+        built_in: ParameterRole,
+        default: MatrixLayout,
+    ) -> (ParameterRole, String) {
         let adamw = match built_in {
             ParameterRole::Muon { .. } => ParameterRole::Vector,
             other => other,
@@ -102,7 +107,9 @@ impl RoutingRule {
                 });
                 (ParameterRole::Muon { view, layout }, format!("rule `{}`", self.pattern))
             }
-            Destination::Muon { .. } => (adamw, format!("rule `{}`, but not a matrix", self.pattern)),
+            Destination::Muon { .. } => {
+                (adamw, format!("rule `{}`, but not a matrix", self.pattern))
+            }
             Destination::AdamW => (adamw, format!("rule `{}`", self.pattern)),
         }
     }

@@ -5,9 +5,7 @@ use burn::tensor::{DType, Tensor};
 
 use super::state::{Extent, SKIPPED, Slot, SlotDtype, Slots};
 use super::step_size::{LrFactors, StepSize, WeightDecay};
-use crate::backend::{
-    AdamWControls, AdamWRows, AdamWStep, FiniteMask, KernelPolicy, Moments,
-};
+use crate::backend::{AdamWControls, AdamWRows, AdamWStep, FiniteMask, KernelPolicy, Moments};
 
 /// Learning rates by role, relative to that of the step.
 #[derive(Clone, Copy, Debug)]
@@ -54,13 +52,8 @@ impl AdamWUpdate {
     ];
 
     /// All slots of a parameter, in the order of records.
-    pub const STATE: [Slot; 5] = [
-        Self::SLOTS[0],
-        Self::SLOTS[1],
-        Self::CORRECTIONS[0],
-        Self::CORRECTIONS[1],
-        SKIPPED,
-    ];
+    pub const STATE: [Slot; 5] =
+        [Self::SLOTS[0], Self::SLOTS[1], Self::CORRECTIONS[0], Self::CORRECTIONS[1], SKIPPED];
 
     /// The size of a step. AdamW's weight decay has no schedule.
     pub fn size(&self, lr: f64, role: f64) -> StepSize {

@@ -39,7 +39,10 @@ mod tests {
             let computed = clipped(&one, &[3.0 * size, -4.0 * size]);
             let expected = if size < 0.1 { [3.0 * size, -4.0 * size] } else { [0.6, -0.8] };
             for (computed, expected) in computed.iter().zip(expected) {
-                assert!((computed / expected - 1.0).abs() < 1e-6, "{size}: {computed} for {expected}");
+                assert!(
+                    (computed / expected - 1.0).abs() < 1e-6,
+                    "{size}: {computed} for {expected}"
+                );
             }
         }
         assert_eq!(clipped(&one, &[0.0, 0.0]), [0.0, 0.0]);

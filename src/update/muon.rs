@@ -16,7 +16,7 @@ use crate::orthogonalize::NewtonSchulz;
 use crate::schedule::Schedule;
 
 /// Name of the momentum in records.
-const MOMENTUM: &str = "momentum";
+pub(crate) const MOMENTUM: &str = "momentum";
 
 /// The settings of Muon that all parameters have in common.
 #[derive(Debug)]
@@ -126,7 +126,8 @@ impl MuonUpdate {
 
         let matrices = Matrices { shape: [m, n], layout };
         let rows: Vec<_> = values.iter().map(|values| values.dims()[0] / (m * n)).collect();
-        let rejected_matrices = |rejected: &Tensor<1>| flags_of_matrices(rejected, parameters, &rows);
+        let rejected_matrices =
+            |rejected: &Tensor<1>| flags_of_matrices(rejected, parameters, &rows);
 
         let mask = || FiniteMask::from_rows(rejected_matrices(rejected.unwrap_or(&diverged)));
         let context = Context { matrices, mask: &mask };
@@ -166,11 +167,7 @@ impl MuonUpdate {
 }
 
 /// The flags of parameters, repeated for each of their matrices.
-fn flags_of_matrices(
-    flags: &Tensor<1>,
-    parameters: &[MuonParameter],
-    rows: &[usize],
-) -> Tensor<1> {
+fn flags_of_matrices(flags: &Tensor<1>, parameters: &[MuonParameter], rows: &[usize]) -> Tensor<1> {
     let flag = |(parameter, rows): (&MuonParameter, &usize)| {
         std::iter::repeat_n(parameter.flag as i32, *rows)
     };

@@ -209,26 +209,24 @@ impl Slots {
         }
     }
 
-    /// Reads those slots of the table that a record has, in the types that they were saved in. `None` if one of the
-    /// first `required` is missing.
+    /// Reads slots from a record, in the types that they were saved in. `None` if one of the required slots is missing.
     pub fn unflatten(
-        table: &[&'static str],
-        required: usize,
+        required: &[&'static str],
+        optional: &[&'static str],
         prefix: &str,
         source: &mut StateSource,
         device: &Device,
     ) -> Option<Self> {
         let mut values = vec![];
-        for (index, name) in table.iter().enumerate() {
+        for name in required.iter().chain(optional) {
             let Some(data) = source.take_tensor(prefix, name) else {
-                if index < required {
+                if required.contains(name) {
                     return None;
                 }
                 continue;
             };
             let (bytes, shape, dtype): (_, Shape, _) = data.into_parts();
-            let count = shape.num_elements();
-            let data = TensorData::from_bytes(bytes, [count], dtype);
+            let data = TensorData::from_bytes(bytes, [shape.num_elements()], dtype);
             let tensor = Tensor::from_data(data, (device, dtype));
             values.push((*name, Value { tensor, recorded: shape.to_vec() }));
         }
@@ -266,10 +264,7 @@ mod tests {
             resolved(SlotDtype::Parameter),
             [DType::F64, DType::F32, DType::BF16, DType::F32]
         );
-        assert_eq!(
-            resolved(SlotDtype::Precise),
-            [DType::F64, DType::F32, DType::F32, DType::F32]
-        );
+        assert_eq!(resolved(SlotDtype::Precise), [DType::F64, DType::F32, DType::F32, DType::F32]);
         assert_eq!(resolved(SlotDtype::F32), [DType::F32; 4]);
     }
 

@@ -3,14 +3,16 @@
 use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
+use distmuon::parts::{NorMuon, Renormalization, RowEquilibration};
 use distmuon::{
     AdamWConfig, Coefficients, DistMuonConfig, IterationDtype, LrScale, MatrixLayout,
-    MomentumConfig, MuonConfig, NewtonSchulzConfig, NorMuon, Part, Renormalization,
-    RoutingRule, RowEquilibration, WeightDecay, World,
+    MomentumConfig, MuonConfig, NewtonSchulzConfig, Part, RoutingRule, WeightDecay, World,
 };
 use serde::Deserialize;
 
-use super::{Case, CoefficientSet, IterationName, Outcome, ScaleName, conformance_ranks, norm, oriented};
+use super::{
+    Case, CoefficientSet, IterationName, Outcome, ScaleName, conformance_ranks, norm, oriented,
+};
 
 /// The settings of a case.
 #[derive(Clone, Debug, Deserialize)]
@@ -109,8 +111,9 @@ fn trajectories(case: &Case, layout: MatrixLayout) -> Outcome<f64> {
     let device = Device::default().autodiff();
     let model = model(case, layout, &device)?;
     let mut optim = config.try_init(&model).map_err(text)?;
-    let mut worst =
-        follow(case, model.clone(), layout, 1.0, |lr, model, grads| Ok(optim.step(lr, model, grads)))?;
+    let mut worst = follow(case, model.clone(), layout, 1.0, |lr, model, grads| {
+        Ok(optim.step(lr, model, grads))
+    })?;
     let mut optim = config.init_batched(&model).map_err(text)?;
     let batched = follow(case, model, layout, 1.0, |lr, model, grads| {
         optim.step(lr, model, grads).map_err(text)

@@ -13,10 +13,9 @@ use distmuon::{
     AdamWConfig, Coefficients, ComputePath, DistMuonConfig, IterationDtype, KernelPolicy, LrScale,
     MatrixLayout, MomentumConfig, MuonConfig, NewtonSchulzConfig, RoutingRule, Schedule, World,
 };
+use distmuon_testing::device::{has_type, tf32_or};
 use safetensors::SafeTensors;
 use serde::{Deserialize, Serialize};
-
-use super::common::{has_type, tf32_or};
 
 pub use own::{check_own, write_own};
 

@@ -4,11 +4,11 @@
 use std::collections::HashMap;
 use std::path::Path;
 
+use distmuon_testing::references::{newton_schulz, random};
 use faer::Mat;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 
-use super::super::common::{newton_schulz, random};
 use super::{Case, Header, MuonSettings, Outcome, ScaleName, ViewName};
 
 /// Steps of a case.

@@ -8,10 +8,10 @@ use burn::optim::OptimizerRecord;
 use distmuon::comm::World;
 use distmuon::distributed::{DistModuleOptimizer, Gradients};
 use distmuon::{Error, MuonConfig, Result, RoutingRule, checkpoint};
+use distmuon_testing::watched::counted;
+use distmuon_testing::worlds::{self, Case, Folder, cases};
 use serde::{Serialize, Serializer};
 
-use crate::watched::counted;
-use crate::worlds::{self, Case, Folder, cases};
 use crate::{Net, config, device, ranks, ranks_here};
 
 pub const SOUND: &[Case] = cases![a_checkpoint_moves_between_numbers_of_ranks,];
@@ -27,7 +27,7 @@ pub const OTHERS: &[Case] = cases![
 ];
 
 fn a_checkpoint_moves_between_numbers_of_ranks() {
-    let folder = Folder::new();
+    let folder = Folder::create();
     let path = |count: usize| folder.path().join(format!("{count}.ckpt"));
     let config = config().with_gradients(Gradients::Averaged).with_bucket_mb(Some(0.002));
     let train = |world: &World, saved: Option<usize>, steps: std::ops::Range<u64>| {
@@ -73,7 +73,7 @@ fn a_checkpoint_moves_between_numbers_of_ranks() {
 }
 
 fn bad_checkpoints_are_refused_on_all_ranks() {
-    let folder = Folder::new();
+    let folder = Folder::create();
     let path = folder.path().join("run.ckpt");
     let save = |path: std::path::PathBuf| {
         ranks_here(2, move |world| {
@@ -133,7 +133,7 @@ fn load_errors(paths: &[&Path]) -> Vec<Error> {
 }
 
 fn ranks_that_load_different_files_are_refused() {
-    let folder = Folder::new();
+    let folder = Folder::create();
     let paths = [1u64, 2].map(|steps| {
         let path = folder.path().join(format!("{steps}.ckpt"));
         ranks_here(2, |world| {
@@ -187,7 +187,7 @@ fn ranks_that_load_different_records_are_refused() {
 
 /// The ranks read different tensors: all bytes are read by one of them.
 fn damage_that_one_rank_reads_is_refused_on_all() {
-    let folder = Folder::new();
+    let folder = Folder::create();
     let path = folder.path().join("run.ckpt");
     let save = |world: World| {
         let (net, optim) = trained(&world, 1)?;
@@ -222,7 +222,7 @@ impl Serialize for Slow {
 
 fn a_save_may_take_longer_than_the_deadline() {
     let deadline = Duration::from_secs(3);
-    let folder = Folder::new();
+    let folder = Folder::create();
     let path = folder.path().join("run.ckpt");
     let saved = worlds::ranks_here(deadline, 3, |world| {
         let (net, optim) = trained(&world, 1)?;
@@ -235,7 +235,7 @@ fn a_save_may_take_longer_than_the_deadline() {
 
 /// A save moves the state, once, to the rank that writes.
 fn only_rank_0_receives_the_state() {
-    let folder = Folder::new();
+    let folder = Folder::create();
     let path = folder.path().join("run.ckpt");
     let calls = Mutex::new(vec![]);
     let saved = ranks_here(3, |world| {

@@ -9,8 +9,8 @@ use burn::store::ModuleRecord;
 use distmuon::comm::World;
 use distmuon::distributed::{DistMuonConfig, Gradients};
 use distmuon::{Error, MuonConfig, Schedule, checkpoint};
+use distmuon_testing::worlds::{Case, Folder, cases};
 
-use crate::worlds::{Case, Folder, cases};
 use crate::{Net, config, device, ranks};
 
 pub const SOUND: &[Case] = cases![schedules_are_at_the_same_place_on_any_number_of_ranks,];
@@ -22,8 +22,8 @@ const SAVED: u64 = 5;
 fn scheduled() -> DistMuonConfig {
     let config = config().with_gradients(Gradients::Averaged).with_bucket_mb(Some(0.002));
     let muon = MuonConfig {
-        momentum: Schedule::constant(0.5).linear(STEPS as usize, 0.95),
-        weight_decay: Schedule::constant(0.0).linear(STEPS as usize, 0.4),
+        momentum: Schedule::constant(0.5).linear(STEPS as usize, 0.95).into(),
+        weight_decay: Schedule::constant(0.0).linear(STEPS as usize, 0.4).into(),
         ..config.muon.clone()
     };
     config.with_muon(muon)
@@ -77,7 +77,7 @@ fn on_one_device(path: &std::path::Path, steps: Range<u64>) -> Vec<Vec<u8>> {
 /// records of their own.
 fn by_parameter(world: &World) -> Result<Net, Error> {
     let mut net = Net::new(world.device());
-    let mut optim = scheduled().build(world)?.init(&net)?;
+    let mut optim = scheduled().per_parameter(world)?.init(&net)?;
     for step in 0..STEPS {
         if step == SAVED {
             let model = net.clone().into_record().into_bytes().expect("a record");
@@ -85,7 +85,7 @@ fn by_parameter(world: &World) -> Result<Net, Error> {
             net = Net::new(world.device());
             net = net.load_record(ModuleRecord::from_bytes(model).expect("a record"));
             let states = OptimizerRecord::from_bytes(states).expect("a record");
-            optim = scheduled().build(world)?.init(&net)?.load_record(states);
+            optim = scheduled().per_parameter(world)?.init(&net)?.load_record(states);
         }
         let gradients = gradients(&net, step);
         net = optim.step(0.05, net, gradients);
@@ -94,7 +94,7 @@ fn by_parameter(world: &World) -> Result<Net, Error> {
 }
 
 fn schedules_are_at_the_same_place_on_any_number_of_ranks() {
-    let folder = Folder::new();
+    let folder = Folder::create();
     let expected = on_one_device(folder.path(), 0..STEPS);
     for count in [1, 3] {
         let path = folder.path().join(format!("{count}.ckpt"));

@@ -3,11 +3,12 @@
 use burn::tensor::{DType, Device, Tensor, TensorData, bf16, f16};
 use distmuon::Error;
 use distmuon::comm::{ReduceOp, World};
+use distmuon_testing::models::bits;
+use distmuon_testing::worlds::{self, Case, cases};
+use distmuon_testing::{lacks, watched};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
-use crate::common::{bits, lacks};
-use crate::worlds::{self, Case, cases};
-use crate::{ranks, watched};
+use crate::ranks;
 
 pub const SOUND: &[Case] = cases![
     collectives_move_what_they_say,

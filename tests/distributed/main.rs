@@ -4,19 +4,10 @@
 mod checkpoints;
 mod clock;
 mod collectives;
-#[path = "../common/mod.rs"]
-mod common;
-#[cfg(feature = "cuda")]
-#[path = "../common/host.rs"]
-mod host;
 mod nodes;
 mod refusals;
 mod shapes;
 mod steps;
-#[path = "../common/watched.rs"]
-mod watched;
-#[path = "../common/worlds.rs"]
-mod worlds;
 
 use std::time::Duration;
 
@@ -24,14 +15,16 @@ use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor};
-use common::{gradients, weights};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
 use distmuon::{MuonConfig, Result, RoutingRule};
+#[cfg(feature = "cuda")]
+use distmuon_testing::host;
+use distmuon_testing::models::{Fixed, gradients, weights};
+use distmuon_testing::worlds::{self, Case};
 use libtest_mimic::Arguments;
 use rand::{SeedableRng, rngs::StdRng};
 use serde::{Serialize, de::DeserializeOwned};
-use worlds::Case;
 
 /// Cases that all ranks end well.
 fn sound() -> Vec<Case> {
@@ -99,7 +92,7 @@ impl Net {
             norm: LayerNormConfig::new(21).init(device),
             head: linear(21, 37),
         };
-        net.map(&mut common::Fixed(StdRng::seed_from_u64(7)))
+        net.map(&mut Fixed(StdRng::seed_from_u64(7)))
     }
 
     fn gradients(&self, seed: u64) -> GradientsParams {

@@ -6,10 +6,11 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use distmuon::Error;
 use distmuon::comm::ReduceOp;
 use distmuon::comm::{Communicator, Hierarchy, Pending};
+use distmuon_testing::models::bits;
+use distmuon_testing::worlds::{self, Case, cases};
+use distmuon_testing::{excused, watched};
 
-use crate::common::{bits, excused};
-use crate::worlds::{self, Case, cases};
-use crate::{Net, collectives, config, ranks, trained, watched};
+use crate::{Net, collectives, config, ranks, trained};
 
 pub const SOUND: &[Case] = cases![
     nodes_are_bit_equal_to_a_flat_world,

@@ -7,10 +7,11 @@ use burn::tensor::{DType, Device, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
 use distmuon::{Error, MuonConfig};
+use distmuon_testing::models::{Fixed, gradients};
+use distmuon_testing::worlds::{Case, cases};
 use rand::{SeedableRng, rngs::StdRng};
 
-use crate::worlds::{Case, cases};
-use crate::{Net, common, config, device, ranks, ranks_here};
+use crate::{Net, config, device, ranks, ranks_here};
 
 pub const OTHERS: &[Case] = cases![
     models_that_differ_are_named,
@@ -126,12 +127,12 @@ fn tensors_on_another_device_are_named() {
     let mut gradients = net.gradients(1);
     let away = Tensor::<2>::ones(net.wide.weight.dims(), (&other, DType::F32));
     gradients.register(net.wide.weight.id, away);
-    refused(net, gradients, "its gradient is on");
+    refused(net, gradients, "its gradient is on the wrong device");
 
     let mut net = Net::new(&device);
     let gradients = net.gradients(1);
     net.wide = net.wide.to_device(&other.autodiff());
-    refused(net, gradients, "it is on");
+    refused(net, gradients, "it is on the wrong device");
 }
 
 fn learning_rates_that_differ_are_named_before_a_step() {
@@ -239,12 +240,12 @@ fn a_gradient_of_a_parameter_that_was_frozen_or_absent_is_refused() {
 
     let layer = || {
         let layer = LinearConfig::new(8, 8).with_bias(false).init(&device());
-        layer.map(&mut common::Fixed(StdRng::seed_from_u64(7)))
+        layer.map(&mut Fixed(StdRng::seed_from_u64(7)))
     };
     let mut layers: Vec<Linear> = vec![layer()];
     let mut optim = DistMuonConfig::new().init(&World::alone(device()), &layers).unwrap();
     layers.push(layer());
-    let gradients = crate::gradients(&layers, 0);
+    let gradients = gradients(&layers, 0);
     let error = optim.step(0.01, layers, gradients).map(|_| ()).unwrap_err();
     let Error::Parameter { parameter, reason, .. } = &error else { panic!("{error}") };
     assert_eq!(parameter, "1.weight");
@@ -256,7 +257,7 @@ fn two_backends() -> Option<[Device; 2]> {
     #[cfg(all(feature = "flex", feature = "cpu"))]
     return Some([Device::flex(), Device::cpu()]);
     #[cfg(not(all(feature = "flex", feature = "cpu")))]
-    common::skip("there is one backend");
+    distmuon_testing::skip("there is one backend");
     #[cfg(not(all(feature = "flex", feature = "cpu")))]
     None
 }

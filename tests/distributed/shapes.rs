@@ -4,10 +4,11 @@ use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use distmuon::distributed::DistMuonConfig;
 use distmuon::{MuonConfig, RoutingRule};
+use distmuon_testing::lacks;
+use distmuon_testing::models::{gradients, weights};
+use distmuon_testing::worlds::{self, Case, cases};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
-use crate::common::{gradients, lacks, weights};
-use crate::worlds::{self, Case, cases};
 use crate::{device, ranks};
 
 pub const SOUND: &[Case] = cases![

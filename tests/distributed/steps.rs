@@ -3,18 +3,19 @@
 use std::time::Duration;
 
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::LinearConfig;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData};
 use burn_pack::Reader;
-use distmuon::distributed::plan::Balancing;
 use distmuon::comm::World;
+use distmuon::distributed::plan::Balancing;
 use distmuon::distributed::{CostSource, DistMuonConfig, Gradients};
 use distmuon::{MomentumConfig, MuonConfig, RoutingRule};
+use distmuon_testing::models::{Fixed, Layers, bits, gradients, weights};
+use distmuon_testing::worlds::{self, Case, cases};
+use distmuon_testing::{excused, lacks};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
-use crate::common::{Fixed, bits, excused, gradients, lacks, weights};
-use crate::worlds::{self, Case, cases};
 use crate::{Net, config, device, ranks, ranks_here, trained};
 
 /// For models without experts.
@@ -349,15 +350,9 @@ fn clipping_is_as_exact_in_half_precision_as_its_gradients() {
 }
 
 fn memory_is_shared() {
-    #[derive(Module, Debug)]
-    struct Matrices {
-        layers: Vec<Linear>,
-    }
     for count in [1, 2, 4, 8] {
         let reports = ranks_here(count, |world| {
-            let layer = || LinearConfig::new(32, 32).with_bias(false).init(world.device());
-            // The last layer would be taken for the output head.
-            let net = Matrices { layers: (0..16).map(|_| layer()).collect() };
+            let net = Layers::square(16, 32, world.device());
             let net = net.map(&mut Fixed(StdRng::seed_from_u64(1)));
             let mut optim = DistMuonConfig::new().with_max_norm(Some(1.0)).init(&world, &net)?;
             let mut gradients = GradientsParams::new();
@@ -370,10 +365,10 @@ fn memory_is_shared() {
         let p = 16 * 32 * 32 * 4;
         for memory in reports.unwrap() {
             // Clipping holds all shares of the gradients at once.
-            let held = memory.parameters.now + memory.shares.peak + memory.states.now;
+            let held = memory.parameters.now + memory.shards.peak + memory.states.now;
             assert_eq!(held, p + 2 * p / count, "{count} ranks\n{memory}");
             assert_eq!(memory.gradients.peak, p);
-            assert_eq!((memory.gradients.now, memory.shares.now, memory.buffers.now), (0, 0, 0));
+            assert_eq!((memory.gradients.now, memory.shards.now, memory.buffers.now), (0, 0, 0));
             assert!(memory.total.peak <= 2 * p + 2 * p / count + p, "{memory}");
         }
     }

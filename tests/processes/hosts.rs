@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use distmuon::Error;
 use distmuon::comm::Launch;
+use distmuon_testing::mpirun::{ROOT, is_there};
+use distmuon_testing::skip;
 
-use crate::common::skip;
 use crate::ranks::{self, CUT_AT, FOLDER, text, trained};
-use crate::worlds::mpirun::{ROOT, is_there};
 
 /// How long a rank is waited for; who is cut off hears nothing else.
 pub const DEADLINE: Duration = Duration::from_secs(4);

@@ -3,29 +3,14 @@
 //! The program starts itself as the ranks. They train over the engine `nccl` and the test library, and
 //! between hosts, which are network namespaces here, over `mpi`.
 
-#[cfg(all(feature = "cuda", target_os = "linux"))]
-#[path = "../common/mod.rs"]
-mod common;
-#[cfg(all(feature = "cuda", target_os = "linux"))]
-#[path = "../common/host.rs"]
-mod host;
 #[cfg(all(feature = "cuda", feature = "mpi", target_os = "linux"))]
 mod hosts;
 #[cfg(all(feature = "cuda", target_os = "linux"))]
 mod ranks;
-#[cfg(not(all(feature = "cuda", target_os = "linux")))]
-#[path = "../common/skips.rs"]
-mod skips;
-#[cfg(all(feature = "cuda", target_os = "linux"))]
-#[path = "../common/watched.rs"]
-mod watched;
-#[cfg(all(feature = "cuda", target_os = "linux"))]
-#[path = "../common/worlds.rs"]
-mod worlds;
 
 fn main() {
     #[cfg(all(feature = "cuda", target_os = "linux"))]
     ranks::main();
     #[cfg(not(all(feature = "cuda", target_os = "linux")))]
-    skips::skip("processes train over nccl, which needs --features cuda, and on Linux");
+    distmuon_testing::skip("processes train over nccl, which needs --features cuda, and on Linux");
 }

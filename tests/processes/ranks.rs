@@ -18,15 +18,17 @@ use distmuon::Result;
 use distmuon::comm::ReduceOp;
 use distmuon::comm::{Launch, World};
 use distmuon::distributed::DistMuonConfig;
+use distmuon_testing::host::{self, Waits};
+use distmuon_testing::models::{Fixed, gradients, weights};
+#[cfg(feature = "mpi")]
+use distmuon_testing::mpirun;
+use distmuon_testing::watched::watched;
+use distmuon_testing::{excused, skip, worlds};
 use libtest_mimic::{Arguments, Trial};
 use rand::{SeedableRng, rngs::StdRng};
 
-use crate::common::{Fixed, excused, gradients, skip, weights};
-use crate::host::{self, Waits};
 #[cfg(feature = "mpi")]
 use crate::hosts;
-use crate::watched::watched;
-use crate::worlds;
 
 const RANKS: usize = 3;
 const VICTIM: usize = 1;
@@ -329,11 +331,11 @@ fn miss_a_rank() {
 
 #[cfg(feature = "mpi")]
 fn a_rank_that_returns_early_is_named() {
-    if !worlds::mpirun::is_there() {
+    if !mpirun::is_there() {
         return;
     }
     let own = std::env::args_os().next().expect("a program has a name");
-    let mut mpirun = worlds::mpirun::mpirun(RANKS);
+    let mut mpirun = mpirun::mpirun(RANKS);
     let output = mpirun.arg(own).env(RETURNS_EARLY, "1").output().expect("mpirun runs");
     let said = text(&output.stdout);
     println!("{said}");

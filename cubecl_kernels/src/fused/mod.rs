@@ -108,9 +108,9 @@ impl Batch {
 
     /// Checks that buffers have room for a number of float32 values each.
     fn check_f32_buffers(buffers: &[(&'static str, &Handle, usize)]) -> Result<()> {
-        buffers.iter().try_for_each(|&(operand, handle, values)| {
-            check_buffer(operand, handle, values, F32)
-        })
+        buffers
+            .iter()
+            .try_for_each(|&(operand, handle, values)| check_buffer(operand, handle, values, F32))
     }
 
     /// Returns the buffer of the batch's elements, read in vectors.

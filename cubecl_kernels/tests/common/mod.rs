@@ -1,9 +1,6 @@
 //! Shared code of the kernels' tests and benches.
 #![allow(dead_code, unused_imports)] // every target uses a part
 
-#[path = "../../../tests/common/skips.rs"]
-mod skips;
-
 use cubecl::client::Client;
 use cubecl::device::RuntimeId;
 use cubecl::features::TypeUsage;
@@ -13,7 +10,7 @@ use cubecl::server::Handle;
 use cubecl::wgpu::{WgpuDevice, WgpuServer, WgslCompiler};
 use cubecl::zspace::{Shape, Strides};
 use distmuon_kernels::Matrices;
-pub use skips::{excused, lacks, skip};
+pub use distmuon_skips::{excused, lacks, skip};
 
 /// The element types of matrices.
 pub trait Real: Float + CubeElement + Into<f64> {}

@@ -6,8 +6,8 @@ use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
 use distmuon_kernels::fused::{self, AdamW, AdamWUpdate, StepControls};
 
-use crate::backend::ops::{AdamWOps, AdamWRows};
 use super::tensors::{VALIDATED, contiguous, part, unshared};
+use crate::backend::ops::{AdamWOps, AdamWRows};
 use crate::backend::tensor_list::TensorList;
 
 type Float = FloatTensor<CubeBackend>;

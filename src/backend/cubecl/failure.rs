@@ -7,12 +7,12 @@ use burn::backend::tensor::FloatTensor;
 #[cfg(all(test, feature = "fusion"))]
 use burn::tensor::DType;
 use burn::tensor::{Device, Tensor};
-use burn_cubecl::tensor::CubeTensor;
 use burn_cubecl::Cube;
 #[cfg(feature = "fusion")]
 use burn_cubecl::CubeBackend;
 #[cfg(feature = "fusion")]
 use burn_cubecl::fusion::{CubeFusionHandle, FusionCubeRuntime};
+use burn_cubecl::tensor::CubeTensor;
 #[cfg(feature = "fusion")]
 use burn_fusion::custom::{Operation, StreamId};
 #[cfg(feature = "fusion")]

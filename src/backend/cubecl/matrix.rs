@@ -106,7 +106,12 @@ impl MatrixOps for CubeBackend {
         target
     }
 
-    fn norms(norms: Float, tensors: TensorList<Self>, firsts: Vec<usize>, elements: usize) -> Float {
+    fn norms(
+        norms: Float,
+        tensors: TensorList<Self>,
+        firsts: Vec<usize>,
+        elements: usize,
+    ) -> Float {
         let (norms, tensors) = (unshared(norms), tensors.into_vec());
         let dtype = tensors[0].dtype;
         let tensors = tensors.into_iter().zip(firsts).map(|(tensor, first)| {

@@ -6,8 +6,8 @@ use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
 use distmuon_kernels::fused::{self, MomentumBuffers, MomentumInput, ParameterUpdate, RowNorms};
 
-use crate::backend::ops::{FlaggedRows, MomentumStep, ParameterStep, StepOps};
 use super::tensors::{VALIDATED, batch, contiguous, part, unshared};
+use crate::backend::ops::{FlaggedRows, MomentumStep, ParameterStep, StepOps};
 use crate::backend::tensor_list::TensorList;
 
 type Float = FloatTensor<CubeBackend>;
@@ -64,7 +64,8 @@ impl StepOps for CubeBackend {
             factor: scaled.then_some(&factor.handle),
         };
         let (client, dtypes) = (&momentum.client, dtypes.map(dtype_to_elem_type));
-        fused::update_momentum(client, &grads, momenta, of, first, dtypes, nesterov).expect(VALIDATED);
+        fused::update_momentum(client, &grads, momenta, of, first, dtypes, nesterov)
+            .expect(VALIDATED);
         (momentum, update, norms)
     }
 

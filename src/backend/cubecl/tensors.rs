@@ -2,9 +2,9 @@
 
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::{TensorMetadata, tensor::FloatTensor};
-use burn::tensor::{DType, Shape};
 #[cfg(any(test, feature = "cuda"))]
 use burn::tensor::Tensor;
+use burn::tensor::{DType, Shape};
 use burn_cubecl::kernel::{cast, into_contiguous};
 #[cfg(any(test, feature = "cuda"))]
 use burn_cubecl::tensor::CubeTensor;
@@ -24,7 +24,8 @@ const _: fn(Cube) -> CubeBackend = |backend| backend;
 
 /// Panic message where the kernels' checks can't fail: the path was chosen for the type, and the tensors here are
 /// contiguous.
-pub(super) const VALIDATED: &str = "the compute path supports the type, and tensors fill their buffers";
+pub(super) const VALIDATED: &str =
+    "the compute path supports the type, and tensors fill their buffers";
 
 /// Tells whether the kernels take this type on this device, which has to bind all buffers of one.
 pub(in crate::backend) fn serves(device: &CubeDevice, dtype: DType) -> bool {
@@ -57,7 +58,12 @@ pub(in crate::backend) fn matrices(tensor: Float) -> Matrices {
 }
 
 /// A contiguous tensor of a buffer, on the device of another one.
-pub(in crate::backend) fn tensor(like: &Float, handle: Handle, shape: Shape, dtype: DType) -> Float {
+pub(in crate::backend) fn tensor(
+    like: &Float,
+    handle: Handle,
+    shape: Shape,
+    dtype: DType,
+) -> Float {
     Float::new_contiguous(like.client.clone(), like.device.clone(), shape, handle, dtype)
 }
 

@@ -27,8 +27,7 @@ impl AdamWOps for Flex {
         let moment_dtype = moment_1.dtype();
         let float32 = |tensor| contiguous(single(tensor));
         let [mut first, mut second] = [moment_1, moment_2].map(float32);
-        let [rejected, c1, c2, factor] =
-            [rejected, correction_1, correction_2, factor].map(values);
+        let [rejected, c1, c2, factor] = [rejected, correction_1, correction_2, factor].map(values);
         let step = |((parameter, grad), row): ((Float, Float), AdamWRows)| {
             let AdamWRows { flag, first: start, .. } = row;
             let (decay, lr) = (row.decay as f32, row.lr as f32);

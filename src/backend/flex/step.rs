@@ -98,31 +98,35 @@ impl StepOps for Flex {
         let direction = contiguous(single(direction));
         let (rejected, diverged) = (values(rejected), values(diverged));
         let mut matrix = first;
-        let update = |(parameter, ParameterStep { flag, decay, lr, .. }): (Float, ParameterStep)| {
-            let (dtype, decay, lr) = (parameter.dtype(), decay as f32, lr as f32);
-            let start = matrix;
-            matrix += parameter.shape().num_elements() / (m * n);
-            if rejected[flag] != 0.0 {
-                return parameter;
-            }
-            let mut parameter = contiguous(single(parameter));
-            let matrices = parameter.storage_mut::<f32>().par_chunks_exact_mut(m * n);
-            let directions =
-                direction.storage::<f32>()[start * m * n..matrix * m * n].par_chunks_exact(m * n);
-            let diverged = &diverged[first_diverged + start..first_diverged + matrix];
-            let matrices = matrices.zip(directions).zip(diverged).filter(|(_, diverged)| **diverged == 0.0);
-            matrices.for_each(|((parameter, direction), _)| {
-                let directions = direction.par_chunks(CHUNK);
-                parameter.par_chunks_mut(CHUNK).zip(directions).for_each(
-                    |(parameters, directions)| {
-                        for (p, u) in parameters.iter_mut().zip(directions) {
-                            *p = decay * *p - lr * u;
-                        }
-                    },
-                );
-            });
-            rounded(parameter, dtype)
-        };
+        let update =
+            |(parameter, ParameterStep { flag, decay, lr, .. }): (Float, ParameterStep)| {
+                let (dtype, decay, lr) = (parameter.dtype(), decay as f32, lr as f32);
+                let start = matrix;
+                matrix += parameter.shape().num_elements() / (m * n);
+                if rejected[flag] != 0.0 {
+                    return parameter;
+                }
+                let mut parameter = contiguous(single(parameter));
+                let matrices = parameter.storage_mut::<f32>().par_chunks_exact_mut(m * n);
+                let directions = direction.storage::<f32>()[start * m * n..matrix * m * n]
+                    .par_chunks_exact(m * n);
+                let diverged = &diverged[first_diverged + start..first_diverged + matrix];
+                let matrices = matrices
+                    .zip(directions)
+                    .zip(diverged)
+                    .filter(|(_, diverged)| **diverged == 0.0);
+                matrices.for_each(|((parameter, direction), _)| {
+                    let directions = direction.par_chunks(CHUNK);
+                    parameter.par_chunks_mut(CHUNK).zip(directions).for_each(
+                        |(parameters, directions)| {
+                            for (p, u) in parameters.iter_mut().zip(directions) {
+                                *p = decay * *p - lr * u;
+                            }
+                        },
+                    );
+                });
+                rounded(parameter, dtype)
+            };
         TensorList::from_vec(parameters.into_vec().into_iter().zip(steps).map(update).collect())
     }
 }

@@ -4,7 +4,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Flex, TensorMetadata, ops::FloatTensorOps};
 use burn::tensor::DType;
 
-use crate::backend::norms::NORM_PART;
+use crate::backend::ops::NORM_PART;
 
 /// Elements that a thread processes at a time in a pass over memory. Sums are computed per chunk, so that their
 /// order does not depend on the number of threads.

@@ -3,9 +3,8 @@
 use burn::tensor::{Tensor, s};
 
 use crate::backend::FiniteMask;
-use crate::backend::adamw::{AdamWControls, AdamWStep, Moments};
 use crate::backend::norms::scaled;
-use crate::backend::ops::AdamWRows;
+use crate::backend::ops::{AdamWControls, AdamWRows, AdamWStep, Moments};
 
 /// [`AdamWOps::adamw`](crate::backend::ops::AdamWOps::adamw), for any number of parameters.
 pub fn adamw(

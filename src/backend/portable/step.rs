@@ -3,8 +3,7 @@
 use burn::tensor::{DType, Tensor, s};
 
 use crate::backend::norms::scaled;
-use crate::backend::ops::{FlaggedRows, MomentumStep, ParameterStep};
-use crate::backend::step::MomentumUpdate;
+use crate::backend::ops::{FlaggedRows, MomentumStep, MomentumUpdate, ParameterStep};
 use crate::backend::{FiniteMask, ones_where};
 
 /// [`StepOps::reject`](crate::backend::ops::StepOps::reject), for one tensor.
@@ -39,7 +38,8 @@ pub fn update_momentum(
         let row = |tensor: Tensor<3>| tensor.reshape([1, -1]);
         let matrices = |row: Tensor<2>| row.reshape([rows, m, n]);
         let (old, mask) = (row(old), mask(rejected, step.flag));
-        let grad = factor.map_or_else(|| grad.clone(), |factor| scaled(grad.clone(), factor.clone()));
+        let grad =
+            factor.map_or_else(|| grad.clone(), |factor| scaled(grad.clone(), factor.clone()));
         let grad = mask.zero_rejected(grad.reshape([1, -1])).cast(old.dtype());
         let new = lerp(old.clone(), grad.clone(), 1.0 - step.mu);
         let update = if nesterov { lerp(grad, new.clone(), step.mu) } else { new.clone() };

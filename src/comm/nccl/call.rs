@@ -155,7 +155,7 @@ impl StartedCall {
 
 impl Drop for StartedCall {
     fn drop(&mut self) {
-        // A poisoned lock is no reason to panic in a drop.
+        // A poisoned lock is not a reason to panic in a drop.
         if let (Some(in_use), Ok(mut abandoned)) =
             (self.in_use.take(), self.shared.abandoned.lock())
         {

@@ -87,7 +87,8 @@ impl Acceptance {
     pub fn new(rejected: Tensor<1>, diverged: Tensor<1>, present: &[bool]) -> Self {
         let absent: Vec<f32> =
             present.iter().map(|present| f32::from(u8::from(!present))).collect();
-        let absent = Tensor::from_data(TensorData::from(&*absent), (&rejected.device(), DType::F32));
+        let absent =
+            Tensor::from_data(TensorData::from(&*absent), (&rejected.device(), DType::F32));
         let any = |sums: Tensor<1>| ones_where(sums.greater_elem(0.0));
         let rejected = any(rejected);
         let skipped = rejected.clone() + any(diverged);
@@ -131,7 +132,8 @@ mod tests {
         assert_eq!(rows.levels.len(), 3);
         let sums = rows.sum(Tensor::ones([70_000], (&device, DType::F32))).into_data();
         sums.assert_eq(&TensorData::from([69_000.0_f32, 0.0, 1_000.0]), true);
-        let none = RowSums::new(&[], 2, &device).sum(slices::empty(DType::F32, &device)).into_data();
+        let none =
+            RowSums::new(&[], 2, &device).sum(slices::empty(DType::F32, &device)).into_data();
         none.assert_eq(&TensorData::from([0.0_f32, 0.0]), true);
     }
 }

@@ -13,8 +13,7 @@ pub struct Counters {
 }
 
 /// The slots of all counters.
-pub const COUNTERS: [Slot; 3] =
-    [SKIPPED, AdamWUpdate::CORRECTIONS[0], AdamWUpdate::CORRECTIONS[1]];
+pub const COUNTERS: [Slot; 3] = [SKIPPED, AdamWUpdate::CORRECTIONS[0], AdamWUpdate::CORRECTIONS[1]];
 
 impl Counters {
     /// Zeros.

@@ -155,18 +155,24 @@ impl Detach<'_> {
         gradient: Option<&Tensor<D>>,
     ) -> Result<()> {
         let planned = &self.plan[index];
-        let error = |reason, remedy| Err(Error::parameter(&planned.path, self.rank, reason, remedy));
+        let error =
+            |reason, remedy| Err(Error::parameter(&planned.path, self.rank, reason, remedy));
         let described = |shape: &[usize], dtype| format!("{shape:?} {dtype:?}");
         let (shape, dtype) = (value.dims(), value.dtype());
         if shape[..] != planned.shape || dtype != planned.dtype {
             let expected = described(&planned.shape, planned.dtype);
-            let reason = format!("it has changed: expected {expected}, got {}", described(&shape, dtype));
+            let reason =
+                format!("it has changed: expected {expected}, got {}", described(&shape, dtype));
             return error(reason, "make a new optimizer for this model");
         }
         if value.device().inner() != *self.device {
             let (expected, device) = (self.device, value.device());
-            let reason = format!("it is on the wrong device: expected {expected:?}, got {device:?}");
-            return error(reason, "move the model with `to_device`, or give its device to the world");
+            let reason =
+                format!("it is on the wrong device: expected {expected:?}, got {device:?}");
+            return error(
+                reason,
+                "move the model with `to_device`, or give its device to the world",
+            );
         }
         let Some(gradient) = gradient else { return Ok(()) };
         ensure_gradient_matches(&planned.path, self.rank, value, gradient)?;

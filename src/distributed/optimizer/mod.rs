@@ -21,7 +21,9 @@ use super::config::{DistMuonConfig, Gradients};
 use super::measured_costs::costs;
 use super::plan::{Costs, Plan, Report};
 use crate::comm::World;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::muon::MuonConfig;
+use crate::parameters;
 use crate::routing::{Routing, Updates};
 use crate::update::{Place, SkippedSteps};
 use acceptance::RowSums;
@@ -97,9 +99,10 @@ impl DistModuleOptimizer {
         let plan = setup::plan(config, world, parameters, &costs)?;
         let (rank, device) = (world.rank(), world.device().clone().inner());
         let mut rows = RowParameters::default();
-        let shards = plan.buckets().iter().map(|bucket| {
-            Shard::new(bucket, &trained, rank, (muon, adamw), &mut rows, &device)
-        });
+        let shards = plan
+            .buckets()
+            .iter()
+            .map(|bucket| Shard::new(bucket, &trained, rank, (muon, adamw), &mut rows, &device));
         let shards: Vec<Shard> = shards.collect();
         let clip =
             config.max_norm.map(|max_norm| Clip::new(max_norm, &plan, rank, &rows.all, &device));
@@ -211,5 +214,64 @@ impl DistModuleOptimizer {
 
     fn device(&self) -> Device {
         self.world.device().clone().inner()
+    }
+}
+
+impl DistMuonConfig {
+    /// An optimizer for the model on all ranks of a world, which all make this call.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, if on one:
+    /// - those of [`MuonConfig::route`];
+    /// - [`Error::Parameter`] for a parameter in float64, which ranks can't exchange;
+    /// - [`Error::Setting`] for a setting that no run can use;
+    /// - [`Error::SettingsDiffer`] if the ranks' configurations differ;
+    /// - [`Error::ModelsDiffer`] if the ranks' models or their values differ, naming the first
+    ///   parameter that does;
+    /// - those of every collective.
+    pub fn init<M: Module>(&self, world: &World, model: &M) -> Result<DistModuleOptimizer> {
+        DistModuleOptimizer::new(self, world, model)
+    }
+}
+
+impl MuonConfig {
+    /// The optimizer of a whole model on one device, which updates all matrices of one shape as one batch, and
+    /// several parameters in every launch: a [`DistModuleOptimizer`] in a world of one. Use it on a GPU, where a step of
+    /// many parameters by [`init`](Self::init), which gets one parameter at a time, is bound by its launches. Both train
+    /// the same model.
+    ///
+    /// It accepts neither parameters in float64 nor `grad_clipping`, which clips each gradient separately. For clipping
+    /// by the norm of all gradients, use [`DistMuonConfig::max_norm`] with [`World::alone`].
+    ///
+    /// ```
+    /// use burn::{nn::LinearConfig, optim::GradientsParams, tensor::{Device, Distribution, Tensor}};
+    /// use distmuon::MuonConfig;
+    ///
+    /// let device = Device::default().autodiff();
+    /// let model = LinearConfig::new(64, 256).init(&device);
+    /// let mut optim = MuonConfig::new().init_batched(&model)?;
+    /// let loss = model.forward(Tensor::<2>::ones([8, 64], &device)).square().mean();
+    /// let grads = GradientsParams::from_grads(loss.backward(), &model);
+    /// let model = optim.step(1e-3, model, grads)?;
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of [`DistMuonConfig::init`], and [`Error::Setting`] for a model on several devices.
+    pub fn init_batched<M: Module>(&self, model: &M) -> Result<DistModuleOptimizer> {
+        let found = parameters::of(model).into_iter();
+        let mut devices = found.filter(|found| found.trainable).map(|found| found.device);
+        // Without a parameter to train, `init` returns the error, on any device.
+        let device = devices.next().unwrap_or_default();
+        if let Some(other) = devices.find(|other| *other != device) {
+            return Err(Error::setting(
+                "model",
+                format!("on {device:?} and {other:?}"),
+                "on one device; for several, `DistMuonConfig` with `World::devices`",
+            ));
+        }
+        DistMuonConfig::new().with_muon(self.clone()).init(&World::alone(device), model)
     }
 }

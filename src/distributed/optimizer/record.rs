@@ -15,10 +15,10 @@ use burn::tensor::{Bytes, DType, Tensor, TensorData};
 use burn_pack::{Scalar, Writer};
 use serde::{Serialize, de::DeserializeOwned};
 
+use super::DistModuleOptimizer;
 use super::busy::Busy;
 use super::counters::{COUNTERS, Counters};
 use super::trained::{Kind, TrainedParameter};
-use super::DistModuleOptimizer;
 use crate::checkpoint::{self, Archive, Checkpointed, Contents, Planned, Saving, States};
 use crate::distributed::plan::{Bucket, BucketKind, Piece};
 use crate::error::{Error, Result};
@@ -198,8 +198,11 @@ impl DistModuleOptimizer {
             return Ok(None);
         }
         let _busy = Busy::new(self.world.communicator());
-        let ids: HashMap<_, _> =
-            self.trained.iter().map(|parameter| (parameter.path.clone(), parameter.id.val())).collect();
+        let ids: HashMap<_, _> = self
+            .trained
+            .iter()
+            .map(|parameter| (parameter.path.clone(), parameter.id.val()))
+            .collect();
         let contents = self.contents(&counters, &ids)?;
         states.extend(counters.into_iter().map(|counter| TensorData::from([counter.value])));
         Ok(Some(recorded(contents, states)))

@@ -122,7 +122,10 @@ impl Shard {
                     state,
                 };
                 // Not every backend accepts empty tensors.
-                (Update::AdamW(adamw.clone()), (!range.is_empty()).then_some(batch).into_iter().collect())
+                (
+                    Update::AdamW(adamw.clone()),
+                    (!range.is_empty()).then_some(batch).into_iter().collect(),
+                )
             }
         };
         Self { bucket: bucket.clone(), range, update, runs, batches, device: device.clone() }
@@ -217,9 +220,14 @@ impl Shard {
             let gradients = gradients.drain(..runs.len()).collect();
             let values = values.drain(..runs.len()).collect();
             match &update {
-                Update::Muon(muon) => {
-                    batch.update_matrices(muon, runs, (gradients, values), controls, inputs, diverged)
-                }
+                Update::Muon(muon) => batch.update_matrices(
+                    muon,
+                    runs,
+                    (gradients, values),
+                    controls,
+                    inputs,
+                    diverged,
+                ),
                 Update::AdamW(adamw) => {
                     batch.update_elements(adamw, runs, (gradients, values), controls, inputs)
                 }
@@ -262,7 +270,8 @@ impl Batch {
         inputs: &StepInputs,
         diverged: &mut Tensor<1>,
     ) -> Vec<Tensor<1>> {
-        let (Matrices { shape: [m, n], layout }, first) = self.matrices.expect("a batch of matrices");
+        let (Matrices { shape: [m, n], layout }, first) =
+            self.matrices.expect("a batch of matrices");
         let parameter = |run: &Run| MuonParameter {
             flag: run.parameter,
             time: inputs.times[run.parameter],
@@ -328,11 +337,7 @@ fn runs(bucket: &Bucket, shard: &Range<usize>) -> Vec<Run> {
 }
 
 /// The parameter of every matrix of a shard, in order.
-fn matrices(
-    bucket: &Bucket,
-    parameters: &[TrainedParameter],
-    shard: &Range<usize>,
-) -> Vec<usize> {
+fn matrices(bucket: &Bucket, parameters: &[TrainedParameter], shard: &Range<usize>) -> Vec<usize> {
     let matrices = |(parameter, elements, _): (usize, Range<usize>, usize)| {
         let [_, m, n] = parameters[parameter].batch();
         std::iter::repeat_n(parameter, elements.len() / (m * n))

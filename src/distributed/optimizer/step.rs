@@ -78,8 +78,7 @@ impl DistModuleOptimizer {
         gradients: GradientsParams,
     ) -> Result<M> {
         let (rank, device, plan) = (self.world.rank(), self.device(), self.plan.parameters());
-        let (model, detached) =
-            DetachedParameters::detach(model, gradients, plan, rank, &device)?;
+        let (model, detached) = DetachedParameters::detach(model, gradients, plan, rank, &device)?;
         for (parameter, id) in self.trained.iter_mut().zip(&detached.ids) {
             parameter.id = *id;
         }

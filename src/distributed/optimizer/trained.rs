@@ -49,9 +49,7 @@ impl TrainedParameter {
     pub fn counters(&self) -> &'static [Slot] {
         match self.kind {
             Kind::Muon { .. } => &[SKIPPED],
-            Kind::AdamW => {
-                &[SKIPPED, AdamWUpdate::CORRECTIONS[0], AdamWUpdate::CORRECTIONS[1]]
-            }
+            Kind::AdamW => &[SKIPPED, AdamWUpdate::CORRECTIONS[0], AdamWUpdate::CORRECTIONS[1]],
         }
     }
 

@@ -71,7 +71,11 @@ impl Costs {
             let cost = self.0.get(&[rows, columns]);
             if !cost.is_some_and(|cost| valid(cost.fixed) && valid(cost.each)) {
                 let value = format!("{cost:?} for matrices of {rows} x {columns}");
-                return Err(Error::setting("costs", value, "finite and at least 0 for every shape"));
+                return Err(Error::setting(
+                    "costs",
+                    value,
+                    "finite and at least 0 for every shape",
+                ));
             }
         }
         Ok(())

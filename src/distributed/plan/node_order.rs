@@ -18,7 +18,5 @@ pub fn node_order(nodes: &[Vec<usize>]) -> Vec<usize> {
     let diagonal = multiples
         .find(|multiple| multiple % count == 0)
         .expect("the product of both numbers is a common multiple");
-    (0..count * local_ranks)
-        .map(|i| nodes[(i + i / diagonal) % count][i % local_ranks])
-        .collect()
+    (0..count * local_ranks).map(|i| nodes[(i + i / diagonal) % count][i % local_ranks]).collect()
 }

@@ -41,10 +41,7 @@ pub(super) fn owners(
 
 /// The matrices of each shape in each bucket, in the order of the layout. A rank updates those that
 /// it owns of one entry as one batch.
-fn batches(
-    parameters: &[Parameter],
-    layout: &[BucketContents],
-) -> Vec<([usize; 2], Vec<Matrix>)> {
+fn batches(parameters: &[Parameter], layout: &[BucketContents]) -> Vec<([usize; 2], Vec<Matrix>)> {
     let mut batches: Vec<([usize; 2], Vec<Matrix>)> = vec![];
     for contents in layout.iter().filter(|contents| contents.kind == BucketKind::Matrices) {
         let first = batches.len();

@@ -518,8 +518,8 @@ fn imbalance_table() {
             let whole = max_load(&plan(&parameters, 1, Balancing::Greedy, &costs), &costs);
             for world_size in WORLDS {
                 let mean = whole / world_size as f64;
-                let [cyclic, greedy, optimal] = [Balancing::BlockCyclic, Balancing::Greedy, optimal]
-                    .map(|balancing| {
+                let [cyclic, greedy, optimal] =
+                    [Balancing::BlockCyclic, Balancing::Greedy, optimal].map(|balancing| {
                         max_load(&plan(&parameters, world_size, balancing, &costs), &costs) / mean
                     });
                 let forced = ((matrix_costs(&parameters)[0] + fixed) / mean).max(1.0);

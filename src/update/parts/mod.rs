@@ -1,6 +1,7 @@
-//! Parts: optional stages of Muon's update, one file each.
-//!
-//! To add one, write its file and add its variant here: to the enum, and to `Part::behaviour`.
+//! Optional stages of Muon's update, one file each.
+
+// To add a part, write its file, and register it here: in `Part`, in `Part::behaviour`, and with the names of its
+// slots in `SLOT_NAMES`.
 
 mod normuon;
 mod renormalization;
@@ -24,11 +25,17 @@ pub use row_equilibration::RowEquilibration;
 /// are listed, each in its [`stage`](Self::stage).
 ///
 /// ```
-/// use distmuon::{LrScale, MuonConfig, NorMuon, Part, RowEquilibration, WeightDecay};
+/// use distmuon::parts::{NorMuon, Renormalization, RowEquilibration};
+/// use distmuon::{LrScale, MuonConfig, WeightDecay};
 ///
+/// // As in nanochat.
 /// let config = MuonConfig::new()
+///     .with_parts(vec![
+///         RowEquilibration.into(),
+///         Renormalization.into(),
+///         NorMuon { beta_2: 0.9 }.into(),
+///     ])
 ///     .with_lr_scale(LrScale::Original)
-///     .with_parts(vec![Part::from(RowEquilibration), Part::from(NorMuon { beta_2: 0.9 })])
 ///     .with_weight_decay(WeightDecay::CautiousScaled(0.28.into()));
 /// ```
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -50,6 +57,9 @@ pub enum Stage {
     /// Between iteration and step.
     After,
 }
+
+/// The names of all slots that parts may store. A record does not know the configuration, and is read by these.
+pub(crate) const SLOT_NAMES: [&str; 1] = [normuon::SECOND_MOMENT];
 
 /// The behaviour of a part.
 trait Behaviour {
@@ -140,7 +150,6 @@ impl fmt::Display for Part {
         write!(f, "{} ({stage})", self.behaviour().name())
     }
 }
-
 
 /// Every matrix divided by its largest magnitude, so that no square overflows or underflows, and that magnitude,
 /// `[k, 1, 1]`.

@@ -9,7 +9,7 @@ use super::{Behaviour, Context, Matrices, Part, Stage};
 use crate::error::{Error, Result};
 
 /// Name of the second moment in records.
-const SECOND_MOMENT: &str = "second_moment";
+pub(super) const SECOND_MOMENT: &str = "second_moment";
 
 /// Least second moment that is divided by, and least norm that is scaled up, as in nanochat.
 const LEAST: f64 = 1e-10;
@@ -52,9 +52,11 @@ impl Behaviour for NorMuon {
     fn check(&self) -> Result<()> {
         match (0.0..1.0).contains(&self.beta_2) {
             true => Ok(()),
-            false => {
-                Err(Error::setting("parts.NorMuon.beta_2", self.beta_2, "at least 0 and less than 1"))
-            }
+            false => Err(Error::setting(
+                "parts.NorMuon.beta_2",
+                self.beta_2,
+                "at least 0 and less than 1",
+            )),
         }
     }
 

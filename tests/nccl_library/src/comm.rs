@@ -271,8 +271,8 @@ impl Comm {
                 }
             }
             self.barrier()?;
-            // SAFETY: every slot holds the chunks of its rank, and the target has space for the
-            // result.
+            // SAFETY: every slot holds the chunks of its rank, the target has space for the result,
+            // and slots and steps are aligned to eight bytes.
             unsafe {
                 match kind {
                     Kind::Broadcast => {
@@ -299,8 +299,7 @@ impl Comm {
 
     /// Sends and receives of a group, all at the same time.
     fn exchange(&self, parts: &[Operation]) -> Result<(), ()> {
-        let mut unfinished: Vec<(&Operation, usize)> =
-            parts.iter().map(|part| (part, 0)).collect();
+        let mut unfinished: Vec<(&Operation, usize)> = parts.iter().map(|part| (part, 0)).collect();
         let mut start = Instant::now();
         while !unfinished.is_empty() {
             if self.head().ended.load(Ordering::SeqCst) != 0 {

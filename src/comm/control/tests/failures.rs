@@ -206,8 +206,7 @@ fn chain_errors(deadline: Duration, wait: fn(&Control, &str) -> Error) -> Vec<Er
 fn the_rank_at_the_end_of_a_chain_of_waits_is_blamed() {
     let gather: fn(&Control, &str) -> Error =
         |group, _| group.all_gather_bytes(vec![]).unwrap_err();
-    for (deadline, wait, call) in
-        [(500, gather, "all_gather_bytes"), (1500, hang, "second within")]
+    for (deadline, wait, call) in [(500, gather, "all_gather_bytes"), (1500, hang, "second within")]
     {
         for error in chain_errors(Duration::from_millis(deadline), wait) {
             assert_blames(&error, 2, &format!("it did not come to {call}"));

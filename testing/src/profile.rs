@@ -1,5 +1,5 @@
-//! MPI's profiling interface: the functions of MPI that move shares, which count what is sent and call
-//! MPI's own.
+//! The functions of MPI that move shards, which count the bytes that they send and call MPI's own
+//! by its profiling interface. They take the place of the library's functions in every test program.
 
 use std::os::raw::{c_int, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -38,12 +38,12 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
-/// Bytes that this process has given to others so far.
+/// Returns the bytes that this process has sent to others so far.
 pub fn sent() -> u64 {
     SENT.load(Ordering::SeqCst)
 }
 
-/// Counts elements that are given to others, of which `others` returns the number for a rank and
+/// Counts elements that are sent to others, of which `others` returns the number for a rank and
 /// a number of ranks.
 ///
 /// # Safety

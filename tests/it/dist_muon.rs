@@ -1,45 +1,23 @@
 //! Muon on ranks as an optimizer of single parameters, inside Burn's `ModuleOptimizer`.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::time::Duration;
 
 use burn::module::{Module, Param};
-use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, Device, Tensor};
 use burn_pack::Reader;
-use common::{Fixed, gradients, weights};
 use distmuon::comm::World;
 use distmuon::distributed::{DistMuonConfig, Gradients};
 use distmuon::{Error, MuonConfig, Result, RoutingRule};
-use rand::{SeedableRng, rngs::StdRng};
+use distmuon_testing::device::beyond_memory;
+use distmuon_testing::models::{ExpertNet as Net, gradients, weights};
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
-#[derive(Module, Debug)]
-struct Net {
-    embedding: Embedding,
-    layers: Vec<Linear>,
-    experts: Param<Tensor<3>>,
-    head: Linear,
-}
-
-impl Net {
-    fn new(device: &Device) -> Self {
-        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
-        let net = Self {
-            embedding: EmbeddingConfig::new(11, 6).init(device),
-            layers: vec![linear(6, 6), linear(6, 9), linear(9, 6)],
-            experts: Param::from_tensor(Tensor::ones([2, 5, 4], device).require_grad()),
-            head: linear(6, 11),
-        };
-        net.map(&mut Fixed(StdRng::seed_from_u64(5)))
-    }
-}
+const VOCABULARY: usize = 11;
 
 fn device() -> Device {
     Device::default().autodiff()
@@ -64,7 +42,7 @@ fn train(mut net: Net, optim: &mut ModuleOptimizer, steps: std::ops::Range<u64>)
 
 /// What the single-device optimizer makes of it.
 fn alone(steps: std::ops::Range<u64>) -> Vec<Vec<u8>> {
-    let net = Net::new(&device());
+    let net = Net::new(VOCABULARY, &device());
     let mut optim = config().muon.init(&net);
     weights(&train(net, &mut optim, steps))
 }
@@ -87,7 +65,7 @@ fn it_is_bit_equal_to_one_device_and_keeps_each_momentum_once() {
     let expected = alone(0..10);
     for count in [1, 2, 3, 7] {
         let runs = ranks(count, |world| {
-            let net = Net::new(world.device());
+            let net = Net::new(VOCABULARY, world.device());
             let mut optim = config().per_parameter(&world)?.init(&net)?;
             let net = train(net, &mut optim, 0..10);
             Ok((weights(&net), momenta(&optim)))
@@ -116,7 +94,7 @@ fn it_is_bit_equal_to_one_device_and_keeps_each_momentum_once() {
 #[test]
 fn threads_share_one_instance() {
     let shared = config().per_parameter_on_threads(3).unwrap();
-    let net = Net::new(&device());
+    let net = Net::new(VOCABULARY, &device());
     let optim = shared.init(&net).unwrap();
     let trained = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..3)
@@ -140,14 +118,14 @@ fn threads_share_one_instance() {
 fn records_continue_bit_for_bit() {
     let expected = alone(0..10);
     let halfway = ranks(2, |world| {
-        let net = Net::new(world.device());
+        let net = Net::new(VOCABULARY, world.device());
         let mut optim = config().per_parameter(&world)?.init(&net)?;
         let net = train(net, &mut optim, 0..5);
         Ok((net.clone().into_record().into_bytes().unwrap(), optim.into_bytes().unwrap()))
     });
     let halfway = halfway.unwrap();
     let go_on = |world: &World, model: &Bytes, states: &Bytes| {
-        let net = Net::new(world.device());
+        let net = Net::new(VOCABULARY, world.device());
         let net = net.load_record(burn::store::ModuleRecord::from_bytes(model.clone()).unwrap());
         let optim = config().per_parameter(world)?.init(&net)?;
         let mut optim = optim.load_record(OptimizerRecord::from_bytes(states.clone()).unwrap());
@@ -160,7 +138,7 @@ fn records_continue_bit_for_bit() {
     assert!(own.unwrap().iter().all(|weights| *weights == expected));
 
     // A single device's record is for any number of ranks.
-    let net = Net::new(&device());
+    let net = Net::new(VOCABULARY, &device());
     let mut optim = config().muon.init(&net);
     let net = train(net, &mut optim, 0..5);
     let model = net.clone().into_record().into_bytes().unwrap();
@@ -187,7 +165,7 @@ fn a_gradient_that_is_missing_on_a_rank_stops_all() {
     for missing_at in [0, 2] {
         let run = catch_unwind(AssertUnwindSafe(|| {
             ranks(2, |world| {
-                let net = Net::new(world.device());
+                let net = Net::new(VOCABULARY, world.device());
                 let mut optim = config().per_parameter(&world)?.init(&net)?;
                 let net = train(net, &mut optim, 0..missing_at);
                 let mut gradients = gradients(&net, missing_at);
@@ -211,7 +189,7 @@ fn a_gradient_that_is_missing_on_a_rank_stops_all() {
 /// A rank whose device has no memory says so, and the other is told.
 #[test]
 fn a_rank_without_memory_is_named_on_all() {
-    let Some(lost) = common::beyond_memory(6, 9) else { return };
+    let Some(lost) = beyond_memory(6, 9) else { return };
     type Step = fn(&World, Net, GradientsParams) -> Result<Net>;
     let of_single_parameters: Step = |world, net, gradients| {
         let mut optim = config().per_parameter(world)?.init(&net)?;
@@ -225,7 +203,7 @@ fn a_rank_without_memory_is_named_on_all() {
         let told = Mutex::new(BTreeMap::new());
         let run = catch_unwind(AssertUnwindSafe(|| {
             ranks(2, |world| {
-                let net = Net::new(world.device());
+                let net = Net::new(VOCABULARY, world.device());
                 let mut gradients = gradients(&net, 0);
                 let id = net.layers[1].weight.id;
                 if world.rank() == 0 || rank_0_owns_it {
@@ -253,8 +231,8 @@ fn a_rank_without_memory_is_named_on_all() {
 
 #[test]
 fn a_parameter_without_memory_is_named_among_others() {
-    let Some(lost) = common::beyond_memory(10, 4) else { return };
-    let mut net = Net::new(&device());
+    let Some(lost) = beyond_memory(10, 4) else { return };
+    let mut net = Net::new(VOCABULARY, &device());
     net.experts = Param::from_tensor(Tensor::from_inner(lost.reshape([2, 5, 4])).require_grad());
     let gradients = gradients(&net, 0);
     let mut optim = config().muon.init_batched(&net).unwrap();

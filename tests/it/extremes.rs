@@ -1,17 +1,20 @@
 //! Gradients, rates and types at their limits: nothing freezes, nothing is poisoned, and what is left out is
 //! counted.
 
-mod common;
-
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::{Module, Param, ParamId};
 use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer, OptimizerRecord};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, f16, s};
 use burn_pack::{Reader, Writer};
-use common::{bits, has_type, lacks};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
-use distmuon::{Coefficients, Error, IterationForm, KernelPolicy, MuonConfig, Routing, RoutingRule, Schedule, checkpoint, NewtonSchulzConfig};
+use distmuon::{
+    Coefficients, Error, IterationForm, KernelPolicy, MuonConfig, NewtonSchulzConfig, Routing,
+    RoutingRule, checkpoint,
+};
+use distmuon_testing::device::has_type;
+use distmuon_testing::lacks;
+use distmuon_testing::models::bits;
 
 /// A matrix for Muon and a vector for AdamW.
 #[derive(Module, Debug)]

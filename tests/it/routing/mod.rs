@@ -1,14 +1,17 @@
 //! Who updates what, in models with the structures of the field.
 
 #[allow(dead_code)] // it is not trained here
-#[path = "../../examples/train_lm/model.rs"]
+#[path = "../../../examples/train_lm/model.rs"]
 mod gpt;
 mod models;
 
 use burn::module::{Lora, Module, Param};
 use burn::tensor::{Bytes, DType, Device, Tensor};
 use burn_pack::Reader;
-use distmuon::{Error, ParameterRole, LrScale, MatrixLayout, MatrixView, MuonConfig, ParameterRoute, Routing, RoutingRule};
+use distmuon::{
+    Error, LrScale, MatrixLayout, MatrixView, MuonConfig, ParameterRole, ParameterRoute, Routing,
+    RoutingRule,
+};
 use models::*;
 use regex::Regex;
 
@@ -30,10 +33,10 @@ fn expect(routing: &Routing, lines: &[&str]) {
             (group, paths.collect(), 0)
         })
         .collect();
-    for ParameterRoute { path, group, .. } in routing.routes() {
+    for ParameterRoute { path, role, .. } in routing.routes() {
         let line = lines.iter_mut().find(|(_, paths, _)| paths.iter().any(|re| re.is_match(path)));
         let (expected, _, matches) = line.unwrap_or_else(|| panic!("{path} is new\n{routing}"));
-        assert_eq!(group.to_string(), *expected, "{path}\n{routing}");
+        assert_eq!(role.to_string(), *expected, "{path}\n{routing}");
         *matches += 1;
     }
     for (group, paths, matches) in lines {
@@ -440,7 +443,9 @@ fn rules_without_a_matrix_are_refused() {
         error.to_string()
     };
     assert!(refused(RoutingRule::muon(r"\.bias$").into()).contains("expected a matrix"));
-    assert!(refused(RoutingRule::muon("experts").batch().into()).contains("three or more dimensions"));
+    assert!(
+        refused(RoutingRule::muon("experts").batch().into()).contains("three or more dimensions")
+    );
     assert!(refused(RoutingRule::adamw("expert$")).contains("`expert$`"));
 }
 
@@ -530,7 +535,7 @@ fn the_state_of_a_step_has_the_bytes_of_the_summary() {
 /// The README shows what `train_lm --routes` prints.
 #[test]
 fn the_tables_of_the_readme_are_true() {
-    let readme = include_str!("../../README.md");
+    let readme = include_str!("../../../README.md");
     let (_, section) = readme.split_once("## Who updates what").unwrap();
     let (section, _) = section.split_once("\n## ").unwrap();
     let tables: Vec<&str> = section.lines().filter(|line| line.starts_with('|')).collect();

@@ -1,7 +1,5 @@
 //! The same cases on every engine: threads, `nccl` over the test library, and `mpi`.
 
-#![allow(dead_code, unused_imports, unused_macros)] // every target uses its own part
-
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -15,29 +13,26 @@ use distmuon::comm::World;
 use libtest_mimic::Trial;
 use serde::{Serialize, de::DeserializeOwned};
 
-use super::common::skip;
-
 #[cfg(feature = "cuda")]
-use super::host::Waits;
-
+use crate::host::{self, Waits};
 #[cfg(feature = "mpi")]
-#[path = "mpirun.rs"]
-pub mod mpirun;
-#[cfg(feature = "mpi")]
-#[path = "profile.rs"]
-mod profile;
+use crate::profile;
 
+/// An engine on which a case runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Engine {
+    /// Ranks that are threads.
     Threads,
+    /// `nccl`, where the host waits.
     #[cfg(feature = "cuda")]
     Nccl,
-    /// `nccl`, where the device waits and not the host.
+    /// `nccl`, where the device waits.
     #[cfg(feature = "cuda")]
     NcclAhead,
     /// `nccl` with its own reductions, where the device waits.
     #[cfg(feature = "cuda")]
     NcclNative,
+    /// Ranks that are processes of MPI.
     #[cfg(feature = "mpi")]
     Mpi,
 }
@@ -46,11 +41,12 @@ thread_local! {
     static ENGINE: Cell<Engine> = const { Cell::new(Engine::Threads) };
 }
 
+/// Returns the engine of this case.
 pub fn engine() -> Engine {
     ENGINE.get()
 }
 
-/// The name that an engine gives itself.
+/// Returns the name that the engine of this case reports.
 pub fn name() -> &'static str {
     match engine() {
         Engine::Threads => "threads",
@@ -70,18 +66,18 @@ pub fn is_exact() -> bool {
     true
 }
 
-/// Bytes that this thread's rank has sent to others so far, where an engine counts them.
+/// Returns the bytes that this thread's rank has sent to others so far, if the engine counts them.
 pub fn sent(engine: &str) -> Option<u64> {
     match engine {
         #[cfg(feature = "cuda")]
-        "nccl" => Some(super::host::sent()),
+        "nccl" => Some(host::sent()),
         #[cfg(feature = "mpi")]
         "mpi" => Some(profile::sent()),
         _ => None,
     }
 }
 
-/// Whether the engine hands out results that are not there yet.
+/// Returns `true` if the engine of this case returns results before they are computed.
 pub fn results_may_be_early() -> bool {
     #[cfg(feature = "cuda")]
     if matches!(engine(), Engine::NcclAhead | Engine::NcclNative) {
@@ -90,13 +86,15 @@ pub fn results_may_be_early() -> bool {
     false
 }
 
+/// A case and its name.
 pub type Case = (&'static str, fn());
 
-/// Cases under the names of their functions.
+/// Returns [`Case`](crate::worlds::Case)s with the names of their functions.
+#[macro_export]
 macro_rules! cases {
     ($($name:ident),* $(,)?) => { &[$((stringify!($name), $name as fn())),*] };
 }
-pub(crate) use cases;
+pub use cases;
 
 /// The engines that run in this process.
 pub const HERE: &[Engine] = &[
@@ -109,7 +107,7 @@ pub const HERE: &[Engine] = &[
     Engine::NcclNative,
 ];
 
-/// Trials of cases on engines.
+/// Returns a trial for every case on every engine.
 pub fn trials(engines: &[Engine], cases: &[Case]) -> Vec<Trial> {
     let on = |engine: Engine| {
         cases.iter().map(move |(name, case)| {
@@ -158,7 +156,7 @@ pub fn ranks<T: Send + Serialize + DeserializeOwned>(
     ranks_here(deadline, count, run)
 }
 
-/// Whether a world can have so many ranks.
+/// Returns `true` if the engine of this case can have a world of this size.
 pub fn has(count: &usize) -> bool {
     #[cfg(feature = "mpi")]
     if engine() == Engine::Mpi {
@@ -167,7 +165,7 @@ pub fn has(count: &usize) -> bool {
     *count > 0
 }
 
-/// Threads of this process over NCCL, each a process to the others.
+/// Runs a function on every rank of a world over NCCL, whose ranks are threads here.
 #[cfg(feature = "cuda")]
 fn nccl<T: Send>(
     deadline: Duration,
@@ -184,7 +182,7 @@ fn nccl<T: Send>(
         let address = Some(("127.0.0.1".to_owned(), port));
         let launch =
             Launch { rank, world_size: count, local_rank: rank, address, secret: String::new() };
-        let world = super::host::world_that(&launch, device.clone(), deadline, waits, reduction)?;
+        let world = host::world_that(&launch, device.clone(), deadline, waits, reduction)?;
         let comm = world.communicator();
         let outcome = catch_unwind(AssertUnwindSafe(|| run(world)));
         let outcome = outcome.unwrap_or_else(|panic| {
@@ -201,7 +199,7 @@ fn nccl<T: Send>(
             .map(|thread| thread.join().unwrap_or_else(|panic| resume_unwind(panic)))
             .collect()
     });
-    // The first cause, not what it did to the others.
+    // The first cause, not its effects on the other ranks.
     let other = |outcome: &Result<T>| {
         outcome.as_ref().is_err_and(|error| !matches!(error, distmuon::Error::PeerFailed { .. }))
     };
@@ -211,8 +209,8 @@ fn nccl<T: Send>(
     outcomes.into_iter().collect()
 }
 
-/// A port that nothing listens on, and that no other call here returns. It is below those that systems draw for
-/// whoever asks for any, so that nobody takes it before it is listened on.
+/// Returns a port that nothing listens on, and that no other call in this process returns. It is
+/// below the ports that systems assign by themselves, so that no other process takes it meanwhile.
 pub fn free_port() -> u16 {
     static GIVEN: AtomicU32 = AtomicU32::new(0);
     loop {
@@ -232,7 +230,8 @@ pub struct Folder {
 }
 
 impl Folder {
-    pub fn new() -> Self {
+    /// Creates a folder. On MPI, every rank calls it.
+    pub fn create() -> Self {
         #[cfg(feature = "mpi")]
         if engine() == Engine::Mpi {
             return mpi::folder();
@@ -241,6 +240,7 @@ impl Folder {
         Self { path: own.path().to_owned(), _own: Some(own) }
     }
 
+    /// Returns the path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -255,6 +255,7 @@ impl Drop for Folder {
     }
 }
 
+/// Cases on ranks that are processes of MPI.
 #[cfg(feature = "mpi")]
 pub mod mpi {
     use std::cell::RefCell;
@@ -262,12 +263,12 @@ pub mod mpi {
     use distmuon::comm::Launch;
     use libtest_mimic::Failed;
 
-    use super::mpirun::{is_there, mpirun};
     use super::*;
+    use crate::mpirun::{is_there, mpirun};
 
-    /// Processes that mpirun starts.
+    /// The number of processes that mpirun starts.
     pub const PROCESSES: usize = 4;
-    /// Tells a process that it is one of them.
+    /// The variable that is set in these processes.
     const WORKER: &str = "DISTMUON_TEST_WORKER";
 
     thread_local! {
@@ -285,13 +286,13 @@ pub mod mpi {
         }
         ENGINE.set(Engine::Mpi);
         let deadline = Duration::from_secs(60);
-        let launch = Launch::from_env().expect("mpirun says who this is");
+        let launch = Launch::from_env().expect("mpirun sets the variables of a rank");
         let device = Device::default().autodiff();
-        let world = World::mpi(&launch, device, deadline).expect("the ranks find together");
+        let world = World::mpi(&launch, device, deadline).expect("the ranks can connect");
         if world.rank() == 0 {
-            println!("{}", world.describe().expect("all describe"));
+            println!("{}", world.describe().expect("every rank describes the world"));
         } else {
-            world.describe().expect("all describe");
+            world.describe().expect("every rank describes the world");
         }
         let is_first = world.rank() == 0;
         WORLD.set(Some(world));
@@ -305,7 +306,7 @@ pub mod mpi {
         std::process::exit(0);
     }
 
-    /// The trial that starts the processes.
+    /// Returns the trial that starts the processes, each of which runs a number of cases.
     pub fn trial(cases: usize) -> Trial {
         Trial::test("mpi", move || {
             if !is_there() {
@@ -324,6 +325,7 @@ pub mod mpi {
         })
     }
 
+    /// Runs a function on the first ranks of the world, and returns the results of all of them.
     pub fn ranks<T: Serialize + DeserializeOwned>(
         count: usize,
         run: impl Fn(World) -> Result<T>,
@@ -335,14 +337,16 @@ pub mod mpi {
         Ok(world.all_gather_value(&own)?.into_iter().flatten().collect())
     }
 
+    /// Waits for all ranks.
     pub fn barrier() {
-        world().comm().barrier().expect("all come");
+        world().comm().barrier().expect("every rank calls it");
     }
 
+    /// Creates a folder on rank 0, and returns it on every rank.
     pub fn folder() -> Folder {
         let own = (world().rank() == 0).then(|| tempfile::tempdir().expect("a folder"));
         let path = own.as_ref().map(|own| own.path().to_owned());
-        let paths = world().all_gather_value(&path).expect("all come");
+        let paths = world().all_gather_value(&path).expect("every rank calls it");
         Folder { path: paths.into_iter().flatten().next().expect("rank 0 has one"), _own: own }
     }
 }

@@ -2,13 +2,14 @@
 
 use std::process::Command;
 
-use super::skip;
+use distmuon_skips::skip;
 
-/// Open MPI asks twice before it runs as root, as containers do.
+/// The variables without which Open MPI does not run as root, the user of most containers.
 pub const ROOT: [(&str, &str); 2] =
     [("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")];
 
-/// Whether there is the mpirun whose arguments the tests know.
+/// Returns `true` if there is an mpirun of Open MPI, whose arguments the tests know, and otherwise
+/// reports a skipped test.
 pub fn is_there() -> bool {
     let version = Command::new("mpirun").arg("--version").output();
     let found =
@@ -19,7 +20,7 @@ pub fn is_there() -> bool {
     found
 }
 
-/// Starts processes on this host, as many as asked for on any number of cores.
+/// Returns a command that starts a number of processes on this host, on any number of cores.
 pub fn mpirun(processes: usize) -> Command {
     let mut mpirun = Command::new("mpirun");
     mpirun.args(["--oversubscribe", "--bind-to", "none", "-n", &processes.to_string()]);

@@ -1,18 +1,11 @@
 //! The example `train_lm` as a user meets it on the command line: bad input, Ctrl-C, results.
 
-#[cfg(feature = "mpi")]
-#[path = "common/mpirun.rs"]
-mod mpirun;
-#[cfg(feature = "mpi")]
-#[path = "common/skips.rs"]
-mod skips;
-
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};
 
 #[cfg(feature = "mpi")]
-use skips::skip;
+use distmuon_testing::{mpirun, skip};
 use tempfile::TempDir;
 
 /// A folder with a text that is just large enough, and others that are no text to train on.
@@ -30,13 +23,20 @@ fn folder() -> TempDir {
 
 /// The example with arguments that are separated by spaces, run in `folder`.
 fn train_lm(folder: &Path, arguments: &str) -> Command {
-    let profile = if cfg!(debug_assertions) { "debug" } else { "release" };
-    let target = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().expect("target/tmp");
-    let example = target
-        .join(profile)
-        .join("examples")
-        .join(format!("train_lm{}", std::env::consts::EXE_SUFFIX));
-    assert!(example.exists(), "no {}: run `cargo test`, which builds it", example.display());
+    // Cargo puts tests into `deps` and examples into `examples`, both in the folder of a profile.
+    // The first argument and not the path of the process, which is the loader's where a test is
+    // started by one.
+    let program = std::env::args_os().next().expect("the first argument is the program");
+    let program = std::path::absolute(program).expect("the program has a path");
+    let profile = program.ancestors().nth(2).expect("the program is in a folder of cargo");
+    let example =
+        profile.join("examples").join(format!("train_lm{}", std::env::consts::EXE_SUFFIX));
+    assert!(
+        example.exists(),
+        "{} is missing: expected the example; build it by `cargo build -p distmuon --example \
+         train_lm` with the profile and the features of this test",
+        example.display()
+    );
     let mut command = Command::new(example);
     command.args(arguments.split(' ')).current_dir(folder);
     command.env_remove("RUST_LOG").env_remove("RUST_BACKTRACE");

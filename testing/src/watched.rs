@@ -1,8 +1,6 @@
 //! An engine between the optimizer and another engine, which reports every call and counts the
 //! bytes that it sends.
 
-#![allow(dead_code)] // every target uses other parts
-
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,10 +15,13 @@ use crate::worlds;
 /// A call, or the wait for its result.
 #[derive(Debug, Clone, Copy)]
 pub struct Event {
+    /// The rank that calls or waits.
     pub rank: usize,
-    /// Its number among the events of the rank.
+    /// The number of the event among those of the rank.
     pub number: usize,
+    /// The name of the collective.
     pub collective: &'static str,
+    /// `true` for the wait, `false` for the call.
     pub waits: bool,
 }
 

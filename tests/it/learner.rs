@@ -1,7 +1,5 @@
 //! burn-train's `Learner` on ranks: the same training as with Burn's own strategy.
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,10 +18,10 @@ use burn::train::{
     EarlyStoppingStrategy, ExecutionStrategy, InferenceStep, Learner, LearningResult,
     RegressionOutput, SupervisedTraining, TrainOutput, TrainStep, TrainingStrategy,
 };
-use common::weights;
 use distmuon::distributed::{DistMuonConfig, DistMuonStrategy};
 use distmuon::schedule::ScheduledLr;
 use distmuon::{Schedule, SkippedSteps, SkippedStepsMetric};
+use distmuon_testing::models::{Fixed, weights};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 /// Items to train on; the first of each half of them go into a batch of two ranks.
@@ -41,7 +39,7 @@ impl Net {
     fn new(device: &Device) -> Self {
         let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
         let net = Self { up: linear(3, 8), hidden: linear(8, 8), head: linear(8, 2) };
-        net.map(&mut common::Fixed(StdRng::seed_from_u64(3)))
+        net.map(&mut Fixed(StdRng::seed_from_u64(3)))
     }
 
     fn regression(&self, [x, targets]: Batch) -> RegressionOutput {

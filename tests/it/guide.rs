@@ -10,9 +10,7 @@ use burn::optim::{
     AdamWConfig as BurnAdamWConfig, GradientsAccumulator, GradientsParams, ModuleOptimizer,
 };
 use burn::tensor::{Bytes, DType, Device, Int, Tensor};
-use distmuon::{
-    AdamWConfig, DistMuonConfig, LrScale, MatrixLayout, MuonConfig, World, checkpoint,
-};
+use distmuon::{AdamWConfig, DistMuonConfig, LrScale, MatrixLayout, MuonConfig, World, checkpoint};
 
 fn device() -> Device {
     Device::default().autodiff()
@@ -179,7 +177,7 @@ fn the_operations_of_an_iteration_are_those_of_the_guide() {
             muon.newton_schulz().explain_shape([768, columns], DType::F32, &Device::default());
         (explanation.operations / 768_f64.powi(3)).round()
     };
-    let page = include_str!("../docs/guide/cost.md");
+    let page = include_str!("../../docs/guide/cost.md");
     let claim = format!(
         "{} `m^3` for a square matrix of `m` rows, {} `m^3` for `[m, 4m]` in float32",
         operations(768),
@@ -215,10 +213,9 @@ mod processes {
     #[test]
     fn the_main_of_processes_in_the_guide_is_the_one_above() {
         let source = include_str!("guide.rs");
-        let body =
-            source.split("    fn main()").nth(1).unwrap().split("\n    }\n").next().unwrap();
+        let body = source.split("    fn main()").nth(1).unwrap().split("\n    }\n").next().unwrap();
         let function = format!("fn main(){body}\n    }}").replace("\n    ", "\n");
-        assert!(include_str!("../docs/guide/ranks.md").contains(&function), "{function}");
+        assert!(include_str!("../../docs/guide/ranks.md").contains(&function), "{function}");
         main().unwrap();
     }
 }
@@ -232,7 +229,7 @@ fn programs(page: &str) -> Vec<&str> {
 #[test]
 fn lines_that_change_on_ranks_are_marked_and_counted() {
     const MARK: &str = "// *";
-    let page = include_str!("../docs/guide/ranks.md");
+    let page = include_str!("../../docs/guide/ranks.md");
     let [one, many] = programs(page)[..] else { panic!("two programs") };
     // Iterated once through both programs: unmarked lines have to come in the same order.
     let mut unchanged = one.lines().map(code);

@@ -1,11 +1,16 @@
 //! Newton-Schulz against float64 references, for every kind of matrix that a run may bring.
 
-mod common;
-
 use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, TensorData, s};
-use common::*;
 use distmuon::ComputePath;
-use distmuon::{Coefficients, IterationForm, IterationDtype, NewtonSchulz, NewtonSchulzConfig, KernelPolicy};
+use distmuon::{
+    Coefficients, IterationDtype, IterationForm, KernelPolicy, NewtonSchulz, NewtonSchulzConfig,
+};
+use distmuon_testing::device::{has_tf32, has_type, tf32_or};
+use distmuon_testing::models::bits;
+use distmuon_testing::references::{
+    self, distance, matrix, newton_schulz, polar, polynomial, random, tensor, with_spectrum,
+};
+use distmuon_testing::{excused, lacks};
 use faer::Mat;
 use proptest::prelude::*;
 
@@ -68,7 +73,7 @@ fn every_set_and_form_matches_the_exact_polynomials() {
                 for (rows, columns) in [(64, 64), (32, 96), (96, 32), (37, 53), (128, 512)] {
                     let input = random(rows, columns, 1);
                     let found = run(&newton_schulz, &input);
-                    let exact = common::newton_schulz(&input, &schedule(&set), 1e-7);
+                    let exact = references::newton_schulz(&input, &schedule(&set), 1e-7);
                     let error = distance(&found, &exact);
                     // The Gram form squares the input, and with it the effect of rounding.
                     let bound = tf32_or(if form == IterationForm::Gram { 2e-3 } else { 2e-4 });
@@ -140,7 +145,8 @@ fn epsilon_keeps_tiny_matrices_tiny() {
 fn zeros_stay_zeros() {
     for epsilon in [0.0, 1e-7] {
         for (rows, columns) in [(8, 8), (8, 24), (600, 520)] {
-            let newton_schulz = iteration(&Coefficients::polar_express(), epsilon, IterationForm::Auto);
+            let newton_schulz =
+                iteration(&Coefficients::polar_express(), epsilon, IterationForm::Auto);
             let found = run(&newton_schulz, &Mat::zeros(rows, columns));
             assert_eq!(found.norm_max(), 0.0, "{rows}x{columns}, epsilon {epsilon}");
         }
@@ -212,10 +218,11 @@ fn half_precision_stays_in_the_interval() {
         }
         for (rows, columns) in [(64, 64), (64, 256), (256, 64)] {
             let set = Coefficients::polar_express();
-            let newton_schulz = config(&set, 5).with_epsilon(1e-7).with_dtype(dtype).init().unwrap();
+            let newton_schulz =
+                config(&set, 5).with_epsilon(1e-7).with_dtype(dtype).init().unwrap();
             let input = random(rows, columns, 19);
             let found = run(&newton_schulz, &input);
-            let exact = common::newton_schulz(&input, &schedule(&set), 1e-7);
+            let exact = references::newton_schulz(&input, &schedule(&set), 1e-7);
             let error = distance(&found, &exact);
             assert!(error < 0.1, "{dtype:?} {rows}x{columns}: {error}");
         }
@@ -323,7 +330,8 @@ fn compare_forms(
         let exact: Vec<_> = inputs.iter().map(|(_, s, _)| vectors.image(s, &schedule)).collect();
         for (dtype, allowed) in dtypes {
             let of = |form| config(set, steps).with_dtype(*dtype).with_form(form).init();
-            let (standard, gram) = (of(IterationForm::Standard).unwrap(), of(IterationForm::Gram).ok());
+            let (standard, gram) =
+                (of(IterationForm::Standard).unwrap(), of(IterationForm::Gram).ok());
             for ((name, _, input), exact) in inputs.iter().zip(&exact) {
                 let what =
                     format!("{name}, {:?}, {set:?}, {steps} steps, {dtype:?}", input.shape());
@@ -483,7 +491,9 @@ fn fastest() -> ComputePath {
     let device = format!("{:?}", Device::default());
     match () {
         _ if device.contains("Flex") => ComputePath::Flex,
-        _ if cfg!(feature = "cube") && device.contains("Cube") => ComputePath::CubeCl { tuned: false },
+        _ if cfg!(feature = "cube") && device.contains("Cube") => {
+            ComputePath::CubeCl { tuned: false }
+        }
         _ => ComputePath::Portable,
     }
 }
@@ -503,7 +513,11 @@ fn explains_what_runs() {
     let form = if has_tf32() { IterationForm::Standard } else { IterationForm::Gram };
     assert_eq!((wide.form, wide.dtype), (form, FloatDType::F32));
     assert_eq!(explain(&auto, 1024, 256), wide);
-    assert_eq!(explain(&auto, 256, 256).form, IterationForm::Standard, "the Gram form saves nothing here");
+    assert_eq!(
+        explain(&auto, 256, 256).form,
+        IterationForm::Standard,
+        "the Gram form saves nothing here"
+    );
     assert_eq!(wide.path, fastest());
     let kernel = match fastest() {
         ComputePath::Flex => "faer",
@@ -603,9 +617,18 @@ fn unusable_settings_are_named() {
         config.with_dtype(IterationDtype::Bf16).init().unwrap_err().to_string()
     };
     let kj = Coefficients::KellerJordan;
-    assert!(new(0, 1e-7, IterationForm::Auto, &kj).contains("`steps` is invalid: expected at least 1, got 0"));
-    assert!(new(5, f64::NAN, IterationForm::Auto, &kj).contains("`epsilon` is invalid: expected a finite number, zero or more, got NaN"));
-    assert!(new(5, -1.0, IterationForm::Auto, &kj).contains("`epsilon` is invalid: expected a finite number, zero or more, got -1"));
+    assert!(
+        new(0, 1e-7, IterationForm::Auto, &kj)
+            .contains("`steps` is invalid: expected at least 1, got 0")
+    );
+    assert!(
+        new(5, f64::NAN, IterationForm::Auto, &kj)
+            .contains("`epsilon` is invalid: expected a finite number, zero or more, got NaN")
+    );
+    assert!(
+        new(5, -1.0, IterationForm::Auto, &kj)
+            .contains("`epsilon` is invalid: expected a finite number, zero or more, got -1")
+    );
     let wild = Coefficients::Custom(vec![[50.0, -75.0, 26.0]; 8]);
     assert!(new(8, 1e-7, IterationForm::Gram, &wild).contains("`form`"));
 }

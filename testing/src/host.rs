@@ -1,7 +1,5 @@
 //! Tensors of the CPU for the engine `nccl` over the test library.
 
-#![allow(dead_code)] // every target uses other parts
-
 use std::cell::Cell;
 use std::os::raw::c_void;
 use std::path::PathBuf;
@@ -80,6 +78,7 @@ impl Stream {
 }
 
 impl HostMemory {
+    /// Creates a stream of the test library for tensors on a device.
     pub fn new(device: Device, waits: Waits) -> Self {
         let library = test_library();
         // SAFETY: these are functions of the test library, with their types.

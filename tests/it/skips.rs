@@ -1,18 +1,17 @@
 //! Skips, which must not look as if something had run.
 
-#[path = "common/skips.rs"]
-mod skips;
-
 use std::process::Command;
 
-/// A skip, and what a device does not have, in a process of its own.
+use distmuon_testing::{excused, lacks, skip};
+
+/// A skip, or a property that a device does not have, in its own process.
 #[test]
 #[ignore = "started by the other test"]
 fn skips_something() {
     match std::env::var("DISTMUON_TEST_SKIP").as_deref() {
-        Ok("lacks") => skips::lacks("float16"),
-        Ok("excused") => skips::excused("there is one device"),
-        _ => skips::skip("there is no device"),
+        Ok("lacks") => lacks("float16"),
+        Ok("excused") => excused("there is one device"),
+        _ => skip("there is no device"),
     }
 }
 
@@ -26,10 +25,10 @@ fn a_skip_fails_where_everything_has_to_run() {
         ("lacks", "vulkan", "1", true),
         ("excused", "cuda", "1", true),
     ] {
-        // Not the path of the process, which is a loader's where a test is started by one.
-        let own = std::env::args_os().next().expect("a program has a name");
-        let output = Command::new(own)
-            .args(["skips_something", "--exact", "--ignored", "--nocapture"])
+        // Not the path of the process, which is the loader's where a test is started by one.
+        let program = std::env::args_os().next().expect("the first argument is the program");
+        let output = Command::new(program)
+            .args(["skips::skips_something", "--exact", "--ignored", "--nocapture"])
             .env("DISTMUON_TEST_SKIP", kind)
             .env("BURN_DEVICE", device)
             .env("DISTMUON_MUST_RUN", must_run)

@@ -10,10 +10,8 @@ use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bool, Bytes, Device, Int, Tensor};
 use burn_pack::Reader;
 use distmuon::{Error, MuonConfig, RoutingRule, checkpoint};
+use distmuon_testing::models::{self, Fixed};
 use rand::{SeedableRng, rngs::StdRng};
-
-#[path = "common/mod.rs"]
-mod common;
 
 /// A matrix for Muon, a bias for AdamW, and tensors that are not trained.
 #[derive(Module, Debug)]
@@ -33,13 +31,13 @@ impl Net {
             counts: Param::initialized(ParamId::new(), counts),
             flags: Param::initialized(ParamId::new(), flags),
         };
-        net.map(&mut common::Fixed(StdRng::seed_from_u64(seed)))
+        net.map(&mut Fixed(StdRng::seed_from_u64(seed)))
     }
 
     fn bits(&self) -> (Vec<Vec<u8>>, Vec<u8>, Vec<u8>) {
         let untrained = (self.counts.val().into_data(), self.flags.val().into_data());
         let (counts, flags) = untrained;
-        (common::weights(self), counts.as_bytes().to_vec(), flags.as_bytes().to_vec())
+        (models::weights(self), counts.as_bytes().to_vec(), flags.as_bytes().to_vec())
     }
 }
 
@@ -52,7 +50,7 @@ fn trained(seed: u64, steps: u64) -> (Net, ModuleOptimizer) {
     let mut net = Net::new(seed);
     let mut optim = config().init(&net);
     for step in 0..steps {
-        let gradients = common::gradients(&net, step);
+        let gradients = models::gradients(&net, step);
         net = optim.step(0.01, net, gradients);
     }
     (net, optim)
@@ -161,7 +159,7 @@ fn burns_own_reader_opens_a_checkpoint() {
     let reader = Reader::from_file_exact(&path).unwrap();
     assert_eq!(reader.metadata()["progress"], "[1,2]");
     let weight = reader.tensor_data("model.layer.weight").unwrap();
-    assert_eq!(weight, common::bits(&net.layer.weight.val()));
+    assert_eq!(weight, models::bits(&net.layer.weight.val()));
     let names = reader.tensor_names();
     let ends = |end: &str| names.iter().any(|n| n.starts_with("optimizer.") && n.ends_with(end));
     assert!(ends(".momentum") && ends(".moment_1") && ends(".skipped"), "{names:?}");
@@ -170,11 +168,11 @@ fn burns_own_reader_opens_a_checkpoint() {
 /// Files of the first layout of the states, which later versions continue: what they were written by is gone. Where
 /// `DISTMUON_WRITE_CHECKPOINTS` is set, this version writes them anew.
 mod written_before {
-    use burn::nn::{Embedding, EmbeddingConfig};
     use burn::optim::GradientsParams;
     use distmuon::comm::World;
     use distmuon::distributed::{DistMuonConfig, Gradients};
     use distmuon::{Result, Schedule};
+    use distmuon_testing::models::ExpertNet as Net;
 
     use super::*;
 
@@ -182,24 +180,9 @@ mod written_before {
     const BEFORE: u64 = 3;
     const AFTER: u64 = 2;
 
-    /// A parameter for every rule.
-    #[derive(Module, Debug)]
-    struct Net {
-        embedding: Embedding,
-        layers: Vec<Linear>,
-        experts: Param<Tensor<3>>,
-        head: Linear,
-    }
-
+    /// The model of the files, with a vocabulary of 7.
     fn net(device: &Device) -> Net {
-        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
-        let net = Net {
-            embedding: EmbeddingConfig::new(7, 6).init(device),
-            layers: vec![linear(6, 6), linear(6, 9), linear(9, 6)],
-            experts: Param::from_tensor(Tensor::ones([2, 5, 4], device).require_grad()),
-            head: linear(6, 7),
-        };
-        net.map(&mut common::Fixed(StdRng::seed_from_u64(5)))
+        Net::new(7, device)
     }
 
     fn muon() -> MuonConfig {
@@ -214,7 +197,7 @@ mod written_before {
 
     /// Gradients of a step, of which one of the second step is not finite.
     fn gradients(net: &Net, step: u64) -> GradientsParams {
-        let mut gradients = common::gradients(net, step);
+        let mut gradients = models::gradients(net, step);
         if step == 1 {
             let weight = &net.layers[1].weight;
             let gradient = gradients.remove::<2>(weight.id).expect("a gradient");
@@ -224,7 +207,7 @@ mod written_before {
     }
 
     fn values(net: &Net) -> Vec<f32> {
-        let bytes = common::weights(net).concat();
+        let bytes = models::weights(net).concat();
         bytes.chunks(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
     }
 
@@ -252,7 +235,7 @@ mod written_before {
     }
 
     fn path(name: &str) -> PathBuf {
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name)
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("data").join(name)
     }
 
     fn writes() -> bool {

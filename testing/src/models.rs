@@ -1,0 +1,98 @@
+//! Models, their weights and their gradients.
+
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::optim::GradientsParams;
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use rand::{RngExt, SeedableRng, rngs::StdRng};
+
+/// A model with a parameter for every rule, and with the same values on every device.
+#[derive(Module, Debug)]
+pub struct ExpertNet {
+    /// `[vocabulary, 6]`.
+    pub embedding: Embedding,
+    /// Three layers with biases: `[6, 6]`, `[6, 9]` and `[9, 6]`.
+    pub layers: Vec<Linear>,
+    /// `[2, 5, 4]`.
+    pub experts: Param<Tensor<3>>,
+    /// `[6, vocabulary]`, with a bias.
+    pub head: Linear,
+}
+
+impl ExpertNet {
+    /// Creates the model for a size of the vocabulary.
+    pub fn new(vocabulary: usize, device: &Device) -> Self {
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+        let net = Self {
+            embedding: EmbeddingConfig::new(vocabulary, 6).init(device),
+            layers: vec![linear(6, 6), linear(6, 9), linear(9, 6)],
+            experts: Param::from_tensor(Tensor::ones([2, 5, 4], device).require_grad()),
+            head: linear(6, vocabulary),
+        };
+        net.map(&mut Fixed(StdRng::seed_from_u64(5)))
+    }
+}
+
+/// A model of linear layers.
+#[derive(Module, Debug)]
+pub struct Layers {
+    /// The layers.
+    pub layers: Vec<Linear>,
+}
+
+impl Layers {
+    /// Creates equal square layers without biases, with random values.
+    pub fn square(count: usize, width: usize, device: &Device) -> Self {
+        let layer = || LinearConfig::new(width, width).with_bias(false).init(device);
+        Self { layers: (0..count).map(|_| layer()).collect() }
+    }
+}
+
+/// Returns the bytes of a tensor.
+pub fn bits<const D: usize>(tensor: &Tensor<D>) -> Vec<u8> {
+    tensor.to_data().as_bytes().to_vec()
+}
+
+/// Replaces parameters by random values in float32, on devices of any default type, from a
+/// generator that no other test uses.
+pub struct Fixed(pub StdRng);
+
+impl ModuleMapper for Fixed {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|old| {
+            let values = (0..old.shape().num_elements()).map(|_| self.0.random_range(-0.3..0.3));
+            let values = TensorData::new(values.collect::<Vec<f32>>(), old.shape());
+            Tensor::from_data(values, (&old.device(), DType::F32)).require_grad()
+        })
+    }
+}
+
+/// Returns gradients of a model that depend on the seed only.
+pub fn gradients<M: Module>(model: &M, seed: u64) -> GradientsParams {
+    struct Random(StdRng, GradientsParams);
+    impl ModuleVisitor for Random {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let value = param.val().inner();
+            let values = (0..value.shape().num_elements()).map(|_| self.0.random_range(-1.0..1.0));
+            let values = TensorData::new(values.collect::<Vec<f32>>(), value.shape());
+            let gradient = Tensor::from_data(values, (&value.device(), value.dtype()));
+            self.1.register::<D>(param.id, gradient);
+        }
+    }
+    let mut random = Random(StdRng::seed_from_u64(seed), GradientsParams::new());
+    model.visit(&mut random);
+    random.1
+}
+
+/// Returns the bytes of every parameter of a model.
+pub fn weights<M: Module>(model: &M) -> Vec<Vec<u8>> {
+    struct Weights(Vec<Vec<u8>>);
+    impl ModuleVisitor for Weights {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            self.0.push(bits(&param.val()));
+        }
+    }
+    let mut weights = Weights(vec![]);
+    model.visit(&mut weights);
+    weights.0
+}

@@ -1,0 +1,14 @@
+//! Tests that share one process: none of them counts the memory, the kernels or the log of the
+//! process, and none sets its environment. Tests that do are targets by themselves.
+
+mod checkpoints;
+mod dist_muon;
+mod extremes;
+mod guide;
+#[cfg(feature = "train")]
+mod learner;
+mod optimizer;
+mod orthogonalize;
+mod routing;
+mod skips;
+mod train_lm;
