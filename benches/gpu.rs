@@ -12,8 +12,6 @@
 //! program runs that example with the other arguments.
 
 mod common;
-#[path = "../tests/common/skips.rs"]
-mod skips;
 #[allow(dead_code)] // this program calls `run`, not the example's `main`
 #[path = "../examples/train_lm/main.rs"]
 mod train_lm;
@@ -157,7 +155,7 @@ fn main() -> anyhow::Result<()> {
     for subject in options.subjects {
         let uses_dtype = matches!(subject, Subject::Products | Subject::Iterations);
         if uses_dtype && !device.supports_dtype(dtype.dtype()) {
-            skips::lacks(format!("{dtype:?}"));
+            distmuon_skips::lacks(format!("{dtype:?}"));
             continue;
         }
         match subject {
@@ -486,7 +484,7 @@ fn collectives() -> distmuon::Result<()> {
 
     println!("\n## Collectives\n");
     #[cfg(feature = "cuda")]
-    if skips::is_on_cuda() {
+    if distmuon_skips::is_on_cuda() {
         let world = nccl()?;
         let rows = measure(&world)?;
         if world.is_main() {

@@ -5,7 +5,8 @@
 #   benches/gpu.sh pack DIR PACKER   fills DIR with all that `gpu.sh run` needs on a machine without
 #                                    sources and without Rust; PACKER DIR PROGRAM... packs the
 #                                    programs, and writes DIR/run.sh, which starts them
-#   benches/gpu.sh run [STEP...]     runs all steps or these, and writes their results; also DIR/gpu.sh
+#   benches/gpu.sh run [STEP...]     runs all steps or these, and writes their results; DIR/gpu.sh
+#                                    does the same
 #
 # LIMIT and BUDGET are seconds, of a step and of all steps together: a step that exceeds them is
 # ended. OUT is the folder of gpu.log and of the results. BURN_DEVICE is the device, cuda if not
@@ -29,16 +30,19 @@ refuse() {
 }
 
 build() {
-  programs cuda,vulkan,gpu-suite --test gpu_suite
+  programs distmuon-tests cuda,vulkan,gpu-suite --test gpu_suite
   # The tests are built without burn/autotune, which would measure Burn's products for each of their
   # many shapes.
-  programs cuda,vulkan,burn/autotune --bench gpu
+  programs distmuon-benches cuda,vulkan,burn/autotune --bench gpu
 }
 
+# Builds a program of a package with features, and prints its path.
 programs() {
+  local package=$1
+  shift
   # At fixed addresses, since relocations would be a sixth of a program's size.
-  (cd "$here" && cargo rustc --profile "$profile" --features "$@" --message-format json-render-diagnostics -- \
-    -C relocation-model=static) | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p'
+  (cd "$here" && cargo rustc --profile "$profile" -p "$package" --features "$@" \
+    --message-format json-render-diagnostics -- -C relocation-model=static) | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p'
 }
 
 pack() {

@@ -4,7 +4,7 @@
 //! cargo bench --bench memory
 //! ```
 //!
-//! Counts the bytes that the allocator hands out in addition to parameters, gradients and momenta.
+//! Counts the bytes that are allocated in addition to parameters, gradients and momenta.
 //! The counts are meaningful on CPU devices only.
 
 mod common;

@@ -2,8 +2,10 @@
 //! are measured here.
 //!
 //! ```text
-//! cargo bench --bench scaling -- docs/scaling.svg
+//! cargo bench --bench scaling -- ../docs/scaling.svg
 //! ```
+//!
+//! Cargo runs benches in `benches/`, where relative paths begin.
 //!
 //! The time of the iteration for each shape and that of AdamW per byte are measured on the default
 //! device. The links between ranks are assumed. The "GPU" has the measured costs, divided so that

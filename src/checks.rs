@@ -31,8 +31,8 @@ pub(crate) fn ensure_gradient_matches<const D: usize>(
     Ok(())
 }
 
-/// Fails if a device will never compute the tensor of a parameter, as far as that is known without waiting
-/// for the device: memory that ran out is.
+/// Fails if a device will never compute the tensor of a parameter, as far as that is known without
+/// waiting for the device: memory that ran out is.
 pub(crate) fn ensure_computed(parameter: &str, tensor: &Tensor<1>) -> Result<()> {
     ensure_all_computed([(parameter, tensor)].into_iter())
 }
@@ -62,8 +62,8 @@ pub(crate) fn ensure_all_computed<'a>(
 
 /// Returns `true` if a device rounds to a type that it claims to support.
 ///
-/// CubeCL's CPU runtime supports bfloat16 only on a processor with instructions for it, or with libgcc 13,
-/// and returns garbage otherwise.
+/// CubeCL's CPU runtime supports bfloat16 only on a processor with instructions for it, or with
+/// libgcc 13, and returns garbage otherwise.
 pub(crate) fn rounds_to(device: &Device, dtype: FloatDType) -> bool {
     let values = [1.5_f32, -2.0, 0.0, 64.0];
     let rounded = Tensor::<1>::from_data(values, (device, DType::F32)).cast(dtype);

@@ -19,7 +19,8 @@ pub enum Error {
     },
     /// A parameter has a shape that its view as matrices does not allow.
     #[error(
-        "parameter `{parameter}` can't be seen as matrices: expected {expected}, got {shape:?}; {remedy}"
+        "parameter `{parameter}` can't be seen as matrices: expected {expected}, got {shape:?}; \
+         {remedy}"
     )]
     Shape {
         /// Path of the parameter in its module.
@@ -33,8 +34,8 @@ pub enum Error {
     },
     /// A device does not support the type of the iteration.
     #[error(
-        "parameter `{parameter}` can't be orthogonalised in {dtype}: {device} does not support that type; set \
-         `newton_schulz.dtype` to `Auto` or `F32`"
+        "parameter `{parameter}` can't be orthogonalised in {dtype}: {device} does not support \
+         that type; set `newton_schulz.dtype` to `Auto` or `F32`"
     )]
     Dtype {
         /// Path of the parameter in its module.
@@ -77,14 +78,14 @@ pub enum Error {
     },
     /// The model has no parameter to train.
     #[error(
-        "the model has nothing to train: expected a float parameter, got none; make the optimizer for \
-         the module that holds the layers"
+        "the model has nothing to train: expected a float parameter, got none; make the optimizer \
+         for the module that holds the layers"
     )]
     EmptyModel,
     /// The model has parameters, but none of them is trained.
     #[error(
-        "the model has nothing to train: expected a parameter that requires a gradient, got {parameters} \
-         that require none; build the model on `device.autodiff()`, or unfreeze it"
+        "the model has nothing to train: expected a parameter that requires a gradient, got \
+         {parameters} that require none; build the model on `device.autodiff()`, or unfreeze it"
     )]
     AllFrozen {
         /// The number of its parameters.
@@ -102,8 +103,8 @@ pub enum Error {
     },
     /// A checkpoint belongs to another model.
     #[error(
-        "checkpoint {path:?} is of another model: expected parameter `{parameter}` {model}, got {saved}; load it \
-         into the model it was saved from"
+        "checkpoint {path:?} is of another model: expected parameter `{parameter}` {model}, got \
+         {saved}; load it into the model it was saved from"
     )]
     OtherModel {
         /// The file.
@@ -117,8 +118,8 @@ pub enum Error {
     },
     /// The ranks were about to load different checkpoints.
     #[error(
-        "rank {rank} loads another checkpoint than rank 0: expected {expected}, got {got}; give all \
-         ranks copies of the same file"
+        "rank {rank} loads another checkpoint than rank 0: expected {expected}, got {got}; give \
+         all ranks copies of the same file"
     )]
     CheckpointsDiffer {
         /// The first rank that differs.
@@ -194,8 +195,8 @@ pub enum Error {
     },
     /// The devices of a world belong to different backends.
     #[error(
-        "rank {rank} has a device of another backend: expected one like {first} of rank 0, got {device}; give all \
-         ranks devices of one backend"
+        "rank {rank} has a device of another backend: expected one like {first} of rank 0, got \
+         {device}; give all ranks devices of one backend"
     )]
     Devices {
         /// The first rank on another backend.
@@ -207,8 +208,8 @@ pub enum Error {
     },
     /// The model of a rank differs from that of rank 0.
     #[error(
-        "parameter `{parameter}` is {other} on rank {rank} and {first} on rank 0; start \
-         from one model: by `World::threads_with` among threads, by `World::broadcast` among processes"
+        "parameter `{parameter}` is {other} on rank {rank} and {first} on rank 0; start from one \
+         model: by `World::threads_with` among threads, by `World::broadcast` among processes"
     )]
     ModelsDiffer {
         /// The first rank that differs.
@@ -232,11 +233,12 @@ pub enum Error {
         /// Its value on rank 0.
         first: String,
     },
-    /// Two parameters of a model have one identity: Burn gives a clone the identity of its original.
+    /// Two parameters of a model have one identity: Burn gives a clone the identity of its
+    /// original.
     #[error(
-        "parameters `{first}` and `{second}` are the same parameter, which an optimizer step would make two; \
-         keep it in one place and use it from there, or give the second an identity of its own with \
-         `Param::initialized(ParamId::new(), ...)`"
+        "parameters `{first}` and `{second}` are the same parameter, which an optimizer step would \
+         make two; keep it in one place and use it from there, or give the second an identity of \
+         its own with `Param::initialized(ParamId::new(), ...)`"
     )]
     Shared {
         /// Path of the parameter in its module.
@@ -246,8 +248,9 @@ pub enum Error {
     },
     /// A parameter was skipped in too many steps in a row.
     #[error(
-        "parameter `{parameter}` was skipped in {steps} steps in a row: expected finite gradients and updates; \
-         lower the learning rate, find the source of NaN or infinity, or change `max_skipped`"
+        "parameter `{parameter}` was skipped in {steps} steps in a row: expected finite gradients \
+         and updates; lower the learning rate, find the source of NaN or infinity, or change \
+         `max_skipped`"
     )]
     Skipped {
         /// Path of the parameter in its module.

@@ -25,7 +25,7 @@
 //! - `docs/design/`: the reasons for the layout of the modules, the update, the kernels, the
 //!   restarts and the ranks;
 //! - `docs/results/`: all measurements, with their dates and commands;
-//! - `SECURITY.md`, `CONTRIBUTING.md` and `CHANGELOG.md`.
+//! - `SECURITY.md` and `CHANGELOG.md`.
 
 /// The one line that changes, and the settings that change with it.
 ///

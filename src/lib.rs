@@ -1,7 +1,8 @@
-//! Muon for [Burn](https://burn.dev): the optimizer that orthogonalises the momentum of hidden
-//! matrices, with AdamW for everything else.
+//! The Muon optimizer for [Burn](https://burn.dev), on one device or many.
 //!
-//! One line changes in a Burn training loop: the optimizer is made for the model.
+//! Muon orthogonalises the momentum of a network's hidden matrices; AdamW updates all other
+//! parameters. The crate decides which parameter is which, and prints the decision. One line
+//! changes in a Burn training loop, the one that makes the optimizer:
 //!
 //! ```
 //! use burn::module::Module;
@@ -17,7 +18,7 @@
 //! let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(&device);
 //! let mut model = Net { up: linear(8, 32), hidden: linear(32, 32), head: linear(32, 1) };
 //!
-//! let routing = MuonConfig::new().route(&model)?; // who updates what, and why
+//! let routing = MuonConfig::new().route(&model)?; // every parameter, with a reason
 //! println!("{routing}");
 //! let mut optim = MuonConfig::new().init_batched(&model)?;
 //! let lr = Schedule::warmup_constant_warmdown(3e-3, 2, 10, 8);
@@ -32,57 +33,71 @@
 //! # Ok::<(), distmuon::Error>(())
 //! ```
 //!
+//! [`MuonConfig::init_batched`] works on all matrices of one shape as one batch, in few launches.
+//! [`MuonConfig::init`] returns Burn's `ModuleOptimizer` instead, as burn-train's `Learner`
+//! requires. On many ranks, [`DistMuonConfig::init`] takes the place of both, and the loop stays
+//! the same.
+//!
 //! # By task
 //!
-//! The [`guide`] has small programs and tables for each:
+//! The [`guide`] has small programs and tables for each task:
 //!
-//! - [coming from AdamW](guide::from_adamw), or from Burn's own Muon: what else changes;
-//! - [choosing a learning rate](guide::learning_rate);
-//! - [excluding and freezing layers, LoRA](guide::excluding);
-//! - [clipping gradients](guide::clipping), by one norm or each by itself;
-//! - [accumulating gradients](guide::accumulation);
-//! - [saving and resuming](guide::resuming);
-//! - [watching a run](guide::watching);
+//! - [coming from AdamW](guide::from_adamw) or from Burn's own Muon;
+//! - [choosing a learning rate](guide::learning_rate), and [all other settings](guide::settings);
+//! - [training on one device](guide::one_device), with the fewest launches;
 //! - [from 1 to 8 GPUs](guide::ranks): a complete program before and after;
+//! - [processes and several hosts](guide::hosts): launchers, their variables and the secret;
 //! - [training with burn-train's `Learner`](guide::learner);
-//! - [what it costs](guide::cost), in memory and time.
+//! - [saving and resuming](guide::resuming), also on another number of ranks;
+//! - [excluding and freezing layers, LoRA](guide::excluding);
+//! - [clipping gradients](guide::clipping), together or separately;
+//! - [accumulating gradients](guide::accumulation);
+//! - [watching a run](guide::watching): routing, skipped steps, memory;
+//! - [memory, time and launches](guide::cost);
+//! - [troubleshooting](guide::troubleshooting): errors, causes and remedies;
+//! - [testing and measuring on a GPU](guide::gpu).
 //!
-//! # By component
+//! # Module overview
 //!
-//! - [`muon`]: the rule for one parameter, [`Muon`], which is a Burn
-//!   [`Optimizer`](burn::optim::Optimizer), and its configuration, [`MuonConfig`];
-//! - [`orthogonalize`]: Newton-Schulz on batches of matrices, in two forms and any precision;
-//! - [`route`]: which parameter goes to Muon and which to AdamW;
-//! - [`adamw`]: what AdamW's parameters are trained with;
-//! - [`dist`]: the same on many ranks;
-//! - [`schedule`]: momentum, weight decay and learning rate over the steps of a run;
-//! - [`checkpoint`]: a run in one file that is replaced as a whole;
-//! - [`error`]: what can go wrong.
-//!
-//! # Devices and features
-//!
-//! The features `flex` (default), `wgpu`, `vulkan`, `cuda`, `cpu` and `tch` enable Burn's features of
-//! the same names. On Flex and on Burn's CubeCL backends, the iteration and the
-//! elementwise parts have kernels of their own; elsewhere, as on LibTorch (`tch`), they are composed of Burn's
-//! operations ([`KernelPolicy`]), which round half precision more often. KernelPolicy are
-//! tested on software devices (WGSL, SPIR-V with cooperative matrices, CubeCL's CPU runtime) and compiled
-//! for CUDA; nothing has run on a GPU yet.
-//!
-//! [`KernelPolicy::Tuned`] measures them when a shape is met first. Feature `fusion` (default) is Burn's fusion
-//! on the CubeCL backends; it has to be on here if it is on in `burn`, whose default it is, too.
-//!
-//! Items that need a feature:
-//!
-//! | feature | adds |
+//! | module | contents |
 //! |---|---|
-//! | `train` | `dist::DistMuonStrategy` and `SkippedStepsMetric`, for burn-train's `Learner` |
-//! | `optimal` | plans by mixed-integer programming, `dist::plan::Balancing::Optimal` |
-//! | `mpi` | `dist::World::mpi`: ranks that are processes over MPI; needs an MPI and libclang to build |
-//! | `cuda` | `dist::World::nccl` and `dist::Reduction`: ranks that are processes over NCCL; Burn downloads an LLVM bundle to build |
-//! | `mpi` or `cuda` | `dist::World::from_env`, `dist::World::from_env_or_alone` and `dist::Launch`, for what a launcher starts |
+//! | [`muon`] | [`MuonConfig`], and [`Muon`], a Burn [`Optimizer`](burn::optim::Optimizer) for one parameter |
+//! | [`orthogonalize`] | [`NewtonSchulz`], the iteration on batches of matrices, in two forms and several types |
+//! | [`routing`] | [`Routing`], the optimizer of every parameter, and [`RoutingRule`], which overrides it |
+//! | [`adamw`] | [`AdamWConfig`], the settings of all other parameters |
+//! | [`parts`] | optional stages of Muon's update, such as [`NorMuon`](parts::NorMuon) |
+//! | [`comm`] | [`World`], the ranks that train together, and their collectives |
+//! | [`distributed`] | [`DistMuonConfig`] and the optimizers of many ranks; [`plan`](distributed::plan), the owner of every matrix |
+//! | [`schedule`] | [`Schedule`], for momentum, weight decay and learning rate over the steps of a run |
+//! | [`checkpoint`] | a run in one file, which is replaced as a whole |
+//! | [`error`] | [`Error`], with the remedy in every message |
 //!
-//! Documentation that is built without these devices, as on docs.rs, has `train` and `optimal` only.
+//! # Devices
+//!
+//! The features `flex` (default), `wgpu`, `vulkan`, `cuda`, `cpu` and `tch` enable Burn's features
+//! of the same names. Flex and Burn's CubeCL backends have kernels of this crate for the iteration
+//! and for the elementwise parts of a step. On other backends, such as LibTorch (`tch`), Burn's own
+//! operations do the same work and round half precision more often. [`KernelPolicy`] chooses
+//! between kernels and Burn's operations; [`KernelPolicy::Tuned`] measures the kernels when a shape
+//! is met first.
+//!
+//! The kernels are tested on software devices (WGSL, SPIR-V with cooperative matrices, CubeCL's CPU
+//! runtime) and compiled for CUDA. **Nothing has run on a GPU yet.**
+//!
+//! Feature `fusion` (default) supports Burn's fusion on the CubeCL backends. It has to be on if
+//! `burn` has it, which is Burn's default.
+//!
+//! # Items behind features
+//!
+//! | feature | adds | needs |
+//! |---|---|---|
+//! | `train` | `DistMuonStrategy` and `SkippedStepsMetric`, for burn-train's `Learner` | nothing |
+//! | `optimal` | `distributed::plan::Balancing::Optimal`, plans by mixed-integer programming | nothing |
+//! | `mpi` | `comm::World::mpi` and `comm::Mpi`, ranks that are processes over MPI | an MPI and libclang, to build |
+//! | `cuda` | `comm::World::nccl`, `comm::Nccl` and `comm::Reduction`, ranks over NCCL | an LLVM bundle, which Burn downloads; NCCL to run |
+//! | `mpi` or `cuda` | `comm::World::from_env`, `from_env_or_alone` and `comm::Launch`, for programs that a launcher starts | as above |
 
+#![cfg_attr(docsrs, feature(doc_cfg))]
 #![warn(missing_docs)]
 // Only the engines of Flex and of CubeCL read the arguments of the backend extensions.
 #![cfg_attr(not(any(feature = "flex", feature = "cube")), allow(unused))]
@@ -111,11 +126,11 @@ pub use backend::{ComputePath, KernelPolicy};
 #[cfg(feature = "processes")]
 pub use comm::Launch;
 pub use comm::World;
+#[cfg(test)]
+use distmuon_skips as skips;
 #[cfg(feature = "train")]
 pub use distributed::DistMuonStrategy;
 pub use distributed::{DistModuleOptimizer, DistMuon, DistMuonConfig};
-#[cfg(test)]
-use distmuon_skips as skips;
 pub use error::{Error, Result};
 pub use matrix_view::{MatrixLayout, MatrixView};
 #[cfg(feature = "train")]

@@ -29,8 +29,8 @@ pub enum MatrixView {
 }
 
 impl MatrixView {
-    /// Returns `true` if a rule with this view applies to parameters of a shape. It does not to vectors, nor to
-    /// the vectors of a stack, which have the shape of a matrix.
+    /// Returns `true` if a rule with this view applies to parameters of a shape. It does not to
+    /// vectors, nor to the vectors of a stack, which have the shape of a matrix.
     pub(crate) fn fits(self, shape: &[usize]) -> bool {
         match self {
             Self::Single | Self::Flatten => shape.len() >= 2,
@@ -42,8 +42,8 @@ impl MatrixView {
     ///
     /// # Errors
     ///
-    /// [`Error::Shape`], with the name of the parameter, for fewer than two dimensions, and for more
-    /// than two without an explicit view.
+    /// [`Error::Shape`], with the name of the parameter, for fewer than two dimensions, and for
+    /// more than two without an explicit view.
     pub fn batch_shape(self, parameter: &str, shape: &[usize]) -> Result<[usize; 3]> {
         let error = |expected, remedy| {
             let (parameter, shape) = (parameter.to_owned(), shape.to_vec());
@@ -69,8 +69,8 @@ fn view_by_rule(parameter: &str) -> String {
     }
     let path = format!("r\"^{}$\"", regex::escape(parameter));
     format!(
-        "add `.with_rule(RoutingRule::muon({path}).flatten())` for a convolution, with `.batch()` instead for a \
-         stack of matrices, or `.with_rule(RoutingRule::adamw({path}))`"
+        "add `.with_rule(RoutingRule::muon({path}).flatten())` for a convolution, with `.batch()` \
+         instead for a stack of matrices, or `.with_rule(RoutingRule::adamw({path}))`"
     )
 }
 

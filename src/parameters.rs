@@ -1,4 +1,5 @@
-//! The float parameters of a module: the one walk through a module, with the names and types on the way.
+//! The float parameters of a module: the one walk through a module, with the names and types on the
+//! way.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Device, Tensor};
@@ -15,7 +16,8 @@ pub(crate) struct Found {
     pub device: Device,
     /// `true` if it is trained: neither frozen nor without elements.
     pub trainable: bool,
-    /// `true` if it is a factor of a LoRA adapter. Its fields are those of the weight that it adapts.
+    /// `true` if it is a factor of a LoRA adapter. Its fields are those of the weight that it
+    /// adapts.
     pub is_adapter: bool,
     /// The fields on the way to it.
     pub fields: Vec<Field>,
@@ -40,8 +42,8 @@ impl Found {
         self.fields.last().map_or("", |field| &field.name)
     }
 
-    /// The path of the module that has its field at a depth. The root's path is empty; the path after the
-    /// last field is that of the parameter, or of the weight that it adapts.
+    /// The path of the module that has its field at a depth. The root's path is empty; the path
+    /// after the last field is that of the parameter, or of the weight that it adapts.
     pub fn module(&self, depth: usize) -> &str {
         let length: usize = self.fields[..depth].iter().map(|field| field.name.len() + 1).sum();
         &self.path[..length.saturating_sub(1)]
@@ -152,7 +154,8 @@ impl<F: Map> ModuleMapper for Mapping<'_, F> {
     }
 }
 
-/// A tensor to stand where a value was taken out of a model. Not initialised, since it is never read.
+/// A tensor to stand where a value was taken out of a model. Not initialised, since it is never
+/// read.
 pub(crate) fn placeholder<const D: usize>(value: &Tensor<D>) -> Tensor<D> {
     in_place_of(value, Tensor::empty([1; D], (&value.device().inner(), value.dtype())))
 }

@@ -1,4 +1,5 @@
-//! Flat tensors, sliced and concatenated without touching empty ones, which not every backend accepts.
+//! Flat tensors, sliced and concatenated without touching empty ones, which not every backend
+//! accepts.
 
 use std::ops::Range;
 

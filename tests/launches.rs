@@ -1,4 +1,4 @@
-//! KernelPolicy that a step launches, copies from the host and copies to it, counted on a CubeCL device: how they
+//! Kernels that a step launches, copies from the host and copies to it, counted on a CubeCL device: how they
 //! grow with the number of parameters.
 //!
 //! A binary of its own with one test: what counts is one for the process.

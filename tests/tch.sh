@@ -27,8 +27,11 @@ if [ $# -gt 0 ]; then
   on_libtorch "$@"
   exit
 fi
-on_libtorch --no-fail-fast --test optimizer --test orthogonalize --test extremes --test conformance \
-  --test checkpoints --test dist_muon --test distributed --test faults -- --show-output
+failed=
+on_libtorch --test it -- --show-output \
+  optimizer:: orthogonalize:: extremes:: checkpoints:: dist_muon:: || failed=1
+on_libtorch --no-fail-fast --test conformance --test distributed --test faults -- --show-output || failed=1
 for float in bf16 f64; do
-  DISTMUON_TEST_FLOAT=$float on_libtorch --test distributed -- --show-output
+  DISTMUON_TEST_FLOAT=$float on_libtorch --test distributed -- --show-output || failed=1
 done
+[ -z "$failed" ]

@@ -1,4 +1,4 @@
-//! CubeCL kernels of [distmuon](https://docs.rs/distmuon), independent of Burn.
+//! [CubeCL](https://github.com/tracel-ai/cubecl) kernels of `distmuon`, independent of Burn.
 //!
 //! A kernel takes a client, buffers and sizes, and runs on every CubeCL runtime.
 //!

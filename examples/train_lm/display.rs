@@ -92,7 +92,8 @@ impl<'a> Display<'a> {
             self.line(
                 step,
                 &format!(
-                    "{parameters} parameters skipped {up_to}{max} of {steps} steps: gradients not finite"
+                    "{parameters} parameters skipped {up_to}{max} of {steps} steps: gradients not \
+                     finite"
                 ),
             );
         }

@@ -193,7 +193,8 @@ impl Progress {
         match steps == before {
             true => resumed,
             false => format!(
-                "{resumed}, no longer of {before}: from here on, the learning rate is that of {steps} steps"
+                "{resumed}, no longer of {before}: from here on, the learning rate is that of \
+                 {steps} steps"
             ),
         }
     }

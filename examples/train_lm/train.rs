@@ -263,8 +263,8 @@ impl Run<'_> {
     /// The error of a run that has diverged.
     fn diverged(&self, step: usize) -> anyhow::Error {
         anyhow!(
-            "{}: the losses of steps {} to {step} are not finite, so that nothing was learnt in them; \
-             start anew with a lower --lr than {:e}",
+            "{}: the losses of steps {} to {step} are not finite, so that nothing was learnt in \
+             them; start anew with a lower --lr than {:e}",
             self.name(),
             step + 1 - MAX_NON_FINITE,
             self.lr()

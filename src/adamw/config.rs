@@ -66,7 +66,7 @@ impl AdamWConfig {
     ) -> AdamWUpdate {
         AdamWUpdate {
             step: AdamWStep { beta_1: self.beta_1, beta_2: self.beta_2, epsilon: self.epsilon },
-            weight_decay: self.weight_decay.into(),
+            weight_decay: self.weight_decay,
             role_lr: RoleLr {
                 embedding: self.embedding_lr,
                 head: self.head_lr,

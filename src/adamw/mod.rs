@@ -1,5 +1,5 @@
-//! AdamW for all parameters that are not hidden matrices: at a learning rate relative to Muon's, unaffected by
-//! gradients that are not finite, and for several parameters at once, in place.
+//! AdamW for all parameters that are not hidden matrices: at a learning rate relative to Muon's,
+//! unaffected by gradients that are not finite, and for several parameters at once, in place.
 //!
 //! With betas `b1` and `b2`, learning rate `lr` and weight decay `w`, a step with gradient `G` is
 //!
@@ -10,11 +10,11 @@
 //! ```
 //!
 //! (Loshchilov and Hutter, <https://arxiv.org/abs/1711.05101>). The corrections `c` are the moving
-//! averages of ones: the usual `1 - b^t`, but counting on the device only the steps that were taken. The
-//! moments of float16 and bfloat16 parameters are float32.
+//! averages of ones: the usual `1 - b^t`, but counting on the device only the steps that were
+//! taken. The moments of float16 and bfloat16 parameters are float32.
 //!
-//! A step is skipped if `G` is not finite, or so large that its square would make `V` infinite forever:
-//! above 1.8e19 (1.3e154 for float64 parameters).
+//! A step is skipped if `G` is not finite, or so large that its square would make `V` infinite
+//! forever: above 1.8e19 (1.3e154 for float64 parameters).
 
 mod config;
 mod optimizer;

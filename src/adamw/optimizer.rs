@@ -7,7 +7,7 @@ use burn::tensor::{DType, Device, Tensor};
 
 use crate::backend::{AdamWControls, FiniteMask, FlaggedRows, reject};
 use crate::checks::{ensure_computed, ensure_gradient_matches};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::update::{
     AdamWParameter, AdamWUpdate, Counting, ONLY_RANK, Place, SKIPPED, SkippedSteps, Slots, clip,
     ensure_finite_rate,
@@ -36,7 +36,7 @@ pub(crate) struct AdamWState<const D: usize> {
 
 impl<const D: usize> AdamWState<D> {
     fn skipped(&self) -> Tensor<1> {
-        self.slots.get(SKIPPED.name).expect("every state has a count").clone()
+        self.slots.get(SKIPPED.name).clone()
     }
 }
 
@@ -48,7 +48,7 @@ impl<const D: usize> RecordState for AdamWState<D> {
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
         let names = AdamWUpdate::STATE.map(|slot| slot.name);
         let slots = Slots::unflatten(&names, &[], prefix, src, device)?;
-        (slots.recorded(names[0])?.len() == D).then_some(Self { slots, place: Place::default() })
+        (slots.recorded(names[0]).len() == D).then_some(Self { slots, place: Place::default() })
     }
 }
 
@@ -65,7 +65,7 @@ impl AdamW {
         dtype: DType,
         device: &Device,
     ) -> AdamWState<D> {
-        let batch = [1, 1, shape.iter().product()];
+        let batch = AdamWUpdate::batch(&shape);
         let slots = Slots::zeros(&AdamWUpdate::STATE, batch, &shape, dtype, device);
         AdamWState { slots, place: Place::default() }
     }
@@ -91,12 +91,8 @@ impl AdamW {
             return Ok((parameter, state));
         }
         let AdamWState { mut slots, mut place } = state;
-        let batch = [1, 1, shape.iter().product()];
-        if let Some(slot) = slots.unfit(&AdamWUpdate::STATE, batch) {
-            let reason = format!("its state does not fit: expected a `{}` of its shape", slot.name);
-            let remedy = "configure the optimizer as it was when the state was saved";
-            return Err(Error::parameter(&self.parameter, ONLY_RANK, reason, remedy));
-        }
+        let batch = AdamWUpdate::batch(&shape);
+        slots.ensure_fit(&AdamWUpdate::STATE, batch, &shape, &self.parameter)?;
         // Files of older versions have bfloat16 moments.
         slots.convert(&AdamWUpdate::SLOTS, dtype);
 
@@ -129,7 +125,7 @@ impl AdamW {
         for (slot, correction) in AdamWUpdate::CORRECTIONS.iter().zip(corrections) {
             slots.put(slot.name, correction);
         }
-        let count = slots.get(SKIPPED.name).expect("every state has a count").clone();
+        let count = slots.get(SKIPPED.name).clone();
         let skipped = count + rejected;
         slots.put(SKIPPED.name, skipped.clone());
         let times = [place.next_step()];
@@ -173,7 +169,8 @@ mod tests {
     use crate::backend::KernelPolicy;
     use crate::skips::lacks;
 
-    /// The square of such a gradient is zero in float16, so that the step after it would be divided by epsilon.
+    /// The square of such a gradient is zero in float16, so that the step after it would be divided
+    /// by epsilon.
     #[test]
     fn small_gradients_in_float16_make_small_steps() {
         let device = Device::default();

@@ -44,10 +44,12 @@ impl AdamWStep {
         let (mut m, mut v) = (moments.moment_1.into_dispatch(), moments.moment_2.into_dispatch());
         let mut updated = vec![];
         for call in calls(rows.len()) {
-            // Moved out of the lists: a second reference would make the kernels copy before they write in place.
+            // Moved out of the lists: a second reference would make the kernels copy before they
+            // write in place.
             let [values, grads] = [&mut parameters, &mut grads]
                 .map(|all| TensorList::from_tensors(all.take(call.len()).collect()));
-            // A backend extension has no optional tensors: where there is no factor, any tensor stands in.
+            // A backend extension has no optional tensors: where there is no factor, any tensor
+            // stands in.
             let by = factor.unwrap_or(rejected);
             let [rejected, c1, c2, by] = [rejected, c1, c2, by].map(|x| x.clone().into_dispatch());
             let (rows, scaled) = (rows[call].to_vec(), factor.is_some());

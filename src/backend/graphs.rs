@@ -1,14 +1,16 @@
 //! Iterations that are recorded once and replayed as one launch.
 //!
-//! A small iteration is bound by its launches. Where the device has graphs (CUDA, ROCm; wgpu encodes the
-//! launches again), the first batch of a shape is iterated a few times and recorded with the buffers that
-//! it used; later ones are copied into the first buffer, the graph is replayed, and the result is copied
-//! out. Momentum, learning rate and weight decay have no part in it, so that no schedule makes a recording
-//! stale. What a recording needs stays in memory: its batch, everything in between, and the result.
+//! A small iteration is bound by its launches. Where the device has graphs (CUDA, ROCm; wgpu
+//! encodes the launches again), the first batch of a shape is iterated a few times and recorded
+//! with the buffers that it used; later ones are copied into the first buffer, the graph is
+//! replayed, and the result is copied out. Momentum, learning rate and weight decay have no part in
+//! it, so that no schedule makes a recording stale. What a recording needs stays in memory: its
+//! batch, everything in between, and the result.
 //!
-//! The rest of a step is not recorded, since gradients and parameters lie somewhere else at every step: of each
-//! batch, the gradient, the parameter, the momentum and three rates would have to be copied in, and two of them
-//! out again, instead of the launches that there are now, which take several parameters each.
+//! The rest of a step is not recorded, since gradients and parameters lie somewhere else at every
+//! step: of each batch, the gradient, the parameter, the momentum and three rates would have to be
+//! copied in, and two of them out again, instead of the launches that there are now, which take
+//! several parameters each.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -22,8 +24,8 @@ use super::ops::{MatrixOps, PartialNorms};
 /// An iteration, as the recording calls it.
 pub(crate) type Iteration = Box<dyn FnMut() -> Tensor<3> + Send>;
 
-/// What a recording is good for: a thread, whose stream it was made on, a shape, a type, whether norms are
-/// given, and the device.
+/// The inputs that a recording serves: those of a thread, since it was recorded on the thread's
+/// stream, with a shape, a type, norms or none, and a device.
 type Key = (ThreadId, [usize; 3], DType, bool, String);
 
 /// The recordings of an iteration; nothing where a device refused to record.
@@ -44,14 +46,14 @@ impl std::fmt::Debug for Recordings {
 }
 
 impl Recordings {
-    /// How many shapes have a recording.
+    /// Returns the number of shapes that have a recording.
     pub fn count(&self) -> usize {
         let known = self.0.lock().expect("no holder of the lock panics");
         known.values().filter(|recording| recording.is_some()).count()
     }
 
-    /// The iteration of a batch, replayed; nothing if the device has no graphs. `iteration` makes what is
-    /// recorded, given the buffers that it has to read.
+    /// Returns the iteration of a batch by a replay, or nothing if the device has no graphs.
+    /// `iteration` returns the function to record, from the buffers that it has to read.
     pub fn run(
         &self,
         batch: &Tensor<3>,
@@ -79,7 +81,8 @@ impl Recording {
         iteration: impl FnOnce(Tensor<3>, Option<PartialNorms>) -> Iteration,
     ) -> Option<Self> {
         let mut iteration = iteration(batch.clone(), norms.clone().map(PartialNorms));
-        // What is proven or measured at first use is read from the device, which no recording can hold.
+        // Kernels that are tested or measured at their first use are read back from the device,
+        // which cannot be recorded.
         drop(iteration());
         let graph = capture(device, iteration);
         graph.is_hardware().then_some(Self { batch, norms, graph })
@@ -91,14 +94,14 @@ impl Recording {
         let _norms =
             self.norms.as_ref().zip(norms).map(|(old, PartialNorms(new))| overwrite(old, new));
         // SAFETY: the recording keeps its inputs, the closure and the result alive. The key has the
-        // thread, hence the stream, and the lock is held, so that nobody else uses the buffers until the
-        // copy below has been queued on the same stream.
+        // thread, hence the stream, and the lock is held, so that no other thread uses the buffers
+        // until the copy below has been queued on the same stream.
         let result = unsafe { self.graph.replay() };
         result.clone().mul_scalar(1.0)
     }
 }
 
-/// Copies values into the buffer of a tensor, whoever else reads it.
+/// Copies values into the buffer of a tensor, even if other tensors share it.
 fn overwrite(target: &Tensor<3>, values: &Tensor<3>) -> Tensor<3> {
     let [target, values] = [target, values].map(|tensor| tensor.clone().into_dispatch());
     Tensor::from_dispatch(Dispatch::overwrite(target, values))

@@ -2,8 +2,8 @@
 
 use burn::tensor::{Bool, FloatDType, Tensor};
 
-/// A flag for every row, as a tensor on its device: no value is read back. A row is a unit that a step updates or
-/// leaves as a whole: a matrix of a batch, a slice of a parameter.
+/// A flag for every row, as a tensor on its device: no value is read back. A row is a unit that a
+/// step updates or leaves as a whole: a matrix of a batch, a slice of a parameter.
 #[derive(Clone)]
 pub(crate) struct FiniteMask {
     /// One entry per row: `true` if the row is rejected.
@@ -11,7 +11,8 @@ pub(crate) struct FiniteMask {
 }
 
 impl FiniteMask {
-    /// A mask from flags: 0 for every row that is updated, and positive for every row that is rejected.
+    /// A mask from flags: 0 for every row that is updated, and positive for every row that is
+    /// rejected.
     pub fn from_rows(flags: Tensor<1>) -> Self {
         Self { rejected: flags.greater_elem(0.0) }
     }

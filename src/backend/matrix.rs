@@ -89,8 +89,8 @@ impl ComputePath {
         }
     }
 
-    /// Every matrix divided by its Frobenius norm, or by `epsilon` if that is larger, in `dtype`. The
-    /// norms are computed unless they are given.
+    /// Every matrix divided by its Frobenius norm, or by `epsilon` if that is larger, in `dtype`.
+    /// The norms are computed unless they are given.
     pub(crate) fn normalize(
         self,
         x: Tensor<3>,

@@ -1,8 +1,8 @@
 //! Compute paths: the operations of a step, and their implementations, one folder per backend.
 //!
-//! [`ops`] declares the operations as extensions of Burn's backends. Beside them, [`path`] decides which
-//! implementation runs, and `matrix`, `step` and `adamw` call it: the portable one, which is composed of Burn's
-//! own operations and serves as the reference, or the kernels of a backend.
+//! [`ops`] declares the operations as extensions of Burn's backends. Beside them, [`path`] decides
+//! which implementation runs, and `matrix`, `step` and `adamw` call it: the portable one, which is
+//! composed of Burn's own operations and serves as the reference, or the kernels of a backend.
 
 mod adamw;
 #[cfg(feature = "cube")]
@@ -36,9 +36,9 @@ pub(crate) use step::{apply, reject, update_momentum};
 
 use burn::tensor::DType;
 
-/// The type for values that have to be more precise than parameters of a type, such as learning rates:
-/// float64 for float64, and float32 for all others. In float32, `1 - lr decay` moves in steps of 6e-8, which
-/// is more than the precision that float64 is chosen for.
+/// The type for values that have to be more precise than parameters of a type, such as learning
+/// rates: float64 for float64, and float32 for all others. In float32, `1 - lr decay` moves in
+/// steps of 6e-8, which is more than the precision that float64 is chosen for.
 pub(crate) fn precise_dtype(parameter: DType) -> DType {
     if parameter == DType::F64 { DType::F64 } else { DType::F32 }
 }

@@ -8,8 +8,8 @@ use super::path::{ComputePath, KernelPolicy};
 use super::precise_dtype;
 use super::tensor_list::{TensorList, calls};
 
-/// Norms of rows, `scale sqrt(squares)`: a scale of the magnitude of the row, and the sum of the squares of the
-/// elements divided by it, as in LAPACK's `slassq`.
+/// Norms of rows, `scale sqrt(squares)`: a scale of the magnitude of the row, and the sum of the
+/// squares of the elements divided by it, as in LAPACK's `slassq`.
 pub(crate) struct ScaledNorms {
     pub scale: Tensor<1>,
     pub squares: Tensor<1>,
@@ -25,8 +25,8 @@ impl ScaledNorms {
         Self { scale: scale.reshape([count]), squares: squares.reshape([count]) }
     }
 
-    /// The norms of `count` rows of `elements` elements: those of tensors of one type, each with the index of its
-    /// first row, and zeros in between. The last row of a tensor may be shorter.
+    /// The norms of `count` rows of `elements` elements: those of tensors of one type, each with
+    /// the index of its first row, and zeros in between. The last row of a tensor may be shorter.
     pub fn of_tensors(
         policy: KernelPolicy,
         tensors: &[Tensor<1>],
@@ -79,8 +79,8 @@ impl ScaledNorms {
         Self { scale: largest.reshape([rows]), squares: squares.reshape([rows]) }
     }
 
-    /// The factor `[1]` that scales the norm over all rows down to `max_norm`, or 1 if it is smaller. `epsilon` is
-    /// added to the norm.
+    /// The factor `[1]` that scales the norm over all rows down to `max_norm`, or 1 if it is
+    /// smaller. `epsilon` is added to the norm.
     pub fn factor(self, max_norm: f64, epsilon: f64) -> Tensor<1> {
         let largest = self.scale.clone().max().clamp_min(f32::MIN_POSITIVE);
         let relative = self.scale / largest.clone();
@@ -91,8 +91,8 @@ impl ScaledNorms {
     }
 }
 
-/// A gradient times a factor `[1]`, rounded once: in half precision, the factor itself would lose digits or
-/// be zero.
+/// A gradient times a factor `[1]`, rounded once: in half precision, the factor itself would lose
+/// digits or be zero.
 pub(crate) fn scaled<const D: usize>(grad: Tensor<D>, factor: Tensor<1>) -> Tensor<D> {
     let dtype = grad.dtype();
     let grad = wide(grad);

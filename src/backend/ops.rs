@@ -1,12 +1,14 @@
 //! The operations of a step, as extensions of Burn's backends.
 //!
-//! [`MatrixOps`] are the products of the iteration, [`StepOps`] the elementwise operations around it, and
-//! [`AdamWOps`] a step of AdamW. A backend with kernels implements them and is named in the attributes: Flex in
-//! `flex/`, every CubeCL runtime in `cubecl/`. Backends that are not named run the portable bodies
-//! (`portable/`), which are composed of Burn's own operations and also run on the dispatching backend.
+//! [`MatrixOps`] are the products of the iteration, [`StepOps`] the elementwise operations around
+//! it, and [`AdamWOps`] a step of AdamW. A backend with kernels implements them and is named in the
+//! attributes: Flex in `flex/`, every CubeCL runtime in `cubecl/`. Backends that are not named run
+//! the portable bodies (`portable/`), which are composed of Burn's own operations and also run on
+//! the dispatching backend.
 //!
-//! Gradients and parameters are read and written where they are, several in one call. The optimizer's state is
-//! stored as batches `[k, m, n]`, in which a parameter has as many matrices as its tensor.
+//! Gradients and parameters are read and written where they are, several in one call. The
+//! optimizer's state is stored as batches `[k, m, n]`, in which a parameter has the number of
+//! matrices of its tensor.
 
 use burn::backend::{Backend, backend_extension, tensor::FloatTensor};
 use burn::tensor::{FloatDType, Tensor};
@@ -163,13 +165,15 @@ pub trait MatrixOps: Backend {
     #[fusion(dtype = r, shape = r)]
     fn accumulate_q(r: FloatTensor<Self>, schedule: Vec<Polynomial>) -> FloatTensor<Self>;
 
-    /// Copies `values` into the buffer of `target`, even if other tensors share that buffer, and returns `target`.
+    /// Copies `values` into the buffer of `target`, even if other tensors share that buffer, and
+    /// returns `target`.
     #[fusion(dtype = target, shape = target)]
     fn overwrite(target: FloatTensor<Self>, values: FloatTensor<Self>) -> FloatTensor<Self>;
 
     /// Writes the norms of the rows of tensors, of `elements` elements each, in parts:
-    /// `[rows, parts, 2]` float32 values, a scale and the sum of the squares of the elements divided by it, as in
-    /// LAPACK's `slassq`. The last row of a tensor may be shorter. `firsts` has the index of each tensor's first row.
+    /// `[rows, parts, 2]` float32 values, a scale and the sum of the squares of the elements
+    /// divided by it, as in LAPACK's `slassq`. The last row of a tensor may be shorter. `firsts`
+    /// has the index of each tensor's first row.
     #[fusion(dtype = norms, shape = norms)]
     fn norms(
         norms: FloatTensor<Self>,
@@ -190,8 +194,8 @@ pub trait MatrixOps: Backend {
     ) -> FloatTensor<Self>;
 }
 
-/// Elements of a part of a norm: enough work for a thread or a cube, and the same on every backend, so that sums
-/// are added in one order.
+/// Elements of a part of a norm: enough work for a thread or a cube, and the same on every backend,
+/// so that sums are added in one order.
 pub(super) const NORM_PART: usize = 1 << 14;
 
 /// The number of parts in which the norm of a row of `elements` elements is computed.
@@ -213,7 +217,8 @@ fn square(shape: &burn::tensor::Shape) -> burn::tensor::Shape {
     Fusion: cfg(feature = "fusion")
 )]
 pub trait StepOps: Backend {
-    /// Sets the flags of rows with an element that is not finite, or larger than `largest` in magnitude, to 1.
+    /// Sets the flags of rows with an element that is not finite, or larger than `largest` in
+    /// magnitude, to 1.
     #[fusion(dtype = flags, shape = flags)]
     fn reject(
         flags: FloatTensor<Self>,
@@ -222,13 +227,15 @@ pub trait StepOps: Backend {
         largest: f32,
     ) -> FloatTensor<Self>;
 
-    /// Advances the momentum of the matrices from index `first` on by their gradients, and writes the update to
-    /// orthogonalise with its [partial norms](MatrixOps::norms). A parameter whose flag is set in `rejected` keeps
-    /// its momentum, and its update is zero. Gradients are multiplied by `factor` if they are `scaled`.
+    /// Advances the momentum of the matrices from index `first` on by their gradients, and writes
+    /// the update to orthogonalise with its [partial norms](MatrixOps::norms). A parameter whose
+    /// flag is set in `rejected` keeps its momentum, and its update is zero. Gradients are
+    /// multiplied by `factor` if they are `scaled`.
     #[fusion(meta = |_grads, momentum, update, norms, _rejected, _factor, _steps, _first, _nesterov, _scaled| {
         (momentum.clone(), update.clone(), norms.clone())
     })]
-    #[allow(clippy::too_many_arguments)] // a backend extension accepts no struct of tensors and numbers
+    // A backend extension accepts no struct of tensors and numbers.
+    #[allow(clippy::too_many_arguments)]
     fn update_momentum(
         #[extension_type] grads: TensorList<Self>,
         momentum: FloatTensor<Self>,
@@ -242,9 +249,9 @@ pub trait StepOps: Backend {
         scaled: bool,
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
 
-    /// `decay P - lr U` with the matrices of a batch from index `first` on. A parameter whose flag is set in
-    /// `rejected` stays as it is, and so does a matrix whose flag is set in `diverged`, where those of the batch
-    /// start at `first_diverged`. No step is cautious.
+    /// `decay P - lr U` with the matrices of a batch from index `first` on. A parameter whose flag
+    /// is set in `rejected` stays as it is, and so does a matrix whose flag is set in `diverged`,
+    /// where those of the batch start at `first_diverged`. No step is cautious.
     #[fusion(meta = |parameters, _direction, _rejected, _diverged, _steps, _first, _first_diverged| {
         parameters.clone()
     })]
@@ -266,18 +273,20 @@ pub trait StepOps: Backend {
     Fusion: cfg(feature = "fusion")
 )]
 pub trait AdamWOps: Backend {
-    /// The AdamW update of several parameters, applied element by element: their new values, and both moments.
+    /// The AdamW update of several parameters, applied element by element: their new values, and
+    /// both moments.
     ///
-    /// A parameter whose flag is set in `rejected` keeps its values and moments. `rejected` and both corrections
-    /// have one value for every parameter. Gradients are multiplied by `factor` if they are `scaled`. The constants
-    /// are `beta_1`, `beta_2` and `epsilon`.
+    /// A parameter whose flag is set in `rejected` keeps its values and moments. `rejected` and
+    /// both corrections have one value for every parameter. Gradients are multiplied by `factor` if
+    /// they are `scaled`. The constants are `beta_1`, `beta_2` and `epsilon`.
     #[fusion(meta = |
-        parameters, _grads, moment_1, moment_2, _rejected, _correction_1, _correction_2, _factor, _rows,
-        _constants, _scaled
+        parameters, _grads, moment_1, moment_2, _rejected, _correction_1, _correction_2, _factor,
+        _rows, _constants, _scaled
     | {
         (parameters.clone(), moment_1.clone(), moment_2.clone())
     })]
-    #[allow(clippy::too_many_arguments)] // a backend extension accepts no struct of tensors and numbers
+    // A backend extension accepts no struct of tensors and numbers.
+    #[allow(clippy::too_many_arguments)]
     fn adamw(
         #[extension_type] parameters: TensorList<Self>,
         #[extension_type] grads: TensorList<Self>,

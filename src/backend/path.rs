@@ -14,8 +14,8 @@ use super::portable;
 pub enum KernelPolicy {
     /// Those of the device that suit the shape.
     Auto,
-    /// On CubeCL's devices, those that were measured to be the fastest when a shape is first used; Burn's
-    /// own matmul is among them. Elsewhere as `Auto`.
+    /// On CubeCL's devices, those that were measured to be the fastest when a shape is first used;
+    /// Burn's own matmul is among them. Elsewhere as `Auto`.
     Tuned,
     /// Burn's own operations only: the reference for all others.
     Portable,
@@ -57,8 +57,8 @@ impl ComputePath {
         }
     }
 
-    /// Name of the kernel for a symmetric product `[k, m, inner] x [k, inner, m]` of `dtype` on `device`. A
-    /// choice by measuring is known after the first product.
+    /// Name of the kernel for a symmetric product `[k, m, inner] x [k, inner, m]` of `dtype` on
+    /// `device`. A choice by measuring is known after the first product.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn kernel(self, device: &Device, dtype: FloatDType, [k, m, inner]: [usize; 3]) -> String {
         match (self, device.as_dispatch()) {
@@ -72,8 +72,8 @@ impl ComputePath {
         }
     }
 
-    /// Returns `true` if the device rounds the factors of products of this type: those of float32 to TF32, where
-    /// it has matrix units for that.
+    /// Returns `true` if the device rounds the factors of products of this type: those of float32
+    /// to TF32, where it has matrix units for that.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn rounds_factors(device: &Device, dtype: FloatDType) -> bool {
         match (dtype, device.as_dispatch()) {
@@ -96,8 +96,8 @@ impl ComputePath {
         }
     }
 
-    /// The fraction of a symmetric product `[m, inner] x [inner, m]` that is really computed: one half for
-    /// a triangle, 1 for the whole.
+    /// The fraction of a symmetric product `[m, inner] x [inner, m]` that is really computed: one
+    /// half for a triangle, 1 for the whole.
     pub fn symmetric_share(self, m: usize, inner: usize) -> f64 {
         match self {
             Self::Flex | Self::CubeCl { .. } => 0.5,

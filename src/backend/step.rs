@@ -12,7 +12,8 @@ use super::path::{ComputePath, KernelPolicy};
 use super::portable;
 use super::tensor_list::{TensorList, calls};
 
-/// Sets the flags of rows with an element that is not finite, or larger than `largest` in magnitude, to 1.
+/// Sets the flags of rows with an element that is not finite, or larger than `largest` in
+/// magnitude, to 1.
 pub(crate) fn reject(
     policy: KernelPolicy,
     flags: Tensor<1>,
@@ -41,8 +42,8 @@ pub(crate) fn reject(
     }
 }
 
-/// [`StepOps::update_momentum`] for a whole batch, on the path of the gradients. There is one gradient and one step
-/// for each parameter of the batch.
+/// [`StepOps::update_momentum`] for a whole batch, on the path of the gradients. There is one
+/// gradient and one step for each parameter of the batch.
 pub(crate) fn update_momentum(
     policy: KernelPolicy,
     grads: Vec<Tensor<1>>,
@@ -69,7 +70,8 @@ pub(crate) fn update_momentum(
         let rows: usize = grads.iter().map(|grad| grad.dims()[0] / (m * n)).sum();
         let steps = steps[call].to_vec();
         let (grads, rejected) = (TensorList::from_tensors(grads), rejected.clone());
-        // A backend extension has no optional tensors: where there is no factor, any tensor stands in.
+        // A backend extension has no optional tensors: where there is no factor, any tensor stands
+        // in.
         let by = factor.unwrap_or(&rejected).clone().into_dispatch();
         let (rejected, scaled) = (rejected.into_dispatch(), factor.is_some());
         let first = next;
@@ -83,8 +85,8 @@ pub(crate) fn update_momentum(
     MomentumUpdate { momentum, update, norms: Some(PartialNorms(norms)) }
 }
 
-/// [`StepOps::apply`] for a whole batch, on the path of the parameters. The flags of its matrices in `diverged` start
-/// at `first_diverged`.
+/// [`StepOps::apply`] for a whole batch, on the path of the parameters. The flags of its matrices
+/// in `diverged` start at `first_diverged`.
 pub(crate) fn apply(
     policy: KernelPolicy,
     parameters: Vec<Tensor<1>>,
@@ -106,7 +108,8 @@ pub(crate) fn apply(
     let (mut next, mut parameters) = (0, parameters.into_iter());
     let apply = |call: Range<usize>| {
         let rows = lengths[call.clone()].iter().sum::<usize>() / (m * n);
-        // Moved out of the list: a second reference would make the kernels copy before they write in place.
+        // Moved out of the list: a second reference would make the kernels copy before they write
+        // in place.
         let parameters = TensorList::from_tensors(parameters.by_ref().take(call.len()).collect());
         let [rejected, diverged] = [rejected, diverged].map(|flags| flags.clone().into_dispatch());
         let direction = direction.clone().into_dispatch();

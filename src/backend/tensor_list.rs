@@ -1,6 +1,7 @@
 //! Tensors of several parameters as one argument of a backend extension.
 
-// The enum below and those that its macro generates live for one call: a box would be an allocation per call.
+// The enum below and those that its macro generates live for one call: a box would be an allocation
+// per call.
 #![allow(clippy::large_enum_variant)]
 
 use std::ops::Range;
@@ -8,7 +9,8 @@ use std::ops::Range;
 use burn::backend::{Backend, Dispatch, ExtensionType, tensor::FloatTensor};
 use burn::tensor::Tensor;
 
-/// The list lengths that a call accepts, the longest first: eight is what one kernel launch processes.
+/// The list lengths that a call accepts, the longest first: eight is what one kernel launch
+/// processes.
 const SIZES: [usize; 4] = [8, 4, 2, 1];
 
 /// The tensors of one call. Extensions of Burn's backends accept enums, but no lists.

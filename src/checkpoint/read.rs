@@ -57,10 +57,6 @@ impl Stored {
             Location::Memory(bytes) => bytes.len(),
         }
     }
-
-    pub fn elements(&self) -> usize {
-        self.shape.iter().product()
-    }
 }
 
 impl Archive {

@@ -7,7 +7,8 @@ use super::plan::{Balancing, PlanConfig};
 use crate::error::{Error, Result};
 use crate::muon::MuonConfig;
 
-/// The default of [`DistMuonConfig::in_flight`]: one bucket is sent, one is received and one is updated.
+/// The default of [`DistMuonConfig::in_flight`]: one bucket is sent, one is received and one is
+/// updated.
 const IN_FLIGHT: usize = 3;
 /// The defaults of [`DistMuonConfig::bucket_mb`], on several ranks and on one.
 const BUCKET_MB: f64 = 25.0;
@@ -15,6 +16,7 @@ const BUCKET_MB_ALONE: f64 = 1000.0;
 
 /// The gradients that are given to a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum Gradients {
     /// Those of each rank's data: the step averages them.
     PerRank,
@@ -25,6 +27,7 @@ pub enum Gradients {
 
 /// The source of the costs that a plan balances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum CostSource {
     /// The floating-point operations of the form that will run.
     Operations,
@@ -32,7 +35,8 @@ pub enum CostSource {
     Measured,
 }
 
-/// Configuration of [`DistModuleOptimizer`](super::DistModuleOptimizer): [`MuonConfig`], and the division of the work among ranks.
+/// Configuration of [`DistModuleOptimizer`](super::DistModuleOptimizer): [`MuonConfig`], and the
+/// division of the work among ranks.
 ///
 /// ```
 /// use burn::{nn::LinearConfig, tensor::Device};
@@ -62,21 +66,22 @@ pub struct DistMuonConfig {
     /// The gradients that are given to a step.
     #[config(default = "Gradients::PerRank")]
     pub gradients: Gradients,
-    /// Size in MB (10^6 bytes) of the buckets in which parameters are communicated. Smaller buckets overlap more;
-    /// larger ones need fewer messages and make larger batches. `None`: 25, PyTorch's default; in a world of one, which
-    /// communicates nothing, 1000, so that the matrices of one shape form few batches. The states of one bucket are in
-    /// memory twice while they are saved or loaded, on the device and on the host.
+    /// Size in MB (10^6 bytes) of the buckets in which parameters are communicated. Smaller buckets
+    /// overlap more; larger ones need fewer messages and make larger batches. `None`: 25, PyTorch's
+    /// default; in a world of one, which communicates nothing, 1000, so that the matrices of one
+    /// shape form few batches. The states of one bucket are in memory twice while they are saved or
+    /// loaded, on the device and on the host.
     pub bucket_mb: Option<f64>,
     /// AdamW's parameters with fewer elements are updated by every rank, as in nanochat.
     #[config(default = 1024)]
     pub small_elements: usize,
-    /// Number of buckets in flight, at least 1: reduced while gradients are packed, and gathered while others are
-    /// updated. More buckets hide more of the communication, where the engine communicates in the background, and take
-    /// more memory. The results are the same.
+    /// Number of buckets in flight, at least 1: reduced while gradients are packed, and gathered
+    /// while others are updated. More buckets hide more of the communication, where the engine
+    /// communicates in the background, and take more memory. The results are the same.
     #[config(default = "IN_FLIGHT")]
     pub in_flight: usize,
-    /// Largest norm over all gradients: larger gradients are scaled down together. It also works on one device, as
-    /// [`World::alone`](crate::World::alone).
+    /// Largest norm over all gradients: larger gradients are scaled down together. It also works on
+    /// one device, as [`World::alone`](crate::World::alone).
     pub max_norm: Option<f64>,
 }
 
@@ -96,7 +101,8 @@ impl DistMuonConfig {
             Some(clipping) => Err(Error::setting(
                 "muon.grad_clipping",
                 format!("{clipping:?}"),
-                "`None` for whole models; `DistMuonConfig::with_max_norm` clips all gradients together",
+                "`None` for whole models; `DistMuonConfig::with_max_norm` clips all gradients \
+                 together",
             )),
             None => Ok(()),
         }

@@ -9,6 +9,7 @@ use super::plan::{Costs, Parameter, ShapeCost, Work};
 use crate::comm::World;
 use crate::error::{Error, Result};
 use crate::orthogonalize::NewtonSchulz;
+use crate::update::MuonUpdate;
 
 /// Repetitions of a measurement, of which the fastest counts.
 const REPETITIONS: usize = 3;
@@ -18,11 +19,13 @@ pub fn costs(
     source: CostSource,
     world: &World,
     parameters: &[Parameter],
-    iteration: &NewtonSchulz,
+    muon: &MuonUpdate,
 ) -> Result<Costs> {
-    let device = world.device().clone().inner();
+    let (device, iteration) = (world.device().clone().inner(), &muon.newton_schulz);
     let matrices = parameters.iter().filter_map(|parameter| match parameter.work {
-        Work::Matrices { rows, columns, .. } => Some(([rows, columns], parameter.dtype)),
+        Work::Matrices { rows, columns, .. } => {
+            Some(([rows, columns], muon.iterated_dtype(parameter.dtype)))
+        }
         Work::Elements => None,
     });
     let mut distinct: Vec<([usize; 2], DType)> = matrices.collect();

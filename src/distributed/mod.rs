@@ -1,11 +1,13 @@
 //! Muon and AdamW on many ranks.
 //!
-//! A [`World`](crate::World) is a rank's view of all of them, [`comm`](crate::comm) has the collectives, and a [`plan`]
-//! assigns owners to matrices. Three optimizers are built on these, all from [`DistMuonConfig`]:
+//! A [`World`](crate::World) is a rank's view of all of them, [`comm`](crate::comm) has the
+//! collectives, and a [`plan`] assigns owners to matrices. Three optimizers are built on these, all
+//! from [`DistMuonConfig`]:
 //!
 //! - [`DistModuleOptimizer`] for a training loop of your own: it shards everything;
 //! - `DistMuonStrategy` (feature `train`) for burn-train's `Learner`, by means of the first;
-//! - [`DistMuon`] where a Burn [`Optimizer`](burn::optim::Optimizer) of single parameters is required.
+//! - [`DistMuon`] where a Burn [`Optimizer`](burn::optim::Optimizer) of single parameters is
+//!   required.
 //!
 //! The guide has [a complete program](crate::guide::ranks) for one device and for many ranks.
 

@@ -44,7 +44,8 @@ use crate::update::{Counting, SkippedSteps};
 ///     let model = LinearConfig::new(8, 8).with_bias(false).init(world.device());
 ///     let model = world.broadcast(model)?;
 ///     let config = DistMuonConfig::new().with_gradients(Gradients::Averaged);
-///     let mut optim = config.per_parameter(&world)?.init(&model)?; // a burn::optim::ModuleOptimizer
+///     // A `burn::optim::ModuleOptimizer`.
+///     let mut optim = config.per_parameter(&world)?.init(&model)?;
 ///     let x = Tensor::<2>::ones([4, 8], world.device());
 ///     let grads = GradientsParams::from_grads(model.forward(x).sum().backward(), &model);
 ///     let model = optim.step(1e-3, model, grads);
@@ -59,8 +60,8 @@ pub struct DistMuon {
     ranks: Ranks,
 }
 
-/// The state that [`DistMuon`] stores of a parameter. Its record has the entries of [`MuonState`]'s, and the
-/// scalars `owner` and `arrival`.
+/// The state that [`DistMuon`] stores of a parameter. Its record has the entries of
+/// [`MuonState`]'s, and the scalars `owner` and `arrival`.
 #[derive(Clone, Debug)]
 pub struct DistMuonState<const D: usize> {
     /// The state of the rule. On ranks that do not own the parameter, the momentum has no elements.
@@ -118,10 +119,10 @@ impl DistMuonConfig {
         self.build_on(Ranks::Fixed(Arc::new(rank)))
     }
 
-    /// [`per_parameter`](Self::per_parameter) for threads that are not started by [`World::threads`], such as those
-    /// of burn-train's data parallelism: they share clones of one instance. The first threads that
-    /// step a parameter become the ranks, in the order of their arrival, and stay so. A rank that
-    /// dies is noticed after [`DEADLINE`].
+    /// [`per_parameter`](Self::per_parameter) for threads that are not started by
+    /// [`World::threads`], such as those of burn-train's data parallelism: they share clones of one
+    /// instance. The first threads that step a parameter become the ranks, in the order of their
+    /// arrival, and stay so. A rank that dies is noticed after [`DEADLINE`].
     ///
     /// # Errors
     ///
@@ -151,7 +152,8 @@ impl DistMuonConfig {
 }
 
 impl DistMuon {
-    /// An optimizer for a whole model: hidden matrices by this one, the rest by AdamW on every rank.
+    /// An optimizer for a whole model: hidden matrices by this one, the rest by AdamW on every
+    /// rank.
     ///
     /// # Errors
     ///
@@ -161,7 +163,8 @@ impl DistMuon {
         Ok(routing.init_with(|rule| Self { rule, ..self.clone() }))
     }
 
-    /// The steps that left this rank's parameters untouched; of threads that share one instance, those of all.
+    /// The steps that left this rank's parameters untouched; of threads that share one instance,
+    /// those of all.
     pub fn skipped_steps(&self) -> &SkippedSteps {
         self.rule.skipped_steps()
     }
@@ -185,10 +188,8 @@ impl DistMuon {
         let (updated, muon) = if ownership.owner == comm.rank() {
             self.rule.try_step(lr, parameter, grad, muon)?
         } else {
-            let state = match muon {
-                Some(state) => state,
-                None => self.rule.new_state(shape, parameter.dtype(), &device)?,
-            };
+            let dtype = parameter.dtype();
+            let state = muon.unwrap_or_else(|| self.rule.new_state([0; 3], [0; D], dtype, &device));
             (parameter, state.elsewhere())
         };
         let published = comm.broadcast(updated.reshape([-1]), ownership.owner)?.wait()?;
@@ -196,7 +197,8 @@ impl DistMuon {
         Ok((updated, DistMuonState { muon, ownership: Some(ownership) }))
     }
 
-    /// Fails if the ranks are not at the same parameter and learning rate, or the owner does not have its momentum.
+    /// Fails if the ranks are not at the same parameter and learning rate, or the owner does not
+    /// have its momentum.
     fn check<const D: usize>(
         &self,
         comm: &Communicator,
@@ -259,8 +261,8 @@ impl Rank {
         Self { comm, assigned: Mutex::new(Assigned { parameters: 0, loads }) }
     }
 
-    /// Assigns a new parameter to the rank with the least work, the first of several. All ranks assign alike, since the
-    /// same parameters are stepped in the same order.
+    /// Assigns a new parameter to the rank with the least work, the first of several. All ranks
+    /// assign alike, since the same parameters are stepped in the same order.
     fn assign(&self, operations: f64) -> Ownership {
         let mut assigned = self.assigned.lock().expect("no holder of the lock panics");
         let loads = assigned.loads.iter().enumerate();
@@ -296,7 +298,8 @@ impl Optimizer for DistMuon {
     ) -> (Tensor<D>, Option<DistMuonState<D>>) {
         let rank = self.ranks.find(&parameter.device()).unwrap_or_else(|error| panic!("{error}"));
         let step = || self.try_step(&rank, lr, parameter, grad, state);
-        // Nobody else watches a thread that is not of `World::threads`: a panic of Burn's, too, has to end the world.
+        // `World::threads` ends the world after a panic on one of its threads. Other threads have
+        // only this handler, which also catches Burn's panics.
         match catch_unwind(AssertUnwindSafe(step)) {
             Ok(Ok((updated, state))) => (updated, Some(state)),
             Ok(Err(error)) => {

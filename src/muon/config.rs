@@ -54,10 +54,10 @@ impl From<Schedule> for MomentumConfig {
 /// ```
 ///
 /// The defaults suit the learning rate of an AdamW run: updates have AdamW's size
-/// ([`LrScale::MatchRmsAdamW`]), and AdamW's parameters are trained at the same rate. Also try twice and four
-/// times that rate: see [Choosing a learning rate](crate::guide::learning_rate). For the
-/// learning rates of Keller Jordan's Muon (about 0.02), use [`LrScale::Original`] and give AdamW its
-/// own rate with [`AdamWConfig`].
+/// ([`LrScale::MatchRmsAdamW`]), and AdamW's parameters are trained at the same rate. Also try
+/// twice and four times that rate: see [Choosing a learning rate](crate::guide::learning_rate). For
+/// the learning rates of Keller Jordan's Muon (about 0.02), use [`LrScale::Original`] and give
+/// AdamW its own rate with [`AdamWConfig`].
 #[derive(Config, Debug)]
 pub struct MuonConfig {
     /// The momentum of hidden matrices; a number or a schedule is Nesterov momentum, as in
@@ -85,7 +85,8 @@ pub struct MuonConfig {
     /// The implementations that may be used, those of AdamW included.
     #[config(default = "KernelPolicy::Auto")]
     pub kernels: KernelPolicy,
-    /// Routing rules for parameters that the built-in rules would route differently; the last match counts.
+    /// Routing rules for parameters that the built-in rules would route differently; the last match
+    /// counts.
     #[config(default = "Vec::new()")]
     pub rules: Vec<RoutingRule>,
     /// AdamW for embeddings, the output head, vectors and scalars.
@@ -96,8 +97,9 @@ pub struct MuonConfig {
     /// For clipping by the norm of all gradients together, also on one device, see
     /// [`DistMuonConfig::max_norm`](crate::DistMuonConfig::max_norm).
     pub grad_clipping: Option<GradientClippingConfig>,
-    /// Consecutive steps in which a parameter may be skipped before the run ends with [`Error::Skipped`], at the
-    /// next look at the counts; `None` for no limit. See [`SkippedSteps`].
+    /// Consecutive steps in which a parameter may be skipped before the run ends with
+    /// [`Error::Skipped`], at the next look at the counts; `None` for no limit. See
+    /// [`SkippedSteps`].
     #[config(default = "Some(100)")]
     pub max_skipped: Option<usize>,
 }
@@ -160,6 +162,13 @@ impl MuonConfig {
             return Err(Error::setting("max_skipped", 0, "at least 1, or `None` for no limit"));
         }
         self.parts.iter().try_for_each(Part::check)?;
+        if let Some(twice) = Part::first_repeated(&self.parts) {
+            return Err(Error::setting(
+                "parts",
+                format!("{twice} twice"),
+                "every part at most once",
+            ));
+        }
         self.adamw.check()?;
         Ok(MuonUpdate {
             momentum: self.momentum.momentum.clone(),

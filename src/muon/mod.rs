@@ -9,8 +9,8 @@
 //! ```
 //!
 //! (Keller Jordan, <https://kellerjordan.github.io/posts/muon/>; decoupled weight decay and the
-//! scale that matches AdamW from Liu et al., <https://arxiv.org/abs/2502.16982>). [Parts](crate::Part) add stages
-//! before and after the iteration.
+//! scale that matches AdamW from Liu et al., <https://arxiv.org/abs/2502.16982>).
+//! [Parts](crate::Part) add stages before and after the iteration.
 
 mod config;
 mod module;

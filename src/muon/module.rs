@@ -13,12 +13,12 @@ use crate::routing::{ParameterRole, Routing, Updates, parameter_group};
 use crate::update::{CountedOnLoad, Counting, SkippedSteps};
 
 /// The reason for rejecting a parameter that the optimizer was not made for.
-const UNKNOWN: &str = "was not in the model that the optimizer was made for; call `MuonConfig::init` \
-                       with the model that is trained";
+const UNKNOWN: &str = "was not in the model that the optimizer was made for; call \
+                       `MuonConfig::init` with the model that is trained";
 
 /// The reason for rejecting a parameter that was unfrozen.
-const FROZEN: &str = "was frozen when the optimizer was made; call `MuonConfig::init` again with the \
-                      model as it is trained now";
+const FROZEN: &str = "was frozen when the optimizer was made; call `MuonConfig::init` again with \
+                      the model as it is trained now";
 
 impl MuonConfig {
     /// Decides for every parameter of a model what updates it. The result can be printed.
@@ -26,14 +26,16 @@ impl MuonConfig {
     /// # Errors
     ///
     /// - [`Error::Setting`](crate::Error::Setting) for a setting that no run can use;
-    /// - [`Error::Dtype`](crate::Error::Dtype) for an iteration in a type that a device does not support;
-    /// - [`Error::Shape`](crate::Error::Shape) for a parameter of more than two dimensions without a rule for its view as
-    ///   matrices;
-    /// - [`Error::Pattern`](crate::Error::Pattern) and [`Error::UnusedRule`](crate::Error::UnusedRule) for rules that are
-    ///   malformed or match nothing;
+    /// - [`Error::Dtype`](crate::Error::Dtype) for an iteration in a type that a device does not
+    ///   support;
+    /// - [`Error::Shape`](crate::Error::Shape) for a parameter of more than two dimensions without
+    ///   a rule for its view as matrices;
+    /// - [`Error::Pattern`](crate::Error::Pattern) and
+    ///   [`Error::UnusedRule`](crate::Error::UnusedRule) for rules that are malformed or match
+    ///   nothing;
     /// - [`Error::Shared`](crate::Error::Shared) for a parameter that is in the model twice;
-    /// - [`Error::EmptyModel`](crate::Error::EmptyModel) and [`Error::AllFrozen`](crate::Error::AllFrozen) for a model
-    ///   without parameters to train.
+    /// - [`Error::EmptyModel`](crate::Error::EmptyModel) and
+    ///   [`Error::AllFrozen`](crate::Error::AllFrozen) for a model without parameters to train.
     pub fn route<M: Module>(&self, model: &M) -> Result<Routing> {
         let updates = Updates {
             muon: Arc::new(self.update()?),
@@ -47,13 +49,13 @@ impl MuonConfig {
 
     /// Burn's optimizer for the whole model: hidden matrices by Muon, the rest by AdamW.
     ///
-    /// Burn passes it one parameter at a time, so that only the matrices of one stacked parameter form a
-    /// batch: each matrix is 20 to 30 launches, each other parameter 6, whereas
-    /// [`init_batched`](Self::init_batched) takes about 30 for all matrices of one shape. Use it where a
-    /// `ModuleOptimizer` is required, as by burn-train's `Learner`.
+    /// Burn passes it one parameter at a time, so that only the matrices of one stacked parameter
+    /// form a batch: each matrix is 20 to 30 launches, each other parameter 6, whereas
+    /// [`init_batched`](Self::init_batched) takes about 30 for all matrices of one shape. Use it
+    /// where a `ModuleOptimizer` is required, as by burn-train's `Learner`.
     ///
-    /// Clipping belongs into the configuration: Burn's setter `with_grad_clipping` of the returned optimizer
-    /// reaches a part of it that updates nothing, and has no effect. See the guide's
+    /// Clipping belongs into the configuration: Burn's setter `with_grad_clipping` of the returned
+    /// optimizer reaches a part of it that updates nothing, and has no effect. See the guide's
     /// [clipping](crate::guide::clipping).
     ///
     /// # Errors
@@ -66,7 +68,8 @@ impl MuonConfig {
     /// [`try_init`](Self::try_init), in the form of Burn's configurations. On a GPU,
     /// [`init_batched`](Self::init_batched) takes far fewer launches.
     ///
-    /// Burn's setter `with_grad_clipping` has no effect on the returned optimizer; use that of the configuration.
+    /// Burn's setter `with_grad_clipping` has no effect on the returned optimizer; use that of the
+    /// configuration.
     ///
     /// # Panics
     ///
@@ -80,9 +83,9 @@ impl Routing {
     /// The optimizer that follows this routing.
     ///
     /// It finds its parameters by path, so that a model whose record was loaded later is still the
-    /// same, and by identity, so that the model may be part of another. A gradient of a parameter that
-    /// it finds neither way, or that was frozen, makes `step` panic: it is neither used by another optimizer nor dropped
-    /// silently.
+    /// same, and by identity, so that the model may be part of another. A gradient of a parameter
+    /// that it finds neither way, or that was frozen, makes `step` panic: it is neither used by
+    /// another optimizer nor dropped silently.
     ///
     /// Burn's setter `with_grad_clipping` has no effect on the returned optimizer; use
     /// [`MuonConfig::grad_clipping`].

@@ -7,12 +7,12 @@ use burn::tensor::{DType, Device, Tensor};
 
 use crate::backend::{FlaggedRows, reject};
 use crate::checks::{ensure_computed, ensure_gradient_matches};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::orthogonalize::NewtonSchulz;
 use crate::update::{
     Counting, MOMENTUM, Matrices, MuonBatch, MuonParameter, MuonUpdate, ONLY_RANK, Place, SKIPPED,
-    SkippedSteps, Slots, clip, ensure_finite_rate, parts,
+    SkippedSteps, Slot, Slots, clip, ensure_finite_rate, parts,
 };
 
 /// The names of the slots that every state has. Those of the configured parts may follow.
@@ -21,8 +21,8 @@ const REQUIRED_SLOTS: [&str; 2] = [MOMENTUM, SKIPPED.name];
 /// Muon as a Burn [`Optimizer`]: the rule for one parameter, built by
 /// [`MuonConfig::build`](super::MuonConfig::build).
 ///
-/// [`MuonConfig::init`](super::MuonConfig::init) makes an optimizer for a whole model of it. To combine it with others
-/// by hand, pass it to
+/// [`MuonConfig::init`](super::MuonConfig::init) makes an optimizer for a whole model of it. To
+/// combine it with others by hand, pass it to
 /// [`ModuleOptimizer::with_group`](burn::optim::ModuleOptimizer::with_group).
 #[derive(Clone, Debug)]
 pub struct Muon {
@@ -35,8 +35,8 @@ pub struct Muon {
     pub(super) reserved: Option<Place>,
 }
 
-/// The state that Muon stores of a parameter. Its record has the tensors `momentum` and `skipped`, those of the
-/// configured parts, and the scalar `time`.
+/// The state that Muon stores of a parameter. Its record has the tensors `momentum` and `skipped`,
+/// those of the configured parts, and the scalar `time`.
 #[derive(Clone, Debug)]
 pub struct MuonState<const D: usize> {
     slots: Slots,
@@ -47,25 +47,32 @@ pub struct MuonState<const D: usize> {
 }
 
 impl<const D: usize> MuonState<D> {
-    /// The moving average of the gradients, shaped like the parameter and of its type, but float32 for float16.
+    /// The moving average of the gradients, shaped like the parameter and of its type, but float32
+    /// for float16.
     pub fn momentum(&self) -> Tensor<D> {
-        self.slots.get(MOMENTUM).expect("every state has a momentum").clone().reshape(self.shape())
+        let (momentum, shape) = (self.slots.get(MOMENTUM).clone(), self.shape());
+        match shape.contains(&0) {
+            // Burn interprets a zero in a new shape as the old length.
+            true => Tensor::empty(shape, (&momentum.device(), momentum.dtype())),
+            false => momentum.reshape(shape),
+        }
     }
 
     /// The number of steps that left the parameter untouched, `[1]`: see [`SkippedSteps`].
     pub fn skipped(&self) -> Tensor<1> {
-        self.slots.get(SKIPPED.name).expect("every state has a count").clone()
+        self.slots.get(SKIPPED.name).clone()
     }
 
     /// The shape of the parameter; zeros on a rank that is not its owner.
     pub(crate) fn shape(&self) -> [usize; D] {
-        let shape = self.slots.recorded(MOMENTUM).expect("every state has a momentum");
+        let shape = self.slots.recorded(MOMENTUM);
         shape.try_into().expect("a momentum has the dimensions of its parameter")
     }
 
     /// The state after a step of another rank, which has the values.
     pub(crate) fn elsewhere(self) -> Self {
-        Self { slots: self.slots.without_values(D), time: self.time + 1, place: self.place }
+        let slots = self.slots.keep_only(SKIPPED.name, D);
+        Self { slots, time: self.time + 1, place: self.place }
     }
 }
 
@@ -77,7 +84,7 @@ impl<const D: usize> RecordState for MuonState<D> {
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
         let slots = Slots::unflatten(&REQUIRED_SLOTS, &parts::SLOT_NAMES, prefix, src, device)?;
-        if slots.recorded(MOMENTUM)?.len() != D {
+        if slots.recorded(MOMENTUM).len() != D {
             return None;
         }
         let time = src.take_scalar(prefix, "time")?.try_into().ok()?;
@@ -124,18 +131,25 @@ impl Muon {
         Ok(self.update.operations(batch, dtype, device))
     }
 
-    /// The state before the first step of a parameter.
+    /// The slots of a parameter, in the order of records.
+    fn slots(&self, matrices: Matrices) -> Vec<Slot> {
+        let mut table = self.update.slots(matrices);
+        table.insert(1, SKIPPED);
+        table
+    }
+
+    /// The state before the first step of a parameter; with zeros as the shape, that of another rank's parameter.
     pub(crate) fn new_state<const D: usize>(
         &self,
+        batch: [usize; 3],
         shape: [usize; D],
         dtype: DType,
         device: &Device,
-    ) -> Result<MuonState<D>> {
-        let batch @ [_, m, n] = self.view.batch_shape(&self.parameter, &shape)?;
-        let mut table = self.update.slots(Matrices { shape: [m, n], layout: self.layout });
-        table.insert(1, SKIPPED);
+    ) -> MuonState<D> {
+        let [_, m, n] = batch;
+        let table = self.slots(Matrices { shape: [m, n], layout: self.layout });
         let slots = Slots::zeros(&table, batch, &shape, dtype, device);
-        Ok(MuonState { slots, time: 0, place: Place::default() })
+        MuonState { slots, time: 0, place: Place::default() }
     }
 
     /// [`step`](Optimizer::step), with the errors that it panics with.
@@ -151,10 +165,7 @@ impl Muon {
         let batch @ [k, m, n] = self.view.batch_shape(&self.parameter, &shape)?;
         ensure_gradient_matches(&self.parameter, ONLY_RANK, &parameter, &grad)?;
         let is_first = state.is_none();
-        let mut state = match state {
-            Some(state) => state,
-            None => self.new_state(shape, dtype, &device)?,
-        };
+        let mut state = state.unwrap_or_else(|| self.new_state(batch, shape, dtype, &device));
         if !state.place.has_started() {
             self.start_counting(&mut state);
         }
@@ -165,14 +176,11 @@ impl Muon {
         }
         let update = &self.update;
         let matrices = Matrices { shape: [m, n], layout: self.layout };
-        if let Some(slot) = slots.unfit(&update.slots(matrices), batch) {
-            let reason = format!("its state does not fit: expected a `{}` of its shape", slot.name);
-            let remedy = "configure the optimizer as it was when the state was saved";
-            return Err(Error::parameter(&self.parameter, ONLY_RANK, reason, remedy));
-        }
+        slots.ensure_fit(&self.slots(matrices), batch, &shape, &self.parameter)?;
         let size = update.size(lr, update.lr_factors(matrices), time);
 
-        // The flag of the parameter, then those of its matrices: a single matrix has that of the parameter.
+        // The flag of the parameter, then those of its matrices: a single matrix has that of the
+        // parameter.
         let first = usize::from(k > 1);
         let flags = Tensor::zeros([first + k], (&device, DType::F32));
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
@@ -195,7 +203,7 @@ impl Muon {
             ensure_computed(&self.parameter, &updated)?;
         }
 
-        let count = slots.get(SKIPPED.name).expect("every state has a count").clone();
+        let count = slots.get(SKIPPED.name).clone();
         let skipped = count + if k > 1 { flags.max() } else { flags };
         slots.put(SKIPPED.name, skipped.clone());
         let times = [place.next_step()];
@@ -216,8 +224,9 @@ impl Optimizer for Muon {
 
     /// One step of one parameter; see the [module](super).
     ///
-    /// A gradient that is not finite leaves the parameter and its state as they are; the device decides that without a
-    /// host synchronisation, and counts it in the state. So does a matrix for which the iteration diverges.
+    /// A gradient that is not finite leaves the parameter and its state as they are; the device
+    /// decides that without a host synchronisation, and counts it in the state. So does a matrix
+    /// for which the iteration diverges.
     ///
     /// # Panics
     ///
@@ -225,12 +234,13 @@ impl Optimizer for Muon {
     ///
     /// - [`Error::Shape`](crate::Error::Shape) if the parameter can't be seen as matrices, which
     ///   `MuonConfig::try_init` detects before training;
-    /// - [`Error::Parameter`](crate::Error::Parameter) if the gradient has another shape or is on another device, or the
-    ///   state was saved under another configuration;
-    /// - [`Error::NotComputed`](crate::Error::NotComputed) if the device had no memory for the first step of the
-    ///   parameter;
+    /// - [`Error::Parameter`](crate::Error::Parameter) if the gradient has another shape or is on
+    ///   another device, or the state was saved under another configuration;
+    /// - [`Error::NotComputed`](crate::Error::NotComputed) if the device had no memory for the
+    ///   first step of the parameter;
     /// - [`Error::Setting`](crate::Error::Setting) if the learning rate is not finite;
-    /// - [`Error::Skipped`](crate::Error::Skipped) if the parameter was skipped in too many steps in a row.
+    /// - [`Error::Skipped`](crate::Error::Skipped) if the parameter was skipped in too many steps
+    ///   in a row.
     fn step<const D: usize>(
         &self,
         lr: LearningRate,

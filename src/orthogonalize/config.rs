@@ -9,6 +9,7 @@ use super::coefficients::Coefficients;
 
 /// The precision of the iteration. The norm before it is computed in float32 at least.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum IterationDtype {
     /// Half precision where the device has matrix units for it, float16 before bfloat16, and
     /// float32 elsewhere.
@@ -28,7 +29,7 @@ impl IterationDtype {
             Dispatch::dtype_usage(device.as_dispatch(), half).contains(DTypeUsage::Accelerated)
         };
         match self {
-            // A user who trains in float64 wants its digits.
+            // Training in float64 asks for its digits.
             Self::Auto | Self::F32 if dtype == DType::F64 => FloatDType::F64,
             Self::Auto if accelerated(DType::F16) => FloatDType::F16,
             Self::Auto if accelerated(DType::BF16) => FloatDType::BF16,
@@ -51,20 +52,22 @@ impl IterationDtype {
 
 /// The form of the iteration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum IterationForm {
     /// The form with fewer operations for the shape. The standard form runs nevertheless
     ///
-    /// - where the Gram form would take more than three times the memory of the matrix: for nearly square matrices,
-    ///   unless the iteration is in half the precision of the matrix;
-    /// - where [`restarts::choose`](super::restarts::choose) finds no restarts that keep the error of the Gram form
-    ///   within about three times that of the standard form;
-    /// - in float32 where the device multiplies in TF32: errors of ten bits grow with restarts that were chosen for 23.
+    /// - where the Gram form would take more than three times the memory of the matrix: for nearly
+    ///   square matrices, unless the iteration is in half the precision of the matrix;
+    /// - where [`restarts::choose`](super::restarts::choose) finds no restarts that keep the error
+    ///   of the Gram form within about three times that of the standard form;
+    /// - in float32 where the device multiplies in TF32: errors of ten bits grow with restarts that
+    ///   were chosen for 23.
     Auto,
     /// Products with `X` at every step.
     Standard,
-    /// Products with `X X^T` only, with the restarts that [`restarts::choose`](super::restarts::choose) computes; an
-    /// error where it finds none. In float32 on a device that multiplies in TF32, they are too few for some
-    /// coefficients.
+    /// Products with `X X^T` only, with the restarts that
+    /// [`restarts::choose`](super::restarts::choose) computes; an error where it finds none. In
+    /// float32 on a device that multiplies in TF32, they are too few for some coefficients.
     Gram,
 }
 
@@ -86,9 +89,9 @@ pub struct NewtonSchulzConfig {
     pub coefficients: Coefficients,
     /// Number of steps; `None` for the number that the coefficients were designed for.
     pub steps: Option<usize>,
-    /// The least Frobenius norm that a matrix is divided by. A matrix with a smaller norm gives a smaller result, as in
-    /// PyTorch, instead of amplified noise. With zero, the result does not depend on the scale of the input; a matrix
-    /// of zeros stays zero.
+    /// The least Frobenius norm that a matrix is divided by. A matrix with a smaller norm gives a
+    /// smaller result, as in PyTorch, instead of amplified noise. With zero, the result does not
+    /// depend on the scale of the input; a matrix of zeros stays zero.
     #[config(default = 1e-7)]
     pub epsilon: f64,
     /// The precision of the iteration.
@@ -97,17 +100,19 @@ pub struct NewtonSchulzConfig {
     /// The form of the iteration.
     #[config(default = "IterationForm::Auto")]
     pub form: IterationForm,
-    /// Scratch memory per iteration, excluding its input, in MB (10^6 bytes). Larger batches are processed in parts, of
-    /// one matrix at least, whose results are then joined. [`explain`](super::NewtonSchulz::explain) has the workspace
-    /// of one matrix: up to three times the matrix, and up to five times with [`IterationForm::Gram`] where
-    /// [`IterationForm::Auto`] would not choose it.
+    /// Scratch memory per iteration, excluding its input, in MB (10^6 bytes). Larger batches are
+    /// processed in parts, of one matrix at least, whose results are then joined.
+    /// [`explain`](super::NewtonSchulz::explain) has the workspace of one matrix: up to three times
+    /// the matrix, and up to five times with [`IterationForm::Gram`] where [`IterationForm::Auto`]
+    /// would not choose it.
     #[config(default = 1024)]
     pub workspace_mb: usize,
-    /// `true` to record the iterations of a shape once and replay them as one launch, where the device has graphs;
-    /// elsewhere the setting has no effect. Only those of a software Vulkan device were tried.
+    /// `true` to record the iterations of a shape once and replay them as one launch, where the
+    /// device has graphs; elsewhere the setting has no effect. Only those of a software Vulkan
+    /// device were tried.
     ///
-    /// It is faster for small matrices, and keeps the memory of every recording allocated. No other thread may work on
-    /// the device while a recording is made, which is at the first step.
+    /// It is faster for small matrices, and keeps the memory of every recording allocated. No other
+    /// thread may work on the device while a recording is made, which is at the first step.
     #[config(default = false)]
     pub graphs: bool,
 }

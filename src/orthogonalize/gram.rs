@@ -1,6 +1,6 @@
 //! The Gram form: the iteration runs on `R = X X^T`, and `X` is multiplied by the accumulated `Q`
-//! at the restarts and at the end (<https://github.com/Dao-AILab/gram-newton-schulz>). A single step
-//! between two restarts is one of the standard form, which costs as much and rounds less.
+//! at the restarts and at the end (<https://github.com/Dao-AILab/gram-newton-schulz>). A single
+//! step between two restarts is one of the standard form, which costs as much and rounds less.
 
 use burn::tensor::Tensor;
 
@@ -26,8 +26,8 @@ pub fn iterate(
 }
 
 /// The product `Q` of all `W = Z + a I` with `Z = b R + c R^2`, where every step advances
-/// `R <- W R W`. What is stored of a step is `Z / a`, so that the identity is added as it is: `a` would be
-/// rounded, the same way at every restart. The first `a` is multiplied in with the second.
+/// `R <- W R W`. What is stored of a step is `Z / a`, so that the identity is added as it is: `a`
+/// would be rounded, the same way at every restart. The first `a` is multiplied in with the second.
 fn accumulate_q(mut r: Tensor<3>, schedule: &[Polynomial], products: Products) -> Tensor<3> {
     if let Some(q) = products.accumulated_q(&r, schedule) {
         return q;

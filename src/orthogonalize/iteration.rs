@@ -34,8 +34,8 @@ impl NewtonSchulzConfig {
     /// # Errors
     ///
     /// [`Error::Setting`] for zero steps, unusable coefficients, an `epsilon` that is negative or
-    /// not finite, and for [`IterationForm::Gram`] with coefficients for which [`restarts::choose`] finds no
-    /// restarts in `dtype`.
+    /// not finite, and for [`IterationForm::Gram`] with coefficients for which [`restarts::choose`]
+    /// finds no restarts in `dtype`.
     pub fn init(&self) -> Result<NewtonSchulz> {
         let Self { coefficients, steps, epsilon, dtype, form, workspace_mb, .. } = self;
         if !(epsilon.is_finite() && *epsilon >= 0.0) {
@@ -52,7 +52,8 @@ impl NewtonSchulzConfig {
             return Err(Error::setting(
                 "form",
                 format!("Gram with {coefficients:?} in {dtype:?}"),
-                "`Auto` or `Standard`, since no restarts keep the Gram form exact with these coefficients",
+                "`Auto` or `Standard`, since no restarts keep the Gram form exact with these \
+                 coefficients",
             ));
         }
         Ok(NewtonSchulz {
@@ -113,18 +114,18 @@ impl NewtonSchulz {
         })
     }
 
-    /// Replaces every matrix `U S V^T` of the batch `[k, m, n]` by a matrix near `U V^T`, of the same
-    /// type and on the same device.
+    /// Replaces every matrix `U S V^T` of the batch `[k, m, n]` by a matrix near `U V^T`, of the
+    /// same type and on the same device.
     ///
-    /// All sizes are accepted, including 1 and 0. A matrix with an entry that is not finite gives one of NaN
-    /// and has no effect on the others of the batch.
+    /// All sizes are accepted, including 1 and 0. A matrix with an entry that is not finite gives
+    /// one of NaN and has no effect on the others of the batch.
     pub fn orthogonalize(&self, batch: Tensor<3>) -> Tensor<3> {
         let dtype = batch.dtype();
         self.direction(batch, None).cast(dtype)
     }
 
-    /// [`orthogonalize`](Self::orthogonalize) in the type of the iteration, with norms that may be known already,
-    /// in parts that fit into the workspace.
+    /// [`orthogonalize`](Self::orthogonalize) in the type of the iteration, with norms that may be
+    /// known already, in parts that fit into the workspace.
     pub(crate) fn direction(&self, batch: Tensor<3>, norms: Option<PartialNorms>) -> Tensor<3> {
         let [k, m, n] = batch.dims();
         if k * m * n == 0 {

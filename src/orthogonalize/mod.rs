@@ -6,11 +6,12 @@
 //!
 //! - the [standard form](IterationForm::Standard), `X <- a X + (b A + c A^2) X` with `A = X X^T`
 //!   (Keller Jordan, <https://kellerjordan.github.io/posts/muon/>);
-//! - the [Gram form](IterationForm::Gram), which iterates on the small `R = X X^T` alone and multiplies `X`
-//!   once at the end (<https://github.com/Dao-AILab/gram-newton-schulz>).
+//! - the [Gram form](IterationForm::Gram), which iterates on the small `R = X X^T` alone and
+//!   multiplies `X` once at the end (<https://github.com/Dao-AILab/gram-newton-schulz>).
 //!
 //! Both run on the smaller side of the matrix, and all products of polynomials of one symmetric
-//! matrix go through one operation that computes a single triangle ([`ComputePath::symmetric_product`](crate::ComputePath::symmetric_product)).
+//! matrix go through one operation that computes a single triangle
+//! ([`ComputePath::symmetric_product`](crate::ComputePath::symmetric_product)).
 
 pub mod coefficients;
 mod config;

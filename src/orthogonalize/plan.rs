@@ -6,11 +6,12 @@ use super::config::{IterationDtype, IterationForm};
 use super::cost;
 use crate::backend::{ComputePath, KernelPolicy};
 
-/// Largest workspace, in multiples of the input, for which [`IterationForm::Auto`] still picks a form when a smaller
-/// one exists.
+/// Largest workspace, in multiples of the input, for which [`IterationForm::Auto`] still picks a
+/// form when a smaller one exists.
 const LARGEST_WORKSPACE: usize = 3;
 
-/// The orthogonalisation of matrices of a shape, from [`NewtonSchulz::explain`](super::NewtonSchulz::explain).
+/// The orthogonalisation of matrices of a shape, from
+/// [`NewtonSchulz::explain`](super::NewtonSchulz::explain).
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct IterationPlan {
@@ -39,7 +40,8 @@ pub(super) struct Planner {
     pub dtype: IterationDtype,
     pub policy: KernelPolicy,
     pub steps: usize,
-    /// For every type that the Gram form may run in; `None` where the Gram form is not exact enough.
+    /// For every type that the Gram form may run in; `None` where the Gram form is not exact
+    /// enough.
     pub restarts: Vec<(FloatDType, Option<Vec<usize>>)>,
 }
 

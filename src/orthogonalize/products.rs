@@ -4,8 +4,8 @@ use burn::tensor::{Device, Tensor};
 
 use crate::backend::{ComputePath, Polynomial};
 
-/// The side from which symmetric matrices multiply `X`. The formulas are written for `Left`; `Right`
-/// is their transpose, and avoids transposing `X`.
+/// The side from which symmetric matrices multiply `X`. The formulas are written for `Left`;
+/// `Right` is their transpose, and avoids transposing `X`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
     /// `m <= n`: polynomials of `X X^T`, from the left.
@@ -29,8 +29,8 @@ impl Products {
         Self { side, path, small: path.is_small(device, m.min(n)) }
     }
 
-    /// The product `Q` of the Gram form from one kernel, if the matrices are small enough for that: see
-    /// [`ComputePath::accumulate_q`].
+    /// The product `Q` of the Gram form from one kernel, if the matrices are small enough for that:
+    /// see [`ComputePath::accumulate_q`].
     pub fn accumulated_q(self, r: &Tensor<3>, schedule: &[Polynomial]) -> Option<Tensor<3>> {
         self.small.then(|| self.path.accumulate_q(r.clone(), schedule))
     }

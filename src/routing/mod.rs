@@ -98,8 +98,9 @@ pub(crate) struct Updates {
     pub skipped: SkippedSteps,
 }
 
-/// The decision for every parameter of a model, from [`MuonConfig::route`](crate::MuonConfig::route). Prints as a table,
-/// with its [`summary`](Self::summary) below.
+/// The decision for every parameter of a model, from
+/// [`MuonConfig::route`](crate::MuonConfig::route). Prints as a table, with its
+/// [`summary`](Self::summary) below.
 #[derive(Debug, Clone)]
 pub struct Routing {
     routes: Vec<ParameterRoute>,
@@ -118,7 +119,7 @@ impl Updates {
                 (self.muon.operations(batch, *dtype, device), bytes)
             }
             ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
-                let batch = [1, 1, shape.iter().product()];
+                let batch = AdamWUpdate::batch(shape);
                 let bytes = AdamWUpdate::SLOTS.iter().map(|slot| slot.bytes(batch, *dtype)).sum();
                 (0.0, bytes)
             }
@@ -189,8 +190,8 @@ impl Routing {
         &self.updates
     }
 
-    /// The steps that left parameters untouched, over all optimizers that [`init`](Self::init) made of this
-    /// routing.
+    /// The steps that left parameters untouched, over all optimizers that [`init`](Self::init) made
+    /// of this routing.
     pub fn skipped_steps(&self) -> &SkippedSteps {
         &self.updates.skipped
     }
@@ -199,7 +200,8 @@ impl Routing {
     ///
     /// # Panics
     ///
-    /// If the view of the route does not fit its shape, which [`MuonConfig::route`](crate::MuonConfig::route) rules out.
+    /// If the view of the route does not fit its shape, which
+    /// [`MuonConfig::route`](crate::MuonConfig::route) rules out.
     pub(crate) fn lr_factors(&self, route: &ParameterRoute) -> LrFactors {
         let Updates { muon, adamw, .. } = &self.updates;
         let by_role = |role| LrFactors { role, scale: 1.0 };
@@ -223,8 +225,8 @@ pub(crate) fn parameter_group(paths: Vec<String>, ids: Vec<ParamId>) -> ParamGro
     ParamGroup::from_paths(paths).fuse(&ParamGroup::from_ids(ids))
 }
 
-/// Fails for a trained parameter that is in the model twice: a step gives its gradient to the first place
-/// only, and makes two parameters of it.
+/// Fails for a trained parameter that is in the model twice: a step gives its gradient to the first
+/// place only, and makes two parameters of it.
 fn reject_shared(parameters: &[Found]) -> Result<()> {
     let mut paths = HashMap::new();
     for found in parameters.iter().filter(|found| found.trainable) {

@@ -59,20 +59,21 @@ impl RoutingRule {
 
 impl MuonRoutingRule {
     /// Takes parameters of three or more dimensions as stacks of matrices: the last two dimensions,
-    /// for every index of the others. Parameters with fewer dimensions, such as the biases of a stack, are left to
-    /// AdamW.
+    /// for every index of the others. Parameters with fewer dimensions, such as the biases of a
+    /// stack, are left to AdamW.
     pub fn batch(self) -> Self {
         Self { view: MatrixView::Batch, ..self }
     }
 
     /// Takes a parameter as one matrix of the first dimension by all others. Unless
-    /// [`layout`](Self::layout) says otherwise, the first dimension counts the outputs, and in Burn's
-    /// transposed convolutions (`[in, out, height, width]`) the inputs.
+    /// [`layout`](Self::layout) says otherwise, the first dimension counts the outputs, and in
+    /// Burn's transposed convolutions (`[in, out, height, width]`) the inputs.
     pub fn flatten(self) -> Self {
         Self { view: MatrixView::Flatten, ..self }
     }
 
-    /// Sets the dimension of the matrix that counts the outputs, for Muon's learning-rate scale and parts.
+    /// Sets the dimension of the matrix that counts the outputs, for Muon's learning-rate scale and
+    /// parts.
     pub fn layout(self, layout: MatrixLayout) -> Self {
         Self { layout: Some(layout), ..self }
     }
@@ -135,7 +136,8 @@ impl RoutingRule {
 pub(super) struct Rules<'a>(Vec<(&'a RoutingRule, Regex)>);
 
 impl<'a> Rules<'a> {
-    /// Compiles rules. Fails for patterns that are malformed, and for rules that have no effect in a model.
+    /// Compiles rules. Fails for patterns that are malformed, and for rules that have no effect in
+    /// a model.
     pub fn compile(rules: &'a [RoutingRule], parameters: &[Found]) -> Result<Self> {
         let compile = |rule: &'a RoutingRule| match Regex::new(&rule.pattern) {
             Ok(regex) => Ok((rule, regex)),

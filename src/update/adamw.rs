@@ -4,7 +4,7 @@ use burn::grad_clipping::GradientClippingConfig;
 use burn::tensor::{DType, Tensor};
 
 use super::state::{Extent, SKIPPED, Slot, SlotDtype, Slots};
-use super::step_size::{LrFactors, StepSize, WeightDecay};
+use super::step_size::StepSize;
 use crate::backend::{AdamWControls, AdamWRows, AdamWStep, FiniteMask, KernelPolicy, Moments};
 
 /// Learning rates by role, relative to that of the step.
@@ -19,7 +19,7 @@ pub(crate) struct RoleLr {
 #[derive(Clone, Debug)]
 pub(crate) struct AdamWUpdate {
     pub step: AdamWStep,
-    pub weight_decay: WeightDecay,
+    pub weight_decay: f64,
     pub role_lr: RoleLr,
     pub policy: KernelPolicy,
     pub clipping: Option<GradientClippingConfig>,
@@ -55,9 +55,14 @@ impl AdamWUpdate {
     pub const STATE: [Slot; 5] =
         [Self::SLOTS[0], Self::SLOTS[1], Self::CORRECTIONS[0], Self::CORRECTIONS[1], SKIPPED];
 
-    /// The size of a step. AdamW's weight decay has no schedule.
+    /// The batch that corresponds to a parameter of a shape: one row.
+    pub fn batch(shape: &[usize]) -> [usize; 3] {
+        [1, 1, shape.iter().product()]
+    }
+
+    /// The size of a step, at `role` times a learning rate.
     pub fn size(&self, lr: f64, role: f64) -> StepSize {
-        StepSize::new(lr, LrFactors { role, scale: 1.0 }, &self.weight_decay, 0)
+        StepSize::decoupled(lr * role, self.weight_decay)
     }
 
     /// The largest gradient of parameters of a type whose square the second moment can hold.

@@ -5,7 +5,8 @@ use burn::tensor::Tensor;
 
 use crate::backend::{ScaledNorms, scaled};
 
-/// The gradient of one parameter, clipped as it is configured. It has to be finite, or its parameter rejected.
+/// The gradient of one parameter, clipped as it is configured. It has to be finite, or its
+/// parameter rejected.
 pub(crate) fn clip<const D: usize>(
     config: Option<&GradientClippingConfig>,
     grad: Tensor<D>,

@@ -6,7 +6,8 @@ use crate::matrix_view::MatrixLayout;
 
 /// The factor on the learning rate that depends on the shape of a matrix.
 ///
-/// The examples are for a `Linear` of 512 inputs and 1024 outputs, whose weight is `[512, 1024]` in Burn.
+/// The examples are for a `Linear` of 512 inputs and 1024 outputs, whose weight is `[512, 1024]` in
+/// Burn.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum LrScale {
@@ -14,11 +15,11 @@ pub enum LrScale {
     None,
     /// `sqrt(max(1, outputs / inputs))` (Keller Jordan): 1.414.
     Original,
-    /// `0.2 sqrt(max(outputs, inputs))`: 6.4. Updates are as large as AdamW's, so that its learning rate and
-    /// weight decay carry over (Liu et al., <https://arxiv.org/abs/2502.16982>).
+    /// `0.2 sqrt(max(outputs, inputs))`: 6.4. Updates are as large as AdamW's, so that its learning
+    /// rate and weight decay carry over (Liu et al., <https://arxiv.org/abs/2502.16982>).
     MatchRmsAdamW,
-    /// `sqrt(outputs / inputs)`: 1.414. The effect on activations is the same at any width (Bernstein,
-    /// <https://jeremybernste.in/writing/deriving-muon>).
+    /// `sqrt(outputs / inputs)`: 1.414. The effect on activations is the same at any width
+    /// (Bernstein, <https://jeremybernste.in/writing/deriving-muon>).
     Spectral,
 }
 

@@ -1,6 +1,7 @@
 //! The step, as pure functions on a batch: no rank, no module, no record.
 //!
-//! With momentum `mu`, weight decay `w` and learning rate `lr`, a step of [`MuonUpdate`] with gradient `G` is
+//! With momentum `mu`, weight decay `w` and learning rate `lr`, a step of [`MuonUpdate`] with
+//! gradient `G` is
 //!
 //! ```text
 //! M <- mu M + (1 - mu) G
@@ -10,8 +11,8 @@
 //! P <- (1 - lr w) P - lr scale O
 //! ```
 //!
-//! and every line is one function: `backend::update_momentum`, [`Part::apply`], `NewtonSchulz::direction`, [`StepSize`]
-//! and `backend::apply`.
+//! and every line is one function: `backend::update_momentum`, [`Part::apply`],
+//! `NewtonSchulz::direction`, [`StepSize`] and `backend::apply`.
 
 mod adamw;
 mod clipping;
@@ -29,7 +30,7 @@ pub(crate) use muon::{MOMENTUM, MuonBatch, MuonParameter, MuonUpdate};
 pub(crate) use parts::Matrices;
 pub use skipped::SkippedSteps;
 pub(crate) use skipped::{CountedOnLoad, Counting, Place};
-pub(crate) use state::{SKIPPED, Slot, Slots};
+pub(crate) use state::{SKIPPED, Slot, Slots, unfit, unused};
 pub use step_size::WeightDecay;
 pub(crate) use step_size::{LrFactors, StepSize, ensure_finite_rate};
 

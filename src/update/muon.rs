@@ -9,11 +9,15 @@ use super::state::{Extent, Slot, SlotDtype, Slots};
 use super::step_size::{LrFactors, StepSize, WeightDecay};
 use crate::backend::{
     FiniteMask, FlaggedRows, KernelPolicy, MomentumStep, MomentumUpdate, ParameterStep, apply,
-    reject, update_momentum,
+    precise_dtype, reject, update_momentum,
 };
 use crate::matrix_view::MatrixLayout;
 use crate::orthogonalize::NewtonSchulz;
 use crate::schedule::Schedule;
+
+/// Largest element of a direction whose squares parts can sum in float32, with room for the number of elements. The
+/// elements of a direction are about 1.
+const LARGEST_SQUARED: f64 = 1e15;
 
 /// Name of the momentum in records.
 pub(crate) const MOMENTUM: &str = "momentum";
@@ -52,7 +56,8 @@ pub(crate) struct MuonBatch<'a> {
     pub values: Vec<Tensor<1>>,
     /// The factor on all gradients.
     pub factor: Option<&'a Tensor<1>>,
-    /// Positive for parameters that stay as they are. `None` if the flags of the matrices hold these, too.
+    /// Positive for parameters that stay as they are. `None` if the flags of the matrices also hold
+    /// these.
     pub rejected: Option<&'a Tensor<1>>,
     /// Index of the first matrix among the flags of matrices.
     pub first: usize,
@@ -74,8 +79,33 @@ impl MuonUpdate {
 
     /// Floating-point operations of the iteration for a batch of parameters of a type.
     pub fn operations(&self, [k, m, n]: [usize; 3], dtype: DType, device: &Device) -> f64 {
-        let dtype = SlotDtype::Parameter.resolve(dtype);
+        let dtype = self.iterated_dtype(dtype);
         k as f64 * self.newton_schulz.explain_shape([m, n], dtype, device).operations
+    }
+
+    /// The type in which the iteration is given the updates of parameters of a type.
+    pub fn iterated_dtype(&self, parameter: DType) -> DType {
+        let momentum = SlotDtype::Parameter.resolve(parameter);
+        match self.has_parts(Stage::Before) {
+            true => precise_dtype(momentum),
+            false => momentum,
+        }
+    }
+
+    fn has_parts(&self, stage: Stage) -> bool {
+        self.parts.iter().any(|part| part.stage() == stage)
+    }
+
+    /// The update after the parts of a stage.
+    fn apply_parts(
+        &self,
+        stage: Stage,
+        update: Tensor<3>,
+        state: &mut Slots,
+        context: &Context<'_>,
+    ) -> Tensor<3> {
+        let parts = self.parts.iter().filter(|part| part.stage() == stage);
+        parts.fold(update, |update, part| part.apply(update, state, context))
     }
 
     /// The factors on the learning rate of a matrix.
@@ -89,10 +119,23 @@ impl MuonUpdate {
         StepSize::new(lr, factors, &self.weight_decay, time)
     }
 
-    /// Updates a batch: the new values of its parameters, and the flags of matrices. Advances `state`.
+    /// Sets the flags of matrices with an element that is not finite, or larger than `largest` in magnitude.
+    fn reject_matrices(
+        &self,
+        direction: &Tensor<3>,
+        flags: Tensor<1>,
+        first: usize,
+        largest: f64,
+    ) -> Tensor<1> {
+        let rows = [FlaggedRows { flag: first, rows: direction.dims()[0] }];
+        reject(self.policy(), flags, &[direction.clone().reshape([-1])], &rows, largest)
+    }
+
+    /// Updates a batch: the new values of its parameters, and the flags of matrices. Advances
+    /// `state`.
     ///
-    /// A matrix of whose momentum the iteration makes something that is not finite keeps its values, and its flag in
-    /// `diverged` is set.
+    /// A matrix of whose momentum the iteration makes something that is not finite keeps its
+    /// values, and its flag in `diverged` is set.
     pub fn step(
         &self,
         batch: MuonBatch<'_>,
@@ -131,26 +174,27 @@ impl MuonUpdate {
 
         let mask = || FiniteMask::from_rows(rejected_matrices(rejected.unwrap_or(&diverged)));
         let context = Context { matrices, mask: &mask };
-        let mut parts = self.parts.iter().filter(|part| part.stage() == Stage::Before).peekable();
-        // Those of another tensor, if a part changes this one.
-        let norms = norms.filter(|_| parts.peek().is_none());
-        let update = parts.fold(update, |update, part| part.apply(update, state, &context));
+        // A part would make them the norms of another tensor.
+        let norms = norms.filter(|_| !self.has_parts(Stage::Before));
+        let update = self.apply_parts(Stage::Before, update, state, &context);
 
-        let direction = self.newton_schulz.direction(update, norms);
-        // Burn's products may have gaps between rows, which every reader below would copy away separately.
-        let direction = direction.reshape([k * m * n]).reshape(shape);
-        let flags = [FlaggedRows { flag: first, rows: k }];
-        let flat = [direction.clone().reshape([-1])];
-        let diverged = reject(policy, diverged, &flat, &flags, f64::MAX);
+        let direction = contiguous(self.newton_schulz.direction(update, norms));
+        let has_after = self.has_parts(Stage::After);
+        // The squares that parts compute have to be finite.
+        let largest = if has_after { LARGEST_SQUARED } else { f64::MAX };
+        let mut diverged = self.reject_matrices(&direction, diverged, first, largest);
+        let mut direction = direction;
+        if has_after {
+            let mask = || {
+                let rejected = rejected_matrices(rejected.unwrap_or(&diverged));
+                let diverged = diverged.clone().slice(s![first..first + k]);
+                FiniteMask::from_rows(rejected.max_pair(diverged))
+            };
+            let context = Context { matrices, mask: &mask };
+            direction = contiguous(self.apply_parts(Stage::After, direction, state, &context));
+            diverged = self.reject_matrices(&direction, diverged, first, f64::MAX);
+        }
         let rejected = rejected.unwrap_or(&diverged);
-
-        let mask = || {
-            let diverged = diverged.clone().slice(s![first..first + k]);
-            FiniteMask::from_rows(rejected_matrices(rejected).max_pair(diverged))
-        };
-        let context = Context { matrices, mask: &mask };
-        let parts = self.parts.iter().filter(|part| part.stage() == Stage::After);
-        let direction = parts.fold(direction, |x, part| part.apply(x, state, &context));
 
         let steps: Vec<_> = parameters
             .iter()
@@ -164,6 +208,12 @@ impl MuonUpdate {
         let values = apply(policy, values, direction, rejected, (&diverged, first), &steps);
         (values, diverged)
     }
+}
+
+/// The batch without gaps between its rows, which Burn's products may leave and every reader would copy away separately.
+fn contiguous(batch: Tensor<3>) -> Tensor<3> {
+    let (shape, elements) = (batch.dims(), batch.shape().num_elements());
+    batch.reshape([elements]).reshape(shape)
 }
 
 /// The flags of parameters, repeated for each of their matrices.

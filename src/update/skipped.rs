@@ -1,4 +1,4 @@
-//! Steps that left parameters untouched: counted on the device, and told as they happen.
+//! Counts of the steps that left parameters untouched, kept on the device and logged during a run.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,17 +11,18 @@ use burn::tensor::{Device, Tensor};
 
 use crate::error::{Error, Result};
 
-/// Steps between two looks at the counts. A look waits for the device, once for every optimizer state: often
-/// enough to be told in time, and too rare to be felt.
+/// Steps between two looks at the counts. A look waits for the device, once for every optimizer
+/// state: often enough for a warning in time, and too rare to cost a measurable time.
 const LOOK_EVERY: usize = 25;
 
-/// The number of steps that left each parameter untouched: because its gradient, or what the iteration made of
-/// it, was not finite, or because its square was too large for AdamW.
+/// The number of steps that left each parameter untouched: its gradient or the result of the
+/// iteration was not finite, or, for AdamW, the square of the gradient was too large.
 ///
-/// The counts stay on the devices, and are saved with the optimizer's state. At the first step and every 25
-/// steps they are looked at: skipped steps are then logged as a warning (crate `log`), and a parameter that
-/// was skipped in all steps since as many looks as [`MuonConfig::max_skipped`](crate::MuonConfig::max_skipped)
-/// needs ends the run. Clones share the counts.
+/// The counts stay on the devices, and are saved with the optimizer's state. They are read at the
+/// first step, and then every 25 steps, or every
+/// [`MuonConfig::max_skipped`](crate::MuonConfig::max_skipped) steps if that is less. Skipped steps
+/// are then logged as a warning (crate `log`). A parameter that was skipped in every step for
+/// `max_skipped` steps or more ends the run. Clones share the counts.
 #[derive(Clone, Debug)]
 pub struct SkippedSteps {
     limit: Option<usize>,
@@ -31,16 +32,18 @@ pub struct SkippedSteps {
 #[derive(Default, Debug)]
 struct Counts {
     entries: Vec<Entry>,
-    /// The warning of the states that were looked at last. It is logged when it names all of them: with the
-    /// next step.
+    /// The warning of the states that were read last. It is logged with the next step, when it
+    /// covers all of them.
     pending: Option<Warning>,
-    /// Tensors that were replaced or read by another thread than their own, which drops them when it comes by. Those
-    /// of threads that have ended stay: one of each state that was replaced since.
+    /// Tensors that were replaced or read by a thread that did not make them. The thread that made
+    /// them drops them at its next call. Tensors of threads that have ended stay: one for each
+    /// state that was replaced since.
     retired: Vec<Kept>,
 }
 
-/// A tensor, and the thread that works with it. Burn's fusion may free a tensor that another thread drops before it
-/// takes up what its own thread has just asked for with a clone (tracel-ai/burn#4947 is one case of it).
+/// A tensor, and the thread that works with it. If another thread drops a tensor, Burn's fusion may
+/// free its buffer before it runs an operation that the first thread has just queued on a clone
+/// (tracel-ai/burn#4947 is one case).
 #[derive(Clone, Debug)]
 struct Kept {
     tensor: Arc<Tensor<1>>,
@@ -51,7 +54,7 @@ struct Kept {
 #[derive(Debug, Default)]
 struct Entry {
     names: Vec<String>,
-    /// None before the first step.
+    /// `None` before the first step.
     counts: Option<Kept>,
     /// The counts at the last look, and the steps that each parameter had taken part in.
     seen: Vec<f32>,
@@ -79,6 +82,7 @@ pub(crate) struct Place {
 }
 
 impl Place {
+    /// Returns `true` if the state has counts.
     pub fn has_started(self) -> bool {
         self.entry.is_some()
     }
@@ -90,19 +94,20 @@ impl Place {
 }
 
 impl SkippedSteps {
-    /// Counts of nothing. A parameter may be skipped in fewer steps in a row than `limit`.
+    /// Empty counts. A parameter may be skipped in fewer steps in a row than `limit`.
     pub(crate) fn new(limit: Option<usize>) -> Self {
         Self { limit, counts: Arc::default() }
     }
 
-    /// Parameters that were left untouched at least once, with the number of times, over all optimizers that
-    /// share these counts. Waits for the devices.
+    /// Parameters that were left untouched at least once, with the number of times, over all
+    /// optimizers that share these counts. Waits for the devices.
     pub fn read(&self) -> BTreeMap<String, u64> {
         let counts = self.lock();
         let entries = counts.entries.iter();
         let known = entries.filter_map(|entry| Some((entry.names.clone(), entry.counts.clone()?)));
         let known: Vec<_> = known.collect();
-        drop(counts); // nobody waits for a device with the lock
+        // Reading waits for the devices: other threads must not wait for the lock meanwhile.
+        drop(counts);
         let read = summed(known.iter().map(|(names, counts)| (names.clone(), counts.values())));
         let mut counts = self.lock();
         known.into_iter().for_each(|(_, kept)| counts.retire(kept));
@@ -117,15 +122,15 @@ impl SkippedSteps {
         summed(counts.entries.iter().map(|entry| (entry.names.clone(), entry.seen.clone())))
     }
 
-    /// A place for the states of a rule that has one parameter: one takes the place of another.
+    /// A place for the states of a rule of one parameter. A later state replaces the one before it.
     pub(crate) fn reserve(&self) -> Place {
         let entries = &mut self.lock().entries;
         entries.push(Entry::default());
         Place { entry: Some(entries.len() - 1), steps: 0 }
     }
 
-    /// Registers the counts of an optimizer state before its next step, at a place that was reserved or at a new
-    /// one. The parameters have taken part in so many steps.
+    /// Registers the counts of an optimizer state before its next step, at a place that was
+    /// reserved or at a new one. The parameters have taken part in `times` steps.
     pub(crate) fn start(
         &self,
         reserved: Option<Place>,
@@ -139,14 +144,14 @@ impl SkippedSteps {
         let in_a_row = vec![0; seen.len()];
         let entry = Entry { names, counts: Some(counts), seen, looked: times, in_a_row };
         let mut known = self.lock();
-        let old = &mut known.entries[place.entry.expect("it was reserved")];
+        let old = &mut known.entries[place.entry.expect("a reserved place has an entry")];
         let old = std::mem::replace(old, entry);
         old.counts.into_iter().for_each(|counts| known.retire(counts));
         place
     }
 
-    /// Records the counts of an optimizer state that has [started](Self::start), after a step. Every so many
-    /// of them they are looked at, and told of if `tells`.
+    /// Records the counts of an optimizer state that has [started](Self::start), after a step. At
+    /// the steps of a look they are read, and logged if `tells`.
     ///
     /// # Errors
     ///
@@ -159,21 +164,22 @@ impl SkippedSteps {
         tells: bool,
     ) -> Result<()> {
         place.steps += 1;
-        let number = place.entry.expect("it has started");
+        let number = place.entry.expect("a started state has an entry");
         let counts = Kept::new(counts);
-        let told = {
+        let due = {
             let mut known = self.lock();
             let old = known.entries[number].counts.replace(counts.clone());
             old.into_iter().for_each(|old| known.retire(old));
             let is_old = known.pending.as_ref().is_some_and(|last| last.step != place.steps);
             if is_old { known.pending.take() } else { None }
         };
-        tell(told);
+        log_warning(due);
         let every = self.limit.map_or(LOOK_EVERY, |limit| limit.min(LOOK_EVERY));
         if place.steps != 1 && !place.steps.is_multiple_of(every) {
             return Ok(());
         }
-        let counts = counts.values(); // without the lock: it waits for the device
+        // Without the lock, since this waits for the device.
+        let counts = counts.values();
         let mut known = self.lock();
         let Counts { entries, pending, .. } = &mut *known;
         let entry = &mut entries[number];
@@ -182,28 +188,28 @@ impl SkippedSteps {
         if let Some(warning) = warning {
             Warning::add(pending, warning);
         }
-        // All parameters at once, or the end: nothing is to come.
-        let told = if times.len() > 1 || outcome.is_err() { pending.take() } else { None };
+        // A state of all parameters, or the end of the run: no other state adds to the warning.
+        let due = if times.len() > 1 || outcome.is_err() { pending.take() } else { None };
         drop(known);
-        tell(told);
+        log_warning(due);
         outcome
     }
 
     fn lock(&self) -> MutexGuard<'_, Counts> {
-        // Counts are right after every statement.
+        // The counts are consistent after every statement, also after a panic.
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Counts {
-    /// Drops a tensor that this thread works with, or that somebody else keeps, and those of this thread that others
-    /// have retired.
+    /// Drops a tensor if it is this thread's or has another owner, and keeps it otherwise. Also
+    /// drops the tensors of this thread that other threads have retired.
     fn retire(&mut self, counts: Kept) {
         if Arc::strong_count(&counts.tensor) == 1 {
             self.retired.push(counts);
         }
-        let here = thread::current().id();
-        self.retired.retain(|kept| kept.thread != here);
+        let current = thread::current().id();
+        self.retired.retain(|kept| kept.thread != current);
     }
 }
 
@@ -213,13 +219,13 @@ impl Kept {
         Self { tensor: Arc::new(tensor), thread: thread::current().id() }
     }
 
-    /// Its numbers. Waits for the device.
+    /// The values of the tensor. Waits for the device.
     fn values(&self) -> Vec<f32> {
         self.tensor.to_data().iter::<f32>().collect()
     }
 }
 
-/// Sums by name, without those that are zero.
+/// Sums the counts by name, without the zeros.
 fn summed(counts: impl Iterator<Item = (Vec<String>, Vec<f32>)>) -> BTreeMap<String, u64> {
     let mut sums = BTreeMap::new();
     for (names, counts) in counts {
@@ -230,14 +236,14 @@ fn summed(counts: impl Iterator<Item = (Vec<String>, Vec<f32>)>) -> BTreeMap<Str
     sums
 }
 
-fn tell(warning: Option<Warning>) {
+fn log_warning(warning: Option<Warning>) {
     if let Some(warning) = warning {
         log::warn!("{warning}");
     }
 }
 
 impl Warning {
-    /// Adds what was seen of another state at the same step.
+    /// Adds the warning of another state at the same step.
     fn add(pending: &mut Option<Self>, more: Self) {
         match pending {
             Some(known) => {
@@ -261,7 +267,8 @@ impl fmt::Display for Warning {
         }
         write!(
             f,
-            ": up to {} of {} steps skipped, since gradients or updates were not finite, or too large",
+            ": up to {} of {} steps skipped, since gradients or updates were not finite, or too \
+             large",
             self.most, self.of
         )
     }
@@ -273,9 +280,9 @@ pub(crate) trait Counting: Optimizer {
     fn start_counting<const D: usize>(&self, state: &mut Self::State<D>);
 }
 
-/// A rule as a [`ModuleOptimizer`](burn::optim::ModuleOptimizer) takes it, which registers the counts of a
-/// state when it is loaded. Burn's own way from an [`Optimizer`] to a [`DynOptimizer`] makes a state without
-/// asking the rule.
+/// A rule that registers the counts of a state when the state is loaded, for a
+/// [`ModuleOptimizer`](burn::optim::ModuleOptimizer). Burn's conversion of an [`Optimizer`] to a
+/// [`DynOptimizer`] makes the state without a call of the rule.
 pub(crate) struct CountedOnLoad<O>(pub O);
 
 impl<O: Counting> CountedOnLoad<O> {
@@ -327,13 +334,13 @@ impl<O: Counting> DynOptimizer for CountedOnLoad<O> {
 }
 
 impl Entry {
-    /// Looks at the counts of parameters that have taken part in so many steps; says what was skipped since the
-    /// last look. The parameter that was skipped most often is named.
+    /// Compares the counts of parameters, which have taken part in `times` steps, with those of the
+    /// last look. The warning names the parameter that was skipped most often.
     fn look(&mut self, counts: Vec<f32>, times: &[usize], step: usize) -> Option<Warning> {
         let mut warning = None;
         for (number, count) in counts.iter().enumerate() {
             let of = times[number] - self.looked[number];
-            // What one step has done wrong may be counted with the next, which then counts twice.
+            // A failure of one step may be counted with the next step, which then counts twice.
             let most = ((count - self.seen[number]) as usize).min(of);
             let row = &mut self.in_a_row[number];
             *row = if most == of { *row + of } else { 0 };
@@ -369,8 +376,8 @@ mod tests {
     }
 
     fn started(skipped: &SkippedSteps, names: &[&str], before: &[f32]) -> Place {
-        let of = names.iter().map(|name| (*name).to_owned()).collect();
-        skipped.start(None, of, counts(before), vec![0; names.len()])
+        let owned = names.iter().map(|name| (*name).to_owned()).collect();
+        skipped.start(None, owned, counts(before), vec![0; names.len()])
     }
 
     #[test]
@@ -407,7 +414,7 @@ mod tests {
             other.join().unwrap();
         });
         assert_eq!(skipped.read()["a"], 2);
-        assert_eq!(retired(), 0, "this thread was there, and the other's is still in its place");
+        assert_eq!(retired(), 0, "this thread dropped its tensor; the other's is in use");
         start(3.0);
         assert_eq!(retired(), 1, "the other's");
     }
@@ -417,8 +424,8 @@ mod tests {
         let skipped = SkippedSteps::new(Some(30));
         let mut place = started(&skipped, &["a", "b", "c"], &[5.0, 0.0, 0.0]);
         let outcomes = (1..=60).map(|step| {
-            // `a` always, `b` in all steps but the 30th; `c` takes part in every other step, and is counted twice
-            // in one of them.
+            // `a` always, `b` in all steps but the 30th; `c` takes part in every other step, and is
+            // counted twice in one of them.
             let b = if step < 30 { step } else { step - 1 };
             let c = step / 2;
             let now = [5.0 + step as f32, b as f32, (c + 1) as f32];
@@ -450,7 +457,7 @@ mod tests {
         assert_eq!(entry.in_a_row, [0, 0, 4]);
         assert_eq!(entry.look(vec![0.0, 2.0, 4.0], &[5; 3], 5), None, "nothing since");
 
-        // States of one parameter each are told of together, with the step after.
+        // States of one parameter each share a warning, logged with the next step.
         let skipped = SkippedSteps::new(None);
         let mut places = ["a", "b"].map(|name| started(&skipped, &[name], &[0.0]));
         for (place, count) in places.iter_mut().zip([0.0, 1.0]) {

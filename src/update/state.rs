@@ -1,10 +1,12 @@
-//! The state of an update, as data: a table of slots describes what it stores of a parameter, and zeros, records,
-//! shards, memory reports and moves between devices are loops over that table.
+//! The state of an update, as data: a table of slots describes what it stores of a parameter, and
+//! zeros, records, shards, memory reports and moves between devices are loops over that table.
 
 use burn::optim::{StateSink, StateSource};
 use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
 
+use super::ONLY_RANK;
 use crate::backend::precise_dtype;
+use crate::error::{Error, Result};
 use crate::slices::bytes;
 
 /// A value that an update stores of every parameter.
@@ -26,7 +28,7 @@ pub(crate) enum Extent {
     /// One per column, `[k, 1, n]`.
     Column,
     /// One per matrix, `[k, 1, 1]`.
-    #[expect(dead_code, reason = "for second moments of whole matrices, as of NAMO")]
+    #[expect(dead_code, reason = "for second moments of whole matrices")]
     Matrix,
     /// One per parameter, `[1]`.
     Parameter,
@@ -35,11 +37,12 @@ pub(crate) enum Extent {
 /// The type of a slot's values, given that of the parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SlotDtype {
-    /// The parameter's type, but float32 for float16: its least number is 6e-8, so that a sum of small gradients would
-    /// lose its digits.
+    /// The parameter's type, but float32 for float16: its least number is 6e-8, so that a sum of
+    /// small gradients would lose its digits.
     Parameter,
-    /// float32, and float64 for float64. In float16, squares of gradients below 1e-3 are zero, and of those above 255
-    /// infinite; in bfloat16, `0.999 V` rounds to `V`, so that a moving average never decreases.
+    /// float32, and float64 for float64. In float16, squares of gradients below 1e-3 are zero, and
+    /// of those above 255 infinite; in bfloat16, `0.999 V` rounds to `V`, so that a moving average
+    /// never decreases.
     Precise,
     /// float32, for counters.
     F32,
@@ -74,8 +77,8 @@ impl Extent {
         self.shape(batch).iter().product()
     }
 
-    /// The shape of the values in records, for a parameter of a shape: that of the parameter, where there is one value
-    /// per element, so that records are those of Burn's own optimizers.
+    /// The shape of the values in records, for a parameter of a shape: that of the parameter, where
+    /// there is one value per element, so that records are those of Burn's own optimizers.
     pub fn recorded(self, parameter: &[usize], batch: [usize; 3]) -> Vec<usize> {
         match self {
             Self::Element => parameter.to_vec(),
@@ -104,13 +107,14 @@ pub(crate) struct Slots {
 
 #[derive(Clone, Debug)]
 struct Value {
-    tensor: Tensor<1>,
+    /// `None` while an update has taken it.
+    tensor: Option<Tensor<1>>,
     /// Its shape in records.
     recorded: Vec<usize>,
 }
 
 impl Slots {
-    /// Zeros for a batch of parameters of a type; in records, that of one parameter of a shape.
+    /// Zeros for a batch of parameters of a type. Records have them in the shapes of `parameter`.
     pub fn zeros(
         table: &[Slot],
         batch: [usize; 3],
@@ -119,30 +123,36 @@ impl Slots {
         device: &Device,
     ) -> Self {
         let zeros = |slot: &Slot| {
-            let count = slot.extent.values(batch);
-            let tensor = Tensor::zeros([count], (device, slot.dtype.resolve(dtype)));
-            (slot.name, Value { tensor, recorded: slot.extent.recorded(parameter, batch) })
+            let options = (device, slot.dtype.resolve(dtype));
+            let tensor = match slot.extent.values(batch) {
+                // Not every backend fills tensors without elements.
+                0 => Tensor::empty([0], options),
+                count => Tensor::zeros([count], options),
+            };
+            let recorded = slot.extent.recorded(parameter, batch);
+            (slot.name, Value { tensor: Some(tensor), recorded })
         };
         Self { values: table.iter().map(zeros).collect() }
     }
 
-    /// The values of a slot, if there are any.
-    pub fn get(&self, name: &str) -> Option<&Tensor<1>> {
-        let (_, value) = self.values.iter().find(|(known, _)| *known == name)?;
-        Some(&value.tensor)
-    }
-
-    /// Takes the values of a slot out, for an update that will [put](Self::put) the new ones.
+    /// The values of a slot.
     ///
     /// # Panics
     ///
-    /// If there is no such slot.
+    /// If there is no such slot, or its values are taken.
+    pub fn get(&self, name: &str) -> &Tensor<1> {
+        let value = self.value(name).unwrap_or_else(|| panic!("state has no slot `{name}`"));
+        value.tensor.as_ref().expect("an update puts back what it takes")
+    }
+
+    /// Takes the values of a slot out, for an update that will [put](Self::put) the new ones. Taken, since the kernels
+    /// would copy the whole state before they write to it if there were a second reference.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such slot, or its values are taken already.
     pub fn take(&mut self, name: &str) -> Tensor<1> {
-        let tensor = self.tensor(name);
-        // Something else in their place: with a second reference, the kernels would copy the whole state before they
-        // write to it. One element, since not every backend accepts empty tensors.
-        let stand_in = Tensor::empty([1], (&tensor.device(), tensor.dtype()));
-        core::mem::replace(tensor, stand_in)
+        self.value_mut(name).tensor.take().expect("an update puts back what it takes")
     }
 
     /// Stores the new values of a slot.
@@ -151,52 +161,80 @@ impl Slots {
     ///
     /// If there is no such slot.
     pub fn put(&mut self, name: &str, new: Tensor<1>) {
-        *self.tensor(name) = new;
+        self.value_mut(name).tensor = Some(new);
     }
 
-    fn tensor(&mut self, name: &str) -> &mut Tensor<1> {
+    fn value(&self, name: &str) -> Option<&Value> {
+        self.values.iter().find_map(|(known, value)| (*known == name).then_some(value))
+    }
+
+    fn value_mut(&mut self, name: &str) -> &mut Value {
         let value = self.values.iter_mut().find(|(known, _)| *known == name);
-        &mut value.unwrap_or_else(|| panic!("state has no slot `{name}`")).1.tensor
+        &mut value.unwrap_or_else(|| panic!("state has no slot `{name}`")).1
     }
 
-    /// The slot of the table that is absent, or does not have the right number of values.
-    pub fn unfit<'a>(&self, table: &'a [Slot], batch: [usize; 3]) -> Option<&'a Slot> {
-        table.iter().find(|slot| {
-            let count = self.get(slot.name).map(|tensor| tensor.dims()[0]);
-            count != Some(slot.extent.values(batch))
-        })
+    /// Fails if the slots are not those of the table, in the shapes for a parameter: if they were saved under another
+    /// configuration.
+    pub fn ensure_fit(
+        &self,
+        table: &[Slot],
+        batch: [usize; 3],
+        shape: &[usize],
+        path: &str,
+    ) -> Result<()> {
+        for slot in table {
+            let expected = slot.extent.recorded(shape, batch);
+            let problem = match self.value(slot.name) {
+                None => format!("its state has no `{}`", slot.name),
+                Some(value) if value.recorded != expected => {
+                    let recorded = &value.recorded;
+                    format!(
+                        "its `{}` does not fit: expected {expected:?}, got {recorded:?}",
+                        slot.name
+                    )
+                }
+                Some(_) => continue,
+            };
+            return Err(unfit(path, ONLY_RANK, problem));
+        }
+        let is_known = |name: &str| table.iter().any(|slot| slot.name == name);
+        match self.values.iter().find(|(name, _)| !is_known(name)) {
+            Some((name, _)) => Err(unfit(path, ONLY_RANK, unused(name))),
+            None => Ok(()),
+        }
     }
 
     /// Converts the values of a table's slots to the types for a parameter: files of older versions have half precision
     /// where there is float32 now.
     pub fn convert(&mut self, table: &[Slot], parameter: DType) {
         for slot in table {
-            let values = self.take(slot.name);
-            self.put(slot.name, values.cast(slot.dtype.resolve(parameter)));
+            let dtype = slot.dtype.resolve(parameter);
+            if self.get(slot.name).dtype() != dtype {
+                let values = self.take(slot.name);
+                self.put(slot.name, values.cast(dtype));
+            }
         }
     }
 
     /// Bytes of all values.
     pub fn bytes(&self) -> usize {
-        self.values.iter().map(|(_, value)| bytes(&value.tensor)).sum()
+        self.values.iter().filter_map(|(_, value)| value.tensor.as_ref()).map(bytes).sum()
     }
 
     /// The values on another device.
     pub fn to_device(mut self, device: &Device) -> Self {
         for (_, value) in &mut self.values {
-            value.tensor = value.tensor.clone().to_device(device);
+            value.tensor = value.tensor.take().map(|tensor| tensor.to_device(device));
         }
         self
     }
 
-    /// The slots without the values of any element, row, column or matrix: the state of a rank that is not the owner.
-    pub fn without_values(mut self, rank: usize) -> Self {
-        for (_, value) in &mut self.values {
-            if value.recorded != [1] {
-                let (device, dtype) = (value.tensor.device(), value.tensor.dtype());
-                value.tensor = Tensor::empty([0], (&device, dtype));
-                value.recorded = vec![0; rank];
-            }
+    /// Drops the values of all slots except one: another rank has them.
+    pub fn keep_only(mut self, kept: &str, dimensions: usize) -> Self {
+        for (_, value) in self.values.iter_mut().filter(|(name, _)| *name != kept) {
+            let old = value.tensor.take().expect("an update puts back what it takes");
+            value.tensor = Some(Tensor::empty([0], (&old.device(), old.dtype())));
+            value.recorded = vec![0; dimensions];
         }
         self
     }
@@ -204,6 +242,7 @@ impl Slots {
     /// Writes all values to a record.
     pub fn flatten(&self, prefix: &str, out: &mut StateSink) {
         for (name, Value { tensor, recorded }) in &self.values {
+            let tensor = tensor.as_ref().expect("an update puts back what it takes");
             let (bytes, _, dtype) = tensor.to_data().into_parts();
             out.push_tensor(prefix, name, TensorData::from_bytes(bytes, recorded.clone(), dtype));
         }
@@ -227,17 +266,31 @@ impl Slots {
             };
             let (bytes, shape, dtype): (_, Shape, _) = data.into_parts();
             let data = TensorData::from_bytes(bytes, [shape.num_elements()], dtype);
-            let tensor = Tensor::from_data(data, (device, dtype));
+            let tensor = Some(Tensor::from_data(data, (device, dtype)));
             values.push((*name, Value { tensor, recorded: shape.to_vec() }));
         }
         Some(Self { values })
     }
 
     /// The shape of a slot in records.
-    pub fn recorded(&self, name: &str) -> Option<&[usize]> {
-        let (_, value) = self.values.iter().find(|(known, _)| *known == name)?;
-        Some(&value.recorded)
+    ///
+    /// # Panics
+    ///
+    /// If there is no such slot.
+    pub fn recorded(&self, name: &str) -> &[usize] {
+        &self.value(name).unwrap_or_else(|| panic!("state has no slot `{name}`")).recorded
     }
+}
+
+/// The problem of a saved slot that the configuration does not use.
+pub(crate) fn unused(name: &str) -> String {
+    format!("its state has a `{name}`, which the configured update does not use")
+}
+
+/// An error for a state that was saved under another configuration.
+pub(crate) fn unfit(path: &str, rank: usize, problem: String) -> Error {
+    let remedy = "configure the optimizer as it was when the state was saved";
+    Error::parameter(path, rank, problem, remedy)
 }
 
 #[cfg(test)]
@@ -275,11 +328,39 @@ mod tests {
         let device = Device::default();
         let mut slots = Slots::zeros(&table, [1, 4, 2], &[4, 2], DType::F32, &device);
         assert_eq!(slots.bytes(), 32);
-        assert!(slots.unfit(&table, [1, 4, 2]).is_none());
-        assert_eq!(slots.unfit(&table, [1, 4, 3]).map(|slot| slot.name), Some("momentum"));
         let taken = slots.take("momentum");
-        assert_eq!((taken.dims(), slots.get("momentum").unwrap().dims()), ([8], [1]));
+        assert_eq!((taken.dims(), slots.bytes()), ([8], 0));
         slots.put("momentum", taken + 1.0);
-        assert_eq!(slots.get("momentum").unwrap().clone().sum().into_scalar::<f32>(), 8.0);
+        assert_eq!(slots.get("momentum").clone().sum().into_scalar::<f32>(), 8.0);
+    }
+
+    #[test]
+    fn slots_of_another_configuration_are_named() {
+        let momentum =
+            Slot { name: "momentum", extent: Extent::Element, dtype: SlotDtype::Parameter };
+        let second = |extent| Slot { name: "second_moment", extent, dtype: SlotDtype::Precise };
+        let [plain, rows, columns] = [
+            vec![momentum],
+            vec![momentum, second(Extent::Row)],
+            vec![momentum, second(Extent::Column)],
+        ];
+        // Square, so that only the shape tells rows and columns apart.
+        let (batch, shape) = ([1, 3, 3], [3, 3]);
+        let slots =
+            |table: &[Slot]| Slots::zeros(table, batch, &shape, DType::F32, &Device::default());
+        let problem = |slots: &Slots, table: &[Slot]| {
+            slots.ensure_fit(table, batch, &shape, "weight").map_err(|error| error.to_string())
+        };
+        for table in [&plain, &rows, &columns] {
+            assert_eq!(problem(&slots(table), table), Ok(()));
+        }
+        for (slots, table, words) in [
+            (slots(&plain), &rows, "no `second_moment`"),
+            (slots(&rows), &plain, "a `second_moment`, which the configured update does not use"),
+            (slots(&rows), &columns, "expected [1, 1, 3], got [1, 3, 1]"),
+        ] {
+            let error = problem(&slots, table).unwrap_err();
+            assert!(error.contains(words) && error.contains("`weight`"), "{error}");
+        }
     }
 }

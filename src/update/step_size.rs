@@ -5,19 +5,20 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::schedule::Schedule;
 
-/// Weight decay with rate `w`, a schedule over the steps of a run. A number is decoupled weight decay at a constant
-/// rate, as in `.with_weight_decay(0.1.into())`.
+/// Weight decay with rate `w`, a schedule over the steps of a run. A number is decoupled weight
+/// decay at a constant rate, as in `.with_weight_decay(0.1.into())`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum WeightDecay {
     /// `P <- (1 - lr w) P`, with the learning rate before it is scaled (Loshchilov and Hutter,
     /// <https://arxiv.org/abs/1711.05101>).
     Decoupled(Schedule),
-    /// [`Decoupled`](Self::Decoupled), for those elements only whose sign is not opposed to that of the update `U`
-    /// in `P <- P - lr U`: the decay never works against the update
+    /// [`Decoupled`](Self::Decoupled), for those elements only whose sign is not opposed to that of
+    /// the update `U` in `P <- P - lr U`: the decay never works against the update
     /// (<https://github.com/microsoft/dion>).
     Cautious(Schedule),
-    /// [`Cautious`](Self::Cautious) with the scaled learning rate, as in <https://github.com/karpathy/nanochat>.
+    /// [`Cautious`](Self::Cautious) with the scaled learning rate, as in
+    /// <https://github.com/karpathy/nanochat>.
     CautiousScaled(Schedule),
 }
 
@@ -73,8 +74,18 @@ impl StepSize {
             WeightDecay::Cautious(_) => (lr, true),
             WeightDecay::CautiousScaled(_) => (scaled, true),
         };
-        Self { decay: 1.0 - decayed_at * rate, lr: scaled, cautious }
+        Self { decay: decay(decayed_at, rate), lr: scaled, cautious }
     }
+
+    /// The step size of decoupled weight decay at a constant rate.
+    pub fn decoupled(lr: f64, rate: f64) -> Self {
+        Self { decay: decay(lr, rate), lr, cautious: false }
+    }
+}
+
+/// The factor on old values.
+fn decay(lr: f64, rate: f64) -> f64 {
+    1.0 - lr * rate
 }
 
 /// Fails for a learning rate that would make parameters NaN or infinite.

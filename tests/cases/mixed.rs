@@ -242,7 +242,7 @@ fn config(case: &Case, layout: MatrixLayout) -> Outcome<MuonConfig> {
     let mut parts = vec![];
     parts.extend(muon.row_equilibration.then_some(Part::from(RowEquilibration)));
     parts.extend(muon.renormalise.then_some(Part::from(Renormalization)));
-    parts.push(NorMuon { beta_2: muon.variance_reduction.beta2 }.into());
+    parts.push(NorMuon::new(muon.variance_reduction.beta2).into());
 
     let lr = adamw.lr / case.header.lr;
     let adamw = AdamWConfig::new()

@@ -7,7 +7,7 @@ use burn::tensor::{DType, Device, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
 use distmuon::{Error, MuonConfig};
-use distmuon_testing::models::{Fixed, gradients};
+use distmuon_testing::models::Fixed;
 use distmuon_testing::worlds::{Case, cases};
 use rand::{SeedableRng, rngs::StdRng};
 
@@ -245,7 +245,7 @@ fn a_gradient_of_a_parameter_that_was_frozen_or_absent_is_refused() {
     let mut layers: Vec<Linear> = vec![layer()];
     let mut optim = DistMuonConfig::new().init(&World::alone(device()), &layers).unwrap();
     layers.push(layer());
-    let gradients = gradients(&layers, 0);
+    let gradients = distmuon_testing::models::gradients(&layers, 0);
     let error = optim.step(0.01, layers, gradients).map(|_| ()).unwrap_err();
     let Error::Parameter { parameter, reason, .. } = &error else { panic!("{error}") };
     assert_eq!(parameter, "1.weight");

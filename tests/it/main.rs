@@ -9,6 +9,7 @@ mod guide;
 mod learner;
 mod optimizer;
 mod orthogonalize;
+mod parts;
 mod routing;
 mod skips;
 mod train_lm;

@@ -12,7 +12,7 @@ use crate::backend::tensor_list::TensorList;
 
 type Float = FloatTensor<CubeBackend>;
 
-/// Everything is updated in place where nobody else reads it.
+/// Parameters and moments are updated in place where no other tensor shares their buffers.
 impl AdamWOps for CubeBackend {
     fn adamw(
         parameters: TensorList<Self>,

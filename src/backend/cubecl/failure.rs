@@ -21,8 +21,9 @@ use burn_fusion::{ExecutionError, FusionTensor};
 use burn_ir::{CustomOpIr, HandleContainer, OperationIr, TensorIr};
 use cubecl::server::{IoError, ServerError};
 
-/// Tensors of one device, when all that makes them has been given to it: it is asked once for all of them. `None` if
-/// Burn gave up an operation before one of them.
+/// Returns the primitives of tensors of one device, once the operations that compute them are
+/// queued there. One request serves all tensors. `None` if Burn dropped an operation that one of
+/// them needs.
 #[cfg(feature = "fusion")]
 fn primitives(tensors: Vec<FusionTensor<FusionCubeRuntime>>) -> Option<Vec<CubeTensor>> {
     let client = tensors.first()?.client.clone();
@@ -31,7 +32,7 @@ fn primitives(tensors: Vec<FusionTensor<FusionCubeRuntime>>) -> Option<Vec<CubeT
     let operation = OperationIr::Custom(CustomOpIr::new("hand_over", &inputs, &[]));
     client.register(StreamId::current(), operation, HandOver { inputs, to: sender });
     client.sync(|| ());
-    // What needs a result of a failed operation is dropped, with the sender.
+    // An operation that needs the result of a failed one is dropped, and with it the sender.
     receiver.recv().ok()
 }
 
@@ -40,7 +41,7 @@ fn primitives(tensors: Vec<CubeTensor>) -> Option<Vec<CubeTensor>> {
     Some(tensors)
 }
 
-/// An operation that computes nothing, and sends its inputs to whoever waits for them.
+/// An operation that computes nothing, and sends its inputs to the thread that waits for them.
 #[cfg(feature = "fusion")]
 #[derive(Debug)]
 struct HandOver {
@@ -55,15 +56,16 @@ impl Operation<FusionCubeRuntime> for HandOver {
         handles: &mut HandleContainer<CubeFusionHandle>,
     ) -> Result<(), ExecutionError> {
         let inputs = self.inputs.iter().map(|input| handles.get_float_tensor::<CubeBackend>(input));
-        // The thread that asked waits for this, unless it panicked.
+        // The receiver is gone only if the thread that asked has panicked.
         _ = self.to.send(inputs.collect());
         Ok(())
     }
 }
 
-/// The first of some named tensors of one device that will never be computed, and the reason, if that is known
-/// already: what the device could not allocate, and whatever needs it. Waits for the work to be given to the device,
-/// not for it to be done.
+/// Returns the first of some named tensors of one device that will never be computed, with the
+/// reason: a tensor that the device could not allocate, or one that needs such a tensor. Waits
+/// until all work is queued on the device, but not until the work is done: a later failure is not
+/// found.
 pub(crate) fn first_failure<'a>(
     tensors: impl Iterator<Item = (&'a str, &'a Tensor<1>)>,
 ) -> Option<(&'a str, Device, Failure)> {
@@ -71,7 +73,7 @@ pub(crate) fn first_failure<'a>(
         Some((named, named.1.clone().try_into_primitive::<Cube>().ok()?))
     };
     let (named, given): (Vec<_>, Vec<_>) = tensors.filter_map(on_cube).unzip();
-    // Each question waits for the device: one for all tensors, as long as nothing fails.
+    // Every request waits for the device: one for all tensors, as long as nothing fails.
     if given.is_empty() || failure(given.clone()).is_none() {
         return None;
     }
@@ -79,7 +81,7 @@ pub(crate) fn first_failure<'a>(
     each.find_map(|((name, tensor), given)| Some((name, tensor.device(), failure(vec![given])?)))
 }
 
-/// The reason why some of these tensors will never be computed.
+/// Returns the reason for which one of these tensors will never be computed.
 fn failure(tensors: Vec<FloatTensor<Cube>>) -> Option<Failure> {
     let Some(given) = primitives(tensors) else {
         let reason = "an operation before it failed; its error is in the log".to_owned();
@@ -89,17 +91,18 @@ fn failure(tensors: Vec<FloatTensor<Cube>>) -> Option<Failure> {
     client.check(given.iter().map(|tensor| &tensor.handle)).err().map(Failure::from)
 }
 
-/// What keeps a device from computing something.
+/// The reason for which a device does not compute a tensor.
 #[derive(Debug)]
 pub(crate) struct Failure {
-    /// In words.
+    /// The reason in words.
     pub reason: String,
-    /// Whether it is a lack of memory.
+    /// `true` if the device lacks memory.
     pub is_memory: bool,
 }
 
 impl From<ServerError> for Failure {
-    /// The root of the failure: not what was skipped because of it, nor from where it was seen.
+    /// Returns the root of the failure, without the operations that were skipped because of it and
+    /// without the backtrace.
     fn from(error: ServerError) -> Self {
         let of_memory = |reason| Self { reason, is_memory: true };
         match error {
@@ -130,24 +133,25 @@ mod tests {
     use super::*;
     use crate::skips::excused;
 
-    /// An operation that Burn gives up.
+    /// An operation that fails, so that Burn drops it.
     #[derive(Debug)]
     struct Fails;
 
     impl Operation<FusionCubeRuntime> for Fails {
         fn execute(&self, _: &mut HandleContainer<CubeFusionHandle>) -> Result<(), ExecutionError> {
-            Err(ExecutionError::WithContext { reason: "it was told to".to_owned() })
+            Err(ExecutionError::WithContext { reason: "the test asks for it".to_owned() })
         }
     }
 
     #[test]
-    fn what_an_operation_did_not_compute_is_named() {
+    fn a_tensor_of_a_failed_operation_is_named() {
         let device = Device::default();
         let DispatchDevice::Cube(cube) = device.as_dispatch() else {
             excused("operations fail later than they are called on CubeCL's devices only");
             return;
         };
-        // Given to the device before: what is fused with something that fails is not computed, either.
+        // Queued before the failure: operations that are fused with a failing one are not computed
+        // either.
         let good = Tensor::<1>::ones([3], &device);
         assert!(first_failure([("good", &good)].into_iter()).is_none());
         let client = get_client::<CubeBackend>(cube);

@@ -19,7 +19,8 @@ use crate::backend::tensor_list::TensorList;
 
 type Float = FloatTensor<CubeBackend>;
 
-/// Which kernel computes a symmetric product `[k, m, inner] x [k, inner, m]` of contiguous matrices.
+/// Names the kernel that computes a symmetric product `[k, m, inner] x [k, inner, m]` of contiguous
+/// matrices.
 pub(crate) fn kernel(
     device: &CubeDevice,
     dtype: DType,
@@ -44,12 +45,13 @@ pub(crate) fn kernel(
     }
 }
 
-/// The most rows of matrices that one cube carries through the whole iteration, where they fit. Estimated, not
-/// measured: a product of `m` rows takes a multiprocessor about `m^2` cycles, since every warp reads two
-/// numbers for each 16 rows and step of the sums; with 64 rows less than a launch, with 128 twice as long.
+/// The most rows of matrices that one cube carries through the whole iteration, where they fit.
+/// Estimated, not measured: a product of `m` rows takes a multiprocessor about `m^2` cycles, since
+/// every warp reads two numbers for each 16 rows and step of the sums; with 64 rows less than a
+/// launch, with 128 twice as long.
 const MAX_SMALL_ROWS: usize = 64;
 
-/// [`MAX_SMALL_ROWS`], or as many as fit.
+/// Returns [`MAX_SMALL_ROWS`], or the largest number of rows that fits.
 pub(crate) fn max_small_rows(device: &CubeDevice) -> usize {
     let client = device.client();
     match units::are_threads(&client.properties().hardware) {
@@ -58,7 +60,8 @@ pub(crate) fn max_small_rows(device: &CubeDevice) -> usize {
     }
 }
 
-/// Operands are summed in float32 and rounded once. What no kernel takes, Burn's operations do.
+/// Products are summed in float32 and rounded once. Burn's operations compute those that no kernel
+/// supports.
 impl MatrixOps for CubeBackend {
     fn syrk(a: Float, tuned: bool) -> Float {
         let product = Operands::symmetric(&a, &a, 1.0, None);
@@ -138,10 +141,10 @@ impl MatrixOps for CubeBackend {
 }
 
 impl Operands {
-    /// By the kernel that suits the product, or the one that was measured to be the fastest.
+    /// Computes the product by the kernel that suits it, or by the one measured to be the fastest.
     fn multiply(self, tuned: bool) -> Result<Float> {
         if tuned {
-            // What no kernel takes is not measured either.
+            // A product that no kernel supports is not measured either.
             self.product().tiling(&self.tensor.client)?;
             return Ok(tune::multiply(self));
         }

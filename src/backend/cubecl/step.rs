@@ -12,7 +12,7 @@ use crate::backend::tensor_list::TensorList;
 
 type Float = FloatTensor<CubeBackend>;
 
-/// Momentum, flags and parameters are updated in place where nobody else reads them.
+/// Momentum, flags and parameters are updated in place where no other tensor shares their buffers.
 impl StepOps for CubeBackend {
     fn reject(
         flags: Float,

@@ -22,12 +22,13 @@ type Float = FloatTensor<CubeBackend>;
 #[cfg(not(feature = "fusion"))]
 const _: fn(Cube) -> CubeBackend = |backend| backend;
 
-/// Panic message where the kernels' checks can't fail: the path was chosen for the type, and the tensors here are
-/// contiguous.
+/// Panic message where the kernels' checks can't fail: the path was chosen for the type, and the
+/// tensors here are contiguous.
 pub(super) const VALIDATED: &str =
     "the compute path supports the type, and tensors fill their buffers";
 
-/// Tells whether the kernels take this type on this device, which has to bind all buffers of one.
+/// Returns `true` if the kernels support this type on this device, and if the device can bind all
+/// buffers of a kernel.
 pub(in crate::backend) fn serves(device: &CubeDevice, dtype: DType) -> bool {
     let client = device.client();
     let properties = client.properties();
@@ -37,14 +38,15 @@ pub(in crate::backend) fn serves(device: &CubeDevice, dtype: DType) -> bool {
         && properties.type_usage(dtype_to_elem_type(dtype)).is_superset(usage)
 }
 
-/// Whether factors of float32 products are rounded to TF32, by the kernels and by Burn.
+/// Returns `true` if the factors of float32 products are rounded to TF32, by the kernels and by
+/// Burn.
 pub(in crate::backend) fn has_tf32(device: &CubeDevice) -> bool {
     device.client().properties().supports_type(ElemType::Float(FloatKind::TF32))
 }
 
 /// A batch `[k, m, n]` with contiguous rows or columns, copied if it has neither.
 pub(in crate::backend) fn matrices(tensor: Float) -> Matrices {
-    let of = |tensor: &Float| {
+    let view = |tensor: &Float| {
         let strides = tensor.meta.strides();
         Matrices {
             handle: tensor.handle.clone(),
@@ -53,8 +55,8 @@ pub(in crate::backend) fn matrices(tensor: Float) -> Matrices {
             strides: [strides[0], strides[1], strides[2]],
         }
     };
-    let matrices = of(&tensor);
-    if matrices.has_contiguous_lines() { matrices } else { of(&into_contiguous(tensor)) }
+    let matrices = view(&tensor);
+    if matrices.has_contiguous_lines() { matrices } else { view(&into_contiguous(tensor)) }
 }
 
 /// A contiguous tensor of a buffer, on the device of another one.
@@ -67,12 +69,12 @@ pub(in crate::backend) fn tensor(
     Float::new_contiguous(like.client.clone(), like.device.clone(), shape, handle, dtype)
 }
 
-/// The elements in order, in another type if asked to.
+/// The elements in order, cast to a type.
 pub(in crate::backend) fn contiguous(tensor: Float, dtype: DType) -> Float {
     into_contiguous(cast(tensor, dtype))
 }
 
-/// The elements in order in a buffer that nobody else reads.
+/// The elements in order in a buffer that no other tensor shares.
 pub(in crate::backend) fn unshared(tensor: Float) -> Float {
     let tensor = into_contiguous(tensor);
     if tensor.can_mut() && tensor.is_nonoverlapping() {
@@ -90,12 +92,12 @@ pub(in crate::backend) fn batch(tensor: &Float) -> Batch {
     Batch { count: shape[0], elements: shape.num_elements() / shape[0].max(1) }
 }
 
-/// A contiguous tensor as rows of so many elements.
+/// A contiguous tensor as `rows` rows of `elements` elements.
 pub(in crate::backend) fn part(tensor: &Float, rows: usize, elements: usize) -> Rows {
     Rows { handle: tensor.handle.clone(), count: rows, elements }
 }
 
-/// A tensor on a CubeCL backend, when all that makes it has been given to the device.
+/// A tensor on a CubeCL backend, once the operations that compute it are queued on the device.
 #[cfg(all(any(test, feature = "cuda"), feature = "fusion"))]
 pub(crate) fn primitive<const D: usize>(tensor: Tensor<D>) -> Option<CubeTensor> {
     let fused = tensor.try_into_primitive::<Cube>().ok()?;

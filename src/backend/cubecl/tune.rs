@@ -1,8 +1,8 @@
 //! The fastest kernel for a product, measured by CubeCL's autotuner when a shape is met first.
 //!
 //! Candidates are the tilings of `distmuon-kernels`, block rows by Burn's matmul, and Burn's full
-//! product, so that nothing can become slower than that. A tiling that does not compute small
-//! products of integers exactly is no candidate. Decisions stay in memory, and with Burn's feature
+//! product, so that the choice is never slower than Burn. A tiling that does not compute small
+//! products of integers exactly is excluded. Decisions stay in memory, and with Burn's feature
 //! `persistence` on disk.
 
 use core::fmt;
@@ -33,14 +33,14 @@ static TUNER: LocalTuner<String, String> = local_tuner!("distmuon-product");
 const BLOCK_ROWS: usize = 4;
 const BLOCK_ALIGNMENT: usize = 128;
 
-/// What may compute a product.
+/// An implementation of a product.
 #[derive(Debug, Clone, Copy)]
 enum Candidate {
     /// A kernel of `distmuon-kernels`.
     Tiling(Tiling),
     /// Block rows of the lower triangle by Burn's matmul, then a pass that completes it.
     BlockRows,
-    /// The whole product by Burn's matmul, then what there is to scale and to add.
+    /// The whole product by Burn's matmul, then the scaling and the addend, if there are any.
     Whole,
 }
 
@@ -61,13 +61,13 @@ pub(super) fn multiply(operands: Operands) -> Float {
     TUNER.execute(&id, &client, set, operands)
 }
 
-/// What has been measured to be the fastest for a product.
+/// Returns the candidate that was measured to be the fastest for a product.
 pub(super) fn fastest(client: &Client, device: &CubeDevice, product: &Product) -> Option<String> {
     let (id, set) = candidates(client, device, product.a.dtype);
     Some(TUNER.fastest_identity(&id, &set, &key(product))?.to_string())
 }
 
-/// The candidates for a type on a device, and what they are known by.
+/// Returns the candidates for a type on a device, and their key in the tuner.
 fn candidates(client: &Client, device: &CubeDevice, dtype: ElemType) -> (String, Arc<Set>) {
     let id = format!("{}-{dtype:?}", CubeTuneId::new(client, device));
     let of_device = client.clone();
@@ -83,9 +83,9 @@ fn candidates(client: &Client, device: &CubeDevice, dtype: ElemType) -> (String,
     (id, set)
 }
 
-/// Products of one key share a decision.
+/// Returns the key of a product. Products with the same key share a decision.
 fn key(product: &Product) -> String {
-    let layout = |of: &Matrices| format!("{:?} at {:?}", of.shape, of.strides);
+    let layout = |matrices: &Matrices| format!("{:?} at {:?}", matrices.shape, matrices.strides);
     let Product { a, b, addend, triangle, .. } = product;
     let added = if addend.is_some() { "plus" } else { "alone" };
     format!("{triangle:?} {} by {} {added}", layout(a), layout(b))
@@ -107,8 +107,8 @@ impl Operands {
         }
     }
 
-    /// Rows of the result in so many blocks, each by Burn's matmul, of symmetric results up to the
-    /// diagonal.
+    /// Computes the rows of the result in `blocks` blocks, each by Burn's matmul, of symmetric
+    /// results up to the diagonal.
     fn by_rows(&self, blocks: usize) -> Result<Float, String> {
         let shape @ [k, m, n] = self.product().shape();
         let result = Matrices::empty(&self.tensor.client, self.lhs.dtype, shape);
@@ -149,13 +149,13 @@ impl Operands {
         CubeBackend::float_add(scaled, scale(added, *beta))
     }
 
-    /// Some rows of matrices from a row on, and their first columns.
-    fn part(&self, of: &Matrices, start: usize, shape: [usize; 3]) -> Float {
-        let bytes = start * of.strides[1] * of.dtype.size();
+    /// The rows of matrices from `start` on, and their first columns, as a view.
+    fn part(&self, matrices: &Matrices, start: usize, shape: [usize; 3]) -> Float {
+        let bytes = start * matrices.strides[1] * matrices.dtype.size();
         Float::new(
             self.tensor.client.clone(),
-            of.handle.clone().offset_start(bytes as u64),
-            Metadata::new(shape, of.strides),
+            matrices.handle.clone().offset_start(bytes as u64),
+            Metadata::new(shape, matrices.strides),
             self.tensor.device.clone(),
             self.tensor.dtype,
         )
@@ -212,8 +212,8 @@ mod tests {
         let tilings = tilings.into_iter().map(Candidate::Tiling);
         for candidate in tilings.chain([Candidate::BlockRows, Candidate::Whole]) {
             match operands.by(candidate) {
-                Ok(found) => {
-                    let error = error(found, expected);
+                Ok(computed) => {
+                    let error = error(computed, expected);
                     assert!(error < 1e-3, "{candidate}: {error}");
                 }
                 Err(error) => assert!(error.contains("not symmetric"), "{candidate}: {error}"),
@@ -222,10 +222,10 @@ mod tests {
     }
 
     /// The largest difference, relative to the largest entry.
-    fn error(found: Float, expected: &Tensor<3>) -> f32 {
-        let found = try_read_sync(CubeBackend::float_into_data(found)).unwrap().unwrap();
-        let found = Tensor::<3>::from_data(found, &Device::default());
+    fn error(computed: Float, expected: &Tensor<3>) -> f32 {
+        let data = try_read_sync(CubeBackend::float_into_data(computed)).unwrap().unwrap();
+        let computed = Tensor::<3>::from_data(data, &Device::default());
         let largest = expected.clone().abs().max().into_scalar::<f32>();
-        (found - expected.clone()).abs().max().into_scalar::<f32>() / largest
+        (computed - expected.clone()).abs().max().into_scalar::<f32>() / largest
     }
 }

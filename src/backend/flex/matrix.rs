@@ -12,8 +12,8 @@ use crate::backend::ops::{MatrixOps, Polynomial};
 use crate::backend::portable;
 use crate::backend::tensor_list::TensorList;
 
-/// Smallest `m * n * k` of a product that is multithreaded; below, the matrices of a batch are distributed over the
-/// threads instead. Burn's Flex uses the same threshold.
+/// Smallest `m * n * k` of a product that is multithreaded; below, the matrices of a batch are
+/// distributed over the threads instead. Burn's Flex uses the same threshold.
 const THREADS_FROM: usize = 192 * 192 * 192;
 
 /// Side of the tiles in which a triangle is mirrored: both tiles stay in the cache.

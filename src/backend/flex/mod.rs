@@ -1,4 +1,5 @@
-//! The operations on Burn's Flex backend: faer's products, and one pass over memory for everything elementwise.
+//! The operations on Burn's Flex backend: faer's products, and one pass over memory for everything
+//! elementwise.
 
 mod adamw;
 mod matrix;

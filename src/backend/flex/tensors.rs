@@ -6,8 +6,8 @@ use burn::tensor::DType;
 
 use crate::backend::ops::NORM_PART;
 
-/// Elements that a thread processes at a time in a pass over memory. Sums are computed per chunk, so that their
-/// order does not depend on the number of threads.
+/// Elements that a thread processes at a time in a pass over memory. Sums are computed per chunk,
+/// so that their order does not depend on the number of threads.
 pub(super) const CHUNK: usize = NORM_PART;
 
 /// Returns `true` for a type that the operations accept. Burn's operations serve the others.

@@ -56,8 +56,8 @@ fn one_parameter(
     };
     let moment_1 = averaged(moments.moment_1, grad.clone(), beta_1);
     let moment_2 = averaged(moments.moment_2, grad.square(), beta_2);
-    // The correction of a parameter that was never updated is zero. The quotient is not used then, but has to stay
-    // finite for the selection below.
+    // The correction of a parameter that was never updated is zero. The quotient is not used then,
+    // but has to stay finite for the selection below.
     let [c1, c2] = corrections
         .each_ref()
         .map(|c| of_parameter(c).clamp_min(f32::MIN_POSITIVE).cast(dtype).reshape([1, 1]));

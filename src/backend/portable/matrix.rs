@@ -3,8 +3,9 @@
 use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::{DType, Slice, Tensor};
 
-/// Smallest number of rows, and smallest inner dimension, of a product that is split into block rows: below,
-/// joining the blocks costs more than the saved half. Measured on Flex; see `docs/results/`.
+/// Smallest number of rows, and smallest inner dimension, of a product that is split into block
+/// rows: below, joining the blocks costs more than the saved half. Measured on Flex; see
+/// `docs/results/`.
 const SPLIT_ROWS: usize = 512;
 const SPLIT_INNER: usize = 1536;
 

@@ -1,10 +1,10 @@
 //! The elementwise operations of a Muon step.
 
-use burn::tensor::{DType, Tensor, s};
+use burn::tensor::{Tensor, s};
 
 use crate::backend::norms::scaled;
 use crate::backend::ops::{FlaggedRows, MomentumStep, MomentumUpdate, ParameterStep};
-use crate::backend::{FiniteMask, ones_where};
+use crate::backend::{FiniteMask, ones_where, precise_dtype};
 
 /// [`StepOps::reject`](crate::backend::ops::StepOps::reject), for one tensor.
 pub fn reject(
@@ -67,7 +67,7 @@ pub fn apply(
         first += rows;
         let masks = [mask(rejected, step.flag).expanded(rows), FiniteMask::from_rows(diverged)];
         // Computed in a type in which `1 - 1e-4` is not 1, and rounded once.
-        let precise = if old.dtype() == DType::F64 { DType::F64 } else { DType::F32 };
+        let precise = precise_dtype(old.dtype());
         let new = stepped(
             old.clone().cast(precise),
             direction.reshape([rows, m * n]).cast(precise),
@@ -79,15 +79,14 @@ pub fn apply(
     updated.collect()
 }
 
-/// `decay P - lr U`, where a cautious step decays only what `U` also makes smaller.
+/// `decay P - lr U`, where a cautious step decays only the elements with `P U >= 0`.
 fn stepped(old: Tensor<2>, direction: Tensor<2>, step: &ParameterStep) -> Tensor<2> {
-    let decayed = old.clone().mul_scalar(step.decay);
     let decayed = match step.cautious {
         true => {
             let opposed = (old.clone() * direction.clone()).lower_elem(0.0);
-            decayed.mask_where(opposed, old)
+            old.clone().mul_scalar(step.decay).mask_where(opposed, old)
         }
-        false => decayed,
+        false => old.mul_scalar(step.decay),
     };
     decayed - direction.mul_scalar(step.lr)
 }

@@ -1,4 +1,5 @@
-//! The acceptance of every parameter's step: rejected gradients, diverged matrices, and their sums per parameter.
+//! The acceptance of every parameter's step: rejected gradients, diverged matrices, and their sums
+//! per parameter.
 
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
@@ -8,16 +9,19 @@ use crate::slices;
 /// The values that one sum adds up: enough to keep a device busy, few enough for a short row.
 const FAN_IN: usize = 256;
 
-/// The sums over the rows of every parameter, where those of one bucket come after those of another.
+/// The sums over the rows of every parameter, where those of one bucket come after those of
+/// another.
 pub struct RowSums {
-    /// Level by level, the indices of the values that every sum of a level adds up, among those of the level before.
-    /// A scatter instead would run in one thread on CubeCL, for any number of rows.
+    /// Level by level, the indices of the values that every sum of a level adds up, among those of
+    /// the level before. A scatter instead would run in one thread on CubeCL, for any number of
+    /// rows.
     levels: Vec<Tensor<2, Int>>,
     device: Device,
 }
 
 impl RowSums {
-    /// The sums for `parameters` parameters, where row `r` belongs to parameter `row_parameters[r]`.
+    /// The sums for `parameters` parameters, where row `r` belongs to parameter
+    /// `row_parameters[r]`.
     pub fn new(row_parameters: &[usize], parameters: usize, device: &Device) -> Self {
         Self {
             levels: levels(row_parameters, parameters, FAN_IN)
@@ -42,8 +46,9 @@ impl RowSums {
     }
 }
 
-/// The levels of sums that add up, for every parameter, the numbers of its rows: the places of the numbers
-/// of all sums of a level, and how many belong to one. The place behind all numbers is that of a zero.
+/// The levels of sums that add up, for every parameter, the numbers of its rows: the places of the
+/// numbers of all sums of a level, and how many belong to one. The place behind all numbers is that
+/// of a zero.
 fn levels(of_rows: &[usize], parameters: usize, fan_in: usize) -> Vec<(Vec<i32>, usize)> {
     let mut groups = vec![vec![]; parameters];
     for (row, number) in of_rows.iter().enumerate() {
@@ -76,14 +81,14 @@ fn levels(of_rows: &[usize], parameters: usize, fan_in: usize) -> Vec<(Vec<i32>,
 pub struct Acceptance {
     /// 1 where a parameter stays as it is, else 0.
     pub rejected: Tensor<1>,
-    /// The number of times that a parameter was skipped since the last step: because of its gradient, and because the
-    /// iteration diverged in the last step.
+    /// The number of times that a parameter was skipped since the last step: because of its
+    /// gradient, and because the iteration diverged in the last step.
     pub skipped: Tensor<1>,
 }
 
 impl Acceptance {
-    /// The decision from the numbers of ranks that reject a parameter's gradient, of its matrices that diverged in the
-    /// last step, and the presence of a gradient on any rank.
+    /// The decision from the numbers of ranks that reject a parameter's gradient, of its matrices
+    /// that diverged in the last step, and the presence of a gradient on any rank.
     pub fn new(rejected: Tensor<1>, diverged: Tensor<1>, present: &[bool]) -> Self {
         let absent: Vec<f32> =
             present.iter().map(|present| f32::from(u8::from(!present))).collect();

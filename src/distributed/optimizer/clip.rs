@@ -14,8 +14,9 @@ const NORM_EPSILON: f64 = 1e-6;
 /// The limit of the norm of all gradients, and the order in which it is computed.
 pub struct Clip {
     max_norm: f64,
-    /// For every row of all parameters in model order, its place among this rank's rows; behind them for
-    /// a row of another rank. ScaledNorms are put together in this order, which does not depend on the plan.
+    /// For every row of all parameters in model order, its index among this rank's rows; one past
+    /// the last index for a row of another rank. Norms are added in this order, which does not
+    /// depend on the plan.
     sources: Tensor<1, Int>,
     /// For every row of this rank, the index of its parameter.
     parameters: Tensor<1, Int>,
@@ -23,7 +24,8 @@ pub struct Clip {
 }
 
 impl Clip {
-    /// Clipping of a rank's gradients, where row `r` of all its buckets belongs to parameter `row_parameters[r]`.
+    /// Clipping of a rank's gradients, where row `r` of all its buckets belongs to parameter
+    /// `row_parameters[r]`.
     pub fn new(
         max_norm: f64,
         plan: &Plan,

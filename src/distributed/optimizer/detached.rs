@@ -112,8 +112,8 @@ impl DetachedParameters {
     }
 }
 
-/// A bucket's buffer from the values of its parameters; zeros for absent parameters and for padding. A parameter that is
-/// one piece of the buffer is moved instead of copied.
+/// A bucket's buffer from the values of its parameters; zeros for absent parameters and for
+/// padding. A parameter that is one piece of the buffer is moved instead of copied.
 pub fn pack(values: &mut FlatTensors, bucket: &Bucket, device: &Device) -> Tensor<1> {
     let zeros = |length: usize| Tensor::zeros([length], (device, bucket.dtype));
     let mut pieces = vec![];

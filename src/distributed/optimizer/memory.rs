@@ -13,12 +13,13 @@ pub struct Usage {
     pub peak: usize,
 }
 
-/// Bytes that one rank holds, from [`DistModuleOptimizer::memory`](super::DistModuleOptimizer::memory).
-/// Prints as a table.
+/// Bytes that one rank holds, from
+/// [`DistModuleOptimizer::memory`](super::DistModuleOptimizer::memory). Prints as a table.
 ///
-/// It counts the tensors of the model and of the optimizer between the phases of a step, and the buffers
-/// that the engine has allocated, but not the intermediate results of an update, nor the memory that a backend keeps in
-/// reserve. All figures are observed together: `total` is their sum at one time.
+/// It counts the tensors of the model and of the optimizer between the phases of a step, and the
+/// buffers that the engine has allocated, but not the intermediate results of an update, nor the
+/// memory that a backend keeps in reserve. All figures are observed together: `total` is their sum
+/// at one time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryReport {
     /// The model's trained parameters.
@@ -27,7 +28,7 @@ pub struct MemoryReport {
     pub gradients: Usage,
     /// This rank's shards of the reduced gradients.
     pub shards: Usage,
-    /// Snapshotum and moments of this rank's parts.
+    /// Momentum and moments of this rank's parts.
     pub states: Usage,
     /// Buffers of calls in flight, to send and to receive.
     pub buffers: Usage,

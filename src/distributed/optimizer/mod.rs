@@ -36,27 +36,30 @@ pub use memory::{MemoryReport, Usage};
 use shard::{RowParameters, Shard};
 use trained::TrainedParameter;
 
-/// Muon and AdamW for one model on many ranks, from [`DistMuonConfig::init`](super::DistMuonConfig::init).
+/// Muon and AdamW for one model on many ranks, from
+/// [`DistMuonConfig::init`](super::DistMuonConfig::init).
 ///
 /// Every rank makes the same calls, and all ranks get the same results. For the same reduced
 /// gradients, the parameters after a step do not depend on the number of ranks, the plan, the size
-/// of the buckets or the number in flight, bit for bit, where the backend computes a matrix of a batch as it
-/// computes it alone (Flex does).
+/// of the buckets or the number in flight, bit for bit, where the backend computes a matrix of a
+/// batch as it computes it alone (Flex does).
 ///
 /// # Failures
 ///
 /// A method that fails on one rank fails on all, and ends the world: each rank returns the typed
 /// error, or [`Error::PeerFailed`](crate::Error::PeerFailed) with the text of the first one. A step
 /// takes the model and returns it only when all of its parameters are new: if a rank fails before
-/// its last bucket is gathered, no rank returns a model. Clone the model before the step to keep the
-/// old one, which keeps its memory as well. One case can't be ruled out: a rank that fails after it
-/// has sent its last shard, while or after it reattaches its parameters. The other ranks have then
-/// finished the step. After a failure, the states are those of an incomplete step: load a checkpoint.
+/// its last bucket is gathered, no rank returns a model. Clone the model before the step to keep
+/// the old one, which keeps its memory as well. One case can't be ruled out: a rank that fails
+/// after it has sent its last shard, while or after it reattaches its parameters. The other ranks
+/// have then finished the step. After a failure, the states are those of an incomplete step: load a
+/// checkpoint.
 ///
-/// On an engine that lets the device wait (`nccl`), a step returns before its last bucket has arrived. A
-/// failure is then returned by the next call of any kind, and nothing is [saved](Self::save) before;
-/// call [`Communicator::synchronize`](crate::comm::Communicator::synchronize) before you save or use the model
-/// by other means.
+/// On an engine that lets the device wait (`nccl`), a step returns before its last bucket has
+/// arrived. A failure is then returned by the next call of any kind, and nothing is
+/// [saved](Self::save) before; call
+/// [`Communicator::synchronize`](crate::comm::Communicator::synchronize) before you save or use the
+/// model by other means.
 pub struct DistModuleOptimizer {
     world: World,
     routing: Routing,
@@ -69,8 +72,8 @@ pub struct DistModuleOptimizer {
     place: Place,
     /// Sums over the matrices that this rank updates.
     matrices: RowSums,
-    /// For each of these matrices, 1 if the iteration diverged in the last step. It is counted with the rejections of the
-    /// next step, since no rank waits for another while it updates.
+    /// For each of these matrices, 1 if the iteration diverged in the last step. It is counted with
+    /// the rejections of the next step, since no rank waits for another while it updates.
     diverged: Tensor<1>,
     costs: Costs,
     gradients: Gradients,
@@ -95,7 +98,7 @@ impl DistModuleOptimizer {
         // The parameters are equal on all ranks here, so that all ranks fail alike.
         setup::ensure_exchangeable(&parameters, world.rank())?;
         let Updates { muon, adamw, skipped } = routing.updates();
-        let costs = costs(config.costs, world, &parameters, &muon.newton_schulz)?;
+        let costs = costs(config.costs, world, &parameters, muon)?;
         let plan = setup::plan(config, world, parameters, &costs)?;
         let (rank, device) = (world.rank(), world.device().clone().inner());
         let mut rows = RowParameters::default();
@@ -135,22 +138,24 @@ impl DistModuleOptimizer {
     }
 
     /// One step: the model with all of its trained parameters updated from the gradients of all
-    /// ranks. Parameters without a gradient on any rank stay as they are, and so do their positions in the schedules;
-    /// ranks without a gradient that other ranks have count as zeros.
+    /// ranks. Parameters without a gradient on any rank stay as they are, and so do their positions
+    /// in the schedules; ranks without a gradient that other ranks have count as zeros.
     ///
     /// For several micro-batches, sum or average their gradients with Burn's
     /// [`GradientsAccumulator`](burn::optim::GradientsAccumulator) and step once.
     ///
     /// # Errors
     ///
-    /// - [`Error::Parameter`](crate::Error::Parameter) if the model, or the shape, type or device of a
-    ///   gradient, does not match the optimizer;
-    /// - [`Error::SettingsDiffer`](crate::Error::SettingsDiffer) if the ranks give different learning rates,
-    ///   or have not taken the same steps before;
+    /// - [`Error::Parameter`](crate::Error::Parameter) if the model, or the shape, type or device
+    ///   of a gradient, does not match the optimizer;
+    /// - [`Error::SettingsDiffer`](crate::Error::SettingsDiffer) if the ranks give different
+    ///   learning rates, or have not taken the same steps before;
     /// - [`Error::Setting`](crate::Error::Setting) for a learning rate that is not finite;
-    /// - [`Error::Skipped`](crate::Error::Skipped) for a parameter that was skipped in too many steps in a row;
-    /// - [`Error::NotComputed`](crate::Error::NotComputed), with the first parameter that could not be updated, or on
-    ///   several ranks the first of its bucket, if the device has no memory for gradients or their step;
+    /// - [`Error::Skipped`](crate::Error::Skipped) for a parameter that was skipped in too many
+    ///   steps in a row;
+    /// - [`Error::NotComputed`](crate::Error::NotComputed), with the first parameter that could not
+    ///   be updated, or on several ranks the first of its bucket, if the device has no memory for
+    ///   gradients or their step;
     /// - those of every collective.
     pub fn step<M: Module>(
         &mut self,
@@ -190,8 +195,8 @@ impl DistModuleOptimizer {
         self.memory
     }
 
-    /// The steps that left parameters untouched: the same on all ranks. Matrices for which the iteration diverges are
-    /// counted with the next step.
+    /// The steps that left parameters untouched: the same on all ranks. Matrices for which the
+    /// iteration diverges are counted with the next step.
     pub fn skipped_steps(&self) -> &SkippedSteps {
         &self.skipped
     }
@@ -236,16 +241,19 @@ impl DistMuonConfig {
 }
 
 impl MuonConfig {
-    /// The optimizer of a whole model on one device, which updates all matrices of one shape as one batch, and
-    /// several parameters in every launch: a [`DistModuleOptimizer`] in a world of one. Use it on a GPU, where a step of
-    /// many parameters by [`init`](Self::init), which gets one parameter at a time, is bound by its launches. Both train
-    /// the same model.
+    /// The optimizer of a whole model on one device, which updates all matrices of one shape as one
+    /// batch, and several parameters in every launch: a [`DistModuleOptimizer`] in a world of one.
+    /// Use it on a GPU, where a step of many parameters by [`init`](Self::init), which gets one
+    /// parameter at a time, is bound by its launches. Both train the same model.
     ///
-    /// It accepts neither parameters in float64 nor `grad_clipping`, which clips each gradient separately. For clipping
-    /// by the norm of all gradients, use [`DistMuonConfig::max_norm`] with [`World::alone`].
+    /// It accepts neither parameters in float64 nor `grad_clipping`, which clips each gradient
+    /// separately. For clipping by the norm of all gradients, use [`DistMuonConfig::max_norm`] with
+    /// [`World::alone`].
     ///
     /// ```
-    /// use burn::{nn::LinearConfig, optim::GradientsParams, tensor::{Device, Distribution, Tensor}};
+    /// use burn::nn::LinearConfig;
+    /// use burn::optim::GradientsParams;
+    /// use burn::tensor::{Device, Tensor};
     /// use distmuon::MuonConfig;
     ///
     /// let device = Device::default().autodiff();

@@ -1,9 +1,9 @@
 //! The states of all ranks as one, that of the single-device optimizer: a record or a checkpoint
 //! does not depend on the ranks, the plan or the engine.
 //!
-//! A save gathers the states on rank 0, which writes them, bucket by bucket. No rank holds more than
-//! a bucket on the host. A load reads on every rank only the tensors that its shards need, after the
-//! ranks have compared the files.
+//! A save gathers the states on rank 0, which writes them, bucket by bucket. No rank holds more
+//! than a bucket on the host. A load reads on every rank only the tensors that its shards need,
+//! after the ranks have compared the files.
 
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
@@ -23,12 +23,12 @@ use crate::checkpoint::{self, Archive, Checkpointed, Contents, Planned, Saving, 
 use crate::distributed::plan::{Bucket, BucketKind, Piece};
 use crate::error::{Error, Result};
 use crate::parameters;
-use crate::update::Slot;
+use crate::update::{Slot, unfit, unused};
 
 impl DistModuleOptimizer {
     /// Returns the state of all ranks on all ranks, as a
-    /// [`ModuleOptimizer`](burn::optim::ModuleOptimizer) of [`MuonConfig`](crate::MuonConfig) records
-    /// it. All ranks make this call.
+    /// [`ModuleOptimizer`](burn::optim::ModuleOptimizer) of [`MuonConfig`](crate::MuonConfig)
+    /// records it. All ranks make this call.
     ///
     /// Every rank then has the whole state in host memory, and twice as much for a moment. Use
     /// [`save`](Self::save) to write a checkpoint.
@@ -127,17 +127,17 @@ impl DistModuleOptimizer {
         Ok((model, self, progress))
     }
 
-    /// Writes a checkpoint. Makes the collective calls of [`collect`](Self::collect) even if the file
-    /// can't be written, because the other ranks make them: the outer error is that of a collective,
-    /// the inner one that of the file.
+    /// Writes a checkpoint. Makes the collective calls of [`collect`](Self::collect) even if the
+    /// file can't be written, because the other ranks make them: the outer error is that of a
+    /// collective, the inner one that of the file.
     fn write<M: Module, T: Serialize>(
         &self,
         path: &Path,
         model: &M,
         progress: &T,
     ) -> Result<Result<()>> {
-        // The ids in the file are those of the saved model, by which Burn finds the state of a parameter: after a load
-        // they differ from those of the last step.
+        // The ids in the file are those of the saved model, by which Burn finds the state of a
+        // parameter: after a load they differ from those of the last step.
         let found = parameters::of(model).into_iter();
         let ids: HashMap<String, u64> = found.map(|found| (found.path, found.id.val())).collect();
         let _busy = Busy::new(self.world.communicator());
@@ -208,7 +208,8 @@ impl DistModuleOptimizer {
         Ok(Some(recorded(contents, states)))
     }
 
-    /// A record with the names, types and ranks of this one's state, in tensors of one element each.
+    /// A record with the names, types and ranks of this one's state, in tensors of one element
+    /// each.
     #[cfg_attr(not(feature = "train"), expect(dead_code, reason = "for learners"))]
     pub(in crate::distributed) fn outline(&self) -> Result<OptimizerRecord> {
         let ids = self.trained.iter().map(|parameter| (parameter.path.clone(), parameter.id.val()));
@@ -272,7 +273,8 @@ impl DistModuleOptimizer {
         Ok(())
     }
 
-    /// The sharded slots of a bucket, which are the same for all of its parameters up to their extent.
+    /// The sharded slots of a bucket, which are the same for all of its parameters up to their
+    /// extent.
     fn slots(&self, bucket: &Bucket) -> Vec<Slot> {
         self.parameter_slots(bucket.parameters[0])
     }
@@ -381,8 +383,8 @@ impl DistModuleOptimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::Parameter`] if a state does not fit its parameter, [`Error::Checkpoint`] if it can't
-    /// be read.
+    /// [`Error::Parameter`] if a state does not fit its parameter, [`Error::Checkpoint`] if it
+    /// can't be read.
     fn fill(&mut self, states: &States) -> Result<HashSet<(String, String)>> {
         let (rank, device) = (self.world.rank(), self.device());
         let mut requested = HashSet::new();
@@ -394,8 +396,8 @@ impl DistModuleOptimizer {
                 for (index, runs) in values.by_parameter() {
                     let path = &self.trained[index].path;
                     requested.insert((path.clone(), slot.name.to_owned()));
-                    let count = self.recorded_shape(index, slot.name).iter().product();
-                    let found = find(states, (path, slot.name), (count, dtype), rank)?;
+                    let shape = self.recorded_shape(index, slot.name);
+                    let found = find(states, (path, slot.name), (&shape, dtype), rank)?;
                     if let Some(found) = found.filter(|_| part.takes(&runs)) {
                         let data = states.archive().data(found)?.convert_dtype(dtype);
                         part.take(&data, &runs);
@@ -409,12 +411,17 @@ impl DistModuleOptimizer {
         }
         self.set_counters(|path, name| {
             requested.insert((path.to_owned(), name.to_owned()));
-            let found = find(states, (path, name), (1, DType::F32), rank)?;
+            let found = find(states, (path, name), (&[1], DType::F32), rank)?;
             let data = found.map(|found| states.archive().data(found)).transpose()?;
             Ok(data.and_then(|data| data.iter::<f32>().next()).unwrap_or(0.0))
         })?;
         for parameter in &mut self.trained {
             parameter.time = states.time(&parameter.path).unwrap_or(0);
+        }
+        let is_trained = |path: &str| self.trained.iter().any(|parameter| parameter.path == path);
+        let mut rest = states.keys().filter(|key| !requested.contains(*key));
+        if let Some((path, name)) = rest.find(|(path, _)| is_trained(path)) {
+            return Err(unfit(path, rank, unused(name)));
         }
         self.diverged = self.diverged.zeros_like();
         self.start_counting();
@@ -528,7 +535,8 @@ fn unpack(bucket: &Bucket, whole: Tensor<1>, mut each: impl FnMut(usize, Bytes, 
     let elements = whole.dims()[0];
     let (bytes, _, dtype) = whole.into_data().into_parts();
     let parameters = bucket.by_parameter();
-    // The buffer of a single parameter is passed on without a copy: such a bucket can be the largest.
+    // The buffer of a single parameter is passed on without a copy: such a bucket can be the
+    // largest.
     if let Some((number, runs)) = parameters.first_key_value()
         && runs.iter().all(|(first, start, _)| first == start)
         && runs.iter().map(|(.., len)| len).sum::<usize>() == elements
@@ -554,15 +562,15 @@ fn unpack(bucket: &Bucket, whole: Tensor<1>, mut each: impl FnMut(usize, Bytes, 
 fn find<'a>(
     states: &'a States,
     (path, name): (&str, &str),
-    (elements, dtype): (usize, DType),
+    (shape, dtype): (&[usize], DType),
     rank: usize,
 ) -> Result<Option<&'a str>> {
-    let reason = match states.find(path, name) {
-        Some((found, stored)) if stored.elements() == elements && fits(stored.dtype, dtype) => {
+    let problem = match states.find(path, name) {
+        Some((found, stored)) if stored.shape == shape && fits(stored.dtype, dtype) => {
             return Ok(Some(found));
         }
         Some((_, stored)) => format!(
-            "its saved `{name}` does not fit: expected {elements} elements of {}, got shape {:?} of {}",
+            "its saved `{name}` does not fit: expected {shape:?} of {}, got {:?} of {}",
             dtype.name(),
             stored.shape,
             stored.dtype.name()
@@ -570,12 +578,11 @@ fn find<'a>(
         None if states.knows(path) => format!("its saved state has no `{name}`"),
         None => return Ok(None),
     };
-    let remedy = "configure the optimizer as it was when the state was saved";
-    Err(Error::parameter(path, rank, reason, remedy))
+    Err(unfit(path, rank, problem))
 }
 
-/// Returns `true` if a state of type `dtype` can be read from a saved type: the same, or half precision, which files of
-/// older versions have where there is float32 now.
+/// Returns `true` if a state of type `dtype` can be read from a saved type: the same, or half
+/// precision, which files of older versions have where there is float32 now.
 fn fits(stored: DType, dtype: DType) -> bool {
     let is_half = matches!(stored, DType::F16 | DType::BF16);
     stored == dtype || dtype == DType::F32 && is_half

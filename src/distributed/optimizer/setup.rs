@@ -139,7 +139,8 @@ fn first_difference(first: &[Parameter], own: &[Parameter]) -> Option<(String, S
     Some((parameter, described(first), described(own)))
 }
 
-/// The plan of all ranks. Rank 0 makes it, since a search with a time limit may find another plan elsewhere.
+/// The plan of all ranks. Rank 0 makes it, since a search with a time limit may find another plan
+/// elsewhere.
 pub fn plan(
     config: &DistMuonConfig,
     world: &World,

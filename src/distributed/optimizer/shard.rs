@@ -1,6 +1,7 @@
 //! This rank's part of a bucket: its state, and its update.
 //!
-//! A shard consists of rows, each of one parameter: whole matrices, or [`ROW_ELEMENTS`] elements for AdamW.
+//! A shard consists of rows, each of one parameter: whole matrices, or [`ROW_ELEMENTS`] elements
+//! for AdamW.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -54,7 +55,8 @@ struct Batch {
     elements: Range<usize>,
     /// Elements of a row.
     row: usize,
-    /// The matrices, and the index of the first among the flags of all matrices of the rank. `None` for AdamW.
+    /// The matrices, and the index of the first among the flags of all matrices of the rank. `None`
+    /// for AdamW.
     matrices: Option<(Matrices, usize)>,
     state: Slots,
 }
@@ -108,10 +110,11 @@ impl Shard {
             }
             BucketKind::Elements | BucketKind::Replicated => {
                 rows.all.extend(element_rows(bucket, &range));
-                // Runs of similar length are neighbours: a launch processes several as if all had the length of the
-                // longest, and reads them in vectors only if all lengths are multiples of 8.
+                // Runs of similar length are neighbours: a launch processes several as if all had
+                // the length of the longest, and reads them in vectors only if all lengths are
+                // multiples of 8.
                 runs.sort_by_key(|run| (run.range.len() % 8 != 0, Reverse(run.range.len())));
-                let batch = [1, 1, range.len()];
+                let batch = AdamWUpdate::batch(&[range.len()]);
                 let slots = AdamWUpdate::SLOTS;
                 let state = Slots::zeros(&slots, batch, &[range.len()], bucket.dtype, device);
                 let batch = Batch {
@@ -131,8 +134,8 @@ impl Shard {
         Self { bucket: bucket.clone(), range, update, runs, batches, device: device.clone() }
     }
 
-    /// The values of this rank's parameters, each where it is stored: moved out where the rank has all of it. Zeros for
-    /// those that are absent.
+    /// The values of this rank's parameters, each where it is stored: moved out where the rank has
+    /// all of it. Zeros for those that are absent.
     pub fn take(&self, values: &mut FlatTensors) -> Vec<Tensor<1>> {
         let each = self.runs.iter().map(|Run { parameter, elements, .. }| {
             match values.get(*parameter) {
@@ -204,8 +207,8 @@ impl Shard {
         norms.collect()
     }
 
-    /// Updates this rank's parameters: their new values from the reduced gradients and the old values. Sets the flags
-    /// of matrices for which the iteration diverged in `diverged`.
+    /// Updates this rank's parameters: their new values from the reduced gradients and the old
+    /// values. Sets the flags of matrices for which the iteration diverged in `diverged`.
     pub fn update(
         &mut self,
         mut gradients: Vec<Tensor<1>>,
@@ -238,9 +241,7 @@ impl Shard {
 
     /// The values of a slot, flat, in the order of the shard.
     pub fn state(&self, slot: &str, dtype: DType) -> Tensor<1> {
-        let values = self.batches.iter().map(|batch| {
-            batch.state.get(slot).expect("all batches of a bucket have the same slots").clone()
-        });
+        let values = self.batches.iter().map(|batch| batch.state.get(slot).clone());
         slices::concat(values.collect(), dtype, &self.device)
     }
 
@@ -248,7 +249,7 @@ impl Shard {
     pub fn set_state(&mut self, slot: &str, values: &Tensor<1>) {
         let mut end = 0;
         for batch in &mut self.batches {
-            let count = batch.state.get(slot).map_or(0, |values| values.dims()[0]);
+            let [count] = batch.state.get(slot).dims();
             batch.state.put(slot, slices::slice(values, end..end + count));
             end += count;
         }

@@ -1,16 +1,18 @@
 //! A step, in three phases.
 //!
-//! 1. The ranks exchange which parameters have a gradient, and verify that they take the same step. Every
-//!    bucket's gradients are packed, moved out of the model and reduced: each rank gets its shard.
-//! 2. The ranks exchange which parameters are rejected. Bucket by bucket, they update the parameters that they
-//!    own, and start to gather them.
+//! 1. The ranks exchange which parameters have a gradient, and verify that they take the same step.
+//!    Every bucket's gradients are packed, moved out of the model and reduced: each rank gets its
+//!    shard.
+//! 2. The ranks exchange which parameters are rejected. Bucket by bucket, they update the
+//!    parameters that they own, and start to gather them.
 //! 3. The gathered parameters replace the old ones.
 //!
-//! The number of buckets in flight is limited, so that the memory of a step, in addition to the model, does not grow
-//! with it. No rank waits for another while it updates: everything that it needs from the others arrived before.
+//! The number of buckets in flight is limited, so that the memory of a step, in addition to the
+//! model, does not grow with it. No rank waits for another while it updates: everything that it
+//! needs from the others arrived before.
 //!
-//! A world of one runs the same phases, as do ranks with averaged gradients: the former packs, sends and gathers
-//! nothing, the latter reduce nothing.
+//! A world of one runs the same phases, as do ranks with averaged gradients: the former packs,
+//! sends and gathers nothing, the latter reduce nothing.
 
 use std::collections::VecDeque;
 
@@ -106,7 +108,8 @@ impl DistModuleOptimizer {
         Ok(step.detached.reattach(model, self.plan.parameters()))
     }
 
-    /// The parameters that have a gradient on any rank, if all ranks take the same step: one message.
+    /// The parameters that have a gradient on any rank, if all ranks take the same step: one
+    /// message.
     fn agree_on_step(&self, lrs: &[f64], detached: &DetachedParameters) -> Result<Vec<bool>> {
         let count = self.trained.len();
         let mut present = vec![0u8; count.div_ceil(8)];
@@ -166,11 +169,12 @@ impl DistModuleOptimizer {
         self.world.size() > 1 && bucket.kind != BucketKind::Replicated
     }
 
-    /// Phase 1: reduces the gradients of all buckets to this rank's shards, and flags the parameters whose gradients are
-    /// not usable.
+    /// Phase 1: reduces the gradients of all buckets to this rank's shards, and flags the
+    /// parameters whose gradients are not usable.
     fn reduce(&mut self, step: &mut Step) -> Result<(Vec<ReducedShard>, Tensor<1>)> {
         if self.reduces() {
-            // Before packing: a fused result does not always reveal that its inputs were not computed.
+            // Before packing: a fused result does not always reveal that its inputs were not
+            // computed.
             let gradients = self.trained.iter().enumerate().filter_map(|(index, parameter)| {
                 Some((&*parameter.path, step.detached.gradients.get(index)?))
             });
@@ -238,7 +242,8 @@ impl DistModuleOptimizer {
         Ok(flags)
     }
 
-    /// Phase 2: agrees on the parameters that stay as they are, in one message for all buckets, and counts them.
+    /// Phase 2: agrees on the parameters that stay as they are, in one message for all buckets, and
+    /// counts them.
     fn accept(&mut self, rejected: Tensor<1>, present: &[bool]) -> Result<Tensor<1>> {
         let sums = Tensor::cat(vec![rejected, self.matrices.sum(self.diverged.clone())], 0);
         let sums = self.world.comm().all_reduce(sums, ReduceOp::Sum)?.wait()?;
@@ -316,7 +321,8 @@ impl DistModuleOptimizer {
             self.publish(&mut pending, step)?;
         }
         self.diverged = diverged;
-        // Once for all of them, since the question waits for all work to be submitted to the device.
+        // Once for all of them, since the question waits for all work to be submitted to the
+        // device.
         let path = |index: usize| &*self.trained[index].path;
         ensure_all_computed(local.iter().map(|(index, values)| (path(*index), values)))
     }

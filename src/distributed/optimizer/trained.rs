@@ -33,7 +33,7 @@ impl TrainedParameter {
     pub fn batch(&self) -> [usize; 3] {
         match self.kind {
             Kind::Muon { count, matrices: Matrices { shape: [m, n], .. } } => [count, m, n],
-            Kind::AdamW => [1, 1, self.shape.iter().product()],
+            Kind::AdamW => AdamWUpdate::batch(&self.shape),
         }
     }
 

@@ -1,7 +1,7 @@
 //! Optional stages of Muon's update, one file each.
 
-// To add a part, write its file, and register it here: in `Part`, in `Part::behaviour`, and with the names of its
-// slots in `SLOT_NAMES`.
+// To add a part, write its file, and register it here: in `Part`, in `Part::behaviour`, and with
+// the names of its slots in `SLOT_NAMES`.
 
 mod normuon;
 mod renormalization;
@@ -21,8 +21,8 @@ pub use normuon::NorMuon;
 pub use renormalization::Renormalization;
 pub use row_equilibration::RowEquilibration;
 
-/// A part of Muon's update, in addition to momentum, iteration and weight decay. Parts run in the order in which they
-/// are listed, each in its [`stage`](Self::stage).
+/// A part of Muon's update, in addition to momentum, iteration and weight decay. Parts run in the
+/// order in which they are listed, each in its [`stage`](Self::stage).
 ///
 /// ```
 /// use distmuon::parts::{NorMuon, Renormalization, RowEquilibration};
@@ -33,7 +33,7 @@ pub use row_equilibration::RowEquilibration;
 ///     .with_parts(vec![
 ///         RowEquilibration.into(),
 ///         Renormalization.into(),
-///         NorMuon { beta_2: 0.9 }.into(),
+///         NorMuon::new(0.9).into(),
 ///     ])
 ///     .with_lr_scale(LrScale::Original)
 ///     .with_weight_decay(WeightDecay::CautiousScaled(0.28.into()));
@@ -51,6 +51,7 @@ pub enum Part {
 
 /// The position of a part in the update.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Stage {
     /// Between momentum and iteration.
     Before,
@@ -58,7 +59,8 @@ pub enum Stage {
     After,
 }
 
-/// The names of all slots that parts may store. A record does not know the configuration, and is read by these.
+/// The names of all slots that parts may store. A record does not know the configuration, and is
+/// read by these.
 pub(crate) const SLOT_NAMES: [&str; 1] = [normuon::SECOND_MOMENT];
 
 /// The behaviour of a part.
@@ -91,8 +93,8 @@ pub(crate) struct Matrices {
 }
 
 impl Matrices {
-    /// The dimension of a batch `[k, m, n]` along which the entries of one output are: of the rows, in the
-    /// literature's layout `[outputs, inputs]`.
+    /// The dimension of a batch `[k, m, n]` along which the entries of one output are: of the rows,
+    /// in the literature's layout `[outputs, inputs]`.
     fn along_output(self) -> usize {
         match self.layout {
             MatrixLayout::OutIn => 2,
@@ -120,6 +122,14 @@ impl Part {
     /// Its position in the update.
     pub fn stage(&self) -> Stage {
         self.behaviour().stage()
+    }
+
+    /// The first part of a kind that is listed before: both would store their state under one name.
+    pub(crate) fn first_repeated(parts: &[Self]) -> Option<&Self> {
+        let kind = |part: &Self| std::mem::discriminant(part);
+        let repeated =
+            |index: &usize| parts[..*index].iter().any(|p| kind(p) == kind(&parts[*index]));
+        (0..parts.len()).find(repeated).map(|index| &parts[index])
     }
 
     pub(crate) fn check(&self) -> Result<()> {
@@ -151,8 +161,8 @@ impl fmt::Display for Part {
     }
 }
 
-/// Every matrix divided by its largest magnitude, so that no square overflows or underflows, and that magnitude,
-/// `[k, 1, 1]`.
+/// Every matrix divided by its largest magnitude, so that no square overflows or underflows, and
+/// that magnitude, `[k, 1, 1]`.
 fn by_largest(x: Tensor<3>) -> (Tensor<3>, Tensor<3>) {
     let largest = x.clone().abs().max_dim(2).max_dim(1).clamp_min(f32::MIN_POSITIVE);
     (x / largest.clone(), largest)

@@ -14,14 +14,24 @@ pub(super) const SECOND_MOMENT: &str = "second_moment";
 /// Least second moment that is divided by, and least norm that is scaled up, as in nanochat.
 const LEAST: f64 = 1e-10;
 
-/// Divides the result of the iteration by the root of a second moment, and scales it back to the norm that it had.
+/// Divides the result of the iteration by the root of a second moment, and scales it back to the
+/// norm that it had.
 ///
-/// The second moment is the moving average of the squares, averaged over the shorter dimension of the matrix: one value
-/// for each index of the longer one, and for each output of a square matrix. It starts at zero, without bias correction.
+/// The second moment is the moving average of the squares, averaged over the shorter dimension of
+/// the matrix: one value for each index of the longer one, and for each output of a square matrix.
+/// It starts at zero, without bias correction.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct NorMuon {
     /// Decay of the second moment, in `[0, 1)`; 0.9 in nanochat.
     pub beta_2: f64,
+}
+
+impl NorMuon {
+    /// The part with a decay of the second moment.
+    pub fn new(beta_2: f64) -> Self {
+        Self { beta_2 }
+    }
 }
 
 impl From<NorMuon> for Part {
@@ -68,10 +78,12 @@ impl Behaviour for NorMuon {
     fn apply(&self, x: Tensor<3>, state: &mut Slots, context: &Context<'_>) -> Tensor<3> {
         let dimension = averaged(context.matrices);
         let mean = x.clone().square().mean_dim(dimension);
-        let old = state.take(SECOND_MOMENT).cast(x.dtype()).reshape(mean.dims());
+        let stored = state.take(SECOND_MOMENT);
+        let dtype = stored.dtype();
+        let old = stored.cast(x.dtype()).reshape(mean.dims());
         let new = old.clone().mul_scalar(self.beta_2) + mean.clone().mul_scalar(1.0 - self.beta_2);
         let new = (context.mask)().select(new, old);
-        state.put(SECOND_MOMENT, new.clone().reshape([-1]));
+        state.put(SECOND_MOMENT, new.clone().reshape([-1]).cast(dtype));
         let factor = new.clamp_min(LEAST).sqrt().recip();
         // Norms before and after, up to the root of the averaged dimension, which is in both.
         let before = mean.clone().sum_dims(&[1, 2]).sqrt();

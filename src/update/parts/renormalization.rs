@@ -6,8 +6,12 @@ use serde::{Deserialize, Serialize};
 use super::super::state::Slots;
 use super::{Behaviour, Context, Part, Stage};
 
-/// Scales the result of the iteration to the Frobenius norm of an orthogonal matrix, `sqrt(min(m, n))`: singular values
-/// that the iteration left below or above 1 do not change the size of the update.
+/// Least norm that is scaled up. Orthogonal matrices have a norm of at least 1; a matrix of zeros stays zero.
+const LEAST_NORM: f64 = 1e-10;
+
+/// Scales the result of the iteration to the Frobenius norm of an orthogonal matrix,
+/// `sqrt(min(m, n))`: singular values that the iteration left below or above 1 do not change the
+/// size of the update.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Renormalization;
 
@@ -28,8 +32,7 @@ impl Behaviour for Renormalization {
 
     fn apply(&self, x: Tensor<3>, _state: &mut Slots, context: &Context<'_>) -> Tensor<3> {
         let [m, n] = context.matrices.shape;
-        // Singular values are near 1, or zero: the squares neither overflow nor matter where they underflow.
-        let norm = x.clone().square().sum_dims(&[1, 2]).sqrt().clamp_min(f32::MIN_POSITIVE);
+        let norm = x.clone().square().sum_dims(&[1, 2]).sqrt().clamp_min(LEAST_NORM);
         x * norm.recip().mul_scalar((m.min(n) as f64).sqrt())
     }
 }

@@ -9,8 +9,9 @@ use super::{Behaviour, Context, Part, Stage, by_largest};
 /// Least norm that a row is divided by, as in nanochat.
 const LEAST_NORM: f64 = 1e-6;
 
-/// Scales every row to the mean row norm before the iteration: a row is the weights of one output, and `X` of `r` rows
-/// becomes `X_i |X|_F / (sqrt(r) |X_i|)`. Outputs with small gradients take part in the update as much as others do.
+/// Scales every row to the mean row norm before the iteration: a row is the weights of one output,
+/// and `X` of `r` rows becomes `X_i |X|_F / (sqrt(r) |X_i|)`. Outputs with small gradients take
+/// part in the update as much as others do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RowEquilibration;
 
@@ -36,6 +37,7 @@ impl Behaviour for RowEquilibration {
         let mean = squares.clone().mean_dim(3 - along).sqrt();
         // Relative to the largest magnitude, as the norms are.
         let least = largest.clone().recip().mul_scalar(LEAST_NORM).expand(squares.shape());
-        x * (mean * largest / squares.sqrt().max_pair(least))
+        // The largest magnitude comes last: the rest is of its order, so that nothing overflows before.
+        x * (mean / squares.sqrt().max_pair(least)) * largest
     }
 }
