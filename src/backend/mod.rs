@@ -1,7 +1,7 @@
 //! Compute paths: the operations of a step, and their implementations, one folder per backend.
 //!
-//! [`ops`] declares the operations as extensions of Burn's backends. Beside them, [`path`] decides
-//! which implementation runs, and `matrix`, `step` and `adamw` call it: the portable one, which is
+//! [`ops`] declares the operations as extensions of Burn's backends. [`path`] decides which
+//! implementation runs, and `matrix`, `step` and `adamw` call it: the portable one, which is
 //! composed of Burn's own operations and serves as the reference, or the kernels of a backend.
 
 mod adamw;

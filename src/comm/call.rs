@@ -51,7 +51,8 @@ impl fmt::Display for Call {
     }
 }
 
-// Not beside `Failure`: `tests/interleavings.rs` compiles that file without the rest of the crate.
+// Not in the file of `Failure`, which a test of interleavings compiles without the rest of the
+// crate.
 impl From<Failure> for Error {
     fn from(failure: Failure) -> Self {
         match failure {

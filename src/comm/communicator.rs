@@ -191,8 +191,8 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// The error of a call whose result was already returned. The results must not be used then, and
-    /// the next collective also returns the error.
+    /// The error of a call whose result was already returned. The results must not be used then,
+    /// and the next collective also returns the error.
     pub fn synchronize(&self) -> Result<()> {
         self.engine.synchronize()
     }

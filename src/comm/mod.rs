@@ -7,6 +7,15 @@
 //!
 //! Reductions are exact: every engine adds up in float32, in the same order, so that all of them
 //! return the same bits. Only NCCL has another, configurable order (`Reduction::Native`).
+//!
+//! | engine | ranks | constructor | feature | needs |
+//! |---|---|---|---|---|
+//! | [`Threads`] | threads of one process, on any devices | [`World::threads`], [`World::threads_with`] | none | nothing |
+//! | `Mpi` | processes; tensors pass through the host | `World::mpi`, `World::from_env` | `mpi` | an MPI, and libclang to build |
+//! | `Nccl` | processes, or threads, on CUDA devices | `World::nccl`, `World::from_env` | `cuda` | Burn's LLVM bundle to build; `libnccl.so.2` to run |
+//!
+//! `World::from_env` takes NCCL on CUDA devices and MPI on all others. It reads the variables of a
+//! launcher, as `Launch` does.
 
 mod agreement;
 mod call;

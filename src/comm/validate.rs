@@ -113,8 +113,8 @@ pub fn check_pairs(counts: &[SentAndReceived]) -> Result<()> {
     let (sent, received) = numbers((from, to));
     Err(Error::Mismatch {
         calls: format!(
-            "rank {from}: all_to_all with {sent} elements for rank {to}, rank {to}: all_to_all with \
-             {received} elements from rank {from}"
+            "rank {from}: all_to_all with {sent} elements for rank {to}, rank {to}: all_to_all \
+             with {received} elements from rank {from}"
         ),
     })
 }

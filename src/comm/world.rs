@@ -32,8 +32,8 @@ const IN_FLIGHT: usize = 3;
 /// The default time that a rank waits for another before the world fails.
 pub const DEADLINE: Duration = Duration::from_secs(600);
 
-/// One rank's view of the ranks that train together: its index, its device, and its communicator. Clones are the same
-/// rank.
+/// One rank's view of the ranks that train together: its index, its device, and its communicator.
+/// Clones are the same rank.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -41,8 +41,8 @@ pub const DEADLINE: Duration = Duration::from_secs(600);
 ///
 /// let device = Device::default();
 /// let sums = World::threads([device.clone(), device], |world| -> distmuon::Result<f32> {
-///     let own = Tensor::<1>::full([1], world.rank() as f32 + 1.0, world.device());
-///     Ok(world.comm().all_reduce(own, ReduceOp::Sum)?.wait()?.into_scalar())
+///     let value = Tensor::<1>::full([1], world.rank() as f32 + 1.0, world.device());
+///     Ok(world.comm().all_reduce(value, ReduceOp::Sum)?.wait()?.into_scalar())
 /// })?;
 /// assert_eq!(sums, [3.0, 3.0]);
 /// # Ok::<(), distmuon::Error>(())
@@ -61,7 +61,8 @@ impl World {
         Self { comm: comm.into(), device }
     }
 
-    /// Devices for a number of ranks, with autodiff: all devices of the default backend, in turn.
+    /// Returns a device with autodiff for each of `ranks` ranks: the devices of the default backend
+    /// in turn.
     ///
     /// ```
     /// let devices = distmuon::comm::World::devices(4);
@@ -77,17 +78,18 @@ impl World {
         Self::new(Communicator::new(Arc::new(engine)), device)
     }
 
-    /// Runs a function on one thread per device, each a rank of a new world, and returns what they
-    /// return, in the order of ranks. A device may be given more than once.
+    /// Runs a function on one thread per device, each a rank of a new world. Returns the results in
+    /// the order of ranks. A device may be given more than once.
     ///
     /// # Errors
     ///
-    /// What the first rank to fail returned; the others are ended with [`Error::PeerFailed`].
-    /// [`Error::Setting`] without a device, [`Error::Devices`] for devices of different backends.
+    /// The error of the first rank that failed; the calls of the others end with
+    /// [`Error::PeerFailed`]. [`Error::Setting`] without a device, [`Error::Devices`] for devices
+    /// of different backends.
     ///
     /// # Panics
     ///
-    /// If a rank panics and was the first to fail, with its panic.
+    /// If the first rank that failed has panicked, with the same panic.
     pub fn threads<T, E, F>(devices: impl IntoIterator<Item = Device>, run: F) -> Result<Vec<T>, E>
     where
         T: Send,
@@ -97,9 +99,10 @@ impl World {
         Self::threads_within(DEADLINE, devices, run)
     }
 
-    /// [`threads`](Self::threads), with a model for every rank: the one that is given, on the rank's device.
-    /// So all ranks start alike, which seeding them does not achieve where ranks share a device, since they
-    /// share its random numbers, too.
+    /// [`threads`](Self::threads), with a copy of the model for every rank, on the rank's device.
+    ///
+    /// All ranks therefore start with the same values. Equal seeds do not achieve this for ranks
+    /// that share a device, since they also share its random numbers.
     ///
     /// ```
     /// use burn::{nn::LinearConfig, optim::GradientsParams, tensor::Tensor};
@@ -137,7 +140,7 @@ impl World {
         F: Fn(World, M) -> Result<T, E> + Sync,
     {
         let devices: Vec<Device> = devices.into_iter().collect();
-        // Modules need not be `Sync`: every rank takes a fork that was made here.
+        // Modules need not be `Sync`: this thread makes a fork for every rank.
         let fork = |device: &Device| Mutex::new(Some(model.clone().fork(device)));
         let forks: Vec<_> = devices.iter().map(fork).collect();
         drop(model);
@@ -149,7 +152,7 @@ impl World {
         })
     }
 
-    /// [`threads`](Self::threads), with the time that a rank may be waited for.
+    /// [`threads`](Self::threads), with a limit on the time that a rank waits for another.
     ///
     /// # Errors
     ///
@@ -193,7 +196,7 @@ impl World {
             let threads: Vec<_> = ranks.collect();
             threads.into_iter().map(|thread| thread.join().expect("panics are caught")).collect()
         });
-        // The first to fail is the cause of what the others return.
+        // The first failure is the cause of the errors of all other ranks.
         let cause = engines[0].failed().filter(|rank| outcomes[*rank].0);
         let cause = cause.or_else(|| outcomes.iter().position(|(failed, _)| *failed));
         if let Some(rank) = cause {
@@ -203,8 +206,8 @@ impl World {
         outcomes.map(|(_, outcome)| outcome.unwrap_or_else(|panic| resume_unwind(panic))).collect()
     }
 
-    /// The world that a launcher started this process in, on the default backend's device of this
-    /// rank on the host, with autodiff: over NCCL on CUDA devices, over MPI on all others.
+    /// Returns the world of the processes that a launcher started, on this rank's device of the
+    /// default backend, with autodiff: over NCCL on CUDA devices, over MPI on all others.
     ///
     /// ```no_run
     /// // torchrun --no-python --nproc-per-node 4 program, or mpirun -n 4 program
@@ -213,12 +216,12 @@ impl World {
     /// # Ok::<(), distmuon::Error>(())
     /// ```
     ///
-    /// Keep it until the program ends: MPI can't be started twice.
+    /// Keep the world until the program ends: MPI can't be started twice.
     ///
     /// # Errors
     ///
-    /// As [`Launch::from_env`], [`mpi`](Self::mpi) and [`nccl`](Self::nccl); [`Error::Setting`] without
-    /// the feature of the engine.
+    /// As [`Launch::from_env`], `World::mpi` and `World::nccl`; [`Error::Setting`] without the
+    /// feature of the engine.
     #[cfg(feature = "processes")]
     pub fn from_env() -> Result<Self> {
         let launch = Launch::from_env()?;
@@ -238,9 +241,10 @@ impl World {
         ))
     }
 
-    /// [`from_env`](Self::from_env) where a launcher started this process, else a world of one on the
-    /// default device, with autodiff: the same program runs alone and on many ranks. Slurm's variables are
-    /// there in a batch script, too: start the program with srun.
+    /// [`from_env`](Self::from_env) if a launcher started this process, else a world of one rank on
+    /// the default device, with autodiff. The same program runs alone and on many ranks.
+    ///
+    /// Slurm also sets its variables in a batch script: start the program with srun there.
     ///
     /// ```no_run
     /// let world = distmuon::comm::World::from_env_or_alone()?;
@@ -249,7 +253,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// As [`from_env`](Self::from_env), where a launcher speaks.
+    /// As [`from_env`](Self::from_env), if a launcher's variables are set.
     #[cfg(feature = "processes")]
     pub fn from_env_or_alone() -> Result<Self> {
         match Launch::is_in_env() {
@@ -258,8 +262,8 @@ impl World {
         }
     }
 
-    /// A world of processes over MPI, on any device: tensors pass through the host. No rank is waited
-    /// for longer than `deadline`.
+    /// Connects processes over MPI, on any device: tensors pass through the host. No rank waits for
+    /// another longer than `deadline`.
     ///
     /// # Errors
     ///
@@ -270,9 +274,10 @@ impl World {
         Self::new(Communicator::new(Arc::new(engine)), device).by_host()
     }
 
-    /// A world of processes over NCCL, each on a CUDA device of its own. No rank is waited for longer
-    /// than `deadline`. Sums are [exact](crate::comm::Reduction::Exact), and several hosts of equally many
-    /// ranks are nodes, as of [`by_node`](Self::by_node).
+    /// Connects processes over NCCL, each with its own CUDA device. No rank waits for another
+    /// longer than `deadline`. Sums are [exact](crate::comm::Reduction::Exact). If there are
+    /// several hosts with the same number of ranks, each host is a node, as of
+    /// [`by_node`](Self::by_node).
     ///
     /// For NCCL's own sums, which need no nodes, pass
     /// [`Nccl::with_reduction`](crate::comm::Nccl::with_reduction) to [`World::new`].
@@ -286,16 +291,17 @@ impl World {
         Self::new(Communicator::new(Arc::new(engine)), device).by_host()
     }
 
-    /// The same ranks, whose shares travel inside their hosts before they go between them, where there
-    /// are several hosts of equally many ranks.
-    #[cfg(feature = "processes")]
+    /// Returns the same ranks with each host as a node, if there are several hosts with the same
+    /// number of ranks.
+    #[cfg(any(feature = "mpi", feature = "cuda"))]
     fn by_host(self) -> Result<Self> {
         self.by_node(&gethostname::gethostname().to_string_lossy())
     }
 
-    /// The same ranks as nodes, of those that give the same name. Shares of gradients and parameters
-    /// travel inside their node before they go between them: see [`Hierarchy`]. Without effect if the
-    /// nodes are not of one size, or nothing would be gained.
+    /// Returns the same ranks in nodes: the ranks that give the same name are a node. Shards of
+    /// gradients and parameters are exchanged inside a node before they are exchanged between
+    /// nodes; see [`Hierarchy`]. Has no effect with one node, with nodes of one rank, or with
+    /// nodes of different sizes.
     ///
     /// # Errors
     ///
@@ -309,21 +315,21 @@ impl World {
         Ok(Self { comm, device })
     }
 
-    /// Describes the world: engine, library, and every rank's host and device, as a table on rank 0 and as
-    /// one line about this rank on the others. All ranks make this call.
+    /// Describes the world. Returns a table of the engine, and of every rank's library, host and
+    /// device, on rank 0, and one line about this rank on all others. All ranks make this call.
     ///
     /// # Errors
     ///
     /// As every collective.
     pub fn describe(&self) -> Result<String> {
         let host = gethostname::gethostname().to_string_lossy().into_owned();
-        let own = [host, self.comm.version(), format!("{:?}", self.device)];
-        let Some(places) = self.gather_value(&own, 0)? else {
-            return Ok(format!("rank {}: {}", self.rank(), own.join(", ")));
+        let row = [host, self.comm.version(), format!("{:?}", self.device)];
+        let Some(rows) = self.gather_value(&row, 0)? else {
+            return Ok(format!("rank {}: {}", self.rank(), row.join(", ")));
         };
         let mut table = Table::new();
         table.load_style(presets::NOTHING).set_header(["rank", "host", "library", "device"]);
-        for (rank, [host, version, device]) in places.iter().enumerate() {
+        for (rank, [host, version, device]) in rows.iter().enumerate() {
             table.add_row([&rank.to_string(), host, version, device]);
         }
         Ok(format!("{} ranks over {}\n{table}", self.size(), self.comm.engine_name()))
@@ -346,11 +352,11 @@ impl World {
         self.rank() == 0
     }
 
-    /// This rank's part of so many items, as indices: the ranks' parts follow each other, and differ in
-    /// length by one item at most.
+    /// Returns the indices of this rank's part of a number of items. The parts of the ranks follow
+    /// each other, and differ in length by at most one item.
     ///
-    /// A step takes the mean of the ranks' gradients, whatever they are of. It is that of all items
-    /// where the parts have one length.
+    /// A step takes the mean of the ranks' gradients. The mean over ranks is the mean over all
+    /// items only if all parts have the same length.
     ///
     /// ```
     /// # use distmuon::comm::World;
@@ -362,14 +368,14 @@ impl World {
         boundary(self.rank())..boundary(self.rank() + 1)
     }
 
-    /// The mean of a number over all ranks, such as a loss: the same on all of them. All ranks make this
-    /// call.
+    /// Returns the mean of a number, such as a loss, over all ranks: the same value on every rank.
+    /// All ranks make this call.
     ///
     /// # Errors
     ///
     /// As every collective.
-    pub fn mean(&self, own: impl Into<f64>) -> Result<f64> {
-        let all: Vec<f64> = self.all_gather_value(&own.into())?;
+    pub fn mean(&self, value: impl Into<f64>) -> Result<f64> {
+        let all: Vec<f64> = self.all_gather_value(&value.into())?;
         Ok(all.iter().sum::<f64>() / all.len() as f64)
     }
 
@@ -383,12 +389,13 @@ impl World {
         &self.comm
     }
 
-    /// The collectives of the world, to be wrapped or kept.
+    /// Returns the communicator of the world, for engines that wrap it.
     pub fn communicator(&self) -> Communicator {
         self.comm.clone()
     }
 
-    /// The world of the ranks that give the same color, in the order of `key` and then of rank.
+    /// Returns the world of the ranks that give the same color, in the order of `key` and then of
+    /// rank.
     ///
     /// # Errors
     ///
@@ -397,20 +404,22 @@ impl World {
         Ok(Self::new(self.comm.split(color, key)?, self.device.clone()))
     }
 
-    /// A model whose parameters are those of rank 0, so that all ranks start alike.
+    /// Returns the model with the parameters of rank 0, so that all ranks start with the same
+    /// values.
     ///
     /// # Errors
     ///
     /// As every collective; [`Error::Mismatch`] for models of different shapes.
     pub fn broadcast<M: Module>(&self, model: M) -> Result<M> {
-        // No collective inside a map: modules may hold locks there that ranks share.
+        // Two maps instead of a collective inside one: modules may hold locks inside a map that
+        // several ranks share.
         let mut values = Values::default();
         let model = parameters::map(model, &mut Detach(&mut values));
         let mut first = VecDeque::new();
         let mut pending = VecDeque::new();
         while let Some((value, shape)) = values.pop_front() {
             pending.push_back((self.comm.broadcast(value, 0)?, shape));
-            // Not all at once: that would hold the model in memory twice.
+            // A few at a time: all at once would hold the model in memory twice.
             if pending.len() == IN_FLIGHT || values.is_empty() {
                 for (value, shape) in pending.drain(..) {
                     first.push_back((value.wait()?, shape));

@@ -138,7 +138,8 @@ impl Muon {
         table
     }
 
-    /// The state before the first step of a parameter; with zeros as the shape, that of another rank's parameter.
+    /// The state before the first step of a parameter; with zeros as the shape, that of another
+    /// rank's parameter.
     pub(crate) fn new_state<const D: usize>(
         &self,
         batch: [usize; 3],

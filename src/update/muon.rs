@@ -15,8 +15,8 @@ use crate::matrix_view::MatrixLayout;
 use crate::orthogonalize::NewtonSchulz;
 use crate::schedule::Schedule;
 
-/// Largest element of a direction whose squares parts can sum in float32, with room for the number of elements. The
-/// elements of a direction are about 1.
+/// Largest element of a direction whose squares parts can sum in float32, with room for the number
+/// of elements. The elements of a direction are about 1.
 const LARGEST_SQUARED: f64 = 1e15;
 
 /// Name of the momentum in records.
@@ -119,7 +119,8 @@ impl MuonUpdate {
         StepSize::new(lr, factors, &self.weight_decay, time)
     }
 
-    /// Sets the flags of matrices with an element that is not finite, or larger than `largest` in magnitude.
+    /// Sets the flags of matrices with an element that is not finite, or larger than `largest` in
+    /// magnitude.
     fn reject_matrices(
         &self,
         direction: &Tensor<3>,
@@ -210,7 +211,8 @@ impl MuonUpdate {
     }
 }
 
-/// The batch without gaps between its rows, which Burn's products may leave and every reader would copy away separately.
+/// The batch without gaps between its rows, which Burn's products may leave and every reader would
+/// copy away separately.
 fn contiguous(batch: Tensor<3>) -> Tensor<3> {
     let (shape, elements) = (batch.dims(), batch.shape().num_elements());
     batch.reshape([elements]).reshape(shape)

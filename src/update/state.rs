@@ -145,8 +145,9 @@ impl Slots {
         value.tensor.as_ref().expect("an update puts back what it takes")
     }
 
-    /// Takes the values of a slot out, for an update that will [put](Self::put) the new ones. Taken, since the kernels
-    /// would copy the whole state before they write to it if there were a second reference.
+    /// Takes the values of a slot out, for an update that will [put](Self::put) the new ones.
+    /// Taken, since the kernels would copy the whole state before they write to it if there were a
+    /// second reference.
     ///
     /// # Panics
     ///
@@ -173,8 +174,8 @@ impl Slots {
         &mut value.unwrap_or_else(|| panic!("state has no slot `{name}`")).1
     }
 
-    /// Fails if the slots are not those of the table, in the shapes for a parameter: if they were saved under another
-    /// configuration.
+    /// Fails if the slots are not those of the table, in the shapes for a parameter: if they were
+    /// saved under another configuration.
     pub fn ensure_fit(
         &self,
         table: &[Slot],
@@ -204,8 +205,8 @@ impl Slots {
         }
     }
 
-    /// Converts the values of a table's slots to the types for a parameter: files of older versions have half precision
-    /// where there is float32 now.
+    /// Converts the values of a table's slots to the types for a parameter: files of older versions
+    /// have half precision where there is float32 now.
     pub fn convert(&mut self, table: &[Slot], parameter: DType) {
         for slot in table {
             let dtype = slot.dtype.resolve(parameter);
@@ -248,7 +249,8 @@ impl Slots {
         }
     }
 
-    /// Reads slots from a record, in the types that they were saved in. `None` if one of the required slots is missing.
+    /// Reads slots from a record, in the types that they were saved in. `None` if one of the
+    /// required slots is missing.
     pub fn unflatten(
         required: &[&'static str],
         optional: &[&'static str],

@@ -31,9 +31,9 @@ pub struct Peer {
     pub outgoing: VecDeque<Frame>,
     /// Bytes of the first outgoing frame that are written.
     written: usize,
-    /// When the connection was accepted, or its member departed.
+    /// The time at which the connection was accepted, or its member departed.
     pub since: Instant,
-    /// When the last bytes arrived.
+    /// The time at which the last bytes arrived.
     pub last_heard: Instant,
 }
 

@@ -173,7 +173,7 @@ struct Service {
     unauthenticated: usize,
     /// Cleared until the next tick when the operating system can't accept a connection.
     accepting: bool,
-    /// When the failure of the world was sent to all members.
+    /// The time at which the failure of the world was sent to all members.
     failure_sent: Option<Instant>,
     scratch: Vec<u8>,
     sent: Arc<AtomicU64>,
@@ -385,7 +385,7 @@ impl Service {
         Err(reason)
     }
 
-    /// Queues a frame for a rank, and writes as many bytes as the rank's connection accepts.
+    /// Queues a frame for a rank, and writes the bytes that the rank's connection accepts now.
     fn send(&mut self, rank: usize, frame: Frame) {
         let RankState::Joined(slot) = self.ranks[rank] else { return };
         let Some(peer) = self.peers[slot].as_mut() else { return };

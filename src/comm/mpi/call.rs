@@ -213,7 +213,8 @@ pub fn layout(counts: &[usize], collective: &'static str, rank: usize) -> Result
                  got {number}",
                 c_int::MAX
             ),
-            remedy: "set a smaller `bucket_mb`, or split a single parameter of that size into several",
+            remedy: "set a smaller `bucket_mb`, or split a single parameter of that size into \
+                     several",
         })
     };
     int(counts.iter().sum())?;

@@ -61,7 +61,8 @@ impl Mpi {
                 variable: "the rank".into(),
                 value: format!("{} of {}", launch.rank, launch.world_size),
                 reason: format!("but MPI says {rank} of {size}"),
-                remedy: "start the program with the mpirun or srun of this MPI, and with no other launcher",
+                remedy: "start the program with the mpirun or srun of this MPI, and with no other \
+                         launcher",
             });
         }
         let comm = RawCommunicator::new(world, library);

@@ -21,8 +21,8 @@ use crate::error::Result;
 ///
 /// NCCL reads and writes the buffers on the stream, unchecked. An implementation guarantees that
 ///
-/// - buffers satisfy [`Buffer::new`], with as many elements of the tensor's type as the tensor has,
-///   or with the requested number and type of elements;
+/// - buffers satisfy [`Buffer::new`], with the elements of the tensor, or with the requested number
+///   and type of elements;
 /// - two buffers never overlap, unless neither is written to;
 /// - the memory of a buffer is not reused before the stream has passed the event of the next
 ///   [`end`](Self::end), even if the buffer is dropped after

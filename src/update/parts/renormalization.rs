@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 use super::super::state::Slots;
 use super::{Behaviour, Context, Part, Stage};
 
-/// Least norm that is scaled up. Orthogonal matrices have a norm of at least 1; a matrix of zeros stays zero.
+/// Least norm that is scaled up. Orthogonal matrices have a norm of at least 1; a matrix of zeros
+/// stays zero.
 const LEAST_NORM: f64 = 1e-10;
 
 /// Scales the result of the iteration to the Frobenius norm of an orthogonal matrix,
