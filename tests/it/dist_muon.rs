@@ -111,7 +111,7 @@ fn threads_share_one_instance() {
     let mut optim = optim.clone();
     let panic = catch_unwind(AssertUnwindSafe(|| train(net, &mut optim, 0..1))).unwrap_err();
     let message = panic.downcast_ref::<String>().unwrap();
-    assert!(message.contains("setting `ranks` is 3"), "{message}");
+    assert!(message.contains("which is larger, got 3"), "{message}");
 }
 
 #[test]
@@ -244,12 +244,12 @@ fn a_parameter_without_memory_is_named_among_others() {
 fn what_it_cannot_do_is_refused() {
     let world = World::alone(device());
     for (config, expected) in [
-        (config().with_gradients(Gradients::PerRank), "setting `gradients` is PerRank"),
-        (config().with_max_norm(Some(1.0)), "setting `max_norm` is 1"),
+        (config().with_gradients(Gradients::PerRank), "setting `gradients` is invalid"),
+        (config().with_max_norm(Some(1.0)), "setting `max_norm` is invalid"),
     ] {
         let error = config.per_parameter(&world).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }
     let error = config().per_parameter_on_threads(0).unwrap_err().to_string();
-    assert!(error.contains("setting `ranks` is 0"), "{error}");
+    assert!(error.contains("setting `ranks` is invalid"), "{error}");
 }

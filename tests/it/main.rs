@@ -13,3 +13,9 @@ mod parts;
 mod routing;
 mod skips;
 mod train_lm;
+
+/// A visible skip instead of the learner's tests.
+#[cfg(not(feature = "train"))]
+#[test]
+#[ignore = "needs the feature `train`"]
+fn learner() {}

@@ -465,7 +465,7 @@ fn any_number_of_ranks_follows_one_curve() {
             let flags = format!("{flags} --optimizer {optimizer} --ranks {ranks} --save {name}");
             let stdout = succeed(folder.path(), &flags);
             assert!(stdout.contains("imbalance of cost"), "no plan in {stdout}");
-            assert!(stdout.contains("gradient shares"), "no memory report in {stdout}");
+            assert!(stdout.contains("gradient shards"), "no memory report in {stdout}");
             curve(&folder.path().join(name))
         });
         let losses = curves.map(|curve| {

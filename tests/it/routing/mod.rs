@@ -536,7 +536,7 @@ fn the_state_of_a_step_has_the_bytes_of_the_summary() {
 #[test]
 fn the_tables_of_the_readme_are_true() {
     let readme = include_str!("../../../README.md");
-    let (_, section) = readme.split_once("## Who updates what").unwrap();
+    let (_, section) = readme.split_once("## Routing").unwrap();
     let (section, _) = section.split_once("\n## ").unwrap();
     let tables: Vec<&str> = section.lines().filter(|line| line.starts_with('|')).collect();
     let model = gpt::GptConfig::new(4, 4, 128, 128, 256).init(&device());
