@@ -49,6 +49,7 @@ pub mod learning_rate {}
 /// [Excluding, freezing and LoRA]: crate::guide::excluding
 /// [Clipping gradients]: crate::guide::clipping
 /// [One device]: crate::guide::one_device
+/// [Troubleshooting]: crate::guide::troubleshooting
 /// [docs/design]: crate::guide#other-documents
 /// [`Part`]: crate::Part
 /// [`Coefficients`]: crate::Coefficients

@@ -7,9 +7,9 @@
 mod adamw;
 #[cfg(feature = "cube")]
 mod cubecl;
+mod finite;
 #[cfg(feature = "flex")]
 mod flex;
-#[cfg(feature = "cube")]
 pub(crate) mod graphs;
 mod mask;
 mod matrix;
@@ -23,7 +23,8 @@ mod tensor_list;
 #[cfg(feature = "cube")]
 pub(crate) use cubecl::first_failure;
 #[cfg(feature = "cuda")]
-pub(crate) use cubecl::{Failure, primitive};
+pub(crate) use cubecl::{Failure, from_primitive, primitive};
+pub(crate) use finite::reject;
 pub(crate) use mask::{FiniteMask, ones_where};
 pub(crate) use norms::{ScaledNorms, scaled};
 pub use ops::Polynomial;
@@ -32,7 +33,7 @@ pub(crate) use ops::{
     ParameterStep, PartialNorms,
 };
 pub use path::{ComputePath, KernelPolicy};
-pub(crate) use step::{apply, reject, update_momentum};
+pub(crate) use step::{apply, update_momentum};
 
 use burn::tensor::DType;
 

@@ -5,42 +5,10 @@ use std::ops::Range;
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Tensor};
 
-use super::ops::{
-    FlaggedRows, MomentumStep, MomentumUpdate, ParameterStep, PartialNorms, StepOps, norm_parts,
-};
+use super::ops::{MomentumStep, MomentumUpdate, ParameterStep, PartialNorms, StepOps, norm_parts};
 use super::path::{ComputePath, KernelPolicy};
 use super::portable;
 use super::tensor_list::{TensorList, calls};
-
-/// Sets the flags of rows with an element that is not finite, or larger than `largest` in
-/// magnitude, to 1.
-pub(crate) fn reject(
-    policy: KernelPolicy,
-    flags: Tensor<1>,
-    tensors: &[Tensor<1>],
-    rows: &[FlaggedRows],
-    largest: f64,
-) -> Tensor<1> {
-    let Some(first) = tensors.first() else { return flags };
-    match ComputePath::choose(policy, &first.device(), first.dtype().into()) {
-        ComputePath::Portable => {
-            let each = tensors.iter().zip(rows);
-            each.fold(flags, |flags, (tensor, rows)| {
-                portable::reject(flags, tensor, *rows, largest)
-            })
-        }
-        ComputePath::Flex | ComputePath::CubeCl { .. } => {
-            calls(tensors.len()).fold(flags, |flags, call| {
-                Tensor::from_dispatch(Dispatch::reject(
-                    flags.into_dispatch(),
-                    TensorList::from_tensors(tensors[call.clone()].to_vec()),
-                    rows[call].to_vec(),
-                    largest.min(f32::MAX.into()) as f32,
-                ))
-            })
-        }
-    }
-}
 
 /// [`StepOps::update_momentum`] for a whole batch, on the path of the gradients. There is one
 /// gradient and one step for each parameter of the batch.

@@ -37,6 +37,8 @@ mod nccl;
 mod pending;
 mod reduce;
 mod rendezvous;
+// External calls are those of processes.
+#[cfg_attr(not(feature = "processes"), allow(dead_code))]
 mod rounds;
 mod sync;
 mod threads;

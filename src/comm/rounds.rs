@@ -12,9 +12,7 @@
 //! Calls that MPI or NCCL carry out are not rounds. A rank that has waited for such an external
 //! call for some time reports it, so that the calls are compared and a missing rank is found.
 
-use std::collections::HashMap;
-#[cfg(feature = "processes")]
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::Display;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,7 +41,6 @@ pub type Key = (u64, u64);
 
 /// Extra time for a call that all ranks have reached: a lost connection is noticed within it, and
 /// names the responsible rank better than a timeout.
-#[cfg(feature = "processes")]
 const CONNECTION_LOSS_GRACE: Duration = Duration::from_secs(2);
 
 /// The longest deadline, 34 years: an `Instant` may not reach further.
@@ -55,7 +52,6 @@ pub enum WaitPoint {
     /// A round of this state machine.
     Round(Key),
     /// A call carried out by an engine that does not detect failures.
-    #[cfg(feature = "processes")]
     ExternalCall(Key),
 }
 
@@ -79,7 +75,6 @@ impl<C, P> Round<C, P> {
 }
 
 /// The external calls of a group, as far as ranks have reported them.
-#[cfg(feature = "processes")]
 struct ExternalCalls {
     members: Arc<[usize]>,
     /// The number of every rank's latest reported call.
@@ -88,7 +83,6 @@ struct ExternalCalls {
     current: BTreeMap<u64, ReportedCall>,
 }
 
-#[cfg(feature = "processes")]
 struct ReportedCall {
     call: Arc<str>,
     /// The rank that reported it first.
@@ -102,7 +96,6 @@ struct Wait {
     point: WaitPoint,
     since: Instant,
     /// The name of an external call; empty for a round, which names its call.
-    #[cfg(feature = "processes")]
     call: Arc<str>,
 }
 
@@ -113,7 +106,6 @@ struct Rank {
     busy: bool,
     departed: bool,
     /// For a rank that has departed, the number of its external calls in every group.
-    #[cfg(feature = "processes")]
     external_calls: HashMap<u64, u64>,
 }
 
@@ -128,7 +120,6 @@ impl Rank {
 pub struct Rounds<C, P> {
     rounds: HashMap<Key, Round<C, P>>,
     /// The external calls of every group.
-    #[cfg(feature = "processes")]
     external: HashMap<u64, ExternalCalls>,
     ranks: Vec<Rank>,
     /// The number of ranks that have departed.
@@ -145,7 +136,6 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     pub fn new(size: usize, deadline: Duration) -> Self {
         Self {
             rounds: HashMap::new(),
-            #[cfg(feature = "processes")]
             external: HashMap::new(),
             ranks: (0..size).map(|_| Rank::default()).collect(),
             departed: 0,
@@ -239,15 +229,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     ///
     /// The world's failure; a missing member that has departed fails the world.
     pub fn wait(&mut self, rank: usize, key: Key, now: Instant) -> Result<(), Failure> {
-        self.add_wait(
-            rank,
-            Wait {
-                point: WaitPoint::Round(key),
-                since: now,
-                #[cfg(feature = "processes")]
-                call: "".into(),
-            },
-        )
+        self.add_wait(rank, Wait { point: WaitPoint::Round(key), since: now, call: "".into() })
     }
 
     fn add_wait(&mut self, rank: usize, wait: Wait) -> Result<(), Failure> {
@@ -327,7 +309,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
 
     /// Finds the rank responsible for a timeout by following the wait-for graph. A rank that is
     /// itself waiting is not blamed, unless all of them wait for each other.
-    fn responsible(&self, rank: usize, first: &Wait, _now: Instant) -> Option<Failure> {
+    fn responsible(&self, rank: usize, first: &Wait, now: Instant) -> Option<Failure> {
         let mut visited = vec![false; self.ranks.len()];
         visited[rank] = true;
         let mut waits = vec![first];
@@ -346,8 +328,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
         }
         match self.missing(first).next() {
             Some(missing) => Some(self.late(missing, first)),
-            #[cfg(feature = "processes")]
-            None if _now >= self.due_time(first) + CONNECTION_LOSS_GRACE => {
+            None if now >= self.due_time(first) + CONNECTION_LOSS_GRACE => {
                 let call = self.call_name(first);
                 let cause = format!("{call} did not finish, although all ranks came to it");
                 Some(Failure::Peer { rank, cause })
@@ -373,7 +354,6 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
             WaitPoint::Round(key) => {
                 self.rounds.get(&key).map_or("a call".into(), |round| round.call.to_string())
             }
-            #[cfg(feature = "processes")]
             WaitPoint::ExternalCall(_) => wait.call.to_string(),
         }
     }
@@ -383,7 +363,6 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
         let point = wait.point;
         let members: &[usize] = match point {
             WaitPoint::Round(key) => self.rounds.get(&key).map_or(&[], |round| &round.members),
-            #[cfg(feature = "processes")]
             WaitPoint::ExternalCall((group, _)) => {
                 self.external.get(&group).map_or(&[], |calls| &calls.members)
             }
@@ -399,16 +378,15 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     }
 
     /// Returns `true` if a member of a group, which is a rank of the world, has reached a point.
-    fn has_arrived(&self, point: WaitPoint, member: usize, _rank: usize) -> bool {
+    fn has_arrived(&self, point: WaitPoint, member: usize, rank: usize) -> bool {
         match point {
             // A round is removed only when it is complete.
             WaitPoint::Round(key) => {
                 self.rounds.get(&key).is_none_or(|round| round.payloads[member].is_some())
             }
-            #[cfg(feature = "processes")]
             WaitPoint::ExternalCall((group, number)) => {
-                let latest = self.external.get(&group).and_then(|calls| calls.latest.get(&_rank));
-                let total = self.ranks[_rank].external_calls.get(&group);
+                let latest = self.external.get(&group).and_then(|calls| calls.latest.get(&rank));
+                let total = self.ranks[rank].external_calls.get(&group);
                 latest.is_some_and(|latest| *latest >= number)
                     || total.is_some_and(|total| *total > number)
             }
@@ -416,7 +394,6 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     }
 }
 
-#[cfg(feature = "processes")]
 impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     /// Notes that a rank has waited for some time for an external call.
     ///
@@ -488,7 +465,6 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     }
 }
 
-#[cfg(feature = "processes")]
 impl ExternalCalls {
     /// Makes a call a rank's latest. Returns both calls if another rank makes a different call of
     /// this number.

@@ -323,6 +323,7 @@ impl<const D: usize> RecordState for DistMuonState<D> {
         self.muon.state_flatten(prefix, out);
         if let Some(Ownership { owner, index }) = self.ownership {
             out.push_scalar(prefix, "owner", owner.into());
+            // The name of `index` in files since the first format.
             out.push_scalar(prefix, "arrival", index.into());
         }
     }

@@ -1,6 +1,5 @@
 //! The iteration, ready to run.
 
-#[cfg(feature = "cube")]
 use std::sync::Arc;
 
 use burn::tensor::{DType, Device, FloatDType, Tensor};
@@ -9,7 +8,6 @@ use super::config::{IterationForm, NewtonSchulzConfig};
 use super::plan::{IterationPlan, Planner};
 use super::products::Products;
 use super::{gram, restarts, standard};
-#[cfg(feature = "cube")]
 use crate::backend::graphs::Recordings;
 use crate::backend::{ComputePath, KernelPolicy, PartialNorms, Polynomial, precise_dtype};
 use crate::checks::rounds_to;
@@ -24,7 +22,6 @@ pub struct NewtonSchulz {
     /// In bytes.
     workspace: usize,
     /// Recordings, if they are wanted.
-    #[cfg(feature = "cube")]
     recordings: Option<Arc<Recordings>>,
 }
 
@@ -67,7 +64,6 @@ impl NewtonSchulzConfig {
             schedule,
             epsilon: *epsilon,
             workspace: workspace_mb * 1_000_000,
-            #[cfg(feature = "cube")]
             recordings: self.graphs.then(Default::default),
         })
     }
@@ -87,11 +83,7 @@ impl NewtonSchulz {
 
     /// The number of shapes that have a recording.
     pub fn recorded(&self) -> usize {
-        #[cfg(feature = "cube")]
-        if let Some(recordings) = &self.recordings {
-            return recordings.count();
-        }
-        0
+        self.recordings.as_ref().map_or(0, |recordings| recordings.count())
     }
 
     /// Fails for a type that a device does not support.
@@ -135,7 +127,6 @@ impl NewtonSchulz {
         // Matrices that fit into the workspace.
         let part = (self.workspace / plan.workspace).max(1);
         if part >= k {
-            #[cfg(feature = "cube")]
             if let Some(replayed) = self.replayed(&plan, &batch, norms.as_ref()) {
                 return replayed;
             }
@@ -157,7 +148,6 @@ impl NewtonSchulz {
     }
 
     /// The result of a recording, if there may be one.
-    #[cfg(feature = "cube")]
     fn replayed(
         &self,
         plan: &IterationPlan,

@@ -186,11 +186,11 @@ impl Slots {
         for slot in table {
             let expected = slot.extent.recorded(shape, batch);
             let problem = match self.value(slot.name) {
-                None => format!("its state has no `{}`", slot.name),
+                None => format!("its saved state has no `{}`", slot.name),
                 Some(value) if value.recorded != expected => {
                     let recorded = &value.recorded;
                     format!(
-                        "its `{}` does not fit: expected {expected:?}, got {recorded:?}",
+                        "its saved `{}` does not fit: expected {expected:?}, got {recorded:?}",
                         slot.name
                     )
                 }
@@ -223,6 +223,7 @@ impl Slots {
     }
 
     /// The values on another device.
+    #[expect(clippy::wrong_self_convention, reason = "named as for Burn's modules and states")]
     pub fn to_device(mut self, device: &Device) -> Self {
         for (_, value) in &mut self.values {
             value.tensor = value.tensor.take().map(|tensor| tensor.to_device(device));

@@ -1,66 +1,11 @@
 //! Detection of tensors that a device will never compute.
 
-#[cfg(feature = "fusion")]
-use std::sync::mpsc::{Sender, channel};
-
 use burn::backend::tensor::FloatTensor;
-#[cfg(all(test, feature = "fusion"))]
-use burn::tensor::DType;
 use burn::tensor::{Device, Tensor};
 use burn_cubecl::Cube;
-#[cfg(feature = "fusion")]
-use burn_cubecl::CubeBackend;
-#[cfg(feature = "fusion")]
-use burn_cubecl::fusion::{CubeFusionHandle, FusionCubeRuntime};
-use burn_cubecl::tensor::CubeTensor;
-#[cfg(feature = "fusion")]
-use burn_fusion::custom::{Operation, StreamId};
-#[cfg(feature = "fusion")]
-use burn_fusion::{ExecutionError, FusionTensor};
-#[cfg(feature = "fusion")]
-use burn_ir::{CustomOpIr, HandleContainer, OperationIr, TensorIr};
 use cubecl::server::{IoError, ServerError};
 
-/// Returns the primitives of tensors of one device, once the operations that compute them are
-/// queued there. One request serves all tensors. `None` if Burn dropped an operation that one of
-/// them needs.
-#[cfg(feature = "fusion")]
-fn primitives(tensors: Vec<FusionTensor<FusionCubeRuntime>>) -> Option<Vec<CubeTensor>> {
-    let client = tensors.first()?.client.clone();
-    let inputs: Vec<_> = tensors.into_iter().map(FusionTensor::into_ir).collect();
-    let (sender, receiver) = channel();
-    let operation = OperationIr::Custom(CustomOpIr::new("hand_over", &inputs, &[]));
-    client.register(StreamId::current(), operation, HandOver { inputs, to: sender });
-    client.sync(|| ());
-    // An operation that needs the result of a failed one is dropped, and with it the sender.
-    receiver.recv().ok()
-}
-
-#[cfg(not(feature = "fusion"))]
-fn primitives(tensors: Vec<CubeTensor>) -> Option<Vec<CubeTensor>> {
-    Some(tensors)
-}
-
-/// An operation that computes nothing, and sends its inputs to the thread that waits for them.
-#[cfg(feature = "fusion")]
-#[derive(Debug)]
-struct HandOver {
-    inputs: Vec<TensorIr>,
-    to: Sender<Vec<CubeTensor>>,
-}
-
-#[cfg(feature = "fusion")]
-impl Operation<FusionCubeRuntime> for HandOver {
-    fn execute(
-        &self,
-        handles: &mut HandleContainer<CubeFusionHandle>,
-    ) -> Result<(), ExecutionError> {
-        let inputs = self.inputs.iter().map(|input| handles.get_float_tensor::<CubeBackend>(input));
-        // The receiver is gone only if the thread that asked has panicked.
-        _ = self.to.send(inputs.collect());
-        Ok(())
-    }
-}
+use super::primitives::primitives;
 
 /// Returns the first of some named tensors of one device that will never be computed, with the
 /// reason: a tensor that the device could not allocate, or one that needs such a tensor. Waits
@@ -122,48 +67,5 @@ impl From<ServerError> for Failure {
                 Self { reason, is_memory: false }
             }
         }
-    }
-}
-
-#[cfg(all(test, feature = "fusion"))]
-mod tests {
-    use burn::backend::DispatchDevice;
-    use burn_fusion::get_client;
-
-    use super::*;
-    use crate::skips::excused;
-
-    /// An operation that fails, so that Burn drops it.
-    #[derive(Debug)]
-    struct Fails;
-
-    impl Operation<FusionCubeRuntime> for Fails {
-        fn execute(&self, _: &mut HandleContainer<CubeFusionHandle>) -> Result<(), ExecutionError> {
-            Err(ExecutionError::WithContext { reason: "the test asks for it".to_owned() })
-        }
-    }
-
-    #[test]
-    fn a_tensor_of_a_failed_operation_is_named() {
-        let device = Device::default();
-        let DispatchDevice::Cube(cube) = device.as_dispatch() else {
-            excused("operations fail later than they are called on CubeCL's devices only");
-            return;
-        };
-        // Queued before the failure: operations that are fused with a failing one are not computed
-        // either.
-        let good = Tensor::<1>::ones([3], &device);
-        assert!(first_failure([("good", &good)].into_iter()).is_none());
-        let client = get_client::<CubeBackend>(cube);
-        let id = client.create_empty_handle();
-        let output = TensorIr::uninit(id, [3].into(), DType::F32);
-        let operation = OperationIr::Custom(CustomOpIr::new("fails", &[], &[output]));
-        let lost = client.register(StreamId::current(), operation, Fails).remove(0);
-        let lost = Tensor::<1>::from_primitive::<Cube>(lost).add_scalar(1.0);
-        let tensors = [("good", &good), ("lost", &lost), ("more", &good)];
-        let (name, _, failure) = first_failure(tensors.into_iter()).expect("one failed");
-        assert_eq!(name, "lost");
-        assert!(failure.reason.contains("an operation before it failed"), "{}", failure.reason);
-        assert!(first_failure([("good", &good)].into_iter()).is_none());
     }
 }

@@ -10,7 +10,7 @@ use distmuon_kernels::fused::{self, RowNorms};
 use distmuon_kernels::product::{Product, Triangle};
 use distmuon_kernels::{Matrices, Result, add_identity, gram, units};
 
-use super::operands::Operands;
+use super::product::Operands;
 use super::tensors::{VALIDATED, batch, contiguous, matrices, part, tensor, unshared};
 use super::tune;
 use crate::backend::ops::{MatrixOps, Polynomial};

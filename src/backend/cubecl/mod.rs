@@ -3,7 +3,9 @@
 mod adamw;
 mod failure;
 mod matrix;
-mod operands;
+
+mod primitives;
+mod product;
 mod step;
 mod tensors;
 mod tune;
@@ -13,5 +15,5 @@ pub(crate) use failure::Failure;
 pub(crate) use failure::first_failure;
 pub(super) use matrix::{kernel, max_small_rows};
 #[cfg(feature = "cuda")]
-pub(crate) use tensors::primitive;
+pub(crate) use primitives::{from_primitive, primitive};
 pub(super) use tensors::{has_tf32, serves};

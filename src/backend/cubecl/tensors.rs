@@ -2,13 +2,9 @@
 
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::{TensorMetadata, tensor::FloatTensor};
-#[cfg(any(test, feature = "cuda"))]
-use burn::tensor::Tensor;
 use burn::tensor::{DType, Shape};
 use burn_cubecl::kernel::{cast, into_contiguous};
-#[cfg(any(test, feature = "cuda"))]
-use burn_cubecl::tensor::CubeTensor;
-use burn_cubecl::{Cube, CubeBackend, CubeDevice};
+use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::features::TypeUsage;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::server::Handle;
@@ -17,10 +13,6 @@ use distmuon_kernels::Matrices;
 use distmuon_kernels::fused::{Batch, MAX_BUFFERS, Rows};
 
 type Float = FloatTensor<CubeBackend>;
-
-/// Fails to compile where Burn fuses and this crate does not: turn on its feature `fusion`.
-#[cfg(not(feature = "fusion"))]
-const _: fn(Cube) -> CubeBackend = |backend| backend;
 
 /// Panic message where the kernels' checks can't fail: the path was chosen for the type, and the
 /// tensors here are contiguous.
@@ -95,18 +87,4 @@ pub(in crate::backend) fn batch(tensor: &Float) -> Batch {
 /// A contiguous tensor as `rows` rows of `elements` elements.
 pub(in crate::backend) fn part(tensor: &Float, rows: usize, elements: usize) -> Rows {
     Rows { handle: tensor.handle.clone(), count: rows, elements }
-}
-
-/// A tensor on a CubeCL backend, once the operations that compute it are queued on the device.
-#[cfg(all(any(test, feature = "cuda"), feature = "fusion"))]
-pub(crate) fn primitive<const D: usize>(tensor: Tensor<D>) -> Option<CubeTensor> {
-    let fused = tensor.try_into_primitive::<Cube>().ok()?;
-    let client = fused.client.clone();
-    Some(client.resolve_tensor_float::<CubeBackend>(fused))
-}
-
-/// A tensor on a CubeCL backend.
-#[cfg(all(any(test, feature = "cuda"), not(feature = "fusion")))]
-pub(crate) fn primitive<const D: usize>(tensor: Tensor<D>) -> Option<CubeTensor> {
-    tensor.try_into_primitive::<Cube>().ok()
 }

@@ -20,7 +20,7 @@ use cubecl::zspace::metadata::Metadata;
 use distmuon_kernels::product::{Product, Tiling, Triangle};
 use distmuon_kernels::{Matrices, mirror};
 
-use super::operands::Operands;
+use super::product::Operands;
 use super::tensors::{matrices, tensor};
 
 type Float = FloatTensor<CubeBackend>;
@@ -168,7 +168,7 @@ mod tests {
     use burn::tensor::{Device, Distribution, Tensor, try_read_sync};
 
     use super::*;
-    use crate::backend::cubecl::tensors::primitive;
+    use crate::backend::cubecl::primitives::primitive;
     use crate::skips::excused;
 
     fn random(shape: [usize; 3]) -> Tensor<3> {

@@ -13,7 +13,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::super::rounds::{Failure, Key};
-use super::beat::{Heartbeat, STALL};
+use super::heartbeat::{Heartbeat, STALL};
 use super::protocol::{
     Frame, Incoming, MAX_CAUSE, MAX_MESSAGE, MAX_PAYLOAD, Outcome, Reply, Request, bounded, frame,
     parse, short_frame, write,

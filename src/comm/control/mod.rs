@@ -7,9 +7,9 @@
 //! reports it to rank 0, which compares the calls and finds the rank responsible for a timeout.
 
 mod authentication;
-mod beat;
 mod call_board;
 mod endpoint;
+mod heartbeat;
 mod link;
 mod peer;
 mod protocol;

@@ -17,8 +17,8 @@ use mio::{Events, Interest, Poll, Token, Waker};
 
 use super::super::rounds::Rounds;
 use super::authentication::{Admission, Challenge, Hello, VERSION};
-use super::beat::{Heartbeat, STALL};
 use super::call_board::{CallBoard, Outbox};
+use super::heartbeat::{Heartbeat, STALL};
 use super::peer::{Peer, Role};
 use super::protocol::{Frame, MAX_MESSAGE, Reply, Request, parse, parse_all, short_frame};
 

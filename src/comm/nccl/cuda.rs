@@ -19,17 +19,10 @@ use std::fmt::{self, Debug};
 use std::os::raw::{c_int, c_void};
 use std::sync::{Mutex, MutexGuard};
 
-use burn::backend::Cuda;
 use burn::tensor::{DType, Device, Tensor};
-#[cfg(feature = "fusion")]
-use burn_cubecl::CubeBackend;
 use burn_cubecl::CubeDevice;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
-#[cfg(feature = "fusion")]
-use burn_fusion::{NoOp, get_client, stream::StreamId};
-#[cfg(feature = "fusion")]
-use burn_ir::{BackendIr, InitOperationIr, OperationIr, OperationOutput};
 use cubecl::client::Client;
 use cubecl::cuda::CudaRuntime;
 use cubecl_runtime::runtime::Runtime;
@@ -37,7 +30,7 @@ use cudarc::driver::{DriverError, result, sys};
 
 use super::library::ENGINE;
 use super::memory::{Buffer, DeviceMemory, StreamEvent};
-use crate::backend::{Failure, primitive};
+use crate::backend::{Failure, from_primitive, primitive};
 use crate::error::{Error, Result};
 
 /// The first driver version with `cuCtxRecordEvent` and `cuCtxWaitEvent`
@@ -375,22 +368,4 @@ fn driver_error(rank: usize, operation: &str, error: DriverError) -> Error {
         reason: format!("{error:?}"),
         remedy: "check that the device still works, for example with nvidia-smi",
     }
-}
-
-/// Returns Burn's tensor of a CubeCL tensor: the inverse of [`primitive`].
-#[cfg(feature = "fusion")]
-fn from_primitive(tensor: CubeTensor) -> Tensor<1> {
-    let (device, shape, dtype) = (tensor.device.clone(), tensor.meta.shape().clone(), tensor.dtype);
-    let client = get_client::<CubeBackend>(&device);
-    let handle = <CubeBackend as BackendIr>::float_tensor_handle(tensor);
-    let output = InitOperationIr::create(shape, dtype, || client.register_tensor_handle(handle));
-    let operation = OperationIr::Init(output);
-    let fused =
-        client.register(StreamId::current(), operation, NoOp::<CubeBackend>::new()).output();
-    Tensor::from_primitive::<Cuda>(fused)
-}
-
-#[cfg(not(feature = "fusion"))]
-fn from_primitive(tensor: CubeTensor) -> Tensor<1> {
-    Tensor::from_primitive::<Cuda>(tensor)
 }

@@ -1,0 +1,40 @@
+//! The finite check of a step: flags of rows with values that are not finite, on the device.
+//! [`FiniteMask`](super::FiniteMask) then leaves these rows as they are.
+
+use burn::backend::Dispatch;
+use burn::tensor::Tensor;
+
+use super::ops::{FlaggedRows, StepOps};
+use super::path::{ComputePath, KernelPolicy};
+use super::portable;
+use super::tensor_list::{TensorList, calls};
+
+/// Sets the flags of rows with an element that is not finite, or larger than `largest` in
+/// magnitude, to 1.
+pub(crate) fn reject(
+    policy: KernelPolicy,
+    flags: Tensor<1>,
+    tensors: &[Tensor<1>],
+    rows: &[FlaggedRows],
+    largest: f64,
+) -> Tensor<1> {
+    let Some(first) = tensors.first() else { return flags };
+    match ComputePath::choose(policy, &first.device(), first.dtype().into()) {
+        ComputePath::Portable => {
+            let each = tensors.iter().zip(rows);
+            each.fold(flags, |flags, (tensor, rows)| {
+                portable::reject(flags, tensor, *rows, largest)
+            })
+        }
+        ComputePath::Flex | ComputePath::CubeCl { .. } => {
+            calls(tensors.len()).fold(flags, |flags, call| {
+                Tensor::from_dispatch(Dispatch::reject(
+                    flags.into_dispatch(),
+                    TensorList::from_tensors(tensors[call.clone()].to_vec()),
+                    rows[call].to_vec(),
+                    largest.min(f32::MAX.into()) as f32,
+                ))
+            })
+        }
+    }
+}
