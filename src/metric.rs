@@ -14,8 +14,8 @@ use crate::update::SkippedSteps;
 /// The largest number of skipped steps of any parameter, as a metric of burn-train. Needs the
 /// feature `train`.
 ///
-/// After a batch, the metric has the counts that were last read from the device. At the end of an
-/// epoch it reads them.
+/// After each batch, the metric shows the counts that were last read from the device, without
+/// waiting for the device. At the end of an epoch, it reads the counts.
 ///
 /// ```
 /// # use burn::{nn::LinearConfig, tensor::Device};
@@ -29,7 +29,7 @@ use crate::update::SkippedSteps;
 /// # Ok::<(), distmuon::Error>(())
 /// ```
 ///
-/// On ranks, use the counts of
+/// On many ranks, use the counts of
 /// [`DistMuonStrategy::skipped_steps`](crate::distributed::DistMuonStrategy::skipped_steps).
 #[derive(Clone)]
 pub struct SkippedStepsMetric {

@@ -19,16 +19,16 @@ fn main() {
 
 /// A trial for every case.
 pub fn trials() -> Vec<Trial> {
-    let own = own();
+    let folder = own_cases();
     if std::env::var_os("DISTMUON_WRITE_CASES").is_some() {
-        cases::write_own(&own);
+        cases::write_own(&folder);
     }
-    let mut trials = vec![Trial::test("own cases follow their float64 reference", {
-        let own = own.clone();
-        move || cases::check_own(&own).map_err(Failed::from)
+    let mut trials = vec![Trial::test("the crate's own cases follow their float64 reference", {
+        let folder = folder.clone();
+        move || cases::check_own(&folder).map_err(Failed::from)
     })];
-    let given = std::env::var_os("DISTMUON_CONFORMANCE_DIR").map(PathBuf::from);
-    for path in [Some(own), given].into_iter().flatten().flat_map(|folder| files(&folder)) {
+    let further = std::env::var_os("DISTMUON_CONFORMANCE_DIR").map(PathBuf::from);
+    for path in [Some(folder), further].into_iter().flatten().flat_map(|folder| files(&folder)) {
         let name = path.file_stem().expect("a file name").to_string_lossy().into_owned();
         trials.push(Trial::test(name.clone(), move || run(&name, &path)));
     }
@@ -37,10 +37,10 @@ pub fn trials() -> Vec<Trial> {
 
 /// Returns the folder of the crate's cases: in the working folder of `benches/gpu.sh`, or in the
 /// sources that this program was built from.
-fn own() -> PathBuf {
-    let here = Path::new("tests/conformance");
+fn own_cases() -> PathBuf {
+    let working_folder = Path::new("tests/conformance");
     let sources = || Path::new(env!("CARGO_MANIFEST_DIR")).join("conformance");
-    if here.exists() { here.into() } else { sources() }
+    if working_folder.exists() { working_folder.into() } else { sources() }
 }
 
 fn files(folder: &Path) -> Vec<PathBuf> {

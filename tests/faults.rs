@@ -1,5 +1,5 @@
-//! Ranks that die, are late, or disagree: between steps, and at every point of a step and of a save;
-//! on every engine whose ranks are threads.
+//! Ranks that die, are late, or disagree: between steps, and at every point of a step and of a
+//! save, on every engine whose ranks are threads.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,24 +24,24 @@ use libtest_mimic::Arguments;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 const CASES: &[worlds::Case] = cases![
-    a_rank_that_fails_fails_all,
+    an_error_on_one_rank_fails_all_ranks,
     a_rank_that_returns_early_is_noticed_in_a_collective,
-    a_panic_reaches_the_caller,
-    a_rank_that_is_late_is_given_up,
-    different_calls_are_named,
-    a_failure_is_told_though_results_are_in_use,
-    a_rank_that_dies_in_any_phase_stops_all_before_a_parameter_is_new,
-    delays_anywhere_change_nothing,
-    a_rank_that_dies_during_a_save_leaves_a_checkpoint,
-    traffic_is_the_least_there_is,
+    a_panic_on_a_rank_reaches_the_caller,
+    a_rank_that_misses_the_deadline_fails_the_world,
+    different_calls_of_ranks_fail_naming_both,
+    a_failure_is_reported_while_results_are_in_use,
+    a_rank_that_dies_in_any_phase_stops_all_ranks_before_parameters_change,
+    delays_at_any_call_do_not_change_results,
+    a_rank_that_dies_during_a_save_leaves_a_complete_checkpoint,
+    a_step_sends_the_minimum_number_of_bytes,
 ];
 
 #[cfg(feature = "cuda")]
-const OF_NCCL: &[worlds::Case] = cases![
-    what_nccl_says_is_passed_on,
-    a_call_that_cannot_be_marked_ends_the_world,
-    a_backlog_is_no_delay_of_others,
-    nccl_serves_cuda_devices,
+const NCCL_CASES: &[worlds::Case] = cases![
+    errors_of_nccl_reach_all_ranks,
+    a_call_whose_event_cannot_be_recorded_ends_the_world,
+    work_queued_before_a_call_does_not_count_towards_the_deadline,
+    nccl_rejects_devices_other_than_cuda,
 ];
 
 fn main() {
@@ -49,13 +49,13 @@ fn main() {
     host::use_test_library();
     let trials = worlds::trials(worlds::HERE, CASES);
     #[cfg(feature = "cuda")]
-    let trials = trials.into_iter().chain(worlds::trials(&worlds::HERE[1..], OF_NCCL)).collect();
+    let trials = trials.into_iter().chain(worlds::trials(&worlds::HERE[1..], NCCL_CASES)).collect();
     libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }
 
 const DEADLINE: Duration = Duration::from_secs(20);
 const RANKS: usize = 3;
-/// The rank that things happen to.
+/// The rank that fails.
 const VICTIM: usize = 1;
 
 #[derive(Module, Debug)]
@@ -77,7 +77,7 @@ impl Net {
     }
 }
 
-/// Buckets of a parameter or two, so that a step has many points; with clipping or without.
+/// A configuration with buckets of one or two parameters, so that a step has many points.
 fn config(clip: bool) -> DistMuonConfig {
     let config = DistMuonConfig::new().with_bucket_mb(Some(0.0004));
     config.with_small_elements(32).with_max_norm(clip.then_some(1.0))
@@ -87,11 +87,11 @@ fn ranks<T: Send>(count: usize, run: impl Fn(World) -> Result<T> + Sync) -> Resu
     worlds::ranks_here(DEADLINE, count, run)
 }
 
-fn a_rank_that_fails_fails_all() {
+fn an_error_on_one_rank_fails_all_ranks() {
     // Before the optimizer is made, between steps, and in the middle of a collective.
-    for at in 0..3 {
+    for point in 0..3 {
         let outcome = ranks(3, |world| {
-            let fail = |now: usize| match world.rank() == 1 && at == now {
+            let fail = |now: usize| match world.rank() == 1 && point == now {
                 true => Err(Error::EmptyModel),
                 false => Ok(()),
             };
@@ -111,7 +111,7 @@ fn a_rank_that_fails_fails_all() {
         });
         assert_eq!(outcome.unwrap_err(), Error::EmptyModel, "the cause, not its consequences");
     }
-    // The others are told which rank and why; one that returns early is missed, too.
+    // Other ranks get the failed rank and the cause. A rank that returns early has also failed.
     let seen = ranks(2, |world| {
         if world.rank() == 1 {
             return Ok(None);
@@ -124,7 +124,7 @@ fn a_rank_that_fails_fails_all() {
     );
 }
 
-/// Well before the deadline, which is for ranks that live and do not come.
+/// The error comes well before the deadline, which is for ranks that are alive and late.
 fn a_rank_that_returns_early_is_noticed_in_a_collective() {
     for victim in [0, 1] {
         let ones = || Tensor::<1>::ones([4], (&Device::default(), DType::F32));
@@ -154,7 +154,7 @@ fn a_rank_that_returns_early_is_noticed_in_a_collective() {
     }
 }
 
-fn a_panic_reaches_the_caller() {
+fn a_panic_on_a_rank_reaches_the_caller() {
     let panicked = std::panic::catch_unwind(|| {
         ranks(2, |world| {
             if world.rank() == 0 {
@@ -167,7 +167,7 @@ fn a_panic_reaches_the_caller() {
     assert_eq!(message.downcast_ref::<&str>(), Some(&"a bug"));
 }
 
-fn a_rank_that_is_late_is_given_up() {
+fn a_rank_that_misses_the_deadline_fails_the_world() {
     let short = Duration::from_millis(500);
     let outcome = worlds::ranks_here(short, 2, |world| {
         if world.rank() == 1 {
@@ -182,7 +182,7 @@ fn a_rank_that_is_late_is_given_up() {
     );
 }
 
-fn different_calls_are_named() {
+fn different_calls_of_ranks_fail_naming_both() {
     let calls = ranks(2, |world| {
         let ones = Tensor::<1>::ones([4], (&Device::default(), DType::F32));
         let started = match world.rank() {
@@ -201,7 +201,7 @@ fn different_calls_are_named() {
     }
 }
 
-fn a_failure_is_told_though_results_are_in_use() {
+fn a_failure_is_reported_while_results_are_in_use() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.ckpt");
     let (seen, started) = (Mutex::new(vec![]), Barrier::new(RANKS));
@@ -230,12 +230,12 @@ fn a_failure_is_told_though_results_are_in_use() {
     let seen = seen.into_inner().unwrap();
     assert_eq!(seen.len(), RANKS - 1);
     for (in_use, [synchronized, called, saved]) in seen {
-        // Where the host waits, there is no result.
+        // If the host waits, it does not return a result.
         assert_eq!(in_use, worlds::results_may_be_early());
-        let is_told =
+        let is_reported =
             |error: &Option<Error>| matches!(error, Some(Error::PeerFailed { rank: VICTIM, .. }));
-        assert!(is_told(&called) && is_told(&saved), "{called:?}, {saved:?}");
-        assert!(!in_use || is_told(&synchronized), "{synchronized:?}");
+        assert!(is_reported(&called) && is_reported(&saved), "{called:?}, {saved:?}");
+        assert!(!in_use || is_reported(&synchronized), "{synchronized:?}");
     }
     let loaded = ranks(1, |world| {
         let net = Net::new(world.device());
@@ -246,10 +246,10 @@ fn a_failure_is_told_though_results_are_in_use() {
     assert_eq!(loaded.unwrap(), [1]);
 }
 
-/// A call that NCCL has taken and then can't carry out: the rank where that is so returns NCCL's words,
-/// the others those of that rank, and not that NCCL blames somebody.
+/// NCCL has accepted a call and then can't carry it out. The rank on which the call failed returns
+/// NCCL's error, and the other ranks return the error of that rank instead of their NCCL's.
 #[cfg(feature = "cuda")]
-fn what_nccl_says_is_passed_on() {
+fn errors_of_nccl_reach_all_ranks() {
     let seen = ranks(RANKS, |world| {
         let ones = || Tensor::<1>::ones([4], (&Device::default(), DType::F32));
         world.comm().all_reduce(ones(), ReduceOp::Sum)?.wait()?;
@@ -261,8 +261,8 @@ fn what_nccl_says_is_passed_on() {
         Ok(summed.and_then(|_| world.comm().synchronize()).unwrap_err())
     });
     for (rank, error) in seen.unwrap().into_iter().enumerate() {
-        let said = error.to_string();
-        assert!(said.contains("the link is down"), "rank {rank}: {said}");
+        let text = error.to_string();
+        assert!(text.contains("the link is down"), "rank {rank}: {text}");
         match error {
             Error::Engine { engine: "nccl", rank: VICTIM, .. } if rank == VICTIM => {}
             Error::PeerFailed { rank: VICTIM, .. } if rank != VICTIM => {}
@@ -271,36 +271,37 @@ fn what_nccl_says_is_passed_on() {
     }
 }
 
-/// NCCL has taken a call, and the driver refuses the mark behind it: nobody knows when its buffers are free.
+/// NCCL has accepted a call, and the driver fails to record the event behind the call, without
+/// which the engine can't know when the call's buffers are free.
 #[cfg(feature = "cuda")]
-fn a_call_that_cannot_be_marked_ends_the_world() {
+fn a_call_whose_event_cannot_be_recorded_ends_the_world() {
     let seen = ranks(RANKS, |world| {
         let ones = || Tensor::<1>::ones([4], (&Device::default(), DType::F32));
         world.comm().all_gather(ones(), &[4; RANKS])?.wait()?;
         world.comm().barrier()?;
         if world.rank() == VICTIM {
-            host::lose_next_mark();
+            host::fail_next_event();
             return Ok(world.comm().all_gather(ones(), &[4; RANKS]).unwrap_err());
         }
-        // The victim's part is on its way: the call itself may succeed.
+        // The victim's part is in flight: the call itself may succeed.
         world.comm().all_gather(ones(), &[4; RANKS]).and_then(Pending::wait).ok();
         Ok(world.comm().barrier().unwrap_err())
     });
     for (rank, error) in seen.unwrap().into_iter().enumerate() {
-        let said = error.to_string();
-        assert!(said.contains("the driver is out of memory"), "rank {rank}: {said}");
+        let text = error.to_string();
+        assert!(text.contains("the driver is out of memory"), "rank {rank}: {text}");
         assert_eq!(matches!(error, Error::PeerFailed { rank: VICTIM, .. }), rank != VICTIM);
     }
 }
 
-/// A deadline is for other ranks: work that was queued before a call may take longer.
+/// The deadline is for other ranks: local work that was queued before a call may take longer.
 #[cfg(feature = "cuda")]
-fn a_backlog_is_no_delay_of_others() {
+fn work_queued_before_a_call_does_not_count_towards_the_deadline() {
     let deadline = Duration::from_millis(500);
     let outcome = worlds::ranks_here(deadline, 2, |world| {
         let ones = Tensor::<1>::ones([4], (&Device::default(), DType::F32));
         world.comm().barrier()?;
-        // Longer than the deadline and the time that a rank gets to say that it passed.
+        // Longer than the deadline and the time that a rank has to report that it has passed.
         host::delay_next(Duration::from_millis(3500));
         let gathered = world.comm().all_gather(ones, &[4; 2])?.wait()?;
         world.comm().synchronize()?;
@@ -310,7 +311,7 @@ fn a_backlog_is_no_delay_of_others() {
 }
 
 #[cfg(feature = "cuda")]
-fn nccl_serves_cuda_devices() {
+fn nccl_rejects_devices_other_than_cuda() {
     let address = Some(("127.0.0.1".to_owned(), 0));
     let launch = Launch { rank: 0, world_size: 1, local_rank: 0, address, secret: String::new() };
     let error = World::nccl(&launch, Device::default(), DEADLINE).unwrap_err().to_string();
@@ -341,18 +342,18 @@ fn events_of_a_step(clip: bool) -> Vec<Event> {
     Arc::into_inner(seen).unwrap().into_inner().unwrap()
 }
 
-/// How the victim ends.
+/// The way in which the victim ends.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum End {
     Panic,
     Error,
 }
 
-fn a_rank_that_dies_in_any_phase_stops_all_before_a_parameter_is_new() {
+fn a_rank_that_dies_in_any_phase_stops_all_ranks_before_parameters_change() {
     for (clip, end) in [(false, End::Panic), (true, End::Error)] {
         let events = events_of_a_step(clip);
-        let last_share = events.iter().rposition(|e| e.collective == "all_gather" && !e.waits);
-        let last_share = last_share.expect("shares are gathered");
+        let last_gather = events.iter().rposition(|e| e.collective == "all_gather" && !e.waits);
+        let last_gather = last_gather.expect("shards are gathered");
         for phase in ["reduce_scatter", "all_reduce", "all_gather"] {
             let both = [true, false].map(|waits| {
                 events.iter().any(|event| event.collective == phase && event.waits == waits)
@@ -392,8 +393,8 @@ fn a_rank_that_dies_in_any_phase_stops_all_before_a_parameter_is_new() {
                 match error {
                     Some(Error::PeerFailed { rank: VICTIM, .. }) if rank != VICTIM => {}
                     Some(Error::EmptyModel) if rank == VICTIM && end == End::Error => {}
-                    // The victim had sent all it had: the others may finish.
-                    None if rank != VICTIM && fatal > events[last_share].number => {}
+                    // The victim had sent all of its data: the others may finish.
+                    None if rank != VICTIM && fatal > events[last_gather].number => {}
                     other => panic!("rank {rank} returned {other:?}; {event:?}, {end:?}"),
                 }
             }
@@ -401,7 +402,7 @@ fn a_rank_that_dies_in_any_phase_stops_all_before_a_parameter_is_new() {
     }
 }
 
-fn delays_anywhere_change_nothing() {
+fn delays_at_any_call_do_not_change_results() {
     let trained = |count: usize, delays: bool| {
         let nets = ranks(count, |world| {
             let mut net = Net::new(world.device());
@@ -428,7 +429,7 @@ fn delays_anywhere_change_nothing() {
     }
 }
 
-fn a_rank_that_dies_during_a_save_leaves_a_checkpoint() {
+fn a_rank_that_dies_during_a_save_leaves_a_complete_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.ckpt");
     let save = |path: &Path, progress: usize, fatal: Option<usize>| {
@@ -476,14 +477,14 @@ fn a_rank_that_dies_during_a_save_leaves_a_checkpoint() {
     assert_eq!(left, 1, "no temporary file is left");
 }
 
-fn traffic_is_the_least_there_is() {
+fn a_step_sends_the_minimum_number_of_bytes() {
     let p = 16 * 32 * 32 * 4;
     for count in [1, 2, 4, 8] {
-        let least = 2 * p * (count - 1) / count;
-        // NCCL's own sums take equal shares: those of five matrices on four ranks, say, are padded.
+        let minimum = 2 * p * (count - 1) / count;
+        // NCCL's reductions need equal shards: those of five matrices on four ranks are padded.
         let is_exact = worlds::is_exact();
-        let is_least =
-            |sent: usize| sent == least || !is_exact && (least..=2 * least).contains(&sent);
+        let is_minimal =
+            |sent: usize| sent == minimum || !is_exact && (minimum..=2 * minimum).contains(&sent);
         let sent = ranks(count, |world| {
             let net = world.broadcast(Layers::square(16, 32, world.device()))?;
             let (comm, traffic) = watched::counted(world.communicator());
@@ -501,9 +502,10 @@ fn traffic_is_the_least_there_is() {
             Ok([traffic.values().sum::<usize>(), large.into_iter().flatten().sum()])
         });
         for [small, large] in sent.unwrap() {
-            assert!(is_least(large), "{count} ranks: {large}");
-            // Whether gradients are finite and present: two floats per parameter.
-            assert!(small <= 2 * 16 * 2 * 4, "{count} ranks: {small} bytes of verdicts");
+            assert!(is_minimal(large), "{count} ranks: {large}");
+            // Flags of gradients that are finite and of those that are present: two floats per
+            // parameter.
+            assert!(small <= 2 * 16 * 2 * 4, "{count} ranks: {small} bytes of flags");
         }
     }
 }

@@ -1,7 +1,7 @@
-//! Kernels that a step launches, copies from the host and copies to it, counted on a CubeCL device: how they
-//! grow with the number of parameters.
+//! The numbers of kernels that a step launches, of copies from the host and of copies to it,
+//! counted on a CubeCL device for different numbers of parameters.
 //!
-//! A binary of its own with one test: what counts is one for the process.
+//! A separate binary with one test, since the counters belong to the process.
 
 #![cfg(feature = "vulkan")]
 
@@ -20,7 +20,7 @@ use distmuon::distributed::DistMuonConfig;
 use distmuon::{MuonConfig, RoutingRule};
 use distmuon_testing::excused;
 
-/// Uploads, those of launch parameters that were not seen before included.
+/// Uploads, including those of launch parameters that occur for the first time.
 static WRITES: AtomicUsize = AtomicUsize::new(0);
 /// Uploads of launch parameters.
 static PARAMETERS: AtomicUsize = AtomicUsize::new(0);
@@ -31,11 +31,11 @@ struct Launches(Mutex<Vec<&'static str>>);
 
 impl LaunchObserver for Launches {
     fn launched(&self, kernel: &'static str) {
-        self.0.lock().expect("no panic under it").push(kernel);
+        self.0.lock().expect("no holder of the lock panics").push(kernel);
     }
 }
 
-/// Counts copies by what wgpu and CubeCL's memory say of them.
+/// Counts copies by the messages of wgpu and of CubeCL's memory.
 struct Copies;
 
 impl log::Log for Copies {
@@ -84,11 +84,11 @@ impl Counted {
 fn counted<T>(device: &Device, work: impl FnOnce() -> T) -> (T, Counted) {
     static LOG: Once = Once::new();
     LOG.call_once(|| {
-        log::set_logger(&Copies).expect("nobody else logs");
+        log::set_logger(&Copies).expect("no other logger is set");
         log::set_max_level(log::LevelFilter::Trace);
     });
     let now = || [&WRITES, &PARAMETERS, &READS].map(|counter| counter.load(Relaxed));
-    // Memory is logged by a task of its own, a moment later.
+    // A separate task logs memory, a moment later.
     let settle = || {
         device.sync().expect("the device works");
         std::thread::sleep(std::time::Duration::from_millis(300));
@@ -97,12 +97,12 @@ fn counted<T>(device: &Device, work: impl FnOnce() -> T) -> (T, Counted) {
     let launches = Arc::new(Launches::default());
     let watching = LaunchObservation::new(launches.clone());
     let before = now();
-    let result = work(); // it lives until all that makes it was launched
+    let result = work(); // kept until all kernels that compute it were launched
     settle();
     drop(watching);
     let after = now();
-    let [writes, parameters, reads] = [0, 1, 2].map(|of: usize| after[of] - before[of]);
-    let names = launches.0.lock().expect("no panic under it");
+    let [writes, parameters, reads] = [0, 1, 2].map(|i: usize| after[i] - before[i]);
+    let names = launches.0.lock().expect("no holder of the lock panics");
     let mut kernels = BTreeMap::new();
     for name in &*names {
         let short = name.split('<').next().unwrap_or(name).rsplit("::").next().unwrap_or(name);
@@ -112,16 +112,16 @@ fn counted<T>(device: &Device, work: impl FnOnce() -> T) -> (T, Counted) {
     (result, Counted { launches, uploads, reads, kernels })
 }
 
-/// The parameters of a model, and how far they are scaled down.
+/// The parameters of a model, and the factor by which they are scaled down.
 struct Structure {
     name: &'static str,
-    /// Those of Muon.
+    /// Matrices of Muon.
     matrices: Vec<[usize; 2]>,
-    /// Those of AdamW.
+    /// Matrices of AdamW.
     embeddings: Vec<[usize; 2]>,
     vectors: Vec<usize>,
-    /// The elements of a matrix of the model for one that is here. Buckets are as much smaller, so that there are as
-    /// many.
+    /// The number of elements of the model's matrices for one element here. Buckets are smaller by
+    /// the same factor, so that their number is that of the model.
     scale: f64,
 }
 
@@ -138,7 +138,7 @@ impl Structure {
         }
     }
 
-    /// GPT-2 small: 12 layers with biases, of a width of 768 there and 128 here.
+    /// GPT-2 small: 12 layers with biases, with a width of 128 instead of 768.
     fn gpt2_small() -> Self {
         let layer = [[128, 128], [128, 128], [128, 128], [128, 128], [128, 512], [512, 128]];
         // Biases and two norms.
@@ -152,7 +152,8 @@ impl Structure {
         }
     }
 
-    /// A model of 7B parameters: 32 layers without biases, of a width of 4096 there and 128 here.
+    /// A model of 7B parameters: 32 layers without biases, with a width of
+    /// 128 instead of 4096.
     fn of_7b() -> Self {
         let square = [128, 128];
         let layer = [square, square, square, square, [128, 344], [128, 344], [344, 128]];
@@ -213,7 +214,8 @@ fn muon(structure: &Structure) -> MuonConfig {
     }
 }
 
-/// The counts of a model's third step on all ranks: everything was compiled, tuned and cached before.
+/// The counts of a model's third step on all ranks. Everything was compiled, tuned and cached in
+/// the first two steps.
 fn step(structure: &Structure, ranks: usize, config: &DistMuonConfig) -> Counted {
     let device = Device::default().autodiff();
     let config = config.clone().with_muon(muon(structure));
@@ -233,7 +235,7 @@ fn step(structure: &Structure, ranks: usize, config: &DistMuonConfig) -> Counted
             all.wait();
             net
         };
-        // What one rank counts is that of all: none does anything else meanwhile.
+        // One rank counts for all ranks, which all step meanwhile.
         if world.rank() > 0 {
             return step().map(|_| None);
         }
@@ -267,7 +269,7 @@ fn scatters(kernel: &str) -> bool {
 }
 
 #[test]
-fn launches_and_copies_of_a_step() {
+fn a_step_launches_few_kernels_and_copies_per_parameter() {
     if std::env::var("BURN_DEVICE").as_deref() != Ok("vulkan") {
         excused("launches are counted on BURN_DEVICE=vulkan");
         return;
@@ -284,30 +286,31 @@ fn launches_and_copies_of_a_step() {
         zeros.select_assign(0, places, ones, IndexingUpdateOp::Add)
     });
     let names = scattered.kernels;
-    assert!(names.keys().any(|name| scatters(name)), "a scatter is seen: {names:?}");
+    assert!(names.keys().any(|name| scatters(name)), "a scatter is counted: {names:?}");
     let config = DistMuonConfig::new();
     let clipped = config.clone().with_max_norm(Some(1.0));
-    // On one rank, parameters are worked on where they lie, eight in a launch: gradients, their norms, momenta and new
-    // values.
-    // On several, packing a gradient and its parameter takes one each, and one for the zeros that fill up the last
-    // row of a vector: Burn's `cat` launches a kernel for every input where there are many.
-    for (ranks, config, most) in [(1, &config, 0.5), (1, &clipped, 0.7), (2, &clipped, 3.0)] {
+    // On one rank, parameters are updated in place, eight per launch: gradients, their norms,
+    // momenta and new values.
+    // On several ranks, packing takes a launch for a gradient, one for its parameter, and one for
+    // the zeros that fill the last row of a vector, since Burn's `cat` launches a kernel for every
+    // input if the inputs are many.
+    for (ranks, config, limit) in [(1, &config, 0.5), (1, &clipped, 0.7), (2, &clipped, 3.0)] {
         let [few, many] =
             [30, 300].map(|parameters| step(&Structure::equal(parameters), ranks, config));
-        // Rates, masks and counters of all parameters go to the device at once.
+        // Rates, masks and counters of all parameters are uploaded at once.
         assert_eq!((few.uploads, many.uploads), (ranks, ranks));
         assert_eq!((few.reads, many.reads), (0, 0));
         let each = (many.launches - few.launches) as f64 / 270.0 / ranks as f64;
         println!("{each:.2} launches for each parameter more, on each of {ranks} ranks");
-        assert!(each <= most, "{each}");
-        // A sum of rows by a scatter would be one thread, for any number of them.
+        assert!(each <= limit, "{each}");
+        // A scatter would sum any number of rows in a single thread.
         assert!(!many.kernels.keys().any(|name| scatters(name)), "{:?}", many.kernels);
     }
 
-    for (structure, most) in [(Structure::gpt2_small(), 600), (Structure::of_7b(), 1200)] {
+    for (structure, limit) in [(Structure::gpt2_small(), 600), (Structure::of_7b(), 1200)] {
         let bucket_mb = 1000.0 / structure.scale;
         let counted = step(&structure, 1, &config.clone().with_bucket_mb(Some(bucket_mb)));
-        assert!(counted.launches <= most, "{}", counted.launches);
+        assert!(counted.launches <= limit, "{}", counted.launches);
         assert!(counted.uploads + counted.reads <= 10, "{} uploads", counted.uploads);
     }
     let singly = step_of_single_parameters(&Structure::gpt2_small());

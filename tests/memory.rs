@@ -1,5 +1,5 @@
-//! The memory that orthogonalisations, steps and checkpoints take in addition to what they work on, as the
-//! allocators of the host and of CubeCL's devices see it.
+//! The memory that orthogonalisations, steps and checkpoints allocate in addition to their inputs,
+//! as counted by the allocators of the host and of CubeCL's devices.
 
 use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
@@ -19,16 +19,16 @@ use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
 
-/// The allocators count for the whole process: one test at a time.
+/// Runs one test at a time, since the allocators count for the whole process.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// For what libraries need to rearrange blocks of their operands in.
+/// Memory in which libraries rearrange blocks of their operands.
 const SCRATCH: usize = 1 << 20;
 
-/// Whether the host's allocator sees all memory.
+/// Returns `true` if the host's allocator counts all memory.
 fn is_on_host() -> bool {
     let on_host = std::env::var("BURN_DEVICE").is_ok_and(|device| device != "flex");
     if on_host {
@@ -50,11 +50,12 @@ fn iteration(form: IterationForm) -> NewtonSchulz {
     config(form).init().unwrap()
 }
 
-/// Bytes beside the batch, and those that were announced for all of its matrices at once.
+/// The bytes that were allocated in addition to the batch, and those that were announced for all of
+/// its matrices at once.
 fn extra(shape: [usize; 3], iteration: &NewtonSchulz) -> [usize; 2] {
     let device = Device::default();
     let batch = Tensor::<3>::random(shape, Distribution::Normal(0.0, 1.0), (&device, DType::F32));
-    // Libraries make what they keep at first use.
+    // Libraries allocate the memory that they keep at first use.
     drop(iteration.orthogonalize(batch.clone()));
     let before = ALLOCATOR.current_usage();
     ALLOCATOR.reset_peak_usage();
@@ -64,27 +65,27 @@ fn extra(shape: [usize; 3], iteration: &NewtonSchulz) -> [usize; 2] {
     [extra, shape[0] * iteration.explain(&batch).workspace]
 }
 
-/// How many buffers of the size of the batch a CubeCL device needs at once for an orthogonalisation, the
-/// batch and the result included; nothing where the device does not count them.
+/// The number of buffers of the size of the batch that a CubeCL device needs at once for an
+/// orthogonalisation, including the batch and the result. `None` if the device does not count them.
 fn pages(shape: [usize; 3], form: IterationForm) -> Option<usize> {
     let device = Device::default();
     let batch = Tensor::<3>::random(shape, Distribution::Normal(0.0, 1.0), (&device, DType::F32));
     device.sync().unwrap();
-    // What was left by others.
+    // Frees the buffers of other tests.
     device.memory_cleanup();
     let result = iteration(form).orthogonalize(batch.clone());
     device.sync().unwrap();
     let bytes = 4 * shape.iter().product::<usize>() as u64;
     let pools = device.memory_pool_report()?;
-    let pool =
-        pools.iter().find(|pool| pool.largest_alloc == bytes).expect("a buffer of that size");
+    let pool = pools.iter().find(|pool| pool.largest_alloc == bytes);
+    let pool = pool.expect("a pool has buffers of that size");
     assert!(pool.page_size < 2 * bytes, "a page for every buffer: {pool:?}");
     drop((batch, result));
     Some(pool.pages as usize)
 }
 
 #[test]
-fn a_device_reserves_what_is_announced() {
+fn a_device_reserves_the_announced_workspace() {
     let _alone = alone();
     if format!("{:?}", Device::default()).contains("CpuDevice") {
         excused("CubeCL's CPU runtime frees buffers some time after their last use");
@@ -104,14 +105,14 @@ fn a_device_reserves_what_is_announced() {
         let device = Device::default();
         let workspace = iteration(form).explain_shape([m, n], DType::F32, &device).workspace;
         let announced = workspace / (4 * m * n);
-        println!("{shape:?} {form:?}: {} beside the batch, announced {announced}", pages - 1);
+        println!("{shape:?} {form:?}: {} buffers more, announced {announced}", pages - 1);
         assert_eq!(pages - 1, announced, "{shape:?} {form:?}");
         assert!(form == IterationForm::Gram || announced <= 3);
     }
 }
 
 #[test]
-fn an_orthogonalisation_takes_what_is_announced() {
+fn an_orthogonalisation_allocates_the_announced_workspace() {
     let _alone = alone();
     if !is_on_host() {
         return;
@@ -120,10 +121,10 @@ fn an_orthogonalisation_takes_what_is_announced() {
         let bytes = shape.iter().product::<usize>() * 4;
         for form in [IterationForm::Auto, IterationForm::Standard, IterationForm::Gram] {
             let [extra, announced] = extra(shape, &iteration(form));
-            let times = |taken: usize| taken as f64 / bytes as f64;
+            let times = |memory: usize| memory as f64 / bytes as f64;
             println!("{shape:?} {form:?}: {:.2}, announced {:.2}", times(extra), times(announced));
             assert!(extra <= announced + SCRATCH, "{shape:?} {form:?}: {extra} > {announced}");
-            // What is announced is needed.
+            // The announced workspace is needed.
             assert!(extra + SCRATCH > announced, "{shape:?} {form:?}: {extra} < {announced}");
             assert!(form == IterationForm::Gram || announced <= 3 * bytes, "{shape:?} {form:?}");
         }
@@ -131,7 +132,7 @@ fn an_orthogonalisation_takes_what_is_announced() {
 }
 
 #[test]
-fn a_small_workspace_is_kept() {
+fn the_limit_of_the_workspace_is_respected() {
     let _alone = alone();
     if !is_on_host() {
         return;
@@ -142,7 +143,7 @@ fn a_small_workspace_is_kept() {
     let [parts, _] =
         extra(shape, &config(IterationForm::Auto).with_workspace_mb(0).init().unwrap());
     println!("{whole} bytes at once, {parts} one by one, announced {announced}");
-    // The result, and what one matrix takes beside.
+    // The result, and the workspace of one matrix.
     assert!(parts <= bytes + announced / count + SCRATCH, "{parts}");
     assert!(parts < whole);
 }
@@ -150,7 +151,7 @@ fn a_small_workspace_is_kept() {
 const LAYERS: usize = 24;
 const WIDTH: usize = 256;
 
-/// The most that all ranks together take on the host to save and to load, in bytes.
+/// The largest memory of all ranks together on the host to save and to load, in bytes.
 fn to_save_and_load(ranks: usize, bucket_mb: f64, path: &Path) -> [usize; 2] {
     let together = Barrier::new(ranks);
     let peaks = World::threads(vec![Device::default().autodiff(); ranks], |world| {
@@ -186,7 +187,7 @@ fn to_save_and_load(ranks: usize, bucket_mb: f64, path: &Path) -> [usize; 2] {
 }
 
 #[test]
-fn a_checkpoint_takes_a_bucket_and_not_the_state() {
+fn a_checkpoint_allocates_buckets_and_not_the_state() {
     let _alone = alone();
     if !is_on_host() {
         return;
@@ -197,7 +198,7 @@ fn a_checkpoint_takes_a_bucket_and_not_the_state() {
     let state = LAYERS * matrix;
     // Two matrices to a bucket.
     let (bucket, bucket_mb) = (2 * matrix, 0.5);
-    // Libraries make what they keep at first use.
+    // Libraries allocate the memory that they keep at first use.
     to_save_and_load(2, bucket_mb, &path);
     let peaks = [1, 2, 4].map(|ranks| {
         let [saved, loaded] = to_save_and_load(ranks, bucket_mb, &path);
@@ -210,8 +211,7 @@ fn a_checkpoint_takes_a_bucket_and_not_the_state() {
         (saved, loaded)
     });
     for (saved, _) in peaks {
-        // The bucket as it is gathered, on the host, and cut into tensors of which two are on their
-        // way to the file.
+        // The gathered bucket, its copy on the host, and two of its tensors that are being written.
         assert!(saved <= 4 * bucket + SCRATCH, "{saved} bytes, a bucket is {bucket}");
         assert!(saved < state, "{saved} bytes, the state is {state}");
     }
@@ -228,8 +228,8 @@ struct Equal {
 /// Bytes of a matrix.
 const BUCKET: usize = 2 * 16 * 8192;
 
-/// The most bytes that a step on two ranks takes beside what both held before it: their models, gradients and
-/// states, in bfloat16. And what both report as their peak.
+/// The largest number of bytes that a step on two ranks allocates in addition to the models,
+/// gradients and states of both ranks in bfloat16, and the peak that the ranks report.
 fn extra_of_a_step(buckets: usize) -> [usize; 2] {
     let device = Device::default().autodiff();
     let all = Barrier::new(2);
@@ -249,7 +249,7 @@ fn extra_of_a_step(buckets: usize) -> [usize; 2] {
             DistMuonConfig::new().with_muon(muon).with_bucket_mb(Some(BUCKET as f64 / 1e6));
         let mut optim = config.init(&world, &model)?;
         assert_eq!(optim.plan().buckets().len(), buckets);
-        // Products make scratch memory of hundreds of megabytes once for every thread.
+        // Products allocate scratch memory of hundreds of megabytes once per thread.
         let warm = gradients(&model);
         model = optim.step(0.01, model, warm)?;
         let gradients = gradients(&model);
@@ -268,7 +268,7 @@ fn extra_of_a_step(buckets: usize) -> [usize; 2] {
 }
 
 #[test]
-fn a_step_of_more_buckets_holds_no_more_at_once() {
+fn a_step_with_more_buckets_does_not_use_more_memory() {
     let _alone = alone();
     if !is_on_host() {
         return;
@@ -277,12 +277,12 @@ fn a_step_of_more_buckets_holds_no_more_at_once() {
         let [extra, reported] = extra_of_a_step(buckets);
         let times = |bytes: usize| bytes as f64 / BUCKET as f64;
         println!(
-            "{buckets} buckets: {:.1} buckets beside, {:.1} reported",
+            "{buckets} buckets: {:.1} buckets more, {:.1} reported",
             times(extra),
             times(reported)
         );
         extra
     });
-    // Some buckets for what the ranks do not do in step, of the 75 more that there are.
+    // Of the 75 additional buckets, some may be held since the ranks are not at the same point.
     assert!(many <= few + 4 * BUCKET, "{many} beyond {few}");
 }

@@ -1,14 +1,14 @@
 #!/bin/bash
-# The tests on LibTorch's CPU device, through Burn's `tch` backend. LibTorch comes from PyTorch's wheel for
-# x86-64 Linux: 900 MB to download, 2 GB unpacked. Arguments go to `cargo test`; without any, those tests run that
-# depend on the backend.
+# The tests on LibTorch's CPU device, through Burn's `tch` backend. LibTorch comes from PyTorch's
+# wheel for x86-64 Linux: 900 MB to download, 2 GB unpacked. Arguments are passed to `cargo test`;
+# without arguments, the tests that depend on the backend run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tools=${TMPDIR:-/tmp}/distmuon-tch
 libtorch=$tools/libtorch
 
-# torch-sys, which burn-tch builds on, accepts this version only. The wheel is linked to these two libraries of CUDA
-# even where it uses the processor alone.
+# torch-sys, on which burn-tch builds, accepts this version only. The wheel is linked to these two
+# libraries of CUDA even where it uses the processor alone.
 if [ ! -e "$libtorch/lib/libtorch.so" ]; then
   python3 -m pip install -q --no-deps --upgrade --target "$tools/wheels" \
     torch==2.9.0 nvidia-cuda-runtime-cu12==12.8.90 nvidia-cuda-cupti-cu12==12.8.90

@@ -9,8 +9,8 @@ use crate::update::{AdamWUpdate, RoleLr};
 
 /// Configuration of AdamW for embeddings, the output head, vectors and scalars.
 ///
-/// The `*_lr` are factors on the learning rate given to `step`, so that one schedule changes all of
-/// them. For separate schedules, see [`Routing::group`](crate::Routing::group).
+/// The `*_lr` are factors on the learning rate given to `step`, so that one schedule changes all
+/// learning rates. For separate schedules, see [`Routing::group`](crate::Routing::group).
 #[derive(Config, Debug)]
 pub struct AdamWConfig {
     /// Decay of the first moment, in `[0, 1)`.
@@ -19,10 +19,10 @@ pub struct AdamWConfig {
     /// Decay of the second moment, in `[0, 1)`.
     #[config(default = 0.95)]
     pub beta_2: f64,
-    /// Added to the root of the second moment.
+    /// Summand of the root of the second moment in the divisor, zero or more.
     #[config(default = 1e-8)]
     pub epsilon: f64,
-    /// Decoupled weight decay.
+    /// Rate of decoupled weight decay, zero or more.
     #[config(default = 0.0)]
     pub weight_decay: f64,
     /// Learning rate of embeddings, relative to the one given to `step`.

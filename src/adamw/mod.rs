@@ -1,5 +1,7 @@
-//! AdamW for all parameters that are not hidden matrices: at a learning rate relative to Muon's,
-//! unaffected by gradients that are not finite, and for several parameters at once, in place.
+//! AdamW for all parameters that are not hidden matrices.
+//!
+//! Its learning rates are relative to that of the step. Several parameters are updated at once, in
+//! place, and a gradient that is not finite leaves its parameter untouched.
 //!
 //! With betas `b1` and `b2`, learning rate `lr` and weight decay `w`, a step with gradient `G` is
 //!

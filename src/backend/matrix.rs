@@ -9,7 +9,7 @@ use super::portable;
 use super::tensor_list::TensorList;
 
 impl ComputePath {
-    /// `A A^T`.
+    /// Computes `A A^T` of a batch: `[k, m, n]` to `[k, m, m]`.
     pub fn syrk(self, a: Tensor<3>) -> Tensor<3> {
         let a = a.into_dispatch();
         Tensor::from_dispatch(match self {
@@ -18,7 +18,8 @@ impl ComputePath {
         })
     }
 
-    /// `alpha A B^T + beta C`, for a symmetric result.
+    /// Computes `alpha A B^T + beta C`, for a result that is known to be symmetric: `a` and `b` are
+    /// `[k, m, n]`; `c` is symmetric and `[k, m, m]` like the result.
     pub fn symmetric_product(
         self,
         a: Tensor<3>,
@@ -36,7 +37,7 @@ impl ComputePath {
         })
     }
 
-    /// `Z + I`.
+    /// Adds the identity to every matrix of a batch `[k, m, m]`.
     pub fn plus_identity(self, z: Tensor<3>) -> Tensor<3> {
         match self {
             Self::Portable => portable::plus_identity(z),
@@ -46,7 +47,7 @@ impl ComputePath {
         }
     }
 
-    /// `A B`: Burn's matmul, except on Flex.
+    /// Computes `A B`, with `a` `[k, m, n]` and `b` `[k, n, p]`, by Burn's matmul except on Flex.
     pub fn product(self, a: Tensor<3>, b: Tensor<3>) -> Tensor<3> {
         match self {
             Self::Flex => {
@@ -56,7 +57,8 @@ impl ComputePath {
         }
     }
 
-    /// `A B + beta C`.
+    /// Computes `A B + beta C`, with `a` `[k, m, n]`, `b` `[k, n, p]`, and `c` `[k, m, p]` like the
+    /// result.
     pub fn product_add(self, a: Tensor<3>, b: Tensor<3>, c: Tensor<3>, beta: f64) -> Tensor<3> {
         let [a, b, c] = [a, b, c].map(Tensor::into_dispatch);
         Tensor::from_dispatch(match self {
@@ -67,7 +69,8 @@ impl ComputePath {
         })
     }
 
-    /// The product `Q` of the Gram form, in one kernel: [`MatrixOps::accumulate_q`].
+    /// Computes the matrix `Q` of the Gram form in one kernel: `r` and the result are `[k, m, m]`,
+    /// and the schedule has the polynomial of every step.
     ///
     /// # Panics
     ///

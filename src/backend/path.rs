@@ -12,16 +12,16 @@ use super::portable;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum KernelPolicy {
-    /// Those of the device that suit the shape.
+    /// The kernels for the device that suit the shape; without any, Burn's operations.
     Auto,
-    /// On CubeCL's devices, those that were measured to be the fastest when a shape is first used;
-    /// Burn's own matmul is among them. Elsewhere as `Auto`.
+    /// On CubeCL's devices, the kernels that are measured to be the fastest when a shape is first
+    /// used, with Burn's own matmul among the candidates. On other devices, the same as `Auto`.
     Tuned,
     /// Burn's own operations only: the reference for all others.
     Portable,
 }
 
-/// The implementation that computes.
+/// The implementation that computes a product or a step, chosen by policy, device and type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ComputePath {
@@ -38,7 +38,7 @@ pub enum ComputePath {
 }
 
 impl ComputePath {
-    /// The path for values of `dtype` on `device`.
+    /// Chooses the path for values of `dtype` on `device`.
     pub fn choose(policy: KernelPolicy, device: &Device, dtype: FloatDType) -> Self {
         match (policy, device.as_dispatch()) {
             #[cfg(feature = "flex")]
@@ -57,8 +57,9 @@ impl ComputePath {
         }
     }
 
-    /// Name of the kernel for a symmetric product `[k, m, inner] x [k, inner, m]` of `dtype` on
-    /// `device`. A choice by measuring is known after the first product.
+    /// Returns the name of the kernel for a symmetric product `[k, m, inner] x [k, inner, m]` of
+    /// `dtype` on `device`. If kernels are chosen by measuring, the name is known only after the
+    /// first product.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn kernel(self, device: &Device, dtype: FloatDType, [k, m, inner]: [usize; 3]) -> String {
         match (self, device.as_dispatch()) {
@@ -72,8 +73,8 @@ impl ComputePath {
         }
     }
 
-    /// Returns `true` if the device rounds the factors of products of this type: those of float32
-    /// to TF32, where it has matrix units for that.
+    /// Returns `true` if the device rounds the factors of products of `dtype`: float32 is rounded
+    /// to TF32 on devices with matrix units for TF32.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn rounds_factors(device: &Device, dtype: FloatDType) -> bool {
         match (dtype, device.as_dispatch()) {
@@ -83,8 +84,8 @@ impl ComputePath {
         }
     }
 
-    /// Returns `true` if one kernel computes the whole Gram form of matrices with `m` rows:
-    /// [`accumulate_q`](Self::accumulate_q).
+    /// Returns `true` if one kernel, [`accumulate_q`](Self::accumulate_q), computes the whole Gram
+    /// form of matrices with `m` rows.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn is_small(self, device: &Device, m: usize) -> bool {
         match (self, device.as_dispatch()) {
@@ -96,7 +97,7 @@ impl ComputePath {
         }
     }
 
-    /// The fraction of a symmetric product `[m, inner] x [inner, m]` that is really computed: one
+    /// Returns the fraction of a symmetric product `[m, inner] x [inner, m]` that is computed: one
     /// half for a triangle, 1 for the whole.
     pub fn symmetric_share(self, m: usize, inner: usize) -> f64 {
         match self {

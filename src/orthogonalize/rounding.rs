@@ -48,7 +48,7 @@ impl Arithmetic {
             FloatDType::F64 => (52, 52),
             FloatDType::F16 => (10, 23),
             FloatDType::BF16 => (7, 23),
-            _ => (23, 23),
+            FloatDType::F32 | FloatDType::Flex32 => (23, 23),
         };
         Self { storing: rounding(storing), summing: rounding(summing) }
     }

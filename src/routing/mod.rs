@@ -1,7 +1,7 @@
 //! The optimizer of every parameter, and the reason for it.
 //!
-//! Muon is for the matrices inside a network. Embeddings and the output head are matrices as well,
-//! but look-ups rather than maps between hidden spaces, and are left to AdamW, as are vectors and
+//! Muon is for the matrices inside a network, which map hidden spaces to hidden spaces. AdamW
+//! updates the embeddings and the output head, which are matrices as well, and all vectors and
 //! scalars (Keller Jordan, <https://kellerjordan.github.io/posts/muon/>).
 
 mod built_in;
@@ -32,7 +32,7 @@ pub enum ParameterRole {
     Muon {
         /// The view of the parameter as matrices.
         view: MatrixView,
-        /// The dimension that counts the outputs.
+        /// The dimension of those matrices that counts the outputs of the layer.
         layout: MatrixLayout,
     },
     /// AdamW, at the learning rate of embeddings.
@@ -41,12 +41,13 @@ pub enum ParameterRole {
     Head,
     /// AdamW, at the learning rate of vectors and scalars.
     Vector,
-    /// No optimizer: it did not require a gradient when the optimizer was made.
+    /// No optimizer: the parameter did not require a gradient when the routing was made, or does
+    /// not have elements.
     Frozen,
 }
 
 impl ParameterRole {
-    /// The name of its optimizer, whatever the view.
+    /// The name of the role's optimizer, without the view.
     fn name(self) -> &'static str {
         match self {
             Self::Muon { .. } => "Muon",
@@ -70,23 +71,23 @@ impl fmt::Display for ParameterRole {
     }
 }
 
-/// The decision about one parameter.
+/// The role of one parameter, with the reason and the costs.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct ParameterRoute {
-    /// The path of the parameter in its module.
+    /// The path of the parameter in the model, as in `blocks.0.mlp.up.weight`.
     pub path: String,
-    /// Its identity in the module.
+    /// The identity of the parameter.
     pub id: ParamId,
-    /// Its shape.
+    /// The shape of the parameter.
     pub shape: Vec<usize>,
-    /// Its role.
+    /// The role of the parameter.
     pub role: ParameterRole,
-    /// The reason. It has a question mark if names and places only suggest the role.
+    /// The reason for the role, with a question mark if names and positions only suggest the role.
     pub reason: String,
-    /// Floating-point operations of Muon's iteration per step.
+    /// Floating-point operations of Muon's iteration per step; 0 for other roles.
     pub operations: f64,
-    /// Bytes of its optimizer's state, after the first step.
+    /// Bytes of the optimizer's state after the first step.
     pub state_bytes: usize,
 }
 
@@ -98,9 +99,8 @@ pub(crate) struct Updates {
     pub skipped: SkippedSteps,
 }
 
-/// The decision for every parameter of a model, from
-/// [`MuonConfig::route`](crate::MuonConfig::route). Prints as a table, with its
-/// [`summary`](Self::summary) below.
+/// The role of every parameter of a model, from [`MuonConfig::route`](crate::MuonConfig::route).
+/// `Display` prints a table with the [`summary`](Self::summary) below.
 #[derive(Debug, Clone)]
 pub struct Routing {
     routes: Vec<ParameterRoute>,
@@ -157,14 +157,14 @@ impl Routing {
         Ok(Self { routes, updates })
     }
 
-    /// The decisions, in the order of the model.
+    /// Returns the role of every parameter, in the order of the model's fields.
     pub fn routes(&self) -> &[ParameterRoute] {
         &self.routes
     }
 
-    /// The parameters whose role satisfies a condition, as a Burn group: for a
+    /// Returns the parameters whose role satisfies a condition, as a Burn group: for a
     /// [`ModuleLrScheduler`](burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler) that
-    /// gives them a learning rate of their own.
+    /// gives them a separate learning rate.
     ///
     /// ```
     /// # use burn::{nn::{Embedding, EmbeddingConfig}, tensor::Device};
@@ -190,8 +190,8 @@ impl Routing {
         &self.updates
     }
 
-    /// The steps that left parameters untouched, over all optimizers that [`init`](Self::init) made
-    /// of this routing.
+    /// Returns the counts of the steps that left parameters untouched, over all optimizers that
+    /// [`init`](Self::init) made of this routing.
     pub fn skipped_steps(&self) -> &SkippedSteps {
         &self.updates.skipped
     }
@@ -225,8 +225,8 @@ pub(crate) fn parameter_group(paths: Vec<String>, ids: Vec<ParamId>) -> ParamGro
     ParamGroup::from_paths(paths).fuse(&ParamGroup::from_ids(ids))
 }
 
-/// Fails for a trained parameter that is in the model twice: a step gives its gradient to the first
-/// place only, and makes two parameters of it.
+/// Fails for a trained parameter that is in the model twice: a step gives the gradient to the first
+/// place only, and so makes two different parameters of one.
 fn reject_shared(parameters: &[Found]) -> Result<()> {
     let mut paths = HashMap::new();
     for found in parameters.iter().filter(|found| found.trainable) {

@@ -8,10 +8,11 @@ use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::Found;
 
-/// Sends the parameters whose path matches a regular expression to Muon or to AdamW.
+/// Routes the parameters whose path matches a regular expression to Muon or to AdamW.
 ///
-/// A path consists of field names and indices, as in `blocks.0.mlp.up.weight`; the expression may
-/// match any part of it.
+/// A path consists of field names and indices, as in `blocks.0.mlp.up.weight`. The expression, in
+/// the syntax of the crate `regex`, may match any part of the path. An expression that is malformed
+/// or matches no suitable parameter is an error of [`MuonConfig::route`](crate::MuonConfig::route).
 ///
 /// ```
 /// use distmuon::{MuonConfig, RoutingRule};
@@ -35,7 +36,8 @@ enum Destination {
     AdamW,
 }
 
-/// A [`RoutingRule`] to Muon, from [`RoutingRule::muon`], with further settings in any order.
+/// A [`RoutingRule`] that routes to Muon, from [`RoutingRule::muon`], with optional settings in any
+/// order.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MuonRoutingRule {
     pattern: String,
@@ -44,36 +46,38 @@ pub struct MuonRoutingRule {
 }
 
 impl RoutingRule {
-    /// Sends matrices to Muon: parameters of two dimensions, or with [`MuonRoutingRule::batch`] and
-    /// [`MuonRoutingRule::flatten`] of more. Vectors that match as well are left to AdamW.
+    /// Routes matrices to Muon: parameters of two dimensions, or of more with
+    /// [`MuonRoutingRule::batch`] or [`MuonRoutingRule::flatten`]. AdamW updates vectors that match
+    /// as well.
     pub fn muon(pattern: impl Into<String>) -> MuonRoutingRule {
         MuonRoutingRule { pattern: pattern.into(), view: MatrixView::Single, layout: None }
     }
 
-    /// Sends parameters to AdamW: at the rate of embeddings or of the head where the built-in rules
-    /// find one, else at the rate of vectors.
+    /// Routes parameters to AdamW. The learning rate is that of embeddings or of the output head
+    /// for parameters to which the built-in rules give that role, and that of vectors for all
+    /// others.
     pub fn adamw(pattern: impl Into<String>) -> Self {
         Self { pattern: pattern.into(), to: Destination::AdamW }
     }
 }
 
 impl MuonRoutingRule {
-    /// Takes parameters of three or more dimensions as stacks of matrices: the last two dimensions,
-    /// for every index of the others. Parameters with fewer dimensions, such as the biases of a
-    /// stack, are left to AdamW.
+    /// Takes parameters of three or more dimensions as stacks of matrices: a matrix of the last two
+    /// dimensions for every index of the others. AdamW updates parameters with fewer dimensions,
+    /// such as stacked biases.
     pub fn batch(self) -> Self {
         Self { view: MatrixView::Batch, ..self }
     }
 
     /// Takes a parameter as one matrix of the first dimension by all others. Unless
-    /// [`layout`](Self::layout) says otherwise, the first dimension counts the outputs, and in
-    /// Burn's transposed convolutions (`[in, out, height, width]`) the inputs.
+    /// [`layout`](Self::layout) is called, the first dimension counts the outputs, except in Burn's
+    /// transposed convolutions (`[in, out, height, width]`), where it counts the inputs.
     pub fn flatten(self) -> Self {
         Self { view: MatrixView::Flatten, ..self }
     }
 
-    /// Sets the dimension of the matrix that counts the outputs, for Muon's learning-rate scale and
-    /// parts.
+    /// Sets the dimension of the matrix that counts the outputs, which Muon's learning-rate scale
+    /// and parts depend on.
     pub fn layout(self, layout: MatrixLayout) -> Self {
         Self { layout: Some(layout), ..self }
     }
@@ -127,7 +131,7 @@ impl RoutingRule {
                     MatrixView::Single | MatrixView::Flatten => "a matrix that it matches",
                 })
             }
-            _ => None,
+            Destination::Muon { .. } | Destination::AdamW => None,
         }
     }
 }

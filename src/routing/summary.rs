@@ -6,18 +6,18 @@ use comfy_table::{CellAlignment, Table, presets};
 
 use super::{ParameterRoute, Routing};
 
-/// The parameters of a role and their costs. All views of Muon count as one role.
+/// The number of parameters of a role and their costs. All views of Muon count as one role.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RoleSummary {
     /// Name of the role, as in `AdamW (head)`, or `frozen` for parameters that are not updated.
     pub optimizer: &'static str,
-    /// Number of tensors.
+    /// Number of parameter tensors.
     pub tensors: usize,
-    /// Number of their elements.
+    /// Number of elements of these tensors.
     pub parameters: usize,
     /// Floating-point operations of Muon's iteration per step.
     pub operations: f64,
-    /// Bytes of the optimizer state, except for a few per tensor.
+    /// Bytes of the optimizer state, excluding the counters, which are a few bytes per tensor.
     pub state_bytes: usize,
 }
 

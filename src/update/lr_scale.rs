@@ -11,9 +11,10 @@ use crate::matrix_view::MatrixLayout;
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum LrScale {
-    /// 1.
+    /// 1 for all shapes.
     None,
-    /// `sqrt(max(1, outputs / inputs))` (Keller Jordan): 1.414.
+    /// `sqrt(max(1, outputs / inputs))`: 1.414 (Keller Jordan,
+    /// <https://kellerjordan.github.io/posts/muon/>).
     Original,
     /// `0.2 sqrt(max(outputs, inputs))`: 6.4. Updates are as large as AdamW's, so that its learning
     /// rate and weight decay carry over (Liu et al., <https://arxiv.org/abs/2502.16982>).
@@ -24,7 +25,8 @@ pub enum LrScale {
 }
 
 impl LrScale {
-    /// The factor for a matrix of `[rows, columns]`.
+    /// Returns the factor for a matrix `[rows, columns]`, whose layout says which of them count the
+    /// outputs.
     pub fn factor(self, layout: MatrixLayout, [rows, columns]: [usize; 2]) -> f64 {
         let (inputs, outputs) = match layout {
             MatrixLayout::InOut => (rows as f64, columns as f64),

@@ -20,9 +20,10 @@ const LOOK_EVERY: usize = 25;
 ///
 /// The counts stay on the devices, and are saved with the optimizer's state. They are read at the
 /// first step, and then every 25 steps, or every
-/// [`MuonConfig::max_skipped`](crate::MuonConfig::max_skipped) steps if that is less. Skipped steps
-/// are then logged as a warning (crate `log`). A parameter that was skipped in every step for
-/// `max_skipped` steps or more ends the run. Clones share the counts.
+/// [`MuonConfig::max_skipped`](crate::MuonConfig::max_skipped) steps if that is less. At each
+/// reading, new skipped steps are logged as a warning (crate `log`), and the run ends with
+/// [`Error::Skipped`] if a parameter was skipped in the last `max_skipped` steps or more. Clones
+/// share the counts.
 #[derive(Clone, Debug)]
 pub struct SkippedSteps {
     limit: Option<usize>,
@@ -99,8 +100,8 @@ impl SkippedSteps {
         Self { limit, counts: Arc::default() }
     }
 
-    /// Parameters that were left untouched at least once, with the number of times, over all
-    /// optimizers that share these counts. Waits for the devices.
+    /// Returns the paths of the parameters that were skipped at least once, with the number of
+    /// skipped steps, over all optimizers that share these counts. Waits for the devices.
     pub fn read(&self) -> BTreeMap<String, u64> {
         let counts = self.lock();
         let entries = counts.entries.iter();

@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::schedule::Schedule;
 
-/// Weight decay with rate `w`, a schedule over the steps of a run. A number is decoupled weight
-/// decay at a constant rate, as in `.with_weight_decay(0.1.into())`.
+/// Weight decay with rate `w`, a schedule over the steps of a run. A number converts to decoupled
+/// weight decay at a constant rate, as in `.with_weight_decay(0.1.into())`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum WeightDecay {
@@ -35,7 +35,7 @@ impl From<Schedule> for WeightDecay {
 }
 
 impl WeightDecay {
-    /// The rate over the steps of a run.
+    /// Returns the rate `w` over the steps of a run.
     pub fn rate(&self) -> &Schedule {
         match self {
             Self::Decoupled(rate) | Self::Cautious(rate) | Self::CautiousScaled(rate) => rate,
@@ -96,7 +96,7 @@ pub(crate) fn ensure_finite_rate(lr: f64) -> Result<()> {
         false => Err(Error::setting(
             "learning rate",
             lr,
-            "a finite number; look for a division by zero in its schedule",
+            "a finite number (the schedule may divide by zero)",
         )),
     }
 }

@@ -120,7 +120,7 @@ pub fn delay_next(time: Duration) {
 }
 
 /// Makes the event behind the next call of this thread fail, as a driver may.
-pub fn lose_next_mark() {
+pub fn fail_next_event() {
     FAILS_EVENT.set(true);
 }
 

@@ -12,12 +12,12 @@ pub const ROOT: [(&str, &str); 2] =
 /// reports a skipped test.
 pub fn is_there() -> bool {
     let version = Command::new("mpirun").arg("--version").output();
-    let found =
-        version.is_ok_and(|said| String::from_utf8_lossy(&said.stdout).contains("Open MPI"));
-    if !found {
+    let is_open_mpi =
+        version.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).contains("Open MPI"));
+    if !is_open_mpi {
         skip("there is no mpirun of Open MPI");
     }
-    found
+    is_open_mpi
 }
 
 /// Returns a command that starts a number of processes on this host, on any number of cores.

@@ -1,5 +1,6 @@
 //! The functions of MPI that move shards, which count the bytes that they send and call MPI's own
-//! by its profiling interface. They take the place of the library's functions in every test program.
+//! by its profiling interface. They take the place of the library's functions in every test
+//! program.
 
 use std::os::raw::{c_int, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -212,11 +212,11 @@ fn nccl<T: Send>(
 /// Returns a port that nothing listens on, and that no other call in this process returns. It is
 /// below the ports that systems assign by themselves, so that no other process takes it meanwhile.
 pub fn free_port() -> u16 {
-    static GIVEN: AtomicU32 = AtomicU32::new(0);
+    static CALLS: AtomicU32 = AtomicU32::new(0);
     loop {
-        let given = GIVEN.fetch_add(1, Ordering::Relaxed);
-        let port = 10_000 + (97 * (std::process::id() % 20_000) + given) % 20_000;
-        let port = u16::try_from(port).expect("it is below 30 000");
+        let call = CALLS.fetch_add(1, Ordering::Relaxed);
+        let port = 10_000 + (97 * (std::process::id() % 20_000) + call) % 20_000;
+        let port = u16::try_from(port).expect("the port is below 30 000");
         if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
             return port;
         }
@@ -226,7 +226,7 @@ pub fn free_port() -> u16 {
 /// A folder that all ranks share, until it is dropped.
 pub struct Folder {
     path: PathBuf,
-    _own: Option<tempfile::TempDir>,
+    _guard: Option<tempfile::TempDir>,
 }
 
 impl Folder {
@@ -236,8 +236,8 @@ impl Folder {
         if engine() == Engine::Mpi {
             return mpi::folder();
         }
-        let own = tempfile::tempdir().expect("a folder");
-        Self { path: own.path().to_owned(), _own: Some(own) }
+        let folder = tempfile::tempdir().expect("a folder can be created");
+        Self { path: folder.path().to_owned(), _guard: Some(folder) }
     }
 
     /// Returns the path of the folder.
@@ -312,9 +312,9 @@ pub mod mpi {
             if !is_there() {
                 return Ok(());
             }
-            let own = std::env::args_os().next().expect("a program has a name");
+            let program = std::env::args_os().next().expect("a program has a name");
             let mut mpirun = mpirun(PROCESSES);
-            let output = mpirun.arg(own).env(WORKER, "1").output()?;
+            let output = mpirun.arg(program).env(WORKER, "1").output()?;
             let text = String::from_utf8_lossy(&output.stdout);
             println!("{text}{}", String::from_utf8_lossy(&output.stderr));
             if !output.status.success() {
@@ -333,20 +333,22 @@ pub mod mpi {
         let world = world();
         let takes_part = world.rank() < count;
         let group = world.split(usize::from(!takes_part), 0)?;
-        let own = if takes_part { Some(run(group)?) } else { None };
-        Ok(world.all_gather_value(&own)?.into_iter().flatten().collect())
+        let result = if takes_part { Some(run(group)?) } else { None };
+        Ok(world.all_gather_value(&result)?.into_iter().flatten().collect())
     }
 
     /// Waits for all ranks.
     pub fn barrier() {
-        world().comm().barrier().expect("every rank calls it");
+        world().comm().barrier().expect("every rank makes the call");
     }
 
     /// Creates a folder on rank 0, and returns it on every rank.
     pub fn folder() -> Folder {
-        let own = (world().rank() == 0).then(|| tempfile::tempdir().expect("a folder"));
-        let path = own.as_ref().map(|own| own.path().to_owned());
-        let paths = world().all_gather_value(&path).expect("every rank calls it");
-        Folder { path: paths.into_iter().flatten().next().expect("rank 0 has one"), _own: own }
+        let create = || tempfile::tempdir().expect("a folder can be created");
+        let folder = (world().rank() == 0).then(create);
+        let path = folder.as_ref().map(|folder| folder.path().to_owned());
+        let paths = world().all_gather_value(&path).expect("every rank makes the call");
+        let path = paths.into_iter().flatten().next().expect("rank 0 has a folder");
+        Folder { path, _guard: folder }
     }
 }

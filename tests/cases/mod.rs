@@ -112,7 +112,7 @@ enum ScaleName {
     Spectral,
 }
 
-/// How a parameter of more than two dimensions is seen, in the layout of the file.
+/// The matrices in a parameter of more than two dimensions, in the layout of the file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum ViewName {
@@ -169,11 +169,12 @@ impl Case {
     pub fn tolerance(&self) -> f64 {
         let tolerance = tf32_or(self.header.tolerance);
         let rounds_twice = |half| {
-            let engine = ComputePath::choose(KernelPolicy::Auto, &Device::default(), half);
-            engine == ComputePath::Portable
+            let path = ComputePath::choose(KernelPolicy::Auto, &Device::default(), half);
+            path == ComputePath::Portable
         };
-        // Burn's operations round a product to half precision before something is added to it, and the sum again;
-        // the kernels and the references round once. 0.11 and 0.16 were seen where Flex's kernels have 0.09 and 0.06.
+        // Burn's operations round a product to half precision before an addition, and then round
+        // the sum; the kernels and the references round once. Errors of 0.11 and 0.16 were measured
+        // in cases in which Flex's kernels have 0.09 and 0.06.
         if self.half().is_some_and(rounds_twice) { 2.0 * tolerance } else { tolerance }
     }
 

@@ -1,5 +1,5 @@
-//! The crate's own cases: what the public references do not cover, from a reference in float64 that
-//! orthogonalises by an SVD.
+//! The crate's own cases, which the public references do not cover, from a reference in float64
+//! that orthogonalises by an SVD.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -14,7 +14,7 @@ use super::{Case, Header, MuonSettings, Outcome, ScaleName, ViewName};
 /// Steps of a case.
 const STEPS: usize = 4;
 
-/// Name, shape in the layout of the file, learning rate, and what differs from the plain settings.
+/// Name, shape in the layout of the file, learning rate, and changes of the plain settings.
 fn descriptions() -> Vec<(&'static str, Vec<usize>, f64, Value)> {
     vec![
         ("own-spectral-wide", vec![20, 44], 0.02, json!({"scale": "spectral"})),
@@ -129,14 +129,15 @@ pub fn check_own(folder: &Path) -> Outcome<()> {
     Ok(())
 }
 
-/// The parameter after every step, in float64. The formulas are those of `tests/conformance/README.md`.
+/// The parameter after every step, in float64. The formulas are those of
+/// `tests/conformance/README.md`.
 fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>]) -> Vec<Vec<f64>> {
     let settings: MuonSettings =
-        serde_json::from_value(header.config.clone()).expect("the settings of an own case");
+        serde_json::from_value(header.config.clone()).expect("the header has all settings");
     let [rows, columns] = match (settings.view, shape) {
         (ViewName::Flatten, [rows, rest @ ..]) => [*rows, rest.iter().product()],
         (_, [.., rows, columns]) => [*rows, *columns],
-        _ => panic!("no matrix: {shape:?}"),
+        _ => panic!("not a matrix: {shape:?}"),
     };
     let (outputs, inputs) = (rows as f64, columns as f64);
     let scale = match settings.scale {

@@ -1,4 +1,4 @@
-//! Checkpoints that move between numbers of ranks, and bad ones.
+//! Checkpoints that continue on other numbers of ranks, and bad checkpoints.
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -14,19 +14,19 @@ use serde::{Serialize, Serializer};
 
 use crate::{Net, config, device, ranks, ranks_here};
 
-pub const SOUND: &[Case] = cases![a_checkpoint_moves_between_numbers_of_ranks,];
+pub const EVERYWHERE: &[Case] = cases![a_checkpoint_continues_bit_for_bit_on_any_number_of_ranks,];
 
-pub const OTHERS: &[Case] = cases![
-    a_record_goes_back_to_where_it_came_from,
-    bad_checkpoints_are_refused_on_all_ranks,
-    ranks_that_load_different_files_are_refused,
-    ranks_that_load_different_records_are_refused,
-    damage_that_one_rank_reads_is_refused_on_all,
+pub const IN_PROCESS: &[Case] = cases![
+    a_record_is_loaded_with_the_parameter_ids_of_its_rank,
+    bad_checkpoints_are_rejected_on_all_ranks,
+    ranks_that_load_different_files_are_rejected,
+    ranks_that_load_different_records_are_rejected,
+    damage_that_one_rank_reads_is_rejected_on_all_ranks,
     a_save_may_take_longer_than_the_deadline,
-    only_rank_0_receives_the_state,
+    a_save_sends_the_state_to_rank_0_only,
 ];
 
-fn a_checkpoint_moves_between_numbers_of_ranks() {
+fn a_checkpoint_continues_bit_for_bit_on_any_number_of_ranks() {
     let folder = Folder::create();
     let path = |count: usize| folder.path().join(format!("{count}.ckpt"));
     let config = config().with_gradients(Gradients::Averaged).with_bucket_mb(Some(0.002));
@@ -59,7 +59,7 @@ fn a_checkpoint_moves_between_numbers_of_ranks() {
                 assert!(weights == uninterrupted[0], "saved on {saved}, loaded on {count}");
             }
         }
-        // The single-device optimizer goes on from the same file.
+        // The single-device optimizer continues from the same file.
         let net = Net::new(&device());
         let optim = config.muon.init(&net);
         let (mut net, mut optim, step): (_, _, u64) =
@@ -72,7 +72,7 @@ fn a_checkpoint_moves_between_numbers_of_ranks() {
     }
 }
 
-fn bad_checkpoints_are_refused_on_all_ranks() {
+fn bad_checkpoints_are_rejected_on_all_ranks() {
     let folder = Folder::create();
     let path = folder.path().join("run.ckpt");
     let save = |path: std::path::PathBuf| {
@@ -123,7 +123,7 @@ fn trained(world: &World, steps: u64) -> Result<(Net, DistModuleOptimizer)> {
     Ok((net, optim))
 }
 
-/// The errors of ranks that each load the file of its rank.
+/// The errors of ranks, each of which loads its file.
 fn load_errors(paths: &[&Path]) -> Vec<Error> {
     let errors = ranks_here(paths.len(), |world| {
         let (net, optim) = trained(&world, 0)?;
@@ -132,7 +132,7 @@ fn load_errors(paths: &[&Path]) -> Vec<Error> {
     errors.unwrap()
 }
 
-fn ranks_that_load_different_files_are_refused() {
+fn ranks_that_load_different_files_are_rejected() {
     let folder = Folder::create();
     let paths = [1u64, 2].map(|steps| {
         let path = folder.path().join(format!("{steps}.ckpt"));
@@ -166,7 +166,7 @@ fn ranks_that_load_different_files_are_refused() {
     assert!(loaded[0] == loaded[1] && loaded[0].1 == 2);
 }
 
-fn ranks_that_load_different_records_are_refused() {
+fn ranks_that_load_different_records_are_rejected() {
     let records = [0, 1].map(|steps| {
         let records = ranks_here(1, |world| {
             let (_, optim) = trained(&world, steps)?;
@@ -178,15 +178,15 @@ fn ranks_that_load_different_records_are_refused() {
         let (_, optim) = trained(&world, 0)?;
         let bytes = records[world.rank()].clone();
         let record = OptimizerRecord::from_bytes(burn::tensor::Bytes::from_bytes_vec(bytes));
-        Ok(optim.load_record(record.expect("a record")).map(|_| ()).unwrap_err())
+        Ok(optim.load_record(record.expect("the bytes are a record")).map(|_| ()).unwrap_err())
     });
     for error in errors.unwrap() {
         assert!(matches!(&error, Error::CheckpointsDiffer { rank: 1, .. }), "{error}");
     }
 }
 
-/// The ranks read different tensors: all bytes are read by one of them.
-fn damage_that_one_rank_reads_is_refused_on_all() {
+/// The ranks read different tensors, so that one rank may be the only reader of a damaged byte.
+fn damage_that_one_rank_reads_is_rejected_on_all_ranks() {
     let folder = Folder::create();
     let path = folder.path().join("run.ckpt");
     let save = |world: World| {
@@ -196,21 +196,21 @@ fn damage_that_one_rank_reads_is_refused_on_all() {
     ranks_here(3, save).unwrap();
     let sound = std::fs::read(&path).unwrap();
     let damaged = folder.path().join("damaged.ckpt");
-    // An odd stride comes to every tensor and to the padding between them.
+    // An odd stride reaches every tensor and the padding between tensors.
     for position in (0..sound.len()).step_by(997) {
         let mut bytes = sound.clone();
         bytes[position] ^= 4;
         std::fs::write(&damaged, bytes).unwrap();
         let errors = load_errors(&[&*damaged; 3]);
-        let here = errors.iter().filter(|error| matches!(error, Error::Checkpoint { .. }));
-        assert!(here.count() > 0, "byte {position}: {errors:?}");
+        let detected = errors.iter().filter(|error| matches!(error, Error::Checkpoint { .. }));
+        assert!(detected.count() > 0, "byte {position}: {errors:?}");
         for error in &errors {
             assert!(error.to_string().contains("is damaged"), "byte {position}: {error}");
         }
     }
 }
 
-/// Progress that takes its time to be written.
+/// Progress that takes a given time to be written.
 struct Slow(Duration);
 
 impl Serialize for Slow {
@@ -233,8 +233,8 @@ fn a_save_may_take_longer_than_the_deadline() {
     assert!(path.exists());
 }
 
-/// A save moves the state, once, to the rank that writes.
-fn only_rank_0_receives_the_state() {
+/// A save sends the state once, to the rank that writes.
+fn a_save_sends_the_state_to_rank_0_only() {
     let folder = Folder::create();
     let path = folder.path().join("run.ckpt");
     let calls = Mutex::new(vec![]);
@@ -258,13 +258,13 @@ fn only_rank_0_receives_the_state() {
     }
 }
 
-/// Identities of parameters are drawn by every rank for itself, and records are named by them.
-fn a_record_goes_back_to_where_it_came_from() {
+/// Every rank draws the ids of its parameters, and the names in its record contain these ids.
+fn a_record_is_loaded_with_the_parameter_ids_of_its_rank() {
     let runs = ranks_here(2, |world| {
         let (net, optim) = trained(&world, 2)?;
         let record = optim.to_record()?;
         let net_2 = Net::new(world.device());
-        assert_ne!(net.wide.weight.id, net_2.wide.weight.id, "identities of its own");
+        assert_ne!(net.wide.weight.id, net_2.wide.weight.id, "the models have different ids");
         let optim = config().init(&world, &net_2)?;
         let mut optim = optim.load_record(record)?;
         let gradients = net.gradients(7);

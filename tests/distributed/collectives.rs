@@ -1,4 +1,4 @@
-//! Collectives by themselves.
+//! Collectives without an optimizer.
 
 use burn::tensor::{DType, Device, Tensor, TensorData, bf16, f16};
 use distmuon::Error;
@@ -10,19 +10,19 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::ranks;
 
-pub const SOUND: &[Case] = cases![
-    collectives_move_what_they_say,
-    reductions_have_the_bits_of_sums_in_pairs,
-    lopsided_shares_have_the_bits_of_sums_in_pairs,
-    no_element_is_sent_twice_or_widened,
-    pending_results_say_what_they_hold,
-    values_of_all_ranks_are_told_bit_by_bit,
-    ranks_share_items_and_numbers,
+pub const EVERYWHERE: &[Case] = cases![
+    every_collective_returns_its_defined_result,
+    reductions_equal_sums_in_pairs_bit_for_bit,
+    reductions_to_one_large_shard_equal_sums_in_pairs_bit_for_bit,
+    every_element_is_sent_once_and_without_widening,
+    pending_results_report_the_bytes_that_they_hold,
+    values_are_exchanged_between_ranks_bit_for_bit,
+    ranks_divide_items_and_average_numbers,
 ];
 
 const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-fn collectives_move_what_they_say() {
+fn every_collective_returns_its_defined_result() {
     for dtype in DTYPES {
         if !Device::default().supports_dtype(dtype) {
             lacks(format!("{dtype:?}"));
@@ -33,43 +33,43 @@ fn collectives_move_what_they_say() {
             assert_eq!(world.comm().engine_name(), engine);
             let (rank, comm) = (world.rank(), world.comm());
             let device = Device::default();
-            let own =
+            let input =
                 |values: &[f32]| Tensor::<1>::from_data(TensorData::from(values), (&device, dtype));
             let read = |tensor: Tensor<1>| {
                 assert_eq!(tensor.dtype(), dtype);
                 tensor.into_data().iter::<f32>().collect::<Vec<_>>()
             };
             let r = rank as f32;
-            let sum = comm.all_reduce(own(&[r, 10.0 * r]), ReduceOp::Sum)?.wait()?;
+            let sum = comm.all_reduce(input(&[r, 10.0 * r]), ReduceOp::Sum)?.wait()?;
             assert_eq!(read(sum), [3.0, 30.0]);
-            // Uneven and empty shares; several collectives on their way at once.
+            // Uneven and empty shards; several collectives in flight at once.
             let scattered =
-                comm.reduce_scatter(own(&[r, 1.0, 2.0 + r]), &[2, 0, 1], ReduceOp::Mean)?;
+                comm.reduce_scatter(input(&[r, 1.0, 2.0 + r]), &[2, 0, 1], ReduceOp::Mean)?;
             let counts = [1, 0, 2];
-            let gathered = comm.all_gather(own(&[r; 2][..counts[rank]]), &counts)?;
+            let gathered = comm.all_gather(input(&[r; 2][..counts[rank]]), &counts)?;
             let parts = [&[1.0f32, 1.0][..], &[], &[3.0]];
             assert_eq!(read(scattered.wait()?), parts[rank]);
             assert_eq!(read(gathered.wait()?), [0.0, 2.0, 2.0]);
-            let root = comm.broadcast(own(&[r]), 2)?.wait()?;
+            let root = comm.broadcast(input(&[r]), 2)?.wait()?;
             assert_eq!(read(root), [2.0]);
             // Rank r sends r elements to every rank.
             let sent = vec![r; 3 * rank];
-            let exchanged = comm.all_to_all(own(&sent), &[rank; 3], &[0, 1, 2])?.wait()?;
+            let exchanged = comm.all_to_all(input(&sent), &[rank; 3], &[0, 1, 2])?.wait()?;
             assert_eq!(read(exchanged), [1.0, 2.0, 2.0]);
-            // To one rank, from all and from itself alone.
+            // To one rank: from all ranks, and from that rank alone.
             for (counts, all) in [([1, 0, 2], &[0.0, 2.0, 2.0][..]), ([0, 3, 0], &[1.0; 3])] {
-                let given = own(&[r; 3][..counts[rank]]);
-                let gathered = comm.gather(given, &counts, 1)?.wait()?;
+                let part = input(&[r; 3][..counts[rank]]);
+                let gathered = comm.gather(part, &counts, 1)?.wait()?;
                 assert_eq!(read(gathered), if rank == 1 { all } else { &[] });
             }
-            let wrong = comm.gather(own(&[r]), &[1, 1, 1], 3).unwrap_err();
+            let wrong = comm.gather(input(&[r]), &[1, 1, 1], 3).unwrap_err();
             assert!(matches!(wrong, Error::Collective { collective: "gather", .. }), "{wrong}");
-            // Groups of the even and of the odd ranks, the even ones in reverse.
+            // Groups of the even and of the odd ranks. The even ranks are in reverse order.
             let group = world.split(rank % 2, 10 - rank)?;
             assert_eq!((group.size(), group.rank()), [(2, 1), (1, 0), (2, 0)][rank]);
-            let sum = group.comm().all_reduce(own(&[r]), ReduceOp::Sum)?.wait()?;
+            let sum = group.comm().all_reduce(input(&[r]), ReduceOp::Sum)?.wait()?;
             assert_eq!(read(sum), [[2.0], [1.0], [2.0]][rank]);
-            let wrong = comm.all_gather(own(&[r]), &[1, 1]).unwrap_err();
+            let wrong = comm.all_gather(input(&[r]), &[1, 1]).unwrap_err();
             assert!(matches!(wrong, Error::Collective { collective: "all_gather", .. }), "{wrong}");
             Ok(())
         });
@@ -108,7 +108,7 @@ fn tensor(values: &[f32], dtype: DType) -> Tensor<1> {
     Tensor::from_data(TensorData::from(values), (&Device::default(), dtype))
 }
 
-/// Compares the reductions of a world with the reference, for shares of these lengths.
+/// Compares the reductions of a world with the reference, for shards of these lengths.
 pub fn check_reductions(
     world: &World,
     counts: &[usize],
@@ -117,26 +117,26 @@ pub fn check_reductions(
 ) -> distmuon::Result<()> {
     let (rank, size, comm) = (world.rank(), world.size(), world.comm());
     let length = counts.iter().sum();
-    let own = || tensor(&contribution(rank, length, dtype), dtype);
+    let input = || tensor(&contribution(rank, length, dtype), dtype);
     let expected = reference(size, length, dtype, op);
     let start = counts[..rank].iter().sum::<usize>();
-    let share = &expected[start..start + counts[rank]];
-    // Both are on their way at once.
-    let scattered = comm.reduce_scatter(own(), counts, op)?;
-    let reduced = comm.all_reduce(own(), op)?;
-    let wide = comm.reduce_scatter_f32(own(), counts)?;
-    let what = format!("{size} ranks, {counts:?}, {dtype:?}, {op:?}");
-    assert!(bits(&scattered.wait()?) == bits(&tensor(share, dtype)), "reduce_scatter, {what}");
-    assert!(bits(&reduced.wait()?) == bits(&tensor(&expected, dtype)), "all_reduce, {what}");
+    let shard = &expected[start..start + counts[rank]];
+    // All three are in flight at once.
+    let scattered = comm.reduce_scatter(input(), counts, op)?;
+    let reduced = comm.all_reduce(input(), op)?;
+    let wide = comm.reduce_scatter_f32(input(), counts)?;
+    let case = format!("{size} ranks, {counts:?}, {dtype:?}, {op:?}");
+    assert!(bits(&scattered.wait()?) == bits(&tensor(shard, dtype)), "reduce_scatter, {case}");
+    assert!(bits(&reduced.wait()?) == bits(&tensor(&expected, dtype)), "all_reduce, {case}");
     let wide = wide.wait()?;
     assert_eq!((wide.dtype(), wide.dims()), (DType::F32, [counts[rank]]));
     if op == ReduceOp::Sum {
-        assert!(bits(&wide.cast(dtype)) == bits(&tensor(share, dtype)), "in float32, {what}");
+        assert!(bits(&wide.cast(dtype)) == bits(&tensor(shard, dtype)), "in float32, {case}");
     }
     Ok(())
 }
 
-fn reductions_have_the_bits_of_sums_in_pairs() {
+fn reductions_equal_sums_in_pairs_bit_for_bit() {
     if !worlds::is_exact() {
         return;
     }
@@ -160,8 +160,8 @@ fn reductions_have_the_bits_of_sums_in_pairs() {
     }
 }
 
-/// So large that the owner can't receive it from everybody.
-fn lopsided_shares_have_the_bits_of_sums_in_pairs() {
+/// The shard is so large that its owner can't receive it from all other ranks at once.
+fn reductions_to_one_large_shard_equal_sums_in_pairs_bit_for_bit() {
     if !worlds::is_exact() {
         return;
     }
@@ -170,21 +170,21 @@ fn lopsided_shares_have_the_bits_of_sums_in_pairs() {
     outcome.unwrap();
 }
 
-/// Counted on the engine.
-fn no_element_is_sent_twice_or_widened() {
+/// Bytes are counted on the engine.
+fn every_element_is_sent_once_and_without_widening() {
     let is_exact = worlds::is_exact();
     for dtype in DTYPES {
         let outcome = ranks(3, |world| {
             let (comm, traffic) = watched::counted(world.communicator());
-            let own = |length| tensor(&contribution(world.rank(), length, dtype), dtype);
-            comm.reduce_scatter(own(24), &[8; 3], ReduceOp::Sum)?.wait()?;
-            comm.all_reduce(own(24), ReduceOp::Mean)?.wait()?;
-            comm.all_gather(own(8), &[8; 3])?.wait()?;
-            comm.gather(own(8), &[8; 3], 0)?.wait()?;
+            let input = |length| tensor(&contribution(world.rank(), length, dtype), dtype);
+            comm.reduce_scatter(input(24), &[8; 3], ReduceOp::Sum)?.wait()?;
+            comm.all_reduce(input(24), ReduceOp::Mean)?.wait()?;
+            comm.all_gather(input(8), &[8; 3])?.wait()?;
+            comm.gather(input(8), &[8; 3], 0)?.wait()?;
             let traffic = traffic.lock().unwrap().clone();
             Ok((traffic["reduce_scatter"], traffic["all_reduce"], traffic["all_gather"]))
         });
-        // Two thirds of the buffer, and twice that for the sum on every rank. NCCL's own sums are in
+        // Two thirds of the buffer, and twice that for the sum on every rank. NCCL adds up in
         // float32.
         let width = if is_exact { dtype.size() } else { 4 };
         let expected = (16 * width, 32 * width, 16 * dtype.size());
@@ -192,22 +192,22 @@ fn no_element_is_sent_twice_or_widened() {
     }
 }
 
-fn pending_results_say_what_they_hold() {
+fn pending_results_report_the_bytes_that_they_hold() {
     let engine = worlds::name();
     let (is_exact, size) = (worlds::is_exact(), 2);
     let outcome = ranks(size, |world| {
-        let own = || tensor(&[1.0; 8], DType::F16);
+        let input = || tensor(&[1.0; 8], DType::F16);
         let comm = world.comm();
-        let scattered = comm.reduce_scatter(own(), &[6, 2], ReduceOp::Sum)?;
-        let gathered = comm.all_gather(own(), &[8; 2])?;
-        // Threads hold what they give, and receive nothing before they wait.
-        let [shares, copies] = match (engine, is_exact) {
+        let scattered = comm.reduce_scatter(input(), &[6, 2], ReduceOp::Sum)?;
+        let gathered = comm.all_gather(input(), &[8; 2])?;
+        // Threads hold their contribution, and receive nothing before they wait.
+        let [shards, copies] = match (engine, is_exact) {
             ("threads", _) => [0, 0],
             (_, true) => [size * [6, 2][world.rank()] * 2, 32],
-            // Padded, in float32.
+            // Padded shards, in float32.
             (_, false) => [12 * 4 - 16 + 6 * 4, 32],
         };
-        assert_eq!((scattered.bytes(), gathered.bytes()), (16 + shares, 16 + copies));
+        assert_eq!((scattered.bytes(), gathered.bytes()), (16 + shards, 16 + copies));
         scattered.wait()?;
         let gathered = gathered.wait()?;
         assert_eq!(distmuon::comm::Pending::ready(gathered).bytes(), 32);
@@ -216,19 +216,19 @@ fn pending_results_say_what_they_hold() {
     outcome.unwrap();
 }
 
-fn values_of_all_ranks_are_told_bit_by_bit() {
+fn values_are_exchanged_between_ranks_bit_for_bit() {
     let outcome = ranks(3, |world| {
-        let own = [f64::NAN, f64::INFINITY, -0.0][world.rank()];
-        let all = world.all_gather_value(&own)?;
+        let input = [f64::NAN, f64::INFINITY, -0.0][world.rank()];
+        let all = world.all_gather_value(&input)?;
         assert!(all[0].is_nan() && all[1] == f64::INFINITY && all[2].is_sign_negative());
         let gathered = world.gather_value(&world.rank(), 2)?;
         assert_eq!(gathered, (world.rank() == 2).then(|| vec![0, 1, 2]));
-        world.broadcast_value(&Some(own), 1)
+        world.broadcast_value(&Some(input), 1)
     });
     assert_eq!(outcome.unwrap(), [Some(f64::INFINITY); 3]);
 }
 
-fn ranks_share_items_and_numbers() {
+fn ranks_divide_items_and_average_numbers() {
     let outcome = ranks(3, |world| {
         assert_eq!(world.is_main(), world.rank() == 0);
         assert_eq!(world.part(8), [0..2, 2..5, 5..8][world.rank()]);

@@ -1,11 +1,11 @@
-//! N ranks against one, on every engine: equal bits, equal refusals, shared memory, checkpoints that
-//! move.
+//! N ranks against one, on every engine: equal bits, equal errors, divided memory, and checkpoints
+//! that continue on other numbers of ranks.
 
 mod checkpoints;
-mod clock;
 mod collectives;
 mod nodes;
-mod refusals;
+mod rejections;
+mod schedules;
 mod shapes;
 mod steps;
 
@@ -26,19 +26,19 @@ use libtest_mimic::Arguments;
 use rand::{SeedableRng, rngs::StdRng};
 use serde::{Serialize, de::DeserializeOwned};
 
-/// Cases that all ranks end well.
-fn sound() -> Vec<Case> {
-    let cases = [steps::SOUND, shapes::SOUND, collectives::SOUND, nodes::SOUND];
-    [&cases[..], &[checkpoints::SOUND, clock::SOUND]].concat().concat()
+/// Cases in which every rank returns normally: they also run on ranks that are processes.
+fn everywhere() -> Vec<Case> {
+    let cases = [steps::EVERYWHERE, shapes::EVERYWHERE, collectives::EVERYWHERE, nodes::EVERYWHERE];
+    [&cases[..], &[checkpoints::EVERYWHERE, schedules::EVERYWHERE]].concat().concat()
 }
 
-/// Cases that end their world, or look into it from outside.
-fn others() -> Vec<Case> {
-    [steps::OTHERS, checkpoints::OTHERS, refusals::OTHERS].concat()
+/// Cases whose world fails, or that need all ranks in this process.
+fn in_process() -> Vec<Case> {
+    [steps::IN_PROCESS, checkpoints::IN_PROCESS, rejections::IN_PROCESS].concat()
 }
 
-/// Configures the default type of the device, as `DISTMUON_TEST_FLOAT` says: nothing in the crate may depend
-/// on it. A process can do so once, before it uses the device.
+/// Configures the default type of the device according to `DISTMUON_TEST_FLOAT`, since nothing in
+/// the crate may depend on that type. A process can do so once, before it uses the device.
 fn configure() {
     let dtype = match std::env::var("DISTMUON_TEST_FLOAT").as_deref() {
         Ok("bf16") => FloatDType::BF16,
@@ -47,7 +47,7 @@ fn configure() {
         Err(_) => return,
     };
     let mut device = Device::default();
-    device.configure(dtype).expect("the device takes the type");
+    device.configure(dtype).expect("the device supports the type");
     let one = Tensor::<1>::ones([1], &device);
     assert_eq!(FloatDType::from(one.dtype()), dtype, "the device is configured");
 }
@@ -57,17 +57,18 @@ fn main() {
     #[cfg(feature = "cuda")]
     host::use_test_library();
     #[cfg(feature = "mpi")]
-    worlds::mpi::work(&sound());
-    let trials = worlds::trials(worlds::HERE, &[sound(), others()].concat());
+    worlds::mpi::work(&everywhere());
+    let trials = worlds::trials(worlds::HERE, &[everywhere(), in_process()].concat());
     #[cfg(feature = "mpi")]
-    let trials = trials.into_iter().chain([worlds::mpi::trial(sound().len())]).collect();
+    let trials = trials.into_iter().chain([worlds::mpi::trial(everywhere().len())]).collect();
     libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }
 
-/// The deadline of the tests' worlds. With sixteen ranks on two cores, a single call may take seconds.
+/// The deadline of the tests' worlds. With sixteen ranks on two cores, a single call may take
+/// seconds.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Shapes that nothing divides.
+/// A model of shapes that no number of ranks divides.
 #[derive(Module, Debug)]
 struct Net {
     embedding: Embedding,
@@ -127,7 +128,7 @@ fn ranks<T: Send + Serialize + DeserializeOwned>(
     worlds::ranks(DEADLINE, count, run)
 }
 
-/// [`ranks`], where what they return does not leave the process.
+/// As [`ranks`], for results that stay in this process.
 fn ranks_here<T: Send>(count: usize, run: impl Fn(World) -> Result<T> + Sync) -> Result<Vec<T>> {
     worlds::ranks_here(DEADLINE, count, run)
 }

@@ -12,14 +12,14 @@ use distmuon_testing::{excused, watched};
 
 use crate::{Net, collectives, config, ranks, trained};
 
-pub const SOUND: &[Case] = cases![
-    nodes_are_bit_equal_to_a_flat_world,
-    nodes_of_neighbours_have_the_bits_of_sums_in_pairs,
-    nodes_send_less_between_them,
+pub const EVERYWHERE: &[Case] = cases![
+    a_world_of_nodes_is_bit_equal_to_a_flat_world,
+    reductions_over_nodes_of_neighbours_equal_sums_in_pairs_bit_for_bit,
+    reductions_over_nodes_send_fewer_bytes_between_nodes,
 ];
 
-fn nodes_are_bit_equal_to_a_flat_world() {
-    // Neighbours are a node, or every other rank is.
+fn a_world_of_nodes_is_bit_equal_to_a_flat_world() {
+    // A node consists of neighbours, or of every other rank.
     for node in [|rank: usize| rank / 2, |rank: usize| rank % 2] {
         let nets = ranks(4, |world| {
             let name = format!("node {}", node(world.rank()));
@@ -48,10 +48,10 @@ fn nodes_are_bit_equal_to_a_flat_world() {
     }
 }
 
-/// Neighbours in nodes of two: the order of additions is that of all ranks.
-fn nodes_of_neighbours_have_the_bits_of_sums_in_pairs() {
+/// With neighbours in nodes of two, the order of additions is that of a flat world.
+fn reductions_over_nodes_of_neighbours_equal_sums_in_pairs_bit_for_bit() {
     if !worlds::is_exact() {
-        excused("NCCL adds up in an order of its own");
+        excused("NCCL chooses the order of its additions");
         return;
     }
     let checked = ranks(4, |world| {
@@ -68,9 +68,9 @@ fn nodes_of_neighbours_have_the_bits_of_sums_in_pairs() {
     checked.unwrap();
 }
 
-fn nodes_send_less_between_them() {
+fn reductions_over_nodes_send_fewer_bytes_between_nodes() {
     let (counts, is_exact) = ([5, 0, 4, 7], worlds::is_exact());
-    let own = |rank: usize, length: usize, dtype| {
+    let input = |rank: usize, length: usize, dtype| {
         let values = (0..length).map(|i| ((3 * i + rank) % 11) as f32 - 5.0).collect::<Vec<f32>>();
         Tensor::<1>::from_data(TensorData::from(&values[..]), (&Device::default(), dtype))
     };
@@ -87,19 +87,19 @@ fn nodes_send_less_between_them() {
         let read = |result: Pending| Ok::<_, Error>(bits(&result.wait()?));
         for dtype in [DType::F32, DType::F16] {
             for op in [ReduceOp::Sum, ReduceOp::Mean] {
-                let flat = world.comm().reduce_scatter(own(rank, 16, dtype), &counts, op)?;
-                let summed = nodes.reduce_scatter(own(rank, 16, dtype), &counts, op)?;
+                let flat = world.comm().reduce_scatter(input(rank, 16, dtype), &counts, op)?;
+                let summed = nodes.reduce_scatter(input(rank, 16, dtype), &counts, op)?;
                 assert_eq!(read(summed)?, read(flat)?, "exact in any order");
             }
-            let part = || own(rank, counts[rank], dtype);
+            let part = || input(rank, counts[rank], dtype);
             let flat = world.comm().all_gather(part(), &counts)?;
             assert_eq!(read(nodes.all_gather(part(), &counts)?)?, read(flat)?);
         }
-        // Inside, then across.
+        // Traffic inside nodes, then between nodes.
         let links = links.into_inner();
         let sent = |dtype| {
             links.iter().for_each(|link| link.lock().unwrap().clear());
-            nodes.reduce_scatter(own(rank, 16, dtype), &[4; 4], ReduceOp::Sum)?.wait()?;
+            nodes.reduce_scatter(input(rank, 16, dtype), &[4; 4], ReduceOp::Sum)?.wait()?;
             let bytes = links.iter().map(|link| link.lock().unwrap()["reduce_scatter"]);
             Ok::<Vec<usize>, Error>(bytes.collect())
         };
@@ -107,9 +107,9 @@ fn nodes_send_less_between_them() {
     });
     let half = if is_exact { 16 } else { 32 };
     for [float32, float16] in sent.unwrap() {
-        // Of 64 bytes a flat rank sends the 32 of the other node across.
+        // In a flat world, a rank sends 32 of its 64 bytes to the other node.
         assert_eq!(float32, [32, 16]);
-        // The sums of nodes are not rounded before they cross.
+        // The sums of nodes are not rounded before they are sent to other nodes.
         assert_eq!(float16, [half, 16]);
     }
 }

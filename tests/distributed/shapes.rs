@@ -11,10 +11,10 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::{device, ranks};
 
-pub const SOUND: &[Case] = cases![
-    shapes_that_other_systems_are_tested_on,
-    one_giant_many_dwarfs_and_more_ranks_than_matrices,
-    half_precision_is_bit_equal_too,
+pub const EVERYWHERE: &[Case] = cases![
+    shapes_from_the_tests_of_other_systems_are_bit_equal_on_ranks,
+    uneven_models_and_models_with_fewer_matrices_than_ranks_are_bit_equal,
+    half_precision_models_are_bit_equal_on_ranks,
 ];
 
 /// Matrices of any shapes.
@@ -34,7 +34,7 @@ impl Stack {
         Self { matrices: shapes.iter().map(&mut matrix).collect() }
     }
 
-    /// The weights after ten steps on a number of ranks, which agree.
+    /// The weights after ten steps on a number of ranks, which have to agree.
     fn trained(
         shapes: &[[usize; 2]],
         dtype: DType,
@@ -60,9 +60,9 @@ fn matrices_only() -> DistMuonConfig {
     DistMuonConfig::new().with_muon(MuonConfig::new().with_rule(RoutingRule::muon("matrices")))
 }
 
-/// The shapes that Emerging-Optimizers tests its distributed Muon on, and that DMuon's and
-/// Megatron's tests add: overlapped is as good as in turn, a run is like any other.
-fn shapes_that_other_systems_are_tested_on() {
+/// The shapes on which Emerging-Optimizers tests its distributed Muon, and two properties from the
+/// tests of DMuon and Megatron: overlapped buckets equal buckets in turn, and all runs are equal.
+fn shapes_from_the_tests_of_other_systems_are_bit_equal_on_ranks() {
     let shapes = [[21, 16], [16, 32], [3, 32], [5, 100]];
     let trained =
         |count, config: &DistMuonConfig| Stack::trained(&shapes, DType::F32, count, config);
@@ -78,7 +78,7 @@ fn shapes_that_other_systems_are_tested_on() {
     }
 }
 
-fn one_giant_many_dwarfs_and_more_ranks_than_matrices() {
+fn uneven_models_and_models_with_fewer_matrices_than_ranks_are_bit_equal() {
     let mut shapes = vec![[3, 2]; 30];
     shapes.insert(7, [64, 96]);
     for (shapes, counts) in [(&shapes[..], [2, 4, 8]), (&[[4, 6], [6, 4]][..], [4, 8, 16])] {
@@ -90,7 +90,7 @@ fn one_giant_many_dwarfs_and_more_ranks_than_matrices() {
     }
 }
 
-fn half_precision_is_bit_equal_too() {
+fn half_precision_models_are_bit_equal_on_ranks() {
     let shapes = [[16, 24], [24, 16], [24, 16], [7, 5]];
     for dtype in [DType::F16, DType::BF16] {
         if !Device::default().supports_dtype(dtype) {

@@ -1,4 +1,4 @@
-//! Steps on N ranks are those on one.
+//! Steps on N ranks, which equal those on one rank.
 
 use std::time::Duration;
 
@@ -18,29 +18,32 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::{Net, config, device, ranks, ranks_here, trained};
 
-/// For models without experts.
+/// A configuration for models without experts.
 fn config_of_plain_models() -> DistMuonConfig {
     DistMuonConfig::new().with_small_elements(16)
 }
 
-pub const SOUND: &[Case] = cases![
-    any_number_of_ranks_is_bit_equal_to_one,
-    clipping_by_the_norm_of_all_gradients_is_bit_equal_too,
-    measured_costs_are_agreed,
-    different_gradients_count_as_their_mean,
-    parameters_without_gradients_stay_and_partial_ones_count_as_zeros,
-    a_gradient_that_is_not_finite_stops_its_parameter_on_all_ranks,
-    timing_changes_nothing,
-    accumulated_gradients_are_one_step,
-    frozen_parameters_take_no_part,
+pub const EVERYWHERE: &[Case] = cases![
+    steps_on_any_number_of_ranks_are_bit_equal_to_one_rank,
+    clipping_by_the_norm_of_all_gradients_is_bit_equal_on_ranks,
+    measured_costs_are_the_same_on_all_ranks,
+    different_gradients_of_ranks_are_averaged,
+    parameters_without_gradients_stay_and_missing_gradients_count_as_zeros,
+    a_non_finite_gradient_skips_its_parameter_on_all_ranks,
+    delays_between_steps_do_not_change_results,
+    accumulated_gradients_on_ranks_are_bit_equal_to_one_device,
+    frozen_parameters_are_neither_planned_nor_changed,
     a_model_in_the_devices_default_type_is_trained,
-    gradients_whose_squares_overflow_are_clipped_and_not_refused,
-    clipping_is_as_exact_in_half_precision_as_its_gradients,
+    gradients_whose_squares_overflow_are_clipped_and_not_rejected,
+    clipping_in_half_precision_is_as_precise_as_its_gradients,
 ];
 
-pub const OTHERS: &[Case] = cases![one_rank_is_the_single_device_optimizer, memory_is_shared,];
+pub const IN_PROCESS: &[Case] = cases![
+    one_rank_is_bit_equal_to_the_single_device_optimizer,
+    ranks_divide_the_memory_of_shards_and_states,
+];
 
-fn any_number_of_ranks_is_bit_equal_to_one() {
+fn steps_on_any_number_of_ranks_are_bit_equal_to_one_rank() {
     let alone = trained(1, 10, &config());
     for balancing in [Balancing::Greedy, Balancing::BlockCyclic] {
         for (bucket_mb, in_flight) in [(25.0, 3), (0.001, 3), (0.001, 1), (0.01, 100)] {
@@ -60,7 +63,7 @@ fn any_number_of_ranks_is_bit_equal_to_one() {
     }
 }
 
-fn clipping_by_the_norm_of_all_gradients_is_bit_equal_too() {
+fn clipping_by_the_norm_of_all_gradients_is_bit_equal_on_ranks() {
     let clipped = config().with_max_norm(Some(0.5));
     let alone = trained(1, 5, &clipped);
     assert!(alone != trained(1, 5, &config()), "it clips");
@@ -72,21 +75,22 @@ fn clipping_by_the_norm_of_all_gradients_is_bit_equal_too() {
     }
 }
 
-fn measured_costs_are_agreed() {
+fn measured_costs_are_the_same_on_all_ranks() {
     let measured = config().with_costs(CostSource::Measured);
     assert!(
         trained(3, 2, &measured.with_gradients(Gradients::Averaged)) == trained(1, 2, &config())
     );
 }
 
-fn different_gradients_count_as_their_mean() {
-    let own = |world: &World, net: &Net, step: u64| net.gradients(step * 10 + world.rank() as u64);
+fn different_gradients_of_ranks_are_averaged() {
+    let local_gradients =
+        |world: &World, net: &Net, step: u64| net.gradients(step * 10 + world.rank() as u64);
     for count in [2, 3, 4] {
         let spread = ranks(count, |world| {
             let mut net = world.broadcast(Net::new(world.device()))?;
             let mut optim = config().init(&world, &net)?;
             for step in 0..5 {
-                let gradients = own(&world, &net, step);
+                let gradients = local_gradients(&world, &net, step);
                 net = optim.step(0.01, net, gradients)?;
             }
             Ok(net.values())
@@ -125,7 +129,8 @@ impl ModuleVisitor for Mean<'_> {
         let mut sum = vec![0f64; shape.num_elements()];
         for rank in 0..self.count {
             let grads = self.net.gradients(self.step * 10 + rank as u64);
-            let grad = grads.get::<D>(param.id).expect("every parameter has one").into_data();
+            let grad = grads.get::<D>(param.id).expect("every parameter has a gradient");
+            let grad = grad.into_data();
             sum.iter_mut().zip(grad.iter::<f64>()).for_each(|(sum, x)| *sum += x);
         }
         let mean: Vec<f32> = sum.iter().map(|sum| (sum / self.count as f64) as f32).collect();
@@ -137,7 +142,7 @@ impl ModuleVisitor for Mean<'_> {
     }
 }
 
-fn one_rank_is_the_single_device_optimizer() {
+fn one_rank_is_bit_equal_to_the_single_device_optimizer() {
     let mut net = Net::new(&device());
     let mut single = config().muon.init(&net);
     for step in 0..10 {
@@ -147,7 +152,7 @@ fn one_rank_is_the_single_device_optimizer() {
     assert!(net.weights() == trained(1, 10, &config()));
 }
 
-fn parameters_without_gradients_stay_and_partial_ones_count_as_zeros() {
+fn parameters_without_gradients_stay_and_missing_gradients_count_as_zeros() {
     let run = |count: usize, has: fn(usize) -> bool| {
         let runs = ranks(count, |world| {
             let mut net = world.broadcast(Net::new(world.device()))?;
@@ -157,7 +162,7 @@ fn parameters_without_gradients_stay_and_partial_ones_count_as_zeros() {
             let (id, shared) = (net.experts.id, net.gradients(2).remove::<3>(net.experts.id));
             gradients.remove::<3>(id);
             if has(world.rank()) {
-                gradients.register(id, shared.expect("the experts have one"));
+                gradients.register(id, shared.expect("the experts have a gradient"));
             }
             net = optim.step(0.01, net, gradients)?;
             assert!(optim.skipped_steps().read().is_empty());
@@ -173,7 +178,7 @@ fn parameters_without_gradients_stay_and_partial_ones_count_as_zeros() {
     assert_eq!(&run(2, |rank| rank == 1)[1].1, after, "the ranks agree");
 }
 
-fn a_gradient_that_is_not_finite_stops_its_parameter_on_all_ranks() {
+fn a_non_finite_gradient_skips_its_parameter_on_all_ranks() {
     for count in [1, 3] {
         let runs = ranks(count, |world| {
             let mut net = world.broadcast(Net::new(world.device()))?;
@@ -202,7 +207,7 @@ fn a_gradient_that_is_not_finite_stops_its_parameter_on_all_ranks() {
     }
 }
 
-fn timing_changes_nothing() {
+fn delays_between_steps_do_not_change_results() {
     let alone = trained(1, 20, &config());
     let delayed = ranks(4, |world| {
         let mut net = world.broadcast(Net::new(world.device()))?;
@@ -220,7 +225,7 @@ fn timing_changes_nothing() {
     }
 }
 
-fn accumulated_gradients_are_one_step() {
+fn accumulated_gradients_on_ranks_are_bit_equal_to_one_device() {
     let micro = |net: &Net, step: u64| {
         let mut accumulator = GradientsAccumulator::new();
         for batch in 0..3 {
@@ -248,7 +253,7 @@ fn accumulated_gradients_are_one_step() {
     }
 }
 
-fn frozen_parameters_take_no_part() {
+fn frozen_parameters_are_neither_planned_nor_changed() {
     let runs = ranks(2, |world| {
         let mut net = Net::new(world.device());
         net.wide = net.wide.no_grad();
@@ -257,7 +262,7 @@ fn frozen_parameters_take_no_part() {
         let frozen = |net: &Net| [bits(&net.wide.weight.val()), bits(&net.embedding.weight.val())];
         let (before, tall) = (frozen(&net), bits(&net.tall.weight.val()));
         let planned: Vec<_> =
-            optim.plan().parameters().iter().map(|found| found.path.clone()).collect();
+            optim.plan().parameters().iter().map(|parameter| parameter.path.clone()).collect();
         assert!(!planned.iter().any(|path| path.contains("wide") || path.contains("embedding")));
         for step in 0..3 {
             let gradients = net.gradients(step);
@@ -272,7 +277,7 @@ fn frozen_parameters_take_no_part() {
     runs.unwrap();
 }
 
-/// As a user gets it who configures the device, which is Burn's way to train in half precision.
+/// Configuring the device is Burn's way to train in half precision.
 fn a_model_in_the_devices_default_type_is_trained() {
     let dtype = Tensor::<1>::ones([1], &Device::default()).dtype();
     if dtype == DType::F64 {
@@ -297,7 +302,7 @@ fn a_model_in_the_devices_default_type_is_trained() {
     assert!(runs[0] == runs[1], "the ranks agree");
 }
 
-fn gradients_whose_squares_overflow_are_clipped_and_not_refused() {
+fn gradients_whose_squares_overflow_are_clipped_and_not_rejected() {
     for max_norm in [None, Some(1.0)] {
         let runs = ranks(2, |world| {
             let net = Net::new(world.device());
@@ -315,8 +320,9 @@ fn gradients_whose_squares_overflow_are_clipped_and_not_refused() {
     }
 }
 
-/// Of float16 gradients with a norm of about a million, the factor itself would be a subnormal number.
-fn clipping_is_as_exact_in_half_precision_as_its_gradients() {
+/// For float16 gradients with a norm of about a million, the factor itself would be a subnormal
+/// number.
+fn clipping_in_half_precision_is_as_precise_as_its_gradients() {
     if !Device::default().supports_dtype(FloatDType::F16) {
         lacks("float16");
         return;
@@ -334,22 +340,24 @@ fn clipping_is_as_exact_in_half_precision_as_its_gradients() {
             let huge = Tensor::<2>::full([64, 64], 16384.0, (&Device::default(), dtype));
             gradients.register(net[0].id, huge);
             optim.step(0.0, net, gradients)?;
-            let reader = Reader::from_bytes(optim.to_record()?.into_bytes().expect("a record"));
-            let reader = reader.expect("it was just written");
+            let record = optim.to_record()?.into_bytes().expect("a record can be written");
+            let reader = Reader::from_bytes(record);
+            let reader = reader.expect("the record was just written");
             let names = reader.tensor_names();
-            let name = names.iter().find(|name| name.ends_with(".momentum")).expect("it is there");
-            let data = reader.tensor_data(name).expect("it is there");
-            // Momentum of float16 is float32.
+            let name = names.iter().find(|name| name.ends_with(".momentum"));
+            let name = name.expect("the record has a momentum");
+            let data = reader.tensor_data(name).expect("the record has this tensor");
+            // The momentum of float16 parameters is float32.
             Ok(TensorData::from_bytes_vec(data, [64 * 64], DType::F32).iter::<f64>().next())
         });
-        runs.unwrap()[0].expect("it has elements")
+        runs.unwrap()[0].expect("the momentum has elements")
     };
     let [half, single] = [DType::F16, DType::F32].map(momentum);
     let error = (half / single - 1.0).abs();
     assert!(error < 1e-3, "{half} in float16, {single} in float32");
 }
 
-fn memory_is_shared() {
+fn ranks_divide_the_memory_of_shards_and_states() {
     for count in [1, 2, 4, 8] {
         let reports = ranks_here(count, |world| {
             let net = Layers::square(16, 32, world.device());
@@ -364,7 +372,7 @@ fn memory_is_shared() {
         });
         let p = 16 * 32 * 32 * 4;
         for memory in reports.unwrap() {
-            // Clipping holds all shares of the gradients at once.
+            // Clipping holds all shards of the gradients at once.
             let held = memory.parameters.now + memory.shards.peak + memory.states.now;
             assert_eq!(held, p + 2 * p / count, "{count} ranks\n{memory}");
             assert_eq!(memory.gradients.peak, p);

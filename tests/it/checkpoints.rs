@@ -58,7 +58,7 @@ fn trained(seed: u64, steps: u64) -> (Net, ModuleOptimizer) {
 
 fn load(path: &Path) -> distmuon::Result<(Net, ModuleOptimizer, Vec<usize>)> {
     thread_local! {
-        // Made once: a file is loaded for each of its bytes.
+        // Made once, since a file is loaded for each of its bytes.
         static FRESH: (Net, ModuleOptimizer) = trained(1, 0);
     }
     let (net, optim) = FRESH.with(|(net, optim)| (net.clone(), optim.clone()));
@@ -74,8 +74,8 @@ fn saved() -> (tempfile::TempDir, PathBuf) {
     (folder, path)
 }
 
-/// The reason of a refusal.
-fn refusal(path: &Path, case: &str) -> String {
+/// The reason for which a file is rejected.
+fn rejection(path: &Path, case: &str) -> String {
     match load(path).map(|_| ()) {
         Err(Error::Checkpoint { path: named, reason, .. }) if named == path => reason,
         other => panic!("{case}: {other:?}"),
@@ -94,13 +94,13 @@ fn state(optim: &ModuleOptimizer) -> BTreeMap<String, Vec<u8>> {
 }
 
 #[test]
-fn a_run_comes_back_as_it_was() {
+fn a_loaded_checkpoint_equals_the_saved_run() {
     let (_folder, path) = saved();
     let (net, optim) = trained(7, 2);
     let (loaded, state_loaded, progress) = load(&path).unwrap();
     assert_eq!(loaded.bits(), net.bits());
     assert_eq!(progress, [1, 2]);
-    // Identities differ from run to run.
+    // The ids of parameters differ from run to run.
     let values = |optim| state(optim).into_values().collect::<Vec<_>>();
     assert_eq!(sorted(values(&state_loaded)), sorted(values(&optim)));
     assert_eq!(state_loaded.to_record().len(), optim.to_record().len());
@@ -112,7 +112,7 @@ fn sorted(mut values: Vec<Vec<u8>>) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn every_damaged_byte_is_found_and_named() {
+fn every_damaged_byte_is_detected_and_named() {
     let (folder, path) = saved();
     let sound = fs::read(&path).unwrap();
     let damaged = folder.path().join("damaged.bpk");
@@ -121,7 +121,7 @@ fn every_damaged_byte_is_found_and_named() {
         let mut bytes = sound.clone();
         bytes[position] ^= [0x01, 0x80, 0xff][position % 3];
         fs::write(&damaged, &bytes).unwrap();
-        let reason = refusal(&damaged, &format!("byte {position} of {}", sound.len()));
+        let reason = rejection(&damaged, &format!("byte {position} of {}", sound.len()));
         let part = reason.split(" is damaged").next().unwrap().to_owned();
         *named.entry(part).or_insert(0) += 1;
     }
@@ -135,25 +135,25 @@ fn every_damaged_byte_is_found_and_named() {
 }
 
 #[test]
-fn every_other_length_is_refused() {
+fn files_of_another_length_are_rejected() {
     let (folder, path) = saved();
     let sound = fs::read(&path).unwrap();
     let cut = folder.path().join("cut.bpk");
     for length in 0..sound.len() {
         fs::write(&cut, &sound[..length]).unwrap();
-        refusal(&cut, &format!("{length} of {} bytes", sound.len()));
+        rejection(&cut, &format!("{length} of {} bytes", sound.len()));
     }
     for more in [1, 8, 24, 4096] {
         fs::write(&cut, [&sound[..], &vec![0; more]].concat()).unwrap();
-        refusal(&cut, &format!("{more} bytes more"));
+        rejection(&cut, &format!("{more} bytes more"));
     }
     // Another footer behind a whole file.
     fs::write(&cut, [&sound[..], &sound[sound.len() - 24..]].concat()).unwrap();
-    refusal(&cut, "two footers");
+    rejection(&cut, "two footers");
 }
 
 #[test]
-fn burns_own_reader_opens_a_checkpoint() {
+fn burns_reader_opens_a_checkpoint() {
     let (_folder, path) = saved();
     let (net, _) = trained(7, 2);
     let reader = Reader::from_file_exact(&path).unwrap();
@@ -165,9 +165,10 @@ fn burns_own_reader_opens_a_checkpoint() {
     assert!(ends(".momentum") && ends(".moment_1") && ends(".skipped"), "{names:?}");
 }
 
-/// Files of the first layout of the states, which later versions continue: what they were written by is gone. Where
-/// `DISTMUON_WRITE_CHECKPOINTS` is set, this version writes them anew.
-mod written_before {
+/// Files of the first layout of the states, which later versions have to continue. The version that
+/// wrote them no longer exists. If `DISTMUON_WRITE_CHECKPOINTS` is set, this version writes them
+/// anew.
+mod older_files {
     use burn::optim::GradientsParams;
     use distmuon::comm::World;
     use distmuon::distributed::{DistMuonConfig, Gradients};
@@ -195,12 +196,12 @@ mod written_before {
         DistMuonConfig::new().with_muon(muon()).with_small_elements(8)
     }
 
-    /// Gradients of a step, of which one of the second step is not finite.
+    /// Gradients of a step. One of the second step is not finite.
     fn gradients(net: &Net, step: u64) -> GradientsParams {
         let mut gradients = models::gradients(net, step);
         if step == 1 {
             let weight = &net.layers[1].weight;
-            let gradient = gradients.remove::<2>(weight.id).expect("a gradient");
+            let gradient = gradients.remove::<2>(weight.id).expect("the layer has a gradient");
             gradients.register(weight.id, gradient.mul_scalar(f32::NAN));
         }
         gradients
@@ -211,7 +212,7 @@ mod written_before {
         bytes.chunks(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
     }
 
-    /// A net that has taken steps, and one that has taken as many more.
+    /// A net after the steps before a file, and the net after the further steps.
     fn run(mut net: Net, mut step: impl FnMut(Net, u64) -> Net) -> [Net; 2] {
         for number in 0..BEFORE {
             net = step(net, number);
@@ -223,14 +224,15 @@ mod written_before {
         [before, net]
     }
 
-    /// The net after the further steps is what a file says, to the bit where it was written.
-    fn same(case: &str, found: &Net, expected: &[f32]) {
-        let found = values(found);
-        assert_eq!(found.len(), expected.len());
+    /// Compares the net after the further steps with the file, bit for bit on Flex, which wrote it.
+    fn same(case: &str, net: &Net, expected: &[f32]) {
+        let actual = values(net);
+        assert_eq!(actual.len(), expected.len());
         let exact = format!("{:?}", Device::default()).contains("Flex");
-        for (found, expected) in found.iter().zip(expected) {
-            let off = (found - expected).abs();
-            assert!(if exact { off == 0.0 } else { off < 1e-3 }, "{case}: {found} for {expected}");
+        for (actual, expected) in actual.iter().zip(expected) {
+            let error = (actual - expected).abs();
+            let is_close = if exact { error == 0.0 } else { error < 1e-3 };
+            assert!(is_close, "{case}: {actual} for {expected}");
         }
     }
 
@@ -257,7 +259,7 @@ mod written_before {
     }
 
     #[test]
-    fn by_an_optimizer_of_burn_it_continues_there_and_on_ranks() {
+    fn a_file_of_burns_optimizer_continues_there_and_on_ranks() {
         let device = Device::default().autodiff();
         let step = |optim: &mut ModuleOptimizer, net: Net, number| {
             let gradients = gradients(&net, number);
@@ -294,7 +296,7 @@ mod written_before {
     }
 
     #[test]
-    fn by_ranks_it_continues_on_any_number_of_them() {
+    fn a_file_of_ranks_continues_on_any_number_of_ranks() {
         let name = "checkpoint-v2-ranks.bpk";
         if writes() {
             World::threads(vec![Device::default().autodiff(); 2], |world| -> Result<()> {
@@ -320,7 +322,7 @@ mod written_before {
     }
 
     #[test]
-    fn by_an_optimizer_of_single_parameters_it_continues_on_its_ranks() {
+    fn files_of_the_per_parameter_optimizer_continue_on_their_ranks() {
         let name = |rank: usize| format!("checkpoint-v2-per-parameter-{rank}.bpk");
         let config = ranks().with_gradients(Gradients::Averaged);
         let step = |optim: &mut ModuleOptimizer, net: Net, number| {

@@ -40,8 +40,8 @@ fn train(mut net: Net, optim: &mut ModuleOptimizer, steps: std::ops::Range<u64>)
     net
 }
 
-/// What the single-device optimizer makes of it.
-fn alone(steps: std::ops::Range<u64>) -> Vec<Vec<u8>> {
+/// The weights after the same steps of the single-device optimizer.
+fn single_device(steps: std::ops::Range<u64>) -> Vec<Vec<u8>> {
     let net = Net::new(VOCABULARY, &device());
     let mut optim = config().muon.init(&net);
     weights(&train(net, &mut optim, steps))
@@ -61,8 +61,8 @@ fn momenta(optim: &ModuleOptimizer) -> BTreeMap<String, usize> {
 }
 
 #[test]
-fn it_is_bit_equal_to_one_device_and_keeps_each_momentum_once() {
-    let expected = alone(0..10);
+fn ranks_are_bit_equal_to_one_device_and_store_each_momentum_once() {
+    let expected = single_device(0..10);
     for count in [1, 2, 3, 7] {
         let runs = ranks(count, |world| {
             let net = Net::new(VOCABULARY, world.device());
@@ -85,14 +85,15 @@ fn it_is_bit_equal_to_one_device_and_keeps_each_momentum_once() {
             assert!(kept.iter().all(|elements| *elements == 0), "{path}: {kept:?}");
         }
         if count == 3 {
-            // The greatest work first where there is least: all of them own something.
+            // The costliest parameters are assigned first, to the least loaded rank: every rank is
+            // an owner.
             assert!(runs.iter().all(|(_, momenta)| momenta.values().any(|elements| *elements > 0)));
         }
     }
 }
 
 #[test]
-fn threads_share_one_instance() {
+fn threads_that_share_one_instance_are_bit_equal_to_one_device() {
     let shared = config().per_parameter_on_threads(3).unwrap();
     let net = Net::new(VOCABULARY, &device());
     let optim = shared.init(&net).unwrap();
@@ -105,9 +106,9 @@ fn threads_share_one_instance() {
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
     });
-    let expected = alone(0..10);
+    let expected = single_device(0..10);
     assert!(trained.iter().all(|weights| *weights == expected));
-    // A fourth thread has no seat.
+    // A fourth thread is rejected.
     let mut optim = optim.clone();
     let panic = catch_unwind(AssertUnwindSafe(|| train(net, &mut optim, 0..1))).unwrap_err();
     let message = panic.downcast_ref::<String>().unwrap();
@@ -116,7 +117,7 @@ fn threads_share_one_instance() {
 
 #[test]
 fn records_continue_bit_for_bit() {
-    let expected = alone(0..10);
+    let expected = single_device(0..10);
     let halfway = ranks(2, |world| {
         let net = Net::new(VOCABULARY, world.device());
         let mut optim = config().per_parameter(&world)?.init(&net)?;
@@ -124,35 +125,35 @@ fn records_continue_bit_for_bit() {
         Ok((net.clone().into_record().into_bytes().unwrap(), optim.into_bytes().unwrap()))
     });
     let halfway = halfway.unwrap();
-    let go_on = |world: &World, model: &Bytes, states: &Bytes| {
+    let resume = |world: &World, model: &Bytes, states: &Bytes| {
         let net = Net::new(VOCABULARY, world.device());
         let net = net.load_record(burn::store::ModuleRecord::from_bytes(model.clone()).unwrap());
         let optim = config().per_parameter(world)?.init(&net)?;
         let mut optim = optim.load_record(OptimizerRecord::from_bytes(states.clone()).unwrap());
         Ok::<_, Error>(weights(&train(net, &mut optim, 5..10)))
     };
-    let own = ranks(2, |world| {
+    let continued = ranks(2, |world| {
         let (model, states) = &halfway[world.rank()];
-        go_on(&world, model, states)
+        resume(&world, model, states)
     });
-    assert!(own.unwrap().iter().all(|weights| *weights == expected));
+    assert!(continued.unwrap().iter().all(|weights| *weights == expected));
 
-    // A single device's record is for any number of ranks.
+    // A record of a single device is accepted on any number of ranks.
     let net = Net::new(VOCABULARY, &device());
     let mut optim = config().muon.init(&net);
     let net = train(net, &mut optim, 0..5);
     let model = net.clone().into_record().into_bytes().unwrap();
     let states = optim.into_bytes().unwrap();
     for count in [2, 3] {
-        let runs = ranks(count, |world| go_on(&world, &model, &states));
+        let runs = ranks(count, |world| resume(&world, &model, &states));
         assert!(runs.unwrap().iter().all(|weights| *weights == expected), "{count} ranks");
     }
 
-    // That of another rank is not the own one.
+    // A rank rejects the record of another rank.
     let wrong = catch_unwind(AssertUnwindSafe(|| {
         ranks(2, |world| {
             let (model, states) = &halfway[0];
-            go_on(&world, model, states)
+            resume(&world, model, states)
         })
     }));
     let panic = wrong.unwrap_err();
@@ -161,7 +162,7 @@ fn records_continue_bit_for_bit() {
 }
 
 #[test]
-fn a_gradient_that_is_missing_on_a_rank_stops_all() {
+fn a_gradient_that_is_missing_on_one_rank_fails_all_ranks() {
     for missing_at in [0, 2] {
         let run = catch_unwind(AssertUnwindSafe(|| {
             ranks(2, |world| {
@@ -186,21 +187,21 @@ fn a_gradient_that_is_missing_on_a_rank_stops_all() {
     }
 }
 
-/// A rank whose device has no memory says so, and the other is told.
+/// The rank whose device is out of memory returns the cause, and the other rank gets it.
 #[test]
-fn a_rank_without_memory_is_named_on_all() {
+fn a_rank_without_memory_is_reported_on_all_ranks() {
     let Some(lost) = beyond_memory(6, 9) else { return };
     type Step = fn(&World, Net, GradientsParams) -> Result<Net>;
-    let of_single_parameters: Step = |world, net, gradients| {
+    let step_per_parameter: Step = |world, net, gradients| {
         let mut optim = config().per_parameter(world)?.init(&net)?;
         Ok(optim.step(0.01, net, gradients))
     };
-    let of_whole_models: Step = |world, net, gradients| {
+    let step_of_whole_model: Step = |world, net, gradients| {
         let config = config().with_gradients(Gradients::PerRank);
         config.init(world, &net)?.step(0.01, net, gradients)
     };
-    for (step, rank_0_owns_it) in [(of_whole_models, false), (of_single_parameters, true)] {
-        let told = Mutex::new(BTreeMap::new());
+    for (step, rank_0_owns_it) in [(step_of_whole_model, false), (step_per_parameter, true)] {
+        let errors = Mutex::new(BTreeMap::new());
         let run = catch_unwind(AssertUnwindSafe(|| {
             ranks(2, |world| {
                 let net = Net::new(VOCABULARY, world.device());
@@ -215,22 +216,22 @@ fn a_rank_without_memory_is_named_on_all() {
                     Ok(stepped) => stepped.map(drop).unwrap_err().to_string(),
                     Err(panic) => panic.downcast_ref::<String>().unwrap().clone(),
                 };
-                told.lock().unwrap().insert(world.rank(), words.clone());
+                errors.lock().unwrap().insert(world.rank(), words.clone());
                 Err::<(), _>(Error::PeerFailed { rank: world.rank(), cause: words })
             })
         }));
         assert!(run.is_err() || run.unwrap().is_err());
-        let told = told.into_inner().unwrap();
-        let first = told.values().filter(|words| !words.starts_with("rank ")).count();
-        assert_eq!((told.len(), first), (2, 1), "{told:?}");
-        for words in told.values() {
-            assert!(words.contains("1099511627776 bytes"), "{told:?}");
+        let errors = errors.into_inner().unwrap();
+        let first = errors.values().filter(|words| !words.starts_with("rank ")).count();
+        assert_eq!((errors.len(), first), (2, 1), "{errors:?}");
+        for words in errors.values() {
+            assert!(words.contains("1099511627776 bytes"), "{errors:?}");
         }
     }
 }
 
 #[test]
-fn a_parameter_without_memory_is_named_among_others() {
+fn a_batched_step_without_memory_fails_naming_the_parameter() {
     let Some(lost) = beyond_memory(10, 4) else { return };
     let mut net = Net::new(VOCABULARY, &device());
     net.experts = Param::from_tensor(Tensor::from_inner(lost.reshape([2, 5, 4])).require_grad());
@@ -241,7 +242,7 @@ fn a_parameter_without_memory_is_named_among_others() {
 }
 
 #[test]
-fn what_it_cannot_do_is_refused() {
+fn settings_that_need_whole_models_are_rejected() {
     let world = World::alone(device());
     for (config, expected) in [
         (config().with_gradients(Gradients::PerRank), "setting `gradients` is invalid"),

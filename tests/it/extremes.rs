@@ -1,5 +1,5 @@
-//! Gradients, rates and types at their limits: nothing freezes, nothing is poisoned, and what is left out is
-//! counted.
+//! Gradients, learning rates and types at their limits: parameters neither freeze nor become
+//! non-finite, and skipped gradients are counted.
 
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::{Module, Param, ParamId};
@@ -52,11 +52,11 @@ impl Net {
     fn gradients(&self, size: f32) -> GradientsParams {
         let (matrix, vector) = (self.matrix.val().inner(), self.vector.val().inner());
         let mut gradients = GradientsParams::new();
-        let of_matrix = on(&matrix.device(), self.entries(size), matrix.dims());
-        gradients.register(self.matrix.id, of_matrix.cast(matrix.dtype()));
+        let matrix_gradient = on(&matrix.device(), self.entries(size), matrix.dims());
+        gradients.register(self.matrix.id, matrix_gradient.cast(matrix.dtype()));
         let [n] = vector.dims();
-        let of_vector = on(&vector.device(), waves(n, size, 0.4), [n]);
-        gradients.register(self.vector.id, of_vector.cast(vector.dtype()));
+        let vector_gradient = on(&vector.device(), waves(n, size, 0.4), [n]);
+        gradients.register(self.vector.id, vector_gradient.cast(vector.dtype()));
         gradients
     }
 }
@@ -94,7 +94,7 @@ fn moved(config: &MuonConfig, spoil: impl Fn(&Net) -> GradientsParams) -> ([f32;
 }
 
 #[test]
-fn finite_gradients_of_any_size_do_not_freeze_or_poison() {
+fn large_finite_gradients_neither_freeze_nor_spoil_parameters() {
     for kernels in [KernelPolicy::Auto, KernelPolicy::Portable] {
         for outlier in [1e15, 1e20, 3e38] {
             let net = Net::new(DType::F32, [4, 6], &device());
@@ -112,21 +112,21 @@ fn finite_gradients_of_any_size_do_not_freeze_or_poison() {
             let after = plain(&net);
             for (old, new) in before.iter().zip(&after) {
                 assert!(new.iter().all(|x| x.is_finite()), "{outlier} {kernels:?}");
-                let most = old.iter().zip(new).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-                assert!(most > 3e-3, "{outlier} {kernels:?}: moved by {most}");
+                let change = old.iter().zip(new).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(change > 3e-3, "{outlier} {kernels:?}: moved by {change}");
             }
         }
     }
 }
 
 #[test]
-fn gradients_too_large_for_adamw_are_counted() {
+fn gradients_too_large_for_adamw_are_skipped_and_counted() {
     let ([matrix, vector], skipped) = moved(&config(), |net| net.gradients(1e20));
     assert!(matrix > 0.01 && vector == 0.0 && skipped == 1, "{matrix} {vector} {skipped}");
 }
 
 #[test]
-fn clipping_does_not_defeat_the_gate() {
+fn clipping_does_not_hide_non_finite_gradients() {
     let spoilt = |bad: f32| {
         move |net: &Net| {
             let mut gradients = net.gradients(1.0);
@@ -145,7 +145,7 @@ fn clipping_does_not_defeat_the_gate() {
             let (changes, skipped) = moved(&config, spoilt(bad));
             assert_eq!((changes, skipped), ([0.0; 2], 2), "{clipping:?} {bad}");
         }
-        // A norm of 1e20 is a norm.
+        // A norm of 1e20 is finite.
         let ([matrix, _], _) = moved(&config, |net| net.gradients(1e20));
         assert!(matrix > 0.01, "{clipping:?}: {matrix}");
     }
@@ -162,8 +162,8 @@ fn momentum_of_float16_keeps_small_gradients() {
             let config = config().with_kernels(kernels);
             let [half, single] = [DType::F16, DType::F32].map(|dtype| {
                 let net = Net::new(dtype, [16, 32], &device());
-                // The same numbers for both, rounded to float16 on the host: a device may leave out a cast
-                // there and back.
+                // The same numbers for both, rounded to float16 on the host, since a device may
+                // leave out a cast to float16 and back.
                 let rounded = |x: f32| f16::from_f32(x).to_f32();
                 let values = net.entries(size).into_iter().map(rounded).collect();
                 let device = Device::default();
@@ -182,7 +182,7 @@ fn momentum_of_float16_keeps_small_gradients() {
 }
 
 #[test]
-fn the_second_moment_of_bfloat16_falls_again() {
+fn the_second_moment_of_bfloat16_parameters_converges() {
     if !has_type(FloatDType::BF16) {
         lacks("bfloat16");
         return;
@@ -196,7 +196,8 @@ fn the_second_moment_of_bfloat16_falls_again() {
         gradients.register(net.vector.id, vector.zeros_like().add_scalar(value));
         gradients
     };
-    // With a constant gradient every step is the learning rate, however long that goes on.
+    // With a constant gradient, every step has the size of the learning rate, after any number of
+    // steps.
     let mut net = net;
     for step in 0..1500 {
         let gradients = ones(&net, 1.0);
@@ -207,7 +208,7 @@ fn the_second_moment_of_bfloat16_falls_again() {
 }
 
 #[test]
-fn float64_parameters_get_float64_rates() {
+fn float64_parameters_are_updated_with_float64_rates() {
     if !has_type(FloatDType::F64) {
         lacks("float64");
         return;
@@ -225,7 +226,7 @@ fn float64_parameters_get_float64_rates() {
         for (old, new) in pairs.filter(|(old, _)| old.abs() > 0.1) {
             assert!((new / old - expected).abs() < 1e-13, "{} {expected}", new / old);
         }
-        // With zero gradients AdamW decays, too.
+        // AdamW also decays parameters with zero gradients.
         let new = after.vector.val().into_data().iter::<f64>().next().unwrap();
         assert!((new / 0.5 - expected).abs() < 1e-13, "{new}");
     };
@@ -237,7 +238,7 @@ fn float64_parameters_get_float64_rates() {
         trained = optim.step(lr, trained, gradients);
     }
     check(&net, &trained);
-    // Collectives have no float64, which is said at once.
+    // Collectives do not support float64, which is an error before the first step.
     let world = World::alone(device());
     let error = DistMuonConfig::new().with_muon(config).init(&world, &net).map(|_| ()).unwrap_err();
     let Error::Parameter { parameter, .. } = &error else { panic!("{error}") };
@@ -245,12 +246,12 @@ fn float64_parameters_get_float64_rates() {
 }
 
 #[test]
-fn float64_trajectories_are_those_of_float64() {
+fn adamw_in_float64_follows_a_float64_reference() {
     if !has_type(FloatDType::F64) {
         lacks("float64");
         return;
     }
-    // AdamW by the book.
+    // AdamW in float64, from its definition.
     let (lr, settings) = (1e-5, distmuon::AdamWConfig::new().with_weight_decay(0.01));
     let net = Net::new(DType::F64, [2, 3], &device());
     let (_, mut optim) = made(&config().with_adamw(settings), &net);
@@ -268,14 +269,14 @@ fn float64_trajectories_are_those_of_float64() {
         }
         trained = optim.step(lr, trained, gradients);
     }
-    let found = trained.vector.val().into_data();
-    for (found, expected) in found.iter::<f64>().zip(values) {
-        assert!((found - expected).abs() < 1e-13, "{found} {expected}");
+    let actual = trained.vector.val().into_data();
+    for (actual, expected) in actual.iter::<f64>().zip(values) {
+        assert!((actual - expected).abs() < 1e-13, "{actual} {expected}");
     }
 }
 
 #[test]
-fn parameters_without_elements_stay() {
+fn parameters_without_elements_are_accepted() {
     let net = Net::new(DType::F32, [0, 8], &device());
     let (_, mut optim) = made(&config(), &net);
     let gradients = net.gradients(1.0);
@@ -294,7 +295,7 @@ fn parameters_without_elements_stay() {
 }
 
 #[test]
-fn settings_that_would_spoil_every_step_are_refused() {
+fn settings_that_would_spoil_every_step_are_rejected() {
     for (config, named) in [
         (
             config().with_grad_clipping(Some(GradientClippingConfig::Norm(f32::NAN))),
@@ -311,7 +312,7 @@ fn settings_that_would_spoil_every_step_are_refused() {
 }
 
 #[test]
-fn rates_that_are_not_finite_are_refused() {
+fn non_finite_learning_rates_are_rejected() {
     for lr in [f64::NAN, f64::INFINITY, 1e39] {
         let net = Net::new(DType::F32, [4, 4], &device());
         let (_, mut optim) = made(&config(), &net);
@@ -329,7 +330,7 @@ fn rates_that_are_not_finite_are_refused() {
     }
 }
 
-/// Coefficients that make infinity of everything.
+/// A configuration whose coefficients turn every update into infinity.
 fn explosive() -> MuonConfig {
     config()
         .with_newton_schulz(
@@ -341,7 +342,7 @@ fn explosive() -> MuonConfig {
 }
 
 #[test]
-fn directions_that_are_not_finite_are_not_taken_and_counted() {
+fn non_finite_updates_are_skipped_and_counted() {
     let counted = [("matrix".to_owned(), 2)].into();
     for kernels in [KernelPolicy::Auto, KernelPolicy::Portable] {
         let config = explosive().with_kernels(kernels);
@@ -364,7 +365,7 @@ fn directions_that_are_not_finite_are_not_taken_and_counted() {
                 net = optim.step(0.1, net, gradients)?;
             }
             assert_eq!(bits(&net.matrix.val()), before);
-            // Ranks tell each other at the next step.
+            // Ranks exchange their counts at the next step.
             assert_eq!(optim.skipped_steps().read(), counted);
             Ok::<_, Error>(())
         })
@@ -373,7 +374,7 @@ fn directions_that_are_not_finite_are_not_taken_and_counted() {
 }
 
 #[test]
-fn a_run_that_only_skips_ends_with_an_error() {
+fn a_run_that_skips_every_step_ends_with_an_error() {
     let muon = explosive().with_max_skipped(Some(4));
     let config = DistMuonConfig::new().with_muon(muon.clone());
     let net = Net::new(DType::F32, [4, 6], &device());
@@ -402,7 +403,7 @@ fn a_run_that_only_skips_ends_with_an_error() {
 }
 
 #[test]
-fn counts_of_all_optimizers_of_a_routing_add_up() {
+fn skipped_steps_of_all_optimizers_of_a_routing_add_up() {
     let net = Net::new(DType::F32, [4, 6], &device());
     let (routing, mut first) = made(&config(), &net);
     let mut second = routing.init();
@@ -413,7 +414,7 @@ fn counts_of_all_optimizers_of_a_routing_add_up() {
     let counts = [("matrix".to_owned(), 1), ("vector".to_owned(), 1)].into();
     assert_eq!(routing.skipped_steps().read(), counts);
 
-    // Rules that are put together by hand, whose parameters have no names.
+    // Optimizers that are built without a routing, whose parameters do not have names.
     let rule = config().build();
     let skipped = rule.skipped_steps().clone();
     let mut optim = ModuleOptimizer::from(rule);
@@ -427,7 +428,7 @@ fn counts_of_all_optimizers_of_a_routing_add_up() {
     assert_eq!(skipped.read().into_values().sum::<u64>(), 1);
 }
 
-/// A record as versions wrote it that had the moments of bfloat16 parameters in bfloat16.
+/// The record as older versions wrote it, with the moments of bfloat16 parameters in bfloat16.
 fn older(record: OptimizerRecord) -> OptimizerRecord {
     let reader = Reader::from_bytes(record.into_bytes().unwrap()).unwrap();
     let (scalars, metadata) = (reader.scalars().clone(), reader.metadata().clone());
@@ -482,7 +483,7 @@ struct Two {
 }
 
 #[test]
-fn counts_continue_from_a_checkpoint() {
+fn skipped_steps_continue_from_a_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.bpk");
     let net = Net::new(DType::F32, [4, 6], &device());
@@ -498,7 +499,7 @@ fn counts_continue_from_a_checkpoint() {
     let good = net.gradients(1.0);
     let net = optim.step(0.1, net, good);
     assert_eq!(routing.skipped_steps().read(), counts);
-    // Into an optimizer that has counted already: the file's counts take the place of its own.
+    // The counts of the file replace those of an optimizer that has already counted.
     let bad = net.gradients(f32::NAN);
     let net = optim.step(0.1, net, bad);
     assert_eq!(routing.skipped_steps().read()["matrix"], 2);

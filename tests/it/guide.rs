@@ -211,7 +211,7 @@ mod processes {
     }
 
     #[test]
-    fn the_main_of_processes_in_the_guide_is_the_one_above() {
+    fn the_main_of_processes_in_the_guide_equals_the_one_of_this_test() {
         let source = include_str!("guide.rs");
         let body = source.split("    fn main()").nth(1).unwrap().split("\n    }\n").next().unwrap();
         let function = format!("fn main(){body}\n    }}").replace("\n    ", "\n");

@@ -1,4 +1,4 @@
-//! burn-train's `Learner` on ranks: the same training as with Burn's own strategy.
+//! burn-train's `Learner` on ranks: the same training as with Burn's strategy.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use distmuon::{Schedule, SkippedSteps, SkippedStepsMetric};
 use distmuon_testing::models::{Fixed, weights};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
-/// Items to train on; the first of each half of them go into a batch of two ranks.
+/// The number of items to train on. The first items of both halves form a batch of two ranks.
 const ITEMS: usize = 32;
 const BATCH: usize = 4;
 
@@ -85,7 +85,7 @@ impl InferenceStep for Net {
 }
 
 thread_local! {
-    /// Whether the model is to fail on this thread.
+    /// `true` if the model has to panic on this thread.
     static PANICS: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
@@ -118,7 +118,7 @@ fn loader(items: Vec<usize>, batch: usize, batcher: Regression) -> Arc<dyn DataL
     DataLoaderBuilder::new(batcher).batch_size(batch).build(InMemDataset::new(items))
 }
 
-/// The items of one device, so that its batch is those of `ranks` ranks together.
+/// The items of one device, in an order in which its batches are those of `ranks` ranks joined.
 fn as_ranks_see_them(ranks: usize) -> Vec<usize> {
     let each = ITEMS / ranks;
     let steps = 0..each / BATCH;
@@ -160,7 +160,7 @@ impl Default for Setup {
     }
 }
 
-/// Stops after an epoch, and counts how often it was asked.
+/// A strategy that stops after an epoch, and counts its calls.
 #[derive(Clone)]
 struct StopAfter(usize, Arc<AtomicUsize>);
 
@@ -236,28 +236,28 @@ fn trained(setup: &Setup, strategy: TrainingStrategy<Net>) -> Net {
     result.model
 }
 
-fn burns() -> TrainingStrategy<Net> {
+fn burns_strategy() -> TrainingStrategy<Net> {
     ExecutionStrategy::single(device()).into()
 }
 
 #[test]
-fn one_rank_trains_as_burns_own_strategy() {
+fn one_rank_is_bit_equal_to_burns_strategy() {
     for accumulation in [1, 3] {
         let setup = Setup { accumulation, ..Setup::default() };
         assert!(
-            trained(&setup, on_ranks(1)).weights() == trained(&setup, burns()).weights(),
+            trained(&setup, on_ranks(1)).weights() == trained(&setup, burns_strategy()).weights(),
             "accumulation {accumulation}"
         );
     }
 }
 
 #[test]
-fn ranks_train_on_the_batches_of_one_that_are_as_large_together() {
+fn ranks_follow_one_device_that_trains_on_their_batches_joined() {
     for ranks in [2, 4] {
         let together = trained(&Setup::default(), on_ranks(ranks)).values();
         let items = as_ranks_see_them(ranks);
         let setup = Setup { items, batch: ranks * BATCH, ..Setup::default() };
-        let alone = trained(&setup, burns()).values();
+        let alone = trained(&setup, burns_strategy()).values();
         let worst = together.iter().zip(&alone).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(worst < 1e-5, "{ranks} ranks: {worst}");
         // Where the device computes gradients in one order, every run is the same.
@@ -269,7 +269,7 @@ fn ranks_train_on_the_batches_of_one_that_are_as_large_together() {
 }
 
 #[test]
-fn items_that_cannot_be_shared_equally_are_left_out() {
+fn items_that_cannot_be_divided_equally_are_left_out() {
     let items = |count| (0..count).collect::<Vec<_>>();
     let odd = Setup { items: items(11), ..Setup::default() };
     let even = Setup { items: items(10), ..Setup::default() };
@@ -279,12 +279,13 @@ fn items_that_cannot_be_shared_equally_are_left_out() {
 
     let folder = tempfile::tempdir().unwrap();
     let too_few = Setup { items: items(2), ..Setup::default() };
-    let error = launch(folder.path(), &too_few, on_ranks(3)).error.expect("it is refused");
+    let result = launch(folder.path(), &too_few, on_ranks(3));
+    let error = result.error.expect("a run with fewer items than ranks fails");
     assert!(error.to_string().contains("at least one per rank"), "{error}");
 }
 
 #[test]
-fn checkpoints_continue_on_ranks_and_without() {
+fn checkpoints_continue_on_ranks_and_on_one_device() {
     let whole = trained(&Setup::default(), on_ranks(2)).weights();
     let first = Setup { epochs: 1, ..Setup::default() };
     let second = Setup { resume: Some(1), ..Setup::default() };
@@ -296,10 +297,11 @@ fn checkpoints_continue_on_ranks_and_without() {
         assert!(result.error.is_none(), "{:?}", result.error);
         result.model.weights()
     };
-    assert!(continued(on_ranks(2)) == whole, "on as many ranks, bit for bit");
-    // On others, batches are of other items; one rank and none see the same ones.
+    assert!(continued(on_ranks(2)) == whole, "on the same number of ranks, bit for bit");
+    // On other numbers of ranks, batches have other items. One rank and Burn's strategy have the
+    // same batches.
     let alone = continued(on_ranks(1));
-    assert!(alone != whole && alone == continued(burns()));
+    assert!(alone != whole && alone == continued(burns_strategy()));
 }
 
 #[test]
@@ -318,7 +320,8 @@ fn interruption_ends_all_ranks() {
     let optim = DistMuonConfig::new().muon.init(&net);
     let before = net.weights();
     let result = training.launch(Learner::new(net, optim, growing()));
-    assert_eq!(result.interrupted.expect("it was").reason.as_deref(), Some("enough"));
+    let interrupted = result.interrupted.expect("the run was interrupted");
+    assert_eq!(interrupted.reason.as_deref(), Some("enough"));
     assert!(result.model.weights() == before, "no step was taken");
 }
 
@@ -328,14 +331,14 @@ fn a_panic_on_a_rank_is_reported() {
     // The second half of the items belongs to rank 1.
     let setup = Setup { poison: Some(ITEMS - 1), ..Setup::default() };
     let result = launch(folder.path(), &setup, on_ranks(2));
-    let error = result.error.expect("it failed").to_string();
+    let error = result.error.expect("the run failed").to_string();
     assert!(error.contains("device 1") && error.contains("a bug in the model"), "{error}");
     assert!(result.model.weights() == Net::new(&device()).weights());
 }
 
 #[test]
-fn a_learner_with_another_optimizer_is_refused() {
-    // Without checkpoints, too: it would be dropped in silence.
+fn a_learner_with_another_optimizer_is_rejected() {
+    // Also without checkpoints, where the optimizer would be dropped without a message.
     for checkpoints in [true, false] {
         let folder = tempfile::tempdir().unwrap();
         let net = Net::new(&device());
@@ -343,14 +346,14 @@ fn a_learner_with_another_optimizer_is_refused() {
         let setup = Setup { checkpoints, ..Setup::default() };
         let training = training(folder.path(), &setup, on_ranks(2));
         let result = training.launch(Learner::new(net, optim, growing()));
-        let error = result.error.expect("it is another optimizer").to_string();
+        let error = result.error.expect("the optimizer is rejected").to_string();
         assert!(error.contains("config.muon.init(&model)"), "{error}");
     }
     trained(&Setup { checkpoints: false, ..Setup::default() }, on_ranks(2));
 }
 
 #[test]
-fn skipped_steps_are_a_metric() {
+fn skipped_steps_are_reported_as_a_metric() {
     let skipped_steps = |folder: &Path| {
         let file = folder.join("train").join("epoch-2").join("Skipped_steps.log");
         let log = std::fs::read_to_string(&file);
@@ -372,17 +375,17 @@ fn skipped_steps_are_a_metric() {
     let net = Net::new(&device());
     let routing = DistMuonConfig::new().muon.route(&net).unwrap();
     let shown = Setup { skipped: Some(routing.skipped_steps().clone()), ..shown };
-    let training = training(folder.path(), &shown, burns());
+    let training = training(folder.path(), &shown, burns_strategy());
     training.launch(Learner::new(net, routing.init(), growing()));
     assert_eq!(skipped_steps(folder.path()), 2.0);
     assert_eq!(routing.skipped_steps().read(), counts.read());
 }
 
 #[test]
-fn metrics_are_those_of_all_ranks() {
+fn metrics_cover_the_batches_of_all_ranks() {
     let folder = tempfile::tempdir().unwrap();
     launch(folder.path(), &Setup::default(), on_ranks(2));
-    // burn-train's log of an epoch has a line per batch, and at last their mean.
+    // burn-train's log of an epoch has a line per batch, and their mean at the end.
     let losses = |split: &str| {
         let file = folder.path().join(split).join("epoch-1").join("Loss.log");
         let log = std::fs::read_to_string(&file);

@@ -100,34 +100,35 @@ fn difference(a: &Net, b: &Net) -> f64 {
     pairs.map(|(a, b)| f64::from((a - b).abs())).fold(0.0, f64::max)
 }
 
-/// What is updated in place elsewhere is copied then. Rows of 200 and 400 bytes, which Burn's operations
-/// leave gaps between on CUDA.
+/// Tensors that are otherwise updated in place are copied if another model shares them. Rows have
+/// 200 and 400 bytes, between which Burn's operations leave gaps on CUDA. The kernels agree with
+/// Burn's operations.
 #[test]
-fn a_model_that_others_hold_is_trained_the_same() {
+fn models_that_are_kept_do_not_change_during_training() {
     let start = Net::of_width(50, &device()).map(&mut Fixed(StdRng::seed_from_u64(1)));
     let config = MuonConfig::new()
         .with_newton_schulz(NewtonSchulzConfig::new().with_dtype(IterationDtype::F32));
     let train = |kernels| {
         let mut optim = config.clone().with_kernels(kernels).init(&start);
-        let mut held = vec![(start.clone(), start.weights())];
+        let mut kept = vec![(start.clone(), start.weights())];
         for step in 0..3 {
-            let net = &held[0].0;
+            let net = &kept[0].0;
             let net = optim.step(0.01, net.clone(), gradients(net, step));
             let weights = net.weights();
-            held.insert(0, (net, weights));
+            kept.insert(0, (net, weights));
         }
-        for (net, weights) in &held {
-            assert_eq!(net.weights(), *weights, "a model that was held has changed");
+        for (net, weights) in &kept {
+            assert_eq!(net.weights(), *weights, "a model that was kept has changed");
         }
-        held.swap_remove(0).0
+        kept.swap_remove(0).0
     };
     let error = difference(&train(KernelPolicy::Auto), &train(KernelPolicy::Portable));
     assert!(error < 0.01 * tf32_or(1e-3), "{error}");
 }
 
-/// With norms that are given, in several batches of other sizes.
+/// The steps of several batches, which differ in size.
 #[test]
-fn recorded_steps_are_the_same() {
+fn steps_with_graphs_agree_with_steps_without() {
     let start = Net::of_width(50, &device()).map(&mut Fixed(StdRng::seed_from_u64(2)));
     let trained = |graphs| {
         let mut optim = MuonConfig::new()
@@ -144,7 +145,7 @@ fn recorded_steps_are_the_same() {
 }
 
 #[test]
-fn every_parameter_moves() {
+fn a_step_changes_every_parameter() {
     let net = Net::new(&device());
     let before = net.weights();
     let mut optim = MuonConfig::new().init(&net);
@@ -155,7 +156,7 @@ fn every_parameter_moves() {
 }
 
 #[test]
-fn routes_of_a_network() {
+fn parameters_of_a_network_get_the_expected_roles() {
     let routing = MuonConfig::new().route(&Net::new(&device())).unwrap();
     let role = |path: &str| {
         routing
@@ -198,18 +199,18 @@ fn the_last_linear_is_the_head_unless_it_is_in_a_stack() {
 }
 
 #[test]
-fn rules_override_and_are_checked() {
+fn rules_override_defaults_and_unusable_rules_are_rejected() {
     let net = Net::new(&device());
     let routing = MuonConfig::new()
         .with_rule(RoutingRule::adamw(r"^layers\.0\."))
         .with_rule(RoutingRule::muon(r"^layers\.0\.up\.weight$").layout(MatrixLayout::OutIn))
         .route(&net)
         .unwrap();
-    let found = |path: &str| routing.routes().iter().find(|route| route.path == path).unwrap();
-    assert_eq!(found("layers.0.down.weight").role, ParameterRole::Vector);
-    assert!(found("layers.0.down.weight").reason.contains("rule"));
+    let route = |path: &str| routing.routes().iter().find(|route| route.path == path).unwrap();
+    assert_eq!(route("layers.0.down.weight").role, ParameterRole::Vector);
+    assert!(route("layers.0.down.weight").reason.contains("rule"));
     let turned = ParameterRole::Muon { view: MatrixView::Single, layout: MatrixLayout::OutIn };
-    assert_eq!(found("layers.0.up.weight").role, turned);
+    assert_eq!(route("layers.0.up.weight").role, turned);
 
     let error = |rule: RoutingRule| MuonConfig::new().with_rule(rule).route(&net).unwrap_err();
     assert!(matches!(error(RoutingRule::adamw("layers.(")), Error::Pattern { .. }));
@@ -232,7 +233,7 @@ fn vision() -> Vision {
 }
 
 #[test]
-fn more_than_two_dimensions_need_a_view() {
+fn parameters_of_more_than_two_dimensions_need_a_view() {
     let error = MuonConfig::new().try_init(&vision()).map(|_| ()).unwrap_err();
     let Error::Shape { parameter, shape, .. } = &error else { panic!("{error}") };
     assert_eq!((parameter.as_str(), shape.as_slice()), ("conv.weight", &[5, 2, 3, 3][..]));
@@ -255,7 +256,7 @@ fn more_than_two_dimensions_need_a_view() {
     let conv =
         Tensor::<4>::random([5, 2, 3, 3], Distribution::Normal(0.0, 1.0), &Device::default());
     grads.register(model.conv.weight.id, conv);
-    // The optimizer was made for another instance: paths are what counts.
+    // The optimizer was made for another instance: it identifies parameters by their paths.
     let model = optim.step(1.0, model, grads);
     let update = (before.1 - model.experts.val()).inner();
     for k in 0..3 {
@@ -270,7 +271,7 @@ fn more_than_two_dimensions_need_a_view() {
 }
 
 #[test]
-fn orientation_follows_burns_linear() {
+fn the_scale_follows_the_layout_of_burns_linear() {
     // 4 inputs, 16 outputs: Original scales by sqrt(16 / 4). Swapped, it would be 1.
     let step = |layout| {
         let linear = LinearConfig::new(4, 16).with_bias(false).init(&device());
@@ -282,7 +283,7 @@ fn orientation_follows_burns_linear() {
             .with_weight_decay(0.0.into())
             .init(&linear);
         let mut grads = GradientsParams::new();
-        // Values of its own: tests that run beside this one draw from the device's.
+        // Not from the generator of the device, from which tests on other threads draw.
         let grad = tensor(&random(4, 16, 3), &Device::default());
         grads.register(linear.weight.id, grad.reshape([4, 16]));
         let linear = optim.step(1.0, linear, grads);
@@ -293,7 +294,7 @@ fn orientation_follows_burns_linear() {
 }
 
 #[test]
-fn matches_the_bare_rule() {
+fn the_module_optimizer_is_bit_equal_to_the_per_parameter_rule() {
     let linear = LinearConfig::new(6, 9).with_bias(false).init(&device());
     let config = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
     let grad = Tensor::<2>::random([6, 9], Distribution::Normal(0.0, 1.0), &Device::default());
@@ -305,7 +306,7 @@ fn matches_the_bare_rule() {
 }
 
 #[test]
-fn gradients_of_another_shape_are_refused() {
+fn gradients_of_another_shape_are_rejected() {
     let net = Net::new(&device());
     let muon = (net.layers[0].up.weight.id, "`layers.0.up.weight`");
     let adamw = (net.embedding.weight.id, "`embedding.weight`");
@@ -321,7 +322,7 @@ fn gradients_of_another_shape_are_refused() {
 }
 
 #[test]
-fn a_step_that_the_device_has_no_memory_for_is_named() {
+fn a_step_without_memory_fails_naming_the_parameter() {
     let net = Net::new(&device());
     let Some(huge) = beyond_memory(8, 16) else { return };
     let message = |grads: GradientsParams| {
@@ -338,12 +339,12 @@ fn a_step_that_the_device_has_no_memory_for_is_named() {
         let message = message(grads);
         assert!(message.contains(name) && message.contains("1099511627776 bytes"), "{message}");
     }
-    // The device goes on.
+    // The device still works.
     train(net, &mut MuonConfig::new().init(&Net::new(&device())), 0..1).head.weight.val().to_data();
 }
 
 #[test]
-fn gradients_that_are_not_finite_change_nothing_and_are_counted() {
+fn non_finite_gradients_change_nothing_and_are_counted() {
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let net = Net::new(&device());
         let routing = MuonConfig::new().route(&net).unwrap();
@@ -377,8 +378,8 @@ fn gradients_that_are_not_finite_change_nothing_and_are_counted() {
         assert_eq!(skipped["layers.0.up.weight"], 1);
         assert_eq!(skipped["layers.1.norm.gamma"], 1);
 
-        // The momentum is untouched, too: the next good gradient of the spoiled matrix acts as if
-        // the bad one had never come.
+        // The momentum is also unchanged: the next finite gradient of the matrix has the effect
+        // that it has without the spoiled step.
         let good = after.gradients(5);
         let grad = good.get::<2>(up).unwrap();
         let mut twice = [GradientsParams::new(), GradientsParams::new()];
@@ -392,7 +393,7 @@ fn gradients_that_are_not_finite_change_nothing_and_are_counted() {
 }
 
 #[test]
-fn a_bad_first_gradient_is_survived() {
+fn a_non_finite_first_gradient_is_skipped() {
     let linear = LinearConfig::new(4, 4).init(&device());
     let weight = Tensor::<2>::full([4, 4], f32::NAN, &Device::default());
     let (after, state) =
@@ -404,7 +405,7 @@ fn a_bad_first_gradient_is_survived() {
 }
 
 #[test]
-fn learning_rates_of_groups() {
+fn learning_rates_can_be_set_per_role() {
     let net = Net::new(&device());
     let frozen = AdamWConfig::new().with_embedding_lr(0.0).with_head_lr(0.0).with_vector_lr(0.0);
     let before = net.clone();
@@ -413,7 +414,7 @@ fn learning_rates_of_groups() {
     assert_eq!(bits(&after.head.weight.val()), bits(&before.head.weight.val()));
     assert_ne!(bits(&after.layers[0].up.weight.val()), bits(&before.layers[0].up.weight.val()));
 
-    // A Burn scheduler with a group of its own does the same.
+    // A Burn scheduler with a separate group has the same effect.
     let routing = MuonConfig::new().route(&before).unwrap();
     let matrices = |group| matches!(group, ParameterRole::Muon { .. });
     let mut lr = ModuleLrScheduler::new(Schedule::constant(0.0).into_lr_scheduler()).with_group(
@@ -427,19 +428,19 @@ fn learning_rates_of_groups() {
 }
 
 #[test]
-fn clipping_reaches_the_gradients() {
+fn clipping_changes_the_steps() {
     let net = Net::new(&device());
     let step = |clipping| {
         let config = MuonConfig::new().with_grad_clipping(clipping);
         let mut optim = config.init(&net);
-        // The momentum remembers the size of the first gradient.
+        // The second step depends on the size of the first gradient, which the momentum contains.
         train(net.clone(), &mut optim, 0..2).weights()
     };
     assert_ne!(step(Some(GradientClippingConfig::Norm(1e-6))), step(None));
 }
 
 #[test]
-fn schedules_move_momentum_and_decay() {
+fn the_weight_decay_follows_its_schedule() {
     let linear = LinearConfig::new(5, 5).with_bias(false).init(&device());
     let weight = linear.weight.val().inner();
     let zero = weight.zeros_like();
@@ -453,7 +454,7 @@ fn schedules_move_momentum_and_decay() {
 }
 
 #[test]
-fn a_resumed_run_is_bit_equal() {
+fn a_resumed_run_is_bit_equal_to_an_uninterrupted_one() {
     let config = MuonConfig::new().with_momentum(Schedule::momentum_warmup(0.95, 6).into());
     let net = Net::new(&device());
     let mut optim = config.init(&net);
@@ -465,11 +466,11 @@ fn a_resumed_run_is_bit_equal() {
     let model = net.clone();
     let uninterrupted = train(net, &mut optim, 3..8).weights();
 
-    // Burn's own file, with the module kept.
+    // Burn's file of the optimizer, with the same module.
     let mut loaded = config.init(&model).load(&paths[0]).unwrap();
     assert_eq!(train(model, &mut loaded, 3..8).weights(), uninterrupted);
 
-    // The checkpoint, into a model of its own.
+    // The checkpoint, loaded into a new model.
     let fresh = Net::new(&device());
     let optim = config.init(&fresh);
     let (model, mut optim, progress): (_, _, (String, i32)) =
@@ -479,7 +480,7 @@ fn a_resumed_run_is_bit_equal() {
 }
 
 #[test]
-fn broken_and_foreign_checkpoints_are_refused() {
+fn broken_and_foreign_checkpoints_are_rejected() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.ckpt");
     let net = Net::new(&device());
@@ -529,7 +530,7 @@ fn broken_and_foreign_checkpoints_are_refused() {
 fn checkpoints_of_version_1_load() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("v1.bpk");
-    // Part of the program, which may run where there are no sources.
+    // Included in the program, which may run on a machine without sources.
     std::fs::write(&path, include_bytes!("../data/checkpoint-v1.bpk")).unwrap();
     let load = |path: &std::path::Path| {
         let net = Net::new(&device());
@@ -553,7 +554,7 @@ fn checkpoints_of_version_1_load() {
     assert!(saved[1] == state(&optim));
     assert!(saved[1].values().flatten().any(|byte| *byte != 0));
 
-    // Saved again, it is of the present version and holds the same.
+    // Saved again, the checkpoint has the current version and the same contents.
     let again = folder.path().join("again.bpk");
     checkpoint::save(&again, &net, &optim, &progress).unwrap();
     let file = Reader::from_file_exact(&again).unwrap();
@@ -564,14 +565,14 @@ fn checkpoints_of_version_1_load() {
 }
 
 #[test]
-fn a_failed_save_leaves_the_checkpoint() {
+fn a_failed_save_leaves_the_earlier_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.ckpt");
     let net = Net::new(&device());
     let optim = MuonConfig::new().init(&net);
     checkpoint::save(&path, &net, &optim, &1).unwrap();
     let before = std::fs::read(&path).unwrap();
-    // Progress that can't be written interrupts the save.
+    // Progress that can't be serialized interrupts the save.
     let error =
         checkpoint::save(&path, &net, &optim, &std::collections::HashMap::from([((1, 2), 3)]));
     assert!(matches!(error, Err(Error::Checkpoint { .. })));
@@ -582,19 +583,19 @@ fn a_failed_save_leaves_the_checkpoint() {
     assert_eq!(files, 1, "nothing half-written is left");
 }
 
-/// Found out before training, not by a wrong result on the way.
+/// The error comes before training.
 #[test]
-fn a_type_that_the_device_has_not_is_refused() {
+fn a_type_that_the_device_does_not_support_is_rejected() {
     let net = Net::new(&device());
     for (dtype, iteration) in
         [(FloatDType::F16, IterationDtype::F16), (FloatDType::BF16, IterationDtype::Bf16)]
     {
-        let refusal = MuonConfig::new()
+        let error = MuonConfig::new()
             .with_newton_schulz(NewtonSchulzConfig::new().with_dtype(iteration))
             .try_init(&net)
             .err();
-        assert_eq!(refusal.is_none(), has_type(dtype), "{dtype:?}: {refusal:?}");
-        if let Some(error) = refusal {
+        assert_eq!(error.is_none(), has_type(dtype), "{dtype:?}: {error:?}");
+        if let Some(error) = error {
             assert!(matches!(error, Error::Dtype { .. }), "{error}");
             assert!(error.to_string().contains("weight`"), "{error}");
             assert!(error.to_string().contains("`iteration_dtype`"), "{error}");
@@ -603,27 +604,28 @@ fn a_type_that_the_device_has_not_is_refused() {
 }
 
 #[test]
-fn unusable_settings_are_named() {
+fn invalid_settings_are_rejected_and_named() {
     let net = Net::new(&device());
-    let refused = |config: MuonConfig, setting: &str| match config.try_init(&net) {
+    let rejected = |config: MuonConfig, setting: &str| match config.try_init(&net) {
         Err(Error::Setting { setting: named, .. }) => assert_eq!(named, setting),
         Err(error) => panic!("{setting}: {error}"),
         Ok(_) => panic!("{setting} was accepted"),
     };
     let config = MuonConfig::new;
-    refused(config().with_momentum(1.0.into()), "momentum");
-    refused(config().with_momentum(Schedule::constant(0.9).linear(5, f64::NAN).into()), "momentum");
-    refused(config().with_weight_decay((-0.1).into()), "weight_decay");
-    refused(config().with_lr_factor(f64::INFINITY), "lr_factor");
+    rejected(config().with_momentum(1.0.into()), "momentum");
+    let momentum = Schedule::constant(0.9).linear(5, f64::NAN);
+    rejected(config().with_momentum(momentum.into()), "momentum");
+    rejected(config().with_weight_decay((-0.1).into()), "weight_decay");
+    rejected(config().with_lr_factor(f64::INFINITY), "lr_factor");
     let iteration = NewtonSchulzConfig::new;
-    refused(config().with_newton_schulz(iteration().with_steps(Some(0))), "steps");
-    refused(config().with_newton_schulz(iteration().with_epsilon(-1e-7)), "epsilon");
+    rejected(config().with_newton_schulz(iteration().with_steps(Some(0))), "steps");
+    rejected(config().with_newton_schulz(iteration().with_epsilon(-1e-7)), "epsilon");
     let adamw = AdamWConfig::new;
-    refused(config().with_adamw(adamw().with_beta_1(1.0)), "adamw.beta_1");
-    refused(config().with_adamw(adamw().with_beta_2(-0.1)), "adamw.beta_2");
-    refused(config().with_adamw(adamw().with_epsilon(f64::NAN)), "adamw.epsilon");
-    refused(config().with_adamw(adamw().with_weight_decay(-1.0)), "adamw.weight_decay");
-    refused(config().with_adamw(adamw().with_head_lr(f64::NAN)), "adamw.head_lr");
+    rejected(config().with_adamw(adamw().with_beta_1(1.0)), "adamw.beta_1");
+    rejected(config().with_adamw(adamw().with_beta_2(-0.1)), "adamw.beta_2");
+    rejected(config().with_adamw(adamw().with_epsilon(f64::NAN)), "adamw.epsilon");
+    rejected(config().with_adamw(adamw().with_weight_decay(-1.0)), "adamw.weight_decay");
+    rejected(config().with_adamw(adamw().with_head_lr(f64::NAN)), "adamw.head_lr");
 
     #[derive(Module, Debug)]
     struct Empty {
@@ -634,7 +636,7 @@ fn unusable_settings_are_named() {
 
 #[test]
 #[should_panic(expected = "was not in the model")]
-fn another_model_is_not_trained_in_silence() {
+fn training_another_model_panics() {
     let linear = LinearConfig::new(4, 4).init(&device());
     let mut optim = MuonConfig::new().init(&linear);
     let net = Net::new(&device());
@@ -644,7 +646,7 @@ fn another_model_is_not_trained_in_silence() {
 
 #[test]
 #[should_panic(expected = "use `MuonConfig::init`, with a rule")]
-fn the_bare_rule_names_the_remedy() {
+fn the_per_parameter_rule_names_a_remedy_for_three_dimensions() {
     let tensor = Tensor::<3>::ones([2, 3, 4], &Device::default());
     MuonConfig::new().build().step(0.1, tensor.clone(), tensor, None);
 }

@@ -1,4 +1,4 @@
-//! Newton-Schulz against float64 references, for every kind of matrix that a run may bring.
+//! Newton-Schulz against float64 references, for every kind of matrix that may occur in a run.
 
 use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, TensorData, s};
 use distmuon::ComputePath;
@@ -28,7 +28,7 @@ fn schedule(set: &Coefficients) -> Vec<[f64; 3]> {
     set.schedule(set.designed_steps()).unwrap()
 }
 
-/// A configuration in float32, without a least norm.
+/// A configuration in float32, without an epsilon.
 fn config(set: &Coefficients, steps: usize) -> NewtonSchulzConfig {
     NewtonSchulzConfig::new()
         .with_coefficients(set.clone())
@@ -72,10 +72,10 @@ fn every_set_and_form_matches_the_exact_polynomials() {
                 let newton_schulz = iteration(&set, 1e-7, form).with_kernels(kernels);
                 for (rows, columns) in [(64, 64), (32, 96), (96, 32), (37, 53), (128, 512)] {
                     let input = random(rows, columns, 1);
-                    let found = run(&newton_schulz, &input);
+                    let result = run(&newton_schulz, &input);
                     let exact = references::newton_schulz(&input, &schedule(&set), 1e-7);
-                    let error = distance(&found, &exact);
-                    // The Gram form squares the input, and with it the effect of rounding.
+                    let error = distance(&result, &exact);
+                    // The Gram form squares the input, and also the effect of rounding.
                     let bound = tf32_or(if form == IterationForm::Gram { 2e-3 } else { 2e-4 });
                     assert!(
                         error < bound,
@@ -88,7 +88,7 @@ fn every_set_and_form_matches_the_exact_polynomials() {
 }
 
 #[test]
-fn close_to_the_polar_factor_of_an_svd() {
+fn results_are_close_to_the_polar_factor_of_an_svd() {
     for (rows, columns) in [(512, 512), (512, 256), (256, 512)] {
         // Well-conditioned, so that every singular value is within the designed interval.
         let rank = rows.min(columns);
@@ -100,23 +100,23 @@ fn close_to_the_polar_factor_of_an_svd() {
 }
 
 #[test]
-fn sixteen_polar_express_steps_are_orthogonal() {
+fn sixteen_polar_express_steps_give_an_orthogonal_matrix() {
     let set = Coefficients::PolarExpress { safety: 1.0 };
     let newton_schulz = config(&set, 16).with_form(IterationForm::Standard).init();
-    let found = run(&newton_schulz.unwrap(), &random(48, 80, 5));
-    let gram = &found * found.transpose();
+    let result = run(&newton_schulz.unwrap(), &random(48, 80, 5));
+    let gram = &result * result.transpose();
     assert!(distance(&gram, &Mat::identity(48, 48)) < 1e-5);
 }
 
 #[test]
-fn odd_and_degenerate_shapes() {
+fn matrices_of_odd_and_degenerate_shapes_match_float64() {
     for (rows, columns) in
         [(1, 1), (1, 7), (7, 1), (1, 300), (2, 3), (511, 513), (511, 257), (257, 513)]
     {
         let input = random(rows, columns, 7);
-        let found = run(&default_iteration(), &input);
+        let result = run(&default_iteration(), &input);
         let exact = newton_schulz(&input, &schedule(&Coefficients::polar_express()), 0.0);
-        let error = distance(&found, &exact);
+        let error = distance(&result, &exact);
         assert!(error < tf32_or(2e-4), "{rows}x{columns}: {error}");
     }
     let empty = Tensor::<3>::zeros([0, 4, 5], &Device::default());
@@ -124,12 +124,12 @@ fn odd_and_degenerate_shapes() {
 }
 
 #[test]
-fn scale_does_not_matter_without_epsilon() {
+fn results_do_not_depend_on_scale_without_epsilon() {
     let input = random(24, 40, 11);
     let reference = run(&default_iteration(), &input);
     for scale in [1e-30, 1e-12, 1e20] {
-        let found = run(&default_iteration(), &(faer::Scale(scale) * &input));
-        assert!(distance(&found, &reference) < tf32_or(1e-4), "scale {scale}");
+        let result = run(&default_iteration(), &(faer::Scale(scale) * &input));
+        assert!(distance(&result, &reference) < tf32_or(1e-4), "scale {scale}");
     }
 }
 
@@ -137,18 +137,18 @@ fn scale_does_not_matter_without_epsilon() {
 fn epsilon_keeps_tiny_matrices_tiny() {
     let newton_schulz = iteration(&Coefficients::polar_express(), 1e-7, IterationForm::Auto);
     let input = faer::Scale(1e-30) * &random(24, 40, 11);
-    let found = run(&newton_schulz, &input);
-    assert!(found.norm_max() < 1e-18 && found.norm_max().is_finite());
+    let result = run(&newton_schulz, &input);
+    assert!(result.norm_max() < 1e-18 && result.norm_max().is_finite());
 }
 
 #[test]
-fn zeros_stay_zeros() {
+fn zero_matrices_stay_zero() {
     for epsilon in [0.0, 1e-7] {
         for (rows, columns) in [(8, 8), (8, 24), (600, 520)] {
             let newton_schulz =
                 iteration(&Coefficients::polar_express(), epsilon, IterationForm::Auto);
-            let found = run(&newton_schulz, &Mat::zeros(rows, columns));
-            assert_eq!(found.norm_max(), 0.0, "{rows}x{columns}, epsilon {epsilon}");
+            let result = run(&newton_schulz, &Mat::zeros(rows, columns));
+            assert_eq!(result.norm_max(), 0.0, "{rows}x{columns}, epsilon {epsilon}");
         }
     }
 }
@@ -159,10 +159,10 @@ fn rank_deficient_matrices_keep_their_rank() {
         let mut values = vec![1.0; rows];
         values[rows / 2..].fill(0.0);
         let input = with_spectrum(rows, columns, &values, 13);
-        let found = run(&default_iteration(), &input);
-        assert!(distance(&found, &polar(&input)) < 0.2, "{rows}x{columns}");
+        let result = run(&default_iteration(), &input);
+        assert!(distance(&result, &polar(&input)) < 0.2, "{rows}x{columns}");
         let rank =
-            found.thin_svd().unwrap().S().column_vector().iter().filter(|s| **s > 0.1).count();
+            result.thin_svd().unwrap().S().column_vector().iter().filter(|s| **s > 0.1).count();
         assert_eq!(rank, rows / 2);
     }
 }
@@ -170,8 +170,8 @@ fn rank_deficient_matrices_keep_their_rank() {
 /// Spectra from flat to spanning nine decades, in aspects from 1 to 8: no singular value may leave
 /// the interval that exact arithmetic keeps it in.
 #[test]
-fn a_zoo_of_spectra() {
-    // LibTorch's processor is fast enough for this one.
+fn singular_values_of_every_spectrum_stay_in_their_interval() {
+    // On LibTorch's CPU device, this test is fast enough.
     if matches!(fastest(), ComputePath::CubeCl { .. }) && takes_minutes() {
         return;
     }
@@ -193,15 +193,15 @@ fn a_zoo_of_spectra() {
             let input = with_spectrum(m, m * aspect, &values, 17);
             for set in sets() {
                 for form in forms() {
-                    let found = run(&iteration(&set, 0.0, form), &input);
+                    let result = run(&iteration(&set, 0.0, form), &input);
                     let exact = newton_schulz(&input, &schedule(&set), 0.0);
-                    let error = distance(&found, &exact);
+                    let error = distance(&result, &exact);
                     // Rounding of a zero singular value is amplified by the slope at zero, up to
-                    // 8e4 for ten steps; float32 itself is good to 1e-7.
+                    // 8e4 for ten steps; float32 itself is precise to 1e-7.
                     let slope: f64 = schedule(&set).iter().map(|[a, _, _]| a).product();
                     let bound = 5e-4 + 2e-7 * slope;
                     assert!(error < bound, "{name} x{aspect} {set:?} {form:?}: {error}");
-                    let largest = found.thin_svd().unwrap().S().column_vector()[0];
+                    let largest = result.thin_svd().unwrap().S().column_vector()[0];
                     assert!(largest < 1.21 + bound, "{name} x{aspect} {set:?} {form:?}: {largest}");
                 }
             }
@@ -210,7 +210,7 @@ fn a_zoo_of_spectra() {
 }
 
 #[test]
-fn half_precision_stays_in_the_interval() {
+fn half_precision_is_close_to_float64() {
     for (dtype, held) in [(IterationDtype::F16, DType::F16), (IterationDtype::Bf16, DType::BF16)] {
         if !Device::default().supports_dtype(held) {
             lacks(format!("{held:?}"));
@@ -221,15 +221,16 @@ fn half_precision_stays_in_the_interval() {
             let newton_schulz =
                 config(&set, 5).with_epsilon(1e-7).with_dtype(dtype).init().unwrap();
             let input = random(rows, columns, 19);
-            let found = run(&newton_schulz, &input);
+            let result = run(&newton_schulz, &input);
             let exact = references::newton_schulz(&input, &schedule(&set), 1e-7);
-            let error = distance(&found, &exact);
+            let error = distance(&result, &exact);
             assert!(error < 0.1, "{dtype:?} {rows}x{columns}: {error}");
         }
     }
 }
 
-/// Singular vectors of matrices of one size, to make matrices of any spectrum whose images are known.
+/// Singular vectors of matrices of one size, from which matrices of any spectrum with known results
+/// are made.
 struct Vectors {
     left: Mat<f64>,
     right: Mat<f64>,
@@ -247,7 +248,7 @@ impl Vectors {
         &scaled * self.right.submatrix(0, 0, n, rank).transpose()
     }
 
-    /// What exact arithmetic makes of the matrix with these singular values.
+    /// The result of exact arithmetic for the matrix with these singular values.
     fn image(&self, values: &[f64], schedule: &[[f64; 3]]) -> Mat<f64> {
         let norm = values.iter().map(|s| s * s).sum::<f64>().sqrt();
         self.with(&values.iter().map(|s| polynomial(schedule, s / norm)).collect::<Vec<_>>())
@@ -260,7 +261,8 @@ impl Vectors {
     }
 }
 
-/// Spectra that gradients have, and those in which rounding does most harm, for `m` by `n` matrices.
+/// Spectra of gradients, and spectra in which rounding has the largest effect, for `m` by `n`
+/// matrices.
 fn spectra(m: usize, n: usize) -> Vec<(&'static str, Vec<f64>)> {
     let graded = |value: &dyn Fn(f64) -> f64| -> Vec<f64> {
         (0..m).map(|i| value(i as f64 / (m - 1) as f64)).collect()
@@ -293,8 +295,8 @@ fn takes_minutes() -> bool {
     takes_minutes
 }
 
-/// The types that the device has, with the error that is allowed in any case; none on devices in software,
-/// which would take minutes.
+/// The types that the device supports, with the error that is always allowed. Empty on devices in
+/// software, which would take minutes.
 fn types() -> Vec<(IterationDtype, f64)> {
     if takes_minutes() {
         return vec![];
@@ -307,7 +309,7 @@ fn types() -> Vec<(IterationDtype, f64)> {
     let has = |dtype| has_type(dtype) && !(dtype == FloatDType::F32 && has_tf32());
     all.into_iter()
         .filter(|(_, dtype, _)| has(*dtype))
-        .map(|(own, _, error)| (own, error))
+        .map(|(iteration, _, error)| (iteration, error))
         .collect()
 }
 
@@ -316,7 +318,8 @@ fn error(iteration: &NewtonSchulz, input: &Mat<f64>, exact: &Mat<f64>) -> f64 {
     (run(iteration, input) - exact).norm_l2() / exact.norm_l2()
 }
 
-/// Compares both forms for all spectra of a size. Where the Gram form is refused, results are finite.
+/// Compares both forms for all spectra of a size. If the Gram form is rejected, results have to be
+/// finite.
 fn compare_forms(
     sets: &[Coefficients],
     steps: Option<usize>,
@@ -329,41 +332,41 @@ fn compare_forms(
         let schedule = set.schedule(steps).unwrap();
         let exact: Vec<_> = inputs.iter().map(|(_, s, _)| vectors.image(s, &schedule)).collect();
         for (dtype, allowed) in dtypes {
-            let of = |form| config(set, steps).with_dtype(*dtype).with_form(form).init();
+            let build = |form| config(set, steps).with_dtype(*dtype).with_form(form).init();
             let (standard, gram) =
-                (of(IterationForm::Standard).unwrap(), of(IterationForm::Gram).ok());
+                (build(IterationForm::Standard).unwrap(), build(IterationForm::Gram).ok());
             for ((name, _, input), exact) in inputs.iter().zip(&exact) {
-                let what =
+                let case =
                     format!("{name}, {:?}, {set:?}, {steps} steps, {dtype:?}", input.shape());
                 let standard = error(&standard, input, exact);
-                assert!(standard.is_finite(), "{what}");
+                assert!(standard.is_finite(), "{case}");
                 let Some(gram) = &gram else { continue };
                 let restarts = gram.explain(&tensor(input, &Device::default())).restarts;
                 let gram = error(gram, input, exact);
                 let bound = 3.0 * standard + allowed;
-                assert!(gram <= bound, "{what} {restarts:?}: {gram:.2e}, standard {standard:.2e}");
+                assert!(gram <= bound, "{case} {restarts:?}: {gram:.2e}, standard {standard:.2e}");
             }
         }
     }
 }
 
 #[test]
-fn the_gram_form_is_about_as_exact_as_the_standard_form() {
+fn the_gram_form_is_about_as_precise_as_the_standard_form() {
     for [m, n] in [[48, 160], [96, 96], [224, 448]] {
         compare_forms(&sets(), None, &Vectors::new(m, n), &types());
     }
 }
 
 #[test]
-fn the_defaults_are_exact_on_large_matrices() {
+fn the_default_coefficients_are_precise_on_large_matrices() {
     let half: Vec<_> =
         types().into_iter().filter(|(dtype, _)| *dtype != IterationDtype::F32).collect();
     compare_forms(&[Coefficients::polar_express()], None, &Vectors::new(512, 1024), &half);
 }
 
-/// Results are finite for any number of steps, and the forms equally exact.
+/// Results are finite, and the forms are equally precise.
 #[test]
-fn any_number_of_steps() {
+fn both_forms_are_precise_for_any_number_of_steps() {
     let safe = Coefficients::PolarExpress { safety: 1.01 };
     let sets = [sets(), vec![safe]].concat();
     let vectors = Vectors::new(24, 60);
@@ -372,9 +375,10 @@ fn any_number_of_steps() {
     }
 }
 
-/// Gradients of low rank with little noise, of which the Gram form without enough restarts made NaN.
+/// Gradients of low rank with little noise, for which the Gram form without enough restarts
+/// returned NaN.
 #[test]
-fn long_runs_are_finite_in_half_precision() {
+fn many_steps_are_finite_in_half_precision() {
     let vectors = Vectors::new(48, 160);
     let values: Vec<f64> = (0..48).map(|i| if i < 24 { 1.0 } else { 1e-3 }).collect();
     let input = vectors.with(&values);
@@ -385,8 +389,8 @@ fn long_runs_are_finite_in_half_precision() {
             (Coefficients::PolarExpressCushioned, 9),
         ] {
             let auto = config(&set, steps).with_epsilon(1e-7).with_dtype(dtype).init().unwrap();
-            let found = run(&auto, &input);
-            assert!(found.norm_l2().is_finite(), "{set:?}, {steps} steps, {dtype:?}");
+            let result = run(&auto, &input);
+            assert!(result.norm_l2().is_finite(), "{set:?}, {steps} steps, {dtype:?}");
         }
     }
 }
@@ -397,8 +401,8 @@ fn long_runs_are_finite_in_half_precision() {
 fn tables_of_errors() {
     let set = Coefficients::polar_express();
     let iterations = types().into_iter().flat_map(|(dtype, _)| {
-        let of = |form| config(&set, 5).with_dtype(dtype).with_form(form).init().unwrap();
-        [IterationForm::Standard, IterationForm::Gram].map(|form| (dtype, of(form)))
+        let build = |form| config(&set, 5).with_dtype(dtype).with_form(form).init().unwrap();
+        [IterationForm::Standard, IterationForm::Gram].map(|form| (dtype, build(form)))
     });
     let iterations: Vec<_> = iterations.collect();
     for [m, n] in [[48, 160], [224, 448], [512, 1024]] {
@@ -420,7 +424,7 @@ fn tables_of_errors() {
 
 /// float64 is iterated in float64, with coefficients in float64, at any scale.
 #[test]
-fn double_precision_is_kept() {
+fn float64_matrices_are_iterated_in_float64_at_any_scale() {
     let device = Device::default();
     if !has_type(FloatDType::F64) {
         lacks("float64");
@@ -435,15 +439,15 @@ fn double_precision_is_kept() {
         for form in [IterationForm::Standard, IterationForm::Gram] {
             let iteration = iteration(&Coefficients::polar_express(), 0.0, form);
             assert_eq!(iteration.explain(&batch).dtype, FloatDType::F64);
-            let found = matrix(&iteration.orthogonalize(batch.clone()), 0);
-            let error = (found - &exact).norm_l2() / exact.norm_l2();
+            let result = matrix(&iteration.orthogonalize(batch.clone()), 0);
+            let error = (result - &exact).norm_l2() / exact.norm_l2();
             assert!(error < 1e-13, "{form:?}, scale {scale}: {error:e}");
         }
     }
 }
 
 #[test]
-fn a_batch_equals_its_matrices_bit_for_bit() {
+fn a_batch_is_bit_equal_to_its_single_matrices() {
     let device = Device::default();
     for shape in [[3, 20, 33], [2, 33, 20], [2, 130, 130], [3, 200, 520]] {
         let batch = Tensor::<3>::random(shape, Distribution::Normal(0.0, 1.0), &device);
@@ -461,14 +465,14 @@ fn a_bad_matrix_does_not_spoil_its_batch() {
     let device = Device::default();
     let good = Tensor::<3>::random([1, 16, 16], Distribution::Default, &device);
     let bad = good.clone().mul_scalar(f32::NAN);
-    let found = default_iteration().orthogonalize(Tensor::cat(vec![good.clone(), bad], 0));
+    let result = default_iteration().orthogonalize(Tensor::cat(vec![good.clone(), bad], 0));
     let alone = default_iteration().orthogonalize(good);
-    assert_eq!(bits(&found.clone().slice(s![0..1])), bits(&alone));
-    assert!(matrix(&found, 1)[(0, 0)].is_nan());
+    assert_eq!(bits(&result.clone().slice(s![0..1])), bits(&alone));
+    assert!(matrix(&result, 1)[(0, 0)].is_nan());
 }
 
 #[test]
-fn non_contiguous_batches() {
+fn non_contiguous_batches_agree_with_contiguous_copies() {
     let device = Device::default();
     let wide = Tensor::<3>::random([2, 40, 90], Distribution::Normal(0.0, 1.0), &device);
     let cases = [
@@ -479,14 +483,14 @@ fn non_contiguous_batches() {
     ];
     for case in cases {
         let copy = Tensor::<3>::from_data(case.to_data(), &device);
-        let (found, reference) =
+        let (result, reference) =
             (default_iteration().orthogonalize(case), default_iteration().orthogonalize(copy));
-        let error = (found - reference).abs().max().into_scalar::<f32>();
+        let error = (result - reference).abs().max().into_scalar::<f32>();
         assert!(f64::from(error) < tf32_or(1e-5), "{error}");
     }
 }
 
-/// What should compute on the device that the tests run on.
+/// The expected compute path of the default device.
 fn fastest() -> ComputePath {
     let device = format!("{:?}", Device::default());
     match () {
@@ -498,13 +502,13 @@ fn fastest() -> ComputePath {
     }
 }
 
-/// Whether that is CubeCL's CPU runtime, which has neither cubes of many units nor graphs.
+/// Returns `true` on CubeCL's CPU runtime, which has neither cubes of many units nor graphs.
 fn on_cpu_runtime() -> bool {
     format!("{:?}", Device::default()).contains("CpuDevice")
 }
 
 #[test]
-fn explains_what_runs() {
+fn explains_the_form_type_and_kernel_that_run() {
     let device = Device::default();
     let explain =
         |iteration: &NewtonSchulz, m, n| iteration.explain(&Tensor::<3>::zeros([1, m, n], &device));
@@ -539,8 +543,7 @@ fn explains_what_runs() {
     assert_eq!(explain(&half.init().unwrap(), 64, 64).restarts, [3]);
 }
 
-/// The kernels of the device against Burn's operations, with sizes that tiles divide and others, small
-/// and large, single and batched, transposed and not.
+/// Sizes that tiles divide and others, small and large, single and batched, transposed and not.
 #[test]
 fn kernels_agree_with_burns_operations() {
     let device = Device::default();
@@ -559,9 +562,9 @@ fn kernels_agree_with_burns_operations() {
     }
 }
 
-/// A recording is made at the first batch of a shape, and serves others; earlier results stay.
+/// A graph is recorded at the first batch of a shape. Later batches do not overwrite its result.
 #[test]
-fn recordings_compute_what_they_recorded() {
+fn recorded_graphs_serve_later_batches_of_the_same_shape() {
     let device = Device::default();
     let recorded = default_config().with_graphs(true).init().unwrap();
     let batches = [1.0, 100.0, 0.01]
@@ -576,15 +579,15 @@ fn recordings_compute_what_they_recorded() {
     assert_eq!(recorded.recorded(), usize::from(has_graphs));
 }
 
-/// Measured at the first batch, whatever wins.
+/// Kernels are measured at the first batch, and the fastest is used.
 #[test]
-fn tuned_kernels_compute_the_same() {
+fn tuned_kernels_agree_with_burns_operations() {
     let batch =
         Tensor::<3>::random([2, 70, 130], Distribution::Normal(0.0, 1.0), &Device::default());
     let tuned = default_iteration().with_kernels(KernelPolicy::Tuned);
-    let engine = tuned.explain(&batch).path;
+    let path = tuned.explain(&batch).path;
     let measured = matches!(fastest(), ComputePath::CubeCl { .. });
-    assert_eq!(engine == ComputePath::CubeCl { tuned: true }, measured);
+    assert_eq!(path == ComputePath::CubeCl { tuned: true }, measured);
     let reference = default_iteration().with_kernels(KernelPolicy::Portable);
     let expected = reference.orthogonalize(batch.clone());
     for _ in 0..2 {
@@ -592,13 +595,13 @@ fn tuned_kernels_compute_the_same() {
         let error = difference.abs().max().into_scalar::<f32>();
         assert!(f64::from(error) < tf32_or(1e-3), "{error}");
     }
-    // What was measured is told by name.
+    // The explanation names the kernel that was chosen.
     let kernel = tuned.explain(&batch).kernel;
     assert!(!measured || kernel.contains("cube") || kernel.contains("Burn's matmul"), "{kernel}");
 }
 
 #[test]
-fn a_small_workspace_changes_nothing() {
+fn a_small_workspace_does_not_change_results() {
     let batch =
         Tensor::<3>::random([5, 100, 120], Distribution::Normal(0.0, 1.0), &Device::default());
     let whole = default_iteration().orthogonalize(batch.clone());
@@ -611,7 +614,7 @@ fn a_small_workspace_changes_nothing() {
 }
 
 #[test]
-fn unusable_settings_are_named() {
+fn invalid_settings_are_rejected_and_named() {
     let new = |steps, epsilon, form, set: &Coefficients| {
         let config = config(set, steps).with_epsilon(epsilon).with_form(form);
         config.with_dtype(IterationDtype::Bf16).init().unwrap_err().to_string()
@@ -634,46 +637,60 @@ fn unusable_settings_are_named() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(ProptestConfig {
+        cases: 48,
+        failure_persistence: None,
+        ..Default::default()
+    })]
 
-    /// Orthogonalising commutes with transposition.
     #[test]
-    fn transposition(rows in 1usize..40, columns in 1usize..40, seed in 0u64..1000) {
+    fn orthogonalising_commutes_with_transposition(
+        rows in 1usize..40,
+        columns in 1usize..40,
+        seed in 0u64..1000,
+    ) {
         let input = random(rows, columns, seed);
         let transposed = input.transpose().to_owned();
-        let found = run(&default_iteration(), &transposed);
+        let result = run(&default_iteration(), &transposed);
         let reference = run(&default_iteration(), &input);
-        prop_assert!(distance(&found, &reference.transpose().to_owned()) < tf32_or(1e-3));
+        prop_assert!(distance(&result, &reference.transpose().to_owned()) < tf32_or(1e-3));
     }
 
-    /// Orthogonalising commutes with rotations of rows and columns.
     #[test]
-    fn rotation(rows in 2usize..24, columns in 2usize..24, seed in 0u64..1000) {
+    fn orthogonalising_commutes_with_rotations(
+        rows in 2usize..24,
+        columns in 2usize..24,
+        seed in 0u64..1000,
+    ) {
         let input = random(rows, columns, seed);
-        let (left, right) = (polar(&random(rows, rows, seed + 1)), polar(&random(columns, columns, seed + 2)));
-        let found = run(&default_iteration(), &(&left * &input * &right));
+        let left = polar(&random(rows, rows, seed + 1));
+        let right = polar(&random(columns, columns, seed + 2));
+        let result = run(&default_iteration(), &(&left * &input * &right));
         let reference = &left * run(&default_iteration(), &input) * &right;
-        prop_assert!(distance(&found, &reference) < tf32_or(2e-3));
+        prop_assert!(distance(&result, &reference) < tf32_or(2e-3));
     }
 
-    /// The forms and the engines agree.
     #[test]
-    fn forms_and_engines(rows in 1usize..60, columns in 1usize..60, seed in 0u64..1000) {
+    fn forms_and_compute_paths_agree(
+        rows in 1usize..60,
+        columns in 1usize..60,
+        seed in 0u64..1000,
+    ) {
         let input = random(rows, columns, seed);
         let set = Coefficients::polar_express();
-        let reference =
-            run(&iteration(&set, 0.0, IterationForm::Standard).with_kernels(KernelPolicy::Portable), &input);
+        let portable = iteration(&set, 0.0, IterationForm::Standard);
+        let reference = run(&portable.with_kernels(KernelPolicy::Portable), &input);
         for form in forms() {
-            let found = run(&iteration(&set, 0.0, form), &input);
-            prop_assert!(distance(&found, &reference) < tf32_or(2e-3));
+            let result = run(&iteration(&set, 0.0, form), &input);
+            prop_assert!(distance(&result, &reference) < tf32_or(2e-3));
         }
     }
 }
 
-/// The split product of the portable engine against a plain one, in sizes that its blocks do not
-/// divide.
+/// The split product of the portable compute path against a plain product, in sizes that its blocks
+/// do not divide.
 #[test]
-fn block_rows_equal_the_plain_product() {
+fn products_in_block_rows_equal_the_plain_product() {
     for (m, n) in [(512, 2048), (515, 2050)] {
         assert!(ComputePath::Portable.symmetric_share(m, n) < 1.0, "{m}x{n} is not split");
         let a = Tensor::<3>::random([1, m, n], Distribution::Default, &Device::default());

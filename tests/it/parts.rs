@@ -51,7 +51,8 @@ fn matrix(tensor: &Tensor<2>) -> Mat<f64> {
     Mat::from_fn(rows, columns, |i, j| values[i * columns + j])
 }
 
-/// What each step subtracts from a parameter, given matrices `[outputs, inputs]` as gradients, in a layout.
+/// The updates that steps subtract from a parameter in a layout. The gradients are matrices
+/// `[outputs, inputs]`.
 fn updates(config: &MuonConfig, grads: &[Mat<f64>], layout: MatrixLayout) -> Vec<Mat<f64>> {
     let turned = |matrix: &Mat<f64>| match layout {
         MatrixLayout::OutIn => matrix.clone(),
@@ -74,8 +75,8 @@ fn updates(config: &MuonConfig, grads: &[Mat<f64>], layout: MatrixLayout) -> Vec
     grads.iter().map(step).collect()
 }
 
-fn close(found: &Mat<f64>, expected: &Mat<f64>, case: &str) {
-    let error = (found - expected).norm_l2() / expected.norm_l2();
+fn close(actual: &Mat<f64>, expected: &Mat<f64>, case: &str) {
+    let error = (actual - expected).norm_l2() / expected.norm_l2();
     assert!(error < tf32_or(1e-4), "{case}: {error:.1e}");
 }
 
@@ -171,13 +172,13 @@ fn cautious_decay_never_works_against_the_update() {
             muon.step(lr, values(1), values(2), None).0
         };
         let undecayed = step(&plain());
-        let found = step(&plain().with_weight_decay(decay));
+        let actual = step(&plain().with_weight_decay(decay));
         let (old, update) = (values(1), values(1) - undecayed.clone());
         let opposed = (old.clone() * update).lower_elem(0.0);
         let none = Tensor::zeros([12, 8], (&device, DType::F32));
         let expected =
             undecayed - old.mul_scalar(decayed_at * rate).mask_where(opposed.clone(), none);
-        let error = (found - expected).abs().max().into_scalar::<f32>();
+        let error = (actual - expected).abs().max().into_scalar::<f32>();
         assert!(error < 1e-6, "{error}");
         let count = opposed.int().sum().into_scalar::<i64>();
         assert!((10..86).contains(&count), "both signs occur: {count}");
@@ -207,12 +208,12 @@ impl Net {
         net.map(&mut Fixed(StdRng::seed_from_u64(5)))
     }
 
-    /// Gradients of a step, one of which is not finite in the second one.
+    /// Gradients of a step. One of the second step is not finite.
     fn gradients(&self, step: u64) -> GradientsParams {
         let mut gradients = gradients(self, step);
         if step == 1 {
             let id = self.weights[2].id;
-            let gradient = gradients.remove::<2>(id).expect("a gradient");
+            let gradient = gradients.remove::<2>(id).expect("the matrix has a gradient");
             gradients.register(id, gradient.mul_scalar(f32::NAN));
         }
         gradients
@@ -245,10 +246,10 @@ fn by_parameter() -> Vec<Vec<u8>> {
     weights(&net)
 }
 
-fn equal(case: &str, found: &[Vec<u8>], expected: &[Vec<u8>]) {
-    // Only Flex computes a matrix of a batch as it computes it alone.
+fn equal(case: &str, actual: &[Vec<u8>], expected: &[Vec<u8>]) {
+    // Only on Flex, a matrix has the same bits in a batch and alone.
     if format!("{:?}", Device::default()).contains("Flex") {
-        assert_eq!(found, expected, "{case}");
+        assert_eq!(actual, expected, "{case}");
         return;
     }
     let values = |bytes: &[Vec<u8>]| {
@@ -256,8 +257,8 @@ fn equal(case: &str, found: &[Vec<u8>], expected: &[Vec<u8>]) {
         let values = bytes.chunks(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
         values.collect::<Vec<_>>()
     };
-    for (found, expected) in values(found).iter().zip(values(expected)) {
-        assert!((found - expected).abs() < 1e-3, "{case}: {found} for {expected}");
+    for (actual, expected) in values(actual).iter().zip(values(expected)) {
+        assert!((actual - expected).abs() < 1e-3, "{case}: {actual} for {expected}");
     }
 }
 
@@ -280,8 +281,8 @@ fn parts_are_exact_on_any_number_of_ranks() {
             }
             Ok((weights(&net), optim.skipped_steps().read()))
         });
-        for (found, skipped) in trained.unwrap() {
-            equal(&format!("{count} ranks"), &found, &expected);
+        for (actual, skipped) in trained.unwrap() {
+            equal(&format!("{count} ranks"), &actual, &expected);
             assert_eq!(skipped, [("weights.2".to_owned(), 1)].into());
         }
     }
@@ -353,7 +354,7 @@ fn checkpoints_of_parts_continue_on_any_number_of_ranks() {
     assert!(parameter.starts_with("weight") && reason.contains("second_moment"), "{error}");
 }
 
-/// Such as before a projection that starts at zero.
+/// Gradients before a projection that starts at zero are such matrices.
 #[test]
 fn matrices_of_zeros_stay_finite_with_all_parts() {
     for size in [[8, 8], [16, 16], [64, 32]] {
@@ -373,7 +374,7 @@ fn matrices_of_zeros_stay_finite_with_all_parts() {
 }
 
 #[test]
-fn settings_of_parts_are_checked() {
+fn invalid_settings_of_parts_are_rejected() {
     for beta_2 in [-0.1, 1.0, f64::NAN] {
         let error = plain().with_parts(vec![NorMuon::new(beta_2).into()]).try_build().unwrap_err();
         let Error::Setting { setting: "parts.NorMuon.beta_2", .. } = &error else {

@@ -1,4 +1,4 @@
-//! Skips, which must not look as if something had run.
+//! Reports of skipped tests, which must not look like tests that ran.
 
 use std::process::Command;
 
@@ -6,8 +6,8 @@ use distmuon_testing::{excused, lacks, skip};
 
 /// A skip, or a property that a device does not have, in its own process.
 #[test]
-#[ignore = "started by the other test"]
-fn skips_something() {
+#[ignore = "a process that the other test starts"]
+fn a_child_process_reports_a_skip() {
     match std::env::var("DISTMUON_TEST_SKIP").as_deref() {
         Ok("lacks") => lacks("float16"),
         Ok("excused") => excused("there is one device"),
@@ -16,7 +16,7 @@ fn skips_something() {
 }
 
 #[test]
-fn a_skip_fails_where_everything_has_to_run() {
+fn a_skip_fails_if_every_test_must_run() {
     for (kind, device, must_run, passes) in [
         ("skip", "vulkan", "1", false),
         ("skip", "vulkan", "0", true),
@@ -25,17 +25,17 @@ fn a_skip_fails_where_everything_has_to_run() {
         ("lacks", "vulkan", "1", true),
         ("excused", "cuda", "1", true),
     ] {
-        // Not the path of the process, which is the loader's where a test is started by one.
+        // Not the path of the process, which is that of the loader if a loader starts the test.
         let program = std::env::args_os().next().expect("the first argument is the program");
         let output = Command::new(program)
-            .args(["skips::skips_something", "--exact", "--ignored", "--nocapture"])
+            .args(["skips::a_child_process_reports_a_skip", "--exact", "--ignored", "--nocapture"])
             .env("DISTMUON_TEST_SKIP", kind)
             .env("BURN_DEVICE", device)
             .env("DISTMUON_MUST_RUN", must_run)
             .output()
             .expect("this program starts");
-        let said = String::from_utf8_lossy(&output.stdout);
-        assert_eq!(output.status.success(), passes, "{kind} on {device}, {must_run}: {said}");
-        assert!(said.contains("skipped: "), "{said}");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert_eq!(output.status.success(), passes, "{kind} on {device}, {must_run}: {text}");
+        assert!(text.contains("skipped: "), "{text}");
     }
 }

@@ -1,4 +1,4 @@
-//! The example `train_lm` as a user meets it on the command line: bad input, Ctrl-C, results.
+//! The example `train_lm` on the command line: bad input, Ctrl-C, results.
 
 use std::fs;
 use std::path::Path;
@@ -8,7 +8,7 @@ use std::process::{Command, Output};
 use distmuon_testing::{mpirun, skip};
 use tempfile::TempDir;
 
-/// A folder with a text that is just large enough, and others that are no text to train on.
+/// A folder with a text that is just large enough, and others that can't be trained on.
 fn folder() -> TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let line =
@@ -24,8 +24,8 @@ fn folder() -> TempDir {
 /// The example with arguments that are separated by spaces, run in `folder`.
 fn train_lm(folder: &Path, arguments: &str) -> Command {
     // Cargo puts tests into `deps` and examples into `examples`, both in the folder of a profile.
-    // The first argument and not the path of the process, which is the loader's where a test is
-    // started by one.
+    // The first argument and not the path of the process, which is that of the loader if a
+    // loader starts the test.
     let program = std::env::args_os().next().expect("the first argument is the program");
     let program = std::path::absolute(program).expect("the program has a path");
     let profile = program.ancestors().nth(2).expect("the program is in a folder of cargo");
@@ -45,11 +45,11 @@ fn train_lm(folder: &Path, arguments: &str) -> Command {
 
 /// Standard output of a run that has to succeed.
 fn succeed(folder: &Path, arguments: &str) -> String {
-    told(folder, arguments).0
+    succeed_with_output(folder, arguments).0
 }
 
 /// Standard output and error of a run that has to succeed.
-fn told(folder: &Path, arguments: &str) -> (String, String) {
+fn succeed_with_output(folder: &Path, arguments: &str) -> (String, String) {
     let output = train_lm(folder, arguments).output().unwrap();
     (stdout(arguments, &output), String::from_utf8_lossy(&output.stderr).into_owned())
 }
@@ -66,21 +66,21 @@ fn cell<'a>(stdout: &'a str, optimizer: &str, column: &str) -> &'a str {
         stdout.lines().map(|line| line.split('|').map(str::trim).collect()).collect();
     let index = rows.iter().find_map(|row| row.iter().position(|cell| *cell == column));
     let row = rows.iter().find(|row| row.get(1) == Some(&optimizer));
-    let found = row.zip(index).and_then(|(row, index)| row.get(index));
-    found.unwrap_or_else(|| panic!("no {column} of {optimizer} in {stdout}"))
+    let cell = row.zip(index).and_then(|(row, index)| row.get(index));
+    cell.unwrap_or_else(|| panic!("no {column} of {optimizer} in {stdout}"))
 }
 
-fn refused(folder: &Path, arguments: &str, expected: &str) {
+fn rejected(folder: &Path, arguments: &str, expected: &str) {
     let output = train_lm(folder, arguments).output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success(), "{arguments}: accepted");
     assert!(stderr.contains(expected), "{arguments}: {expected:?} is not in {stderr}");
     assert!(!stderr.contains("panicked at"), "{arguments}: {stderr}");
-    assert!(!stderr.contains("tokens/s"), "{arguments}: refused after the first step: {stderr}");
+    assert!(!stderr.contains("tokens/s"), "{arguments}: rejected after the first step: {stderr}");
 }
 
 #[test]
-fn bad_input_is_refused_before_the_first_step() {
+fn bad_input_is_rejected_before_the_first_step() {
     let folder = folder();
     for (arguments, expected) in [
         ("--data missing", "--data missing: no such file or folder"),
@@ -116,12 +116,12 @@ fn bad_input_is_refused_before_the_first_step() {
         ("--data text.rs --log no/a.json", "'no/a.json' for '--log <FILE>': can't write into"),
         ("--data text.rs --plot no/a.svg", "'no/a.svg' for '--plot <FILE>': can't write into"),
     ] {
-        refused(folder.path(), arguments, expected);
+        rejected(folder.path(), arguments, expected);
     }
 }
 
 #[test]
-fn bad_checkpoints_are_refused_before_the_first_step() {
+fn bad_checkpoints_are_rejected_before_the_first_step() {
     let folder = folder();
     let text = fs::read_to_string(folder.path().join("text.rs")).unwrap();
     fs::write(folder.path().join("other.rs"), text.replace("pow", "bow")).unwrap();
@@ -146,7 +146,7 @@ fn bad_checkpoints_are_refused_before_the_first_step() {
         ("--resume run.bpk --batch 2 --steps 9", "other settings: --batch 2 (saved: 1); leave"),
         ("--resume run.bpk --steps 1", "it has 2 steps behind it; give more than that"),
     ] {
-        refused(folder.path(), arguments, expected);
+        rejected(folder.path(), arguments, expected);
     }
 }
 
@@ -161,12 +161,12 @@ fn a_diverged_run_can_be_continued() {
 }
 
 #[test]
-fn settings_come_from_the_checkpoint_and_steps_may_grow() {
+fn settings_come_from_the_checkpoint_and_steps_may_be_increased() {
     let folder = folder();
     let flags = "--data text.rs --batch 2 --seed 7 --lr 0.01 --eval-every 1 --sample 0";
     succeed(folder.path(), &format!("{flags} --steps 2 --save run.bpk"));
     let resumed = "--resume ../run.bpk --steps 4 --save ../more.bpk --eval-every 1 --sample 0";
-    let (stdout, stderr) = told(&folder.path().join("folder"), resumed);
+    let (stdout, stderr) = succeed_with_output(&folder.path().join("folder"), resumed);
     assert_eq!(cell(&stdout, "muon", "lr"), "1.0e-2");
     let expected = [
         "muon: resumed after step 2 of 4, no longer of 2",
@@ -182,11 +182,11 @@ fn settings_come_from_the_checkpoint_and_steps_may_grow() {
 }
 
 #[test]
-fn runs_that_learn_nothing_are_told_and_given_up() {
+fn runs_that_skip_every_step_are_reported_and_ended() {
     let folder = folder();
     let flags = "--data text.rs --batch 1 --steps 40 --eval-every 4 --sample 0 --lr 1e30";
     let arguments = format!("{flags} --log run.jsonl");
-    refused_after_some_steps(folder.path(), &arguments, "so that nothing was learnt in them");
+    fail_after_some_steps(folder.path(), &arguments, "so that nothing was learnt in them");
     let log = log(&folder.path().join("run.jsonl"));
     assert_eq!(log.last().unwrap()["end"], "diverged");
     let step = log.last().unwrap()["step"].as_u64().unwrap();
@@ -194,15 +194,15 @@ fn runs_that_learn_nothing_are_told_and_given_up() {
 }
 
 /// The error and the skipped steps of a run that fails.
-fn refused_after_some_steps(folder: &Path, arguments: &str, expected: &str) {
+fn fail_after_some_steps(folder: &Path, arguments: &str, expected: &str) {
     let output = train_lm(folder, arguments).output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success(), "{arguments}: it went on to the end");
+    assert!(!output.status.success(), "{arguments}: the run ended without an error");
     let skipped = "muon 8/40: 43 parameters skipped 4 of 4 steps: gradients not finite";
     for expected in [expected, skipped, "start anew with a lower --lr than 1e30"] {
         assert!(stderr.contains(expected), "{arguments}: {expected:?} is not in {stderr}");
     }
-    assert_eq!(stderr.matches("skipped").count(), 2, "told once for every validation: {stderr}");
+    assert_eq!(stderr.matches("skipped").count(), 2, "reported once per validation: {stderr}");
 }
 
 /// The records of `--log`.
@@ -212,7 +212,7 @@ fn log(path: &Path) -> Vec<serde_json::Value> {
 }
 
 #[test]
-fn logs_hold_every_step_and_are_added_to() {
+fn logs_contain_every_step_and_are_appended_to() {
     let folder = folder();
     let flags = "--data text.rs --batch 1 --steps 2 --eval-every 1 --sample 0 --log run.jsonl";
     succeed(folder.path(), &format!("{flags} --save run.bpk"));
@@ -260,10 +260,11 @@ fn accumulated_parts_follow_the_curve_of_the_whole_batch() {
 }
 
 #[test]
-fn what_is_told_fits_a_terminal() {
+fn the_output_fits_into_80_columns() {
     let folder = folder();
     let flags = "--data text.rs --batch 1 --steps 26 --eval-every 25 --sample 0";
-    let (stdout, stderr) = told(folder.path(), &format!("{flags} --compare burn-muon,muon"));
+    let arguments = format!("{flags} --compare burn-muon,muon");
+    let (stdout, stderr) = succeed_with_output(folder.path(), &arguments);
     let help = succeed(folder.path(), "--help");
     for line in stdout.lines().chain(stderr.lines()).chain(help.lines()) {
         assert!(line.chars().count() <= 80, "{} columns: {line}", line.chars().count());
@@ -289,7 +290,7 @@ fn what_is_told_fits_a_terminal() {
 }
 
 #[test]
-fn devices_that_were_not_built_are_refused() {
+fn devices_that_were_not_built_are_rejected() {
     let folder = folder();
     for (device, expected) in [("tch", "'tch' feature is not enabled"), ("gpu", "'gpu'")] {
         let mut command = train_lm(folder.path(), "--data text.rs");
@@ -313,7 +314,8 @@ mod interruption {
 
     const STEPS: usize = 40;
 
-    /// What Ctrl-C does. The shell has `kill` where no such program is installed.
+    /// Interrupts a process as Ctrl-C does. The shell has `kill` where no such program is
+    /// installed.
     fn interrupt(child: &Child) {
         let kill = format!("kill -INT {}", child.id());
         assert!(Command::new("sh").args(["-c", &kill]).status().unwrap().success());
@@ -373,7 +375,7 @@ mod interruption {
         assert!(marked.ends_with(&format!("(at {})", step / 10 * 10)), "{stopped}");
 
         let resumed = advised(folder.path(), &stopped).output().unwrap();
-        let resumed = stdout("what was advised", &resumed);
+        let resumed = stdout("the advised command", &resumed);
         let loss = |stdout| cell(stdout, "muon", "final loss");
         assert_eq!(loss(&resumed), loss(&whole));
         let weights = |name| weights(&folder.path().join(name));
@@ -403,7 +405,7 @@ mod interruption {
     }
 
     #[test]
-    fn interrupted_comparisons_tell_what_was_not_run() {
+    fn interrupted_comparisons_list_the_runs_that_did_not_begin() {
         let folder = folder();
         let flags = format!("--data text.rs --steps {STEPS} --batch 2 --eval-every 10 --sample 0");
         let compare = format!("{flags} --compare muon,dist-muon --ranks 1,2");
@@ -412,7 +414,7 @@ mod interruption {
         assert!(stopped.starts_with("muon stopped after step "), "{stopped}");
         assert!(stopped.contains(" of 40; not begun: dist-muon, dist-muon x2; go on"), "{stopped}");
         let output = advised(folder.path(), &stopped).output().unwrap();
-        let finished = stdout("what was advised", &output);
+        let finished = stdout("the advised command", &output);
         cell(&finished, "muon", "final loss").parse::<f64>().expect("a loss");
     }
 }
@@ -428,8 +430,8 @@ fn comparisons_print_and_plot_every_optimizer() {
     for optimizer in ["adamw", "muon"] {
         let loss = cell(&stdout, optimizer, "final loss");
         assert!(loss.parse::<f64>().is_ok_and(|loss| loss > 0.0), "{stdout}");
-        let of_this = |text: &&str| text.starts_with(optimizer) && text.ends_with(loss);
-        assert!(texts.iter().any(of_this), "no {optimizer} with {loss} in {texts:?}");
+        let is_curve = |text: &&str| text.starts_with(optimizer) && text.ends_with(loss);
+        assert!(texts.iter().any(is_curve), "no {optimizer} with {loss} in {texts:?}");
     }
     let start = 256f64.ln(); // about what a model loses that has learnt nothing
     let losses: Vec<f64> = texts
@@ -456,7 +458,7 @@ fn curve(checkpoint: &Path) -> Vec<(usize, Option<f64>)> {
 }
 
 #[test]
-fn any_number_of_ranks_follows_one_curve() {
+fn the_loss_curve_is_the_same_on_any_number_of_ranks() {
     let folder = folder();
     let flags = "--data text.rs --batch 4 --steps 6 --eval-every 1 --sample 0";
     for optimizer in ["dist-muon", "dist-adamw"] {
@@ -478,7 +480,7 @@ fn any_number_of_ranks_follows_one_curve() {
                 assert!(difference < 1e-5, "{optimizer}, step {step}: {loss} and {alone}");
             }
         }
-        // What two ranks have saved, four can take over.
+        // Four ranks can continue from a checkpoint of two.
         let more = format!("{flags} --optimizer {optimizer} --ranks 4 --resume 2.bpk");
         succeed(folder.path(), &more);
     }
@@ -515,13 +517,13 @@ fn processes_follow_the_curve_of_threads() {
         let difference = (threads - processes).abs() / threads;
         assert!(difference < 1e-5, "step {step}: {threads} and {processes}");
     }
-    // What processes have saved, threads go on from.
+    // Threads can continue from a checkpoint of processes.
     succeed(folder.path(), &format!("{flags} --ranks 4 --resume processes.bpk"));
 }
 
 #[cfg(all(feature = "mpi", unix))]
 #[test]
-fn a_killed_process_of_mpi_ends_all() {
+fn a_killed_mpi_process_ends_all_processes() {
     let folder = folder();
     let flags =
         "--data text.rs --batch 4 --eval-every 1 --sample 0 --optimizer dist-muon --save run.bpk";
@@ -530,17 +532,17 @@ fn a_killed_process_of_mpi_ends_all() {
     let mut mpirun = mpirun.spawn().unwrap();
     let saved = folder.path().join("run.bpk");
     while !saved.exists() {
-        assert!(mpirun.try_wait().unwrap().is_none(), "it ended before its first checkpoint");
+        assert!(mpirun.try_wait().unwrap().is_none(), "mpirun ended before the first checkpoint");
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
-    let found = Command::new("pgrep").args(["-P", &mpirun.id().to_string()]).output().unwrap();
-    let found = String::from_utf8(found.stdout).unwrap();
-    let ranks: Vec<&str> = found.split_whitespace().collect();
-    assert_eq!(ranks.len(), 2, "{found}");
+    let children = Command::new("pgrep").args(["-P", &mpirun.id().to_string()]).output().unwrap();
+    let children = String::from_utf8(children.stdout).unwrap();
+    let ranks: Vec<&str> = children.split_whitespace().collect();
+    assert_eq!(ranks.len(), 2, "{children}");
     Command::new("kill").args(["-9", ranks[1]]).status().unwrap();
     assert!(!mpirun.wait().unwrap().success());
     for rank in ranks {
-        // A process that nobody waits for stays as a zombie.
+        // A process whose status is not collected stays as a zombie.
         let status = || fs::read_to_string(Path::new("/proc").join(rank).join("status"));
         let gone = || status().map_or(true, |status| status.contains("State:\tZ"));
         let waited = (0..1000).any(|_| {
@@ -554,7 +556,7 @@ fn a_killed_process_of_mpi_ends_all() {
 
 #[cfg(feature = "mpi")]
 #[test]
-fn processes_without_a_launcher_are_told() {
+fn processes_without_a_launcher_fail_naming_the_variables() {
     let folder = folder();
     for engine in ["mpi", "nccl"] {
         let mut alone = train_lm(folder.path(), &format!("--data text.rs --engine {engine}"));
@@ -570,7 +572,7 @@ fn processes_without_a_launcher_are_told() {
         assert!(!output.status.success() && stderr.contains("RANK is not set"), "{stderr}");
         assert!(stderr.contains("torchrun, mpirun or srun"), "{stderr}");
     }
-    // One rank that the launcher counts and MPI does not.
+    // A rank that the launcher counts, and that MPI does not count.
     let mut other = train_lm(folder.path(), "--data text.rs --engine mpi");
     let output = other.env("RANK", "1").env("WORLD_SIZE", "2").output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -578,7 +580,7 @@ fn processes_without_a_launcher_are_told() {
 }
 
 #[test]
-fn numbers_of_ranks_are_compared() {
+fn comparisons_include_every_number_of_ranks() {
     let folder = folder();
     let flags = "--data text.rs --batch 2 --steps 2 --eval-every 1 --sample 0";
     let compare = "--compare muon,dist-muon --ranks 1,2 --plot loss.svg";
@@ -597,7 +599,7 @@ fn numbers_of_ranks_are_compared() {
 
 #[cfg(unix)]
 #[test]
-fn links_to_a_text_are_followed() {
+fn symbolic_links_to_a_text_are_followed() {
     let folder = folder();
     std::os::unix::fs::symlink("text.rs", folder.path().join("link.rs")).unwrap();
     succeed(folder.path(), "--data link.rs --batch 1 --steps 1 --sample 8");

@@ -13,19 +13,19 @@ use distmuon_testing::skip;
 
 use crate::ranks::{self, CUT_AT, FOLDER, text, trained};
 
-/// How long a rank is waited for; who is cut off hears nothing else.
+/// The deadline for other ranks. Ranks that are cut off get no other signal.
 pub const DEADLINE: Duration = Duration::from_secs(4);
 const RANKS: usize = 4;
 const ADDRESSES: [&str; 2] = ["10.213.77.1", "10.213.77.2"];
 const HARDWARE: [&str; 2] = ["02:00:00:00:77:01", "02:00:00:00:77:02"];
 const NETWORK: &str = "10.213.77.0/24";
-/// Nobody else is there, and the kernel gives out higher ones.
+/// No other process is in the namespaces, and the kernel assigns higher ports.
 const PORT: &str = "29500";
 const CUTS: [&str; 3] = ["step 1: 9", "step 2: 22", "save 2: 3"];
-/// Where a rank's last words end.
+/// The end of a complete error in a rank's file.
 const END: &str = "\n";
 
-const TAKEN_ALONG: [&str; 7] = [
+const FORWARDED: [&str; 7] = [
     "MASTER_ADDR",
     "MASTER_PORT",
     FOLDER,
@@ -46,10 +46,10 @@ fn ip(arguments: &str) -> Option<String> {
 }
 
 impl Hosts {
-    /// Nothing where this is not permitted.
+    /// Creates the hosts. `None` if this is not permitted.
     fn new() -> Option<Self> {
-        let own = std::process::id();
-        let names = ["a", "b"].map(|host| format!("distmuon-{own}-{host}"));
+        let process = std::process::id();
+        let names = ["a", "b"].map(|host| format!("distmuon-{process}-{host}"));
         let hosts = Self { names };
         let [a, b] = &hosts.names;
         ip(&format!("netns add {a}"))?;
@@ -68,11 +68,11 @@ impl Hosts {
     }
 
     fn cut(&self) {
-        ip(&format!("-n {} link set dm down", self.names[0])).expect("it was up");
+        ip(&format!("-n {} link set dm down", self.names[0])).expect("the link was up");
     }
 
-    /// Waits until both ends have a carrier, which takes the kernel a moment, and forgets that
-    /// they could not reach each other.
+    /// Connects the hosts. Waits until both ends have a carrier, which takes the kernel a moment,
+    /// and makes both ends forget that they could not reach each other.
     fn connect(&self) -> Option<()> {
         let [a, b] = &self.names;
         ip(&format!("-n {a} link set dm up"))?;
@@ -86,9 +86,9 @@ impl Hosts {
         Some(())
     }
 
-    /// The ranks as mpirun on the first host starts them on both.
+    /// Starts the ranks on both hosts by mpirun on the first host.
     fn start(&self, folder: &Path, cut_at: &str) -> Child {
-        // What mpirun has instead of ssh: it is told a host, and what to run there.
+        // The program that mpirun runs instead of ssh. Its arguments are a host and a command.
         let [a, b] = &self.names;
         let agent = folder.join("agent");
         let script = format!(
@@ -97,16 +97,16 @@ impl Hosts {
         fs::write(&agent, script).unwrap();
         let executable = Command::new("chmod").arg("+x").arg(&agent).status();
         assert!(executable.is_ok_and(|done| done.success()));
-        let own = std::env::args_os().next().expect("a program has a name");
+        let program = std::env::args_os().next().expect("a program has a name");
         let [first, second] = ADDRESSES;
         let mpirun = format!(
             "hostname a; exec mpirun --mca plm_rsh_agent {} -H {first}:2,{second}:2 --bind-to none \
              --mca btl self,tcp --mca btl_tcp_if_include {NETWORK} \
              --mca oob_tcp_if_include {NETWORK} {} {}",
             agent.display(),
-            // What the other host has to know.
-            TAKEN_ALONG.map(|name| format!("-x {name}")).join(" "),
-            Path::new(&own).display(),
+            // The variables for the other host.
+            FORWARDED.map(|name| format!("-x {name}")).join(" "),
+            Path::new(&program).display(),
         );
         let mut command = Command::new("ip");
         command.args(["netns", "exec", a, "unshare", "--uts", "sh", "-c"]).arg(mpirun);
@@ -120,10 +120,10 @@ impl Hosts {
             command.env(name, value);
         }
         command.envs(ROOT).stdout(Stdio::piped()).stderr(Stdio::piped());
-        command.spawn().expect("it can be started")
+        command.spawn().expect("the program ip can be started")
     }
 
-    /// Ends whatever runs there.
+    /// Ends all processes on the hosts.
     fn clear(&self) {
         for host in &self.names {
             let pids = ip(&format!("netns pids {host}")).unwrap_or_default();
@@ -143,13 +143,13 @@ impl Drop for Hosts {
     }
 }
 
-/// Goes on when the link has been cut.
+/// Waits until the link has been cut.
 pub fn wait_for_the_cut(folder: &Path) {
-    fs::write(folder.join("ready"), "").expect("the folder is there");
+    fs::write(folder.join("ready"), "").expect("the folder exists");
     wait_for("cut", || folder.join("cut").exists());
 }
 
-/// How long it took.
+/// Waits for a condition, and returns the time that this took.
 fn wait_for(what: &str, done: impl Fn() -> bool) -> Duration {
     let start = Instant::now();
     while !done() {
@@ -159,7 +159,7 @@ fn wait_for(what: &str, done: impl Fn() -> bool) -> Duration {
     start.elapsed()
 }
 
-/// Leaves a rank's last words where the test finds them, whatever mpirun does to it then.
+/// Writes a rank's error to the folder, since mpirun may then kill the rank before it prints.
 pub fn report(folder: &Path, error: &Error) {
     if std::env::var_os(CUT_AT).is_some() {
         let rank = Launch::from_env().map_or(0, |launch| launch.rank);
@@ -168,8 +168,8 @@ pub fn report(folder: &Path, error: &Error) {
             _ => "other",
         };
         let path = folder.join(format!("error-{rank}"));
-        fs::write(&path, format!("{kind}: {error}{END}")).expect("the folder is there");
-        // mpirun ends the others when the first one has ended.
+        fs::write(&path, format!("{kind}: {error}{END}")).expect("the folder exists");
+        // mpirun ends the other ranks when the first rank has ended.
         let all = || (0..RANKS).all(|rank| folder.join(format!("error-{rank}")).exists());
         wait_for("error on every rank", all);
         thread::sleep(Duration::from_millis(200));
@@ -182,7 +182,7 @@ fn succeed(hosts: &Hosts, folder: &Path) -> (String, Vec<u8>) {
     (text(&output.stdout), trained(folder, RANKS))
 }
 
-pub fn lose_each_other_and_go_on_later() {
+pub fn fail_and_resume_after_a_cut() {
     if !is_there() {
         return;
     }
@@ -192,31 +192,31 @@ pub fn lose_each_other_and_go_on_later() {
     let undisturbed = tempfile::tempdir().unwrap();
     let (described, expected) = succeed(&hosts, undisturbed.path());
     assert!(described.contains("4 ranks over mpi"), "{described}");
-    assert!(described.contains(", 2 nodes"), "shares go inside hosts first: {described}");
+    assert!(described.contains(", 2 nodes"), "shards stay inside hosts first: {described}");
 
     for cut_at in CUTS {
         let folder = tempfile::tempdir().unwrap();
-        lose_each_other(&hosts, folder.path(), cut_at);
-        hosts.connect().expect("it was up before");
+        fail_after_a_cut(&hosts, folder.path(), cut_at);
+        hosts.connect().expect("the link was up before");
         let (_, resumed) = succeed(&hosts, folder.path());
         assert!(resumed == expected, "{cut_at}: as if the link had not been cut");
     }
 }
 
-fn lose_each_other(hosts: &Hosts, folder: &Path, cut_at: &str) {
+fn fail_after_a_cut(hosts: &Hosts, folder: &Path, cut_at: &str) {
     let mut mpirun = hosts.start(folder, cut_at);
     wait_for("step", || folder.join("ready").exists());
     hosts.cut();
     fs::write(folder.join("cut"), "").unwrap();
     let error = |rank: usize| fs::read_to_string(folder.join(format!("error-{rank}")));
-    let told = |rank| error(rank).is_ok_and(|error| error.ends_with(END));
-    let waited = wait_for("error on every rank", || (0..RANKS).all(told));
+    let has_reported = |rank| error(rank).is_ok_and(|error| error.ends_with(END));
+    let waited = wait_for("error on every rank", || (0..RANKS).all(has_reported));
     println!("{cut_at}: all ranks had reported {waited:?} after the cut");
     assert!(waited < 3 * DEADLINE, "{waited:?}");
     for rank in 0..RANKS {
         let error = error(rank).unwrap();
         println!("rank {rank}: {error}");
-        // Each side misses the other: rank 0 is here for two of them, and there for two.
+        // Each side reports a rank of the other side: rank 0 is on the side of ranks 0 and 1.
         assert!(error.starts_with("PeerFailed: "), "rank {rank}: {error}");
         let others: &[_] = if rank < 2 { &[2, 3] } else { &[0] };
         let blames = |other: &usize| error.contains(&format!(": rank {other} failed"));

@@ -1,7 +1,7 @@
-//! Ranks that are processes: launchers, processes that are killed, and hosts that lose each other.
+//! Ranks that are processes: launchers, processes that are killed, and hosts that lose their link.
 //!
-//! The program starts itself as the ranks. They train over the engine `nccl` and the test library, and
-//! between hosts, which are network namespaces here, over `mpi`.
+//! The program starts itself as the ranks. They train over the engine `nccl` and the test library.
+//! Between hosts, which are network namespaces here, they train over `mpi`.
 
 #[cfg(all(feature = "cuda", feature = "mpi", target_os = "linux"))]
 mod hosts;

@@ -1,4 +1,4 @@
-//! What a rank does, how ranks are started, and processes that are killed.
+//! The program of a rank, the start of ranks, and processes that are killed.
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
@@ -33,18 +33,20 @@ use crate::hosts;
 const RANKS: usize = 3;
 const VICTIM: usize = 1;
 const STEPS: u64 = 4;
-/// How long a rank is waited for; nobody should come near it.
+/// The deadline for other ranks, which no test should come near.
 pub const DEADLINE: Duration = Duration::from_secs(60);
-/// Where checkpoints go; says that a process is a rank.
+/// The variable with the folder of checkpoints. It is set in processes that are ranks.
 pub const FOLDER: &str = "DISTMUON_TEST_FOLDER";
-/// The point at which the victim is killed: a phase, and its events before.
+/// The variable with the point at which the victim is killed: a phase, and the number of events
+/// before.
 const KILLED_AT: &str = "DISTMUON_TEST_KILLED_AT";
-/// Says that a process is of a world of hosts, and the point of the victim at which they are cut off
-/// from each other.
+/// The variable with the victim's point at which the hosts are cut off from each other. It is set
+/// in processes of a world of hosts.
 #[cfg(feature = "mpi")]
 pub const CUT_AT: &str = "DISTMUON_TEST_CUT_AT";
 
-/// Marks the processes of an mpirun world whose rank [`VICTIM`] returns between two calls.
+/// The variable that is set in the processes of an mpirun world whose rank [`VICTIM`] returns
+/// between two calls.
 #[cfg(feature = "mpi")]
 const RETURNS_EARLY: &str = "DISTMUON_TEST_RETURNS_EARLY";
 
@@ -61,13 +63,14 @@ impl Net {
     }
 }
 
-/// Buckets of a parameter or two, so that a step has many points.
+/// A configuration with buckets of one or two parameters, so that a step has many points.
 fn config() -> DistMuonConfig {
     DistMuonConfig::new().with_bucket_mb(Some(0.0002)).with_small_elements(32)
 }
 
-/// A model goes to all and is checked; gradients are added up, momenta shared, parameters published;
-/// states are gathered and a checkpoint is published.
+/// Points at which the victim is killed. At the start, the model is broadcast and checked. In a
+/// step, gradients are reduced and parameters are published. In a save, states are gathered and the
+/// checkpoint is published.
 const DEATHS: [&str; 12] = [
     "start 0: 0",
     "start 0: 12",
@@ -93,14 +96,20 @@ pub fn main() {
         return work(Path::new(&folder));
     }
     let cases: &[(&str, fn())] = &[
-        ("processes_train_and_go_on", processes_train_and_go_on),
-        ("a_killed_rank_is_named_by_all", a_killed_rank_is_named_by_all),
-        ("torchrun_starts_them", torchrun_starts_them),
-        ("what_is_missing_is_said", what_is_missing_is_said),
+        ("processes_are_bit_equal_to_threads", processes_are_bit_equal_to_threads),
+        (
+            "a_killed_rank_is_named_by_all_others_and_training_resumes",
+            a_killed_rank_is_named_by_all_others_and_training_resumes,
+        ),
+        ("torchrun_starts_the_ranks", torchrun_starts_the_ranks),
+        (
+            "a_process_that_cannot_join_reports_what_is_missing",
+            a_process_that_cannot_join_reports_what_is_missing,
+        ),
         #[cfg(feature = "mpi")]
         ("a_rank_that_returns_early_is_named_under_mpirun", a_rank_that_returns_early_is_named),
         #[cfg(feature = "mpi")]
-        ("hosts_that_lose_each_other_go_on_later", hosts::lose_each_other_and_go_on_later),
+        ("hosts_that_lose_their_link_fail_and_resume_later", hosts::fail_and_resume_after_a_cut),
     ];
     let trials = cases.iter().map(|(name, case)| {
         Trial::test(*name, move || {
@@ -111,7 +120,7 @@ pub fn main() {
     libtest_mimic::run(&Arguments::from_args(), trials.collect()).exit();
 }
 
-/// What a rank does: trains, saves every step, and says how it ended.
+/// Runs a rank, which trains, saves every step, and prints its error.
 fn work(folder: &Path) {
     if let Err(error) = train(folder) {
         eprintln!("{error}");
@@ -142,7 +151,7 @@ fn world(launch: &Launch, device: Device) -> Result<World> {
     host::world(launch, device, DEADLINE, Waits::Device)
 }
 
-/// What a rank does now, and its events since it began.
+/// The current phase of a rank, and the number of its events in this phase.
 struct Phase(Mutex<(&'static str, u64, usize)>);
 
 impl Phase {
@@ -193,11 +202,11 @@ fn steps(world: &World, folder: &Path) -> Result<()> {
         optim.save(&path, &net, &step)?;
     }
     fs::write(folder.join(format!("weights-{}", world.rank())), weights(&net).concat())
-        .expect("the folder is there");
+        .expect("the folder exists");
     Ok(())
 }
 
-/// Ends a process as the system does when memory is short: without a word.
+/// Kills a process without a signal that it could handle, as the system does if memory is short.
 fn kill(process: u32) {
     let killed = Command::new("kill").args(["-9", &process.to_string()]).status();
     assert!(killed.is_ok_and(|killed| killed.success()));
@@ -205,10 +214,10 @@ fn kill(process: u32) {
 }
 
 fn program() -> Command {
-    let own = std::env::args_os().next().expect("a program has a name");
-    let mut program = Command::new(own);
+    let name = std::env::args_os().next().expect("a program has a name");
+    let mut program = Command::new(name);
     program.env("RAYON_NUM_THREADS", "1");
-    // Nothing of a launcher, or of a Python, that this itself was started from.
+    // Without the variables of a launcher or of a Python environment in which the test itself runs.
     let inherited = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
     for name in inherited.filter(|name| LAUNCHERS.iter().any(|start| name.starts_with(start))) {
         program.env_remove(name);
@@ -216,7 +225,7 @@ fn program() -> Command {
     program
 }
 
-/// What variables of launchers and of Python's environments begin with.
+/// The beginnings of the variables of launchers and of Python's environments.
 const LAUNCHERS: [&str; 12] = [
     "RANK",
     "LOCAL_RANK",
@@ -232,7 +241,7 @@ const LAUNCHERS: [&str; 12] = [
     "CONDA_PREFIX",
 ];
 
-/// The processes of a world, as a launcher starts them.
+/// Starts the processes of a world as a launcher does.
 fn start(folder: &Path, variables: &[(&str, String)]) -> Vec<Child> {
     let port = worlds::free_port().to_string();
     let rank = |rank: usize| {
@@ -241,29 +250,29 @@ fn start(folder: &Path, variables: &[(&str, String)]) -> Vec<Child> {
         program.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port).env(FOLDER, folder);
         program.envs(variables.iter().map(|(name, value)| (name, value)));
         program.stdout(Stdio::piped()).stderr(Stdio::piped());
-        program.spawn().expect("it can be started")
+        program.spawn().expect("this program can be started again")
     };
     (0..RANKS).map(rank).collect()
 }
 
-/// How they end, all of them.
+/// Waits for all processes, and returns their outputs.
 fn finish(children: Vec<Child>) -> Vec<Output> {
-    children.into_iter().map(|child| child.wait_with_output().expect("it ends")).collect()
+    children.into_iter().map(|child| child.wait_with_output().expect("the process ends")).collect()
 }
 
 pub fn text(output: &[u8]) -> String {
     String::from_utf8_lossy(output).into_owned()
 }
 
-/// What every rank has at the end, which is the same.
+/// Returns the weights at the end, which have to be equal on all ranks.
 pub fn trained(folder: &Path, ranks: usize) -> Vec<u8> {
     let weights: Vec<_> =
         (0..ranks).map(|rank| fs::read(folder.join(format!("weights-{rank}"))).unwrap()).collect();
-    assert!(weights.iter().all(|own| *own == weights[0]), "the ranks agree");
-    weights.into_iter().next().expect("there are ranks")
+    assert!(weights.iter().all(|other| *other == weights[0]), "the ranks agree");
+    weights.into_iter().next().expect("a world has a rank")
 }
 
-/// What threads of one process make of it.
+/// Returns the weights that threads of one process train.
 fn expected() -> Vec<u8> {
     let devices = vec![Device::default().autodiff(); RANKS];
     let trained = World::threads(devices, |world| {
@@ -278,7 +287,7 @@ fn expected() -> Vec<u8> {
     trained.unwrap().swap_remove(0)
 }
 
-fn processes_train_and_go_on() {
+fn processes_are_bit_equal_to_threads() {
     let folder = tempfile::tempdir().unwrap();
     for output in finish(start(folder.path(), &[])) {
         assert!(output.status.success(), "{}", text(&output.stderr));
@@ -286,46 +295,47 @@ fn processes_train_and_go_on() {
     assert!(trained(folder.path(), RANKS) == expected(), "as threads do, bit by bit");
 }
 
-fn a_killed_rank_is_named_by_all() {
-    for at in DEATHS {
+fn a_killed_rank_is_named_by_all_others_and_training_resumes() {
+    for point in DEATHS {
         let folder = tempfile::tempdir().unwrap();
         let begin = Instant::now();
-        let outputs = finish(start(folder.path(), &[(KILLED_AT, at.to_owned())]));
-        assert!(begin.elapsed() < DEADLINE, "{at}: nobody waited for the deadline");
+        let outputs = finish(start(folder.path(), &[(KILLED_AT, point.to_owned())]));
+        assert!(begin.elapsed() < DEADLINE, "{point}: no rank waited for the deadline");
         for (rank, output) in outputs.iter().enumerate() {
-            let said = text(&output.stderr);
+            let stderr = text(&output.stderr);
             if rank == VICTIM {
-                assert_eq!(output.status.signal(), Some(9), "{at}: {said}");
+                assert_eq!(output.status.signal(), Some(9), "{point}: {stderr}");
             } else {
-                assert_eq!(output.status.code(), Some(3), "{at}, rank {rank}: {said}");
-                assert!(said.contains("rank 1 failed"), "{at}, rank {rank}: {said}");
+                assert_eq!(output.status.code(), Some(3), "{point}, rank {rank}: {stderr}");
+                assert!(stderr.contains("rank 1 failed"), "{point}, rank {rank}: {stderr}");
             }
         }
-        // All start again, from the last checkpoint, and end as if nothing had been.
+        // All ranks start again from the last checkpoint, with the result of an undisturbed run.
         for output in finish(start(folder.path(), &[])) {
-            assert!(output.status.success(), "{at}: {}", text(&output.stderr));
+            assert!(output.status.success(), "{point}: {}", text(&output.stderr));
         }
-        assert!(trained(folder.path(), RANKS) == expected(), "{at}");
+        assert!(trained(folder.path(), RANKS) == expected(), "{point}");
     }
 }
 
-/// Runs a rank of a world in which [`VICTIM`] returns early, and prints the error of the others and when it came.
+/// Runs a rank of a world in which [`VICTIM`] returns early. The others print their error and the
+/// time that it took.
 #[cfg(feature = "mpi")]
 fn miss_a_rank() {
-    let launch = Launch::from_env().expect("mpirun says who this is");
-    let world = World::mpi(&launch, Device::default(), DEADLINE).expect("the ranks find together");
+    let launch = Launch::from_env().expect("mpirun sets the variables of a rank");
+    let world = World::mpi(&launch, Device::default(), DEADLINE).expect("the ranks can connect");
     let sum = || -> Result<()> {
         let ones = Tensor::<1>::ones([4], (world.device(), DType::F32));
         world.comm().all_reduce(ones, ReduceOp::Sum)?.wait().map(|_| ())
     };
-    sum().expect("all ranks came");
+    sum().expect("all ranks make the call");
     if world.rank() == VICTIM {
         return;
     }
     let start = Instant::now();
     let error = sum().expect_err("a rank is missing");
     println!("rank {} after {} ms: {error}", world.rank(), start.elapsed().as_millis());
-    // mpirun ends all ranks when the first of them ends like this.
+    // mpirun ends all ranks when the first rank ends after a failure.
     thread::sleep(Duration::from_secs(5));
 }
 
@@ -334,39 +344,39 @@ fn a_rank_that_returns_early_is_named() {
     if !mpirun::is_there() {
         return;
     }
-    let own = std::env::args_os().next().expect("a program has a name");
+    let program = std::env::args_os().next().expect("a program has a name");
     let mut mpirun = mpirun::mpirun(RANKS);
-    let output = mpirun.arg(own).env(RETURNS_EARLY, "1").output().expect("mpirun runs");
-    let said = text(&output.stdout);
-    println!("{said}");
+    let output = mpirun.arg(program).env(RETURNS_EARLY, "1").output().expect("mpirun runs");
+    let stdout = text(&output.stdout);
+    println!("{stdout}");
     for rank in (0..RANKS).filter(|rank| *rank != VICTIM) {
-        let told = said.lines().find(|line| line.starts_with(&format!("rank {rank} after ")));
-        let told = told.unwrap_or_else(|| panic!("rank {rank}: {said}{}", text(&output.stderr)));
+        let line = stdout.lines().find(|line| line.starts_with(&format!("rank {rank} after ")));
+        let line = line.unwrap_or_else(|| panic!("rank {rank}: {stdout}{}", text(&output.stderr)));
         let cause = format!("rank {VICTIM} failed: it returned without");
-        assert!(told.contains(&cause), "{told}");
-        let waited = told.split(' ').nth(3).and_then(|waited| waited.parse().ok());
-        let waited = Duration::from_millis(waited.expect("a number"));
-        assert!(waited < DEADLINE / 4, "{told}");
+        assert!(line.contains(&cause), "{line}");
+        let waited = line.split(' ').nth(3).and_then(|waited| waited.parse().ok());
+        let waited = Duration::from_millis(waited.expect("the line has a number"));
+        assert!(waited < DEADLINE / 4, "{line}");
     }
 }
 
-fn torchrun_starts_them() {
+fn torchrun_starts_the_ranks() {
     let folder = tempfile::tempdir().unwrap();
     let mut torchrun = Command::new("torchrun");
     torchrun.args(["--no-python", "--standalone", "--nproc-per-node", &RANKS.to_string()]);
-    let own = std::env::args_os().next().expect("a program has a name");
-    torchrun.arg(own).env(FOLDER, folder.path()).env("RAYON_NUM_THREADS", "1");
+    let program = std::env::args_os().next().expect("a program has a name");
+    torchrun.arg(program).env(FOLDER, folder.path()).env("RAYON_NUM_THREADS", "1");
     match torchrun.output() {
         Ok(output) => {
             assert!(output.status.success(), "{}", text(&output.stderr));
             assert!(trained(folder.path(), RANKS) == expected());
         }
-        Err(_) => skip("there is no torchrun"),
+        Err(_) => skip("torchrun is not installed"),
     }
 }
 
-/// One process that can't join says why, in words that help.
-fn what_is_missing_is_said() {
+/// The error names the missing setting and a remedy.
+fn a_process_that_cannot_join_reports_what_is_missing() {
     let folder = tempfile::tempdir().unwrap();
     let empty = folder.path().to_str().expect("a plain path");
     let elsewhere = without_test_library();
@@ -386,37 +396,37 @@ fn what_is_missing_is_said() {
             &["NCCL was not found", "libnccl.so.2", "DISTMUON_NCCL_PATH", empty],
         ),
     ];
-    for (variables, said) in cases {
+    for (variables, expected) in cases {
         let mut program = program();
         program.env(FOLDER, folder.path()).envs(variables.iter().copied());
-        if said[0] == "NCCL was not found" && system_has_nccl() {
+        if expected[0] == "NCCL was not found" && system_has_nccl() {
             excused("this system has NCCL");
             continue;
         }
         let output = program.output().unwrap();
         let error = text(&output.stderr);
         assert_eq!(output.status.code(), Some(3), "{error}");
-        for said in said {
-            assert!(error.contains(said), "{said:?} is not in: {error}");
+        for words in expected {
+            assert!(error.contains(words), "{words:?} is not in: {error}");
         }
     }
 }
 
-/// Where libraries are looked for, but for the folder that cargo puts the test library in.
+/// The search path of libraries without the folder in which cargo puts the test library.
 fn without_test_library() -> String {
     let folders = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     let folders = std::env::split_paths(&folders);
     let others = folders.filter(|folder| !folder.join("libnccl.so").exists());
-    let others = std::env::join_paths(others).expect("they were joined before");
+    let others = std::env::join_paths(others).expect("the folders were joined before");
     others.into_string().expect("plain paths")
 }
 
-/// Whether the loader or a package of the system's Python has NCCL.
+/// Returns `true` if the loader or a package of the system's Python has NCCL.
 fn system_has_nccl() -> bool {
     let pythons = ["/usr/local/lib", "/usr/lib"].map(|folder| fs::read_dir(folder).into_iter());
-    let pythons = pythons.into_iter().flatten().flatten().flatten().map(|found| found.path());
-    let packages =
-        pythons.flat_map(|python| ["site", "dist"].map(|of| python.join(format!("{of}-packages"))));
+    let pythons = pythons.into_iter().flatten().flatten().flatten().map(|entry| entry.path());
+    let packages = pythons
+        .flat_map(|python| ["site", "dist"].map(|kind| python.join(format!("{kind}-packages"))));
     let mut wheels = packages.filter(|folder| folder.join("nvidia/nccl/lib").exists());
     // SAFETY: NCCL's initialisers do nothing but register.
     wheels.next().is_some() || unsafe { libloading::Library::new("libnccl.so.2").is_ok() }

@@ -197,7 +197,8 @@ fn datatype(dtype: DType) -> ffi::MPI_Datatype {
     unsafe {
         match dtype.size() {
             2 => ffi::RSMPI_UINT16_T,
-            _ => ffi::RSMPI_FLOAT,
+            4 => ffi::RSMPI_FLOAT,
+            size => unreachable!("exchanged types have 2 or 4 bytes, got {size}"),
         }
     }
 }

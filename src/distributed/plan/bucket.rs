@@ -70,15 +70,15 @@ impl Bucket {
     ) -> Self {
         let (pieces, counts) = match kind {
             BucketKind::Matrices => matrix_pieces(&indices, parameters, owners, world_size),
-            BucketKind::Elements | BucketKind::Replicated => {
-                let mut pieces: Vec<_> =
-                    indices.iter().map(|&index| element_piece(index, parameters)).collect();
-                let total = pieces.iter().map(Piece::extent).sum();
-                let counts = match kind {
-                    BucketKind::Replicated => vec![total; world_size],
-                    _ => equal_rows(total, world_size, &mut pieces),
-                };
+            BucketKind::Elements => {
+                let mut pieces = element_pieces(&indices, parameters);
+                let counts = equal_rows(world_size, &mut pieces);
                 (pieces, counts)
+            }
+            BucketKind::Replicated => {
+                let pieces = element_pieces(&indices, parameters);
+                let total = pieces.iter().map(Piece::extent).sum();
+                (pieces, vec![total; world_size])
             }
         };
         Self { kind, dtype, parameters: indices, pieces, counts }
@@ -222,15 +222,19 @@ fn buffer_elements(parameter: &Parameter) -> usize {
     }
 }
 
-fn element_piece(parameter: usize, parameters: &[Parameter]) -> Piece {
-    let len = parameters[parameter].elements();
-    Piece { parameter, start: 0, len, padding: len.next_multiple_of(ROW_ELEMENTS) - len }
+fn element_pieces(indices: &[usize], parameters: &[Parameter]) -> Vec<Piece> {
+    let piece = |&parameter: &usize| {
+        let len = parameters[parameter].elements();
+        Piece { parameter, start: 0, len, padding: len.next_multiple_of(ROW_ELEMENTS) - len }
+    };
+    indices.iter().map(piece).collect()
 }
 
 /// Divides the buffer into the same number of rows for every rank, for which the last piece gets
 /// more zeros. Engines have a single library call for shards of equal size, and need one call per
 /// rank for others.
-fn equal_rows(elements: usize, world_size: usize, pieces: &mut [Piece]) -> Vec<usize> {
+fn equal_rows(world_size: usize, pieces: &mut [Piece]) -> Vec<usize> {
+    let elements: usize = pieces.iter().map(Piece::extent).sum();
     let padded = elements.next_multiple_of(world_size * ROW_ELEMENTS);
     if let Some(last) = pieces.last_mut() {
         last.padding += padded - elements;

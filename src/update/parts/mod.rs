@@ -1,6 +1,6 @@
-//! Optional stages of Muon's update, one file each.
+//! Optional stages of Muon's update, for [`MuonConfig::parts`](crate::MuonConfig::parts).
 
-// To add a part, write its file, and register it here: in `Part`, in `Part::behaviour`, and with
+// One file each. To add a part, write its file, and register it here: in `Part`, in `Part::behaviour`, and with
 // the names of its slots in `SLOT_NAMES`.
 
 mod normuon;
@@ -21,8 +21,9 @@ pub use normuon::NorMuon;
 pub use renormalization::Renormalization;
 pub use row_equilibration::RowEquilibration;
 
-/// A part of Muon's update, in addition to momentum, iteration and weight decay. Parts run in the
-/// order in which they are listed, each in its [`stage`](Self::stage).
+/// An optional stage of Muon's update, in addition to momentum, iteration and weight decay. Parts
+/// run in the order in which they are listed, first those before the iteration, then those after
+/// it: see [`stage`](Self::stage).
 ///
 /// ```
 /// use distmuon::parts::{NorMuon, Renormalization, RowEquilibration};
@@ -41,21 +42,21 @@ pub use row_equilibration::RowEquilibration;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Part {
-    /// Rows of equal norm before the iteration.
+    /// Scales all rows to equal norms, before the iteration.
     RowEquilibration(RowEquilibration),
-    /// The Frobenius norm of an orthogonal matrix after the iteration.
+    /// Scales to the Frobenius norm of an orthogonal matrix, after the iteration.
     Renormalization(Renormalization),
-    /// Neurons of equal size after the iteration.
+    /// Equalises the sizes of the updates of neurons by a second moment, after the iteration.
     NorMuon(NorMuon),
 }
 
-/// The position of a part in the update.
+/// The position of a [`Part`] in Muon's update.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stage {
-    /// Between momentum and iteration.
+    /// Between the momentum and the iteration.
     Before,
-    /// Between iteration and step.
+    /// Between the iteration and the change of the parameter.
     After,
 }
 
@@ -119,7 +120,7 @@ impl Part {
         }
     }
 
-    /// Its position in the update.
+    /// Returns the position of the part in the update.
     pub fn stage(&self) -> Stage {
         self.behaviour().stage()
     }

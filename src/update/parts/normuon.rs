@@ -14,12 +14,14 @@ pub(super) const SECOND_MOMENT: &str = "second_moment";
 /// Least second moment that is divided by, and least norm that is scaled up, as in nanochat.
 const LEAST: f64 = 1e-10;
 
-/// Divides the result of the iteration by the root of a second moment, and scales it back to the
-/// norm that it had.
+/// Divides the result of the iteration by the root of a second moment, and scales the quotient to
+/// the Frobenius norm before the division (Li et al., <https://arxiv.org/abs/2510.05491>; here as
+/// in <https://github.com/karpathy/nanochat>).
 ///
 /// The second moment is the moving average of the squares, averaged over the shorter dimension of
-/// the matrix: one value for each index of the longer one, and for each output of a square matrix.
-/// It starts at zero, without bias correction.
+/// the matrix: it has one value for each index of the longer dimension, or for each output of a
+/// square matrix. It starts at zero, without bias correction, and is float32 (float64 for float64
+/// parameters).
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct NorMuon {
@@ -28,7 +30,7 @@ pub struct NorMuon {
 }
 
 impl NorMuon {
-    /// The part with a decay of the second moment.
+    /// Makes the part with a decay of the second moment, in `[0, 1)`.
     pub fn new(beta_2: f64) -> Self {
         Self { beta_2 }
     }

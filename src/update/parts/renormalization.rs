@@ -10,9 +10,9 @@ use super::{Behaviour, Context, Part, Stage};
 /// stays zero.
 const LEAST_NORM: f64 = 1e-10;
 
-/// Scales the result of the iteration to the Frobenius norm of an orthogonal matrix,
-/// `sqrt(min(m, n))`: singular values that the iteration left below or above 1 do not change the
-/// size of the update.
+/// Scales the result of the iteration, `m` by `n`, to the Frobenius norm of an orthogonal matrix,
+/// `sqrt(min(m, n))`, as in <https://github.com/karpathy/nanochat>. Singular values that the
+/// iteration left below or above 1 then do not change the size of the update.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Renormalization;
 

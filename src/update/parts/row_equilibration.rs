@@ -9,9 +9,12 @@ use super::{Behaviour, Context, Part, Stage, by_largest};
 /// Least norm that a row is divided by, as in nanochat.
 const LEAST_NORM: f64 = 1e-6;
 
-/// Scales every row to the mean row norm before the iteration: a row is the weights of one output,
-/// and `X` of `r` rows becomes `X_i |X|_F / (sqrt(r) |X_i|)`. Outputs with small gradients take
-/// part in the update as much as others do.
+/// Scales every row to the root mean square of the row norms before the iteration, as in
+/// <https://github.com/karpathy/nanochat>.
+///
+/// A row has the weights of one output. Of `r` rows, row `X_i` becomes
+/// `X_i |X|_F / (sqrt(r) |X_i|)`, so that outputs with small gradients contribute to the update as
+/// much as others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RowEquilibration;
 

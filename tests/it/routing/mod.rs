@@ -1,4 +1,4 @@
-//! Who updates what, in models with the structures of the field.
+//! The routing of parameters to optimizers, in models with common structures.
 
 #[allow(dead_code)] // it is not trained here
 #[path = "../../../examples/train_lm/model.rs"]
@@ -15,12 +15,12 @@ use distmuon::{
 use models::*;
 use regex::Regex;
 
-/// Biases and the like, which are in every model.
+/// The line of biases and norms, which are in every model.
 const VECTORS: &str = "AdamW (vector): *.bias *.gamma *.beta";
 
-/// Checks a whole routing against lines of a group and the paths that it has, with [`VECTORS`] after
-/// them. `*` stands for anything, `(a|b)` for either; a path belongs to the first line that has it, and
-/// no line may be without one.
+/// Checks a whole routing against lines of a role and its paths, to which [`VECTORS`] is added. `*`
+/// stands for anything, `(a|b)` for either. A path belongs to the first line that matches it, and
+/// every line has to match a path.
 fn expect(routing: &Routing, lines: &[&str]) {
     let mut lines: Vec<(&str, Vec<Regex>, usize)> = lines
         .iter()
@@ -64,26 +64,27 @@ fn group(routing: &Routing, path: &str) -> ParameterRole {
 }
 
 #[test]
-fn language_models() {
+fn language_models_get_the_expected_roles() {
     expect(
         &routing(&Gpt::new()),
         &[
             "AdamW (embedding): wte.weight wpe.weight",
-            "Muon: blocks.(0|1).attn.(query|key|value|output).weight blocks.(0|1).mlp.linear_(inner|outer).weight",
+            "Muon: blocks.(0|1).attn.(query|key|value|output).weight \
+             blocks.(0|1).mlp.linear_(inner|outer).weight",
             "AdamW (head): lm_head.weight",
         ],
     );
-    let of_fields = routing(&GptOfFields::new());
+    let gpt_of_fields = routing(&GptOfFields::new());
     expect(
-        &of_fields,
+        &gpt_of_fields,
         &[
             "AdamW (embedding): tokens.weight",
             "Muon: (first|second).attn.*.weight (first|second).mlp.*.weight",
             "AdamW (head): fc.weight",
         ],
     );
-    assert_eq!(reason(&of_fields, "fc.weight"), "output head? (last Linear)");
-    // The head is the embedding's matrix: the last layer has none.
+    assert_eq!(reason(&gpt_of_fields, "fc.weight"), "output head? (last Linear)");
+    // The embedding's matrix is also the head: no layer is routed as the head.
     expect(
         &routing(&Tied::new()),
         &["AdamW (embedding): tokens.weight", "Muon: blocks.0.*.weight"],
@@ -95,7 +96,7 @@ fn language_models() {
 }
 
 #[test]
-fn the_output_of_attention_is_no_head() {
+fn the_output_of_attention_is_not_a_head() {
     expect(&routing(&attention()), &["Muon: (query|key|value|output).weight"]);
     expect(
         &routing(&OfAttention::new()),
@@ -120,7 +121,7 @@ fn the_output_of_attention_is_no_head() {
 }
 
 #[test]
-fn burns_transformers() {
+fn burns_transformers_get_the_expected_roles() {
     expect(
         &routing(&OfEncoder::new()),
         &[
@@ -155,7 +156,7 @@ fn burns_transformers() {
 }
 
 #[test]
-fn vision_transformers() {
+fn vision_transformers_get_the_expected_roles() {
     let vit = with_rule(&Vit::new(), RoutingRule::muon("stem").flatten());
     expect(
         &vit,
@@ -186,13 +187,14 @@ fn vision_transformers() {
 }
 
 #[test]
-fn bert() {
+fn bert_gets_the_expected_roles() {
     let classifier = routing(&BertClassifier::new());
     expect(
         &classifier,
         &[
             "AdamW (embedding): bert.embeddings.(word|position).weight",
-            "Muon: *.attention.projections.(query|key|value).weight *.attention.output.dense.weight",
+            "Muon: *.attention.projections.(query|key|value).weight \
+             *.attention.output.dense.weight",
             "Muon: *.layer.(intermediate|output).dense.weight bert.pooler.dense.weight",
             "AdamW (head): classifier.weight",
         ],
@@ -204,7 +206,7 @@ fn bert() {
 }
 
 #[test]
-fn mixtures_of_experts() {
+fn mixtures_of_experts_get_the_expected_roles() {
     expect(
         &routing(&MoeOfLinears::new()),
         &[
@@ -228,7 +230,7 @@ fn mixtures_of_experts() {
 }
 
 #[test]
-fn recurrent_networks() {
+fn recurrent_networks_get_the_expected_roles() {
     let lstm = routing(&LstmClassifier::new());
     expect(
         &lstm,
@@ -249,7 +251,7 @@ fn recurrent_networks() {
 }
 
 #[test]
-fn convolutional_networks() {
+fn convolutional_networks_get_the_expected_roles() {
     let net = with_rule(&ConvNet::new(), RoutingRule::muon("conv").flatten());
     expect(
         &net,
@@ -283,7 +285,7 @@ fn transposed_convolutions_have_their_inputs_first() {
 }
 
 #[test]
-fn heads_by_name() {
+fn heads_are_recognised_by_name_and_position() {
     let cases: [(Routing, &[&str]); 8] = [
         (
             routing(&OfMlpHead::new()),
@@ -319,9 +321,8 @@ fn heads_by_name() {
     assert_eq!(reason(&routing(&HeadFirst::new()), "classifier.weight"), "output head");
 }
 
-/// The factors of a LoRA adapter go where their base would.
 #[test]
-fn adapters() {
+fn lora_factors_get_the_roles_of_their_bases() {
     let lora = || Lora::new(2, 4.0);
     let gpt = routing(&Gpt::new().apply_lora(lora()));
     expect(
@@ -389,7 +390,7 @@ fn frozen_parameters_need_no_rule_and_may_have_one() {
 
 #[test]
 #[should_panic(expected = "was frozen when the optimizer was made")]
-fn a_parameter_that_is_unfrozen_later_is_refused() {
+fn a_parameter_that_is_unfrozen_later_is_rejected() {
     let mut net = HeadFirst::new();
     net.hidden = net.hidden.freeze();
     let mut optim = MuonConfig::new().init(&net);
@@ -399,7 +400,7 @@ fn a_parameter_that_is_unfrozen_later_is_refused() {
 }
 
 #[test]
-fn models_without_anything_to_train() {
+fn models_without_trainable_parameters_are_rejected() {
     let frozen = MuonConfig::new().try_init(&HeadFirst::new().freeze()).map(|_| ()).unwrap_err();
     assert_eq!(frozen, Error::AllFrozen { parameters: 4 });
     assert!(frozen.to_string().contains("unfreeze"), "{frozen}");
@@ -436,21 +437,21 @@ fn rules_leave_vectors_to_adamw() {
 }
 
 #[test]
-fn rules_without_a_matrix_are_refused() {
-    let refused = |rule: RoutingRule| {
+fn rules_without_a_matrix_are_rejected() {
+    let rejected = |rule: RoutingRule| {
         let error = MuonConfig::new().with_rule(rule).route(&MoeOfLinears::new()).unwrap_err();
         assert!(matches!(error, Error::UnusedRule { .. }), "{error}");
         error.to_string()
     };
-    assert!(refused(RoutingRule::muon(r"\.bias$").into()).contains("expected a matrix"));
+    assert!(rejected(RoutingRule::muon(r"\.bias$").into()).contains("expected a matrix"));
     assert!(
-        refused(RoutingRule::muon("experts").batch().into()).contains("three or more dimensions")
+        rejected(RoutingRule::muon("experts").batch().into()).contains("three or more dimensions")
     );
-    assert!(refused(RoutingRule::adamw("expert$")).contains("`expert$`"));
+    assert!(rejected(RoutingRule::adamw("expert$")).contains("`expert$`"));
 }
 
 #[test]
-fn rules_are_built_in_any_order() {
+fn setters_of_a_rule_apply_in_any_order() {
     let group = |rule: RoutingRule| group(&with_rule(&MoeOfStacks::new(), rule), "experts.up");
     let batch = |layout| ParameterRole::Muon { view: MatrixView::Batch, layout };
     let rule = || RoutingRule::muon("experts");
@@ -472,9 +473,9 @@ fn rules_are_built_in_any_order() {
     assert_eq!(group(rule().flatten().batch().into()), batch(MatrixLayout::InOut));
 }
 
-/// The line that the error offers can be copied, and helps.
+/// The rule in the error can be copied, and then the model is accepted.
 #[test]
-fn the_remedy_for_a_shape_is_a_line_to_copy() {
+fn the_error_for_a_shape_has_a_rule_that_can_be_copied() {
     let error = MuonConfig::new().route(&Vit::new()).unwrap_err().to_string();
     let line = r#"add `.with_rule(RoutingRule::muon(r"^stem\.weight$").flatten())`"#;
     assert!(error.contains(line), "{error}");
@@ -515,7 +516,7 @@ fn the_summary_counts_parameters_operations_and_state() {
     assert!(summary.contains("| total "), "{summary}");
 }
 
-/// The bytes are those of the record, but for the counters.
+/// The bytes are those of the record without the counters.
 #[test]
 fn the_state_of_a_step_has_the_bytes_of_the_summary() {
     let net = HeadFirst::new();
@@ -534,7 +535,7 @@ fn the_state_of_a_step_has_the_bytes_of_the_summary() {
 
 /// The README shows what `train_lm --routes` prints.
 #[test]
-fn the_tables_of_the_readme_are_true() {
+fn the_tables_of_the_readme_equal_the_printed_routing() {
     let readme = include_str!("../../../README.md");
     let (_, section) = readme.split_once("## Routing").unwrap();
     let (section, _) = section.split_once("\n## ").unwrap();
@@ -546,7 +547,7 @@ fn the_tables_of_the_readme_are_true() {
         assert!(printed.contains(line), "{line}\n{routing}");
     }
     // Without the empty line between the tables, and with one block of four.
-    let cut =
-        |line: &&&str| ["blocks.1", "blocks.2", "blocks.3"].iter().any(|at| line.contains(at));
+    let others = ["blocks.1", "blocks.2", "blocks.3"];
+    let cut = |line: &&&str| others.iter().any(|block| line.contains(block));
     assert_eq!(tables.len(), printed.len() - 1 - printed.iter().filter(cut).count());
 }

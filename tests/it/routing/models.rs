@@ -1,4 +1,4 @@
-//! Small models with the structures of the field.
+//! Small models with common structures.
 
 use burn::module::{Module, Param};
 use burn::nn::attention::{MultiHeadAttention, MultiHeadAttentionConfig};
@@ -125,7 +125,7 @@ modules! {
         first: Block = Block::new(),
         second: Block = Block::new(),
     }
-    /// Attention that only its fields tell.
+    /// Attention that only the names of its fields reveal.
     Mixer {
         q_proj: Linear = square(),
         k_proj: Linear = square(),
@@ -192,7 +192,10 @@ modules! {
     Dense { dense: Linear = square() }
     DenseNorm { dense: Linear = square(), norm: LayerNorm = norm() }
     BertProjections { query: Linear = square(), key: Linear = square(), value: Linear = square() }
-    BertSelf { projections: BertProjections = BertProjections::new(), output: DenseNorm = DenseNorm::new() }
+    BertSelf {
+        projections: BertProjections = BertProjections::new(),
+        output: DenseNorm = DenseNorm::new(),
+    }
     BertLayer {
         attention: BertSelf = BertSelf::new(),
         intermediate: Dense = Dense::new(),
@@ -247,7 +250,10 @@ modules! {
     }
     MlpHead { up: Linear = linear(WIDTH, 16), down: Linear = linear(16, 4) }
     OfMlpHead { body: Linear = square(), head: MlpHead = MlpHead::new() }
-    OfStackHead { body: Linear = square(), classifier: Vec<Linear> = vec![square(), linear(WIDTH, 4)] }
+    OfStackHead {
+        body: Linear = square(),
+        classifier: Vec<Linear> = vec![square(), linear(WIDTH, 4)],
+    }
     ActorCritic {
         policy_head: Linear = linear(WIDTH, 4),
         value_head: Linear = linear(WIDTH, 1),

@@ -1,4 +1,4 @@
-//! What all ranks refuse, with the same words.
+//! Models, gradients and settings that all ranks reject with the same error.
 
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
@@ -13,21 +13,21 @@ use rand::{SeedableRng, rngs::StdRng};
 
 use crate::{Net, config, device, ranks, ranks_here};
 
-pub const OTHERS: &[Case] = cases![
-    models_that_differ_are_named,
-    bad_gradients_and_settings_are_refused_on_all_ranks,
-    a_world_has_a_rank,
-    devices_of_two_backends_are_no_world,
-    tensors_on_another_device_are_named,
-    learning_rates_that_differ_are_named_before_a_step,
-    configurations_that_differ_are_named,
-    values_of_another_type_are_named,
-    shared_parameters_are_refused_with_both_paths,
-    models_without_anything_to_train_are_refused,
-    a_gradient_of_a_parameter_that_was_frozen_or_absent_is_refused,
+pub const IN_PROCESS: &[Case] = cases![
+    models_that_differ_between_ranks_fail_naming_the_parameter,
+    bad_gradients_and_settings_are_rejected_on_all_ranks,
+    a_world_without_ranks_is_rejected,
+    devices_of_two_backends_are_rejected,
+    tensors_on_another_device_fail_naming_the_parameter,
+    learning_rates_that_differ_between_ranks_fail_before_the_step,
+    configurations_that_differ_between_ranks_fail_naming_the_setting,
+    exchanged_values_of_different_types_are_rejected,
+    shared_parameters_are_rejected_naming_both_paths,
+    models_without_trainable_parameters_are_rejected,
+    a_gradient_of_a_parameter_that_was_frozen_or_absent_is_rejected,
 ];
 
-fn models_that_differ_are_named() {
+fn models_that_differ_between_ranks_fail_naming_the_parameter() {
     let shape = ranks(3, |world| {
         let mut net = Net::new(world.device());
         if world.rank() == 2 {
@@ -49,7 +49,7 @@ fn models_that_differ_are_named() {
     let error = values.unwrap_err().to_string();
     assert!(error.contains("World::broadcast"), "{error}");
 
-    // One more at the end, of the trained parameters or of the frozen ones.
+    // Rank 0 has one more parameter at the end, trained or frozen.
     for frozen in [false, true] {
         let longer = ranks(2, |world| {
             let ones =
@@ -64,7 +64,7 @@ fn models_that_differ_are_named() {
     }
 }
 
-fn bad_gradients_and_settings_are_refused_on_all_ranks() {
+fn bad_gradients_and_settings_are_rejected_on_all_ranks() {
     let all: Vec<Error> = ranks_here(3, |world| {
         let net = world.broadcast(Net::new(world.device()))?;
         let mut optim = config().init(&world, &net)?;
@@ -83,7 +83,7 @@ fn bad_gradients_and_settings_are_refused_on_all_ranks() {
         assert!(cause.contains("wide.weight"), "{cause}");
     }
 
-    let refused = |config: DistMuonConfig, named: &str| {
+    let rejected = |config: DistMuonConfig, named: &str| {
         let net = Net::new(&device());
         match config.init(&World::alone(device()), &net) {
             Err(Error::Setting { setting, .. }) => assert_eq!(setting, named),
@@ -91,32 +91,32 @@ fn bad_gradients_and_settings_are_refused_on_all_ranks() {
             Ok(_) => panic!("{named} was accepted"),
         }
     };
-    refused(config().with_bucket_mb(Some(0.0)), "bucket_mb");
-    refused(config().with_bucket_mb(Some(f64::NAN)), "bucket_mb");
-    refused(config().with_max_norm(Some(-1.0)), "max_norm");
-    refused(config().with_in_flight(0), "in_flight");
+    rejected(config().with_bucket_mb(Some(0.0)), "bucket_mb");
+    rejected(config().with_bucket_mb(Some(f64::NAN)), "bucket_mb");
+    rejected(config().with_max_norm(Some(-1.0)), "max_norm");
+    rejected(config().with_in_flight(0), "in_flight");
     let clipping = burn::grad_clipping::GradientClippingConfig::Norm(1.0);
     let muon = MuonConfig::new().with_grad_clipping(Some(clipping));
-    refused(DistMuonConfig::new().with_muon(muon), "muon.grad_clipping");
-    let nobody = World::threads(Vec::<Device>::new(), |_| Ok::<_, Error>(()));
-    assert!(matches!(nobody, Err(Error::Setting { setting: "devices", .. })));
+    rejected(DistMuonConfig::new().with_muon(muon), "muon.grad_clipping");
+    let empty = World::threads(Vec::<Device>::new(), |_| Ok::<_, Error>(()));
+    assert!(matches!(empty, Err(Error::Setting { setting: "devices", .. })));
 }
 
-fn a_world_has_a_rank() {
+fn a_world_without_ranks_is_rejected() {
     let error = World::threads([], |_| Ok::<_, Error>(())).unwrap_err();
     assert!(matches!(error, Error::Setting { setting: "devices", .. }), "{error}");
 }
 
-fn devices_of_two_backends_are_no_world() {
+fn devices_of_two_backends_are_rejected() {
     let Some(devices) = two_backends() else { return };
     let error = World::threads(devices, |_| Ok::<_, Error>(())).unwrap_err();
     assert!(matches!(error, Error::Devices { rank: 1, .. }), "{error}");
 }
 
-fn tensors_on_another_device_are_named() {
-    let Some([own, other]) = two_backends() else { return };
-    let device = own.autodiff();
-    let refused = |net: Net, gradients: GradientsParams, words: &str| {
+fn tensors_on_another_device_fail_naming_the_parameter() {
+    let Some([device, other]) = two_backends() else { return };
+    let device = device.autodiff();
+    let rejected = |net: Net, gradients: GradientsParams, words: &str| {
         let mut optim = config().init(&World::alone(device.clone()), &Net::new(&device)).unwrap();
         let error = optim.step(0.01, net, gradients).map(|_| ()).unwrap_err();
         let Error::Parameter { parameter, rank: 0, reason, .. } = &error else { panic!("{error}") };
@@ -127,15 +127,15 @@ fn tensors_on_another_device_are_named() {
     let mut gradients = net.gradients(1);
     let away = Tensor::<2>::ones(net.wide.weight.dims(), (&other, DType::F32));
     gradients.register(net.wide.weight.id, away);
-    refused(net, gradients, "its gradient is on the wrong device");
+    rejected(net, gradients, "its gradient is on the wrong device");
 
     let mut net = Net::new(&device);
     let gradients = net.gradients(1);
     net.wide = net.wide.to_device(&other.autodiff());
-    refused(net, gradients, "it is on the wrong device");
+    rejected(net, gradients, "it is on the wrong device");
 }
 
-fn learning_rates_that_differ_are_named_before_a_step() {
+fn learning_rates_that_differ_between_ranks_fail_before_the_step() {
     let errors = ranks_here(3, |world| {
         let net = Net::new(world.device());
         let mut optim = config().init(&world, &net)?;
@@ -156,7 +156,7 @@ fn learning_rates_that_differ_are_named_before_a_step() {
     }
 }
 
-fn configurations_that_differ_are_named() {
+fn configurations_that_differ_between_ranks_fail_naming_the_setting() {
     let errors = ranks_here(3, |world| {
         let net = Net::new(world.device());
         let mut config = config();
@@ -173,13 +173,13 @@ fn configurations_that_differ_are_named() {
     }
 }
 
-fn values_of_another_type_are_named() {
+fn exchanged_values_of_different_types_are_rejected() {
     let errors = ranks_here(2, |world| {
-        let told = match world.rank() {
+        let gathered = match world.rank() {
             0 => world.all_gather_value(&1_u8).map(|_| ()),
             _ => world.all_gather_value(&"one".to_owned()).map(|_| ()),
         };
-        Ok(told.unwrap_err())
+        Ok(gathered.unwrap_err())
     });
     for (rank, error) in errors.unwrap().into_iter().enumerate() {
         let Error::Mismatch { calls } = &error else { panic!("{error}") };
@@ -188,7 +188,7 @@ fn values_of_another_type_are_named() {
     }
 }
 
-fn shared_parameters_are_refused_with_both_paths() {
+fn shared_parameters_are_rejected_naming_both_paths() {
     let layer = LinearConfig::new(8, 8).init(&device());
     let tied = vec![layer.clone(), layer];
     let named = |error: Error| {
@@ -197,14 +197,14 @@ fn shared_parameters_are_refused_with_both_paths() {
     };
     named(DistMuonConfig::new().init(&World::alone(device()), &tied).map(|_| ()).unwrap_err());
     named(MuonConfig::new().try_init(&tied).map(|_| ()).unwrap_err());
-    // Frozen, they stay one.
+    // Frozen parameters may be shared.
     let tied = vec![tied[0].clone(), tied[1].clone(), LinearConfig::new(8, 8).init(&device())];
     let tied: Vec<_> =
-        tied.into_iter().enumerate().map(|(at, l)| if at < 2 { l.no_grad() } else { l }).collect();
+        tied.into_iter().enumerate().map(|(i, l)| if i < 2 { l.no_grad() } else { l }).collect();
     assert!(MuonConfig::new().try_init(&tied).is_ok());
 }
 
-fn models_without_anything_to_train_are_refused() {
+fn models_without_trainable_parameters_are_rejected() {
     for plain in [false, true] {
         let error = ranks(2, |world| {
             let device = world.device().clone();
@@ -221,15 +221,15 @@ fn models_without_anything_to_train_are_refused() {
     assert_eq!(empty.map(|_| ()).unwrap_err(), Error::EmptyModel);
 }
 
-fn a_gradient_of_a_parameter_that_was_frozen_or_absent_is_refused() {
+fn a_gradient_of_a_parameter_that_was_frozen_or_absent_is_rejected() {
     let mut net = Net::new(&device());
     let trained = net.wide.clone();
     net.wide = net.wide.no_grad();
     let mut optim = config().init(&World::alone(device()), &net).unwrap();
-    // Frozen parameters may be left alone.
+    // Frozen parameters do not need gradients.
     let mut gradients = net.gradients(0);
     gradients.remove::<2>(net.wide.weight.id);
-    gradients.remove::<1>(net.wide.bias.as_ref().expect("it has one").id);
+    gradients.remove::<1>(net.wide.bias.as_ref().expect("the layer has a bias").id);
     let mut net = optim.step(0.01, net, gradients).unwrap();
     net.wide = trained;
     let gradients = net.gradients(1);
@@ -252,7 +252,7 @@ fn a_gradient_of_a_parameter_that_was_frozen_or_absent_is_refused() {
     assert!(reason.contains("absent"), "{error}");
 }
 
-/// Devices of two backends, where there are.
+/// Devices of two backends, if two are built.
 fn two_backends() -> Option<[Device; 2]> {
     #[cfg(all(feature = "flex", feature = "cpu"))]
     return Some([Device::flex(), Device::cpu()]);

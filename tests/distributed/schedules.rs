@@ -1,5 +1,5 @@
-//! Schedules of a parameter that has no gradient in some steps: an expert without tokens, under a momentum
-//! warm-up.
+//! Schedules of a parameter that does not have a gradient in some steps: an expert without tokens,
+//! under a momentum warm-up.
 
 use std::ops::Range;
 
@@ -13,12 +13,12 @@ use distmuon_testing::worlds::{Case, Folder, cases};
 
 use crate::{Net, config, device, ranks};
 
-pub const SOUND: &[Case] = cases![schedules_are_at_the_same_place_on_any_number_of_ranks,];
+pub const EVERYWHERE: &[Case] = cases![schedules_are_at_the_same_step_on_any_number_of_ranks,];
 
 const STEPS: u64 = 8;
 const SAVED: u64 = 5;
 
-/// Everything that follows a schedule differs from step to step.
+/// A configuration in which all scheduled values differ from step to step.
 fn scheduled() -> DistMuonConfig {
     let config = config().with_gradients(Gradients::Averaged).with_bucket_mb(Some(0.002));
     let muon = MuonConfig {
@@ -29,8 +29,8 @@ fn scheduled() -> DistMuonConfig {
     config.with_muon(muon)
 }
 
-/// The first of three equal matrices and the experts get tokens in some steps only, the experts not before
-/// the run was saved.
+/// Gradients of a step. The first of three equal matrices does not have one in some steps, and the
+/// experts do not have one before the run is saved.
 fn gradients(net: &Net, step: u64) -> GradientsParams {
     let mut gradients = net.gradients(step);
     if step % 3 != 1 {
@@ -73,18 +73,18 @@ fn on_one_device(path: &std::path::Path, steps: Range<u64>) -> Vec<Vec<u8>> {
     net.weights()
 }
 
-/// `DistMuon` on every rank, which Burn hands one parameter after the other, and whose ranks save and load
-/// records of their own.
+/// Trains with `DistMuon` on every rank, to which Burn passes one parameter after the other. Every
+/// rank saves and loads its record.
 fn by_parameter(world: &World) -> Result<Net, Error> {
     let mut net = Net::new(world.device());
     let mut optim = scheduled().per_parameter(world)?.init(&net)?;
     for step in 0..STEPS {
         if step == SAVED {
-            let model = net.clone().into_record().into_bytes().expect("a record");
-            let states = optim.to_record().into_bytes().expect("a record");
+            let model = net.clone().into_record().into_bytes().expect("a valid record");
+            let states = optim.to_record().into_bytes().expect("a valid record");
             net = Net::new(world.device());
-            net = net.load_record(ModuleRecord::from_bytes(model).expect("a record"));
-            let states = OptimizerRecord::from_bytes(states).expect("a record");
+            net = net.load_record(ModuleRecord::from_bytes(model).expect("a valid record"));
+            let states = OptimizerRecord::from_bytes(states).expect("a valid record");
             optim = scheduled().per_parameter(world)?.init(&net)?.load_record(states);
         }
         let gradients = gradients(&net, step);
@@ -93,7 +93,7 @@ fn by_parameter(world: &World) -> Result<Net, Error> {
     Ok(net)
 }
 
-fn schedules_are_at_the_same_place_on_any_number_of_ranks() {
+fn schedules_are_at_the_same_step_on_any_number_of_ranks() {
     let folder = Folder::create();
     let expected = on_one_device(folder.path(), 0..STEPS);
     for count in [1, 3] {
