@@ -51,7 +51,7 @@ pub(crate) fn ensure_all_computed<'a>(
                 true => {
                     "use more ranks, a smaller batch, or a smaller `workspace_mb` or `bucket_mb`"
                 }
-                false => "an earlier operation on this device failed; fix that first",
+                false => "fix the operation on this device that failed first",
             },
         });
     }

@@ -3,7 +3,10 @@
 use std::fmt;
 use std::path::PathBuf;
 
-/// An error of this crate: it names the parameter, setting or file concerned, and the remedy.
+/// An error of this crate. Its message names the parameter, setting, file or rank concerned, and
+/// ends with the remedy.
+///
+/// `Debug` also prints the message.
 #[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -45,14 +48,14 @@ pub enum Error {
         /// The requested type.
         dtype: String,
     },
-    /// A device could not compute a step, usually because its memory ran out.
+    /// A device could not compute a step, usually because the device ran out of memory.
     #[error("parameter `{parameter}`: {device} could not compute its step: {reason}; {remedy}")]
     NotComputed {
         /// Path of the parameter in its module.
         parameter: String,
         /// The device.
         device: String,
-        /// The device's reason, or the memory that it lacks.
+        /// The reason that the device reports, such as the memory that it lacks.
         reason: String,
         /// The remedy.
         remedy: &'static str,
@@ -62,7 +65,7 @@ pub enum Error {
     Pattern {
         /// The pattern as given.
         pattern: String,
-        /// The parser's objection.
+        /// The error of the regular-expression parser.
         reason: String,
     },
     /// A routing rule matches no parameter that it can apply to, usually because of a typing error.
@@ -88,7 +91,7 @@ pub enum Error {
          {parameters} that require none; build the model on `device.autodiff()`, or unfreeze it"
     )]
     AllFrozen {
-        /// The number of its parameters.
+        /// Number of parameters of the model.
         parameters: usize,
     },
     /// A checkpoint can't be read or written.
@@ -134,7 +137,7 @@ pub enum Error {
     PeerFailed {
         /// The rank that failed first.
         rank: usize,
-        /// Its own message, or what the other ranks observed.
+        /// The message of that rank, or the failure that the other ranks observed.
         cause: String,
     },
     /// The ranks did not make the same calls.
@@ -160,7 +163,7 @@ pub enum Error {
     Launch {
         /// The environment variable.
         variable: String,
-        /// Its value, or `not set`.
+        /// Value of the variable, or `not set`.
         value: String,
         /// The problem.
         reason: String,
@@ -208,37 +211,40 @@ pub enum Error {
     },
     /// The model of a rank differs from that of rank 0.
     #[error(
-        "parameter `{parameter}` is {other} on rank {rank} and {first} on rank 0; start from one \
-         model: by `World::threads_with` among threads, by `World::broadcast` among processes"
+        "parameter `{parameter}` differs on rank {rank}: expected {first} as on rank 0, got \
+         {other}; start from one model, by `World::threads_with` among threads or \
+         `World::broadcast` among processes"
     )]
     ModelsDiffer {
         /// The first rank that differs.
         rank: usize,
         /// The first parameter that differs.
         parameter: String,
-        /// The parameter on that rank.
+        /// Shape and type on that rank, `absent`, or `other values`.
         other: String,
-        /// The parameter on rank 0.
+        /// Shape and type on rank 0, `absent`, or `the same values`.
         first: String,
     },
     /// A setting of a rank differs from that of rank 0.
-    #[error("`{setting}` is {other} on rank {rank} and {first} on rank 0; give all ranks the same")]
+    #[error(
+        "`{setting}` differs on rank {rank}: expected {first} as on rank 0, got {other}; give all \
+         ranks the same value"
+    )]
     SettingsDiffer {
         /// The first rank that differs.
         rank: usize,
         /// The first setting that differs, as it is written in the configuration.
         setting: String,
-        /// Its value on that rank.
+        /// Value of the setting on that rank.
         other: String,
-        /// Its value on rank 0.
+        /// Value of the setting on rank 0.
         first: String,
     },
-    /// Two parameters of a model have one identity: Burn gives a clone the identity of its
-    /// original.
+    /// Two parameters of a model have one identity, as clones have in Burn.
     #[error(
         "parameters `{first}` and `{second}` are the same parameter, which an optimizer step would \
-         make two; keep it in one place and use it from there, or give the second an identity of \
-         its own with `Param::initialized(ParamId::new(), ...)`"
+         separate; keep the parameter in one place and use it from there, or give the second a new \
+         identity with `Param::initialized(ParamId::new(), ...)`"
     )]
     Shared {
         /// Path of the parameter in its module.
@@ -255,7 +261,7 @@ pub enum Error {
     Skipped {
         /// Path of the parameter in its module.
         parameter: String,
-        /// The number of steps.
+        /// Number of consecutive steps.
         steps: usize,
     },
     /// A parameter or its gradient does not match the optimizer.

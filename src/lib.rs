@@ -1,8 +1,9 @@
 //! The Muon optimizer for [Burn](https://burn.dev), on one device or many.
 //!
 //! Muon orthogonalises the momentum of a network's hidden matrices; AdamW updates all other
-//! parameters. The crate decides which parameter is which, and prints the decision. One line
-//! changes in a Burn training loop, the one that makes the optimizer:
+//! parameters. The crate routes every parameter to one of them by its name, type and shape, and
+//! prints the result with its reasons. In a Burn training loop, only the line that makes the
+//! optimizer changes:
 //!
 //! ```
 //! use burn::module::Module;
@@ -35,8 +36,8 @@
 //!
 //! [`MuonConfig::init_batched`] works on all matrices of one shape as one batch, in few launches.
 //! [`MuonConfig::init`] returns Burn's `ModuleOptimizer` instead, as burn-train's `Learner`
-//! requires. On many ranks, [`DistMuonConfig::init`] takes the place of both, and the loop stays
-//! the same.
+//! requires. On many ranks (threads or processes that train one model together, usually with one
+//! device each), [`DistMuonConfig::init`] takes the place of both, and the loop stays the same.
 //!
 //! # By task
 //!
@@ -67,25 +68,25 @@
 //! | [`adamw`] | [`AdamWConfig`], the settings of all other parameters |
 //! | [`parts`] | optional stages of Muon's update, such as [`NorMuon`](parts::NorMuon) |
 //! | [`comm`] | [`World`], the ranks that train together, and their collectives |
-//! | [`distributed`] | [`DistMuonConfig`] and the optimizers of many ranks; [`plan`](distributed::plan), the owner of every matrix |
+//! | [`distributed`] | [`DistMuonConfig`] and the optimizers of many ranks; [`plan`](distributed::plan), the assignment of matrices to ranks |
 //! | [`schedule`] | [`Schedule`], for momentum, weight decay and learning rate over the steps of a run |
-//! | [`checkpoint`] | a run in one file, which is replaced as a whole |
+//! | [`checkpoint`] | saving and loading the state of a run as one file, which is replaced atomically |
 //! | [`error`] | [`Error`], with the remedy in every message |
 //!
 //! # Devices
 //!
 //! The features `flex` (default), `wgpu`, `vulkan`, `cuda`, `cpu` and `tch` enable Burn's features
-//! of the same names. Flex and Burn's CubeCL backends have kernels of this crate for the iteration
+//! of the same names. For Flex and Burn's CubeCL backends, this crate has kernels for the iteration
 //! and for the elementwise parts of a step. On other backends, such as LibTorch (`tch`), Burn's own
-//! operations do the same work and round half precision more often. [`KernelPolicy`] chooses
+//! operations compute the same, with more roundings in half precision. [`KernelPolicy`] chooses
 //! between kernels and Burn's operations; [`KernelPolicy::Tuned`] measures the kernels when a shape
-//! is met first.
+//! is first used.
 //!
 //! The kernels are tested on software devices (WGSL, SPIR-V with cooperative matrices, CubeCL's CPU
 //! runtime) and compiled for CUDA. **Nothing has run on a GPU yet.**
 //!
-//! Feature `fusion` (default) supports Burn's fusion on the CubeCL backends. It has to be on if
-//! `burn` has it, which is Burn's default.
+//! Feature `fusion` (default) supports Burn's fusion on the CubeCL backends. It has to be enabled
+//! if the feature `fusion` of `burn` is, which is Burn's default.
 //!
 //! # Items behind features
 //!

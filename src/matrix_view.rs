@@ -29,8 +29,9 @@ pub enum MatrixView {
 }
 
 impl MatrixView {
-    /// Returns `true` if a rule with this view applies to parameters of a shape. It does not to
-    /// vectors, nor to the vectors of a stack, which have the shape of a matrix.
+    /// Returns `true` if a rule with this view applies to parameters of a shape. No rule applies to
+    /// vectors, and no rule with [`Batch`](Self::Batch) to two dimensions: the stacked vectors of a
+    /// batch of layers.
     pub(crate) fn fits(self, shape: &[usize]) -> bool {
         match self {
             Self::Single | Self::Flatten => shape.len() >= 2,
@@ -38,12 +39,12 @@ impl MatrixView {
         }
     }
 
-    /// The batch `[k, m, n]` that corresponds to a parameter of this shape.
+    /// Returns the batch `[k, m, n]` of `k` matrices as which a parameter of this shape is seen.
     ///
     /// # Errors
     ///
     /// [`Error::Shape`], with the name of the parameter, for fewer than two dimensions, and for
-    /// more than two without an explicit view.
+    /// more than two with [`Single`](Self::Single).
     pub fn batch_shape(self, parameter: &str, shape: &[usize]) -> Result<[usize; 3]> {
         let error = |expected, remedy| {
             let (parameter, shape) = (parameter.to_owned(), shape.to_vec());
@@ -65,7 +66,9 @@ impl MatrixView {
 /// The rules for a parameter of more than two dimensions, as code to copy.
 fn view_by_rule(parameter: &str) -> String {
     if parameter == UNNAMED {
-        return "use `MuonConfig::init`, with a rule for its view".to_owned();
+        return "use `MuonConfig::init` with a routing rule for the parameter, as in \
+                `.with_rule(RoutingRule::muon(path).flatten())`"
+            .to_owned();
     }
     let path = format!("r\"^{}$\"", regex::escape(parameter));
     format!(

@@ -52,7 +52,7 @@ impl From<f64> for Schedule {
 }
 
 impl Schedule {
-    /// A schedule with the same value at every step.
+    /// Makes a schedule with the same value at every step.
     pub fn constant(value: f64) -> Self {
         Self { start: value, segments: vec![] }
     }
@@ -73,7 +73,8 @@ impl Schedule {
         self.then(Curve::Cosine, steps, to)
     }
 
-    /// A warm-up to `peak`, `constant` steps at `peak`, and a warm-down to zero: the trapezoid of
+    /// Makes a linear warm-up of `warmup` steps to `peak`, `constant` steps at `peak`, and a linear
+    /// warm-down of `warmdown` steps to zero: the trapezoid of
     /// <https://github.com/karpathy/nanochat>.
     pub fn warmup_constant_warmdown(
         peak: f64,
@@ -87,19 +88,19 @@ impl Schedule {
             .linear(warmdown, 0.0)
     }
 
-    /// A warm-up to `peak`, then half a cosine to `min` (Loshchilov and Hutter,
-    /// <https://arxiv.org/abs/1608.03983>).
+    /// Makes a linear warm-up of `warmup` steps to `peak`, then half a cosine of `decay` steps to
+    /// `min` (Loshchilov and Hutter, <https://arxiv.org/abs/1608.03983>).
     pub fn warmup_cosine(peak: f64, warmup: usize, decay: usize, min: f64) -> Self {
         Self::constant(if warmup == 0 { peak } else { 0.0 }).linear(warmup, peak).cosine(decay, min)
     }
 
-    /// A momentum that rises from 0.85 to `to` over `steps` steps, as in
-    /// <https://github.com/KellerJordan/modded-nanogpt> (0.95 after 300).
+    /// Makes a momentum that rises linearly from 0.85 to `to` over `steps` steps, as in
+    /// <https://github.com/KellerJordan/modded-nanogpt> (to 0.95 over 300).
     pub fn momentum_warmup(to: f64, steps: usize) -> Self {
         Self::constant(0.85).linear(steps, to)
     }
 
-    /// The value at a step. The first step is 0.
+    /// Returns the value at a step. The first step is 0.
     pub fn at(&self, step: usize) -> f64 {
         let mut from = self.start;
         let mut first_step = 0;
@@ -121,8 +122,8 @@ impl Schedule {
         from
     }
 
-    /// Converts the schedule to a Burn learning-rate scheduler, which returns one value per step
-    /// and continues after its last step when its record is loaded.
+    /// Converts the schedule to a Burn learning-rate scheduler, which returns one value per step.
+    /// A scheduler that loads the record of another one continues at its next step.
     pub fn into_lr_scheduler(self) -> ScheduledLr {
         ScheduledLr { schedule: self, step: 0 }
     }

@@ -15,7 +15,7 @@ pub enum Error {
          writes, got {0:?}; use float32"
     )]
     Dtype(ElemType),
-    /// The operands do not fit together, or not the kernel.
+    /// An operand does not fit the other operands or the kernel.
     #[error(
         "the shape or type of {operand} does not fit: expected {expected}, got {actual}; pass \
          operands that fit together"

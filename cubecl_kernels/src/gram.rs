@@ -37,7 +37,7 @@ const SHARED_MATRICES: usize = 3;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct PolynomialBits(pub(crate) [u32; 3]);
 
-/// Returns the number of rows of the largest matrices that a device takes.
+/// Returns the number of rows of the largest matrices that [`accumulate_q`] accepts on a device.
 pub fn max_rows(client: &Client) -> usize {
     max_rows_for(&client.properties().hardware)
 }
@@ -49,7 +49,8 @@ pub(crate) fn max_rows_for(hardware: &HardwareProperties) -> usize {
     (SIDE as usize..=MAX_ROWS).step_by(SIDE as usize).filter(fits).max().unwrap_or(0)
 }
 
-/// Returns `Q` for every `R` of a batch, in the same type, for the coefficients of the polynomials.
+/// Returns the product `Q` of the [module](self) for every symmetric `R` of a batch, in the same
+/// type. `polynomials` has the coefficients `[a, b, c]` of every step.
 ///
 /// # Errors
 ///

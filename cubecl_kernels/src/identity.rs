@@ -1,4 +1,4 @@
-//! The sum with the identity.
+//! The sum of a matrix and the identity.
 
 use cubecl::calculate_cube_count_elemwise;
 use cubecl::client::Client;

@@ -2,10 +2,10 @@
 //!
 //! A kernel takes a client, buffers and sizes, and runs on every CubeCL runtime.
 //!
-//! - [`product`]: products with an epilogue; of a symmetric one only half is computed;
+//! - [`product`]: products plus a scaled addend; of a symmetric product, only half is computed;
 //! - [`gram`]: Newton-Schulz on small matrices, one cube per matrix;
 //! - [`fused`]: the elementwise parts of a step of Muon and AdamW, each in one pass over memory;
-//! - [`add_identity`]: the sum with the identity;
+//! - [`add_identity`]: the sum of a matrix and the identity;
 //! - [`mirror`]: the completion of a symmetric matrix from its lower triangle;
 //! - [`units`]: the number of units of a cube.
 

@@ -10,8 +10,8 @@ use crate::units::exchanging_units;
 /// Side of the tile that a cube copies.
 pub(crate) const TILE: u32 = 16;
 
-/// Scales the lower triangle of every matrix of a batch, adds to it, and copies it onto the upper
-/// one, in place: `C <- alpha C + beta D`.
+/// Computes `C <- alpha C + beta D` from the lower triangles of a batch, in place, and copies the
+/// result onto the upper triangles.
 ///
 /// The matrices are square and contiguous, and of any size. The previous values of the upper
 /// triangles are not read. The addend `D` is `[k, m, m]` of the same type, symmetric and

@@ -71,7 +71,7 @@ pub(crate) struct MomentumUpdate {
     pub momentum: Tensor<3>,
     /// The update to orthogonalise, in the type of the momentum.
     pub update: Tensor<3>,
-    /// Its norms, where they cost nothing.
+    /// The norms of the update, if the kernel computes them without a further pass.
     pub norms: Option<PartialNorms>,
 }
 

@@ -1,4 +1,4 @@
-//! Checkpoints: model, optimizer and progress of a run in one file that is replaced as a whole.
+//! Checkpoints: model, optimizer and progress of a run in one file, which is replaced atomically.
 //!
 //! A checkpoint is written to a temporary file in the folder of its destination, synced and
 //! renamed, so that an interrupted save leaves the previous checkpoint in place. Every byte is
@@ -119,19 +119,20 @@ pub trait Checkpointed: Sized {
     ) -> Result<(M, Self, T)>;
 }
 
-/// Saves a run. `progress` holds everything else that the run needs to continue, such as its step.
+/// Saves model, optimizer and progress of a run to a file. `progress` holds everything else that
+/// the run needs to continue, such as its step.
 ///
 /// On many ranks all of them make this call, and rank 0 writes the file. The format of the file
 /// does not depend on the optimizer or the number of ranks: [`load`] continues the run on any of
 /// them.
 ///
 /// The model is written one parameter at a time. A [`ModuleOptimizer`] returns its state only as a
-/// whole: meanwhile, host memory holds the state twice.
+/// whole, which takes twice the memory of the state on the host.
 ///
 /// # Errors
 ///
-/// [`Error::Checkpoint`] if the file can't be written. A previous file at the path is then
-/// unchanged. On many ranks also the errors of every collective.
+/// [`Error::Checkpoint`] if the file can't be written, or `progress` can't be written as JSON. A
+/// previous file at the path is then unchanged. On many ranks also the errors of every collective.
 pub fn save<M: Module, T: Serialize>(
     path: impl AsRef<Path>,
     model: &M,
@@ -141,14 +142,15 @@ pub fn save<M: Module, T: Serialize>(
     optim.save_run(path.as_ref(), model, progress)
 }
 
-/// Loads a run into a model and an optimizer that were made like the saved ones.
+/// Loads a run into a model and an optimizer that were made like the saved ones. Returns the model,
+/// the optimizer and the progress.
 ///
 /// On many ranks all of them make this call. Each reads its part of the file, so that every host
 /// has to have the file.
 ///
 /// The model is read one parameter at a time. A [`ModuleOptimizer`] accepts its state only as a
-/// whole: meanwhile, host memory holds the state once, and a second time while the state is
-/// compared with that of the restored optimizer.
+/// whole: the host holds the state once, and twice while it is compared with the state of the
+/// restored optimizer.
 ///
 /// # Errors
 ///

@@ -26,7 +26,8 @@ impl World {
     ///
     /// # Errors
     ///
-    /// As every collective; [`Error::Mismatch`] on a rank that receives a value of another type.
+    /// Those of every collective (see [`Communicator`]); [`Error::Mismatch`] on a rank that
+    /// receives a value of another type.
     ///
     /// # Panics
     ///
@@ -75,7 +76,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// As every collective.
+    /// Those of every collective (see [`Communicator`]).
     pub fn any(&self, condition: bool) -> Result<bool> {
         Ok(self.comm().first_bytes(condition.then(Vec::new))?.is_some())
     }

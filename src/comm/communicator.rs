@@ -11,7 +11,8 @@ use crate::error::Result;
 /// One rank's access to a group of ranks. Clones are the same rank of the same group.
 ///
 /// Tensors are float32, float16 or bfloat16. Reductions add up in float32, in pairs of neighbouring
-/// ranks, then in pairs of these sums, and so on, and round the result once.
+/// ranks, then in pairs of these sums, and so on, and round the result once. All ranks of the group
+/// make the same calls in the same order.
 ///
 /// Some calls need a second exchange, which starts when the result of the first is waited for. All
 /// ranks therefore have to wait for the results of a group in the order of the calls. If one rank
@@ -63,21 +64,23 @@ impl Communicator {
         self.engine.size()
     }
 
-    /// Returns the ranks of every node. A sum is taken inside the nodes before it is taken between
-    /// them. All nodes have the same number of ranks. Engines without nodes return a single one.
+    /// Returns the ranks of every node, where all nodes have the same number of ranks. A sum is
+    /// taken inside the nodes before it is taken between them. Engines without nodes return a
+    /// single node of all ranks.
     pub fn nodes(&self) -> Vec<Vec<usize>> {
         self.engine.nodes()
     }
 
-    /// Starts the sum or mean of the tensors of all ranks, for all ranks.
+    /// Starts the sum or mean of the tensors of all ranks, which every rank receives. The tensors
+    /// have the same length.
     pub fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         self.arguments("all_reduce").dtype(&tensor)?;
         self.engine.all_reduce(tensor, op)
     }
 
-    /// Starts the sum or mean of the tensors of all ranks, of which rank `r` receives its part:
-    /// `counts[r]` elements, after those of the ranks before it. The counts are the same on all
-    /// ranks.
+    /// Starts the sum or mean of the tensors of all ranks, of which every rank receives one part.
+    /// Rank `r` receives `counts[r]` elements, which follow the parts of the lower ranks. The
+    /// counts are the same on all ranks.
     pub fn reduce_scatter(
         &self,
         tensor: Tensor<1>,
@@ -88,15 +91,15 @@ impl Communicator {
         self.engine.reduce_scatter(tensor, counts, op)
     }
 
-    /// Starts the sum of [`reduce_scatter`](Self::reduce_scatter), left in float32: a part of a
-    /// larger sum that is rounded once, when all of it has been added up.
+    /// Starts the sum of [`reduce_scatter`](Self::reduce_scatter) without the rounding: the result
+    /// is float32, for larger sums that are rounded once at the end.
     pub fn reduce_scatter_f32(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
         self.check_scattered(&tensor, counts)?;
         self.engine.reduce_scatter_f32(tensor, counts)
     }
 
-    /// Starts the concatenation of the tensors of all ranks, for all ranks. Rank `r` gives
-    /// `counts[r]` elements. The counts are the same on all ranks.
+    /// Starts the concatenation of the tensors of all ranks, which every rank receives. Rank `r`
+    /// gives `counts[r]` elements. The counts are the same on all ranks.
     pub fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
         let arguments = self.arguments("all_gather");
         arguments.dtype(&tensor)?;
@@ -113,8 +116,9 @@ impl Communicator {
         self.engine.broadcast(tensor, root)
     }
 
-    /// Starts sending a part of the tensor to every rank: `send[r]` elements to rank `r`, and
-    /// `receive[r]` elements from it. The result is the concatenation of the received parts.
+    /// Starts sending a part of the tensor to every rank. This rank sends `send[r]` elements to
+    /// rank `r` and receives `receive[r]` elements from it. The result is the concatenation of the
+    /// received parts in the order of ranks.
     ///
     /// A rank knows only its part of the `N * N` counts. Every call therefore first compares all of
     /// them, as small data through rank 0, and waits for the outcome: use it for a few calls, and
@@ -132,9 +136,9 @@ impl Communicator {
         self.engine.all_to_all(tensor, send, receive)
     }
 
-    /// Starts the concatenation of the tensors of all ranks, for rank `root`. Rank `r` gives
-    /// `counts[r]` elements. The counts are the same on all ranks. The other ranks receive a tensor
-    /// without elements.
+    /// Starts the concatenation of the tensors of all ranks, which rank `root` receives. Rank `r`
+    /// gives `counts[r]` elements. The counts are the same on all ranks. The other ranks receive a
+    /// tensor without elements.
     pub fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
         let arguments = self.arguments("gather");
         arguments.dtype(&tensor)?;
@@ -145,8 +149,8 @@ impl Communicator {
 
     /// Sends small data of the host from all ranks to all ranks, and waits for it.
     ///
-    /// The bytes that every rank receives grow with the number of ranks. The methods below send
-    /// less.
+    /// The bytes that every rank receives grow with the number of ranks. The other methods for
+    /// bytes send less.
     pub fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
         self.engine.all_gather_bytes(bytes)
     }
@@ -180,14 +184,15 @@ impl Communicator {
     /// Announces that this rank begins or ends something that may take longer than the deadline,
     /// such as writing a file.
     ///
-    /// While a rank is busy, no rank times out: a late rank may itself wait for the busy one. The
-    /// exception is a busy rank that waits for others. The death of a rank is noticed nevertheless.
+    /// While a rank is busy, no rank times out, since a late rank may itself wait for the busy one.
+    /// The exception is a busy rank that itself waits for others. The end of a rank's process is
+    /// noticed nevertheless.
     pub fn set_busy(&self, busy: bool) {
         self.engine.set_busy(busy);
     }
 
-    /// Waits until every call whose result was waited for has been carried out. An engine may
-    /// return a result before that, if the device makes the work wait that uses it.
+    /// Waits until the device has carried out every call whose [`Pending`] was waited for. An
+    /// engine may return a result earlier if the device delays all work that uses the result.
     ///
     /// # Errors
     ///
@@ -202,13 +207,14 @@ impl Communicator {
         self.engine.barrier()
     }
 
-    /// Returns the group of the ranks that give the same color, in the order of `key` and then of
-    /// rank.
+    /// Returns the group of the ranks that give the same color, numbered in the order of `key` and
+    /// then of rank.
     pub fn split(&self, color: usize, key: usize) -> Result<Self> {
         Ok(Self::new(self.engine.split(color, key)?))
     }
 
-    /// Ends the world: the calls of every other rank fail with this rank and cause.
+    /// Ends the world: the calls of every other rank fail with
+    /// [`Error::PeerFailed`](crate::Error::PeerFailed), which names this rank and `cause`.
     pub fn fail(&self, cause: &str) {
         self.engine.fail(cause);
     }

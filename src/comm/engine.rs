@@ -10,9 +10,9 @@ use crate::error::Result;
 
 /// One rank's access to a group of ranks, as an engine implements it.
 ///
-/// Programs call the methods of [`Communicator`](super::Communicator), where each of them is
-/// described. [`Communicator`](super::Communicator) validates the arguments and then calls the
-/// method of the same name here. An engine relies on that, and does not repeat the checks:
+/// Programs call the methods of [`Communicator`](super::Communicator), which documents them. A
+/// communicator validates the arguments and then calls the method of the same name here. An engine
+/// relies on these checks, and does not repeat them:
 ///
 /// - tensors are float32, float16 or bfloat16;
 /// - there is one count for every rank of the group;
@@ -21,8 +21,9 @@ use crate::error::Result;
 /// - in `all_gather` and `gather`, this rank's count is the length of its tensor;
 /// - a root is the rank of a member of the group.
 ///
-/// An engine compares what only several ranks together can know: that all of them make the same
-/// call with the same counts, and that the counts sent in `all_to_all` are those received.
+/// An engine makes the checks that need several ranks: that all ranks make the same call with the
+/// same counts, and that the counts sent in `all_to_all` are those received. It returns
+/// [`Error::Mismatch`](crate::Error::Mismatch) if they do not.
 pub trait Engine: Debug + Send + Sync {
     /// Returns the name of the engine, as in `threads`.
     fn engine_name(&self) -> &'static str;

@@ -25,7 +25,11 @@ use super::{Communicator, Engine, Pending, ReduceOp, value};
 use crate::error::Result;
 use crate::slices;
 
-/// An engine of nodes with the same number of ranks each, over any engine of all ranks.
+/// An engine that takes sums inside nodes before it takes them between nodes. It wraps any engine
+/// of all ranks. All nodes have the same number of ranks.
+///
+/// Of a buffer of `B` bytes on `n` nodes of `d` ranks, a rank sends `(n - 1) / (n d) B` between
+/// nodes, instead of `(n - 1) / n B` without nodes.
 #[derive(Debug)]
 pub struct Hierarchy {
     all: Communicator,
@@ -89,12 +93,13 @@ impl Nodes {
 }
 
 impl Hierarchy {
-    /// Returns the engine of the same ranks, of which those with the same name are a node. Returns
-    /// `None` for nodes of single ranks, for only one node, and for nodes of different sizes.
+    /// Makes the engine of the same ranks, where the ranks that give the same name are a node.
+    /// Returns `None` for nodes of single ranks, for only one node, and for nodes of different
+    /// sizes. All ranks make this call.
     ///
     /// # Errors
     ///
-    /// As every collective.
+    /// Those of every collective (see [`Communicator`]).
     pub fn over(all: Communicator, name: &str) -> Result<Option<Self>> {
         // Through rank 0, so that the bytes sent to each rank do not grow with the number of ranks.
         let names = all.gather_bytes(name.as_bytes().to_vec(), 0)?;
@@ -116,8 +121,9 @@ impl Hierarchy {
         Ok(Some(Self { all, node, across, nodes, by_local_index }))
     }
 
-    /// Replaces the groups inside this node (`node`) and across all nodes (`across`), to count or
-    /// watch their calls.
+    /// Replaces the communicators inside this node and across nodes by those that `watch` returns,
+    /// to count or log their calls. `watch` is given the name, `node` or `across`, and the
+    /// communicator.
     pub fn watched(self, watch: impl Fn(&'static str, Communicator) -> Communicator) -> Self {
         Self { node: watch("node", self.node), across: watch("across", self.across), ..self }
     }

@@ -8,7 +8,8 @@ use burn::tensor::Device;
 use super::devices::devices;
 use crate::error::{Error, Result};
 
-/// One process among those that a launcher started.
+/// The place of one process among those that a launcher started: its rank, the number of ranks, and
+/// the address of rank 0.
 ///
 /// The [`Debug`] output does not show the secret.
 #[derive(Clone, PartialEq, Eq)]
@@ -21,7 +22,7 @@ pub struct Launch {
     pub local_rank: usize,
     /// The host and the port at which rank 0 listens, if the launcher sets them.
     pub address: Option<(String, u16)>,
-    /// The secret that admits processes to the world (`DISTMUON_SECRET`). May be empty.
+    /// The secret that a process needs to join the world (`DISTMUON_SECRET`). May be empty.
     pub secret: String,
 }
 

@@ -1,12 +1,14 @@
 //! Collectives over flat tensors, the engines that carry them out, and the [`World`] of ranks.
 //!
-//! An engine moves buffers and knows no optimizer. All ranks of a group make every call, in the
-//! same order. A call is started first and waited for later. Whether it advances in between depends
-//! on the engine. Names and meanings are those of MPI and NCCL. The counts of ranks may differ and
-//! may be zero.
+//! A rank is one of the threads or processes that train together. An engine moves buffers between
+//! ranks, independently of any optimizer. All ranks of a group make every call, in the same order.
+//! A program starts a call first and waits for its result later; some engines carry out the call in
+//! between. Names and meanings are those of MPI and NCCL. The ranks' parts of a buffer may have
+//! different lengths, also zero.
 //!
-//! Reductions are exact: every engine adds up in float32, in the same order, so that all of them
-//! return the same bits. Only NCCL has another, configurable order (`Reduction::Native`).
+//! Reductions are exact: every engine adds up in float32, in the same order, so that all engines
+//! return the same bits. Only NCCL's own reductions, which are optional (`Reduction::Native`), add
+//! up in another order.
 //!
 //! | engine | ranks | constructor | feature | needs |
 //! |---|---|---|---|---|
@@ -14,8 +16,8 @@
 //! | `Mpi` | processes; tensors pass through the host | `World::mpi`, `World::from_env` | `mpi` | an MPI, and libclang to build |
 //! | `Nccl` | processes, or threads, on CUDA devices | `World::nccl`, `World::from_env` | `cuda` | Burn's LLVM bundle to build; `libnccl.so.2` to run |
 //!
-//! `World::from_env` takes NCCL on CUDA devices and MPI on all others. It reads the variables of a
-//! launcher, as `Launch` does.
+//! `World::from_env` uses NCCL on CUDA devices and MPI on all others. It reads the variables that a
+//! launcher sets, as `Launch` does.
 
 mod agreement;
 mod call;

@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 use crate::error::Result;
 use crate::slices;
 
-/// The result of a collective that was started.
+/// The result of a collective that was started, to be waited for.
 #[must_use = "a collective is finished by waiting for it"]
 pub struct Pending {
     bytes: usize,
@@ -31,7 +31,8 @@ impl Pending {
         self.bytes
     }
 
-    /// Waits for the result, or until the device makes everything wait that uses it: see
+    /// Waits for the result and returns it. An engine may return it earlier if the device delays
+    /// all work that uses the result: see
     /// [`Communicator::synchronize`](super::Communicator::synchronize).
     ///
     /// # Errors

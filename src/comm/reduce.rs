@@ -14,9 +14,9 @@ use crate::slices;
 /// The operation that a reduction applies to the contributions of all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReduceOp {
-    /// Their sum.
+    /// The sum over all ranks.
     Sum,
-    /// Their mean.
+    /// The mean over all ranks.
     Mean,
 }
 

@@ -18,7 +18,7 @@ use crate::slices;
 
 const SAME_CALL: &str = "ranks that make the same call contribute the same kind of payload";
 
-/// The engine of threads in one process.
+/// The engine for ranks that are threads of one process.
 #[derive(Debug)]
 pub struct Threads {
     participant: Participant<Call, Payload>,
@@ -55,7 +55,8 @@ impl Threads {
         self.participant.failed()
     }
 
-    /// Announces that this rank makes no further calls. The calls of ranks that wait for one fail.
+    /// Announces that this rank makes no further calls. If another rank waits for a call of this
+    /// rank, its call fails.
     pub fn depart(&self) {
         self.participant.depart();
     }

@@ -29,11 +29,12 @@ use crate::parameters::{self, in_place_of, placeholder};
 /// Parameters in flight in [`World::broadcast`]: one is sent, one is received and one is unpacked.
 const IN_FLIGHT: usize = 3;
 
-/// The default time that a rank waits for another before the world fails.
+/// The default time that a rank waits for another before the world fails: 600 seconds.
 pub const DEADLINE: Duration = Duration::from_secs(600);
 
 /// One rank's view of the ranks that train together: its index, its device, and its communicator.
-/// Clones are the same rank.
+///
+/// A rank is a thread or a process with one device. Clones of a world are the same rank.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
@@ -48,7 +49,7 @@ pub const DEADLINE: Duration = Duration::from_secs(600);
 /// # Ok::<(), distmuon::Error>(())
 /// ```
 ///
-/// A rank is known by its world, never by its device: several ranks may share one.
+/// Programs identify a rank by its world, never by its device: several ranks may share a device.
 #[derive(Clone, Debug)]
 pub struct World {
     comm: Communicator,
@@ -56,7 +57,7 @@ pub struct World {
 }
 
 impl World {
-    /// The world of a communicator, whose results are on the device.
+    /// Makes the world of a communicator whose results are on `device`.
     pub fn new(comm: impl Into<Communicator>, device: Device) -> Self {
         Self { comm: comm.into(), device }
     }
@@ -72,7 +73,7 @@ impl World {
         devices::devices(ranks)
     }
 
-    /// A world of one rank.
+    /// Makes a world of one rank.
     pub fn alone(device: Device) -> Self {
         let engine = Threads::world(&[device.clone().inner()], DEADLINE).swap_remove(0);
         Self::new(Communicator::new(Arc::new(engine)), device)
@@ -99,10 +100,11 @@ impl World {
         Self::threads_within(DEADLINE, devices, run)
     }
 
-    /// [`threads`](Self::threads), with a copy of the model for every rank, on the rank's device.
+    /// Runs a function like [`threads`](Self::threads), with a copy of the model for every rank, on
+    /// the rank's device.
     ///
     /// All ranks therefore start with the same values. Equal seeds do not achieve this for ranks
-    /// that share a device, since they also share its random numbers.
+    /// that share a device, since these also share the random numbers of the device.
     ///
     /// ```
     /// use burn::{nn::LinearConfig, optim::GradientsParams, tensor::Tensor};
@@ -152,7 +154,8 @@ impl World {
         })
     }
 
-    /// [`threads`](Self::threads), with a limit on the time that a rank waits for another.
+    /// Runs a function like [`threads`](Self::threads), with a limit on the time that a rank waits
+    /// for another.
     ///
     /// # Errors
     ///
@@ -237,14 +240,15 @@ impl World {
         Err(Error::setting(
             "device",
             format!("{device:?}"),
-            "a CUDA device: others need distmuon's feature `mpi`",
+            "a CUDA device (other devices need the feature `mpi` of distmuon)",
         ))
     }
 
     /// [`from_env`](Self::from_env) if a launcher started this process, else a world of one rank on
     /// the default device, with autodiff. The same program runs alone and on many ranks.
     ///
-    /// Slurm also sets its variables in a batch script: start the program with srun there.
+    /// In a batch script of Slurm, start the program with srun: Slurm also sets its variables for
+    /// the script itself, which is not a rank.
     ///
     /// ```no_run
     /// let world = distmuon::comm::World::from_env_or_alone()?;
@@ -262,8 +266,8 @@ impl World {
         }
     }
 
-    /// Connects processes over MPI, on any device: tensors pass through the host. No rank waits for
-    /// another longer than `deadline`.
+    /// Connects processes over MPI, with any device: tensors pass through the host. If a rank waits
+    /// for another longer than `deadline`, the world fails.
     ///
     /// # Errors
     ///
@@ -274,10 +278,11 @@ impl World {
         Self::new(Communicator::new(Arc::new(engine)), device).by_host()
     }
 
-    /// Connects processes over NCCL, each with its own CUDA device. No rank waits for another
-    /// longer than `deadline`. Sums are [exact](crate::comm::Reduction::Exact). If there are
-    /// several hosts with the same number of ranks, each host is a node, as of
-    /// [`by_node`](Self::by_node).
+    /// Connects processes over NCCL, each with its own CUDA device. If a rank waits for another
+    /// longer than `deadline`, the world fails.
+    ///
+    /// Sums are [exact](crate::comm::Reduction::Exact). If there are several hosts with the same
+    /// number of ranks, each host is a node, as by [`by_node`](Self::by_node).
     ///
     /// For NCCL's own sums, which need no nodes, pass
     /// [`Nccl::with_reduction`](crate::comm::Nccl::with_reduction) to [`World::new`].
@@ -298,14 +303,14 @@ impl World {
         self.by_node(&gethostname::gethostname().to_string_lossy())
     }
 
-    /// Returns the same ranks in nodes: the ranks that give the same name are a node. Shards of
-    /// gradients and parameters are exchanged inside a node before they are exchanged between
-    /// nodes; see [`Hierarchy`]. Has no effect with one node, with nodes of one rank, or with
-    /// nodes of different sizes.
+    /// Returns the same ranks grouped in nodes: the ranks that give the same name are a node. Sums
+    /// of gradients are taken inside a node before they are taken between nodes; see [`Hierarchy`].
+    /// The call has no effect with one node, with nodes of one rank, or with nodes of different
+    /// sizes. All ranks make this call.
     ///
     /// # Errors
     ///
-    /// As every collective.
+    /// Those of every collective (see [`Communicator`]).
     pub fn by_node(self, name: &str) -> Result<Self> {
         let Self { comm, device } = self;
         let comm = match Hierarchy::over(comm.clone(), name)? {
@@ -315,12 +320,12 @@ impl World {
         Ok(Self { comm, device })
     }
 
-    /// Describes the world. Returns a table of the engine, and of every rank's library, host and
-    /// device, on rank 0, and one line about this rank on all others. All ranks make this call.
+    /// Describes the world: returns a table of the engine and of every rank's host, library and
+    /// device on rank 0, and one line about this rank on all others. All ranks make this call.
     ///
     /// # Errors
     ///
-    /// As every collective.
+    /// Those of every collective (see [`Communicator`]).
     pub fn describe(&self) -> Result<String> {
         let host = gethostname::gethostname().to_string_lossy().into_owned();
         let row = [host, self.comm.version(), format!("{:?}", self.device)];
@@ -335,12 +340,12 @@ impl World {
         Ok(format!("{} ranks over {}\n{table}", self.size(), self.comm.engine_name()))
     }
 
-    /// This rank's number, from 0.
+    /// Returns this rank's index, starting at 0.
     pub fn rank(&self) -> usize {
         self.comm.rank()
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn size(&self) -> usize {
         self.comm.size()
     }
@@ -373,43 +378,44 @@ impl World {
     ///
     /// # Errors
     ///
-    /// As every collective.
+    /// Those of every collective (see [`Communicator`]).
     pub fn mean(&self, value: impl Into<f64>) -> Result<f64> {
         let all: Vec<f64> = self.all_gather_value(&value.into())?;
         Ok(all.iter().sum::<f64>() / all.len() as f64)
     }
 
-    /// This rank's device, as it was given.
+    /// Returns this rank's device, with autodiff if the world was made with such a device.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// The collectives of the world.
+    /// Returns the communicator of the world, which has the collectives.
     pub fn comm(&self) -> &Communicator {
         &self.comm
     }
 
-    /// Returns the communicator of the world, for engines that wrap it.
+    /// Returns a clone of the communicator of the world, for engines that wrap it.
     pub fn communicator(&self) -> Communicator {
         self.comm.clone()
     }
 
-    /// Returns the world of the ranks that give the same color, in the order of `key` and then of
-    /// rank.
+    /// Returns the world of the ranks that give the same color, numbered in the order of `key` and
+    /// then of rank. All ranks make this call.
     ///
     /// # Errors
     ///
-    /// As every collective.
+    /// Those of every collective (see [`Communicator`]).
     pub fn split(&self, color: usize, key: usize) -> Result<Self> {
         Ok(Self::new(self.comm.split(color, key)?, self.device.clone()))
     }
 
-    /// Returns the model with the parameters of rank 0, so that all ranks start with the same
-    /// values.
+    /// Returns the model with the float parameters of rank 0, so that all ranks start with the same
+    /// values. All ranks make this call.
     ///
     /// # Errors
     ///
-    /// As every collective; [`Error::Mismatch`] for models of different shapes.
+    /// Those of every collective (see [`Communicator`]); [`Error::Mismatch`] for models of
+    /// different shapes.
     pub fn broadcast<M: Module>(&self, model: M) -> Result<M> {
         // Two maps instead of a collective inside one: modules may hold locks inside a map that
         // several ranks share.
@@ -433,11 +439,7 @@ impl World {
 /// Fails for no devices, and for devices of different backends.
 fn check(devices: &[Device]) -> Result<()> {
     let Some(first) = devices.first() else {
-        return Err(Error::setting(
-            "devices",
-            "none",
-            "at least one device: a world has at least one rank",
-        ));
+        return Err(Error::setting("devices", "none", "at least one device"));
     };
     let backend = |device: &Device| core::mem::discriminant::<DispatchDevice>(device.as_dispatch());
     let kind = |device: &Device| backend(&device.clone().inner());

@@ -18,10 +18,10 @@ const BUCKET_MB_ALONE: f64 = 1000.0;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Gradients {
-    /// Those of each rank's data: the step averages them.
+    /// The gradients of each rank's data, which the step averages over the ranks.
     PerRank,
-    /// Averages, equal on all ranks, as after Burn's own data parallelism. Nothing is
-    /// reduced.
+    /// Averages, equal on all ranks, as after Burn's own data parallelism. The step reduces
+    /// nothing.
     Averaged,
 }
 
@@ -29,9 +29,10 @@ pub enum Gradients {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum CostSource {
-    /// The floating-point operations of the form that will run.
+    /// The floating-point operations of the iteration, in the form that will run.
     Operations,
-    /// Times measured on the device when the optimizer is made; the largest of all ranks.
+    /// The seconds that the iteration takes, measured on the devices when the optimizer is made.
+    /// The slowest rank counts.
     Measured,
 }
 
@@ -53,8 +54,8 @@ pub enum CostSource {
 /// ```
 #[derive(Config, Debug)]
 pub struct DistMuonConfig {
-    /// Muon, AdamW, and the routing rules. Its `grad_clipping`, which is per parameter,
-    /// has to be `None`: see `max_norm`.
+    /// Muon, AdamW, and the routing rules. The field `grad_clipping`, which clips each parameter's
+    /// gradient separately, has to be `None`: see [`max_norm`](Self::max_norm).
     #[config(default = "MuonConfig::new()")]
     pub muon: MuonConfig,
     /// The assignment of matrices to ranks.
@@ -66,22 +67,25 @@ pub struct DistMuonConfig {
     /// The gradients that are given to a step.
     #[config(default = "Gradients::PerRank")]
     pub gradients: Gradients,
-    /// Size in MB (10^6 bytes) of the buckets in which parameters are communicated. Smaller buckets
-    /// overlap more; larger ones need fewer messages and make larger batches. `None`: 25, PyTorch's
-    /// default; in a world of one, which communicates nothing, 1000, so that the matrices of one
-    /// shape form few batches. The states of one bucket are in memory twice while they are saved or
-    /// loaded, on the device and on the host.
+    /// Size in MB (10^6 bytes) of the buckets in which parameters are communicated. `None` for 25,
+    /// which is PyTorch's default, and for 1000 in a world of one, which communicates nothing.
+    ///
+    /// Smaller buckets overlap more; larger ones need fewer messages and make larger batches. The
+    /// states of one bucket are in memory twice while they are saved or loaded, on the device and
+    /// on the host.
     pub bucket_mb: Option<f64>,
-    /// AdamW's parameters with fewer elements are updated by every rank, as in nanochat.
+    /// Number of elements below which every rank updates a parameter of AdamW as a whole, as in
+    /// nanochat.
     #[config(default = 1024)]
     pub small_elements: usize,
-    /// Number of buckets in flight, at least 1: reduced while gradients are packed, and gathered
-    /// while others are updated. More buckets hide more of the communication, where the engine
-    /// communicates in the background, and take more memory. The results are the same.
+    /// Number of buckets in flight, at least 1. A bucket is reduced while others are packed, and
+    /// gathered while others are updated. With more buckets in flight, an engine that communicates
+    /// in the background hides more of the communication, and a step takes more memory. The results
+    /// are the same.
     #[config(default = "IN_FLIGHT")]
     pub in_flight: usize,
-    /// Largest norm over all gradients: larger gradients are scaled down together. It also works on
-    /// one device, as [`World::alone`](crate::World::alone).
+    /// Largest norm over all gradients: gradients with a larger norm are scaled down together.
+    /// `None` for no limit. For clipping on one device, use [`World::alone`](crate::World::alone).
     pub max_norm: Option<f64>,
 }
 
@@ -101,8 +105,7 @@ impl DistMuonConfig {
             Some(clipping) => Err(Error::setting(
                 "muon.grad_clipping",
                 format!("{clipping:?}"),
-                "`None` for whole models; `DistMuonConfig::with_max_norm` clips all gradients \
-                 together",
+                "`None` (`DistMuonConfig::with_max_norm` clips all gradients together)",
             )),
             None => Ok(()),
         }

@@ -68,15 +68,15 @@ use crate::update::SkippedSteps;
 ///   than there are ranks, are not used. A step takes the mean of the gradients of all ranks, so
 ///   that `N` ranks with batches of `B` items train as one rank with batches of `N B` items;
 /// - the validation items are also divided between the ranks;
-/// - [`TrainStep::optimize`] is not called, so that a model that overrides it has no effect;
+/// - [`TrainStep::optimize`] is not called, so that a model's override of it has no effect;
 /// - the initial model stays in memory in addition to the models of the ranks.
 ///
 /// The optimizer of the learner is checked when training starts: an optimizer of another kind is
 /// rejected.
 ///
-/// An error or a panic on a rank ends the training on all ranks. It is then in
-/// [`LearningResult::error`](burn::train::LearningResult), and the returned model is the initial
-/// one: the last checkpoint is newer.
+/// An error or a panic on a rank ends the training on all ranks.
+/// [`LearningResult::error`](burn::train::LearningResult) then has the error, and the returned
+/// model is the initial one: continue from the last checkpoint, which is newer.
 #[derive(Clone, Debug)]
 pub struct DistMuonStrategy {
     devices: Vec<Device>,
@@ -92,8 +92,8 @@ impl DistMuonStrategy {
         Self { devices: devices.into_iter().collect(), config, deadline: DEADLINE, skipped }
     }
 
-    /// The counts of skipped steps, which left parameters untouched. Clone them before the training
-    /// to read them during the training and afterwards. For a metric, see
+    /// Returns the counts of the steps that left parameters untouched. Clone the counts before the
+    /// training to read them during the training and afterwards. For a metric, see
     /// [`SkippedStepsMetric`](crate::SkippedStepsMetric).
     pub fn skipped_steps(&self) -> &SkippedSteps {
         &self.skipped
@@ -284,7 +284,7 @@ impl<M: LearnerModel> Worker<'_, M> {
     fn check(&mut self) -> Result<()> {
         let [items, _] = self.run.items;
         if items == 0 {
-            return Err(Error::setting("training items", "too few", "at least one per rank"));
+            return Err(Error::setting("training items", "fewer", "at least one per rank"));
         }
         let outline =
             self.optim.outline()?.into_bytes().expect("a record can be written to memory");
@@ -297,7 +297,7 @@ impl<M: LearnerModel> Worker<'_, M> {
         // An optimizer drops the states that it does not know.
         match expected.keys().find(|(path, name)| loaded.find(path, name).is_none()) {
             Some((path, name)) => Err(Error::setting(
-                "the optimizer of the learner",
+                "optimizer of the learner",
                 format!("one that does not know the state `{name}` of `{path}`"),
                 "`config.muon.init(&model)`, with the configuration of the strategy",
             )),

@@ -78,7 +78,7 @@ fn sync(device: &Device) -> Result<()> {
         Error::setting(
             "costs",
             format!("Measured, on a device that fails: {error:?}"),
-            "Operations, or a device that works",
+            "`Operations`, or a device that works",
         )
     })
 }

@@ -1,11 +1,11 @@
 //! Muon and AdamW on many ranks.
 //!
-//! A [`World`](crate::World) is a rank's view of all of them, [`comm`](crate::comm) has the
-//! collectives, and a [`plan`] assigns owners to matrices. Three optimizers are built on these, all
-//! from [`DistMuonConfig`]:
+//! A [`World`](crate::World) is one rank's view of all ranks, [`comm`](crate::comm) has the
+//! collectives, and a [`plan`] assigns every matrix to an owner. [`DistMuonConfig`] configures
+//! three optimizers:
 //!
-//! - [`DistModuleOptimizer`] for a training loop of your own: it shards everything;
-//! - `DistMuonStrategy` (feature `train`) for burn-train's `Learner`, by means of the first;
+//! - [`DistModuleOptimizer`] for your own training loop, which shards states and work among ranks;
+//! - `DistMuonStrategy` (feature `train`) for burn-train's `Learner`, which uses the first one;
 //! - [`DistMuon`] where a Burn [`Optimizer`](burn::optim::Optimizer) of single parameters is
 //!   required.
 //!

@@ -15,24 +15,25 @@ use crate::error::{Error, Result};
 use crate::muon::{Muon, MuonConfig, MuonState};
 use crate::update::{Counting, SkippedSteps};
 
-/// Muon on many ranks as a Burn [`Optimizer`]: each parameter has one owner, which alone keeps its
-/// momentum and orthogonalises it, and publishes the new value.
+/// Muon on many ranks as a Burn [`Optimizer`]: each parameter has one owner, the only rank that
+/// stores and orthogonalises its momentum. The owner sends the new value to the other ranks.
 ///
-/// For what owns its training loop: Burn's [`ModuleOptimizer`] and the data parallelism of
-/// burn-train. Where the loop is yours,
-/// [`DistModuleOptimizer`](super::DistModuleOptimizer) does more. Burn hands over one parameter
-/// at a time and wants it back before the next, so that there are, in contrast to there:
+/// Use it in a training loop that requires a Burn optimizer, such as that of Burn's
+/// [`ModuleOptimizer`] or the data parallelism of burn-train. In your own training loop, use
+/// [`DistModuleOptimizer`](super::DistModuleOptimizer). Since Burn passes one parameter at a time,
+/// and needs the new value before the next one, `DistMuon` is more limited:
 ///
-/// - no reduction: gradients have to be averaged already, and equal on all ranks;
-/// - no batches of matrices of one shape;
-/// - no two owners at work at once on a backend that computes when it is called (Flex); on those
-///   that queue work, as CUDA does, queues overlap as far as a copy between devices lets them;
-/// - no plan: of each new parameter, in the order in which they arrive, the owner is the rank
-///   with the least work so far. It stays the owner, as the state says;
-/// - no shared AdamW: what is not a matrix is updated by every rank;
-/// - no message for several parameters: each takes a small one through rank 0, and its broadcast;
-/// - no checkpoint of the whole: every rank has to save and load its own record. The record of a
-///   single-device [`Muon`] can be loaded on all of them.
+/// - gradients are not reduced: they have to be averaged already, and equal on all ranks;
+/// - matrices of one shape do not form batches;
+/// - owners do not work at the same time on a backend that computes when it is called (Flex). On a
+///   backend that queues work, such as CUDA, the work of owners overlaps as far as copies between
+///   devices allow;
+/// - parameters do not have a plan: the owner of a new parameter is the rank with the least work so
+///   far, in the order of the first steps. The owner is part of the state, and does not change;
+/// - AdamW is not sharded: every rank updates all parameters that are not matrices;
+/// - messages are not combined: each parameter needs a small one through rank 0, and a broadcast;
+/// - checkpoints are not collected: every rank has to save and load its own record. All ranks can
+///   load the record of a single-device [`Muon`].
 ///
 /// ```
 /// use burn::{nn::LinearConfig, optim::GradientsParams, tensor::{Device, Distribution, Tensor}};
@@ -60,11 +61,11 @@ pub struct DistMuon {
     ranks: Ranks,
 }
 
-/// The state that [`DistMuon`] stores of a parameter. Its record has the entries of
-/// [`MuonState`]'s, and the scalars `owner` and `arrival`.
+/// The state that [`DistMuon`] stores for one parameter. A record of it has the entries of a record
+/// of [`MuonState`], and the scalars `owner` and `arrival` (the index of [`Ownership`]).
 #[derive(Clone, Debug)]
 pub struct DistMuonState<const D: usize> {
-    /// The state of the rule. On ranks that do not own the parameter, the momentum has no elements.
+    /// The state of Muon. On ranks that do not own the parameter, the momentum has no elements.
     pub muon: MuonState<D>,
     /// Owner and index of the parameter; `None` if the state is that of a single device.
     pub ownership: Option<Ownership>,
@@ -73,9 +74,9 @@ pub struct DistMuonState<const D: usize> {
 /// The owner of a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ownership {
-    /// The rank that updates it.
+    /// The rank that updates the parameter.
     pub owner: usize,
-    /// The number of parameters that were stepped first before this one.
+    /// The number of parameters whose first step came earlier.
     pub index: usize,
 }
 
@@ -107,8 +108,9 @@ struct Assigned {
 }
 
 impl DistMuonConfig {
-    /// Muon for the matrices of one rank, to be combined by hand or by [`DistMuon::init`]. Of the
-    /// configuration, only the rules for matrices count.
+    /// Makes Muon as a Burn optimizer of single parameters on one rank, to be combined with other
+    /// optimizers by hand or by [`DistMuon::init`]. Of this configuration, only the settings of
+    /// matrices are used, and by `DistMuon::init` also those of AdamW and the routing rules.
     ///
     /// # Errors
     ///
@@ -119,17 +121,19 @@ impl DistMuonConfig {
         self.build_on(Ranks::Fixed(Arc::new(rank)))
     }
 
-    /// [`per_parameter`](Self::per_parameter) for threads that are not started by
-    /// [`World::threads`], such as those of burn-train's data parallelism: they share clones of one
-    /// instance. The first threads that step a parameter become the ranks, in the order of their
-    /// arrival, and stay so. A rank that dies is noticed after [`DEADLINE`].
+    /// Makes the optimizer of [`per_parameter`](Self::per_parameter) for threads that
+    /// [`World::threads`] did not start, such as those of burn-train's data parallelism.
+    ///
+    /// The threads share clones of the result. The first `ranks` threads that step a parameter
+    /// become the ranks, in the order of their first step. The end of a rank is noticed after
+    /// [`DEADLINE`].
     ///
     /// # Errors
     ///
-    /// As [`per_parameter`](Self::per_parameter), and [`Error::Setting`] for no ranks.
+    /// As [`per_parameter`](Self::per_parameter), and [`Error::Setting`] for zero ranks.
     pub fn per_parameter_on_threads(&self, ranks: usize) -> Result<DistMuon> {
         if ranks == 0 {
-            return Err(Error::setting("ranks", 0, "at least 1: a world has at least one rank"));
+            return Err(Error::setting("ranks", 0, "at least 1"));
         }
         let mut free = Threads::world(&vec![Device::default(); ranks], DEADLINE);
         free.reverse();
@@ -139,11 +143,11 @@ impl DistMuonConfig {
 
     fn build_on(&self, ranks: Ranks) -> Result<DistMuon> {
         if self.gradients != Gradients::Averaged {
-            let expected = "`Averaged`: an optimizer of single parameters can't reduce the others";
+            let expected = "`Averaged`, since an optimizer of single parameters reduces nothing";
             return Err(Error::setting("gradients", format!("{:?}", self.gradients), expected));
         }
         if let Some(norm) = self.max_norm {
-            let expected = "`None`: an optimizer of single parameters does not see all gradients";
+            let expected = "`None`, since an optimizer of single parameters clips no global norm";
             return Err(Error::setting("max_norm", norm, expected));
         }
         let config = self.muon.clone();
@@ -152,8 +156,8 @@ impl DistMuonConfig {
 }
 
 impl DistMuon {
-    /// An optimizer for a whole model: hidden matrices by this one, the rest by AdamW on every
-    /// rank.
+    /// Makes Burn's optimizer for a whole model: hidden matrices by this optimizer, the rest by
+    /// AdamW on every rank.
     ///
     /// # Errors
     ///
@@ -163,8 +167,8 @@ impl DistMuon {
         Ok(routing.init_with(|rule| Self { rule, ..self.clone() }))
     }
 
-    /// The steps that left this rank's parameters untouched; of threads that share one instance,
-    /// those of all.
+    /// Returns the counts of the steps that left parameters of this rank untouched. Threads that
+    /// share one instance share the counts.
     pub fn skipped_steps(&self) -> &SkippedSteps {
         self.rule.skipped_steps()
     }
@@ -209,14 +213,18 @@ impl DistMuon {
     ) -> Result<()> {
         let (rank, path) = (comm.rank(), self.rule.parameter());
         let error = |reason: String| {
-            let remedy = "load on every rank the record that it has saved, in a world of that size";
+            let remedy = "load on every rank its saved record, in a world of the same size";
             Err(Error::parameter(path, rank, reason, remedy))
         };
         if owner >= comm.size() {
-            return error(format!("its owner is rank {owner}, and there are {}", comm.size()));
+            let size = comm.size();
+            return error(format!("its owner is not a rank: expected below {size}, got {owner}"));
         }
         if let Some(state) = state.filter(|state| owner == rank && state.shape() != *shape) {
-            return error(format!("its momentum is {:?} at its owner", state.shape()));
+            let actual = state.shape();
+            return error(format!(
+                "its momentum at the owner does not fit: expected {shape:?}, got {actual:?}"
+            ));
         }
         let call = format!("step {index} `{path}` {shape:?} of rank {owner} at rate {}", lr as f32);
         if unite(comm, vec![], digest(&call))?.is_some() {
@@ -246,7 +254,7 @@ impl Ranks {
             return Err(Error::setting(
                 "ranks",
                 ranks.taken.len(),
-                "the number of threads that step a parameter, which is larger",
+                "at least the number of threads that step a parameter, which is larger",
             ));
         };
         let rank = Arc::new(Rank::new(Communicator::new(Arc::new(engine.on(device.clone())))));
@@ -283,12 +291,12 @@ impl Counting for DistMuon {
 impl Optimizer for DistMuon {
     type State<const D: usize> = DistMuonState<D>;
 
-    /// One step of one parameter, which all ranks take together.
+    /// Takes one step of one parameter. All ranks make this call, for the same parameter.
     ///
     /// # Panics
     ///
-    /// With the message of the error, on all ranks: as [`Muon`] does, and if a rank fails, is at
-    /// another parameter, or lacks the momentum that it should have.
+    /// On all ranks, with the message of the error: in the cases of [`Muon`], and if a rank fails,
+    /// steps another parameter, or does not have the momentum of a parameter that it owns.
     fn step<const D: usize>(
         &self,
         lr: LearningRate,

@@ -22,7 +22,8 @@ pub struct MomentumConfig {
     /// Momentum `mu`, in `[0, 1)`.
     #[config(default = "Schedule::constant(0.95)")]
     pub momentum: Schedule,
-    /// `true` to orthogonalise `mu M + (1 - mu) G` (Nesterov) instead of `M`.
+    /// `true` to orthogonalise `mu M + (1 - mu) G` (Nesterov) instead of the momentum `M`, where
+    /// `G` is the gradient.
     #[config(default = true)]
     pub nesterov: bool,
 }
@@ -60,58 +61,62 @@ impl From<Schedule> for MomentumConfig {
 /// AdamW its own rate with [`AdamWConfig`].
 #[derive(Config, Debug)]
 pub struct MuonConfig {
-    /// The momentum of hidden matrices; a number or a schedule is Nesterov momentum, as in
+    /// The momentum of hidden matrices. A number or a schedule converts to Nesterov momentum, as in
     /// `.with_momentum(0.9.into())`.
     #[config(default = "MomentumConfig::new()")]
     pub momentum: MomentumConfig,
     /// The iteration that orthogonalises the momentum.
     #[config(default = "NewtonSchulzConfig::new()")]
     pub newton_schulz: NewtonSchulzConfig,
-    /// Weight decay of hidden matrices; a number is decoupled weight decay at a constant rate.
+    /// Weight decay of hidden matrices. A number converts to decoupled weight decay at a constant
+    /// rate, as in `.with_weight_decay(0.1.into())`.
     #[config(default = "WeightDecay::from(0.1)")]
     pub weight_decay: WeightDecay,
-    /// Further stages of the update, in their order.
+    /// Optional stages of the update, in the order in which they run; each kind at most once.
     #[config(default = "Vec::new()")]
     pub parts: Vec<Part>,
     /// The factor on the learning rate that depends on the shape of a matrix.
     #[config(default = "LrScale::MatchRmsAdamW")]
     pub lr_scale: LrScale,
-    /// A further factor on the learning rate of all matrices.
+    /// A factor on the learning rate of all matrices that Muon updates, in addition to `lr_scale`;
+    /// zero or more.
     #[config(default = 1.0)]
     pub lr_factor: f64,
-    /// The dimension of a matrix that counts the outputs of its layer.
+    /// The dimension of a matrix that counts the outputs of its layer, for matrices without a
+    /// routing rule that sets it.
     #[config(default = "MatrixLayout::InOut")]
     pub layout: MatrixLayout,
-    /// The implementations that may be used, those of AdamW included.
+    /// The implementations that may be used by Muon and by AdamW.
     #[config(default = "KernelPolicy::Auto")]
     pub kernels: KernelPolicy,
-    /// Routing rules for parameters that the built-in rules would route differently; the last match
-    /// counts.
+    /// Routing rules, which take precedence over the built-in ones. If several match a path, the
+    /// last one counts.
     #[config(default = "Vec::new()")]
     pub rules: Vec<RoutingRule>,
-    /// AdamW for embeddings, the output head, vectors and scalars.
+    /// The settings of AdamW for embeddings, the output head, vectors and scalars.
     #[config(default = "AdamWConfig::new()")]
     pub adamw: AdamWConfig,
-    /// Clipping of the gradient of every parameter separately, after the check that it is finite.
+    /// Clipping of each parameter's gradient separately, after the check that the gradient is
+    /// finite; `None` for none.
     ///
     /// For clipping by the norm of all gradients together, also on one device, see
     /// [`DistMuonConfig::max_norm`](crate::DistMuonConfig::max_norm).
     pub grad_clipping: Option<GradientClippingConfig>,
-    /// Consecutive steps in which a parameter may be skipped before the run ends with
-    /// [`Error::Skipped`], at the next look at the counts; `None` for no limit. See
+    /// Number of consecutive skipped steps of a parameter that ends the run with
+    /// [`Error::Skipped`], when the counts are next read; `None` for no limit. See
     /// [`SkippedSteps`].
     #[config(default = "Some(100)")]
     pub max_skipped: Option<usize>,
 }
 
 impl MuonConfig {
-    /// Adds a routing rule; the last one that matches a path counts.
+    /// Adds a routing rule. If several rules match a path, the last one counts.
     pub fn with_rule(mut self, rule: impl Into<RoutingRule>) -> Self {
         self.rules.push(rule.into());
         self
     }
 
-    /// Muon for single matrices, to be combined with other optimizers by hand.
+    /// Builds Muon for parameters of two dimensions, to be combined with other optimizers by hand.
     ///
     /// # Errors
     ///
@@ -127,11 +132,12 @@ impl MuonConfig {
         })
     }
 
-    /// [`try_build`](Self::try_build), in the form of Burn's configurations.
+    /// Builds Muon like [`try_build`](Self::try_build), but panics instead of returning an error,
+    /// as Burn's configurations do.
     ///
     /// # Panics
     ///
-    /// With the message of the error.
+    /// With the message of the error that `try_build` returns.
     pub fn build(&self) -> Muon {
         self.try_build().unwrap_or_else(|error| panic!("{error}"))
     }

@@ -1,4 +1,4 @@
-//! Muon: momentum, orthogonalised, for one parameter at a time.
+//! Muon for one parameter at a time: gradient descent along the orthogonalised momentum.
 //!
 //! With momentum `mu`, weight decay `w` and learning rate `lr`, a step with gradient `G` is
 //!

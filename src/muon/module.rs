@@ -21,7 +21,7 @@ const FROZEN: &str = "was frozen when the optimizer was made; call `MuonConfig::
                       the model as it is trained now";
 
 impl MuonConfig {
-    /// Decides for every parameter of a model what updates it. The result can be printed.
+    /// Decides which optimizer updates each parameter of a model. The result prints as a table.
     ///
     /// # Errors
     ///
@@ -47,16 +47,16 @@ impl MuonConfig {
         Ok(routing)
     }
 
-    /// Burn's optimizer for the whole model: hidden matrices by Muon, the rest by AdamW.
+    /// Makes Burn's optimizer for the whole model: hidden matrices by Muon, the rest by AdamW.
     ///
-    /// Burn passes it one parameter at a time, so that only the matrices of one stacked parameter
-    /// form a batch: each matrix is 20 to 30 launches, each other parameter 6, whereas
-    /// [`init_batched`](Self::init_batched) takes about 30 for all matrices of one shape. Use it
-    /// where a `ModuleOptimizer` is required, as by burn-train's `Learner`.
+    /// Burn passes the optimizer one parameter at a time, so that only the matrices of one stacked
+    /// parameter form a batch: each matrix takes 20 to 30 launches, each other parameter 6, whereas
+    /// [`init_batched`](Self::init_batched) takes about 30 for all matrices of one shape. Use
+    /// `try_init` where a `ModuleOptimizer` is required, as by burn-train's `Learner`.
     ///
-    /// Clipping belongs into the configuration: Burn's setter `with_grad_clipping` of the returned
-    /// optimizer reaches a part of it that updates nothing, and has no effect. See the guide's
-    /// [clipping](crate::guide::clipping).
+    /// To clip gradients, set [`grad_clipping`](Self::grad_clipping). Burn's setter
+    /// `with_grad_clipping` of the returned optimizer has no effect, since it reaches a part of the
+    /// optimizer that updates nothing. See the guide's [clipping](crate::guide::clipping).
     ///
     /// # Errors
     ///
@@ -65,30 +65,31 @@ impl MuonConfig {
         Ok(self.route(model)?.init())
     }
 
-    /// [`try_init`](Self::try_init), in the form of Burn's configurations. On a GPU,
+    /// Makes Burn's optimizer for the whole model like [`try_init`](Self::try_init), but panics
+    /// instead of returning an error, as Burn's configurations do. On a GPU,
     /// [`init_batched`](Self::init_batched) takes far fewer launches.
     ///
-    /// Burn's setter `with_grad_clipping` has no effect on the returned optimizer; use that of the
-    /// configuration.
+    /// Burn's setter `with_grad_clipping` has no effect on the returned optimizer; set
+    /// [`grad_clipping`](Self::grad_clipping) instead.
     ///
     /// # Panics
     ///
-    /// With the message of the error.
+    /// With the message of the error that `try_init` returns.
     pub fn init<M: Module>(&self, model: &M) -> ModuleOptimizer {
         self.try_init(model).unwrap_or_else(|error| panic!("{error}"))
     }
 }
 
 impl Routing {
-    /// The optimizer that follows this routing.
+    /// Makes Burn's optimizer that follows this routing.
     ///
-    /// It finds its parameters by path, so that a model whose record was loaded later is still the
-    /// same, and by identity, so that the model may be part of another. A gradient of a parameter
-    /// that it finds neither way, or that was frozen, makes `step` panic: it is neither used by
-    /// another optimizer nor dropped silently.
+    /// The optimizer finds its parameters by path, so that a record may be loaded into the model
+    /// later, and by identity, so that the model may become part of another. `step` panics for the
+    /// gradient of a parameter that the optimizer finds in neither way, or that was frozen when the
+    /// routing was made: such a gradient is never dropped silently.
     ///
-    /// Burn's setter `with_grad_clipping` has no effect on the returned optimizer; use
-    /// [`MuonConfig::grad_clipping`].
+    /// Burn's setter `with_grad_clipping` has no effect on the returned optimizer; set
+    /// [`MuonConfig::grad_clipping`] instead.
     pub fn init(&self) -> ModuleOptimizer {
         self.init_with(|muon| muon)
     }

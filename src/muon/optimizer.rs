@@ -21,8 +21,8 @@ const REQUIRED_SLOTS: [&str; 2] = [MOMENTUM, SKIPPED.name];
 /// Muon as a Burn [`Optimizer`]: the rule for one parameter, built by
 /// [`MuonConfig::build`](super::MuonConfig::build).
 ///
-/// [`MuonConfig::init`](super::MuonConfig::init) makes an optimizer for a whole model of it. To
-/// combine it with others by hand, pass it to
+/// [`MuonConfig::init`](super::MuonConfig::init) combines it with AdamW to an optimizer for a whole
+/// model. To combine it with others by hand, pass it to
 /// [`ModuleOptimizer::with_group`](burn::optim::ModuleOptimizer::with_group).
 #[derive(Clone, Debug)]
 pub struct Muon {
@@ -35,20 +35,21 @@ pub struct Muon {
     pub(super) reserved: Option<Place>,
 }
 
-/// The state that Muon stores of a parameter. Its record has the tensors `momentum` and `skipped`,
-/// those of the configured parts, and the scalar `time`.
+/// The state that Muon stores for one parameter. A record of it has the tensors `momentum` and
+/// `skipped`, those of the configured parts, and the scalar `time`.
 #[derive(Clone, Debug)]
 pub struct MuonState<const D: usize> {
     slots: Slots,
-    /// Steps taken, skipped ones included: the position in the schedules.
+    /// Number of steps taken, skipped ones included: the position in the schedules.
     pub time: usize,
     /// The place of its count of skipped steps.
     place: Place,
 }
 
 impl<const D: usize> MuonState<D> {
-    /// The moving average of the gradients, shaped like the parameter and of its type, but float32
-    /// for float16.
+    /// Returns the moving average of the gradients, in the shape and type of the parameter, except
+    /// float32 for a float16 parameter. It has no elements on a rank that does not own the
+    /// parameter.
     pub fn momentum(&self) -> Tensor<D> {
         let (momentum, shape) = (self.slots.get(MOMENTUM).clone(), self.shape());
         match shape.contains(&0) {
@@ -58,7 +59,8 @@ impl<const D: usize> MuonState<D> {
         }
     }
 
-    /// The number of steps that left the parameter untouched, `[1]`: see [`SkippedSteps`].
+    /// Returns the number of steps that left the parameter untouched, as a float32 tensor `[1]`:
+    /// see [`SkippedSteps`].
     pub fn skipped(&self) -> Tensor<1> {
         self.slots.get(SKIPPED.name).clone()
     }
@@ -93,17 +95,18 @@ impl<const D: usize> RecordState for MuonState<D> {
 }
 
 impl Muon {
-    /// The steps that left parameters untouched.
+    /// Returns the counts of the steps that left parameters untouched.
     pub fn skipped_steps(&self) -> &SkippedSteps {
         &self.skipped
     }
 
-    /// The iteration that orthogonalises the momentum.
+    /// Returns the iteration that orthogonalises the momentum.
     pub fn newton_schulz(&self) -> &NewtonSchulz {
         &self.update.newton_schulz
     }
 
-    /// The same rule, all states of which are those of one parameter: one replaces the other.
+    /// The rule for one parameter. All states that it makes or loads belong to that parameter, so
+    /// that a later state replaces an earlier one in the counts.
     pub(crate) fn for_parameter(
         update: &Arc<MuonUpdate>,
         parameter: &str,
@@ -223,11 +226,11 @@ impl Counting for Muon {
 impl Optimizer for Muon {
     type State<const D: usize> = MuonState<D>;
 
-    /// One step of one parameter; see the [module](super).
+    /// Takes one step of one parameter, by the formulas of the [module](super).
     ///
-    /// A gradient that is not finite leaves the parameter and its state as they are; the device
-    /// decides that without a host synchronisation, and counts it in the state. So does a matrix
-    /// for which the iteration diverges.
+    /// A gradient that is not finite leaves the parameter and its momentum as they are. The device
+    /// decides that without a host synchronisation, and counts it in the state. A matrix for which
+    /// the iteration diverges keeps its values, and that is also counted.
     ///
     /// # Panics
     ///

@@ -57,33 +57,36 @@ const DEEP_SEEK_V4_FINISH_STEPS: usize = 2;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Coefficients {
-    /// `(3.4445, -4.7750, 2.0315)` at every step: the original Muon.
+    /// `(3.4445, -4.7750, 2.0315)` at every step: the original Muon
+    /// (<https://kellerjordan.github.io/posts/muon/>).
     KellerJordan,
-    /// Five tuned steps by You Jiacheng.
+    /// Five tuned steps by You Jiacheng, as used by
+    /// <https://github.com/Dao-AILab/gram-newton-schulz> and Optax.
     You,
-    /// Polar Express: each step is the minimax polynomial for the interval that the steps before it
-    /// leave.
+    /// Polar Express (Amsel et al., <https://arxiv.org/abs/2505.16932>): each step is the minimax
+    /// polynomial for the interval of singular values that the previous steps leave.
     PolarExpress {
-        /// The divisor of the input of every polynomial except the last of the eight, as in
+        /// The divisor `s` of the input of every polynomial except the last of the eight, as in
         /// `(a/s, b/s^3, c/s^5)`, so that rounding can't push a singular value out of its interval.
         /// At least 1. Use 1.05 for half precision; the paper has 1.01.
         safety: f64,
     },
-    /// Polar Express for exactly five steps, with safety 1.02 and cushioned intervals.
+    /// Polar Express for exactly five steps, with safety 1.02 and cushioned intervals, as used by
+    /// <https://github.com/KellerJordan/modded-nanogpt> and <https://github.com/karpathy/nanochat>.
     PolarExpressCushioned,
     /// Keller Jordan's coefficients, then `(2, -1.5, 0.5)` twice: slow and almost exact.
     DeepSeekV4,
-    /// One `(a, b, c)` per step. Further steps repeat the last.
+    /// One `(a, b, c)` per step, for `a x + b x^3 + c x^5`. Further steps repeat the last.
     Custom(Vec<Polynomial>),
 }
 
 impl Coefficients {
-    /// Polar Express with the safety factor that is stable in half precision.
+    /// Polar Express with safety factor 1.05, which is stable in half precision.
     pub const fn polar_express() -> Self {
         Self::PolarExpress { safety: 1.05 }
     }
 
-    /// The number of steps that the set was designed for.
+    /// Returns the number of steps that the set was designed for.
     pub fn designed_steps(&self) -> usize {
         match self {
             Self::KellerJordan => 5,
@@ -96,9 +99,9 @@ impl Coefficients {
         }
     }
 
-    /// The polynomials of a run of `steps` steps.
+    /// Returns the polynomials of `steps` steps, one per step.
     ///
-    /// A run that is longer than the set repeats the last polynomial, except that `DeepSeekV4`
+    /// If `steps` is larger than the set, the last polynomial is repeated, except that `DeepSeekV4`
     /// always ends with its two finishing steps.
     ///
     /// # Errors

@@ -11,10 +11,10 @@ use super::coefficients::Coefficients;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum IterationDtype {
-    /// Half precision where the device has matrix units for it, float16 before bfloat16, and
-    /// float32 elsewhere.
+    /// float64 for float64 matrices. For all others float16, or else bfloat16, where the device has
+    /// matrix units for that type, and float32 elsewhere.
     Auto,
-    /// float32, and float64 for matrices in that.
+    /// float32, or float64 for float64 matrices.
     F32,
     /// float16: eight times as exact as bfloat16, because of three more bits of mantissa.
     F16,
@@ -60,14 +60,16 @@ pub enum IterationForm {
     ///   square matrices, unless the iteration is in half the precision of the matrix;
     /// - where [`restarts::choose`](super::restarts::choose) finds no restarts that keep the error
     ///   of the Gram form within about three times that of the standard form;
-    /// - in float32 where the device multiplies in TF32: errors of ten bits grow with restarts that
-    ///   were chosen for 23.
+    /// - in float32 where the device multiplies in TF32, which has 10 bits of mantissa: the
+    ///   restarts are chosen for the 23 bits of float32.
     Auto,
-    /// Products with `X` at every step.
+    /// The form that multiplies `X` at every step.
     Standard,
-    /// Products with `X X^T` only, with the restarts that
-    /// [`restarts::choose`](super::restarts::choose) computes; an error where it finds none. In
-    /// float32 on a device that multiplies in TF32, they are too few for some coefficients.
+    /// The form that iterates on `X X^T` and multiplies `X` only at restarts and at the end.
+    ///
+    /// [`restarts::choose`](super::restarts::choose) computes the restarts;
+    /// [`NewtonSchulzConfig::init`] fails where it finds none. In float32 on a device that
+    /// multiplies in TF32, the restarts are too few for some coefficients.
     Gram,
 }
 
@@ -89,9 +91,9 @@ pub struct NewtonSchulzConfig {
     pub coefficients: Coefficients,
     /// Number of steps; `None` for the number that the coefficients were designed for.
     pub steps: Option<usize>,
-    /// The least Frobenius norm that a matrix is divided by. A matrix with a smaller norm gives a
-    /// smaller result, as in PyTorch, instead of amplified noise. With zero, the result does not
-    /// depend on the scale of the input; a matrix of zeros stays zero.
+    /// The smallest Frobenius norm by which a matrix is divided. A matrix with a smaller norm gives
+    /// a smaller result, as in PyTorch, instead of amplified noise. With an `epsilon` of zero, the
+    /// result does not depend on the scale of the input. A matrix of zeros stays zero.
     #[config(default = 1e-7)]
     pub epsilon: f64,
     /// The precision of the iteration.
@@ -107,12 +109,13 @@ pub struct NewtonSchulzConfig {
     /// would not choose it.
     #[config(default = 1024)]
     pub workspace_mb: usize,
-    /// `true` to record the iterations of a shape once and replay them as one launch, where the
-    /// device has graphs; elsewhere the setting has no effect. Only those of a software Vulkan
-    /// device were tried.
+    /// `true` to record the iterations of a shape as a graph once and to replay the graph as one
+    /// launch. On devices without graphs, the setting has no effect. It was tested on a software
+    /// Vulkan device only.
     ///
-    /// It is faster for small matrices, and keeps the memory of every recording allocated. No other
-    /// thread may work on the device while a recording is made, which is at the first step.
+    /// Replaying is faster for small matrices, and keeps the memory of every recording allocated.
+    /// No other thread may work on the device while a recording is made, which is at the first
+    /// step.
     #[config(default = false)]
     pub graphs: bool,
 }

@@ -4,8 +4,8 @@
 //! that is computed, given the length of the inner dimension: one half where only a triangle is
 //! computed, and 1 where the product is computed in full.
 
-/// Operations of the standard form on an `m` by `n` matrix, `m <= n`. Every step computes `X X^T`,
-/// the square of `X X^T`, and the product with `X`.
+/// Floating-point operations of the standard form on an `m` by `n` matrix, `m <= n`. Every step
+/// computes `X X^T`, the square of `X X^T`, and the product with `X`.
 pub fn standard(steps: usize, m: usize, n: usize, share: impl Fn(usize) -> f64) -> f64 {
     // `X X^T` has the inner dimension `n`, products of `m` by `m` matrices have `m`.
     let x_share = share(n);
@@ -14,7 +14,8 @@ pub fn standard(steps: usize, m: usize, n: usize, share: impl Fn(usize) -> f64) 
     steps as f64 * 2.0 * m * m * (x_share * n + r_share * m + n)
 }
 
-/// Operations of the Gram form on an `m` by `n` matrix, `m <= n`, with a number of restarts.
+/// Floating-point operations of the Gram form on an `m` by `n` matrix, `m <= n`, with a number of
+/// restarts.
 ///
 /// `X X^T` and the product of `Q` and `X` are computed once, and again at every restart. Each step
 /// squares `R`. Each step except the first after a (re)start multiplies `Q`. Each step except the

@@ -26,7 +26,7 @@ pub struct NewtonSchulz {
 }
 
 impl NewtonSchulzConfig {
-    /// The iteration with these settings.
+    /// Makes the iteration with these settings.
     ///
     /// # Errors
     ///
@@ -70,7 +70,7 @@ impl NewtonSchulzConfig {
 }
 
 impl NewtonSchulz {
-    /// The implementations that may be used.
+    /// Returns the implementations that may be used.
     pub fn policy(&self) -> KernelPolicy {
         self.planner.policy
     }
@@ -81,7 +81,7 @@ impl NewtonSchulz {
         self
     }
 
-    /// The number of shapes that have a recording.
+    /// Returns the number of shapes that have a recording, for [`NewtonSchulzConfig::graphs`].
     pub fn recorded(&self) -> usize {
         self.recordings.as_ref().map_or(0, |recordings| recordings.count())
     }
@@ -109,8 +109,8 @@ impl NewtonSchulz {
     /// Replaces every matrix `U S V^T` of the batch `[k, m, n]` by a matrix near `U V^T`, of the
     /// same type and on the same device.
     ///
-    /// All sizes are accepted, including 1 and 0. A matrix with an entry that is not finite gives
-    /// one of NaN and has no effect on the others of the batch.
+    /// All sizes are accepted, including 1 and 0. A matrix with an entry that is not finite gives a
+    /// matrix of NaN, and has no effect on the other matrices of the batch.
     pub fn orthogonalize(&self, batch: Tensor<3>) -> Tensor<3> {
         let dtype = batch.dtype();
         self.direction(batch, None).cast(dtype)
@@ -193,7 +193,7 @@ impl NewtonSchulz {
         self.explained(batch.dims(), batch.dtype(), &batch.device())
     }
 
-    /// [`explain`](Self::explain), for a matrix that need not exist.
+    /// Returns the plan for an `m` by `n` matrix of type `dtype` on `device`, without the matrix.
     pub fn explain_shape(
         &self,
         [m, n]: [usize; 2],

@@ -10,14 +10,14 @@ use crate::backend::{ComputePath, KernelPolicy};
 /// form when a smaller one exists.
 const LARGEST_WORKSPACE: usize = 3;
 
-/// The orthogonalisation of matrices of a shape, from
+/// The decisions about the orthogonalisation of matrices of a shape, from
 /// [`NewtonSchulz::explain`](super::NewtonSchulz::explain).
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct IterationPlan {
     /// The form that runs, never [`IterationForm::Auto`].
     pub form: IterationForm,
-    /// The steps before which the Gram form restarts; empty for the standard form.
+    /// Indices of the steps before which the Gram form restarts; empty for the standard form.
     pub restarts: Vec<usize>,
     /// The type of the iteration.
     pub dtype: FloatDType,

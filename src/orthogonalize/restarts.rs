@@ -46,8 +46,8 @@ const GROUPS: usize = 12;
 const RANKS_PER_DOUBLING: usize = 2;
 
 /// Returns the fewest restarts with which the Gram form is about as exact as the standard form, at
-/// their best positions. `None` if that takes more than one restart for every two steps; the
-/// standard form has to be used then.
+/// their best positions, as increasing indices of the steps before which they are. `None` if that
+/// takes more than one restart for every two steps; the standard form has to be used then.
 pub fn choose(schedule: &[Polynomial], dtype: FloatDType) -> Option<Vec<usize>> {
     let arithmetic = Arithmetic::new(dtype);
     let is_half = arithmetic.summing < arithmetic.storing;

@@ -12,7 +12,7 @@ use crate::slices::bytes;
 /// A value that an update stores of every parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Slot {
-    /// Its name in records and checkpoints.
+    /// Name of the slot in records and checkpoints.
     pub name: &'static str,
     pub extent: Extent,
     pub dtype: SlotDtype,
@@ -186,7 +186,7 @@ impl Slots {
         for slot in table {
             let expected = slot.extent.recorded(shape, batch);
             let problem = match self.value(slot.name) {
-                None => format!("its saved state has no `{}`", slot.name),
+                None => format!("its saved state does not have `{}`", slot.name),
                 Some(value) if value.recorded != expected => {
                     let recorded = &value.recorded;
                     format!(
@@ -287,7 +287,7 @@ impl Slots {
 
 /// The problem of a saved slot that the configuration does not use.
 pub(crate) fn unused(name: &str) -> String {
-    format!("its state has a `{name}`, which the configured update does not use")
+    format!("its saved state has a `{name}`, which the configured update does not use")
 }
 
 /// An error for a state that was saved under another configuration.

@@ -158,7 +158,8 @@ fn records_continue_bit_for_bit() {
     }));
     let panic = wrong.unwrap_err();
     let message = panic.downcast_ref::<String>().unwrap();
-    assert!(message.contains("on rank 1: its momentum is [0, 0] at its owner"), "{message}");
+    assert!(message.contains("on rank 1: its momentum at the owner does not fit"), "{message}");
+    assert!(message.contains("got [0, 0]"), "{message}");
 }
 
 #[test]

@@ -576,7 +576,7 @@ fn processes_without_a_launcher_fail_naming_the_variables() {
     let mut other = train_lm(folder.path(), "--data text.rs --engine mpi");
     let output = other.env("RANK", "1").env("WORLD_SIZE", "2").output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(stderr.contains("1 of 2: but MPI says 0 of 1"), "{stderr}");
+    assert!(stderr.contains("1 of 2: expected 0 of 1, as MPI reports"), "{stderr}");
 }
 
 #[test]

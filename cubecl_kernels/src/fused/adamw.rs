@@ -27,7 +27,7 @@ pub struct AdamWUpdate {
     pub values: Rows,
     /// The gradient.
     pub grad: Handle,
-    /// The index of its first element in the moments.
+    /// The index of the parameter's first element in the moments.
     pub first: usize,
     /// The index of the parameter's flag and corrections.
     pub flag: usize,
@@ -45,15 +45,15 @@ pub struct StepControls<'a> {
     pub rejected: &'a Handle,
     /// The bias corrections of the first and of the second moment.
     pub corrections: [&'a Handle; 2],
-    /// A value that gradients are multiplied by.
+    /// A value by which all gradients are multiplied.
     pub factor: Option<&'a Handle>,
 }
 
 /// Updates parameters and both of their moments in place (Loshchilov and Hutter,
 /// <https://arxiv.org/abs/1711.05101>).
 ///
-/// The moments have `elements` each. The types are those of parameters and gradients, and of the
-/// moments.
+/// Each of the two moments has `elements` elements. `dtypes` are the type of parameters and
+/// gradients, and the type of the moments.
 ///
 /// # Errors
 ///

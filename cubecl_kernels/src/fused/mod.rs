@@ -48,9 +48,9 @@ pub(crate) const UNITS: u32 = 256;
 /// Largest number of cubes along a dimension that all runtimes accept.
 const MAX_CUBES: usize = 65_535;
 
-/// The number of buffers that a kernel binds at most for one parameter, including the one for
-/// scalars and lengths: those of [`adamw`]. The kernels do not run on a device that binds fewer at
-/// once.
+/// Largest number of buffers that a kernel binds for one parameter, which is that of [`adamw`],
+/// including the buffer for scalars and lengths. The kernels do not run on a device that binds
+/// fewer buffers at once.
 pub const MAX_BUFFERS: usize = 9;
 
 /// Vectors that a unit processes if there are enough of them.

@@ -33,7 +33,7 @@ pub struct MomentumBuffers<'a> {
     pub norms: &'a RowNorms,
     /// A float32 flag for every parameter: 1 for those that are rejected, and else 0.
     pub rejected: &'a Handle,
-    /// A float32 value that gradients are multiplied by.
+    /// A float32 value by which all gradients are multiplied.
     pub factor: Option<&'a Handle>,
 }
 
@@ -41,8 +41,8 @@ pub struct MomentumBuffers<'a> {
 /// `M <- mu M + (1 - mu) G`.
 ///
 /// Writes the matrices to orthogonalise and their partial norms: `mu M + (1 - mu) G` with
-/// `nesterov`, `M` without it, and zeros for a parameter that is rejected. The types are those of
-/// gradients and of the momentum.
+/// `nesterov`, `M` without it, and zeros for a parameter that is rejected. `dtypes` are the type of
+/// the gradients, and the type of the momentum and of the matrices to orthogonalise.
 ///
 /// # Errors
 ///
@@ -188,8 +188,8 @@ pub struct ParameterUpdate {
 /// `first` on.
 ///
 /// A parameter whose flag is set in `rejected` keeps its values, as does a matrix whose flag is set
-/// in `diverged`, in which the flags of the batch begin at index `first_diverged`. The types are
-/// those of `P` and `U`.
+/// in `diverged`, in which the flags of the batch begin at index `first_diverged`. `dtypes` are the
+/// types of `P` and of `U`.
 ///
 /// # Errors
 ///

@@ -67,8 +67,8 @@ impl RowNorms {
     }
 }
 
-/// Computes the norms of the rows of some tensors of one type. A row has a number of elements, the
-/// last one of a tensor possibly fewer.
+/// Computes the norms of the rows of some tensors of one type. A row has `elements` elements; the
+/// last row of a tensor may have fewer.
 ///
 /// Every tensor comes with the index of its first row in `norms`. Every unit adds up its squares
 /// one after the other: `norms` should have enough partial norms to keep these sums short.
@@ -177,8 +177,8 @@ pub(crate) fn join_kernel(
     store_partial(whole, matrix, scale, squares, units);
 }
 
-/// Divides every matrix by its norm, or by `epsilon` if that is larger. The types are those of the
-/// input and of the result.
+/// Divides every matrix by its norm, or by `epsilon` if that is larger, and returns the result.
+/// `dtypes` are the types of the input and of the result.
 ///
 /// # Errors
 ///

@@ -1,4 +1,4 @@
-//! The search for gradients that no step can use.
+//! The search for gradients with elements that are not finite or too large.
 
 use cubecl::client::Client;
 use cubecl::ir::ElemType;
@@ -9,8 +9,8 @@ use super::rows::{RowGrid, launch_groups, locate_row, number_of, read};
 use super::{F32, Rows, UNITS, cube_row, unit_vectors};
 use crate::error::{Result, check_buffer};
 
-/// Sets the flag of every row to 1 that has a non-finite entry, or one whose magnitude is larger
-/// than `largest`. The other flags keep their values.
+/// Sets the flag to 1 for every row that has an entry that is not finite, or whose magnitude is
+/// larger than `largest`. The other flags keep their values.
 ///
 /// Every tensor comes with the index of its first row's flag. There are `count` float32 flags.
 ///

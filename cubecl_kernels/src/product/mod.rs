@@ -1,4 +1,4 @@
-//! Products of matrices with an epilogue; of a symmetric one only half is computed.
+//! Products of matrices plus a scaled addend; of a symmetric product, only half is computed.
 //!
 //! A [`Product`] is `C = alpha A B + beta D` for every matrix of a batch. With [`Triangle::Lower`],
 //! only the tiles on and below the diagonal are multiplied, and stored together with their mirror
@@ -115,9 +115,9 @@ impl Product<'_> {
 
     /// Returns the tiling that suits the product best, of those that the device runs.
     ///
-    /// It uses the first unit among the [candidates](Tiling::candidates), and gives all
-    /// multiprocessors about the same amount of work. The first product of its layout may wait for
-    /// the device, on which a tiling has to be [verified](Tiling::verify).
+    /// The tiling uses the first unit among the [candidates](Tiling::candidates), and gives all
+    /// multiprocessors about the same amount of work. The first product of a layout may wait for
+    /// the device, on which the tiling has to be [verified](Tiling::verify).
     ///
     /// # Errors
     ///

@@ -36,7 +36,7 @@ pub enum Buffering {
 /// A tiling of a product: one [`Unit`] multiplies `tile` elements at a time, one plane (or, with
 /// registers, one unit of a plane) `partition` tiles, and one cube `stage` partitions.
 ///
-/// All sizes are `m`, `n`, and for the first two the inner dimension.
+/// `tile` and `partition` are sizes in `m`, `n` and the inner dimension, `stage` in `m` and `n`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Tiling {
     /// The instructions that multiply.
@@ -74,8 +74,8 @@ impl Tiling {
 
     /// Returns the tilings that suit a device and a type.
     ///
-    /// Those on matrix units come before plain arithmetic, except on software devices, which only
-    /// emulate matrix units. Of each unit, the largest tiling comes first.
+    /// Tilings for matrix units come before those by plain arithmetic, except on software devices,
+    /// which only emulate matrix units. Of each [`Unit`], the largest tiling comes first.
     pub fn candidates(client: &Client, dtype: ElemType) -> Vec<Self> {
         Self::for_device(client.properties(), dtype)
     }

@@ -29,7 +29,7 @@ pub(crate) fn first_failure<'a>(
 /// Returns the reason for which one of these tensors will never be computed.
 fn failure(tensors: Vec<FloatTensor<Cube>>) -> Option<Failure> {
     let Some(given) = primitives(tensors) else {
-        let reason = "an operation before it failed; its error is in the log".to_owned();
+        let reason = "an operation before it failed, whose error is in the log".to_owned();
         return Some(Failure { reason, is_memory: false });
     };
     let client = &given.first()?.client;

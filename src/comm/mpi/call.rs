@@ -117,7 +117,7 @@ impl StartedCall {
         // The signatures first: if they differ, the call itself may never finish.
         control.wait(call, || signature.test(rank, call))?;
         if signature.all.iter().any(|other| *other != signature.local[0]) {
-            let calls = format!("rank {rank}: {}, another: something else", call.call);
+            let calls = format!("rank {rank}: {}, another rank: another call", call.call);
             return Err(Error::Mismatch { calls });
         }
         control.wait(call, || {

@@ -31,7 +31,7 @@ use library::{Library, RawCommunicator};
 
 const ENGINE: &str = "mpi";
 
-/// The engine of processes over MPI.
+/// The engine for ranks that are processes, over MPI. Tensors pass through the host.
 #[derive(Debug)]
 pub struct Mpi {
     // In this order: only a process that has left the world may finalize MPI, which waits for the
@@ -42,8 +42,8 @@ pub struct Mpi {
 }
 
 impl Mpi {
-    /// Returns the engine of a process that mpirun or srun started, with results on the device. A
-    /// rank that waits for another longer than `deadline` ends the world.
+    /// Connects a process that mpirun or srun started, and returns its engine, with results on
+    /// `device`. A rank that waits for another longer than `deadline` ends the world.
     ///
     /// The ranks connect to each other at [`Launch::address`], with the secret of the launch.
     /// Without an address, rank 0 sends the others its address and a random secret over MPI.
@@ -60,7 +60,7 @@ impl Mpi {
             return Err(Error::Launch {
                 variable: "the rank".into(),
                 value: format!("{} of {}", launch.rank, launch.world_size),
-                reason: format!("but MPI says {rank} of {size}"),
+                reason: format!("expected {rank} of {size}, as MPI reports"),
                 remedy: "start the program with the mpirun or srun of this MPI, and with no other \
                          launcher",
             });
@@ -118,7 +118,7 @@ impl Mpi {
             rank: self.rank(),
             operation: "read a tensor".into(),
             reason: error.to_string(),
-            remedy: "an earlier operation on this device failed: fix that first",
+            remedy: "fix the operation on this device that failed first",
         })
     }
 

@@ -228,7 +228,7 @@ impl CudaMemory {
             rank: self.rank,
             operation: "wait for the device".into(),
             reason: error.to_string(),
-            remedy: "an earlier operation on this device failed: fix that first",
+            remedy: "fix the operation on this device that failed first",
         })?;
         // SAFETY: the context is retained as long as the memory lives.
         unsafe { result::ctx::set_current(self.context) }

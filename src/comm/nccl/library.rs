@@ -124,7 +124,8 @@ impl Library {
                 Ok(library) => {
                     let version = library.version();
                     if version < MIN_VERSION {
-                        let reason = format!("{path:?} is NCCL {}", dotted(version));
+                        let got = dotted(version);
+                        let reason = format!("expected 2.18 or later, got NCCL {got}: {path:?}");
                         return Err(failed("NCCL is too old", reason));
                     }
                     return Ok(library);

@@ -40,11 +40,11 @@ use peers::Peers;
 
 const BYTE: c_int = ncclDataType_t::ncclUint8 as c_int;
 
-/// The kind of reductions of the engine `nccl`.
+/// The kind of reductions of the engine [`Nccl`].
 ///
-/// A reduce_scatter of `B` elements with even shards makes each of `N` ranks send `(N - 1) / N B`
-/// of them in either way, and an all_reduce twice that number. `Exact` sends elements in their
-/// type, `Native` in float32. For 6.5 million elements (25 MiB of float32) on 8 ranks, a rank
+/// In a reduce_scatter of `B` elements with even shards, each of `N` ranks sends `(N - 1) / N B`
+/// elements with either kind, and in an all_reduce twice that number. `Exact` sends elements in
+/// their type, `Native` in float32. For 6.5 million elements (25 MiB of float32) on 8 ranks, a rank
 /// sends:
 ///
 /// | | float32 | float16, bfloat16 |
@@ -52,8 +52,8 @@ const BYTE: c_int = ncclDataType_t::ncclUint8 as c_int;
 /// | `Exact` | 21.9 MiB | 10.9 MiB |
 /// | `Native` | 21.9 MiB | 21.9 MiB |
 ///
-/// `Exact` also needs memory for what a rank receives, which has the size of the buffer, and a pass
-/// over that memory. The pass runs at 3350 GB/s on an H100, where NVLink brings 450 GB/s and a
+/// `Exact` also needs memory of the size of the buffer for the received elements, and a pass over
+/// that memory. On an H100, memory is read at 3350 GB/s, whereas NVLink transfers 450 GB/s and a
 /// network 50 GB/s. Between hosts, `Exact` sends more. On `n` hosts of `d` ranks, each rank sends
 /// `(n - 1) / n B` elements to other hosts. All ranks of a host together send `d` times that, where
 /// a ring of NCCL sends `(N - 1) / N B`. [`Hierarchy`](super::Hierarchy) reduces that to `(n - 1) /
@@ -65,10 +65,12 @@ const BYTE: c_int = ncclDataType_t::ncclUint8 as c_int;
 /// while the links of the other ranks are idle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Reduction {
-    /// All contributions to a part are sent to its rank in their type, and added up there in
-    /// float32, in the order of ranks. The bits are those of every other engine, whatever the
-    /// topology. This is the default, since it is reproducible, and moves the same number of bytes
-    /// as `Native` in float32 and half of that in half precision.
+    /// Sums with the same bits as on every other engine and any topology: the contributions to a
+    /// part are sent to its rank in their type, and added up there in float32, in the order of
+    /// ranks.
+    ///
+    /// This is the default, since it is reproducible, and moves the same number of bytes as
+    /// `Native` in float32, and half that number in half precision.
     #[default]
     Exact,
     /// NCCL's reductions, in float32 and in an order that NCCL chooses, over rings or trees or in
@@ -77,7 +79,7 @@ pub enum Reduction {
     Native,
 }
 
-/// The engine of GPUs over NCCL.
+/// The engine for ranks with a CUDA device each, over NCCL.
 #[derive(Debug)]
 pub struct Nccl {
     shared: Arc<Shared>,
@@ -85,8 +87,8 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// Returns the engine of a process with one CUDA device. A rank that waits for another longer
-    /// than `deadline` ends the world.
+    /// Connects a process with one CUDA device, and returns its engine. A rank that waits for
+    /// another longer than `deadline` ends the world.
     ///
     /// # Errors
     ///
@@ -97,7 +99,8 @@ impl Nccl {
         Self::over(Arc::new(CudaMemory::new(device, launch.rank)?), launch, deadline)
     }
 
-    /// Returns the engine of a process whose tensors are in any memory that NCCL can access.
+    /// Connects a process whose tensors are in any memory that NCCL can access, and returns its
+    /// engine.
     ///
     /// # Errors
     ///

@@ -46,9 +46,10 @@ impl RowSums {
     }
 }
 
-/// The levels of sums that add up, for every parameter, the numbers of its rows: the places of the
-/// numbers of all sums of a level, and how many belong to one. The place behind all numbers is that
-/// of a zero.
+/// Returns the levels of a tree of sums that adds up the numbers of every parameter's rows, with at
+/// most `fan_in` numbers per sum. A level has the indices of the numbers that its sums add up, and
+/// the number of indices per sum. Unused entries have the index after the last number, which
+/// [`RowSums::sum`] sets to zero.
 fn levels(of_rows: &[usize], parameters: usize, fan_in: usize) -> Vec<(Vec<i32>, usize)> {
     let mut groups = vec![vec![]; parameters];
     for (row, number) in of_rows.iter().enumerate() {

@@ -4,33 +4,33 @@ use std::fmt;
 
 use comfy_table::{Table, presets};
 
-/// Bytes of one kind of tensor.
+/// Bytes of one kind of tensor in a [`MemoryReport`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// After the last step.
+    /// Bytes after the last step.
     pub now: usize,
-    /// The largest value since the optimizer was made.
+    /// Largest number of bytes since the optimizer was made.
     pub peak: usize,
 }
 
 /// Bytes that one rank holds, from
 /// [`DistModuleOptimizer::memory`](super::DistModuleOptimizer::memory). Prints as a table.
 ///
-/// It counts the tensors of the model and of the optimizer between the phases of a step, and the
-/// buffers that the engine has allocated, but not the intermediate results of an update, nor the
-/// memory that a backend keeps in reserve. All figures are observed together: `total` is their sum
-/// at one time.
+/// The report counts the tensors of the model and of the optimizer between the phases of a step,
+/// and the buffers that the engine has allocated. It counts neither the intermediate results of an
+/// update nor the memory that a backend keeps in reserve. `total` is the sum of all kinds at one
+/// time, so that its peak may be less than the sum of the other peaks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryReport {
     /// The model's trained parameters.
     pub parameters: Usage,
-    /// Gradients as they were given to the step.
+    /// Gradients that were given to the step.
     pub gradients: Usage,
     /// This rank's shards of the reduced gradients.
     pub shards: Usage,
-    /// Momentum and moments of this rank's parts.
+    /// Momentum and moments of this rank's shards.
     pub states: Usage,
-    /// Buffers of calls in flight, to send and to receive.
+    /// Buffers for sending and receiving of the collectives in flight.
     pub buffers: Usage,
     /// The sum of all kinds.
     pub total: Usage,

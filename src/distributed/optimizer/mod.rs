@@ -40,24 +40,24 @@ use trained::TrainedParameter;
 /// [`DistMuonConfig::init`](super::DistMuonConfig::init).
 ///
 /// Every rank makes the same calls, and all ranks get the same results. For the same reduced
-/// gradients, the parameters after a step do not depend on the number of ranks, the plan, the size
-/// of the buckets or the number in flight, bit for bit, where the backend computes a matrix of a
-/// batch as it computes it alone (Flex does).
+/// gradients, the parameters after a step are the same, bit for bit, for any number of ranks, plan,
+/// bucket size and number of buckets in flight. That requires a backend that computes each matrix
+/// of a batch exactly as it computes the matrix alone, as Flex does.
 ///
 /// # Failures
 ///
 /// A method that fails on one rank fails on all, and ends the world: each rank returns the typed
-/// error, or [`Error::PeerFailed`](crate::Error::PeerFailed) with the text of the first one. A step
-/// takes the model and returns it only when all of its parameters are new: if a rank fails before
-/// its last bucket is gathered, no rank returns a model. Clone the model before the step to keep
-/// the old one, which keeps its memory as well. One case can't be ruled out: a rank that fails
-/// after it has sent its last shard, while or after it reattaches its parameters. The other ranks
-/// have then finished the step. After a failure, the states are those of an incomplete step: load a
-/// checkpoint.
+/// error, or [`Error::PeerFailed`](crate::Error::PeerFailed) with the text of the first error.
 ///
-/// On an engine that lets the device wait (`nccl`), a step returns before its last bucket has
-/// arrived. A failure is then returned by the next call of any kind, and nothing is
-/// [saved](Self::save) before; call
+/// A step takes the model and returns it only after all parameters were updated: if a rank fails
+/// before its last bucket is gathered, no rank returns a model. To keep the old model, clone it
+/// before the step, which takes the memory of a second model. In one case the ranks differ: if a
+/// rank fails after it has sent its last shard, the other ranks finish the step. After a failure,
+/// the optimizer's states are those of an incomplete step: load a checkpoint.
+///
+/// On an engine whose results arrive asynchronously on the device (`nccl`), a step returns before
+/// its last bucket has arrived. The next call of any kind then returns a failure of that step, and
+/// [`save`](Self::save) writes nothing. Call
 /// [`Communicator::synchronize`](crate::comm::Communicator::synchronize) before you save or use the
 /// model by other means.
 pub struct DistModuleOptimizer {
@@ -137,9 +137,11 @@ impl DistModuleOptimizer {
         Ok(optim)
     }
 
-    /// One step: the model with all of its trained parameters updated from the gradients of all
-    /// ranks. Parameters without a gradient on any rank stay as they are, and so do their positions
-    /// in the schedules; ranks without a gradient that other ranks have count as zeros.
+    /// Takes one step at learning rate `lr`: returns the model with all trained parameters updated
+    /// from the gradients of all ranks. All ranks make this call.
+    ///
+    /// A parameter without a gradient on any rank stays as it is, and so does its position in the
+    /// schedules. If only some ranks have a gradient, it counts as zero on the others.
     ///
     /// For several micro-batches, sum or average their gradients with Burn's
     /// [`GradientsAccumulator`](burn::optim::GradientsAccumulator) and step once.
@@ -153,9 +155,9 @@ impl DistModuleOptimizer {
     /// - [`Error::Setting`](crate::Error::Setting) for a learning rate that is not finite;
     /// - [`Error::Skipped`](crate::Error::Skipped) for a parameter that was skipped in too many
     ///   steps in a row;
-    /// - [`Error::NotComputed`](crate::Error::NotComputed), with the first parameter that could not
-    ///   be updated, or on several ranks the first of its bucket, if the device has no memory for
-    ///   gradients or their step;
+    /// - [`Error::NotComputed`](crate::Error::NotComputed) if the device does not have the memory
+    ///   for the gradients or the step. It names the first parameter that could not be updated, or
+    ///   on several ranks the first parameter of the bucket;
     /// - those of every collective.
     pub fn step<M: Module>(
         &mut self,
@@ -170,33 +172,35 @@ impl DistModuleOptimizer {
         stepped
     }
 
-    /// The optimizer of every parameter, and the reason for it.
+    /// Returns the optimizer of every parameter, with the reasons.
     pub fn routing(&self) -> &Routing {
         &self.routing
     }
 
-    /// The owners and buckets of all parameters.
+    /// Returns the plan: the owners of all matrices and the buckets of all parameters.
     pub fn plan(&self) -> &Plan {
         &self.plan
     }
 
-    /// The costs that the plan was balanced by.
+    /// Returns the costs that the plan balances, in the unit of
+    /// [`DistMuonConfig::costs`](super::DistMuonConfig::costs): floating-point operations or
+    /// seconds.
     pub fn costs(&self) -> &Costs {
         &self.costs
     }
 
-    /// The plan as a table: matrices, costs and bytes of every rank.
+    /// Returns the number of matrices, the cost and the bytes of every rank. Prints as a table.
     pub fn report(&self) -> Report {
         self.plan.report(&self.costs)
     }
 
-    /// The memory of this rank.
+    /// Returns the bytes of the tensors that this rank holds. Prints as a table.
     pub fn memory(&self) -> MemoryReport {
         self.memory
     }
 
-    /// The steps that left parameters untouched: the same on all ranks. Matrices for which the
-    /// iteration diverges are counted with the next step.
+    /// Returns the counts of the steps that left parameters untouched, which are the same on all
+    /// ranks. Matrices for which the iteration diverges are counted with the next step.
     pub fn skipped_steps(&self) -> &SkippedSteps {
         &self.skipped
     }
@@ -223,17 +227,19 @@ impl DistModuleOptimizer {
 }
 
 impl DistMuonConfig {
-    /// An optimizer for the model on all ranks of a world, which all make this call.
+    /// Makes the optimizer for a model on all ranks of a world. All ranks make this call, with the
+    /// same configuration and equal models.
     ///
     /// # Errors
     ///
-    /// On all ranks, if on one:
+    /// On all ranks, if any rank has one of these errors:
+    ///
     /// - those of [`MuonConfig::route`];
     /// - [`Error::Parameter`] for a parameter in float64, which ranks can't exchange;
     /// - [`Error::Setting`] for a setting that no run can use;
     /// - [`Error::SettingsDiffer`] if the ranks' configurations differ;
-    /// - [`Error::ModelsDiffer`] if the ranks' models or their values differ, naming the first
-    ///   parameter that does;
+    /// - [`Error::ModelsDiffer`] if the ranks' models or their values differ, with the first
+    ///   parameter that differs;
     /// - those of every collective.
     pub fn init<M: Module>(&self, world: &World, model: &M) -> Result<DistModuleOptimizer> {
         DistModuleOptimizer::new(self, world, model)
@@ -241,13 +247,15 @@ impl DistMuonConfig {
 }
 
 impl MuonConfig {
-    /// The optimizer of a whole model on one device, which updates all matrices of one shape as one
-    /// batch, and several parameters in every launch: a [`DistModuleOptimizer`] in a world of one.
-    /// Use it on a GPU, where a step of many parameters by [`init`](Self::init), which gets one
-    /// parameter at a time, is bound by its launches. Both train the same model.
+    /// Makes an optimizer for a whole model on one device that updates all matrices of one shape as
+    /// one batch, and several parameters in every launch.
     ///
-    /// It accepts neither parameters in float64 nor `grad_clipping`, which clips each gradient
-    /// separately. For clipping by the norm of all gradients, use [`DistMuonConfig::max_norm`] with
+    /// The result is a [`DistModuleOptimizer`] in a world of one. Use it on a GPU: the optimizer of
+    /// [`init`](Self::init) gets one parameter at a time, so that the launches limit its speed.
+    /// Both optimizers train a model in the same way.
+    ///
+    /// Parameters in float64 and `grad_clipping`, which clips each gradient separately, are not
+    /// supported. For clipping by the norm of all gradients, use [`DistMuonConfig::max_norm`] with
     /// [`World::alone`].
     ///
     /// ```
@@ -276,8 +284,8 @@ impl MuonConfig {
         if let Some(other) = devices.find(|other| *other != device) {
             return Err(Error::setting(
                 "model",
-                format!("on {device:?} and {other:?}"),
-                "on one device; for several, `DistMuonConfig` with `World::devices`",
+                format!("parameters on {device:?} and {other:?}"),
+                "all parameters on one device (use `DistMuonConfig` and `World` for several)",
             ));
         }
         DistMuonConfig::new().with_muon(self.clone()).init(&World::alone(device), model)

@@ -30,8 +30,8 @@ impl DistModuleOptimizer {
     /// [`ModuleOptimizer`](burn::optim::ModuleOptimizer) of [`MuonConfig`](crate::MuonConfig)
     /// records it. All ranks make this call.
     ///
-    /// Every rank then has the whole state in host memory, and twice as much for a moment. Use
-    /// [`save`](Self::save) to write a checkpoint.
+    /// Every rank then has the whole state in host memory, and briefly twice. To write a
+    /// checkpoint, use [`save`](Self::save), which does not collect the whole state.
     ///
     /// # Errors
     ///
@@ -51,15 +51,15 @@ impl DistModuleOptimizer {
         self.record(false)
     }
 
-    /// Returns the optimizer with a recorded state, of any number of ranks or of a single device.
-    /// Parameters that the record does not know start anew. All ranks make this call, with equal
-    /// records.
+    /// Returns the optimizer with the state of a record, which any number of ranks or a single
+    /// device made. The state of a parameter that is not in the record starts at zero. All ranks
+    /// make this call, with equal records.
     ///
     /// # Errors
     ///
-    /// On all ranks, if on one: [`Error::CheckpointsDiffer`] if the records differ;
-    /// [`Error::Parameter`] if a recorded state does not fit its parameter; those of every
-    /// collective.
+    /// On all ranks, if any rank has one of these errors: [`Error::CheckpointsDiffer`] if the
+    /// records differ; [`Error::Parameter`] if a recorded state does not fit its parameter; those
+    /// of every collective.
     pub fn load_record(self, record: OptimizerRecord) -> Result<Self> {
         self.load_states(&States::new(Archive::from_record(record)))
     }
@@ -73,15 +73,16 @@ impl DistModuleOptimizer {
     }
 
     /// Saves model, optimizer and progress of the run as [`checkpoint::save`] does, in the same
-    /// format, whatever the number of ranks. All ranks make this call; rank 0 writes.
+    /// format for any number of ranks. All ranks make this call; rank 0 writes.
     ///
     /// Rank 0 collects and writes the state bucket by bucket, and the model parameter by parameter.
     /// The other ranks wait until the file is complete, however long that takes.
     ///
     /// # Errors
     ///
-    /// On all ranks, if on one: [`Error::Checkpoint`] if the file can't be written, and what the
-    /// path held before is then unchanged; those of every collective.
+    /// On all ranks, if any rank has one of these errors: [`Error::Checkpoint`] if the file can't
+    /// be written, in which case a previous file at the path is unchanged; those of every
+    /// collective.
     pub fn save<M: Module, T: Serialize>(
         &self,
         path: impl AsRef<Path>,
@@ -101,11 +102,12 @@ impl DistModuleOptimizer {
     }
 
     /// Loads a run that [`save`](Self::save) or [`checkpoint::save`] saved, on any number of ranks.
-    /// All ranks make this call, and read what they need of the file.
+    /// All ranks make this call. Each reads its part of the file, so that every host has to have
+    /// the file.
     ///
     /// # Errors
     ///
-    /// On all ranks, if on one: those of [`checkpoint::load`] and of
+    /// On all ranks, if any rank has one of these errors: those of [`checkpoint::load`] and of
     /// [`load_record`](Self::load_record); [`Error::CheckpointsDiffer`] if the files that the ranks
     /// open are not copies of one file.
     pub fn load<M: Module, T: DeserializeOwned>(
@@ -575,7 +577,7 @@ fn find<'a>(
             stored.shape,
             stored.dtype.name()
         ),
-        None if states.knows(path) => format!("its saved state has no `{name}`"),
+        None if states.knows(path) => format!("its saved state does not have `{name}`"),
         None => return Ok(None),
     };
     Err(unfit(path, rank, problem))

@@ -60,8 +60,11 @@ pub fn ensure_exchangeable(parameters: &[Parameter], rank: usize) -> Result<()> 
         Some(parameter) => Err(Error::parameter(
             &parameter.path,
             rank,
-            format!("it is {}, which ranks can't exchange", parameter.dtype.name()),
-            "train it in float32, float16 or bfloat16, or on one device with `MuonConfig::init`",
+            format!(
+                "ranks can't exchange its type: expected float32, float16 or bfloat16, got {}",
+                parameter.dtype.name()
+            ),
+            "cast the parameter, or train on one device with `MuonConfig::init`",
         )),
     }
 }
@@ -107,8 +110,8 @@ pub fn same_model<M: Module>(world: &World, parameters: &[Parameter], model: &M)
         Some((rank, parameter)) => Err(Error::ModelsDiffer {
             rank,
             parameter,
-            other: "of other values".into(),
-            first: "of the first ones".into(),
+            other: "other values".into(),
+            first: "the same values".into(),
         }),
         None => Ok(()),
     }
@@ -163,7 +166,7 @@ pub fn plan(
     let plan = world.agree(plan)?;
     match world.compare(&plan.digest(), |first, own| (first != own).then_some(()))? {
         Some((rank, ())) => Err(Error::Mismatch {
-            calls: format!("rank {rank} has another plan than rank 0, so another configuration"),
+            calls: format!("rank {rank} has another plan than rank 0, from another configuration"),
         }),
         None => Ok(plan),
     }

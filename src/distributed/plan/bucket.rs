@@ -84,13 +84,14 @@ impl Bucket {
         Self { kind, dtype, parameters: indices, pieces, counts }
     }
 
-    /// Elements of the flat buffer.
+    /// Returns the number of elements of the flat buffer, including padding.
     pub fn elements(&self) -> usize {
         self.pieces.iter().map(Piece::extent).sum()
     }
 
-    /// The positions of each parameter's elements: for every piece in the order of its elements,
-    /// its start in the parameter, its start in the buffer, and its length.
+    /// Returns the positions of each parameter's elements, by the parameter's index: for every
+    /// piece, ordered by its start in the parameter, that start, the start in the buffer, and the
+    /// length.
     pub fn by_parameter(&self) -> BTreeMap<usize, Vec<(usize, usize, usize)>> {
         let mut parameters: BTreeMap<usize, Vec<_>> = BTreeMap::new();
         let mut position = 0;
@@ -102,11 +103,11 @@ impl Bucket {
         parameters
     }
 
-    /// The range of a rank's shard in the flat buffer.
+    /// Returns the range of a rank's shard in the flat buffer.
     ///
     /// # Panics
     ///
-    /// If there is no such rank.
+    /// If `rank` is not a rank of the plan.
     pub fn share(&self, rank: usize) -> Range<usize> {
         let start = match self.kind {
             BucketKind::Replicated => 0,
@@ -115,8 +116,9 @@ impl Bucket {
         start..start + self.counts[rank]
     }
 
-    /// The contents of a range of the flat buffer, in order: a parameter, the range of its
-    /// elements, and the number of zeros after them that are inside the range.
+    /// Returns the contents of a range of the flat buffer, in order: for every piece, the index of
+    /// its parameter, the range of the parameter's elements, and the number of zeros after these
+    /// elements that are inside the range.
     pub fn overlaps(
         &self,
         range: Range<usize>,

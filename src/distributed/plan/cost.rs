@@ -18,7 +18,7 @@ pub struct ShapeCost {
 }
 
 impl ShapeCost {
-    /// The cost of a batch of `count` matrices; 0 if there are none.
+    /// Returns the cost of a batch of `count` matrices, which is 0 for a `count` of 0.
     pub fn batch(self, count: usize) -> f64 {
         if count == 0 { 0.0 } else { self.fixed + self.each * count as f64 }
     }
@@ -30,12 +30,13 @@ impl ShapeCost {
 pub struct Costs(BTreeMap<[usize; 2], ShapeCost>);
 
 impl Costs {
-    /// Collects costs by shape. If a shape has several, the last one counts.
+    /// Collects costs by shape `[rows, columns]`. If a shape has several costs, the last one
+    /// counts.
     pub fn new(costs: impl IntoIterator<Item = ([usize; 2], ShapeCost)>) -> Self {
         Self(costs.into_iter().collect())
     }
 
-    /// The cost of a shape.
+    /// Returns the cost of a shape `[rows, columns]`.
     ///
     /// # Panics
     ///
@@ -44,14 +45,14 @@ impl Costs {
         *self.0.get(&shape).unwrap_or_else(|| panic!("no cost of matrices of shape {shape:?}"))
     }
 
-    /// The shapes with a cost, in ascending order.
+    /// Returns the shapes with a cost, in ascending order.
     pub fn shapes(&self) -> impl Iterator<Item = [usize; 2]> {
         self.0.keys().copied()
     }
 
-    /// The larger of both costs, for each part of each shape. A shape that only one side has keeps
-    /// its cost. Ranks that measure separately combine their costs by it, so that the slowest rank
-    /// counts.
+    /// Returns the larger of both costs for each shape, separately for `fixed` and `each`. A shape
+    /// that is in only one of both keeps its cost. Ranks that measure separately combine their
+    /// costs in this way, so that the slowest rank counts.
     pub fn maximum(&self, other: &Self) -> Self {
         let mut costs = self.0.clone();
         for (&shape, b) in &other.0 {
@@ -74,7 +75,7 @@ impl Costs {
                 return Err(Error::setting(
                     "costs",
                     value,
-                    "finite and at least 0 for every shape",
+                    "a finite cost of at least 0 for every shape",
                 ));
             }
         }

@@ -87,18 +87,20 @@ pub enum Balancing {
     /// Ranks take turns: the first matrix goes to rank 0, the next to rank 1, and so on, shape
     /// after shape.
     BlockCyclic,
-    /// The most expensive matrix goes first, to the rank that finishes soonest. The same is tried
-    /// with chunks of matrices that share a batch, followed by exchanges as long as they help the
-    /// busiest rank. The best of these assignments is taken.
+    /// Longest processing time first (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969):
+    /// each matrix, in descending order of cost, goes to the rank that then finishes soonest. The
+    /// same is tried with chunks of matrices that share a batch, followed by exchanges as long as
+    /// these help the busiest rank. The best of these assignments is taken.
     #[default]
     Greedy,
-    /// The smallest load of the busiest rank, by mixed-integer programming. It starts from `Greedy`
-    /// and never ends with a larger load. The search ends where less than a thousandth is left to
-    /// gain.
+    /// The smallest load of the busiest rank, by mixed-integer programming. The search starts from
+    /// `Greedy`, never ends with a larger load, and ends when no assignment can be better by more
+    /// than a thousandth.
     ///
     /// The result of a search with a time limit depends on the machine: compute the plan on one
     /// rank and send its owners to the others. The owners are those of `Greedy` if the program is
-    /// too large to be solved, or if the time is over before a better assignment was found.
+    /// too large to be solved, or if the time is over before a better assignment is found. Needs
+    /// the feature `optimal`.
     #[cfg(feature = "optimal")]
     Optimal {
         /// The time after which the search stops, in seconds.
@@ -200,11 +202,12 @@ impl Plan {
         check(&parameters, world_size, config)?;
         let matrices = parameters.iter().map(Parameter::matrices);
         if !matrices.eq(owners.iter().map(Vec::len)) {
-            return Err(Error::setting("owners", "of another model", "one rank for every matrix"));
+            let value = "those of another model";
+            return Err(Error::setting("owners", value, "one rank for every matrix"));
         }
         if let Some(rank) = owners.iter().flatten().find(|&&rank| rank >= world_size) {
             let value = format!("rank {rank}");
-            return Err(Error::setting("owners", value, "below the number of ranks"));
+            return Err(Error::setting("owners", value, "ranks below the number of ranks"));
         }
         let layout = bucket::layout(&parameters, config);
         Ok(Self::from_layout(parameters, world_size, layout, owners))
@@ -221,23 +224,23 @@ impl Plan {
         Self { world_size, parameters, owners, buckets }
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn world_size(&self) -> usize {
         self.world_size
     }
 
-    /// The parameters, in the order of the model.
+    /// Returns the parameters, in the order of the model.
     pub fn parameters(&self) -> &[Parameter] {
         &self.parameters
     }
 
-    /// The buckets: first those of matrices, the most expensive shapes before others, then those of
-    /// elements, then the replicated ones.
+    /// Returns the buckets: first those of matrices, with the most expensive shapes first, then
+    /// those of elements, then the replicated ones.
     pub fn buckets(&self) -> &[Bucket] {
         &self.buckets
     }
 
-    /// For each parameter, the ranks that update its matrices, in their order.
+    /// Returns, for each parameter, the rank that updates each of its matrices.
     pub fn owners(&self) -> &[Vec<usize>] {
         &self.owners
     }
@@ -249,16 +252,16 @@ impl Plan {
         owners.map(|owners| owners.iter().map(|rank| order[*rank]).collect()).collect()
     }
 
-    /// The rank that updates matrix `index` of a parameter.
+    /// Returns the rank that updates matrix `index` of the parameter with index `parameter`.
     ///
     /// # Panics
     ///
-    /// If there is no such matrix.
+    /// If the plan does not have that parameter or matrix.
     pub fn owner(&self, parameter: usize, index: usize) -> usize {
         self.owners[parameter][index]
     }
 
-    /// A fingerprint of the plan, made of its parameters, owners and buckets. It is the same in
+    /// Returns a fingerprint of the plan's parameters, owners and buckets, which is the same in
     /// every process that runs the same program.
     pub fn digest(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
@@ -266,8 +269,8 @@ impl Plan {
         hasher.finish()
     }
 
-    /// The cost of each rank's matrices in a step, in the unit of `costs`. A rank's matrices of one
-    /// shape in one bucket are one batch.
+    /// Returns the cost of each rank's matrices in a step, in the unit of `costs`. A rank's
+    /// matrices of one shape in one bucket are one batch.
     ///
     /// # Panics
     ///
@@ -298,7 +301,8 @@ impl Plan {
         work.collect()
     }
 
-    /// The load of the busiest rank over the mean load. It is 1 at best, and 1 if there is no load.
+    /// Returns the load of the busiest rank divided by the mean load: 1 at best, and 1 for a plan
+    /// without matrices.
     ///
     /// # Panics
     ///

@@ -6,7 +6,7 @@ use comfy_table::{Table, presets};
 
 use super::{Costs, Plan};
 
-/// The work of one rank.
+/// The matrices, cost and bytes of one rank, in a [`Report`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct RankReport {
     /// Number of matrices that the rank owns.
@@ -23,7 +23,7 @@ pub struct RankReport {
 pub struct Report {
     /// One entry per rank.
     pub ranks: Vec<RankReport>,
-    /// The cost of the busiest rank over the mean.
+    /// The cost of the busiest rank divided by the mean cost.
     pub imbalance: f64,
 }
 

@@ -2,7 +2,8 @@
 
 use super::{Bucket, BucketKind, Costs, Plan};
 
-/// The parameters of a machine other than the costs of matrices, in seconds and bytes.
+/// The bandwidth, latency and elementwise speed of a machine, from which [`Plan::timeline`]
+/// predicts a step.
 ///
 /// A collective over `N` ranks is taken to pass a buffer of `B` bytes in
 /// `latency ceil(log2 N) + B (N - 1) / (N bandwidth)`. This is recursive halving and doubling,
@@ -27,27 +28,27 @@ impl Machine {
     }
 }
 
-/// The critical path of a step, from [`Plan::timeline`], in seconds.
+/// The predicted seconds of a step, from [`Plan::timeline`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Timeline {
-    /// From the first gradient handed over to the last parameter published.
+    /// Seconds from the start of the first reduction to the arrival of the last parameter.
     pub total: f64,
-    /// Computation of the busiest rank.
+    /// Seconds of computation of the busiest rank.
     pub compute: f64,
-    /// All collectives, one after the other.
+    /// Seconds of all collectives, one after the other.
     pub communication: f64,
 }
 
 impl Plan {
-    /// Simulates the three phases of a step.
+    /// Predicts the duration of the three phases of a step. `costs` are in seconds.
     ///
-    /// Collectives follow each other on the wire: all reductions, then the agreement on rejected
+    /// Collectives run one after the other: all reductions, then the agreement on rejected
     /// gradients, then the gathering of each bucket when the last rank has updated it. A rank
     /// updates its shards one after the other as soon as the agreement is known.
     ///
     /// # Panics
     ///
-    /// If `costs`, in seconds, has no entry for a shape of the plan.
+    /// If `costs` has no entry for a shape of the plan.
     pub fn timeline(&self, costs: &Costs, machine: &Machine) -> Timeline {
         let ranks = self.world_size();
         let messages: Vec<Messages> =

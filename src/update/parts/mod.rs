@@ -1,7 +1,7 @@
 //! Optional stages of Muon's update, for [`MuonConfig::parts`](crate::MuonConfig::parts).
 
-// One file each. To add a part, write its file, and register it here: in `Part`, in `Part::behaviour`, and with
-// the names of its slots in `SLOT_NAMES`.
+// Every part has a file. To add a part, write its file, and register it here: in `Part`, in
+// `Part::behaviour`, and with the names of its slots in `SLOT_NAMES`.
 
 mod normuon;
 mod renormalization;
@@ -69,7 +69,7 @@ trait Behaviour {
     /// The part's name, as the literature has it.
     fn name(&self) -> &'static str;
 
-    /// Its position in the update.
+    /// The part's position in the update.
     fn stage(&self) -> Stage;
 
     /// Fails for a setting that no run can use.
