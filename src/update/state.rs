@@ -358,7 +358,7 @@ mod tests {
             assert_eq!(problem(&slots(table), table), Ok(()));
         }
         for (slots, table, words) in [
-            (slots(&plain), &rows, "no `second_moment`"),
+            (slots(&plain), &rows, "does not have `second_moment`"),
             (slots(&rows), &plain, "a `second_moment`, which the configured update does not use"),
             (slots(&rows), &columns, "expected [1, 1, 3], got [1, 3, 1]"),
         ] {

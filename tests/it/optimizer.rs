@@ -645,7 +645,7 @@ fn training_another_model_panics() {
 }
 
 #[test]
-#[should_panic(expected = "use `MuonConfig::init`, with a rule")]
+#[should_panic(expected = "use `MuonConfig::init` with a routing rule")]
 fn the_per_parameter_rule_names_a_remedy_for_three_dimensions() {
     let tensor = Tensor::<3>::ones([2, 3, 4], &Device::default());
     MuonConfig::new().build().step(0.1, tensor.clone(), tensor, None);
