@@ -598,7 +598,7 @@ fn a_type_that_the_device_does_not_support_is_rejected() {
         if let Some(error) = error {
             assert!(matches!(error, Error::Dtype { .. }), "{error}");
             assert!(error.to_string().contains("weight`"), "{error}");
-            assert!(error.to_string().contains("`iteration_dtype`"), "{error}");
+            assert!(error.to_string().contains("`newton_schulz.dtype`"), "{error}");
         }
     }
 }
