@@ -12,7 +12,7 @@ use crate::error::Result;
 ///
 /// Programs call the methods of [`Communicator`](super::Communicator), which documents them. A
 /// communicator validates the arguments and then calls the method of the same name here. An engine
-/// relies on these checks, and does not repeat them:
+/// relies on these checks. If it passes memory to a library, it asserts that the counts fit it:
 ///
 /// - tensors are float32, float16 or bfloat16;
 /// - there is one count for every rank of the group;

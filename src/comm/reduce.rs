@@ -13,6 +13,7 @@ use crate::slices;
 
 /// The operation that a reduction applies to the contributions of all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+// Exhaustive: an engine has to implement every operation.
 pub enum ReduceOp {
     /// The sum over all ranks.
     Sum,

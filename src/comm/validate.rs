@@ -31,7 +31,7 @@ impl Arguments {
             "the element type is not supported: expected float32, float16 or bfloat16, got {}",
             dtype.name()
         );
-        self.refuse(reason, "cast the tensor")
+        self.reject(reason, "cast the tensor")
     }
 
     /// Checks that the root is a member of the group.
@@ -42,7 +42,7 @@ impl Arguments {
         let size = self.size;
         let reason =
             format!("the root is not in the group: expected a rank below {size}, got {root}");
-        self.refuse(reason, "give the rank of a member of the group")
+        self.reject(reason, "give the rank of a member of the group")
     }
 
     /// Checks that there is one count for every rank.
@@ -55,7 +55,7 @@ impl Arguments {
             self.size,
             counts.len()
         );
-        self.refuse(reason, "give one count for every rank")
+        self.reject(reason, "give one count for every rank")
     }
 
     /// Checks the counts of a tensor that is divided among the ranks.
@@ -87,13 +87,29 @@ impl Arguments {
             "the tensor does not fit the counts {counts:?}: expected {expected} elements, \
              got {length}"
         );
-        self.refuse(reason, remedy)
+        self.reject(reason, remedy)
     }
 
-    fn refuse(&self, reason: String, remedy: &'static str) -> Result<()> {
+    fn reject(&self, reason: String, remedy: &'static str) -> Result<()> {
         let Self { collective, rank, .. } = *self;
         Err(Error::Collective { collective, rank, reason, remedy })
     }
+}
+
+/// Asserts what makes the memory of a call large enough: one count for every rank, and all
+/// elements that are sent. A communicator has checked both. An engine that is called without one
+/// panics here instead of reading past the end of a buffer.
+#[cfg(feature = "processes")]
+pub fn assert_fits<const N: usize>(
+    tensor: &Tensor<1>,
+    sent: usize,
+    counts: [&[usize]; N],
+    size: usize,
+) {
+    for counts in counts {
+        assert_eq!(counts.len(), size, "counts, one for every rank");
+    }
+    assert_eq!(tensor.dims()[0], sent, "elements of the tensor, as the counts say");
 }
 
 /// The counts of one rank in an `all_to_all`: the elements that it sends to every rank, and those

@@ -22,7 +22,7 @@ use mpi::traits::Root;
 use super::call::Call;
 use super::control::{COMPARE_AFTER, Control, Endpoint, random_secret};
 use super::exchange::{self, Exchange};
-use super::validate::exchange_pairs;
+use super::validate::{assert_fits, exchange_pairs};
 use super::{Engine, Launch, Pending, ReduceOp};
 use crate::error::{Error, Result};
 use crate::slices;
@@ -178,6 +178,7 @@ impl Exchange for Mpi {
         receive: &[usize],
     ) -> Result<Pending> {
         let (collective, rank) = (call.collective, self.rank());
+        assert_fits(&tensor, send.iter().sum(), [send, receive], self.size());
         let received = receive.iter().sum();
         let counts = [layout(send, collective, rank)?, layout(receive, collective, rank)?];
         self.start(call, tensor, received, counts.concat(), |arguments| {
@@ -237,6 +238,7 @@ impl Engine for Mpi {
     fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
         let call = Call { counts: counts.to_vec(), ..Call::with_tensor("all_gather", &tensor) };
         let sent = counts[self.rank()];
+        assert_fits(&tensor, sent, [counts], self.size());
         let received = counts.iter().sum();
         let counts = layout(counts, "all_gather", self.rank())?.into();
         self.start(call, tensor, received, counts, |arguments| {
@@ -295,6 +297,7 @@ impl Engine for Mpi {
             ..Call::with_tensor("gather", &tensor)
         };
         let sent = counts[self.rank()];
+        assert_fits(&tensor, sent, [counts], self.size());
         let received = if root == self.rank() { counts.iter().sum() } else { 0 };
         let counts = layout(counts, "gather", self.rank())?.into();
         self.start(call, tensor, received, counts, |arguments| {

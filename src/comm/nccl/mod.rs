@@ -27,7 +27,7 @@ use super::call::Call;
 use super::control::Endpoint;
 use super::counts::offsets;
 use super::exchange::{self, Exchange};
-use super::validate::exchange_pairs;
+use super::validate::{assert_fits, exchange_pairs};
 use super::{Engine, Launch, Pending, ReduceOp};
 use crate::error::Result;
 use crate::slices;
@@ -64,6 +64,7 @@ const BYTE: c_int = ncclDataType_t::ncclUint8 as c_int;
 /// shards of many ranks in each buffer: a rank that owns the whole buffer receives twice its size,
 /// while the links of the other ranks are idle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub enum Reduction {
     /// Sums with the same bits as on every other engine and any topology: the contributions to a
     /// part are sent to its rank in their type, and added up there in float32, in the order of
@@ -140,6 +141,7 @@ impl Exchange for Nccl {
         send: &[usize],
         receive: &[usize],
     ) -> Result<Pending> {
+        assert_fits(&tensor, send.iter().sum(), [send, receive], self.size());
         let width = tensor.dtype().size();
         // Both sides skip empty parts, since their counts fit together.
         let filled = |counts: &[usize]| {
@@ -212,6 +214,7 @@ impl Engine for Nccl {
     /// rank directly, the largest part would leave its owner `N - 1` times.
     fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
         let sent = counts[self.rank()];
+        assert_fits(&tensor, sent, [counts], self.size());
         let call = Call { counts: counts.to_vec(), ..Call::with_tensor("all_gather", &tensor) };
         let width = tensor.dtype().size();
         self.shared.start(call, tensor, counts.iter().sum(), |arguments| {

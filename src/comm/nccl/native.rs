@@ -9,6 +9,7 @@ use cudarc::nccl::sys::{ncclDataType_t, ncclRedOp_t};
 use super::call::Shared;
 use crate::comm::call::Call;
 use crate::comm::counts::offsets;
+use crate::comm::validate::assert_fits;
 use crate::comm::{Pending, ReduceOp};
 use crate::error::Result;
 use crate::slices;
@@ -37,6 +38,7 @@ pub fn reduce_scatter(
 ) -> Result<Pending> {
     let (rank, size) = (shared.peers.control.rank(), shared.peers.control.size());
     let length = tensor.dims()[0];
+    assert_fits(&tensor, counts.iter().sum(), [counts], size);
     let call = Call {
         counts: counts.to_vec(),
         op: Some(op),
