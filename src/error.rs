@@ -13,8 +13,9 @@ pub enum Error {
     /// A hyper-parameter has a value that no run can use.
     #[error("setting `{setting}` is invalid: expected {expected}, got {value}; change `{setting}`")]
     Setting {
-        /// Name of the setting as it is written in the configuration.
-        setting: &'static str,
+        /// The setting as it is written in the configuration, after the fields that lead to it, as
+        /// in `newton_schulz.steps` for a [`MuonConfig`](crate::MuonConfig).
+        setting: String,
         /// The rejected value.
         value: String,
         /// The values that are accepted.
@@ -288,11 +289,21 @@ impl fmt::Debug for Error {
 impl Error {
     /// A setting with a value that no run can use.
     pub(crate) fn setting(
-        setting: &'static str,
+        setting: impl Into<String>,
         value: impl ToString,
         expected: &'static str,
     ) -> Self {
-        Self::Setting { setting, value: value.to_string(), expected }
+        Self::Setting { setting: setting.into(), value: value.to_string(), expected }
+    }
+
+    /// The error of a configuration that is a field of another one.
+    pub(crate) fn in_field(self, field: &str) -> Self {
+        match self {
+            Self::Setting { setting, value, expected } => {
+                Self::Setting { setting: format!("{field}.{setting}"), value, expected }
+            }
+            error => error,
+        }
     }
 
     /// A parameter that does not match the optimizer.

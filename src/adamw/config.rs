@@ -43,13 +43,13 @@ impl AdamWConfig {
         let size = |value: f64| value.is_finite() && value >= 0.0;
         let (decays, sizes) = ("at least 0 and less than 1", "a finite number, zero or more");
         for (setting, value, usable, expected) in [
-            ("adamw.beta_1", self.beta_1, decay(self.beta_1), decays),
-            ("adamw.beta_2", self.beta_2, decay(self.beta_2), decays),
-            ("adamw.epsilon", self.epsilon, size(self.epsilon), sizes),
-            ("adamw.weight_decay", self.weight_decay, size(self.weight_decay), sizes),
-            ("adamw.embedding_lr", self.embedding_lr, size(self.embedding_lr), sizes),
-            ("adamw.head_lr", self.head_lr, size(self.head_lr), sizes),
-            ("adamw.vector_lr", self.vector_lr, size(self.vector_lr), sizes),
+            ("beta_1", self.beta_1, decay(self.beta_1), decays),
+            ("beta_2", self.beta_2, decay(self.beta_2), decays),
+            ("epsilon", self.epsilon, size(self.epsilon), sizes),
+            ("weight_decay", self.weight_decay, size(self.weight_decay), sizes),
+            ("embedding_lr", self.embedding_lr, size(self.embedding_lr), sizes),
+            ("head_lr", self.head_lr, size(self.head_lr), sizes),
+            ("vector_lr", self.vector_lr, size(self.vector_lr), sizes),
         ] {
             if !usable {
                 return Err(Error::setting(setting, value, expected));

@@ -146,7 +146,7 @@ impl MuonConfig {
     pub(super) fn update(&self) -> Result<MuonUpdate> {
         let size = |value: f64| value.is_finite() && value >= 0.0;
         if let Some(mu) = self.momentum.momentum.extremes().find(|mu| !(0.0..1.0).contains(mu)) {
-            return Err(Error::setting("momentum", mu, "at least 0 and less than 1"));
+            return Err(Error::setting("momentum.momentum", mu, "at least 0 and less than 1"));
         }
         if let Some(rate) = self.weight_decay.rate().extremes().find(|rate| !size(*rate)) {
             return Err(Error::setting("weight_decay", rate, "a finite number, zero or more"));
@@ -167,7 +167,7 @@ impl MuonConfig {
         if self.max_skipped == Some(0) {
             return Err(Error::setting("max_skipped", 0, "at least 1, or `None` for no limit"));
         }
-        self.parts.iter().try_for_each(Part::check)?;
+        self.parts.iter().try_for_each(Part::check).map_err(|error| error.in_field("parts"))?;
         if let Some(twice) = Part::first_repeated(&self.parts) {
             return Err(Error::setting(
                 "parts",
@@ -175,7 +175,9 @@ impl MuonConfig {
                 "every part at most once",
             ));
         }
-        self.adamw.check()?;
+        self.adamw.check().map_err(|error| error.in_field("adamw"))?;
+        let iteration = self.newton_schulz.init();
+        let iteration = iteration.map_err(|error| error.in_field("newton_schulz"))?;
         Ok(MuonUpdate {
             momentum: self.momentum.momentum.clone(),
             nesterov: self.momentum.nesterov,
@@ -183,7 +185,7 @@ impl MuonConfig {
             lr_scale: self.lr_scale,
             lr_factor: self.lr_factor,
             clipping: self.grad_clipping.clone(),
-            newton_schulz: self.newton_schulz.init()?.with_kernels(self.kernels),
+            newton_schulz: iteration.with_kernels(self.kernels),
             parts: self.parts.clone(),
         })
     }

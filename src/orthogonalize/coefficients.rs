@@ -134,7 +134,7 @@ impl Coefficients {
 
 fn polar_express(safety: f64) -> Result<Vec<Polynomial>> {
     if !(safety.is_finite() && safety >= 1.0) {
-        return Err(Error::setting("safety", safety, "a finite number of at least 1"));
+        return Err(Error::setting("coefficients.safety", safety, "a finite number of at least 1"));
     }
     let mut set = POLAR_EXPRESS.to_vec();
     // As in the published code, the last polynomial is not scaled: longer runs repeat it, and its
@@ -207,8 +207,8 @@ mod tests {
     fn unusable_sets_are_rejected_by_name() {
         for (set, steps, setting) in [
             (Coefficients::KellerJordan, 0, "steps"),
-            (Coefficients::PolarExpress { safety: 0.9 }, 5, "safety"),
-            (Coefficients::PolarExpress { safety: f64::NAN }, 5, "safety"),
+            (Coefficients::PolarExpress { safety: 0.9 }, 5, "coefficients.safety"),
+            (Coefficients::PolarExpress { safety: f64::NAN }, 5, "coefficients.safety"),
             (Coefficients::Custom(vec![]), 5, "coefficients"),
             (Coefficients::Custom(vec![[1.0, f64::INFINITY, 0.0]]), 5, "coefficients"),
         ] {

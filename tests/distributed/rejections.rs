@@ -99,12 +99,12 @@ fn bad_gradients_and_settings_are_rejected_on_all_ranks() {
     let muon = MuonConfig::new().with_grad_clipping(Some(clipping));
     rejected(DistMuonConfig::new().with_muon(muon), "muon.grad_clipping");
     let empty = World::threads(Vec::<Device>::new(), |_| Ok::<_, Error>(()));
-    assert!(matches!(empty, Err(Error::Setting { setting: "devices", .. })));
+    assert!(matches!(empty, Err(Error::Setting { setting, .. }) if setting == "devices"));
 }
 
 fn a_world_without_ranks_is_rejected() {
     let error = World::threads([], |_| Ok::<_, Error>(())).unwrap_err();
-    assert!(matches!(error, Error::Setting { setting: "devices", .. }), "{error}");
+    assert!(matches!(&error, Error::Setting { setting, .. } if setting == "devices"), "{error}");
 }
 
 fn devices_of_two_backends_are_rejected() {

@@ -612,14 +612,14 @@ fn invalid_settings_are_rejected_and_named() {
         Ok(_) => panic!("{setting} was accepted"),
     };
     let config = MuonConfig::new;
-    rejected(config().with_momentum(1.0.into()), "momentum");
+    rejected(config().with_momentum(1.0.into()), "momentum.momentum");
     let momentum = Schedule::constant(0.9).linear(5, f64::NAN);
-    rejected(config().with_momentum(momentum.into()), "momentum");
+    rejected(config().with_momentum(momentum.into()), "momentum.momentum");
     rejected(config().with_weight_decay((-0.1).into()), "weight_decay");
     rejected(config().with_lr_factor(f64::INFINITY), "lr_factor");
     let iteration = NewtonSchulzConfig::new;
-    rejected(config().with_newton_schulz(iteration().with_steps(Some(0))), "steps");
-    rejected(config().with_newton_schulz(iteration().with_epsilon(-1e-7)), "epsilon");
+    rejected(config().with_newton_schulz(iteration().with_steps(Some(0))), "newton_schulz.steps");
+    rejected(config().with_newton_schulz(iteration().with_epsilon(-1e-7)), "newton_schulz.epsilon");
     let adamw = AdamWConfig::new;
     rejected(config().with_adamw(adamw().with_beta_1(1.0)), "adamw.beta_1");
     rejected(config().with_adamw(adamw().with_beta_2(-0.1)), "adamw.beta_2");

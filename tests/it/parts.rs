@@ -377,12 +377,13 @@ fn matrices_of_zeros_stay_finite_with_all_parts() {
 fn invalid_settings_of_parts_are_rejected() {
     for beta_2 in [-0.1, 1.0, f64::NAN] {
         let error = plain().with_parts(vec![NorMuon::new(beta_2).into()]).try_build().unwrap_err();
-        let Error::Setting { setting: "parts.NorMuon.beta_2", .. } = &error else {
-            panic!("{error}")
-        };
+        assert!(
+            matches!(&error, Error::Setting { setting, .. } if setting == "parts.NorMuon.beta_2"),
+            "{error}"
+        );
     }
     let twice = vec![NorMuon::new(0.9).into(), NorMuon::new(0.5).into()];
     let error = plain().with_parts(twice).try_build().unwrap_err();
-    assert!(matches!(&error, Error::Setting { setting: "parts", .. }), "{error}");
+    assert!(matches!(&error, Error::Setting { setting, .. } if setting == "parts"), "{error}");
     assert_eq!(Part::from(NorMuon::new(0.9)).to_string(), "NorMuon (after the iteration)");
 }

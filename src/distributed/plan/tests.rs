@@ -186,8 +186,8 @@ fn with_more_ranks_than_work_some_shards_are_empty_or_padding() {
         ]
     );
     let elements = &plan.buckets()[1];
-    assert!(elements.overlaps(elements.share(1)).eq([(1, 256..300, 212)]));
-    assert!(elements.overlaps(elements.share(2)).eq([(1, 300..300, 256)]));
+    assert!(elements.overlaps(elements.shard_range(1)).eq([(1, 256..300, 212)]));
+    assert!(elements.overlaps(elements.shard_range(2)).eq([(1, 300..300, 256)]));
     assert!(elements.overlaps(400..500).eq([(1, 300..300, 100)]));
 }
 
@@ -232,7 +232,7 @@ fn invalid_settings_are_rejected_by_name() {
     ) {
         Err(Error::Setting { setting, .. }) => setting,
         Err(error) => panic!("{error}"),
-        Ok(_) => "nothing",
+        Ok(_) => "nothing".to_owned(),
     };
     let config = PlanConfig::default();
     assert_eq!(make(1, &config, &costs), "nothing");
@@ -421,7 +421,7 @@ proptest! {
             for rank in 0..world_size {
                 let mut filled = 0;
                 let mut shapes = vec![];
-                for (parameter, range, padding) in bucket.overlaps(bucket.share(rank)) {
+                for (parameter, range, padding) in bucket.overlaps(bucket.shard_range(rank)) {
                     filled += range.len() + padding;
                     prop_assert_eq!(parameters[parameter].dtype, bucket.dtype);
                     prop_assert!(padding == 0 || range.end == parameters[parameter].elements());

@@ -64,11 +64,9 @@ impl Behaviour for NorMuon {
     fn check(&self) -> Result<()> {
         match (0.0..1.0).contains(&self.beta_2) {
             true => Ok(()),
-            false => Err(Error::setting(
-                "parts.NorMuon.beta_2",
-                self.beta_2,
-                "at least 0 and less than 1",
-            )),
+            false => {
+                Err(Error::setting("NorMuon.beta_2", self.beta_2, "at least 0 and less than 1"))
+            }
         }
     }
 
