@@ -39,6 +39,10 @@
 //! requires. On many ranks (threads or processes that train one model together, usually with one
 //! device each), [`DistMuonConfig::init`] takes the place of both, and the loop stays the same.
 //!
+//! Everything that can fail returns a [`Result`], except where Burn's interfaces do not have one:
+//! [`MuonConfig::init`] and [`MuonConfig::build`], next to [`MuonConfig::try_init`] and
+//! [`MuonConfig::try_build`], and the step of a `ModuleOptimizer` panic with the error's message.
+//!
 //! # By task
 //!
 //! The [`guide`] has small programs and tables for each task:
@@ -119,6 +123,11 @@ pub mod orthogonalize;
 mod parameters;
 pub mod routing;
 pub mod schedule;
+// A link to the file of `distmuon-skips`: unit tests also run from the published package, which
+// that package is not part of.
+#[cfg(test)]
+#[allow(dead_code)] // the devices of the enabled features decide which skips there are
+mod skips;
 mod slices;
 mod update;
 
@@ -127,8 +136,6 @@ pub use backend::{ComputePath, KernelPolicy};
 #[cfg(feature = "processes")]
 pub use comm::Launch;
 pub use comm::World;
-#[cfg(test)]
-use distmuon_skips as skips;
 #[cfg(feature = "train")]
 pub use distributed::DistMuonStrategy;
 pub use distributed::{DistModuleOptimizer, DistMuon, DistMuonConfig};

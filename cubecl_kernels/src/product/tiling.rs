@@ -142,7 +142,7 @@ impl Tiling {
     pub(super) fn partition_buffering(&self) -> PartitionBuffering {
         match self.unit {
             Unit::Mma | Unit::Cmma if self.partition[1] > 1 => PartitionBuffering::Double,
-            _ => PartitionBuffering::Single,
+            Unit::Mma | Unit::Cmma | Unit::Registers => PartitionBuffering::Single,
         }
     }
 

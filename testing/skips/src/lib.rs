@@ -1,8 +1,8 @@
 //! Reports of tests and benches that cannot run on this machine.
 //!
 //! A report is a line that begins with `skipped:`. Under `DISTMUON_MUST_RUN=1` a test that is
-//! skipped fails. The package depends on no other one, so that the unit tests of `distmuon` and of
-//! `distmuon-kernels` can also use it.
+//! skipped fails. This file is also a module of the unit tests of `distmuon` and of
+//! `distmuon-kernels`.
 
 use std::env;
 use std::fmt::Display;

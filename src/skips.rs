@@ -1,0 +1,1 @@
+../testing/skips/src/lib.rs
