@@ -25,6 +25,8 @@ mod mirror;
 mod optimizer;
 #[path = "it/orthogonalize.rs"]
 mod orthogonalize;
+#[path = "it/parts.rs"]
+mod parts;
 #[path = "../cubecl_kernels/tests/product.rs"]
 mod product;
 

@@ -29,7 +29,7 @@ if [ $# -gt 0 ]; then
 fi
 failed=
 on_libtorch --test it -- --show-output \
-  optimizer:: orthogonalize:: extremes:: checkpoints:: dist_muon:: || failed=1
+  optimizer:: parts:: orthogonalize:: extremes:: checkpoints:: dist_muon:: || failed=1
 on_libtorch --no-fail-fast --test conformance --test distributed --test faults -- --show-output || failed=1
 for float in bf16 f64; do
   DISTMUON_TEST_FLOAT=$float on_libtorch --test distributed -- --show-output || failed=1
