@@ -8,6 +8,7 @@ use crate::error::{Error, Result};
 pub(crate) const UNNAMED: &str = "(unnamed)";
 
 /// The dimension of a matrix that counts the outputs of its layer.
+// Exhaustive: a matrix has two dimensions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MatrixLayout {
     /// `[inputs, outputs]`: Burn's `Linear`.
@@ -18,6 +19,7 @@ pub enum MatrixLayout {
 
 /// The view of a parameter as a batch of matrices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum MatrixView {
     /// One matrix, of exactly two dimensions.
     Single,

@@ -1,5 +1,6 @@
-//! The float parameters of a module: the one walk through a module, with the names and types on the
-//! way.
+//! The float parameters of a module: the one walk through a module for training, with the names and
+//! types on the way. Checkpoints have another, since they also save integers and booleans, in the
+//! form that Burn has for files.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Device, Tensor};

@@ -39,20 +39,21 @@ pub enum ComputePath {
 
 impl ComputePath {
     /// Chooses the path for values of `dtype` on `device`.
+    #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn choose(policy: KernelPolicy, device: &Device, dtype: FloatDType) -> Self {
-        match (policy, device.as_dispatch()) {
+        let tuned = match policy {
+            KernelPolicy::Auto => false,
+            KernelPolicy::Tuned => true,
+            KernelPolicy::Portable => return Self::Portable,
+        };
+        match device.as_dispatch() {
             #[cfg(feature = "flex")]
-            (KernelPolicy::Auto | KernelPolicy::Tuned, DispatchDevice::Flex(_))
-                if super::flex::serves(dtype.into()) =>
-            {
-                Self::Flex
-            }
+            DispatchDevice::Flex(_) if super::flex::serves(dtype.into()) => Self::Flex,
             #[cfg(feature = "cube")]
-            (KernelPolicy::Auto | KernelPolicy::Tuned, DispatchDevice::Cube(device))
-                if cubecl::serves(device, dtype.into()) =>
-            {
-                Self::CubeCl { tuned: policy == KernelPolicy::Tuned }
+            DispatchDevice::Cube(device) if cubecl::serves(device, dtype.into()) => {
+                Self::CubeCl { tuned }
             }
+            // Also for devices that Burn will add.
             _ => Self::Portable,
         }
     }

@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use super::read::{Archive, Stored};
 use super::{OPTIMIZER, prefixed};
+use crate::update::TIME;
 
 /// The tensors and step counters of an optimizer, by the path of their parameter.
 pub struct States {
@@ -28,7 +29,7 @@ impl States {
         let names: HashMap<_, _> = names.collect();
         let times = archive.scalars().iter().filter_map(|(name, value)| {
             let (path, state) = key(name)?;
-            (state == "time").then_some((path, usize::try_from(*value).ok()?))
+            (state == TIME).then_some((path, usize::try_from(*value).ok()?))
         });
         let times = times.collect();
         let paths = names.keys().map(|(path, _)| path.clone()).collect();

@@ -12,7 +12,7 @@ use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::orthogonalize::NewtonSchulz;
 use crate::update::{
     Counting, MOMENTUM, Matrices, MuonBatch, MuonParameter, MuonUpdate, ONLY_RANK, Place, SKIPPED,
-    SkippedSteps, Slot, Slots, clip, ensure_finite_rate, parts,
+    SkippedSteps, Slot, Slots, TIME, clip, ensure_finite_rate, parts,
 };
 
 /// The names of the slots that every state has. Those of the configured parts may follow.
@@ -81,7 +81,7 @@ impl<const D: usize> MuonState<D> {
 impl<const D: usize> RecordState for MuonState<D> {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
         self.slots.flatten(prefix, out);
-        out.push_scalar(prefix, "time", self.time.into());
+        out.push_scalar(prefix, TIME, self.time.into());
     }
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
@@ -89,7 +89,7 @@ impl<const D: usize> RecordState for MuonState<D> {
         if slots.recorded(MOMENTUM).len() != D {
             return None;
         }
-        let time = src.take_scalar(prefix, "time")?.try_into().ok()?;
+        let time = src.take_scalar(prefix, TIME)?.try_into().ok()?;
         Some(Self { slots, time, place: Place::default() })
     }
 }

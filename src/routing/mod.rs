@@ -47,14 +47,19 @@ pub enum ParameterRole {
 }
 
 impl ParameterRole {
+    /// The names of all roles' optimizers, in the order of summaries.
+    const NAMES: [&str; 5] =
+        ["Muon", "AdamW (embedding)", "AdamW (head)", "AdamW (vector)", "frozen"];
+
     /// The name of the role's optimizer, without the view.
     fn name(self) -> &'static str {
+        let [muon, embedding, head, vector, frozen] = Self::NAMES;
         match self {
-            Self::Muon { .. } => "Muon",
-            Self::Embedding => "AdamW (embedding)",
-            Self::Head => "AdamW (head)",
-            Self::Vector => "AdamW (vector)",
-            Self::Frozen => "frozen",
+            Self::Muon { .. } => muon,
+            Self::Embedding => embedding,
+            Self::Head => head,
+            Self::Vector => vector,
+            Self::Frozen => frozen,
         }
     }
 }

@@ -99,7 +99,10 @@ impl RoutingRule {
     ) -> (ParameterRole, String) {
         let adamw = match built_in {
             ParameterRole::Muon { .. } => ParameterRole::Vector,
-            other => other,
+            role @ (ParameterRole::Embedding
+            | ParameterRole::Head
+            | ParameterRole::Vector
+            | ParameterRole::Frozen) => role,
         };
         match self.to {
             Destination::Muon { view, layout } if view.fits(&found.shape) => {

@@ -4,7 +4,7 @@ use std::fmt;
 
 use comfy_table::{CellAlignment, Table, presets};
 
-use super::{ParameterRoute, Routing};
+use super::{ParameterRole, ParameterRoute, Routing};
 
 /// The number of parameters of a role and their costs. All views of Muon count as one role.
 #[derive(Debug, Clone, PartialEq)]
@@ -37,9 +37,8 @@ impl RoleSummary {
 impl Routing {
     /// Returns the parameters and costs of each role. Roles without parameters are left out.
     pub fn summary(&self) -> Vec<RoleSummary> {
-        let roles = ["Muon", "AdamW (embedding)", "AdamW (head)", "AdamW (vector)", "frozen"];
         let routes = |role| self.routes.iter().filter(move |route| route.role.name() == role);
-        let summaries = roles.map(|role| RoleSummary::of(role, routes(role)));
+        let summaries = ParameterRole::NAMES.map(|role| RoleSummary::of(role, routes(role)));
         summaries.into_iter().filter(|summary| summary.tensors > 0).collect()
     }
 }

@@ -26,7 +26,7 @@ mod step_size;
 pub(crate) use adamw::{AdamWParameter, AdamWUpdate, RoleLr};
 pub(crate) use clipping::clip;
 pub use lr_scale::LrScale;
-pub(crate) use muon::{MOMENTUM, MuonBatch, MuonParameter, MuonUpdate};
+pub(crate) use muon::{MOMENTUM, MuonBatch, MuonParameter, MuonUpdate, TIME};
 pub(crate) use parts::Matrices;
 pub use skipped::SkippedSteps;
 pub(crate) use skipped::{CountedOnLoad, Counting, Place};

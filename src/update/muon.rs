@@ -22,6 +22,9 @@ const LARGEST_SQUARED: f64 = 1e15;
 /// Name of the momentum in records.
 pub(crate) const MOMENTUM: &str = "momentum";
 
+/// Name of the number of steps that a parameter has taken, in records.
+pub(crate) const TIME: &str = "time";
+
 /// The settings of Muon that all parameters have in common.
 #[derive(Debug)]
 pub(crate) struct MuonUpdate {

@@ -59,7 +59,7 @@ struct Entry {
     counts: Option<Kept>,
     /// The counts at the last look, and the steps that each parameter had taken part in.
     seen: Vec<f32>,
-    looked: Vec<usize>,
+    times: Vec<usize>,
     /// Steps in a row that each parameter was skipped in, up to the last look.
     in_a_row: Vec<usize>,
 }
@@ -71,8 +71,9 @@ struct Warning {
     step: usize,
     first: String,
     others: usize,
-    most: usize,
-    of: usize,
+    /// Steps that `first` was skipped in, of all its steps since the last look.
+    skipped: usize,
+    steps: usize,
 }
 
 /// The place of an optimizer state among the counts, and its steps since it was made or loaded.
@@ -143,7 +144,7 @@ impl SkippedSteps {
         let counts = Kept::new(counts);
         let seen = counts.values();
         let in_a_row = vec![0; seen.len()];
-        let entry = Entry { names, counts: Some(counts), seen, looked: times, in_a_row };
+        let entry = Entry { names, counts: Some(counts), seen, times, in_a_row };
         let mut known = self.lock();
         let old = &mut known.entries[place.entry.expect("a reserved place has an entry")];
         let old = std::mem::replace(old, entry);
@@ -152,7 +153,7 @@ impl SkippedSteps {
     }
 
     /// Records the counts of an optimizer state that has [started](Self::start), after a step. At
-    /// the steps of a look they are read, and logged if `tells`.
+    /// the steps of a look they are read, and logged if it `logs`.
     ///
     /// # Errors
     ///
@@ -162,14 +163,14 @@ impl SkippedSteps {
         place: &mut Place,
         counts: Tensor<1>,
         times: &[usize],
-        tells: bool,
+        logs: bool,
     ) -> Result<()> {
         place.steps += 1;
-        let number = place.entry.expect("a started state has an entry");
+        let index = place.entry.expect("a started state has an entry");
         let counts = Kept::new(counts);
         let due = {
             let mut known = self.lock();
-            let old = known.entries[number].counts.replace(counts.clone());
+            let old = known.entries[index].counts.replace(counts.clone());
             old.into_iter().for_each(|old| known.retire(old));
             let is_old = known.pending.as_ref().is_some_and(|last| last.step != place.steps);
             if is_old { known.pending.take() } else { None }
@@ -183,9 +184,9 @@ impl SkippedSteps {
         let counts = counts.values();
         let mut known = self.lock();
         let Counts { entries, pending, .. } = &mut *known;
-        let entry = &mut entries[number];
-        let warning = entry.look(counts, times, place.steps).filter(|_| tells);
-        let outcome = entry.check(self.limit);
+        let entry = &mut entries[index];
+        let warning = entry.look(counts, times, place.steps).filter(|_| logs);
+        let outcome = entry.ensure_below(self.limit);
         if let Some(warning) = warning {
             Warning::add(pending, warning);
         }
@@ -249,8 +250,9 @@ impl Warning {
         match pending {
             Some(known) => {
                 known.others += more.others + 1;
-                if more.most > known.most {
-                    (known.first, known.most, known.of) = (more.first, more.most, more.of);
+                if more.skipped > known.skipped {
+                    (known.first, known.skipped, known.steps) =
+                        (more.first, more.skipped, more.steps);
                 }
             }
             None => *pending = Some(more),
@@ -270,7 +272,7 @@ impl fmt::Display for Warning {
             f,
             ": up to {} of {} steps skipped, since gradients or updates were not finite, or too \
              large",
-            self.most, self.of
+            self.skipped, self.steps
         )
     }
 }
@@ -339,27 +341,29 @@ impl Entry {
     /// last look. The warning names the parameter that was skipped most often.
     fn look(&mut self, counts: Vec<f32>, times: &[usize], step: usize) -> Option<Warning> {
         let mut warning = None;
-        for (number, count) in counts.iter().enumerate() {
-            let of = times[number] - self.looked[number];
+        for (index, count) in counts.iter().enumerate() {
+            let steps = times[index] - self.times[index];
             // A failure of one step may be counted with the next step, which then counts twice.
-            let most = ((count - self.seen[number]) as usize).min(of);
-            let row = &mut self.in_a_row[number];
-            *row = if most == of { *row + of } else { 0 };
-            if most > 0 {
-                let first = self.names[number].clone();
-                Warning::add(&mut warning, Warning { step, first, others: 0, most, of });
+            let skipped = ((count - self.seen[index]) as usize).min(steps);
+            let in_a_row = &mut self.in_a_row[index];
+            *in_a_row = if skipped == steps { *in_a_row + steps } else { 0 };
+            if skipped > 0 {
+                let first = self.names[index].clone();
+                let more = Warning { step, first, others: 0, skipped, steps };
+                Warning::add(&mut warning, more);
             }
         }
-        (self.seen, self.looked) = (counts, times.to_vec());
+        (self.seen, self.times) = (counts, times.to_vec());
         warning
     }
 
-    fn check(&self, limit: Option<usize>) -> Result<()> {
+    /// Fails for a parameter that was skipped in too many steps in a row.
+    fn ensure_below(&self, limit: Option<usize>) -> Result<()> {
         let Some(limit) = limit else { return Ok(()) };
-        match self.in_a_row.iter().position(|row| *row >= limit) {
-            Some(number) => Err(Error::Skipped {
-                parameter: self.names[number].clone(),
-                steps: self.in_a_row[number],
+        match self.in_a_row.iter().position(|steps| *steps >= limit) {
+            Some(index) => Err(Error::Skipped {
+                parameter: self.names[index].clone(),
+                steps: self.in_a_row[index],
             }),
             None => Ok(()),
         }
@@ -451,8 +455,8 @@ mod tests {
     #[test]
     fn warnings_name_the_worst_and_count_the_others() {
         let names = ["a", "b", "c"].map(str::to_owned).to_vec();
-        let (seen, looked) = (vec![0.0; 3], vec![0; 3]);
-        let mut entry = Entry { names, counts: None, seen, looked, in_a_row: vec![0; 3] };
+        let (seen, times) = (vec![0.0; 3], vec![0; 3]);
+        let mut entry = Entry { names, counts: None, seen, times, in_a_row: vec![0; 3] };
         let warning = entry.look(vec![0.0, 2.0, 4.0], &[4; 3], 4).unwrap().to_string();
         assert!(warning.contains("`c` and another: up to 4 of 4 steps"), "{warning}");
         assert_eq!(entry.in_a_row, [0, 0, 4]);

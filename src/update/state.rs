@@ -30,7 +30,8 @@ pub(crate) enum Extent {
     /// One per matrix, `[k, 1, 1]`.
     #[expect(dead_code, reason = "for second moments of whole matrices")]
     Matrix,
-    /// One per parameter, `[1]`.
+    /// One per state, `[1]`: counters. Not for parts, since the parameters of a batch share its
+    /// state.
     Parameter,
 }
 

@@ -26,9 +26,9 @@ impl RowSums {
         Self {
             levels: levels(row_parameters, parameters, FAN_IN)
                 .into_iter()
-                .map(|(places, width)| {
-                    let shape = [places.len() / width, width];
-                    Tensor::from_data(TensorData::new(places, shape), device)
+                .map(|(indices, width)| {
+                    let shape = [indices.len() / width, width];
+                    Tensor::from_data(TensorData::new(indices, shape), device)
                 })
                 .collect(),
             device: device.clone(),
@@ -37,44 +37,44 @@ impl RowSums {
 
     /// For every parameter, the sum of the values of its rows.
     pub fn sum(&self, rows: Tensor<1>) -> Tensor<1> {
-        self.levels.iter().fold(rows, |sums, places| {
-            let [count, width] = places.dims();
-            let numbers = slices::with_zero(vec![sums], &self.device);
-            let numbers = numbers.select(0, places.clone().reshape([-1]));
-            numbers.reshape([count, width]).sum_dim(1).reshape([count])
+        self.levels.iter().fold(rows, |values, indices| {
+            let [count, width] = indices.dims();
+            let values = slices::with_zero(vec![values], &self.device);
+            let values = values.select(0, indices.clone().reshape([-1]));
+            values.reshape([count, width]).sum_dim(1).reshape([count])
         })
     }
 }
 
-/// Returns the levels of a tree of sums that adds up the numbers of every parameter's rows, with at
-/// most `fan_in` numbers per sum. A level has the indices of the numbers that its sums add up, and
-/// the number of indices per sum. Unused entries have the index after the last number, which
+/// Returns the levels of a tree of sums that adds up the values of every parameter's rows, with at
+/// most `fan_in` values per sum. A level has the indices of the values that its sums add up, and
+/// the number of indices per sum. Unused entries have the index after the last value, which
 /// [`RowSums::sum`] sets to zero.
-fn levels(of_rows: &[usize], parameters: usize, fan_in: usize) -> Vec<(Vec<i32>, usize)> {
+fn levels(row_parameters: &[usize], parameters: usize, fan_in: usize) -> Vec<(Vec<i32>, usize)> {
     let mut groups = vec![vec![]; parameters];
-    for (row, number) in of_rows.iter().enumerate() {
-        groups[*number].push(row as i32);
+    for (row, parameter) in row_parameters.iter().enumerate() {
+        groups[*parameter].push(row as i32);
     }
-    let mut numbers = of_rows.len();
+    let mut values = row_parameters.len();
     let mut levels = vec![];
     loop {
         let longest = groups.iter().map(Vec::len).max().unwrap_or_default();
         let (width, is_last) = (longest.clamp(1, fan_in), longest <= fan_in);
-        let (mut places, mut sums) = (vec![], 0);
+        let (mut indices, mut sums) = (vec![], 0);
         for group in &mut groups {
             let added = std::mem::take(group);
             // The last level has a sum for every parameter, also for one without rows.
             let parts = added.len().div_ceil(width).max(usize::from(is_last));
-            places.extend(added);
-            places.resize((sums + parts) * width, numbers as i32);
+            indices.extend(added);
+            indices.resize((sums + parts) * width, values as i32);
             group.extend((sums..sums + parts).map(|sum| sum as i32));
             sums += parts;
         }
-        levels.push((places, width));
+        levels.push((indices, width));
         if is_last {
             return levels;
         }
-        numbers = sums;
+        values = sums;
     }
 }
 
@@ -111,20 +111,20 @@ mod tests {
     proptest! {
         #[test]
         fn levels_add_up_the_rows_of_every_parameter(
-            of_rows in prop::collection::vec(0_usize..7, 0..60),
+            row_parameters in prop::collection::vec(0_usize..7, 0..60),
             fan_in in 2_usize..9,
         ) {
-            let numbers = |row: usize| (row * row + 1) as i64;
+            let value = |row: usize| (row * row + 1) as i64;
             let mut expected = vec![0; 8];
-            for (row, number) in of_rows.iter().enumerate() {
-                expected[*number] += numbers(row);
+            for (row, parameter) in row_parameters.iter().enumerate() {
+                expected[*parameter] += value(row);
             }
-            let mut sums: Vec<i64> = (0..of_rows.len()).map(numbers).collect();
-            for (places, width) in levels(&of_rows, 8, fan_in) {
+            let mut sums: Vec<i64> = (0..row_parameters.len()).map(value).collect();
+            for (indices, width) in levels(&row_parameters, 8, fan_in) {
                 prop_assert!(width <= fan_in);
                 sums.push(0);
-                let sum = |places: &[i32]| places.iter().map(|place| sums[*place as usize]).sum();
-                sums = places.chunks(width).map(sum).collect();
+                let sum = |added: &[i32]| added.iter().map(|index| sums[*index as usize]).sum();
+                sums = indices.chunks(width).map(sum).collect();
             }
             prop_assert_eq!(sums, expected);
         }
@@ -133,8 +133,9 @@ mod tests {
     #[test]
     fn sums_of_many_rows_are_exact_on_the_device() {
         let device = Device::default();
-        let of_rows: Vec<usize> = (0..70_000).map(|row| 2 * usize::from(row % 70 == 0)).collect();
-        let rows = RowSums::new(&of_rows, 3, &device);
+        let row_parameters: Vec<usize> =
+            (0..70_000).map(|row| 2 * usize::from(row % 70 == 0)).collect();
+        let rows = RowSums::new(&row_parameters, 3, &device);
         assert_eq!(rows.levels.len(), 3);
         let sums = rows.sum(Tensor::ones([70_000], (&device, DType::F32))).into_data();
         sums.assert_eq(&TensorData::from([69_000.0_f32, 0.0, 1_000.0]), true);

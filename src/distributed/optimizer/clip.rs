@@ -42,7 +42,7 @@ impl Clip {
         }
         // For every row of a bucket, its index in model order.
         let positions = |bucket: &Bucket| {
-            let overlaps = bucket.overlaps(bucket.share(rank));
+            let overlaps = bucket.overlaps(bucket.shard_range(rank));
             let positions = overlaps.flat_map(|(index, elements, padding)| {
                 let parameter = &plan.parameters()[index];
                 let length = row_elements(parameter);

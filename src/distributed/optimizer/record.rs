@@ -23,7 +23,7 @@ use crate::checkpoint::{self, Archive, Checkpointed, Contents, Planned, Saving, 
 use crate::distributed::plan::{Bucket, BucketKind, Piece};
 use crate::error::{Error, Result};
 use crate::parameters;
-use crate::update::{Slot, unfit, unused};
+use crate::update::{Slot, TIME, unfit, unused};
 
 impl DistModuleOptimizer {
     /// Returns the state of all ranks on all ranks, as a
@@ -394,7 +394,7 @@ impl DistModuleOptimizer {
             for slot in self.slots(&self.shards[shard].bucket) {
                 let values = self.slot_values(&self.shards[shard].bucket, slot.name);
                 let dtype = slot.dtype.resolve(values.dtype);
-                let mut part = HostShard::new(values.share(rank), dtype);
+                let mut part = HostShard::new(values.shard_range(rank), dtype);
                 for (index, runs) in values.by_parameter() {
                     let path = &self.trained[index].path;
                     requested.insert((path.clone(), slot.name.to_owned()));
@@ -443,7 +443,7 @@ struct Counter {
 fn scalars(parameter: &TrainedParameter) -> Vec<(&'static str, usize)> {
     let mut scalars = vec![("__rank", parameter.shape.len())];
     match parameter.kind {
-        Kind::Muon { .. } => scalars.push(("time", parameter.time)),
+        Kind::Muon { .. } => scalars.push((TIME, parameter.time)),
         // AdamW has no schedules of its own, and its corrections count its steps.
         Kind::AdamW => {}
     }

@@ -94,7 +94,7 @@ fn difference(path: &str, first: &Value, other: &Value) -> Option<Difference> {
 /// Fails if the models differ, and names the first parameter that does.
 pub fn same_model<M: Module>(world: &World, parameters: &[Parameter], model: &M) -> Result<()> {
     if let Some((rank, (parameter, first, other))) =
-        world.compare(&parameters.to_vec(), |first, own| first_difference(first, own))?
+        world.compare(&parameters.to_vec(), |first, local| first_difference(first, local))?
     {
         return Err(Error::ModelsDiffer { rank, parameter, other, first });
     }
@@ -102,9 +102,9 @@ pub fn same_model<M: Module>(world: &World, parameters: &[Parameter], model: &M)
         // Nothing to compare with, and checksums read the whole model.
         return Ok(());
     }
-    let other_values = world.compare(&checksums(model), |first, own| {
-        let (first, own) = first_unequal(first, own)?;
-        first.or(own).map(|(path, _)| path.clone())
+    let other_values = world.compare(&checksums(model), |first, local| {
+        let (first, local) = first_unequal(first, local)?;
+        first.or(local).map(|(path, _)| path.clone())
     })?;
     match other_values {
         Some((rank, parameter)) => Err(Error::ModelsDiffer {
@@ -120,26 +120,27 @@ pub fn same_model<M: Module>(world: &World, parameters: &[Parameter], model: &M)
 /// The first entries at one index that two lists do not have in common. One may be missing.
 fn first_unequal<'a, T: PartialEq>(
     first: &'a [T],
-    own: &'a [T],
+    local: &'a [T],
 ) -> Option<(Option<&'a T>, Option<&'a T>)> {
-    let entries = (0..first.len().max(own.len())).map(|index| (first.get(index), own.get(index)));
-    entries.into_iter().find(|(first, own)| first != own)
+    let entries =
+        (0..first.len().max(local.len())).map(|index| (first.get(index), local.get(index)));
+    entries.into_iter().find(|(first, local)| first != local)
 }
 
 /// The first parameter that two models do not have in common: its path, and what it is in both.
-fn first_difference(first: &[Parameter], own: &[Parameter]) -> Option<(String, String, String)> {
+fn first_difference(first: &[Parameter], local: &[Parameter]) -> Option<(String, String, String)> {
     let described = |parameter: Option<&Parameter>| match parameter {
         Some(found) => format!("{:?} {} ({:?})", found.shape, found.dtype.name(), found.work),
         None => "absent".to_owned(),
     };
-    let (first, own) = first_unequal(first, own)?;
+    let (first, local) = first_unequal(first, local)?;
     // Both names, if they differ: one of them is the misplaced parameter.
     let named = |found: Option<&Parameter>| found.map(|found| found.path.clone());
-    let parameter = match (named(first), named(own)) {
-        (Some(first), Some(own)) if first != own => format!("{first}` / `{own}"),
-        (first, own) => first.or(own).expect("different entries are not both missing"),
+    let parameter = match (named(first), named(local)) {
+        (Some(first), Some(local)) if first != local => format!("{first}` / `{local}"),
+        (first, local) => first.or(local).expect("different entries are not both missing"),
     };
-    Some((parameter, described(first), described(own)))
+    Some((parameter, described(first), described(local)))
 }
 
 /// The plan of all ranks. Rank 0 makes it, since a search with a time limit may find another plan
@@ -152,7 +153,7 @@ pub fn plan(
 ) -> Result<Plan> {
     let settings = config.plan_config(world.size());
     let order = node_order(&world.comm().nodes());
-    let own = match world.rank() {
+    let made = match world.rank() {
         0 => {
             // A search may take longer than the deadline.
             let _busy = Busy::new(world.communicator());
@@ -160,11 +161,11 @@ pub fn plan(
         }
         _ => Ok(None),
     };
-    let owners = world.agree(own)?.map_or(vec![], |plan| plan.owners_in(&order));
+    let owners = world.agree(made)?.map_or(vec![], |plan| plan.owners_in(&order));
     let owners = world.broadcast_value(&owners, 0)?;
     let plan = Plan::with_owners(parameters, world.size(), &settings, owners);
     let plan = world.agree(plan)?;
-    match world.compare(&plan.digest(), |first, own| (first != own).then_some(()))? {
+    match world.compare(&plan.digest(), |first, local| (first != local).then_some(()))? {
         Some((rank, ())) => Err(Error::Mismatch {
             calls: format!("rank {rank} has another plan than rank 0, from another configuration"),
         }),

@@ -97,7 +97,7 @@ impl Shard {
         rows: &mut RowParameters,
         device: &Device,
     ) -> Self {
-        let range = bucket.share(rank);
+        let range = bucket.shard_range(rank);
         let mut runs = runs(bucket, &range);
         let (update, batches) = match bucket.kind {
             BucketKind::Matrices => {

@@ -108,7 +108,7 @@ impl Bucket {
     /// # Panics
     ///
     /// If `rank` is not a rank of the plan.
-    pub fn share(&self, rank: usize) -> Range<usize> {
+    pub fn shard_range(&self, rank: usize) -> Range<usize> {
         let start = match self.kind {
             BucketKind::Replicated => 0,
             BucketKind::Matrices | BucketKind::Elements => self.counts[..rank].iter().sum(),

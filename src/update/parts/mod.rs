@@ -27,10 +27,13 @@ pub use row_equilibration::RowEquilibration;
 ///
 /// ```
 /// use distmuon::parts::{NorMuon, Renormalization, RowEquilibration};
-/// use distmuon::{LrScale, MuonConfig, WeightDecay};
+/// use distmuon::{Coefficients, LrScale, MuonConfig, NewtonSchulzConfig, WeightDecay};
 ///
-/// // As in nanochat.
+/// // With the coefficients and scales of nanochat.
 /// let config = MuonConfig::new()
+///     .with_newton_schulz(
+///         NewtonSchulzConfig::new().with_coefficients(Coefficients::PolarExpressCushioned),
+///     )
 ///     .with_parts(vec![
 ///         RowEquilibration.into(),
 ///         Renormalization.into(),
