@@ -151,3 +151,21 @@ pub fn exchange_pairs(engine: &dyn Engine, send: &[usize], receive: &[usize]) ->
         None => check_pairs(&counts),
     }
 }
+
+#[cfg(all(test, feature = "processes"))]
+mod tests {
+    use std::panic;
+
+    use super::*;
+
+    #[test]
+    fn counts_that_do_not_fit_the_memory_of_a_call_panic() {
+        let tensor = Tensor::<1>::zeros([4], &Default::default());
+        let fits = |sent, counts: &[usize]| {
+            panic::catch_unwind(|| assert_fits(&tensor, sent, [counts], 2)).is_ok()
+        };
+        assert!(fits(4, &[4, 1]));
+        assert!(!fits(5, &[5, 1]), "an element more than the tensor has");
+        assert!(!fits(4, &[4]), "a count for one of two ranks");
+    }
+}
