@@ -26,8 +26,37 @@ impl Call {
     }
 
     /// A call with a tensor, of which only the type is compared unless counts are added.
-    pub fn with_tensor(collective: &'static str, tensor: &Tensor<1>) -> Self {
+    fn with_tensor(collective: &'static str, tensor: &Tensor<1>) -> Self {
         Self { dtype: Some(tensor.dtype()), ..Self::new(collective) }
+    }
+
+    pub fn all_reduce(tensor: &Tensor<1>, op: ReduceOp) -> Self {
+        let counts = tensor.dims().to_vec();
+        Self { counts, op: Some(op), ..Self::with_tensor("all_reduce", tensor) }
+    }
+
+    pub fn reduce_scatter(tensor: &Tensor<1>, counts: &[usize], op: ReduceOp) -> Self {
+        let counts = counts.to_vec();
+        Self { counts, op: Some(op), ..Self::with_tensor("reduce_scatter", tensor) }
+    }
+
+    pub fn all_gather(tensor: &Tensor<1>, counts: &[usize]) -> Self {
+        Self { counts: counts.to_vec(), ..Self::with_tensor("all_gather", tensor) }
+    }
+
+    pub fn broadcast(tensor: &Tensor<1>, root: usize) -> Self {
+        let counts = tensor.dims().to_vec();
+        Self { counts, root: Some(root), ..Self::with_tensor("broadcast", tensor) }
+    }
+
+    /// The counts differ between ranks, which compare them in pairs.
+    pub fn all_to_all(tensor: &Tensor<1>) -> Self {
+        Self::with_tensor("all_to_all", tensor)
+    }
+
+    pub fn gather(tensor: &Tensor<1>, counts: &[usize], root: usize) -> Self {
+        let counts = counts.to_vec();
+        Self { counts, root: Some(root), ..Self::with_tensor("gather", tensor) }
     }
 }
 

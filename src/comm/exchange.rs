@@ -7,7 +7,7 @@
 use burn::tensor::{DType, Tensor};
 
 use super::call::Call;
-use super::counts::offsets;
+use super::counts::{offset, offsets};
 use super::{Engine, Pending, ReduceOp, reduce};
 use crate::error::Result;
 
@@ -34,8 +34,7 @@ pub trait Exchange: Engine + Sized + 'static {
 /// Starts an [`all_reduce`](Engine::all_reduce): even parts are reduced, then gathered.
 pub fn all_reduce<E: Exchange>(engine: &E, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
     let (length, dtype) = (tensor.dims()[0], tensor.dtype());
-    let call =
-        Call { counts: vec![length], op: Some(op), ..Call::with_tensor("all_reduce", &tensor) };
+    let call = Call::all_reduce(&tensor, op);
     let counts = even_counts(length, engine.size());
     let reduced = reduce_in_one_exchange(engine, call, tensor, &counts, op, dtype)?;
     if counts.len() == 1 {
@@ -54,11 +53,7 @@ pub fn reduce_scatter<E: Exchange>(
     dtype: DType,
 ) -> Result<Pending> {
     let (rank, size, length) = (engine.rank(), engine.size(), tensor.dims()[0]);
-    let call = Call {
-        counts: counts.to_vec(),
-        op: Some(op),
-        ..Call::with_tensor("reduce_scatter", &tensor)
-    };
+    let call = Call::reduce_scatter(&tensor, counts, op);
     let largest = counts.iter().max().copied().unwrap_or_default();
     if size * largest <= SMALL.max(2 * length) {
         return reduce_in_one_exchange(engine, call, tensor, counts, op, dtype);
@@ -101,7 +96,7 @@ fn even_counts(length: usize, ranks: usize) -> Vec<usize> {
 /// Returns the numbers of elements that a rank's part of one division of a buffer shares with every
 /// part of another division.
 fn overlaps(counts: &[usize], rank: usize, others: &[usize]) -> Vec<usize> {
-    let start = offsets(counts)[rank];
+    let start = offset(counts, rank);
     let end = start + counts[rank];
     let other_starts = offsets(others).into_iter().zip(others);
     let shared =

@@ -47,7 +47,7 @@ const CONNECTION_LOSS_GRACE: Duration = Duration::from_secs(2);
 pub const LONGEST_WAIT: Duration = Duration::from_secs(1 << 30);
 
 /// A point at which a rank waits for the other members of a group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum WaitPoint {
     /// A round of this state machine.
     Round(Key),
@@ -442,12 +442,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
             .flat_map(|(rank, state)| state.waits.iter().map(move |wait| (rank, wait)));
         let due = waits.filter(|(_, wait)| now >= self.due_time(wait));
         let failure = due
-            .filter(|(_, wait)| {
-                seen.insert(match wait.point {
-                    WaitPoint::Round(key) => (false, key),
-                    WaitPoint::ExternalCall(key) => (true, key),
-                })
-            })
+            .filter(|(_, wait)| seen.insert(wait.point))
             .find_map(|(rank, wait)| self.responsible(rank, wait, now))?;
         Some(self.fail(failure))
     }

@@ -12,7 +12,7 @@ use super::call::Call;
 use super::counts::offset;
 use super::rendezvous::{Participant, PendingRound, Rendezvous};
 use super::validate::check_pairs;
-use super::{Engine, Pending, ReduceOp, reduce};
+use super::{Engine, Pending, ReduceOp, reduce, value};
 use crate::error::Result;
 use crate::slices;
 
@@ -102,11 +102,7 @@ impl Threads {
         op: ReduceOp,
         dtype: DType,
     ) -> Result<Pending> {
-        let call = Call {
-            counts: counts.to_vec(),
-            op: Some(op),
-            ..Call::with_tensor("reduce_scatter", &tensor)
-        };
+        let call = Call::reduce_scatter(&tensor, counts, op);
         let start = offset(counts, self.rank());
         let elements = start..start + counts[self.rank()];
         self.start(call, tensor, move |tensors, device| {
@@ -130,11 +126,7 @@ impl Engine for Threads {
     }
 
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
-        let call = Call {
-            counts: tensor.dims().to_vec(),
-            op: Some(op),
-            ..Call::with_tensor("all_reduce", &tensor)
-        };
+        let call = Call::all_reduce(&tensor, op);
         let dtype = tensor.dtype();
         self.start(call, tensor, move |tensors, device| reduce::parts(&tensors, op, dtype, device))
     }
@@ -149,17 +141,13 @@ impl Engine for Threads {
     }
 
     fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
-        let call = Call { counts: counts.to_vec(), ..Call::with_tensor("all_gather", &tensor) };
+        let call = Call::all_gather(&tensor, counts);
         let dtype = tensor.dtype();
         self.start(call, tensor, move |tensors, device| slices::concat(tensors, dtype, device))
     }
 
     fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending> {
-        let call = Call {
-            counts: tensor.dims().to_vec(),
-            root: Some(root),
-            ..Call::with_tensor("broadcast", &tensor)
-        };
+        let call = Call::broadcast(&tensor, root);
         self.start(call, tensor, move |mut tensors, device| {
             tensors.swap_remove(root).to_device(device)
         })
@@ -169,7 +157,7 @@ impl Engine for Threads {
         let rank = self.rank();
         let device = self.device.clone();
         let (dtype, bytes) = (tensor.dtype(), slices::bytes(&tensor));
-        let call = Call::with_tensor("all_to_all", &tensor);
+        let call = Call::all_to_all(&tensor);
         let round = self.arrive(call, Payload::Parts(tensor, send.into(), receive.into()))?;
         Ok(Pending::new(bytes, move || {
             let payloads = round.collect()?.into_iter().map(|payload| match payload {
@@ -189,11 +177,7 @@ impl Engine for Threads {
     }
 
     fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
-        let call = Call {
-            counts: counts.to_vec(),
-            root: Some(root),
-            ..Call::with_tensor("gather", &tensor)
-        };
+        let call = Call::gather(&tensor, counts, root);
         let dtype = tensor.dtype();
         let is_root = root == self.rank();
         self.start(call, tensor, move |tensors, device| match is_root {
@@ -239,9 +223,17 @@ impl Engine for Threads {
     }
 
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
-        let offer = Offer { color, key, group: self.participant.new_group() };
-        let offers = self.all_gather_bytes(offer.to_bytes())?;
-        let (group, ranks) = members(&offers, color);
+        // Every rank offers a number for a new group, of which that of the first member is used.
+        let offer = (color, key, self.participant.new_group());
+        let offers = self.collect_bytes(Call::new("split"), value::to_bytes(&offer))?;
+        let mut members: Vec<(usize, usize, u64)> = vec![];
+        for (rank, bytes) in offers.iter().enumerate() {
+            let (of, key, group): (usize, usize, u64) = value::from_bytes(rank, bytes)?;
+            members.extend((of == color).then_some((key, rank, group)));
+        }
+        members.sort_unstable();
+        let (_, _, group) = members[0];
+        let ranks: Vec<usize> = members.into_iter().map(|(_, rank, _)| rank).collect();
         let rank = ranks
             .iter()
             .position(|rank| *rank == self.rank())
@@ -255,35 +247,25 @@ impl Engine for Threads {
     }
 }
 
-/// A rank's data for [`split`](Engine::split). Every rank offers a number for a new group, of which
-/// that of the group's first member is used.
-struct Offer {
-    color: usize,
-    key: usize,
-    group: u64,
-}
+#[cfg(test)]
+mod tests {
+    use std::thread;
 
-impl Offer {
-    fn to_bytes(&self) -> Vec<u8> {
-        let numbers = [self.color as u64, self.key as u64, self.group];
-        numbers.into_iter().flat_map(u64::to_le_bytes).collect()
+    use super::*;
+    use crate::error::Error;
+
+    #[test]
+    fn splitting_is_not_taken_for_a_gather_of_bytes() {
+        let mut engines = Threads::world(&vec![Device::default(); 2], Duration::from_secs(60));
+        let (last, first) = (engines.remove(1), engines.remove(0));
+        let error = thread::scope(|scope| {
+            let split = scope.spawn(move || last.split(0, 0).map(|_| ()));
+            let gathered = first.all_gather_bytes(vec![1; 24]).map(|_| ());
+            [gathered, split.join().unwrap()].map(Result::unwrap_err)
+        });
+        for error in error {
+            let Error::Mismatch { calls } = &error else { panic!("{error}") };
+            assert!(calls.contains("split") && calls.contains("all_gather_bytes"), "{calls}");
+        }
     }
-
-    fn from_bytes(bytes: &[u8]) -> Self {
-        let number = |index: usize| {
-            let bytes = &bytes[8 * index..8 * (index + 1)];
-            u64::from_le_bytes(bytes.try_into().expect("the slice has eight bytes"))
-        };
-        Self { color: number(0) as usize, key: number(1) as usize, group: number(2) }
-    }
-}
-
-/// Returns the group number that the first member of a color offers, and the color's members in the
-/// order of key and rank.
-fn members(offers: &[Vec<u8>], color: usize) -> (u64, Vec<usize>) {
-    let offers = offers.iter().map(|bytes| Offer::from_bytes(bytes));
-    let mut members: Vec<(Offer, usize)> = offers.zip(0..).collect();
-    members.retain(|(offer, _)| offer.color == color);
-    members.sort_by_key(|(offer, rank)| (offer.key, *rank));
-    (members[0].0.group, members.into_iter().map(|(_, rank)| rank).collect())
 }

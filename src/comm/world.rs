@@ -76,7 +76,7 @@ impl World {
     /// Makes a world of one rank.
     pub fn alone(device: Device) -> Self {
         let engine = Threads::world(&[device.clone().inner()], DEADLINE).swap_remove(0);
-        Self::new(Communicator::new(Arc::new(engine)), device)
+        Self::new(engine, device)
     }
 
     /// Runs a function on one thread per device, each a rank of a new world. Returns the results in
@@ -275,7 +275,7 @@ impl World {
     #[cfg(feature = "mpi")]
     pub fn mpi(launch: &Launch, device: Device, deadline: Duration) -> Result<Self> {
         let engine = Mpi::connect(launch, device.clone().inner(), deadline)?;
-        Self::new(Communicator::new(Arc::new(engine)), device).by_host()
+        Self::new(engine, device).by_host()
     }
 
     /// Connects processes over NCCL, each with its own CUDA device. If a rank waits for another
@@ -293,7 +293,7 @@ impl World {
     #[cfg(feature = "cuda")]
     pub fn nccl(launch: &Launch, device: Device, deadline: Duration) -> Result<Self> {
         let engine = Nccl::connect(launch, &device, deadline)?;
-        Self::new(Communicator::new(Arc::new(engine)), device).by_host()
+        Self::new(engine, device).by_host()
     }
 
     /// Returns the same ranks with each host as a node, if there are several hosts with the same
@@ -314,7 +314,7 @@ impl World {
     pub fn by_node(self, name: &str) -> Result<Self> {
         let Self { comm, device } = self;
         let comm = match Hierarchy::over(comm.clone(), name)? {
-            Some(hierarchy) => Communicator::new(Arc::new(hierarchy)),
+            Some(hierarchy) => hierarchy.into(),
             None => comm,
         };
         Ok(Self { comm, device })

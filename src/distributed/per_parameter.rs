@@ -257,7 +257,7 @@ impl Ranks {
                 "at least the number of threads that step a parameter, which is larger",
             ));
         };
-        let rank = Arc::new(Rank::new(Communicator::new(Arc::new(engine.on(device.clone())))));
+        let rank = Arc::new(Rank::new(engine.on(device.clone()).into()));
         ranks.taken.insert(thread, rank.clone());
         Ok(rank)
     }

@@ -158,10 +158,7 @@ impl Link {
 
     /// Waits until the world has failed, but not longer than `timeout`.
     pub fn wait_for_failure(&self, timeout: Duration) {
-        let shared = &self.shared;
-        let unchanged = |answers: &mut Answers| self.failure().is_none() && !answers.reader_ended;
-        let waited = shared.changed.wait_timeout_while(shared.answers(), timeout, unchanged);
-        drop(waited.expect("no thread panics while it holds the lock"));
+        self.shared.wait_for_failure(timeout);
     }
 
     /// Ends the world, and waits until this process has been sent the failure.
@@ -197,6 +194,13 @@ impl Shared {
         self.answers.lock().expect("no thread panics while it holds the lock")
     }
 
+    fn wait_for_failure(&self, timeout: Duration) {
+        let unchanged =
+            |answers: &mut Answers| self.failure.get().is_none() && !answers.reader_ended;
+        let waited = self.changed.wait_timeout_while(self.answers(), timeout, unchanged);
+        drop(waited.expect("no thread panics while it holds the lock"));
+    }
+
     fn send(&self, frame: &Frame) {
         let writing = self.writing.lock().expect("no thread panics while it holds the lock");
         let written = write(&self.stream, frame);
@@ -205,9 +209,7 @@ impl Shared {
             // Rank 0 may have sent a failure before it closed the connection. The reading thread
             // then has the better cause.
             self.stream.shutdown(Shutdown::Both).ok();
-            let unchanged =
-                |answers: &mut Answers| self.failure.get().is_none() && !answers.reader_ended;
-            drop(self.changed.wait_timeout_while(self.answers(), SHUTDOWN_GRACE, unchanged));
+            self.wait_for_failure(SHUTDOWN_GRACE);
             self.connection_lost(error.to_string());
         }
     }

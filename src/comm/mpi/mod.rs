@@ -236,7 +236,7 @@ impl Engine for Mpi {
     }
 
     fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
-        let call = Call { counts: counts.to_vec(), ..Call::with_tensor("all_gather", &tensor) };
+        let call = Call::all_gather(&tensor, counts);
         let sent = counts[self.rank()];
         assert_fits(&tensor, sent, [counts], self.size());
         let received = counts.iter().sum();
@@ -263,11 +263,7 @@ impl Engine for Mpi {
 
     fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending> {
         let length = tensor.dims()[0];
-        let call = Call {
-            counts: vec![length],
-            root: Some(root),
-            ..Call::with_tensor("broadcast", &tensor)
-        };
+        let call = Call::broadcast(&tensor, root);
         let counts = layout(&[length], "broadcast", self.rank())?.into();
         let bytes = slices::bytes(&tensor);
         let is_root = root == self.rank();
@@ -287,15 +283,11 @@ impl Engine for Mpi {
 
     fn all_to_all(&self, tensor: Tensor<1>, send: &[usize], receive: &[usize]) -> Result<Pending> {
         exchange_pairs(self, send, receive)?;
-        self.exchange(Call::with_tensor("all_to_all", &tensor), tensor, send, receive)
+        self.exchange(Call::all_to_all(&tensor), tensor, send, receive)
     }
 
     fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
-        let call = Call {
-            counts: counts.to_vec(),
-            root: Some(root),
-            ..Call::with_tensor("gather", &tensor)
-        };
+        let call = Call::gather(&tensor, counts, root);
         let sent = counts[self.rank()];
         assert_fits(&tensor, sent, [counts], self.size());
         let received = if root == self.rank() { counts.iter().sum() } else { 0 };

@@ -215,7 +215,7 @@ impl Engine for Nccl {
     fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
         let sent = counts[self.rank()];
         assert_fits(&tensor, sent, [counts], self.size());
-        let call = Call { counts: counts.to_vec(), ..Call::with_tensor("all_gather", &tensor) };
+        let call = Call::all_gather(&tensor, counts);
         let width = tensor.dtype().size();
         self.shared.start(call, tensor, counts.iter().sum(), |arguments| {
             let (comm, stream) = (arguments.comm, arguments.stream);
@@ -242,11 +242,7 @@ impl Engine for Nccl {
 
     fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending> {
         let length = tensor.dims()[0];
-        let call = Call {
-            counts: vec![length],
-            root: Some(root),
-            ..Call::with_tensor("broadcast", &tensor)
-        };
+        let call = Call::broadcast(&tensor, root);
         let bytes = slices::bytes(&tensor);
         self.shared.start(call, tensor, length, |arguments| {
             let (send, receive) = (arguments.send.address(0), arguments.receive.address(0));
@@ -260,16 +256,12 @@ impl Engine for Nccl {
 
     fn all_to_all(&self, tensor: Tensor<1>, send: &[usize], receive: &[usize]) -> Result<Pending> {
         exchange_pairs(self, send, receive)?;
-        self.exchange(Call::with_tensor("all_to_all", &tensor), tensor, send, receive)
+        self.exchange(Call::all_to_all(&tensor), tensor, send, receive)
     }
 
     fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
         let (rank, size) = (self.rank(), self.size());
-        let call = Call {
-            counts: counts.to_vec(),
-            root: Some(root),
-            ..Call::with_tensor("gather", &tensor)
-        };
+        let call = Call::gather(&tensor, counts, root);
         let mut send = vec![0; size];
         send[root] = counts[rank];
         let receive = if rank == root { counts.to_vec() } else { vec![0; size] };

@@ -8,7 +8,7 @@ use cudarc::nccl::sys::{ncclDataType_t, ncclRedOp_t};
 
 use super::call::Shared;
 use crate::comm::call::Call;
-use crate::comm::counts::offsets;
+use crate::comm::counts::{offset, offsets};
 use crate::comm::validate::assert_fits;
 use crate::comm::{Pending, ReduceOp};
 use crate::error::Result;
@@ -20,9 +20,8 @@ const SUM: c_int = ncclRedOp_t::ncclSum as c_int;
 /// Starts an [`all_reduce`](crate::comm::Engine::all_reduce).
 pub fn all_reduce(shared: &Arc<Shared>, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
     let size = shared.peers.control.size();
-    let (length, dtype) = (tensor.dims()[0], tensor.dtype());
-    let call =
-        Call { counts: vec![length], op: Some(op), ..Call::with_tensor("all_reduce", &tensor) };
+    let dtype = tensor.dtype();
+    let call = Call::all_reduce(&tensor, op);
     let sum = sum_on_all_ranks(shared, call, tensor)?;
     Ok(Pending::new(sum.bytes(), move || Ok(op.finish(sum.wait()?, size, dtype))))
 }
@@ -39,18 +38,14 @@ pub fn reduce_scatter(
     let (rank, size) = (shared.peers.control.rank(), shared.peers.control.size());
     let length = tensor.dims()[0];
     assert_fits(&tensor, counts.iter().sum(), [counts], size);
-    let call = Call {
-        counts: counts.to_vec(),
-        op: Some(op),
-        ..Call::with_tensor("reduce_scatter", &tensor)
-    };
+    let call = Call::reduce_scatter(&tensor, counts, op);
     let largest = counts.iter().max().copied().unwrap_or_default();
     // NCCL takes equal parts. A rank sends N - 1 of them, or twice (N - 1) / N of the whole for the
     // sum of everything on every rank: less, if one part is far larger than the others.
     let (sum, start) = if size * largest <= 2 * length {
         (sum_of_padded_parts(shared, call, tensor, counts, largest)?, 0)
     } else {
-        (sum_on_all_ranks(shared, call, tensor)?, offsets(counts)[rank])
+        (sum_on_all_ranks(shared, call, tensor)?, offset(counts, rank))
     };
     let elements = start..start + counts[rank];
     Ok(Pending::new(sum.bytes(), move || {
