@@ -5,7 +5,7 @@ use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use burn::optim::OptimizerRecord;
 use burn::tensor::{Bytes, DType, TensorData};
@@ -25,7 +25,8 @@ pub struct Archive {
     tensors: BTreeMap<String, Stored>,
     scalars: BTreeMap<String, Scalar>,
     metadata: BTreeMap<String, String>,
-    digest: u64,
+    /// Of a record, computed when it is asked for: it reads all tensors.
+    digest: OnceLock<u64>,
 }
 
 /// A tensor of an archive.
@@ -91,7 +92,7 @@ impl Archive {
             tensors: tensors.collect(),
             scalars: index.scalars,
             metadata: index.metadata,
-            digest: digest(&[&bytes]),
+            digest: digest(&[&bytes]).into(),
         })
     }
 
@@ -121,10 +122,10 @@ impl Archive {
             tensors: BTreeMap::new(),
             scalars: BTreeMap::new(),
             metadata: reader.metadata().clone(),
-            digest: 0,
+            digest: OnceLock::new(),
         };
         let described = format!("{:?}", archive.metadata);
-        archive.digest = digest(&[described.as_bytes(), &model, &optim]);
+        archive.digest = digest(&[described.as_bytes(), &model, &optim]).into();
         archive.add(MODEL, Bytes::from_bytes_vec(model)).map_err(broken)?;
         archive.add(OPTIMIZER, Bytes::from_bytes_vec(optim)).map_err(broken)?;
         Ok(archive)
@@ -150,10 +151,9 @@ impl Archive {
             tensors: BTreeMap::new(),
             scalars: BTreeMap::new(),
             metadata: BTreeMap::new(),
-            digest: 0,
+            digest: OnceLock::new(),
         };
         archive.add(OPTIMIZER, bytes).expect("the caller passes the bytes of a record");
-        archive.digest = archive.digest_of_states();
         archive
     }
 
@@ -244,16 +244,16 @@ impl Archive {
 
     /// A fingerprint of the contents, which covers names, shapes, checksums and progress.
     pub fn digest(&self) -> u64 {
-        self.digest
+        *self.digest.get_or_init(|| self.digest_of_states())
     }
 
     /// Describes the file by its path, digest and progress, for messages.
     pub fn describe(&self) -> String {
         let progress: String = self.text(PROGRESS).chars().take(80).collect();
         match self.path.as_os_str().is_empty() {
-            true => format!("a record of digest {:016x}", self.digest),
+            true => format!("a record of digest {:016x}", self.digest()),
             false => {
-                format!("{:?} of digest {:016x} and progress {progress}", self.path, self.digest)
+                format!("{:?} of digest {:016x} and progress {progress}", self.path, self.digest())
             }
         }
     }
