@@ -1,8 +1,24 @@
-//! Checks of what a step is given, and of what a device has made of it.
+//! Checks of settings, of what a step is given, and of what a device has made of it.
 
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 
 use crate::error::{Error, Result};
+
+/// Fails for a setting that is not the decay of a moving average.
+pub(crate) fn ensure_decay(setting: &str, value: f64) -> Result<()> {
+    match (0.0..1.0).contains(&value) {
+        true => Ok(()),
+        false => Err(Error::setting(setting, value, "at least 0 and less than 1")),
+    }
+}
+
+/// Fails for a setting that is negative or not finite.
+pub(crate) fn ensure_size(setting: &str, value: f64) -> Result<()> {
+    match value.is_finite() && value >= 0.0 {
+        true => Ok(()),
+        false => Err(Error::setting(setting, value, "a finite number, zero or more")),
+    }
+}
 
 /// Fails if the gradient of a parameter has another shape, or is on another device.
 pub(crate) fn ensure_gradient_matches<const D: usize>(

@@ -4,7 +4,8 @@ use burn::config::Config;
 use burn::grad_clipping::GradientClippingConfig;
 
 use crate::backend::{AdamWStep, KernelPolicy};
-use crate::error::{Error, Result};
+use crate::checks::{ensure_decay, ensure_size};
+use crate::error::Result;
 use crate::update::{AdamWUpdate, RoleLr};
 
 /// Configuration of AdamW for embeddings, the output head, vectors and scalars.
@@ -39,23 +40,13 @@ pub struct AdamWConfig {
 impl AdamWConfig {
     /// Fails for settings that no run can use.
     pub(crate) fn check(&self) -> Result<()> {
-        let decay = |value: f64| (0.0..1.0).contains(&value);
-        let size = |value: f64| value.is_finite() && value >= 0.0;
-        let (decays, sizes) = ("at least 0 and less than 1", "a finite number, zero or more");
-        for (setting, value, usable, expected) in [
-            ("beta_1", self.beta_1, decay(self.beta_1), decays),
-            ("beta_2", self.beta_2, decay(self.beta_2), decays),
-            ("epsilon", self.epsilon, size(self.epsilon), sizes),
-            ("weight_decay", self.weight_decay, size(self.weight_decay), sizes),
-            ("embedding_lr", self.embedding_lr, size(self.embedding_lr), sizes),
-            ("head_lr", self.head_lr, size(self.head_lr), sizes),
-            ("vector_lr", self.vector_lr, size(self.vector_lr), sizes),
-        ] {
-            if !usable {
-                return Err(Error::setting(setting, value, expected));
-            }
-        }
-        Ok(())
+        ensure_decay("beta_1", self.beta_1)?;
+        ensure_decay("beta_2", self.beta_2)?;
+        ensure_size("epsilon", self.epsilon)?;
+        ensure_size("weight_decay", self.weight_decay)?;
+        ensure_size("embedding_lr", self.embedding_lr)?;
+        ensure_size("head_lr", self.head_lr)?;
+        ensure_size("vector_lr", self.vector_lr)
     }
 
     /// The update of parameters.

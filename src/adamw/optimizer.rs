@@ -5,11 +5,11 @@ use std::sync::Arc;
 use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Tensor};
 
-use crate::backend::{AdamWControls, FiniteMask, FlaggedRows, reject};
+use crate::backend::{AdamWControls, AdamWRows, FiniteMask, FlaggedRows, reject};
 use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
-    AdamWParameter, AdamWUpdate, Counting, ONLY_RANK, Place, SKIPPED, SkippedSteps, Slots, clip,
+    AdamWUpdate, Counting, ONLY_RANK, Place, SKIPPED, SkippedSteps, Slots, StepSize, clip,
     ensure_finite_rate,
 };
 
@@ -97,8 +97,8 @@ impl AdamW {
         slots.convert(&AdamWUpdate::SLOTS, dtype);
 
         let flags = Tensor::zeros([1], (&device, DType::F32));
-        let (flat, whole) =
-            (|tensor: Tensor<D>| tensor.reshape([-1]), [FlaggedRows { flag: 0, rows: 1 }]);
+        let flat = |tensor: Tensor<D>| tensor.reshape([-1]);
+        let whole = [FlaggedRows { flag: 0, rows: 1 }];
         let largest = AdamWUpdate::largest_gradient(dtype);
         // Before clipping, which would make an infinite gradient a finite one.
         let rejected = reject(self.update.policy, flags, &[flat(grad.clone())], &whole, largest);
@@ -106,17 +106,12 @@ impl AdamW {
         let mask = FiniteMask::from_rows(rejected.clone());
         let corrections = AdamWUpdate::CORRECTIONS.map(|slot| slots.take(slot.name));
         let corrections = self.update.correct(corrections, &mask);
-        let parameters =
-            [AdamWParameter { flag: 0, first: 0, size: self.update.size(lr, self.lr) }];
+        let StepSize { decay, lr, .. } = self.update.size(lr, self.lr);
+        let rows = [AdamWRows { flag: 0, first: 0, decay, lr }];
         let controls =
             AdamWControls { rejected: &rejected, corrections: &corrections, factor: None };
-        let mut updated = self.update.step(
-            vec![flat(parameter)],
-            vec![flat(grad)],
-            &mut slots,
-            &controls,
-            &parameters,
-        );
+        let mut updated =
+            self.update.step(vec![flat(parameter)], vec![flat(grad)], &mut slots, &controls, &rows);
         let updated = updated.swap_remove(0);
         if is_first {
             ensure_computed(&self.parameter, &updated)?;
@@ -125,11 +120,7 @@ impl AdamW {
         for (slot, correction) in AdamWUpdate::CORRECTIONS.iter().zip(corrections) {
             slots.put(slot.name, correction);
         }
-        let count = slots.get(SKIPPED.name).clone();
-        let skipped = count + rejected;
-        slots.put(SKIPPED.name, skipped.clone());
-        let times = [place.next_step()];
-        self.skipped.record(&mut place, skipped, &times, true)?;
+        self.skipped.count(&mut slots, &mut place, rejected)?;
         Ok((updated.reshape(shape), AdamWState { slots, place }))
     }
 }

@@ -33,7 +33,7 @@ pub fn costs(
     distinct.dedup_by_key(|(shape, _)| *shape);
     match source {
         CostSource::Operations => Ok(Costs::new(distinct.into_iter().map(|(shape, dtype)| {
-            let each = iteration.explain_shape(shape, dtype, &device).operations;
+            let each = iteration.operations(shape, dtype, &device);
             (shape, ShapeCost { fixed: 0.0, each })
         }))),
         CostSource::Measured => {

@@ -8,6 +8,7 @@ use burn::grad_clipping::GradientClippingConfig;
 use super::Muon;
 use crate::adamw::AdamWConfig;
 use crate::backend::KernelPolicy;
+use crate::checks::{ensure_decay, ensure_size};
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView, UNNAMED};
 use crate::orthogonalize::NewtonSchulzConfig;
@@ -144,20 +145,11 @@ impl MuonConfig {
 
     /// The update of matrices.
     pub(super) fn update(&self) -> Result<MuonUpdate> {
-        let size = |value: f64| value.is_finite() && value >= 0.0;
-        if let Some(mu) = self.momentum.momentum.extremes().find(|mu| !(0.0..1.0).contains(mu)) {
-            return Err(Error::setting("momentum.momentum", mu, "at least 0 and less than 1"));
-        }
-        if let Some(rate) = self.weight_decay.rate().extremes().find(|rate| !size(*rate)) {
-            return Err(Error::setting("weight_decay", rate, "a finite number, zero or more"));
-        }
-        if !size(self.lr_factor) {
-            return Err(Error::setting(
-                "lr_factor",
-                self.lr_factor,
-                "a finite number, zero or more",
-            ));
-        }
+        let mut momenta = self.momentum.momentum.extremes();
+        momenta.try_for_each(|mu| ensure_decay("momentum.momentum", mu))?;
+        let mut rates = self.weight_decay.rate().extremes();
+        rates.try_for_each(|rate| ensure_size("weight_decay", rate))?;
+        ensure_size("lr_factor", self.lr_factor)?;
         if let Some(GradientClippingConfig::Norm(limit) | GradientClippingConfig::Value(limit)) =
             self.grad_clipping
             && !(limit.is_finite() && limit > 0.0)

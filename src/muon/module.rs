@@ -108,7 +108,7 @@ impl Routing {
                     optim.with_group(parameter, CountedOnLoad(matrices(rule)), None)
                 }
                 ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
-                    let lr = self.lr_factors(route).role;
+                    let lr = self.role_lr(route.role);
                     let rule = AdamW::new(adamw.clone(), lr, &route.path, skipped);
                     optim.with_group(parameter, CountedOnLoad(rule), None)
                 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource};
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, Tensor, s};
 
 use crate::backend::{FlaggedRows, reject};
 use crate::checks::{ensure_computed, ensure_gradient_matches};
@@ -180,8 +180,11 @@ impl Muon {
         }
         let update = &self.update;
         let matrices = Matrices { shape: [m, n], layout: self.layout };
-        slots.ensure_fit(&self.slots(matrices), batch, &shape, &self.parameter)?;
-        let size = update.size(lr, update.lr_factors(matrices), time);
+        let table = self.slots(matrices);
+        slots.ensure_fit(&table, batch, &shape, &self.parameter)?;
+        // Files of older versions have float16 where there is float32 now.
+        slots.convert(&table, dtype);
+        let size = update.size(lr, matrices, time);
 
         // The flag of the parameter, then those of its matrices: a single matrix has that of the
         // parameter.
@@ -192,13 +195,14 @@ impl Muon {
         let flags = reject(update.policy(), flags, &[grad.clone().reshape([-1])], &whole, f64::MAX);
         let grad = clip(update.clipping.as_ref(), grad).reshape([-1]);
         let batch = MuonBatch {
-            shape: batch,
-            layout: self.layout,
+            count: k,
+            matrices,
             parameters: &[MuonParameter { flag: 0, time, size }],
             gradients: vec![grad],
             values: vec![parameter.reshape([-1])],
             factor: None,
             rejected: None,
+            by_matrix: &|flags| flags.clone().slice(s![0..1]).expand([k]),
             first,
         };
         let (mut updated, flags) = update.step(batch, &mut slots, flags);
@@ -207,11 +211,8 @@ impl Muon {
             ensure_computed(&self.parameter, &updated)?;
         }
 
-        let count = slots.get(SKIPPED.name).clone();
-        let skipped = count + if k > 1 { flags.max() } else { flags };
-        slots.put(SKIPPED.name, skipped.clone());
-        let times = [place.next_step()];
-        self.skipped.record(&mut place, skipped, &times, true)?;
+        let skipped = if k > 1 { flags.max() } else { flags };
+        self.skipped.count(&mut slots, &mut place, skipped)?;
         Ok((updated.reshape(shape), MuonState { slots, time: time + 1, place }))
     }
 }

@@ -10,7 +10,7 @@ use super::products::Products;
 use super::{gram, restarts, standard};
 use crate::backend::graphs::Recordings;
 use crate::backend::{ComputePath, KernelPolicy, PartialNorms, Polynomial, precise_dtype};
-use crate::checks::rounds_to;
+use crate::checks::{ensure_size, rounds_to};
 use crate::error::{Error, Result};
 
 /// A Newton-Schulz iteration, ready to run on matrices of any shape.
@@ -35,9 +35,7 @@ impl NewtonSchulzConfig {
     /// finds no restarts in `dtype`.
     pub fn init(&self) -> Result<NewtonSchulz> {
         let Self { coefficients, steps, epsilon, dtype, form, workspace_mb, .. } = self;
-        if !(epsilon.is_finite() && *epsilon >= 0.0) {
-            return Err(Error::setting("epsilon", epsilon, "a finite number, zero or more"));
-        }
+        ensure_size("epsilon", *epsilon)?;
         let schedule = coefficients.schedule(steps.unwrap_or(coefficients.designed_steps()))?;
         let restarts: Vec<_> = dtype
             .candidates()
@@ -176,7 +174,7 @@ impl NewtonSchulz {
     ) -> Tensor<3> {
         let [_, m, n] = batch.dims();
         let device = batch.device();
-        let products = Products::new(m, n, plan.path, &device);
+        let products = Products::new(m, n, plan.path, plan.single_kernel);
         let precise = FloatDType::from(precise_dtype(batch.dtype()));
         let norm_path = ComputePath::choose(self.planner.policy, &device, precise);
         let x = norm_path.normalize(batch.cast(precise), norms, self.epsilon, plan.dtype);
@@ -201,6 +199,12 @@ impl NewtonSchulz {
         device: &Device,
     ) -> IterationPlan {
         self.explained([1, m, n], dtype, device)
+    }
+
+    /// Floating-point operations for an `m` by `n` matrix of type `dtype` on `device`. Chooses no
+    /// kernel, which would have to be compiled and verified.
+    pub(crate) fn operations(&self, [m, n]: [usize; 2], dtype: DType, device: &Device) -> f64 {
+        self.plan([1, m, n], dtype, device).operations
     }
 
     fn explained(&self, shape: [usize; 3], dtype: DType, device: &Device) -> IterationPlan {

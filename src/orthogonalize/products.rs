@@ -1,6 +1,6 @@
 //! The products of an iteration, on the side of the matrix where they are smaller.
 
-use burn::tensor::{Device, Tensor};
+use burn::tensor::Tensor;
 
 use crate::backend::{ComputePath, Polynomial};
 
@@ -19,20 +19,21 @@ enum Side {
 pub struct Products {
     side: Side,
     path: ComputePath,
-    small: bool,
+    single_kernel: bool,
 }
 
 impl Products {
-    /// The products for `m` by `n` matrices on a device.
-    pub fn new(m: usize, n: usize, path: ComputePath, device: &Device) -> Self {
+    /// The products for `m` by `n` matrices. `single_kernel` is `true` if they are small enough for
+    /// [`ComputePath::accumulate_q`].
+    pub fn new(m: usize, n: usize, path: ComputePath, single_kernel: bool) -> Self {
         let side = if m <= n { Side::Left } else { Side::Right };
-        Self { side, path, small: path.is_small(device, m.min(n)) }
+        Self { side, path, single_kernel }
     }
 
     /// The product `Q` of the Gram form from one kernel, if the matrices are small enough for that:
     /// see [`ComputePath::accumulate_q`].
     pub fn accumulated_q(self, r: &Tensor<3>, schedule: &[Polynomial]) -> Option<Tensor<3>> {
-        self.small.then(|| self.path.accumulate_q(r.clone(), schedule))
+        self.single_kernel.then(|| self.path.accumulate_q(r.clone(), schedule))
     }
 
     /// `X X^T`.

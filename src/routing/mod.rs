@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::{self, Found};
-use crate::update::{AdamWUpdate, LrFactors, Matrices, MuonUpdate, SkippedSteps};
+use crate::update::{AdamWUpdate, Matrices, MuonUpdate, SkippedSteps};
 use built_in::Anatomy;
 use rules::Rules;
 pub use rules::{MuonRoutingRule, RoutingRule};
@@ -201,26 +201,16 @@ impl Routing {
         &self.updates.skipped
     }
 
-    /// The factors on the learning rate of a parameter.
-    ///
-    /// # Panics
-    ///
-    /// If the view of the route does not fit its shape, which
-    /// [`MuonConfig::route`](crate::MuonConfig::route) rules out.
-    pub(crate) fn lr_factors(&self, route: &ParameterRoute) -> LrFactors {
-        let Updates { muon, adamw, .. } = &self.updates;
-        let by_role = |role| LrFactors { role, scale: 1.0 };
-        match route.role {
-            ParameterRole::Muon { view, layout } => {
-                let batch = view.batch_shape(&route.path, &route.shape);
-                let [_, m, n] = batch.expect("the route was made with this view");
-                muon.lr_factors(Matrices { shape: [m, n], layout })
-            }
-            ParameterRole::Embedding => by_role(adamw.role_lr.embedding),
-            ParameterRole::Head => by_role(adamw.role_lr.head),
-            ParameterRole::Vector => by_role(adamw.role_lr.vector),
+    /// The factor of a role on the learning rate.
+    pub(crate) fn role_lr(&self, role: ParameterRole) -> f64 {
+        let role_lr = &self.updates.adamw.role_lr;
+        match role {
+            ParameterRole::Muon { .. } => 1.0,
+            ParameterRole::Embedding => role_lr.embedding,
+            ParameterRole::Head => role_lr.head,
+            ParameterRole::Vector => role_lr.vector,
             // Not updated.
-            ParameterRole::Frozen => by_role(0.0),
+            ParameterRole::Frozen => 0.0,
         }
     }
 }

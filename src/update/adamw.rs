@@ -25,15 +25,6 @@ pub(crate) struct AdamWUpdate {
     pub clipping: Option<GradientClippingConfig>,
 }
 
-/// A parameter in a step.
-pub(crate) struct AdamWParameter {
-    /// Index of its flag and bias corrections.
-    pub flag: usize,
-    /// Index of its first element in the moments.
-    pub first: usize,
-    pub size: StepSize,
-}
-
 /// Names of the state in records.
 const MOMENTS: [&str; 2] = ["moment_1", "moment_2"];
 const CORRECTIONS: [&str; 2] = ["correction_1", "correction_2"];
@@ -89,17 +80,12 @@ impl AdamWUpdate {
         gradients: Vec<Tensor<1>>,
         state: &mut Slots,
         controls: &AdamWControls<'_>,
-        parameters: &[AdamWParameter],
+        rows: &[AdamWRows],
     ) -> Vec<Tensor<1>> {
-        let row = |parameter: &AdamWParameter| {
-            let &AdamWParameter { flag, first, size } = parameter;
-            AdamWRows { flag, first, decay: size.decay, lr: size.lr }
-        };
-        let rows: Vec<_> = parameters.iter().map(row).collect();
         let [moment_1, moment_2] = MOMENTS.map(|name| state.take(name));
         let moments = Moments { moment_1, moment_2 };
         let (updated, moments) =
-            self.step.run(self.policy, values, gradients, moments, controls, &rows);
+            self.step.run(self.policy, values, gradients, moments, controls, rows);
         state.put(MOMENTS[0], moments.moment_1);
         state.put(MOMENTS[1], moments.moment_2);
         updated

@@ -23,7 +23,7 @@ mod skipped;
 mod state;
 mod step_size;
 
-pub(crate) use adamw::{AdamWParameter, AdamWUpdate, RoleLr};
+pub(crate) use adamw::{AdamWUpdate, RoleLr};
 pub(crate) use clipping::clip;
 pub use lr_scale::LrScale;
 pub(crate) use muon::{MOMENTUM, MuonBatch, MuonParameter, MuonUpdate, TIME};
@@ -32,7 +32,7 @@ pub use skipped::SkippedSteps;
 pub(crate) use skipped::{CountedOnLoad, Counting, Place};
 pub(crate) use state::{SKIPPED, Slot, Slots, unfit, unused};
 pub use step_size::WeightDecay;
-pub(crate) use step_size::{LrFactors, StepSize, ensure_finite_rate};
+pub(crate) use step_size::{StepSize, ensure_finite_rate};
 
 /// The rank in errors of an optimizer that knows of no ranks.
 pub(crate) const ONLY_RANK: usize = 0;

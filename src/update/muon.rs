@@ -1,17 +1,16 @@
 //! The Muon update of a batch of matrices.
 
 use burn::grad_clipping::GradientClippingConfig;
-use burn::tensor::{DType, Device, Int, Tensor, TensorData, s};
+use burn::tensor::{DType, Device, Tensor, s};
 
 use super::lr_scale::LrScale;
 use super::parts::{Context, Matrices, Part, Stage};
 use super::state::{Extent, Slot, SlotDtype, Slots};
-use super::step_size::{LrFactors, StepSize, WeightDecay};
+use super::step_size::{StepSize, WeightDecay};
 use crate::backend::{
     FiniteMask, FlaggedRows, KernelPolicy, MomentumStep, MomentumUpdate, ParameterStep, apply,
     precise_dtype, reject, update_momentum,
 };
-use crate::matrix_view::MatrixLayout;
 use crate::orthogonalize::NewtonSchulz;
 use crate::schedule::Schedule;
 
@@ -49,9 +48,9 @@ pub(crate) struct MuonParameter {
 
 /// A batch of matrices of one shape, in a step.
 pub(crate) struct MuonBatch<'a> {
-    /// `[k, m, n]`.
-    pub shape: [usize; 3],
-    pub layout: MatrixLayout,
+    /// The number of matrices.
+    pub count: usize,
+    pub matrices: Matrices,
     pub parameters: &'a [MuonParameter],
     /// For each parameter, flat.
     pub gradients: Vec<Tensor<1>>,
@@ -62,6 +61,8 @@ pub(crate) struct MuonBatch<'a> {
     /// Positive for parameters that stay as they are. `None` if the flags of the matrices also hold
     /// these.
     pub rejected: Option<&'a Tensor<1>>,
+    /// Repeats the flags of parameters for each of their matrices.
+    pub by_matrix: &'a dyn Fn(&Tensor<1>) -> Tensor<1>,
     /// Index of the first matrix among the flags of matrices.
     pub first: usize,
 }
@@ -83,7 +84,7 @@ impl MuonUpdate {
     /// Floating-point operations of the iteration for a batch of parameters of a type.
     pub fn operations(&self, [k, m, n]: [usize; 3], dtype: DType, device: &Device) -> f64 {
         let dtype = self.iterated_dtype(dtype);
-        k as f64 * self.newton_schulz.explain_shape([m, n], dtype, device).operations
+        k as f64 * self.newton_schulz.operations([m, n], dtype, device)
     }
 
     /// The type in which the iteration is given the updates of parameters of a type.
@@ -111,15 +112,10 @@ impl MuonUpdate {
         parts.fold(update, |update, part| part.apply(update, state, context))
     }
 
-    /// The factors on the learning rate of a matrix.
-    pub fn lr_factors(&self, matrices: Matrices) -> LrFactors {
-        let scale = self.lr_factor * self.lr_scale.factor(matrices.layout, matrices.shape);
-        LrFactors { role: 1.0, scale }
-    }
-
-    /// The size of a step.
-    pub fn size(&self, lr: f64, factors: LrFactors, time: usize) -> StepSize {
-        StepSize::new(lr, factors, &self.weight_decay, time)
+    /// The size of a step of matrices.
+    pub fn size(&self, lr: f64, Matrices { shape, layout }: Matrices, time: usize) -> StepSize {
+        let scale = self.lr_factor * self.lr_scale.factor(layout, shape);
+        StepSize::new(lr, scale, &self.weight_decay, time)
     }
 
     /// Sets the flags of matrices with an element that is not finite, or larger than `largest` in
@@ -146,9 +142,9 @@ impl MuonUpdate {
         state: &mut Slots,
         diverged: Tensor<1>,
     ) -> (Vec<Tensor<1>>, Tensor<1>) {
-        let MuonBatch { shape, layout, parameters, gradients, values, factor, rejected, first } =
-            batch;
-        let [k, m, n] = shape;
+        let MuonBatch { count, matrices, parameters, gradients, values, .. } = batch;
+        let MuonBatch { factor, rejected, by_matrix, first, .. } = batch;
+        let Matrices { shape: [m, n], .. } = matrices;
         let policy = self.policy();
         let steps: Vec<_> = parameters
             .iter()
@@ -157,41 +153,33 @@ impl MuonUpdate {
                 mu: self.momentum.at(parameter.time),
             })
             .collect();
-        let momentum = state.take(MOMENTUM);
-        // Files of older versions have float16 where there is float32 now.
-        let dtype = SlotDtype::Parameter.resolve(gradients[0].dtype());
+        let momentum = state.take(MOMENTUM).reshape([count, m, n]);
         let MomentumUpdate { momentum, update, norms } = update_momentum(
             policy,
             gradients,
-            momentum.cast(dtype).reshape(shape),
+            momentum,
             rejected.unwrap_or(&diverged),
             factor,
             &steps,
             self.nesterov,
         );
-        state.put(MOMENTUM, momentum.reshape([k * m * n]));
+        state.put(MOMENTUM, momentum.reshape([count * m * n]));
 
-        let matrices = Matrices { shape: [m, n], layout };
-        let rows: Vec<_> = values.iter().map(|values| values.dims()[0] / (m * n)).collect();
-        let rejected_matrices =
-            |rejected: &Tensor<1>| flags_of_matrices(rejected, parameters, &rows);
-
-        let mask = || FiniteMask::from_rows(rejected_matrices(rejected.unwrap_or(&diverged)));
+        let mask = || FiniteMask::from_rows(by_matrix(rejected.unwrap_or(&diverged)));
         let context = Context { matrices, mask: &mask };
         // A part would make them the norms of another tensor.
         let norms = norms.filter(|_| !self.has_parts(Stage::Before));
         let update = self.apply_parts(Stage::Before, update, state, &context);
 
-        let direction = contiguous(self.newton_schulz.direction(update, norms));
+        let mut direction = contiguous(self.newton_schulz.direction(update, norms));
         let has_after = self.has_parts(Stage::After);
         // The squares that parts compute have to be finite.
         let largest = if has_after { LARGEST_SQUARED } else { f64::MAX };
         let mut diverged = self.reject_matrices(&direction, diverged, first, largest);
-        let mut direction = direction;
         if has_after {
             let mask = || {
-                let rejected = rejected_matrices(rejected.unwrap_or(&diverged));
-                let diverged = diverged.clone().slice(s![first..first + k]);
+                let rejected = by_matrix(rejected.unwrap_or(&diverged));
+                let diverged = diverged.clone().slice(s![first..first + count]);
                 FiniteMask::from_rows(rejected.max_pair(diverged))
             };
             let context = Context { matrices, mask: &mask };
@@ -219,14 +207,4 @@ impl MuonUpdate {
 fn contiguous(batch: Tensor<3>) -> Tensor<3> {
     let (shape, elements) = (batch.dims(), batch.shape().num_elements());
     batch.reshape([elements]).reshape(shape)
-}
-
-/// The flags of parameters, repeated for each of their matrices.
-fn flags_of_matrices(flags: &Tensor<1>, parameters: &[MuonParameter], rows: &[usize]) -> Tensor<1> {
-    let flag = |(parameter, rows): (&MuonParameter, &usize)| {
-        std::iter::repeat_n(parameter.flag as i32, *rows)
-    };
-    let indices: Vec<i32> = parameters.iter().zip(rows).flat_map(flag).collect();
-    let indices = Tensor::<1, Int>::from_data(TensorData::from(&*indices), &flags.device());
-    flags.clone().select(0, indices)
 }

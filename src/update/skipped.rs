@@ -9,6 +9,7 @@ use burn::optim::{DynOptimizer, DynState, LearningRate, Optimizer, StateSink, St
 use burn::tensor::kind::BridgeTensor;
 use burn::tensor::{Device, Tensor};
 
+use super::state::{SKIPPED, Slots};
 use crate::error::{Error, Result};
 
 /// Steps between two looks at the counts. A look waits for the device, once for every optimizer
@@ -87,11 +88,6 @@ impl Place {
     /// Returns `true` if the state has counts.
     pub fn has_started(self) -> bool {
         self.entry.is_some()
-    }
-
-    /// The number of the next step since the state was made or loaded, starting at 1.
-    pub fn next_step(self) -> usize {
-        self.steps + 1
     }
 }
 
@@ -195,6 +191,24 @@ impl SkippedSteps {
         drop(known);
         log_warning(due);
         outcome
+    }
+
+    /// Adds what a step made of a state of one parameter to its count, 1 if it left the parameter
+    /// untouched, and [records](Self::record) the count.
+    ///
+    /// # Errors
+    ///
+    /// As [`record`](Self::record).
+    pub(crate) fn count(
+        &self,
+        slots: &mut Slots,
+        place: &mut Place,
+        skipped: Tensor<1>,
+    ) -> Result<()> {
+        let count = slots.take(SKIPPED.name) + skipped;
+        slots.put(SKIPPED.name, count.clone());
+        let times = [place.steps + 1];
+        self.record(place, count, &times, true)
     }
 
     fn lock(&self) -> MutexGuard<'_, Counts> {

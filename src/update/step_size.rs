@@ -43,15 +43,6 @@ impl WeightDecay {
     }
 }
 
-/// The factors on the learning rate that is given to a step.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct LrFactors {
-    /// Applies to the update and to the weight decay: that of a parameter's role.
-    pub role: f64,
-    /// Applies to the update, and not to decoupled weight decay: that of a matrix's shape.
-    pub scale: f64,
-}
-
 /// The size of a parameter's step, `P <- decay P - lr U`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StepSize {
@@ -64,10 +55,10 @@ pub(crate) struct StepSize {
 }
 
 impl StepSize {
-    /// The step size at a learning rate, at step `time` of the parameter.
-    pub fn new(lr: f64, factors: LrFactors, weight_decay: &WeightDecay, time: usize) -> Self {
-        let lr = lr * factors.role;
-        let scaled = lr * factors.scale;
+    /// The step size at a learning rate, at step `time` of the parameter. `scale` applies to the
+    /// update, and not to decoupled weight decay.
+    pub fn new(lr: f64, scale: f64, weight_decay: &WeightDecay, time: usize) -> Self {
+        let scaled = lr * scale;
         let rate = weight_decay.rate().at(time);
         let (decayed_at, cautious) = match weight_decay {
             WeightDecay::Decoupled(_) => (lr, false),
@@ -107,9 +98,8 @@ mod tests {
 
     #[test]
     fn only_the_decay_depends_on_the_method() {
-        let factors = LrFactors { role: 0.5, scale: 4.0 };
         let size = |decay: WeightDecay| {
-            let StepSize { decay, lr, cautious } = StepSize::new(0.2, factors, &decay, 0);
+            let StepSize { decay, lr, cautious } = StepSize::new(0.1, 4.0, &decay, 0);
             (decay, lr, cautious)
         };
         let rate = || Schedule::constant(0.25);

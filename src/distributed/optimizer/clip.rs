@@ -24,15 +24,8 @@ pub struct Clip {
 }
 
 impl Clip {
-    /// Clipping of a rank's gradients, where row `r` of all its buckets belongs to parameter
-    /// `row_parameters[r]`.
-    pub fn new(
-        max_norm: f64,
-        plan: &Plan,
-        rank: usize,
-        row_parameters: &[usize],
-        device: &Device,
-    ) -> Self {
+    /// Clipping of a rank's gradients.
+    pub fn new(max_norm: f64, plan: &Plan, rank: usize, device: &Device) -> Self {
         // The rows of a parameter follow those of the parameters before it.
         let mut first = vec![];
         let mut rows = 0;
@@ -40,29 +33,29 @@ impl Clip {
             first.push(rows);
             rows += parameter.elements().div_ceil(row_elements(parameter));
         }
-        // For every row of a bucket, its index in model order.
-        let positions = |bucket: &Bucket| {
-            let overlaps = bucket.overlaps(bucket.shard_range(rank));
-            let positions = overlaps.flat_map(|(index, elements, padding)| {
+        // For every row of this rank its parameter, and for every row that it counts its index in
+        // model order.
+        let (mut parameters, mut positions) = (vec![], vec![]);
+        for bucket in plan.buckets() {
+            for (index, elements, padding) in bucket.overlaps(bucket.shard_range(rank)) {
                 let parameter = &plan.parameters()[index];
                 let length = row_elements(parameter);
-                let rows = parameter.elements().div_ceil(length);
-                let start = elements.start.div_ceil(length);
                 let count = (elements.len() + padding) / length;
-                let first = first[index];
-                // Rows of padding after a parameter have no position.
-                (start..start + count).map(move |row| (row < rows).then_some(first + row))
-            });
-            positions.collect::<Vec<_>>()
-        };
-        let counted = plan.buckets().iter().filter(|bucket| counts(bucket, rank));
-        let positions: Vec<Option<usize>> = counted.flat_map(positions).collect();
+                parameters.extend(std::iter::repeat_n(index as i32, count));
+                if counts(bucket, rank) {
+                    let (start, first) = (elements.start.div_ceil(length), first[index]);
+                    let end = parameter.elements().div_ceil(length);
+                    // Rows of padding after a parameter have no position.
+                    let position = |row| (row < end).then_some(first + row);
+                    positions.extend((start..start + count).map(position));
+                }
+            }
+        }
         let mut sources = vec![positions.len() as i32; rows];
         for (row, position) in positions.into_iter().enumerate() {
             position.into_iter().for_each(|position| sources[position] = row as i32);
         }
         let sources = Tensor::from_data(TensorData::from(&*sources), device);
-        let parameters: Vec<i32> = row_parameters.iter().map(|index| *index as i32).collect();
         let parameters = Tensor::from_data(TensorData::from(&*parameters), device);
         Self { max_norm, sources, parameters, device: device.clone() }
     }

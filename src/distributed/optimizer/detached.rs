@@ -1,10 +1,11 @@
 //! The parameters and gradients of a step, detached from the model and reattached to it.
 
 use std::collections::HashMap;
+use std::ops::Range;
 
 use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 
 use crate::checks::ensure_gradient_matches;
 use crate::distributed::plan::{Bucket, Parameter};
@@ -45,6 +46,24 @@ impl FlatTensors {
         let taken = self.tensors[index].take()?;
         self.bytes -= bytes(&taken);
         Some(taken)
+    }
+
+    /// Takes elements of a parameter: moved out where they are all of it, so that the only
+    /// reference is updated in place. Zeros if the tensor is absent.
+    pub fn take_elements(
+        &mut self,
+        index: usize,
+        elements: Range<usize>,
+        dtype: DType,
+        device: &Device,
+    ) -> Tensor<1> {
+        match self.get(index) {
+            None => Tensor::zeros([elements.len()], (device, dtype)),
+            Some(whole) if whole.dims() == [elements.len()] => {
+                self.take(index).expect("the tensor was found above")
+            }
+            Some(value) => slices::slice(value, elements),
+        }
     }
 
     /// Stores the tensor of a parameter.
@@ -115,18 +134,11 @@ impl DetachedParameters {
 /// A bucket's buffer from the values of its parameters; zeros for absent parameters and for
 /// padding. A parameter that is one piece of the buffer is moved instead of copied.
 pub fn pack(values: &mut FlatTensors, bucket: &Bucket, device: &Device) -> Tensor<1> {
-    let zeros = |length: usize| Tensor::zeros([length], (device, bucket.dtype));
     let mut pieces = vec![];
     for (parameter, elements, padding) in bucket.overlaps(0..bucket.elements()) {
-        pieces.push(match values.get(parameter) {
-            None => zeros(elements.len()),
-            Some(whole) if whole.dims() == [elements.len()] => {
-                values.take(parameter).expect("the tensor was found above")
-            }
-            Some(value) => slices::slice(value, elements),
-        });
+        pieces.push(values.take_elements(parameter, elements, bucket.dtype, device));
         if padding > 0 {
-            pieces.push(zeros(padding));
+            pieces.push(Tensor::zeros([padding], (device, bucket.dtype)));
         }
     }
     slices::concat(pieces, bucket.dtype, device)
@@ -241,8 +253,6 @@ impl parameters::Map for Reattach<'_> {
 
 #[cfg(test)]
 mod tests {
-    use burn::tensor::DType;
-
     use super::*;
 
     /// The bytes, counted again from the tensors.

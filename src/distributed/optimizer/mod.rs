@@ -33,7 +33,7 @@ use clip::Clip;
 use counters::Counters;
 use memory::Snapshot;
 pub use memory::{MemoryReport, Usage};
-use shard::{RowParameters, Shard};
+use shard::Shard;
 use trained::TrainedParameter;
 
 /// Muon and AdamW for one model on many ranks, from
@@ -101,17 +101,14 @@ impl DistModuleOptimizer {
         let costs = costs(config.costs, world, &parameters, muon)?;
         let plan = setup::plan(config, world, parameters, &costs)?;
         let (rank, device) = (world.rank(), world.device().clone().inner());
-        let mut rows = RowParameters::default();
-        let shards = plan
-            .buckets()
-            .iter()
-            .map(|bucket| Shard::new(bucket, &trained, rank, (muon, adamw), &mut rows, &device));
+        let mut matrices = vec![];
+        let shards = plan.buckets().iter().map(|bucket| {
+            Shard::new(bucket, &trained, rank, (muon, adamw), &mut matrices, &device)
+        });
         let shards: Vec<Shard> = shards.collect();
-        let clip =
-            config.max_norm.map(|max_norm| Clip::new(max_norm, &plan, rank, &rows.all, &device));
-        let parameters = trained.iter();
-        let parameters =
-            parameters.map(|p| p.shape.iter().product::<usize>() * p.dtype.size()).sum();
+        let clip = config.max_norm.map(|max_norm| Clip::new(max_norm, &plan, rank, &device));
+        let parameters = plan.parameters().iter();
+        let parameters = parameters.map(|p| p.elements() * p.dtype.size()).sum();
         let states = shards.iter().map(Shard::state_bytes).sum();
         let mut memory = MemoryReport::default();
         memory.observe(Snapshot { parameters, states, ..Snapshot::default() });
@@ -120,8 +117,8 @@ impl DistModuleOptimizer {
             counters: Counters::new(trained.len(), &device),
             skipped: skipped.clone(),
             place: Place::default(),
-            diverged: Tensor::zeros([rows.matrices.len()], (&device, DType::F32)),
-            matrices: RowSums::new(&rows.matrices, trained.len(), &device),
+            diverged: Tensor::zeros([matrices.len()], (&device, DType::F32)),
+            matrices: RowSums::new(&matrices, trained.len(), &device),
             routing,
             plan,
             shards,

@@ -445,7 +445,7 @@ fn scalars(parameter: &TrainedParameter) -> Vec<(&'static str, usize)> {
     match parameter.kind {
         Kind::Muon { .. } => scalars.push((TIME, parameter.time)),
         // AdamW has no schedules of its own, and its corrections count its steps.
-        Kind::AdamW => {}
+        Kind::AdamW { .. } => {}
     }
     scalars
 }

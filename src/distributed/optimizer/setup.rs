@@ -31,7 +31,9 @@ pub fn trained<M: Module>(
             ParameterRole::Embedding
             | ParameterRole::Head
             | ParameterRole::Vector
-            | ParameterRole::Frozen => (Kind::AdamW, Work::Elements),
+            | ParameterRole::Frozen => {
+                (Kind::AdamW { lr: routing.role_lr(route.role) }, Work::Elements)
+            }
         };
         let planned = Parameter {
             path: found.path.clone(),
@@ -39,15 +41,8 @@ pub fn trained<M: Module>(
             dtype: found.dtype,
             work,
         };
-        let trained = TrainedParameter {
-            path: found.path,
-            id: route.id,
-            shape: found.shape,
-            dtype: found.dtype,
-            time: 0,
-            lr: routing.lr_factors(route),
-            kind,
-        };
+        let trained =
+            TrainedParameter { path: found.path, id: route.id, shape: found.shape, time: 0, kind };
         Ok((trained, planned))
     });
     Ok(both.collect::<Result<Vec<_>>>()?.into_iter().unzip())

@@ -7,16 +7,14 @@ use std::cmp::Reverse;
 use std::ops::Range;
 use std::sync::Arc;
 
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use super::detached::FlatTensors;
 use super::trained::{Kind, TrainedParameter};
-use crate::backend::{AdamWControls, FlaggedRows, KernelPolicy, ScaledNorms, reject};
+use crate::backend::{AdamWControls, AdamWRows, FlaggedRows, KernelPolicy, ScaledNorms, reject};
 use crate::distributed::plan::{Bucket, BucketKind, ROW_ELEMENTS};
 use crate::slices;
-use crate::update::{
-    AdamWParameter, AdamWUpdate, Matrices, MuonBatch, MuonParameter, MuonUpdate, Slots, StepSize,
-};
+use crate::update::{AdamWUpdate, Matrices, MuonBatch, MuonParameter, MuonUpdate, Slots, StepSize};
 
 /// A rank's part of a bucket.
 pub struct Shard {
@@ -31,7 +29,6 @@ pub struct Shard {
 }
 
 /// The rule for the parameters of a shard.
-#[derive(Clone)]
 enum Update {
     Muon(Arc<MuonUpdate>),
     AdamW(Arc<AdamWUpdate>),
@@ -55,19 +52,18 @@ struct Batch {
     elements: Range<usize>,
     /// Elements of a row.
     row: usize,
-    /// The matrices, and the index of the first among the flags of all matrices of the rank. `None`
-    /// for AdamW.
-    matrices: Option<(Matrices, usize)>,
+    /// `None` for AdamW.
+    matrices: Option<MatrixRows>,
     state: Slots,
 }
 
-/// The parameter of every row of a rank, those of one bucket after those of another.
-#[derive(Default)]
-pub struct RowParameters {
-    /// All rows: matrices, and [`ROW_ELEMENTS`] elements of parameters that AdamW updates.
-    pub all: Vec<usize>,
-    /// Only the matrices.
-    pub matrices: Vec<usize>,
+/// Rows that are matrices.
+struct MatrixRows {
+    matrices: Matrices,
+    /// Index of the first among the flags of all matrices of the rank.
+    first: usize,
+    /// For each of them, the index of its parameter.
+    parameters: Tensor<1, Int>,
 }
 
 /// The device's decisions of a step.
@@ -88,28 +84,26 @@ pub struct StepInputs {
 }
 
 impl Shard {
-    /// A shard whose state is zero. Its rows are added to those that the rank has.
+    /// A shard whose state is zero. The parameters of its matrices are added to those of the
+    /// matrices that the rank has.
     pub fn new(
         bucket: &Bucket,
         parameters: &[TrainedParameter],
         rank: usize,
         (muon, adamw): (&Arc<MuonUpdate>, &Arc<AdamWUpdate>),
-        rows: &mut RowParameters,
+        rank_matrices: &mut Vec<usize>,
         device: &Device,
     ) -> Self {
         let range = bucket.shard_range(rank);
         let mut runs = runs(bucket, &range);
         let (update, batches) = match bucket.kind {
             BucketKind::Matrices => {
-                let matrices = matrices(bucket, parameters, &range);
-                let first = rows.matrices.len();
+                let first = rank_matrices.len();
                 let batches = batches(&runs, parameters, first, (bucket.dtype, device), muon);
-                rows.all.extend(&matrices);
-                rows.matrices.extend(matrices);
+                rank_matrices.extend(matrices(bucket, parameters, &range));
                 (Update::Muon(muon.clone()), batches)
             }
             BucketKind::Elements | BucketKind::Replicated => {
-                rows.all.extend(element_rows(bucket, &range));
                 // Runs of similar length are neighbours: a launch processes several as if all had
                 // the length of the longest, and reads them in vectors only if all lengths are
                 // multiples of 8.
@@ -137,15 +131,9 @@ impl Shard {
     /// The values of this rank's parameters, each where it is stored: moved out where the rank has
     /// all of it. Zeros for those that are absent.
     pub fn take(&self, values: &mut FlatTensors) -> Vec<Tensor<1>> {
+        let (dtype, device) = (self.bucket.dtype, &self.device);
         let each = self.runs.iter().map(|Run { parameter, elements, .. }| {
-            match values.get(*parameter) {
-                None => Tensor::zeros([elements.len()], (&self.device, self.bucket.dtype)),
-                // Moved, so that the only reference is updated in place.
-                Some(whole) if whole.dims() == [elements.len()] => {
-                    values.take(*parameter).expect("the tensor was found above")
-                }
-                Some(value) => slices::slice(value, elements.clone()),
-            }
+            values.take_elements(*parameter, elements.clone(), dtype, device)
         });
         each.collect()
     }
@@ -217,12 +205,12 @@ impl Shard {
         inputs: &StepInputs,
         diverged: &mut Tensor<1>,
     ) -> Vec<Tensor<1>> {
-        let (update, all) = (self.update.clone(), &self.runs);
-        let updated = self.batches.iter_mut().map(|batch| {
+        let (update, all) = (&self.update, &self.runs);
+        let updated = self.batches.iter_mut().flat_map(|batch| {
             let runs = &all[batch.runs.clone()];
             let gradients = gradients.drain(..runs.len()).collect();
             let values = values.drain(..runs.len()).collect();
-            match &update {
+            match update {
                 Update::Muon(muon) => batch.update_matrices(
                     muon,
                     runs,
@@ -236,7 +224,7 @@ impl Shard {
                 }
             }
         });
-        updated.collect::<Vec<_>>().concat()
+        updated.collect()
     }
 
     /// The values of a slot, flat, in the order of the shard.
@@ -271,8 +259,8 @@ impl Batch {
         inputs: &StepInputs,
         diverged: &mut Tensor<1>,
     ) -> Vec<Tensor<1>> {
-        let (Matrices { shape: [m, n], layout }, first) =
-            self.matrices.expect("a batch of matrices");
+        let rows = self.matrices.as_ref().expect("a batch of matrices");
+        let indices = &rows.parameters;
         let parameter = |run: &Run| MuonParameter {
             flag: run.parameter,
             time: inputs.times[run.parameter],
@@ -280,14 +268,15 @@ impl Batch {
         };
         let parameters: Vec<_> = runs.iter().map(parameter).collect();
         let batch = MuonBatch {
-            shape: [self.elements.len() / self.row, m, n],
-            layout,
+            count: self.elements.len() / self.row,
+            matrices: rows.matrices,
             parameters: &parameters,
             gradients,
             values,
             factor: controls.factor.as_ref(),
             rejected: Some(&controls.rejected),
-            first,
+            by_matrix: &|flags| flags.clone().select(0, indices.clone()),
+            first: rows.first,
         };
         // Moved out: with a second reference, the flags would be copied before they are written.
         let empty = slices::empty(DType::F32, &diverged.device());
@@ -305,14 +294,13 @@ impl Batch {
         StepControls { rejected, corrections, factor }: &StepControls,
         inputs: &StepInputs,
     ) -> Vec<Tensor<1>> {
-        let parameter = |run: &Run| AdamWParameter {
-            flag: run.parameter,
-            first: run.range.start,
-            size: inputs.sizes[run.parameter],
+        let row = |run: &Run| {
+            let StepSize { decay, lr, .. } = inputs.sizes[run.parameter];
+            AdamWRows { flag: run.parameter, first: run.range.start, decay, lr }
         };
-        let parameters: Vec<_> = runs.iter().map(parameter).collect();
+        let rows: Vec<_> = runs.iter().map(row).collect();
         let controls = AdamWControls { rejected, corrections, factor: factor.as_ref() };
-        adamw.step(values, gradients, &mut self.state, &controls, &parameters)
+        adamw.step(values, gradients, &mut self.state, &controls, &rows)
     }
 }
 
@@ -356,7 +344,7 @@ fn batches(
 ) -> Vec<Batch> {
     let matrices = |run: &Run| match parameters[run.parameter].kind {
         Kind::Muon { matrices, .. } => matrices,
-        Kind::AdamW => unreachable!("a bucket of matrices has no other parameters"),
+        Kind::AdamW { .. } => unreachable!("a bucket of matrices has no other parameters"),
     };
     // Only parts depend on the layout.
     let alike = |a: &Run, b: &Run| {
@@ -375,7 +363,11 @@ fn batches(
             runs: next..next + runs.len(),
             elements,
             row: m * n,
-            matrices: Some((matrices, first)),
+            matrices: Some(MatrixRows {
+                matrices,
+                first,
+                parameters: indices(runs, m * n, device),
+            }),
             state,
         };
         next += runs.len();
@@ -385,10 +377,10 @@ fn batches(
     batches.collect()
 }
 
-/// The parameter of every row of elements of a shard.
-fn element_rows(bucket: &Bucket, shard: &Range<usize>) -> Vec<usize> {
-    let rows = bucket.overlaps(shard.clone()).flat_map(|(parameter, elements, padding)| {
-        std::iter::repeat_n(parameter, (elements.len() + padding) / ROW_ELEMENTS)
-    });
-    rows.collect()
+/// The parameter of every matrix of some runs, on the device.
+fn indices(runs: &[Run], matrix: usize, device: &Device) -> Tensor<1, Int> {
+    let indices = runs
+        .iter()
+        .flat_map(|run| std::iter::repeat_n(run.parameter as i32, run.range.len() / matrix));
+    Tensor::from_data(TensorData::from(&*indices.collect::<Vec<_>>()), device)
 }

@@ -1,9 +1,9 @@
 //! The trained parameters, as the optimizer knows them.
 
 use burn::module::ParamId;
-use burn::tensor::DType;
 
-use crate::update::{AdamWUpdate, LrFactors, Matrices, MuonUpdate, SKIPPED, Slot, StepSize};
+use super::counters::COUNTERS;
+use crate::update::{AdamWUpdate, Matrices, MuonUpdate, SKIPPED, Slot, StepSize};
 
 /// A trained parameter.
 pub struct TrainedParameter {
@@ -12,10 +12,8 @@ pub struct TrainedParameter {
     pub id: ParamId,
     /// Its shape in the model.
     pub shape: Vec<usize>,
-    pub dtype: DType,
     /// Steps in which it had a gradient on any rank: its position in the schedules.
     pub time: usize,
-    pub lr: LrFactors,
     pub kind: Kind,
 }
 
@@ -24,8 +22,8 @@ pub struct TrainedParameter {
 pub enum Kind {
     /// As `count` matrices, by Muon.
     Muon { count: usize, matrices: Matrices },
-    /// Element by element, by AdamW.
-    AdamW,
+    /// Element by element, by AdamW, at `lr` times the learning rate.
+    AdamW { lr: f64 },
 }
 
 impl TrainedParameter {
@@ -33,7 +31,7 @@ impl TrainedParameter {
     pub fn batch(&self) -> [usize; 3] {
         match self.kind {
             Kind::Muon { count, matrices: Matrices { shape: [m, n], .. } } => [count, m, n],
-            Kind::AdamW => AdamWUpdate::batch(&self.shape),
+            Kind::AdamW { .. } => AdamWUpdate::batch(&self.shape),
         }
     }
 
@@ -41,7 +39,7 @@ impl TrainedParameter {
     pub fn slots(&self, muon: &MuonUpdate) -> Vec<Slot> {
         match self.kind {
             Kind::Muon { matrices, .. } => muon.slots(matrices),
-            Kind::AdamW => AdamWUpdate::SLOTS.to_vec(),
+            Kind::AdamW { .. } => AdamWUpdate::SLOTS.to_vec(),
         }
     }
 
@@ -49,15 +47,15 @@ impl TrainedParameter {
     pub fn counters(&self) -> &'static [Slot] {
         match self.kind {
             Kind::Muon { .. } => &[SKIPPED],
-            Kind::AdamW => &[SKIPPED, AdamWUpdate::CORRECTIONS[0], AdamWUpdate::CORRECTIONS[1]],
+            Kind::AdamW { .. } => &COUNTERS,
         }
     }
 
     /// The size of its next step.
     pub fn size(&self, lr: f64, muon: &MuonUpdate, adamw: &AdamWUpdate) -> StepSize {
         match self.kind {
-            Kind::Muon { .. } => muon.size(lr, self.lr, self.time),
-            Kind::AdamW => adamw.size(lr, self.lr.role),
+            Kind::Muon { matrices, .. } => muon.size(lr, matrices, self.time),
+            Kind::AdamW { lr: role } => adamw.size(lr, role),
         }
     }
 }

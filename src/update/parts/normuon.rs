@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use super::super::state::{Extent, Slot, SlotDtype, Slots};
 use super::{Behaviour, Context, Matrices, Part, Stage};
-use crate::error::{Error, Result};
+use crate::checks::ensure_decay;
+use crate::error::Result;
 
 /// Name of the second moment in records.
 pub(super) const SECOND_MOMENT: &str = "second_moment";
@@ -62,12 +63,7 @@ impl Behaviour for NorMuon {
     }
 
     fn check(&self) -> Result<()> {
-        match (0.0..1.0).contains(&self.beta_2) {
-            true => Ok(()),
-            false => {
-                Err(Error::setting("NorMuon.beta_2", self.beta_2, "at least 0 and less than 1"))
-            }
-        }
+        ensure_decay("NorMuon.beta_2", self.beta_2)
     }
 
     fn slots(&self, matrices: Matrices) -> Vec<Slot> {
