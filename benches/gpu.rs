@@ -35,7 +35,7 @@ use distmuon::{
 const FLOOR_TFLOPS: f64 = 790.0;
 
 /// Shortest time of a measurement, in milliseconds. A synchronisation and a flush of Burn's queue
-/// take longer than a short kernel, so that they follow many launches together.
+/// take longer than a short kernel, so each measurement has many launches and only one of each.
 const MIN_MS: f64 = 3.0;
 
 #[derive(Parser)]
@@ -46,7 +46,7 @@ struct Options {
     /// Shapes of products and iterations.
     #[arg(long, value_enum, default_value_t = ShapeGroup::Small)]
     group: ShapeGroup,
-    /// Other shapes, also for steps, such as small ones for a device in software: `[k x] m x n`,
+    /// Other shapes, also for steps, such as small ones for a software device: `[k x] m x n`,
     /// separated by commas.
     #[arg(long, value_delimiter = ',')]
     shapes: Vec<String>,
@@ -461,7 +461,7 @@ where
     let model = Matrices::new(layer, &device);
     let gradients = Matrices::new(layer, &device);
     let mut step = init(&model)?;
-    // There is no other reference to the model, so that it is updated in place.
+    // There is no other reference to the model, so it is updated in place.
     let mut trained = Some(model);
     let Time { total, host } = bench.time(|| {
         let model = trained.take().expect("every run puts the model back");

@@ -10,8 +10,8 @@
 #
 # LIMIT and BUDGET are seconds, of a step and of all steps together: a step that exceeds them is
 # ended. OUT is the folder of gpu.log and of the results. BURN_DEVICE is the device, cuda if not
-# set; devices in software measure tiny shapes. In a source tree, PROFILE is cargo's profile, RUNNER
-# a command that starts the programs, and TESTS a selection of tests.
+# set; software devices measure tiny shapes. In a source tree, PROFILE is cargo's profile, RUNNER a
+# command that starts the programs, and TESTS a selection of tests.
 set -euo pipefail
 # A build that fails also ends `pack`.
 shopt -s inherit_errexit
@@ -197,7 +197,7 @@ finish() {
 check_cuda() {
   local folder toolkit=
   command -v nvidia-smi >/dev/null ||
-    refuse "the NVIDIA driver is missing: expected nvidia-smi; for a device in software, set BURN_DEVICE=vulkan"
+    refuse "the NVIDIA driver is missing: expected nvidia-smi; for a software device, set BURN_DEVICE=vulkan"
   [ -z "$packed" ] || return 0 # run.sh sets CUDA_PATH
   for folder in "${CUDA_PATH:-}" "$(dirname "$(dirname "$(command -v nvcc || echo /usr/bin/nvcc)")")" /usr/local/cuda \
     /opt/cuda "$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0] + "/cu13")' 2>/dev/null || true)"; do
@@ -208,7 +208,7 @@ check_cuda() {
   export CUDA_PATH=$toolkit
 }
 
-# Prints the name of the GPU and its driver, or the device in software.
+# Prints the name of the GPU and its driver, or the software device.
 gpu() { nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | head -1 || echo "$device"; }
 
 # Prints the name of the LLVM library that compiles the kernels. A build may have another one than

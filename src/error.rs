@@ -133,7 +133,7 @@ pub enum Error {
         /// The file of the rank that differs.
         got: String,
     },
-    /// Another rank failed, so that this rank can't continue.
+    /// Another rank failed, so this rank can't continue.
     #[error("rank {rank} failed: {cause}; fix the cause and restart all ranks")]
     PeerFailed {
         /// The rank that failed first.

@@ -10,7 +10,7 @@
 //! | start ranks as processes, on one host or several | [`hosts`] |
 //! | use burn-train's `Learner` | [`learner`] |
 //! | save a run and continue it, also on another number of ranks | [`resuming`] |
-//! | keep a layer from Muon, freeze it, or train LoRA adapters | [`excluding`] |
+//! | exclude a layer from Muon, freeze it, or train LoRA adapters | [`excluding`] |
 //! | clip gradients | [`clipping`] |
 //! | step once for several batches | [`accumulation`] |
 //! | see the routing, the skips and the memory of a run | [`watching`] |
@@ -141,7 +141,7 @@ pub mod cost {}
 #[doc = include_str!("../docs/guide/troubleshooting.md")]
 pub mod troubleshooting {}
 
-/// The build and the command that prove and measure the crate on a GPU.
+/// The build and the command that test and measure the crate on a GPU.
 ///
 /// [docs/results]: crate::guide#other-documents
 /// [counts]: crate::guide#other-documents

@@ -41,7 +41,7 @@ impl MatrixView {
         }
     }
 
-    /// Returns the batch `[k, m, n]` of `k` matrices as which a parameter of this shape is seen.
+    /// Returns the batch `[k, m, n]` of `k` matrices that a parameter of this shape is seen as.
     ///
     /// # Errors
     ///

@@ -268,7 +268,7 @@ pub(crate) mod gpu {
             let config = DistMuonConfig::new().with_muon(muon).with_bucket_mb(Some(0.02));
             let mut optim = config.init(world, &net)?;
             // A step in a world of one sends nothing. A call with 256 MB occupies NCCL's stream for
-            // some 0.1 ms, so that all of them last until a recording begins.
+            // some 0.1 ms, so all of them last until a recording begins.
             let long = Tensor::<1>::ones([1 << 26], &world.device().clone().inner());
             for step in 0..3 {
                 let gradients = gradients(&net, step);

@@ -12,7 +12,7 @@ use distmuon::comm::{Communicator, Pending, ReduceOp, World};
 const BYTES: [usize; 3] = [64 << 10, 1 << 20, 16 << 20];
 const ROUNDS: usize = 15;
 /// Bytes that the calls between two synchronisations move together. A synchronisation takes longer
-/// than a small call, so that small calls are repeated.
+/// than a small call, so small calls are repeated.
 const ROUND_BYTES: usize = 4 << 20;
 
 type Start = fn(&Communicator, Tensor<1>) -> Result<Pending>;

@@ -128,7 +128,7 @@ pub(crate) fn check_buffer(
     dtype: ElemType,
 ) -> Result<()> {
     let bytes = handle.size_in_used();
-    // Saturates for extents that no buffer has, so that those are also rejected.
+    // Saturates for extents that no buffer has, so those are also rejected.
     let needed = elements.saturating_mul(dtype.size()) as u64;
     if bytes < needed { Err(Error::Buffer { operand, bytes, needed }) } else { Ok(()) }
 }

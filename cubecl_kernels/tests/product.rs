@@ -322,7 +322,7 @@ fn check_grid<F: Real>(tolerance: f64) {
 }
 
 /// Checks samples of the entries of one product. All matrices of the batch have the same values, so
-/// that the buffer of one matrix is enough.
+/// the buffer of one matrix is enough.
 fn sample<F: Real>(
     client: &Client,
     tiling: &Tiling,

@@ -17,7 +17,7 @@ use tokenizers::{AddedToken, TokenizerBuilder, TokenizerImpl};
 use walkdir::WalkDir;
 
 /// Crates whose sources are the default text. The lock file names their versions and every build
-/// unpacks them, so that one lock file gives one text.
+/// unpacks them, so one lock file gives one text.
 const DEFAULT_CRATES: [&str; 10] = [
     "burn-autodiff",
     "burn-backend",
@@ -153,7 +153,7 @@ impl Corpus {
             data.unwrap_or(Path::new("(default)")).display(),
             BLOCK * VALIDATION_EVERY
         );
-        // SAFETY: the file has no name and no other handle, so that no other process can change it.
+        // SAFETY: the file has no name and no other handle, so no other process can change it.
         let tokens = unsafe { Mmap::map(&file) }.context("can't map the tokens")?;
         tracing::info!("text: {} files, {} bytes, {count} tokens", files.len(), text.len());
         let mut hasher = DefaultHasher::new();

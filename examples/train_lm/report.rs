@@ -88,7 +88,7 @@ pub fn plot(path: &Path, title: &str, summaries: &[Summary]) -> Result<()> {
     let points: Vec<_> = curves.iter().flat_map(|curve| curve.points.iter().copied()).collect();
     let drawing = if points.is_empty() {
         Err(anyhow!(
-            "there is no loss to draw: expected a finite one of a validation after step 0; \
+            "there is no loss to draw: expected a finite validation loss after step 0; \
              lower --lr or --eval-every"
         ))
     } else {

@@ -287,8 +287,8 @@ impl Run<'_> {
         self.settings.batch * self.sizes.context
     }
 
-    /// The seed of a step's batch. It does not depend on earlier steps, so that a resumed run draws
-    /// the same batches as an uninterrupted one.
+    /// The seed of a step's batch. It does not depend on earlier steps, so a resumed run draws the
+    /// same batches as an uninterrupted one.
     fn batch_seed(&self, step: usize) -> u64 {
         self.settings.seed.wrapping_mul(1_000_003).wrapping_add(step as u64)
     }

@@ -10,7 +10,7 @@ use crate::update::{AdamWUpdate, RoleLr};
 
 /// Configuration of AdamW for embeddings, the output head, vectors and scalars.
 ///
-/// The `*_lr` are factors on the learning rate given to `step`, so that one schedule changes all
+/// The `*_lr` are factors on the learning rate given to `step`, so one schedule changes all
 /// learning rates. For separate schedules, see [`Routing::group`](crate::Routing::group).
 #[derive(Config, Debug)]
 pub struct AdamWConfig {

@@ -160,8 +160,8 @@ mod tests {
     use crate::backend::KernelPolicy;
     use crate::skips::lacks;
 
-    /// The square of such a gradient is zero in float16, so that the step after it would be divided
-    /// by epsilon.
+    /// The square of such a gradient is zero in float16, so the step after it would be divided by
+    /// epsilon.
     #[test]
     fn small_gradients_in_float16_make_small_steps() {
         let device = Device::default();

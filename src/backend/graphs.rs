@@ -4,8 +4,8 @@
 //! encodes the launches again), the first batch of a shape is iterated a few times and recorded
 //! with the buffers that it used; later ones are copied into the first buffer, the graph is
 //! replayed, and the result is copied out. Momentum, learning rate and weight decay have no part in
-//! it, so that no schedule makes a recording stale. What a recording needs stays in memory: its
-//! batch, everything in between, and the result.
+//! it, so no schedule makes a recording stale. What a recording needs stays in memory: its batch,
+//! everything in between, and the result.
 //!
 //! The rest of a step is not recorded, since gradients and parameters lie somewhere else at every
 //! step: of each batch, the gradient, the parameter, the momentum and three rates would have to be
@@ -94,8 +94,8 @@ impl Recording {
         let _norms =
             self.norms.as_ref().zip(norms).map(|(old, PartialNorms(new))| overwrite(old, new));
         // SAFETY: the recording keeps its inputs, the closure and the result alive. The key has the
-        // thread, hence the stream, and the lock is held, so that no other thread uses the buffers
-        // until the copy below has been queued on the same stream.
+        // thread, hence the stream, and the lock is held, so no other thread uses the buffers until
+        // the copy below has been queued on the same stream.
         let result = unsafe { self.graph.replay() };
         result.clone().mul_scalar(1.0)
     }

@@ -1,9 +1,9 @@
 //! Checkpoints: model, optimizer and progress of a run in one file, which is replaced atomically.
 //!
 //! A checkpoint is written to a temporary file in the folder of its destination, synced and
-//! renamed, so that an interrupted save leaves the previous checkpoint in place. Every byte is
-//! covered by a checksum, which is verified when the byte is read. Tensors are written and read one
-//! at a time.
+//! renamed, so an interrupted save leaves the previous checkpoint in place. Every byte is covered
+//! by a checksum, which is verified when the byte is read. Tensors are written and read one at a
+//! time.
 //!
 //! ```
 //! use burn::{nn::LinearConfig, tensor::Device};
@@ -145,8 +145,8 @@ pub fn save<M: Module, T: Serialize>(
 /// Loads a run into a model and an optimizer that were made like the saved ones. Returns the model,
 /// the optimizer and the progress.
 ///
-/// On many ranks all of them make this call. Each reads its part of the file, so that every host
-/// has to have the file.
+/// On many ranks all of them make this call. Each reads its part of the file, so every host has to
+/// have the file.
 ///
 /// The model is read one parameter at a time. A [`ModuleOptimizer`] accepts its state only as a
 /// whole: the host holds the state once, and twice while it is compared with the state of the

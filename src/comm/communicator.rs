@@ -252,7 +252,7 @@ mod tests {
     use super::*;
     use crate::error::Error;
 
-    /// Rank 1 of 3. The other ranks never come, so that only argument errors return at once.
+    /// Rank 1 of 3. The other ranks never come, so only argument errors return at once.
     fn rank_1() -> Communicator {
         Threads::world(&vec![Device::default(); 3], Duration::from_secs(60)).swap_remove(1).into()
     }

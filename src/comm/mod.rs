@@ -6,9 +6,9 @@
 //! between. Names and meanings are those of MPI and NCCL. The ranks' parts of a buffer may have
 //! different lengths, also zero.
 //!
-//! Reductions are exact: every engine adds up in float32, in the same order, so that all engines
-//! return the same bits. Only NCCL's own reductions, which are optional (`Reduction::Native`), add
-//! up in another order.
+//! Reductions are exact: every engine adds up in float32, in the same order, so all engines return
+//! the same bits. Only NCCL's own reductions, which are optional (`Reduction::Native`), add up in
+//! another order.
 //!
 //! | engine | ranks | constructor | feature | needs |
 //! |---|---|---|---|---|

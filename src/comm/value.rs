@@ -1,7 +1,7 @@
 //! Small values of the host as bytes, and back.
 //!
 //! The format is MessagePack. It represents every float, infinities and NaN included, and it names
-//! fields, so that types may leave some out.
+//! fields, so types may leave some out.
 
 use serde::{Serialize, de::DeserializeOwned};
 

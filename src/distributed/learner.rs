@@ -66,9 +66,9 @@ use crate::update::SkippedSteps;
 ///   ranks do not collect it;
 /// - the training items are cut into one part of equal length per rank. The remaining items, fewer
 ///   than there are ranks, are not used. A step takes the mean of the gradients of all ranks, so
-///   that `N` ranks with batches of `B` items train as one rank with batches of `N B` items;
+///   `N` ranks with batches of `B` items train as one rank with batches of `N B` items;
 /// - the validation items are also divided between the ranks;
-/// - [`TrainStep::optimize`] is not called, so that a model's override of it has no effect;
+/// - [`TrainStep::optimize`] is not called, so a model's override of it has no effect;
 /// - the initial model stays in memory in addition to the models of the ranks.
 ///
 /// The optimizer of the learner is checked when training starts: an optimizer of another kind is
@@ -363,8 +363,8 @@ impl<M: LearnerModel> Worker<'_, M> {
         if self.is_interrupted()? {
             return Ok(true);
         }
-        // Burn's checkpointers accept only whole records, and do not tell in advance if they will
-        // save: rank 0 collects the state at every epoch.
+        // Burn's checkpointers accept only whole records, and do not tell in advance whether they
+        // will save: rank 0 collects the state at every epoch.
         let record = if self.run.saves { self.optim.gather_record()? } else { None };
         let Some(main) = &mut self.main else { return self.world.any(false) };
         if let (Some(checkpointer), Some(record)) = (&mut main.checkpointer, record) {
@@ -441,8 +441,8 @@ fn take<T>(slot: &Mutex<Option<T>>) -> T {
     slot.lock().expect("no holder of the lock panics").take().expect("each rank takes once")
 }
 
-/// The state of a learner's optimizer. A learner gives its state to checkpointers only, so that
-/// this saves with a checkpointer that sends the record back.
+/// The state of a learner's optimizer. A learner gives its state to checkpointers only, so this
+/// saves with a checkpointer that sends the record back.
 fn state<M: LearnerModel>(learner: &Learner<M>, store: &EventStoreClient) -> OptimizerRecord {
     let (sender, states) = mpsc::channel();
     let mut checkpointer = LearningCheckpointer::new(

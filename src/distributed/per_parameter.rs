@@ -23,7 +23,7 @@ use crate::update::{Counting, SkippedSteps};
 /// [`DistModuleOptimizer`](super::DistModuleOptimizer). Since Burn passes one parameter at a time,
 /// and needs the new value before the next one, `DistMuon` is more limited:
 ///
-/// - gradients are not reduced: they have to be averaged already, and equal on all ranks;
+/// - gradients are not reduced: they have to be averages, equal on all ranks;
 /// - matrices of one shape do not form batches;
 /// - owners do not work at the same time on a backend that computes when it is called (Flex). On a
 ///   backend that queues work, such as CUDA, the work of owners overlaps as far as copies between

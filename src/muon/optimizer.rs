@@ -21,8 +21,8 @@ const REQUIRED_SLOTS: [&str; 2] = [MOMENTUM, SKIPPED.name];
 /// Muon as a Burn [`Optimizer`]: the rule for one parameter, built by
 /// [`MuonConfig::build`](super::MuonConfig::build).
 ///
-/// [`MuonConfig::init`](super::MuonConfig::init) combines it with AdamW to an optimizer for a whole
-/// model. To combine it with others by hand, pass it to
+/// [`MuonConfig::init`](super::MuonConfig::init) combines it with AdamW into an optimizer for a
+/// whole model. To combine it with others by hand, pass it to
 /// [`ModuleOptimizer::with_group`](burn::optim::ModuleOptimizer::with_group).
 #[derive(Clone, Debug)]
 pub struct Muon {
@@ -105,8 +105,8 @@ impl Muon {
         &self.update.newton_schulz
     }
 
-    /// The rule for one parameter. All states that it makes or loads belong to that parameter, so
-    /// that a later state replaces an earlier one in the counts.
+    /// The rule for one parameter. All states that it makes or loads belong to that parameter, so a
+    /// later state replaces an earlier one in the counts.
     pub(crate) fn for_parameter(
         update: &Arc<MuonUpdate>,
         parameter: &str,

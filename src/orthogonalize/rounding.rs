@@ -5,9 +5,9 @@
 //! independently of all others. Through an odd polynomial `f` of `X`, the symmetric part
 //! `E_ij + E_ji` is multiplied by `(f(s_i) - f(s_j)) / (s_i - s_j)`, and the antisymmetric part by
 //! `(f(s_i) + f(s_j)) / (s_i + s_j)` (Daleckii and Krein; Higham, Functions of Matrices, theorem
-//! 3.11, for the matrix with blocks `X` and `X^T`). The singular vectors are taken as random, so
-//! that the rounding error of a product is distributed evenly over all entries. The errors of
-//! different products are taken as independent, so that their squares add.
+//! 3.11, for the matrix with blocks `X` and `X^T`). The singular vectors are assumed to be random,
+//! so the rounding error of a product is distributed evenly over all entries. The errors of
+//! different products are assumed to be independent, so their squares add.
 //!
 //! Of a symmetric product only the lower triangle is computed and then mirrored. Once `Q` and `R`
 //! have errors, `Q Z` and `R Z` are not exactly symmetric. The antisymmetric part of their errors

@@ -16,7 +16,7 @@ pub enum LrScale {
     /// `sqrt(max(1, outputs / inputs))`: 1.414 (Keller Jordan,
     /// <https://kellerjordan.github.io/posts/muon/>).
     Original,
-    /// `0.2 sqrt(max(outputs, inputs))`: 6.4. Updates are as large as AdamW's, so that its learning
+    /// `0.2 sqrt(max(outputs, inputs))`: 6.4. Updates are as large as AdamW's, so AdamW's learning
     /// rate and weight decay carry over (Liu et al., <https://arxiv.org/abs/2502.16982>).
     MatchRmsAdamW,
     /// `sqrt(outputs / inputs)`: 1.414. The effect on activations is the same at any width

@@ -38,12 +38,12 @@ pub(crate) enum Extent {
 /// The type of a slot's values, given that of the parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SlotDtype {
-    /// The parameter's type, but float32 for float16: its least number is 6e-8, so that a sum of
-    /// small gradients would lose its digits.
+    /// The parameter's type, but float32 for float16: its smallest number is 6e-8, so a sum of
+    /// small gradients would lose digits.
     Parameter,
     /// float32, and float64 for float64. In float16, squares of gradients below 1e-3 are zero, and
-    /// of those above 255 infinite; in bfloat16, `0.999 V` rounds to `V`, so that a moving average
-    /// never decreases.
+    /// of those above 255 infinite; in bfloat16, `0.999 V` rounds to `V`, so a moving average would
+    /// never decrease.
     Precise,
     /// float32, for counters.
     F32,
@@ -79,7 +79,7 @@ impl Extent {
     }
 
     /// The shape of the values in records, for a parameter of a shape: that of the parameter, where
-    /// there is one value per element, so that records are those of Burn's own optimizers.
+    /// there is one value per element, so records are those of Burn's own optimizers.
     pub fn recorded(self, parameter: &[usize], batch: [usize; 3]) -> Vec<usize> {
         match self {
             Self::Element => parameter.to_vec(),

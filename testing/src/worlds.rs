@@ -210,7 +210,7 @@ fn nccl<T: Send>(
 }
 
 /// Returns a port that nothing listens on, and that no other call in this process returns. It is
-/// below the ports that systems assign by themselves, so that no other process takes it meanwhile.
+/// below the ports that systems assign by themselves, so no other process takes it meanwhile.
 pub fn free_port() -> u16 {
     static CALLS: AtomicU32 = AtomicU32::new(0);
     loop {

@@ -185,7 +185,7 @@ fn ranks_that_load_different_records_are_rejected() {
     }
 }
 
-/// The ranks read different tensors, so that one rank may be the only reader of a damaged byte.
+/// The ranks read different tensors, so one rank may be the only reader of a damaged byte.
 fn damage_that_one_rank_reads_is_rejected_on_all_ranks() {
     let folder = Folder::create();
     let path = folder.path().join("run.ckpt");

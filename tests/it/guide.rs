@@ -104,7 +104,7 @@ fn the_scale_of_gradients_changes_clipped_steps_only() {
         let config = DistMuonConfig::new().with_max_norm(max_norm);
         let mut optim = config.init(&world, &model).unwrap();
         for step in 0..3 {
-            // The norms of the steps differ, so that a limit between them changes their weights.
+            // The norms of the steps differ, so a limit between them changes their weights.
             let count = if step == 1 { 3 * count } else { count };
             let grads = summed_gradients(count, &model, step);
             model = optim.step(1e-2, model, grads).unwrap();

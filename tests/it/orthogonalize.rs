@@ -286,7 +286,7 @@ fn spectra(m: usize, n: usize) -> Vec<(&'static str, Vec<f64>)> {
     ]
 }
 
-/// Returns `true` on devices in software, on which spectra take minutes.
+/// Returns `true` on software devices, on which spectra take minutes.
 fn takes_minutes() -> bool {
     let takes_minutes = fastest() != ComputePath::Flex && !has_tf32();
     if takes_minutes {

@@ -249,7 +249,7 @@ pub(crate) fn normalize_kernel<F: Float, O: Float, N: Size>(
         squares = q;
     }
     let (scale, squares) = sum_over_units(scale, squares, units);
-    // Both divisors are positive, so that a matrix of zeros stays zero.
+    // Both divisors are positive, so a matrix of zeros stays zero.
     let smallest = f32::new(f32::MIN_POSITIVE);
     let scale = max(scale, smallest);
     let root = max(max(squares.sqrt(), smallest), epsilon / scale);

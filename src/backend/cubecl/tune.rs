@@ -1,9 +1,9 @@
-//! The fastest kernel for a product, measured by CubeCL's autotuner when a shape is met first.
+//! The fastest kernel for a product, measured by CubeCL's autotuner when a shape is first met.
 //!
 //! Candidates are the tilings of `distmuon-kernels`, block rows by Burn's matmul, and Burn's full
-//! product, so that the choice is never slower than Burn. A tiling that does not compute small
-//! products of integers exactly is excluded. Decisions stay in memory, and with Burn's feature
-//! `persistence` on disk.
+//! product, so the choice is never slower than Burn. A tiling that does not compute small products
+//! of integers exactly is excluded. Decisions stay in memory, and with Burn's feature `persistence`
+//! on disk.
 
 use core::fmt;
 use std::sync::Arc;

@@ -82,7 +82,7 @@ impl MatrixOps for Flex {
         rounded(z, dtype)
     }
 
-    /// Never called: launches cost nothing on a CPU, so that no matrix counts as small.
+    /// Never called: launches cost nothing on a CPU, so no matrix counts as small.
     fn accumulate_q(_: FloatTensor<Self>, _: Vec<Polynomial>) -> FloatTensor<Self> {
         unreachable!("`ComputePath::is_small` returns `false` on Flex")
     }

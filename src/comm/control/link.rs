@@ -328,7 +328,7 @@ impl Shared {
     }
 }
 
-/// Returns `true` if a read ended without data because its time was over or a signal came.
+/// Returns `true` if a read ended without data because its time ran out or a signal arrived.
 fn is_pause(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
 }
@@ -343,7 +343,7 @@ impl Drop for Link {
         // Before the message: the reading thread reports an end that it does not expect.
         self.shared.departing.store(true, Ordering::SeqCst);
         self.notify(&Request::Depart { external_calls: calls.collect() });
-        // Rank 0 closes the connection when it has read the last message, so that none is lost.
+        // Rank 0 closes the connection when it has read the last message, so none is lost.
         self.shared.stream.shutdown(Shutdown::Write).ok();
         let running = |answers: &mut Answers| !answers.reader_ended;
         let answers = self.shared.answers();

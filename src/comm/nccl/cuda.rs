@@ -8,10 +8,10 @@
 //!
 //! Another thread may record a graph at the same time, in the mode that CubeCL chooses. The driver
 //! then refuses calls such as event queries on all threads of the process, and gives up the
-//! recording. None of the calls here touches a recorded stream, so that all of them are made in
-//! relaxed mode (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html>), as NCCL
-//! makes its calls. A lock instead could deadlock: a recording waits for the device, which may wait
-//! for a call of another rank of this process.
+//! recording. None of the calls here touches a recorded stream, so all of them are made in relaxed
+//! mode (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html>), as NCCL makes
+//! its calls. A lock instead could deadlock: a recording waits for the device, which may wait for a
+//! call of another rank of this process.
 
 use std::any::Any;
 use std::collections::BTreeSet;
@@ -235,7 +235,7 @@ impl CudaMemory {
             .map_err(self.driver_error("use the context"))
     }
 
-    /// Records an event behind all work that NCCL's stream was given so far.
+    /// Records an event after all work that NCCL's stream was given so far.
     fn record(&self) -> Result<Box<dyn StreamEvent>> {
         let event = self.event()?;
         // SAFETY: stream and event are alive.
@@ -256,7 +256,7 @@ unsafe impl Send for PinnedTensor {}
 
 // SAFETY: buffers are contiguous tensors, pinned while the buffers exist, and new ones are separate
 // allocations. CubeCL's reuse of memory is work on its streams, which wait for NCCL's stream,
-// unless the host waits. The stream is destroyed with the memory. Events are recorded behind all
+// unless the host waits. The stream is destroyed with the memory. Events are recorded after all
 // work that the stream was given.
 unsafe impl DeviceMemory for CudaMemory {
     fn buffer(&self, tensor: Tensor<1>) -> Result<Buffer> {

@@ -59,7 +59,7 @@ pub unsafe trait DeviceMemory: Debug + Send + Sync {
     /// The driver's error.
     fn begin(&self) -> Result<(*mut c_void, Box<dyn StreamEvent>)>;
 
-    /// Records an event behind all work that the stream was given so far.
+    /// Records an event after all work that the stream was given so far.
     ///
     /// # Errors
     ///

@@ -19,7 +19,7 @@ pub struct Usage {
 /// The report counts the tensors of the model and of the optimizer between the phases of a step,
 /// and the buffers that the engine has allocated. It counts neither the intermediate results of an
 /// update nor the memory that a backend keeps in reserve. `total` is the sum of all kinds at one
-/// time, so that its peak may be less than the sum of the other peaks.
+/// time, so its peak may be less than the sum of the other peaks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryReport {
     /// The model's trained parameters.

@@ -95,7 +95,7 @@ impl DistModuleOptimizer {
         let routing = world.agree(routed)?;
         let (trained, parameters) = world.agree(setup::trained(&routing, model))?;
         setup::same_model(world, &parameters, model)?;
-        // The parameters are equal on all ranks here, so that all ranks fail alike.
+        // The parameters are equal on all ranks here, so all ranks fail alike.
         setup::ensure_exchangeable(&parameters, world.rank())?;
         let Updates { muon, adamw, skipped } = routing.updates();
         let costs = costs(config.costs, world, &parameters, muon)?;
@@ -248,8 +248,8 @@ impl MuonConfig {
     /// one batch, and several parameters in every launch.
     ///
     /// The result is a [`DistModuleOptimizer`] in a world of one. Use it on a GPU: the optimizer of
-    /// [`init`](Self::init) gets one parameter at a time, so that the launches limit its speed.
-    /// Both optimizers train a model in the same way.
+    /// [`init`](Self::init) gets one parameter at a time, so the launches limit its speed. Both
+    /// optimizers train a model in the same way.
     ///
     /// Parameters in float64 and `grad_clipping`, which clips each gradient separately, are not
     /// supported. For clipping by the norm of all gradients, use [`DistMuonConfig::max_norm`] with

@@ -102,8 +102,8 @@ impl DistModuleOptimizer {
     }
 
     /// Loads a run that [`save`](Self::save) or [`checkpoint::save`] saved, on any number of ranks.
-    /// All ranks make this call. Each reads its part of the file, so that every host has to have
-    /// the file.
+    /// All ranks make this call. Each reads its part of the file, so every host has to have the
+    /// file.
     ///
     /// # Errors
     ///
@@ -373,7 +373,7 @@ impl DistModuleOptimizer {
                 Some(other) => Err(Error::parameter(
                     path,
                     rank,
-                    format!("it has the identity of `{other}`, so that both have one state"),
+                    format!("it has the identity of `{other}`, so both share one state"),
                     "give every parameter its own `ParamId`: clones keep it",
                 )),
             }

@@ -8,8 +8,8 @@
 //! 3. The gathered parameters replace the old ones.
 //!
 //! The number of buckets in flight is limited, so that the memory of a step, in addition to the
-//! model, does not grow with it. No rank waits for another while it updates: everything that it
-//! needs from the others arrived before.
+//! model, does not grow with the number of buckets. No rank waits for another while it updates:
+//! everything that it needs from the others arrived before.
 //!
 //! A world of one runs the same phases, as do ranks with averaged gradients: the former packs,
 //! sends and gathers nothing, the latter reduce nothing.
@@ -41,7 +41,7 @@ use crate::update::ensure_finite_rate;
 
 /// A bucket whose reduction has started.
 enum Reducing {
-    /// The gradients stay as they are: they are those of the only rank, or averaged already.
+    /// The gradients stay as they are: they are those of the only rank, or already averaged.
     Local(Vec<Tensor<1>>),
     Sent(Pending),
 }

@@ -26,7 +26,7 @@ pub(super) fn makespan(classes: &[Class], assignment: &Assignment) -> f64 {
 
 /// The first of the busiest ranks, and its load.
 pub(super) fn busiest(loads: &[f64]) -> (usize, f64) {
-    // A later rank replaces an earlier one only with a larger load, so that ties go to the first.
+    // A later rank replaces an earlier one only with a larger load, so ties go to the first.
     let larger = |max: (usize, f64), next: (usize, f64)| if next.1 > max.1 { next } else { max };
     loads.iter().copied().enumerate().reduce(larger).expect("a world has ranks")
 }

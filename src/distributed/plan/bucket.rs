@@ -150,8 +150,8 @@ pub(super) struct BucketContents {
     pub parameters: Vec<usize>,
 }
 
-/// Distributes the parameters to buckets. The result depends on the arguments only, so that plans
-/// with different owners have the same buckets.
+/// Distributes the parameters to buckets. The result depends on the arguments only, so plans with
+/// different owners have the same buckets.
 ///
 /// Matrices are sorted by the leading term of the cost of orthogonalising them, `m m n` with `m`
 /// the shorter side. The largest come first, so that the longest work starts soonest and that a

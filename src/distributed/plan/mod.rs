@@ -99,7 +99,7 @@ pub enum Balancing {
     ///
     /// The result of a search with a time limit depends on the machine: compute the plan on one
     /// rank and send its owners to the others. The owners are those of `Greedy` if the program is
-    /// too large to be solved, or if the time is over before a better assignment is found. Needs
+    /// too large to be solved, or if the time runs out before a better assignment is found. Needs
     /// the feature `optimal`.
     #[cfg(feature = "optimal")]
     Optimal {

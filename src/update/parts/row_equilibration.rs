@@ -40,8 +40,7 @@ impl Behaviour for RowEquilibration {
         let mean = squares.clone().mean_dim(3 - along).sqrt();
         // Relative to the largest magnitude, as the norms are.
         let least = largest.clone().recip().mul_scalar(LEAST_NORM).expand(squares.shape());
-        // The largest magnitude comes last: the rest is of its order, so that nothing overflows
-        // before.
+        // The largest magnitude comes last: the rest is of its order, so nothing overflows before.
         x * (mean / squares.sqrt().max_pair(least)) * largest
     }
 }

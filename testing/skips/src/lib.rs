@@ -19,7 +19,7 @@ pub fn skip(reason: impl Display) {
 }
 
 /// Reports a property that the device does not have: [`skip`] on CUDA, which has all that the tests
-/// use, and [`excused`] on devices in software.
+/// use, and [`excused`] on software devices.
 pub fn lacks(what: impl Display) {
     let reason = format!("the device does not have {what}");
     if is_on_cuda() { skip(reason) } else { excused(reason) }

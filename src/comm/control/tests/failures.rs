@@ -273,8 +273,8 @@ fn a_busy_rank_is_waited_for_beyond_the_deadline_and_blamed_if_it_hangs() {
     }
 }
 
-/// Rank 0 is busy. Rank 1 waits for rank 0 without a report, so that the calls of rank 1 are
-/// unknown. Rank 2 waits for both.
+/// Rank 0 is busy. Rank 1 waits for rank 0 without a report, so the calls of rank 1 are unknown.
+/// Rank 2 waits for both.
 #[test]
 fn no_rank_is_blamed_while_a_rank_is_busy() {
     let (world, _) = world_within(SHORT, 3);
