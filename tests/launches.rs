@@ -17,6 +17,7 @@ use cubecl::config::{CubeClRuntimeConfig, RuntimeConfig};
 use cubecl::logging::{LaunchObservation, LaunchObserver};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
+use distmuon::parts::{NorMuon, Renormalization, RowEquilibration};
 use distmuon::{MuonConfig, RoutingRule};
 use distmuon_testing::excused;
 
@@ -218,7 +219,8 @@ fn muon(structure: &Structure) -> MuonConfig {
 /// the first two steps.
 fn step(structure: &Structure, ranks: usize, config: &DistMuonConfig) -> Counted {
     let device = Device::default().autodiff();
-    let config = config.clone().with_muon(muon(structure));
+    let muon = muon(structure).with_parts(config.muon.parts.clone());
+    let config = config.clone().with_muon(muon);
     let all = Barrier::new(ranks);
     let counts = World::threads(vec![device.clone(); ranks], |world| {
         let mut net = Net::new(structure, world.device());
@@ -306,6 +308,12 @@ fn a_step_launches_few_kernels_and_copies_per_parameter() {
         // A scatter would sum any number of rows in a single thread.
         assert!(!many.kernels.keys().any(|name| scatters(name)), "{:?}", many.kernels);
     }
+
+    // Parts find the flags of their matrices by indices that stay on the device.
+    let parts = vec![RowEquilibration.into(), Renormalization.into(), NorMuon::new(0.9).into()];
+    let with_parts = config.clone().with_muon(MuonConfig::new().with_parts(parts));
+    let counted_with_parts = step(&Structure::equal(30), 1, &with_parts);
+    assert_eq!((counted_with_parts.uploads, counted_with_parts.reads), (1, 0));
 
     for (structure, limit) in [(Structure::gpt2_small(), 600), (Structure::of_7b(), 1200)] {
         let bucket_mb = 1000.0 / structure.scale;

@@ -160,10 +160,7 @@ impl Archive {
     /// The digest of the states by the paths of their parameters. Neither identities nor the order
     /// of tensors are part of it, because they may differ between records of the same state.
     fn digest_of_states(&self) -> u64 {
-        let by_path = |name: &str| {
-            let (id, state) = name.strip_prefix(OPTIMIZER)?.strip_prefix('.')?.split_once('.')?;
-            Some(format!("{} {state}", self.metadata.get(&prefixed(OPTIMIZER, id))?))
-        };
+        let by_path = |name| self.state_key(name).map(|(path, state)| format!("{path} {state}"));
         let tensors = self.tensors.iter().filter_map(|(name, stored)| {
             let Location::Memory(bytes) = &stored.location else { return None };
             let Stored { dtype, shape, .. } = stored;
@@ -216,12 +213,15 @@ impl Archive {
         &self.scalars
     }
 
-    pub fn metadata(&self) -> &BTreeMap<String, String> {
-        &self.metadata
-    }
-
     pub fn tensors(&self) -> &BTreeMap<String, Stored> {
         &self.tensors
+    }
+
+    /// The path of a parameter and a name in its state, from `optimizer.ID.NAME`, where the name may
+    /// also contain dots. `None` for the names of other tensors and scalars.
+    pub fn state_key<'a>(&'a self, name: &'a str) -> Option<(&'a str, &'a str)> {
+        let (id, state) = name.strip_prefix(OPTIMIZER)?.strip_prefix('.')?.split_once('.')?;
+        Some((self.metadata.get(&prefixed(OPTIMIZER, id))?, state))
     }
 
     /// The text of a metadata key, empty if the key is missing.

@@ -3,7 +3,6 @@
 use std::collections::{HashMap, HashSet};
 
 use super::read::{Archive, Stored};
-use super::{OPTIMIZER, prefixed};
 use crate::update::TIME;
 
 /// The tensors and step counters of an optimizer, by the path of their parameter.
@@ -19,16 +18,11 @@ pub struct States {
 
 impl States {
     pub fn new(archive: Archive) -> Self {
-        let path = |id: &str| archive.metadata().get(&prefixed(OPTIMIZER, id)).cloned();
-        // `optimizer.ID.NAME`, where the name in the state may also contain dots.
-        let key = |name: &str| {
-            let (id, state) = name.strip_prefix(OPTIMIZER)?.strip_prefix('.')?.split_once('.')?;
-            Some((path(id)?, state.to_owned()))
-        };
+        let key = |name| archive.state_key(name).map(|(path, state)| (path.into(), state.into()));
         let names = archive.tensors().keys().filter_map(|name| Some((key(name)?, name.clone())));
         let names: HashMap<_, _> = names.collect();
         let times = archive.scalars().iter().filter_map(|(name, value)| {
-            let (path, state) = key(name)?;
+            let (path, state): (String, String) = key(name)?;
             (state == TIME).then_some((path, usize::try_from(*value).ok()?))
         });
         let times = times.collect();
