@@ -1,6 +1,6 @@
 //! References in float64 that share no code with the crate.
 
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 use faer::Mat;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
@@ -61,7 +61,7 @@ pub fn tensor(matrix: &Mat<f64>, device: &Device) -> Tensor<3> {
     let (rows, columns) = (matrix.nrows(), matrix.ncols());
     let values: Vec<f32> =
         (0..rows * columns).map(|i| matrix[(i / columns, i % columns)] as f32).collect();
-    Tensor::from_data(TensorData::new(values, [1, rows, columns]), device)
+    Tensor::from_data(TensorData::new(values, [1, rows, columns]), (device, DType::F32))
 }
 
 /// Returns one matrix of a batch.

@@ -2,7 +2,7 @@
 
 use burn::module::{Module, Param};
 use burn::optim::{GradientsParams, Optimizer};
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor};
 use distmuon::distributed::Gradients;
 use distmuon::parts::{NorMuon, Renormalization, RowEquilibration};
 use distmuon::{
@@ -11,7 +11,7 @@ use distmuon::{
 };
 use distmuon_testing::device::tf32_or;
 use distmuon_testing::models::{Fixed, gradients, weights};
-use distmuon_testing::references::{newton_schulz, random};
+use distmuon_testing::references::{self, newton_schulz, random};
 use faer::Mat;
 use rand::{SeedableRng, rngs::StdRng};
 
@@ -39,16 +39,11 @@ struct One {
 }
 
 fn tensor(matrix: &Mat<f64>) -> Tensor<2> {
-    let (rows, columns) = (matrix.nrows(), matrix.ncols());
-    let values = (0..rows * columns).map(|i| matrix[(i / columns, i % columns)] as f32);
-    let data = TensorData::new(values.collect::<Vec<f32>>(), [rows, columns]);
-    Tensor::from_data(data, (&Device::default(), DType::F32))
+    references::tensor(matrix, &Device::default()).reshape([matrix.nrows(), matrix.ncols()])
 }
 
 fn matrix(tensor: &Tensor<2>) -> Mat<f64> {
-    let [rows, columns] = tensor.dims();
-    let values: Vec<f64> = tensor.to_data().iter::<f64>().collect();
-    Mat::from_fn(rows, columns, |i, j| values[i * columns + j])
+    references::matrix(&tensor.clone().unsqueeze::<3>(), 0)
 }
 
 /// The updates that steps subtract from a parameter in a layout. The gradients are matrices
