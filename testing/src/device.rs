@@ -4,6 +4,12 @@ use burn::tensor::{DType, Device, FloatDType, Tensor};
 use distmuon::{ComputePath, KernelPolicy};
 use distmuon_skips::excused;
 
+/// Returns `true` on Flex. Only there, all runs have the same bits, and a matrix has the same bits
+/// in a batch and alone.
+pub fn is_flex() -> bool {
+    format!("{:?}", Device::default()).contains("Flex")
+}
+
 /// Returns `true` if the device rounds the factors of float32 products to TF32, as Burn's own
 /// products on CUDA do.
 pub fn has_tf32() -> bool {

@@ -10,6 +10,7 @@ use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bool, Bytes, Device, Int, Tensor};
 use burn_pack::Reader;
 use distmuon::{Error, MuonConfig, RoutingRule, checkpoint};
+use distmuon_testing::device::is_flex;
 use distmuon_testing::models::{self, Fixed};
 use rand::{SeedableRng, rngs::StdRng};
 
@@ -228,7 +229,7 @@ mod older_files {
     fn same(case: &str, net: &Net, expected: &[f32]) {
         let actual = values(net);
         assert_eq!(actual.len(), expected.len());
-        let exact = format!("{:?}", Device::default()).contains("Flex");
+        let exact = is_flex();
         for (actual, expected) in actual.iter().zip(expected) {
             let error = (actual - expected).abs();
             let is_close = if exact { error == 0.0 } else { error < 1e-3 };

@@ -21,6 +21,7 @@ use burn::train::{
 use distmuon::distributed::{DistMuonConfig, DistMuonStrategy};
 use distmuon::schedule::ScheduledLr;
 use distmuon::{Schedule, SkippedSteps, SkippedStepsMetric};
+use distmuon_testing::device::is_flex;
 use distmuon_testing::models::{Fixed, weights};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
@@ -263,8 +264,7 @@ fn ranks_follow_one_device_that_trains_on_their_batches_joined() {
         // Where the device computes gradients in one order, every run is the same.
         let again = trained(&Setup::default(), on_ranks(ranks)).values();
         let worst = together.iter().zip(&again).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        let exact = format!("{:?}", Device::default()).contains("Flex");
-        assert!(worst <= if exact { 0.0 } else { 1e-5 }, "{ranks} ranks, again: {worst}");
+        assert!(worst <= if is_flex() { 0.0 } else { 1e-5 }, "{ranks} ranks, again: {worst}");
     }
 }
 

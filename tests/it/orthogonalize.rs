@@ -5,7 +5,7 @@ use distmuon::ComputePath;
 use distmuon::{
     Coefficients, IterationDtype, IterationForm, KernelPolicy, NewtonSchulz, NewtonSchulzConfig,
 };
-use distmuon_testing::device::{has_tf32, has_type, tf32_or};
+use distmuon_testing::device::{has_tf32, has_type, is_flex, tf32_or};
 use distmuon_testing::models::bits;
 use distmuon_testing::references::{
     self, distance, matrix, newton_schulz, polar, polynomial, random, tensor, with_spectrum,
@@ -494,7 +494,7 @@ fn non_contiguous_batches_agree_with_contiguous_copies() {
 fn fastest() -> ComputePath {
     let device = format!("{:?}", Device::default());
     match () {
-        _ if device.contains("Flex") => ComputePath::Flex,
+        _ if is_flex() => ComputePath::Flex,
         _ if cfg!(feature = "cube") && device.contains("Cube") => {
             ComputePath::CubeCl { tuned: false }
         }
