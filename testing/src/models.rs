@@ -6,6 +6,8 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
+use crate::device::is_flex;
+
 /// A model with a parameter for every rule, and with the same values on every device.
 #[derive(Module, Debug)]
 pub struct ExpertNet {
@@ -95,4 +97,51 @@ pub fn weights<M: Module>(model: &M) -> Vec<Vec<u8>> {
     let mut weights = Weights(vec![]);
     model.visit(&mut weights);
     weights.0
+}
+
+/// Returns the elements of every parameter of a model, one parameter after the other.
+///
+/// # Panics
+///
+/// If a parameter is not in float32.
+pub fn values<M: Module>(model: &M) -> Vec<f32> {
+    struct Values(Vec<f32>);
+    impl ModuleVisitor for Values {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let values = param.val().into_data().try_into_vec::<f32>();
+            self.0.extend(values.expect("the parameter is in float32"));
+        }
+    }
+    let mut values = Values(vec![]);
+    model.visit(&mut values);
+    values.0
+}
+
+/// Returns the largest difference of two elements at the same place, or NaN if one of them is NaN.
+///
+/// # Panics
+///
+/// If the lengths differ.
+pub fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    let differences = a.iter().zip(b).map(|(a, b)| (a - b).abs());
+    // In this order, NaN is larger than any number.
+    differences.max_by(f32::total_cmp).unwrap_or(0.0)
+}
+
+/// Compares the [`values`] of a model with those of another run: bit for bit on Flex.
+///
+/// # Panics
+///
+/// If they differ.
+pub fn assert_same_weights(case: &str, actual: &[f32], expected: &[f32]) {
+    assert_eq!(actual.len(), expected.len(), "{case}");
+    let exact = is_flex();
+    for (actual, expected) in actual.iter().zip(expected) {
+        let error = (actual - expected).abs();
+        // The error of two NaN is not zero, and that of two zeros of different signs is.
+        let has_same_bits = || error == 0.0 && actual.to_bits() == expected.to_bits();
+        let is_same = if exact { has_same_bits() } else { error < 1e-3 };
+        assert!(is_same, "{case}: {actual} for {expected}");
+    }
 }

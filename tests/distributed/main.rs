@@ -14,13 +14,13 @@ use std::time::Duration;
 use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor};
+use burn::tensor::{Device, Distribution, FloatDType, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
 use distmuon::{MuonConfig, Result, RoutingRule};
 #[cfg(feature = "cuda")]
 use distmuon_testing::host;
-use distmuon_testing::models::{Fixed, gradients, weights};
+use distmuon_testing::models::{Fixed, gradients, values, weights};
 use distmuon_testing::worlds::{self, Case};
 use libtest_mimic::Arguments;
 use rand::{SeedableRng, rngs::StdRng};
@@ -105,10 +105,7 @@ impl Net {
     }
 
     fn values(&self) -> Vec<f64> {
-        assert_eq!(self.head.weight.val().dtype(), DType::F32);
-        let floats = self.weights().concat();
-        let float = |b: &[u8]| f64::from(f32::from_le_bytes(b.try_into().expect("four bytes")));
-        floats.chunks(4).map(float).collect()
+        values(self).into_iter().map(f64::from).collect()
     }
 }
 

@@ -10,7 +10,6 @@ use burn::optim::ModuleOptimizer;
 use burn::tensor::{Bool, Bytes, Device, Int, Tensor};
 use burn_pack::Reader;
 use distmuon::{Error, MuonConfig, RoutingRule, checkpoint};
-use distmuon_testing::device::is_flex;
 use distmuon_testing::models::{self, Fixed};
 use rand::{SeedableRng, rngs::StdRng};
 
@@ -174,7 +173,7 @@ mod older_files {
     use distmuon::comm::World;
     use distmuon::distributed::{DistMuonConfig, Gradients};
     use distmuon::{Result, Schedule};
-    use distmuon_testing::models::ExpertNet as Net;
+    use distmuon_testing::models::{ExpertNet as Net, assert_same_weights, values};
 
     use super::*;
 
@@ -208,11 +207,6 @@ mod older_files {
         gradients
     }
 
-    fn values(net: &Net) -> Vec<f32> {
-        let bytes = models::weights(net).concat();
-        bytes.chunks(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
-    }
-
     /// A net after the steps before a file, and the net after the further steps.
     fn run(mut net: Net, mut step: impl FnMut(Net, u64) -> Net) -> [Net; 2] {
         for number in 0..BEFORE {
@@ -223,18 +217,6 @@ mod older_files {
             net = step(net, number);
         }
         [before, net]
-    }
-
-    /// Compares the net after the further steps with the file, bit for bit on Flex, which wrote it.
-    fn same(case: &str, net: &Net, expected: &[f32]) {
-        let actual = values(net);
-        assert_eq!(actual.len(), expected.len());
-        let exact = is_flex();
-        for (actual, expected) in actual.iter().zip(expected) {
-            let error = (actual - expected).abs();
-            let is_close = if exact { error == 0.0 } else { error < 1e-3 };
-            assert!(is_close, "{case}: {actual} for {expected}");
-        }
     }
 
     fn path(name: &str) -> PathBuf {
@@ -256,7 +238,8 @@ mod older_files {
         for number in BEFORE..BEFORE + AFTER {
             net = step(&mut optim, net, number);
         }
-        same(name, &net, &expected);
+        // Flex wrote the files.
+        assert_same_weights(name, &values(&net), &expected);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use distmuon::{
 };
 use distmuon_testing::device::has_type;
 use distmuon_testing::lacks;
-use distmuon_testing::models::bits;
+use distmuon_testing::models::{bits, largest_difference};
 
 /// A matrix for Muon and a vector for AdamW.
 #[derive(Module, Debug)]
@@ -86,10 +86,7 @@ fn moved(config: &MuonConfig, spoil: impl Fn(&Net) -> GradientsParams) -> ([f32;
     let before = plain(&net);
     let gradients = spoil(&net);
     let after = plain(&optim.step(0.1, net, gradients));
-    let change = |old: &[f32], new: &[f32]| {
-        old.iter().zip(new).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
-    };
-    let changes = [0, 1].map(|i: usize| change(&before[i], &after[i]));
+    let changes = [0, 1].map(|i: usize| largest_difference(&before[i], &after[i]));
     (changes, routing.skipped_steps().read().len())
 }
 
@@ -112,7 +109,7 @@ fn large_finite_gradients_neither_freeze_nor_spoil_parameters() {
             let after = plain(&net);
             for (old, new) in before.iter().zip(&after) {
                 assert!(new.iter().all(|x| x.is_finite()), "{outlier} {kernels:?}");
-                let change = old.iter().zip(new).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                let change = largest_difference(old, new);
                 assert!(change > 3e-3, "{outlier} {kernels:?}: moved by {change}");
             }
         }

@@ -12,6 +12,7 @@ use burn::optim::{
 use burn::tensor::{Bytes, DType, Device, Int, Tensor};
 use distmuon::{AdamWConfig, DistMuonConfig, LrScale, MatrixLayout, MuonConfig, World, checkpoint};
 use distmuon_testing::device::is_flex;
+use distmuon_testing::models::largest_difference;
 
 fn device() -> Device {
     Device::default().autodiff()
@@ -44,11 +45,6 @@ fn weights(model: &PositionWiseFeedForward) -> Vec<f32> {
         [values(&linear.weight), linear.bias.as_ref().map(values).unwrap_or_default()].concat()
     };
     [linear(&model.linear_inner), linear(&model.linear_outer)].concat()
-}
-
-fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
-    assert_eq!(a.len(), b.len());
-    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
 #[test]

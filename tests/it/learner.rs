@@ -22,7 +22,7 @@ use distmuon::distributed::{DistMuonConfig, DistMuonStrategy};
 use distmuon::schedule::ScheduledLr;
 use distmuon::{Schedule, SkippedSteps, SkippedStepsMetric};
 use distmuon_testing::device::is_flex;
-use distmuon_testing::models::{Fixed, weights};
+use distmuon_testing::models::{Fixed, largest_difference, values, weights};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 /// The number of items to train on. The first items of both halves form a batch of two ranks.
@@ -52,11 +52,6 @@ impl Net {
 
     fn weights(&self) -> Vec<Vec<u8>> {
         weights(self)
-    }
-
-    fn values(&self) -> Vec<f32> {
-        let bytes = self.weights().concat();
-        bytes.chunks(4).map(|b| f32::from_le_bytes(b.try_into().expect("four bytes"))).collect()
     }
 }
 
@@ -255,15 +250,15 @@ fn one_rank_is_bit_equal_to_burns_strategy() {
 #[test]
 fn ranks_follow_one_device_that_trains_on_their_batches_joined() {
     for ranks in [2, 4] {
-        let together = trained(&Setup::default(), on_ranks(ranks)).values();
+        let together = values(&trained(&Setup::default(), on_ranks(ranks)));
         let items = as_ranks_see_them(ranks);
         let setup = Setup { items, batch: ranks * BATCH, ..Setup::default() };
-        let alone = trained(&setup, burns_strategy()).values();
-        let worst = together.iter().zip(&alone).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        let alone = values(&trained(&setup, burns_strategy()));
+        let worst = largest_difference(&together, &alone);
         assert!(worst < 1e-5, "{ranks} ranks: {worst}");
         // Where the device computes gradients in one order, every run is the same.
-        let again = trained(&Setup::default(), on_ranks(ranks)).values();
-        let worst = together.iter().zip(&again).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        let again = values(&trained(&Setup::default(), on_ranks(ranks)));
+        let worst = largest_difference(&together, &again);
         assert!(worst <= if is_flex() { 0.0 } else { 1e-5 }, "{ranks} ranks, again: {worst}");
     }
 }

@@ -18,7 +18,7 @@ use distmuon::{
     MuonConfig, NewtonSchulzConfig, ParameterRole, RoutingRule, Schedule, checkpoint,
 };
 use distmuon_testing::device::{beyond_memory, has_type, tf32_or};
-use distmuon_testing::models::{Fixed, bits, gradients};
+use distmuon_testing::models::{Fixed, bits, gradients, largest_difference, values};
 use distmuon_testing::references::{matrix, random, tensor};
 use rand::{SeedableRng, rngs::StdRng};
 
@@ -92,12 +92,7 @@ fn train(mut net: Net, optim: &mut ModuleOptimizer, steps: std::ops::Range<i32>)
 
 /// The largest difference of any weight.
 fn difference(a: &Net, b: &Net) -> f64 {
-    let all = |net: &Net| {
-        let weights = net.weights().into_iter().flatten().collect::<Vec<u8>>();
-        weights.chunks(4).map(|x| f32::from_ne_bytes(x.try_into().unwrap())).collect::<Vec<_>>()
-    };
-    let pairs = all(a).into_iter().zip(all(b));
-    pairs.map(|(a, b)| f64::from((a - b).abs())).fold(0.0, f64::max)
+    f64::from(largest_difference(&values(a), &values(b)))
 }
 
 /// Tensors that are otherwise updated in place are copied if another model shares them. Rows have

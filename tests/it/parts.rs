@@ -9,8 +9,8 @@ use distmuon::{
     Coefficients, DistMuonConfig, Error, IterationDtype, LrScale, MatrixLayout, MomentumConfig,
     MuonConfig, NewtonSchulzConfig, Part, Result, RoutingRule, WeightDecay, World, checkpoint,
 };
-use distmuon_testing::device::{is_flex, tf32_or};
-use distmuon_testing::models::{Fixed, gradients, weights};
+use distmuon_testing::device::tf32_or;
+use distmuon_testing::models::{Fixed, assert_same_weights, gradients, values};
 use distmuon_testing::references::{self, newton_schulz, random};
 use faer::Mat;
 use rand::{SeedableRng, rngs::StdRng};
@@ -231,30 +231,14 @@ fn device() -> Device {
 }
 
 /// The weights after all steps of Burn's optimizer of single parameters.
-fn by_parameter() -> Vec<Vec<u8>> {
+fn by_parameter() -> Vec<f32> {
     let mut net = Net::new(&device());
     let mut optim = config().init(&net);
     for step in 0..STEPS {
         let gradients = net.gradients(step);
         net = optim.step(0.02, net, gradients);
     }
-    weights(&net)
-}
-
-fn equal(case: &str, actual: &[Vec<u8>], expected: &[Vec<u8>]) {
-    // Only on Flex, a matrix has the same bits in a batch and alone.
-    if is_flex() {
-        assert_eq!(actual, expected, "{case}");
-        return;
-    }
-    let values = |bytes: &[Vec<u8>]| {
-        let bytes = bytes.concat();
-        let values = bytes.chunks(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-        values.collect::<Vec<_>>()
-    };
-    for (actual, expected) in values(actual).iter().zip(values(expected)) {
-        assert!((actual - expected).abs() < 1e-3, "{case}: {actual} for {expected}");
-    }
+    values(&net)
 }
 
 #[test]
@@ -274,10 +258,10 @@ fn parts_are_exact_on_any_number_of_ranks() {
                 let gradients = net.gradients(step);
                 net = optim.step(0.02, net, gradients)?;
             }
-            Ok((weights(&net), optim.skipped_steps().read()))
+            Ok((values(&net), optim.skipped_steps().read()))
         });
         for (actual, skipped) in trained.unwrap() {
-            equal(&format!("{count} ranks"), &actual, &expected);
+            assert_same_weights(&format!("{count} ranks"), &actual, &expected);
             assert_eq!(skipped, [("weights.2".to_owned(), 1)].into());
         }
     }
@@ -306,13 +290,13 @@ fn checkpoints_of_parts_continue_on_any_number_of_ranks() {
             if let Some(name) = save {
                 optim.save(path(name), &net, &end)?;
             }
-            Ok(weights(&net))
+            Ok(values(&net))
         });
         trained.unwrap().swap_remove(0)
     };
     on_ranks(3, Some("ranks"), None);
     for count in [1, 2] {
-        equal("ranks to ranks", &on_ranks(count, None, Some("ranks")), &expected);
+        assert_same_weights("ranks to ranks", &on_ranks(count, None, Some("ranks")), &expected);
     }
 
     let net = Net::new(&device());
@@ -326,8 +310,8 @@ fn checkpoints_of_parts_continue_on_any_number_of_ranks() {
         let gradients = net.gradients(step);
         net = optim.step(0.02, net, gradients);
     }
-    equal("ranks to a single device", &weights(&net), &expected);
-    equal("a single device to ranks", &on_ranks(2, None, Some("single")), &expected);
+    assert_same_weights("ranks to a single device", &values(&net), &expected);
+    assert_same_weights("a single device to ranks", &on_ranks(2, None, Some("single")), &expected);
 
     // Without the second moment, the state of another configuration does not fit.
     let net = Net::new(&device());
