@@ -1,7 +1,7 @@
 //! Code that the tests of distmuon have in common.
 //!
 //! - [`references`]: results in float64, from code that shares nothing with the crate;
-//! - [`models`]: models, their weights and their gradients;
+//! - [`models`]: models, their weights, gradients and records;
 //! - [`device`]: properties of the default device;
 //! - [`worlds`]: the same case on every engine;
 //! - [`watched`]: an engine that reports the calls of another one;

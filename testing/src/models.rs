@@ -1,9 +1,12 @@
-//! Models, their weights and their gradients.
+//! Models, their weights, gradients and records.
+
+use std::collections::BTreeMap;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
+use burn_pack::Reader;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use crate::device::is_flex;
@@ -97,6 +100,13 @@ pub fn weights<M: Module>(model: &M) -> Vec<Vec<u8>> {
     let mut weights = Weights(vec![]);
     model.visit(&mut weights);
     weights.0
+}
+
+/// Returns the tensors of a record, as bytes.
+pub fn tensors(record: Bytes) -> BTreeMap<String, Vec<u8>> {
+    let reader = Reader::from_bytes(record).expect("a record can be read");
+    let tensor = |name: &str| reader.tensor_data(name).expect("the record has this tensor");
+    reader.tensor_names().into_iter().map(|name| (name.to_owned(), tensor(name))).collect()
 }
 
 /// Returns the elements of every parameter of a model, one parameter after the other.

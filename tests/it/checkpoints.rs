@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use burn::module::{Module, Param, ParamId};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::ModuleOptimizer;
-use burn::tensor::{Bool, Bytes, Device, Int, Tensor};
+use burn::tensor::{Bool, Device, Int, Tensor};
 use burn_pack::Reader;
 use distmuon::{Error, MuonConfig, RoutingRule, checkpoint};
 use distmuon_testing::models::{self, Fixed};
@@ -82,15 +82,8 @@ fn rejection(path: &Path, case: &str) -> String {
     }
 }
 
-/// The tensors of a record, as bytes.
-fn tensors(record: impl Into<Bytes>) -> BTreeMap<String, Vec<u8>> {
-    let reader = Reader::from_bytes(record.into()).unwrap();
-    let names = reader.tensor_names().into_iter();
-    names.map(|name| (name.to_owned(), reader.tensor_data(name).unwrap())).collect()
-}
-
 fn state(optim: &ModuleOptimizer) -> BTreeMap<String, Vec<u8>> {
-    tensors(optim.to_record().into_bytes().unwrap())
+    models::tensors(optim.to_record().into_bytes().unwrap())
 }
 
 #[test]
