@@ -162,9 +162,11 @@ fn burns_reader_opens_a_checkpoint() {
 /// wrote them no longer exists. If `DISTMUON_WRITE_CHECKPOINTS` is set, this version writes them
 /// anew.
 mod older_files {
+    use std::ops::Range;
+
     use burn::optim::GradientsParams;
     use distmuon::comm::World;
-    use distmuon::distributed::{DistMuonConfig, Gradients};
+    use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig, Gradients};
     use distmuon::{Result, Schedule};
     use distmuon_testing::models::{ExpertNet as Net, assert_same_weights, values};
 
@@ -200,16 +202,24 @@ mod older_files {
         gradients
     }
 
-    /// A net after the steps before a file, and the net after the further steps.
-    fn run(mut net: Net, mut step: impl FnMut(Net, u64) -> Net) -> [Net; 2] {
-        for number in 0..BEFORE {
-            net = step(net, number);
-        }
-        let before = net.clone();
-        for number in BEFORE..BEFORE + AFTER {
-            net = step(net, number);
-        }
-        [before, net]
+    fn step(optim: &mut ModuleOptimizer, net: Net, number: u64) -> Net {
+        let gradients = gradients(&net, number);
+        optim.step(0.01, net, gradients)
+    }
+
+    fn step_on_ranks(optim: &mut DistModuleOptimizer, net: Net, number: u64) -> Net {
+        let gradients = gradients(&net, number);
+        optim.step(0.01, net, gradients).unwrap()
+    }
+
+    /// A net after the steps of these numbers.
+    fn steps<O>(
+        optim: &mut O,
+        net: Net,
+        numbers: Range<u64>,
+        step: fn(&mut O, Net, u64) -> Net,
+    ) -> Net {
+        numbers.fold(net, |net, number| step(optim, net, number))
     }
 
     fn path(name: &str) -> PathBuf {
@@ -224,13 +234,11 @@ mod older_files {
         name: &str,
         net: Net,
         optim: O,
-        mut step: impl FnMut(&mut O, Net, u64) -> Net,
+        step: fn(&mut O, Net, u64) -> Net,
     ) {
-        let (mut net, mut optim, expected): (Net, O, Vec<f32>) =
+        let (net, mut optim, expected): (Net, O, Vec<f32>) =
             checkpoint::load(path(name), net, optim).unwrap();
-        for number in BEFORE..BEFORE + AFTER {
-            net = step(&mut optim, net, number);
-        }
+        let net = steps(&mut optim, net, BEFORE..BEFORE + AFTER, step);
         // Flex wrote the files.
         assert_same_weights(name, &values(&net), &expected);
     }
@@ -238,19 +246,15 @@ mod older_files {
     #[test]
     fn a_file_of_burns_optimizer_continues_there_and_on_ranks() {
         let device = Device::default().autodiff();
-        let step = |optim: &mut ModuleOptimizer, net: Net, number| {
-            let gradients = gradients(&net, number);
-            optim.step(0.01, net, gradients)
-        };
         let name = "checkpoint-v2-module.bpk";
-        let mut optim = muon().init(&net(&device));
         if writes() {
-            let [_, after] = run(net(&device), |net, number| step(&mut optim, net, number));
-            let mut optim = muon().init(&net(&device));
-            let mut before = net(&device);
-            for number in 0..BEFORE {
-                before = step(&mut optim, before, number);
-            }
+            let trained = |end: u64| {
+                let fresh = net(&device);
+                let mut optim = muon().init(&fresh);
+                (steps(&mut optim, fresh, 0..end, step), optim)
+            };
+            let (after, _) = trained(BEFORE + AFTER);
+            let (before, optim) = trained(BEFORE);
             checkpoint::save(path(name), &before, &optim, &values(&after)).unwrap();
         }
         let fresh = net(&device);
@@ -263,10 +267,7 @@ mod older_files {
         World::threads(devices, |world| -> Result<()> {
             let fresh = net(world.device());
             let optim = ranks().init(&world, &fresh)?;
-            continued(name, fresh, optim, |optim, net, number| {
-                let gradients = gradients(&net, number);
-                optim.step(0.01, net, gradients).unwrap()
-            });
+            continued(name, fresh, optim, step_on_ranks);
             Ok(())
         })
         .unwrap();
@@ -277,18 +278,13 @@ mod older_files {
         let name = "checkpoint-v2-ranks.bpk";
         if writes() {
             World::threads(vec![Device::default().autodiff(); 2], |world| -> Result<()> {
-                let fresh = net(world.device());
-                let mut optim = ranks().init(&world, &fresh)?;
-                let [_, after] = run(fresh, |net, number| {
-                    let gradients = gradients(&net, number);
-                    optim.step(0.01, net, gradients).unwrap()
-                });
-                let mut before = net(world.device());
-                let mut optim = ranks().init(&world, &before)?;
-                for number in 0..BEFORE {
-                    let gradients = gradients(&before, number);
-                    before = optim.step(0.01, before, gradients)?;
-                }
+                let trained = |end: u64| -> Result<_> {
+                    let fresh = net(world.device());
+                    let mut optim = ranks().init(&world, &fresh)?;
+                    Ok((steps(&mut optim, fresh, 0..end, step_on_ranks), optim))
+                };
+                let (after, _) = trained(BEFORE + AFTER)?;
+                let (before, optim) = trained(BEFORE)?;
                 optim.save(path(name), &before, &values(&after))
             })
             .unwrap();
@@ -302,20 +298,15 @@ mod older_files {
     fn files_of_the_per_parameter_optimizer_continue_on_their_ranks() {
         let name = |rank: usize| format!("checkpoint-v2-per-parameter-{rank}.bpk");
         let config = ranks().with_gradients(Gradients::Averaged);
-        let step = |optim: &mut ModuleOptimizer, net: Net, number| {
-            let gradients = gradients(&net, number);
-            optim.step(0.01, net, gradients)
-        };
         World::threads(vec![Device::default().autodiff(); 2], |world| -> Result<()> {
-            let fresh = net(world.device());
-            let mut optim = config.per_parameter(&world)?.init(&fresh)?;
             if writes() {
-                let [_, after] = run(fresh, |net, number| step(&mut optim, net, number));
-                let mut before = net(world.device());
-                let mut optim = config.per_parameter(&world)?.init(&before)?;
-                for number in 0..BEFORE {
-                    before = step(&mut optim, before, number);
-                }
+                let trained = |end: u64| -> Result<_> {
+                    let fresh = net(world.device());
+                    let mut optim = config.per_parameter(&world)?.init(&fresh)?;
+                    Ok((steps(&mut optim, fresh, 0..end, step), optim))
+                };
+                let (after, _) = trained(BEFORE + AFTER)?;
+                let (before, optim) = trained(BEFORE)?;
                 checkpoint::save(path(&name(world.rank())), &before, &optim, &values(&after))?;
             }
             let fresh = net(world.device());
