@@ -5,13 +5,13 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 use distmuon::parts::{NorMuon, Renormalization, RowEquilibration};
 use distmuon::{
-    AdamWConfig, Coefficients, DistMuonConfig, IterationDtype, LrScale, MatrixLayout,
-    MomentumConfig, MuonConfig, NewtonSchulzConfig, Part, RoutingRule, WeightDecay, World,
+    AdamWConfig, Coefficients, IterationDtype, LrScale, MatrixLayout, MomentumConfig, MuonConfig,
+    NewtonSchulzConfig, Part, RoutingRule, WeightDecay,
 };
 use serde::Deserialize;
 
 use super::{
-    Case, CoefficientSet, IterationName, Outcome, ScaleName, conformance_ranks, norm, oriented,
+    Case, CoefficientSet, IterationName, Outcome, ScaleName, Step, every_optimizer, norm, oriented,
 };
 
 /// The settings of a case.
@@ -105,34 +105,13 @@ pub fn run(case: &Case) -> Outcome<f64> {
     Ok(worst)
 }
 
+/// The largest error of every optimizer in a layout.
 fn trajectories(case: &Case, layout: MatrixLayout) -> Outcome<f64> {
-    let config = config(case, layout)?;
-    let text = |error: distmuon::Error| error.to_string();
-    let device = Device::default().autodiff();
-    let model = model(case, layout, &device)?;
-    let mut optim = config.try_init(&model).map_err(text)?;
-    let mut worst = follow(case, model.clone(), layout, 1.0, |lr, model, grads| {
-        Ok(optim.step(lr, model, grads))
-    })?;
-    let mut optim = config.init_batched(&model).map_err(text)?;
-    let batched = follow(case, model, layout, 1.0, |lr, model, grads| {
-        optim.step(lr, model, grads).map_err(text)
-    })?;
-    worst = worst.max(batched);
-    for count in conformance_ranks()? {
-        let dist = DistMuonConfig::new().with_muon(config.clone());
-        let errors = World::threads(vec![device.clone(); count], |world| {
-            let model = self::model(case, layout, world.device()).map_err(anyhow::Error::msg)?;
-            let mut optim = dist.init(&world, &model)?;
-            // Different gradients that average to that of the file.
-            let weight = 2.0 * (world.rank() + 1) as f64 / (count + 1) as f64;
-            let step = |lr: f64, model, grads| optim.step(lr, model, grads).map_err(text);
-            follow(case, model, layout, weight, step).map_err(anyhow::Error::msg)
-        });
-        let errors = errors.map_err(|error: anyhow::Error| error.to_string())?;
-        worst = errors.into_iter().fold(worst, f64::max);
-    }
-    Ok(worst)
+    every_optimizer(
+        &config(case, layout)?,
+        |device| model(case, layout, device),
+        |model, weight, step| follow(case, model, layout, weight, step),
+    )
 }
 
 /// The largest error of an optimizer's steps with the gradients times `weight`.
@@ -141,7 +120,7 @@ fn follow(
     mut model: Mixed,
     layout: MatrixLayout,
     weight: f64,
-    mut step: impl FnMut(f64, Mixed, GradientsParams) -> Outcome<Mixed>,
+    step: Step<'_, Mixed>,
 ) -> Outcome<f64> {
     let device = Device::default();
     let start = model.clone();
@@ -234,8 +213,8 @@ fn config(case: &Case, layout: MatrixLayout) -> Outcome<MuonConfig> {
         return Err("can't be expressed: another learning rate of Muon".into());
     }
     // A norm that is larger by a factor is a first polynomial of a smaller argument.
-    let set = muon.coefficients.set().schedule(muon.ns_steps).map_err(|error| error.to_string())?;
-    let mut set = set;
+    let set = muon.coefficients.set().schedule(muon.ns_steps);
+    let mut set = set.map_err(|error| error.to_string())?;
     let margin = 1.01f64;
     let [a, b, c] = set[0];
     set[0] = [a / margin, b / margin.powi(3), c / margin.powi(5)];

@@ -10,8 +10,9 @@ use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
 use distmuon::{
-    AdamWConfig, Coefficients, ComputePath, DistMuonConfig, IterationDtype, KernelPolicy, LrScale,
-    MatrixLayout, MomentumConfig, MuonConfig, NewtonSchulzConfig, RoutingRule, Schedule, World,
+    AdamWConfig, Coefficients, ComputePath, DistMuonConfig, Error, IterationDtype, KernelPolicy,
+    LrScale, MatrixLayout, MomentumConfig, MuonConfig, NewtonSchulzConfig, RoutingRule, Schedule,
+    World,
 };
 use distmuon_testing::device::{has_type, tf32_or};
 use safetensors::SafeTensors;
@@ -216,31 +217,13 @@ impl Case {
         }
     }
 
-    /// The largest error of the single-device optimizer, and of worlds of the numbers of ranks that
-    /// `DISTMUON_CONFORMANCE_RANKS` lists.
+    /// The largest error of every optimizer in a layout.
     fn trajectory<const D: usize>(&self, layout: MatrixLayout) -> Outcome<f64> {
-        let config = self.config(D, layout)?;
-        let device = Device::default().autodiff();
-        let model = self.model::<D>(layout, &device)?;
-        let mut optim = config.try_init(&model).map_err(|error| error.to_string())?;
-        let mut worst =
-            self.follow(model, layout, 1.0, |lr, model, grads| Ok(optim.step(lr, model, grads)))?;
-        for count in conformance_ranks()? {
-            let dist = DistMuonConfig::new().with_muon(config.clone());
-            let errors = World::threads(vec![device.clone(); count], |world| {
-                let model = self.model::<D>(layout, world.device()).map_err(anyhow::Error::msg)?;
-                let mut optim = dist.init(&world, &model)?;
-                // Different parts that average to the gradient.
-                let weight = 2.0 * (world.rank() + 1) as f64 / (count + 1) as f64;
-                let step = |lr: f64, model, grads| {
-                    optim.step(lr, model, grads).map_err(|error| error.to_string())
-                };
-                self.follow(model, layout, weight, step).map_err(anyhow::Error::msg)
-            });
-            let errors = errors.map_err(|error: anyhow::Error| error.to_string())?;
-            worst = errors.into_iter().fold(worst, f64::max);
-        }
-        Ok(worst)
+        every_optimizer(
+            &self.config(D, layout)?,
+            |device| self.model::<D>(layout, device),
+            |model, weight, step| self.follow(model, layout, weight, step),
+        )
     }
 
     /// The largest error of an optimizer's steps with the gradients times `weight`.
@@ -249,7 +232,7 @@ impl Case {
         mut model: One<D>,
         layout: MatrixLayout,
         weight: f64,
-        mut step: impl FnMut(f64, One<D>, GradientsParams) -> Outcome<One<D>>,
+        step: Step<'_, One<D>>,
     ) -> Outcome<f64> {
         let init = model.weight.val();
         let mut worst = 0f64;
@@ -302,6 +285,44 @@ impl Case {
     fn tensor(&self, name: &str) -> Outcome<&TensorData> {
         self.tensors.get(name).ok_or_else(|| format!("no tensor `{name}`"))
     }
+}
+
+/// A step of an optimizer, with a learning rate.
+type Step<'a, M> = &'a mut dyn FnMut(f64, M, GradientsParams) -> Outcome<M>;
+
+/// The largest error of Burn's optimizer of single parameters, of the optimizer of batches, and of
+/// worlds of the numbers of ranks that `DISTMUON_CONFORMANCE_RANKS` lists. `follow` returns the
+/// largest error of a model whose gradients are those of the file times a weight.
+fn every_optimizer<M: Module>(
+    config: &MuonConfig,
+    model: impl Fn(&Device) -> Outcome<M> + Sync,
+    follow: impl Fn(M, f64, Step<'_, M>) -> Outcome<f64> + Sync,
+) -> Outcome<f64> {
+    let text = |error: Error| error.to_string();
+    let device = Device::default().autodiff();
+    let start = model(&device)?;
+    let mut optim = config.try_init(&start).map_err(text)?;
+    let single =
+        follow(start.clone(), 1.0, &mut |lr, model, grads| Ok(optim.step(lr, model, grads)))?;
+    let mut optim = config.init_batched(&start).map_err(text)?;
+    let batched =
+        follow(start, 1.0, &mut |lr, model, grads| optim.step(lr, model, grads).map_err(text))?;
+    let mut worst = single.max(batched);
+    for count in conformance_ranks()? {
+        let dist = DistMuonConfig::new().with_muon(config.clone());
+        let errors = World::threads(vec![device.clone(); count], |world| {
+            let start = model(world.device()).map_err(anyhow::Error::msg)?;
+            let mut optim = dist.init(&world, &start)?;
+            // Different gradients that average to that of the file.
+            let weight = 2.0 * (world.rank() + 1) as f64 / (count + 1) as f64;
+            let step: Step<'_, M> =
+                &mut |lr, model, grads| optim.step(lr, model, grads).map_err(text);
+            follow(start, weight, step).map_err(anyhow::Error::msg)
+        });
+        let errors = errors.map_err(|error: anyhow::Error| error.to_string())?;
+        worst = errors.into_iter().fold(worst, f64::max);
+    }
+    Ok(worst)
 }
 
 /// The numbers of ranks that `DISTMUON_CONFORMANCE_RANKS` lists.
