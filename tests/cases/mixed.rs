@@ -11,7 +11,8 @@ use distmuon::{
 use serde::Deserialize;
 
 use super::{
-    Case, CoefficientSet, IterationName, Outcome, ScaleName, Step, every_optimizer, norm, oriented,
+    Case, CoefficientSet, IterationName, Outcome, ScaleName, Step, every_optimizer, oriented,
+    relative_error,
 };
 
 /// The settings of a case.
@@ -146,11 +147,11 @@ fn follow(
                 (Either::Vector(param), Either::Vector(start)) => {
                     let reference =
                         Tensor::from_data(case.tensor(&name)?.clone(), &param.val().device());
-                    relative_error(param.val(), reference, start.val())
+                    relative_error(param.val(), reference, start.val())?
                 }
                 (Either::Matrix(param), Either::Matrix(start)) => {
                     let reference = case.load(&name, layout, &param.val().device())?;
-                    relative_error(param.val(), reference, start.val())
+                    relative_error(param.val(), reference, start.val())?
                 }
                 _ => unreachable!("both models have the same parameters"),
             };
@@ -158,10 +159,6 @@ fn follow(
         }
     }
     Ok(worst)
-}
-
-fn relative_error<const D: usize>(value: Tensor<D>, reference: Tensor<D>, start: Tensor<D>) -> f64 {
-    norm(value - reference.clone()) / norm(reference - start)
 }
 
 enum Either<'a> {

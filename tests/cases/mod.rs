@@ -244,8 +244,7 @@ impl Case {
             model = step(self.header.lr, model, grads)?;
             let reference: Tensor<D> =
                 self.load(&format!("param.0.{number}"), layout, &init.device())?;
-            let moved = norm(reference.clone() - init.clone());
-            worst = worst.max(norm(model.weight.val() - reference) / moved);
+            worst = worst.max(relative_error(model.weight.val(), reference, init.clone())?);
         }
         Ok(worst)
     }
@@ -340,6 +339,17 @@ fn oriented<const D: usize>(tensor: Tensor<D>, layout: MatrixLayout) -> Tensor<D
         MatrixLayout::OutIn => tensor,
         MatrixLayout::InOut => tensor.swap_dims(D - 2, D - 1),
     }
+}
+
+/// The error of a parameter, relative to the distance from its start.
+fn relative_error<const D: usize>(
+    value: Tensor<D>,
+    reference: Tensor<D>,
+    start: Tensor<D>,
+) -> Outcome<f64> {
+    let error = norm(value - reference.clone()) / norm(reference - start);
+    // `f64::max` would ignore it.
+    if error.is_nan() { Err("an error is NaN".into()) } else { Ok(error) }
 }
 
 fn norm<const D: usize>(tensor: Tensor<D>) -> f64 {
