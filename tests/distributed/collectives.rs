@@ -3,6 +3,7 @@
 use burn::tensor::{DType, Device, Tensor, TensorData, bf16, f16};
 use distmuon::Error;
 use distmuon::comm::{ReduceOp, World};
+use distmuon_testing::device::has_type;
 use distmuon_testing::models::bits;
 use distmuon_testing::worlds::{self, Case, cases};
 use distmuon_testing::{lacks, watched};
@@ -24,7 +25,7 @@ const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
 fn every_collective_returns_its_defined_result() {
     for dtype in DTYPES {
-        if !Device::default().supports_dtype(dtype) {
+        if !has_type(dtype.into()) {
             lacks(format!("{dtype:?}"));
             continue;
         }

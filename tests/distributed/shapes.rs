@@ -4,6 +4,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use distmuon::distributed::DistMuonConfig;
 use distmuon::{MuonConfig, RoutingRule};
+use distmuon_testing::device::has_type;
 use distmuon_testing::lacks;
 use distmuon_testing::models::{gradients, weights};
 use distmuon_testing::worlds::{self, Case, cases};
@@ -93,7 +94,7 @@ fn uneven_models_and_models_with_fewer_matrices_than_ranks_are_bit_equal() {
 fn half_precision_models_are_bit_equal_on_ranks() {
     let shapes = [[16, 24], [24, 16], [24, 16], [7, 5]];
     for dtype in [DType::F16, DType::BF16] {
-        if !Device::default().supports_dtype(dtype) {
+        if !has_type(dtype.into()) {
             lacks(format!("{dtype:?}"));
             continue;
         }

@@ -11,6 +11,7 @@ use distmuon::comm::World;
 use distmuon::distributed::plan::Balancing;
 use distmuon::distributed::{CostSource, DistMuonConfig, Gradients};
 use distmuon::{MomentumConfig, MuonConfig, RoutingRule};
+use distmuon_testing::device::has_type;
 use distmuon_testing::models::{Fixed, Layers, bits, gradients, weights};
 use distmuon_testing::worlds::{self, Case, cases};
 use distmuon_testing::{excused, lacks};
@@ -323,7 +324,7 @@ fn gradients_whose_squares_overflow_are_clipped_and_not_rejected() {
 /// For float16 gradients with a norm of about a million, the factor itself would be a subnormal
 /// number.
 fn clipping_in_half_precision_is_as_precise_as_its_gradients() {
-    if !Device::default().supports_dtype(FloatDType::F16) {
+    if !has_type(FloatDType::F16) {
         lacks("float16");
         return;
     }
