@@ -19,4 +19,16 @@ pub mod references;
 pub mod watched;
 pub mod worlds;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 pub use distmuon_skips::{excused, lacks, skip};
+
+/// Returns the message of the panic that a function ends with.
+///
+/// # Panics
+///
+/// If the function returns, or its panic has another payload than a formatted message.
+pub fn panic_message<T>(run: impl FnOnce() -> T) -> String {
+    let panic = catch_unwind(AssertUnwindSafe(run)).map(drop).expect_err("the function panics");
+    *panic.downcast::<String>().expect("the panic has a formatted message")
+}

@@ -14,6 +14,7 @@ use distmuon::distributed::{DistMuonConfig, Gradients};
 use distmuon::{Error, MuonConfig, Result, RoutingRule};
 use distmuon_testing::device::beyond_memory;
 use distmuon_testing::models::{ExpertNet as Net, gradients, weights};
+use distmuon_testing::panic_message;
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
@@ -110,8 +111,7 @@ fn threads_that_share_one_instance_are_bit_equal_to_one_device() {
     assert!(trained.iter().all(|weights| *weights == expected));
     // A fourth thread is rejected.
     let mut optim = optim.clone();
-    let panic = catch_unwind(AssertUnwindSafe(|| train(net, &mut optim, 0..1))).unwrap_err();
-    let message = panic.downcast_ref::<String>().unwrap();
+    let message = panic_message(|| train(net, &mut optim, 0..1));
     assert!(message.contains("which is larger, got 3"), "{message}");
 }
 
@@ -150,14 +150,12 @@ fn records_continue_bit_for_bit() {
     }
 
     // A rank rejects the record of another rank.
-    let wrong = catch_unwind(AssertUnwindSafe(|| {
+    let message = panic_message(|| {
         ranks(2, |world| {
             let (model, states) = &halfway[0];
             resume(&world, model, states)
         })
-    }));
-    let panic = wrong.unwrap_err();
-    let message = panic.downcast_ref::<String>().unwrap();
+    });
     assert!(message.contains("on rank 1: its momentum at the owner does not fit"), "{message}");
     assert!(message.contains("got [0, 0]"), "{message}");
 }
@@ -165,7 +163,7 @@ fn records_continue_bit_for_bit() {
 #[test]
 fn a_gradient_that_is_missing_on_one_rank_fails_all_ranks() {
     for missing_at in [0, 2] {
-        let run = catch_unwind(AssertUnwindSafe(|| {
+        let message = panic_message(|| {
             ranks(2, |world| {
                 let net = Net::new(VOCABULARY, world.device());
                 let mut optim = config().per_parameter(&world)?.init(&net)?;
@@ -177,9 +175,7 @@ fn a_gradient_that_is_missing_on_one_rank_fails_all_ranks() {
                 optim.step(0.01, net, gradients);
                 Ok(())
             })
-        }));
-        let panic = run.unwrap_err();
-        let message = panic.downcast_ref::<String>().unwrap();
+        });
         assert!(message.contains("the ranks disagree"), "{message}");
         assert!(
             message.contains("layers.1.weight") && message.contains("layers.2.weight"),

@@ -1,7 +1,5 @@
 //! The optimizer as a user meets it: whole modules, checkpoints, bad input.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
 use burn::grad_clipping::GradientClippingConfig;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLrScheduler;
 use burn::module::{Module, Param};
@@ -18,6 +16,7 @@ use distmuon::{
 };
 use distmuon_testing::device::{beyond_memory, has_type, tf32_or};
 use distmuon_testing::models::{Fixed, bits, gradients, largest_difference, tensors, values};
+use distmuon_testing::panic_message;
 use distmuon_testing::references::{matrix, random, tensor};
 use rand::{SeedableRng, rngs::StdRng};
 
@@ -309,8 +308,7 @@ fn gradients_of_another_shape_are_rejected() {
         let turned = grads.remove::<2>(id).unwrap().transpose();
         grads.register(id, turned);
         let step = || MuonConfig::new().init(&net).step(0.01, net.clone(), grads);
-        let panic = catch_unwind(AssertUnwindSafe(step)).unwrap_err();
-        let message = panic.downcast_ref::<String>().unwrap();
+        let message = panic_message(step);
         assert!(message.contains(name) && message.contains("wrong shape"), "{message}");
     }
 }
@@ -319,18 +317,14 @@ fn gradients_of_another_shape_are_rejected() {
 fn a_step_without_memory_fails_naming_the_parameter() {
     let net = Net::new(&device());
     let Some(huge) = beyond_memory(8, 16) else { return };
-    let message = |grads: GradientsParams| {
-        let step = || MuonConfig::new().init(&net).step(0.01, net.clone(), grads);
-        let panic = catch_unwind(AssertUnwindSafe(step)).unwrap_err();
-        panic.downcast_ref::<String>().unwrap().clone()
-    };
     let muon = (net.layers[0].up.weight.id, "`layers.0.up.weight`");
     let adamw = (net.embedding.weight.id, "`embedding.weight`");
     for ((id, name), lost) in [(muon, huge.clone()), (adamw, huge.transpose())] {
         let mut grads = net.gradients(0);
         grads.remove::<2>(id);
         grads.register(id, lost);
-        let message = message(grads);
+        let step = || MuonConfig::new().init(&net).step(0.01, net.clone(), grads);
+        let message = panic_message(step);
         assert!(message.contains(name) && message.contains("1099511627776 bytes"), "{message}");
     }
     // The device still works.
