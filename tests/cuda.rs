@@ -29,7 +29,6 @@ pub(crate) mod gpu {
     use distmuon_testing::worlds::free_port;
     use distmuon_testing::{excused, lacks};
     use libtest_mimic::{Arguments, Failed, Trial};
-    use rand::{SeedableRng, rngs::StdRng};
 
     const DEADLINE: Duration = Duration::from_secs(120);
     /// The number of ranks in a world of processes.
@@ -248,7 +247,7 @@ pub(crate) mod gpu {
         let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(world.device());
         let layers = vec![linear(64, 64), linear(64, 200), linear(200, 64), linear(64, 64)];
         let net = Layers { layers };
-        let mut net = net.map(&mut Fixed(StdRng::seed_from_u64(3)));
+        let mut net = net.map(&mut Fixed::new(3));
         let mut optim = DistMuonConfig::new().with_bucket_mb(Some(0.02)).init(world, &net)?;
         for step in 0..10 {
             let gradients = gradients(&net, step);
@@ -262,7 +261,7 @@ pub(crate) mod gpu {
     fn steps_are_recorded_while_calls_are_in_flight(world: &World) -> Result<()> {
         let trained = |graphs| -> Result<Vec<Vec<u8>>> {
             let net = Layers::square(8, 64, world.device());
-            let mut net = net.map(&mut Fixed(StdRng::seed_from_u64(5)));
+            let mut net = net.map(&mut Fixed::new(5));
             let muon =
                 MuonConfig::new().with_newton_schulz(NewtonSchulzConfig::new().with_graphs(graphs));
             let config = DistMuonConfig::new().with_muon(muon).with_bucket_mb(Some(0.02));

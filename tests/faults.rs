@@ -73,7 +73,7 @@ impl Net {
             norm: LayerNormConfig::new(6).init(device),
             head: linear(20, 40),
         };
-        net.map(&mut Fixed(StdRng::seed_from_u64(5)))
+        net.map(&mut Fixed::new(5))
     }
 }
 

@@ -34,7 +34,7 @@ impl ExpertNet {
             experts: Param::from_tensor(Tensor::ones([2, 5, 4], device).require_grad()),
             head: linear(6, vocabulary),
         };
-        net.map(&mut Fixed(StdRng::seed_from_u64(5)))
+        net.map(&mut Fixed::new(5))
     }
 }
 
@@ -60,7 +60,14 @@ pub fn bits<const D: usize>(tensor: &Tensor<D>) -> Vec<u8> {
 
 /// Replaces parameters by random values in float32, on devices of any default type, from a
 /// generator that no other test uses.
-pub struct Fixed(pub StdRng);
+pub struct Fixed(StdRng);
+
+impl Fixed {
+    /// Creates the generator from a seed.
+    pub fn new(seed: u64) -> Self {
+        Self(StdRng::seed_from_u64(seed))
+    }
+}
 
 impl ModuleMapper for Fixed {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {

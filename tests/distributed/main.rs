@@ -23,7 +23,6 @@ use distmuon_testing::host;
 use distmuon_testing::models::{Fixed, gradients, values, weights};
 use distmuon_testing::worlds::{self, Case};
 use libtest_mimic::Arguments;
-use rand::{SeedableRng, rngs::StdRng};
 use serde::{Serialize, de::DeserializeOwned};
 
 /// Cases in which every rank returns normally: they also run on ranks that are processes.
@@ -93,7 +92,7 @@ impl Net {
             norm: LayerNormConfig::new(21).init(device),
             head: linear(21, 37),
         };
-        net.map(&mut Fixed(StdRng::seed_from_u64(7)))
+        net.map(&mut Fixed::new(7))
     }
 
     fn gradients(&self, seed: u64) -> GradientsParams {

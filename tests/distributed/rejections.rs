@@ -9,7 +9,6 @@ use distmuon::distributed::DistMuonConfig;
 use distmuon::{Error, MuonConfig};
 use distmuon_testing::models::Fixed;
 use distmuon_testing::worlds::{Case, cases};
-use rand::{SeedableRng, rngs::StdRng};
 
 use crate::{Net, config, device, ranks, ranks_here};
 
@@ -240,7 +239,7 @@ fn a_gradient_of_a_parameter_that_was_frozen_or_absent_is_rejected() {
 
     let layer = || {
         let layer = LinearConfig::new(8, 8).with_bias(false).init(&device());
-        layer.map(&mut Fixed(StdRng::seed_from_u64(7)))
+        layer.map(&mut Fixed::new(7))
     };
     let mut layers: Vec<Linear> = vec![layer()];
     let mut optim = DistMuonConfig::new().init(&World::alone(device()), &layers).unwrap();

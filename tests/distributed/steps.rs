@@ -362,7 +362,7 @@ fn ranks_divide_the_memory_of_shards_and_states() {
     for count in [1, 2, 4, 8] {
         let reports = ranks_here(count, |world| {
             let net = Layers::square(16, 32, world.device());
-            let net = net.map(&mut Fixed(StdRng::seed_from_u64(1)));
+            let net = net.map(&mut Fixed::new(1));
             let mut optim = DistMuonConfig::new().with_max_norm(Some(1.0)).init(&world, &net)?;
             let mut gradients = GradientsParams::new();
             for layer in &net.layers {

@@ -11,7 +11,6 @@ use burn::tensor::{Bool, Device, Int, Tensor};
 use burn_pack::Reader;
 use distmuon::{Error, MuonConfig, RoutingRule, checkpoint};
 use distmuon_testing::models::{self, Fixed};
-use rand::{SeedableRng, rngs::StdRng};
 
 /// A matrix for Muon, a bias for AdamW, and tensors that are not trained.
 #[derive(Module, Debug)]
@@ -31,7 +30,7 @@ impl Net {
             counts: Param::initialized(ParamId::new(), counts),
             flags: Param::initialized(ParamId::new(), flags),
         };
-        net.map(&mut Fixed(StdRng::seed_from_u64(seed)))
+        net.map(&mut Fixed::new(seed))
     }
 
     fn bits(&self) -> (Vec<Vec<u8>>, Vec<u8>, Vec<u8>) {

@@ -40,7 +40,7 @@ impl Net {
     fn new(device: &Device) -> Self {
         let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
         let net = Self { up: linear(3, 8), hidden: linear(8, 8), head: linear(8, 2) };
-        net.map(&mut Fixed(StdRng::seed_from_u64(3)))
+        net.map(&mut Fixed::new(3))
     }
 
     fn regression(&self, [x, targets]: Batch) -> RegressionOutput {

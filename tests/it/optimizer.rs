@@ -18,7 +18,6 @@ use distmuon_testing::device::{beyond_memory, has_type, tf32_or};
 use distmuon_testing::models::{Fixed, bits, gradients, largest_difference, tensors, values};
 use distmuon_testing::panic_message;
 use distmuon_testing::references::{matrix, random, tensor};
-use rand::{SeedableRng, rngs::StdRng};
 
 #[derive(Module, Debug)]
 struct Layer {
@@ -98,7 +97,7 @@ fn difference(a: &Net, b: &Net) -> f64 {
 /// Burn's operations.
 #[test]
 fn models_that_are_kept_do_not_change_during_training() {
-    let start = Net::of_width(50, &device()).map(&mut Fixed(StdRng::seed_from_u64(1)));
+    let start = Net::of_width(50, &device()).map(&mut Fixed::new(1));
     let config = MuonConfig::new()
         .with_newton_schulz(NewtonSchulzConfig::new().with_dtype(IterationDtype::F32));
     let train = |kernels| {
@@ -122,7 +121,7 @@ fn models_that_are_kept_do_not_change_during_training() {
 /// The steps of several batches, which differ in size.
 #[test]
 fn steps_with_graphs_agree_with_steps_without() {
-    let start = Net::of_width(50, &device()).map(&mut Fixed(StdRng::seed_from_u64(2)));
+    let start = Net::of_width(50, &device()).map(&mut Fixed::new(2));
     let trained = |graphs| {
         let mut optim = MuonConfig::new()
             .with_newton_schulz(NewtonSchulzConfig::new().with_graphs(graphs))

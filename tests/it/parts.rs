@@ -13,7 +13,6 @@ use distmuon_testing::device::tf32_or;
 use distmuon_testing::models::{Fixed, assert_same_weights, gradients, values};
 use distmuon_testing::references::{self, newton_schulz, random};
 use faer::Mat;
-use rand::{SeedableRng, rngs::StdRng};
 
 /// The plainest update that orthogonalises the gradient itself, with unit learning rate and scale.
 fn plain() -> MuonConfig {
@@ -200,7 +199,7 @@ impl Net {
             weight_stack: Param::from_tensor(stack.require_grad()),
             bias: Param::from_tensor(bias.require_grad()),
         };
-        net.map(&mut Fixed(StdRng::seed_from_u64(5)))
+        net.map(&mut Fixed::new(5))
     }
 
     /// Gradients of a step. One of the second step is not finite.

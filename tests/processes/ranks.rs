@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use burn::module::Module;
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::LinearConfig;
 use burn::tensor::Device;
 #[cfg(feature = "mpi")]
 use burn::tensor::{DType, Tensor};
@@ -19,13 +19,12 @@ use distmuon::comm::ReduceOp;
 use distmuon::comm::{Launch, World};
 use distmuon::distributed::DistMuonConfig;
 use distmuon_testing::host::{self, Waits};
-use distmuon_testing::models::{Fixed, gradients, weights};
+use distmuon_testing::models::{Fixed, Layers, gradients, weights};
 #[cfg(feature = "mpi")]
 use distmuon_testing::mpirun;
 use distmuon_testing::watched::watched;
 use distmuon_testing::{excused, skip, worlds};
 use libtest_mimic::{Arguments, Trial};
-use rand::{SeedableRng, rngs::StdRng};
 
 #[cfg(feature = "mpi")]
 use crate::hosts;
@@ -50,17 +49,10 @@ pub const CUT_AT: &str = "DISTMUON_TEST_CUT_AT";
 #[cfg(feature = "mpi")]
 const RETURNS_EARLY: &str = "DISTMUON_TEST_RETURNS_EARLY";
 
-#[derive(Module, Debug)]
-struct Net {
-    matrices: Vec<Linear>,
-}
-
-impl Net {
-    fn new(device: &Device) -> Self {
-        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
-        let net = Self { matrices: vec![linear(6, 6), linear(4, 9), linear(9, 4), linear(6, 6)] };
-        net.map(&mut Fixed(StdRng::seed_from_u64(5)))
-    }
+fn model(device: &Device) -> Layers {
+    let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+    let layers = vec![linear(6, 6), linear(4, 9), linear(9, 4), linear(6, 6)];
+    Layers { layers }.map(&mut Fixed::new(5))
 }
 
 /// A configuration with buckets of one or two parameters, so that a step has many points.
@@ -187,7 +179,7 @@ fn steps(world: &World, folder: &Path) -> Result<()> {
         Ok(())
     });
     let path = folder.join("run.ckpt");
-    let mut net = world.broadcast(Net::new(world.device()))?;
+    let mut net = world.broadcast(model(world.device()))?;
     let mut optim = config().init(&world, &net)?;
     let mut step = 0;
     if path.exists() {
@@ -276,7 +268,7 @@ pub fn trained(folder: &Path, ranks: usize) -> Vec<u8> {
 fn expected() -> Vec<u8> {
     let devices = vec![Device::default().autodiff(); RANKS];
     let trained = World::threads(devices, |world| {
-        let mut net = Net::new(world.device());
+        let mut net = model(world.device());
         let mut optim = config().init(&world, &net)?;
         for step in 0..STEPS {
             let gradients = gradients(&net, step);
