@@ -38,4 +38,15 @@ struct Readme;
 #[cfg(test)]
 mod tests {
     mod cuda_codegen;
+
+    use cubecl::client::Client;
+
+    /// Returns any available device, and otherwise reports a skipped test.
+    pub(crate) fn any_device() -> Option<Client> {
+        let client = std::panic::catch_unwind(|| cubecl::Device::Wgpu(Default::default()).client());
+        if client.is_err() {
+            crate::skips::skip("there is no device");
+        }
+        client.ok()
+    }
 }

@@ -31,7 +31,9 @@ use cubecl_cpp::shared::{
 };
 use cubecl_cpp::{register_supported_types, target::Cuda};
 
+use super::any_device;
 use crate::product::{Product, Tiling, Triangle, Unit};
+use crate::skips::excused;
 use crate::{Matrices, fused, gram, identity, mirror};
 
 const F32: ElemType = ElemType::Float(FloatKind::F32);
@@ -311,7 +313,7 @@ fn blocks(version: u32, threads: usize, registers: usize, shared: usize) -> usiz
 /// Plain arithmetic may spill a few bytes, matrix units may not.
 #[test]
 fn products_become_matrix_instructions_without_spills() {
-    let Some(host) = host() else { return };
+    let Some(host) = any_device() else { return };
     check_table(&[BF16, F16, F32], |target, properties, dtype| {
         let tilings = Tiling::for_device(properties, dtype);
         for unit in [Unit::Mma, Unit::Cmma, Unit::Registers] {
@@ -332,7 +334,7 @@ fn products_become_matrix_instructions_without_spills() {
 /// for all architectures and in float32 for Hopper. None may spill.
 #[test]
 fn other_kernels_compile_without_spills() {
-    let Some(host) = host() else { return };
+    let Some(host) = any_device() else { return };
     check_table(&[BF16, F32], |target, properties, dtype| {
         let row = |(name, definition, units)| {
             target.row(name, dtype, definition, units, |code| code.local == 0)
@@ -349,9 +351,7 @@ fn check_table(
 ) {
     let tools = Tools::find();
     if tools.is_none() {
-        println!(
-            "skipped: NVRTC and ptxas (DISTMUON_CUDA_TOOLS is not set); sources are generated"
-        );
+        excused("NVRTC and ptxas (DISTMUON_CUDA_TOOLS is not set); sources are generated");
     }
     let compile_all = |compiler: KernelCompiler| {
         let mut table = vec![];
@@ -425,16 +425,8 @@ impl CompileTarget<'_> {
     }
 }
 
-/// Returns any available device, for the buffers that the definition of a kernel needs.
-fn host() -> Option<Client> {
-    let client = std::panic::catch_unwind(|| cubecl::Device::Wgpu(Default::default()).client());
-    if client.is_err() {
-        crate::skips::skip("there is no device to make buffers on");
-    }
-    client.ok()
-}
-
-/// Returns a symmetric product as it would run on a device, and the units of a cube.
+/// Returns a symmetric product as it would run on a device, and the units of a cube. `host` is any
+/// device, for the buffers that the definition of a kernel needs.
 fn symmetric_product(
     host: &Client,
     tiling: &Tiling,
@@ -670,7 +662,7 @@ fn the_chosen_tiling_divides_a_product_evenly_among_multiprocessors() {
 /// Smaller buffers have 32-bit addresses, which are faster.
 #[test]
 fn a_product_with_a_result_of_more_than_2_to_the_32_elements_has_64_bit_addresses() {
-    let Some(host) = host() else { return };
+    let Some(host) = any_device() else { return };
     let properties = Arc::new(device(90));
     let tiling = Tiling::for_device(&properties, BF16)[0];
     for (m, long) in [(60_000, false), (70_000, true)] {
