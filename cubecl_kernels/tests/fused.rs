@@ -6,7 +6,7 @@ mod common;
 use cubecl::ir::{ElemType, FloatKind};
 use cubecl::prelude::*;
 
-use common::{Real, client, download, excused, upload, values};
+use common::{Real, assert_mentions, client, download, excused, upload, values};
 use cubecl::client::Client;
 use cubecl::server::Handle;
 use distmuon_kernels::fused::{
@@ -111,6 +111,11 @@ fn momentum_step<G: Real, F: Real>(
     Ok(MomentumResults { update, norms })
 }
 
+/// Returns the Euclidean norm.
+fn norm(values: &[f64]) -> f64 {
+    values.iter().map(|x| x * x).sum::<f64>().sqrt()
+}
+
 fn assert_close(actual: &[f64], expected: &[f64], tolerance: f64, name: &str) {
     assert_eq!(actual.len(), expected.len(), "{name}");
     let largest = expected.iter().fold(1e-30, |a: f64, x| a.max(x.abs()));
@@ -169,11 +174,11 @@ fn check_muon<F: Real>(tolerance: f64) {
             assert_close(&download::<F>(&client, &update), &ahead, tolerance, &name);
 
             let normal = normalize(&client, &update, &norms, batch, [dtype; 2], 1e-7).unwrap();
-            let norm = |matrix: &[f64]| matrix.iter().map(|x| x * x).sum::<f64>().sqrt().max(1e-7);
-            let expected: Vec<f64> = ahead
-                .chunks(batch.elements)
-                .flat_map(|matrix| matrix.iter().map(|x| x / norm(matrix)).collect::<Vec<_>>())
-                .collect();
+            let normalized = |matrix: &[f64]| -> Vec<f64> {
+                let divisor = norm(matrix).max(1e-7);
+                matrix.iter().map(|x| x / divisor).collect()
+            };
+            let expected: Vec<f64> = ahead.chunks(batch.elements).flat_map(normalized).collect();
             assert_close(&download::<F>(&client, &normal), &expected, tolerance, &name);
 
             // The last matrix has diverged; the flags of the batch begin at the third one.
@@ -232,7 +237,6 @@ fn operands_of_two_types_are_rounded_only_when_they_are_stored() {
     let inputs = values::<f32>(batch.len(), 1);
     let parameters = values::<f32>(batch.len(), 2);
     let input = upload::<f32>(&client, &inputs);
-    let norm = |matrix: &[f64]| matrix.iter().map(|x| x * x).sum::<f64>().sqrt();
     let normalized = |matrix: &[f64]| matrix.iter().map(|x| x / norm(matrix)).collect::<Vec<_>>();
     let expected: Vec<f64> = inputs.chunks(batch.elements).flat_map(normalized).collect();
     let mut normal = None;
@@ -291,8 +295,8 @@ fn norms_of_the_rows_of_many_tensors_match_float64() {
             // The norms of later tensors come first.
             first -= row_count(length);
             tensors.push((rows(&upload::<f32>(&client, &values), 1, length), first));
-            let norm = |row: &[f64]| row.iter().map(|x| x * x).sum::<f64>().sqrt() / scale;
-            expected.push((first, scale, values.chunks(elements).map(norm).collect::<Vec<_>>()));
+            let norms = values.chunks(elements).map(|row| norm(row) / scale);
+            expected.push((first, scale, norms.collect::<Vec<_>>()));
         }
         norms(&client, &tensors, elements, &all, F32).unwrap();
         let all = download::<f32>(&client, &all.handle);
@@ -364,16 +368,12 @@ fn norms_neither_overflow_nor_underflow_at_any_scale() {
         let normal = normalize(&client, &update, &norms, batch, [F32; 2], 0.0).unwrap();
         let normal = download::<f32>(&client, &normal);
         for matrix in normal.chunks(batch.elements) {
-            let norm = matrix.iter().map(|x| x * x).sum::<f64>().sqrt();
+            let norm = norm(matrix);
             assert!((norm - 1.0).abs() < 1e-5, "scale {scale}: {norm}");
         }
         // A norm below epsilon is not amplified.
         let small = normalize(&client, &update, &norms, batch, [F32; 2], 1e-7).unwrap();
-        let norm = download::<f32>(&client, &small)[..batch.elements]
-            .iter()
-            .map(|x| x * x)
-            .sum::<f64>()
-            .sqrt();
+        let norm = norm(&download::<f32>(&client, &small)[..batch.elements]);
         assert!(if scale < 1e-10 { norm < 1e-10 } else { (norm - 1.0).abs() < 1e-5 }, "{norm}");
     }
     let zeros = || upload::<f32>(&client, &vec![0.0; batch.len()]);
@@ -497,10 +497,6 @@ fn empty_batches_change_nothing() {
         let empty = Matrices::contiguous(handle, F32, [batch.count, 0, 0]);
         assert_eq!(add_identity(&client, &empty).unwrap().shape, empty.shape);
     }
-}
-
-fn assert_mentions(error: Error, words: &str) {
-    assert!(error.to_string().contains(words), "{error}");
 }
 
 #[test]

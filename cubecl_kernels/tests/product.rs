@@ -3,7 +3,7 @@
 mod common;
 
 use Layout::{Columns, Rows, Slice};
-use common::{Real, binding, client, download, excused, lacks, upload, values};
+use common::{Real, assert_mentions, binding, client, download, excused, lacks, upload, values};
 use cubecl::client::Client;
 use cubecl::features::MmaConfig;
 use cubecl::ir::{ElemType, FloatKind};
@@ -381,9 +381,6 @@ fn operands_that_do_not_fit_are_rejected() {
     let error = |a: &Matrices, b: &Matrices, d: Option<&Matrices>, triangle| {
         let product = Product { a, b, alpha: 1.0, addend: d.map(|d| (d, 1.0)), triangle };
         product.launch(&client, &tiling).unwrap_err()
-    };
-    let assert_mentions = |error: Error, words: &str| {
-        assert!(error.to_string().contains(words), "{error}");
     };
     let a = zeros([1, 4, 6]);
     let b = zeros([1, 6, 4]);

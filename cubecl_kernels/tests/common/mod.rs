@@ -9,7 +9,7 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 use cubecl::wgpu::{WgpuDevice, WgpuServer, WgslCompiler};
 use cubecl::zspace::{Shape, Strides};
-use distmuon_kernels::Matrices;
+use distmuon_kernels::{Error, Matrices};
 pub use distmuon_skips::{excused, lacks, skip};
 
 /// The element types of matrices.
@@ -91,6 +91,11 @@ pub fn download<F: Real>(client: &Client, handle: &Handle) -> Vec<f64> {
 pub fn values<F: Real>(count: usize, seed: usize) -> Vec<f64> {
     let value = |i: usize| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1001.0 - 1.0;
     (0..count).map(|i| F::new(value(i)).into()).collect()
+}
+
+/// Checks that the text of an error contains some words.
+pub fn assert_mentions(error: Error, words: &str) {
+    assert!(error.to_string().contains(words), "{error}");
 }
 
 /// Returns matrices as CubeCL describes tensors.
