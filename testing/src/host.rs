@@ -34,7 +34,7 @@ pub enum Waits {
 
 /// The memory of the host, and a stream of the test library.
 #[derive(Debug)]
-pub struct HostMemory {
+struct HostMemory {
     device: Device,
     stream: Arc<Stream>,
     waits: Waits,
@@ -79,7 +79,7 @@ impl Stream {
 
 impl HostMemory {
     /// Creates a stream of the test library for tensors on a device.
-    pub fn new(device: Device, waits: Waits) -> Self {
+    fn new(device: Device, waits: Waits) -> Self {
         let library = test_library();
         // SAFETY: these are functions of the test library, with their types.
         let (stream, launched, finished, delay) = unsafe {
@@ -125,7 +125,7 @@ pub fn fail_next_event() {
 }
 
 /// Returns the bytes that this thread's rank has sent to others so far.
-pub fn sent() -> u64 {
+pub(crate) fn sent() -> u64 {
     let library = test_library();
     // SAFETY: this is a function of the test library, with its type.
     unsafe {
@@ -136,7 +136,7 @@ pub fn sent() -> u64 {
 }
 
 /// Returns the folder of the test library, which is that of the test programs.
-pub fn folder() -> PathBuf {
+fn folder() -> PathBuf {
     let program = PathBuf::from(std::env::args_os().next().expect("a program has a name"));
     program.parent().expect("a program is in a folder").to_owned()
 }
@@ -156,7 +156,7 @@ pub fn world(launch: &Launch, device: Device, deadline: Duration, waits: Waits) 
 }
 
 /// Returns a world over the test library with a kind of reductions.
-pub fn world_that(
+pub(crate) fn world_that(
     launch: &Launch,
     device: Device,
     deadline: Duration,

@@ -26,7 +26,7 @@ pub fn polar(matrix: &Mat<f64>) -> Mat<f64> {
 }
 
 /// Returns `U f(S) V^T`. Singular values that are zero except for rounding stay zero.
-pub fn apply(matrix: &Mat<f64>, f: impl Fn(f64) -> f64) -> Mat<f64> {
+fn apply(matrix: &Mat<f64>, f: impl Fn(f64) -> f64) -> Mat<f64> {
     let svd = matrix.thin_svd().expect("the SVD converges");
     let (u, s, v) = (svd.U(), svd.S().column_vector(), svd.V());
     let rank = matrix.nrows().min(matrix.ncols());

@@ -42,7 +42,7 @@ thread_local! {
 }
 
 /// Returns the engine of this case.
-pub fn engine() -> Engine {
+fn engine() -> Engine {
     ENGINE.get()
 }
 
@@ -67,7 +67,7 @@ pub fn is_exact() -> bool {
 }
 
 /// Returns the bytes that this thread's rank has sent to others so far, if the engine counts them.
-pub fn sent(engine: &str) -> Option<u64> {
+pub(crate) fn sent(engine: &str) -> Option<u64> {
     match engine {
         #[cfg(feature = "cuda")]
         "nccl" => Some(host::sent()),
@@ -267,7 +267,7 @@ pub mod mpi {
     use crate::mpirun::{is_there, mpirun};
 
     /// The number of processes that mpirun starts.
-    pub const PROCESSES: usize = 4;
+    pub(super) const PROCESSES: usize = 4;
     /// The variable that is set in these processes.
     const WORKER: &str = "DISTMUON_TEST_WORKER";
 
@@ -326,7 +326,7 @@ pub mod mpi {
     }
 
     /// Runs a function on the first ranks of the world, and returns the results of all of them.
-    pub fn ranks<T: Serialize + DeserializeOwned>(
+    pub(super) fn ranks<T: Serialize + DeserializeOwned>(
         count: usize,
         run: impl Fn(World) -> Result<T>,
     ) -> Result<Vec<T>> {
@@ -338,12 +338,12 @@ pub mod mpi {
     }
 
     /// Waits for all ranks.
-    pub fn barrier() {
+    pub(super) fn barrier() {
         world().comm().barrier().expect("every rank makes the call");
     }
 
     /// Creates a folder on rank 0, and returns it on every rank.
-    pub fn folder() -> Folder {
+    pub(super) fn folder() -> Folder {
         let create = || tempfile::tempdir().expect("a folder can be created");
         let folder = (world().rank() == 0).then(create);
         let path = folder.as_ref().map(|folder| folder.path().to_owned());
