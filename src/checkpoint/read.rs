@@ -217,8 +217,8 @@ impl Archive {
         &self.tensors
     }
 
-    /// The path of a parameter and a name in its state, from `optimizer.ID.NAME`, where the name may
-    /// also contain dots. `None` for the names of other tensors and scalars.
+    /// The path of a parameter and a name in its state, from `optimizer.ID.NAME`, where the name
+    /// may also contain dots. `None` for the names of other tensors and scalars.
     pub fn state_key<'a>(&'a self, name: &'a str) -> Option<(&'a str, &'a str)> {
         let (id, state) = name.strip_prefix(OPTIMIZER)?.strip_prefix('.')?.split_once('.')?;
         Some((self.metadata.get(&prefixed(OPTIMIZER, id))?, state))
