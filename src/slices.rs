@@ -1,9 +1,9 @@
-//! Flat tensors, sliced and concatenated without touching empty ones, which not every backend
-//! accepts.
+//! Tensors sliced, concatenated and expanded, without the calls that not every backend carries out:
+//! those with empty tensors, and expansions that change nothing.
 
 use std::ops::Range;
 
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, Tensor, kind::Basic};
 
 /// The elements in a range.
 pub fn slice(tensor: &Tensor<1>, range: Range<usize>) -> Tensor<1> {
@@ -29,6 +29,14 @@ pub fn concat(tensors: Vec<Tensor<1>>, dtype: DType, device: &Device) -> Tensor<
 pub fn with_zero(mut tensors: Vec<Tensor<1>>, device: &Device) -> Tensor<1> {
     tensors.push(Tensor::zeros([1], (device, DType::F32)));
     concat(tensors, DType::F32, device)
+}
+
+/// The tensor in a larger shape, without a copy.
+///
+/// Under Burn's fusion (0.22.1), a mask that is expanded from `[1]` to `[1]` selects the wrong
+/// values on CubeCL's devices.
+pub fn expand<const D: usize, K: Basic>(tensor: Tensor<D, K>, shape: [usize; D]) -> Tensor<D, K> {
+    if tensor.dims() == shape { tensor } else { tensor.expand(shape) }
 }
 
 /// A tensor without elements.

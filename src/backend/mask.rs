@@ -2,6 +2,8 @@
 
 use burn::tensor::{Bool, FloatDType, Tensor};
 
+use crate::slices::expand;
+
 /// A flag for every row, as a tensor on its device: no value is read back. A row is a unit that a
 /// step updates or leaves as a whole: a matrix of a batch, a slice of a parameter.
 #[derive(Clone)]
@@ -19,7 +21,7 @@ impl FiniteMask {
 
     /// A mask of one row, repeated.
     pub fn expanded(self, rows: usize) -> Self {
-        Self { rejected: self.rejected.expand([rows]) }
+        Self { rejected: expand(self.rejected, [rows]) }
     }
 
     /// The tensor, with zeros in the rejected rows.
@@ -38,7 +40,7 @@ impl FiniteMask {
         let [rows] = self.rejected.dims();
         let mut shape = [1; D];
         shape[0] = rows;
-        self.rejected.clone().reshape(shape).expand(tensor.shape())
+        expand(self.rejected.clone().reshape(shape), tensor.dims())
     }
 }
 

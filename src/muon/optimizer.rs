@@ -10,6 +10,7 @@ use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::orthogonalize::NewtonSchulz;
+use crate::slices::expand;
 use crate::update::{
     Counting, MOMENTUM, Matrices, MuonBatch, MuonParameter, MuonUpdate, ONLY_RANK, Place, SKIPPED,
     SkippedSteps, Slot, Slots, TIME, clip, ensure_finite_rate, parts,
@@ -202,7 +203,7 @@ impl Muon {
             values: vec![parameter.reshape([-1])],
             factor: None,
             rejected: None,
-            by_matrix: &|flags| flags.clone().slice(s![0..1]).expand([k]),
+            by_matrix: &|flags| expand(flags.clone().slice(s![0..1]), [k]),
             first,
         };
         let (mut updated, flags) = update.step(batch, &mut slots, flags);

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::super::state::Slots;
 use super::{Behaviour, Context, Part, Stage, by_largest};
+use crate::slices::expand;
 
 /// Least norm that a row is divided by, as in nanochat.
 const LEAST_NORM: f64 = 1e-6;
@@ -39,7 +40,7 @@ impl Behaviour for RowEquilibration {
         let squares = x.clone().square().sum_dim(along);
         let mean = squares.clone().mean_dim(3 - along).sqrt();
         // Relative to the largest magnitude, as the norms are.
-        let least = largest.clone().recip().mul_scalar(LEAST_NORM).expand(squares.shape());
+        let least = expand(largest.clone().recip().mul_scalar(LEAST_NORM), squares.dims());
         // The largest magnitude comes last: the rest is of its order, so nothing overflows before.
         x * (mean / squares.sqrt().max_pair(least)) * largest
     }
