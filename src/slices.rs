@@ -33,8 +33,8 @@ pub fn with_zero(mut tensors: Vec<Tensor<1>>, device: &Device) -> Tensor<1> {
 
 /// The tensor in a larger shape, without a copy.
 ///
-/// Under Burn's fusion (0.22.1), a mask that is expanded from `[1]` to `[1]` selects the wrong
-/// values on CubeCL's devices.
+/// With a mask that is expanded from `[1]` to `[1]`, Burn 0.22.1 selected the wrong values on a
+/// Vulkan device, with fusion.
 pub fn expand<const D: usize, K: Basic>(tensor: Tensor<D, K>, shape: [usize; D]) -> Tensor<D, K> {
     if tensor.dims() == shape { tensor } else { tensor.expand(shape) }
 }
