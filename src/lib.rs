@@ -143,7 +143,7 @@ pub use error::{Error, Result};
 pub use matrix_view::{MatrixLayout, MatrixView};
 #[cfg(feature = "train")]
 pub use metric::SkippedStepsMetric;
-pub use muon::{MomentumConfig, Muon, MuonConfig, MuonState};
+pub use muon::{Muon, MuonConfig, MuonState};
 pub use orthogonalize::{
     Coefficients, IterationDtype, IterationForm, IterationPlan, NewtonSchulz, NewtonSchulzConfig,
 };
@@ -152,7 +152,7 @@ pub use routing::{
 };
 pub use schedule::Schedule;
 pub use update::parts::{self, Part};
-pub use update::{LrScale, SkippedSteps, WeightDecay};
+pub use update::{LrScale, MomentumConfig, MomentumForm, SkippedSteps, WeightDecay};
 
 /// Runs the program of the README as a test.
 #[cfg(doctest)]

@@ -310,7 +310,11 @@ fn a_step_launches_few_kernels_and_copies_per_parameter() {
     }
 
     // Parts find the flags of their matrices by indices that stay on the device.
-    let parts = vec![RowEquilibration.into(), Renormalization.into(), NorMuon::new(0.9).into()];
+    let parts = vec![
+        RowEquilibration.into(),
+        Renormalization::orthogonal().into(),
+        NorMuon::new(0.9).into(),
+    ];
     let with_parts = config.clone().with_muon(MuonConfig::new().with_parts(parts));
     let counted_with_parts = step(&Structure::equal(30), 1, &with_parts);
     assert_eq!((counted_with_parts.uploads, counted_with_parts.reads), (1, 0));

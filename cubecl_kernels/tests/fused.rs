@@ -95,14 +95,15 @@ fn momentum_step<G: Real, F: Real>(
     momentum: &Handle,
     (rejected, factor): (&Handle, Option<&Handle>),
     batch: Batch,
-    (mu, nesterov): (f32, bool),
+    (keep, fresh, nesterov): (f32, f32, bool),
 ) -> Result<MomentumResults, Error> {
     let dtypes = [G::elem_type_native(), F::elem_type_native()];
     let update = client.empty(batch.len() * dtypes[1].size());
     let norms = RowNorms::empty(client, batch, partials(batch));
     let buffers = MomentumBuffers { momentum, update: &update, norms: &norms, rejected, factor };
     let numbered = grads.iter().cloned().enumerate();
-    let inputs: Vec<_> = numbered.map(|(flag, grad)| MomentumInput { grad, flag, mu }).collect();
+    let input = |(flag, grad)| MomentumInput { grad, flag, keep, fresh };
+    let inputs: Vec<_> = numbered.map(input).collect();
     // In two calls, as a caller does that has more parameters than one call takes.
     let (first, second) = inputs.split_at(inputs.len() / 2);
     let first_count = first.iter().map(|input| input.grad.count).sum();
@@ -138,7 +139,9 @@ fn check_muon<F: Real>(tolerance: f64) {
     let Some(client) = client::<F>() else { return };
     let dtype = F::elem_type_native();
     for batch in BATCHES {
-        for (nesterov, factor) in [(true, None), (false, None), (true, Some(0.25))] {
+        for (nesterov, factor, weight) in
+            [(true, None, 0.25), (false, None, 1.0), (true, Some(0.25), 0.25)]
+        {
             let grads = partly_non_finite::<F>(batch);
             let momenta = values::<F>(batch.len(), 2);
             let old = values::<F>(batch.len(), 3);
@@ -155,10 +158,10 @@ fn check_muon<F: Real>(tolerance: f64) {
 
             let scale = factor.map(|factor| upload::<f32>(&client, &[factor]));
             let controls = (&rejected, scale.as_ref());
-            let rule = (0.75, nesterov);
+            let rule = (0.75, weight as f32, nesterov);
             let MomentumResults { update, norms } =
                 momentum_step::<F, F>(&client, &grad, &momentum, controls, batch, rule).unwrap();
-            let fresh = |i: usize| 0.25 * factor.unwrap_or(1.0) * grads[i];
+            let fresh = |i: usize| weight * factor.unwrap_or(1.0) * grads[i];
             let averaged: Vec<f64> = (0..batch.len())
                 .map(|i| if is_updated(i) { 0.75 * momenta[i] + fresh(i) } else { momenta[i] })
                 .collect();
@@ -268,7 +271,7 @@ fn operands_of_two_types_are_rounded_only_when_they_are_stored() {
     let grad = upload_tensors::<F>(&client, &grads, batch);
     let momentum = upload::<f32>(&client, &momenta);
     let rejected = upload::<f32>(&client, &vec![0.0; grad.len()]);
-    let rule = (0.5, true);
+    let rule = (0.5, 0.5, true);
     momentum_step::<F, f32>(&client, &grad, &momentum, (&rejected, None), batch, rule).unwrap();
     let averaged: Vec<f64> = momenta.iter().zip(&grads).map(|(m, g)| 0.5 * m + 0.5 * g).collect();
     assert_close(&download::<f32>(&client, &momentum), &averaged, 1e-6, "momentum");
@@ -362,7 +365,7 @@ fn norms_neither_overflow_nor_underflow_at_any_scale() {
         let grad = upload_tensors::<f32>(&client, &grads, batch);
         let momentum = upload::<f32>(&client, &vec![0.0; batch.len()]);
         let controls = (&reject_tensors::<f32>(&client, &grad, f32::MAX), None);
-        let rule = (0.0, false);
+        let rule = (0.0, 1.0, false);
         let MomentumResults { update, norms } =
             momentum_step::<f32, f32>(&client, &grad, &momentum, controls, batch, rule).unwrap();
         let normal = normalize(&client, &update, &norms, batch, [F32; 2], 0.0).unwrap();
@@ -380,7 +383,7 @@ fn norms_neither_overflow_nor_underflow_at_any_scale() {
     let grad = vec![rows(&zeros(), 2, 3000)];
     let momentum = zeros();
     let controls = (&reject_tensors::<f32>(&client, &grad, f32::MAX), None);
-    let rule = (0.5, true);
+    let rule = (0.5, 0.5, true);
     let MomentumResults { update, norms } =
         momentum_step::<f32, f32>(&client, &grad, &momentum, controls, batch, rule).unwrap();
     let normal = normalize(&client, &update, &norms, batch, [F32; 2], 0.0).unwrap();
@@ -480,7 +483,7 @@ fn empty_batches_change_nothing() {
         let nothing = rows(&handle, batch.count, batch.elements);
         reject(&client, &[(nothing.clone(), 0)], &flags, 3, F32, f32::MAX).unwrap();
         let grads = [nothing.clone()];
-        let rule = (0.5, true);
+        let rule = (0.5, 0.5, true);
         let MomentumResults { update, norms } =
             momentum_step::<f32, f32>(&client, &grads, &handle, (&flags, None), batch, rule)
                 .unwrap();
@@ -515,7 +518,7 @@ fn buffers_and_rows_that_do_not_fit_are_rejected() {
 
     let step = |grad, momentum, flags: &Handle| {
         let grads = [rows(grad, 1, 12), rows(grad, 1, 12)];
-        let rule = (0.5, true);
+        let rule = (0.5, 0.5, true);
         momentum_step::<f32, f32>(&client, &grads, momentum, (flags, None), batch, rule)
             .map(|step| step.norms)
     };
@@ -534,7 +537,7 @@ fn buffers_and_rows_that_do_not_fit_are_rejected() {
             rejected: &flags,
             factor: None,
         };
-        let inputs = [MomentumInput { grad, flag: 0, mu: 0.5 }];
+        let inputs = [MomentumInput { grad, flag: 0, keep: 0.5, fresh: 0.5 }];
         update_momentum(&client, &inputs, buffers, batch, first, [F32; 2], true).unwrap_err()
     };
     let after_the_end = misplaced(rows(&whole, 1, 12), 2);

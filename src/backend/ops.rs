@@ -34,7 +34,9 @@ pub struct MomentumStep {
     /// Index of the parameter's flag.
     pub flag: usize,
     /// Weight of the old momentum.
-    pub mu: f64,
+    pub keep: f64,
+    /// Weight of the gradient.
+    pub fresh: f64,
 }
 
 /// The step of a parameter, `P <- decay P - lr U`.

@@ -8,38 +8,13 @@ use burn::grad_clipping::GradientClippingConfig;
 use super::Muon;
 use crate::adamw::AdamWConfig;
 use crate::backend::KernelPolicy;
-use crate::checks::{ensure_decay, ensure_size};
+use crate::checks::ensure_size;
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView, UNNAMED};
 use crate::orthogonalize::NewtonSchulzConfig;
 use crate::routing::RoutingRule;
-use crate::schedule::Schedule;
 use crate::update::parts::Part;
-use crate::update::{LrScale, MuonUpdate, SkippedSteps, WeightDecay};
-
-/// Configuration of Muon's momentum.
-#[derive(Config, Debug, PartialEq)]
-pub struct MomentumConfig {
-    /// Momentum `mu`, in `[0, 1)`.
-    #[config(default = "Schedule::constant(0.95)")]
-    pub momentum: Schedule,
-    /// `true` to orthogonalise `mu M + (1 - mu) G` (Nesterov) instead of the momentum `M`, where
-    /// `G` is the gradient.
-    #[config(default = true)]
-    pub nesterov: bool,
-}
-
-impl From<f64> for MomentumConfig {
-    fn from(momentum: f64) -> Self {
-        Self::new().with_momentum(momentum.into())
-    }
-}
-
-impl From<Schedule> for MomentumConfig {
-    fn from(momentum: Schedule) -> Self {
-        Self::new().with_momentum(momentum)
-    }
-}
+use crate::update::{LrScale, MomentumConfig, MuonUpdate, SkippedSteps, WeightDecay};
 
 /// Configuration of [`Muon`], and of the AdamW for everything that is not a hidden matrix.
 ///
@@ -145,8 +120,7 @@ impl MuonConfig {
 
     /// The update of matrices.
     pub(super) fn update(&self) -> Result<MuonUpdate> {
-        let mut momenta = self.momentum.momentum.extremes();
-        momenta.try_for_each(|mu| ensure_decay("momentum.momentum", mu))?;
+        self.momentum.check()?;
         let mut rates = self.weight_decay.rate().extremes();
         rates.try_for_each(|rate| ensure_size("weight_decay", rate))?;
         ensure_size("lr_factor", self.lr_factor)?;
@@ -171,8 +145,7 @@ impl MuonConfig {
         let iteration = self.newton_schulz.init();
         let iteration = iteration.map_err(|error| error.in_field("newton_schulz"))?;
         Ok(MuonUpdate {
-            momentum: self.momentum.momentum.clone(),
-            nesterov: self.momentum.nesterov,
+            momentum: self.momentum.clone(),
             weight_decay: self.weight_decay.clone(),
             lr_scale: self.lr_scale,
             lr_factor: self.lr_factor,

@@ -16,5 +16,5 @@ mod config;
 mod module;
 mod optimizer;
 
-pub use config::{MomentumConfig, MuonConfig};
+pub use config::MuonConfig;
 pub use optimizer::{Muon, MuonState};

@@ -12,8 +12,8 @@ use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::orthogonalize::NewtonSchulz;
 use crate::slices::expand;
 use crate::update::{
-    Counting, MOMENTUM, Matrices, MuonBatch, MuonParameter, MuonUpdate, ONLY_RANK, Place, SKIPPED,
-    SkippedSteps, Slot, Slots, TIME, clip, ensure_finite_rate, parts,
+    Counting, MOMENTUM, MOMENTUM_WEIGHT, Matrices, MuonBatch, MuonParameter, MuonUpdate, ONLY_RANK,
+    Place, SKIPPED, SkippedSteps, Slot, Slots, TIME, clip, ensure_finite_rate, parts,
 };
 
 /// The names of the slots that every state has. Those of the configured parts may follow.
@@ -86,7 +86,8 @@ impl<const D: usize> RecordState for MuonState<D> {
     }
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
-        let slots = Slots::unflatten(&REQUIRED_SLOTS, &parts::SLOT_NAMES, prefix, src, device)?;
+        let optional = [&parts::SLOT_NAMES[..], &[MOMENTUM_WEIGHT]].concat();
+        let slots = Slots::unflatten(&REQUIRED_SLOTS, &optional, prefix, src, device)?;
         if slots.recorded(MOMENTUM).len() != D {
             return None;
         }

@@ -17,6 +17,7 @@
 mod adamw;
 mod clipping;
 mod lr_scale;
+mod momentum;
 mod muon;
 pub mod parts;
 mod skipped;
@@ -26,7 +27,9 @@ mod step_size;
 pub(crate) use adamw::{AdamWUpdate, RoleLr};
 pub(crate) use clipping::clip;
 pub use lr_scale::LrScale;
-pub(crate) use muon::{MOMENTUM, MuonBatch, MuonParameter, MuonUpdate, TIME};
+pub(crate) use momentum::{MOMENTUM, MOMENTUM_WEIGHT};
+pub use momentum::{MomentumConfig, MomentumForm};
+pub(crate) use muon::{MuonBatch, MuonParameter, MuonUpdate, TIME};
 pub(crate) use parts::Matrices;
 pub use skipped::SkippedSteps;
 pub(crate) use skipped::{CountedOnLoad, Counting, Place};

@@ -1,25 +1,25 @@
 //! The Muon update of a batch of matrices.
 
+use std::iter::repeat_n;
+
 use burn::grad_clipping::GradientClippingConfig;
-use burn::tensor::{DType, Device, Tensor, s};
+use burn::tensor::{DType, Device, Tensor, TensorData, s};
 
 use super::lr_scale::LrScale;
-use super::parts::{Context, Matrices, Part, Stage};
-use super::state::{Extent, Slot, SlotDtype, Slots};
+use super::momentum::{MOMENTUM, MomentumConfig, Weights};
+use super::parts::{Context, Known, Matrices, Part, Quantity, Stage, frobenius};
+use super::state::{Slot, SlotDtype, Slots};
 use super::step_size::{StepSize, WeightDecay};
 use crate::backend::{
     FiniteMask, FlaggedRows, KernelPolicy, MomentumStep, MomentumUpdate, ParameterStep, apply,
-    precise_dtype, reject, update_momentum,
+    precise_dtype, reject, scaled, update_momentum,
 };
 use crate::orthogonalize::NewtonSchulz;
-use crate::schedule::Schedule;
+use crate::slices::concat;
 
 /// Largest element of a direction whose squares parts can sum in float32, with room for the number
 /// of elements. The elements of a direction are about 1.
 const LARGEST_SQUARED: f64 = 1e15;
-
-/// Name of the momentum in records.
-pub(crate) const MOMENTUM: &str = "momentum";
 
 /// Name of the number of steps that a parameter has taken, in records.
 pub(crate) const TIME: &str = "time";
@@ -27,8 +27,7 @@ pub(crate) const TIME: &str = "time";
 /// The settings of Muon that all parameters have in common.
 #[derive(Debug)]
 pub(crate) struct MuonUpdate {
-    pub momentum: Schedule,
-    pub nesterov: bool,
+    pub momentum: MomentumConfig,
     pub weight_decay: WeightDecay,
     pub lr_scale: LrScale,
     pub lr_factor: f64,
@@ -70,10 +69,8 @@ pub(crate) struct MuonBatch<'a> {
 impl MuonUpdate {
     /// The slots of a batch of matrices.
     pub fn slots(&self, matrices: Matrices) -> Vec<Slot> {
-        let momentum =
-            Slot { name: MOMENTUM, extent: Extent::Element, dtype: SlotDtype::Parameter };
         let parts = self.parts.iter().flat_map(|part| part.slots(matrices));
-        [momentum].into_iter().chain(parts).collect()
+        self.momentum.slots().into_iter().chain(parts).collect()
     }
 
     /// The implementations that may be used.
@@ -90,32 +87,43 @@ impl MuonUpdate {
     /// The type in which the iteration is given the updates of parameters of a type.
     pub fn iterated_dtype(&self, parameter: DType) -> DType {
         let momentum = SlotDtype::Parameter.resolve(parameter);
-        match self.has_parts(Stage::Before) {
+        match self.prepares() {
             true => precise_dtype(momentum),
             false => momentum,
         }
     }
 
-    fn has_parts(&self, stage: Stage) -> bool {
-        self.parts.iter().any(|part| part.stage() == stage)
+    /// Returns `true` if anything changes the momentum before it is orthogonalised.
+    fn prepares(&self) -> bool {
+        self.momentum.bias_correction || self.has_parts(Stage::Before)
     }
 
-    /// The update after the parts of a stage.
+    fn has_parts(&self, stage: Stage) -> bool {
+        self.parts.iter().any(|part| part.stages().contains(&stage))
+    }
+
+    /// A batch after the parts of a stage. The state of masked matrices stays as it is.
     fn apply_parts(
         &self,
         stage: Stage,
-        update: Tensor<3>,
+        batch: Tensor<3>,
         state: &mut Slots,
-        context: &Context<'_>,
+        known: &Known,
+        mask: &dyn Fn() -> FiniteMask,
     ) -> Tensor<3> {
-        let parts = self.parts.iter().filter(|part| part.stage() == stage);
-        parts.fold(update, |update, part| part.apply(update, state, context))
+        let parts = self.parts.iter().filter(|part| part.stages().contains(&stage));
+        let context = Context { stage, dtype: precise_dtype(batch.dtype()), known, mask };
+        parts.fold(batch, |batch, part| part.apply(batch, state, &context))
     }
 
     /// The size of a step of matrices.
     pub fn size(&self, lr: f64, Matrices { shape, layout }: Matrices, time: usize) -> StepSize {
-        let scale = self.lr_factor * self.lr_scale.factor(layout, shape);
-        StepSize::new(lr, scale, &self.weight_decay, time)
+        StepSize::new(lr, self.scale(Matrices { shape, layout }), &self.weight_decay, time)
+    }
+
+    /// The factor on the learning rate of matrices.
+    fn scale(&self, Matrices { shape, layout }: Matrices) -> f64 {
+        self.lr_factor * self.lr_scale.factor(layout, shape)
     }
 
     /// Sets the flags of matrices with an element that is not finite, or larger than `largest` in
@@ -142,51 +150,90 @@ impl MuonUpdate {
         state: &mut Slots,
         diverged: Tensor<1>,
     ) -> (Vec<Tensor<1>>, Tensor<1>) {
-        let MuonBatch { count, matrices, parameters, gradients, values, .. } = batch;
-        let MuonBatch { factor, rejected, by_matrix, first, .. } = batch;
+        let MuonBatch { count, matrices, parameters, mut gradients, values, .. } = batch;
+        let MuonBatch { mut factor, rejected, by_matrix, first, .. } = batch;
         let Matrices { shape: [m, n], .. } = matrices;
         let policy = self.policy();
+        let weights: Vec<Weights> =
+            parameters.iter().map(|parameter| self.momentum.weights(parameter.time)).collect();
+
+        let reads = |quantity| self.parts.iter().any(|part| part.reads(quantity));
+        let keep = || by_parameter(&values, m * n, weights.iter().map(|weights| weights.keep));
+        let mask = || FiniteMask::from_rows(by_matrix(rejected.unwrap_or(&diverged)));
+        let mut known = Known {
+            matrices,
+            scale: self.scale(matrices),
+            keep: reads(Quantity::Keep).then(keep),
+            old_norm: reads(Quantity::OldNorm).then(|| frobenius(joined(&values, [count, m, n]))),
+            gradient_norm: None,
+            update_norm: None,
+        };
+
+        let is_coupled = matches!(self.weight_decay, WeightDecay::Coupled(_));
+        if is_coupled || self.has_parts(Stage::Gradient) || reads(Quantity::GradientNorm) {
+            let mut gradient = joined(&gradients, [count, m, n]);
+            gradient = factor.iter().fold(gradient, |g, factor| scaled(g, (*factor).clone()));
+            gradient = mask().zero_rejected(gradient);
+            if is_coupled {
+                let rates = parameters.iter().map(|parameter| parameter.size.coupled);
+                let rates = by_parameter(&values, m * n, rates);
+                gradient = gradient + joined(&values, [count, m, n]) * rates;
+            }
+            known.gradient_norm =
+                reads(Quantity::GradientNorm).then(|| frobenius(gradient.clone()));
+            let gradient = self.apply_parts(Stage::Gradient, gradient, state, &known, &mask);
+            (gradients, factor) = (split_like(gradient, &values), None);
+        }
+
         let steps: Vec<_> = parameters
             .iter()
-            .map(|parameter| MomentumStep {
-                flag: parameter.flag,
-                mu: self.momentum.at(parameter.time),
+            .zip(&weights)
+            .map(|(MuonParameter { flag, .. }, &Weights { keep, fresh })| MomentumStep {
+                flag: *flag,
+                keep,
+                fresh,
             })
             .collect();
         let momentum = state.take(MOMENTUM).reshape([count, m, n]);
-        let MomentumUpdate { momentum, update, norms } = update_momentum(
+        let MomentumUpdate { momentum, mut update, norms } = update_momentum(
             policy,
             gradients,
             momentum,
             rejected.unwrap_or(&diverged),
             factor,
             &steps,
-            self.nesterov,
+            self.momentum.nesterov,
         );
         state.put(MOMENTUM, momentum.reshape([count * m * n]));
 
-        let mask = || FiniteMask::from_rows(by_matrix(rejected.unwrap_or(&diverged)));
-        let context = Context { matrices, mask: &mask };
+        if self.momentum.bias_correction {
+            let dtype = precise_dtype(update.dtype());
+            let fresh = by_parameter(&values, m * n, weights.iter().map(|weights| weights.fresh));
+            let weights = [keep(), fresh].map(|weights| weights.cast(dtype));
+            update = self.momentum.corrected(update.cast(dtype), weights, &mask(), state);
+        }
         // A part would make them the norms of another tensor.
-        let norms = norms.filter(|_| !self.has_parts(Stage::Before));
-        let update = self.apply_parts(Stage::Before, update, state, &context);
+        let norms = norms.filter(|_| !self.prepares());
+        let update = self.apply_parts(Stage::Before, update, state, &known, &mask);
+        known.update_norm = reads(Quantity::UpdateNorm)
+            .then(|| frobenius(update.clone().cast(precise_dtype(update.dtype()))));
 
         let mut direction = contiguous(self.newton_schulz.direction(update, norms));
         let has_after = self.has_parts(Stage::After);
         // The squares that parts compute have to be finite.
         let largest = if has_after { LARGEST_SQUARED } else { f64::MAX };
         let mut diverged = self.reject_matrices(&direction, diverged, first, largest);
+        let unchanged = |diverged: &Tensor<1>| {
+            let rejected = by_matrix(rejected.unwrap_or(diverged));
+            let diverged = diverged.clone().slice(s![first..first + count]);
+            FiniteMask::from_rows(rejected.max_pair(diverged))
+        };
         if has_after {
-            let mask = || {
-                let rejected = by_matrix(rejected.unwrap_or(&diverged));
-                let diverged = diverged.clone().slice(s![first..first + count]);
-                FiniteMask::from_rows(rejected.max_pair(diverged))
-            };
-            let context = Context { matrices, mask: &mask };
-            direction = contiguous(self.apply_parts(Stage::After, direction, state, &context));
+            let mask = || unchanged(&diverged);
+            direction = self.apply_parts(Stage::After, direction, state, &known, &mask);
+            direction = contiguous(direction);
             diverged = self.reject_matrices(&direction, diverged, first, f64::MAX);
         }
-        let rejected = rejected.unwrap_or(&diverged);
 
         let steps: Vec<_> = parameters
             .iter()
@@ -197,9 +244,49 @@ impl MuonUpdate {
                 cautious: size.cautious,
             })
             .collect();
-        let values = apply(policy, values, direction, rejected, (&diverged, first), &steps);
+        let rejected = rejected.unwrap_or(&diverged);
+        let mut values = apply(policy, values, direction, rejected, (&diverged, first), &steps);
+        if self.has_parts(Stage::Parameter) {
+            let mask = || unchanged(&diverged);
+            let (batch, dtype) = (joined(&values, [count, m, n]), values[0].dtype());
+            let constrained =
+                self.apply_parts(Stage::Parameter, batch.clone(), state, &known, &mask);
+            values = split_like(mask().select(constrained, batch).cast(dtype), &values);
+        }
         (values, diverged)
     }
+}
+
+/// Flat tensors as one batch, in [`precise_dtype`].
+fn joined(tensors: &[Tensor<1>], shape: [usize; 3]) -> Tensor<3> {
+    let (dtype, device) = (tensors[0].dtype(), tensors[0].device());
+    concat(tensors.to_vec(), dtype, &device).cast(precise_dtype(dtype)).reshape(shape)
+}
+
+/// A batch as flat tensors of the lengths of others, the reverse of [`joined`].
+fn split_like(batch: Tensor<3>, like: &[Tensor<1>]) -> Vec<Tensor<1>> {
+    let flat: Tensor<1> = batch.reshape([-1]);
+    match like {
+        [_] => vec![flat],
+        _ => flat.split_with_sizes(like.iter().map(|tensor| tensor.dims()[0]).collect(), 0),
+    }
+}
+
+/// One value for every matrix of `elements` elements, `[k, 1, 1]`: those of the parameters with
+/// these values, in the type of [`joined`].
+fn by_parameter(
+    values: &[Tensor<1>],
+    elements: usize,
+    of_parameters: impl Iterator<Item = f64>,
+) -> Tensor<3> {
+    let (dtype, device) = (precise_dtype(values[0].dtype()), values[0].device());
+    let of_matrices: Vec<f64> = values
+        .iter()
+        .zip(of_parameters)
+        .flat_map(|(values, value)| repeat_n(value, values.dims()[0] / elements))
+        .collect();
+    let count = of_matrices.len();
+    Tensor::from_data(TensorData::new(of_matrices, [count, 1, 1]), (&device, dtype))
 }
 
 /// The batch without gaps between its rows, which Burn's products may leave and every reader would

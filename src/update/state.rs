@@ -28,7 +28,6 @@ pub(crate) enum Extent {
     /// One per column, `[k, 1, n]`.
     Column,
     /// One per matrix, `[k, 1, 1]`.
-    #[expect(dead_code, reason = "for second moments of whole matrices")]
     Matrix,
     /// One per state, `[1]`: counters. Not for parts, since the parameters of a batch share its
     /// state.

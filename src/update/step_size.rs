@@ -20,6 +20,15 @@ pub enum WeightDecay {
     /// [`Cautious`](Self::Cautious) with the scaled learning rate, as in
     /// <https://github.com/karpathy/nanochat>.
     CautiousScaled(Schedule),
+    /// `P <- (1 - w) P`: the decay does not follow the learning rate
+    /// (<https://github.com/NVIDIA-NeMo/Emerging-Optimizers>).
+    Independent(Schedule),
+    /// `P <- (1 - lr^2 w) P`, with the learning rate before it is scaled: in a schedule, decay
+    /// fades with the square of the rate (Chowdhery et al., <https://arxiv.org/abs/2204.02311>).
+    SquaredRate(Schedule),
+    /// `G <- G + w P` before the momentum, after the gradient is clipped: the gradient of
+    /// `w |P|^2 / 2` (L2 regularisation, `weight_decay` of PyTorch's SGD).
+    Coupled(Schedule),
 }
 
 impl From<f64> for WeightDecay {
@@ -38,7 +47,12 @@ impl WeightDecay {
     /// Returns the rate `w` over the steps of a run.
     pub fn rate(&self) -> &Schedule {
         match self {
-            Self::Decoupled(rate) | Self::Cautious(rate) | Self::CautiousScaled(rate) => rate,
+            Self::Decoupled(rate)
+            | Self::Cautious(rate)
+            | Self::CautiousScaled(rate)
+            | Self::Independent(rate)
+            | Self::SquaredRate(rate)
+            | Self::Coupled(rate) => rate,
         }
     }
 }
@@ -52,6 +66,8 @@ pub(crate) struct StepSize {
     pub lr: f64,
     /// `true` if only those old values are decayed whose sign is not opposed to that of the update.
     pub cautious: bool,
+    /// The factor on the old values that are added to the gradient.
+    pub coupled: f64,
 }
 
 impl StepSize {
@@ -64,13 +80,17 @@ impl StepSize {
             WeightDecay::Decoupled(_) => (lr, false),
             WeightDecay::Cautious(_) => (lr, true),
             WeightDecay::CautiousScaled(_) => (scaled, true),
+            WeightDecay::Independent(_) => (1.0, false),
+            WeightDecay::SquaredRate(_) => (lr * lr, false),
+            WeightDecay::Coupled(_) => (0.0, false),
         };
-        Self { decay: decay(decayed_at, rate), lr: scaled, cautious }
+        let coupled = if matches!(weight_decay, WeightDecay::Coupled(_)) { rate } else { 0.0 };
+        Self { decay: decay(decayed_at, rate), lr: scaled, cautious, coupled }
     }
 
     /// The step size of decoupled weight decay at a constant rate.
     pub fn decoupled(lr: f64, rate: f64) -> Self {
-        Self { decay: decay(lr, rate), lr, cautious: false }
+        Self { decay: decay(lr, rate), lr, cautious: false, coupled: 0.0 }
     }
 }
 
@@ -99,13 +119,16 @@ mod tests {
     #[test]
     fn only_the_decay_depends_on_the_method() {
         let size = |decay: WeightDecay| {
-            let StepSize { decay, lr, cautious } = StepSize::new(0.1, 4.0, &decay, 0);
-            (decay, lr, cautious)
+            let StepSize { decay, lr, cautious, coupled } = StepSize::new(0.1, 4.0, &decay, 0);
+            (decay, lr, cautious, coupled)
         };
         let rate = || Schedule::constant(0.25);
-        assert_eq!(size(WeightDecay::Decoupled(rate())), (0.975, 0.4, false));
-        assert_eq!(size(WeightDecay::Cautious(rate())), (0.975, 0.4, true));
-        assert_eq!(size(WeightDecay::CautiousScaled(rate())), (0.9, 0.4, true));
+        assert_eq!(size(WeightDecay::Decoupled(rate())), (0.975, 0.4, false, 0.0));
+        assert_eq!(size(WeightDecay::Cautious(rate())), (0.975, 0.4, true, 0.0));
+        assert_eq!(size(WeightDecay::CautiousScaled(rate())), (0.9, 0.4, true, 0.0));
+        assert_eq!(size(WeightDecay::Independent(rate())), (0.75, 0.4, false, 0.0));
+        assert_eq!(size(WeightDecay::SquaredRate(rate())), (0.9975, 0.4, false, 0.0));
+        assert_eq!(size(WeightDecay::Coupled(rate())), (1.0, 0.4, false, 0.25));
         assert_eq!(WeightDecay::from(0.25), WeightDecay::Decoupled(rate()));
     }
 }

@@ -217,7 +217,7 @@ fn config(case: &Case, layout: MatrixLayout) -> Outcome<MuonConfig> {
     set[0] = [a / margin, b / margin.powi(3), c / margin.powi(5)];
     let mut parts = vec![];
     parts.extend(muon.row_equilibration.then_some(Part::from(RowEquilibration)));
-    parts.extend(muon.renormalise.then_some(Part::from(Renormalization)));
+    parts.extend(muon.renormalise.then_some(Part::from(Renormalization::orthogonal())));
     parts.push(NorMuon::new(muon.variance_reduction.beta2).into());
 
     let lr = adamw.lr / case.header.lr;

@@ -29,7 +29,7 @@ fn plain() -> MuonConfig {
 }
 
 fn all_parts() -> Vec<Part> {
-    vec![RowEquilibration.into(), Renormalization.into(), NorMuon::new(0.9).into()]
+    vec![RowEquilibration.into(), Renormalization::orthogonal().into(), NorMuon::new(0.9).into()]
 }
 
 #[derive(Module, Debug)]
@@ -111,7 +111,7 @@ fn row_equilibration_gives_every_output_the_mean_norm() {
 
 #[test]
 fn renormalization_gives_the_norm_of_an_orthogonal_matrix() {
-    let config = plain().with_parts(vec![Renormalization.into()]);
+    let config = plain().with_parts(vec![Renormalization::orthogonal().into()]);
     for (case, grads) in cases() {
         for (update, grad) in updates(&config, &grads, MatrixLayout::OutIn).iter().zip(&grads) {
             let iterated = iterated(grad);

@@ -19,7 +19,9 @@ pub struct MomentumInput {
     /// The index of the parameter's flag.
     pub flag: usize,
     /// The weight of the old momentum, in `[0, 1)`.
-    pub mu: f32,
+    pub keep: f32,
+    /// The weight of the gradient.
+    pub fresh: f32,
 }
 
 /// The buffers that [`update_momentum`] reads and writes, excluding gradients.
@@ -38,9 +40,9 @@ pub struct MomentumBuffers<'a> {
 }
 
 /// Updates the momentum of the matrices of a batch from `first` on, in place:
-/// `M <- mu M + (1 - mu) G`.
+/// `M <- keep M + fresh G`.
 ///
-/// Writes the matrices to orthogonalise and their partial norms: `mu M + (1 - mu) G` with
+/// Writes the matrices to orthogonalise and their partial norms: `keep M + fresh G` with
 /// `nesterov`, `M` without it, and zeros for a parameter that is rejected. `dtypes` are the type of
 /// the gradients, and the type of the momentum and of the matrices to orthogonalise.
 ///
@@ -96,7 +98,8 @@ pub fn update_momentum(
                 grid.first_rows(),
                 grid.end_rows(),
                 group.iter().map(|input| input.flag).collect(),
-                group.iter().map(|input| input.mu).collect(),
+                group.iter().map(|input| input.keep).collect(),
+                group.iter().map(|input| input.fresh).collect(),
                 first,
                 batch.elements / size,
                 nesterov,
@@ -121,7 +124,8 @@ pub(crate) fn update_momentum_kernel<G: Float, F: Float, N: Size>(
     first_rows: &Sequence<usize>,
     end_rows: &Sequence<usize>,
     flags: &Sequence<usize>,
-    mus: &Sequence<f32>,
+    keeps: &Sequence<f32>,
+    freshs: &Sequence<f32>,
     base: usize,
     vectors: usize,
     #[comptime] nesterov: bool,
@@ -135,9 +139,8 @@ pub(crate) fn update_momentum_kernel<G: Float, F: Float, N: Size>(
         terminate!();
     }
     let is_updated = rejected[number_of(flags, index)] == 0.0;
-    let mu = factor_of(mus, index);
-    let keep = Vector::<f32, N>::new(mu);
-    let fresh = Vector::<f32, N>::new(1.0 - mu);
+    let keep = Vector::<f32, N>::new(factor_of(keeps, index));
+    let fresh = Vector::<f32, N>::new(factor_of(freshs, index));
     let mut scale = f32::new(0.0);
     let mut squares = f32::new(0.0);
     let (first, step) = unit_vectors();

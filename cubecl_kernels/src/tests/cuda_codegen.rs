@@ -528,6 +528,7 @@ fn other_kernels(
             sizes().collect(),
             sizes().collect(),
             floats().collect(),
+            floats().collect(),
             count,
             1_usize << 10,
             true,

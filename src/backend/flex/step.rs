@@ -51,8 +51,8 @@ impl StepOps for Flex {
         let [mut momentum, mut update] = [momentum, update].map(|of| contiguous(single(of)));
         let mut norms = contiguous(norms);
         let mut start = first * m * n;
-        for (grad, MomentumStep { flag, mu }) in grads.into_vec().into_iter().zip(steps) {
-            let (grad, mu) = (contiguous(single(grad)), mu as f32);
+        for (grad, MomentumStep { flag, keep, fresh }) in grads.into_vec().into_iter().zip(steps) {
+            let (grad, keep, weight) = (contiguous(single(grad)), keep as f32, fresh as f32);
             let end = start + grad.shape().num_elements();
             let updates = &mut update.storage_mut::<f32>()[start..end];
             if rejected[flag] != 0.0 {
@@ -73,9 +73,9 @@ impl StepOps for Flex {
                 chunks.for_each(|(((momenta, updates), norm), grads)| {
                     for ((m, u), g) in momenta.iter_mut().zip(&mut *updates).zip(grads) {
                         let grad = if scaled { g * factor } else { *g };
-                        let fresh = (1.0 - mu) * grad;
-                        *m = mu * *m + fresh;
-                        *u = if nesterov { mu * *m + fresh } else { *m };
+                        let fresh = weight * grad;
+                        *m = keep * *m + fresh;
+                        *u = if nesterov { keep * *m + fresh } else { *m };
                     }
                     norm.copy_from_slice(&scaled_squares(updates));
                 });

@@ -41,8 +41,9 @@ pub fn update_momentum(
         let grad =
             factor.map_or_else(|| grad.clone(), |factor| scaled(grad.clone(), factor.clone()));
         let grad = mask.zero_rejected(grad.reshape([1, -1])).cast(old.dtype());
-        let new = lerp(old.clone(), grad.clone(), 1.0 - step.mu);
-        let update = if nesterov { lerp(grad, new.clone(), step.mu) } else { new.clone() };
+        let fresh = grad.mul_scalar(step.fresh);
+        let new = old.clone().mul_scalar(step.keep) + fresh.clone();
+        let update = if nesterov { new.clone().mul_scalar(step.keep) + fresh } else { new.clone() };
         momenta.push(matrices(mask.select(new, old)));
         updates.push(matrices(mask.zero_rejected(update)));
     }
@@ -110,9 +111,4 @@ fn joined(mut batches: Vec<Tensor<3>>) -> Tensor<3> {
         1 => batches.swap_remove(0),
         _ => Tensor::cat(batches, 0),
     }
-}
-
-/// `from + weight (to - from)`, as `(1 - weight) from + weight to`.
-fn lerp(from: Tensor<2>, to: Tensor<2>, weight: f64) -> Tensor<2> {
-    from.mul_scalar(1.0 - weight) + to.mul_scalar(weight)
 }

@@ -3,9 +3,14 @@
 // Every part has a file. To add a part, write its file, and register it here: in `Part`, in
 // `Part::behaviour`, and with the names of its slots in `SLOT_NAMES`.
 
+mod adamuon;
+mod equilibration;
+mod hyperball;
+mod mars;
+mod max_norm;
+mod namo;
 mod normuon;
 mod renormalization;
-mod row_equilibration;
 
 use std::fmt;
 
@@ -13,17 +18,22 @@ use burn::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::state::{Slot, Slots};
-use crate::backend::{FiniteMask, precise_dtype};
+use crate::backend::FiniteMask;
 use crate::error::Result;
 use crate::matrix_view::MatrixLayout;
 
-pub use normuon::NorMuon;
-pub use renormalization::Renormalization;
-pub use row_equilibration::RowEquilibration;
+pub use adamuon::AdaMuon;
+pub use equilibration::{ColumnEquilibration, RowEquilibration};
+pub use hyperball::{Hyperball, Radius};
+pub use mars::Mars;
+pub use max_norm::MaxNorm;
+pub use namo::Namo;
+pub use normuon::{Averaged, NorMuon};
+pub use renormalization::{Renormalization, TargetNorm};
 
 /// An optional stage of Muon's update, in addition to momentum, iteration and weight decay. Parts
-/// run in the order in which they are listed, first those before the iteration, then those after
-/// it: see [`stage`](Self::stage).
+/// run stage after stage, and within a stage in the order in which they are listed: see
+/// [`stages`](Self::stages).
 ///
 /// ```
 /// use distmuon::parts::{NorMuon, Renormalization, RowEquilibration};
@@ -36,7 +46,7 @@ pub use row_equilibration::RowEquilibration;
 ///     )
 ///     .with_parts(vec![
 ///         RowEquilibration.into(),
-///         Renormalization.into(),
+///         Renormalization::orthogonal().into(),
 ///         NorMuon::new(0.9).into(),
 ///     ])
 ///     .with_lr_scale(LrScale::Original)
@@ -45,39 +55,66 @@ pub use row_equilibration::RowEquilibration;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Part {
+    /// Adds a correction of the variance to the gradient.
+    Mars(Mars),
     /// Scales all rows to equal norms, before the iteration.
     RowEquilibration(RowEquilibration),
-    /// Scales to the Frobenius norm of an orthogonal matrix, after the iteration.
+    /// Scales all columns to equal norms, before the iteration.
+    ColumnEquilibration(ColumnEquilibration),
+    /// Scales to a Frobenius norm, after the iteration.
     Renormalization(Renormalization),
     /// Equalises the sizes of the updates of neurons by a second moment, after the iteration.
     NorMuon(NorMuon),
+    /// Divides every element by the root of a second moment, after the iteration.
+    AdaMuon(AdaMuon),
+    /// Scales by the norms of momentum and gradients, after the iteration.
+    Namo(Namo),
+    /// Keeps the parameter at a Frobenius norm.
+    Hyperball(Hyperball),
+    /// Limits the Frobenius norm of the parameter.
+    MaxNorm(MaxNorm),
 }
 
 /// The position of a [`Part`] in Muon's update.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stage {
+    /// Before the momentum, on the gradient.
+    Gradient,
     /// Between the momentum and the iteration.
     Before,
     /// Between the iteration and the change of the parameter.
     After,
+    /// After the change of the parameter, on its values.
+    Parameter,
 }
 
 /// The names of all slots that parts may store. A record does not know the configuration, and is
 /// read by these.
-pub(crate) const SLOT_NAMES: [&str; 1] = [normuon::SECOND_MOMENT];
+pub(crate) const SLOT_NAMES: [&str; 5] = [
+    normuon::SECOND_MOMENT,
+    adamuon::SECOND_MOMENT,
+    namo::SECOND_MOMENT,
+    mars::PREVIOUS_GRADIENT,
+    hyperball::RADIUS,
+];
 
 /// The behaviour of a part.
 trait Behaviour {
     /// The part's name, as the literature has it.
     fn name(&self) -> &'static str;
 
-    /// The part's position in the update.
-    fn stage(&self) -> Stage;
+    /// The part's positions in the update.
+    fn stages(&self) -> &'static [Stage];
 
     /// Fails for a setting that no run can use.
     fn check(&self) -> Result<()> {
         Ok(())
+    }
+
+    /// Returns `true` if the part reads a quantity of the step.
+    fn reads(&self, _quantity: Quantity) -> bool {
+        false
     }
 
     /// The slots that it stores of matrices.
@@ -85,7 +122,7 @@ trait Behaviour {
         vec![]
     }
 
-    /// The new update of a batch. `x` is in [`precise_dtype`].
+    /// The new batch of the context's stage. `x` is float32 or float64.
     fn apply(&self, x: Tensor<3>, state: &mut Slots, context: &Context<'_>) -> Tensor<3>;
 }
 
@@ -107,25 +144,87 @@ impl Matrices {
     }
 }
 
-/// The circumstances of a step.
-pub(super) struct Context<'a> {
+/// A quantity of a step that is computed only if a part reads it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Quantity {
+    Keep,
+    OldNorm,
+    GradientNorm,
+    UpdateNorm,
+}
+
+/// The quantities of a step so far. Tensors have one value for every matrix, `[k, 1, 1]`, and are
+/// `None` if no part [reads](Part::reads) them.
+pub(super) struct Known {
     pub matrices: Matrices,
+    /// The factor on the learning rate.
+    pub scale: f64,
+    /// The weight of the old momentum.
+    pub keep: Option<Tensor<3>>,
+    /// The Frobenius norm of the parameter before the step.
+    pub old_norm: Option<Tensor<3>>,
+    /// The Frobenius norm of the gradient.
+    pub gradient_norm: Option<Tensor<3>>,
+    /// The Frobenius norm of what is orthogonalised.
+    pub update_norm: Option<Tensor<3>>,
+}
+
+/// The circumstances of a part.
+pub(super) struct Context<'a> {
+    pub stage: Stage,
+    /// The type of the batch.
+    pub dtype: DType,
+    pub known: &'a Known,
     /// The matrices whose state stays as it is.
     pub mask: &'a dyn Fn() -> FiniteMask,
+}
+
+impl Context<'_> {
+    /// Advances a slot of float32 or float64 values: the new values from the old ones. Those of
+    /// masked matrices stay as they are.
+    fn advance(
+        &self,
+        state: &mut Slots,
+        slot: &str,
+        shape: [usize; 3],
+        new: impl FnOnce(Tensor<3>) -> Tensor<3>,
+    ) -> Tensor<3> {
+        let stored = state.take(slot);
+        let dtype = stored.dtype();
+        let old = stored.cast(self.dtype).reshape(shape);
+        let new = (self.mask)().select(new(old.clone()), old);
+        state.put(slot, new.clone().reshape([-1]).cast(dtype));
+        new
+    }
+
+    /// A quantity that the part [reads](Part::reads), in the type of the batch.
+    fn read(&self, quantity: &Option<Tensor<3>>) -> Tensor<3> {
+        quantity.clone().expect("`reads` names it").cast(self.dtype)
+    }
 }
 
 impl Part {
     fn behaviour(&self) -> &dyn Behaviour {
         match self {
+            Self::Mars(part) => part,
             Self::RowEquilibration(part) => part,
+            Self::ColumnEquilibration(part) => part,
             Self::Renormalization(part) => part,
             Self::NorMuon(part) => part,
+            Self::AdaMuon(part) => part,
+            Self::Namo(part) => part,
+            Self::Hyperball(part) => part,
+            Self::MaxNorm(part) => part,
         }
     }
 
-    /// Returns the position of the part in the update.
-    pub fn stage(&self) -> Stage {
-        self.behaviour().stage()
+    /// Returns the positions of the part in the update.
+    pub fn stages(&self) -> &'static [Stage] {
+        self.behaviour().stages()
+    }
+
+    pub(super) fn reads(&self, quantity: Quantity) -> bool {
+        self.behaviour().reads(quantity)
     }
 
     /// The first part of a kind that is listed before: both would store their state under one name.
@@ -150,18 +249,20 @@ impl Part {
         state: &mut Slots,
         context: &Context<'_>,
     ) -> Tensor<3> {
-        let dtype: DType = precise_dtype(update.dtype());
-        self.behaviour().apply(update.cast(dtype), state, context)
+        self.behaviour().apply(update.cast(context.dtype), state, context)
     }
 }
 
 impl fmt::Display for Part {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let stage = match self.stage() {
+        let stages = self.stages().iter().map(|stage| match stage {
+            Stage::Gradient => "on the gradient",
             Stage::Before => "before the iteration",
             Stage::After => "after the iteration",
-        };
-        write!(f, "{} ({stage})", self.behaviour().name())
+            Stage::Parameter => "on the parameter",
+        });
+        let stages: Vec<&str> = stages.collect();
+        write!(f, "{} ({})", self.behaviour().name(), stages.join(" and "))
     }
 }
 
@@ -170,4 +271,10 @@ impl fmt::Display for Part {
 fn by_largest(x: Tensor<3>) -> (Tensor<3>, Tensor<3>) {
     let largest = x.clone().abs().max_dim(2).max_dim(1).clamp_min(f32::MIN_POSITIVE);
     (x / largest.clone(), largest)
+}
+
+/// The Frobenius norm of every matrix, `[k, 1, 1]`.
+pub(super) fn frobenius(x: Tensor<3>) -> Tensor<3> {
+    let (x, largest) = by_largest(x);
+    x.square().sum_dims(&[1, 2]).sqrt() * largest
 }

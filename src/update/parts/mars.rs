@@ -1,0 +1,71 @@
+//! MARS' correction of the gradient's variance.
+
+use burn::tensor::Tensor;
+use serde::{Deserialize, Serialize};
+
+use super::super::state::{Extent, Slot, SlotDtype, Slots};
+use super::{Behaviour, Context, Matrices, Part, Quantity, Stage, frobenius};
+use crate::checks::ensure_size;
+use crate::error::Result;
+
+/// Name of the gradient of the step before, in records.
+pub(super) const PREVIOUS_GRADIENT: &str = "previous_gradient";
+
+/// Adds `gamma mu / (1 - mu) (G - G')` to the gradient `G`, where `G'` is the gradient of the step
+/// before and `mu` the momentum, and scales the sum down to a Frobenius norm of at most 1: MARS-M
+/// in its approximate form, which takes one gradient for each step (Liu et al.,
+/// <https://arxiv.org/abs/2510.21800>; Yuan et al., <https://arxiv.org/abs/2411.10438>).
+///
+/// `G'` is float32 (float64 for float64 parameters), as large as the momentum, and zero before the
+/// first step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Mars {
+    /// Strength of the correction, zero or more; 0.025 in the papers.
+    pub gamma: f64,
+}
+
+impl Mars {
+    /// Makes the part with a strength of the correction, zero or more.
+    pub fn new(gamma: f64) -> Self {
+        Self { gamma }
+    }
+}
+
+impl From<Mars> for Part {
+    fn from(part: Mars) -> Self {
+        Self::Mars(part)
+    }
+}
+
+impl Behaviour for Mars {
+    fn name(&self) -> &'static str {
+        "MARS"
+    }
+
+    fn stages(&self) -> &'static [Stage] {
+        &[Stage::Gradient]
+    }
+
+    fn check(&self) -> Result<()> {
+        ensure_size("Mars.gamma", self.gamma)
+    }
+
+    fn reads(&self, quantity: Quantity) -> bool {
+        quantity == Quantity::Keep
+    }
+
+    fn slots(&self, _matrices: Matrices) -> Vec<Slot> {
+        vec![Slot { name: PREVIOUS_GRADIENT, extent: Extent::Element, dtype: SlotDtype::Precise }]
+    }
+
+    fn apply(&self, x: Tensor<3>, state: &mut Slots, context: &Context<'_>) -> Tensor<3> {
+        let previous = state.get(PREVIOUS_GRADIENT).clone().cast(x.dtype()).reshape(x.dims());
+        context.advance(state, PREVIOUS_GRADIENT, x.dims(), |_| x.clone());
+        let mu = context.read(&context.known.keep);
+        let strength = mu.clone() / (mu.neg().add_scalar(1.0)).div_scalar(self.gamma);
+        let corrected = x.clone() + (x - previous) * strength;
+        let norm = frobenius(corrected.clone());
+        corrected / norm.clamp_min(1.0)
+    }
+}

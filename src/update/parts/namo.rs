@@ -1,0 +1,84 @@
+//! NAMO's second moment of gradient norms.
+
+use burn::tensor::Tensor;
+use serde::{Deserialize, Serialize};
+
+use super::super::state::{Extent, Slot, SlotDtype, Slots};
+use super::{Behaviour, Context, Matrices, Part, Quantity, Stage};
+use crate::checks::{ensure_decay, ensure_size};
+use crate::error::Result;
+
+/// Name of the root of the second moment in records.
+pub(super) const SECOND_MOMENT: &str = "gradient_norm";
+
+/// Scales the result of the iteration by `|U| / (sqrt(v) + epsilon)`, where `U` is what was
+/// orthogonalised and `v` the moving average of the squared norm of the gradients: the update
+/// shrinks where gradients contradict each other (NAMO, in the form of
+/// <https://github.com/NVIDIA-NeMo/Emerging-Optimizers>).
+///
+/// The second moment is one value for every matrix, which starts at zero, without bias correction.
+/// Its root is stored, in float32 (float64 for float64 parameters), since squares of large
+/// gradients are infinite.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Namo {
+    /// Decay of the second moment, in `[0, 1)`.
+    pub beta_2: f64,
+    /// Summand of the root, zero or more; 1e-8 by default.
+    pub epsilon: f64,
+}
+
+impl Namo {
+    /// Makes the part with a decay of the second moment, in `[0, 1)`.
+    pub fn new(beta_2: f64) -> Self {
+        Self { beta_2, epsilon: 1e-8 }
+    }
+
+    /// Sets the summand of the root, zero or more.
+    pub fn with_epsilon(self, epsilon: f64) -> Self {
+        Self { epsilon, ..self }
+    }
+}
+
+impl From<Namo> for Part {
+    fn from(part: Namo) -> Self {
+        Self::Namo(part)
+    }
+}
+
+impl Behaviour for Namo {
+    fn name(&self) -> &'static str {
+        "NAMO"
+    }
+
+    fn stages(&self) -> &'static [Stage] {
+        &[Stage::After]
+    }
+
+    fn check(&self) -> Result<()> {
+        ensure_decay("Namo.beta_2", self.beta_2)?;
+        ensure_size("Namo.epsilon", self.epsilon)
+    }
+
+    fn reads(&self, quantity: Quantity) -> bool {
+        matches!(quantity, Quantity::GradientNorm | Quantity::UpdateNorm)
+    }
+
+    fn slots(&self, _matrices: Matrices) -> Vec<Slot> {
+        vec![Slot { name: SECOND_MOMENT, extent: Extent::Matrix, dtype: SlotDtype::Precise }]
+    }
+
+    fn apply(&self, x: Tensor<3>, state: &mut Slots, context: &Context<'_>) -> Tensor<3> {
+        let gradient = context.read(&context.known.gradient_norm);
+        let update = context.read(&context.known.update_norm);
+        let root = context.advance(state, SECOND_MOMENT, gradient.dims(), |old| {
+            // Relative to the larger of both, whose square neither overflows nor underflows.
+            let largest = old.clone().max_pair(gradient.clone()).clamp_min(f32::MIN_POSITIVE);
+            let square = |norm: Tensor<3>| (norm / largest.clone()).square();
+            let moment = square(old).mul_scalar(self.beta_2)
+                + square(gradient).mul_scalar(1.0 - self.beta_2);
+            moment.sqrt() * largest
+        });
+        x * (update / root.add_scalar(self.epsilon).clamp_min(f32::MIN_POSITIVE))
+    }
+}
