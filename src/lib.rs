@@ -107,12 +107,12 @@
 // Only the engines of Flex and of CubeCL read the arguments of the backend extensions.
 #![cfg_attr(not(any(feature = "flex", feature = "cube")), allow(unused))]
 
-pub mod adamw;
 mod backend;
 pub mod checkpoint;
 mod checks;
 pub mod comm;
 pub mod distributed;
+pub mod elementwise;
 pub mod error;
 pub mod guide;
 mod matrix_view;
@@ -131,7 +131,6 @@ mod skips;
 mod slices;
 mod update;
 
-pub use adamw::AdamWConfig;
 pub use backend::{ComputePath, KernelPolicy};
 #[cfg(feature = "processes")]
 pub use comm::Launch;
@@ -139,6 +138,7 @@ pub use comm::World;
 #[cfg(feature = "train")]
 pub use distributed::DistMuonStrategy;
 pub use distributed::{DistModuleOptimizer, DistMuon, DistMuonConfig};
+pub use elementwise::{AdamWConfig, ElementwiseConfig, LionConfig};
 pub use error::{Error, Result};
 pub use matrix_view::{MatrixLayout, MatrixView};
 #[cfg(feature = "train")]

@@ -3,7 +3,7 @@
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
-use super::ops::{AdamWControls, AdamWOps, AdamWRows, AdamWStep, Moments};
+use super::ops::{AdamWControls, AdamWOps, AdamWStep, ElementwiseRows, Moments};
 use super::path::{ComputePath, KernelPolicy};
 use super::portable;
 use super::tensor_list::{TensorList, calls};
@@ -17,7 +17,7 @@ impl AdamWStep {
         grads: Vec<Tensor<1>>,
         moments: Moments,
         controls: &AdamWControls<'_>,
-        rows: &[AdamWRows],
+        rows: &[ElementwiseRows],
     ) -> (Vec<Tensor<1>>, Moments) {
         let Some(first) = parameters.first() else { return (parameters, moments) };
         match ComputePath::choose(policy, &first.device(), first.dtype().into()) {
@@ -36,7 +36,7 @@ impl AdamWStep {
         grads: Vec<Tensor<1>>,
         moments: Moments,
         controls: &AdamWControls<'_>,
-        rows: &[AdamWRows],
+        rows: &[ElementwiseRows],
     ) -> (Vec<Tensor<1>>, Moments) {
         let &AdamWControls { rejected, corrections: [c1, c2], factor } = controls;
         let constants = [self.beta_1, self.beta_2, self.epsilon].map(|x| x as f32);
@@ -90,13 +90,13 @@ mod tests {
         let rejected = per_parameter(|i| if i == 3 { 1.0 } else { 0.0 });
         let corrections =
             [per_parameter(|i| 0.1 * (1 + i) as f32), per_parameter(|i| 0.05 * (1 + i) as f32)];
-        let rows = |i: usize| AdamWRows {
+        let rows = |i: usize| ElementwiseRows {
             flag: i,
             first: firsts[i],
             decay: 1.0 - 0.01 * i as f64,
             lr: f64::from(0.1 * i as f32),
         };
-        let rows: Vec<AdamWRows> = (0..lengths.len()).map(rows).collect();
+        let rows: Vec<ElementwiseRows> = (0..lengths.len()).map(rows).collect();
         let grads = random(-1.0, 1.0).slice_fill(s![firsts[3]..firsts[3] + 1], f32::NAN);
         let (values, first, second) = (random(-1.0, 1.0), random(-1.0, 1.0), random(0.0, 1.0));
         let split = |tensor: Tensor<1>| tensor.split_with_sizes(lengths.to_vec(), 0);

@@ -29,10 +29,11 @@ pub(crate) use mask::{FiniteMask, ones_where};
 pub(crate) use norms::{ScaledNorms, scaled};
 pub use ops::Polynomial;
 pub(crate) use ops::{
-    AdamWControls, AdamWRows, AdamWStep, FlaggedRows, Moments, MomentumStep, MomentumUpdate,
-    ParameterStep, PartialNorms,
+    AdamWControls, AdamWStep, ElementwiseRows, FlaggedRows, LionStep, Moments, MomentumStep,
+    MomentumUpdate, ParameterStep, PartialNorms,
 };
 pub use path::{ComputePath, KernelPolicy};
+pub(crate) use portable::lion;
 pub(crate) use step::{apply, update_momentum};
 
 use burn::tensor::DType;

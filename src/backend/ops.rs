@@ -39,6 +39,16 @@ pub struct MomentumStep {
     pub fresh: f64,
 }
 
+impl MomentumStep {
+    /// Both weights in float32, where they have the same sum as in float64: those of an average add
+    /// up to 1.
+    #[cfg_attr(not(any(feature = "flex", feature = "cube")), expect(dead_code))]
+    pub fn weights(self) -> [f32; 2] {
+        let keep = self.keep as f32;
+        [keep, (self.keep + self.fresh - f64::from(keep)) as f32]
+    }
+}
+
 /// The step of a parameter, `P <- decay P - lr U`.
 #[derive(Debug, Clone, Copy)]
 pub struct ParameterStep {
@@ -52,12 +62,12 @@ pub struct ParameterStep {
     pub cautious: bool,
 }
 
-/// A parameter in a step of AdamW.
+/// A parameter in a step that updates element by element.
 #[derive(Debug, Clone, Copy)]
-pub struct AdamWRows {
-    /// Index of the parameter's flag and bias corrections.
+pub struct ElementwiseRows {
+    /// Index of the parameter's flag and, for AdamW, bias corrections.
     pub flag: usize,
-    /// Index of its first element in the moments.
+    /// Index of its first element in the state.
     pub first: usize,
     /// Factor on the old values.
     pub decay: f64,
@@ -83,6 +93,13 @@ pub(crate) struct AdamWStep {
     pub beta_1: f64,
     pub beta_2: f64,
     pub epsilon: f64,
+}
+
+/// The constants of a step of Lion.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LionStep {
+    pub beta_1: f64,
+    pub beta_2: f64,
 }
 
 /// The moving averages of the gradients and of their squares.
@@ -298,7 +315,7 @@ pub trait AdamWOps: Backend {
         correction_1: FloatTensor<Self>,
         correction_2: FloatTensor<Self>,
         factor: FloatTensor<Self>,
-        rows: Vec<AdamWRows>,
+        rows: Vec<ElementwiseRows>,
         constants: [f32; 3],
         scaled: bool,
     ) -> (TensorList<Self>, FloatTensor<Self>, FloatTensor<Self>);

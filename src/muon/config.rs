@@ -6,9 +6,9 @@ use burn::config::Config;
 use burn::grad_clipping::GradientClippingConfig;
 
 use super::Muon;
-use crate::adamw::AdamWConfig;
 use crate::backend::KernelPolicy;
 use crate::checks::ensure_size;
+use crate::elementwise::{AdamWConfig, ElementwiseConfig};
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView, UNNAMED};
 use crate::orthogonalize::NewtonSchulzConfig;
@@ -69,9 +69,9 @@ pub struct MuonConfig {
     /// last one counts.
     #[config(default = "Vec::new()")]
     pub rules: Vec<RoutingRule>,
-    /// The settings of AdamW for embeddings, the output head, vectors and scalars.
-    #[config(default = "AdamWConfig::new()")]
-    pub adamw: AdamWConfig,
+    /// The optimizer of embeddings, the output head, vectors and scalars: AdamW or Lion.
+    #[config(default = "AdamWConfig::new().into()")]
+    pub rest: ElementwiseConfig,
     /// Clipping of each parameter's gradient separately, after the check that the gradient is
     /// finite; `None` for none.
     ///
@@ -90,6 +90,11 @@ impl MuonConfig {
     pub fn with_rule(mut self, rule: impl Into<RoutingRule>) -> Self {
         self.rules.push(rule.into());
         self
+    }
+
+    /// Sets the optimizer of everything that is not a hidden matrix to AdamW with these settings.
+    pub fn with_adamw(self, config: AdamWConfig) -> Self {
+        self.with_rest(config.into())
     }
 
     /// Builds Muon for parameters of two dimensions, to be combined with other optimizers by hand.
@@ -141,7 +146,7 @@ impl MuonConfig {
                 "every part at most once",
             ));
         }
-        self.adamw.check().map_err(|error| error.in_field("adamw"))?;
+        self.rest.check().map_err(|error| error.in_field("rest"))?;
         let iteration = self.newton_schulz.init();
         let iteration = iteration.map_err(|error| error.in_field("newton_schulz"))?;
         Ok(MuonUpdate {

@@ -7,7 +7,7 @@ use burn::optim::{LearningRate, ModuleOptimizer, Optimizer};
 use burn::tensor::{Device, Tensor};
 
 use super::{Muon, MuonConfig};
-use crate::adamw::AdamW;
+use crate::elementwise::Elementwise;
 use crate::error::Result;
 use crate::routing::{ParameterRole, Routing, Updates, parameter_group};
 use crate::update::{CountedOnLoad, Counting, SkippedSteps};
@@ -39,7 +39,7 @@ impl MuonConfig {
     pub fn route<M: Module>(&self, model: &M) -> Result<Routing> {
         let updates = Updates {
             muon: Arc::new(self.update()?),
-            adamw: Arc::new(self.adamw.update(self.kernels, self.grad_clipping.as_ref())),
+            rest: Arc::new(self.rest.update(self.kernels, self.grad_clipping.as_ref())),
             skipped: SkippedSteps::new(self.max_skipped),
         };
         let routing = Routing::new(updates, &self.rules, self.layout, model)?;
@@ -99,7 +99,7 @@ impl Routing {
         let frozen = self.group(|role| role == ParameterRole::Frozen);
         let optim = ModuleOptimizer::from(Reject { reason: UNKNOWN });
         let optim = optim.with_group(frozen, Reject { reason: FROZEN }, None);
-        let Updates { muon, adamw, skipped } = self.updates();
+        let Updates { muon, rest, skipped } = self.updates();
         self.routes().iter().fold(optim, |optim, route| {
             let parameter: ParamGroup = parameter_group(vec![route.path.clone()], vec![route.id]);
             match route.role {
@@ -109,7 +109,7 @@ impl Routing {
                 }
                 ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
                     let lr = self.role_lr(route.role);
-                    let rule = AdamW::new(adamw.clone(), lr, &route.path, skipped);
+                    let rule = Elementwise::new(rest.clone(), lr, &route.path, skipped);
                     optim.with_group(parameter, CountedOnLoad(rule), None)
                 }
                 ParameterRole::Frozen => optim,

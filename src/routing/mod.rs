@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::{self, Found};
-use crate::update::{AdamWUpdate, Matrices, MuonUpdate, SkippedSteps};
+use crate::update::{ElementwiseUpdate, Matrices, MuonUpdate, SkippedSteps};
 use built_in::Anatomy;
 use rules::Rules;
 pub use rules::{MuonRoutingRule, RoutingRule};
@@ -47,19 +47,25 @@ pub enum ParameterRole {
 }
 
 impl ParameterRole {
-    /// The names of all roles' optimizers, in the order of summaries.
-    const NAMES: [&str; 5] =
-        ["Muon", "AdamW (embedding)", "AdamW (head)", "AdamW (vector)", "frozen"];
+    /// The number of roles, where all views of matrices are one.
+    const COUNT: usize = 5;
 
-    /// The name of the role's optimizer, without the view.
-    fn name(self) -> &'static str {
-        let [muon, embedding, head, vector, frozen] = Self::NAMES;
+    /// The position of the role in summaries.
+    fn index(self) -> usize {
         match self {
-            Self::Muon { .. } => muon,
-            Self::Embedding => embedding,
-            Self::Head => head,
-            Self::Vector => vector,
-            Self::Frozen => frozen,
+            Self::Muon { .. } => 0,
+            Self::Embedding => 1,
+            Self::Head => 2,
+            Self::Vector => 3,
+            Self::Frozen => 4,
+        }
+    }
+
+    /// The role with the plain view of a matrix.
+    fn without_view(self) -> Self {
+        match self {
+            Self::Muon { layout, .. } => Self::Muon { view: MatrixView::Single, layout },
+            role => role,
         }
     }
 }
@@ -67,11 +73,12 @@ impl ParameterRole {
 impl fmt::Display for ParameterRole {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Muon { view, .. } if *view != MatrixView::Single => write!(f, "Muon ({view:?})"),
-            Self::Frozen => write!(f, "-"),
-            Self::Muon { .. } | Self::Embedding | Self::Head | Self::Vector => {
-                write!(f, "{}", self.name())
-            }
+            Self::Muon { view: MatrixView::Single, .. } => write!(f, "matrix"),
+            Self::Muon { view, .. } => write!(f, "matrix ({view:?})"),
+            Self::Embedding => write!(f, "embedding"),
+            Self::Head => write!(f, "head"),
+            Self::Vector => write!(f, "vector"),
+            Self::Frozen => write!(f, "frozen"),
         }
     }
 }
@@ -88,6 +95,9 @@ pub struct ParameterRoute {
     pub shape: Vec<usize>,
     /// The role of the parameter.
     pub role: ParameterRole,
+    /// The name of the optimizer, with the view of a matrix or the role, as in `Muon (Batch)` and
+    /// `AdamW (head)`; `-` for a frozen parameter.
+    pub optimizer: String,
     /// The reason for the role, with a question mark if names and positions only suggest the role.
     pub reason: String,
     /// Floating-point operations of Muon's iteration per step; 0 for other roles.
@@ -100,7 +110,7 @@ pub struct ParameterRoute {
 #[derive(Debug, Clone)]
 pub(crate) struct Updates {
     pub muon: Arc<MuonUpdate>,
-    pub adamw: Arc<AdamWUpdate>,
+    pub rest: Arc<ElementwiseUpdate>,
     pub skipped: SkippedSteps,
 }
 
@@ -113,6 +123,18 @@ pub struct Routing {
 }
 
 impl Updates {
+    /// The name of a role's optimizer.
+    fn optimizer(&self, role: ParameterRole) -> String {
+        match role {
+            ParameterRole::Muon { view: MatrixView::Single, .. } => "Muon".to_owned(),
+            ParameterRole::Muon { view, .. } => format!("Muon ({view:?})"),
+            ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
+                format!("{} ({role})", self.rest.rule.name())
+            }
+            ParameterRole::Frozen => "-".to_owned(),
+        }
+    }
+
     fn route(&self, found: &Found, role: ParameterRole, reason: String) -> Result<ParameterRoute> {
         let Found { path, shape, dtype, device, .. } = found;
         let (operations, state_bytes) = match role {
@@ -124,14 +146,23 @@ impl Updates {
                 (self.muon.operations(batch, *dtype, device), bytes)
             }
             ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
-                let batch = AdamWUpdate::batch(shape);
-                let bytes = AdamWUpdate::SLOTS.iter().map(|slot| slot.bytes(batch, *dtype)).sum();
-                (0.0, bytes)
+                let batch = ElementwiseUpdate::batch(shape);
+                let slots = self.rest.rule.slots().iter();
+                (0.0, slots.map(|slot| slot.bytes(batch, *dtype)).sum())
             }
             ParameterRole::Frozen => (0.0, 0),
         };
         let (path, shape) = (path.clone(), shape.clone());
-        Ok(ParameterRoute { path, id: found.id, shape, role, reason, operations, state_bytes })
+        Ok(ParameterRoute {
+            path,
+            id: found.id,
+            shape,
+            role,
+            optimizer: self.optimizer(role),
+            reason,
+            operations,
+            state_bytes,
+        })
     }
 }
 
@@ -203,7 +234,7 @@ impl Routing {
 
     /// The factor of a role on the learning rate.
     pub(crate) fn role_lr(&self, role: ParameterRole) -> f64 {
-        let role_lr = &self.updates.adamw.role_lr;
+        let role_lr = &self.updates.rest.role_lr;
         match role {
             ParameterRole::Muon { .. } => 1.0,
             ParameterRole::Embedding => role_lr.embedding,

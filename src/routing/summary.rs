@@ -7,10 +7,10 @@ use comfy_table::{CellAlignment, Table, presets};
 use super::{ParameterRole, ParameterRoute, Routing};
 
 /// The number of parameters of a role and their costs. All views of Muon count as one role.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct RoleSummary {
     /// Name of the role, as in `AdamW (head)`, or `frozen` for parameters that are not updated.
-    pub optimizer: &'static str,
+    pub optimizer: String,
     /// Number of parameter tensors.
     pub tensors: usize,
     /// Number of elements of these tensors.
@@ -22,8 +22,8 @@ pub struct RoleSummary {
 }
 
 impl RoleSummary {
-    fn of<'a>(optimizer: &'static str, routes: impl Iterator<Item = &'a ParameterRoute>) -> Self {
-        let empty = Self { optimizer, tensors: 0, parameters: 0, operations: 0.0, state_bytes: 0 };
+    fn of<'a>(optimizer: &str, routes: impl Iterator<Item = &'a ParameterRoute>) -> Self {
+        let empty = Self { optimizer: optimizer.to_owned(), ..Self::default() };
         routes.fold(empty, |sum, route| Self {
             tensors: sum.tensors + 1,
             parameters: sum.parameters + route.shape.iter().product::<usize>(),
@@ -37,17 +37,24 @@ impl RoleSummary {
 impl Routing {
     /// Returns the parameters and costs of each role. Roles without parameters are left out.
     pub fn summary(&self) -> Vec<RoleSummary> {
-        let routes = |role| self.routes.iter().filter(move |route| route.role.name() == role);
-        let summaries = ParameterRole::NAMES.map(|role| RoleSummary::of(role, routes(role)));
-        summaries.into_iter().filter(|summary| summary.tensors > 0).collect()
+        let summaries = (0..ParameterRole::COUNT).filter_map(|index| {
+            let mut routes =
+                self.routes.iter().filter(|route| route.role.index() == index).peekable();
+            let name = match routes.peek()?.role {
+                ParameterRole::Frozen => "frozen".to_owned(),
+                role => self.updates.optimizer(role.without_view()),
+            };
+            Some(RoleSummary::of(&name, routes))
+        });
+        summaries.collect()
     }
 }
 
 impl fmt::Display for Routing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut table = table(["parameter", "shape", "optimizer", "reason"]);
-        for ParameterRoute { path, shape, role, reason, .. } in &self.routes {
-            table.add_row([path, &format!("{shape:?}"), &role.to_string(), reason]);
+        for ParameterRoute { path, shape, optimizer, reason, .. } in &self.routes {
+            table.add_row([path, &format!("{shape:?}"), optimizer, reason]);
         }
         write!(f, "{table}\n\n{}", self.summary_table())
     }
@@ -59,7 +66,7 @@ impl Routing {
         let total = RoleSummary::of("total", self.routes.iter());
         for summary in self.summary().into_iter().chain([total]) {
             table.add_row([
-                summary.optimizer.to_owned(),
+                summary.optimizer,
                 summary.tensors.to_string(),
                 summary.parameters.to_string(),
                 operations(summary.operations),

@@ -14,8 +14,8 @@
 //! and every line is one function: `backend::update_momentum`, [`Part::apply`],
 //! `NewtonSchulz::direction`, [`StepSize`] and `backend::apply`.
 
-mod adamw;
 mod clipping;
+mod elementwise;
 mod lr_scale;
 mod momentum;
 mod muon;
@@ -24,8 +24,8 @@ mod skipped;
 mod state;
 mod step_size;
 
-pub(crate) use adamw::{AdamWUpdate, RoleLr};
 pub(crate) use clipping::clip;
+pub(crate) use elementwise::{CORRECTIONS, ELEMENTWISE_SLOTS, ElementwiseRule, ElementwiseUpdate};
 pub use lr_scale::LrScale;
 pub(crate) use momentum::{MOMENTUM, MOMENTUM_WEIGHT};
 pub use momentum::{MomentumConfig, MomentumForm};

@@ -275,6 +275,12 @@ impl Slots {
         Some(Self { values })
     }
 
+    /// Returns `true` if all recorded shapes are those of parameters of a rank, or of one value for
+    /// the whole parameter.
+    pub fn have_rank(&self, rank: usize) -> bool {
+        self.values.iter().all(|(_, value)| [1, rank].contains(&value.recorded.len()))
+    }
+
     /// The shape of a slot in records.
     ///
     /// # Panics

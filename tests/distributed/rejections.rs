@@ -6,7 +6,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
-use distmuon::{Error, MuonConfig};
+use distmuon::{AdamWConfig, Error, MuonConfig};
 use distmuon_testing::models::Fixed;
 use distmuon_testing::worlds::{Case, cases};
 
@@ -158,7 +158,8 @@ fn configurations_that_differ_between_ranks_fail_naming_the_setting() {
         let net = Net::new(world.device());
         let mut config = config();
         if world.rank() == 1 {
-            config.muon.adamw.beta_2 = 0.99;
+            let adamw = AdamWConfig::new().with_beta_2(0.99);
+            config.muon = config.muon.with_adamw(adamw);
         }
         Ok(config.init(&world, &net).map(|_| ()).unwrap_err())
     });
@@ -166,7 +167,7 @@ fn configurations_that_differ_between_ranks_fail_naming_the_setting() {
         let Error::SettingsDiffer { rank: 1, setting, other, first } = &error else {
             panic!("{error}")
         };
-        assert_eq!([setting, other, first], ["muon.adamw.beta_2", "0.99", "0.95"]);
+        assert_eq!([setting, other, first], ["muon.rest.AdamW.beta_2", "0.99", "0.95"]);
     }
 }
 

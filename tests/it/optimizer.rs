@@ -603,11 +603,11 @@ fn invalid_settings_are_rejected_and_named() {
     rejected(config().with_newton_schulz(iteration().with_steps(Some(0))), "newton_schulz.steps");
     rejected(config().with_newton_schulz(iteration().with_epsilon(-1e-7)), "newton_schulz.epsilon");
     let adamw = AdamWConfig::new;
-    rejected(config().with_adamw(adamw().with_beta_1(1.0)), "adamw.beta_1");
-    rejected(config().with_adamw(adamw().with_beta_2(-0.1)), "adamw.beta_2");
-    rejected(config().with_adamw(adamw().with_epsilon(f64::NAN)), "adamw.epsilon");
-    rejected(config().with_adamw(adamw().with_weight_decay(-1.0)), "adamw.weight_decay");
-    rejected(config().with_adamw(adamw().with_head_lr(f64::NAN)), "adamw.head_lr");
+    rejected(config().with_adamw(adamw().with_beta_1(1.0)), "rest.AdamW.beta_1");
+    rejected(config().with_adamw(adamw().with_beta_2(-0.1)), "rest.AdamW.beta_2");
+    rejected(config().with_adamw(adamw().with_epsilon(f64::NAN)), "rest.AdamW.epsilon");
+    rejected(config().with_adamw(adamw().with_weight_decay(-1.0)), "rest.AdamW.weight_decay");
+    rejected(config().with_adamw(adamw().with_head_lr(f64::NAN)), "rest.AdamW.head_lr");
 
     #[derive(Module, Debug)]
     struct Empty {

@@ -7,7 +7,7 @@ use burn_cubecl::CubeBackend;
 use distmuon_kernels::fused::{self, AdamW, AdamWUpdate, StepControls};
 
 use super::tensors::{VALIDATED, contiguous, part, unshared};
-use crate::backend::ops::{AdamWOps, AdamWRows};
+use crate::backend::ops::{AdamWOps, ElementwiseRows};
 use crate::backend::tensor_list::TensorList;
 
 type Float = FloatTensor<CubeBackend>;
@@ -23,7 +23,7 @@ impl AdamWOps for CubeBackend {
         correction_1: Float,
         correction_2: Float,
         factor: Float,
-        rows: Vec<AdamWRows>,
+        rows: Vec<ElementwiseRows>,
         [beta_1, beta_2, epsilon]: [f32; 3],
         scaled: bool,
     ) -> (TensorList<Self>, Float, Float) {
@@ -33,7 +33,7 @@ impl AdamWOps for CubeBackend {
             [rejected, correction_1, correction_2, factor].map(|x| contiguous(x, DType::F32));
         let dtypes = [parameters[0].dtype, first.dtype];
         let grads = grads.into_vec().into_iter().map(|grad| contiguous(grad, dtypes[0]));
-        let stepped = |((values, grad), of): ((&Float, Float), AdamWRows)| AdamWUpdate {
+        let stepped = |((values, grad), of): ((&Float, Float), ElementwiseRows)| AdamWUpdate {
             values: part(values, 1, values.shape().num_elements()),
             grad: grad.handle,
             first: of.first,

@@ -50,10 +50,11 @@ impl StepOps for CubeBackend {
         let [rejected, factor] = [rejected, factor].map(|x| contiguous(x, DType::F32));
         let (of, grads) = (batch(&momentum), grads.into_vec());
         let dtypes = [grads[0].dtype, momentum.dtype];
-        let averaged = |(grad, MomentumStep { flag, keep, fresh }): (Float, MomentumStep)| {
+        let averaged = |(grad, step): (Float, MomentumStep)| {
             let rows = grad.shape().num_elements() / of.elements;
             let grad = part(&contiguous(grad, dtypes[0]), rows, of.elements);
-            MomentumInput { grad, flag, keep: keep as f32, fresh: fresh as f32 }
+            let [keep, fresh] = step.weights();
+            MomentumInput { grad, flag: step.flag, keep, fresh }
         };
         let grads: Vec<_> = grads.into_iter().zip(steps).map(averaged).collect();
         let momenta = MomentumBuffers {

@@ -5,7 +5,7 @@ use burn::backend::{Flex, TensorMetadata};
 use rayon::prelude::*;
 
 use super::tensors::{CHUNK, contiguous, rounded, single, values};
-use crate::backend::ops::{AdamWOps, AdamWRows};
+use crate::backend::ops::{AdamWOps, ElementwiseRows};
 use crate::backend::tensor_list::TensorList;
 
 type Float = FloatTensor<Flex>;
@@ -20,7 +20,7 @@ impl AdamWOps for Flex {
         correction_1: Float,
         correction_2: Float,
         factor: Float,
-        rows: Vec<AdamWRows>,
+        rows: Vec<ElementwiseRows>,
         [beta_1, beta_2, epsilon]: [f32; 3],
         scaled: bool,
     ) -> (TensorList<Self>, Float, Float) {
@@ -28,8 +28,8 @@ impl AdamWOps for Flex {
         let float32 = |tensor| contiguous(single(tensor));
         let [mut first, mut second] = [moment_1, moment_2].map(float32);
         let [rejected, c1, c2, factor] = [rejected, correction_1, correction_2, factor].map(values);
-        let step = |((parameter, grad), row): ((Float, Float), AdamWRows)| {
-            let AdamWRows { flag, first: start, .. } = row;
+        let step = |((parameter, grad), row): ((Float, Float), ElementwiseRows)| {
+            let ElementwiseRows { flag, first: start, .. } = row;
             let (decay, lr) = (row.decay as f32, row.lr as f32);
             if rejected[flag] != 0.0 {
                 return parameter;

@@ -51,8 +51,9 @@ impl StepOps for Flex {
         let [mut momentum, mut update] = [momentum, update].map(|of| contiguous(single(of)));
         let mut norms = contiguous(norms);
         let mut start = first * m * n;
-        for (grad, MomentumStep { flag, keep, fresh }) in grads.into_vec().into_iter().zip(steps) {
-            let (grad, keep, weight) = (contiguous(single(grad)), keep as f32, fresh as f32);
+        for (grad, step) in grads.into_vec().into_iter().zip(steps) {
+            let (grad, [keep, weight], flag) =
+                (contiguous(single(grad)), step.weights(), step.flag);
             let end = start + grad.shape().num_elements();
             let updates = &mut update.storage_mut::<f32>()[start..end];
             if rejected[flag] != 0.0 {

@@ -4,7 +4,7 @@ use burn::tensor::{Tensor, s};
 
 use crate::backend::FiniteMask;
 use crate::backend::norms::scaled;
-use crate::backend::ops::{AdamWControls, AdamWRows, AdamWStep, Moments};
+use crate::backend::ops::{AdamWControls, AdamWStep, ElementwiseRows, Moments};
 
 /// [`AdamWOps::adamw`](crate::backend::ops::AdamWOps::adamw), for any number of parameters.
 pub fn adamw(
@@ -13,7 +13,7 @@ pub fn adamw(
     grads: Vec<Tensor<1>>,
     mut moments: Moments,
     controls: &AdamWControls<'_>,
-    rows: &[AdamWRows],
+    rows: &[ElementwiseRows],
 ) -> (Vec<Tensor<1>>, Moments) {
     let mut updated = vec![];
     for ((values, grad), rows) in parameters.into_iter().zip(grads).zip(rows) {
@@ -39,7 +39,7 @@ fn one_parameter(
     grad: Tensor<1>,
     moments: Moments,
     &AdamWControls { rejected, corrections, factor }: &AdamWControls<'_>,
-    rows: &AdamWRows,
+    rows: &ElementwiseRows,
 ) -> (Tensor<1>, Moments) {
     let dtype = moments.moment_1.dtype();
     let row = |tensor: Tensor<1>| tensor.reshape([1, -1]);

@@ -1,10 +1,12 @@
 //! The operations in Burn's own operations, for every backend.
 
 mod adamw;
+mod lion;
 mod matrix;
 mod step;
 
 pub(super) use adamw::adamw;
+pub(crate) use lion::lion;
 pub(super) use matrix::{
     normalize, plus_identity, product_add, symmetric_product, symmetric_share, syrk,
 };

@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Device, Tensor};
 
-use crate::update::{AdamWUpdate, SKIPPED, Slot};
+use crate::update::{CORRECTIONS, SKIPPED, Slot};
 
 /// One value for every parameter, in the order of the plan.
 pub struct Counters {
@@ -13,7 +13,7 @@ pub struct Counters {
 }
 
 /// The slots of all counters.
-pub const COUNTERS: [Slot; 3] = [SKIPPED, AdamWUpdate::CORRECTIONS[0], AdamWUpdate::CORRECTIONS[1]];
+pub const COUNTERS: [Slot; 3] = [SKIPPED, CORRECTIONS[0], CORRECTIONS[1]];
 
 impl Counters {
     /// Zeros.

@@ -97,14 +97,15 @@ impl DistModuleOptimizer {
         setup::same_model(world, &parameters, model)?;
         // The parameters are equal on all ranks here, so all ranks fail alike.
         setup::ensure_exchangeable(&parameters, world.rank())?;
-        let Updates { muon, adamw, skipped } = routing.updates();
+        let updates @ Updates { muon, skipped, .. } = routing.updates();
         let costs = costs(config.costs, world, &parameters, muon)?;
         let plan = setup::plan(config, world, parameters, &costs)?;
         let (rank, device) = (world.rank(), world.device().clone().inner());
         let mut matrices = vec![];
-        let shards = plan.buckets().iter().map(|bucket| {
-            Shard::new(bucket, &trained, rank, (muon, adamw), &mut matrices, &device)
-        });
+        let shards = plan
+            .buckets()
+            .iter()
+            .map(|bucket| Shard::new(bucket, &trained, rank, updates, &mut matrices, &device));
         let shards: Vec<Shard> = shards.collect();
         let clip = config.max_norm.map(|max_norm| Clip::new(max_norm, &plan, rank, &device));
         let parameters = plan.parameters().iter();

@@ -282,7 +282,7 @@ impl DistModuleOptimizer {
     }
 
     fn parameter_slots(&self, index: usize) -> Vec<Slot> {
-        self.trained[index].slots(&self.routing.updates().muon)
+        self.trained[index].slots(self.routing.updates())
     }
 
     /// The slot of a parameter.
@@ -444,8 +444,8 @@ fn scalars(parameter: &TrainedParameter) -> Vec<(&'static str, usize)> {
     let mut scalars = vec![("__rank", parameter.shape.len())];
     match parameter.kind {
         Kind::Muon { .. } => scalars.push((TIME, parameter.time)),
-        // AdamW has no schedules of its own, and its corrections count its steps.
-        Kind::AdamW { .. } => {}
+        // Without schedules of its own; AdamW's corrections count its steps.
+        Kind::Elementwise { .. } => {}
     }
     scalars
 }
@@ -454,7 +454,7 @@ fn scalars(parameter: &TrainedParameter) -> Vec<(&'static str, usize)> {
 impl DistModuleOptimizer {
     /// Returns `true` if the state of a parameter has a counter.
     fn has_counter(&self, index: usize, slot: &Slot) -> bool {
-        self.trained[index].counters().contains(slot)
+        self.trained[index].counters(self.routing.updates()).contains(slot)
     }
 
     /// The counters of all parameters, which are the same on all ranks.

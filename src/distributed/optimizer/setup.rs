@@ -32,7 +32,7 @@ pub fn trained<M: Module>(
             | ParameterRole::Head
             | ParameterRole::Vector
             | ParameterRole::Frozen => {
-                (Kind::AdamW { lr: routing.role_lr(route.role) }, Work::Elements)
+                (Kind::Elementwise { lr: routing.role_lr(route.role) }, Work::Elements)
             }
         };
         let planned = Parameter {

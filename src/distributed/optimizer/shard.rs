@@ -1,7 +1,6 @@
 //! This rank's part of a bucket: its state, and its update.
 //!
-//! A shard consists of rows, each of one parameter: whole matrices, or [`ROW_ELEMENTS`] elements
-//! for AdamW.
+//! A shard consists of rows, each of one parameter: whole matrices, or [`ROW_ELEMENTS`] elements.
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -11,10 +10,15 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use super::detached::FlatTensors;
 use super::trained::{Kind, TrainedParameter};
-use crate::backend::{AdamWControls, AdamWRows, FlaggedRows, KernelPolicy, ScaledNorms, reject};
+use crate::backend::{
+    AdamWControls, ElementwiseRows, FlaggedRows, KernelPolicy, ScaledNorms, reject,
+};
 use crate::distributed::plan::{Bucket, BucketKind, ROW_ELEMENTS};
+use crate::routing::Updates;
 use crate::slices;
-use crate::update::{AdamWUpdate, Matrices, MuonBatch, MuonParameter, MuonUpdate, Slots, StepSize};
+use crate::update::{
+    ElementwiseUpdate, Matrices, MuonBatch, MuonParameter, MuonUpdate, Slots, StepSize,
+};
 
 /// A rank's part of a bucket.
 pub struct Shard {
@@ -31,7 +35,7 @@ pub struct Shard {
 /// The rule for the parameters of a shard.
 enum Update {
     Muon(Arc<MuonUpdate>),
-    AdamW(Arc<AdamWUpdate>),
+    Elementwise(Arc<ElementwiseUpdate>),
 }
 
 /// Neighbouring elements of a parameter, all in one shard.
@@ -44,7 +48,8 @@ struct Run {
     range: Range<usize>,
 }
 
-/// Rows that are updated together: the matrices of one shape, or everything that AdamW updates.
+/// Rows that are updated together: the matrices of one shape, or everything that is updated element by
+/// element.
 struct Batch {
     /// Indices of their runs.
     runs: Range<usize>,
@@ -52,7 +57,7 @@ struct Batch {
     elements: Range<usize>,
     /// Elements of a row.
     row: usize,
-    /// `None` for AdamW.
+    /// `None` for elements.
     matrices: Option<MatrixRows>,
     state: Slots,
 }
@@ -90,7 +95,7 @@ impl Shard {
         bucket: &Bucket,
         parameters: &[TrainedParameter],
         rank: usize,
-        (muon, adamw): (&Arc<MuonUpdate>, &Arc<AdamWUpdate>),
+        Updates { muon, rest, .. }: &Updates,
         rank_matrices: &mut Vec<usize>,
         device: &Device,
     ) -> Self {
@@ -108,9 +113,9 @@ impl Shard {
                 // the length of the longest, and reads them in vectors only if all lengths are
                 // multiples of 8.
                 runs.sort_by_key(|run| (run.range.len() % 8 != 0, Reverse(run.range.len())));
-                let batch = AdamWUpdate::batch(&[range.len()]);
-                let slots = AdamWUpdate::SLOTS;
-                let state = Slots::zeros(&slots, batch, &[range.len()], bucket.dtype, device);
+                let batch = ElementwiseUpdate::batch(&[range.len()]);
+                let slots = rest.rule.slots();
+                let state = Slots::zeros(slots, batch, &[range.len()], bucket.dtype, device);
                 let batch = Batch {
                     runs: 0..runs.len(),
                     elements: 0..range.len(),
@@ -120,7 +125,7 @@ impl Shard {
                 };
                 // Not every backend accepts empty tensors.
                 (
-                    Update::AdamW(adamw.clone()),
+                    Update::Elementwise(rest.clone()),
                     (!range.is_empty()).then_some(batch).into_iter().collect(),
                 )
             }
@@ -167,7 +172,7 @@ impl Shard {
     fn policy(&self) -> KernelPolicy {
         match &self.update {
             Update::Muon(muon) => muon.policy(),
-            Update::AdamW(adamw) => adamw.policy,
+            Update::Elementwise(rest) => rest.policy,
         }
     }
 
@@ -175,7 +180,7 @@ impl Shard {
     pub fn reject(&self, gradients: &[Tensor<1>], flags: Tensor<1>) -> Tensor<1> {
         let largest = match &self.update {
             Update::Muon(_) => f64::MAX,
-            Update::AdamW(_) => AdamWUpdate::largest_gradient(self.bucket.dtype),
+            Update::Elementwise(rest) => rest.largest_gradient(self.bucket.dtype),
         };
         let rows: Vec<_> = self.parameters().map(|flag| FlaggedRows { flag, rows: 1 }).collect();
         reject(self.policy(), flags, gradients, &rows, largest)
@@ -219,8 +224,8 @@ impl Shard {
                     inputs,
                     diverged,
                 ),
-                Update::AdamW(adamw) => {
-                    batch.update_elements(adamw, runs, (gradients, values), controls, inputs)
+                Update::Elementwise(rest) => {
+                    batch.update_elements(rest, runs, (gradients, values), controls, inputs)
                 }
             }
         });
@@ -288,7 +293,7 @@ impl Batch {
 
     fn update_elements(
         &mut self,
-        adamw: &AdamWUpdate,
+        rest: &ElementwiseUpdate,
         runs: &[Run],
         (gradients, values): (Vec<Tensor<1>>, Vec<Tensor<1>>),
         StepControls { rejected, corrections, factor }: &StepControls,
@@ -296,11 +301,11 @@ impl Batch {
     ) -> Vec<Tensor<1>> {
         let row = |run: &Run| {
             let StepSize { decay, lr, .. } = inputs.sizes[run.parameter];
-            AdamWRows { flag: run.parameter, first: run.range.start, decay, lr }
+            ElementwiseRows { flag: run.parameter, first: run.range.start, decay, lr }
         };
         let rows: Vec<_> = runs.iter().map(row).collect();
         let controls = AdamWControls { rejected, corrections, factor: factor.as_ref() };
-        adamw.step(values, gradients, &mut self.state, &controls, &rows)
+        rest.step(values, gradients, &mut self.state, &controls, &rows)
     }
 }
 
@@ -344,7 +349,7 @@ fn batches(
 ) -> Vec<Batch> {
     let matrices = |run: &Run| match parameters[run.parameter].kind {
         Kind::Muon { matrices, .. } => matrices,
-        Kind::AdamW { .. } => unreachable!("a bucket of matrices has no other parameters"),
+        Kind::Elementwise { .. } => unreachable!("a bucket of matrices has no other parameters"),
     };
     // Only parts depend on the layout.
     let alike = |a: &Run, b: &Run| {

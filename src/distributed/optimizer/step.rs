@@ -35,7 +35,6 @@ use crate::comm::{Difference, Pending, ReduceOp, digest, unite};
 use crate::distributed::config::Gradients;
 use crate::distributed::plan::{Bucket, BucketKind};
 use crate::error::{Error, Result};
-use crate::routing::Updates;
 use crate::slices::{self, bytes};
 use crate::update::ensure_finite_rate;
 
@@ -152,9 +151,9 @@ impl DistModuleOptimizer {
 
     /// The host's decisions about every parameter.
     fn inputs(&self, lrs: &[f64]) -> StepInputs {
-        let Updates { muon, adamw, .. } = self.routing.updates();
-        let sizes =
-            self.trained.iter().zip(lrs).map(|(parameter, lr)| parameter.size(*lr, muon, adamw));
+        let updates = self.routing.updates();
+        let sizes = self.trained.iter().zip(lrs);
+        let sizes = sizes.map(|(parameter, lr)| parameter.size(*lr, updates));
         let times = self.trained.iter().map(|parameter| parameter.time).collect();
         StepInputs { sizes: sizes.collect(), times }
     }
@@ -254,7 +253,7 @@ impl DistModuleOptimizer {
         let mask = FiniteMask::from_rows(acceptance.rejected.clone());
         let Counters { skipped, corrections } = &mut self.counters;
         *skipped = skipped.clone() + acceptance.skipped;
-        *corrections = self.routing.updates().adamw.correct(corrections.clone(), &mask);
+        *corrections = self.routing.updates().rest.correct(corrections.clone(), &mask);
         Ok(acceptance.rejected)
     }
 

@@ -2,8 +2,8 @@
 
 use burn::module::ParamId;
 
-use super::counters::COUNTERS;
-use crate::update::{AdamWUpdate, Matrices, MuonUpdate, SKIPPED, Slot, StepSize};
+use crate::routing::Updates;
+use crate::update::{ElementwiseUpdate, Matrices, SKIPPED, Slot, StepSize};
 
 /// A trained parameter.
 pub struct TrainedParameter {
@@ -22,8 +22,8 @@ pub struct TrainedParameter {
 pub enum Kind {
     /// As `count` matrices, by Muon.
     Muon { count: usize, matrices: Matrices },
-    /// Element by element, by AdamW, at `lr` times the learning rate.
-    AdamW { lr: f64 },
+    /// Element by element, at `lr` times the learning rate.
+    Elementwise { lr: f64 },
 }
 
 impl TrainedParameter {
@@ -31,31 +31,32 @@ impl TrainedParameter {
     pub fn batch(&self) -> [usize; 3] {
         match self.kind {
             Kind::Muon { count, matrices: Matrices { shape: [m, n], .. } } => [count, m, n],
-            Kind::AdamW { .. } => AdamWUpdate::batch(&self.shape),
+            Kind::Elementwise { .. } => ElementwiseUpdate::batch(&self.shape),
         }
     }
 
     /// The slots that are sharded: those of elements, rows, columns and matrices.
-    pub fn slots(&self, muon: &MuonUpdate) -> Vec<Slot> {
+    pub fn slots(&self, updates: &Updates) -> Vec<Slot> {
         match self.kind {
-            Kind::Muon { matrices, .. } => muon.slots(matrices),
-            Kind::AdamW { .. } => AdamWUpdate::SLOTS.to_vec(),
+            Kind::Muon { matrices, .. } => updates.muon.slots(matrices),
+            Kind::Elementwise { .. } => updates.rest.rule.slots().to_vec(),
         }
     }
 
     /// The slots of whole parameters, which every rank has.
-    pub fn counters(&self) -> &'static [Slot] {
-        match self.kind {
-            Kind::Muon { .. } => &[SKIPPED],
-            Kind::AdamW { .. } => &COUNTERS,
-        }
+    pub fn counters(&self, updates: &Updates) -> Vec<Slot> {
+        let corrections = match self.kind {
+            Kind::Muon { .. } => &[],
+            Kind::Elementwise { .. } => updates.rest.rule.corrections(),
+        };
+        [&[SKIPPED], corrections].concat()
     }
 
     /// The size of its next step.
-    pub fn size(&self, lr: f64, muon: &MuonUpdate, adamw: &AdamWUpdate) -> StepSize {
+    pub fn size(&self, lr: f64, updates: &Updates) -> StepSize {
         match self.kind {
-            Kind::Muon { matrices, .. } => muon.size(lr, matrices, self.time),
-            Kind::AdamW { lr: role } => adamw.size(lr, role),
+            Kind::Muon { matrices, .. } => updates.muon.size(lr, matrices, self.time),
+            Kind::Elementwise { lr: role } => updates.rest.size(lr, role),
         }
     }
 }

@@ -1,22 +1,22 @@
-//! AdamW as a Burn optimizer of one parameter at a time.
+//! AdamW and Lion as a Burn optimizer of one parameter at a time.
 
 use std::sync::Arc;
 
 use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Tensor};
 
-use crate::backend::{AdamWControls, AdamWRows, FiniteMask, FlaggedRows, reject};
+use crate::backend::{AdamWControls, ElementwiseRows, FiniteMask, FlaggedRows, reject};
 use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
-    AdamWUpdate, Counting, ONLY_RANK, Place, SKIPPED, SkippedSteps, Slots, StepSize, clip,
-    ensure_finite_rate,
+    CORRECTIONS, Counting, ELEMENTWISE_SLOTS, ElementwiseUpdate, ONLY_RANK, Place, SKIPPED,
+    SkippedSteps, Slot, Slots, StepSize, clip, ensure_finite_rate,
 };
 
-/// AdamW for one parameter.
+/// The elementwise optimizer of one parameter.
 #[derive(Clone)]
-pub(crate) struct AdamW {
-    update: Arc<AdamWUpdate>,
+pub(crate) struct Elementwise {
+    update: Arc<ElementwiseUpdate>,
     /// The factor on the learning rate.
     lr: f64,
     parameter: Arc<str>,
@@ -25,49 +25,60 @@ pub(crate) struct AdamW {
     reserved: Place,
 }
 
-/// The state that AdamW stores of a parameter. Its record has the tensors `moment_1`, `moment_2`,
-/// `correction_1`, `correction_2` and `skipped`.
+/// The state of a parameter. Its record has the tensor `skipped`, and those of the rule: `moment_1`,
+/// `moment_2`, `correction_1` and `correction_2` for AdamW, `momentum` for Lion.
 #[derive(Clone)]
-pub(crate) struct AdamWState<const D: usize> {
+pub(crate) struct ElementwiseState<const D: usize> {
     slots: Slots,
     /// The place of its count of skipped steps.
     place: Place,
 }
 
-impl<const D: usize> AdamWState<D> {
+impl<const D: usize> ElementwiseState<D> {
     fn skipped(&self) -> Tensor<1> {
         self.slots.get(SKIPPED.name).clone()
     }
 }
 
-impl<const D: usize> RecordState for AdamWState<D> {
+impl<const D: usize> RecordState for ElementwiseState<D> {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
         self.slots.flatten(prefix, out);
     }
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
-        let names = AdamWUpdate::STATE.map(|slot| slot.name);
-        let slots = Slots::unflatten(&names, &[], prefix, src, device)?;
-        (slots.recorded(names[0]).len() == D).then_some(Self { slots, place: Place::default() })
+        let slots = Slots::unflatten(&[SKIPPED.name], &ELEMENTWISE_SLOTS, prefix, src, device)?;
+        slots.have_rank(D).then_some(Self { slots, place: Place::default() })
     }
 }
 
-impl AdamW {
-    /// AdamW for a parameter at `lr` times the learning rate.
-    pub fn new(update: Arc<AdamWUpdate>, lr: f64, parameter: &str, skipped: &SkippedSteps) -> Self {
+impl Elementwise {
+    /// The optimizer of a parameter at `lr` times the learning rate.
+    pub fn new(
+        update: Arc<ElementwiseUpdate>,
+        lr: f64,
+        parameter: &str,
+        skipped: &SkippedSteps,
+    ) -> Self {
         let reserved = skipped.reserve();
         Self { update, lr, parameter: parameter.into(), skipped: skipped.clone(), reserved }
     }
 
+    /// The slots of a parameter, in the order of records.
+    fn slots(&self) -> Vec<Slot> {
+        let rule = self.update.rule;
+        [rule.slots(), rule.corrections(), &[SKIPPED]].concat()
+    }
+
     /// The state before the first step of a parameter.
     fn new_state<const D: usize>(
+        &self,
         shape: [usize; D],
         dtype: DType,
         device: &Device,
-    ) -> AdamWState<D> {
-        let batch = AdamWUpdate::batch(&shape);
-        let slots = Slots::zeros(&AdamWUpdate::STATE, batch, &shape, dtype, device);
-        AdamWState { slots, place: Place::default() }
+    ) -> ElementwiseState<D> {
+        let batch = ElementwiseUpdate::batch(&shape);
+        let slots = Slots::zeros(&self.slots(), batch, &shape, dtype, device);
+        ElementwiseState { slots, place: Place::default() }
     }
 
     /// [`step`](Optimizer::step), with the errors that it panics with.
@@ -76,13 +87,13 @@ impl AdamW {
         lr: LearningRate,
         parameter: Tensor<D>,
         grad: Tensor<D>,
-        state: Option<AdamWState<D>>,
-    ) -> Result<(Tensor<D>, AdamWState<D>)> {
+        state: Option<ElementwiseState<D>>,
+    ) -> Result<(Tensor<D>, ElementwiseState<D>)> {
         ensure_finite_rate(lr)?;
         ensure_gradient_matches(&self.parameter, ONLY_RANK, &parameter, &grad)?;
         let (shape, device, dtype) = (parameter.dims(), parameter.device(), grad.dtype());
         let is_first = state.is_none();
-        let mut state = state.unwrap_or_else(|| Self::new_state(shape, dtype, &device));
+        let mut state = state.unwrap_or_else(|| self.new_state(shape, dtype, &device));
         if !state.place.has_started() {
             self.start_counting(&mut state);
         }
@@ -90,24 +101,28 @@ impl AdamW {
             // Nothing to update, and Burn interprets a zero in a new shape as the old length.
             return Ok((parameter, state));
         }
-        let AdamWState { mut slots, mut place } = state;
-        let batch = AdamWUpdate::batch(&shape);
-        slots.ensure_fit(&AdamWUpdate::STATE, batch, &shape, &self.parameter)?;
+        let ElementwiseState { mut slots, mut place } = state;
+        let batch = ElementwiseUpdate::batch(&shape);
+        slots.ensure_fit(&self.slots(), batch, &shape, &self.parameter)?;
         // Files of older versions have bfloat16 moments.
-        slots.convert(&AdamWUpdate::SLOTS, dtype);
+        slots.convert(self.update.rule.slots(), dtype);
 
         let flags = Tensor::zeros([1], (&device, DType::F32));
         let flat = |tensor: Tensor<D>| tensor.reshape([-1]);
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
-        let largest = AdamWUpdate::largest_gradient(dtype);
+        let largest = self.update.largest_gradient(dtype);
         // Before clipping, which would make an infinite gradient a finite one.
         let rejected = reject(self.update.policy, flags, &[flat(grad.clone())], &whole, largest);
         let grad = clip(self.update.clipping.as_ref(), grad);
         let mask = FiniteMask::from_rows(rejected.clone());
-        let corrections = AdamWUpdate::CORRECTIONS.map(|slot| slots.take(slot.name));
+        let has_corrections = !self.update.rule.corrections().is_empty();
+        let corrections = CORRECTIONS.map(|slot| match has_corrections {
+            true => slots.take(slot.name),
+            false => rejected.zeros_like(),
+        });
         let corrections = self.update.correct(corrections, &mask);
         let StepSize { decay, lr, .. } = self.update.size(lr, self.lr);
-        let rows = [AdamWRows { flag: 0, first: 0, decay, lr }];
+        let rows = [ElementwiseRows { flag: 0, first: 0, decay, lr }];
         let controls =
             AdamWControls { rejected: &rejected, corrections: &corrections, factor: None };
         let mut updated =
@@ -117,47 +132,50 @@ impl AdamW {
             ensure_computed(&self.parameter, &updated)?;
         }
 
-        for (slot, correction) in AdamWUpdate::CORRECTIONS.iter().zip(corrections) {
+        for (slot, correction) in self.update.rule.corrections().iter().zip(corrections) {
             slots.put(slot.name, correction);
         }
         self.skipped.count(&mut slots, &mut place, rejected)?;
-        Ok((updated.reshape(shape), AdamWState { slots, place }))
+        Ok((updated.reshape(shape), ElementwiseState { slots, place }))
     }
 }
 
-impl Counting for AdamW {
-    fn start_counting<const D: usize>(&self, state: &mut AdamWState<D>) {
+impl Counting for Elementwise {
+    fn start_counting<const D: usize>(&self, state: &mut ElementwiseState<D>) {
         let names = vec![self.parameter.to_string()];
         let reserved = Some(self.reserved);
         state.place = self.skipped.start(reserved, names, state.skipped(), vec![0]);
     }
 }
 
-impl Optimizer for AdamW {
-    type State<const D: usize> = AdamWState<D>;
+impl Optimizer for Elementwise {
+    type State<const D: usize> = ElementwiseState<D>;
 
     fn step<const D: usize>(
         &self,
         lr: LearningRate,
         parameter: Tensor<D>,
         grad: Tensor<D>,
-        state: Option<AdamWState<D>>,
-    ) -> (Tensor<D>, Option<AdamWState<D>>) {
+        state: Option<ElementwiseState<D>>,
+    ) -> (Tensor<D>, Option<ElementwiseState<D>>) {
         let stepped = self.try_step(lr, parameter, grad, state);
         let (updated, state) = stepped.unwrap_or_else(|error| panic!("{error}"));
         (updated, Some(state))
     }
 
-    fn to_device<const D: usize>(state: AdamWState<D>, device: &Device) -> AdamWState<D> {
-        AdamWState { slots: state.slots.to_device(device), ..state }
+    fn to_device<const D: usize>(
+        state: ElementwiseState<D>,
+        device: &Device,
+    ) -> ElementwiseState<D> {
+        ElementwiseState { slots: state.slots.to_device(device), ..state }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::adamw::AdamWConfig;
     use crate::backend::KernelPolicy;
+    use crate::elementwise::{AdamWConfig, ElementwiseConfig};
     use crate::skips::lacks;
 
     /// The square of such a gradient is zero in float16, so the step after it would be divided by
@@ -170,8 +188,9 @@ mod tests {
             return;
         }
         for policy in [KernelPolicy::Auto, KernelPolicy::Portable] {
-            let update = AdamWConfig::new().update(policy, None);
-            let optimizer = AdamW::new(update.into(), 1.0, "weight", &SkippedSteps::new(None));
+            let update = ElementwiseConfig::from(AdamWConfig::new()).update(policy, None);
+            let optimizer =
+                Elementwise::new(update.into(), 1.0, "weight", &SkippedSteps::new(None));
             let full = |value: f32| Tensor::<1>::full([8], value, (&device, DType::F16));
             let (mut weight, mut state) = (full(1.0), None);
             for grad in [1e-4, 0.0, 2e3, 0.0] {

@@ -1,18 +1,17 @@
 //! The configuration of AdamW.
 
 use burn::config::Config;
-use burn::grad_clipping::GradientClippingConfig;
 
-use crate::backend::{AdamWStep, KernelPolicy};
+use super::RoleLr;
+use crate::backend::AdamWStep;
 use crate::checks::{ensure_decay, ensure_size};
 use crate::error::Result;
-use crate::update::{AdamWUpdate, RoleLr};
 
 /// Configuration of AdamW for embeddings, the output head, vectors and scalars.
 ///
 /// The `*_lr` are factors on the learning rate given to `step`, so one schedule changes all
 /// learning rates. For separate schedules, see [`Routing::group`](crate::Routing::group).
-#[derive(Config, Debug)]
+#[derive(Config, Debug, PartialEq)]
 pub struct AdamWConfig {
     /// Decay of the first moment, in `[0, 1)`.
     #[config(default = 0.9)]
@@ -39,32 +38,19 @@ pub struct AdamWConfig {
 
 impl AdamWConfig {
     /// Fails for settings that no run can use.
-    pub(crate) fn check(&self) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
         ensure_decay("beta_1", self.beta_1)?;
         ensure_decay("beta_2", self.beta_2)?;
         ensure_size("epsilon", self.epsilon)?;
         ensure_size("weight_decay", self.weight_decay)?;
-        ensure_size("embedding_lr", self.embedding_lr)?;
-        ensure_size("head_lr", self.head_lr)?;
-        ensure_size("vector_lr", self.vector_lr)
+        self.role_lr().check()
     }
 
-    /// The update of parameters.
-    pub(crate) fn update(
-        &self,
-        policy: KernelPolicy,
-        clipping: Option<&GradientClippingConfig>,
-    ) -> AdamWUpdate {
-        AdamWUpdate {
-            step: AdamWStep { beta_1: self.beta_1, beta_2: self.beta_2, epsilon: self.epsilon },
-            weight_decay: self.weight_decay,
-            role_lr: RoleLr {
-                embedding: self.embedding_lr,
-                head: self.head_lr,
-                vector: self.vector_lr,
-            },
-            policy,
-            clipping: clipping.cloned(),
-        }
+    pub(super) fn step(&self) -> AdamWStep {
+        AdamWStep { beta_1: self.beta_1, beta_2: self.beta_2, epsilon: self.epsilon }
+    }
+
+    pub(super) fn role_lr(&self) -> RoleLr {
+        RoleLr { embedding: self.embedding_lr, head: self.head_lr, vector: self.vector_lr }
     }
 }

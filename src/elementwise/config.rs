@@ -1,0 +1,76 @@
+//! The choice of the optimizer for everything that is not a hidden matrix.
+
+use burn::grad_clipping::GradientClippingConfig;
+use serde::{Deserialize, Serialize};
+
+use super::{AdamWConfig, LionConfig};
+use crate::backend::KernelPolicy;
+use crate::checks::ensure_size;
+use crate::error::Result;
+use crate::update::{ElementwiseRule, ElementwiseUpdate};
+
+/// The optimizer of everything that is not a hidden matrix, which updates parameters element by
+/// element. Configurations convert, as in `.with_rest(LionConfig::new().into())`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum ElementwiseConfig {
+    /// AdamW.
+    AdamW(AdamWConfig),
+    /// Lion.
+    Lion(LionConfig),
+}
+
+/// Learning rates by role, relative to that of the step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RoleLr {
+    pub embedding: f64,
+    pub head: f64,
+    pub vector: f64,
+}
+
+impl From<AdamWConfig> for ElementwiseConfig {
+    fn from(config: AdamWConfig) -> Self {
+        Self::AdamW(config)
+    }
+}
+
+impl From<LionConfig> for ElementwiseConfig {
+    fn from(config: LionConfig) -> Self {
+        Self::Lion(config)
+    }
+}
+
+impl RoleLr {
+    pub(super) fn check(&self) -> Result<()> {
+        ensure_size("embedding_lr", self.embedding)?;
+        ensure_size("head_lr", self.head)?;
+        ensure_size("vector_lr", self.vector)
+    }
+}
+
+impl ElementwiseConfig {
+    /// Fails for settings that no run can use.
+    pub(crate) fn check(&self) -> Result<()> {
+        match self {
+            Self::AdamW(config) => config.check().map_err(|error| error.in_field("AdamW")),
+            Self::Lion(config) => config.check().map_err(|error| error.in_field("Lion")),
+        }
+    }
+
+    /// The update of parameters.
+    pub(crate) fn update(
+        &self,
+        policy: KernelPolicy,
+        clipping: Option<&GradientClippingConfig>,
+    ) -> ElementwiseUpdate {
+        let (rule, weight_decay, role_lr) = match self {
+            Self::AdamW(config) => {
+                (ElementwiseRule::AdamW(config.step()), config.weight_decay, config.role_lr())
+            }
+            Self::Lion(config) => {
+                (ElementwiseRule::Lion(config.step()), config.weight_decay, config.role_lr())
+            }
+        };
+        ElementwiseUpdate { rule, weight_decay, role_lr, policy, clipping: clipping.cloned() }
+    }
+}

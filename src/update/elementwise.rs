@@ -1,0 +1,140 @@
+//! The update of several parameters element by element, for everything that is not a hidden matrix.
+
+use burn::grad_clipping::GradientClippingConfig;
+use burn::tensor::{DType, Tensor};
+
+use super::momentum::MOMENTUM;
+use super::state::{Extent, Slot, SlotDtype, Slots};
+use super::step_size::StepSize;
+use crate::backend::{
+    AdamWControls, AdamWStep, ElementwiseRows, FiniteMask, KernelPolicy, LionStep, Moments, lion,
+};
+use crate::elementwise::RoleLr;
+
+/// The settings of the update that all parameters have in common.
+#[derive(Clone, Debug)]
+pub(crate) struct ElementwiseUpdate {
+    pub rule: ElementwiseRule,
+    pub weight_decay: f64,
+    pub role_lr: RoleLr,
+    pub policy: KernelPolicy,
+    pub clipping: Option<GradientClippingConfig>,
+}
+
+/// The rule of the update.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum ElementwiseRule {
+    AdamW(AdamWStep),
+    Lion(LionStep),
+}
+
+/// Names of AdamW's state in records.
+const MOMENTS: [&str; 2] = ["moment_1", "moment_2"];
+
+const ADAMW_SLOTS: [Slot; 2] = [
+    Slot { name: MOMENTS[0], extent: Extent::Element, dtype: SlotDtype::Precise },
+    Slot { name: MOMENTS[1], extent: Extent::Element, dtype: SlotDtype::Precise },
+];
+const LION_SLOTS: [Slot; 1] =
+    [Slot { name: MOMENTUM, extent: Extent::Element, dtype: SlotDtype::Parameter }];
+
+/// The slots of AdamW's bias corrections: the sums of the weights in both moments of a parameter.
+pub(crate) const CORRECTIONS: [Slot; 2] = [
+    Slot { name: "correction_1", extent: Extent::Parameter, dtype: SlotDtype::Precise },
+    Slot { name: "correction_2", extent: Extent::Parameter, dtype: SlotDtype::Precise },
+];
+
+/// The names of all slots that a parameter may have. A record does not know the configuration, and
+/// is read by these.
+pub(crate) const ELEMENTWISE_SLOTS: [&str; 5] =
+    [MOMENTS[0], MOMENTS[1], CORRECTIONS[0].name, CORRECTIONS[1].name, MOMENTUM];
+
+impl ElementwiseRule {
+    /// The rule's name, as the literature has it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::AdamW(_) => "AdamW",
+            Self::Lion(_) => "Lion",
+        }
+    }
+
+    /// The slots of elements.
+    pub fn slots(self) -> &'static [Slot] {
+        match self {
+            Self::AdamW(_) => &ADAMW_SLOTS,
+            Self::Lion(_) => &LION_SLOTS,
+        }
+    }
+
+    /// The slots of bias corrections.
+    pub fn corrections(self) -> &'static [Slot] {
+        match self {
+            Self::AdamW(_) => &CORRECTIONS,
+            Self::Lion(_) => &[],
+        }
+    }
+}
+
+impl ElementwiseUpdate {
+    /// The batch that corresponds to a parameter of a shape: one row.
+    pub fn batch(shape: &[usize]) -> [usize; 3] {
+        [1, 1, shape.iter().product()]
+    }
+
+    /// The size of a step, at `role` times a learning rate.
+    pub fn size(&self, lr: f64, role: f64) -> StepSize {
+        StepSize::decoupled(lr * role, self.weight_decay)
+    }
+
+    /// The largest usable gradient of parameters of a type.
+    pub fn largest_gradient(&self, parameter: DType) -> f64 {
+        match (self.rule, parameter) {
+            (ElementwiseRule::Lion(_), _) => f64::MAX,
+            (ElementwiseRule::AdamW(_), DType::F64) => f64::MAX.sqrt(),
+            // The second moment holds its square. A little below the root, whose square rounds to
+            // infinity.
+            (ElementwiseRule::AdamW(_), _) => f64::from(f32::MAX).sqrt() * (1.0 - 1e-6),
+        }
+    }
+
+    /// The bias corrections after a step, for the rows of a mask.
+    pub fn correct(&self, corrections: [Tensor<1>; 2], mask: &FiniteMask) -> [Tensor<1>; 2] {
+        let ElementwiseRule::AdamW(AdamWStep { beta_1, beta_2, .. }) = self.rule else {
+            return corrections;
+        };
+        let [first, second] = corrections;
+        [(first, beta_1), (second, beta_2)].map(|(old, beta)| {
+            mask.select(old.clone().mul_scalar(beta).add_scalar(1.0 - beta), old)
+        })
+    }
+
+    /// One step of several parameters: their new values. Advances their `state`. Lion does not read
+    /// the corrections.
+    pub fn step(
+        &self,
+        values: Vec<Tensor<1>>,
+        gradients: Vec<Tensor<1>>,
+        state: &mut Slots,
+        controls: &AdamWControls<'_>,
+        rows: &[ElementwiseRows],
+    ) -> Vec<Tensor<1>> {
+        match self.rule {
+            ElementwiseRule::AdamW(step) => {
+                let [moment_1, moment_2] = MOMENTS.map(|name| state.take(name));
+                let moments = Moments { moment_1, moment_2 };
+                let (updated, moments) =
+                    step.run(self.policy, values, gradients, moments, controls, rows);
+                state.put(MOMENTS[0], moments.moment_1);
+                state.put(MOMENTS[1], moments.moment_2);
+                updated
+            }
+            ElementwiseRule::Lion(step) => {
+                let momentum = state.take(MOMENTUM);
+                let by = (controls.rejected, controls.factor);
+                let (updated, momentum) = lion(step, values, gradients, momentum, by, rows);
+                state.put(MOMENTUM, momentum);
+                updated
+            }
+        }
+    }
+}
