@@ -108,6 +108,7 @@
 #![cfg_attr(not(any(feature = "flex", feature = "cube")), allow(unused))]
 
 mod backend;
+mod blocks;
 pub mod checkpoint;
 mod checks;
 pub mod comm;

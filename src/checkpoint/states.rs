@@ -12,8 +12,8 @@ pub struct States {
     names: HashMap<(String, String), String>,
     /// The paths of all parameters that have a tensor.
     paths: HashSet<String>,
-    /// The steps that parameters had taken, by path.
-    times: HashMap<String, usize>,
+    /// The steps that parameters had taken, by path and by name in the state.
+    times: HashMap<(String, String), usize>,
 }
 
 impl States {
@@ -22,8 +22,8 @@ impl States {
         let names = archive.tensors().keys().filter_map(|name| Some((key(name)?, name.clone())));
         let names: HashMap<_, _> = names.collect();
         let times = archive.scalars().iter().filter_map(|(name, value)| {
-            let (path, state): (String, String) = key(name)?;
-            (state == TIME).then_some((path, usize::try_from(*value).ok()?))
+            let key @ (_, state): &(String, String) = &key(name)?;
+            state.ends_with(TIME).then_some((key.clone(), usize::try_from(*value).ok()?))
         });
         let times = times.collect();
         let paths = names.keys().map(|(path, _)| path.clone()).collect();
@@ -54,8 +54,8 @@ impl States {
         self.paths.contains(path)
     }
 
-    /// The number of steps that a parameter had taken, if its state counts them.
-    pub fn time(&self, path: &str) -> Option<usize> {
-        self.times.get(path).copied()
+    /// The number of steps that a parameter had taken, if its state counts them under this name.
+    pub fn time(&self, path: &str, name: &str) -> Option<usize> {
+        self.times.get(&(path.to_owned(), name.to_owned())).copied()
     }
 }

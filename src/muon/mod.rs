@@ -15,6 +15,7 @@
 mod config;
 mod module;
 mod optimizer;
+mod split;
 
 pub use config::MuonConfig;
 pub use optimizer::{Muon, MuonState};

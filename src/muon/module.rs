@@ -6,9 +6,11 @@ use burn::module::{Module, ParamGroup};
 use burn::optim::{LearningRate, ModuleOptimizer, Optimizer};
 use burn::tensor::{Device, Tensor};
 
+use super::split::Split;
 use super::{Muon, MuonConfig};
 use crate::elementwise::Elementwise;
 use crate::error::Result;
+use crate::matrix_view::MatrixView;
 use crate::routing::{ParameterRole, Routing, Updates, parameter_group};
 use crate::update::{CountedOnLoad, Counting, SkippedSteps};
 
@@ -104,8 +106,17 @@ impl Routing {
             let parameter: ParamGroup = parameter_group(vec![route.path.clone()], vec![route.id]);
             match route.role {
                 ParameterRole::Muon { view, layout } => {
-                    let rule = Muon::for_parameter(muon, &route.path, (view, layout), skipped);
-                    optim.with_group(parameter, CountedOnLoad(matrices(rule)), None)
+                    let rule = |path: &str, view| {
+                        matrices(Muon::for_parameter(muon, path, (view, layout), skipped))
+                    };
+                    if route.blocks.is_empty() {
+                        let rule = CountedOnLoad(rule(&route.path, view));
+                        return optim.with_group(parameter, rule, None);
+                    }
+                    let blocks = route.matrix_blocks().expect("a route has matrices");
+                    let names = blocks.names(&route.path);
+                    let rules = names.iter().map(|name| rule(name, MatrixView::Batch)).collect();
+                    optim.with_group(parameter, CountedOnLoad(Split::new(blocks, rules)), None)
                 }
                 ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
                     let lr = self.role_lr(route.role);

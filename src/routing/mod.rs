@@ -15,12 +15,13 @@ use std::sync::Arc;
 use burn::module::{Module, ParamGroup, ParamId};
 use serde::{Deserialize, Serialize};
 
+use crate::blocks::Blocks;
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::{self, Found};
 use crate::update::{ElementwiseUpdate, Matrices, MuonUpdate, SkippedSteps};
 use built_in::Anatomy;
-use rules::Rules;
+use rules::{Decision, Rules};
 pub use rules::{MuonRoutingRule, RoutingRule};
 pub use summary::RoleSummary;
 
@@ -95,8 +96,11 @@ pub struct ParameterRoute {
     pub shape: Vec<usize>,
     /// The role of the parameter.
     pub role: ParameterRole,
-    /// The name of the optimizer, with the view of a matrix or the role, as in `Muon (Batch)` and
-    /// `AdamW (head)`; `-` for a frozen parameter.
+    /// The outputs of every block that the parameter's matrices are cut into, each a matrix of its
+    /// own; none for matrices that are not cut.
+    pub blocks: Vec<usize>,
+    /// The name of the optimizer, with the view and the blocks of a matrix or the role, as in
+    /// `Muon (Batch)` and `AdamW (head)`; `-` for a frozen parameter.
     pub optimizer: String,
     /// The reason for the role, with a question mark if names and positions only suggest the role.
     pub reason: String,
@@ -135,34 +139,61 @@ impl Updates {
         }
     }
 
-    fn route(&self, found: &Found, role: ParameterRole, reason: String) -> Result<ParameterRoute> {
+    fn route(&self, found: &Found, decision: Decision<'_>) -> Result<ParameterRoute> {
         let Found { path, shape, dtype, device, .. } = found;
-        let (operations, state_bytes) = match role {
+        let Decision { role, split, reason } = decision;
+        let mut route = ParameterRoute {
+            path: path.clone(),
+            id: found.id,
+            shape: shape.clone(),
+            role,
+            blocks: vec![],
+            optimizer: self.optimizer(role),
+            reason,
+            operations: 0.0,
+            state_bytes: 0,
+        };
+        match role {
             ParameterRole::Muon { view, layout } => {
                 let batch @ [_, m, n] = view.batch_shape(path, shape)?;
                 self.muon.newton_schulz.ensure_supported(path, device, *dtype)?;
-                let slots = self.muon.slots(Matrices { shape: [m, n], layout });
-                let bytes = slots.iter().map(|slot| slot.bytes(batch, *dtype)).sum();
-                (self.muon.operations(batch, *dtype, device), bytes)
+                if let Some(split) = split {
+                    let outputs = if layout == MatrixLayout::InOut { n } else { m };
+                    route.blocks = split.sizes(path, shape, outputs)?;
+                    route.optimizer += &format!(", {} blocks", route.blocks.len());
+                }
+                for batch @ [_, m, n] in Blocks::new(batch, layout, &route.blocks).batches() {
+                    let slots = self.muon.slots(Matrices { shape: [m, n], layout });
+                    let bytes = slots.iter().map(|slot| slot.bytes(batch, *dtype));
+                    route.state_bytes += bytes.sum::<usize>();
+                    route.operations += self.muon.operations(batch, *dtype, device);
+                }
             }
             ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
                 let batch = ElementwiseUpdate::batch(shape);
                 let slots = self.rest.rule.slots().iter();
-                (0.0, slots.map(|slot| slot.bytes(batch, *dtype)).sum())
+                route.state_bytes = slots.map(|slot| slot.bytes(batch, *dtype)).sum();
             }
-            ParameterRole::Frozen => (0.0, 0),
-        };
-        let (path, shape) = (path.clone(), shape.clone());
-        Ok(ParameterRoute {
-            path,
-            id: found.id,
-            shape,
-            role,
-            optimizer: self.optimizer(role),
-            reason,
-            operations,
-            state_bytes,
-        })
+            ParameterRole::Frozen => {}
+        }
+        Ok(route)
+    }
+}
+
+impl ParameterRoute {
+    /// The matrices of the parameter as blocks; one block for any other parameter.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Shape`] for a parameter that can't be seen as matrices.
+    pub(crate) fn matrix_blocks(&self) -> Result<Blocks> {
+        match self.role {
+            ParameterRole::Muon { view, layout } => {
+                let batch = view.batch_shape(&self.path, &self.shape)?;
+                Ok(Blocks::new(batch, layout, &self.blocks))
+            }
+            _ => Ok(Blocks::of_elements(self.shape.iter().product())),
+        }
     }
 }
 
@@ -186,8 +217,8 @@ impl Routing {
         let route = |found: &Found| {
             let (built_in, reason) = anatomy.role(found, layout);
             let ruled = found.trainable.then(|| rules.decide(found, built_in, layout));
-            let (role, reason) = ruled.flatten().unwrap_or((built_in, reason));
-            updates.route(found, role, reason)
+            let built_in = Decision { role: built_in, split: None, reason };
+            updates.route(found, ruled.flatten().unwrap_or(built_in))
         };
         let routes = parameters.iter().map(route).collect::<Result<_>>()?;
         Ok(Self { routes, updates })

@@ -4,6 +4,7 @@ use regex::Regex;
 use serde::{Deserialize, Serialize};
 
 use super::ParameterRole;
+use crate::blocks::Split;
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::Found;
@@ -30,9 +31,9 @@ pub struct RoutingRule {
     to: Destination,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 enum Destination {
-    Muon { view: MatrixView, layout: Option<MatrixLayout> },
+    Muon { view: MatrixView, layout: Option<MatrixLayout>, split: Option<Split> },
     AdamW,
 }
 
@@ -43,6 +44,7 @@ pub struct MuonRoutingRule {
     pattern: String,
     view: MatrixView,
     layout: Option<MatrixLayout>,
+    split: Option<Split>,
 }
 
 impl RoutingRule {
@@ -50,7 +52,12 @@ impl RoutingRule {
     /// [`MuonRoutingRule::batch`] or [`MuonRoutingRule::flatten`]. AdamW updates vectors that match
     /// as well.
     pub fn muon(pattern: impl Into<String>) -> MuonRoutingRule {
-        MuonRoutingRule { pattern: pattern.into(), view: MatrixView::Single, layout: None }
+        MuonRoutingRule {
+            pattern: pattern.into(),
+            view: MatrixView::Single,
+            layout: None,
+            split: None,
+        }
     }
 
     /// Routes parameters to AdamW. The learning rate is that of embeddings or of the output head
@@ -76,6 +83,29 @@ impl MuonRoutingRule {
         Self { view: MatrixView::Flatten, ..self }
     }
 
+    /// Takes the matrix as blocks of so many outputs each, as for a fused projection of queries, keys
+    /// and values, or of gates and inputs. The sizes add up to the outputs of the matrix.
+    ///
+    /// Every block is a matrix of its own: its momentum is orthogonalised alone, and its
+    /// learning-rate scale is that of its own shape. The update is that of separate parameters.
+    ///
+    /// ```
+    /// use distmuon::{MuonConfig, RoutingRule};
+    ///
+    /// // 32 heads of 64 queries, and 8 heads of 64 keys and values.
+    /// let config =
+    ///     MuonConfig::new().with_rule(RoutingRule::muon(r"qkv\.weight$").split([2048, 512, 512]));
+    /// ```
+    pub fn split(self, outputs: impl Into<Vec<usize>>) -> Self {
+        Self { split: Some(Split::Sizes(outputs.into())), ..self }
+    }
+
+    /// Takes the matrix as blocks of equally many outputs, one for each head. Otherwise as
+    /// [`split`](Self::split).
+    pub fn heads(self, count: usize) -> Self {
+        Self { split: Some(Split::Equal(count)), ..self }
+    }
+
     /// Sets the dimension of the matrix that counts the outputs, which Muon's learning-rate scale
     /// and parts depend on.
     pub fn layout(self, layout: MatrixLayout) -> Self {
@@ -84,19 +114,19 @@ impl MuonRoutingRule {
 }
 
 impl From<MuonRoutingRule> for RoutingRule {
-    fn from(MuonRoutingRule { pattern, view, layout }: MuonRoutingRule) -> Self {
-        Self { pattern, to: Destination::Muon { view, layout } }
+    fn from(MuonRoutingRule { pattern, view, layout, split }: MuonRoutingRule) -> Self {
+        Self { pattern, to: Destination::Muon { view, layout, split } }
     }
 }
 
 impl RoutingRule {
-    /// The role of a parameter whose built-in role is `built_in`, and the reason.
+    /// The decision about a parameter whose built-in role is `built_in`.
     fn decide(
         &self,
         found: &Found,
         built_in: ParameterRole,
         default: MatrixLayout,
-    ) -> (ParameterRole, String) {
+    ) -> Decision<'_> {
         let adamw = match built_in {
             ParameterRole::Muon { .. } => ParameterRole::Vector,
             role @ (ParameterRole::Embedding
@@ -104,8 +134,9 @@ impl RoutingRule {
             | ParameterRole::Vector
             | ParameterRole::Frozen) => role,
         };
-        match self.to {
-            Destination::Muon { view, layout } if view.fits(&found.shape) => {
+        let rest = |reason| Decision { role: adamw, split: None, reason };
+        match &self.to {
+            &Destination::Muon { view, layout, ref split } if view.fits(&found.shape) => {
                 let layout = layout.unwrap_or_else(|| match view {
                     MatrixView::Flatten if found.holder().starts_with("ConvTranspose") => {
                         MatrixLayout::InOut
@@ -113,18 +144,20 @@ impl RoutingRule {
                     MatrixView::Flatten => MatrixLayout::OutIn,
                     MatrixView::Single | MatrixView::Batch => default,
                 });
-                (ParameterRole::Muon { view, layout }, format!("rule `{}`", self.pattern))
+                Decision {
+                    role: ParameterRole::Muon { view, layout },
+                    split: split.as_ref(),
+                    reason: format!("rule `{}`", self.pattern),
+                }
             }
-            Destination::Muon { .. } => {
-                (adamw, format!("rule `{}`, but not a matrix", self.pattern))
-            }
-            Destination::AdamW => (adamw, format!("rule `{}`", self.pattern)),
+            Destination::Muon { .. } => rest(format!("rule `{}`, but not a matrix", self.pattern)),
+            Destination::AdamW => rest(format!("rule `{}`", self.pattern)),
         }
     }
 
     /// Returns the kind of parameter that the rule needs, if none of those that it matches is one.
     fn missing(&self, matches: &[&Found]) -> Option<&'static str> {
-        match self.to {
+        match &self.to {
             _ if matches.is_empty() => Some("a parameter that it matches"),
             Destination::Muon { view, .. }
                 if !matches.iter().any(|found| view.fits(&found.shape)) =>
@@ -137,6 +170,14 @@ impl RoutingRule {
             Destination::Muon { .. } | Destination::AdamW => None,
         }
     }
+}
+
+/// The decision about a parameter.
+pub(super) struct Decision<'a> {
+    pub role: ParameterRole,
+    /// The blocks that the parameter's matrices are cut into.
+    pub split: Option<&'a Split>,
+    pub reason: String,
 }
 
 /// The rules of a configuration, with compiled patterns.
@@ -169,7 +210,7 @@ impl<'a> Rules<'a> {
         found: &Found,
         built_in: ParameterRole,
         layout: MatrixLayout,
-    ) -> Option<(ParameterRole, String)> {
+    ) -> Option<Decision<'a>> {
         let (rule, _) = self.0.iter().rev().find(|(_, regex)| regex.is_match(&found.path))?;
         Some(rule.decide(found, built_in, layout))
     }

@@ -12,6 +12,7 @@ mod orthogonalize;
 mod parts;
 mod routing;
 mod skips;
+mod split;
 mod train_lm;
 
 /// A visible skip instead of the learner's tests.

@@ -7,20 +7,22 @@ use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 
+use super::trained::ModelParameter;
 use crate::checks::ensure_gradient_matches;
-use crate::distributed::plan::{Bucket, Parameter};
+use crate::distributed::plan::Bucket;
 use crate::error::{Error, Result};
 use crate::parameters::{self, in_place_of, placeholder};
 use crate::slices::{self, bytes};
 
 /// A rank's parameters and gradients during a step.
 pub struct DetachedParameters {
+    /// In the order of the model.
     pub ids: Vec<ParamId>,
     pub parameters: FlatTensors,
     pub gradients: FlatTensors,
 }
 
-/// Flat tensors by the index of their parameter in the plan, with a count of their bytes.
+/// Flat tensors by the index of their trained parameter, with a count of their bytes.
 pub struct FlatTensors {
     tensors: Vec<Option<Tensor<1>>>,
     bytes: usize,
@@ -66,6 +68,13 @@ impl FlatTensors {
         }
     }
 
+    /// Stores the tensor of a model's parameter, in its blocks.
+    fn set_blocks<const D: usize>(&mut self, known: &ModelParameter, tensor: Tensor<D>) {
+        for (index, block) in known.trained.clone().zip(known.blocks.cut(tensor.reshape([-1]))) {
+            self.set(index, block);
+        }
+    }
+
     /// Stores the tensor of a parameter.
     pub fn set(&mut self, index: usize, tensor: Tensor<1>) {
         self.take(index);
@@ -83,25 +92,29 @@ impl DetachedParameters {
     pub fn detach<M: Module>(
         model: M,
         gradients: GradientsParams,
-        plan: &[Parameter],
+        known: &[ModelParameter],
         rank: usize,
         device: &Device,
     ) -> Result<(M, Self)> {
+        let trained = known.iter().map(|parameter| parameter.blocks.count()).sum();
         let detached = Self {
-            ids: vec![ParamId::from(0); plan.len()],
-            parameters: FlatTensors::none(plan.len()),
-            gradients: FlatTensors::none(plan.len()),
+            ids: vec![ParamId::from(0); known.len()],
+            parameters: FlatTensors::none(trained),
+            gradients: FlatTensors::none(trained),
         };
-        let indices = indices(plan);
-        let mut detach = Detach { indices, detached, gradients, plan, rank, device, error: None };
+        let indices = indices(known);
+        let mut detach = Detach { indices, detached, gradients, known, rank, device, error: None };
         let model = parameters::map(model, &mut detach);
         let Detach { detached, error, .. } = detach;
         if let Some(error) = error {
             return Err(error);
         }
-        match detached.parameters.tensors.iter().position(Option::is_none) {
+        let is_missing = |parameter: &&ModelParameter| {
+            detached.parameters.get(parameter.trained.start).is_none()
+        };
+        match known.iter().find(is_missing) {
             Some(missing) => Err(Error::parameter(
-                &plan[missing].path,
+                &missing.path,
                 rank,
                 "it is not in the model",
                 "step the model that the optimizer was made for",
@@ -115,8 +128,8 @@ impl DetachedParameters {
     /// # Panics
     ///
     /// If a parameter is missing.
-    pub fn reattach<M: Module>(self, model: M, plan: &[Parameter]) -> M {
-        let mut reattach = Reattach { indices: indices(plan), values: self.parameters, plan };
+    pub fn reattach<M: Module>(self, model: M, known: &[ModelParameter]) -> M {
+        let mut reattach = Reattach { indices: indices(known), values: self.parameters, known };
         parameters::map(model, &mut reattach)
     }
 
@@ -144,16 +157,16 @@ pub fn pack(values: &mut FlatTensors, bucket: &Bucket, device: &Device) -> Tenso
     slices::concat(pieces, bucket.dtype, device)
 }
 
-/// The index of every path in the plan.
-fn indices(plan: &[Parameter]) -> HashMap<&str, usize> {
-    plan.iter().enumerate().map(|(index, parameter)| (parameter.path.as_str(), index)).collect()
+/// The index of every path.
+fn indices(known: &[ModelParameter]) -> HashMap<&str, usize> {
+    known.iter().enumerate().map(|(index, parameter)| (parameter.path.as_str(), index)).collect()
 }
 
 struct Detach<'a> {
     indices: HashMap<&'a str, usize>,
     detached: DetachedParameters,
     gradients: GradientsParams,
-    plan: &'a [Parameter],
+    known: &'a [ModelParameter],
     rank: usize,
     device: &'a Device,
     error: Option<Error>,
@@ -166,13 +179,12 @@ impl Detach<'_> {
         value: &Tensor<D>,
         gradient: Option<&Tensor<D>>,
     ) -> Result<()> {
-        let planned = &self.plan[index];
-        let error =
-            |reason, remedy| Err(Error::parameter(&planned.path, self.rank, reason, remedy));
+        let known = &self.known[index];
+        let error = |reason, remedy| Err(Error::parameter(&known.path, self.rank, reason, remedy));
         let described = |shape: &[usize], dtype| format!("{shape:?} {dtype:?}");
         let (shape, dtype) = (value.dims(), value.dtype());
-        if shape[..] != planned.shape || dtype != planned.dtype {
-            let expected = described(&planned.shape, planned.dtype);
+        if shape[..] != known.shape || dtype != known.dtype {
+            let expected = described(&known.shape, known.dtype);
             let reason =
                 format!("it has changed: expected {expected}, got {}", described(&shape, dtype));
             return error(reason, "make a new optimizer for this model");
@@ -187,9 +199,9 @@ impl Detach<'_> {
             );
         }
         let Some(gradient) = gradient else { return Ok(()) };
-        ensure_gradient_matches(&planned.path, self.rank, value, gradient)?;
-        if gradient.dtype() != planned.dtype {
-            let (expected, dtype) = (planned.dtype, gradient.dtype());
+        ensure_gradient_matches(&known.path, self.rank, value, gradient)?;
+        if gradient.dtype() != known.dtype {
+            let (expected, dtype) = (known.dtype, gradient.dtype());
             let reason =
                 format!("its gradient is of the wrong type: expected {expected:?}, got {dtype:?}");
             return error(reason, "give gradients of the type of the parameter");
@@ -224,10 +236,14 @@ impl parameters::Map for Detach<'_> {
             self.error.get_or_insert(error);
         }
         let placeholder = placeholder(&value);
+        let known = &self.known[index];
         self.detached.ids[index] = id;
-        self.detached.parameters.set(index, value.inner().reshape([-1]));
-        if let Some(gradient) = gradient {
-            self.detached.gradients.set(index, gradient.reshape([-1]));
+        if self.error.is_none() {
+            let Self { detached, .. } = self;
+            detached.parameters.set_blocks(known, value.inner());
+            gradient
+                .into_iter()
+                .for_each(|gradient| detached.gradients.set_blocks(known, gradient));
         }
         Param::from_mapped_value(id, placeholder, mapper)
     }
@@ -236,15 +252,17 @@ impl parameters::Map for Detach<'_> {
 struct Reattach<'a> {
     indices: HashMap<&'a str, usize>,
     values: FlatTensors,
-    plan: &'a [Parameter],
+    known: &'a [ModelParameter],
 }
 
 impl parameters::Map for Reattach<'_> {
     fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let Some(index) = self.indices.get(path).copied() else { return param };
         let (id, placeholder, mapper) = param.consume();
-        let value = self.values.take(index).expect("every bucket was published");
-        let shape = self.plan[index].shape.as_slice().try_into();
+        let known = &self.known[index];
+        let block = |block| self.values.take(block).expect("every bucket was published");
+        let value = known.blocks.join(known.trained.clone().map(block).collect());
+        let shape = known.shape.as_slice().try_into();
         let shape: [usize; D] = shape.expect("the parameter was detached with this shape");
         let value = in_place_of(&placeholder, value.reshape(shape));
         Param::from_mapped_value(id, value, mapper)

@@ -33,8 +33,9 @@ use clip::Clip;
 use counters::Counters;
 use memory::Snapshot;
 pub use memory::{MemoryReport, Usage};
+use setup::Trained;
 use shard::Shard;
-use trained::TrainedParameter;
+use trained::{ModelParameter, TrainedParameter};
 
 /// Muon and AdamW for one model on many ranks, from
 /// [`DistMuonConfig::init`](super::DistMuonConfig::init).
@@ -65,6 +66,8 @@ pub struct DistModuleOptimizer {
     routing: Routing,
     plan: Plan,
     shards: Vec<Shard>,
+    /// In the order of the model.
+    model: Vec<ModelParameter>,
     /// In the order of the plan.
     trained: Vec<TrainedParameter>,
     counters: Counters,
@@ -93,7 +96,8 @@ impl DistModuleOptimizer {
         setup::same_config(world, config)?;
         let routed = config.check().and_then(|()| config.muon.route(model));
         let routing = world.agree(routed)?;
-        let (trained, parameters) = world.agree(setup::trained(&routing, model))?;
+        let Trained { model: of_model, trained, planned: parameters } =
+            world.agree(setup::trained(&routing, model))?;
         setup::same_model(world, &parameters, model)?;
         // The parameters are equal on all ranks here, so all ranks fail alike.
         setup::ensure_exchangeable(&parameters, world.rank())?;
@@ -123,6 +127,7 @@ impl DistModuleOptimizer {
             routing,
             plan,
             shards,
+            model: of_model,
             trained,
             costs,
             gradients: config.gradients,

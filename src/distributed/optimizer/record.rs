@@ -18,7 +18,7 @@ use serde::{Serialize, de::DeserializeOwned};
 use super::DistModuleOptimizer;
 use super::busy::Busy;
 use super::counters::{COUNTERS, Counters};
-use super::trained::{Kind, TrainedParameter};
+use super::trained::Kind;
 use crate::checkpoint::{self, Archive, Checkpointed, Contents, Planned, Saving, States};
 use crate::distributed::plan::{Bucket, BucketKind, Piece};
 use crate::error::{Error, Result};
@@ -200,12 +200,7 @@ impl DistModuleOptimizer {
             return Ok(None);
         }
         let _busy = Busy::new(self.world.communicator());
-        let ids: HashMap<_, _> = self
-            .trained
-            .iter()
-            .map(|parameter| (parameter.path.clone(), parameter.id.val()))
-            .collect();
-        let contents = self.contents(&counters, &ids)?;
+        let contents = self.contents(&counters, &self.ids())?;
         states.extend(counters.into_iter().map(|counter| TensorData::from([counter.value])));
         Ok(Some(recorded(contents, states)))
     }
@@ -214,8 +209,7 @@ impl DistModuleOptimizer {
     /// each.
     #[cfg_attr(not(feature = "train"), expect(dead_code, reason = "for learners"))]
     pub(in crate::distributed) fn outline(&self) -> Result<OptimizerRecord> {
-        let ids = self.trained.iter().map(|parameter| (parameter.path.clone(), parameter.id.val()));
-        let contents = self.contents(&self.counters(), &ids.collect())?;
+        let contents = self.contents(&self.counters(), &self.ids())?;
         let one = |planned: &Planned| {
             TensorData::from_bytes_vec(
                 vec![0; planned.dtype.size()],
@@ -291,6 +285,12 @@ impl DistModuleOptimizer {
         slot.expect("all parameters of a bucket have the same slots")
     }
 
+    /// The path of the model's parameter, and the name in its record, of a state.
+    fn state_key(&self, index: usize, name: &str) -> (String, String) {
+        let parameter = &self.trained[index];
+        (self.model[parameter.model].path.clone(), parameter.recorded(name))
+    }
+
     /// The shape of a slot in records.
     fn recorded_shape(&self, index: usize, name: &str) -> Vec<usize> {
         let parameter = &self.trained[index];
@@ -323,14 +323,21 @@ impl DistModuleOptimizer {
         Bucket { pieces: bucket.pieces.iter().map(values).collect(), counts, ..bucket.clone() }
     }
 
+    /// The identities of the model's parameters in the last step, by path.
+    fn ids(&self) -> HashMap<String, u64> {
+        let ids = self.model.iter().map(|parameter| (parameter.path.clone(), parameter.id.val()));
+        ids.collect()
+    }
+
     /// The names, types and shapes of the state under the names of Burn's record, with the given
     /// identities of the parameters by path.
     fn contents(&self, counters: &[Counter], ids: &HashMap<String, u64>) -> Result<Contents> {
         let ids = self.identities(ids)?;
         let mut contents = Contents::default();
         let mut plan = |index: usize, name: &str, dtype: DType, shape: Vec<usize>| {
-            let id = ids[index];
-            let name = format!("{id}.{name}");
+            let parameter = &self.trained[index];
+            let id = ids[parameter.model];
+            let name = format!("{id}.{}", parameter.recorded(name));
             contents.tensors.push(Planned::new(name, dtype, shape, Some(id)));
         };
         for shard in &self.shards {
@@ -345,16 +352,24 @@ impl DistModuleOptimizer {
         for counter in counters {
             plan(counter.parameter, counter.name, DType::F32, vec![1]);
         }
-        for (parameter, id) in self.trained.iter().zip(&ids) {
+        for (parameter, id) in self.model.iter().zip(&ids) {
             contents.metadata.insert(id.to_string(), parameter.path.clone());
-            for (name, value) in scalars(parameter) {
-                contents.scalars.insert(format!("{id}.{name}"), Scalar::from(value));
+            contents.scalars.insert(format!("{id}.__rank"), Scalar::from(parameter.shape.len()));
+        }
+        for parameter in &self.trained {
+            match parameter.kind {
+                Kind::Muon { .. } => {
+                    let (id, name) = (ids[parameter.model], parameter.recorded(TIME));
+                    contents.scalars.insert(format!("{id}.{name}"), Scalar::from(parameter.time));
+                }
+                // Without schedules of its own; AdamW's corrections count its steps.
+                Kind::Elementwise { .. } => {}
             }
         }
         Ok(contents)
     }
 
-    /// The identity of every parameter, by which Burn keys the state.
+    /// The identity of every parameter of the model, by which Burn keys the state.
     ///
     /// # Errors
     ///
@@ -362,7 +377,7 @@ impl DistModuleOptimizer {
     fn identities(&self, ids: &HashMap<String, u64>) -> Result<Vec<u64>> {
         let rank = self.world.rank();
         let mut paths = HashMap::new();
-        let identities = self.trained.iter().map(|parameter| {
+        let identities = self.model.iter().map(|parameter| {
             let path = parameter.path.as_str();
             let Some(id) = ids.get(path).copied() else {
                 let remedy = "save the model that the optimizer trains";
@@ -396,10 +411,10 @@ impl DistModuleOptimizer {
                 let dtype = slot.dtype.resolve(values.dtype);
                 let mut part = HostShard::new(values.shard_range(rank), dtype);
                 for (index, runs) in values.by_parameter() {
-                    let path = &self.trained[index].path;
-                    requested.insert((path.clone(), slot.name.to_owned()));
+                    let (path, name) = self.state_key(index, slot.name);
                     let shape = self.recorded_shape(index, slot.name);
-                    let found = find(states, (path, slot.name), (&shape, dtype), rank)?;
+                    let found = find(states, (&path, &name), (&shape, dtype), rank)?;
+                    requested.insert((path, name));
                     if let Some(found) = found.filter(|_| part.takes(&runs)) {
                         let data = states.archive().data(found)?.convert_dtype(dtype);
                         part.take(&data, &runs);
@@ -417,10 +432,11 @@ impl DistModuleOptimizer {
             let data = found.map(|found| states.archive().data(found)).transpose()?;
             Ok(data.and_then(|data| data.iter::<f32>().next()).unwrap_or(0.0))
         })?;
-        for parameter in &mut self.trained {
-            parameter.time = states.time(&parameter.path).unwrap_or(0);
+        for index in 0..self.trained.len() {
+            let (path, name) = self.state_key(index, TIME);
+            self.trained[index].time = states.time(&path, &name).unwrap_or(0);
         }
-        let is_trained = |path: &str| self.trained.iter().any(|parameter| parameter.path == path);
+        let is_trained = |path: &str| self.model.iter().any(|parameter| parameter.path == path);
         let mut rest = states.keys().filter(|key| !requested.contains(*key));
         if let Some((path, name)) = rest.find(|(path, _)| is_trained(path)) {
             return Err(unfit(path, rank, unused(name)));
@@ -437,17 +453,6 @@ struct Counter {
     parameter: usize,
     name: &'static str,
     value: f32,
-}
-
-/// The scalars in the record of a parameter.
-fn scalars(parameter: &TrainedParameter) -> Vec<(&'static str, usize)> {
-    let mut scalars = vec![("__rank", parameter.shape.len())];
-    match parameter.kind {
-        Kind::Muon { .. } => scalars.push((TIME, parameter.time)),
-        // Without schedules of its own; AdamW's corrections count its steps.
-        Kind::Elementwise { .. } => {}
-    }
-    scalars
 }
 
 /// The counters of parameters, of which a record has one tensor each.
@@ -474,7 +479,10 @@ impl DistModuleOptimizer {
         let mut read = |slot: &Slot| -> Result<Tensor<1>> {
             let values = self.trained.iter().enumerate().map(|(index, parameter)| {
                 match self.has_counter(index, slot) {
-                    true => value(&parameter.path, slot.name),
+                    true => {
+                        let path = &self.model[parameter.model].path;
+                        value(path, &parameter.recorded(slot.name))
+                    }
                     false => Ok(0.0),
                 }
             });

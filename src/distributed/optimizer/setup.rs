@@ -5,7 +5,7 @@ use burn::tensor::Tensor;
 use serde_json::Value;
 
 use super::busy::Busy;
-use super::trained::{Kind, TrainedParameter};
+use super::trained::{Kind, ModelParameter, TrainedParameter};
 use crate::comm::{Difference, World, exchanges};
 use crate::distributed::config::DistMuonConfig;
 use crate::distributed::plan::{Costs, Parameter, Plan, Work, node_order};
@@ -14,38 +14,60 @@ use crate::parameters::{self, Field, Visit};
 use crate::routing::{ParameterRole, Routing};
 use crate::update::Matrices;
 
-/// The trained parameters of a model in its order, as the optimizer and as a plan sees them.
-pub fn trained<M: Module>(
-    routing: &Routing,
-    model: &M,
-) -> Result<(Vec<TrainedParameter>, Vec<Parameter>)> {
+/// The trained parameters of a model in its order: as the model has them, as they are trained, and
+/// as a plan sees them.
+pub fn trained<M: Module>(routing: &Routing, model: &M) -> Result<Trained> {
+    let mut all = Trained { model: vec![], trained: vec![], planned: vec![] };
     let found = parameters::of(model).into_iter();
-    let trained = found.zip(routing.routes()).filter(|(found, _)| found.trainable);
-    let both = trained.map(|(found, route)| {
-        let (kind, work) = match route.role {
-            ParameterRole::Muon { view, layout } => {
-                let [count, m, n] = view.batch_shape(&found.path, &found.shape)?;
-                let matrices = Matrices { shape: [m, n], layout };
-                (Kind::Muon { count, matrices }, Work::Matrices { count, rows: m, columns: n })
-            }
-            ParameterRole::Embedding
-            | ParameterRole::Head
-            | ParameterRole::Vector
-            | ParameterRole::Frozen => {
-                (Kind::Elementwise { lr: routing.role_lr(route.role) }, Work::Elements)
-            }
-        };
-        let planned = Parameter {
-            path: found.path.clone(),
-            shape: found.shape.clone(),
+    for (found, route) in found.zip(routing.routes()).filter(|(found, _)| found.trainable) {
+        let blocks = route.matrix_blocks()?;
+        let first = all.trained.len();
+        let is_whole = blocks.count() == 1;
+        for (index, (path, batch)) in
+            blocks.names(&found.path).into_iter().zip(blocks.batches()).enumerate()
+        {
+            let (kind, work) = kind(routing, route.role, batch);
+            let shape = if is_whole { found.shape.clone() } else { batch.to_vec() };
+            let planned =
+                Parameter { path: path.clone(), shape: shape.clone(), dtype: found.dtype, work };
+            let block = (!is_whole).then_some(index);
+            let model = all.model.len();
+            all.trained.push(TrainedParameter { path, model, block, shape, time: 0, kind });
+            all.planned.push(planned);
+        }
+        all.model.push(ModelParameter {
+            path: found.path,
+            id: route.id,
+            shape: found.shape,
             dtype: found.dtype,
-            work,
-        };
-        let trained =
-            TrainedParameter { path: found.path, id: route.id, shape: found.shape, time: 0, kind };
-        Ok((trained, planned))
-    });
-    Ok(both.collect::<Result<Vec<_>>>()?.into_iter().unzip())
+            blocks,
+            trained: first..all.trained.len(),
+        });
+    }
+    Ok(all)
+}
+
+/// The trained parameters of a model.
+pub struct Trained {
+    pub model: Vec<ModelParameter>,
+    pub trained: Vec<TrainedParameter>,
+    pub planned: Vec<Parameter>,
+}
+
+/// The way in which a batch of a role is updated.
+fn kind(routing: &Routing, role: ParameterRole, [count, m, n]: [usize; 3]) -> (Kind, Work) {
+    match role {
+        ParameterRole::Muon { layout, .. } => {
+            let matrices = Matrices { shape: [m, n], layout };
+            (Kind::Muon { count, matrices }, Work::Matrices { count, rows: m, columns: n })
+        }
+        ParameterRole::Embedding
+        | ParameterRole::Head
+        | ParameterRole::Vector
+        | ParameterRole::Frozen => {
+            (Kind::Elementwise { lr: routing.role_lr(role) }, Work::Elements)
+        }
+    }
 }
 
 /// Fails for types that ranks can't exchange.

@@ -28,7 +28,7 @@ use super::counters::Counters;
 use super::detached::{DetachedParameters, FlatTensors, pack};
 use super::memory::Snapshot;
 use super::shard::{StepControls, StepInputs};
-use super::trained::TrainedParameter;
+use super::trained::{ModelParameter, TrainedParameter};
 use crate::backend::{FiniteMask, ScaledNorms};
 use crate::checks::{ensure_all_computed, ensure_computed};
 use crate::comm::{Difference, Pending, ReduceOp, digest, unite};
@@ -78,13 +78,16 @@ impl DistModuleOptimizer {
         model: M,
         gradients: GradientsParams,
     ) -> Result<M> {
-        let (rank, device, plan) = (self.world.rank(), self.device(), self.plan.parameters());
-        let (model, detached) = DetachedParameters::detach(model, gradients, plan, rank, &device)?;
-        for (parameter, id) in self.trained.iter_mut().zip(&detached.ids) {
+        let (rank, device) = (self.world.rank(), self.device());
+        let (model, detached) =
+            DetachedParameters::detach(model, gradients, &self.model, rank, &device)?;
+        for (parameter, id) in self.model.iter_mut().zip(&detached.ids) {
             parameter.id = *id;
         }
-        let rate =
-            |parameter: &TrainedParameter| lr.lr_from_param(parameter.id, Some(&parameter.path));
+        let rate = |parameter: &TrainedParameter| {
+            let ModelParameter { id, path, .. } = &self.model[parameter.model];
+            lr.lr_from_param(*id, Some(path))
+        };
         let lrs: Vec<f64> = self.trained.iter().map(rate).collect();
         lrs.iter().try_for_each(|lr| ensure_finite_rate(*lr))?;
         let present = self.agree_on_step(&lrs, &detached)?;
@@ -104,7 +107,7 @@ impl DistModuleOptimizer {
         let (counts, logs) = (self.counters.skipped.clone(), self.world.is_main());
         self.skipped.record(&mut self.place, counts, &times, logs)?;
         self.observe(&step);
-        Ok(step.detached.reattach(model, self.plan.parameters()))
+        Ok(step.detached.reattach(model, &self.model))
     }
 
     /// The parameters that have a gradient on any rank, if all ranks take the same step: one

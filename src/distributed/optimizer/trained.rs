@@ -1,16 +1,36 @@
 //! The trained parameters, as the optimizer knows them.
 
-use burn::module::ParamId;
+use std::ops::Range;
 
+use burn::module::ParamId;
+use burn::optim::join_path;
+use burn::tensor::DType;
+
+use crate::blocks::Blocks;
 use crate::routing::Updates;
 use crate::update::{ElementwiseUpdate, Matrices, SKIPPED, Slot, StepSize};
 
-/// A trained parameter.
-pub struct TrainedParameter {
+/// A trained parameter of the model.
+pub struct ModelParameter {
     pub path: String,
     /// Its identity in the model of the last step.
     pub id: ParamId,
-    /// Its shape in the model.
+    pub shape: Vec<usize>,
+    pub dtype: DType,
+    /// The blocks that are trained each as a parameter of its own, and their indices.
+    pub blocks: Blocks,
+    pub trained: Range<usize>,
+}
+
+/// A parameter as it is trained: a parameter of the model, or a block of it.
+pub struct TrainedParameter {
+    /// The path in the model, with the range of a block.
+    pub path: String,
+    /// Index of the model's parameter.
+    pub model: usize,
+    /// Index of the block among those of the model's parameter, unless it is the only one.
+    pub block: Option<usize>,
+    /// Its shape: that in the model, or a batch of matrices for a block.
     pub shape: Vec<usize>,
     /// Steps in which it had a gradient on any rank: its position in the schedules.
     pub time: usize,
@@ -27,6 +47,14 @@ pub enum Kind {
 }
 
 impl TrainedParameter {
+    /// The name in the records of the model's parameter.
+    pub fn recorded(&self, name: &str) -> String {
+        match self.block {
+            Some(block) => join_path(&block.to_string(), name),
+            None => name.to_owned(),
+        }
+    }
+
     /// The parameter as a batch.
     pub fn batch(&self) -> [usize; 3] {
         match self.kind {

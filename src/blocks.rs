@@ -1,0 +1,188 @@
+//! Matrices that are cut into blocks of outputs, each of which is updated as a matrix of its own.
+
+use std::ops::Range;
+
+use burn::tensor::Tensor;
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::matrix_view::MatrixLayout;
+
+/// The rule by which a matrix is cut into blocks of outputs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Split {
+    /// Blocks of so many outputs each.
+    Sizes(Vec<usize>),
+    /// So many blocks of equal size.
+    Equal(usize),
+}
+
+impl Split {
+    /// The outputs of every block of a parameter's matrices with these outputs.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Shape`] if the blocks do not make up the outputs.
+    pub fn sizes(&self, parameter: &str, shape: &[usize], outputs: usize) -> Result<Vec<usize>> {
+        let error = |remedy| {
+            let (parameter, shape) = (parameter.to_owned(), shape.to_vec());
+            Error::Shape { parameter, expected: "blocks that make up its outputs", shape, remedy }
+        };
+        match self {
+            Self::Sizes(sizes) => {
+                let sum: usize = sizes.iter().sum();
+                if sum == outputs && !sizes.contains(&0) {
+                    return Ok(sizes.clone());
+                }
+                Err(error(format!(
+                    "give `split` sizes above zero whose sum is {outputs}, the outputs, instead \
+                     of {sizes:?}, whose sum is {sum}; or set the `layout` of the rule"
+                )))
+            }
+            &Self::Equal(count) => {
+                if count > 0 && outputs.is_multiple_of(count) {
+                    return Ok(vec![outputs / count; count]);
+                }
+                Err(error(format!(
+                    "give `heads` a divisor of {outputs}, the outputs, instead of {count}; or set \
+                     the `layout` of the rule"
+                )))
+            }
+        }
+    }
+}
+
+/// The blocks of a batch of matrices.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Blocks {
+    batch: [usize; 3],
+    /// The dimension of the batch that counts outputs.
+    dimension: usize,
+    /// The outputs of every block.
+    sizes: Vec<usize>,
+}
+
+impl Blocks {
+    /// The blocks of these sizes; one for no sizes.
+    pub fn new(batch: [usize; 3], layout: MatrixLayout, sizes: &[usize]) -> Self {
+        let dimension = match layout {
+            MatrixLayout::InOut => 2,
+            MatrixLayout::OutIn => 1,
+        };
+        let sizes = if sizes.is_empty() { vec![batch[dimension]] } else { sizes.to_vec() };
+        Self { batch, dimension, sizes }
+    }
+
+    /// The only block of elements that are no matrices.
+    pub fn of_elements(count: usize) -> Self {
+        Self::new([1, 1, count], MatrixLayout::InOut, &[])
+    }
+
+    /// The number of blocks.
+    pub fn count(&self) -> usize {
+        self.sizes.len()
+    }
+
+    /// The shapes of all blocks, as batches.
+    pub fn batches(&self) -> impl Iterator<Item = [usize; 3]> {
+        self.sizes.iter().map(|size| {
+            let mut batch = self.batch;
+            batch[self.dimension] = *size;
+            batch
+        })
+    }
+
+    /// The name of every block of a parameter: its path with the range of outputs. A single block
+    /// has the parameter's name.
+    pub fn names(&self, path: &str) -> Vec<String> {
+        let name = |range: Range<usize>| format!("{path}[{}..{}]", range.start, range.end);
+        match self.count() {
+            1 => vec![path.to_owned()],
+            _ => self.ranges().map(name).collect(),
+        }
+    }
+
+    /// The ranges of outputs.
+    fn ranges(&self) -> impl Iterator<Item = Range<usize>> {
+        self.sizes.iter().scan(0, |end, size| {
+            let start = *end;
+            *end += size;
+            Some(start..*end)
+        })
+    }
+
+    /// Cuts the values of a parameter into those of its blocks.
+    pub fn cut(&self, values: Tensor<1>) -> Vec<Tensor<1>> {
+        if self.count() == 1 {
+            return vec![values];
+        }
+        let blocks =
+            values.reshape(self.batch).split_with_sizes(self.sizes.clone(), self.dimension);
+        blocks.into_iter().map(|block| block.reshape([-1])).collect()
+    }
+
+    /// Joins the values of blocks, the reverse of [`cut`](Self::cut).
+    pub fn join(&self, mut blocks: Vec<Tensor<1>>) -> Tensor<1> {
+        if self.count() == 1 {
+            return blocks.swap_remove(0);
+        }
+        let shaped = blocks.into_iter().zip(self.batches());
+        let shaped = shaped.map(|(block, batch)| block.reshape(batch)).collect();
+        Tensor::cat(shaped, self.dimension).reshape([-1])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::{Device, Int};
+
+    use super::*;
+
+    fn counted(count: usize) -> Tensor<1> {
+        Tensor::<1, Int>::arange(0..count as i64, &Device::default()).float()
+    }
+
+    #[test]
+    fn joined_blocks_are_the_parameter() {
+        for (batch, layout, sizes) in [
+            ([1, 4, 6], MatrixLayout::InOut, vec![2, 1, 3]),
+            ([1, 6, 4], MatrixLayout::OutIn, vec![2, 1, 3]),
+            ([3, 4, 6], MatrixLayout::InOut, vec![3, 3]),
+            ([3, 4, 6], MatrixLayout::OutIn, vec![]),
+        ] {
+            let blocks = Blocks::new(batch, layout, &sizes);
+            let values = counted(batch.iter().product());
+            let cut = blocks.cut(values.clone());
+            let elements = blocks.batches().map(|batch| batch.iter().product::<usize>());
+            assert_eq!(
+                cut.iter().map(|block| block.dims()[0]).collect::<Vec<_>>(),
+                elements.collect::<Vec<_>>()
+            );
+            blocks.join(cut).into_data().assert_eq(&values.into_data(), true);
+        }
+    }
+
+    #[test]
+    fn blocks_of_burns_linear_are_columns() {
+        let blocks = Blocks::new([1, 2, 3], MatrixLayout::InOut, &[2, 1]);
+        let cut = blocks.cut(counted(6));
+        let values = |index: usize| cut[index].to_data().iter::<f32>().collect::<Vec<_>>();
+        assert_eq!((values(0), values(1)), (vec![0.0, 1.0, 3.0, 4.0], vec![2.0, 5.0]));
+        assert_eq!(blocks.names("qkv"), ["qkv[0..2]", "qkv[2..3]"]);
+    }
+
+    #[test]
+    fn blocks_that_do_not_make_up_the_outputs_are_rejected_by_name() {
+        for (split, words) in [
+            (Split::Sizes(vec![4, 3]), "whose sum is 8"),
+            (Split::Sizes(vec![8, 0]), "sizes above zero"),
+            (Split::Sizes(vec![]), "whose sum is 0"),
+            (Split::Equal(3), "a divisor of 8"),
+            (Split::Equal(0), "a divisor of 8"),
+        ] {
+            let error = split.sizes("qkv.weight", &[2, 8], 8).unwrap_err().to_string();
+            assert!(error.contains(words) && error.contains("qkv.weight"), "{error}");
+        }
+        assert_eq!(Split::Equal(4).sizes("qkv.weight", &[2, 8], 8), Ok(vec![2; 4]));
+    }
+}
