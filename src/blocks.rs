@@ -11,9 +11,9 @@ use crate::matrix_view::MatrixLayout;
 /// The rule by which a matrix is cut into blocks of outputs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Split {
-    /// Blocks of so many outputs each.
+    /// Blocks of the given numbers of outputs.
     Sizes(Vec<usize>),
-    /// So many blocks of equal size.
+    /// A number of blocks of equal size.
     Equal(usize),
 }
 
@@ -73,7 +73,7 @@ impl Blocks {
         Self { batch, dimension, sizes }
     }
 
-    /// The only block of elements that are no matrices.
+    /// The only block of a parameter that is not a matrix.
     pub fn of_elements(count: usize) -> Self {
         Self::new([1, 1, count], MatrixLayout::InOut, &[])
     }

@@ -25,8 +25,8 @@ pub(crate) struct Elementwise {
     reserved: Place,
 }
 
-/// The state of a parameter. Its record has the tensor `skipped`, and those of the rule: `moment_1`,
-/// `moment_2`, `correction_1` and `correction_2` for AdamW, `momentum` for Lion.
+/// The state of a parameter. Its record has the tensor `skipped`, and those of the rule:
+/// `moment_1`, `moment_2`, `correction_1` and `correction_2` for AdamW, `momentum` for Lion.
 #[derive(Clone)]
 pub(crate) struct ElementwiseState<const D: usize> {
     slots: Slots,

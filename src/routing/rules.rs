@@ -83,8 +83,8 @@ impl MuonRoutingRule {
         Self { view: MatrixView::Flatten, ..self }
     }
 
-    /// Takes the matrix as blocks of so many outputs each, as for a fused projection of queries, keys
-    /// and values, or of gates and inputs. The sizes add up to the outputs of the matrix.
+    /// Takes the matrix as blocks of the given numbers of outputs, as for a fused projection of
+    /// queries, keys and values, or of gates and inputs. The sizes add up to the outputs of the matrix.
     ///
     /// Every block is a matrix of its own: its momentum is orthogonalised alone, and its
     /// learning-rate scale is that of its own shape. The update is that of separate parameters.
@@ -100,7 +100,7 @@ impl MuonRoutingRule {
         Self { split: Some(Split::Sizes(outputs.into())), ..self }
     }
 
-    /// Takes the matrix as blocks of equally many outputs, one for each head. Otherwise as
+    /// Takes the matrix as a number of blocks of equal size, one for each head. Otherwise as
     /// [`split`](Self::split).
     pub fn heads(self, count: usize) -> Self {
         Self { split: Some(Split::Equal(count)), ..self }

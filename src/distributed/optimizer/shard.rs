@@ -48,8 +48,8 @@ struct Run {
     range: Range<usize>,
 }
 
-/// Rows that are updated together: the matrices of one shape, or everything that is updated element by
-/// element.
+/// Rows that are updated together: the matrices of one shape, or everything that is updated element
+/// by element.
 struct Batch {
     /// Indices of their runs.
     runs: Range<usize>,

@@ -13,8 +13,8 @@ pub(super) const RADIUS: &str = "radius";
 /// Least norm that is scaled up.
 const LEAST_NORM: f64 = 1e-10;
 
-/// Keeps every matrix at a Frobenius norm, the radius `R`: the update is scaled to the norm `R`, and
-/// after the step the parameter is
+/// Keeps every matrix at a Frobenius norm, the radius `R`: the update is scaled to the norm `R`,
+/// and after the step the parameter is
 /// (<https://github.com/NVIDIA-NeMo/Emerging-Optimizers>, `MuonHyperball`).
 ///
 /// The learning rate then is the angle of a step, so `lr_scale` and `lr_factor` have no effect.
