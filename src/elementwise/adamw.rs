@@ -2,10 +2,10 @@
 
 use burn::config::Config;
 
-use super::RoleLr;
 use crate::backend::AdamWStep;
 use crate::checks::{ensure_decay, ensure_size};
 use crate::error::Result;
+use crate::update::RoleLr;
 
 /// Configuration of AdamW for embeddings, the output head, vectors and scalars.
 ///

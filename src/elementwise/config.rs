@@ -5,7 +5,6 @@ use serde::{Deserialize, Serialize};
 
 use super::{AdamWConfig, LionConfig};
 use crate::backend::KernelPolicy;
-use crate::checks::ensure_size;
 use crate::error::Result;
 use crate::update::{ElementwiseRule, ElementwiseUpdate};
 
@@ -20,14 +19,6 @@ pub enum ElementwiseConfig {
     Lion(LionConfig),
 }
 
-/// Learning rates by role, relative to that of the step.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct RoleLr {
-    pub embedding: f64,
-    pub head: f64,
-    pub vector: f64,
-}
-
 impl From<AdamWConfig> for ElementwiseConfig {
     fn from(config: AdamWConfig) -> Self {
         Self::AdamW(config)
@@ -37,14 +28,6 @@ impl From<AdamWConfig> for ElementwiseConfig {
 impl From<LionConfig> for ElementwiseConfig {
     fn from(config: LionConfig) -> Self {
         Self::Lion(config)
-    }
-}
-
-impl RoleLr {
-    pub(super) fn check(&self) -> Result<()> {
-        ensure_size("embedding_lr", self.embedding)?;
-        ensure_size("head_lr", self.head)?;
-        ensure_size("vector_lr", self.vector)
     }
 }
 

@@ -2,10 +2,10 @@
 
 use burn::config::Config;
 
-use super::RoleLr;
 use crate::backend::LionStep;
 use crate::checks::{ensure_decay, ensure_size};
 use crate::error::Result;
+use crate::update::RoleLr;
 
 /// Configuration of Lion (Chen et al., <https://arxiv.org/abs/2302.06675>) for embeddings, the
 /// output head, vectors and scalars.

@@ -36,6 +36,5 @@ mod optimizer;
 
 pub use adamw::AdamWConfig;
 pub use config::ElementwiseConfig;
-pub(crate) use config::RoleLr;
 pub use lion::LionConfig;
 pub(crate) use optimizer::Elementwise;

@@ -84,7 +84,8 @@ impl MuonRoutingRule {
     }
 
     /// Takes the matrix as blocks of the given numbers of outputs, as for a fused projection of
-    /// queries, keys and values, or of gates and inputs. The sizes add up to the outputs of the matrix.
+    /// queries, keys and values, or of gates and inputs. The sizes add up to the outputs of the
+    /// matrix.
     ///
     /// Every block is a matrix of its own: its momentum is orthogonalised alone, and its
     /// learning-rate scale is that of its own shape. The update is that of separate parameters.

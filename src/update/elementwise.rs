@@ -9,7 +9,8 @@ use super::step_size::StepSize;
 use crate::backend::{
     AdamWControls, AdamWStep, ElementwiseRows, FiniteMask, KernelPolicy, LionStep, Moments, lion,
 };
-use crate::elementwise::RoleLr;
+use crate::checks::ensure_size;
+use crate::error::Result;
 
 /// The settings of the update that all parameters have in common.
 #[derive(Clone, Debug)]
@@ -19,6 +20,14 @@ pub(crate) struct ElementwiseUpdate {
     pub role_lr: RoleLr,
     pub policy: KernelPolicy,
     pub clipping: Option<GradientClippingConfig>,
+}
+
+/// Learning rates by role, relative to that of the step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RoleLr {
+    pub embedding: f64,
+    pub head: f64,
+    pub vector: f64,
 }
 
 /// The rule of the update.
@@ -48,6 +57,15 @@ pub(crate) const CORRECTIONS: [Slot; 2] = [
 /// is read by these.
 pub(crate) const ELEMENTWISE_SLOTS: [&str; 5] =
     [MOMENTS[0], MOMENTS[1], CORRECTIONS[0].name, CORRECTIONS[1].name, MOMENTUM];
+
+impl RoleLr {
+    /// Fails for learning rates that no run can use.
+    pub fn check(&self) -> Result<()> {
+        ensure_size("embedding_lr", self.embedding)?;
+        ensure_size("head_lr", self.head)?;
+        ensure_size("vector_lr", self.vector)
+    }
+}
 
 impl ElementwiseRule {
     /// The rule's name, as the literature has it.

@@ -25,7 +25,9 @@ mod state;
 mod step_size;
 
 pub(crate) use clipping::clip;
-pub(crate) use elementwise::{CORRECTIONS, ELEMENTWISE_SLOTS, ElementwiseRule, ElementwiseUpdate};
+pub(crate) use elementwise::{
+    CORRECTIONS, ELEMENTWISE_SLOTS, ElementwiseRule, ElementwiseUpdate, RoleLr,
+};
 pub use lr_scale::LrScale;
 pub(crate) use momentum::{MOMENTUM, MOMENTUM_WEIGHT};
 pub use momentum::{MomentumConfig, MomentumForm};
