@@ -115,6 +115,7 @@ pub mod comm;
 pub mod distributed;
 pub mod elementwise;
 pub mod error;
+mod gradients;
 pub mod guide;
 mod matrix_view;
 #[cfg(feature = "train")]
@@ -141,9 +142,10 @@ pub use distributed::DistMuonStrategy;
 pub use distributed::{DistModuleOptimizer, DistMuon, DistMuonConfig};
 pub use elementwise::{AdamWConfig, ElementwiseConfig, LionConfig};
 pub use error::{Error, Result};
+pub use gradients::GradientBuffer;
 pub use matrix_view::{MatrixLayout, MatrixView};
 #[cfg(feature = "train")]
-pub use metric::SkippedStepsMetric;
+pub use metric::{DiagnosticsMetric, DiagnosticsQuantity, SkippedStepsMetric};
 pub use muon::{Muon, MuonConfig, MuonState};
 pub use orthogonalize::{
     Coefficients, IterationDtype, IterationForm, IterationPlan, NewtonSchulz, NewtonSchulzConfig,
@@ -153,7 +155,9 @@ pub use routing::{
 };
 pub use schedule::Schedule;
 pub use update::parts::{self, Part};
-pub use update::{LrScale, MomentumConfig, MomentumForm, SkippedSteps, WeightDecay};
+pub use update::{
+    LrScale, MasterWeights, MomentumConfig, MomentumForm, SkippedSteps, StateDtype, WeightDecay,
+};
 
 /// Runs the program of the README as a test.
 #[cfg(doctest)]

@@ -1,4 +1,4 @@
-//! Skipped steps as a metric of burn-train.
+//! Skipped steps and norms as metrics of burn-train.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,6 +9,7 @@ use burn::train::metric::{
     SerializedEntry,
 };
 
+use crate::distributed::{GroupDiagnostics, LatestDiagnostics};
 use crate::update::SkippedSteps;
 
 /// The largest number of skipped steps of any parameter, as a metric of burn-train. Needs the
@@ -97,5 +98,128 @@ impl Numeric for SkippedStepsMetric {
 
     fn final_value(&self) -> NumericEntry {
         NumericEntry::Value(max_count(self.skipped.read()))
+    }
+}
+
+/// The quantity that a [`DiagnosticsMetric`] shows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum DiagnosticsQuantity {
+    /// The norm of the change in a step.
+    UpdateNorm,
+    /// The norm of the parameters.
+    WeightNorm,
+    /// The norm of the change relative to that of the parameters.
+    EffectiveLr,
+    /// The largest error of the iteration, 0 without one.
+    OrthogonalityError,
+}
+
+impl DiagnosticsQuantity {
+    fn name(self) -> &'static str {
+        match self {
+            Self::UpdateNorm => "update norm",
+            Self::WeightNorm => "weight norm",
+            Self::EffectiveLr => "effective lr",
+            Self::OrthogonalityError => "orthogonality error",
+        }
+    }
+
+    fn of(self, group: &GroupDiagnostics) -> f64 {
+        match self {
+            Self::UpdateNorm => group.update_norm,
+            Self::WeightNorm => group.weight_norm,
+            Self::EffectiveLr => group.effective_lr(),
+            Self::OrthogonalityError => group.orthogonality_error.unwrap_or(0.0),
+        }
+    }
+}
+
+/// A norm of a group of parameters, as a metric of burn-train. Needs the feature `train`.
+///
+/// The metric shows the diagnostics that
+/// [`DistMuonStrategy`](crate::distributed::DistMuonStrategy) computed last, and 0 before the
+/// first. The group is named as in [`Routing`](crate::Routing), for example `Muon` or
+/// `AdamW (head)`.
+///
+/// ```
+/// # use burn::tensor::Device;
+/// use distmuon::distributed::{DistMuonConfig, DistMuonStrategy};
+/// use distmuon::{DiagnosticsMetric, DiagnosticsQuantity};
+///
+/// # let devices = vec![Device::default()];
+/// let strategy = DistMuonStrategy::new(devices, DistMuonConfig::new()).with_diagnostics(100);
+/// let quantity = DiagnosticsQuantity::EffectiveLr;
+/// let metric = DiagnosticsMetric::new(strategy.diagnostics(), "Muon", quantity);
+/// // SupervisedTraining::new(..).metric_train_numeric(metric)
+/// ```
+#[derive(Clone)]
+pub struct DiagnosticsMetric {
+    name: MetricName,
+    latest: LatestDiagnostics,
+    group: String,
+    quantity: DiagnosticsQuantity,
+}
+
+impl DiagnosticsMetric {
+    /// Makes the metric of a quantity and a group.
+    pub fn new(latest: &LatestDiagnostics, group: &str, quantity: DiagnosticsQuantity) -> Self {
+        Self {
+            name: Arc::new(format!("{group}: {}", quantity.name())),
+            latest: latest.clone(),
+            group: group.to_owned(),
+            quantity,
+        }
+    }
+
+    fn latest(&self) -> f64 {
+        let groups = self.latest.get().map_or(vec![], |diagnostics| diagnostics.groups());
+        let group = groups.iter().find(|group| group.group == self.group);
+        group.map_or(0.0, |group| self.quantity.of(group))
+    }
+
+    fn entry(&self) -> SerializedEntry {
+        let value = self.latest();
+        SerializedEntry::new(format!("{}: {value:.3e}", self.name), value.to_string())
+    }
+}
+
+impl Metric for DiagnosticsMetric {
+    type Input = ();
+
+    fn name(&self) -> MetricName {
+        self.name.clone()
+    }
+
+    fn attributes(&self) -> MetricAttributes {
+        NumericAttributes { unit: None, higher_is_better: false }.into()
+    }
+
+    fn update(
+        &mut self,
+        _item: &(),
+        _metadata: &MetricMetadata,
+    ) -> Result<SerializedEntry, TensorReadError> {
+        Ok(self.entry())
+    }
+
+    fn compute(&mut self) -> Result<SerializedEntry, TensorReadError> {
+        Ok(self.entry())
+    }
+
+    fn clear(&mut self) {}
+}
+
+impl Numeric for DiagnosticsMetric {
+    fn value(&self) -> Option<NumericEntry> {
+        Some(NumericEntry::Value(self.latest()))
+    }
+
+    fn running_value(&self) -> Option<NumericEntry> {
+        self.value()
+    }
+
+    fn final_value(&self) -> NumericEntry {
+        NumericEntry::Value(self.latest())
     }
 }

@@ -25,6 +25,23 @@ pub fn concat(tensors: Vec<Tensor<1>>, dtype: DType, device: &Device) -> Tensor<
     }
 }
 
+/// A flat tensor of `elements` elements with each of the given tensors from its first index on, and
+/// zeros in between. There is at least one tensor, and they do not overlap.
+pub fn place(tensors: Vec<Tensor<1>>, firsts: &[usize], elements: usize) -> Tensor<1> {
+    let (dtype, device) = (tensors[0].dtype(), tensors[0].device());
+    let mut placed: Vec<_> = firsts.iter().zip(tensors).collect();
+    placed.sort_by_key(|(first, _)| **first);
+    let zeros = |count| Tensor::zeros([count], (&device, dtype));
+    let (mut all, mut end) = (vec![], 0);
+    for (&first, tensor) in placed {
+        all.extend((first > end).then(|| zeros(first - end)));
+        end = first + tensor.dims()[0];
+        all.push(tensor);
+    }
+    all.extend((elements > end).then(|| zeros(elements - end)));
+    concat(all, dtype, &device)
+}
+
 /// The values of float32 tensors one after the other, followed by a zero.
 pub fn with_zero(mut tensors: Vec<Tensor<1>>, device: &Device) -> Tensor<1> {
     tensors.push(Tensor::zeros([1], (device, DType::F32)));

@@ -2,7 +2,10 @@
 
 use std::collections::{HashMap, HashSet};
 
+use burn_pack::Scalar;
+
 use super::read::{Archive, Stored};
+use super::{OPTIMIZER, prefixed};
 use crate::update::TIME;
 
 /// The tensors and step counters of an optimizer, by the path of their parameter.
@@ -47,6 +50,11 @@ impl States {
     pub fn find(&self, path: &str, name: &str) -> Option<(&str, &Stored)> {
         let archive_name = self.names.get(&(path.to_owned(), name.to_owned()))?;
         Some((archive_name, &self.archive.tensors()[archive_name]))
+    }
+
+    /// A number of the whole optimizer.
+    pub fn scalar(&self, name: &str) -> Option<Scalar> {
+        self.archive.scalars().get(&prefixed(OPTIMIZER, name)).copied()
     }
 
     /// Returns `true` if the archive has a tensor of the parameter's state.

@@ -25,6 +25,62 @@ pub enum Gradients {
     Averaged,
 }
 
+/// The type in which the gradients of parameters in half precision are reduced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum GradDtype {
+    /// That of the parameter. The ranks send two bytes per element, add up in float32 and do not
+    /// round the sum.
+    Parameter,
+    /// float32, for gradients that were accumulated in it: see
+    /// [`GradientBuffer`](crate::GradientBuffer). Those in half precision are also accepted.
+    Float32,
+}
+
+/// Configuration of dynamic loss scaling, for gradients in float16: those below 6e-8 are zero in
+/// it, and those above 65504 infinite (Micikevicius et al., <https://arxiv.org/abs/1710.03740>).
+///
+/// The loss is multiplied by
+/// [`DistModuleOptimizer::loss_scale`](super::DistModuleOptimizer::loss_scale) before the backward
+/// pass, and the step divides the gradients by it. If a gradient of any rank is not finite, all
+/// ranks skip the step, and the scale decreases. Bounds and factors have the defaults of PyTorch's
+/// `GradScaler`.
+#[derive(Config, Debug, PartialEq)]
+pub struct LossScaleConfig {
+    /// The scale of the first step.
+    #[config(default = 65536.0)]
+    pub initial: f64,
+    /// The factor by which the scale grows, larger than 1.
+    #[config(default = 2.0)]
+    pub growth: f64,
+    /// The factor on the scale after a step that was skipped, in `(0, 1)`.
+    #[config(default = 0.5)]
+    pub backoff: f64,
+    /// The number of consecutive steps without overflow after which the scale grows.
+    #[config(default = 2000)]
+    pub interval: usize,
+}
+
+impl LossScaleConfig {
+    /// Fails for settings that no run can use.
+    fn check(&self) -> Result<()> {
+        if !(self.initial.is_finite() && self.initial > 0.0) {
+            return Err(Error::setting("loss_scale.initial", self.initial, "a positive number"));
+        }
+        if !(self.growth.is_finite() && self.growth > 1.0) {
+            return Err(Error::setting("loss_scale.growth", self.growth, "a number larger than 1"));
+        }
+        if !(self.backoff > 0.0 && self.backoff < 1.0) {
+            let expected = "a number between 0 and 1";
+            return Err(Error::setting("loss_scale.backoff", self.backoff, expected));
+        }
+        match self.interval {
+            0 => Err(Error::setting("loss_scale.interval", 0, "at least 1")),
+            _ => Ok(()),
+        }
+    }
+}
+
 /// The source of the costs that a plan balances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -67,6 +123,11 @@ pub struct DistMuonConfig {
     /// The gradients that are given to a step.
     #[config(default = "Gradients::PerRank")]
     pub gradients: Gradients,
+    /// The type in which the gradients of parameters in half precision are reduced.
+    #[config(default = "GradDtype::Parameter")]
+    pub grad_dtype: GradDtype,
+    /// Dynamic loss scaling, for gradients in float16; `None` for none.
+    pub loss_scale: Option<LossScaleConfig>,
     /// Size in MB (10^6 bytes) of the buckets in which parameters are communicated. `None` for 25,
     /// which is PyTorch's default, and for 1000 in a world of one, which communicates nothing.
     ///
@@ -101,6 +162,7 @@ impl DistMuonConfig {
         if let Some(norm) = self.max_norm.filter(|norm| !(norm.is_finite() && *norm > 0.0)) {
             return Err(Error::setting("max_norm", norm, "a positive number"));
         }
+        self.loss_scale.iter().try_for_each(LossScaleConfig::check)?;
         match &self.muon.grad_clipping {
             Some(clipping) => Err(Error::setting(
                 "muon.grad_clipping",

@@ -25,7 +25,7 @@ use burn::train::{
 };
 
 use super::optimizer::Busy;
-use super::{DistModuleOptimizer, DistMuonConfig};
+use super::{Diagnostics, DistModuleOptimizer, DistMuonConfig};
 use crate::checkpoint::{Archive, States};
 use crate::comm::{DEADLINE, World, message};
 use crate::error::{Error, Result};
@@ -83,13 +83,52 @@ pub struct DistMuonStrategy {
     config: DistMuonConfig,
     deadline: Duration,
     skipped: SkippedSteps,
+    /// Steps between two diagnostics, if there are any.
+    diagnosed: Option<usize>,
+    latest: LatestDiagnostics,
+}
+
+/// The diagnostics of a training in progress, for
+/// [`DiagnosticsMetric`](crate::DiagnosticsMetric). Clones share them. Needs the feature `train`.
+#[derive(Clone, Debug, Default)]
+pub struct LatestDiagnostics(Arc<Mutex<Option<Diagnostics>>>);
+
+impl LatestDiagnostics {
+    /// Returns the diagnostics of the last step that had any.
+    pub fn get(&self) -> Option<Diagnostics> {
+        self.0.lock().expect("no holder of the lock panics").clone()
+    }
+
+    fn set(&self, diagnostics: Diagnostics) {
+        *self.0.lock().expect("no holder of the lock panics") = Some(diagnostics);
+    }
 }
 
 impl DistMuonStrategy {
     /// Makes one rank per device. A device may be given more than once.
     pub fn new(devices: impl IntoIterator<Item = Device>, config: DistMuonConfig) -> Self {
         let skipped = SkippedSteps::new(config.muon.max_skipped);
-        Self { devices: devices.into_iter().collect(), config, deadline: DEADLINE, skipped }
+        Self {
+            devices: devices.into_iter().collect(),
+            config,
+            deadline: DEADLINE,
+            skipped,
+            diagnosed: None,
+            latest: LatestDiagnostics::default(),
+        }
+    }
+
+    /// Computes the [diagnostics](super::DistModuleOptimizer::diagnostics) of the first and then of
+    /// every `steps`-th step; 0 for none.
+    pub fn with_diagnostics(mut self, steps: usize) -> Self {
+        self.diagnosed = (steps > 0).then_some(steps);
+        self
+    }
+
+    /// Returns the diagnostics of the last step that had any: clone them before the training. For a
+    /// metric, see [`DiagnosticsMetric`](crate::DiagnosticsMetric).
+    pub fn diagnostics(&self) -> &LatestDiagnostics {
+        &self.latest
     }
 
     /// Returns the counts of the steps that left parameters untouched. Clone the counts before the
@@ -134,6 +173,8 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
             epochs: starting_epoch..=components.num_epochs,
             accumulation: components.grad_accumulation.unwrap_or(1),
             saves: components.checkpointer.is_some(),
+            diagnosed: self.diagnosed,
+            latest: self.latest.clone(),
             interrupter: interrupter.clone(),
             store: components.event_store,
             processor: Mutex::new(components.event_processor),
@@ -167,8 +208,17 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
             if world.is_main() {
                 optim.count_skipped_in(&self.skipped);
             }
-            let mut worker =
-                Worker { run: &run, world, optim, model: Some(model), learner, train, valid, main };
+            let mut worker = Worker {
+                run: &run,
+                world,
+                optim,
+                model: Some(model),
+                steps: 0,
+                learner,
+                train,
+                valid,
+                main,
+            };
             worker.fit()?;
             Ok(worker.model.expect("every step returns the model"))
         };
@@ -203,6 +253,9 @@ struct Run<M: LearnerModel> {
     accumulation: usize,
     /// `true` if there are checkpointers.
     saves: bool,
+    /// Steps between two diagnostics, if there are any.
+    diagnosed: Option<usize>,
+    latest: LatestDiagnostics,
     interrupter: Interrupter,
     store: Arc<EventStoreClient>,
     processor: Mutex<SupervisedTrainingEventProcessor<M>>,
@@ -229,6 +282,8 @@ struct Worker<'a, M: LearnerModel> {
     optim: DistModuleOptimizer,
     /// The model, absent only during a step.
     model: Option<M>,
+    /// The number of steps so far.
+    steps: usize,
     /// Advances the learning rate. Its model and optimizer are updated only before they are saved.
     learner: Learner<M>,
     train: TrainLoader<M>,
@@ -331,7 +386,16 @@ impl<M: LearnerModel> Worker<'_, M> {
     fn step(&mut self, gradients: GradientsParams) -> Result<()> {
         self.learner.lr_step();
         let model = self.model.take().expect("every step returns the model");
+        let is_diagnosed = self.run.diagnosed.is_some_and(|every| self.steps % every == 0);
+        self.steps += 1;
+        if is_diagnosed {
+            self.optim.request_diagnostics();
+        }
         self.model = Some(self.optim.step(self.learner.lr_current(), model, gradients)?);
+        // None for a step that was skipped: the last one stays.
+        if let Some(diagnostics) = self.optim.diagnostics()?.filter(|_| self.world.is_main()) {
+            self.run.latest.set(diagnostics);
+        }
         Ok(())
     }
 

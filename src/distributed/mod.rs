@@ -19,8 +19,10 @@ mod optimizer;
 mod per_parameter;
 pub mod plan;
 
-pub use config::{CostSource, DistMuonConfig, Gradients};
+pub use config::{CostSource, DistMuonConfig, GradDtype, Gradients, LossScaleConfig};
 #[cfg(feature = "train")]
-pub use learner::DistMuonStrategy;
-pub use optimizer::{DistModuleOptimizer, MemoryReport, Usage};
+pub use learner::{DistMuonStrategy, LatestDiagnostics};
+pub use optimizer::{
+    Diagnostics, DistModuleOptimizer, GroupDiagnostics, MemoryReport, ParameterDiagnostics, Usage,
+};
 pub use per_parameter::{DistMuon, DistMuonState, Ownership};

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::{AdamWConfig, LionConfig};
 use crate::backend::KernelPolicy;
 use crate::error::Result;
-use crate::update::{ElementwiseRule, ElementwiseUpdate};
+use crate::update::{ElementwiseRule, ElementwiseUpdate, Precision};
 
 /// The optimizer of everything that is not a hidden matrix, which updates parameters element by
 /// element. Configurations convert, as in `.with_rest(LionConfig::new().into())`.
@@ -43,6 +43,7 @@ impl ElementwiseConfig {
     /// The update of parameters.
     pub(crate) fn update(
         &self,
+        precision: Precision,
         policy: KernelPolicy,
         clipping: Option<&GradientClippingConfig>,
     ) -> ElementwiseUpdate {
@@ -54,6 +55,7 @@ impl ElementwiseConfig {
                 (ElementwiseRule::Lion(config.step()), config.weight_decay, config.role_lr())
             }
         };
-        ElementwiseUpdate { rule, weight_decay, role_lr, policy, clipping: clipping.cloned() }
+        let clipping = clipping.cloned();
+        ElementwiseUpdate { rule, weight_decay, role_lr, precision, policy, clipping }
     }
 }

@@ -9,8 +9,8 @@ use crate::backend::{AdamWControls, ElementwiseRows, FiniteMask, FlaggedRows, re
 use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
-    CORRECTIONS, Counting, ELEMENTWISE_SLOTS, ElementwiseUpdate, ONLY_RANK, Place, SKIPPED,
-    SkippedSteps, Slot, Slots, StepSize, clip, ensure_finite_rate,
+    CORRECTIONS, Counting, ELEMENTWISE_SLOTS, ElementwiseUpdate, ONLY_RANK, Origin, Place, SKIPPED,
+    SkippedSteps, Slot, Slots, StepSize, TIME, clip, ensure_finite_rate,
 };
 
 /// The elementwise optimizer of one parameter.
@@ -30,24 +30,30 @@ pub(crate) struct Elementwise {
 #[derive(Clone)]
 pub(crate) struct ElementwiseState<const D: usize> {
     slots: Slots,
+    /// Number of steps taken, skipped ones included.
+    time: usize,
     /// The place of its count of skipped steps.
     place: Place,
 }
 
 impl<const D: usize> ElementwiseState<D> {
     fn skipped(&self) -> Tensor<1> {
-        self.slots.get(SKIPPED.name).clone()
+        self.slots.get(SKIPPED.name)
     }
 }
 
 impl<const D: usize> RecordState for ElementwiseState<D> {
     fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
         self.slots.flatten(prefix, out);
+        out.push_scalar(prefix, TIME, self.time.into());
     }
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
         let slots = Slots::unflatten(&[SKIPPED.name], &ELEMENTWISE_SLOTS, prefix, src, device)?;
-        slots.have_rank(D).then_some(Self { slots, place: Place::default() })
+        // Files of older versions do not have it.
+        let time = src.take_scalar(prefix, TIME).and_then(|time| time.try_into().ok());
+        let time = time.unwrap_or_default();
+        slots.have_rank(D).then_some(Self { slots, time, place: Place::default() })
     }
 }
 
@@ -64,9 +70,9 @@ impl Elementwise {
     }
 
     /// The slots of a parameter, in the order of records.
-    fn slots(&self) -> Vec<Slot> {
-        let rule = self.update.rule;
-        [rule.slots(), rule.corrections(), &[SKIPPED]].concat()
+    fn slots(&self, parameter: DType) -> Vec<Slot> {
+        let rest = [self.update.rule.corrections(), &[SKIPPED]].concat();
+        self.update.slots(parameter).into_iter().chain(rest).collect()
     }
 
     /// The state before the first step of a parameter.
@@ -77,8 +83,8 @@ impl Elementwise {
         device: &Device,
     ) -> ElementwiseState<D> {
         let batch = ElementwiseUpdate::batch(&shape);
-        let slots = Slots::zeros(&self.slots(), batch, &shape, dtype, device);
-        ElementwiseState { slots, place: Place::default() }
+        let slots = Slots::zeros(&self.slots(dtype), batch, &shape, dtype, device);
+        ElementwiseState { slots, time: 0, place: Place::default() }
     }
 
     /// [`step`](Optimizer::step), with the errors that it panics with.
@@ -91,7 +97,7 @@ impl Elementwise {
     ) -> Result<(Tensor<D>, ElementwiseState<D>)> {
         ensure_finite_rate(lr)?;
         ensure_gradient_matches(&self.parameter, ONLY_RANK, &parameter, &grad)?;
-        let (shape, device, dtype) = (parameter.dims(), parameter.device(), grad.dtype());
+        let (shape, device, dtype) = (parameter.dims(), parameter.device(), parameter.dtype());
         let is_first = state.is_none();
         let mut state = state.unwrap_or_else(|| self.new_state(shape, dtype, &device));
         if !state.place.has_started() {
@@ -101,11 +107,13 @@ impl Elementwise {
             // Nothing to update, and Burn interprets a zero in a new shape as the old length.
             return Ok((parameter, state));
         }
-        let ElementwiseState { mut slots, mut place } = state;
-        let batch = ElementwiseUpdate::batch(&shape);
-        slots.ensure_fit(&self.slots(), batch, &shape, &self.parameter)?;
+        let ElementwiseState { mut slots, time, mut place } = state;
+        let batch @ [.., elements] = ElementwiseUpdate::batch(&shape);
+        let table = self.slots(dtype);
+        slots.complete(&table, batch, &shape, dtype, &device);
+        slots.ensure_fit(&table, batch, &shape, &self.parameter)?;
         // Files of older versions have bfloat16 moments.
-        slots.convert(self.update.rule.slots(), dtype);
+        slots.convert(&table, dtype);
 
         let flags = Tensor::zeros([1], (&device, DType::F32));
         let flat = |tensor: Tensor<D>| tensor.reshape([-1]);
@@ -122,11 +130,13 @@ impl Elementwise {
         });
         let corrections = self.update.correct(corrections, &mask);
         let StepSize { decay, lr, .. } = self.update.size(lr, self.lr);
-        let rows = [ElementwiseRows { flag: 0, first: 0, decay, lr }];
+        let row = ElementwiseRows { flag: 0, first: 0, decay, lr };
+        let parameters = [(row, Origin::new(&self.parameter, 0, time))];
         let controls =
             AdamWControls { rejected: &rejected, corrections: &corrections, factor: None };
+        let both = (vec![flat(parameter)], vec![flat(grad)]);
         let mut updated =
-            self.update.step(vec![flat(parameter)], vec![flat(grad)], &mut slots, &controls, &rows);
+            self.update.step(both, &mut slots, elements, &controls, &parameters, None);
         let updated = updated.swap_remove(0);
         if is_first {
             ensure_computed(&self.parameter, &updated)?;
@@ -136,7 +146,7 @@ impl Elementwise {
             slots.put(slot.name, correction);
         }
         self.skipped.count(&mut slots, &mut place, rejected)?;
-        Ok((updated.reshape(shape), ElementwiseState { slots, place }))
+        Ok((updated.reshape(shape), ElementwiseState { slots, time: time + 1, place }))
     }
 }
 
@@ -177,6 +187,7 @@ mod tests {
     use crate::backend::KernelPolicy;
     use crate::elementwise::{AdamWConfig, ElementwiseConfig};
     use crate::skips::lacks;
+    use crate::update::{MasterWeights, Precision, StateDtype};
 
     /// The square of such a gradient is zero in float16, so the step after it would be divided by
     /// epsilon.
@@ -187,8 +198,10 @@ mod tests {
             lacks("float16");
             return;
         }
+        let precision = Precision { master: MasterWeights::Full, states: StateDtype::Float32 };
         for policy in [KernelPolicy::Auto, KernelPolicy::Portable] {
-            let update = ElementwiseConfig::from(AdamWConfig::new()).update(policy, None);
+            let update =
+                ElementwiseConfig::from(AdamWConfig::new()).update(precision, policy, None);
             let optimizer =
                 Elementwise::new(update.into(), 1.0, "weight", &SkippedSteps::new(None));
             let full = |value: f32| Tensor::<1>::full([8], value, (&device, DType::F16));

@@ -14,7 +14,10 @@ use crate::matrix_view::{MatrixLayout, MatrixView, UNNAMED};
 use crate::orthogonalize::NewtonSchulzConfig;
 use crate::routing::RoutingRule;
 use crate::update::parts::Part;
-use crate::update::{LrScale, MomentumConfig, MuonUpdate, SkippedSteps, WeightDecay};
+use crate::update::{
+    LrScale, MasterWeights, MomentumConfig, MuonUpdate, Precision, SkippedSteps, StateDtype,
+    WeightDecay,
+};
 
 /// Configuration of [`Muon`], and of the AdamW for everything that is not a hidden matrix.
 ///
@@ -72,6 +75,12 @@ pub struct MuonConfig {
     /// The optimizer of embeddings, the output head, vectors and scalars: AdamW or Lion.
     #[config(default = "AdamWConfig::new().into()")]
     pub rest: ElementwiseConfig,
+    /// The precision that is kept of parameters in float16 and bfloat16, by all optimizers.
+    #[config(default = "MasterWeights::Full")]
+    pub master_weights: MasterWeights,
+    /// The type of momentum and moments.
+    #[config(default = "StateDtype::Float32")]
+    pub state_dtype: StateDtype,
     /// Clipping of each parameter's gradient separately, after the check that the gradient is
     /// finite; `None` for none.
     ///
@@ -157,6 +166,12 @@ impl MuonConfig {
             clipping: self.grad_clipping.clone(),
             newton_schulz: iteration.with_kernels(self.kernels),
             parts: self.parts.clone(),
+            precision: self.precision(),
         })
+    }
+
+    /// The settings of half precision.
+    pub(super) fn precision(&self) -> Precision {
+        Precision { master: self.master_weights, states: self.state_dtype }
     }
 }

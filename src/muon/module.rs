@@ -41,7 +41,11 @@ impl MuonConfig {
     pub fn route<M: Module>(&self, model: &M) -> Result<Routing> {
         let updates = Updates {
             muon: Arc::new(self.update()?),
-            rest: Arc::new(self.rest.update(self.kernels, self.grad_clipping.as_ref())),
+            rest: Arc::new(self.rest.update(
+                self.precision(),
+                self.kernels,
+                self.grad_clipping.as_ref(),
+            )),
             skipped: SkippedSteps::new(self.max_skipped),
         };
         let routing = Routing::new(updates, &self.rules, self.layout, model)?;

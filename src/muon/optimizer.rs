@@ -12,8 +12,9 @@ use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::orthogonalize::NewtonSchulz;
 use crate::slices::expand;
 use crate::update::{
-    Counting, MOMENTUM, MOMENTUM_WEIGHT, Matrices, MuonBatch, MuonParameter, MuonUpdate, ONLY_RANK,
-    Place, SKIPPED, SkippedSteps, Slot, Slots, TIME, clip, ensure_finite_rate, parts,
+    Counting, MANTISSA, MASTER, MOMENTUM, MOMENTUM_WEIGHT, Matrices, MuonBatch, MuonParameter,
+    MuonUpdate, ONLY_RANK, Origin, Place, SKIPPED, SkippedSteps, Slot, Slots, TIME, clip,
+    ensure_finite_rate, parts,
 };
 
 /// The names of the slots that every state has. Those of the configured parts may follow.
@@ -48,11 +49,11 @@ pub struct MuonState<const D: usize> {
 }
 
 impl<const D: usize> MuonState<D> {
-    /// Returns the moving average of the gradients, in the shape and type of the parameter, except
-    /// float32 for a float16 parameter. It has no elements on a rank that does not own the
+    /// Returns the moving average of the gradients, in the shape of the parameter and the type of
+    /// [`StateDtype`](crate::StateDtype). It has no elements on a rank that does not own the
     /// parameter.
     pub fn momentum(&self) -> Tensor<D> {
-        let (momentum, shape) = (self.slots.get(MOMENTUM).clone(), self.shape());
+        let (momentum, shape) = (self.slots.get(MOMENTUM), self.shape());
         match shape.contains(&0) {
             // Burn interprets a zero in a new shape as the old length.
             true => Tensor::empty(shape, (&momentum.device(), momentum.dtype())),
@@ -63,7 +64,7 @@ impl<const D: usize> MuonState<D> {
     /// Returns the number of steps that left the parameter untouched, as a float32 tensor `[1]`:
     /// see [`SkippedSteps`].
     pub fn skipped(&self) -> Tensor<1> {
-        self.slots.get(SKIPPED.name).clone()
+        self.slots.get(SKIPPED.name)
     }
 
     /// The shape of the parameter; zeros on a rank that is not its owner.
@@ -86,7 +87,7 @@ impl<const D: usize> RecordState for MuonState<D> {
     }
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
-        let optional = [&parts::SLOT_NAMES[..], &[MOMENTUM_WEIGHT]].concat();
+        let optional = [&parts::SLOT_NAMES[..], &[MOMENTUM_WEIGHT, MASTER, MANTISSA]].concat();
         let slots = Slots::unflatten(&REQUIRED_SLOTS, &optional, prefix, src, device)?;
         if slots.recorded(MOMENTUM).len() != D {
             return None;
@@ -137,8 +138,8 @@ impl Muon {
     }
 
     /// The slots of a parameter, in the order of records.
-    fn slots(&self, matrices: Matrices) -> Vec<Slot> {
-        let mut table = self.update.slots(matrices);
+    fn slots(&self, matrices: Matrices, parameter: DType) -> Vec<Slot> {
+        let mut table = self.update.slots(matrices, parameter);
         table.insert(1, SKIPPED);
         table
     }
@@ -153,7 +154,7 @@ impl Muon {
         device: &Device,
     ) -> MuonState<D> {
         let [_, m, n] = batch;
-        let table = self.slots(Matrices { shape: [m, n], layout: self.layout });
+        let table = self.slots(Matrices { shape: [m, n], layout: self.layout }, dtype);
         let slots = Slots::zeros(&table, batch, &shape, dtype, device);
         MuonState { slots, time: 0, place: Place::default() }
     }
@@ -167,7 +168,7 @@ impl Muon {
         state: Option<MuonState<D>>,
     ) -> Result<(Tensor<D>, MuonState<D>)> {
         ensure_finite_rate(lr)?;
-        let (shape, device, dtype) = (parameter.dims(), parameter.device(), grad.dtype());
+        let (shape, device, dtype) = (parameter.dims(), parameter.device(), parameter.dtype());
         let batch @ [k, m, n] = self.view.batch_shape(&self.parameter, &shape)?;
         ensure_gradient_matches(&self.parameter, ONLY_RANK, &parameter, &grad)?;
         let is_first = state.is_none();
@@ -182,9 +183,10 @@ impl Muon {
         }
         let update = &self.update;
         let matrices = Matrices { shape: [m, n], layout: self.layout };
-        let table = self.slots(matrices);
+        let table = self.slots(matrices, dtype);
+        slots.complete(&table, batch, &shape, dtype, &device);
         slots.ensure_fit(&table, batch, &shape, &self.parameter)?;
-        // Files of older versions have float16 where there is float32 now.
+        // Files of older versions have half precision where there is float32 now.
         slots.convert(&table, dtype);
         let size = update.size(lr, matrices, time);
 
@@ -199,7 +201,11 @@ impl Muon {
         let batch = MuonBatch {
             count: k,
             matrices,
-            parameters: &[MuonParameter { flag: 0, time, size }],
+            parameters: &[MuonParameter {
+                flag: 0,
+                origin: Origin::new(&self.parameter, 0, time),
+                size,
+            }],
             gradients: vec![grad],
             values: vec![parameter.reshape([-1])],
             factor: None,
@@ -207,7 +213,7 @@ impl Muon {
             by_matrix: &|flags| expand(flags.clone().slice(s![0..1]), [k]),
             first,
         };
-        let (mut updated, flags) = update.step(batch, &mut slots, flags);
+        let (mut updated, flags) = update.step(batch, &mut slots, flags, None);
         let updated = updated.swap_remove(0);
         if is_first {
             ensure_computed(&self.parameter, &updated)?;

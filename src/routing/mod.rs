@@ -157,13 +157,14 @@ impl Updates {
             ParameterRole::Muon { view, layout } => {
                 let batch @ [_, m, n] = view.batch_shape(path, shape)?;
                 self.muon.newton_schulz.ensure_supported(path, device, *dtype)?;
+                self.muon.precision.ensure_supported(path, *dtype)?;
                 if let Some(split) = split {
                     let outputs = if layout == MatrixLayout::InOut { n } else { m };
                     route.blocks = split.sizes(path, shape, outputs)?;
                     route.optimizer += &format!(", {} blocks", route.blocks.len());
                 }
                 for batch @ [_, m, n] in Blocks::new(batch, layout, &route.blocks).batches() {
-                    let slots = self.muon.slots(Matrices { shape: [m, n], layout });
+                    let slots = self.muon.slots(Matrices { shape: [m, n], layout }, *dtype);
                     let bytes = slots.iter().map(|slot| slot.bytes(batch, *dtype));
                     route.state_bytes += bytes.sum::<usize>();
                     route.operations += self.muon.operations(batch, *dtype, device);
@@ -171,8 +172,9 @@ impl Updates {
             }
             ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
                 let batch = ElementwiseUpdate::batch(shape);
-                let slots = self.rest.rule.slots().iter();
-                route.state_bytes = slots.map(|slot| slot.bytes(batch, *dtype)).sum();
+                self.rest.precision.ensure_supported(path, *dtype)?;
+                let slots = self.rest.slots(*dtype);
+                route.state_bytes = slots.iter().map(|slot| slot.bytes(batch, *dtype)).sum();
             }
             ParameterRole::Frozen => {}
         }

@@ -4,7 +4,10 @@ use burn::grad_clipping::GradientClippingConfig;
 use burn::tensor::{DType, Tensor};
 
 use super::momentum::MOMENTUM;
-use super::state::{Extent, Slot, SlotDtype, Slots};
+use super::observations::Observations;
+use super::precision::Precision;
+use super::rounding::Origin;
+use super::state::{Extent, MANTISSA, MASTER, Slot, SlotDtype, Slots};
 use super::step_size::StepSize;
 use crate::backend::{
     AdamWControls, AdamWStep, ElementwiseRows, FiniteMask, KernelPolicy, LionStep, Moments, lion,
@@ -18,6 +21,7 @@ pub(crate) struct ElementwiseUpdate {
     pub rule: ElementwiseRule,
     pub weight_decay: f64,
     pub role_lr: RoleLr,
+    pub precision: Precision,
     pub policy: KernelPolicy,
     pub clipping: Option<GradientClippingConfig>,
 }
@@ -40,13 +44,6 @@ pub(crate) enum ElementwiseRule {
 /// Names of AdamW's state in records.
 const MOMENTS: [&str; 2] = ["moment_1", "moment_2"];
 
-const ADAMW_SLOTS: [Slot; 2] = [
-    Slot { name: MOMENTS[0], extent: Extent::Element, dtype: SlotDtype::Precise },
-    Slot { name: MOMENTS[1], extent: Extent::Element, dtype: SlotDtype::Precise },
-];
-const LION_SLOTS: [Slot; 1] =
-    [Slot { name: MOMENTUM, extent: Extent::Element, dtype: SlotDtype::Parameter }];
-
 /// The slots of AdamW's bias corrections: the sums of the weights in both moments of a parameter.
 pub(crate) const CORRECTIONS: [Slot; 2] = [
     Slot { name: "correction_1", extent: Extent::Parameter, dtype: SlotDtype::Precise },
@@ -55,8 +52,8 @@ pub(crate) const CORRECTIONS: [Slot; 2] = [
 
 /// The names of all slots that a parameter may have. A record does not know the configuration, and
 /// is read by these.
-pub(crate) const ELEMENTWISE_SLOTS: [&str; 5] =
-    [MOMENTS[0], MOMENTS[1], CORRECTIONS[0].name, CORRECTIONS[1].name, MOMENTUM];
+pub(crate) const ELEMENTWISE_SLOTS: [&str; 7] =
+    [MOMENTS[0], MOMENTS[1], CORRECTIONS[0].name, CORRECTIONS[1].name, MOMENTUM, MASTER, MANTISSA];
 
 impl RoleLr {
     /// Fails for learning rates that no run can use.
@@ -76,11 +73,11 @@ impl ElementwiseRule {
         }
     }
 
-    /// The slots of elements.
-    pub fn slots(self) -> &'static [Slot] {
+    /// The names of the slots of elements.
+    fn names(self) -> &'static [&'static str] {
         match self {
-            Self::AdamW(_) => &ADAMW_SLOTS,
-            Self::Lion(_) => &LION_SLOTS,
+            Self::AdamW(_) => &MOMENTS,
+            Self::Lion(_) => &[MOMENTUM],
         }
     }
 
@@ -97,6 +94,14 @@ impl ElementwiseUpdate {
     /// The batch that corresponds to a parameter of a shape: one row.
     pub fn batch(shape: &[usize]) -> [usize; 3] {
         [1, 1, shape.iter().product()]
+    }
+
+    /// The slots of elements, for parameters of a type.
+    pub fn slots(&self, parameter: DType) -> Vec<Slot> {
+        let dtype = self.precision.states.slot();
+        let names = self.rule.names().iter();
+        let slots = names.map(|name| Slot { name, extent: Extent::Element, dtype });
+        slots.chain(self.precision.slots(parameter)).collect()
     }
 
     /// The size of a step, at `role` times a learning rate.
@@ -126,33 +131,53 @@ impl ElementwiseUpdate {
         })
     }
 
-    /// One step of several parameters: their new values. Advances their `state`. Lion does not read
-    /// the corrections.
+    /// One step of several parameters: their new values. Advances their `state`, which has
+    /// `elements` elements. Lion does not read the corrections. Adds the norms of the step to
+    /// `observations`, if there are any.
     pub fn step(
         &self,
-        values: Vec<Tensor<1>>,
-        gradients: Vec<Tensor<1>>,
+        (values, gradients): (Vec<Tensor<1>>, Vec<Tensor<1>>),
         state: &mut Slots,
+        elements: usize,
         controls: &AdamWControls<'_>,
-        rows: &[ElementwiseRows],
+        parameters: &[(ElementwiseRows, Origin)],
+        observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
-        match self.rule {
+        let Some(dtype) = values.first().map(Tensor::dtype) else {
+            // A rank's part of a small bucket may be zeros after its parameters.
+            return values;
+        };
+        let (rows, origins): (Vec<_>, Vec<_>) = parameters.iter().copied().unzip();
+        let firsts: Vec<usize> = rows.iter().map(|row| row.first).collect();
+        let values = self.precision.widen(values, &firsts, state);
+        let precise = values[0].dtype();
+        let old = observations.is_some().then(|| values.clone());
+        let gradients = gradients.into_iter().map(|gradient| gradient.cast(precise)).collect();
+        let take = |state: &mut Slots, name| state.take(name).cast(precise);
+        let stored = |tensor: Tensor<1>| tensor.cast(self.precision.states.slot().resolve(dtype));
+        let updated = match self.rule {
             ElementwiseRule::AdamW(step) => {
-                let [moment_1, moment_2] = MOMENTS.map(|name| state.take(name));
+                let [moment_1, moment_2] = MOMENTS.map(|name| take(state, name));
                 let moments = Moments { moment_1, moment_2 };
                 let (updated, moments) =
-                    step.run(self.policy, values, gradients, moments, controls, rows);
-                state.put(MOMENTS[0], moments.moment_1);
-                state.put(MOMENTS[1], moments.moment_2);
+                    step.run(self.policy, values, gradients, moments, controls, &rows);
+                state.put(MOMENTS[0], stored(moments.moment_1));
+                state.put(MOMENTS[1], stored(moments.moment_2));
                 updated
             }
             ElementwiseRule::Lion(step) => {
-                let momentum = state.take(MOMENTUM);
+                let momentum = take(state, MOMENTUM);
                 let by = (controls.rejected, controls.factor);
-                let (updated, momentum) = lion(step, values, gradients, momentum, by, rows);
-                state.put(MOMENTUM, momentum);
+                let (updated, momentum) = lion(step, values, gradients, momentum, by, &rows);
+                state.put(MOMENTUM, stored(momentum));
                 updated
             }
+        };
+        if let (Some(observations), Some(old)) = (observations, old) {
+            let none = || Tensor::zeros([1], (&updated[0].device(), DType::F32));
+            let each = rows.iter().zip(old).zip(&updated);
+            each.for_each(|((row, old), new)| observations.add(row.flag, old, new, none()));
         }
+        self.precision.narrow(updated, (dtype, &firsts), origins.into_iter(), elements, state)
     }
 }

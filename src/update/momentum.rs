@@ -73,10 +73,9 @@ impl MomentumConfig {
         self.momentum.extremes().try_for_each(|mu| ensure_decay("momentum.momentum", mu))
     }
 
-    /// The slots of the momentum.
-    pub(super) fn slots(&self) -> Vec<Slot> {
-        let momentum =
-            Slot { name: MOMENTUM, extent: Extent::Element, dtype: SlotDtype::Parameter };
+    /// The slots of the momentum, in a type.
+    pub(super) fn slots(&self, dtype: SlotDtype) -> Vec<Slot> {
+        let momentum = Slot { name: MOMENTUM, extent: Extent::Element, dtype };
         let weight =
             Slot { name: MOMENTUM_WEIGHT, extent: Extent::Matrix, dtype: SlotDtype::Precise };
         [momentum].into_iter().chain(self.bias_correction.then_some(weight)).collect()

@@ -7,8 +7,11 @@ use burn::tensor::{DType, Device, Tensor, TensorData, s};
 
 use super::lr_scale::LrScale;
 use super::momentum::{MOMENTUM, MomentumConfig, Weights};
+use super::observations::{Observations, orthogonality_errors};
 use super::parts::{Context, Known, Matrices, Part, Quantity, Stage, frobenius};
-use super::state::{Slot, SlotDtype, Slots};
+use super::precision::Precision;
+use super::rounding::Origin;
+use super::state::{Slot, Slots};
 use super::step_size::{StepSize, WeightDecay};
 use crate::backend::{
     FiniteMask, FlaggedRows, KernelPolicy, MomentumStep, MomentumUpdate, ParameterStep, apply,
@@ -34,14 +37,15 @@ pub(crate) struct MuonUpdate {
     pub clipping: Option<GradientClippingConfig>,
     pub newton_schulz: NewtonSchulz,
     pub parts: Vec<Part>,
+    pub precision: Precision,
 }
 
 /// A parameter in the step of a batch.
 pub(crate) struct MuonParameter {
     /// Index of its flag.
     pub flag: usize,
-    /// Steps that it has taken: its position in the schedules.
-    pub time: usize,
+    /// The origin of its values. The steps that it has taken are its position in the schedules.
+    pub origin: Origin,
     pub size: StepSize,
 }
 
@@ -67,10 +71,11 @@ pub(crate) struct MuonBatch<'a> {
 }
 
 impl MuonUpdate {
-    /// The slots of a batch of matrices.
-    pub fn slots(&self, matrices: Matrices) -> Vec<Slot> {
+    /// The slots of a batch of matrices, for parameters of a type.
+    pub fn slots(&self, matrices: Matrices, parameter: DType) -> Vec<Slot> {
+        let momentum = self.momentum.slots(self.precision.states.slot()).into_iter();
         let parts = self.parts.iter().flat_map(|part| part.slots(matrices));
-        self.momentum.slots().into_iter().chain(parts).collect()
+        momentum.chain(parts).chain(self.precision.slots(parameter)).collect()
     }
 
     /// The implementations that may be used.
@@ -86,11 +91,7 @@ impl MuonUpdate {
 
     /// The type in which the iteration is given the updates of parameters of a type.
     pub fn iterated_dtype(&self, parameter: DType) -> DType {
-        let momentum = SlotDtype::Parameter.resolve(parameter);
-        match self.prepares() {
-            true => precise_dtype(momentum),
-            false => momentum,
-        }
+        precise_dtype(parameter)
     }
 
     /// Returns `true` if anything changes the momentum before it is orthogonalised.
@@ -144,18 +145,27 @@ impl MuonUpdate {
     ///
     /// A matrix of whose momentum the iteration makes something that is not finite keeps its
     /// values, and its flag in `diverged` is set.
+    ///
+    /// Adds the norms of the step to `observations`, if there are any.
     pub fn step(
         &self,
         batch: MuonBatch<'_>,
         state: &mut Slots,
         diverged: Tensor<1>,
+        observations: Option<&mut Observations>,
     ) -> (Vec<Tensor<1>>, Tensor<1>) {
-        let MuonBatch { count, matrices, parameters, mut gradients, values, .. } = batch;
+        let MuonBatch { count, matrices, parameters, gradients, values, .. } = batch;
         let MuonBatch { mut factor, rejected, by_matrix, first, .. } = batch;
         let Matrices { shape: [m, n], .. } = matrices;
         let policy = self.policy();
-        let weights: Vec<Weights> =
-            parameters.iter().map(|parameter| self.momentum.weights(parameter.time)).collect();
+        let steps = parameters.iter().map(|parameter| parameter.origin.step);
+        let weights: Vec<Weights> = steps.map(|step| self.momentum.weights(step)).collect();
+        let dtype = values[0].dtype();
+        let firsts = starts(&values);
+        let values = self.precision.widen(values, &firsts, state);
+        let precise = values[0].dtype();
+        let mut gradients: Vec<_> =
+            gradients.into_iter().map(|gradient| gradient.cast(precise)).collect();
 
         let reads = |quantity| self.parts.iter().any(|part| part.reads(quantity));
         let keep = || by_parameter(&values, m * n, weights.iter().map(|weights| weights.keep));
@@ -194,7 +204,9 @@ impl MuonUpdate {
                 fresh,
             })
             .collect();
-        let momentum = state.take(MOMENTUM).reshape([count, m, n]);
+        let momentum = state.take(MOMENTUM);
+        let stored = momentum.dtype();
+        let momentum = momentum.cast(precise).reshape([count, m, n]);
         let MomentumUpdate { momentum, mut update, norms } = update_momentum(
             policy,
             gradients,
@@ -204,7 +216,7 @@ impl MuonUpdate {
             &steps,
             self.momentum.nesterov,
         );
-        state.put(MOMENTUM, momentum.reshape([count * m * n]));
+        state.put(MOMENTUM, momentum.reshape([count * m * n]).cast(stored));
 
         if self.momentum.bias_correction {
             let dtype = precise_dtype(update.dtype());
@@ -219,6 +231,8 @@ impl MuonUpdate {
             .then(|| frobenius(update.clone().cast(precise_dtype(update.dtype()))));
 
         let mut direction = contiguous(self.newton_schulz.direction(update, norms));
+        let before =
+            observations.is_some().then(|| (values.clone(), orthogonality_errors(&direction)));
         let has_after = self.has_parts(Stage::After);
         // The squares that parts compute have to be finite.
         let largest = if has_after { LARGEST_SQUARED } else { f64::MAX };
@@ -248,13 +262,33 @@ impl MuonUpdate {
         let mut values = apply(policy, values, direction, rejected, (&diverged, first), &steps);
         if self.has_parts(Stage::Parameter) {
             let mask = || unchanged(&diverged);
-            let (batch, dtype) = (joined(&values, [count, m, n]), values[0].dtype());
+            let batch = joined(&values, [count, m, n]);
             let constrained =
                 self.apply_parts(Stage::Parameter, batch.clone(), state, &known, &mask);
-            values = split_like(mask().select(constrained, batch).cast(dtype), &values);
+            values = split_like(mask().select(constrained, batch), &values);
         }
-        (values, diverged)
+        if let (Some(observations), Some((old, errors))) = (observations, before) {
+            let counts = values.iter().map(|values| values.dims()[0] / (m * n)).collect();
+            let errors = errors.split_with_sizes(counts, 0);
+            let each = parameters.iter().zip(old).zip(&values).zip(errors);
+            each.for_each(|(((parameter, old), new), errors)| {
+                observations.add(parameter.flag, old, new, errors.sum());
+            });
+        }
+        let origins = parameters.iter().map(|parameter| parameter.origin);
+        let by = (dtype, &*firsts);
+        (self.precision.narrow(values, by, origins, count * m * n, state), diverged)
     }
+}
+
+/// The index of each tensor's first element among those of all.
+fn starts(tensors: &[Tensor<1>]) -> Vec<usize> {
+    let start = |end: &mut usize, tensor: &Tensor<1>| {
+        let start = *end;
+        *end += tensor.dims()[0];
+        Some(start)
+    };
+    tensors.iter().scan(0, start).collect()
 }
 
 /// Flat tensors as one batch, in [`precise_dtype`].

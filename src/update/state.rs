@@ -2,12 +2,17 @@
 //! zeros, records, shards, memory reports and moves between devices are loops over that table.
 
 use burn::optim::{StateSink, StateSource};
-use burn::tensor::{DType, Device, Shape, Tensor, TensorData};
+use burn::tensor::{DType, Device, FloatDType, Int, IntDType, Shape, Tensor, TensorData};
 
 use super::ONLY_RANK;
 use crate::backend::precise_dtype;
 use crate::error::{Error, Result};
 use crate::slices::bytes;
+
+/// Name of the float32 values of parameters in half precision, in records.
+pub(crate) const MASTER: &str = "master";
+/// Name of the further digits of bfloat16 parameters, in records.
+pub(crate) const MANTISSA: &str = "mantissa";
 
 /// A value that an update stores of every parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,25 +42,33 @@ pub(crate) enum Extent {
 /// The type of a slot's values, given that of the parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SlotDtype {
-    /// The parameter's type, but float32 for float16: its smallest number is 6e-8, so a sum of
-    /// small gradients would lose digits.
-    Parameter,
     /// float32, and float64 for float64. In float16, squares of gradients below 1e-3 are zero, and
     /// of those above 255 infinite; in bfloat16, `0.999 V` rounds to `V`, so a moving average would
     /// never decrease.
     Precise,
-    /// float32, for counters.
+    /// float32, for counters and for the master weights of half precision.
     F32,
+    /// bfloat16.
+    BFloat16,
+    /// Integers of 16 bits, which updates and records have as float32.
+    Int16,
 }
 
 impl SlotDtype {
-    /// The type, for parameters of a type.
+    /// The type in which values are read and recorded, for parameters of a type.
     pub fn resolve(self, parameter: DType) -> DType {
         match self {
-            Self::Parameter if parameter == DType::F16 => DType::F32,
-            Self::Parameter => parameter,
             Self::Precise => precise_dtype(parameter),
-            Self::F32 => DType::F32,
+            Self::F32 | Self::Int16 => DType::F32,
+            Self::BFloat16 => DType::BF16,
+        }
+    }
+
+    /// Bytes of a value, for parameters of a type.
+    fn size(self, parameter: DType) -> usize {
+        match self {
+            Self::Int16 => size_of::<i16>(),
+            Self::Precise | Self::F32 | Self::BFloat16 => self.resolve(parameter).size(),
         }
     }
 }
@@ -89,9 +102,15 @@ impl Extent {
 }
 
 impl Slot {
+    /// Returns `true` if zeros may take the place of values that were not saved: an update then
+    /// takes the digits of the parameter itself.
+    pub fn is_optional(&self) -> bool {
+        [MASTER, MANTISSA].contains(&self.name)
+    }
+
     /// Bytes of the values for a batch of parameters of a type.
     pub fn bytes(&self, batch: [usize; 3], parameter: DType) -> usize {
-        self.extent.values(batch) * self.dtype.resolve(parameter).size()
+        self.extent.values(batch) * self.dtype.size(parameter)
     }
 }
 
@@ -108,9 +127,49 @@ pub(crate) struct Slots {
 #[derive(Clone, Debug)]
 struct Value {
     /// `None` while an update has taken it.
-    tensor: Option<Tensor<1>>,
+    stored: Option<Stored>,
+    /// The type of the slot.
+    dtype: SlotDtype,
     /// Its shape in records.
     recorded: Vec<usize>,
+}
+
+/// The tensor of a slot.
+#[derive(Clone, Debug)]
+enum Stored {
+    Float(Tensor<1>),
+    Int16(Tensor<1, Int>),
+}
+
+impl Stored {
+    fn new(values: Tensor<1>, dtype: SlotDtype) -> Self {
+        match dtype {
+            SlotDtype::Int16 => Self::Int16(values.cast(IntDType::I16)),
+            SlotDtype::Precise | SlotDtype::F32 | SlotDtype::BFloat16 => Self::Float(values),
+        }
+    }
+
+    fn to_device(self, device: &Device) -> Self {
+        match self {
+            Self::Float(tensor) => Self::Float(tensor.to_device(device)),
+            Self::Int16(tensor) => Self::Int16(tensor.to_device(device)),
+        }
+    }
+
+    /// The values as floats.
+    fn into_values(self) -> Tensor<1> {
+        match self {
+            Self::Float(tensor) => tensor,
+            Self::Int16(tensor) => tensor.cast(FloatDType::F32),
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Float(tensor) => bytes(tensor),
+            Self::Int16(tensor) => tensor.dims()[0] * size_of::<i16>(),
+        }
+    }
 }
 
 impl Slots {
@@ -130,7 +189,8 @@ impl Slots {
                 count => Tensor::zeros([count], options),
             };
             let recorded = slot.extent.recorded(parameter, batch);
-            (slot.name, Value { tensor: Some(tensor), recorded })
+            let stored = Some(Stored::new(tensor, slot.dtype));
+            (slot.name, Value { stored, dtype: slot.dtype, recorded })
         };
         Self { values: table.iter().map(zeros).collect() }
     }
@@ -140,9 +200,9 @@ impl Slots {
     /// # Panics
     ///
     /// If there is no such slot, or its values are taken.
-    pub fn get(&self, name: &str) -> &Tensor<1> {
+    pub fn get(&self, name: &str) -> Tensor<1> {
         let value = self.value(name).unwrap_or_else(|| panic!("state has no slot `{name}`"));
-        value.tensor.as_ref().expect("an update puts back what it takes")
+        value.stored.clone().expect("an update puts back what it takes").into_values()
     }
 
     /// Takes the values of a slot out, for an update that will [put](Self::put) the new ones.
@@ -153,7 +213,8 @@ impl Slots {
     ///
     /// If there is no such slot, or its values are taken already.
     pub fn take(&mut self, name: &str) -> Tensor<1> {
-        self.value_mut(name).tensor.take().expect("an update puts back what it takes")
+        let stored = self.value_mut(name).stored.take();
+        stored.expect("an update puts back what it takes").into_values()
     }
 
     /// Stores the new values of a slot.
@@ -162,7 +223,8 @@ impl Slots {
     ///
     /// If there is no such slot.
     pub fn put(&mut self, name: &str, new: Tensor<1>) {
-        self.value_mut(name).tensor = Some(new);
+        let value = self.value_mut(name);
+        value.stored = Some(Stored::new(new, value.dtype));
     }
 
     fn value(&self, name: &str) -> Option<&Value> {
@@ -205,28 +267,47 @@ impl Slots {
         }
     }
 
-    /// Converts the values of a table's slots to the types for a parameter: files of older versions
-    /// have half precision where there is float32 now.
+    /// Converts the values of a table's slots to the types for a parameter: records have some in
+    /// another type.
     pub fn convert(&mut self, table: &[Slot], parameter: DType) {
         for slot in table {
-            let dtype = slot.dtype.resolve(parameter);
-            if self.get(slot.name).dtype() != dtype {
-                let values = self.take(slot.name);
-                self.put(slot.name, values.cast(dtype));
-            }
+            let values = self.take(slot.name);
+            self.value_mut(slot.name).dtype = slot.dtype;
+            self.put(slot.name, values.cast(slot.dtype.resolve(parameter)));
         }
+    }
+
+    /// Adds zeros for the slots of a table that are not in the state, and that updates can do
+    /// without: files of older versions do not have them.
+    pub fn complete(
+        &mut self,
+        table: &[Slot],
+        batch: [usize; 3],
+        shape: &[usize],
+        parameter: DType,
+        device: &Device,
+    ) {
+        let is_missing = |slot: &&Slot| slot.is_optional() && self.value(slot.name).is_none();
+        let missing: Vec<Slot> = table.iter().filter(is_missing).copied().collect();
+        self.values.extend(Self::zeros(&missing, batch, shape, parameter, device).values);
+    }
+
+    /// Bytes of master weights, whole or in part.
+    pub fn master_bytes(&self) -> usize {
+        let masters = [MASTER, MANTISSA].into_iter().filter_map(|name| self.value(name));
+        masters.filter_map(|value| value.stored.as_ref()).map(Stored::bytes).sum()
     }
 
     /// Bytes of all values.
     pub fn bytes(&self) -> usize {
-        self.values.iter().filter_map(|(_, value)| value.tensor.as_ref()).map(bytes).sum()
+        self.values.iter().filter_map(|(_, value)| value.stored.as_ref()).map(Stored::bytes).sum()
     }
 
     /// The values on another device.
     #[expect(clippy::wrong_self_convention, reason = "named as for Burn's modules and states")]
     pub fn to_device(mut self, device: &Device) -> Self {
         for (_, value) in &mut self.values {
-            value.tensor = value.tensor.take().map(|tensor| tensor.to_device(device));
+            value.stored = value.stored.take().map(|stored| stored.to_device(device));
         }
         self
     }
@@ -234,8 +315,9 @@ impl Slots {
     /// Drops the values of all slots except one: another rank has them.
     pub fn keep_only(mut self, kept: &str, dimensions: usize) -> Self {
         for (_, value) in self.values.iter_mut().filter(|(name, _)| *name != kept) {
-            let old = value.tensor.take().expect("an update puts back what it takes");
-            value.tensor = Some(Tensor::empty([0], (&old.device(), old.dtype())));
+            let old = value.stored.take().expect("an update puts back what it takes").into_values();
+            let none = Tensor::empty([0], (&old.device(), old.dtype()));
+            value.stored = Some(Stored::new(none, value.dtype));
             value.recorded = vec![0; dimensions];
         }
         self
@@ -243,9 +325,8 @@ impl Slots {
 
     /// Writes all values to a record.
     pub fn flatten(&self, prefix: &str, out: &mut StateSink) {
-        for (name, Value { tensor, recorded }) in &self.values {
-            let tensor = tensor.as_ref().expect("an update puts back what it takes");
-            let (bytes, _, dtype) = tensor.to_data().into_parts();
+        for (name, Value { recorded, .. }) in &self.values {
+            let (bytes, _, dtype) = self.get(name).into_data().into_parts();
             out.push_tensor(prefix, name, TensorData::from_bytes(bytes, recorded.clone(), dtype));
         }
     }
@@ -269,8 +350,11 @@ impl Slots {
             };
             let (bytes, shape, dtype): (_, Shape, _) = data.into_parts();
             let data = TensorData::from_bytes(bytes, [shape.num_elements()], dtype);
-            let tensor = Some(Tensor::from_data(data, (device, dtype)));
-            values.push((*name, Value { tensor, recorded: shape.to_vec() }));
+            let tensor = Tensor::from_data(data, (device, dtype));
+            // The type of the slot comes with the configuration: see `convert`.
+            let dtype = SlotDtype::F32;
+            let stored = Some(Stored::Float(tensor));
+            values.push((*name, Value { stored, dtype, recorded: shape.to_vec() }));
         }
         Some(Self { values })
     }
@@ -322,31 +406,27 @@ mod tests {
     fn types_follow_the_parameter() {
         let types = [DType::F64, DType::F32, DType::BF16, DType::F16];
         let resolved = |slot: SlotDtype| types.map(|dtype| slot.resolve(dtype));
-        assert_eq!(
-            resolved(SlotDtype::Parameter),
-            [DType::F64, DType::F32, DType::BF16, DType::F32]
-        );
+        assert_eq!(resolved(SlotDtype::BFloat16), [DType::BF16; 4]);
         assert_eq!(resolved(SlotDtype::Precise), [DType::F64, DType::F32, DType::F32, DType::F32]);
         assert_eq!(resolved(SlotDtype::F32), [DType::F32; 4]);
     }
 
     #[test]
     fn a_slot_that_is_taken_leaves_one_reference() {
-        let table =
-            [Slot { name: "momentum", extent: Extent::Element, dtype: SlotDtype::Parameter }];
+        let table = [Slot { name: "momentum", extent: Extent::Element, dtype: SlotDtype::Precise }];
         let device = Device::default();
         let mut slots = Slots::zeros(&table, [1, 4, 2], &[4, 2], DType::F32, &device);
         assert_eq!(slots.bytes(), 32);
         let taken = slots.take("momentum");
         assert_eq!((taken.dims(), slots.bytes()), ([8], 0));
         slots.put("momentum", taken + 1.0);
-        assert_eq!(slots.get("momentum").clone().sum().into_scalar::<f32>(), 8.0);
+        assert_eq!(slots.get("momentum").sum().into_scalar::<f32>(), 8.0);
     }
 
     #[test]
     fn slots_of_another_configuration_are_named() {
         let momentum =
-            Slot { name: "momentum", extent: Extent::Element, dtype: SlotDtype::Parameter };
+            Slot { name: "momentum", extent: Extent::Element, dtype: SlotDtype::Precise };
         let second = |extent| Slot { name: "second_moment", extent, dtype: SlotDtype::Precise };
         let [plain, rows, columns] = [
             vec![momentum],

@@ -18,9 +18,11 @@ use burn::train::{
     EarlyStoppingStrategy, ExecutionStrategy, InferenceStep, Learner, LearningResult,
     RegressionOutput, SupervisedTraining, TrainOutput, TrainStep, TrainingStrategy,
 };
-use distmuon::distributed::{DistMuonConfig, DistMuonStrategy};
+use distmuon::distributed::{DistMuonConfig, DistMuonStrategy, LatestDiagnostics};
 use distmuon::schedule::ScheduledLr;
-use distmuon::{Schedule, SkippedSteps, SkippedStepsMetric};
+use distmuon::{
+    DiagnosticsMetric, DiagnosticsQuantity, Schedule, SkippedSteps, SkippedStepsMetric,
+};
 use distmuon_testing::device::is_flex;
 use distmuon_testing::models::{Fixed, largest_difference, values, weights};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -136,6 +138,8 @@ struct Setup {
     checkpoints: bool,
     /// Counts that are shown as a metric.
     skipped: Option<SkippedSteps>,
+    /// Diagnostics that are shown as a metric.
+    diagnostics: Option<LatestDiagnostics>,
 }
 
 impl Default for Setup {
@@ -152,6 +156,7 @@ impl Default for Setup {
             nan: None,
             checkpoints: true,
             skipped: None,
+            diagnostics: None,
         }
     }
 }
@@ -194,6 +199,14 @@ fn training(
         .metric_train_numeric(LearningRateMetric::new());
     let training = match &setup.skipped {
         Some(skipped) => training.metric_train_numeric(SkippedStepsMetric::new(skipped)),
+        None => training,
+    };
+    let training = match &setup.diagnostics {
+        Some(latest) => training.metric_train_numeric(DiagnosticsMetric::new(
+            latest,
+            "Muon",
+            DiagnosticsQuantity::EffectiveLr,
+        )),
         None => training,
     };
     let training = if setup.checkpoints { training.with_default_checkpointers() } else { training };
@@ -374,6 +387,24 @@ fn skipped_steps_are_reported_as_a_metric() {
     training.launch(Learner::new(net, routing.init(), growing()));
     assert_eq!(skipped_steps(folder.path()), 2.0);
     assert_eq!(routing.skipped_steps().read(), counts.read());
+}
+
+#[test]
+fn diagnostics_are_a_metric() {
+    let strategy = DistMuonStrategy::new(vec![device(); 2], DistMuonConfig::new());
+    let strategy = strategy.with_diagnostics(3);
+    let latest = strategy.diagnostics().clone();
+    let folder = tempfile::tempdir().unwrap();
+    let setup = Setup { diagnostics: Some(latest.clone()), ..Setup::default() };
+    launch(folder.path(), &setup, strategy.into());
+    let groups = latest.get().expect("a step was observed").groups();
+    let names: Vec<&str> = groups.iter().map(|group| group.group.as_str()).collect();
+    assert_eq!(names, ["AdamW (embedding)", "AdamW (vector)", "Muon", "AdamW (head)"]);
+    let file = folder.path().join("train").join("epoch-2").join("Muon_effective_lr.log");
+    let log = std::fs::read_to_string(&file);
+    let log = log.unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    let last = log.lines().last().unwrap().split(',').next().unwrap().parse::<f64>().unwrap();
+    assert!((last - groups[2].effective_lr()).abs() < 1e-9 && last > 0.0, "{log}");
 }
 
 #[test]

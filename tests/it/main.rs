@@ -2,6 +2,7 @@
 //! process, and none sets its environment. Tests that do are targets by themselves.
 
 mod checkpoints;
+mod diagnostics;
 mod dist_muon;
 mod extremes;
 mod guide;
@@ -10,6 +11,7 @@ mod learner;
 mod optimizer;
 mod orthogonalize;
 mod parts;
+mod precision;
 mod routing;
 mod skips;
 mod split;

@@ -69,8 +69,8 @@ impl Clip {
     }
 
     /// The factor on all gradients, from the norms of the accepted rows of every bucket that
-    /// [`counts`] on this rank.
-    pub fn factor(&self, world: &World, norms: Vec<ScaledNorms>) -> Result<Tensor<1>> {
+    /// [`counts`] on this rank. The norms are those of gradients times `scale`.
+    pub fn factor(&self, world: &World, norms: Vec<ScaledNorms>, scale: f64) -> Result<Tensor<1>> {
         let (scales, squares) = norms.into_iter().map(|norms| (norms.scale, norms.squares)).unzip();
         let in_order = |rows: Vec<Tensor<1>>| {
             let rows = rows.into_iter().map(|values| values.cast(DType::F32)).collect();
@@ -80,8 +80,9 @@ impl Clip {
         let all = Tensor::cat(vec![in_order(scales), in_order(squares)], 0);
         let all = world.comm().all_reduce(all, ReduceOp::Sum)?.wait()?;
         let [rows] = self.sources.dims();
-        let (scale, squares) = (slices::slice(&all, 0..rows), slices::slice(&all, rows..2 * rows));
-        Ok(ScaledNorms { scale, squares }.factor(self.max_norm, NORM_EPSILON))
+        let (scales, squares) = (slices::slice(&all, 0..rows), slices::slice(&all, rows..2 * rows));
+        let norms = ScaledNorms { scale: scales, squares };
+        Ok(norms.factor(self.max_norm * scale, NORM_EPSILON * scale))
     }
 }
 

@@ -13,6 +13,7 @@ use crate::distributed::plan::Bucket;
 use crate::error::{Error, Result};
 use crate::parameters::{self, in_place_of, placeholder};
 use crate::slices::{self, bytes};
+use crate::update::is_half;
 
 /// A rank's parameters and gradients during a step.
 pub struct DetachedParameters {
@@ -93,8 +94,7 @@ impl DetachedParameters {
         model: M,
         gradients: GradientsParams,
         known: &[ModelParameter],
-        rank: usize,
-        device: &Device,
+        expected: Expected<'_>,
     ) -> Result<(M, Self)> {
         let trained = known.iter().map(|parameter| parameter.blocks.count()).sum();
         let detached = Self {
@@ -103,7 +103,7 @@ impl DetachedParameters {
             gradients: FlatTensors::none(trained),
         };
         let indices = indices(known);
-        let mut detach = Detach { indices, detached, gradients, known, rank, device, error: None };
+        let mut detach = Detach { indices, detached, gradients, known, expected, error: None };
         let model = parameters::map(model, &mut detach);
         let Detach { detached, error, .. } = detach;
         if let Some(error) = error {
@@ -115,7 +115,7 @@ impl DetachedParameters {
         match known.iter().find(is_missing) {
             Some(missing) => Err(Error::parameter(
                 &missing.path,
-                rank,
+                expected.rank,
                 "it is not in the model",
                 "step the model that the optimizer was made for",
             )),
@@ -146,15 +146,24 @@ impl DetachedParameters {
 
 /// A bucket's buffer from the values of its parameters; zeros for absent parameters and for
 /// padding. A parameter that is one piece of the buffer is moved instead of copied.
-pub fn pack(values: &mut FlatTensors, bucket: &Bucket, device: &Device) -> Tensor<1> {
+pub fn pack(values: &mut FlatTensors, bucket: &Bucket, dtype: DType, device: &Device) -> Tensor<1> {
     let mut pieces = vec![];
     for (parameter, elements, padding) in bucket.overlaps(0..bucket.elements()) {
-        pieces.push(values.take_elements(parameter, elements, bucket.dtype, device));
+        pieces.push(values.take_elements(parameter, elements, dtype, device).cast(dtype));
         if padding > 0 {
-            pieces.push(Tensor::zeros([padding], (device, bucket.dtype)));
+            pieces.push(Tensor::zeros([padding], (device, dtype)));
         }
     }
-    slices::concat(pieces, bucket.dtype, device)
+    slices::concat(pieces, dtype, device)
+}
+
+/// The properties of the tensors that a rank takes a step with.
+#[derive(Clone, Copy)]
+pub struct Expected<'a> {
+    pub rank: usize,
+    pub device: &'a Device,
+    /// `true` if the gradients of parameters in half precision may be float32.
+    pub wide_gradients: bool,
 }
 
 /// The index of every path.
@@ -167,8 +176,7 @@ struct Detach<'a> {
     detached: DetachedParameters,
     gradients: GradientsParams,
     known: &'a [ModelParameter],
-    rank: usize,
-    device: &'a Device,
+    expected: Expected<'a>,
     error: Option<Error>,
 }
 
@@ -180,7 +188,8 @@ impl Detach<'_> {
         gradient: Option<&Tensor<D>>,
     ) -> Result<()> {
         let known = &self.known[index];
-        let error = |reason, remedy| Err(Error::parameter(&known.path, self.rank, reason, remedy));
+        let Expected { rank, device: on, wide_gradients } = self.expected;
+        let error = |reason, remedy| Err(Error::parameter(&known.path, rank, reason, remedy));
         let described = |shape: &[usize], dtype| format!("{shape:?} {dtype:?}");
         let (shape, dtype) = (value.dims(), value.dtype());
         if shape[..] != known.shape || dtype != known.dtype {
@@ -189,8 +198,8 @@ impl Detach<'_> {
                 format!("it has changed: expected {expected}, got {}", described(&shape, dtype));
             return error(reason, "make a new optimizer for this model");
         }
-        if value.device().inner() != *self.device {
-            let (expected, device) = (self.device, value.device());
+        if value.device().inner() != *on {
+            let (expected, device) = (on, value.device());
             let reason =
                 format!("it is on the wrong device: expected {expected:?}, got {device:?}");
             return error(
@@ -199,14 +208,16 @@ impl Detach<'_> {
             );
         }
         let Some(gradient) = gradient else { return Ok(()) };
-        ensure_gradient_matches(&known.path, self.rank, value, gradient)?;
-        if gradient.dtype() != known.dtype {
-            let (expected, dtype) = (known.dtype, gradient.dtype());
-            let reason =
-                format!("its gradient is of the wrong type: expected {expected:?}, got {dtype:?}");
-            return error(reason, "give gradients of the type of the parameter");
+        ensure_gradient_matches(&known.path, rank, value, gradient)?;
+        let (expected, dtype) = (known.dtype, gradient.dtype());
+        let reason =
+            format!("its gradient is of the wrong type: expected {expected:?}, got {dtype:?}");
+        match is_half(expected) && dtype == DType::F32 {
+            _ if dtype == expected => Ok(()),
+            true if wide_gradients => Ok(()),
+            true => error(reason, "reduce in float32 with `DistMuonConfig::with_grad_dtype`"),
+            false => error(reason, "give gradients of the type of the parameter"),
         }
-        Ok(())
     }
 
     /// Records an error for a parameter that is trained now and that is not in the plan.
@@ -216,7 +227,7 @@ impl Detach<'_> {
         if param.is_require_grad() && has_gradient && !is_empty {
             self.error.get_or_insert(Error::parameter(
                 path,
-                self.rank,
+                self.expected.rank,
                 "it has a gradient, and was frozen or absent when the optimizer was made",
                 "make a new optimizer for this model, or leave its gradient out",
             ));

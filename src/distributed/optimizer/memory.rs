@@ -28,7 +28,9 @@ pub struct MemoryReport {
     pub gradients: Usage,
     /// This rank's shards of the reduced gradients.
     pub shards: Usage,
-    /// Momentum and moments of this rank's shards.
+    /// Master weights of this rank's shards: see [`MasterWeights`](crate::MasterWeights).
+    pub masters: Usage,
+    /// Momentum, moments and everything else in the state of this rank's shards.
     pub states: Usage,
     /// Buffers for sending and receiving of the collectives in flight.
     pub buffers: Usage,
@@ -42,18 +44,20 @@ pub(super) struct Snapshot {
     pub parameters: usize,
     pub gradients: usize,
     pub shards: usize,
+    pub masters: usize,
     pub states: usize,
     pub buffers: usize,
 }
 
 impl MemoryReport {
     pub(super) fn observe(&mut self, snapshot: Snapshot) {
-        let Snapshot { parameters, gradients, shards, states, buffers } = snapshot;
-        let total = parameters + gradients + shards + states + buffers;
+        let Snapshot { parameters, gradients, shards, masters, states, buffers } = snapshot;
+        let total = parameters + gradients + shards + masters + states + buffers;
         for (kind, now) in [
             (&mut self.parameters, parameters),
             (&mut self.gradients, gradients),
             (&mut self.shards, shards),
+            (&mut self.masters, masters),
             (&mut self.states, states),
             (&mut self.buffers, buffers),
             (&mut self.total, total),
@@ -72,6 +76,7 @@ impl fmt::Display for MemoryReport {
             ("parameters", self.parameters),
             ("gradients", self.gradients),
             ("gradient shards", self.shards),
+            ("master weights", self.masters),
             ("states", self.states),
             ("buffers", self.buffers),
             ("total", self.total),

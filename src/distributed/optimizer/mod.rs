@@ -5,6 +5,8 @@ mod busy;
 mod clip;
 mod counters;
 mod detached;
+mod diagnostics;
+mod loss_scale;
 mod memory;
 mod record;
 mod setup;
@@ -17,7 +19,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 
-use super::config::{DistMuonConfig, Gradients};
+use super::config::{DistMuonConfig, GradDtype, Gradients};
 use super::measured_costs::costs;
 use super::plan::{Costs, Plan, Report};
 use crate::comm::World;
@@ -31,6 +33,9 @@ use acceptance::RowSums;
 pub(super) use busy::Busy;
 use clip::Clip;
 use counters::Counters;
+use diagnostics::Observed;
+pub use diagnostics::{Diagnostics, GroupDiagnostics, ParameterDiagnostics};
+use loss_scale::LossScale;
 use memory::Snapshot;
 pub use memory::{MemoryReport, Usage};
 use setup::Trained;
@@ -80,11 +85,18 @@ pub struct DistModuleOptimizer {
     diverged: Tensor<1>,
     costs: Costs,
     gradients: Gradients,
+    grad_dtype: GradDtype,
+    loss_scale: Option<LossScale>,
     in_flight: usize,
     clip: Option<Clip>,
+    /// `true` if the next step is to be observed.
+    requested: bool,
+    /// The observations of the last step that was.
+    observed: Option<Observed>,
     memory: MemoryReport,
-    /// Bytes of all states, which never change.
+    /// Bytes of momentum and moments, and of master weights, which never change.
     state_bytes: usize,
+    master_bytes: usize,
 }
 
 impl DistModuleOptimizer {
@@ -114,9 +126,11 @@ impl DistModuleOptimizer {
         let clip = config.max_norm.map(|max_norm| Clip::new(max_norm, &plan, rank, &device));
         let parameters = plan.parameters().iter();
         let parameters = parameters.map(|p| p.elements() * p.dtype.size()).sum();
-        let states = shards.iter().map(Shard::state_bytes).sum();
+        let states: usize = shards.iter().map(Shard::state_bytes).sum();
+        let masters = shards.iter().map(Shard::master_bytes).sum();
+        let states = states - masters;
         let mut memory = MemoryReport::default();
-        memory.observe(Snapshot { parameters, states, ..Snapshot::default() });
+        memory.observe(Snapshot { parameters, states, masters, ..Snapshot::default() });
         let mut optim = Self {
             world: world.clone(),
             counters: Counters::new(trained.len(), &device),
@@ -131,10 +145,15 @@ impl DistModuleOptimizer {
             trained,
             costs,
             gradients: config.gradients,
+            grad_dtype: config.grad_dtype,
+            loss_scale: config.loss_scale.clone().map(LossScale::new),
             in_flight: config.in_flight,
             clip,
+            requested: false,
+            observed: None,
             memory,
             state_bytes: states,
+            master_bytes: masters,
         };
         optim.start_counting();
         Ok(optim)
@@ -143,11 +162,15 @@ impl DistModuleOptimizer {
     /// Takes one step at learning rate `lr`: returns the model with all trained parameters updated
     /// from the gradients of all ranks. All ranks make this call.
     ///
+    /// Gradients are those of the loss times [`loss_scale`](Self::loss_scale). They have the type
+    /// of their parameter, or float32 for parameters in half precision: on several ranks with
+    /// [`GradDtype::Float32`].
+    ///
     /// A parameter without a gradient on any rank stays as it is, and so does its position in the
     /// schedules. If only some ranks have a gradient, it counts as zero on the others.
     ///
-    /// For several micro-batches, sum or average their gradients with Burn's
-    /// [`GradientsAccumulator`](burn::optim::GradientsAccumulator) and step once.
+    /// For several micro-batches, sum or average their gradients with
+    /// [`GradientBuffer`](crate::GradientBuffer) and step once.
     ///
     /// # Errors
     ///
@@ -173,6 +196,29 @@ impl DistModuleOptimizer {
             self.world.comm().fail(&error.to_string());
         }
         stepped
+    }
+
+    /// Returns the factor on the loss in the next step, the same on all ranks: the scale of
+    /// [`DistMuonConfig::loss_scale`](super::DistMuonConfig::loss_scale), or 1 without it.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::optim::GradientsParams;
+    /// use burn::tensor::{DType, Device, FloatDType, Tensor};
+    /// use distmuon::distributed::LossScaleConfig;
+    /// use distmuon::{DistMuonConfig, World};
+    ///
+    /// let device = Device::default().autodiff();
+    /// let model = LinearConfig::new(8, 8).init(&device);
+    /// let config = DistMuonConfig::new().with_loss_scale(Some(LossScaleConfig::new()));
+    /// let mut optim = config.init(&World::alone(device.clone()), &model)?;
+    /// let loss = model.forward(Tensor::<2>::ones([4, 8], &device)).square().mean();
+    /// let grads = (loss * optim.loss_scale()).backward();
+    /// let model = optim.step(1e-3, model.clone(), GradientsParams::from_grads(grads, &model))?;
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    pub fn loss_scale(&self) -> f64 {
+        self.loss_scale.as_ref().map_or(1.0, |loss_scale| loss_scale.scale)
     }
 
     /// Returns the optimizer of every parameter, with the reasons.

@@ -18,12 +18,16 @@ use serde::{Serialize, de::DeserializeOwned};
 use super::DistModuleOptimizer;
 use super::busy::Busy;
 use super::counters::{COUNTERS, Counters};
-use super::trained::Kind;
+use super::loss_scale::LossScale;
 use crate::checkpoint::{self, Archive, Checkpointed, Contents, Planned, Saving, States};
 use crate::distributed::plan::{Bucket, BucketKind, Piece};
 use crate::error::{Error, Result};
 use crate::parameters;
-use crate::update::{Slot, TIME, unfit, unused};
+use crate::update::{Slot, TIME, is_half, unfit, unused};
+
+/// Names of the scale of the loss, and of the steps since it changed, in records.
+const LOSS_SCALE: &str = "loss_scale";
+const LOSS_SCALE_STEPS: &str = "loss_scale_steps";
 
 impl DistModuleOptimizer {
     /// Returns the state of all ranks on all ranks, as a
@@ -356,15 +360,13 @@ impl DistModuleOptimizer {
             contents.metadata.insert(id.to_string(), parameter.path.clone());
             contents.scalars.insert(format!("{id}.__rank"), Scalar::from(parameter.shape.len()));
         }
+        if let Some(LossScale { scale, steps, .. }) = &self.loss_scale {
+            contents.scalars.insert(LOSS_SCALE.to_owned(), Scalar::from(*scale));
+            contents.scalars.insert(LOSS_SCALE_STEPS.to_owned(), Scalar::from(*steps));
+        }
         for parameter in &self.trained {
-            match parameter.kind {
-                Kind::Muon { .. } => {
-                    let (id, name) = (ids[parameter.model], parameter.recorded(TIME));
-                    contents.scalars.insert(format!("{id}.{name}"), Scalar::from(parameter.time));
-                }
-                // Without schedules of its own; AdamW's corrections count its steps.
-                Kind::Elementwise { .. } => {}
-            }
+            let (id, name) = (ids[parameter.model], parameter.recorded(TIME));
+            contents.scalars.insert(format!("{id}.{name}"), Scalar::from(parameter.time));
         }
         Ok(contents)
     }
@@ -413,7 +415,8 @@ impl DistModuleOptimizer {
                 for (index, runs) in values.by_parameter() {
                     let (path, name) = self.state_key(index, slot.name);
                     let shape = self.recorded_shape(index, slot.name);
-                    let found = find(states, (&path, &name), (&shape, dtype), rank)?;
+                    let found = find(states, (&path, &name), (&shape, dtype), slot.is_optional());
+                    let found = found.map_err(|problem| unfit(&path, rank, problem))?;
                     requested.insert((path, name));
                     if let Some(found) = found.filter(|_| part.takes(&runs)) {
                         let data = states.archive().data(found)?.convert_dtype(dtype);
@@ -428,13 +431,21 @@ impl DistModuleOptimizer {
         }
         self.set_counters(|path, name| {
             requested.insert((path.to_owned(), name.to_owned()));
-            let found = find(states, (path, name), (&[1], DType::F32), rank)?;
+            let found = find(states, (path, name), (&[1], DType::F32), false);
+            let found = found.map_err(|problem| unfit(path, rank, problem))?;
             let data = found.map(|found| states.archive().data(found)).transpose()?;
             Ok(data.and_then(|data| data.iter::<f32>().next()).unwrap_or(0.0))
         })?;
         for index in 0..self.trained.len() {
             let (path, name) = self.state_key(index, TIME);
             self.trained[index].time = states.time(&path, &name).unwrap_or(0);
+        }
+        if let Some(LossScale { scale, steps, .. }) = &mut self.loss_scale {
+            // A file of a run without loss scaling does not have them.
+            let saved = states.scalar(LOSS_SCALE).and_then(|saved| saved.try_into().ok());
+            *scale = saved.unwrap_or(*scale);
+            let saved = states.scalar(LOSS_SCALE_STEPS).and_then(|saved| saved.try_into().ok());
+            *steps = saved.unwrap_or(0);
         }
         let is_trained = |path: &str| self.model.iter().any(|parameter| parameter.path == path);
         let mut rest = states.keys().filter(|key| !requested.contains(*key));
@@ -564,38 +575,36 @@ fn unpack(bucket: &Bucket, whole: Tensor<1>, mut each: impl FnMut(usize, Bytes, 
 }
 
 /// The name of a parameter's state in the archive; `None` if the archive does not have the
-/// parameter.
-///
-/// # Errors
-///
-/// [`Error::Parameter`] if the state has another number or type of values.
+/// parameter, or its state if that is optional. The error is the problem of a state that has
+/// another number or type of values.
 fn find<'a>(
     states: &'a States,
     (path, name): (&str, &str),
     (shape, dtype): (&[usize], DType),
-    rank: usize,
-) -> Result<Option<&'a str>> {
-    let problem = match states.find(path, name) {
+    is_optional: bool,
+) -> Result<Option<&'a str>, String> {
+    match states.find(path, name) {
         Some((found, stored)) if stored.shape == shape && fits(stored.dtype, dtype) => {
-            return Ok(Some(found));
+            Ok(Some(found))
         }
-        Some((_, stored)) => format!(
+        Some((_, stored)) => Err(format!(
             "its saved `{name}` does not fit: expected {shape:?} of {}, got {:?} of {}",
             dtype.name(),
             stored.shape,
             stored.dtype.name()
-        ),
-        None if states.knows(path) => format!("its saved state does not have `{name}`"),
-        None => return Ok(None),
-    };
-    Err(unfit(path, rank, problem))
+        )),
+        None if states.knows(path) && !is_optional => {
+            Err(format!("its saved state does not have `{name}`"))
+        }
+        None => Ok(None),
+    }
 }
 
-/// Returns `true` if a state of type `dtype` can be read from a saved type: the same, or half
-/// precision, which files of older versions have where there is float32 now.
+/// Returns `true` if a state of type `dtype` can be read from a saved type: one of another
+/// [`StateDtype`](crate::StateDtype), or of an older version.
 fn fits(stored: DType, dtype: DType) -> bool {
-    let is_half = matches!(stored, DType::F16 | DType::BF16);
-    stored == dtype || dtype == DType::F32 && is_half
+    let may_differ = |dtype| dtype == DType::F32 || is_half(dtype);
+    stored == dtype || may_differ(stored) && may_differ(dtype)
 }
 
 /// Writes the next tensor of a checkpoint, unless one before it could not be written.

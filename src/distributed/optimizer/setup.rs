@@ -28,11 +28,11 @@ pub fn trained<M: Module>(routing: &Routing, model: &M) -> Result<Trained> {
         {
             let (kind, work) = kind(routing, route.role, batch);
             let shape = if is_whole { found.shape.clone() } else { batch.to_vec() };
-            let planned =
-                Parameter { path: path.clone(), shape: shape.clone(), dtype: found.dtype, work };
+            let dtype = found.dtype;
+            let planned = Parameter { path: path.clone(), shape: shape.clone(), dtype, work };
             let block = (!is_whole).then_some(index);
             let model = all.model.len();
-            all.trained.push(TrainedParameter { path, model, block, shape, time: 0, kind });
+            all.trained.push(TrainedParameter { path, model, block, shape, dtype, time: 0, kind });
             all.planned.push(planned);
         }
         all.model.push(ModelParameter {

@@ -17,7 +17,8 @@ use crate::distributed::plan::{Bucket, BucketKind, ROW_ELEMENTS};
 use crate::routing::Updates;
 use crate::slices;
 use crate::update::{
-    ElementwiseUpdate, Matrices, MuonBatch, MuonParameter, MuonUpdate, Slots, StepSize,
+    ElementwiseUpdate, Matrices, MuonBatch, MuonParameter, MuonUpdate, Observations, Origin, Slots,
+    StepSize,
 };
 
 /// A rank's part of a bucket.
@@ -40,8 +41,9 @@ enum Update {
 
 /// Neighbouring elements of a parameter, all in one shard.
 struct Run {
-    /// Index of the parameter.
+    /// Index of the parameter, and its path.
     parameter: usize,
+    path: String,
     /// Their range in the parameter.
     elements: Range<usize>,
     /// Their range in the shard. Zeros may follow.
@@ -100,7 +102,7 @@ impl Shard {
         device: &Device,
     ) -> Self {
         let range = bucket.shard_range(rank);
-        let mut runs = runs(bucket, &range);
+        let mut runs = runs(bucket, parameters, &range);
         let (update, batches) = match bucket.kind {
             BucketKind::Matrices => {
                 let first = rank_matrices.len();
@@ -114,8 +116,8 @@ impl Shard {
                 // multiples of 8.
                 runs.sort_by_key(|run| (run.range.len() % 8 != 0, Reverse(run.range.len())));
                 let batch = ElementwiseUpdate::batch(&[range.len()]);
-                let slots = rest.rule.slots();
-                let state = Slots::zeros(slots, batch, &[range.len()], bucket.dtype, device);
+                let slots = rest.slots(bucket.dtype);
+                let state = Slots::zeros(&slots, batch, &[range.len()], bucket.dtype, device);
                 let batch = Batch {
                     runs: 0..runs.len(),
                     elements: 0..range.len(),
@@ -150,18 +152,11 @@ impl Shard {
 
     /// The buffer of a shard from its parameters, with zeros in between.
     pub fn pack(&self, values: Vec<Tensor<1>>) -> Tensor<1> {
-        let mut values: Vec<_> =
-            self.runs.iter().map(|run| run.range.clone()).zip(values).collect();
-        values.sort_by_key(|(range, _)| range.start);
-        let zeros = |length| Tensor::zeros([length], (&self.device, self.bucket.dtype));
-        let (mut all, mut end) = (vec![], 0);
-        for (range, values) in values {
-            all.extend((range.start > end).then(|| zeros(range.start - end)));
-            end = range.end;
-            all.push(values);
+        if values.is_empty() {
+            return Tensor::zeros([self.range.len()], (&self.device, self.bucket.dtype));
         }
-        all.extend((self.range.len() > end).then(|| zeros(self.range.len() - end)));
-        slices::concat(all, self.bucket.dtype, &self.device)
+        let firsts: Vec<usize> = self.runs.iter().map(|run| run.range.start).collect();
+        slices::place(values, &firsts, self.range.len())
     }
 
     /// The indices of this rank's parameters, in the order of their values.
@@ -201,31 +196,28 @@ impl Shard {
     }
 
     /// Updates this rank's parameters: their new values from the reduced gradients and the old
-    /// values. Sets the flags of matrices for which the iteration diverged in `diverged`.
+    /// values. Sets the flags of matrices for which the iteration diverged in `diverged`, and adds
+    /// the norms of the step to `observations`.
     pub fn update(
         &mut self,
         mut gradients: Vec<Tensor<1>>,
         mut values: Vec<Tensor<1>>,
-        controls: &StepControls,
-        inputs: &StepInputs,
+        (controls, inputs): (&StepControls, &StepInputs),
         diverged: &mut Tensor<1>,
+        mut observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
         let (update, all) = (&self.update, &self.runs);
         let updated = self.batches.iter_mut().flat_map(|batch| {
             let runs = &all[batch.runs.clone()];
             let gradients = gradients.drain(..runs.len()).collect();
-            let values = values.drain(..runs.len()).collect();
+            let tensors = (gradients, values.drain(..runs.len()).collect());
+            let (by, observations) = ((controls, inputs), observations.as_deref_mut());
             match update {
-                Update::Muon(muon) => batch.update_matrices(
-                    muon,
-                    runs,
-                    (gradients, values),
-                    controls,
-                    inputs,
-                    diverged,
-                ),
+                Update::Muon(muon) => {
+                    batch.update_matrices(muon, runs, tensors, by, diverged, observations)
+                }
                 Update::Elementwise(rest) => {
-                    batch.update_elements(rest, runs, (gradients, values), controls, inputs)
+                    batch.update_elements(rest, runs, tensors, by, observations)
                 }
             }
         });
@@ -234,7 +226,7 @@ impl Shard {
 
     /// The values of a slot, flat, in the order of the shard.
     pub fn state(&self, slot: &str, dtype: DType) -> Tensor<1> {
-        let values = self.batches.iter().map(|batch| batch.state.get(slot).clone());
+        let values = self.batches.iter().map(|batch| batch.state.get(slot));
         slices::concat(values.collect(), dtype, &self.device)
     }
 
@@ -248,9 +240,21 @@ impl Shard {
         }
     }
 
+    /// Bytes of the master weights in the state.
+    pub fn master_bytes(&self) -> usize {
+        self.batches.iter().map(|batch| batch.state.master_bytes()).sum()
+    }
+
     /// Bytes of the state.
     pub fn state_bytes(&self) -> usize {
         self.batches.iter().map(|batch| batch.state.bytes()).sum()
+    }
+}
+
+impl Run {
+    /// The origin of its values in a step.
+    fn origin(&self, inputs: &StepInputs) -> Origin {
+        Origin::new(&self.path, self.elements.start, inputs.times[self.parameter])
     }
 }
 
@@ -260,15 +264,15 @@ impl Batch {
         muon: &MuonUpdate,
         runs: &[Run],
         (gradients, values): (Vec<Tensor<1>>, Vec<Tensor<1>>),
-        controls: &StepControls,
-        inputs: &StepInputs,
+        (controls, inputs): (&StepControls, &StepInputs),
         diverged: &mut Tensor<1>,
+        observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
         let rows = self.matrices.as_ref().expect("a batch of matrices");
         let indices = &rows.parameters;
         let parameter = |run: &Run| MuonParameter {
             flag: run.parameter,
-            time: inputs.times[run.parameter],
+            origin: run.origin(inputs),
             size: inputs.sizes[run.parameter],
         };
         let parameters: Vec<_> = runs.iter().map(parameter).collect();
@@ -286,7 +290,7 @@ impl Batch {
         // Moved out: with a second reference, the flags would be copied before they are written.
         let empty = slices::empty(DType::F32, &diverged.device());
         let flags = core::mem::replace(diverged, empty);
-        let (updated, flags) = muon.step(batch, &mut self.state, flags);
+        let (updated, flags) = muon.step(batch, &mut self.state, flags, observations);
         *diverged = flags;
         updated
     }
@@ -295,22 +299,27 @@ impl Batch {
         &mut self,
         rest: &ElementwiseUpdate,
         runs: &[Run],
-        (gradients, values): (Vec<Tensor<1>>, Vec<Tensor<1>>),
-        StepControls { rejected, corrections, factor }: &StepControls,
-        inputs: &StepInputs,
+        tensors: (Vec<Tensor<1>>, Vec<Tensor<1>>),
+        (controls, inputs): (&StepControls, &StepInputs),
+        observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
-        let row = |run: &Run| {
+        let StepControls { rejected, corrections, factor } = controls;
+        let parameter = |run: &Run| {
             let StepSize { decay, lr, .. } = inputs.sizes[run.parameter];
-            ElementwiseRows { flag: run.parameter, first: run.range.start, decay, lr }
+            let (flag, first) = (run.parameter, run.range.start);
+            (ElementwiseRows { flag, first, decay, lr }, run.origin(inputs))
         };
-        let rows: Vec<_> = runs.iter().map(row).collect();
+        let parameters: Vec<_> = runs.iter().map(parameter).collect();
         let controls = AdamWControls { rejected, corrections, factor: factor.as_ref() };
-        rest.step(values, gradients, &mut self.state, &controls, &rows)
+        let elements = self.elements.len();
+        let (gradients, values) = tensors;
+        let tensors = (values, gradients);
+        rest.step(tensors, &mut self.state, elements, &controls, &parameters, observations)
     }
 }
 
 /// The parameters of a shard, with neighbouring elements in one run.
-fn runs(bucket: &Bucket, shard: &Range<usize>) -> Vec<Run> {
+fn runs(bucket: &Bucket, parameters: &[TrainedParameter], shard: &Range<usize>) -> Vec<Run> {
     let (mut runs, mut end): (Vec<Run>, usize) = (vec![], 0);
     for (parameter, elements, padding) in bucket.overlaps(shard.clone()) {
         let range = end..end + elements.len();
@@ -324,7 +333,10 @@ fn runs(bucket: &Bucket, shard: &Range<usize>) -> Vec<Run> {
                 (last.elements.end, last.range.end) = (elements.end, range.end);
             }
             _ if range.is_empty() => {}
-            _ => runs.push(Run { parameter, elements, range }),
+            _ => {
+                let path = parameters[parameter].path.clone();
+                runs.push(Run { parameter, path, elements, range });
+            }
         }
     }
     runs
@@ -362,7 +374,7 @@ fn batches(
         let [m, n] = matrices.shape;
         let elements = runs[0].range.start..runs[runs.len() - 1].range.end;
         let count = elements.len() / (m * n);
-        let slots = muon.slots(matrices);
+        let slots = muon.slots(matrices, dtype);
         let state = Slots::zeros(&slots, [count, m, n], &[count, m, n], dtype, device);
         let batch = Batch {
             runs: next..next + runs.len(),

@@ -25,18 +25,18 @@ use super::DistModuleOptimizer;
 use super::acceptance::Acceptance;
 use super::clip::counts;
 use super::counters::Counters;
-use super::detached::{DetachedParameters, FlatTensors, pack};
+use super::detached::{DetachedParameters, Expected, FlatTensors, pack};
 use super::memory::Snapshot;
 use super::shard::{StepControls, StepInputs};
 use super::trained::{ModelParameter, TrainedParameter};
-use crate::backend::{FiniteMask, ScaledNorms};
+use crate::backend::{FiniteMask, ScaledNorms, precise_dtype};
 use crate::checks::{ensure_all_computed, ensure_computed};
 use crate::comm::{Difference, Pending, ReduceOp, digest, unite};
-use crate::distributed::config::Gradients;
+use crate::distributed::config::{GradDtype, Gradients};
 use crate::distributed::plan::{Bucket, BucketKind};
 use crate::error::{Error, Result};
 use crate::slices::{self, bytes};
-use crate::update::ensure_finite_rate;
+use crate::update::{Observations, ensure_finite_rate, is_half};
 
 /// A bucket whose reduction has started.
 enum Reducing {
@@ -62,6 +62,15 @@ struct ReducedShard {
     norms: Vec<ScaledNorms>,
 }
 
+/// Gradients in one type, without a loss: parameters in half precision may have some in float32.
+fn in_one_type(gradients: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
+    let is_wide = |gradient: &Tensor<1>| !is_half(gradient.dtype());
+    match gradients.iter().find(|gradient| is_wide(gradient)).map(Tensor::dtype) {
+        Some(wide) => gradients.into_iter().map(|gradient| gradient.cast(wide)).collect(),
+        None => gradients,
+    }
+}
+
 /// The tensors of a step, counted as they come and go.
 struct Step {
     detached: DetachedParameters,
@@ -78,9 +87,13 @@ impl DistModuleOptimizer {
         model: M,
         gradients: GradientsParams,
     ) -> Result<M> {
-        let (rank, device) = (self.world.rank(), self.device());
+        let expected = Expected {
+            rank: self.world.rank(),
+            device: &self.device(),
+            wide_gradients: !self.reduces() || self.grad_dtype == GradDtype::Float32,
+        };
         let (model, detached) =
-            DetachedParameters::detach(model, gradients, &self.model, rank, &device)?;
+            DetachedParameters::detach(model, gradients, &self.model, expected)?;
         for (parameter, id) in self.model.iter_mut().zip(&detached.ids) {
             parameter.id = *id;
         }
@@ -95,13 +108,18 @@ impl DistModuleOptimizer {
         let mut step = Step { detached, shards: 0, buffers: 0 };
         self.observe(&step);
         let (shards, rejected) = self.reduce(&mut step)?;
-        let rejected = self.accept(rejected, &present)?;
-        let factor = self.clip_factor(&rejected, &shards)?;
-        let corrections = self.counters.corrections.clone();
-        let controls = StepControls { rejected, corrections, factor };
-        self.update(&mut step, shards, &controls, &self.inputs(&lrs))?;
-        for (parameter, present) in self.trained.iter_mut().zip(present) {
-            parameter.time += usize::from(present);
+        let scale = self.loss_scale();
+        match self.accept(rejected, &present)? {
+            None => self.diverged = self.diverged.zeros_like(),
+            Some(rejected) => {
+                let factor = self.factor(&rejected, &shards, scale)?;
+                let corrections = self.counters.corrections.clone();
+                let controls = StepControls { rejected, corrections, factor };
+                self.update(&mut step, shards, &controls, &self.inputs(&lrs))?;
+                for (parameter, present) in self.trained.iter_mut().zip(present) {
+                    parameter.time += usize::from(present);
+                }
+            }
         }
         let times: Vec<usize> = self.trained.iter().map(|parameter| parameter.time).collect();
         let (counts, logs) = (self.counters.skipped.clone(), self.world.is_main());
@@ -209,15 +227,20 @@ impl DistModuleOptimizer {
         if !self.reduces() {
             let local = shard.take(gradients);
             drop_rest(gradients);
-            return Ok(Reducing::Local(local));
+            return Ok(Reducing::Local(in_one_type(local)));
         }
-        let packed = pack(gradients, bucket, &self.device());
+        let dtype = match (self.grad_dtype, bucket.kind) {
+            // Every rank keeps all of it: sent as it is used.
+            (_, BucketKind::Replicated) | (GradDtype::Float32, _) => precise_dtype(bucket.dtype),
+            (GradDtype::Parameter, _) => bucket.dtype,
+        };
+        let packed = pack(gradients, bucket, dtype, &self.device());
         self.ensure_bucket_computed(bucket, &packed)?;
         drop_rest(gradients);
         Ok(Reducing::Sent(match bucket.kind {
-            BucketKind::Replicated => comm.all_reduce(packed, ReduceOp::Mean)?,
+            BucketKind::Replicated => comm.all_reduce(packed, ReduceOp::Sum)?,
             BucketKind::Matrices | BucketKind::Elements => {
-                comm.reduce_scatter(packed, &bucket.counts, ReduceOp::Mean)?
+                comm.reduce_scatter_f32(packed, &bucket.counts)?
             }
         }))
     }
@@ -233,7 +256,10 @@ impl DistModuleOptimizer {
         let (buffers, shard) = (pending.bytes(), &self.shards[shards.len()]);
         let gradients = match pending {
             Reducing::Local(gradients) => gradients,
-            Reducing::Sent(pending) => shard.split(&pending.wait()?),
+            Reducing::Sent(pending) => {
+                let mean = pending.wait()?.div_scalar(self.world.size() as f64);
+                shard.split(&mean)
+            }
         };
         let norms = if self.clip.is_some() { shard.norms(&gradients) } else { vec![] };
         let flags = shard.reject(&gradients, flags);
@@ -245,26 +271,49 @@ impl DistModuleOptimizer {
     }
 
     /// Phase 2: agrees on the parameters that stay as they are, in one message for all buckets, and
-    /// counts them.
-    fn accept(&mut self, rejected: Tensor<1>, present: &[bool]) -> Result<Tensor<1>> {
+    /// counts them. `None` if all do, since a gradient overflowed under loss scaling.
+    fn accept(&mut self, rejected: Tensor<1>, present: &[bool]) -> Result<Option<Tensor<1>>> {
         let sums = Tensor::cat(vec![rejected, self.matrices.sum(self.diverged.clone())], 0);
         let sums = self.world.comm().all_reduce(sums, ReduceOp::Sum)?.wait()?;
         let parameters = self.trained.len();
         let rejected = slices::slice(&sums, 0..parameters);
         let diverged = slices::slice(&sums, parameters..2 * parameters);
+        // Read by the host, which has to know the scale of the next loss.
+        let overflowed =
+            self.loss_scale.is_some() && rejected.clone().max().into_scalar::<f32>() > 0.0;
         let acceptance = Acceptance::new(rejected, diverged, present);
         let mask = FiniteMask::from_rows(acceptance.rejected.clone());
         let Counters { skipped, corrections } = &mut self.counters;
         *skipped = skipped.clone() + acceptance.skipped;
+        self.loss_scale.iter_mut().for_each(|loss_scale| loss_scale.advance(overflowed));
+        if overflowed {
+            return Ok(None);
+        }
         *corrections = self.routing.updates().rest.correct(corrections.clone(), &mask);
-        Ok(acceptance.rejected)
+        Ok(Some(acceptance.rejected))
     }
 
-    /// The factor on all gradients, where they are clipped.
+    /// The factor on all gradients, where they are clipped or have the scale of the loss.
+    fn factor(
+        &self,
+        rejected: &Tensor<1>,
+        shards: &[ReducedShard],
+        scale: f64,
+    ) -> Result<Option<Tensor<1>>> {
+        let clipped = self.clip_factor(rejected, shards, scale)?;
+        if self.loss_scale.is_none() {
+            return Ok(clipped);
+        }
+        let ones = || Tensor::ones([1], (&self.device(), DType::F32));
+        Ok(Some(clipped.unwrap_or_else(ones).div_scalar(scale)))
+    }
+
+    /// The factor by which gradients times `scale` are clipped.
     fn clip_factor(
         &self,
         rejected: &Tensor<1>,
         shards: &[ReducedShard],
+        scale: f64,
     ) -> Result<Option<Tensor<1>>> {
         let Some(clip) = &self.clip else { return Ok(None) };
         let rank = self.world.rank();
@@ -282,7 +331,7 @@ impl DistModuleOptimizer {
                 norms.extend(counts.then(accepted));
             }
         }
-        clip.factor(&self.world, norms).map(Some)
+        clip.factor(&self.world, norms, scale).map(Some)
     }
 
     /// Phases 2 and 3: updates this rank's shards and gathers those of the other ranks.
@@ -294,12 +343,16 @@ impl DistModuleOptimizer {
         inputs: &StepInputs,
     ) -> Result<()> {
         let mut diverged = self.diverged.zeros_like();
+        let mut observations = self.requested.then(Observations::default);
         let (mut pending, mut local) = (VecDeque::new(), vec![]);
         for (index, ReducedShard { gradients, .. }) in shards.into_iter().enumerate() {
             let reduced: usize = gradients.iter().map(bytes).sum();
             let shard = &mut self.shards[index];
             let values = shard.take(&mut step.detached.parameters);
-            let updated = shard.update(gradients, values, controls, inputs, &mut diverged);
+            let observations =
+                observations.as_mut().filter(|_| counts(&shard.bucket, self.world.rank()));
+            let by = (controls, inputs);
+            let updated = shard.update(gradients, values, by, &mut diverged, observations);
             step.shards -= reduced;
             let shard = &self.shards[index];
             if self.gathers(&shard.bucket) {
@@ -323,6 +376,9 @@ impl DistModuleOptimizer {
             self.publish(&mut pending, step)?;
         }
         self.diverged = diverged;
+        if let Some(observations) = observations {
+            self.keep_observed(observations, &inputs.sizes);
+        }
         // Once for all of them, since the question waits for all work to be submitted to the
         // device.
         let path = |index: usize| &*self.trained[index].path;
@@ -350,6 +406,7 @@ impl DistModuleOptimizer {
             parameters: step.detached.parameters.bytes(),
             gradients: step.detached.gradients.bytes(),
             shards: step.shards,
+            masters: self.master_bytes,
             states: self.state_bytes,
             buffers: step.buffers,
         });

@@ -32,6 +32,7 @@ pub struct TrainedParameter {
     pub block: Option<usize>,
     /// Its shape: that in the model, or a batch of matrices for a block.
     pub shape: Vec<usize>,
+    pub dtype: DType,
     /// Steps in which it had a gradient on any rank: its position in the schedules.
     pub time: usize,
     pub kind: Kind,
@@ -66,8 +67,8 @@ impl TrainedParameter {
     /// The slots that are sharded: those of elements, rows, columns and matrices.
     pub fn slots(&self, updates: &Updates) -> Vec<Slot> {
         match self.kind {
-            Kind::Muon { matrices, .. } => updates.muon.slots(matrices),
-            Kind::Elementwise { .. } => updates.rest.rule.slots().to_vec(),
+            Kind::Muon { matrices, .. } => updates.muon.slots(matrices, self.dtype),
+            Kind::Elementwise { .. } => updates.rest.slots(self.dtype),
         }
     }
 

@@ -505,8 +505,8 @@ fn the_summary_counts_parameters_operations_and_state() {
         [
             ("Muon", 1, 64, true, 64 * 4),
             ("AdamW (embedding)", 1, 256, false, 256 * 8),
-            // The moments of float16 are float32.
-            ("AdamW (head)", 1, 256, false, 256 * 8),
+            // The moments of float16 are float32, as are its master weights.
+            ("AdamW (head)", 1, 256, false, 256 * 12),
             ("AdamW (vector)", 1, 32, false, 32 * 8),
             ("frozen", 1, 8, false, 0),
         ]

@@ -1,0 +1,216 @@
+//! Norms of the last step by parameter and by group, on request.
+
+use std::fmt;
+
+use burn::tensor::Tensor;
+use comfy_table::{Table, presets};
+use serde::{Deserialize, Serialize};
+
+use super::DistModuleOptimizer;
+use super::trained::Kind;
+use crate::comm::ReduceOp;
+use crate::error::Result;
+use crate::update::{Observations, SUMS, StepSize};
+
+/// The requested observations of a step.
+pub struct Observed {
+    /// The sums of all parameters over this rank's parts.
+    sums: Tensor<1>,
+    /// The learning rates of the step.
+    lrs: Vec<f64>,
+}
+
+/// The norms of a step, from
+/// [`DistModuleOptimizer::diagnostics`](super::DistModuleOptimizer::diagnostics). Prints as a table
+/// of groups.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Diagnostics {
+    /// Every trained parameter, in the order of the model. A matrix that is cut into blocks has one
+    /// entry for each.
+    pub parameters: Vec<ParameterDiagnostics>,
+}
+
+/// The norms of one parameter in a step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct ParameterDiagnostics {
+    /// The path of the parameter, with the range of a block.
+    pub path: String,
+    /// The name of its optimizer, as in [`ParameterRoute::optimizer`](crate::ParameterRoute).
+    pub group: String,
+    /// The learning rate of the step, times the scale of the shape or the factor of the role.
+    pub lr: f64,
+    /// The Frobenius norm of the change of the parameter, with weight decay. Master weights count
+    /// where there are any.
+    pub update_norm: f64,
+    /// The Frobenius norm of the parameter after the step.
+    pub weight_norm: f64,
+    /// The root of the mean square of `s^2 - 1` over the singular values `s` of the matrices that
+    /// the iteration returned: 0 for orthogonal matrices, about 0.1 to 0.3 for most coefficients,
+    /// and up to 1 for gradients of low rank. `None` without an iteration.
+    pub orthogonality_error: Option<f64>,
+    /// The number of steps so far that left the parameter untouched.
+    pub skipped: u64,
+}
+
+/// The norms of the parameters of one group in a step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct GroupDiagnostics {
+    /// The name of the optimizer.
+    pub group: String,
+    /// The number of parameters.
+    pub tensors: usize,
+    /// The largest learning rate.
+    pub lr: f64,
+    /// The norm of the change of all parameters.
+    pub update_norm: f64,
+    /// The norm of all parameters.
+    pub weight_norm: f64,
+    /// The largest error of a parameter.
+    pub orthogonality_error: Option<f64>,
+    /// The sum of the skipped steps of all parameters.
+    pub skipped: u64,
+}
+
+/// The norm of a change relative to that of the values.
+fn effective_lr(update: f64, weight: f64) -> f64 {
+    if weight == 0.0 { 0.0 } else { update / weight }
+}
+
+impl ParameterDiagnostics {
+    /// Returns the effective learning rate: the norm of the change relative to that of the
+    /// parameter, the angle of a step where weights keep their norm (Kosson et al.,
+    /// <https://arxiv.org/abs/2305.17212>). 0 for a parameter of zeros.
+    pub fn effective_lr(&self) -> f64 {
+        effective_lr(self.update_norm, self.weight_norm)
+    }
+}
+
+impl GroupDiagnostics {
+    /// Returns the effective learning rate of the group: see
+    /// [`ParameterDiagnostics::effective_lr`].
+    pub fn effective_lr(&self) -> f64 {
+        effective_lr(self.update_norm, self.weight_norm)
+    }
+
+    fn add(&mut self, parameter: &ParameterDiagnostics) {
+        self.tensors += 1;
+        self.lr = self.lr.max(parameter.lr);
+        self.update_norm = self.update_norm.hypot(parameter.update_norm);
+        self.weight_norm = self.weight_norm.hypot(parameter.weight_norm);
+        let errors = self.orthogonality_error.into_iter().chain(parameter.orthogonality_error);
+        self.orthogonality_error = errors.reduce(f64::max);
+        self.skipped += parameter.skipped;
+    }
+}
+
+impl Diagnostics {
+    /// Returns the norms by group, in the order of the first parameter of each.
+    pub fn groups(&self) -> Vec<GroupDiagnostics> {
+        let mut groups: Vec<GroupDiagnostics> = vec![];
+        for parameter in &self.parameters {
+            let known = groups.iter().position(|group| group.group == parameter.group);
+            let index = known.unwrap_or_else(|| {
+                groups.push(GroupDiagnostics {
+                    group: parameter.group.clone(),
+                    tensors: 0,
+                    lr: 0.0,
+                    update_norm: 0.0,
+                    weight_norm: 0.0,
+                    orthogonality_error: None,
+                    skipped: 0,
+                });
+                groups.len() - 1
+            });
+            groups[index].add(parameter);
+        }
+        groups
+    }
+}
+
+impl fmt::Display for Diagnostics {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::new();
+        table.load_style(presets::ASCII_MARKDOWN);
+        table.set_header(["group", "lr", "update", "weight", "effective lr", "error", "skipped"]);
+        for group in self.groups() {
+            let norms = [group.lr, group.update_norm, group.weight_norm, group.effective_lr()];
+            let [lr, update, weight, effective] = norms.map(|norm| format!("{norm:.2e}"));
+            let error = group.orthogonality_error.map_or("-".into(), |error| format!("{error:.3}"));
+            let skipped = group.skipped.to_string();
+            table.add_row([group.group, lr, update, weight, effective, error, skipped]);
+        }
+        write!(f, "{table}")
+    }
+}
+
+impl DistModuleOptimizer {
+    /// Requests the [`diagnostics`](Self::diagnostics) of the next step. All ranks make this call.
+    ///
+    /// That step computes norms of every parameter, with a second reference to its old values, and
+    /// a product for every matrix. It reads nothing back.
+    pub fn request_diagnostics(&mut self) {
+        self.requested = true;
+    }
+
+    /// Returns the norms of the step for which they were
+    /// [requested](Self::request_diagnostics), or `None` if no step was taken since. All ranks make
+    /// this call, and get the same. It takes one message, and waits for the device once.
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::optim::GradientsParams;
+    /// use burn::tensor::{Device, Tensor};
+    /// use distmuon::MuonConfig;
+    ///
+    /// let device = Device::default().autodiff();
+    /// let model = LinearConfig::new(64, 256).init(&device);
+    /// let mut optim = MuonConfig::new().init_batched(&model)?;
+    /// let loss = model.forward(Tensor::<2>::ones([8, 64], &device)).square().mean();
+    /// let grads = GradientsParams::from_grads(loss.backward(), &model);
+    /// optim.request_diagnostics();
+    /// let model = optim.step(1e-3, model, grads)?;
+    /// println!("{}", optim.diagnostics()?.expect("the step was observed"));
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of every collective.
+    pub fn diagnostics(&mut self) -> Result<Option<Diagnostics>> {
+        let Some(Observed { sums, lrs }) = self.observed.take() else { return Ok(None) };
+        let sums = self.world.comm().all_reduce(sums, ReduceOp::Sum)?.wait()?;
+        let read = Tensor::cat(vec![sums, self.counters.skipped.clone()], 0).into_data();
+        let read: Vec<f64> = read.iter::<f64>().collect();
+        let (sums, skipped) = read.split_at(SUMS * self.trained.len());
+        let each = self.trained.iter().zip(lrs).zip(sums.chunks_exact(SUMS)).zip(skipped);
+        let parameters = each.map(|(((parameter, lr), sums), skipped)| ParameterDiagnostics {
+            path: parameter.path.clone(),
+            group: self.group(parameter.model),
+            lr,
+            update_norm: sums[0].sqrt(),
+            weight_norm: sums[1].sqrt(),
+            orthogonality_error: match parameter.kind {
+                Kind::Muon { count, .. } => Some((sums[2] / count as f64).sqrt()),
+                Kind::Elementwise { .. } => None,
+            },
+            skipped: *skipped as u64,
+        });
+        Ok(Some(Diagnostics { parameters: parameters.collect() }))
+    }
+
+    /// The name of the optimizer of a parameter of the model.
+    fn group(&self, model: usize) -> String {
+        let path = &self.model[model].path;
+        let route = self.routing.routes().iter().find(|route| route.path == *path);
+        route.expect("every trained parameter has a route").optimizer.clone()
+    }
+
+    /// Keeps the observations of a step.
+    pub(super) fn keep_observed(&mut self, observations: Observations, sizes: &[StepSize]) {
+        let sums = observations.sums(self.trained.len(), &self.device());
+        self.observed = Some(Observed { sums, lrs: sizes.iter().map(|size| size.lr).collect() });
+        self.requested = false;
+    }
+}

@@ -1,0 +1,137 @@
+//! Gradients of several micro-batches, added up in float32.
+
+use burn::module::{Module, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::{DType, Tensor};
+
+use crate::checks::ensure_gradient_matches;
+use crate::error::{Error, Result};
+use crate::parameters::{self, Field, Visit};
+use crate::slices::bytes;
+use crate::update::{ONLY_RANK, is_half};
+
+/// The gradients of a step, to which those of its micro-batches are added: float32 for parameters
+/// in half precision, and the parameter's type for all others.
+///
+/// Sums of many small gradients in half precision lose digits, and sums of scaled gradients in
+/// float16 overflow. On several ranks, set
+/// [`GradDtype::Float32`](crate::distributed::GradDtype::Float32), so that the sums are also
+/// reduced in float32.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::optim::GradientsParams;
+/// use burn::tensor::{Device, Tensor};
+/// use distmuon::{GradientBuffer, MuonConfig};
+///
+/// let device = Device::default().autodiff();
+/// let mut model = LinearConfig::new(8, 8).init(&device);
+/// let mut optim = MuonConfig::new().init_batched(&model)?;
+/// let mut buffer = GradientBuffer::new();
+/// for _step in 0..2 {
+///     for _micro_batch in 0..4 {
+///         let loss = model.forward(Tensor::<2>::ones([4, 8], &device)).square().mean();
+///         buffer.add(&model, GradientsParams::from_grads(loss.backward(), &model))?;
+///     }
+///     let grads = buffer.take_mean(&model);
+///     model = optim.step(1e-3, model, grads)?;
+/// }
+/// # Ok::<(), distmuon::Error>(())
+/// ```
+#[derive(Default)]
+pub struct GradientBuffer {
+    sums: GradientsParams,
+    /// The number of micro-batches.
+    count: usize,
+    bytes: usize,
+}
+
+impl GradientBuffer {
+    /// Makes a buffer without gradients.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds the gradients of a micro-batch. Parameters that have no gradient in it count as zero.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] for a gradient that has another shape than its parameter, or is on
+    /// another device. The buffer then has a part of the micro-batch: take it out and drop it.
+    pub fn add<M: Module>(&mut self, model: &M, gradients: GradientsParams) -> Result<()> {
+        let mut add = Add { buffer: self, gradients, error: None };
+        parameters::visit(model, &mut add);
+        if let Some(error) = add.error {
+            return Err(error);
+        }
+        self.count += 1;
+        Ok(())
+    }
+
+    /// Returns the number of micro-batches since the gradients were last taken.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// Returns the bytes of all gradients.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Takes the sum over all micro-batches out. A step frees it bucket by bucket.
+    pub fn take_sum(&mut self) -> GradientsParams {
+        std::mem::take(self).sums
+    }
+
+    /// Takes the mean over all micro-batches out, where `model` has the parameters. A step frees it
+    /// bucket by bucket.
+    pub fn take_mean<M: Module>(&mut self, model: &M) -> GradientsParams {
+        let count = self.count.max(1) as f64;
+        let mut mean = Mean { sums: self.take_sum(), count };
+        parameters::visit(model, &mut mean);
+        mean.sums
+    }
+}
+
+struct Add<'a> {
+    buffer: &'a mut GradientBuffer,
+    gradients: GradientsParams,
+    error: Option<Error>,
+}
+
+impl Visit for Add<'_> {
+    fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
+        let Some(gradient) = self.gradients.remove::<D>(param.id) else { return };
+        let names: Vec<&str> = fields.iter().map(|field| field.name.as_str()).collect();
+        let value = param.val().inner();
+        if let Err(error) = ensure_gradient_matches(&names.join("."), ONLY_RANK, &value, &gradient)
+        {
+            self.error.get_or_insert(error);
+            return;
+        }
+        let wide = if is_half(value.dtype()) { DType::F32 } else { value.dtype() };
+        let gradient = gradient.cast(wide);
+        // Moved out, so that the sum is the only reference and is added to in place.
+        let sum = match self.buffer.sums.remove::<D>(param.id) {
+            Some(sum) => sum + gradient,
+            None => {
+                self.buffer.bytes += bytes(&gradient);
+                gradient
+            }
+        };
+        self.buffer.sums.register(param.id, sum);
+    }
+}
+
+struct Mean {
+    sums: GradientsParams,
+    count: f64,
+}
+
+impl Visit for Mean {
+    fn visit<const D: usize>(&mut self, _fields: &[Field], param: &Param<Tensor<D>>) {
+        if let Some(sum) = self.sums.remove::<D>(param.id) {
+            self.sums.register(param.id, sum.div_scalar(self.count));
+        }
+    }
+}

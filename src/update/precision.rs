@@ -1,0 +1,177 @@
+//! Parameters in half precision: updates are computed in float32, and the digits that the
+//! parameters do not have are kept in the state.
+
+use burn::tensor::{DType, Tensor};
+use serde::{Deserialize, Serialize};
+
+use super::rounding::{Origin, joined, split, stochastic};
+use super::state::{Extent, MANTISSA, MASTER, Slot, SlotDtype, Slots};
+use crate::error::{Error, Result};
+use crate::slices;
+
+/// The precision that updates keep of parameters in float16 and bfloat16. Parameters in float32 and
+/// float64 do not need it.
+///
+/// A step changes a weight by less than half a unit in the last place of half precision most of the
+/// time. Rounded to the nearest number, that change would be lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum MasterWeights {
+    /// A float32 copy of every parameter in the state, 4 bytes per element. The parameter is that
+    /// value, rounded to the nearest number.
+    Full,
+    /// 16 further bits of the significand, 2 bytes per element: together with a bfloat16 parameter
+    /// an exact float32 value, as in <https://github.com/KellerJordan/modded-nanogpt>. The
+    /// parameters are those of `Full`, except that ties between two numbers round up. Magnitudes
+    /// below 1e-30 may lose digits.
+    Mantissa,
+    /// Nothing: every step rounds parameters to the nearest number, and small changes are lost.
+    None,
+    /// Nothing, but every step rounds to one of both neighbours at random, with probabilities that
+    /// make the mean the exact value (Gupta et al., <https://arxiv.org/abs/1502.02551>). The choice
+    /// depends on the seed, the path of the parameter, its step and the index of the element: a run
+    /// is repeatable, on any number of ranks.
+    Stochastic {
+        /// The seed of the random numbers.
+        seed: u64,
+    },
+}
+
+/// The type of momentum and moments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum StateDtype {
+    /// float32, and float64 for float64 parameters.
+    Float32,
+    /// bfloat16, in half of the memory. An average whose decay is close to 1 changes by less than
+    /// half a unit in the last place, and then stays: use it for momentum of 0.95, and not for
+    /// second moments of 0.999.
+    ///
+    /// There is no float16: squares of gradients below 2e-4 would be zero in it.
+    BFloat16,
+}
+
+/// The settings of half precision.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Precision {
+    pub master: MasterWeights,
+    pub states: StateDtype,
+}
+
+impl StateDtype {
+    /// The type of slots of momentum and moments.
+    pub(super) fn slot(self) -> SlotDtype {
+        match self {
+            Self::Float32 => SlotDtype::Precise,
+            Self::BFloat16 => SlotDtype::BFloat16,
+        }
+    }
+}
+
+/// Returns `true` for a type in half precision.
+pub(crate) fn is_half(dtype: DType) -> bool {
+    matches!(dtype, DType::F16 | DType::BF16)
+}
+
+impl Precision {
+    /// The slots for the further digits of parameters of a type.
+    pub fn slots(self, parameter: DType) -> Option<Slot> {
+        let slot = |name, dtype| Some(Slot { name, extent: Extent::Element, dtype });
+        match self.master {
+            _ if !is_half(parameter) => None,
+            MasterWeights::Full => slot(MASTER, SlotDtype::F32),
+            MasterWeights::Mantissa => slot(MANTISSA, SlotDtype::Int16),
+            MasterWeights::None | MasterWeights::Stochastic { .. } => None,
+        }
+    }
+
+    /// Fails for a parameter whose type does not have the configured form of master weights.
+    pub fn ensure_supported(self, path: &str, dtype: DType) -> Result<()> {
+        match (self.master, dtype) {
+            (MasterWeights::Mantissa, DType::F16) => Err(Error::setting(
+                "master_weights",
+                format!("`Mantissa` for `{path}` of float16"),
+                "bfloat16 parameters for `Mantissa` (use `Full` for float16)",
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    /// The float32 values of parameters in half precision, and any others as they are. `firsts` has
+    /// the index of each parameter's first element in the state.
+    ///
+    /// A value that was changed since the last step, or was never stored, counts as it is: the
+    /// stored one is that of another number.
+    pub fn widen(
+        self,
+        values: Vec<Tensor<1>>,
+        firsts: &[usize],
+        state: &mut Slots,
+    ) -> Vec<Tensor<1>> {
+        let half = values[0].dtype();
+        if !is_half(half) {
+            return values;
+        }
+        let lengths: Vec<usize> = values.iter().map(|values| values.dims()[0]).collect();
+        let all = match self.master {
+            MasterWeights::None | MasterWeights::Stochastic { .. } => {
+                return values.into_iter().map(|values| values.cast(DType::F32)).collect();
+            }
+            MasterWeights::Full => {
+                let stored = state.take(MASTER);
+                let published = slices::place(values, firsts, stored.dims()[0]);
+                let is_same = stored.clone().cast(half).equal(published.clone());
+                published.cast(DType::F32).mask_where(is_same, stored)
+            }
+            MasterWeights::Mantissa => {
+                let low = state.take(MANTISSA);
+                joined(slices::place(values, firsts, low.dims()[0]), low)
+            }
+        };
+        cut(&all, firsts, &lengths)
+    }
+
+    /// Rounds the new values of parameters to their type, and stores the digits that it does not
+    /// have: the reverse of [`widen`](Self::widen).
+    pub fn narrow(
+        self,
+        values: Vec<Tensor<1>>,
+        (half, firsts): (DType, &[usize]),
+        origins: impl Iterator<Item = Origin>,
+        elements: usize,
+        state: &mut Slots,
+    ) -> Vec<Tensor<1>> {
+        if !is_half(half) {
+            return values;
+        }
+        let lengths: Vec<usize> = values.iter().map(|values| values.dims()[0]).collect();
+        let all = match self.master {
+            MasterWeights::None => {
+                return values.into_iter().map(|values| values.cast(half)).collect();
+            }
+            MasterWeights::Stochastic { seed } => {
+                let each = values.into_iter().zip(origins);
+                return each
+                    .map(|(values, origin)| stochastic(values, half, seed, origin))
+                    .collect();
+            }
+            MasterWeights::Full => {
+                let all = slices::place(values, firsts, elements);
+                state.put(MASTER, all.clone());
+                all.cast(half)
+            }
+            MasterWeights::Mantissa => {
+                let (high, low) = split(slices::place(values, firsts, elements));
+                state.put(MANTISSA, low);
+                high
+            }
+        };
+        cut(&all, firsts, &lengths)
+    }
+}
+
+/// The parameters in a flat state.
+fn cut(all: &Tensor<1>, firsts: &[usize], lengths: &[usize]) -> Vec<Tensor<1>> {
+    let each = firsts.iter().zip(lengths);
+    each.map(|(first, length)| slices::slice(all, *first..first + length)).collect()
+}
