@@ -57,7 +57,7 @@ pack() {
   # The text that `train_lm` trains on, which needs 164 KB or more.
   cp -r "$here"/src/{checkpoint,distributed} "$dir/src"
   cp -r "$here/tests/conformance" "$dir/tests"
-  [ -z "${DISTMUON_CONFORMANCE_DIR:-}" ] || cp "$DISTMUON_CONFORMANCE_DIR"/*.safetensors "$dir/conformance"
+  [ -z "${DISTMUON_CONFORMANCE_DIR:-}" ] || cp -r "$DISTMUON_CONFORMANCE_DIR"/. "$dir/conformance"
   commit >"$dir/commit"
 }
 

@@ -1,6 +1,7 @@
 //! Golden trajectories: every case of `tests/conformance/` and of the folder that
-//! `DISTMUON_CONFORMANCE_DIR` names is run on the default device, through a whole-module optimizer,
-//! and compared with its reference. The format is described in `tests/conformance/README.md`.
+//! `DISTMUON_CONFORMANCE_DIR` names, with the folders in it, is run on the default device, through
+//! a whole-module optimizer, and compared with its reference. The format is described in
+//! `tests/conformance/README.md`.
 //!
 //! A case that can't be expressed fails. With `DISTMUON_WRITE_CASES` set, the crate's own cases are
 //! written anew from their float64 reference.
@@ -28,9 +29,12 @@ pub fn trials() -> Vec<Trial> {
         move || cases::check_own(&folder).map_err(Failed::from)
     })];
     let further = std::env::var_os("DISTMUON_CONFORMANCE_DIR").map(PathBuf::from);
-    for path in [Some(folder), further].into_iter().flatten().flat_map(|folder| files(&folder)) {
-        let name = path.file_stem().expect("a file name").to_string_lossy().into_owned();
-        trials.push(Trial::test(name.clone(), move || run(&name, &path)));
+    for folder in [Some(folder), further].into_iter().flatten() {
+        for path in files(&folder) {
+            let name = path.strip_prefix(&folder).expect("a file of the folder").with_extension("");
+            let name = name.to_string_lossy().into_owned();
+            trials.push(Trial::test(name.clone(), move || run(&name, &path)));
+        }
     }
     trials
 }
@@ -43,15 +47,19 @@ fn own_cases() -> PathBuf {
     if working_folder.exists() { working_folder.into() } else { sources() }
 }
 
+/// The cases of a folder and of the folders in it.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder)
         .unwrap_or_else(|error| panic!("conformance folder {}: {error}", folder.display()));
-    let mut files: Vec<PathBuf> = entries
-        .map(|entry| entry.expect("a readable folder").path())
-        .filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"))
-        .collect();
-    files.sort();
-    files
+    let mut entries: Vec<PathBuf> =
+        entries.map(|entry| entry.expect("a readable folder").path()).collect();
+    entries.sort();
+    let is_case = |path: &Path| path.extension().is_some_and(|end| end == "safetensors");
+    let cases = entries.into_iter().flat_map(|path| match path.is_dir() {
+        true => files(&path),
+        false => Some(path).filter(|path| is_case(path)).into_iter().collect(),
+    });
+    cases.collect()
 }
 
 fn run(name: &str, path: &Path) -> Result<(), Failed> {

@@ -10,10 +10,8 @@ use distmuon::{
 };
 use serde::Deserialize;
 
-use super::{
-    Case, CoefficientSet, IterationName, Outcome, ScaleName, Step, every_optimizer, oriented,
-    relative_error,
-};
+use super::muon::{CoefficientSet, IterationName, ScaleName};
+use super::{Case, Outcome, Step, every_optimizer, oriented, relative_error};
 
 /// The settings of a case.
 #[derive(Clone, Debug, Deserialize)]

@@ -1,6 +1,8 @@
 //! Cases of the conformance test: their format, how they are run, and the crate's own.
 
+mod elementwise;
 mod mixed;
+mod muon;
 mod own;
 
 use std::collections::HashMap;
@@ -9,14 +11,13 @@ use std::path::Path;
 use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, FloatDType, Tensor, TensorData};
-use distmuon::{
-    AdamWConfig, Coefficients, ComputePath, DistMuonConfig, Error, IterationDtype, KernelPolicy,
-    LrScale, MatrixLayout, MomentumConfig, MuonConfig, NewtonSchulzConfig, RoutingRule, Schedule,
-    World,
-};
+use distmuon::{ComputePath, DistMuonConfig, Error, KernelPolicy, MatrixLayout, MuonConfig, World};
 use distmuon_testing::device::{has_type, tf32_or};
 use safetensors::SafeTensors;
 use serde::{Deserialize, Serialize};
+
+use elementwise::{AdamWSettings, LionSettings};
+use muon::{IterationName, MuonSettings};
 
 pub use own::{check_own, write_own};
 
@@ -35,100 +36,6 @@ struct Header {
     /// The parameters in order, if there are several.
     #[serde(default, skip_serializing)]
     params: Vec<mixed::Described>,
-}
-
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct MuonSettings {
-    coefficients: CoefficientSet,
-    ns_steps: usize,
-    epsilon: f64,
-    iteration_dtype: IterationName,
-    momentum_form: MomentumForm,
-    momentum: f64,
-    nesterov: bool,
-    scale: ScaleName,
-    weight_decay: f64,
-    #[serde(default = "one")]
-    lr_factor: f64,
-    #[serde(default)]
-    view: ViewName,
-    #[serde(default)]
-    momentum_warmup: Option<Warmup>,
-}
-
-fn one() -> f64 {
-    1.0
-}
-
-/// Linear from `from` to the momentum, which the last of `steps` steps has.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Warmup {
-    from: f64,
-    steps: usize,
-}
-
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(untagged)]
-enum CoefficientSet {
-    Named(CoefficientName),
-    Listed(Vec<[f64; 3]>),
-}
-
-#[derive(Clone, Debug, Serialize, Deserialize)]
-enum CoefficientName {
-    #[serde(rename = "kj")]
-    KellerJordan,
-    #[serde(rename = "you")]
-    You,
-    #[serde(rename = "polar_express_1.02")]
-    PolarExpressCushioned,
-    #[serde(rename = "polar_express/1.05")]
-    PolarExpress,
-    #[serde(rename = "deepseek_v4")]
-    DeepSeekV4,
-}
-
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum IterationName {
-    F32,
-    F16,
-    Bf16,
-}
-
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum MomentumForm {
-    Lerp,
-}
-
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum ScaleName {
-    None,
-    Original,
-    MatchRmsAdamw,
-    Spectral,
-}
-
-/// The matrices in a parameter of more than two dimensions, in the layout of the file.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum ViewName {
-    #[default]
-    Single,
-    Batch,
-    Flatten,
-}
-
-#[derive(Clone, Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct AdamWCase {
-    betas: [f64; 2],
-    epsilon: f64,
-    weight_decay: f64,
 }
 
 /// One file: a run of a reference.
@@ -265,8 +172,9 @@ impl Case {
 
     fn config(&self, rank: usize, layout: MatrixLayout) -> Outcome<MuonConfig> {
         match self.header.optimizer.as_str() {
-            "muon" => Ok(muon(self.settings()?, layout)),
-            "adamw" => Ok(adamw(self.settings()?, rank)),
+            "muon" => self.settings::<MuonSettings>()?.config(layout),
+            "adamw" => Ok(self.settings::<AdamWSettings>()?.config(rank)),
+            "lion" => Ok(self.settings::<LionSettings>()?.config(rank)),
             other => Err(format!("can't be expressed: optimizer `{other}`")),
         }
     }
@@ -355,67 +263,4 @@ fn relative_error<const D: usize>(
 fn norm<const D: usize>(tensor: Tensor<D>) -> f64 {
     let squares = tensor.to_data().iter::<f64>().map(|x| x * x).sum::<f64>();
     squares.sqrt()
-}
-
-fn muon(settings: MuonSettings, layout: MatrixLayout) -> MuonConfig {
-    let MomentumForm::Lerp = settings.momentum_form;
-    let momentum = match settings.momentum_warmup {
-        Some(Warmup { from, steps }) => Schedule::constant(from).linear(steps, settings.momentum),
-        None => settings.momentum.into(),
-    };
-    let rule = match settings.view {
-        ViewName::Single => RoutingRule::muon("weight"),
-        ViewName::Batch => RoutingRule::muon("weight").batch(),
-        ViewName::Flatten => RoutingRule::muon("weight").flatten(),
-    };
-    let newton_schulz = NewtonSchulzConfig::new()
-        .with_coefficients(settings.coefficients.set())
-        .with_steps(Some(settings.ns_steps))
-        .with_epsilon(settings.epsilon)
-        .with_dtype(match settings.iteration_dtype {
-            IterationName::F32 => IterationDtype::F32,
-            IterationName::F16 => IterationDtype::F16,
-            IterationName::Bf16 => IterationDtype::Bf16,
-        });
-    MuonConfig::new()
-        .with_newton_schulz(newton_schulz)
-        .with_momentum(
-            MomentumConfig::new().with_momentum(momentum).with_nesterov(settings.nesterov),
-        )
-        .with_weight_decay(settings.weight_decay.into())
-        .with_lr_scale(match settings.scale {
-            ScaleName::None => LrScale::None,
-            ScaleName::Original => LrScale::Original,
-            ScaleName::MatchRmsAdamw => LrScale::MatchRmsAdamW,
-            ScaleName::Spectral => LrScale::Spectral,
-        })
-        .with_lr_factor(settings.lr_factor)
-        .with_layout(layout)
-        .with_rule(rule)
-}
-
-fn adamw(settings: AdamWCase, rank: usize) -> MuonConfig {
-    let config = MuonConfig::new().with_adamw(
-        AdamWConfig::new()
-            .with_beta_1(settings.betas[0])
-            .with_beta_2(settings.betas[1])
-            .with_epsilon(settings.epsilon)
-            .with_weight_decay(settings.weight_decay),
-    );
-    if rank == 1 { config } else { config.with_rule(RoutingRule::adamw("weight")) }
-}
-
-impl CoefficientSet {
-    fn set(&self) -> Coefficients {
-        match self {
-            Self::Named(CoefficientName::KellerJordan) => Coefficients::KellerJordan,
-            Self::Named(CoefficientName::You) => Coefficients::You,
-            Self::Named(CoefficientName::PolarExpressCushioned) => {
-                Coefficients::PolarExpressCushioned
-            }
-            Self::Named(CoefficientName::PolarExpress) => Coefficients::polar_express(),
-            Self::Named(CoefficientName::DeepSeekV4) => Coefficients::DeepSeekV4,
-            Self::Listed(steps) => Coefficients::Custom(steps.clone()),
-        }
-    }
 }

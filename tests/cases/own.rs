@@ -9,7 +9,8 @@ use faer::Mat;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 
-use super::{Case, Header, MuonSettings, Outcome, ScaleName, ViewName};
+use super::muon::{FormName, MuonSettings, ScaleName, ViewName, WeightDecayName};
+use super::{Case, Header, Outcome};
 
 /// Steps of a case.
 const STEPS: usize = 4;
@@ -42,6 +43,12 @@ fn descriptions() -> Vec<(&'static str, Vec<usize>, f64, Value)> {
             json!({"momentum_warmup": {"from": 0.85, "steps": 3}}),
         ),
         ("own-f16", vec![32, 64], 0.02, json!({"iteration_dtype": "f16"})),
+        (
+            "own-momentum-sum",
+            vec![30, 18],
+            0.05,
+            json!({"momentum_form": "sum", "momentum_warmup": {"from": 0.5, "steps": 3}}),
+        ),
     ]
 }
 
@@ -134,6 +141,10 @@ pub fn check_own(folder: &Path) -> Outcome<()> {
 fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>]) -> Vec<Vec<f64>> {
     let settings: MuonSettings =
         serde_json::from_value(header.config.clone()).expect("the header has all settings");
+    let has_parts = settings.second_moment.is_some() || settings.hyperball.is_some();
+    let is_cut = settings.splits.is_some() || settings.heads.is_some();
+    let is_decoupled = settings.weight_decay_method == WeightDecayName::Decoupled;
+    assert!(is_decoupled && !has_parts && !is_cut, "not in this reference: {settings:?}");
     let [rows, columns] = match (settings.view, shape) {
         (ViewName::Flatten, [rows, rest @ ..]) => [*rows, rest.iter().product()],
         (_, [.., rows, columns]) => [*rows, *columns],
@@ -144,6 +155,7 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
         ScaleName::None => 1.0,
         ScaleName::Original => (outputs / inputs).max(1.0).sqrt(),
         ScaleName::MatchRmsAdamw => 0.2 * outputs.max(inputs).sqrt(),
+        ScaleName::LongerSide => outputs.max(inputs).sqrt(),
         ScaleName::Spectral => (outputs / inputs).sqrt(),
     };
     let schedule = settings.coefficients.set().schedule(settings.ns_steps).expect("a usable set");
@@ -160,10 +172,14 @@ fn reference(header: &Header, shape: &[usize], init: &[f64], grads: &[Vec<f64>])
                 }
                 _ => settings.momentum,
             };
+            let fresh = match settings.momentum_form {
+                FormName::Lerp => 1.0 - mu,
+                FormName::Sum => 1.0,
+            };
             for (m, g) in momentum.iter_mut().zip(grad) {
-                *m = mu * *m + (1.0 - mu) * g;
+                *m = mu * *m + fresh * g;
             }
-            let look_ahead = |(m, g): (&f64, &f64)| mu * m + (1.0 - mu) * g;
+            let look_ahead = |(m, g): (&f64, &f64)| mu * m + fresh * g;
             let update: Vec<f64> = match settings.nesterov {
                 true => momentum.iter().zip(grad).map(look_ahead).collect(),
                 false => momentum.clone(),

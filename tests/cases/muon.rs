@@ -1,0 +1,268 @@
+//! The settings of a case of Muon.
+
+use distmuon::parts::{AdaMuon, Hyperball, Namo, NorMuon};
+use distmuon::{
+    Coefficients, IterationDtype, LrScale, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig,
+    NewtonSchulzConfig, Part, RoutingRule, Schedule, WeightDecay,
+};
+use serde::{Deserialize, Serialize};
+
+use super::Outcome;
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MuonSettings {
+    pub coefficients: CoefficientSet,
+    pub ns_steps: usize,
+    pub epsilon: f64,
+    pub iteration_dtype: IterationName,
+    pub momentum_form: FormName,
+    pub momentum: f64,
+    pub nesterov: bool,
+    pub scale: ScaleName,
+    pub weight_decay: f64,
+    #[serde(default)]
+    pub weight_decay_method: WeightDecayName,
+    #[serde(default = "one")]
+    pub lr_factor: f64,
+    #[serde(default)]
+    pub view: ViewName,
+    #[serde(default)]
+    pub momentum_warmup: Option<Warmup>,
+    #[serde(default)]
+    pub second_moment: Option<SecondMoment>,
+    #[serde(default)]
+    pub hyperball: Option<Ball>,
+    #[serde(default)]
+    pub splits: Option<Vec<usize>>,
+    #[serde(default)]
+    pub heads: Option<usize>,
+}
+
+fn one() -> f64 {
+    1.0
+}
+
+/// Linear from `from` to the momentum, which the last of `steps` steps has.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Warmup {
+    pub from: f64,
+    pub steps: usize,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum CoefficientSet {
+    Named(CoefficientName),
+    Listed(Vec<[f64; 3]>),
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum CoefficientName {
+    #[serde(rename = "kj")]
+    KellerJordan,
+    #[serde(rename = "you")]
+    You,
+    #[serde(rename = "polar_express_1.02")]
+    PolarExpressCushioned,
+    #[serde(rename = "polar_express/1.05")]
+    PolarExpress,
+    #[serde(rename = "deepseek_v4")]
+    DeepSeekV4,
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum IterationName {
+    F32,
+    F16,
+    Bf16,
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FormName {
+    Lerp,
+    Sum,
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScaleName {
+    None,
+    Original,
+    MatchRmsAdamw,
+    LongerSide,
+    Spectral,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WeightDecayName {
+    #[default]
+    Decoupled,
+    Cautious,
+    Independent,
+    Palm,
+    L2,
+}
+
+/// The matrices in a parameter of more than two dimensions, in the layout of the file.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ViewName {
+    #[default]
+    Single,
+    Batch,
+    Flatten,
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SecondMoment {
+    method: SecondMomentName,
+    beta2: f64,
+    epsilon: f64,
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+enum SecondMomentName {
+    #[serde(rename = "normuon")]
+    NorMuon,
+    #[serde(rename = "normuon-rows")]
+    NorMuonOfRows,
+    #[serde(rename = "adamuon")]
+    AdaMuon,
+    #[serde(rename = "namo")]
+    Namo,
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Ball {
+    radius: f64,
+}
+
+impl MuonSettings {
+    /// The configuration for a model with the parameter `weight` in a layout.
+    pub fn config(&self, layout: MatrixLayout) -> Outcome<MuonConfig> {
+        let momentum = MomentumConfig::new()
+            .with_momentum(self.momentum())
+            .with_form(self.momentum_form.form())
+            .with_nesterov(self.nesterov);
+        let newton_schulz = NewtonSchulzConfig::new()
+            .with_coefficients(self.coefficients.set())
+            .with_steps(Some(self.ns_steps))
+            .with_epsilon(self.epsilon)
+            .with_dtype(self.iteration_dtype.dtype());
+        let (scale, factor) = self.scale.scale();
+        let second_moment = self.second_moment.map(SecondMoment::part);
+        let hyperball = self.hyperball.map(|ball| Hyperball::fixed(ball.radius).into());
+        Ok(MuonConfig::new()
+            .with_newton_schulz(newton_schulz)
+            .with_momentum(momentum)
+            .with_weight_decay(self.weight_decay_method.decay(self.weight_decay))
+            .with_parts(second_moment.into_iter().chain(hyperball).collect())
+            .with_lr_scale(scale)
+            .with_lr_factor(factor * self.lr_factor)
+            .with_layout(layout)
+            .with_rule(self.rule()?))
+    }
+
+    fn momentum(&self) -> Schedule {
+        match self.momentum_warmup {
+            Some(Warmup { from, steps }) => Schedule::constant(from).linear(steps, self.momentum),
+            None => self.momentum.into(),
+        }
+    }
+
+    fn rule(&self) -> Outcome<RoutingRule> {
+        let rule = match self.view {
+            ViewName::Single => RoutingRule::muon("weight"),
+            ViewName::Batch => RoutingRule::muon("weight").batch(),
+            ViewName::Flatten => RoutingRule::muon("weight").flatten(),
+        };
+        match (&self.splits, self.heads) {
+            (None, None) => Ok(rule.into()),
+            (Some(sizes), None) => Ok(rule.split(sizes.clone()).into()),
+            (None, Some(count)) => Ok(rule.heads(count).into()),
+            (Some(_), Some(_)) => Err("can't be expressed: `splits` and `heads`".into()),
+        }
+    }
+}
+
+impl FormName {
+    fn form(self) -> MomentumForm {
+        match self {
+            Self::Lerp => MomentumForm::Average,
+            Self::Sum => MomentumForm::Sum,
+        }
+    }
+}
+
+impl IterationName {
+    fn dtype(self) -> IterationDtype {
+        match self {
+            Self::F32 => IterationDtype::F32,
+            Self::F16 => IterationDtype::F16,
+            Self::Bf16 => IterationDtype::Bf16,
+        }
+    }
+}
+
+impl ScaleName {
+    /// The scale, and a factor on it.
+    fn scale(self) -> (LrScale, f64) {
+        match self {
+            Self::None => (LrScale::None, 1.0),
+            Self::Original => (LrScale::Original, 1.0),
+            Self::MatchRmsAdamw => (LrScale::MatchRmsAdamW, 1.0),
+            // Without the 0.2 of `MatchRmsAdamW`.
+            Self::LongerSide => (LrScale::MatchRmsAdamW, 5.0),
+            Self::Spectral => (LrScale::Spectral, 1.0),
+        }
+    }
+}
+
+impl WeightDecayName {
+    fn decay(self, rate: f64) -> WeightDecay {
+        let rate = Schedule::constant(rate);
+        match self {
+            Self::Decoupled => WeightDecay::Decoupled(rate),
+            Self::Cautious => WeightDecay::Cautious(rate),
+            Self::Independent => WeightDecay::Independent(rate),
+            Self::Palm => WeightDecay::SquaredRate(rate),
+            Self::L2 => WeightDecay::Coupled(rate),
+        }
+    }
+}
+
+impl SecondMoment {
+    fn part(self) -> Part {
+        let Self { method, beta2, epsilon } = self;
+        match method {
+            SecondMomentName::NorMuon => NorMuon::new(beta2).with_epsilon(epsilon).into(),
+            SecondMomentName::NorMuonOfRows => {
+                NorMuon::per_output(beta2).with_epsilon(epsilon).into()
+            }
+            SecondMomentName::AdaMuon => AdaMuon::new(beta2).with_epsilon(epsilon).into(),
+            SecondMomentName::Namo => Namo::new(beta2).with_epsilon(epsilon).into(),
+        }
+    }
+}
+
+impl CoefficientSet {
+    pub fn set(&self) -> Coefficients {
+        match self {
+            Self::Named(CoefficientName::KellerJordan) => Coefficients::KellerJordan,
+            Self::Named(CoefficientName::You) => Coefficients::You,
+            Self::Named(CoefficientName::PolarExpressCushioned) => {
+                Coefficients::PolarExpressCushioned
+            }
+            Self::Named(CoefficientName::PolarExpress) => Coefficients::polar_express(),
+            Self::Named(CoefficientName::DeepSeekV4) => Coefficients::DeepSeekV4,
+            Self::Listed(steps) => Coefficients::Custom(steps.clone()),
+        }
+    }
+}
