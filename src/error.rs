@@ -253,6 +253,16 @@ pub enum Error {
         /// The second path of the same parameter.
         second: String,
     },
+    /// A rule of QK-clip does not fit the model, or an attention's report does not fit the rules.
+    #[error("QK-clip of {subject}: {reason}; {remedy}")]
+    QkClip {
+        /// The rule, attention or parameter.
+        subject: String,
+        /// The problem.
+        reason: String,
+        /// The remedy.
+        remedy: &'static str,
+    },
     /// A parameter was skipped in too many steps in a row.
     #[error(
         "parameter `{parameter}` was skipped in {steps} steps in a row: expected finite gradients \

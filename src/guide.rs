@@ -13,6 +13,7 @@
 //! | exclude a layer from Muon, freeze it, or train LoRA adapters | [`excluding`] |
 //! | clip gradients | [`clipping`] |
 //! | step once for several batches | [`accumulation`] |
+//! | bound the logits of attention | [`qk_clip`] |
 //! | see the routing, the skips and the memory of a run | [`watching`] |
 //! | know the cost in memory and time | [`cost`] |
 //! | understand an error | [`troubleshooting`] |
@@ -111,6 +112,10 @@ pub mod clipping {}
 /// One step for several batches, and the effects of a sum instead of a mean.
 #[doc = include_str!("../docs/guide/accumulation.md")]
 pub mod accumulation {}
+
+/// QK-clip for multi-head, grouped-query and latent attention.
+#[doc = include_str!("../docs/guide/qk-clip.md")]
+pub mod qk_clip {}
 
 /// Tables, counts, warnings and metrics of a run.
 ///

@@ -57,6 +57,7 @@
 //! - [excluding and freezing layers, LoRA](guide::excluding);
 //! - [clipping gradients](guide::clipping), together or separately;
 //! - [accumulating gradients](guide::accumulation);
+//! - [bounding the logits of attention](guide::qk_clip), by QK-clip;
 //! - [watching a run](guide::watching): routing, skipped steps, memory;
 //! - [memory, time and launches](guide::cost);
 //! - [troubleshooting](guide::troubleshooting): errors, causes and remedies;
@@ -71,6 +72,7 @@
 //! | [`routing`] | [`Routing`], the optimizer of every parameter, and [`RoutingRule`], which overrides it |
 //! | [`adamw`] | [`AdamWConfig`], the settings of all other parameters |
 //! | [`parts`] | optional stages of Muon's update, such as [`NorMuon`](parts::NorMuon) |
+//! | [`qk_clip`] | [`QkClip`], which scales the projections of attention heads with large logits |
 //! | [`comm`] | [`World`], the ranks that train together, and their collectives |
 //! | [`distributed`] | [`DistMuonConfig`] and the optimizers of many ranks; [`plan`](distributed::plan), the assignment of matrices to ranks |
 //! | [`schedule`] | [`Schedule`], for momentum, weight decay and learning rate over the steps of a run |
@@ -123,6 +125,7 @@ mod metric;
 pub mod muon;
 pub mod orthogonalize;
 mod parameters;
+pub mod qk_clip;
 pub mod routing;
 pub mod schedule;
 // A link to the file of `distmuon-skips`: unit tests also run from the published package, which
@@ -150,6 +153,7 @@ pub use muon::{Muon, MuonConfig, MuonState};
 pub use orthogonalize::{
     Coefficients, IterationDtype, IterationForm, IterationPlan, NewtonSchulz, NewtonSchulzConfig,
 };
+pub use qk_clip::{ClippedHeads, LatentHead, MaxLogits, QkClip, QkClipConfig, QkClipRule};
 pub use routing::{
     MuonRoutingRule, ParameterRole, ParameterRoute, RoleSummary, Routing, RoutingRule,
 };

@@ -12,6 +12,7 @@ mod optimizer;
 mod orthogonalize;
 mod parts;
 mod precision;
+mod qk_clip;
 mod routing;
 mod skips;
 mod split;
