@@ -1,11 +1,13 @@
 //! The output of a run while it trains: a progress bar or lines, and the log.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::File;
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use distmuon::qk_clip::ClippedHeads;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 
@@ -31,6 +33,33 @@ struct Skips {
     counts: BTreeMap<String, u64>,
 }
 
+/// The heads that QK-clip has clipped in a step, over all attentions.
+struct Clips {
+    /// The largest finite logit before clipping.
+    max_logit: f32,
+    clipped: usize,
+    /// Heads whose maximum logit was not finite.
+    not_finite: usize,
+}
+
+impl Clips {
+    /// Waits for the device.
+    fn of(heads: &ClippedHeads) -> Self {
+        let none = Self { max_logit: f32::NEG_INFINITY, clipped: 0, not_finite: 0 };
+        heads.read().iter().fold(none, |sum, attention| Self {
+            max_logit: sum.max_logit.max(attention.max_logit),
+            clipped: sum.clipped + attention.clipped,
+            not_finite: sum.not_finite + attention.not_finite,
+        })
+    }
+}
+
+impl fmt::Display for Clips {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, ", max logit {:.1}, {} heads clipped", self.max_logit, self.clipped)
+    }
+}
+
 impl<'a> Display<'a> {
     pub fn new(
         name: &'a str,
@@ -49,13 +78,23 @@ impl<'a> Display<'a> {
         Ok(display)
     }
 
-    /// Reports the loss of a step.
-    pub fn step(&self, step: usize, loss: f64, lr: f64, tokens_per_step: usize) -> Result<()> {
+    /// Reports the loss of a step, and the heads that QK-clip has clipped.
+    pub fn step(
+        &self,
+        step: usize,
+        loss: f64,
+        lr: f64,
+        tokens_per_step: usize,
+        clipped: Option<&ClippedHeads>,
+    ) -> Result<()> {
         let seconds = self.start.elapsed().as_secs_f64();
         let per_second = (step - self.first) as f64 / seconds;
         let rate = tokens_per_step as f64 * per_second;
         let remaining = Duration::from_secs_f64((self.steps - step) as f64 / per_second);
-        let message = format!("loss {loss:.3}, {rate:.0} tokens/s, {} left", short(remaining));
+        let clips = clipped.map(Clips::of);
+        let logits = clips.as_ref().map(ToString::to_string).unwrap_or_default();
+        let remaining = short(remaining);
+        let message = format!("loss {loss:.3}{logits}, {rate:.0} tokens/s, {remaining} left");
         match &self.bar {
             Some(bar) => {
                 bar.set_message(message);
@@ -64,9 +103,15 @@ impl<'a> Display<'a> {
             None if step.is_multiple_of(LINE_EVERY) || step == 1 => self.line(step, &message),
             None => {}
         }
-        self.log(json!({
+        let mut record = json!({
             "step": step, "loss": loss, "lr": lr, "tokens_per_second": rate, "seconds": seconds,
-        }))
+        });
+        if let Some(clips) = clips {
+            record["max_logit"] = json!(clips.max_logit);
+            record["clipped_heads"] = json!(clips.clipped);
+            record["heads_not_finite"] = json!(clips.not_finite);
+        }
+        self.log(record)
     }
 
     /// Reports the loss of a validation.

@@ -58,7 +58,7 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> Result<()> {
     if let Some(saved) = &saved {
         saved.check(&corpus, &options.settings).with_context(|| options.resume_flag())?;
     }
-    let sizes = options.settings.preset.config(corpus.tokenizer.vocabulary());
+    let sizes = options.settings.model(corpus.tokenizer.vocabulary());
     let log = options.log.as_deref().filter(|_| is_first);
     let log = log.map(|path| open_log(path, saved.is_some())).transpose()?;
     let run = |(optimizer, ranks)| {

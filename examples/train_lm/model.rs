@@ -11,7 +11,8 @@ use burn::nn::{
 use burn::tensor::activation::relu;
 use burn::tensor::module::attention;
 use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Bool, Device, Int, Tensor};
+use distmuon::{MaxLogits, QkClipConfig, QkClipRule};
 
 /// Sizes of a model.
 #[derive(Config, Debug, PartialEq)]
@@ -21,6 +22,9 @@ pub struct GptConfig {
     pub width: usize,
     pub context: usize,
     pub vocabulary: usize,
+    /// Normalises queries and keys. Without it, the logits of attention have no bound.
+    #[config(default = true)]
+    pub qk_norm: bool,
 }
 
 #[derive(Module, Debug)]
@@ -46,8 +50,8 @@ struct Attention {
     key: Linear,
     value: Linear,
     output: Linear,
-    query_norm: RmsNorm,
-    key_norm: RmsNorm,
+    query_norm: Option<RmsNorm>,
+    key_norm: Option<RmsNorm>,
     heads: usize,
 }
 
@@ -81,8 +85,8 @@ impl GptConfig {
                 key: self.linear(self.width, self.width, device),
                 value: self.linear(self.width, self.width, device),
                 output: self.linear(self.width, self.width, device),
-                query_norm: self.norm(head, device),
-                key_norm: self.norm(head, device),
+                query_norm: self.qk_norm.then(|| self.norm(head, device)),
+                key_norm: self.qk_norm.then(|| self.norm(head, device)),
                 heads: self.heads,
             },
             mlp_norm: self.norm(self.width, device),
@@ -91,6 +95,12 @@ impl GptConfig {
                 down: self.linear(4 * self.width, self.width, device),
             },
         }
+    }
+
+    /// QK-clip of all attentions at a threshold.
+    pub fn qk_clip(&self, tau: f64) -> QkClipConfig {
+        let rule = QkClipRule::multi_head(r"^blocks\.\d+\.attention$", self.heads);
+        QkClipConfig::new().with_tau(tau).with_rule(rule)
     }
 
     fn linear(&self, inputs: usize, outputs: usize, device: &Device) -> Linear {
@@ -108,16 +118,32 @@ impl GptConfig {
 
 impl Gpt {
     /// Logits of the next token at every position, `[batch, length]` to
-    /// `[batch, length, vocabulary]`.
-    pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
-        let x = self.embedding.forward(tokens);
-        let x = self.blocks.iter().fold(x, |x, block| block.forward(x, &self.rope));
+    /// `[batch, length, vocabulary]`. The attentions report their maximum logits, if there is
+    /// something to report them to.
+    pub fn forward(
+        &self,
+        tokens: Tensor<2, Int>,
+        mut max_logits: Option<&mut MaxLogits>,
+    ) -> Tensor<3> {
+        let mut x = self.embedding.forward(tokens);
+        for (index, block) in self.blocks.iter().enumerate() {
+            let (next, maxima) = block.forward(x, &self.rope, max_logits.is_some());
+            if let Some((logits, maxima)) = max_logits.as_deref_mut().zip(maxima) {
+                logits.report(format!("blocks.{index}.attention"), maxima);
+            }
+            x = next;
+        }
         self.head.forward(self.norm.forward(x))
     }
 
-    /// Mean cross-entropy in nats per token; both arguments are `[batch, length]`.
-    pub fn loss(&self, tokens: Tensor<2, Int>, targets: Tensor<2, Int>) -> Tensor<1> {
-        let logits = self.forward(tokens);
+    /// Mean cross-entropy in nats per token; `tokens` and `targets` are `[batch, length]`.
+    pub fn loss(
+        &self,
+        tokens: Tensor<2, Int>,
+        targets: Tensor<2, Int>,
+        max_logits: Option<&mut MaxLogits>,
+    ) -> Tensor<1> {
+        let logits = self.forward(tokens, max_logits);
         let [batch, length, vocabulary] = logits.dims();
         let loss = CrossEntropyLossConfig::new().init(&logits.device());
         loss.forward(
@@ -128,25 +154,55 @@ impl Gpt {
 }
 
 impl Block {
-    fn forward(&self, x: Tensor<3>, rope: &RotaryEncoding) -> Tensor<3> {
-        let x = x.clone() + self.attention.forward(self.attention_norm.forward(x), rope);
-        x.clone() + self.mlp.forward(self.mlp_norm.forward(x))
+    /// The output, and the maximum logits of the attention if they are wanted.
+    fn forward(
+        &self,
+        x: Tensor<3>,
+        rope: &RotaryEncoding,
+        wants_logits: bool,
+    ) -> (Tensor<3>, Option<Tensor<1>>) {
+        let normalized = self.attention_norm.forward(x.clone());
+        let (mixed, maxima) = self.attention.forward(normalized, rope, wants_logits);
+        let x = x + mixed;
+        (x.clone() + self.mlp.forward(self.mlp_norm.forward(x)), maxima)
     }
 }
 
 impl Attention {
-    fn forward(&self, x: Tensor<3>, rope: &RotaryEncoding) -> Tensor<3> {
+    /// The output, and the maximum logits if they are wanted.
+    fn forward(
+        &self,
+        x: Tensor<3>,
+        rope: &RotaryEncoding,
+        wants_logits: bool,
+    ) -> (Tensor<3>, Option<Tensor<1>>) {
         let [batch, length, width] = x.dims();
         let heads = |x: Tensor<3>| {
             x.reshape([batch, length, self.heads, width / self.heads]).swap_dims(1, 2)
         };
-        let query = rope.forward(self.query_norm.forward(heads(self.query.forward(x.clone()))));
-        let key = rope.forward(self.key_norm.forward(heads(self.key.forward(x.clone()))));
+        let turned = |x: Tensor<4>, norm: &Option<RmsNorm>| match norm {
+            Some(norm) => rope.forward(norm.forward(x)),
+            None => rope.forward(x),
+        };
+        let query = turned(heads(self.query.forward(x.clone())), &self.query_norm);
+        let key = turned(heads(self.key.forward(x.clone())), &self.key_norm);
         let value = heads(self.value.forward(x));
+        // Burn's attention does not return them.
+        let maxima = wants_logits.then(|| max_logits(query.clone().inner(), key.clone().inner()));
         let causal = AttentionModuleOptions { is_causal: true, ..Default::default() };
         let mixed = attention(query, key, value, None, None, causal);
-        self.output.forward(mixed.swap_dims(1, 2).reshape([batch, length, width]))
+        (self.output.forward(mixed.swap_dims(1, 2).reshape([batch, length, width])), maxima)
     }
+}
+
+/// The maximum logit of every head of causal attention, from `[batch, heads, length, width]`.
+fn max_logits(query: Tensor<4>, key: Tensor<4>) -> Tensor<1> {
+    let [batch, heads, length, width] = query.dims();
+    let scores = query.matmul(key.transpose()).div_scalar((width as f64).sqrt());
+    let future = Tensor::<2, Bool>::tril_mask([length, length], 0, &scores.device());
+    let future = future.reshape([1, 1, length, length]).expand([batch, heads, length, length]);
+    let scores = scores.mask_fill(future, f32::MIN);
+    scores.swap_dims(0, 1).reshape([heads, batch * length * length]).max_dim(1).reshape([heads])
 }
 
 impl Mlp {

@@ -41,6 +41,12 @@ pub struct Settings {
     #[arg(long, allow_negative_numbers = true, value_parser = positive)]
     #[arg(help_heading = "Optimizer")]
     pub lr: Option<f64>,
+    /// Clips heads of attention whose maximum logit is above TAU after each step.
+    ///
+    /// The model then leaves its queries and keys as they are, instead of normalising them.
+    #[arg(long, value_name = "TAU", value_parser = positive, help_heading = "Optimizer")]
+    #[serde(default)]
+    pub qk_clip: Option<f64>,
     /// Steps of training. A resumed run can be given more of them.
     #[arg(long, default_value_t = 300, value_parser = at_least_one, help_heading = "Optimizer")]
     pub steps: usize,
@@ -62,7 +68,7 @@ impl Preset {
         self.to_possible_value().expect("no value is skipped").get_name().to_owned()
     }
 
-    pub fn config(self, vocabulary: usize) -> GptConfig {
+    fn config(self, vocabulary: usize) -> GptConfig {
         match self {
             Self::Tiny => GptConfig::new(4, 4, 128, 128, vocabulary),
             Self::Small => GptConfig::new(8, 8, 256, 256, vocabulary),
@@ -72,6 +78,11 @@ impl Preset {
 }
 
 impl Settings {
+    /// The sizes of the model, and its form.
+    pub fn model(&self, vocabulary: usize) -> GptConfig {
+        self.preset.config(vocabulary).with_qk_norm(self.qk_clip.is_none())
+    }
+
     /// The settings of one run, with its optimizer, its learning rate, and an absolute path.
     pub fn for_run(&self, optimizer: OptimizerName) -> Result<Self> {
         let data = self.data.as_deref().map(std::path::absolute).transpose();
@@ -110,6 +121,7 @@ impl Settings {
         for (name, value) in self.fields()?.into_iter().filter(|(name, _)| is_given(name)) {
             let before = &merged[&name];
             if before != &value && !self.may_change(&name, saved) {
+                let name = name.replace('_', "-");
                 differing.push(format!("--{name} {} (saved: {})", text(&value), text(before)));
             }
             merged.insert(name, value);

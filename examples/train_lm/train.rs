@@ -11,6 +11,8 @@ use burn::module::Module;
 use burn::optim::{GradientsAccumulator, GradientsParams};
 use burn::tensor::{Device, Int, Tensor, TensorData, activation::softmax, s};
 use distmuon::comm::World;
+use distmuon::qk_clip::ClippedHeads;
+use distmuon::{MaxLogits, QkClip};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 use super::data::{Corpus, Split};
@@ -77,10 +79,21 @@ pub struct Run<'a> {
 struct Training<'a> {
     model: Gpt,
     optim: Optim,
+    clip: Option<QkClip>,
     progress: Progress,
     clock: Clock,
     /// On rank 0 only.
     display: Option<Display<'a>>,
+}
+
+impl Training<'_> {
+    /// Clips the heads of attention whose logits were above the threshold, on all ranks.
+    fn clip(mut self, world: &World, logits: &MaxLogits) -> Result<(Self, Option<ClippedHeads>)> {
+        let Some(clip) = &self.clip else { return Ok((self, None)) };
+        let (model, clipped) = clip.apply_on(world, self.model, logits)?;
+        self.model = model;
+        Ok((self, Some(clipped)))
+    }
 }
 
 impl Run<'_> {
@@ -120,7 +133,9 @@ impl Run<'_> {
         let (model, optim, progress) = self.start(world, model)?;
         let display = || Display::new(&name, self.ranks, &self.settings, &progress, self.log);
         let display = world.is_main().then(display).transpose()?;
-        let training = Training { model, optim, progress, clock: Clock::default(), display };
+        let clip = self.settings.qk_clip.map(|tau| self.sizes.qk_clip(tau).init(&model));
+        let (clip, clock) = (clip.transpose()?, Clock::default());
+        let training = Training { model, optim, clip, progress, clock, display };
         self.finish(world, self.steps(world, training)?)
     }
 
@@ -132,9 +147,13 @@ impl Run<'_> {
         while training.progress.step < self.settings.steps && !self.stopped(world)? {
             let lr = schedule.at(training.progress.step);
             let start = Instant::now();
-            let (loss, grads) = self.gradients(world, &training.model, training.progress.step)?;
+            let mut logits = training.clip.is_some().then(MaxLogits::new);
+            let (loss, grads) =
+                self.gradients(world, &training.model, training.progress.step, logits.as_mut())?;
             let optimizer_start = Instant::now();
             training.model = training.optim.step(lr, training.model, grads)?;
+            let clipped;
+            (training, clipped) = training.clip(world, &logits.unwrap_or_default())?;
             world.device().sync()?;
             if training.progress.step - first == WARM_UP {
                 training.clock = Clock::default();
@@ -144,7 +163,7 @@ impl Run<'_> {
 
             let step = training.progress.step;
             if let Some(display) = &training.display {
-                display.step(step, loss, lr, self.tokens_per_step())?;
+                display.step(step, loss, lr, self.tokens_per_step(), clipped.as_ref())?;
             }
             non_finite = if loss.is_finite() { 0 } else { non_finite + 1 };
             if non_finite == MAX_NON_FINITE {
@@ -213,7 +232,14 @@ impl Run<'_> {
     }
 
     /// Computes the loss of a step on all ranks, and the gradients of this rank's sequences.
-    fn gradients(&self, world: &World, model: &Gpt, step: usize) -> Result<(f64, GradientsParams)> {
+    /// The attentions report to `logits`, if there are any.
+    fn gradients(
+        &self,
+        world: &World,
+        model: &Gpt,
+        step: usize,
+        mut logits: Option<&mut MaxLogits>,
+    ) -> Result<(f64, GradientsParams)> {
         let parts = self.options.accumulate;
         let batch = self.batch(Split::Train, self.batch_seed(step), world.device());
         let sequences = world.part(self.settings.batch);
@@ -222,7 +248,8 @@ impl Run<'_> {
         let mut accumulator = GradientsAccumulator::new();
         let mut losses = Vec::new();
         for (tokens, targets) in tokens.into_iter().zip(targets) {
-            let loss = model.loss(tokens, targets).div_scalar(parts as f64);
+            let loss = model.loss(tokens, targets, logits.as_deref_mut());
+            let loss = loss.div_scalar(parts as f64);
             accumulator.accumulate(model, GradientsParams::from_grads(loss.backward(), model));
             losses.push(loss.inner());
         }
@@ -311,7 +338,7 @@ impl Run<'_> {
         let local = (0..VALIDATION_BATCHES).skip(world.rank()).step_by(world.size());
         let losses = local.map(|i| {
             let [tokens, targets] = self.batch(Split::Validation, VALIDATION_SEED + i, &device);
-            (i, f64::from(model.loss(tokens, targets).into_scalar::<f32>()).to_bits())
+            (i, f64::from(model.loss(tokens, targets, None).into_scalar::<f32>()).to_bits())
         });
         let losses = world.all_gather_value(&losses.collect::<Vec<_>>())?;
         // The map orders the losses, so that their sum is the same on any number of ranks.
@@ -340,7 +367,7 @@ impl Run<'_> {
             let window = &tokens[tokens.len().saturating_sub(self.sizes.context)..];
             let values: Vec<i32> = window.iter().map(|token| i32::from(*token)).collect();
             let input = Tensor::from_data(TensorData::new(values, [1, window.len()]), &device);
-            let logits = model.forward(input).slice([0..1, window.len() - 1..window.len()]);
+            let logits = model.forward(input, None).slice([0..1, window.len() - 1..window.len()]);
             let probabilities: Vec<f64> = softmax(logits, 2).into_data().iter::<f64>().collect();
             let mut draw = rng.random_range(0.0..1.0);
             let token = probabilities.iter().position(|probability| {

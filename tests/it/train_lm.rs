@@ -241,6 +241,52 @@ fn logs_contain_every_step_and_are_appended_to() {
     assert_eq!(with(&both, "loss").len(), 3);
 }
 
+/// The numbers of a key in the records of every step.
+fn per_step(log: &[serde_json::Value], key: &str) -> Vec<f64> {
+    log.iter().filter_map(|record| record.get(key)?.as_f64()).collect()
+}
+
+#[test]
+fn qk_clip_bounds_the_logits_on_any_number_of_ranks() {
+    const TAU: f64 = 2.0;
+    let folder = folder();
+    let flags = "--data text.rs --batch 2 --steps 12 --eval-every 0 --sample 0 --lr 0.03";
+    let run = |name: &str, flags: &str| {
+        let (_, stderr) = succeed_with_output(folder.path(), &format!("{flags} --log {name}"));
+        assert!(stderr.contains(", max logit "), "{stderr}");
+        log(&folder.path().join(name))
+    };
+    let free = run("free.jsonl", &format!("{flags} --qk-clip 1e9"));
+    let one = run("one.jsonl", &format!("{flags} --qk-clip {TAU} --save run.bpk"));
+    let two = run("two.jsonl", &format!("{flags} --qk-clip {TAU} --ranks 2"));
+    let parts = run("parts.jsonl", &format!("{flags} --qk-clip {TAU} --accumulate 2"));
+
+    let free_logits = per_step(&free, "max_logit");
+    assert_eq!(free_logits.len(), 12);
+    assert!(per_step(&free, "clipped_heads").iter().all(|heads| *heads == 0.0), "{free:?}");
+    let (logits, heads) = (per_step(&one, "max_logit"), per_step(&one, "clipped_heads"));
+    assert!(heads.iter().any(|heads| *heads > 0.0), "no head is clipped: {logits:?}");
+    for (logit, heads) in logits.iter().zip(&heads) {
+        assert_eq!(*heads > 0.0, *logit > TAU, "{logits:?}, {heads:?}");
+    }
+    let largest = |logits: &[f64]| logits.iter().copied().fold(f64::MIN, f64::max);
+    assert!(largest(&logits) < 0.7 * largest(&free_logits), "{logits:?} and {free_logits:?}");
+    for other in [two, parts] {
+        for (other, logit) in per_step(&other, "max_logit").iter().zip(&logits) {
+            assert!((other - logit).abs() < 1e-3 * logit, "{other:?} and {logits:?}");
+        }
+        assert_eq!(per_step(&other, "clipped_heads"), heads);
+    }
+    let more = run("run.jsonl", "--resume run.bpk --steps 13 --sample 0");
+    assert_eq!(per_step(&more, "max_logit").len(), 1, "the setting is that of the checkpoint");
+    rejected(folder.path(), "--resume run.bpk --qk-clip 3", "--qk-clip 3.0 (saved: 2.0)");
+    rejected(
+        folder.path(),
+        "--data text.rs --qk-clip 0",
+        "--qk-clip <TAU>': it must be a positive",
+    );
+}
+
 #[test]
 fn accumulated_parts_follow_the_curve_of_the_whole_batch() {
     let folder = folder();
