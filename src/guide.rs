@@ -5,6 +5,7 @@
 //! | replace AdamW, or Burn's own Muon | [`from_adamw`] |
 //! | choose a learning rate | [`learning_rate`] |
 //! | choose everything else | [`settings`] |
+//! | train by the settings of others | [`recipes`] |
 //! | train on one device, with the fewest launches | [`one_device`] |
 //! | train on several devices | [`ranks`] |
 //! | start ranks as processes, on one host or several | [`hosts`] |
@@ -56,6 +57,15 @@ pub mod learning_rate {}
 /// [`Coefficients`]: crate::Coefficients
 #[doc = include_str!("../docs/guide/settings.md")]
 pub mod settings {}
+
+/// Settings with which others train by Muon, and the cost of their parts.
+///
+/// [`Recipe`]: crate::Recipe
+/// [`AdamWConfig`]: crate::AdamWConfig
+/// [Choosing a learning rate]: crate::guide::learning_rate
+/// [docs/results]: crate::guide#other-documents
+#[doc = include_str!("../docs/guide/recipes.md")]
+pub mod recipes {}
 
 /// Two optimizers of one device, the backends, and their kernels.
 ///

@@ -49,6 +49,7 @@
 //!
 //! - [coming from AdamW](guide::from_adamw) or from Burn's own Muon;
 //! - [choosing a learning rate](guide::learning_rate), and [all other settings](guide::settings);
+//! - [training by the settings of others](guide::recipes);
 //! - [training on one device](guide::one_device), with the fewest launches;
 //! - [from 1 to 8 GPUs](guide::ranks): a complete program before and after;
 //! - [processes and several hosts](guide::hosts): launchers, their variables and the secret;
@@ -76,6 +77,7 @@
 //! | [`comm`] | [`World`], the ranks that train together, and their collectives |
 //! | [`distributed`] | [`DistMuonConfig`] and the optimizers of many ranks; [`plan`](distributed::plan), the assignment of matrices to ranks |
 //! | [`schedule`] | [`Schedule`], for momentum, weight decay and learning rate over the steps of a run |
+//! | [`recipe`] | [`Recipe`], settings with which others train by Muon, with their sources |
 //! | [`checkpoint`] | saving and loading the state of a run as one file, which is replaced atomically |
 //! | [`error`] | [`Error`], with the remedy in every message |
 //!
@@ -126,6 +128,7 @@ pub mod muon;
 pub mod orthogonalize;
 mod parameters;
 pub mod qk_clip;
+pub mod recipe;
 pub mod routing;
 pub mod schedule;
 // A link to the file of `distmuon-skips`: unit tests also run from the published package, which
@@ -154,6 +157,7 @@ pub use orthogonalize::{
     Coefficients, IterationDtype, IterationForm, IterationPlan, NewtonSchulz, NewtonSchulzConfig,
 };
 pub use qk_clip::{ClippedHeads, LatentHead, MaxLogits, QkClip, QkClipConfig, QkClipRule};
+pub use recipe::Recipe;
 pub use routing::{
     MuonRoutingRule, ParameterRole, ParameterRoute, RoleSummary, Routing, RoutingRule,
 };

@@ -1,0 +1,533 @@
+//! Recipes: the settings with which others train by Muon, with their sources.
+//!
+//! A [`Recipe`] has the settings of the optimizer ([`Recipe::config`]), the learning rate of the
+//! source ([`Recipe::peak_lr`]) and its schedule ([`Recipe::lr`]). The guide compares them:
+//! [Recipes](crate::guide::recipes).
+//!
+//! ```
+//! use burn::{nn::LinearConfig, tensor::Device};
+//! use distmuon::Recipe;
+//!
+//! let model = LinearConfig::new(64, 256).init(&Device::default().autodiff());
+//! let (recipe, steps) = (Recipe::Nanochat, 2_000);
+//! let optim = recipe.config(steps).init_batched(&model)?;
+//! let lr = recipe.lr(recipe.peak_lr(), steps);
+//! assert_eq!(lr.at(100), 0.02);
+//! # Ok::<(), distmuon::Error>(())
+//! ```
+
+use serde::{Deserialize, Serialize};
+
+use crate::elementwise::AdamWConfig;
+use crate::muon::MuonConfig;
+use crate::orthogonalize::{Coefficients, NewtonSchulzConfig};
+use crate::schedule::Schedule;
+use crate::update::parts::{NorMuon, Renormalization, RowEquilibration};
+use crate::update::{LrScale, MomentumConfig, MomentumForm, WeightDecay};
+
+/// Fraction of a run that the warm-ups of [`Recipe::Moonlight`], [`Recipe::KimiK2`] and
+/// [`Recipe::DeepSeekV4`] take at most. The runs of the sources are far longer than their warm-ups.
+const LONGEST_WARMUP: f64 = 0.05;
+
+/// Settings with which others train by Muon, as their sources had them in August 2026.
+///
+/// | recipe | coefficients | momentum | weight decay | scale | peak rate | further parts |
+/// |---|---|---|---|---|---|---|
+/// | `Torch` | Keller Jordan, 5 | 0.95, Nesterov | 0.1 | `Original` | 1e-3 | |
+/// | `KellerJordan` | Keller Jordan, 5 | 0.95, Nesterov | 0 | `Original` | 2e-2 | |
+/// | `Moonlight` | Keller Jordan, 5 | 0.95, Nesterov, sum | 0.1 | `MatchRmsAdamW` | 1e-3 | |
+/// | `Nanochat` | Polar Express, 5 | 0.85 to 0.97 to 0.90, Nesterov | 0.28 to 0, cautious | `Original` | 2e-2 | row equilibration, renormalisation, NorMuon 0.9 |
+/// | `ModdedNanogpt` | Polar Express, 5 | 0.85 to 0.95 to 0.85, Nesterov | 1.2 times the rate, cautious | `Original` | 2.3e-2 | NorMuon 0.9 |
+/// | `KimiK2` | Keller Jordan, 5 | 0.95, sum | 0.1 | `MatchRmsAdamW` | 2e-4 | |
+/// | `DeepSeekV4` | DeepSeek-V4, 10 | 0.95, Nesterov, sum | 0.1 | 0.9 `MatchRmsAdamW` | 2e-4 | |
+///
+/// Most sources divide a matrix by its norm plus a small number (1e-7 to 1e-6), and
+/// [`Torch`](Self::Torch) by the larger of norm and 1e-7, as all recipes do here. The sources
+/// iterate in bfloat16; here [`IterationDtype::Auto`](crate::IterationDtype::Auto) chooses the
+/// type.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum Recipe {
+    /// The defaults of `torch.optim.Muon`, and for all other parameters those of
+    /// `torch.optim.AdamW` (<https://github.com/pytorch/pytorch/blob/098e03f/torch/optim/_muon.py>).
+    ///
+    /// Exact. The learning rate is constant, since the source leaves its schedule to the program.
+    Torch,
+    /// The defaults of `MuonWithAuxAdam`, the original Muon
+    /// (<https://github.com/KellerJordan/Muon/blob/857d1ad/muon.py>).
+    ///
+    /// AdamW's parameters have 0.015 times the rate of matrices (3e-4 to 0.02). The learning rate
+    /// is constant, since the source leaves its schedule to the program.
+    KellerJordan,
+    /// The training program of Moonlight
+    /// (<https://github.com/MoonshotAI/Moonlight/blob/abaa96e/examples/toy_train.py>; Liu et al.,
+    /// <https://arxiv.org/abs/2502.16982>).
+    ///
+    /// The warm-up has 100 steps in the source, and here a twentieth of the run if that is less.
+    /// Then the rate falls along a cosine to zero.
+    Moonlight,
+    /// The base model of nanochat
+    /// (<https://github.com/karpathy/nanochat/blob/92d63d4/scripts/base_train.py>, `optim.py` and
+    /// `gpt.py`), for batches of 2^19 tokens.
+    ///
+    /// Momentum, weight decay and learning rate follow the formulas of the source at every step.
+    /// What differs:
+    ///
+    /// - the source divides a matrix by 1.01 times its norm, here by its norm;
+    /// - AdamW has one set of settings: betas 0.8 and 0.96 and decay 0.01, those of the head. The
+    ///   source has a second beta of 0.995 and a decay of 0.001 for embeddings, and 0.95 and 0.05
+    ///   for scalars;
+    /// - vectors have the rate of the source's `resid_lambdas`, since its norms have no weights;
+    /// - the source multiplies the rates of embeddings and head by `sqrt(768 / width)`, and all
+    ///   rates and the decay by factors for other batches: multiply `embedding_lr`, `head_lr` and
+    ///   the peak rate.
+    Nanochat,
+    /// The speed run of modded-nanogpt
+    /// (<https://github.com/KellerJordan/modded-nanogpt/blob/f411b3d/train_gpt.py>).
+    ///
+    /// The momentum follows the formula of the source at every step. What differs:
+    ///
+    /// - the source divides a matrix by 1.02 times its norm, here by its norm;
+    /// - the decay of a matrix is 1.2 times the rate in the source. Here it is 1.2 times the
+    ///   schedule [`Recipe::lr`] at the peak of the source, whichever peak is used;
+    /// - AdamW has one set of settings: betas 0.5 and 0.95, those of the embedding and the head
+    ///   (the source: 0.9 and 0.99 for scalars), and a constant decay of 0.006, the source's at its
+    ///   peak, which is cautious and falls with the square of the rate;
+    /// - the source updates AdamW's parameters at every other step, with the sum of two gradients;
+    /// - it multiplies the rate of the output matrices of its MLPs by four, and all rates by 1.52
+    ///   and 1.73 where its batch doubles and triples.
+    ModdedNanogpt,
+    /// Kimi K2 (section 2 of its report, <https://arxiv.org/abs/2507.20534>), without QK-clip.
+    ///
+    /// QK-clip with a limit of 100 acts on attention logits and weights, and is not part of an
+    /// optimizer's update. Momentum, coefficients and AdamW's settings are those of
+    /// [`Moonlight`](Self::Moonlight), whose optimizer the report builds on. The algorithm of the
+    /// report has no Nesterov. The warm-up has 500 steps in the source, and here a twentieth of the
+    /// run if that is less. The rate is constant for 10 of 15.5 parts, then falls along a cosine to
+    /// a tenth.
+    KimiK2,
+    /// DeepSeek-V4-Pro (sections 2.4 and 4.2.2 of its report,
+    /// <https://huggingface.co/deepseek-ai/DeepSeek-V4-Pro>), as quoted by
+    /// <https://github.com/microsoft/dion/pull/67> and
+    /// <https://github.com/AMD-AGI/Primus/pull/729>.
+    ///
+    /// Updates have a root mean square of 0.18, that is 0.9 times
+    /// [`LrScale::MatchRmsAdamW`]. The rate falls from 2e-4 to 2e-5. The report itself was not at
+    /// hand: the betas of AdamW (0.9 and 0.95) and the warm-up of 2000 steps, or a twentieth of the
+    /// run if that is less, are not confirmed by the quotations, and the cosine over the last fifth
+    /// of the run is a choice of this crate.
+    #[serde(rename = "deepseek-v4")]
+    DeepSeekV4,
+}
+
+impl Recipe {
+    /// All recipes.
+    pub const ALL: [Self; 7] = [
+        Self::Torch,
+        Self::KellerJordan,
+        Self::Moonlight,
+        Self::Nanochat,
+        Self::ModdedNanogpt,
+        Self::KimiK2,
+        Self::DeepSeekV4,
+    ];
+
+    /// Returns the name of the recipe, such as `modded-nanogpt`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Torch => "torch",
+            Self::KellerJordan => "keller-jordan",
+            Self::Moonlight => "moonlight",
+            Self::Nanochat => "nanochat",
+            Self::ModdedNanogpt => "modded-nanogpt",
+            Self::KimiK2 => "kimi-k2",
+            Self::DeepSeekV4 => "deepseek-v4",
+        }
+    }
+
+    /// Returns the recipe with a name, or `None` if there is none.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|recipe| recipe.name() == name)
+    }
+
+    /// Returns the peak learning rate of matrices in the source. The rates of all other parameters
+    /// are factors on it in [`AdamWConfig`].
+    pub fn peak_lr(self) -> f64 {
+        match self {
+            Self::Torch | Self::Moonlight => 1e-3,
+            Self::KellerJordan | Self::Nanochat => 0.02,
+            Self::ModdedNanogpt => 0.023,
+            Self::KimiK2 | Self::DeepSeekV4 => 2e-4,
+        }
+    }
+
+    /// Returns the learning rate over a run of `steps` steps with a peak of `peak`.
+    pub fn lr(self, peak: f64, steps: usize) -> Schedule {
+        let warmup = |warmup: usize| warmup.min((LONGEST_WARMUP * steps as f64) as usize);
+        match self {
+            Self::Torch | Self::KellerJordan => Schedule::constant(peak),
+            Self::Moonlight => {
+                let warmup = warmup(100);
+                Schedule::warmup_cosine(peak, warmup, steps - warmup, 0.0)
+            }
+            // `get_lr_multiplier` of `base_train.py`.
+            Self::Nanochat => {
+                let warmdown = nanochat_warmdown(steps);
+                let warmup = Schedule::constant(0.0).linear(40, peak);
+                then_down(warmup, 40, steps, warmdown, [peak, 0.05 * peak])
+            }
+            // `TrainingSchedule.get_lr` of `train_gpt.py`, without the factors of its stages.
+            Self::ModdedNanogpt => {
+                let start = (0.4 * steps as f64) as usize;
+                then_down(Schedule::constant(peak), 0, steps, steps - start, [peak, 0.15 * peak])
+            }
+            Self::KimiK2 => {
+                let warmup = warmup(500);
+                held_then_cosine(peak, warmup, (10.0 / 15.5 * steps as f64) as usize, steps)
+            }
+            Self::DeepSeekV4 => {
+                let warmup = warmup(2_000);
+                held_then_cosine(peak, warmup, (0.8 * steps as f64) as usize, steps)
+            }
+        }
+    }
+
+    /// Returns the settings for a run of `steps` steps, of which the schedules of momentum and
+    /// weight decay depend.
+    pub fn config(self, steps: usize) -> MuonConfig {
+        let adamw = AdamWConfig::new;
+        let config = MuonConfig::new()
+            .with_momentum(self.momentum(steps))
+            .with_newton_schulz(NewtonSchulzConfig::new().with_coefficients(self.coefficients()))
+            .with_weight_decay(self.weight_decay(steps))
+            .with_lr_scale(self.lr_scale());
+        match self {
+            Self::Torch => config.with_adamw(adamw().with_beta_2(0.999).with_weight_decay(0.01)),
+            Self::KellerJordan => {
+                let relative = 3e-4 / 0.02;
+                config.with_adamw(with_lrs(adamw().with_epsilon(1e-10), [relative; 3]))
+            }
+            Self::Moonlight | Self::KimiK2 => config.with_adamw(adamw().with_weight_decay(0.1)),
+            Self::Nanochat => {
+                let adamw = adamw()
+                    .with_beta_1(0.8)
+                    .with_beta_2(0.96)
+                    .with_epsilon(1e-10)
+                    .with_weight_decay(0.01);
+                let parts = vec![
+                    RowEquilibration.into(),
+                    Renormalization::orthogonal().into(),
+                    NorMuon::new(0.9).into(),
+                ];
+                // `--embedding-lr`, `--unembedding-lr`, and a hundredth of `--scalar-lr`.
+                let rates = [0.3, 0.008, 0.005].map(|rate| rate / 0.02);
+                config.with_parts(parts).with_adamw(with_lrs(adamw, rates))
+            }
+            Self::ModdedNanogpt => {
+                let adamw = adamw()
+                    .with_beta_1(0.5)
+                    .with_epsilon(1e-10)
+                    // `weight_decay`, `wd_mul` and the peak rate.
+                    .with_weight_decay(0.005 * 150.0 * 0.008);
+                // The last is `lr_mul` of the scalars.
+                let rates = [0.008, 0.008, 5.0 * 0.008].map(|rate| rate / 0.023);
+                config.with_parts(vec![NorMuon::new(0.9).into()]).with_adamw(with_lrs(adamw, rates))
+            }
+            Self::DeepSeekV4 => config
+                .with_lr_factor(0.9)
+                .with_adamw(adamw().with_epsilon(1e-20).with_weight_decay(0.1)),
+        }
+    }
+
+    fn coefficients(self) -> Coefficients {
+        match self {
+            Self::Torch | Self::KellerJordan | Self::Moonlight | Self::KimiK2 => {
+                Coefficients::KellerJordan
+            }
+            Self::Nanochat | Self::ModdedNanogpt => Coefficients::PolarExpressCushioned,
+            Self::DeepSeekV4 => Coefficients::DeepSeekV4,
+        }
+    }
+
+    fn lr_scale(self) -> LrScale {
+        match self {
+            Self::Torch | Self::KellerJordan | Self::Nanochat | Self::ModdedNanogpt => {
+                LrScale::Original
+            }
+            Self::Moonlight | Self::KimiK2 | Self::DeepSeekV4 => LrScale::MatchRmsAdamW,
+        }
+    }
+
+    fn momentum(self, steps: usize) -> MomentumConfig {
+        let sum = || MomentumConfig::from(0.95).with_form(MomentumForm::Sum);
+        match self {
+            Self::Torch | Self::KellerJordan => 0.95.into(),
+            Self::Moonlight | Self::DeepSeekV4 => sum(),
+            Self::KimiK2 => sum().with_nesterov(false),
+            // `get_muon_momentum` of `base_train.py`, whose first step has the value of its start.
+            Self::Nanochat => {
+                let warmdown = nanochat_warmdown(steps);
+                then_down(rise(0.85, 0.97, 400), 400, steps, warmdown, [0.97, 0.90]).into()
+            }
+            // `get_muon_momentum` of `train_gpt.py`, likewise.
+            Self::ModdedNanogpt => {
+                then_down(rise(0.85, 0.95, 300), 300, steps, 50, [0.95, 0.85]).into()
+            }
+        }
+    }
+
+    fn weight_decay(self, steps: usize) -> WeightDecay {
+        match self {
+            Self::KellerJordan => 0.0.into(),
+            Self::Torch | Self::Moonlight | Self::KimiK2 | Self::DeepSeekV4 => 0.1.into(),
+            // `get_weight_decay` of `base_train.py`.
+            Self::Nanochat => {
+                WeightDecay::CautiousScaled(Schedule::constant(0.28).hold(1).cosine(steps, 0.0))
+            }
+            Self::ModdedNanogpt => {
+                WeightDecay::CautiousScaled(self.lr(1.2 * self.peak_lr(), steps))
+            }
+        }
+    }
+}
+
+/// The steps of nanochat's warm-down: `--warmdown-ratio` of the run, rounded as Python does.
+fn nanochat_warmdown(steps: usize) -> usize {
+    (0.65 * steps as f64).round_ties_even() as usize
+}
+
+/// AdamW with the relative learning rates of embeddings, the head and vectors.
+fn with_lrs(config: AdamWConfig, [embedding, head, vector]: [f64; 3]) -> AdamWConfig {
+    config.with_embedding_lr(embedding).with_head_lr(head).with_vector_lr(vector)
+}
+
+/// A straight line of `steps` steps, whose first one has the value `from`, and which is at `to` at
+/// the step after them.
+fn rise(from: f64, to: f64, steps: usize) -> Schedule {
+    let last = steps - 1;
+    let end = from + (to - from) * last as f64 / steps as f64;
+    Schedule::constant(from).hold(1).linear(last, end)
+}
+
+/// Appends a straight line from `from` at step `steps - down` to `to` at step `steps`, the first
+/// after the run, to a warm-up of `warmup` steps. In a short run, the line has begun before the
+/// warm-up has ended: the value then jumps to it, as in the sources.
+fn then_down(
+    warmup_schedule: Schedule,
+    warmup: usize,
+    steps: usize,
+    down: usize,
+    [from, to]: [f64; 2],
+) -> Schedule {
+    // Index of the first step after the warm-up and the held steps, which end with that of `from`.
+    let start = (steps.saturating_sub(down) + 1).max(warmup);
+    let rest = (steps + 1).saturating_sub(start);
+    if rest == 0 {
+        return warmup_schedule;
+    }
+    let reached = to + (from - to) * (rest as f64 / down as f64);
+    warmup_schedule.linear(0, reached).hold(start - warmup).linear(rest, to)
+}
+
+/// A linear warm-up, a constant rate to step `until`, and half a cosine to a tenth of it.
+fn held_then_cosine(peak: f64, warmup: usize, until: usize, steps: usize) -> Schedule {
+    Schedule::constant(if warmup == 0 { peak } else { 0.0 })
+        .linear(warmup, peak)
+        .hold(until - warmup)
+        .cosine(steps - until, 0.1 * peak)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::elementwise::ElementwiseConfig;
+    use crate::update::parts::Part;
+
+    const STEPS: usize = 5_000;
+    /// Lengths of runs, of which the first are shorter than the warm-ups.
+    const LENGTHS: [usize; 7] = [1, 20, 70, 110, 300, 1_000, STEPS];
+
+    fn adamw(recipe: Recipe) -> AdamWConfig {
+        match recipe.config(STEPS).rest {
+            ElementwiseConfig::AdamW(config) => config,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// The largest difference between a schedule and a formula over a run.
+    fn difference(schedule: &Schedule, steps: usize, formula: impl Fn(f64) -> f64) -> f64 {
+        let of_step = |step| (schedule.at(step) - formula(step as f64)).abs();
+        (0..steps).map(of_step).fold(0.0, f64::max)
+    }
+
+    #[test]
+    fn settings_of_matrices_are_those_of_the_sources() {
+        use Coefficients::{DeepSeekV4, KellerJordan, PolarExpressCushioned};
+        use LrScale::{MatchRmsAdamW, Original};
+        use MomentumForm::{Average, Sum};
+        let normuon = || Part::from(NorMuon::new(0.9));
+        let nanochat =
+            || vec![RowEquilibration.into(), Renormalization::orthogonal().into(), normuon()];
+        for (recipe, coefficients, (form, nesterov), (scale, factor), decay, peak, parts) in [
+            (Recipe::Torch, KellerJordan, (Average, true), (Original, 1.0), 0.1, 1e-3, vec![]),
+            (
+                Recipe::KellerJordan,
+                KellerJordan,
+                (Average, true),
+                (Original, 1.0),
+                0.0,
+                0.02,
+                vec![],
+            ),
+            (Recipe::Moonlight, KellerJordan, (Sum, true), (MatchRmsAdamW, 1.0), 0.1, 1e-3, vec![]),
+            (
+                Recipe::Nanochat,
+                PolarExpressCushioned,
+                (Average, true),
+                (Original, 1.0),
+                0.28,
+                0.02,
+                nanochat(),
+            ),
+            (
+                Recipe::ModdedNanogpt,
+                PolarExpressCushioned,
+                (Average, true),
+                (Original, 1.0),
+                1.2 * 0.023,
+                0.023,
+                vec![normuon()],
+            ),
+            (Recipe::KimiK2, KellerJordan, (Sum, false), (MatchRmsAdamW, 1.0), 0.1, 2e-4, vec![]),
+            (Recipe::DeepSeekV4, DeepSeekV4, (Sum, true), (MatchRmsAdamW, 0.9), 0.1, 2e-4, vec![]),
+        ] {
+            let config = recipe.config(STEPS);
+            assert_eq!(config.newton_schulz.coefficients, coefficients, "{recipe:?}");
+            assert_eq!(config.newton_schulz.steps, None, "{recipe:?}");
+            assert_eq!((config.momentum.form, config.momentum.nesterov), (form, nesterov));
+            assert_eq!(
+                config.momentum.momentum.at(STEPS / 4),
+                [0.95, 0.97][usize::from(recipe == Recipe::Nanochat)]
+            );
+            assert_eq!((config.lr_scale, config.lr_factor), (scale, factor), "{recipe:?}");
+            let rate = config.weight_decay.rate().at(0);
+            assert!((rate - decay).abs() < 1e-12, "{recipe:?}: {rate}");
+            let cautious = matches!(config.weight_decay, WeightDecay::CautiousScaled(_));
+            assert_eq!(cautious, !parts.is_empty(), "{recipe:?}");
+            assert_eq!(config.parts, parts, "{recipe:?}");
+            assert_eq!(recipe.peak_lr(), peak, "{recipe:?}");
+            config.try_build().expect("settings that a run can use");
+        }
+    }
+
+    #[test]
+    fn settings_of_adamw_are_those_of_the_sources() {
+        for (recipe, betas, epsilon, decay, rates) in [
+            (Recipe::Torch, [0.9, 0.999], 1e-8, 0.01, [1e-3; 3]),
+            (Recipe::KellerJordan, [0.9, 0.95], 1e-10, 0.0, [3e-4; 3]),
+            (Recipe::Moonlight, [0.9, 0.95], 1e-8, 0.1, [1e-3; 3]),
+            (Recipe::Nanochat, [0.8, 0.96], 1e-10, 0.01, [0.3, 0.008, 0.005]),
+            (Recipe::ModdedNanogpt, [0.5, 0.95], 1e-10, 0.006, [0.008, 0.008, 0.04]),
+            (Recipe::KimiK2, [0.9, 0.95], 1e-8, 0.1, [2e-4; 3]),
+            (Recipe::DeepSeekV4, [0.9, 0.95], 1e-20, 0.1, [2e-4; 3]),
+        ] {
+            let config = adamw(recipe);
+            assert_eq!([config.beta_1, config.beta_2], betas, "{recipe:?}");
+            assert_eq!(config.epsilon, epsilon, "{recipe:?}");
+            assert!((config.weight_decay - decay).abs() < 1e-12, "{recipe:?}");
+            let relative = [config.embedding_lr, config.head_lr, config.vector_lr];
+            for (relative, rate) in relative.into_iter().zip(rates) {
+                assert!((relative * recipe.peak_lr() - rate).abs() < 1e-12, "{recipe:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn schedules_of_nanochat_follow_its_formulas() {
+        for steps in LENGTHS {
+            let total = steps as f64;
+            let warmdown = (0.65 * total).round_ties_even();
+            let lr = |step: f64| match step {
+                step if step < 40.0 => 0.02 * (step + 1.0) / 40.0,
+                step if step <= total - warmdown => 0.02,
+                step => {
+                    let progress = (total - step) / warmdown;
+                    0.02 * (progress + (1.0 - progress) * 0.05)
+                }
+            };
+            let momentum = |step: f64| match step {
+                step if step < 400.0 => 0.85 + step / 400.0 * 0.12,
+                step if step >= total - warmdown => {
+                    0.97 - 0.07 * (step - (total - warmdown)) / warmdown
+                }
+                _ => 0.97,
+            };
+            let decay =
+                |step: f64| 0.28 * 0.5 * (1.0 + (core::f64::consts::PI * step / total).cos());
+            let config = Recipe::Nanochat.config(steps);
+            assert!(difference(&Recipe::Nanochat.lr(0.02, steps), steps, lr) < 1e-12, "{steps}");
+            assert!(difference(&config.momentum.momentum, steps, momentum) < 1e-12, "{steps}");
+            assert!(difference(config.weight_decay.rate(), steps, decay) < 1e-12, "{steps}");
+        }
+    }
+
+    #[test]
+    fn schedules_of_modded_nanogpt_follow_its_formulas() {
+        for steps in LENGTHS {
+            let total = steps as f64;
+            let start = (total * 0.4).floor();
+            let lr = |step: f64| match step {
+                step if step >= start => {
+                    let progress = (step - start) / (total - start);
+                    0.023 * (1.0 - progress + 0.15 * progress)
+                }
+                _ => 0.023,
+            };
+            let momentum = |step: f64| match step {
+                step if step < 300.0 => 0.85 + step / 300.0 * 0.1,
+                step if step > total - 50.0 => 0.95 - (step - (total - 50.0)) / 50.0 * 0.1,
+                _ => 0.95,
+            };
+            let recipe = Recipe::ModdedNanogpt;
+            let config = recipe.config(steps);
+            let decay = |step| 1.2 * lr(step);
+            assert!(difference(&recipe.lr(0.023, steps), steps, lr) < 1e-12, "{steps}");
+            assert!(difference(&config.momentum.momentum, steps, momentum) < 1e-12, "{steps}");
+            assert!(difference(config.weight_decay.rate(), steps, decay) < 1e-12, "{steps}");
+        }
+    }
+
+    #[test]
+    fn rates_end_as_in_the_sources() {
+        for (recipe, end) in [
+            (Recipe::Torch, 1.0),
+            (Recipe::KellerJordan, 1.0),
+            (Recipe::Moonlight, 0.0),
+            (Recipe::Nanochat, 0.05),
+            (Recipe::ModdedNanogpt, 0.15),
+            (Recipe::KimiK2, 0.1),
+            (Recipe::DeepSeekV4, 0.1),
+        ] {
+            for steps in [0].into_iter().chain(LENGTHS) {
+                let lr = recipe.lr(1.0, steps);
+                let largest = (0..steps).map(|step| lr.at(step)).fold(0.0, f64::max);
+                assert!(largest <= 1.0, "{recipe:?} in {steps} steps: {largest}");
+                if steps >= 300 {
+                    assert_eq!(largest, 1.0, "{recipe:?} in {steps} steps");
+                    assert!((lr.at(steps) - end).abs() < 1e-12, "{recipe:?} in {steps} steps");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn names_lead_to_their_recipes() {
+        for recipe in Recipe::ALL {
+            assert_eq!(Recipe::from_name(recipe.name()), Some(recipe));
+            let json = serde_json::to_string(&recipe).unwrap();
+            assert_eq!(json, format!("{:?}", recipe.name()));
+        }
+        assert_eq!(Recipe::from_name("adamw"), None);
+    }
+}
