@@ -9,8 +9,8 @@ use crate::backend::{AdamWControls, ElementwiseRows, FiniteMask, FlaggedRows, re
 use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
-    CORRECTIONS, Counting, ELEMENTWISE_SLOTS, ElementwiseUpdate, ONLY_RANK, Origin, Place, SKIPPED,
-    SkippedSteps, Slot, Slots, StepSize, TIME, clip, ensure_finite_rate,
+    CORRECTIONS, Counting, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseUpdate, ONLY_RANK,
+    Origin, Place, SKIPPED, SkippedSteps, Slot, Slots, StepSize, TIME, clip, ensure_finite_rate,
 };
 
 /// The elementwise optimizer of one parameter.
@@ -130,8 +130,11 @@ impl Elementwise {
         });
         let corrections = self.update.correct(corrections, &mask);
         let StepSize { decay, lr, .. } = self.update.size(lr, self.lr);
-        let row = ElementwiseRows { flag: 0, first: 0, decay, lr };
-        let parameters = [(row, Origin::new(&self.parameter, 0, time))];
+        let parameters = [ElementwiseParameter {
+            rows: ElementwiseRows { flag: 0, first: 0, decay, lr },
+            origin: Origin::new(&self.parameter, 0, time),
+            factors: None,
+        }];
         let controls =
             AdamWControls { rejected: &rejected, corrections: &corrections, factor: None };
         let both = (vec![flat(parameter)], vec![flat(grad)]);

@@ -205,6 +205,7 @@ impl Muon {
                 flag: 0,
                 origin: Origin::new(&self.parameter, 0, time),
                 size,
+                factors: None,
             }],
             gradients: vec![grad],
             values: vec![parameter.reshape([-1])],

@@ -41,6 +41,19 @@ impl<'a> Factors<'a> {
         self.clip.parameters.get(path).map(|projected| self.of_projected(projected))
     }
 
+    /// The factor of every element of a parameter, flat.
+    pub(crate) fn of_elements(&self, path: &str) -> Option<Tensor<1>> {
+        let projected = self.clip.parameters.get(path)?;
+        let factors = self.of_projected(projected);
+        // A bias is a matrix of one row.
+        let matrix = |shape: &[usize]| match *shape {
+            [rows, columns] => [rows, columns],
+            _ => [1, shape.iter().product()],
+        };
+        let factors = factors.reshape(matrix(&projected.broadcast));
+        Some(slices::expand(factors, matrix(&projected.shape)).reshape([-1]))
+    }
+
     fn of_projected(&self, projected: &Projected) -> Tensor<1> {
         let table = self.tables[projected.rule].clone().to_device(&projected.indices.device());
         table.select(0, projected.indices.clone())

@@ -4,6 +4,7 @@ use burn::grad_clipping::GradientClippingConfig;
 use burn::tensor::{DType, Tensor};
 
 use super::momentum::MOMENTUM;
+use super::muon::scaled_by;
 use super::observations::Observations;
 use super::precision::Precision;
 use super::rounding::Origin;
@@ -24,6 +25,14 @@ pub(crate) struct ElementwiseUpdate {
     pub precision: Precision,
     pub policy: KernelPolicy,
     pub clipping: Option<GradientClippingConfig>,
+}
+
+/// A parameter in a step.
+pub(crate) struct ElementwiseParameter {
+    pub rows: ElementwiseRows,
+    pub origin: Origin,
+    /// Factors on its new values, flat.
+    pub factors: Option<Tensor<1>>,
 }
 
 /// Learning rates by role, relative to that of the step.
@@ -140,14 +149,14 @@ impl ElementwiseUpdate {
         state: &mut Slots,
         elements: usize,
         controls: &AdamWControls<'_>,
-        parameters: &[(ElementwiseRows, Origin)],
+        parameters: &[ElementwiseParameter],
         observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
         let Some(dtype) = values.first().map(Tensor::dtype) else {
             // A rank's part of a small bucket may be zeros after its parameters.
             return values;
         };
-        let (rows, origins): (Vec<_>, Vec<_>) = parameters.iter().copied().unzip();
+        let rows: Vec<_> = parameters.iter().map(|parameter| parameter.rows).collect();
         let firsts: Vec<usize> = rows.iter().map(|row| row.first).collect();
         let values = self.precision.widen(values, &firsts, state);
         let precise = values[0].dtype();
@@ -173,11 +182,14 @@ impl ElementwiseUpdate {
                 updated
             }
         };
+        let factors = parameters.iter().map(|parameter| parameter.factors.as_ref());
+        let updated = scaled_by(updated, factors);
         if let (Some(observations), Some(old)) = (observations, old) {
             let none = || Tensor::zeros([1], (&updated[0].device(), DType::F32));
             let each = rows.iter().zip(old).zip(&updated);
             each.for_each(|((row, old), new)| observations.add(row.flag, old, new, none()));
         }
-        self.precision.narrow(updated, (dtype, &firsts), origins.into_iter(), elements, state)
+        let origins = parameters.iter().map(|parameter| parameter.origin);
+        self.precision.narrow(updated, (dtype, &firsts), origins, elements, state)
     }
 }

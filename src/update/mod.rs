@@ -29,7 +29,8 @@ mod step_size;
 
 pub(crate) use clipping::clip;
 pub(crate) use elementwise::{
-    CORRECTIONS, ELEMENTWISE_SLOTS, ElementwiseRule, ElementwiseUpdate, RoleLr,
+    CORRECTIONS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseRule, ElementwiseUpdate,
+    RoleLr,
 };
 pub use lr_scale::LrScale;
 pub(crate) use momentum::{MOMENTUM, MOMENTUM_WEIGHT};

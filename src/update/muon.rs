@@ -47,6 +47,8 @@ pub(crate) struct MuonParameter {
     /// The origin of its values. The steps that it has taken are its position in the schedules.
     pub origin: Origin,
     pub size: StepSize,
+    /// Factors on its new values, flat.
+    pub factors: Option<Tensor<1>>,
 }
 
 /// A batch of matrices of one shape, in a step.
@@ -251,8 +253,8 @@ impl MuonUpdate {
 
         let steps: Vec<_> = parameters
             .iter()
-            .map(|&MuonParameter { flag, size, .. }| ParameterStep {
-                flag,
+            .map(|MuonParameter { flag, size, .. }| ParameterStep {
+                flag: *flag,
                 decay: size.decay,
                 lr: size.lr,
                 cautious: size.cautious,
@@ -267,6 +269,8 @@ impl MuonUpdate {
                 self.apply_parts(Stage::Parameter, batch.clone(), state, &known, &mask);
             values = split_like(mask().select(constrained, batch), &values);
         }
+        let factors = parameters.iter().map(|parameter| parameter.factors.as_ref());
+        let values = scaled_by(values, factors);
         if let (Some(observations), Some((old, errors))) = (observations, before) {
             let counts = values.iter().map(|values| values.dims()[0] / (m * n)).collect();
             let errors = errors.split_with_sizes(counts, 0);
@@ -279,6 +283,18 @@ impl MuonUpdate {
         let by = (dtype, &*firsts);
         (self.precision.narrow(values, by, origins, count * m * n, state), diverged)
     }
+}
+
+/// New values times factors, for the parameters that have any.
+pub(super) fn scaled_by<'a>(
+    values: Vec<Tensor<1>>,
+    factors: impl Iterator<Item = Option<&'a Tensor<1>>>,
+) -> Vec<Tensor<1>> {
+    let scaled = |(values, factors): (Tensor<1>, Option<&Tensor<1>>)| match factors {
+        Some(factors) => values.clone() * factors.clone().cast(values.dtype()),
+        None => values,
+    };
+    values.into_iter().zip(factors).map(scaled).collect()
 }
 
 /// The index of each tensor's first element among those of all.

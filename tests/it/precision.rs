@@ -2,12 +2,13 @@
 //! scaling, and the bytes of each.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, bf16};
 use distmuon::distributed::{GradDtype, LossScaleConfig};
 use distmuon::{
-    DistMuonConfig, Error, GradientBuffer, MasterWeights, MuonConfig, Result, RoutingRule,
-    StateDtype, World, checkpoint,
+    DistMuonConfig, Error, GradientBuffer, MasterWeights, MaxLogits, MuonConfig, QkClipConfig,
+    QkClipRule, Result, RoutingRule, StateDtype, World, checkpoint,
 };
 use distmuon_testing::device::has_type;
 use distmuon_testing::lacks;
@@ -495,6 +496,7 @@ fn bytes_per_parameter_are_those_of_the_guide() {
             assert_eq!(bytes(ranks, [half, DType::F32], muon()), 6.0 + 8.0 / n);
             if half == DType::BF16 {
                 assert_eq!(bytes(ranks, [half; 2], lean.clone()), 4.0 + 4.0 / n);
+                assert_eq!(bytes(ranks, [half, DType::F32], lean.clone()), 6.0 + 4.0 / n);
             }
         }
     }
@@ -532,5 +534,53 @@ fn settings_that_do_not_fit_are_rejected() {
         let dist = dist(config(MasterWeights::Full)).with_loss_scale(Some(scale));
         let error = dist.init(&World::alone(device()), &net).map(drop).unwrap_err();
         assert_eq!(setting(error), expected);
+    }
+}
+
+#[derive(Module, Debug)]
+struct Attentive {
+    attention: Attention,
+}
+
+#[derive(Module, Debug)]
+struct Attention {
+    query: Linear,
+    key: Linear,
+}
+
+/// The weights after steps in each of which the first of two heads is clipped.
+fn clipped(ranks: usize, dtype: DType) -> Vec<Vec<f32>> {
+    let dist = dist(config(MasterWeights::Full).with_rule(RoutingRule::muon("weight")));
+    let trained = World::threads(vec![device(); ranks], |world| -> Result<_> {
+        let linear = || LinearConfig::new(8, 8).init(world.device());
+        let attention = Attention { query: linear(), key: linear() };
+        let net = Attentive { attention }.map(&mut Fixed::new(3)).map(&mut Rounded(dtype));
+        let rule = QkClipRule::multi_head("attention$", 2);
+        let clip = QkClipConfig::new().with_rule(rule).init(&net)?;
+        let (mut net, mut optim) = (net.clone(), dist.init(&world, &net)?);
+        for step in 0..STEPS {
+            let mut logits = MaxLogits::new();
+            let maxima = [103.7_f32, 99.0];
+            logits.report("attention", Tensor::from_data(maxima, (&Device::default(), DType::F32)));
+            optim.clip_heads(&clip.factors_on(&world, &logits)?);
+            let grads = gradients(&net, step, dtype);
+            net = optim.step(LR, net, grads)?;
+        }
+        Ok(floats(&net))
+    });
+    trained.unwrap()
+}
+
+#[test]
+fn clipped_heads_keep_the_digits_of_master_weights() {
+    if !has(FloatDType::BF16) {
+        return;
+    }
+    let wide = clipped(1, DType::F32).swap_remove(0);
+    let rounded: Vec<f32> = wide.iter().map(|x| bf16::from_f32(*x).to_f32()).collect();
+    for ranks in [1, 2, 4] {
+        for weights in clipped(ranks, DType::BF16) {
+            assert_eq!(weights, rounded, "{ranks} ranks");
+        }
     }
 }

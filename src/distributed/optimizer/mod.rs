@@ -14,6 +14,8 @@ mod shard;
 mod step;
 mod trained;
 
+use std::collections::HashMap;
+
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::GradientsParams;
@@ -26,6 +28,7 @@ use crate::comm::World;
 use crate::error::{Error, Result};
 use crate::muon::MuonConfig;
 use crate::parameters;
+use crate::qk_clip::Factors;
 use crate::routing::{Routing, Updates};
 use crate::update::{Place, SkippedSteps};
 use acceptance::RowSums;
@@ -89,6 +92,8 @@ pub struct DistModuleOptimizer {
     loss_scale: Option<LossScale>,
     in_flight: usize,
     clip: Option<Clip>,
+    /// Factors on the values of some parameters after the next step, by their index.
+    head_factors: HashMap<usize, Tensor<1>>,
     /// `true` if the next step is to be observed.
     requested: bool,
     /// The observations of the last step that was.
@@ -149,6 +154,7 @@ impl DistModuleOptimizer {
             loss_scale: config.loss_scale.clone().map(LossScale::new),
             in_flight: config.in_flight,
             clip,
+            head_factors: HashMap::new(),
             requested: false,
             observed: None,
             memory,
@@ -219,6 +225,21 @@ impl DistModuleOptimizer {
     /// ```
     pub fn loss_scale(&self) -> f64 {
         self.loss_scale.as_ref().map_or(1.0, |loss_scale| loss_scale.scale)
+    }
+
+    /// Scales the projections of attention heads by the factors of QK-clip in the next step, after
+    /// its update: in float32 where there are master weights, of which
+    /// [`QkClip::apply`](crate::QkClip::apply) knows nothing. A step that loss scaling skips scales
+    /// nothing. All ranks make this call, with the same factors.
+    ///
+    /// The factors are those of [`QkClip::factors_on`](crate::QkClip::factors_on), for the logits
+    /// of the forward pass before the step.
+    pub fn clip_heads(&mut self, factors: &Factors<'_>) {
+        let scaled = self.model.iter().filter_map(|parameter| {
+            let factors = factors.of_elements(&parameter.path)?.to_device(&self.device());
+            Some(parameter.trained.clone().zip(parameter.blocks.cut(factors)))
+        });
+        self.head_factors = scaled.flatten().collect();
     }
 
     /// Returns the optimizer of every parameter, with the reasons.

@@ -3,6 +3,7 @@
 //! A shard consists of rows, each of one parameter: whole matrices, or [`ROW_ELEMENTS`] elements.
 
 use std::cmp::Reverse;
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -17,8 +18,8 @@ use crate::distributed::plan::{Bucket, BucketKind, ROW_ELEMENTS};
 use crate::routing::Updates;
 use crate::slices;
 use crate::update::{
-    ElementwiseUpdate, Matrices, MuonBatch, MuonParameter, MuonUpdate, Observations, Origin, Slots,
-    StepSize,
+    ElementwiseParameter, ElementwiseUpdate, Matrices, MuonBatch, MuonParameter, MuonUpdate,
+    Observations, Origin, Slots, StepSize,
 };
 
 /// A rank's part of a bucket.
@@ -88,6 +89,8 @@ pub struct StepInputs {
     pub sizes: Vec<StepSize>,
     /// Steps that each parameter has taken part in.
     pub times: Vec<usize>,
+    /// Factors on the new values of some parameters, flat.
+    pub factors: HashMap<usize, Tensor<1>>,
 }
 
 impl Shard {
@@ -256,6 +259,12 @@ impl Run {
     fn origin(&self, inputs: &StepInputs) -> Origin {
         Origin::new(&self.path, self.elements.start, inputs.times[self.parameter])
     }
+
+    /// The factors on its new values.
+    fn factors(&self, inputs: &StepInputs) -> Option<Tensor<1>> {
+        let factors = inputs.factors.get(&self.parameter)?;
+        Some(slices::slice(factors, self.elements.clone()))
+    }
 }
 
 impl Batch {
@@ -274,6 +283,7 @@ impl Batch {
             flag: run.parameter,
             origin: run.origin(inputs),
             size: inputs.sizes[run.parameter],
+            factors: run.factors(inputs),
         };
         let parameters: Vec<_> = runs.iter().map(parameter).collect();
         let batch = MuonBatch {
@@ -307,7 +317,8 @@ impl Batch {
         let parameter = |run: &Run| {
             let StepSize { decay, lr, .. } = inputs.sizes[run.parameter];
             let (flag, first) = (run.parameter, run.range.start);
-            (ElementwiseRows { flag, first, decay, lr }, run.origin(inputs))
+            let rows = ElementwiseRows { flag, first, decay, lr };
+            ElementwiseParameter { rows, origin: run.origin(inputs), factors: run.factors(inputs) }
         };
         let parameters: Vec<_> = runs.iter().map(parameter).collect();
         let controls = AdamWControls { rejected, corrections, factor: factor.as_ref() };

@@ -14,7 +14,7 @@
 //! A world of one runs the same phases, as do ranks with averaged gradients: the former packs,
 //! sends and gathers nothing, the latter reduce nothing.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
@@ -109,13 +109,15 @@ impl DistModuleOptimizer {
         self.observe(&step);
         let (shards, rejected) = self.reduce(&mut step)?;
         let scale = self.loss_scale();
+        // Those of a step that is skipped are of no use in another.
+        let factors = std::mem::take(&mut self.head_factors);
         match self.accept(rejected, &present)? {
             None => self.diverged = self.diverged.zeros_like(),
             Some(rejected) => {
                 let factor = self.factor(&rejected, &shards, scale)?;
                 let corrections = self.counters.corrections.clone();
                 let controls = StepControls { rejected, corrections, factor };
-                self.update(&mut step, shards, &controls, &self.inputs(&lrs))?;
+                self.update(&mut step, shards, &controls, &self.inputs(&lrs, factors))?;
                 for (parameter, present) in self.trained.iter_mut().zip(present) {
                     parameter.time += usize::from(present);
                 }
@@ -171,12 +173,12 @@ impl DistModuleOptimizer {
     }
 
     /// The host's decisions about every parameter.
-    fn inputs(&self, lrs: &[f64]) -> StepInputs {
+    fn inputs(&self, lrs: &[f64], factors: HashMap<usize, Tensor<1>>) -> StepInputs {
         let updates = self.routing.updates();
         let sizes = self.trained.iter().zip(lrs);
         let sizes = sizes.map(|(parameter, lr)| parameter.size(*lr, updates));
         let times = self.trained.iter().map(|parameter| parameter.time).collect();
-        StepInputs { sizes: sizes.collect(), times }
+        StepInputs { sizes: sizes.collect(), times, factors }
     }
 
     /// Returns `true` if gradients are reduced at all.
