@@ -25,7 +25,7 @@ mod mirror;
 mod optimizer;
 #[path = "it/orthogonalize.rs"]
 mod orthogonalize;
-#[path = "it/parts.rs"]
+#[path = "it/parts/mod.rs"]
 mod parts;
 #[path = "../cubecl_kernels/tests/product.rs"]
 mod product;

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView, UNNAMED};
 use crate::orthogonalize::NewtonSchulzConfig;
 use crate::routing::RoutingRule;
-use crate::update::parts::Part;
+use crate::update::parts::{Part, check_combination};
 use crate::update::{
     LrScale, MasterWeights, MomentumConfig, MuonUpdate, Precision, SkippedSteps, StateDtype,
     WeightDecay,
@@ -148,13 +148,7 @@ impl MuonConfig {
             return Err(Error::setting("max_skipped", 0, "at least 1, or `None` for no limit"));
         }
         self.parts.iter().try_for_each(Part::check).map_err(|error| error.in_field("parts"))?;
-        if let Some(twice) = Part::first_repeated(&self.parts) {
-            return Err(Error::setting(
-                "parts",
-                format!("{twice} twice"),
-                "every part at most once",
-            ));
-        }
+        check_combination(&self.parts, &self.weight_decay)?;
         self.rest.check().map_err(|error| error.in_field("rest"))?;
         let iteration = self.newton_schulz.init();
         let iteration = iteration.map_err(|error| error.in_field("newton_schulz"))?;

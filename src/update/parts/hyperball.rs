@@ -14,11 +14,12 @@ pub(super) const RADIUS: &str = "radius";
 const LEAST_NORM: f64 = 1e-10;
 
 /// Keeps every matrix at a Frobenius norm, the radius `R`: the update is scaled to the norm `R`,
-/// and after the step the parameter is
+/// and so is the parameter after the step
 /// (<https://github.com/NVIDIA-NeMo/Emerging-Optimizers>, `MuonHyperball`).
 ///
 /// The learning rate then is the angle of a step, so `lr_scale` and `lr_factor` have no effect.
-/// Weight decay only changes the angle: set it to zero.
+/// Weight decay that scales the parameter would only change that angle: `Decoupled`, `Independent`
+/// and `SquaredRate` have to be zero. A matrix of zeros has no initial radius and stays zero.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Hyperball {

@@ -63,7 +63,7 @@ impl Behaviour for Mars {
         let previous = state.get(PREVIOUS_GRADIENT).clone().cast(x.dtype()).reshape(x.dims());
         context.advance(state, PREVIOUS_GRADIENT, x.dims(), |_| x.clone());
         let mu = context.read(&context.known.keep);
-        let strength = mu.clone() / (mu.neg().add_scalar(1.0)).div_scalar(self.gamma);
+        let strength = mu.clone().mul_scalar(self.gamma) / mu.neg().add_scalar(1.0);
         let corrected = x.clone() + (x - previous) * strength;
         let norm = frobenius(corrected.clone());
         corrected / norm.clamp_min(1.0)

@@ -4,6 +4,7 @@
 // `Part::behaviour`, and with the names of its slots in `SLOT_NAMES`.
 
 mod adamuon;
+mod combinations;
 mod equilibration;
 mod hyperball;
 mod mars;
@@ -23,6 +24,7 @@ use crate::error::Result;
 use crate::matrix_view::MatrixLayout;
 
 pub use adamuon::AdaMuon;
+pub(crate) use combinations::check as check_combination;
 pub use equilibration::{ColumnEquilibration, RowEquilibration};
 pub use hyperball::{Hyperball, Radius};
 pub use mars::Mars;
@@ -33,7 +35,9 @@ pub use renormalization::{Renormalization, TargetNorm};
 
 /// An optional stage of Muon's update, in addition to momentum, iteration and weight decay. Parts
 /// run stage after stage, and within a stage in the order in which they are listed: see
-/// [`stages`](Self::stages).
+/// [`stages`](Self::stages). Lists in which one part undoes another are rejected:
+/// [`Hyperball`] with [`MaxNorm`] or with a weight decay that only scales, and a scale after the
+/// iteration ([`Renormalization`], [`Namo`]) right before a part that sets the norm anew.
 ///
 /// ```
 /// use distmuon::parts::{NorMuon, Renormalization, RowEquilibration};
@@ -225,14 +229,6 @@ impl Part {
 
     pub(super) fn reads(&self, quantity: Quantity) -> bool {
         self.behaviour().reads(quantity)
-    }
-
-    /// The first part of a kind that is listed before: both would store their state under one name.
-    pub(crate) fn first_repeated(parts: &[Self]) -> Option<&Self> {
-        let kind = |part: &Self| std::mem::discriminant(part);
-        let repeated =
-            |index: &usize| parts[..*index].iter().any(|p| kind(p) == kind(&parts[*index]));
-        (0..parts.len()).find(repeated).map(|index| &parts[index])
     }
 
     pub(crate) fn check(&self) -> Result<()> {

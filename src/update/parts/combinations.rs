@@ -1,0 +1,62 @@
+//! Combinations of parts in which one undoes another.
+
+use super::super::step_size::WeightDecay;
+use super::{Part, Stage};
+use crate::error::{Error, Result};
+
+/// Fails for combinations of parts, and of parts with weight decay, that no run can use: a setting
+/// would have no effect, or two would contradict each other.
+pub(crate) fn check(parts: &[Part], weight_decay: &WeightDecay) -> Result<()> {
+    let together = |value: String, expected| Err(Error::setting("parts", value, expected));
+    if let Some(twice) = first_repeated(parts) {
+        return together(format!("{twice} twice"), "every part at most once");
+    }
+    if let Some((sized, resized)) = first_resized(parts) {
+        return together(
+            format!("{resized} right after {sized}"),
+            "only one of them, or the other order, since the later one undoes the scale of the \
+             earlier one",
+        );
+    }
+    if !parts.iter().any(|part| matches!(part, Part::Hyperball(_))) {
+        return Ok(());
+    }
+    if parts.iter().any(|part| matches!(part, Part::MaxNorm(_))) {
+        return together(
+            "hyperball with max norm".into(),
+            "only one of them, since both set the norm of the parameter",
+        );
+    }
+    match weight_decay {
+        WeightDecay::Decoupled(rate)
+        | WeightDecay::Independent(rate)
+        | WeightDecay::SquaredRate(rate)
+            if rate.extremes().any(|rate| rate != 0.0) =>
+        {
+            Err(Error::setting(
+                "weight_decay",
+                format!("{weight_decay:?} with hyperball"),
+                "zero, since hyperball restores the norm that decay makes smaller",
+            ))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The first part of a kind that is listed before: both would store their state under one name.
+fn first_repeated(parts: &[Part]) -> Option<&Part> {
+    let kind = |part: &Part| std::mem::discriminant(part);
+    let repeated = |index: &usize| parts[..*index].iter().any(|p| kind(p) == kind(&parts[*index]));
+    (0..parts.len()).find(repeated).map(|index| &parts[index])
+}
+
+/// The first part that only scales every matrix, and the next part after the iteration, if that
+/// sets the norm anew. Another part between both may depend on the scale.
+fn first_resized(parts: &[Part]) -> Option<(&Part, &Part)> {
+    let after: Vec<&Part> =
+        parts.iter().filter(|part| part.stages().contains(&Stage::After)).collect();
+    let only_scales = |part| matches!(part, &Part::Renormalization(_) | &Part::Namo(_));
+    let sets_norm = |part| matches!(part, &Part::Renormalization(_) | &Part::Hyperball(_));
+    let resized = after.windows(2).find(|pair| only_scales(pair[0]) && sets_norm(pair[1]));
+    resized.map(|pair| (pair[0], pair[1]))
+}

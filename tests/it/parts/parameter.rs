@@ -1,0 +1,146 @@
+//! Parts on the parameter, and weight decay.
+
+use distmuon::parts::{Hyperball, MaxNorm};
+use distmuon::{MuonConfig, Part, Schedule, WeightDecay};
+use distmuon_testing::references::random;
+use faer::Mat;
+
+use super::{LAYOUTS, all_close, cases, iterated, mapped, plain, resized, times, trajectory};
+
+const LR: f64 = 0.1;
+const SCALE: f64 = 4.0;
+
+fn start(grads: &[Mat<f64>]) -> Mat<f64> {
+    random(grads[0].nrows(), grads[0].ncols(), 9)
+}
+
+/// The values after every step of a function of values and gradient.
+fn stepped(grads: &[Mat<f64>], step: impl Fn(Mat<f64>, &Mat<f64>) -> Mat<f64>) -> Vec<Mat<f64>> {
+    let mut value = start(grads);
+    let advance = |grad: &Mat<f64>| {
+        value = step(value.clone(), grad);
+        value.clone()
+    };
+    grads.iter().map(advance).collect()
+}
+
+fn compare(config: &MuonConfig, step: impl Fn(Mat<f64>, &Mat<f64>) -> Mat<f64>) {
+    for (case, grads) in cases() {
+        let expected = stepped(&grads, &step);
+        for layout in LAYOUTS {
+            let actual = trajectory(config, &start(&grads), &grads, LR, layout);
+            all_close(&actual, &expected, case);
+        }
+    }
+}
+
+fn with(part: impl Into<Part>) -> MuonConfig {
+    plain().with_lr_factor(SCALE).with_parts(vec![part.into()])
+}
+
+#[test]
+fn hyperball_takes_steps_of_an_angle_at_a_fixed_norm() {
+    let radius = 3.0;
+    compare(&with(Hyperball::fixed(radius)), |value, grad| {
+        let moved = value - times(LR, &resized(&iterated(grad), radius));
+        resized(&moved, radius)
+    });
+}
+
+#[test]
+fn hyperball_keeps_the_initial_norm() {
+    for (case, grads) in cases() {
+        let radius = start(&grads).norm_l2();
+        let expected = stepped(&grads, |value, grad| {
+            resized(&(value - times(LR, &resized(&iterated(grad), radius))), radius)
+        });
+        for layout in LAYOUTS {
+            let config = with(Hyperball::initial());
+            let actual = trajectory(&config, &start(&grads), &grads, LR, layout);
+            all_close(&actual, &expected, case);
+        }
+    }
+}
+
+#[test]
+fn max_norm_projects_on_a_ball() {
+    // Smaller than all norms, and between the norms of different steps.
+    for limit in [2.0, 9.05, 1e9] {
+        compare(&with(MaxNorm::new(limit)), |value, grad| {
+            let moved = value - times(LR * SCALE, &iterated(grad));
+            let norm = moved.norm_l2();
+            times((limit / norm).min(1.0), &moved)
+        });
+    }
+}
+
+fn decaying(decay: WeightDecay) -> MuonConfig {
+    plain().with_lr_factor(SCALE).with_weight_decay(decay)
+}
+
+#[test]
+fn uniform_decay_scales_the_old_values() {
+    let rate = 0.5;
+    let schedule = || Schedule::constant(rate);
+    for (decay, factor) in [
+        (WeightDecay::Decoupled(schedule()), 1.0 - LR * rate),
+        (WeightDecay::Independent(schedule()), 1.0 - rate),
+        (WeightDecay::SquaredRate(schedule()), 1.0 - LR * LR * rate),
+    ] {
+        compare(&decaying(decay), |value, grad| {
+            times(factor, &value) - times(LR * SCALE, &iterated(grad))
+        });
+    }
+}
+
+#[test]
+fn coupled_decay_is_part_of_the_gradient() {
+    let rate = 0.5;
+    compare(&decaying(WeightDecay::Coupled(rate.into())), |value, grad| {
+        let update = iterated(&(grad + times(rate, &value)));
+        value - times(LR * SCALE, &update)
+    });
+}
+
+#[test]
+fn cautious_decay_never_works_against_the_update() {
+    let rate = 0.5;
+    for (decay, decayed_at) in [
+        (WeightDecay::Cautious(rate.into()), LR),
+        (WeightDecay::CautiousScaled(rate.into()), LR * SCALE),
+    ] {
+        compare(&decaying(decay), |value, grad| {
+            let update = iterated(grad);
+            mapped(&value, |i, j, old| {
+                let agrees = old * update[(i, j)] >= 0.0;
+                let decayed = if agrees { old * (1.0 - decayed_at * rate) } else { old };
+                decayed - LR * SCALE * update[(i, j)]
+            })
+        });
+    }
+    // Both signs occur.
+    for (_, grads) in cases() {
+        let (value, update) = (start(&grads), iterated(&grads[0]));
+        let agreeing = mapped(&value, |i, j, old| f64::from(old * update[(i, j)] >= 0.0));
+        let share = agreeing.squared_norm_l2() / (value.nrows() * value.ncols()) as f64;
+        assert!((0.1..0.9).contains(&share), "{share}");
+    }
+}
+
+/// Decay follows a schedule over the steps of the parameter.
+#[test]
+fn rates_of_decay_follow_their_schedule() {
+    let rate = Schedule::constant(0.4).linear(2, 0.0);
+    let rates = [0.2, 0.0, 0.0];
+    for (case, grads) in cases() {
+        let config = decaying(WeightDecay::Independent(rate.clone()));
+        let mut value = start(&grads);
+        let expected = grads.iter().zip(rates).map(|(grad, rate)| {
+            value = times(1.0 - rate, &value) - times(LR * SCALE, &iterated(grad));
+            value.clone()
+        });
+        let expected: Vec<_> = expected.collect();
+        let actual = trajectory(&config, &start(&grads), &grads, LR, LAYOUTS[0]);
+        all_close(&actual, &expected, case);
+    }
+}

@@ -1,0 +1,114 @@
+//! Settings and combinations of parts that no run can use.
+
+use distmuon::parts::{
+    AdaMuon, Hyperball, Mars, MaxNorm, Namo, NorMuon, Renormalization, RowEquilibration,
+};
+use distmuon::{Error, MuonConfig, Part, Schedule, WeightDecay};
+
+use super::plain;
+
+/// The setting that is rejected, and the message.
+fn rejected(config: &MuonConfig) -> (String, String) {
+    let error = config.try_build().map(|_| ()).unwrap_err();
+    let Error::Setting { setting, .. } = &error else { panic!("{error}") };
+    (setting.clone(), error.to_string())
+}
+
+#[test]
+fn invalid_settings_of_parts_are_rejected() {
+    let no_decays = [-0.1, 1.0, f64::NAN];
+    let no_sizes = [-1e-8, f64::INFINITY, f64::NAN];
+    let not_above_zero = [0.0, -1.0, f64::INFINITY, f64::NAN];
+    let mut invalid: Vec<(Part, &str)> = vec![];
+    for value in no_decays {
+        invalid.push((NorMuon::new(value).into(), "NorMuon.beta_2"));
+        invalid.push((NorMuon::per_output(value).into(), "NorMuon.beta_2"));
+        invalid.push((AdaMuon::new(value).into(), "AdaMuon.beta_2"));
+        invalid.push((Namo::new(value).into(), "Namo.beta_2"));
+    }
+    for value in no_sizes {
+        invalid.push((NorMuon::new(0.9).with_epsilon(value).into(), "NorMuon.epsilon"));
+        invalid.push((AdaMuon::new(0.9).with_epsilon(value).into(), "AdaMuon.epsilon"));
+        invalid.push((Namo::new(0.9).with_epsilon(value).into(), "Namo.epsilon"));
+        invalid.push((Mars::new(value).into(), "Mars.gamma"));
+    }
+    for value in not_above_zero {
+        invalid.push((Hyperball::fixed(value).into(), "Hyperball.radius"));
+        invalid.push((MaxNorm::new(value).into(), "MaxNorm.limit"));
+        invalid.push((Renormalization::rms(value).into(), "Renormalization.target"));
+        invalid.push((Renormalization::frobenius(value).into(), "Renormalization.target"));
+    }
+    for (part, name) in invalid {
+        let text = format!("{part:?}");
+        let (setting, _) = rejected(&plain().with_parts(vec![part]));
+        assert_eq!(setting, format!("parts.{name}"), "{text}");
+    }
+}
+
+#[test]
+fn combinations_that_undo_each_other_are_rejected_with_the_reason() {
+    let (ball, namo) = (Part::from(Hyperball::initial()), Part::from(Namo::new(0.9)));
+    let orthogonal = Part::from(Renormalization::orthogonal());
+    for (parts, reason) in [
+        (vec![NorMuon::new(0.9).into(), NorMuon::per_output(0.5).into()], "at most once"),
+        (vec![RowEquilibration.into(), RowEquilibration.into()], "at most once"),
+        (vec![ball.clone(), MaxNorm::new(1.0).into()], "set the norm of the parameter"),
+        (vec![MaxNorm::new(1.0).into(), ball.clone()], "set the norm of the parameter"),
+        (vec![namo.clone(), ball.clone()], "undoes the scale"),
+        (vec![namo.clone(), orthogonal.clone()], "undoes the scale"),
+        // Parts of other stages are not in between.
+        (vec![namo.clone(), RowEquilibration.into(), orthogonal.clone()], "undoes the scale"),
+        (vec![orthogonal.clone(), ball.clone()], "undoes the scale"),
+    ] {
+        let text = format!("{parts:?}");
+        let (setting, message) = rejected(&plain().with_parts(parts));
+        assert!(setting == "parts" && message.contains(reason), "{text}: {message}");
+    }
+    // In these, each part has an effect.
+    for parts in [
+        vec![ball.clone(), namo.clone()],
+        vec![orthogonal.clone(), namo.clone()],
+        vec![namo, NorMuon::new(0.9).into(), ball.clone()],
+        vec![orthogonal, NorMuon::new(0.9).into()],
+        vec![MaxNorm::new(1.0).into(), Mars::new(0.1).into()],
+    ] {
+        plain().with_parts(parts).try_build().unwrap();
+    }
+}
+
+#[test]
+fn decay_that_hyperball_undoes_is_rejected() {
+    let with = |decay: WeightDecay| {
+        plain().with_parts(vec![Hyperball::initial().into()]).with_weight_decay(decay)
+    };
+    let later = || Schedule::constant(0.0).linear(10, 0.1);
+    for decay in [
+        WeightDecay::from(0.1),
+        WeightDecay::Decoupled(later()),
+        WeightDecay::Independent(0.1.into()),
+        WeightDecay::SquaredRate(0.1.into()),
+    ] {
+        let (setting, message) = rejected(&with(decay));
+        assert!(setting == "weight_decay" && message.contains("hyperball restores"), "{message}");
+    }
+    // These also change the direction.
+    for decay in [
+        WeightDecay::from(0.0),
+        WeightDecay::Cautious(0.1.into()),
+        WeightDecay::CautiousScaled(later()),
+        WeightDecay::Coupled(0.1.into()),
+    ] {
+        with(decay).try_build().unwrap();
+    }
+}
+
+#[test]
+fn parts_are_shown_by_name_and_stage() {
+    for (part, text) in [
+        (Part::from(NorMuon::new(0.9)), "NorMuon (after the iteration)"),
+        (Mars::new(0.1).into(), "MARS (on the gradient)"),
+        (Hyperball::initial().into(), "hyperball (after the iteration and on the parameter)"),
+    ] {
+        assert_eq!(part.to_string(), text);
+    }
+}
