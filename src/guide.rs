@@ -12,6 +12,7 @@
 //! | use burn-train's `Learner` | [`learner`] |
 //! | save a run and continue it, also on another number of ranks | [`resuming`] |
 //! | exclude a layer from Muon, freeze it, or train LoRA adapters | [`excluding`] |
+//! | train in bfloat16 or float16 | [`mixed_precision`] |
 //! | clip gradients | [`clipping`] |
 //! | step once for several batches | [`accumulation`] |
 //! | bound the logits of attention | [`qk_clip`] |
@@ -119,7 +120,15 @@ pub mod excluding {}
 #[doc = include_str!("../docs/guide/clipping.md")]
 pub mod clipping {}
 
+/// Master weights, gradients in float32, loss scaling, and the bytes of each.
+///
+/// [`GradientBuffer`]: crate::GradientBuffer
+#[doc = include_str!("../docs/guide/mixed-precision.md")]
+pub mod mixed_precision {}
+
 /// One step for several batches, and the effects of a sum instead of a mean.
+///
+/// [Mixed precision]: crate::guide::mixed_precision
 #[doc = include_str!("../docs/guide/accumulation.md")]
 pub mod accumulation {}
 
@@ -131,6 +140,7 @@ pub mod qk_clip {}
 ///
 /// [`Routing::summary()`]: crate::Routing::summary
 /// [`NewtonSchulz::explain_shape`]: crate::NewtonSchulz::explain_shape
+/// [`DistModuleOptimizer::diagnostics()`]: crate::distributed::DistModuleOptimizer::diagnostics
 /// [`DistModuleOptimizer::report()`]: crate::distributed::DistModuleOptimizer::report
 /// [`DistModuleOptimizer::memory()`]: crate::distributed::DistModuleOptimizer::memory
 /// [`World::describe()?`]: crate::comm::World::describe
@@ -139,6 +149,7 @@ pub mod watching {}
 
 /// Memory, time, launches and the first build.
 ///
+/// [Mixed precision]: crate::guide::mixed_precision
 /// [`Routing::summary`]: crate::Routing::summary
 /// [docs/results]: crate::guide#other-documents
 /// [docs/design]: crate::guide#other-documents

@@ -56,6 +56,7 @@
 //! - [training with burn-train's `Learner`](guide::learner);
 //! - [saving and resuming](guide::resuming), also on another number of ranks;
 //! - [excluding and freezing layers, LoRA](guide::excluding);
+//! - [mixed precision](guide::mixed_precision): master weights, gradients and loss scaling;
 //! - [clipping gradients](guide::clipping), together or separately;
 //! - [accumulating gradients](guide::accumulation);
 //! - [bounding the logits of attention](guide::qk_clip), by QK-clip;
