@@ -76,14 +76,7 @@ impl Resolved {
         let mut attentions: Vec<Attentions> = attentions.collect();
         let mut found = vec![];
         for path in modules(parameters) {
-            let matching = (0..rules.len()).rev().filter(|rule| rules[*rule].is_match(path));
-            let last = matching.map(|rule| {
-                let projections = projections(&config.rules[rule], path, parameters)?;
-                Ok(projections.map(|projections| (rule, projections)))
-            });
-            if let Some((rule, projections)) =
-                last.filter_map(Result::transpose).next().transpose()?
-            {
+            if let Some((rule, projections)) = last_rule(config, &rules, path, parameters)? {
                 found.push((rule, attentions[rule].paths.len(), projections));
                 attentions[rule].paths.push(path.to_owned());
             }
@@ -188,6 +181,23 @@ fn modules(parameters: &[Found]) -> Vec<&str> {
         .iter()
         .flat_map(|found| (0..=found.fields.len()).map(move |depth| found.module(depth)));
     paths.filter(|path| known.insert(*path)).collect()
+}
+
+/// The last rule for which a module is an attention, and the parameters of its projections.
+fn last_rule<'a>(
+    config: &QkClipConfig,
+    patterns: &[Regex],
+    path: &str,
+    parameters: &'a [Found],
+) -> Result<Option<(usize, Vec<Vec<&'a Found>>)>> {
+    for (index, rule) in config.rules.iter().enumerate().rev() {
+        if patterns[index].is_match(path)
+            && let Some(projections) = projections(rule, path, parameters)?
+        {
+            return Ok(Some((index, projections)));
+        }
+    }
+    Ok(None)
 }
 
 /// The parameters of the projections of a module, if it is an attention: those of queries and of

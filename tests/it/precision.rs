@@ -566,7 +566,8 @@ struct Attention {
 
 /// The weights after steps in each of which the first of two heads is clipped.
 fn clipped(ranks: usize, dtype: DType) -> Vec<Vec<f32>> {
-    let dist = dist(config(MasterWeights::Full).with_rule(RoutingRule::muon("weight")));
+    let muon = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
+    let dist = dist(muon);
     let trained = World::threads(vec![device(); ranks], |world| -> Result<_> {
         let linear = || LinearConfig::new(8, 8).init(world.device());
         let attention = Attention { query: linear(), key: linear() };
