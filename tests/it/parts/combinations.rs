@@ -270,6 +270,32 @@ fn checkpoints_without_the_state_of_a_part_are_rejected_by_name() {
     }
 }
 
+/// A gradient that is not finite changes neither the parameter nor the state of a part, also in the
+/// first step.
+#[test]
+fn skipped_steps_leave_no_trace() {
+    let start = tensor(&random(6, 10, 1));
+    let grads = [2, 3].map(|seed| tensor(&random(6, 10, seed)));
+    for (name, config) in combinations() {
+        // Skipped steps count in schedules.
+        let momentum = config.momentum.clone().with_momentum(0.9.into());
+        let muon = config.with_momentum(momentum).build();
+        let run = |grads: Vec<Tensor<2>>| {
+            let (mut value, mut state) = (start.clone(), None);
+            for grad in grads {
+                (value, state) = muon.step(LR, value, grad, state);
+            }
+            value.into_data()
+        };
+        let expected = run(grads.to_vec());
+        for skipped in 0..=2 {
+            let mut with_skipped = grads.to_vec();
+            with_skipped.insert(skipped, start.clone().mul_scalar(f32::NAN));
+            assert_eq!(run(with_skipped), expected, "{name}, {skipped}");
+        }
+    }
+}
+
 /// Gradients before a projection that starts at zero are such matrices.
 #[test]
 fn matrices_of_zeros_stay_finite_with_all_parts() {
