@@ -23,7 +23,7 @@ mod memory;
 mod mirror;
 #[path = "it/optimizer.rs"]
 mod optimizer;
-#[path = "it/orthogonalize.rs"]
+#[path = "it/orthogonalize/mod.rs"]
 mod orthogonalize;
 #[path = "it/parts/mod.rs"]
 mod parts;

@@ -2,7 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::minimax::{Composition, scaled};
 use crate::backend::Polynomial;
+use crate::checks::ensure_decay;
 use crate::error::{Error, Result};
 
 /// Keller Jordan, <https://kellerjordan.github.io/posts/muon/>.
@@ -41,6 +43,32 @@ const POLAR_EXPRESS_CUSHIONED: [Polynomial; 5] = [
     [2.3465413258596377, -1.7097828382687081, 0.42323551169305323],
 ];
 
+/// CANS (Grishina et al., <https://arxiv.org/abs/2506.10935>), as used by
+/// <https://github.com/NVIDIA-NeMo/Emerging-Optimizers>.
+const CANS: [Polynomial; 5] = [
+    [8.4703, -25.1081, 18.6293],
+    [4.1828, -3.1087, 0.5806],
+    [3.9619, -2.9541, 0.5630],
+    [3.2866, -2.4647, 0.5074],
+    [2.2737, -1.6447, 0.4162],
+];
+
+/// Four steps for matrices that AOL rescales, from <https://github.com/microsoft/dion>.
+const AOL: [Polynomial; 4] = [
+    [4.6051, -9.6552, 5.6769],
+    [4.7505, -6.0861, 2.1790],
+    [2.7763, -2.3190, 0.5523],
+    [2.4231, -2.2861, 0.8193],
+];
+
+/// The cushion of Polar Express in its published code,
+/// <https://github.com/NoahAmsel/PolarExpress>.
+const CUSHION: f64 = 0.02;
+
+/// The largest distance of an output from 1 for which [`Coefficients::PolarExpressFor`] chooses its
+/// number of steps: five for singular values down to 1e-3, as in the field.
+const DESIGNED_ERROR: f64 = 0.2;
+
 /// The last two of the ten steps of DeepSeek-V4. The first eight have Keller Jordan's coefficients.
 const DEEP_SEEK_V4_FINISH: Polynomial = [2.0, -1.5, 0.5];
 const DEEP_SEEK_V4_FINISH_STEPS: usize = 2;
@@ -53,7 +81,14 @@ const DEEP_SEEK_V4_FINISH_STEPS: usize = 2;
 /// | `You` | 5 | 0.98 to 1.03 |
 /// | `PolarExpress { safety: 1.05 }` | 5 | 0.85 to 1.12 |
 /// | `PolarExpressCushioned` | 5 | 0.86 to 1.14 |
+/// | `PolarExpressFor { lower: 1e-2, .. }` | 4 | 0.98 to 1.02 |
+/// | `PolarExpressFor { lower: 1e-3, .. }` | 5 | 0.83 to 1.17 |
+/// | `PolarExpressFor { lower: 1e-4, .. }` | 7 | 0.92 to 1.08 |
+/// | `Cans` | 5 | 0.88 to 1.12 |
+/// | `Aol` | 4 | 0.94 to 1.05 |
 /// | `DeepSeekV4` | 10 | 1.000 to 1.001 |
+///
+/// The rows of `PolarExpressFor` are for [`Coefficients::polar_express_for`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Coefficients {
@@ -74,6 +109,33 @@ pub enum Coefficients {
     /// Polar Express for exactly five steps, with safety 1.02 and cushioned intervals, as used by
     /// <https://github.com/KellerJordan/modded-nanogpt> and <https://github.com/karpathy/nanochat>.
     PolarExpressCushioned,
+    /// Polar Express for other singular values or numbers of steps, computed by the algorithm of
+    /// the paper. `PolarExpressCushioned` is `lower` 1e-3, `cushion` 0.02 and `safety` 1.02 in five
+    /// steps.
+    ///
+    /// All singular values from `lower` to 1 come out equally close to 1; smaller ones are enlarged
+    /// as much as that allows. The last polynomial is that of the last step of the run.
+    PolarExpressFor {
+        /// The smallest singular value, relative to the Frobenius norm of the matrix; above 0 and
+        /// below 1.
+        lower: f64,
+        /// The least ratio of the ends of the interval that a polynomial is made for, at least 0
+        /// and below 1: without it, the first polynomials hardly enlarge values in the middle of
+        /// the interval.
+        cushion: f64,
+        /// The divisor of the input of every polynomial except the last, as in
+        /// [`PolarExpress`](Self::PolarExpress).
+        safety: f64,
+    },
+    /// Five steps of CANS (Grishina et al., <https://arxiv.org/abs/2506.10935>), as used by
+    /// <https://github.com/NVIDIA-NeMo/Emerging-Optimizers>: Polar Express for singular values down
+    /// to 1e-3, without cushion or safety factor. For float32: in half precision, singular values
+    /// that rounding makes larger grow beyond all bounds in further steps.
+    Cans,
+    /// Four steps of <https://github.com/microsoft/dion>. They were tuned for matrices whose rows
+    /// are rescaled first (AOL), which this crate does not do: singular values below 1e-2 of the
+    /// Frobenius norm stay small.
+    Aol,
     /// Keller Jordan's coefficients, then `(2, -1.5, 0.5)` twice: slow and almost exact.
     DeepSeekV4,
     /// One `(a, b, c)` per step, for `a x + b x^3 + c x^5`. Further steps repeat the last.
@@ -86,7 +148,15 @@ impl Coefficients {
         Self::PolarExpress { safety: 1.05 }
     }
 
-    /// Returns the number of steps that the set was designed for.
+    /// Polar Express for singular values down to `lower`, relative to the Frobenius norm, with
+    /// the cushion of the published code, 0.02, and safety factor 1.05.
+    pub const fn polar_express_for(lower: f64) -> Self {
+        Self::PolarExpressFor { lower, cushion: CUSHION, safety: 1.05 }
+    }
+
+    /// Returns the number of steps that the set was designed for. For `PolarExpressFor`, that is
+    /// the least number, at most 30, after which the singular values that it is made for come out
+    /// within 0.2 of 1.
     pub fn designed_steps(&self) -> usize {
         match self {
             Self::KellerJordan => 5,
@@ -94,6 +164,11 @@ impl Coefficients {
             // The default length of a run. The set itself has eight polynomials.
             Self::PolarExpress { .. } => 5,
             Self::PolarExpressCushioned => POLAR_EXPRESS_CUSHIONED.len(),
+            &Self::PolarExpressFor { lower, cushion, safety } => {
+                Composition { lower, cushion, safety }.needed_steps(DESIGNED_ERROR)
+            }
+            Self::Cans => CANS.len(),
+            Self::Aol => AOL.len(),
             Self::DeepSeekV4 => 10,
             Self::Custom(steps) => steps.len(),
         }
@@ -102,12 +177,13 @@ impl Coefficients {
     /// Returns the polynomials of `steps` steps, one per step.
     ///
     /// If `steps` is larger than the set, the last polynomial is repeated, except that `DeepSeekV4`
-    /// always ends with its two finishing steps.
+    /// always ends with its two finishing steps, and that `PolarExpressFor` has polynomials for any
+    /// number of steps.
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] for zero steps, a safety factor below 1, and custom coefficients that
-    /// are empty or not finite.
+    /// [`Error::Setting`] for zero steps, a safety factor below 1, a `lower` or `cushion` out of
+    /// its range, and custom coefficients that are empty or not finite.
     pub fn schedule(&self, steps: usize) -> Result<Vec<Polynomial>> {
         if steps == 0 {
             return Err(Error::setting("steps", steps, "at least 1"));
@@ -117,6 +193,11 @@ impl Coefficients {
             Self::You => YOU.to_vec(),
             Self::PolarExpress { safety } => polar_express(*safety)?,
             Self::PolarExpressCushioned => POLAR_EXPRESS_CUSHIONED.to_vec(),
+            &Self::PolarExpressFor { lower, cushion, safety } => {
+                computed(Composition { lower, cushion, safety }, steps)?
+            }
+            Self::Cans => CANS.to_vec(),
+            Self::Aol => AOL.to_vec(),
             Self::DeepSeekV4 => return Ok(deep_seek_v4(steps)),
             Self::Custom(set) => set.clone(),
         };
@@ -133,17 +214,35 @@ impl Coefficients {
 }
 
 fn polar_express(safety: f64) -> Result<Vec<Polynomial>> {
-    if !(safety.is_finite() && safety >= 1.0) {
-        return Err(Error::setting("coefficients.safety", safety, "a finite number of at least 1"));
-    }
+    ensure_safe(safety)?;
     let mut set = POLAR_EXPRESS.to_vec();
     // As in the published code, the last polynomial is not scaled: longer runs repeat it, and its
     // fixed point is 1.
-    let scaled = set.len() - 1;
-    for [a, b, c] in &mut set[..scaled] {
-        (*a, *b, *c) = (*a / safety, *b / safety.powi(3), *c / safety.powi(5));
+    let last = set.len() - 1;
+    for polynomial in &mut set[..last] {
+        *polynomial = scaled(*polynomial, safety);
     }
     Ok(set)
+}
+
+fn computed(composition: Composition, steps: usize) -> Result<Vec<Polynomial>> {
+    let Composition { lower, cushion, safety } = composition;
+    if !(lower > 0.0 && lower < 1.0) {
+        return Err(Error::setting("coefficients.lower", lower, "above 0 and below 1"));
+    }
+    ensure_decay("coefficients.cushion", cushion)?;
+    ensure_safe(safety)?;
+    Ok(composition.polynomials(steps))
+}
+
+/// Fails for a safety factor that would make singular values larger.
+fn ensure_safe(safety: f64) -> Result<()> {
+    match safety.is_finite() && safety >= 1.0 {
+        true => Ok(()),
+        false => {
+            Err(Error::setting("coefficients.safety", safety, "a finite number of at least 1"))
+        }
+    }
 }
 
 fn deep_seek_v4(steps: usize) -> Vec<Polynomial> {
@@ -175,6 +274,11 @@ mod tests {
             (Coefficients::PolarExpress { safety: 1.05 }, 0.846, 1.124),
             (Coefficients::PolarExpress { safety: 1.01 }, 0.870, 1.124),
             (Coefficients::PolarExpressCushioned, 0.859, 1.141),
+            (Coefficients::polar_express_for(1e-2), 0.975, 1.025),
+            (Coefficients::polar_express_for(1e-3), 0.827, 1.173),
+            (Coefficients::polar_express_for(1e-4), 0.923, 1.077),
+            (Coefficients::Cans, 0.884, 1.120),
+            (Coefficients::Aol, 0.941, 1.050),
             (Coefficients::DeepSeekV4, 1.0000, 1.0005),
         ] {
             let (actual_low, actual_high) = range(set.clone());
@@ -185,13 +289,48 @@ mod tests {
 
     #[test]
     fn long_runs_of_polar_express_converge_to_one() {
-        for safety in [1.0, 1.05, 1.2, 1.5] {
-            let schedule = Coefficients::PolarExpress { safety }.schedule(30).unwrap();
+        let published = |safety| (Coefficients::PolarExpress { safety }, 1e-12);
+        // The safety factor makes singular values smaller in all steps except the last.
+        let computed = |lower, cushion, safety| {
+            (Coefficients::PolarExpressFor { lower, cushion, safety }, 1e-10)
+        };
+        for (set, bound) in [
+            published(1.0),
+            published(1.05),
+            published(1.2),
+            published(1.5),
+            computed(1e-3, CUSHION, 1.0),
+            computed(1e-3, CUSHION, 1.05),
+            computed(1e-3, 0.0, 1.05),
+            computed(1e-6, CUSHION, 1.05),
+        ] {
+            let schedule = set.schedule(30).unwrap();
             for input in [1e-3, 0.1, 1.0] {
-                let result = output(&schedule, input);
-                assert!((result - 1.0).abs() < 1e-12, "safety {safety}, {input}: {result}");
+                let error = (output(&schedule, input) - 1.0).abs();
+                assert!(error < bound, "{set:?}, {input}: {error}");
             }
         }
+    }
+
+    /// The largest difference of the coefficients of two sets.
+    fn difference(computed: Coefficients, published: &[Polynomial]) -> f64 {
+        let computed = computed.schedule(published.len()).unwrap();
+        let pairs = computed.iter().flatten().zip(published.iter().flatten());
+        pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+    }
+
+    #[test]
+    fn computed_coefficients_are_the_published_ones() {
+        let computed =
+            |cushion, safety| Coefficients::PolarExpressFor { lower: 1e-3, cushion, safety };
+        assert!(difference(computed(0.02, 1.02), &POLAR_EXPRESS_CUSHIONED) < 1e-12);
+        // The cushion of the first version of the published code, whose last row is the limit of
+        // further steps.
+        let paper = || computed(0.02407327424182761, 1.0);
+        assert!(difference(paper(), &POLAR_EXPRESS[..6]) < 1e-12);
+        assert!(difference(paper(), &POLAR_EXPRESS) < 1e-8);
+        // To the four digits of the table.
+        assert!(difference(computed(0.0, 1.0), &CANS) < 0.5001e-4);
     }
 
     #[test]
@@ -205,10 +344,19 @@ mod tests {
 
     #[test]
     fn unusable_sets_are_rejected_by_name() {
+        let with = |cushion, safety| Coefficients::PolarExpressFor { lower: 1e-3, cushion, safety };
         for (set, steps, setting) in [
             (Coefficients::KellerJordan, 0, "steps"),
             (Coefficients::PolarExpress { safety: 0.9 }, 5, "coefficients.safety"),
             (Coefficients::PolarExpress { safety: f64::NAN }, 5, "coefficients.safety"),
+            (Coefficients::polar_express_for(0.0), 5, "coefficients.lower"),
+            (Coefficients::polar_express_for(1.0), 5, "coefficients.lower"),
+            (Coefficients::polar_express_for(-1e-3), 5, "coefficients.lower"),
+            (Coefficients::polar_express_for(f64::NAN), 5, "coefficients.lower"),
+            (with(0.02, 0.9), 5, "coefficients.safety"),
+            (with(0.02, f64::INFINITY), 5, "coefficients.safety"),
+            (with(1.0, 1.0), 5, "coefficients.cushion"),
+            (with(-0.1, 1.0), 5, "coefficients.cushion"),
             (Coefficients::Custom(vec![]), 5, "coefficients"),
             (Coefficients::Custom(vec![[1.0, f64::INFINITY, 0.0]]), 5, "coefficients"),
         ] {
@@ -216,6 +364,8 @@ mod tests {
                 Err(Error::Setting { setting: named, .. }) => assert_eq!(named, setting),
                 other => panic!("{set:?}: {other:?}"),
             }
+            // The number of steps of a run is chosen before its coefficients are checked.
+            assert!(set.designed_steps() <= 30, "{set:?}");
         }
     }
 }

@@ -18,6 +18,7 @@ mod config;
 pub mod cost;
 mod gram;
 mod iteration;
+mod minimax;
 mod plan;
 mod products;
 pub mod restarts;

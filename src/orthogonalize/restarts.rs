@@ -175,24 +175,36 @@ mod tests {
         use Coefficients::*;
         use FloatDType::{BF16, F16, F32};
         for (set, dtype, expected) in [
-            (Coefficients::polar_express(), F16, &[2, 3][..]),
-            (Coefficients::polar_express(), BF16, &[2, 3]),
-            (Coefficients::polar_express(), F32, &[2, 4]),
-            (PolarExpressCushioned, F16, &[2, 3]),
-            (PolarExpressCushioned, BF16, &[2, 3]),
-            (PolarExpressCushioned, F32, &[2, 4]),
-            (You, F16, &[2, 3]),
-            (You, BF16, &[2, 4]),
-            (You, F32, &[3]),
-            (KellerJordan, F16, &[3]),
-            (KellerJordan, BF16, &[2, 3]),
-            (KellerJordan, F32, &[3]),
+            (Coefficients::polar_express(), F16, Some(&[2, 3][..])),
+            (Coefficients::polar_express(), BF16, Some(&[2, 3])),
+            (Coefficients::polar_express(), F32, Some(&[2, 4])),
+            (PolarExpressCushioned, F16, Some(&[2, 3])),
+            (PolarExpressCushioned, BF16, Some(&[2, 3])),
+            (PolarExpressCushioned, F32, Some(&[2, 4])),
+            (Coefficients::polar_express_for(1e-2), F16, Some(&[2])),
+            (Coefficients::polar_express_for(1e-2), BF16, Some(&[2])),
+            (Coefficients::polar_express_for(1e-2), F32, Some(&[2])),
+            (Coefficients::polar_express_for(1e-3), F16, Some(&[2, 3])),
+            (Coefficients::polar_express_for(1e-3), BF16, Some(&[2, 3])),
+            (Coefficients::polar_express_for(1e-3), F32, Some(&[2, 3])),
+            (Coefficients::polar_express_for(1e-4), F16, Some(&[2, 3, 5])),
+            (Coefficients::polar_express_for(1e-4), BF16, None),
+            (Coefficients::polar_express_for(1e-4), F32, Some(&[3, 5])),
+            (Cans, F16, None),
+            (Cans, BF16, None),
+            (Cans, F32, Some(&[2, 4])),
+            (Aol, F16, Some(&[2])),
+            (Aol, BF16, Some(&[1, 2])),
+            (Aol, F32, Some(&[])),
+            (You, F16, Some(&[2, 3])),
+            (You, BF16, Some(&[2, 4])),
+            (You, F32, Some(&[3])),
+            (KellerJordan, F16, Some(&[3])),
+            (KellerJordan, BF16, Some(&[2, 3])),
+            (KellerJordan, F32, Some(&[3])),
         ] {
-            assert_eq!(
-                choose(&schedule(&set), dtype),
-                Some(expected.to_vec()),
-                "{set:?} {dtype:?}"
-            );
+            let chosen = choose(&schedule(&set), dtype);
+            assert_eq!(chosen.as_deref(), expected, "{set:?} {dtype:?}");
         }
     }
 

@@ -55,7 +55,17 @@ pub struct Warmup {
 #[serde(untagged)]
 pub enum CoefficientSet {
     Named(CoefficientName),
+    Computed(Computed),
     Listed(Vec<[f64; 3]>),
+}
+
+/// Polar Express for singular values down to `lower`.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Computed {
+    lower: f64,
+    cushion: f64,
+    safety: f64,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -68,6 +78,10 @@ pub enum CoefficientName {
     PolarExpressCushioned,
     #[serde(rename = "polar_express/1.05")]
     PolarExpress,
+    #[serde(rename = "cans")]
+    Cans,
+    #[serde(rename = "aol")]
+    Aol,
     #[serde(rename = "deepseek_v4")]
     DeepSeekV4,
 }
@@ -261,7 +275,12 @@ impl CoefficientSet {
                 Coefficients::PolarExpressCushioned
             }
             Self::Named(CoefficientName::PolarExpress) => Coefficients::polar_express(),
+            Self::Named(CoefficientName::Cans) => Coefficients::Cans,
+            Self::Named(CoefficientName::Aol) => Coefficients::Aol,
             Self::Named(CoefficientName::DeepSeekV4) => Coefficients::DeepSeekV4,
+            &Self::Computed(Computed { lower, cushion, safety }) => {
+                Coefficients::PolarExpressFor { lower, cushion, safety }
+            }
             Self::Listed(steps) => Coefficients::Custom(steps.clone()),
         }
     }

@@ -44,6 +44,16 @@ fn descriptions() -> Vec<(&'static str, Vec<usize>, f64, Value)> {
         ),
         ("own-f16", vec![32, 64], 0.02, json!({"iteration_dtype": "f16"})),
         (
+            "own-computed-coefficients",
+            vec![40, 16],
+            0.02,
+            json!({
+                "coefficients": {"lower": 1e-4, "cushion": 0.02, "safety": 1.05}, "ns_steps": 7,
+            }),
+        ),
+        ("own-cans", vec![16, 40], 0.02, json!({"coefficients": "cans"})),
+        ("own-aol", vec![24, 24], 0.02, json!({"coefficients": "aol", "ns_steps": 4})),
+        (
             "own-momentum-sum",
             vec![30, 18],
             0.05,
