@@ -151,6 +151,25 @@ impl Recipe {
         Self::ALL.into_iter().find(|recipe| recipe.name() == name)
     }
 
+    /// Returns the address of the source, as it was read in August 2026.
+    pub fn source(self) -> &'static str {
+        match self {
+            Self::Torch => "https://github.com/pytorch/pytorch/blob/098e03f/torch/optim/_muon.py",
+            Self::KellerJordan => "https://github.com/KellerJordan/Muon/blob/857d1ad/muon.py",
+            Self::Moonlight => {
+                "https://github.com/MoonshotAI/Moonlight/blob/abaa96e/examples/toy_train.py"
+            }
+            Self::Nanochat => {
+                "https://github.com/karpathy/nanochat/blob/92d63d4/scripts/base_train.py"
+            }
+            Self::ModdedNanogpt => {
+                "https://github.com/KellerJordan/modded-nanogpt/blob/f411b3d/train_gpt.py"
+            }
+            Self::KimiK2 => "https://arxiv.org/abs/2507.20534",
+            Self::DeepSeekV4 => "https://huggingface.co/deepseek-ai/DeepSeek-V4-Pro",
+        }
+    }
+
     /// Returns the peak learning rate of matrices in the source. The rates of all other parameters
     /// are factors on it in [`AdamWConfig`].
     pub fn peak_lr(self) -> f64 {
@@ -518,6 +537,15 @@ mod tests {
                     assert!((lr.at(steps) - end).abs() < 1e-12, "{recipe:?} in {steps} steps");
                 }
             }
+        }
+    }
+
+    #[test]
+    fn sources_are_named_in_the_documentation() {
+        let file = include_str!("recipe.rs");
+        for recipe in Recipe::ALL {
+            let link = format!("<{}>", recipe.source());
+            assert!(file.contains(&link), "{recipe:?}: {link}");
         }
     }
 

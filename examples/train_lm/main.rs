@@ -3,6 +3,7 @@
 //! ```text
 //! cargo run --release --example train_lm
 //! cargo run --release --example train_lm -- --compare adamw,burn-muon,muon --plot loss.svg
+//! cargo run --release --example train_lm -- --compare adamw,muon,nanochat --seeds 1,2,3
 //! mpirun -n 4 target/release/examples/train_lm --engine mpi
 //! ```
 
@@ -29,7 +30,7 @@ use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches};
 
 use data::Corpus;
-use options::Options;
+use options::{Options, Plan};
 use report::Summary;
 use settings::Progress;
 use tracing_subscriber::EnvFilter;
@@ -61,12 +62,11 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> Result<()> {
     let sizes = options.settings.model(corpus.tokenizer.vocabulary());
     let log = options.log.as_deref().filter(|_| is_first);
     let log = log.map(|path| open_log(path, saved.is_some())).transpose()?;
-    let run = |(optimizer, ranks)| {
+    let run = |plan: Plan| {
         Ok(Run {
             options: &options,
-            settings: options.settings.for_run(optimizer)?,
-            optimizer,
-            ranks,
+            settings: options.settings.for_run(plan.contender, plan.seed)?,
+            plan,
             corpus: &corpus,
             sizes: &sizes,
             stop: &stop,
@@ -79,7 +79,8 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> Result<()> {
     if !is_first {
         return Ok(());
     }
-    println!("{}", report::table(&summaries));
+    let table = if options.seeds.len() > 1 { report::table_of_seeds } else { report::table };
+    println!("{}", table(&summaries));
     if let Some(path) = &options.plot {
         report::plot(path, &options.settings.describe(&sizes), &summaries)?;
     }

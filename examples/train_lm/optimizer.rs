@@ -6,10 +6,11 @@ use std::path::Path;
 use anyhow::Result;
 use burn::optim::{self, GradientsParams, ModuleOptimizer};
 use clap::ValueEnum;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use distmuon::comm::World;
 use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig};
 use distmuon::{
-    AdamWConfig, LrScale, MuonConfig, ParameterRole, Routing, RoutingRule, Schedule, SkippedSteps,
+    AdamWConfig, MuonConfig, ParameterRole, Recipe, Routing, RoutingRule, Schedule, SkippedSteps,
     checkpoint,
 };
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -31,6 +32,14 @@ pub enum OptimizerName {
     DistAdamw,
 }
 
+/// An optimizer, and the recipe of its settings if they are not the defaults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Contender {
+    pub optimizer: OptimizerName,
+    /// For this crate's Muon only.
+    pub recipe: Option<Recipe>,
+}
+
 /// An optimizer with its state.
 pub enum Optim {
     Single(Box<ModuleOptimizer>, SkippedSteps),
@@ -42,14 +51,6 @@ impl OptimizerName {
         self.to_possible_value().expect("no value is skipped").get_name().to_owned()
     }
 
-    /// The best peak learning rate of a sweep of the default task; see the README.
-    pub fn tuned_lr(self) -> f64 {
-        match self {
-            Self::Adamw | Self::DistAdamw => 4e-3,
-            Self::BurnMuon | Self::Muon | Self::DistMuon => 8e-3,
-        }
-    }
-
     /// Returns `true` if the optimizer can train on several ranks.
     pub fn is_shared(self) -> bool {
         matches!(self, Self::DistMuon | Self::DistAdamw)
@@ -59,10 +60,67 @@ impl OptimizerName {
     pub fn single(self) -> Self {
         if self == Self::DistMuon { Self::Muon } else { self }
     }
+}
 
-    /// Makes the optimizer of a rank, and the routing of the parameters.
-    pub fn init(self, world: &World, model: &Gpt) -> Result<(Optim, Routing)> {
-        let ours = MuonConfig::new().with_lr_scale(LrScale::MatchRmsAdamW);
+/// The names of the recipes, for the command line.
+pub fn recipe_values() -> [PossibleValue; 7] {
+    Recipe::ALL.map(|recipe| {
+        let help = format!("peak rate {:e} in its source", recipe.peak_lr());
+        PossibleValue::new(recipe.name()).help(help)
+    })
+}
+
+/// The schedule of the learning rate, the same for all contenders: warm-up over a twentieth of the
+/// run, warm-down over its last half.
+pub fn lr_schedule(lr: f64, steps: usize) -> Schedule {
+    let warmup = steps / 20;
+    let warmdown = steps / 2;
+    Schedule::warmup_constant_warmdown(lr, warmup, steps - warmup - warmdown, warmdown)
+}
+
+impl Contender {
+    /// Parses the name of an optimizer, or of a recipe for this crate's Muon.
+    pub fn parser() -> impl TypedValueParser<Value = Self> {
+        let optimizers = OptimizerName::value_variants().iter();
+        let optimizers = optimizers.filter_map(ValueEnum::to_possible_value);
+        let recipes = recipe_values();
+        PossibleValuesParser::new(optimizers.chain(recipes)).map(|name| {
+            let recipe = Recipe::from_name(&name);
+            let optimizer = OptimizerName::from_str(&name, false).unwrap_or(OptimizerName::Muon);
+            Self { optimizer, recipe }
+        })
+    }
+
+    pub fn name(self) -> String {
+        match self.recipe {
+            Some(recipe) => recipe.name().to_owned(),
+            None => self.optimizer.name(),
+        }
+    }
+
+    /// This contender on a number of ranks, or `None` if it trains on one only.
+    pub fn on_ranks(self, ranks: usize) -> Option<Self> {
+        let optimizer = match self.recipe {
+            Some(_) if ranks > 1 => OptimizerName::DistMuon,
+            _ => self.optimizer,
+        };
+        (ranks == 1 || optimizer.is_shared()).then_some(Self { optimizer, ..self })
+    }
+
+    /// The best peak learning rate of a sweep of the default task; see `docs/results/recipes.md`.
+    pub fn tuned_lr(self) -> f64 {
+        use OptimizerName::{Adamw, BurnMuon, DistAdamw, DistMuon, Muon};
+        match (self.recipe, self.optimizer) {
+            (Some(Recipe::ModdedNanogpt), _) => 0.023,
+            (Some(Recipe::Torch | Recipe::KellerJordan | Recipe::Nanochat), _) => 0.02,
+            (_, Adamw | DistAdamw) => 4e-3,
+            (_, BurnMuon | Muon | DistMuon) => 8e-3,
+        }
+    }
+
+    /// Makes the optimizer of a rank for a run of `steps` steps, and the routing of the parameters.
+    pub fn init(self, world: &World, model: &Gpt, steps: usize) -> Result<(Optim, Routing)> {
+        let ours = self.recipe.map_or(MuonConfig::new(), |recipe| recipe.config(steps));
         let adamw = || optim::AdamWConfig::new().with_beta_2(0.95).with_epsilon(1e-8);
         let routing = ours.route(model)?;
         let single = |optim: ModuleOptimizer| {
@@ -73,9 +131,9 @@ impl OptimizerName {
             let routing = optim.routing().clone();
             Ok((Optim::Dist(Box::new(optim)), routing))
         };
-        let optim = match self {
-            Self::Adamw => single(adamw().with_weight_decay(0.1).init()),
-            Self::BurnMuon => {
+        let optim = match self.optimizer {
+            OptimizerName::Adamw => single(adamw().with_weight_decay(0.1).init()),
+            OptimizerName::BurnMuon => {
                 let muon = optim::MuonConfig::new()
                     .with_adjust_lr_fn(optim::AdjustLrFn::MatchRmsAdamW)
                     .with_weight_decay(Some(optim::decay::WeightDecayConfig::new(0.1)))
@@ -83,22 +141,14 @@ impl OptimizerName {
                 let matrices = routing.group(|role| matches!(role, ParameterRole::Muon { .. }));
                 single(adamw().with_weight_decay(0.0).init().with_group(matrices, muon, None))
             }
-            Self::Muon => single(routing.init()),
-            Self::DistMuon => return shared(ours),
-            Self::DistAdamw => {
+            OptimizerName::Muon => single(routing.init()),
+            OptimizerName::DistMuon => return shared(ours),
+            OptimizerName::DistAdamw => {
                 let adamw = AdamWConfig::new().with_weight_decay(0.1);
                 return shared(ours.with_adamw(adamw).with_rule(RoutingRule::adamw("")));
             }
         };
         Ok((optim, routing))
-    }
-
-    /// The schedule of the learning rate: warm-up over a twentieth of the run, warm-down over its
-    /// last half.
-    pub fn schedule(self, lr: f64, steps: usize) -> Schedule {
-        let warmup = steps / 20;
-        let warmdown = steps / 2;
-        Schedule::warmup_constant_warmdown(lr, warmup, steps - warmup - warmdown, warmdown)
     }
 }
 

@@ -9,7 +9,7 @@ use distmuon::comm::World;
 #[cfg(any(feature = "mpi", feature = "cuda"))]
 use distmuon::comm::{DEADLINE, Launch};
 
-use super::optimizer::OptimizerName;
+use super::optimizer::Contender;
 use super::settings::Settings;
 
 /// Steps between two lines of output, between two reads of the skipped steps and, by default,
@@ -34,12 +34,17 @@ Devices:
 pub struct Options {
     #[command(flatten)]
     pub settings: Settings,
-    /// Optimizers to train with from the same start, and to compare.
+    /// Optimizers and recipes to compare, from the same start.
     #[arg(
-        long, value_enum, value_delimiter = ',', value_name = "NAME,..",
-        conflicts_with_all = ["optimizer", "save", "resume"], help_heading = "Optimizer",
+        long, value_parser = Contender::parser(), value_delimiter = ',', value_name = "NAME,..",
+        conflicts_with_all = ["optimizer", "recipe", "save", "resume"],
+        help_heading = "Optimizer",
     )]
-    pub compare: Vec<OptimizerName>,
+    pub compare: Vec<Contender>,
+    /// Seeds of --compare, which repeats every run with each of them.
+    #[arg(long, value_delimiter = ',', value_name = "NUMBER,..", requires = "compare")]
+    #[arg(conflicts_with = "seed", help_heading = "Optimizer")]
+    pub seeds: Vec<u64>,
     /// Parts of a rank's batch, computed one after the other to save memory.
     #[arg(long, value_name = "PARTS", default_value_t = 1, value_parser = at_least_one)]
     #[arg(help_heading = "Optimizer")]
@@ -122,9 +127,17 @@ impl Engine {
     }
 }
 
+/// A run to do.
+#[derive(Clone, Copy)]
+pub struct Plan {
+    pub contender: Contender,
+    pub ranks: usize,
+    pub seed: u64,
+}
+
 impl Options {
-    /// The runs in their order, each of an optimizer on a number of ranks.
-    pub fn runs(&self, world: Option<&World>) -> Result<Vec<(OptimizerName, usize)>> {
+    /// The runs in their order.
+    pub fn runs(&self, world: Option<&World>) -> Result<Vec<Plan>> {
         let world_size = world.map(|world| vec![world.size()]);
         let all_ranks = world_size.as_ref().unwrap_or(&self.ranks);
         all_ranks.iter().try_for_each(|ranks| self.check_batch(*ranks))?;
@@ -132,16 +145,23 @@ impl Options {
             let [ranks] = all_ranks[..] else {
                 bail!("--ranks with several numbers: say what to --compare on them")
             };
-            return Ok(vec![(self.settings.optimizer_on(ranks)?, ranks)]);
+            let contender = self.settings.contender_on(ranks)?;
+            return Ok(vec![Plan { contender, ranks, seed: self.settings.seed }]);
         }
-        let on_ranks = |&optimizer: &OptimizerName| {
-            let ranks = if optimizer.is_shared() { all_ranks.clone() } else { vec![1] };
-            ranks.into_iter().map(move |ranks| (optimizer, ranks))
-        };
-        let runs: Vec<_> = self.compare.iter().flat_map(on_ranks).collect();
+        let seeds =
+            if self.seeds.is_empty() { vec![self.settings.seed] } else { self.seeds.clone() };
+        let mut runs = Vec::new();
+        for contender in &self.compare {
+            let on = |ranks| contender.on_ranks(ranks).map(|contender| (contender, ranks));
+            let shared: Vec<_> = all_ranks.iter().filter_map(|&ranks| on(ranks)).collect();
+            let each = if shared.is_empty() { vec![(*contender, 1)] } else { shared };
+            for (contender, ranks) in each {
+                runs.extend(seeds.iter().map(|&seed| Plan { contender, ranks, seed }));
+            }
+        }
         ensure!(
-            world.is_none_or(|world| runs.iter().all(|(_, ranks)| *ranks == world.size())),
-            "--compare on several processes is for dist-muon and dist-adamw"
+            world.is_none_or(|world| runs.iter().all(|run| run.ranks == world.size())),
+            "--compare on several processes is for dist-muon, dist-adamw and recipes"
         );
         Ok(runs)
     }

@@ -15,6 +15,7 @@ const STEEP_PART: f64 = 0.1;
 /// The results of a run.
 pub struct Summary {
     pub name: String,
+    pub seed: u64,
     pub lr: f64,
     /// Steps, and the validation loss after each.
     pub curve: Vec<(usize, f64)>,
@@ -77,14 +78,52 @@ pub fn table(summaries: &[Summary]) -> String {
     format!("{table}\n{notes}")
 }
 
+/// A table with one row per optimizer, whose runs differ in their seeds: the mean of the final
+/// losses, each of them, and the steps at which the runs reached the final loss of the first
+/// optimizer with the same seed.
+pub fn table_of_seeds(summaries: &[Summary]) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::ASCII_MARKDOWN);
+    table.set_content_arrangement(ContentArrangement::Dynamic).set_width(80);
+    let groups = by_name(summaries);
+    let goals = &groups[0];
+    let seeds = goals.iter().map(|run| format!("seed {}", run.seed));
+    let header = ["run", "lr", "mean"].map(str::to_owned).into_iter();
+    table.set_header(header.chain(seeds).chain(["reached".into()]));
+    for runs in &groups {
+        let first = runs[0];
+        let finals = runs.iter().filter_map(|run| Some(run.curve.last()?.1));
+        let mean = finals.sum::<f64>() / runs.len() as f64;
+        let reached = runs.iter().zip(goals).map(|(run, goal)| {
+            let goal = goal.curve.last().map(|(_, loss)| *loss);
+            goal.and_then(|goal| steps_to(&run.curve, goal)).map_or("-".into(), |s| s.to_string())
+        });
+        let reached = reached.collect::<Vec<String>>().join(", ");
+        let row = [first.name.clone(), format!("{:.1e}", first.lr), format!("{mean:.4}")];
+        let losses = (0..goals.len()).map(|i| runs.get(i).map_or("-".into(), |r| r.final_loss()));
+        table.add_row(row.into_iter().chain(losses).chain([reached]));
+    }
+    let name = &goals[0].name;
+    format!(
+        "{table}\nfinal losses of validation\nreached: step of the first validation at the loss of \
+         {name}, by seed"
+    )
+}
+
+/// The runs of every optimizer, in the order of their first runs.
+fn by_name(summaries: &[Summary]) -> Vec<Vec<&Summary>> {
+    summaries.chunk_by(|a, b| a.name == b.name).map(|runs| runs.iter().collect()).collect()
+}
+
 /// The first step whose validation loss is at most `goal`.
 fn steps_to(curve: &[(usize, f64)], goal: f64) -> Option<usize> {
     curve.iter().find(|(_, loss)| *loss <= goal).map(|(step, _)| *step)
 }
 
-/// Draws the validation losses of all runs into one SVG.
+/// Draws the validation losses of all runs into one SVG, as means of the runs that differ only in
+/// their seeds.
 pub fn plot(path: &Path, title: &str, summaries: &[Summary]) -> Result<()> {
-    let curves: Vec<Curve> = summaries.iter().enumerate().map(curve).collect();
+    let curves: Vec<Curve> = by_name(summaries).iter().enumerate().map(curve).collect();
     let points: Vec<_> = curves.iter().flat_map(|curve| curve.points.iter().copied()).collect();
     let drawing = if points.is_empty() {
         Err(anyhow!(
@@ -99,12 +138,22 @@ pub fn plot(path: &Path, title: &str, summaries: &[Summary]) -> Result<()> {
     drawing.with_context(|| format!("--plot {}", path.display()))
 }
 
-fn curve((index, run): (usize, &Summary)) -> Curve {
+fn curve((index, runs): (usize, &Vec<&Summary>)) -> Curve {
+    let run = runs[0];
+    let mean = |i: usize| {
+        let losses = runs.iter().map(|run| run.curve.get(i).map_or(f64::NAN, |(_, loss)| *loss));
+        losses.sum::<f64>() / runs.len() as f64
+    };
+    let points = run.curve.iter().enumerate().map(|(i, (step, _))| (*step as f64, mean(i)));
     // The loss of an untrained model is left out: it says nothing about the optimizer.
-    let points = run.curve.iter().filter(|(step, loss)| *step > 0 && loss.is_finite());
+    let points: Vec<_> = points.filter(|(step, loss)| *step > 0.0 && loss.is_finite()).collect();
+    let last = match (runs.len(), points.last()) {
+        (2.., Some((_, loss))) => format!("{loss:.4}, mean of {} seeds", runs.len()),
+        _ => run.final_loss(),
+    };
     Curve {
-        name: format!("{}, lr {:.1e}: {}", run.title(), run.lr, run.final_loss()),
-        points: points.map(|(step, loss)| (*step as f64, *loss)).collect(),
+        name: format!("{}, lr {:.1e}: {last}", run.title(), run.lr),
+        points,
         color: COLORS[index % COLORS.len()],
         // An equal curve is visible through the gaps of a later one.
         dash: (index > 0).then(|| [6 + 6 * index as i32, 6]),

@@ -4,14 +4,15 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, ensure};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
-use distmuon::checkpoint;
+use distmuon::{Recipe, checkpoint};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
 use super::data::Corpus;
 use super::model::GptConfig;
-use super::optimizer::OptimizerName;
+use super::optimizer::{Contender, OptimizerName, recipe_values};
 use super::options::{at_least_one, positive};
 
 /// The settings that a continued run takes from its checkpoint.
@@ -37,7 +38,10 @@ pub struct Settings {
     /// Optimizer. Default: muon, and dist-muon on several ranks.
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Optimizer")]
     pub optimizer: Option<OptimizerName>,
-    /// Peak learning rate. Default: the one tuned for the optimizer.
+    /// Settings of muon with which others train. Default: this crate's.
+    #[arg(long, value_name = "NAME", value_parser = recipe(), help_heading = "Optimizer")]
+    pub recipe: Option<Recipe>,
+    /// Peak learning rate. Default: one tuned for optimizer and recipe.
     #[arg(long, allow_negative_numbers = true, value_parser = positive)]
     #[arg(help_heading = "Optimizer")]
     pub lr: Option<f64>,
@@ -83,13 +87,16 @@ impl Settings {
         self.preset.config(vocabulary).with_qk_norm(self.qk_clip.is_none())
     }
 
-    /// The settings of one run, with its optimizer, its learning rate, and an absolute path.
-    pub fn for_run(&self, optimizer: OptimizerName) -> Result<Self> {
+    /// The settings of one run, with its optimizer, its learning rate, its seed, and an absolute
+    /// path.
+    pub fn for_run(&self, contender: Contender, seed: u64) -> Result<Self> {
         let data = self.data.as_deref().map(std::path::absolute).transpose();
         Ok(Self {
             data: data.context("--data")?,
-            optimizer: Some(optimizer),
-            lr: Some(self.lr.unwrap_or(optimizer.tuned_lr())),
+            optimizer: Some(contender.optimizer),
+            recipe: contender.recipe,
+            lr: Some(self.lr.unwrap_or(contender.tuned_lr())),
+            seed,
             ..self.clone()
         })
     }
@@ -100,8 +107,8 @@ impl Settings {
         format!("preset {}, {steps} steps of {batch} x {} tokens", preset.name(), sizes.context)
     }
 
-    /// The optimizer on a number of ranks.
-    pub fn optimizer_on(&self, ranks: usize) -> Result<OptimizerName> {
+    /// The optimizer on a number of ranks, with its recipe.
+    pub fn contender_on(&self, ranks: usize) -> Result<Contender> {
         let default = if ranks == 1 { OptimizerName::Muon } else { OptimizerName::DistMuon };
         let optimizer = self.optimizer.unwrap_or(default);
         ensure!(
@@ -109,7 +116,15 @@ impl Settings {
             "--optimizer {} trains on one rank; --ranks {ranks} is for dist-muon and dist-adamw",
             optimizer.name()
         );
-        Ok(optimizer)
+        if let Some(recipe) = self.recipe {
+            ensure!(
+                optimizer.single() == OptimizerName::Muon,
+                "--recipe {} is for muon and dist-muon; leave --optimizer {} out",
+                recipe.name(),
+                optimizer.name()
+            );
+        }
+        Ok(Contender { optimizer, recipe: self.recipe })
     }
 
     /// Combines the settings that are given with those of a saved run for the others.
@@ -157,6 +172,12 @@ impl Settings {
             other => Err(anyhow!("{other} is not a JSON object")),
         }
     }
+}
+
+/// Parses the name of a recipe.
+fn recipe() -> impl TypedValueParser<Value = Recipe> {
+    PossibleValuesParser::new(recipe_values())
+        .map(|name| Recipe::from_name(&name).expect("the name of a recipe"))
 }
 
 /// A value as it is written on the command line.

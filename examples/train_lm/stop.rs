@@ -41,9 +41,9 @@ fn command(run: &Run, path: &Path) -> String {
         without(&["--resume"], arguments)
     } else {
         // A comparison continues as a single run.
-        let mut single = without(&["--compare", "--ranks"], arguments);
+        let mut single = without(&["--compare", "--ranks", "--seeds"], arguments);
         if run.world.is_none() {
-            single.extend(["--ranks".into(), run.ranks.to_string()]);
+            single.extend(["--ranks".into(), run.plan.ranks.to_string()]);
         }
         single
     };

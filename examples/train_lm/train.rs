@@ -18,8 +18,8 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 use super::data::{Corpus, Split};
 use super::display::Display;
 use super::model::{Gpt, GptConfig};
-use super::optimizer::{Optim, OptimizerName};
-use super::options::{LINE_EVERY, Options};
+use super::optimizer::{Optim, lr_schedule};
+use super::options::{LINE_EVERY, Options, Plan};
 use super::report::Summary;
 use super::settings::{Progress, Settings};
 
@@ -65,8 +65,7 @@ impl Clock {
 pub struct Run<'a> {
     pub options: &'a Options,
     pub settings: Settings,
-    pub optimizer: OptimizerName,
-    pub ranks: usize,
+    pub plan: Plan,
     pub corpus: &'a Corpus,
     pub sizes: &'a GptConfig,
     pub stop: &'a AtomicBool,
@@ -107,7 +106,7 @@ impl Run<'_> {
             // A rank that fails has to report it, since the others wait for it.
             return summary.inspect_err(|error| world.comm().fail(&format!("{error:#}")));
         }
-        let devices = World::devices(self.ranks);
+        let devices = World::devices(self.plan.ranks);
         devices[0].seed(self.settings.seed);
         let model = self.sizes.init(&devices[0]);
         let mut summaries =
@@ -116,14 +115,22 @@ impl Run<'_> {
     }
 
     fn lr(&self) -> f64 {
-        self.settings.lr.unwrap_or(self.optimizer.tuned_lr())
+        self.settings.lr.unwrap_or(self.plan.contender.tuned_lr())
     }
 
     /// The name of the run, to tell it from others.
     pub fn name(&self) -> String {
-        match self.ranks {
-            1 => self.optimizer.name(),
-            ranks => format!("{} x{ranks}", self.optimizer.name()),
+        match self.options.seeds[..] {
+            [] => self.title(),
+            _ => format!("{} seed {}", self.title(), self.plan.seed),
+        }
+    }
+
+    /// The name without the seed.
+    fn title(&self) -> String {
+        match self.plan {
+            Plan { contender, ranks: 1, .. } => contender.name(),
+            Plan { contender, ranks, .. } => format!("{} x{ranks}", contender.name()),
         }
     }
 
@@ -131,7 +138,7 @@ impl Run<'_> {
     fn rank(&self, world: &World, model: Gpt) -> Result<Summary> {
         let name = self.name();
         let (model, optim, progress) = self.start(world, model)?;
-        let display = || Display::new(&name, self.ranks, &self.settings, &progress, self.log);
+        let display = || Display::new(&name, self.plan.ranks, &self.settings, &progress, self.log);
         let display = world.is_main().then(display).transpose()?;
         let clip = self.settings.qk_clip.map(|tau| self.sizes.qk_clip(tau).init(&model));
         let (clip, clock) = (clip.transpose()?, Clock::default());
@@ -141,7 +148,7 @@ impl Run<'_> {
 
     /// Trains up to the last step, or until Ctrl-C.
     fn steps<'a>(&self, world: &World, mut training: Training<'a>) -> Result<Training<'a>> {
-        let schedule = self.optimizer.schedule(self.lr(), self.settings.steps);
+        let schedule = lr_schedule(self.lr(), self.settings.steps);
         let first = training.progress.step;
         let mut non_finite = 0;
         while training.progress.step < self.settings.steps && !self.stopped(world)? {
@@ -192,7 +199,8 @@ impl Run<'_> {
         }
         let clock = &training.clock;
         Ok(Summary {
-            name: self.name(),
+            name: self.title(),
+            seed: self.plan.seed,
             lr: self.lr(),
             tokens_per_second: (clock.steps * self.tokens_per_step()) as f64 / clock.seconds(),
             optimizer_share: clock.optimizing / clock.seconds(),
@@ -204,7 +212,7 @@ impl Run<'_> {
 
     /// Starts a run, or continues one from its checkpoint.
     fn start(&self, world: &World, model: Gpt) -> Result<(Gpt, Optim, Progress)> {
-        let (optim, routing) = self.optimizer.init(world, &model)?;
+        let (optim, routing) = self.plan.contender.init(world, &model, self.settings.steps)?;
         if world.is_main() {
             let name = self.name();
             let parameters = model.num_params();

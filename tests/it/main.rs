@@ -13,6 +13,7 @@ mod orthogonalize;
 mod parts;
 mod precision;
 mod qk_clip;
+mod recipes;
 mod routing;
 mod skips;
 mod split;

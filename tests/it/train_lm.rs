@@ -101,6 +101,15 @@ fn bad_input_is_rejected_before_the_first_step() {
             "[possible values: adamw, burn-muon, muon, dist-muon, dist-adamw]",
         ),
         ("--data text.rs --compare muon,sgd", "'sgd' for '--compare <NAME,..>'"),
+        ("--data text.rs --compare muon,nano", "a similar value exists: 'nanochat'"),
+        ("--data text.rs --recipe adamw", "'adamw' for '--recipe <NAME>'"),
+        ("--data text.rs --recipe torch --compare muon", "cannot be used with"),
+        ("--data text.rs --seeds 1,2", "--compare <NAME,..>"),
+        ("--data text.rs --compare muon --seeds 1 --seed 2", "cannot be used with"),
+        (
+            "--data text.rs --recipe nanochat --optimizer burn-muon",
+            "--recipe nanochat is for muon and dist-muon; leave --optimizer burn-muon out",
+        ),
         ("--data text.rs --ranks 0", "'0' for '--ranks <NUMBER,..>': it must be at least 1"),
         ("--data text.rs --ranks 3", "--batch 16 can't be divided among 3 ranks"),
         ("--data text.rs --accumulate 0", "'0' for '--accumulate <PARTS>': it must be at least 1"),
@@ -641,6 +650,47 @@ fn comparisons_include_every_number_of_ranks() {
         texts(&plot).iter().any(|text| text.starts_with("dist-muon x2, lr")),
         "no curve of two ranks in the plot"
     );
+}
+
+#[test]
+fn recipes_train_on_any_number_of_ranks_and_are_saved() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 2 --steps 3 --eval-every 1 --sample 0";
+    let arguments = format!("{flags} --compare muon,nanochat --ranks 1,2");
+    let stdout = succeed(folder.path(), &arguments);
+    let loss = |run| cell(&stdout, run, "final loss").parse::<f64>().expect("a number");
+    assert!((loss("nanochat") - loss("nanochat x2")).abs() < 2e-4, "{stdout}");
+    assert!((loss("nanochat") - loss("muon")).abs() > 1e-3, "{stdout}");
+    assert_eq!(cell(&stdout, "nanochat", "lr"), "2.0e-2");
+
+    succeed(folder.path(), &format!("{flags} --recipe nanochat --save run.bpk"));
+    let losses = curve(&folder.path().join("run.bpk"));
+    assert_eq!(format!("{:.4}", losses[3].1.unwrap()), format!("{:.4}", loss("nanochat")));
+    let resume = "--resume run.bpk --steps 4 --sample 0";
+    rejected(folder.path(), &format!("{resume} --recipe torch"), "torch (saved: nanochat)");
+    let stdout = succeed(folder.path(), &format!("{resume} --ranks 2"));
+    assert_eq!(cell(&stdout, "nanochat x2", "lr"), "2.0e-2");
+}
+
+#[test]
+fn comparisons_repeat_every_run_with_every_seed() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 1 --steps 3 --eval-every 0 --sample 0";
+    let seeds = "--compare adamw,muon --seeds 4,5 --plot loss.svg";
+    let stdout = succeed(folder.path(), &format!("{flags} {seeds}"));
+    for run in ["adamw", "muon"] {
+        let loss = |column| cell(&stdout, run, column).parse::<f64>().expect("a number");
+        let [four, five] = [loss("seed 4"), loss("seed 5")];
+        assert!((loss("mean") - (four + five) / 2.0).abs() < 1.5e-4, "{stdout}");
+        let alone = format!("{flags} --optimizer {run} --seed 5");
+        let alone = succeed(folder.path(), &alone);
+        assert_eq!(cell(&stdout, run, "seed 5"), cell(&alone, run, "final loss"));
+        assert_ne!(four, five, "{stdout}");
+    }
+    assert_eq!(cell(&stdout, "adamw", "reached"), "3, 3");
+    let plot = fs::read_to_string(folder.path().join("loss.svg")).unwrap();
+    let curves = texts(&plot).iter().filter(|text| text.ends_with("mean of 2 seeds")).count();
+    assert_eq!(curves, 2, "one curve per optimizer");
 }
 
 #[cfg(unix)]

@@ -1,0 +1,110 @@
+//! Recipes: every one trains, alone, in batches and on ranks.
+
+use burn::module::Module;
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::optim::GradientsParams;
+use burn::tensor::activation::relu;
+use burn::tensor::{Device, Int, Tensor};
+use distmuon::comm::World;
+use distmuon::distributed::DistMuonConfig;
+use distmuon::{Recipe, Result};
+
+const VOCABULARY: usize = 13;
+const STEPS: usize = 100;
+
+/// A model with embeddings, hidden matrices of two shapes, biases and a head.
+#[derive(Module, Debug)]
+struct Net {
+    embedding: Embedding,
+    up: Linear,
+    down: Linear,
+    head: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        device.seed(3);
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+        Self {
+            embedding: EmbeddingConfig::new(VOCABULARY, 16).init(device),
+            up: linear(16, 32),
+            down: linear(32, 16),
+            head: linear(16, VOCABULARY),
+        }
+    }
+
+    /// The loss of predicting a fixed successor of every token.
+    fn loss(&self) -> Tensor<1> {
+        let device = self.head.weight.device();
+        let tokens = Tensor::<1, Int>::arange(0..VOCABULARY as i64, &device);
+        let targets = tokens.clone().mul_scalar(5).add_scalar(2).remainder_scalar(13);
+        let x = self.embedding.forward(tokens.unsqueeze::<2>()).squeeze_dim::<2>(0);
+        let x = x.clone() + self.down.forward(relu(self.up.forward(x)));
+        CrossEntropyLossConfig::new().init(&device).forward(self.head.forward(x), targets)
+    }
+}
+
+/// The losses of a run of a recipe at its own rates.
+fn losses(
+    recipe: Recipe,
+    mut net: Net,
+    mut step: impl FnMut(f64, Net, GradientsParams) -> Result<Net>,
+) -> Result<Vec<f32>> {
+    let lr = recipe.lr(recipe.peak_lr(), STEPS);
+    let mut losses = Vec::new();
+    for at in 0..STEPS {
+        let loss = net.loss();
+        losses.push(loss.clone().into_scalar());
+        let gradients = GradientsParams::from_grads(loss.backward(), &net);
+        net = step(lr.at(at), net, gradients)?;
+    }
+    losses.push(net.loss().into_scalar());
+    Ok(losses)
+}
+
+fn alone(recipe: Recipe) -> Vec<f32> {
+    let net = Net::new(&Device::default().autodiff());
+    let mut optim = recipe.config(STEPS).try_init(&net).expect("settings that a run can use");
+    losses(recipe, net, |lr, net, gradients| Ok(optim.step(lr, net, gradients))).unwrap()
+}
+
+fn in_batches(recipe: Recipe) -> Vec<f32> {
+    let net = Net::new(&Device::default().autodiff());
+    let mut optim = recipe.config(STEPS).init_batched(&net).expect("settings that a run can use");
+    losses(recipe, net, |lr, net, gradients| optim.step(lr, net, gradients)).unwrap()
+}
+
+fn on_two_ranks(recipe: Recipe) -> Vec<f32> {
+    let device = Device::default().autodiff();
+    let net = Net::new(&device);
+    let runs = World::threads_with(vec![device; 2], net, |world, net| {
+        let config = DistMuonConfig::new().with_muon(recipe.config(STEPS));
+        let mut optim = config.init(&world, &net)?;
+        losses(recipe, net, |lr, net, gradients| optim.step(lr, net, gradients))
+    });
+    let [first, second] = <[_; 2]>::try_from(runs.unwrap()).expect("one result per rank");
+    assert_eq!(first, second, "{recipe:?}");
+    first
+}
+
+#[test]
+fn every_recipe_trains_in_every_optimizer() {
+    for recipe in Recipe::ALL {
+        let expected = alone(recipe);
+        let (first, last) = (expected[0], expected[STEPS]);
+        assert!(expected.iter().all(|loss| loss.is_finite()), "{recipe:?}: {expected:?}");
+        assert!(last < 0.99 * first, "{recipe:?}: {first} to {last}");
+        for (optimizer, losses) in
+            [("batched", in_batches(recipe)), ("two ranks", on_two_ranks(recipe))]
+        {
+            for (step, (loss, alone)) in losses.iter().zip(&expected).enumerate() {
+                let difference = (loss - alone).abs();
+                assert!(
+                    difference < 1e-3 * alone.max(0.1),
+                    "{recipe:?}, {optimizer}, step {step}: {loss} and {alone}"
+                );
+            }
+        }
+    }
+}
