@@ -7,6 +7,7 @@ use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use distmuon::distributed::GroupDiagnostics;
 use distmuon::qk_clip::ClippedHeads;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
@@ -112,6 +113,17 @@ impl<'a> Display<'a> {
             record["heads_not_finite"] = json!(clips.not_finite);
         }
         self.log(record)
+    }
+
+    /// Logs the norms of a step by group.
+    pub fn diagnostics(&self, step: usize, groups: &[GroupDiagnostics]) -> Result<()> {
+        let group = |group: &GroupDiagnostics| {
+            let mut record = json!(group);
+            record["effective_lr"] = json!(group.effective_lr());
+            record
+        };
+        let groups: Vec<Value> = groups.iter().map(group).collect();
+        self.log(json!({ "step": step, "diagnostics": groups }))
     }
 
     /// Reports the loss of a validation.

@@ -82,7 +82,9 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> Result<()> {
     let table = if options.seeds.len() > 1 { report::table_of_seeds } else { report::table };
     println!("{}", table(&summaries));
     if let Some(path) = &options.plot {
-        report::plot(path, &options.settings.describe(&sizes), &summaries)?;
+        let title = options.settings.describe(&sizes);
+        report::plot(path, &title, &summaries)?;
+        report::plot_norms(path, &title, &summaries)?;
     }
     Ok(())
 }

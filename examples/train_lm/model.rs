@@ -2,7 +2,7 @@
 //! and keys, squared ReLU, and an output head that does not share the weights of the embedding.
 
 use burn::config::Config;
-use burn::module::Module;
+use burn::module::{Module, ModuleMapper, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{
     Embedding, EmbeddingConfig, Initializer, Linear, LinearConfig, RmsNorm, RmsNormConfig,
@@ -11,7 +11,7 @@ use burn::nn::{
 use burn::tensor::activation::relu;
 use burn::tensor::module::attention;
 use burn::tensor::ops::AttentionModuleOptions;
-use burn::tensor::{Bool, Device, Int, Tensor};
+use burn::tensor::{Bool, DType, Device, Int, Tensor};
 use distmuon::{MaxLogits, QkClipConfig, QkClipRule};
 
 /// Sizes of a model.
@@ -116,7 +116,21 @@ impl GptConfig {
     }
 }
 
+/// Converts parameters to a type.
+struct Cast(DType);
+
+impl ModuleMapper for Cast {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|value| value.cast(self.0).detach().require_grad())
+    }
+}
+
 impl Gpt {
+    /// The model with parameters of a type.
+    pub fn cast(self, dtype: DType) -> Self {
+        if dtype == DType::F32 { self } else { self.map(&mut Cast(dtype)) }
+    }
+
     /// Logits of the next token at every position, `[batch, length]` to
     /// `[batch, length, vocabulary]`. The attentions report their maximum logits, if there is
     /// something to report them to.
@@ -143,7 +157,7 @@ impl Gpt {
         targets: Tensor<2, Int>,
         max_logits: Option<&mut MaxLogits>,
     ) -> Tensor<1> {
-        let logits = self.forward(tokens, max_logits);
+        let logits = self.forward(tokens, max_logits).cast(DType::F32);
         let [batch, length, vocabulary] = logits.dims();
         let loss = CrossEntropyLossConfig::new().init(&logits.device());
         loss.forward(
@@ -180,9 +194,11 @@ impl Attention {
         let heads = |x: Tensor<3>| {
             x.reshape([batch, length, self.heads, width / self.heads]).swap_dims(1, 2)
         };
-        let turned = |x: Tensor<4>, norm: &Option<RmsNorm>| match norm {
-            Some(norm) => rope.forward(norm.forward(x)),
-            None => rope.forward(x),
+        let turned = |x: Tensor<4>, norm: &Option<RmsNorm>| {
+            let (x, dtype) =
+                (norm.iter().fold(x, |x, norm| norm.forward(x)), self.query.weight.dtype());
+            // In float32, the type of the rotations.
+            rope.forward(x.cast(DType::F32)).cast(dtype)
         };
         let query = turned(heads(self.query.forward(x.clone())), &self.query_norm);
         let key = turned(heads(self.key.forward(x.clone())), &self.key_norm);

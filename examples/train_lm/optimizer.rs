@@ -3,12 +3,14 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use burn::optim::{self, GradientsParams, ModuleOptimizer};
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use distmuon::comm::World;
-use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig};
+use distmuon::distributed::{
+    DistModuleOptimizer, DistMuonConfig, GradDtype, GroupDiagnostics, LossScaleConfig,
+};
 use distmuon::{
     AdamWConfig, MuonConfig, ParameterRole, Recipe, Routing, RoutingRule, Schedule, SkippedSteps,
     checkpoint,
@@ -16,6 +18,7 @@ use distmuon::{
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::model::Gpt;
+use super::settings::{Dtype, Settings};
 
 #[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
@@ -119,15 +122,27 @@ impl Contender {
     }
 
     /// Makes the optimizer of a rank for a run of `steps` steps, and the routing of the parameters.
-    pub fn init(self, world: &World, model: &Gpt, steps: usize) -> Result<(Optim, Routing)> {
+    pub fn init(self, world: &World, model: &Gpt, settings: &Settings) -> Result<(Optim, Routing)> {
+        let scales = settings.dtype == Dtype::F16;
+        ensure!(
+            self.optimizer.is_shared() || !scales,
+            "--dtype f16 needs loss scaling, which {} does not have; use dist-muon or dist-adamw",
+            self.name()
+        );
+        let steps = settings.steps;
         let ours = self.recipe.map_or(MuonConfig::new(), |recipe| recipe.config(steps));
+        let ours = ours.with_master_weights(settings.master_weights());
         let adamw = || optim::AdamWConfig::new().with_beta_2(0.95).with_epsilon(1e-8);
         let routing = ours.route(model)?;
         let single = |optim: ModuleOptimizer| {
             Optim::Single(Box::new(optim), routing.skipped_steps().clone())
         };
         let shared = |muon: MuonConfig| -> Result<_> {
-            let optim = DistMuonConfig::new().with_muon(muon).init(world, model)?;
+            let config = DistMuonConfig::new()
+                .with_muon(muon)
+                .with_grad_dtype(GradDtype::Float32)
+                .with_loss_scale(scales.then(LossScaleConfig::new));
+            let optim = config.init(world, model)?;
             let routing = optim.routing().clone();
             Ok((Optim::Dist(Box::new(optim)), routing))
         };
@@ -157,6 +172,29 @@ impl Optim {
         match self {
             Self::Single(optim, _) => Ok(optim.step(lr, model, gradients)),
             Self::Dist(optim) => Ok(optim.step(lr, model, gradients)?),
+        }
+    }
+
+    /// The factor on the loss of the next step.
+    pub fn loss_scale(&self) -> f64 {
+        match self {
+            Self::Single(..) => 1.0,
+            Self::Dist(optim) => optim.loss_scale(),
+        }
+    }
+
+    /// Requests the norms of the next step, where the optimizer has them.
+    pub fn request_diagnostics(&mut self) {
+        if let Self::Dist(optim) = self {
+            optim.request_diagnostics();
+        }
+    }
+
+    /// The norms of the last step by group, if they were requested.
+    pub fn diagnostics(&mut self) -> Result<Option<Vec<GroupDiagnostics>>> {
+        match self {
+            Self::Single(..) => Ok(None),
+            Self::Dist(optim) => Ok(optim.diagnostics()?.map(|diagnostics| diagnostics.groups())),
         }
     }
 

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
 use comfy_table::{ContentArrangement, Table, presets};
+use distmuon::distributed::GroupDiagnostics;
 
 use super::chart::{Axis, COLORS, Chart, Curve};
 
@@ -23,6 +24,8 @@ pub struct Summary {
     /// The part of the time that was spent in the optimizer.
     pub optimizer_share: f64,
     pub optimizer_ms: f64,
+    /// Steps, and the norms of each by group.
+    pub norms: Vec<(usize, Vec<GroupDiagnostics>)>,
     /// The last step and the path of its checkpoint, if Ctrl-C ended the run.
     pub stopped: Option<(usize, PathBuf)>,
 }
@@ -136,6 +139,37 @@ pub fn plot(path: &Path, title: &str, summaries: &[Summary]) -> Result<()> {
         chart.draw(path).map_err(|error| anyhow!("{error}"))
     };
     drawing.with_context(|| format!("--plot {}", path.display()))
+}
+
+/// Draws the effective learning rates of all groups of all runs into an SVG next to that of the
+/// losses, if any were observed.
+pub fn plot_norms(path: &Path, title: &str, summaries: &[Summary]) -> Result<()> {
+    let mut curves: Vec<Curve> = vec![];
+    for run in summaries {
+        let groups = run.norms.first().map_or(&[][..], |(_, groups)| groups);
+        for (index, group) in groups.iter().enumerate() {
+            let point = |(step, groups): &(usize, Vec<GroupDiagnostics>)| {
+                (*step as f64, groups[index].effective_lr())
+            };
+            let number = curves.len();
+            curves.push(Curve {
+                name: format!("{}, {}", run.title(), group.group),
+                points: run.norms.iter().map(point).filter(|(_, y)| y.is_finite()).collect(),
+                color: COLORS[number % COLORS.len()],
+                dash: None,
+            });
+        }
+    }
+    let points: Vec<_> = curves.iter().flat_map(|curve| curve.points.iter().copied()).collect();
+    if points.is_empty() {
+        return Ok(());
+    }
+    let [x, y] = axes(&points);
+    let y = Axis { name: "effective learning rate", ..y };
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    let path = path.with_file_name(format!("{stem}-effective-lr.svg"));
+    let chart = Chart { title: title.to_owned(), x, y, curves };
+    chart.draw(&path).map_err(|error| anyhow!("{error}"))
 }
 
 fn curve((index, runs): (usize, &Vec<&Summary>)) -> Curve {

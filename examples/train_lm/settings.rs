@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, ensure};
+use burn::tensor::DType;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
-use distmuon::{Recipe, checkpoint};
+use distmuon::{MasterWeights, Recipe, checkpoint};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
@@ -41,6 +42,14 @@ pub struct Settings {
     /// Settings of muon with which others train. Default: this crate's.
     #[arg(long, value_name = "NAME", value_parser = recipe(), help_heading = "Optimizer")]
     pub recipe: Option<Recipe>,
+    /// Type of the parameters. f16 is trained with loss scaling, by dist-muon or dist-adamw.
+    #[arg(long, value_enum, default_value_t = Dtype::F32, help_heading = "Model")]
+    #[serde(default)]
+    pub dtype: Dtype,
+    /// Digits that muon, dist-muon and dist-adamw keep of f16 and bf16.
+    #[arg(long, value_enum, default_value_t = Master::Full, help_heading = "Optimizer")]
+    #[serde(default)]
+    pub master: Master,
     /// Peak learning rate. Default: one tuned for optimizer and recipe.
     #[arg(long, allow_negative_numbers = true, value_parser = positive)]
     #[arg(help_heading = "Optimizer")]
@@ -65,6 +74,42 @@ pub enum Preset {
     Small,
     /// GPT-2's 12 layers of 768, for GPUs.
     Gpt2,
+}
+
+#[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq)]
+#[serde(rename_all = "kebab-case")]
+pub enum Dtype {
+    /// float32.
+    #[default]
+    F32,
+    /// bfloat16.
+    Bf16,
+    /// float16.
+    F16,
+}
+
+#[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq)]
+#[serde(rename_all = "kebab-case")]
+pub enum Master {
+    /// A float32 copy.
+    #[default]
+    Full,
+    /// 16 further bits of bfloat16.
+    Mantissa,
+    /// None: parameters are rounded to the nearest number.
+    None,
+    /// None: parameters are rounded at random, by the seed of the run.
+    Stochastic,
+}
+
+impl Dtype {
+    pub fn dtype(self) -> DType {
+        match self {
+            Self::F32 => DType::F32,
+            Self::Bf16 => DType::BF16,
+            Self::F16 => DType::F16,
+        }
+    }
 }
 
 impl Preset {
@@ -101,6 +146,16 @@ impl Settings {
         })
     }
 
+    /// The settings of the library for the digits of parameters.
+    pub fn master_weights(&self) -> MasterWeights {
+        match self.master {
+            Master::Full => MasterWeights::Full,
+            Master::Mantissa => MasterWeights::Mantissa,
+            Master::None => MasterWeights::None,
+            Master::Stochastic => MasterWeights::Stochastic { seed: self.seed },
+        }
+    }
+
     /// Describes the sizes of the model and of the batches in a few words.
     pub fn describe(&self, sizes: &GptConfig) -> String {
         let Self { preset, steps, batch, .. } = self;
@@ -109,7 +164,8 @@ impl Settings {
 
     /// The optimizer on a number of ranks, with its recipe.
     pub fn contender_on(&self, ranks: usize) -> Result<Contender> {
-        let default = if ranks == 1 { OptimizerName::Muon } else { OptimizerName::DistMuon };
+        let is_single = ranks == 1 && self.dtype != Dtype::F16;
+        let default = if is_single { OptimizerName::Muon } else { OptimizerName::DistMuon };
         let optimizer = self.optimizer.unwrap_or(default);
         ensure!(
             ranks == 1 || optimizer.is_shared(),

@@ -8,9 +8,11 @@ use std::time::Instant;
 
 use anyhow::{Result, anyhow};
 use burn::module::Module;
-use burn::optim::{GradientsAccumulator, GradientsParams};
+use burn::optim::GradientsParams;
 use burn::tensor::{Device, Int, Tensor, TensorData, activation::softmax, s};
+use distmuon::GradientBuffer;
 use distmuon::comm::World;
+use distmuon::distributed::GroupDiagnostics;
 use distmuon::qk_clip::ClippedHeads;
 use distmuon::{MaxLogits, QkClip};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -79,6 +81,8 @@ struct Training<'a> {
     model: Gpt,
     optim: Optim,
     clip: Option<QkClip>,
+    /// Steps of this run, and their norms.
+    norms: Vec<(usize, Vec<GroupDiagnostics>)>,
     progress: Progress,
     clock: Clock,
     /// On rank 0 only.
@@ -86,11 +90,28 @@ struct Training<'a> {
 }
 
 impl Training<'_> {
-    /// Clips the heads of attention whose logits were above the threshold, on all ranks.
-    fn clip(mut self, world: &World, logits: &MaxLogits) -> Result<(Self, Option<ClippedHeads>)> {
-        let Some(clip) = &self.clip else { return Ok((self, None)) };
-        let (model, clipped) = clip.apply_on(world, self.model, logits)?;
-        self.model = model;
+    /// Takes a step, and clips the heads of attention whose logits were above the threshold, on all
+    /// ranks.
+    fn step(
+        mut self,
+        world: &World,
+        lr: f64,
+        grads: GradientsParams,
+        logits: &MaxLogits,
+    ) -> Result<(Self, Option<ClippedHeads>)> {
+        let Some(clip) = &self.clip else {
+            self.model = self.optim.step(lr, self.model, grads)?;
+            return Ok((self, None));
+        };
+        let factors = clip.factors_on(world, logits)?;
+        let clipped = factors.clipped_heads();
+        self.model = match &mut self.optim {
+            Optim::Single(optim, _) => factors.apply(optim.step(lr, self.model, grads))?,
+            Optim::Dist(optim) => {
+                optim.clip_heads(&factors);
+                optim.step(lr, self.model, grads)?
+            }
+        };
         Ok((self, Some(clipped)))
     }
 }
@@ -100,7 +121,7 @@ impl Run<'_> {
     pub fn train(&self) -> Result<Summary> {
         if let Some(world) = self.world {
             world.device().seed(self.settings.seed);
-            let model = self.sizes.init(world.device()).fork(world.device());
+            let model = self.model(world.device()).fork(world.device());
             let model = world.broadcast(model).map_err(anyhow::Error::from);
             let summary = model.and_then(|model| self.rank(world, model));
             // A rank that fails has to report it, since the others wait for it.
@@ -108,10 +129,15 @@ impl Run<'_> {
         }
         let devices = World::devices(self.plan.ranks);
         devices[0].seed(self.settings.seed);
-        let model = self.sizes.init(&devices[0]);
+        let model = self.model(&devices[0]);
         let mut summaries =
             World::threads_with(devices, model, |world, model| self.rank(&world, model))?;
         Ok(summaries.swap_remove(0))
+    }
+
+    /// The model before the first step.
+    fn model(&self, device: &Device) -> Gpt {
+        self.sizes.init(device).cast(self.settings.dtype.dtype())
     }
 
     fn lr(&self) -> f64 {
@@ -142,7 +168,7 @@ impl Run<'_> {
         let display = world.is_main().then(display).transpose()?;
         let clip = self.settings.qk_clip.map(|tau| self.sizes.qk_clip(tau).init(&model));
         let (clip, clock) = (clip.transpose()?, Clock::default());
-        let training = Training { model, optim, clip, progress, clock, display };
+        let training = Training { model, optim, clip, norms: vec![], progress, clock, display };
         self.finish(world, self.steps(world, training)?)
     }
 
@@ -155,12 +181,13 @@ impl Run<'_> {
             let lr = schedule.at(training.progress.step);
             let start = Instant::now();
             let mut logits = training.clip.is_some().then(MaxLogits::new);
-            let (loss, grads) =
-                self.gradients(world, &training.model, training.progress.step, logits.as_mut())?;
+            let (loss, grads) = self.gradients(world, &training, logits.as_mut())?;
             let optimizer_start = Instant::now();
-            training.model = training.optim.step(lr, training.model, grads)?;
+            if is_due(training.progress.step, self.options.diagnose_every) {
+                training.optim.request_diagnostics();
+            }
             let clipped;
-            (training, clipped) = training.clip(world, &logits.unwrap_or_default())?;
+            (training, clipped) = training.step(world, lr, grads, &logits.unwrap_or_default())?;
             world.device().sync()?;
             if training.progress.step - first == WARM_UP {
                 training.clock = Clock::default();
@@ -169,6 +196,12 @@ impl Run<'_> {
             training.progress.step += 1;
 
             let step = training.progress.step;
+            if let Some(groups) = training.optim.diagnostics()? {
+                if let Some(display) = &training.display {
+                    display.diagnostics(step, &groups)?;
+                }
+                training.norms.push((step, groups));
+            }
             if let Some(display) = &training.display {
                 display.step(step, loss, lr, self.tokens_per_step(), clipped.as_ref())?;
             }
@@ -206,13 +239,14 @@ impl Run<'_> {
             optimizer_share: clock.optimizing / clock.seconds(),
             optimizer_ms: clock.optimizing * 1e3 / clock.steps.max(1) as f64,
             curve: training.progress.curve,
+            norms: training.norms,
             stopped,
         })
     }
 
     /// Starts a run, or continues one from its checkpoint.
     fn start(&self, world: &World, model: Gpt) -> Result<(Gpt, Optim, Progress)> {
-        let (optim, routing) = self.plan.contender.init(world, &model, self.settings.steps)?;
+        let (optim, routing) = self.plan.contender.init(world, &model, &self.settings)?;
         if world.is_main() {
             let name = self.name();
             let parameters = model.num_params();
@@ -244,26 +278,31 @@ impl Run<'_> {
     fn gradients(
         &self,
         world: &World,
-        model: &Gpt,
-        step: usize,
+        Training { model, optim, progress, .. }: &Training,
         mut logits: Option<&mut MaxLogits>,
     ) -> Result<(f64, GradientsParams)> {
         let parts = self.options.accumulate;
-        let batch = self.batch(Split::Train, self.batch_seed(step), world.device());
+        let batch = self.batch(Split::Train, self.batch_seed(progress.step), world.device());
         let sequences = world.part(self.settings.batch);
         let local = batch.map(|tokens| tokens.slice(s![sequences.clone()]));
         let [tokens, targets] = local.map(|tokens| tokens.chunk(parts, 0));
-        let mut accumulator = GradientsAccumulator::new();
+        // Of one part, the gradients stay in the type of the parameters.
+        let (mut sum, mut whole) = (GradientBuffer::new(), None);
         let mut losses = Vec::new();
         for (tokens, targets) in tokens.into_iter().zip(targets) {
             let loss = model.loss(tokens, targets, logits.as_deref_mut());
             let loss = loss.div_scalar(parts as f64);
-            accumulator.accumulate(model, GradientsParams::from_grads(loss.backward(), model));
-            losses.push(loss.inner());
+            losses.push(loss.clone().inner());
+            let loss = loss.mul_scalar(optim.loss_scale());
+            let grads = GradientsParams::from_grads(loss.backward(), model);
+            match parts {
+                1 => whole = Some(grads),
+                _ => sum.add(model, grads)?,
+            }
         }
         world.device().sync()?;
         let loss = world.mean(Tensor::cat(losses, 0).sum().into_scalar::<f32>())?;
-        Ok((loss, accumulator.grads()))
+        Ok((loss, whole.unwrap_or_else(|| sum.take_sum())))
     }
 
     /// Reports skipped steps, validates and saves, if one of these is due.
