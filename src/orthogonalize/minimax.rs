@@ -2,9 +2,9 @@
 //! values.
 //!
 //! Algorithm 1 of Amsel et al., <https://arxiv.org/abs/2505.16932>, in the form of its published
-//! code, <https://github.com/NoahAmsel/PolarExpress>. Singular values start in `[l, u]` with `u` of
-//! 1. A step takes the odd quintic that is closest to 1 on that interval, which maps it to
-//! `[l', 2 - l']`, the interval of the next step.
+//! code, <https://github.com/NoahAmsel/PolarExpress>. Singular values start in `[l, 1]`. Every step
+//! takes the odd quintic that is closest to 1 on their interval, and maps them to `[l', 2 - l']`,
+//! the interval of the next step.
 
 use crate::backend::Polynomial;
 
@@ -123,10 +123,11 @@ fn levelled(points: [f64; 4]) -> Polynomial {
         let size = |row: &usize| rows[*row][pivot].abs();
         let largest = (pivot..4).max_by(|i, j| size(i).total_cmp(&size(j)));
         rows.swap(pivot, largest.expect("a row is left"));
-        for i in pivot + 1..4 {
-            let factor = rows[i][pivot] / rows[pivot][pivot];
-            for j in pivot..5 {
-                rows[i][j] -= factor * rows[pivot][j];
+        let above = rows[pivot];
+        for row in &mut rows[pivot + 1..] {
+            let factor = row[pivot] / above[pivot];
+            for (value, above) in row.iter_mut().zip(above) {
+                *value -= factor * above;
             }
         }
     }

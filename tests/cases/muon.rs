@@ -78,8 +78,6 @@ pub enum CoefficientName {
     PolarExpressCushioned,
     #[serde(rename = "polar_express/1.05")]
     PolarExpress,
-    #[serde(rename = "cans")]
-    Cans,
     #[serde(rename = "aol")]
     Aol,
     #[serde(rename = "deepseek_v4")]
@@ -275,7 +273,6 @@ impl CoefficientSet {
                 Coefficients::PolarExpressCushioned
             }
             Self::Named(CoefficientName::PolarExpress) => Coefficients::polar_express(),
-            Self::Named(CoefficientName::Cans) => Coefficients::Cans,
             Self::Named(CoefficientName::Aol) => Coefficients::Aol,
             Self::Named(CoefficientName::DeepSeekV4) => Coefficients::DeepSeekV4,
             &Self::Computed(Computed { lower, cushion, safety }) => {

@@ -51,7 +51,6 @@ fn descriptions() -> Vec<(&'static str, Vec<usize>, f64, Value)> {
                 "coefficients": {"lower": 1e-4, "cushion": 0.02, "safety": 1.05}, "ns_steps": 7,
             }),
         ),
-        ("own-cans", vec![16, 40], 0.02, json!({"coefficients": "cans"})),
         ("own-aol", vec![24, 24], 0.02, json!({"coefficients": "aol", "ns_steps": 4})),
         (
             "own-momentum-sum",

@@ -24,7 +24,6 @@ fn sets() -> Vec<Coefficients> {
         Coefficients::PolarExpressCushioned,
         Coefficients::polar_express_for(1e-2),
         Coefficients::polar_express_for(1e-4),
-        Coefficients::Cans,
         Coefficients::Aol,
         Coefficients::DeepSeekV4,
     ]
