@@ -117,7 +117,8 @@ impl Contender {
             (Some(Recipe::ModdedNanogpt), _) => 0.023,
             (Some(Recipe::Torch | Recipe::KellerJordan | Recipe::Nanochat), _) => 0.02,
             (_, Adamw | DistAdamw) => 4e-3,
-            (_, BurnMuon | Muon | DistMuon) => 8e-3,
+            (_, BurnMuon) => 1.1e-2,
+            (_, Muon | DistMuon) => 8e-3,
         }
     }
 

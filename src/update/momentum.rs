@@ -30,8 +30,9 @@ pub enum MomentumForm {
 /// Configuration of Muon's momentum.
 #[derive(Config, Debug, PartialEq)]
 pub struct MomentumConfig {
-    /// Momentum `mu`, in `[0, 1)`.
-    #[config(default = "Schedule::constant(0.95)")]
+    /// Momentum `mu`, in `[0, 1)`. By default, it rises from 0.85 to 0.95 over the first 300 steps
+    /// of a parameter, as in <https://github.com/KellerJordan/modded-nanogpt>.
+    #[config(default = "Schedule::momentum_warmup(0.95, 300)")]
     pub momentum: Schedule,
     /// The form of the momentum.
     #[config(default = "MomentumForm::Average")]
