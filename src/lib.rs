@@ -73,6 +73,7 @@
 //! | [`orthogonalize`] | [`NewtonSchulz`], the iteration on batches of matrices, in two forms and several types |
 //! | [`routing`] | [`Routing`], the optimizer of every parameter, and [`RoutingRule`], which overrides it |
 //! | [`adamw`] | [`AdamWConfig`], the settings of all other parameters |
+//! | [`custom`] | any other optimizer of Burn's interface, sharded by whole parameters |
 //! | [`parts`] | optional stages of Muon's update, such as [`NorMuon`](parts::NorMuon) |
 //! | [`qk_clip`] | [`QkClip`], which scales the projections of attention heads with large logits |
 //! | [`comm`] | [`World`], the ranks that train together, and their collectives |
@@ -117,6 +118,7 @@ mod blocks;
 pub mod checkpoint;
 mod checks;
 pub mod comm;
+pub mod custom;
 pub mod distributed;
 pub mod elementwise;
 pub mod error;
@@ -144,6 +146,7 @@ pub use backend::{ComputePath, KernelPolicy};
 #[cfg(feature = "processes")]
 pub use comm::Launch;
 pub use comm::World;
+pub use custom::CustomOptimizers;
 #[cfg(feature = "train")]
 pub use distributed::DistMuonStrategy;
 pub use distributed::{DistModuleOptimizer, DistMuon, DistMuonConfig};

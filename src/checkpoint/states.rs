@@ -1,6 +1,6 @@
 //! The optimizer state of an archive, by the paths of the parameters.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use burn_pack::Scalar;
 
@@ -50,6 +50,24 @@ impl States {
     pub fn find(&self, path: &str, name: &str) -> Option<(&str, &Stored)> {
         let archive_name = self.names.get(&(path.to_owned(), name.to_owned()))?;
         Some((archive_name, &self.archive.tensors()[archive_name]))
+    }
+
+    /// The tensors of a parameter whose names in the state begin with a prefix and a dot, each with
+    /// its name in the archive, and the numbers of the parameter by their names in the state.
+    pub fn under(
+        &self,
+        path: &str,
+        prefix: &str,
+    ) -> (Vec<(String, &str)>, BTreeMap<String, Scalar>) {
+        let key = |name| self.archive.state_key(name).filter(|(found, _)| *found == path);
+        let is_under = |name: &str| name.strip_prefix(prefix).is_some_and(|n| n.starts_with('.'));
+        let tensors = self.archive.tensors().keys().filter_map(|name| {
+            let (_, state) = key(name)?;
+            is_under(state).then(|| (state.to_owned(), name.as_str()))
+        });
+        let scalars = self.archive.scalars().iter();
+        let scalars = scalars.filter_map(|(name, value)| Some((key(name)?.1.to_owned(), *value)));
+        (tensors.collect(), scalars.collect())
     }
 
     /// A number of the whole optimizer.

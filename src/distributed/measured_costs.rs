@@ -26,7 +26,7 @@ pub fn costs(
         Work::Matrices { rows, columns, .. } => {
             Some(([rows, columns], muon.iterated_dtype(parameter.dtype)))
         }
-        Work::Elements => None,
+        Work::Whole | Work::Elements => None,
     });
     let mut distinct: Vec<([usize; 2], DType)> = matrices.collect();
     distinct.sort_by_key(|(shape, dtype)| (*shape, dtype.size()));

@@ -4,10 +4,12 @@ use std::sync::Arc;
 
 use burn::config::Config;
 use burn::grad_clipping::GradientClippingConfig;
+use burn::optim::Optimizer;
 
 use super::Muon;
 use crate::backend::KernelPolicy;
 use crate::checks::ensure_size;
+use crate::custom::CustomOptimizers;
 use crate::elementwise::{AdamWConfig, ElementwiseConfig};
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView, UNNAMED};
@@ -72,6 +74,10 @@ pub struct MuonConfig {
     /// last one counts.
     #[config(default = "Vec::new()")]
     pub rules: Vec<RoutingRule>,
+    /// Further optimizers, for the parameters that rules route to them by name: see
+    /// [`with_optimizer`](Self::with_optimizer).
+    #[config(default = "CustomOptimizers::new()")]
+    pub optimizers: CustomOptimizers,
     /// The optimizer of embeddings, the output head, vectors and scalars: AdamW or Lion.
     #[config(default = "AdamWConfig::new().into()")]
     pub rest: ElementwiseConfig,
@@ -98,6 +104,14 @@ impl MuonConfig {
     /// Adds a routing rule. If several rules match a path, the last one counts.
     pub fn with_rule(mut self, rule: impl Into<RoutingRule>) -> Self {
         self.rules.push(rule.into());
+        self
+    }
+
+    /// Adds an optimizer for the parameters that a
+    /// [`RoutingRule::custom`](crate::RoutingRule::custom) routes to this name: any optimizer of
+    /// Burn's interface, which updates every parameter as a whole. See [`custom`](crate::custom).
+    pub fn with_optimizer(mut self, name: impl Into<String>, optimizer: impl Optimizer) -> Self {
+        self.optimizers = self.optimizers.with(name, optimizer);
         self
     }
 

@@ -8,10 +8,11 @@ use burn::tensor::{Device, Tensor};
 
 use super::split::Split;
 use super::{Muon, MuonConfig};
+use crate::custom::Whole;
 use crate::elementwise::Elementwise;
 use crate::error::Result;
 use crate::matrix_view::MatrixView;
-use crate::routing::{ParameterRole, Routing, Updates, parameter_group};
+use crate::routing::{ParameterRole, Routing, RoutingRule, Updates, parameter_group};
 use crate::update::{CountedOnLoad, Counting, SkippedSteps};
 
 /// The reason for rejecting a parameter that the optimizer was not made for.
@@ -27,7 +28,8 @@ impl MuonConfig {
     ///
     /// # Errors
     ///
-    /// - [`Error::Setting`](crate::Error::Setting) for a setting that no run can use;
+    /// - [`Error::Setting`](crate::Error::Setting) for a setting that no run can use, such as a
+    ///   rule that names an optimizer that was not given;
     /// - [`Error::Dtype`](crate::Error::Dtype) for an iteration in a type that a device does not
     ///   support;
     /// - [`Error::Shape`](crate::Error::Shape) for a parameter of more than two dimensions without
@@ -39,6 +41,7 @@ impl MuonConfig {
     /// - [`Error::EmptyModel`](crate::Error::EmptyModel) and
     ///   [`Error::AllFrozen`](crate::Error::AllFrozen) for a model without parameters to train.
     pub fn route<M: Module>(&self, model: &M) -> Result<Routing> {
+        self.optimizers.check(self.rules.iter().filter_map(RoutingRule::optimizer))?;
         let updates = Updates {
             muon: Arc::new(self.update()?),
             rest: Arc::new(self.rest.update(
@@ -46,6 +49,7 @@ impl MuonConfig {
                 self.kernels,
                 self.grad_clipping.as_ref(),
             )),
+            custom: self.optimizers.clone(),
             skipped: SkippedSteps::new(self.max_skipped),
         };
         let routing = Routing::new(updates, &self.rules, self.layout, model)?;
@@ -105,7 +109,7 @@ impl Routing {
         let frozen = self.group(|role| role == ParameterRole::Frozen);
         let optim = ModuleOptimizer::from(Reject { reason: UNKNOWN });
         let optim = optim.with_group(frozen, Reject { reason: FROZEN }, None);
-        let Updates { muon, rest, skipped } = self.updates();
+        let updates @ Updates { muon, rest, skipped, .. } = self.updates();
         self.routes().iter().fold(optim, |optim, route| {
             let parameter: ParamGroup = parameter_group(vec![route.path.clone()], vec![route.id]);
             match route.role {
@@ -124,6 +128,10 @@ impl Routing {
                 }
                 ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
                     let lr = self.role_lr(route.role);
+                    if let Some(name) = &route.custom {
+                        let rule = Whole::new(updates.whole(name), rest, lr, &route.path, skipped);
+                        return optim.with_group(parameter, rule, None);
+                    }
                     let rule = Elementwise::new(rest.clone(), lr, &route.path, skipped);
                     optim.with_group(parameter, CountedOnLoad(rule), None)
                 }

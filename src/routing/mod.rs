@@ -16,10 +16,11 @@ use burn::module::{Module, ParamGroup, ParamId};
 use serde::{Deserialize, Serialize};
 
 use crate::blocks::Blocks;
+use crate::custom::CustomOptimizers;
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::{self, Found};
-use crate::update::{ElementwiseUpdate, Matrices, MuonUpdate, SkippedSteps};
+use crate::update::{ElementwiseUpdate, MAX_RANK, Matrices, MuonUpdate, SkippedSteps, WholeUpdate};
 use built_in::Anatomy;
 use rules::{Decision, Rules};
 pub use rules::{MuonRoutingRule, RoutingRule};
@@ -36,11 +37,11 @@ pub enum ParameterRole {
         /// The dimension of those matrices that counts the outputs of the layer.
         layout: MatrixLayout,
     },
-    /// AdamW, at the learning rate of embeddings.
+    /// AdamW or another optimizer, at the learning rate of embeddings.
     Embedding,
-    /// AdamW, at the learning rate of the output head.
+    /// AdamW or another optimizer, at the learning rate of the output head.
     Head,
-    /// AdamW, at the learning rate of vectors and scalars.
+    /// AdamW or another optimizer, at the learning rate of vectors and scalars.
     Vector,
     /// No optimizer: the parameter did not require a gradient when the routing was made, or does
     /// not have elements.
@@ -102,11 +103,15 @@ pub struct ParameterRoute {
     /// The name of the optimizer, with the view and the blocks of a matrix or the role, as in
     /// `Muon (Batch)` and `AdamW (head)`; `-` for a frozen parameter.
     pub optimizer: String,
+    /// The name in the rule, if an optimizer of [`MuonConfig`](crate::MuonConfig)'s `optimizers`
+    /// updates the parameter.
+    pub custom: Option<String>,
     /// The reason for the role, with a question mark if names and positions only suggest the role.
     pub reason: String,
     /// Floating-point operations of Muon's iteration per step; 0 for other roles.
     pub operations: f64,
-    /// Bytes of the optimizer's state after the first step.
+    /// Bytes of the optimizer's state after the first step. Of an optimizer of the user's, only
+    /// those of master weights are known.
     pub state_bytes: usize,
 }
 
@@ -115,6 +120,7 @@ pub struct ParameterRoute {
 pub(crate) struct Updates {
     pub muon: Arc<MuonUpdate>,
     pub rest: Arc<ElementwiseUpdate>,
+    pub custom: CustomOptimizers,
     pub skipped: SkippedSteps,
 }
 
@@ -127,6 +133,12 @@ pub struct Routing {
 }
 
 impl Updates {
+    /// The update by an optimizer of the user's.
+    pub fn whole(&self, name: &str) -> WholeUpdate {
+        let optimizer = self.custom.get(name).clone();
+        WholeUpdate { optimizer, precision: self.rest.precision }
+    }
+
     /// The name of a role's optimizer.
     fn optimizer(&self, role: ParameterRole) -> String {
         match role {
@@ -141,14 +153,18 @@ impl Updates {
 
     fn route(&self, found: &Found, decision: Decision<'_>) -> Result<ParameterRoute> {
         let Found { path, shape, dtype, device, .. } = found;
-        let Decision { role, split, reason } = decision;
+        let Decision { role, optimizer: custom, split, reason } = decision;
         let mut route = ParameterRoute {
             path: path.clone(),
             id: found.id,
             shape: shape.clone(),
             role,
             blocks: vec![],
-            optimizer: self.optimizer(role),
+            optimizer: match custom {
+                Some(name) => format!("{name} ({role})"),
+                None => self.optimizer(role),
+            },
+            custom: custom.map(str::to_owned),
             reason,
             operations: 0.0,
             state_bytes: 0,
@@ -173,7 +189,13 @@ impl Updates {
             ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
                 let batch = ElementwiseUpdate::batch(shape);
                 self.rest.precision.ensure_supported(path, *dtype)?;
-                let slots = self.rest.slots(*dtype);
+                let slots = match custom {
+                    None => self.rest.slots(*dtype),
+                    Some(name) => {
+                        ensure_whole(path, shape)?;
+                        self.whole(name).slots(*dtype)
+                    }
+                };
                 route.state_bytes = slots.iter().map(|slot| slot.bytes(batch, *dtype)).sum();
             }
             ParameterRole::Frozen => {}
@@ -219,7 +241,7 @@ impl Routing {
         let route = |found: &Found| {
             let (built_in, reason) = anatomy.role(found, layout);
             let ruled = found.trainable.then(|| rules.decide(found, built_in, layout));
-            let built_in = Decision { role: built_in, split: None, reason };
+            let built_in = Decision { role: built_in, optimizer: None, split: None, reason };
             updates.route(found, ruled.flatten().unwrap_or(built_in))
         };
         let routes = parameters.iter().map(route).collect::<Result<_>>()?;
@@ -282,6 +304,19 @@ impl Routing {
 /// The parameters of these paths, or of these identities, as a Burn group.
 pub(crate) fn parameter_group(paths: Vec<String>, ids: Vec<ParamId>) -> ParamGroup {
     ParamGroup::from_paths(paths).fuse(&ParamGroup::from_ids(ids))
+}
+
+/// Fails for a parameter of more dimensions than Burn's optimizers support.
+fn ensure_whole(path: &str, shape: &[usize]) -> Result<()> {
+    if shape.len() <= MAX_RANK {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        parameter: path.to_owned(),
+        expected: "at most eight dimensions",
+        shape: shape.to_vec(),
+        remedy: "route it with `RoutingRule::adamw`".to_owned(),
+    })
 }
 
 /// Fails for a trained parameter that is in the model twice: a step gives the gradient to the first

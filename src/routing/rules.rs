@@ -9,7 +9,8 @@ use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::Found;
 
-/// Routes the parameters whose path matches a regular expression to Muon or to AdamW.
+/// Routes the parameters whose path matches a regular expression to Muon, to AdamW or to an
+/// optimizer of the user's.
 ///
 /// A path consists of field names and indices, as in `blocks.0.mlp.up.weight`. The expression, in
 /// the syntax of the crate `regex`, may match any part of the path. An expression that is malformed
@@ -35,6 +36,7 @@ pub struct RoutingRule {
 enum Destination {
     Muon { view: MatrixView, layout: Option<MatrixLayout>, split: Option<Split> },
     AdamW,
+    Custom { optimizer: String },
 }
 
 /// A [`RoutingRule`] that routes to Muon, from [`RoutingRule::muon`], with optional settings in any
@@ -65,6 +67,22 @@ impl RoutingRule {
     /// others.
     pub fn adamw(pattern: impl Into<String>) -> Self {
         Self { pattern: pattern.into(), to: Destination::AdamW }
+    }
+
+    /// Routes parameters of up to eight dimensions to an optimizer that
+    /// [`MuonConfig::with_optimizer`](crate::MuonConfig::with_optimizer) was given under this name,
+    /// which updates every parameter as a whole: see [`custom`](crate::custom). Roles and learning
+    /// rates are those of [`adamw`](Self::adamw).
+    pub fn custom(pattern: impl Into<String>, optimizer: impl Into<String>) -> Self {
+        Self { pattern: pattern.into(), to: Destination::Custom { optimizer: optimizer.into() } }
+    }
+
+    /// The name of the optimizer of the user's that the rule routes to.
+    pub(crate) fn optimizer(&self) -> Option<&str> {
+        match &self.to {
+            Destination::Custom { optimizer } => Some(optimizer),
+            Destination::Muon { .. } | Destination::AdamW => None,
+        }
     }
 }
 
@@ -135,7 +153,8 @@ impl RoutingRule {
             | ParameterRole::Vector
             | ParameterRole::Frozen) => role,
         };
-        let rest = |reason| Decision { role: adamw, split: None, reason };
+        let rest =
+            |reason| Decision { role: adamw, optimizer: self.optimizer(), split: None, reason };
         match &self.to {
             &Destination::Muon { view, layout, ref split } if view.fits(&found.shape) => {
                 let layout = layout.unwrap_or_else(|| match view {
@@ -147,12 +166,15 @@ impl RoutingRule {
                 });
                 Decision {
                     role: ParameterRole::Muon { view, layout },
+                    optimizer: None,
                     split: split.as_ref(),
                     reason: format!("rule `{}`", self.pattern),
                 }
             }
             Destination::Muon { .. } => rest(format!("rule `{}`, but not a matrix", self.pattern)),
-            Destination::AdamW => rest(format!("rule `{}`", self.pattern)),
+            Destination::AdamW | Destination::Custom { .. } => {
+                rest(format!("rule `{}`", self.pattern))
+            }
         }
     }
 
@@ -168,7 +190,7 @@ impl RoutingRule {
                     MatrixView::Single | MatrixView::Flatten => "a matrix that it matches",
                 })
             }
-            Destination::Muon { .. } | Destination::AdamW => None,
+            Destination::Muon { .. } | Destination::AdamW | Destination::Custom { .. } => None,
         }
     }
 }
@@ -176,6 +198,8 @@ impl RoutingRule {
 /// The decision about a parameter.
 pub(super) struct Decision<'a> {
     pub role: ParameterRole,
+    /// The name of an optimizer of the user's that updates the parameter.
+    pub optimizer: Option<&'a str>,
     /// The blocks that the parameter's matrices are cut into.
     pub split: Option<&'a Split>,
     pub reason: String,

@@ -6,10 +6,12 @@ use comfy_table::{CellAlignment, Table, presets};
 
 use super::{ParameterRole, ParameterRoute, Routing};
 
-/// The number of parameters of a role and their costs. All views of Muon count as one role.
+/// The number of parameters of a role and their costs. All views of Muon count as one role, and all
+/// parameters of an optimizer of the user's.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct RoleSummary {
-    /// Name of the role, as in `AdamW (head)`, or `frozen` for parameters that are not updated.
+    /// Name of the role, as in `AdamW (head)`, or of the user's optimizer; `frozen` for parameters
+    /// that are not updated.
     pub optimizer: String,
     /// Number of parameter tensors.
     pub tensors: usize,
@@ -35,18 +37,24 @@ impl RoleSummary {
 }
 
 impl Routing {
-    /// Returns the parameters and costs of each role. Roles without parameters are left out.
+    /// Returns the parameters and costs of each role, and of each optimizer of the user's. Those
+    /// without parameters are left out.
     pub fn summary(&self) -> Vec<RoleSummary> {
         let summaries = (0..ParameterRole::COUNT).filter_map(|index| {
-            let mut routes =
-                self.routes.iter().filter(|route| route.role.index() == index).peekable();
+            let is_of_role =
+                |route: &&ParameterRoute| route.custom.is_none() && route.role.index() == index;
+            let mut routes = self.routes.iter().filter(is_of_role).peekable();
             let name = match routes.peek()?.role {
                 ParameterRole::Frozen => "frozen".to_owned(),
                 role => self.updates.optimizer(role.without_view()),
             };
             Some(RoleSummary::of(&name, routes))
         });
-        summaries.collect()
+        let custom = self.updates.custom.names().map(|name| {
+            let is_of_name = |route: &&ParameterRoute| route.custom.as_deref() == Some(name);
+            RoleSummary::of(name, self.routes.iter().filter(is_of_name))
+        });
+        summaries.chain(custom).filter(|summary| summary.tensors > 0).collect()
     }
 }
 

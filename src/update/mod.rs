@@ -26,6 +26,7 @@ mod rounding;
 mod skipped;
 mod state;
 mod step_size;
+mod whole;
 
 pub(crate) use clipping::clip;
 pub(crate) use elementwise::{
@@ -46,6 +47,7 @@ pub(crate) use skipped::{CountedOnLoad, Counting, Place};
 pub(crate) use state::{MANTISSA, MASTER, SKIPPED, Slot, Slots, unfit, unused};
 pub use step_size::WeightDecay;
 pub(crate) use step_size::{StepSize, ensure_finite_rate};
+pub(crate) use whole::{MAX_RANK, OWN_STATE, WholeParameter, WholeUpdate, with_rank};
 
 /// The rank in errors of an optimizer that knows of no ranks.
 pub(crate) const ONLY_RANK: usize = 0;

@@ -2,6 +2,7 @@
 //! process, and none sets its environment. Tests that do are targets by themselves.
 
 mod checkpoints;
+mod custom;
 mod diagnostics;
 mod dist_muon;
 mod extremes;

@@ -95,6 +95,7 @@ pub fn counts(bucket: &Bucket, rank: usize) -> bool {
 fn row_elements(parameter: &Parameter) -> usize {
     match parameter.work {
         Work::Matrices { rows, columns, .. } => rows * columns,
+        Work::Whole => parameter.elements(),
         Work::Elements => ROW_ELEMENTS,
     }
 }

@@ -193,7 +193,7 @@ impl DistModuleOptimizer {
             weight_norm: sums[1].sqrt(),
             orthogonality_error: match parameter.kind {
                 Kind::Muon { count, .. } => Some((sums[2] / count as f64).sqrt()),
-                Kind::Elementwise { .. } => None,
+                Kind::Elementwise { .. } | Kind::Whole { .. } => None,
             },
             skipped: *skipped as u64,
         });

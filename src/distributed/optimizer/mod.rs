@@ -8,6 +8,7 @@ mod detached;
 mod diagnostics;
 mod loss_scale;
 mod memory;
+mod own_states;
 mod record;
 mod setup;
 mod shard;

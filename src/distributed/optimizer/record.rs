@@ -19,6 +19,7 @@ use super::DistModuleOptimizer;
 use super::busy::Busy;
 use super::counters::{COUNTERS, Counters};
 use super::loss_scale::LossScale;
+use super::own_states::OwnStates;
 use crate::checkpoint::{self, Archive, Checkpointed, Contents, Planned, Saving, States};
 use crate::distributed::plan::{Bucket, BucketKind, Piece};
 use crate::error::{Error, Result};
@@ -97,7 +98,8 @@ impl DistModuleOptimizer {
         let written = match self.world.is_main() {
             true => self.write(path.as_ref(), model, progress)?,
             false => {
-                self.collect(false, |_| ())?;
+                let own = self.own_states()?;
+                self.collect(own, false, |_| ())?;
                 self.world.comm().synchronize()?;
                 Ok(())
             }
@@ -148,10 +150,11 @@ impl DistModuleOptimizer {
         let ids: HashMap<String, u64> = found.map(|found| (found.path, found.id.val())).collect();
         let _busy = Busy::new(self.world.communicator());
         let counters = self.counters();
-        let contents = self.contents(&counters, &ids);
+        let own = self.own_states()?;
+        let contents = self.contents(&counters, &own, &ids);
         let mut saving = contents
             .and_then(|contents| checkpoint::start(path, model, contents.of_optimizer(), progress));
-        self.collect(false, |data| put(&mut saving, data))?;
+        self.collect(own, false, |data| put(&mut saving, data))?;
         counters
             .into_iter()
             .for_each(|counter| put(&mut saving, TensorData::from([counter.value])));
@@ -196,15 +199,17 @@ impl DistModuleOptimizer {
     /// The state of all ranks on all of them, or on rank 0 only.
     fn record(&self, everywhere: bool) -> Result<Option<OptimizerRecord>> {
         let mut states = Vec::new();
-        self.collect(everywhere, |data| states.push(data))?;
+        let own = self.own_states()?;
         let counters = self.counters();
+        let contents = self.contents(&counters, &own, &self.ids());
+        self.collect(own, everywhere, |data| states.push(data))?;
         // Collectives may return results that the device has not received yet.
         self.world.comm().synchronize()?;
         if !everywhere && self.world.rank() != 0 {
             return Ok(None);
         }
         let _busy = Busy::new(self.world.communicator());
-        let contents = self.contents(&counters, &self.ids())?;
+        let contents = contents?;
         states.extend(counters.into_iter().map(|counter| TensorData::from([counter.value])));
         Ok(Some(recorded(contents, states)))
     }
@@ -213,7 +218,7 @@ impl DistModuleOptimizer {
     /// each.
     #[cfg_attr(not(feature = "train"), expect(dead_code, reason = "for learners"))]
     pub(in crate::distributed) fn outline(&self) -> Result<OptimizerRecord> {
-        let contents = self.contents(&self.counters(), &self.ids())?;
+        let contents = self.contents(&self.counters(), &self.local_own_states(), &self.ids())?;
         let one = |planned: &Planned| {
             TensorData::from_bytes_vec(
                 vec![0; planned.dtype.size()],
@@ -247,7 +252,12 @@ fn recorded(contents: Contents, tensors: Vec<TensorData>) -> OptimizerRecord {
 impl DistModuleOptimizer {
     /// Passes on the state's tensors one by one, in the order of [`contents`](Self::contents), on
     /// rank 0 or on all ranks. All ranks make this call.
-    fn collect(&self, everywhere: bool, mut each: impl FnMut(TensorData)) -> Result<()> {
+    fn collect(
+        &self,
+        own: OwnStates,
+        everywhere: bool,
+        mut each: impl FnMut(TensorData),
+    ) -> Result<()> {
         let comm = self.world.comm();
         for shard in &self.shards {
             for slot in self.slots(&shard.bucket) {
@@ -255,10 +265,12 @@ impl DistModuleOptimizer {
                 let local = shard.state(slot.name, slot.dtype.resolve(values.dtype));
                 let whole = match values.kind {
                     BucketKind::Replicated => local,
-                    BucketKind::Matrices | BucketKind::Elements if everywhere => {
+                    BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements
+                        if everywhere =>
+                    {
                         comm.all_gather(local, &values.counts)?.wait()?
                     }
-                    BucketKind::Matrices | BucketKind::Elements => {
+                    BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => {
                         comm.gather(local, &values.counts, 0)?.wait()?
                     }
                 };
@@ -270,7 +282,7 @@ impl DistModuleOptimizer {
                 }
             }
         }
-        Ok(())
+        self.collect_own(own, everywhere, each)
     }
 
     /// The sharded slots of a bucket, which are the same for all of its parameters up to their
@@ -335,26 +347,35 @@ impl DistModuleOptimizer {
 
     /// The names, types and shapes of the state under the names of Burn's record, with the given
     /// identities of the parameters by path.
-    fn contents(&self, counters: &[Counter], ids: &HashMap<String, u64>) -> Result<Contents> {
+    fn contents(
+        &self,
+        counters: &[Counter],
+        own: &OwnStates,
+        ids: &HashMap<String, u64>,
+    ) -> Result<Contents> {
         let ids = self.identities(ids)?;
+        let id = |index: usize| ids[self.trained[index].model];
         let mut contents = Contents::default();
-        let mut plan = |index: usize, name: &str, dtype: DType, shape: Vec<usize>| {
-            let parameter = &self.trained[index];
-            let id = ids[parameter.model];
-            let name = format!("{id}.{}", parameter.recorded(name));
-            contents.tensors.push(Planned::new(name, dtype, shape, Some(id)));
-        };
+        let plan =
+            |contents: &mut Contents, index: usize, name: &str, dtype: DType, shape: Vec<usize>| {
+                let parameter = &self.trained[index];
+                let id = ids[parameter.model];
+                let name = format!("{id}.{}", parameter.recorded(name));
+                contents.tensors.push(Planned::new(name, dtype, shape, Some(id)));
+            };
         for shard in &self.shards {
             let bucket = &shard.bucket;
             for slot in self.slots(bucket) {
                 for index in bucket.by_parameter().into_keys() {
                     let shape = self.recorded_shape(index, slot.name);
-                    plan(index, slot.name, slot.dtype.resolve(bucket.dtype), shape);
+                    plan(&mut contents, index, slot.name, slot.dtype.resolve(bucket.dtype), shape);
                 }
             }
         }
+        contents.tensors.extend(own.planned(id));
+        contents.scalars.extend(own.scalars(id));
         for counter in counters {
-            plan(counter.parameter, counter.name, DType::F32, vec![1]);
+            plan(&mut contents, counter.parameter, counter.name, DType::F32, vec![1]);
         }
         for (parameter, id) in self.model.iter().zip(&ids) {
             contents.metadata.insert(id.to_string(), parameter.path.clone());
@@ -429,6 +450,7 @@ impl DistModuleOptimizer {
                 self.shards[shard].set_state(slot.name, &data);
             }
         }
+        self.fill_own(states, &mut requested)?;
         self.set_counters(|path, name| {
             requested.insert((path.to_owned(), name.to_owned()));
             let found = find(states, (path, name), (&[1], DType::F32), false);

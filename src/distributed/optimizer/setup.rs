@@ -11,7 +11,7 @@ use crate::distributed::config::DistMuonConfig;
 use crate::distributed::plan::{Costs, Parameter, Plan, Work, node_order};
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit};
-use crate::routing::{ParameterRole, Routing};
+use crate::routing::{ParameterRole, ParameterRoute, Routing};
 use crate::update::Matrices;
 
 /// The trained parameters of a model in its order: as the model has them, as they are trained, and
@@ -26,7 +26,7 @@ pub fn trained<M: Module>(routing: &Routing, model: &M) -> Result<Trained> {
         for (index, (path, batch)) in
             blocks.names(&found.path).into_iter().zip(blocks.batches()).enumerate()
         {
-            let (kind, work) = kind(routing, route.role, batch);
+            let (kind, work) = kind(routing, route, batch);
             let shape = if is_whole { found.shape.clone() } else { batch.to_vec() };
             let dtype = found.dtype;
             let planned = Parameter { path: path.clone(), shape: shape.clone(), dtype, work };
@@ -54,8 +54,9 @@ pub struct Trained {
     pub planned: Vec<Parameter>,
 }
 
-/// The way in which a batch of a role is updated.
-fn kind(routing: &Routing, role: ParameterRole, [count, m, n]: [usize; 3]) -> (Kind, Work) {
+/// The way in which a batch of a parameter is updated.
+fn kind(routing: &Routing, route: &ParameterRoute, [count, m, n]: [usize; 3]) -> (Kind, Work) {
+    let role = route.role;
     match role {
         ParameterRole::Muon { layout, .. } => {
             let matrices = Matrices { shape: [m, n], layout };
@@ -65,7 +66,11 @@ fn kind(routing: &Routing, role: ParameterRole, [count, m, n]: [usize; 3]) -> (K
         | ParameterRole::Head
         | ParameterRole::Vector
         | ParameterRole::Frozen => {
-            (Kind::Elementwise { lr: routing.role_lr(role) }, Work::Elements)
+            let lr = routing.role_lr(role);
+            match route.custom.clone() {
+                Some(optimizer) => (Kind::Whole { lr, optimizer }, Work::Whole),
+                None => (Kind::Elementwise { lr }, Work::Elements),
+            }
         }
     }
 }

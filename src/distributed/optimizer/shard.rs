@@ -7,19 +7,21 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+use burn::optim::{DynState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use super::detached::FlatTensors;
 use super::trained::{Kind, TrainedParameter};
 use crate::backend::{
-    AdamWControls, ElementwiseRows, FlaggedRows, KernelPolicy, ScaledNorms, reject,
+    AdamWControls, ElementwiseRows, FlaggedRows, KernelPolicy, ScaledNorms, precise_dtype, reject,
+    scaled,
 };
 use crate::distributed::plan::{Bucket, BucketKind, ROW_ELEMENTS};
 use crate::routing::Updates;
 use crate::slices;
 use crate::update::{
     ElementwiseParameter, ElementwiseUpdate, Matrices, MuonBatch, MuonParameter, MuonUpdate,
-    Observations, Origin, Slots, StepSize,
+    Observations, Origin, Slots, StepSize, WholeParameter, WholeUpdate,
 };
 
 /// A rank's part of a bucket.
@@ -38,6 +40,8 @@ pub struct Shard {
 enum Update {
     Muon(Arc<MuonUpdate>),
     Elementwise(Arc<ElementwiseUpdate>),
+    /// Every batch is a whole parameter, and has its optimizer.
+    Whole(KernelPolicy),
 }
 
 /// Neighbouring elements of a parameter, all in one shard.
@@ -51,8 +55,8 @@ struct Run {
     range: Range<usize>,
 }
 
-/// Rows that are updated together: the matrices of one shape, or everything that is updated element
-/// by element.
+/// Rows that are updated together: the matrices of one shape, everything that is updated element by
+/// element, or a whole parameter.
 struct Batch {
     /// Indices of their runs.
     runs: Range<usize>,
@@ -62,7 +66,17 @@ struct Batch {
     row: usize,
     /// `None` for elements.
     matrices: Option<MatrixRows>,
+    /// `None` unless the batch is a whole parameter.
+    whole: Option<WholeRow>,
     state: Slots,
+}
+
+/// A row that is a whole parameter.
+struct WholeRow {
+    update: WholeUpdate,
+    shape: Vec<usize>,
+    /// The state that its optimizer made.
+    own: Option<DynState>,
 }
 
 /// Rows that are matrices.
@@ -91,6 +105,9 @@ pub struct StepInputs {
     pub times: Vec<usize>,
     /// Factors on the new values of some parameters, flat.
     pub factors: HashMap<usize, Tensor<1>>,
+    /// `true` for parameters that stay as they are, on ranks that [own whole
+    /// parameters](Shard::owns_whole).
+    pub rejected: Vec<bool>,
 }
 
 impl Shard {
@@ -100,7 +117,7 @@ impl Shard {
         bucket: &Bucket,
         parameters: &[TrainedParameter],
         rank: usize,
-        Updates { muon, rest, .. }: &Updates,
+        updates @ Updates { muon, rest, .. }: &Updates,
         rank_matrices: &mut Vec<usize>,
         device: &Device,
     ) -> Self {
@@ -112,6 +129,10 @@ impl Shard {
                 let batches = batches(&runs, parameters, first, (bucket.dtype, device), muon);
                 rank_matrices.extend(matrices(bucket, parameters, &range));
                 (Update::Muon(muon.clone()), batches)
+            }
+            BucketKind::Whole => {
+                let batches = whole_batches(&runs, parameters, (bucket.dtype, device), updates);
+                (Update::Whole(rest.policy), batches)
             }
             BucketKind::Elements | BucketKind::Replicated => {
                 // Runs of similar length are neighbours: a launch processes several as if all had
@@ -126,6 +147,7 @@ impl Shard {
                     elements: 0..range.len(),
                     row: ROW_ELEMENTS,
                     matrices: None,
+                    whole: None,
                     state,
                 };
                 // Not every backend accepts empty tensors.
@@ -171,13 +193,14 @@ impl Shard {
         match &self.update {
             Update::Muon(muon) => muon.policy(),
             Update::Elementwise(rest) => rest.policy,
+            Update::Whole(policy) => *policy,
         }
     }
 
     /// Sets the flags of parameters whose gradients are not usable.
     pub fn reject(&self, gradients: &[Tensor<1>], flags: Tensor<1>) -> Tensor<1> {
         let largest = match &self.update {
-            Update::Muon(_) => f64::MAX,
+            Update::Muon(_) | Update::Whole(_) => f64::MAX,
             Update::Elementwise(rest) => rest.largest_gradient(self.bucket.dtype),
         };
         let rows: Vec<_> = self.parameters().map(|flag| FlaggedRows { flag, rows: 1 }).collect();
@@ -222,6 +245,7 @@ impl Shard {
                 Update::Elementwise(rest) => {
                     batch.update_elements(rest, runs, tensors, by, observations)
                 }
+                Update::Whole(_) => batch.update_whole(&runs[0], tensors, by, observations),
             }
         });
         updated.collect()
@@ -241,6 +265,39 @@ impl Shard {
             batch.state.put(slot, slices::slice(values, end..end + count));
             end += count;
         }
+    }
+
+    /// Returns `true` if this rank owns whole parameters.
+    pub fn owns_whole(&self) -> bool {
+        self.batches.iter().any(|batch| batch.whole.is_some())
+    }
+
+    /// The states that the optimizers of this rank's whole parameters made, by parameter.
+    pub fn own_states(&self) -> impl Iterator<Item = (usize, StateSink)> {
+        self.runs.iter().zip(&self.batches).filter_map(|(run, batch)| {
+            let WholeRow { update, own, .. } = batch.whole.as_ref()?;
+            let mut sink = StateSink::default();
+            update.flatten(own.as_ref(), "", &mut sink);
+            Some((run.parameter, sink))
+        })
+    }
+
+    /// Reads such a state. `None` if it is that of another optimizer.
+    ///
+    /// # Panics
+    ///
+    /// If the rank does not own the whole parameter.
+    pub fn load_own(
+        &mut self,
+        parameter: usize,
+        source: &mut StateSource,
+        device: &Device,
+    ) -> Option<()> {
+        let index = self.runs.iter().position(|run| run.parameter == parameter);
+        let batch = &mut self.batches[index.expect("the rank owns the parameter")];
+        let WholeRow { update, shape, own } = batch.whole.as_mut().expect("a whole parameter");
+        *own = update.unflatten(shape.len(), "", source, device)?;
+        Some(())
     }
 
     /// Bytes of the master weights in the state.
@@ -327,6 +384,62 @@ impl Batch {
         let tensors = (values, gradients);
         rest.step(tensors, &mut self.state, elements, &controls, &parameters, observations)
     }
+
+    /// Calls the optimizer of a whole parameter, unless its gradient is rejected: no tensor
+    /// operation undoes a step of an unknown optimizer.
+    fn update_whole(
+        &mut self,
+        run: &Run,
+        (mut gradients, mut values): (Vec<Tensor<1>>, Vec<Tensor<1>>),
+        (controls, inputs): (&StepControls, &StepInputs),
+        observations: Option<&mut Observations>,
+    ) -> Vec<Tensor<1>> {
+        if inputs.rejected[run.parameter] {
+            return values;
+        }
+        let (value, gradient) = (values.swap_remove(0), gradients.swap_remove(0));
+        let gradient = match controls.factor.clone() {
+            Some(factor) => scaled(gradient.cast(precise_dtype(value.dtype())), factor),
+            None => gradient,
+        };
+        let WholeRow { update, shape, own } = self.whole.as_mut().expect("a whole parameter");
+        let parameter = WholeParameter {
+            flag: run.parameter,
+            shape,
+            lr: inputs.sizes[run.parameter].lr,
+            origin: run.origin(inputs),
+            factors: run.factors(inputs),
+        };
+        let tensors = (value, gradient);
+        vec![update.step(tensors, parameter, (&mut self.state, own), observations)]
+    }
+}
+
+/// Whole parameters, each as a batch of one row.
+fn whole_batches(
+    runs: &[Run],
+    parameters: &[TrainedParameter],
+    (dtype, device): (DType, &Device),
+    updates: &Updates,
+) -> Vec<Batch> {
+    let batches = runs.iter().enumerate().map(|(index, run)| {
+        let TrainedParameter { kind, shape, .. } = &parameters[run.parameter];
+        let Kind::Whole { optimizer, .. } = kind else {
+            unreachable!("a bucket of whole parameters has no other parameters")
+        };
+        let update = updates.whole(optimizer);
+        let batch = ElementwiseUpdate::batch(shape);
+        let state = Slots::zeros(&update.slots(dtype), batch, shape, dtype, device);
+        Batch {
+            runs: index..index + 1,
+            elements: run.range.clone(),
+            row: run.range.len(),
+            matrices: None,
+            whole: Some(WholeRow { update, shape: shape.clone(), own: None }),
+            state,
+        }
+    });
+    batches.collect()
 }
 
 /// The parameters of a shard, with neighbouring elements in one run.
@@ -372,7 +485,9 @@ fn batches(
 ) -> Vec<Batch> {
     let matrices = |run: &Run| match parameters[run.parameter].kind {
         Kind::Muon { matrices, .. } => matrices,
-        Kind::Elementwise { .. } => unreachable!("a bucket of matrices has no other parameters"),
+        Kind::Elementwise { .. } | Kind::Whole { .. } => {
+            unreachable!("a bucket of matrices has no other parameters")
+        }
     };
     // Only parts depend on the layout.
     let alike = |a: &Run, b: &Run| {
@@ -388,6 +503,7 @@ fn batches(
         let slots = muon.slots(matrices, dtype);
         let state = Slots::zeros(&slots, [count, m, n], &[count, m, n], dtype, device);
         let batch = Batch {
+            whole: None,
             runs: next..next + runs.len(),
             elements,
             row: m * n,

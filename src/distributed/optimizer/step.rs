@@ -27,7 +27,7 @@ use super::clip::counts;
 use super::counters::Counters;
 use super::detached::{DetachedParameters, Expected, FlatTensors, pack};
 use super::memory::Snapshot;
-use super::shard::{StepControls, StepInputs};
+use super::shard::{Shard, StepControls, StepInputs};
 use super::trained::{ModelParameter, TrainedParameter};
 use crate::backend::{FiniteMask, ScaledNorms, precise_dtype};
 use crate::checks::{ensure_all_computed, ensure_computed};
@@ -117,7 +117,8 @@ impl DistModuleOptimizer {
                 let factor = self.factor(&rejected, &shards, scale)?;
                 let corrections = self.counters.corrections.clone();
                 let controls = StepControls { rejected, corrections, factor };
-                self.update(&mut step, shards, &controls, &self.inputs(&lrs, factors))?;
+                let inputs = self.inputs(&lrs, factors, &controls.rejected);
+                self.update(&mut step, shards, &controls, &inputs)?;
                 for (parameter, present) in self.trained.iter_mut().zip(present) {
                     parameter.time += usize::from(present);
                 }
@@ -173,12 +174,22 @@ impl DistModuleOptimizer {
     }
 
     /// The host's decisions about every parameter.
-    fn inputs(&self, lrs: &[f64], factors: HashMap<usize, Tensor<1>>) -> StepInputs {
+    fn inputs(
+        &self,
+        lrs: &[f64],
+        factors: HashMap<usize, Tensor<1>>,
+        rejected: &Tensor<1>,
+    ) -> StepInputs {
         let updates = self.routing.updates();
         let sizes = self.trained.iter().zip(lrs);
         let sizes = sizes.map(|(parameter, lr)| parameter.size(*lr, updates));
         let times = self.trained.iter().map(|parameter| parameter.time).collect();
-        StepInputs { sizes: sizes.collect(), times, factors }
+        // Read by the host before the updates are queued, and only where a user's optimizer is.
+        let rejected = match self.shards.iter().any(Shard::owns_whole) {
+            true => rejected.to_data().iter::<f32>().map(|flag| flag > 0.0).collect(),
+            false => vec![],
+        };
+        StepInputs { sizes: sizes.collect(), times, factors, rejected }
     }
 
     /// Returns `true` if gradients are reduced at all.
@@ -241,7 +252,7 @@ impl DistModuleOptimizer {
         drop_rest(gradients);
         Ok(Reducing::Sent(match bucket.kind {
             BucketKind::Replicated => comm.all_reduce(packed, ReduceOp::Sum)?,
-            BucketKind::Matrices | BucketKind::Elements => {
+            BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => {
                 comm.reduce_scatter_f32(packed, &bucket.counts)?
             }
         }))

@@ -39,12 +39,14 @@ pub struct TrainedParameter {
 }
 
 /// The way in which a parameter is updated.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub enum Kind {
     /// As `count` matrices, by Muon.
     Muon { count: usize, matrices: Matrices },
     /// Element by element, at `lr` times the learning rate.
     Elementwise { lr: f64 },
+    /// By the user's optimizer of a name, at `lr` times the learning rate.
+    Whole { lr: f64, optimizer: String },
 }
 
 impl TrainedParameter {
@@ -60,7 +62,7 @@ impl TrainedParameter {
     pub fn batch(&self) -> [usize; 3] {
         match self.kind {
             Kind::Muon { count, matrices: Matrices { shape: [m, n], .. } } => [count, m, n],
-            Kind::Elementwise { .. } => ElementwiseUpdate::batch(&self.shape),
+            Kind::Elementwise { .. } | Kind::Whole { .. } => ElementwiseUpdate::batch(&self.shape),
         }
     }
 
@@ -69,13 +71,14 @@ impl TrainedParameter {
         match self.kind {
             Kind::Muon { matrices, .. } => updates.muon.slots(matrices, self.dtype),
             Kind::Elementwise { .. } => updates.rest.slots(self.dtype),
+            Kind::Whole { .. } => updates.rest.precision.slots(self.dtype).into_iter().collect(),
         }
     }
 
     /// The slots of whole parameters, which every rank has.
     pub fn counters(&self, updates: &Updates) -> Vec<Slot> {
         let corrections = match self.kind {
-            Kind::Muon { .. } => &[],
+            Kind::Muon { .. } | Kind::Whole { .. } => &[],
             Kind::Elementwise { .. } => updates.rest.rule.corrections(),
         };
         [&[SKIPPED], corrections].concat()
@@ -86,6 +89,8 @@ impl TrainedParameter {
         match self.kind {
             Kind::Muon { matrices, .. } => updates.muon.size(lr, matrices, self.time),
             Kind::Elementwise { lr: role } => updates.rest.size(lr, role),
+            // The decay is the optimizer's own.
+            Kind::Whole { lr: role, .. } => StepSize::decoupled(lr * role, 0.0),
         }
     }
 }

@@ -2,7 +2,8 @@
 
 use super::ShapeCost;
 
-/// A matrix: the index of its parameter in the plan, and its index in the parameter.
+/// A matrix, or a whole parameter: the index of its parameter in the plan, and its index in the
+/// parameter.
 pub(super) type Matrix = (usize, usize);
 
 /// Interchangeable matrices: loads stay the same if two of them swap ranks.

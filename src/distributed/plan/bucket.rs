@@ -20,6 +20,8 @@ pub const ROW_ELEMENTS: usize = 256;
 pub enum BucketKind {
     /// By matrices: a rank's shard consists of the matrices that it owns.
     Matrices,
+    /// By parameters: a rank's shard consists of the whole parameters that it owns.
+    Whole,
     /// By rows of [`ROW_ELEMENTS`] elements: every rank has the same number of rows. Zeros fill the
     /// last rows of the buffer.
     Elements,
@@ -53,8 +55,9 @@ pub struct Bucket {
     /// Indices of the bucket's parameters in the plan.
     pub parameters: Vec<usize>,
     /// The pieces in the order of the buffer. A bucket of matrices has one piece for each matrix,
-    /// ordered by owner, then shape, then as in `parameters`. Other buckets have one piece for each
-    /// parameter, in the order of `parameters`.
+    /// ordered by owner, then shape, then as in `parameters`. A bucket of whole parameters has one
+    /// piece for each of them, ordered by owner, then as in `parameters`. Other buckets have one
+    /// piece for each parameter, in the order of `parameters`.
     pub pieces: Vec<Piece>,
     /// Elements of each rank's shard. The shards are adjacent and together cover the buffer, except
     /// in a replicated bucket, where each shard is the whole buffer.
@@ -69,7 +72,9 @@ impl Bucket {
         world_size: usize,
     ) -> Self {
         let (pieces, counts) = match kind {
-            BucketKind::Matrices => matrix_pieces(&indices, parameters, owners, world_size),
+            BucketKind::Matrices | BucketKind::Whole => {
+                owned_pieces(&indices, parameters, owners, world_size)
+            }
             BucketKind::Elements => {
                 let mut pieces = element_pieces(&indices, parameters);
                 let counts = equal_rows(world_size, &mut pieces);
@@ -111,7 +116,9 @@ impl Bucket {
     pub fn shard_range(&self, rank: usize) -> Range<usize> {
         let start = match self.kind {
             BucketKind::Replicated => 0,
-            BucketKind::Matrices | BucketKind::Elements => self.counts[..rank].iter().sum(),
+            BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => {
+                self.counts[..rank].iter().sum()
+            }
         };
         start..start + self.counts[rank]
     }
@@ -159,11 +166,14 @@ pub(super) struct BucketContents {
 pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<BucketContents> {
     let kind_of = |parameter: &Parameter| match parameter.work {
         Work::Matrices { .. } => BucketKind::Matrices,
+        Work::Whole => BucketKind::Whole,
         Work::Elements if parameter.elements() < config.small_elements => BucketKind::Replicated,
         Work::Elements => BucketKind::Elements,
     };
     let mut buckets = vec![];
-    for kind in [BucketKind::Matrices, BucketKind::Elements, BucketKind::Replicated] {
+    let kinds =
+        [BucketKind::Matrices, BucketKind::Whole, BucketKind::Elements, BucketKind::Replicated];
+    for kind in kinds {
         let mut chosen: Vec<usize> =
             (0..parameters.len()).filter(|&index| kind_of(&parameters[index]) == kind).collect();
         // The sort is stable, which keeps the order of the model where keys are equal.
@@ -219,7 +229,7 @@ fn cut(indices: &[usize], parameters: &[Parameter], bucket_bytes: usize) -> Vec<
 /// Elements that a parameter takes in the flat buffer, including padding to whole rows.
 fn buffer_elements(parameter: &Parameter) -> usize {
     match parameter.work {
-        Work::Matrices { .. } => parameter.elements(),
+        Work::Matrices { .. } | Work::Whole => parameter.elements(),
         Work::Elements => parameter.elements().next_multiple_of(ROW_ELEMENTS),
     }
 }
@@ -244,8 +254,9 @@ fn equal_rows(world_size: usize, pieces: &mut [Piece]) -> Vec<usize> {
     vec![padded / world_size; world_size]
 }
 
-/// The matrices in the order of their owners, and the number of elements of each owner.
-fn matrix_pieces(
+/// The matrices or whole parameters in the order of their owners, and the number of elements of
+/// each owner.
+fn owned_pieces(
     indices: &[usize],
     parameters: &[Parameter],
     owners: &[Vec<usize>],
@@ -254,15 +265,15 @@ fn matrix_pieces(
     let mut counts = vec![0; world_size];
     let mut pieces = vec![];
     for &parameter in indices {
-        let Work::Matrices { rows, columns, .. } = parameters[parameter].work else { continue };
-        let len = rows * columns;
+        let (_, len) = parameters[parameter].owned();
         for (index, &owner) in owners[parameter].iter().enumerate() {
             counts[owner] += len;
             let piece = Piece { parameter, start: index * len, len, padding: 0 };
             pieces.push((owner, piece));
         }
     }
-    // `indices` is sorted by shape, and this stable sort keeps that order within a rank.
+    // Matrices are sorted by shape in `indices`, and this stable sort keeps that order within a
+    // rank.
     pieces.sort_by_key(|&(owner, _)| owner);
     (pieces.into_iter().map(|(_, piece)| piece).collect(), counts)
 }

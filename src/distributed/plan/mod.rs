@@ -2,9 +2,10 @@
 //! together.
 //!
 //! A [`Plan`] is computed once, from the trainable parameters and the costs of updating them. Every
-//! hidden matrix gets an owner, the one rank that orthogonalises it. Parameters that are updated
-//! element by element are cut into shards of equal size. All parameters are laid out in
-//! [`Bucket`]s, flat buffers that are reduced and gathered as a whole.
+//! hidden matrix gets an owner, the one rank that orthogonalises it, and so does every parameter
+//! that is updated whole, by an optimizer of the user's. Parameters that are updated element by
+//! element are cut into shards of equal size. All parameters are laid out in [`Bucket`]s, flat
+//! buffers that are reduced and gathered as a whole.
 //!
 //! Every rank has to have the same plan: compare [`Plan::digest`] before the first step. Without a
 //! time limit, equal arguments give equal plans. With `Balancing::Optimal`, one rank has to send
@@ -54,11 +55,21 @@ impl Parameter {
         self.shape.iter().product()
     }
 
-    /// Number of matrices that need an owner: 0 if the parameter is updated element by element.
+    /// Number of matrices: 0 if the parameter is not updated as matrices.
     pub fn matrices(&self) -> usize {
         match self.work {
             Work::Matrices { count, .. } => count,
-            Work::Elements => 0,
+            Work::Whole | Work::Elements => 0,
+        }
+    }
+
+    /// Number of parts that need an owner, and the elements of each: the matrices, or the whole
+    /// parameter. No parts if it is updated element by element.
+    pub fn owned(&self) -> (usize, usize) {
+        match self.work {
+            Work::Matrices { count, rows, columns } => (count, rows * columns),
+            Work::Whole => (1, self.elements()),
+            Work::Elements => (0, 0),
         }
     }
 }
@@ -76,6 +87,8 @@ pub enum Work {
         /// Columns of each matrix.
         columns: usize,
     },
+    /// All elements together, as for an optimizer of the user's. The parameter has one owner.
+    Whole,
     /// Single elements, as for AdamW. Ranks divide them into rows of [`ROW_ELEMENTS`].
     Elements,
 }
@@ -147,7 +160,7 @@ impl PlanConfig {
     }
 }
 
-/// The owners of all matrices, and the buckets of all parameters.
+/// The owners of all matrices and whole parameters, and the buckets of all parameters.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Plan {
     world_size: usize,
@@ -180,7 +193,8 @@ impl Plan {
         Ok(Self::from_layout(parameters, world_size, layout, owners))
     }
 
-    /// Makes a plan with the given owners: for each parameter, the rank of each of its matrices.
+    /// Makes a plan with the given owners: for each parameter, the rank of each of its matrices, or
+    /// of the whole parameter.
     ///
     /// The balancing of `config` is not used. The owners of another plan of the same parameters,
     /// ranks and configuration give that plan.
@@ -188,7 +202,8 @@ impl Plan {
     /// # Errors
     ///
     /// [`Error::Setting`] if `world_size` or `bucket_bytes` is 0, if the time limit is not a
-    /// duration, or if `owners` does not have one rank of the world for every matrix.
+    /// duration, or if `owners` does not have one rank of the world for every matrix and every
+    /// whole parameter.
     ///
     /// # Panics
     ///
@@ -200,10 +215,11 @@ impl Plan {
         owners: Vec<Vec<usize>>,
     ) -> Result<Self> {
         check(&parameters, world_size, config)?;
-        let matrices = parameters.iter().map(Parameter::matrices);
-        if !matrices.eq(owners.iter().map(Vec::len)) {
+        let parts = parameters.iter().map(|parameter| parameter.owned().0);
+        if !parts.eq(owners.iter().map(Vec::len)) {
             let value = "those of another model";
-            return Err(Error::setting("owners", value, "one rank for every matrix"));
+            let expected = "one rank for every matrix and every whole parameter";
+            return Err(Error::setting("owners", value, expected));
         }
         if let Some(rank) = owners.iter().flatten().find(|&&rank| rank >= world_size) {
             let value = format!("rank {rank}");
@@ -235,12 +251,12 @@ impl Plan {
     }
 
     /// Returns the buckets: first those of matrices, with the most expensive shapes first, then
-    /// those of elements, then the replicated ones.
+    /// those of whole parameters and those of elements, then the replicated ones.
     pub fn buckets(&self) -> &[Bucket] {
         &self.buckets
     }
 
-    /// Returns, for each parameter, the rank that updates each of its matrices.
+    /// Returns, for each parameter, the rank that updates each of its matrices, or all of it.
     pub fn owners(&self) -> &[Vec<usize>] {
         &self.owners
     }
@@ -252,7 +268,8 @@ impl Plan {
         owners.map(|owners| owners.iter().map(|rank| order[*rank]).collect()).collect()
     }
 
-    /// Returns the rank that updates matrix `index` of the parameter with index `parameter`.
+    /// Returns the rank that updates matrix `index` of the parameter with index `parameter`. A
+    /// whole parameter has index 0.
     ///
     /// # Panics
     ///

@@ -1,4 +1,6 @@
-//! The choice of an owner for every matrix.
+//! The choice of an owner for every matrix and every whole parameter.
+
+use std::collections::BTreeMap;
 
 use super::assignment::{Assignment, Class, Matrix};
 use super::bucket::{BucketContents, BucketKind};
@@ -7,7 +9,10 @@ use super::greedy::greedy;
 use super::optimal;
 use super::{Balancing, Costs, Parameter, ShapeCost, Work};
 
-/// Returns the owner of every matrix: one list per parameter.
+/// Returns the owner of every matrix and every whole parameter: one list per parameter.
+///
+/// Whole parameters are balanced among themselves, by their elements: the cost of a user's
+/// optimizer is not known, and does not have the unit of `costs`.
 pub(super) fn owners(
     parameters: &[Parameter],
     layout: &[BucketContents],
@@ -32,11 +37,29 @@ pub(super) fn owners(
             assign(&classes, &optimal::improve(&classes, start, time_limit_s)).collect()
         }
     };
-    let mut owners: Vec<_> = parameters.iter().map(|p| vec![0; p.matrices()]).collect();
-    for ((parameter, index), rank) in ranks_of_matrices {
+    let whole = whole(parameters);
+    let assignment = greedy(&whole, world_size);
+    let ranks_of_whole = assign(&whole, &assignment);
+    let mut owners: Vec<_> = parameters.iter().map(|p| vec![0; p.owned().0]).collect();
+    for ((parameter, index), rank) in ranks_of_matrices.into_iter().chain(ranks_of_whole) {
         owners[parameter][index] = rank;
     }
     owners
+}
+
+/// The whole parameters, the largest first. Those of one size are one class.
+fn whole(parameters: &[Parameter]) -> Vec<Class> {
+    let mut sizes: BTreeMap<usize, Vec<Matrix>> = BTreeMap::new();
+    for (index, parameter) in parameters.iter().enumerate() {
+        if parameter.work == Work::Whole {
+            sizes.entry(parameter.elements()).or_default().push((index, 0));
+        }
+    }
+    let class = |(elements, matrices)| {
+        let cost = ShapeCost { fixed: 0.0, each: elements as f64 };
+        Class { cost, matrices }
+    };
+    sizes.into_iter().rev().map(class).collect()
 }
 
 /// The matrices of each shape in each bucket, in the order of the layout. A rank updates those that

@@ -60,7 +60,7 @@ fn costs(parameters: &[Parameter], fixed: f64) -> Costs {
         Work::Matrices { rows, columns, .. } => {
             Some(([rows, columns], ShapeCost { fixed, each: flops([rows, columns]) }))
         }
-        Work::Elements => None,
+        Work::Whole | Work::Elements => None,
     }))
 }
 
@@ -90,7 +90,7 @@ fn mean(parameters: &[Parameter], world_size: usize) -> f64 {
 fn matrix_costs(parameters: &[Parameter]) -> Vec<f64> {
     let each = |parameter: &Parameter| match parameter.work {
         Work::Matrices { count, rows, columns } => vec![flops([rows, columns]); count],
-        Work::Elements => vec![],
+        Work::Whole | Work::Elements => vec![],
     };
     let mut all: Vec<f64> = parameters.iter().flat_map(each).collect();
     all.sort_by(|a, b| b.total_cmp(a));
@@ -167,6 +167,22 @@ fn block_cyclic_assigns_matrices_in_turn() {
     let costs = costs(&parameters, 0.0);
     let plan = plan(&parameters, 2, Balancing::BlockCyclic, &costs);
     assert_eq!(plan.owners(), [vec![1, 0, 1], vec![0], vec![0]]);
+}
+
+#[test]
+fn whole_parameters_are_balanced_by_their_elements() {
+    let whole = |path: &str, len| Parameter { work: Work::Whole, ..elements(path, &[len]) };
+    let parameters = [whole("a", 30), stack("b", 1, [8, 8]), whole("c", 50), whole("d", 20)];
+    let costs = costs(&parameters, 0.0);
+    for balancing in [Balancing::Greedy, Balancing::BlockCyclic] {
+        let plan = plan(&parameters, 2, balancing, &costs);
+        assert_eq!(plan.owners(), [vec![1], vec![0], vec![0], vec![1]]);
+        let whole = &plan.buckets()[1];
+        assert_eq!((whole.kind, &whole.counts), (BucketKind::Whole, &vec![50, 50]));
+        let matrices: Vec<usize> =
+            plan.report(&costs).ranks.iter().map(|rank| rank.matrices).collect();
+        assert_eq!(matrices, [1, 0]);
+    }
 }
 
 #[test]
@@ -369,13 +385,14 @@ fn any_parameter() -> impl proptest::strategy::Strategy<Value = Parameter> {
             rows,
             columns
         }),
+        Just(Work::Whole),
         Just(Work::Elements),
     ];
     let dtype = prop_oneof![Just(DType::F32), Just(DType::BF16)];
     (work, dtype, 0..1500usize).prop_map(|(work, dtype, len)| {
         let shape = match work {
             Work::Matrices { count, rows, columns } => vec![count, rows, columns],
-            Work::Elements => vec![len],
+            Work::Whole | Work::Elements => vec![len],
         };
         Parameter { path: String::new(), shape, dtype, work }
     })
@@ -406,7 +423,7 @@ proptest! {
             bucket.parameters.iter().for_each(|&parameter| bucket_counts[parameter] += 1);
             // Excludes the zeros that make shards equal.
             let buffer_len = |piece: &Piece| match bucket.kind {
-                BucketKind::Matrices => piece.len,
+                BucketKind::Matrices | BucketKind::Whole => piece.len,
                 _ => piece.len.next_multiple_of(ROW_ELEMENTS),
             };
             let bytes = bucket.pieces.iter().map(buffer_len).sum::<usize>() * bucket.dtype.size();
@@ -429,6 +446,10 @@ proptest! {
                         prop_assert_eq!(range.len(), rows * columns);
                         prop_assert_eq!(plan.owner(parameter, range.start / range.len()), rank);
                         shapes.push([rows, columns]);
+                    }
+                    if parameters[parameter].work == Work::Whole {
+                        prop_assert_eq!(&range, &(0..parameters[parameter].elements()));
+                        prop_assert_eq!(plan.owner(parameter, 0), rank);
                     }
                     range.for_each(|element| updates[parameter][element] += 1);
                 }

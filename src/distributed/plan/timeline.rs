@@ -87,17 +87,17 @@ impl Messages {
         let (reduce, gather) = match bucket.kind {
             // An all-reduce is a reduce-scatter and an all-gather.
             BucketKind::Replicated => (2.0 * time, 0.0),
-            BucketKind::Matrices | BucketKind::Elements => (time, time),
+            BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => (time, time),
         };
         Self { reduce, gather }
     }
 }
 
-/// Seconds of AdamW on a rank's shard of a bucket.
+/// Seconds of AdamW on a rank's shard of a bucket. An optimizer of the user's counts as AdamW.
 fn elementwise(bucket: &Bucket, rank: usize, machine: &Machine) -> f64 {
     match bucket.kind {
         BucketKind::Matrices => 0.0,
-        BucketKind::Elements | BucketKind::Replicated => {
+        BucketKind::Whole | BucketKind::Elements | BucketKind::Replicated => {
             (bucket.counts[rank] * bucket.dtype.size()) as f64 / machine.elementwise
         }
     }
