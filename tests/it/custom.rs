@@ -131,8 +131,8 @@ fn master_weights_keep_small_steps_of_a_users_optimizer() {
             MasterWeights::Mantissa => 16,
             _ => 0,
         };
-        let route = &config.route(&net).unwrap().routes()[0];
-        assert_eq!((route.state_bytes, batched.memory().masters.now), (bytes, bytes));
+        let routing = config.route(&net).unwrap();
+        assert_eq!((routing.routes()[0].state_bytes, batched.memory().masters.now), (bytes, bytes));
     }
 }
 
