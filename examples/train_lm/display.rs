@@ -1,7 +1,6 @@
 //! The output of a run while it trains: a progress bar or lines, and the log.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::fs::File;
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
@@ -55,12 +54,6 @@ impl Clips {
     }
 }
 
-impl fmt::Display for Clips {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, ", max logit {:.1}, {} heads clipped", self.max_logit, self.clipped)
-    }
-}
-
 impl<'a> Display<'a> {
     pub fn new(
         name: &'a str,
@@ -92,22 +85,24 @@ impl<'a> Display<'a> {
         let per_second = (step - self.first) as f64 / seconds;
         let rate = tokens_per_step as f64 * per_second;
         let remaining = Duration::from_secs_f64((self.steps - step) as f64 / per_second);
-        let clips = clipped.map(Clips::of);
-        let logits = clips.as_ref().map(ToString::to_string).unwrap_or_default();
-        let remaining = short(remaining);
-        let message = format!("loss {loss:.3}{logits}, {rate:.0} tokens/s, {remaining} left");
+        let message = format!("loss {loss:.3}, {rate:.0} tokens/s, {} left", short(remaining));
+        let has_line = step.is_multiple_of(LINE_EVERY) || step == 1;
         match &self.bar {
             Some(bar) => {
                 bar.set_message(message);
                 bar.set_position(step as u64);
             }
-            None if step.is_multiple_of(LINE_EVERY) || step == 1 => self.line(step, &message),
+            None if has_line => self.line(step, &message),
             None => {}
         }
         let mut record = json!({
             "step": step, "loss": loss, "lr": lr, "tokens_per_second": rate, "seconds": seconds,
         });
-        if let Some(clips) = clips {
+        if let Some(clips) = clipped.map(Clips::of) {
+            if has_line {
+                let Clips { max_logit, clipped, .. } = clips;
+                self.line(step, &format!("max logit {max_logit:.1}, {clipped} heads clipped"));
+            }
             record["max_logit"] = json!(clips.max_logit);
             record["clipped_heads"] = json!(clips.clipped);
             record["heads_not_finite"] = json!(clips.not_finite);

@@ -54,9 +54,9 @@ pub struct Settings {
     #[arg(long, allow_negative_numbers = true, value_parser = positive)]
     #[arg(help_heading = "Optimizer")]
     pub lr: Option<f64>,
-    /// Clips heads of attention whose maximum logit is above TAU after each step.
+    /// Clips heads of attention whose maximum logit is above TAU.
     ///
-    /// The model then leaves its queries and keys as they are, instead of normalising them.
+    /// The model then does not normalise its queries and keys.
     #[arg(long, value_name = "TAU", value_parser = positive, help_heading = "Optimizer")]
     #[serde(default)]
     pub qk_clip: Option<f64>,
