@@ -102,7 +102,7 @@
 //!
 //! | feature | adds | needs |
 //! |---|---|---|
-//! | `train` | `DistMuonStrategy` and `SkippedStepsMetric`, for burn-train's `Learner` | nothing |
+//! | `train` | `DistMuonStrategy`, `SkippedStepsMetric` and `DiagnosticsMetric`, for burn-train's `Learner` | nothing |
 //! | `optimal` | `distributed::plan::Balancing::Optimal`, plans by mixed-integer programming | nothing |
 //! | `mpi` | `comm::World::mpi` and `comm::Mpi`, ranks that are processes over MPI | an MPI and libclang, to build |
 //! | `cuda` | `comm::World::nccl`, `comm::Nccl` and `comm::Reduction`, ranks over NCCL | an LLVM bundle, which Burn downloads; NCCL to run |

@@ -165,7 +165,7 @@ impl DiagnosticsMetric {
     /// Makes the metric of a quantity and a group.
     pub fn new(latest: &LatestDiagnostics, group: &str, quantity: DiagnosticsQuantity) -> Self {
         Self {
-            name: Arc::new(format!("{group}: {}", quantity.name())),
+            name: Arc::new(format!("{group} {}", quantity.name())),
             latest: latest.clone(),
             group: group.to_owned(),
             quantity,
