@@ -73,9 +73,9 @@ pub struct Options {
     /// Steps between validations; 0 for a single one at the end.
     #[arg(long, value_name = "STEPS", default_value_t = LINE_EVERY, help_heading = "Output")]
     pub eval_every: usize,
-    /// Steps between norms of updates and weights, of dist-muon and dist-adamw; 0 for none.
+    /// Steps between norms of updates and weights; 0 for none.
     ///
-    /// They are written to --log, and drawn next to --plot.
+    /// dist-muon and dist-adamw have them, in --log and next to --plot.
     #[arg(long, value_name = "STEPS", default_value_t = 0, help_heading = "Output")]
     pub diagnose_every: usize,
     /// File for all losses and rates, one JSON object per line.

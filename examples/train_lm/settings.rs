@@ -42,7 +42,9 @@ pub struct Settings {
     /// Settings of muon with which others train. Default: this crate's.
     #[arg(long, value_name = "NAME", value_parser = recipe(), help_heading = "Optimizer")]
     pub recipe: Option<Recipe>,
-    /// Type of the parameters. f16 is trained with loss scaling, by dist-muon or dist-adamw.
+    /// Type of the parameters.
+    ///
+    /// f16 is trained with loss scaling, by dist-muon or dist-adamw.
     #[arg(long, value_enum, default_value_t = Dtype::F32, help_heading = "Model")]
     #[serde(default)]
     pub dtype: Dtype,

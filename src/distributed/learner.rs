@@ -386,7 +386,7 @@ impl<M: LearnerModel> Worker<'_, M> {
     fn step(&mut self, gradients: GradientsParams) -> Result<()> {
         self.learner.lr_step();
         let model = self.model.take().expect("every step returns the model");
-        let is_diagnosed = self.run.diagnosed.is_some_and(|every| self.steps % every == 0);
+        let is_diagnosed = self.run.diagnosed.is_some_and(|every| self.steps.is_multiple_of(every));
         self.steps += 1;
         if is_diagnosed {
             self.optim.request_diagnostics();

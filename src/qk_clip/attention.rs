@@ -183,13 +183,16 @@ fn modules(parameters: &[Found]) -> Vec<&str> {
     paths.filter(|path| known.insert(*path)).collect()
 }
 
+/// The parameters of every projection of an attention.
+type Projections<'a> = Vec<Vec<&'a Found>>;
+
 /// The last rule for which a module is an attention, and the parameters of its projections.
 fn last_rule<'a>(
     config: &QkClipConfig,
     patterns: &[Regex],
     path: &str,
     parameters: &'a [Found],
-) -> Result<Option<(usize, Vec<Vec<&'a Found>>)>> {
+) -> Result<Option<(usize, Projections<'a>)>> {
     for (index, rule) in config.rules.iter().enumerate().rev() {
         if patterns[index].is_match(path)
             && let Some(projections) = projections(rule, path, parameters)?
@@ -206,7 +209,7 @@ fn projections<'a>(
     rule: &QkClipRule,
     path: &str,
     parameters: &'a [Found],
-) -> Result<Option<Vec<Vec<&'a Found>>>> {
+) -> Result<Option<Projections<'a>>> {
     let of_field = |field: &str| -> Vec<&Found> {
         let field = if path.is_empty() { field.to_owned() } else { format!("{path}.{field}") };
         let is_in = |found: &&Found| {

@@ -149,7 +149,7 @@ impl Stored {
         }
     }
 
-    fn to_device(self, device: &Device) -> Self {
+    fn moved_to(self, device: &Device) -> Self {
         match self {
             Self::Float(tensor) => Self::Float(tensor.to_device(device)),
             Self::Int16(tensor) => Self::Int16(tensor.to_device(device)),
@@ -307,7 +307,7 @@ impl Slots {
     #[expect(clippy::wrong_self_convention, reason = "named as for Burn's modules and states")]
     pub fn to_device(mut self, device: &Device) -> Self {
         for (_, value) in &mut self.values {
-            value.stored = value.stored.take().map(|stored| stored.to_device(device));
+            value.stored = value.stored.take().map(|stored| stored.moved_to(device));
         }
         self
     }

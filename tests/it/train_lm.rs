@@ -298,6 +298,42 @@ fn qk_clip_bounds_the_logits_on_any_number_of_ranks() {
 }
 
 #[test]
+fn half_precision_trains_on_any_number_of_ranks() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 2 --steps 4 --eval-every 0 --sample 0";
+    let losses = |name: &str, more: &str| {
+        succeed(folder.path(), &format!("{flags} {more} --log {name} --diagnose-every 2"));
+        let log = log(&folder.path().join(name));
+        let observed: Vec<_> = log.iter().filter_map(|line| line.get("diagnostics")).collect();
+        let count = if more.contains("--optimizer muon") { 0 } else { 2 };
+        assert_eq!(observed.len(), count, "{log:?}");
+        for groups in observed {
+            let muon = groups.as_array().unwrap().iter().find(|group| group["group"] == "Muon");
+            assert!(muon.unwrap()["effective_lr"].as_f64().unwrap() > 0.0, "{groups}");
+        }
+        per_step(&log, "loss")
+    };
+    let wide = losses("wide.jsonl", "--optimizer muon");
+    for half in ["--dtype bf16", "--dtype bf16 --master mantissa", "--dtype f16"] {
+        for ranks in ["--optimizer dist-muon", "--ranks 2", "--optimizer dist-muon --accumulate 2"]
+        {
+            for (half, wide) in losses("half.jsonl", &format!("{half} {ranks}")).iter().zip(&wide) {
+                assert!((half - wide).abs() < 0.02 * wide, "{half} instead of {wide}");
+            }
+        }
+    }
+    succeed(
+        folder.path(),
+        &format!("{flags} --optimizer dist-muon --diagnose-every 1 --plot a.svg"),
+    );
+    assert!(folder.path().join("a-effective-lr.svg").exists());
+    let muon = "--data text.rs --dtype f16 --optimizer muon";
+    rejected(folder.path(), muon, "--dtype f16 needs loss scaling");
+    let mantissa = "--data text.rs --dtype f16 --master mantissa";
+    rejected(folder.path(), mantissa, "bfloat16 parameters for `Mantissa`");
+}
+
+#[test]
 fn accumulated_parts_follow_the_curve_of_the_whole_batch() {
     let folder = folder();
     let flags = "--data text.rs --batch 4 --steps 4 --eval-every 0 --sample 0";
