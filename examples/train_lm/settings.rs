@@ -98,9 +98,9 @@ pub enum Master {
     Full,
     /// 16 further bits of bfloat16.
     Mantissa,
-    /// None: parameters are rounded to the nearest number.
+    /// None: rounded to the nearest number.
     None,
-    /// None: parameters are rounded at random, by the seed of the run.
+    /// None: rounded at random, by the seed of the run.
     Stochastic,
 }
 
