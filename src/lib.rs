@@ -72,7 +72,7 @@
 //! | [`muon`] | [`MuonConfig`], and [`Muon`], a Burn [`Optimizer`](burn::optim::Optimizer) for one parameter |
 //! | [`orthogonalize`] | [`NewtonSchulz`], the iteration on batches of matrices, in two forms and several types |
 //! | [`routing`] | [`Routing`], the optimizer of every parameter, and [`RoutingRule`], which overrides it |
-//! | [`adamw`] | [`AdamWConfig`], the settings of all other parameters |
+//! | [`elementwise`] | [`AdamWConfig`] and [`LionConfig`], the settings of all other parameters |
 //! | [`custom`] | any other optimizer of Burn's interface, sharded by whole parameters |
 //! | [`parts`] | optional stages of Muon's update, such as [`NorMuon`](parts::NorMuon) |
 //! | [`qk_clip`] | [`QkClip`], which scales the projections of attention heads with large logits |
