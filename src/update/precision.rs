@@ -4,7 +4,7 @@
 use burn::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::rounding::{Origin, joined, split, stochastic};
+use super::rounding::{Origin, joined, rounded, split, stochastic};
 use super::state::{Extent, MANTISSA, MASTER, Slot, SlotDtype, Slots};
 use crate::error::{Error, Result};
 use crate::slices;
@@ -120,7 +120,7 @@ impl Precision {
             MasterWeights::Full => {
                 let stored = state.take(MASTER);
                 let published = slices::place(values, firsts, stored.dims()[0]);
-                let is_same = stored.clone().cast(half).equal(published.clone());
+                let is_same = rounded(stored.clone(), half).equal(published.clone());
                 published.cast(DType::F32).mask_where(is_same, stored)
             }
             MasterWeights::Mantissa => {

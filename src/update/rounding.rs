@@ -5,6 +5,8 @@
 
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor};
 
+use crate::backend::{ComputePath, KernelPolicy};
+
 /// Digits of a significand in bfloat16 and in float16, with the hidden one.
 const BF16_DIGITS: i32 = 8;
 const F16_DIGITS: i32 = 11;
@@ -15,6 +17,15 @@ const F16_SMALLEST: f64 = 1.0 / (1 << 24) as f64;
 const PRIME: u64 = 32_749;
 /// Odd constants below 2^14, which mix the digits of an index.
 const MIX: [i32; 3] = [12_289, 15_733, 9_973];
+
+/// Rounds to half precision, in memory: in one kernel, Burn 0.22.1 converts to half precision and
+/// back without rounding, as seen on a Vulkan device. A reversed order is a kernel by itself.
+pub(super) fn rounded(x: Tensor<1>, half: DType) -> Tensor<1> {
+    match ComputePath::choose(KernelPolicy::Auto, &x.device(), FloatDType::F32) {
+        ComputePath::Flex => x.cast(half),
+        ComputePath::CubeCl { .. } | ComputePath::Portable => x.cast(half).flip([0]).flip([0]),
+    }
+}
 
 /// The neighbour of half-precision values in the direction of others, both in float32. Where both
 /// are equal, that value.
@@ -28,7 +39,7 @@ pub(super) fn neighbour(nearest: &Tensor<1>, toward: &Tensor<1>, half: DType) ->
     let relative = 2f64.powi(-digits) * (1.0 + 1.0 / 64.0);
     let part = nearest.clone().abs().mul_scalar(relative).clamp_min(0.75 * smallest);
     let moved = nearest.clone() + part * (toward.clone() - nearest.clone()).sign();
-    moved.cast(half).cast(DType::F32)
+    rounded(moved, half).cast(DType::F32)
 }
 
 /// The origin of values, which decides how they are rounded at random.
@@ -87,7 +98,7 @@ impl Origin {
 /// the mean of many roundings the value, up to 2^-15 of the distance between them. Values that are
 /// half precision stay.
 pub(super) fn stochastic(x: Tensor<1>, half: DType, seed: u64, origin: Origin) -> Tensor<1> {
-    let nearest = x.clone().cast(half).cast(DType::F32);
+    let nearest = rounded(x.clone(), half).cast(DType::F32);
     let other = neighbour(&nearest, &x, half);
     let gap = (other.clone() - nearest.clone()).abs();
     let distance = (x - nearest.clone()).abs();
@@ -105,7 +116,7 @@ const LOW_DIGITS: f64 = 65_536.0;
 /// that the integer is in `-32768..=32767`. [`joined`] is the exact reverse for magnitudes above
 /// 1e-30; smaller ones may lose digits.
 pub(super) fn split(x: Tensor<1>) -> (Tensor<1>, Tensor<1>) {
-    let nearest = x.clone().cast(DType::BF16).cast(DType::F32);
+    let nearest = rounded(x.clone(), DType::BF16).cast(DType::F32);
     let other = neighbour(&nearest, &x, DType::BF16);
     let is_tie = (other.clone() - x.clone()).equal(x.clone() - nearest.clone());
     let rounds_up = is_tie.bool_and(other.clone().greater(nearest.clone()));
