@@ -2,17 +2,21 @@
 //!
 //! - [`references`]: results in float64, from code that shares nothing with the crate;
 //! - [`models`]: models, their weights, gradients and records;
+//! - [`precision`]: a model in half precision, and its runs;
+//! - [`combinations`]: parts of the update that are used together, and a model for them;
 //! - [`device`]: properties of the default device;
 //! - [`worlds`]: the same case on every engine;
 //! - [`watched`]: an engine that reports the calls of another one;
 //! - `host`, with feature `cuda`: the engine `nccl` over a library that needs no GPU;
 //! - [`mpirun`]: ranks that are processes of Open MPI.
 
+pub mod combinations;
 pub mod device;
 #[cfg(feature = "cuda")]
 pub mod host;
 pub mod models;
 pub mod mpirun;
+pub mod precision;
 #[cfg(feature = "mpi")]
 mod profile;
 pub mod references;

@@ -5,6 +5,8 @@ mod checkpoints;
 mod collectives;
 mod custom;
 mod nodes;
+mod parts;
+mod precision;
 mod rejections;
 mod schedules;
 mod shapes;
@@ -29,15 +31,15 @@ use serde::{Serialize, de::DeserializeOwned};
 /// Cases in which every rank returns normally: they also run on ranks that are processes.
 fn everywhere() -> Vec<Case> {
     let cases = [steps::EVERYWHERE, shapes::EVERYWHERE, collectives::EVERYWHERE, nodes::EVERYWHERE];
-    [&cases[..], &[checkpoints::EVERYWHERE, schedules::EVERYWHERE, custom::EVERYWHERE]]
-        .concat()
-        .concat()
+    let more = [checkpoints::EVERYWHERE, schedules::EVERYWHERE, custom::EVERYWHERE];
+    let family = [parts::EVERYWHERE, precision::EVERYWHERE];
+    [&cases[..], &more, &family].concat().concat()
 }
 
 /// Cases whose world fails, or that need all ranks in this process.
 fn in_process() -> Vec<Case> {
     let cases = [steps::IN_PROCESS, checkpoints::IN_PROCESS, rejections::IN_PROCESS];
-    [&cases[..], &[custom::IN_PROCESS]].concat().concat()
+    [&cases[..], &[custom::IN_PROCESS, parts::IN_PROCESS]].concat().concat()
 }
 
 /// Configures the default type of the device according to `DISTMUON_TEST_FLOAT`, since nothing in

@@ -1,5 +1,6 @@
 //! Parts of the update, forms of momentum and kinds of weight decay: alone against float64,
-//! together on ranks, in checkpoints, and the properties that they claim.
+//! together, and the properties that they claim. On ranks, they are tested in
+//! `distributed/parts.rs`.
 
 mod after;
 mod before;

@@ -1,0 +1,131 @@
+//! Parts of the update that are used together, and a model for them.
+
+use burn::module::{Module, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::{DType, Device, Tensor};
+use distmuon::parts::{
+    AdaMuon, ColumnEquilibration, Hyperball, Mars, MaxNorm, Namo, NorMuon, Renormalization,
+    RowEquilibration,
+};
+use distmuon::{
+    LionConfig, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig, RoutingRule, Schedule,
+    WeightDecay,
+};
+
+use crate::models::{Fixed, gradients};
+
+/// Returns combinations with all parts, kinds of decay and forms of momentum, and states of every
+/// extent.
+pub fn combinations() -> Vec<(&'static str, MuonConfig)> {
+    let corrected = MomentumConfig::new().with_bias_correction(true);
+    let sum = MomentumConfig::new().with_form(MomentumForm::Sum).with_bias_correction(true);
+    let warmup = MomentumConfig::from(Schedule::momentum_warmup(0.95, 3));
+    vec![
+        ("as in nanochat", {
+            let parts = vec![
+                RowEquilibration.into(),
+                Renormalization::orthogonal().into(),
+                NorMuon::new(0.9).into(),
+            ];
+            MuonConfig::new()
+                .with_parts(parts)
+                .with_weight_decay(WeightDecay::CautiousScaled(0.2.into()))
+        }),
+        ("second moments of elements", {
+            let parts = vec![
+                Mars::new(0.025).into(),
+                AdaMuon::new(0.9).into(),
+                Renormalization::rms(0.2).into(),
+                MaxNorm::new(1.2).into(),
+            ];
+            MuonConfig::new()
+                .with_parts(parts)
+                .with_momentum(warmup)
+                .with_weight_decay(WeightDecay::Coupled(0.1.into()))
+        }),
+        ("moments of matrices", {
+            let parts = vec![
+                ColumnEquilibration.into(),
+                Hyperball::initial().into(),
+                Namo::new(0.9).into(),
+            ];
+            MuonConfig::new()
+                .with_parts(parts)
+                .with_momentum(corrected)
+                .with_weight_decay(0.0.into())
+                .with_rest(LionConfig::new().with_weight_decay(0.1).into())
+        }),
+        ("moments of outputs", {
+            let parts = vec![
+                RowEquilibration.into(),
+                ColumnEquilibration.into(),
+                NorMuon::per_output(0.9).into(),
+                Namo::new(0.9).into(),
+                MaxNorm::new(1.2).into(),
+            ];
+            MuonConfig::new()
+                .with_parts(parts)
+                .with_momentum(sum)
+                .with_weight_decay(WeightDecay::Independent(0.05.into()))
+                .with_rest(LionConfig::new().into())
+        }),
+        ("a fixed norm", {
+            let parts = vec![Hyperball::fixed(1.5).into(), NorMuon::new(0.5).into()];
+            MuonConfig::new().with_parts(parts).with_weight_decay(WeightDecay::Cautious(0.3.into()))
+        }),
+        ("no parts", MuonConfig::new().with_weight_decay(WeightDecay::SquaredRate(50.0.into()))),
+    ]
+}
+
+/// Matrices of one shape in several parameters, a matrix of two blocks, a stack of matrices, and
+/// for the rest a vector that every rank updates whole and a table that is cut among ranks.
+#[derive(Module, Debug)]
+pub struct Net {
+    /// Matrices, the last of which is split into two blocks.
+    pub weights: Vec<Param<Tensor<2>>>,
+    /// `[3, 6, 10]`.
+    pub weight_stack: Param<Tensor<3>>,
+    /// `[5]`.
+    pub bias: Param<Tensor<1>>,
+    /// `[9, 4]`.
+    pub table: Param<Tensor<2>>,
+}
+
+impl Net {
+    /// Creates the model, with the same values on every device.
+    pub fn new(device: &Device) -> Self {
+        let ones = |shape: [usize; 2]| {
+            Param::from_tensor(Tensor::<2>::ones(shape, (device, DType::F32)).require_grad())
+        };
+        let stack = Tensor::<3>::ones([3, 6, 10], (device, DType::F32));
+        let bias = Tensor::<1>::ones([5], (device, DType::F32));
+        let net = Self {
+            weights: vec![ones([6, 10]), ones([10, 6]), ones([6, 10]), ones([7, 7]), ones([6, 14])],
+            weight_stack: Param::from_tensor(stack.require_grad()),
+            bias: Param::from_tensor(bias.require_grad()),
+            table: ones([9, 4]),
+        };
+        net.map(&mut Fixed::new(5))
+    }
+
+    /// Returns the gradients of a step. One of the second step is not finite.
+    pub fn gradients(&self, step: u64) -> GradientsParams {
+        let mut gradients = gradients(self, step);
+        if step == 1 {
+            let id = self.weights[2].id;
+            let gradient = gradients.remove::<2>(id).expect("the matrix has a gradient");
+            gradients.register(id, gradient.mul_scalar(f32::NAN));
+        }
+        gradients
+    }
+}
+
+/// Adds the rules for a [`Net`].
+pub fn routed(config: MuonConfig) -> MuonConfig {
+    config
+        .with_rule(RoutingRule::muon("weights"))
+        .with_rule(RoutingRule::muon(r"weights\.2").layout(MatrixLayout::OutIn))
+        .with_rule(RoutingRule::muon(r"weights\.4").split([10, 4]))
+        .with_rule(RoutingRule::muon("weight_stack").batch())
+        .with_rule(RoutingRule::adamw("table"))
+}

@@ -1,0 +1,342 @@
+//! Parameters in half precision on ranks: master weights, random rounding, loss scaling, clipped
+//! heads, and the bytes of each rank.
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::GradientsParams;
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, bf16};
+use distmuon::distributed::{DistMuonConfig, GradDtype, LossScaleConfig};
+use distmuon::{
+    MasterWeights, MaxLogits, MuonConfig, QkClipConfig, QkClipRule, RoutingRule, StateDtype,
+    checkpoint,
+};
+use distmuon_testing::device::is_flex;
+use distmuon_testing::models::{Fixed, Layers, weights};
+use distmuon_testing::precision::{
+    LR, Net, Rounded, STEPS, alone, assert_same, config, dist, floats, gradients, has,
+};
+use distmuon_testing::worlds::{self, Case, Folder, cases};
+
+use crate::{device, ranks};
+
+pub const EVERYWHERE: &[Case] = cases![
+    master_weights_are_those_of_a_run_in_float32,
+    bits_of_the_significand_are_exact_master_weights,
+    every_kind_of_master_weights_is_the_same_on_any_number_of_ranks,
+    checkpoints_continue_with_the_bits_of_master_weights,
+    a_step_that_overflows_on_one_rank_is_skipped_on_all,
+    clipped_heads_keep_the_digits_of_master_weights,
+    bytes_per_parameter_are_those_of_the_guide,
+];
+
+/// The weights of every rank after steps in which all ranks have equal gradients of a type.
+fn on_ranks(count: usize, dtype: DType, gradient: DType, dist: &DistMuonConfig) -> Vec<Vec<f32>> {
+    let trained = ranks(count, |world| {
+        let mut net = Net::new(dtype, world.device());
+        let mut optim = dist.init(&world, &net)?;
+        for step in 0..STEPS {
+            let grads = gradients(&net, step, gradient);
+            net = optim.step(LR, net, grads)?;
+        }
+        Ok(floats(&net))
+    });
+    trained.unwrap()
+}
+
+fn master_weights_are_those_of_a_run_in_float32() {
+    for half in [FloatDType::BF16, FloatDType::F16].into_iter().filter(|half| has(*half)) {
+        let half = DType::from(half);
+        let wide = alone(DType::F32, &config(MasterWeights::Full));
+        let rounded: Vec<f32> = {
+            let data = TensorData::from(&*wide);
+            let tensor = Tensor::<1>::from_data(data, (&Device::default(), DType::F32));
+            tensor.cast(half).cast(DType::F32).into_data().iter::<f32>().collect()
+        };
+        let full = alone(half, &config(MasterWeights::Full));
+        assert_same(&full, &rounded, half.name());
+        let lost = alone(half, &config(MasterWeights::None));
+        assert_ne!(lost, rounded, "{half:?}");
+        for count in [1, 2, 4] {
+            for weights in on_ranks(count, half, half, &dist(config(MasterWeights::Full))) {
+                assert_same(&weights, &rounded, format_args!("{half:?} on {count} ranks"));
+            }
+        }
+    }
+}
+
+fn bits_of_the_significand_are_exact_master_weights() {
+    if !has(FloatDType::BF16) {
+        return;
+    }
+    let wide = alone(DType::F32, &config(MasterWeights::Full));
+    // Ties go to the larger number.
+    let nearest = |x: f32| {
+        let (down, up) = (x.to_bits() & 0xFFFF_0000, (x.to_bits() & 0xFFFF_0000) + 0x1_0000);
+        let [down, up] = [down, up].map(f32::from_bits);
+        let [to_down, to_up] = [down, up].map(|y| (f64::from(y) - f64::from(x)).abs());
+        if to_down < to_up || to_down == to_up && down > up { down } else { up }
+    };
+    let expected: Vec<f32> = wide.into_iter().map(nearest).collect();
+    let lean = alone(DType::BF16, &config(MasterWeights::Mantissa));
+    assert_same(&lean, &expected, "one device");
+    for count in [1, 2, 3, 4] {
+        let dist = dist(config(MasterWeights::Mantissa));
+        for weights in on_ranks(count, DType::BF16, DType::BF16, &dist) {
+            // Three equal gradients have a mean that rounds.
+            let same = weights.iter().zip(&expected).filter(|(a, b)| a == b).count();
+            let is_rounded = count == 3 || !is_flex();
+            assert!(same == expected.len() || is_rounded && same * 100 > expected.len() * 95);
+        }
+    }
+}
+
+fn every_kind_of_master_weights_is_the_same_on_any_number_of_ranks() {
+    let kinds = [
+        MasterWeights::Full,
+        MasterWeights::Mantissa,
+        MasterWeights::None,
+        MasterWeights::Stochastic { seed: 9 },
+    ];
+    if !has(FloatDType::BF16) {
+        return;
+    }
+    for kind in kinds {
+        for states in [StateDtype::Float32, StateDtype::BFloat16] {
+            let config = config(kind).with_state_dtype(states);
+            let expected = alone(DType::BF16, &config);
+            for count in [1, 2, 4] {
+                for gradient in [DType::BF16, DType::F32] {
+                    let grad_dtype = match gradient {
+                        DType::F32 => GradDtype::Float32,
+                        _ => GradDtype::Parameter,
+                    };
+                    let dist = dist(config.clone()).with_grad_dtype(grad_dtype);
+                    for weights in on_ranks(count, DType::BF16, gradient, &dist) {
+                        let case = format_args!("{kind:?}, {states:?}, {count} ranks");
+                        assert_same(&weights, &expected, case);
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn checkpoints_continue_with_the_bits_of_master_weights() {
+    if !has(FloatDType::BF16) {
+        return;
+    }
+    let folder = Folder::create();
+    for master in
+        [MasterWeights::Full, MasterWeights::Mantissa, MasterWeights::Stochastic { seed: 5 }]
+    {
+        let config = config(master);
+        let expected = alone(DType::BF16, &config);
+        let path = folder.path().join(format!("{master:?}"));
+        let steps = |count: usize, range: std::ops::Range<u64>| {
+            let dist = dist(config.clone());
+            let trained = ranks(count, |world| {
+                let mut net = Net::new(DType::BF16, world.device());
+                let mut optim = dist.init(&world, &net)?;
+                if range.start > 0 {
+                    (net, optim, _) = optim.load::<_, u64>(&path, net)?;
+                }
+                for step in range.clone() {
+                    let grads = gradients(&net, step, DType::BF16);
+                    net = optim.step(LR, net, grads)?;
+                }
+                if range.end < STEPS {
+                    optim.save(&path, &net, &range.end)?;
+                }
+                Ok(floats(&net))
+            });
+            trained.unwrap().swap_remove(0)
+        };
+        steps(4, 0..2);
+        steps(2, 2..4);
+        assert_same(&steps(1, 4..STEPS), &expected, format_args!("{master:?}"));
+
+        let net = Net::new(DType::BF16, &device());
+        let optim = config.init(&net);
+        let (mut net, mut optim, start) = checkpoint::load::<_, u64, _>(&path, net, optim).unwrap();
+        for step in start..STEPS {
+            let grads = gradients(&net, step, DType::BF16);
+            net = optim.step(LR, net, grads);
+        }
+        assert_same(&floats(&net), &expected, format_args!("{master:?} on a single device"));
+    }
+}
+
+/// Gradients of a loss times a scale.
+fn scaled(net: &Net, step: u64, scale: f64) -> GradientsParams {
+    struct Scale(GradientsParams, f64);
+    impl ModuleVisitor for Scale {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let grad = self.0.remove::<D>(param.id).unwrap().cast(DType::F32);
+            self.0.register(param.id, grad.mul_scalar(self.1).cast(DType::F16));
+        }
+    }
+    let mut grads = Scale(gradients(net, step, DType::F32), scale);
+    net.visit(&mut grads);
+    grads.0
+}
+
+fn a_step_that_overflows_on_one_rank_is_skipped_on_all() {
+    if !has(FloatDType::F16) {
+        return;
+    }
+    let folder = Folder::create();
+    let path = folder.path().join("run");
+    // Clipped, since the norm has the scale as well.
+    let plain = dist(config(MasterWeights::Full)).with_max_norm(Some(0.3));
+    let scale = LossScaleConfig::new().with_initial(1024.0).with_interval(3);
+    let scaling = plain.clone().with_loss_scale(Some(scale));
+    let run = |count: usize, dist: &DistMuonConfig, overflows: Option<u64>| {
+        let trained = ranks(count, |world| {
+            let mut net = Net::new(DType::F16, world.device());
+            let mut optim = dist.init(&world, &net)?;
+            let mut scales = vec![];
+            for step in 0..STEPS {
+                if overflows == Some(step) {
+                    let before = weights(&net);
+                    // The last rank's gradients are infinite, those of the others are not.
+                    let factor = if world.rank() + 1 == count { 1e9 } else { 1.0 };
+                    let grads = scaled(&net, 77, optim.loss_scale() * factor);
+                    net = optim.step(LR, net, grads)?;
+                    assert!(weights(&net) == before);
+                    scales.push(optim.loss_scale());
+                    optim.save(&path, &net, &step)?;
+                    let again = dist.init(&world, &net)?;
+                    (net, optim, _) = again.load::<_, u64>(&path, net)?;
+                }
+                let grads = scaled(&net, step, optim.loss_scale());
+                net = optim.step(LR, net, grads)?;
+                scales.push(optim.loss_scale());
+            }
+            Ok((floats(&net), scales, optim.skipped_steps().read()))
+        });
+        trained.unwrap()
+    };
+    let expected = &run(1, &plain, None)[0].0;
+    for count in [1, 2, 4] {
+        for (weights, scales, skipped) in run(count, &scaling, None) {
+            // Powers of two scale exactly.
+            assert_same(&weights, expected, format_args!("{count} ranks"));
+            assert_eq!(scales, [1024.0, 1024.0, 2048.0, 2048.0, 2048.0, 4096.0]);
+            assert_eq!(skipped, [].into());
+        }
+        for (weights, scales, skipped) in run(count, &scaling, Some(2)) {
+            let case = format_args!("{count} ranks, with a step that overflows");
+            assert_same(&weights, expected, case);
+            assert_eq!(scales, [1024.0, 1024.0, 512.0, 512.0, 512.0, 1024.0, 1024.0]);
+            assert!(skipped.values().all(|count| *count == 1) && skipped.len() == 5, "{skipped:?}");
+        }
+    }
+}
+
+#[derive(Module, Debug)]
+struct Attentive {
+    attention: Attention,
+}
+
+#[derive(Module, Debug)]
+struct Attention {
+    query: Linear,
+    key: Linear,
+}
+
+/// The weights after steps in each of which the first of two heads is clipped.
+fn clipped(count: usize, dtype: DType) -> Vec<Vec<f32>> {
+    let muon = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
+    let dist = dist(muon);
+    let trained = ranks(count, |world| {
+        let linear = || LinearConfig::new(8, 8).init(world.device());
+        let attention = Attention { query: linear(), key: linear() };
+        let net = Attentive { attention }.map(&mut Fixed::new(3)).map(&mut Rounded(dtype));
+        let rule = QkClipRule::multi_head("attention$", 2);
+        let clip = QkClipConfig::new().with_rule(rule).init(&net)?;
+        let (mut net, mut optim) = (net.clone(), dist.init(&world, &net)?);
+        for step in 0..STEPS {
+            let mut logits = MaxLogits::new();
+            let maxima = [103.7_f32, 99.0];
+            logits.report("attention", Tensor::from_data(maxima, (&Device::default(), DType::F32)));
+            optim.clip_heads(&clip.factors_on(&world, &logits)?);
+            let grads = gradients(&net, step, dtype);
+            net = optim.step(LR, net, grads)?;
+        }
+        Ok(floats(&net))
+    });
+    trained.unwrap()
+}
+
+fn clipped_heads_keep_the_digits_of_master_weights() {
+    if !has(FloatDType::BF16) {
+        return;
+    }
+    let wide = clipped(1, DType::F32).swap_remove(0);
+    let rounded: Vec<f32> = wide.iter().map(|x| bf16::from_f32(*x).to_f32()).collect();
+    for count in [1, 2, 4] {
+        for weights in clipped(count, DType::BF16) {
+            assert_same(&weights, &rounded, format_args!("{count} ranks"));
+        }
+    }
+}
+
+/// Bytes per parameter of the tensors that every rank has at the beginning of a step, and the
+/// largest sum at any time without the buffers that are in flight.
+fn bytes(count: usize, [of, gradient]: [DType; 2], muon: MuonConfig) -> f64 {
+    let dist = DistMuonConfig::new()
+        .with_muon(muon)
+        .with_grad_dtype(if gradient == DType::F32 {
+            GradDtype::Float32
+        } else {
+            GradDtype::Parameter
+        })
+        .with_bucket_mb(Some(0.02))
+        .with_in_flight(1);
+    let elements = 16 * 64 * 64;
+    let measured = ranks(count, |world| {
+        let net = Layers::square(16, 64, world.device()).map(&mut Fixed::new(4));
+        let mut net = net.map(&mut Rounded(of));
+        let mut optim = dist.init(&world, &net)?;
+        for step in 0..2 {
+            let grads = gradients(&net, step, gradient);
+            net = optim.step(LR, net, grads)?;
+        }
+        let report = optim.memory();
+        let begin = report.parameters.peak
+            + report.gradients.peak
+            + report.masters.peak
+            + report.states.peak;
+        let largest = report.total.peak - report.buffers.peak;
+        assert!(largest <= begin, "{count} ranks, {of:?}: {largest} of {begin}\n{report}");
+        Ok(begin as f64 / elements as f64)
+    });
+    let measured = measured.unwrap();
+    assert!(measured.iter().all(|bytes| *bytes == measured[0]), "{measured:?}");
+    measured[0]
+}
+
+fn bytes_per_parameter_are_those_of_the_guide() {
+    for count in [1, 2, 4, 8].into_iter().filter(worlds::has) {
+        let n = count as f64;
+        let adamw = || MuonConfig::new().with_rule(RoutingRule::adamw(""));
+        let muon = || MuonConfig::new().with_rule(RoutingRule::muon(""));
+        let lean = muon()
+            .with_master_weights(MasterWeights::Mantissa)
+            .with_state_dtype(StateDtype::BFloat16);
+        let single = [DType::F32; 2];
+        assert_eq!(bytes(count, single, adamw()), 8.0 + 8.0 / n);
+        assert_eq!(bytes(count, single, muon()), 8.0 + 4.0 / n);
+        for half in [FloatDType::F16, FloatDType::BF16].into_iter().filter(|half| has(*half)) {
+            let half = DType::from(half);
+            assert_eq!(bytes(count, [half; 2], adamw()), 4.0 + 12.0 / n);
+            assert_eq!(bytes(count, [half, DType::F32], adamw()), 6.0 + 12.0 / n);
+            assert_eq!(bytes(count, [half; 2], muon()), 4.0 + 8.0 / n);
+            assert_eq!(bytes(count, [half, DType::F32], muon()), 6.0 + 8.0 / n);
+            if half == DType::BF16 {
+                assert_eq!(bytes(count, [half; 2], lean.clone()), 4.0 + 4.0 / n);
+                assert_eq!(bytes(count, [half, DType::F32], lean.clone()), 6.0 + 4.0 / n);
+            }
+        }
+    }
+}
