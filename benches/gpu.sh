@@ -91,7 +91,7 @@ steps() {
   echo "conformance gpu_suite" $(tests golden_trajectories) --exact --nocapture
   # One test at a time, since no other test may use the device while one records graphs or counts
   # memory.
-  for name in orthogonalize optimizer parts memory dist_muon; do
+  for name in orthogonalize optimizer parts precision memory dist_muon; do
     echo "$name gpu_suite" $(tests $name::) --nocapture --test-threads 1
   done
   # Launches are observed in wgpu.

@@ -4,8 +4,9 @@
 //! cargo bench --bench muon
 //! ```
 //!
-//! Each group compares implementations of the same computation: `burn` is `burn::optim::Muon`. At
-//! the end, the ratios to `burn` (or to `matmul`) are printed, from the medians of the same run.
+//! Each group compares implementations of the same computation, `burn` is `burn::optim::Muon`, or
+//! the parts of an update with none. At the end, the ratios to `burn` (or to `matmul` or `no parts`)
+//! are printed, from the medians of the same run.
 
 mod common;
 
@@ -18,9 +19,13 @@ use burn::optim::{GradientsParams, ModuleOptimizer};
 use burn::tensor::{Device, Tensor};
 use common::{LAYER, Matrices, median};
 use criterion::{BenchmarkId, Criterion};
+use distmuon::parts::{
+    AdaMuon, ColumnEquilibration, Hyperball, Mars, MaxNorm, Namo, NorMuon, Part, Renormalization,
+    RowEquilibration,
+};
 use distmuon::{
-    Coefficients, ComputePath, IterationDtype, IterationForm, KernelPolicy, MuonConfig,
-    NewtonSchulzConfig, RoutingRule,
+    Coefficients, ComputePath, IterationDtype, IterationForm, KernelPolicy, MomentumConfig,
+    MuonConfig, NewtonSchulzConfig, RoutingRule, WeightDecay,
 };
 
 fn random(shape: [usize; 2]) -> Tensor<2> {
@@ -70,7 +75,9 @@ impl Medians {
 
     fn print(&self) {
         for (group, medians) in self.0.borrow().iter() {
-            let base = ["burn", "matmul"].iter().find_map(|base| Some((base, medians.get(*base)?)));
+            let base = ["burn", "matmul", "no parts"]
+                .iter()
+                .find_map(|base| Some((base, medians.get(*base)?)));
             for (name, median) in medians {
                 let ratio = base.map(|(base, time)| format!("{:.3} x {base}", median / time));
                 println!(
@@ -182,12 +189,45 @@ fn step(criterion: &mut Criterion, medians: &Medians) {
     }
 }
 
+/// Measures a step of a layer with each part of the update and kind of weight decay.
+fn parts(criterion: &mut Criterion, medians: &Medians) {
+    let device = Device::default().autodiff();
+    let model = Matrices::new(&LAYER, &device);
+    let plain = || MuonConfig::new().with_rule(RoutingRule::muon("matrices"));
+    let with = |part: Part| plain().with_parts(vec![part]);
+    let corrected = MomentumConfig::new().with_bias_correction(true);
+    for (name, config) in [
+        ("no parts", plain()),
+        ("RowEquilibration", with(RowEquilibration.into())),
+        ("ColumnEquilibration", with(ColumnEquilibration.into())),
+        ("Renormalization", with(Renormalization::orthogonal().into())),
+        ("NorMuon::new", with(NorMuon::new(0.9).into())),
+        ("NorMuon::per_output", with(NorMuon::per_output(0.9).into())),
+        ("AdaMuon", with(AdaMuon::new(0.9).into())),
+        ("Namo", with(Namo::new(0.9).into())),
+        ("Mars", with(Mars::new(0.025).into())),
+        ("Hyperball", with(Hyperball::initial().into()).with_weight_decay(0.0.into())),
+        ("MaxNorm", with(MaxNorm::new(1.2).into())),
+        ("cautious decay", plain().with_weight_decay(WeightDecay::Cautious(0.1.into()))),
+        ("coupled decay", plain().with_weight_decay(WeightDecay::Coupled(0.1.into()))),
+        ("bias correction", plain().with_momentum(corrected)),
+    ] {
+        let mut optim = config.init(&model);
+        let mut trained = Some(model.clone());
+        medians.measure(criterion, "parts", name, "layer", || {
+            let gradients = model.gradients();
+            trained = trained.take().map(|model| optim.step(1e-3, model, gradients));
+        });
+    }
+}
+
 fn main() {
     let mut criterion = Criterion::default().configure_from_args();
     let medians = Medians::default();
     symmetric_product(&mut criterion, &medians);
     newton_schulz(&mut criterion, &medians);
     step(&mut criterion, &medians);
+    parts(&mut criterion, &medians);
     medians.print();
     criterion.final_summary();
 }

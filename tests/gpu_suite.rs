@@ -27,6 +27,8 @@ mod optimizer;
 mod orthogonalize;
 #[path = "it/parts/mod.rs"]
 mod parts;
+#[path = "it/precision.rs"]
+mod precision;
 #[path = "../cubecl_kernels/tests/product.rs"]
 mod product;
 

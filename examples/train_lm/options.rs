@@ -9,8 +9,8 @@ use distmuon::comm::World;
 #[cfg(any(feature = "mpi", feature = "cuda"))]
 use distmuon::comm::{DEADLINE, Launch};
 
-use super::optimizer::Contender;
-use super::settings::Settings;
+use super::optimizer::{Contender, OptimizerName};
+use super::settings::{Dtype, Settings};
 
 /// Steps between two lines of output, between two reads of the skipped steps and, by default,
 /// between two validations.
@@ -151,12 +151,14 @@ impl Options {
                 bail!("--ranks with several numbers: say what to --compare on them")
             };
             let contender = self.settings.contender_on(ranks)?;
+            self.check_sums(contender)?;
             return Ok(vec![Plan { contender, ranks, seed: self.settings.seed }]);
         }
         let seeds =
             if self.seeds.is_empty() { vec![self.settings.seed] } else { self.seeds.clone() };
         let mut runs = Vec::new();
         for contender in &self.compare {
+            self.check_sums(*contender)?;
             let on = |ranks| contender.on_ranks(ranks).map(|contender| (contender, ranks));
             let shared: Vec<_> = all_ranks.iter().filter_map(|&ranks| on(ranks)).collect();
             let each = if shared.is_empty() { vec![(*contender, 1)] } else { shared };
@@ -175,6 +177,20 @@ impl Options {
     pub fn resume_flag(&self) -> String {
         let path = self.resume.as_deref().unwrap_or(Path::new(""));
         format!("--resume {}", path.display())
+    }
+
+    /// Fails for an optimizer that does not take the float32 sums of micro-batches.
+    fn check_sums(&self, contender: Contender) -> Result<()> {
+        let is_burns =
+            matches!(contender.optimizer, OptimizerName::AdamW | OptimizerName::BurnMuon);
+        ensure!(
+            self.accumulate == 1 || self.settings.dtype == Dtype::F32 || !is_burns,
+            "--accumulate {} adds gradients up in float32, which {} does not take for parameters \
+             in half precision; use muon, dist-muon or dist-adamw, or --dtype f32",
+            self.accumulate,
+            contender.optimizer.name()
+        );
+        Ok(())
     }
 
     /// Fails for a batch that cannot be divided into parts of equal size.

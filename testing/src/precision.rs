@@ -49,7 +49,14 @@ pub struct Rounded(pub DType);
 
 impl ModuleMapper for Rounded {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        param.map(|old| old.cast(DType::BF16).cast(self.0).detach().require_grad())
+        param.map(|old| {
+            // On the host, since a device may have float16 and not bfloat16.
+            let values = old.to_data();
+            let rounded = values.iter::<f32>().map(|x| bf16::from_f32(x).to_f32());
+            let rounded = TensorData::new(rounded.collect::<Vec<_>>(), old.shape());
+            let rounded = Tensor::<D>::from_data(rounded, (&old.device(), DType::F32));
+            rounded.cast(self.0).detach().require_grad()
+        })
     }
 }
 

@@ -10,10 +10,10 @@ use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
 use burn::tensor::{Bytes, Device, Tensor};
 use burn_pack::Reader;
 use distmuon::comm::World;
-use distmuon::distributed::{DistMuonConfig, Gradients};
+use distmuon::distributed::{DistMuonConfig, Gradients, LossScaleConfig};
 use distmuon::{Error, MuonConfig, Result, RoutingRule};
 use distmuon_testing::device::beyond_memory;
-use distmuon_testing::models::{ExpertNet as Net, gradients, weights};
+use distmuon_testing::models::{ExpertNet as Net, Fixed, gradients, weights};
 use distmuon_testing::panic_message;
 
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -250,4 +250,43 @@ fn settings_that_need_whole_models_are_rejected() {
     }
     let error = config().per_parameter_on_threads(0).unwrap_err().to_string();
     assert!(error.contains("setting `ranks` is invalid"), "{error}");
+}
+
+/// A matrix that one rank owns, and a vector that every rank updates.
+#[derive(Module, Debug)]
+struct Small {
+    weight: Param<Tensor<2>>,
+    gain: Param<Tensor<1>>,
+}
+
+/// Ranks without a matrix have fewer operations in a step, which Burn's fusion groups in another
+/// way.
+#[test]
+fn ranks_that_own_nothing_scale_their_gradients_as_all_others() {
+    let scale = Some(LossScaleConfig::new().with_initial(1024.0));
+    for (max_norm, loss_scale) in
+        [(None, None), (Some(0.3), None), (None, scale.clone()), (Some(0.3), scale)]
+    {
+        let config = DistMuonConfig::new()
+            .with_muon(MuonConfig::new().with_rule(RoutingRule::muon("weight")))
+            .with_gradients(Gradients::Averaged)
+            .with_max_norm(max_norm)
+            .with_loss_scale(loss_scale.clone());
+        let runs = ranks(3, |world| {
+            let weight = Tensor::<2>::ones([6, 10], world.device()).require_grad();
+            let gain = Tensor::<1>::ones([7], world.device()).require_grad();
+            let net = Small { weight: Param::from_tensor(weight), gain: Param::from_tensor(gain) };
+            let mut net = net.map(&mut Fixed::new(3));
+            let mut optim = config.init(&world, &net)?;
+            for step in 0..3 {
+                let gradients = gradients(&net, step);
+                net = optim.step(0.01, net, gradients)?;
+            }
+            Ok(weights(&net))
+        });
+        let runs = runs.unwrap();
+        for weights in &runs {
+            assert!(*weights == runs[0], "{max_norm:?}, {loss_scale:?}");
+        }
+    }
 }

@@ -117,6 +117,10 @@ fn bad_input_is_rejected_before_the_first_step() {
             "--data text.rs --ranks 2 --accumulate 3",
             "--batch 16 can't be divided among 2 ranks in 3 parts each; give a multiple of 6",
         ),
+        (
+            "--data text.rs --optimizer burn-muon --dtype bf16 --accumulate 2",
+            "--accumulate 2 adds gradients up in float32, which burn-muon does not take",
+        ),
         ("--data text.rs --ranks 1,2", "--ranks with several numbers: say what to --compare"),
         ("--data text.rs --engine mpi --ranks 2", "cannot be used with"),
         ("--data text.rs --ranks 2 --optimizer muon", "--optimizer muon trains on one rank"),

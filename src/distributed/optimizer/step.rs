@@ -29,7 +29,7 @@ use super::detached::{DetachedParameters, Expected, FlatTensors, pack};
 use super::memory::Snapshot;
 use super::shard::{Shard, StepControls, StepInputs};
 use super::trained::{ModelParameter, TrainedParameter};
-use crate::backend::{FiniteMask, ScaledNorms, precise_dtype};
+use crate::backend::{FiniteMask, ScaledNorms, in_memory, precise_dtype};
 use crate::checks::{ensure_all_computed, ensure_computed};
 use crate::comm::{Difference, Pending, ReduceOp, digest, unite};
 use crate::distributed::config::{GradDtype, Gradients};
@@ -314,11 +314,14 @@ impl DistModuleOptimizer {
         scale: f64,
     ) -> Result<Option<Tensor<1>>> {
         let clipped = self.clip_factor(rejected, shards, scale)?;
-        if self.loss_scale.is_none() {
-            return Ok(clipped);
-        }
-        let ones = || Tensor::ones([1], (&self.device(), DType::F32));
-        Ok(Some(clipped.unwrap_or_else(ones).div_scalar(scale)))
+        let factor = match self.loss_scale {
+            None => clipped,
+            Some(_) => {
+                let ones = || Tensor::ones([1], (&self.device(), DType::F32));
+                Some(clipped.unwrap_or_else(ones).div_scalar(scale))
+            }
+        };
+        Ok(factor.map(in_memory))
     }
 
     /// The factor by which gradients times `scale` are clipped.
