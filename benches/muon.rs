@@ -4,9 +4,9 @@
 //! cargo bench --bench muon
 //! ```
 //!
-//! Each group compares implementations of the same computation, `burn` is `burn::optim::Muon`, or
-//! the parts of an update with none. At the end, the ratios to `burn` (or to `matmul` or `no parts`)
-//! are printed, from the medians of the same run.
+//! Each group compares implementations of the same computation, where `burn` is
+//! `burn::optim::Muon`, or the parts of an update with none. At the end, the ratios to `burn`,
+//! `matmul` or `no parts` are printed, from the medians of the same run.
 
 mod common;
 

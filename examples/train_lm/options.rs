@@ -182,7 +182,7 @@ impl Options {
     /// Fails for an optimizer that does not take the float32 sums of micro-batches.
     fn check_sums(&self, contender: Contender) -> Result<()> {
         let is_burns =
-            matches!(contender.optimizer, OptimizerName::AdamW | OptimizerName::BurnMuon);
+            matches!(contender.optimizer, OptimizerName::Adamw | OptimizerName::BurnMuon);
         ensure!(
             self.accumulate == 1 || self.settings.dtype == Dtype::F32 || !is_burns,
             "--accumulate {} adds gradients up in float32, which {} does not take for parameters \
