@@ -81,9 +81,11 @@ tests() { printf '%s\n' ${TESTS:-} | grep "^$1" || echo "$1"; }
 # Prints one step per line: its name, a program, and its arguments. The steps that are most likely
 # to fail come first.
 steps() {
-  local shapes= training='--preset gpt2 --steps 20 --batch 4' name group dtype peers=benches/peers
+  local shapes= groups='small large batched' training='--preset gpt2 --steps 20 --batch 4'
+  local name group dtype peers=benches/peers
   [ -z "$packed" ] || peers=peers
-  [ "$device" = cuda ] || shapes='--shapes 32x48 --repeats 1' training='--steps 2 --batch 2'
+  # Given shapes replace those of a group.
+  [ "$device" = cuda ] || shapes='--shapes 32x48 --repeats 1' groups=small training='--steps 2 --batch 2'
   for name in product gram fused mirror; do
     # Few threads, since each allocates its own memory on the device.
     echo "$name gpu_suite" $(tests $name::) --nocapture --test-threads 4
@@ -99,7 +101,7 @@ steps() {
   echo 'nccl gpu_suite nccl --exact --nocapture'
   echo 'launch_times gpu launches'
   for dtype in bf16 f16; do
-    for group in small large batched; do
+    for group in $groups; do
       echo "${group}_$dtype gpu products iterations --group $group --dtype $dtype $shapes"
     done
   done

