@@ -1,16 +1,16 @@
 //! Recipes: the settings with which others train by Muon, with their sources.
 //!
-//! A [`Recipe`] has the settings of the optimizer ([`Recipe::config`]), the learning rate of the
-//! source ([`Recipe::peak_lr`]) and its schedule ([`Recipe::lr`]). The guide compares them:
+//! A [`Recipe`] has the settings of the optimizer ([`MuonConfig::preset`]), the learning rate of
+//! the source ([`Recipe::peak_lr`]) and its schedule ([`Recipe::lr`]). The guide compares them:
 //! [Recipes](crate::guide::recipes).
 //!
 //! ```
 //! use burn::{nn::LinearConfig, tensor::Device};
-//! use distmuon::Recipe;
+//! use distmuon::{MuonConfig, Recipe};
 //!
 //! let model = LinearConfig::new(64, 256).init(&Device::default().autodiff());
 //! let (recipe, steps) = (Recipe::Nanochat, 2_000);
-//! let optim = recipe.config(steps).init_batched(&model)?;
+//! let optim = MuonConfig::preset(recipe, steps).init_batched(&model)?;
 //! let lr = recipe.lr(recipe.peak_lr(), steps);
 //! assert_eq!(lr.at(100), 0.02);
 //! # Ok::<(), distmuon::Error>(())
@@ -212,53 +212,6 @@ impl Recipe {
         }
     }
 
-    /// Returns the settings for a run of `steps` steps, of which the schedules of momentum and
-    /// weight decay depend.
-    pub fn config(self, steps: usize) -> MuonConfig {
-        let adamw = AdamWConfig::new;
-        let config = MuonConfig::new()
-            .with_momentum(self.momentum(steps))
-            .with_newton_schulz(NewtonSchulzConfig::new().with_coefficients(self.coefficients()))
-            .with_weight_decay(self.weight_decay(steps))
-            .with_lr_scale(self.lr_scale());
-        match self {
-            Self::Torch => config.with_adamw(adamw().with_beta_2(0.999).with_weight_decay(0.01)),
-            Self::KellerJordan => {
-                let relative = 3e-4 / 0.02;
-                config.with_adamw(with_lrs(adamw().with_epsilon(1e-10), [relative; 3]))
-            }
-            Self::Moonlight | Self::KimiK2 => config.with_adamw(adamw().with_weight_decay(0.1)),
-            Self::Nanochat => {
-                let adamw = adamw()
-                    .with_beta_1(0.8)
-                    .with_beta_2(0.96)
-                    .with_epsilon(1e-10)
-                    .with_weight_decay(0.01);
-                let parts = vec![
-                    RowEquilibration.into(),
-                    Renormalization::orthogonal().into(),
-                    NorMuon::new(0.9).into(),
-                ];
-                // `--embedding-lr`, `--unembedding-lr`, and a hundredth of `--scalar-lr`.
-                let rates = [0.3, 0.008, 0.005].map(|rate| rate / 0.02);
-                config.with_parts(parts).with_adamw(with_lrs(adamw, rates))
-            }
-            Self::ModdedNanogpt => {
-                let adamw = adamw()
-                    .with_beta_1(0.5)
-                    .with_epsilon(1e-10)
-                    // `weight_decay`, `wd_mul` and the peak rate.
-                    .with_weight_decay(0.005 * 150.0 * 0.008);
-                // The last is `lr_mul` of the scalars.
-                let rates = [0.008, 0.008, 5.0 * 0.008].map(|rate| rate / 0.023);
-                config.with_parts(vec![NorMuon::new(0.9).into()]).with_adamw(with_lrs(adamw, rates))
-            }
-            Self::DeepSeekV4 => config
-                .with_lr_factor(0.9)
-                .with_adamw(adamw().with_epsilon(1e-20).with_weight_decay(0.1)),
-        }
-    }
-
     fn coefficients(self) -> Coefficients {
         match self {
             Self::Torch | Self::KellerJordan | Self::Moonlight | Self::KimiK2 => {
@@ -307,6 +260,55 @@ impl Recipe {
             Self::ModdedNanogpt => {
                 WeightDecay::CautiousScaled(self.lr(1.2 * self.peak_lr(), steps))
             }
+        }
+    }
+}
+
+impl MuonConfig {
+    /// Returns the settings of a recipe for a run of `steps` steps, of which its schedules of
+    /// momentum and weight decay depend.
+    pub fn preset(recipe: Recipe, steps: usize) -> Self {
+        let adamw = AdamWConfig::new;
+        let config = Self::new()
+            .with_momentum(recipe.momentum(steps))
+            .with_newton_schulz(NewtonSchulzConfig::new().with_coefficients(recipe.coefficients()))
+            .with_weight_decay(recipe.weight_decay(steps))
+            .with_lr_scale(recipe.lr_scale());
+        match recipe {
+            Recipe::Torch => config.with_adamw(adamw().with_beta_2(0.999).with_weight_decay(0.01)),
+            Recipe::KellerJordan => {
+                let relative = 3e-4 / 0.02;
+                config.with_adamw(with_lrs(adamw().with_epsilon(1e-10), [relative; 3]))
+            }
+            Recipe::Moonlight | Recipe::KimiK2 => config.with_adamw(adamw().with_weight_decay(0.1)),
+            Recipe::Nanochat => {
+                let adamw = adamw()
+                    .with_beta_1(0.8)
+                    .with_beta_2(0.96)
+                    .with_epsilon(1e-10)
+                    .with_weight_decay(0.01);
+                let parts = vec![
+                    RowEquilibration.into(),
+                    Renormalization::orthogonal().into(),
+                    NorMuon::new(0.9).into(),
+                ];
+                // `--embedding-lr`, `--unembedding-lr`, and a hundredth of `--scalar-lr`.
+                let rates = [0.3, 0.008, 0.005].map(|rate| rate / 0.02);
+                config.with_parts(parts).with_adamw(with_lrs(adamw, rates))
+            }
+            Recipe::ModdedNanogpt => {
+                let adamw = adamw()
+                    .with_beta_1(0.5)
+                    .with_epsilon(1e-10)
+                    // `weight_decay`, `wd_mul` and the peak rate.
+                    .with_weight_decay(0.005 * 150.0 * 0.008);
+                // The last is `lr_mul` of the scalars.
+                let rates = [0.008, 0.008, 5.0 * 0.008].map(|rate| rate / 0.023);
+                config.with_parts(vec![NorMuon::new(0.9).into()]).with_adamw(with_lrs(adamw, rates))
+            }
+            Recipe::DeepSeekV4 => config
+                .with_lr_factor(0.9)
+                .with_adamw(adamw().with_epsilon(1e-20).with_weight_decay(0.1)),
         }
     }
 }
@@ -368,7 +370,7 @@ mod tests {
     const LENGTHS: [usize; 7] = [1, 20, 70, 110, 300, 1_000, STEPS];
 
     fn adamw(recipe: Recipe) -> AdamWConfig {
-        match recipe.config(STEPS).rest {
+        match MuonConfig::preset(recipe, STEPS).rest {
             ElementwiseConfig::AdamW(config) => config,
             other => panic!("{other:?}"),
         }
@@ -421,7 +423,7 @@ mod tests {
             (Recipe::KimiK2, KellerJordan, (Sum, false), (MatchRmsAdamW, 1.0), 0.1, 2e-4, vec![]),
             (Recipe::DeepSeekV4, DeepSeekV4, (Sum, true), (MatchRmsAdamW, 0.9), 0.1, 2e-4, vec![]),
         ] {
-            let config = recipe.config(STEPS);
+            let config = MuonConfig::preset(recipe, STEPS);
             assert_eq!(config.newton_schulz.coefficients, coefficients, "{recipe:?}");
             assert_eq!(config.newton_schulz.steps, None, "{recipe:?}");
             assert_eq!((config.momentum.form, config.momentum.nesterov), (form, nesterov));
@@ -484,7 +486,7 @@ mod tests {
             };
             let decay =
                 |step: f64| 0.28 * 0.5 * (1.0 + (core::f64::consts::PI * step / total).cos());
-            let config = Recipe::Nanochat.config(steps);
+            let config = MuonConfig::preset(Recipe::Nanochat, steps);
             assert!(difference(&Recipe::Nanochat.lr(0.02, steps), steps, lr) < 1e-12, "{steps}");
             assert!(difference(&config.momentum.momentum, steps, momentum) < 1e-12, "{steps}");
             assert!(difference(config.weight_decay.rate(), steps, decay) < 1e-12, "{steps}");
@@ -509,7 +511,7 @@ mod tests {
                 _ => 0.95,
             };
             let recipe = Recipe::ModdedNanogpt;
-            let config = recipe.config(steps);
+            let config = MuonConfig::preset(recipe, steps);
             let decay = |step| 1.2 * lr(step);
             assert!(difference(&recipe.lr(0.023, steps), steps, lr) < 1e-12, "{steps}");
             assert!(difference(&config.momentum.momentum, steps, momentum) < 1e-12, "{steps}");

@@ -56,7 +56,18 @@ pub fn expand<const D: usize, K: Basic>(tensor: Tensor<D, K>, shape: [usize; D])
     if tensor.dims() == shape { tensor } else { tensor.expand(shape) }
 }
 
-/// A tensor without elements.
+/// A flat tensor of zeros.
+///
+/// There may be none: Burn 0.22.1 fuses an operation that writes no element with others, such as
+/// those of a tensor `[1]`, and launches no kernel for all of them.
+pub fn zeros(elements: usize, dtype: DType, device: &Device) -> Tensor<1> {
+    match elements {
+        0 => empty(dtype, device),
+        _ => Tensor::zeros([elements], (device, dtype)),
+    }
+}
+
+/// A tensor without elements. No kernel writes it.
 pub fn empty(dtype: DType, device: &Device) -> Tensor<1> {
     Tensor::empty([0], (device, dtype))
 }

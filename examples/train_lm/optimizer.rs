@@ -73,14 +73,6 @@ pub fn recipe_values() -> [PossibleValue; 7] {
     })
 }
 
-/// The schedule of the learning rate, the same for all contenders: warm-up over a twentieth of the
-/// run, warm-down over its last half.
-pub fn lr_schedule(lr: f64, steps: usize) -> Schedule {
-    let warmup = steps / 20;
-    let warmdown = steps / 2;
-    Schedule::warmup_constant_warmdown(lr, warmup, steps - warmup - warmdown, warmdown)
-}
-
 impl Contender {
     /// Parses the name of an optimizer, or of a recipe for this crate's Muon.
     pub fn parser() -> impl TypedValueParser<Value = Self> {
@@ -110,7 +102,19 @@ impl Contender {
         (ranks == 1 || optimizer.is_shared()).then_some(Self { optimizer, ..self })
     }
 
-    /// The best peak learning rate of a sweep of the default task; see `docs/results/recipes.md`.
+    /// The schedule of the learning rate: that of the recipe, or a warm-up over a twentieth of the
+    /// run and a warm-down over its last half.
+    pub fn lr_schedule(self, lr: f64, steps: usize) -> Schedule {
+        if let Some(recipe) = self.recipe {
+            return recipe.lr(lr, steps);
+        }
+        let warmup = steps / 20;
+        let warmdown = steps / 2;
+        Schedule::warmup_constant_warmdown(lr, warmup, steps - warmup - warmdown, warmdown)
+    }
+
+    /// The best peak learning rate of a sweep of the default task (`docs/results/recipes.md`), and
+    /// for a recipe one for the scale of its updates: none was swept.
     pub fn tuned_lr(self) -> f64 {
         use OptimizerName::{Adamw, BurnMuon, DistAdamw, DistMuon, Muon};
         match (self.recipe, self.optimizer) {
@@ -131,7 +135,8 @@ impl Contender {
             self.name()
         );
         let steps = settings.steps;
-        let ours = self.recipe.map_or(MuonConfig::new(), |recipe| recipe.config(steps));
+        let ours =
+            self.recipe.map_or(MuonConfig::new(), |recipe| MuonConfig::preset(recipe, steps));
         let ours = ours.with_master_weights(settings.master_weights());
         let adamw = || optim::AdamWConfig::new().with_beta_2(0.95).with_epsilon(1e-8);
         let routing = ours.route(model)?;

@@ -52,7 +52,7 @@ pub struct Settings {
     #[arg(long, value_enum, default_value_t = Master::Full, help_heading = "Optimizer")]
     #[serde(default)]
     pub master: Master,
-    /// Peak learning rate. Default: one tuned for optimizer and recipe.
+    /// Peak learning rate. Default: one for the optimizer or the recipe.
     #[arg(long, allow_negative_numbers = true, value_parser = positive)]
     #[arg(help_heading = "Optimizer")]
     pub lr: Option<f64>,

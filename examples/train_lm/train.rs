@@ -20,7 +20,7 @@ use rand::{RngExt, SeedableRng, rngs::StdRng};
 use super::data::{Corpus, Split};
 use super::display::Display;
 use super::model::{Gpt, GptConfig};
-use super::optimizer::{Optim, lr_schedule};
+use super::optimizer::Optim;
 use super::options::{LINE_EVERY, Options, Plan};
 use super::report::Summary;
 use super::settings::{Progress, Settings};
@@ -174,7 +174,7 @@ impl Run<'_> {
 
     /// Trains up to the last step, or until Ctrl-C.
     fn steps<'a>(&self, world: &World, mut training: Training<'a>) -> Result<Training<'a>> {
-        let schedule = lr_schedule(self.lr(), self.settings.steps);
+        let schedule = self.plan.contender.lr_schedule(self.lr(), self.settings.steps);
         let first = training.progress.step;
         let mut non_finite = 0;
         while training.progress.step < self.settings.steps && !self.stopped(world)? {

@@ -10,7 +10,6 @@ mod cubecl;
 mod finite;
 #[cfg(feature = "flex")]
 mod flex;
-mod fusion;
 pub(crate) mod graphs;
 mod mask;
 mod matrix;
@@ -26,7 +25,6 @@ pub(crate) use cubecl::first_failure;
 #[cfg(feature = "cuda")]
 pub(crate) use cubecl::{Failure, from_primitive, primitive};
 pub(crate) use finite::reject;
-pub(crate) use fusion::in_memory;
 pub(crate) use mask::{FiniteMask, ones_where};
 pub(crate) use norms::{ScaledNorms, scaled};
 pub use ops::Polynomial;

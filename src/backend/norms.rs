@@ -7,6 +7,7 @@ use super::ops::{MatrixOps, norm_parts};
 use super::path::{ComputePath, KernelPolicy};
 use super::precise_dtype;
 use super::tensor_list::{TensorList, calls};
+use crate::slices;
 
 /// Norms of rows, `scale sqrt(squares)`: a scale of the magnitude of the row, and the sum of the
 /// squares of the elements divided by it, as in LAPACK's `slassq`.
@@ -57,9 +58,9 @@ impl ScaledNorms {
     fn with_rows_of(self, tensor: Tensor<1>, first: usize, elements: usize) -> Self {
         let [length] = tensor.dims();
         let rows = length.div_ceil(elements);
-        let missing = [rows * elements - length];
-        let padding = Tensor::zeros(missing, (&tensor.device(), tensor.dtype()));
-        let whole = if missing == [0] { tensor } else { Tensor::cat(vec![tensor, padding], 0) };
+        let (dtype, device) = (tensor.dtype(), tensor.device());
+        let padding = slices::zeros(rows * elements - length, dtype, &device);
+        let whole = slices::concat(vec![tensor, padding], dtype, &device);
         let Self { scale, squares } = Self::of_rows(whole.reshape([rows, elements]));
         let range = first..first + rows;
         Self {

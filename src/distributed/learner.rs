@@ -9,7 +9,7 @@ use std::time::Duration;
 use burn::data::dataloader::Progress;
 use burn::data::dataset::DatasetError;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
-use burn::optim::{GradientsAccumulator, GradientsParams, OptimizerRecord};
+use burn::optim::{GradientsParams, OptimizerRecord};
 use burn::tensor::Device;
 use burn::train::checkpoint::{
     AsyncCheckpointer, Checkpoint, Checkpointer, CheckpointerError, CheckpointingAction,
@@ -29,6 +29,7 @@ use super::{Diagnostics, DistModuleOptimizer, DistMuonConfig};
 use crate::checkpoint::{Archive, States};
 use crate::comm::{DEADLINE, World, message};
 use crate::error::{Error, Result};
+use crate::gradients::GradientBuffer;
 use crate::update::SkippedSteps;
 
 /// Trains a burn-train [`Learner`] on many ranks, one thread each, with
@@ -203,6 +204,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
         let train_rank = |world: World| {
             let RankInputs { learner, model, train, valid } = take(&inputs[world.rank()]);
             let main = world.is_main().then(|| take(&main_parts));
+            ensure_unscaled(&self.config)?;
             let optim = self.config.init(&world, &model)?;
             let mut optim = optim.load_states(&run.state)?;
             if world.is_main() {
@@ -239,6 +241,20 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
             }
         };
         (model, run.processor.into_inner().expect("no holder of the lock panics"))
+    }
+}
+
+/// Fails for loss scaling, since a learner's model computes its gradients by itself, without the
+/// scale.
+fn ensure_unscaled(config: &DistMuonConfig) -> Result<()> {
+    match &config.loss_scale {
+        Some(scale) => Err(Error::setting(
+            "loss_scale",
+            format!("{scale:?}"),
+            "`None` with a `Learner`, whose model computes the gradients without a scale (train \
+             in bfloat16, which needs none)",
+        )),
+        None => Ok(()),
     }
 }
 
@@ -363,7 +379,7 @@ impl<M: LearnerModel> Worker<'_, M> {
     fn train_epoch(&mut self) -> Result<()> {
         let loader = self.train.clone();
         let mut items = loader.iter();
-        let mut gradients = GradientsAccumulator::new();
+        let mut sum = GradientBuffer::new();
         for batch in 1.. {
             let item = self.next(items.next());
             if self.world.any(item.is_none() || self.run.interrupter.should_stop())? {
@@ -372,9 +388,14 @@ impl<M: LearnerModel> Worker<'_, M> {
             let Some(item) = item else { break };
             let progress = items.progress();
             let output = TrainStep::step(self.model(), item);
-            gradients.accumulate(self.model(), output.grads);
-            if batch % self.run.accumulation == 0 || progress.is_completed() {
-                self.step(gradients.grads())?;
+            if self.run.accumulation == 1 {
+                // In the type of the parameters, where a sum is in float32.
+                self.step(output.grads)?;
+            } else {
+                sum.add(self.model(), output.grads)?;
+                if batch % self.run.accumulation == 0 || progress.is_completed() {
+                    self.step(sum.take_sum())?;
+                }
             }
             let lr = Some(self.learner.lr_current());
             let item = self.item(output.item, &progress, batch, lr, self.run.items[0]);

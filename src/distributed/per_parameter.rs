@@ -150,6 +150,10 @@ impl DistMuonConfig {
             let expected = "`None`, since an optimizer of single parameters clips no global norm";
             return Err(Error::setting("max_norm", norm, expected));
         }
+        if let Some(scale) = &self.loss_scale {
+            let expected = "`None`, since an optimizer of single parameters skips no whole step";
+            return Err(Error::setting("loss_scale", format!("{scale:?}"), expected));
+        }
         let config = self.muon.clone();
         Ok(DistMuon { rule: config.try_build()?, config, ranks })
     }

@@ -40,6 +40,16 @@ impl ElementwiseConfig {
         }
     }
 
+    /// The decays of all averages, with the names of their settings.
+    pub(crate) fn decays(&self) -> Vec<(&'static str, f64)> {
+        match self {
+            Self::AdamW(AdamWConfig { beta_1, beta_2, .. }) => {
+                vec![("AdamW.beta_1", *beta_1), ("AdamW.beta_2", *beta_2)]
+            }
+            Self::Lion(LionConfig { beta_2, .. }) => vec![("Lion.beta_2", *beta_2)],
+        }
+    }
+
     /// The update of parameters.
     pub(crate) fn update(
         &self,

@@ -164,6 +164,12 @@ impl MuonConfig {
         self.parts.iter().try_for_each(Part::check).map_err(|error| error.in_field("parts"))?;
         check_combination(&self.parts, &self.weight_decay)?;
         self.rest.check().map_err(|error| error.in_field("rest"))?;
+        let precision = self.precision();
+        let mut momenta = self.momentum.momentum.extremes();
+        momenta.try_for_each(|mu| precision.ensure_decays("momentum.momentum", mu))?;
+        let decays = self.rest.decays().into_iter();
+        let mut decays = decays.map(|(name, decay)| precision.ensure_decays(name, decay));
+        decays.try_for_each(|decay| decay).map_err(|error| error.in_field("rest"))?;
         let iteration = self.newton_schulz.init();
         let iteration = iteration.map_err(|error| error.in_field("newton_schulz"))?;
         Ok(MuonUpdate {
@@ -174,7 +180,7 @@ impl MuonConfig {
             clipping: self.grad_clipping.clone(),
             newton_schulz: iteration.with_kernels(self.kernels),
             parts: self.parts.clone(),
-            precision: self.precision(),
+            precision,
         })
     }
 

@@ -97,6 +97,17 @@ impl Precision {
         }
     }
 
+    /// Fails for the decay of an average that its type does not follow: times `1 - 2^-8` and more,
+    /// values of bfloat16 round to themselves, so that the average would never decrease.
+    pub fn ensure_decays(self, setting: &'static str, decay: f64) -> Result<()> {
+        if self.states == StateDtype::BFloat16 && decay > 1.0 - 1.0 / 256.0 {
+            let expected = "at most 0.996 with averages in bfloat16, which do not decrease \
+                            otherwise (use `StateDtype::Float32`)";
+            return Err(Error::setting(setting, decay, expected));
+        }
+        Ok(())
+    }
+
     /// The float32 values of parameters in half precision, and any others as they are. `firsts` has
     /// the index of each parameter's first element in the state.
     ///

@@ -13,7 +13,9 @@ use distmuon::comm::World;
 use distmuon::distributed::{DistMuonConfig, Gradients, LossScaleConfig};
 use distmuon::{Error, MuonConfig, Result, RoutingRule};
 use distmuon_testing::device::beyond_memory;
-use distmuon_testing::models::{ExpertNet as Net, Fixed, gradients, weights};
+use distmuon_testing::models::{
+    ExpertNet as Net, Fixed, gradients, largest_difference, values, weights,
+};
 use distmuon_testing::panic_message;
 
 const DEADLINE: Duration = Duration::from_secs(20);
@@ -244,6 +246,7 @@ fn settings_that_need_whole_models_are_rejected() {
     for (config, expected) in [
         (config().with_gradients(Gradients::PerRank), "setting `gradients` is invalid"),
         (config().with_max_norm(Some(1.0)), "setting `max_norm` is invalid"),
+        (config().with_loss_scale(Some(LossScaleConfig::new())), "setting `loss_scale` is invalid"),
     ] {
         let error = config.per_parameter(&world).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
@@ -252,41 +255,79 @@ fn settings_that_need_whole_models_are_rejected() {
     assert!(error.contains("setting `ranks` is invalid"), "{error}");
 }
 
-/// A matrix that one rank owns, and a vector that every rank updates.
+/// Matrices that one rank owns, and vectors that every rank updates.
 #[derive(Module, Debug)]
 struct Small {
-    weight: Param<Tensor<2>>,
-    gain: Param<Tensor<1>>,
+    matrices: Vec<Param<Tensor<2>>>,
+    vectors: Vec<Param<Tensor<1>>>,
 }
 
-/// Ranks without a matrix have fewer operations in a step, which Burn's fusion groups in another
-/// way.
+impl Small {
+    fn new([matrices, vectors]: [usize; 2], device: &Device) -> Self {
+        let matrix = || Param::from_tensor(Tensor::<2>::ones([6, 10], device).require_grad());
+        let vector = || Param::from_tensor(Tensor::<1>::ones([7], device).require_grad());
+        let net = Self {
+            matrices: (0..matrices).map(|_| matrix()).collect(),
+            vectors: (0..vectors).map(|_| vector()).collect(),
+        };
+        net.map(&mut Fixed::new(3))
+    }
+}
+
+/// Gradients of a loss times a scale.
+fn scaled(net: &Small, step: u64, scale: f64) -> GradientsParams {
+    let (mut all, mut scaled) = (gradients(net, step), GradientsParams::new());
+    for matrix in &net.matrices {
+        let gradient = all.remove::<2>(matrix.id).expect("every matrix has a gradient");
+        scaled.register(matrix.id, gradient.mul_scalar(scale));
+    }
+    for vector in &net.vectors {
+        let gradient = all.remove::<1>(vector.id).expect("every vector has a gradient");
+        scaled.register(vector.id, gradient.mul_scalar(scale));
+    }
+    scaled
+}
+
+/// Ranks without a matrix have flags without elements, which Burn must not fuse with the factor on
+/// gradients or, in a model of one parameter, with counters.
 #[test]
-fn ranks_that_own_nothing_scale_their_gradients_as_all_others() {
-    let scale = Some(LossScaleConfig::new().with_initial(1024.0));
-    for (max_norm, loss_scale) in
-        [(None, None), (Some(0.3), None), (None, scale.clone()), (Some(0.3), scale)]
-    {
-        let config = DistMuonConfig::new()
-            .with_muon(MuonConfig::new().with_rule(RoutingRule::muon("weight")))
-            .with_gradients(Gradients::Averaged)
-            .with_max_norm(max_norm)
-            .with_loss_scale(loss_scale.clone());
-        let runs = ranks(3, |world| {
-            let weight = Tensor::<2>::ones([6, 10], world.device()).require_grad();
-            let gain = Tensor::<1>::ones([7], world.device()).require_grad();
-            let net = Small { weight: Param::from_tensor(weight), gain: Param::from_tensor(gain) };
-            let mut net = net.map(&mut Fixed::new(3));
-            let mut optim = config.init(&world, &net)?;
-            for step in 0..3 {
-                let gradients = gradients(&net, step);
-                net = optim.step(0.01, net, gradients)?;
+fn ranks_that_own_nothing_train_like_all_others() {
+    let scale = || Some(LossScaleConfig::new().with_initial(1024.0));
+    for counts in [[1, 1], [1, 0], [0, 1]] {
+        let train = |ranks_of: usize, max_norm: Option<f64>, scale: Option<LossScaleConfig>| {
+            let mut muon = MuonConfig::new();
+            if counts[0] > 0 {
+                muon = muon.with_rule(RoutingRule::muon("matrices"));
             }
-            Ok(weights(&net))
-        });
-        let runs = runs.unwrap();
-        for weights in &runs {
-            assert!(*weights == runs[0], "{max_norm:?}, {loss_scale:?}");
+            let config = DistMuonConfig::new()
+                .with_muon(muon)
+                .with_gradients(Gradients::Averaged)
+                .with_max_norm(max_norm)
+                .with_loss_scale(scale);
+            let runs = ranks(ranks_of, |world| {
+                let mut net = Small::new(counts, world.device());
+                let mut optim = config.init(&world, &net)?;
+                for step in 0..3 {
+                    let gradients = scaled(&net, step, optim.loss_scale());
+                    net = optim.step(0.01, net, gradients)?;
+                }
+                Ok((values(&net), optim.skipped_steps().read()))
+            });
+            runs.unwrap()
+        };
+        let start = values(&Small::new(counts, &device()));
+        let plain = &train(1, None, None)[0].0;
+        assert!(largest_difference(plain, &start) > 1e-3, "{counts:?}: the model moves");
+        for max_norm in [None, Some(0.3)] {
+            let expected = &train(1, max_norm, None)[0].0;
+            for (ranks_of, scale) in [(1, None), (1, scale()), (3, None), (3, scale())] {
+                let case = format!("{counts:?}, {max_norm:?}, {scale:?} on {ranks_of} ranks");
+                for (weights, skipped) in train(ranks_of, max_norm, scale.clone()) {
+                    let difference = largest_difference(&weights, expected);
+                    assert!(difference < 1e-5, "{case}: {difference}");
+                    assert_eq!(skipped, BTreeMap::new(), "{case}");
+                }
+            }
         }
     }
 }

@@ -18,7 +18,7 @@ use burn::train::{
     EarlyStoppingStrategy, ExecutionStrategy, InferenceStep, Learner, LearningResult,
     RegressionOutput, SupervisedTraining, TrainOutput, TrainStep, TrainingStrategy,
 };
-use distmuon::distributed::{DistMuonConfig, DistMuonStrategy, LatestDiagnostics};
+use distmuon::distributed::{DistMuonConfig, DistMuonStrategy, LatestDiagnostics, LossScaleConfig};
 use distmuon::schedule::ScheduledLr;
 use distmuon::{
     DiagnosticsMetric, DiagnosticsQuantity, Schedule, SkippedSteps, SkippedStepsMetric,
@@ -182,7 +182,11 @@ fn device() -> Device {
 }
 
 fn on_ranks(count: usize) -> TrainingStrategy<Net> {
-    let strategy = DistMuonStrategy::new(vec![device(); count], DistMuonConfig::new());
+    on_ranks_with(count, DistMuonConfig::new())
+}
+
+fn on_ranks_with(count: usize, config: DistMuonConfig) -> TrainingStrategy<Net> {
+    let strategy = DistMuonStrategy::new(vec![device(); count], config);
     strategy.with_deadline(Duration::from_secs(20)).into()
 }
 
@@ -290,6 +294,15 @@ fn items_that_cannot_be_divided_equally_are_left_out() {
     let result = launch(folder.path(), &too_few, on_ranks(3));
     let error = result.error.expect("a run with fewer items than ranks fails");
     assert!(error.to_string().contains("at least one per rank"), "{error}");
+}
+
+#[test]
+fn loss_scaling_is_rejected_since_the_model_computes_the_gradients() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = DistMuonConfig::new().with_loss_scale(Some(LossScaleConfig::new()));
+    let result = launch(folder.path(), &Setup::default(), on_ranks_with(2, config));
+    let error = result.error.expect("a run with loss scaling fails").to_string();
+    assert!(error.contains("loss_scale") && error.contains("bfloat16"), "{error}");
 }
 
 #[test]

@@ -6,7 +6,8 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use distmuon::distributed::LossScaleConfig;
 use distmuon::{
-    Error, GradientBuffer, MasterWeights, MuonConfig, Result, RoutingRule, World, checkpoint,
+    AdamWConfig, Error, GradientBuffer, LionConfig, MasterWeights, MuonConfig, Result, RoutingRule,
+    StateDtype, World, checkpoint,
 };
 use distmuon_testing::models::Layers;
 use distmuon_testing::precision::{LR, Net, assert_same, config, dist, floats, gradients, has};
@@ -27,7 +28,7 @@ fn random_rounding_moves_weights_in_the_mean_and_the_nearest_number_does_not() {
         net.layers[0].weight = Param::from_tensor(ones);
         let config = MuonConfig::new()
             .with_master_weights(master)
-            .with_adamw(distmuon::AdamWConfig::new())
+            .with_adamw(AdamWConfig::new())
             .with_rule(RoutingRule::adamw(""));
         let mut optim = config.init(&net);
         for _ in 0..50 {
@@ -154,6 +155,17 @@ fn settings_that_do_not_fit_are_rejected() {
         let error = error.unwrap_err().to_string();
         assert!(error.contains("with_grad_dtype"), "{error}");
     }
+    // Averages in bfloat16 would not decrease.
+    let states = config(MasterWeights::Full).with_state_dtype(StateDtype::BFloat16);
+    for (config, expected) in [
+        (states.clone().with_momentum(0.999.into()), "momentum.momentum"),
+        (states.clone().with_adamw(AdamWConfig::new().with_beta_2(0.999)), "rest.AdamW.beta_2"),
+        (states.clone().with_rest(LionConfig::new().with_beta_2(0.997).into()), "rest.Lion.beta_2"),
+    ] {
+        assert_eq!(setting(config.try_build().unwrap_err()), expected);
+    }
+    states.try_build().unwrap();
+
     let net = Net::new(DType::F32, &device());
     let scale = LossScaleConfig::new;
     for (scale, expected) in [

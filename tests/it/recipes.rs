@@ -8,7 +8,7 @@ use burn::tensor::activation::relu;
 use burn::tensor::{Device, Int, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
-use distmuon::{Recipe, Result};
+use distmuon::{MuonConfig, Recipe, Result};
 use distmuon_testing::models::Fixed;
 
 const VOCABULARY: usize = 13;
@@ -66,13 +66,15 @@ fn losses(
 
 fn alone(recipe: Recipe) -> Vec<f32> {
     let net = Net::new(&Device::default().autodiff());
-    let mut optim = recipe.config(STEPS).try_init(&net).expect("settings that a run can use");
+    let mut optim =
+        MuonConfig::preset(recipe, STEPS).try_init(&net).expect("settings that a run can use");
     losses(recipe, net, |lr, net, gradients| Ok(optim.step(lr, net, gradients))).unwrap()
 }
 
 fn in_batches(recipe: Recipe) -> Vec<f32> {
     let net = Net::new(&Device::default().autodiff());
-    let mut optim = recipe.config(STEPS).init_batched(&net).expect("settings that a run can use");
+    let mut optim =
+        MuonConfig::preset(recipe, STEPS).init_batched(&net).expect("settings that a run can use");
     losses(recipe, net, |lr, net, gradients| optim.step(lr, net, gradients)).unwrap()
 }
 
@@ -80,7 +82,7 @@ fn on_two_ranks(recipe: Recipe) -> Vec<f32> {
     let device = Device::default().autodiff();
     let net = Net::new(&device);
     let runs = World::threads_with(vec![device; 2], net, |world, net| {
-        let config = DistMuonConfig::new().with_muon(recipe.config(STEPS));
+        let config = DistMuonConfig::new().with_muon(MuonConfig::preset(recipe, STEPS));
         let mut optim = config.init(&world, &net)?;
         losses(recipe, net, |lr, net, gradients| optim.step(lr, net, gradients))
     });

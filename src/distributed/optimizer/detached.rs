@@ -61,7 +61,7 @@ impl FlatTensors {
         device: &Device,
     ) -> Tensor<1> {
         match self.get(index) {
-            None => Tensor::zeros([elements.len()], (device, dtype)),
+            None => slices::zeros(elements.len(), dtype, device),
             Some(whole) if whole.dims() == [elements.len()] => {
                 self.take(index).expect("the tensor was found above")
             }

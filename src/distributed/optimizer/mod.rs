@@ -31,6 +31,7 @@ use crate::muon::MuonConfig;
 use crate::parameters;
 use crate::qk_clip::Factors;
 use crate::routing::{Routing, Updates};
+use crate::slices;
 use crate::update::{Place, SkippedSteps};
 use acceptance::RowSums;
 #[cfg(feature = "train")]
@@ -142,7 +143,7 @@ impl DistModuleOptimizer {
             counters: Counters::new(trained.len(), &device),
             skipped: skipped.clone(),
             place: Place::default(),
-            diverged: Tensor::zeros([matrices.len()], (&device, DType::F32)),
+            diverged: slices::zeros(matrices.len(), DType::F32, &device),
             matrices: RowSums::new(&matrices, trained.len(), &device),
             routing,
             plan,

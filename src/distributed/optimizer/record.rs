@@ -474,7 +474,7 @@ impl DistModuleOptimizer {
         if let Some((path, name)) = rest.find(|(path, _)| is_trained(path)) {
             return Err(unfit(path, rank, unused(name)));
         }
-        self.diverged = self.diverged.zeros_like();
+        self.diverged = self.none_diverged();
         self.start_counting();
         Ok(requested)
     }

@@ -178,7 +178,7 @@ impl Shard {
     /// The buffer of a shard from its parameters, with zeros in between.
     pub fn pack(&self, values: Vec<Tensor<1>>) -> Tensor<1> {
         if values.is_empty() {
-            return Tensor::zeros([self.range.len()], (&self.device, self.bucket.dtype));
+            return slices::zeros(self.range.len(), self.bucket.dtype, &self.device);
         }
         let firsts: Vec<usize> = self.runs.iter().map(|run| run.range.start).collect();
         slices::place(values, &firsts, self.range.len())

@@ -29,7 +29,7 @@ use super::detached::{DetachedParameters, Expected, FlatTensors, pack};
 use super::memory::Snapshot;
 use super::shard::{Shard, StepControls, StepInputs};
 use super::trained::{ModelParameter, TrainedParameter};
-use crate::backend::{FiniteMask, ScaledNorms, in_memory, precise_dtype};
+use crate::backend::{FiniteMask, ScaledNorms, precise_dtype};
 use crate::checks::{ensure_all_computed, ensure_computed};
 use crate::comm::{Difference, Pending, ReduceOp, digest, unite};
 use crate::distributed::config::{GradDtype, Gradients};
@@ -112,7 +112,7 @@ impl DistModuleOptimizer {
         // Those of a step that is skipped are of no use in another.
         let factors = std::mem::take(&mut self.head_factors);
         match self.accept(rejected, &present)? {
-            None => self.diverged = self.diverged.zeros_like(),
+            None => self.diverged = self.none_diverged(),
             Some(rejected) => {
                 let factor = self.factor(&rejected, &shards, scale)?;
                 let corrections = self.counters.corrections.clone();
@@ -314,14 +314,11 @@ impl DistModuleOptimizer {
         scale: f64,
     ) -> Result<Option<Tensor<1>>> {
         let clipped = self.clip_factor(rejected, shards, scale)?;
-        let factor = match self.loss_scale {
-            None => clipped,
-            Some(_) => {
-                let ones = || Tensor::ones([1], (&self.device(), DType::F32));
-                Some(clipped.unwrap_or_else(ones).div_scalar(scale))
-            }
-        };
-        Ok(factor.map(in_memory))
+        if self.loss_scale.is_none() {
+            return Ok(clipped);
+        }
+        let ones = || Tensor::ones([1], (&self.device(), DType::F32));
+        Ok(Some(clipped.unwrap_or_else(ones).div_scalar(scale)))
     }
 
     /// The factor by which gradients times `scale` are clipped.
@@ -350,6 +347,11 @@ impl DistModuleOptimizer {
         clip.factor(&self.world, norms, scale).map(Some)
     }
 
+    /// The flags of this rank's matrices where no iteration has diverged.
+    pub(super) fn none_diverged(&self) -> Tensor<1> {
+        slices::zeros(self.diverged.dims()[0], DType::F32, &self.device())
+    }
+
     /// Phases 2 and 3: updates this rank's shards and gathers those of the other ranks.
     fn update(
         &mut self,
@@ -358,7 +360,7 @@ impl DistModuleOptimizer {
         controls: &StepControls,
         inputs: &StepInputs,
     ) -> Result<()> {
-        let mut diverged = self.diverged.zeros_like();
+        let mut diverged = self.none_diverged();
         let mut observations = self.requested.then(Observations::default);
         let (mut pending, mut local) = (VecDeque::new(), vec![]);
         for (index, ReducedShard { gradients, .. }) in shards.into_iter().enumerate() {

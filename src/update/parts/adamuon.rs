@@ -1,4 +1,5 @@
-//! AdaMuon's second moment (Si et al., <https://arxiv.org/abs/2507.11005>).
+//! AdaMuon's second moment (Si et al., <https://arxiv.org/abs/2507.11005>), in the form of NVIDIA's
+//! Emerging-Optimizers, which takes no sign of the momentum before the iteration.
 
 use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
