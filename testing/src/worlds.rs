@@ -107,6 +107,14 @@ pub const HERE: &[Engine] = &[
     Engine::NcclNative,
 ];
 
+/// One engine of each kind that runs in this process, for cases that do not depend on the ways in
+/// which `nccl` waits and reduces.
+pub const ONE_OF_EACH: &[Engine] = &[
+    Engine::Threads,
+    #[cfg(feature = "cuda")]
+    Engine::Nccl,
+];
+
 /// Returns a trial for every case on every engine.
 pub fn trials(engines: &[Engine], cases: &[Case]) -> Vec<Trial> {
     let on = |engine: Engine| {

@@ -31,15 +31,20 @@ use serde::{Serialize, de::DeserializeOwned};
 /// Cases in which every rank returns normally: they also run on ranks that are processes.
 fn everywhere() -> Vec<Case> {
     let cases = [steps::EVERYWHERE, shapes::EVERYWHERE, collectives::EVERYWHERE, nodes::EVERYWHERE];
-    let more = [checkpoints::EVERYWHERE, schedules::EVERYWHERE, custom::EVERYWHERE];
-    let family = [parts::EVERYWHERE, precision::EVERYWHERE];
-    [&cases[..], &more, &family].concat().concat()
+    [&cases[..], &[checkpoints::EVERYWHERE, schedules::EVERYWHERE, custom::EVERYWHERE]]
+        .concat()
+        .concat()
+}
+
+/// Such cases of updates, which an engine does not see.
+fn updates() -> Vec<Case> {
+    [parts::EVERYWHERE, precision::EVERYWHERE].concat()
 }
 
 /// Cases whose world fails, or that need all ranks in this process.
 fn in_process() -> Vec<Case> {
     let cases = [steps::IN_PROCESS, checkpoints::IN_PROCESS, rejections::IN_PROCESS];
-    [&cases[..], &[custom::IN_PROCESS, parts::IN_PROCESS]].concat().concat()
+    [&cases[..], &[custom::IN_PROCESS]].concat().concat()
 }
 
 /// Configures the default type of the device according to `DISTMUON_TEST_FLOAT`, since nothing in
@@ -62,10 +67,14 @@ fn main() {
     #[cfg(feature = "cuda")]
     host::use_test_library();
     #[cfg(feature = "mpi")]
-    worlds::mpi::work(&everywhere());
-    let trials = worlds::trials(worlds::HERE, &[everywhere(), in_process()].concat());
+    let on_processes = [everywhere(), updates()].concat();
     #[cfg(feature = "mpi")]
-    let trials = trials.into_iter().chain([worlds::mpi::trial(everywhere().len())]).collect();
+    worlds::mpi::work(&on_processes);
+    let updates = [updates(), parts::IN_PROCESS.to_vec()].concat();
+    let mut trials = worlds::trials(worlds::HERE, &[everywhere(), in_process()].concat());
+    trials.extend(worlds::trials(worlds::ONE_OF_EACH, &updates));
+    #[cfg(feature = "mpi")]
+    trials.push(worlds::mpi::trial(on_processes.len()));
     libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }
 
