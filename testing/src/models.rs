@@ -96,6 +96,29 @@ pub fn gradients<M: Module>(model: &M, seed: u64) -> GradientsParams {
     random.1
 }
 
+/// Returns gradients of a model in float32 times a factor, in a type: those of a scaled loss.
+///
+/// # Panics
+///
+/// If a parameter does not have a gradient.
+pub fn scaled<M: Module>(
+    model: &M,
+    gradients: GradientsParams,
+    factor: f64,
+    dtype: DType,
+) -> GradientsParams {
+    struct Scale(GradientsParams, f64, DType);
+    impl ModuleVisitor for Scale {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            let gradient = self.0.remove::<D>(param.id).expect("every parameter has a gradient");
+            self.0.register(param.id, gradient.mul_scalar(self.1).cast(self.2));
+        }
+    }
+    let mut scale = Scale(gradients, factor, dtype);
+    model.visit(&mut scale);
+    scale.0
+}
+
 /// Returns the bytes of every parameter of a model.
 pub fn weights<M: Module>(model: &M) -> Vec<Vec<u8>> {
     struct Weights(Vec<Vec<u8>>);

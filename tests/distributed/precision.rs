@@ -1,7 +1,7 @@
 //! Parameters in half precision on ranks: master weights, random rounding, loss scaling, clipped
 //! heads, and the bytes of each rank.
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, bf16};
@@ -11,7 +11,7 @@ use distmuon::{
     checkpoint,
 };
 use distmuon_testing::device::is_flex;
-use distmuon_testing::models::{Fixed, Layers, weights};
+use distmuon_testing::models::{self, Fixed, Layers, weights};
 use distmuon_testing::precision::{
     LR, Net, Rounded, STEPS, alone, assert_same, config, dist, floats, gradients, has,
 };
@@ -171,18 +171,9 @@ fn checkpoints_continue_with_the_bits_of_master_weights() {
     }
 }
 
-/// Gradients of a loss times a scale.
+/// Gradients in float16 of a loss times a scale.
 fn scaled(net: &Net, step: u64, scale: f64) -> GradientsParams {
-    struct Scale(GradientsParams, f64);
-    impl ModuleVisitor for Scale {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            let grad = self.0.remove::<D>(param.id).unwrap().cast(DType::F32);
-            self.0.register(param.id, grad.mul_scalar(self.1).cast(DType::F16));
-        }
-    }
-    let mut grads = Scale(gradients(net, step, DType::F32), scale);
-    net.visit(&mut grads);
-    grads.0
+    models::scaled(net, gradients(net, step, DType::F32), scale, DType::F16)
 }
 
 fn a_step_that_overflows_on_one_rank_is_skipped_on_all() {

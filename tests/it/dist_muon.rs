@@ -7,14 +7,14 @@ use std::time::Duration;
 
 use burn::module::{Module, Param};
 use burn::optim::{GradientsParams, ModuleOptimizer, OptimizerRecord};
-use burn::tensor::{Bytes, Device, Tensor};
+use burn::tensor::{Bytes, DType, Device, Tensor};
 use burn_pack::Reader;
 use distmuon::comm::World;
 use distmuon::distributed::{DistMuonConfig, Gradients, LossScaleConfig};
 use distmuon::{Error, MuonConfig, Result, RoutingRule};
 use distmuon_testing::device::beyond_memory;
 use distmuon_testing::models::{
-    ExpertNet as Net, Fixed, gradients, largest_difference, values, weights,
+    ExpertNet as Net, Fixed, gradients, largest_difference, scaled, values, weights,
 };
 use distmuon_testing::panic_message;
 
@@ -274,20 +274,6 @@ impl Small {
     }
 }
 
-/// Gradients of a loss times a scale.
-fn scaled(net: &Small, step: u64, scale: f64) -> GradientsParams {
-    let (mut all, mut scaled) = (gradients(net, step), GradientsParams::new());
-    for matrix in &net.matrices {
-        let gradient = all.remove::<2>(matrix.id).expect("every matrix has a gradient");
-        scaled.register(matrix.id, gradient.mul_scalar(scale));
-    }
-    for vector in &net.vectors {
-        let gradient = all.remove::<1>(vector.id).expect("every vector has a gradient");
-        scaled.register(vector.id, gradient.mul_scalar(scale));
-    }
-    scaled
-}
-
 /// Ranks without a matrix have flags without elements, which Burn must not fuse with the factor on
 /// gradients or, in a model of one parameter, with counters.
 #[test]
@@ -308,7 +294,8 @@ fn ranks_that_own_nothing_train_like_all_others() {
                 let mut net = Small::new(counts, world.device());
                 let mut optim = config.init(&world, &net)?;
                 for step in 0..3 {
-                    let gradients = scaled(&net, step, optim.loss_scale());
+                    let gradients = gradients(&net, step);
+                    let gradients = scaled(&net, gradients, optim.loss_scale(), DType::F32);
                     net = optim.step(0.01, net, gradients)?;
                 }
                 Ok((values(&net), optim.skipped_steps().read()))
