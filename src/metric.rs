@@ -113,6 +113,10 @@ pub enum DiagnosticsQuantity {
     EffectiveLr,
     /// The largest error of the iteration, 0 without one.
     OrthogonalityError,
+    /// The number of attention heads that were clipped, 0 without QK-clip.
+    ClippedHeads,
+    /// The largest logit of an attention, 0 without QK-clip.
+    MaxLogit,
 }
 
 impl DiagnosticsQuantity {
@@ -122,6 +126,8 @@ impl DiagnosticsQuantity {
             Self::WeightNorm => "weight norm",
             Self::EffectiveLr => "effective lr",
             Self::OrthogonalityError => "orthogonality error",
+            Self::ClippedHeads => "clipped heads",
+            Self::MaxLogit => "max logit",
         }
     }
 
@@ -131,6 +137,8 @@ impl DiagnosticsQuantity {
             Self::WeightNorm => group.weight_norm,
             Self::EffectiveLr => group.effective_lr(),
             Self::OrthogonalityError => group.orthogonality_error.unwrap_or(0.0),
+            Self::ClippedHeads => group.clipped_heads.unwrap_or(0) as f64,
+            Self::MaxLogit => f64::from(group.max_logit.unwrap_or(0.0)),
         }
     }
 }

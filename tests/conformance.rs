@@ -11,7 +11,7 @@ mod cases;
 use std::path::{Path, PathBuf};
 
 use cases::Case;
-use distmuon_testing::lacks;
+use distmuon_testing::{excused, lacks};
 use libtest_mimic::{Arguments, Failed, Trial};
 
 fn main() {
@@ -29,6 +29,12 @@ pub fn trials() -> Vec<Trial> {
         move || cases::check_own(&folder).map_err(Failed::from)
     })];
     let further = std::env::var_os("DISTMUON_CONFORMANCE_DIR").map(PathBuf::from);
+    if further.is_none() {
+        trials.push(Trial::test("trajectories of other implementations", || {
+            excused("no trajectories of other implementations: set DISTMUON_CONFORMANCE_DIR");
+            Ok(())
+        }));
+    }
     for folder in [Some(folder), further].into_iter().flatten() {
         for path in files(&folder) {
             let name = path.strip_prefix(&folder).expect("a file of the folder").with_extension("");

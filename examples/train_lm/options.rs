@@ -150,12 +150,14 @@ impl Options {
             let [ranks] = all_ranks[..] else {
                 bail!("--ranks with several numbers: say what to --compare on them")
             };
-            let contender = self.settings.contender_on(ranks)?;
+            let contender = self.settings.contender_on(ranks, self.diagnose_every > 0)?;
             self.check_sums(contender)?;
+            self.check_observed(&[contender])?;
             return Ok(vec![Plan { contender, ranks, seed: self.settings.seed }]);
         }
         let seeds =
             if self.seeds.is_empty() { vec![self.settings.seed] } else { self.seeds.clone() };
+        self.check_observed(&self.compare)?;
         let mut runs = Vec::new();
         for contender in &self.compare {
             self.check_sums(*contender)?;
@@ -189,6 +191,16 @@ impl Options {
              in half precision; use muon, dist-muon or dist-adamw, or --dtype f32",
             self.accumulate,
             contender.optimizer.name()
+        );
+        Ok(())
+    }
+
+    /// Fails if norms are to be shown and none of the optimizers has them.
+    fn check_observed(&self, contenders: &[Contender]) -> Result<()> {
+        let has_norms = contenders.iter().any(|contender| contender.optimizer.is_shared());
+        ensure!(
+            self.diagnose_every == 0 || has_norms,
+            "--diagnose-every shows norms of dist-muon and dist-adamw; use or compare one of them"
         );
         Ok(())
     }

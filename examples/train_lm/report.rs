@@ -141,35 +141,56 @@ pub fn plot(path: &Path, title: &str, summaries: &[Summary]) -> Result<()> {
     drawing.with_context(|| format!("--plot {}", path.display()))
 }
 
-/// Draws the effective learning rates of all groups of all runs into an SVG next to that of the
-/// losses, if any were observed.
+/// A quantity of a group that has a plot of its own. `None` for groups without it.
+type Quantity = fn(&GroupDiagnostics) -> Option<f64>;
+
+/// The plotted quantities.
+const QUANTITIES: [(&str, Quantity); 7] = [
+    ("effective learning rate", |group| Some(group.effective_lr())),
+    ("update norm", |group| Some(group.update_norm)),
+    ("weight norm", |group| Some(group.weight_norm)),
+    ("orthogonality error", |group| group.orthogonality_error),
+    ("skipped steps", |group| Some(group.skipped as f64)),
+    ("clipped heads", |group| group.clipped_heads.map(|heads| heads as f64)),
+    ("maximum logit", |group| group.max_logit.map(f64::from)),
+];
+
+/// Draws the observed quantities of all groups of all runs, each into an SVG next to that of the
+/// losses: `loss-update-norm.svg` for `loss.svg`.
 pub fn plot_norms(path: &Path, title: &str, summaries: &[Summary]) -> Result<()> {
-    let mut curves: Vec<Curve> = vec![];
-    for run in summaries {
-        let groups = run.norms.first().map_or(&[][..], |(_, groups)| groups);
-        for (index, group) in groups.iter().enumerate() {
-            let point = |(step, groups): &(usize, Vec<GroupDiagnostics>)| {
-                (*step as f64, groups[index].effective_lr())
-            };
-            let number = curves.len();
-            curves.push(Curve {
-                name: format!("{}, {}", run.title(), group.group),
-                points: run.norms.iter().map(point).filter(|(_, y)| y.is_finite()).collect(),
-                color: COLORS[number % COLORS.len()],
-                dash: None,
-            });
+    for (name, quantity) in QUANTITIES {
+        let curves = summaries.iter().flat_map(|run| curves_of_groups(run, quantity));
+        let mut curves: Vec<Curve> = curves.filter(|curve| !curve.points.is_empty()).collect();
+        for (curve, color) in curves.iter_mut().zip(COLORS.iter().cycle()) {
+            curve.color = *color;
         }
+        let points: Vec<_> = curves.iter().flat_map(|curve| curve.points.iter().copied()).collect();
+        if points.is_empty() {
+            continue;
+        }
+        let [x, y] = axes(&points);
+        let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+        let path = path.with_file_name(format!("{stem}-{}.svg", name.replace(' ', "-")));
+        let chart = Chart { title: title.to_owned(), x, y: Axis { name, ..y }, curves };
+        chart.draw(&path).map_err(|error| anyhow!("{error}"))?;
     }
-    let points: Vec<_> = curves.iter().flat_map(|curve| curve.points.iter().copied()).collect();
-    if points.is_empty() {
-        return Ok(());
-    }
-    let [x, y] = axes(&points);
-    let y = Axis { name: "effective learning rate", ..y };
-    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
-    let path = path.with_file_name(format!("{stem}-effective-lr.svg"));
-    let chart = Chart { title: title.to_owned(), x, y, curves };
-    chart.draw(&path).map_err(|error| anyhow!("{error}"))
+    Ok(())
+}
+
+/// A quantity of every group of a run, in one colour.
+fn curves_of_groups(run: &Summary, quantity: Quantity) -> impl Iterator<Item = Curve> + '_ {
+    let groups = run.norms.first().map_or(&[][..], |(_, groups)| groups);
+    groups.iter().enumerate().map(move |(index, group)| {
+        let point = |(step, groups): &(usize, Vec<GroupDiagnostics>)| {
+            Some((*step as f64, quantity(&groups[index]).filter(|y| y.is_finite())?))
+        };
+        Curve {
+            name: format!("{}, {}", run.title(), group.group),
+            points: run.norms.iter().filter_map(point).collect(),
+            color: COLORS[0],
+            dash: None,
+        }
+    })
 }
 
 fn curve((index, runs): (usize, &Vec<&Summary>)) -> Curve {
@@ -200,8 +221,9 @@ fn axes(points: &[(f64, f64)]) -> [Axis; 2] {
     let late = points.iter().filter(|(step, _)| *step >= STEEP_PART * last_step);
     let lowest = points.iter().map(|(_, loss)| *loss).fold(f64::INFINITY, f64::min);
     let highest = late.map(|(_, loss)| *loss).fold(f64::NEG_INFINITY, f64::max);
-    // The last two terms keep the range from being empty if all losses are equal.
-    let margin = 0.04 * (highest - lowest).max(1e-3 * highest).max(1e-9);
+    // The last two terms keep the range from being empty if all values are equal.
+    let least = if highest == 0.0 { 1.0 } else { 1e-9 };
+    let margin = 0.04 * (highest - lowest).max(1e-3 * highest).max(least);
     let steps = 0.0..last_step;
     let losses = lowest - margin..highest + margin;
     let (step_ticks, _) = round_numbers(&steps, 1.0);

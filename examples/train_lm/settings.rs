@@ -36,7 +36,7 @@ pub struct Settings {
     /// Seed of the weights, the batches and the samples.
     #[arg(long, default_value_t = 1, help_heading = "Model")]
     pub seed: u64,
-    /// Optimizer. Default: muon, and dist-muon on several ranks.
+    /// Optimizer. Default: muon, and dist-muon where muon cannot do it.
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Optimizer")]
     pub optimizer: Option<OptimizerName>,
     /// Settings of muon with which others train. Default: this crate's.
@@ -164,9 +164,11 @@ impl Settings {
         format!("preset {}, {steps} steps of {batch} x {} tokens", preset.name(), sizes.context)
     }
 
-    /// The optimizer on a number of ranks, with its recipe.
-    pub fn contender_on(&self, ranks: usize) -> Result<Contender> {
-        let is_single = ranks == 1 && self.dtype != Dtype::F16;
+    /// The optimizer on a number of ranks, with its recipe. One that sees the whole model can also
+    /// scale losses, clip heads of master weights, and be observed.
+    pub fn contender_on(&self, ranks: usize, is_observed: bool) -> Result<Contender> {
+        let sees_one = ranks == 1 && self.dtype != Dtype::F16 && self.qk_clip.is_none();
+        let is_single = sees_one && !is_observed;
         let default = if is_single { OptimizerName::Muon } else { OptimizerName::DistMuon };
         let optimizer = self.optimizer.unwrap_or(default);
         ensure!(

@@ -21,7 +21,7 @@ pub mod plan;
 
 pub use config::{CostSource, DistMuonConfig, GradDtype, Gradients, LossScaleConfig};
 #[cfg(feature = "train")]
-pub use learner::{DistMuonStrategy, LatestDiagnostics};
+pub use learner::{DistMuonStrategy, LatestDiagnostics, LearnerLogits};
 pub use optimizer::{
     Diagnostics, DistModuleOptimizer, GroupDiagnostics, MemoryReport, ParameterDiagnostics, Usage,
 };

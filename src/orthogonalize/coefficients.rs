@@ -51,6 +51,16 @@ const AOL: [Polynomial; 4] = [
     [2.4231, -2.2861, 0.8193],
 ];
 
+/// Five cubic steps that leave singular values between 0.7 and 1.3, `cubic5` of
+/// <https://github.com/NVIDIA-NeMo/Emerging-Optimizers>.
+const CUBIC: [Polynomial; 5] = [
+    [3.3656576, -3.3420992, 0.0],
+    [2.5744352, -1.4957376, 0.0],
+    [2.5368962, -1.4312570, 0.0],
+    [2.4418906, -1.2764040, 0.0],
+    [2.2230472, -0.9630650, 0.0],
+];
+
 /// The cushion of Polar Express in its published code,
 /// <https://github.com/NoahAmsel/PolarExpress>.
 const CUSHION: f64 = 0.02;
@@ -75,6 +85,7 @@ const DEEP_SEEK_V4_FINISH_STEPS: usize = 2;
 /// | `PolarExpressFor { lower: 1e-3, .. }` | 5 | 0.83 to 1.17 |
 /// | `PolarExpressFor { lower: 1e-4, .. }` | 7 | 0.92 to 1.08 |
 /// | `Aol` | 4 | 0.94 to 1.05 |
+/// | `Cubic` | 5 | 0.77 to 1.30 |
 /// | `DeepSeekV4` | 10 | 1.000 to 1.001 |
 ///
 /// The rows of `PolarExpressFor` are for [`Coefficients::polar_express_for`].
@@ -120,8 +131,14 @@ pub enum Coefficients {
     },
     /// Four steps of <https://github.com/microsoft/dion>. They were tuned for matrices whose rows
     /// are rescaled first (AOL), which this crate does not do: singular values below 1e-2 of the
-    /// Frobenius norm stay small.
+    /// Frobenius norm stay small. `aol` of <https://github.com/NVIDIA-NeMo/Emerging-Optimizers>,
+    /// from Turbo-Muon (Boissin et al., <https://arxiv.org/abs/2512.04632>), has other numbers and
+    /// is left out: it gives singular values above 0.88 of the Frobenius norm the wrong sign.
     Aol,
+    /// Five cubic steps, `cubic5` of <https://github.com/NVIDIA-NeMo/Emerging-Optimizers>, whose
+    /// outputs may differ from 1 by 0.3. A cubic polynomial needs one product less; this crate
+    /// computes it all the same, so the set saves no time here.
+    Cubic,
     /// Keller Jordan's coefficients, then `(2, -1.5, 0.5)` twice: slow and almost exact.
     DeepSeekV4,
     /// One `(a, b, c)` per step, for `a x + b x^3 + c x^5`. Further steps repeat the last.
@@ -154,6 +171,7 @@ impl Coefficients {
                 Composition { lower, cushion, safety }.needed_steps(DESIGNED_ERROR)
             }
             Self::Aol => AOL.len(),
+            Self::Cubic => CUBIC.len(),
             Self::DeepSeekV4 => 10,
             Self::Custom(steps) => steps.len(),
         }
@@ -182,6 +200,7 @@ impl Coefficients {
                 computed(Composition { lower, cushion, safety }, steps)?
             }
             Self::Aol => AOL.to_vec(),
+            Self::Cubic => CUBIC.to_vec(),
             Self::DeepSeekV4 => return Ok(deep_seek_v4(steps)),
             Self::Custom(set) => set.clone(),
         };
@@ -262,12 +281,26 @@ mod tests {
             (Coefficients::polar_express_for(1e-3), 0.827, 1.173),
             (Coefficients::polar_express_for(1e-4), 0.923, 1.077),
             (Coefficients::Aol, 0.941, 1.050),
+            (Coefficients::Cubic, 0.774, 1.300),
             (Coefficients::DeepSeekV4, 1.0000, 1.0005),
         ] {
             let (actual_low, actual_high) = range(set.clone());
             assert!((actual_low - low).abs() < 1e-3, "{set:?}: low {actual_low}");
             assert!((actual_high - high).abs() < 1e-3, "{set:?}: high {actual_high}");
         }
+    }
+
+    /// The reason for which this set has no name.
+    #[test]
+    fn the_set_of_turbo_muon_turns_matrices_of_low_rank() {
+        let turbo_muon = [
+            [4.0098, -7.0585, 2.4635],
+            [3.4585, -5.5479, 2.5959],
+            [2.7573, -3.2939, 1.4254],
+            [2.7215, -3.0494, 1.3169],
+        ];
+        assert!(output(&turbo_muon, 0.88) > 0.0 && output(&turbo_muon, 0.89) < 0.0);
+        assert!(output(&turbo_muon, 1.0) < -0.9);
     }
 
     #[test]

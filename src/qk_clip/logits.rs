@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use burn::tensor::{FloatDType, Tensor};
+use serde::{Deserialize, Serialize};
 
 /// The value that stands for a maximum that is not finite. A maximum of this size is none of an
 /// attention, and unlike infinity it can be exchanged and compared on every device.
@@ -74,7 +75,7 @@ pub struct ClippedHeads {
 }
 
 /// The heads of one attention that a step of QK-clip has clipped.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ClippedAttention {
     /// Path of the attention.
@@ -93,8 +94,17 @@ impl ClippedHeads {
     /// Returns the clipped heads of every attention, in the order of the rules and of the model.
     /// Waits for the device.
     pub fn read(&self) -> Vec<ClippedAttention> {
-        let maxima: Vec<f32> = self.maxima.to_data().iter::<f32>().collect();
-        let mut rest = maxima.as_slice();
+        self.of_maxima(&self.maxima.to_data().iter::<f32>().collect::<Vec<_>>())
+    }
+
+    /// Returns the maxima of all heads, which [`of_maxima`](Self::of_maxima) needs on the host.
+    pub(crate) fn maxima(&self) -> Tensor<1> {
+        self.maxima.clone()
+    }
+
+    /// Returns the clipped heads, for maxima that were read with others.
+    pub(crate) fn of_maxima(&self, maxima: &[f32]) -> Vec<ClippedAttention> {
+        let mut rest = maxima;
         let attentions = self.attentions.iter().map(|(path, heads)| {
             let (maxima, others) = rest.split_at(*heads);
             rest = others;

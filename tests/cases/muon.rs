@@ -80,6 +80,8 @@ pub enum CoefficientName {
     PolarExpress,
     #[serde(rename = "aol")]
     Aol,
+    #[serde(rename = "cubic")]
+    Cubic,
     #[serde(rename = "deepseek_v4")]
     DeepSeekV4,
 }
@@ -274,6 +276,7 @@ impl CoefficientSet {
             }
             Self::Named(CoefficientName::PolarExpress) => Coefficients::polar_express(),
             Self::Named(CoefficientName::Aol) => Coefficients::Aol,
+            Self::Named(CoefficientName::Cubic) => Coefficients::Cubic,
             Self::Named(CoefficientName::DeepSeekV4) => Coefficients::DeepSeekV4,
             &Self::Computed(Computed { lower, cushion, safety }) => {
                 Coefficients::PolarExpressFor { lower, cushion, safety }

@@ -7,6 +7,7 @@ mod custom;
 mod nodes;
 mod parts;
 mod precision;
+mod qk_clip;
 mod rejections;
 mod schedules;
 mod shapes;
@@ -38,7 +39,7 @@ fn everywhere() -> Vec<Case> {
 
 /// Such cases of updates, which an engine does not see.
 fn updates() -> Vec<Case> {
-    [parts::EVERYWHERE, precision::EVERYWHERE].concat()
+    [parts::EVERYWHERE, precision::EVERYWHERE, qk_clip::EVERYWHERE].concat()
 }
 
 /// Cases whose world fails, or that need all ranks in this process.

@@ -159,15 +159,17 @@ fn burns_reader_opens_a_checkpoint() {
 
 /// Files of the first layout of the states, which later versions have to continue. The version that
 /// wrote them no longer exists. If `DISTMUON_WRITE_CHECKPOINTS` is set, this version writes them
-/// anew.
+/// anew. Those of half precision are of version 0.1.0.
 mod older_files {
     use std::ops::Range;
 
     use burn::optim::GradientsParams;
+    use burn::tensor::{DType, FloatDType};
     use distmuon::comm::World;
     use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig, Gradients};
-    use distmuon::{Result, Schedule};
+    use distmuon::{MasterWeights, Result, Schedule, StateDtype};
     use distmuon_testing::models::{ExpertNet as Net, assert_same_weights, values};
+    use distmuon_testing::precision;
 
     use super::*;
 
@@ -314,5 +316,65 @@ mod older_files {
             Ok(())
         })
         .unwrap();
+    }
+
+    /// A model in bfloat16 that ranks have saved, with the digits that it does not have.
+    #[test]
+    fn files_of_half_precision_continue_on_ranks_and_on_one_device() {
+        if !precision::has(FloatDType::BF16) {
+            return;
+        }
+        let new = |device: &Device| precision::Net::new(DType::BF16, device);
+        let gradients = |net: &precision::Net, step| precision::gradients(net, step, DType::BF16);
+        for (name, master, states) in [
+            ("checkpoint-v2-master.bpk", MasterWeights::Full, StateDtype::Float32),
+            ("checkpoint-v2-mantissa.bpk", MasterWeights::Mantissa, StateDtype::BFloat16),
+        ] {
+            let config = precision::config(master).with_state_dtype(states);
+            let ranks = precision::dist(config.clone()).with_gradients(Gradients::Averaged);
+            if writes() {
+                World::threads(vec![Device::default().autodiff(); 2], |world| -> Result<()> {
+                    let trained = |end: u64| -> Result<_> {
+                        let mut net = new(world.device());
+                        let mut optim = ranks.init(&world, &net)?;
+                        for step in 0..end {
+                            let grads = gradients(&net, step);
+                            net = optim.step(precision::LR, net, grads)?;
+                        }
+                        Ok((net, optim))
+                    };
+                    let (after, _) = trained(BEFORE + AFTER)?;
+                    let (before, optim) = trained(BEFORE)?;
+                    optim.save(path(name), &before, &precision::floats(&after))
+                })
+                .unwrap();
+            }
+            for count in [1, 2, 3] {
+                let devices = vec![Device::default().autodiff(); count];
+                World::threads(devices, |world| -> Result<()> {
+                    let net = new(world.device());
+                    let optim = ranks.init(&world, &net)?;
+                    let (mut net, mut optim, expected): (_, _, Vec<f32>) =
+                        optim.load(path(name), net)?;
+                    for step in BEFORE..BEFORE + AFTER {
+                        let grads = gradients(&net, step);
+                        net = optim.step(precision::LR, net, grads)?;
+                    }
+                    let case = format_args!("{name} on {count} ranks");
+                    precision::assert_same(&precision::floats(&net), &expected, case);
+                    Ok(())
+                })
+                .unwrap();
+            }
+            let net = new(&Device::default().autodiff());
+            let optim = config.init(&net);
+            let (mut net, mut optim, expected): (_, _, Vec<f32>) =
+                checkpoint::load(path(name), net, optim).unwrap();
+            for step in BEFORE..BEFORE + AFTER {
+                let grads = gradients(&net, step);
+                net = optim.step(precision::LR, net, grads);
+            }
+            precision::assert_same(&precision::floats(&net), &expected, name);
+        }
     }
 }

@@ -11,20 +11,26 @@ use burn::data::dataset::InMemDataset;
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdamWConfig, ModuleOptimizer};
-use burn::tensor::{Device, Tensor, TensorData, activation::relu};
+use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, activation::relu};
 use burn::train::metric::store::EventStoreClient;
 use burn::train::metric::{LearningRateMetric, LossMetric};
 use burn::train::{
     EarlyStoppingStrategy, ExecutionStrategy, InferenceStep, Learner, LearningResult,
     RegressionOutput, SupervisedTraining, TrainOutput, TrainStep, TrainingStrategy,
 };
-use distmuon::distributed::{DistMuonConfig, DistMuonStrategy, LatestDiagnostics, LossScaleConfig};
+use distmuon::distributed::{
+    Diagnostics, DistMuonConfig, DistMuonStrategy, GradDtype, LatestDiagnostics, LearnerLogits,
+    LossScaleConfig,
+};
 use distmuon::schedule::ScheduledLr;
 use distmuon::{
-    DiagnosticsMetric, DiagnosticsQuantity, Schedule, SkippedSteps, SkippedStepsMetric,
+    DiagnosticsMetric, DiagnosticsQuantity, GradientBuffer, MaxLogits, QkClipConfig, QkClipRule,
+    Schedule, SkippedSteps, SkippedStepsMetric,
 };
-use distmuon_testing::device::is_flex;
+use distmuon_testing::device::{has_type, is_flex};
+use distmuon_testing::lacks;
 use distmuon_testing::models::{Fixed, largest_difference, values, weights};
+use distmuon_testing::precision::{Rounded, assert_same, floats};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 /// The number of items to train on. The first items of both halves form a batch of two ranks.
@@ -36,17 +42,27 @@ struct Net {
     up: Linear,
     hidden: Linear,
     head: Linear,
+    #[module(skip)]
+    logits: LearnerLogits,
 }
 
 impl Net {
     fn new(device: &Device) -> Self {
         let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
-        let net = Self { up: linear(3, 8), hidden: linear(8, 8), head: linear(8, 2) };
+        let [up, hidden, head] = [linear(3, 8), linear(8, 8), linear(8, 2)];
+        let net = Self { up, hidden, head, logits: LearnerLogits::new() };
         net.map(&mut Fixed::new(3))
     }
 
     fn regression(&self, [x, targets]: Batch) -> RegressionOutput {
-        let hidden = relu(self.hidden.forward(relu(self.up.forward(x))));
+        let dtype = self.up.weight.val().dtype();
+        let [x, targets] = [x, targets].map(|tensor| tensor.cast(dtype));
+        let up = self.up.forward(x);
+        // Two heads of four outputs.
+        let batch = up.dims()[0];
+        let heads = up.clone().reshape([batch, 2, 4]).swap_dims(0, 1).reshape([2, 4 * batch]);
+        self.logits.report("", heads.max_dim(1).reshape([2]));
+        let hidden = relu(self.hidden.forward(relu(up)));
         let output = self.head.forward(hidden);
         let loss = (output.clone() - targets.clone()).square().mean();
         RegressionOutput { loss, output, targets }
@@ -226,13 +242,21 @@ fn training(
 }
 
 fn launch(folder: &Path, setup: &Setup, strategy: TrainingStrategy<Net>) -> LearningResult<Net> {
+    launch_with(Net::new(&device()), folder, setup, strategy)
+}
+
+fn launch_with(
+    net: Net,
+    folder: &Path,
+    setup: &Setup,
+    strategy: TrainingStrategy<Net>,
+) -> LearningResult<Net> {
     let training = training(folder, setup, strategy);
     let asked = Arc::new(AtomicUsize::new(0));
     let training = match setup.stop_after {
         Some(epoch) => training.early_stopping(StopAfter(epoch, asked.clone())),
         None => training,
     };
-    let net = Net::new(&device());
     let optim = DistMuonConfig::new().muon.init(&net);
     let result = training.launch(Learner::new(net, optim, growing()));
     if let Some(epoch) = setup.stop_after {
@@ -418,6 +442,112 @@ fn diagnostics_are_a_metric() {
     let log = log.unwrap_or_else(|error| panic!("{}: {error}", file.display()));
     let last = log.lines().last().unwrap().split(',').next().unwrap().parse::<f64>().unwrap();
     assert!((last - groups[0].effective_lr()).abs() < 1e-9 && last > 0.0, "{log}");
+}
+
+/// QK-clip of layers that need not be those of an attention.
+fn qk_clip() -> QkClipConfig {
+    let rule = QkClipRule::multi_head("^$", 2).query("up").key("hidden");
+    QkClipConfig::new().with_tau(0.5).with_rule(rule)
+}
+
+/// The model after an epoch on ranks that clip heads, and the norms of the last step.
+fn clipped(setup: &Setup, ranks: usize) -> (Net, Diagnostics) {
+    let logits = LearnerLogits::new();
+    let strategy = DistMuonStrategy::new(vec![device(); ranks], DistMuonConfig::new());
+    let strategy = strategy.with_qk_clip(qk_clip(), &logits).with_diagnostics(1);
+    let latest = strategy.diagnostics().clone();
+    let folder = tempfile::tempdir().unwrap();
+    let net = Net { logits, ..Net::new(&device()) };
+    let result = launch_with(net, folder.path(), setup, strategy.into());
+    assert!(result.error.is_none(), "{:?}", result.error);
+    (result.model, latest.get().expect("every step was observed"))
+}
+
+#[test]
+fn heads_are_clipped_by_the_reports_of_all_ranks() {
+    let setup = Setup { epochs: 1, ..Setup::default() };
+    // A loop of one device, whose model reports to nobody.
+    let mut net = Net::new(&device());
+    let clip = qk_clip().init(&net).unwrap();
+    let mut optim = DistMuonConfig::new().muon.init_batched(&net).unwrap();
+    let rates = Schedule::constant(1e-3).linear(100, 1e-1);
+    let regression = Regression { poison: None, nan: None };
+    let mut counts = 0;
+    for (step, items) in setup.items.chunks(BATCH).enumerate() {
+        let batch = regression.batch(items.to_vec(), &device());
+        let outputs: Vec<f32> = net.up.forward(batch[0].clone()).into_data().iter().collect();
+        let max = |head: usize| {
+            let of_head = outputs.iter().enumerate().filter(|(index, _)| index / 4 % 2 == head);
+            of_head.map(|(_, output)| *output).fold(f32::MIN, f32::max)
+        };
+        let mut logits = MaxLogits::new();
+        logits.report("", Tensor::from_data([max(0), max(1)], &device()));
+        let factors = clip.factors(&logits).unwrap();
+        counts += factors.clipped_heads().read()[0].clipped;
+        optim.clip_heads(&factors);
+        let gradients = TrainStep::step(&net, batch).grads;
+        net = optim.step(rates.at(step), net, gradients).unwrap();
+    }
+    assert!((1..2 * setup.items.len() / BATCH).contains(&counts), "{counts} heads");
+
+    let (alone, diagnostics) = clipped(&setup, 1);
+    let worst = largest_difference(&values(&alone), &values(&net));
+    assert!(worst <= if is_flex() { 0.0 } else { 1e-5 }, "{worst}");
+    assert!(alone.weights() != trained(&setup, on_ranks(1)).weights());
+    let attention = &diagnostics.attentions[..];
+    assert!(attention.len() == 1 && attention[0].path.is_empty(), "{diagnostics:?}");
+    let groups = diagnostics.groups();
+    assert!(groups.iter().all(|group| group.clipped_heads == Some(attention[0].clipped)));
+    assert!(groups.iter().all(|group| group.max_logit == Some(attention[0].max_logit)));
+
+    // Half of the batches of the joined ones are those of the other rank.
+    let (together, _) = clipped(&setup, 2);
+    let joined = Setup { items: as_ranks_see_them(2), batch: 2 * BATCH, ..setup };
+    let worst = largest_difference(&values(&together), &values(&clipped(&joined, 1).0));
+    assert!(worst < 1e-5, "{worst}");
+}
+
+#[test]
+fn batches_of_half_precision_are_added_up_in_float32() {
+    if !has_type(FloatDType::BF16) {
+        lacks("bfloat16");
+        return;
+    }
+    let half = || Net::new(&device()).map(&mut Rounded(DType::BF16));
+    let setup = Setup { epochs: 1, accumulation: 4, ..Setup::default() };
+    let mut net = half();
+    let mut optim = DistMuonConfig::new().muon.init_batched(&net).unwrap();
+    let rates = Schedule::constant(1e-3).linear(100, 1e-1);
+    let (regression, mut sum) = (Regression { poison: None, nan: None }, GradientBuffer::new());
+    for (step, items) in setup.items.chunks(4 * BATCH).enumerate() {
+        for items in items.chunks(BATCH) {
+            let batch = regression.batch(items.to_vec(), &device());
+            sum.add(&net, TrainStep::step(&net, batch).grads).unwrap();
+        }
+        net = optim.step(rates.at(step), net, sum.take_sum()).unwrap();
+    }
+
+    let folder = tempfile::tempdir().unwrap();
+    let launch = |strategy| launch_with(half(), folder.path(), &setup, strategy);
+    let result = launch(on_ranks(1));
+    assert!(result.error.is_none(), "{:?}", result.error);
+    assert_same(&floats(&result.model), &floats(&net), "one rank");
+    assert_ne!(floats(&net), floats(&half()));
+    let error = launch(on_ranks(2)).error.expect("the sums are float32").to_string();
+    assert!(error.contains("with_grad_dtype"), "{error}");
+    let wide = DistMuonConfig::new().with_grad_dtype(GradDtype::Float32);
+    let result = launch(on_ranks_with(2, wide));
+    assert!(result.error.is_none(), "{:?}", result.error);
+}
+
+#[test]
+fn a_model_that_reports_no_logits_ends_the_training_with_the_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let strategy = DistMuonStrategy::new(vec![device(); 2], DistMuonConfig::new());
+    let strategy = strategy.with_qk_clip(qk_clip(), &LearnerLogits::new());
+    let result = launch(folder.path(), &Setup::default(), strategy.into());
+    let error = result.error.expect("nothing was reported").to_string();
+    assert!(error.contains("has not reported"), "{error}");
 }
 
 #[test]

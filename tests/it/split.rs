@@ -9,6 +9,7 @@ use distmuon::{
     checkpoint,
 };
 use distmuon_testing::models::{Fixed, assert_same_weights, gradients, values};
+use proptest::prelude::*;
 
 const STEPS: u64 = 4;
 const LR: f64 = 0.02;
@@ -167,6 +168,60 @@ fn a_split_parameter_is_trained_as_separate_parameters() {
             let blocks = ["heads[4..6]", "qkv[6..10]"].map(|block| (block.to_owned(), 1));
             assert_eq!(skipped, blocks.into());
         }
+    }
+}
+
+/// A projection of any blocks, and each of them.
+#[derive(Module, Debug)]
+struct Projection {
+    weight: Param<Tensor<2>>,
+}
+
+#[derive(Module, Debug)]
+struct Blocks {
+    weights: Vec<Param<Tensor<2>>>,
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn any_blocks_of_outputs_are_trained_as_separate_parameters(
+        inputs in 1usize..12, outputs in prop::collection::vec(1usize..9, 1..5),
+        equal in any::<bool>(), out_in in any::<bool>(),
+    ) {
+        let outputs = if equal { vec![outputs[0]; outputs.len()] } else { outputs };
+        let total = outputs.iter().sum();
+        let (layout, shape, dim) = match out_in {
+            true => (MatrixLayout::OutIn, [total, inputs], 0),
+            false => (MatrixLayout::InOut, [inputs, total], 1),
+        };
+        let weight = trained(Tensor::ones(shape, &device().inner()));
+        let mut fused = Projection { weight }.map(&mut Fixed::new(3));
+        let cut = |tensor: Tensor<2>| tensor.split_with_sizes(outputs.clone(), dim);
+        let weights = cut(fused.weight.val().inner());
+        let mut blocks = Blocks { weights: weights.into_iter().map(trained).collect() };
+
+        let rule = RoutingRule::muon("weight").layout(layout);
+        let split = match equal {
+            true => rule.clone().heads(outputs.len()),
+            false => rule.clone().split(outputs.clone()),
+        };
+        let mut of_fused = config().with_rule(split).init(&fused);
+        let mut of_blocks = config().with_rule(rule).init(&blocks);
+        for step in 0..3 {
+            let grads = gradients(&fused, step);
+            let grad = grads.get::<2>(fused.weight.id).expect("the matrix has a gradient");
+            let mut each = GradientsParams::new();
+            for (param, grad) in blocks.weights.iter().zip(cut(grad)) {
+                each.register(param.id, grad);
+            }
+            fused = of_fused.step(LR, fused, grads);
+            blocks = of_blocks.step(LR, blocks, each);
+        }
+        let joined = blocks.weights.iter().map(|param| param.val().inner()).collect();
+        let joined = Projection { weight: trained(Tensor::cat(joined, dim)) };
+        assert_same_weights("blocks", &values(&fused), &values(&joined));
     }
 }
 

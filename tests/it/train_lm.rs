@@ -269,7 +269,7 @@ fn qk_clip_bounds_the_logits_on_any_number_of_ranks() {
         (log(&folder.path().join(name)), stderr)
     };
     let (free, shown) = run("free.jsonl", &format!("{flags} --qk-clip 1e9"));
-    let line = shown.lines().find(|line| line.starts_with("muon 1/12: max logit "));
+    let line = shown.lines().find(|line| line.starts_with("dist-muon 1/12: max logit "));
     assert!(line.is_some_and(|line| line.ends_with(", 0 heads clipped")), "{shown}");
     let (one, _) = run("one.jsonl", &format!("{flags} --qk-clip {TAU} --save run.bpk"));
     let (two, _) = run("two.jsonl", &format!("{flags} --qk-clip {TAU} --ranks 2"));
@@ -309,32 +309,52 @@ fn half_precision_trains_on_any_number_of_ranks() {
         succeed(folder.path(), &format!("{flags} {more} --log {name} --diagnose-every 2"));
         let log = log(&folder.path().join(name));
         let observed: Vec<_> = log.iter().filter_map(|line| line.get("diagnostics")).collect();
-        let count = if more.contains("--optimizer muon") { 0 } else { 2 };
-        assert_eq!(observed.len(), count, "{log:?}");
+        assert_eq!(observed.len(), 2, "{log:?}");
         for groups in observed {
             let muon = groups.as_array().unwrap().iter().find(|group| group["group"] == "Muon");
             assert!(muon.unwrap()["effective_lr"].as_f64().unwrap() > 0.0, "{groups}");
         }
         per_step(&log, "loss")
     };
-    let wide = losses("wide.jsonl", "--optimizer muon");
-    for half in ["--dtype bf16", "--dtype bf16 --master mantissa", "--dtype f16"] {
-        for ranks in ["--optimizer dist-muon", "--ranks 2", "--optimizer dist-muon --accumulate 2"]
-        {
-            for (half, wide) in losses("half.jsonl", &format!("{half} {ranks}")).iter().zip(&wide) {
+    let wide = losses("wide.jsonl", "--dtype f32");
+    for (half, worlds) in [
+        ("--dtype bf16", &["--ranks 1", "--ranks 2", "--accumulate 2"][..]),
+        ("--dtype bf16 --master mantissa", &["--ranks 2"]),
+        ("--dtype bf16 --master none", &["--ranks 1"]),
+        ("--dtype bf16 --master stochastic", &["--ranks 2"]),
+        ("--dtype f16", &["--ranks 1", "--ranks 2", "--accumulate 2"]),
+    ] {
+        for world in worlds {
+            for (half, wide) in losses("half.jsonl", &format!("{half} {world}")).iter().zip(&wide) {
                 assert!((half - wide).abs() < 0.02 * wide, "{half} instead of {wide}");
             }
         }
     }
-    succeed(
-        folder.path(),
-        &format!("{flags} --optimizer dist-muon --diagnose-every 1 --plot a.svg"),
-    );
-    assert!(folder.path().join("a-effective-lr.svg").exists());
+    let observed = "--diagnose-every 1 --plot a.svg";
+    succeed(folder.path(), &format!("{flags} {observed} --qk-clip 0.5"));
+    for quantity in [
+        "effective-learning-rate",
+        "update-norm",
+        "weight-norm",
+        "orthogonality-error",
+        "skipped-steps",
+        "clipped-heads",
+        "maximum-logit",
+    ] {
+        let plot = folder.path().join(format!("a-{quantity}.svg"));
+        let plot = fs::read_to_string(&plot).unwrap_or_else(|e| panic!("{quantity}: {e}"));
+        assert!(plot.contains("dist-muon, Muon"), "{quantity}: {plot}");
+    }
     let muon = "--data text.rs --dtype f16 --optimizer muon";
     rejected(folder.path(), muon, "--dtype f16 needs loss scaling");
     let mantissa = "--data text.rs --dtype f16 --master mantissa";
     rejected(folder.path(), mantissa, "bfloat16 parameters for `Mantissa`");
+    let unseen = "--data text.rs --optimizer muon --diagnose-every 1";
+    rejected(folder.path(), unseen, "--diagnose-every shows norms of dist-muon");
+    let unseen = "--data text.rs --compare adamw,muon --diagnose-every 1";
+    rejected(folder.path(), unseen, "--diagnose-every shows norms of dist-muon");
+    let clipped = "--data text.rs --optimizer muon --dtype bf16 --qk-clip 2";
+    rejected(folder.path(), clipped, "loses the digits of --master");
 }
 
 #[test]

@@ -7,10 +7,12 @@ use comfy_table::{Table, presets};
 use serde::{Deserialize, Serialize};
 
 use super::DistModuleOptimizer;
+use super::shard::StepInputs;
 use super::trained::Kind;
 use crate::comm::ReduceOp;
 use crate::error::Result;
-use crate::update::{Observations, SUMS, StepSize};
+use crate::qk_clip::{ClippedAttention, ClippedHeads};
+use crate::update::{Observations, SUMS};
 
 /// The requested observations of a step.
 pub struct Observed {
@@ -18,6 +20,8 @@ pub struct Observed {
     sums: Tensor<1>,
     /// The learning rates of the step.
     lrs: Vec<f64>,
+    /// The heads that the step has clipped.
+    heads: Option<ClippedHeads>,
 }
 
 /// The norms of a step, from
@@ -28,6 +32,9 @@ pub struct Diagnostics {
     /// Every trained parameter, in the order of the model. A matrix that is cut into blocks has one
     /// entry for each.
     pub parameters: Vec<ParameterDiagnostics>,
+    /// The attentions whose heads the step could clip: those of
+    /// [`clip_heads`](super::DistModuleOptimizer::clip_heads), if it was called.
+    pub attentions: Vec<ClippedAttention>,
 }
 
 /// The norms of one parameter in a step.
@@ -71,6 +78,11 @@ pub struct GroupDiagnostics {
     pub orthogonality_error: Option<f64>,
     /// The sum of the skipped steps of all parameters.
     pub skipped: u64,
+    /// The number of clipped heads of the attentions that have parameters in the group; `None`
+    /// without such an attention.
+    pub clipped_heads: Option<usize>,
+    /// The largest logit of these attentions.
+    pub max_logit: Option<f32>,
 }
 
 /// The norm of a change relative to that of the values.
@@ -103,6 +115,12 @@ impl GroupDiagnostics {
         self.orthogonality_error = errors.reduce(f64::max);
         self.skipped += parameter.skipped;
     }
+
+    fn add_attention(&mut self, attention: &ClippedAttention) {
+        *self.clipped_heads.get_or_insert(0) += attention.clipped;
+        let max_logit = self.max_logit.get_or_insert(f32::NEG_INFINITY);
+        *max_logit = max_logit.max(attention.max_logit);
+    }
 }
 
 impl Diagnostics {
@@ -120,26 +138,44 @@ impl Diagnostics {
                     weight_norm: 0.0,
                     orthogonality_error: None,
                     skipped: 0,
+                    clipped_heads: None,
+                    max_logit: None,
                 });
                 groups.len() - 1
             });
             groups[index].add(parameter);
         }
+        for attention in &self.attentions {
+            let has = |name: &str| {
+                let mut parameters = self.parameters.iter();
+                parameters.any(|each| each.group == name && is_within(&each.path, &attention.path))
+            };
+            let groups = groups.iter_mut().filter(|group| has(&group.group));
+            groups.for_each(|group| group.add_attention(attention));
+        }
         groups
     }
+}
+
+/// Returns `true` for the path of a parameter of a module. The path of the whole model is empty.
+fn is_within(path: &str, module: &str) -> bool {
+    let rest = path.strip_prefix(module);
+    module.is_empty() || rest.is_some_and(|rest| rest.starts_with('.'))
 }
 
 impl fmt::Display for Diagnostics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut table = Table::new();
         table.load_style(presets::ASCII_MARKDOWN);
-        table.set_header(["group", "lr", "update", "weight", "effective lr", "error", "skipped"]);
+        let columns = ["group", "lr", "update", "weight", "effective lr", "error", "skipped"];
+        table.set_header(columns.into_iter().chain(["clipped heads"]));
         for group in self.groups() {
             let norms = [group.lr, group.update_norm, group.weight_norm, group.effective_lr()];
             let [lr, update, weight, effective] = norms.map(|norm| format!("{norm:.2e}"));
             let error = group.orthogonality_error.map_or("-".into(), |error| format!("{error:.3}"));
             let skipped = group.skipped.to_string();
-            table.add_row([group.group, lr, update, weight, effective, error, skipped]);
+            let heads = group.clipped_heads.map_or("-".into(), |heads| heads.to_string());
+            table.add_row([group.group, lr, update, weight, effective, error, skipped, heads]);
         }
         write!(f, "{table}")
     }
@@ -179,11 +215,16 @@ impl DistModuleOptimizer {
     ///
     /// Those of every collective.
     pub fn diagnostics(&mut self) -> Result<Option<Diagnostics>> {
-        let Some(Observed { sums, lrs }) = self.observed.take() else { return Ok(None) };
+        let Some(Observed { sums, lrs, heads }) = self.observed.take() else { return Ok(None) };
         let sums = self.world.comm().all_reduce(sums, ReduceOp::Sum)?.wait()?;
-        let read = Tensor::cat(vec![sums, self.counters.skipped.clone()], 0).into_data();
+        let maxima = heads.as_ref().map(|heads| heads.maxima().to_device(&self.device()));
+        let counts = self.counters.skipped.clone();
+        let read = Tensor::cat([sums, counts].into_iter().chain(maxima).collect(), 0).into_data();
         let read: Vec<f64> = read.iter::<f64>().collect();
-        let (sums, skipped) = read.split_at(SUMS * self.trained.len());
+        let (sums, read) = read.split_at(SUMS * self.trained.len());
+        let (skipped, maxima) = read.split_at(self.trained.len());
+        let maxima: Vec<f32> = maxima.iter().map(|maximum| *maximum as f32).collect();
+        let attentions = heads.map_or(vec![], |heads| heads.of_maxima(&maxima));
         let each = self.trained.iter().zip(lrs).zip(sums.chunks_exact(SUMS)).zip(skipped);
         let parameters = each.map(|(((parameter, lr), sums), skipped)| ParameterDiagnostics {
             path: parameter.path.clone(),
@@ -197,7 +238,7 @@ impl DistModuleOptimizer {
             },
             skipped: *skipped as u64,
         });
-        Ok(Some(Diagnostics { parameters: parameters.collect() }))
+        Ok(Some(Diagnostics { parameters: parameters.collect(), attentions }))
     }
 
     /// The name of the optimizer of a parameter of the model.
@@ -208,9 +249,10 @@ impl DistModuleOptimizer {
     }
 
     /// Keeps the observations of a step.
-    pub(super) fn keep_observed(&mut self, observations: Observations, sizes: &[StepSize]) {
+    pub(super) fn keep_observed(&mut self, observations: Observations, inputs: &StepInputs) {
         let sums = observations.sums(self.trained.len(), &self.device());
-        self.observed = Some(Observed { sums, lrs: sizes.iter().map(|size| size.lr).collect() });
+        let lrs = inputs.sizes.iter().map(|size| size.lr).collect();
+        self.observed = Some(Observed { sums, lrs, heads: inputs.head_clip.heads.clone() });
         self.requested = false;
     }
 }

@@ -11,6 +11,8 @@ pub struct Usage {
     pub now: usize,
     /// Largest number of bytes since the optimizer was made.
     pub peak: usize,
+    /// Bytes at the time of the largest total, the first one of several.
+    pub at_peak: usize,
 }
 
 /// Bytes that one rank holds, from
@@ -19,7 +21,7 @@ pub struct Usage {
 /// The report counts the tensors of the model and of the optimizer between the phases of a step,
 /// and the buffers that the engine has allocated. It counts neither the intermediate results of an
 /// update nor the memory that a backend keeps in reserve. `total` is the sum of all kinds at one
-/// time, so its peak may be less than the sum of the other peaks.
+/// time, so its peak may be less than the sum of the other peaks; it is the sum of their `at_peak`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryReport {
     /// The model's trained parameters.
@@ -53,6 +55,7 @@ impl MemoryReport {
     pub(super) fn observe(&mut self, snapshot: Snapshot) {
         let Snapshot { parameters, gradients, shards, masters, states, buffers } = snapshot;
         let total = parameters + gradients + shards + masters + states + buffers;
+        let is_peak = total > self.total.peak;
         for (kind, now) in [
             (&mut self.parameters, parameters),
             (&mut self.gradients, gradients),
@@ -62,7 +65,8 @@ impl MemoryReport {
             (&mut self.buffers, buffers),
             (&mut self.total, total),
         ] {
-            *kind = Usage { now, peak: kind.peak.max(now) };
+            let at_peak = if is_peak { now } else { kind.at_peak };
+            *kind = Usage { now, peak: kind.peak.max(now), at_peak };
         }
     }
 }
@@ -71,7 +75,7 @@ impl fmt::Display for MemoryReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut table = Table::new();
         table.load_style(presets::ASCII_MARKDOWN);
-        table.set_header(["bytes of", "now", "peak"]);
+        table.set_header(["bytes of", "now", "peak", "at the peak of the total"]);
         for (kind, bytes) in [
             ("parameters", self.parameters),
             ("gradients", self.gradients),
@@ -81,7 +85,8 @@ impl fmt::Display for MemoryReport {
             ("buffers", self.buffers),
             ("total", self.total),
         ] {
-            table.add_row([kind.to_owned(), bytes.now.to_string(), bytes.peak.to_string()]);
+            let Usage { now, peak, at_peak } = bytes;
+            table.add_row([kind.into(), now.to_string(), peak.to_string(), at_peak.to_string()]);
         }
         write!(f, "{table}")
     }

@@ -29,7 +29,7 @@ use crate::comm::World;
 use crate::error::{Error, Result};
 use crate::muon::MuonConfig;
 use crate::parameters;
-use crate::qk_clip::Factors;
+use crate::qk_clip::{ClippedHeads, Factors};
 use crate::routing::{Routing, Updates};
 use crate::slices;
 use crate::update::{Place, SkippedSteps};
@@ -94,8 +94,8 @@ pub struct DistModuleOptimizer {
     loss_scale: Option<LossScale>,
     in_flight: usize,
     clip: Option<Clip>,
-    /// Factors on the values of some parameters after the next step, by their index.
-    head_factors: HashMap<usize, Tensor<1>>,
+    /// The attention heads to clip in the next step.
+    head_clip: HeadClip,
     /// `true` if the next step is to be observed.
     requested: bool,
     /// The observations of the last step that was.
@@ -104,6 +104,14 @@ pub struct DistModuleOptimizer {
     /// Bytes of momentum and moments, and of master weights, which never change.
     state_bytes: usize,
     master_bytes: usize,
+}
+
+/// The attention heads that QK-clip scales in a step.
+#[derive(Default)]
+struct HeadClip {
+    /// Factors on the new values of some parameters, flat, by the index of the parameter.
+    factors: HashMap<usize, Tensor<1>>,
+    heads: Option<ClippedHeads>,
 }
 
 impl DistModuleOptimizer {
@@ -156,7 +164,7 @@ impl DistModuleOptimizer {
             loss_scale: config.loss_scale.clone().map(LossScale::new),
             in_flight: config.in_flight,
             clip,
-            head_factors: HashMap::new(),
+            head_clip: HeadClip::default(),
             requested: false,
             observed: None,
             memory,
@@ -241,7 +249,8 @@ impl DistModuleOptimizer {
             let factors = factors.of_elements(&parameter.path)?.to_device(&self.device());
             Some(parameter.trained.clone().zip(parameter.blocks.cut(factors)))
         });
-        self.head_factors = scaled.flatten().collect();
+        self.head_clip =
+            HeadClip { factors: scaled.flatten().collect(), heads: Some(factors.clipped_heads()) };
     }
 
     /// Returns the optimizer of every parameter, with the reasons.

@@ -3,13 +3,13 @@
 //! A shard consists of rows, each of one parameter: whole matrices, or [`ROW_ELEMENTS`] elements.
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
 use burn::optim::{DynState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
+use super::HeadClip;
 use super::detached::FlatTensors;
 use super::trained::{Kind, TrainedParameter};
 use crate::backend::{
@@ -103,8 +103,7 @@ pub struct StepInputs {
     pub sizes: Vec<StepSize>,
     /// Steps that each parameter has taken part in.
     pub times: Vec<usize>,
-    /// Factors on the new values of some parameters, flat.
-    pub factors: HashMap<usize, Tensor<1>>,
+    pub head_clip: HeadClip,
     /// `true` for parameters that stay as they are, on ranks that [own whole
     /// parameters](Shard::owns_whole).
     pub rejected: Vec<bool>,
@@ -319,7 +318,7 @@ impl Run {
 
     /// The factors on its new values.
     fn factors(&self, inputs: &StepInputs) -> Option<Tensor<1>> {
-        let factors = inputs.factors.get(&self.parameter)?;
+        let factors = inputs.head_clip.factors.get(&self.parameter)?;
         Some(slices::slice(factors, self.elements.clone()))
     }
 }

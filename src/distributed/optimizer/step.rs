@@ -14,14 +14,13 @@
 //! A world of one runs the same phases, as do ranks with averaged gradients: the former packs,
 //! sends and gathers nothing, the latter reduce nothing.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 
-use super::DistModuleOptimizer;
 use super::acceptance::Acceptance;
 use super::clip::counts;
 use super::counters::Counters;
@@ -29,6 +28,7 @@ use super::detached::{DetachedParameters, Expected, FlatTensors, pack};
 use super::memory::Snapshot;
 use super::shard::{Shard, StepControls, StepInputs};
 use super::trained::{ModelParameter, TrainedParameter};
+use super::{DistModuleOptimizer, HeadClip};
 use crate::backend::{FiniteMask, ScaledNorms, precise_dtype};
 use crate::checks::{ensure_all_computed, ensure_computed};
 use crate::comm::{Difference, Pending, ReduceOp, digest, unite};
@@ -110,14 +110,14 @@ impl DistModuleOptimizer {
         let (shards, rejected) = self.reduce(&mut step)?;
         let scale = self.loss_scale();
         // Those of a step that is skipped are of no use in another.
-        let factors = std::mem::take(&mut self.head_factors);
+        let head_clip = std::mem::take(&mut self.head_clip);
         match self.accept(rejected, &present)? {
             None => self.diverged = self.none_diverged(),
             Some(rejected) => {
                 let factor = self.factor(&rejected, &shards, scale)?;
                 let corrections = self.counters.corrections.clone();
                 let controls = StepControls { rejected, corrections, factor };
-                let inputs = self.inputs(&lrs, factors, &controls.rejected);
+                let inputs = self.inputs(&lrs, head_clip, &controls.rejected);
                 self.update(&mut step, shards, &controls, &inputs)?;
                 for (parameter, present) in self.trained.iter_mut().zip(present) {
                     parameter.time += usize::from(present);
@@ -174,12 +174,7 @@ impl DistModuleOptimizer {
     }
 
     /// The host's decisions about every parameter.
-    fn inputs(
-        &self,
-        lrs: &[f64],
-        factors: HashMap<usize, Tensor<1>>,
-        rejected: &Tensor<1>,
-    ) -> StepInputs {
+    fn inputs(&self, lrs: &[f64], head_clip: HeadClip, rejected: &Tensor<1>) -> StepInputs {
         let updates = self.routing.updates();
         let sizes = self.trained.iter().zip(lrs);
         let sizes = sizes.map(|(parameter, lr)| parameter.size(*lr, updates));
@@ -189,7 +184,7 @@ impl DistModuleOptimizer {
             true => rejected.to_data().iter::<f32>().map(|flag| flag > 0.0).collect(),
             false => vec![],
         };
-        StepInputs { sizes: sizes.collect(), times, factors, rejected }
+        StepInputs { sizes: sizes.collect(), times, head_clip, rejected }
     }
 
     /// Returns `true` if gradients are reduced at all.
@@ -395,7 +390,7 @@ impl DistModuleOptimizer {
         }
         self.diverged = diverged;
         if let Some(observations) = observations {
-            self.keep_observed(observations, &inputs.sizes);
+            self.keep_observed(observations, inputs);
         }
         // Once for all of them, since the question waits for all work to be submitted to the
         // device.

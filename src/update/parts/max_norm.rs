@@ -8,7 +8,8 @@ use super::{Behaviour, Context, Part, Stage, frobenius};
 use crate::error::{Error, Result};
 
 /// Scales a matrix whose Frobenius norm is larger than a limit down to that limit, after the step:
-/// the projection on the ball of that radius.
+/// the projection on the ball of that radius (Parikh and Boyd, "Proximal Algorithms", 2014, section
+/// 6.5.1).
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct MaxNorm {

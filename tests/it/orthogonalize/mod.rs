@@ -25,6 +25,7 @@ fn sets() -> Vec<Coefficients> {
         Coefficients::polar_express_for(1e-2),
         Coefficients::polar_express_for(1e-4),
         Coefficients::Aol,
+        Coefficients::Cubic,
         Coefficients::DeepSeekV4,
     ]
 }
@@ -207,7 +208,8 @@ fn singular_values_of_every_spectrum_stay_in_their_interval() {
                     let bound = 5e-4 + 2e-7 * slope;
                     assert!(error < bound, "{name} x{aspect} {set:?} {form:?}: {error}");
                     let largest = result.thin_svd().unwrap().S().column_vector()[0];
-                    assert!(largest < 1.21 + bound, "{name} x{aspect} {set:?} {form:?}: {largest}");
+                    let limit = if set == Coefficients::Cubic { 1.3 } else { 1.21 };
+                    assert!(largest < limit + bound, "{name} x{aspect} {set:?} {form:?}: {largest}");
                 }
             }
         }

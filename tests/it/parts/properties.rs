@@ -4,7 +4,9 @@ use distmuon::parts::{
     AdaMuon, ColumnEquilibration, Hyperball, Mars, MaxNorm, Namo, NorMuon, Renormalization,
     RowEquilibration,
 };
-use distmuon::{IterationForm, MatrixLayout, MomentumConfig, MuonConfig, Part};
+use distmuon::{
+    IterationForm, MatrixLayout, MomentumConfig, MomentumForm, MuonConfig, Part, WeightDecay,
+};
 use distmuon_testing::device::tf32_or;
 use distmuon_testing::references::random;
 use faer::Mat;
@@ -170,6 +172,78 @@ proptest! {
         let size = 1.0 / (1.0 - beta_2).sqrt();
         let expected = mapped(&updates(&plain(), first, layout)[0], |_, _, x| size * x.signum());
         close(update, &expected, "signs");
+    }
+
+    /// The correction of the first step has the direction of the gradient, and those of the others
+    /// are zero.
+    #[test]
+    fn mars_follows_gradients_that_stay_the_same(
+        grads in gradients(), layout in layouts(), gamma in 0.0..1.0f64,
+    ) {
+        let same = vec![times(0.05 / grads[0].norm_l2(), &grads[0]); 3];
+        let expected = updates(&unguarded(), &same, layout);
+        let config = unguarded().with_parts(vec![Mars::new(gamma).into()]);
+        for (actual, expected) in updates(&config, &same, layout).iter().zip(&expected) {
+            close(actual, expected, "equal gradients");
+        }
+    }
+
+    /// The correction is a factor on the momentum, and the iteration divides by the norm.
+    #[test]
+    fn bias_correction_counts_only_where_the_size_does(
+        grads in gradients(), layout in layouts(), mu in 0.0..0.99f64, sum in any::<bool>(),
+    ) {
+        let form = if sum { MomentumForm::Sum } else { MomentumForm::Average };
+        let with = |corrects| {
+            let momentum = MomentumConfig::new()
+                .with_momentum(mu.into())
+                .with_form(form)
+                .with_nesterov(false)
+                .with_bias_correction(corrects);
+            updates(&unguarded().with_momentum(momentum), &grads, layout)
+        };
+        for (actual, expected) in with(true).iter().zip(&with(false)) {
+            close(actual, expected, "corrected");
+        }
+    }
+
+    #[test]
+    fn uniform_decay_is_a_factor_on_matrices_without_a_gradient(
+        grads in gradients(), layout in layouts(), lr in 1e-3..0.9f64, rate in 0.0..1.0f64,
+    ) {
+        let start = random(grads[0].nrows(), grads[0].ncols(), 5);
+        let none = vec![times(0.0, &grads[0])];
+        for (decay, factor) in [
+            (WeightDecay::Decoupled(rate.into()), 1.0 - lr * rate),
+            (WeightDecay::Independent(rate.into()), 1.0 - rate),
+            (WeightDecay::SquaredRate(rate.into()), 1.0 - lr * lr * rate),
+        ] {
+            let decayed = trajectory(&plain().with_weight_decay(decay), &start, &none, lr, layout);
+            let difference = (&decayed[0] - times(factor, &start)).norm_l2();
+            prop_assert!(difference < 1e-6 * start.norm_l2(), "{difference:e}");
+        }
+    }
+
+    /// Where it does not decay, an element moves as without a decay.
+    #[test]
+    fn cautious_decay_decides_element_by_element(
+        grads in gradients(), layout in layouts(), rate in 0.1..1.0f64,
+    ) {
+        let start = random(grads[0].nrows(), grads[0].ncols(), 5);
+        let stepped = |decay| {
+            let config = plain().with_weight_decay(decay);
+            trajectory(&config, &start, &grads[..1], 0.1, layout).swap_remove(0)
+        };
+        let cautious = stepped(WeightDecay::Cautious(rate.into()));
+        let [with, without] = [rate, 0.0].map(|w| stepped(WeightDecay::Decoupled(w.into())));
+        for j in 0..start.ncols() {
+            for i in 0..start.nrows() {
+                // Steps against the old value decay.
+                let agrees = (start[(i, j)] - without[(i, j)]) * start[(i, j)] >= 0.0;
+                let expected = if agrees { with[(i, j)] } else { without[(i, j)] };
+                prop_assert!((cautious[(i, j)] - expected).abs() < 1e-6);
+            }
+        }
     }
 
     #[test]

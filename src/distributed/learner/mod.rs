@@ -1,5 +1,7 @@
 //! Training burn-train's `Learner` on many ranks.
 
+mod logits;
+
 use std::fmt;
 use std::ops::RangeInclusive;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -30,7 +32,10 @@ use crate::checkpoint::{Archive, States};
 use crate::comm::{DEADLINE, World, message};
 use crate::error::{Error, Result};
 use crate::gradients::GradientBuffer;
+use crate::qk_clip::{QkClip, QkClipConfig};
 use crate::update::SkippedSteps;
+use logits::Collected;
+pub use logits::LearnerLogits;
 
 /// Trains a burn-train [`Learner`] on many ranks, one thread each, with
 /// [`DistModuleOptimizer`](super::DistModuleOptimizer). Needs the feature `train`.
@@ -87,6 +92,7 @@ pub struct DistMuonStrategy {
     /// Steps between two diagnostics, if there are any.
     diagnosed: Option<usize>,
     latest: LatestDiagnostics,
+    qk_clip: Option<(QkClipConfig, LearnerLogits)>,
 }
 
 /// The diagnostics of a training in progress, for
@@ -116,7 +122,15 @@ impl DistMuonStrategy {
             skipped,
             diagnosed: None,
             latest: LatestDiagnostics::default(),
+            qk_clip: None,
         }
+    }
+
+    /// Clips the heads of attention whose maximum logit of any rank was above the threshold, in
+    /// every step. The model reports to a clone of `logits`, in all batches of a step.
+    pub fn with_qk_clip(mut self, config: QkClipConfig, logits: &LearnerLogits) -> Self {
+        self.qk_clip = Some((config, logits.clone()));
+        self
     }
 
     /// Computes the [diagnostics](super::DistModuleOptimizer::diagnostics) of the first and then of
@@ -205,6 +219,8 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
             let RankInputs { learner, model, train, valid } = take(&inputs[world.rank()]);
             let main = world.is_main().then(|| take(&main_parts));
             ensure_unscaled(&self.config)?;
+            let qk_clip = self.qk_clip.as_ref();
+            let qk_clip = qk_clip.map(|(config, logits)| Ok((config.init(&model)?, logits)));
             let optim = self.config.init(&world, &model)?;
             let mut optim = optim.load_states(&run.state)?;
             if world.is_main() {
@@ -212,6 +228,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
             }
             let mut worker = Worker {
                 run: &run,
+                qk_clip: world.agree(qk_clip.transpose())?,
                 world,
                 optim,
                 model: Some(model),
@@ -296,6 +313,7 @@ struct Worker<'a, M: LearnerModel> {
     run: &'a Run<M>,
     world: World,
     optim: DistModuleOptimizer,
+    qk_clip: Option<(QkClip, &'a LearnerLogits)>,
     /// The model, absent only during a step.
     model: Option<M>,
     /// The number of steps so far.
@@ -379,6 +397,7 @@ impl<M: LearnerModel> Worker<'_, M> {
     fn train_epoch(&mut self) -> Result<()> {
         let loader = self.train.clone();
         let mut items = loader.iter();
+        let logits = self.qk_clip.as_ref().map(|(_, logits)| logits.collect());
         let mut sum = GradientBuffer::new();
         for batch in 1.. {
             let item = self.next(items.next());
@@ -390,11 +409,11 @@ impl<M: LearnerModel> Worker<'_, M> {
             let output = TrainStep::step(self.model(), item);
             if self.run.accumulation == 1 {
                 // In the type of the parameters, where a sum is in float32.
-                self.step(output.grads)?;
+                self.step(output.grads, logits.as_ref())?;
             } else {
                 sum.add(self.model(), output.grads)?;
                 if batch % self.run.accumulation == 0 || progress.is_completed() {
-                    self.step(sum.take_sum())?;
+                    self.step(sum.take_sum(), logits.as_ref())?;
                 }
             }
             let lr = Some(self.learner.lr_current());
@@ -404,8 +423,11 @@ impl<M: LearnerModel> Worker<'_, M> {
         Ok(())
     }
 
-    fn step(&mut self, gradients: GradientsParams) -> Result<()> {
+    fn step(&mut self, gradients: GradientsParams, logits: Option<&Collected>) -> Result<()> {
         self.learner.lr_step();
+        if let (Some((clip, _)), Some(logits)) = (&self.qk_clip, logits) {
+            self.optim.clip_heads(&clip.factors_on(&self.world, &logits.take())?);
+        }
         let model = self.model.take().expect("every step returns the model");
         let is_diagnosed = self.run.diagnosed.is_some_and(|every| self.steps.is_multiple_of(every));
         self.steps += 1;

@@ -1,0 +1,158 @@
+//! Attention heads that are clipped within the step of ranks: the weights of one device that are
+//! clipped after its step, however the projections are cut and divided.
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::AdafactorConfig;
+use burn::tensor::{DType, Device, FloatDType, Tensor, bf16};
+use distmuon::comm::World;
+use distmuon::distributed::{DistMuonConfig, Gradients};
+use distmuon::{
+    LatentHead, MaxLogits, MuonConfig, QkClip, QkClipConfig, QkClipRule, Result, RoutingRule,
+};
+use distmuon_testing::models::Fixed;
+use distmuon_testing::precision::{LR, Rounded, assert_same, floats, gradients, has};
+use distmuon_testing::worlds::{self, Case, cases};
+
+use crate::{device, ranks};
+
+pub const EVERYWHERE: &[Case] = cases![
+    heads_are_those_that_are_clipped_after_the_step,
+    clipped_heads_keep_the_digits_of_master_weights,
+];
+
+const STEPS: u64 = 3;
+
+/// The maxima of two heads of every attention, the first of which is above the threshold.
+const MAXIMA: [f32; 2] = [103.7, 99.0];
+
+/// One attention of every kind.
+#[derive(Module, Debug)]
+struct Net {
+    multi_head: Attention,
+    grouped: Attention,
+    latent: Attention,
+    fused: Fused,
+}
+
+#[derive(Module, Debug)]
+struct Attention {
+    query: Linear,
+    key: Linear,
+}
+
+#[derive(Module, Debug)]
+struct Fused {
+    qkv: Linear,
+}
+
+impl Net {
+    fn new(dtype: DType, device: &Device) -> Self {
+        let linear = |outputs| LinearConfig::new(8, outputs).init(device);
+        let attention =
+            |[query, key]: [usize; 2]| Attention { query: linear(query), key: linear(key) };
+        let net = Self {
+            multi_head: attention([8, 8]),
+            grouped: attention([8, 4]),
+            latent: attention([10, 10]),
+            fused: Fused { qkv: linear(16) },
+        };
+        net.map(&mut Fixed::new(3)).map(&mut Rounded(dtype))
+    }
+
+    fn clip(&self) -> Result<QkClip> {
+        let latent = LatentHead { nope: 3, rope: 2, value: 2 };
+        QkClipConfig::new()
+            .with_alpha(0.3)
+            .with_rule(QkClipRule::multi_head("multi_head$", 2))
+            .with_rule(QkClipRule::grouped_query("grouped$", 2, 1))
+            .with_rule(QkClipRule::latent("latent$", 2, latent))
+            .with_rule(QkClipRule::grouped_query("fused$", 2, 1).fused("qkv"))
+            .init(self)
+    }
+}
+
+/// The reports of a rank. Only the last rank has logits above the threshold.
+fn logits(rank: usize, count: usize) -> MaxLogits {
+    let mut logits = MaxLogits::new();
+    let maxima = if rank + 1 == count { MAXIMA } else { [0.1; 2] };
+    for attention in ["multi_head", "grouped", "latent", "fused"] {
+        let maxima = Tensor::from_data(maxima, (&Device::default(), DType::F32));
+        logits.report(attention, maxima);
+    }
+    logits
+}
+
+/// The weights of every rank after steps that clip heads.
+fn on_ranks(count: usize, dtype: DType, muon: &MuonConfig) -> Vec<Vec<f32>> {
+    // The mean of three equal gradients may differ from them in the last digit.
+    let reduced = if count == 3 { Gradients::Averaged } else { Gradients::PerRank };
+    let dist = DistMuonConfig::new()
+        .with_muon(muon.clone())
+        .with_gradients(reduced)
+        .with_bucket_mb(Some(0.0003))
+        .with_small_elements(4);
+    let trained = ranks(count, |world: World| {
+        let mut net = Net::new(dtype, world.device());
+        let clip = net.clip()?;
+        let mut optim = dist.init(&world, &net)?;
+        for step in 0..STEPS {
+            let logits = logits(world.rank(), world.size());
+            optim.clip_heads(&clip.factors_on(&world, &logits)?);
+            let grads = gradients(&net, step, dtype);
+            net = optim.step(LR, net, grads)?;
+        }
+        Ok(floats(&net))
+    });
+    trained.unwrap()
+}
+
+/// The weights after the steps of one device, each of which is followed by the clip.
+fn clipped_after_the_step(muon: &MuonConfig) -> Vec<f32> {
+    let mut net = Net::new(DType::F32, &device());
+    let clip = net.clip().unwrap();
+    let mut optim = muon.init(&net);
+    for step in 0..STEPS {
+        let grads = gradients(&net, step, DType::F32);
+        net = optim.step(LR, net, grads);
+        net = clip.apply(net, &logits(0, 1)).unwrap().0;
+    }
+    floats(&net)
+}
+
+fn heads_are_those_that_are_clipped_after_the_step() {
+    let matrices = || MuonConfig::new().with_rule(RoutingRule::muon("weight"));
+    let blocks = matrices()
+        .with_rule(RoutingRule::muon(r"(multi_head|latent)\..*\.weight").heads(2))
+        .with_rule(RoutingRule::muon(r"qkv\.weight").split([8, 4, 4]));
+    let whole = MuonConfig::new()
+        .with_optimizer("adafactor", AdafactorConfig::new().build())
+        .with_rule(RoutingRule::custom("", "adafactor"));
+    for (name, muon) in [
+        ("matrices", matrices()),
+        ("blocks of matrices", blocks),
+        ("elements", MuonConfig::new().with_rule(RoutingRule::adamw(""))),
+        ("another optimizer", whole),
+    ] {
+        let expected = clipped_after_the_step(&muon);
+        for count in [1, 2, 3, 4].into_iter().filter(worlds::has) {
+            for weights in on_ranks(count, DType::F32, &muon) {
+                assert_same(&weights, &expected, format_args!("{name}, {count} ranks"));
+            }
+        }
+    }
+}
+
+fn clipped_heads_keep_the_digits_of_master_weights() {
+    if !has(FloatDType::BF16) {
+        return;
+    }
+    let muon = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
+    let wide = on_ranks(1, DType::F32, &muon).swap_remove(0);
+    let rounded: Vec<f32> = wide.iter().map(|x| bf16::from_f32(*x).to_f32()).collect();
+    for count in [1, 2, 4].into_iter().filter(worlds::has) {
+        for weights in on_ranks(count, DType::BF16, &muon) {
+            assert_same(&weights, &rounded, format_args!("{count} ranks"));
+        }
+    }
+}
