@@ -209,7 +209,10 @@ fn singular_values_of_every_spectrum_stay_in_their_interval() {
                     assert!(error < bound, "{name} x{aspect} {set:?} {form:?}: {error}");
                     let largest = result.thin_svd().unwrap().S().column_vector()[0];
                     let limit = if set == Coefficients::Cubic { 1.3 } else { 1.21 };
-                    assert!(largest < limit + bound, "{name} x{aspect} {set:?} {form:?}: {largest}");
+                    assert!(
+                        largest < limit + bound,
+                        "{name} x{aspect} {set:?} {form:?}: {largest}"
+                    );
                 }
             }
         }
