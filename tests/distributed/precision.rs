@@ -224,8 +224,8 @@ fn a_step_that_overflows_on_one_rank_is_skipped_on_all() {
     }
 }
 
-/// Bytes per parameter that every rank has at the beginning of a step. At the peak of the step it
-/// has as many at most, and the buffers in flight.
+/// Bytes per parameter that every rank has at the beginning of a step. At the peak of the step,
+/// those of the buffers in flight are the only further ones.
 fn bytes(count: usize, [of, gradient]: [DType; 2], muon: MuonConfig) -> f64 {
     let dist = DistMuonConfig::new()
         .with_muon(muon)

@@ -466,7 +466,7 @@ fn clipped(setup: &Setup, ranks: usize) -> (Net, Diagnostics) {
 #[test]
 fn heads_are_clipped_by_the_reports_of_all_ranks() {
     let setup = Setup { epochs: 1, ..Setup::default() };
-    // A loop of one device, whose model reports to nobody.
+    // A loop of one device, without a strategy.
     let mut net = Net::new(&device());
     let clip = qk_clip().init(&net).unwrap();
     let mut optim = DistMuonConfig::new().muon.init_batched(&net).unwrap();

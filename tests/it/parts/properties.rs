@@ -224,7 +224,7 @@ proptest! {
         }
     }
 
-    /// Where it does not decay, an element moves as without a decay.
+    /// An element moves as with the decay or as without it.
     #[test]
     fn cautious_decay_decides_element_by_element(
         grads in gradients(), layout in layouts(), rate in 0.1..1.0f64,
