@@ -102,7 +102,7 @@
 //!
 //! | feature | adds | needs |
 //! |---|---|---|
-//! | `train` | `DistMuonStrategy`, `SkippedStepsMetric` and `DiagnosticsMetric`, for burn-train's `Learner` | nothing |
+//! | `train` | `DistMuonStrategy`, `LearnerLogits`, `SkippedStepsMetric` and `DiagnosticsMetric`, for burn-train's `Learner` | nothing |
 //! | `optimal` | `distributed::plan::Balancing::Optimal`, plans by mixed-integer programming | nothing |
 //! | `mpi` | `comm::World::mpi` and `comm::Mpi`, ranks that are processes over MPI | an MPI and libclang, to build |
 //! | `cuda` | `comm::World::nccl`, `comm::Nccl` and `comm::Reduction`, ranks over NCCL | an LLVM bundle, which Burn downloads; NCCL to run |
@@ -147,9 +147,9 @@ pub use backend::{ComputePath, KernelPolicy};
 pub use comm::Launch;
 pub use comm::World;
 pub use custom::CustomOptimizers;
-#[cfg(feature = "train")]
-pub use distributed::DistMuonStrategy;
 pub use distributed::{DistModuleOptimizer, DistMuon, DistMuonConfig};
+#[cfg(feature = "train")]
+pub use distributed::{DistMuonStrategy, LearnerLogits};
 pub use elementwise::{AdamWConfig, ElementwiseConfig, LionConfig};
 pub use error::{Error, Result};
 pub use gradients::GradientBuffer;

@@ -115,7 +115,9 @@ pub enum DiagnosticsQuantity {
     OrthogonalityError,
     /// The number of attention heads that were clipped, 0 without QK-clip.
     ClippedHeads,
-    /// The largest logit of an attention, 0 without QK-clip.
+    /// The number of attention heads whose maximum logit was not finite, 0 without QK-clip.
+    NotFiniteHeads,
+    /// The largest finite logit of an attention, 0 without QK-clip.
     MaxLogit,
 }
 
@@ -127,6 +129,7 @@ impl DiagnosticsQuantity {
             Self::EffectiveLr => "effective lr",
             Self::OrthogonalityError => "orthogonality error",
             Self::ClippedHeads => "clipped heads",
+            Self::NotFiniteHeads => "heads that are not finite",
             Self::MaxLogit => "max logit",
         }
     }
@@ -138,12 +141,13 @@ impl DiagnosticsQuantity {
             Self::EffectiveLr => group.effective_lr(),
             Self::OrthogonalityError => group.orthogonality_error.unwrap_or(0.0),
             Self::ClippedHeads => group.clipped_heads.unwrap_or(0) as f64,
+            Self::NotFiniteHeads => group.not_finite_heads.unwrap_or(0) as f64,
             Self::MaxLogit => f64::from(group.max_logit.unwrap_or(0.0)),
         }
     }
 }
 
-/// A norm of a group of parameters, as a metric of burn-train. Needs the feature `train`.
+/// A quantity of a group of parameters, as a metric of burn-train. Needs the feature `train`.
 ///
 /// The metric shows the diagnostics that
 /// [`DistMuonStrategy`](crate::distributed::DistMuonStrategy) computed last, and 0 before the

@@ -36,7 +36,7 @@ struct Skips {
 /// The heads that QK-clip has clipped in a step, over all attentions.
 struct Clips {
     /// The largest finite logit before clipping.
-    max_logit: f32,
+    max_logit: Option<f32>,
     clipped: usize,
     /// Heads whose maximum logit was not finite.
     not_finite: usize,
@@ -45,9 +45,9 @@ struct Clips {
 impl Clips {
     /// Waits for the device.
     fn of(heads: &ClippedHeads) -> Self {
-        let none = Self { max_logit: f32::NEG_INFINITY, clipped: 0, not_finite: 0 };
+        let none = Self { max_logit: None, clipped: 0, not_finite: 0 };
         heads.read().iter().fold(none, |sum, attention| Self {
-            max_logit: sum.max_logit.max(attention.max_logit),
+            max_logit: sum.max_logit.into_iter().chain(attention.max_logit).reduce(f32::max),
             clipped: sum.clipped + attention.clipped,
             not_finite: sum.not_finite + attention.not_finite,
         })
@@ -101,7 +101,8 @@ impl<'a> Display<'a> {
         if let Some(clips) = clipped.map(Clips::of) {
             if has_line {
                 let Clips { max_logit, clipped, .. } = clips;
-                self.line(step, &format!("max logit {max_logit:.1}, {clipped} heads clipped"));
+                let max_logit = max_logit.map_or("not finite".into(), |max| format!("{max:.1}"));
+                self.line(step, &format!("max logit {max_logit}, {clipped} heads clipped"));
             }
             record["max_logit"] = json!(clips.max_logit);
             record["clipped_heads"] = json!(clips.clipped);

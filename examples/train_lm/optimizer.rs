@@ -18,7 +18,7 @@ use distmuon::{
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::model::Gpt;
-use super::settings::{Dtype, Master, Settings};
+use super::settings::{Dtype, Settings};
 
 #[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
@@ -132,16 +132,6 @@ impl Contender {
         ensure!(
             self.optimizer.is_shared() || !scales,
             "--dtype f16 needs loss scaling, which {} does not have; use dist-muon or dist-adamw",
-            self.name()
-        );
-        let keeps_digits = matches!(settings.master, Master::Full | Master::Mantissa);
-        ensure!(
-            self.optimizer != OptimizerName::Muon
-                || settings.dtype == Dtype::F32
-                || settings.qk_clip.is_none()
-                || !keeps_digits,
-            "--qk-clip scales parameters in half precision after the step of {}, which loses the \
-             digits of --master; use dist-muon",
             self.name()
         );
         let steps = settings.steps;

@@ -151,16 +151,13 @@ impl Options {
                 bail!("--ranks with several numbers: say what to --compare on them")
             };
             let contender = self.settings.contender_on(ranks, self.diagnose_every > 0)?;
-            self.check_sums(contender)?;
-            self.check_observed(&[contender])?;
-            return Ok(vec![Plan { contender, ranks, seed: self.settings.seed }]);
+            let plan = Plan { contender, ranks, seed: self.settings.seed };
+            return self.checked(vec![plan]);
         }
         let seeds =
             if self.seeds.is_empty() { vec![self.settings.seed] } else { self.seeds.clone() };
-        self.check_observed(&self.compare)?;
         let mut runs = Vec::new();
         for contender in &self.compare {
-            self.check_sums(*contender)?;
             let on = |ranks| contender.on_ranks(ranks).map(|contender| (contender, ranks));
             let shared: Vec<_> = all_ranks.iter().filter_map(|&ranks| on(ranks)).collect();
             let each = if shared.is_empty() { vec![(*contender, 1)] } else { shared };
@@ -171,6 +168,21 @@ impl Options {
         ensure!(
             world.is_none_or(|world| runs.iter().all(|run| run.ranks == world.size())),
             "--compare on several processes is for dist-muon, dist-adamw and recipes"
+        );
+        self.checked(runs)
+    }
+
+    /// The runs, if their optimizers can do everything that the options ask for.
+    fn checked(&self, runs: Vec<Plan>) -> Result<Vec<Plan>> {
+        for Plan { contender, .. } in &runs {
+            self.check_sums(*contender)?;
+            self.settings.check_digits(*contender)?;
+        }
+        let has_norms = runs.iter().any(|run| run.contender.optimizer.is_shared());
+        ensure!(
+            self.diagnose_every == 0 || has_norms,
+            "--diagnose-every shows norms of dist-muon and dist-adamw, which also train recipes on \
+             several ranks; use or compare one of them"
         );
         Ok(runs)
     }
@@ -191,16 +203,6 @@ impl Options {
              in half precision; use muon, dist-muon or dist-adamw, or --dtype f32",
             self.accumulate,
             contender.optimizer.name()
-        );
-        Ok(())
-    }
-
-    /// Fails if norms are to be shown and none of the optimizers has them.
-    fn check_observed(&self, contenders: &[Contender]) -> Result<()> {
-        let has_norms = contenders.iter().any(|contender| contender.optimizer.is_shared());
-        ensure!(
-            self.diagnose_every == 0 || has_norms,
-            "--diagnose-every shows norms of dist-muon and dist-adamw; use or compare one of them"
         );
         Ok(())
     }

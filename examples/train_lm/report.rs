@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow};
 use comfy_table::{ContentArrangement, Table, presets};
 use distmuon::distributed::GroupDiagnostics;
+use plotters::style::RGBColor;
 
 use super::chart::{Axis, COLORS, Chart, Curve};
 
@@ -159,11 +160,15 @@ const QUANTITIES: [(&str, Quantity); 7] = [
 /// losses: `loss-update-norm.svg` for `loss.svg`.
 pub fn plot_norms(path: &Path, title: &str, summaries: &[Summary]) -> Result<()> {
     for (name, quantity) in QUANTITIES {
-        let curves = summaries.iter().flat_map(|run| curves_of_groups(run, quantity));
-        let mut curves: Vec<Curve> = curves.filter(|curve| !curve.points.is_empty()).collect();
-        for (curve, color) in curves.iter_mut().zip(COLORS.iter().cycle()) {
-            curve.color = *color;
-        }
+        let groups = summaries.iter().flat_map(|run| of_groups(run, quantity));
+        let groups = groups.filter(|(_, points)| !points.is_empty()).zip(COLORS.iter().cycle());
+        let curve = |((name, points), color): ((_, _), &RGBColor)| Curve {
+            name,
+            points,
+            color: *color,
+            dash: None,
+        };
+        let curves: Vec<Curve> = groups.map(curve).collect();
         let points: Vec<_> = curves.iter().flat_map(|curve| curve.points.iter().copied()).collect();
         if points.is_empty() {
             continue;
@@ -177,19 +182,18 @@ pub fn plot_norms(path: &Path, title: &str, summaries: &[Summary]) -> Result<()>
     Ok(())
 }
 
-/// A quantity of every group of a run, in one colour.
-fn curves_of_groups(run: &Summary, quantity: Quantity) -> impl Iterator<Item = Curve> + '_ {
+/// A quantity of every group of a run: the name of the curve, and its points.
+fn of_groups(
+    run: &Summary,
+    quantity: Quantity,
+) -> impl Iterator<Item = (String, Vec<(f64, f64)>)> + '_ {
     let groups = run.norms.first().map_or(&[][..], |(_, groups)| groups);
     groups.iter().enumerate().map(move |(index, group)| {
         let point = |(step, groups): &(usize, Vec<GroupDiagnostics>)| {
             Some((*step as f64, quantity(&groups[index]).filter(|y| y.is_finite())?))
         };
-        Curve {
-            name: format!("{}, {}", run.title(), group.group),
-            points: run.norms.iter().filter_map(point).collect(),
-            color: COLORS[0],
-            dash: None,
-        }
+        let name = format!("{}, {}", run.title(), group.group);
+        (name, run.norms.iter().filter_map(point).collect())
     })
 }
 
@@ -223,7 +227,7 @@ fn axes(points: &[(f64, f64)]) -> [Axis; 2] {
     let highest = late.map(|(_, loss)| *loss).fold(f64::NEG_INFINITY, f64::max);
     // The last two terms keep the range from being empty if all values are equal.
     let least = if highest == 0.0 { 1.0 } else { 1e-9 };
-    let margin = 0.04 * (highest - lowest).max(1e-3 * highest).max(least);
+    let margin = 0.04 * (highest - lowest).max(1e-3 * highest.abs()).max(least);
     let steps = 0.0..last_step;
     let losses = lowest - margin..highest + margin;
     let (step_ticks, _) = round_numbers(&steps, 1.0);

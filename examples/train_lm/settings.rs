@@ -36,7 +36,8 @@ pub struct Settings {
     /// Seed of the weights, the batches and the samples.
     #[arg(long, default_value_t = 1, help_heading = "Model")]
     pub seed: u64,
-    /// Optimizer. Default: muon, and dist-muon where muon cannot do it.
+    /// Optimizer. Default: muon; dist-muon on several ranks and for f16,
+    /// --qk-clip and --diagnose-every.
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Optimizer")]
     pub optimizer: Option<OptimizerName>,
     /// Settings of muon with which others train. Default: this crate's.
@@ -185,6 +186,21 @@ impl Settings {
             );
         }
         Ok(Contender { optimizer, recipe: self.recipe })
+    }
+
+    /// Fails for an optimizer whose clipped heads would lose the digits of master weights.
+    pub fn check_digits(&self, contender: Contender) -> Result<()> {
+        let keeps_digits = matches!(self.master, Master::Full | Master::Mantissa);
+        ensure!(
+            contender.optimizer != OptimizerName::Muon
+                || self.dtype == Dtype::F32
+                || self.qk_clip.is_none()
+                || !keeps_digits,
+            "--qk-clip scales parameters in half precision after the step of {}, which loses the \
+             digits of --master; use dist-muon, or several ranks",
+            contender.name()
+        );
+        Ok(())
     }
 
     /// Combines the settings that are given with those of a saved run for the others.

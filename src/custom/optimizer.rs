@@ -115,7 +115,7 @@ impl Whole {
             true => parameter,
             false => {
                 let grad = clip(self.clipping.as_ref(), grad);
-                let both = (flat(parameter), flat(grad));
+                let both = (flat(parameter), Some(flat(grad)));
                 let parameter = WholeParameter {
                     flag: 0,
                     shape: &shape,

@@ -290,19 +290,6 @@ mod tests {
         }
     }
 
-    /// The reason for which this set has no name.
-    #[test]
-    fn the_set_of_turbo_muon_turns_matrices_of_low_rank() {
-        let turbo_muon = [
-            [4.0098, -7.0585, 2.4635],
-            [3.4585, -5.5479, 2.5959],
-            [2.7573, -3.2939, 1.4254],
-            [2.7215, -3.0494, 1.3169],
-        ];
-        assert!(output(&turbo_muon, 0.88) > 0.0 && output(&turbo_muon, 0.89) < 0.0);
-        assert!(output(&turbo_muon, 1.0) < -0.9);
-    }
-
     #[test]
     fn long_runs_of_polar_express_converge_to_one() {
         let published = |safety| (Coefficients::PolarExpress { safety }, 1e-12);

@@ -80,9 +80,9 @@ pub struct ClippedHeads {
 pub struct ClippedAttention {
     /// Path of the attention.
     pub path: String,
-    /// The largest logit of the heads whose maximum is finite, before clipping; negative infinity
-    /// if there is none.
-    pub max_logit: f32,
+    /// The largest logit of the heads whose maximum is finite, before clipping; `None` if there is
+    /// none.
+    pub max_logit: Option<f32>,
     /// Number of heads that were clipped.
     pub clipped: usize,
     /// Number of heads that were not clipped because their maximum was not finite: NaN, or positive
@@ -119,7 +119,7 @@ impl ClippedHeads {
             maxima.iter().partition(|maximum| **maximum < NOT_FINITE);
         ClippedAttention {
             path: path.to_owned(),
-            max_logit: finite.iter().copied().fold(f32::NEG_INFINITY, f32::max),
+            max_logit: finite.iter().copied().reduce(f32::max),
             clipped: finite.iter().filter(|maximum| **maximum > tau).count(),
             not_finite: not_finite.len(),
         }

@@ -87,27 +87,33 @@ impl WholeUpdate {
     }
 
     /// One step of a parameter of a shape: its new values. Advances the slots and the optimizer's
-    /// `own` state, which is absent before the first step.
+    /// `own` state, which is absent before the first step. Without a gradient the optimizer is not
+    /// called: no tensor operation undoes a step of an unknown optimizer.
     ///
     /// The optimizer gets the values and the gradient of parameters in half precision in float32.
     /// Adds the norms of the step to `observations`, if there are any.
     pub fn step(
         &self,
-        (values, gradient): (Tensor<1>, Tensor<1>),
+        (values, gradient): (Tensor<1>, Option<Tensor<1>>),
         WholeParameter { flag, shape, lr, origin, factors }: WholeParameter<'_>,
         (slots, own): (&mut Slots, &mut Option<DynState>),
         observations: Option<&mut Observations>,
     ) -> Tensor<1> {
         let (dtype, elements) = (values.dtype(), values.dims()[0]);
         let values = self.precision.widen(vec![values], &[0], slots).swap_remove(0);
-        let gradient = gradient.cast(precise_dtype(dtype));
         let old = observations.is_some().then(|| values.clone());
-        let [values, gradient] = [values, gradient].map(|tensor| shaped(tensor, shape));
-        let (updated, state) =
-            self.optimizer.step_dyn(shape.len(), lr, values, gradient, own.take());
-        *own = state;
-        let updated = vec![flat(updated, shape.len())];
-        let updated = scaled_by(updated, std::iter::once(factors.as_ref()));
+        let updated = match gradient {
+            Some(gradient) => {
+                let tensors = [values, gradient.cast(precise_dtype(dtype))];
+                let [values, gradient] = tensors.map(|tensor| shaped(tensor, shape));
+                let (updated, state) =
+                    self.optimizer.step_dyn(shape.len(), lr, values, gradient, own.take());
+                *own = state;
+                flat(updated, shape.len())
+            }
+            None => values,
+        };
+        let updated = scaled_by(vec![updated], std::iter::once(factors.as_ref()));
         if let (Some(observations), Some(old)) = (observations, old) {
             let none = Tensor::zeros([1], (&old.device(), DType::F32));
             observations.add(flag, old, &updated[0], none);

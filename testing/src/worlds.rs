@@ -272,7 +272,7 @@ pub mod mpi {
     use libtest_mimic::Failed;
 
     use super::*;
-    use crate::mpirun::{is_there, mpirun};
+    use crate::mpirun::{is_there, mpirun, output};
 
     /// The number of processes that mpirun starts.
     pub(super) const PROCESSES: usize = 4;
@@ -322,7 +322,8 @@ pub mod mpi {
             }
             let program = std::env::args_os().next().expect("a program has a name");
             let mut mpirun = mpirun(PROCESSES);
-            let output = mpirun.arg(program).env(WORKER, "1").output()?;
+            mpirun.arg(program).env(WORKER, "1");
+            let output = output(mpirun)?;
             let text = String::from_utf8_lossy(&output.stdout);
             println!("{text}{}", String::from_utf8_lossy(&output.stderr));
             if !output.status.success() {

@@ -3,7 +3,7 @@
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::AdafactorConfig;
+use burn::optim::{AdafactorConfig, GradientsParams};
 use burn::tensor::{DType, Device, FloatDType, Tensor, bf16};
 use distmuon::comm::World;
 use distmuon::distributed::{DistMuonConfig, Gradients};
@@ -60,6 +60,18 @@ impl Net {
         net.map(&mut Fixed::new(3)).map(&mut Rounded(dtype))
     }
 
+    /// Gradients of a step. One projection has none that is usable in the second, in which its
+    /// heads are clipped nevertheless.
+    fn gradients(&self, step: u64, dtype: DType) -> GradientsParams {
+        let mut all = gradients(self, step, dtype);
+        if step == 1 {
+            let id = self.multi_head.query.weight.id;
+            let gradient = all.remove::<2>(id).expect("the projection has a gradient");
+            all.register(id, gradient.mul_scalar(f32::NAN));
+        }
+        all
+    }
+
     fn clip(&self) -> Result<QkClip> {
         let latent = LatentHead { nope: 3, rope: 2, value: 2 };
         QkClipConfig::new()
@@ -99,8 +111,11 @@ fn on_ranks(count: usize, dtype: DType, muon: &MuonConfig) -> Vec<Vec<f32>> {
         for step in 0..STEPS {
             let logits = logits(world.rank(), world.size());
             optim.clip_heads(&clip.factors_on(&world, &logits)?);
-            let grads = gradients(&net, step, dtype);
+            let grads = net.gradients(step, dtype);
+            optim.request_diagnostics();
             net = optim.step(LR, net, grads)?;
+            let attentions = optim.diagnostics()?.expect("the step was observed").attentions;
+            assert!(attentions.len() == 4 && attentions.iter().all(|each| each.clipped == 1));
         }
         Ok(floats(&net))
     });
@@ -113,7 +128,7 @@ fn clipped_after_the_step(muon: &MuonConfig) -> Vec<f32> {
     let clip = net.clip().unwrap();
     let mut optim = muon.init(&net);
     for step in 0..STEPS {
-        let grads = gradients(&net, step, DType::F32);
+        let grads = net.gradients(step, DType::F32);
         net = optim.step(LR, net, grads);
         net = clip.apply(net, &logits(0, 1)).unwrap().0;
     }

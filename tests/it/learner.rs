@@ -19,8 +19,8 @@ use burn::train::{
     RegressionOutput, SupervisedTraining, TrainOutput, TrainStep, TrainingStrategy,
 };
 use distmuon::distributed::{
-    Diagnostics, DistMuonConfig, DistMuonStrategy, GradDtype, LatestDiagnostics, LearnerLogits,
-    LossScaleConfig,
+    Diagnostics, DistModuleOptimizer, DistMuonConfig, DistMuonStrategy, GradDtype,
+    LatestDiagnostics, LearnerLogits, LossScaleConfig,
 };
 use distmuon::schedule::ScheduledLr;
 use distmuon::{
@@ -94,6 +94,8 @@ impl InferenceStep for Net {
     type Output = RegressionOutput;
 
     fn step(&self, batch: Batch) -> RegressionOutput {
+        // Would clip all heads.
+        self.logits.report("", Tensor::full([2], 1e3, &batch[0].device()));
         self.regression(batch)
     }
 }
@@ -450,7 +452,7 @@ fn qk_clip() -> QkClipConfig {
     QkClipConfig::new().with_tau(0.5).with_rule(rule)
 }
 
-/// The model after an epoch on ranks that clip heads, and the norms of the last step.
+/// The model after a training on ranks that clip heads, and the norms of the last step.
 fn clipped(setup: &Setup, ranks: usize) -> (Net, Diagnostics) {
     let logits = LearnerLogits::new();
     let strategy = DistMuonStrategy::new(vec![device(); ranks], DistMuonConfig::new());
@@ -463,44 +465,73 @@ fn clipped(setup: &Setup, ranks: usize) -> (Net, Diagnostics) {
     (result.model, latest.get().expect("every step was observed"))
 }
 
-#[test]
-fn heads_are_clipped_by_the_reports_of_all_ranks() {
-    let setup = Setup { epochs: 1, ..Setup::default() };
-    // A loop of one device, without a strategy.
-    let mut net = Net::new(&device());
-    let clip = qk_clip().init(&net).unwrap();
+/// The model after the same training in a loop of one device. `before_step` gets the batches of a
+/// step.
+fn by_hand(
+    setup: &Setup,
+    mut net: Net,
+    mut before_step: impl FnMut(&Net, &[Batch], &mut DistModuleOptimizer),
+) -> Net {
     let mut optim = DistMuonConfig::new().muon.init_batched(&net).unwrap();
     let rates = Schedule::constant(1e-3).linear(100, 1e-1);
     let regression = Regression { poison: None, nan: None };
-    let mut counts = 0;
-    for (step, items) in setup.items.chunks(BATCH).enumerate() {
-        let batch = regression.batch(items.to_vec(), &device());
-        let outputs: Vec<f32> = net.up.forward(batch[0].clone()).into_data().iter().collect();
-        let max = |head: usize| {
-            let of_head = outputs.iter().enumerate().filter(|(index, _)| index / 4 % 2 == head);
-            of_head.map(|(_, output)| *output).fold(f32::MIN, f32::max)
+    let batch = |items: &[usize]| regression.batch(items.to_vec(), &device());
+    let batches: Vec<Batch> = setup.items.chunks(setup.batch).map(batch).collect();
+    let steps = (0..setup.epochs).flat_map(|_| batches.chunks(setup.accumulation));
+    for (step, batches) in steps.enumerate() {
+        before_step(&net, batches, &mut optim);
+        let mut gradients = batches.iter().map(|batch| TrainStep::step(&net, batch.clone()).grads);
+        let gradients = match setup.accumulation {
+            1 => gradients.next().expect("a batch"),
+            _ => {
+                let mut sum = GradientBuffer::new();
+                gradients.for_each(|gradients| sum.add(&net, gradients).unwrap());
+                sum.take_sum()
+            }
         };
-        let mut logits = MaxLogits::new();
-        logits.report("", Tensor::from_data([max(0), max(1)], &device()));
-        let factors = clip.factors(&logits).unwrap();
-        counts += factors.clipped_heads().read()[0].clipped;
-        optim.clip_heads(&factors);
-        let gradients = TrainStep::step(&net, batch).grads;
         net = optim.step(rates.at(step), net, gradients).unwrap();
     }
-    assert!((1..2 * setup.items.len() / BATCH).contains(&counts), "{counts} heads");
+    net
+}
 
-    let (alone, diagnostics) = clipped(&setup, 1);
-    let worst = largest_difference(&values(&alone), &values(&net));
-    assert!(worst <= if is_flex() { 0.0 } else { 1e-5 }, "{worst}");
-    assert!(alone.weights() != trained(&setup, on_ranks(1)).weights());
-    let attention = &diagnostics.attentions[..];
-    assert!(attention.len() == 1 && attention[0].path.is_empty(), "{diagnostics:?}");
-    let groups = diagnostics.groups();
-    assert!(groups.iter().all(|group| group.clipped_heads == Some(attention[0].clipped)));
-    assert!(groups.iter().all(|group| group.max_logit == Some(attention[0].max_logit)));
+/// The largest output of each of two heads of four.
+fn max_outputs(net: &Net, batches: &[Batch]) -> [f32; 2] {
+    let outputs =
+        |[x, _]: &Batch| -> Vec<f32> { net.up.forward(x.clone()).into_data().iter().collect() };
+    let outputs: Vec<f32> = batches.iter().flat_map(outputs).collect();
+    [0, 1].map(|head| {
+        let of_head = outputs.iter().enumerate().filter(|(index, _)| index / 4 % 2 == head);
+        of_head.map(|(_, output)| *output).fold(f32::MIN, f32::max)
+    })
+}
 
+#[test]
+fn heads_are_clipped_by_the_reports_of_all_ranks_and_batches() {
+    for accumulation in [1, 3] {
+        let setup = Setup { accumulation, ..Setup::default() };
+        let net = Net::new(&device());
+        let clip = qk_clip().init(&net).unwrap();
+        let mut counts = vec![];
+        let net = by_hand(&setup, net, |net, batches, optim| {
+            let mut logits = MaxLogits::new();
+            logits.report("", Tensor::from_data(max_outputs(net, batches), &device()));
+            let factors = clip.factors(&logits).unwrap();
+            counts.push(factors.clipped_heads().read()[0].clipped);
+            optim.clip_heads(&factors);
+        });
+        let clipped_heads: usize = counts.iter().sum();
+        assert!((1..2 * counts.len()).contains(&clipped_heads), "{counts:?}");
+
+        let (alone, diagnostics) = clipped(&setup, 1);
+        let worst = largest_difference(&values(&alone), &values(&net));
+        assert!(worst <= if is_flex() { 0.0 } else { 1e-5 }, "{worst}");
+        assert!(alone.weights() != trained(&setup, on_ranks(1)).weights());
+        let attentions = &diagnostics.attentions;
+        assert!(attentions.len() == 1 && attentions[0].path.is_empty(), "{diagnostics:?}");
+        assert_eq!(attentions[0].clipped, *counts.last().unwrap());
+    }
     // Half of the batches of the joined ones are those of the other rank.
+    let setup = Setup::default();
     let (together, _) = clipped(&setup, 2);
     let joined = Setup { items: as_ranks_see_them(2), batch: 2 * BATCH, ..setup };
     let worst = largest_difference(&values(&together), &values(&clipped(&joined, 1).0));
@@ -514,18 +545,8 @@ fn batches_of_half_precision_are_added_up_in_float32() {
         return;
     }
     let half = || Net::new(&device()).map(&mut Rounded(DType::BF16));
-    let setup = Setup { epochs: 1, accumulation: 4, ..Setup::default() };
-    let mut net = half();
-    let mut optim = DistMuonConfig::new().muon.init_batched(&net).unwrap();
-    let rates = Schedule::constant(1e-3).linear(100, 1e-1);
-    let (regression, mut sum) = (Regression { poison: None, nan: None }, GradientBuffer::new());
-    for (step, items) in setup.items.chunks(4 * BATCH).enumerate() {
-        for items in items.chunks(BATCH) {
-            let batch = regression.batch(items.to_vec(), &device());
-            sum.add(&net, TrainStep::step(&net, batch).grads).unwrap();
-        }
-        net = optim.step(rates.at(step), net, sum.take_sum()).unwrap();
-    }
+    let setup = Setup { accumulation: 4, ..Setup::default() };
+    let net = by_hand(&setup, half(), |_, _, _| {});
 
     let folder = tempfile::tempdir().unwrap();
     let launch = |strategy| launch_with(half(), folder.path(), &setup, strategy);

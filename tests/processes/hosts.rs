@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use distmuon::Error;
 use distmuon::comm::Launch;
-use distmuon_testing::mpirun::{ROOT, is_there};
+use distmuon_testing::mpirun::{ROOT, is_there, output_of, wait};
 use distmuon_testing::skip;
 
 use crate::ranks::{self, CUT_AT, FOLDER, text, trained};
@@ -177,7 +177,7 @@ pub fn report(folder: &Path, error: &Error) {
 }
 
 fn succeed(hosts: &Hosts, folder: &Path) -> (String, Vec<u8>) {
-    let output = hosts.start(folder, "never").wait_with_output().unwrap();
+    let output = output_of(|| Ok(hosts.start(folder, "never"))).expect("mpirun runs");
     assert!(output.status.success(), "{}", text(&output.stderr));
     (text(&output.stdout), trained(folder, RANKS))
 }
@@ -223,5 +223,5 @@ fn fail_after_a_cut(hosts: &Hosts, folder: &Path, cut_at: &str) {
         assert!(others.iter().any(blames), "rank {rank}: {error}");
     }
     hosts.clear();
-    mpirun.wait().unwrap();
+    wait(&mut mpirun).expect("mpirun was started");
 }

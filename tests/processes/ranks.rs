@@ -338,7 +338,8 @@ fn a_rank_that_returns_early_is_named() {
     }
     let program = std::env::args_os().next().expect("a program has a name");
     let mut mpirun = mpirun::mpirun(RANKS);
-    let output = mpirun.arg(program).env(RETURNS_EARLY, "1").output().expect("mpirun runs");
+    mpirun.arg(program).env(RETURNS_EARLY, "1");
+    let output = mpirun::output(mpirun).expect("mpirun runs");
     let stdout = text(&output.stdout);
     println!("{stdout}");
     for rank in (0..RANKS).filter(|rank| *rank != VICTIM) {

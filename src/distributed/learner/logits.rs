@@ -1,7 +1,7 @@
 //! Maximum logits that a learner's model reports.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
 use burn::tensor::Tensor;
@@ -17,7 +17,7 @@ use crate::qk_clip::MaxLogits;
 /// ```
 /// use burn::module::Module;
 /// use burn::nn::attention::MultiHeadAttention;
-/// use distmuon::distributed::LearnerLogits;
+/// use distmuon::LearnerLogits;
 ///
 /// #[derive(Module, Debug)]
 /// struct Net {
@@ -29,7 +29,7 @@ use crate::qk_clip::MaxLogits;
 #[derive(Clone, Debug, Default)]
 pub struct LearnerLogits(Arc<Mutex<OfThreads>>);
 
-/// Every rank trains on a thread of its own.
+/// The reports by thread: every rank trains on its own.
 type OfThreads = HashMap<ThreadId, MaxLogits>;
 
 impl LearnerLogits {
@@ -40,38 +40,39 @@ impl LearnerLogits {
 
     /// Reports the maximum logit of every head of an attention, as
     /// [`MaxLogits::report`](crate::MaxLogits::report) does, on the thread that runs the training
-    /// step. In validation and outside of a training it has no effect.
+    /// step. It has no effect on another thread, in validation, and outside of a training with
+    /// QK-clip.
     pub fn report(&self, attention: impl Into<String>, maxima: Tensor<1>) {
+        // The caller's code runs without the lock.
+        let (attention, maxima) = (attention.into(), maxima.inner());
         if let Some(logits) = self.of_threads().get_mut(&thread::current().id()) {
             logits.report(attention, maxima);
         }
     }
 
     /// Collects the reports of this thread until the result is dropped.
-    pub(super) fn collect(&self) -> Collected<'_> {
+    pub(super) fn collect(&self) -> Collecting {
         self.of_threads().insert(thread::current().id(), MaxLogits::new());
-        Collected(self)
+        Collecting(self.clone())
+    }
+
+    /// Returns the reports of this thread since the last call, if it collects them.
+    pub(super) fn take(&self) -> MaxLogits {
+        self.of_threads().get_mut(&thread::current().id()).map(std::mem::take).unwrap_or_default()
     }
 
     fn of_threads(&self) -> MutexGuard<'_, OfThreads> {
-        self.0.lock().expect("no holder of the lock panics")
+        // A thread that panicked has left the reports of the others as they were.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The reports of a thread.
-pub struct Collected<'a>(&'a LearnerLogits);
+/// A thread collects its reports as long as this exists.
+pub struct Collecting(LearnerLogits);
 
-impl Collected<'_> {
-    /// Returns the reports since the last call.
-    pub fn take(&self) -> MaxLogits {
-        let mut of_threads = self.0.of_threads();
-        let logits = of_threads.get_mut(&thread::current().id());
-        std::mem::take(logits.expect("the thread collects its reports"))
-    }
-}
-
-impl Drop for Collected<'_> {
+impl Drop for Collecting {
     fn drop(&mut self) {
-        self.0.of_threads().remove(&thread::current().id());
+        let reports = self.0.of_threads().remove(&thread::current().id());
+        drop(reports); // without the lock
     }
 }

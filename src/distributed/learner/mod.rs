@@ -34,7 +34,6 @@ use crate::error::{Error, Result};
 use crate::gradients::GradientBuffer;
 use crate::qk_clip::{QkClip, QkClipConfig};
 use crate::update::SkippedSteps;
-use logits::Collected;
 pub use logits::LearnerLogits;
 
 /// Trains a burn-train [`Learner`] on many ranks, one thread each, with
@@ -128,6 +127,9 @@ impl DistMuonStrategy {
 
     /// Clips the heads of attention whose maximum logit of any rank was above the threshold, in
     /// every step. The model reports to a clone of `logits`, in all batches of a step.
+    ///
+    /// A rule that does not fit the model, or an attention that has not reported in a step, ends
+    /// the training with [`Error::QkClip`](crate::Error::QkClip).
     pub fn with_qk_clip(mut self, config: QkClipConfig, logits: &LearnerLogits) -> Self {
         self.qk_clip = Some((config, logits.clone()));
         self
@@ -397,7 +399,7 @@ impl<M: LearnerModel> Worker<'_, M> {
     fn train_epoch(&mut self) -> Result<()> {
         let loader = self.train.clone();
         let mut items = loader.iter();
-        let logits = self.qk_clip.as_ref().map(|(_, logits)| logits.collect());
+        let _collecting = self.qk_clip.as_ref().map(|(_, logits)| logits.collect());
         let mut sum = GradientBuffer::new();
         for batch in 1.. {
             let item = self.next(items.next());
@@ -409,11 +411,11 @@ impl<M: LearnerModel> Worker<'_, M> {
             let output = TrainStep::step(self.model(), item);
             if self.run.accumulation == 1 {
                 // In the type of the parameters, where a sum is in float32.
-                self.step(output.grads, logits.as_ref())?;
+                self.step(output.grads)?;
             } else {
                 sum.add(self.model(), output.grads)?;
                 if batch % self.run.accumulation == 0 || progress.is_completed() {
-                    self.step(sum.take_sum(), logits.as_ref())?;
+                    self.step(sum.take_sum())?;
                 }
             }
             let lr = Some(self.learner.lr_current());
@@ -423,9 +425,9 @@ impl<M: LearnerModel> Worker<'_, M> {
         Ok(())
     }
 
-    fn step(&mut self, gradients: GradientsParams, logits: Option<&Collected>) -> Result<()> {
+    fn step(&mut self, gradients: GradientsParams) -> Result<()> {
         self.learner.lr_step();
-        if let (Some((clip, _)), Some(logits)) = (&self.qk_clip, logits) {
+        if let Some((clip, logits)) = &self.qk_clip {
             self.optim.clip_heads(&clip.factors_on(&self.world, &logits.take())?);
         }
         let model = self.model.take().expect("every step returns the model");

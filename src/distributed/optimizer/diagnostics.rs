@@ -1,5 +1,6 @@
 //! Norms of the last step by parameter and by group, on request.
 
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 
 use burn::tensor::Tensor;
@@ -81,7 +82,9 @@ pub struct GroupDiagnostics {
     /// The number of clipped heads of the attentions that have parameters in the group; `None`
     /// without such an attention.
     pub clipped_heads: Option<usize>,
-    /// The largest logit of these attentions.
+    /// The number of their heads whose maximum logit was not finite, which are not clipped.
+    pub not_finite_heads: Option<usize>,
+    /// The largest logit of their heads whose maximum was finite.
     pub max_logit: Option<f32>,
 }
 
@@ -118,8 +121,9 @@ impl GroupDiagnostics {
 
     fn add_attention(&mut self, attention: &ClippedAttention) {
         *self.clipped_heads.get_or_insert(0) += attention.clipped;
-        let max_logit = self.max_logit.get_or_insert(f32::NEG_INFINITY);
-        *max_logit = max_logit.max(attention.max_logit);
+        *self.not_finite_heads.get_or_insert(0) += attention.not_finite;
+        let maxima = self.max_logit.into_iter().chain(attention.max_logit);
+        self.max_logit = maxima.reduce(f32::max);
     }
 }
 
@@ -139,6 +143,7 @@ impl Diagnostics {
                     orthogonality_error: None,
                     skipped: 0,
                     clipped_heads: None,
+                    not_finite_heads: None,
                     max_logit: None,
                 });
                 groups.len() - 1
@@ -146,11 +151,10 @@ impl Diagnostics {
             groups[index].add(parameter);
         }
         for attention in &self.attentions {
-            let has = |name: &str| {
-                let mut parameters = self.parameters.iter();
-                parameters.any(|each| each.group == name && is_within(&each.path, &attention.path))
-            };
-            let groups = groups.iter_mut().filter(|group| has(&group.group));
+            let parameters = self.parameters.iter();
+            let within = parameters.filter(|each| is_within(&each.path, &attention.path));
+            let names: HashSet<&str> = within.map(|each| &*each.group).collect();
+            let groups = groups.iter_mut().filter(|group| names.contains(&*group.group));
             groups.for_each(|group| group.add_attention(attention));
         }
         groups
@@ -225,10 +229,13 @@ impl DistModuleOptimizer {
         let (skipped, maxima) = read.split_at(self.trained.len());
         let maxima: Vec<f32> = maxima.iter().map(|maximum| *maximum as f32).collect();
         let attentions = heads.map_or(vec![], |heads| heads.of_maxima(&maxima));
+        let routes = self.routing.routes().iter();
+        let groups: HashMap<&str, &str> =
+            routes.map(|route| (&*route.path, &*route.optimizer)).collect();
         let each = self.trained.iter().zip(lrs).zip(sums.chunks_exact(SUMS)).zip(skipped);
         let parameters = each.map(|(((parameter, lr), sums), skipped)| ParameterDiagnostics {
             path: parameter.path.clone(),
-            group: self.group(parameter.model),
+            group: groups[&*self.model[parameter.model].path].to_owned(),
             lr,
             update_norm: sums[0].sqrt(),
             weight_norm: sums[1].sqrt(),
@@ -241,18 +248,58 @@ impl DistModuleOptimizer {
         Ok(Some(Diagnostics { parameters: parameters.collect(), attentions }))
     }
 
-    /// The name of the optimizer of a parameter of the model.
-    fn group(&self, model: usize) -> String {
-        let path = &self.model[model].path;
-        let route = self.routing.routes().iter().find(|route| route.path == *path);
-        route.expect("every trained parameter has a route").optimizer.clone()
-    }
-
     /// Keeps the observations of a step.
     pub(super) fn keep_observed(&mut self, observations: Observations, inputs: &StepInputs) {
         let sums = observations.sums(self.trained.len(), &self.device());
         let lrs = inputs.sizes.iter().map(|size| size.lr).collect();
-        self.observed = Some(Observed { sums, lrs, heads: inputs.head_clip.heads.clone() });
+        let heads = inputs.head_clip.as_ref().map(|clip| clip.heads.clone());
+        self.observed = Some(Observed { sums, lrs, heads });
         self.requested = false;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parameter(path: &str, group: &str) -> ParameterDiagnostics {
+        ParameterDiagnostics {
+            path: path.into(),
+            group: group.into(),
+            lr: 0.1,
+            update_norm: 3.0,
+            weight_norm: 4.0,
+            orthogonality_error: None,
+            skipped: 0,
+        }
+    }
+
+    fn attention(path: &str, clipped: usize, max_logit: Option<f32>) -> ClippedAttention {
+        ClippedAttention { path: path.into(), max_logit, clipped, not_finite: 1 }
+    }
+
+    #[test]
+    fn attentions_count_in_the_groups_of_their_parameters() {
+        let parameters = vec![
+            parameter("blocks.1.attention.query.weight", "Muon"),
+            parameter("blocks.1.attention.query.bias", "AdamW (vector)"),
+            parameter("blocks.10.attention.query.weight", "Muon"),
+            parameter("blocks.1.attention_norm.gamma", "AdamW (norm)"),
+        ];
+        let attentions = vec![
+            attention("blocks.1.attention", 2, Some(7.0)),
+            attention("blocks.10.attention", 1, None),
+        ];
+        let diagnostics = Diagnostics { parameters, attentions };
+        let found: Vec<_> = diagnostics
+            .groups()
+            .into_iter()
+            .map(|group| (group.clipped_heads, group.not_finite_heads, group.max_logit))
+            .collect();
+        let expected =
+            [(Some(3), Some(2), Some(7.0)), (Some(2), Some(1), Some(7.0)), (None, None, None)];
+        assert_eq!(found, expected);
+        let json = serde_json::to_string(&diagnostics).unwrap();
+        assert_eq!(serde_json::from_str::<Diagnostics>(&json).unwrap(), diagnostics);
     }
 }

@@ -95,7 +95,7 @@ pub struct DistModuleOptimizer {
     in_flight: usize,
     clip: Option<Clip>,
     /// The attention heads to clip in the next step.
-    head_clip: HeadClip,
+    head_clip: Option<HeadClip>,
     /// `true` if the next step is to be observed.
     requested: bool,
     /// The observations of the last step that was.
@@ -107,11 +107,10 @@ pub struct DistModuleOptimizer {
 }
 
 /// The attention heads that QK-clip scales in a step.
-#[derive(Default)]
 struct HeadClip {
     /// Factors on the new values of some parameters, flat, by the index of the parameter.
     factors: HashMap<usize, Tensor<1>>,
-    heads: Option<ClippedHeads>,
+    heads: ClippedHeads,
 }
 
 impl DistModuleOptimizer {
@@ -164,7 +163,7 @@ impl DistModuleOptimizer {
             loss_scale: config.loss_scale.clone().map(LossScale::new),
             in_flight: config.in_flight,
             clip,
-            head_clip: HeadClip::default(),
+            head_clip: None,
             requested: false,
             observed: None,
             memory,
@@ -239,8 +238,9 @@ impl DistModuleOptimizer {
 
     /// Scales the projections of attention heads by the factors of QK-clip in the next step, after
     /// its update: in float32 where there are master weights, of which
-    /// [`QkClip::apply`](crate::QkClip::apply) knows nothing. A step that loss scaling skips scales
-    /// nothing. All ranks make this call, with the same factors.
+    /// [`QkClip::apply`](crate::QkClip::apply) knows nothing. A parameter without a usable gradient
+    /// is scaled as well; a step that loss scaling skips scales nothing. All ranks make this call,
+    /// with the same factors.
     ///
     /// The factors are those of [`QkClip::factors_on`](crate::QkClip::factors_on), for the logits
     /// of the forward pass before the step.
@@ -249,8 +249,8 @@ impl DistModuleOptimizer {
             let factors = factors.of_elements(&parameter.path)?.to_device(&self.device());
             Some(parameter.trained.clone().zip(parameter.blocks.cut(factors)))
         });
-        self.head_clip =
-            HeadClip { factors: scaled.flatten().collect(), heads: Some(factors.clipped_heads()) };
+        let heads = factors.clipped_heads();
+        self.head_clip = Some(HeadClip { factors: scaled.flatten().collect(), heads });
     }
 
     /// Returns the optimizer of every parameter, with the reasons.

@@ -103,7 +103,7 @@ pub struct StepInputs {
     pub sizes: Vec<StepSize>,
     /// Steps that each parameter has taken part in.
     pub times: Vec<usize>,
-    pub head_clip: HeadClip,
+    pub head_clip: Option<HeadClip>,
     /// `true` for parameters that stay as they are, on ranks that [own whole
     /// parameters](Shard::owns_whole).
     pub rejected: Vec<bool>,
@@ -318,7 +318,7 @@ impl Run {
 
     /// The factors on its new values.
     fn factors(&self, inputs: &StepInputs) -> Option<Tensor<1>> {
-        let factors = inputs.head_clip.factors.get(&self.parameter)?;
+        let factors = inputs.head_clip.as_ref()?.factors.get(&self.parameter)?;
         Some(slices::slice(factors, self.elements.clone()))
     }
 }
@@ -384,8 +384,6 @@ impl Batch {
         rest.step(tensors, &mut self.state, elements, &controls, &parameters, observations)
     }
 
-    /// Calls the optimizer of a whole parameter, unless its gradient is rejected: no tensor
-    /// operation undoes a step of an unknown optimizer.
     fn update_whole(
         &mut self,
         run: &Run,
@@ -393,13 +391,11 @@ impl Batch {
         (controls, inputs): (&StepControls, &StepInputs),
         observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
-        if inputs.rejected[run.parameter] {
-            return values;
-        }
         let (value, gradient) = (values.swap_remove(0), gradients.swap_remove(0));
         let gradient = match controls.factor.clone() {
-            Some(factor) => scaled(gradient.cast(precise_dtype(value.dtype())), factor),
-            None => gradient,
+            _ if inputs.rejected[run.parameter] => None,
+            Some(factor) => Some(scaled(gradient.cast(precise_dtype(value.dtype())), factor)),
+            None => Some(gradient),
         };
         let WholeRow { update, shape, own } = self.whole.as_mut().expect("a whole parameter");
         let parameter = WholeParameter {

@@ -110,7 +110,7 @@ impl DistModuleOptimizer {
         let (shards, rejected) = self.reduce(&mut step)?;
         let scale = self.loss_scale();
         // Those of a step that is skipped are of no use in another.
-        let head_clip = std::mem::take(&mut self.head_clip);
+        let head_clip = self.head_clip.take();
         match self.accept(rejected, &present)? {
             None => self.diverged = self.none_diverged(),
             Some(rejected) => {
@@ -174,7 +174,7 @@ impl DistModuleOptimizer {
     }
 
     /// The host's decisions about every parameter.
-    fn inputs(&self, lrs: &[f64], head_clip: HeadClip, rejected: &Tensor<1>) -> StepInputs {
+    fn inputs(&self, lrs: &[f64], head_clip: Option<HeadClip>, rejected: &Tensor<1>) -> StepInputs {
         let updates = self.routing.updates();
         let sizes = self.trained.iter().zip(lrs);
         let sizes = sizes.map(|(parameter, lr)| parameter.size(*lr, updates));

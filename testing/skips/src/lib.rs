@@ -31,8 +31,8 @@ pub fn is_on_cuda() -> bool {
 }
 
 /// Reports a test that does not run for a reason that no installation changes, and never fails. The
-/// callers are the allow list of `DISTMUON_MUST_RUN`: two ranks on one device, and tests about
-/// other devices or systems.
+/// callers are the allow list of `DISTMUON_MUST_RUN`: two ranks on one device, tests about other
+/// devices or systems, and files that are not part of the repository.
 pub fn excused(reason: impl Display) {
     println!("skipped: {reason}");
 }

@@ -1,0 +1,116 @@
+//! Runs that Ctrl-C ends.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+
+use burn_pack::Reader;
+
+use super::{cell, curve, folder, stdout, succeed, train_lm};
+
+const STEPS: usize = 40;
+
+/// Interrupts a process as Ctrl-C does. The shell has `kill` where no such program is
+/// installed.
+fn interrupt(child: &Child) {
+    let kill = format!("kill -INT {}", child.id());
+    assert!(Command::new("sh").args(["-c", &kill]).status().unwrap().success());
+}
+
+/// Runs until `line` is in the log, and interrupts.
+fn interrupt_at(line: &str, mut command: Command) -> String {
+    let mut child =
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("a process");
+    let mut stderr = BufReader::new(child.stderr.take().expect("a pipe"));
+    let mut log = String::new();
+    while !log.contains(line) {
+        let length = stderr.read_line(&mut log).unwrap();
+        assert!(length > 0, "{command:?}: ended without {line:?}: {log}");
+    }
+    interrupt(&child);
+    stderr.read_to_string(&mut log).unwrap();
+    let output = child.wait_with_output().unwrap();
+    stdout(&format!("{command:?}"), &Output { stderr: log.into_bytes(), ..output })
+}
+
+/// The line after the advice of a stopped run, for a shell.
+fn advised(folder: &Path, stdout: &str) -> Command {
+    let advice = stdout.lines().skip_while(|line| !line.ends_with("; go on with")).nth(1);
+    let advice = advice.unwrap_or_else(|| panic!("not stopped: {stdout}"));
+    let mut shell = Command::new("sh");
+    shell.args(["-c", &format!("exec {advice}")]).current_dir(folder);
+    shell
+}
+
+/// The model's parameters by path, as bytes.
+fn weights(checkpoint: &Path) -> BTreeMap<String, Vec<u8>> {
+    let checkpoint = Reader::from_file_exact(checkpoint).expect("a checkpoint");
+    let names = checkpoint.tensor_names().into_iter();
+    let weights: BTreeMap<_, _> = names
+        .filter(|name| name.starts_with("model."))
+        .map(|name| (name.to_owned(), checkpoint.tensor_data(name).unwrap()))
+        .collect();
+    assert!(weights.contains_key("model.head.weight"), "{:?}", weights.keys());
+    weights
+}
+
+#[test]
+fn interrupted_runs_continue_bit_for_bit() {
+    let folder = folder();
+    let flags = format!("--data text.rs --steps {STEPS} --batch 1 --eval-every 10 --sample 0");
+    let whole = succeed(folder.path(), &format!("{flags} --save whole.bpk"));
+
+    let mut command = train_lm(folder.path(), &flags);
+    command.args(["--save", "it's a run.bpk"]);
+    let stopped = interrupt_at(&format!("muon 10/{STEPS}: validation loss"), command);
+    let step = stopped.strip_prefix("muon stopped after step ");
+    let step = step.and_then(|rest| rest.split_once(' ')).map(|(step, _)| step.parse());
+    let step: usize = step.unwrap_or_else(|| panic!("not stopped: {stopped}")).unwrap();
+    assert!((10..STEPS).contains(&step), "{stopped}");
+    let marked = cell(&stopped, &format!("muon (stopped at {step})"), "final loss");
+    assert!(marked.ends_with(&format!("(at {})", step / 10 * 10)), "{stopped}");
+
+    let resumed = advised(folder.path(), &stopped).output().unwrap();
+    let resumed = stdout("the advised command", &resumed);
+    let loss = |stdout| cell(stdout, "muon", "final loss");
+    assert_eq!(loss(&resumed), loss(&whole));
+    let weights = |name| weights(&folder.path().join(name));
+    assert!(weights("it's a run.bpk") == weights("whole.bpk"), "the weights differ");
+}
+
+#[test]
+fn interrupted_runs_continue_on_other_numbers_of_ranks() {
+    let folder = folder();
+    let on = |arguments: &str| {
+        train_lm(folder.path(), &format!("--eval-every 10 --sample 0 --save {arguments}"))
+    };
+    let flags = format!("--data text.rs --steps {STEPS} --batch 2");
+    let whole = on(&format!("whole.bpk {flags}")).output().unwrap();
+    stdout("the whole run", &whole);
+    interrupt_at("muon 10/40: validation loss", on(&format!("run.bpk {flags}")));
+    let shared = on("run.bpk --resume run.bpk --ranks 2");
+    interrupt_at("dist-muon x2 20/40: validation loss", shared);
+    let output = on("run.bpk --resume run.bpk").output().unwrap();
+    stdout("the last part", &output);
+    let [whole, parts] = ["whole.bpk", "run.bpk"].map(|name| curve(&folder.path().join(name)));
+    assert_eq!(whole.len(), parts.len());
+    for ((step, whole), (_, parts)) in whole.into_iter().zip(parts) {
+        let [whole, parts] = [whole, parts].map(|loss| loss.expect("a number"));
+        assert!((whole - parts).abs() < 1e-4 * whole, "step {step}: {whole} and {parts}");
+    }
+}
+
+#[test]
+fn interrupted_comparisons_list_the_runs_that_did_not_begin() {
+    let folder = folder();
+    let flags = format!("--data text.rs --steps {STEPS} --batch 2 --eval-every 10 --sample 0");
+    let compare = format!("{flags} --compare muon,dist-muon --ranks 1,2");
+    let command = train_lm(folder.path(), &compare);
+    let stopped = interrupt_at("muon 10/40: validation loss", command);
+    assert!(stopped.starts_with("muon stopped after step "), "{stopped}");
+    assert!(stopped.contains(" of 40; not begun: dist-muon, dist-muon x2; go on"), "{stopped}");
+    let output = advised(folder.path(), &stopped).output().unwrap();
+    let finished = stdout("the advised command", &output);
+    cell(&finished, "muon", "final loss").parse::<f64>().expect("a loss");
+}

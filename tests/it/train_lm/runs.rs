@@ -1,0 +1,215 @@
+//! Runs of one optimizer: their logs, curves and ends.
+
+use std::fs;
+use std::path::Path;
+
+use super::{curve, folder, log, per_step, rejected, succeed, succeed_with_output, train_lm};
+
+#[test]
+fn a_diverged_run_can_be_continued() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 1 --steps 4 --eval-every 1 --sample 0 --lr 1e30";
+    succeed(folder.path(), &format!("{flags} --save run.bpk"));
+    let losses = curve(&folder.path().join("run.bpk"));
+    assert!(losses.iter().any(|(_, loss)| loss.is_none_or(|loss| !loss.is_finite())), "{losses:?}");
+    succeed(folder.path(), &format!("{flags} --resume run.bpk"));
+}
+
+#[test]
+fn runs_that_skip_every_step_are_reported_and_ended() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 1 --steps 40 --eval-every 4 --sample 0 --lr 1e30";
+    let arguments = format!("{flags} --log run.jsonl");
+    fail_after_some_steps(folder.path(), &arguments, "so that nothing was learnt in them");
+    let log = log(&folder.path().join("run.jsonl"));
+    assert_eq!(log.last().unwrap()["end"], "diverged");
+    let step = log.last().unwrap()["step"].as_u64().unwrap();
+    assert!((10..20).contains(&step), "{step}");
+}
+
+/// The error and the skipped steps of a run that fails.
+fn fail_after_some_steps(folder: &Path, arguments: &str, expected: &str) {
+    let output = train_lm(folder, arguments).output().unwrap();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{arguments}: the run ended without an error");
+    let skipped = "muon 8/40: 43 parameters skipped 4 of 4 steps: gradients not finite";
+    for expected in [expected, skipped, "start anew with a lower --lr than 1e30"] {
+        assert!(stderr.contains(expected), "{arguments}: {expected:?} is not in {stderr}");
+    }
+    assert_eq!(stderr.matches("skipped").count(), 2, "reported once per validation: {stderr}");
+}
+
+#[test]
+fn logs_contain_every_step_and_are_appended_to() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 1 --steps 2 --eval-every 1 --sample 0 --log run.jsonl";
+    succeed(folder.path(), &format!("{flags} --save run.bpk"));
+    let path = folder.path().join("run.jsonl");
+    let first = log(&path);
+    let with = |log: &[serde_json::Value], key: &str| -> Vec<serde_json::Value> {
+        log.iter().filter_map(|record| record.get(key)).cloned().collect()
+    };
+    assert_eq!(first[0]["run"], "muon");
+    assert_eq!(first[0]["settings"]["batch"], 1);
+    assert_eq!(with(&first, "step"), [0, 1, 1, 2, 2, 2]);
+    assert_eq!(with(&first, "loss").len(), 2);
+    assert_eq!(with(&first, "lr"), [0.008, 0.0]);
+    for key in ["tokens_per_second", "seconds"] {
+        assert!(with(&first, key).iter().all(|number| number.as_f64() > Some(0.0)), "{first:?}");
+    }
+    let losses: Vec<f64> =
+        with(&first, "validation_loss").iter().map(|loss| loss.as_f64().unwrap()).collect();
+    let saved = curve(&folder.path().join("run.bpk"));
+    assert_eq!(losses, saved[1..].iter().map(|(_, loss)| loss.unwrap()).collect::<Vec<_>>());
+    assert_eq!(first.last().unwrap()["end"], "finished");
+
+    succeed(folder.path(), "--resume run.bpk --steps 3 --sample 0 --log run.jsonl");
+    let both = log(&path);
+    assert_eq!(both[..first.len()], first);
+    assert_eq!(with(&both, "loss").len(), 3);
+}
+
+#[test]
+fn qk_clip_bounds_the_logits_on_any_number_of_ranks() {
+    const TAU: f64 = 2.0;
+    let folder = folder();
+    let flags = "--data text.rs --batch 2 --steps 12 --eval-every 0 --sample 0 --lr 0.03";
+    let run = |name: &str, flags: &str| {
+        let (_, stderr) = succeed_with_output(folder.path(), &format!("{flags} --log {name}"));
+        (log(&folder.path().join(name)), stderr)
+    };
+    let (free, shown) = run("free.jsonl", &format!("{flags} --qk-clip 1e9"));
+    let line = shown.lines().find(|line| line.starts_with("dist-muon 1/12: max logit "));
+    assert!(line.is_some_and(|line| line.ends_with(", 0 heads clipped")), "{shown}");
+    let (one, _) = run("one.jsonl", &format!("{flags} --qk-clip {TAU} --save run.bpk"));
+    let (two, _) = run("two.jsonl", &format!("{flags} --qk-clip {TAU} --ranks 2"));
+    let (parts, _) = run("parts.jsonl", &format!("{flags} --qk-clip {TAU} --accumulate 2"));
+
+    let free_logits = per_step(&free, "max_logit");
+    assert_eq!(free_logits.len(), 12);
+    assert!(per_step(&free, "clipped_heads").iter().all(|heads| *heads == 0.0), "{free:?}");
+    let (logits, heads) = (per_step(&one, "max_logit"), per_step(&one, "clipped_heads"));
+    assert!(heads.iter().any(|heads| *heads > 0.0), "no head is clipped: {logits:?}");
+    for (logit, heads) in logits.iter().zip(&heads) {
+        assert_eq!(*heads > 0.0, *logit > TAU, "{logits:?}, {heads:?}");
+    }
+    let largest = |logits: &[f64]| logits.iter().copied().fold(f64::MIN, f64::max);
+    assert!(largest(&logits) < 0.7 * largest(&free_logits), "{logits:?} and {free_logits:?}");
+    for other in [two, parts] {
+        for (other, logit) in per_step(&other, "max_logit").iter().zip(&logits) {
+            assert!((other - logit).abs() < 1e-3 * logit, "{other:?} and {logits:?}");
+        }
+        assert_eq!(per_step(&other, "clipped_heads"), heads);
+    }
+    let (more, _) = run("run.jsonl", "--resume run.bpk --steps 13 --sample 0");
+    assert_eq!(per_step(&more, "max_logit").len(), 1, "the setting is that of the checkpoint");
+    rejected(folder.path(), "--resume run.bpk --qk-clip 3", "--qk-clip 3.0 (saved: 2.0)");
+    rejected(
+        folder.path(),
+        "--data text.rs --qk-clip 0",
+        "--qk-clip <TAU>': it must be a positive",
+    );
+}
+
+#[test]
+fn half_precision_trains_on_any_number_of_ranks() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 2 --steps 4 --eval-every 0 --sample 0";
+    let losses = |name: &str, more: &str| {
+        succeed(folder.path(), &format!("{flags} {more} --log {name} --diagnose-every 2"));
+        let log = log(&folder.path().join(name));
+        let observed: Vec<_> = log.iter().filter_map(|line| line.get("diagnostics")).collect();
+        assert_eq!(observed.len(), 2, "{log:?}");
+        for groups in observed {
+            let muon = groups.as_array().unwrap().iter().find(|group| group["group"] == "Muon");
+            assert!(muon.unwrap()["effective_lr"].as_f64().unwrap() > 0.0, "{groups}");
+        }
+        per_step(&log, "loss")
+    };
+    let wide = losses("wide.jsonl", "--dtype f32");
+    for (half, worlds) in [
+        ("--dtype bf16", &["--ranks 1", "--ranks 2", "--accumulate 2"][..]),
+        ("--dtype bf16 --master mantissa", &["--ranks 2"]),
+        ("--dtype bf16 --master none", &["--ranks 1"]),
+        ("--dtype bf16 --master stochastic", &["--ranks 2"]),
+        ("--dtype f16", &["--ranks 1", "--ranks 2", "--accumulate 2"]),
+    ] {
+        for world in worlds {
+            for (half, wide) in losses("half.jsonl", &format!("{half} {world}")).iter().zip(&wide) {
+                assert!((half - wide).abs() < 0.02 * wide, "{half} instead of {wide}");
+            }
+        }
+    }
+    let observed = "--diagnose-every 1 --plot a.svg";
+    succeed(folder.path(), &format!("{flags} {observed} --qk-clip 0.5"));
+    for quantity in [
+        "effective-learning-rate",
+        "update-norm",
+        "weight-norm",
+        "orthogonality-error",
+        "skipped-steps",
+        "clipped-heads",
+        "maximum-logit",
+    ] {
+        let plot = folder.path().join(format!("a-{quantity}.svg"));
+        let plot = fs::read_to_string(&plot).unwrap_or_else(|e| panic!("{quantity}: {e}"));
+        assert!(plot.contains("dist-muon, Muon"), "{quantity}: {plot}");
+    }
+    let muon = "--data text.rs --dtype f16 --optimizer muon";
+    rejected(folder.path(), muon, "--dtype f16 needs loss scaling");
+    let mantissa = "--data text.rs --dtype f16 --master mantissa";
+    rejected(folder.path(), mantissa, "bfloat16 parameters for `Mantissa`");
+    let unseen = "--data text.rs --optimizer muon --diagnose-every 1";
+    rejected(folder.path(), unseen, "--diagnose-every shows norms of dist-muon");
+    let unseen = "--data text.rs --compare adamw,muon --diagnose-every 1";
+    rejected(folder.path(), unseen, "--diagnose-every shows norms of dist-muon");
+    let clipped = "--data text.rs --optimizer muon --dtype bf16 --qk-clip 2";
+    rejected(folder.path(), clipped, "loses the digits of --master");
+}
+
+#[test]
+fn accumulated_parts_follow_the_curve_of_the_whole_batch() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 4 --steps 4 --eval-every 0 --sample 0";
+    let loss = |flags: &str| {
+        succeed(folder.path(), &format!("{flags} --save run.bpk"));
+        match curve(&folder.path().join("run.bpk"))[..] {
+            [(4, Some(loss))] => loss,
+            ref other => panic!("one validation, at the end, not {other:?}"),
+        }
+    };
+    let whole = loss(flags);
+    for parts in ["--accumulate 4", "--accumulate 2 --ranks 2"] {
+        let accumulated = loss(&format!("{flags} {parts}"));
+        assert!((accumulated - whole).abs() < 1e-4 * whole, "{parts}: {accumulated} and {whole}");
+    }
+}
+
+#[test]
+fn the_loss_curve_is_the_same_on_any_number_of_ranks() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 4 --steps 6 --eval-every 1 --sample 0";
+    for optimizer in ["dist-muon", "dist-adamw"] {
+        let curves = [1, 2, 4].map(|ranks| {
+            let name = format!("{ranks}.bpk");
+            let flags = format!("{flags} --optimizer {optimizer} --ranks {ranks} --save {name}");
+            let stdout = succeed(folder.path(), &flags);
+            assert!(stdout.contains("imbalance of cost"), "no plan in {stdout}");
+            assert!(stdout.contains("gradient shards"), "no memory report in {stdout}");
+            curve(&folder.path().join(name))
+        });
+        let losses = curves.map(|curve| {
+            curve.into_iter().map(|(_, loss)| loss.expect("a number")).collect::<Vec<_>>()
+        });
+        assert!(losses[0].len() == 7 && losses[0][6] < losses[0][0], "it learns: {losses:?}");
+        for other in &losses[1..] {
+            for (step, (loss, alone)) in other.iter().zip(&losses[0]).enumerate() {
+                let difference = (loss - alone).abs() / alone;
+                assert!(difference < 1e-5, "{optimizer}, step {step}: {loss} and {alone}");
+            }
+        }
+        // Four ranks can continue from a checkpoint of two.
+        let more = format!("{flags} --optimizer {optimizer} --ranks 4 --resume 2.bpk");
+        succeed(folder.path(), &more);
+    }
+}
