@@ -100,8 +100,9 @@ pub enum Recipe {
     ModdedNanogpt,
     /// Kimi K2 (section 2 of its report, <https://arxiv.org/abs/2507.20534>), without QK-clip.
     ///
-    /// QK-clip with a limit of 100 acts on attention logits and weights, and is not part of an
-    /// optimizer's update: add [`QkClipConfig`](crate::QkClipConfig). Momentum, coefficients and
+    /// QK-clip acts on attention logits and weights, and is not part of an optimizer's update: add
+    /// [`QkClipConfig`](crate::QkClipConfig), whose defaults, a limit of 100 and equal exponents,
+    /// are those of the report, with rules for the attentions. Momentum, coefficients and
     /// AdamW's settings are those of [`Moonlight`](Self::Moonlight), whose optimizer the report
     /// builds on. The algorithm of the report has no Nesterov. The warm-up has 500 steps in the
     /// source, and here a twentieth of the run if that is less. The rate is constant for 10 of 15.5
