@@ -81,11 +81,15 @@ tests() { printf '%s\n' ${TESTS:-} | grep "^$1" || echo "$1"; }
 # Prints one step per line: its name, a program, and its arguments. The steps that are most likely
 # to fail come first.
 steps() {
-  local shapes= groups='small large batched' training='--preset gpt2 --steps 20 --batch 4'
+  local shapes= groups='small large batched' optimizers=adamw,muon,dist-muon
+  local training='--preset gpt2 --steps 20 --batch 4'
   local name group dtype peers=benches/peers
   [ -z "$packed" ] || peers=peers
   # Given shapes replace those of a group.
-  [ "$device" = cuda ] || shapes='--shapes 32x48 --repeats 1' groups=small training='--steps 2 --batch 2'
+  [ "$device" = cuda ] || {
+    shapes='--shapes 32x48 --repeats 1' groups=small
+    optimizers=muon,dist-muon training='--steps 2 --batch 2'
+  }
   for name in product gram fused mirror; do
     # Few threads, since each allocates its own memory on the device.
     echo "$name gpu_suite" $(tests $name::) --nocapture --test-threads 4
@@ -107,7 +111,7 @@ steps() {
   done
   echo "step_times gpu steps $shapes"
   echo 'collectives gpu collectives'
-  echo "training gpu train_lm --data src --compare adamw,muon,dist-muon --sample 0 --eval-every 0 $training"
+  echo "training gpu train_lm --data src --compare $optimizers --sample 0 --eval-every 0 $training"
   for dtype in bfloat16 float16; do
     echo "peers_$dtype python3 -u $peers/torch_gpu.py --dtype $dtype"
   done

@@ -36,8 +36,9 @@ pub struct Settings {
     /// Seed of the weights, the batches and the samples.
     #[arg(long, default_value_t = 1, help_heading = "Model")]
     pub seed: u64,
-    /// Optimizer. Default: muon; dist-muon on several ranks and for f16,
-    /// --qk-clip and --diagnose-every.
+    /// Optimizer. Default: muon, and dist-muon for what muon does not do.
+    ///
+    /// That is several ranks, f16, --qk-clip and --diagnose-every.
     #[arg(long, value_enum, value_name = "NAME", help_heading = "Optimizer")]
     pub optimizer: Option<OptimizerName>,
     /// Settings of muon with which others train. Default: this crate's.
