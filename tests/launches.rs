@@ -1,13 +1,13 @@
 //! The numbers of kernels that a step launches, of copies from the host and of copies to it,
 //! counted on a CubeCL device for different numbers of parameters.
 //!
-//! A separate binary with one test, since the counters belong to the process.
+//! A separate binary, and one test at a time, since the counters belong to the process.
 
 #![cfg(feature = "vulkan")]
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Barrier, Mutex, Once};
+use std::sync::{Arc, Barrier, Mutex, MutexGuard, Once, PoisonError};
 
 use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
@@ -270,16 +270,27 @@ fn scatters(kernel: &str) -> bool {
     kernel.to_lowercase().replace('_', "").contains("selectassign")
 }
 
-#[test]
-fn a_step_launches_few_kernels_and_copies_per_parameter() {
+/// Waits for the other test, and configures the counters. `None` on other devices.
+fn counting() -> Option<MutexGuard<'static, ()>> {
+    static TURN: Mutex<()> = Mutex::new(());
+    static CONFIGURED: Once = Once::new();
     if std::env::var("BURN_DEVICE").as_deref() != Ok("vulkan") {
         excused("launches are counted on BURN_DEVICE=vulkan");
-        return;
+        return None;
     }
-    let mut config = CubeClRuntimeConfig::default();
-    config.memory.logger.level = MemoryLogLevel::Full;
-    config.memory.logger.log = Some(Default::default());
-    CubeClRuntimeConfig::set(config);
+    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    CONFIGURED.call_once(|| {
+        let mut config = CubeClRuntimeConfig::default();
+        config.memory.logger.level = MemoryLogLevel::Full;
+        config.memory.logger.log = Some(Default::default());
+        CubeClRuntimeConfig::set(config);
+    });
+    Some(turn)
+}
+
+#[test]
+fn a_step_launches_few_kernels_and_copies_per_parameter() {
+    let Some(_turn) = counting() else { return };
     let device = Device::default();
     let (_sums, scattered) = counted(&device, || {
         let zeros = Tensor::<1>::zeros([2], (&device, DType::F32));
@@ -318,7 +329,12 @@ fn a_step_launches_few_kernels_and_copies_per_parameter() {
     let with_parts = config.clone().with_muon(MuonConfig::new().with_parts(parts));
     let counted_with_parts = step(&Structure::equal(30), 1, &with_parts);
     assert_eq!((counted_with_parts.uploads, counted_with_parts.reads), (1, 0));
+}
 
+#[test]
+fn models_of_the_field_launch_few_kernels() {
+    let Some(_turn) = counting() else { return };
+    let config = DistMuonConfig::new();
     for (structure, limit) in [(Structure::gpt2_small(), 600), (Structure::of_7b(), 1200)] {
         let bucket_mb = 1000.0 / structure.scale;
         let counted = step(&structure, 1, &config.clone().with_bucket_mb(Some(bucket_mb)));
