@@ -96,6 +96,14 @@ proptest! {
                 .iter()
                 .map(|grad| mapped(grad, |i, j, x| x * factors[if by_row { i } else { j }]))
                 .collect();
+            // Norms below 1e-6 count as that.
+            let line = |grad: &Mat<f64>, index| match by_row {
+                true => grad.row(index).norm_l2(),
+                false => grad.col(index).norm_l2(),
+            };
+            let lines = if by_row { grads[0].nrows() } else { grads[0].ncols() };
+            let all = grads.iter().chain(&scaled);
+            prop_assume!(all.flat_map(|grad| (0..lines).map(|i| line(grad, i))).all(|x| x > 2e-6));
             let config = with(part);
             let (actual, expected) =
                 (updates(&config, &scaled, layout), updates(&config, &grads, layout));
