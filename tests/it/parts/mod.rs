@@ -95,8 +95,12 @@ fn updates(config: &MuonConfig, grads: &[Mat<f64>], layout: MatrixLayout) -> Vec
 }
 
 fn close(actual: &Mat<f64>, expected: &Mat<f64>, case: &str) {
+    close_within(1e-4, actual, expected, case);
+}
+
+fn close_within(tolerance: f64, actual: &Mat<f64>, expected: &Mat<f64>, case: &str) {
     let error = (actual - expected).norm_l2() / expected.norm_l2();
-    assert!(error < tf32_or(1e-4), "{case}: {error:.1e}");
+    assert!(error < tf32_or(tolerance), "{case}: {error:.1e}");
 }
 
 /// Compares all steps of two runs.

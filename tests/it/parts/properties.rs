@@ -12,7 +12,7 @@ use distmuon_testing::references::random;
 use faer::Mat;
 use proptest::prelude::*;
 
-use super::{LAYOUTS, close, mapped, times, trajectory, updates};
+use super::{LAYOUTS, close, close_within, mapped, times, trajectory, updates};
 
 /// The plain update in the standard form, which has no restarts to compute.
 fn plain() -> MuonConfig {
@@ -165,7 +165,8 @@ proptest! {
             let (actual, expected) =
                 (updates(&config, &scaled, layout), updates(&config, &grads, layout));
             for (actual, expected) in actual.iter().zip(&expected) {
-                close(actual, expected, "scaled gradients");
+                // AdaMuon divides small elements by their own size, with their rounding errors.
+                close_within(1e-3, actual, expected, "scaled gradients");
             }
         }
     }
