@@ -169,9 +169,9 @@ impl Settings {
     /// The optimizer on a number of ranks, with its recipe. One that sees the whole model can also
     /// scale losses, clip heads of master weights, and be observed.
     pub fn contender_on(&self, ranks: usize, is_observed: bool) -> Result<Contender> {
-        let sees_one = ranks == 1 && self.dtype != Dtype::F16 && self.qk_clip.is_none();
-        let is_single = sees_one && !is_observed;
-        let default = if is_single { OptimizerName::Muon } else { OptimizerName::DistMuon };
+        let sees_all =
+            ranks > 1 || is_observed || self.dtype == Dtype::F16 || self.qk_clip.is_some();
+        let default = if sees_all { OptimizerName::DistMuon } else { OptimizerName::Muon };
         let optimizer = self.optimizer.unwrap_or(default);
         ensure!(
             ranks == 1 || optimizer.is_shared(),

@@ -78,7 +78,8 @@ pub fn wait(mpirun: &mut Child) -> io::Result<Option<ExitStatus>> {
             mpirun.wait()?;
             return Ok(None);
         }
-        thread::sleep(Duration::from_millis(20));
+        // Seldom, since every look reads the states of all processes.
+        thread::sleep(Duration::from_millis(100));
     }
 }
 
@@ -92,10 +93,10 @@ fn has_children(parent: u32) -> bool {
         fields.next().is_some_and(|state| state != "Z")
             && fields.next() == Some(&parent.to_string())
     };
-    let stats = processes
+    let mut stats = processes
         .flatten()
         .filter_map(|process| fs::read_to_string(process.path().join("stat")).ok());
-    stats.into_iter().any(is_child)
+    stats.any(is_child)
 }
 
 /// Reads everything that a process writes, on a thread.

@@ -239,11 +239,13 @@ fn bytes(count: usize, [of, gradient]: [DType; 2], muon: MuonConfig) -> f64 {
     let elements = 16 * 64 * 64;
     let measured = ranks(count, |world| {
         let net = Layers::square(16, 64, world.device()).map(&mut Fixed::new(4));
-        let net = net.map(&mut Rounded(of));
+        let mut net = net.map(&mut Rounded(of));
         let mut optim = dist.init(&world, &net)?;
         let begin = optim.memory().total.now + elements * gradient.size();
-        let grads = gradients(&net, 0, gradient);
-        optim.step(LR, net, grads)?;
+        for step in 0..2 {
+            let grads = gradients(&net, step, gradient);
+            net = optim.step(LR, net, grads)?;
+        }
         let MemoryReport { parameters, gradients, shards, masters, states, buffers, total } =
             optim.memory();
         let kinds = [parameters, gradients, shards, masters, states, buffers];

@@ -11,7 +11,7 @@ use distmuon::{
     LatentHead, MaxLogits, MuonConfig, QkClip, QkClipConfig, QkClipRule, Result, RoutingRule,
 };
 use distmuon_testing::models::Fixed;
-use distmuon_testing::precision::{LR, Rounded, assert_same, floats, gradients, has};
+use distmuon_testing::precision::{LR, Rounded, STEPS, assert_same, floats, gradients, has};
 use distmuon_testing::worlds::{self, Case, cases};
 
 use crate::{device, ranks};
@@ -20,8 +20,6 @@ pub const EVERYWHERE: &[Case] = cases![
     heads_are_those_that_are_clipped_after_the_step,
     clipped_heads_keep_the_digits_of_master_weights,
 ];
-
-const STEPS: u64 = 3;
 
 /// The maxima of two heads of every attention, the first of which is above the threshold.
 const MAXIMA: [f32; 2] = [103.7, 99.0];

@@ -326,6 +326,13 @@ mod older_files {
         }
         let new = |device: &Device| precision::Net::new(DType::BF16, device);
         let gradients = |net: &precision::Net, step| precision::gradients(net, step, DType::BF16);
+        let on_ranks = |mut net, optim: &mut DistModuleOptimizer, steps: Range<u64>| -> Result<_> {
+            for step in steps {
+                let grads = gradients(&net, step);
+                net = optim.step(precision::LR, net, grads)?;
+            }
+            Ok(net)
+        };
         for (name, master, states) in [
             ("checkpoint-v2-master.bpk", MasterWeights::Full, StateDtype::Float32),
             ("checkpoint-v2-mantissa.bpk", MasterWeights::Mantissa, StateDtype::BFloat16),
@@ -335,13 +342,9 @@ mod older_files {
             if writes() {
                 World::threads(vec![Device::default().autodiff(); 2], |world| -> Result<()> {
                     let trained = |end: u64| -> Result<_> {
-                        let mut net = new(world.device());
+                        let net = new(world.device());
                         let mut optim = ranks.init(&world, &net)?;
-                        for step in 0..end {
-                            let grads = gradients(&net, step);
-                            net = optim.step(precision::LR, net, grads)?;
-                        }
-                        Ok((net, optim))
+                        Ok((on_ranks(net, &mut optim, 0..end)?, optim))
                     };
                     let (after, _) = trained(BEFORE + AFTER)?;
                     let (before, optim) = trained(BEFORE)?;
@@ -354,12 +357,9 @@ mod older_files {
                 World::threads(devices, |world| -> Result<()> {
                     let net = new(world.device());
                     let optim = ranks.init(&world, &net)?;
-                    let (mut net, mut optim, expected): (_, _, Vec<f32>) =
+                    let (net, mut optim, expected): (_, _, Vec<f32>) =
                         optim.load(path(name), net)?;
-                    for step in BEFORE..BEFORE + AFTER {
-                        let grads = gradients(&net, step);
-                        net = optim.step(precision::LR, net, grads)?;
-                    }
+                    let net = on_ranks(net, &mut optim, BEFORE..BEFORE + AFTER)?;
                     let case = format_args!("{name} on {count} ranks");
                     precision::assert_same(&precision::floats(&net), &expected, case);
                     Ok(())

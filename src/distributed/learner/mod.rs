@@ -128,7 +128,7 @@ impl DistMuonStrategy {
     /// Clips the heads of attention whose maximum logit of any rank was above the threshold, in
     /// every step. The model reports to a clone of `logits`, in all batches of a step.
     ///
-    /// A rule that does not fit the model, or an attention that has not reported in a step, ends
+    /// A rule that does not fit the model, or an attention that does not report in a step, ends
     /// the training with [`Error::QkClip`](crate::Error::QkClip).
     pub fn with_qk_clip(mut self, config: QkClipConfig, logits: &LearnerLogits) -> Self {
         self.qk_clip = Some((config, logits.clone()));

@@ -155,18 +155,19 @@ proptest! {
         grads in gradients(), layout in layouts(), power in -17.0..17.0f64,
     ) {
         let scaled: Vec<_> = grads.iter().map(|grad| times(10f64.powf(power), grad)).collect();
-        for parts in [
-            vec![],
-            vec![Namo::new(0.95).with_epsilon(0.0).into()],
-            vec![Namo::new(0.95).with_epsilon(0.0).into(), AdaMuon::new(0.9).into()],
-            vec![NorMuon::new(0.9).into(), Renormalization::rms(0.2).into()],
+        let namo = || Namo::new(0.95).with_epsilon(0.0).into();
+        for (parts, tolerance) in [
+            (vec![], 1e-4),
+            (vec![namo()], 1e-4),
+            // Small elements are divided by their own size, with their rounding errors.
+            (vec![namo(), AdaMuon::new(0.9).into()], 1e-3),
+            (vec![NorMuon::new(0.9).into(), Renormalization::rms(0.2).into()], 1e-4),
         ] {
             let config = unguarded().with_parts(parts);
             let (actual, expected) =
                 (updates(&config, &scaled, layout), updates(&config, &grads, layout));
             for (actual, expected) in actual.iter().zip(&expected) {
-                // AdaMuon divides small elements by their own size, with their rounding errors.
-                close_within(1e-3, actual, expected, "scaled gradients");
+                close_within(tolerance, actual, expected, "scaled gradients");
             }
         }
     }
