@@ -1,5 +1,6 @@
 //! Steps on N ranks, which equal those on one rank.
 
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use burn::module::{Module, ModuleVisitor, Param};
@@ -13,6 +14,7 @@ use distmuon::distributed::{CostSource, DistMuonConfig, Gradients};
 use distmuon::{MomentumConfig, MuonConfig, RoutingRule};
 use distmuon_testing::device::has_type;
 use distmuon_testing::models::{Fixed, Layers, bits, gradients, weights};
+use distmuon_testing::watched::{Event, watched};
 use distmuon_testing::worlds::{self, Case, cases};
 use distmuon_testing::{excused, lacks};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
@@ -42,6 +44,7 @@ pub const EVERYWHERE: &[Case] = cases![
 pub const IN_PROCESS: &[Case] = cases![
     one_rank_is_bit_equal_to_the_single_device_optimizer,
     ranks_divide_the_memory_of_shards_and_states,
+    a_bucket_is_updated_while_others_are_reduced_and_gathered,
 ];
 
 fn steps_on_any_number_of_ranks_are_bit_equal_to_one_rank() {
@@ -381,4 +384,57 @@ fn ranks_divide_the_memory_of_shards_and_states() {
             assert!(memory.total.peak <= 2 * p + 2 * p / count + p, "{memory}");
         }
     }
+}
+
+/// The calls of a step on the first of two ranks, with one matrix in every bucket: their names, and
+/// `true` for the wait.
+fn calls_of_a_step(config: &DistMuonConfig) -> Vec<(&'static str, bool)> {
+    let events = Arc::new(Mutex::new(vec![]));
+    let run = ranks_here(2, |world| {
+        let of_rank_0 = events.clone();
+        let watched = watched(&world, move |event: Event| {
+            if event.rank == 0 {
+                of_rank_0.lock().unwrap().push((event.collective, event.waits));
+            }
+            Ok(())
+        });
+        let net = watched.broadcast(Layers::square(6, 16, world.device()))?;
+        let mut optim = config.init(&watched, &net)?;
+        let gradients = gradients(&net, 1);
+        if world.rank() == 0 {
+            events.lock().unwrap().clear();
+        }
+        optim.step(0.01, net, gradients).map(drop)
+    });
+    run.unwrap();
+    let mut events = events.lock().unwrap();
+    events.drain(..).filter(|(name, _)| !name.ends_with("bytes")).collect()
+}
+
+fn a_bucket_is_updated_while_others_are_reduced_and_gathered() {
+    let config = DistMuonConfig::new().with_bucket_mb(Some(1e-4)).with_in_flight(2);
+    let calls = calls_of_a_step(&config);
+    // The time of the call or the wait of a bucket.
+    let time = |name: &str, waits: bool, bucket: usize| {
+        let mut times = (0..calls.len()).filter(|time| calls[*time] == (name, waits));
+        times.nth(bucket).unwrap_or_else(|| panic!("{name} of bucket {bucket} in {calls:?}"))
+    };
+    for bucket in 0..6 {
+        // The update begins when the bucket is reduced, and ends when it is sent.
+        let update = time("reduce_scatter", true, bucket)..time("all_gather", false, bucket);
+        assert!(!update.is_empty());
+        let overlaps = |name: &str, other: usize| {
+            time(name, false, other) < update.start && update.end < time(name, true, other)
+        };
+        assert!(bucket == 5 || overlaps("reduce_scatter", bucket + 1), "{bucket}: {calls:?}");
+        assert!(bucket == 0 || overlaps("all_gather", bucket - 1), "{bucket}: {calls:?}");
+    }
+    // The counts of skipped steps come last, and no bucket waits for them.
+    assert!(time("all_gather", false, 5) < time("all_reduce", false, 0));
+
+    // Clipping depends on all gradients.
+    let calls = calls_of_a_step(&config.with_max_norm(Some(1.0)));
+    let last_reduced = calls.iter().rposition(|call| *call == ("reduce_scatter", true));
+    let first_sent = calls.iter().position(|call| *call == ("all_gather", false));
+    assert!(last_reduced < first_sent, "{calls:?}");
 }

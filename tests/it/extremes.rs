@@ -359,12 +359,11 @@ fn non_finite_updates_are_skipped_and_counted() {
         let config = DistMuonConfig::new().with_muon(config);
         World::threads_with(World::devices(2), net, |world, mut net| {
             let mut optim = config.init(&world, &net)?;
-            for _ in 0..3 {
+            for _ in 0..2 {
                 let gradients = net.gradients(1.0);
                 net = optim.step(0.1, net, gradients)?;
             }
             assert_eq!(bits(&net.matrix.val()), before);
-            // Ranks exchange their counts at the next step.
             assert_eq!(optim.skipped_steps().read(), counted);
             Ok::<_, Error>(())
         })

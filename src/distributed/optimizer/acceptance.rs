@@ -1,7 +1,7 @@
 //! The acceptance of every parameter's step: rejected gradients, diverged matrices, and their sums
 //! per parameter.
 
-use burn::tensor::{DType, Device, Int, Tensor, TensorData};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 
 use crate::backend::ones_where;
 use crate::slices;
@@ -89,12 +89,8 @@ pub struct Acceptance {
 
 impl Acceptance {
     /// The decision from the numbers of ranks that reject a parameter's gradient, of its matrices
-    /// that diverged in the last step, and the presence of a gradient on any rank.
-    pub fn new(rejected: Tensor<1>, diverged: Tensor<1>, present: &[bool]) -> Self {
-        let absent: Vec<f32> =
-            present.iter().map(|present| f32::from(u8::from(!present))).collect();
-        let absent =
-            Tensor::from_data(TensorData::from(&*absent), (&rejected.device(), DType::F32));
+    /// that diverged since the last decision, and 1 for parameters without a gradient on any rank.
+    pub fn new(rejected: Tensor<1>, diverged: Tensor<1>, absent: Tensor<1>) -> Self {
         let any = |sums: Tensor<1>| ones_where(sums.greater_elem(0.0));
         let rejected = any(rejected);
         let skipped = rejected.clone() + any(diverged);
@@ -104,6 +100,7 @@ impl Acceptance {
 
 #[cfg(test)]
 mod tests {
+    use burn::tensor::DType;
     use proptest::prelude::*;
 
     use super::*;

@@ -12,10 +12,12 @@ mod own_states;
 mod record;
 mod setup;
 mod shard;
+mod stages;
 mod step;
 mod trained;
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
@@ -45,6 +47,7 @@ use memory::Snapshot;
 pub use memory::{MemoryReport, Usage};
 use setup::Trained;
 use shard::Shard;
+use stages::{Stage, stages};
 use trained::{ModelParameter, TrainedParameter};
 
 /// Muon and AdamW for one model on many ranks, from
@@ -85,14 +88,16 @@ pub struct DistModuleOptimizer {
     place: Place,
     /// Sums over the matrices that this rank updates.
     matrices: RowSums,
-    /// For each of these matrices, 1 if the iteration diverged in the last step. It is counted with
-    /// the rejections of the next step, since no rank waits for another while it updates.
+    /// For each of these matrices, 1 if the iteration diverged since the ranks last exchanged the
+    /// parameters that stay as they are, when it is counted.
     diverged: Tensor<1>,
     costs: Costs,
     gradients: Gradients,
     grad_dtype: GradDtype,
     loss_scale: Option<LossScale>,
     in_flight: usize,
+    /// In the order in which they are taken.
+    stages: Arc<[Stage]>,
     clip: Option<Clip>,
     /// The attention heads to clip in the next step.
     head_clip: Option<HeadClip>,
@@ -138,6 +143,8 @@ impl DistModuleOptimizer {
             .map(|bucket| Shard::new(bucket, &trained, rank, updates, &mut matrices, &device));
         let shards: Vec<Shard> = shards.collect();
         let clip = config.max_norm.map(|max_norm| Clip::new(max_norm, &plan, rank, &device));
+        let waits_for_all = clip.is_some() || config.loss_scale.is_some();
+        let stages = stages(&plan, waits_for_all);
         let parameters = plan.parameters().iter();
         let parameters = parameters.map(|p| p.elements() * p.dtype.size()).sum();
         let states: usize = shards.iter().map(Shard::state_bytes).sum();
@@ -162,6 +169,7 @@ impl DistModuleOptimizer {
             grad_dtype: config.grad_dtype,
             loss_scale: config.loss_scale.clone().map(LossScale::new),
             in_flight: config.in_flight,
+            stages: stages.into(),
             clip,
             head_clip: None,
             requested: false,
@@ -206,7 +214,7 @@ impl DistModuleOptimizer {
         model: M,
         gradients: GradientsParams,
     ) -> Result<M> {
-        let stepped = self.three_phases(&lr.into(), model, gradients);
+        let stepped = self.stage_by_stage(&lr.into(), model, gradients);
         if let Err(error) = &stepped {
             self.world.comm().fail(&error.to_string());
         }
@@ -281,7 +289,8 @@ impl DistModuleOptimizer {
     }
 
     /// Returns the counts of the steps that left parameters untouched, which are the same on all
-    /// ranks. Matrices for which the iteration diverges are counted with the next step.
+    /// ranks. Matrices for which the iteration diverges are counted with the next step if gradients
+    /// are clipped or have the scale of the loss, and in stacks whose matrices have several owners.
     pub fn skipped_steps(&self) -> &SkippedSteps {
         &self.skipped
     }

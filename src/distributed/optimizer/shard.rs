@@ -96,6 +96,9 @@ pub struct StepControls {
     pub corrections: [Tensor<1>; 2],
     /// The factor on all gradients.
     pub factor: Option<Tensor<1>>,
+    /// `rejected` on the host, if this rank [owns whole parameters](Shard::owns_whole) among those
+    /// that are updated.
+    pub read: Vec<bool>,
 }
 
 /// The host's decisions of a step, for every parameter.
@@ -104,9 +107,6 @@ pub struct StepInputs {
     /// Steps that each parameter has taken part in.
     pub times: Vec<usize>,
     pub head_clip: Option<HeadClip>,
-    /// `true` for parameters that stay as they are, on ranks that [own whole
-    /// parameters](Shard::owns_whole).
-    pub rejected: Vec<bool>,
 }
 
 impl Shard {
@@ -369,7 +369,7 @@ impl Batch {
         (controls, inputs): (&StepControls, &StepInputs),
         observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
-        let StepControls { rejected, corrections, factor } = controls;
+        let StepControls { rejected, corrections, factor, .. } = controls;
         let parameter = |run: &Run| {
             let StepSize { decay, lr, .. } = inputs.sizes[run.parameter];
             let (flag, first) = (run.parameter, run.range.start);
@@ -393,7 +393,7 @@ impl Batch {
     ) -> Vec<Tensor<1>> {
         let (value, gradient) = (values.swap_remove(0), gradients.swap_remove(0));
         let gradient = match controls.factor.clone() {
-            _ if inputs.rejected[run.parameter] => None,
+            _ if controls.read[run.parameter] => None,
             Some(factor) => Some(scaled(gradient.cast(precise_dtype(value.dtype())), factor)),
             None => Some(gradient),
         };

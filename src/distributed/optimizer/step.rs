@@ -1,17 +1,20 @@
-//! A step, in three phases.
+//! A step, stage by stage.
 //!
 //! 1. The ranks exchange which parameters have a gradient, and verify that they take the same step.
-//!    Every bucket's gradients are packed, moved out of the model and reduced: each rank gets its
-//!    shard.
-//! 2. The ranks exchange which parameters are rejected. Bucket by bucket, they update the
-//!    parameters that they own, and start to gather them.
-//! 3. The gathered parameters replace the old ones.
+//! 2. Bucket by bucket, gradients are packed, moved out of the model and reduced: each rank gets
+//!    its shard. It decides which parameters stay as they are, updates the others, and the ranks
+//!    gather the new values. The next buckets are reduced and the last ones gathered meanwhile.
+//! 3. Parameters that lie on several ranks come last: the ranks exchange which of them stay as they
+//!    are.
+//!
+//! Where an update depends on all gradients, by clipping or loss scaling, all buckets are reduced
+//! before the first update.
 //!
 //! The number of buckets in flight is limited, so that the memory of a step, in addition to the
 //! model, does not grow with the number of buckets. No rank waits for another while it updates:
 //! everything that it needs from the others arrived before.
 //!
-//! A world of one runs the same phases, as do ranks with averaged gradients: the former packs,
+//! A world of one runs the same stages, as do ranks with averaged gradients: the former packs,
 //! sends and gathers nothing, the latter reduce nothing.
 
 use std::collections::VecDeque;
@@ -19,16 +22,17 @@ use std::collections::VecDeque;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::{DType, Tensor, TensorData};
 
+use super::DistModuleOptimizer;
 use super::acceptance::Acceptance;
 use super::clip::counts;
 use super::counters::Counters;
 use super::detached::{DetachedParameters, Expected, FlatTensors, pack};
 use super::memory::Snapshot;
-use super::shard::{Shard, StepControls, StepInputs};
+use super::shard::{StepControls, StepInputs};
+use super::stages::Stage;
 use super::trained::{ModelParameter, TrainedParameter};
-use super::{DistModuleOptimizer, HeadClip};
 use crate::backend::{FiniteMask, ScaledNorms, precise_dtype};
 use crate::checks::{ensure_all_computed, ensure_computed};
 use crate::comm::{Difference, Pending, ReduceOp, digest, unite};
@@ -71,17 +75,53 @@ fn in_one_type(gradients: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
     }
 }
 
+/// A call of a bucket whose result has not been waited for. All ranks wait for the results in the
+/// order of the calls.
+enum Flight {
+    Reduction(usize, Reducing),
+    Gathering(usize, Pending),
+}
+
 /// The tensors of a step, counted as they come and go.
 struct Step {
     detached: DetachedParameters,
+    /// The buckets in the order of the stages.
+    order: Vec<usize>,
+    /// The number of buckets whose reduction has started.
+    started: usize,
+    flights: VecDeque<Flight>,
+    /// The shards that are reduced and not yet updated, by bucket.
+    reduced: Vec<Option<ReducedShard>>,
+    /// 1 for parameters whose gradients this rank rejects.
+    flags: Tensor<1>,
+    /// 1 for parameters without a gradient on any rank.
+    absent: Tensor<1>,
+    /// The scale of the loss.
+    scale: f64,
+    observations: Option<Observations>,
+    /// Updated values that are not sent, by parameter.
+    local: Vec<(usize, Tensor<1>)>,
     /// Bytes of the shards that were reduced and not yet used.
     shards: usize,
     /// Bytes of buffers in flight.
     buffers: usize,
 }
 
+impl Step {
+    /// The number of buckets that are being reduced.
+    fn reductions(&self) -> usize {
+        let is_reduction = |flight: &&Flight| matches!(flight, Flight::Reduction(..));
+        self.flights.iter().filter(is_reduction).count()
+    }
+
+    /// The number of buckets that are being gathered.
+    fn gatherings(&self) -> usize {
+        self.flights.len() - self.reductions()
+    }
+}
+
 impl DistModuleOptimizer {
-    pub(super) fn three_phases<M: Module>(
+    pub(super) fn stage_by_stage<M: Module>(
         &mut self,
         lr: &ModuleLearningRate,
         model: M,
@@ -105,23 +145,17 @@ impl DistModuleOptimizer {
         lrs.iter().try_for_each(|lr| ensure_finite_rate(*lr))?;
         let present = self.agree_on_step(&lrs, &detached)?;
 
-        let mut step = Step { detached, shards: 0, buffers: 0 };
+        let mut step = self.begin(detached, &present);
         self.observe(&step);
-        let (shards, rejected) = self.reduce(&mut step)?;
-        let scale = self.loss_scale();
-        // Those of a step that is skipped are of no use in another.
-        let head_clip = self.head_clip.take();
-        match self.accept(rejected, &present)? {
-            None => self.diverged = self.none_diverged(),
-            Some(rejected) => {
-                let factor = self.factor(&rejected, &shards, scale)?;
-                let corrections = self.counters.corrections.clone();
-                let controls = StepControls { rejected, corrections, factor };
-                let inputs = self.inputs(&lrs, head_clip, &controls.rejected);
-                self.update(&mut step, shards, &controls, &inputs)?;
-                for (parameter, present) in self.trained.iter_mut().zip(present) {
-                    parameter.time += usize::from(present);
-                }
+        // The heads of a step that is skipped are of no use in another.
+        let inputs = self.inputs(&lrs);
+        let is_taken = self.advance(&mut step, &inputs)?;
+        if is_taken {
+            for (parameter, present) in self.trained.iter_mut().zip(present) {
+                parameter.time += usize::from(present);
+            }
+            if let Some(observations) = step.observations.take() {
+                self.keep_observed(observations, &inputs);
             }
         }
         let times: Vec<usize> = self.trained.iter().map(|parameter| parameter.time).collect();
@@ -129,6 +163,48 @@ impl DistModuleOptimizer {
         self.skipped.record(&mut self.place, counts, &times, logs)?;
         self.observe(&step);
         Ok(step.detached.reattach(model, &self.model))
+    }
+
+    /// A step before its first call.
+    fn begin(&self, detached: DetachedParameters, present: &[bool]) -> Step {
+        let device = self.device();
+        let absent: Vec<f32> =
+            present.iter().map(|present| f32::from(u8::from(!present))).collect();
+        Step {
+            detached,
+            order: self.stages.iter().flat_map(|stage| stage.buckets.clone()).collect(),
+            started: 0,
+            flights: VecDeque::new(),
+            reduced: self.shards.iter().map(|_| None).collect(),
+            flags: Tensor::zeros([self.trained.len()], (&device, DType::F32)),
+            absent: Tensor::from_data(TensorData::from(&*absent), (&device, DType::F32)),
+            scale: self.loss_scale(),
+            observations: self.requested.then(Observations::default),
+            local: vec![],
+            shards: 0,
+            buffers: 0,
+        }
+    }
+
+    /// Takes the stages, one after the other. Returns `false` for a step that is skipped, since a
+    /// gradient overflowed under loss scaling.
+    fn advance(&mut self, step: &mut Step, inputs: &StepInputs) -> Result<bool> {
+        let stages = self.stages.clone();
+        for stage in &*stages {
+            for bucket in &stage.buckets {
+                self.finish_reduction(*bucket, step)?;
+            }
+            let Some(controls) = self.decide(stage, step)? else { return Ok(false) };
+            for bucket in &stage.buckets {
+                self.update(*bucket, (&controls, inputs), step)?;
+            }
+        }
+        self.land_all(step)?;
+        // Once for all of them, since the question waits for all work to be submitted to the
+        // device.
+        let path = |index: usize| &*self.trained[index].path;
+        ensure_all_computed(step.local.iter().map(|(index, values)| (path(*index), values)))?;
+        Ok(true)
     }
 
     /// The parameters that have a gradient on any rank, if all ranks take the same step: one
@@ -174,17 +250,12 @@ impl DistModuleOptimizer {
     }
 
     /// The host's decisions about every parameter.
-    fn inputs(&self, lrs: &[f64], head_clip: Option<HeadClip>, rejected: &Tensor<1>) -> StepInputs {
+    fn inputs(&mut self, lrs: &[f64]) -> StepInputs {
         let updates = self.routing.updates();
         let sizes = self.trained.iter().zip(lrs);
-        let sizes = sizes.map(|(parameter, lr)| parameter.size(*lr, updates));
+        let sizes = sizes.map(|(parameter, lr)| parameter.size(*lr, updates)).collect();
         let times = self.trained.iter().map(|parameter| parameter.time).collect();
-        // Read by the host before the updates are queued, and only where a user's optimizer is.
-        let rejected = match self.shards.iter().any(Shard::owns_whole) {
-            true => rejected.to_data().iter::<f32>().map(|flag| flag > 0.0).collect(),
-            false => vec![],
-        };
-        StepInputs { sizes: sizes.collect(), times, head_clip, rejected }
+        StepInputs { sizes, times, head_clip: self.head_clip.take() }
     }
 
     /// Returns `true` if gradients are reduced at all.
@@ -197,10 +268,10 @@ impl DistModuleOptimizer {
         self.world.size() > 1 && bucket.kind != BucketKind::Replicated
     }
 
-    /// Phase 1: reduces the gradients of all buckets to this rank's shards, and flags the
-    /// parameters whose gradients are not usable.
-    fn reduce(&mut self, step: &mut Step) -> Result<(Vec<ReducedShard>, Tensor<1>)> {
-        if self.reduces() {
+    /// Waits for the reduction of a bucket. Those of the next buckets are in flight by then, and
+    /// remain so while this one is updated.
+    fn finish_reduction(&mut self, bucket: usize, step: &mut Step) -> Result<()> {
+        if self.reduces() && step.started == 0 {
             // Before packing: a fused result does not always reveal that its inputs were not
             // computed.
             let gradients = self.trained.iter().enumerate().filter_map(|(index, parameter)| {
@@ -208,22 +279,33 @@ impl DistModuleOptimizer {
             });
             ensure_all_computed(gradients)?;
         }
-        let mut flags = Tensor::zeros([self.trained.len()], (&self.device(), DType::F32));
-        let mut shards = vec![];
-        let mut pending = VecDeque::new();
-        for bucket in 0..self.shards.len() {
-            let started = self.start_reduce(bucket, step)?;
-            step.buffers += started.bytes();
-            pending.push_back(started);
+        while step.reductions() < self.in_flight && step.started < step.order.len() {
+            let next = step.order[step.started];
+            let reducing = self.start_reduce(next, step)?;
+            step.buffers += reducing.bytes();
+            step.flights.push_back(Flight::Reduction(next, reducing));
+            step.started += 1;
             self.observe(step);
-            if pending.len() == self.in_flight {
-                flags = self.finish_reduce(&mut shards, &mut pending, step, flags)?;
-            }
         }
-        while !pending.is_empty() {
-            flags = self.finish_reduce(&mut shards, &mut pending, step, flags)?;
+        while step.reduced[bucket].is_none() {
+            self.land(step)?;
         }
-        Ok((shards, flags))
+        Ok(())
+    }
+
+    /// Waits for the result of the oldest call.
+    fn land(&mut self, step: &mut Step) -> Result<()> {
+        match step.flights.pop_front().expect("a call was started") {
+            Flight::Reduction(bucket, reducing) => self.finish_reduce(bucket, reducing, step),
+            Flight::Gathering(bucket, pending) => self.publish(bucket, pending, step),
+        }
+    }
+
+    fn land_all(&mut self, step: &mut Step) -> Result<()> {
+        while !step.flights.is_empty() {
+            self.land(step)?;
+        }
+        Ok(())
     }
 
     fn start_reduce(&self, bucket: usize, step: &mut Step) -> Result<Reducing> {
@@ -253,16 +335,9 @@ impl DistModuleOptimizer {
         }))
     }
 
-    fn finish_reduce(
-        &mut self,
-        shards: &mut Vec<ReducedShard>,
-        pending: &mut VecDeque<Reducing>,
-        step: &mut Step,
-        flags: Tensor<1>,
-    ) -> Result<Tensor<1>> {
-        let pending = pending.pop_front().expect("a reduction was started");
-        let (buffers, shard) = (pending.bytes(), &self.shards[shards.len()]);
-        let gradients = match pending {
+    fn finish_reduce(&mut self, bucket: usize, reducing: Reducing, step: &mut Step) -> Result<()> {
+        let (buffers, shard) = (reducing.bytes(), &self.shards[bucket]);
+        let gradients = match reducing {
             Reducing::Local(gradients) => gradients,
             Reducing::Sent(pending) => {
                 let mean = pending.wait()?.div_scalar(self.world.size() as f64);
@@ -270,26 +345,51 @@ impl DistModuleOptimizer {
             }
         };
         let norms = if self.clip.is_some() { shard.norms(&gradients) } else { vec![] };
-        let flags = shard.reject(&gradients, flags);
+        // Moved out: with a second reference, the flags would be copied before they are written.
+        let empty = slices::empty(DType::F32, &self.device());
+        step.flags = shard.reject(&gradients, std::mem::replace(&mut step.flags, empty));
         step.buffers -= buffers;
         step.shards += gradients.iter().map(bytes).sum::<usize>();
-        shards.push(ReducedShard { gradients, norms });
+        step.reduced[bucket] = Some(ReducedShard { gradients, norms });
         self.observe(step);
-        Ok(flags)
+        Ok(())
     }
 
-    /// Phase 2: agrees on the parameters that stay as they are, in one message for all buckets, and
-    /// counts them. `None` if all do, since a gradient overflowed under loss scaling.
-    fn accept(&mut self, rejected: Tensor<1>, present: &[bool]) -> Result<Option<Tensor<1>>> {
-        let sums = Tensor::cat(vec![rejected, self.matrices.sum(self.diverged.clone())], 0);
-        let sums = self.world.comm().all_reduce(sums, ReduceOp::Sum)?.wait()?;
+    /// Decides on the parameters of a stage. `None` if all of them stay as they are, since a
+    /// gradient overflowed under loss scaling.
+    fn decide(&mut self, stage: &Stage, step: &mut Step) -> Result<Option<StepControls>> {
+        let (rejected, factor) = if stage.exchanges {
+            let Some(rejected) = self.accept(step)? else { return Ok(None) };
+            let factor = self.factor(&rejected, step)?;
+            (rejected, factor)
+        } else {
+            (step.flags.clone().max_pair(step.absent.clone()), None)
+        };
+        // Read by the host before the updates are queued, and only where a user's optimizer is.
+        let is_read = stage.buckets.iter().any(|bucket| self.shards[*bucket].owns_whole());
+        let read =
+            is_read.then(|| rejected.to_data().iter::<f32>().map(|flag| flag > 0.0).collect());
+        let corrections = self.counters.corrections.clone();
+        Ok(Some(StepControls { rejected, corrections, factor, read: read.unwrap_or_default() }))
+    }
+
+    /// Agrees on the parameters that stay as they are, in one message, and counts the skipped steps
+    /// of all parameters. `None` if all stay as they are, since a gradient overflowed under loss
+    /// scaling.
+    fn accept(&mut self, step: &mut Step) -> Result<Option<Tensor<1>>> {
+        let sums = vec![step.flags.clone(), self.matrices.sum(self.diverged.clone())];
+        let sums = self.world.comm().all_reduce(Tensor::cat(sums, 0), ReduceOp::Sum)?;
+        // The results of earlier calls come first.
+        self.land_all(step)?;
+        let sums = sums.wait()?;
+        self.diverged = self.none_diverged();
         let parameters = self.trained.len();
         let rejected = slices::slice(&sums, 0..parameters);
         let diverged = slices::slice(&sums, parameters..2 * parameters);
         // Read by the host, which has to know the scale of the next loss.
         let overflowed =
             self.loss_scale.is_some() && rejected.clone().max().into_scalar::<f32>() > 0.0;
-        let acceptance = Acceptance::new(rejected, diverged, present);
+        let acceptance = Acceptance::new(rejected, diverged, step.absent.clone());
         let mask = FiniteMask::from_rows(acceptance.rejected.clone());
         let Counters { skipped, corrections } = &mut self.counters;
         *skipped = skipped.clone() + acceptance.skipped;
@@ -302,32 +402,23 @@ impl DistModuleOptimizer {
     }
 
     /// The factor on all gradients, where they are clipped or have the scale of the loss.
-    fn factor(
-        &self,
-        rejected: &Tensor<1>,
-        shards: &[ReducedShard],
-        scale: f64,
-    ) -> Result<Option<Tensor<1>>> {
-        let clipped = self.clip_factor(rejected, shards, scale)?;
+    fn factor(&self, rejected: &Tensor<1>, step: &Step) -> Result<Option<Tensor<1>>> {
+        let clipped = self.clip_factor(rejected, step)?;
         if self.loss_scale.is_none() {
             return Ok(clipped);
         }
         let ones = || Tensor::ones([1], (&self.device(), DType::F32));
-        Ok(Some(clipped.unwrap_or_else(ones).div_scalar(scale)))
+        Ok(Some(clipped.unwrap_or_else(ones).div_scalar(step.scale)))
     }
 
-    /// The factor by which gradients times `scale` are clipped.
-    fn clip_factor(
-        &self,
-        rejected: &Tensor<1>,
-        shards: &[ReducedShard],
-        scale: f64,
-    ) -> Result<Option<Tensor<1>>> {
+    /// The factor by which gradients times the scale of the loss are clipped. All buckets are
+    /// reduced by now.
+    fn clip_factor(&self, rejected: &Tensor<1>, step: &Step) -> Result<Option<Tensor<1>>> {
         let Some(clip) = &self.clip else { return Ok(None) };
         let rank = self.world.rank();
         let rejected = clip.broadcast_rows(rejected);
         let (mut norms, mut first) = (vec![], 0);
-        for (shard, reduced) in self.shards.iter().zip(shards) {
+        for (shard, reduced) in self.shards.iter().zip(step.reduced.iter().flatten()) {
             let counts = counts(&shard.bucket, rank);
             for ScaledNorms { scale, squares } in &reduced.norms {
                 let rows = first..first + scale.dims()[0];
@@ -339,7 +430,7 @@ impl DistModuleOptimizer {
                 norms.extend(counts.then(accepted));
             }
         }
-        clip.factor(&self.world, norms, scale).map(Some)
+        clip.factor(&self.world, norms, step.scale).map(Some)
     }
 
     /// The flags of this rank's matrices where no iteration has diverged.
@@ -347,63 +438,47 @@ impl DistModuleOptimizer {
         slices::zeros(self.diverged.dims()[0], DType::F32, &self.device())
     }
 
-    /// Phases 2 and 3: updates this rank's shards and gathers those of the other ranks.
+    /// Updates this rank's shard of a bucket, and starts to gather those of the other ranks.
     fn update(
         &mut self,
+        bucket: usize,
+        by: (&StepControls, &StepInputs),
         step: &mut Step,
-        shards: Vec<ReducedShard>,
-        controls: &StepControls,
-        inputs: &StepInputs,
     ) -> Result<()> {
-        let mut diverged = self.none_diverged();
-        let mut observations = self.requested.then(Observations::default);
-        let (mut pending, mut local) = (VecDeque::new(), vec![]);
-        for (index, ReducedShard { gradients, .. }) in shards.into_iter().enumerate() {
-            let reduced: usize = gradients.iter().map(bytes).sum();
-            let shard = &mut self.shards[index];
-            let values = shard.take(&mut step.detached.parameters);
-            let observations =
-                observations.as_mut().filter(|_| counts(&shard.bucket, self.world.rank()));
-            let by = (controls, inputs);
-            let updated = shard.update(gradients, values, by, &mut diverged, observations);
-            step.shards -= reduced;
-            let shard = &self.shards[index];
-            if self.gathers(&shard.bucket) {
-                let packed = shard.pack(updated);
-                self.ensure_bucket_computed(&shard.bucket, &packed)?;
-                let gathered = self.world.comm().all_gather(packed, &shard.bucket.counts)?;
-                step.buffers += gathered.bytes();
-                pending.push_back((index, gathered));
-            } else {
-                for (parameter, value) in shard.parameters().zip(updated) {
-                    local.push((parameter, value.clone()));
-                    step.detached.parameters.set(parameter, value);
-                }
+        let reduced = step.reduced[bucket].take();
+        let ReducedShard { gradients, .. } = reduced.expect("the bucket is reduced");
+        step.shards -= gradients.iter().map(bytes).sum::<usize>();
+        let shard = &mut self.shards[bucket];
+        let values = shard.take(&mut step.detached.parameters);
+        let observations = step.observations.as_mut();
+        let observations = observations.filter(|_| counts(&shard.bucket, self.world.rank()));
+        let updated = shard.update(gradients, values, by, &mut self.diverged, observations);
+        let shard = &self.shards[bucket];
+        if self.gathers(&shard.bucket) {
+            let packed = shard.pack(updated);
+            self.ensure_bucket_computed(&shard.bucket, &packed)?;
+            let gathering = self.world.comm().all_gather(packed, &shard.bucket.counts)?;
+            step.buffers += gathering.bytes();
+            step.flights.push_back(Flight::Gathering(bucket, gathering));
+            self.observe(step);
+            while step.gatherings() >= self.in_flight {
+                self.land(step)?;
+            }
+        } else {
+            for (parameter, value) in shard.parameters().zip(updated) {
+                step.local.push((parameter, value.clone()));
+                step.detached.parameters.set(parameter, value);
             }
             self.observe(step);
-            if pending.len() == self.in_flight {
-                self.publish(&mut pending, step)?;
-            }
         }
-        while !pending.is_empty() {
-            self.publish(&mut pending, step)?;
-        }
-        self.diverged = diverged;
-        if let Some(observations) = observations {
-            self.keep_observed(observations, inputs);
-        }
-        // Once for all of them, since the question waits for all work to be submitted to the
-        // device.
-        let path = |index: usize| &*self.trained[index].path;
-        ensure_all_computed(local.iter().map(|(index, values)| (path(*index), values)))
+        Ok(())
     }
 
-    /// Phase 3: replaces the parameters of a bucket by the gathered ones.
-    fn publish(&mut self, pending: &mut VecDeque<(usize, Pending)>, step: &mut Step) -> Result<()> {
-        let (index, pending) = pending.pop_front().expect("a gathering was started");
+    /// Replaces the parameters of a bucket by the gathered ones.
+    fn publish(&mut self, bucket: usize, pending: Pending, step: &mut Step) -> Result<()> {
         let buffers = pending.bytes();
         let gathered = pending.wait()?;
-        step.detached.publish(&self.shards[index].bucket, &gathered);
+        step.detached.publish(&self.shards[bucket].bucket, &gathered);
         self.observe(step);
         step.buffers -= buffers;
         Ok(())

@@ -1,0 +1,32 @@
+//! The stages of a step: the buckets that are decided on together.
+
+use crate::distributed::plan::{Bucket, Plan};
+
+/// Buckets that are updated once all of them are reduced and decided on.
+pub struct Stage {
+    /// Indices of the buckets.
+    pub buckets: Vec<usize>,
+    /// `true` if the ranks exchange which parameters stay as they are. Otherwise the owner of every
+    /// parameter decides on it alone.
+    pub exchanges: bool,
+}
+
+/// Returns the stages of a plan: one for each bucket whose parameters have one owner each on any
+/// number of ranks, and one for all others, in which the ranks also count the skipped steps of all
+/// parameters.
+///
+/// With `waits_for_all`, every update depends on the gradients of all parameters, and all buckets
+/// are one stage.
+pub fn stages(plan: &Plan, waits_for_all: bool) -> Vec<Stage> {
+    let buckets = plan.buckets();
+    let decides_alone =
+        |index: &usize| !waits_for_all && have_one_owner_each(plan, &buckets[*index]);
+    let (alone, together): (Vec<_>, Vec<_>) = (0..buckets.len()).partition(decides_alone);
+    let alone = alone.into_iter().map(|bucket| Stage { buckets: vec![bucket], exchanges: false });
+    alone.chain([Stage { buckets: together, exchanges: true }]).collect()
+}
+
+/// Returns `true` if every parameter of a bucket is updated by one rank, and not in parts.
+fn have_one_owner_each(plan: &Plan, bucket: &Bucket) -> bool {
+    bucket.parameters.iter().all(|parameter| plan.owners()[*parameter].len() == 1)
+}
