@@ -124,6 +124,7 @@ pub mod elementwise;
 pub mod error;
 mod gradients;
 pub mod guide;
+pub mod link;
 mod matrix_view;
 #[cfg(feature = "train")]
 mod metric;

@@ -9,6 +9,7 @@ mod extremes;
 mod guide;
 #[cfg(feature = "train")]
 mod learner;
+mod link;
 mod lion;
 mod optimizer;
 mod orthogonalize;

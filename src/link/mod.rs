@@ -1,0 +1,108 @@
+//! A differentiable operation whose value is computed elsewhere.
+//!
+//! A [`Link`] connects an output to the input that it was made from: its backward pass is a
+//! closure. The output may be made again in the backward pass instead of being kept. Parameters
+//! that lie on other ranks are used in this way: their value is gathered, and their gradient is
+//! sent to its owner.
+//!
+//! Backward steps run by depth, the deepest first, and a link on a leaf has depth 1, however late
+//! it is used. Its closure would run at the end of the backward pass, and its gradient would wait
+//! until then. A [`Clock`] gives every use its own depth.
+//!
+//! ```
+//! use burn::tensor::{Device, Tensor};
+//! use distmuon::link::Link;
+//!
+//! let device = Device::default().autodiff();
+//! let input = Tensor::<2>::from_floats([[1.0, 2.0]], &device).require_grad();
+//! let tripled = input.clone().without_autodiff() * 3.0; // by any means
+//! let output = Link::new(|gradient| gradient * 3.0).attach(input.clone(), tripled);
+//! let gradient = input.grad(&output.sum().backward()).unwrap();
+//! assert_eq!(gradient.into_data().to_vec::<f32>().unwrap(), [3.0, 3.0]);
+//! ```
+
+mod autodiff;
+mod clock;
+
+use std::fmt;
+use std::sync::Arc;
+
+use burn::tensor::Tensor;
+
+pub use autodiff::supports;
+pub use clock::{Clock, Depth};
+
+type Backward = Arc<dyn Fn(Tensor<1>) -> Option<Tensor<1>> + Send + Sync>;
+type Forward = Arc<dyn Fn(Tensor<1>) -> Tensor<1> + Send + Sync>;
+
+/// The relation of an output to its input. The tensors that its closures get and return are flat
+/// and without autodiff.
+#[derive(Clone)]
+pub struct Link {
+    backward: Backward,
+    again: Option<Forward>,
+    depth: Option<Depth>,
+}
+
+impl Link {
+    /// Returns a link whose closure computes the gradient of the input from that of the output.
+    pub fn new(backward: impl Fn(Tensor<1>) -> Tensor<1> + Send + Sync + 'static) -> Self {
+        Self::from_backward(move |gradient| Some(backward(gradient)))
+    }
+
+    /// Returns a link whose closure takes the gradient of the output out of the backward pass: the
+    /// input gets none. The input has to be a leaf, since an operation before it would panic for
+    /// want of a gradient.
+    pub fn taking(take: impl Fn(Tensor<1>) + Send + Sync + 'static) -> Self {
+        Self::from_backward(move |gradient| {
+            take(gradient);
+            None
+        })
+    }
+
+    fn from_backward(
+        backward: impl Fn(Tensor<1>) -> Option<Tensor<1>> + Send + Sync + 'static,
+    ) -> Self {
+        Self { backward: Arc::new(backward), again: None, depth: None }
+    }
+
+    /// Makes the output again from the input when the backward pass needs it, at most once, instead
+    /// of keeping it from the forward pass.
+    ///
+    /// A view of the output, such as its transpose, is kept on a device without
+    /// [`gradient_checkpointing`](burn::tensor::Device::gradient_checkpointing), and the output
+    /// with it. `Linear` on three dimensions makes one. An embedding always keeps its table.
+    pub fn made_again(
+        mut self,
+        again: impl Fn(Tensor<1>) -> Tensor<1> + Send + Sync + 'static,
+    ) -> Self {
+        self.again = Some(Arc::new(again));
+        self
+    }
+
+    /// Places the link at a depth of the graph, from a [`Clock`].
+    pub fn at(mut self, depth: Depth) -> Self {
+        self.depth = Some(depth);
+        self
+    }
+
+    /// Returns the output as if an operation with this backward pass had computed it from the
+    /// input, or the output as it is if the device of the input has no autodiff.
+    ///
+    /// # Panics
+    ///
+    /// If the backend is not [supported](supports), or if the output is on another one.
+    pub fn attach<const D: usize, const E: usize>(
+        self,
+        input: Tensor<D>,
+        output: Tensor<E>,
+    ) -> Tensor<E> {
+        autodiff::attach(self, input, output.without_autodiff())
+    }
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Link").field("made_again", &self.again.is_some()).finish_non_exhaustive()
+    }
+}
