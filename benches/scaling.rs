@@ -60,12 +60,14 @@ fn parameters() -> Vec<Parameter> {
         shape: vec![rows, columns],
         dtype: DType::F32,
         work: Work::Matrices { count: 1, rows, columns },
+        owned: false,
     });
     let tables = ["embedding", "head"].map(|path| Parameter {
         path: path.into(),
         shape: vec![VOCABULARY, WIDTH],
         dtype: DType::F32,
         work: Work::Elements,
+        owned: false,
     });
     matrices.chain(tables).collect()
 }

@@ -316,6 +316,19 @@ impl Error {
         }
     }
 
+    /// The error of a collective, with the action that needed it.
+    pub(crate) fn in_action(self, action: &str) -> Self {
+        match self {
+            Self::PeerFailed { rank, cause } => {
+                Self::PeerFailed { rank, cause: format!("{cause} (while {action})") }
+            }
+            Self::Mismatch { calls } => {
+                Self::Mismatch { calls: format!("{calls} (while {action})") }
+            }
+            error => error,
+        }
+    }
+
     /// A parameter that does not match the optimizer.
     pub(crate) fn parameter(
         parameter: &str,

@@ -102,9 +102,9 @@ struct Add<'a> {
 impl Visit for Add<'_> {
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
         let Some(gradient) = self.gradients.remove::<D>(param.id) else { return };
-        let names: Vec<&str> = fields.iter().map(|field| field.name.as_str()).collect();
         let value = param.val().inner();
-        if let Err(error) = ensure_gradient_matches(&names.join("."), ONLY_RANK, &value, &gradient)
+        if let Err(error) =
+            ensure_gradient_matches(&parameters::path(fields), ONLY_RANK, &value, &gradient)
         {
             self.error.get_or_insert(error);
             return;

@@ -5,8 +5,13 @@
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Device, Tensor};
 
-/// The type by which Burn announces a LoRA adapter of a weight.
-const ADAPTER: &str = "Reparameterization";
+/// The type by which Burn announces a LoRA adapter of a weight, or another reparameterization.
+const REPARAMETERIZATION: &str = "Reparameterization";
+
+/// The name of the reparameterization of owned parameters, which a layout has divided among ranks.
+/// Their field, the base, has the shape of the whole and no values of its own, and the
+/// reparameterization has this rank's part.
+pub(crate) const OWNED: &str = "owned";
 
 /// A float parameter of a module.
 pub(crate) struct Found {
@@ -20,6 +25,9 @@ pub(crate) struct Found {
     /// `true` if it is a factor of a LoRA adapter. Its fields are those of the weight that it
     /// adapts.
     pub is_adapter: bool,
+    /// `true` if it is divided among ranks. Identity, type and training are then those of the part,
+    /// and the shape is that of the whole.
+    pub is_owned: bool,
     /// The fields on the way to it.
     pub fields: Vec<Field>,
 }
@@ -33,6 +41,28 @@ pub(crate) struct Field {
 }
 
 impl Found {
+    fn new(
+        fields: &[Field],
+        id: ParamId,
+        shape: &[usize],
+        dtype: DType,
+        trainable: bool,
+        device: Device,
+    ) -> Self {
+        let adapter = fields.iter().position(|field| field.holder == REPARAMETERIZATION);
+        Self {
+            path: path(fields),
+            id,
+            shape: shape.to_vec(),
+            dtype,
+            device,
+            trainable: trainable && !shape.contains(&0),
+            is_adapter: adapter.is_some(),
+            is_owned: false,
+            fields: fields[..adapter.unwrap_or(fields.len())].to_vec(),
+        }
+    }
+
     /// The type that holds it, as in `Linear`.
     pub fn holder(&self) -> &str {
         self.fields.last().map_or("", |field| &field.holder)
@@ -67,6 +97,12 @@ impl Found {
     }
 }
 
+/// The path of a parameter with these fields.
+pub(crate) fn path(fields: &[Field]) -> String {
+    let names: Vec<&str> = fields.iter().map(|field| field.name.as_str()).collect();
+    names.join(".")
+}
+
 /// A reader of every float parameter. A closure can't be generic over the dimensions.
 pub(crate) trait Visit {
     /// Reads a parameter, given the fields on the way to it.
@@ -88,18 +124,43 @@ pub(crate) fn of<M: Module>(model: &M) -> Vec<Found> {
 impl Visit for Vec<Found> {
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
         let value = param.val();
-        let names: Vec<&str> = fields.iter().map(|field| field.name.as_str()).collect();
-        let adapter = fields.iter().position(|field| field.holder == ADAPTER);
-        self.push(Found {
-            path: names.join("."),
-            id: param.id,
-            shape: value.dims().to_vec(),
-            dtype: value.dtype(),
-            device: value.device(),
-            trainable: value.is_require_grad() && !value.dims().contains(&0),
-            is_adapter: adapter.is_some(),
-            fields: fields[..adapter.unwrap_or(fields.len())].to_vec(),
-        });
+        if is_part(fields) {
+            let whole = self.last_mut().expect("a base comes before its part");
+            (whole.id, whole.dtype, whole.trainable) =
+                (param.id, value.dtype(), value.is_require_grad());
+            whole.is_owned = true;
+            return;
+        }
+        let trainable = value.is_require_grad();
+        self.push(Found::new(
+            fields,
+            param.id,
+            &value.dims(),
+            value.dtype(),
+            trainable,
+            value.device(),
+        ));
+    }
+}
+
+/// Returns `true` for the fields of this rank's part of a parameter.
+fn is_part(fields: &[Field]) -> bool {
+    fields.iter().any(|field| field.holder == REPARAMETERIZATION && field.name == OWNED)
+}
+
+/// The float parameters of a model that are found without being initialised. One that is not
+/// initialised yet counts as trained, and has the default type of its device.
+pub(crate) struct Lazily(pub Vec<Found>);
+
+impl Visit for Lazily {
+    fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
+        if param.is_initialized() || is_part(fields) {
+            return self.0.visit(fields, param);
+        }
+        let device = param.lazy_device();
+        let dtype = Tensor::<1>::empty([1], &device).dtype();
+        let shape = param.lazy_shape();
+        self.0.push(Found::new(fields, param.id, shape.as_slice(), dtype, true, device));
     }
 }
 
@@ -126,32 +187,53 @@ impl<V: Visit> ModuleVisitor for Visiting<'_, V> {
 
 /// A function of every float parameter and its path.
 pub(crate) trait Map {
-    /// The parameter in place of the one at a path.
+    /// The parameter in place of the one at a path, or the base in place of that of an owned
+    /// parameter.
     fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>>;
+
+    /// The part in place of this rank's part of the parameter at a path.
+    fn map_part<const D: usize>(
+        &mut self,
+        _path: &str,
+        part: Param<Tensor<D>>,
+    ) -> Param<Tensor<D>> {
+        part
+    }
 }
 
 /// The model with every float parameter replaced.
 pub(crate) fn map<M: Module>(model: M, map: &mut impl Map) -> M {
-    model.map(&mut Mapping { names: vec![], map })
+    model.map(&mut Mapping { names: vec![], whole: None, map })
 }
 
 /// A walk that replaces parameters.
 struct Mapping<'a, F> {
     names: Vec<String>,
+    /// The number of names of the parameter whose part is next.
+    whole: Option<usize>,
     map: &'a mut F,
 }
 
 impl<F: Map> ModuleMapper for Mapping<'_, F> {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        if container_type == REPARAMETERIZATION && name == OWNED {
+            self.whole = Some(self.names.len());
+        }
         self.names.push(name.to_owned());
     }
 
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+    fn exit_module(&mut self, _name: &str, container_type: &str) {
         self.names.pop();
+        if container_type == REPARAMETERIZATION {
+            self.whole = None;
+        }
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        self.map.map(&self.names.join("."), param)
+        match self.whole {
+            Some(names) => self.map.map_part(&self.names[..names].join("."), param),
+            None => self.map.map(&self.names.join("."), param),
+        }
     }
 }
 
@@ -162,7 +244,10 @@ pub(crate) fn placeholder<const D: usize>(value: &Tensor<D>) -> Tensor<D> {
 }
 
 /// A value without gradients, made to require them and keep checkpoints as the old one does.
-pub(crate) fn in_place_of<const D: usize>(old: &Tensor<D>, value: Tensor<D>) -> Tensor<D> {
+pub(crate) fn in_place_of<const D: usize, const E: usize>(
+    old: &Tensor<D>,
+    value: Tensor<E>,
+) -> Tensor<E> {
     let (required, strategy) = (old.is_require_grad(), old.gradient_checkpointing_strategy());
     let mut value = Tensor::from_inner(value);
     if let Some(strategy) = strategy {

@@ -1,7 +1,7 @@
 //! The ranks that train together.
 
 use std::any::Any;
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::fmt::Display;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -410,7 +410,8 @@ impl World {
     }
 
     /// Returns the model with the float parameters of rank 0, so that all ranks start with the same
-    /// values. All ranks make this call.
+    /// values. All ranks make this call. Parameters that a
+    /// [`Layout`](crate::distributed::Layout) has divided stay as they are.
     ///
     /// # Errors
     ///
@@ -419,8 +420,10 @@ impl World {
     pub fn broadcast<M: Module>(&self, model: M) -> Result<M> {
         // Two maps instead of a collective inside one: modules may hold locks inside a map that
         // several ranks share.
+        let found = parameters::of(&model).into_iter().filter(|found| found.is_owned);
+        let owned: HashSet<String> = found.map(|found| found.path).collect();
         let mut values = Values::default();
-        let model = parameters::map(model, &mut Detach(&mut values));
+        let model = parameters::map(model, &mut Detach { owned: &owned, values: &mut values });
         let mut first = VecDeque::new();
         let mut pending = VecDeque::new();
         while let Some((value, shape)) = values.pop_front() {
@@ -432,7 +435,7 @@ impl World {
                 }
             }
         }
-        Ok(parameters::map(model, &mut Reattach(first)))
+        Ok(parameters::map(model, &mut Reattach { owned: &owned, values: first }))
     }
 }
 
@@ -463,25 +466,37 @@ pub(crate) fn message(panic: &(dyn Any + Send)) -> &str {
 type Values = VecDeque<(Tensor<1>, Shape)>;
 
 /// Detaches the values from a model, which keeps placeholders.
-struct Detach<'a>(&'a mut Values);
+struct Detach<'a> {
+    owned: &'a HashSet<String>,
+    values: &'a mut Values,
+}
 
 /// Replaces the placeholders by values.
-struct Reattach(Values);
+struct Reattach<'a> {
+    owned: &'a HashSet<String>,
+    values: Values,
+}
 
 impl parameters::Map for Detach<'_> {
-    fn map<const D: usize>(&mut self, _path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if self.owned.contains(path) {
+            return param;
+        }
         param.map(|value| {
             let placeholder = placeholder(&value);
             let shape = value.shape();
-            self.0.push_back((value.inner().reshape([-1]), shape));
+            self.values.push_back((value.inner().reshape([-1]), shape));
             placeholder
         })
     }
 }
 
-impl parameters::Map for Reattach {
-    fn map<const D: usize>(&mut self, _path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let (value, shape) = self.0.pop_front().expect("one value per detached parameter");
+impl parameters::Map for Reattach<'_> {
+    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if self.owned.contains(path) {
+            return param;
+        }
+        let (value, shape) = self.values.pop_front().expect("one value per detached parameter");
         param.map(|old| in_place_of(&old, value.reshape(shape)))
     }
 }

@@ -12,16 +12,21 @@
 //! The guide has [a complete program](crate::guide::ranks) for one device and for many ranks.
 
 mod config;
+mod layout;
 #[cfg(feature = "train")]
 mod learner;
 mod measured_costs;
+mod mesh;
 mod optimizer;
 mod per_parameter;
 pub mod plan;
+mod trained;
 
 pub use config::{CostSource, DistMuonConfig, GradDtype, Gradients, LossScaleConfig};
+pub use layout::{Keep, Layout, LayoutTable, Place};
 #[cfg(feature = "train")]
 pub use learner::{DistMuonStrategy, LatestDiagnostics, LearnerLogits};
+pub use mesh::{Axis, Mesh};
 pub use optimizer::{
     Diagnostics, DistModuleOptimizer, GroupDiagnostics, MemoryReport, ParameterDiagnostics, Usage,
 };

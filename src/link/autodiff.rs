@@ -57,6 +57,26 @@ pub fn supports(device: &Device) -> bool {
     with_backend!(device.as_dispatch(), B => std::any::type_name::<B>()).is_some()
 }
 
+/// Returns a number that a tensor has in common with its clones and with no other, if it has
+/// autodiff.
+pub(crate) fn identity<const D: usize>(tensor: &Tensor<D>) -> Option<u64> {
+    let strategy = tensor.gradient_checkpointing_strategy()?;
+    let (device, tensor) = (tensor.device().inner(), tensor.clone());
+    with_backend!(device.as_dispatch(), B => match strategy {
+        GradientCheckpointingStrategy::Disabled => node::<B, NoCheckpointing, D>(tensor),
+        GradientCheckpointingStrategy::Balanced => node::<B, BalancedCheckpointing, D>(tensor),
+    })
+}
+
+fn node<B, C, const D: usize>(tensor: Tensor<D>) -> u64
+where
+    B: Backend,
+    C: CheckpointStrategy,
+    DispatchTensor: DispatchKindConversion<Autodiff<B, C>>,
+{
+    tensor.try_into_primitive::<Autodiff<B, C>>().expect(OF_THIS_BACKEND).id().value
+}
+
 pub(super) fn attach<const D: usize, const E: usize>(
     link: Link,
     input: Tensor<D>,

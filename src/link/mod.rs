@@ -29,6 +29,7 @@ use std::sync::Arc;
 
 use burn::tensor::Tensor;
 
+pub(crate) use autodiff::identity;
 pub use autodiff::supports;
 pub use clock::{Clock, Depth};
 

@@ -12,6 +12,7 @@ use crate::custom::Whole;
 use crate::elementwise::Elementwise;
 use crate::error::Result;
 use crate::matrix_view::MatrixView;
+use crate::parameters::{self, Found};
 use crate::routing::{ParameterRole, Routing, RoutingRule, Updates, parameter_group};
 use crate::update::{CountedOnLoad, Counting, SkippedSteps};
 
@@ -41,6 +42,11 @@ impl MuonConfig {
     /// - [`Error::EmptyModel`](crate::Error::EmptyModel) and
     ///   [`Error::AllFrozen`](crate::Error::AllFrozen) for a model without parameters to train.
     pub fn route<M: Module>(&self, model: &M) -> Result<Routing> {
+        self.route_found(&parameters::of(model))
+    }
+
+    /// [`route`](Self::route) for the parameters of a model.
+    pub(crate) fn route_found(&self, parameters: &[Found]) -> Result<Routing> {
         self.optimizers.check(self.rules.iter().filter_map(RoutingRule::optimizer))?;
         let updates = Updates {
             muon: Arc::new(self.update()?),
@@ -52,7 +58,7 @@ impl MuonConfig {
             custom: self.optimizers.clone(),
             skipped: SkippedSteps::new(self.max_skipped),
         };
-        let routing = Routing::new(updates, &self.rules, self.layout, model)?;
+        let routing = Routing::new(updates, &self.rules, self.layout, parameters)?;
         log::debug!("optimizer of every parameter:\n{routing}");
         Ok(routing)
     }

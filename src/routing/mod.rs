@@ -12,14 +12,14 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
-use burn::module::{Module, ParamGroup, ParamId};
+use burn::module::{ParamGroup, ParamId};
 use serde::{Deserialize, Serialize};
 
 use crate::blocks::Blocks;
 use crate::custom::CustomOptimizers;
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
-use crate::parameters::{self, Found};
+use crate::parameters::Found;
 use crate::update::{ElementwiseUpdate, MAX_RANK, Matrices, MuonUpdate, SkippedSteps, WholeUpdate};
 use built_in::Anatomy;
 use rules::{Decision, Rules};
@@ -222,22 +222,21 @@ impl ParameterRoute {
 }
 
 impl Routing {
-    pub(crate) fn new<M: Module>(
+    pub(crate) fn new(
         updates: Updates,
         rules: &[RoutingRule],
         layout: MatrixLayout,
-        model: &M,
+        parameters: &[Found],
     ) -> Result<Self> {
-        let parameters = parameters::of(model);
         if parameters.is_empty() {
             return Err(Error::EmptyModel);
         }
         if !parameters.iter().any(|found| found.trainable) {
             return Err(Error::AllFrozen { parameters: parameters.len() });
         }
-        reject_shared(&parameters)?;
-        let rules = Rules::compile(rules, &parameters)?;
-        let anatomy = Anatomy::of(&parameters);
+        reject_shared(parameters)?;
+        let rules = Rules::compile(rules, parameters)?;
+        let anatomy = Anatomy::of(parameters);
         let route = |found: &Found| {
             let (built_in, reason) = anatomy.role(found, layout);
             let ruled = found.trainable.then(|| rules.decide(found, built_in, layout));

@@ -5,6 +5,7 @@ mod checkpoints;
 mod collectives;
 mod custom;
 mod nodes;
+mod owned;
 mod parts;
 mod precision;
 mod qk_clip;
@@ -32,9 +33,8 @@ use serde::{Serialize, de::DeserializeOwned};
 /// Cases in which every rank returns normally: they also run on ranks that are processes.
 fn everywhere() -> Vec<Case> {
     let cases = [steps::EVERYWHERE, shapes::EVERYWHERE, collectives::EVERYWHERE, nodes::EVERYWHERE];
-    [&cases[..], &[checkpoints::EVERYWHERE, schedules::EVERYWHERE, custom::EVERYWHERE]]
-        .concat()
-        .concat()
+    let more = [checkpoints::EVERYWHERE, schedules::EVERYWHERE, custom::EVERYWHERE];
+    [&cases[..], &more, &[owned::EVERYWHERE]].concat().concat()
 }
 
 /// Such cases of updates, which an engine does not see.

@@ -7,9 +7,10 @@ use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 
-use super::trained::ModelParameter;
 use crate::checks::ensure_gradient_matches;
+use crate::distributed::layout::{BlockPart, Unit, Units};
 use crate::distributed::plan::Bucket;
+use crate::distributed::trained::ModelParameter;
 use crate::error::{Error, Result};
 use crate::parameters::{self, in_place_of, placeholder};
 use crate::slices::{self, bytes};
@@ -25,8 +26,16 @@ pub struct DetachedParameters {
 
 /// Flat tensors by the index of their trained parameter, with a count of their bytes.
 pub struct FlatTensors {
-    tensors: Vec<Option<Tensor<1>>>,
+    tensors: Vec<Option<Elements>>,
     bytes: usize,
+}
+
+/// Elements of a parameter: all of them, or those of this rank's part.
+#[derive(Clone)]
+struct Elements {
+    /// The first of them, in the parameter.
+    start: usize,
+    values: Tensor<1>,
 }
 
 impl FlatTensors {
@@ -36,7 +45,7 @@ impl FlatTensors {
 
     /// The tensor of a parameter, if it is present.
     pub fn get(&self, index: usize) -> Option<&Tensor<1>> {
-        self.tensors[index].as_ref()
+        self.tensors[index].as_ref().map(|elements| &elements.values)
     }
 
     /// Bytes of all tensors.
@@ -46,7 +55,7 @@ impl FlatTensors {
 
     /// Takes the tensor of a parameter out.
     pub fn take(&mut self, index: usize) -> Option<Tensor<1>> {
-        let taken = self.tensors[index].take()?;
+        let taken = self.tensors[index].take()?.values;
         self.bytes -= bytes(&taken);
         Some(taken)
     }
@@ -60,27 +69,36 @@ impl FlatTensors {
         dtype: DType,
         device: &Device,
     ) -> Tensor<1> {
-        match self.get(index) {
+        match &self.tensors[index] {
             None => slices::zeros(elements.len(), dtype, device),
-            Some(whole) if whole.dims() == [elements.len()] => {
+            Some(Elements { values, .. }) if values.dims() == [elements.len()] => {
                 self.take(index).expect("the tensor was found above")
             }
-            Some(value) => slices::slice(value, elements),
+            Some(Elements { start, values }) => {
+                slices::slice(values, elements.start - start..elements.end - start)
+            }
         }
     }
 
     /// Stores the tensor of a model's parameter, in its blocks.
     fn set_blocks<const D: usize>(&mut self, known: &ModelParameter, tensor: Tensor<D>) {
         for (index, block) in known.trained.clone().zip(known.blocks.cut(tensor.reshape([-1]))) {
-            self.set(index, block);
+            self.set(index, 0, block);
         }
     }
 
-    /// Stores the tensor of a parameter.
-    pub fn set(&mut self, index: usize, tensor: Tensor<1>) {
+    /// Stores the elements of an owned parameter of which this rank has a part.
+    fn set_part(&mut self, known: &ModelParameter, unit: &Unit, part: &Tensor<1>) {
+        for BlockPart { block, start, values } in unit.cut(part) {
+            self.set(known.trained.start + block, start, values);
+        }
+    }
+
+    /// Stores the elements of a parameter from `start` on.
+    pub fn set(&mut self, index: usize, start: usize, values: Tensor<1>) {
         self.take(index);
-        self.bytes += bytes(&tensor);
-        self.tensors[index] = Some(tensor);
+        self.bytes += bytes(&values);
+        self.tensors[index] = Some(Elements { start, values });
     }
 }
 
@@ -94,6 +112,7 @@ impl DetachedParameters {
         model: M,
         gradients: GradientsParams,
         known: &[ModelParameter],
+        units: &Units,
         expected: Expected<'_>,
     ) -> Result<(M, Self)> {
         let trained = known.iter().map(|parameter| parameter.blocks.count()).sum();
@@ -103,17 +122,22 @@ impl DetachedParameters {
             gradients: FlatTensors::none(trained),
         };
         let indices = indices(known);
-        let mut detach = Detach { indices, detached, gradients, known, expected, error: None };
+        let seen = vec![false; known.len()];
+        let mut detach =
+            Detach { indices, detached, gradients, known, units, seen, expected, error: None };
         let model = parameters::map(model, &mut detach);
-        let Detach { detached, error, .. } = detach;
+        let Detach { detached, seen, error, .. } = detach;
         if let Some(error) = error {
             return Err(error);
         }
-        let is_missing = |parameter: &&ModelParameter| {
-            detached.parameters.get(parameter.trained.start).is_none()
-        };
-        match known.iter().find(is_missing) {
-            Some(missing) => Err(Error::parameter(
+        match known.iter().zip(seen).find(|(_, seen)| !seen) {
+            Some((missing, _)) if missing.owned => Err(Error::parameter(
+                &missing.path,
+                expected.rank,
+                "it is not divided",
+                "step the model that `Layout::shard` returned",
+            )),
+            Some((missing, _)) => Err(Error::parameter(
                 &missing.path,
                 expected.rank,
                 "it is not in the model",
@@ -128,8 +152,9 @@ impl DetachedParameters {
     /// # Panics
     ///
     /// If a parameter is missing.
-    pub fn reattach<M: Module>(self, model: M, known: &[ModelParameter]) -> M {
-        let mut reattach = Reattach { indices: indices(known), values: self.parameters, known };
+    pub fn reattach<M: Module>(self, model: M, known: &[ModelParameter], units: &Units) -> M {
+        let indices = indices(known);
+        let mut reattach = Reattach { indices, values: self.parameters, known, units };
         parameters::map(model, &mut reattach)
     }
 
@@ -139,7 +164,7 @@ impl DetachedParameters {
             let pieces =
                 pieces.iter().map(|(_, start, len)| slices::slice(buffer, *start..start + len));
             let value = slices::concat(pieces.collect(), bucket.dtype, &buffer.device());
-            self.parameters.set(index, value);
+            self.parameters.set(index, 0, value);
         }
     }
 }
@@ -176,6 +201,9 @@ struct Detach<'a> {
     detached: DetachedParameters,
     gradients: GradientsParams,
     known: &'a [ModelParameter],
+    units: &'a Units,
+    /// `true` for parameters that are in the model.
+    seen: Vec<bool>,
     expected: Expected<'a>,
     error: Option<Error>,
 }
@@ -189,11 +217,14 @@ impl Detach<'_> {
     ) -> Result<()> {
         let known = &self.known[index];
         let Expected { rank, device: on, wide_gradients } = self.expected;
+        let wide_gradients = wide_gradients || known.owned;
         let error = |reason, remedy| Err(Error::parameter(&known.path, rank, reason, remedy));
         let described = |shape: &[usize], dtype| format!("{shape:?} {dtype:?}");
         let (shape, dtype) = (value.dims(), value.dtype());
-        if shape[..] != known.shape || dtype != known.dtype {
-            let expected = described(&known.shape, known.dtype);
+        let part = self.units.get(&known.path).map(|unit| [unit.count().max(1)]);
+        let expected_shape = part.as_ref().map_or(&known.shape[..], |part| part);
+        if shape[..] != *expected_shape || dtype != known.dtype {
+            let expected = described(expected_shape, known.dtype);
             let reason =
                 format!("it has changed: expected {expected}, got {}", described(&shape, dtype));
             return error(reason, "make a new optimizer for this model");
@@ -241,6 +272,38 @@ impl parameters::Map for Detach<'_> {
             self.reject_untrained(path, &param);
             return param;
         };
+        if self.known[index].owned {
+            return param; // the base
+        }
+        self.detach(index, param, |flat, known, value: Tensor<D>| flat.set_blocks(known, value))
+    }
+
+    fn map_part<const D: usize>(&mut self, path: &str, part: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let index = self.indices.get(path).copied();
+        let Some((index, unit)) = index.zip(self.units.get(path)) else {
+            self.error.get_or_insert(Error::parameter(
+                path,
+                self.expected.rank,
+                "it is divided by another layout",
+                "make the optimizer with `DistMuonConfig::init_on` for its layout",
+            ));
+            return part;
+        };
+        self.detach(index, part, |flat, known, part: Tensor<D>| {
+            flat.set_part(known, unit, &part.reshape([-1]));
+        })
+    }
+}
+
+impl Detach<'_> {
+    /// Moves the value and the gradient of a parameter, or of this rank's part of it, out of the
+    /// model.
+    fn detach<const D: usize>(
+        &mut self,
+        index: usize,
+        param: Param<Tensor<D>>,
+        set: impl Fn(&mut FlatTensors, &ModelParameter, Tensor<D>),
+    ) -> Param<Tensor<D>> {
         let (id, value, mapper) = param.consume();
         let gradient = self.gradients.remove::<D>(id);
         if let Err(error) = self.check(index, &value, gradient.as_ref()) {
@@ -249,12 +312,11 @@ impl parameters::Map for Detach<'_> {
         let placeholder = placeholder(&value);
         let known = &self.known[index];
         self.detached.ids[index] = id;
+        self.seen[index] = true;
         if self.error.is_none() {
             let Self { detached, .. } = self;
-            detached.parameters.set_blocks(known, value.inner());
-            gradient
-                .into_iter()
-                .for_each(|gradient| detached.gradients.set_blocks(known, gradient));
+            set(&mut detached.parameters, known, value.inner());
+            gradient.into_iter().for_each(|gradient| set(&mut detached.gradients, known, gradient));
         }
         Param::from_mapped_value(id, placeholder, mapper)
     }
@@ -264,18 +326,36 @@ struct Reattach<'a> {
     indices: HashMap<&'a str, usize>,
     values: FlatTensors,
     known: &'a [ModelParameter],
+    units: &'a Units,
 }
 
 impl parameters::Map for Reattach<'_> {
     fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let Some(index) = self.indices.get(path).copied() else { return param };
-        let (id, placeholder, mapper) = param.consume();
         let known = &self.known[index];
+        if known.owned {
+            return param; // the base
+        }
+        let (id, placeholder, mapper) = param.consume();
         let block = |block| self.values.take(block).expect("every bucket was published");
         let value = known.blocks.join(known.trained.clone().map(block).collect());
         let shape = known.shape.as_slice().try_into();
         let shape: [usize; D] = shape.expect("the parameter was detached with this shape");
         let value = in_place_of(&placeholder, value.reshape(shape));
+        Param::from_mapped_value(id, value, mapper)
+    }
+
+    fn map_part<const D: usize>(&mut self, path: &str, part: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (index, unit) = (self.indices[path], &self.units[path]);
+        let first = self.known[index].trained.start;
+        let (id, placeholder, mapper) = part.consume();
+        let device = placeholder.device().inner();
+        let values =
+            |block| self.values.take(first + block).expect("the rank has updated its part");
+        let value = unit.join(values, &device);
+        let shape = value.shape();
+        let value: Tensor<D> = in_place_of(&placeholder, value.reshape(shape));
+        self.units.remember(unit, &value);
         Param::from_mapped_value(id, value, mapper)
     }
 }
@@ -286,7 +366,7 @@ mod tests {
 
     /// The bytes, counted again from the tensors.
     fn recounted(values: &FlatTensors) -> usize {
-        values.tensors.iter().flatten().map(bytes).sum()
+        values.tensors.iter().flatten().map(|elements| bytes(&elements.values)).sum()
     }
 
     #[test]
@@ -295,10 +375,10 @@ mod tests {
         let tensor = |length: usize, dtype| Tensor::<1>::zeros([length], (&device, dtype));
         let mut values = FlatTensors::none(3);
         assert_eq!(values.bytes(), 0);
-        values.set(0, tensor(5, DType::F32));
-        values.set(2, tensor(7, DType::BF16));
+        values.set(0, 0, tensor(5, DType::F32));
+        values.set(2, 4, tensor(7, DType::BF16));
         assert_eq!((values.bytes(), recounted(&values)), (34, 34));
-        values.set(0, tensor(3, DType::F32)); // replaces another
+        values.set(0, 0, tensor(3, DType::F32)); // replaces another
         assert_eq!((values.bytes(), recounted(&values)), (26, 26));
         assert!(values.take(1).is_none() && values.take(2).is_some() && values.take(2).is_none());
         assert_eq!((values.bytes(), recounted(&values)), (12, 12));

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use super::DistModuleOptimizer;
 use super::shard::StepInputs;
-use super::trained::Kind;
 use crate::comm::ReduceOp;
+use crate::distributed::trained::Kind;
 use crate::error::Result;
 use crate::qk_clip::{ClippedAttention, ClippedHeads};
 use crate::update::{Observations, SUMS};

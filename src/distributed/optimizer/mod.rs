@@ -14,7 +14,6 @@ mod setup;
 mod shard;
 mod stages;
 mod step;
-mod trained;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -25,8 +24,11 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 
 use super::config::{DistMuonConfig, GradDtype, Gradients};
+use super::layout::{Layout, Units};
 use super::measured_costs::costs;
+use super::mesh::Mesh;
 use super::plan::{Costs, Plan, Report};
+use super::trained::{self, ModelParameter, Trained, TrainedParameter};
 use crate::comm::World;
 use crate::error::{Error, Result};
 use crate::muon::MuonConfig;
@@ -45,10 +47,8 @@ pub use diagnostics::{Diagnostics, GroupDiagnostics, ParameterDiagnostics};
 use loss_scale::LossScale;
 use memory::Snapshot;
 pub use memory::{MemoryReport, Usage};
-use setup::Trained;
 use shard::Shard;
 use stages::{Stage, stages};
-use trained::{ModelParameter, TrainedParameter};
 
 /// Muon and AdamW for one model on many ranks, from
 /// [`DistMuonConfig::init`](super::DistMuonConfig::init).
@@ -76,6 +76,8 @@ use trained::{ModelParameter, TrainedParameter};
 /// model by other means.
 pub struct DistModuleOptimizer {
     world: World,
+    /// The parameters that are divided among ranks between steps.
+    units: Units,
     routing: Routing,
     plan: Plan,
     shards: Vec<Shard>,
@@ -121,20 +123,23 @@ struct HeadClip {
 impl DistModuleOptimizer {
     pub(super) fn new<M: Module>(
         config: &DistMuonConfig,
-        world: &World,
+        layout: &Layout,
         model: &M,
     ) -> Result<Self> {
+        let world = layout.world();
         setup::same_config(world, config)?;
-        let routed = config.check().and_then(|()| config.muon.route(model));
+        let found = parameters::of(model);
+        let routed = config.check().and_then(|()| config.muon.route_found(&found));
         let routing = world.agree(routed)?;
         let Trained { model: of_model, trained, planned: parameters } =
-            world.agree(setup::trained(&routing, model))?;
+            world.agree(trained::trained(&routing, &found))?;
+        world.agree(layout.check_planned(&parameters))?;
         setup::same_model(world, &parameters, model)?;
         // The parameters are equal on all ranks here, so all ranks fail alike.
         setup::ensure_exchangeable(&parameters, world.rank())?;
         let updates @ Updates { muon, skipped, .. } = routing.updates();
         let costs = costs(config.costs, world, &parameters, muon)?;
-        let plan = setup::plan(config, world, parameters, &costs)?;
+        let plan = setup::plan(config, layout, parameters, &costs)?;
         let (rank, device) = (world.rank(), world.device().clone().inner());
         let mut matrices = vec![];
         let shards = plan
@@ -154,6 +159,7 @@ impl DistModuleOptimizer {
         memory.observe(Snapshot { parameters, states, masters, ..Snapshot::default() });
         let mut optim = Self {
             world: world.clone(),
+            units: layout.units(),
             counters: Counters::new(trained.len(), &device),
             skipped: skipped.clone(),
             place: Place::default(),
@@ -332,7 +338,21 @@ impl DistMuonConfig {
     ///   parameter that differs;
     /// - those of every collective.
     pub fn init<M: Module>(&self, world: &World, model: &M) -> Result<DistModuleOptimizer> {
-        DistModuleOptimizer::new(self, world, model)
+        self.init_on(&Layout::new(&Mesh::flat(world)), model)
+    }
+
+    /// Makes the optimizer for a model that a layout has divided, or for any model on the ranks of
+    /// a layout's mesh. [`init`](Self::init) is the case of a flat mesh and a layout without rules.
+    ///
+    /// The owners are those of the layout: [`balancing`](Self::balancing) and
+    /// [`costs`](Self::costs) apply to models that were not divided.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`init`](Self::init), and [`Error::Parameter`] if the model was not divided by this
+    /// layout, or by another routing.
+    pub fn init_on<M: Module>(&self, layout: &Layout, model: &M) -> Result<DistModuleOptimizer> {
+        DistModuleOptimizer::new(self, layout, model)
     }
 }
 

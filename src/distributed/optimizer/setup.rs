@@ -1,79 +1,18 @@
 //! The agreement of the ranks before the first step.
 
+use std::collections::HashSet;
+
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use serde_json::Value;
 
 use super::busy::Busy;
-use super::trained::{Kind, ModelParameter, TrainedParameter};
 use crate::comm::{Difference, World, exchanges};
 use crate::distributed::config::DistMuonConfig;
-use crate::distributed::plan::{Costs, Parameter, Plan, Work, node_order};
+use crate::distributed::layout::Layout;
+use crate::distributed::plan::{Costs, Parameter, Plan, PlanConfig, node_order};
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit};
-use crate::routing::{ParameterRole, ParameterRoute, Routing};
-use crate::update::Matrices;
-
-/// The trained parameters of a model in its order: as the model has them, as they are trained, and
-/// as a plan sees them.
-pub fn trained<M: Module>(routing: &Routing, model: &M) -> Result<Trained> {
-    let mut all = Trained { model: vec![], trained: vec![], planned: vec![] };
-    let found = parameters::of(model).into_iter();
-    for (found, route) in found.zip(routing.routes()).filter(|(found, _)| found.trainable) {
-        let blocks = route.matrix_blocks()?;
-        let first = all.trained.len();
-        let is_whole = blocks.count() == 1;
-        for (index, (path, batch)) in
-            blocks.names(&found.path).into_iter().zip(blocks.batches()).enumerate()
-        {
-            let (kind, work) = kind(routing, route, batch);
-            let shape = if is_whole { found.shape.clone() } else { batch.to_vec() };
-            let dtype = found.dtype;
-            let planned = Parameter { path: path.clone(), shape: shape.clone(), dtype, work };
-            let block = (!is_whole).then_some(index);
-            let model = all.model.len();
-            all.trained.push(TrainedParameter { path, model, block, shape, dtype, time: 0, kind });
-            all.planned.push(planned);
-        }
-        all.model.push(ModelParameter {
-            path: found.path,
-            id: route.id,
-            shape: found.shape,
-            dtype: found.dtype,
-            blocks,
-            trained: first..all.trained.len(),
-        });
-    }
-    Ok(all)
-}
-
-/// The trained parameters of a model.
-pub struct Trained {
-    pub model: Vec<ModelParameter>,
-    pub trained: Vec<TrainedParameter>,
-    pub planned: Vec<Parameter>,
-}
-
-/// The way in which a batch of a parameter is updated.
-fn kind(routing: &Routing, route: &ParameterRoute, [count, m, n]: [usize; 3]) -> (Kind, Work) {
-    let role = route.role;
-    match role {
-        ParameterRole::Muon { layout, .. } => {
-            let matrices = Matrices { shape: [m, n], layout };
-            (Kind::Muon { count, matrices }, Work::Matrices { count, rows: m, columns: n })
-        }
-        ParameterRole::Embedding
-        | ParameterRole::Head
-        | ParameterRole::Vector
-        | ParameterRole::Frozen => {
-            let lr = routing.role_lr(role);
-            match route.custom.clone() {
-                Some(optimizer) => (Kind::Whole { lr, optimizer }, Work::Whole),
-                None => (Kind::Elementwise { lr }, Work::Elements),
-            }
-        }
-    }
-}
 
 /// Fails for types that ranks can't exchange.
 pub fn ensure_exchangeable(parameters: &[Parameter], rank: usize) -> Result<()> {
@@ -169,22 +108,16 @@ fn first_difference(first: &[Parameter], local: &[Parameter]) -> Option<(String,
 /// elsewhere.
 pub fn plan(
     config: &DistMuonConfig,
-    world: &World,
+    layout: &Layout,
     parameters: Vec<Parameter>,
     costs: &Costs,
 ) -> Result<Plan> {
+    let world = layout.world();
     let settings = config.plan_config(world.size());
-    let order = node_order(&world.comm().nodes());
-    let made = match world.rank() {
-        0 => {
-            // A search may take longer than the deadline.
-            let _busy = Busy::new(world.communicator());
-            Plan::new(parameters.clone(), world.size(), &settings, costs).map(Some)
-        }
-        _ => Ok(None),
+    let owners = match layout.owners(&parameters) {
+        Some(owners) => owners,
+        None => owners(world, &parameters, &settings, costs)?,
     };
-    let owners = world.agree(made)?.map_or(vec![], |plan| plan.owners_in(&order));
-    let owners = world.broadcast_value(&owners, 0)?;
     let plan = Plan::with_owners(parameters, world.size(), &settings, owners);
     let plan = world.agree(plan)?;
     match world.compare(&plan.digest(), |first, local| (first != local).then_some(()))? {
@@ -195,19 +128,46 @@ pub fn plan(
     }
 }
 
-/// The paths and checksums of a model's parameters, of the bits of their values.
-fn checksums<M: Module>(model: &M) -> Vec<(String, u32)> {
-    let mut sums = Checksums(vec![]);
-    parameters::visit(model, &mut sums);
-    let paths = parameters::of(model).into_iter().map(|found| found.path);
-    paths.zip(sums.0).collect()
+/// The owners of all matrices, for a model that was not divided.
+fn owners(
+    world: &World,
+    parameters: &[Parameter],
+    settings: &PlanConfig,
+    costs: &Costs,
+) -> Result<Vec<Vec<usize>>> {
+    let order = node_order(&world.comm().nodes());
+    let made = match world.rank() {
+        0 => {
+            // A search may take longer than the deadline.
+            let _busy = Busy::new(world.communicator());
+            Plan::new(parameters.to_vec(), world.size(), settings, costs).map(Some)
+        }
+        _ => Ok(None),
+    };
+    let owners = world.agree(made)?.map_or(vec![], |plan| plan.owners_in(&order));
+    world.broadcast_value(&owners, 0)
 }
 
-struct Checksums(Vec<u32>);
+/// The paths and checksums of the parameters that every rank has, of the bits of their values.
+fn checksums<M: Module>(model: &M) -> Vec<(String, u32)> {
+    let found = parameters::of(model).into_iter().filter(|found| !found.is_owned);
+    let mut sums = Checksums { replicated: found.map(|found| found.path).collect(), sums: vec![] };
+    parameters::visit(model, &mut sums);
+    sums.sums
+}
+
+struct Checksums {
+    replicated: HashSet<String>,
+    sums: Vec<(String, u32)>,
+}
 
 impl Visit for Checksums {
-    fn visit<const D: usize>(&mut self, _fields: &[Field], param: &Param<Tensor<D>>) {
-        self.0.push(crc32fast::hash(param.val().inner().into_data().as_bytes()));
+    fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
+        let path = parameters::path(fields);
+        if self.replicated.contains(&path) {
+            let values = param.val().inner().into_data();
+            self.sums.push((path, crc32fast::hash(values.as_bytes())));
+        }
     }
 }
 

@@ -11,12 +11,12 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use super::HeadClip;
 use super::detached::FlatTensors;
-use super::trained::{Kind, TrainedParameter};
 use crate::backend::{
     AdamWControls, ElementwiseRows, FlaggedRows, KernelPolicy, ScaledNorms, precise_dtype, reject,
     scaled,
 };
-use crate::distributed::plan::{Bucket, BucketKind, ROW_ELEMENTS};
+use crate::distributed::plan::{self, Bucket, BucketKind, ROW_ELEMENTS};
+use crate::distributed::trained::{Kind, TrainedParameter};
 use crate::routing::Updates;
 use crate::slices;
 use crate::update::{
@@ -121,7 +121,11 @@ impl Shard {
         device: &Device,
     ) -> Self {
         let range = bucket.shard_range(rank);
-        let mut runs = runs(bucket, parameters, &range);
+        let run = |plan::Run { parameter, elements, range }| {
+            let path = parameters[parameter].path.clone();
+            Run { parameter, path, elements, range }
+        };
+        let mut runs: Vec<Run> = bucket.runs(rank).into_iter().map(run).collect();
         let (update, batches) = match bucket.kind {
             BucketKind::Matrices => {
                 let first = rank_matrices.len();
@@ -183,9 +187,10 @@ impl Shard {
         slices::place(values, &firsts, self.range.len())
     }
 
-    /// The indices of this rank's parameters, in the order of their values.
-    pub fn parameters(&self) -> impl Iterator<Item = usize> {
-        self.runs.iter().map(|run| run.parameter)
+    /// The indices of this rank's parameters, in the order of their values, and the first of their
+    /// elements.
+    pub fn parameters(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.runs.iter().map(|run| (run.parameter, run.elements.start))
     }
 
     fn policy(&self) -> KernelPolicy {
@@ -202,7 +207,8 @@ impl Shard {
             Update::Muon(_) | Update::Whole(_) => f64::MAX,
             Update::Elementwise(rest) => rest.largest_gradient(self.bucket.dtype),
         };
-        let rows: Vec<_> = self.parameters().map(|flag| FlaggedRows { flag, rows: 1 }).collect();
+        let rows: Vec<_> =
+            self.parameters().map(|(flag, _)| FlaggedRows { flag, rows: 1 }).collect();
         reject(self.policy(), flags, gradients, &rows, largest)
     }
 
@@ -435,30 +441,6 @@ fn whole_batches(
         }
     });
     batches.collect()
-}
-
-/// The parameters of a shard, with neighbouring elements in one run.
-fn runs(bucket: &Bucket, parameters: &[TrainedParameter], shard: &Range<usize>) -> Vec<Run> {
-    let (mut runs, mut end): (Vec<Run>, usize) = (vec![], 0);
-    for (parameter, elements, padding) in bucket.overlaps(shard.clone()) {
-        let range = end..end + elements.len();
-        end = range.end + padding;
-        match runs.last_mut() {
-            Some(last)
-                if last.parameter == parameter
-                    && last.elements.end == elements.start
-                    && last.range.end == range.start =>
-            {
-                (last.elements.end, last.range.end) = (elements.end, range.end);
-            }
-            _ if range.is_empty() => {}
-            _ => {
-                let path = parameters[parameter].path.clone();
-                runs.push(Run { parameter, path, elements, range });
-            }
-        }
-    }
-    runs
 }
 
 /// The parameter of every matrix of a shard, in order.

@@ -32,12 +32,12 @@ use super::detached::{DetachedParameters, Expected, FlatTensors, pack};
 use super::memory::Snapshot;
 use super::shard::{StepControls, StepInputs};
 use super::stages::Stage;
-use super::trained::{ModelParameter, TrainedParameter};
 use crate::backend::{FiniteMask, ScaledNorms, precise_dtype};
 use crate::checks::{ensure_all_computed, ensure_computed};
 use crate::comm::{Difference, Pending, ReduceOp, digest, unite};
 use crate::distributed::config::{GradDtype, Gradients};
 use crate::distributed::plan::{Bucket, BucketKind};
+use crate::distributed::trained::{ModelParameter, TrainedParameter};
 use crate::error::{Error, Result};
 use crate::slices::{self, bytes};
 use crate::update::{Observations, ensure_finite_rate, is_half};
@@ -127,13 +127,14 @@ impl DistModuleOptimizer {
         model: M,
         gradients: GradientsParams,
     ) -> Result<M> {
+        self.units.begin_step(self.world.rank())?;
         let expected = Expected {
             rank: self.world.rank(),
             device: &self.device(),
             wide_gradients: !self.reduces() || self.grad_dtype == GradDtype::Float32,
         };
         let (model, detached) =
-            DetachedParameters::detach(model, gradients, &self.model, expected)?;
+            DetachedParameters::detach(model, gradients, &self.model, &self.units, expected)?;
         for (parameter, id) in self.model.iter_mut().zip(&detached.ids) {
             parameter.id = *id;
         }
@@ -162,7 +163,7 @@ impl DistModuleOptimizer {
         let (counts, logs) = (self.counters.skipped.clone(), self.world.is_main());
         self.skipped.record(&mut self.place, counts, &times, logs)?;
         self.observe(&step);
-        Ok(step.detached.reattach(model, &self.model))
+        Ok(step.detached.reattach(model, &self.model, &self.units))
     }
 
     /// A step before its first call.
@@ -263,9 +264,9 @@ impl DistModuleOptimizer {
         self.world.size() > 1 && self.gradients == Gradients::PerRank
     }
 
-    /// Returns `true` if the ranks update a bucket in shards.
+    /// Returns `true` if the ranks update a bucket in shards, and every rank has all of it.
     fn gathers(&self, bucket: &Bucket) -> bool {
-        self.world.size() > 1 && bucket.kind != BucketKind::Replicated
+        self.world.size() > 1 && bucket.kind != BucketKind::Replicated && !bucket.owned
     }
 
     /// Waits for the reduction of a bucket. Those of the next buckets are in flight by then, and
@@ -314,7 +315,7 @@ impl DistModuleOptimizer {
         let drop_rest = |gradients: &mut FlatTensors| {
             bucket.parameters.iter().for_each(|index| _ = gradients.take(*index));
         };
-        if !self.reduces() {
+        if !self.reduces() || bucket.owned {
             let local = shard.take(gradients);
             drop_rest(gradients);
             return Ok(Reducing::Local(in_one_type(local)));
@@ -465,9 +466,9 @@ impl DistModuleOptimizer {
                 self.land(step)?;
             }
         } else {
-            for (parameter, value) in shard.parameters().zip(updated) {
+            for ((parameter, start), value) in shard.parameters().zip(updated) {
                 step.local.push((parameter, value.clone()));
-                step.detached.parameters.set(parameter, value);
+                step.detached.parameters.set(parameter, start, value);
             }
             self.observe(step);
         }

@@ -52,6 +52,8 @@ pub struct Bucket {
     pub kind: BucketKind,
     /// Type of all elements.
     pub dtype: DType,
+    /// `true` if its parameters are divided among the ranks between steps.
+    pub owned: bool,
     /// Indices of the bucket's parameters in the plan.
     pub parameters: Vec<usize>,
     /// The pieces in the order of the buffer. A bucket of matrices has one piece for each matrix,
@@ -66,7 +68,7 @@ pub struct Bucket {
 
 impl Bucket {
     pub(super) fn new(
-        BucketContents { kind, dtype, parameters: indices }: BucketContents,
+        BucketContents { kind, dtype, owned, parameters: indices }: BucketContents,
         parameters: &[Parameter],
         owners: &[Vec<usize>],
         world_size: usize,
@@ -86,7 +88,19 @@ impl Bucket {
                 (pieces, vec![total; world_size])
             }
         };
-        Self { kind, dtype, parameters: indices, pieces, counts }
+        Self { kind, dtype, owned, parameters: indices, pieces, counts }
+    }
+
+    /// The bucket of a single owned parameter, from its blocks and the owners of their matrices.
+    pub(crate) fn of_owned(blocks: &[Parameter], owners: &[Vec<usize>], world_size: usize) -> Self {
+        let kind = match blocks[0].work {
+            Work::Matrices { .. } => BucketKind::Matrices,
+            Work::Whole => BucketKind::Whole,
+            Work::Elements => BucketKind::Elements,
+        };
+        let (dtype, parameters) = (blocks[0].dtype, (0..blocks.len()).collect());
+        let contents = BucketContents { kind, dtype, owned: true, parameters };
+        Self::new(contents, blocks, owners, world_size)
     }
 
     /// Returns the number of elements of the flat buffer, including padding.
@@ -123,6 +137,31 @@ impl Bucket {
         start..start + self.counts[rank]
     }
 
+    /// Returns the contents of a rank's shard: neighbouring elements of one parameter are one run.
+    ///
+    /// # Panics
+    ///
+    /// If `rank` is not a rank of the plan.
+    pub fn runs(&self, rank: usize) -> Vec<Run> {
+        let (mut runs, mut end): (Vec<Run>, usize) = (vec![], 0);
+        for (parameter, elements, padding) in self.overlaps(self.shard_range(rank)) {
+            let range = end..end + elements.len();
+            end = range.end + padding;
+            match runs.last_mut() {
+                Some(last)
+                    if last.parameter == parameter
+                        && last.elements.end == elements.start
+                        && last.range.end == range.start =>
+                {
+                    (last.elements.end, last.range.end) = (elements.end, range.end);
+                }
+                _ if range.is_empty() => {}
+                _ => runs.push(Run { parameter, elements, range }),
+            }
+        }
+        runs
+    }
+
     /// Returns the contents of a range of the flat buffer, in order: for every piece, the index of
     /// its parameter, the range of the parameter's elements, and the number of zeros after these
     /// elements that are inside the range.
@@ -143,6 +182,17 @@ impl Bucket {
     }
 }
 
+/// Neighbouring elements of a parameter in one shard.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Run {
+    /// Index of the parameter in the plan.
+    pub parameter: usize,
+    /// Their range in the parameter.
+    pub elements: Range<usize>,
+    /// Their range in the shard. Zeros may follow.
+    pub range: Range<usize>,
+}
+
 impl Piece {
     /// Elements in the flat buffer, including padding.
     fn extent(&self) -> usize {
@@ -154,6 +204,7 @@ impl Piece {
 pub(super) struct BucketContents {
     pub kind: BucketKind,
     pub dtype: DType,
+    pub owned: bool,
     pub parameters: Vec<usize>,
 }
 
@@ -167,7 +218,9 @@ pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<Bucke
     let kind_of = |parameter: &Parameter| match parameter.work {
         Work::Matrices { .. } => BucketKind::Matrices,
         Work::Whole => BucketKind::Whole,
-        Work::Elements if parameter.elements() < config.small_elements => BucketKind::Replicated,
+        Work::Elements if !parameter.owned && parameter.elements() < config.small_elements => {
+            BucketKind::Replicated
+        }
         Work::Elements => BucketKind::Elements,
     };
     let mut buckets = vec![];
@@ -178,10 +231,15 @@ pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<Bucke
             (0..parameters.len()).filter(|&index| kind_of(&parameters[index]) == kind).collect();
         // The sort is stable, which keeps the order of the model where keys are equal.
         chosen.sort_by_key(|&index| matrix_order(&parameters[index]));
-        for (dtype, indices) in by_dtype(&chosen, parameters) {
-            cut(&indices, parameters, config.bucket_bytes)
-                .into_iter()
-                .for_each(|parameters| buckets.push(BucketContents { kind, dtype, parameters }));
+        for ((dtype, owned), indices) in groups(&chosen, parameters) {
+            // The rows of an owned parameter do not depend on others, so that a layout alone
+            // determines them.
+            let bytes = match kind {
+                BucketKind::Elements if owned => 0,
+                _ => config.bucket_bytes,
+            };
+            let contents = |parameters| BucketContents { kind, dtype, owned, parameters };
+            buckets.extend(cut(&indices, parameters, bytes).into_iter().map(contents));
         }
     }
     buckets
@@ -195,14 +253,15 @@ fn matrix_order(parameter: &Parameter) -> Option<(Reverse<u128>, [usize; 2])> {
     Some((Reverse(m * m * n), [rows, columns]))
 }
 
-/// Separates the indices by type, in the order of the first parameter of each type.
-fn by_dtype(indices: &[usize], parameters: &[Parameter]) -> Vec<(DType, Vec<usize>)> {
-    let mut groups: Vec<(DType, Vec<usize>)> = vec![];
+/// Separates the indices by type, and owned parameters from others, in the order of the first
+/// parameter of each group.
+fn groups(indices: &[usize], parameters: &[Parameter]) -> Vec<((DType, bool), Vec<usize>)> {
+    let mut groups: Vec<((DType, bool), Vec<usize>)> = vec![];
     for &index in indices {
-        let dtype = parameters[index].dtype;
-        match groups.iter_mut().find(|(group_dtype, _)| *group_dtype == dtype) {
+        let key = (parameters[index].dtype, parameters[index].owned);
+        match groups.iter_mut().find(|(group, _)| *group == key) {
             Some((_, group)) => group.push(index),
-            None => groups.push((dtype, vec![index])),
+            None => groups.push((key, vec![index])),
         }
     }
     groups

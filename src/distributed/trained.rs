@@ -1,4 +1,4 @@
-//! The trained parameters, as the optimizer knows them.
+//! The trained parameters: as a model has them, as they are trained, and as a plan sees them.
 
 use std::ops::Range;
 
@@ -7,7 +7,10 @@ use burn::optim::join_path;
 use burn::tensor::DType;
 
 use crate::blocks::Blocks;
-use crate::routing::Updates;
+use crate::distributed::plan::{Parameter, Work};
+use crate::error::Result;
+use crate::parameters::Found;
+use crate::routing::{ParameterRole, ParameterRoute, Routing, Updates};
 use crate::update::{ElementwiseUpdate, Matrices, SKIPPED, Slot, StepSize};
 
 /// A trained parameter of the model.
@@ -17,6 +20,8 @@ pub struct ModelParameter {
     pub id: ParamId,
     pub shape: Vec<usize>,
     pub dtype: DType,
+    /// `true` if it is divided among the ranks between steps.
+    pub owned: bool,
     /// The blocks that are trained each as a parameter of its own, and their indices.
     pub blocks: Blocks,
     pub trained: Range<usize>,
@@ -91,6 +96,70 @@ impl TrainedParameter {
             Kind::Elementwise { lr: role } => updates.rest.size(lr, role),
             // The decay is the optimizer's own.
             Kind::Whole { lr: role, .. } => StepSize::decoupled(lr * role, 0.0),
+        }
+    }
+}
+
+/// The trained parameters of a model in its order: as the model has them, as they are trained, and
+/// as a plan sees them.
+pub fn trained(routing: &Routing, found: &[Found]) -> Result<Trained> {
+    let mut all = Trained { model: vec![], trained: vec![], planned: vec![] };
+    let found = found.iter().zip(routing.routes());
+    for (found, route) in found.filter(|(found, _)| found.trainable) {
+        let blocks = route.matrix_blocks()?;
+        let first = all.trained.len();
+        let is_whole = blocks.count() == 1;
+        for (index, (path, batch)) in
+            blocks.names(&found.path).into_iter().zip(blocks.batches()).enumerate()
+        {
+            let (kind, work) = kind(routing, route, batch);
+            let shape = if is_whole { found.shape.clone() } else { batch.to_vec() };
+            let dtype = found.dtype;
+            let owned = found.is_owned;
+            let planned =
+                Parameter { path: path.clone(), shape: shape.clone(), dtype, work, owned };
+            let block = (!is_whole).then_some(index);
+            let model = all.model.len();
+            all.trained.push(TrainedParameter { path, model, block, shape, dtype, time: 0, kind });
+            all.planned.push(planned);
+        }
+        all.model.push(ModelParameter {
+            path: found.path.clone(),
+            id: route.id,
+            shape: found.shape.clone(),
+            dtype: found.dtype,
+            owned: found.is_owned,
+            blocks,
+            trained: first..all.trained.len(),
+        });
+    }
+    Ok(all)
+}
+
+/// The trained parameters of a model.
+pub struct Trained {
+    pub model: Vec<ModelParameter>,
+    pub trained: Vec<TrainedParameter>,
+    pub planned: Vec<Parameter>,
+}
+
+/// The way in which a batch of a parameter is updated.
+fn kind(routing: &Routing, route: &ParameterRoute, [count, m, n]: [usize; 3]) -> (Kind, Work) {
+    let role = route.role;
+    match role {
+        ParameterRole::Muon { layout, .. } => {
+            let matrices = Matrices { shape: [m, n], layout };
+            (Kind::Muon { count, matrices }, Work::Matrices { count, rows: m, columns: n })
+        }
+        ParameterRole::Embedding
+        | ParameterRole::Head
+        | ParameterRole::Vector
+        | ParameterRole::Frozen => {
+            let lr = routing.role_lr(role);
+            match route.custom.clone() {
+                Some(optimizer) => (Kind::Whole { lr, optimizer }, Work::Whole),
+                None => (Kind::Elementwise { lr }, Work::Elements),
+            }
         }
     }
 }

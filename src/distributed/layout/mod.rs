@@ -1,0 +1,399 @@
+//! The division of a model's parameters among ranks.
+
+mod order;
+mod owned;
+mod passes;
+mod place;
+mod shard;
+mod table;
+mod unit;
+mod units;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use burn::module::Module;
+use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
+
+pub use passes::Keep;
+pub use place::Place;
+pub use table::LayoutTable;
+pub(super) use unit::{BlockPart, Unit};
+pub(super) use units::Units;
+
+use super::config::CostSource;
+use super::measured_costs::costs;
+use super::mesh::Mesh;
+use super::plan::{Bucket, Parameter, Plan, PlanConfig};
+use super::trained::{Trained, trained};
+use crate::comm::World;
+use crate::error::{Error, Result};
+use crate::gradients::GradientBuffer;
+use crate::muon::MuonConfig;
+use crate::parameters::{self, Found, Lazily};
+use passes::{Limits, Passes};
+use place::{Placement, Places};
+
+/// The defaults of [`Layout::with_ahead_mb`] and [`Layout::with_in_flight_mb`].
+const AHEAD_MB: f64 = 64.0;
+const IN_FLIGHT_MB: f64 = 64.0;
+/// The default of [`Layout::with_small_elements`].
+const SMALL_ELEMENTS: usize = 1024;
+
+/// The placement of a model's parameters on the ranks of a [`Mesh`].
+///
+/// By default, every rank has all parameters. With [`owned`](Self::owned), a matrix lies whole at
+/// its owner between steps, and nowhere else; a table that AdamW updates lies in even rows. Every
+/// use of a parameter gathers it, and every backward pass reduces its gradient to the owner, so
+/// that a step sends nothing but small values. The model keeps its type, and its layers are not
+/// changed.
+///
+/// Every forward pass is a collective call: all ranks make the same ones, also in evaluation.
+///
+/// ```
+/// use burn::nn::LinearConfig;
+/// use burn::tensor::{Device, Tensor};
+/// use distmuon::distributed::{Layout, Mesh};
+/// use distmuon::{DistMuonConfig, World};
+///
+/// let devices = vec![Device::default().autodiff().gradient_checkpointing(); 2];
+/// World::threads(devices, |world| {
+///     let layout = Layout::new(&Mesh::flat(&world)).owned("dp");
+///     let mut model = layout.shard(LinearConfig::new(64, 64).init(world.device()))?;
+///     let mut optim = DistMuonConfig::new().init_on(&layout, &model)?;
+///     for _step in 0..2 {
+///         let loss = model.forward(Tensor::<2>::ones([4, 64], world.device())).square().mean();
+///         let grads = layout.backward(&loss, &model)?;
+///         model = optim.step(1e-3, model, grads)?;
+///     }
+///     Ok::<_, distmuon::Error>(())
+/// })?;
+/// # Ok::<(), distmuon::Error>(())
+/// ```
+///
+/// # Failures
+///
+/// A forward pass can't return an error. After a failure, the values of owned parameters are NaN,
+/// and the next of [`backward`](Self::backward), [`accumulate`](Self::accumulate),
+/// [`collect`](Self::collect) and
+/// [`DistModuleOptimizer::step`](super::DistModuleOptimizer::step) returns the error, with the path
+/// of the parameter.
+///
+/// Clones are the same layout.
+#[derive(Clone)]
+pub struct Layout {
+    mesh: Mesh,
+    muon: MuonConfig,
+    axis: Option<String>,
+    places: Vec<Place>,
+    keep: Keep,
+    small_elements: usize,
+    ahead_mb: f64,
+    in_flight_mb: f64,
+    sharded: Arc<OnceLock<Sharded>>,
+    /// The gradients of earlier micro-batches of parameters that every rank has.
+    micro_batches: Arc<Mutex<GradientBuffer>>,
+}
+
+/// A model that was divided.
+pub(super) struct Sharded {
+    pub passes: Arc<Passes>,
+    /// The parameters as they are planned, and their owners, by path.
+    pub planned: HashMap<String, (Parameter, Vec<usize>)>,
+}
+
+/// The owned parameters of a model, and the plan that assigns their owners.
+struct Division {
+    units: Vec<Arc<Unit>>,
+    planned: Vec<(Parameter, Vec<usize>)>,
+    found: Vec<Found>,
+}
+
+impl Layout {
+    /// Returns a layout on which every rank has all parameters.
+    pub fn new(mesh: &Mesh) -> Self {
+        Self {
+            mesh: mesh.clone(),
+            muon: MuonConfig::new(),
+            axis: None,
+            places: vec![],
+            keep: Keep::Nothing,
+            small_elements: SMALL_ELEMENTS,
+            ahead_mb: AHEAD_MB,
+            in_flight_mb: IN_FLIGHT_MB,
+            sharded: Arc::default(),
+            micro_batches: Arc::default(),
+        }
+    }
+
+    /// Divides parameters among the ranks along an axis of the mesh: those of two or more
+    /// dimensions that are not [small](Self::with_small_elements).
+    pub fn owned(mut self, axis: impl Into<String>) -> Self {
+        self.axis = Some(axis.into());
+        self
+    }
+
+    /// Adds a rule for the parameters at some paths.
+    pub fn with_place(mut self, place: Place) -> Self {
+        self.places.push(place);
+        self
+    }
+
+    /// Sets the configuration whose routing decides which parameters are matrices. It has to be
+    /// that of the optimizer; [`MuonConfig::new`] by default.
+    pub fn with_muon(mut self, muon: MuonConfig) -> Self {
+        self.muon = muon;
+        self
+    }
+
+    /// Sets the weights that are kept from the forward to the backward pass: [`Keep::Nothing`] by
+    /// default.
+    pub fn with_keep(mut self, keep: Keep) -> Self {
+        self.keep = keep;
+        self
+    }
+
+    /// Sets the number of elements below which every rank has a parameter: 1024 by default.
+    pub fn with_small_elements(mut self, elements: usize) -> Self {
+        self.small_elements = elements;
+        self
+    }
+
+    /// Sets the MB (10^6 bytes) of parameters that are gathered ahead of their use, in the order of
+    /// the pass before: 64 by default. With 0, every use waits for its own parameter. The results
+    /// are the same.
+    pub fn with_ahead_mb(mut self, megabytes: f64) -> Self {
+        self.ahead_mb = megabytes;
+        self
+    }
+
+    /// Sets the MB (10^6 bytes) of gradients that are reduced at once, while the backward pass goes
+    /// on: 64 by default. The results are the same.
+    pub fn with_in_flight_mb(mut self, megabytes: f64) -> Self {
+        self.in_flight_mb = megabytes;
+        self
+    }
+
+    /// Returns the mesh.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    pub(super) fn world(&self) -> &World {
+        self.mesh.world()
+    }
+
+    /// The owned parameters of the model that was divided.
+    pub(super) fn units(&self) -> Units {
+        self.sharded().map(|sharded| Units::of(&sharded.passes)).unwrap_or_default()
+    }
+
+    /// The model that was divided, if any.
+    pub(super) fn sharded(&self) -> Option<&Sharded> {
+        self.sharded.get()
+    }
+
+    /// Fails if the parameters of a model are not those of the model that was divided.
+    pub(super) fn check_planned(&self, planned: &[Parameter]) -> Result<()> {
+        let known = self.sharded().map(|sharded| &sharded.planned);
+        let rank = self.world().rank();
+        let differs = |parameter: &Parameter, reason: &str, remedy| {
+            Err(Error::parameter(&parameter.path, rank, reason, remedy))
+        };
+        for parameter in planned {
+            match known.map(|known| known.get(&parameter.path)) {
+                None if parameter.owned => {
+                    return differs(
+                        parameter,
+                        "it is divided, but not by this layout",
+                        "use the layout that divided the model, in `DistMuonConfig::init_on`",
+                    );
+                }
+                None => {}
+                Some(Some((known, _))) if known == parameter => {}
+                Some(Some((known, _))) if known.owned != parameter.owned => {
+                    return differs(
+                        parameter,
+                        "it is not placed as the layout has it",
+                        "make the optimizer for the model that `Layout::shard` returned",
+                    );
+                }
+                Some(_) => {
+                    return differs(
+                        parameter,
+                        "it is not updated as when the model was divided",
+                        "give the layout the optimizer's configuration with `Layout::with_muon`, \
+                         and freeze parameters before `Layout::shard`",
+                    );
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The owners of planned parameters, if the model was divided.
+    pub(super) fn owners(&self, planned: &[Parameter]) -> Option<Vec<Vec<usize>>> {
+        let known = &self.sharded()?.planned;
+        Some(planned.iter().map(|parameter| known[&parameter.path].1.clone()).collect())
+    }
+
+    /// Returns the place of every parameter. Prints as a table.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`shard`](Self::shard) for the layout and the model.
+    pub fn table<M: Module>(&self, model: &M) -> Result<LayoutTable> {
+        let division = self.division(model)?;
+        Ok(LayoutTable::new(&division.found, &division.units))
+    }
+
+    /// Runs the backward pass of a loss, and returns the gradients for a step: this rank's parts of
+    /// the means of owned parameters, and this rank's own gradients of all others. All ranks make
+    /// this call.
+    ///
+    /// # Errors
+    ///
+    /// A failure of the forward or of the backward pass; [`Error::Mismatch`] if the ranks have not
+    /// used the same parameters in the same order; those of every collective.
+    pub fn backward<M: Module, const D: usize>(
+        &self,
+        loss: &Tensor<D>,
+        model: &M,
+    ) -> Result<GradientsParams> {
+        let mut gradients = GradientsParams::from_grads(loss.backward(), model);
+        let mut buffer = self.micro_batches();
+        if buffer.count() > 0 {
+            buffer.add(model, gradients)?;
+            gradients = buffer.take_sum();
+        }
+        self.collect(&mut gradients)?;
+        Ok(gradients)
+    }
+
+    /// Runs the backward pass of a micro-batch, whose gradients are added to those of the next call
+    /// of [`backward`](Self::backward). Nothing is reduced until then, and every rank holds its
+    /// whole gradients, in float32 for parameters in half precision.
+    ///
+    /// To hold parts instead, call `backward` for every micro-batch, and add up what it returns by
+    /// [`GradientBuffer`](crate::GradientBuffer): the ranks then reduce as many times.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`backward`](Self::backward).
+    pub fn accumulate<M: Module, const D: usize>(&self, loss: &Tensor<D>, model: &M) -> Result<()> {
+        let passes = self.sharded().map(|sharded| &sharded.passes);
+        passes.inspect(|passes| passes.set_micro_batch(true));
+        let gradients = GradientsParams::from_grads(loss.backward(), model);
+        passes.inspect(|passes| passes.set_micro_batch(false));
+        self.micro_batches().add(model, gradients)?;
+        passes.map_or(Ok(()), |passes| passes.keep_micro_batch())
+    }
+
+    /// Adds this rank's parts of the gradients of owned parameters to those of all others, after a
+    /// backward pass of the caller's. All ranks make this call.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`backward`](Self::backward).
+    pub fn collect(&self, gradients: &mut GradientsParams) -> Result<()> {
+        let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(()) };
+        for (id, gradient) in passes.finish()? {
+            gradients.register(id, gradient);
+        }
+        Ok(())
+    }
+
+    fn micro_batches(&self) -> std::sync::MutexGuard<'_, GradientBuffer> {
+        self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Fails for settings that no model can use.
+    fn check(&self) -> Result<()> {
+        for (setting, megabytes) in
+            [("ahead_mb", self.ahead_mb), ("in_flight_mb", self.in_flight_mb)]
+        {
+            crate::checks::ensure_size(setting, megabytes)?;
+        }
+        match &self.axis {
+            None if self.places.iter().any(Place::divides) => Err(Error::setting(
+                "places",
+                "`Place::owned` without an axis",
+                "an axis by `Layout::owned`",
+            )),
+            Some(axis) if self.mesh.group(axis).is_none() => {
+                let value = format!("axis `{axis}` of a mesh with {}", self.mesh.names());
+                Err(Error::setting("owned", value, "an axis of the mesh"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn limits(&self) -> Limits {
+        let [ahead, in_flight] =
+            [self.ahead_mb, self.in_flight_mb].map(|megabytes| (megabytes * 1e6).ceil() as usize);
+        Limits { keep: self.keep, ahead, in_flight }
+    }
+
+    /// Returns `true` for a parameter that is divided.
+    fn owns(&self, found: &Found, places: &Places<'_>) -> bool {
+        if self.axis.is_none() || !found.trainable {
+            return false;
+        }
+        let is_large = || {
+            let elements: usize = found.shape.iter().product();
+            found.shape.len() >= 2 && elements >= self.small_elements
+        };
+        match places.of(&found.path) {
+            Some(placement) => placement == Placement::Owned,
+            None => is_large(),
+        }
+    }
+
+    /// Decides on all parameters of a model, without initialising any.
+    fn division<M: Module>(&self, model: &M) -> Result<Division> {
+        self.check()?;
+        let mut found = Lazily(vec![]);
+        parameters::visit(model, &mut found);
+        let Lazily(mut found) = found;
+        let rank = self.world().rank();
+        if let Some(owned) = found.iter().find(|found| found.is_owned) {
+            let remedy = "shard a model once, and keep the layout that did it";
+            return Err(Error::parameter(&owned.path, rank, "it is already divided", remedy));
+        }
+        let routing = self.muon.route_found(&found)?;
+        let places = Places::compile(&self.places, &found)?;
+        for found in &mut found {
+            found.is_owned = self.owns(found, &places);
+            if found.is_owned && found.is_adapter {
+                let remedy = "merge the adapter, or leave the parameter on all ranks with \
+                              `Place::replicated`";
+                let reason = "it has an adapter, which can't be divided";
+                return Err(Error::parameter(&found.path, rank, reason, remedy));
+            }
+        }
+        let Trained { model, planned, .. } = trained(&routing, &found)?;
+        let costs = costs(CostSource::Operations, self.world(), &planned, &routing.updates().muon)?;
+        let ranks = self.world().size();
+        let plan = Plan::new(planned, ranks, &PlanConfig::default(), &costs)?;
+        let owners = plan.owners().iter().map(|owners| {
+            let mut owners = owners.clone();
+            // Matrices of a stack are equal work, and a rank's are then neighbours.
+            owners.sort_unstable();
+            owners
+        });
+        let owners: Vec<Vec<usize>> = owners.collect();
+        let owned = model.iter().filter(|parameter| parameter.owned);
+        let unit = |(index, parameter): (usize, &super::trained::ModelParameter)| {
+            let trained = parameter.trained.clone();
+            let (blocks, owners) = (&plan.parameters()[trained.clone()], &owners[trained]);
+            let bucket = Bucket::of_owned(blocks, owners, ranks);
+            let (named, typed) =
+                ((&*parameter.path, parameter.id), (&*parameter.shape, parameter.dtype));
+            Arc::new(Unit::new(index, named, typed, parameter.blocks.clone(), bucket, rank))
+        };
+        let units = owned.enumerate().map(unit).collect();
+        let planned = plan.parameters().iter().cloned().zip(owners).collect();
+        Ok(Division { units, planned, found })
+    }
+}

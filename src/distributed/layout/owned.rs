@@ -1,0 +1,31 @@
+//! Owned parameters as a reparameterization: every use gathers the whole.
+
+use std::sync::Arc;
+
+use burn::module::{Module, Param, Reparameterization};
+use burn::tensor::Tensor;
+
+use super::passes::Passes;
+use super::unit::Unit;
+use crate::parameters::OWNED;
+
+/// This rank's part of a parameter. The base has the shape of the whole, which some modules read,
+/// and a single element in memory.
+#[derive(Module, Debug)]
+pub struct Owned {
+    /// Flat, so that optimizers of single elements may update it, and no other takes it for a
+    /// matrix.
+    pub part: Param<Tensor<1>>,
+    #[module(skip)]
+    pub unit: Arc<Unit>,
+    #[module(skip)]
+    pub passes: Arc<Passes>,
+}
+
+impl Reparameterization for Owned {
+    const NAME: &'static str = OWNED;
+
+    fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        self.passes.use_whole(&self.unit, self.part.val(), base.shape())
+    }
+}

@@ -1,0 +1,470 @@
+//! The collectives of forward and backward passes: parts of parameters are gathered before their
+//! use, and gradients are reduced after it.
+//!
+//! All ranks make the same calls, since a decision depends on the sequence of uses alone and never
+//! on time. Results are waited for in the order of the calls.
+//!
+//! A forward pass can't return an error. After a failure, values are NaN, nothing is sent, and
+//! [`Passes::finish`] returns the error.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use burn::module::ParamId;
+use burn::tensor::{Shape, Tensor};
+use serde::{Deserialize, Serialize};
+
+use super::order::Order;
+use super::unit::Unit;
+use crate::checks::ensure_computed;
+use crate::comm::{Pending, World, digest, unite};
+use crate::error::{Error, Result};
+use crate::link::{Clock, Link, identity};
+use crate::slices::{self, bytes};
+
+/// The weights that are kept between the forward and the backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Keep {
+    /// None: a weight is gathered again when the backward pass needs it. This is ZeRO-3, or fully
+    /// sharded data parallelism.
+    ///
+    /// The model has to be on a device with
+    /// [`gradient_checkpointing`](burn::tensor::Device::gradient_checkpointing). Without it, Burn
+    /// keeps weights of which a layer makes a view, as `Linear` does for inputs of three
+    /// dimensions.
+    Nothing,
+    /// All: two thirds of the messages, and the memory of the whole model from the forward to the
+    /// backward pass.
+    Weights,
+}
+
+/// The limits of what is sent ahead.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    pub keep: Keep,
+    /// Bytes of parameters that are gathered before they are used.
+    pub ahead: usize,
+    /// Bytes of gradients that are being reduced.
+    pub in_flight: usize,
+}
+
+/// The collectives of the passes of one rank.
+#[derive(Debug)]
+pub struct Passes {
+    /// The ranks that share the parameters.
+    group: World,
+    units: Vec<Arc<Unit>>,
+    limits: Limits,
+    clock: Clock,
+    state: Mutex<State>,
+}
+
+/// A collective whose result has not been waited for.
+#[derive(Debug)]
+enum Flight {
+    Gathering(usize, Pending),
+    Reducing(usize, Pending),
+}
+
+/// A collective of a pass, by the index of its parameter: the same on all ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+enum Event {
+    Gather(usize),
+    Reduce(usize),
+}
+
+#[derive(Debug, Default)]
+struct State {
+    flights: VecDeque<Flight>,
+    uses: Vec<Uses>,
+    /// Bytes of parameters that are gathered ahead, or on their way.
+    ahead: usize,
+    /// Bytes of gradients that are being reduced.
+    reducing: usize,
+    forward: Order,
+    /// The parameters that are gathered again in the backward pass.
+    backward: Order,
+    events: Vec<Event>,
+    is_micro_batch: bool,
+    failure: Option<Error>,
+}
+
+/// The uses of a parameter in a pass.
+#[derive(Debug, Default)]
+struct Uses {
+    /// The part that was last seen, and its identity.
+    part: Option<(u64, Tensor<1>)>,
+    /// The whole that is gathered ahead of its use.
+    ahead: Option<Ahead>,
+    /// The number of uses in the graph, and that of their gradients so far.
+    count: usize,
+    gradients: usize,
+    /// The sum of these gradients.
+    sum: Option<Tensor<1>>,
+    /// The sum of the gradients of earlier micro-batches.
+    micro_batches: Option<Tensor<1>>,
+    /// This rank's part of the mean over ranks.
+    mean: Option<Tensor<1>>,
+}
+
+/// A whole that is gathered, or on its way.
+#[derive(Debug)]
+struct Ahead {
+    /// Identity of the part that it was gathered from.
+    part: Option<u64>,
+    whole: Option<Tensor<1>>,
+}
+
+impl Passes {
+    pub fn new(group: World, units: Vec<Arc<Unit>>, limits: Limits) -> Self {
+        let uses = units.iter().map(|_| Uses::default()).collect();
+        let state = State { uses, ..State::default() };
+        Self { group, units, limits, clock: Clock::default(), state: Mutex::new(state) }
+    }
+
+    pub fn units(&self) -> &[Arc<Unit>] {
+        &self.units
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The whole of a parameter for a use in a forward pass. Its gradient is reduced to the parts.
+    pub fn use_whole<const D: usize>(
+        self: &Arc<Self>,
+        unit: &Arc<Unit>,
+        part: Tensor<1>,
+        shape: Shape,
+    ) -> Tensor<D> {
+        let (part_id, is_trained) = (identity(&part), part.is_require_grad());
+        let inner = part.clone().without_autodiff();
+        let whole = self.gather(unit, (part_id, inner), is_trained).reshape(shape);
+        if !is_trained {
+            return if part.is_autodiff() { Tensor::from_inner(whole) } else { whole };
+        }
+        self.state().uses[unit.index].count += 1;
+        let (to, of) = (self.clone(), unit.clone());
+        let link = Link::taking(move |gradient| to.add_gradient(&of, gradient));
+        let link = match self.limits.keep {
+            Keep::Weights => link,
+            Keep::Nothing => {
+                let (from, of) = (self.clone(), unit.clone());
+                link.made_again(move |part| from.gather_again(&of, (part_id, part)))
+            }
+        };
+        link.at(self.clock.next(&part)).attach(part, whole)
+    }
+
+    /// The whole for a forward pass.
+    fn gather(&self, unit: &Unit, part: (Option<u64>, Tensor<1>), is_trained: bool) -> Tensor<1> {
+        let mut state = self.state();
+        let next = match is_trained {
+            true => state.forward.next(unit.index).to_vec(),
+            false => vec![],
+        };
+        self.gathered(&mut state, unit, part, &next)
+    }
+
+    /// The whole for a backward pass.
+    fn gather_again(&self, unit: &Unit, part: (Option<u64>, Tensor<1>)) -> Tensor<1> {
+        let mut state = self.state();
+        let next = state.backward.next(unit.index).to_vec();
+        self.gathered(&mut state, unit, part, &next)
+    }
+
+    /// The whole, or NaN after a failure. Starts to gather the parameters that are `next`.
+    fn gathered(
+        &self,
+        state: &mut State,
+        unit: &Unit,
+        (part_id, part): (Option<u64>, Tensor<1>),
+        next: &[usize],
+    ) -> Tensor<1> {
+        let device = part.device();
+        let gathered = self.attempt(state, "gathering", unit, |state| {
+            self.take_or_start(state, unit, (part_id, part))?;
+            self.start_next(state, next)?;
+            loop {
+                if let Some(Ahead { whole: Some(_), .. }) = &state.uses[unit.index].ahead {
+                    return Ok(state.take_ahead(unit).expect("the whole was found above"));
+                }
+                self.land(state)?;
+            }
+        });
+        let elements: usize = unit.shape.iter().product();
+        gathered.unwrap_or_else(|| Tensor::full([elements], f32::NAN, (&device, unit.dtype)))
+    }
+
+    /// Starts to gather a parameter, unless that was done ahead with the same part.
+    fn take_or_start(
+        &self,
+        state: &mut State,
+        unit: &Unit,
+        (part_id, part): (Option<u64>, Tensor<1>),
+    ) -> Result<()> {
+        let uses = &mut state.uses[unit.index];
+        if let Some(id) = part_id {
+            uses.part = Some((id, part.clone()));
+        }
+        match &uses.ahead {
+            Some(ahead) if ahead.part == part_id && part_id.is_some() => return Ok(()),
+            Some(_) => {
+                // That of another model, such as an average of the weights.
+                while state.uses[unit.index]
+                    .ahead
+                    .as_ref()
+                    .is_some_and(|ahead| ahead.whole.is_none())
+                {
+                    self.land(state)?;
+                }
+                state.take_ahead(unit);
+            }
+            None => {}
+        }
+        self.start_gathering(state, unit, part_id, part)
+    }
+
+    fn start_gathering(
+        &self,
+        state: &mut State,
+        unit: &Unit,
+        part_id: Option<u64>,
+        part: Tensor<1>,
+    ) -> Result<()> {
+        let part = if unit.count() == 0 { slices::slice(&part, 0..0) } else { part };
+        let pending = self.group.comm().all_gather(part, unit.counts())?;
+        state.events.push(Event::Gather(unit.index));
+        state.flights.push_back(Flight::Gathering(unit.index, pending));
+        state.ahead += unit.bytes();
+        state.uses[unit.index].ahead = Some(Ahead { part: part_id, whole: None });
+        Ok(())
+    }
+
+    /// Starts to gather the parameters that are used next, as far as the limit allows.
+    fn start_next(&self, state: &mut State, next: &[usize]) -> Result<()> {
+        for index in next {
+            let unit = &self.units[*index];
+            let Uses { part, ahead, .. } = &state.uses[*index];
+            if ahead.is_some() {
+                continue;
+            }
+            let Some((id, part)) = part.clone() else { return Ok(()) };
+            if state.ahead + unit.bytes() > self.limits.ahead {
+                return Ok(());
+            }
+            self.start_gathering(state, unit, Some(id), part)?;
+        }
+        Ok(())
+    }
+
+    /// Adds the gradient of a use, and starts to reduce the sum after that of the last use.
+    fn add_gradient(&self, unit: &Unit, gradient: Tensor<1>) {
+        let mut state = self.state();
+        self.attempt(&mut state, "reducing the gradient of", unit, |state| {
+            let uses = &mut state.uses[unit.index];
+            uses.gradients += 1;
+            uses.sum = Some(added(uses.sum.take(), gradient));
+            match uses.gradients == uses.count && !state.is_micro_batch {
+                true => self.start_reducing(state, unit),
+                false => Ok(()),
+            }
+        });
+    }
+
+    /// Starts to reduce the gradient of a parameter, if it has one.
+    fn start_reducing(&self, state: &mut State, unit: &Unit) -> Result<()> {
+        let uses = &mut state.uses[unit.index];
+        let sum = match (uses.micro_batches.take(), uses.sum.take()) {
+            (Some(earlier), Some(sum)) => {
+                let dtype = earlier.dtype();
+                earlier + sum.cast(dtype)
+            }
+            (Some(sum), None) | (None, Some(sum)) => sum,
+            (None, None) => return Ok(()),
+        };
+        let parts = unit.parts(sum);
+        ensure_computed(&unit.path, &parts)?;
+        let sent = bytes(&parts);
+        while state.reducing > 0 && state.reducing + sent > self.limits.in_flight {
+            self.land(state)?;
+        }
+        let pending = self.group.comm().reduce_scatter_f32(parts, unit.counts())?;
+        state.reducing += sent;
+        state.events.push(Event::Reduce(unit.index));
+        state.flights.push_back(Flight::Reducing(unit.index, pending));
+        Ok(())
+    }
+
+    /// Waits for the result of the oldest call.
+    fn land(&self, state: &mut State) -> Result<()> {
+        match state.flights.pop_front().expect("a call was started") {
+            Flight::Gathering(index, pending) => {
+                let whole = self.units[index].whole(&pending.wait()?);
+                let ahead = state.uses[index].ahead.as_mut();
+                ahead.expect("the parameter is gathered").whole = Some(whole);
+            }
+            Flight::Reducing(index, pending) => {
+                state.reducing = state.flights.iter().map(Flight::reduced_bytes).sum();
+                let mean = pending.wait()?.div_scalar(self.group.size() as f64);
+                let uses = &mut state.uses[index];
+                uses.mean = Some(added(uses.mean.take(), mean));
+            }
+        }
+        Ok(())
+    }
+
+    /// The outcome of a part of a pass. `None` after a failure, which all ranks are told of.
+    fn attempt<T>(
+        &self,
+        state: &mut State,
+        action: &str,
+        unit: &Unit,
+        run: impl FnOnce(&mut State) -> Result<T>,
+    ) -> Option<T> {
+        if state.failure.is_some() {
+            return None;
+        }
+        match run(state) {
+            Ok(outcome) => Some(outcome),
+            Err(error) => {
+                self.group.comm().fail(&error.to_string());
+                state.failure = Some(error.in_action(&format!("{action} `{}`", unit.path)));
+                None
+            }
+        }
+    }
+
+    /// Starts or ends a micro-batch, whose gradients stay on this rank.
+    pub fn set_micro_batch(&self, is_micro_batch: bool) {
+        self.state().is_micro_batch = is_micro_batch;
+    }
+
+    /// Ends the backward pass of a micro-batch: its gradients are added to those of earlier ones.
+    pub fn keep_micro_batch(&self) -> Result<()> {
+        let mut state = self.state();
+        for uses in &mut state.uses {
+            if let Some(sum) = uses.sum.take() {
+                let dtype = crate::backend::precise_dtype(sum.dtype());
+                uses.micro_batches = Some(added(uses.micro_batches.take(), sum.cast(dtype)));
+            }
+        }
+        self.end_pass(&mut state)
+    }
+
+    /// Ends a backward pass: returns this rank's parts of all gradients. All ranks make this call.
+    pub fn finish(&self) -> Result<Vec<(ParamId, Tensor<1>)>> {
+        let mut state = self.state();
+        for unit in &self.units {
+            // Those with uses that the loss does not depend on.
+            self.attempt(&mut state, "reducing the gradient of", unit, |state| {
+                self.start_reducing(state, unit)
+            });
+        }
+        self.end_pass(&mut state)?;
+        let means = self.units.iter().zip(&mut state.uses).filter_map(|(unit, uses)| {
+            let mean = uses.mean.take()?;
+            (unit.count() > 0).then_some((unit.id, mean))
+        });
+        Ok(means.collect())
+    }
+
+    /// Waits for all calls, and compares them with those of the other ranks.
+    fn end_pass(&self, state: &mut State) -> Result<()> {
+        while state.failure.is_none() && !state.flights.is_empty() {
+            let landed = self.land(state);
+            state.failure = landed.err();
+        }
+        if let Some(failure) = &state.failure {
+            return Err(failure.clone());
+        }
+        self.clock.reset();
+        state.forward.end();
+        state.backward.end();
+        state.ahead = 0;
+        for uses in &mut state.uses {
+            (uses.ahead, uses.count, uses.gradients) = (None, 0, 0);
+        }
+        let events = std::mem::take(&mut state.events);
+        self.same_events(&events)
+    }
+
+    /// Fails if the ranks have not made the same calls. An engine does not notice it if they are of
+    /// equal sizes.
+    fn same_events(&self, events: &Vec<Event>) -> Result<()> {
+        if unite(self.group.comm(), vec![], digest(events))?.is_some() {
+            return Ok(());
+        }
+        let described = |event: Option<&Event>| match event {
+            Some(Event::Gather(index)) => format!("used `{}`", self.units[*index].path),
+            Some(Event::Reduce(index)) => {
+                format!("had a gradient of `{}`", self.units[*index].path)
+            }
+            None => "ended its pass".to_owned(),
+        };
+        let difference = |first: &Vec<Event>, local: &Vec<Event>| {
+            let index = (0..).find(|index| first.get(*index) != local.get(*index))?;
+            Some([described(local.get(index)), described(first.get(index))])
+        };
+        match self.group.compare(events, difference)? {
+            Some((rank, [local, first])) => {
+                Err(Error::Mismatch { calls: format!("rank {rank} {local} where rank 0 {first}") })
+            }
+            None => unreachable!("the digests of the calls differ"),
+        }
+    }
+
+    /// The first parameter with a gradient that has not been collected.
+    pub fn uncollected(&self) -> Option<&Unit> {
+        let state = self.state();
+        let has_gradient = |unit: &&Arc<Unit>| {
+            let Uses { sum, mean, .. } = &state.uses[unit.index];
+            let is_reducing = |flight: &Flight| matches!(flight, Flight::Reducing(index, _) if *index == unit.index);
+            sum.is_some() || mean.is_some() || state.flights.iter().any(is_reducing)
+        };
+        self.units.iter().find(has_gradient).map(|unit| &**unit)
+    }
+
+    /// Fails after a failure in a pass.
+    pub fn ensure_alive(&self) -> Result<()> {
+        self.state().failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// Forgets the parts, so that a step has the only reference to them.
+    pub fn forget_parts(&self) {
+        self.state().uses.iter_mut().for_each(|uses| uses.part = None);
+    }
+
+    /// Remembers the new part of a parameter, so that it is gathered ahead of its next use.
+    pub fn remember_part<const D: usize>(&self, unit: &Unit, part: &Tensor<D>) {
+        let value = part.clone().without_autodiff().reshape([-1]);
+        self.state().uses[unit.index].part = identity(part).map(|id| (id, value));
+    }
+}
+
+impl State {
+    /// Takes a whole that was gathered out.
+    fn take_ahead(&mut self, unit: &Unit) -> Option<Tensor<1>> {
+        let whole = self.uses[unit.index].ahead.take()?.whole?;
+        self.ahead -= unit.bytes();
+        Some(whole)
+    }
+}
+
+impl Flight {
+    fn reduced_bytes(&self) -> usize {
+        match self {
+            Self::Gathering(..) => 0,
+            Self::Reducing(_, pending) => pending.bytes(),
+        }
+    }
+}
+
+/// A sum, in the order in which Burn adds the gradients of several uses.
+fn added(sum: Option<Tensor<1>>, more: Tensor<1>) -> Tensor<1> {
+    match sum {
+        Some(sum) => sum + more,
+        None => more,
+    }
+}

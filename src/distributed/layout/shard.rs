@@ -1,0 +1,164 @@
+//! The division of a model, parameter by parameter, and its reversal.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use burn::module::{Module, Param, ParamId, Reparameterizer};
+use burn::tensor::Tensor;
+
+use super::owned::Owned;
+use super::passes::{Keep, Passes};
+use super::unit::Unit;
+use super::{Division, Layout, Sharded};
+use crate::comm::World;
+use crate::error::{Error, Result};
+use crate::link;
+use crate::parameters::{self, in_place_of};
+
+impl Layout {
+    /// Divides a model among the ranks: returns a model of the same type in which this rank has its
+    /// parts. The values are those of rank 0. All ranks make this call, once for a layout.
+    ///
+    /// Parameters that are not initialised yet, as in a new model of Burn's layers, are initialised
+    /// one by one: in addition to its parts, a rank holds one parameter at a time.
+    ///
+    /// # Errors
+    ///
+    /// On all ranks, if any rank has one of these errors:
+    ///
+    /// - [`Error::Setting`] for an axis that the mesh does not have, or a device on which
+    ///   [links](crate::link::supports) do not work, or a layout that has divided a model before;
+    /// - [`Error::Pattern`] and [`Error::UnusedRule`] for a [`Place`](super::Place) that matches no
+    ///   parameter;
+    /// - [`Error::Parameter`] for a parameter that is already divided or has an adapter;
+    /// - those of [`MuonConfig::route`](crate::MuonConfig::route) and of every collective.
+    pub fn shard<M: Module>(&self, model: M) -> Result<M> {
+        let world = self.world();
+        let Division { units, planned, .. } = world.agree(self.dividable(&model))?;
+        if units.is_empty() {
+            return world.broadcast(model);
+        }
+        // A group of its own: results of other calls may be waited for in between.
+        let group = world.split(0, world.rank())?;
+        let passes = Arc::new(Passes::new(group, units, self.limits()));
+        let by_path = passes.units().iter().map(|unit| (unit.path.clone(), unit.clone()));
+        let mut error = None;
+        let model = model.apply_reparameterization(Shard {
+            world,
+            passes: &passes,
+            units: by_path.collect(),
+            error: &mut error,
+        });
+        world.agree(error.map_or(Ok(()), Err))?;
+        let planned = planned
+            .into_iter()
+            .map(|(parameter, owners)| (parameter.path.clone(), (parameter, owners)));
+        let sharded = Sharded { passes, planned: planned.collect() };
+        assert!(self.sharded.set(sharded).is_ok(), "a layout divides one model");
+        world.broadcast(model)
+    }
+
+    fn dividable<M: Module>(&self, model: &M) -> Result<Division> {
+        let device = self.world().device();
+        if self.sharded().is_some() {
+            let expected = "a new layout (this one has divided a model before)";
+            return Err(Error::setting("layout", "a second model", expected));
+        }
+        let division = self.division(model)?;
+        if !division.units.is_empty() && !link::supports(device) {
+            let expected = "a device of Flex, CubeCL or LibTorch";
+            return Err(Error::setting("device", format!("{device:?}"), expected));
+        }
+        let keeps = device.gradient_checkpointing_strategy();
+        if self.keep == Keep::Nothing && keeps == Some(Default::default()) {
+            log::warn!(
+                "weights of `Linear` layers on three dimensions stay in memory until the backward \
+                 pass: make the model on `device.autodiff().gradient_checkpointing()`, or set \
+                 `Layout::with_keep(Keep::Weights)`"
+            );
+        }
+        Ok(division)
+    }
+
+    /// Returns an ordinary model with all parameters on every rank, for evaluation on one rank, for
+    /// export, and for Burn's own records. All ranks make this call.
+    ///
+    /// # Errors
+    ///
+    /// Those of every collective.
+    pub fn unshard<M: Module>(&self, model: &M) -> Result<M> {
+        let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(model.clone()) };
+        let ids = passes.units().iter().map(|unit| (unit.path.clone(), unit.id));
+        let whole = model.clone().materialize();
+        passes.ensure_alive()?;
+        Ok(parameters::map(whole, &mut Unshard(ids.collect())))
+    }
+}
+
+/// Attaches parts to a model.
+struct Shard<'a> {
+    world: &'a World,
+    passes: &'a Arc<Passes>,
+    units: HashMap<String, Arc<Unit>>,
+    error: &'a mut Option<Error>,
+}
+
+impl Shard<'_> {
+    /// The part of a parameter with rank 0's value, which is trained like the whole.
+    fn part<const D: usize>(&self, unit: &Unit, whole: Tensor<D>) -> Result<Tensor<1>> {
+        if whole.dtype() != unit.dtype {
+            let (expected, got) = (unit.dtype.name(), whole.dtype().name());
+            return Err(Error::parameter(
+                &unit.path,
+                self.world.rank(),
+                format!("its initial values are of another type: expected {expected}, got {got}"),
+                "initialise the parameter before `Layout::shard`",
+            ));
+        }
+        let flat = whole.clone().without_autodiff().reshape([-1]);
+        let first = self.world.comm().broadcast(flat, 0)?.wait()?;
+        Ok(in_place_of(&whole, unit.part(first)))
+    }
+}
+
+impl Reparameterizer for Shard<'_> {
+    type Reparam = Owned;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<Owned>) {
+        let Some(unit) = self.units.get(path) else { return (param, None) };
+        let (id, whole, mapper) = param.consume();
+        let shape = whole.shape();
+        let zero = Tensor::<D>::zeros([1; D], (&whole.device(), whole.dtype()));
+        let part = match self.error {
+            Some(_) => return (Param::from_mapped_value(id, whole, mapper), None),
+            None => self.part(unit, whole),
+        };
+        let part = match part {
+            Ok(part) => part,
+            Err(error) => {
+                *self.error = Some(error);
+                zero.clone().reshape([1])
+            }
+        };
+        let base = Param::from_mapped_value(ParamId::new(), zero.expand(shape), mapper);
+        let (unit, passes) = (unit.clone(), self.passes.clone());
+        passes.remember_part(&unit, &part);
+        let part = Param::initialized(id, part);
+        (base.set_require_grad(false), Some(Owned { part, unit, passes }))
+    }
+}
+
+/// Gives parameters that were gathered their identity back.
+struct Unshard(HashMap<String, ParamId>);
+
+impl parameters::Map for Unshard {
+    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(id) = self.0.get(path) else { return param };
+        let (_, value, mapper) = param.consume();
+        Param::from_mapped_value(*id, value, mapper).set_require_grad(true)
+    }
+}

@@ -1,0 +1,69 @@
+//! The places of all parameters, as a table.
+
+use std::fmt;
+use std::sync::Arc;
+
+use comfy_table::{Table, presets};
+
+use super::unit::Unit;
+use crate::parameters::Found;
+
+/// The place of every parameter, from [`Layout::table`](super::Layout::table). Prints as a table.
+#[derive(Debug, Clone)]
+pub struct LayoutTable {
+    rows: Vec<LayoutRow>,
+}
+
+/// The place of a parameter in a [`LayoutTable`].
+#[derive(Debug, Clone)]
+struct LayoutRow {
+    path: String,
+    shape: Vec<usize>,
+    /// Elements of every rank's part, if it is divided.
+    counts: Option<Vec<usize>>,
+}
+
+impl LayoutTable {
+    pub(super) fn new(found: &[Found], units: &[Arc<Unit>]) -> Self {
+        let mut units = units.iter();
+        let row = |found: &Found| {
+            let unit =
+                found.is_owned.then(|| units.next().expect("every owned parameter is a unit"));
+            let counts = unit.map(|unit| unit.counts().to_vec());
+            LayoutRow { path: found.path.clone(), shape: found.shape.clone(), counts }
+        };
+        Self { rows: found.iter().map(row).collect() }
+    }
+
+    /// Returns the elements of every rank's part of a parameter. `None` if every rank has all of
+    /// it, or the model does not have the parameter.
+    pub fn parts(&self, path: &str) -> Option<&[usize]> {
+        self.rows.iter().find(|row| row.path == path)?.counts.as_deref()
+    }
+}
+
+impl LayoutRow {
+    /// The ranks that have it.
+    fn place(&self) -> String {
+        let Some(counts) = &self.counts else { return "all ranks".to_owned() };
+        let ranks = (0..counts.len()).filter(|rank| counts[*rank] > 0);
+        let ranks: Vec<String> = ranks.map(|rank| rank.to_string()).collect();
+        match &ranks[..] {
+            [rank] => format!("rank {rank}"),
+            ranks if ranks.len() == counts.len() => "a part on every rank".to_owned(),
+            ranks => format!("parts on ranks {}", ranks.join(", ")),
+        }
+    }
+}
+
+impl fmt::Display for LayoutTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::new();
+        table.load_style(presets::ASCII_MARKDOWN);
+        table.set_header(["parameter", "shape", "place"]);
+        for row in &self.rows {
+            table.add_row([row.path.clone(), format!("{:?}", row.shape), row.place()]);
+        }
+        write!(f, "{table}")
+    }
+}

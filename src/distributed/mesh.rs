@@ -1,0 +1,162 @@
+//! The ranks of a world on named axes.
+
+use std::sync::Arc;
+
+use crate::comm::{Communicator, World};
+use crate::error::{Error, Result};
+
+/// The name of the only axis of [`Mesh::flat`].
+const FLAT: &str = "dp";
+
+/// An axis of a [`Mesh`]: a name and a number of ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Axis {
+    name: String,
+    size: usize,
+}
+
+impl Axis {
+    /// Returns an axis whose ranks train on different data.
+    pub fn data(name: impl Into<String>, size: usize) -> Self {
+        Self { name: name.into(), size }
+    }
+
+    /// Returns the name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the number of ranks.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+}
+
+/// One rank's view of a world whose ranks lie on named axes, the last one with the fastest links.
+///
+/// The ranks are numbered row by row: on `[Axis::data("node", 2), Axis::data("gpu", 4)]`, ranks 0
+/// to 3 are node 0. Clones are the same rank of the same mesh.
+///
+/// ```
+/// use burn::tensor::Device;
+/// use distmuon::World;
+/// use distmuon::distributed::{Axis, Mesh};
+///
+/// let devices = vec![Device::default(); 4];
+/// World::threads(devices, |world| {
+///     let mesh = Mesh::new(&world, [Axis::data("node", 2), Axis::data("gpu", 2)])?;
+///     assert_eq!(mesh.coordinate("node"), Some(world.rank() / 2));
+///     Ok::<_, distmuon::Error>(())
+/// })?;
+/// # Ok::<(), distmuon::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct Mesh {
+    world: World,
+    axes: Arc<[Axis]>,
+    /// For every axis, the ranks along it that have this rank's other coordinates.
+    groups: Arc<[Communicator]>,
+}
+
+impl Mesh {
+    /// Returns this rank's view of a world with these axes. All ranks make this call, with the same
+    /// axes: the ranks are split into groups here, and never again.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`] for a size of zero, a name that occurs twice, and sizes whose product is
+    /// not the number of ranks; [`Error::SettingsDiffer`] if the ranks give different axes; those
+    /// of every collective.
+    pub fn new(world: &World, axes: impl IntoIterator<Item = Axis>) -> Result<Self> {
+        let axes: Vec<Axis> = axes.into_iter().collect();
+        let described = describe(&axes);
+        world.same_settings(&described, |first, other| {
+            let setting = "mesh".to_owned();
+            Some(crate::comm::Difference { setting, first: first.clone(), other: other.clone() })
+        })?;
+        check(&axes, world.size())?;
+        let group = |axis: usize| {
+            let stride = stride(&axes, axis);
+            let (rank, size) = (world.rank(), axes[axis].size);
+            // The ranks that differ in this coordinate only.
+            let color = rank / (stride * size) * stride + rank % stride;
+            world.comm().split(color, rank)
+        };
+        let groups = (0..axes.len()).map(group).collect::<Result<_>>()?;
+        Ok(Self { world: world.clone(), axes: axes.into(), groups })
+    }
+
+    /// Returns a mesh with a single axis, `dp`, which sends nothing.
+    pub fn flat(world: &World) -> Self {
+        let axes = [Axis::data(FLAT, world.size())];
+        Self { world: world.clone(), axes: axes.into(), groups: [world.communicator()].into() }
+    }
+
+    /// Returns the world of all ranks.
+    pub fn world(&self) -> &World {
+        &self.world
+    }
+
+    /// Returns the ranks among which training items are divided: see
+    /// [`World::part`](crate::comm::World::part).
+    pub fn data(&self) -> &World {
+        &self.world
+    }
+
+    /// Returns the axes.
+    pub fn axes(&self) -> &[Axis] {
+        &self.axes
+    }
+
+    /// Returns this rank's coordinate on an axis. `None` if the mesh does not have the axis.
+    pub fn coordinate(&self, axis: &str) -> Option<usize> {
+        let index = self.index(axis)?;
+        Some(self.world.rank() / stride(&self.axes, index) % self.axes[index].size)
+    }
+
+    /// Returns the ranks along an axis that have this rank's other coordinates. `None` if the mesh
+    /// does not have the axis.
+    pub fn group(&self, axis: &str) -> Option<&Communicator> {
+        Some(&self.groups[self.index(axis)?])
+    }
+
+    fn index(&self, axis: &str) -> Option<usize> {
+        self.axes.iter().position(|known| known.name == axis)
+    }
+
+    /// The names of all axes, for error messages.
+    pub(super) fn names(&self) -> String {
+        let names = self.axes.iter().map(|axis| format!("`{}`", axis.name));
+        names.collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// The distance between ranks that are neighbours on an axis.
+fn stride(axes: &[Axis], axis: usize) -> usize {
+    axes[axis + 1..].iter().map(Axis::size).product()
+}
+
+fn describe(axes: &[Axis]) -> String {
+    let axes = axes.iter().map(|axis| format!("{}={}", axis.name, axis.size));
+    axes.collect::<Vec<_>>().join(",")
+}
+
+fn check(axes: &[Axis], ranks: usize) -> Result<()> {
+    let invalid = |expected| Err(Error::setting("mesh", describe(axes), expected));
+    if axes.iter().any(|axis| axis.size == 0) {
+        return invalid("axes with at least one rank");
+    }
+    let occurs_before =
+        |index: usize| axes[..index].iter().any(|axis| axis.name == axes[index].name);
+    if (0..axes.len()).any(occurs_before) {
+        return invalid("axes with different names");
+    }
+    match axes.iter().map(Axis::size).product::<usize>() == ranks {
+        true => Ok(()),
+        false => Err(Error::setting(
+            "mesh",
+            format!("{} for {ranks} ranks", describe(axes)),
+            "axes whose sizes multiply to the number of ranks",
+        )),
+    }
+}

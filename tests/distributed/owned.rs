@@ -1,0 +1,214 @@
+//! Owned parameters against those that every rank has: equal losses and equal bits.
+
+use burn::module::{Module, Param};
+use burn::nn::conv::{Conv1d, Conv1dConfig};
+use burn::nn::transformer::{PositionWiseFeedForward, PositionWiseFeedForwardConfig};
+use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::optim::GradientsParams;
+use burn::tensor::activation::relu;
+use burn::tensor::{Device, Distribution, Int, Tensor, TensorData};
+use distmuon::comm::World;
+use distmuon::distributed::{DistMuonConfig, Keep, Layout, Mesh};
+use distmuon::{GradientBuffer, MuonConfig, Result, RoutingRule};
+use distmuon_testing::models::{Fixed, bits, weights};
+use distmuon_testing::worlds::{self, Case, cases};
+
+use crate::ranks;
+
+pub const EVERYWHERE: &[Case] = cases![
+    owned_parameters_train_as_replicated_ones,
+    micro_batches_of_owned_parameters_are_added_up_before_they_are_reduced,
+];
+
+const WIDTH: usize = 16;
+const TOKENS: usize = 37;
+
+/// A model with the layers that use their parameters in different ways.
+#[derive(Module, Debug)]
+struct Net {
+    /// Also the output head.
+    embedding: Embedding,
+    conv: Conv1d,
+    norm: LayerNorm,
+    /// Used twice in a pass.
+    twice: Linear,
+    wide: Linear,
+    feed: PositionWiseFeedForward,
+    experts: Param<Tensor<3>>,
+    never: Linear,
+    /// Used without gradients only.
+    evaluated: Linear,
+}
+
+impl Net {
+    fn new(device: &Device) -> Self {
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+        let experts = Tensor::random([3, WIDTH, WIDTH], Distribution::Normal(0.0, 0.1), device);
+        let net = Self {
+            embedding: EmbeddingConfig::new(TOKENS, WIDTH).init(device),
+            conv: Conv1dConfig::new(WIDTH, WIDTH, 3).init(device),
+            norm: LayerNormConfig::new(WIDTH).init(device),
+            twice: linear(WIDTH, WIDTH),
+            wide: linear(WIDTH, 40),
+            feed: PositionWiseFeedForwardConfig::new(40, 24).with_dropout(0.0).init(device),
+            experts: Param::from_tensor(experts.require_grad()),
+            never: linear(WIDTH, WIDTH),
+            evaluated: linear(40, TOKENS),
+        };
+        net.map(&mut Fixed::new(11))
+    }
+
+    fn features(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
+        let x = self.embedding.forward(tokens);
+        let x = self.conv.forward(x.swap_dims(1, 2)).swap_dims(1, 2);
+        let x = self.norm.forward(relu(self.twice.forward(x)));
+        let x = relu(self.twice.forward(x));
+        let experts = self.experts.val().mean_dim(0).squeeze_dim::<2>(0);
+        let x = x.matmul(experts.unsqueeze());
+        self.feed.forward(self.wide.forward(x))
+    }
+
+    fn loss(&self, tokens: Tensor<2, Int>) -> Tensor<1> {
+        let [batch, length] = tokens.dims();
+        let features = self.features(tokens).slice([0..batch, 0..length - 2, 0..WIDTH]);
+        let logits = features.matmul(self.embedding.weight.val().transpose().unsqueeze());
+        logits.square().mean()
+    }
+
+    fn evaluate(&self, tokens: Tensor<2, Int>) -> Tensor<1> {
+        self.evaluated.forward(self.features(tokens)).square().mean()
+    }
+}
+
+/// The tokens of a rank in a micro-batch.
+fn tokens(rank: usize, step: usize, device: &Device) -> Tensor<2, Int> {
+    let token = |index: usize| ((index * 7 + rank * 11 + step * 5 + index * index) % TOKENS) as i64;
+    Tensor::from_data(TensorData::new((0..12).map(token).collect::<Vec<_>>(), [2, 6]), device)
+}
+
+fn config() -> DistMuonConfig {
+    let muon = MuonConfig::new()
+        .with_rule(RoutingRule::muon("experts").batch())
+        .with_rule(RoutingRule::muon(r"^conv\.weight").flatten());
+    DistMuonConfig::new().with_muon(muon).with_small_elements(64).with_bucket_mb(Some(0.002))
+}
+
+fn layout(world: &World) -> Layout {
+    Layout::new(&Mesh::flat(world)).owned("dp").with_muon(config().muon).with_small_elements(64)
+}
+
+/// A run's losses and final weights, as bits.
+type Run = (Vec<Vec<u8>>, Vec<Vec<u8>>);
+
+/// Trains with a layout. Several micro-batches are accumulated.
+fn train_on(
+    world: &World,
+    layout: &Layout,
+    config: &DistMuonConfig,
+    steps: usize,
+    micro_batches: usize,
+) -> Result<Run> {
+    let device = world.device();
+    let mut net = layout.shard(Net::new(device))?;
+    let mut optim = config.init_on(layout, &net)?;
+    let mut losses = vec![];
+    for step in 0..steps {
+        for batch in 1..micro_batches {
+            let loss = net.loss(tokens(world.rank(), 100 * step + batch, device));
+            layout.accumulate(&loss, &net)?;
+            losses.push(bits(&loss));
+        }
+        let loss = net.loss(tokens(world.rank(), step, device));
+        let gradients = layout.backward(&loss, &net)?;
+        losses.push(bits(&loss));
+        net = optim.step(0.01, net, gradients)?;
+        losses.push(bits(&net.valid().evaluate(tokens(
+            world.rank(),
+            step,
+            &device.clone().inner(),
+        ))));
+    }
+    Ok((losses, weights(&layout.unshard(&net)?)))
+}
+
+/// Trains with all parameters on every rank.
+fn train_replicated(
+    world: &World,
+    config: &DistMuonConfig,
+    steps: usize,
+    micro_batches: usize,
+) -> Result<Run> {
+    let device = world.device();
+    let mut net = world.broadcast(Net::new(device))?;
+    let mut optim = config.init(world, &net)?;
+    let mut losses = vec![];
+    for step in 0..steps {
+        let mut buffer = GradientBuffer::new();
+        for batch in 1..micro_batches {
+            let loss = net.loss(tokens(world.rank(), 100 * step + batch, device));
+            buffer.add(&net, GradientsParams::from_grads(loss.backward(), &net))?;
+            losses.push(bits(&loss));
+        }
+        let loss = net.loss(tokens(world.rank(), step, device));
+        buffer.add(&net, GradientsParams::from_grads(loss.backward(), &net))?;
+        losses.push(bits(&loss));
+        net = optim.step(0.01, net, buffer.take_sum())?;
+        losses.push(bits(&net.valid().evaluate(tokens(
+            world.rank(),
+            step,
+            &device.clone().inner(),
+        ))));
+    }
+    Ok((losses, weights(&net)))
+}
+
+/// The devices of the ranks, where weights may be gathered again.
+fn with_checkpoints(world: &World) -> World {
+    World::new(world.communicator(), world.device().clone().gradient_checkpointing())
+}
+
+fn assert_equal(expected: &[Run], runs: &[Run], what: &str) {
+    for (rank, (expected, run)) in expected.iter().zip(runs).enumerate() {
+        let differs = expected.0.iter().zip(&run.0).position(|(expected, loss)| expected != loss);
+        assert_eq!(differs, None, "{what}: rank {rank} has another loss");
+        let differs =
+            expected.1.iter().zip(&run.1).position(|(expected, weight)| expected != weight);
+        assert_eq!(differs, None, "{what}: rank {rank} has another weight");
+    }
+}
+
+fn owned_parameters_train_as_replicated_ones() {
+    for count in [1, 2, 3, 4, 7].into_iter().filter(worlds::has) {
+        let config = config();
+        let expected =
+            ranks(count, |world| train_replicated(&with_checkpoints(&world), &config, 10, 1));
+        let expected = expected.unwrap();
+        assert!(expected[0].0[0] != expected[0].0[18], "it trains");
+        for keep in [Keep::Weights, Keep::Nothing] {
+            for (ahead_mb, in_flight_mb) in [(0.0, 64.0), (64.0, 64.0), (0.004, 0.0)] {
+                let runs = ranks(count, |world| {
+                    let world = with_checkpoints(&world);
+                    let layout = layout(&world)
+                        .with_keep(keep)
+                        .with_ahead_mb(ahead_mb)
+                        .with_in_flight_mb(in_flight_mb);
+                    train_on(&world, &layout, &config, 10, 1)
+                });
+                let what = format!("{count} ranks, {keep:?}, {ahead_mb}, {in_flight_mb}");
+                assert_equal(&expected, &runs.unwrap(), &what);
+            }
+        }
+    }
+}
+
+fn micro_batches_of_owned_parameters_are_added_up_before_they_are_reduced() {
+    let config = config();
+    let expected = ranks(2, |world| train_replicated(&world, &config, 4, 3)).unwrap();
+    for keep in [Keep::Weights, Keep::Nothing] {
+        let runs = ranks(2, |world| {
+            let world = with_checkpoints(&world);
+            train_on(&world, &layout(&world).with_keep(keep), &config, 4, 3)
+        });
+        assert_equal(&expected, &runs.unwrap(), &format!("{keep:?}"));
+    }
+}
