@@ -145,13 +145,22 @@ impl Passes {
             return if part.is_autodiff() { Tensor::from_inner(whole) } else { whole };
         }
         self.state().uses[unit.index].count += 1;
-        let (to, of) = (self.clone(), unit.clone());
-        let link = Link::taking(move |gradient| to.add_gradient(&of, gradient));
+        // Burn frees a graph when it makes the next one: its closures must not keep the world alive,
+        // which processes have to leave before they end.
+        let (to, of) = (Arc::downgrade(self), unit.clone());
+        let link = Link::taking(move |gradient| {
+            if let Some(passes) = to.upgrade() {
+                passes.add_gradient(&of, gradient);
+            }
+        });
         let link = match self.limits.keep {
             Keep::Weights => link,
             Keep::Nothing => {
-                let (from, of) = (self.clone(), unit.clone());
-                link.made_again(move |part| from.gather_again(&of, (part_id, part)))
+                let (from, of) = (Arc::downgrade(self), unit.clone());
+                link.made_again(move |part| match from.upgrade() {
+                    Some(passes) => passes.gather_again(&of, (part_id, part)),
+                    None => of.nan(&part.device()),
+                })
             }
         };
         link.at(self.clock.next(&part)).attach(part, whole)
@@ -193,8 +202,7 @@ impl Passes {
                 self.land(state)?;
             }
         });
-        let elements: usize = unit.shape.iter().product();
-        gathered.unwrap_or_else(|| Tensor::full([elements], f32::NAN, (&device, unit.dtype)))
+        gathered.unwrap_or_else(|| unit.nan(&device))
     }
 
     /// Starts to gather a parameter, unless that was done ahead with the same part.

@@ -60,6 +60,12 @@ impl Unit {
         self.bucket.elements() * self.dtype.size()
     }
 
+    /// NaN in place of the whole, flat.
+    pub fn nan(&self, device: &Device) -> Tensor<1> {
+        let elements: usize = self.shape.iter().product();
+        Tensor::full([elements], f32::NAN, (device, self.dtype))
+    }
+
     /// The whole, flat, from the parts of all ranks one after the other.
     pub fn whole(&self, parts: &Tensor<1>) -> Tensor<1> {
         let block = |pieces: &Vec<(usize, usize, usize)>| {
