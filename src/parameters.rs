@@ -124,7 +124,7 @@ pub(crate) fn of<M: Module>(model: &M) -> Vec<Found> {
 impl Visit for Vec<Found> {
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
         let value = param.val();
-        if is_part(fields) {
+        if path_of_whole(fields).is_some() {
             let whole = self.last_mut().expect("a base comes before its part");
             (whole.id, whole.dtype, whole.trainable) =
                 (param.id, value.dtype(), value.is_require_grad());
@@ -143,9 +143,15 @@ impl Visit for Vec<Found> {
     }
 }
 
-/// Returns `true` for the fields of this rank's part of a parameter.
-fn is_part(fields: &[Field]) -> bool {
-    fields.iter().any(|field| field.holder == REPARAMETERIZATION && field.name == OWNED)
+/// Returns `true` for the module that has this rank's part of a parameter.
+pub(crate) fn is_owned(name: &str, container_type: &str) -> bool {
+    container_type == REPARAMETERIZATION && name == OWNED
+}
+
+/// The path of the parameter of which the parameter with these fields is this rank's part.
+pub(crate) fn path_of_whole(fields: &[Field]) -> Option<String> {
+    let part = fields.iter().position(|field| is_owned(&field.name, &field.holder))?;
+    Some(path(&fields[..part]))
 }
 
 /// The float parameters of a model that are found without being initialised. One that is not
@@ -154,7 +160,7 @@ pub(crate) struct Lazily(pub Vec<Found>);
 
 impl Visit for Lazily {
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
-        if param.is_initialized() || is_part(fields) {
+        if param.is_initialized() || path_of_whole(fields).is_some() {
             return self.0.visit(fields, param);
         }
         let device = param.lazy_device();
@@ -216,7 +222,7 @@ struct Mapping<'a, F> {
 
 impl<F: Map> ModuleMapper for Mapping<'_, F> {
     fn enter_module(&mut self, name: &str, container_type: &str) {
-        if container_type == REPARAMETERIZATION && name == OWNED {
+        if is_owned(name, container_type) {
             self.whole = Some(self.names.len());
         }
         self.names.push(name.to_owned());

@@ -5,7 +5,7 @@ use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use distmuon::comm::World;
-use distmuon::distributed::DistMuonConfig;
+use distmuon::distributed::{DistMuonConfig, Keep, Layout, Mesh};
 use distmuon::{
     Coefficients, Error, IterationDtype, IterationForm, MuonConfig, NewtonSchulz,
     NewtonSchulzConfig, RoutingRule,
@@ -285,4 +285,69 @@ fn a_step_with_more_buckets_does_not_use_more_memory() {
     });
     // Of the 75 additional buckets, some may be held since the ranks are not at the same point.
     assert!(many <= few + 4 * BUCKET, "{many} beyond {few}");
+}
+
+/// Bytes of a layer of the model whose parameters are owned.
+const LAYER: usize = 512 * 512 * 4;
+
+/// Bytes in addition to the parts: while a model is divided, after that, and in a pass, of two
+/// ranks together.
+fn extra_of_owned_parameters(keep: Keep) -> [usize; 3] {
+    let device = Device::default().autodiff().gradient_checkpointing();
+    let together = Barrier::new(2);
+    let before = ALLOCATOR.current_usage();
+    // Reads the allocator while all ranks wait.
+    let read = |world: &World, usage: fn(&PeakAlloc) -> usize| {
+        together.wait();
+        let bytes = usage(&ALLOCATOR).saturating_sub(before);
+        together.wait();
+        if world.is_main() {
+            ALLOCATOR.reset_peak_usage();
+        }
+        together.wait();
+        bytes
+    };
+    let (peak, now) =
+        (PeakAlloc::peak_usage as fn(&_) -> _, PeakAlloc::current_usage as fn(&_) -> _);
+    let ranks = World::threads([device.clone(), device], |world| {
+        let layout = Layout::new(&Mesh::flat(&world))
+            .owned("dp")
+            .with_keep(keep)
+            .with_ahead_mb(0.0)
+            .with_in_flight_mb(0.0);
+        read(&world, now);
+        // Not initialised yet.
+        let model = layout.shard(Layers::square(8, 512, world.device()))?;
+        let sharding = read(&world, peak);
+        let held = read(&world, now);
+        let pass = || {
+            let input = Tensor::<3>::ones([2, 2, 512], world.device());
+            let output = model.layers.iter().fold(input, |x, layer| layer.forward(x));
+            layout.backward(&output.mean(), &model)
+        };
+        let gradients = pass()?;
+        let passing = read(&world, peak);
+        drop(gradients);
+        Ok::<_, Error>([sharding, held, passing])
+    });
+    ranks.unwrap()[0].map(|bytes| bytes.saturating_sub(8 * LAYER))
+}
+
+#[test]
+fn owned_parameters_take_the_memory_of_parts_and_one_parameter() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    let [sharding, held, passing] = extra_of_owned_parameters(Keep::Nothing);
+    println!("sharding {sharding}, held {held}, passing {passing}, of layers of {LAYER} bytes");
+    // On each of two ranks: the initialised parameter, and that of rank 0.
+    assert!(sharding <= 2 * 2 * LAYER + SCRATCH, "{sharding}");
+    assert!(held <= SCRATCH, "{held}");
+    // The parts of all gradients; on each rank a weight, and a gradient as it is computed, packed
+    // and received.
+    assert!(passing <= 8 * LAYER + 2 * 4 * LAYER + SCRATCH, "{passing}");
+    let [.., kept] = extra_of_owned_parameters(Keep::Weights);
+    // All weights on each rank, when the backward pass begins.
+    assert!(kept >= 2 * 8 * LAYER, "{kept}");
 }

@@ -63,12 +63,14 @@ use std::path::Path;
 
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
-use burn::tensor::DType;
+use burn::tensor::{DType, Tensor};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::error::{Error, Result};
 use crate::parameters;
+use crate::update::ONLY_RANK;
 
+pub(crate) use model::Entry;
 pub(crate) use read::Archive;
 pub(crate) use states::States;
 pub(crate) use write::{Contents, Planned, Saving};
@@ -186,8 +188,13 @@ impl Checkpointed for ModuleOptimizer {
         model: &M,
         progress: &T,
     ) -> Result<()> {
+        ensure_whole(model)?;
         let archive = Archive::from_record(self.to_record());
-        let mut saving = start(path, model, archive.contents(), progress)?;
+        let (saving, entries) = start(path, model, archive.contents(), progress);
+        let mut saving = saving?;
+        for entry in entries {
+            saving.put((entry.data)(None))?;
+        }
         for name in archive.tensors().keys() {
             saving.put(archive.data(name)?)?;
         }
@@ -199,8 +206,9 @@ impl Checkpointed for ModuleOptimizer {
         path: &Path,
         model: M,
     ) -> Result<(M, Self, T)> {
+        ensure_whole(&model)?;
         let archive = Archive::open(path)?;
-        let (model, progress) = load_model(&archive, model)?;
+        let (model, progress) = load_model(&archive, model, &|_, whole| whole)?;
         let saved = States::new(archive);
         let keys: BTreeSet<_> = saved.keys().cloned().collect();
         let optim = self.load_record(saved.into_archive().into_record()?);
@@ -219,8 +227,21 @@ impl Checkpointed for ModuleOptimizer {
     }
 }
 
-/// Begins a checkpoint and writes the model. The tensors of the optimizer are put after the model,
-/// in the order of `states`.
+/// Fails for a model that is divided among ranks.
+fn ensure_whole<M: Module>(model: &M) -> Result<()> {
+    match parameters::of(model).into_iter().find(|found| found.is_owned) {
+        Some(found) => Err(Error::parameter(
+            &found.path,
+            ONLY_RANK,
+            "it is divided among ranks, and the optimizer is that of one device",
+            "save and load with `DistModuleOptimizer`, or the model of `Layout::unshard`",
+        )),
+        None => Ok(()),
+    }
+}
+
+/// Begins a checkpoint. The tensors of the model are put in the order of the returned entries,
+/// then those of the optimizer in the order of `states`.
 ///
 /// # Errors
 ///
@@ -228,6 +249,17 @@ impl Checkpointed for ModuleOptimizer {
 pub(crate) fn start<M: Module, T: Serialize>(
     path: &Path,
     model: &M,
+    states: Contents,
+    progress: &T,
+) -> (Result<Saving>, Vec<Entry>) {
+    let entries = model::entries(model);
+    (begin(path, model, &entries, states, progress), entries)
+}
+
+fn begin<M: Module, T: Serialize>(
+    path: &Path,
+    model: &M,
+    entries: &[Entry],
     states: Contents,
     progress: &T,
 ) -> Result<Saving> {
@@ -245,30 +277,32 @@ pub(crate) fn start<M: Module, T: Serialize>(
         (PROGRESS, json(serde_json::to_string(progress))?),
     ];
     contents.metadata.extend(texts.map(|(key, text)| (key.to_owned(), text)));
-    let entries = model::entries(model);
     contents.tensors.splice(0..0, entries.iter().map(|entry| entry.planned.clone()));
-    let mut saving = Saving::start(path, contents)?;
-    for entry in entries {
-        saving.put((entry.data)())?;
-    }
-    Ok(saving)
+    Saving::start(path, contents)
 }
 
-/// Loads the model and the progress of a run; see [`load`].
+/// Loads the model and the progress of a run; see [`load`]. Of an owned parameter, the model gets
+/// the `part` of its flat values.
 pub(crate) fn load_model<M: Module, T: DeserializeOwned>(
     archive: &Archive,
     model: M,
+    part: &dyn Fn(&str, Tensor<1>) -> Tensor<1>,
 ) -> Result<(M, T)> {
     let saved: Vec<ParameterEntry> = serde_json::from_str(archive.text(PARAMETERS))
         .map_err(|error| archive.broken(format!("its table of parameters is invalid: {error}")))?;
     same_model(archive.path(), &saved, &parameters(&model))?;
     let progress = archive.progress()?;
-    Ok((model::load(archive, model)?, progress))
+    Ok((model::load(archive, model, part)?, progress))
 }
 
 /// Joins a prefix and a name, as in `model.layer.weight`.
 fn prefixed(prefix: &str, name: &str) -> String {
     format!("{prefix}.{name}")
+}
+
+/// A name without its prefix, the reverse of [`prefixed`].
+fn unprefixed<'a>(prefix: &str, name: &'a str) -> &'a str {
+    &name[prefix.len() + 1..]
 }
 
 /// The table of the float parameters of a model.

@@ -1,6 +1,6 @@
 //! Saving and loading the parameters of a model, one at a time.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::kind::Basic;
@@ -8,13 +8,17 @@ use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
 
 use super::read::Archive;
 use super::write::Planned;
-use super::{MODEL, prefixed};
+use super::{MODEL, prefixed, unprefixed};
 use crate::error::{Error, Result};
+use crate::parameters::{self, in_place_of};
 
-/// A parameter of a model, whose elements are read from the device by `data`.
+/// A parameter of a model.
 pub struct Entry {
     pub planned: Planned,
-    pub data: Box<dyn Fn() -> TensorData>,
+    /// The path of a parameter that is divided among ranks.
+    pub owned: Option<String>,
+    /// Reads the elements from the device, or from the flat values of an owned parameter.
+    pub data: Box<dyn Fn(Option<Tensor<1>>) -> TensorData>,
 }
 
 /// All parameters of a model in its order, in the form in which Burn's records store them.
@@ -24,16 +28,24 @@ pub fn entries<M: Module>(model: &M) -> Vec<Entry> {
     collector.entries
 }
 
-/// Replaces the parameters of a model by those of an archive, which are read one by one.
+/// Replaces the parameters of a model by those of an archive, which are read one by one. Those of
+/// owned parameters are replaced by the `part` of their flat values.
 ///
 /// # Errors
 ///
 /// [`Error::Checkpoint`] if a parameter is missing, damaged, of another shape, or unknown to the
 /// model.
-pub fn load<M: Module>(archive: &Archive, model: M) -> Result<M> {
+pub fn load<M: Module>(
+    archive: &Archive,
+    model: M,
+    part: &dyn Fn(&str, Tensor<1>) -> Tensor<1>,
+) -> Result<M> {
     let is_of_model = |name: &&String| name.starts_with(&prefixed(MODEL, ""));
     let unused = archive.tensors().keys().filter(is_of_model).map(String::as_str).collect();
-    let mut loader = Loader { path: vec![], archive, unused, failure: None };
+    let found = parameters::of(&model).into_iter().filter(|found| found.is_owned);
+    let owned = found.map(|found| found.path).collect();
+    let mut loader =
+        Loader { path: vec![], archive, unused, owned, part, whole: None, failure: None };
     let model = model.map(&mut loader);
     if let Some(error) = loader.failure {
         return Err(error);
@@ -51,6 +63,8 @@ pub fn load<M: Module>(archive: &Archive, model: M) -> Result<M> {
 struct Collector {
     /// Fields on the way to the current parameter.
     path: Vec<String>,
+    /// `true` on the way to this rank's part of a parameter.
+    in_part: bool,
     entries: Vec<Entry>,
 }
 
@@ -59,15 +73,15 @@ impl Collector {
         &mut self,
         id: ParamId,
         (dtype, shape): (DType, Shape),
-        data: impl Fn() -> TensorData + 'static,
+        data: impl Fn(Option<Tensor<1>>) -> TensorData + 'static,
     ) {
         let name = prefixed(MODEL, &self.path.join("."));
         let mut planned = Planned::new(name, dtype, shape.to_vec(), Some(id.val()));
         if matches!(dtype, DType::QFloat(_)) {
             // Quantized elements are packed, and their scales follow them.
-            planned.bytes = data().bytes().len();
+            planned.bytes = data(None).bytes().len();
         }
-        self.entries.push(Entry { planned, data: Box::new(data) });
+        self.entries.push(Entry { planned, owned: None, data: Box::new(data) });
     }
 }
 
@@ -82,21 +96,46 @@ macro_rules! visit {
             let value = saved();
             let kind = (value.dtype(), value.shape());
             drop(value);
-            self.add(id, kind, move || saved().into_data());
+            self.add(id, kind, move |_| saved().into_data());
         }
     };
 }
 
 impl ModuleVisitor for Collector {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.in_part |= parameters::is_owned(name, container_type);
         self.path.push(name.to_owned());
     }
 
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+    fn exit_module(&mut self, name: &str, container_type: &str) {
+        self.in_part &= !parameters::is_owned(name, container_type);
         self.path.pop();
     }
 
-    visit!(visit_float, Tensor<D>);
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if self.in_part {
+            let base = self.entries.last_mut().expect("a base comes before its part");
+            base.planned.id = Some(param.id.val());
+            base.owned = Some(unprefixed(MODEL, &base.planned.name).to_owned());
+            return;
+        }
+        // The saved form of a parameter may be a copy. It is made once for its type and shape, and
+        // again for its elements, so that the copies of all parameters are never in memory at the
+        // same time.
+        let (id, param) = (param.id, param.clone());
+        let saved = move |whole: Option<Tensor<1>>| {
+            let param = match whole {
+                Some(whole) => param.clone().map(|base| whole.reshape(base.shape())),
+                None => param.clone(),
+            };
+            param.transform_for_save().val()
+        };
+        let value = saved(None);
+        let kind = (value.dtype(), value.shape());
+        drop(value);
+        self.add(id, kind, move |whole| saved(whole).into_data());
+    }
+
     visit!(visit_int, Tensor<D, Int>);
     visit!(visit_bool, Tensor<D, Bool>);
 }
@@ -108,6 +147,11 @@ struct Loader<'a> {
     archive: &'a Archive,
     /// Names of the model's tensors in the archive that no parameter has taken so far.
     unused: BTreeSet<&'a str>,
+    /// Paths of the parameters that are divided among ranks.
+    owned: HashSet<String>,
+    part: &'a dyn Fn(&str, Tensor<1>) -> Tensor<1>,
+    /// The flat values of the parameter whose part comes next, and its path.
+    whole: Option<(String, Tensor<1>)>,
     /// The first error. Later parameters are then left as they are, since a mapper can't fail.
     failure: Option<Error>,
 }
@@ -165,7 +209,35 @@ impl ModuleMapper for Loader<'_> {
         self.path.pop();
     }
 
-    map!(map_float, Tensor<D>);
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if self.failure.is_some() {
+            return param;
+        }
+        if let Some((path, whole)) = self.whole.take() {
+            let part = (self.part)(&path, whole);
+            return param.map(|old| {
+                let part = part.reshape(old.shape());
+                in_place_of(&old, part)
+            });
+        }
+        let path = self.path.join(".");
+        match self.read(&param.lazy_shape(), &param.lazy_device()) {
+            Ok((tensor, id)) if self.owned.contains(&path) => {
+                let loaded = param.clone().transform_for_load(tensor, id.unwrap_or(param.id));
+                self.whole = Some((path, loaded.val().without_autodiff().reshape([-1])));
+                param
+            }
+            Ok((tensor, id)) => {
+                let id = id.unwrap_or(param.id);
+                param.transform_for_load(tensor, id)
+            }
+            Err(error) => {
+                self.failure = Some(error);
+                param
+            }
+        }
+    }
+
     map!(map_int, Tensor<D, Int>);
     map!(map_bool, Tensor<D, Bool>);
 }

@@ -76,11 +76,8 @@ impl Mesh {
         })?;
         check(&axes, world.size())?;
         let group = |axis: usize| {
-            let stride = stride(&axes, axis);
-            let (rank, size) = (world.rank(), axes[axis].size);
-            // The ranks that differ in this coordinate only.
-            let color = rank / (stride * size) * stride + rank % stride;
-            world.comm().split(color, rank)
+            let rank = world.rank();
+            world.comm().split(position(&axes, axis, rank).1, rank)
         };
         let groups = (0..axes.len()).map(group).collect::<Result<_>>()?;
         Ok(Self { world: world.clone(), axes: axes.into(), groups })
@@ -110,8 +107,16 @@ impl Mesh {
 
     /// Returns this rank's coordinate on an axis. `None` if the mesh does not have the axis.
     pub fn coordinate(&self, axis: &str) -> Option<usize> {
-        let index = self.index(axis)?;
-        Some(self.world.rank() / stride(&self.axes, index) % self.axes[index].size)
+        Some(position(&self.axes, self.index(axis)?, self.world.rank()).0)
+    }
+
+    /// The coordinate of a rank on an axis, and its number among the ranks with that coordinate.
+    ///
+    /// # Panics
+    ///
+    /// If the mesh does not have the axis.
+    pub(super) fn position(&self, axis: &str, rank: usize) -> (usize, usize) {
+        position(&self.axes, self.index(axis).expect("an axis of the mesh"), rank)
     }
 
     /// Returns the ranks along an axis that have this rank's other coordinates. `None` if the mesh
@@ -131,9 +136,12 @@ impl Mesh {
     }
 }
 
-/// The distance between ranks that are neighbours on an axis.
-fn stride(axes: &[Axis], axis: usize) -> usize {
-    axes[axis + 1..].iter().map(Axis::size).product()
+/// The coordinate of a rank on an axis, and its number among the ranks with that coordinate, which
+/// the ranks that differ in this coordinate only have in common.
+fn position(axes: &[Axis], axis: usize, rank: usize) -> (usize, usize) {
+    let stride: usize = axes[axis + 1..].iter().map(Axis::size).product();
+    let size = axes[axis].size;
+    (rank / stride % size, rank / (stride * size) * stride + rank % stride)
 }
 
 fn describe(axes: &[Axis]) -> String {

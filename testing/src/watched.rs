@@ -34,6 +34,8 @@ pub type Traffic = Arc<Mutex<BTreeMap<&'static str, usize>>>;
 #[derive(Clone)]
 struct Watched {
     inner: Communicator,
+    /// The rank in the world, of which this may be a group.
+    rank: usize,
     events: Arc<AtomicUsize>,
     watch: Watch,
     traffic: Traffic,
@@ -46,6 +48,7 @@ pub fn watched(
 ) -> World {
     let engine = Watched {
         inner: world.communicator(),
+        rank: world.rank(),
         events: Arc::default(),
         watch: Arc::new(watch),
         traffic: Arc::default(),
@@ -56,8 +59,10 @@ pub fn watched(
 /// Returns the same communicator, and the bytes that it sends.
 pub fn counted(inner: Communicator) -> (Communicator, Traffic) {
     let traffic = Traffic::default();
+    let rank = inner.rank();
     let engine = Watched {
         inner,
+        rank,
         events: Arc::default(),
         watch: Arc::new(|_| Ok(())),
         traffic: traffic.clone(),
@@ -74,7 +79,7 @@ impl fmt::Debug for Watched {
 impl Watched {
     fn event(&self, collective: &'static str, waits: bool) -> Result<()> {
         let number = self.events.fetch_add(1, Ordering::SeqCst);
-        (self.watch)(Event { rank: self.rank(), number, collective, waits })
+        (self.watch)(Event { rank: self.rank, number, collective, waits })
     }
 
     /// Adds the bytes that a part of a call sends: `ring_bytes`, unless the engine counts them.
@@ -197,7 +202,8 @@ impl Engine for Watched {
 
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
         self.event("split", false)?;
-        Ok(self.inner.split(color, key)?.into_engine())
+        let inner = self.inner.split(color, key)?;
+        Ok(Arc::new(Self { inner, ..self.clone() }))
     }
 
     fn synchronize(&self) -> Result<()> {

@@ -8,17 +8,22 @@ use burn::optim::GradientsParams;
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Distribution, Int, Tensor, TensorData};
 use distmuon::comm::World;
-use distmuon::distributed::{DistMuonConfig, Keep, Layout, Mesh};
+use distmuon::distributed::{Axis, DistModuleOptimizer, DistMuonConfig, Keep, Layout, Mesh};
 use distmuon::{GradientBuffer, MuonConfig, Result, RoutingRule};
-use distmuon_testing::models::{Fixed, bits, weights};
-use distmuon_testing::worlds::{self, Case, cases};
+use distmuon_testing::models::{Fixed, Layers, bits, weights};
+use distmuon_testing::watched::counted;
+use distmuon_testing::worlds::{self, Case, Folder, cases};
 
-use crate::ranks;
+use crate::{ranks, ranks_here};
 
 pub const EVERYWHERE: &[Case] = cases![
     owned_parameters_train_as_replicated_ones,
     micro_batches_of_owned_parameters_are_added_up_before_they_are_reduced,
+    parameters_owned_inside_nodes_train_as_replicated_ones,
+    checkpoints_move_between_layouts,
 ];
+
+pub const IN_PROCESS: &[Case] = cases![a_rank_holds_and_sends_its_share];
 
 const WIDTH: usize = 16;
 const TOKENS: usize = 37;
@@ -210,5 +215,152 @@ fn micro_batches_of_owned_parameters_are_added_up_before_they_are_reduced() {
             train_on(&world, &layout(&world).with_keep(keep), &config, 4, 3)
         });
         assert_equal(&expected, &runs.unwrap(), &format!("{keep:?}"));
+    }
+}
+
+/// A mesh of two nodes.
+fn nodes(world: &World) -> Result<Mesh> {
+    Mesh::new(world, [Axis::data("node", 2), Axis::data("gpu", world.size() / 2)])
+}
+
+fn parameters_owned_inside_nodes_train_as_replicated_ones() {
+    let config = config();
+    for count in [2, 4, 8].into_iter().filter(worlds::has) {
+        let expected = ranks(count, |world| train_replicated(&world, &config, 5, 1)).unwrap();
+        let runs = ranks(count, |world| {
+            let world = with_checkpoints(&world);
+            train_on(&world, &layout_by(&world, Some("gpu"))?, &config, 5, 1)
+        });
+        assert_equal(&expected, &runs.unwrap(), &format!("{count} ranks"));
+    }
+}
+
+/// Square matrices one after the other.
+fn layers(device: &Device) -> Layers {
+    Layers::square(16, 32, device).map(&mut Fixed::new(5))
+}
+
+fn output(net: &Layers, input: Tensor<3>) -> Tensor<1> {
+    net.layers.iter().fold(input, |x, layer| relu(layer.forward(x))).square().mean()
+}
+
+fn a_rank_holds_and_sends_its_share() {
+    const BYTES: usize = 16 * 32 * 32 * 4;
+    let is_exact = worlds::is_exact();
+    for count in [1, 2, 4, 8] {
+        for keep in [Keep::Weights, Keep::Nothing] {
+            for ahead in [0, 2] {
+                let sent_and_held = ranks_here(count, |world| {
+                    let (comm, traffic) = counted(world.communicator());
+                    let world = World::new(comm, world.device().clone().gradient_checkpointing());
+                    let layout = Layout::new(&Mesh::flat(&world))
+                        .owned("dp")
+                        .with_keep(keep)
+                        .with_ahead_mb((ahead * BYTES / 16) as f64 / 1e6)
+                        .with_in_flight_mb(0.0);
+                    let mut net = layout.shard(layers(world.device()))?;
+                    let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
+                    let input = Tensor::ones([2, 3, 32], world.device());
+                    for _ in 0..2 {
+                        traffic.lock().unwrap().clear();
+                        let gradients = layout.backward(&output(&net, input.clone()), &net)?;
+                        let passes = std::mem::take(&mut *traffic.lock().unwrap());
+                        net = optim.step(0.01, net, gradients)?;
+                        let step = std::mem::take(&mut *traffic.lock().unwrap());
+                        // The counts of skipped steps: two numbers for each parameter.
+                        assert!(step.values().sum::<usize>() <= 4 * 2 * 16 * 4, "{step:?}");
+                        let passes: usize = passes.values().sum();
+                        let times = if keep == Keep::Nothing { 3 } else { 2 };
+                        let most = times * (count - 1) * BYTES / count;
+                        // The first layer's weight is not used in the backward pass, since the input
+                        // has no gradient. NCCL's own reductions may send more.
+                        let unused = if keep == Keep::Nothing { BYTES / 16 } else { 0 };
+                        let is_share = (most.saturating_sub(unused)..=most).contains(&passes);
+                        assert!(is_share || !is_exact, "{passes} of {most}");
+                    }
+                    Ok(optim.memory())
+                });
+                for memory in sent_and_held.unwrap() {
+                    let share = BYTES / count;
+                    // A parameter of which the rank has nothing has an element.
+                    let parts = share + 4 * (16 - 16 / count);
+                    assert_eq!((memory.parameters.now, memory.states.now), (parts, share));
+                    assert_eq!((memory.gathered.now, memory.in_flight.now), (0, 0));
+                    // The one in use, or those ahead.
+                    assert_eq!(memory.gathered.peak, ahead.max(1) * BYTES / 16, "{memory}");
+                    // A gradient as it was computed, and the buffers of the one before: `nccl` receives
+                    // those of all ranks to add them up exactly.
+                    let gradient = BYTES / 16;
+                    let most = (3 + count) * gradient;
+                    assert!((gradient..=most).contains(&memory.in_flight.peak), "{memory}");
+                    assert!(memory.shards.peak <= share && memory.gradients.peak <= share);
+                }
+            }
+        }
+    }
+}
+
+/// The ways in which ranks have a model: their number, and the axis along which it is divided.
+const LAYOUTS: [(usize, Option<&str>); 6] =
+    [(1, None), (4, None), (1, Some("dp")), (3, Some("dp")), (4, Some("dp")), (4, Some("gpu"))];
+
+/// The layout of one of [`LAYOUTS`].
+fn layout_by(world: &World, axis: Option<&str>) -> Result<Layout> {
+    let layout = |mesh: &Mesh| Layout::new(mesh).with_muon(config().muon).with_small_elements(64);
+    Ok(match axis {
+        None => layout(&Mesh::flat(world)),
+        Some("dp") => layout(&Mesh::flat(world)).owned("dp"),
+        Some(axis) => layout(&nodes(world)?).owned(axis),
+    })
+}
+
+/// Takes steps, with the same data on all ranks.
+fn advance(
+    layout: &Layout,
+    (mut net, mut optim): (Net, DistModuleOptimizer),
+    steps: std::ops::Range<usize>,
+) -> Result<(Net, DistModuleOptimizer)> {
+    for step in steps {
+        let loss = net.loss(tokens(0, step, layout.mesh().world().device()));
+        let gradients = layout.backward(&loss, &net)?;
+        net = optim.step(0.01, net, gradients)?;
+    }
+    Ok((net, optim))
+}
+
+fn checkpoints_move_between_layouts() {
+    let folder = Folder::create();
+    let path = |(count, axis): (usize, Option<&str>)| {
+        folder.path().join(format!("{count}-{}.ckpt", axis.unwrap_or("replicated")))
+    };
+    let layouts: Vec<_> = LAYOUTS.into_iter().filter(|(count, _)| worlds::has(count)).collect();
+    for (count, axis) in layouts.clone() {
+        let saved = ranks(count, |world| {
+            let world = with_checkpoints(&world);
+            let layout = layout_by(&world, axis)?;
+            let net = layout.shard(Net::new(world.device()))?;
+            let optim = config().init_on(&layout, &net)?;
+            let (net, optim) = advance(&layout, (net, optim), 0..2)?;
+            optim.save(path((count, axis)), &net, &2usize)?;
+            let (net, _) = advance(&layout, (net, optim), 2..4)?;
+            Ok(weights(&layout.unshard(&net)?))
+        });
+        let saved = saved.unwrap();
+        for (other, by) in layouts.clone() {
+            let loaded = ranks(other, |world| {
+                let world = with_checkpoints(&world);
+                let layout = layout_by(&world, by)?;
+                let net = layout.shard(Net::new(world.device()))?;
+                let optim = config().init_on(&layout, &net)?;
+                let (net, optim, step) = optim.load(path((count, axis)), net)?;
+                let (net, _) = advance(&layout, (net, optim), step..4)?;
+                Ok(weights(&layout.unshard(&net)?))
+            });
+            // A mean over three ranks is rounded.
+            let is_exact = (count == 3) == (other == 3) || [count, other].iter().all(|n| *n != 3);
+            for weights in loaded.unwrap().iter().filter(|_| is_exact) {
+                assert!(*weights == saved[0], "{count} {axis:?} to {other} {by:?}");
+            }
+        }
     }
 }

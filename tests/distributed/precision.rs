@@ -246,7 +246,7 @@ fn bytes(count: usize, [of, gradient]: [DType; 2], muon: MuonConfig) -> f64 {
             let grads = gradients(&net, step, gradient);
             net = optim.step(LR, net, grads)?;
         }
-        let MemoryReport { parameters, gradients, shards, masters, states, buffers, total } =
+        let MemoryReport { parameters, gradients, shards, masters, states, buffers, total, .. } =
             optim.memory();
         let kinds = [parameters, gradients, shards, masters, states, buffers];
         let at_peak = kinds.iter().map(|kind| kind.at_peak).sum::<usize>();

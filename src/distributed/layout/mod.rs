@@ -16,6 +16,7 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
+pub(super) use passes::Held;
 pub use passes::Keep;
 pub use place::Place;
 pub use table::LayoutTable;
@@ -34,6 +35,7 @@ use crate::muon::MuonConfig;
 use crate::parameters::{self, Found, Lazily};
 use passes::{Limits, Passes};
 use place::{Placement, Places};
+use unit::Position;
 
 /// The defaults of [`Layout::with_ahead_mb`] and [`Layout::with_in_flight_mb`].
 const AHEAD_MB: f64 = 64.0;
@@ -350,6 +352,13 @@ impl Layout {
         }
     }
 
+    /// The position of a rank among those that share a parameter and its replicas.
+    fn position(&self, rank: usize) -> Position {
+        let axis = self.axis.as_ref();
+        let (part, shard) = axis.map_or((0, rank), |axis| self.mesh.position(axis, rank));
+        Position { rank, part, shard }
+    }
+
     /// Decides on all parameters of a model, without initialising any.
     fn division<M: Module>(&self, model: &M) -> Result<Division> {
         self.check()?;
@@ -383,6 +392,7 @@ impl Layout {
             owners
         });
         let owners: Vec<Vec<usize>> = owners.collect();
+        let positions: Vec<Position> = (0..ranks).map(|rank| self.position(rank)).collect();
         let owned = model.iter().filter(|parameter| parameter.owned);
         let unit = |(index, parameter): (usize, &super::trained::ModelParameter)| {
             let trained = parameter.trained.clone();
@@ -390,7 +400,8 @@ impl Layout {
             let bucket = Bucket::of_owned(blocks, owners, ranks);
             let (named, typed) =
                 ((&*parameter.path, parameter.id), (&*parameter.shape, parameter.dtype));
-            Arc::new(Unit::new(index, named, typed, parameter.blocks.clone(), bucket, rank))
+            let blocks = parameter.blocks.clone();
+            Arc::new(Unit::new(index, named, typed, blocks, bucket, (&positions, rank)))
         };
         let units = owned.enumerate().map(unit).collect();
         let planned = plan.parameters().iter().cloned().zip(owners).collect();

@@ -16,11 +16,12 @@ use serde::{Deserialize, Serialize};
 
 use super::order::Order;
 use super::unit::Unit;
+use crate::backend::precise_dtype;
 use crate::checks::ensure_computed;
-use crate::comm::{Pending, World, digest, unite};
+use crate::comm::{Communicator, Pending, World, digest, unite};
 use crate::error::{Error, Result};
 use crate::link::{Clock, Link, identity};
-use crate::slices::{self, bytes};
+use crate::slices::bytes;
 
 /// The weights that are kept between the forward and the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,19 +53,31 @@ pub struct Limits {
 /// The collectives of the passes of one rank.
 #[derive(Debug)]
 pub struct Passes {
-    /// The ranks that share the parameters.
-    group: World,
+    groups: Groups,
     units: Vec<Arc<Unit>>,
     limits: Limits,
     clock: Clock,
     state: Mutex<State>,
 }
 
+/// The ranks with which a rank exchanges parameters.
+#[derive(Debug)]
+pub struct Groups {
+    pub world: World,
+    /// Those that share the parameters: each has a part.
+    pub sharing: Communicator,
+    /// Those that have replicas of this rank's part: each updates a shard of it.
+    pub replicas: Communicator,
+}
+
 /// A collective whose result has not been waited for.
 #[derive(Debug)]
 enum Flight {
     Gathering(usize, Pending),
+    /// The sum of a gradient among the ranks that share the parameter.
     Reducing(usize, Pending),
+    /// The sum of these sums among replicas.
+    ReducingReplicas(usize, Pending),
 }
 
 /// A collective of a pass, by the index of its parameter: the same on all ranks.
@@ -72,6 +85,15 @@ enum Flight {
 enum Event {
     Gather(usize),
     Reduce(usize),
+}
+
+/// Bytes that forward and backward passes hold at one time.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Held {
+    /// Owned parameters that are gathered ahead of their use, and the one in use.
+    pub gathered: usize,
+    /// Gradients that are summed up, or on their way to their owners.
+    pub in_flight: usize,
 }
 
 #[derive(Debug, Default)]
@@ -82,6 +104,10 @@ struct State {
     ahead: usize,
     /// Bytes of gradients that are being reduced.
     reducing: usize,
+    /// Bytes of gradients that wait for those of other uses.
+    sums: usize,
+    /// What was held at the peak of each kind, and of their sum.
+    peaks: [Held; 3],
     forward: Order,
     /// The parameters that are gathered again in the backward pass.
     backward: Order,
@@ -117,10 +143,10 @@ struct Ahead {
 }
 
 impl Passes {
-    pub fn new(group: World, units: Vec<Arc<Unit>>, limits: Limits) -> Self {
+    pub fn new(groups: Groups, units: Vec<Arc<Unit>>, limits: Limits) -> Self {
         let uses = units.iter().map(|_| Uses::default()).collect();
         let state = State { uses, ..State::default() };
-        Self { group, units, limits, clock: Clock::default(), state: Mutex::new(state) }
+        Self { groups, units, limits, clock: Clock::default(), state: Mutex::new(state) }
     }
 
     pub fn units(&self) -> &[Arc<Unit>] {
@@ -241,11 +267,11 @@ impl Passes {
         part_id: Option<u64>,
         part: Tensor<1>,
     ) -> Result<()> {
-        let part = if unit.count() == 0 { slices::slice(&part, 0..0) } else { part };
-        let pending = self.group.comm().all_gather(part, unit.counts())?;
+        let pending = self.groups.sharing.all_gather(unit.sent(&part), unit.part_counts())?;
         state.events.push(Event::Gather(unit.index));
         state.flights.push_back(Flight::Gathering(unit.index, pending));
         state.ahead += unit.bytes();
+        state.observe();
         state.uses[unit.index].ahead = Some(Ahead { part: part_id, whole: None });
         Ok(())
     }
@@ -273,7 +299,11 @@ impl Passes {
         self.attempt(&mut state, "reducing the gradient of", unit, |state| {
             let uses = &mut state.uses[unit.index];
             uses.gradients += 1;
+            let more = if uses.sum.is_none() { bytes(&gradient) } else { 0 };
             uses.sum = Some(added(uses.sum.take(), gradient));
+            state.sums += more;
+            state.observe();
+            let uses = &state.uses[unit.index];
             match uses.gradients == uses.count && !state.is_micro_batch {
                 true => self.start_reducing(state, unit),
                 false => Ok(()),
@@ -284,6 +314,8 @@ impl Passes {
     /// Starts to reduce the gradient of a parameter, if it has one.
     fn start_reducing(&self, state: &mut State, unit: &Unit) -> Result<()> {
         let uses = &mut state.uses[unit.index];
+        state.sums -=
+            [&uses.micro_batches, &uses.sum].into_iter().flatten().map(bytes).sum::<usize>();
         let sum = match (uses.micro_batches.take(), uses.sum.take()) {
             (Some(earlier), Some(sum)) => {
                 let dtype = earlier.dtype();
@@ -298,8 +330,9 @@ impl Passes {
         while state.reducing > 0 && state.reducing + sent > self.limits.in_flight {
             self.land(state)?;
         }
-        let pending = self.group.comm().reduce_scatter_f32(parts, unit.counts())?;
-        state.reducing += sent;
+        let pending = self.groups.sharing.reduce_scatter_f32(parts, unit.part_counts())?;
+        state.reducing += pending.bytes();
+        state.observe();
         state.events.push(Event::Reduce(unit.index));
         state.flights.push_back(Flight::Reducing(unit.index, pending));
         Ok(())
@@ -314,13 +347,30 @@ impl Passes {
                 ahead.expect("the parameter is gathered").whole = Some(whole);
             }
             Flight::Reducing(index, pending) => {
-                state.reducing = state.flights.iter().map(Flight::reduced_bytes).sum();
-                let mean = pending.wait()?.div_scalar(self.group.size() as f64);
-                let uses = &mut state.uses[index];
-                uses.mean = Some(added(uses.mean.take(), mean));
+                state.reducing -= pending.bytes();
+                let sum = pending.wait()?;
+                if self.groups.replicas.size() == 1 {
+                    self.keep_mean(state, index, sum);
+                    return Ok(());
+                }
+                let counts = self.units[index].shard_counts();
+                let pending = self.groups.replicas.reduce_scatter_f32(sum, counts)?;
+                state.reducing += pending.bytes();
+                state.flights.push_back(Flight::ReducingReplicas(index, pending));
+            }
+            Flight::ReducingReplicas(index, pending) => {
+                state.reducing -= pending.bytes();
+                let sum = pending.wait()?;
+                self.keep_mean(state, index, sum);
             }
         }
         Ok(())
+    }
+
+    fn keep_mean(&self, state: &mut State, index: usize, sum: Tensor<1>) {
+        let mean = sum.div_scalar(self.groups.world.size() as f64);
+        let uses = &mut state.uses[index];
+        uses.mean = Some(added(uses.mean.take(), mean));
     }
 
     /// The outcome of a part of a pass. `None` after a failure, which all ranks are told of.
@@ -337,7 +387,7 @@ impl Passes {
         match run(state) {
             Ok(outcome) => Some(outcome),
             Err(error) => {
-                self.group.comm().fail(&error.to_string());
+                self.groups.world.comm().fail(&error.to_string());
                 state.failure = Some(error.in_action(&format!("{action} `{}`", unit.path)));
                 None
             }
@@ -354,10 +404,13 @@ impl Passes {
         let mut state = self.state();
         for uses in &mut state.uses {
             if let Some(sum) = uses.sum.take() {
-                let dtype = crate::backend::precise_dtype(sum.dtype());
+                let dtype = precise_dtype(sum.dtype());
                 uses.micro_batches = Some(added(uses.micro_batches.take(), sum.cast(dtype)));
             }
         }
+        let held = state.uses.iter().flat_map(|uses| &uses.micro_batches);
+        state.sums = held.map(bytes).sum();
+        state.observe();
         self.end_pass(&mut state)
     }
 
@@ -373,7 +426,7 @@ impl Passes {
         self.end_pass(&mut state)?;
         let means = self.units.iter().zip(&mut state.uses).filter_map(|(unit, uses)| {
             let mean = uses.mean.take()?;
-            (unit.count() > 0).then_some((unit.id, mean))
+            (unit.shard_count() > 0).then_some((unit.id, mean))
         });
         Ok(means.collect())
     }
@@ -401,7 +454,7 @@ impl Passes {
     /// Fails if the ranks have not made the same calls. An engine does not notice it if they are of
     /// equal sizes.
     fn same_events(&self, events: &Vec<Event>) -> Result<()> {
-        if unite(self.group.comm(), vec![], digest(events))?.is_some() {
+        if unite(self.groups.world.comm(), vec![], digest(events))?.is_some() {
             return Ok(());
         }
         let described = |event: Option<&Event>| match event {
@@ -415,7 +468,7 @@ impl Passes {
             let index = (0..).find(|index| first.get(*index) != local.get(*index))?;
             Some([described(local.get(index)), described(first.get(index))])
         };
-        match self.group.compare(events, difference)? {
+        match self.groups.world.compare(events, difference)? {
             Some((rank, [local, first])) => {
                 Err(Error::Mismatch { calls: format!("rank {rank} {local} where rank 0 {first}") })
             }
@@ -428,15 +481,26 @@ impl Passes {
         let state = self.state();
         let has_gradient = |unit: &&Arc<Unit>| {
             let Uses { sum, mean, .. } = &state.uses[unit.index];
-            let is_reducing = |flight: &Flight| matches!(flight, Flight::Reducing(index, _) if *index == unit.index);
+            let is_reducing = |flight: &Flight| flight.reduced() == Some(unit.index);
             sum.is_some() || mean.is_some() || state.flights.iter().any(is_reducing)
         };
         self.units.iter().find(has_gradient).map(|unit| &**unit)
     }
 
+    /// The bytes held at the peaks of all passes, and now.
+    pub fn held(&self) -> Vec<Held> {
+        let state = self.state();
+        state.peaks.into_iter().chain([state.held()]).collect()
+    }
+
     /// Fails after a failure in a pass.
     pub fn ensure_alive(&self) -> Result<()> {
         self.state().failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// The ranks that have replicas of this rank's parts.
+    pub fn replicas(&self) -> &Communicator {
+        &self.groups.replicas
     }
 
     /// Forgets the parts, so that a step has the only reference to them.
@@ -452,6 +516,21 @@ impl Passes {
 }
 
 impl State {
+    fn held(&self) -> Held {
+        Held { gathered: self.ahead, in_flight: self.reducing + self.sums }
+    }
+
+    fn observe(&mut self) {
+        let now = self.held();
+        let sizes: [fn(&Held) -> usize; 3] =
+            [|held| held.gathered, |held| held.in_flight, |held| held.gathered + held.in_flight];
+        for (peak, size) in self.peaks.iter_mut().zip(sizes) {
+            if size(&now) > size(peak) {
+                *peak = now;
+            }
+        }
+    }
+
     /// Takes a whole that was gathered out.
     fn take_ahead(&mut self, unit: &Unit) -> Option<Tensor<1>> {
         let whole = self.uses[unit.index].ahead.take()?.whole?;
@@ -461,10 +540,11 @@ impl State {
 }
 
 impl Flight {
-    fn reduced_bytes(&self) -> usize {
+    /// The parameter whose gradient is reduced.
+    fn reduced(&self) -> Option<usize> {
         match self {
-            Self::Gathering(..) => 0,
-            Self::Reducing(_, pending) => pending.bytes(),
+            Self::Gathering(..) => None,
+            Self::Reducing(index, _) | Self::ReducingReplicas(index, _) => Some(*index),
         }
     }
 }

@@ -7,8 +7,8 @@ use burn::module::{Module, Param, ParamId, Reparameterizer};
 use burn::tensor::Tensor;
 
 use super::owned::Owned;
-use super::passes::{Keep, Passes};
-use super::unit::Unit;
+use super::passes::{Groups, Keep, Passes};
+use super::unit::{Position, Unit};
 use super::{Division, Layout, Sharded};
 use crate::comm::World;
 use crate::error::{Error, Result};
@@ -38,9 +38,7 @@ impl Layout {
         if units.is_empty() {
             return world.broadcast(model);
         }
-        // A group of its own: results of other calls may be waited for in between.
-        let group = world.split(0, world.rank())?;
-        let passes = Arc::new(Passes::new(group, units, self.limits()));
+        let passes = Arc::new(Passes::new(self.groups()?, units, self.limits()));
         let by_path = passes.units().iter().map(|unit| (unit.path.clone(), unit.clone()));
         let mut error = None;
         let model = model.apply_reparameterization(Shard {
@@ -56,6 +54,16 @@ impl Layout {
         let sharded = Sharded { passes, planned: planned.collect() };
         assert!(self.sharded.set(sharded).is_ok(), "a layout divides one model");
         world.broadcast(model)
+    }
+
+    /// The ranks that share parameters, and those that have replicas of their parts. Groups of their
+    /// own, since results of other calls may be waited for in between.
+    fn groups(&self) -> Result<Groups> {
+        let world = self.world();
+        let Position { rank, part, shard } = self.position(world.rank());
+        let sharing = world.comm().split(shard, rank)?;
+        let replicas = world.comm().split(part, rank)?;
+        Ok(Groups { world: world.clone(), sharing, replicas })
     }
 
     fn dividable<M: Module>(&self, model: &M) -> Result<Division> {

@@ -19,7 +19,7 @@ pub struct LayoutTable {
 struct LayoutRow {
     path: String,
     shape: Vec<usize>,
-    /// Elements of every rank's part, if it is divided.
+    /// Elements of every part, if it is divided.
     counts: Option<Vec<usize>>,
 }
 
@@ -29,29 +29,29 @@ impl LayoutTable {
         let row = |found: &Found| {
             let unit =
                 found.is_owned.then(|| units.next().expect("every owned parameter is a unit"));
-            let counts = unit.map(|unit| unit.counts().to_vec());
+            let counts = unit.map(|unit| unit.part_counts().to_vec());
             LayoutRow { path: found.path.clone(), shape: found.shape.clone(), counts }
         };
         Self { rows: found.iter().map(row).collect() }
     }
 
-    /// Returns the elements of every rank's part of a parameter. `None` if every rank has all of
-    /// it, or the model does not have the parameter.
+    /// Returns the elements of every part of a parameter, in the order of the axis along which it
+    /// is divided. `None` if every rank has all of it, or the model does not have the parameter.
     pub fn parts(&self, path: &str) -> Option<&[usize]> {
         self.rows.iter().find(|row| row.path == path)?.counts.as_deref()
     }
 }
 
 impl LayoutRow {
-    /// The ranks that have it.
+    /// The coordinates on the axis that have it.
     fn place(&self) -> String {
-        let Some(counts) = &self.counts else { return "all ranks".to_owned() };
+        let Some(counts) = &self.counts else { return "replicated".to_owned() };
         let ranks = (0..counts.len()).filter(|rank| counts[*rank] > 0);
         let ranks: Vec<String> = ranks.map(|rank| rank.to_string()).collect();
         match &ranks[..] {
-            [rank] => format!("rank {rank}"),
-            ranks if ranks.len() == counts.len() => "a part on every rank".to_owned(),
-            ranks => format!("parts on ranks {}", ranks.join(", ")),
+            [rank] => format!("whole at {rank}"),
+            ranks if ranks.len() == counts.len() => "in parts at all".to_owned(),
+            ranks => format!("in parts at {}", ranks.join(", ")),
         }
     }
 }

@@ -1,5 +1,7 @@
 //! An owned parameter: the conversion between the whole, as modules use it, and the parts of ranks.
 
+use std::ops::Range;
+
 use burn::module::ParamId;
 use burn::tensor::{DType, Device, Tensor};
 
@@ -8,6 +10,9 @@ use crate::distributed::plan::{Bucket, Run};
 use crate::slices;
 
 /// A parameter that is divided among ranks between steps.
+///
+/// A rank updates its *shard*, and holds its *part*: the shards of all ranks that have replicas of
+/// the part. Without replicas, a part is a shard.
 #[derive(Debug)]
 pub struct Unit {
     /// Its index among the owned parameters.
@@ -19,12 +24,39 @@ pub struct Unit {
     pub dtype: DType,
     /// The blocks that are trained each as a parameter of its own.
     blocks: Blocks,
-    /// The parts of all ranks, one after the other. Its parameters are the blocks.
+    /// The shards of all ranks, one after the other. Its parameters are the blocks.
     bucket: Bucket,
-    rank: usize,
+    position: Position,
+    /// Elements of the parts, which together are the parameter.
+    part_counts: Vec<usize>,
+    /// Elements of the shards of this rank's part.
+    shard_counts: Vec<usize>,
+    /// In the order of the parts.
+    pieces: Vec<Piece>,
 }
 
-/// Elements of one block, in the part of a rank.
+/// The position of a rank among those that share a parameter and its replicas.
+#[derive(Debug, Clone, Copy)]
+pub struct Position {
+    pub rank: usize,
+    /// The index of its part, and of its shard in that part.
+    pub part: usize,
+    pub shard: usize,
+}
+
+/// Neighbouring elements of a block.
+#[derive(Debug)]
+struct Piece {
+    block: usize,
+    elements: Range<usize>,
+    /// Zeros that follow.
+    padding: usize,
+    /// Their first position in the parts of all ranks, and in the shards of all ranks.
+    in_parts: usize,
+    in_shards: usize,
+}
+
+/// Elements of one block, in the shard of a rank.
 pub struct BlockPart {
     pub block: usize,
     /// The first of the elements, in the block.
@@ -33,26 +65,72 @@ pub struct BlockPart {
 }
 
 impl Unit {
+    /// `positions` has the position of every rank; `bucket` is the parameter's alone.
     pub fn new(
         index: usize,
         (path, id): (&str, ParamId),
         (shape, dtype): (&[usize], DType),
         blocks: Blocks,
         bucket: Bucket,
-        rank: usize,
+        (positions, rank): (&[Position], usize),
     ) -> Self {
+        let position = positions[rank];
+        let mut order = positions.to_vec();
+        order.sort_by_key(|position| (position.part, position.shard));
+        let (mut pieces, mut in_parts) = (vec![], 0);
+        let mut part_counts = vec![0; 1 + order.iter().map(|p| p.part).max().unwrap_or(0)];
+        for position in &order {
+            let range = bucket.shard_range(position.rank);
+            let mut in_shards = range.start;
+            part_counts[position.part] += range.len();
+            for (block, elements, padding) in bucket.overlaps(range) {
+                let extent = elements.len() + padding;
+                pieces.push(Piece { block, elements, padding, in_parts, in_shards });
+                in_parts += extent;
+                in_shards += extent;
+            }
+        }
+        let shards = order.iter().filter(|other| other.part == position.part);
+        let shard_counts = shards.map(|shard| bucket.counts[shard.rank]).collect();
         let (path, shape) = (path.to_owned(), shape.to_vec());
-        Self { index, path, id, shape, dtype, blocks, bucket, rank }
+        Self {
+            index,
+            path,
+            id,
+            shape,
+            dtype,
+            blocks,
+            bucket,
+            position,
+            part_counts,
+            shard_counts,
+            pieces,
+        }
     }
 
-    /// Elements of every rank's part.
+    /// Elements of all parts, by the ranks that share the parameter.
+    pub fn part_counts(&self) -> &[usize] {
+        &self.part_counts
+    }
+
+    /// Elements of the shards of this rank's part, by the ranks that have replicas of it.
+    pub fn shard_counts(&self) -> &[usize] {
+        &self.shard_counts
+    }
+
+    /// Elements of the shards of all ranks.
     pub fn counts(&self) -> &[usize] {
         &self.bucket.counts
     }
 
     /// Elements of this rank's part.
-    pub fn count(&self) -> usize {
-        self.bucket.counts[self.rank]
+    pub fn part_count(&self) -> usize {
+        self.part_counts[self.position.part]
+    }
+
+    /// Elements of this rank's shard.
+    pub fn shard_count(&self) -> usize {
+        self.shard_counts[self.position.shard]
     }
 
     /// Bytes of all parts.
@@ -66,59 +144,84 @@ impl Unit {
         Tensor::full([elements], f32::NAN, (device, self.dtype))
     }
 
-    /// The whole, flat, from the parts of all ranks one after the other.
+    /// The whole, flat, from all parts one after the other.
     pub fn whole(&self, parts: &Tensor<1>) -> Tensor<1> {
-        let block = |pieces: &Vec<(usize, usize, usize)>| {
-            let pieces =
-                pieces.iter().map(|(_, start, len)| slices::slice(parts, *start..start + len));
-            slices::concat(pieces.collect(), parts.dtype(), &parts.device())
-        };
-        self.blocks.join(self.bucket.by_parameter().values().map(block).collect())
+        self.assembled(parts, |piece| piece.in_parts)
     }
 
-    /// The parts of all ranks one after the other, from the whole.
+    /// The whole, flat, from the shards of all ranks one after the other.
+    pub fn whole_of_shards(&self, shards: &Tensor<1>) -> Tensor<1> {
+        self.assembled(shards, |piece| piece.in_shards)
+    }
+
+    fn assembled(&self, buffer: &Tensor<1>, first: impl Fn(&Piece) -> usize) -> Tensor<1> {
+        let block = |block: usize| {
+            let mut pieces: Vec<_> = self.pieces.iter().filter(|p| p.block == block).collect();
+            pieces.sort_by_key(|piece| piece.elements.start);
+            let values = pieces.into_iter().map(|piece| {
+                let start = first(piece);
+                slices::slice(buffer, start..start + piece.elements.len())
+            });
+            slices::concat(values.collect(), buffer.dtype(), &buffer.device())
+        };
+        self.blocks.join((0..self.blocks.count()).map(block).collect())
+    }
+
+    /// All parts one after the other, from the whole.
     pub fn parts(&self, whole: Tensor<1>) -> Tensor<1> {
         let (dtype, device) = (whole.dtype(), whole.device());
         let blocks = self.blocks.cut(whole);
-        let mut pieces = vec![];
-        for (block, elements, padding) in self.bucket.overlaps(0..self.bucket.elements()) {
-            pieces.push(slices::slice(&blocks[block], elements));
-            pieces.extend((padding > 0).then(|| slices::zeros(padding, dtype, &device)));
+        let mut values = vec![];
+        for Piece { block, elements, padding, .. } in &self.pieces {
+            values.push(slices::slice(&blocks[*block], elements.clone()));
+            values.extend((*padding > 0).then(|| slices::zeros(*padding, dtype, &device)));
         }
-        slices::concat(pieces, dtype, &device)
+        slices::concat(values, dtype, &device)
     }
 
-    /// This rank's part of the whole, in memory of its own. One element that nothing reads where
-    /// the rank has none, since a parameter has at least one.
+    /// This rank's part of the whole. One element that nothing reads where the rank has none, since
+    /// a parameter has at least one.
     pub fn part(&self, whole: Tensor<1>) -> Tensor<1> {
         let (dtype, device) = (whole.dtype(), whole.device());
-        match self.count() {
-            0 => Tensor::zeros([1], (&device, dtype)),
-            _ => slices::slice(&self.parts(whole), self.bucket.shard_range(self.rank)),
+        if self.part_count() == 0 {
+            return Tensor::zeros([1], (&device, dtype));
         }
+        let start: usize = self.part_counts[..self.position.part].iter().sum();
+        slices::slice(&self.parts(whole), start..start + self.part_count())
+    }
+
+    /// The elements of this rank's part without the one that stands in for none.
+    pub fn sent(&self, part: &Tensor<1>) -> Tensor<1> {
+        slices::slice(part, 0..self.part_count())
+    }
+
+    /// This rank's shard of its part.
+    pub fn shard(&self, part: &Tensor<1>) -> Tensor<1> {
+        let start: usize = self.shard_counts[..self.position.shard].iter().sum();
+        slices::slice(part, start..start + self.shard_count())
     }
 
     fn runs(&self) -> Vec<Run> {
-        self.bucket.runs(self.rank)
+        self.bucket.runs(self.position.rank)
     }
 
-    /// The blocks of this rank's part, or of its gradient.
-    pub fn cut(&self, part: &Tensor<1>) -> Vec<BlockPart> {
+    /// The blocks of this rank's shard, or of its gradient.
+    pub fn cut(&self, shard: &Tensor<1>) -> Vec<BlockPart> {
         let block = |Run { parameter: block, elements, range }| {
-            let values = slices::slice(part, range);
+            let values = slices::slice(shard, range);
             BlockPart { block, start: elements.start, values }
         };
         self.runs().into_iter().map(block).collect()
     }
 
-    /// This rank's part from those of its blocks, the reverse of [`cut`](Self::cut).
+    /// This rank's shard from its blocks, the reverse of [`cut`](Self::cut).
     pub fn join(&self, mut values: impl FnMut(usize) -> Tensor<1>, device: &Device) -> Tensor<1> {
         let runs = self.runs();
         if runs.is_empty() {
-            return Tensor::zeros([self.count().max(1)], (device, self.dtype));
+            return slices::zeros(self.shard_count(), self.dtype, device);
         }
         let firsts: Vec<usize> = runs.iter().map(|run| run.range.start).collect();
         let values = runs.iter().map(|run| values(run.parameter)).collect();
-        slices::place(values, &firsts, self.count())
+        slices::place(values, &firsts, self.shard_count())
     }
 }

@@ -4,11 +4,14 @@ use std::collections::HashMap;
 use std::ops::Index;
 use std::sync::Arc;
 
+use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
-use super::passes::Passes;
+use super::passes::{Held, Passes};
 use super::unit::Unit;
+use crate::comm::Pending;
 use crate::error::{Error, Result};
+use crate::parameters::{self, Field, Visit};
 
 /// The owned parameters by path. There may be none.
 #[derive(Default)]
@@ -44,9 +47,74 @@ impl Units {
         Ok(())
     }
 
+    /// The bytes that passes held at their peaks, and hold now. Nothing without owned parameters.
+    pub fn held(&self) -> Vec<Held> {
+        self.passes.as_ref().map(|passes| passes.held()).unwrap_or_default()
+    }
+
+    /// Releases the parts.
+    pub fn forget_parts(&self) {
+        self.passes.iter().for_each(|passes| passes.forget_parts());
+    }
+
+    /// This rank's parts of all owned parameters of a model, with their paths, in its order.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] for a model that was not divided by this layout.
+    pub fn parts<M: Module>(&self, model: &M, rank: usize) -> Result<Vec<(String, Tensor<1>)>> {
+        let mut parts = Parts(vec![]);
+        parameters::visit(model, &mut parts);
+        let Parts(parts) = parts;
+        let fits = |(path, part): &(String, Tensor<1>)| {
+            self.get(path).is_some_and(|unit| part.dims() == [unit.part_count().max(1)])
+        };
+        let other = parts.iter().find(|part| !fits(part)).map(|(path, _)| path);
+        let missing =
+            || self.by_path.keys().find(|path| !parts.iter().any(|part| part.0 == **path));
+        match other.or_else(missing) {
+            Some(path) => Err(Error::parameter(
+                path,
+                rank,
+                "the model is not divided as the optimizer's",
+                "use the model of the layout that the optimizer was made on",
+            )),
+            None => Ok(parts),
+        }
+    }
+
+    /// Starts to make this rank's new part of a parameter from its shards, which the ranks with
+    /// replicas of the part have updated.
+    ///
+    /// # Errors
+    ///
+    /// Those of every collective.
+    pub fn publish(&self, unit: &Unit, shard: Tensor<1>) -> Result<Pending> {
+        if unit.part_count() == 0 {
+            // A parameter has an element at least.
+            return Ok(Pending::ready(Tensor::zeros([1], (&shard.device(), unit.dtype))));
+        }
+        let replicas = self.passes.as_ref().expect("a unit has passes").replicas();
+        if replicas.size() == 1 {
+            return Ok(Pending::ready(shard));
+        }
+        replicas.all_gather(shard, unit.shard_counts())
+    }
+
     /// Remembers this rank's new part of a parameter.
     pub fn remember<const D: usize>(&self, unit: &Unit, part: &Tensor<D>) {
         self.passes.iter().for_each(|passes| passes.remember_part(unit, part));
+    }
+}
+
+/// The parts in a model, by the path of the whole.
+struct Parts(Vec<(String, Tensor<1>)>);
+
+impl Visit for Parts {
+    fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
+        if let Some(path) = parameters::path_of_whole(fields) {
+            self.0.push((path, param.val().without_autodiff().reshape([-1])));
+        }
     }
 }
 

@@ -24,6 +24,9 @@ pub struct DetachedParameters {
     pub gradients: FlatTensors,
 }
 
+/// This rank's new parts of owned parameters, by the index of the model's parameter.
+pub type Parts = Vec<Option<Tensor<1>>>;
+
 /// Flat tensors by the index of their trained parameter, with a count of their bytes.
 pub struct FlatTensors {
     tensors: Vec<Option<Elements>>,
@@ -87,9 +90,9 @@ impl FlatTensors {
         }
     }
 
-    /// Stores the elements of an owned parameter of which this rank has a part.
-    fn set_part(&mut self, known: &ModelParameter, unit: &Unit, part: &Tensor<1>) {
-        for BlockPart { block, start, values } in unit.cut(part) {
+    /// Stores this rank's shard of an owned parameter, in its blocks.
+    fn set_shard(&mut self, known: &ModelParameter, unit: &Unit, shard: &Tensor<1>) {
+        for BlockPart { block, start, values } in unit.cut(shard) {
             self.set(known.trained.start + block, start, values);
         }
     }
@@ -147,14 +150,36 @@ impl DetachedParameters {
         }
     }
 
+    /// Takes this rank's shard of an owned parameter out.
+    ///
+    /// # Panics
+    ///
+    /// If a part of it is missing.
+    pub fn take_shard(
+        &mut self,
+        known: &ModelParameter,
+        unit: &Unit,
+        device: &Device,
+    ) -> Tensor<1> {
+        let first = known.trained.start;
+        let values = |block| self.parameters.take(first + block).expect("the shard was updated");
+        unit.join(values, device)
+    }
+
     /// Reattaches the parameters to the model.
     ///
     /// # Panics
     ///
     /// If a parameter is missing.
-    pub fn reattach<M: Module>(self, model: M, known: &[ModelParameter], units: &Units) -> M {
+    pub fn reattach<M: Module>(
+        self,
+        model: M,
+        known: &[ModelParameter],
+        units: &Units,
+        parts: Parts,
+    ) -> M {
         let indices = indices(known);
-        let mut reattach = Reattach { indices, values: self.parameters, known, units };
+        let mut reattach = Reattach { indices, values: self.parameters, known, units, parts };
         parameters::map(model, &mut reattach)
     }
 
@@ -212,6 +237,7 @@ impl Detach<'_> {
     fn check<const D: usize>(
         &self,
         index: usize,
+        unit: Option<&Unit>,
         value: &Tensor<D>,
         gradient: Option<&Tensor<D>>,
     ) -> Result<()> {
@@ -221,7 +247,7 @@ impl Detach<'_> {
         let error = |reason, remedy| Err(Error::parameter(&known.path, rank, reason, remedy));
         let described = |shape: &[usize], dtype| format!("{shape:?} {dtype:?}");
         let (shape, dtype) = (value.dims(), value.dtype());
-        let part = self.units.get(&known.path).map(|unit| [unit.count().max(1)]);
+        let part = unit.map(|unit| [unit.part_count().max(1)]);
         let expected_shape = part.as_ref().map_or(&known.shape[..], |part| part);
         if shape[..] != *expected_shape || dtype != known.dtype {
             let expected = described(expected_shape, known.dtype);
@@ -239,7 +265,16 @@ impl Detach<'_> {
             );
         }
         let Some(gradient) = gradient else { return Ok(()) };
-        ensure_gradient_matches(&known.path, rank, value, gradient)?;
+        match unit {
+            None => ensure_gradient_matches(&known.path, rank, value, gradient)?,
+            Some(unit) if gradient.dims()[..] != [unit.shard_count()] => {
+                let (expected, got) = ([unit.shard_count()], gradient.dims());
+                let reason =
+                    format!("its gradient has the wrong shape: expected {expected:?}, got {got:?}");
+                return error(reason, "take gradients by `Layout::backward`");
+            }
+            Some(_) => {}
+        }
         let (expected, dtype) = (known.dtype, gradient.dtype());
         let reason =
             format!("its gradient is of the wrong type: expected {expected:?}, got {dtype:?}");
@@ -275,7 +310,7 @@ impl parameters::Map for Detach<'_> {
         if self.known[index].owned {
             return param; // the base
         }
-        self.detach(index, param, |flat, known, value: Tensor<D>| flat.set_blocks(known, value))
+        self.detach(index, param, None)
     }
 
     fn map_part<const D: usize>(&mut self, path: &str, part: Param<Tensor<D>>) -> Param<Tensor<D>> {
@@ -289,24 +324,22 @@ impl parameters::Map for Detach<'_> {
             ));
             return part;
         };
-        self.detach(index, part, |flat, known, part: Tensor<D>| {
-            flat.set_part(known, unit, &part.reshape([-1]));
-        })
+        self.detach(index, part, Some(unit))
     }
 }
 
 impl Detach<'_> {
-    /// Moves the value and the gradient of a parameter, or of this rank's part of it, out of the
-    /// model.
+    /// Moves the value and the gradient of a parameter out of the model: all of it, or this rank's
+    /// shard.
     fn detach<const D: usize>(
         &mut self,
         index: usize,
         param: Param<Tensor<D>>,
-        set: impl Fn(&mut FlatTensors, &ModelParameter, Tensor<D>),
+        unit: Option<&Unit>,
     ) -> Param<Tensor<D>> {
         let (id, value, mapper) = param.consume();
         let gradient = self.gradients.remove::<D>(id);
-        if let Err(error) = self.check(index, &value, gradient.as_ref()) {
+        if let Err(error) = self.check(index, unit, &value, gradient.as_ref()) {
             self.error.get_or_insert(error);
         }
         let placeholder = placeholder(&value);
@@ -314,9 +347,19 @@ impl Detach<'_> {
         self.detached.ids[index] = id;
         self.seen[index] = true;
         if self.error.is_none() {
-            let Self { detached, .. } = self;
-            set(&mut detached.parameters, known, value.inner());
-            gradient.into_iter().for_each(|gradient| set(&mut detached.gradients, known, gradient));
+            let DetachedParameters { parameters, gradients, .. } = &mut self.detached;
+            match unit {
+                None => {
+                    parameters.set_blocks(known, value.inner());
+                    gradient.into_iter().for_each(|gradient| gradients.set_blocks(known, gradient));
+                }
+                Some(unit) => {
+                    let shard = unit.shard(&value.inner().reshape([-1]));
+                    parameters.set_shard(known, unit, &shard);
+                    let gradient = gradient.map(|gradient| gradient.reshape([-1]));
+                    gradient.iter().for_each(|gradient| gradients.set_shard(known, unit, gradient));
+                }
+            }
         }
         Param::from_mapped_value(id, placeholder, mapper)
     }
@@ -327,6 +370,7 @@ struct Reattach<'a> {
     values: FlatTensors,
     known: &'a [ModelParameter],
     units: &'a Units,
+    parts: Parts,
 }
 
 impl parameters::Map for Reattach<'_> {
@@ -346,13 +390,10 @@ impl parameters::Map for Reattach<'_> {
     }
 
     fn map_part<const D: usize>(&mut self, path: &str, part: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let (index, unit) = (self.indices[path], &self.units[path]);
-        let first = self.known[index].trained.start;
+        let index = self.indices[path];
+        let unit = &self.units[path];
         let (id, placeholder, mapper) = part.consume();
-        let device = placeholder.device().inner();
-        let values =
-            |block| self.values.take(first + block).expect("the rank has updated its part");
-        let value = unit.join(values, &device);
+        let value = self.parts[index].take().expect("every part was published");
         let shape = value.shape();
         let value: Tensor<D> = in_place_of(&placeholder, value.reshape(shape));
         self.units.remember(unit, &value);

@@ -18,8 +18,9 @@ pub struct Usage {
 /// Bytes that one rank holds, from
 /// [`DistModuleOptimizer::memory`](super::DistModuleOptimizer::memory). Prints as a table.
 ///
-/// The report counts the tensors of the model and of the optimizer between the phases of a step,
-/// and the buffers that the engine has allocated. It counts neither the intermediate results of an
+/// The report counts the tensors of the model and of the optimizer between the phases of a step, the
+/// owned parameters and gradients of forward and backward passes, and the buffers that the engine
+/// has allocated. It counts neither the intermediate results of an
 /// update nor the memory that a backend keeps in reserve. `total` is the sum of all kinds at one
 /// time, so its peak may be less than the sum of the other peaks; it is the sum of their `at_peak`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -34,8 +35,13 @@ pub struct MemoryReport {
     pub masters: Usage,
     /// Momentum, moments and everything else in the state of this rank's shards.
     pub states: Usage,
-    /// Buffers for sending and receiving of the collectives in flight.
+    /// Buffers for sending and receiving of the collectives of a step in flight.
     pub buffers: Usage,
+    /// Owned parameters that are gathered ahead of their use, with the one in use. Those that a
+    /// graph keeps for its backward pass are not counted.
+    pub gathered: Usage,
+    /// Gradients of owned parameters that are summed up, or on their way to their owners.
+    pub in_flight: Usage,
     /// The sum of all kinds.
     pub total: Usage,
 }
@@ -49,12 +55,24 @@ pub(super) struct Snapshot {
     pub masters: usize,
     pub states: usize,
     pub buffers: usize,
+    pub gathered: usize,
+    pub in_flight: usize,
 }
 
 impl MemoryReport {
     pub(super) fn observe(&mut self, snapshot: Snapshot) {
-        let Snapshot { parameters, gradients, shards, masters, states, buffers } = snapshot;
-        let total = parameters + gradients + shards + masters + states + buffers;
+        let Snapshot {
+            parameters,
+            gradients,
+            shards,
+            masters,
+            states,
+            buffers,
+            gathered,
+            in_flight,
+        } = snapshot;
+        let tensors = parameters + gradients + shards + masters + states;
+        let total = tensors + buffers + gathered + in_flight;
         let is_peak = total > self.total.peak;
         for (kind, now) in [
             (&mut self.parameters, parameters),
@@ -63,6 +81,8 @@ impl MemoryReport {
             (&mut self.masters, masters),
             (&mut self.states, states),
             (&mut self.buffers, buffers),
+            (&mut self.gathered, gathered),
+            (&mut self.in_flight, in_flight),
             (&mut self.total, total),
         ] {
             let at_peak = if is_peak { now } else { kind.at_peak };
@@ -83,6 +103,8 @@ impl fmt::Display for MemoryReport {
             ("master weights", self.masters),
             ("states", self.states),
             ("buffers", self.buffers),
+            ("gathered parameters", self.gathered),
+            ("gradients in flight", self.in_flight),
             ("total", self.total),
         ] {
             let Usage { now, peak, at_peak } = bytes;

@@ -24,7 +24,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 
 use super::config::{DistMuonConfig, GradDtype, Gradients};
-use super::layout::{Layout, Units};
+use super::layout::{Held, Layout, Units};
 use super::measured_costs::costs;
 use super::mesh::Mesh;
 use super::plan::{Costs, Plan, Report};
@@ -108,7 +108,9 @@ pub struct DistModuleOptimizer {
     /// The observations of the last step that was.
     observed: Option<Observed>,
     memory: MemoryReport,
-    /// Bytes of momentum and moments, and of master weights, which never change.
+    /// Bytes of this rank's parameters between steps, of momentum and moments, and of master
+    /// weights, which never change.
+    parameter_bytes: usize,
     state_bytes: usize,
     master_bytes: usize,
 }
@@ -150,8 +152,15 @@ impl DistModuleOptimizer {
         let clip = config.max_norm.map(|max_norm| Clip::new(max_norm, &plan, rank, &device));
         let waits_for_all = clip.is_some() || config.loss_scale.is_some();
         let stages = stages(&plan, waits_for_all);
-        let parameters = plan.parameters().iter();
-        let parameters = parameters.map(|p| p.elements() * p.dtype.size()).sum();
+        let units = layout.units();
+        let bytes = |parameter: &ModelParameter| {
+            let elements = match units.get(&parameter.path) {
+                Some(unit) => unit.part_count().max(1),
+                None => parameter.shape.iter().product(),
+            };
+            elements * parameter.dtype.size()
+        };
+        let parameters = of_model.iter().map(bytes).sum();
         let states: usize = shards.iter().map(Shard::state_bytes).sum();
         let masters = shards.iter().map(Shard::master_bytes).sum();
         let states = states - masters;
@@ -159,7 +168,7 @@ impl DistModuleOptimizer {
         memory.observe(Snapshot { parameters, states, masters, ..Snapshot::default() });
         let mut optim = Self {
             world: world.clone(),
-            units: layout.units(),
+            units,
             counters: Counters::new(trained.len(), &device),
             skipped: skipped.clone(),
             place: Place::default(),
@@ -181,6 +190,7 @@ impl DistModuleOptimizer {
             requested: false,
             observed: None,
             memory,
+            parameter_bytes: parameters,
             state_bytes: states,
             master_bytes: masters,
         };
@@ -291,7 +301,13 @@ impl DistModuleOptimizer {
 
     /// Returns the bytes of the tensors that this rank holds. Prints as a table.
     pub fn memory(&self) -> MemoryReport {
-        self.memory
+        let mut report = self.memory;
+        for Held { gathered, in_flight } in self.units.held() {
+            let (parameters, states) = (self.parameter_bytes, self.state_bytes);
+            let held = Snapshot { parameters, states, gathered, in_flight, ..Snapshot::default() };
+            report.observe(Snapshot { masters: self.master_bytes, ..held });
+        }
+        report
     }
 
     /// Returns the counts of the steps that left parameters untouched, which are the same on all

@@ -94,10 +94,14 @@ impl DistModuleOptimizer {
         model: &M,
         progress: &T,
     ) -> Result<()> {
+        let parts = self.world.agree(self.units.parts(model, self.world.rank()))?;
         // A collective that fails ends the world: only the file is left to agree on.
         let written = match self.world.is_main() {
-            true => self.write(path.as_ref(), model, progress)?,
+            true => self.write(path.as_ref(), (model, parts), progress)?,
             false => {
+                for (path, part) in parts {
+                    self.collect_part(&path, part)?;
+                }
                 let own = self.own_states()?;
                 self.collect(own, false, |_| ())?;
                 self.world.comm().synchronize()?;
@@ -123,8 +127,10 @@ impl DistModuleOptimizer {
     ) -> Result<(M, Self, T)> {
         let opened = {
             let _busy = Busy::new(self.world.communicator());
-            Archive::open(path.as_ref())
+            let parts = self.units.parts(&model, self.world.rank());
+            parts.and_then(|_| Archive::open(path.as_ref()))
         };
+        self.units.forget_parts();
         let archive = self.world.agree(opened)?;
         self.compare(&archive)?;
         let read = {
@@ -141,7 +147,7 @@ impl DistModuleOptimizer {
     fn write<M: Module, T: Serialize>(
         &self,
         path: &Path,
-        model: &M,
+        (model, parts): (&M, Vec<(String, Tensor<1>)>),
         progress: &T,
     ) -> Result<Result<()>> {
         // The ids in the file are those of the saved model, by which Burn finds the state of a
@@ -152,12 +158,27 @@ impl DistModuleOptimizer {
         let counters = self.counters();
         let own = self.own_states()?;
         let contents = self.contents(&counters, &own, &ids);
-        let mut saving = contents
-            .and_then(|contents| checkpoint::start(path, model, contents.of_optimizer(), progress));
-        self.collect(own, false, |data| put(&mut saving, data))?;
+        let (contents, error) = match contents {
+            Ok(contents) => (contents, None),
+            Err(error) => (Contents::default(), Some(error)),
+        };
+        let (saving, entries) = checkpoint::start(path, model, contents.of_optimizer(), progress);
+        let mut saving = error.map_or(saving, Err);
+        let mut parts = parts.into_iter();
+        for entry in entries {
+            let whole = match &entry.owned {
+                Some(_) => {
+                    let (path, part) = parts.next().expect("every owned parameter has a part");
+                    Some(self.collect_part(&path, part)?)
+                }
+                None => None,
+            };
+            put(&mut saving, || (entry.data)(whole));
+        }
+        self.collect(own, false, |data| put(&mut saving, || data))?;
         counters
             .into_iter()
-            .for_each(|counter| put(&mut saving, TensorData::from([counter.value])));
+            .for_each(|counter| put(&mut saving, || TensorData::from([counter.value])));
         // Collectives may return results that the device has not received yet.
         self.world.comm().synchronize()?;
         Ok(saving.and_then(Saving::finish))
@@ -168,7 +189,8 @@ impl DistModuleOptimizer {
         archive: Archive,
         model: M,
     ) -> Result<(M, T)> {
-        let loaded = checkpoint::load_model(&archive, model)?;
+        let part = |path: &str, whole| self.units[path].part(whole);
+        let loaded = checkpoint::load_model(&archive, model, &part)?;
         let states = States::new(archive);
         let requested = self.fill(&states)?;
         // Damage to states that no parameter needs is also detected: the ranks divide that work.
@@ -283,6 +305,16 @@ impl DistModuleOptimizer {
             }
         }
         self.collect_own(own, everywhere, each)
+    }
+
+    /// The whole of an owned parameter, flat, on rank 0. All ranks make this call.
+    fn collect_part(&self, path: &str, part: Tensor<1>) -> Result<Tensor<1>> {
+        let unit = &self.units[path];
+        let shards = self.world.comm().gather(unit.shard(&part), unit.counts(), 0)?.wait()?;
+        Ok(match self.world.is_main() {
+            true => unit.whole_of_shards(&shards),
+            false => shards,
+        })
     }
 
     /// The sharded slots of a bucket, which are the same for all of its parameters up to their
@@ -630,9 +662,9 @@ fn fits(stored: DType, dtype: DType) -> bool {
 }
 
 /// Writes the next tensor of a checkpoint, unless one before it could not be written.
-fn put(saving: &mut Result<Saving>, data: TensorData) {
+fn put(saving: &mut Result<Saving>, data: impl FnOnce() -> TensorData) {
     if let Ok(open) = saving
-        && let Err(error) = open.put(data)
+        && let Err(error) = open.put(data())
     {
         *saving = Err(error);
     }

@@ -28,7 +28,7 @@ use super::DistModuleOptimizer;
 use super::acceptance::Acceptance;
 use super::clip::counts;
 use super::counters::Counters;
-use super::detached::{DetachedParameters, Expected, FlatTensors, pack};
+use super::detached::{DetachedParameters, Expected, FlatTensors, Parts, pack};
 use super::memory::Snapshot;
 use super::shard::{StepControls, StepInputs};
 use super::stages::Stage;
@@ -162,8 +162,9 @@ impl DistModuleOptimizer {
         let times: Vec<usize> = self.trained.iter().map(|parameter| parameter.time).collect();
         let (counts, logs) = (self.counters.skipped.clone(), self.world.is_main());
         self.skipped.record(&mut self.place, counts, &times, logs)?;
+        let parts = self.publish_parts(&mut step)?;
         self.observe(&step);
-        Ok(step.detached.reattach(model, &self.model, &self.units))
+        Ok(step.detached.reattach(model, &self.model, &self.units, parts))
     }
 
     /// A step before its first call.
@@ -485,6 +486,27 @@ impl DistModuleOptimizer {
         Ok(())
     }
 
+    /// This rank's new parts of owned parameters, whose shards the ranks with replicas have updated.
+    fn publish_parts(&self, step: &mut Step) -> Result<Parts> {
+        let mut parts: Parts = vec![None; self.model.len()];
+        let mut pending = VecDeque::new();
+        let owned = self.model.iter().enumerate().filter(|(_, parameter)| parameter.owned);
+        for (index, parameter) in owned {
+            let unit = &self.units[&parameter.path];
+            let shard = step.detached.take_shard(parameter, unit, &self.device());
+            pending.push_back((index, self.units.publish(unit, shard)?));
+            if pending.len() == self.in_flight
+                && let Some((index, part)) = pending.pop_front()
+            {
+                parts[index] = Some(part.wait()?);
+            }
+        }
+        for (index, part) in pending {
+            parts[index] = Some(part.wait()?);
+        }
+        Ok(parts)
+    }
+
     /// Fails if the device had no memory for the buffer of a bucket.
     fn ensure_bucket_computed(&self, bucket: &Bucket, buffer: &Tensor<1>) -> Result<()> {
         ensure_computed(&self.trained[bucket.parameters[0]].path, buffer)
@@ -498,6 +520,7 @@ impl DistModuleOptimizer {
             masters: self.master_bytes,
             states: self.state_bytes,
             buffers: step.buffers,
+            ..Snapshot::default()
         });
     }
 }
