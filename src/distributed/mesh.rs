@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::comm::{Communicator, World};
+use crate::comm::{Communicator, Difference, World};
 use crate::error::{Error, Result};
 
 /// The name of the only axis of [`Mesh::flat`].
@@ -71,8 +71,8 @@ impl Mesh {
         let axes: Vec<Axis> = axes.into_iter().collect();
         let described = describe(&axes);
         world.same_settings(&described, |first, other| {
-            let setting = "mesh".to_owned();
-            Some(crate::comm::Difference { setting, first: first.clone(), other: other.clone() })
+            let [first, other] = [first, other].map(String::clone);
+            (first != other).then(|| Difference { setting: "mesh".to_owned(), first, other })
         })?;
         check(&axes, world.size())?;
         let group = |axis: usize| {

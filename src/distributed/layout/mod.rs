@@ -9,7 +9,7 @@ mod table;
 mod unit;
 mod units;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use burn::module::Module;
@@ -372,9 +372,14 @@ impl Layout {
         }
         let routing = self.muon.route_found(&found)?;
         let places = Places::compile(&self.places, &found)?;
+        let adapted: HashSet<String> = found
+            .iter()
+            .filter(|found| found.is_adapter)
+            .flat_map(|factor| [factor.path.clone(), factor.weight().to_owned()])
+            .collect();
         for found in &mut found {
             found.is_owned = self.owns(found, &places);
-            if found.is_owned && found.is_adapter {
+            if found.is_owned && adapted.contains(&found.path) {
                 let remedy = "merge the adapter, or leave the parameter on all ranks with \
                               `Place::replicated`";
                 let reason = "it has an adapter, which can't be divided";

@@ -18,7 +18,7 @@ use super::order::Order;
 use super::unit::Unit;
 use crate::backend::precise_dtype;
 use crate::checks::ensure_computed;
-use crate::comm::{Communicator, Pending, World, digest, unite};
+use crate::comm::{Communicator, Pending, World};
 use crate::error::{Error, Result};
 use crate::link::{Clock, Link, identity};
 use crate::slices::bytes;
@@ -65,9 +65,9 @@ pub struct Passes {
 pub struct Groups {
     pub world: World,
     /// Those that share the parameters: each has a part.
-    pub sharing: Communicator,
+    pub sharing: World,
     /// Those that have replicas of this rank's part: each updates a shard of it.
-    pub replicas: Communicator,
+    pub replicas: World,
 }
 
 /// A collective whose result has not been waited for.
@@ -267,7 +267,8 @@ impl Passes {
         part_id: Option<u64>,
         part: Tensor<1>,
     ) -> Result<()> {
-        let pending = self.groups.sharing.all_gather(unit.sent(&part), unit.part_counts())?;
+        let pending =
+            self.groups.sharing.comm().all_gather(unit.sent(&part), unit.part_counts())?;
         state.events.push(Event::Gather(unit.index));
         state.flights.push_back(Flight::Gathering(unit.index, pending));
         state.ahead += unit.bytes();
@@ -330,7 +331,7 @@ impl Passes {
         while state.reducing > 0 && state.reducing + sent > self.limits.in_flight {
             self.land(state)?;
         }
-        let pending = self.groups.sharing.reduce_scatter_f32(parts, unit.part_counts())?;
+        let pending = self.groups.sharing.comm().reduce_scatter_f32(parts, unit.part_counts())?;
         state.reducing += pending.bytes();
         state.observe();
         state.events.push(Event::Reduce(unit.index));
@@ -354,7 +355,7 @@ impl Passes {
                     return Ok(());
                 }
                 let counts = self.units[index].shard_counts();
-                let pending = self.groups.replicas.reduce_scatter_f32(sum, counts)?;
+                let pending = self.groups.replicas.comm().reduce_scatter_f32(sum, counts)?;
                 state.reducing += pending.bytes();
                 state.flights.push_back(Flight::ReducingReplicas(index, pending));
             }
@@ -452,11 +453,9 @@ impl Passes {
     }
 
     /// Fails if the ranks have not made the same calls. An engine does not notice it if they are of
-    /// equal sizes.
+    /// equal sizes, or if some are missing at the end: the comparison takes place in the groups of
+    /// the calls, where it meets them.
     fn same_events(&self, events: &Vec<Event>) -> Result<()> {
-        if unite(self.groups.world.comm(), vec![], digest(events))?.is_some() {
-            return Ok(());
-        }
         let described = |event: Option<&Event>| match event {
             Some(Event::Gather(index)) => format!("used `{}`", self.units[*index].path),
             Some(Event::Reduce(index)) => {
@@ -464,16 +463,19 @@ impl Passes {
             }
             None => "ended its pass".to_owned(),
         };
+        let rank = self.groups.world.rank();
         let difference = |first: &Vec<Event>, local: &Vec<Event>| {
-            let index = (0..).find(|index| first.get(*index) != local.get(*index))?;
-            Some([described(local.get(index)), described(first.get(index))])
+            let mut indices = 0..first.len().max(local.len());
+            let index = indices.find(|index| first.get(*index) != local.get(*index))?;
+            let [first, local] = [first, local].map(|events| described(events.get(index)));
+            Some(format!("rank {rank} {local} where another rank {first}"))
         };
-        match self.groups.world.compare(events, difference)? {
-            Some((rank, [local, first])) => {
-                Err(Error::Mismatch { calls: format!("rank {rank} {local} where rank 0 {first}") })
+        for group in [&self.groups.sharing, &self.groups.replicas] {
+            if let Some((_, calls)) = group.compare(events, difference)? {
+                return Err(Error::Mismatch { calls });
             }
-            None => unreachable!("the digests of the calls differ"),
         }
+        Ok(())
     }
 
     /// The first parameter with a gradient that has not been collected.
@@ -500,7 +502,7 @@ impl Passes {
 
     /// The ranks that have replicas of this rank's parts.
     pub fn replicas(&self) -> &Communicator {
-        &self.groups.replicas
+        self.groups.replicas.comm()
     }
 
     /// Forgets the parts, so that a step has the only reference to them.

@@ -61,8 +61,8 @@ impl Layout {
     fn groups(&self) -> Result<Groups> {
         let world = self.world();
         let Position { rank, part, shard } = self.position(world.rank());
-        let sharing = world.comm().split(shard, rank)?;
-        let replicas = world.comm().split(part, rank)?;
+        let sharing = world.split(shard, rank)?;
+        let replicas = world.split(part, rank)?;
         Ok(Groups { world: world.clone(), sharing, replicas })
     }
 

@@ -1,5 +1,7 @@
 //! Owned parameters against those that every rank has: equal losses and equal bits.
 
+mod rejections;
+
 use burn::module::{Module, Param};
 use burn::nn::conv::{Conv1d, Conv1dConfig};
 use burn::nn::transformer::{PositionWiseFeedForward, PositionWiseFeedForwardConfig};
@@ -23,7 +25,26 @@ pub const EVERYWHERE: &[Case] = cases![
     checkpoints_move_between_layouts,
 ];
 
-pub const IN_PROCESS: &[Case] = cases![a_rank_holds_and_sends_its_share];
+use rejections::{
+    a_rank_that_fails_at_any_event_stops_all_ranks,
+    averages_and_abandoned_passes_do_not_disturb_training, delays_in_passes_do_not_change_results,
+    gradients_that_were_not_collected_are_rejected,
+    meshes_and_layouts_that_do_not_fit_are_rejected,
+    models_that_a_layout_has_not_divided_are_rejected, ranks_may_start_from_clones_of_one_model,
+    ranks_whose_passes_differ_are_rejected_naming_the_parameter,
+};
+
+pub const IN_PROCESS: &[Case] = cases![
+    a_rank_holds_and_sends_its_share,
+    meshes_and_layouts_that_do_not_fit_are_rejected,
+    models_that_a_layout_has_not_divided_are_rejected,
+    gradients_that_were_not_collected_are_rejected,
+    ranks_whose_passes_differ_are_rejected_naming_the_parameter,
+    ranks_may_start_from_clones_of_one_model,
+    a_rank_that_fails_at_any_event_stops_all_ranks,
+    delays_in_passes_do_not_change_results,
+    averages_and_abandoned_passes_do_not_disturb_training,
+];
 
 const WIDTH: usize = 16;
 const TOKENS: usize = 37;

@@ -1,0 +1,277 @@
+//! Layouts, models and passes that all ranks reject, and ranks that fail.
+
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use burn::module::{Lora, Module};
+use burn::nn::LinearConfig;
+use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
+use distmuon::comm::World;
+use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
+use distmuon::{Error, MuonConfig, Result, RoutingRule, checkpoint};
+use distmuon_testing::models::{Fixed, Layers, weights};
+use distmuon_testing::watched::{Event, watched};
+use distmuon_testing::worlds::{self, Folder};
+
+use super::{layers, layout, output, with_checkpoints};
+use crate::{DEADLINE, ranks_here};
+
+/// The errors of both ranks of a world.
+fn errors<T>(run: impl Fn(&World) -> Result<T> + Sync) -> Vec<Error> {
+    let errors = ranks_here(2, |world| {
+        let world = with_checkpoints(&world);
+        Ok(run(&world).err().expect("it is rejected"))
+    });
+    errors.unwrap()
+}
+
+fn assert_says(errors: &[Error], words: &[&str]) {
+    for error in errors {
+        let text = error.to_string();
+        assert!(words.iter().all(|word| text.contains(word)), "{text} without {words:?}");
+    }
+}
+
+pub fn meshes_and_layouts_that_do_not_fit_are_rejected() {
+    for (axes, words) in [
+        (vec![Axis::data("dp", 3)], "dp=3 for 2 ranks"),
+        (vec![Axis::data("dp", 2), Axis::data("dp", 1)], "different names"),
+        (vec![Axis::data("a", 2), Axis::data("b", 0)], "at least one rank"),
+        (vec![], "multiply to the number of ranks"),
+    ] {
+        assert_says(&errors(|world| Mesh::new(world, axes.clone())), &["`mesh`", words]);
+    }
+    let axes = |world: &World| Mesh::new(world, [Axis::data(format!("{}", world.rank()), 2)]);
+    assert_says(&errors(axes), &["rank 1", "`mesh`", "1=2", "0=2"]);
+
+    let shard = |layout: &(dyn Fn(&Mesh) -> Layout + Sync)| {
+        errors(|world| layout(&Mesh::flat(world)).shard(layers(world.device())))
+    };
+    let unknown = shard(&|mesh| Layout::new(mesh).owned("tp"));
+    assert_says(&unknown, &["`owned`", "`tp`", "`dp`"]);
+    let without_axis = shard(&|mesh| Layout::new(mesh).with_place(Place::owned("weight")));
+    assert_says(&without_axis, &["`places`", "`Layout::owned`"]);
+    let unused =
+        shard(&|mesh| Layout::new(mesh).owned("dp").with_place(Place::replicated("absent")));
+    assert_says(&unused, &["`absent` has no effect"]);
+    let malformed = shard(&|mesh| Layout::new(mesh).owned("dp").with_place(Place::replicated("(")));
+    assert_says(&malformed, &["`(` is not a regular expression"]);
+    let negative = shard(&|mesh| Layout::new(mesh).owned("dp").with_ahead_mb(-1.0));
+    assert_says(&negative, &["`ahead_mb`", "-1"]);
+}
+
+pub fn models_that_a_layout_has_not_divided_are_rejected() {
+    let layout = |world: &World| Layout::new(&Mesh::flat(world)).owned("dp");
+    let twice = errors(|world| {
+        let layout = layout(world);
+        let net = layout.shard(layers(world.device()))?;
+        layout.shard(net)
+    });
+    assert_says(&twice, &["`layout`", "a second model"]);
+    let by_another =
+        errors(|world| layout(world).shard(layout(world).shard(layers(world.device()))?));
+    assert_says(&by_another, &["`layers.0.weight`", "already divided"]);
+
+    let undivided = errors(|world| {
+        let layout = layout(world);
+        layout.shard(layers(world.device()))?;
+        DistMuonConfig::new().init_on(&layout, &layers(world.device()))
+    });
+    assert_says(&undivided, &["`layers.0.weight`", "`Layout::shard`"]);
+    let without_layout = errors(|world| {
+        let net = layout(world).shard(layers(world.device()))?;
+        DistMuonConfig::new().init(world, &net)
+    });
+    assert_says(&without_layout, &["`layers.0.weight`", "not by this layout"]);
+    let other_routing = errors(|world| {
+        let layout = layout(world);
+        let net = layout.shard(layers(world.device()))?;
+        let muon = MuonConfig::new().with_rule(RoutingRule::adamw(r"layers\.3\."));
+        DistMuonConfig::new().with_muon(muon).init_on(&layout, &net)
+    });
+    assert_says(&other_routing, &["`layers.3.weight`", "`Layout::with_muon`"]);
+    let stepped_whole = errors(|world| {
+        let layout = layout(world);
+        let net = layout.shard(layers(world.device()))?;
+        let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
+        optim.step(0.1, layers(world.device()), GradientsParams::new())
+    });
+    assert_says(&stepped_whole, &["not divided", "`Layout::shard`"]);
+
+    let adapted = errors(|world| {
+        let model = LinearConfig::new(64, 64).init(world.device()).apply_lora(Lora::new(32, 4.0));
+        layout(world).shard(model)
+    });
+    assert_says(&adapted, &["`weight", "adapter"]);
+}
+
+pub fn gradients_that_were_not_collected_are_rejected() {
+    let uncollected = errors(|world| {
+        let layout = Layout::new(&Mesh::flat(world)).owned("dp");
+        let net = layout.shard(layers(world.device()))?;
+        let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
+        let loss = output(&net, Tensor::ones([2, 3, 32], world.device()));
+        let gradients = GradientsParams::from_grads(loss.backward(), &net);
+        optim.step(0.1, net, gradients)
+    });
+    assert_says(&uncollected, &["`layers.0.weight`", "not collected", "`Layout::collect`"]);
+}
+
+pub fn ranks_whose_passes_differ_are_rejected_naming_the_parameter() {
+    // Layers 0 and 2 belong to one rank, so that an engine sees equal calls.
+    let swapped = errors(|world| {
+        let layout = Layout::new(&Mesh::flat(world)).owned("dp");
+        let mut net = layout.shard(layers(world.device()))?;
+        let table = layout.mesh().world().size();
+        assert_eq!(table, 2);
+        if world.rank() == 1 {
+            net.layers.swap(0, 2);
+        }
+        let loss = output(&net, Tensor::ones([2, 3, 32], world.device()));
+        layout.backward(&loss, &net)
+    });
+    assert_says(&swapped, &["rank 1", "used `layers.2.weight`", "used `layers.0.weight`"]);
+
+    // A rank that leaves a layer out does not make a call that the others wait for.
+    let left_out = errors(|world| {
+        let layout = Layout::new(&Mesh::flat(world)).owned("dp");
+        let mut net = layout.shard(layers(world.device()))?;
+        net.layers.truncate(16 - world.rank());
+        let loss = output(&net, Tensor::ones([2, 3, 32], world.device()));
+        let gradients = layout.backward(&loss, &net);
+        assert!(loss.into_scalar::<f32>().is_nan() || world.rank() == 1);
+        gradients
+    });
+    assert_says(&left_out, &["the ranks disagree", "(while gathering `layers.1"]);
+}
+
+pub fn ranks_may_start_from_clones_of_one_model() {
+    let devices = World::devices(2);
+    let model = layers(&devices[0]).map(&mut Fixed::new(5));
+    let run = World::threads_with(devices, model, |world, model: Layers| {
+        let layout = Layout::new(&Mesh::flat(&world)).owned("dp");
+        let mut net = layout.shard(model)?;
+        let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
+        for _ in 0..20 {
+            let loss = output(&net, Tensor::ones([2, 3, 32], world.device()));
+            let gradients = layout.backward(&loss, &net)?;
+            net = optim.step(0.01, net, gradients)?;
+        }
+        Ok::<_, Error>(())
+    });
+    run.unwrap();
+}
+
+const VICTIM: usize = 1;
+
+/// Trains for a step and saves it, with a function that is called before every event of the
+/// victim. Returns the outcome of every rank.
+fn train_and_save(
+    path: &std::path::Path,
+    watch: impl Fn(Event) -> Result<()> + Send + Sync + Clone + 'static,
+) -> (Result<Vec<()>>, Vec<(usize, Result<()>)>) {
+    let outcomes = Mutex::new(vec![]);
+    let run = worlds::ranks_here(DEADLINE, 3, |world| {
+        let world = with_checkpoints(&world);
+        let (active, watch) = (Arc::new(AtomicUsize::new(0)), watch.clone());
+        let watched = watched(&world, {
+            let active = active.clone();
+            move |event| match event.rank == VICTIM && active.load(SeqCst) == 1 {
+                true => watch(event),
+                false => Ok(()),
+            }
+        });
+        let train = || {
+            let layout = layout(&watched).with_ahead_mb(0.01);
+            let net = layout.shard(super::Net::new(world.device()))?;
+            let mut optim = super::config().init_on(&layout, &net)?;
+            active.store(1, SeqCst);
+            let loss = net.loss(super::tokens(world.rank(), 0, world.device()));
+            let gradients = layout.backward(&loss, &net)?;
+            let net = optim.step(0.01, net, gradients)?;
+            watched.comm().synchronize()?;
+            optim.save(path, &net, &1)
+        };
+        let outcome = train();
+        outcomes.lock().unwrap().push((world.rank(), outcome.clone()));
+        outcome
+    });
+    (run, outcomes.into_inner().unwrap())
+}
+
+pub fn a_rank_that_fails_at_any_event_stops_all_ranks() {
+    let folder = Folder::create();
+    let path = folder.path().join("run.ckpt");
+    let seen = Arc::new(AtomicUsize::new(0));
+    let counting = seen.clone();
+    let (run, _) = train_and_save(&path, move |_| {
+        counting.fetch_add(1, SeqCst);
+        Ok(())
+    });
+    run.unwrap();
+    let events = seen.load(SeqCst);
+    assert!(events > 60, "{events}");
+    for fatal in 0..events {
+        let number = Arc::new(AtomicUsize::new(0));
+        let (run, outcomes) =
+            train_and_save(&path, move |_| match number.fetch_add(1, SeqCst) == fatal {
+                true => Err(Error::EmptyModel),
+                false => Ok(()),
+            });
+        assert_eq!(run.unwrap_err(), Error::EmptyModel, "event {fatal}");
+        for (rank, outcome) in outcomes {
+            match outcome {
+                Err(Error::PeerFailed { rank: VICTIM, .. }) if rank != VICTIM => {}
+                Err(Error::EmptyModel) if rank == VICTIM => {}
+                other => panic!("rank {rank} returned {other:?}; event {fatal} of {events}"),
+            }
+        }
+        assert_eq!(checkpoint::progress::<i32>(&path), Ok(1), "event {fatal}");
+    }
+}
+
+pub fn delays_in_passes_do_not_change_results() {
+    let train = |delays: bool| {
+        let run = ranks_here(4, |world| {
+            let world = with_checkpoints(&world);
+            let calls = AtomicUsize::new(world.rank());
+            let world = watched(&world, move |_| {
+                let call = calls.fetch_add(1, SeqCst);
+                if delays && call % 7 == 0 {
+                    std::thread::sleep(Duration::from_micros(call as u64 * 37 % 400));
+                }
+                Ok(())
+            });
+            super::train_on(&world, &layout(&world), &super::config(), 4, 1)
+        });
+        run.unwrap()
+    };
+    super::assert_equal(&train(false), &train(true), "delays");
+}
+
+pub fn averages_and_abandoned_passes_do_not_disturb_training() {
+    let train = |disturbs: bool| {
+        let run = ranks_here(2, |world| {
+            let world = with_checkpoints(&world);
+            let (device, layout) = (world.device(), layout(&world));
+            let mut net = layout.shard(super::Net::new(device))?;
+            let mut optim = super::config().init_on(&layout, &net)?;
+            let first = net.clone();
+            for step in 0..4 {
+                let data = || super::tokens(world.rank(), step, device);
+                if disturbs {
+                    drop(net.loss(data())); // abandoned
+                    let old = first.loss(data());
+                    assert_eq!(step == 0, super::bits(&old) == super::bits(&net.loss(data())));
+                }
+                let gradients = layout.backward(&net.loss(data()), &net)?;
+                net = optim.step(0.01, net, gradients)?;
+            }
+            Ok(weights(&layout.unshard(&net)?))
+        });
+        run.unwrap()
+    };
+    assert!(train(false) == train(true));
+}
