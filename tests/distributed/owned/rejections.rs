@@ -7,7 +7,7 @@ use std::time::Duration;
 use burn::module::{Lora, Module};
 use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
 use distmuon::{Error, MuonConfig, Result, RoutingRule, checkpoint};
@@ -144,7 +144,7 @@ pub fn ranks_whose_passes_differ_are_rejected_naming_the_parameter() {
         assert!(loss.into_scalar::<f32>().is_nan() || world.rank() == 1);
         gradients
     });
-    assert_says(&left_out, &["the ranks disagree", "(while gathering `layers.1"]);
+    assert_says(&left_out, &["the ranks disagree", "(while ", "`layers.1"]);
 }
 
 pub fn ranks_may_start_from_clones_of_one_model() {
@@ -244,7 +244,7 @@ pub fn delays_in_passes_do_not_change_results() {
                 }
                 Ok(())
             });
-            super::train_on(&world, &layout(&world), &super::config(), 4, 1)
+            super::train_on(&world, &layout(&world), &super::config(), 4, 1, DType::F32)
         });
         run.unwrap()
     };
@@ -273,5 +273,8 @@ pub fn averages_and_abandoned_passes_do_not_disturb_training() {
         });
         run.unwrap()
     };
-    assert!(train(false) == train(true));
+    for (calm, disturbed) in train(false).iter().zip(&train(true)) {
+        let mut both = calm.iter().zip(disturbed);
+        assert!(both.all(|(calm, disturbed)| super::are_equal(calm, disturbed)));
+    }
 }
