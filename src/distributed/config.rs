@@ -25,6 +25,23 @@ pub enum Gradients {
     Averaged,
 }
 
+/// The time at which the ranks wait for the parameters that others have updated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Publish {
+    /// Before a step returns.
+    Now,
+    /// At the first use of a parameter after the step: they arrive while the next forward pass is
+    /// at the layers before. The bits are the same.
+    ///
+    /// All ranks have to use the model before one of them waits for another, so that a step is not
+    /// followed by work of a single rank: call
+    /// [`DistModuleOptimizer::finish_publication`](super::DistModuleOptimizer::finish_publication)
+    /// on all ranks before. A failure of another rank after the step makes parameters NaN, and the
+    /// next step, save or `finish_publication` returns it.
+    AtFirstUse,
+}
+
 /// The type in which the gradients of parameters in half precision are reduced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
@@ -145,6 +162,9 @@ pub struct DistMuonConfig {
     /// are the same.
     #[config(default = "IN_FLIGHT")]
     pub in_flight: usize,
+    /// The time at which the ranks wait for new parameters.
+    #[config(default = "Publish::Now")]
+    pub publish: Publish,
     /// Largest norm over all gradients: gradients with a larger norm are scaled down together.
     /// `None` for no limit. For clipping on one device, use [`World::alone`](crate::World::alone).
     pub max_norm: Option<f64>,

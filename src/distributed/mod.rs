@@ -22,7 +22,7 @@ mod per_parameter;
 pub mod plan;
 mod trained;
 
-pub use config::{CostSource, DistMuonConfig, GradDtype, Gradients, LossScaleConfig};
+pub use config::{CostSource, DistMuonConfig, GradDtype, Gradients, LossScaleConfig, Publish};
 pub use layout::{Keep, Layout, LayoutTable, Place};
 #[cfg(feature = "train")]
 pub use learner::{DistMuonStrategy, LatestDiagnostics, LearnerLogits};

@@ -14,6 +14,7 @@ use crate::routing::{ParameterRole, ParameterRoute, Routing, Updates};
 use crate::update::{ElementwiseUpdate, Matrices, SKIPPED, Slot, StepSize};
 
 /// A trained parameter of the model.
+#[derive(Clone)]
 pub struct ModelParameter {
     pub path: String,
     /// Its identity in the model of the last step.

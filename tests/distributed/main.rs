@@ -8,6 +8,7 @@ mod nodes;
 mod owned;
 mod parts;
 mod precision;
+mod publication;
 mod qk_clip;
 mod rejections;
 mod schedules;
@@ -34,7 +35,7 @@ use serde::{Serialize, de::DeserializeOwned};
 fn everywhere() -> Vec<Case> {
     let cases = [steps::EVERYWHERE, shapes::EVERYWHERE, collectives::EVERYWHERE, nodes::EVERYWHERE];
     let more = [checkpoints::EVERYWHERE, schedules::EVERYWHERE, custom::EVERYWHERE];
-    [&cases[..], &more, &[owned::EVERYWHERE]].concat().concat()
+    [&cases[..], &more, &[owned::EVERYWHERE, publication::EVERYWHERE]].concat().concat()
 }
 
 /// Such cases of updates, which an engine does not see.
@@ -45,7 +46,9 @@ fn updates() -> Vec<Case> {
 /// Cases whose world fails, or that need all ranks in this process.
 fn in_process() -> Vec<Case> {
     let cases = [steps::IN_PROCESS, checkpoints::IN_PROCESS, rejections::IN_PROCESS];
-    [&cases[..], &[custom::IN_PROCESS, owned::IN_PROCESS]].concat().concat()
+    [&cases[..], &[custom::IN_PROCESS, owned::IN_PROCESS, publication::IN_PROCESS]]
+        .concat()
+        .concat()
 }
 
 /// Configures the default type of the device according to `DISTMUON_TEST_FLOAT`, since nothing in

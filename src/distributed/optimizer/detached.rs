@@ -2,11 +2,13 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::Arc;
 
 use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 
+use super::publication::{self, Publication, at_first_use};
 use crate::checks::ensure_gradient_matches;
 use crate::distributed::layout::{BlockPart, Unit, Units};
 use crate::distributed::plan::Bucket;
@@ -177,18 +179,16 @@ impl DetachedParameters {
         known: &[ModelParameter],
         units: &Units,
         parts: Parts,
+        publication: &Arc<Publication>,
     ) -> M {
-        let indices = indices(known);
-        let mut reattach = Reattach { indices, values: self.parameters, known, units, parts };
+        let (indices, values) = (indices(known), self.parameters);
+        let mut reattach = Reattach { indices, values, known, units, parts, publication };
         parameters::map(model, &mut reattach)
     }
 
     /// Replaces the parameters of a bucket by those in its gathered buffer.
     pub fn publish(&mut self, bucket: &Bucket, buffer: &Tensor<1>) {
-        for (index, pieces) in bucket.by_parameter() {
-            let pieces =
-                pieces.iter().map(|(_, start, len)| slices::slice(buffer, *start..start + len));
-            let value = slices::concat(pieces.collect(), bucket.dtype, &buffer.device());
+        for (index, value) in publication::values(bucket, buffer) {
             self.parameters.set(index, 0, value);
         }
     }
@@ -371,6 +371,8 @@ struct Reattach<'a> {
     known: &'a [ModelParameter],
     units: &'a Units,
     parts: Parts,
+    /// Has the parameters without a value.
+    publication: &'a Arc<Publication>,
 }
 
 impl parameters::Map for Reattach<'_> {
@@ -379,6 +381,9 @@ impl parameters::Map for Reattach<'_> {
         let known = &self.known[index];
         if known.owned {
             return param; // the base
+        }
+        if known.trained.clone().any(|block| self.values.get(block).is_none()) {
+            return at_first_use(param, known.clone(), self.publication.clone());
         }
         let (id, placeholder, mapper) = param.consume();
         let block = |block| self.values.take(block).expect("every bucket was published");

@@ -9,6 +9,7 @@ mod diagnostics;
 mod loss_scale;
 mod memory;
 mod own_states;
+mod publication;
 mod record;
 mod setup;
 mod shard;
@@ -23,13 +24,13 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 
-use super::config::{DistMuonConfig, GradDtype, Gradients};
+use super::config::{DistMuonConfig, GradDtype, Gradients, Publish};
 use super::layout::{Held, Layout, Units};
 use super::measured_costs::costs;
 use super::mesh::Mesh;
 use super::plan::{Costs, Plan, Report};
 use super::trained::{self, ModelParameter, Trained, TrainedParameter};
-use crate::comm::World;
+use crate::comm::{Communicator, World};
 use crate::error::{Error, Result};
 use crate::muon::MuonConfig;
 use crate::parameters;
@@ -47,6 +48,7 @@ pub use diagnostics::{Diagnostics, GroupDiagnostics, ParameterDiagnostics};
 use loss_scale::LossScale;
 use memory::Snapshot;
 pub use memory::{MemoryReport, Usage};
+use publication::Publication;
 use shard::Shard;
 use stages::{Stage, stages};
 
@@ -98,6 +100,12 @@ pub struct DistModuleOptimizer {
     grad_dtype: GradDtype,
     loss_scale: Option<LossScale>,
     in_flight: usize,
+    publish: Publish,
+    /// The ranks that exchange new parameters: a group of their own if their results are waited for
+    /// after the step.
+    publishers: Communicator,
+    /// Parameters of the last step that may be on their way.
+    publication: Arc<Publication>,
     /// In the order in which they are taken.
     stages: Arc<[Stage]>,
     clip: Option<Clip>,
@@ -142,6 +150,10 @@ impl DistModuleOptimizer {
         let updates @ Updates { muon, skipped, .. } = routing.updates();
         let costs = costs(config.costs, world, &parameters, muon)?;
         let plan = setup::plan(config, layout, parameters, &costs)?;
+        let publishers = match config.publish {
+            Publish::Now => world.communicator(),
+            Publish::AtFirstUse => world.comm().split(0, world.rank())?,
+        };
         let (rank, device) = (world.rank(), world.device().clone().inner());
         let mut matrices = vec![];
         let shards = plan
@@ -184,6 +196,9 @@ impl DistModuleOptimizer {
             grad_dtype: config.grad_dtype,
             loss_scale: config.loss_scale.clone().map(LossScale::new),
             in_flight: config.in_flight,
+            publish: config.publish,
+            publishers,
+            publication: Arc::default(),
             stages: stages.into(),
             clip,
             head_clip: None,
@@ -235,6 +250,16 @@ impl DistModuleOptimizer {
             self.world.comm().fail(&error.to_string());
         }
         stepped
+    }
+
+    /// Waits for the parameters of the last step, with [`Publish::AtFirstUse`](super::Publish): all
+    /// ranks make this call before one of them uses the model alone.
+    ///
+    /// # Errors
+    ///
+    /// Those of every collective.
+    pub fn finish_publication(&self) -> Result<()> {
+        self.publication.finish()
     }
 
     /// Returns the factor on the loss in the next step, the same on all ranks: the scale of

@@ -94,6 +94,7 @@ impl DistModuleOptimizer {
         model: &M,
         progress: &T,
     ) -> Result<()> {
+        self.finish_publication()?;
         let parts = self.world.agree(self.units.parts(model, self.world.rank()))?;
         // A collective that fails ends the world: only the file is left to agree on.
         let written = match self.world.is_main() {

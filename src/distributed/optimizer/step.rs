@@ -35,7 +35,7 @@ use super::stages::Stage;
 use crate::backend::{FiniteMask, ScaledNorms, precise_dtype};
 use crate::checks::{ensure_all_computed, ensure_computed};
 use crate::comm::{Difference, Pending, ReduceOp, digest, unite};
-use crate::distributed::config::{GradDtype, Gradients};
+use crate::distributed::config::{GradDtype, Gradients, Publish};
 use crate::distributed::plan::{Bucket, BucketKind};
 use crate::distributed::trained::{ModelParameter, TrainedParameter};
 use crate::error::{Error, Result};
@@ -135,6 +135,8 @@ impl DistModuleOptimizer {
         };
         let (model, detached) =
             DetachedParameters::detach(model, gradients, &self.model, &self.units, expected)?;
+        // All of its parameters have been taken into this step.
+        std::mem::take(&mut self.publication).finish()?;
         for (parameter, id) in self.model.iter_mut().zip(&detached.ids) {
             parameter.id = *id;
         }
@@ -164,7 +166,8 @@ impl DistModuleOptimizer {
         self.skipped.record(&mut self.place, counts, &times, logs)?;
         let parts = self.publish_parts(&mut step)?;
         self.observe(&step);
-        Ok(step.detached.reattach(model, &self.model, &self.units, parts))
+        let (known, units) = (&self.model, &self.units);
+        Ok(step.detached.reattach(model, known, units, parts, &self.publication))
     }
 
     /// A step before its first call.
@@ -459,9 +462,16 @@ impl DistModuleOptimizer {
         if self.gathers(&shard.bucket) {
             let packed = shard.pack(updated);
             self.ensure_bucket_computed(&shard.bucket, &packed)?;
-            let gathering = self.world.comm().all_gather(packed, &shard.bucket.counts)?;
+            let gathering = self.publishers.all_gather(packed, &shard.bucket.counts)?;
             step.buffers += gathering.bytes();
-            step.flights.push_back(Flight::Gathering(bucket, gathering));
+            match self.publish {
+                Publish::AtFirstUse => {
+                    let parameters = &mut step.detached.parameters;
+                    shard.bucket.parameters.iter().for_each(|index| _ = parameters.take(*index));
+                    self.publication.add(&shard.bucket, gathering);
+                }
+                Publish::Now => step.flights.push_back(Flight::Gathering(bucket, gathering)),
+            }
             self.observe(step);
             while step.gatherings() >= self.in_flight {
                 self.land(step)?;

@@ -122,7 +122,7 @@ fn tokens(rank: usize, step: usize, device: &Device) -> Tensor<2, Int> {
     Tensor::from_data(TensorData::new((0..12).map(token).collect::<Vec<_>>(), [2, 6]), device)
 }
 
-fn config() -> DistMuonConfig {
+pub fn config() -> DistMuonConfig {
     let muon = MuonConfig::new()
         .with_rule(RoutingRule::muon("experts").batch())
         .with_rule(RoutingRule::muon(r"^conv\.weight").flatten());
@@ -134,7 +134,7 @@ fn layout(world: &World) -> Layout {
 }
 
 /// A run's losses and final weights, as bits.
-type Run = (Vec<Vec<u8>>, Vec<Vec<u8>>);
+pub type Run = (Vec<Vec<u8>>, Vec<Vec<u8>>);
 
 /// Trains with a layout. Several micro-batches are accumulated.
 fn train_on(
@@ -169,7 +169,7 @@ fn train_on(
 }
 
 /// Trains with all parameters on every rank.
-fn train_replicated(
+pub fn train_replicated(
     world: &World,
     config: &DistMuonConfig,
     steps: usize,
@@ -221,7 +221,7 @@ fn are_equal(expected: &[u8], values: &[u8]) -> bool {
     expected == values || !is_flex() && all_are_near()
 }
 
-fn assert_equal(expected: &[Run], runs: &[Run], what: &str) {
+pub fn assert_equal(expected: &[Run], runs: &[Run], what: &str) {
     for (rank, (expected, run)) in expected.iter().zip(runs).enumerate() {
         for (expected, values, kind) in
             [(&expected.0, &run.0, "loss"), (&expected.1, &run.1, "weight")]

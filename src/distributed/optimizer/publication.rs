@@ -1,0 +1,128 @@
+//! New parameters that are on their way when a step returns.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use burn::module::Param;
+use burn::tensor::{Device, Tensor};
+
+use crate::comm::Pending;
+use crate::distributed::plan::Bucket;
+use crate::distributed::trained::ModelParameter;
+use crate::error::{Error, Result};
+use crate::parameters::in_place_of;
+use crate::slices;
+
+/// The buckets of a step that are being gathered. The first use of a parameter waits for its
+/// bucket, and for those before it.
+#[derive(Default)]
+pub struct Publication(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    pending: VecDeque<(Bucket, Pending)>,
+    /// The parameters that have arrived, by their index.
+    arrived: HashMap<usize, Tensor<1>>,
+    failure: Option<Error>,
+}
+
+impl Publication {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds a bucket, whose gathering has started after those of the buckets before it.
+    pub fn add(&self, bucket: &Bucket, pending: Pending) {
+        self.state().pending.push_back((bucket.clone(), pending));
+    }
+
+    /// Waits for all buckets.
+    ///
+    /// # Errors
+    ///
+    /// The first failure of a bucket.
+    pub fn finish(&self) -> Result<()> {
+        let mut state = self.state();
+        while state.land() {}
+        state.failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// The value of a model's parameter, flat: NaN after a failure, since a use can't return an
+    /// error.
+    fn take(&self, parameter: &ModelParameter, device: &Device) -> Tensor<1> {
+        let mut state = self.state();
+        let mut block = |index: usize| loop {
+            if let Some(value) = state.arrived.remove(&index) {
+                return Some(value);
+            }
+            if !state.land() {
+                return None;
+            }
+        };
+        let blocks: Option<Vec<_>> = parameter.trained.clone().map(&mut block).collect();
+        let nan = || {
+            let elements: usize = parameter.shape.iter().product();
+            Tensor::full([elements], f32::NAN, (device, parameter.dtype))
+        };
+        blocks.map_or_else(nan, |blocks| parameter.blocks.join(blocks))
+    }
+}
+
+impl State {
+    /// Waits for the oldest bucket. Returns `false` if there is none, or after a failure.
+    fn land(&mut self) -> bool {
+        let Some((bucket, pending)) = self.pending.pop_front() else { return false };
+        match pending.wait() {
+            Ok(buffer) => {
+                self.arrived.extend(values(&bucket, &buffer));
+                true
+            }
+            Err(error) => {
+                self.failure.get_or_insert(error);
+                self.pending.clear();
+                false
+            }
+        }
+    }
+}
+
+impl Drop for State {
+    /// Waits for what nobody has used, since the other ranks send it.
+    fn drop(&mut self) {
+        while self.land() {}
+    }
+}
+
+/// The parameters of a bucket, by their index, from its gathered buffer.
+pub fn values<'a>(
+    bucket: &'a Bucket,
+    buffer: &'a Tensor<1>,
+) -> impl Iterator<Item = (usize, Tensor<1>)> + 'a {
+    bucket.by_parameter().into_iter().map(|(index, pieces)| {
+        let pieces =
+            pieces.iter().map(|(_, start, len)| slices::slice(buffer, *start..start + len));
+        (index, slices::concat(pieces.collect(), bucket.dtype, &buffer.device()))
+    })
+}
+
+/// The parameter with a value that is waited for at its first use. Its mappers are those of before.
+pub fn at_first_use<const D: usize>(
+    param: Param<Tensor<D>>,
+    parameter: ModelParameter,
+    publication: Arc<Publication>,
+) -> Param<Tensor<D>> {
+    let (device, id) = (param.lazy_device(), param.id);
+    let (_, placeholder, mapper) = param.consume();
+    let shape = parameter.shape.as_slice().try_into();
+    let shape: [usize; D] = shape.expect("the parameter was detached with this shape");
+    let is_trained = placeholder.is_require_grad();
+    let take = move |device: &Device, _: bool| {
+        let value = publication.take(&parameter, &device.clone().inner());
+        let value = value.to_device(&device.clone().inner());
+        in_place_of(&placeholder, value.reshape(shape))
+    };
+    let (load, save) = (mapper.clone(), mapper);
+    Param::uninitialized(id, take, device, is_trained, shape.into())
+        .load_mapper(move |tensor| load.on_load(tensor))
+        .save_mapper(move |tensor| save.on_save(tensor))
+}

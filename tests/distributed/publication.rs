@@ -1,0 +1,149 @@
+//! Parameters that arrive at their first use, against those that a step waits for.
+
+use std::sync::{Arc, Mutex};
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig, LinearLayout};
+use burn::optim::GradientsParams;
+use burn::tensor::{DType, Device, Tensor};
+use distmuon::checkpoint;
+use distmuon::comm::World;
+use distmuon::distributed::{DistMuonConfig, Publish};
+use distmuon::{Error, Result};
+use distmuon_testing::models::{Fixed, bits};
+use distmuon_testing::watched::{Event, watched};
+use distmuon_testing::worlds::{self, Case, Folder, cases};
+
+use crate::owned::{assert_equal, config, train_replicated};
+use crate::{ranks, ranks_here};
+
+pub const EVERYWHERE: &[Case] = cases![parameters_that_arrive_at_first_use_have_the_same_bits];
+
+pub const IN_PROCESS: &[Case] = cases![
+    a_step_returns_before_its_parameters_have_arrived,
+    parameters_on_their_way_keep_their_mappers,
+    a_failure_after_a_step_is_returned_by_the_next_call,
+];
+
+fn parameters_that_arrive_at_first_use_have_the_same_bits() {
+    let [now, later] = [Publish::Now, Publish::AtFirstUse].map(|at| config().with_publish(at));
+    for count in [1, 2, 4].into_iter().filter(worlds::has) {
+        let train = |config: &DistMuonConfig| {
+            ranks(count, |world| train_replicated(&world, config, 6, 2, DType::F32)).unwrap()
+        };
+        assert_equal(&train(&now), &train(&later), &format!("{count} ranks"));
+    }
+}
+
+/// Two layers, of which the second one stores its weight transposed.
+#[derive(Module, Debug)]
+struct Pair {
+    first: Linear,
+    second: Linear,
+}
+
+impl Pair {
+    fn new(device: &Device) -> Self {
+        let layer = LinearConfig::new(32, 32).with_bias(false);
+        let second = layer.clone().with_layout(LinearLayout::Col);
+        Self { first: layer.init(device), second: second.init(device) }.map(&mut Fixed::new(2))
+    }
+
+    fn gradients(&self) -> GradientsParams {
+        let input = Tensor::<2>::ones([3, 32], &self.devices()[0]);
+        let output = self.second.forward(self.first.forward(input));
+        GradientsParams::from_grads(output.square().mean().backward(), self)
+    }
+}
+
+/// Two ranks with two buckets.
+fn pair_config() -> DistMuonConfig {
+    DistMuonConfig::new().with_bucket_mb(Some(1e-3)).with_publish(Publish::AtFirstUse)
+}
+
+fn a_step_returns_before_its_parameters_have_arrived() {
+    let run = ranks_here(2, |world| {
+        let events = Arc::new(Mutex::new(vec![]));
+        let log = events.clone();
+        let world = watched(&world, move |event: Event| {
+            log.lock().unwrap().push((event.collective, event.waits));
+            Ok(())
+        });
+        let pair = world.broadcast(Pair::new(world.device()))?;
+        let mut optim = pair_config().init(&world, &pair)?;
+        let waited = || {
+            let mut events = events.lock().unwrap();
+            events.drain(..).filter(|event| *event == ("all_gather", true)).count()
+        };
+        let before = (bits(&pair.first.weight.val()), bits(&pair.second.weight.val()));
+        let gradients = pair.gradients();
+        let pair = optim.step(0.1, pair, gradients)?;
+        assert_eq!(waited(), 0);
+        assert!(!pair.first.weight.is_initialized() && !pair.second.weight.is_initialized());
+        let first = bits(&pair.first.weight.val());
+        assert_eq!(waited(), 1);
+        let clone = pair.clone();
+        assert!(bits(&clone.second.weight.val()) != before.1 && first != before.0);
+        assert_eq!(waited(), 1);
+        assert!(pair.second.weight.is_initialized(), "clones share what has arrived");
+
+        let gradients = pair.gradients();
+        let pair = optim.step(0.1, pair, gradients)?;
+        optim.finish_publication()?;
+        assert_eq!(waited(), 2);
+        if world.is_main() {
+            drop(pair.gradients()); // alone
+        }
+        Ok(())
+    });
+    run.unwrap();
+}
+
+fn parameters_on_their_way_keep_their_mappers() {
+    let folder = Folder::create();
+    let weights = |publish: Publish| {
+        let path = folder.path().join(format!("{publish:?}.ckpt"));
+        let config = pair_config().with_publish(publish);
+        let run = ranks_here(2, |world| {
+            let mut pair = world.broadcast(Pair::new(world.device()))?;
+            let mut optim = config.init(&world, &pair)?;
+            for _ in 0..2 {
+                let gradients = pair.gradients();
+                pair = optim.step(0.1, pair, gradients)?;
+                optim.save(&path, &pair, &())?;
+                (pair, optim, ()) = checkpoint::load(&path, pair, optim)?;
+            }
+            let record = pair.clone().into_record();
+            let pair = Pair::new(world.device()).load_record(record);
+            Ok([bits(&pair.first.weight.val()), bits(&pair.second.weight.val())])
+        });
+        run.unwrap()
+    };
+    assert!(weights(Publish::AtFirstUse) == weights(Publish::Now));
+}
+
+fn a_failure_after_a_step_is_returned_by_the_next_call() {
+    let outcomes = Mutex::new(vec![]);
+    let run: Result<Vec<()>> = ranks_here(2, |world: World| {
+        let pair = world.broadcast(Pair::new(world.device()))?;
+        let mut optim = pair_config().init(&world, &pair)?;
+        let gradients = pair.gradients();
+        let stepped = optim.step(0.1, pair, gradients)?;
+        world.comm().barrier()?;
+        if world.rank() == 1 {
+            return Err(Error::EmptyModel);
+        }
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        let is_nan = stepped.first.weight.val().sum().into_scalar::<f32>().is_nan();
+        let gradients = GradientsParams::new();
+        let next = optim.step(0.1, stepped, gradients).map(drop);
+        outcomes.lock().unwrap().push((is_nan, next));
+        Ok(())
+    });
+    assert_eq!(run.unwrap_err(), Error::EmptyModel);
+    let outcomes = outcomes.into_inner().unwrap();
+    // Where results were complete before the failure, they are used.
+    let [(_, Err(Error::PeerFailed { rank: 1, .. }))] = &outcomes[..] else {
+        panic!("{outcomes:?}");
+    };
+}
