@@ -60,14 +60,14 @@ fn parameters() -> Vec<Parameter> {
         shape: vec![rows, columns],
         dtype: DType::F32,
         work: Work::Matrices { count: 1, rows, columns },
-        owned: false,
+        placement: Placement::Replicated,
     });
     let tables = ["embedding", "head"].map(|path| Parameter {
         path: path.into(),
         shape: vec![VOCABULARY, WIDTH],
         dtype: DType::F32,
         work: Work::Elements,
-        owned: false,
+        placement: Placement::Replicated,
     });
     matrices.chain(tables).collect()
 }

@@ -4,6 +4,7 @@
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Device, Tensor};
+use serde::{Deserialize, Serialize};
 
 /// The type by which Burn announces a LoRA adapter of a weight, or another reparameterization.
 const REPARAMETERIZATION: &str = "Reparameterization";
@@ -12,6 +13,34 @@ const REPARAMETERIZATION: &str = "Reparameterization";
 /// Their field, the base, has the shape of the whole and no values of its own, and the
 /// reparameterization has this rank's part.
 pub(crate) const OWNED: &str = "owned";
+
+/// The reparameterization of parameters whose gradients are reduced in the backward pass.
+pub(crate) const REDUCED: &str = "reduced";
+
+/// The place of a parameter between steps, and the time at which its gradient is reduced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+pub enum Placement {
+    /// Every rank has it. A step reduces its gradient.
+    #[default]
+    Replicated,
+    /// Every rank has it. The backward pass reduces its gradient, of which each rank gets the part
+    /// that it updates.
+    Reduced,
+    /// Every rank has the part that it updates. The backward pass reduces its gradient.
+    Owned,
+}
+
+impl Placement {
+    /// Returns `true` if the ranks divide the parameter between steps.
+    pub fn is_owned(self) -> bool {
+        self == Self::Owned
+    }
+
+    /// Returns `true` if the backward pass reduces the gradient.
+    pub fn reduces_in_backward(self) -> bool {
+        self != Self::Replicated
+    }
+}
 
 /// A float parameter of a module.
 pub(crate) struct Found {
@@ -25,9 +54,9 @@ pub(crate) struct Found {
     /// `true` if it is a factor of a LoRA adapter. Its fields are those of the weight that it
     /// adapts.
     pub is_adapter: bool,
-    /// `true` if it is divided among ranks. Identity, type and training are then those of the part,
-    /// and the shape is that of the whole.
-    pub is_owned: bool,
+    /// Of an owned parameter, identity, type and training are those of the part, and the shape is
+    /// that of the whole.
+    pub placement: Placement,
     /// The fields on the way to it.
     pub fields: Vec<Field>,
 }
@@ -58,7 +87,7 @@ impl Found {
             device,
             trainable: trainable && !shape.contains(&0),
             is_adapter: adapter.is_some(),
-            is_owned: false,
+            placement: Placement::Replicated,
             fields: fields[..adapter.unwrap_or(fields.len())].to_vec(),
         }
     }
@@ -107,6 +136,9 @@ pub(crate) fn path(fields: &[Field]) -> String {
 pub(crate) trait Visit {
     /// Reads a parameter, given the fields on the way to it.
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>);
+
+    /// Learns that the gradient of the last parameter is reduced in the backward pass.
+    fn visit_reduced(&mut self) {}
 }
 
 /// Reads the float parameters of a model, in its order.
@@ -122,13 +154,18 @@ pub(crate) fn of<M: Module>(model: &M) -> Vec<Found> {
 }
 
 impl Visit for Vec<Found> {
+    fn visit_reduced(&mut self) {
+        let last = self.last_mut().expect("a parameter comes before its reparameterization");
+        last.placement = Placement::Reduced;
+    }
+
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
         let value = param.val();
         if path_of_whole(fields).is_some() {
             let whole = self.last_mut().expect("a base comes before its part");
             (whole.id, whole.dtype, whole.trainable) =
                 (param.id, value.dtype(), value.is_require_grad());
-            whole.is_owned = true;
+            whole.placement = Placement::Owned;
             return;
         }
         let trainable = value.is_require_grad();
@@ -159,6 +196,10 @@ pub(crate) fn path_of_whole(fields: &[Field]) -> Option<String> {
 pub(crate) struct Lazily(pub Vec<Found>);
 
 impl Visit for Lazily {
+    fn visit_reduced(&mut self) {
+        self.0.visit_reduced();
+    }
+
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
         if param.is_initialized() || path_of_whole(fields).is_some() {
             return self.0.visit(fields, param);
@@ -178,6 +219,9 @@ struct Visiting<'a, V> {
 
 impl<V: Visit> ModuleVisitor for Visiting<'_, V> {
     fn enter_module(&mut self, name: &str, container_type: &str) {
+        if container_type == REPARAMETERIZATION && name == REDUCED {
+            self.visit.visit_reduced();
+        }
         let holder = container_type.strip_prefix("Struct:").unwrap_or(container_type);
         self.fields.push(Field { name: name.to_owned(), holder: holder.to_owned() });
     }

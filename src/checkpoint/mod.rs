@@ -229,7 +229,7 @@ impl Checkpointed for ModuleOptimizer {
 
 /// Fails for a model that is divided among ranks.
 fn ensure_whole<M: Module>(model: &M) -> Result<()> {
-    match parameters::of(model).into_iter().find(|found| found.is_owned) {
+    match parameters::of(model).into_iter().find(|found| found.placement.is_owned()) {
         Some(found) => Err(Error::parameter(
             &found.path,
             ONLY_RANK,

@@ -42,7 +42,7 @@ pub fn load<M: Module>(
 ) -> Result<M> {
     let is_of_model = |name: &&String| name.starts_with(&prefixed(MODEL, ""));
     let unused = archive.tensors().keys().filter(is_of_model).map(String::as_str).collect();
-    let found = parameters::of(&model).into_iter().filter(|found| found.is_owned);
+    let found = parameters::of(&model).into_iter().filter(|found| found.placement.is_owned());
     let owned = found.map(|found| found.path).collect();
     let mut loader =
         Loader { path: vec![], archive, unused, owned, part, whole: None, failure: None };

@@ -420,7 +420,7 @@ impl World {
     pub fn broadcast<M: Module>(&self, model: M) -> Result<M> {
         // Two maps instead of a collective inside one: modules may hold locks inside a map that
         // several ranks share.
-        let found = parameters::of(&model).into_iter().filter(|found| found.is_owned);
+        let found = parameters::of(&model).into_iter().filter(|found| found.placement.is_owned());
         let owned: HashSet<String> = found.map(|found| found.path).collect();
         let mut values = Values::default();
         let model = parameters::map(model, &mut Detach { owned: &owned, values: &mut values });

@@ -9,7 +9,7 @@ use burn::tensor::DType;
 use crate::blocks::Blocks;
 use crate::distributed::plan::{Parameter, Work};
 use crate::error::Result;
-use crate::parameters::Found;
+use crate::parameters::{Found, Placement};
 use crate::routing::{ParameterRole, ParameterRoute, Routing, Updates};
 use crate::update::{ElementwiseUpdate, Matrices, SKIPPED, Slot, StepSize};
 
@@ -21,8 +21,7 @@ pub struct ModelParameter {
     pub id: ParamId,
     pub shape: Vec<usize>,
     pub dtype: DType,
-    /// `true` if it is divided among the ranks between steps.
-    pub owned: bool,
+    pub placement: Placement,
     /// The blocks that are trained each as a parameter of its own, and their indices.
     pub blocks: Blocks,
     pub trained: Range<usize>,
@@ -116,9 +115,9 @@ pub fn trained(routing: &Routing, found: &[Found]) -> Result<Trained> {
             let (kind, work) = kind(routing, route, batch);
             let shape = if is_whole { found.shape.clone() } else { batch.to_vec() };
             let dtype = found.dtype;
-            let owned = found.is_owned;
+            let placement = found.placement;
             let planned =
-                Parameter { path: path.clone(), shape: shape.clone(), dtype, work, owned };
+                Parameter { path: path.clone(), shape: shape.clone(), dtype, work, placement };
             let block = (!is_whole).then_some(index);
             let model = all.model.len();
             all.trained.push(TrainedParameter { path, model, block, shape, dtype, time: 0, kind });
@@ -129,7 +128,7 @@ pub fn trained(routing: &Routing, found: &[Found]) -> Result<Trained> {
             id: route.id,
             shape: found.shape.clone(),
             dtype: found.dtype,
-            owned: found.is_owned,
+            placement: found.placement,
             blocks,
             trained: first..all.trained.len(),
         });

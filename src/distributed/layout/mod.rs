@@ -32,14 +32,16 @@ use crate::comm::World;
 use crate::error::{Error, Result};
 use crate::gradients::GradientBuffer;
 use crate::muon::MuonConfig;
-use crate::parameters::{self, Found, Lazily};
+use crate::parameters::{self, Found, Lazily, Placement};
 use passes::{Limits, Passes};
-use place::{Placement, Places};
+use place::Places;
 use unit::Position;
 
 /// The defaults of [`Layout::with_ahead_mb`] and [`Layout::with_in_flight_mb`].
 const AHEAD_MB: f64 = 64.0;
 const IN_FLIGHT_MB: f64 = 64.0;
+/// The largest number of dimensions of parameters whose gradients the backward pass reduces.
+const MOST_DIMENSIONS: usize = 6;
 /// The default of [`Layout::with_small_elements`].
 const SMALL_ELEMENTS: usize = 1024;
 
@@ -93,6 +95,7 @@ pub struct Layout {
     small_elements: usize,
     ahead_mb: f64,
     in_flight_mb: f64,
+    overlaps_backward: bool,
     sharded: Arc<OnceLock<Sharded>>,
     /// The gradients of earlier micro-batches of parameters that every rank has.
     micro_batches: Arc<Mutex<GradientBuffer>>,
@@ -124,6 +127,7 @@ impl Layout {
             small_elements: SMALL_ELEMENTS,
             ahead_mb: AHEAD_MB,
             in_flight_mb: IN_FLIGHT_MB,
+            overlaps_backward: false,
             sharded: Arc::default(),
             micro_batches: Arc::default(),
         }
@@ -177,6 +181,15 @@ impl Layout {
         self
     }
 
+    /// Reduces the gradients of parameters that every rank has while the backward pass goes on, and
+    /// not in the step: of all that are not [small](Self::with_small_elements). The results are the
+    /// same. As with owned parameters, all ranks have to use the same parameters in the same order,
+    /// and [`backward`](Self::backward) or [`collect`](Self::collect) ends a backward pass.
+    pub fn overlap_backward(mut self) -> Self {
+        self.overlaps_backward = true;
+        self
+    }
+
     /// Returns the mesh.
     pub fn mesh(&self) -> &Mesh {
         &self.mesh
@@ -205,7 +218,7 @@ impl Layout {
         };
         for parameter in planned {
             match known.map(|known| known.get(&parameter.path)) {
-                None if parameter.owned => {
+                None if parameter.placement.reduces_in_backward() => {
                     return differs(
                         parameter,
                         "it is divided, but not by this layout",
@@ -214,7 +227,7 @@ impl Layout {
                 }
                 None => {}
                 Some(Some((known, _))) if known == parameter => {}
-                Some(Some((known, _))) if known.owned != parameter.owned => {
+                Some(Some((known, _))) if known.placement != parameter.placement => {
                     return differs(
                         parameter,
                         "it is not placed as the layout has it",
@@ -300,9 +313,7 @@ impl Layout {
     /// Those of [`backward`](Self::backward).
     pub fn collect(&self, gradients: &mut GradientsParams) -> Result<()> {
         let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(()) };
-        for (id, gradient) in passes.finish()? {
-            gradients.register(id, gradient);
-        }
+        passes.finish()?.into_iter().for_each(|mean| mean.register(gradients));
         Ok(())
     }
 
@@ -337,18 +348,23 @@ impl Layout {
         Limits { keep: self.keep, ahead, in_flight }
     }
 
-    /// Returns `true` for a parameter that is divided.
-    fn owns(&self, found: &Found, places: &Places<'_>) -> bool {
-        if self.axis.is_none() || !found.trainable {
-            return false;
+    /// The placement of a parameter.
+    fn placement(&self, found: &Found, places: &Places<'_>) -> Placement {
+        let elements: usize = found.shape.iter().product();
+        if !found.trainable {
+            return Placement::Replicated;
         }
-        let is_large = || {
-            let elements: usize = found.shape.iter().product();
-            found.shape.len() >= 2 && elements >= self.small_elements
+        // Gradients of more dimensions can't be returned.
+        let is_large = elements >= self.small_elements && found.shape.len() <= MOST_DIMENSIONS;
+        let unowned = match self.overlaps_backward && is_large {
+            true => Placement::Reduced,
+            false => Placement::Replicated,
         };
-        match places.of(&found.path) {
-            Some(placement) => placement == Placement::Owned,
-            None => is_large(),
+        match (places.of(&found.path), &self.axis) {
+            (Some(Placement::Replicated), _) | (_, None) => unowned,
+            (Some(placement), Some(_)) => placement,
+            (None, Some(_)) if is_large && found.shape.len() >= 2 => Placement::Owned,
+            (None, Some(_)) => unowned,
         }
     }
 
@@ -366,7 +382,7 @@ impl Layout {
         parameters::visit(model, &mut found);
         let Lazily(mut found) = found;
         let rank = self.world().rank();
-        if let Some(owned) = found.iter().find(|found| found.is_owned) {
+        if let Some(owned) = found.iter().find(|found| found.placement.reduces_in_backward()) {
             let remedy = "shard a model once, and keep the layout that did it";
             return Err(Error::parameter(&owned.path, rank, "it is already divided", remedy));
         }
@@ -378,8 +394,8 @@ impl Layout {
             .flat_map(|factor| [factor.path.clone(), factor.weight().to_owned()])
             .collect();
         for found in &mut found {
-            found.is_owned = self.owns(found, &places);
-            if found.is_owned && adapted.contains(&found.path) {
+            found.placement = self.placement(found, &places);
+            if found.placement.reduces_in_backward() && adapted.contains(&found.path) {
                 let remedy = "merge the adapter, or leave the parameter on all ranks with \
                               `Place::replicated`";
                 let reason = "it has an adapter, which can't be divided";
@@ -398,17 +414,17 @@ impl Layout {
         });
         let owners: Vec<Vec<usize>> = owners.collect();
         let positions: Vec<Position> = (0..ranks).map(|rank| self.position(rank)).collect();
-        let owned = model.iter().filter(|parameter| parameter.owned);
+        let reduced = model.iter().filter(|parameter| parameter.placement.reduces_in_backward());
         let unit = |(index, parameter): (usize, &super::trained::ModelParameter)| {
             let trained = parameter.trained.clone();
             let (blocks, owners) = (&plan.parameters()[trained.clone()], &owners[trained]);
-            let bucket = Bucket::of_owned(blocks, owners, ranks);
+            let bucket = Bucket::of_one(blocks, owners, ranks);
             let (named, typed) =
                 ((&*parameter.path, parameter.id), (&*parameter.shape, parameter.dtype));
             let blocks = parameter.blocks.clone();
             Arc::new(Unit::new(index, named, typed, blocks, bucket, (&positions, rank)))
         };
-        let units = owned.enumerate().map(unit).collect();
+        let units = reduced.enumerate().map(unit).collect();
         let planned = plan.parameters().iter().cloned().zip(owners).collect();
         Ok(Division { units, planned, found })
     }

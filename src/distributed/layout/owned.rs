@@ -1,4 +1,5 @@
-//! Owned parameters as a reparameterization: every use gathers the whole.
+//! Reparameterizations of the parameters of passes: a use of an owned one gathers the whole, and the
+//! gradient of every use is reduced.
 
 use std::sync::Arc;
 
@@ -7,7 +8,7 @@ use burn::tensor::Tensor;
 
 use super::passes::Passes;
 use super::unit::Unit;
-use crate::parameters::OWNED;
+use crate::parameters::{OWNED, REDUCED};
 
 /// This rank's part of a parameter. The base has the shape of the whole, which some modules read,
 /// and a single element in memory.
@@ -27,5 +28,22 @@ impl Reparameterization for Owned {
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
         self.passes.use_whole(&self.unit, self.part.val(), base.shape())
+    }
+}
+
+/// The reduction of the gradient of a parameter that every rank has.
+#[derive(Module, Debug)]
+pub struct Reduced {
+    #[module(skip)]
+    pub unit: Arc<Unit>,
+    #[module(skip)]
+    pub passes: Arc<Passes>,
+}
+
+impl Reparameterization for Reduced {
+    const NAME: &'static str = REDUCED;
+
+    fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
+        self.passes.use_replica(&self.unit, base)
     }
 }

@@ -10,7 +10,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use burn::module::ParamId;
+use burn::optim::GradientsParams;
 use burn::tensor::{Shape, Tensor};
 use serde::{Deserialize, Serialize};
 
@@ -21,6 +21,7 @@ use crate::checks::ensure_computed;
 use crate::comm::{Communicator, Pending, World};
 use crate::error::{Error, Result};
 use crate::link::{Clock, Link, identity};
+use crate::parameters::Placement;
 use crate::slices::bytes;
 
 /// The weights that are kept between the forward and the backward pass.
@@ -170,15 +171,7 @@ impl Passes {
         if !is_trained {
             return if part.is_autodiff() { Tensor::from_inner(whole) } else { whole };
         }
-        self.state().uses[unit.index].count += 1;
-        // Burn frees a graph when it makes the next one: its closures must not keep the world alive,
-        // which processes have to leave before they end.
-        let (to, of) = (Arc::downgrade(self), unit.clone());
-        let link = Link::taking(move |gradient| {
-            if let Some(passes) = to.upgrade() {
-                passes.add_gradient(&of, gradient);
-            }
-        });
+        let link = self.reducing(unit);
         let link = match self.limits.keep {
             Keep::Weights => link,
             Keep::Nothing => {
@@ -190,6 +183,34 @@ impl Passes {
             }
         };
         link.at(self.clock.next(&part)).attach(part, whole)
+    }
+
+    /// A parameter that this rank has, for a use in a forward pass. Its gradient is reduced.
+    pub fn use_replica<const D: usize>(
+        self: &Arc<Self>,
+        unit: &Arc<Unit>,
+        whole: Tensor<D>,
+    ) -> Tensor<D> {
+        match whole.is_require_grad() {
+            true => {
+                let value = whole.clone().without_autodiff();
+                self.reducing(unit).at(self.clock.next(&whole)).attach(whole, value)
+            }
+            false => whole,
+        }
+    }
+
+    /// A link that reduces the gradient of a use.
+    fn reducing(self: &Arc<Self>, unit: &Arc<Unit>) -> Link {
+        self.state().uses[unit.index].count += 1;
+        // Burn frees a graph when it makes the next one: its closures must not keep the world alive,
+        // which processes have to leave before they end.
+        let (to, of) = (Arc::downgrade(self), unit.clone());
+        Link::taking(move |gradient| {
+            if let Some(passes) = to.upgrade() {
+                passes.add_gradient(&of, gradient);
+            }
+        })
     }
 
     /// The whole for a forward pass.
@@ -415,8 +436,8 @@ impl Passes {
         self.end_pass(&mut state)
     }
 
-    /// Ends a backward pass: returns this rank's parts of all gradients. All ranks make this call.
-    pub fn finish(&self) -> Result<Vec<(ParamId, Tensor<1>)>> {
+    /// Ends a backward pass: returns this rank's shards of all gradients. All ranks make this call.
+    pub fn finish(&self) -> Result<Vec<MeanGradient>> {
         let mut state = self.state();
         for unit in &self.units {
             // Those with uses that the loss does not depend on.
@@ -427,7 +448,8 @@ impl Passes {
         self.end_pass(&mut state)?;
         let means = self.units.iter().zip(&mut state.uses).filter_map(|(unit, uses)| {
             let mean = uses.mean.take()?;
-            (unit.shard_count() > 0).then_some((unit.id, mean))
+            let unit = unit.clone();
+            (unit.shard_count() > 0).then_some(MeanGradient { unit, mean })
         });
         Ok(means.collect())
     }
@@ -548,6 +570,42 @@ impl Flight {
             Self::Gathering(..) => None,
             Self::Reducing(index, _) | Self::ReducingReplicas(index, _) => Some(*index),
         }
+    }
+}
+
+/// This rank's shard of the mean of a parameter's gradient over ranks.
+pub struct MeanGradient {
+    unit: Arc<Unit>,
+    mean: Tensor<1>,
+}
+
+impl MeanGradient {
+    /// Registers the gradient, with as many dimensions as the model's parameter has.
+    pub fn register(self, gradients: &mut GradientsParams) {
+        let Self { unit, mean } = self;
+        let [count] = mean.dims();
+        let dimensions = match unit.placement {
+            Placement::Owned => 1, // of the part
+            Placement::Reduced | Placement::Replicated => unit.shape.len(),
+        };
+        macro_rules! register {
+            ($($dimensions:literal => $shape:expr),*) => {
+                match dimensions {
+                    $($dimensions => {
+                        gradients.register::<$dimensions>(unit.id, mean.reshape($shape));
+                    })*
+                    _ => unreachable!("the layout divides parameters of up to 6 dimensions"),
+                }
+            };
+        }
+        register!(
+            1 => [count],
+            2 => [count, 1],
+            3 => [count, 1, 1],
+            4 => [count, 1, 1, 1],
+            5 => [count, 1, 1, 1, 1],
+            6 => [count, 1, 1, 1, 1, 1]
+        );
     }
 }
 

@@ -3,7 +3,7 @@
 use regex::Regex;
 
 use crate::error::{Error, Result};
-use crate::parameters::Found;
+use crate::parameters::{Found, Placement};
 
 /// Places the parameters whose path matches a regular expression, in the syntax of the crate
 /// `regex`, which may match any part of the path. The last rule that matches decides.
@@ -11,13 +11,6 @@ use crate::parameters::Found;
 pub struct Place {
     pattern: String,
     placement: Placement,
-}
-
-/// The ranks that have a parameter between steps.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Placement {
-    Replicated,
-    Owned,
 }
 
 impl Place {

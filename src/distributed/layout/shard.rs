@@ -6,14 +6,14 @@ use std::sync::Arc;
 use burn::module::{Module, Param, ParamId, Reparameterizer};
 use burn::tensor::Tensor;
 
-use super::owned::Owned;
+use super::owned::{Owned, Reduced};
 use super::passes::{Groups, Keep, Passes};
 use super::unit::{Position, Unit};
 use super::{Division, Layout, Sharded};
 use crate::comm::World;
 use crate::error::{Error, Result};
 use crate::link;
-use crate::parameters::{self, in_place_of};
+use crate::parameters::{self, Placement, in_place_of};
 
 impl Layout {
     /// Divides a model among the ranks: returns a model of the same type in which this rank has its
@@ -39,15 +39,15 @@ impl Layout {
             return world.broadcast(model);
         }
         let passes = Arc::new(Passes::new(self.groups()?, units, self.limits()));
-        let by_path = passes.units().iter().map(|unit| (unit.path.clone(), unit.clone()));
         let mut error = None;
         let model = model.apply_reparameterization(Shard {
             world,
             passes: &passes,
-            units: by_path.collect(),
+            units: by_path(&passes, Placement::Owned),
             error: &mut error,
         });
         world.agree(error.map_or(Ok(()), Err))?;
+        let model = model.apply_reparameterization(Reduce::of(&passes));
         let planned = planned
             .into_iter()
             .map(|(parameter, owners)| (parameter.path.clone(), (parameter, owners)));
@@ -96,7 +96,8 @@ impl Layout {
     /// Those of every collective.
     pub fn unshard<M: Module>(&self, model: &M) -> Result<M> {
         let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(model.clone()) };
-        let ids = passes.units().iter().map(|unit| (unit.path.clone(), unit.id));
+        let units = by_path(passes, Placement::Owned).into_values();
+        let ids = units.map(|unit| (unit.path.clone(), unit.id));
         let whole = model.clone().materialize();
         passes.ensure_alive()?;
         Ok(parameters::map(whole, &mut Unshard(ids.collect())))
@@ -157,6 +158,37 @@ impl Reparameterizer for Shard<'_> {
         passes.remember_part(&unit, &part);
         let part = Param::initialized(id, part);
         (base.set_require_grad(false), Some(Owned { part, unit, passes }))
+    }
+}
+
+/// The parameters of the passes with a placement, by path.
+fn by_path(passes: &Passes, placement: Placement) -> HashMap<String, Arc<Unit>> {
+    let units = passes.units().iter().filter(|unit| unit.placement == placement);
+    units.map(|unit| (unit.path.clone(), unit.clone())).collect()
+}
+
+/// Attaches the reduction of gradients to a model.
+struct Reduce<'a> {
+    passes: &'a Arc<Passes>,
+    units: HashMap<String, Arc<Unit>>,
+}
+
+impl<'a> Reduce<'a> {
+    fn of(passes: &'a Arc<Passes>) -> Self {
+        Self { passes, units: by_path(passes, Placement::Reduced) }
+    }
+}
+
+impl Reparameterizer for Reduce<'_> {
+    type Reparam = Reduced;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<Reduced>) {
+        let unit = self.units.get(path).cloned();
+        (param, unit.map(|unit| Reduced { unit, passes: self.passes.clone() }))
     }
 }
 

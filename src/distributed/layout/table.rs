@@ -27,9 +27,12 @@ impl LayoutTable {
     pub(super) fn new(found: &[Found], units: &[Arc<Unit>]) -> Self {
         let mut units = units.iter();
         let row = |found: &Found| {
-            let unit =
-                found.is_owned.then(|| units.next().expect("every owned parameter is a unit"));
-            let counts = unit.map(|unit| unit.part_counts().to_vec());
+            let unit = found
+                .placement
+                .reduces_in_backward()
+                .then(|| units.next().expect("every owned parameter is a unit"));
+            let owned = unit.filter(|unit| unit.placement.is_owned());
+            let counts = owned.map(|unit| unit.part_counts().to_vec());
             LayoutRow { path: found.path.clone(), shape: found.shape.clone(), counts }
         };
         Self { rows: found.iter().map(row).collect() }

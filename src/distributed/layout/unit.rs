@@ -1,4 +1,4 @@
-//! An owned parameter: the conversion between the whole, as modules use it, and the parts of ranks.
+//! A parameter of the passes: the conversion between the whole, as modules use it, and the parts of ranks.
 
 use std::ops::Range;
 
@@ -7,9 +7,11 @@ use burn::tensor::{DType, Device, Tensor};
 
 use crate::blocks::Blocks;
 use crate::distributed::plan::{Bucket, Run};
+use crate::parameters::Placement;
 use crate::slices;
 
-/// A parameter that is divided among ranks between steps.
+/// A parameter whose gradient is reduced in the backward pass. An owned one is also divided among
+/// ranks between steps.
 ///
 /// A rank updates its *shard*, and holds its *part*: the shards of all ranks that have replicas of
 /// the part. Without replicas, a part is a shard.
@@ -22,6 +24,7 @@ pub struct Unit {
     pub id: ParamId,
     pub shape: Vec<usize>,
     pub dtype: DType,
+    pub placement: Placement,
     /// The blocks that are trained each as a parameter of its own.
     blocks: Blocks,
     /// The shards of all ranks, one after the other. Its parameters are the blocks.
@@ -99,6 +102,7 @@ impl Unit {
             id,
             shape,
             dtype,
+            placement: bucket.placement,
             blocks,
             bucket,
             position,

@@ -67,11 +67,15 @@ impl Units {
         parameters::visit(model, &mut parts);
         let Parts(parts) = parts;
         let fits = |(path, part): &(String, Tensor<1>)| {
-            self.get(path).is_some_and(|unit| part.dims() == [unit.part_count().max(1)])
+            let unit = self.get(path).filter(|unit| unit.placement.is_owned());
+            unit.is_some_and(|unit| part.dims() == [unit.part_count().max(1)])
         };
         let other = parts.iter().find(|part| !fits(part)).map(|(path, _)| path);
-        let missing =
-            || self.by_path.keys().find(|path| !parts.iter().any(|part| part.0 == **path));
+        let owned = self.by_path.values().filter(|unit| unit.placement.is_owned());
+        let missing = || {
+            let mut paths = owned.map(|unit| &unit.path);
+            paths.find(|path| !parts.iter().any(|part| part.0 == **path))
+        };
         match other.or_else(missing) {
             Some(path) => Err(Error::parameter(
                 path,

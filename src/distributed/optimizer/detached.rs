@@ -136,7 +136,7 @@ impl DetachedParameters {
             return Err(error);
         }
         match known.iter().zip(seen).find(|(_, seen)| !seen) {
-            Some((missing, _)) if missing.owned => Err(Error::parameter(
+            Some((missing, _)) if missing.placement.is_owned() => Err(Error::parameter(
                 &missing.path,
                 expected.rank,
                 "it is not divided",
@@ -237,17 +237,17 @@ impl Detach<'_> {
     fn check<const D: usize>(
         &self,
         index: usize,
-        unit: Option<&Unit>,
+        part: Option<&Unit>,
         value: &Tensor<D>,
-        gradient: Option<&Tensor<D>>,
+        gradient: Option<&Tensor<1>>,
     ) -> Result<()> {
         let known = &self.known[index];
         let Expected { rank, device: on, wide_gradients } = self.expected;
-        let wide_gradients = wide_gradients || known.owned;
+        let wide_gradients = wide_gradients || known.placement.reduces_in_backward();
         let error = |reason, remedy| Err(Error::parameter(&known.path, rank, reason, remedy));
         let described = |shape: &[usize], dtype| format!("{shape:?} {dtype:?}");
         let (shape, dtype) = (value.dims(), value.dtype());
-        let part = unit.map(|unit| [unit.part_count().max(1)]);
+        let part = part.map(|unit| [unit.part_count().max(1)]);
         let expected_shape = part.as_ref().map_or(&known.shape[..], |part| part);
         if shape[..] != *expected_shape || dtype != known.dtype {
             let expected = described(expected_shape, known.dtype);
@@ -265,16 +265,6 @@ impl Detach<'_> {
             );
         }
         let Some(gradient) = gradient else { return Ok(()) };
-        match unit {
-            None => ensure_gradient_matches(&known.path, rank, value, gradient)?,
-            Some(unit) if gradient.dims()[..] != [unit.shard_count()] => {
-                let (expected, got) = ([unit.shard_count()], gradient.dims());
-                let reason =
-                    format!("its gradient has the wrong shape: expected {expected:?}, got {got:?}");
-                return error(reason, "take gradients by `Layout::backward`");
-            }
-            Some(_) => {}
-        }
         let (expected, dtype) = (known.dtype, gradient.dtype());
         let reason =
             format!("its gradient is of the wrong type: expected {expected:?}, got {dtype:?}");
@@ -307,7 +297,7 @@ impl parameters::Map for Detach<'_> {
             self.reject_untrained(path, &param);
             return param;
         };
-        if self.known[index].owned {
+        if self.known[index].placement.is_owned() {
             return param; // the base
         }
         self.detach(index, param, None)
@@ -330,38 +320,68 @@ impl parameters::Map for Detach<'_> {
 
 impl Detach<'_> {
     /// Moves the value and the gradient of a parameter out of the model: all of it, or this rank's
-    /// shard.
+    /// part with that of the gradient.
     fn detach<const D: usize>(
         &mut self,
         index: usize,
         param: Param<Tensor<D>>,
-        unit: Option<&Unit>,
+        part: Option<&Unit>,
     ) -> Param<Tensor<D>> {
         let (id, value, mapper) = param.consume();
-        let gradient = self.gradients.remove::<D>(id);
-        if let Err(error) = self.check(index, unit, &value, gradient.as_ref()) {
-            self.error.get_or_insert(error);
-        }
-        let placeholder = placeholder(&value);
         let known = &self.known[index];
+        let gradient = self.gradient(known, id, &value);
+        let checked = gradient.and_then(|gradient| {
+            self.check(index, part, &value, gradient.as_ref())?;
+            Ok(gradient)
+        });
+        let placeholder = placeholder(&value);
         self.detached.ids[index] = id;
         self.seen[index] = true;
-        if self.error.is_none() {
-            let DetachedParameters { parameters, gradients, .. } = &mut self.detached;
-            match unit {
-                None => {
-                    parameters.set_blocks(known, value.inner());
-                    gradient.into_iter().for_each(|gradient| gradients.set_blocks(known, gradient));
+        match checked {
+            Err(error) => _ = self.error.get_or_insert(error),
+            Ok(gradient) if self.error.is_none() => {
+                let DetachedParameters { parameters, gradients, .. } = &mut self.detached;
+                match part {
+                    None => parameters.set_blocks(known, value.inner()),
+                    Some(unit) => {
+                        let shard = unit.shard(&value.inner().reshape([-1]));
+                        parameters.set_shard(known, unit, &shard);
+                    }
                 }
-                Some(unit) => {
-                    let shard = unit.shard(&value.inner().reshape([-1]));
-                    parameters.set_shard(known, unit, &shard);
-                    let gradient = gradient.map(|gradient| gradient.reshape([-1]));
-                    gradient.iter().for_each(|gradient| gradients.set_shard(known, unit, gradient));
+                match (gradient, self.units.get(&known.path)) {
+                    (Some(gradient), None) => gradients.set_blocks(known, gradient),
+                    (Some(gradient), Some(unit)) => gradients.set_shard(known, unit, &gradient),
+                    (None, _) => {}
                 }
             }
+            Ok(_) => {}
         }
         Param::from_mapped_value(id, placeholder, mapper)
+    }
+
+    /// The gradient of a parameter, flat: all of it, or this rank's shard if the backward pass has
+    /// reduced it.
+    fn gradient<const D: usize>(
+        &mut self,
+        known: &ModelParameter,
+        id: ParamId,
+        value: &Tensor<D>,
+    ) -> Result<Option<Tensor<1>>> {
+        let rank = self.expected.rank;
+        let Some(gradient) = self.gradients.remove::<D>(id) else { return Ok(None) };
+        match self.units.get(&known.path) {
+            None => ensure_gradient_matches(&known.path, rank, value, &gradient)?,
+            Some(unit) if gradient.shape().num_elements() != unit.shard_count() => {
+                let (expected, got) = (unit.shard_count(), gradient.dims());
+                let reason = format!(
+                    "its gradient has the wrong shape: expected {expected} elements, got {got:?}"
+                );
+                let remedy = "take gradients by `Layout::backward`";
+                return Err(Error::parameter(&known.path, rank, reason, remedy));
+            }
+            Some(_) => {}
+        }
+        Ok(Some(gradient.reshape([-1])))
     }
 }
 
@@ -379,7 +399,7 @@ impl parameters::Map for Reattach<'_> {
     fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let Some(index) = self.indices.get(path).copied() else { return param };
         let known = &self.known[index];
-        if known.owned {
+        if known.placement.is_owned() {
             return param; // the base
         }
         if known.trained.clone().any(|block| self.values.get(block).is_none()) {

@@ -167,8 +167,8 @@ impl DistModuleOptimizer {
         let units = layout.units();
         let bytes = |parameter: &ModelParameter| {
             let elements = match units.get(&parameter.path) {
-                Some(unit) => unit.part_count().max(1),
-                None => parameter.shape.iter().product(),
+                Some(unit) if parameter.placement.is_owned() => unit.part_count().max(1),
+                _ => parameter.shape.iter().product(),
             };
             elements * parameter.dtype.size()
         };

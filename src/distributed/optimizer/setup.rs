@@ -150,7 +150,7 @@ fn owners(
 
 /// The paths and checksums of the parameters that every rank has, of the bits of their values.
 fn checksums<M: Module>(model: &M) -> Vec<(String, u32)> {
-    let found = parameters::of(model).into_iter().filter(|found| !found.is_owned);
+    let found = parameters::of(model).into_iter().filter(|found| !found.placement.is_owned());
     let mut sums = Checksums { replicated: found.map(|found| found.path).collect(), sums: vec![] };
     parameters::visit(model, &mut sums);
     sums.sums

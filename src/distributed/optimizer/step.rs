@@ -270,7 +270,9 @@ impl DistModuleOptimizer {
 
     /// Returns `true` if the ranks update a bucket in shards, and every rank has all of it.
     fn gathers(&self, bucket: &Bucket) -> bool {
-        self.world.size() > 1 && bucket.kind != BucketKind::Replicated && !bucket.owned
+        self.world.size() > 1
+            && bucket.kind != BucketKind::Replicated
+            && !bucket.placement.is_owned()
     }
 
     /// Waits for the reduction of a bucket. Those of the next buckets are in flight by then, and
@@ -319,7 +321,7 @@ impl DistModuleOptimizer {
         let drop_rest = |gradients: &mut FlatTensors| {
             bucket.parameters.iter().for_each(|index| _ = gradients.take(*index));
         };
-        if !self.reduces() || bucket.owned {
+        if !self.reduces() || bucket.placement.reduces_in_backward() {
             let local = shard.take(gradients);
             drop_rest(gradients);
             return Ok(Reducing::Local(in_one_type(local)));
@@ -500,7 +502,8 @@ impl DistModuleOptimizer {
     fn publish_parts(&self, step: &mut Step) -> Result<Parts> {
         let mut parts: Parts = vec![None; self.model.len()];
         let mut pending = VecDeque::new();
-        let owned = self.model.iter().enumerate().filter(|(_, parameter)| parameter.owned);
+        let owned =
+            self.model.iter().enumerate().filter(|(_, parameter)| parameter.placement.is_owned());
         for (index, parameter) in owned {
             let unit = &self.units[&parameter.path];
             let shard = step.detached.take_shard(parameter, unit, &self.device());

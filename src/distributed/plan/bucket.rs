@@ -7,7 +7,7 @@ use std::ops::Range;
 use burn::tensor::DType;
 use serde::{Deserialize, Serialize};
 
-use super::{Parameter, PlanConfig, Work};
+use super::{Parameter, Placement, PlanConfig, Work};
 
 /// Elements of a row, the unit in which parameters that are updated element by element are divided
 /// between ranks. In the flat buffer they are padded to whole rows, so that no row belongs to two
@@ -52,8 +52,8 @@ pub struct Bucket {
     pub kind: BucketKind,
     /// Type of all elements.
     pub dtype: DType,
-    /// `true` if its parameters are divided among the ranks between steps.
-    pub owned: bool,
+    /// The place of its parameters between steps.
+    pub placement: Placement,
     /// Indices of the bucket's parameters in the plan.
     pub parameters: Vec<usize>,
     /// The pieces in the order of the buffer. A bucket of matrices has one piece for each matrix,
@@ -68,7 +68,7 @@ pub struct Bucket {
 
 impl Bucket {
     pub(super) fn new(
-        BucketContents { kind, dtype, owned, parameters: indices }: BucketContents,
+        BucketContents { kind, dtype, placement, parameters: indices }: BucketContents,
         parameters: &[Parameter],
         owners: &[Vec<usize>],
         world_size: usize,
@@ -88,18 +88,19 @@ impl Bucket {
                 (pieces, vec![total; world_size])
             }
         };
-        Self { kind, dtype, owned, parameters: indices, pieces, counts }
+        Self { kind, dtype, placement, parameters: indices, pieces, counts }
     }
 
-    /// The bucket of a single owned parameter, from its blocks and the owners of their matrices.
-    pub(crate) fn of_owned(blocks: &[Parameter], owners: &[Vec<usize>], world_size: usize) -> Self {
+    /// The bucket of a single parameter that the backward pass reduces, from its blocks and the owners of their matrices.
+    pub(crate) fn of_one(blocks: &[Parameter], owners: &[Vec<usize>], world_size: usize) -> Self {
         let kind = match blocks[0].work {
             Work::Matrices { .. } => BucketKind::Matrices,
             Work::Whole => BucketKind::Whole,
             Work::Elements => BucketKind::Elements,
         };
         let (dtype, parameters) = (blocks[0].dtype, (0..blocks.len()).collect());
-        let contents = BucketContents { kind, dtype, owned: true, parameters };
+        let placement = blocks[0].placement;
+        let contents = BucketContents { kind, dtype, placement, parameters };
         Self::new(contents, blocks, owners, world_size)
     }
 
@@ -204,7 +205,7 @@ impl Piece {
 pub(super) struct BucketContents {
     pub kind: BucketKind,
     pub dtype: DType,
-    pub owned: bool,
+    pub placement: Placement,
     pub parameters: Vec<usize>,
 }
 
@@ -218,7 +219,10 @@ pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<Bucke
     let kind_of = |parameter: &Parameter| match parameter.work {
         Work::Matrices { .. } => BucketKind::Matrices,
         Work::Whole => BucketKind::Whole,
-        Work::Elements if !parameter.owned && parameter.elements() < config.small_elements => {
+        Work::Elements
+            if !parameter.placement.reduces_in_backward()
+                && parameter.elements() < config.small_elements =>
+        {
             BucketKind::Replicated
         }
         Work::Elements => BucketKind::Elements,
@@ -231,14 +235,14 @@ pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<Bucke
             (0..parameters.len()).filter(|&index| kind_of(&parameters[index]) == kind).collect();
         // The sort is stable, which keeps the order of the model where keys are equal.
         chosen.sort_by_key(|&index| matrix_order(&parameters[index]));
-        for ((dtype, owned), indices) in groups(&chosen, parameters) {
-            // The rows of an owned parameter do not depend on others, so that a layout alone
+        for ((dtype, placement), indices) in groups(&chosen, parameters) {
+            // The rows of such a parameter do not depend on others, so that a layout alone
             // determines them.
             let bytes = match kind {
-                BucketKind::Elements if owned => 0,
+                BucketKind::Elements if placement.reduces_in_backward() => 0,
                 _ => config.bucket_bytes,
             };
-            let contents = |parameters| BucketContents { kind, dtype, owned, parameters };
+            let contents = |parameters| BucketContents { kind, dtype, placement, parameters };
             buckets.extend(cut(&indices, parameters, bytes).into_iter().map(contents));
         }
     }
@@ -253,12 +257,14 @@ fn matrix_order(parameter: &Parameter) -> Option<(Reverse<u128>, [usize; 2])> {
     Some((Reverse(m * m * n), [rows, columns]))
 }
 
-/// Separates the indices by type, and owned parameters from others, in the order of the first
-/// parameter of each group.
-fn groups(indices: &[usize], parameters: &[Parameter]) -> Vec<((DType, bool), Vec<usize>)> {
-    let mut groups: Vec<((DType, bool), Vec<usize>)> = vec![];
+/// Parameters that may share a bucket.
+type Group = (DType, Placement);
+
+/// Separates the indices by type and placement, in the order of the first parameter of each group.
+fn groups(indices: &[usize], parameters: &[Parameter]) -> Vec<(Group, Vec<usize>)> {
+    let mut groups: Vec<(Group, Vec<usize>)> = vec![];
     for &index in indices {
-        let key = (parameters[index].dtype, parameters[index].owned);
+        let key = (parameters[index].dtype, parameters[index].placement);
         match groups.iter_mut().find(|(group, _)| *group == key) {
             Some((_, group)) => group.push(index),
             None => groups.push((key, vec![index])),

@@ -28,6 +28,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use burn::tensor::DType;
 use serde::{Deserialize, Serialize};
 
+pub use crate::parameters::Placement;
 pub use bucket::{Bucket, BucketKind, Piece, ROW_ELEMENTS, Run};
 pub use cost::{Costs, ShapeCost};
 pub(super) use node_order::node_order;
@@ -47,9 +48,8 @@ pub struct Parameter {
     pub dtype: DType,
     /// The unit of work in which the parameter is updated.
     pub work: Work,
-    /// `true` if it is divided among the ranks between steps: every rank has the part that it
-    /// updates, and no other.
-    pub owned: bool,
+    /// Its place between steps.
+    pub placement: Placement,
 }
 
 impl Parameter {

@@ -46,7 +46,13 @@ fn models() -> [(&'static str, Vec<Parameter>); 3] {
 fn stack(path: &str, count: usize, [rows, columns]: [usize; 2]) -> Parameter {
     let shape = if count == 1 { vec![rows, columns] } else { vec![count, rows, columns] };
     let work = Work::Matrices { count, rows, columns };
-    Parameter { path: path.to_owned(), shape, dtype: DType::F32, work, owned: false }
+    Parameter {
+        path: path.to_owned(),
+        shape,
+        dtype: DType::F32,
+        work,
+        placement: Placement::Replicated,
+    }
 }
 
 /// Operations of five steps with symmetric products, in the cheaper of the two forms.
@@ -110,7 +116,13 @@ fn lower_bound(parameters: &[Parameter], world_size: usize) -> f64 {
 
 fn elements(path: &str, shape: &[usize]) -> Parameter {
     let (path, shape) = (path.to_owned(), shape.to_vec());
-    Parameter { path, shape, dtype: DType::F32, work: Work::Elements, owned: false }
+    Parameter {
+        path,
+        shape,
+        dtype: DType::F32,
+        work: Work::Elements,
+        placement: Placement::Replicated,
+    }
 }
 
 #[test]
@@ -394,7 +406,7 @@ fn any_parameter() -> impl proptest::strategy::Strategy<Value = Parameter> {
             Work::Matrices { count, rows, columns } => vec![count, rows, columns],
             Work::Whole | Work::Elements => vec![len],
         };
-        Parameter { path: String::new(), shape, dtype, work, owned: false }
+        Parameter { path: String::new(), shape, dtype, work, placement: Placement::Replicated }
     })
 }
 

@@ -12,6 +12,7 @@ use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
 use distmuon::comm::World;
 use distmuon::distributed::{
     Axis, DistModuleOptimizer, DistMuonConfig, GradDtype, Keep, Layout, LossScaleConfig, Mesh,
+    Place, Publish,
 };
 use distmuon::{GradientBuffer, MasterWeights, MuonConfig, Result, RoutingRule};
 use distmuon_testing::device::is_flex;
@@ -27,6 +28,7 @@ pub const EVERYWHERE: &[Case] = cases![
     micro_batches_of_owned_parameters_are_added_up_before_they_are_reduced,
     parameters_owned_inside_nodes_train_as_replicated_ones,
     checkpoints_move_between_layouts,
+    gradients_that_the_backward_pass_reduces_are_those_of_the_step,
     owned_parameters_in_half_precision_are_clipped_and_scaled_as_replicated_ones,
 ];
 
@@ -294,6 +296,37 @@ fn owned_parameters_in_half_precision_are_clipped_and_scaled_as_replicated_ones(
             let expected = expected.unwrap();
             assert!(expected[0].1 != weights(&Net::of(dtype, &device())), "it trains");
             assert_equal(&expected, &runs.unwrap(), &what);
+        }
+    }
+}
+
+fn gradients_that_the_backward_pass_reduces_are_those_of_the_step() {
+    for count in [1, 2, 3, 4].into_iter().filter(worlds::has) {
+        for publish in [Publish::Now, Publish::AtFirstUse] {
+            let config = config().with_publish(publish);
+            let replicated = Layout::new as fn(&Mesh) -> Layout;
+            let mixed = |mesh: &Mesh| {
+                let layout = Layout::new(mesh).owned("dp");
+                layout.with_place(Place::replicated("wide|experts|embedding"))
+            };
+            for micro_batches in [1, 2] {
+                let expected = ranks(count, |world| {
+                    train_replicated(&world, &config, 5, micro_batches, DType::F32)
+                });
+                let expected = expected.unwrap();
+                for layout in [&replicated as &(dyn Fn(&Mesh) -> Layout + Sync), &mixed] {
+                    let runs = ranks(count, |world| {
+                        let world = with_checkpoints(&world);
+                        let layout = layout(&Mesh::flat(&world))
+                            .overlap_backward()
+                            .with_muon(config.muon.clone())
+                            .with_small_elements(64);
+                        train_on(&world, &layout, &config, 5, micro_batches, DType::F32)
+                    });
+                    let what = format!("{count} ranks, {publish:?}, {micro_batches}");
+                    assert_equal(&expected, &runs.unwrap(), &what);
+                }
+            }
         }
     }
 }
