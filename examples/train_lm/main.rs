@@ -15,6 +15,7 @@ mod optimizer;
 mod options;
 mod report;
 mod settings;
+mod sharding;
 mod stop;
 mod train;
 

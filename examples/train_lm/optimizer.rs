@@ -5,20 +5,22 @@ use std::path::Path;
 
 use anyhow::{Result, ensure};
 use burn::optim::{self, GradientsParams, ModuleOptimizer};
+use burn::tensor::Tensor;
 use clap::ValueEnum;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use distmuon::comm::World;
 use distmuon::distributed::{
-    DistModuleOptimizer, DistMuonConfig, GradDtype, GroupDiagnostics, LossScaleConfig,
+    DistModuleOptimizer, DistMuonConfig, GradDtype, GroupDiagnostics, Layout, LossScaleConfig,
 };
 use distmuon::{
-    AdamWConfig, MuonConfig, ParameterRole, Recipe, Routing, RoutingRule, Schedule, SkippedSteps,
-    checkpoint,
+    AdamWConfig, GradientBuffer, MuonConfig, ParameterRole, Recipe, Routing, RoutingRule, Schedule,
+    SkippedSteps, checkpoint,
 };
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::model::Gpt;
 use super::settings::{Dtype, Settings};
+use super::sharding::Sharding;
 
 #[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
@@ -46,7 +48,7 @@ pub struct Contender {
 /// An optimizer with its state.
 pub enum Optim {
     Single(Box<ModuleOptimizer>, SkippedSteps),
-    Dist(Box<DistModuleOptimizer>),
+    Dist(Box<DistModuleOptimizer>, Layout),
 }
 
 impl OptimizerName {
@@ -127,7 +129,14 @@ impl Contender {
     }
 
     /// Makes the optimizer of a rank for a run of `steps` steps, and the routing of the parameters.
-    pub fn init(self, world: &World, model: &Gpt, settings: &Settings) -> Result<(Optim, Routing)> {
+    /// Returns the model as it is divided among the ranks.
+    pub fn init(
+        self,
+        world: &World,
+        model: Gpt,
+        settings: &Settings,
+        sharding: &Sharding,
+    ) -> Result<(Gpt, Optim, Routing)> {
         let scales = settings.dtype == Dtype::F16;
         ensure!(
             self.optimizer.is_shared() || !scales,
@@ -139,18 +148,21 @@ impl Contender {
             self.recipe.map_or(MuonConfig::new(), |recipe| MuonConfig::preset(recipe, steps));
         let ours = ours.with_master_weights(settings.master_weights());
         let adamw = || optim::AdamWConfig::new().with_beta_2(0.95).with_epsilon(1e-8);
-        let routing = ours.route(model)?;
+        let routing = ours.route(&model)?;
         let single = |optim: ModuleOptimizer| {
             Optim::Single(Box::new(optim), routing.skipped_steps().clone())
         };
-        let shared = |muon: MuonConfig| -> Result<_> {
+        let shared = |muon: MuonConfig, model: Gpt| -> Result<_> {
+            let layout = sharding.layout(world, &muon)?;
+            let model = layout.shard(model)?;
             let config = DistMuonConfig::new()
                 .with_muon(muon)
                 .with_grad_dtype(GradDtype::Float32)
+                .with_publish(sharding.publish())
                 .with_loss_scale(scales.then(LossScaleConfig::new));
-            let optim = config.init(world, model)?;
+            let optim = config.init_on(&layout, &model)?;
             let routing = optim.routing().clone();
-            Ok((Optim::Dist(Box::new(optim)), routing))
+            Ok((model, Optim::Dist(Box::new(optim), layout), routing))
         };
         let optim = match self.optimizer {
             OptimizerName::Adamw => single(adamw().with_weight_decay(0.1).init()),
@@ -163,13 +175,14 @@ impl Contender {
                 single(adamw().with_weight_decay(0.0).init().with_group(matrices, muon, None))
             }
             OptimizerName::Muon => single(routing.init()),
-            OptimizerName::DistMuon => return shared(ours),
+            OptimizerName::DistMuon => return shared(ours, model),
             OptimizerName::DistAdamw => {
                 let adamw = AdamWConfig::new().with_weight_decay(0.1);
-                return shared(ours.with_adamw(adamw).with_rule(RoutingRule::adamw("")));
+                let muon = ours.with_adamw(adamw).with_rule(RoutingRule::adamw(""));
+                return shared(muon, model);
             }
         };
-        Ok((optim, routing))
+        Ok((model, optim, routing))
     }
 }
 
@@ -177,7 +190,42 @@ impl Optim {
     pub fn step(&mut self, lr: f64, model: Gpt, gradients: GradientsParams) -> Result<Gpt> {
         match self {
             Self::Single(optim, _) => Ok(optim.step(lr, model, gradients)),
-            Self::Dist(optim) => Ok(optim.step(lr, model, gradients)?),
+            Self::Dist(optim, _) => Ok(optim.step(lr, model, gradients)?),
+        }
+    }
+
+    /// Runs the backward pass of a part of the batch. The gradients of all parts are added up, and
+    /// returned after the last part.
+    pub fn backward(
+        &self,
+        loss: &Tensor<1>,
+        model: &Gpt,
+        sum: &mut GradientBuffer,
+        is_last: bool,
+    ) -> Result<Option<GradientsParams>> {
+        match self {
+            Self::Dist(_, layout) if is_last => Ok(Some(layout.backward(loss, model)?)),
+            Self::Dist(_, layout) => Ok(layout.accumulate(loss, model).map(|()| None)?),
+            Self::Single(..) => {
+                let grads = GradientsParams::from_grads(loss.backward(), model);
+                if is_last && sum.count() == 0 {
+                    // Of one part, the gradients stay in the type of the parameters.
+                    return Ok(Some(grads));
+                }
+                sum.add(model, grads)?;
+                Ok(is_last.then(|| sum.take_sum()))
+            }
+        }
+    }
+
+    /// The model with all parameters on every rank, for work of a single rank.
+    pub fn whole(&self, model: &Gpt) -> Result<Gpt> {
+        match self {
+            Self::Single(..) => Ok(model.clone()),
+            Self::Dist(optim, layout) => {
+                optim.finish_publication()?;
+                Ok(layout.unshard(model)?)
+            }
         }
     }
 
@@ -185,13 +233,13 @@ impl Optim {
     pub fn loss_scale(&self) -> f64 {
         match self {
             Self::Single(..) => 1.0,
-            Self::Dist(optim) => optim.loss_scale(),
+            Self::Dist(optim, _) => optim.loss_scale(),
         }
     }
 
     /// Requests the norms of the next step, where the optimizer has them.
     pub fn request_diagnostics(&mut self) {
-        if let Self::Dist(optim) = self {
+        if let Self::Dist(optim, _) = self {
             optim.request_diagnostics();
         }
     }
@@ -200,14 +248,16 @@ impl Optim {
     pub fn diagnostics(&mut self) -> Result<Option<Vec<GroupDiagnostics>>> {
         match self {
             Self::Single(..) => Ok(None),
-            Self::Dist(optim) => Ok(optim.diagnostics()?.map(|diagnostics| diagnostics.groups())),
+            Self::Dist(optim, _) => {
+                Ok(optim.diagnostics()?.map(|diagnostics| diagnostics.groups()))
+            }
         }
     }
 
     pub fn save<T: Serialize>(&self, path: &Path, model: &Gpt, progress: &T) -> Result<()> {
         match self {
             Self::Single(optim, _) => Ok(checkpoint::save(path, model, &**optim, progress)?),
-            Self::Dist(optim) => Ok(checkpoint::save(path, model, &**optim, progress)?),
+            Self::Dist(optim, _) => Ok(checkpoint::save(path, model, &**optim, progress)?),
         }
     }
 
@@ -217,9 +267,9 @@ impl Optim {
                 let (model, optim, progress) = checkpoint::load(path, model, *optim)?;
                 Ok((model, Self::Single(Box::new(optim), skipped), progress))
             }
-            Self::Dist(optim) => {
+            Self::Dist(optim, layout) => {
                 let (model, optim, progress) = checkpoint::load(path, model, *optim)?;
-                Ok((model, Self::Dist(Box::new(optim)), progress))
+                Ok((model, Self::Dist(Box::new(optim), layout), progress))
             }
         }
     }
@@ -228,7 +278,7 @@ impl Optim {
     pub fn skipped_steps(&self) -> BTreeMap<String, u64> {
         match self {
             Self::Single(_, skipped) => skipped.read(),
-            Self::Dist(optim) => optim.skipped_steps().read(),
+            Self::Dist(optim, _) => optim.skipped_steps().read(),
         }
     }
 }

@@ -11,6 +11,7 @@ use distmuon::comm::{DEADLINE, Launch};
 
 use super::optimizer::{Contender, OptimizerName};
 use super::settings::{Dtype, Settings};
+use super::sharding::Sharding;
 
 /// Steps between two lines of output, between two reads of the skipped steps and, by default,
 /// between two validations.
@@ -61,6 +62,8 @@ pub struct Options {
     #[arg(long, value_enum, default_value_t = Engine::Threads, conflicts_with = "ranks")]
     #[arg(help_heading = "Ranks")]
     pub engine: Engine,
+    #[command(flatten)]
+    pub sharding: Sharding,
     /// Checkpoint to write at the end, at every validation and on Ctrl-C.
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(writable))]
     #[arg(help_heading = "Checkpoints")]
@@ -150,7 +153,8 @@ impl Options {
             let [ranks] = all_ranks[..] else {
                 bail!("--ranks with several numbers: say what to --compare on them")
             };
-            let contender = self.settings.contender_on(ranks, self.diagnose_every > 0)?;
+            let sees_all = self.diagnose_every > 0 || self.sharding.is_shared();
+            let contender = self.settings.contender_on(ranks, sees_all)?;
             let plan = Plan { contender, ranks, seed: self.settings.seed };
             return self.checked(vec![plan]);
         }
@@ -178,6 +182,11 @@ impl Options {
             self.check_sums(*contender)?;
             self.settings.check_digits(*contender)?;
         }
+        ensure!(
+            !self.sharding.is_shared()
+                || runs.iter().all(|run| run.contender.optimizer.is_shared()),
+            "--owned and --overlap are for dist-muon and dist-adamw; use or compare only these"
+        );
         let has_norms = runs.iter().any(|run| run.contender.optimizer.is_shared());
         ensure!(
             self.diagnose_every == 0 || has_norms,

@@ -167,10 +167,9 @@ impl Settings {
     }
 
     /// The optimizer on a number of ranks, with its recipe. One that sees the whole model can also
-    /// scale losses, clip heads of master weights, and be observed.
-    pub fn contender_on(&self, ranks: usize, is_observed: bool) -> Result<Contender> {
-        let sees_all =
-            ranks > 1 || is_observed || self.dtype == Dtype::F16 || self.qk_clip.is_some();
+    /// scale losses and clip heads of master weights, and whatever else needs it.
+    pub fn contender_on(&self, ranks: usize, needs_all: bool) -> Result<Contender> {
+        let sees_all = ranks > 1 || needs_all || self.dtype == Dtype::F16 || self.qk_clip.is_some();
         let default = if sees_all { OptimizerName::DistMuon } else { OptimizerName::Muon };
         let optimizer = self.optimizer.unwrap_or(default);
         ensure!(

@@ -107,7 +107,7 @@ impl Training<'_> {
         let clipped = factors.clipped_heads();
         self.model = match &mut self.optim {
             Optim::Single(optim, _) => factors.apply(optim.step(lr, self.model, grads))?,
-            Optim::Dist(optim) => {
+            Optim::Dist(optim, _) => {
                 optim.clip_heads(&factors);
                 optim.step(lr, self.model, grads)?
             }
@@ -119,7 +119,10 @@ impl Training<'_> {
 impl Run<'_> {
     /// Trains to the end, or until Ctrl-C.
     pub fn train(&self) -> Result<Summary> {
+        let sharding = &self.options.sharding;
         if let Some(world) = self.world {
+            let device = sharding.device(world.device().clone());
+            let world = &World::new(world.communicator(), device);
             world.device().seed(self.settings.seed);
             let model = self.model(world.device()).fork(world.device());
             let model = world.broadcast(model).map_err(anyhow::Error::from);
@@ -127,7 +130,8 @@ impl Run<'_> {
             // A rank that fails has to report it, since the others wait for it.
             return summary.inspect_err(|error| world.comm().fail(&format!("{error:#}")));
         }
-        let devices = World::devices(self.plan.ranks);
+        let devices = World::devices(self.plan.ranks).into_iter();
+        let devices: Vec<Device> = devices.map(|device| sharding.device(device)).collect();
         devices[0].seed(self.settings.seed);
         let model = self.model(&devices[0]);
         let mut summaries =
@@ -226,9 +230,10 @@ impl Run<'_> {
             true => Some((step, self.save_stopped(&mut training)?)),
             false => None,
         };
+        let whole = training.optim.whole(&training.model)?;
         if let Some(display) = &training.display {
             display.end(step, if stopped.is_some() { "stopped" } else { "finished" })?;
-            self.epilogue(world, &training)?;
+            self.epilogue(world, &training.optim, &whole)?;
         }
         let clock = &training.clock;
         Ok(Summary {
@@ -246,16 +251,17 @@ impl Run<'_> {
 
     /// Starts a run, or continues one from its checkpoint.
     fn start(&self, world: &World, model: Gpt) -> Result<(Gpt, Optim, Progress)> {
-        let (optim, routing) = self.plan.contender.init(world, &model, &self.settings)?;
+        let parameters = model.num_params();
+        let (contender, sharding) = (self.plan.contender, &self.options.sharding);
+        let (model, optim, routing) = contender.init(world, model, &self.settings, sharding)?;
         if world.is_main() {
             let name = self.name();
-            let parameters = model.num_params();
             let settings = self.settings.describe(self.sizes);
             tracing::info!("{name}: {parameters} parameters, {settings}, lr {:e}", self.lr());
             if self.options.routes {
                 println!("{routing}");
             }
-            if let Optim::Dist(optim) = &optim {
+            if let Optim::Dist(optim, _) = &optim {
                 println!("{}\n", optim.report());
             }
         }
@@ -286,23 +292,18 @@ impl Run<'_> {
         let sequences = world.part(self.settings.batch);
         let local = batch.map(|tokens| tokens.slice(s![sequences.clone()]));
         let [tokens, targets] = local.map(|tokens| tokens.chunk(parts, 0));
-        // Of one part, the gradients stay in the type of the parameters.
-        let (mut sum, mut whole) = (GradientBuffer::new(), None);
+        let (mut sum, mut gradients) = (GradientBuffer::new(), None);
         let mut losses = Vec::new();
-        for (tokens, targets) in tokens.into_iter().zip(targets) {
+        for (part, (tokens, targets)) in tokens.into_iter().zip(targets).enumerate() {
             let loss = model.loss(tokens, targets, logits.as_deref_mut());
             let loss = loss.div_scalar(parts as f64);
             losses.push(loss.clone().inner());
             let loss = loss.mul_scalar(optim.loss_scale());
-            let grads = GradientsParams::from_grads(loss.backward(), model);
-            match parts {
-                1 => whole = Some(grads),
-                _ => sum.add(model, grads)?,
-            }
+            gradients = optim.backward(&loss, model, &mut sum, part + 1 == parts)?;
         }
         world.device().sync()?;
         let loss = world.mean(Tensor::cat(losses, 0).sum().into_scalar::<f32>())?;
-        Ok((loss, whole.unwrap_or_else(|| sum.take_sum())))
+        Ok((loss, gradients.expect("the batch has a last part")))
     }
 
     /// Reports skipped steps, validates and saves, if one of these is due.
@@ -346,12 +347,12 @@ impl Run<'_> {
     }
 
     /// Prints the memory report and the sample of a run that has ended, on rank 0.
-    fn epilogue(&self, world: &World, training: &Training) -> Result<()> {
-        if let Optim::Dist(optim) = &training.optim {
+    fn epilogue(&self, world: &World, optim: &Optim, model: &Gpt) -> Result<()> {
+        if let Optim::Dist(optim, _) = optim {
             println!("rank 0 of {}:\n{}\n", world.size(), optim.memory());
         }
         if self.options.sample > 0 {
-            let sample = self.sample(&training.model, world.device())?;
+            let sample = self.sample(model, world.device())?;
             println!("{}: {sample}\n", self.name());
         }
         Ok(())
@@ -382,8 +383,10 @@ impl Run<'_> {
     ) -> Result<()> {
         let device = world.device().clone().inner();
         let model = model.valid();
-        let local = (0..VALIDATION_BATCHES).skip(world.rank()).step_by(world.size());
-        let losses = local.map(|i| {
+        let (rank, size) = (world.rank() as u64, world.size() as u64);
+        // The same number on all ranks, since a pass may be a collective call: some batches twice.
+        let local = (0..VALIDATION_BATCHES.div_ceil(size)).map(|turn| rank + turn * size);
+        let losses = local.map(|i| i % VALIDATION_BATCHES).map(|i| {
             let [tokens, targets] = self.batch(Split::Validation, VALIDATION_SEED + i, &device);
             (i, f64::from(model.loss(tokens, targets, None).into_scalar::<f32>()).to_bits())
         });
