@@ -18,14 +18,15 @@ use burn::train::{
     EarlyStoppingStrategy, ExecutionStrategy, InferenceStep, Learner, LearningResult,
     RegressionOutput, SupervisedTraining, TrainOutput, TrainStep, TrainingStrategy,
 };
+use distmuon::comm::World;
 use distmuon::distributed::{
     Diagnostics, DistModuleOptimizer, DistMuonConfig, DistMuonStrategy, GradDtype,
-    LatestDiagnostics, LearnerLogits, LossScaleConfig,
+    LatestDiagnostics, Layout, LearnerLogits, LossScaleConfig, Mesh,
 };
 use distmuon::schedule::ScheduledLr;
 use distmuon::{
-    DiagnosticsMetric, DiagnosticsQuantity, GradientBuffer, MaxLogits, QkClipConfig, QkClipRule,
-    Schedule, SkippedSteps, SkippedStepsMetric,
+    DiagnosticsMetric, DiagnosticsQuantity, Error, GradientBuffer, MaxLogits, QkClipConfig,
+    QkClipRule, Schedule, SkippedSteps, SkippedStepsMetric,
 };
 use distmuon_testing::device::{has_type, is_flex};
 use distmuon_testing::lacks;
@@ -349,6 +350,73 @@ fn checkpoints_continue_on_ranks_and_on_one_device() {
     // same batches.
     let alone = continued(on_ranks(1));
     assert!(alone != whole && alone == continued(burns_strategy()));
+}
+
+/// A layout of small parameters, for a strategy.
+fn divided(world: &World) -> Result<Layout, Error> {
+    Ok(Layout::new(&Mesh::flat(world)).owned("dp").with_small_elements(8))
+}
+
+fn hidden(world: &World) -> Result<Layout, Error> {
+    Ok(Layout::new(&Mesh::flat(world)).overlap_backward().with_small_elements(8))
+}
+
+#[test]
+fn layouts_train_as_replicated_parameters() {
+    for ranks in [2, 3] {
+        for accumulation in [1, 2] {
+            let setup = Setup { accumulation, ..Setup::default() };
+            let expected = trained(&setup, on_ranks(ranks)).weights();
+            let strategy = || DistMuonStrategy::new(vec![device(); ranks], DistMuonConfig::new());
+            let first = Setup { epochs: 1, ..setup.clone() };
+            let second = Setup { resume: Some(1), ..setup.clone() };
+            for layout in [divided, hidden] {
+                let folder = tempfile::tempdir().unwrap();
+                let result = launch(folder.path(), &first, strategy().with_layout(layout).into());
+                assert!(result.error.is_none(), "{:?}", result.error);
+                let strategy = strategy().with_layout(layout).into();
+                let result = launch(folder.path(), &second, strategy);
+                assert!(result.error.is_none(), "{:?}", result.error);
+                if is_flex() {
+                    let weights = result.model.weights();
+                    assert!(weights == expected, "{ranks} ranks, accumulation {accumulation}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn ranks_that_are_processes_train_as_threads() {
+    let expected = trained(&Setup::default(), on_ranks(2)).weights();
+    for layout in [None, Some(divided as fn(&World) -> _)] {
+        let folder = tempfile::tempdir().unwrap();
+        // Each with a learner and a folder of its own, as in a process.
+        let run = World::threads(vec![device(); 2], |world| {
+            let folder = folder.path().join(world.rank().to_string());
+            let launch = |setup: &Setup| {
+                let strategy = DistMuonStrategy::on(&world, DistMuonConfig::new());
+                let strategy = match layout {
+                    Some(layout) => strategy.with_layout(layout),
+                    None => strategy,
+                };
+                launch(&folder, setup, strategy.into())
+            };
+            let result = launch(&Setup::default());
+            assert!(result.error.is_none(), "{:?}", result.error);
+            Ok::<_, Error>(result.model.weights())
+        });
+        for weights in run.unwrap() {
+            assert!(weights == expected || !is_flex());
+        }
+        // Rank 0 validates all items, and saves.
+        let log = folder.path().join("0/valid/epoch-1/Loss.log");
+        let log = std::fs::read_to_string(log).unwrap();
+        assert_eq!(log.lines().count(), 4 + 1, "7 items in batches of 2, and their mean: {log}");
+        assert!(folder.path().join("0/checkpoint").is_dir());
+        let saved = std::fs::read_dir(folder.path().join("1/checkpoint"));
+        assert_eq!(saved.map_or(0, Iterator::count), 0, "rank 1 saves nothing");
+    }
 }
 
 #[test]

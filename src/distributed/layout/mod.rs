@@ -297,12 +297,26 @@ impl Layout {
     ///
     /// Those of [`backward`](Self::backward).
     pub fn accumulate<M: Module, const D: usize>(&self, loss: &Tensor<D>, model: &M) -> Result<()> {
-        let passes = self.sharded().map(|sharded| &sharded.passes);
-        passes.inspect(|passes| passes.set_micro_batch(true));
-        let gradients = GradientsParams::from_grads(loss.backward(), model);
-        passes.inspect(|passes| passes.set_micro_batch(false));
-        self.micro_batches().add(model, gradients)?;
-        passes.map_or(Ok(()), |passes| passes.keep_micro_batch())
+        let backward = || GradientsParams::from_grads(loss.backward(), model);
+        let gradients = self.in_micro_batch(backward)?;
+        self.micro_batches().add(model, gradients)
+    }
+
+    /// Runs a backward pass in which nothing is reduced.
+    pub(super) fn in_micro_batch<T>(&self, backward: impl FnOnce() -> T) -> Result<T> {
+        let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(backward()) };
+        passes.set_micro_batch(true);
+        let outcome = backward();
+        passes.set_micro_batch(false);
+        passes.keep_micro_batch()?;
+        Ok(outcome)
+    }
+
+    /// Returns `true` if every forward pass is a collective call.
+    #[cfg_attr(not(feature = "train"), expect(dead_code, reason = "for learners"))]
+    pub(super) fn gathers(&self) -> bool {
+        let units = self.sharded().map(|sharded| sharded.passes.units());
+        units.is_some_and(|units| units.iter().any(|unit| unit.placement.is_owned()))
     }
 
     /// Adds this rank's parts of the gradients of owned parameters to those of all others, after a

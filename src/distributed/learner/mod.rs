@@ -27,7 +27,7 @@ use burn::train::{
 };
 
 use super::optimizer::Busy;
-use super::{Diagnostics, DistModuleOptimizer, DistMuonConfig};
+use super::{Diagnostics, DistModuleOptimizer, DistMuonConfig, Layout, Mesh};
 use crate::checkpoint::{Archive, States};
 use crate::comm::{DEADLINE, World, message};
 use crate::error::{Error, Result};
@@ -36,8 +36,9 @@ use crate::qk_clip::{QkClip, QkClipConfig};
 use crate::update::SkippedSteps;
 pub use logits::LearnerLogits;
 
-/// Trains a burn-train [`Learner`] on many ranks, one thread each, with
-/// [`DistModuleOptimizer`](super::DistModuleOptimizer). Needs the feature `train`.
+/// Trains a burn-train [`Learner`] on many ranks with
+/// [`DistModuleOptimizer`](super::DistModuleOptimizer): on threads by [`new`](Self::new), or in
+/// processes by [`on`](Self::on). Needs the feature `train`.
 ///
 /// ```no_run
 /// # use burn::train::{Learner, LearnerModel, LearningResult, SupervisedTraining};
@@ -79,12 +80,19 @@ pub use logits::LearnerLogits;
 /// The optimizer of the learner is checked when training starts: an optimizer of another kind is
 /// rejected.
 ///
+/// In processes, every process makes the learner and launches the training with its rank's strategy.
+/// Rank 0 alone saves, and reports metrics: those of training are of its part of the items, and those
+/// of validation are of all items, which rank 0 processes alone, or every rank if a
+/// [layout](Self::with_layout) has divided the parameters. Give the other processes a folder of their
+/// own for burn-train's files.
+///
 /// An error or a panic on a rank ends the training on all ranks.
 /// [`LearningResult::error`](burn::train::LearningResult) then has the error, and the returned
 /// model is the initial one: continue from the last checkpoint, which is newer.
 #[derive(Clone, Debug)]
 pub struct DistMuonStrategy {
-    devices: Vec<Device>,
+    ranks: Ranks,
+    layout: MakeLayout,
     config: DistMuonConfig,
     deadline: Duration,
     skipped: SkippedSteps,
@@ -92,6 +100,27 @@ pub struct DistMuonStrategy {
     diagnosed: Option<usize>,
     latest: LatestDiagnostics,
     qk_clip: Option<(QkClipConfig, LearnerLogits)>,
+}
+
+/// The ranks of a training.
+#[derive(Clone, Debug)]
+enum Ranks {
+    /// One thread per device.
+    Threads(Vec<Device>),
+    /// This process's rank, of a world of processes.
+    Process(World),
+}
+
+/// The function that makes the layout of a rank.
+#[derive(Clone)]
+struct MakeLayout(Arc<LayoutOfWorld>);
+
+type LayoutOfWorld = dyn Fn(&World) -> Result<Layout> + Send + Sync;
+
+impl fmt::Debug for MakeLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("MakeLayout")
+    }
 }
 
 /// The diagnostics of a training in progress, for
@@ -111,11 +140,21 @@ impl LatestDiagnostics {
 }
 
 impl DistMuonStrategy {
-    /// Makes one rank per device. A device may be given more than once.
+    /// Makes one rank per device, a thread each. A device may be given more than once.
     pub fn new(devices: impl IntoIterator<Item = Device>, config: DistMuonConfig) -> Self {
+        Self::of(Ranks::Threads(devices.into_iter().collect()), config)
+    }
+
+    /// Makes this process a rank of a world of processes, as from `World::from_env`.
+    pub fn on(world: &World, config: DistMuonConfig) -> Self {
+        Self::of(Ranks::Process(world.clone()), config)
+    }
+
+    fn of(ranks: Ranks, config: DistMuonConfig) -> Self {
         let skipped = SkippedSteps::new(config.muon.max_skipped);
         Self {
-            devices: devices.into_iter().collect(),
+            ranks,
+            layout: MakeLayout(Arc::new(|world| Ok(Layout::new(&Mesh::flat(world))))),
             config,
             deadline: DEADLINE,
             skipped,
@@ -123,6 +162,26 @@ impl DistMuonStrategy {
             latest: LatestDiagnostics::default(),
             qk_clip: None,
         }
+    }
+
+    /// Sets the layout of the model, from a function that every rank calls with its world. Where
+    /// parameters are divided and a checkpointer saves, all ranks hold the whole model at the end of
+    /// every epoch, because Burn's checkpointers accept whole records only.
+    ///
+    /// ```
+    /// use burn::tensor::Device;
+    /// use distmuon::distributed::{DistMuonConfig, DistMuonStrategy, Layout, Mesh};
+    ///
+    /// let devices = vec![Device::default(); 2];
+    /// let strategy = DistMuonStrategy::new(devices, DistMuonConfig::new())
+    ///     .with_layout(|world| Ok(Layout::new(&Mesh::flat(world)).owned("dp")));
+    /// ```
+    pub fn with_layout(
+        mut self,
+        layout: impl Fn(&World) -> Result<Layout> + Send + Sync + 'static,
+    ) -> Self {
+        self.layout = MakeLayout(Arc::new(layout));
+        self
     }
 
     /// Clips the heads of attention whose maximum logit of any rank was above the threshold, in
@@ -177,9 +236,20 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
         valid: ValidLoader<M>,
         starting_epoch: usize,
     ) -> (M, SupervisedTrainingEventProcessor<M>) {
-        let devices: Vec<Device> =
-            self.devices.iter().map(|device| device.clone().inner().autodiff()).collect();
-        let size = devices.len();
+        let (devices, size) = match &self.ranks {
+            Ranks::Threads(devices) => (devices.clone(), devices.len()),
+            Ranks::Process(world) => (vec![world.device().clone()], world.size()),
+        };
+        let with_autodiff = |device: Device| match device.is_autodiff() {
+            true => device,
+            false => device.autodiff(),
+        };
+        let devices: Vec<Device> = devices.into_iter().map(with_autodiff).collect();
+        let first_rank = match &self.ranks {
+            Ranks::Threads(_) => 0,
+            Ranks::Process(world) => world.rank(),
+        };
+        let in_processes = matches!(self.ranks, Ranks::Process(_));
         let initial_model = learner.model();
         let interrupter = components.interrupter.clone();
         // `World::threads_within` rejects an empty list of devices later.
@@ -190,6 +260,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
             epochs: starting_epoch..=components.num_epochs,
             accumulation: components.grad_accumulation.unwrap_or(1),
             saves: components.checkpointer.is_some(),
+            in_processes,
             diagnosed: self.diagnosed,
             latest: self.latest.clone(),
             interrupter: interrupter.clone(),
@@ -203,27 +274,36 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
         // The inputs can't be shared between threads: they are made here, and each rank takes one
         // element.
         let boundary = |rank: usize| rank * valid.num_items() / size;
-        let inputs = devices.iter().enumerate().map(|(rank, device)| {
+        let inputs = devices.iter().enumerate().map(|(index, device)| {
+            let rank = first_rank + index;
+            let validated = match in_processes {
+                true => valid.clone(),
+                false => valid.slice(boundary(rank), boundary(rank + 1)),
+            };
+            let spare = valid.slice(0, valid.num_items().min(1));
+            let inner = device.clone().inner();
             Mutex::new(Some(RankInputs {
                 learner: learner.clone(),
                 model: initial_model.clone().fork(device),
                 train: train
                     .slice(rank * items_per_rank, (rank + 1) * items_per_rank)
                     .to_device(device),
-                valid: valid
-                    .slice(boundary(rank), boundary(rank + 1))
-                    .to_device(&device.clone().inner()),
+                valid: validated.to_device(&inner),
+                spare: spare.to_device(&inner),
             }))
         });
         let inputs: Vec<_> = inputs.collect();
 
         let train_rank = |world: World| {
-            let RankInputs { learner, model, train, valid } = take(&inputs[world.rank()]);
+            let RankInputs { learner, model, train, valid, spare } =
+                take(&inputs[world.rank() - first_rank]);
             let main = world.is_main().then(|| take(&main_parts));
             ensure_unscaled(&self.config)?;
             let qk_clip = self.qk_clip.as_ref();
             let qk_clip = qk_clip.map(|(config, logits)| Ok((config.init(&model)?, logits)));
-            let optim = self.config.init(&world, &model)?;
+            let layout = (self.layout.0)(&world)?;
+            let model = layout.shard(model)?;
+            let optim = self.config.init_on(&layout, &model)?;
             let mut optim = optim.load_states(&run.state)?;
             if world.is_main() {
                 optim.count_skipped_in(&self.skipped);
@@ -233,15 +313,17 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
                 qk_clip: world.agree(qk_clip.transpose())?,
                 world,
                 optim,
+                layout,
                 model: Some(model),
                 steps: 0,
                 learner,
                 train,
                 valid,
+                spare,
                 main,
             };
             worker.fit()?;
-            Ok(worker.model.expect("every step returns the model"))
+            worker.whole()
         };
         let train_rank_catching_panics = |world: World| {
             let device_id = world.rank();
@@ -251,7 +333,17 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
                 Err(panic) => Err(failure(message(panic.as_ref()).to_owned())),
             }
         };
-        let outcome = World::threads_within(self.deadline, devices, train_rank_catching_panics);
+        let outcome = match &self.ranks {
+            Ranks::Threads(_) => {
+                World::threads_within(self.deadline, devices, train_rank_catching_panics)
+            }
+            Ranks::Process(world) => {
+                let outcome = train_rank_catching_panics(world.clone());
+                // The others wait for this rank until they are told.
+                let failed = |failure: &RankFailure| world.comm().fail(&failure.to_string());
+                outcome.inspect_err(failed).map(|model| vec![model])
+            }
+        };
         let model = match outcome {
             Ok(mut models) => models.swap_remove(0),
             Err(RankFailure(failure)) => {
@@ -288,6 +380,8 @@ struct Run<M: LearnerModel> {
     accumulation: usize,
     /// `true` if there are checkpointers.
     saves: bool,
+    /// `true` if every rank has a process, of which that of rank 0 reports.
+    in_processes: bool,
     /// Steps between two diagnostics, if there are any.
     diagnosed: Option<usize>,
     latest: LatestDiagnostics,
@@ -302,6 +396,7 @@ struct RankInputs<M: LearnerModel> {
     model: M,
     train: TrainLoader<M>,
     valid: ValidLoader<M>,
+    spare: ValidLoader<M>,
 }
 
 /// The parts of a training run that only rank 0 has.
@@ -315,6 +410,7 @@ struct Worker<'a, M: LearnerModel> {
     run: &'a Run<M>,
     world: World,
     optim: DistModuleOptimizer,
+    layout: Layout,
     qk_clip: Option<(QkClip, &'a LearnerLogits)>,
     /// The model, absent only during a step.
     model: Option<M>,
@@ -324,6 +420,8 @@ struct Worker<'a, M: LearnerModel> {
     learner: Learner<M>,
     train: TrainLoader<M>,
     valid: ValidLoader<M>,
+    /// An item for passes that other ranks need after this rank's last item.
+    spare: ValidLoader<M>,
     /// Only on rank 0.
     main: Option<MainParts<M>>,
 }
@@ -358,7 +456,7 @@ impl<M: LearnerModel> Worker<'_, M> {
             self.on_main(|main| main.valid_event(started(epoch, valid_items)));
             // The start of the split is reported before any of its items.
             self.world.comm().barrier()?;
-            self.validate();
+            self.validate()?;
             self.world.comm().barrier()?;
             self.on_main(|main| {
                 main.valid_event(LearnerEvent::EndSplit(epoch));
@@ -408,18 +506,23 @@ impl<M: LearnerModel> Worker<'_, M> {
             }
             let Some(item) = item else { break };
             let progress = items.progress();
-            let output = TrainStep::step(self.model(), item);
-            if self.run.accumulation == 1 {
-                // In the type of the parameters, where a sum is in float32.
-                self.step(output.grads)?;
-            } else {
-                sum.add(self.model(), output.grads)?;
-                if batch % self.run.accumulation == 0 || progress.is_completed() {
-                    self.step(sum.take_sum())?;
-                }
+            let pass = || TrainStep::step(self.model(), item);
+            let accumulation = self.run.accumulation;
+            let is_last = batch % accumulation == 0 || progress.is_completed();
+            let mut output = if is_last { pass() } else { self.layout.in_micro_batch(pass)? };
+            let mut gradients = std::mem::take(&mut output.grads);
+            if accumulation > 1 {
+                // In float32, where a single batch is in the type of the parameters.
+                sum.add(self.model(), gradients)?;
+                gradients = if is_last { sum.take_sum() } else { GradientsParams::new() };
+            }
+            if is_last {
+                self.layout.collect(&mut gradients)?;
+                self.step(gradients)?;
             }
             let lr = Some(self.learner.lr_current());
-            let item = self.item(output.item, &progress, batch, lr, self.run.items[0]);
+            let (ranks, total) = (self.world.size(), self.run.items[0]);
+            let item = self.item(output.item, &progress, (batch, ranks), lr, total);
             self.train_event(LearnerEvent::ProcessedItem(item));
         }
         Ok(())
@@ -444,21 +547,45 @@ impl<M: LearnerModel> Worker<'_, M> {
         Ok(())
     }
 
-    fn validate(&self) {
-        if self.valid.num_items() == 0 {
-            return;
+    fn validate(&self) -> Result<()> {
+        let all_take_part = self.layout.gathers();
+        self.optim.finish_publication()?;
+        if self.run.items[1] == 0 || self.run.in_processes && !all_take_part && self.main.is_none()
+        {
+            return Ok(());
         }
+        let _busy = self.run.in_processes.then(|| Busy::new(self.world.communicator()));
         let model = self.model().valid();
         let mut items = self.valid.iter();
         for batch in 1.. {
-            let Some(item) = self.next(items.next()) else { break };
-            let item = InferenceStep::step(&model, item);
-            let item = self.item(item, &items.progress(), batch, None, self.run.items[1]);
-            self.valid_event(LearnerEvent::ProcessedItem(item));
-            if self.run.interrupter.should_stop() {
+            let item = self.next(items.next());
+            let ends = item.is_none() || self.run.interrupter.should_stop();
+            if all_take_part {
+                // Ranks may have different numbers of batches, and each is a collective call.
+                if !self.world.any(!ends)? {
+                    break;
+                }
+            } else if ends {
                 break;
             }
+            let Some(item) = item else {
+                let spare = self.next(self.spare.iter().next());
+                drop(spare.map(|item| InferenceStep::step(&model, item)));
+                continue;
+            };
+            let item = InferenceStep::step(&model, item);
+            let ranks = if self.run.in_processes { 1 } else { self.world.size() };
+            let (progress, total) = (items.progress(), self.run.items[1]);
+            let item = self.item(item, &progress, (batch, ranks), None, total);
+            self.valid_event(LearnerEvent::ProcessedItem(item));
         }
+        Ok(())
+    }
+
+    /// The model with all parameters on every rank.
+    fn whole(&self) -> Result<M> {
+        self.optim.finish_publication()?;
+        self.layout.unshard(self.model())
     }
 
     /// Ends an epoch and saves. Returns `true` if it was the last epoch.
@@ -475,10 +602,12 @@ impl<M: LearnerModel> Worker<'_, M> {
         // Burn's checkpointers accept only whole records, and do not tell in advance whether they
         // will save: rank 0 collects the state at every epoch.
         let record = if self.run.saves { self.optim.gather_record()? } else { None };
+        let whole = if self.run.saves { Some(self.whole()?) } else { None };
         let Some(main) = &mut self.main else { return self.world.any(false) };
-        if let (Some(checkpointer), Some(record)) = (&mut main.checkpointer, record) {
+        if let (Some(checkpointer), Some(record), Some(model)) =
+            (&mut main.checkpointer, record, whole)
+        {
             let _busy = Busy::new(self.world.communicator());
-            let model = self.model.clone().expect("every step returns the model");
             self.learner.load_model(model.into_record());
             self.learner.load_optim(record);
             checkpointer.checkpoint(&self.learner, epoch, &self.run.store);
@@ -509,28 +638,38 @@ impl<M: LearnerModel> Worker<'_, M> {
         item?.map_err(|error| self.run.interrupter.fail(error)).ok()
     }
 
-    /// The report of a batch to burn-train, with the progress of all ranks: each rank is taken to
-    /// have processed the same number of items.
+    /// The report of a batch to burn-train, with the progress of the ranks that divide the items:
+    /// each is taken to have processed the same number of items.
     fn item<T>(
         &self,
         item: T,
         progress: &Progress,
-        batch: usize,
+        (batch, ranks): (usize, usize),
         lr: Option<ModuleLearningRate>,
         items_total: usize,
     ) -> TrainingItem<T> {
-        let size = self.world.size();
-        let items_processed = (progress.items_processed * size).min(items_total);
+        let items_processed = (progress.items_processed * ranks).min(items_total);
         let progress = Progress { items_processed, items_total, unit: progress.unit.clone() };
-        TrainingItem::new(item, progress, Some(batch * size), lr)
+        TrainingItem::new(item, progress, Some(batch * ranks), lr)
+    }
+
+    /// Returns `true` on ranks that report their items.
+    fn reports(&self) -> bool {
+        !self.run.in_processes || self.main.is_some()
     }
 
     fn train_event(&self, event: LearnerEvent<<M as TrainStep>::Output>) {
+        if !self.reports() {
+            return;
+        }
         let processed = self.processor().process_train(event);
         self.run.interrupter.fail_on_error(processed);
     }
 
     fn valid_event(&self, event: LearnerEvent<<M as InferenceStep>::Output>) {
+        if !self.reports() {
+            return;
+        }
         let processed = self.processor().process_valid(event);
         self.run.interrupter.fail_on_error(processed);
     }
