@@ -316,6 +316,8 @@ fn nccl_rejects_devices_other_than_cuda() {
     let launch = Launch { rank: 0, world_size: 1, local_rank: 0, address, secret: String::new() };
     let error = World::nccl(&launch, Device::default(), DEADLINE).unwrap_err().to_string();
     assert!(error.contains("is not a CUDA device") && error.contains("the engine mpi"), "{error}");
+    let outcome = World::nccl_threads(vec![Device::default(); 2], |_| Ok::<_, Error>(()));
+    assert!(outcome.unwrap_err().to_string().contains("is not a CUDA device"));
 }
 
 /// The events of the victim in one step, in order.

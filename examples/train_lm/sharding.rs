@@ -12,21 +12,21 @@ use super::options::at_least_one;
 /// The options that place parameters on ranks. The results are the same with all of them.
 #[derive(Args, Debug, Clone, Default)]
 pub struct Sharding {
-    /// Axes of the ranks, the last one with the fastest links. Default: dp, all ranks.
+    /// Axes of the ranks, the fastest links last. Default: dp, of all ranks.
     ///
     /// As in node=2,gpu=4. The sizes multiply to the number of ranks.
     #[arg(long, value_delimiter = ',', value_name = "AXIS=RANKS,..", value_parser = axis)]
     #[arg(help_heading = "Ranks")]
     pub mesh: Vec<Axis>,
-    /// Divides the parameters among the ranks along an axis, dp or one of --mesh.
+    /// Divides the parameters among the ranks along an axis of --mesh.
     ///
-    /// Between steps, a rank has the parameters that it updates. For dist-muon and dist-adamw.
+    /// A rank then has the part that it updates. For dist-muon and dist-adamw.
     #[arg(long, value_name = "AXIS", help_heading = "Ranks")]
     pub owned: Option<String>,
-    /// Weights that --owned keeps from the forward to the backward pass.
+    /// Weights that --owned keeps until the backward pass.
     #[arg(long, value_enum, default_value_t = Keep::Nothing, help_heading = "Ranks")]
     pub keep: Keep,
-    /// Sends gradients during the backward pass, and parameters during the next forward pass.
+    /// Sends gradients and parameters during the passes.
     ///
     /// For dist-muon and dist-adamw.
     #[arg(long, help_heading = "Ranks")]

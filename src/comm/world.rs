@@ -5,7 +5,7 @@ use std::collections::{HashSet, VecDeque};
 use std::fmt::Display;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 use std::time::Duration;
 
@@ -21,8 +21,8 @@ use super::launch::Launch;
 #[cfg(feature = "mpi")]
 use super::mpi::Mpi;
 #[cfg(feature = "cuda")]
-use super::nccl::Nccl;
-use super::{Communicator, Engine, Hierarchy, Threads, devices};
+use super::nccl::{CudaMemory, Meeting, Nccl};
+use super::{Communicator, Hierarchy, Threads, devices};
 use crate::error::{Error, Result};
 use crate::parameters::{self, in_place_of, placeholder};
 
@@ -178,35 +178,42 @@ impl World {
         check(&devices)?;
         let inner: Vec<Device> = devices.iter().map(|device| device.clone().inner()).collect();
         let engines: Vec<_> = Threads::world(&inner, deadline).into_iter().map(Arc::new).collect();
-        let rank = |world: World, engine: &Threads| {
-            let outcome = catch_unwind(AssertUnwindSafe(|| run(world)));
-            let cause = match &outcome {
-                Ok(Ok(_)) => None,
-                Ok(Err(error)) => Some(error.to_string()),
-                Err(panic) => Some(format!("it panicked: {}", message(panic.as_ref()))),
-            };
-            let failed = cause.is_some();
-            cause.inspect(|cause| engine.fail(cause));
-            engine.depart();
-            (failed, outcome)
+        let world = |rank: usize| {
+            let comm = Communicator::new(engines[rank].clone());
+            Ok(Self::new(comm, devices[rank].clone()))
         };
-        let rank = &rank;
-        let mut outcomes: Vec<_> = thread::scope(|scope| {
-            let ranks = engines.iter().zip(&devices).map(|(engine, device)| {
-                let world = World::new(Communicator::new(engine.clone()), device.clone());
-                scope.spawn(move || rank(world, engine))
-            });
-            let threads: Vec<_> = ranks.collect();
-            threads.into_iter().map(|thread| thread.join().expect("panics are caught")).collect()
-        });
-        // The first failure is the cause of the errors of all other ranks.
-        let cause = engines[0].failed().filter(|rank| outcomes[*rank].0);
-        let cause = cause.or_else(|| outcomes.iter().position(|(failed, _)| *failed));
-        if let Some(rank) = cause {
-            outcomes = vec![outcomes.swap_remove(rank)];
-        }
-        let outcomes = outcomes.into_iter();
-        outcomes.map(|(_, outcome)| outcome.unwrap_or_else(|panic| resume_unwind(panic))).collect()
+        on_threads(devices.len(), world, |rank| engines[rank].depart(), run)
+    }
+
+    /// Runs a function like [`threads`](Self::threads) on CUDA devices of this host that exchange
+    /// tensors by NCCL: several GPUs of one process. Never run on a GPU.
+    ///
+    /// # Errors
+    ///
+    /// As [`threads`](Self::threads) and [`World::nccl`].
+    ///
+    /// # Panics
+    ///
+    /// As [`threads`](Self::threads).
+    #[cfg(feature = "cuda")]
+    pub fn nccl_threads<T, E, F>(
+        devices: impl IntoIterator<Item = Device>,
+        run: F,
+    ) -> Result<Vec<T>, E>
+    where
+        T: Send,
+        E: From<Error> + Display + Send,
+        F: Fn(World) -> Result<T, E> + Sync,
+    {
+        let devices: Vec<Device> = devices.into_iter().collect();
+        check(&devices)?;
+        let meeting = Meeting::new(devices.len())?;
+        let world = |rank: usize| {
+            let memory = Arc::new(CudaMemory::new(&devices[rank], rank)?);
+            let engine = Nccl::meeting(memory, &meeting, rank, DEADLINE)?;
+            Ok(Self::new(engine, devices[rank].clone()))
+        };
+        on_threads(devices.len(), world, |_| (), run)
     }
 
     /// Returns the world of the processes that a launcher started, on this rank's device of the
@@ -437,6 +444,51 @@ impl World {
         }
         Ok(parameters::map(model, &mut Reattach { owned: &owned, values: first }))
     }
+}
+
+/// Runs a function on one thread per rank, in the world that `world` returns for it, and then calls
+/// `depart`. Returns the results in the order of ranks, or the first failure in time, which is the
+/// cause of the others.
+fn on_threads<T, E, F>(
+    ranks: usize,
+    world: impl Fn(usize) -> Result<World> + Sync,
+    depart: impl Fn(usize) + Sync,
+    run: F,
+) -> Result<Vec<T>, E>
+where
+    T: Send,
+    E: From<Error> + Display + Send,
+    F: Fn(World) -> Result<T, E> + Sync,
+{
+    let first_failure = OnceLock::new();
+    let rank = |rank: usize| {
+        let joined = world(rank);
+        let comm = joined.as_ref().map(World::communicator).ok();
+        let outcome =
+            joined.map_err(E::from).map(|world| catch_unwind(AssertUnwindSafe(|| run(world))));
+        let cause = match &outcome {
+            Ok(Ok(Ok(_))) => None,
+            Ok(Ok(Err(error))) | Err(error) => Some(error.to_string()),
+            Ok(Err(panic)) => Some(format!("it panicked: {}", message(panic.as_ref()))),
+        };
+        if let Some(cause) = cause {
+            // Before the others learn of it, and fail in turn.
+            first_failure.get_or_init(|| rank);
+            comm.inspect(|comm| comm.fail(&cause));
+        }
+        depart(rank);
+        outcome.unwrap_or_else(|error| Ok(Err(error)))
+    };
+    let rank = &rank;
+    let mut outcomes: Vec<_> = thread::scope(|scope| {
+        let threads: Vec<_> = (0..ranks).map(|index| scope.spawn(move || rank(index))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("panics are caught")).collect()
+    });
+    if let Some(rank) = first_failure.get() {
+        outcomes = vec![outcomes.swap_remove(*rank)];
+    }
+    let outcomes = outcomes.into_iter();
+    outcomes.map(|outcome| outcome.unwrap_or_else(|panic| resume_unwind(panic))).collect()
 }
 
 /// Fails for no devices, and for devices of different backends.

@@ -10,7 +10,7 @@ use hmac::{Hmac, Mac};
 use serde::{Deserialize, Serialize};
 use sha2::Sha256;
 
-#[cfg(any(test, feature = "mpi"))]
+#[cfg(any(test, feature = "mpi", feature = "cuda"))]
 use crate::error::{Error, Result};
 
 /// The crate and its version, which must be the same for all processes.
@@ -137,7 +137,7 @@ fn random() -> std::io::Result<[u8; 32]> {
 /// # Errors
 ///
 /// [`Error::Launch`] if the operating system does not provide random numbers.
-#[cfg(any(test, feature = "mpi"))]
+#[cfg(any(test, feature = "mpi", feature = "cuda"))]
 pub fn random_secret() -> Result<String> {
     let bytes = random().map_err(|error| Error::Launch {
         variable: "DISTMUON_SECRET".to_owned(),

@@ -72,7 +72,7 @@ impl Endpoint {
     /// # Errors
     ///
     /// As [`at`](Self::at).
-    #[cfg(any(test, feature = "mpi"))]
+    #[cfg(any(test, feature = "mpi", feature = "cuda"))]
     pub fn at_free_port(host: &str) -> Result<Self> {
         let Self { listener, .. } = Self::at(0, host, 0)?;
         let port = listener.as_ref().and_then(|listener| listener.local_addr().ok());
@@ -81,7 +81,7 @@ impl Endpoint {
     }
 
     /// Returns the endpoint at an address that rank 0 has sent to this rank.
-    #[cfg(any(test, feature = "mpi"))]
+    #[cfg(any(test, feature = "mpi", feature = "cuda"))]
     pub fn known(address: String) -> Self {
         Self { address, listener: None }
     }

@@ -17,14 +17,14 @@ mod peers;
 mod watch;
 
 use std::os::raw::c_int;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use burn::tensor::{DType, Device, Tensor};
 use cudarc::nccl::sys::ncclDataType_t;
 
 use super::call::Call;
-use super::control::Endpoint;
+use super::control::{Endpoint, random_secret};
 use super::counts::offsets;
 use super::exchange::{self, Exchange};
 use super::validate::{assert_fits, exchange_pairs};
@@ -80,6 +80,35 @@ pub enum Reduction {
     Native,
 }
 
+/// The point at which ranks that are threads of one process meet.
+pub(super) struct Meeting {
+    size: usize,
+    address: String,
+    /// Rank 0's, until it joins.
+    endpoint: Mutex<Option<Endpoint>>,
+    secret: String,
+}
+
+impl Meeting {
+    /// Listens at a free port of this host, for this process only.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Rendezvous`](crate::Error::Rendezvous) if there is none,
+    /// [`Error::Launch`](crate::Error::Launch) if the system has no random numbers.
+    pub fn new(size: usize) -> Result<Self> {
+        let endpoint = Endpoint::at_free_port("127.0.0.1")?;
+        let address = endpoint.address.clone();
+        Ok(Self { size, address, endpoint: Mutex::new(Some(endpoint)), secret: random_secret()? })
+    }
+
+    fn endpoint(&self, rank: usize) -> Endpoint {
+        let mut first = self.endpoint.lock().expect("no holder of the lock panics");
+        let first = if rank == 0 { first.take() } else { None };
+        first.unwrap_or_else(|| Endpoint::known(self.address.clone()))
+    }
+}
+
 /// The engine for ranks with a CUDA device each, over NCCL.
 #[derive(Debug)]
 pub struct Nccl {
@@ -112,9 +141,34 @@ impl Nccl {
         deadline: Duration,
     ) -> Result<Self> {
         let Launch { rank, world_size, ref secret, .. } = *launch;
-        let library = Arc::new(Library::load(rank)?);
         let (host, port) = launch.required_address()?;
-        let control = Endpoint::at(rank, host, port)?.join(rank, world_size, secret, deadline)?;
+        Self::at(Endpoint::at(rank, host, port)?, memory, (rank, world_size), secret, deadline)
+    }
+
+    /// Connects a thread of a process whose ranks are threads.
+    ///
+    /// # Errors
+    ///
+    /// As [`connect`](Self::connect).
+    pub(super) fn meeting(
+        memory: Arc<dyn DeviceMemory>,
+        meeting: &Meeting,
+        rank: usize,
+        deadline: Duration,
+    ) -> Result<Self> {
+        let endpoint = meeting.endpoint(rank);
+        Self::at(endpoint, memory, (rank, meeting.size), &meeting.secret, deadline)
+    }
+
+    fn at(
+        endpoint: Endpoint,
+        memory: Arc<dyn DeviceMemory>,
+        (rank, world_size): (usize, usize),
+        secret: &str,
+        deadline: Duration,
+    ) -> Result<Self> {
+        let library = Arc::new(Library::load(rank)?);
+        let control = endpoint.join(rank, world_size, secret, deadline)?;
         let comm = RawCommunicator::world(library, &control).inspect_err(|error| {
             control.fail(&error.to_string());
         })?;

@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::optim::GradientsParams;
-use burn::tensor::{Shape, Tensor};
+use burn::tensor::{Device, Shape, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::order::Order;
@@ -100,6 +100,8 @@ pub struct Held {
 #[derive(Debug, Default)]
 struct State {
     flights: VecDeque<Flight>,
+    /// Parts of a step that the ranks with replicas exchange, in the order of the calls.
+    publishing: VecDeque<(usize, Pending)>,
     uses: Vec<Uses>,
     /// Bytes of parameters that are gathered ahead, or on their way.
     ahead: usize,
@@ -122,6 +124,8 @@ struct State {
 struct Uses {
     /// The part that was last seen, and its identity.
     part: Option<(u64, Tensor<1>)>,
+    /// The part of the last step, if it has arrived and was not used yet.
+    published: Option<Tensor<1>>,
     /// The whole that is gathered ahead of its use.
     ahead: Option<Ahead>,
     /// The number of uses in the graph, and that of their gradients so far.
@@ -138,7 +142,7 @@ struct Uses {
 /// A whole that is gathered, or on its way.
 #[derive(Debug)]
 struct Ahead {
-    /// Identity of the part that it was gathered from.
+    /// Identity of the part that it was gathered from. `None` for one that was not used yet.
     part: Option<u64>,
     whole: Option<Tensor<1>>,
 }
@@ -146,7 +150,8 @@ struct Ahead {
 impl Passes {
     pub fn new(groups: Groups, units: Vec<Arc<Unit>>, limits: Limits) -> Self {
         let uses = units.iter().map(|_| Uses::default()).collect();
-        let state = State { uses, ..State::default() };
+        let mut state = State::default();
+        state.uses = uses;
         Self { groups, units, limits, clock: Clock::default(), state: Mutex::new(state) }
     }
 
@@ -260,11 +265,14 @@ impl Passes {
         (part_id, part): (Option<u64>, Tensor<1>),
     ) -> Result<()> {
         let uses = &mut state.uses[unit.index];
+        let last_seen = uses.part.as_ref().map(|(id, _)| *id);
         if let Some(id) = part_id {
             uses.part = Some((id, part.clone()));
         }
         match &uses.ahead {
-            Some(ahead) if ahead.part == part_id && part_id.is_some() => return Ok(()),
+            Some(ahead) if part_id.is_some() && ahead.part.or(last_seen) == part_id => {
+                return Ok(());
+            }
             Some(_) => {
                 // That of another model, such as an average of the weights.
                 while state.uses[unit.index]
@@ -302,15 +310,20 @@ impl Passes {
     fn start_next(&self, state: &mut State, next: &[usize]) -> Result<()> {
         for index in next {
             let unit = &self.units[*index];
-            let Uses { part, ahead, .. } = &state.uses[*index];
-            if ahead.is_some() {
+            if state.uses[*index].ahead.is_some() {
                 continue;
             }
-            let Some((id, part)) = part.clone() else { return Ok(()) };
             if state.ahead + unit.bytes() > self.limits.ahead {
                 return Ok(());
             }
-            self.start_gathering(state, unit, Some(id), part)?;
+            self.land_publication(state, unit)?;
+            let Uses { part, published, .. } = &state.uses[*index];
+            let (id, part) = match (published.clone(), part.clone()) {
+                (Some(part), _) => (None, part),
+                (None, Some((id, part))) => (Some(id), part),
+                (None, None) => return Ok(()),
+            };
+            self.start_gathering(state, unit, id, part)?;
         }
         Ok(())
     }
@@ -527,15 +540,74 @@ impl Passes {
         self.groups.replicas.comm()
     }
 
+    /// Starts to exchange this rank's new shard of a parameter with the ranks that have replicas of
+    /// its part, which is waited for at its first use.
+    pub fn publish_later(&self, unit: &Unit, shard: Tensor<1>) -> Result<()> {
+        let pending = self.replicas().all_gather(shard, unit.shard_counts())?;
+        self.state().publishing.push_back((unit.index, pending));
+        Ok(())
+    }
+
+    /// This rank's new part of a parameter, or NaN after a failure.
+    pub fn await_part(&self, unit: &Unit, device: &Device) -> Tensor<1> {
+        let mut state = self.state();
+        let part = self.attempt(&mut state, "publishing", unit, |state| {
+            self.land_publication(state, unit)?;
+            Ok(state.uses[unit.index].published.clone())
+        });
+        let nan = || Tensor::full([unit.part_count().max(1)], f32::NAN, (device, unit.dtype));
+        part.flatten().unwrap_or_else(nan)
+    }
+
+    /// Waits for the part of a parameter, if it is on its way, and for those before it.
+    fn land_publication(&self, state: &mut State, unit: &Unit) -> Result<()> {
+        while state.publishing.iter().any(|(index, _)| *index == unit.index) {
+            let (index, pending) = state.publishing.pop_front().expect("one was found above");
+            state.uses[index].published = Some(pending.wait()?);
+        }
+        Ok(())
+    }
+
+    /// Waits for all parts that are on their way.
+    pub fn finish_publication(&self) -> Result<()> {
+        let mut state = self.state();
+        while let Some((index, _)) = state.publishing.back() {
+            let unit = &self.units[*index];
+            self.attempt(&mut state, "publishing", unit, |state| {
+                self.land_publication(state, unit)
+            });
+            if let Some(failure) = &state.failure {
+                return Err(failure.clone());
+            }
+        }
+        Ok(())
+    }
+
     /// Forgets the parts, so that a step has the only reference to them.
     pub fn forget_parts(&self) {
-        self.state().uses.iter_mut().for_each(|uses| uses.part = None);
+        let forget = |uses: &mut Uses| (uses.part, uses.published) = (None, None);
+        self.state().uses.iter_mut().for_each(forget);
     }
 
     /// Remembers the new part of a parameter, so that it is gathered ahead of its next use.
     pub fn remember_part<const D: usize>(&self, unit: &Unit, part: &Tensor<D>) {
         let value = part.clone().without_autodiff().reshape([-1]);
-        self.state().uses[unit.index].part = identity(part).map(|id| (id, value));
+        let uses = &mut self.state().uses[unit.index];
+        (uses.part, uses.published) = (identity(part).map(|id| (id, value)), None);
+    }
+}
+
+impl Drop for State {
+    /// Waits for what nobody has used, since the other ranks take part in it.
+    fn drop(&mut self) {
+        let publishing = self.publishing.drain(..).map(|(_, pending)| pending);
+        let flights = self.flights.drain(..).map(|flight| match flight {
+            Flight::Gathering(_, pending)
+            | Flight::Reducing(_, pending)
+            | Flight::ReducingReplicas(_, pending) => pending,
+        });
+        // After a failure there is nothing to wait for.
+        _ = publishing.chain(flights).try_for_each(|pending| pending.wait().map(drop));
     }
 }
 

@@ -4,14 +4,14 @@ use std::collections::HashMap;
 use std::ops::Index;
 use std::sync::Arc;
 
-use burn::module::{Module, Param};
-use burn::tensor::Tensor;
+use burn::module::{Module, Param, ParamId};
+use burn::tensor::{Device, Shape, Tensor};
 
 use super::passes::{Held, Passes};
 use super::unit::Unit;
 use crate::comm::Pending;
 use crate::error::{Error, Result};
-use crate::parameters::{self, Field, Visit};
+use crate::parameters::{self, Field, Visit, in_place_of};
 
 /// The owned parameters by path. There may be none.
 #[derive(Default)]
@@ -85,6 +85,53 @@ impl Units {
             )),
             None => Ok(parts),
         }
+    }
+
+    /// Starts to make this rank's new part of a parameter, as [`publish`](Self::publish) does. It is
+    /// waited for at its first use: `None` if it is already here.
+    ///
+    /// # Errors
+    ///
+    /// Those of every collective.
+    pub fn publish_later(&self, unit: &Unit, shard: Tensor<1>) -> Result<Option<Pending>> {
+        let passes = self.passes.as_ref().expect("a unit has passes");
+        if unit.part_count() == 0 || passes.replicas().size() == 1 {
+            return self.publish(unit, shard).map(Some);
+        }
+        passes.publish_later(unit, shard)?;
+        Ok(None)
+    }
+
+    /// The part in place of a placeholder, with a value that is waited for at its first use.
+    pub fn part_at_first_use<const D: usize>(
+        &self,
+        unit: &Arc<Unit>,
+        (id, placeholder): (ParamId, Tensor<D>),
+    ) -> Param<Tensor<D>> {
+        let passes = self.passes.clone().expect("a unit has passes");
+        let (unit, device) = (unit.clone(), placeholder.device());
+        let is_trained = placeholder.is_require_grad();
+        let shape = Shape::from([unit.part_count()]);
+        let take = {
+            let shape = shape.clone();
+            move |device: &Device, _: bool| {
+                let inner = device.clone().inner();
+                let part = passes.await_part(&unit, &inner).to_device(&inner);
+                let part = in_place_of(&placeholder, part.reshape(shape));
+                passes.remember_part(&unit, &part);
+                part
+            }
+        };
+        Param::uninitialized(id, take, device, is_trained, shape)
+    }
+
+    /// Waits for all parts that are on their way.
+    ///
+    /// # Errors
+    ///
+    /// Those of every collective.
+    pub fn finish_publication(&self) -> Result<()> {
+        self.passes.as_ref().map_or(Ok(()), |passes| passes.finish_publication())
     }
 
     /// Starts to make this rank's new part of a parameter from its shards, which the ranks with

@@ -418,7 +418,9 @@ impl parameters::Map for Reattach<'_> {
         let index = self.indices[path];
         let unit = &self.units[path];
         let (id, placeholder, mapper) = part.consume();
-        let value = self.parts[index].take().expect("every part was published");
+        let Some(value) = self.parts[index].take() else {
+            return self.units.part_at_first_use(unit, (id, placeholder));
+        };
         let shape = value.shape();
         let value: Tensor<D> = in_place_of(&placeholder, value.reshape(shape));
         self.units.remember(unit, &value);

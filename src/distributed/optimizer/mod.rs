@@ -259,7 +259,8 @@ impl DistModuleOptimizer {
     ///
     /// Those of every collective.
     pub fn finish_publication(&self) -> Result<()> {
-        self.publication.finish()
+        self.publication.finish()?;
+        self.units.finish_publication()
     }
 
     /// Returns the factor on the loss in the next step, the same on all ranks: the scale of

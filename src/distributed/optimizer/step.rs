@@ -499,6 +499,7 @@ impl DistModuleOptimizer {
     }
 
     /// This rank's new parts of owned parameters, whose shards the ranks with replicas have updated.
+    /// `None` for those that are on their way.
     fn publish_parts(&self, step: &mut Step) -> Result<Parts> {
         let mut parts: Parts = vec![None; self.model.len()];
         let mut pending = VecDeque::new();
@@ -507,7 +508,11 @@ impl DistModuleOptimizer {
         for (index, parameter) in owned {
             let unit = &self.units[&parameter.path];
             let shard = step.detached.take_shard(parameter, unit, &self.device());
-            pending.push_back((index, self.units.publish(unit, shard)?));
+            let publishing = match self.publish {
+                Publish::Now => self.units.publish(unit, shard).map(Some),
+                Publish::AtFirstUse => self.units.publish_later(unit, shard),
+            };
+            pending.extend(publishing?.map(|part| (index, part)));
             if pending.len() == self.in_flight
                 && let Some((index, part)) = pending.pop_front()
             {

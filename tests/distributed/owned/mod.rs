@@ -341,11 +341,18 @@ fn parameters_owned_inside_nodes_train_as_replicated_ones() {
     for count in [2, 4, 8].into_iter().filter(worlds::has) {
         let expected =
             ranks(count, |world| train_replicated(&world, &config, 5, 1, DType::F32)).unwrap();
-        let runs = ranks(count, |world| {
-            let world = with_checkpoints(&world);
-            train_on(&world, &layout_by(&world, Some("gpu"))?, &config, 5, 1, DType::F32)
-        });
-        assert_equal(&expected, &runs.unwrap(), &format!("{count} ranks"));
+        for publish in [Publish::Now, Publish::AtFirstUse] {
+            for ahead_mb in [0.0, 0.004, 64.0] {
+                let config = config.clone().with_publish(publish);
+                let runs = ranks(count, |world| {
+                    let world = with_checkpoints(&world);
+                    let layout = layout_by(&world, Some("gpu"))?.with_ahead_mb(ahead_mb);
+                    train_on(&world, &layout, &config, 5, 1, DType::F32)
+                });
+                let what = format!("{count} ranks, {publish:?}, {ahead_mb}");
+                assert_equal(&expected, &runs.unwrap(), &what);
+            }
+        }
     }
 }
 

@@ -213,3 +213,36 @@ fn the_loss_curve_is_the_same_on_any_number_of_ranks() {
         succeed(folder.path(), &more);
     }
 }
+
+#[test]
+fn divided_models_print_the_losses_of_replicated_ones() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 4 --steps 5 --eval-every 2 --sample 4";
+    let losses = |name: &str, more: &str| {
+        let flags = format!("{flags} --log {name}.jsonl --save {name}.bpk {more}");
+        let stdout = succeed(folder.path(), &flags);
+        assert!(stdout.contains("gathered parameters"), "no memory report in {stdout}");
+        let log = log(&folder.path().join(format!("{name}.jsonl")));
+        let losses = [per_step(&log, "loss"), per_step(&log, "validation_loss")];
+        assert_eq!(losses[0].len(), 5);
+        (losses, curve(&folder.path().join(format!("{name}.bpk"))))
+    };
+    for (ranks, accumulate) in [(2, 1), (2, 2), (4, 1)] {
+        let on = format!("--ranks {ranks} --accumulate {accumulate} --optimizer dist-muon");
+        let expected = losses("replicated", &on);
+        for more in [
+            "--owned dp",
+            "--owned dp --keep weights",
+            "--overlap",
+            "--mesh node=2,gpu=RANKS --owned gpu --overlap",
+        ] {
+            let more = more.replace("RANKS", &(ranks / 2).to_string());
+            assert_eq!(losses("divided", &format!("{on} {more}")), expected, "{on} {more}");
+        }
+    }
+    // A checkpoint of a divided model continues on any ranks.
+    let more = "--steps 7 --eval-every 2 --sample 0 --resume divided.bpk";
+    for ranks in ["--ranks 1", "--ranks 2 --owned dp"] {
+        succeed(folder.path(), &format!("--data text.rs {more} {ranks}"));
+    }
+}

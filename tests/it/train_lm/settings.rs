@@ -37,6 +37,11 @@ fn bad_input_is_rejected_before_the_first_step() {
         ),
         ("--data text.rs --ranks 0", "'0' for '--ranks <NUMBER,..>': it must be at least 1"),
         ("--data text.rs --ranks 3", "--batch 16 can't be divided among 3 ranks"),
+        ("--data text.rs --mesh dp=2 --ranks 4", "`mesh` is invalid"),
+        ("--data text.rs --mesh dp --ranks 4", "it must be AXIS=RANKS, as in gpu=2"),
+        ("--data text.rs --mesh dp=0", "RANKS"),
+        ("--data text.rs --owned tp --ranks 2", "axis `tp` of a mesh with `dp`"),
+        ("--data text.rs --owned dp --optimizer adamw", "use or compare only these"),
         ("--data text.rs --accumulate 0", "'0' for '--accumulate <PARTS>': it must be at least 1"),
         (
             "--data text.rs --ranks 2 --accumulate 3",
