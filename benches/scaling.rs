@@ -1,5 +1,6 @@
-//! Simulates strong scaling of a step to 512 ranks: the critical path of the plan, from costs that
-//! are measured here.
+//! Simulates strong scaling of an iteration to 512 ranks: the critical path of the plan, from costs
+//! that are measured here, and for models whose messages are hidden behind the passes from counted
+//! operations.
 //!
 //! ```text
 //! cargo bench --bench scaling -- ../docs/scaling.svg
@@ -23,7 +24,9 @@ use chart::{Axis, COLORS, Chart};
 use comfy_table::{Table, presets};
 use common::Matrices;
 use distmuon::comm::World;
-use distmuon::distributed::plan::{Costs, Machine, Parameter, Plan, PlanConfig, ShapeCost, Work};
+use distmuon::distributed::plan::{
+    Costs, Links, Machine, Parameter, PassTimes, Placement, Plan, PlanConfig, ShapeCost, Work,
+};
 use distmuon::distributed::{CostSource, DistMuonConfig};
 use distmuon::{MuonConfig, RoutingRule};
 
@@ -120,7 +123,7 @@ fn simulate(name: &str, costs: &Costs, machine: &Machine, other: f64) -> [Effici
         .iter()
         .map(|ranks| {
             let plan = Plan::new(parameters(), *ranks, &settings, costs).expect("usable settings");
-            let path = plan.timeline(costs, machine);
+            let path = plan.timeline(costs, machine, &PassTimes::default());
             println!(
                 "{name}, {ranks} ranks: {:.4} s, busiest rank {:.4} s, messages {:.4} s",
                 path.total, path.compute, path.communication
@@ -142,7 +145,126 @@ fn simulate(name: &str, costs: &Costs, machine: &Machine, other: f64) -> [Effici
     ]
 }
 
+/// A model for which the hiding of messages is simulated.
+struct Model {
+    name: &'static str,
+    parameters: Vec<Parameter>,
+    /// Tokens of a step.
+    tokens: f64,
+}
+
+impl Model {
+    /// A model of equal layers, with an embedding before and a head after them.
+    fn new(
+        name: &'static str,
+        layers: usize,
+        layer: &[[usize; 2]],
+        vocabulary: usize,
+        (dtype, tokens): (DType, f64),
+    ) -> Self {
+        let placement = Placement::Replicated;
+        let table = |path: &str| Parameter {
+            path: path.into(),
+            shape: vec![vocabulary, layer[0][0]],
+            dtype,
+            work: Work::Elements,
+            placement,
+        };
+        let matrices = (0..layers).flat_map(|i| layer.iter().enumerate().map(move |m| (i, m)));
+        let matrices = matrices.map(|(i, (number, &[rows, columns]))| Parameter {
+            path: format!("layers.{i}.{number}"),
+            shape: vec![rows, columns],
+            dtype,
+            work: Work::Matrices { count: 1, rows, columns },
+            placement,
+        });
+        let parameters = [table("embedding")].into_iter().chain(matrices).chain([table("head")]);
+        Self { name, parameters: parameters.collect(), tokens }
+    }
+
+    /// The costs at an assumed rate, of the cheaper form of the iteration in operations: for
+    /// `m <= n`, `15 m m n + 5 m m m` in standard and `6 m m n + 14 m m m` in Gram form, with
+    /// symmetric products of five steps.
+    fn costs(&self) -> Costs {
+        let shapes = self.parameters.iter().filter_map(|parameter| match parameter.work {
+            Work::Matrices { rows, columns, .. } => Some([rows, columns]),
+            _ => None,
+        });
+        Costs::new(shapes.map(|shape| {
+            let [m, n] = [shape[0].min(shape[1]), shape[0].max(shape[1])].map(|side| side as f64);
+            let standard = 15.0 * m * m * n + 5.0 * m * m * m;
+            let gram = 6.0 * m * m * n + 14.0 * m * m * m;
+            let operations = if n > m { standard.min(gram) } else { standard };
+            (shape, ShapeCost { fixed: 0.0, each: operations / GPU_OPERATIONS })
+        }))
+    }
+
+    /// The part of linear scaling that remains on a number of ranks: the passes, and the messages
+    /// and updates that are not hidden.
+    fn efficiency(&self, ranks: usize, place: &Place) -> f64 {
+        let elements: usize = self.parameters.iter().map(Parameter::elements).sum();
+        let seconds = PASSES * elements as f64 * self.tokens / ranks as f64 / GPU_OPERATIONS;
+        let placed =
+            |parameter: &Parameter| Parameter { placement: place.placement, ..parameter.clone() };
+        let parameters = self.parameters.iter().map(placed).collect();
+        let costs = self.costs();
+        let plan = Plan::new(parameters, ranks, &PlanConfig::default(), &costs);
+        let [across, inside] =
+            [GPU_LINKS[0].1, GPU_LINKS[1].1].map(|bandwidth| Links { bandwidth, latency: LATENCY });
+        let node = place.by_node.then_some((NODE, inside));
+        let machine = Machine { links: across, node, elementwise: GPU_ELEMENTWISE };
+        let passes = PassTimes { seconds, inside_nodes: place.inside_nodes, ahead: AHEAD };
+        seconds / plan.expect("usable settings").timeline(&costs, &machine, &passes).total
+    }
+}
+
+/// A way to place the parameters of a model.
+struct Place {
+    name: &'static str,
+    placement: Placement,
+    by_node: bool,
+    inside_nodes: bool,
+}
+
+/// Ranks of a node, and bytes that are gathered ahead of their use.
+const NODE: usize = 8;
+const AHEAD: usize = 1 << 30;
+
+/// Prints the part of linear scaling that remains for several models and placements.
+fn simulate_hiding() {
+    let wide = [[4096, 4096], [4096, 1024], [4096, 1024], [4096, 4096]];
+    let mlp = [[4096, 14336], [4096, 14336], [14336, 4096]];
+    let llama = [&wide[..], &mlp].concat();
+    let models = [
+        Model::new("GPT 20 x 1280, float32", LAYERS, &layer(), VOCABULARY, (DType::F32, TOKENS)),
+        Model::new("Llama-3-8B, bfloat16", 32, &llama, 128_256, (DType::BF16, 4_194_304.0)),
+    ];
+    let place =
+        |name, placement, by_node, inside_nodes| Place { name, placement, by_node, inside_nodes };
+    let places = [
+        place("replicated, flat", Placement::Replicated, false, false),
+        place("replicated, by node", Placement::Replicated, true, false),
+        place("hidden, by node", Placement::Reduced, true, false),
+        place("owned, by node", Placement::Owned, true, false),
+        place("owned inside nodes", Placement::Owned, true, true),
+    ];
+    let mut table = Table::new();
+    table.load_style(presets::ASCII_MARKDOWN);
+    let names = places.iter().map(|place| place.name);
+    table.set_header(["model", "ranks"].into_iter().chain(names));
+    for model in &models {
+        for ranks in [64, 128, 256, 512] {
+            let efficiency = places.iter().map(|place| model.efficiency(ranks, place));
+            let cells = efficiency.map(|part| format!("{:.0} %", 100.0 * part));
+            let row = [model.name.to_owned(), ranks.to_string()];
+            table.add_row(row.into_iter().chain(cells));
+        }
+    }
+    println!("{table}");
+}
+
 fn main() {
+    simulate_hiding();
     let (costs, rate) = measured_costs();
     let elementwise = measured_adamw();
     let faster = GPU_OPERATIONS / rate;
@@ -153,7 +275,8 @@ fn main() {
     );
     let elements: usize = parameters().iter().map(Parameter::elements).sum();
     let passes = PASSES * TOKENS * elements as f64;
-    let machine = Machine { bandwidth: BANDWIDTH, latency: LATENCY, elementwise };
+    let links = Links { bandwidth: BANDWIDTH, latency: LATENCY };
+    let machine = Machine { links, node: None, elementwise };
     let measured = simulate("measured, 10 Gbit/s", &costs, &machine, passes / rate);
 
     let scaled = costs.shapes().map(|shape| {
@@ -162,8 +285,8 @@ fn main() {
     });
     let scaled = Costs::new(scaled);
     let gpus = GPU_LINKS.iter().flat_map(|(links, bandwidth)| {
-        let machine =
-            Machine { bandwidth: *bandwidth, latency: LATENCY, elementwise: GPU_ELEMENTWISE };
+        let gpu_links = Links { bandwidth: *bandwidth, latency: LATENCY };
+        let machine = Machine { links: gpu_links, node: None, elementwise: GPU_ELEMENTWISE };
         simulate(&format!("GPU, {links}"), &scaled, &machine, passes / GPU_OPERATIONS)
     });
     let efficiencies: Vec<Efficiency> = measured.into_iter().chain(gpus).collect();

@@ -48,7 +48,7 @@ pub struct Contender {
 /// An optimizer with its state.
 pub enum Optim {
     Single(Box<ModuleOptimizer>, SkippedSteps),
-    Dist(Box<DistModuleOptimizer>, Layout),
+    Dist(Box<DistModuleOptimizer>, Box<Layout>),
 }
 
 impl OptimizerName {
@@ -162,7 +162,7 @@ impl Contender {
                 .with_loss_scale(scales.then(LossScaleConfig::new));
             let optim = config.init_on(&layout, &model)?;
             let routing = optim.routing().clone();
-            Ok((model, Optim::Dist(Box::new(optim), layout), routing))
+            Ok((model, Optim::Dist(Box::new(optim), Box::new(layout)), routing))
         };
         let optim = match self.optimizer {
             OptimizerName::Adamw => single(adamw().with_weight_decay(0.1).init()),

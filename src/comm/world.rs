@@ -5,7 +5,7 @@ use std::collections::{HashSet, VecDeque};
 use std::fmt::Display;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -182,7 +182,8 @@ impl World {
             let comm = Communicator::new(engines[rank].clone());
             Ok(Self::new(comm, devices[rank].clone()))
         };
-        on_threads(devices.len(), world, |rank| engines[rank].depart(), run)
+        let failed = || engines[0].failed();
+        on_threads(devices.len(), world, |rank| engines[rank].depart(), failed, run)
     }
 
     /// Runs a function like [`threads`](Self::threads) on CUDA devices of this host that exchange
@@ -207,13 +208,23 @@ impl World {
     {
         let devices: Vec<Device> = devices.into_iter().collect();
         check(&devices)?;
-        let meeting = Meeting::new(devices.len())?;
+        let (meeting, comms) = (Meeting::new(devices.len())?, Mutex::new(vec![]));
         let world = |rank: usize| {
             let memory = Arc::new(CudaMemory::new(&devices[rank], rank)?);
             let engine = Nccl::meeting(memory, &meeting, rank, DEADLINE)?;
-            Ok(Self::new(engine, devices[rank].clone()))
+            let world = Self::new(engine, devices[rank].clone());
+            comms.lock().expect("no holder of the lock panics").push(world.communicator());
+            Ok(world)
         };
-        on_threads(devices.len(), world, |_| (), run)
+        // A call after a failure names the rank.
+        let failed = || {
+            let comms = comms.lock().expect("no holder of the lock panics");
+            comms.iter().find_map(|comm| match comm.barrier() {
+                Err(Error::PeerFailed { rank, .. }) => Some(rank),
+                _ => None,
+            })
+        };
+        on_threads(devices.len(), world, |_| (), failed, run)
     }
 
     /// Returns the world of the processes that a launcher started, on this rank's device of the
@@ -447,12 +458,13 @@ impl World {
 }
 
 /// Runs a function on one thread per rank, in the world that `world` returns for it, and then calls
-/// `depart`. Returns the results in the order of ranks, or the first failure in time, which is the
-/// cause of the others.
+/// `depart`. Returns the results in the order of ranks, or the failure of the rank that `failed`
+/// returns, which is the cause of the others.
 fn on_threads<T, E, F>(
     ranks: usize,
     world: impl Fn(usize) -> Result<World> + Sync,
     depart: impl Fn(usize) + Sync,
+    failed: impl FnOnce() -> Option<usize>,
     run: F,
 ) -> Result<Vec<T>, E>
 where
@@ -460,7 +472,6 @@ where
     E: From<Error> + Display + Send,
     F: Fn(World) -> Result<T, E> + Sync,
 {
-    let first_failure = OnceLock::new();
     let rank = |rank: usize| {
         let joined = world(rank);
         let comm = joined.as_ref().map(World::communicator).ok();
@@ -472,8 +483,6 @@ where
             Ok(Err(panic)) => Some(format!("it panicked: {}", message(panic.as_ref()))),
         };
         if let Some(cause) = cause {
-            // Before the others learn of it, and fail in turn.
-            first_failure.get_or_init(|| rank);
             comm.inspect(|comm| comm.fail(&cause));
         }
         depart(rank);
@@ -484,8 +493,10 @@ where
         let threads: Vec<_> = (0..ranks).map(|index| scope.spawn(move || rank(index))).collect();
         threads.into_iter().map(|thread| thread.join().expect("panics are caught")).collect()
     });
-    if let Some(rank) = first_failure.get() {
-        outcomes = vec![outcomes.swap_remove(*rank)];
+    let has_failed = |outcome: &_| !matches!(outcome, Ok(Ok(_)));
+    if let Some(any) = outcomes.iter().position(has_failed) {
+        let cause = failed().filter(|rank| has_failed(&outcomes[*rank]));
+        outcomes = vec![outcomes.swap_remove(cause.unwrap_or(any))];
     }
     let outcomes = outcomes.into_iter();
     outcomes.map(|outcome| outcome.unwrap_or_else(|panic| resume_unwind(panic))).collect()

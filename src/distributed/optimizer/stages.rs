@@ -1,6 +1,6 @@
 //! The stages of a step: the buckets that are decided on together.
 
-use crate::distributed::plan::{Bucket, Plan};
+use crate::distributed::plan::Plan;
 
 /// Buckets that are updated once all of them are reduced and decided on.
 pub struct Stage {
@@ -18,15 +18,8 @@ pub struct Stage {
 /// With `waits_for_all`, every update depends on the gradients of all parameters, and all buckets
 /// are one stage.
 pub fn stages(plan: &Plan, waits_for_all: bool) -> Vec<Stage> {
-    let buckets = plan.buckets();
-    let decides_alone =
-        |index: &usize| !waits_for_all && have_one_owner_each(plan, &buckets[*index]);
-    let (alone, together): (Vec<_>, Vec<_>) = (0..buckets.len()).partition(decides_alone);
+    let decides_alone = |index: &usize| !waits_for_all && plan.decides_alone(*index);
+    let (alone, together): (Vec<_>, Vec<_>) = (0..plan.buckets().len()).partition(decides_alone);
     let alone = alone.into_iter().map(|bucket| Stage { buckets: vec![bucket], exchanges: false });
     alone.chain([Stage { buckets: together, exchanges: true }]).collect()
-}
-
-/// Returns `true` if every parameter of a bucket is updated by one rank, and not in parts.
-fn have_one_owner_each(plan: &Plan, bucket: &Bucket) -> bool {
-    bucket.parameters.iter().all(|parameter| plan.owners()[*parameter].len() == 1)
 }

@@ -33,7 +33,7 @@ pub use bucket::{Bucket, BucketKind, Piece, ROW_ELEMENTS, Run};
 pub use cost::{Costs, ShapeCost};
 pub(super) use node_order::node_order;
 pub use report::{RankReport, Report};
-pub use timeline::{Machine, Timeline};
+pub use timeline::{Links, Machine, PassTimes, Timeline};
 
 use crate::error::{Error, Result};
 

@@ -288,8 +288,19 @@ fn a_shape_that_its_matrices_do_not_cover_panics() {
 }
 
 /// A machine on which only matrices take time.
-const FREE: Machine =
-    Machine { bandwidth: f64::INFINITY, latency: 0.0, elementwise: f64::INFINITY };
+const FREE: Machine = Machine {
+    links: Links { bandwidth: f64::INFINITY, latency: 0.0 },
+    node: None,
+    elementwise: f64::INFINITY,
+};
+
+/// A machine whose links are all the same.
+fn machine(bandwidth: f64, latency: f64, elementwise: f64) -> Machine {
+    Machine { links: Links { bandwidth, latency }, node: None, elementwise }
+}
+
+/// A step without passes.
+const STEP: PassTimes = PassTimes { seconds: 0.0, inside_nodes: false, ahead: 0 };
 
 #[test]
 fn without_communication_a_step_takes_the_time_of_the_busiest_rank() {
@@ -297,7 +308,7 @@ fn without_communication_a_step_takes_the_time_of_the_busiest_rank() {
         let costs = costs(&parameters, 0.0);
         for world_size in WORLDS {
             let plan = plan(&parameters, world_size, Balancing::Greedy, &costs);
-            let path = plan.timeline(&costs, &FREE);
+            let path = plan.timeline(&costs, &FREE, &STEP);
             assert_eq!(path.communication, 0.0);
             let max_load = max_load(&plan, &costs);
             for time in [path.compute, path.total] {
@@ -312,17 +323,65 @@ fn the_timeline_of_two_ranks_equals_a_calculation_by_hand() {
     let parameters = vec![stack("a", 1, [8, 8]), stack("b", 1, [8, 8]), elements("e", &[4096])];
     let costs = Costs::new([([8, 8], ShapeCost { fixed: 1.0, each: 2.0 })]);
     let plan = plan(&parameters, 2, Balancing::Greedy, &costs);
-    let machine = Machine { bandwidth: 1024.0, latency: 0.5, elementwise: 2048.0 };
-    let path = plan.timeline(&costs, &machine);
+    let path = plan.timeline(&costs, &machine(1024.0, 0.5, 2048.0), &STEP);
     // Half of every buffer leaves a rank: 256 of 512 bytes, 8192 of 16384.
     let [matrices, vector] = [0.5 + 0.25, 0.5 + 8.0];
     let messages = 2.0 * (matrices + vector) + 2.0 * (0.5 + 2.0 * 3.0 / 1024.0);
     assert!((path.communication - messages).abs() < 1e-9, "{path:?}");
     // A batch of one matrix, and half of the vector.
     assert!((path.compute - (3.0 + 4.0)).abs() < 1e-9, "{path:?}");
-    // Everything in turn, except that matrices are gathered while the vector is updated.
-    let total = path.communication + path.compute - matrices;
+    // Everything in turn, except that matrices are updated while the vector is reduced.
+    let total = path.communication + path.compute - 3.0;
     assert!((path.total - total).abs() < 1e-9, "{path:?}");
+}
+
+#[test]
+fn the_timelines_of_owned_and_reduced_parameters_equal_calculations_by_hand() {
+    let placed = |placement| {
+        let parameters: Vec<_> =
+            ["a", "b"].map(|path| Parameter { placement, ..stack(path, 1, [8, 8]) }).into();
+        let costs = Costs::new([([8, 8], ShapeCost { fixed: 0.0, each: 1.0 })]);
+        (plan(&parameters, 2, Balancing::Greedy, &costs), costs)
+    };
+    // 256 bytes in two passes: forward 3 and 3, backward 6 and 6. A message takes 2.
+    let slow = machine(64.0, 0.0, 1.0);
+    let time = |placement, ahead| {
+        let (plan, costs) = placed(placement);
+        let passes = PassTimes { seconds: 18.0, inside_nodes: false, ahead };
+        plan.timeline(&costs, &slow, &passes)
+    };
+    // The last reduction is not hidden, and each rank updates its matrix. Flags of two parameters
+    // are summed at the end: 8 bytes, twice, which nothing waits for.
+    let reduced = time(Placement::Reduced, 0);
+    let flags = 2.0 * 4.0 / 64.0;
+    // The first parameter arrives after 2, the second one meanwhile.
+    assert!((reduced.total - (2.0 + 18.0 + 2.0 + 1.0)).abs() < 1e-9, "{reduced:?}");
+    assert!((reduced.communication - 4.0 * 2.0).abs() < 1e-9 + flags, "{reduced:?}");
+    // Each of four uses waits for its gathering, and the second of the backward pass for the
+    // reduction before it.
+    let owned = time(Placement::Owned, 0);
+    assert!((owned.total - (4.0 * 2.0 + 18.0 + 2.0 * 2.0 + 1.0)).abs() < 1e-9, "{owned:?}");
+    // Gathered ahead, only the first uses of both passes wait.
+    let ahead = time(Placement::Owned, 512);
+    assert!((ahead.total - (2.0 * 2.0 + 18.0 + 2.0 + 1.0)).abs() < 1e-9, "{ahead:?}");
+    assert!((ahead.communication - 6.0 * 2.0).abs() < 1e-9 + flags, "{ahead:?}");
+}
+
+#[test]
+fn nodes_divide_what_crosses_between_them() {
+    let parameters = [Parameter { placement: Placement::Owned, ..stack("a", 1, [8, 8]) }];
+    let costs = Costs::new([([8, 8], ShapeCost { fixed: 0.0, each: 0.0 })]);
+    let plan = plan(&parameters, 4, Balancing::Greedy, &costs);
+    let [inside, links] = [256.0, 16.0].map(|bandwidth| Links { bandwidth, latency: 0.0 });
+    let machine = Machine { links, node: Some((2, inside)), elementwise: 1.0 };
+    let passes = PassTimes { seconds: 0.0, inside_nodes: true, ahead: 0 };
+    let path = plan.timeline(&costs, &machine, &passes);
+    // Inside, half of 256 bytes, three times; across, half of 128 bytes, twice: for the new part
+    // and for the sum.
+    let [inside, across] = [3.0 * 128.0 / 256.0, 2.0 * 64.0 / 16.0];
+    // One flag, to all and back.
+    let flags = 2.0 * (2.0 / 256.0 + 1.0 / 16.0);
+    assert!((path.total - (inside + across + flags)).abs() < 1e-9, "{path:?}");
 }
 
 #[test]
@@ -332,7 +391,7 @@ fn better_links_never_lengthen_a_step() {
     for world_size in WORLDS {
         let plan = plan(&gpt2, world_size, Balancing::Greedy, &costs);
         let total = |bandwidth, latency| {
-            plan.timeline(&costs, &Machine { bandwidth, latency, elementwise: 1e-3 }).total
+            plan.timeline(&costs, &machine(bandwidth, latency, 1e-3), &STEP).total
         };
         let times = [total(1e-4, 1e6), total(1e-3, 1e6), total(1e-3, 0.0), total(1e9, 0.0)];
         assert!(times.is_sorted_by(|slow, fast| slow >= fast), "{times:?}");

@@ -1,9 +1,21 @@
-//! The predicted duration of a step on a described machine.
+//! The predicted duration of an iteration on a described machine.
 
-use super::{Bucket, BucketKind, Costs, Plan};
+use super::{Bucket, BucketKind, Costs, Placement, Plan};
 
-/// The bandwidth, latency and elementwise speed of a machine, from which [`Plan::timeline`]
-/// predicts a step.
+/// The part of the passes that is the forward pass. A backward pass has twice its operations.
+const FORWARD: f64 = 1.0 / 3.0;
+
+/// The links of a rank of one kind.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Links {
+    /// Bytes per second that a rank sends while it receives the same number.
+    pub bandwidth: f64,
+    /// Seconds that a message takes in addition to the transfer of its bytes.
+    pub latency: f64,
+}
+
+/// The links and the elementwise speed of a machine, from which [`Plan::timeline`] predicts an
+/// iteration.
 ///
 /// A collective over `N` ranks is taken to pass a buffer of `B` bytes in
 /// `latency ceil(log2 N) + B (N - 1) / (N bandwidth)`. This is recursive halving and doubling,
@@ -11,27 +23,93 @@ use super::{Bucket, BucketKind, Costs, Plan};
 /// <https://doi.org/10.1177/1094342005051521>).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Machine {
-    /// Bytes per second that a rank sends while it receives the same number.
-    pub bandwidth: f64,
-    /// Seconds that a message takes in addition to the transfer of its bytes.
-    pub latency: f64,
+    /// The links between all ranks, or between nodes.
+    pub links: Links,
+    /// The ranks of a node and the links inside it, if there are nodes. A collective then takes
+    /// place inside nodes, and between the ranks at the same place of all nodes.
+    pub node: Option<(usize, Links)>,
     /// Bytes of parameters per second that a rank updates element by element.
     pub elementwise: f64,
 }
 
-impl Machine {
-    /// Seconds that a collective takes for a buffer.
-    fn collective_time(&self, bytes: usize, ranks: usize) -> f64 {
+/// The forward and backward passes of an iteration, for [`Plan::timeline`].
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct PassTimes {
+    /// Seconds of computation of a rank in both passes.
+    pub seconds: f64,
+    /// `true` if owned parameters are divided inside nodes, and replicated between them.
+    pub inside_nodes: bool,
+    /// Bytes of owned parameters that are gathered ahead of their use.
+    pub ahead: usize,
+}
+
+/// Seconds that a message occupies the links inside a node and between nodes.
+#[derive(Debug, Clone, Copy, Default)]
+struct Message {
+    inside: f64,
+    across: f64,
+}
+
+impl Links {
+    /// Seconds of a collective for a buffer.
+    fn time(&self, bytes: f64, ranks: usize) -> f64 {
         let rounds = ranks.next_power_of_two().ilog2();
-        let moved = (bytes * (ranks - 1)) as f64 / ranks as f64;
+        let moved = bytes * (ranks - 1) as f64 / ranks as f64;
         self.latency * f64::from(rounds) + moved / self.bandwidth
     }
 }
 
-/// The predicted seconds of a step, from [`Plan::timeline`].
+impl Machine {
+    /// The message of a collective over all ranks.
+    fn message(&self, bytes: usize, ranks: usize) -> Message {
+        match self.node {
+            Some((size, inside)) if ranks > size => Message {
+                inside: inside.time(bytes as f64, size),
+                across: self.links.time(bytes as f64 / size as f64, ranks.div_ceil(size)),
+            },
+            Some((_, inside)) => Message { inside: inside.time(bytes as f64, ranks), across: 0.0 },
+            None => Message { inside: 0.0, across: self.links.time(bytes as f64, ranks) },
+        }
+    }
+}
+
+/// The times until which the links are busy. Messages of one kind of links are sent one after the
+/// other.
+#[derive(Debug, Clone, Copy, Default)]
+struct Wires {
+    inside: f64,
+    across: f64,
+    /// The sum of all messages.
+    sent: f64,
+}
+
+impl Wires {
+    fn pass(busy: &mut f64, sent: &mut f64, ready: f64, seconds: f64) -> f64 {
+        if seconds == 0.0 {
+            return ready;
+        }
+        *busy = busy.max(ready) + seconds;
+        *sent += seconds;
+        *busy
+    }
+
+    /// Sums inside nodes, and then between them.
+    fn reduce(&mut self, ready: f64, message: Message) -> f64 {
+        let inside = Self::pass(&mut self.inside, &mut self.sent, ready, message.inside);
+        Self::pass(&mut self.across, &mut self.sent, inside, message.across)
+    }
+
+    /// Gathers between nodes, and then inside them.
+    fn gather(&mut self, ready: f64, message: Message) -> f64 {
+        let across = Self::pass(&mut self.across, &mut self.sent, ready, message.across);
+        Self::pass(&mut self.inside, &mut self.sent, across, message.inside)
+    }
+}
+
+/// The predicted seconds of an iteration, from [`Plan::timeline`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Timeline {
-    /// Seconds from the start of the first reduction to the arrival of the last parameter.
+    /// Seconds from the start of the forward pass to the end of the step.
     pub total: f64,
     /// Seconds of computation of the busiest rank.
     pub compute: f64,
@@ -40,56 +118,201 @@ pub struct Timeline {
 }
 
 impl Plan {
-    /// Predicts the duration of the three phases of a step. `costs` are in seconds.
+    /// Predicts the duration of an iteration: a forward pass, a backward pass and a step. `costs`
+    /// are in seconds.
     ///
-    /// Collectives run one after the other: all reductions, then the agreement on rejected
-    /// gradients, then the gathering of each bucket when the last rank has updated it. A rank
-    /// updates its shards one after the other as soon as the agreement is known.
+    /// The passes are divided among the parameters by their elements. Parameters are used in the
+    /// order of the model, and their messages are
+    ///
+    /// | placement | forward pass | backward pass | step |
+    /// |---|---|---|---|
+    /// | [`Replicated`](Placement::Replicated) | | | reduced, gathered |
+    /// | [`Reduced`](Placement::Reduced) | gathered, as with [`AtFirstUse`](crate::distributed::Publish::AtFirstUse) | reduced | |
+    /// | [`Owned`](Placement::Owned) | gathered | gathered again, reduced | |
+    ///
+    /// A rank computes one parameter, or one bucket of the step, after the other.
     ///
     /// # Panics
     ///
     /// If `costs` has no entry for a shape of the plan.
-    pub fn timeline(&self, costs: &Costs, machine: &Machine) -> Timeline {
+    pub fn timeline(&self, costs: &Costs, machine: &Machine, passes: &PassTimes) -> Timeline {
         let ranks = self.world_size();
-        let messages: Vec<Messages> =
-            self.buckets().iter().map(|bucket| Messages::new(bucket, machine, ranks)).collect();
+        let mut wires = Wires::default();
+        let (passed, reduced) = self.passes(machine, passes, &mut wires);
+
+        // Replicated parameters are reduced in the order of their buckets, owned ones before.
+        let message =
+            |bucket: &Bucket| machine.message(bucket.elements() * bucket.dtype.size(), ranks);
+        let mut ready = vec![0.0; self.buckets().len()];
+        let order = self.update_order();
+        for &index in &order {
+            let bucket = &self.buckets()[index];
+            ready[index] = match bucket.placement {
+                Placement::Replicated => {
+                    let summed = wires.reduce(passed, message(bucket));
+                    match bucket.kind {
+                        // An all-reduce is a reduce-scatter and an all-gather.
+                        BucketKind::Replicated => wires.gather(summed, message(bucket)),
+                        _ => summed,
+                    }
+                }
+                _ => bucket.parameters.iter().map(|p| reduced[*p]).fold(passed, f64::max),
+            };
+        }
         let work = self.work(costs);
-        let update = |bucket: usize, rank: usize| {
-            work[bucket][rank] + elementwise(&self.buckets()[bucket], rank, machine)
+        let update = |index: usize, rank: usize| {
+            work[index][rank] + elementwise(&self.buckets()[index], rank, machine)
         };
-        // One float32 for each parameter, to all ranks and back.
-        let agreement = 2.0 * machine.collective_time(4 * self.parameters().len(), ranks);
-        let reductions = messages.iter().map(|messages| messages.reduce).sum::<f64>();
-        let mut wire: f64 = reductions + agreement;
-        let mut done = vec![wire; ranks];
-        for (bucket, messages) in messages.iter().enumerate() {
-            done.iter_mut().enumerate().for_each(|(rank, done)| *done += update(bucket, rank));
-            wire = done.iter().copied().fold(wire, f64::max) + messages.gather;
+        // One float32 for each parameter, to all ranks and back, after all reductions.
+        let flags = machine.message(4 * self.parameters().len(), ranks);
+        let agree = |wires: &mut Wires| {
+            let all = ready.iter().copied().fold(0.0, f64::max);
+            let summed = wires.reduce(all, flags);
+            wires.gather(summed, flags)
+        };
+        let mut done = vec![passed; ranks];
+        let (mut end, mut agreed) = (passed, None);
+        for index in order {
+            let bucket = &self.buckets()[index];
+            let start = match self.decides_alone(index) {
+                true => ready[index],
+                false => *agreed.get_or_insert_with(|| agree(&mut wires)),
+            };
+            for (rank, done) in done.iter_mut().enumerate() {
+                *done = done.max(start) + update(index, rank);
+            }
+            let updated = done.iter().copied().fold(0.0, f64::max);
+            let gathers =
+                bucket.placement == Placement::Replicated && bucket.kind != BucketKind::Replicated;
+            end = end.max(if gathers { wires.gather(updated, message(bucket)) } else { updated });
         }
-        let busy = |rank| (0..messages.len()).map(|bucket| update(bucket, rank)).sum();
+        end = end.max(agreed.unwrap_or_else(|| agree(&mut wires)));
+        let busy = |rank| (0..self.buckets().len()).map(|bucket| update(bucket, rank)).sum();
         Timeline {
-            total: wire,
-            compute: (0..ranks).map(busy).fold(0.0, f64::max),
-            communication: agreement + messages.iter().map(|m| m.reduce + m.gather).sum::<f64>(),
+            total: end,
+            compute: passes.seconds + (0..ranks).map(busy).fold(0.0, f64::max),
+            communication: wires.sent,
         }
+    }
+
+    /// The end of the backward pass, and the times at which the gradients of parameters are
+    /// reduced.
+    fn passes(&self, machine: &Machine, passes: &PassTimes, wires: &mut Wires) -> (f64, Vec<f64>) {
+        let bytes: Vec<usize> =
+            self.parameters().iter().map(|p| p.elements() * p.dtype.size()).collect();
+        let elements: usize = self.parameters().iter().map(super::Parameter::elements).sum();
+        let seconds: Vec<f64> = self
+            .parameters()
+            .iter()
+            .map(|parameter| passes.seconds * parameter.elements() as f64 / elements.max(1) as f64)
+            .collect();
+        let message = |index: usize| machine.message(bytes[index], self.world_size());
+        let split = |index: usize| match (self.parameters()[index].placement, passes.inside_nodes) {
+            // The replicas of a part exchange it once, and the ranks that share it at every use.
+            (Placement::Owned, true) => {
+                let Message { inside, across } = message(index);
+                [Message { inside: 0.0, across }, Message { inside, across: 0.0 }]
+            }
+            (Placement::Owned, false) => [Message::default(), message(index)],
+            (Placement::Reduced, _) => [message(index), Message::default()],
+            (Placement::Replicated, _) => [Message::default(); 2],
+        };
+        let owned = |index: usize| match self.parameters()[index].placement {
+            Placement::Owned => bytes[index],
+            Placement::Replicated | Placement::Reduced => 0,
+        };
+        let mut time = 0.0;
+        let count = self.parameters().len();
+        let mut forward = Ahead::new(passes.ahead);
+        for (index, seconds) in seconds.iter().enumerate() {
+            let [published, gathered] = split(index);
+            let published = wires.gather(0.0, published);
+            let asked = forward.ask(owned(index));
+            time = wires.gather(published.max(asked), gathered).max(time);
+            time += FORWARD * seconds;
+            forward.used(time);
+        }
+        let (mut reduced, mut backward) = (vec![0.0; count], Ahead::new(passes.ahead));
+        backward.start = time;
+        // Those of the next parameters, in the order of the backward pass.
+        let mut arrived = vec![0.0; count];
+        let order: Vec<usize> = (0..count).rev().collect();
+        let mut asked_for = 0;
+        for (position, &index) in order.iter().enumerate() {
+            while asked_for < count
+                && (asked_for <= position || backward.fits(owned(order[asked_for])))
+            {
+                let next = order[asked_for];
+                let asked = backward.ask(owned(next));
+                arrived[next] = wires.gather(asked, split(next)[1]);
+                asked_for += 1;
+            }
+            time = arrived[index].max(time) + (1.0 - FORWARD) * seconds[index];
+            backward.used(time);
+            if self.parameters()[index].placement.reduces_in_backward() {
+                reduced[index] = wires.reduce(time, message(index));
+            }
+        }
+        (time, reduced)
+    }
+
+    /// Returns `true` if the owners of a bucket's parameters decide alone on their updates.
+    pub(crate) fn decides_alone(&self, bucket: usize) -> bool {
+        let parameters = &self.buckets()[bucket].parameters;
+        parameters.iter().all(|parameter| self.owners()[*parameter].len() == 1)
+    }
+
+    /// The order in which a step updates the buckets: first those that owners decide on alone.
+    fn update_order(&self) -> Vec<usize> {
+        let (alone, together): (Vec<_>, Vec<_>) =
+            (0..self.buckets().len()).partition(|bucket| self.decides_alone(*bucket));
+        [alone, together].concat()
     }
 }
 
-/// Seconds that the collectives of a bucket take.
-struct Messages {
-    reduce: f64,
-    gather: f64,
+/// Parameters that are gathered ahead of their use, up to a number of bytes.
+struct Ahead {
+    limit: usize,
+    /// Bytes of those that were asked for, and the time of their use, if they were used.
+    asked: Vec<(usize, Option<f64>)>,
+    start: f64,
 }
 
-impl Messages {
-    fn new(bucket: &Bucket, machine: &Machine, ranks: usize) -> Self {
-        let time = machine.collective_time(bucket.elements() * bucket.dtype.size(), ranks);
-        let (reduce, gather) = match bucket.kind {
-            // An all-reduce is a reduce-scatter and an all-gather.
-            BucketKind::Replicated => (2.0 * time, 0.0),
-            BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => (time, time),
-        };
-        Self { reduce, gather }
+impl Ahead {
+    fn new(limit: usize) -> Self {
+        Self { limit, asked: vec![], start: 0.0 }
+    }
+
+    fn outstanding(&self) -> usize {
+        self.asked.iter().filter(|(_, used)| used.is_none()).map(|(bytes, _)| bytes).sum()
+    }
+
+    /// Returns `true` if more bytes are within the limit.
+    fn fits(&self, bytes: usize) -> bool {
+        self.outstanding() + bytes <= self.limit
+    }
+
+    /// The time at which a parameter may be asked for: after the uses of those that it does not fit
+    /// beside.
+    fn ask(&mut self, bytes: usize) -> f64 {
+        let mut beside = bytes;
+        let mut time = self.start;
+        for (asked, used) in self.asked.iter().rev() {
+            beside += asked;
+            if beside > self.limit {
+                time = used.unwrap_or(self.start);
+                break;
+            }
+        }
+        self.asked.push((bytes, None));
+        time
+    }
+
+    /// Marks the first that was not used as used.
+    fn used(&mut self, time: f64) {
+        if let Some((_, used)) = self.asked.iter_mut().find(|(_, used)| used.is_none()) {
+            *used = Some(time);
+        }
     }
 }
 

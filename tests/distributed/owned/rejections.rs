@@ -166,12 +166,15 @@ pub fn ranks_may_start_from_clones_of_one_model() {
 
 const VICTIM: usize = 1;
 
+/// A rank and what it returned.
+type Outcome = (usize, Result<()>);
+
 /// Trains for a step and saves it, with a function that is called before every event of the
 /// victim. Returns the outcome of every rank.
 fn train_and_save(
     path: &std::path::Path,
     watch: impl Fn(Event) -> Result<()> + Send + Sync + Clone + 'static,
-) -> (Result<Vec<()>>, Vec<(usize, Result<()>)>) {
+) -> (Result<Vec<()>>, Vec<Outcome>) {
     let outcomes = Mutex::new(vec![]);
     let run = worlds::ranks_here(DEADLINE, 3, |world| {
         let world = with_checkpoints(&world);
@@ -239,7 +242,7 @@ pub fn delays_in_passes_do_not_change_results() {
             let calls = AtomicUsize::new(world.rank());
             let world = watched(&world, move |_| {
                 let call = calls.fetch_add(1, SeqCst);
-                if delays && call % 7 == 0 {
+                if delays && call.is_multiple_of(7) {
                     std::thread::sleep(Duration::from_micros(call as u64 * 37 % 400));
                 }
                 Ok(())
