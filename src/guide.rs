@@ -9,6 +9,7 @@
 //! | train on one device, with the fewest launches | [`one_device`] |
 //! | train on several devices | [`ranks`] |
 //! | start ranks as processes, on one host or several | [`hosts`] |
+//! | train models that do not fit a rank, or hide messages | [`large_models`] |
 //! | use burn-train's `Learner` | [`learner`] |
 //! | save a run and continue it, also on another number of ranks | [`resuming`] |
 //! | exclude a layer from Muon, freeze it, or train LoRA adapters | [`excluding`] |
@@ -94,6 +95,27 @@ pub mod ranks {}
 /// [docs/design]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/hosts.md")]
 pub mod hosts {}
+
+/// Parameters that are divided among ranks, and messages behind the passes.
+///
+/// [`Layout`]: crate::distributed::Layout
+/// [`Layout::overlap_backward`]: crate::distributed::Layout::overlap_backward
+/// [`Mesh::new`]: crate::distributed::Mesh::new
+/// [`Place`]: crate::distributed::Place
+/// [`Keep::Nothing`]: crate::distributed::Keep::Nothing
+/// [`Keep::Weights`]: crate::distributed::Keep::Weights
+/// [`Publish::AtFirstUse`]: crate::distributed::Publish::AtFirstUse
+/// [`accumulate`]: crate::distributed::Layout::accumulate
+/// [`collect`]: crate::distributed::Layout::collect
+/// [`unshard`]: crate::distributed::Layout::unshard
+/// [`with_small_elements`]: crate::distributed::Layout::with_small_elements
+/// [`save`]: crate::DistModuleOptimizer::save
+/// [`load`]: crate::DistModuleOptimizer::load
+/// [`finish_publication`]: crate::DistModuleOptimizer::finish_publication
+/// [`Error::Mismatch`]: crate::Error::Mismatch
+/// [docs/results]: crate::guide#other-documents
+#[doc = include_str!("../docs/guide/large-models.md")]
+pub mod large_models {}
 
 /// A complete program for burn-train's `Learner`.
 ///

@@ -53,6 +53,7 @@
 //! - [training on one device](guide::one_device), with the fewest launches;
 //! - [from 1 to 8 GPUs](guide::ranks): a complete program before and after;
 //! - [processes and several hosts](guide::hosts): launchers, their variables and the secret;
+//! - [models that do not fit](guide::large_models) a rank, and messages behind the passes;
 //! - [training with burn-train's `Learner`](guide::learner);
 //! - [saving and resuming](guide::resuming), also on another number of ranks;
 //! - [excluding and freezing layers, LoRA](guide::excluding);
@@ -81,6 +82,7 @@
 //! | [`schedule`] | [`Schedule`], for momentum, weight decay and learning rate over the steps of a run |
 //! | [`recipe`] | [`Recipe`], settings with which others train by Muon, with their sources |
 //! | [`checkpoint`] | saving and loading the state of a run as one file, which is replaced atomically |
+//! | [`link`] | [`Link`](link::Link), a differentiable operation whose value is computed elsewhere |
 //! | [`error`] | [`Error`], with the remedy in every message |
 //!
 //! # Devices

@@ -21,7 +21,7 @@ use burn::tensor::{Device, Shape, Tensor};
 
 use super::{Forward, Link};
 
-/// Why a tensor's conversion to a backend's primitive succeeds.
+/// The reason that a tensor's conversion to a primitive succeeds.
 const OF_THIS_BACKEND: &str = "the tensor is of the backend of its device";
 
 /// Calls a function with the type of a device's backend. `None` for other backends.

@@ -291,7 +291,7 @@ impl Layout {
     /// whole gradients, in float32 for parameters in half precision.
     ///
     /// To hold parts instead, call `backward` for every micro-batch, and add up what it returns by
-    /// [`GradientBuffer`](crate::GradientBuffer): the ranks then reduce as many times.
+    /// [`GradientBuffer`](crate::GradientBuffer): the ranks then reduce once for each of them.
     ///
     /// # Errors
     ///

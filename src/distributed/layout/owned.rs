@@ -1,5 +1,5 @@
-//! Reparameterizations of the parameters of passes: a use of an owned one gathers the whole, and the
-//! gradient of every use is reduced.
+//! Reparameterizations of the parameters of passes: a use of an owned one gathers the whole, and
+//! the gradient of every use is reduced.
 
 use std::sync::Arc;
 

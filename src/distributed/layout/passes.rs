@@ -109,7 +109,7 @@ struct State {
     reducing: usize,
     /// Bytes of gradients that wait for those of other uses.
     sums: usize,
-    /// What was held at the peak of each kind, and of their sum.
+    /// The bytes held at the peak of each kind, and of their sum.
     peaks: [Held; 3],
     forward: Order,
     /// The parameters that are gathered again in the backward pass.
@@ -208,8 +208,8 @@ impl Passes {
     /// A link that reduces the gradient of a use.
     fn reducing(self: &Arc<Self>, unit: &Arc<Unit>) -> Link {
         self.state().uses[unit.index].count += 1;
-        // Burn frees a graph when it makes the next one: its closures must not keep the world alive,
-        // which processes have to leave before they end.
+        // Burn frees a graph when it makes the next one: its closures must not keep the world
+        // alive, which processes have to leave before they end.
         let (to, of) = (Arc::downgrade(self), unit.clone());
         Link::taking(move |gradient| {
             if let Some(passes) = to.upgrade() {
@@ -598,7 +598,7 @@ impl Passes {
 }
 
 impl Drop for State {
-    /// Waits for what nobody has used, since the other ranks take part in it.
+    /// Waits for all that was not used, since the other ranks take part in it.
     fn drop(&mut self) {
         let publishing = self.publishing.drain(..).map(|(_, pending)| pending);
         let flights = self.flights.drain(..).map(|flight| match flight {
@@ -652,7 +652,7 @@ pub struct MeanGradient {
 }
 
 impl MeanGradient {
-    /// Registers the gradient, with as many dimensions as the model's parameter has.
+    /// Registers the gradient, with the number of dimensions of the model's parameter.
     pub fn register(self, gradients: &mut GradientsParams) {
         let Self { unit, mean } = self;
         let [count] = mean.dims();

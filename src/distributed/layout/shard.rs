@@ -56,8 +56,8 @@ impl Layout {
         world.broadcast(model)
     }
 
-    /// The ranks that share parameters, and those that have replicas of their parts. Groups of their
-    /// own, since results of other calls may be waited for in between.
+    /// The ranks that share parameters, and those that have replicas of their parts. Groups of
+    /// their own, since results of other calls may be waited for in between.
     fn groups(&self) -> Result<Groups> {
         let world = self.world();
         let Position { rank, part, shard } = self.position(world.rank());

@@ -1,4 +1,5 @@
-//! A parameter of the passes: the conversion between the whole, as modules use it, and the parts of ranks.
+//! A parameter of the passes: the conversion between the whole, as modules use it, and the parts of
+//! ranks.
 
 use std::ops::Range;
 

@@ -87,8 +87,8 @@ impl Units {
         }
     }
 
-    /// Starts to make this rank's new part of a parameter, as [`publish`](Self::publish) does. It is
-    /// waited for at its first use: `None` if it is already here.
+    /// Starts to make this rank's new part of a parameter, as [`publish`](Self::publish) does. Its
+    /// first use waits for it: `None` if that is arranged, as where there are replicas.
     ///
     /// # Errors
     ///

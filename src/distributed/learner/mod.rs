@@ -80,11 +80,11 @@ pub use logits::LearnerLogits;
 /// The optimizer of the learner is checked when training starts: an optimizer of another kind is
 /// rejected.
 ///
-/// In processes, every process makes the learner and launches the training with its rank's strategy.
-/// Rank 0 alone saves, and reports metrics: those of training are of its part of the items, and those
-/// of validation are of all items, which rank 0 processes alone, or every rank if a
-/// [layout](Self::with_layout) has divided the parameters. Give the other processes a folder of their
-/// own for burn-train's files.
+/// In processes, every process makes the learner and launches the training with its rank's
+/// strategy. Rank 0 alone saves and reports metrics. Those of training are of its part of the
+/// items. Those of validation are of all items, which rank 0 processes alone, or every rank if a
+/// [layout](Self::with_layout) has divided the parameters. Give the other processes a folder of
+/// their own for burn-train's files.
 ///
 /// An error or a panic on a rank ends the training on all ranks.
 /// [`LearningResult::error`](burn::train::LearningResult) then has the error, and the returned
@@ -165,8 +165,8 @@ impl DistMuonStrategy {
     }
 
     /// Sets the layout of the model, from a function that every rank calls with its world. Where
-    /// parameters are divided and a checkpointer saves, all ranks hold the whole model at the end of
-    /// every epoch, because Burn's checkpointers accept whole records only.
+    /// parameters are divided and a checkpointer saves, all ranks hold the whole model at the end
+    /// of every epoch, because Burn's checkpointers accept whole records only.
     ///
     /// ```
     /// use burn::tensor::Device;

@@ -18,11 +18,11 @@ pub struct Usage {
 /// Bytes that one rank holds, from
 /// [`DistModuleOptimizer::memory`](super::DistModuleOptimizer::memory). Prints as a table.
 ///
-/// The report counts the tensors of the model and of the optimizer between the phases of a step, the
-/// owned parameters and gradients of forward and backward passes, and the buffers that the engine
-/// has allocated. It counts neither the intermediate results of an
-/// update nor the memory that a backend keeps in reserve. `total` is the sum of all kinds at one
-/// time, so its peak may be less than the sum of the other peaks; it is the sum of their `at_peak`.
+/// The report counts the tensors of the model and of the optimizer between the phases of a step,
+/// the owned parameters and gradients of forward and backward passes, and the buffers that the
+/// engine has allocated. It counts neither the intermediate results of an update nor the memory
+/// that a backend keeps in reserve. `total` is the sum of all kinds at one time, so its peak may be
+/// less than the sum of the other peaks; it is the sum of their `at_peak`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryReport {
     /// The model's trained parameters.

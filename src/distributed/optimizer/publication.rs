@@ -87,7 +87,7 @@ impl State {
 }
 
 impl Drop for State {
-    /// Waits for what nobody has used, since the other ranks send it.
+    /// Waits for all that was not used, since the other ranks send it.
     fn drop(&mut self) {
         while self.land() {}
     }

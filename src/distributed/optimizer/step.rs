@@ -498,7 +498,7 @@ impl DistModuleOptimizer {
         Ok(())
     }
 
-    /// This rank's new parts of owned parameters, whose shards the ranks with replicas have updated.
+    /// This rank's new parts of owned parameters, of shards that the ranks with replicas updated.
     /// `None` for those that are on their way.
     fn publish_parts(&self, step: &mut Step) -> Result<Parts> {
         let mut parts: Parts = vec![None; self.model.len()];

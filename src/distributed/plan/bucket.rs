@@ -91,7 +91,8 @@ impl Bucket {
         Self { kind, dtype, placement, parameters: indices, pieces, counts }
     }
 
-    /// The bucket of a single parameter that the backward pass reduces, from its blocks and the owners of their matrices.
+    /// The bucket of a single parameter that the backward pass reduces, from its blocks and the
+    /// owners of their matrices.
     pub(crate) fn of_one(blocks: &[Parameter], owners: &[Vec<usize>], world_size: usize) -> Self {
         let kind = match blocks[0].work {
             Work::Matrices { .. } => BucketKind::Matrices,

@@ -294,7 +294,7 @@ const FREE: Machine = Machine {
     elementwise: f64::INFINITY,
 };
 
-/// A machine whose links are all the same.
+/// A machine with one kind of links.
 fn machine(bandwidth: f64, latency: f64, elementwise: f64) -> Machine {
     Machine { links: Links { bandwidth, latency }, node: None, elementwise }
 }

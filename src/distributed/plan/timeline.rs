@@ -292,14 +292,14 @@ impl Ahead {
         self.outstanding() + bytes <= self.limit
     }
 
-    /// The time at which a parameter may be asked for: after the uses of those that it does not fit
-    /// beside.
+    /// The time at which a parameter may be asked for: after the uses of those with which it
+    /// exceeds the limit.
     fn ask(&mut self, bytes: usize) -> f64 {
-        let mut beside = bytes;
+        let mut together = bytes;
         let mut time = self.start;
         for (asked, used) in self.asked.iter().rev() {
-            beside += asked;
-            if beside > self.limit {
+            together += asked;
+            if together > self.limit {
                 time = used.unwrap_or(self.start);
                 break;
             }

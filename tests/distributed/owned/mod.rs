@@ -393,8 +393,8 @@ fn a_rank_holds_and_sends_its_share() {
                         let passes: usize = passes.values().sum();
                         let times = if keep == Keep::Nothing { 3 } else { 2 };
                         let most = times * (count - 1) * BYTES / count;
-                        // The first layer's weight is not used in the backward pass, since the input
-                        // has no gradient. NCCL's own reductions may send more.
+                        // The first layer's weight is not used in the backward pass, since the
+                        // input has no gradient. NCCL's own reductions may send more.
                         let unused = if keep == Keep::Nothing { BYTES / 16 } else { 0 };
                         let is_share = (most.saturating_sub(unused)..=most).contains(&passes);
                         assert!(is_share || !is_exact, "{passes} of {most}");
@@ -409,8 +409,8 @@ fn a_rank_holds_and_sends_its_share() {
                     assert_eq!((memory.gathered.now, memory.in_flight.now), (0, 0));
                     // The one in use, or those ahead.
                     assert_eq!(memory.gathered.peak, ahead.max(1) * BYTES / 16, "{memory}");
-                    // A gradient as it was computed, and the buffers of the one before: `nccl` receives
-                    // those of all ranks to add them up exactly.
+                    // A gradient as it was computed, and the buffers of the one before: `nccl`
+                    // receives those of all ranks to add them up exactly.
                     let gradient = BYTES / 16;
                     let most = (3 + count) * gradient;
                     assert!((gradient..=most).contains(&memory.in_flight.peak), "{memory}");

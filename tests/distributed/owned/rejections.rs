@@ -22,7 +22,7 @@ use crate::{DEADLINE, ranks_here};
 fn errors<T>(run: impl Fn(&World) -> Result<T> + Sync) -> Vec<Error> {
     let errors = ranks_here(2, |world| {
         let world = with_checkpoints(&world);
-        Ok(run(&world).err().expect("it is rejected"))
+        Ok(run(&world).err().expect("the call is rejected"))
     });
     errors.unwrap()
 }
