@@ -11,6 +11,8 @@ use distmuon::{
     NewtonSchulzConfig, RoutingRule,
 };
 use distmuon_testing::models::Layers;
+#[cfg(feature = "mpi")]
+use distmuon_testing::mpirun;
 use distmuon_testing::{excused, lacks};
 use peak_alloc::PeakAlloc;
 use std::path::Path;
@@ -350,4 +352,49 @@ fn owned_parameters_take_the_memory_of_parts_and_one_parameter() {
     let [.., kept] = extra_of_owned_parameters(Keep::Weights);
     // All weights on each rank, when the backward pass begins.
     assert!(kept >= 2 * 8 * LAYER, "{kept}");
+}
+
+/// The variable that is set in processes that are ranks.
+#[cfg(feature = "mpi")]
+const RANK: &str = "DISTMUON_TEST_RANK";
+
+#[cfg(feature = "mpi")]
+#[test]
+fn a_process_holds_its_share_of_owned_parameters_and_states() {
+    let _alone = alone();
+    if std::env::var_os(RANK).is_some() {
+        return hold_the_share_of_a_process();
+    }
+    if !is_on_host() || !mpirun::is_there() {
+        return;
+    }
+    let mut mpirun = mpirun::mpirun(2);
+    mpirun.arg(std::env::current_exe().unwrap()).env(RANK, "1");
+    mpirun.args(["a_process_holds_its_share_of_owned_parameters_and_states", "--exact"]);
+    let output = mpirun::output(mpirun).expect("mpirun runs");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.matches("1 passed").count() == 2, "{text}");
+}
+
+#[cfg(feature = "mpi")]
+fn hold_the_share_of_a_process() {
+    let world = World::from_env().unwrap();
+    let device = world.device().clone().gradient_checkpointing();
+    let world = World::new(world.communicator(), device);
+    let before = ALLOCATOR.current_usage();
+    let layout = Layout::new(&Mesh::flat(&world)).owned("dp");
+    let mut model = layout.shard(Layers::square(8, 512, world.device())).unwrap();
+    let mut optim = DistMuonConfig::new().init_on(&layout, &model).unwrap();
+    for _ in 0..2 {
+        let input = Tensor::<3>::ones([2, 2, 512], world.device());
+        let output = model.layers.iter().fold(input, |x, layer| layer.forward(x));
+        let gradients = layout.backward(&output.mean(), &model).unwrap();
+        model = optim.step(1e-3, model, gradients).unwrap();
+    }
+    // Half of the parameters, and a momentum for each.
+    let held = ALLOCATOR.current_usage() - before;
+    let share = 8 * LAYER;
+    assert!((share..share + share / 10).contains(&held), "{held} of {share}");
+    drop((model, optim, layout));
+    world.comm().barrier().unwrap();
 }

@@ -20,7 +20,7 @@ pub struct Sharding {
     pub mesh: Vec<Axis>,
     /// Divides the parameters among the ranks along an axis of --mesh.
     ///
-    /// A rank then has the part that it updates. For dist-muon and dist-adamw.
+    /// A rank has the part that it updates. For dist-muon and dist-adamw.
     #[arg(long, value_name = "AXIS", help_heading = "Ranks")]
     pub owned: Option<String>,
     /// Weights that --owned keeps until the backward pass.

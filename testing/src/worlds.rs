@@ -115,6 +115,14 @@ pub const ONE_OF_EACH: &[Engine] = &[
     Engine::Nccl,
 ];
 
+/// The engines in this process whose results are complete when they are returned, and may be used
+/// before.
+pub const NOW_AND_AHEAD: &[Engine] = &[
+    Engine::Threads,
+    #[cfg(feature = "cuda")]
+    Engine::NcclAhead,
+];
+
 /// Returns a trial for every case on every engine.
 pub fn trials(engines: &[Engine], cases: &[Case]) -> Vec<Trial> {
     let on = |engine: Engine| {

@@ -35,7 +35,7 @@ use serde::{Serialize, de::DeserializeOwned};
 fn everywhere() -> Vec<Case> {
     let cases = [steps::EVERYWHERE, shapes::EVERYWHERE, collectives::EVERYWHERE, nodes::EVERYWHERE];
     let more = [checkpoints::EVERYWHERE, schedules::EVERYWHERE, custom::EVERYWHERE];
-    [&cases[..], &more, &[owned::EVERYWHERE, publication::EVERYWHERE]].concat().concat()
+    [&cases[..], &more].concat().concat()
 }
 
 /// Such cases of updates, which an engine does not see.
@@ -43,12 +43,15 @@ fn updates() -> Vec<Case> {
     [parts::EVERYWHERE, precision::EVERYWHERE, qk_clip::EVERYWHERE].concat()
 }
 
+/// Such cases of parameters whose messages are sent in forward and backward passes.
+fn passes() -> Vec<Case> {
+    [owned::EVERYWHERE, publication::EVERYWHERE].concat()
+}
+
 /// Cases whose world fails, or that need all ranks in this process.
 fn in_process() -> Vec<Case> {
     let cases = [steps::IN_PROCESS, checkpoints::IN_PROCESS, rejections::IN_PROCESS];
-    [&cases[..], &[custom::IN_PROCESS, owned::IN_PROCESS, publication::IN_PROCESS]]
-        .concat()
-        .concat()
+    [&cases[..], &[custom::IN_PROCESS]].concat().concat()
 }
 
 /// Configures the default type of the device according to `DISTMUON_TEST_FLOAT`, since nothing in
@@ -71,12 +74,14 @@ fn main() {
     #[cfg(feature = "cuda")]
     host::use_test_library();
     #[cfg(feature = "mpi")]
-    let on_processes = [everywhere(), updates()].concat();
+    let on_processes = [everywhere(), updates(), passes()].concat();
     #[cfg(feature = "mpi")]
     worlds::mpi::work(&on_processes);
     let updates = [updates(), parts::IN_PROCESS.to_vec()].concat();
     let mut trials = worlds::trials(worlds::HERE, &[everywhere(), in_process()].concat());
     trials.extend(worlds::trials(worlds::ONE_OF_EACH, &updates));
+    let passes = [&passes()[..], owned::IN_PROCESS, publication::IN_PROCESS].concat();
+    trials.extend(worlds::trials(worlds::NOW_AND_AHEAD, &passes));
     #[cfg(feature = "mpi")]
     trials.push(worlds::mpi::trial(on_processes.len()));
     libtest_mimic::run(&Arguments::from_args(), trials).exit();

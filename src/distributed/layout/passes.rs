@@ -517,9 +517,10 @@ impl Passes {
     pub fn uncollected(&self) -> Option<&Unit> {
         let state = self.state();
         let has_gradient = |unit: &&Arc<Unit>| {
-            let Uses { sum, mean, .. } = &state.uses[unit.index];
+            let Uses { sum, micro_batches, mean, .. } = &state.uses[unit.index];
             let is_reducing = |flight: &Flight| flight.reduced() == Some(unit.index);
-            sum.is_some() || mean.is_some() || state.flights.iter().any(is_reducing)
+            let gradients = [sum, micro_batches, mean];
+            gradients.into_iter().any(Option::is_some) || state.flights.iter().any(is_reducing)
         };
         self.units.iter().find(has_gradient).map(|unit| &**unit)
     }

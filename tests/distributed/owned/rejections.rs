@@ -117,6 +117,14 @@ pub fn gradients_that_were_not_collected_are_rejected() {
         optim.step(0.1, net, gradients)
     });
     assert_says(&uncollected, &["`layers.0.weight`", "not collected", "`Layout::collect`"]);
+    let of_micro_batches = errors(|world| {
+        let layout = Layout::new(&Mesh::flat(world)).owned("dp");
+        let net = layout.shard(layers(world.device()))?;
+        let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
+        layout.accumulate(&output(&net, Tensor::ones([2, 3, 32], world.device())), &net)?;
+        optim.step(0.1, net, GradientsParams::new())
+    });
+    assert_says(&of_micro_batches, &["`layers.0.weight`", "not collected"]);
 }
 
 pub fn ranks_whose_passes_differ_are_rejected_naming_the_parameter() {
