@@ -6,6 +6,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::{DistMuonConfig, Keep, Layout, Mesh};
+use distmuon::link::{Clock, Link};
 use distmuon::{
     Coefficients, Error, IterationDtype, IterationForm, MuonConfig, NewtonSchulz,
     NewtonSchulzConfig, RoutingRule,
@@ -289,12 +290,14 @@ fn a_step_with_more_buckets_does_not_use_more_memory() {
     assert!(many <= few + 4 * BUCKET, "{many} beyond {few}");
 }
 
-/// Bytes of a layer of the model whose parameters are owned.
+/// Layers of the model whose parameters are owned.
+const OWNED_LAYERS: usize = 16;
+/// Bytes of one of them.
 const LAYER: usize = 512 * 512 * 4;
 
-/// Bytes in addition to the parts: while a model is divided, after that, and in a pass, of two
-/// ranks together.
-fn extra_of_owned_parameters(keep: Keep) -> [usize; 3] {
+/// Bytes in addition to the parts: while a model is divided, after that, after a forward pass, and
+/// in a backward pass, of two ranks together.
+fn extra_of_owned_parameters(keep: Keep) -> [usize; 4] {
     let device = Device::default().autodiff().gradient_checkpointing();
     let together = Barrier::new(2);
     let before = ALLOCATOR.current_usage();
@@ -319,20 +322,24 @@ fn extra_of_owned_parameters(keep: Keep) -> [usize; 3] {
             .with_in_flight_mb(0.0);
         read(&world, now);
         // Not initialised yet.
-        let model = layout.shard(Layers::square(8, 512, world.device()))?;
+        let model = layout.shard(Layers::square(OWNED_LAYERS, 512, world.device()))?;
         let sharding = read(&world, peak);
         let held = read(&world, now);
-        let pass = || {
-            let input = Tensor::<3>::ones([2, 2, 512], world.device());
-            let output = model.layers.iter().fold(input, |x, layer| layer.forward(x));
-            layout.backward(&output.mean(), &model)
+        let forward = || {
+            let input = Tensor::<2>::ones([4, 512], world.device());
+            model.layers.iter().fold(input, |x, layer| layer.forward(x)).mean()
         };
-        let gradients = pass()?;
+        layout.backward(&forward(), &model)?; // makes the depths of the clock
+        let before_passes = read(&world, now);
+        let output = forward();
+        let kept = read(&world, now).saturating_sub(before_passes);
+        let gradients = layout.backward(&output, &model)?;
         let passing = read(&world, peak);
         drop(gradients);
-        Ok::<_, Error>([sharding, held, passing])
+        let extra = |bytes: usize| bytes.saturating_sub(OWNED_LAYERS * LAYER);
+        Ok::<_, Error>([extra(sharding), extra(held), kept, extra(passing)])
     });
-    ranks.unwrap()[0].map(|bytes| bytes.saturating_sub(8 * LAYER))
+    ranks.unwrap()[0]
 }
 
 #[test]
@@ -341,17 +348,58 @@ fn owned_parameters_take_the_memory_of_parts_and_one_parameter() {
     if !is_on_host() {
         return;
     }
-    let [sharding, held, passing] = extra_of_owned_parameters(Keep::Nothing);
-    println!("sharding {sharding}, held {held}, passing {passing}, of layers of {LAYER} bytes");
+    extra_of_owned_parameters(Keep::Nothing); // libraries
+    let [sharding, held, kept, passing] = extra_of_owned_parameters(Keep::Nothing);
+    println!("sharding {sharding}, held {held}, kept {kept}, passing {passing} bytes");
     // On each of two ranks: the initialised parameter, and that of rank 0.
     assert!(sharding <= 2 * 2 * LAYER + SCRATCH, "{sharding}");
-    assert!(held <= SCRATCH, "{held}");
-    // The parts of all gradients; on each rank a weight, and a gradient as it is computed, packed
-    // and received.
-    assert!(passing <= 8 * LAYER + 2 * 4 * LAYER + SCRATCH, "{passing}");
-    let [.., kept] = extra_of_owned_parameters(Keep::Weights);
-    // All weights on each rank, when the backward pass begins.
-    assert!(kept >= 2 * 8 * LAYER, "{kept}");
+    assert!(held <= SCRATCH && kept <= SCRATCH, "{held}, {kept}");
+    // The parts of all gradients; on each rank a weight, its gradient, the sum over ranks, and the
+    // mean.
+    assert!(passing <= (OWNED_LAYERS + 2 * 4) * LAYER + SCRATCH, "{passing}");
+}
+
+/// Bytes that a chain of products with weights that are made again holds after its forward pass,
+/// and at most in its backward pass.
+fn extra_of_links(clock: Option<&Clock>) -> [usize; 2] {
+    let device = Device::default().autodiff();
+    let leaves: Vec<_> = (0..4).map(|_| Tensor::<1>::ones([1], &device).require_grad()).collect();
+    let input = Tensor::<2>::ones([4, 512], &device);
+    let before = ALLOCATOR.current_usage();
+    let weight = |leaf: &Tensor<1>| {
+        let make =
+            |part: Tensor<1>| Tensor::<1>::ones([512 * 512], (&part.device(), DType::F32)) * part;
+        let link = Link::new(|gradient| gradient.sum()).made_again(make);
+        let link = match clock {
+            Some(clock) => link.at(clock.next(leaf)),
+            None => link,
+        };
+        let whole = make(leaf.clone().inner()).reshape([512, 512]);
+        link.attach::<1, 2>(leaf.clone(), whole)
+    };
+    let output = leaves.iter().fold(input, |x, leaf| x.matmul(weight(leaf)) / 512.0).sum();
+    let kept = ALLOCATOR.current_usage() - before;
+    ALLOCATOR.reset_peak_usage();
+    let gradients = output.backward();
+    let peak = ALLOCATOR.peak_usage() - before;
+    assert!(leaves.iter().all(|leaf| leaf.grad(&gradients).is_some()));
+    [kept, peak]
+}
+
+#[test]
+fn a_backward_pass_of_links_holds_one_weight_and_one_gradient() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    let clock = Clock::default();
+    extra_of_links(Some(&clock)); // libraries, and the depths of the clock
+    clock.reset();
+    let [kept, peak] = extra_of_links(Some(&clock));
+    assert!(kept <= SCRATCH / 4 && peak <= 2 * LAYER + SCRATCH / 4, "{kept}, {peak}");
+    // Without a clock, all gradients wait for the end.
+    let [_, at_the_end] = extra_of_links(None);
+    assert!(at_the_end >= 4 * LAYER, "{at_the_end}");
 }
 
 /// The variable that is set in processes that are ranks.
@@ -381,20 +429,31 @@ fn hold_the_share_of_a_process() {
     let world = World::from_env().unwrap();
     let device = world.device().clone().gradient_checkpointing();
     let world = World::new(world.communicator(), device);
-    let before = ALLOCATOR.current_usage();
-    let layout = Layout::new(&Mesh::flat(&world)).owned("dp");
-    let mut model = layout.shard(Layers::square(8, 512, world.device())).unwrap();
-    let mut optim = DistMuonConfig::new().init_on(&layout, &model).unwrap();
-    for _ in 0..2 {
-        let input = Tensor::<3>::ones([2, 2, 512], world.device());
-        let output = model.layers.iter().fold(input, |x, layer| layer.forward(x));
-        let gradients = layout.backward(&output.mean(), &model).unwrap();
-        model = optim.step(1e-3, model, gradients).unwrap();
+    // Libraries allocate the memory that they keep at first use.
+    extra([8, 512, 512], &iteration(IterationForm::Auto));
+    let share = OWNED_LAYERS * LAYER / 2;
+    for keep in [Keep::Nothing, Keep::Weights] {
+        let before = ALLOCATOR.current_usage();
+        let layout = Layout::new(&Mesh::flat(&world)).owned("dp").with_keep(keep);
+        let mut model = layout.shard(Layers::square(OWNED_LAYERS, 512, world.device())).unwrap();
+        let mut optim = DistMuonConfig::new().init_on(&layout, &model).unwrap();
+        let mut kept = 0;
+        for _ in 0..2 {
+            let start = ALLOCATOR.current_usage();
+            let input = Tensor::<2>::ones([4, 512], world.device());
+            let output = model.layers.iter().fold(input, |x, layer| layer.forward(x));
+            kept = ALLOCATOR.current_usage().saturating_sub(start);
+            let gradients = layout.backward(&output.mean(), &model).unwrap();
+            model = optim.step(1e-3, model, gradients).unwrap();
+        }
+        // This rank's parameters, and a momentum for each.
+        let held = ALLOCATOR.current_usage() - before;
+        assert!((2 * share..2 * share + share / 5).contains(&held), "{held} of {share}");
+        match keep {
+            Keep::Nothing => assert!(kept <= SCRATCH, "{kept}"),
+            // The weights of the other rank; this rank's are its parts.
+            _ => assert!(kept >= share - 2 * LAYER, "{kept}"),
+        }
     }
-    // Half of the parameters, and a momentum for each.
-    let held = ALLOCATOR.current_usage() - before;
-    let share = 8 * LAYER;
-    assert!((share..share + share / 10).contains(&held), "{held} of {share}");
-    drop((model, optim, layout));
     world.comm().barrier().unwrap();
 }

@@ -236,14 +236,11 @@ struct Detach<'a> {
 impl Detach<'_> {
     fn check<const D: usize>(
         &self,
-        index: usize,
+        known: &ModelParameter,
         part: Option<&Unit>,
         value: &Tensor<D>,
-        gradient: Option<&Tensor<1>>,
     ) -> Result<()> {
-        let known = &self.known[index];
-        let Expected { rank, device: on, wide_gradients } = self.expected;
-        let wide_gradients = wide_gradients || known.placement.reduces_in_backward();
+        let Expected { rank, device: on, .. } = self.expected;
         let error = |reason, remedy| Err(Error::parameter(&known.path, rank, reason, remedy));
         let described = |shape: &[usize], dtype| format!("{shape:?} {dtype:?}");
         let (shape, dtype) = (value.dims(), value.dtype());
@@ -264,16 +261,7 @@ impl Detach<'_> {
                 "move the model with `to_device`, or give its device to the world",
             );
         }
-        let Some(gradient) = gradient else { return Ok(()) };
-        let (expected, dtype) = (known.dtype, gradient.dtype());
-        let reason =
-            format!("its gradient is of the wrong type: expected {expected:?}, got {dtype:?}");
-        match is_half(expected) && dtype == DType::F32 {
-            _ if dtype == expected => Ok(()),
-            true if wide_gradients => Ok(()),
-            true => error(reason, "reduce in float32 with `DistMuonConfig::with_grad_dtype`"),
-            false => error(reason, "give gradients of the type of the parameter"),
-        }
+        Ok(())
     }
 
     /// Records an error for a parameter that is trained now and that is not in the plan.
@@ -329,11 +317,8 @@ impl Detach<'_> {
     ) -> Param<Tensor<D>> {
         let (id, value, mapper) = param.consume();
         let known = &self.known[index];
-        let gradient = self.gradient(known, id, &value);
-        let checked = gradient.and_then(|gradient| {
-            self.check(index, part, &value, gradient.as_ref())?;
-            Ok(gradient)
-        });
+        let checked = self.check(known, part, &value);
+        let checked = checked.and_then(|()| self.gradient(known, id, &value));
         let placeholder = placeholder(&value);
         self.detached.ids[index] = id;
         self.seen[index] = true;
@@ -380,6 +365,20 @@ impl Detach<'_> {
                 return Err(Error::parameter(&known.path, rank, reason, remedy));
             }
             Some(_) => {}
+        }
+        let Expected { wide_gradients, .. } = self.expected;
+        let wide_gradients = wide_gradients || known.placement.reduces_in_backward();
+        let (expected, dtype) = (known.dtype, gradient.dtype());
+        let error = |remedy| {
+            let reason =
+                format!("its gradient is of the wrong type: expected {expected:?}, got {dtype:?}");
+            Err(Error::parameter(&known.path, rank, reason, remedy))
+        };
+        match is_half(expected) && dtype == DType::F32 {
+            _ if dtype == expected => {}
+            true if wide_gradients => {}
+            true => return error("reduce in float32 with `DistMuonConfig::with_grad_dtype`"),
+            false => return error("give gradients of the type of the parameter"),
         }
         Ok(Some(gradient.reshape([-1])))
     }
