@@ -3,7 +3,7 @@
 //! operations.
 //!
 //! ```text
-//! cargo bench --bench scaling -- ../docs/scaling.svg
+//! cargo bench --bench scaling -- ../docs/scaling.svg ../docs/hiding.svg
 //! ```
 //!
 //! Cargo runs benches in `benches/`, where relative paths begin.
@@ -29,6 +29,7 @@ use distmuon::distributed::plan::{
 };
 use distmuon::distributed::{CostSource, DistMuonConfig};
 use distmuon::{MuonConfig, RoutingRule};
+use plotters::style::RGBColor;
 
 /// A GPT of 20 layers and width 1280, like nanochat's d20.
 const LAYERS: usize = 20;
@@ -230,8 +231,12 @@ struct Place {
 const NODE: usize = 8;
 const AHEAD: usize = 1 << 30;
 
-/// Prints the part of linear scaling that remains for several models and placements.
-fn simulate_hiding() {
+/// The numbers of ranks for which hiding is simulated.
+const HIDING_RANKS: [usize; 7] = [8, 16, 32, 64, 128, 256, 512];
+
+/// The part of linear scaling that remains for several models and placements: an efficiency by
+/// number of ranks for each placement.
+fn simulate_hiding() -> Vec<(&'static str, Vec<Efficiency>)> {
     let wide = [[4096, 4096], [4096, 1024], [4096, 1024], [4096, 4096]];
     let mlp = [[4096, 14336], [4096, 14336], [14336, 4096]];
     let llama = [&wide[..], &mlp].concat();
@@ -248,23 +253,26 @@ fn simulate_hiding() {
         place("owned, by node", Placement::Owned, true, false),
         place("owned inside nodes", Placement::Owned, true, true),
     ];
-    let mut table = Table::new();
-    table.load_style(presets::ASCII_MARKDOWN);
-    let names = places.iter().map(|place| place.name);
-    table.set_header(["model", "ranks"].into_iter().chain(names));
-    for model in &models {
-        for ranks in [64, 128, 256, 512] {
-            let efficiency = places.iter().map(|place| model.efficiency(ranks, place));
-            let cells = efficiency.map(|part| format!("{:.0} %", 100.0 * part));
-            let row = [model.name.to_owned(), ranks.to_string()];
-            table.add_row(row.into_iter().chain(cells));
-        }
-    }
-    println!("{table}");
+    let simulated = models.iter().map(|model| {
+        let efficiency = |place: &Place| Efficiency {
+            name: place.name.to_owned(),
+            points: HIDING_RANKS.map(|ranks| (ranks, model.efficiency(ranks, place))).to_vec(),
+        };
+        (model.name, places.iter().map(efficiency).collect())
+    });
+    simulated.collect()
 }
 
 fn main() {
-    simulate_hiding();
+    let mut charts = std::env::args().skip(1).filter(|argument| !argument.starts_with("--"));
+    let (scaling, hiding) = (charts.next(), charts.next());
+    let hidden = simulate_hiding();
+    for (model, efficiencies) in &hidden {
+        println!("{model}\n{}", table(efficiencies));
+    }
+    if let Some(path) = hiding {
+        draw(&hiding_chart(&hidden[0]), &path);
+    }
     let (costs, rate) = measured_costs();
     let elementwise = measured_adamw();
     let faster = GPU_OPERATIONS / rate;
@@ -291,18 +299,22 @@ fn main() {
     });
     let efficiencies: Vec<Efficiency> = measured.into_iter().chain(gpus).collect();
     println!("{}", table(&efficiencies));
-    if let Some(path) = std::env::args().skip(1).find(|argument| !argument.starts_with("--")) {
-        let chart = scaling_chart(efficiencies, faster);
-        chart.draw(Path::new(&path)).unwrap_or_else(|error| panic!("{path}: {error}"));
+    if let Some(path) = scaling {
+        draw(&scaling_chart(efficiencies, faster), &path);
     }
 }
 
+fn draw(chart: &Chart, path: &str) {
+    chart.draw(Path::new(path)).unwrap_or_else(|error| panic!("{path}: {error}"));
+}
+
+/// A row for every number of ranks.
 fn table(efficiencies: &[Efficiency]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN);
     let names = efficiencies.iter().map(|curve| curve.name.clone());
     table.set_header(std::iter::once("ranks".to_owned()).chain(names));
-    for (row, ranks) in RANKS.iter().enumerate() {
+    for (row, (ranks, _)) in efficiencies[0].points.iter().enumerate() {
         let values = efficiencies.iter().map(|curve| curve.points[row].1);
         let cells = values.map(|value| format!("{:.0} %", 100.0 * value));
         table.add_row(std::iter::once(ranks.to_string()).chain(cells));
@@ -313,22 +325,39 @@ fn table(efficiencies: &[Efficiency]) -> Table {
 /// A chart with one colour per machine. The curves of the optimizer are dashed, those of the whole
 /// step solid.
 fn scaling_chart(efficiencies: Vec<Efficiency>, faster: f64) -> Chart {
+    let style = |index: usize| (COLORS[index / 2], index.is_multiple_of(2).then_some([9, 6]));
+    chart(
+        format!("strong scaling of a step, simulated; GPU: {faster:.0} times as fast as measured"),
+        &efficiencies,
+        style,
+    )
+}
+
+/// A chart with one colour per placement. What is not hidden is dashed.
+fn hiding_chart((model, efficiencies): &(&str, Vec<Efficiency>)) -> Chart {
+    let style = |index: usize| (COLORS[index], (index < 2).then_some([9, 6]));
+    chart(format!("strong scaling of an iteration, simulated: {model}"), efficiencies, style)
+}
+
+fn chart(
+    title: String,
+    efficiencies: &[Efficiency],
+    style: impl Fn(usize) -> (RGBColor, Option<[i32; 2]>),
+) -> Chart {
     // Logarithms of powers of two are equally far apart.
     let position = |ranks: usize| (ranks as f64).log2();
-    let curves = efficiencies.into_iter().enumerate().map(|(index, curve)| chart::Curve {
-        name: curve.name,
-        points: curve.points.iter().map(|(ranks, value)| (position(*ranks), *value)).collect(),
-        color: COLORS[index / 2],
-        dash: (index % 2 == 0).then_some([9, 6]),
+    let ranks: Vec<usize> = efficiencies[0].points.iter().map(|(ranks, _)| *ranks).collect();
+    let curves = efficiencies.iter().enumerate().map(|(index, curve)| {
+        let (color, dash) = style(index);
+        let points = curve.points.iter().map(|(ranks, value)| (position(*ranks), *value));
+        chart::Curve { name: curve.name.clone(), points: points.collect(), color, dash }
     });
     Chart {
-        title: format!(
-            "strong scaling of a step, simulated; GPU: {faster:.0} times as fast as measured"
-        ),
+        title,
         x: Axis {
             name: "ranks",
-            range: position(RANKS[0])..position(RANKS[RANKS.len() - 1]),
-            ticks: RANKS.iter().map(|ranks| (position(*ranks), ranks.to_string())).collect(),
+            range: position(ranks[0])..position(ranks[ranks.len() - 1]),
+            ticks: ranks.iter().map(|ranks| (position(*ranks), ranks.to_string())).collect(),
         },
         y: Axis {
             name: "efficiency",
