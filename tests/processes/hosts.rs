@@ -150,7 +150,7 @@ pub fn wait_for_the_cut(folder: &Path) {
 }
 
 /// Waits for a condition, and returns the time that this took.
-fn wait_for(what: &str, done: impl Fn() -> bool) -> Duration {
+pub fn wait_for(what: &str, done: impl Fn() -> bool) -> Duration {
     let start = Instant::now();
     while !done() {
         assert!(start.elapsed() < ranks::DEADLINE, "no {what}");

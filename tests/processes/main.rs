@@ -1,10 +1,13 @@
 //! Ranks that are processes: launchers, processes that are killed, and hosts that lose their link.
 //!
 //! The program starts itself as the ranks. They train over the engine `nccl` and the test library.
-//! Between hosts, which are network namespaces here, they train over `mpi`.
+//! Between hosts, which are network namespaces here, they train over `mpi`, as do those with owned
+//! parameters.
 
 #[cfg(all(feature = "cuda", feature = "mpi", target_os = "linux"))]
 mod hosts;
+#[cfg(all(feature = "cuda", feature = "mpi", target_os = "linux"))]
+mod passes;
 #[cfg(all(feature = "cuda", target_os = "linux"))]
 mod ranks;
 

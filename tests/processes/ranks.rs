@@ -27,10 +27,10 @@ use distmuon_testing::{excused, skip, worlds};
 use libtest_mimic::{Arguments, Trial};
 
 #[cfg(feature = "mpi")]
-use crate::hosts;
+use crate::{hosts, passes};
 
 const RANKS: usize = 3;
-const VICTIM: usize = 1;
+pub const VICTIM: usize = 1;
 const STEPS: u64 = 4;
 /// The deadline for other ranks, which no test should come near.
 pub const DEADLINE: Duration = Duration::from_secs(60);
@@ -84,6 +84,10 @@ pub fn main() {
     if std::env::var_os(RETURNS_EARLY).is_some() {
         return miss_a_rank();
     }
+    #[cfg(feature = "mpi")]
+    if let Ok(event) = std::env::var(passes::FAILS_AT) {
+        return passes::work(&event);
+    }
     if let Some(folder) = std::env::var_os(FOLDER) {
         return work(Path::new(&folder));
     }
@@ -100,6 +104,11 @@ pub fn main() {
         ),
         #[cfg(feature = "mpi")]
         ("a_rank_that_returns_early_is_named_under_mpirun", a_rank_that_returns_early_is_named),
+        #[cfg(feature = "mpi")]
+        (
+            "a_rank_that_fails_in_a_pass_is_named_by_all_others",
+            passes::a_rank_that_fails_is_named_by_all_others,
+        ),
         #[cfg(feature = "mpi")]
         ("hosts_that_lose_their_link_fail_and_resume_later", hosts::fail_and_resume_after_a_cut),
     ];
