@@ -54,7 +54,8 @@ macro_rules! with_backend {
 /// as their features are enabled.
 pub fn supports(device: &Device) -> bool {
     let device = device.clone().inner();
-    with_backend!(device.as_dispatch(), B => std::any::type_name::<B>()).is_some()
+    let name: Option<&str> = with_backend!(device.as_dispatch(), B => std::any::type_name::<B>());
+    name.is_some()
 }
 
 /// Returns a number that a tensor has in common with its clones and with no other, if it has

@@ -50,7 +50,7 @@ impl Pair {
     }
 
     fn gradients(&self) -> GradientsParams {
-        let input = Tensor::<2>::ones([3, 32], &self.devices()[0]);
+        let input = Tensor::<2>::ones([3, 32], (&self.devices()[0], DType::F32));
         let output = self.second.forward(self.first.forward(input));
         GradientsParams::from_grads(output.square().mean().backward(), self)
     }

@@ -356,9 +356,14 @@ fn parameters_owned_inside_nodes_train_as_replicated_ones() {
     }
 }
 
-/// Square matrices one after the other.
+/// Square matrices one after the other, in float32 on every device.
 fn layers(device: &Device) -> Layers {
     Layers::square(16, 32, device).map(&mut Fixed::new(5))
+}
+
+/// An input of [`layers`].
+fn ones(device: &Device) -> Tensor<3> {
+    Tensor::ones([2, 3, 32], (device, DType::F32))
 }
 
 fn output(net: &Layers, input: Tensor<3>) -> Tensor<1> {
@@ -381,7 +386,7 @@ fn a_rank_holds_and_sends_its_share() {
                         .with_in_flight_mb(0.0);
                     let mut net = layout.shard(layers(world.device()))?;
                     let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
-                    let input = Tensor::ones([2, 3, 32], world.device());
+                    let input = ones(world.device());
                     for _ in 0..2 {
                         traffic.lock().unwrap().clear();
                         let gradients = layout.backward(&output(&net, input.clone()), &net)?;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use burn::module::{Lora, Module};
 use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::DType;
 use distmuon::comm::World;
 use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
 use distmuon::{Error, MuonConfig, Result, RoutingRule, checkpoint};
@@ -15,7 +15,7 @@ use distmuon_testing::models::{Fixed, Layers, weights};
 use distmuon_testing::watched::{Event, watched};
 use distmuon_testing::worlds::{self, Folder};
 
-use super::{layers, layout, output, with_checkpoints};
+use super::{layers, layout, ones, output, with_checkpoints};
 use crate::{DEADLINE, ranks_here};
 
 /// The errors of both ranks of a world.
@@ -112,7 +112,7 @@ pub fn gradients_that_were_not_collected_are_rejected() {
         let layout = Layout::new(&Mesh::flat(world)).owned("dp");
         let net = layout.shard(layers(world.device()))?;
         let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
-        let loss = output(&net, Tensor::ones([2, 3, 32], world.device()));
+        let loss = output(&net, ones(world.device()));
         let gradients = GradientsParams::from_grads(loss.backward(), &net);
         optim.step(0.1, net, gradients)
     });
@@ -121,7 +121,7 @@ pub fn gradients_that_were_not_collected_are_rejected() {
         let layout = Layout::new(&Mesh::flat(world)).owned("dp");
         let net = layout.shard(layers(world.device()))?;
         let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
-        layout.accumulate(&output(&net, Tensor::ones([2, 3, 32], world.device())), &net)?;
+        layout.accumulate(&output(&net, ones(world.device())), &net)?;
         optim.step(0.1, net, GradientsParams::new())
     });
     assert_says(&of_micro_batches, &["`layers.0.weight`", "not collected"]);
@@ -137,7 +137,7 @@ pub fn ranks_whose_passes_differ_are_rejected_naming_the_parameter() {
         if world.rank() == 1 {
             net.layers.swap(0, 2);
         }
-        let loss = output(&net, Tensor::ones([2, 3, 32], world.device()));
+        let loss = output(&net, ones(world.device()));
         layout.backward(&loss, &net)
     });
     assert_says(&swapped, &["rank 1", "used `layers.2.weight`", "used `layers.0.weight`"]);
@@ -147,7 +147,7 @@ pub fn ranks_whose_passes_differ_are_rejected_naming_the_parameter() {
         let layout = Layout::new(&Mesh::flat(world)).owned("dp");
         let mut net = layout.shard(layers(world.device()))?;
         net.layers.truncate(16 - world.rank());
-        let loss = output(&net, Tensor::ones([2, 3, 32], world.device()));
+        let loss = output(&net, ones(world.device()));
         let gradients = layout.backward(&loss, &net);
         assert!(loss.into_scalar::<f32>().is_nan() || world.rank() == 1);
         gradients
@@ -163,7 +163,7 @@ pub fn ranks_may_start_from_clones_of_one_model() {
         let mut net = layout.shard(model)?;
         let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
         for _ in 0..20 {
-            let loss = output(&net, Tensor::ones([2, 3, 32], world.device()));
+            let loss = output(&net, ones(world.device()));
             let gradients = layout.backward(&loss, &net)?;
             net = optim.step(0.01, net, gradients)?;
         }
