@@ -178,23 +178,31 @@ impl Loader<'_> {
         let id = self.archive.tensors()[&name].id.map(ParamId::from);
         Ok((Tensor::from_data(data, (device, dtype)), id))
     }
+
+    /// The saved tensor of the current parameter, and its identity. `None` after a failure.
+    fn next<const D: usize, K: Basic>(
+        &mut self,
+        (shape, device, id): (Shape, Device, ParamId),
+    ) -> Option<(Tensor<D, K>, ParamId)> {
+        if self.failure.is_some() {
+            return None;
+        }
+        match self.read(&shape, &device) {
+            Ok((tensor, saved)) => Some((tensor, saved.unwrap_or(id))),
+            Err(error) => {
+                self.failure = Some(error);
+                None
+            }
+        }
+    }
 }
 
 macro_rules! map {
     ($method:ident, $kind:ty) => {
         fn $method<const D: usize>(&mut self, param: Param<$kind>) -> Param<$kind> {
-            if self.failure.is_some() {
-                return param;
-            }
-            match self.read(&param.lazy_shape(), &param.lazy_device()) {
-                Ok((tensor, id)) => {
-                    let id = id.unwrap_or(param.id);
-                    param.transform_for_load(tensor, id)
-                }
-                Err(error) => {
-                    self.failure = Some(error);
-                    param
-                }
+            match self.next((param.lazy_shape(), param.lazy_device(), param.id)) {
+                Some((tensor, id)) => param.transform_for_load(tensor, id),
+                None => param,
             }
         }
     };
@@ -210,9 +218,6 @@ impl ModuleMapper for Loader<'_> {
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        if self.failure.is_some() {
-            return param;
-        }
         if let Some((path, whole)) = self.whole.take() {
             let part = (self.part)(&path, whole);
             return param.map(|old| {
@@ -221,20 +226,14 @@ impl ModuleMapper for Loader<'_> {
             });
         }
         let path = self.path.join(".");
-        match self.read(&param.lazy_shape(), &param.lazy_device()) {
-            Ok((tensor, id)) if self.owned.contains(&path) => {
-                let loaded = param.clone().transform_for_load(tensor, id.unwrap_or(param.id));
+        match self.next((param.lazy_shape(), param.lazy_device(), param.id)) {
+            Some((tensor, id)) if self.owned.contains(&path) => {
+                let loaded = param.clone().transform_for_load(tensor, id);
                 self.whole = Some((path, loaded.val().without_autodiff().reshape([-1])));
                 param
             }
-            Ok((tensor, id)) => {
-                let id = id.unwrap_or(param.id);
-                param.transform_for_load(tensor, id)
-            }
-            Err(error) => {
-                self.failure = Some(error);
-                param
-            }
+            Some((tensor, id)) => param.transform_for_load(tensor, id),
+            None => param,
         }
     }
 
