@@ -291,7 +291,9 @@ impl Layout {
     /// whole gradients, in float32 for parameters in half precision.
     ///
     /// To hold parts instead, call `backward` for every micro-batch, and add up what it returns by
-    /// [`GradientBuffer`](crate::GradientBuffer): the ranks then reduce once for each of them.
+    /// [`GradientBuffer`](crate::GradientBuffer): the ranks then reduce once for each of them. The
+    /// buffer takes gradients in the shapes of the parameters, which those of
+    /// [`overlap_backward`](Self::overlap_backward) and of several axes do not have.
     ///
     /// # Errors
     ///
