@@ -1,6 +1,8 @@
 //! The trained parameters: as a model has them, as they are trained, and as a plan sees them.
 
+use std::any::Any;
 use std::ops::Range;
+use std::sync::{Arc, OnceLock};
 
 use burn::module::ParamId;
 use burn::optim::join_path;
@@ -22,6 +24,8 @@ pub struct ModelParameter {
     pub shape: Vec<usize>,
     pub dtype: DType,
     pub placement: Placement,
+    /// The mappers of the model's parameter, once it was published at its first use.
+    pub mapper: Arc<OnceLock<Box<dyn Any + Send + Sync>>>,
     /// The blocks that are trained each as a parameter of its own, and their indices.
     pub blocks: Blocks,
     pub trained: Range<usize>,
@@ -129,6 +133,7 @@ pub fn trained(routing: &Routing, found: &[Found]) -> Result<Trained> {
             shape: found.shape.clone(),
             dtype: found.dtype,
             placement: found.placement,
+            mapper: Arc::default(),
             blocks,
             trained: first..all.trained.len(),
         });

@@ -1,5 +1,6 @@
 //! Parameters that arrive at their first use, against those that a step waits for.
 
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
 use burn::module::Module;
@@ -22,6 +23,8 @@ pub const EVERYWHERE: &[Case] = cases![parameters_that_arrive_at_first_use_have_
 pub const IN_PROCESS: &[Case] = cases![
     a_step_returns_before_its_parameters_have_arrived,
     parameters_on_their_way_keep_their_mappers,
+    steps_do_not_wrap_mappers_again,
+    parameters_on_their_way_can_be_frozen,
     a_failure_after_a_step_is_returned_by_the_next_call,
 ];
 
@@ -120,6 +123,45 @@ fn parameters_on_their_way_keep_their_mappers() {
         run.unwrap()
     };
     assert!(weights(Publish::AtFirstUse) == weights(Publish::Now));
+}
+
+fn steps_do_not_wrap_mappers_again() {
+    let run = ranks_here(2, |world| {
+        let depth = Arc::new(AtomicUsize::new(0));
+        let seen = depth.clone();
+        let mut pair = world.broadcast(Pair::new(world.device()))?;
+        pair.first.weight = pair.first.weight.save_mapper(move |weight| {
+            // The address of a local variable grows with the calls that lead here.
+            let local = 0_u8;
+            seen.store(std::hint::black_box(&raw const local).addr(), SeqCst);
+            weight
+        });
+        let mut optim = pair_config().init(&world, &pair)?;
+        let mut depths = vec![];
+        for _ in 0..4 {
+            let gradients = pair.gradients();
+            pair = optim.step(0.1, pair, gradients)?;
+            drop(pair.first.weight.clone().transform_for_save());
+            depths.push(depth.load(SeqCst));
+        }
+        assert!(depths[0] != 0 && depths.windows(2).all(|pair| pair[0] == pair[1]), "{depths:?}");
+        Ok(())
+    });
+    run.unwrap();
+}
+
+fn parameters_on_their_way_can_be_frozen() {
+    let run = ranks_here(2, |world| {
+        let pair = world.broadcast(Pair::new(world.device()))?;
+        let mut optim = pair_config().init(&world, &pair)?;
+        let gradients = pair.gradients();
+        let mut pair = optim.step(0.1, pair, gradients)?;
+        pair.first = pair.first.no_grad();
+        assert!(!pair.first.weight.val().is_require_grad());
+        assert!(pair.second.weight.val().is_require_grad());
+        Ok(())
+    });
+    run.unwrap();
 }
 
 fn a_failure_after_a_step_is_returned_by_the_next_call() {

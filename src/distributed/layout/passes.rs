@@ -71,7 +71,7 @@ pub struct Groups {
     pub replicas: World,
 }
 
-/// A collective whose result has not been waited for.
+/// A collective that was started and is not finished.
 #[derive(Debug)]
 enum Flight {
     Gathering(usize, Pending),
@@ -133,6 +133,8 @@ struct Uses {
     gradients: usize,
     /// The sum of these gradients.
     sum: Option<Tensor<1>>,
+    /// Bytes of the last gradient that was reduced, the same on all ranks.
+    sent: usize,
     /// The sum of the gradients of earlier micro-batches.
     micro_batches: Option<Tensor<1>>,
     /// This rank's part of the mean over ranks.
@@ -265,12 +267,11 @@ impl Passes {
         (part_id, part): (Option<u64>, Tensor<1>),
     ) -> Result<()> {
         let uses = &mut state.uses[unit.index];
-        let last_seen = uses.part.as_ref().map(|(id, _)| *id);
         if let Some(id) = part_id {
             uses.part = Some((id, part.clone()));
         }
         match &uses.ahead {
-            Some(ahead) if part_id.is_some() && ahead.part.or(last_seen) == part_id => {
+            Some(ahead) if part_id.is_some() && ahead.part == part_id => {
                 return Ok(());
             }
             Some(_) => {
@@ -318,9 +319,10 @@ impl Passes {
             }
             self.land_publication(state, unit)?;
             let Uses { part, published, .. } = &state.uses[*index];
-            let (id, part) = match (published.clone(), part.clone()) {
-                (Some(part), _) => (None, part),
-                (None, Some((id, part))) => (Some(id), part),
+            // The part of this pass before that of the last step: an older model may be in use.
+            let (id, part) = match (part.clone(), published.clone()) {
+                (Some((id, part)), _) => (Some(id), part),
+                (None, Some(part)) => (None, part),
                 (None, None) => return Ok(()),
             };
             self.start_gathering(state, unit, id, part)?;
@@ -361,8 +363,11 @@ impl Passes {
         };
         let parts = unit.parts(sum);
         ensure_computed(&unit.path, &parts)?;
+        // Not by the bytes of the calls: an owner also holds what it receives, and all ranks have
+        // to wait at the same places.
         let sent = bytes(&parts);
-        while state.reducing > 0 && state.reducing + sent > self.limits.in_flight {
+        state.uses[unit.index].sent = sent;
+        while state.is_reducing() && state.sent() + sent > self.limits.in_flight {
             self.land(state)?;
         }
         let pending = self.groups.sharing.comm().reduce_scatter_f32(parts, unit.part_counts())?;
@@ -484,7 +489,10 @@ impl Passes {
             (uses.ahead, uses.count, uses.gradients) = (None, 0, 0);
         }
         let events = std::mem::take(&mut state.events);
-        self.same_events(&events)
+        let outcome = self.same_events(&events);
+        // Gradients that were reduced are of no use after a difference.
+        state.failure = outcome.clone().err();
+        outcome
     }
 
     /// Fails if the ranks have not made the same calls. An engine does not notice it if they are of
@@ -513,7 +521,7 @@ impl Passes {
         Ok(())
     }
 
-    /// The first parameter with a gradient that has not been collected.
+    /// Returns the first parameter whose gradient was not collected.
     pub fn uncollected(&self) -> Option<&Unit> {
         let state = self.state();
         let has_gradient = |unit: &&Arc<Unit>| {
@@ -584,17 +592,22 @@ impl Passes {
         Ok(())
     }
 
-    /// Forgets the parts, so that a step has the only reference to them.
+    /// Forgets the parts that were used, so that a step has the only reference to them.
     pub fn forget_parts(&self) {
-        let forget = |uses: &mut Uses| (uses.part, uses.published) = (None, None);
+        let forget = |uses: &mut Uses| uses.part = None;
         self.state().uses.iter_mut().for_each(forget);
     }
 
     /// Remembers the new part of a parameter, so that it is gathered ahead of its next use.
     pub fn remember_part<const D: usize>(&self, unit: &Unit, part: &Tensor<D>) {
         let value = part.clone().without_autodiff().reshape([-1]);
-        let uses = &mut self.state().uses[unit.index];
-        (uses.part, uses.published) = (identity(part).map(|id| (id, value)), None);
+        let (id, mut state) = (identity(part), self.state());
+        let uses = &mut state.uses[unit.index];
+        (uses.part, uses.published) = (id.map(|id| (id, value)), None);
+        if let Some(ahead) = &mut uses.ahead {
+            // Gathered before the part was used, it had no identity.
+            ahead.part = ahead.part.or(id);
+        }
     }
 }
 
@@ -615,6 +628,16 @@ impl Drop for State {
 impl State {
     fn held(&self) -> Held {
         Held { gathered: self.ahead, in_flight: self.reducing + self.sums }
+    }
+
+    fn is_reducing(&self) -> bool {
+        self.flights.iter().any(|flight| flight.reduced().is_some())
+    }
+
+    /// Bytes of the gradients that are being reduced, without those that a rank receives.
+    fn sent(&self) -> usize {
+        let reduced = self.flights.iter().filter_map(Flight::reduced);
+        reduced.map(|index| self.uses[index].sent).sum()
     }
 
     fn observe(&mut self) {

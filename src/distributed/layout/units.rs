@@ -114,10 +114,11 @@ impl Units {
         let shape = Shape::from([unit.part_count()]);
         let take = {
             let shape = shape.clone();
-            move |device: &Device, _: bool| {
+            move |device: &Device, is_trained: bool| {
                 let inner = device.clone().inner();
                 let part = passes.await_part(&unit, &inner).to_device(&inner);
                 let part = in_place_of(&placeholder, part.reshape(shape));
+                let part = if is_trained { part } else { part.set_require_grad(false) };
                 passes.remember_part(&unit, &part);
                 part
             }

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use burn::module::Param;
+use burn::module::{Param, ParamMapper};
 use burn::tensor::{Device, Tensor};
 
 use crate::comm::Pending;
@@ -113,13 +113,18 @@ pub fn at_first_use<const D: usize>(
 ) -> Param<Tensor<D>> {
     let (device, id) = (param.lazy_device(), param.id);
     let (_, placeholder, mapper) = param.consume();
+    // From the second step on, these are those below, which must not be wrapped again.
+    let mapper = parameter.mapper.get_or_init(|| Box::new(mapper));
+    let mapper = mapper.downcast_ref::<ParamMapper<Tensor<D>>>();
+    let mapper = mapper.expect("the parameter had these dimensions before").clone();
     let shape = parameter.shape.as_slice().try_into();
     let shape: [usize; D] = shape.expect("the parameter was detached with this shape");
     let is_trained = placeholder.is_require_grad();
-    let take = move |device: &Device, _: bool| {
+    let take = move |device: &Device, is_trained: bool| {
         let value = publication.take(&parameter, &device.clone().inner());
         let value = value.to_device(&device.clone().inner());
-        in_place_of(&placeholder, value.reshape(shape))
+        let value = in_place_of(&placeholder, value.reshape(shape));
+        if is_trained { value } else { value.set_require_grad(false) }
     };
     let (load, save) = (mapper.clone(), mapper);
     Param::uninitialized(id, take, device, is_trained, shape.into())

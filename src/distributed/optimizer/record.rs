@@ -100,10 +100,10 @@ impl DistModuleOptimizer {
         let written = match self.world.is_main() {
             true => self.write(path.as_ref(), (model, parts), progress)?,
             false => {
+                let own = self.own_states()?;
                 for (path, part) in parts {
                     self.collect_part(&path, part)?;
                 }
-                let own = self.own_states()?;
                 self.collect(own, false, |_| ())?;
                 self.world.comm().synchronize()?;
                 Ok(())

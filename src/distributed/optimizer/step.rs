@@ -7,8 +7,8 @@
 //! 3. Parameters that lie on several ranks come last: the ranks exchange which of them stay as they
 //!    are.
 //!
-//! Where an update depends on all gradients, by clipping or loss scaling, all buckets are reduced
-//! before the first update.
+//! Clipping and loss scaling make every update depend on all gradients: all buckets are then
+//! reduced before the first update.
 //!
 //! The number of buckets in flight is limited, so that the memory of a step, in addition to the
 //! model, does not grow with the number of buckets. No rank waits for another while it updates:
@@ -75,7 +75,7 @@ fn in_one_type(gradients: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
     }
 }
 
-/// A call of a bucket whose result has not been waited for. All ranks wait for the results in the
+/// A call of a bucket that was started and is not finished. All ranks wait for the results in the
 /// order of the calls.
 enum Flight {
     Reduction(usize, Reducing),

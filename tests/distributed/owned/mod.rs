@@ -6,9 +6,9 @@ use burn::module::{Module, Param};
 use burn::nn::conv::{Conv1d, Conv1dConfig};
 use burn::nn::transformer::{PositionWiseFeedForward, PositionWiseFeedForwardConfig};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use burn::optim::GradientsParams;
+use burn::optim::{AdafactorConfig, GradientsParams};
 use burn::tensor::activation::relu;
-use burn::tensor::{DType, Device, Distribution, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Distribution, FloatDType, Int, Tensor, TensorData};
 use distmuon::comm::World;
 use distmuon::distributed::{
     Axis, DistModuleOptimizer, DistMuonConfig, GradDtype, Keep, Layout, LossScaleConfig, Mesh,
@@ -16,6 +16,7 @@ use distmuon::distributed::{
 };
 use distmuon::{GradientBuffer, MasterWeights, MuonConfig, Result, RoutingRule};
 use distmuon_testing::device::is_flex;
+use distmuon_testing::excused;
 use distmuon_testing::models::{Fixed, Layers, bits, weights};
 use distmuon_testing::precision::Rounded;
 use distmuon_testing::watched::counted;
@@ -43,6 +44,8 @@ use rejections::{
 
 pub const IN_PROCESS: &[Case] = cases![
     a_rank_holds_and_sends_its_share,
+    an_older_model_can_be_trained_again,
+    states_of_users_optimizers_are_saved_with_owned_parameters,
     meshes_and_layouts_that_do_not_fit_are_rejected,
     models_that_a_layout_has_not_divided_are_rejected,
     gradients_that_were_not_collected_are_rejected,
@@ -138,6 +141,14 @@ fn layout(world: &World) -> Layout {
 /// A run's losses and final weights, as bits.
 pub type Run = (Vec<Vec<u8>>, Vec<Vec<u8>>);
 
+impl Net {
+    /// The bits of the loss without gradients.
+    fn evaluated(&self, world: &World, step: usize) -> Vec<u8> {
+        let device = world.device().clone().inner();
+        bits(&self.valid().evaluate(tokens(world.rank(), step, &device)))
+    }
+}
+
 /// Trains with a layout. Several micro-batches are accumulated.
 fn train_on(
     world: &World,
@@ -161,11 +172,7 @@ fn train_on(
         let gradients = layout.backward(&(loss.clone() * optim.loss_scale()), &net)?;
         losses.push(bits(&loss));
         net = optim.step(0.01, net, gradients)?;
-        losses.push(bits(&net.valid().evaluate(tokens(
-            world.rank(),
-            step,
-            &device.clone().inner(),
-        ))));
+        losses.push(net.evaluated(world, step));
     }
     Ok((losses, weights(&layout.unshard(&net)?)))
 }
@@ -199,11 +206,7 @@ pub fn train_replicated(
         )?;
         losses.push(bits(&loss));
         net = optim.step(0.01, net, buffer.take_sum())?;
-        losses.push(bits(&net.valid().evaluate(tokens(
-            world.rank(),
-            step,
-            &device.clone().inner(),
-        ))));
+        losses.push(net.evaluated(world, step));
     }
     Ok((losses, weights(&net)))
 }
@@ -452,6 +455,56 @@ fn advance(
         net = optim.step(0.01, net, gradients)?;
     }
     Ok((net, optim))
+}
+
+fn states_of_users_optimizers_are_saved_with_owned_parameters() {
+    let folder = Folder::create();
+    let path = folder.path().join("run.ckpt");
+    let custom = config().muon.with_optimizer("adafactor", AdafactorConfig::new().build());
+    let custom = custom.with_rule(RoutingRule::custom("norm", "adafactor"));
+    let config = config().with_muon(custom);
+    let train = |loads: bool| {
+        let run = ranks_here(3, |world| {
+            let world = with_checkpoints(&world);
+            let layout = layout(&world).with_muon(config.muon.clone());
+            let net = layout.shard(Net::new(world.device()))?;
+            let optim = config.init_on(&layout, &net)?;
+            let (net, optim, step) = match loads {
+                true => optim.load(&path, net)?,
+                false => {
+                    let (net, optim) = advance(&layout, (net, optim), 0..2)?;
+                    optim.save(&path, &net, &2usize)?;
+                    (net, optim, 2)
+                }
+            };
+            let (net, _) = advance(&layout, (net, optim), step..4)?;
+            Ok(weights(&layout.unshard(&net)?))
+        });
+        run.unwrap()
+    };
+    let expected = train(false);
+    if device().settings().float_dtype != FloatDType::F32 {
+        return excused("Burn loads the state of an optimizer in the device's default type");
+    }
+    assert!(expected == train(true));
+}
+
+fn an_older_model_can_be_trained_again() {
+    let train = |publish: Publish| {
+        let run = ranks_here(4, |world| {
+            let world = with_checkpoints(&world);
+            let layout = layout_by(&world, Some("gpu"))?;
+            let net = layout.shard(Net::new(world.device()))?;
+            let optim = config().with_publish(publish).init_on(&layout, &net)?;
+            let (older, optim) = advance(&layout, (net, optim), 0..2)?;
+            let (newer, optim) = advance(&layout, (older.clone(), optim), 2..3)?;
+            let (net, _) = advance(&layout, (older, optim), 3..5)?;
+            drop(newer);
+            Ok(weights(&layout.unshard(&net)?))
+        });
+        run.unwrap()
+    };
+    assert!(train(Publish::AtFirstUse) == train(Publish::Now));
 }
 
 fn checkpoints_move_between_layouts() {
