@@ -41,6 +41,8 @@ pub struct Hierarchy {
     nodes: Vec<Vec<usize>>,
     /// All ranks: the first of every node, then the second of every node, and so on.
     by_local_index: Vec<usize>,
+    /// The index of this node.
+    node_index: usize,
 }
 
 /// The nodes of all ranks, as rank 0 sends them to the others.
@@ -118,7 +120,7 @@ impl Hierarchy {
         let by_local_index = (0..node_size)
             .flat_map(|local_index| nodes.iter().map(move |ranks| ranks[local_index]))
             .collect();
-        Ok(Some(Self { all, node, across, nodes, by_local_index }))
+        Ok(Some(Self { all, node, across, nodes, by_local_index, node_index }))
     }
 
     /// Replaces the communicators inside this node and across nodes by those that `watch` returns,
@@ -265,8 +267,13 @@ impl Engine for Hierarchy {
         self.all.set_busy(busy);
     }
 
+    /// The ranks of a group that are in one node remain so.
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
-        Ok(self.all.split(color, key)?.into_engine())
+        let group = self.all.split(color, key)?;
+        Ok(match Self::over(group.clone(), &self.node_index.to_string())? {
+            Some(hierarchy) => Arc::new(hierarchy),
+            None => group.into_engine(),
+        })
     }
 
     fn synchronize(&self) -> Result<()> {

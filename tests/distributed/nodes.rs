@@ -10,12 +10,13 @@ use distmuon_testing::models::bits;
 use distmuon_testing::worlds::{self, Case, cases};
 use distmuon_testing::{excused, watched};
 
-use crate::{Net, collectives, config, ranks, trained};
+use crate::{Net, collectives, config, device, ranks, trained};
 
 pub const EVERYWHERE: &[Case] = cases![
     a_world_of_nodes_is_bit_equal_to_a_flat_world,
     reductions_over_nodes_of_neighbours_equal_sums_in_pairs_bit_for_bit,
     reductions_over_nodes_send_fewer_bytes_between_nodes,
+    groups_of_ranks_on_several_nodes_have_nodes,
 ];
 
 fn a_world_of_nodes_is_bit_equal_to_a_flat_world() {
@@ -66,6 +67,26 @@ fn reductions_over_nodes_of_neighbours_equal_sums_in_pairs_bit_for_bit() {
         Ok(())
     });
     checked.unwrap();
+}
+
+fn groups_of_ranks_on_several_nodes_have_nodes() {
+    let nodes = ranks(4, |world| {
+        let rank = world.rank();
+        let world = world.by_node(&(rank / 2).to_string())?;
+        let reversed = world.split(0, 3 - rank)?;
+        let [inside, across] = [world.split(rank / 2, rank)?, world.split(rank % 2, rank)?]
+            .map(|group| (group.size(), group.comm().nodes().len()));
+        let counts = [3, 0, 2, 1];
+        let part = Tensor::<1>::full([counts[reversed.rank()]], rank as f32, &device());
+        let gathered = reversed.comm().all_gather(part, &counts)?.wait()?;
+        let gathered: Vec<f32> = gathered.into_data().iter::<f32>().collect();
+        Ok((reversed.comm().nodes(), inside, across, gathered))
+    });
+    for (nodes, inside, across, gathered) in nodes.unwrap() {
+        assert_eq!(nodes, [[0, 1], [2, 3]]);
+        assert_eq!((inside, across), ((2, 1), (2, 1)));
+        assert_eq!(gathered, [3.0, 3.0, 3.0, 1.0, 1.0, 0.0]);
+    }
 }
 
 fn reductions_over_nodes_send_fewer_bytes_between_nodes() {
