@@ -65,7 +65,8 @@ pub(crate) fn ensure_all_computed<'a>(
             reason: failure.reason,
             remedy: match failure.is_memory {
                 true => {
-                    "use more ranks, a smaller batch, or a smaller `workspace_mb` or `bucket_mb`"
+                    "use more ranks, a smaller batch, or a smaller `workspace_mb`, `bucket_mb` or \
+                     `ahead_mb`"
                 }
                 false => "fix the operation on this device that failed first",
             },

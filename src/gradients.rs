@@ -1,6 +1,8 @@
 //! Gradients of several micro-batches, added up in float32.
 
-use burn::module::{Module, Param};
+use std::collections::HashSet;
+
+use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor};
 
@@ -56,10 +58,15 @@ impl GradientBuffer {
     ///
     /// # Errors
     ///
-    /// [`Error::Parameter`] for a gradient that has another shape than its parameter, or is on
-    /// another device. The buffer then has a part of the micro-batch: take it out and drop it.
+    /// [`Error::Parameter`] for a gradient that is on another device than its parameter, or has
+    /// another shape. Of parameters that a [`Layout`](crate::distributed::Layout) reduces in the
+    /// backward pass, the shape is that of this rank's shard, as in the micro-batches before. The
+    /// buffer then has a part of the micro-batch: take it out and drop it.
     pub fn add<M: Module>(&mut self, model: &M, gradients: GradientsParams) -> Result<()> {
-        let mut add = Add { buffer: self, gradients, error: None };
+        let found = parameters::of(model).into_iter();
+        let reduced = found.filter(|found| found.placement.reduces_in_backward());
+        let reduced = reduced.map(|found| found.id).collect();
+        let mut add = Add { buffer: self, gradients, reduced, error: None };
         parameters::visit(model, &mut add);
         if let Some(error) = add.error {
             return Err(error);
@@ -96,6 +103,8 @@ impl GradientBuffer {
 struct Add<'a> {
     buffer: &'a mut GradientBuffer,
     gradients: GradientsParams,
+    /// The parameters of whose gradients every rank has a shard.
+    reduced: HashSet<ParamId>,
     error: Option<Error>,
 }
 
@@ -103,16 +112,21 @@ impl Visit for Add<'_> {
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
         let Some(gradient) = self.gradients.remove::<D>(param.id) else { return };
         let value = param.val().inner();
+        let sum = self.buffer.sums.remove::<D>(param.id);
+        let like = match self.reduced.contains(&param.id) {
+            true => sum.as_ref().unwrap_or(&gradient),
+            false => &value,
+        };
         if let Err(error) =
-            ensure_gradient_matches(&parameters::path(fields), ONLY_RANK, &value, &gradient)
+            ensure_gradient_matches(&parameters::path(fields), ONLY_RANK, like, &gradient)
         {
             self.error.get_or_insert(error);
             return;
         }
         let wide = if is_half(value.dtype()) { DType::F32 } else { value.dtype() };
         let gradient = gradient.cast(wide);
-        // Moved out, so that the sum is the only reference and is added to in place.
-        let sum = match self.buffer.sums.remove::<D>(param.id) {
+        // Moved out above, so that the sum is the only reference and is added to in place.
+        let sum = match sum {
             Some(sum) => sum + gradient,
             None => {
                 self.buffer.bytes += bytes(&gradient);

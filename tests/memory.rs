@@ -11,9 +11,11 @@ use distmuon::{
     Coefficients, Error, IterationDtype, IterationForm, MuonConfig, NewtonSchulz,
     NewtonSchulzConfig, RoutingRule,
 };
+use distmuon_testing::device::beyond_memory;
 use distmuon_testing::models::Layers;
 #[cfg(feature = "mpi")]
 use distmuon_testing::mpirun;
+use distmuon_testing::watched::replaced;
 use distmuon_testing::{excused, lacks};
 use peak_alloc::PeakAlloc;
 use std::path::Path;
@@ -359,6 +361,42 @@ fn owned_parameters_take_the_memory_of_parts_and_one_parameter() {
     assert!(passing <= (OWNED_LAYERS + 2 * 4) * LAYER + SCRATCH, "{passing}");
 }
 
+#[test]
+fn a_parameter_that_can_not_be_gathered_is_an_error_on_all_ranks() {
+    let _alone = alone();
+    let device = Device::default().autodiff().gradient_checkpointing();
+    let Some(lost) = beyond_memory(64, 64) else { return };
+    let lost = lost.reshape([-1]);
+    let errors = Mutex::new(vec![]);
+    let run = World::threads(vec![device; 2], |world| {
+        let (rank, lost) = (world.rank(), lost.clone());
+        let world = replaced(&world, move |collective, result| match (rank, collective) {
+            (1, "all_gather") => lost.clone(),
+            _ => result,
+        });
+        let layout = Layout::new(&Mesh::flat(&world)).owned("dp");
+        let model = layout.shard(Layers::square(4, 64, world.device()))?;
+        let input = Tensor::<2>::ones([4, 64], world.device());
+        let output = model.layers.iter().fold(input, |x, layer| layer.forward(x));
+        let outcome = layout.backward(&output.mean(), &model);
+        let error = outcome.expect_err("the weights were not gathered");
+        errors.lock().unwrap().push((rank, error.clone()));
+        Err::<(), Error>(error)
+    });
+    drop(run);
+    for (rank, error) in errors.into_inner().unwrap() {
+        match error {
+            Error::NotComputed { parameter, .. } if rank == 1 => {
+                assert_eq!(parameter, "layers.0.weight");
+            }
+            Error::PeerFailed { rank: 1, cause } if rank == 0 => {
+                assert!(cause.contains("layers.0.weight"), "{cause}");
+            }
+            other => panic!("rank {rank}: {other}"),
+        }
+    }
+}
+
 /// Bytes that a chain of products with weights that are made again holds after its forward pass,
 /// and at most in its backward pass.
 fn extra_of_links(clock: Option<&Clock>) -> [usize; 2] {
@@ -432,25 +470,12 @@ fn hold_the_share_of_a_process() {
     let world = World::from_env().unwrap();
     let device = world.device().clone().gradient_checkpointing();
     let world = World::new(world.communicator(), device);
-    // Libraries allocate the memory that they keep at first use.
-    extra([8, 512, 512], &iteration(IterationForm::Auto));
     let share = OWNED_LAYERS * LAYER / 2;
+    // Libraries allocate the memory that they keep at first use.
+    held_and_kept(&world, Keep::Nothing);
     for keep in [Keep::Nothing, Keep::Weights] {
-        let before = ALLOCATOR.current_usage();
-        let layout = Layout::new(&Mesh::flat(&world)).owned("dp").with_keep(keep);
-        let mut model = layout.shard(Layers::square(OWNED_LAYERS, 512, world.device())).unwrap();
-        let mut optim = DistMuonConfig::new().init_on(&layout, &model).unwrap();
-        let mut kept = 0;
-        for _ in 0..2 {
-            let start = ALLOCATOR.current_usage();
-            let input = Tensor::<2>::ones([4, 512], world.device());
-            let output = model.layers.iter().fold(input, |x, layer| layer.forward(x));
-            kept = ALLOCATOR.current_usage().saturating_sub(start);
-            let gradients = layout.backward(&output.mean(), &model).unwrap();
-            model = optim.step(1e-3, model, gradients).unwrap();
-        }
+        let (held, kept) = held_and_kept(&world, keep);
         // This rank's parameters, and a momentum for each.
-        let held = ALLOCATOR.current_usage() - before;
         assert!((2 * share..2 * share + share / 5).contains(&held), "{held} of {share}");
         match keep {
             Keep::Nothing => assert!(kept <= SCRATCH, "{kept}"),
@@ -459,4 +484,24 @@ fn hold_the_share_of_a_process() {
         }
     }
     world.comm().barrier().unwrap();
+}
+
+/// The bytes that a rank holds between steps, and those that a forward pass keeps for the backward
+/// pass.
+#[cfg(feature = "mpi")]
+fn held_and_kept(world: &World, keep: Keep) -> (usize, usize) {
+    let before = ALLOCATOR.current_usage();
+    let layout = Layout::new(&Mesh::flat(world)).owned("dp").with_keep(keep);
+    let mut model = layout.shard(Layers::square(OWNED_LAYERS, 512, world.device())).unwrap();
+    let mut optim = DistMuonConfig::new().init_on(&layout, &model).unwrap();
+    let mut kept = 0;
+    for _ in 0..2 {
+        let start = ALLOCATOR.current_usage();
+        let input = Tensor::<2>::ones([4, 512], world.device());
+        let output = model.layers.iter().fold(input, |x, layer| layer.forward(x));
+        kept = ALLOCATOR.current_usage().saturating_sub(start);
+        let gradients = layout.backward(&output.mean(), &model).unwrap();
+        model = optim.step(1e-3, model, gradients).unwrap();
+    }
+    (ALLOCATOR.current_usage() - before, kept)
 }

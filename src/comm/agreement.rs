@@ -6,6 +6,7 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use serde::{Serialize, de::DeserializeOwned};
+use serde_json::Value;
 
 use super::{Communicator, World, value};
 use crate::error::{Error, Result};
@@ -133,6 +134,33 @@ impl World {
             None => Ok(()),
         }
     }
+
+    /// Fails on all ranks if a configuration differs on any of them, and names its first field that
+    /// does.
+    ///
+    /// # Panics
+    ///
+    /// If the configuration is not valid JSON.
+    pub(crate) fn same_config<T: Serialize>(&self, config: &T) -> Result<()> {
+        let local = serde_json::to_value(config).expect("a configuration is valid JSON");
+        self.same_settings(&local, |first, other| difference("", first, other))
+    }
+}
+
+/// The first entry that two JSON values do not have in common.
+fn difference(path: &str, first: &Value, other: &Value) -> Option<Difference> {
+    if first == other {
+        return None;
+    }
+    if let (Value::Object(first), Value::Object(other)) = (first, other) {
+        return first.keys().chain(other.keys()).find_map(|key| {
+            let path = format!("{path}{}{key}", if path.is_empty() { "" } else { "." });
+            let [first, other] = [first, other].map(|value| value.get(key).unwrap_or(&Value::Null));
+            difference(&path, first, other)
+        });
+    }
+    let setting = path.to_owned();
+    Some(Difference { setting, first: first.to_string(), other: other.to_string() })
 }
 
 /// Returns the union of the bits of all ranks, in one message. Returns `None` if their digests
@@ -154,4 +182,26 @@ pub(crate) fn digest<T: Hash + ?Sized>(value: &T) -> u64 {
     let mut hasher = DefaultHasher::new();
     value.hash(&mut hasher);
     hasher.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_first_setting_that_differs_is_named() {
+        let first = json!({"a": {"b": 1, "c": [1, 2]}, "d": {"Cosine": 1}});
+        let named = |other: Value| difference("", &first, &other).map(|found| found.setting);
+        assert_eq!(named(first.clone()), None);
+        for (other, setting) in [
+            (json!({"a": {"b": 1, "c": [1, 3]}, "d": {"Cosine": 1}}), "a.c"),
+            (json!({"a": {"b": 1, "c": [1, 2]}, "d": {"Linear": 1}}), "d.Cosine"),
+            (json!({"a": {"b": 1, "c": [1, 2]}, "d": {"Cosine": 1}, "e": 1}), "e"),
+            (json!({"a": 1, "d": {"Cosine": 1}}), "a"),
+        ] {
+            assert_eq!(named(other).as_deref(), Some(setting));
+        }
+    }
 }

@@ -11,6 +11,7 @@
 //!
 //! The guide has [a complete program](crate::guide::ranks) for one device and for many ranks.
 
+mod agreement;
 mod config;
 mod layout;
 #[cfg(feature = "train")]

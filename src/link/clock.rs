@@ -10,6 +10,10 @@ use burn::tensor::Tensor;
 /// operations to the next one. An operation takes about 2 KB on the host, once for a model.
 const SPACING: usize = 32;
 
+/// The number of depths. Uses after them, as of many forward passes without a backward pass, have
+/// the last one: their order is arbitrary, and nothing else changes.
+const MOST: usize = 8192;
+
 /// A clock that gives every use of a leaf in a graph a depth of its own, in the order of the uses.
 ///
 /// The depth of a node in Burn's graph counts its untracked parents as well, although they are not
@@ -36,13 +40,14 @@ impl Clock {
     pub fn next<const D: usize>(&self, like: &Tensor<D>) -> Depth {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let State { used, depths } = &mut *state;
-        if *used == depths.len() {
+        if *used == depths.len() && *used < MOST {
             let start = || Tensor::zeros([1], &like.device());
             let last = depths.last().cloned().unwrap_or_else(start);
             depths.push((0..SPACING).fold(last, |depth, _| depth * 1.0));
         }
+        let depth = Depth(depths[(*used).min(MOST - 1)].clone());
         *used += 1;
-        Depth(depths[*used - 1].clone())
+        depth
     }
 
     /// Returns to the first depth, for a new graph.

@@ -26,6 +26,7 @@ pub struct Event {
 }
 
 type Watch = Arc<dyn Fn(Event) -> Result<()> + Send + Sync>;
+type Replace = Arc<dyn Fn(&'static str, Tensor<1>) -> Tensor<1> + Send + Sync>;
 
 /// Bytes that a rank has sent to others, for every collective: as its engine counts them, or, if
 /// ranks share memory, at least as many as a rank of a ring has to send.
@@ -38,7 +39,21 @@ struct Watched {
     rank: usize,
     events: Arc<AtomicUsize>,
     watch: Watch,
+    replace: Replace,
     traffic: Traffic,
+}
+
+impl Watched {
+    fn over(inner: Communicator) -> Self {
+        Self {
+            rank: inner.rank(),
+            inner,
+            events: Arc::default(),
+            watch: Arc::new(|_| Ok(())),
+            replace: Arc::new(|_, result| result),
+            traffic: Arc::default(),
+        }
+    }
 }
 
 /// Returns the same rank of the same world, with a function that is called before every event.
@@ -46,27 +61,24 @@ pub fn watched(
     world: &World,
     watch: impl Fn(Event) -> Result<()> + Send + Sync + 'static,
 ) -> World {
-    let engine = Watched {
-        inner: world.communicator(),
-        rank: world.rank(),
-        events: Arc::default(),
-        watch: Arc::new(watch),
-        traffic: Arc::default(),
-    };
+    let engine = Watched { watch: Arc::new(watch), ..Watched::over(world.communicator()) };
+    World::new(engine, world.device().clone())
+}
+
+/// Returns the same rank of the same world, with a function that replaces the results of
+/// collectives, whose name it is given.
+pub fn replaced(
+    world: &World,
+    replace: impl Fn(&'static str, Tensor<1>) -> Tensor<1> + Send + Sync + 'static,
+) -> World {
+    let engine = Watched { replace: Arc::new(replace), ..Watched::over(world.communicator()) };
     World::new(engine, world.device().clone())
 }
 
 /// Returns the same communicator, and the bytes that it sends.
 pub fn counted(inner: Communicator) -> (Communicator, Traffic) {
-    let traffic = Traffic::default();
-    let rank = inner.rank();
-    let engine = Watched {
-        inner,
-        rank,
-        events: Arc::default(),
-        watch: Arc::new(|_| Ok(())),
-        traffic: traffic.clone(),
-    };
+    let engine = Watched::over(inner);
+    let traffic = engine.traffic.clone();
     (engine.into(), traffic)
 }
 
@@ -104,7 +116,8 @@ impl Watched {
         let this = self.clone();
         Ok(Pending::new(pending.bytes(), move || {
             this.event(collective, true)?;
-            this.count(collective, 0, || pending.wait())
+            let result = this.count(collective, 0, || pending.wait())?;
+            Ok((this.replace)(collective, result))
         }))
     }
 

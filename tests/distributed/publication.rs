@@ -83,6 +83,8 @@ fn a_step_returns_before_its_parameters_have_arrived() {
         let pair = optim.step(0.1, pair, gradients)?;
         assert_eq!(waited(), 0);
         assert!(!pair.first.weight.is_initialized() && !pair.second.weight.is_initialized());
+        let memory = optim.memory();
+        assert!(memory.parameters.now == 0 && memory.buffers.now > 0, "{memory}");
         let first = bits(&pair.first.weight.val());
         assert_eq!(waited(), 1);
         let clone = pair.clone();
@@ -94,6 +96,8 @@ fn a_step_returns_before_its_parameters_have_arrived() {
         let pair = optim.step(0.1, pair, gradients)?;
         optim.finish_publication()?;
         assert_eq!(waited(), 2);
+        let memory = optim.memory();
+        assert_eq!((memory.parameters.now, memory.buffers.now), (2 * 32 * 32 * 4, 0));
         if world.is_main() {
             drop(pair.gradients()); // alone
         }

@@ -402,7 +402,8 @@ fn ranks_that_are_processes_train_as_threads() {
                 };
                 launch(&folder, setup, strategy.into())
             };
-            let result = launch(&Setup::default());
+            // Rank 0 alone has checkpointers.
+            let result = launch(&Setup { checkpoints: world.is_main(), ..Setup::default() });
             assert!(result.error.is_none(), "{:?}", result.error);
             Ok::<_, Error>(result.model.weights())
         });
@@ -416,6 +417,21 @@ fn ranks_that_are_processes_train_as_threads() {
         assert!(folder.path().join("0/checkpoint").is_dir());
         let saved = std::fs::read_dir(folder.path().join("1/checkpoint"));
         assert_eq!(saved.map_or(0, Iterator::count), 0, "rank 1 saves nothing");
+    }
+}
+
+#[test]
+fn processes_with_different_trainings_are_rejected() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = World::threads(vec![device(); 2], |world| {
+        let folder = folder.path().join(world.rank().to_string());
+        let strategy = DistMuonStrategy::on(&world, DistMuonConfig::new());
+        let setup = Setup { epochs: 2 + world.rank(), ..Setup::default() };
+        let result = launch(&folder, &setup, strategy.into());
+        Ok::<_, Error>(result.error.expect("the run failed").to_string())
+    });
+    for error in run.unwrap() {
+        assert!(error.contains("`epochs.end`") && error.contains("rank 1"), "{error}");
     }
 }
 

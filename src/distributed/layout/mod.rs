@@ -98,8 +98,11 @@ pub struct Layout {
     overlaps_backward: bool,
     sharded: Arc<OnceLock<Sharded>>,
     /// The gradients of earlier micro-batches of parameters that every rank has.
-    micro_batches: Arc<Mutex<GradientBuffer>>,
+    micro_batches: MicroBatches,
 }
+
+/// Gradients of micro-batches that the clones of a layout share.
+type MicroBatches = Arc<Mutex<GradientBuffer>>;
 
 /// A model that was divided.
 pub(super) struct Sharded {
@@ -201,7 +204,8 @@ impl Layout {
 
     /// The owned parameters of the model that was divided.
     pub(super) fn units(&self) -> Units {
-        self.sharded().map(|sharded| Units::of(&sharded.passes)).unwrap_or_default()
+        let passes = self.sharded().map(|sharded| sharded.passes.clone());
+        Units::new(passes, self.micro_batches.clone())
     }
 
     /// The model that was divided, if any.
@@ -291,9 +295,7 @@ impl Layout {
     /// whole gradients, in float32 for parameters in half precision.
     ///
     /// To hold parts instead, call `backward` for every micro-batch, and add up what it returns by
-    /// [`GradientBuffer`](crate::GradientBuffer): the ranks then reduce once for each of them. The
-    /// buffer takes gradients in the shapes of the parameters, which those of
-    /// [`overlap_backward`](Self::overlap_backward) and of several axes do not have.
+    /// [`GradientBuffer`](crate::GradientBuffer): the ranks then reduce once for each of them.
     ///
     /// # Errors
     ///
@@ -331,6 +333,21 @@ impl Layout {
         let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(()) };
         passes.finish()?.into_iter().for_each(|mean| mean.register(gradients));
         Ok(())
+    }
+
+    /// Forgets the gradients since the last step, such as those of micro-batches that are not to be
+    /// trained on, and the forward passes that no backward pass has followed. All ranks make this
+    /// call.
+    ///
+    /// A forward pass of a model with autodiff counts as one that is trained. Without this call,
+    /// the next backward pass waits for its gradients, and reduces those of its parameters at its
+    /// end only. `model.valid()` needs no call.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`backward`](Self::backward).
+    pub fn discard(&self) -> Result<()> {
+        self.units().discard()
     }
 
     fn micro_batches(&self) -> std::sync::MutexGuard<'_, GradientBuffer> {

@@ -88,6 +88,10 @@ enum Event {
     Reduce(usize),
 }
 
+/// The number of uses of a parameter in a pass after which the user is told that no backward pass
+/// has followed.
+const MANY_USES: usize = 10_000;
+
 /// Bytes that forward and backward passes hold at one time.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Held {
@@ -95,6 +99,17 @@ pub struct Held {
     pub gathered: usize,
     /// Gradients that are summed up, or on their way to their owners.
     pub in_flight: usize,
+    /// This rank's shards of the means, until the pass ends.
+    pub means: usize,
+    /// Parts of the last step that are on their way.
+    pub publishing: usize,
+}
+
+impl Held {
+    fn total(&self) -> usize {
+        let Self { gathered, in_flight, means, publishing } = self;
+        gathered + in_flight + means + publishing
+    }
 }
 
 #[derive(Debug, Default)]
@@ -109,13 +124,17 @@ struct State {
     reducing: usize,
     /// Bytes of gradients that wait for those of other uses.
     sums: usize,
+    /// Bytes of this rank's shards of means.
+    means: usize,
     /// The bytes held at the peak of each kind, and of their sum.
-    peaks: [Held; 3],
+    peaks: [Held; 5],
     forward: Order,
     /// The parameters that are gathered again in the backward pass.
     backward: Order,
     events: Vec<Event>,
     is_micro_batch: bool,
+    /// `true` while the values are read for other purposes than a pass.
+    is_reading: bool,
     failure: Option<Error>,
 }
 
@@ -172,11 +191,17 @@ impl Passes {
         part: Tensor<1>,
         shape: Shape,
     ) -> Tensor<D> {
-        let (part_id, is_trained) = (identity(&part), part.is_require_grad());
+        let is_trained = part.is_require_grad() && !self.state().is_reading;
+        let part_id = identity(&part);
         let inner = part.clone().without_autodiff();
         let whole = self.gather(unit, (part_id, inner), is_trained).reshape(shape);
         if !is_trained {
-            return if part.is_autodiff() { Tensor::from_inner(whole) } else { whole };
+            return match part.gradient_checkpointing_strategy() {
+                Some(strategy) => {
+                    Tensor::from_inner(whole).with_gradient_checkpointing_strategy(strategy)
+                }
+                None => whole,
+            };
         }
         let link = self.reducing(unit);
         let link = match self.limits.keep {
@@ -198,7 +223,7 @@ impl Passes {
         unit: &Arc<Unit>,
         whole: Tensor<D>,
     ) -> Tensor<D> {
-        match whole.is_require_grad() {
+        match whole.is_require_grad() && !self.state().is_reading {
             true => {
                 let value = whole.clone().without_autodiff();
                 self.reducing(unit).at(self.clock.next(&whole)).attach(whole, value)
@@ -209,7 +234,16 @@ impl Passes {
 
     /// A link that reduces the gradient of a use.
     fn reducing(self: &Arc<Self>, unit: &Arc<Unit>) -> Link {
-        self.state().uses[unit.index].count += 1;
+        let count = &mut self.state().uses[unit.index].count;
+        *count += 1;
+        if *count == MANY_USES {
+            log::warn!(
+                "`{}` was used {MANY_USES} times without a backward pass in between: evaluate \
+                 `model.valid()`, or call `Layout::discard` after a forward pass that is not \
+                 trained",
+                unit.path
+            );
+        }
         // Burn frees a graph when it makes the next one: its closures must not keep the world
         // alive, which processes have to leave before they end.
         let (to, of) = (Arc::downgrade(self), unit.clone());
@@ -383,6 +417,7 @@ impl Passes {
         match state.flights.pop_front().expect("a call was started") {
             Flight::Gathering(index, pending) => {
                 let whole = self.units[index].whole(&pending.wait()?);
+                ensure_computed(&self.units[index].path, &whole)?;
                 let ahead = state.uses[index].ahead.as_mut();
                 ahead.expect("the parameter is gathered").whole = Some(whole);
             }
@@ -410,7 +445,11 @@ impl Passes {
     fn keep_mean(&self, state: &mut State, index: usize, sum: Tensor<1>) {
         let mean = sum.div_scalar(self.groups.world.size() as f64);
         let uses = &mut state.uses[index];
+        if uses.mean.is_none() {
+            state.means += bytes(&mean);
+        }
         uses.mean = Some(added(uses.mean.take(), mean));
+        state.observe();
     }
 
     /// The outcome of a part of a pass. `None` after a failure, which all ranks are told of.
@@ -432,6 +471,14 @@ impl Passes {
                 None
             }
         }
+    }
+
+    /// Reads the values of parameters, which does not count as a pass that is trained.
+    pub fn read<T>(&self, read: impl FnOnce() -> T) -> T {
+        self.state().is_reading = true;
+        let outcome = read();
+        self.state().is_reading = false;
+        outcome
     }
 
     /// Starts or ends a micro-batch, whose gradients stay on this rank.
@@ -464,6 +511,7 @@ impl Passes {
             });
         }
         self.end_pass(&mut state)?;
+        state.means = 0;
         let means = self.units.iter().zip(&mut state.uses).filter_map(|(unit, uses)| {
             let mean = uses.mean.take()?;
             let unit = unit.clone();
@@ -472,11 +520,27 @@ impl Passes {
         Ok(means.collect())
     }
 
+    /// Ends a pass without a result: forgets its gradients, and those of earlier micro-batches. All
+    /// ranks make this call.
+    pub fn discard(&self) -> Result<()> {
+        let mut state = self.state();
+        for uses in &mut state.uses {
+            (uses.sum, uses.micro_batches) = (None, None);
+        }
+        state.sums = 0;
+        let outcome = self.end_pass(&mut state);
+        state.uses.iter_mut().for_each(|uses| uses.mean = None);
+        state.means = 0;
+        outcome
+    }
+
     /// Waits for all calls, and compares them with those of the other ranks.
     fn end_pass(&self, state: &mut State) -> Result<()> {
         while state.failure.is_none() && !state.flights.is_empty() {
-            let landed = self.land(state);
-            state.failure = landed.err();
+            if let Err(error) = self.land(state) {
+                self.groups.world.comm().fail(&error.to_string());
+                state.failure = Some(error);
+            }
         }
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
@@ -490,8 +554,12 @@ impl Passes {
         }
         let events = std::mem::take(&mut state.events);
         let outcome = self.same_events(&events);
-        // Gradients that were reduced are of no use after a difference.
-        state.failure = outcome.clone().err();
+        if let Err(error) = &outcome {
+            // Only the ranks of a group know of a difference in it.
+            self.groups.world.comm().fail(&error.to_string());
+            // Gradients that were reduced are of no use after a difference.
+            state.failure = Some(error.clone());
+        }
         outcome
     }
 
@@ -533,10 +601,14 @@ impl Passes {
         self.units.iter().find(has_gradient).map(|unit| &**unit)
     }
 
-    /// The bytes held at the peaks of all passes, and now.
+    /// The bytes held at the peaks of all passes.
     pub fn held(&self) -> Vec<Held> {
-        let state = self.state();
-        state.peaks.into_iter().chain([state.held()]).collect()
+        self.state().peaks.to_vec()
+    }
+
+    /// The bytes held now.
+    pub fn holds(&self) -> Held {
+        self.state().held()
     }
 
     /// Fails after a failure in a pass.
@@ -553,7 +625,9 @@ impl Passes {
     /// its part, which is waited for at its first use.
     pub fn publish_later(&self, unit: &Unit, shard: Tensor<1>) -> Result<()> {
         let pending = self.replicas().all_gather(shard, unit.shard_counts())?;
-        self.state().publishing.push_back((unit.index, pending));
+        let mut state = self.state();
+        state.publishing.push_back((unit.index, pending));
+        state.observe();
         Ok(())
     }
 
@@ -627,7 +701,9 @@ impl Drop for State {
 
 impl State {
     fn held(&self) -> Held {
-        Held { gathered: self.ahead, in_flight: self.reducing + self.sums }
+        let publishing = self.publishing.iter().map(|(_, pending)| pending.bytes()).sum();
+        let in_flight = self.reducing + self.sums;
+        Held { gathered: self.ahead, in_flight, means: self.means, publishing }
     }
 
     fn is_reducing(&self) -> bool {
@@ -642,8 +718,13 @@ impl State {
 
     fn observe(&mut self) {
         let now = self.held();
-        let sizes: [fn(&Held) -> usize; 3] =
-            [|held| held.gathered, |held| held.in_flight, |held| held.gathered + held.in_flight];
+        let sizes: [fn(&Held) -> usize; 5] = [
+            |held| held.gathered,
+            |held| held.in_flight,
+            |held| held.means,
+            |held| held.publishing,
+            Held::total,
+        ];
         for (peak, size) in self.peaks.iter_mut().zip(sizes) {
             if size(&now) > size(peak) {
                 *peak = now;

@@ -1,13 +1,14 @@
 //! Rules that place parameters by path.
 
 use regex::Regex;
+use serde::Serialize;
 
 use crate::error::{Error, Result};
 use crate::parameters::{Found, Placement};
 
 /// Places the parameters whose path matches a regular expression, in the syntax of the crate
 /// `regex`, which may match any part of the path. The last rule that matches decides.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Place {
     pattern: String,
     placement: Placement,

@@ -5,14 +5,18 @@ use std::sync::Arc;
 
 use burn::module::{Module, Param, ParamId, Reparameterizer};
 use burn::tensor::Tensor;
+use serde::Serialize;
 
 use super::owned::{Owned, Reduced};
 use super::passes::{Groups, Keep, Passes};
 use super::unit::{Position, Unit};
-use super::{Division, Layout, Sharded};
+use super::{Division, Layout, Place, Sharded};
 use crate::comm::World;
+use crate::distributed::agreement::same_parameters;
+use crate::distributed::plan::Parameter;
 use crate::error::{Error, Result};
 use crate::link;
+use crate::muon::MuonConfig;
 use crate::parameters::{self, Placement, in_place_of};
 
 impl Layout {
@@ -30,11 +34,17 @@ impl Layout {
     ///   [links](crate::link::supports) do not work, or a layout that has divided a model before;
     /// - [`Error::Pattern`] and [`Error::UnusedRule`] for a [`Place`](super::Place) that matches no
     ///   parameter;
+    /// - [`Error::SettingsDiffer`] and [`Error::ModelsDiffer`] if the ranks have different layouts
+    ///   or models;
     /// - [`Error::Parameter`] for a parameter that is already divided or has an adapter;
     /// - those of [`MuonConfig::route`](crate::MuonConfig::route) and of every collective.
     pub fn shard<M: Module>(&self, model: M) -> Result<M> {
         let world = self.world();
+        self.same_settings()?;
         let Division { units, planned, .. } = world.agree(self.dividable(&model))?;
+        let parameters: Vec<Parameter> =
+            planned.iter().map(|(parameter, _)| parameter.clone()).collect();
+        same_parameters(world, &parameters)?;
         if units.is_empty() {
             return world.broadcast(model);
         }
@@ -46,7 +56,9 @@ impl Layout {
             units: by_path(&passes, Placement::Owned),
             error: &mut error,
         });
-        world.agree(error.map_or(Ok(()), Err))?;
+        if let Some(error) = error {
+            return Err(error); // the others were told of it
+        }
         let model = model.apply_reparameterization(Reduce::of(&passes));
         let planned = planned
             .into_iter()
@@ -64,6 +76,20 @@ impl Layout {
         let sharing = world.split(shard, rank)?;
         let replicas = world.split(part, rank)?;
         Ok(Groups { world: world.clone(), sharing, replicas })
+    }
+
+    /// Fails on all ranks if their layouts are not the same.
+    fn same_settings(&self) -> Result<()> {
+        self.world().same_config(&Settings {
+            owned: self.axis.as_deref(),
+            places: &self.places,
+            muon: &self.muon,
+            keep: self.keep,
+            small_elements: self.small_elements,
+            ahead_mb: self.ahead_mb,
+            in_flight_mb: self.in_flight_mb,
+            overlap_backward: self.overlaps_backward,
+        })
     }
 
     fn dividable<M: Module>(&self, model: &M) -> Result<Division> {
@@ -98,10 +124,23 @@ impl Layout {
         let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(model.clone()) };
         let units = by_path(passes, Placement::Owned).into_values();
         let ids = units.map(|unit| (unit.path.clone(), unit.id));
-        let whole = model.clone().materialize();
+        let whole = passes.read(|| model.clone().materialize());
         passes.ensure_alive()?;
         Ok(parameters::map(whole, &mut Unshard(ids.collect())))
     }
+}
+
+/// The settings of a layout, under the names of the methods that set them.
+#[derive(Serialize)]
+struct Settings<'a> {
+    owned: Option<&'a str>,
+    places: &'a [Place],
+    muon: &'a MuonConfig,
+    keep: Keep,
+    small_elements: usize,
+    ahead_mb: f64,
+    in_flight_mb: f64,
+    overlap_backward: bool,
 }
 
 /// Attaches parts to a model.
@@ -149,6 +188,8 @@ impl Reparameterizer for Shard<'_> {
         let part = match part {
             Ok(part) => part,
             Err(error) => {
+                // The others wait for this rank in the next broadcast.
+                self.world.comm().fail(&error.to_string());
                 *self.error = Some(error);
                 zero.clone().reshape([1])
             }

@@ -2,11 +2,12 @@
 
 use std::collections::HashMap;
 use std::ops::Index;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::{Device, Shape, Tensor};
 
+use super::MicroBatches;
 use super::passes::{Held, Passes};
 use super::unit::Unit;
 use crate::comm::Pending;
@@ -14,16 +15,18 @@ use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit, in_place_of};
 
 /// The owned parameters by path. There may be none.
-#[derive(Default)]
 pub struct Units {
     passes: Option<Arc<Passes>>,
     by_path: HashMap<String, Arc<Unit>>,
+    micro_batches: MicroBatches,
 }
 
 impl Units {
-    pub fn of(passes: &Arc<Passes>) -> Self {
-        let by_path = passes.units().iter().map(|unit| (unit.path.clone(), unit.clone()));
-        Self { passes: Some(passes.clone()), by_path: by_path.collect() }
+    /// Without `passes`, there are none.
+    pub fn new(passes: Option<Arc<Passes>>, micro_batches: MicroBatches) -> Self {
+        let units = passes.iter().flat_map(|passes| passes.units());
+        let by_path = units.map(|unit| (unit.path.clone(), unit.clone())).collect();
+        Self { passes, by_path, micro_batches }
     }
 
     pub fn get(&self, path: &str) -> Option<&Arc<Unit>> {
@@ -47,9 +50,25 @@ impl Units {
         Ok(())
     }
 
-    /// The bytes that passes held at their peaks, and hold now. Nothing without owned parameters.
+    /// The bytes that passes held at their peaks.
     pub fn held(&self) -> Vec<Held> {
         self.passes.as_ref().map(|passes| passes.held()).unwrap_or_default()
+    }
+
+    /// The bytes that passes hold now.
+    pub fn holds(&self) -> Held {
+        self.passes.as_ref().map(|passes| passes.holds()).unwrap_or_default()
+    }
+
+    /// Forgets the gradients of passes and of earlier micro-batches. All ranks make this call.
+    ///
+    /// # Errors
+    ///
+    /// Those of every collective.
+    pub fn discard(&self) -> Result<()> {
+        let mut earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(earlier.take_sum());
+        self.passes.as_ref().map_or(Ok(()), |passes| passes.discard())
     }
 
     /// Releases the parts.

@@ -26,6 +26,8 @@ use burn::train::{
     TrainingItem, TrainingStrategy, ValidLoader,
 };
 
+use serde_json::json;
+
 use super::optimizer::Busy;
 use super::{Diagnostics, DistModuleOptimizer, DistMuonConfig, Layout, Mesh};
 use crate::checkpoint::{Archive, States};
@@ -298,6 +300,11 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
             let RankInputs { learner, model, train, valid, spare } =
                 take(&inputs[world.rank() - first_rank]);
             let main = world.is_main().then(|| take(&main_parts));
+            world.same_config(&json!({
+                "training items": run.items[0],
+                "epochs": run.epochs,
+                "batches per step": run.accumulation,
+            }))?;
             ensure_unscaled(&self.config)?;
             let qk_clip = self.qk_clip.as_ref();
             let qk_clip = qk_clip.map(|(config, logits)| Ok((config.init(&model)?, logits)));
@@ -310,6 +317,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
             }
             let mut worker = Worker {
                 run: &run,
+                saves: world.any(run.saves)?,
                 qk_clip: world.agree(qk_clip.transpose())?,
                 world,
                 optim,
@@ -378,7 +386,7 @@ struct Run<M: LearnerModel> {
     epochs: RangeInclusive<usize>,
     /// Batches per step.
     accumulation: usize,
-    /// `true` if there are checkpointers.
+    /// `true` if this process has checkpointers.
     saves: bool,
     /// `true` if every rank has a process, of which that of rank 0 reports.
     in_processes: bool,
@@ -408,6 +416,8 @@ struct MainParts<M: LearnerModel> {
 /// The training loop of one rank.
 struct Worker<'a, M: LearnerModel> {
     run: &'a Run<M>,
+    /// `true` if any rank has checkpointers: all of them collect the state then.
+    saves: bool,
     world: World,
     optim: DistModuleOptimizer,
     layout: Layout,
@@ -591,7 +601,7 @@ impl<M: LearnerModel> Worker<'_, M> {
     /// Ends an epoch and saves. Returns `true` if it was the last epoch.
     fn finish_epoch(&mut self, epoch: usize) -> Result<bool> {
         let stops_early = self.main.as_ref().is_some_and(|main| main.early_stopping.is_some());
-        if self.main.is_some() && (self.run.saves || stops_early) {
+        if self.main.is_some() && (self.saves || stops_early) {
             // Checkpointers and early stopping read the metrics of the epoch from the store.
             let flushed = self.processor().flush();
             self.run.interrupter.fail_on_error(flushed);
@@ -601,8 +611,8 @@ impl<M: LearnerModel> Worker<'_, M> {
         }
         // Burn's checkpointers accept only whole records, and do not tell in advance whether they
         // will save: rank 0 collects the state at every epoch.
-        let record = if self.run.saves { self.optim.gather_record()? } else { None };
-        let whole = if self.run.saves { Some(self.whole()?) } else { None };
+        let record = if self.saves { self.optim.gather_record()? } else { None };
+        let whole = if self.saves { Some(self.whole()?) } else { None };
         let Some(main) = &mut self.main else { return self.world.any(false) };
         if let (Some(checkpointer), Some(record), Some(model)) =
             (&mut main.checkpointer, record, whole)

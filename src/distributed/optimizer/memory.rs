@@ -7,7 +7,7 @@ use comfy_table::{Table, presets};
 /// Bytes of one kind of tensor in a [`MemoryReport`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// Bytes after the last step.
+    /// Bytes at the time of the report.
     pub now: usize,
     /// Largest number of bytes since the optimizer was made.
     pub peak: usize,
@@ -29,13 +29,14 @@ pub struct MemoryReport {
     pub parameters: Usage,
     /// Gradients that were given to the step.
     pub gradients: Usage,
-    /// This rank's shards of the reduced gradients.
+    /// This rank's shards of the reduced gradients, until a pass returns them or a step uses them.
     pub shards: Usage,
     /// Master weights of this rank's shards: see [`MasterWeights`](crate::MasterWeights).
     pub masters: Usage,
     /// Momentum, moments and everything else in the state of this rank's shards.
     pub states: Usage,
-    /// Buffers for sending and receiving of the collectives of a step in flight.
+    /// Buffers for sending and receiving of the collectives of a step in flight, which may last
+    /// until the new parameters are used.
     pub buffers: Usage,
     /// Owned parameters that are gathered ahead of their use, with the one in use. Those that a
     /// graph keeps for its backward pass are not counted.

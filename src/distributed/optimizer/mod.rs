@@ -137,7 +137,7 @@ impl DistModuleOptimizer {
         model: &M,
     ) -> Result<Self> {
         let world = layout.world();
-        setup::same_config(world, config)?;
+        world.same_config(config)?;
         let found = parameters::of(model);
         let routed = config.check().and_then(|()| config.muon.route_found(&found));
         let routing = world.agree(routed)?;
@@ -328,11 +328,22 @@ impl DistModuleOptimizer {
     /// Returns the bytes of the tensors that this rank holds. Prints as a table.
     pub fn memory(&self) -> MemoryReport {
         let mut report = self.memory;
-        for Held { gathered, in_flight } in self.units.held() {
-            let (parameters, states) = (self.parameter_bytes, self.state_bytes);
-            let held = Snapshot { parameters, states, gathered, in_flight, ..Snapshot::default() };
-            report.observe(Snapshot { masters: self.master_bytes, ..held });
-        }
+        let between_steps = |held: Held| Snapshot {
+            parameters: self.parameter_bytes,
+            shards: held.means,
+            masters: self.master_bytes,
+            states: self.state_bytes,
+            buffers: held.publishing,
+            gathered: held.gathered,
+            in_flight: held.in_flight,
+            ..Snapshot::default()
+        };
+        self.units.held().into_iter().for_each(|peak| report.observe(between_steps(peak)));
+        let mut now = between_steps(self.units.holds());
+        let arriving = self.publication.arriving();
+        now.parameters -= arriving.parameters;
+        now.buffers += arriving.buffers;
+        report.observe(now);
         report
     }
 

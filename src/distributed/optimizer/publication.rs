@@ -26,7 +26,27 @@ struct State {
     failure: Option<Error>,
 }
 
+/// Bytes of parameters that have not arrived.
+pub struct Arriving {
+    pub parameters: usize,
+    /// Those of their buffers, for sending and receiving.
+    pub buffers: usize,
+}
+
 impl Publication {
+    /// The bytes that are on their way.
+    pub fn arriving(&self) -> Arriving {
+        let state = self.state();
+        let of_bucket = |bucket: &Bucket| -> usize {
+            let pieces = bucket.by_parameter().into_values().flatten();
+            pieces.map(|(_, _, len)| len * bucket.dtype.size()).sum()
+        };
+        Arriving {
+            parameters: state.pending.iter().map(|(bucket, _)| of_bucket(bucket)).sum(),
+            buffers: state.pending.iter().map(|(_, pending)| pending.bytes()).sum(),
+        }
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -4,10 +4,10 @@ use std::collections::HashSet;
 
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
-use serde_json::Value;
 
 use super::busy::Busy;
-use crate::comm::{Difference, World, exchanges};
+use crate::comm::{World, exchanges};
+use crate::distributed::agreement::{first_unequal, same_parameters};
 use crate::distributed::config::DistMuonConfig;
 use crate::distributed::layout::Layout;
 use crate::distributed::plan::{Costs, Parameter, Plan, PlanConfig, node_order};
@@ -30,35 +30,9 @@ pub fn ensure_exchangeable(parameters: &[Parameter], rank: usize) -> Result<()> 
     }
 }
 
-/// Fails on all ranks if their configurations are not the same.
-pub fn same_config(world: &World, config: &DistMuonConfig) -> Result<()> {
-    let local = serde_json::to_value(config).expect("a configuration is valid JSON");
-    world.same_settings(&local, |first, other| difference("", first, other))
-}
-
-/// The first entry that two JSON values do not have in common.
-fn difference(path: &str, first: &Value, other: &Value) -> Option<Difference> {
-    if first == other {
-        return None;
-    }
-    if let (Value::Object(first), Value::Object(other)) = (first, other) {
-        return first.keys().chain(other.keys()).find_map(|key| {
-            let path = format!("{path}{}{key}", if path.is_empty() { "" } else { "." });
-            let [first, other] = [first, other].map(|value| value.get(key).unwrap_or(&Value::Null));
-            difference(&path, first, other)
-        });
-    }
-    let setting = path.to_owned();
-    Some(Difference { setting, first: first.to_string(), other: other.to_string() })
-}
-
 /// Fails if the models differ, and names the first parameter that does.
 pub fn same_model<M: Module>(world: &World, parameters: &[Parameter], model: &M) -> Result<()> {
-    if let Some((rank, (parameter, first, other))) =
-        world.compare(&parameters.to_vec(), |first, local| first_difference(first, local))?
-    {
-        return Err(Error::ModelsDiffer { rank, parameter, other, first });
-    }
+    same_parameters(world, parameters)?;
     if world.size() == 1 {
         // Nothing to compare with, and checksums read the whole model.
         return Ok(());
@@ -76,32 +50,6 @@ pub fn same_model<M: Module>(world: &World, parameters: &[Parameter], model: &M)
         }),
         None => Ok(()),
     }
-}
-
-/// The first entries at one index that two lists do not have in common. One may be missing.
-fn first_unequal<'a, T: PartialEq>(
-    first: &'a [T],
-    local: &'a [T],
-) -> Option<(Option<&'a T>, Option<&'a T>)> {
-    let entries =
-        (0..first.len().max(local.len())).map(|index| (first.get(index), local.get(index)));
-    entries.into_iter().find(|(first, local)| first != local)
-}
-
-/// The first parameter that two models do not have in common: its path, and what it is in both.
-fn first_difference(first: &[Parameter], local: &[Parameter]) -> Option<(String, String, String)> {
-    let described = |parameter: Option<&Parameter>| match parameter {
-        Some(found) => format!("{:?} {} ({:?})", found.shape, found.dtype.name(), found.work),
-        None => "absent".to_owned(),
-    };
-    let (first, local) = first_unequal(first, local)?;
-    // Both names, if they differ: one of them is the misplaced parameter.
-    let named = |found: Option<&Parameter>| found.map(|found| found.path.clone());
-    let parameter = match (named(first), named(local)) {
-        (Some(first), Some(local)) if first != local => format!("{first}` / `{local}"),
-        (first, local) => first.or(local).expect("different entries are not both missing"),
-    };
-    Some((parameter, described(first), described(local)))
 }
 
 /// The plan of all ranks. Rank 0 makes it, since a search with a time limit may find another plan
@@ -168,34 +116,5 @@ impl Visit for Checksums {
             let values = param.val().inner().into_data();
             self.sums.push((path, crc32fast::hash(values.as_bytes())));
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    #[test]
-    fn the_first_setting_that_differs_is_named() {
-        let first = json!({"a": {"b": 1, "c": [1, 2]}, "d": {"Cosine": 1}});
-        let named = |other: Value| difference("", &first, &other).map(|found| found.setting);
-        assert_eq!(named(first.clone()), None);
-        for (other, setting) in [
-            (json!({"a": {"b": 1, "c": [1, 3]}, "d": {"Cosine": 1}}), "a.c"),
-            (json!({"a": {"b": 1, "c": [1, 2]}, "d": {"Linear": 1}}), "d.Cosine"),
-            (json!({"a": {"b": 1, "c": [1, 2]}, "d": {"Cosine": 1}, "e": 1}), "e"),
-            (json!({"a": 1, "d": {"Cosine": 1}}), "a"),
-        ] {
-            assert_eq!(named(other).as_deref(), Some(setting));
-        }
-    }
-
-    #[test]
-    fn lists_of_which_one_is_longer_differ() {
-        assert_eq!(first_unequal(&[1, 2], &[1, 2]), None);
-        assert_eq!(first_unequal(&[1, 2], &[1]), Some((Some(&2), None)));
-        assert_eq!(first_unequal(&[1], &[1, 3]), Some((None, Some(&3))));
     }
 }

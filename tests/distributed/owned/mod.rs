@@ -28,17 +28,22 @@ pub const EVERYWHERE: &[Case] = cases![
     owned_parameters_train_as_replicated_ones,
     micro_batches_of_owned_parameters_are_added_up_before_they_are_reduced,
     parameters_owned_inside_nodes_train_as_replicated_ones,
+    parameters_owned_on_several_hosts_train_as_replicated_ones,
+    sums_of_parts_are_those_of_whole_gradients,
     checkpoints_move_between_layouts,
     gradients_that_the_backward_pass_reduces_are_those_of_the_step,
     owned_parameters_in_half_precision_are_clipped_and_scaled_as_replicated_ones,
 ];
 
 use rejections::{
+    a_rank_that_can_not_divide_a_model_stops_all_ranks,
     a_rank_that_fails_at_any_event_stops_all_ranks,
     averages_and_abandoned_passes_do_not_disturb_training, delays_in_passes_do_not_change_results,
+    discarded_passes_and_whole_models_leave_no_trace,
     gradients_that_were_not_collected_are_rejected,
     meshes_and_layouts_that_do_not_fit_are_rejected,
     models_that_a_layout_has_not_divided_are_rejected, ranks_may_start_from_clones_of_one_model,
+    ranks_of_other_groups_are_told_of_a_difference,
     ranks_whose_passes_differ_are_rejected_naming_the_parameter,
 };
 
@@ -51,6 +56,9 @@ pub const IN_PROCESS: &[Case] = cases![
     gradients_that_were_not_collected_are_rejected,
     ranks_whose_passes_differ_are_rejected_naming_the_parameter,
     ranks_may_start_from_clones_of_one_model,
+    ranks_of_other_groups_are_told_of_a_difference,
+    a_rank_that_can_not_divide_a_model_stops_all_ranks,
+    discarded_passes_and_whole_models_leave_no_trace,
     a_rank_that_fails_at_any_event_stops_all_ranks,
     delays_in_passes_do_not_change_results,
     averages_and_abandoned_passes_do_not_disturb_training,
@@ -356,6 +364,64 @@ fn parameters_owned_inside_nodes_train_as_replicated_ones() {
                 assert_equal(&expected, &runs.unwrap(), &what);
             }
         }
+    }
+}
+
+/// Ranks 0 and 1 are a host, and ranks 2 and 3 another.
+fn on_hosts(world: &World) -> Result<World> {
+    with_checkpoints(world).by_node(&(world.rank() / 2).to_string())
+}
+
+fn parameters_owned_on_several_hosts_train_as_replicated_ones() {
+    if !worlds::has(&4) {
+        return;
+    }
+    let config = config();
+    let expected =
+        ranks(4, |world| train_replicated(&on_hosts(&world)?, &config, 4, 1, DType::F32)).unwrap();
+    for publish in [Publish::Now, Publish::AtFirstUse] {
+        let config = config.clone().with_publish(publish);
+        for is_owned in [true, false] {
+            let runs = ranks(4, |world| {
+                let world = on_hosts(&world)?;
+                let mesh = Mesh::flat(&world);
+                let layout = if is_owned { layout(&world) } else { Layout::new(&mesh) };
+                let layout = layout.overlap_backward().with_muon(config.muon.clone());
+                train_on(&world, &layout, &config, 4, 1, DType::F32)
+            });
+            assert_equal(&expected, &runs.unwrap(), &format!("{publish:?}, {is_owned}"));
+        }
+    }
+}
+
+fn sums_of_parts_are_those_of_whole_gradients() {
+    // With equal data, the mean over a power of two of ranks is exact.
+    let train = |axis: Option<&'static str>, overlaps: bool| {
+        let run = ranks(4, |world| {
+            let world = with_checkpoints(&world);
+            let layout = layout_by(&world, axis)?;
+            let layout = if overlaps { layout.overlap_backward() } else { layout };
+            let mut net = layout.shard(Net::new(world.device()))?;
+            let mut optim = config().init_on(&layout, &net)?;
+            for step in 0..3 {
+                let mut buffer = GradientBuffer::new();
+                for batch in 0..2 {
+                    let loss = net.loss(tokens(batch, step, world.device()));
+                    buffer.add(&net, layout.backward(&loss, &net)?)?;
+                }
+                let gradients = buffer.take_mean(&net);
+                net = optim.step(0.01, net, gradients)?;
+            }
+            Ok((vec![], weights(&layout.unshard(&net)?)))
+        });
+        run.unwrap()
+    };
+    if !worlds::has(&4) {
+        return;
+    }
+    let expected = train(None, false);
+    for (axis, overlaps) in [(None, true), (Some("dp"), false), (Some("gpu"), true)] {
+        assert_equal(&expected, &train(axis, overlaps), &format!("{axis:?}, {overlaps}"));
     }
 }
 

@@ -4,10 +4,10 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use burn::module::{Lora, Module};
+use burn::module::{Lora, Module, Param, ParamId};
 use burn::nn::LinearConfig;
 use burn::optim::GradientsParams;
-use burn::tensor::DType;
+use burn::tensor::{DType, Device, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
 use distmuon::{Error, MuonConfig, Result, RoutingRule, checkpoint};
@@ -58,6 +58,16 @@ pub fn meshes_and_layouts_that_do_not_fit_are_rejected() {
     assert_says(&unused, &["`absent` has no effect"]);
     let malformed = shard(&|mesh| Layout::new(mesh).owned("dp").with_place(Place::replicated("(")));
     assert_says(&malformed, &["`(` is not a regular expression"]);
+    let other_models = errors(|world| {
+        let net = Layers::square(2, 32 << world.rank(), world.device());
+        Layout::new(&Mesh::flat(world)).owned("dp").shard(net)
+    });
+    assert_says(&other_models, &["rank 1", "`layers.0.weight`", "[64, 64]", "[32, 32]"]);
+    let other_settings = errors(|world| {
+        let layout = Layout::new(&Mesh::flat(world)).owned("dp");
+        layout.with_ahead_mb(world.rank() as f64).shard(layers(world.device()))
+    });
+    assert_says(&other_settings, &["rank 1", "`ahead_mb`", "1.0", "0.0"]);
     let negative = shard(&|mesh| Layout::new(mesh).owned("dp").with_ahead_mb(-1.0));
     assert_says(&negative, &["`ahead_mb`", "-1"]);
 }
@@ -153,6 +163,43 @@ pub fn ranks_whose_passes_differ_are_rejected_naming_the_parameter() {
         gradients
     });
     assert_says(&left_out, &["the ranks disagree", "(while ", "`layers.1"]);
+}
+
+pub fn ranks_of_other_groups_are_told_of_a_difference() {
+    let outcomes = Mutex::new(vec![]);
+    let run = worlds::ranks_here(DEADLINE, 4, |world| {
+        let world = with_checkpoints(&world);
+        let layout = Layout::new(&super::nodes(&world)?).owned("gpu");
+        let mut net = layout.shard(layers(world.device()))?;
+        if world.rank() == 1 {
+            net.layers.swap(0, 2);
+        }
+        let outcome = layout.backward(&output(&net, ones(world.device())), &net);
+        outcomes.lock().unwrap().push(outcome.err().map(|error| error.to_string()));
+        Ok::<_, Error>(())
+    });
+    drop(run);
+    let outcomes = outcomes.into_inner().unwrap();
+    assert_eq!(outcomes.len(), 4);
+    for text in outcomes {
+        let text = text.expect("every rank has an error");
+        assert!(text.contains("rank 1") && text.contains("used `layers.2.weight`"), "{text}");
+    }
+}
+
+pub fn a_rank_that_can_not_divide_a_model_stops_all_ranks() {
+    let of_another_type = errors(|world| {
+        let mut net = layers(world.device());
+        if world.rank() == 1 {
+            let half = |device: &Device, _: bool| Tensor::zeros([32, 32], (device, DType::F16));
+            let (device, shape) = (world.device().clone(), [32, 32].into());
+            net.layers[3].weight = Param::uninitialized(ParamId::new(), half, device, true, shape);
+        }
+        Layout::new(&Mesh::flat(world)).owned("dp").shard(net)
+    });
+    assert_says(&of_another_type, &["`layers.3.weight`", "another type", "rank 1"]);
+    let own = |error: &&Error| matches!(error, Error::Parameter { rank: 1, .. });
+    assert_eq!(of_another_type.iter().filter(own).count(), 1, "{of_another_type:?}");
 }
 
 pub fn ranks_may_start_from_clones_of_one_model() {
@@ -287,5 +334,55 @@ pub fn averages_and_abandoned_passes_do_not_disturb_training() {
     for (calm, disturbed) in train(false).iter().zip(&train(true)) {
         let mut both = calm.iter().zip(disturbed);
         assert!(both.all(|(calm, disturbed)| super::are_equal(calm, disturbed)));
+    }
+}
+
+pub fn discarded_passes_and_whole_models_leave_no_trace() {
+    let folder = Folder::create();
+    let path = &folder.path().join("run.ckpt");
+    let train = |disturbs: bool| {
+        let run = ranks_here(2, |world| {
+            let world = with_checkpoints(&world);
+            let (device, layout) = (world.device(), layout(&world).overlap_backward());
+            let mut net = layout.shard(super::Net::new(device))?;
+            let mut optim = super::config().init_on(&layout, &net)?;
+            for step in 0..3 {
+                if disturbs {
+                    drop(net.loss(super::tokens(1, 50 + step, device)));
+                    layout.discard()?;
+                }
+                let tokens = || super::tokens(world.rank(), step, device);
+                let loss = net.loss(tokens());
+                if disturbs {
+                    layout.discard()?;
+                    let whole = layout.unshard(&net)?;
+                    assert_eq!(super::bits(&whole.loss(tokens())), super::bits(&loss));
+                }
+                let loss = net.loss(tokens());
+                let gradients = layout.backward(&loss, &net)?;
+                net = optim.step(0.01, net, gradients)?;
+            }
+            let in_flight = optim.memory().in_flight.peak;
+            if disturbs {
+                // A micro-batch, and a pass whose gradients are dropped.
+                let loss = || net.loss(super::tokens(1, 60, device));
+                layout.accumulate(&loss(), &net)?;
+                drop(GradientsParams::from_grads(loss().backward(), &net));
+                layout.discard()?;
+                // Gradients of values that are replaced.
+                optim.save(path, &net, &())?;
+                layout.accumulate(&loss(), &net)?;
+                (net, optim, ()) = optim.load(path, net)?;
+            }
+            let gradients = layout.backward(&net.loss(super::tokens(0, 3, device)), &net)?;
+            net = optim.step(0.01, net, gradients)?;
+            Ok((weights(&layout.unshard(&net)?), in_flight))
+        });
+        run.unwrap()
+    };
+    for ((calm, in_flight), (disturbed, peak)) in train(false).into_iter().zip(train(true)) {
+        assert!(calm.iter().zip(&disturbed).all(|(calm, values)| super::are_equal(calm, values)));
+        // Gradients are reduced as early as without other passes.
+        assert!(peak <= in_flight, "{peak} of {in_flight}");
     }
 }
