@@ -246,10 +246,12 @@ impl DistModuleOptimizer {
         gradients: GradientsParams,
     ) -> Result<M> {
         let stepped = self.stage_by_stage(&lr.into(), model, gradients);
-        if let Err(error) = &stepped {
-            self.world.comm().fail(&error.to_string());
-        }
-        stepped
+        self.announced(stepped)
+    }
+
+    /// Ends the world after an error of this rank, of which the others learn by that.
+    fn announced<T>(&self, outcome: Result<T>) -> Result<T> {
+        outcome.inspect_err(|error| self.world.comm().fail(&error.to_string()))
     }
 
     /// Waits for the parameters of the last step, with [`Publish::AtFirstUse`](super::Publish): all

@@ -97,19 +97,21 @@ impl DistModuleOptimizer {
         self.finish_publication()?;
         let parts = self.world.agree(self.units.parts(model, self.world.rank()))?;
         // A collective that fails ends the world: only the file is left to agree on.
-        let written = match self.world.is_main() {
-            true => self.write(path.as_ref(), (model, parts), progress)?,
-            false => {
-                let own = self.own_states()?;
-                for (path, part) in parts {
-                    self.collect_part(&path, part)?;
-                }
-                self.collect(own, false, |_| ())?;
-                self.world.comm().synchronize()?;
-                Ok(())
-            }
-        };
+        let written = self.announced(match self.world.is_main() {
+            true => self.write(path.as_ref(), (model, parts), progress),
+            false => self.send_states(parts).map(Ok),
+        })?;
         self.world.agree(written)
+    }
+
+    /// Makes the calls of [`write`](Self::write) on a rank that does not write.
+    fn send_states(&self, parts: Vec<(String, Tensor<1>)>) -> Result<()> {
+        let own = self.own_states()?;
+        for (path, part) in parts {
+            self.collect_part(&path, part)?;
+        }
+        self.collect(own, false, |_| ())?;
+        self.world.comm().synchronize()
     }
 
     /// Loads a run that [`save`](Self::save) or [`checkpoint::save`] saved, on any number of ranks.
@@ -224,12 +226,12 @@ impl DistModuleOptimizer {
     /// The state of all ranks on all of them, or on rank 0 only.
     fn record(&self, everywhere: bool) -> Result<Option<OptimizerRecord>> {
         let mut states = Vec::new();
-        let own = self.own_states()?;
+        let own = self.announced(self.own_states())?;
         let counters = self.counters();
         let contents = self.contents(&counters, &own, &self.ids());
-        self.collect(own, everywhere, |data| states.push(data))?;
+        self.announced(self.collect(own, everywhere, |data| states.push(data)))?;
         // Collectives may return results that the device has not received yet.
-        self.world.comm().synchronize()?;
+        self.announced(self.world.comm().synchronize())?;
         if !everywhere && self.world.rank() != 0 {
             return Ok(None);
         }
