@@ -59,9 +59,9 @@ impl GradientBuffer {
     /// # Errors
     ///
     /// [`Error::Parameter`] for a gradient that is on another device than its parameter, or has
-    /// another shape. Of parameters that a [`Layout`](crate::distributed::Layout) reduces in the
-    /// backward pass, the shape is that of this rank's shard, as in the micro-batches before. The
-    /// buffer then has a part of the micro-batch: take it out and drop it.
+    /// another shape. Where a [`Layout`](crate::distributed::Layout) reduces the gradient in the
+    /// backward pass, the shape has to be that of the first micro-batch. The buffer then has a part
+    /// of the micro-batch: take it out and drop it.
     pub fn add<M: Module>(&mut self, model: &M, gradients: GradientsParams) -> Result<()> {
         let found = parameters::of(model).into_iter();
         let reduced = found.filter(|found| found.placement.reduces_in_backward());

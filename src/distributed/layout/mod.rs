@@ -49,11 +49,12 @@ const SMALL_ELEMENTS: usize = 1024;
 ///
 /// By default, every rank has all parameters. With [`owned`](Self::owned), a matrix lies whole at
 /// its owner between steps, and nowhere else; a table that AdamW updates lies in even rows. Every
-/// use of a parameter gathers it, and every backward pass reduces its gradient to the owner, so
-/// that a step sends nothing but small values. The model keeps its type, and its layers are not
-/// changed.
+/// use of a parameter gathers it, and every backward pass reduces its gradient to the owner. A step
+/// sends small values, and what replicas and small parameters need. The model keeps its type, and
+/// its layers are not changed.
 ///
-/// Every forward pass is a collective call: all ranks make the same ones, also in evaluation.
+/// With owned parameters, every forward pass is a collective call: all ranks make the same ones,
+/// also in evaluation.
 ///
 /// ```
 /// use burn::nn::LinearConfig;
@@ -81,8 +82,8 @@ const SMALL_ELEMENTS: usize = 1024;
 /// A forward pass can't return an error. After a failure, the values of owned parameters are NaN,
 /// and the next of [`backward`](Self::backward), [`accumulate`](Self::accumulate),
 /// [`collect`](Self::collect) and
-/// [`DistModuleOptimizer::step`](super::DistModuleOptimizer::step) returns the error, with the path
-/// of the parameter.
+/// [`DistModuleOptimizer::step`](super::DistModuleOptimizer::step) returns the error, mostly with
+/// the path of the parameter. The world has ended then, and later calls return the error as well.
 ///
 /// Clones are the same layout.
 #[derive(Clone)]
@@ -185,9 +186,10 @@ impl Layout {
     }
 
     /// Reduces the gradients of parameters that every rank has while the backward pass goes on, and
-    /// not in the step: of all that are not [small](Self::with_small_elements). The results are the
-    /// same. As with owned parameters, all ranks have to use the same parameters in the same order,
-    /// and [`backward`](Self::backward) or [`collect`](Self::collect) ends a backward pass.
+    /// not in the step: of all that are not [small](Self::with_small_elements) and have up to six
+    /// dimensions. The results are the same. As with owned parameters, all ranks have to use the
+    /// same parameters in the same order, and [`backward`](Self::backward) or
+    /// [`collect`](Self::collect) ends a backward pass.
     pub fn overlap_backward(mut self) -> Self {
         self.overlaps_backward = true;
         self
@@ -257,7 +259,8 @@ impl Layout {
         Some(planned.iter().map(|parameter| known[&parameter.path].1.clone()).collect())
     }
 
-    /// Returns the place of every parameter. Prints as a table.
+    /// Returns the place of every parameter, before the model is divided. Prints as a table. Sends
+    /// nothing, so that one rank may make this call.
     ///
     /// # Errors
     ///
@@ -267,9 +270,9 @@ impl Layout {
         Ok(LayoutTable::new(&division.found, &division.units))
     }
 
-    /// Runs the backward pass of a loss, and returns the gradients for a step: this rank's parts of
-    /// the means of owned parameters, and this rank's own gradients of all others. All ranks make
-    /// this call.
+    /// Runs the backward pass of a loss, and returns the gradients for a step: this rank's shards
+    /// of the means of parameters whose gradients the pass reduces, and this rank's gradients of
+    /// all others. All ranks make this call.
     ///
     /// # Errors
     ///
@@ -286,15 +289,18 @@ impl Layout {
             buffer.add(model, gradients)?;
             gradients = buffer.take_sum();
         }
-        self.collect(&mut gradients)?;
+        self.finish(&mut gradients)?;
         Ok(gradients)
     }
 
     /// Runs the backward pass of a micro-batch, whose gradients are added to those of the next call
     /// of [`backward`](Self::backward). Nothing is reduced until then, and every rank holds its
-    /// whole gradients, in float32 for parameters in half precision.
+    /// whole gradients. All ranks make this call.
     ///
-    /// To hold parts instead, call `backward` for every micro-batch, and add up what it returns by
+    /// The sums are float32 for parameters in half precision, which
+    /// [`GradDtype::Float32`](super::GradDtype::Float32) has a step accept.
+    ///
+    /// To hold shards instead, call `backward` for every micro-batch, and add up what it returns by
     /// [`GradientBuffer`](crate::GradientBuffer): the ranks then reduce once for each of them.
     ///
     /// # Errors
@@ -323,21 +329,35 @@ impl Layout {
         units.is_some_and(|units| units.iter().any(|unit| unit.placement.is_owned()))
     }
 
-    /// Adds this rank's parts of the gradients of owned parameters to those of all others, after a
-    /// backward pass of the caller's. All ranks make this call.
+    /// Adds this rank's shards of the means of parameters whose gradients the pass has reduced,
+    /// after a backward pass of the caller's. All ranks make this call.
     ///
     /// # Errors
     ///
-    /// Those of [`backward`](Self::backward).
+    /// Those of [`backward`](Self::backward); [`Error::Setting`] after
+    /// [`accumulate`](Self::accumulate), whose gradients are those of `backward`.
     pub fn collect(&self, gradients: &mut GradientsParams) -> Result<()> {
+        match self.micro_batches().count() {
+            0 => self.finish(gradients),
+            _ => Err(Error::setting(
+                "gradients",
+                "earlier ones of `Layout::accumulate`",
+                "none before `Layout::collect` (end with `Layout::backward`, or add up gradients \
+                 by `GradientBuffer`)",
+            )),
+        }
+    }
+
+    /// Ends a backward pass.
+    fn finish(&self, gradients: &mut GradientsParams) -> Result<()> {
         let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(()) };
         passes.finish()?.into_iter().for_each(|mean| mean.register(gradients));
         Ok(())
     }
 
-    /// Forgets the gradients since the last step, such as those of micro-batches that are not to be
-    /// trained on, and the forward passes that no backward pass has followed. All ranks make this
-    /// call.
+    /// Forgets the gradients that no `backward` or `collect` has returned, such as those of
+    /// micro-batches that are not to be trained on, and the forward passes that no backward pass
+    /// has followed. All ranks make this call.
     ///
     /// A forward pass of a model with autodiff counts as one that is trained. Without this call,
     /// the next backward pass waits for its gradients, and reduces those of its parameters at its

@@ -30,13 +30,15 @@ impl Layout {
     ///
     /// On all ranks, if any rank has one of these errors:
     ///
-    /// - [`Error::Setting`] for an axis that the mesh does not have, or a device on which
+    /// - [`Error::Setting`] for an axis that the mesh does not have, sizes that are negative, a
+    ///   [`Place::owned`](super::Place::owned) without an axis, a device on which
     ///   [links](crate::link::supports) do not work, or a layout that has divided a model before;
     /// - [`Error::Pattern`] and [`Error::UnusedRule`] for a [`Place`](super::Place) that matches no
-    ///   parameter;
+    ///   trained parameter;
     /// - [`Error::SettingsDiffer`] and [`Error::ModelsDiffer`] if the ranks have different layouts
     ///   or models;
-    /// - [`Error::Parameter`] for a parameter that is already divided or has an adapter;
+    /// - [`Error::Parameter`] for a parameter that is already divided, that is to be divided and
+    ///   has an adapter, or whose initial values are of another type than its device's;
     /// - those of [`MuonConfig::route`](crate::MuonConfig::route) and of every collective.
     pub fn shard<M: Module>(&self, model: M) -> Result<M> {
         let world = self.world();

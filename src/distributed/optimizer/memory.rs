@@ -41,7 +41,7 @@ pub struct MemoryReport {
     /// Owned parameters that are gathered ahead of their use, with the one in use. Those that a
     /// graph keeps for its backward pass are not counted.
     pub gathered: Usage,
-    /// Gradients of owned parameters that are summed up, or on their way to their owners.
+    /// Gradients that backward passes reduce: summed up, or on their way to their owners.
     pub in_flight: Usage,
     /// The sum of all kinds.
     pub total: Usage,

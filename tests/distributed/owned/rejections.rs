@@ -135,6 +135,13 @@ pub fn gradients_that_were_not_collected_are_rejected() {
         optim.step(0.1, net, GradientsParams::new())
     });
     assert_says(&of_micro_batches, &["`layers.0.weight`", "not collected"]);
+    let collected = errors(|world| {
+        let layout = Layout::new(&Mesh::flat(world)).owned("dp");
+        let net = layout.shard(layers(world.device()))?;
+        layout.accumulate(&output(&net, ones(world.device())), &net)?;
+        layout.collect(&mut GradientsParams::new())
+    });
+    assert_says(&collected, &["`Layout::accumulate`", "`Layout::backward`"]);
 }
 
 pub fn ranks_whose_passes_differ_are_rejected_naming_the_parameter() {
