@@ -61,6 +61,8 @@ impl Layout {
         if let Some(error) = error {
             return Err(error); // the others were told of it
         }
+        // An engine may hold the last parameter until the next call.
+        world.agree(Ok(()))?;
         let model = model.apply_reparameterization(Reduce::of(&passes));
         let planned = planned
             .into_iter()
