@@ -112,6 +112,11 @@ steps() {
   echo "step_times gpu steps $shapes"
   echo 'collectives gpu collectives'
   echo "training gpu train_lm --data src --compare $optimizers --sample 0 --eval-every 0 $training"
+  # Two ranks, which are threads and may share a device. All print the same losses.
+  local ranks="gpu train_lm --data src --ranks 2 --sample 0 --eval-every 0 $training"
+  echo "layout_replicated $ranks"
+  echo "layout_hidden $ranks --overlap"
+  echo "layout_owned $ranks --owned dp"
   for dtype in bfloat16 float16; do
     echo "peers_$dtype python3 -u $peers/torch_gpu.py --dtype $dtype"
   done

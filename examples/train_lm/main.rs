@@ -10,6 +10,7 @@
 mod chart;
 mod data;
 mod display;
+mod host_memory;
 mod model;
 mod optimizer;
 mod options;
@@ -43,6 +44,7 @@ fn main() -> Result<()> {
 
 /// Runs the program. The first argument is its name.
 pub fn run(arguments: impl Iterator<Item = OsString>) -> Result<()> {
+    host_memory::keep();
     init_logging();
     let (options, saved) = options(arguments)?;
     check_device()?;
