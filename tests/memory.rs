@@ -384,7 +384,9 @@ fn a_parameter_that_can_not_be_gathered_is_an_error_on_all_ranks() {
         Err::<(), Error>(error)
     });
     drop(run);
-    for (rank, error) in errors.into_inner().unwrap() {
+    let errors = errors.into_inner().unwrap();
+    assert_eq!(errors.len(), 2, "every rank has trained");
+    for (rank, error) in errors {
         match error {
             Error::NotComputed { parameter, .. } if rank == 1 => {
                 assert_eq!(parameter, "layers.0.weight");

@@ -133,7 +133,7 @@ impl DistModuleOptimizer {
             let parts = self.units.parts(&model, self.world.rank());
             parts.and_then(|_| Archive::open(path.as_ref()))
         };
-        // After a failure of a pass there is nothing to discard: the world has ended.
+        // Gradients of the values that are replaced.
         self.units.discard()?;
         self.units.forget_parts();
         let archive = self.world.agree(opened)?;
