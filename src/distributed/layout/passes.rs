@@ -538,8 +538,7 @@ impl Passes {
     fn end_pass(&self, state: &mut State) -> Result<()> {
         while state.failure.is_none() && !state.flights.is_empty() {
             if let Err(error) = self.land(state) {
-                self.groups.world.comm().fail(&error.to_string());
-                state.failure = Some(error);
+                self.fail(state, error);
             }
         }
         if let Some(failure) = &state.failure {
@@ -555,12 +554,17 @@ impl Passes {
         let events = std::mem::take(&mut state.events);
         let outcome = self.same_events(&events);
         if let Err(error) = &outcome {
-            // Only the ranks of a group know of a difference in it.
-            self.groups.world.comm().fail(&error.to_string());
-            // Gradients that were reduced are of no use after a difference.
-            state.failure = Some(error.clone());
+            // Only the ranks of a group know of a difference in it. Gradients that were reduced are
+            // of no use after it.
+            self.fail(state, error.clone());
         }
         outcome
+    }
+
+    /// Keeps a failure, of which all ranks are told.
+    fn fail(&self, state: &mut State, error: Error) {
+        self.groups.world.comm().fail(&error.to_string());
+        state.failure = Some(error);
     }
 
     /// Fails if the ranks have not made the same calls. An engine does not notice it if they are of
