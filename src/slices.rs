@@ -5,6 +5,13 @@ use std::ops::Range;
 
 use burn::tensor::{DType, Device, Tensor, kind::Basic};
 
+/// The items of a rank, of items that ranks divide: the parts follow each other, and differ in
+/// length by at most one item.
+pub fn share(items: usize, rank: usize, ranks: usize) -> Range<usize> {
+    let boundary = |rank: usize| rank * items / ranks;
+    boundary(rank)..boundary(rank + 1)
+}
+
 /// The elements in a range.
 pub fn slice(tensor: &Tensor<1>, range: Range<usize>) -> Tensor<1> {
     match range.len() {

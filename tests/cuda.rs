@@ -179,8 +179,8 @@ pub(crate) mod gpu {
                 results.push(comm.reduce_scatter(contribution(all), parts, ReduceOp::Sum)?);
                 results.push(comm.all_gather(contribution(parts[rank]), parts)?);
                 results.push(comm.broadcast(contribution(all), size - 1)?);
-                let received = vec![parts[rank]; size];
-                results.push(comm.all_to_all(contribution(all), parts, &received)?);
+                let pairs = vec![parts.to_vec(); size];
+                results.push(comm.all_to_all(contribution(all), &pairs)?);
             }
         }
         results.into_iter().map(|result| Ok(bits(&result.wait()?))).collect()

@@ -30,7 +30,7 @@ const COLLECTIVES: [(&str, Start); 5] = [
     ("broadcast", |comm, whole| comm.broadcast(whole, 0)),
     ("all_to_all", |comm, whole| {
         let parts = parts(comm, &whole);
-        comm.all_to_all(whole, &parts, &parts)
+        comm.all_to_all(whole, &vec![parts; comm.size()])
     }),
 ];
 

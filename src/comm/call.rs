@@ -25,7 +25,7 @@ impl Call {
         Self { collective, dtype: None, counts: vec![], op: None, root: None }
     }
 
-    /// A call with a tensor, of which only the type is compared unless counts are added.
+    /// A call with a tensor, of which the type is compared.
     fn with_tensor(collective: &'static str, tensor: &Tensor<1>) -> Self {
         Self { dtype: Some(tensor.dtype()), ..Self::new(collective) }
     }
@@ -49,9 +49,9 @@ impl Call {
         Self { counts, root: Some(root), ..Self::with_tensor("broadcast", tensor) }
     }
 
-    /// The counts differ between ranks, which compare them in pairs.
-    pub fn all_to_all(tensor: &Tensor<1>) -> Self {
-        Self::with_tensor("all_to_all", tensor)
+    /// The counts are those of all pairs of ranks, rank by rank.
+    pub fn all_to_all(tensor: &Tensor<1>, counts: &[Vec<usize>]) -> Self {
+        Self { counts: counts.concat(), ..Self::with_tensor("all_to_all", tensor) }
     }
 
     pub fn gather(tensor: &Tensor<1>, counts: &[usize], root: usize) -> Self {

@@ -116,24 +116,15 @@ impl Communicator {
         self.engine.broadcast(tensor, root)
     }
 
-    /// Starts sending a part of the tensor to every rank. This rank sends `send[r]` elements to
-    /// rank `r` and receives `receive[r]` elements from it. The result is the concatenation of the
-    /// received parts in the order of ranks.
-    ///
-    /// A rank knows only its part of the `N * N` counts. Every call therefore first compares all of
-    /// them, as small data through rank 0, and waits for the outcome: use it for a few calls, and
-    /// not in every step on many ranks.
-    pub fn all_to_all(
-        &self,
-        tensor: Tensor<1>,
-        send: &[usize],
-        receive: &[usize],
-    ) -> Result<Pending> {
+    /// Starts sending a part of the tensor of every rank to every rank. Rank `from` sends
+    /// `counts[from][to]` elements to rank `to`. The result is the concatenation of the received
+    /// parts in the order of ranks. The counts are the same on all ranks.
+    pub fn all_to_all(&self, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending> {
         let arguments = self.arguments("all_to_all");
         arguments.dtype(&tensor)?;
-        arguments.scattered(send, &tensor)?;
-        arguments.one_per_rank(receive)?;
-        self.engine.all_to_all(tensor, send, receive)
+        arguments.one_per_pair(counts)?;
+        arguments.scattered(&counts[self.rank()], &tensor)?;
+        self.engine.all_to_all(tensor, counts)
     }
 
     /// Starts the concatenation of the tensors of all ranks, which rank `root` receives. Rank `r`
@@ -261,6 +252,11 @@ mod tests {
         Tensor::ones([length], (&Device::default(), dtype))
     }
 
+    /// The counts of pairs of ranks where rank 1 sends `sent`, and rank 2 `other`.
+    fn pairs(sent: [usize; 3], other: &[usize]) -> [Vec<usize>; 3] {
+        [vec![0; 3], sent.into(), other.into()]
+    }
+
     /// Asserts that a call was refused, and returns the reason.
     fn reason<T>(result: Result<T>, name: &str) -> String {
         match result.map(|_| ()).unwrap_err() {
@@ -273,14 +269,15 @@ mod tests {
     fn counts_that_do_not_fit_are_refused_in_every_collective() {
         let comm = rank_1();
         let tensor = || floats(4, DType::F32);
+        let rows = reason(comm.all_to_all(tensor(), &[vec![4, 0, 0]]), "all_to_all");
+        assert!(rows.ends_with("expected 3, one for every rank, got 1"), "{rows}");
         for counts in [&[2, 2][..], &[1, 1, 1, 1], &[]] {
             let calls = [
                 (comm.reduce_scatter(tensor(), counts, ReduceOp::Sum), "reduce_scatter"),
                 (comm.reduce_scatter_f32(tensor(), counts), "reduce_scatter"),
                 (comm.all_gather(tensor(), counts), "all_gather"),
                 (comm.gather(tensor(), counts, 0), "gather"),
-                (comm.all_to_all(tensor(), counts, &[0; 3]), "all_to_all"),
-                (comm.all_to_all(tensor(), &[4, 0, 0], counts), "all_to_all"),
+                (comm.all_to_all(tensor(), &pairs([4, 0, 0], counts)), "all_to_all"),
             ];
             for (call, name) in calls {
                 let reason = reason(call, name);
@@ -291,7 +288,7 @@ mod tests {
         let scattered = [
             (comm.reduce_scatter(tensor(), &[1, 1, 1], ReduceOp::Mean), "reduce_scatter"),
             (comm.reduce_scatter_f32(tensor(), &[1, 1, 1]), "reduce_scatter"),
-            (comm.all_to_all(tensor(), &[1, 1, 1], &[0; 3]), "all_to_all"),
+            (comm.all_to_all(tensor(), &pairs([1, 1, 1], &[0; 3])), "all_to_all"),
             // The count of this rank, and not that of another one.
             (comm.all_gather(tensor(), &[4, 3, 4]), "all_gather"),
             (comm.gather(tensor(), &[4, 3, 4], 0), "gather"),
@@ -330,7 +327,7 @@ mod tests {
             reason(comm.reduce_scatter_f32(wide(), &[]), "reduce_scatter"),
             reason(comm.all_gather(wide(), &[]), "all_gather"),
             reason(comm.broadcast(wide(), 3), "broadcast"),
-            reason(comm.all_to_all(wide(), &[], &[]), "all_to_all"),
+            reason(comm.all_to_all(wide(), &[]), "all_to_all"),
             reason(comm.gather(wide(), &[], 3), "gather"),
         ];
         for reason in reasons {
@@ -347,7 +344,7 @@ mod tests {
                 comm.reduce_scatter(floats(4, dtype), &[0, 4, 0], ReduceOp::Sum),
                 comm.all_gather(floats(4, dtype), &[0, 4, 9]),
                 comm.broadcast(floats(4, dtype), 2),
-                comm.all_to_all(floats(4, dtype), &[4, 0, 0], &[9, 9, 9]),
+                comm.all_to_all(floats(4, dtype), &pairs([4, 0, 0], &[9, 9, 9])),
                 comm.gather(floats(4, dtype), &[0, 4, 9], 2),
             ];
             assert!(started.iter().all(Result::is_ok), "{started:?}");

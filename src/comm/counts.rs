@@ -1,4 +1,5 @@
-//! Positions of the ranks' parts in a buffer in which the parts follow each other.
+//! Numbers of elements of the ranks' parts, and positions of these parts in a buffer in which they
+//! follow each other.
 
 /// Returns the number of elements before the part of `rank`.
 pub fn offset(counts: &[usize], rank: usize) -> usize {
@@ -9,4 +10,11 @@ pub fn offset(counts: &[usize], rank: usize) -> usize {
 pub fn offsets(counts: &[usize]) -> Vec<usize> {
     let start = |next: &mut usize, count: &usize| Some(std::mem::replace(next, *next + count));
     counts.iter().scan(0, start).collect()
+}
+
+/// Returns the numbers of elements that a rank sends to every rank, and that it receives from every
+/// rank, where `counts[from][to]` has those of all pairs.
+#[cfg(any(feature = "mpi", feature = "cuda"))]
+pub fn sent_and_received(counts: &[Vec<usize>], rank: usize) -> [Vec<usize>; 2] {
+    [counts[rank].clone(), counts.iter().map(|sent| sent[rank]).collect()]
 }

@@ -15,15 +15,14 @@ use crate::error::Result;
 /// relies on these checks. If it passes memory to a library, it asserts that the counts fit it:
 ///
 /// - tensors are float32, float16 or bfloat16;
-/// - there is one count for every rank of the group;
-/// - the counts of `reduce_scatter` and the sent counts of `all_to_all` add up to the length of the
-///   tensor;
+/// - there is one count for every rank of the group, in `all_to_all` for every pair of ranks;
+/// - the counts of `reduce_scatter`, and in `all_to_all` those that this rank sends, add up to the
+///   length of the tensor;
 /// - in `all_gather` and `gather`, this rank's count is the length of its tensor;
 /// - a root is the rank of a member of the group.
 ///
-/// An engine makes the checks that need several ranks: that all ranks make the same call with the
-/// same counts, and that the counts sent in `all_to_all` are those received. It returns
-/// [`Error::Mismatch`](crate::Error::Mismatch) if they do not.
+/// An engine makes the check that needs several ranks: that all ranks make the same call with the
+/// same counts. It returns [`Error::Mismatch`](crate::Error::Mismatch) if they do not.
 pub trait Engine: Debug + Send + Sync {
     /// Returns the name of the engine, as in `threads`.
     fn engine_name(&self) -> &'static str;
@@ -59,9 +58,8 @@ pub trait Engine: Debug + Send + Sync {
     /// Implements [`Communicator::broadcast`](super::Communicator::broadcast).
     fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending>;
 
-    /// Implements [`Communicator::all_to_all`](super::Communicator::all_to_all), with the
-    /// comparison of the counts of all ranks.
-    fn all_to_all(&self, tensor: Tensor<1>, send: &[usize], receive: &[usize]) -> Result<Pending>;
+    /// Implements [`Communicator::all_to_all`](super::Communicator::all_to_all).
+    fn all_to_all(&self, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending>;
 
     /// Implements [`Communicator::gather`](super::Communicator::gather).
     fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending>;

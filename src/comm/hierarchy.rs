@@ -235,8 +235,8 @@ impl Engine for Hierarchy {
         self.all.broadcast(tensor, root)
     }
 
-    fn all_to_all(&self, tensor: Tensor<1>, send: &[usize], receive: &[usize]) -> Result<Pending> {
-        self.all.all_to_all(tensor, send, receive)
+    fn all_to_all(&self, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending> {
+        self.all.all_to_all(tensor, counts)
     }
 
     fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {

@@ -11,7 +11,6 @@ use burn::tensor::{DType, Device, Tensor};
 use super::call::Call;
 use super::counts::offset;
 use super::rendezvous::{Participant, PendingRound, Rendezvous};
-use super::validate::check_pairs;
 use super::{Engine, Pending, ReduceOp, reduce, value};
 use crate::error::Result;
 use crate::slices;
@@ -27,10 +26,7 @@ pub struct Threads {
 
 #[derive(Clone)]
 enum Payload {
-    Tensor(Tensor<1>),
-    /// A tensor, the number of its elements that go to every rank, and the number that comes from
-    /// every rank.
-    Parts(Tensor<1>, Arc<[usize]>, Arc<[usize]>),
+    Tensor(Box<Tensor<1>>),
     Bytes(Arc<[u8]>),
 }
 
@@ -84,10 +80,10 @@ impl Threads {
     ) -> Result<Pending> {
         let device = self.device.clone();
         let bytes = slices::bytes(&tensor);
-        let round = self.arrive(call, Payload::Tensor(tensor))?;
+        let round = self.arrive(call, Payload::Tensor(Box::new(tensor)))?;
         Ok(Pending::new(bytes, move || {
             let tensors = round.collect()?.into_iter().map(|payload| match payload {
-                Payload::Tensor(tensor) => tensor,
+                Payload::Tensor(tensor) => *tensor,
                 _ => unreachable!("{SAME_CALL}"),
             });
             Ok(combine(tensors.collect(), &device))
@@ -153,27 +149,18 @@ impl Engine for Threads {
         })
     }
 
-    fn all_to_all(&self, tensor: Tensor<1>, send: &[usize], receive: &[usize]) -> Result<Pending> {
-        let rank = self.rank();
-        let device = self.device.clone();
-        let (dtype, bytes) = (tensor.dtype(), slices::bytes(&tensor));
-        let call = Call::all_to_all(&tensor);
-        let round = self.arrive(call, Payload::Parts(tensor, send.into(), receive.into()))?;
-        Ok(Pending::new(bytes, move || {
-            let payloads = round.collect()?.into_iter().map(|payload| match payload {
-                Payload::Parts(tensor, send, receive) => (tensor, send, receive),
-                _ => unreachable!("{SAME_CALL}"),
-            });
-            let payloads: Vec<_> = payloads.collect();
-            let counts =
-                payloads.iter().map(|(_, send, receive)| [send.to_vec(), receive.to_vec()]);
-            check_pairs(&counts.collect::<Vec<_>>())?;
-            let parts = payloads.iter().map(|(tensor, send, _)| {
-                let start = offset(send, rank);
-                slices::slice(tensor, start..start + send[rank])
-            });
-            Ok(slices::concat(parts.collect(), dtype, &device))
-        }))
+    fn all_to_all(&self, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending> {
+        let call = Call::all_to_all(&tensor, counts);
+        let dtype = tensor.dtype();
+        // For every rank, the start and the number of the elements that it sends to this one.
+        let parts = counts.iter().map(|sent| (offset(sent, self.rank()), sent[self.rank()]));
+        let parts: Vec<_> = parts.collect();
+        self.start(call, tensor, move |tensors, device| {
+            let parts = tensors.iter().zip(parts);
+            let parts =
+                parts.map(|(tensor, (start, count))| slices::slice(tensor, start..start + count));
+            slices::concat(parts.collect(), dtype, device)
+        })
     }
 
     fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {

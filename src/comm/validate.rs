@@ -1,10 +1,7 @@
-//! The argument checks that [`Communicator`](super::Communicator) makes for every engine, and the
-//! comparison of counts that the engines make among their ranks.
+//! The argument checks that [`Communicator`](super::Communicator) makes for every engine.
 
 use burn::tensor::{DType, Tensor};
 
-#[cfg(feature = "processes")]
-use super::{Engine, value};
 use crate::error::{Error, Result};
 
 /// Returns `true` if ranks can exchange tensors of this type.
@@ -56,6 +53,19 @@ impl Arguments {
             counts.len()
         );
         self.reject(reason, "give one count for every rank")
+    }
+
+    /// Checks that there is one count for every pair of ranks.
+    pub fn one_per_pair(&self, counts: &[Vec<usize>]) -> Result<()> {
+        if counts.len() == self.size {
+            return counts.iter().try_for_each(|counts| self.one_per_rank(counts));
+        }
+        let reason = format!(
+            "the number of rows of counts is wrong: expected {}, one for every rank, got {}",
+            self.size,
+            counts.len()
+        );
+        self.reject(reason, "give the counts that every rank sends to every rank")
     }
 
     /// Checks the counts of a tensor that is divided among the ranks.
@@ -110,46 +120,6 @@ pub fn assert_fits<const N: usize>(
         assert_eq!(counts.len(), size, "counts, one for every rank");
     }
     assert_eq!(tensor.dims()[0], sent, "elements of the tensor, as the counts say");
-}
-
-/// The counts of one rank in an `all_to_all`: the elements that it sends to every rank, and those
-/// that it expects from every rank.
-pub type SentAndReceived = [Vec<usize>; 2];
-
-/// Checks that every rank sends to every other rank the number of elements that is expected there.
-pub fn check_pairs(counts: &[SentAndReceived]) -> Result<()> {
-    let ranks = 0..counts.len();
-    let pairs = ranks.clone().flat_map(|from| ranks.clone().map(move |to| (from, to)));
-    let numbers = |(from, to): (usize, usize)| (counts[from][0][to], counts[to][1][from]);
-    let mut different = pairs.filter(|pair| {
-        let (sent, received) = numbers(*pair);
-        sent != received
-    });
-    let Some((from, to)) = different.next() else { return Ok(()) };
-    let (sent, received) = numbers((from, to));
-    Err(Error::Mismatch {
-        calls: format!(
-            "rank {from}: all_to_all with {sent} elements for rank {to}, rank {to}: all_to_all \
-             with {received} elements from rank {from}"
-        ),
-    })
-}
-
-/// [`check_pairs`] on an engine whose ranks know only their part of the counts. Waits for all
-/// ranks.
-#[cfg(feature = "processes")]
-pub fn exchange_pairs(engine: &dyn Engine, send: &[usize], receive: &[usize]) -> Result<()> {
-    let all = engine.all_gather_bytes(value::to_bytes(&[send, receive]))?;
-    let counts: Vec<SentAndReceived> = value::all_from_bytes(&all)?;
-    // A rank that makes another call with bytes takes part in this one. Its bytes may look like
-    // counts.
-    let other = counts.iter().position(|pair| pair.iter().any(|counts| counts.len() != all.len()));
-    match other {
-        Some(rank) => Err(Error::Mismatch {
-            calls: format!("rank {rank} did not call all_to_all, and this rank did"),
-        }),
-        None => check_pairs(&counts),
-    }
 }
 
 #[cfg(all(test, feature = "processes"))]

@@ -25,6 +25,7 @@ use super::nccl::{CudaMemory, Meeting, Nccl};
 use super::{Communicator, Hierarchy, Threads, devices};
 use crate::error::{Error, Result};
 use crate::parameters::{self, in_place_of, placeholder};
+use crate::slices;
 
 /// Parameters in flight in [`World::broadcast`]: one is sent, one is received and one is unpacked.
 const IN_FLIGHT: usize = 3;
@@ -387,8 +388,7 @@ impl World {
     /// assert_eq!(world.part(10), 0..10);
     /// ```
     pub fn part(&self, items: usize) -> Range<usize> {
-        let boundary = |rank: usize| rank * items / self.size();
-        boundary(self.rank())..boundary(self.rank() + 1)
+        slices::share(items, self.rank(), self.size())
     }
 
     /// Returns the mean of a number, such as a loss, over all ranks: the same value on every rank.
@@ -436,12 +436,22 @@ impl World {
     /// Those of every collective (see [`Communicator`]); [`Error::Mismatch`] for models of
     /// different shapes.
     pub fn broadcast<M: Module>(&self, model: M) -> Result<M> {
+        self.broadcast_without(model, |_| false)
+    }
+
+    /// [`broadcast`](Self::broadcast) of all parameters but those at some paths.
+    pub(crate) fn broadcast_without<M: Module>(
+        &self,
+        model: M,
+        stays: impl Fn(&str) -> bool,
+    ) -> Result<M> {
         // Two maps instead of a collective inside one: modules may hold locks inside a map that
         // several ranks share.
-        let found = parameters::of(&model).into_iter().filter(|found| found.placement.is_owned());
-        let owned: HashSet<String> = found.map(|found| found.path).collect();
+        let found = parameters::of(&model).into_iter();
+        let found = found.filter(|found| found.placement.is_owned() || stays(&found.path));
+        let stay: HashSet<String> = found.map(|found| found.path).collect();
         let mut values = Values::default();
-        let model = parameters::map(model, &mut Detach { owned: &owned, values: &mut values });
+        let model = parameters::map(model, &mut Detach { stay: &stay, values: &mut values });
         let mut first = VecDeque::new();
         let mut pending = VecDeque::new();
         while let Some((value, shape)) = values.pop_front() {
@@ -453,7 +463,7 @@ impl World {
                 }
             }
         }
-        Ok(parameters::map(model, &mut Reattach { owned: &owned, values: first }))
+        Ok(parameters::map(model, &mut Reattach { stay: &stay, values: first }))
     }
 }
 
@@ -530,19 +540,19 @@ type Values = VecDeque<(Tensor<1>, Shape)>;
 
 /// Detaches the values from a model, which keeps placeholders.
 struct Detach<'a> {
-    owned: &'a HashSet<String>,
+    stay: &'a HashSet<String>,
     values: &'a mut Values,
 }
 
 /// Replaces the placeholders by values.
 struct Reattach<'a> {
-    owned: &'a HashSet<String>,
+    stay: &'a HashSet<String>,
     values: Values,
 }
 
 impl parameters::Map for Detach<'_> {
     fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        if self.owned.contains(path) {
+        if self.stay.contains(path) {
             return param;
         }
         param.map(|value| {
@@ -556,7 +566,7 @@ impl parameters::Map for Detach<'_> {
 
 impl parameters::Map for Reattach<'_> {
     fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        if self.owned.contains(path) {
+        if self.stay.contains(path) {
             return param;
         }
         let (value, shape) = self.values.pop_front().expect("one value per detached parameter");

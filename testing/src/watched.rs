@@ -174,9 +174,9 @@ impl Engine for Watched {
         self.call("broadcast", bytes, |inner| inner.broadcast(tensor, root))
     }
 
-    fn all_to_all(&self, tensor: Tensor<1>, send: &[usize], receive: &[usize]) -> Result<Pending> {
-        let bytes = (tensor.dims()[0] - send[self.rank()]) * tensor.dtype().size();
-        self.call("all_to_all", bytes, |inner| inner.all_to_all(tensor, send, receive))
+    fn all_to_all(&self, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending> {
+        let bytes = (tensor.dims()[0] - counts[self.rank()][self.rank()]) * tensor.dtype().size();
+        self.call("all_to_all", bytes, |inner| inner.all_to_all(tensor, counts))
     }
 
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {

@@ -54,8 +54,8 @@ fn every_collective_returns_its_defined_result() {
             let root = comm.broadcast(input(&[r]), 2)?.wait()?;
             assert_eq!(read(root), [2.0]);
             // Rank r sends r elements to every rank.
-            let sent = vec![r; 3 * rank];
-            let exchanged = comm.all_to_all(input(&sent), &[rank; 3], &[0, 1, 2])?.wait()?;
+            let (sent, pairs) = (vec![r; 3 * rank], [0, 1, 2].map(|sent| vec![sent; 3]));
+            let exchanged = comm.all_to_all(input(&sent), &pairs)?.wait()?;
             assert_eq!(read(exchanged), [1.0, 2.0, 2.0]);
             // To one rank: from all ranks, and from that rank alone.
             for (counts, all) in [([1, 0, 2], &[0.0, 2.0, 2.0][..]), ([0, 3, 0], &[1.0; 3])] {

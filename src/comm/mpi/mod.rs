@@ -21,8 +21,9 @@ use mpi::traits::Root;
 
 use super::call::Call;
 use super::control::{COMPARE_AFTER, Control, Endpoint, random_secret};
+use super::counts::sent_and_received;
 use super::exchange::{self, Exchange};
-use super::validate::{assert_fits, exchange_pairs};
+use super::validate::assert_fits;
 use super::{Engine, Launch, Pending, ReduceOp};
 use crate::error::{Error, Result};
 use crate::slices;
@@ -281,9 +282,10 @@ impl Engine for Mpi {
         })
     }
 
-    fn all_to_all(&self, tensor: Tensor<1>, send: &[usize], receive: &[usize]) -> Result<Pending> {
-        exchange_pairs(self, send, receive)?;
-        self.exchange(Call::all_to_all(&tensor), tensor, send, receive)
+    fn all_to_all(&self, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending> {
+        let call = Call::all_to_all(&tensor, counts);
+        let [send, receive] = sent_and_received(counts, self.rank());
+        self.exchange(call, tensor, &send, &receive)
     }
 
     fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {

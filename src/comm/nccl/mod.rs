@@ -25,9 +25,9 @@ use cudarc::nccl::sys::ncclDataType_t;
 
 use super::call::Call;
 use super::control::{Endpoint, random_secret};
-use super::counts::offsets;
+use super::counts::{offsets, sent_and_received};
 use super::exchange::{self, Exchange};
-use super::validate::{assert_fits, exchange_pairs};
+use super::validate::assert_fits;
 use super::{Engine, Launch, Pending, ReduceOp};
 use crate::error::Result;
 use crate::slices;
@@ -308,9 +308,10 @@ impl Engine for Nccl {
         })
     }
 
-    fn all_to_all(&self, tensor: Tensor<1>, send: &[usize], receive: &[usize]) -> Result<Pending> {
-        exchange_pairs(self, send, receive)?;
-        self.exchange(Call::all_to_all(&tensor), tensor, send, receive)
+    fn all_to_all(&self, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending> {
+        let call = Call::all_to_all(&tensor, counts);
+        let [send, receive] = sent_and_received(counts, self.rank());
+        self.exchange(call, tensor, &send, &receive)
     }
 
     fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
