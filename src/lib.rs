@@ -132,6 +132,7 @@ mod matrix_view;
 mod metric;
 pub mod muon;
 pub mod orthogonalize;
+pub mod parallel;
 mod parameters;
 pub mod qk_clip;
 pub mod recipe;

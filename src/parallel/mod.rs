@@ -1,0 +1,172 @@
+//! Tensor and expert parallelism: collectives inside a forward pass, with their gradients.
+//!
+//! In a *region* of tensor parallelism, the ranks of a group compute the same rows with different
+//! slices of the weights. [`enter`] begins a region and [`leave`] ends it, as `f` and `g` of
+//! Megatron-LM (<https://arxiv.org/abs/1909.08053>, section 3). [`exchange`] sends rows to the
+//! ranks that have their experts, and back.
+//!
+//! ```text
+//!                    rank 0   x W[:, ..k] ──► relu ──► W'[..k, :] ─┐
+//!  x ──► enter ──►                                                 ├─► leave ──► y
+//!                    rank 1   x W[:, k..] ──► relu ──► W'[k.., :] ─┘
+//! ```
+//!
+//! All ranks of the group make the same calls in the same order, also in evaluation. In a backward
+//! pass, a call is made for each of them on which the loss depends: that has to be the same on all
+//! ranks, also on one that has received no rows. The group has to live until then.
+//!
+//! # Failures
+//!
+//! A forward or backward pass can't return an error. After a failure, results are NaN or undefined,
+//! and the next collective of any rank returns an error.
+
+mod layers;
+
+use std::sync::Arc;
+
+use burn::tensor::{Shape, Tensor};
+
+use crate::comm::{Communicator, Engine, Pending, ReduceOp};
+use crate::error::Result;
+use crate::link::Link;
+use crate::slices;
+pub use layers::{ColumnLinear, RowLinear};
+
+/// Returns the input of a region, unchanged. In the backward pass, the gradients of the ranks are
+/// added up: each is that of the slice of its rank.
+///
+/// The result has the shape and type of `x`, which is the same on all ranks of the group.
+///
+/// # Panics
+///
+/// If links do not work on the device, as [`link::supports`](crate::link::supports) says.
+pub fn enter<const D: usize>(x: Tensor<D>, group: &Communicator) -> Tensor<D> {
+    let value = x.clone();
+    let group = Collective::of(group);
+    Link::new(move |gradient| group.sum(gradient)).attach(x, value)
+}
+
+/// Returns the sum of the results of the ranks, with which a region ends. In the backward pass,
+/// every rank gets the gradient of the sum.
+///
+/// The ranks' results are added up in float32, in the same order on all ranks, and the sum is
+/// rounded to their type.
+///
+/// # Panics
+///
+/// As [`enter`].
+pub fn leave<const D: usize>(x: Tensor<D>, group: &Communicator) -> Tensor<D> {
+    let shape = x.shape();
+    let partial = x.clone().without_autodiff().reshape([-1]);
+    let sum = shaped(Collective::of(group).sum(partial), shape);
+    Link::new(|gradient| gradient).attach(x, sum)
+}
+
+/// Sends rows to the ranks of a group: returns the rows that this rank receives, in the order of
+/// ranks. In the backward pass, the gradients of the rows return to the ranks that sent them.
+///
+/// `counts[from][to]` is the number of rows that rank `from` sends to rank `to`, the same table on
+/// all ranks. The rows of `x` are along its first dimension: those for rank 0, then those for rank
+/// 1, and so on. With the table transposed, the rows return:
+///
+/// ```
+/// use burn::tensor::{Device, Tensor};
+/// use distmuon::World;
+/// use distmuon::parallel::exchange;
+///
+/// let counts = [vec![1, 2], vec![0, 3]];
+/// let back = [vec![1, 0], vec![2, 3]];
+/// World::threads(vec![Device::default(); 2], |world| {
+///     let rows = Tensor::<2>::full([3, 4], world.rank() as f32, world.device());
+///     let received = exchange(rows.clone(), &counts, world.comm());
+///     assert_eq!(received.dims(), [[1, 4], [5, 4]][world.rank()]);
+///     let returned = exchange(received, &back, world.comm());
+///     assert_eq!(returned.into_data(), rows.into_data());
+///     Ok::<_, distmuon::Error>(())
+/// })?;
+/// # Ok::<(), distmuon::Error>(())
+/// ```
+///
+/// # Panics
+///
+/// As [`enter`].
+pub fn exchange<const D: usize>(
+    x: Tensor<D>,
+    counts: &[Vec<usize>],
+    group: &Communicator,
+) -> Tensor<D> {
+    let rank = group.rank();
+    let mut shape: [usize; D] = x.dims();
+    let width: usize = shape[1..].iter().product();
+    let elements = |from: usize, to: usize| {
+        width * counts.get(from).and_then(|sent| sent.get(to)).copied().unwrap_or_default()
+    };
+    // A table that does not fit is refused by the call, on a rank at least.
+    let table: Vec<Vec<usize>> =
+        counts.iter().map(|sent| sent.iter().map(|rows| rows * width).collect()).collect();
+    let ranks = 0..counts.len();
+    let back: Vec<Vec<usize>> =
+        ranks.clone().map(|to| ranks.clone().map(|from| elements(from, to)).collect()).collect();
+    shape[0] = counts.iter().filter_map(|sent| sent.get(rank)).sum();
+    let group = Collective::of(group);
+    let rows = x.clone().without_autodiff().reshape([-1]);
+    let received = group.exchange(rows, &table, shape.iter().product());
+    let received = shaped(received, shape.into());
+    let sent: usize = x.shape().num_elements();
+    Link::new(move |gradient| group.exchange(gradient, &back, sent)).attach(x, received)
+}
+
+/// A flat tensor in a shape. Burn takes a zero in a target for the extent of the source.
+fn shaped<const D: usize>(values: Tensor<1>, shape: Shape) -> Tensor<D> {
+    match shape.num_elements() {
+        0 => Tensor::empty(shape, (&values.device(), values.dtype())),
+        _ => values.reshape(shape),
+    }
+}
+
+/// The collectives of a group in a pass, which can't return an error.
+///
+/// It does not keep the group: Burn frees a graph when it makes the next one, and processes have to
+/// leave the world before they end.
+#[derive(Clone)]
+struct Collective(std::sync::Weak<dyn Engine>);
+
+impl Collective {
+    fn of(group: &Communicator) -> Self {
+        Self(Arc::downgrade(&group.clone().into_engine()))
+    }
+
+    /// The sum over the ranks.
+    fn sum(&self, values: Tensor<1>) -> Tensor<1> {
+        let shape = values.shape();
+        self.call(&values.clone(), shape, |group| group.all_reduce(values, ReduceOp::Sum))
+    }
+
+    /// The elements that this rank receives, by the table of counts.
+    fn exchange(&self, values: Tensor<1>, counts: &[Vec<usize>], received: usize) -> Tensor<1> {
+        let shape = Shape::from([received]);
+        self.call(&values.clone(), shape, |group| group.all_to_all(values, counts))
+    }
+
+    /// The result of a call. After a failure, which all ranks are told of, NaN of a shape.
+    ///
+    /// # Panics
+    ///
+    /// If the group was dropped since the forward pass.
+    fn call(
+        &self,
+        like: &Tensor<1>,
+        shape: Shape,
+        start: impl FnOnce(&Communicator) -> Result<Pending>,
+    ) -> Tensor<1> {
+        let group = self.0.upgrade().expect("the group lives until the backward pass");
+        let group = Communicator::new(group);
+        let result = start(&group).and_then(Pending::wait);
+        let result = result.inspect_err(|error| group.fail(&error.to_string()));
+        let (dtype, device) = (like.dtype(), like.device());
+        result.unwrap_or_else(|_| match shape.num_elements() {
+            0 => slices::empty(dtype, &device),
+            _ => Tensor::full(shape, f32::NAN, (&device, dtype)),
+        })
+    }
+}
