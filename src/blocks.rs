@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::matrix_view::MatrixLayout;
+use crate::slices;
 
 /// The rule by which a matrix is cut into blocks of outputs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -78,6 +79,12 @@ impl Blocks {
         Self::new([1, 1, count], MatrixLayout::InOut, &[])
     }
 
+    /// The blocks of a slice of the parameter, as a batch of this shape. The slice may have nothing
+    /// of a block.
+    pub fn of_slice(&self, batch: [usize; 3], sizes: Vec<usize>) -> Self {
+        Self { batch, dimension: self.dimension, sizes }
+    }
+
     /// The number of blocks.
     pub fn count(&self) -> usize {
         self.sizes.len()
@@ -102,8 +109,13 @@ impl Blocks {
         }
     }
 
+    /// The dimension of a batch of the parameter's matrices that is cut into blocks.
+    pub fn dimension(&self) -> usize {
+        self.dimension
+    }
+
     /// The ranges of outputs.
-    fn ranges(&self) -> impl Iterator<Item = Range<usize>> {
+    pub fn ranges(&self) -> impl Iterator<Item = Range<usize>> {
         self.sizes.iter().scan(0, |end, size| {
             let start = *end;
             *end += size;
@@ -116,9 +128,15 @@ impl Blocks {
         if self.count() == 1 {
             return vec![values];
         }
-        let blocks =
-            values.reshape(self.batch).split_with_sizes(self.sizes.clone(), self.dimension);
-        blocks.into_iter().map(|block| block.reshape([-1])).collect()
+        let (dtype, device) = (values.dtype(), values.device());
+        let filled = self.sizes.iter().copied().filter(|size| *size > 0).collect();
+        let mut filled =
+            values.reshape(self.batch).split_with_sizes(filled, self.dimension).into_iter();
+        let block = |size: &usize| match size {
+            0 => slices::empty(dtype, &device),
+            _ => filled.next().expect("a block for every size").reshape([-1]),
+        };
+        self.sizes.iter().map(block).collect()
     }
 
     /// Joins the values of blocks, the reverse of [`cut`](Self::cut).
@@ -127,7 +145,10 @@ impl Blocks {
             return blocks.swap_remove(0);
         }
         let shaped = blocks.into_iter().zip(self.batches());
-        let shaped = shaped.map(|(block, batch)| block.reshape(batch)).collect();
+        let shaped = shaped
+            .filter(|(_, batch)| !batch.contains(&0))
+            .map(|(block, batch)| block.reshape(batch))
+            .collect();
         Tensor::cat(shaped, self.dimension).reshape([-1])
     }
 }

@@ -10,6 +10,7 @@
 //! | train on several devices | [`ranks`] |
 //! | start ranks as processes, on one host or several | [`hosts`] |
 //! | train models that do not fit a rank, or hide messages | [`large_models`] |
+//! | cut layers or experts into slices, one for each rank | [`slices`] |
 //! | use burn-train's `Learner` | [`learner`] |
 //! | save a run and continue it, also on another number of ranks | [`resuming`] |
 //! | exclude a layer from Muon, freeze it, or train LoRA adapters | [`excluding`] |
@@ -114,8 +115,29 @@ pub mod hosts {}
 /// [`finish_publication`]: crate::DistModuleOptimizer::finish_publication
 /// [`Error::Mismatch`]: crate::Error::Mismatch
 /// [docs/results]: crate::guide#other-documents
+/// [Tensor and expert parallelism]: crate::guide::slices
+/// [all placements]: crate::guide::slices#all-placements
 #[doc = include_str!("../docs/guide/large-models.md")]
 pub mod large_models {}
+
+/// Layers and experts of which every rank has a slice: tensor and expert parallelism.
+///
+/// [Models that do not fit]: crate::guide::large_models
+/// [Bounding the logits of attention]: crate::guide::qk_clip
+/// [Troubleshooting]: crate::guide::troubleshooting
+/// [docs/design]: crate::guide#other-documents
+/// [`Layout`]: crate::distributed::Layout
+/// [`Place::shard`]: crate::distributed::Place::shard
+/// [`Axis::data`]: crate::distributed::Axis::data
+/// [`Axis::model`]: crate::distributed::Axis::model
+/// [`Mesh::data`]: crate::distributed::Mesh::data
+/// [`ColumnLinear`]: crate::parallel::ColumnLinear
+/// [`RowLinear`]: crate::parallel::RowLinear
+/// [`enter`]: crate::parallel::enter
+/// [`leave`]: crate::parallel::leave
+/// [`exchange`]: crate::parallel::exchange
+#[doc = include_str!("../docs/guide/slices.md")]
+pub mod slices {}
 
 /// A complete program for burn-train's `Learner`.
 ///
@@ -155,6 +177,8 @@ pub mod mixed_precision {}
 pub mod accumulation {}
 
 /// QK-clip for multi-head, grouped-query and latent attention.
+///
+/// [Tensor and expert parallelism]: crate::guide::slices
 #[doc = include_str!("../docs/guide/qk-clip.md")]
 pub mod qk_clip {}
 
@@ -186,6 +210,7 @@ pub mod cost {}
 /// [Watching a run]: crate::guide::watching
 /// [Clipping gradients]: crate::guide::clipping
 /// [One device]: crate::guide::one_device
+/// [Tensor and expert parallelism]: crate::guide::slices
 #[doc = include_str!("../docs/guide/troubleshooting.md")]
 pub mod troubleshooting {}
 

@@ -63,14 +63,14 @@ use std::path::Path;
 
 use burn::module::Module;
 use burn::optim::ModuleOptimizer;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::DType;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::error::{Error, Result};
 use crate::parameters;
 use crate::update::ONLY_RANK;
 
-pub(crate) use model::Entry;
+pub(crate) use model::{Divided, Entry, Undivided};
 pub(crate) use read::Archive;
 pub(crate) use states::States;
 pub(crate) use write::{Contents, Planned, Saving};
@@ -190,7 +190,7 @@ impl Checkpointed for ModuleOptimizer {
     ) -> Result<()> {
         ensure_whole(model)?;
         let archive = Archive::from_record(self.to_record());
-        let (saving, entries) = start(path, model, archive.contents(), progress);
+        let (saving, entries) = start(path, (model, &Undivided), archive.contents(), progress);
         let mut saving = saving?;
         for entry in entries {
             saving.put((entry.data)(None))?;
@@ -208,7 +208,7 @@ impl Checkpointed for ModuleOptimizer {
     ) -> Result<(M, Self, T)> {
         ensure_whole(&model)?;
         let archive = Archive::open(path)?;
-        let (model, progress) = load_model(&archive, model, &|_, whole| whole)?;
+        let (model, progress) = load_model(&archive, model, &Undivided)?;
         let saved = States::new(archive);
         let keys: BTreeSet<_> = saved.keys().cloned().collect();
         let optim = self.load_record(saved.into_archive().into_record()?);
@@ -248,17 +248,18 @@ fn ensure_whole<M: Module>(model: &M) -> Result<()> {
 /// As [`save`].
 pub(crate) fn start<M: Module, T: Serialize>(
     path: &Path,
-    model: &M,
+    (model, divided): (&M, &dyn Divided),
     states: Contents,
     progress: &T,
 ) -> (Result<Saving>, Vec<Entry>) {
-    let entries = model::entries(model);
-    (begin(path, model, &entries, states, progress), entries)
+    let entries = model::entries(model, divided);
+    let parameters = parameters(model, divided);
+    (begin(path, &parameters, &entries, states, progress), entries)
 }
 
-fn begin<M: Module, T: Serialize>(
+fn begin<T: Serialize>(
     path: &Path,
-    model: &M,
+    parameters: &[ParameterEntry],
     entries: &[Entry],
     states: Contents,
     progress: &T,
@@ -273,7 +274,7 @@ fn begin<M: Module, T: Serialize>(
     let mut contents = states;
     let texts = [
         (FORMAT, layout::VERSION.to_string()),
-        (PARAMETERS, json(serde_json::to_string(&parameters(model)))?),
+        (PARAMETERS, json(serde_json::to_string(parameters))?),
         (PROGRESS, json(serde_json::to_string(progress))?),
     ];
     contents.metadata.extend(texts.map(|(key, text)| (key.to_owned(), text)));
@@ -281,18 +282,18 @@ fn begin<M: Module, T: Serialize>(
     Saving::start(path, contents)
 }
 
-/// Loads the model and the progress of a run; see [`load`]. Of an owned parameter, the model gets
-/// the `part` of its flat values.
+/// Loads the model and the progress of a run; see [`load`]. Of a parameter that is divided, the
+/// model gets this rank's part.
 pub(crate) fn load_model<M: Module, T: DeserializeOwned>(
     archive: &Archive,
     model: M,
-    part: &dyn Fn(&str, Tensor<1>) -> Tensor<1>,
+    divided: &dyn Divided,
 ) -> Result<(M, T)> {
     let saved: Vec<ParameterEntry> = serde_json::from_str(archive.text(PARAMETERS))
         .map_err(|error| archive.broken(format!("its table of parameters is invalid: {error}")))?;
-    same_model(archive.path(), &saved, &parameters(&model))?;
+    same_model(archive.path(), &saved, &parameters(&model, divided))?;
     let progress = archive.progress()?;
-    Ok((model::load(archive, model, part)?, progress))
+    Ok((model::load(archive, model, divided)?, progress))
 }
 
 /// Joins a prefix and a name, as in `model.layer.weight`.
@@ -300,17 +301,13 @@ fn prefixed(prefix: &str, name: &str) -> String {
     format!("{prefix}.{name}")
 }
 
-/// A name without its prefix, the reverse of [`prefixed`].
-fn unprefixed<'a>(prefix: &str, name: &'a str) -> &'a str {
-    &name[prefix.len() + 1..]
-}
-
-/// The table of the float parameters of a model.
-fn parameters<M: Module>(model: &M) -> Vec<ParameterEntry> {
-    let found = parameters::of(model).into_iter();
-    found
-        .map(|found| ParameterEntry { path: found.path, shape: found.shape, dtype: found.dtype })
-        .collect()
+/// The table of the float parameters of a model, with the shapes of whole parameters.
+fn parameters<M: Module>(model: &M, divided: &dyn Divided) -> Vec<ParameterEntry> {
+    let entry = |found: parameters::Found| {
+        let shape = divided.whole_shape(&found.path).unwrap_or(found.shape);
+        ParameterEntry { path: found.path, shape, dtype: found.dtype }
+    };
+    parameters::of(model).into_iter().map(entry).collect()
 }
 
 /// Fails with the first parameter in which the model differs from the saved one.

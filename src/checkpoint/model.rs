@@ -8,44 +8,62 @@ use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
 
 use super::read::Archive;
 use super::write::Planned;
-use super::{MODEL, prefixed, unprefixed};
+use super::{MODEL, prefixed};
 use crate::error::{Error, Result};
 use crate::parameters::{self, in_place_of};
 
 /// A parameter of a model.
 pub struct Entry {
     pub planned: Planned,
-    /// The path of a parameter that is divided among ranks.
-    pub owned: Option<String>,
-    /// Reads the elements from the device, or from the flat values of an owned parameter.
+    /// `true` if it is divided among ranks.
+    pub is_divided: bool,
+    /// Reads the elements from the device, or from the flat values of a divided parameter.
     pub data: Box<dyn Fn(Option<Tensor<1>>) -> TensorData>,
 }
 
+/// The division of a model's parameters among ranks.
+pub trait Divided {
+    /// The shape of a parameter of which this rank has a slice.
+    fn whole_shape(&self, path: &str) -> Option<Vec<usize>>;
+
+    /// This rank's part of a divided parameter, from the whole, both flat.
+    fn part(&self, path: &str, whole: Tensor<1>) -> Tensor<1>;
+}
+
+/// A model that is not divided.
+pub struct Undivided;
+
+impl Divided for Undivided {
+    fn whole_shape(&self, _path: &str) -> Option<Vec<usize>> {
+        None
+    }
+
+    fn part(&self, _path: &str, whole: Tensor<1>) -> Tensor<1> {
+        whole
+    }
+}
+
 /// All parameters of a model in its order, in the form in which Burn's records store them.
-pub fn entries<M: Module>(model: &M) -> Vec<Entry> {
-    let mut collector = Collector::default();
+pub fn entries<M: Module>(model: &M, divided: &dyn Divided) -> Vec<Entry> {
+    let mut collector = Collector { path: vec![], in_part: false, divided, entries: vec![] };
     model.visit(&mut collector);
     collector.entries
 }
 
-/// Replaces the parameters of a model by those of an archive, which are read one by one. Those of
-/// owned parameters are replaced by the `part` of their flat values.
+/// Replaces the parameters of a model by those of an archive, which are read one by one. Those that
+/// are divided are replaced by this rank's part of them.
 ///
 /// # Errors
 ///
 /// [`Error::Checkpoint`] if a parameter is missing, damaged, of another shape, or unknown to the
 /// model.
-pub fn load<M: Module>(
-    archive: &Archive,
-    model: M,
-    part: &dyn Fn(&str, Tensor<1>) -> Tensor<1>,
-) -> Result<M> {
+pub fn load<M: Module>(archive: &Archive, model: M, divided: &dyn Divided) -> Result<M> {
     let is_of_model = |name: &&String| name.starts_with(&prefixed(MODEL, ""));
     let unused = archive.tensors().keys().filter(is_of_model).map(String::as_str).collect();
     let found = parameters::of(&model).into_iter().filter(|found| found.placement.is_owned());
     let owned = found.map(|found| found.path).collect();
     let mut loader =
-        Loader { path: vec![], archive, unused, owned, part, whole: None, failure: None };
+        Loader { path: vec![], archive, unused, owned, divided, whole: None, failure: None };
     let model = model.map(&mut loader);
     if let Some(error) = loader.failure {
         return Err(error);
@@ -59,16 +77,16 @@ pub fn load<M: Module>(
 }
 
 /// A visitor that collects the entries of a model.
-#[derive(Default)]
-struct Collector {
+struct Collector<'a> {
     /// Fields on the way to the current parameter.
     path: Vec<String>,
     /// `true` on the way to this rank's part of a parameter.
     in_part: bool,
+    divided: &'a dyn Divided,
     entries: Vec<Entry>,
 }
 
-impl Collector {
+impl Collector<'_> {
     fn add(
         &mut self,
         id: ParamId,
@@ -81,7 +99,7 @@ impl Collector {
             // Quantized elements are packed, and their scales follow them.
             planned.bytes = data(None).bytes().len();
         }
-        self.entries.push(Entry { planned, owned: None, data: Box::new(data) });
+        self.entries.push(Entry { planned, is_divided: false, data: Box::new(data) });
     }
 }
 
@@ -101,7 +119,7 @@ macro_rules! visit {
     };
 }
 
-impl ModuleVisitor for Collector {
+impl ModuleVisitor for Collector<'_> {
     fn enter_module(&mut self, name: &str, container_type: &str) {
         self.in_part |= parameters::is_owned(name, container_type);
         self.path.push(name.to_owned());
@@ -116,24 +134,35 @@ impl ModuleVisitor for Collector {
         if self.in_part {
             let base = self.entries.last_mut().expect("a base comes before its part");
             base.planned.id = Some(param.id.val());
-            base.owned = Some(unprefixed(MODEL, &base.planned.name).to_owned());
+            base.is_divided = true;
             return;
         }
         // The saved form of a parameter may be a copy. It is made once for its type and shape, and
         // again for its elements, so that the copies of all parameters are never in memory at the
         // same time.
         let (id, param) = (param.id, param.clone());
-        let saved = move |whole: Option<Tensor<1>>| {
+        let whole_shape = self.divided.whole_shape(&self.path.join("."));
+        let is_slice = whole_shape.is_some();
+        let shape = whole_shape.map_or_else(|| param.lazy_shape(), Shape::from);
+        let param_of_slice = param.val();
+        let saved = move |whole: Option<Tensor<D>>| {
             let param = match whole {
-                Some(whole) => param.clone().map(|base| whole.reshape(base.shape())),
+                Some(whole) => param.clone().map(|_| whole),
                 None => param.clone(),
             };
             param.transform_for_save().val()
         };
-        let value = saved(None);
+        let value = saved(is_slice.then(|| {
+            let (device, dtype) = (param_of_slice.device().inner(), param_of_slice.dtype());
+            // One element in memory.
+            Tensor::<D>::zeros([1; D], (&device, dtype)).expand::<D, _>(shape.clone())
+        }));
         let kind = (value.dtype(), value.shape());
         drop(value);
-        self.add(id, kind, move |whole| saved(whole).into_data());
+        self.add(id, kind, move |whole| {
+            saved(whole.map(|whole| whole.reshape(shape.clone()))).into_data()
+        });
+        self.entries.last_mut().expect("the entry was added above").is_divided = is_slice;
     }
 
     visit!(visit_int, Tensor<D, Int>);
@@ -149,7 +178,7 @@ struct Loader<'a> {
     unused: BTreeSet<&'a str>,
     /// Paths of the parameters that are divided among ranks.
     owned: HashSet<String>,
-    part: &'a dyn Fn(&str, Tensor<1>) -> Tensor<1>,
+    divided: &'a dyn Divided,
     /// The flat values of the parameter whose part comes next, and its path.
     whole: Option<(String, Tensor<1>)>,
     /// The first error. Later parameters are then left as they are, since a mapper can't fail.
@@ -219,18 +248,27 @@ impl ModuleMapper for Loader<'_> {
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         if let Some((path, whole)) = self.whole.take() {
-            let part = (self.part)(&path, whole);
+            let part = self.divided.part(&path, whole);
             return param.map(|old| {
                 let part = part.reshape(old.shape());
                 in_place_of(&old, part)
             });
         }
         let path = self.path.join(".");
-        match self.next((param.lazy_shape(), param.lazy_device(), param.id)) {
+        let whole_shape = self.divided.whole_shape(&path).map(Shape::from);
+        let shape = whole_shape.clone().unwrap_or_else(|| param.lazy_shape());
+        match self.next((shape, param.lazy_device(), param.id)) {
             Some((tensor, id)) if self.owned.contains(&path) => {
                 let loaded = param.clone().transform_for_load(tensor, id);
                 self.whole = Some((path, loaded.val().without_autodiff().reshape([-1])));
                 param
+            }
+            Some((tensor, id)) if whole_shape.is_some() => {
+                let shape = param.lazy_shape();
+                let loaded = param.transform_for_load(tensor, id);
+                let whole = loaded.val().without_autodiff().reshape([-1]);
+                let part = self.divided.part(&path, whole);
+                loaded.map(|old| in_place_of(&old, part.reshape(shape)))
             }
             Some((tensor, id)) => param.transform_for_load(tensor, id),
             None => param,

@@ -13,12 +13,24 @@ const FLAT: &str = "dp";
 pub struct Axis {
     name: String,
     size: usize,
+    is_model: bool,
 }
 
 impl Axis {
     /// Returns an axis whose ranks train on different data.
     pub fn data(name: impl Into<String>, size: usize) -> Self {
-        Self { name: name.into(), size }
+        Self { name: name.into(), size, is_model: false }
+    }
+
+    /// Returns an axis whose ranks train on the same data, each with other slices of some
+    /// parameters: tensor parallelism.
+    pub fn model(name: impl Into<String>, size: usize) -> Self {
+        Self { name: name.into(), size, is_model: true }
+    }
+
+    /// Returns `true` if its ranks train on the same data.
+    pub fn is_model(&self) -> bool {
+        self.is_model
     }
 
     /// Returns the name.
@@ -35,7 +47,8 @@ impl Axis {
 /// One rank's view of a world whose ranks lie on named axes, the last one with the fastest links.
 ///
 /// The ranks are numbered row by row: on `[Axis::data("node", 2), Axis::data("gpu", 4)]`, ranks 0
-/// to 3 are node 0. Clones are the same rank of the same mesh.
+/// to 3 are node 0. The order of the axes is the order of their links: those of
+/// [`Axis::model`](Axis::model) come last. Clones are the same rank of the same mesh.
 ///
 /// ```
 /// use burn::tensor::Device;
@@ -53,6 +66,7 @@ impl Axis {
 #[derive(Debug, Clone)]
 pub struct Mesh {
     world: World,
+    data: World,
     axes: Arc<[Axis]>,
     /// For every axis, the ranks along it that have this rank's other coordinates.
     groups: Arc<[Communicator]>,
@@ -80,13 +94,19 @@ impl Mesh {
             world.comm().split(position(&axes, axis, rank).1, rank)
         };
         let groups = (0..axes.len()).map(group).collect::<Result<_>>()?;
-        Ok(Self { world: world.clone(), axes: axes.into(), groups })
+        let models: Vec<usize> = (0..axes.len()).filter(|axis| axes[*axis].is_model).collect();
+        let data = match models.is_empty() {
+            true => world.clone(),
+            false => world.split(index(&axes, models.into_iter(), world.rank()), world.rank())?,
+        };
+        Ok(Self { world: world.clone(), data, axes: axes.into(), groups })
     }
 
     /// Returns a mesh with a single axis, `dp`, which sends nothing.
     pub fn flat(world: &World) -> Self {
         let axes = [Axis::data(FLAT, world.size())];
-        Self { world: world.clone(), axes: axes.into(), groups: [world.communicator()].into() }
+        let groups = [world.communicator()].into();
+        Self { world: world.clone(), data: world.clone(), axes: axes.into(), groups }
     }
 
     /// Returns the world of all ranks.
@@ -94,10 +114,11 @@ impl Mesh {
         &self.world
     }
 
-    /// Returns the ranks among which training items are divided: see
-    /// [`World::part`](crate::comm::World::part).
+    /// Returns the ranks among which training items are divided, by
+    /// [`World::part`](crate::comm::World::part): all ranks, or those with this rank's coordinates
+    /// on the axes of [`Axis::model`].
     pub fn data(&self) -> &World {
-        &self.world
+        &self.data
     }
 
     /// Returns the axes.
@@ -119,6 +140,36 @@ impl Mesh {
         position(&self.axes, self.index(axis).expect("an axis of the mesh"), rank)
     }
 
+    /// All ranks in two dimensions, the second of which has the coordinates on some axes, the first
+    /// of them the outermost.
+    ///
+    /// # Panics
+    ///
+    /// If the mesh does not have an axis.
+    pub(super) fn grid(&self, axes: &[String]) -> Grid {
+        let cut: Vec<usize> =
+            axes.iter().map(|axis| self.index(axis).expect("an axis of the mesh")).collect();
+        let others = (0..self.axes.len()).filter(|axis| !cut.contains(axis));
+        let others: Vec<usize> = others.collect();
+        let position = |rank: usize| {
+            let at = |axes: &[usize]| index(&self.axes, axes.iter().copied(), rank);
+            [at(&others), at(&cut)]
+        };
+        let count = |axes: &[usize]| axes.iter().map(|axis| self.axes[*axis].size).product();
+        let mut ranks = vec![vec![0; count(&cut)]; count(&others)];
+        for rank in 0..self.world.size() {
+            let [replica, slice] = position(rank);
+            ranks[replica][slice] = rank;
+        }
+        let [replica, slice] = position(self.world.rank());
+        Grid { ranks, replica, slice }
+    }
+
+    /// Returns the axis of a name. `None` if the mesh does not have it.
+    pub(super) fn axis(&self, name: &str) -> Option<&Axis> {
+        Some(&self.axes[self.index(name)?])
+    }
+
     /// Returns the ranks along an axis that have this rank's other coordinates. `None` if the mesh
     /// does not have the axis.
     pub fn group(&self, axis: &str) -> Option<&Communicator> {
@@ -136,6 +187,29 @@ impl Mesh {
     }
 }
 
+/// All ranks by the slices of parameters that they have.
+#[derive(Debug, Clone)]
+pub struct Grid {
+    /// `ranks[replica][slice]`: the ranks of a column have the same slice.
+    pub ranks: Vec<Vec<usize>>,
+    /// The position of this rank.
+    pub replica: usize,
+    pub slice: usize,
+}
+
+impl Grid {
+    /// The ranks of a world of which each has whole parameters.
+    pub fn flat(world: &World) -> Self {
+        let ranks = (0..world.size()).map(|rank| vec![rank]).collect();
+        Self { ranks, replica: world.rank(), slice: 0 }
+    }
+}
+
+/// The index of a rank's coordinates on some axes, the last of which varies the fastest.
+fn index(axes: &[Axis], on: impl Iterator<Item = usize>, rank: usize) -> usize {
+    on.fold(0, |index, axis| index * axes[axis].size + position(axes, axis, rank).0)
+}
+
 /// The coordinate of a rank on an axis, and its number among the ranks with that coordinate, which
 /// the ranks that differ in this coordinate only have in common.
 fn position(axes: &[Axis], axis: usize, rank: usize) -> (usize, usize) {
@@ -145,7 +219,10 @@ fn position(axes: &[Axis], axis: usize, rank: usize) -> (usize, usize) {
 }
 
 fn describe(axes: &[Axis]) -> String {
-    let axes = axes.iter().map(|axis| format!("{}={}", axis.name, axis.size));
+    let axes = axes.iter().map(|Axis { name, size, is_model }| match is_model {
+        true => format!("{name}={size} (model)"),
+        false => format!("{name}={size}"),
+    });
     axes.collect::<Vec<_>>().join(",")
 }
 

@@ -9,7 +9,8 @@ use burn::optim::join_path;
 use burn::tensor::DType;
 
 use crate::blocks::Blocks;
-use crate::distributed::plan::{Parameter, Work};
+use crate::distributed::layout::Cuts;
+use crate::distributed::plan::{Parameter, Slice, Slices, Work};
 use crate::error::Result;
 use crate::parameters::{Found, Placement};
 use crate::routing::{ParameterRole, ParameterRoute, Routing, Updates};
@@ -21,13 +22,19 @@ pub struct ModelParameter {
     pub path: String,
     /// Its identity in the model of the last step.
     pub id: ParamId,
+    /// The shape that this rank has: of the whole, or of its slice.
     pub shape: Vec<usize>,
+    pub slice: Option<Slice>,
+    /// The factor on its gradient, before the mean over the ranks that have the same slice.
+    pub gradient_factor: f64,
     pub dtype: DType,
     pub placement: Placement,
     /// The mappers of the model's parameter, once it was published at its first use.
     pub mapper: Arc<OnceLock<Box<dyn Any + Send + Sync>>>,
     /// The blocks that are trained each as a parameter of its own, and their indices.
     pub blocks: Blocks,
+    /// The parts of the blocks that this rank has.
+    pub held: Blocks,
     pub trained: Range<usize>,
 }
 
@@ -105,23 +112,30 @@ impl TrainedParameter {
 }
 
 /// The trained parameters of a model in its order: as the model has them, as they are trained, and
-/// as a plan sees them.
-pub fn trained(routing: &Routing, found: &[Found]) -> Result<Trained> {
+/// as a plan sees them. `found` has the shapes of whole parameters, and `cuts` those that are cut.
+pub fn trained(routing: &Routing, found: &[Found], cuts: &Cuts) -> Result<Trained> {
     let mut all = Trained { model: vec![], trained: vec![], planned: vec![] };
     let found = found.iter().zip(routing.routes());
     for (found, route) in found.filter(|(found, _)| found.trainable) {
         let blocks = route.matrix_blocks()?;
         let first = all.trained.len();
         let is_whole = blocks.count() == 1;
-        for (index, (path, batch)) in
-            blocks.names(&found.path).into_iter().zip(blocks.batches()).enumerate()
+        let slice = cuts.slice(&found.path);
+        let slices = slices_of_blocks(slice, &blocks);
+        for (index, ((path, batch), slices)) in
+            blocks.names(&found.path).into_iter().zip(blocks.batches()).zip(&slices).enumerate()
         {
             let (kind, work) = kind(routing, route, batch);
             let shape = if is_whole { found.shape.clone() } else { batch.to_vec() };
-            let dtype = found.dtype;
-            let placement = found.placement;
-            let planned =
-                Parameter { path: path.clone(), shape: shape.clone(), dtype, work, placement };
+            let (dtype, placement, slices) = (found.dtype, found.placement, slices.clone());
+            let planned = Parameter {
+                path: path.clone(),
+                shape: shape.clone(),
+                dtype,
+                work,
+                placement,
+                slices,
+            };
             let block = (!is_whole).then_some(index);
             let model = all.model.len();
             all.trained.push(TrainedParameter { path, model, block, shape, dtype, time: 0, kind });
@@ -130,15 +144,47 @@ pub fn trained(routing: &Routing, found: &[Found]) -> Result<Trained> {
         all.model.push(ModelParameter {
             path: found.path.clone(),
             id: route.id,
-            shape: found.shape.clone(),
+            shape: slice.map_or_else(|| found.shape.clone(), Slice::shape),
+            slice: slice.cloned(),
+            gradient_factor: cuts.gradient_factor(&found.path),
             dtype: found.dtype,
             placement: found.placement,
             mapper: Arc::default(),
+            held: held(slice, &blocks, &slices),
             blocks,
             trained: first..all.trained.len(),
         });
     }
     Ok(all)
+}
+
+/// The slices of every block of a parameter, each as a parameter of its own.
+fn slices_of_blocks(slice: Option<&Slice>, blocks: &Blocks) -> Vec<Option<Slices>> {
+    let Some(Slice { slices, .. }) = slice else { return vec![None; blocks.count()] };
+    if blocks.count() == 1 {
+        return vec![Some(slices.clone())];
+    }
+    let batch = batched(slices);
+    blocks.ranges().map(|range| Some(batch.of_range(blocks.dimension(), range))).collect()
+}
+
+/// The slices of a parameter as those of a batch of matrices.
+fn batched(slices: &Slices) -> Slices {
+    match slices.whole().len() {
+        2 => slices.unsqueezed(),
+        _ => slices.clone(),
+    }
+}
+
+/// The parts of a parameter's blocks that a rank has.
+fn held(slice: Option<&Slice>, blocks: &Blocks, slices: &[Option<Slices>]) -> Blocks {
+    let Some(Slice { slices: whole, index }) = slice.filter(|_| blocks.count() > 1) else {
+        return blocks.clone();
+    };
+    let batch = batched(whole).shape(*index);
+    let batch = batch.try_into().expect("blocks are those of batches of matrices");
+    let of_block = slices.iter().flatten().map(|slices| slices.shape(*index)[blocks.dimension()]);
+    blocks.of_slice(batch, of_block.collect())
 }
 
 /// The trained parameters of a model.

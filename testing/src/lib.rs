@@ -3,6 +3,7 @@
 //! - [`references`]: results in float64, from code that shares nothing with the crate;
 //! - [`models`]: models, their weights, gradients and records;
 //! - [`precision`]: a model in half precision, and its runs;
+//! - [`naive`]: the reference for sharded optimizers;
 //! - [`combinations`]: parts of the update that are used together, and a model for them;
 //! - [`device`]: properties of the default device;
 //! - [`worlds`]: the same case on every engine;
@@ -16,6 +17,7 @@ pub mod device;
 pub mod host;
 pub mod models;
 pub mod mpirun;
+pub mod naive;
 pub mod precision;
 #[cfg(feature = "mpi")]
 mod profile;

@@ -1,6 +1,7 @@
 //! Cases of the conformance test: their format, how they are run, and the crate's own.
 
 mod elementwise;
+mod mesh;
 mod mixed;
 mod muon;
 mod own;
@@ -197,9 +198,10 @@ impl Case {
 /// A step of an optimizer, with a learning rate.
 type Step<'a, M> = &'a mut dyn FnMut(f64, M, GradientsParams) -> Outcome<M>;
 
-/// The largest error of Burn's optimizer of single parameters, of the optimizer of batches, and of
-/// worlds of the numbers of ranks that `DISTMUON_CONFORMANCE_RANKS` lists. `follow` returns the
-/// largest error of a model whose gradients are those of the file times a weight.
+/// The largest error of Burn's optimizer of single parameters, of the optimizer of batches, of
+/// worlds of the numbers of ranks that `DISTMUON_CONFORMANCE_RANKS` lists, and of the mesh of
+/// `DISTMUON_CONFORMANCE_MESH`, whose axis `tp` cuts every parameter. `follow` returns the largest
+/// error of a model whose gradients are those of the file times a weight.
 fn every_optimizer<M: Module>(
     config: &MuonConfig,
     model: impl Fn(&Device) -> Outcome<M> + Sync,
@@ -225,6 +227,25 @@ fn every_optimizer<M: Module>(
             let step: Step<'_, M> =
                 &mut |lr, model, grads| optim.step(lr, model, grads).map_err(text);
             follow(start, weight, step).map_err(anyhow::Error::msg)
+        });
+        let errors = errors.map_err(|error: anyhow::Error| error.to_string())?;
+        worst = errors.into_iter().fold(worst, f64::max);
+    }
+    if let Some(axes) = mesh::axes()? {
+        let errors = World::threads(vec![device; mesh::ranks(&axes)], |world| {
+            let whole = model(world.device()).map_err(anyhow::Error::msg)?;
+            let layout = mesh::layout(&world, &axes, &whole, config)?;
+            let dist = DistMuonConfig::new().with_muon(config.clone());
+            let mut sliced = layout.shard(whole.clone())?;
+            let mut optim = dist.init_on(&layout, &sliced)?;
+            let data = layout.mesh().data();
+            let weight = 2.0 * (data.rank() + 1) as f64 / (data.size() + 1) as f64;
+            let step: Step<'_, M> = &mut |lr, _whole, grads| {
+                let grads = mesh::slices(&layout, &sliced, grads);
+                sliced = optim.step(lr, sliced.clone(), grads).map_err(text)?;
+                layout.unshard(&sliced).map_err(text)
+            };
+            follow(whole, weight, step).map_err(anyhow::Error::msg)
         });
         let errors = errors.map_err(|error: anyhow::Error| error.to_string())?;
         worst = errors.into_iter().fold(worst, f64::max);

@@ -4,8 +4,10 @@
 mod checkpoints;
 mod collectives;
 mod custom;
+mod cuts;
 mod nodes;
 mod owned;
+mod parallel;
 mod parts;
 mod precision;
 mod publication;
@@ -45,7 +47,7 @@ fn updates() -> Vec<Case> {
 
 /// Such cases of parameters whose messages are sent in forward and backward passes.
 fn passes() -> Vec<Case> {
-    [owned::EVERYWHERE, publication::EVERYWHERE].concat()
+    [owned::EVERYWHERE, publication::EVERYWHERE, parallel::EVERYWHERE, cuts::EVERYWHERE].concat()
 }
 
 /// Cases whose world fails, or that need all ranks in this process.
@@ -80,7 +82,9 @@ fn main() {
     let updates = [updates(), parts::IN_PROCESS.to_vec()].concat();
     let mut trials = worlds::trials(worlds::HERE, &[everywhere(), in_process()].concat());
     trials.extend(worlds::trials(worlds::ONE_OF_EACH, &updates));
-    let passes = [&passes()[..], owned::IN_PROCESS, publication::IN_PROCESS].concat();
+    let passes_here =
+        [owned::IN_PROCESS, publication::IN_PROCESS, parallel::IN_PROCESS, cuts::IN_PROCESS];
+    let passes = [&passes()[..], &passes_here.concat()].concat();
     trials.extend(worlds::trials(worlds::NOW_AND_AHEAD, &passes));
     #[cfg(feature = "mpi")]
     trials.push(worlds::mpi::trial(on_processes.len()));

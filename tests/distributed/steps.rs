@@ -14,6 +14,7 @@ use distmuon::distributed::{CostSource, DistMuonConfig, Gradients};
 use distmuon::{MomentumConfig, MuonConfig, RoutingRule};
 use distmuon_testing::device::has_type;
 use distmuon_testing::models::{Fixed, Layers, bits, gradients, weights};
+use distmuon_testing::naive::Naive;
 use distmuon_testing::watched::{Event, watched};
 use distmuon_testing::worlds::{self, Case, cases};
 use distmuon_testing::{excused, lacks};
@@ -31,6 +32,7 @@ pub const EVERYWHERE: &[Case] = cases![
     clipping_by_the_norm_of_all_gradients_is_bit_equal_on_ranks,
     measured_costs_are_the_same_on_all_ranks,
     different_gradients_of_ranks_are_averaged,
+    steps_are_those_of_an_optimizer_that_gathers_everything,
     parameters_without_gradients_stay_and_missing_gradients_count_as_zeros,
     a_non_finite_gradient_skips_its_parameter_on_all_ranks,
     delays_between_steps_do_not_change_results,
@@ -154,6 +156,30 @@ fn one_rank_is_bit_equal_to_the_single_device_optimizer() {
         net = single.step(0.01, net, gradients);
     }
     assert!(net.weights() == trained(1, 10, &config()));
+}
+
+fn steps_are_those_of_an_optimizer_that_gathers_everything() {
+    let config = config();
+    for count in [1, 2, 3, 4] {
+        let run = ranks(count, |world| {
+            let net = Net::new(world.device());
+            let (mut sharded, mut whole) = (net.clone(), net.clone());
+            let mut optim = config.init(&world, &sharded)?;
+            let mut naive = Naive::new(&world, &config, &whole)?;
+            for step in 0..4 {
+                // Other gradients on every rank.
+                let gradients = || net.gradients(10 * step + world.rank() as u64);
+                sharded = optim.step(0.01, sharded, gradients())?;
+                whole = naive.step(0.01, whole, gradients())?;
+            }
+            Ok((sharded.values(), whole.values()))
+        });
+        for (sharded, whole) in run.unwrap() {
+            for (sharded, whole) in sharded.iter().zip(&whole) {
+                assert!((sharded - whole).abs() < 1e-5, "{count} ranks: {sharded} for {whole}");
+            }
+        }
+    }
 }
 
 fn parameters_without_gradients_stay_and_missing_gradients_count_as_zeros() {

@@ -20,8 +20,8 @@ use burn::train::{
 };
 use distmuon::comm::World;
 use distmuon::distributed::{
-    Diagnostics, DistModuleOptimizer, DistMuonConfig, DistMuonStrategy, GradDtype,
-    LatestDiagnostics, Layout, LearnerLogits, LossScaleConfig, Mesh,
+    Axis, Diagnostics, DistModuleOptimizer, DistMuonConfig, DistMuonStrategy, GradDtype,
+    LatestDiagnostics, Layout, LearnerLogits, LossScaleConfig, Mesh, Place,
 };
 use distmuon::schedule::ScheduledLr;
 use distmuon::{
@@ -417,6 +417,26 @@ fn ranks_that_are_processes_train_as_threads() {
         assert!(folder.path().join("0/checkpoint").is_dir());
         let saved = std::fs::read_dir(folder.path().join("1/checkpoint"));
         assert_eq!(saved.map_or(0, Iterator::count), 0, "rank 1 saves nothing");
+    }
+}
+
+#[test]
+fn layouts_whose_ranks_compute_together_are_rejected() {
+    let slices = |world: &World| {
+        let mesh = Mesh::new(world, [Axis::data("dp", 1), Axis::model("tp", 2)])?;
+        Ok(Layout::new(&mesh))
+    };
+    let experts = |world: &World| {
+        Ok(Layout::new(&Mesh::flat(world)).with_place(Place::shard("experts", "dp", 0)))
+    };
+    let strategy = || DistMuonStrategy::new(vec![device(); 2], DistMuonConfig::new());
+    for (strategy, axis) in
+        [(strategy().with_layout(slices), "tp"), (strategy().with_layout(experts), "dp")]
+    {
+        let folder = tempfile::tempdir().unwrap();
+        let result = launch(folder.path(), &Setup::default(), strategy.into());
+        let text = result.error.expect("the layout is rejected").to_string();
+        assert!(text.contains(&format!("slices along `{axis}`")), "{text}");
     }
 }
 

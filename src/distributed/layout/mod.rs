@@ -1,5 +1,6 @@
 //! The division of a model's parameters among ranks.
 
+mod cuts;
 mod order;
 mod owned;
 mod passes;
@@ -9,13 +10,14 @@ mod table;
 mod unit;
 mod units;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
+pub(super) use cuts::{Cuts, SliceGroup};
 pub(super) use passes::Held;
 pub use passes::Keep;
 pub use place::Place;
@@ -25,14 +27,15 @@ pub(super) use units::Units;
 
 use super::config::CostSource;
 use super::measured_costs::costs;
-use super::mesh::Mesh;
-use super::plan::{Bucket, Parameter, Plan, PlanConfig};
-use super::trained::{Trained, trained};
+use super::mesh::{Axis, Grid, Mesh};
+use super::plan::{Bucket, Parameter, Plan, PlanConfig, Slice};
+use super::trained::{ModelParameter, Trained, trained};
 use crate::comm::World;
 use crate::error::{Error, Result};
 use crate::gradients::GradientBuffer;
 use crate::muon::MuonConfig;
 use crate::parameters::{self, Found, Lazily, Placement};
+use cuts::SliceGroups;
 use passes::{Limits, Passes};
 use place::Places;
 use unit::Position;
@@ -108,6 +111,8 @@ type MicroBatches = Arc<Mutex<GradientBuffer>>;
 /// A model that was divided.
 pub(super) struct Sharded {
     pub passes: Arc<Passes>,
+    pub cuts: Cuts,
+    pub groups: SliceGroups,
     /// The parameters as they are planned, and their owners, by path.
     pub planned: HashMap<String, (Parameter, Vec<usize>)>,
 }
@@ -117,6 +122,7 @@ struct Division {
     units: Vec<Arc<Unit>>,
     planned: Vec<(Parameter, Vec<usize>)>,
     found: Vec<Found>,
+    cuts: Cuts,
 }
 
 impl Layout {
@@ -210,6 +216,23 @@ impl Layout {
         Units::new(passes, self.micro_batches.clone())
     }
 
+    /// This rank's slices of the model that was divided.
+    pub(super) fn cut_parameters(&self) -> Cuts {
+        self.sharded().map(|sharded| sharded.cuts.clone()).unwrap_or_default()
+    }
+
+    /// The ranks that exchange parameters that are cut along some axes. `None` for no axes: all
+    /// ranks have whole parameters.
+    pub(super) fn slice_group(&self, axes: &[String]) -> Option<&Arc<SliceGroup>> {
+        self.sharded()?.groups.get(axes)
+    }
+
+    /// The groups of all cuts.
+    pub(super) fn all_slice_groups(&self) -> impl Iterator<Item = (&[String], &SliceGroup)> {
+        let groups = self.sharded().into_iter().flat_map(|sharded| &sharded.groups);
+        groups.map(|(axes, group)| (&axes[..], &**group))
+    }
+
     /// The model that was divided, if any.
     pub(super) fn sharded(&self) -> Option<&Sharded> {
         self.sharded.get()
@@ -253,9 +276,12 @@ impl Layout {
         Ok(())
     }
 
-    /// The owners of planned parameters, if the model was divided.
+    /// The owners of planned parameters, if they were divided among their owners.
     pub(super) fn owners(&self, planned: &[Parameter]) -> Option<Vec<Vec<usize>>> {
-        let known = &self.sharded()?.planned;
+        let Sharded { planned: known, passes, .. } = self.sharded()?;
+        if passes.units().is_empty() {
+            return None;
+        }
         Some(planned.iter().map(|parameter| known[&parameter.path].1.clone()).collect())
     }
 
@@ -267,7 +293,7 @@ impl Layout {
     /// Those of [`shard`](Self::shard) for the layout and the model.
     pub fn table<M: Module>(&self, model: &M) -> Result<LayoutTable> {
         let division = self.division(model)?;
-        Ok(LayoutTable::new(&division.found, &division.units))
+        Ok(LayoutTable::new(&division.found, &division.units, &division.cuts))
     }
 
     /// Runs the backward pass of a loss, and returns the gradients for a step: this rank's shards
@@ -381,17 +407,56 @@ impl Layout {
         {
             crate::checks::ensure_size(setting, megabytes)?;
         }
+        let expected = "an axis of the mesh";
+        let invalid = |setting, axis: &str, expected| {
+            let value = format!("axis `{axis}` of a mesh with {}", self.mesh.names());
+            Err(Error::setting(setting, value, expected))
+        };
+        for place in &self.places {
+            let Some(axis) = place.axis() else { continue };
+            match self.mesh.axis(axis) {
+                None => return invalid("places", axis, expected),
+                Some(found) if place.is_partial() && !found.is_model() => {
+                    return invalid(
+                        "places",
+                        axis,
+                        "an axis of `Axis::model` for `Place::partial`",
+                    );
+                }
+                Some(_) => {}
+            }
+        }
         match &self.axis {
             None if self.places.iter().any(Place::divides) => Err(Error::setting(
                 "places",
                 "`Place::owned` without an axis",
                 "an axis by `Layout::owned`",
             )),
-            Some(axis) if self.mesh.group(axis).is_none() => {
-                let value = format!("axis `{axis}` of a mesh with {}", self.mesh.names());
-                Err(Error::setting("owned", value, "an axis of the mesh"))
-            }
-            _ => Ok(()),
+            Some(axis) => match self.mesh.axis(axis) {
+                None => invalid("owned", axis, expected),
+                Some(found) if found.is_model() => invalid(
+                    "owned",
+                    axis,
+                    "an axis of `Axis::data` (parameters are cut along others by `Place::shard`)",
+                ),
+                Some(_) => Ok(()),
+            },
+            None => Ok(()),
+        }
+    }
+
+    /// Fails for a layout whose ranks compute together, which a `Learner` does not know of.
+    #[cfg_attr(not(feature = "train"), expect(dead_code, reason = "for learners"))]
+    pub(super) fn ensure_whole_layers(&self) -> Result<()> {
+        let mut axes = self.places.iter().filter_map(Place::axis);
+        let model = self.mesh.axes().iter().find(|axis| axis.is_model()).map(Axis::name);
+        match axes.next().or(model) {
+            Some(axis) => Err(Error::setting(
+                "layout",
+                format!("slices along `{axis}`"),
+                "whole layers (write the training loop to train slices)",
+            )),
+            None => Ok(()),
         }
     }
 
@@ -402,8 +467,10 @@ impl Layout {
     }
 
     /// The placement of a parameter.
-    fn placement(&self, found: &Found, places: &Places<'_>) -> Placement {
-        let elements: usize = found.shape.iter().product();
+    fn placement(&self, found: &Found, places: &Places<'_>, cuts: &Cuts) -> Placement {
+        let slice = cuts.slice(&found.path);
+        let shape = slice.map_or_else(|| found.shape.clone(), Slice::shape);
+        let elements: usize = shape.iter().product();
         if !found.trainable {
             return Placement::Replicated;
         }
@@ -413,7 +480,9 @@ impl Layout {
             true => Placement::Reduced,
             false => Placement::Replicated,
         };
-        match (places.of(&found.path), &self.axis) {
+        // Not along the axis along which every rank has its slice.
+        let is_cut = |axis: &&String| slice.is_some_and(|slice| slice.slices.axes().contains(axis));
+        match (places.of(&found.path), self.axis.as_ref().filter(|axis| !is_cut(axis))) {
             (Some(Placement::Replicated), _) | (_, None) => unowned,
             (Some(placement), Some(_)) => placement,
             (None, Some(_)) if is_large && found.shape.len() >= 2 => Placement::Owned,
@@ -421,11 +490,20 @@ impl Layout {
         }
     }
 
-    /// The position of a rank among those that share a parameter and its replicas.
-    fn position(&self, rank: usize) -> Position {
-        let axis = self.axis.as_ref();
-        let (part, shard) = axis.map_or((0, rank), |axis| self.mesh.position(axis, rank));
-        Position { rank, part, shard }
+    /// The positions of the ranks that share this rank's slice of a parameter and its replicas.
+    fn positions(&self, axes: &[String], grid: &Grid) -> Vec<Position> {
+        // Slices along the axis of owners are not divided further.
+        let axis = self.axis.as_ref().filter(|axis| !axes.contains(axis));
+        let part = |rank: usize| axis.map_or(0, |axis| self.mesh.position(axis, rank).0);
+        let ranks = grid.ranks.iter().map(|row| row[grid.slice]).enumerate();
+        let mut shards = BTreeMap::new();
+        let position = |(replica, rank): (usize, usize)| {
+            let part = part(rank);
+            let shard = shards.entry(part).or_insert(0);
+            *shard += 1;
+            Position { replica, part, shard: *shard - 1 }
+        };
+        ranks.map(position).collect()
     }
 
     /// Decides on all parameters of a model, without initialising any.
@@ -446,39 +524,89 @@ impl Layout {
             .filter(|found| found.is_adapter)
             .flat_map(|factor| [factor.path.clone(), factor.weight().to_owned()])
             .collect();
+        let cuts = self.cuts(&found, routing.routes(), &places)?;
         for found in &mut found {
-            found.placement = self.placement(found, &places);
-            if found.placement.reduces_in_backward() && adapted.contains(&found.path) {
+            found.placement = self.placement(found, &places, &cuts);
+            let is_divided =
+                found.placement.reduces_in_backward() || cuts.slice(&found.path).is_some();
+            if is_divided && adapted.contains(&found.path) {
                 let remedy = "merge the adapter, or leave the parameter on all ranks with \
                               `Place::replicated`";
                 let reason = "it has an adapter, which can't be divided";
                 return Err(Error::parameter(&found.path, rank, reason, remedy));
             }
         }
-        let Trained { model, planned, .. } = trained(&routing, &found)?;
+        let Trained { model, planned, .. } = trained(&routing, &found, &cuts)?;
         let costs = costs(CostSource::Operations, self.world(), &planned, &routing.updates().muon)?;
         let ranks = self.world().size();
         let plan = Plan::new(planned, ranks, &PlanConfig::default(), &costs)?;
-        let owners = plan.owners().iter().map(|owners| {
-            let mut owners = owners.clone();
-            // Matrices of a stack are equal work, and a rank's are then neighbours.
-            owners.sort_unstable();
-            owners
-        });
-        let owners: Vec<Vec<usize>> = owners.collect();
-        let positions: Vec<Position> = (0..ranks).map(|rank| self.position(rank)).collect();
+        let owners = plan.parameters().iter().zip(plan.owners());
+        let owners: Vec<Vec<usize>> =
+            owners.map(|(parameter, owners)| self.in_order(parameter, owners)).collect();
         let reduced = model.iter().filter(|parameter| parameter.placement.reduces_in_backward());
-        let unit = |(index, parameter): (usize, &super::trained::ModelParameter)| {
+        let unit = |(index, parameter): (usize, &ModelParameter)| {
             let trained = parameter.trained.clone();
             let (blocks, owners) = (&plan.parameters()[trained.clone()], &owners[trained]);
+            let axes = blocks[0].cut_axes();
+            let grid = self.grid(axes);
             let bucket = Bucket::of_one(blocks, owners, ranks);
-            let (named, typed) =
-                ((&*parameter.path, parameter.id), (&*parameter.shape, parameter.dtype));
-            let blocks = parameter.blocks.clone();
-            Arc::new(Unit::new(index, named, typed, blocks, bucket, (&positions, rank)))
+            let bucket = bucket.of_slice(blocks, &grid.ranks, grid.slice);
+            Arc::new(Unit::new(
+                index,
+                parameter,
+                bucket,
+                (&self.positions(axes, &grid), grid.replica),
+            ))
         };
         let units = reduced.enumerate().map(unit).collect();
         let planned = plan.parameters().iter().cloned().zip(owners).collect();
-        Ok(Division { units, planned, found })
+        Ok(Division { units, planned, found, cuts })
+    }
+
+    /// The ranks by their slices of parameters that are cut along some axes.
+    fn grid(&self, axes: &[String]) -> Grid {
+        match axes {
+            [] => Grid::flat(self.world()),
+            axes => self.mesh.grid(axes),
+        }
+    }
+
+    /// The owners of a parameter's matrices in the order of a rank's parts. Matrices of a stack are
+    /// equal work, and a rank's are then neighbours. A matrix of which only some slices have
+    /// elements, such as an expert, has an owner with one of these.
+    pub(super) fn in_order(&self, parameter: &Parameter, owners: &[usize]) -> Vec<usize> {
+        let Some(slices) = &parameter.slices else {
+            let mut owners = owners.to_vec();
+            owners.sort_unstable();
+            return owners;
+        };
+        let grid = self.grid(slices.axes());
+        let (count, elements) = parameter.owned();
+        let mut of_slices: BTreeMap<Vec<usize>, Vec<usize>> = BTreeMap::new();
+        for matrix in 0..count {
+            let all = matrix * elements..(matrix + 1) * elements;
+            let holds = |slice: &usize| !slices.range(*slice, &all).is_empty();
+            of_slices.entry((0..slices.count()).filter(holds).collect()).or_default().push(matrix);
+        }
+        let mut ordered = owners.to_vec();
+        for (holders, matrices) in of_slices {
+            // Row by row, as a rank has the parts of others.
+            let cells: Vec<usize> =
+                grid.ranks.iter().flat_map(|row| holders.iter().map(|slice| row[*slice])).collect();
+            let position = |rank: usize| cells.iter().position(|cell| *cell == rank);
+            // The plan chose among all ranks. Where only some may be chosen, they take turns, the
+            // first of which is another one for every parameter.
+            let is_any = cells.len() == self.world().size();
+            let chosen = matrices.iter().enumerate().map(|(turn, matrix)| match is_any {
+                true => position(owners[*matrix]).expect("every rank is in a row"),
+                false => (owners[matrices[0]] + turn) % cells.len(),
+            });
+            let mut chosen: Vec<usize> = chosen.collect();
+            chosen.sort_unstable();
+            for (matrix, cell) in matrices.into_iter().zip(chosen) {
+                ordered[matrix] = cells[cell];
+            }
+        }
+        ordered
     }
 }

@@ -7,28 +7,102 @@ use crate::error::{Error, Result};
 use crate::parameters::{Found, Placement};
 
 /// Places the parameters whose path matches a regular expression, in the syntax of the crate
-/// `regex`, which may match any part of the path. The last rule that matches decides.
+/// `regex`, which may match any part of the path. The last rule of [`replicated`](Self::replicated)
+/// and [`owned`](Self::owned) that matches decides; all rules of [`shard`](Self::shard) and
+/// [`partial`](Self::partial) that match apply.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Place {
     pattern: String,
-    placement: Placement,
+    rule: Rule,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize)]
+enum Rule {
+    Between(Placement),
+    Cut { axis: String, dimension: usize, parts: usize },
+    Partial { axis: String },
 }
 
 impl Place {
-    /// Leaves parameters on every rank.
-    pub fn replicated(pattern: impl Into<String>) -> Self {
-        Self { pattern: pattern.into(), placement: Placement::Replicated }
+    fn new(pattern: impl Into<String>, rule: Rule) -> Self {
+        Self { pattern: pattern.into(), rule }
     }
 
-    /// Returns `true` if it divides parameters among ranks.
-    pub(super) fn divides(&self) -> bool {
-        self.placement == Placement::Owned
+    /// Leaves parameters on every rank, or the slices of those that are cut.
+    pub fn replicated(pattern: impl Into<String>) -> Self {
+        Self::new(pattern, Rule::Between(Placement::Replicated))
     }
 
     /// Divides parameters among the ranks along the axis of
-    /// [`Layout::owned`](super::Layout::owned), however small they are.
+    /// [`Layout::owned`](super::Layout::owned), however small they are; not those that are cut
+    /// along that axis.
     pub fn owned(pattern: impl Into<String>) -> Self {
-        Self { pattern: pattern.into(), placement: Placement::Owned }
+        Self::new(pattern, Rule::Between(Placement::Owned))
+    }
+
+    /// Cuts parameters along a dimension into slices, one for each rank along an axis of the mesh.
+    /// In the model that [`Layout::shard`](super::Layout::shard) returns, a parameter is the slice
+    /// of this rank, and the model computes with it: tensor parallelism on an axis of
+    /// [`Axis::model`](crate::distributed::Axis::model), as with
+    /// [`parallel`](crate::parallel), or whole experts of a stack `[experts, in, out]` along
+    /// dimension 0 of an axis of data.
+    ///
+    /// Muon updates whole matrices nevertheless: their owners get all slices of the gradient, and
+    /// return those of the new values.
+    ///
+    /// Several rules for one parameter apply in their order, each to the slices of those before it.
+    /// Ranks divide a dimension as [`World::part`](crate::comm::World::part) divides items: slices
+    /// may differ by an element.
+    ///
+    /// ```
+    /// use distmuon::distributed::Place;
+    ///
+    /// // Columns and rows of Burn's `[inputs, outputs]`.
+    /// let columns = Place::shard(r"(query|key|value|up)\.weight$", "tp", 1);
+    /// let rows = Place::shard(r"(output|down)\.weight$", "tp", 0);
+    /// let bias = Place::shard(r"up\.bias$", "tp", 0);
+    /// // Three projections side by side: every rank has columns of each.
+    /// let fused = Place::shard(r"qkv\.weight$", "tp", 1).parts(3);
+    /// # let _ = (columns, rows, bias, fused);
+    /// ```
+    pub fn shard(pattern: impl Into<String>, axis: impl Into<String>, dimension: usize) -> Self {
+        Self::new(pattern, Rule::Cut { axis: axis.into(), dimension, parts: 1 })
+    }
+
+    /// Sets the number of equal parts of the dimension of [`shard`](Self::shard) of which every
+    /// rank has a slice, as of a fused weight: 1 by default. Other places have no parts.
+    pub fn parts(mut self, count: usize) -> Self {
+        if let Rule::Cut { parts, .. } = &mut self.rule {
+            *parts = count;
+        }
+        self
+    }
+
+    /// Adds up the gradients of parameters along an axis of
+    /// [`Axis::model`](crate::distributed::Axis::model), on which every rank has all of them and
+    /// uses them for its slice only, such as the norms of queries and keys inside a region of
+    /// tensor parallelism. Without it, their gradient is taken to be the same on all ranks of the
+    /// axis.
+    pub fn partial(pattern: impl Into<String>, axis: impl Into<String>) -> Self {
+        Self::new(pattern, Rule::Partial { axis: axis.into() })
+    }
+
+    /// Returns `true` if it divides parameters among their owners.
+    pub(super) fn divides(&self) -> bool {
+        self.rule == Rule::Between(Placement::Owned)
+    }
+
+    /// The name of the axis that it is about, other than that of owners.
+    pub(super) fn axis(&self) -> Option<&str> {
+        match &self.rule {
+            Rule::Between(_) => None,
+            Rule::Cut { axis, .. } | Rule::Partial { axis } => Some(axis),
+        }
+    }
+
+    /// Returns `true` if it is about an axis of slices only.
+    pub(super) fn is_partial(&self) -> bool {
+        matches!(self.rule, Rule::Partial { .. })
     }
 }
 
@@ -55,9 +129,32 @@ impl<'a> Places<'a> {
         places.iter().map(compile).collect::<Result<_>>().map(Self)
     }
 
+    fn matching<'b>(&'b self, path: &'b str) -> impl DoubleEndedIterator<Item = &'a Rule> + 'b {
+        let matching = self.0.iter().filter(move |(_, regex)| regex.is_match(path));
+        matching.map(|(place, _)| &place.rule)
+    }
+
     /// The placement by the last rule that matches.
     pub fn of(&self, path: &str) -> Option<Placement> {
-        let matching = self.0.iter().rev().find(|(_, regex)| regex.is_match(path));
-        matching.map(|(place, _)| place.placement)
+        self.matching(path).rev().find_map(|rule| match rule {
+            Rule::Between(placement) => Some(*placement),
+            Rule::Cut { .. } | Rule::Partial { .. } => None,
+        })
+    }
+
+    /// The cuts by all rules that match, in their order: axis, dimension and parts.
+    pub fn cuts<'b>(&'b self, path: &'b str) -> impl Iterator<Item = (&'a str, usize, usize)> + 'b {
+        self.matching(path).filter_map(|rule| match rule {
+            Rule::Cut { axis, dimension, parts } => Some((&**axis, *dimension, *parts)),
+            Rule::Between(_) | Rule::Partial { .. } => None,
+        })
+    }
+
+    /// The axes along which gradients are partial.
+    pub fn partial<'b>(&'b self, path: &'b str) -> impl Iterator<Item = &'a str> + 'b {
+        self.matching(path).filter_map(|rule| match rule {
+            Rule::Partial { axis } => Some(&**axis),
+            Rule::Between(_) | Rule::Cut { .. } => None,
+        })
     }
 }

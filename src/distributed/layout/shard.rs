@@ -1,19 +1,19 @@
 //! The division of a model, parameter by parameter, and its reversal.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use burn::module::{Module, Param, ParamId, Reparameterizer};
-use burn::tensor::Tensor;
+use burn::tensor::{Shape, Tensor};
 use serde::Serialize;
 
 use super::owned::{Owned, Reduced};
-use super::passes::{Groups, Keep, Passes};
+use super::passes::{Group, Groups, Keep, Passes};
 use super::unit::{Position, Unit};
-use super::{Division, Layout, Place, Sharded};
-use crate::comm::World;
+use super::{Cuts, Division, Layout, Place, Sharded};
+use crate::comm::{Pending, World};
 use crate::distributed::agreement::same_parameters;
-use crate::distributed::plan::Parameter;
+use crate::distributed::plan::{Parameter, Slice};
 use crate::error::{Error, Result};
 use crate::link;
 use crate::muon::MuonConfig;
@@ -38,27 +38,36 @@ impl Layout {
     /// - [`Error::SettingsDiffer`] and [`Error::ModelsDiffer`] if the ranks have different layouts
     ///   or models;
     /// - [`Error::Parameter`] for a parameter that is already divided, that is to be divided and
-    ///   has an adapter, or whose initial values are of another type than its device's;
+    ///   has an adapter, or whose initial values are of another type than its device's; and for one
+    ///   that can't be cut as a [`Place::shard`](super::Place::shard) says: without that dimension
+    ///   or a divisor of it, with fewer elements than ranks, along one axis twice, with a
+    ///   [`Place::partial`](super::Place::partial) along the same axis, or along an axis of data in
+    ///   a list of layers;
     /// - those of [`MuonConfig::route`](crate::MuonConfig::route) and of every collective.
     pub fn shard<M: Module>(&self, model: M) -> Result<M> {
         let world = self.world();
         self.same_settings()?;
-        let Division { units, planned, .. } = world.agree(self.dividable(&model))?;
+        let Division { units, planned, cuts, .. } = world.agree(self.dividable(&model))?;
         let parameters: Vec<Parameter> =
             planned.iter().map(|(parameter, _)| parameter.clone()).collect();
         same_parameters(world, &parameters)?;
-        if units.is_empty() {
+        if units.is_empty() && cuts.is_empty() {
             return world.broadcast(model);
         }
-        let passes = Arc::new(Passes::new(self.groups()?, units, self.limits()));
+        let groups = self.slice_groups(&cuts)?;
+        let passes = Arc::new(Passes::new(self.groups(&units)?, units, self.limits()));
         let mut error = None;
         let model = model.apply_reparameterization(Shard {
             world,
             passes: &passes,
             units: by_path(&passes, Placement::Owned),
+            cuts: &cuts,
             error: &mut error,
         });
-        if let Some(error) = error {
+        let owned = by_path(&passes, Placement::Owned);
+        let mut cut = Slicing { world, cuts: &cuts, owned, error };
+        let model = parameters::map(model, &mut cut);
+        if let Some(error) = cut.error {
             return Err(error); // the others were told of it
         }
         // An engine may hold the last parameter until the next call.
@@ -67,19 +76,27 @@ impl Layout {
         let planned = planned
             .into_iter()
             .map(|(parameter, owners)| (parameter.path.clone(), (parameter, owners)));
-        let sharded = Sharded { passes, planned: planned.collect() };
+        let model = world.broadcast_without(model, |path| cuts.slice(path).is_some())?;
+        let sharded = Sharded { passes, cuts, groups, planned: planned.collect() };
         assert!(self.sharded.set(sharded).is_ok(), "a layout divides one model");
-        world.broadcast(model)
+        Ok(model)
     }
 
     /// The ranks that share parameters, and those that have replicas of their parts. Groups of
     /// their own, since results of other calls may be waited for in between.
-    fn groups(&self) -> Result<Groups> {
+    fn groups(&self, units: &[Arc<Unit>]) -> Result<Groups> {
         let world = self.world();
-        let Position { rank, part, shard } = self.position(world.rank());
-        let sharing = world.split(shard, rank)?;
-        let replicas = world.split(part, rank)?;
-        Ok(Groups { world: world.clone(), sharing, replicas })
+        let group = |axes: Vec<String>| {
+            let grid = self.grid(&axes);
+            let positions = self.positions(&axes, &grid);
+            let Position { part, shard, .. } = positions[grid.replica];
+            let slices = grid.ranks[0].len();
+            let split = |index: usize| world.split(index * slices + grid.slice, world.rank());
+            Ok((axes, Group { sharing: split(shard)?, replicas: split(part)? }))
+        };
+        let axes: BTreeSet<Vec<String>> = units.iter().map(|unit| unit.axes().to_vec()).collect();
+        let by_axes = axes.into_iter().map(group).collect::<Result<_>>()?;
+        Ok(Groups { world: world.clone(), by_axes })
     }
 
     /// Fails on all ranks if their layouts are not the same.
@@ -125,12 +142,80 @@ impl Layout {
     ///
     /// Those of every collective.
     pub fn unshard<M: Module>(&self, model: &M) -> Result<M> {
-        let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(model.clone()) };
+        let Some(Sharded { passes, cuts, .. }) = self.sharded() else { return Ok(model.clone()) };
         let units = by_path(passes, Placement::Owned).into_values();
         let ids = units.map(|unit| (unit.path.clone(), unit.id));
         let whole = passes.read(|| model.clone().materialize());
         passes.ensure_alive()?;
-        Ok(parameters::map(whole, &mut Unshard(ids.collect())))
+        let whole = parameters::map(whole, &mut Unshard(ids.collect()));
+        let mut join = Joining { layout: self, cuts, error: None };
+        let whole = parameters::map(whole, &mut join);
+        join.error.map_or(Ok(whole), Err)
+    }
+}
+
+/// Replaces parameters by this rank's slices of rank 0's values.
+struct Slicing<'a> {
+    world: &'a World,
+    cuts: &'a Cuts,
+    /// Those that were divided as well.
+    owned: HashMap<String, Arc<Unit>>,
+    error: Option<Error>,
+}
+
+impl parameters::Map for Slicing<'_> {
+    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(slice) = self.cuts.slice(path) else { return param };
+        if self.error.is_some() || self.owned.contains_key(path) {
+            return param;
+        }
+        let (id, whole, mapper) = param.consume();
+        let flat = whole.clone().without_autodiff().reshape([-1]);
+        let first = self.world.comm().broadcast(flat, 0).and_then(Pending::wait);
+        let value = match first {
+            Ok(first) => in_place_of(&whole, slice.of(&first).reshape(shape_of::<D>(slice))),
+            Err(error) => {
+                self.error = Some(error);
+                whole
+            }
+        };
+        Param::from_mapped_value(id, value, mapper)
+    }
+}
+
+/// The shape of a slice of a parameter with this number of dimensions.
+fn shape_of<const D: usize>(slice: &Slice) -> [usize; D] {
+    slice.shape().try_into().expect("a slice has the dimensions of the whole")
+}
+
+/// Replaces slices by whole parameters.
+struct Joining<'a> {
+    layout: &'a Layout,
+    cuts: &'a Cuts,
+    error: Option<Error>,
+}
+
+impl parameters::Map for Joining<'_> {
+    fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let Some(slice) = self.cuts.slice(path).filter(|_| self.error.is_none()) else {
+            return param;
+        };
+        let group = self.layout.slice_group(slice.slices.axes()).expect("a cut has a group");
+        let (id, value, mapper) = param.consume();
+        let flat = value.clone().without_autodiff().reshape([-1]);
+        let all = group.across.all_gather(flat, &slice.counts()).and_then(Pending::wait);
+        let value = match all {
+            Ok(all) => {
+                let shape: [usize; D] =
+                    slice.slices.whole().try_into().expect("of the dimensions of a slice");
+                in_place_of(&value, slice.whole(&all).reshape(shape))
+            }
+            Err(error) => {
+                self.error = Some(error);
+                value
+            }
+        };
+        Param::from_mapped_value(id, value, mapper)
     }
 }
 
@@ -152,6 +237,7 @@ struct Shard<'a> {
     world: &'a World,
     passes: &'a Arc<Passes>,
     units: HashMap<String, Arc<Unit>>,
+    cuts: &'a Cuts,
     error: &'a mut Option<Error>,
 }
 
@@ -169,7 +255,8 @@ impl Shard<'_> {
         }
         let flat = whole.clone().without_autodiff().reshape([-1]);
         let first = self.world.comm().broadcast(flat, 0)?.wait()?;
-        Ok(in_place_of(&whole, unit.part(first)))
+        let held = self.cuts.slice(&unit.path).map_or(first.clone(), |slice| slice.of(&first));
+        Ok(in_place_of(&whole, unit.part(held)))
     }
 }
 
@@ -183,7 +270,8 @@ impl Reparameterizer for Shard<'_> {
     ) -> (Param<Tensor<D>>, Option<Owned>) {
         let Some(unit) = self.units.get(path) else { return (param, None) };
         let (id, whole, mapper) = param.consume();
-        let shape = whole.shape();
+        let slice = self.cuts.slice(path).map(|slice| Shape::from(shape_of::<D>(slice)));
+        let shape = slice.unwrap_or(whole.shape());
         let zero = Tensor::<D>::zeros([1; D], (&whole.device(), whole.dtype()));
         let part = match self.error {
             Some(_) => return (Param::from_mapped_value(id, whole, mapper), None),

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use comfy_table::{Table, presets};
 
+use super::cuts::Cuts;
 use super::unit::Unit;
 use crate::parameters::Found;
 
@@ -19,12 +20,14 @@ pub struct LayoutTable {
 struct LayoutRow {
     path: String,
     shape: Vec<usize>,
+    /// The shape of this rank's slice, and the axes along which it is cut, if it is.
+    cut: Option<(Vec<usize>, Vec<String>)>,
     /// Elements of every part, if it is divided.
     counts: Option<Vec<usize>>,
 }
 
 impl LayoutTable {
-    pub(super) fn new(found: &[Found], units: &[Arc<Unit>]) -> Self {
+    pub(super) fn new(found: &[Found], units: &[Arc<Unit>], cuts: &Cuts) -> Self {
         let mut units = units.iter();
         let row = |found: &Found| {
             let unit = found
@@ -33,7 +36,10 @@ impl LayoutTable {
                 .then(|| units.next().expect("every owned parameter is a unit"));
             let owned = unit.filter(|unit| unit.placement.is_owned());
             let counts = owned.map(|unit| unit.part_counts().to_vec());
-            LayoutRow { path: found.path.clone(), shape: found.shape.clone(), counts }
+            let slice = cuts.slice(&found.path);
+            let (path, shape) = (found.path.clone(), found.shape.clone());
+            let cut = slice.map(|slice| (slice.shape(), slice.slices.axes().to_vec()));
+            LayoutRow { path, shape, cut, counts }
         };
         Self { rows: found.iter().map(row).collect() }
     }
@@ -46,8 +52,18 @@ impl LayoutTable {
 }
 
 impl LayoutRow {
-    /// The coordinates on the axis that have it.
+    /// Its slice, and the coordinates on the axis that have it.
     fn place(&self) -> String {
+        match &self.cut {
+            None => self.owner(),
+            Some((shape, axes)) => {
+                format!("{shape:?} of it along {}, {}", axes.join(", "), self.owner())
+            }
+        }
+    }
+
+    /// The coordinates on the axis that have it.
+    fn owner(&self) -> String {
         let Some(counts) = &self.counts else { return "replicated".to_owned() };
         let ranks = (0..counts.len()).filter(|rank| counts[*rank] > 0);
         let ranks: Vec<String> = ranks.map(|rank| rank.to_string()).collect();

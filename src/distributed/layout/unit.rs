@@ -8,6 +8,7 @@ use burn::tensor::{DType, Device, Tensor};
 
 use crate::blocks::Blocks;
 use crate::distributed::plan::{Bucket, Run};
+use crate::distributed::trained::ModelParameter;
 use crate::parameters::Placement;
 use crate::slices;
 
@@ -30,6 +31,9 @@ pub struct Unit {
     blocks: Blocks,
     /// The shards of all ranks, one after the other. Its parameters are the blocks.
     bucket: Bucket,
+    /// The axes along which it is cut: its shape is that of this rank's slice.
+    axes: Vec<String>,
+    most_elements: usize,
     position: Position,
     /// Elements of the parts, which together are the parameter.
     part_counts: Vec<usize>,
@@ -39,10 +43,11 @@ pub struct Unit {
     pieces: Vec<Piece>,
 }
 
-/// The position of a rank among those that share a parameter and its replicas.
+/// The position of a rank among those that share a parameter, or a slice of it, and its replicas.
 #[derive(Debug, Clone, Copy)]
 pub struct Position {
-    pub rank: usize,
+    /// Its number among them.
+    pub replica: usize,
     /// The index of its part, and of its shard in that part.
     pub part: usize,
     pub shard: usize,
@@ -69,12 +74,11 @@ pub struct BlockPart {
 }
 
 impl Unit {
-    /// `positions` has the position of every rank; `bucket` is the parameter's alone.
+    /// `positions` has the position of every rank of the group, `rank` is this rank's number in it;
+    /// `bucket` is the parameter's alone, as this rank has it.
     pub fn new(
         index: usize,
-        (path, id): (&str, ParamId),
-        (shape, dtype): (&[usize], DType),
-        blocks: Blocks,
+        parameter: &ModelParameter,
         bucket: Bucket,
         (positions, rank): (&[Position], usize),
     ) -> Self {
@@ -84,7 +88,7 @@ impl Unit {
         let (mut pieces, mut in_parts) = (vec![], 0);
         let mut part_counts = vec![0; 1 + order.iter().map(|p| p.part).max().unwrap_or(0)];
         for position in &order {
-            let range = bucket.shard_range(position.rank);
+            let range = bucket.shard_range(position.replica);
             let mut in_shards = range.start;
             part_counts[position.part] += range.len();
             for (block, elements, padding) in bucket.overlaps(range) {
@@ -95,16 +99,20 @@ impl Unit {
             }
         }
         let shards = order.iter().filter(|other| other.part == position.part);
-        let shard_counts = shards.map(|shard| bucket.counts[shard.rank]).collect();
-        let (path, shape) = (path.to_owned(), shape.to_vec());
+        let shard_counts = shards.map(|shard| bucket.counts[shard.replica]).collect();
+        let slices = parameter.slice.as_ref().map(|slice| &slice.slices);
         Self {
             index,
-            path,
-            id,
-            shape,
-            dtype,
+            path: parameter.path.clone(),
+            id: parameter.id,
+            shape: parameter.shape.clone(),
+            dtype: parameter.dtype,
             placement: bucket.placement,
-            blocks,
+            blocks: parameter.held.clone(),
+            axes: slices.map_or(vec![], |slices| slices.axes().to_vec()),
+            most_elements: parameter.slice.as_ref().map_or(bucket.elements(), |slice| {
+                slice.counts().into_iter().max().unwrap_or_default()
+            }),
             bucket,
             position,
             part_counts,
@@ -123,7 +131,12 @@ impl Unit {
         &self.shard_counts
     }
 
-    /// Elements of the shards of all ranks.
+    /// The axes along which it is cut.
+    pub fn axes(&self) -> &[String] {
+        &self.axes
+    }
+
+    /// Elements of the shards of all ranks of the group.
     pub fn counts(&self) -> &[usize] {
         &self.bucket.counts
     }
@@ -138,9 +151,15 @@ impl Unit {
         self.shard_counts[self.position.shard]
     }
 
-    /// Bytes of all parts.
+    /// Elements of all parts: of the largest slice, if the parameter is cut, since all ranks have
+    /// to decide alike on the parameters that are sent ahead.
+    pub fn most_elements(&self) -> usize {
+        self.most_elements
+    }
+
+    /// Bytes of all parts, as [`most_elements`](Self::most_elements).
     pub fn bytes(&self) -> usize {
-        self.bucket.elements() * self.dtype.size()
+        self.most_elements * self.dtype.size()
     }
 
     /// NaN in place of the whole, flat.
@@ -207,7 +226,7 @@ impl Unit {
     }
 
     fn runs(&self) -> Vec<Run> {
-        self.bucket.runs(self.position.rank)
+        self.bucket.runs(self.position.replica)
     }
 
     /// The blocks of this rank's shard, or of its gradient.
@@ -220,13 +239,17 @@ impl Unit {
     }
 
     /// This rank's shard from its blocks, the reverse of [`cut`](Self::cut).
-    pub fn join(&self, mut values: impl FnMut(usize) -> Tensor<1>, device: &Device) -> Tensor<1> {
+    pub fn join(
+        &self,
+        mut values: impl FnMut(usize, Range<usize>) -> Tensor<1>,
+        device: &Device,
+    ) -> Tensor<1> {
         let runs = self.runs();
         if runs.is_empty() {
             return slices::zeros(self.shard_count(), self.dtype, device);
         }
         let firsts: Vec<usize> = runs.iter().map(|run| run.range.start).collect();
-        let values = runs.iter().map(|run| values(run.parameter)).collect();
+        let values = runs.iter().map(|run| values(run.parameter, run.elements.clone())).collect();
         slices::place(values, &firsts, self.shard_count())
     }
 }

@@ -114,7 +114,7 @@ impl Units {
     /// Those of every collective.
     pub fn publish_later(&self, unit: &Unit, shard: Tensor<1>) -> Result<Option<Pending>> {
         let passes = self.passes.as_ref().expect("a unit has passes");
-        if unit.part_count() == 0 || passes.replicas().size() == 1 {
+        if unit.part_count() == 0 || passes.replicas(unit).size() == 1 {
             return self.publish(unit, shard).map(Some);
         }
         passes.publish_later(unit, shard)?;
@@ -165,7 +165,7 @@ impl Units {
             // A parameter has an element at least.
             return Ok(Pending::ready(Tensor::zeros([1], (&shard.device(), unit.dtype))));
         }
-        let replicas = self.passes.as_ref().expect("a unit has passes").replicas();
+        let replicas = self.passes.as_ref().expect("a unit has passes").replicas(unit);
         if replicas.size() == 1 {
             return Ok(Pending::ready(shard));
         }

@@ -309,6 +309,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
             let qk_clip = self.qk_clip.as_ref();
             let qk_clip = qk_clip.map(|(config, logits)| Ok((config.init(&model)?, logits)));
             let layout = (self.layout.0)(&world)?;
+            world.agree(layout.ensure_whole_layers())?;
             let model = layout.shard(model)?;
             let optim = self.config.init_on(&layout, &model)?;
             let mut optim = optim.load_states(&run.state)?;

@@ -31,11 +31,11 @@ pub type Parts = Vec<Option<Tensor<1>>>;
 
 /// Flat tensors by the index of their trained parameter, with a count of their bytes.
 pub struct FlatTensors {
-    tensors: Vec<Option<Elements>>,
+    tensors: Vec<Vec<Elements>>,
     bytes: usize,
 }
 
-/// Elements of a parameter: all of them, or those of this rank's part.
+/// Elements of a parameter: all of it, or neighbours in this rank's part.
 #[derive(Clone)]
 struct Elements {
     /// The first of them, in the parameter.
@@ -43,14 +43,20 @@ struct Elements {
     values: Tensor<1>,
 }
 
+impl Elements {
+    fn end(&self) -> usize {
+        self.start + self.values.dims()[0]
+    }
+}
+
 impl FlatTensors {
     fn none(count: usize) -> Self {
-        Self { tensors: vec![None; count], bytes: 0 }
+        Self { tensors: vec![vec![]; count], bytes: 0 }
     }
 
-    /// The tensor of a parameter, if it is present.
+    /// The first elements of a parameter, if any are present.
     pub fn get(&self, index: usize) -> Option<&Tensor<1>> {
-        self.tensors[index].as_ref().map(|elements| &elements.values)
+        self.tensors[index].first().map(|elements| &elements.values)
     }
 
     /// Bytes of all tensors.
@@ -58,15 +64,20 @@ impl FlatTensors {
         self.bytes
     }
 
-    /// Takes the tensor of a parameter out.
+    /// Takes the tensor of a parameter out, of which all elements are neighbours.
     pub fn take(&mut self, index: usize) -> Option<Tensor<1>> {
-        let taken = self.tensors[index].take()?.values;
+        let taken = self.tensors[index].pop()?.values;
         self.bytes -= bytes(&taken);
         Some(taken)
     }
 
-    /// Takes elements of a parameter: moved out where they are all of it, so that the only
-    /// reference is updated in place. Zeros if the tensor is absent.
+    /// Drops all elements of a parameter.
+    pub fn drop_all(&mut self, index: usize) {
+        while self.take(index).is_some() {}
+    }
+
+    /// Takes elements of a parameter: moved out where they are all that is stored together, so that
+    /// the only reference is updated in place. Zeros if they are absent.
     pub fn take_elements(
         &mut self,
         index: usize,
@@ -74,20 +85,33 @@ impl FlatTensors {
         dtype: DType,
         device: &Device,
     ) -> Tensor<1> {
-        match &self.tensors[index] {
-            None => slices::zeros(elements.len(), dtype, device),
-            Some(Elements { values, .. }) if values.dims() == [elements.len()] => {
-                self.take(index).expect("the tensor was found above")
-            }
-            Some(Elements { start, values }) => {
-                slices::slice(values, elements.start - start..elements.end - start)
-            }
+        let all = &mut self.tensors[index];
+        let is_all =
+            |stored: &Elements| (stored.start, stored.end()) == (elements.start, elements.end);
+        if let Some(position) = all.iter().position(is_all) {
+            let Elements { values, .. } = all.swap_remove(position);
+            self.bytes -= bytes(&values);
+            return values;
         }
+        let overlaps =
+            |stored: &&Elements| stored.start < elements.end && elements.start < stored.end();
+        let mut stored: Vec<&Elements> = all.iter().filter(overlaps).collect();
+        if stored.is_empty() {
+            return slices::zeros(elements.len(), dtype, device);
+        }
+        stored.sort_unstable_by_key(|stored| stored.start);
+        let pieces = stored.iter().map(|stored| {
+            let (start, end) = (elements.start.max(stored.start), elements.end.min(stored.end()));
+            slices::slice(&stored.values, start - stored.start..end - stored.start)
+        });
+        let pieces = slices::concat(pieces.collect(), dtype, device);
+        assert_eq!(pieces.dims(), [elements.len()], "all of the elements are stored");
+        pieces
     }
 
     /// Stores the tensor of a model's parameter, in its blocks.
     fn set_blocks<const D: usize>(&mut self, known: &ModelParameter, tensor: Tensor<D>) {
-        for (index, block) in known.trained.clone().zip(known.blocks.cut(tensor.reshape([-1]))) {
+        for (index, block) in known.trained.clone().zip(known.held.cut(tensor.reshape([-1]))) {
             self.set(index, 0, block);
         }
     }
@@ -99,11 +123,14 @@ impl FlatTensors {
         }
     }
 
-    /// Stores the elements of a parameter from `start` on.
+    /// Stores the elements of a parameter from `start` on, in place of those that were.
     pub fn set(&mut self, index: usize, start: usize, values: Tensor<1>) {
-        self.take(index);
-        self.bytes += bytes(&values);
-        self.tensors[index] = Some(Elements { start, values });
+        let elements = Elements { start, values };
+        let is_replaced = |old: &mut Elements| old.start < elements.end() && start < old.end();
+        let replaced = self.tensors[index].extract_if(.., is_replaced);
+        self.bytes -= replaced.map(|old| bytes(&old.values)).sum::<usize>();
+        self.bytes += bytes(&elements.values);
+        self.tensors[index].push(elements);
     }
 }
 
@@ -153,10 +180,6 @@ impl DetachedParameters {
     }
 
     /// Takes this rank's shard of an owned parameter out.
-    ///
-    /// # Panics
-    ///
-    /// If a part of it is missing.
     pub fn take_shard(
         &mut self,
         known: &ModelParameter,
@@ -164,7 +187,9 @@ impl DetachedParameters {
         device: &Device,
     ) -> Tensor<1> {
         let first = known.trained.start;
-        let values = |block| self.parameters.take(first + block).expect("the shard was updated");
+        let values = |block: usize, elements| {
+            self.parameters.take_elements(first + block, elements, known.dtype, device)
+        };
         unit.join(values, device)
     }
 
@@ -194,11 +219,17 @@ impl DetachedParameters {
     }
 }
 
-/// A bucket's buffer from the values of its parameters; zeros for absent parameters and for
-/// padding. A parameter that is one piece of the buffer is moved instead of copied.
-pub fn pack(values: &mut FlatTensors, bucket: &Bucket, dtype: DType, device: &Device) -> Tensor<1> {
+/// A range of a bucket's buffer from the values of its parameters; zeros for absent parameters and
+/// for padding. A parameter that is one piece of the buffer is moved instead of copied.
+pub fn pack(
+    values: &mut FlatTensors,
+    bucket: &Bucket,
+    range: Range<usize>,
+    dtype: DType,
+    device: &Device,
+) -> Tensor<1> {
     let mut pieces = vec![];
-    for (parameter, elements, padding) in bucket.overlaps(0..bucket.elements()) {
+    for (parameter, elements, padding) in bucket.overlaps(range) {
         pieces.push(values.take_elements(parameter, elements, dtype, device).cast(dtype));
         if padding > 0 {
             pieces.push(Tensor::zeros([padding], (device, dtype)));
@@ -406,7 +437,7 @@ impl parameters::Map for Reattach<'_> {
         }
         let (id, placeholder, mapper) = param.consume();
         let block = |block| self.values.take(block).expect("every bucket was published");
-        let value = known.blocks.join(known.trained.clone().map(block).collect());
+        let value = known.held.join(known.trained.clone().map(block).collect());
         let shape = known.shape.as_slice().try_into();
         let shape: [usize; D] = shape.expect("the parameter was detached with this shape");
         let value = in_place_of(&placeholder, value.reshape(shape));

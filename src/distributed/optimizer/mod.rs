@@ -6,9 +6,11 @@ mod clip;
 mod counters;
 mod detached;
 mod diagnostics;
+mod exchange;
 mod loss_scale;
 mod memory;
 mod own_states;
+mod partial;
 mod publication;
 mod record;
 mod setup;
@@ -16,7 +18,7 @@ mod shard;
 mod stages;
 mod step;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
@@ -25,12 +27,12 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 
 use super::config::{DistMuonConfig, GradDtype, Gradients, Publish};
-use super::layout::{Held, Layout, Units};
+use super::layout::{Cuts, Held, Layout, Units};
 use super::measured_costs::costs;
 use super::mesh::Mesh;
-use super::plan::{Costs, Plan, Report};
+use super::plan::{Bucket, Costs, Plan, Report};
 use super::trained::{self, ModelParameter, Trained, TrainedParameter};
-use crate::comm::{Communicator, World};
+use crate::comm::World;
 use crate::error::{Error, Result};
 use crate::muon::MuonConfig;
 use crate::parameters;
@@ -45,6 +47,7 @@ use clip::Clip;
 use counters::Counters;
 use diagnostics::Observed;
 pub use diagnostics::{Diagnostics, GroupDiagnostics, ParameterDiagnostics};
+use exchange::{Exchange, publishers};
 use loss_scale::LossScale;
 use memory::Snapshot;
 pub use memory::{MemoryReport, Usage};
@@ -78,8 +81,11 @@ use stages::{Stage, stages};
 /// model by other means.
 pub struct DistModuleOptimizer {
     world: World,
+    layout: Layout,
     /// The parameters that are divided among ranks between steps.
     units: Units,
+    /// Those of which this rank has a slice.
+    cuts: Cuts,
     routing: Routing,
     plan: Plan,
     shards: Vec<Shard>,
@@ -101,14 +107,14 @@ pub struct DistModuleOptimizer {
     loss_scale: Option<LossScale>,
     in_flight: usize,
     publish: Publish,
-    /// The ranks that exchange new parameters: a group of their own if their results are waited for
-    /// after the step.
-    publishers: Communicator,
     /// Parameters of the last step that may be on their way.
     publication: Arc<Publication>,
     /// In the order in which they are taken.
     stages: Arc<[Stage]>,
     clip: Option<Clip>,
+    /// The parameters whose gradients were compared along an axis, and the steps so far.
+    compared: HashSet<(String, usize)>,
+    compared_steps: usize,
     /// The attention heads to clip in the next step.
     head_clip: Option<HeadClip>,
     /// `true` if the next step is to be observed.
@@ -138,29 +144,27 @@ impl DistModuleOptimizer {
     ) -> Result<Self> {
         let world = layout.world();
         world.same_config(config)?;
-        let found = parameters::of(model);
+        let (mut found, cuts) = (parameters::of(model), layout.cut_parameters());
+        world.agree(cuts.restore_whole(&mut found, world.rank()))?;
         let routed = config.check().and_then(|()| config.muon.route_found(&found));
         let routing = world.agree(routed)?;
         let Trained { model: of_model, trained, planned: parameters } =
-            world.agree(trained::trained(&routing, &found))?;
+            world.agree(trained::trained(&routing, &found, &cuts))?;
         world.agree(layout.check_planned(&parameters))?;
-        setup::same_model(world, &parameters, model)?;
+        setup::same_model(layout, &parameters, model)?;
         // The parameters are equal on all ranks here, so all ranks fail alike.
         setup::ensure_exchangeable(&parameters, world.rank())?;
         let updates @ Updates { muon, skipped, .. } = routing.updates();
         let costs = costs(config.costs, world, &parameters, muon)?;
         let plan = setup::plan(config, layout, parameters, &costs)?;
-        let publishers = match config.publish {
-            Publish::Now => world.communicator(),
-            Publish::AtFirstUse => world.comm().split(0, world.rank())?,
-        };
+        let publishers = publishers(layout, config.publish)?;
         let (rank, device) = (world.rank(), world.device().clone().inner());
         let mut matrices = vec![];
-        let shards = plan
-            .buckets()
-            .iter()
-            .map(|bucket| Shard::new(bucket, &trained, rank, updates, &mut matrices, &device));
-        let shards: Vec<Shard> = shards.collect();
+        let shard = |bucket: &Bucket| {
+            let exchange = Exchange::new(bucket, plan.parameters(), layout, &publishers);
+            Shard::new(bucket, exchange, &trained, rank, updates, &mut matrices, &device)
+        };
+        let shards: Vec<Shard> = plan.buckets().iter().map(shard).collect();
         let clip = config.max_norm.map(|max_norm| Clip::new(max_norm, &plan, rank, &device));
         let waits_for_all = clip.is_some() || config.loss_scale.is_some();
         let stages = stages(&plan, waits_for_all);
@@ -180,7 +184,9 @@ impl DistModuleOptimizer {
         memory.observe(Snapshot { parameters, states, masters, ..Snapshot::default() });
         let mut optim = Self {
             world: world.clone(),
+            layout: layout.clone(),
             units,
+            cuts,
             counters: Counters::new(trained.len(), &device),
             skipped: skipped.clone(),
             place: Place::default(),
@@ -197,10 +203,11 @@ impl DistModuleOptimizer {
             loss_scale: config.loss_scale.clone().map(LossScale::new),
             in_flight: config.in_flight,
             publish: config.publish,
-            publishers,
             publication: Arc::default(),
             stages: stages.into(),
             clip,
+            compared: HashSet::new(),
+            compared_steps: 0,
             head_clip: None,
             requested: false,
             observed: None,
@@ -294,12 +301,23 @@ impl DistModuleOptimizer {
     /// is scaled as well; a step that loss scaling skips scales nothing. All ranks make this call,
     /// with the same factors.
     ///
+    /// Where a [`Layout`](super::Layout) cuts projections, the heads are still those of the whole
+    /// model: make the [`QkClip`](crate::QkClip) before [`Layout::shard`](super::Layout::shard),
+    /// and report the maxima of all heads on every rank.
+    ///
     /// The factors are those of [`QkClip::factors_on`](crate::QkClip::factors_on), for the logits
     /// of the forward pass before the step.
     pub fn clip_heads(&mut self, factors: &Factors<'_>) {
         let scaled = self.model.iter().filter_map(|parameter| {
             let factors = factors.of_elements(&parameter.path)?.to_device(&self.device());
-            Some(parameter.trained.clone().zip(parameter.blocks.cut(factors)))
+            let batches = parameter.blocks.batches();
+            let elements: usize = batches.map(|batch| batch.iter().product::<usize>()).sum();
+            // Others are an error of the step.
+            let blocks = match factors.dims() == [elements] {
+                true => parameter.blocks.cut(factors),
+                false => vec![factors],
+            };
+            Some(parameter.trained.clone().zip(blocks))
         });
         let heads = factors.clipped_heads();
         self.head_clip = Some(HeadClip { factors: scaled.flatten().collect(), heads });

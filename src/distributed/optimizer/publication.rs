@@ -71,7 +71,13 @@ impl Publication {
     /// error.
     fn take(&self, parameter: &ModelParameter, device: &Device) -> Tensor<1> {
         let mut state = self.state();
+        let is_empty: Vec<bool> =
+            parameter.held.batches().map(|batch| batch.contains(&0)).collect();
         let mut block = |index: usize| loop {
+            if is_empty[index - parameter.trained.start] {
+                // This rank's slice has nothing of the block.
+                return Some(slices::empty(parameter.dtype, device));
+            }
             if let Some(value) = state.arrived.remove(&index) {
                 return Some(value);
             }
@@ -84,7 +90,7 @@ impl Publication {
             let elements: usize = parameter.shape.iter().product();
             Tensor::full([elements], f32::NAN, (device, parameter.dtype))
         };
-        blocks.map_or_else(nan, |blocks| parameter.blocks.join(blocks))
+        blocks.map_or_else(nan, |blocks| parameter.held.join(blocks))
     }
 }
 

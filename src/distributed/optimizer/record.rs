@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::optim::OptimizerRecord;
 use burn::tensor::{Bytes, DType, Tensor, TensorData};
 use burn_pack::{Scalar, Writer};
@@ -20,10 +20,11 @@ use super::busy::Busy;
 use super::counters::{COUNTERS, Counters};
 use super::loss_scale::LossScale;
 use super::own_states::OwnStates;
-use crate::checkpoint::{self, Archive, Checkpointed, Contents, Planned, Saving, States};
+use crate::checkpoint::{self, Archive, Checkpointed, Contents, Divided, Planned, Saving, States};
+use crate::distributed::layout::Cuts;
 use crate::distributed::plan::{Bucket, BucketKind, Piece};
 use crate::error::{Error, Result};
-use crate::parameters;
+use crate::parameters::{self, Field, Visit};
 use crate::update::{Slot, TIME, is_half, unfit, unused};
 
 /// Names of the scale of the loss, and of the steps since it changed, in records.
@@ -95,7 +96,7 @@ impl DistModuleOptimizer {
         progress: &T,
     ) -> Result<()> {
         self.finish_publication()?;
-        let parts = self.world.agree(self.units.parts(model, self.world.rank()))?;
+        let parts = self.world.agree(self.divided(model))?;
         // A collective that fails ends the world: only the file is left to agree on.
         let written = self.announced(match self.world.is_main() {
             true => self.write(path.as_ref(), (model, parts), progress),
@@ -108,7 +109,7 @@ impl DistModuleOptimizer {
     fn send_states(&self, parts: Vec<(String, Tensor<1>)>) -> Result<()> {
         let own = self.own_states()?;
         for (path, part) in parts {
-            self.collect_part(&path, part)?;
+            self.collect_whole(&path, part)?;
         }
         self.collect(own, false, |_| ())?;
         self.world.comm().synchronize()
@@ -130,7 +131,7 @@ impl DistModuleOptimizer {
     ) -> Result<(M, Self, T)> {
         let opened = {
             let _busy = Busy::new(self.world.communicator());
-            let parts = self.units.parts(&model, self.world.rank());
+            let parts = self.divided(&model);
             parts.and_then(|_| Archive::open(path.as_ref()))
         };
         // Gradients of the values that are replaced.
@@ -167,16 +168,17 @@ impl DistModuleOptimizer {
             Ok(contents) => (contents, None),
             Err(error) => (Contents::default(), Some(error)),
         };
-        let (saving, entries) = checkpoint::start(path, model, contents.of_optimizer(), progress);
+        let (saving, entries) =
+            checkpoint::start(path, (model, self), contents.of_optimizer(), progress);
         let mut saving = error.map_or(saving, Err);
         let mut parts = parts.into_iter();
         for entry in entries {
-            let whole = match &entry.owned {
-                Some(_) => {
-                    let (path, part) = parts.next().expect("every owned parameter has a part");
-                    Some(self.collect_part(&path, part)?)
+            let whole = match entry.is_divided {
+                true => {
+                    let (path, part) = parts.next().expect("every divided parameter has a part");
+                    Some(self.collect_whole(&path, part)?)
                 }
-                None => None,
+                false => None,
             };
             put(&mut saving, || (entry.data)(whole));
         }
@@ -194,8 +196,7 @@ impl DistModuleOptimizer {
         archive: Archive,
         model: M,
     ) -> Result<(M, T)> {
-        let part = |path: &str, whole| self.units[path].part(whole);
-        let loaded = checkpoint::load_model(&archive, model, &part)?;
+        let loaded = checkpoint::load_model(&archive, model, &*self)?;
         let states = States::new(archive);
         let requested = self.fill(&states)?;
         // Damage to states that no parameter needs is also detected: the ranks divide that work.
@@ -312,14 +313,46 @@ impl DistModuleOptimizer {
         self.collect_own(own, everywhere, each)
     }
 
-    /// The whole of an owned parameter, flat, on rank 0. All ranks make this call.
-    fn collect_part(&self, path: &str, part: Tensor<1>) -> Result<Tensor<1>> {
-        let unit = &self.units[path];
-        let shards = self.world.comm().gather(unit.shard(&part), unit.counts(), 0)?.wait()?;
-        Ok(match self.world.is_main() {
-            true => unit.whole_of_shards(&shards),
-            false => shards,
-        })
+    /// This rank's parts of all owned parameters, and its slices of those that are cut, with their
+    /// paths, in the order of the model.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] for a model that was not divided as the optimizer's.
+    fn divided<M: Module>(&self, model: &M) -> Result<Vec<(String, Tensor<1>)>> {
+        let rank = self.world.rank();
+        let mut found = parameters::of(model);
+        self.cuts.restore_whole(&mut found, rank)?;
+        let mut values: HashMap<String, Tensor<1>> =
+            self.units.parts(model, rank)?.into_iter().collect();
+        let mut slices = HeldSlices { cuts: &self.cuts, values: &mut values };
+        parameters::visit(model, &mut slices);
+        let divided = found.into_iter().filter_map(|found| {
+            let value = values.remove(&found.path)?;
+            Some((found.path, value))
+        });
+        Ok(divided.collect())
+    }
+
+    /// The whole of a divided parameter, flat, on rank 0. All ranks make this call.
+    fn collect_whole(&self, path: &str, part: Tensor<1>) -> Result<Tensor<1>> {
+        let slice = self.cuts.slice(path);
+        let axes = slice.map_or(&[][..], |slice| slice.slices.axes());
+        let group = self.layout.slice_group(axes);
+        let held = match self.units.get(path).filter(|unit| unit.placement.is_owned()) {
+            Some(unit) => {
+                let comm = group.map_or(self.world.comm(), |group| &group.alike);
+                let shards = comm.gather(unit.shard(&part), unit.counts(), 0)?.wait()?;
+                if comm.rank() == 0 { unit.whole_of_shards(&shards) } else { shards }
+            }
+            None => part,
+        };
+        // The first of the ranks with each slice have it now.
+        let Some((slice, group)) = slice.zip(group.filter(|group| group.grid.replica == 0)) else {
+            return Ok(held);
+        };
+        let all = group.across.gather(held, &slice.counts(), 0)?.wait()?;
+        Ok(if self.world.is_main() { slice.whole(&all) } else { all })
     }
 
     /// The sharded slots of a bucket, which are the same for all of its parameters up to their
@@ -514,6 +547,36 @@ impl DistModuleOptimizer {
         self.diverged = self.none_diverged();
         self.start_counting();
         Ok(requested)
+    }
+}
+
+impl Divided for DistModuleOptimizer {
+    fn whole_shape(&self, path: &str) -> Option<Vec<usize>> {
+        Some(self.cuts.slice(path)?.slices.whole().to_vec())
+    }
+
+    fn part(&self, path: &str, whole: Tensor<1>) -> Tensor<1> {
+        let held = self.cuts.slice(path).map_or(whole.clone(), |slice| slice.of(&whole));
+        match self.units.get(path).filter(|unit| unit.placement.is_owned()) {
+            Some(unit) => unit.part(held),
+            None => held,
+        }
+    }
+}
+
+/// Collects this rank's slices of the parameters that are not owned.
+struct HeldSlices<'a> {
+    cuts: &'a Cuts,
+    /// The parts of those that are.
+    values: &'a mut HashMap<String, Tensor<1>>,
+}
+
+impl Visit for HeldSlices<'_> {
+    fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
+        let path = parameters::path(fields);
+        if self.cuts.slice(&path).is_some() && !self.values.contains_key(&path) {
+            self.values.insert(path, param.val().without_autodiff().reshape([-1]));
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use super::busy::Busy;
 use crate::comm::{World, exchanges};
 use crate::distributed::agreement::{first_unequal, same_parameters};
 use crate::distributed::config::DistMuonConfig;
-use crate::distributed::layout::Layout;
+use crate::distributed::layout::{Layout, SliceGroup};
 use crate::distributed::plan::{Costs, Parameter, Plan, PlanConfig, node_order};
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit};
@@ -30,26 +30,44 @@ pub fn ensure_exchangeable(parameters: &[Parameter], rank: usize) -> Result<()> 
     }
 }
 
-/// Fails if the models differ, and names the first parameter that does.
-pub fn same_model<M: Module>(world: &World, parameters: &[Parameter], model: &M) -> Result<()> {
+/// Fails if the models differ, and names the first parameter that does: those that all ranks have,
+/// and slices among the ranks that have the same ones.
+pub fn same_model<M: Module>(layout: &Layout, parameters: &[Parameter], model: &M) -> Result<()> {
+    let world = layout.world();
     same_parameters(world, parameters)?;
     if world.size() == 1 {
         // Nothing to compare with, and checksums read the whole model.
         return Ok(());
     }
-    let other_values = world.compare(&checksums(model), |first, local| {
-        let (first, local) = first_unequal(first, local)?;
-        first.or(local).map(|(path, _)| path.clone())
-    })?;
-    match other_values {
-        Some((rank, parameter)) => Err(Error::ModelsDiffer {
-            rank,
-            parameter,
-            other: "other values".into(),
-            first: "the same values".into(),
-        }),
-        None => Ok(()),
+    let cuts = layout.cut_parameters();
+    let axes = |path: &str| cuts.slice(path).map_or(&[][..], |slice| slice.slices.axes());
+    let sums = checksums(model);
+    let of_axes = |cut: &[String]| -> Vec<(String, u32)> {
+        sums.iter().filter(|(path, _)| axes(path) == cut).cloned().collect()
+    };
+    let compare = |group: &World, rank: &dyn Fn(usize) -> usize, sums: Vec<(String, u32)>| {
+        let other_values = group.compare(&sums, |first, local| {
+            let (first, local) = first_unequal(first, local)?;
+            first.or(local).map(|(path, _)| path.clone())
+        })?;
+        match other_values {
+            Some((number, parameter)) => Err(Error::ModelsDiffer {
+                rank: rank(number),
+                parameter,
+                other: "other values".into(),
+                first: "the same values".into(),
+            }),
+            None => Ok(()),
+        }
+    };
+    compare(world, &|rank| rank, of_axes(&[]))?;
+    for (cut, SliceGroup { grid, alike, .. }) in layout.all_slice_groups() {
+        let group = World::new(alike.clone(), world.device().clone());
+        let same = compare(&group, &|number| grid.ranks[number][grid.slice], of_axes(cut));
+        // Only the ranks with these slices know of it.
+        world.agree(same)?;
     }
+    Ok(())
 }
 
 /// The plan of all ranks. Rank 0 makes it, since a search with a time limit may find another plan
@@ -64,7 +82,14 @@ pub fn plan(
     let settings = config.plan_config(world.size());
     let owners = match layout.owners(&parameters) {
         Some(owners) => owners,
-        None => owners(world, &parameters, &settings, costs)?,
+        None => {
+            let owners = owners(world, &parameters, &settings, costs)?;
+            let in_order = |(parameter, owners): (&Parameter, Vec<usize>)| match parameter.slices {
+                Some(_) => layout.in_order(parameter, &owners),
+                None => owners,
+            };
+            parameters.iter().zip(owners).map(in_order).collect()
+        }
     };
     let plan = Plan::with_owners(parameters, world.size(), &settings, owners);
     let plan = world.agree(plan)?;

@@ -11,6 +11,7 @@ use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
 use super::HeadClip;
 use super::detached::FlatTensors;
+use super::exchange::Exchange;
 use crate::backend::{
     AdamWControls, ElementwiseRows, FlaggedRows, KernelPolicy, ScaledNorms, precise_dtype, reject,
     scaled,
@@ -27,6 +28,7 @@ use crate::update::{
 /// A rank's part of a bucket.
 pub struct Shard {
     pub bucket: Bucket,
+    pub exchange: Exchange,
     /// This rank's part of the bucket's buffer.
     range: Range<usize>,
     update: Update,
@@ -114,6 +116,7 @@ impl Shard {
     /// matrices that the rank has.
     pub fn new(
         bucket: &Bucket,
+        exchange: Exchange,
         parameters: &[TrainedParameter],
         rank: usize,
         updates @ Updates { muon, rest, .. }: &Updates,
@@ -160,7 +163,8 @@ impl Shard {
                 )
             }
         };
-        Self { bucket: bucket.clone(), range, update, runs, batches, device: device.clone() }
+        let (bucket, device) = (bucket.clone(), device.clone());
+        Self { bucket, exchange, range, update, runs, batches, device }
     }
 
     /// The values of this rank's parameters, each where it is stored: moved out where the rank has

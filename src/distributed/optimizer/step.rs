@@ -30,13 +30,13 @@ use super::clip::counts;
 use super::counters::Counters;
 use super::detached::{DetachedParameters, Expected, FlatTensors, Parts, pack};
 use super::memory::Snapshot;
-use super::shard::{StepControls, StepInputs};
+use super::shard::{Shard, StepControls, StepInputs};
 use super::stages::Stage;
 use crate::backend::{FiniteMask, ScaledNorms, precise_dtype};
 use crate::checks::{ensure_all_computed, ensure_computed};
 use crate::comm::{Difference, Pending, ReduceOp, digest, unite};
 use crate::distributed::config::{GradDtype, Gradients, Publish};
-use crate::distributed::plan::{Bucket, BucketKind};
+use crate::distributed::plan::{Bucket, BucketKind, Run};
 use crate::distributed::trained::{ModelParameter, TrainedParameter};
 use crate::error::{Error, Result};
 use crate::slices::{self, bytes};
@@ -79,6 +79,11 @@ fn in_one_type(gradients: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
 /// order of the calls.
 enum Flight {
     Reduction(usize, Reducing),
+    /// Of the gradients of whole parameters, from those of slices.
+    Assembly(usize, Pending),
+    /// Of the values of whole parameters, from slices.
+    ValueAssembly(usize, Pending),
+    Distribution(usize, Pending),
     Gathering(usize, Pending),
 }
 
@@ -92,6 +97,8 @@ struct Step {
     flights: VecDeque<Flight>,
     /// The shards that are reduced and not yet updated, by bucket.
     reduced: Vec<Option<ReducedShard>>,
+    /// The values of shards whose parameters are slices, by bucket.
+    assembled: Vec<Option<Tensor<1>>>,
     /// 1 for parameters whose gradients this rank rejects.
     flags: Tensor<1>,
     /// 1 for parameters without a gradient on any rank.
@@ -110,13 +117,16 @@ struct Step {
 impl Step {
     /// The number of buckets that are being reduced.
     fn reductions(&self) -> usize {
-        let is_reduction = |flight: &&Flight| matches!(flight, Flight::Reduction(..));
+        let is_reduction =
+            |flight: &&Flight| matches!(flight, Flight::Reduction(..) | Flight::Assembly(..));
         self.flights.iter().filter(is_reduction).count()
     }
 
     /// The number of buckets that are being gathered.
     fn gatherings(&self) -> usize {
-        self.flights.len() - self.reductions()
+        let is_gathering =
+            |flight: &&Flight| matches!(flight, Flight::Distribution(..) | Flight::Gathering(..));
+        self.flights.iter().filter(is_gathering).count()
     }
 }
 
@@ -146,6 +156,10 @@ impl DistModuleOptimizer {
         };
         let lrs: Vec<f64> = self.trained.iter().map(rate).collect();
         lrs.iter().try_for_each(|lr| ensure_finite_rate(*lr))?;
+        self.ensure_heads_fit()?;
+        if self.reduces() {
+            self.compare_gradients(&detached)?;
+        }
         let present = self.agree_on_step(&lrs, &detached)?;
 
         let mut step = self.begin(detached, &present);
@@ -170,6 +184,24 @@ impl DistModuleOptimizer {
         Ok(step.detached.reattach(model, known, units, parts, &self.publication))
     }
 
+    /// Fails for heads to clip that are not those of whole parameters.
+    fn ensure_heads_fit(&self) -> Result<()> {
+        let factors = self.head_clip.iter().flat_map(|clip| &clip.factors);
+        for (index, factors) in factors {
+            let TrainedParameter { path, shape, .. } = &self.trained[*index];
+            let (expected, [got]) = (shape.iter().product::<usize>(), factors.dims());
+            if expected != got {
+                return Err(Error::parameter(
+                    path,
+                    self.world.rank(),
+                    format!("its heads have other shapes: expected {expected} elements, got {got}"),
+                    "make the `QkClip` with the whole model, before `Layout::shard`",
+                ));
+            }
+        }
+        Ok(())
+    }
+
     /// A step before its first call.
     fn begin(&self, detached: DetachedParameters, present: &[bool]) -> Step {
         let device = self.device();
@@ -181,6 +213,7 @@ impl DistModuleOptimizer {
             started: 0,
             flights: VecDeque::new(),
             reduced: self.shards.iter().map(|_| None).collect(),
+            assembled: vec![None; self.shards.len()],
             flags: Tensor::zeros([self.trained.len()], (&device, DType::F32)),
             absent: Tensor::from_data(TensorData::from(&*absent), (&device, DType::F32)),
             scale: self.loss_scale(),
@@ -200,7 +233,12 @@ impl DistModuleOptimizer {
                 self.finish_reduction(*bucket, step)?;
             }
             let Some(controls) = self.decide(stage, step)? else { return Ok(false) };
-            for bucket in &stage.buckets {
+            let mut next = 0;
+            for (index, bucket) in stage.buckets.iter().enumerate() {
+                while stage.exchanges && next < stage.buckets.len().min(index + self.in_flight) {
+                    self.start_value_assembly(stage.buckets[next], step)?;
+                    next += 1;
+                }
                 self.update(*bucket, (&controls, inputs), step)?;
             }
         }
@@ -268,9 +306,11 @@ impl DistModuleOptimizer {
         self.world.size() > 1 && self.gradients == Gradients::PerRank
     }
 
-    /// Returns `true` if the ranks update a bucket in shards, and every rank has all of it.
-    fn gathers(&self, bucket: &Bucket) -> bool {
-        self.world.size() > 1
+    /// Returns `true` if the ranks update a bucket in shards, and every rank has all of it, or the
+    /// same slices.
+    fn gathers(&self, bucket: usize) -> bool {
+        let Shard { bucket, exchange, .. } = &self.shards[bucket];
+        exchange.group.size() > 1
             && bucket.kind != BucketKind::Replicated
             && !bucket.placement.is_owned()
     }
@@ -291,6 +331,9 @@ impl DistModuleOptimizer {
             let reducing = self.start_reduce(next, step)?;
             step.buffers += reducing.bytes();
             step.flights.push_back(Flight::Reduction(next, reducing));
+            if self.stages.iter().any(|stage| !stage.exchanges && stage.buckets.contains(&next)) {
+                self.start_value_assembly(next, step)?;
+            }
             step.started += 1;
             self.observe(step);
         }
@@ -304,6 +347,24 @@ impl DistModuleOptimizer {
     fn land(&mut self, step: &mut Step) -> Result<()> {
         match step.flights.pop_front().expect("a call was started") {
             Flight::Reduction(bucket, reducing) => self.finish_reduce(bucket, reducing, step),
+            Flight::Assembly(bucket, pending) => {
+                step.buffers -= pending.bytes();
+                let assembled = pending.wait()?;
+                self.keep_reduced(bucket, self.shards[bucket].split(&assembled), step);
+                Ok(())
+            }
+            Flight::ValueAssembly(bucket, pending) => {
+                step.buffers -= pending.bytes();
+                let values = pending.wait()?;
+                step.shards += bytes(&values);
+                step.assembled[bucket] = Some(values);
+                Ok(())
+            }
+            Flight::Distribution(bucket, pending) => {
+                step.buffers -= pending.bytes();
+                let share = pending.wait()?;
+                self.gather(bucket, share, step)
+            }
             Flight::Gathering(bucket, pending) => self.publish(bucket, pending, step),
         }
     }
@@ -316,13 +377,16 @@ impl DistModuleOptimizer {
     }
 
     fn start_reduce(&self, bucket: usize, step: &mut Step) -> Result<Reducing> {
-        let (shard, comm) = (&self.shards[bucket], self.world.comm());
-        let (bucket, gradients) = (&shard.bucket, &mut step.detached.gradients);
+        let shard = &self.shards[bucket];
+        let (bucket, gradients) = (&shard.exchange.held, &mut step.detached.gradients);
         let drop_rest = |gradients: &mut FlatTensors| {
-            bucket.parameters.iter().for_each(|index| _ = gradients.take(*index));
+            bucket.parameters.iter().for_each(|index| gradients.drop_all(*index));
         };
         if !self.reduces() || bucket.placement.reduces_in_backward() {
-            let local = shard.take(gradients);
+            let local = match shard.exchange.is_cut() {
+                true => vec![self.packed_share(shard, gradients, precise_dtype(bucket.dtype))],
+                false => shard.take(gradients),
+            };
             drop_rest(gradients);
             return Ok(Reducing::Local(in_one_type(local)));
         }
@@ -331,35 +395,78 @@ impl DistModuleOptimizer {
             (_, BucketKind::Replicated) | (GradDtype::Float32, _) => precise_dtype(bucket.dtype),
             (GradDtype::Parameter, _) => bucket.dtype,
         };
-        let packed = pack(gradients, bucket, dtype, &self.device());
+        let packed = pack(gradients, bucket, 0..bucket.elements(), dtype, &self.device());
         self.ensure_bucket_computed(bucket, &packed)?;
         drop_rest(gradients);
+        let group = &shard.exchange.group;
         Ok(Reducing::Sent(match bucket.kind {
-            BucketKind::Replicated => comm.all_reduce(packed, ReduceOp::Sum)?,
+            BucketKind::Replicated => group.all_reduce(packed, ReduceOp::Sum)?,
             BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => {
-                comm.reduce_scatter_f32(packed, &bucket.counts)?
+                group.reduce_scatter_f32(packed, &bucket.counts)?
             }
         }))
     }
 
+    /// This rank's share of values.
+    fn packed_share(&self, shard: &Shard, values: &mut FlatTensors, dtype: DType) -> Tensor<1> {
+        pack(values, &shard.exchange.held, shard.exchange.share(), dtype, &self.device())
+    }
+
+    /// Starts to assemble the values of a bucket whose parameters are slices: its update needs
+    /// whole ones. Where the ranks decide together, a step may still be skipped: not before that.
+    fn start_value_assembly(&self, bucket: usize, step: &mut Step) -> Result<()> {
+        let shard = &self.shards[bucket];
+        if !shard.exchange.is_cut() {
+            return Ok(());
+        }
+        let share = self.packed_share(shard, &mut step.detached.parameters, shard.bucket.dtype);
+        let pending = shard.exchange.assemble(share)?;
+        step.buffers += pending.bytes();
+        step.flights.push_back(Flight::ValueAssembly(bucket, pending));
+        Ok(())
+    }
+
     fn finish_reduce(&mut self, bucket: usize, reducing: Reducing, step: &mut Step) -> Result<()> {
         let (buffers, shard) = (reducing.bytes(), &self.shards[bucket]);
-        let gradients = match reducing {
+        let exchange = &shard.exchange;
+        let mut gradients = match reducing {
             Reducing::Local(gradients) => gradients,
             Reducing::Sent(pending) => {
-                let mean = pending.wait()?.div_scalar(self.world.size() as f64);
-                shard.split(&mean)
+                let mean = pending.wait()?.div_scalar(exchange.group.size() as f64);
+                if exchange.is_cut() { vec![mean] } else { shard.split(&mean) }
             }
         };
+        step.buffers -= buffers;
+        if exchange.is_cut() {
+            let pending = exchange.assemble(gradients.swap_remove(0))?;
+            step.buffers += pending.bytes();
+            step.flights.push_back(Flight::Assembly(bucket, pending));
+            self.observe(step);
+            return Ok(());
+        }
+        self.keep_reduced(bucket, gradients, step);
+        Ok(())
+    }
+
+    /// Keeps the reduced gradients of a shard until its update.
+    fn keep_reduced(&mut self, bucket: usize, gradients: Vec<Tensor<1>>, step: &mut Step) {
+        let shard = &self.shards[bucket];
+        let is_mean = self.reduces() || shard.bucket.placement.reduces_in_backward();
+        let scaled = |((index, _), gradient): ((usize, usize), Tensor<1>)| match self.model
+            [self.trained[index].model]
+            .gradient_factor
+        {
+            factor if is_mean && factor != 1.0 => gradient.mul_scalar(factor),
+            _ => gradient,
+        };
+        let gradients: Vec<_> = shard.parameters().zip(gradients).map(scaled).collect();
         let norms = if self.clip.is_some() { shard.norms(&gradients) } else { vec![] };
         // Moved out: with a second reference, the flags would be copied before they are written.
         let empty = slices::empty(DType::F32, &self.device());
         step.flags = shard.reject(&gradients, std::mem::replace(&mut step.flags, empty));
-        step.buffers -= buffers;
         step.shards += gradients.iter().map(bytes).sum::<usize>();
         step.reduced[bucket] = Some(ReducedShard { gradients, norms });
         self.observe(step);
-        Ok(())
     }
 
     /// Decides on the parameters of a stage. `None` if all of them stay as they are, since a
@@ -455,36 +562,75 @@ impl DistModuleOptimizer {
         let reduced = step.reduced[bucket].take();
         let ReducedShard { gradients, .. } = reduced.expect("the bucket is reduced");
         step.shards -= gradients.iter().map(bytes).sum::<usize>();
+        while self.shards[bucket].exchange.is_cut() && step.assembled[bucket].is_none() {
+            self.land(step)?;
+        }
         let shard = &mut self.shards[bucket];
-        let values = shard.take(&mut step.detached.parameters);
+        let values = match step.assembled[bucket].take() {
+            Some(values) => {
+                step.shards -= bytes(&values);
+                shard.split(&values)
+            }
+            None => shard.take(&mut step.detached.parameters),
+        };
         let observations = step.observations.as_mut();
         let observations = observations.filter(|_| counts(&shard.bucket, self.world.rank()));
         let updated = shard.update(gradients, values, by, &mut self.diverged, observations);
         let shard = &self.shards[bucket];
-        if self.gathers(&shard.bucket) {
+        if shard.exchange.is_cut() {
             let packed = shard.pack(updated);
             self.ensure_bucket_computed(&shard.bucket, &packed)?;
-            let gathering = self.publishers.all_gather(packed, &shard.bucket.counts)?;
-            step.buffers += gathering.bytes();
-            match self.publish {
-                Publish::AtFirstUse => {
-                    let parameters = &mut step.detached.parameters;
-                    shard.bucket.parameters.iter().for_each(|index| _ = parameters.take(*index));
-                    self.publication.add(&shard.bucket, gathering);
-                }
-                Publish::Now => step.flights.push_back(Flight::Gathering(bucket, gathering)),
-            }
-            self.observe(step);
-            while step.gatherings() >= self.in_flight {
-                self.land(step)?;
-            }
+            let pending = shard.exchange.distribute(packed)?;
+            step.buffers += pending.bytes();
+            step.flights.push_back(Flight::Distribution(bucket, pending));
+        } else if self.gathers(bucket) {
+            let packed = shard.pack(updated);
+            self.ensure_bucket_computed(&shard.bucket, &packed)?;
+            self.gather(bucket, packed, step)?;
         } else {
             for ((parameter, start), value) in shard.parameters().zip(updated) {
                 step.local.push((parameter, value.clone()));
                 step.detached.parameters.set(parameter, start, value);
             }
-            self.observe(step);
         }
+        self.observe(step);
+        while step.gatherings() >= self.in_flight {
+            self.land(step)?;
+        }
+        Ok(())
+    }
+
+    /// Starts to gather a bucket from this rank's share of the new values, or keeps the share where
+    /// it is all that the rank has.
+    fn gather(&mut self, bucket: usize, share: Tensor<1>, step: &mut Step) -> Result<()> {
+        let exchange = &self.shards[bucket].exchange;
+        if !self.gathers(bucket) {
+            let held = &exchange.held;
+            match held.placement.is_owned() {
+                // In the runs in which it was detached.
+                true => {
+                    for Run { parameter, elements, range } in held.runs(exchange.group.rank()) {
+                        let values = slices::slice(&share, range);
+                        step.detached.parameters.set(parameter, elements.start, values);
+                    }
+                }
+                // All of the slices, whose pieces may be in any order.
+                false => step.detached.publish(held, &share),
+            }
+            self.observe(step);
+            return Ok(());
+        }
+        let gathering = exchange.publishers.all_gather(share, &exchange.held.counts)?;
+        step.buffers += gathering.bytes();
+        match self.publish {
+            Publish::AtFirstUse => {
+                let parameters = &mut step.detached.parameters;
+                exchange.held.parameters.iter().for_each(|index| parameters.drop_all(*index));
+                self.publication.add(&exchange.held, gathering);
+            }
+            Publish::Now => step.flights.push_back(Flight::Gathering(bucket, gathering)),
+        }
+        self.observe(step);
         Ok(())
     }
 
@@ -492,7 +638,7 @@ impl DistModuleOptimizer {
     fn publish(&mut self, bucket: usize, pending: Pending, step: &mut Step) -> Result<()> {
         let buffers = pending.bytes();
         let gathered = pending.wait()?;
-        step.detached.publish(&self.shards[bucket].bucket, &gathered);
+        step.detached.publish(&self.shards[bucket].exchange.held, &gathered);
         self.observe(step);
         step.buffers -= buffers;
         Ok(())

@@ -105,6 +105,34 @@ impl Bucket {
         Self::new(contents, blocks, owners, world_size)
     }
 
+    /// The bucket as a rank has it whose parameters are slices: for every row of a grid, the slices
+    /// of the shards of its ranks, one after the other. Its counts are those of the rows.
+    ///
+    /// A bucket without cuts is the same everywhere.
+    pub(crate) fn of_slice(
+        &self,
+        parameters: &[Parameter],
+        ranks: &[Vec<usize>],
+        slice: usize,
+    ) -> Self {
+        if self.parameters.iter().all(|index| parameters[*index].slices.is_none()) {
+            return self.clone();
+        }
+        let (mut pieces, mut counts) = (vec![], vec![]);
+        for row in ranks {
+            let first = pieces.len();
+            let runs = row.iter().flat_map(|rank| self.runs(*rank));
+            pieces.extend(runs.filter_map(|Run { parameter, elements, .. }| {
+                let slices = parameters[parameter].slices.as_ref();
+                let held = slices.expect("all of a bucket are cut").range(slice, &elements);
+                let (start, len) = (held.start, held.len());
+                (len > 0).then_some(Piece { parameter, start, len, padding: 0 })
+            }));
+            counts.push(pieces[first..].iter().map(Piece::extent).sum());
+        }
+        Self { pieces, counts, parameters: self.parameters.clone(), ..*self }
+    }
+
     /// Returns the number of elements of the flat buffer, including padding.
     pub fn elements(&self) -> usize {
         self.pieces.iter().map(Piece::extent).sum()
@@ -222,6 +250,7 @@ pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<Bucke
         Work::Whole => BucketKind::Whole,
         Work::Elements
             if !parameter.placement.reduces_in_backward()
+                && parameter.slices.is_none()
                 && parameter.elements() < config.small_elements =>
         {
             BucketKind::Replicated
@@ -236,7 +265,7 @@ pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<Bucke
             (0..parameters.len()).filter(|&index| kind_of(&parameters[index]) == kind).collect();
         // The sort is stable, which keeps the order of the model where keys are equal.
         chosen.sort_by_key(|&index| matrix_order(&parameters[index]));
-        for ((dtype, placement), indices) in groups(&chosen, parameters) {
+        for ((dtype, placement, _), indices) in groups(&chosen, parameters) {
             // The rows of such a parameter do not depend on others, so that a layout alone
             // determines them.
             let bytes = match kind {
@@ -258,14 +287,15 @@ fn matrix_order(parameter: &Parameter) -> Option<(Reverse<u128>, [usize; 2])> {
     Some((Reverse(m * m * n), [rows, columns]))
 }
 
-/// Parameters that may share a bucket.
-type Group = (DType, Placement);
+/// The type, the placement and the axes of cuts of parameters that may share a bucket.
+type Group<'a> = (DType, Placement, &'a [String]);
 
-/// Separates the indices by type and placement, in the order of the first parameter of each group.
-fn groups(indices: &[usize], parameters: &[Parameter]) -> Vec<(Group, Vec<usize>)> {
+/// Separates the indices by group, in the order of the first parameter of each group.
+fn groups<'a>(indices: &[usize], parameters: &'a [Parameter]) -> Vec<(Group<'a>, Vec<usize>)> {
     let mut groups: Vec<(Group, Vec<usize>)> = vec![];
     for &index in indices {
-        let key = (parameters[index].dtype, parameters[index].placement);
+        let parameter = &parameters[index];
+        let key = (parameter.dtype, parameter.placement, parameter.cut_axes());
         match groups.iter_mut().find(|(group, _)| *group == key) {
             Some((_, group)) => group.push(index),
             None => groups.push((key, vec![index])),

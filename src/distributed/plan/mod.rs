@@ -14,6 +14,7 @@
 mod assignment;
 mod bucket;
 mod cost;
+mod cut;
 mod greedy;
 mod node_order;
 #[cfg(feature = "optimal")]
@@ -31,6 +32,8 @@ use serde::{Deserialize, Serialize};
 pub use crate::parameters::Placement;
 pub use bucket::{Bucket, BucketKind, Piece, ROW_ELEMENTS, Run};
 pub use cost::{Costs, ShapeCost};
+pub(crate) use cut::Slice;
+pub use cut::{Cut, Slices};
 pub(super) use node_order::node_order;
 pub use report::{RankReport, Report};
 pub use timeline::{Links, Machine, PassTimes, Timeline};
@@ -42,7 +45,7 @@ use crate::error::{Error, Result};
 pub struct Parameter {
     /// Path of the parameter in its module.
     pub path: String,
-    /// Shape of the parameter.
+    /// Shape of the parameter: that of the whole if it is cut.
     pub shape: Vec<usize>,
     /// Type of the elements.
     pub dtype: DType,
@@ -50,9 +53,16 @@ pub struct Parameter {
     pub work: Work,
     /// Its place between steps.
     pub placement: Placement,
+    /// The slices into which it is cut, along axes of a mesh. `None` if it is not cut.
+    pub slices: Option<Slices>,
 }
 
 impl Parameter {
+    /// The axes along which it is cut, the outermost first.
+    pub fn cut_axes(&self) -> &[String] {
+        self.slices.as_ref().map_or(&[], Slices::axes)
+    }
+
     /// Number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()

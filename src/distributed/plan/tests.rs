@@ -52,6 +52,7 @@ fn stack(path: &str, count: usize, [rows, columns]: [usize; 2]) -> Parameter {
         dtype: DType::F32,
         work,
         placement: Placement::Replicated,
+        slices: None,
     }
 }
 
@@ -122,6 +123,7 @@ fn elements(path: &str, shape: &[usize]) -> Parameter {
         dtype: DType::F32,
         work: Work::Elements,
         placement: Placement::Replicated,
+        slices: None,
     }
 }
 
@@ -300,7 +302,7 @@ fn machine(bandwidth: f64, latency: f64, elementwise: f64) -> Machine {
 }
 
 /// A step without passes.
-const STEP: PassTimes = PassTimes { seconds: 0.0, inside_nodes: false, ahead: 0 };
+const STEP: PassTimes = PassTimes { seconds: 0.0, inside_nodes: false, ahead: 0, activations: 0 };
 
 #[test]
 fn without_communication_a_step_takes_the_time_of_the_busiest_rank() {
@@ -347,7 +349,7 @@ fn the_timelines_of_owned_and_reduced_parameters_equal_calculations_by_hand() {
     let slow = machine(64.0, 0.0, 1.0);
     let time = |placement, ahead| {
         let (plan, costs) = placed(placement);
-        let passes = PassTimes { seconds: 18.0, inside_nodes: false, ahead };
+        let passes = PassTimes { seconds: 18.0, inside_nodes: false, ahead, activations: 0 };
         plan.timeline(&costs, &slow, &passes)
     };
     // The last reduction is not hidden, and each rank updates its matrix. Flags of two parameters
@@ -374,7 +376,7 @@ fn nodes_divide_what_crosses_between_them() {
     let plan = plan(&parameters, 4, Balancing::Greedy, &costs);
     let [inside, links] = [256.0, 16.0].map(|bandwidth| Links { bandwidth, latency: 0.0 });
     let machine = Machine { links, node: Some((2, inside)), elementwise: 1.0 };
-    let passes = PassTimes { seconds: 0.0, inside_nodes: true, ahead: 0 };
+    let passes = PassTimes { seconds: 0.0, inside_nodes: true, ahead: 0, activations: 0 };
     let path = plan.timeline(&costs, &machine, &passes);
     // Inside, half of 256 bytes, three times; across, half of 128 bytes, twice: for the new part
     // and for the sum.
@@ -396,6 +398,29 @@ fn better_links_never_lengthen_a_step() {
         let times = [total(1e-4, 1e6), total(1e-3, 1e6), total(1e-3, 0.0), total(1e9, 0.0)];
         assert!(times.is_sorted_by(|slow, fast| slow >= fast), "{times:?}");
     }
+}
+
+#[test]
+fn the_timeline_of_slices_equals_a_calculation_by_hand() {
+    let cut = Cut { axis: "tp".into(), ranks: 2, dimension: 1, parts: 1 };
+    let slices = Some(Slices::new(&[1, 8, 8], &[cut]));
+    let costs = Costs::new([([8, 8], ShapeCost { fixed: 0.0, each: 4.0 })]);
+    let parameters = [Parameter { slices, ..stack("a", 1, [8, 8]) }];
+    let total = |ranks: usize, activations: usize| {
+        let passes = PassTimes { seconds: 0.0, inside_nodes: false, ahead: 0, activations };
+        let plan = plan(&parameters, ranks, Balancing::Greedy, &costs);
+        plan.timeline(&costs, &machine(64.0, 0.0, 1.0), &passes).total
+    };
+    // 256 bytes at 64 bytes a second on two ranks with a half each: nothing to reduce; of 2 x 128
+    // bytes, half is sent to assemble in 2 seconds, 4 seconds of iteration, and 1 to distribute.
+    // Then one flag, to all and back.
+    let flags = |ranks: f64| 2.0 * 4.0 * (ranks - 1.0) / ranks / 64.0;
+    assert_eq!(total(2, 0), 7.0 + flags(2.0));
+    // On four ranks, half of the 128 bytes of a slice is reduced in 1 second, and gathered in 1;
+    // of 2 x 64 bytes, half is sent to assemble in 1 second, and of 64 to distribute in 0.5.
+    assert_eq!(total(4, 0), 1.0 + 1.0 + 4.0 + 0.5 + 1.0 + flags(4.0));
+    // 256 bytes of activations: in each pass, half of 128 to scatter and to gather.
+    assert_eq!(total(2, 256), 4.0 + 7.0 + flags(2.0));
 }
 
 #[test]
@@ -465,7 +490,14 @@ fn any_parameter() -> impl proptest::strategy::Strategy<Value = Parameter> {
             Work::Matrices { count, rows, columns } => vec![count, rows, columns],
             Work::Whole | Work::Elements => vec![len],
         };
-        Parameter { path: String::new(), shape, dtype, work, placement: Placement::Replicated }
+        Parameter {
+            path: String::new(),
+            shape,
+            dtype,
+            work,
+            placement: Placement::Replicated,
+            slices: None,
+        }
     })
 }
 

@@ -1,6 +1,6 @@
 //! The predicted duration of an iteration on a described machine.
 
-use super::{Bucket, BucketKind, Costs, Placement, Plan};
+use super::{Bucket, BucketKind, Costs, Placement, Plan, Slices};
 
 /// The part of the passes that is the forward pass. A backward pass has twice its operations.
 const FORWARD: f64 = 1.0 / 3.0;
@@ -41,6 +41,9 @@ pub struct PassTimes {
     pub inside_nodes: bool,
     /// Bytes of owned parameters that are gathered ahead of their use.
     pub ahead: usize,
+    /// Bytes of activations and their gradients that a rank sums up with the ranks that have the
+    /// other slices, in both passes together. The passes wait for each of these sums.
+    pub activations: usize,
 }
 
 /// Seconds that a message occupies the links inside a node and between nodes.
@@ -60,15 +63,29 @@ impl Links {
 }
 
 impl Machine {
-    /// The message of a collective over all ranks.
-    fn message(&self, bytes: usize, ranks: usize) -> Message {
+    /// The message of a collective over all ranks, or over those that have the same slice of a
+    /// buffer. The ranks with the other slices are neighbours, as on the last axis of a mesh.
+    fn message(&self, bytes: usize, ranks: usize, slices: usize) -> Message {
+        let (bytes, ranks) = (bytes as f64 / slices as f64, ranks.div_ceil(slices));
         match self.node {
-            Some((size, inside)) if ranks > size => Message {
-                inside: inside.time(bytes as f64, size),
-                across: self.links.time(bytes as f64 / size as f64, ranks.div_ceil(size)),
-            },
-            Some((_, inside)) => Message { inside: inside.time(bytes as f64, ranks), across: 0.0 },
-            None => Message { inside: 0.0, across: self.links.time(bytes as f64, ranks) },
+            Some((size, inside)) => {
+                let size = size.div_ceil(slices).min(ranks);
+                Message {
+                    inside: inside.time(bytes, size),
+                    across: self.links.time(bytes / size as f64, ranks.div_ceil(size)),
+                }
+            }
+            None => Message { inside: 0.0, across: self.links.time(bytes, ranks) },
+        }
+    }
+
+    /// The message of a collective over the ranks with the other slices.
+    fn among_slices(&self, bytes: f64, slices: usize) -> Message {
+        match self.node {
+            Some((size, inside)) if slices <= size => {
+                Message { inside: inside.time(bytes, slices), across: 0.0 }
+            }
+            _ => Message { inside: 0.0, across: self.links.time(bytes, slices) },
         }
     }
 }
@@ -130,6 +147,9 @@ impl Plan {
     /// | [`Reduced`](Placement::Reduced) | gathered, as with [`AtFirstUse`](crate::distributed::Publish::AtFirstUse) | reduced | |
     /// | [`Owned`](Placement::Owned) | gathered | gathered again, reduced | |
     ///
+    /// Messages of parameters that are cut are those of slices. In the step, their gradients and
+    /// values are assembled after the reduction, and distributed before they are gathered.
+    ///
     /// A rank computes one parameter, or one bucket of the step, after the other.
     ///
     /// # Panics
@@ -141,8 +161,13 @@ impl Plan {
         let (passed, reduced) = self.passes(machine, passes, &mut wires);
 
         // Replicated parameters are reduced in the order of their buckets, owned ones before.
-        let message =
-            |bucket: &Bucket| machine.message(bucket.elements() * bucket.dtype.size(), ranks);
+        let bytes = |bucket: &Bucket| bucket.elements() * bucket.dtype.size();
+        let slices = |bucket: &Bucket| self.slices(bucket.parameters[0]);
+        let message = |bucket: &Bucket| machine.message(bytes(bucket), ranks, slices(bucket));
+        // Of each of a number of tensors, a rank sends its share.
+        let among_slices = |bucket: &Bucket, tensors: usize| {
+            machine.among_slices((tensors * bytes(bucket)) as f64 / ranks as f64, slices(bucket))
+        };
         let mut ready = vec![0.0; self.buckets().len()];
         let order = self.update_order();
         for &index in &order {
@@ -158,13 +183,14 @@ impl Plan {
                 }
                 _ => bucket.parameters.iter().map(|p| reduced[*p]).fold(passed, f64::max),
             };
+            ready[index] = wires.reduce(ready[index], among_slices(bucket, 2));
         }
         let work = self.work(costs);
         let update = |index: usize, rank: usize| {
             work[index][rank] + elementwise(&self.buckets()[index], rank, machine)
         };
         // One float32 for each parameter, to all ranks and back, after all reductions.
-        let flags = machine.message(4 * self.parameters().len(), ranks);
+        let flags = machine.message(4 * self.parameters().len(), ranks, 1);
         let agree = |wires: &mut Wires| {
             let all = ready.iter().copied().fold(0.0, f64::max);
             let summed = wires.reduce(all, flags);
@@ -182,6 +208,7 @@ impl Plan {
                 *done = done.max(start) + update(index, rank);
             }
             let updated = done.iter().copied().fold(0.0, f64::max);
+            let updated = wires.gather(updated, among_slices(bucket, 1));
             let gathers =
                 bucket.placement == Placement::Replicated && bucket.kind != BucketKind::Replicated;
             end = end.max(if gathers { wires.gather(updated, message(bucket)) } else { updated });
@@ -206,7 +233,24 @@ impl Plan {
             .iter()
             .map(|parameter| passes.seconds * parameter.elements() as f64 / elements.max(1) as f64)
             .collect();
-        let message = |index: usize| machine.message(bytes[index], self.world_size());
+        let message =
+            |index: usize| machine.message(bytes[index], self.world_size(), self.slices(index));
+        // A sum in each pass, whose bytes are divided like the computation.
+        let cut = |index: usize| self.slices(index) > 1;
+        let of_cut: usize = (0..bytes.len()).filter(|index| cut(*index)).map(|i| bytes[i]).sum();
+        let sum = |index: usize| match cut(index) {
+            true => {
+                let part = bytes[index] as f64 / of_cut as f64;
+                let half = passes.activations as f64 * part / 2.0;
+                machine.among_slices(half, self.slices(index))
+            }
+            false => Message::default(),
+        };
+        // A sum for all is one for a part each, and a gathering.
+        let summed = |wires: &mut Wires, time: f64, index: usize| {
+            let scattered = wires.reduce(time, sum(index));
+            wires.gather(scattered, sum(index))
+        };
         let split = |index: usize| match (self.parameters()[index].placement, passes.inside_nodes) {
             // The replicas of a part exchange it once, and the ranks that share it at every use.
             (Placement::Owned, true) => {
@@ -229,7 +273,7 @@ impl Plan {
             let published = wires.gather(0.0, published);
             let asked = forward.ask(owned(index));
             time = wires.gather(published.max(asked), gathered).max(time);
-            time += FORWARD * seconds;
+            time = summed(wires, time + FORWARD * seconds, index);
             forward.used(time);
         }
         let (mut reduced, mut backward) = (vec![0.0; count], Ahead::new(passes.ahead));
@@ -248,12 +292,18 @@ impl Plan {
                 asked_for += 1;
             }
             time = arrived[index].max(time) + (1.0 - FORWARD) * seconds[index];
+            time = summed(wires, time, index);
             backward.used(time);
             if self.parameters()[index].placement.reduces_in_backward() {
                 reduced[index] = wires.reduce(time, message(index));
             }
         }
         (time, reduced)
+    }
+
+    /// The number of slices of a parameter.
+    fn slices(&self, parameter: usize) -> usize {
+        self.parameters()[parameter].slices.as_ref().map_or(1, Slices::count)
     }
 
     /// Returns `true` if the owners of a bucket's parameters decide alone on their updates.

@@ -1,6 +1,6 @@
 //! Owned parameters against those that every rank has: equal losses and equal bits.
 
-mod rejections;
+pub mod rejections;
 
 use burn::module::{Module, Param};
 use burn::nn::conv::{Conv1d, Conv1dConfig};

@@ -13,7 +13,7 @@ use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
 use distmuon::{Error, MuonConfig, Result, RoutingRule, checkpoint};
 use distmuon_testing::excused;
 use distmuon_testing::models::{Fixed, Layers, weights};
-use distmuon_testing::watched::{Event, watched};
+use distmuon_testing::watched::watched;
 use distmuon_testing::worlds::{self, Folder};
 
 use super::{layers, layout, ones, output, with_checkpoints};
@@ -230,17 +230,17 @@ pub fn ranks_may_start_from_clones_of_one_model() {
     run.unwrap();
 }
 
-const VICTIM: usize = 1;
+pub const VICTIM: usize = 1;
 
-/// A rank and what it returned.
-type Outcome = (usize, Result<()>);
+/// The results of all ranks, or that of the run, and each rank with its own.
+pub type Outcomes = (Result<Vec<()>>, Vec<(usize, Result<()>)>);
+
+/// A function that is called before every event of the victim.
+pub type Watch = Arc<dyn Fn() -> Result<()> + Send + Sync>;
 
 /// Trains for a step and saves it, with a function that is called before every event of the
 /// victim. Returns the outcome of every rank.
-fn train_and_save(
-    path: &std::path::Path,
-    watch: impl Fn(Event) -> Result<()> + Send + Sync + Clone + 'static,
-) -> (Result<Vec<()>>, Vec<Outcome>) {
+fn train_and_save(path: &std::path::Path, watch: Watch) -> Outcomes {
     let outcomes = Mutex::new(vec![]);
     let run = worlds::ranks_here(DEADLINE, 3, |world| {
         let world = with_checkpoints(&world);
@@ -248,7 +248,7 @@ fn train_and_save(
         let watched = watched(&world, {
             let active = active.clone();
             move |event| match event.rank == VICTIM && active.load(SeqCst) == 1 {
-                true => watch(event),
+                true => watch(),
                 false => Ok(()),
             }
         });
@@ -271,24 +271,32 @@ fn train_and_save(
 }
 
 pub fn a_rank_that_fails_at_any_event_stops_all_ranks() {
+    assert_failures_stop_all_ranks(train_and_save);
+}
+
+/// Asserts that a victim that fails at any event of a training, which ends with a checkpoint, stops
+/// all ranks with its name, and that the checkpoint of the first, undisturbed run stays.
+pub fn assert_failures_stop_all_ranks(
+    train_and_save: impl Fn(&std::path::Path, Watch) -> Outcomes,
+) {
     let folder = Folder::create();
     let path = folder.path().join("run.ckpt");
     let seen = Arc::new(AtomicUsize::new(0));
     let counting = seen.clone();
-    let (run, _) = train_and_save(&path, move |_| {
+    let count = move || {
         counting.fetch_add(1, SeqCst);
         Ok(())
-    });
-    run.unwrap();
+    };
+    train_and_save(&path, Arc::new(count)).0.unwrap();
     let events = seen.load(SeqCst);
     assert!(events > 60, "{events}");
     for fatal in 0..events {
-        let number = Arc::new(AtomicUsize::new(0));
-        let (run, outcomes) =
-            train_and_save(&path, move |_| match number.fetch_add(1, SeqCst) == fatal {
-                true => Err(Error::EmptyModel),
-                false => Ok(()),
-            });
+        let number = AtomicUsize::new(0);
+        let fail = move || match number.fetch_add(1, SeqCst) == fatal {
+            true => Err(Error::EmptyModel),
+            false => Ok(()),
+        };
+        let (run, outcomes) = train_and_save(&path, Arc::new(fail));
         assert_eq!(run.unwrap_err(), Error::EmptyModel, "event {fatal}");
         for (rank, outcome) in outcomes {
             match outcome {

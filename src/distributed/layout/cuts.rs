@@ -1,0 +1,232 @@
+//! Parameters of which every rank has a slice, and the ranks that exchange them.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use super::Layout;
+use super::place::Places;
+use crate::comm::Communicator;
+use crate::distributed::mesh::{Axis, Grid};
+use crate::distributed::plan::{Cut, Slice, Slices};
+use crate::error::{Error, Result};
+use crate::matrix_view::MatrixView;
+use crate::parameters::Found;
+use crate::routing::{ParameterRole, ParameterRoute};
+
+/// This rank's slices of the parameters that are cut, and the factors on gradients, by path.
+#[derive(Clone, Default)]
+pub struct Cuts {
+    slices: HashMap<String, Slice>,
+    factors: HashMap<String, f64>,
+    /// The axes along which gradients are partial.
+    partial: HashMap<String, Vec<String>>,
+}
+
+/// The ranks with which a rank exchanges parameters that are cut along the same axes.
+#[derive(Debug, Clone)]
+pub struct SliceGroup {
+    pub grid: Grid,
+    /// Those that have the same slices.
+    pub alike: Communicator,
+    /// Those that have the other slices, one of each.
+    pub across: Communicator,
+}
+
+/// The groups by the axes of cuts.
+pub type SliceGroups = BTreeMap<Vec<String>, Arc<SliceGroup>>;
+
+impl Cuts {
+    /// This rank's slice of a parameter, if it is cut.
+    pub fn slice(&self, path: &str) -> Option<&Slice> {
+        self.slices.get(path)
+    }
+
+    /// The factor on the gradient of a parameter, before the mean over the ranks that have the same
+    /// slice of it.
+    pub fn gradient_factor(&self, path: &str) -> f64 {
+        self.factors.get(path).copied().unwrap_or(1.0)
+    }
+
+    /// Returns `true` if the ranks along an axis have different gradients of a parameter.
+    pub fn differs_along(&self, path: &str, axis: &str) -> bool {
+        let is_axis = |axes: &[String]| axes.iter().any(|other| other == axis);
+        self.slice(path).is_some_and(|slice| is_axis(slice.slices.axes()))
+            || self.partial.get(path).is_some_and(|axes| is_axis(axes))
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.slices.is_empty() && self.factors.is_empty()
+    }
+
+    /// The axes of all cuts, each combination once.
+    pub fn axes(&self) -> Vec<Vec<String>> {
+        let axes = self.slices.values().map(|slice| slice.slices.axes().to_vec());
+        let axes: BTreeMap<Vec<String>, ()> = axes.map(|axes| (axes, ())).collect();
+        axes.into_keys().collect()
+    }
+
+    /// Gives the parameters of a model that was cut the shapes of whole parameters.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] for a parameter that is not the slice.
+    pub fn restore_whole(&self, found: &mut [Found], rank: usize) -> Result<()> {
+        for found in found {
+            let Some(slice) = self.slice(&found.path) else { continue };
+            let (expected, got) = (slice.shape(), &found.shape);
+            if *got != expected {
+                return Err(Error::parameter(
+                    &found.path,
+                    rank,
+                    format!("it is not this rank's slice: expected {expected:?}, got {got:?}"),
+                    "use the model that `Layout::shard` returned",
+                ));
+            }
+            found.shape = slice.slices.whole().to_vec();
+        }
+        Ok(())
+    }
+}
+
+impl Layout {
+    /// The slices of all parameters, and the factors on their gradients.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] for a parameter that can't be cut as the places say.
+    pub(super) fn cuts(
+        &self,
+        found: &[Found],
+        routes: &[ParameterRoute],
+        places: &Places<'_>,
+    ) -> Result<Cuts> {
+        let mut cuts = Cuts::default();
+        for (found, route) in found.iter().zip(routes) {
+            let mut factor = 1.0;
+            let of_parameter = self.cuts_of(found, route, places)?;
+            if !of_parameter.is_empty() {
+                let slices = Slices::new(&found.shape, &of_parameter);
+                let index = self.mesh.grid(slices.axes()).slice;
+                // The loss of every rank is a mean over its data: the ranks that share a stack of
+                // experts each have a part of the gradient of all data.
+                let shared = of_parameter.iter().filter(|cut| !self.axis(&cut.axis).is_model());
+                factor /= shared.map(|cut| cut.ranks as f64).product::<f64>();
+                cuts.slices.insert(found.path.clone(), Slice { slices, index });
+            }
+            for axis in places.partial(&found.path) {
+                if of_parameter.iter().any(|cut| cut.axis == axis) {
+                    let reason = format!("it is cut along `{axis}`, and partial along it");
+                    let remedy = "remove `Place::partial`: a slice has all of its gradient";
+                    return Err(self.unfit(found, reason, remedy));
+                }
+                factor *= self.axis(axis).size() as f64;
+                let axes = cuts.partial.entry(found.path.clone()).or_default();
+                axes.push(axis.to_owned());
+            }
+            if factor != 1.0 {
+                cuts.factors.insert(found.path.clone(), factor);
+            }
+        }
+        Ok(cuts)
+    }
+
+    /// The axis of a name that was checked.
+    fn axis(&self, name: &str) -> &Axis {
+        self.mesh.axis(name).expect("the axis was checked")
+    }
+
+    fn unfit(&self, found: &Found, reason: String, remedy: &'static str) -> Error {
+        Error::parameter(&found.path, self.world().rank(), reason, remedy)
+    }
+
+    /// The cuts of a parameter.
+    fn cuts_of(
+        &self,
+        found: &Found,
+        route: &ParameterRoute,
+        places: &Places<'_>,
+    ) -> Result<Vec<Cut>> {
+        let shape = &found.shape;
+        let mut cuts: Vec<Cut> = vec![];
+        for (axis, dimension, parts) in places.cuts(&found.path) {
+            let unfit = |reason: String, remedy| Err(self.unfit(found, reason, remedy));
+            let axis = self.axis(axis);
+            let (name, ranks) = (axis.name(), axis.size());
+            let Some(extent) = shape.get(dimension).copied() else {
+                let reason = format!(
+                    "it can't be cut along `{name}`: its shape {shape:?} does not have dimension \
+                     {dimension}"
+                );
+                return unfit(reason, "give `Place::shard` a dimension of the shape, from 0");
+            };
+            if parts == 0 || !extent.is_multiple_of(parts) {
+                let reason = format!(
+                    "it can't be cut along `{name}`: {parts} parts do not divide dimension \
+                     {dimension} of {shape:?}"
+                );
+                return unfit(reason, "give `Place::parts` a divisor of the dimension");
+            }
+            if cuts.iter().any(|cut| cut.axis == name) {
+                let reason = format!("it is cut along `{name}` twice");
+                return unfit(reason, "give one `Place::shard` for each axis");
+            }
+            if parts > 1 && cuts.iter().any(|cut| cut.dimension == dimension) {
+                let reason = format!("the second cut of dimension {dimension} has parts");
+                return unfit(reason, "give the parts to the first `Place::shard` of a dimension");
+            }
+            if !axis.is_model() && is_in_a_list(found, route) {
+                let reason = format!(
+                    "it can't be cut along `{name}`, whose ranks have different data: it is a \
+                     matrix in a list of layers, of which every rank would have another part"
+                );
+                let remedy = "make one parameter of all experts, `[experts, in, out]`, or cut \
+                              along an axis of `Axis::model`";
+                return unfit(reason, remedy);
+            }
+            cuts.push(Cut { axis: name.to_owned(), ranks, dimension, parts });
+        }
+        let Some(last) = cuts.last() else { return Ok(cuts) };
+        if !found.trainable && found.name().starts_with("running_") {
+            let reason =
+                format!("it is a running statistic, which can't be cut along `{}`", last.axis);
+            let remedy = "let the pattern of `Place::shard` match trained parameters only";
+            return Err(self.unfit(found, reason, remedy));
+        }
+        let slices = Slices::new(shape, &cuts);
+        if (0..slices.count()).any(|slice| slices.shape(slice).contains(&0)) {
+            let reason = format!(
+                "it can't be cut along `{}`: its shape {shape:?} has fewer elements than ranks",
+                last.axis
+            );
+            return Err(self.unfit(found, reason, "leave it whole, or use fewer ranks"));
+        }
+        let blocks = if found.trainable { route.matrix_blocks()?.count() } else { 1 };
+        let is_stack = matches!(
+            route.role,
+            ParameterRole::Muon { view: MatrixView::Batch, .. } if shape.len() == 3
+        );
+        if blocks > 1 && shape.len() != 2 && !is_stack {
+            let reason = format!("it is split into {blocks} matrices, and can't be cut as well");
+            return Err(self.unfit(found, reason, "remove the rule that splits it"));
+        }
+        Ok(cuts)
+    }
+
+    /// The groups of ranks that exchange slices. All ranks make this call.
+    pub(super) fn slice_groups(&self, cuts: &Cuts) -> Result<SliceGroups> {
+        let group = |axes: Vec<String>| {
+            let grid = self.mesh.grid(&axes);
+            let (comm, rank) = (self.world().comm(), self.world().rank());
+            let alike = comm.split(grid.slice, rank)?;
+            let across = comm.split(grid.replica, grid.slice)?;
+            Ok((axes, Arc::new(SliceGroup { grid, alike, across })))
+        };
+        cuts.axes().into_iter().map(group).collect()
+    }
+}
+
+/// Returns `true` for a matrix of Muon's that is one of several of the same path but an index.
+fn is_in_a_list(found: &Found, route: &ParameterRoute) -> bool {
+    let is_matrix = matches!(route.role, ParameterRole::Muon { .. });
+    is_matrix && found.shape.len() == 2 && found.in_stack(found.fields.len())
+}

@@ -1,0 +1,213 @@
+//! The exchange of a bucket's gradients and values, and of the slices of parameters that are cut.
+//!
+//! The ranks that have the same slices of parameters reduce their gradients and gather new values
+//! among each other: without cuts, those are all ranks. A rank then has a share of a slice. The
+//! owner of a matrix *assembles* it from the shares of the ranks with the other slices, updates all
+//! of it, and *distributes* the slices of the new values:
+//!
+//! ```text
+//! gradients -> reduce -> share -> assemble -> whole -> update -> distribute -> share -> gather
+//! ```
+//!
+//! The update is that of whole matrices, whatever the mesh: of momentum and master weights, and of
+//! every part. Assembling sends a gradient and a value, distributing a value:
+//! `3 (S - 1) / S` times a rank's part of the parameters, for `S` slices.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use burn::tensor::Tensor;
+
+use crate::comm::{Communicator, Pending, World};
+use crate::distributed::config::Publish;
+use crate::distributed::layout::{Layout, SliceGroup};
+use crate::distributed::plan::{Bucket, Parameter, Run, Slices};
+use crate::error::Result;
+use crate::slices;
+
+/// The ranks with which a rank exchanges a bucket, and what they exchange.
+pub struct Exchange {
+    /// The bucket as this rank has it, whose parameters may be slices: a share for every rank of
+    /// the group.
+    pub held: Bucket,
+    /// The ranks that have the same slices.
+    pub group: Communicator,
+    /// The same ranks, for new parameters: a group of their own if their results are waited for
+    /// after the step.
+    pub publishers: Communicator,
+    assembly: Option<Assembly>,
+}
+
+/// The exchange between the owner of whole parameters and the ranks that have slices.
+struct Assembly {
+    across: Communicator,
+    /// Elements that the ranks send each other to assemble, and to distribute.
+    to_owners: Vec<Vec<usize>>,
+    to_slices: Vec<Vec<usize>>,
+    /// The shard of the bucket that this rank owns.
+    owned: Arc<Owned>,
+}
+
+/// The whole parameters of a shard.
+struct Owned {
+    runs: Vec<(Slices, Run)>,
+    elements: usize,
+}
+
+/// Groups of ranks that have the same slices, by the axes of cuts. Without cuts, all ranks.
+pub type Publishers = BTreeMap<Vec<String>, Communicator>;
+
+/// The groups in which new parameters are gathered. All ranks make this call.
+pub fn publishers(layout: &Layout, publish: Publish) -> Result<Publishers> {
+    let world = layout.world();
+    let all = [(&[][..], world.comm())].into_iter();
+    let groups = all.chain(layout.all_slice_groups().map(|(axes, group)| (axes, &group.alike)));
+    let own = |(axes, group): (&[String], &Communicator)| {
+        let group = match publish {
+            Publish::Now => group.clone(),
+            Publish::AtFirstUse => group.split(0, group.rank())?,
+        };
+        Ok((axes.to_vec(), group))
+    };
+    groups.map(own).collect()
+}
+
+impl Exchange {
+    /// `publishers` has the groups in which new parameters are gathered, by the axes of cuts.
+    pub fn new(
+        bucket: &Bucket,
+        parameters: &[Parameter],
+        layout: &Layout,
+        publishers: &Publishers,
+    ) -> Self {
+        let world = layout.world();
+        let axes = parameters[bucket.parameters[0]].cut_axes();
+        let publishers = publishers[axes].clone();
+        match layout.slice_group(axes) {
+            None => {
+                let (held, group) = (bucket.clone(), world.communicator());
+                Self { held, group, publishers, assembly: None }
+            }
+            Some(group) => Self {
+                held: bucket.of_slice(parameters, &group.grid.ranks, group.grid.slice),
+                group: group.alike.clone(),
+                publishers,
+                assembly: Some(Assembly::new(bucket, parameters, group, world)),
+            },
+        }
+    }
+
+    /// Returns `true` if the parameters are slices.
+    pub fn is_cut(&self) -> bool {
+        self.assembly.is_some()
+    }
+
+    /// This rank's share of the bucket as it has it.
+    pub fn share(&self) -> Range<usize> {
+        self.held.shard_range(self.group.rank())
+    }
+
+    /// Starts to assemble this rank's shard of whole parameters, from the shares of the ranks with
+    /// all slices. It stays as it is if nothing is cut.
+    pub fn assemble(&self, share: Tensor<1>) -> Result<Pending> {
+        let Some(Assembly { across, to_owners, owned, .. }) = &self.assembly else {
+            return Ok(Pending::ready(share));
+        };
+        let received = sent(across, share, to_owners)?;
+        let owned = owned.clone();
+        Ok(Pending::new(received.bytes(), move || Ok(owned.join(&received.wait()?))))
+    }
+
+    /// Starts to distribute this rank's shard of whole parameters: the reverse of
+    /// [`assemble`](Self::assemble).
+    pub fn distribute(&self, shard: Tensor<1>) -> Result<Pending> {
+        match &self.assembly {
+            None => Ok(Pending::ready(shard)),
+            Some(Assembly { across, to_slices, owned, .. }) => {
+                sent(across, owned.cut(&shard), to_slices)
+            }
+        }
+    }
+}
+
+/// Starts an exchange, unless every rank keeps what it has, as with whole experts.
+fn sent(across: &Communicator, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending> {
+    let stays = |(from, counts): (usize, &Vec<usize>)| {
+        counts.iter().enumerate().all(|(to, count)| from == to || *count == 0)
+    };
+    match counts.iter().enumerate().all(stays) {
+        true => Ok(Pending::ready(tensor)),
+        false => across.all_to_all(tensor, counts),
+    }
+}
+
+impl Assembly {
+    fn new(
+        bucket: &Bucket,
+        parameters: &[Parameter],
+        SliceGroup { grid, across, .. }: &SliceGroup,
+        world: &World,
+    ) -> Self {
+        let of_rank = |rank: usize| -> Vec<(Slices, Run)> {
+            let runs = bucket.runs(rank).into_iter().map(|run| {
+                let slices = parameters[run.parameter].slices.clone();
+                (slices.expect("all of a bucket are cut"), run)
+            });
+            runs.collect()
+        };
+        let row = &grid.ranks[grid.replica];
+        let runs: Vec<_> = row.iter().map(|rank| of_rank(*rank)).collect();
+        let held = |slice: usize, owner: usize| {
+            let of_run = |(slices, run): &(Slices, Run)| slices.range(slice, &run.elements).len();
+            runs[owner].iter().map(of_run).sum::<usize>()
+        };
+        let ranks = || 0..row.len();
+        let table = |count: &dyn Fn(usize, usize) -> usize| -> Vec<Vec<usize>> {
+            ranks().map(|from| ranks().map(|to| count(from, to)).collect()).collect()
+        };
+        let elements = bucket.shard_range(world.rank()).len();
+        Self {
+            across: across.clone(),
+            to_owners: table(&held),
+            to_slices: table(&|owner, slice| held(slice, owner)),
+            owned: Arc::new(Owned { runs: of_rank(world.rank()), elements }),
+        }
+    }
+}
+
+impl Owned {
+    /// The shard, from what the ranks have sent one after the other: the slices of all runs.
+    fn join(&self, received: &Tensor<1>) -> Tensor<1> {
+        let (dtype, device) = (received.dtype(), received.device());
+        let Some((first, _)) = self.runs.first() else {
+            return slices::zeros(self.elements, dtype, &device);
+        };
+        let mut pieces: Vec<Vec<Tensor<1>>> = vec![vec![]; self.runs.len()];
+        let mut start = 0;
+        for slice in 0..first.count() {
+            for ((slices, run), pieces) in self.runs.iter().zip(&mut pieces) {
+                let end = start + slices.range(slice, &run.elements).len();
+                pieces.push(slices::slice(received, start..end));
+                start = end;
+            }
+        }
+        let whole = self.runs.iter().zip(pieces);
+        let whole = whole.map(|((slices, run), pieces)| slices.join(&pieces, &run.elements));
+        let firsts: Vec<usize> = self.runs.iter().map(|(_, run)| run.range.start).collect();
+        slices::place(whole.collect(), &firsts, self.elements)
+    }
+
+    /// The slices of all runs, one slice after the other: the reverse of [`join`](Self::join).
+    fn cut(&self, shard: &Tensor<1>) -> Tensor<1> {
+        let (dtype, device) = (shard.dtype(), shard.device());
+        let count = self.runs.first().map_or(0, |(slices, _)| slices.count());
+        let runs: Vec<_> =
+            self.runs.iter().map(|(_, run)| slices::slice(shard, run.range.clone())).collect();
+        let of_slice = |slice: usize| {
+            let runs = self.runs.iter().zip(&runs);
+            runs.map(move |((slices, run), values)| slices.cut(values, &run.elements, slice))
+        };
+        slices::concat((0..count).flat_map(of_slice).collect(), dtype, &device)
+    }
+}
