@@ -10,6 +10,7 @@
 mod chart;
 mod data;
 mod display;
+mod experts;
 mod host_memory;
 mod model;
 mod optimizer;

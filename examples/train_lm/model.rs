@@ -12,7 +12,11 @@ use burn::tensor::activation::relu;
 use burn::tensor::module::attention;
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Bool, DType, Device, Int, Tensor};
-use distmuon::{MaxLogits, QkClipConfig, QkClipRule};
+use distmuon::comm::Communicator;
+use distmuon::distributed::Place;
+use distmuon::{MaxLogits, QkClipConfig, QkClipRule, parallel};
+
+use super::experts::Experts;
 
 /// Sizes of a model.
 #[derive(Config, Debug, PartialEq)]
@@ -25,6 +29,9 @@ pub struct GptConfig {
     /// Normalises queries and keys. Without it, the logits of attention have no bound.
     #[config(default = true)]
     pub qk_norm: bool,
+    /// The number of networks in every layer of which one computes a token.
+    #[config(default = 1)]
+    pub experts: usize,
 }
 
 #[derive(Module, Debug)]
@@ -41,7 +48,9 @@ struct Block {
     attention_norm: RmsNorm,
     attention: Attention,
     mlp_norm: RmsNorm,
-    mlp: Mlp,
+    /// One of both.
+    mlp: Option<Mlp>,
+    experts: Option<Experts>,
 }
 
 #[derive(Module, Debug)]
@@ -52,13 +61,45 @@ struct Attention {
     output: Linear,
     query_norm: Option<RmsNorm>,
     key_norm: Option<RmsNorm>,
-    heads: usize,
+    /// Outputs of a head.
+    head: usize,
+    region: Region,
 }
 
 #[derive(Module, Debug)]
 struct Mlp {
     up: Linear,
     down: Linear,
+    region: Region,
+}
+
+/// The ranks that have the other slices of a layer, if it is cut.
+#[derive(Module, Debug, Default)]
+pub struct Region {
+    #[module(skip)]
+    group: Option<Communicator>,
+}
+
+impl Region {
+    pub fn enter<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        self.group.iter().fold(x, parallel::enter)
+    }
+
+    pub fn leave<const D: usize>(&self, x: Tensor<D>) -> Tensor<D> {
+        self.group.iter().fold(x, parallel::leave)
+    }
+
+    /// The values of all heads, from those of this rank's.
+    fn of_all_heads(&self, values: Tensor<1>) -> Tensor<1> {
+        self.group.iter().fold(values, |values, group| {
+            let counts = vec![values.dims()[0]; group.size()];
+            let heads: usize = counts.iter().sum();
+            let nothing = Tensor::full([heads], f32::NAN, &values.device());
+            // A pass returns no error: the next step does.
+            let all = group.all_gather(values, &counts).and_then(|all| all.wait());
+            all.unwrap_or(nothing)
+        })
+    }
 }
 
 impl GptConfig {
@@ -77,7 +118,7 @@ impl GptConfig {
     }
 
     fn block(&self, device: &Device) -> Block {
-        let head = self.width / self.heads;
+        let (head, hidden) = (self.width / self.heads, 4 * self.width);
         Block {
             attention_norm: self.norm(self.width, device),
             attention: Attention {
@@ -87,13 +128,17 @@ impl GptConfig {
                 output: self.linear(self.width, self.width, device),
                 query_norm: self.qk_norm.then(|| self.norm(head, device)),
                 key_norm: self.qk_norm.then(|| self.norm(head, device)),
-                heads: self.heads,
+                head,
+                region: Region::default(),
             },
             mlp_norm: self.norm(self.width, device),
-            mlp: Mlp {
-                up: self.linear(self.width, 4 * self.width, device),
-                down: self.linear(4 * self.width, self.width, device),
-            },
+            mlp: (self.experts == 1).then(|| Mlp {
+                up: self.linear(self.width, hidden, device),
+                down: self.linear(hidden, self.width, device),
+                region: Region::default(),
+            }),
+            experts: (self.experts > 1)
+                .then(|| Experts::new(self.experts, self.width, hidden, device)),
         }
     }
 
@@ -129,6 +174,52 @@ impl Gpt {
     /// The model with parameters of a type.
     pub fn cast(self, dtype: DType) -> Self {
         if dtype == DType::F32 { self } else { self.map(&mut Cast(dtype)) }
+    }
+
+    /// The places of parameters for tensor parallelism along an axis: columns of the layers that
+    /// begin a region, and rows of those that end it.
+    pub fn places_of_slices(&self, axis: &str) -> Vec<Place> {
+        let has = |has: fn(&Block) -> bool| self.blocks.iter().any(has);
+        let mut places = vec![
+            Place::shard(r"\.attention\.(query|key|value)\.weight$", axis, 1),
+            Place::shard(r"\.attention\.output\.weight$", axis, 0),
+        ];
+        if has(|block| block.attention.query_norm.is_some()) {
+            // They act on the heads of one rank.
+            places.push(Place::partial(r"\.(query|key)_norm\.", axis));
+        }
+        if has(|block| block.mlp.is_some()) {
+            places.push(Place::shard(r"\.mlp\.up\.weight$", axis, 1));
+            places.push(Place::shard(r"\.mlp\.down\.weight$", axis, 0));
+        }
+        if has(|block| block.experts.is_some()) {
+            places.push(Place::shard(r"\.experts\.up$", axis, 2));
+            places.push(Place::shard(r"\.experts\.down$", axis, 1));
+        }
+        places
+    }
+
+    /// The place of whole experts along an axis.
+    pub fn places_of_experts(axis: &str) -> Place {
+        Place::shard(r"\.experts\.(up|down)$", axis, 0)
+    }
+
+    /// The model whose layers have slices on the ranks of one group, and experts on those of
+    /// another, or all of them without the group.
+    pub fn on_ranks(
+        mut self,
+        slices: Option<&Communicator>,
+        experts: Option<&Communicator>,
+    ) -> Self {
+        for block in &mut self.blocks {
+            block.attention.region.group = slices.cloned();
+            block.mlp.iter_mut().for_each(|mlp| mlp.region.group = slices.cloned());
+            if let Some(mixture) = &mut block.experts {
+                mixture.region.group = slices.cloned();
+                mixture.group = experts.cloned();
+            }
+        }
+        self
     }
 
     /// Logits of the next token at every position, `[batch, length]` to
@@ -178,7 +269,13 @@ impl Block {
         let normalized = self.attention_norm.forward(x.clone());
         let (mixed, maxima) = self.attention.forward(normalized, rope, wants_logits);
         let x = x + mixed;
-        (x.clone() + self.mlp.forward(self.mlp_norm.forward(x)), maxima)
+        let normalized = self.mlp_norm.forward(x.clone());
+        let computed = match (&self.mlp, &self.experts) {
+            (Some(mlp), _) => mlp.forward(normalized),
+            (None, Some(experts)) => experts.forward(normalized),
+            (None, None) => unreachable!("a block has one of both"),
+        };
+        (x + computed, maxima)
     }
 }
 
@@ -190,10 +287,12 @@ impl Attention {
         rope: &RotaryEncoding,
         wants_logits: bool,
     ) -> (Tensor<3>, Option<Tensor<1>>) {
-        let [batch, length, width] = x.dims();
-        let heads = |x: Tensor<3>| {
-            x.reshape([batch, length, self.heads, width / self.heads]).swap_dims(1, 2)
-        };
+        let [batch, length, _] = x.dims();
+        // Those of this rank, in a region.
+        let width = self.query.weight.dims()[1];
+        let heads =
+            |x: Tensor<3>| x.reshape([batch, length, width / self.head, self.head]).swap_dims(1, 2);
+        let x = self.region.enter(x);
         let turned = |x: Tensor<4>, norm: &Option<RmsNorm>| {
             let (x, dtype) =
                 (norm.iter().fold(x, |x, norm| norm.forward(x)), self.query.weight.dtype());
@@ -204,10 +303,14 @@ impl Attention {
         let key = turned(heads(self.key.forward(x.clone())), &self.key_norm);
         let value = heads(self.value.forward(x));
         // Burn's attention does not return them.
-        let maxima = wants_logits.then(|| max_logits(query.clone().inner(), key.clone().inner()));
+        let maxima = wants_logits.then(|| {
+            let maxima = max_logits(query.clone().inner(), key.clone().inner());
+            self.region.of_all_heads(maxima)
+        });
         let causal = AttentionModuleOptions { is_causal: true, ..Default::default() };
         let mixed = attention(query, key, value, None, None, causal);
-        (self.output.forward(mixed.swap_dims(1, 2).reshape([batch, length, width])), maxima)
+        let mixed = mixed.swap_dims(1, 2).reshape([batch, length, width]);
+        (self.region.leave(self.output.forward(mixed)), maxima)
     }
 }
 
@@ -223,6 +326,7 @@ fn max_logits(query: Tensor<4>, key: Tensor<4>) -> Tensor<1> {
 
 impl Mlp {
     fn forward(&self, x: Tensor<3>) -> Tensor<3> {
-        self.down.forward(relu(self.up.forward(x)).square())
+        let x = self.region.enter(x);
+        self.region.leave(self.down.forward(relu(self.up.forward(x)).square()))
     }
 }

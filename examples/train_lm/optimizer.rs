@@ -18,9 +18,10 @@ use distmuon::{
 };
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use super::experts::Experts;
 use super::model::Gpt;
-use super::settings::{Dtype, Settings};
-use super::sharding::Sharding;
+use super::settings::{Dtype, Preset, Settings};
+use super::sharding::{self, Sharding};
 
 #[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
@@ -147,14 +148,22 @@ impl Contender {
         let ours =
             self.recipe.map_or(MuonConfig::new(), |recipe| MuonConfig::preset(recipe, steps));
         let ours = ours.with_master_weights(settings.master_weights());
+        let ours = match settings.preset {
+            Preset::Mixture => Experts::rules().into_iter().fold(ours, MuonConfig::with_rule),
+            Preset::Tiny | Preset::Small | Preset::Gpt2 => ours,
+        };
+        ensure!(
+            self.optimizer != OptimizerName::BurnMuon || settings.preset != Preset::Mixture,
+            "--preset mixture has stacks of matrices, which burn-muon does not take; use muon"
+        );
         let adamw = || optim::AdamWConfig::new().with_beta_2(0.95).with_epsilon(1e-8);
         let routing = ours.route(&model)?;
         let single = |optim: ModuleOptimizer| {
             Optim::Single(Box::new(optim), routing.skipped_steps().clone())
         };
         let shared = |muon: MuonConfig, model: Gpt| -> Result<_> {
-            let layout = sharding.layout(world, &muon)?;
-            let model = layout.shard(model)?;
+            let layout = sharding.layout(world, &muon, &model)?;
+            let model = sharding::on_ranks(layout.shard(model)?, &layout);
             let config = DistMuonConfig::new()
                 .with_muon(muon)
                 .with_grad_dtype(GradDtype::Float32)
@@ -224,8 +233,16 @@ impl Optim {
             Self::Single(..) => Ok(model.clone()),
             Self::Dist(optim, layout) => {
                 optim.finish_publication()?;
-                Ok(layout.unshard(model)?)
+                Ok(layout.unshard(model)?.on_ranks(None, None))
             }
+        }
+    }
+
+    /// The ranks that train on different data.
+    pub fn data<'a>(&'a self, world: &'a World) -> &'a World {
+        match self {
+            Self::Single(..) => world,
+            Self::Dist(_, layout) => layout.mesh().data(),
         }
     }
 

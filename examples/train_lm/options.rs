@@ -148,7 +148,9 @@ impl Options {
     pub fn runs(&self, world: Option<&World>) -> Result<Vec<Plan>> {
         let world_size = world.map(|world| vec![world.size()]);
         let all_ranks = world_size.as_ref().unwrap_or(&self.ranks);
-        all_ranks.iter().try_for_each(|ranks| self.check_batch(*ranks))?;
+        let slices = self.sharding.slices();
+        all_ranks.iter().try_for_each(|ranks| self.check_batch(ranks.div_ceil(slices)))?;
+        self.settings.check_axes(slices, self.sharding.parts())?;
         if self.compare.is_empty() {
             let [ranks] = all_ranks[..] else {
                 bail!("--ranks with several numbers: say what to --compare on them")
@@ -185,7 +187,8 @@ impl Options {
         ensure!(
             !self.sharding.is_shared()
                 || runs.iter().all(|run| run.contender.optimizer.is_shared()),
-            "--owned and --overlap are for dist-muon and dist-adamw; use or compare only these"
+            "--owned, --overlap and the axes tp and ep are for dist-muon and dist-adamw; use or \
+             compare only these"
         );
         let has_norms = runs.iter().any(|run| run.contender.optimizer.is_shared());
         ensure!(

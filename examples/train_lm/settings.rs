@@ -78,6 +78,8 @@ pub enum Preset {
     Small,
     /// GPT-2's 12 layers of 768, for GPUs.
     Gpt2,
+    /// Tiny with 8 experts in every layer: 4.5 million.
+    Mixture,
 }
 
 #[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq)]
@@ -126,6 +128,7 @@ impl Preset {
             Self::Tiny => GptConfig::new(4, 4, 128, 128, vocabulary),
             Self::Small => GptConfig::new(8, 8, 256, 256, vocabulary),
             Self::Gpt2 => GptConfig::new(12, 12, 768, 1024, vocabulary),
+            Self::Mixture => GptConfig::new(4, 4, 128, 128, vocabulary).with_experts(8),
         }
     }
 }
@@ -186,6 +189,27 @@ impl Settings {
             );
         }
         Ok(Contender { optimizer, recipe: self.recipe })
+    }
+
+    /// Fails for layers that can't be cut into a number of slices of whole heads, and for experts
+    /// that can't be divided into a number of parts.
+    pub fn check_axes(&self, slices: usize, parts: usize) -> Result<()> {
+        let GptConfig { heads, experts, .. } = self.model(1);
+        ensure!(
+            heads.is_multiple_of(slices),
+            "--mesh: {heads} heads of attention can't be divided among {slices} ranks of the axis \
+             tp; give a divisor of {heads}"
+        );
+        ensure!(
+            parts == 1 || experts > 1,
+            "--mesh: the model has no experts for the axis ep; use --preset mixture"
+        );
+        ensure!(
+            experts.is_multiple_of(parts),
+            "--mesh: {experts} experts can't be divided among {parts} ranks of the axis ep; give \
+             a divisor of {experts}"
+        );
+        Ok(())
     }
 
     /// Fails for an optimizer whose clipped heads would lose the digits of master weights.

@@ -7,6 +7,7 @@ use distmuon::MuonConfig;
 use distmuon::comm::World;
 use distmuon::distributed::{self, Axis, Layout, Mesh, Publish};
 
+use super::model::Gpt;
 use super::options::at_least_one;
 
 /// The options that place parameters on ranks. The results are the same with all of them.
@@ -15,6 +16,10 @@ pub struct Sharding {
     /// Axes of the ranks, the fastest links last. Default: dp, of all ranks.
     ///
     /// As in node=2,gpu=4. The sizes multiply to the number of ranks.
+    ///
+    /// The ranks of an axis tp have slices of the layers, and the same data.
+    ///
+    /// Those of ep have different experts. For dist-muon and dist-adamw.
     #[arg(long, value_delimiter = ',', value_name = "AXIS=RANKS,..", value_parser = axis)]
     #[arg(help_heading = "Ranks")]
     pub mesh: Vec<Axis>,
@@ -45,7 +50,17 @@ pub enum Keep {
 impl Sharding {
     /// Returns `true` if it needs an optimizer that sees the whole model.
     pub fn is_shared(&self) -> bool {
-        self.owned.is_some() || self.overlap
+        self.owned.is_some() || self.overlap || self.slices() > 1 || self.parts() > 1
+    }
+
+    /// The number of parts into which experts are divided.
+    pub fn parts(&self) -> usize {
+        self.mesh.iter().find(|axis| axis.name() == EXPERT).map_or(1, Axis::size)
+    }
+
+    /// The number of slices into which layers are cut.
+    pub fn slices(&self) -> usize {
+        self.mesh.iter().filter(|axis| axis.is_model()).map(Axis::size).product()
     }
 
     /// The time at which parameters are waited for.
@@ -62,7 +77,7 @@ impl Sharding {
     }
 
     /// The layout for an optimizer with these settings. All ranks make this call.
-    pub fn layout(&self, world: &World, muon: &MuonConfig) -> Result<Layout> {
+    pub fn layout(&self, world: &World, muon: &MuonConfig, model: &Gpt) -> Result<Layout> {
         let mesh = match &self.mesh[..] {
             [] => Mesh::flat(world),
             axes => Mesh::new(world, axes.iter().cloned())?,
@@ -71,6 +86,14 @@ impl Sharding {
             Keep::Nothing => distributed::Keep::Nothing,
             Keep::Weights => distributed::Keep::Weights,
         });
+        let layout = match self.slices() {
+            1 => layout,
+            _ => model.places_of_slices(TENSOR).into_iter().fold(layout, Layout::with_place),
+        };
+        let layout = match self.parts() {
+            1 => layout,
+            _ => layout.with_place(Gpt::places_of_experts(EXPERT)),
+        };
         let layout = if self.overlap { layout.overlap_backward() } else { layout };
         Ok(match &self.owned {
             Some(axis) => layout.owned(axis),
@@ -79,9 +102,21 @@ impl Sharding {
     }
 }
 
+/// A model whose parameters a layout has divided, with the ranks that have the other slices and
+/// experts.
+pub fn on_ranks(model: Gpt, layout: &Layout) -> Gpt {
+    let mesh = layout.mesh();
+    model.on_ranks(mesh.group(TENSOR), mesh.group(EXPERT))
+}
+
+/// The names of the axes of tensor parallelism, and of experts.
+const TENSOR: &str = "tp";
+const EXPERT: &str = "ep";
+
 /// Parses an axis.
 fn axis(text: &str) -> Result<Axis> {
     let (name, ranks) = text.split_once('=').context("it must be AXIS=RANKS, as in gpu=2")?;
     ensure!(!name.is_empty(), "it must be AXIS=RANKS, as in gpu=2");
-    Ok(Axis::data(name, at_least_one(ranks).context("RANKS")?))
+    let ranks = at_least_one(ranks).context("RANKS")?;
+    Ok(if name == TENSOR { Axis::model(name, ranks) } else { Axis::data(name, ranks) })
 }

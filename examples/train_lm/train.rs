@@ -167,10 +167,11 @@ impl Run<'_> {
     /// Trains on one rank. All ranks do the same, and rank 0 reports it.
     fn rank(&self, world: &World, model: Gpt) -> Result<Summary> {
         let name = self.name();
+        // Heads are those of the whole model.
+        let clip = self.settings.qk_clip.map(|tau| self.sizes.qk_clip(tau).init(&model));
         let (model, optim, progress) = self.start(world, model)?;
         let display = || Display::new(&name, self.plan.ranks, &self.settings, &progress, self.log);
         let display = world.is_main().then(display).transpose()?;
-        let clip = self.settings.qk_clip.map(|tau| self.sizes.qk_clip(tau).init(&model));
         let (clip, clock) = (clip.transpose()?, Clock::default());
         let training = Training { model, optim, clip, norms: vec![], progress, clock, display };
         self.finish(world, self.steps(world, training)?)
@@ -268,7 +269,7 @@ impl Run<'_> {
         let Some(path) = &self.options.resume else {
             let mut progress = Progress::new(self.settings.clone(), self.corpus);
             if self.options.eval_every > 0 {
-                self.validate(world, &model, &mut progress, None)?;
+                self.validate((world, optim.data(world)), &model, &mut progress, None)?;
             }
             return Ok((model, optim, progress));
         };
@@ -289,7 +290,7 @@ impl Run<'_> {
     ) -> Result<(f64, GradientsParams)> {
         let parts = self.options.accumulate;
         let batch = self.batch(Split::Train, self.batch_seed(progress.step), world.device());
-        let sequences = world.part(self.settings.batch);
+        let sequences = optim.data(world).part(self.settings.batch);
         let local = batch.map(|tokens| tokens.slice(s![sequences.clone()]));
         let [tokens, targets] = local.map(|tokens| tokens.chunk(parts, 0));
         let (mut sum, mut gradients) = (GradientBuffer::new(), None);
@@ -321,7 +322,7 @@ impl Run<'_> {
         if !validates {
             return Ok(());
         }
-        self.validate(world, model, progress, display.as_ref())?;
+        self.validate((world, optim.data(world)), model, progress, display.as_ref())?;
         let save = |path| optim.save(path, model, progress);
         self.options.save.as_deref().map_or(Ok(()), save)
     }
@@ -372,18 +373,18 @@ impl Run<'_> {
         self.corpus.batch(split, seed, self.settings.batch, self.sizes.context, device)
     }
 
-    /// Computes the loss on the validation batches, which are divided among the ranks, and adds it
-    /// to the curve.
+    /// Computes the loss on the validation batches, which are divided among the ranks of data, and
+    /// adds it to the curve.
     fn validate(
         &self,
-        world: &World,
+        (world, data): (&World, &World),
         model: &Gpt,
         progress: &mut Progress,
         display: Option<&Display>,
     ) -> Result<()> {
         let device = world.device().clone().inner();
         let model = model.valid();
-        let (rank, size) = (world.rank() as u64, world.size() as u64);
+        let (rank, size) = (data.rank() as u64, data.size() as u64);
         // The same number on all ranks, since a pass may be a collective call: some batches twice.
         let local = (0..VALIDATION_BATCHES.div_ceil(size)).map(|turn| rank + turn * size);
         let losses = local.map(|i| i % VALIDATION_BATCHES).map(|i| {

@@ -1,8 +1,11 @@
 //! The routing of parameters to optimizers, in models with common structures.
 
-#[allow(dead_code)] // it is not trained here
+#[allow(dead_code)] // not trained here
+#[path = "../../../examples/train_lm/experts.rs"]
+mod experts;
+#[allow(dead_code)] // not trained here
 #[path = "../../../examples/train_lm/model.rs"]
-mod gpt;
+mod model;
 mod models;
 
 use burn::module::{Lora, Module, Param};
@@ -541,7 +544,7 @@ fn the_tables_of_the_readme_equal_the_printed_routing() {
     let (_, section) = readme.split_once("## Routing").unwrap();
     let (section, _) = section.split_once("\n## ").unwrap();
     let tables: Vec<&str> = section.lines().filter(|line| line.starts_with('|')).collect();
-    let model = gpt::GptConfig::new(4, 4, 128, 128, 256).init(&device());
+    let model = model::GptConfig::new(4, 4, 128, 128, 256).init(&device());
     let routing = routing(&model).to_string();
     let printed: Vec<&str> = routing.lines().collect();
     for line in &tables {

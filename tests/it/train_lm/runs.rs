@@ -246,3 +246,66 @@ fn divided_models_print_the_losses_of_replicated_ones() {
         succeed(folder.path(), &format!("--data text.rs {more} {ranks}"));
     }
 }
+
+#[test]
+fn slices_of_layers_train_as_whole_ones() {
+    let folder = folder();
+    let losses = |name: &str, more: &str| {
+        let flags = format!(
+            "--data text.rs --batch 4 --eval-every 10 --sample 4 --optimizer dist-muon \
+             --log {name}.jsonl --save {name}.bpk {more}"
+        );
+        succeed(folder.path(), &flags);
+        let log = log(&folder.path().join(format!("{name}.jsonl")));
+        [per_step(&log, "loss"), per_step(&log, "validation_loss")].concat()
+    };
+    for (more, count) in [("--steps 20", 20 + 2), ("--steps 5 --qk-clip 1", 5 + 1)] {
+        let expected = losses("whole", &format!("--ranks 1 {more}"));
+        assert!(expected.len() >= count, "{expected:?}");
+        for mesh in ["--ranks 2 --mesh tp=2", "--ranks 4 --mesh dp=2,tp=2 --owned dp --overlap"] {
+            let sliced = losses("sliced", &format!("{mesh} {more}"));
+            for (sliced, expected) in sliced.iter().zip(&expected) {
+                let error = (sliced - expected).abs();
+                assert!(error < 1e-4, "{mesh} {more}: {sliced} for {expected}");
+            }
+            if more == "--steps 20" {
+                let again = losses("again", &format!("{mesh} {more}"));
+                assert_eq!(again, sliced, "{mesh}: the same bits again");
+            }
+        }
+    }
+    // A checkpoint of slices continues on one rank, and back.
+    let resume = "--data text.rs --eval-every 2 --sample 0 --optimizer dist-muon";
+    let on_one = "--steps 7 --resume sliced.bpk --save one.bpk --ranks 1";
+    succeed(folder.path(), &format!("{resume} {on_one}"));
+    let on_slices = "--steps 9 --resume one.bpk --ranks 2 --mesh tp=2";
+    succeed(folder.path(), &format!("{resume} {on_slices}"));
+}
+
+#[test]
+fn experts_on_ranks_train_as_on_one() {
+    let folder = folder();
+    let losses = |name: &str, more: &str| {
+        let flags = format!(
+            "--data text.rs --preset mixture --batch 4 --steps 10 --eval-every 5 --sample 4 \
+             --optimizer dist-muon --log {name}.jsonl --save {name}.bpk {more}"
+        );
+        succeed(folder.path(), &flags);
+        let log = log(&folder.path().join(format!("{name}.jsonl")));
+        [per_step(&log, "loss"), per_step(&log, "validation_loss")].concat()
+    };
+    let expected = losses("one", "--ranks 1");
+    assert!(expected[9] < expected[0], "{expected:?}");
+    for mesh in [
+        "--ranks 2 --mesh ep=2",
+        "--ranks 4 --mesh dp=2,ep=2 --owned dp",
+        "--ranks 4 --mesh ep=2,tp=2 --overlap",
+    ] {
+        let divided = losses("divided", mesh);
+        for (divided, expected) in divided.iter().zip(&expected) {
+            assert!((divided - expected).abs() < 1e-4, "{mesh}: {divided} for {expected}");
+        }
+    }
+    let resume = "--data text.rs --eval-every 2 --sample 0 --optimizer dist-muon --steps 12";
+    succeed(folder.path(), &format!("{resume} --resume divided.bpk --ranks 2 --mesh ep=2"));
+}

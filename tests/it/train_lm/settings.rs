@@ -41,7 +41,14 @@ fn bad_input_is_rejected_before_the_first_step() {
         ("--data text.rs --mesh dp --ranks 4", "it must be AXIS=RANKS, as in gpu=2"),
         ("--data text.rs --mesh dp=0", "RANKS"),
         ("--data text.rs --owned tp --ranks 2", "axis `tp` of a mesh with `dp`"),
-        ("--data text.rs --owned dp --optimizer adamw", "use or compare only these"),
+        ("--data text.rs --owned dp --optimizer adamw", "compare only these"),
+        ("--data text.rs --mesh tp=2 --ranks 2 --optimizer muon", "trains on one rank"),
+        (
+            "--data text.rs --mesh ep=2 --ranks 2",
+            "no experts for the axis ep; use --preset mixture",
+        ),
+        ("--data text.rs --preset mixture --optimizer burn-muon", "which burn-muon does not take"),
+        ("--data text.rs --mesh tp=3 --ranks 3", "heads of attention can't be divided among 3"),
         ("--data text.rs --accumulate 0", "'0' for '--accumulate <PARTS>': it must be at least 1"),
         (
             "--data text.rs --ranks 2 --accumulate 3",
