@@ -25,7 +25,8 @@ use comfy_table::{Table, presets};
 use common::Matrices;
 use distmuon::comm::World;
 use distmuon::distributed::plan::{
-    Costs, Links, Machine, Parameter, PassTimes, Placement, Plan, PlanConfig, ShapeCost, Work,
+    Costs, Cut, Links, Machine, Parameter, PassTimes, Placement, Plan, PlanConfig, ShapeCost,
+    Slices, Work,
 };
 use distmuon::distributed::{CostSource, DistMuonConfig};
 use distmuon::{MuonConfig, RoutingRule};
@@ -65,6 +66,7 @@ fn parameters() -> Vec<Parameter> {
         dtype: DType::F32,
         work: Work::Matrices { count: 1, rows, columns },
         placement: Placement::Replicated,
+        slices: None,
     });
     let tables = ["embedding", "head"].map(|path| Parameter {
         path: path.into(),
@@ -72,6 +74,7 @@ fn parameters() -> Vec<Parameter> {
         dtype: DType::F32,
         work: Work::Elements,
         placement: Placement::Replicated,
+        slices: None,
     });
     matrices.chain(tables).collect()
 }
@@ -150,6 +153,7 @@ fn simulate(name: &str, costs: &Costs, machine: &Machine, other: f64) -> [Effici
 struct Model {
     name: &'static str,
     parameters: Vec<Parameter>,
+    layers: usize,
     /// Tokens of a step.
     tokens: f64,
 }
@@ -170,6 +174,7 @@ impl Model {
             dtype,
             work: Work::Elements,
             placement,
+            slices: None,
         };
         let matrices = (0..layers).flat_map(|i| layer.iter().enumerate().map(move |m| (i, m)));
         let matrices = matrices.map(|(i, (number, &[rows, columns]))| Parameter {
@@ -178,9 +183,10 @@ impl Model {
             dtype,
             work: Work::Matrices { count: 1, rows, columns },
             placement,
+            slices: None,
         });
         let parameters = [table("embedding")].into_iter().chain(matrices).chain([table("head")]);
-        Self { name, parameters: parameters.collect(), tokens }
+        Self { name, parameters: parameters.collect(), layers, tokens }
     }
 
     /// The costs at an assumed rate, of the cheaper form of the iteration in operations: for
@@ -205,8 +211,12 @@ impl Model {
     fn efficiency(&self, ranks: usize, place: &Place) -> f64 {
         let elements: usize = self.parameters.iter().map(Parameter::elements).sum();
         let seconds = PASSES * elements as f64 * self.tokens / ranks as f64 / GPU_OPERATIONS;
-        let placed =
-            |parameter: &Parameter| Parameter { placement: place.placement, ..parameter.clone() };
+        let placed = |parameter: &Parameter| {
+            let is_cut = place.slices > 1 && parameter.matrices() > 0;
+            let cut = Cut { axis: "tp".into(), ranks: place.slices, dimension: 1, parts: 1 };
+            let slices = is_cut.then(|| Slices::new(&parameter.shape, &[cut]));
+            Parameter { placement: place.placement, slices, ..parameter.clone() }
+        };
         let parameters = self.parameters.iter().map(placed).collect();
         let costs = self.costs();
         let plan = Plan::new(parameters, ranks, &PlanConfig::default(), &costs);
@@ -214,7 +224,16 @@ impl Model {
             [GPU_LINKS[0].1, GPU_LINKS[1].1].map(|bandwidth| Links { bandwidth, latency: LATENCY });
         let node = place.by_node.then_some((NODE, inside));
         let machine = Machine { links: across, node, elementwise: GPU_ELEMENTWISE };
-        let passes = PassTimes { seconds, inside_nodes: place.inside_nodes, ahead: AHEAD };
+        // Two regions in a layer, each with a sum in either pass.
+        let [embedding, ..] = &self.parameters[..] else { unreachable!("a model has a table") };
+        let row = embedding.shape[1] * embedding.dtype.size();
+        let tokens = self.tokens * place.slices as f64 / ranks as f64;
+        let activations = match place.slices {
+            1 => 0,
+            _ => 2 * self.layers * 2 * row * tokens as usize,
+        };
+        let passes =
+            PassTimes { seconds, inside_nodes: place.inside_nodes, ahead: AHEAD, activations };
         seconds / plan.expect("usable settings").timeline(&costs, &machine, &passes).total
     }
 }
@@ -225,6 +244,8 @@ struct Place {
     placement: Placement,
     by_node: bool,
     inside_nodes: bool,
+    /// The number of slices into which matrices are cut, inside nodes.
+    slices: usize,
 }
 
 /// Ranks of a node, and bytes that are gathered ahead of their use.
@@ -244,14 +265,21 @@ fn simulate_hiding() -> Vec<(&'static str, Vec<Efficiency>)> {
         Model::new("GPT 20 x 1280, float32", LAYERS, &layer(), VOCABULARY, (DType::F32, TOKENS)),
         Model::new("Llama-3-8B, bfloat16", 32, &llama, 128_256, (DType::BF16, 4_194_304.0)),
     ];
-    let place =
-        |name, placement, by_node, inside_nodes| Place { name, placement, by_node, inside_nodes };
+    let place = |name, placement, by_node, inside_nodes| Place {
+        name,
+        placement,
+        by_node,
+        inside_nodes,
+        slices: 1,
+    };
+    let owned = || place("owned inside nodes", Placement::Owned, true, true);
     let places = [
         place("replicated, flat", Placement::Replicated, false, false),
         place("replicated, by node", Placement::Replicated, true, false),
         place("hidden, by node", Placement::Reduced, true, false),
         place("owned, by node", Placement::Owned, true, false),
-        place("owned inside nodes", Placement::Owned, true, true),
+        owned(),
+        Place { name: "the same, slices of 4", slices: 4, ..owned() },
     ];
     let simulated = models.iter().map(|model| {
         let efficiency = |place: &Place| Efficiency {
