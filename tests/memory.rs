@@ -355,7 +355,8 @@ fn owned_parameters_take_the_memory_of_parts_and_one_parameter() {
     println!("sharding {sharding}, held {held}, kept {kept}, passing {passing} bytes");
     // On each of two ranks: the initialised parameter, and that of rank 0.
     assert!(sharding <= 2 * 2 * LAYER + SCRATCH, "{sharding}");
-    assert!(held <= SCRATCH && kept <= SCRATCH, "{held}, {kept}");
+    // An engine may still hold the last parameter.
+    assert!(held <= LAYER + SCRATCH && kept <= SCRATCH, "{held}, {kept}");
     // The parts of all gradients; on each rank a weight, its gradient, the sum over ranks, and the
     // mean.
     assert!(passing <= (OWNED_LAYERS + 2 * 4) * LAYER + SCRATCH, "{passing}");

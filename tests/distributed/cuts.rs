@@ -259,6 +259,14 @@ fn cases_of_net() -> Vec<Cutting> {
     all
 }
 
+/// Those that the engine of this case can have: all of them on threads, and some on others, which
+/// do not see what they send.
+fn cases_here() -> impl Iterator<Item = Cutting> {
+    let every = if worlds::name() == "threads" { 1 } else { 3 };
+    let cases = cases_of_net().into_iter().filter(|case| worlds::has(&case.ranks()));
+    cases.step_by(every)
+}
+
 /// The weights of the whole model after some steps on a layout.
 fn trained_on(
     case: &Cutting,
@@ -296,7 +304,7 @@ fn cut_parameters_are_updated_as_whole_ones() {
     let clipped = config().with_max_norm(Some(0.5));
     for config in [config(), clipped] {
         let alone = trained(1, 4, &config);
-        for case in cases_of_net().into_iter().filter(|case| worlds::has(&case.ranks())) {
+        for case in cases_here() {
             // The mean of three equal gradients may differ from them in the last digit.
             let gradients = match case.ranks().is_power_of_two() {
                 true => Gradients::PerRank,
@@ -322,9 +330,7 @@ fn cut_parameters_are_owned_and_reduced_in_passes_as_whole_ones() {
     // Clipped, so that the scale of a gradient counts.
     let clipped = config().with_max_norm(Some(0.5));
     let alone = [config(), clipped.clone()].map(|config| trained(1, 3, &config));
-    let of_power_of_two =
-        |case: &Cutting| case.ranks().is_power_of_two() && worlds::has(&case.ranks());
-    for case in cases_of_net().into_iter().filter(of_power_of_two) {
+    for case in cases_here().filter(|case| case.ranks().is_power_of_two()) {
         let data = case.axes.iter().find(|axis| !axis.is_model()).map(Axis::name);
         let owned = |layout: Layout, keep| {
             let layout = match data {
@@ -526,7 +532,7 @@ fn a_rank_holds_its_slices_and_its_share_of_states() {
     let config = DistMuonConfig::new();
     let held = ranks_here(4, |world| {
         let layout = case.layout(&world)?;
-        let model = Layers::square(8, 32, world.device());
+        let model = Layers::square(8, 32, world.device()).map(&mut Fixed::new(5));
         let model = layout.shard(model)?;
         let optim = config.init_on(&layout, &model)?;
         let memory = optim.memory();
@@ -617,7 +623,7 @@ fn a_step_assembles_and_distributes_every_matrix_once() {
         let (comm, traffic) = counted(world.communicator());
         let world = World::new(comm, world.device().clone());
         let layout = case.layout(&world)?;
-        let model = Layers::square(16, 32, world.device());
+        let model = Layers::square(16, 32, world.device()).map(&mut Fixed::new(5));
         let model = layout.shard(model)?;
         let mut optim =
             DistMuonConfig::new().with_bucket_mb(Some(0.02)).init_on(&layout, &model)?;
@@ -650,7 +656,8 @@ fn a_matrix_is_updated_while_others_are_assembled_and_distributed() {
                 Ok(())
             });
             let layout = case.layout(&world)?;
-            let model = layout.shard(Layers::square(16, 32, world.device()))?;
+            let model =
+                layout.shard(Layers::square(16, 32, world.device()).map(&mut Fixed::new(5)))?;
             let config = DistMuonConfig::new().with_bucket_mb(Some(0.02)).with_in_flight(in_flight);
             let mut optim = config.init_on(&layout, &model)?;
             let gradients = gradients(&model, 0);

@@ -170,7 +170,11 @@ pub fn ranks_whose_passes_differ_are_rejected_naming_the_parameter() {
         assert!(loss.into_scalar::<f32>().is_nan() || world.rank() == 1);
         gradients
     });
-    assert_says(&left_out, &["the ranks disagree", "(while ", "`layers.1"]);
+    // NCCL may notice the other call before the ranks have compared theirs.
+    let by_library =
+        |error: &Error| worlds::name() == "nccl" && error.to_string().contains("invalid usage");
+    let compared: Vec<Error> = left_out.into_iter().filter(|error| !by_library(error)).collect();
+    assert_says(&compared, &["the ranks disagree", "(while ", "`layers.1"]);
 }
 
 pub fn ranks_of_other_groups_are_told_of_a_difference() {
