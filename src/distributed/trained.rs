@@ -25,7 +25,7 @@ pub struct ModelParameter {
     /// The shape that this rank has: of the whole, or of its slice.
     pub shape: Vec<usize>,
     pub slice: Option<Slice>,
-    /// The factor on its gradient, before the mean over the ranks that have the same slice.
+    /// The factor on the mean of its gradients over the ranks that have the same slice.
     pub gradient_factor: f64,
     pub dtype: DType,
     pub placement: Placement,

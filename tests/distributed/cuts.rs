@@ -2,7 +2,7 @@
 //! mesh and for every part of the update.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex};
 
 use burn::module::{Module, ModuleVisitor, Param};
@@ -22,7 +22,7 @@ use distmuon_testing::precision::{Rounded, has};
 use distmuon_testing::watched::{counted, watched};
 use distmuon_testing::worlds::{self, Case, Folder, cases};
 
-use crate::owned::rejections::{Outcomes, VICTIM, Watch, assert_failures_stop_all_ranks};
+use crate::owned::rejections::{Outcomes, Watch, assert_failures_stop_all_ranks, watched_victim};
 use crate::{Net, config, ranks, ranks_here, trained};
 
 pub const EVERYWHERE: &[Case] = cases![
@@ -594,7 +594,7 @@ fn cuts_that_do_not_fit_are_rejected_naming_the_parameter() {
         assert!(matches!(error, Error::Parameter { .. } | Error::PeerFailed { .. }), "{text}");
         assert!(text.contains("`tall.weight`") && text.contains("fewer elements"), "{text}");
     }
-    // A model that the layout has not cut.
+    // A whole model, where slices are expected.
     let other = ranks_here(2, |world| {
         let mesh = Mesh::new(&world, [Axis::model("tp", 2)])?;
         let layout = Layout::new(&mesh).with_muon(config().muon);
@@ -849,14 +849,7 @@ fn train_and_save(path: &std::path::Path, watch: Watch) -> Outcomes {
     };
     let outcomes = Mutex::new(vec![]);
     let run = ranks_here(4, |world| {
-        let (active, watch) = (Arc::new(AtomicUsize::new(0)), watch.clone());
-        let watched = watched(&world, {
-            let active = active.clone();
-            move |event| match event.rank == VICTIM && active.load(SeqCst) == 1 {
-                true => watch(),
-                false => Ok(()),
-            }
-        });
+        let (watched, active) = watched_victim(&world, &watch);
         let train = || {
             let config = config().with_bucket_mb(Some(0.002));
             let layout = case.layout(&watched)?.with_muon(config.muon.clone());

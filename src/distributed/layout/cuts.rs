@@ -1,7 +1,6 @@
 //! Parameters of which every rank has a slice, and the ranks that exchange them.
 
-use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::Layout;
 use super::place::Places;
@@ -33,7 +32,7 @@ pub struct SliceGroup {
 }
 
 /// The groups by the axes of cuts.
-pub type SliceGroups = BTreeMap<Vec<String>, Arc<SliceGroup>>;
+pub type SliceGroups = BTreeMap<Vec<String>, SliceGroup>;
 
 impl Cuts {
     /// This rank's slice of a parameter, if it is cut.
@@ -41,8 +40,7 @@ impl Cuts {
         self.slices.get(path)
     }
 
-    /// The factor on the gradient of a parameter, before the mean over the ranks that have the same
-    /// slice of it.
+    /// The factor on the mean of a parameter's gradients over the ranks that have the same slice.
     pub fn gradient_factor(&self, path: &str) -> f64 {
         self.factors.get(path).copied().unwrap_or(1.0)
     }
@@ -61,8 +59,7 @@ impl Cuts {
     /// The axes of all cuts, each combination once.
     pub fn axes(&self) -> Vec<Vec<String>> {
         let axes = self.slices.values().map(|slice| slice.slices.axes().to_vec());
-        let axes: BTreeMap<Vec<String>, ()> = axes.map(|axes| (axes, ())).collect();
-        axes.into_keys().collect()
+        axes.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
     /// Gives the parameters of a model that was cut the shapes of whole parameters.
@@ -219,7 +216,7 @@ impl Layout {
             let (comm, rank) = (self.world().comm(), self.world().rank());
             let alike = comm.split(grid.slice, rank)?;
             let across = comm.split(grid.replica, grid.slice)?;
-            Ok((axes, Arc::new(SliceGroup { grid, alike, across })))
+            Ok((axes, SliceGroup { grid, alike, across }))
         };
         cuts.axes().into_iter().map(group).collect()
     }

@@ -223,14 +223,14 @@ impl Layout {
 
     /// The ranks that exchange parameters that are cut along some axes. `None` for no axes: all
     /// ranks have whole parameters.
-    pub(super) fn slice_group(&self, axes: &[String]) -> Option<&Arc<SliceGroup>> {
+    pub(super) fn slice_group(&self, axes: &[String]) -> Option<&SliceGroup> {
         self.sharded()?.groups.get(axes)
     }
 
     /// The groups of all cuts.
     pub(super) fn all_slice_groups(&self) -> impl Iterator<Item = (&[String], &SliceGroup)> {
         let groups = self.sharded().into_iter().flat_map(|sharded| &sharded.groups);
-        groups.map(|(axes, group)| (&axes[..], &**group))
+        groups.map(|(axes, group)| (&axes[..], group))
     }
 
     /// The model that was divided, if any.

@@ -56,16 +56,15 @@ impl Layout {
         }
         let groups = self.slice_groups(&cuts)?;
         let passes = Arc::new(Passes::new(self.groups(&units)?, units, self.limits()));
-        let mut error = None;
+        let (owned, mut error) = (by_path(&passes, Placement::Owned), None);
         let model = model.apply_reparameterization(Shard {
             world,
             passes: &passes,
-            units: by_path(&passes, Placement::Owned),
+            units: &owned,
             cuts: &cuts,
             error: &mut error,
         });
-        let owned = by_path(&passes, Placement::Owned);
-        let mut cut = Slicing { world, cuts: &cuts, owned, error };
+        let mut cut = Slicing { world, cuts: &cuts, owned: &owned, error };
         let model = parameters::map(model, &mut cut);
         if let Some(error) = cut.error {
             return Err(error); // the others were told of it
@@ -159,7 +158,7 @@ struct Slicing<'a> {
     world: &'a World,
     cuts: &'a Cuts,
     /// Those that were divided as well.
-    owned: HashMap<String, Arc<Unit>>,
+    owned: &'a HashMap<String, Arc<Unit>>,
     error: Option<Error>,
 }
 
@@ -236,7 +235,7 @@ struct Settings<'a> {
 struct Shard<'a> {
     world: &'a World,
     passes: &'a Arc<Passes>,
-    units: HashMap<String, Arc<Unit>>,
+    units: &'a HashMap<String, Arc<Unit>>,
     cuts: &'a Cuts,
     error: &'a mut Option<Error>,
 }

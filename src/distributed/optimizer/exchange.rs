@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use burn::tensor::Tensor;
 
-use crate::comm::{Communicator, Pending, World};
+use crate::comm::{Communicator, Pending};
 use crate::distributed::config::Publish;
 use crate::distributed::layout::{Layout, SliceGroup};
 use crate::distributed::plan::{Bucket, Parameter, Run, Slices};
@@ -81,19 +81,18 @@ impl Exchange {
         layout: &Layout,
         publishers: &Publishers,
     ) -> Self {
-        let world = layout.world();
         let axes = parameters[bucket.parameters[0]].cut_axes();
         let publishers = publishers[axes].clone();
         match layout.slice_group(axes) {
             None => {
-                let (held, group) = (bucket.clone(), world.communicator());
+                let (held, group) = (bucket.clone(), layout.world().communicator());
                 Self { held, group, publishers, assembly: None }
             }
             Some(group) => Self {
                 held: bucket.of_slice(parameters, &group.grid.ranks, group.grid.slice),
                 group: group.alike.clone(),
                 publishers,
-                assembly: Some(Assembly::new(bucket, parameters, group, world)),
+                assembly: Some(Assembly::new(bucket, parameters, group)),
             },
         }
     }
@@ -147,7 +146,6 @@ impl Assembly {
         bucket: &Bucket,
         parameters: &[Parameter],
         SliceGroup { grid, across, .. }: &SliceGroup,
-        world: &World,
     ) -> Self {
         let of_rank = |rank: usize| -> Vec<(Slices, Run)> {
             let runs = bucket.runs(rank).into_iter().map(|run| {
@@ -157,7 +155,7 @@ impl Assembly {
             runs.collect()
         };
         let row = &grid.ranks[grid.replica];
-        let runs: Vec<_> = row.iter().map(|rank| of_rank(*rank)).collect();
+        let mut runs: Vec<_> = row.iter().map(|rank| of_rank(*rank)).collect();
         let held = |slice: usize, owner: usize| {
             let of_run = |(slices, run): &(Slices, Run)| slices.range(slice, &run.elements).len();
             runs[owner].iter().map(of_run).sum::<usize>()
@@ -166,13 +164,10 @@ impl Assembly {
         let table = |count: &dyn Fn(usize, usize) -> usize| -> Vec<Vec<usize>> {
             ranks().map(|from| ranks().map(|to| count(from, to)).collect()).collect()
         };
-        let elements = bucket.shard_range(world.rank()).len();
-        Self {
-            across: across.clone(),
-            to_owners: table(&held),
-            to_slices: table(&|owner, slice| held(slice, owner)),
-            owned: Arc::new(Owned { runs: of_rank(world.rank()), elements }),
-        }
+        let (to_owners, to_slices) = (table(&held), table(&|owner, slice| held(slice, owner)));
+        let elements = bucket.counts[row[grid.slice]];
+        let owned = Arc::new(Owned { runs: runs.swap_remove(grid.slice), elements });
+        Self { across: across.clone(), to_owners, to_slices, owned }
     }
 }
 

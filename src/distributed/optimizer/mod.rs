@@ -301,7 +301,7 @@ impl DistModuleOptimizer {
     /// is scaled as well; a step that loss scaling skips scales nothing. All ranks make this call,
     /// with the same factors.
     ///
-    /// Where a [`Layout`](super::Layout) cuts projections, the heads are still those of the whole
+    /// If a [`Layout`](super::Layout) cuts projections, the heads are still those of the whole
     /// model: make the [`QkClip`](crate::QkClip) before [`Layout::shard`](super::Layout::shard),
     /// and report the maxima of all heads on every rank.
     ///

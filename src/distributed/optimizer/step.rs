@@ -452,12 +452,9 @@ impl DistModuleOptimizer {
     fn keep_reduced(&mut self, bucket: usize, gradients: Vec<Tensor<1>>, step: &mut Step) {
         let shard = &self.shards[bucket];
         let is_mean = self.reduces() || shard.bucket.placement.reduces_in_backward();
-        let scaled = |((index, _), gradient): ((usize, usize), Tensor<1>)| match self.model
-            [self.trained[index].model]
-            .gradient_factor
-        {
-            factor if is_mean && factor != 1.0 => gradient.mul_scalar(factor),
-            _ => gradient,
+        let scaled = |((index, _), gradient): ((usize, usize), Tensor<1>)| {
+            let factor = self.model[self.trained[index].model].gradient_factor;
+            if is_mean && factor != 1.0 { gradient.mul_scalar(factor) } else { gradient }
         };
         let gradients: Vec<_> = shard.parameters().zip(gradients).map(scaled).collect();
         let norms = if self.clip.is_some() { shard.norms(&gradients) } else { vec![] };
