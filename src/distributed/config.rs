@@ -3,7 +3,7 @@
 use burn::config::Config;
 use serde::{Deserialize, Serialize};
 
-use super::plan::{Balancing, PlanConfig};
+use super::plan::{Balancing, MatrixOrder, PlanConfig};
 use crate::error::{Error, Result};
 use crate::muon::MuonConfig;
 
@@ -32,7 +32,7 @@ pub enum Publish {
     /// Before a step returns.
     Now,
     /// At the first use of a parameter after the step: they arrive while the next forward pass is
-    /// at the layers before. The bits are the same.
+    /// at the layers before, in the order of the model. The bits are the same.
     ///
     /// All ranks have to use the model before one of them waits for another, so that a step is not
     /// followed by work of a single rank: call
@@ -198,6 +198,10 @@ impl DistMuonConfig {
         let default = if ranks == 1 { BUCKET_MB_ALONE } else { BUCKET_MB };
         PlanConfig {
             balancing: self.balancing,
+            order: match self.publish {
+                Publish::Now => MatrixOrder::Size,
+                Publish::AtFirstUse => MatrixOrder::Model,
+            },
             bucket_bytes: (self.bucket_mb.unwrap_or(default) * 1e6).ceil() as usize,
             small_elements: self.small_elements,
         }

@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
 use burn::module::Module;
-use burn::nn::{Linear, LinearConfig, LinearLayout};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig, LinearLayout};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor};
 use distmuon::checkpoint;
 use distmuon::comm::World;
 use distmuon::distributed::{DistMuonConfig, Publish};
@@ -22,6 +22,7 @@ pub const EVERYWHERE: &[Case] = cases![parameters_that_arrive_at_first_use_have_
 
 pub const IN_PROCESS: &[Case] = cases![
     a_step_returns_before_its_parameters_have_arrived,
+    parameters_arrive_in_the_order_of_the_model,
     parameters_on_their_way_keep_their_mappers,
     steps_do_not_wrap_mappers_again,
     parameters_on_their_way_can_be_frozen,
@@ -100,6 +101,49 @@ fn a_step_returns_before_its_parameters_have_arrived() {
         assert_eq!((memory.parameters.now, memory.buffers.now), (2 * 32 * 32 * 4, 0));
         if world.is_main() {
             drop(pair.gradients()); // alone
+        }
+        Ok(())
+    });
+    run.unwrap();
+}
+
+/// A table, which is updated last, and layers, of which the larger one is updated first.
+#[derive(Module, Debug)]
+struct Words {
+    table: Embedding,
+    first: Linear,
+    second: Linear,
+}
+
+fn parameters_arrive_in_the_order_of_the_model() {
+    let run = ranks_here(2, |world| {
+        let waits = Arc::new(AtomicUsize::new(0));
+        let counted = waits.clone();
+        let world = watched(&world, move |event: Event| {
+            if event.waits && event.collective == "all_gather" {
+                counted.fetch_add(1, SeqCst);
+            }
+            Ok(())
+        });
+        let device = world.device();
+        let layer = |outputs| LinearConfig::new(32, outputs).with_bias(false).init(device);
+        let table = EmbeddingConfig::new(64, 32).init(device);
+        let words = Words { table, first: layer(32), second: layer(64) };
+        let mut words = world.broadcast(words.map(&mut Fixed::new(2)))?;
+        let mut optim = pair_config().init(&world, &words)?;
+        assert_eq!(optim.plan().buckets().len(), 3);
+        for _step in 0..2 {
+            let ids = Tensor::<2, Int>::from_data([[1, 2]], device);
+            let hidden = words.first.forward(words.table.forward(ids));
+            let loss = words.second.forward(hidden).square().mean();
+            let gradients = GradientsParams::from_grads(loss.backward(), &words);
+            waits.store(0, SeqCst);
+            words = optim.step(0.1, words, gradients)?;
+            assert_eq!(waits.load(SeqCst), 0);
+            for (number, layer) in [&words.table.weight, &words.first.weight].iter().enumerate() {
+                drop(layer.val());
+                assert_eq!(waits.load(SeqCst), number + 1);
+            }
         }
         Ok(())
     });

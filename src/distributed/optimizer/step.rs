@@ -10,6 +10,9 @@
 //! Clipping and loss scaling make every update depend on all gradients: all buckets are then
 //! reduced before the first update.
 //!
+//! With [`Publish::AtFirstUse`], the new values are gathered once all buckets are updated, in the
+//! order in which the next forward pass uses them.
+//!
 //! The number of buckets in flight is limited, so that the memory of a step, in addition to the
 //! model, does not grow with the number of buckets. No rank waits for another while it updates:
 //! everything that it needs from the others arrived before.
@@ -29,6 +32,7 @@ use super::acceptance::Acceptance;
 use super::clip::counts;
 use super::counters::Counters;
 use super::detached::{DetachedParameters, Expected, FlatTensors, Parts, pack};
+use super::exchange::Exchange;
 use super::memory::Snapshot;
 use super::shard::{Shard, StepControls, StepInputs};
 use super::stages::Stage;
@@ -106,6 +110,8 @@ struct Step {
     /// The scale of the loss.
     scale: f64,
     observations: Option<Observations>,
+    /// This rank's shares of updated buckets that are gathered once all are updated.
+    unpublished: Vec<(usize, Tensor<1>)>,
     /// Updated values that are not sent, by parameter.
     local: Vec<(usize, Tensor<1>)>,
     /// Bytes of the shards that were reduced and not yet used.
@@ -218,6 +224,7 @@ impl DistModuleOptimizer {
             absent: Tensor::from_data(TensorData::from(&*absent), (&device, DType::F32)),
             scale: self.loss_scale(),
             observations: self.requested.then(Observations::default),
+            unpublished: vec![],
             local: vec![],
             shards: 0,
             buffers: 0,
@@ -243,6 +250,7 @@ impl DistModuleOptimizer {
             }
         }
         self.land_all(step)?;
+        self.publish_in_order(step)?;
         // Once for all of them, since the question waits for all work to be submitted to the
         // device.
         let path = |index: usize| &*self.trained[index].path;
@@ -617,17 +625,35 @@ impl DistModuleOptimizer {
             self.observe(step);
             return Ok(());
         }
-        let gathering = exchange.publishers.all_gather(share, &exchange.held.counts)?;
-        step.buffers += gathering.bytes();
         match self.publish {
             Publish::AtFirstUse => {
                 let parameters = &mut step.detached.parameters;
                 exchange.held.parameters.iter().for_each(|index| parameters.drop_all(*index));
-                self.publication.add(&exchange.held, gathering);
+                step.shards += bytes(&share);
+                step.unpublished.push((bucket, share));
             }
-            Publish::Now => step.flights.push_back(Flight::Gathering(bucket, gathering)),
+            Publish::Now => {
+                let gathering = exchange.publishers.all_gather(share, &exchange.held.counts)?;
+                step.buffers += gathering.bytes();
+                step.flights.push_back(Flight::Gathering(bucket, gathering));
+            }
         }
         self.observe(step);
+        Ok(())
+    }
+
+    /// Starts to gather the buckets that are waited for at their first use, in the order of the
+    /// model: that of the first parameter of each.
+    fn publish_in_order(&mut self, step: &mut Step) -> Result<()> {
+        let mut unpublished = std::mem::take(&mut step.unpublished);
+        unpublished.sort_by_key(|(bucket, _)| self.shards[*bucket].bucket.parameters.iter().min());
+        for (bucket, share) in unpublished {
+            step.shards -= bytes(&share);
+            let Exchange { held, publishers, .. } = &self.shards[bucket].exchange;
+            let gathering = publishers.all_gather(share, &held.counts)?;
+            self.publication.add(held, gathering);
+            self.observe(step);
+        }
         Ok(())
     }
 

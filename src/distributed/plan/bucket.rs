@@ -7,7 +7,7 @@ use std::ops::Range;
 use burn::tensor::DType;
 use serde::{Deserialize, Serialize};
 
-use super::{Parameter, Placement, PlanConfig, Work};
+use super::{MatrixOrder, Parameter, Placement, PlanConfig, Work};
 
 /// Elements of a row, the unit in which parameters that are updated element by element are divided
 /// between ranks. In the flat buffer they are padded to whole rows, so that no row belongs to two
@@ -241,9 +241,8 @@ pub(super) struct BucketContents {
 /// Distributes the parameters to buckets. The result depends on the arguments only, so plans with
 /// different owners have the same buckets.
 ///
-/// Matrices are sorted by the leading term of the cost of orthogonalising them, `m m n` with `m`
-/// the shorter side. The largest come first, so that the longest work starts soonest and that a
-/// bucket has few shapes. All other parameters stay in the order of the model.
+/// [`MatrixOrder::Size`] sorts matrices by the leading term of the cost of orthogonalising them,
+/// `m m n` with `m` the shorter side. All other parameters stay in the order of the model.
 pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<BucketContents> {
     let kind_of = |parameter: &Parameter| match parameter.work {
         Work::Matrices { .. } => BucketKind::Matrices,
@@ -263,8 +262,13 @@ pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<Bucke
     for kind in kinds {
         let mut chosen: Vec<usize> =
             (0..parameters.len()).filter(|&index| kind_of(&parameters[index]) == kind).collect();
-        // The sort is stable, which keeps the order of the model where keys are equal.
-        chosen.sort_by_key(|&index| matrix_order(&parameters[index]));
+        // These sorts are stable, which keeps the order of the model where keys are equal.
+        let by_size = |indices: &mut [usize]| {
+            indices.sort_by_key(|index| matrix_order(&parameters[*index]));
+        };
+        if config.order == MatrixOrder::Size {
+            by_size(&mut chosen);
+        }
         for ((dtype, placement, _), indices) in groups(&chosen, parameters) {
             // The rows of such a parameter do not depend on others, so that a layout alone
             // determines them.
@@ -272,7 +276,11 @@ pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<Bucke
                 BucketKind::Elements if placement.reduces_in_backward() => 0,
                 _ => config.bucket_bytes,
             };
-            let contents = |parameters| BucketContents { kind, dtype, placement, parameters };
+            let contents = |mut parameters: Vec<usize>| {
+                // In any order of the buckets, those of one shape are a batch.
+                by_size(&mut parameters);
+                BucketContents { kind, dtype, placement, parameters }
+            };
             buckets.extend(cut(&indices, parameters, bytes).into_iter().map(contents));
         }
     }

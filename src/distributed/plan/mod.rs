@@ -134,6 +134,18 @@ pub enum Balancing {
     },
 }
 
+/// The order in which matrices are distributed to buckets.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum MatrixOrder {
+    /// The largest come first, so that the longest work starts soonest, and that a bucket has few
+    /// shapes.
+    #[default]
+    Size,
+    /// That of the model, in which a forward pass uses them: for parameters that arrive during it.
+    Model,
+}
+
 /// Configuration of a [`Plan`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PlanConfig {
@@ -141,19 +153,26 @@ pub struct PlanConfig {
     pub balancing: Balancing,
     /// The largest size of a bucket of several parameters, in bytes.
     pub bucket_bytes: usize,
+    /// The order in which matrices are distributed to buckets.
+    pub order: MatrixOrder,
     /// Parameters that are updated element by element and have fewer elements than this are updated
     /// as a whole by every rank.
     pub small_elements: usize,
 }
 
 impl Default for PlanConfig {
-    /// `Greedy`; buckets of 25 MB (10^6 bytes), near the 25 MiB of PyTorch's
+    /// `Greedy`; buckets by size, of 25 MB (10^6 bytes), near the 25 MiB of PyTorch's
     /// `DistributedDataParallel`
     /// (<https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html>);
     /// parameters with fewer than 1024 elements on every rank, as in nanochat
     /// (<https://github.com/karpathy/nanochat>).
     fn default() -> Self {
-        Self { balancing: Balancing::default(), bucket_bytes: 25_000_000, small_elements: 1024 }
+        Self {
+            balancing: Balancing::default(),
+            bucket_bytes: 25_000_000,
+            order: MatrixOrder::default(),
+            small_elements: 1024,
+        }
     }
 }
 

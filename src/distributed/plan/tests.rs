@@ -305,6 +305,21 @@ fn machine(bandwidth: f64, latency: f64, elementwise: f64) -> Machine {
 const STEP: PassTimes = PassTimes { seconds: 0.0, inside_nodes: false, ahead: 0, activations: 0 };
 
 #[test]
+fn buckets_in_the_order_of_the_model_have_batches_of_one_shape() {
+    let shapes = [[8, 8], [16, 8], [8, 8], [16, 8], [8, 8]];
+    let parameters: Vec<_> = shapes.iter().map(|shape| stack("a", 1, *shape)).collect();
+    let costs = costs(&parameters, 0.0);
+    let buckets = |order| {
+        // Three of the smaller matrices, or one of each shape.
+        let config = PlanConfig { bucket_bytes: 768, order, ..PlanConfig::default() };
+        let plan = Plan::new(parameters.clone(), 1, &config, &costs).unwrap();
+        plan.buckets().iter().map(|bucket| bucket.parameters.clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(buckets(MatrixOrder::Size), [vec![1], vec![3, 0], vec![2, 4]]);
+    assert_eq!(buckets(MatrixOrder::Model), [vec![1, 0], vec![3, 2], vec![4]]);
+}
+
+#[test]
 fn without_communication_a_step_takes_the_time_of_the_busiest_rank() {
     for (name, parameters) in models() {
         let costs = costs(&parameters, 0.0);
@@ -339,16 +354,18 @@ fn the_timeline_of_two_ranks_equals_a_calculation_by_hand() {
 
 #[test]
 fn the_timelines_of_owned_and_reduced_parameters_equal_calculations_by_hand() {
-    let placed = |placement| {
+    let placed = |placement, bucket_bytes| {
         let parameters: Vec<_> =
             ["a", "b"].map(|path| Parameter { placement, ..stack(path, 1, [8, 8]) }).into();
         let costs = Costs::new([([8, 8], ShapeCost { fixed: 0.0, each: 1.0 })]);
-        (plan(&parameters, 2, Balancing::Greedy, &costs), costs)
+        let config =
+            PlanConfig { bucket_bytes, order: MatrixOrder::Model, ..PlanConfig::default() };
+        (Plan::new(parameters, 2, &config, &costs).unwrap(), costs)
     };
     // 256 bytes in two passes: forward 3 and 3, backward 6 and 6. A message takes 2.
     let slow = machine(64.0, 0.0, 1.0);
     let time = |placement, ahead| {
-        let (plan, costs) = placed(placement);
+        let (plan, costs) = placed(placement, 256);
         let passes = PassTimes { seconds: 18.0, inside_nodes: false, ahead, activations: 0 };
         plan.timeline(&costs, &slow, &passes)
     };
@@ -359,6 +376,11 @@ fn the_timelines_of_owned_and_reduced_parameters_equal_calculations_by_hand() {
     // The first parameter arrives after 2, the second one meanwhile.
     assert!((reduced.total - (2.0 + 18.0 + 2.0 + 1.0)).abs() < 1e-9, "{reduced:?}");
     assert!((reduced.communication - 4.0 * 2.0).abs() < 1e-9 + flags, "{reduced:?}");
+    // Both arrive together as one bucket.
+    let (plan, costs) = placed(Placement::Reduced, 512);
+    let passes = PassTimes { seconds: 18.0, ..STEP };
+    let together = plan.timeline(&costs, &slow, &passes);
+    assert!((together.total - (4.0 + 18.0 + 2.0 + 1.0)).abs() < 1e-9, "{together:?}");
     // Each of four uses waits for its gathering, and the second of the backward pass for the
     // reduction before it.
     let owned = time(Placement::Owned, 0);
@@ -509,9 +531,11 @@ proptest! {
         bucket_bytes in 1..8000usize,
         fixed in prop_oneof![Just(0.0), 1.0..1e5],
         cyclic in any::<bool>(),
+        in_order in any::<bool>(),
     ) {
         let balancing = if cyclic { Balancing::BlockCyclic } else { Balancing::Greedy };
-        let config = PlanConfig { balancing, bucket_bytes, small_elements: 600 };
+        let order = if in_order { MatrixOrder::Model } else { MatrixOrder::Size };
+        let config = PlanConfig { balancing, bucket_bytes, order, small_elements: 600 };
         let costs = costs(&parameters, fixed);
         let plan = Plan::new(parameters.clone(), world_size, &config, &costs).unwrap();
         let same = Plan::new(parameters.clone(), world_size, &config, &costs).unwrap();

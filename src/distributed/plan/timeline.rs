@@ -1,6 +1,6 @@
 //! The predicted duration of an iteration on a described machine.
 
-use super::{Bucket, BucketKind, Costs, Placement, Plan, Slices};
+use super::{Bucket, BucketKind, Costs, Placement, Plan, Run, Slices};
 
 /// The part of the passes that is the forward pass. A backward pass has twice its operations.
 const FORWARD: f64 = 1.0 / 3.0;
@@ -42,7 +42,8 @@ pub struct PassTimes {
     /// Bytes of owned parameters that are gathered ahead of their use.
     pub ahead: usize,
     /// Bytes of activations and their gradients that a rank sums up with the ranks that have the
-    /// other slices, in both passes together. The passes wait for each of these sums.
+    /// other slices, in both passes together. The passes wait for each of these sums. Rows that are
+    /// [exchanged](crate::parallel::exchange) count half, since they are sent once.
     pub activations: usize,
 }
 
@@ -56,9 +57,13 @@ struct Message {
 impl Links {
     /// Seconds of a collective for a buffer.
     fn time(&self, bytes: f64, ranks: usize) -> f64 {
+        self.sending(bytes * (ranks - 1) as f64 / ranks as f64, ranks)
+    }
+
+    /// Seconds of a collective of which a rank sends a number of bytes.
+    fn sending(&self, bytes: f64, ranks: usize) -> f64 {
         let rounds = ranks.next_power_of_two().ilog2();
-        let moved = bytes * (ranks - 1) as f64 / ranks as f64;
-        self.latency * f64::from(rounds) + moved / self.bandwidth
+        self.latency * f64::from(rounds) + bytes / self.bandwidth
     }
 }
 
@@ -79,13 +84,14 @@ impl Machine {
         }
     }
 
-    /// The message of a collective over the ranks with the other slices.
+    /// The message of a collective over the ranks with the other slices, of which a rank sends a
+    /// number of bytes.
     fn among_slices(&self, bytes: f64, slices: usize) -> Message {
         match self.node {
             Some((size, inside)) if slices <= size => {
-                Message { inside: inside.time(bytes, slices), across: 0.0 }
+                Message { inside: inside.sending(bytes, slices), across: 0.0 }
             }
-            _ => Message { inside: 0.0, across: self.links.time(bytes, slices) },
+            _ => Message { inside: 0.0, across: self.links.sending(bytes, slices) },
         }
     }
 }
@@ -147,6 +153,9 @@ impl Plan {
     /// | [`Reduced`](Placement::Reduced) | gathered, as with [`AtFirstUse`](crate::distributed::Publish::AtFirstUse) | reduced | |
     /// | [`Owned`](Placement::Owned) | gathered | gathered again, reduced | |
     ///
+    /// New parameters arrive in whole buckets, in the order of the first parameter of each; all
+    /// other messages of the passes are those of single parameters.
+    ///
     /// Messages of parameters that are cut are those of slices. In the step, their gradients and
     /// values are assembled after the reduction, and distributed before they are gathered.
     ///
@@ -165,8 +174,12 @@ impl Plan {
         let slices = |bucket: &Bucket| self.slices(bucket.parameters[0]);
         let message = |bucket: &Bucket| machine.message(bytes(bucket), ranks, slices(bucket));
         // Of each of a number of tensors, a rank sends its share.
-        let among_slices = |bucket: &Bucket, tensors: usize| {
-            machine.among_slices((tensors * bytes(bucket)) as f64 / ranks as f64, slices(bucket))
+        let among_slices = |bucket: &Bucket, tensors: usize| match self.assembled(bucket) {
+            0 => Message::default(),
+            elements => {
+                let bytes = (tensors * elements * bucket.dtype.size()) as f64;
+                machine.among_slices(bytes / ranks as f64, slices(bucket))
+            }
         };
         let mut ready = vec![0.0; self.buckets().len()];
         let order = self.update_order();
@@ -242,7 +255,8 @@ impl Plan {
             true => {
                 let part = bytes[index] as f64 / of_cut as f64;
                 let half = passes.activations as f64 * part / 2.0;
-                machine.among_slices(half, self.slices(index))
+                let slices = self.slices(index) as f64;
+                machine.among_slices(half * (slices - 1.0) / slices, self.slices(index))
             }
             false => Message::default(),
         };
@@ -258,21 +272,36 @@ impl Plan {
                 [Message { inside: 0.0, across }, Message { inside, across: 0.0 }]
             }
             (Placement::Owned, false) => [Message::default(), message(index)],
-            (Placement::Reduced, _) => [message(index), Message::default()],
-            (Placement::Replicated, _) => [Message::default(); 2],
+            (Placement::Reduced | Placement::Replicated, _) => [Message::default(); 2],
         };
         let owned = |index: usize| match self.parameters()[index].placement {
             Placement::Owned => bytes[index],
             Placement::Replicated | Placement::Reduced => 0,
         };
+        // Of those that arrive at their first use, a bucket is gathered as a whole.
+        let mut bucket_of = vec![0; bytes.len()];
+        for (index, bucket) in self.buckets().iter().enumerate() {
+            bucket.parameters.iter().for_each(|parameter| bucket_of[*parameter] = index);
+        }
+        let mut published: Vec<Option<f64>> = vec![None; self.buckets().len()];
+        let mut arrival = |wires: &mut Wires, parameter: usize| {
+            let bucket = &self.buckets()[bucket_of[parameter]];
+            if bucket.placement != Placement::Reduced {
+                return 0.0;
+            }
+            let bytes = bucket.elements() * bucket.dtype.size();
+            *published[bucket_of[parameter]].get_or_insert_with(|| {
+                wires.gather(0.0, machine.message(bytes, self.world_size(), self.slices(parameter)))
+            })
+        };
         let mut time = 0.0;
         let count = self.parameters().len();
         let mut forward = Ahead::new(passes.ahead);
         for (index, seconds) in seconds.iter().enumerate() {
-            let [published, gathered] = split(index);
-            let published = wires.gather(0.0, published);
+            let [replicas, gathered] = split(index);
+            let arrived = arrival(wires, index).max(wires.gather(0.0, replicas));
             let asked = forward.ask(owned(index));
-            time = wires.gather(published.max(asked), gathered).max(time);
+            time = wires.gather(arrived.max(asked), gathered).max(time);
             time = summed(wires, time + FORWARD * seconds, index);
             forward.used(time);
         }
@@ -299,6 +328,23 @@ impl Plan {
             }
         }
         (time, reduced)
+    }
+
+    /// The elements of a bucket whose owners do not have them in their slices. As on the last axis
+    /// of a mesh, neighbouring ranks have the slices.
+    fn assembled(&self, bucket: &Bucket) -> usize {
+        let of_run = |rank: usize, run: &Run| {
+            let slices = self.parameters()[run.parameter].slices.as_ref();
+            let of_others = |slices: &Slices| {
+                let held = slices.range(rank % slices.count(), &run.elements);
+                run.elements.len() - held.len()
+            };
+            slices.map_or(0, of_others)
+        };
+        let ranks = 0..self.world_size();
+        ranks
+            .flat_map(|rank| bucket.runs(rank).into_iter().map(move |run| of_run(rank, &run)))
+            .sum()
     }
 
     /// The number of slices of a parameter.
