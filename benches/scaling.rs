@@ -25,8 +25,8 @@ use comfy_table::{Table, presets};
 use common::Matrices;
 use distmuon::comm::World;
 use distmuon::distributed::plan::{
-    Costs, Cut, Links, Machine, Parameter, PassTimes, Placement, Plan, PlanConfig, ShapeCost,
-    Slices, Work,
+    Costs, Cut, Links, Machine, MatrixOrder, Parameter, PassTimes, Placement, Plan, PlanConfig,
+    ShapeCost, Slices, Work,
 };
 use distmuon::distributed::{CostSource, DistMuonConfig};
 use distmuon::{MuonConfig, RoutingRule};
@@ -211,31 +211,65 @@ impl Model {
     fn efficiency(&self, ranks: usize, place: &Place) -> f64 {
         let elements: usize = self.parameters.iter().map(Parameter::elements).sum();
         let seconds = PASSES * elements as f64 * self.tokens / ranks as f64 / GPU_OPERATIONS;
-        let placed = |parameter: &Parameter| {
-            let is_cut = place.slices > 1 && parameter.matrices() > 0;
-            let cut = Cut { axis: "tp".into(), ranks: place.slices, dimension: 1, parts: 1 };
-            let slices = is_cut.then(|| Slices::new(&parameter.shape, &[cut]));
+        let placed = |(index, parameter): (usize, &Parameter)| {
+            let cut = match &place.cut {
+                Some(Cuts::Columns(ranks)) if parameter.matrices() > 0 => Some((*ranks, 1)),
+                Some(Cuts::Rows) if index == EMBEDDING => Some((ranks, 0)),
+                _ => None,
+            };
+            let cut = cut.map(|(ranks, dimension)| Cut {
+                axis: "cut".into(),
+                ranks,
+                dimension,
+                parts: 1,
+            });
+            let slices = cut.map(|cut| Slices::new(&parameter.shape, &[cut]));
             Parameter { placement: place.placement, slices, ..parameter.clone() }
         };
-        let parameters = self.parameters.iter().map(placed).collect();
+        let parameters = self.parameters.iter().enumerate().map(placed).collect();
         let costs = self.costs();
-        let plan = Plan::new(parameters, ranks, &PlanConfig::default(), &costs);
+        let order = match place.placement {
+            Placement::Reduced => MatrixOrder::Model,
+            Placement::Replicated | Placement::Owned => MatrixOrder::Size,
+        };
+        let config = PlanConfig { order, ..PlanConfig::default() };
+        let plan = Plan::new(parameters, ranks, &config, &costs);
         let [across, inside] =
             [GPU_LINKS[0].1, GPU_LINKS[1].1].map(|bandwidth| Links { bandwidth, latency: LATENCY });
         let node = place.by_node.then_some((NODE, inside));
         let machine = Machine { links: across, node, elementwise: GPU_ELEMENTWISE };
-        // Two regions in a layer, each with a sum in either pass.
-        let [embedding, ..] = &self.parameters[..] else { unreachable!("a model has a table") };
-        let row = embedding.shape[1] * embedding.dtype.size();
-        let tokens = self.tokens * place.slices as f64 / ranks as f64;
-        let activations = match place.slices {
-            1 => 0,
-            _ => 2 * self.layers * 2 * row * tokens as usize,
-        };
+        let embedding = &self.parameters[EMBEDDING];
+        let row = (embedding.shape[1] * embedding.dtype.size()) as f64;
+        let tokens = self.tokens / ranks as f64;
+        let activations = match &place.cut {
+            // Two regions in a layer, each with a sum in either pass.
+            Some(Cuts::Columns(ranks)) => {
+                2.0 * self.layers as f64 * 2.0 * row * tokens * *ranks as f64
+            }
+            // An exchange in either pass, each of which counts half.
+            Some(Cuts::Rows) => row * different(tokens, embedding.shape[0]),
+            None => 0.0,
+        } as usize;
         let passes =
             PassTimes { seconds, inside_nodes: place.inside_nodes, ahead: AHEAD, activations };
         seconds / plan.expect("usable settings").timeline(&costs, &machine, &passes).total
     }
+}
+
+/// The expected number of different tokens among `tokens`, whose frequencies are inversely
+/// proportional to their rank (Zipf's law).
+fn different(tokens: f64, vocabulary: usize) -> f64 {
+    let ranks = || (1..=vocabulary).map(|rank| rank as f64);
+    let sum: f64 = ranks().map(|rank| 1.0 / rank).sum();
+    ranks().map(|rank| 1.0 - (1.0 - 1.0 / (rank * sum)).powf(tokens)).sum()
+}
+
+/// Parameters that are cut into slices.
+enum Cuts {
+    /// All matrices, into columns for a number of neighbouring ranks.
+    Columns(usize),
+    /// The embedding, into rows for all ranks.
+    Rows,
 }
 
 /// A way to place the parameters of a model.
@@ -244,9 +278,11 @@ struct Place {
     placement: Placement,
     by_node: bool,
     inside_nodes: bool,
-    /// The number of slices into which matrices are cut, inside nodes.
-    slices: usize,
+    cut: Option<Cuts>,
 }
+
+/// The index of the embedding among the parameters of a model.
+const EMBEDDING: usize = 0;
 
 /// Ranks of a node, and bytes that are gathered ahead of their use.
 const NODE: usize = 8;
@@ -270,16 +306,18 @@ fn simulate_hiding() -> Vec<(&'static str, Vec<Efficiency>)> {
         placement,
         by_node,
         inside_nodes,
-        slices: 1,
+        cut: None,
     };
+    let hidden = || place("hidden, by node", Placement::Reduced, true, false);
     let owned = || place("owned inside nodes", Placement::Owned, true, true);
     let places = [
         place("replicated, flat", Placement::Replicated, false, false),
         place("replicated, by node", Placement::Replicated, true, false),
-        place("hidden, by node", Placement::Reduced, true, false),
+        hidden(),
+        Place { name: "the same, rows", cut: Some(Cuts::Rows), ..hidden() },
         place("owned, by node", Placement::Owned, true, false),
         owned(),
-        Place { name: "the same, slices of 4", slices: 4, ..owned() },
+        Place { name: "the same, slices of 4", cut: Some(Cuts::Columns(4)), ..owned() },
     ];
     let simulated = models.iter().map(|model| {
         let efficiency = |place: &Place| Efficiency {

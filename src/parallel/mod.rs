@@ -3,7 +3,7 @@
 //! In a *region* of tensor parallelism, the ranks of a group compute the same rows with different
 //! slices of the weights. [`enter`] begins a region and [`leave`] ends it, as `f` and `g` of
 //! Megatron-LM (<https://arxiv.org/abs/1909.08053>, section 3). [`exchange`] sends rows to the
-//! ranks that have their experts, and back.
+//! ranks that have their experts, and back. A [`RowEmbedding`] looks up rows that other ranks have.
 //!
 //! ```text
 //!                    rank 0   x W[:, ..k] ──► relu ──► W'[..k, :] ─┐
@@ -20,6 +20,7 @@
 //! A forward or backward pass can't return an error. After a failure, results are NaN or undefined,
 //! and the next collective of any rank returns an error.
 
+mod embedding;
 mod layers;
 
 use std::sync::Arc;
@@ -30,6 +31,7 @@ use crate::comm::{Communicator, Engine, Pending, ReduceOp};
 use crate::error::Result;
 use crate::link::Link;
 use crate::slices;
+pub use embedding::RowEmbedding;
 pub use layers::{ColumnLinear, RowLinear};
 
 /// Returns the input of a region, unchanged. In the backward pass, the gradients of the ranks are
@@ -98,15 +100,9 @@ pub fn exchange<const D: usize>(
     let rank = group.rank();
     let mut shape: [usize; D] = x.dims();
     let width: usize = shape[1..].iter().product();
-    let elements = |from: usize, to: usize| {
-        width * counts.get(from).and_then(|sent| sent.get(to)).copied().unwrap_or_default()
-    };
-    // A table that does not fit is refused by the call, on a rank at least.
     let table: Vec<Vec<usize>> =
         counts.iter().map(|sent| sent.iter().map(|rows| rows * width).collect()).collect();
-    let ranks = 0..counts.len();
-    let back: Vec<Vec<usize>> =
-        ranks.clone().map(|to| ranks.clone().map(|from| elements(from, to)).collect()).collect();
+    let back = transposed(&table);
     shape[0] = counts.iter().filter_map(|sent| sent.get(rank)).sum();
     let group = Collective::of(group);
     let rows = x.clone().without_autodiff().reshape([-1]);
@@ -114,6 +110,15 @@ pub fn exchange<const D: usize>(
     let received = shaped(received, shape.into());
     let sent: usize = x.shape().num_elements();
     Link::new(move |gradient| group.exchange(gradient, &back, sent)).attach(x, received)
+}
+
+/// The table of counts of the way back.
+///
+/// A table that does not fit the group is refused by the exchange, on a rank at least.
+fn transposed(counts: &[Vec<usize>]) -> Vec<Vec<usize>> {
+    let ranks = 0..counts.len();
+    let count = |from: usize, to: usize| counts[from].get(to).copied().unwrap_or_default();
+    ranks.clone().map(|to| ranks.clone().map(|from| count(from, to)).collect()).collect()
 }
 
 /// A flat tensor in a shape. Burn takes a zero in a target for the extent of the source.

@@ -1,16 +1,17 @@
 //! Regions of tensor parallelism, and experts on ranks, against one rank.
 
 use burn::module::{Module, Param};
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::activation::relu;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
 use distmuon::comm::{Communicator, ReduceOp, World};
 use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
-use distmuon::parallel::{ColumnLinear, RowLinear, enter, exchange, leave};
+use distmuon::parallel::{ColumnLinear, RowEmbedding, RowLinear, enter, exchange, leave};
 use distmuon::{AdamWConfig, Error, MuonConfig, RoutingRule};
 use distmuon_testing::models::Fixed;
 use distmuon_testing::precision::has;
+use distmuon_testing::watched::counted;
 use distmuon_testing::worlds::{self, Case, cases};
 
 use crate::{device, ranks, ranks_here};
@@ -21,11 +22,15 @@ pub const EVERYWHERE: &[Case] = cases![
     ranks_without_rows_take_part_in_both_passes,
     sums_of_half_precision_are_rounded_once,
     experts_on_ranks_train_as_on_one,
+    rows_of_an_embedding_train_as_the_whole,
 ];
 
 pub const IN_PROCESS: &[Case] = cases![
     a_wrong_table_of_counts_is_an_error_of_all_ranks,
     a_forgotten_partial_gradient_is_found_in_the_first_step,
+    a_token_without_a_row_is_an_error_of_all_ranks,
+    a_table_that_is_not_cut_is_an_error_of_all_ranks,
+    rows_of_an_embedding_are_sent_once,
 ];
 
 const INPUTS: usize = 12;
@@ -403,4 +408,140 @@ fn experts_on_ranks_train_as_on_one() {
             assert_eq!(*same, trained[0].1, "all ranks have the same bits");
         }
     }
+}
+
+/// No multiple of two, three or four.
+const ROWS: usize = 29;
+
+/// Tokens of an embedding, and a head without shared weights.
+#[derive(Module, Debug)]
+struct Words {
+    rows: Option<RowEmbedding>,
+    whole: Option<Embedding>,
+    head: Linear,
+}
+
+impl Words {
+    /// With the rows on the ranks of a group, or all of them on every rank.
+    fn new(group: Option<&Communicator>, device: &Device) -> Self {
+        let table = EmbeddingConfig::new(ROWS, INPUTS).init(device).map(&mut Fixed::new(5));
+        let (rows, whole) = match group {
+            Some(group) => (Some(RowEmbedding::new(table, group)), None),
+            None => (None, Some(table)),
+        };
+        Self { rows, whole, head: layer(INPUTS, ROWS, 6, device) }
+    }
+
+    fn table(&self) -> Vec<f32> {
+        let rows = self.rows.iter().map(|rows| &rows.embedding);
+        let table = rows.chain(&self.whole).next().expect("one of both");
+        floats(table.weight.val())
+    }
+
+    fn loss(&self, tokens: &[i32]) -> Tensor<1> {
+        let device = self.head.weight.val().device();
+        let ids = Tensor::<1, Int>::from_data(TensorData::from(tokens), &device);
+        let ids = ids.reshape([2, tokens.len() / 2]);
+        let x = match (&self.rows, &self.whole) {
+            (Some(rows), _) => rows.forward(ids),
+            (None, Some(whole)) => whole.forward(ids),
+            (None, None) => unreachable!("one of both"),
+        };
+        self.head.forward(x).square().mean()
+    }
+}
+
+fn tokens(step: usize, rank: usize) -> Vec<i32> {
+    // Some twice, and most rows by no rank; ranks have different numbers of tokens.
+    (0..6 + 2 * rank).map(|index| ((index * index + 7 * rank + step) % 11 * 2) as i32).collect()
+}
+
+fn rows_of_an_embedding_train_as_the_whole() {
+    let train = |count: usize, by_rows: bool, owned: bool| {
+        let run = ranks(count, |world| {
+            let mesh = Mesh::new(&world, [Axis::data("dp", count)])?;
+            let layout = Layout::new(&mesh);
+            let layout = if owned { layout.owned("dp") } else { layout };
+            let layout = match by_rows {
+                true => layout.with_place(Place::shard("^rows", "dp", 0)),
+                false => layout,
+            };
+            let model = Words::new(by_rows.then(|| world.comm()), world.device());
+            let mut model = layout.shard(model)?;
+            let mut optim = DistMuonConfig::new().init_on(&layout, &model)?;
+            let mut losses = vec![];
+            for step in 0..5 {
+                let loss = model.loss(&tokens(step, world.rank()));
+                losses.extend(floats(loss.clone()));
+                model = optim.step(0.02, model.clone(), layout.backward(&loss, &model)?)?;
+            }
+            Ok((losses, layout.unshard(&model)?.table()))
+        });
+        run.unwrap()
+    };
+    for count in [1, 2, 3, 4].into_iter().filter(worlds::has) {
+        let whole = train(count, false, false);
+        for owned in [false, true] {
+            let rows = train(count, true, owned);
+            for ((losses, table), (expected_losses, expected)) in rows.iter().zip(&whole) {
+                for (values, expected) in [(losses, expected_losses), (table, expected)] {
+                    assert_eq!(values.len(), expected.len());
+                    let near = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-5;
+                    let differs = values.iter().zip(expected).find(|pair| !near(*pair));
+                    assert_eq!(differs, None, "{count} ranks, owned: {owned}");
+                }
+            }
+        }
+    }
+}
+
+fn a_token_without_a_row_is_an_error_of_all_ranks() {
+    let unknown = |rank: usize| if rank == 0 { 3 } else { ROWS as i32 };
+    fails_with(true, unknown, "a token has no row: expected 0 to 28, got 29");
+}
+
+fn a_table_that_is_not_cut_is_an_error_of_all_ranks() {
+    fails_with(false, |_| 3, "its table has other rows: expected");
+}
+
+/// A lookup of a token fails on rank 1 at least.
+fn fails_with(is_cut: bool, token: impl Fn(usize) -> i32 + Send + Sync, expected: &str) {
+    let errors = ranks_here(2, |world| {
+        let mesh = Mesh::flat(&world);
+        let layout = Layout::new(&mesh).with_place(Place::shard("^rows", "dp", 0));
+        let whole = Words::new(Some(world.comm()), world.device());
+        let model = if is_cut { layout.shard(whole)? } else { whole };
+        let loss = model.loss(&[1, token(world.rank())]);
+        assert!(loss.into_scalar::<f32>().is_nan());
+        let one = Tensor::<1>::ones([1], (&device().inner(), DType::F32));
+        let next = world.comm().all_reduce(one, ReduceOp::Sum).and_then(|sum| sum.wait());
+        Ok(next.expect_err("the world has ended"))
+    });
+    for error in errors.unwrap_or_else(|error| vec![error]) {
+        let text = error.to_string();
+        // NCCL's own communicator has ended on a rank that failed.
+        let is_told = matches!(error, Error::PeerFailed { .. });
+        assert!(is_told && text.contains(expected) || text.contains("ended"), "{text}");
+    }
+}
+
+/// Each different token and its row, and its gradient: not the table.
+fn rows_of_an_embedding_are_sent_once() {
+    let sent = ranks_here(2, |world| {
+        let (comm, traffic) = counted(world.communicator());
+        let world = World::new(comm, world.device().clone());
+        let mesh = Mesh::flat(&world);
+        let layout = Layout::new(&mesh).with_place(Place::shard("^rows", "dp", 0));
+        let model = layout.shard(Words::new(Some(world.comm()), world.device()))?;
+        traffic.lock().unwrap().clear();
+        let tokens = [[0, 20, 20, 20, 21, 21], [0, 0, 1, 1, 20, 20]][world.rank()];
+        let gradients = model.loss(&tokens).backward();
+        let rows = &model.rows.as_ref().expect("by rows").embedding;
+        assert!(rows.weight.grad(&gradients).is_some());
+        let sent = traffic.lock().unwrap()["all_to_all"];
+        Ok(sent)
+    });
+    // Rank 0 asks rank 1 for rows 20 and 21, and rank 1 asks rank 0 for rows 0 and 1.
+    let row = INPUTS * 4;
+    assert_eq!(sent.unwrap(), [2 * 4 + 2 * 2 * row; 2]);
 }
