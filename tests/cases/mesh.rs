@@ -9,8 +9,9 @@ use distmuon::{MuonConfig, Result};
 
 use super::Outcome;
 
-/// The axis that cuts parameters.
+/// The axes that cut parameters, and that own the slices.
 const TENSOR: &str = "tp";
+const DATA: &str = "dp";
 
 /// The axes that `DISTMUON_CONFORMANCE_MESH` lists, as in `dp=2,tp=2`. `None` if it is not set.
 pub fn axes() -> Outcome<Option<Vec<Axis>>> {
@@ -26,6 +27,14 @@ pub fn axes() -> Outcome<Option<Vec<Axis>>> {
 
 pub fn ranks(axes: &[Axis]) -> usize {
     axes.iter().map(Axis::size).product()
+}
+
+/// Slices on every rank, and slices that ranks own, if the mesh has an axis for them.
+pub fn placements(axes: &[Axis]) -> Vec<fn(Layout) -> Layout> {
+    let (all, owned): (fn(_) -> _, fn(Layout) -> _) =
+        (|layout| layout, |layout| layout.owned(DATA).with_small_elements(1));
+    let owns = axes.iter().any(|axis| axis.name() == DATA);
+    if owns { vec![all, owned] } else { vec![all] }
 }
 
 /// Paths and shapes of all parameters.
@@ -72,29 +81,46 @@ pub fn layout<M: Module>(
     }))
 }
 
-/// The gradients of a rank's slices, from those of the whole model.
-pub fn slices<M: Module>(layout: &Layout, sliced: &M, whole: GradientsParams) -> GradientsParams {
-    struct Slicing {
-        coordinate: usize,
-        ranks: usize,
-        whole: GradientsParams,
-        sliced: GradientsParams,
+/// A model whose parameters are multiplied one by one. A visitor would see the parts that a rank
+/// owns.
+pub trait Products: Module {
+    /// The products of its slices with the gradients of the whole model.
+    fn products(&self, whole: &Self, gradients: &mut Slices) -> Vec<Tensor<1>>;
+}
+
+/// The gradients of a whole model, of which a rank needs slices.
+pub struct Slices {
+    coordinate: usize,
+    ranks: usize,
+    whole: GradientsParams,
+}
+
+impl Slices {
+    /// The product of a parameter's slice with that of its gradient.
+    pub fn product<const D: usize>(
+        &mut self,
+        param: &Param<Tensor<D>>,
+        whole: &Param<Tensor<D>>,
+    ) -> Tensor<1> {
+        let gradient = self.whole.remove::<D>(whole.id).expect("every parameter has a gradient");
+        let dimension = longest(&gradient.dims());
+        let extent = gradient.dims()[dimension];
+        let boundary = |coordinate: usize| coordinate * extent / self.ranks;
+        let (start, end) = (boundary(self.coordinate), boundary(self.coordinate + 1));
+        let gradient = gradient.slice_dim(dimension, start..end);
+        (param.val() * Tensor::from_inner(gradient)).sum()
     }
-    impl ModuleVisitor for Slicing {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-            let Some(gradient) = self.whole.remove::<D>(param.id) else { return };
-            let dimension = longest(&gradient.dims());
-            let extent = gradient.dims()[dimension];
-            let boundary = |coordinate: usize| coordinate * extent / self.ranks;
-            let (start, end) = (boundary(self.coordinate), boundary(self.coordinate + 1));
-            let gradient = gradient.slice_dim(dimension, start..end);
-            self.sliced.register(param.id, gradient);
-        }
-    }
+}
+
+/// The gradients of a rank's slices, from the whole model and its gradients.
+pub fn gradients<M: Products>(
+    layout: &Layout,
+    sliced: &M,
+    (model, whole): (&M, GradientsParams),
+) -> Result<GradientsParams> {
     let mesh = layout.mesh();
     let ranks = mesh.axes().iter().find(|axis| axis.name() == TENSOR).map_or(1, Axis::size);
     let coordinate = mesh.coordinate(TENSOR).unwrap_or(0);
-    let mut slicing = Slicing { coordinate, ranks, whole, sliced: GradientsParams::new() };
-    sliced.visit(&mut slicing);
-    slicing.sliced
+    let products = sliced.products(model, &mut Slices { coordinate, ranks, whole });
+    layout.backward(&Tensor::cat(products, 0).sum(), sliced)
 }

@@ -10,6 +10,7 @@ use distmuon::{
 };
 use serde::Deserialize;
 
+use super::mesh::{Products, Slices};
 use super::muon::{CoefficientSet, IterationName, ScaleName};
 use super::{Case, Outcome, Step, every_optimizer, oriented, relative_error};
 
@@ -93,6 +94,17 @@ enum Kind {
 struct Mixed {
     vectors: Vec<Param<Tensor<1>>>,
     matrices: Vec<Param<Tensor<2>>>,
+}
+
+impl Products for Mixed {
+    fn products(&self, whole: &Self, gradients: &mut Slices) -> Vec<Tensor<1>> {
+        let vectors = self.vectors.iter().zip(&whole.vectors);
+        let vectors: Vec<_> =
+            vectors.map(|(vector, whole)| gradients.product(vector, whole)).collect();
+        let matrices = self.matrices.iter().zip(&whole.matrices);
+        let matrices = matrices.map(|(matrix, whole)| gradients.product(matrix, whole));
+        vectors.into_iter().chain(matrices).collect()
+    }
 }
 
 /// The largest error of a step and parameter, in both layouts, of every optimizer.

@@ -18,6 +18,7 @@ use safetensors::SafeTensors;
 use serde::{Deserialize, Serialize};
 
 use elementwise::{AdamWSettings, LionSettings};
+use mesh::{Products, Slices};
 use muon::{IterationName, MuonSettings};
 
 pub use own::{check_own, write_own};
@@ -49,6 +50,12 @@ pub struct Case {
 #[derive(Module, Debug)]
 struct One<const D: usize> {
     weight: Param<Tensor<D>>,
+}
+
+impl<const D: usize> Products for One<D> {
+    fn products(&self, whole: &Self, gradients: &mut Slices) -> Vec<Tensor<1>> {
+        vec![gradients.product(&self.weight, &whole.weight)]
+    }
 }
 
 impl Case {
@@ -200,9 +207,10 @@ type Step<'a, M> = &'a mut dyn FnMut(f64, M, GradientsParams) -> Outcome<M>;
 
 /// The largest error of Burn's optimizer of single parameters, of the optimizer of batches, of
 /// worlds of the numbers of ranks that `DISTMUON_CONFORMANCE_RANKS` lists, and of the mesh of
-/// `DISTMUON_CONFORMANCE_MESH`, whose axis `tp` cuts every parameter. `follow` returns the largest
+/// `DISTMUON_CONFORMANCE_MESH`, whose axis `tp` cuts every parameter, and whose axis `dp` owns the
+/// slices in addition. `follow` returns the largest
 /// error of a model whose gradients are those of the file times a weight.
-fn every_optimizer<M: Module>(
+fn every_optimizer<M: Products>(
     config: &MuonConfig,
     model: impl Fn(&Device) -> Outcome<M> + Sync,
     follow: impl Fn(M, f64, Step<'_, M>) -> Outcome<f64> + Sync,
@@ -231,17 +239,18 @@ fn every_optimizer<M: Module>(
         let errors = errors.map_err(|error: anyhow::Error| error.to_string())?;
         worst = errors.into_iter().fold(worst, f64::max);
     }
-    if let Some(axes) = mesh::axes()? {
-        let errors = World::threads(vec![device; mesh::ranks(&axes)], |world| {
+    let Some(axes) = mesh::axes()? else { return Ok(worst) };
+    for placement in mesh::placements(&axes) {
+        let errors = World::threads(vec![device.clone(); mesh::ranks(&axes)], |world| {
             let whole = model(world.device()).map_err(anyhow::Error::msg)?;
-            let layout = mesh::layout(&world, &axes, &whole, config)?;
+            let layout = placement(mesh::layout(&world, &axes, &whole, config)?);
             let dist = DistMuonConfig::new().with_muon(config.clone());
             let mut sliced = layout.shard(whole.clone())?;
             let mut optim = dist.init_on(&layout, &sliced)?;
             let data = layout.mesh().data();
             let weight = 2.0 * (data.rank() + 1) as f64 / (data.size() + 1) as f64;
-            let step: Step<'_, M> = &mut |lr, _whole, grads| {
-                let grads = mesh::slices(&layout, &sliced, grads);
+            let step: Step<'_, M> = &mut |lr, whole, grads| {
+                let grads = mesh::gradients(&layout, &sliced, (&whole, grads)).map_err(text)?;
                 sliced = optim.step(lr, sliced.clone(), grads).map_err(text)?;
                 layout.unshard(&sliced).map_err(text)
             };

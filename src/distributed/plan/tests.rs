@@ -445,6 +445,120 @@ fn the_timeline_of_slices_equals_a_calculation_by_hand() {
     assert_eq!(total(2, 256), 4.0 + 7.0 + flags(2.0));
 }
 
+/// A simulation of passes layer by layer, each with the bytes of one message. It is independent of
+/// the code of plans.
+struct Layers {
+    bytes: Vec<f64>,
+    /// Seconds of both passes, and of the iteration on the busiest rank.
+    seconds: f64,
+    iteration: f64,
+    ranks: usize,
+}
+
+impl Layers {
+    const NODE: usize = 8;
+    const INSIDE: Links = Links { bandwidth: 4.5e11, latency: 1e-5 };
+    const ACROSS: Links = Links { bandwidth: 5e10, latency: 1e-5 };
+
+    fn message(bytes: f64, ranks: usize, links: Links) -> f64 {
+        let ranks = ranks as f64;
+        links.latency * ranks.log2() + bytes * (ranks - 1.0) / ranks / links.bandwidth
+    }
+
+    /// Nothing is hidden, and nodes count for nothing.
+    fn flat(&self) -> f64 {
+        let message = |bytes: &f64| Self::message(*bytes, self.ranks, Self::ACROSS);
+        self.seconds + 2.0 * self.bytes.iter().map(message).sum::<f64>() + self.iteration
+    }
+
+    /// Hidden behind the passes. Owned layers are gathered inside nodes for each pass, one ahead of
+    /// its use, and exchanged between nodes once.
+    fn hidden(&self, owned: bool) -> f64 {
+        let (nodes, last) = (self.ranks / Self::NODE, self.bytes.len() - 1);
+        let inside = |layer: usize| Self::message(self.bytes[layer], Self::NODE, Self::INSIDE);
+        let across = |layer: usize| {
+            Self::message(self.bytes[layer] / Self::NODE as f64, nodes, Self::ACROSS)
+        };
+        let forward =
+            |layer: usize| self.seconds / 3.0 * self.bytes[layer] / self.bytes.iter().sum::<f64>();
+        let (mut time, mut near, mut far) = (0.0_f64, 0.0_f64, 0.0_f64);
+        for layer in 0..=last {
+            far += across(layer);
+            near = near.max(far) + inside(layer);
+            time = time.max(near) + forward(layer);
+        }
+        (near, far) = (near.max(time), far.max(time));
+        if owned {
+            near += inside(last);
+            time = time.max(near);
+        }
+        for layer in (0..=last).rev() {
+            let again = owned && layer > 0;
+            near += if again { inside(layer - 1) } else { 0.0 };
+            let ready = near;
+            time += 2.0 * forward(layer);
+            near = near.max(time) + inside(layer);
+            far = far.max(near) + across(layer);
+            time = if again { time.max(ready) } else { time };
+        }
+        time.max(near).max(far) + self.iteration
+    }
+}
+
+#[test]
+fn timelines_are_those_of_a_simulation_layer_by_layer() {
+    // A GPT of 20 layers of 12 x 1280 x 1280 in float32, and 32 layers of 13 x 4096 x 4096, near
+    // those of Llama-3-8B, in bfloat16.
+    let gpt = (20, 12, 1280, 65_536, DType::F32, 524_288.0);
+    let llama = (32, 13, 4096, 128_256, DType::BF16, 4_194_304.0);
+    for (layers, matrices, width, vocabulary, dtype, tokens) in [gpt, llama] {
+        let placed = |placement| -> Vec<Parameter> {
+            let layer = |_| stack("layer", matrices, [width; 2]);
+            // Two tables, in parts no larger than a layer.
+            let rows = matrices * width;
+            let starts = (0..2 * vocabulary).step_by(rows);
+            let part = |start: usize| elements("part", &[rows.min(2 * vocabulary - start), width]);
+            let all = (0..layers).map(layer).chain(starts.map(part));
+            all.map(|parameter| Parameter { dtype, placement, ..parameter }).collect()
+        };
+        let bytes: Vec<f64> = placed(Placement::Replicated)
+            .iter()
+            .map(|parameter| (parameter.elements() * dtype.size()) as f64)
+            .collect();
+        let elements: f64 = bytes.iter().sum::<f64>() / dtype.size() as f64;
+        let each = flops([width; 2]) / 4e14;
+        let costs = Costs::new([([width; 2], ShapeCost { fixed: 0.0, each })]);
+        for ranks in [64, 128, 512] {
+            let simulated = Layers {
+                bytes: bytes.clone(),
+                seconds: 6.0 * elements * tokens / ranks as f64 / 4e14,
+                iteration: (layers * matrices).div_ceil(ranks) as f64 * each,
+                ranks,
+            };
+            let total = |placement, node, ahead| {
+                let config = PlanConfig { bucket_bytes: 1, ..PlanConfig::default() };
+                let plan = Plan::new(placed(placement), ranks, &config, &costs).unwrap();
+                let machine = Machine { links: Layers::ACROSS, node, elementwise: f64::INFINITY };
+                let seconds = simulated.seconds;
+                let passes = PassTimes { seconds, inside_nodes: true, ahead, activations: 0 };
+                plan.timeline(&costs, &machine, &passes).total
+            };
+            let nodes = Some((Layers::NODE, Layers::INSIDE));
+            let ahead = 2 * bytes[0] as usize;
+            let pairs = [
+                (total(Placement::Replicated, None, 0), simulated.flat()),
+                (total(Placement::Reduced, nodes, 0), simulated.hidden(false)),
+                (total(Placement::Owned, nodes, ahead), simulated.hidden(true)),
+            ];
+            for (index, (total, expected)) in pairs.into_iter().enumerate() {
+                let [part, expected] = [total, expected].map(|time| simulated.seconds / time);
+                let text = format!("{width}, {ranks} ranks, {index}: {part}, not {expected}");
+                assert!((part - expected).abs() < 0.02, "{text}");
+            }
+        }
+    }
+}
+
 #[test]
 fn the_report_prints_as_a_table() {
     let parameters = [stack("a", 3, [8, 8]), elements("b", &[10])];
