@@ -50,6 +50,8 @@ impl Place {
     /// Muon updates whole matrices nevertheless: their owners get all slices of the gradient, and
     /// return those of the new values.
     ///
+    /// Frozen parameters are cut as well.
+    ///
     /// Several rules for one parameter apply in their order, each to the slices of those before it.
     /// Ranks divide a dimension as [`World::part`](crate::comm::World::part) divides items: slices
     /// may differ by an element.
@@ -110,20 +112,25 @@ impl Place {
 pub struct Places<'a>(Vec<(&'a Place, Regex)>);
 
 impl<'a> Places<'a> {
-    /// Fails for a pattern that is malformed or matches no trained parameter.
+    /// Fails for a pattern that is malformed or matches no parameter. Frozen parameters are only
+    /// cut.
     pub fn compile(places: &'a [Place], parameters: &[Found]) -> Result<Self> {
         let compile = |place: &'a Place| {
             let regex = Regex::new(&place.pattern).map_err(|error| Error::Pattern {
                 pattern: place.pattern.clone(),
                 reason: error.to_string(),
             })?;
-            let matches = |found: &Found| found.trainable && regex.is_match(&found.path);
+            let (cuts_frozen, expected) = match place.rule {
+                Rule::Cut { .. } => (true, "a parameter whose path matches"),
+                Rule::Between(_) | Rule::Partial { .. } => {
+                    (false, "a trained parameter whose path matches")
+                }
+            };
+            let matches =
+                |found: &Found| (found.trainable || cuts_frozen) && regex.is_match(&found.path);
             match parameters.iter().any(matches) {
                 true => Ok((place, regex)),
-                false => Err(Error::UnusedRule {
-                    pattern: place.pattern.clone(),
-                    expected: "a trained parameter whose path matches",
-                }),
+                false => Err(Error::UnusedRule { pattern: place.pattern.clone(), expected }),
             }
         };
         places.iter().map(compile).collect::<Result<_>>().map(Self)

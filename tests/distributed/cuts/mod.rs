@@ -1,6 +1,8 @@
 //! Parameters that are cut into slices against whole ones: equal bits for equal gradients, on any
 //! mesh and for every part of the update.
 
+mod layers;
+
 use std::collections::HashMap;
 use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex};
@@ -24,6 +26,7 @@ use distmuon_testing::worlds::{self, Case, Folder, cases};
 
 use crate::owned::rejections::{Outcomes, Watch, assert_failures_stop_all_ranks, watched_victim};
 use crate::{Net, config, ranks, ranks_here, trained};
+use layers::convolutions_and_frozen_layers_are_trained_as_whole_ones;
 
 pub const EVERYWHERE: &[Case] = cases![
     cut_parameters_are_updated_as_whole_ones,
@@ -34,6 +37,7 @@ pub const EVERYWHERE: &[Case] = cases![
     a_step_that_overflows_leaves_slices_as_they_are,
     cut_parameters_in_half_precision_are_updated_as_whole_ones,
     checkpoints_of_cut_parameters_continue_on_other_meshes,
+    convolutions_and_frozen_layers_are_trained_as_whole_ones,
 ];
 
 pub const IN_PROCESS: &[Case] = cases![
