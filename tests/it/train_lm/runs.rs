@@ -188,7 +188,7 @@ fn accumulated_parts_follow_the_curve_of_the_whole_batch() {
 #[test]
 fn the_loss_curve_is_the_same_on_any_number_of_ranks() {
     let folder = folder();
-    let flags = "--data text.rs --batch 4 --steps 6 --eval-every 1 --sample 0";
+    let flags = "--data text.rs --batch 4 --steps 6 --eval-every 2 --sample 0";
     for optimizer in ["dist-muon", "dist-adamw"] {
         let curves = [1, 2, 4].map(|ranks| {
             let name = format!("{ranks}.bpk");
@@ -201,11 +201,11 @@ fn the_loss_curve_is_the_same_on_any_number_of_ranks() {
         let losses = curves.map(|curve| {
             curve.into_iter().map(|(_, loss)| loss.expect("a number")).collect::<Vec<_>>()
         });
-        assert!(losses[0].len() == 7 && losses[0][6] < losses[0][0], "it learns: {losses:?}");
+        assert!(losses[0].len() == 4 && losses[0][3] < losses[0][0], "it learns: {losses:?}");
         for other in &losses[1..] {
             for (step, (loss, alone)) in other.iter().zip(&losses[0]).enumerate() {
                 let difference = (loss - alone).abs() / alone;
-                assert!(difference < 1e-5, "{optimizer}, step {step}: {loss} and {alone}");
+                assert!(difference < 1e-5, "{optimizer}, number {step}: {loss} and {alone}");
             }
         }
         // Four ranks can continue from a checkpoint of two.
@@ -287,7 +287,7 @@ fn experts_on_ranks_train_as_on_one() {
     let folder = folder();
     let losses = |name: &str, more: &str| {
         let flags = format!(
-            "--data text.rs --preset mixture --batch 4 --steps 10 --eval-every 5 --sample 4 \
+            "--data text.rs --preset mixture --batch 4 --steps 6 --eval-every 3 --sample 4 \
              --optimizer dist-muon --log {name}.jsonl --save {name}.bpk {more}"
         );
         succeed(folder.path(), &flags);
@@ -295,7 +295,7 @@ fn experts_on_ranks_train_as_on_one() {
         [per_step(&log, "loss"), per_step(&log, "validation_loss")].concat()
     };
     let expected = losses("one", "--ranks 1");
-    assert!(expected[9] < expected[0], "{expected:?}");
+    assert!(expected[5] < expected[0], "{expected:?}");
     for mesh in [
         "--ranks 2 --mesh ep=2",
         "--ranks 4 --mesh dp=2,ep=2 --owned dp",
@@ -306,6 +306,6 @@ fn experts_on_ranks_train_as_on_one() {
             assert!((divided - expected).abs() < 1e-4, "{mesh}: {divided} for {expected}");
         }
     }
-    let resume = "--data text.rs --eval-every 2 --sample 0 --optimizer dist-muon --steps 12";
+    let resume = "--data text.rs --eval-every 2 --sample 0 --optimizer dist-muon --steps 8";
     succeed(folder.path(), &format!("{resume} --resume divided.bpk --ranks 2 --mesh ep=2"));
 }
