@@ -53,7 +53,7 @@ pub struct RowEmbedding {
     pub embedding: Embedding,
     /// The number of rows of all ranks.
     #[module(skip)]
-    rows: usize,
+    count: usize,
     #[module(skip)]
     group: Communicator,
 }
@@ -81,7 +81,7 @@ impl RowEmbedding {
              divide it among more ranks",
             group.size()
         );
-        Self { embedding, rows, group: group.clone() }
+        Self { embedding, count: rows, group: group.clone() }
     }
 
     /// Returns the rows of some tokens of this rank, `[batch, length]` to
@@ -94,25 +94,23 @@ impl RowEmbedding {
     pub fn forward(&self, tokens: Tensor<2, Int>) -> Tensor<3> {
         let [batch, length] = tokens.dims();
         let table = self.embedding.weight.val();
-        let ([held, columns], device) = (table.dims(), table.device());
+        let ([_, columns], device, dtype) = (table.dims(), table.device(), table.dtype());
         let tokens = tokens.into_data().iter::<i64>().collect::<Vec<_>>();
-        let lookup = self.check(held).and_then(|()| self.lookup(&tokens));
-        let asked = lookup.and_then(|lookup| {
-            let (counts, asked) = self.ask(&lookup.rows, &device)?;
-            Ok((lookup, counts, asked))
+        let rows = self.rows(table, &tokens).unwrap_or_else(|error| {
+            self.group.fail(&error.to_string());
+            Tensor::full([tokens.len(), columns], f32::NAN, (&device, dtype))
         });
-        match asked {
-            Ok((lookup, counts, asked)) => {
-                let rows = exchange(table.select(0, asked), &transposed(&counts), &self.group);
-                let positions = TensorData::from(&*lookup.positions);
-                rows.select(0, Tensor::from_data(positions, &device))
-                    .reshape([batch, length, columns])
-            }
-            Err(error) => {
-                self.group.fail(&error.to_string());
-                Tensor::full([batch, length, columns], f32::NAN, (&device, table.dtype()))
-            }
-        }
+        rows.reshape([batch, length, columns])
+    }
+
+    /// The rows of tokens, in their order.
+    fn rows(&self, table: Tensor<2>, tokens: &[i64]) -> Result<Tensor<2>> {
+        let ([held, _], device) = (table.dims(), table.device());
+        self.check(held)?;
+        let Lookup { rows, positions } = self.lookup(tokens)?;
+        let (counts, asked) = self.ask(&rows, &device)?;
+        let rows = exchange(table.select(0, asked), &transposed(&counts), &self.group);
+        Ok(rows.select(0, Tensor::from_data(TensorData::from(&*positions), &device)))
     }
 
     /// Fails for a table that does not have the rows of this rank.
@@ -120,7 +118,7 @@ impl RowEmbedding {
         match self.rows_of(self.group.rank()).len() {
             rows if rows == held => Ok(()),
             rows => Err(self.error(
-                format!("its table has other rows: expected {rows} of {}, got {held}", self.rows),
+                format!("its table has other rows: expected {rows} of {}, got {held}", self.count),
                 "cut the table with `Place::shard(pattern, axis, 0)`, along the axis of its group; \
                  give a whole table a group of one rank",
             )),
@@ -133,26 +131,29 @@ impl RowEmbedding {
     }
 
     fn lookup(&self, tokens: &[i64]) -> Result<Lookup> {
-        let row = |token: &i64| usize::try_from(*token).ok().filter(|row| *row < self.rows);
-        if let Some(token) = tokens.iter().find(|token| row(token).is_none()) {
-            return Err(self.error(
-                format!("a token has no row: expected 0 to {}, got {token}", self.rows - 1),
-                "make the embedding with a row for every token",
-            ));
-        }
+        let row = |token: &i64| {
+            let row = usize::try_from(*token).ok().filter(|row| *row < self.count);
+            row.ok_or_else(|| {
+                self.error(
+                    format!("a token has no row: expected 0 to {}, got {token}", self.count - 1),
+                    "make the embedding with a row for every token",
+                )
+            })
+        };
+        let of_tokens = tokens.iter().map(row).collect::<Result<Vec<_>>>()?;
         // This rank always asks itself for its first row: a table without a row in use would have
         // no gradient, and make fewer calls in the backward pass.
         let first = self.rows_of(self.group.rank()).start;
-        let wanted: BTreeSet<usize> = tokens.iter().filter_map(row).chain([first]).collect();
+        let wanted: BTreeSet<usize> = of_tokens.iter().copied().chain([first]).collect();
         let rows: Vec<usize> = wanted.into_iter().collect();
-        let position = |row: usize| rows.partition_point(|other| *other < row) as i32;
-        let positions = tokens.iter().filter_map(row).map(position).collect();
+        let position = |row| rows.partition_point(|other| *other < row) as i32;
+        let positions = of_tokens.into_iter().map(position).collect();
         Ok(Lookup { rows, positions })
     }
 
     /// The rows that a rank has.
     fn rows_of(&self, rank: usize) -> std::ops::Range<usize> {
-        slices::share(self.rows, rank, self.group.size())
+        slices::share(self.count, rank, self.group.size())
     }
 
     /// Asks all ranks for rows: returns how many every rank wants of each, `[from][to]`, and the

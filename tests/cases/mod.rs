@@ -208,8 +208,8 @@ type Step<'a, M> = &'a mut dyn FnMut(f64, M, GradientsParams) -> Outcome<M>;
 /// The largest error of Burn's optimizer of single parameters, of the optimizer of batches, of
 /// worlds of the numbers of ranks that `DISTMUON_CONFORMANCE_RANKS` lists, and of the mesh of
 /// `DISTMUON_CONFORMANCE_MESH`, whose axis `tp` cuts every parameter, and whose axis `dp` owns the
-/// slices in addition. `follow` returns the largest
-/// error of a model whose gradients are those of the file times a weight.
+/// slices in addition. `follow` returns the largest error of a model whose gradients are those of
+/// the file times a weight.
 fn every_optimizer<M: Products>(
     config: &MuonConfig,
     model: impl Fn(&Device) -> Outcome<M> + Sync,

@@ -187,9 +187,7 @@ fn a_wrong_table_of_counts_is_an_error_of_all_ranks() {
         let rows = Tensor::<2>::ones([2, 3], (&device(), DType::F32));
         let received = exchange(rows, &table, world.comm());
         assert!(received.sum().into_scalar::<f32>().is_nan());
-        let one = Tensor::<1>::ones([1], (&device().inner(), DType::F32));
-        let next = world.comm().all_reduce(one, ReduceOp::Sum).and_then(|sum| sum.wait());
-        Ok(next.expect_err("the world has ended"))
+        Ok(next_error(&world))
     });
     // A rank may learn of it while its world begins.
     for error in errors.unwrap_or_else(|error| vec![error]) {
@@ -198,6 +196,13 @@ fn a_wrong_table_of_counts_is_an_error_of_all_ranks() {
         let is_told = matches!(error, Error::PeerFailed { rank: 1, .. });
         assert!(is_told && text.contains("all_to_all") || text.contains("ended"), "{text}");
     }
+}
+
+/// The error of the next call, after one that could not return its own.
+fn next_error(world: &World) -> Error {
+    let one = Tensor::<1>::ones([1], (&device().inner(), DType::F32));
+    let next = world.comm().all_reduce(one, ReduceOp::Sum).and_then(|sum| sum.wait());
+    next.expect_err("the world has ended")
 }
 
 /// A region of tensor parallelism whose hidden values are scaled by a vector that every rank has.
@@ -513,9 +518,7 @@ fn fails_with(is_cut: bool, token: impl Fn(usize) -> i32 + Send + Sync, expected
         let model = if is_cut { layout.shard(whole)? } else { whole };
         let loss = model.loss(&[1, token(world.rank())]);
         assert!(loss.into_scalar::<f32>().is_nan());
-        let one = Tensor::<1>::ones([1], (&device().inner(), DType::F32));
-        let next = world.comm().all_reduce(one, ReduceOp::Sum).and_then(|sum| sum.wait());
-        Ok(next.expect_err("the world has ended"))
+        Ok(next_error(&world))
     });
     for error in errors.unwrap_or_else(|error| vec![error]) {
         let text = error.to_string();

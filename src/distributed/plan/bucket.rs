@@ -138,6 +138,11 @@ impl Bucket {
         self.pieces.iter().map(Piece::extent).sum()
     }
 
+    /// Returns the number of bytes of the flat buffer, including padding.
+    pub fn bytes(&self) -> usize {
+        self.elements() * self.dtype.size()
+    }
+
     /// Returns the positions of each parameter's elements, by the parameter's index: for every
     /// piece, ordered by its start in the parameter, that start, the start in the buffer, and the
     /// length.

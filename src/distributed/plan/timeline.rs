@@ -170,13 +170,15 @@ impl Plan {
         let (passed, reduced) = self.passes(machine, passes, &mut wires);
 
         // Replicated parameters are reduced in the order of their buckets, owned ones before.
-        let bytes = |bucket: &Bucket| bucket.elements() * bucket.dtype.size();
         let slices = |bucket: &Bucket| self.slices(bucket.parameters[0]);
-        let message = |bucket: &Bucket| machine.message(bytes(bucket), ranks, slices(bucket));
+        let message = |bucket: &Bucket| machine.message(bucket.bytes(), ranks, slices(bucket));
         // Of each of a number of tensors, a rank sends its share.
-        let among_slices = |bucket: &Bucket, tensors: usize| match self.assembled(bucket) {
+        let assembled: Vec<usize> =
+            self.buckets().iter().map(|bucket| self.assembled(bucket)).collect();
+        let among_slices = |index: usize, tensors: usize| match assembled[index] {
             0 => Message::default(),
             elements => {
+                let bucket = &self.buckets()[index];
                 let bytes = (tensors * elements * bucket.dtype.size()) as f64;
                 machine.among_slices(bytes / ranks as f64, slices(bucket))
             }
@@ -196,7 +198,7 @@ impl Plan {
                 }
                 _ => bucket.parameters.iter().map(|p| reduced[*p]).fold(passed, f64::max),
             };
-            ready[index] = wires.reduce(ready[index], among_slices(bucket, 2));
+            ready[index] = wires.reduce(ready[index], among_slices(index, 2));
         }
         let work = self.work(costs);
         let update = |index: usize, rank: usize| {
@@ -221,7 +223,7 @@ impl Plan {
                 *done = done.max(start) + update(index, rank);
             }
             let updated = done.iter().copied().fold(0.0, f64::max);
-            let updated = wires.gather(updated, among_slices(bucket, 1));
+            let updated = wires.gather(updated, among_slices(index, 1));
             let gathers =
                 bucket.placement == Placement::Replicated && bucket.kind != BucketKind::Replicated;
             end = end.max(if gathers { wires.gather(updated, message(bucket)) } else { updated });
@@ -289,9 +291,11 @@ impl Plan {
             if bucket.placement != Placement::Reduced {
                 return 0.0;
             }
-            let bytes = bucket.elements() * bucket.dtype.size();
             *published[bucket_of[parameter]].get_or_insert_with(|| {
-                wires.gather(0.0, machine.message(bytes, self.world_size(), self.slices(parameter)))
+                wires.gather(
+                    0.0,
+                    machine.message(bucket.bytes(), self.world_size(), self.slices(parameter)),
+                )
             })
         };
         let mut time = 0.0;

@@ -4,7 +4,6 @@
 mod layers;
 
 use std::collections::HashMap;
-use std::sync::atomic::Ordering::SeqCst;
 use std::sync::{Arc, Mutex};
 
 use burn::module::{Module, ModuleVisitor, Param};
@@ -24,7 +23,7 @@ use distmuon_testing::precision::{Rounded, has};
 use distmuon_testing::watched::{counted, watched};
 use distmuon_testing::worlds::{self, Case, Folder, cases};
 
-use crate::owned::rejections::{Outcomes, Watch, assert_failures_stop_all_ranks, watched_victim};
+use crate::owned::rejections::assert_failures_stop_all_ranks;
 use crate::{Net, config, ranks, ranks_here, trained};
 use layers::convolutions_and_frozen_layers_are_trained_as_whole_ones;
 
@@ -841,9 +840,7 @@ fn a_step_that_overflows_leaves_slices_as_they_are() {
     }
 }
 
-/// Trains slices for a step and saves them, with a function that is called before every event of
-/// the victim. Returns the outcome of every rank.
-fn train_and_save(path: &std::path::Path, watch: Watch) -> Outcomes {
+fn a_rank_that_fails_at_any_event_with_slices_stops_all_ranks() {
     let case = Cutting {
         axes: vec![Axis::data("dp", 2), Axis::model("tp", 2)],
         cuts: vec![
@@ -851,31 +848,20 @@ fn train_and_save(path: &std::path::Path, watch: Watch) -> Outcomes {
             ("^square\\.0\\.weight$", vec![("tp", 0, 1)]),
         ],
     };
-    let outcomes = Mutex::new(vec![]);
-    let run = ranks_here(4, |world| {
-        let (watched, active) = watched_victim(&world, &watch);
-        let train = || {
-            let config = config().with_bucket_mb(Some(0.002));
-            let layout = case.layout(&watched)?.with_muon(config.muon.clone());
-            let layout = layout.owned("dp").with_small_elements(200).with_ahead_mb(0.01);
-            let whole = Net::new(watched.device());
-            let net = layout.shard(whole.clone())?;
-            let mut optim = config.init_on(&layout, &net)?;
-            active.store(1, SeqCst);
-            let of = (watched.rank(), false);
-            let gradients = slices(&case, (&whole, whole.gradients(0)), &net, of);
-            let gradients = layout.backward(&loss(&net, gradients), &net)?;
-            let net = optim.step(0.01, net, gradients)?;
-            watched.comm().synchronize()?;
-            optim.save(path, &net, &1)
-        };
-        let outcome = train();
-        outcomes.lock().unwrap().push((world.rank(), outcome.clone()));
-        outcome
+    assert_failures_stop_all_ranks(case.ranks(), |rank, path| {
+        let world = &rank.world;
+        let config = config().with_bucket_mb(Some(0.002));
+        let layout = case.layout(world)?.with_muon(config.muon.clone());
+        let layout = layout.owned("dp").with_small_elements(200).with_ahead_mb(0.01);
+        let whole = Net::new(world.device());
+        let net = layout.shard(whole.clone())?;
+        let mut optim = config.init_on(&layout, &net)?;
+        rank.set_ready();
+        let of = (world.rank(), false);
+        let gradients = slices(&case, (&whole, whole.gradients(0)), &net, of);
+        let gradients = layout.backward(&loss(&net, gradients), &net)?;
+        let net = optim.step(0.01, net, gradients)?;
+        world.comm().synchronize()?;
+        optim.save(path, &net, &1)
     });
-    (run, outcomes.into_inner().unwrap())
-}
-
-fn a_rank_that_fails_at_any_event_with_slices_stops_all_ranks() {
-    assert_failures_stop_all_ranks(train_and_save);
 }

@@ -1,6 +1,7 @@
 //! Layouts, models and passes that all ranks reject, and ranks that fail.
 
-use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -237,70 +238,75 @@ pub fn ranks_may_start_from_clones_of_one_model() {
     run.unwrap();
 }
 
-pub const VICTIM: usize = 1;
+const VICTIM: usize = 1;
 
 /// The results of all ranks, or that of the run, and each rank with its own.
-pub type Outcomes = (Result<Vec<()>>, Vec<(usize, Result<()>)>);
+type Outcomes = (Result<Vec<()>>, Vec<(usize, Result<()>)>);
 
 /// A function that is called before every event of the victim.
-pub type Watch = Arc<dyn Fn() -> Result<()> + Send + Sync>;
+type Watch = Arc<dyn Fn() -> Result<()> + Send + Sync>;
 
-/// Trains for a step and saves it, with a function that is called before every event of the
-/// victim. Returns the outcome of every rank.
-fn train_and_save(path: &std::path::Path, watch: Watch) -> Outcomes {
-    let outcomes = Mutex::new(vec![]);
-    let run = worlds::ranks_here(DEADLINE, 3, |world| {
-        let world = with_checkpoints(&world);
-        let (watched, active) = watched_victim(&world, &watch);
-        let train = || {
-            let layout = layout(&watched).with_ahead_mb(0.01);
-            let net = layout.shard(super::Net::new(world.device()))?;
-            let mut optim = super::config().init_on(&layout, &net)?;
-            active.store(1, SeqCst);
-            let loss = net.loss(super::tokens(world.rank(), 0, world.device()));
-            let gradients = layout.backward(&loss, &net)?;
-            let net = optim.step(0.01, net, gradients)?;
-            watched.comm().synchronize()?;
-            optim.save(path, &net, &1)
-        };
-        let outcome = train();
-        outcomes.lock().unwrap().push((world.rank(), outcome.clone()));
-        outcome
-    });
-    (run, outcomes.into_inner().unwrap())
+/// A rank of a training in which the victim may fail, from the moment that it is ready.
+pub struct Watched {
+    pub world: World,
+    is_ready: Arc<AtomicBool>,
 }
 
-/// The same rank of the same world, with a function that is called before every event of the victim
-/// once the number is 1.
-pub fn watched_victim(world: &World, watch: &Watch) -> (World, Arc<AtomicUsize>) {
-    let (active, watch) = (Arc::new(AtomicUsize::new(0)), watch.clone());
-    let is_active = active.clone();
-    let watched =
-        watched(world, move |event| match event.rank == VICTIM && is_active.load(SeqCst) == 1 {
+impl Watched {
+    fn new(world: &World, watch: &Watch) -> Self {
+        let is_ready = Arc::new(AtomicBool::new(false));
+        let (fails, watch) = (is_ready.clone(), watch.clone());
+        let world = watched(world, move |event| match event.rank == VICTIM && fails.load(SeqCst) {
             true => watch(),
             false => Ok(()),
         });
-    (watched, active)
+        Self { world, is_ready }
+    }
+
+    pub fn set_ready(&self) {
+        self.is_ready.store(true, SeqCst);
+    }
 }
 
 pub fn a_rank_that_fails_at_any_event_stops_all_ranks() {
-    assert_failures_stop_all_ranks(train_and_save);
+    assert_failures_stop_all_ranks(3, |rank, path| {
+        let world = with_checkpoints(&rank.world);
+        let layout = layout(&world).with_ahead_mb(0.01);
+        let net = layout.shard(super::Net::new(world.device()))?;
+        let mut optim = super::config().init_on(&layout, &net)?;
+        rank.set_ready();
+        let loss = net.loss(super::tokens(world.rank(), 0, world.device()));
+        let gradients = layout.backward(&loss, &net)?;
+        let net = optim.step(0.01, net, gradients)?;
+        world.comm().synchronize()?;
+        optim.save(path, &net, &1)
+    });
 }
 
 /// Asserts that a victim that fails at any event of a training, which ends with a checkpoint, stops
 /// all ranks with its name, and that the checkpoint of the first, undisturbed run stays.
 pub fn assert_failures_stop_all_ranks(
-    train_and_save: impl Fn(&std::path::Path, Watch) -> Outcomes,
+    count: usize,
+    train_and_save: impl Fn(&Watched, &Path) -> Result<()> + Sync,
 ) {
     let folder = Folder::create();
     let path = folder.path().join("run.ckpt");
+    let run = |watch: Watch| -> Outcomes {
+        let outcomes = Mutex::new(vec![]);
+        let run = ranks_here(count, |world| {
+            let outcome = train_and_save(&Watched::new(&world, &watch), &path);
+            outcomes.lock().unwrap().push((world.rank(), outcome.clone()));
+            outcome
+        });
+        (run, outcomes.into_inner().unwrap())
+    };
     let seen = Arc::new(AtomicUsize::new(0));
     let counting = seen.clone();
     let count = move || {
         counting.fetch_add(1, SeqCst);
         Ok(())
     };
-    train_and_save(&path, Arc::new(count)).0.unwrap();
+    run(Arc::new(count)).0.unwrap();
     let events = seen.load(SeqCst);
     assert!(events > 60, "{events}");
     for fatal in 0..events {
@@ -309,7 +315,7 @@ pub fn assert_failures_stop_all_ranks(
             true => Err(Error::EmptyModel),
             false => Ok(()),
         };
-        let (run, outcomes) = train_and_save(&path, Arc::new(fail));
+        let (run, outcomes) = run(Arc::new(fail));
         assert_eq!(run.unwrap_err(), Error::EmptyModel, "event {fatal}");
         for (rank, outcome) in outcomes {
             match outcome {
