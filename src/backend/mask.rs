@@ -26,8 +26,13 @@ impl FiniteMask {
 
     /// The tensor, with zeros in the rejected rows.
     pub fn zero_rejected<const D: usize>(&self, tensor: Tensor<D>) -> Tensor<D> {
+        self.fill_rejected(tensor, 0.0)
+    }
+
+    /// The tensor, with a value in the rejected rows.
+    pub fn fill_rejected<const D: usize>(&self, tensor: Tensor<D>, value: f32) -> Tensor<D> {
         let rejected = self.like(&tensor);
-        tensor.mask_fill(rejected, 0.0)
+        tensor.mask_fill(rejected, value)
     }
 
     /// The new tensor, with the old values in the rejected rows.

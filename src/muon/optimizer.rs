@@ -201,20 +201,20 @@ impl Muon {
         let batch = MuonBatch {
             count: k,
             matrices,
+            dtype,
             parameters: &[MuonParameter {
                 flag: 0,
                 origin: Origin::new(&self.parameter, 0, time),
                 size,
                 factors: None,
             }],
-            gradients: vec![grad],
-            values: vec![parameter.reshape([-1])],
             factor: None,
             rejected: None,
             by_matrix: &|flags| expand(flags.clone().slice(s![0..1]), [k]),
             first,
         };
-        let (mut updated, flags) = update.step(batch, &mut slots, flags, None);
+        let (gradients, values) = (vec![grad], vec![parameter.reshape([-1])]);
+        let (mut updated, flags) = update.step(&batch, gradients, values, &mut slots, flags, None);
         let updated = updated.swap_remove(0);
         if is_first {
             ensure_computed(&self.parameter, &updated)?;

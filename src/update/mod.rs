@@ -36,7 +36,7 @@ pub(crate) use elementwise::{
 pub use lr_scale::LrScale;
 pub(crate) use momentum::{MOMENTUM, MOMENTUM_WEIGHT};
 pub use momentum::{MomentumConfig, MomentumForm};
-pub(crate) use muon::{MuonBatch, MuonParameter, MuonUpdate, TIME};
+pub(crate) use muon::{MuonBatch, MuonParameter, MuonPart, MuonUpdate, TIME};
 pub(crate) use observations::{Observations, SUMS};
 pub(crate) use parts::Matrices;
 pub use precision::{MasterWeights, StateDtype};

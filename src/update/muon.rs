@@ -9,7 +9,7 @@ use super::lr_scale::LrScale;
 use super::momentum::{MOMENTUM, MomentumConfig, Weights};
 use super::observations::{Observations, orthogonality_errors};
 use super::parts::{Context, Known, Matrices, Part, Quantity, Stage, frobenius};
-use super::precision::Precision;
+use super::precision::{Precision, is_half};
 use super::rounding::Origin;
 use super::state::{Slot, Slots};
 use super::step_size::{StepSize, WeightDecay};
@@ -18,7 +18,7 @@ use crate::backend::{
     precise_dtype, reject, scaled, update_momentum,
 };
 use crate::orthogonalize::NewtonSchulz;
-use crate::slices::concat;
+use crate::slices::{self, concat};
 
 /// Largest element of a direction whose squares parts can sum in float32, with room for the number
 /// of elements. The elements of a direction are about 1.
@@ -51,16 +51,24 @@ pub(crate) struct MuonParameter {
     pub factors: Option<Tensor<1>>,
 }
 
-/// A batch of matrices of one shape, in a step.
+/// A part of a matrix, to which a direction is applied.
+pub(crate) struct MuonPart {
+    /// Flat.
+    pub values: Tensor<1>,
+    pub size: StepSize,
+    /// Factors on its new values, flat.
+    pub factors: Option<Tensor<1>>,
+}
+
+/// A batch of matrices of one shape, in a step. Its gradients and values are flat, one tensor for
+/// each parameter.
 pub(crate) struct MuonBatch<'a> {
     /// The number of matrices.
     pub count: usize,
     pub matrices: Matrices,
+    /// The type of the parameters.
+    pub dtype: DType,
     pub parameters: &'a [MuonParameter],
-    /// For each parameter, flat.
-    pub gradients: Vec<Tensor<1>>,
-    /// For each parameter, flat.
-    pub values: Vec<Tensor<1>>,
     /// The factor on all gradients.
     pub factor: Option<&'a Tensor<1>>,
     /// Positive for parameters that stay as they are. `None` if the flags of the matrices also hold
@@ -70,6 +78,40 @@ pub(crate) struct MuonBatch<'a> {
     pub by_matrix: &'a dyn Fn(&Tensor<1>) -> Tensor<1>,
     /// Index of the first matrix among the flags of matrices.
     pub first: usize,
+}
+
+impl MuonBatch<'_> {
+    fn shape(&self) -> [usize; 3] {
+        let [m, n] = self.matrices.shape;
+        [self.count, m, n]
+    }
+
+    /// The flags of parameters.
+    fn flags<'a>(&'a self, diverged: &'a Tensor<1>) -> &'a Tensor<1> {
+        self.rejected.unwrap_or(diverged)
+    }
+
+    /// The matrices whose gradients are not usable.
+    fn rejected(&self, diverged: &Tensor<1>) -> FiniteMask {
+        FiniteMask::from_rows((self.by_matrix)(self.flags(diverged)))
+    }
+
+    /// The matrices that stay as they are.
+    fn unchanged(&self, diverged: &Tensor<1>) -> FiniteMask {
+        let rejected = (self.by_matrix)(self.flags(diverged));
+        let diverged = diverged.clone().slice(s![self.first..self.first + self.count]);
+        FiniteMask::from_rows(rejected.max_pair(diverged))
+    }
+}
+
+/// The direction of a batch, which the step applies to the parameters.
+struct Direction {
+    direction: Tensor<3>,
+    /// The flags of matrices.
+    diverged: Tensor<1>,
+    /// The [`orthogonality_errors`], if they are observed.
+    errors: Option<Tensor<1>>,
+    known: Known,
 }
 
 impl MuonUpdate {
@@ -142,6 +184,20 @@ impl MuonUpdate {
         reject(self.policy(), flags, &[direction.clone().reshape([-1])], &rows, largest)
     }
 
+    /// Returns `true` if the step needs nothing of the values but to apply the direction to them,
+    /// element by element: [`directions`](Self::directions) and [`apply`](Self::apply) are then a
+    /// step. In half precision a value has further digits, or a rounding, of its own.
+    pub fn separates(&self, parameter: DType) -> bool {
+        !is_half(parameter)
+            && !matches!(self.weight_decay, WeightDecay::Coupled(_))
+            && !self.has_parts(Stage::Parameter)
+            && !self.reads(Quantity::OldNorm)
+    }
+
+    fn reads(&self, quantity: Quantity) -> bool {
+        self.parts.iter().any(|part| part.reads(quantity))
+    }
+
     /// Updates a batch: the new values of its parameters, and the flags of matrices. Advances
     /// `state`.
     ///
@@ -151,50 +207,128 @@ impl MuonUpdate {
     /// Adds the norms of the step to `observations`, if there are any.
     pub fn step(
         &self,
-        batch: MuonBatch<'_>,
+        batch: &MuonBatch<'_>,
+        gradients: Vec<Tensor<1>>,
+        values: Vec<Tensor<1>>,
         state: &mut Slots,
         diverged: Tensor<1>,
         observations: Option<&mut Observations>,
     ) -> (Vec<Tensor<1>>, Tensor<1>) {
-        let MuonBatch { count, matrices, parameters, gradients, values, .. } = batch;
-        let MuonBatch { mut factor, rejected, by_matrix, first, .. } = batch;
-        let Matrices { shape: [m, n], .. } = matrices;
-        let policy = self.policy();
-        let steps = parameters.iter().map(|parameter| parameter.origin.step);
-        let weights: Vec<Weights> = steps.map(|step| self.momentum.weights(step)).collect();
-        let dtype = values[0].dtype();
+        let (shape @ [count, m, n], parameters) = (batch.shape(), batch.parameters);
         let firsts = starts(&values);
         let values = self.precision.widen(values, &firsts, state);
-        let precise = values[0].dtype();
+        let tensors = (gradients, Some(&*values));
+        let Direction { direction, diverged, errors, known } =
+            self.direction(batch, tensors, state, diverged, observations.is_some());
+        let old = errors.is_some().then(|| values.clone());
+
+        let steps: Vec<_> = parameters.iter().map(|p| p.size.step(p.flag)).collect();
+        let flags = (&diverged, batch.first);
+        let mut values =
+            apply(self.policy(), values, direction, batch.flags(&diverged), flags, &steps);
+        if self.has_parts(Stage::Parameter) {
+            let mask = || batch.unchanged(&diverged);
+            let old = joined(&values, shape);
+            let new = self.apply_parts(Stage::Parameter, old.clone(), state, &known, &mask);
+            values = split_like(mask().select(new, old), &values);
+        }
+        let values = scaled_by(values, parameters.iter().map(|p| p.factors.as_ref()));
+        if let Some(((observations, errors), old)) = observations.zip(errors).zip(old) {
+            let counts = values.iter().map(|values| values.dims()[0] / (m * n)).collect();
+            let errors = errors.split_with_sizes(counts, 0);
+            let each = parameters.iter().zip(old).zip(&values).zip(errors);
+            each.for_each(|(((parameter, old), new), errors)| {
+                observations.add(parameter.flag, old, new, errors.sum());
+            });
+        }
+        let origins = parameters.iter().map(|parameter| parameter.origin);
+        let by = (batch.dtype, &*firsts);
+        (self.precision.narrow(values, by, origins, count * m * n, state), diverged)
+    }
+
+    /// The directions of a batch, flat for each parameter, and the flags of matrices. Advances
+    /// `state`. The direction of a matrix that stays as it is is NaN: [`apply`](Self::apply) may be
+    /// called where the flags are not known.
+    ///
+    /// # Panics
+    ///
+    /// If the step does not [separate](Self::separates).
+    pub fn directions(
+        &self,
+        batch: &MuonBatch<'_>,
+        gradients: Vec<Tensor<1>>,
+        state: &mut Slots,
+        diverged: Tensor<1>,
+    ) -> (Vec<Tensor<1>>, Tensor<1>) {
+        let lengths: Vec<usize> = gradients.iter().map(|gradient| gradient.dims()[0]).collect();
+        let Direction { direction, diverged, .. } =
+            self.direction(batch, (gradients, None), state, diverged, false);
+        let direction = batch.unchanged(&diverged).fill_rejected(direction, f32::NAN);
+        (split(direction.cast(batch.dtype), &lengths), diverged)
+    }
+
+    /// Applies [`directions`](Self::directions): the new values of parts of matrices, from those
+    /// parts of their directions, `[parts, 1, elements]`. A part whose direction is not finite
+    /// stays as it is.
+    pub fn apply(&self, parts: Vec<MuonPart>, direction: Tensor<3>) -> Vec<Tensor<1>> {
+        let zeros = slices::zeros(parts.len(), DType::F32, &direction.device());
+        let flags = self.reject_matrices(&direction, zeros, 0, f64::MAX);
+        let steps = parts.iter().enumerate().map(|(part, MuonPart { size, .. })| size.step(part));
+        let steps: Vec<_> = steps.collect();
+        let (values, factors): (Vec<_>, Vec<_>) =
+            parts.into_iter().map(|part| (part.values, part.factors)).unzip();
+        let values = apply(self.policy(), values, direction, &flags, (&flags, 0), &steps);
+        scaled_by(values, factors.iter().map(Option::as_ref))
+    }
+
+    /// The direction of a batch, from its gradients. The values may only be left out if the step
+    /// [separates](Self::separates).
+    fn direction(
+        &self,
+        batch: &MuonBatch<'_>,
+        (gradients, values): (Vec<Tensor<1>>, Option<&[Tensor<1>]>),
+        state: &mut Slots,
+        diverged: Tensor<1>,
+        observed: bool,
+    ) -> Direction {
+        let MuonBatch { matrices, parameters, mut factor, .. } = *batch;
+        let shape @ [count, m, n] = batch.shape();
+        let precise = precise_dtype(batch.dtype);
         let mut gradients: Vec<_> =
             gradients.into_iter().map(|gradient| gradient.cast(precise)).collect();
+        let lengths: Vec<usize> = gradients.iter().map(|gradient| gradient.dims()[0]).collect();
+        let by_parameter = |values: &mut dyn Iterator<Item = f64>| {
+            let matrices = lengths.iter().map(|length| length / (m * n));
+            by_parameter(values.zip(matrices), (precise, &diverged.device()))
+        };
+        let values = || joined(values.expect("the step does not separate"), shape);
+        let steps = parameters.iter().map(|parameter| parameter.origin.step);
+        let weights: Vec<Weights> = steps.map(|step| self.momentum.weights(step)).collect();
 
-        let reads = |quantity| self.parts.iter().any(|part| part.reads(quantity));
-        let keep = || by_parameter(&values, m * n, weights.iter().map(|weights| weights.keep));
-        let mask = || FiniteMask::from_rows(by_matrix(rejected.unwrap_or(&diverged)));
+        let keep = || by_parameter(&mut weights.iter().map(|weights| weights.keep));
+        let mask = || batch.rejected(&diverged);
         let mut known = Known {
             matrices,
             scale: self.scale(matrices),
-            keep: reads(Quantity::Keep).then(keep),
-            old_norm: reads(Quantity::OldNorm).then(|| frobenius(joined(&values, [count, m, n]))),
+            keep: self.reads(Quantity::Keep).then(keep),
+            old_norm: self.reads(Quantity::OldNorm).then(|| frobenius(values())),
             gradient_norm: None,
             update_norm: None,
         };
 
         let is_coupled = matches!(self.weight_decay, WeightDecay::Coupled(_));
-        if is_coupled || self.has_parts(Stage::Gradient) || reads(Quantity::GradientNorm) {
-            let mut gradient = joined(&gradients, [count, m, n]);
+        let reads_norm = self.reads(Quantity::GradientNorm);
+        if is_coupled || self.has_parts(Stage::Gradient) || reads_norm {
+            let mut gradient = joined(&gradients, shape);
             gradient = factor.iter().fold(gradient, |g, factor| scaled(g, (*factor).clone()));
             gradient = mask().zero_rejected(gradient);
             if is_coupled {
-                let rates = parameters.iter().map(|parameter| parameter.size.coupled);
-                let rates = by_parameter(&values, m * n, rates);
-                gradient = gradient + joined(&values, [count, m, n]) * rates;
+                let rates = by_parameter(&mut parameters.iter().map(|p| p.size.coupled));
+                gradient = gradient + values() * rates;
             }
-            known.gradient_norm =
-                reads(Quantity::GradientNorm).then(|| frobenius(gradient.clone()));
+            known.gradient_norm = reads_norm.then(|| frobenius(gradient.clone()));
             let gradient = self.apply_parts(Stage::Gradient, gradient, state, &known, &mask);
-            (gradients, factor) = (split_like(gradient, &values), None);
+            (gradients, factor) = (split(gradient, &lengths), None);
         }
 
         let steps: Vec<_> = parameters
@@ -208,12 +342,11 @@ impl MuonUpdate {
             .collect();
         let momentum = state.take(MOMENTUM);
         let stored = momentum.dtype();
-        let momentum = momentum.cast(precise).reshape([count, m, n]);
         let MomentumUpdate { momentum, mut update, norms } = update_momentum(
-            policy,
+            self.policy(),
             gradients,
-            momentum,
-            rejected.unwrap_or(&diverged),
+            momentum.cast(precise).reshape(shape),
+            batch.flags(&diverged),
             factor,
             &steps,
             self.momentum.nesterov,
@@ -222,66 +355,38 @@ impl MuonUpdate {
 
         if self.momentum.bias_correction {
             let dtype = precise_dtype(update.dtype());
-            let fresh = by_parameter(&values, m * n, weights.iter().map(|weights| weights.fresh));
+            let fresh = by_parameter(&mut weights.iter().map(|weights| weights.fresh));
             let weights = [keep(), fresh].map(|weights| weights.cast(dtype));
             update = self.momentum.corrected(update.cast(dtype), weights, &mask(), state);
         }
         // A part would make them the norms of another tensor.
         let norms = norms.filter(|_| !self.prepares());
         let update = self.apply_parts(Stage::Before, update, state, &known, &mask);
-        known.update_norm = reads(Quantity::UpdateNorm)
+        known.update_norm = self
+            .reads(Quantity::UpdateNorm)
             .then(|| frobenius(update.clone().cast(precise_dtype(update.dtype()))));
 
         let mut direction = contiguous(self.newton_schulz.direction(update, norms));
-        let before =
-            observations.is_some().then(|| (values.clone(), orthogonality_errors(&direction)));
+        let errors = observed.then(|| orthogonality_errors(&direction));
         let has_after = self.has_parts(Stage::After);
         // The squares that parts compute have to be finite.
         let largest = if has_after { LARGEST_SQUARED } else { f64::MAX };
-        let mut diverged = self.reject_matrices(&direction, diverged, first, largest);
-        let unchanged = |diverged: &Tensor<1>| {
-            let rejected = by_matrix(rejected.unwrap_or(diverged));
-            let diverged = diverged.clone().slice(s![first..first + count]);
-            FiniteMask::from_rows(rejected.max_pair(diverged))
-        };
+        let mut diverged = self.reject_matrices(&direction, diverged, batch.first, largest);
         if has_after {
-            let mask = || unchanged(&diverged);
+            let mask = || batch.unchanged(&diverged);
             direction = self.apply_parts(Stage::After, direction, state, &known, &mask);
             direction = contiguous(direction);
-            diverged = self.reject_matrices(&direction, diverged, first, f64::MAX);
+            diverged = self.reject_matrices(&direction, diverged, batch.first, f64::MAX);
         }
+        Direction { direction, diverged, errors, known }
+    }
+}
 
-        let steps: Vec<_> = parameters
-            .iter()
-            .map(|MuonParameter { flag, size, .. }| ParameterStep {
-                flag: *flag,
-                decay: size.decay,
-                lr: size.lr,
-                cautious: size.cautious,
-            })
-            .collect();
-        let rejected = rejected.unwrap_or(&diverged);
-        let mut values = apply(policy, values, direction, rejected, (&diverged, first), &steps);
-        if self.has_parts(Stage::Parameter) {
-            let mask = || unchanged(&diverged);
-            let batch = joined(&values, [count, m, n]);
-            let constrained =
-                self.apply_parts(Stage::Parameter, batch.clone(), state, &known, &mask);
-            values = split_like(mask().select(constrained, batch), &values);
-        }
-        let factors = parameters.iter().map(|parameter| parameter.factors.as_ref());
-        let values = scaled_by(values, factors);
-        if let (Some(observations), Some((old, errors))) = (observations, before) {
-            let counts = values.iter().map(|values| values.dims()[0] / (m * n)).collect();
-            let errors = errors.split_with_sizes(counts, 0);
-            let each = parameters.iter().zip(old).zip(&values).zip(errors);
-            each.for_each(|(((parameter, old), new), errors)| {
-                observations.add(parameter.flag, old, new, errors.sum());
-            });
-        }
-        let origins = parameters.iter().map(|parameter| parameter.origin);
-        let by = (dtype, &*firsts);
-        (self.precision.narrow(values, by, origins, count * m * n, state), diverged)
+impl StepSize {
+    /// The step of the values that have a flag.
+    fn step(&self, flag: usize) -> ParameterStep {
+        let Self { decay, lr, cautious, .. } = *self;
+        ParameterStep { flag, decay, lr, cautious }
     }
 }
 
@@ -315,28 +420,29 @@ fn joined(tensors: &[Tensor<1>], shape: [usize; 3]) -> Tensor<3> {
 
 /// A batch as flat tensors of the lengths of others, the reverse of [`joined`].
 fn split_like(batch: Tensor<3>, like: &[Tensor<1>]) -> Vec<Tensor<1>> {
+    let lengths: Vec<usize> = like.iter().map(|tensor| tensor.dims()[0]).collect();
+    split(batch, &lengths)
+}
+
+/// A batch as flat tensors of some lengths.
+fn split(batch: Tensor<3>, lengths: &[usize]) -> Vec<Tensor<1>> {
     let flat: Tensor<1> = batch.reshape([-1]);
-    match like {
+    match lengths {
         [_] => vec![flat],
-        _ => flat.split_with_sizes(like.iter().map(|tensor| tensor.dims()[0]).collect(), 0),
+        _ => flat.split_with_sizes(lengths.to_vec(), 0),
     }
 }
 
-/// One value for every matrix of `elements` elements, `[k, 1, 1]`: those of the parameters with
-/// these values, in the type of [`joined`].
+/// One value for every matrix, `[k, 1, 1]`, from a value and a number of matrices for each
+/// parameter.
 fn by_parameter(
-    values: &[Tensor<1>],
-    elements: usize,
-    of_parameters: impl Iterator<Item = f64>,
+    of_parameters: impl Iterator<Item = (f64, usize)>,
+    (dtype, device): (DType, &Device),
 ) -> Tensor<3> {
-    let (dtype, device) = (precise_dtype(values[0].dtype()), values[0].device());
-    let of_matrices: Vec<f64> = values
-        .iter()
-        .zip(of_parameters)
-        .flat_map(|(values, value)| repeat_n(value, values.dims()[0] / elements))
-        .collect();
+    let of_matrices: Vec<f64> =
+        of_parameters.flat_map(|(value, matrices)| repeat_n(value, matrices)).collect();
     let count = of_matrices.len();
-    Tensor::from_data(TensorData::new(of_matrices, [count, 1, 1]), (&device, dtype))
+    Tensor::from_data(TensorData::new(of_matrices, [count, 1, 1]), (device, dtype))
 }
 
 /// The batch without gaps between its rows, which Burn's products may leave and every reader would

@@ -6,7 +6,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::{AdafactorConfig, GradientsParams};
 use burn::tensor::{DType, Device, FloatDType, Tensor, bf16};
 use distmuon::comm::World;
-use distmuon::distributed::{DistMuonConfig, Gradients};
+use distmuon::distributed::{Axis, DistMuonConfig, Gradients};
 use distmuon::{
     LatentHead, MaxLogits, MuonConfig, QkClip, QkClipConfig, QkClipRule, Result, RoutingRule,
 };
@@ -14,10 +14,12 @@ use distmuon_testing::models::Fixed;
 use distmuon_testing::precision::{LR, Rounded, STEPS, assert_same, floats, gradients, has};
 use distmuon_testing::worlds::{self, Case, cases};
 
+use crate::cuts::{Cutting, slices};
 use crate::{device, ranks};
 
 pub const EVERYWHERE: &[Case] = cases![
     heads_are_those_that_are_clipped_after_the_step,
+    heads_of_slices_are_clipped_as_those_of_whole_projections,
     clipped_heads_keep_the_digits_of_master_weights,
 ];
 
@@ -152,6 +154,45 @@ fn heads_are_those_that_are_clipped_after_the_step() {
             for weights in on_ranks(count, DType::F32, &muon) {
                 assert_same(&weights, &expected, format_args!("{name}, {count} ranks"));
             }
+        }
+    }
+}
+
+fn heads_of_slices_are_clipped_as_those_of_whole_projections() {
+    let muon = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
+    let expected = clipped_after_the_step(&muon);
+    let case = Cutting {
+        axes: vec![Axis::data("dp", 2), Axis::model("tp", 2)],
+        cuts: vec![
+            (r"^multi_head\.query\.weight$", vec![("tp", 1, 1)]),
+            (r"^multi_head\.key\.weight$", vec![("tp", 1, 1)]),
+            (r"^latent\.query\.weight$", vec![("tp", 0, 1)]),
+            (r"^fused\.qkv\.weight$", vec![("tp", 1, 1)]),
+        ],
+    };
+    let dist = DistMuonConfig::new().with_muon(muon.clone()).with_bucket_mb(Some(0.0003));
+    // The owners of matrices clip observed steps, and the ranks that have the slices all others.
+    for observed in [false, true] {
+        let trained = ranks(4, |world| {
+            let layout = case.layout(&world)?.with_muon(muon.clone());
+            let whole = Net::new(DType::F32, world.device());
+            let clip = whole.clip()?;
+            let mut net = layout.shard(whole.clone())?;
+            let mut optim = dist.init_on(&layout, &net)?;
+            for step in 0..STEPS {
+                let logits = logits(world.rank(), world.size());
+                optim.clip_heads(&clip.factors_on(&world, &logits)?);
+                let grads = (&whole, whole.gradients(step, DType::F32));
+                let grads = slices(&case, grads, &net, (world.rank(), false));
+                if observed {
+                    optim.request_diagnostics();
+                }
+                net = optim.step(LR, net, grads)?;
+            }
+            Ok(floats(&layout.unshard(&net)?))
+        });
+        for weights in trained.unwrap() {
+            assert_same(&weights, &expected, format_args!("observed: {observed}"));
         }
     }
 }

@@ -10,8 +10,11 @@
 //! ```
 //!
 //! The update is that of whole matrices, whatever the mesh: of momentum and master weights, and of
-//! every part. Assembling sends a gradient and a value, distributing a value:
-//! `3 (S - 1) / S` times a rank's part of the parameters, for `S` slices.
+//! every part. The gradients are assembled, and where the update only needs the values to apply a
+//! direction to them, the directions are distributed and applied by the ranks that have the slices
+//! ([`Share`](super::share::Share)): `2 (S - 1) / S` times a rank's part of the parameters are sent,
+//! for `S` slices. Everywhere else, values are assembled and distributed: in half precision these
+//! are as many bytes, in full precision half as many again.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -19,6 +22,7 @@ use std::sync::Arc;
 
 use burn::tensor::Tensor;
 
+use super::share::Share;
 use crate::comm::{Communicator, Pending};
 use crate::distributed::config::Publish;
 use crate::distributed::layout::{Layout, SliceGroup};
@@ -47,6 +51,7 @@ struct Assembly {
     to_slices: Vec<Vec<usize>>,
     /// The shard of the bucket that this rank owns.
     owned: Arc<Owned>,
+    share: Share,
 }
 
 /// The whole parameters of a shard.
@@ -95,6 +100,11 @@ impl Exchange {
                 assembly: Some(Assembly::new(bucket, parameters, group)),
             },
         }
+    }
+
+    /// The parts of matrices in this rank's share, if the parameters are slices.
+    pub fn parts(&self) -> Option<&Share> {
+        self.assembly.as_ref().map(|assembly| &assembly.share)
     }
 
     /// Returns `true` if the parameters are slices.
@@ -167,7 +177,8 @@ impl Assembly {
         let (to_owners, to_slices) = (table(&held), table(&|owner, slice| held(slice, owner)));
         let elements = bucket.counts[row[grid.slice]];
         let owned = Arc::new(Owned { runs: runs.swap_remove(grid.slice), elements });
-        Self { across: across.clone(), to_owners, to_slices, owned }
+        let share = Share::new(bucket, parameters, grid);
+        Self { across: across.clone(), to_owners, to_slices, owned, share }
     }
 }
 

@@ -15,6 +15,7 @@ mod publication;
 mod record;
 mod setup;
 mod shard;
+mod share;
 mod stages;
 mod step;
 

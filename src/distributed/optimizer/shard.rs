@@ -111,6 +111,14 @@ pub struct StepInputs {
     pub head_clip: Option<HeadClip>,
 }
 
+impl StepInputs {
+    /// The factors on the new values of elements of a parameter.
+    pub fn factors(&self, parameter: usize, elements: &Range<usize>) -> Option<Tensor<1>> {
+        let factors = self.head_clip.as_ref()?.factors.get(&parameter)?;
+        Some(slices::slice(factors, elements.clone()))
+    }
+}
+
 impl Shard {
     /// A shard whose state is zero. The parameters of its matrices are added to those of the
     /// matrices that the rank has.
@@ -241,15 +249,19 @@ impl Shard {
         diverged: &mut Tensor<1>,
         mut observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
-        let (update, all) = (&self.update, &self.runs);
+        let (update, all, dtype) = (&self.update, &self.runs, self.bucket.dtype);
         let updated = self.batches.iter_mut().flat_map(|batch| {
             let runs = &all[batch.runs.clone()];
-            let gradients = gradients.drain(..runs.len()).collect();
-            let tensors = (gradients, values.drain(..runs.len()).collect());
+            let gradients: Vec<_> = gradients.drain(..runs.len()).collect();
+            let values: Vec<_> = values.drain(..runs.len()).collect();
             let (by, observations) = ((controls, inputs), observations.as_deref_mut());
+            let tensors = (gradients, values);
             match update {
                 Update::Muon(muon) => {
-                    batch.update_matrices(muon, runs, tensors, by, diverged, observations)
+                    let (gradients, values) = tensors;
+                    batch.with_matrices(runs, dtype, by, diverged, |batch, state, flags| {
+                        muon.step(batch, gradients, values, state, flags, observations)
+                    })
                 }
                 Update::Elementwise(rest) => {
                     batch.update_elements(rest, runs, tensors, by, observations)
@@ -258,6 +270,56 @@ impl Shard {
             }
         });
         updated.collect()
+    }
+
+    /// Returns `true` if [`directions`](Self::directions) may take the place of
+    /// [`update`](Self::update): if the values are only needed to apply directions to them.
+    pub fn separates(&self) -> bool {
+        match &self.update {
+            Update::Muon(muon) => muon.separates(self.bucket.dtype),
+            Update::Elementwise(_) | Update::Whole(_) => false,
+        }
+    }
+
+    /// The directions of this rank's matrices from the reduced gradients, for [`apply`](Self::apply).
+    /// Sets the flags of matrices for which the iteration diverged in `diverged`.
+    ///
+    /// # Panics
+    ///
+    /// If the update does not [separate](Self::separates).
+    pub fn directions(
+        &mut self,
+        mut gradients: Vec<Tensor<1>>,
+        by: (&StepControls, &StepInputs),
+        diverged: &mut Tensor<1>,
+    ) -> Vec<Tensor<1>> {
+        let Update::Muon(muon) = &self.update else { unreachable!("only Muon separates") };
+        let (all, dtype) = (&self.runs, self.bucket.dtype);
+        let directions = self.batches.iter_mut().flat_map(|batch| {
+            let runs = &all[batch.runs.clone()];
+            let gradients = gradients.drain(..runs.len()).collect();
+            batch.with_matrices(runs, dtype, by, diverged, |batch, state, flags| {
+                muon.directions(batch, gradients, state, flags)
+            })
+        });
+        directions.collect()
+    }
+
+    /// This rank's share of slices after a step: from the values before it, and the directions that
+    /// the owners of the matrices have distributed.
+    ///
+    /// # Panics
+    ///
+    /// If the parameters are not slices, or the update does not [separate](Self::separates).
+    pub fn apply(
+        &self,
+        directions: &Tensor<1>,
+        values: &mut FlatTensors,
+        inputs: &StepInputs,
+    ) -> Tensor<1> {
+        let Update::Muon(muon) = &self.update else { unreachable!("only Muon separates") };
+        let share = self.exchange.parts().expect("the parameters are slices");
+        share.apply(muon, directions, values, inputs)
     }
 
     /// The values of a slot, flat, in the order of the shard.
@@ -328,20 +390,20 @@ impl Run {
 
     /// The factors on its new values.
     fn factors(&self, inputs: &StepInputs) -> Option<Tensor<1>> {
-        let factors = inputs.head_clip.as_ref()?.factors.get(&self.parameter)?;
-        Some(slices::slice(factors, self.elements.clone()))
+        inputs.factors(self.parameter, &self.elements)
     }
 }
 
 impl Batch {
-    fn update_matrices(
+    /// Passes its matrices, its state and the flags in `diverged` to a function that returns a
+    /// tensor for each parameter, and the new flags.
+    fn with_matrices(
         &mut self,
-        muon: &MuonUpdate,
         runs: &[Run],
-        (gradients, values): (Vec<Tensor<1>>, Vec<Tensor<1>>),
+        dtype: DType,
         (controls, inputs): (&StepControls, &StepInputs),
         diverged: &mut Tensor<1>,
-        observations: Option<&mut Observations>,
+        update: impl FnOnce(&MuonBatch, &mut Slots, Tensor<1>) -> (Vec<Tensor<1>>, Tensor<1>),
     ) -> Vec<Tensor<1>> {
         let rows = self.matrices.as_ref().expect("a batch of matrices");
         let indices = &rows.parameters;
@@ -355,9 +417,8 @@ impl Batch {
         let batch = MuonBatch {
             count: self.elements.len() / self.row,
             matrices: rows.matrices,
+            dtype,
             parameters: &parameters,
-            gradients,
-            values,
             factor: controls.factor.as_ref(),
             rejected: Some(&controls.rejected),
             by_matrix: &|flags| flags.clone().select(0, indices.clone()),
@@ -366,9 +427,9 @@ impl Batch {
         // Moved out: with a second reference, the flags would be copied before they are written.
         let empty = slices::empty(DType::F32, &diverged.device());
         let flags = core::mem::replace(diverged, empty);
-        let (updated, flags) = muon.step(batch, &mut self.state, flags, observations);
+        let (tensors, flags) = update(&batch, &mut self.state, flags);
         *diverged = flags;
-        updated
+        tensors
     }
 
     fn update_elements(

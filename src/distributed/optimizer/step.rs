@@ -87,12 +87,14 @@ enum Flight {
     Assembly(usize, Pending),
     /// Of the values of whole parameters, from slices.
     ValueAssembly(usize, Pending),
+    /// Of directions or of new values, to slices.
     Distribution(usize, Pending),
     Gathering(usize, Pending),
 }
 
 /// The tensors of a step, counted as they come and go.
 struct Step {
+    inputs: StepInputs,
     detached: DetachedParameters,
     /// The buckets in the order of the stages.
     order: Vec<usize>,
@@ -168,17 +170,17 @@ impl DistModuleOptimizer {
         }
         let present = self.agree_on_step(&lrs, &detached)?;
 
-        let mut step = self.begin(detached, &present);
-        self.observe(&step);
         // The heads of a step that is skipped are of no use in another.
         let inputs = self.inputs(&lrs);
-        let is_taken = self.advance(&mut step, &inputs)?;
+        let mut step = self.begin(inputs, detached, &present);
+        self.observe(&step);
+        let is_taken = self.advance(&mut step)?;
         if is_taken {
             for (parameter, present) in self.trained.iter_mut().zip(present) {
                 parameter.time += usize::from(present);
             }
             if let Some(observations) = step.observations.take() {
-                self.keep_observed(observations, &inputs);
+                self.keep_observed(observations, &step.inputs);
             }
         }
         let times: Vec<usize> = self.trained.iter().map(|parameter| parameter.time).collect();
@@ -209,11 +211,12 @@ impl DistModuleOptimizer {
     }
 
     /// A step before its first call.
-    fn begin(&self, detached: DetachedParameters, present: &[bool]) -> Step {
+    fn begin(&self, inputs: StepInputs, detached: DetachedParameters, present: &[bool]) -> Step {
         let device = self.device();
         let absent: Vec<f32> =
             present.iter().map(|present| f32::from(u8::from(!present))).collect();
         Step {
+            inputs,
             detached,
             order: self.stages.iter().flat_map(|stage| stage.buckets.clone()).collect(),
             started: 0,
@@ -233,7 +236,7 @@ impl DistModuleOptimizer {
 
     /// Takes the stages, one after the other. Returns `false` for a step that is skipped, since a
     /// gradient overflowed under loss scaling.
-    fn advance(&mut self, step: &mut Step, inputs: &StepInputs) -> Result<bool> {
+    fn advance(&mut self, step: &mut Step) -> Result<bool> {
         let stages = self.stages.clone();
         for stage in &*stages {
             for bucket in &stage.buckets {
@@ -246,7 +249,7 @@ impl DistModuleOptimizer {
                     self.start_value_assembly(stage.buckets[next], step)?;
                     next += 1;
                 }
-                self.update(*bucket, (&controls, inputs), step)?;
+                self.update(*bucket, &controls, step)?;
             }
         }
         self.land_all(step)?;
@@ -370,7 +373,12 @@ impl DistModuleOptimizer {
             }
             Flight::Distribution(bucket, pending) => {
                 step.buffers -= pending.bytes();
-                let share = pending.wait()?;
+                let mut share = pending.wait()?;
+                if self.distributes_directions(bucket, step) {
+                    let (shard, values) = (&self.shards[bucket], &mut step.detached.parameters);
+                    share = shard.apply(&share, values, &step.inputs);
+                    self.ensure_bucket_computed(&shard.bucket, &share)?;
+                }
                 self.gather(bucket, share, step)
             }
             Flight::Gathering(bucket, pending) => self.publish(bucket, pending, step),
@@ -420,11 +428,18 @@ impl DistModuleOptimizer {
         pack(values, &shard.exchange.held, shard.exchange.share(), dtype, &self.device())
     }
 
-    /// Starts to assemble the values of a bucket whose parameters are slices: its update needs
+    /// Returns `true` if the owners of a bucket's matrices distribute directions, which are applied
+    /// to slices. An observed step has norms of whole values.
+    fn distributes_directions(&self, bucket: usize, step: &Step) -> bool {
+        let shard = &self.shards[bucket];
+        shard.exchange.is_cut() && shard.separates() && step.observations.is_none()
+    }
+
+    /// Starts to assemble the values of a bucket whose parameters are slices, if its update needs
     /// whole ones. Where the ranks decide together, a step may still be skipped: not before that.
     fn start_value_assembly(&self, bucket: usize, step: &mut Step) -> Result<()> {
         let shard = &self.shards[bucket];
-        if !shard.exchange.is_cut() {
+        if !shard.exchange.is_cut() || self.distributes_directions(bucket, step) {
             return Ok(());
         }
         let share = self.packed_share(shard, &mut step.detached.parameters, shard.bucket.dtype);
@@ -558,29 +573,25 @@ impl DistModuleOptimizer {
     }
 
     /// Updates this rank's shard of a bucket, and starts to gather those of the other ranks.
-    fn update(
-        &mut self,
-        bucket: usize,
-        by: (&StepControls, &StepInputs),
-        step: &mut Step,
-    ) -> Result<()> {
+    fn update(&mut self, bucket: usize, controls: &StepControls, step: &mut Step) -> Result<()> {
         let reduced = step.reduced[bucket].take();
         let ReducedShard { gradients, .. } = reduced.expect("the bucket is reduced");
         step.shards -= gradients.iter().map(bytes).sum::<usize>();
-        while self.shards[bucket].exchange.is_cut() && step.assembled[bucket].is_none() {
-            self.land(step)?;
-        }
-        let shard = &mut self.shards[bucket];
-        let values = match step.assembled[bucket].take() {
-            Some(values) => {
-                step.shards -= bytes(&values);
-                shard.split(&values)
+        let updated = match self.distributes_directions(bucket, step) {
+            true => {
+                let by = (controls, &step.inputs);
+                self.shards[bucket].directions(gradients, by, &mut self.diverged)
             }
-            None => shard.take(&mut step.detached.parameters),
+            false => {
+                let values = self.values(bucket, step)?;
+                let shard = &mut self.shards[bucket];
+                let observations = step.observations.as_mut();
+                let observations =
+                    observations.filter(|_| counts(&shard.bucket, self.world.rank()));
+                let by = (controls, &step.inputs);
+                shard.update(gradients, values, by, &mut self.diverged, observations)
+            }
         };
-        let observations = step.observations.as_mut();
-        let observations = observations.filter(|_| counts(&shard.bucket, self.world.rank()));
-        let updated = shard.update(gradients, values, by, &mut self.diverged, observations);
         let shard = &self.shards[bucket];
         if shard.exchange.is_cut() {
             let packed = shard.pack(updated);
@@ -603,6 +614,21 @@ impl DistModuleOptimizer {
             self.land(step)?;
         }
         Ok(())
+    }
+
+    /// The values of a shard's parameters, which are waited for if they are assembled.
+    fn values(&mut self, bucket: usize, step: &mut Step) -> Result<Vec<Tensor<1>>> {
+        while self.shards[bucket].exchange.is_cut() && step.assembled[bucket].is_none() {
+            self.land(step)?;
+        }
+        let shard = &self.shards[bucket];
+        Ok(match step.assembled[bucket].take() {
+            Some(values) => {
+                step.shards -= bytes(&values);
+                shard.split(&values)
+            }
+            None => shard.take(&mut step.detached.parameters),
+        })
     }
 
     /// Starts to gather a bucket from this rank's share of the new values, or keeps the share where

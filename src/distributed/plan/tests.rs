@@ -433,16 +433,16 @@ fn the_timeline_of_slices_equals_a_calculation_by_hand() {
         let plan = plan(&parameters, ranks, Balancing::Greedy, &costs);
         plan.timeline(&costs, &machine(64.0, 0.0, 1.0), &passes).total
     };
-    // 256 bytes at 64 bytes a second on two ranks with a half each: nothing to reduce; of 2 x 128
-    // bytes, half is sent to assemble in 2 seconds, 4 seconds of iteration, and 1 to distribute.
+    // 256 bytes at 64 bytes a second on two ranks with a half each: nothing to reduce; of 128
+    // bytes, half is sent to assemble in 1 second, 4 seconds of iteration, and 1 to distribute.
     // Then one flag, to all and back.
     let flags = |ranks: f64| 2.0 * 4.0 * (ranks - 1.0) / ranks / 64.0;
-    assert_eq!(total(2, 0), 7.0 + flags(2.0));
+    assert_eq!(total(2, 0), 6.0 + flags(2.0));
     // On four ranks, half of the 128 bytes of a slice is reduced in 1 second, and gathered in 1;
-    // of 2 x 64 bytes, half is sent to assemble in 1 second, and of 64 to distribute in 0.5.
-    assert_eq!(total(4, 0), 1.0 + 1.0 + 4.0 + 0.5 + 1.0 + flags(4.0));
+    // of 64 bytes, half is sent to assemble in 0.5 seconds, and to distribute in 0.5.
+    assert_eq!(total(4, 0), 1.0 + 0.5 + 4.0 + 0.5 + 1.0 + flags(4.0));
     // 256 bytes of activations: in each pass, half of 128 to scatter and to gather.
-    assert_eq!(total(2, 256), 4.0 + 7.0 + flags(2.0));
+    assert_eq!(total(2, 256), 4.0 + 6.0 + flags(2.0));
 }
 
 /// A simulation of passes layer by layer, each with the bytes of one message. It is independent of

@@ -1,6 +1,7 @@
 //! The predicted duration of an iteration on a described machine.
 
 use super::{Bucket, BucketKind, Costs, Placement, Plan, Run, Slices};
+use crate::backend::precise_dtype;
 
 /// The part of the passes that is the forward pass. A backward pass has twice its operations.
 const FORWARD: f64 = 1.0 / 3.0;
@@ -156,8 +157,9 @@ impl Plan {
     /// New parameters arrive in whole buckets, in the order of the first parameter of each; all
     /// other messages of the passes are those of single parameters.
     ///
-    /// Messages of parameters that are cut are those of slices. In the step, their gradients and
-    /// values are assembled after the reduction, and distributed before they are gathered.
+    /// Messages of parameters that are cut are those of slices. In the step, gradients are assembled
+    /// after the reduction, and directions are distributed before new values are gathered. Of
+    /// parameters that are updated element by element, the values are assembled as well.
     ///
     /// A rank computes one parameter, or one bucket of the step, after the other.
     ///
@@ -172,16 +174,22 @@ impl Plan {
         // Replicated parameters are reduced in the order of their buckets, owned ones before.
         let slices = |bucket: &Bucket| self.slices(bucket.parameters[0]);
         let message = |bucket: &Bucket| machine.message(bucket.bytes(), ranks, slices(bucket));
-        // Of each of a number of tensors, a rank sends its share.
+        // A rank sends its share of gradients to assemble, and of directions to distribute. Where
+        // it is values that are distributed, they are assembled, too: in half precision, both
+        // together have the bytes of directions.
         let assembled: Vec<usize> =
             self.buckets().iter().map(|bucket| self.assembled(bucket)).collect();
         let among_slices = |index: usize, tensors: usize| match assembled[index] {
             0 => Message::default(),
             elements => {
                 let bucket = &self.buckets()[index];
-                let bytes = (tensors * elements * bucket.dtype.size()) as f64;
-                machine.among_slices(bytes / ranks as f64, slices(bucket))
+                let bytes = tensors * elements * precise_dtype(bucket.dtype).size();
+                machine.among_slices(bytes as f64 / ranks as f64, slices(bucket))
             }
+        };
+        let to_assemble = |index: usize| match self.buckets()[index].kind {
+            BucketKind::Matrices => 1,
+            BucketKind::Whole | BucketKind::Elements | BucketKind::Replicated => 2,
         };
         let mut ready = vec![0.0; self.buckets().len()];
         let order = self.update_order();
@@ -198,7 +206,7 @@ impl Plan {
                 }
                 _ => bucket.parameters.iter().map(|p| reduced[*p]).fold(passed, f64::max),
             };
-            ready[index] = wires.reduce(ready[index], among_slices(index, 2));
+            ready[index] = wires.reduce(ready[index], among_slices(index, to_assemble(index)));
         }
         let work = self.work(costs);
         let update = |index: usize, rank: usize| {

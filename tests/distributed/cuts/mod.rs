@@ -3,7 +3,7 @@
 
 mod layers;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex};
 
 use burn::module::{Module, ModuleVisitor, Param};
@@ -14,6 +14,7 @@ use distmuon::comm::World;
 use distmuon::distributed::{
     Axis, DistMuonConfig, GradDtype, Gradients, Keep, Layout, LossScaleConfig, Mesh, Place, Publish,
 };
+use distmuon::parts::MaxNorm;
 use distmuon::{Error, MasterWeights, MuonConfig, Result, RoutingRule};
 use distmuon_testing::combinations::{self, combinations, routed};
 use distmuon_testing::models::{
@@ -49,13 +50,13 @@ pub const IN_PROCESS: &[Case] = cases![
 ];
 
 /// A cut of the test's own: axis, dimension and parts.
-type Cut = (&'static str, usize, usize);
+pub type Cut = (&'static str, usize, usize);
 
 /// A mesh and a layout: the axes, and the cuts of parameters at paths.
 #[derive(Clone)]
-struct Cutting {
-    axes: Vec<Axis>,
-    cuts: Vec<(&'static str, Vec<Cut>)>,
+pub struct Cutting {
+    pub axes: Vec<Axis>,
+    pub cuts: Vec<(&'static str, Vec<Cut>)>,
 }
 
 impl Cutting {
@@ -68,7 +69,7 @@ impl Cutting {
         axes.collect::<Vec<_>>().join(",")
     }
 
-    fn layout(&self, world: &World) -> Result<Layout> {
+    pub fn layout(&self, world: &World) -> Result<Layout> {
         let mut layout = Layout::new(&Mesh::new(world, self.axes.clone())?);
         for (pattern, cuts) in &self.cuts {
             for (axis, dimension, parts) in cuts {
@@ -172,7 +173,7 @@ impl ModuleVisitor for ByPath {
 }
 
 /// The gradients of a rank's slices from those of a whole model.
-fn slices<M: Module>(
+pub fn slices<M: Module>(
     case: &Cutting,
     (whole, gradients): (&M, GradientsParams),
     model: &M,
@@ -619,30 +620,46 @@ fn cut_layers() -> Cutting {
     }
 }
 
-fn a_step_assembles_and_distributes_every_matrix_once() {
-    const BYTES: usize = 16 * 32 * 32 * 4;
+/// The bytes that a step of cut layers of a type sends by each collective, on each of four ranks.
+fn sent_by_a_step(config: DistMuonConfig, dtype: DType) -> Vec<BTreeMap<&'static str, usize>> {
     let case = cut_layers();
     let sent = ranks_here(4, |world| {
         let (comm, traffic) = counted(world.communicator());
         let world = World::new(comm, world.device().clone());
         let layout = case.layout(&world)?;
         let model = Layers::square(16, 32, world.device()).map(&mut Fixed::new(5));
-        let model = layout.shard(model)?;
-        let mut optim =
-            DistMuonConfig::new().with_bucket_mb(Some(0.02)).init_on(&layout, &model)?;
+        let model = layout.shard(model.map(&mut Rounded(dtype)))?;
+        let mut optim = config.init_on(&layout, &model)?;
         let gradients = gradients(&model, 0);
         traffic.lock().unwrap().clear();
         optim.step(0.01, model, gradients)?;
         Ok(std::mem::take(&mut *traffic.lock().unwrap()))
     });
-    // Every rank owns a quarter, of which the other slice is half: a gradient and a value come, a
-    // value goes.
-    for sent in sent.unwrap() {
-        assert_eq!(sent["all_to_all"], 3 * BYTES / 4 / 2, "{sent:?}");
+    sent.unwrap()
+}
+
+fn a_step_assembles_and_distributes_every_matrix_once() {
+    const BYTES: usize = 16 * 32 * 32 * 4;
+    let config = DistMuonConfig::new().with_bucket_mb(Some(0.02));
+    // Every rank owns a quarter, of which the other slice is half: a gradient comes, and a direction
+    // goes.
+    let part = BYTES / 4 / 2;
+    for sent in sent_by_a_step(config.clone(), DType::F32) {
+        assert_eq!(sent["all_to_all"], 2 * part, "{sent:?}");
         let of_slices = sent["reduce_scatter"] + sent["all_gather"];
         // The first step also compares the gradients of parameters without slices: of none here.
         let is_exact = worlds::is_exact();
         assert!(of_slices == 2 * BYTES / 2 / 2 || !is_exact, "{sent:?}");
+    }
+    // A gradient in float32 and a value come, a value goes.
+    if has(FloatDType::BF16) {
+        for sent in sent_by_a_step(config.clone(), DType::BF16) {
+            assert_eq!(sent["all_to_all"], 2 * part, "{sent:?}");
+        }
+    }
+    let limited = config.muon.clone().with_parts(vec![MaxNorm::new(1.0).into()]);
+    for sent in sent_by_a_step(config.with_muon(limited), DType::F32) {
+        assert_eq!(sent["all_to_all"], 3 * part, "{sent:?}");
     }
 }
 
@@ -669,19 +686,19 @@ fn a_matrix_is_updated_while_others_are_assembled_and_distributed() {
         run.unwrap();
         Arc::into_inner(seen).unwrap().into_inner().unwrap()
     };
-    // Calls and waits of a rank in their order: the fifth call distributes the first bucket after
-    // its update, when gradients and values of two buckets were called for.
+    // Calls and waits of a rank in their order: the third call distributes the first bucket after
+    // its update, when two buckets were assembled.
     let in_flight = |events: &[bool]| {
-        let fifth = events.iter().enumerate().filter(|(_, waits)| !**waits).nth(4).unwrap().0;
-        4 - events[..fifth].iter().filter(|waits| **waits).count()
+        let third = events.iter().enumerate().filter(|(_, waits)| !**waits).nth(2).unwrap().0;
+        2 - events[..third].iter().filter(|waits| **waits).count()
     };
     let overlapped = events(2);
     assert!(in_flight(&overlapped) > 0, "{overlapped:?}");
     let one_by_one = events(1);
     let calls = one_by_one.iter().filter(|waits| !**waits).count();
-    assert!(calls >= 9 && calls * 2 == one_by_one.len(), "{one_by_one:?}");
-    // One bucket: two calls, two waits, the third call.
-    assert_eq!(one_by_one[..4], [false, false, true, true]);
+    assert!(calls >= 6 && calls * 2 == one_by_one.len(), "{one_by_one:?}");
+    // One bucket: a call to assemble, and its wait, before the call to distribute.
+    assert_eq!(one_by_one[..3], [false, true, false]);
 }
 
 /// Fused projections of heads, which are matrices of their own, and two stacks.
