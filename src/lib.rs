@@ -146,7 +146,7 @@ mod skips;
 mod slices;
 mod update;
 
-pub use backend::{ComputePath, KernelPolicy};
+pub use backend::{ComputePath, KernelPolicy, NativeKernels};
 #[cfg(feature = "processes")]
 pub use comm::Launch;
 pub use comm::World;

@@ -7,7 +7,8 @@
 //! - [`fused`]: the elementwise parts of a step of Muon and AdamW, each in one pass over memory;
 //! - [`add_identity`]: the sum of a matrix and the identity;
 //! - [`mirror`]: the completion of a symmetric matrix from its lower triangle;
-//! - [`units`]: the number of units of a cube.
+//! - [`units`]: the number of units of a cube;
+//! - `native`, with feature `cuda`: products in Hopper's own instructions, for whole iterations.
 
 #![warn(missing_docs)]
 
@@ -17,6 +18,8 @@ pub mod gram;
 mod identity;
 mod matrices;
 mod mirror;
+#[cfg(feature = "cuda")]
+pub mod native;
 pub mod product;
 // A link to the file of `distmuon-skips`: unit tests also run from the published package, which
 // that package is not part of.

@@ -6,6 +6,7 @@ use burn::tensor::{DType, Device, FloatDType, Tensor};
 use super::ops::{MatrixOps, PartialNorms, Polynomial, norm_parts};
 use super::path::ComputePath;
 use super::portable;
+use super::program::{Products, Program, Side};
 use super::tensor_list::TensorList;
 
 impl ComputePath {
@@ -37,26 +38,6 @@ impl ComputePath {
         })
     }
 
-    /// Adds the identity to every matrix of a batch `[k, m, m]`.
-    pub fn plus_identity(self, z: Tensor<3>) -> Tensor<3> {
-        match self {
-            Self::Portable => portable::plus_identity(z),
-            Self::Flex | Self::CubeCl { .. } => {
-                Tensor::from_dispatch(Dispatch::plus_identity(z.into_dispatch()))
-            }
-        }
-    }
-
-    /// Computes `A B`, with `a` `[k, m, n]` and `b` `[k, n, p]`, by Burn's matmul except on Flex.
-    pub fn product(self, a: Tensor<3>, b: Tensor<3>) -> Tensor<3> {
-        match self {
-            Self::Flex => {
-                Tensor::from_dispatch(Dispatch::product(a.into_dispatch(), b.into_dispatch()))
-            }
-            Self::Portable | Self::CubeCl { .. } => a.matmul(b),
-        }
-    }
-
     /// Computes `A B + beta C`, with `a` `[k, m, n]`, `b` `[k, n, p]`, and `c` `[k, m, p]` like the
     /// result.
     pub fn product_add(self, a: Tensor<3>, b: Tensor<3>, c: Tensor<3>, beta: f64) -> Tensor<3> {
@@ -69,14 +50,16 @@ impl ComputePath {
         })
     }
 
-    /// Computes the matrix `Q` of the Gram form in one kernel: `r` and the result are `[k, m, m]`,
-    /// and the schedule has the polynomial of every step.
-    ///
-    /// # Panics
-    ///
-    /// If [`is_small`](Self::is_small) returns `false`.
-    pub fn accumulate_q(self, r: Tensor<3>, schedule: &[Polynomial]) -> Tensor<3> {
-        Tensor::from_dispatch(Dispatch::accumulate_q(r.into_dispatch(), schedule.to_vec()))
+    /// The result of a program for a batch of matrices, by native products if they are allowed.
+    pub(crate) fn iterate(self, x: Tensor<3>, program: Program, native: bool) -> Tensor<3> {
+        let [_, m, n] = x.dims();
+        match self {
+            Self::Portable => program.run(x, Side::of([m, n]), &PortableProducts),
+            Self::Flex | Self::CubeCl { .. } => {
+                let x = x.into_dispatch();
+                Tensor::from_dispatch(Dispatch::iterate(x, program, self.is_tuned(), native))
+            }
+        }
     }
 
     /// A tensor that a kernel will write, of any values.
@@ -114,5 +97,46 @@ impl ComputePath {
             }
         };
         Tensor::from_dispatch(Dispatch::normalize(x.into_dispatch(), norms, epsilon, dtype))
+    }
+}
+
+/// The products of an iteration by Burn's operations alone.
+struct PortableProducts;
+
+impl Products for PortableProducts {
+    type Matrix = Tensor<3>;
+
+    fn transposed(&self, x: Tensor<3>) -> Tensor<3> {
+        x.swap_dims(1, 2)
+    }
+
+    fn syrk(&self, a: Tensor<3>) -> Tensor<3> {
+        ComputePath::Portable.syrk(a)
+    }
+
+    fn symmetric_product(
+        &self,
+        [a, b]: [Tensor<3>; 2],
+        c: Tensor<3>,
+        alpha: f64,
+        beta: f64,
+    ) -> Tensor<3> {
+        ComputePath::Portable.symmetric_product(a, b, c, alpha, beta)
+    }
+
+    fn plus_identity(&self, z: Tensor<3>) -> Tensor<3> {
+        portable::plus_identity(z)
+    }
+
+    fn product(&self, [a, b]: [Tensor<3>; 2]) -> Tensor<3> {
+        a.matmul(b)
+    }
+
+    fn product_add(&self, [a, b]: [Tensor<3>; 2], c: Tensor<3>, beta: f64) -> Tensor<3> {
+        ComputePath::Portable.product_add(a, b, c, beta)
+    }
+
+    fn accumulate_q(&self, _: Tensor<3>, _: &[Polynomial]) -> Tensor<3> {
+        unreachable!("`ComputePath::is_small` is false for Burn's operations")
     }
 }

@@ -17,6 +17,7 @@ mod norms;
 pub(crate) mod ops;
 mod path;
 mod portable;
+mod program;
 mod step;
 mod tensor_list;
 
@@ -32,8 +33,9 @@ pub(crate) use ops::{
     AdamWControls, AdamWStep, ElementwiseRows, FlaggedRows, LionStep, Moments, MomentumStep,
     MomentumUpdate, ParameterStep, PartialNorms,
 };
-pub use path::{ComputePath, KernelPolicy};
+pub use path::{ComputePath, KernelPolicy, NativeKernels};
 pub(crate) use portable::lion;
+pub(crate) use program::{Program, Step, Value};
 pub(crate) use step::{apply, update_momentum};
 
 use burn::tensor::DType;

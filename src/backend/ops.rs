@@ -10,10 +10,13 @@
 //! optimizer's state is stored as batches `[k, m, n]`, in which a parameter has the number of
 //! matrices of its tensor.
 
-use burn::backend::{Backend, backend_extension, tensor::FloatTensor};
+use std::marker::PhantomData;
+
+use burn::backend::{Backend, TensorMetadata, backend_extension, tensor::FloatTensor};
 use burn::tensor::{FloatDType, Tensor};
 
 use super::portable;
+use super::program::{Products, Program, Side};
 use super::tensor_list::TensorList;
 
 /// The coefficients `(a, b, c)` of one step, `p(x) = a x + b x^3 + c x^5` on every singular value.
@@ -184,6 +187,18 @@ pub trait MatrixOps: Backend {
     #[fusion(dtype = r, shape = r)]
     fn accumulate_q(r: FloatTensor<Self>, schedule: Vec<Polynomial>) -> FloatTensor<Self>;
 
+    /// The result of a program for a batch of matrices. Where `native` products of the device's own
+    /// are allowed, a backend may compute it by these.
+    #[fusion(dtype = x, shape = x)]
+    fn iterate(
+        x: FloatTensor<Self>,
+        program: Program,
+        tuned: bool,
+        _native: bool,
+    ) -> FloatTensor<Self> {
+        program.on_backend::<Self>(x, tuned)
+    }
+
     /// Copies `values` into the buffer of `target`, even if other tensors share that buffer, and
     /// returns `target`.
     #[fusion(dtype = target, shape = target)]
@@ -211,6 +226,68 @@ pub trait MatrixOps: Backend {
         epsilon: f64,
         dtype: FloatDType,
     ) -> FloatTensor<Self>;
+}
+
+impl Program {
+    /// Runs the program by the products of a backend.
+    pub(super) fn on_backend<B: MatrixOps>(
+        &self,
+        x: FloatTensor<B>,
+        tuned: bool,
+    ) -> FloatTensor<B> {
+        let [_, m, n] = x.shape().dims();
+        let backend = PhantomData;
+        self.run(x, Side::of([m, n]), &BackendProducts::<B> { tuned, backend })
+    }
+}
+
+/// The products of a backend.
+struct BackendProducts<B> {
+    tuned: bool,
+    backend: PhantomData<B>,
+}
+
+impl<B: MatrixOps> Products for BackendProducts<B> {
+    type Matrix = FloatTensor<B>;
+
+    fn transposed(&self, x: FloatTensor<B>) -> FloatTensor<B> {
+        B::float_swap_dims(x, 1, 2)
+    }
+
+    fn syrk(&self, a: FloatTensor<B>) -> FloatTensor<B> {
+        B::syrk(a, self.tuned)
+    }
+
+    fn symmetric_product(
+        &self,
+        [a, b]: [FloatTensor<B>; 2],
+        c: FloatTensor<B>,
+        alpha: f64,
+        beta: f64,
+    ) -> FloatTensor<B> {
+        B::symmetric_product(a, b, c, alpha, beta, self.tuned)
+    }
+
+    fn plus_identity(&self, z: FloatTensor<B>) -> FloatTensor<B> {
+        B::plus_identity(z)
+    }
+
+    fn product(&self, [a, b]: [FloatTensor<B>; 2]) -> FloatTensor<B> {
+        B::product(a, b)
+    }
+
+    fn product_add(
+        &self,
+        [a, b]: [FloatTensor<B>; 2],
+        c: FloatTensor<B>,
+        beta: f64,
+    ) -> FloatTensor<B> {
+        B::product_add(a, b, c, beta, self.tuned)
+    }
+
+    fn accumulate_q(&self, r: FloatTensor<B>, schedule: &[Polynomial]) -> FloatTensor<B> {
+        B::accumulate_q(r, schedule.to_vec())
+    }
 }
 
 /// Elements of a part of a norm: enough work for a thread or a cube, and the same on every backend,

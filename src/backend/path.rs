@@ -37,6 +37,17 @@ pub enum ComputePath {
     },
 }
 
+/// The use of kernels that are written for one kind of device, in its own instructions, by an
+/// iteration: those for Hopper (compute capability 9.0), with `wgmma` and TMA.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NativeKernels {
+    /// They compute the iteration, unless the driver refuses one of its launches.
+    Used,
+    /// They do not, for this reason.
+    Refused(String),
+}
+
 impl ComputePath {
     /// Chooses the path for values of `dtype` on `device`.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
@@ -71,6 +82,27 @@ impl ComputePath {
             (Self::Flex, _) => "faer's triangular product".to_owned(),
             _ if self.symmetric_share(m, inner) < 1.0 => "Burn's matmul, in block rows".to_owned(),
             _ => "Burn's matmul".to_owned(),
+        }
+    }
+
+    /// Returns the use of native kernels for iterations of matrices `[k, m, n]` of `dtype` on
+    /// `device`. The first call for a device loads and verifies them.
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    pub fn native_kernels(
+        self,
+        device: &Device,
+        dtype: FloatDType,
+        [k, m, n]: [usize; 3],
+    ) -> NativeKernels {
+        match (self, device.as_dispatch()) {
+            #[cfg(feature = "cuda")]
+            (Self::CubeCl { .. }, DispatchDevice::Cube(device)) => {
+                match cubecl::native_kernels(device, dtype.into(), [k, m, n]) {
+                    Ok(()) => NativeKernels::Used,
+                    Err(reason) => NativeKernels::Refused(reason),
+                }
+            }
+            _ => NativeKernels::Refused("the products are not those of a CUDA device".to_owned()),
         }
     }
 

@@ -2,24 +2,32 @@
 //! at the restarts and at the end (<https://github.com/Dao-AILab/gram-newton-schulz>). A single
 //! step between two restarts is one of the standard form, which costs as much and rounds less.
 
-use burn::tensor::Tensor;
+use super::{Polynomial, standard};
+use crate::backend::{Program, Step, Value};
 
-use super::{Polynomial, products::Products, standard};
-
-/// Applies the polynomials to the singular values of `x`, which is at most 1 in norm; `restarts`
-/// are the steps before which `x` is brought up to date.
+/// Adds the polynomials, applied to the singular values of `x`, which is at most 1 in norm;
+/// `restarts` are the steps before which `x` is brought up to date. With `single_kernel`, one
+/// kernel computes `Q`.
 pub fn iterate(
-    mut x: Tensor<3>,
+    program: &mut Program,
+    mut x: Value,
     schedule: &[Polynomial],
     restarts: &[usize],
-    products: Products,
-) -> Tensor<3> {
+    single_kernel: bool,
+) -> Value {
     let segments = [&[0], restarts, &[schedule.len()]].concat();
     for segment in segments.windows(2) {
         let steps = &schedule[segment[0]..segment[1]];
         x = match steps.len() {
-            1 => standard::iterate(x, steps, products),
-            _ => products.apply(accumulate_q(products.square(&x), steps, products), x),
+            1 => standard::iterate(program, x, steps),
+            _ => {
+                let r = program.push(Step::Square { x });
+                let q = match single_kernel {
+                    true => program.push(Step::AccumulateQ { r, schedule: steps.to_vec() }),
+                    false => accumulate_q(program, r, steps),
+                };
+                program.push(Step::Apply { q, x })
+            }
         };
     }
     x
@@ -28,23 +36,21 @@ pub fn iterate(
 /// The product `Q` of all `W = Z + a I` with `Z = b R + c R^2`, where every step advances
 /// `R <- W R W`. What is stored of a step is `Z / a`, so that the identity is added as it is: `a`
 /// would be rounded, the same way at every restart. The first `a` is multiplied in with the second.
-fn accumulate_q(mut r: Tensor<3>, schedule: &[Polynomial], products: Products) -> Tensor<3> {
-    if let Some(q) = products.accumulated_q(&r, schedule) {
-        return q;
-    }
+fn accumulate_q(program: &mut Program, mut r: Value, schedule: &[Polynomial]) -> Value {
     // `a Y (Z + I)`, for polynomials `Y` and `Z` of one symmetric matrix.
-    let times = |y: Tensor<3>, z: Tensor<3>, a| products.symmetric(y.clone(), z, y, a, a);
+    let times = |y, z, a| Step::Symmetric { a: y, b: z, c: y, alpha: a, beta: a };
     let mut q = None;
     for (step, &[a, b, c]) in schedule.iter().enumerate() {
-        let z = products.symmetric(r.clone(), r.clone(), r.clone(), c / a, b / a);
-        q = Some(match q {
-            None => products.plus_identity(z.clone()),
-            Some(q) if step == 1 => times(q, z.clone(), schedule[0][0] * a),
-            Some(q) => times(q, z.clone(), a),
-        });
+        let z = Step::Symmetric { a: r, b: r, c: r, alpha: c / a, beta: b / a };
+        let z = program.push(z);
+        q = Some(program.push(match q {
+            None => Step::PlusIdentity { z },
+            Some(q) if step == 1 => times(q, z, schedule[0][0] * a),
+            Some(q) => times(q, z, a),
+        }));
         if step + 1 < schedule.len() {
-            let rz = times(r, z.clone(), a);
-            r = times(rz, z, a);
+            let rz = program.push(times(r, z, a));
+            r = program.push(times(rz, z, a));
         }
     }
     q.expect("a schedule has at least one step")

@@ -6,10 +6,11 @@ use burn::tensor::{DType, Device, FloatDType, Tensor};
 
 use super::config::{IterationForm, NewtonSchulzConfig};
 use super::plan::{IterationPlan, Planner};
-use super::products::Products;
 use super::{gram, restarts, standard};
 use crate::backend::graphs::Recordings;
-use crate::backend::{ComputePath, KernelPolicy, PartialNorms, Polynomial, precise_dtype};
+use crate::backend::{
+    ComputePath, KernelPolicy, NativeKernels, PartialNorms, Polynomial, Program, precise_dtype,
+};
 use crate::checks::{ensure_size, rounds_to};
 use crate::error::{Error, Result};
 
@@ -21,7 +22,9 @@ pub struct NewtonSchulz {
     planner: Planner,
     /// In bytes.
     workspace: usize,
-    /// Recordings, if they are wanted.
+    /// `true` if iterations are recorded.
+    graphs: bool,
+    /// Their recordings, except in an iteration that is being recorded.
     recordings: Option<Arc<Recordings>>,
 }
 
@@ -62,6 +65,7 @@ impl NewtonSchulzConfig {
             schedule,
             epsilon: *epsilon,
             workspace: workspace_mb * 1_000_000,
+            graphs: self.graphs,
             recordings: self.graphs.then(Default::default),
         })
     }
@@ -172,18 +176,38 @@ impl NewtonSchulz {
         batch: Tensor<3>,
         norms: Option<PartialNorms>,
     ) -> Tensor<3> {
-        let [_, m, n] = batch.dims();
-        let device = batch.device();
-        let products = Products::new(m, n, plan.path, plan.single_kernel);
+        let (shape, device) = (batch.dims(), batch.device());
         let precise = FloatDType::from(precise_dtype(batch.dtype()));
         let norm_path = ComputePath::choose(self.planner.policy, &device, precise);
         let x = norm_path.normalize(batch.cast(precise), norms, self.epsilon, plan.dtype);
+        let native = self.native(plan, shape, &device) == NativeKernels::Used;
+        plan.path.iterate(x, self.program(plan), native)
+    }
+
+    /// The products of the iteration by a plan.
+    fn program(&self, plan: &IterationPlan) -> Program {
+        let (mut program, x, schedule) = (Program::default(), Program::INPUT, &self.schedule);
+        let IterationPlan { restarts, single_kernel, .. } = plan;
         match plan.form {
-            IterationForm::Gram => gram::iterate(x, &self.schedule, &plan.restarts, products),
-            IterationForm::Standard | IterationForm::Auto => {
-                standard::iterate(x, &self.schedule, products)
+            IterationForm::Gram => {
+                gram::iterate(&mut program, x, schedule, restarts, *single_kernel)
             }
+            IterationForm::Standard | IterationForm::Auto => {
+                standard::iterate(&mut program, x, schedule)
+            }
+        };
+        program
+    }
+
+    /// The use of native kernels for a batch of a shape.
+    fn native(&self, plan: &IterationPlan, shape: [usize; 3], device: &Device) -> NativeKernels {
+        if self.graphs {
+            return NativeKernels::Refused("iterations are recorded as graphs".to_owned());
         }
+        if plan.single_kernel {
+            return NativeKernels::Refused("one kernel computes all steps".to_owned());
+        }
+        plan.path.native_kernels(device, plan.dtype, shape)
     }
 
     /// Returns the plan by which [`orthogonalize`](Self::orthogonalize) processes `batch`.
@@ -210,11 +234,17 @@ impl NewtonSchulz {
     fn explained(&self, shape: [usize; 3], dtype: DType, device: &Device) -> IterationPlan {
         let plan = self.plan(shape, dtype, device);
         let [k, m, n] = shape;
-        let kernel = plan.path.kernel(device, plan.dtype, [k, m.min(n), m.max(n)]);
-        IterationPlan { kernel, ..plan }
+        let native = self.native(&plan, shape, device);
+        let kernel = match native {
+            NativeKernels::Used => "native kernel for Hopper, tiles of 128 x 128".to_owned(),
+            NativeKernels::Refused(_) => {
+                plan.path.kernel(device, plan.dtype, [k, m.min(n), m.max(n)])
+            }
+        };
+        IterationPlan { kernel, native, ..plan }
     }
 
-    /// The plan without the name of the kernel, which the iteration does not need.
+    /// The plan without the names of kernels, which would have to be verified.
     fn plan(&self, [_, m, n]: [usize; 3], dtype: DType, device: &Device) -> IterationPlan {
         self.planner.plan([m, n], dtype, device)
     }

@@ -20,7 +20,6 @@ mod gram;
 mod iteration;
 mod minimax;
 mod plan;
-mod products;
 pub mod restarts;
 mod rounding;
 mod standard;

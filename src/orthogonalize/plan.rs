@@ -4,7 +4,7 @@ use burn::tensor::{DType, Device, FloatDType};
 
 use super::config::{IterationDtype, IterationForm};
 use super::cost;
-use crate::backend::{ComputePath, KernelPolicy};
+use crate::backend::{ComputePath, KernelPolicy, NativeKernels};
 
 /// Largest workspace, in multiples of the input, for which [`IterationForm::Auto`] still picks a
 /// form when a smaller one exists.
@@ -25,6 +25,8 @@ pub struct IterationPlan {
     pub path: ComputePath,
     /// Name of the kernel that computes `X X^T`.
     pub kernel: String,
+    /// The use of native kernels, with the reason if they do not run.
+    pub native: NativeKernels,
     /// `true` if one kernel computes all steps of the Gram form.
     pub single_kernel: bool,
     /// Floating-point operations for one matrix.
@@ -63,6 +65,7 @@ impl Planner {
             dtype,
             path,
             kernel: String::new(),
+            native: NativeKernels::Refused(String::new()),
             single_kernel: false,
             operations: cost::standard(self.steps, m, n, share),
             workspace: bytes(cost::standard_memory(m, n)),

@@ -1,15 +1,14 @@
 //! The standard form: products with `X` at every step.
 
-use burn::tensor::Tensor;
+use super::Polynomial;
+use crate::backend::{Program, Step, Value};
 
-use super::{Polynomial, products::Products};
-
-/// Applies the polynomials to the singular values of `x`, which is at most 1 in norm.
-pub fn iterate(mut x: Tensor<3>, schedule: &[Polynomial], products: Products) -> Tensor<3> {
+/// Adds the polynomials, applied to the singular values of `x`, which is at most 1 in norm.
+pub fn iterate(program: &mut Program, mut x: Value, schedule: &[Polynomial]) -> Value {
     for &[a, b, c] in schedule {
-        let r = products.square(&x);
-        let z = products.symmetric(r.clone(), r.clone(), r, c, b);
-        x = products.apply_and_add(z, x, a);
+        let r = program.push(Step::Square { x });
+        let z = program.push(Step::Symmetric { a: r, b: r, c: r, alpha: c, beta: b });
+        x = program.push(Step::ApplyAndAdd { z, x, a });
     }
     x
 }

@@ -10,11 +10,15 @@ use distmuon_kernels::fused::{self, RowNorms};
 use distmuon_kernels::product::{Product, Triangle};
 use distmuon_kernels::{Matrices, Result, add_identity, gram, units};
 
+#[cfg(feature = "cuda")]
+use super::native;
 use super::product::Operands;
 use super::tensors::{VALIDATED, batch, contiguous, matrices, part, tensor, unshared};
 use super::tune;
 use crate::backend::ops::{MatrixOps, Polynomial};
 use crate::backend::portable;
+#[cfg(feature = "cuda")]
+use crate::backend::program::Program;
 use crate::backend::tensor_list::TensorList;
 
 type Float = FloatTensor<CubeBackend>;
@@ -100,6 +104,12 @@ impl MatrixOps for CubeBackend {
         let q = gram::accumulate_q(&r.client, &matrices(r.clone()), &schedule);
         let q = q.expect("`ComputePath::is_small` accepts only what the kernel accepts");
         tensor(&r, q.handle, r.shape(), r.dtype)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn iterate(x: Float, program: Program, tuned: bool, native: bool) -> Float {
+        let iterated = if native { native::iterate(x, &program) } else { Err(x) };
+        iterated.unwrap_or_else(|x| program.on_backend::<Self>(x, tuned))
     }
 
     fn overwrite(target: Float, values: Float) -> Float {

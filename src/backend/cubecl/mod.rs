@@ -3,7 +3,8 @@
 mod adamw;
 mod failure;
 mod matrix;
-
+#[cfg(feature = "cuda")]
+mod native;
 mod primitives;
 mod product;
 mod step;
@@ -14,6 +15,8 @@ mod tune;
 pub(crate) use failure::Failure;
 pub(crate) use failure::first_failure;
 pub(super) use matrix::{kernel, max_small_rows};
+#[cfg(feature = "cuda")]
+pub(super) use native::native_kernels;
 #[cfg(feature = "cuda")]
 pub(crate) use primitives::{from_primitive, primitive};
 pub(super) use tensors::{has_tf32, serves};

@@ -1,23 +1,12 @@
 //! The memory of a CUDA device, which holds Burn's tensors.
 //!
-//! NCCL's calls have a separate stream, and CubeCL's streams are not accessible from here. If the
-//! driver supports events of whole contexts (CUDA 12.5), one event makes NCCL's stream wait for all
-//! of CubeCL's streams before a call, and another one makes all of CubeCL's streams wait for NCCL's
-//! when the result is used. Otherwise the host waits for the device before a call, and for NCCL
-//! after it.
-//!
-//! Another thread may record a graph at the same time, in the mode that CubeCL chooses. The driver
-//! then refuses calls such as event queries on all threads of the process, and gives up the
-//! recording. None of the calls here touches a recorded stream, so all of them are made in relaxed
-//! mode (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html>), as NCCL makes
-//! its calls. A lock instead could deadlock: a recording waits for the device, which may wait for a
-//! call of another rank of this process.
+//! NCCL's calls have a [`SideStream`]. If the driver has events of whole contexts, the stream waits
+//! for all of CubeCL's streams before a call, and all of CubeCL's streams wait for it when the
+//! result is used. Otherwise the host waits for the device before a call, and for NCCL after it.
 
 use std::any::Any;
-use std::collections::BTreeSet;
 use std::fmt::{self, Debug};
-use std::os::raw::{c_int, c_void};
-use std::sync::{Mutex, MutexGuard};
+use std::os::raw::c_void;
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_cubecl::CubeDevice;
@@ -26,54 +15,12 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
 use cubecl::cuda::CudaRuntime;
 use cubecl_runtime::runtime::Runtime;
-use cudarc::driver::{DriverError, result, sys};
+use distmuon_kernels::native::{Claim, DriverError, SideEvent, SideStream, relaxed};
 
 use super::library::ENGINE;
 use super::memory::{Buffer, DeviceMemory, StreamEvent};
 use crate::backend::{Failure, from_primitive, primitive};
 use crate::error::{Error, Result};
-
-/// The first driver version with `cuCtxRecordEvent` and `cuCtxWaitEvent`
-/// (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__CTX.html>).
-const CONTEXT_EVENTS: c_int = 12_050;
-
-/// Makes calls of the driver that neither disturb a recording on another thread nor are refused
-/// because of it.
-fn relaxed<T>(calls: impl FnOnce() -> T) -> T {
-    let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-    // SAFETY: the thread's mode is exchanged with the variable's.
-    unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
-    let outcome = calls();
-    // SAFETY: as above; this puts the former mode back.
-    unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
-    outcome
-}
-
-/// The devices that ranks of this process use. Two ranks on one device would wait for each other,
-/// since an event of the context makes both wait.
-static CLAIMED: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
-
-/// A rank's claim to a device, which no other rank of this process can claim.
-struct ClaimedDevice(usize);
-
-impl ClaimedDevice {
-    fn all() -> MutexGuard<'static, BTreeSet<usize>> {
-        CLAIMED.lock().expect("nothing panics while it holds the lock")
-    }
-
-    /// Returns `None` if another rank has claimed the device.
-    fn claim(index: usize) -> Option<Self> {
-        let is_free = Self::all().insert(index);
-        // Not `then_some`: a claim that is dropped unused would release the other rank's claim.
-        is_free.then(|| Self(index))
-    }
-}
-
-impl Drop for ClaimedDevice {
-    fn drop(&mut self) {
-        Self::all().remove(&self.0);
-    }
-}
 
 /// The memory of a CUDA device, and a stream for NCCL on it. A process has at most one for each
 /// device.
@@ -83,18 +30,12 @@ pub struct CudaMemory {
     /// The same device as Burn's type, on which the host can wait.
     burn_device: Device,
     rank: usize,
-    cuda: sys::CUdevice,
-    context: sys::CUcontext,
-    stream: sys::CUstream,
+    stream: SideStream,
     /// `true` if work is ordered by events of the whole context, and not by waiting on the host.
-    has_context_events: bool,
-    _claim: ClaimedDevice,
+    orders_on_device: bool,
+    /// Two ranks on one device would wait for each other.
+    _claim: Claim,
 }
-
-// SAFETY: any thread that makes the context current may use contexts, streams and events of CUDA.
-unsafe impl Send for CudaMemory {}
-// SAFETY: as above.
-unsafe impl Sync for CudaMemory {}
 
 impl Debug for CudaMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -126,67 +67,32 @@ impl CudaMemory {
         };
         let index = cuda.index;
         let device = CubeDevice::Cuda(cuda);
-        let claim = ClaimedDevice::claim(index).ok_or_else(|| {
+        let claim = Claim::new(index).ok_or_else(|| {
             let remedy = "give every rank that is a thread a device, or start a process per rank";
             unsuitable(format!("another rank of this process uses {burn_device:?}"), remedy)
         })?;
-        let open = || -> Result<_, DriverError> {
-            result::init()?;
-            let cuda = result::device::get(index as c_int)?;
-            // SAFETY: the device exists. CubeCL also works in this context.
-            let context = unsafe { result::primary_ctx::retain(cuda) }?;
-            // SAFETY: the context was just retained.
-            unsafe { result::ctx::set_current(context) }?;
-            let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
-            let mut version = 0;
-            // SAFETY: one number is written.
-            unsafe { sys::cuDriverGetVersion(&mut version) }.result()?;
-            Ok((cuda, context, stream, version >= CONTEXT_EVENTS))
-        };
-        let (cuda, context, stream, has_context_events) =
-            open().map_err(|error| driver_error(rank, "open the device", error))?;
-        Ok(Self {
-            client,
-            device,
-            burn_device,
-            rank,
-            cuda,
-            context,
-            stream,
-            has_context_events,
-            _claim: claim,
-        })
+        let stream =
+            SideStream::new(index).map_err(|error| driver_error(rank, "open the device", error))?;
+        let orders_on_device = stream.has_context_events();
+        Ok(Self { client, device, burn_device, rank, stream, orders_on_device, _claim: claim })
     }
 
     /// Returns the same memory, on which work is ordered by waiting on the host, for comparisons
     /// with ordering on the device.
     pub fn waiting_on_host(mut self) -> Self {
-        self.has_context_events = false;
+        self.orders_on_device = false;
         self
     }
 
     /// Returns `true` if work is ordered on the device, without waiting on the host.
     pub fn orders_on_device(&self) -> bool {
-        self.has_context_events
+        self.orders_on_device
     }
 
     fn driver_error(&self, operation: &str) -> impl FnOnce(DriverError) -> Error {
         let rank = self.rank;
         let operation = operation.to_owned();
         move |error| driver_error(rank, &operation, error)
-    }
-
-    fn event(&self) -> Result<Event> {
-        // SAFETY: the context is retained as long as the memory lives.
-        unsafe { result::ctx::set_current(self.context) }
-            .map_err(self.driver_error("use the context"))?;
-        let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
-        Ok(Event {
-            event: event.map_err(self.driver_error("create an event"))?,
-            context: self.context,
-            rank: self.rank,
-            orders_context: self.has_context_events,
-        })
     }
 
     /// Pins the memory of a tensor to its address, as long as the buffer exists.
@@ -206,21 +112,6 @@ impl CudaMemory {
         Ok(unsafe { Buffer::new(pointer, length, dtype, Box::new(owner)) })
     }
 
-    /// Makes the stream wait for all work in the context.
-    fn wait_for_context(&self) -> Result<()> {
-        let ready = self.event()?;
-        // SAFETY: context, stream and event are alive; the event may be destroyed before it is
-        // passed.
-        unsafe {
-            sys::cuCtxRecordEvent(self.context, ready.event)
-                .result()
-                .map_err(self.driver_error("record an event"))?;
-            let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-            result::stream::wait_event(self.stream, ready.event, flags)
-                .map_err(self.driver_error("wait for an event"))
-        }
-    }
-
     /// Waits on the host until all work on tensors is done.
     fn wait_for_device(&self) -> Result<()> {
         self.burn_device.sync().map_err(|error| Error::Engine {
@@ -230,18 +121,13 @@ impl CudaMemory {
             reason: error.to_string(),
             remedy: "fix the operation on this device that failed first",
         })?;
-        // SAFETY: the context is retained as long as the memory lives.
-        unsafe { result::ctx::set_current(self.context) }
-            .map_err(self.driver_error("use the context"))
+        self.stream.make_current().map_err(self.driver_error("use the context"))
     }
 
     /// Records an event after all work that NCCL's stream was given so far.
     fn record(&self) -> Result<Box<dyn StreamEvent>> {
-        let event = self.event()?;
-        // SAFETY: stream and event are alive.
-        unsafe { result::event::record(event.event, self.stream) }
-            .map_err(self.driver_error("record an event"))?;
-        Ok(Box::new(event))
+        let event = self.stream.record().map_err(self.driver_error("record an event"))?;
+        Ok(Box::new(Event { event, rank: self.rank, orders_on_device: self.orders_on_device }))
     }
 }
 
@@ -287,11 +173,17 @@ unsafe impl DeviceMemory for CudaMemory {
     }
 
     fn begin(&self) -> Result<(*mut c_void, Box<dyn StreamEvent>)> {
-        let ready = relaxed(|| match self.has_context_events {
-            true => self.wait_for_context().and_then(|()| self.record()),
-            false => self.wait_for_device().and_then(|()| self.record()),
+        let ready = relaxed(|| {
+            match self.orders_on_device {
+                true => {
+                    let waits = self.stream.wait_for_context();
+                    waits.map_err(self.driver_error("wait for an event"))?;
+                }
+                false => self.wait_for_device()?,
+            }
+            self.record()
         })?;
-        Ok((self.stream.cast(), ready))
+        Ok((self.stream.as_ptr(), ready))
     }
 
     fn end(&self) -> Result<Box<dyn StreamEvent>> {
@@ -299,64 +191,24 @@ unsafe impl DeviceMemory for CudaMemory {
     }
 }
 
-impl Drop for CudaMemory {
-    fn drop(&mut self) {
-        // SAFETY: the stream and the reference to the context were made in `new`, and nothing else
-        // uses them.
-        unsafe {
-            result::ctx::set_current(self.context).ok();
-            result::stream::destroy(self.stream).ok();
-            result::primary_ctx::release(self.cuda).ok();
-        }
-    }
-}
-
-/// An event of CUDA.
+/// A position in NCCL's stream.
 struct Event {
-    event: sys::CUevent,
-    context: sys::CUcontext,
+    event: SideEvent,
     rank: usize,
-    /// `true` if the whole context can wait for the event.
-    orders_context: bool,
+    orders_on_device: bool,
 }
-
-// SAFETY: as for `CudaMemory`.
-unsafe impl Send for Event {}
 
 impl StreamEvent for Event {
     fn make_later_work_wait(&self) -> Result<bool> {
-        if !self.orders_context {
+        if !self.orders_on_device {
             return Ok(false);
         }
-        // SAFETY: context and event are alive; the event may be destroyed before it is passed.
-        relaxed(|| unsafe { sys::cuCtxWaitEvent(self.context, self.event) })
-            .result()
-            .map(|()| true)
-            .map_err(|error| driver_error(self.rank, "wait for an event", error))
+        let waits = self.event.make_context_wait();
+        waits.map_err(|error| driver_error(self.rank, "wait for an event", error))
     }
 
     fn is_passed(&self) -> Result<bool> {
-        // SAFETY: the memory retains the context, calls keep the memory, and the event is alive.
-        let query = || unsafe {
-            result::ctx::set_current(self.context)
-                .map_err(|error| driver_error(self.rank, "use the context", error))?;
-            Ok::<_, Error>(sys::cuEventQuery(self.event))
-        };
-        let code = relaxed(query)?;
-        match code {
-            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            code => code
-                .result()
-                .map(|()| true)
-                .map_err(|error| driver_error(self.rank, "wait for NCCL", error)),
-        }
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        // SAFETY: the event is not used afterwards. CUDA frees it when the stream has passed it.
-        relaxed(|| unsafe { result::event::destroy(self.event) }).ok();
+        self.event.is_passed().map_err(|error| driver_error(self.rank, "wait for NCCL", error))
     }
 }
 

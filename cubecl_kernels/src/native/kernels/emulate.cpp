@@ -1,0 +1,208 @@
+// Runs the kernels on the emulator and compares them with loops in float64:
+//
+//     g++ -std=c++17 -O1 -DEMULATE emulate.cpp && ./a.out [SECONDS]
+//
+// -DTYPE_F16 selects float16. Integers are exact. The program ends with 0 if all results are right;
+// it stops at the first wrong one, and at a check that takes longer than SECONDS, otherwise 20.
+#include "product.cu"
+
+#include <signal.h>
+#include <stdarg.h>
+#include <unistd.h>
+
+static_assert(sizeof(Sizes) == 28, "the parameters are those of the host");
+
+static unsigned seconds = 20;
+static int checks = 0;
+
+static void timed_out(int) {
+    const char text[] = "FAIL: a check takes too long\n";
+    ssize_t written = write(1, text, sizeof text - 1);
+    _exit(written < 0 ? 2 : 1);
+}
+
+static void passed(const char *format, ...) __attribute__((format(printf, 1, 2)));
+static void passed(const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    vprintf(format, arguments);
+    va_end(arguments);
+    puts(": exact");
+    ++checks;
+    alarm(seconds);
+}
+
+// Matrices of a batch, in rows or in columns.
+struct Matrices {
+    std::vector<u16> data;
+    int batch, rows, columns;
+    bool in_columns;
+
+    Matrices(int batch, int rows, int columns, bool in_columns)
+        : data((size_t)batch * rows * columns),
+          batch(batch),
+          rows(rows),
+          columns(columns),
+          in_columns(in_columns) {}
+
+    static Matrices integers(int batch, int rows, int columns, bool in_columns) {
+        Matrices result(batch, rows, columns, in_columns);
+        for (u16 &x : result.data) x = emulator::round((float)emulator::random(7) - 3);
+        return result;
+    }
+
+    u16 &at(int z, int row, int column) {
+        int in_matrix = in_columns ? column * rows + row : row * columns + column;
+        return data[(size_t)z * rows * columns + in_matrix];
+    }
+
+    std::vector<double> widened() {
+        std::vector<double> values;
+        for (int z = 0; z < batch; ++z) {
+            for (int i = 0; i < rows; ++i) {
+                for (int j = 0; j < columns; ++j) values.push_back(emulator::widen(at(z, i, j)));
+            }
+        }
+        return values;
+    }
+
+    TensorMap map(int box_height) {
+        long x = in_columns ? rows : columns, y = in_columns ? columns : rows;
+        return {data.data(), {x, y, batch}, {1, x, x * y}, {PANEL, box_height}};
+    }
+};
+
+enum Layout { KK, KM, MM };
+enum Triangle { FULL, LOWER };
+
+struct Scale {
+    float alpha, beta;  // there is a D if `beta` is not 0
+};
+
+static void check_product(Layout layout, Triangle triangle, int batch, int m, int n, int k,
+                          Scale scale) {
+    const bool a_mn = layout == MM, b_mn = layout != KK, lower = triangle == LOWER;
+    const bool addend = scale.beta != 0;
+    Matrices a = Matrices::integers(batch, m, k, a_mn), b = Matrices::integers(batch, k, n, !b_mn);
+    Matrices d = Matrices::integers(batch, m, n, false), c(batch, m, n, false);
+    c.data.assign(c.data.size(), 0x7fff);
+    // D is symmetric but A B is not, so that the result shows which half is taken.
+    for (int z = 0; lower && z < batch; ++z) {
+        for (int i = 0; i < m; ++i) {
+            for (int j = 0; j < i; ++j) d.at(z, j, i) = d.at(z, i, j);
+        }
+    }
+    const TensorMap maps[] = {a.map(a_mn ? PANEL : TILE), b.map(b_mn ? PANEL : TILE), d.map(TILE),
+                              c.map(TILE)};
+    const Sizes sizes = {m, n, k, scale.alpha, scale.beta, lower, addend};
+    const int rows = (m + TILE - 1) / TILE, columns = (n + TILE - 1) / TILE;
+    const int blocks = lower ? rows * (rows + 1) / 2 : rows * columns;
+    const auto kernel = layout == KK ? product_kk : layout == KM ? product_km : product_mm;
+    for (int z = 0; z < batch; ++z) {
+        for (int x = 0; x < blocks; ++x) {
+            emulator::run_block(x, z, THREADS, SHARED_BYTES, [=] {
+                kernel(maps[0], maps[1], maps[2], maps[3], sizes);
+            });
+        }
+    }
+    const std::vector<double> wide_a = a.widened(), wide_b = b.widened();
+    for (int z = 0; z < batch; ++z) {
+        for (int i = 0; i < m; ++i) {
+            for (int j = 0; j < n; ++j) {
+                const double *row = &wide_a[((size_t)z * m + (lower ? std::max(i, j) : i)) * k];
+                const double *column = &wide_b[(size_t)z * k * n + (lower ? std::min(i, j) : j)];
+                double sum = 0;
+                for (int l = 0; l < k; ++l) sum += row[l] * column[(size_t)l * n];
+                sum *= scale.alpha;
+                if (addend) sum += scale.beta * emulator::widen(d.at(z, i, j));
+                float expected = emulator::widen(emulator::round((float)sum));
+                float result = emulator::widen(c.at(z, i, j));
+                if (result == expected) continue;
+                printf("matrix %d, row %d, column %d: %g, not %g\n", z, i, j, result, expected);
+                emulator::fail("a product");
+            }
+        }
+    }
+    const char *names[] = {"product_kk", "product_km", "product_mm"};
+    passed("%s, %d of %d x %d, inner %d, %s%s", names[layout], batch, m, n, k,
+           lower ? "lower" : "full", addend ? ", D" : "");
+}
+
+// Every tile belongs to one block, for 1 to 40 rows of tiles.
+static void check_tiles(Triangle triangle) {
+    for (int rows = 1; rows <= 40; ++rows) {
+        int columns = triangle == LOWER ? rows : rows + 3;
+        int blocks = triangle == LOWER ? rows * (rows + 1) / 2 : rows * columns;
+        std::vector<int> seen(rows * columns);
+        for (int x = 0; x < blocks; ++x) {
+            int row, column;
+            tile_of(x, rows, columns, triangle == LOWER, row, column);
+            bool inside = row >= 0 && row < rows && column >= 0 && column < columns;
+            if (!inside || (triangle == LOWER && column > row)) emulator::fail("a tile outside");
+            if (seen[row * columns + column]++) emulator::fail("a tile of two blocks");
+        }
+    }
+    passed("tiles, %s", triangle == LOWER ? "lower" : "full");
+}
+
+static void check_plus_identity(int batch, int rows) {
+    Matrices z = Matrices::integers(batch, rows, rows, false), sum(batch, rows, rows, false);
+    const int blocks = (rows * rows / 8 + SUM_THREADS - 1) / SUM_THREADS;
+    for (int i = 0; i < batch * blocks * SUM_THREADS; ++i) {
+        emulator::thread = i % SUM_THREADS;
+        emulator::block_x = i / SUM_THREADS % blocks;
+        emulator::block_y = i / SUM_THREADS / blocks;
+        plus_identity((const Eight *)z.data.data(), (Eight *)sum.data.data(), rows);
+    }
+    for (int i = 0; i < batch * rows * rows; ++i) {
+        float one = i / rows % rows == i % rows ? 1.0f : 0.0f;
+        if (emulator::widen(sum.data[i]) != emulator::widen(z.data[i]) + one) {
+            emulator::fail("a sum with the identity");
+        }
+    }
+    passed("plus_identity, %d of %d x %d", batch, rows, rows);
+}
+
+// Rounding takes every element to itself, and ties to even ones.
+static void check_elements() {
+    for (u32 i = 0; i < 0x10000; ++i) {
+        float f = emulator::widen((u16)i), next = emulator::widen((u16)(i + 1));
+        if (f != f) continue;
+        if (emulator::round(f) != i) emulator::fail("an element");
+        bool has_next = i % 0x8000 < 0x7bff && std::isfinite(next);
+        // The mean is exact, except of bfloat16's largest and smallest.
+        float tie = f / 2 + next / 2;
+        if (!has_next || tie == f || tie == next) continue;
+        if (emulator::round(tie) != i + i % 2) emulator::fail("a tie");
+    }
+    passed("elements");
+}
+
+int main(int count, char **arguments) {
+    if (count > 1) seconds = (unsigned)atoi(arguments[1]);
+    setvbuf(stdout, nullptr, _IOLBF, 0);
+    signal(SIGALRM, timed_out);
+    alarm(seconds);
+    check_elements();
+    check_tiles(FULL);
+    check_tiles(LOWER);
+    check_product(KK, LOWER, 1, 128, 128, 64, {1, 0});
+    check_product(KK, LOWER, 1, 256, 256, 192, {2, -1});
+    check_product(KK, LOWER, 2, 200, 200, 72, {1, 3});
+    check_product(KK, LOWER, 1, 264, 264, 320, {-1, 0});
+    check_product(KK, LOWER, 3, 8, 8, 8, {1, 1});
+    check_product(KK, FULL, 2, 136, 72, 200, {1, 0});
+    check_product(KK, FULL, 1, 128, 264, 136, {1, 2});
+    check_product(KM, FULL, 1, 136, 264, 72, {1, 0});
+    check_product(KM, FULL, 2, 72, 8, 200, {3, 1});
+    check_product(KM, FULL, 1, 264, 136, 520, {1, -2});
+    check_product(KM, FULL, 1, 8, 128, 256, {1, 0});
+    check_product(MM, LOWER, 1, 128, 128, 64, {1, 0});
+    check_product(MM, LOWER, 2, 200, 200, 136, {1, 1});
+    check_product(MM, LOWER, 1, 264, 264, 328, {2, -3});
+    check_product(MM, LOWER, 1, 8, 8, 448, {1, 0});
+    check_plus_identity(1, 8);
+    check_plus_identity(2, 72);
+    check_plus_identity(3, 136);
+    printf("%d checks: all right\n", checks);
+}

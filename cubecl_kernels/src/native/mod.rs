@@ -1,0 +1,45 @@
+//! Native kernels for Hopper (compute capability 9.0): products with `wgmma` instructions and TMA
+//! copies, neither of which CubeCL 0.11 emits.
+//!
+//! Their PTX lies in the package next to its source, so that a user needs no compiler. They run on
+//! a [`SideStream`], since CubeCL's streams are not accessible, and are therefore called for whole
+//! iterations: work is ordered once before and once after. Before they are used, a device has to
+//! multiply integers exactly. **None of this has run on a GPU**: the kernels are compiled, and
+//! proved in an emulator of the instructions that they use.
+
+mod engine;
+mod module;
+mod order;
+mod product;
+mod self_test;
+
+pub use engine::Native;
+pub use order::{Claim, DriverError, SideEvent, SideStream, relaxed};
+pub use product::{Element, Launch, Layout, PlusIdentity, Product};
+
+/// The reason why native kernels do not run.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Refusal(pub String);
+
+/// The outcome of launches that did not run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NotRun {
+    /// Nothing was launched.
+    Refused(Refusal),
+    /// Some launches may have run before one failed. No native kernel runs in this process any
+    /// more.
+    Failed(Refusal),
+}
+
+impl From<Refusal> for NotRun {
+    fn from(refusal: Refusal) -> Self {
+        Self::Refused(refusal)
+    }
+}
+
+impl Refusal {
+    fn new(operation: &str, error: DriverError) -> Self {
+        Self(format!("the driver failed to {operation}: {error:?}"))
+    }
+}

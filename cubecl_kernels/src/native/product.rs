@@ -1,0 +1,180 @@
+//! The launches of an iteration, as data.
+
+use half::{bf16, f16};
+
+/// Rows and columns of a tile.
+pub const TILE: usize = 128;
+
+/// Elements of the inner dimension in a stage: 128 bytes, the width of a swizzled row.
+pub(super) const DEPTH: u32 = 64;
+
+/// Threads of a block: two warpgroups that multiply, and a warp that copies.
+pub const THREADS: u32 = 288;
+
+/// Bytes of shared memory of a block: three stages of two operands, and room to align them.
+pub const SHARED_BYTES: u32 = 3 * 2 * TILE as u32 * DEPTH * 2 + 1024;
+
+/// Threads of a block of `plus_identity`, and the neighbours that each of them adds to.
+pub(super) const ELEMENTWISE: [usize; 2] = [256, 8];
+
+/// The type of matrices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Element {
+    /// float16.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl Element {
+    /// Both types.
+    pub const ALL: [Self; 2] = [Self::F16, Self::Bf16];
+
+    /// Returns the bits of a number, rounded.
+    pub(super) fn bits(self, value: f32) -> u16 {
+        match self {
+            Self::F16 => f16::from_f32(value).to_bits(),
+            Self::Bf16 => bf16::from_f32(value).to_bits(),
+        }
+    }
+}
+
+/// The layout of the factors of a product `A B`. Every matrix is contiguous.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layout {
+    /// `A` in rows and `B` in columns: of both, the inner dimension is contiguous.
+    RowsColumns,
+    /// Both in rows.
+    RowsRows,
+    /// `A` in columns and `B` in rows: of neither, the inner dimension is contiguous.
+    ColumnsRows,
+}
+
+impl Layout {
+    /// All layouts.
+    pub const ALL: [Self; 3] = [Self::RowsColumns, Self::RowsRows, Self::ColumnsRows];
+
+    /// Returns the name of the kernel.
+    pub(super) fn kernel(self) -> &'static str {
+        match self {
+            Self::RowsColumns => "product_kk",
+            Self::RowsRows => "product_km",
+            Self::ColumnsRows => "product_mm",
+        }
+    }
+
+    /// Returns `true` for every factor whose inner dimension is contiguous.
+    pub(super) fn inner_is_contiguous(self) -> [bool; 2] {
+        match self {
+            Self::RowsColumns => [true, true],
+            Self::RowsRows => [true, false],
+            Self::ColumnsRows => [false, false],
+        }
+    }
+}
+
+/// A product `C = alpha A B + beta D` of every matrix of a batch, by addresses on the device.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Product {
+    /// The layout of the factors.
+    pub layout: Layout,
+    /// Number of matrices.
+    pub batch: usize,
+    /// Rows, columns and inner dimension: multiples of 8.
+    pub sizes: [usize; 3],
+    /// `A`.
+    pub a: u64,
+    /// `B`.
+    pub b: u64,
+    /// `alpha`.
+    pub alpha: f32,
+    /// `D` and `beta`. A symmetric `C` has a symmetric `D`.
+    pub addend: Option<(u64, f32)>,
+    /// `C`, which overlaps none of the others.
+    pub c: u64,
+    /// `true` if `C` is known to be symmetric: only its lower triangle is computed.
+    pub lower: bool,
+}
+
+/// The sum `Z + I` of every matrix of a batch, by addresses on the device.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PlusIdentity {
+    /// Number of matrices.
+    pub batch: usize,
+    /// Rows, a multiple of 8.
+    pub rows: usize,
+    /// `Z`.
+    pub z: u64,
+    /// `Z + I`, which does not overlap `Z`.
+    pub sum: u64,
+}
+
+/// A launch of an iteration.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Launch {
+    /// A product.
+    Product(Product),
+    /// A sum with the identity.
+    PlusIdentity(PlusIdentity),
+}
+
+impl Product {
+    /// Returns the number of tiles of a matrix that are computed.
+    pub(super) fn tiles(&self) -> usize {
+        let [rows, columns] = [self.sizes[0], self.sizes[1]].map(|size| size.div_ceil(TILE));
+        if self.lower { rows * (rows + 1) / 2 } else { rows * columns }
+    }
+
+    /// Returns the tensors that the kernel copies: `A`, `B`, `D` (or `C` in its place), `C`.
+    pub(super) fn tensors(&self) -> [Tiled; 4] {
+        let [m, n, k] = self.sizes;
+        let factor = |address, lines, inner_is_contiguous| match inner_is_contiguous {
+            true => Tiled { address, sizes: [k, lines], tile: [DEPTH, TILE as u32] },
+            false => Tiled { address, sizes: [lines, k], tile: [DEPTH, DEPTH] },
+        };
+        let result = |address| Tiled { address, sizes: [n, m], tile: [DEPTH, TILE as u32] };
+        let [of_a, of_b] = self.layout.inner_is_contiguous();
+        let d = self.addend.map_or(self.c, |(d, _)| d);
+        [factor(self.a, m, of_a), factor(self.b, n, of_b), result(d), result(self.c)]
+    }
+}
+
+/// A batch of contiguous matrices, of which tiles are copied.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Tiled {
+    pub address: u64,
+    /// Elements of a line, and lines of a matrix.
+    pub sizes: [usize; 2],
+    /// The same of a tile.
+    pub tile: [u32; 2],
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn symmetric_products_have_a_triangle_of_tiles() {
+        let product = |sizes, lower| Product {
+            layout: Layout::RowsColumns,
+            batch: 1,
+            sizes,
+            a: 0,
+            b: 0,
+            alpha: 1.0,
+            addend: None,
+            c: 0,
+            lower,
+        };
+        assert_eq!(product([128, 128, 8], true).tiles(), 1);
+        assert_eq!(product([136, 136, 8], true).tiles(), 3);
+        assert_eq!(product([2048, 2048, 64], true).tiles(), 136);
+        assert_eq!(product([136, 264, 8], false).tiles(), 6);
+    }
+
+    #[test]
+    fn a_block_fits_twice_into_a_multiprocessor() {
+        // 228 KiB, of which every block takes 1 KiB in addition (CUDA programming guide).
+        assert!(2 * (SHARED_BYTES + 1024) <= 228 << 10);
+    }
+}

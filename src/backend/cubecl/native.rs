@@ -1,0 +1,273 @@
+//! Whole iterations by the native kernels for Hopper.
+
+use std::sync::Once;
+
+use burn::backend::{TensorMetadata, ops::FloatTensorOps, tensor::FloatTensor};
+use burn::tensor::{DType, Shape};
+use burn_cubecl::{CubeBackend, CubeDevice};
+use cubecl::cuda::CudaRuntime;
+use cubecl::server::Handle;
+use cubecl_runtime::runtime::Runtime;
+use distmuon_kernels::native::{
+    Element, Launch, Layout, Native, NotRun, PlusIdentity, Product, Refusal,
+};
+
+use super::Failure;
+use super::tensors::{tensor, unshared};
+use crate::backend::program::{Buffers, Program, Side, Step};
+
+type Float = FloatTensor<CubeBackend>;
+
+/// Sizes are multiples of this number of elements, 16 bytes: the copy engine takes no other strides.
+const MULTIPLE: usize = 8;
+
+/// Smaller matrices have no tile with enough to do.
+const MIN_ROWS: usize = 64;
+
+/// Fails, with the reason, if no native kernels iterate matrices `[k, m, n]` of a type.
+pub(in crate::backend) fn native_kernels(
+    device: &CubeDevice,
+    dtype: DType,
+    [_, m, n]: [usize; 3],
+) -> Result<(), String> {
+    let CubeDevice::Cuda(cuda) = device else {
+        return Err("the device is not a CUDA device".to_owned());
+    };
+    element(dtype).ok_or("the iteration is neither in float16 nor in bfloat16")?;
+    if m.min(n) < MIN_ROWS || !m.is_multiple_of(MULTIPLE) || !n.is_multiple_of(MULTIPLE) {
+        return Err(format!(
+            "the sizes are not multiples of {MULTIPLE} from {MIN_ROWS} on: got {m} x {n}"
+        ));
+    }
+    Native::of(cuda.index).map(drop).map_err(|Refusal(reason)| reason)
+}
+
+fn element(dtype: DType) -> Option<Element> {
+    match dtype {
+        DType::F16 => Some(Element::F16),
+        DType::BF16 => Some(Element::Bf16),
+        _ => None,
+    }
+}
+
+/// Runs a program by native kernels. Returns the batch as it was given if the device refuses, and
+/// NaN if a launch fails, since the launches before it may have overwritten the batch.
+pub(super) fn iterate(x: Float, program: &Program) -> Result<Float, Float> {
+    // The program overwrites its input when nothing reads it any more.
+    let x = unshared(x);
+    let (reason, unchanged) = match try_iterate(&x, program) {
+        Ok(result) => return Ok(result),
+        Err(NotRun::Refused(Refusal(reason))) => (reason, true),
+        Err(NotRun::Failed(Refusal(reason))) => (reason, false),
+    };
+    static WARNING: Once = Once::new();
+    WARNING.call_once(|| {
+        log::warn!("native kernels do not iterate a batch: {reason}; CubeCL's kernels do instead");
+    });
+    match unchanged {
+        true => Err(x),
+        false => Ok(CubeBackend::float_mul_scalar(x, f32::NAN.into())),
+    }
+}
+
+fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
+    let refused = |reason: &str| Refusal(reason.to_owned());
+    let CubeDevice::Cuda(cuda) = &x.device else {
+        return Err(refused("the device is not a CUDA device").into());
+    };
+    let element = element(x.dtype).ok_or_else(|| refused("the type is not a half type"))?;
+    let native = Native::of(cuda.index)?;
+    let shape @ [k, m, n] = x.shape().dims();
+    let buffers = Buffers::of(program);
+    let mut handles = vec![x.handle.clone()];
+    handles.extend(buffers.wide[1..].iter().map(|wide| {
+        let elements = if *wide { m * n } else { m.min(n) * m.min(n) };
+        x.client.empty(k * elements * x.dtype.size())
+    }));
+    let pin = |handle: &Handle| {
+        type Server = <CudaRuntime as Runtime>::Server;
+        let resource = x.client.get_resource::<Server>(handle.clone());
+        resource.map_err(|error| Refusal(Failure::from(error).reason))
+    };
+    // Held until the work is ordered: CubeCL reuses their memory by later work of its streams.
+    let pinned = handles.iter().map(pin).collect::<Result<Vec<_>, _>>()?;
+    let address = |buffer: usize| pinned[buffer].resource().ptr;
+    let launch = |(step, operands, result): (&Step, Vec<usize>, usize)| {
+        let operands: Vec<u64> = operands.into_iter().map(address).collect();
+        launch(step, Side::of([m, n]), shape, &operands, address(result))
+    };
+    let launches = buffers.steps(program).map(launch).collect::<Result<Vec<_>, _>>()?;
+    // SAFETY: the buffers have the elements of the matrices that they stand for, in memory that
+    // CubeCL allocates at multiples of 256 bytes and that is pinned here.
+    unsafe { native.run(element, &launches) }?;
+    Ok(tensor(x, handles.swap_remove(buffers.result()), Shape::from(shape), x.dtype))
+}
+
+/// The launch of a step for matrices `[k, m, n]`, from the addresses of its operands and its
+/// result.
+fn launch(
+    step: &Step,
+    side: Side,
+    [batch, m, n]: [usize; 3],
+    operands: &[u64],
+    c: u64,
+) -> Result<Launch, Refusal> {
+    let [rows, inner] = [m.min(n), m.max(n)];
+    let product = |layout, sizes, [a, b]: [u64; 2], alpha, addend| Product {
+        layout,
+        batch,
+        sizes,
+        a,
+        b,
+        alpha,
+        addend,
+        c,
+        lower: false,
+    };
+    // A symmetric matrix is its own transpose: it is read in rows or columns alike.
+    let on_side = |symmetric, x, addend| match side {
+        Side::Left => product(Layout::RowsRows, [m, n, rows], [symmetric, x], 1.0, addend),
+        Side::Right => product(Layout::RowsColumns, [m, n, rows], [x, symmetric], 1.0, addend),
+    };
+    let symmetric = |layout, inner, factors, alpha, addend| Product {
+        lower: true,
+        ..product(layout, [rows, rows, inner], factors, alpha, addend)
+    };
+    let product = match (step, operands) {
+        (Step::Square { .. }, &[x]) => {
+            let layout = match side {
+                Side::Left => Layout::RowsColumns,
+                Side::Right => Layout::ColumnsRows,
+            };
+            symmetric(layout, inner, [x, x], 1.0, None)
+        }
+        (Step::Symmetric { alpha, beta, .. }, &[a, b, c]) => {
+            let addend = Some((c, *beta as f32));
+            symmetric(Layout::RowsColumns, rows, [a, b], *alpha as f32, addend)
+        }
+        (Step::PlusIdentity { .. }, &[z]) => {
+            return Ok(Launch::PlusIdentity(PlusIdentity { batch, rows, z, sum: c }));
+        }
+        (Step::Apply { .. }, &[q, x]) => on_side(q, x, None),
+        (Step::ApplyAndAdd { a, .. }, &[z, x]) => on_side(z, x, Some((x, *a as f32))),
+        _ => return Err(Refusal("one kernel computes all steps".to_owned())),
+    };
+    Ok(Launch::Product(product))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Polynomial;
+
+    /// Memory of batches in float64, in which launches are carried out as the kernels do.
+    struct Memory(Vec<Vec<f64>>);
+
+    impl Memory {
+        /// The entry of a matrix that lies in rows or in columns.
+        fn entry(
+            &self,
+            address: u64,
+            at: [usize; 3],
+            [rows, columns]: [usize; 2],
+            in_rows: bool,
+        ) -> f64 {
+            let [z, row, column] = at;
+            let within = if in_rows { row * columns + column } else { column * rows + row };
+            self.0[address as usize][z * rows * columns + within]
+        }
+
+        fn run(&mut self, launch: &Launch) {
+            let (batch, [m, n], c) = match launch {
+                Launch::Product(product) => {
+                    (product.batch, [product.sizes[0], product.sizes[1]], product.c)
+                }
+                Launch::PlusIdentity(sum) => (sum.batch, [sum.rows; 2], sum.sum),
+            };
+            let mut result = vec![0.0; batch * m * n];
+            for z in 0..batch {
+                for at in 0..m * n {
+                    let (mut row, mut column) = (at / n, at % n);
+                    result[z * m * n + at] = match launch {
+                        Launch::PlusIdentity(sum) => {
+                            self.entry(sum.z, [z, row, column], [m, n], true)
+                                + f64::from(u8::from(row == column))
+                        }
+                        Launch::Product(product) => {
+                            if product.lower {
+                                (row, column) = (row.max(column), row.min(column));
+                            }
+                            let k = product.sizes[2];
+                            let (a_in_rows, b_in_rows) = match product.layout {
+                                Layout::RowsColumns => (true, false),
+                                Layout::RowsRows => (true, true),
+                                Layout::ColumnsRows => (false, true),
+                            };
+                            let term = |i| {
+                                self.entry(product.a, [z, row, i], [m, k], a_in_rows)
+                                    * self.entry(product.b, [z, i, column], [k, n], b_in_rows)
+                            };
+                            let sum: f64 = (0..k).map(term).sum();
+                            let addend = product.addend.map_or(0.0, |(d, beta)| {
+                                assert_ne!(d, c, "a result overwrites what is added");
+                                f64::from(beta) * self.entry(d, [z, row, column], [m, n], true)
+                            });
+                            assert!(
+                                product.a != c && product.b != c,
+                                "a result overwrites a factor"
+                            );
+                            f64::from(product.alpha) * sum + addend
+                        }
+                    };
+                }
+            }
+            self.0[c as usize][..result.len()].copy_from_slice(&result);
+        }
+    }
+
+    /// The singular value of matrices `[k, m, n]` of rank one with unit norm, after steps of a
+    /// polynomial on 1.
+    #[test]
+    fn launches_compute_the_program_in_its_buffers() {
+        let schedule: [Polynomial; 2] = [[1.5, -0.5, 0.25], [2.0, -1.25, 0.375]];
+        for shape @ [k, m, n] in [[2, 3, 5], [2, 5, 3], [1, 4, 4]] {
+            let side = Side::of([m, n]);
+            let mut program = Program::default();
+            let mut x = Program::INPUT;
+            for [a, b, c] in schedule {
+                let r = program.push(Step::Square { x });
+                let z = program.push(Step::Symmetric { a: r, b: r, c: r, alpha: c, beta: b });
+                x = program.push(Step::ApplyAndAdd { z, x, a });
+            }
+            let r = program.push(Step::Square { x });
+            let q = program.push(Step::PlusIdentity { z: r });
+            program.push(Step::Apply { q, x });
+
+            // Of rank one: `x = s u v^T` with unit vectors stays so.
+            let unit = |length: usize, shift: usize| {
+                let raw: Vec<f64> =
+                    (0..length).map(|i| ((i * 7 + shift) % 5) as f64 - 1.5).collect();
+                let norm = raw.iter().map(|value| value * value).sum::<f64>().sqrt();
+                raw.into_iter().map(|value| value / norm).collect::<Vec<_>>()
+            };
+            let matrix = |z: usize, s: f64| {
+                let (u, v) = (unit(m, z), unit(n, z + 2));
+                (0..m * n).map(move |at| s * u[at / n] * v[at % n]).collect::<Vec<_>>()
+            };
+            let of_step = |s: f64, [a, b, c]: Polynomial| a * s + b * s.powi(3) + c * s.powi(5);
+            let s = schedule.into_iter().fold(0.75, of_step);
+            let expected: Vec<f64> = (0..k).flat_map(|z| matrix(z, (1.0 + s * s) * s)).collect();
+
+            let buffers = Buffers::of(&program);
+            let mut memory = Memory(vec![vec![f64::NAN; k * m * n]; buffers.wide.len()]);
+            memory.0[0] = (0..k).flat_map(|z| matrix(z, 0.75)).collect();
+            for (step, operands, result) in buffers.steps(&program) {
+                let operands: Vec<u64> = operands.into_iter().map(|buffer| buffer as u64).collect();
+                memory.run(&launch(step, side, shape, &operands, result as u64).unwrap());
+            }
+            for (got, expected) in memory.0[buffers.result()].iter().zip(&expected) {
+                assert!((got - expected).abs() < 1e-12, "{shape:?}: {got}, not {expected}");
+            }
+        }
+    }
+}

@@ -1,0 +1,301 @@
+//! An iteration as a program: its products in order, whatever computes them.
+
+use super::ops::Polynomial;
+
+/// The side from which symmetric matrices multiply `X`. Formulas are written for `Left`; `Right` is
+/// their transpose, and avoids transposing `X`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// `m <= n`: polynomials of `X X^T`, from the left.
+    Left,
+    /// `m > n`: polynomials of `X^T X`, from the right.
+    Right,
+}
+
+impl Side {
+    /// The side for `m` by `n` matrices.
+    pub fn of([m, n]: [usize; 2]) -> Self {
+        if m <= n { Self::Left } else { Self::Right }
+    }
+}
+
+/// A batch of matrices in a program: its input, or the result of a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Value(usize);
+
+/// A product of a program. `X` is the input or a result of its shape; all other matrices are
+/// symmetric.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Step {
+    /// `X X^T`.
+    Square { x: Value },
+    /// `alpha A B + beta C`, for polynomials of one symmetric matrix.
+    Symmetric { a: Value, b: Value, c: Value, alpha: f64, beta: f64 },
+    /// `Z + I`.
+    PlusIdentity { z: Value },
+    /// The matrix `Q` of the Gram form from `R`, in one kernel.
+    AccumulateQ { r: Value, schedule: Vec<Polynomial> },
+    /// `Q X`.
+    Apply { q: Value, x: Value },
+    /// `Z X + a X`.
+    ApplyAndAdd { z: Value, x: Value, a: f64 },
+}
+
+impl Step {
+    /// The matrices that it reads, in the order of its fields.
+    pub fn operands(&self) -> Vec<Value> {
+        match *self {
+            Self::Square { x } => vec![x],
+            Self::Symmetric { a, b, c, .. } => vec![a, b, c],
+            Self::PlusIdentity { z } => vec![z],
+            Self::AccumulateQ { r, .. } => vec![r],
+            Self::Apply { q, x } => vec![q, x],
+            Self::ApplyAndAdd { z, x, .. } => vec![z, x],
+        }
+    }
+
+    /// Computes the result from the operands.
+    fn compute<P: Products>(
+        &self,
+        operands: Vec<P::Matrix>,
+        side: Side,
+        products: &P,
+    ) -> P::Matrix {
+        let mut operands = operands.into_iter();
+        let mut next = || operands.next().expect("a step has its operands");
+        let on_side = |symmetric, x| match side {
+            Side::Left => [symmetric, x],
+            Side::Right => [x, symmetric],
+        };
+        match *self {
+            Self::Square { .. } => products.syrk(match side {
+                Side::Left => next(),
+                Side::Right => products.transposed(next()),
+            }),
+            Self::Symmetric { alpha, beta, .. } => {
+                products.symmetric_product([next(), next()], next(), alpha, beta)
+            }
+            Self::PlusIdentity { .. } => products.plus_identity(next()),
+            Self::AccumulateQ { ref schedule, .. } => products.accumulate_q(next(), schedule),
+            Self::Apply { .. } => products.product(on_side(next(), next())),
+            Self::ApplyAndAdd { a, .. } => {
+                let (z, x) = (next(), next());
+                products.product_add(on_side(z, x.clone()), x, a)
+            }
+        }
+    }
+
+    /// Returns `true` if its result has the shape of the input; otherwise it is symmetric.
+    fn is_wide(&self) -> bool {
+        matches!(self, Self::Apply { .. } | Self::ApplyAndAdd { .. })
+    }
+}
+
+/// The products that compute an iteration. The last one has its result.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(crate) struct Program {
+    steps: Vec<Step>,
+}
+
+/// The operations that compute the products of a program, on batches.
+pub(crate) trait Products {
+    type Matrix: Clone;
+
+    fn transposed(&self, x: Self::Matrix) -> Self::Matrix;
+
+    /// `A A^T`.
+    fn syrk(&self, a: Self::Matrix) -> Self::Matrix;
+
+    /// `alpha A B^T + beta C`, which is known to be symmetric.
+    fn symmetric_product(
+        &self,
+        factors: [Self::Matrix; 2],
+        c: Self::Matrix,
+        alpha: f64,
+        beta: f64,
+    ) -> Self::Matrix;
+
+    /// `Z + I`.
+    fn plus_identity(&self, z: Self::Matrix) -> Self::Matrix;
+
+    /// `A B`.
+    fn product(&self, factors: [Self::Matrix; 2]) -> Self::Matrix;
+
+    /// `A B + beta C`.
+    fn product_add(&self, factors: [Self::Matrix; 2], c: Self::Matrix, beta: f64) -> Self::Matrix;
+
+    /// The matrix `Q` of the Gram form from `R`, in one kernel.
+    fn accumulate_q(&self, r: Self::Matrix, schedule: &[Polynomial]) -> Self::Matrix;
+}
+
+impl Program {
+    /// The batch that the program is given.
+    pub const INPUT: Value = Value(0);
+
+    /// Adds a product, and returns its result.
+    pub fn push(&mut self, step: Step) -> Value {
+        self.steps.push(step);
+        Value(self.steps.len())
+    }
+
+    /// Runs the program on a batch. A matrix is dropped after the last product that reads it, or
+    /// moved into that product.
+    pub fn run<P: Products>(&self, x: P::Matrix, side: Side, products: &P) -> P::Matrix {
+        let mut values = vec![Some(x)];
+        for (index, step) in self.steps.iter().enumerate() {
+            let operands = step.operands();
+            let read = operands.iter().enumerate().map(|(position, value)| {
+                let is_last = !operands[position + 1..].contains(value)
+                    && self.last_reader(*value) == Some(index);
+                let stored = &mut values[value.0];
+                let read = if is_last { stored.take() } else { stored.clone() };
+                read.expect("a matrix is kept until its last reader")
+            });
+            let read = read.collect();
+            values.push(Some(step.compute(read, side, products)));
+        }
+        let result = values.pop().expect("a program has an input");
+        result.expect("nothing reads the result")
+    }
+
+    /// The index of the last step that reads a matrix.
+    fn last_reader(&self, value: Value) -> Option<usize> {
+        self.steps.iter().rposition(|step| step.operands().contains(&value))
+    }
+}
+
+/// Buffers for the matrices of a [`Program`] that writes every result to memory that no matrix in
+/// use has.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Buffers {
+    /// For the input and for the result of every step, the index of its buffer.
+    pub of_values: Vec<usize>,
+    /// For every buffer, `true` if it has the shape of the input. The first one is that of the
+    /// input.
+    pub wide: Vec<bool>,
+}
+
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+impl Buffers {
+    /// The buffers of a program, which may overwrite its input once nothing reads it.
+    pub fn of(program: &Program) -> Self {
+        let (mut of_values, mut wide) = (vec![0], vec![true]);
+        let mut free: Vec<usize> = vec![];
+        for (index, step) in program.steps.iter().enumerate() {
+            // Before the operands are released: a kernel reads them while it writes.
+            let reused = free.iter().position(|buffer| wide[*buffer] == step.is_wide());
+            let buffer = match reused {
+                Some(position) => free.swap_remove(position),
+                None => {
+                    wide.push(step.is_wide());
+                    wide.len() - 1
+                }
+            };
+            of_values.push(buffer);
+            let is_last = |value: &Value| program.last_reader(*value) == Some(index);
+            for value in step.operands().into_iter().filter(is_last) {
+                let buffer = of_values[value.0];
+                if !free.contains(&buffer) {
+                    free.push(buffer);
+                }
+            }
+        }
+        Self { of_values, wide }
+    }
+
+    /// The buffer of the result of the program.
+    pub fn result(&self) -> usize {
+        self.of_values[self.of_values.len() - 1]
+    }
+
+    /// The steps of the program, each with the buffers of its operands and of its result.
+    pub fn steps<'a>(
+        &'a self,
+        program: &'a Program,
+    ) -> impl Iterator<Item = (&'a Step, Vec<usize>, usize)> {
+        program.steps.iter().enumerate().map(|(index, step)| {
+            let operands = step.operands().iter().map(|value| self.of_values[value.0]).collect();
+            (step, operands, self.of_values[index + 1])
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Polynomials of one number: the singular value of a matrix of one row.
+    struct Numbers;
+
+    impl Products for Numbers {
+        type Matrix = f64;
+
+        fn transposed(&self, x: f64) -> f64 {
+            x
+        }
+
+        fn syrk(&self, a: f64) -> f64 {
+            a * a
+        }
+
+        fn symmetric_product(&self, [a, b]: [f64; 2], c: f64, alpha: f64, beta: f64) -> f64 {
+            alpha * a * b + beta * c
+        }
+
+        fn plus_identity(&self, z: f64) -> f64 {
+            z + 1.0
+        }
+
+        fn product(&self, [a, b]: [f64; 2]) -> f64 {
+            a * b
+        }
+
+        fn product_add(&self, [a, b]: [f64; 2], c: f64, beta: f64) -> f64 {
+            a * b + beta * c
+        }
+
+        fn accumulate_q(&self, _: f64, _: &[Polynomial]) -> f64 {
+            unreachable!("the program has no such step")
+        }
+    }
+
+    /// `((2 X^3)^2 + 3 X^2) X^3`, and more matrices than are in use at a time.
+    fn program() -> Program {
+        let mut program = Program::default();
+        let r = program.push(Step::Square { x: Program::INPUT });
+        let z = program.push(Step::Symmetric { a: r, b: r, c: r, alpha: 0.0, beta: 2.0 });
+        let x = program.push(Step::Apply { q: z, x: Program::INPUT });
+        let s = program.push(Step::Square { x });
+        let t = program.push(Step::Symmetric { a: s, b: s, c: r, alpha: 0.0, beta: 3.0 });
+        let u = program.push(Step::Symmetric { a: t, b: t, c: s, alpha: 0.0, beta: 1.0 });
+        let u = program.push(Step::PlusIdentity { z: u });
+        let y = program.push(Step::ApplyAndAdd { z: t, x, a: 1.0 });
+        program.push(Step::Apply { q: u, x: y });
+        program
+    }
+
+    #[test]
+    fn programs_compute_their_formulas() {
+        let x: f64 = 0.5;
+        let (r, y) = (x * x, 2.0 * x.powi(3));
+        let expected = (y * y + 1.0) * (3.0 * r * y + y);
+        assert_eq!(program().run(x, Side::Left, &Numbers), expected);
+    }
+
+    #[test]
+    fn programs_run_in_their_buffers() {
+        let program = program();
+        let buffers = Buffers::of(&program);
+        assert!(buffers.wide.len() < 8, "{buffers:?}");
+        let mut memory = vec![f64::NAN; buffers.wide.len()];
+        memory[buffers.of_values[0]] = 0.5;
+        for (step, operands, result) in buffers.steps(&program) {
+            assert!(!operands.contains(&result), "{step:?} overwrites what it reads");
+            assert_eq!(buffers.wide[result], step.is_wide());
+            let operands = operands.iter().map(|buffer| memory[*buffer]).collect();
+            memory[result] = step.compute(operands, Side::Left, &Numbers);
+        }
+        assert_eq!(memory[buffers.result()], program.run(0.5, Side::Left, &Numbers));
+    }
+}
