@@ -218,6 +218,8 @@ pub mod troubleshooting {}
 ///
 /// [docs/results]: crate::guide#other-documents
 /// [counts]: crate::guide#other-documents
+/// [docs/design]: crate::guide#other-documents
+/// [Troubleshooting]: crate::guide::troubleshooting
 /// [Processes and several hosts]: crate::guide::hosts
 /// [One device]: crate::guide::one_device
 #[doc = include_str!("../docs/guide/gpu.md")]

@@ -267,20 +267,3 @@ fn machine_code_is_as_planned() {
         assert_eq!(count(" LDL") + count(" STL"), 0, "accesses of local memory");
     }
 }
-
-/// The launches use numbers that the kernels also use.
-#[test]
-fn constants_agree() {
-    let source = read(&kernels().join("product.cu"));
-    let constant = |name: &str| {
-        let start = format!("constexpr int {name} = ");
-        let (_, rest) = source.split_once(&start).unwrap_or_else(|| panic!("{name}"));
-        let number = rest.split(';').next().unwrap_or_default();
-        number.parse::<usize>().unwrap_or_else(|error| panic!("{name}: {number}: {error}"))
-    };
-    assert_eq!(constant("TILE"), 128);
-    assert_eq!(constant("PANEL"), 64);
-    assert_eq!(constant("THREADS"), 288);
-    assert_eq!(constant("SHARED_BYTES"), 99_328);
-    assert_eq!(constant("SUM_THREADS"), 256);
-}

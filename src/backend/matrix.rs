@@ -3,10 +3,10 @@
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 
-use super::ops::{MatrixOps, PartialNorms, Polynomial, norm_parts};
+use super::ops::{MatrixOps, PartialNorms, norm_parts};
 use super::path::ComputePath;
 use super::portable;
-use super::program::{Products, Program, Side};
+use super::program::{Polynomial, Products, Program, Side};
 use super::tensor_list::TensorList;
 
 impl ComputePath {

@@ -28,13 +28,13 @@ pub(crate) use cubecl::{Failure, from_primitive, primitive};
 pub(crate) use finite::reject;
 pub(crate) use mask::{FiniteMask, ones_where};
 pub(crate) use norms::{ScaledNorms, scaled};
-pub use ops::Polynomial;
 pub(crate) use ops::{
     AdamWControls, AdamWStep, ElementwiseRows, FlaggedRows, LionStep, Moments, MomentumStep,
     MomentumUpdate, ParameterStep, PartialNorms,
 };
 pub use path::{ComputePath, KernelPolicy, NativeKernels};
 pub(crate) use portable::lion;
+pub use program::Polynomial;
 pub(crate) use program::{Program, Step, Value};
 pub(crate) use step::{apply, update_momentum};
 

@@ -16,11 +16,8 @@ use burn::backend::{Backend, TensorMetadata, backend_extension, tensor::FloatTen
 use burn::tensor::{FloatDType, Tensor};
 
 use super::portable;
-use super::program::{Products, Program, Side};
+use super::program::{Polynomial, Products, Program, Side};
 use super::tensor_list::TensorList;
-
-/// The coefficients `(a, b, c)` of one step, `p(x) = a x + b x^3 + c x^5` on every singular value.
-pub type Polynomial = [f64; 3];
 
 /// Rows of a tensor, and the location of their flags.
 #[derive(Debug, Clone, Copy)]

@@ -42,9 +42,13 @@ pub enum ComputePath {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NativeKernels {
-    /// They compute the iteration, unless the driver refuses one of its launches.
-    Used,
-    /// They do not, for this reason.
+    /// They compute the iteration, unless the driver refuses one of its launches. With their
+    /// description.
+    Used(String),
+    /// They are compared with the other kernels when a shape is first iterated
+    /// ([`KernelPolicy::Tuned`]). With their description.
+    Measured(String),
+    /// They do not compute the iteration, for this reason.
     Refused(String),
 }
 
@@ -96,9 +100,10 @@ impl ComputePath {
     ) -> NativeKernels {
         match (self, device.as_dispatch()) {
             #[cfg(feature = "cuda")]
-            (Self::CubeCl { .. }, DispatchDevice::Cube(device)) => {
+            (Self::CubeCl { tuned }, DispatchDevice::Cube(device)) => {
                 match cubecl::native_kernels(device, dtype.into(), [k, m, n]) {
-                    Ok(()) => NativeKernels::Used,
+                    Ok(kernels) if tuned => NativeKernels::Measured(kernels),
+                    Ok(kernels) => NativeKernels::Used(kernels),
                     Err(reason) => NativeKernels::Refused(reason),
                 }
             }

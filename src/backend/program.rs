@@ -1,6 +1,7 @@
 //! An iteration as a program: its products in order, whatever computes them.
 
-use super::ops::Polynomial;
+/// The coefficients `(a, b, c)` of one step, `p(x) = a x + b x^3 + c x^5` on every singular value.
+pub type Polynomial = [f64; 3];
 
 /// The side from which symmetric matrices multiply `X`. Formulas are written for `Left`; `Right` is
 /// their transpose, and avoids transposing `X`.

@@ -180,7 +180,8 @@ impl NewtonSchulz {
         let precise = FloatDType::from(precise_dtype(batch.dtype()));
         let norm_path = ComputePath::choose(self.planner.policy, &device, precise);
         let x = norm_path.normalize(batch.cast(precise), norms, self.epsilon, plan.dtype);
-        let native = self.native(plan, shape, &device) == NativeKernels::Used;
+        let native = self.native(plan, shape, &device);
+        let native = !matches!(native, NativeKernels::Refused(_));
         plan.path.iterate(x, self.program(plan), native)
     }
 
@@ -235,9 +236,9 @@ impl NewtonSchulz {
         let plan = self.plan(shape, dtype, device);
         let [k, m, n] = shape;
         let native = self.native(&plan, shape, device);
-        let kernel = match native {
-            NativeKernels::Used => "native kernel for Hopper, tiles of 128 x 128".to_owned(),
-            NativeKernels::Refused(_) => {
+        let kernel = match &native {
+            NativeKernels::Used(kernels) => kernels.clone(),
+            NativeKernels::Measured(_) | NativeKernels::Refused(_) => {
                 plan.path.kernel(device, plan.dtype, [k, m.min(n), m.max(n)])
             }
         };

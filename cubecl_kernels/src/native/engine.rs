@@ -1,16 +1,19 @@
 //! The native kernels of a device, and their order with CubeCL's work.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{LazyLock, Mutex};
 
 use cudarc::driver::{result, sys};
 
+use super::library::Library;
 use super::module::Module;
 use super::order::{Claim, SideStream, relaxed};
 use super::product::{Element, Launch};
+use super::recording::Recording;
 use super::self_test;
-use super::{NotRun, Refusal};
+use super::{NotRun, Refusal, Work};
 
 /// The compute capability whose instructions the kernels use.
 const CAPABILITY: [i32; 2] = [9, 0];
@@ -22,11 +25,28 @@ static IS_DISABLED: AtomicBool = AtomicBool::new(false);
 type Devices = BTreeMap<usize, Result<&'static Native, Refusal>>;
 static DEVICES: LazyLock<Mutex<Devices>> = LazyLock::new(Mutex::default);
 
+/// The most iterations that are recorded on a device: a recording keeps its memory.
+const MAX_RECORDINGS: usize = 32;
+
 /// The native kernels of a device, loaded and verified.
 pub struct Native {
     device: usize,
     stream: SideStream,
     modules: [Module; Element::ALL.len()],
+    /// For full products, or the reason why the kernels also compute these.
+    library: Result<Library, Refusal>,
+    /// The recordings by their keys, and the right to use the stream.
+    recordings: Mutex<HashMap<String, Recording>>,
+}
+
+impl fmt::Display for Native {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "native kernels for Hopper, tiles of 128 x 128; full products by ")?;
+        match &self.library {
+            Ok(_) => write!(f, "cuBLASLt"),
+            Err(reason) => write!(f, "the same kernels, since {reason}"),
+        }
+    }
 }
 
 impl Native {
@@ -76,40 +96,104 @@ impl Native {
         }
         let load = |element| Module::load(element).map_err(failed("load the kernels"));
         let [f16, bf16] = Element::ALL.map(load);
-        let native = Self { device, stream, modules: [f16?, bf16?] };
+        let (modules, recordings) = ([f16?, bf16?], Mutex::default());
+        let library = Err(Refusal("they are being verified".to_owned()));
+        let mut native = Self { device, stream, modules, library, recordings };
         self_test::verify(&native)?;
+        native.library = Library::open();
+        if native.library.is_ok()
+            && let Err(reason) = self_test::verify(&native)
+        {
+            native.library = Err(reason);
+        }
         Ok(native)
     }
 
-    /// Queues launches that read and write memory of CubeCL's tensors: after all work that CubeCL
-    /// has given the device, and before all that it will give it.
+    /// Queues an iteration that reads and writes memory of CubeCL's tensors: after all work that
+    /// CubeCL has given the device, and before all that it will give it. `buffers` has the
+    /// addresses of the iteration's buffers.
     ///
     /// # Errors
     ///
-    /// The reason why they did not run, or not all of them.
+    /// The reason why it did not run, or not all of it.
     ///
     /// # Safety
     ///
-    /// The addresses of the launches are multiples of 16, and those of memory with their elements,
-    /// which CubeCL does not free before the work that it will give the device.
-    pub unsafe fn run(&self, element: Element, launches: &[Launch]) -> Result<(), NotRun> {
+    /// The addresses are multiples of 16, and those of memory with the bytes of the buffers, which
+    /// CubeCL does not free before the work that it will give the device. No launch reads or writes
+    /// anything else.
+    pub unsafe fn run(
+        &self,
+        element: Element,
+        work: &Work<'_>,
+        buffers: &[u64],
+    ) -> Result<(), NotRun> {
+        let _stream = self.recordings.lock().expect("nothing panics while it holds the lock");
+        // SAFETY: as for this function.
+        self.in_order(|| unsafe { self.queue(element, &(work.launches)(buffers)) })
+    }
+
+    /// The same for an iteration that is recorded when its key is first met, from the addresses of
+    /// its input, which keeps its values, and of its result.
+    ///
+    /// # Errors
+    ///
+    /// The reason why it did not run, or not all of it.
+    ///
+    /// # Safety
+    ///
+    /// As for [`run`](Self::run). Iterations of one key have the same launches.
+    pub unsafe fn replay(
+        &self,
+        element: Element,
+        key: &str,
+        work: &Work<'_>,
+        [x, result]: [u64; 2],
+    ) -> Result<(), NotRun> {
+        let mut recordings =
+            self.recordings.lock().expect("nothing panics while it holds the lock");
+        if !recordings.contains_key(key) {
+            if recordings.len() == MAX_RECORDINGS {
+                let reason = format!("there are {MAX_RECORDINGS} recordings already");
+                return Err(Refusal(reason).into());
+            }
+            let recording = relaxed(|| {
+                let current = self.stream.make_current();
+                current.map_err(|error| Refusal::new("use the context", error))?;
+                // SAFETY: the addresses are those of memory of the recording.
+                Recording::new(&self.stream, work, |launches| unsafe {
+                    self.queue(element, launches)
+                })
+            })?;
+            recordings.insert(key.to_owned(), recording);
+        }
+        let recording = &recordings[key];
+        self.in_order(|| {
+            // SAFETY: as for this function.
+            let replayed = unsafe { recording.replay(&self.stream, [x, result]) };
+            replayed.map_err(|error| Refusal::new("replay the iteration", error))
+        })
+    }
+
+    /// Queues work between that of CubeCL.
+    fn in_order(&self, queue: impl FnOnce() -> Result<(), Refusal>) -> Result<(), NotRun> {
         if Claim::is_held(self.device) {
             return Err(Refusal("ranks exchange messages on the device".to_owned()).into());
         }
         relaxed(|| {
-            // Refused while a graph is recorded in the context: nothing has been queued by then.
+            // Refused while a graph is recorded in the context, whose recording then fails (CUDA
+            // driver API, `cuCtxRecordEvent`): nothing has been queued by then.
             let ordered = self.stream.wait_for_context();
             ordered.map_err(|error| Refusal::new("order the iteration", error))?;
-            // SAFETY: as for this function.
-            let queued = unsafe { self.queue(element, launches) };
+            let queued = queue();
             // Also after a failure, whose launches before it may be running.
             let ordered = self.stream.record().and_then(|event| event.make_context_wait());
-            let outcome = queued.and(ordered.map(drop));
-            outcome.map_err(|error| {
+            let ordered = ordered.map_err(|error| Refusal::new("order the iteration", error));
+            queued.and(ordered.map(drop)).map_err(|refusal| {
                 IS_DISABLED.store(true, Ordering::Relaxed);
                 // CubeCL may reuse the memory, which nothing orders now.
                 self.stream.synchronize().ok();
-                NotRun::Failed(Refusal::new("launch the iteration", error))
+                NotRun::Failed(refusal)
             })
         })
     }
@@ -123,12 +207,19 @@ impl Native {
         &self,
         element: Element,
         launches: &[Launch],
-    ) -> Result<(), super::DriverError> {
-        self.stream.make_current()?;
+    ) -> Result<(), Refusal> {
+        let failed = |error| Refusal::new("launch the iteration", error);
+        self.stream.make_current().map_err(failed)?;
         let index = Element::ALL.iter().position(|known| *known == element);
         let module = &self.modules[index.expect("both types have a module")];
-        // SAFETY: as for this function.
-        launches.iter().try_for_each(|launch| unsafe { module.launch(&self.stream, launch) })
+        launches.iter().try_for_each(|launch| match (launch, &self.library) {
+            (Launch::Product(product), Ok(library)) if !product.lower => {
+                // SAFETY: as for this function.
+                unsafe { library.multiply(&self.stream, element, product) }
+            }
+            // SAFETY: as for this function.
+            _ => unsafe { module.launch(&self.stream, launch) }.map_err(failed),
+        })
     }
 
     /// Returns the stream that the kernels run on.

@@ -4,13 +4,16 @@
 //! Their PTX lies in the package next to its source, so that a user needs no compiler. They run on
 //! a [`SideStream`], since CubeCL's streams are not accessible, and are therefore called for whole
 //! iterations: work is ordered once before and once after. Before they are used, a device has to
-//! multiply integers exactly. **None of this has run on a GPU**: the kernels are compiled, and
-//! proved in an emulator of the instructions that they use.
+//! multiply integers exactly. Small iterations are recorded as a graph. Where cuBLASLt is
+//! installed, it computes the full products. **None of this has run on a GPU**: the kernels are
+//! compiled, and proved in an emulator of the instructions that they use.
 
 mod engine;
+mod library;
 mod module;
 mod order;
 mod product;
+mod recording;
 mod self_test;
 
 pub use engine::Native;
@@ -36,6 +39,16 @@ impl From<Refusal> for NotRun {
     fn from(refusal: Refusal) -> Self {
         Self::Refused(refusal)
     }
+}
+
+/// An iteration in buffers of the device.
+pub struct Work<'a> {
+    /// Bytes of every buffer. The first one has the input.
+    pub bytes: &'a [usize],
+    /// The launches, from the addresses of the buffers.
+    pub launches: &'a dyn Fn(&[u64]) -> Vec<Launch>,
+    /// Index of the buffer that has the result, which is as large as the input.
+    pub result: usize,
 }
 
 impl Refusal {

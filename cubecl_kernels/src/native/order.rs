@@ -1,13 +1,15 @@
 //! A stream next to CubeCL's, whose streams are not accessible.
 //!
-//! Where the driver has events of whole contexts (CUDA 12.5), one event makes a side stream wait for
-//! all of CubeCL's streams, and another one makes all of CubeCL's streams wait for it.
+//! Where the driver has events of whole contexts (CUDA 12.5), one event makes a side stream wait
+//! for all of CubeCL's streams, and another one makes all of CubeCL's streams wait for it.
 //!
 //! Another thread may record a graph at the same time, in the mode that CubeCL chooses. The driver
 //! then refuses calls such as event queries on all threads of the process, and gives up the
-//! recording. None of the calls here touches a recorded stream, so all of them are made in relaxed
-//! mode (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html>). A lock instead
-//! could deadlock: a recording waits for the device, which may wait for a call of another thread.
+//! recording. None of the calls here names a recorded stream, so all of them are made in relaxed
+//! mode (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html>). Only
+//! `cuCtxRecordEvent` also fails then, and ends the recording: do not record in a context whose
+//! work is ordered with a side stream. A lock instead could deadlock: a recording waits for the
+//! device, which may wait for a call of another thread.
 
 use std::collections::BTreeSet;
 use std::ffi::{c_int, c_void};

@@ -3,22 +3,22 @@
 use half::{bf16, f16};
 
 /// Rows and columns of a tile.
-pub const TILE: usize = 128;
+pub(super) const TILE: usize = 128;
 
 /// Elements of the inner dimension in a stage: 128 bytes, the width of a swizzled row.
 pub(super) const DEPTH: u32 = 64;
 
 /// Threads of a block: two warpgroups that multiply, and a warp that copies.
-pub const THREADS: u32 = 288;
+pub(super) const THREADS: u32 = 288;
 
 /// Bytes of shared memory of a block: three stages of two operands, and room to align them.
-pub const SHARED_BYTES: u32 = 3 * 2 * TILE as u32 * DEPTH * 2 + 1024;
+pub(super) const SHARED_BYTES: u32 = 3 * 2 * TILE as u32 * DEPTH * 2 + 1024;
 
 /// Threads of a block of `plus_identity`, and the neighbours that each of them adds to.
 pub(super) const ELEMENTWISE: [usize; 2] = [256, 8];
 
 /// The type of matrices.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Element {
     /// float16.
     F16,
@@ -40,7 +40,7 @@ impl Element {
 }
 
 /// The layout of the factors of a product `A B`. Every matrix is contiguous.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Layout {
     /// `A` in rows and `B` in columns: of both, the inner dimension is contiguous.
     RowsColumns,
@@ -173,8 +173,18 @@ mod tests {
     }
 
     #[test]
-    fn a_block_fits_twice_into_a_multiprocessor() {
-        // 228 KiB, of which every block takes 1 KiB in addition (CUDA programming guide).
-        assert!(2 * (SHARED_BYTES + 1024) <= 228 << 10);
+    fn constants_are_those_of_the_kernels() {
+        let source = include_str!("kernels/product.cu");
+        let constant = |name: &str| -> usize {
+            let start = format!("constexpr int {name} = ");
+            let (_, rest) = source.split_once(&start).unwrap_or_else(|| panic!("{name}"));
+            let number = rest.split(';').next().unwrap_or_default();
+            number.parse().unwrap_or_else(|error| panic!("{name}: {number}: {error}"))
+        };
+        assert_eq!(constant("TILE"), TILE);
+        assert_eq!(constant("PANEL"), DEPTH as usize);
+        assert_eq!(constant("THREADS"), THREADS as usize);
+        assert_eq!(constant("SHARED_BYTES"), SHARED_BYTES as usize);
+        assert_eq!(constant("SUM_THREADS"), ELEMENTWISE[0]);
     }
 }

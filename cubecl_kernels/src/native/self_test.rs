@@ -7,6 +7,12 @@ use super::engine::Native;
 use super::order::SideStream;
 use super::product::{Element, Launch, Layout, PlusIdentity, Product};
 
+impl From<DriverError> for Refusal {
+    fn from(error: DriverError) -> Self {
+        Self::new("verify the kernels", error)
+    }
+}
+
 /// A product whose result is known.
 struct Case {
     layout: Layout,
@@ -42,16 +48,14 @@ const fn case(
 pub(super) fn verify(native: &Native) -> Result<(), Refusal> {
     for element in Element::ALL {
         for case in &CASES {
-            let exact = case.is_exact(native, element);
-            if !exact.map_err(|error| Refusal::new("multiply integers", error))? {
+            if !case.is_exact(native, element)? {
                 return Err(Refusal(format!(
                     "the device multiplies integers wrongly in {element:?}, {:?}",
                     case.layout
                 )));
             }
         }
-        let exact = identity_is_exact(native, element);
-        if !exact.map_err(|error| Refusal::new("add the identity", error))? {
+        if !identity_is_exact(native, element)? {
             return Err(Refusal(format!("the device adds the identity wrongly in {element:?}")));
         }
     }
@@ -112,7 +116,7 @@ impl Case {
         expected
     }
 
-    fn is_exact(&self, native: &Native, element: Element) -> Result<bool, DriverError> {
+    fn is_exact(&self, native: &Native, element: Element) -> Result<bool, Refusal> {
         let [m, n, _] = self.sizes;
         native.stream().make_current()?;
         let memory = |values: &[u16]| Memory::of(native.stream(), values);
@@ -137,7 +141,7 @@ impl Case {
     }
 }
 
-fn identity_is_exact(native: &Native, element: Element) -> Result<bool, DriverError> {
+fn identity_is_exact(native: &Native, element: Element) -> Result<bool, Refusal> {
     const ROWS: usize = 72;
     let entry = |at: usize| small(at) as f32;
     let diagonal = |at: usize| f32::from(u8::from(at / ROWS % ROWS == at % ROWS));

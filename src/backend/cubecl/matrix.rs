@@ -15,8 +15,9 @@ use super::native;
 use super::product::Operands;
 use super::tensors::{VALIDATED, batch, contiguous, matrices, part, tensor, unshared};
 use super::tune;
-use crate::backend::ops::{MatrixOps, Polynomial};
+use crate::backend::ops::MatrixOps;
 use crate::backend::portable;
+use crate::backend::program::Polynomial;
 #[cfg(feature = "cuda")]
 use crate::backend::program::Program;
 use crate::backend::tensor_list::TensorList;
@@ -108,8 +109,8 @@ impl MatrixOps for CubeBackend {
 
     #[cfg(feature = "cuda")]
     fn iterate(x: Float, program: Program, tuned: bool, native: bool) -> Float {
-        let iterated = if native { native::iterate(x, &program) } else { Err(x) };
-        iterated.unwrap_or_else(|x| program.on_backend::<Self>(x, tuned))
+        let others = |x| program.on_backend::<Self>(x, tuned);
+        if native { native::iterate(x, &program, tuned, &others) } else { others(x) }
     }
 
     fn overwrite(target: Float, values: Float) -> Float {

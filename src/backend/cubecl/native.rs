@@ -1,15 +1,19 @@
 //! Whole iterations by the native kernels for Hopper.
 
-use std::sync::Once;
+use std::collections::HashMap;
+use std::sync::{LazyLock, Mutex, Once};
+use std::time::Instant;
 
 use burn::backend::{TensorMetadata, ops::FloatTensorOps, tensor::FloatTensor};
 use burn::tensor::{DType, Shape};
 use burn_cubecl::{CubeBackend, CubeDevice};
+use cubecl::client::Client;
 use cubecl::cuda::CudaRuntime;
+use cubecl::future::block_on;
 use cubecl::server::Handle;
 use cubecl_runtime::runtime::Runtime;
 use distmuon_kernels::native::{
-    Element, Launch, Layout, Native, NotRun, PlusIdentity, Product, Refusal,
+    Element, Launch, Layout, Native, NotRun, PlusIdentity, Product, Refusal, Work,
 };
 
 use super::Failure;
@@ -18,18 +22,27 @@ use crate::backend::program::{Buffers, Program, Side, Step};
 
 type Float = FloatTensor<CubeBackend>;
 
-/// Sizes are multiples of this number of elements, 16 bytes: the copy engine takes no other strides.
+/// Sizes are multiples of this number of elements, 16 bytes: the copy engine takes no other
+/// strides.
 const MULTIPLE: usize = 8;
 
 /// Smaller matrices have no tile with enough to do.
 const MIN_ROWS: usize = 64;
 
-/// Fails, with the reason, if no native kernels iterate matrices `[k, m, n]` of a type.
+/// The most matrices of a batch: a dimension of the grid.
+const MAX_BATCH: usize = 65_535;
+
+/// The most elements of a batch whose iteration is recorded. Estimated, not measured: a product of
+/// 1024 x 4096 takes about two launches.
+const RECORDED_ELEMENTS: usize = 1024 * 4096;
+
+/// The description of the kernels that iterate matrices `[k, m, n]` of a type, or the reason why
+/// no native ones do.
 pub(in crate::backend) fn native_kernels(
     device: &CubeDevice,
     dtype: DType,
-    [_, m, n]: [usize; 3],
-) -> Result<(), String> {
+    [k, m, n]: [usize; 3],
+) -> Result<String, String> {
     let CubeDevice::Cuda(cuda) = device else {
         return Err("the device is not a CUDA device".to_owned());
     };
@@ -39,7 +52,11 @@ pub(in crate::backend) fn native_kernels(
             "the sizes are not multiples of {MULTIPLE} from {MIN_ROWS} on: got {m} x {n}"
         ));
     }
-    Native::of(cuda.index).map(drop).map_err(|Refusal(reason)| reason)
+    if k > MAX_BATCH {
+        return Err(format!("there are more than {MAX_BATCH} matrices: got {k}"));
+    }
+    let native = Native::of(cuda.index).map_err(|Refusal(reason)| reason)?;
+    Ok(native.to_string())
 }
 
 fn element(dtype: DType) -> Option<Element> {
@@ -50,13 +67,22 @@ fn element(dtype: DType) -> Option<Element> {
     }
 }
 
-/// Runs a program by native kernels. Returns the batch as it was given if the device refuses, and
-/// NaN if a launch fails, since the launches before it may have overwritten the batch.
-pub(super) fn iterate(x: Float, program: &Program) -> Result<Float, Float> {
+/// Runs a program by native kernels, or by the `others` if the device refuses or, of a `tuned`
+/// program, if native kernels are measured to be slower. Returns NaN if a launch fails, since the
+/// launches before it may have overwritten the batch.
+pub(super) fn iterate(
+    x: Float,
+    program: &Program,
+    tuned: bool,
+    others: &dyn Fn(Float) -> Float,
+) -> Float {
+    if tuned && !is_faster(&x, program, others) {
+        return others(x);
+    }
     // The program overwrites its input when nothing reads it any more.
     let x = unshared(x);
     let (reason, unchanged) = match try_iterate(&x, program) {
-        Ok(result) => return Ok(result),
+        Ok(result) => return result,
         Err(NotRun::Refused(Refusal(reason))) => (reason, true),
         Err(NotRun::Failed(Refusal(reason))) => (reason, false),
     };
@@ -65,9 +91,46 @@ pub(super) fn iterate(x: Float, program: &Program) -> Result<Float, Float> {
         log::warn!("native kernels do not iterate a batch: {reason}; CubeCL's kernels do instead");
     });
     match unchanged {
-        true => Err(x),
-        false => Ok(CubeBackend::float_mul_scalar(x, f32::NAN.into())),
+        true => others(x),
+        false => CubeBackend::float_mul_scalar(x, f32::NAN.into()),
     }
+}
+
+/// Returns `true` if native kernels iterate batches like `x` in less time than `others`: measured
+/// when such a batch is first met.
+fn is_faster(x: &Float, program: &Program, others: &dyn Fn(Float) -> Float) -> bool {
+    static MEASURED: LazyLock<Mutex<HashMap<String, bool>>> = LazyLock::new(Mutex::default);
+    let key = key(x, program);
+    let measured =
+        MEASURED.lock().expect("nothing panics while it holds the lock").get(&key).copied();
+    measured.unwrap_or_else(|| {
+        let native = || try_iterate(&unshared(x.clone()), program).is_ok();
+        let others = || {
+            drop(others(x.clone()));
+            true
+        };
+        let [native, others] = [seconds(&x.client, &native), seconds(&x.client, &others)];
+        let is_faster = native < others;
+        log::info!("iterations of {key}: native {native} s, others {others} s");
+        MEASURED.lock().expect("nothing panics while it holds the lock").insert(key, is_faster);
+        is_faster
+    })
+}
+
+/// The least seconds of an iteration in three runs after a first one; infinity if it did not run.
+fn seconds(client: &Client, run: &dyn Fn() -> bool) -> f64 {
+    let timed = || {
+        let start = Instant::now();
+        let has_run = run() && block_on(client.sync()).is_ok();
+        if has_run { start.elapsed().as_secs_f64() } else { f64::INFINITY }
+    };
+    timed();
+    (0..3).map(|_| timed()).fold(f64::INFINITY, f64::min)
+}
+
+/// A name for iterations that have all launches in common, except for addresses.
+fn key(x: &Float, program: &Program) -> String {
+    format!("{:?} {:?} {:?} by {program:?}", x.device, x.shape(), x.dtype)
 }
 
 fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
@@ -79,39 +142,50 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
     let native = Native::of(cuda.index)?;
     let shape @ [k, m, n] = x.shape().dims();
     let buffers = Buffers::of(program);
-    let mut handles = vec![x.handle.clone()];
-    handles.extend(buffers.wide[1..].iter().map(|wide| {
+    let bytes = |wide: &bool| {
         let elements = if *wide { m * n } else { m.min(n) * m.min(n) };
-        x.client.empty(k * elements * x.dtype.size())
-    }));
+        k * elements * x.dtype.size()
+    };
+    let bytes: Vec<usize> = buffers.wide.iter().map(bytes).collect();
+    let launches = |addresses: &[u64]| {
+        let steps = buffers.steps(program).map(|(step, operands, result)| {
+            let operands: Vec<u64> = operands.into_iter().map(|buffer| addresses[buffer]).collect();
+            launch(step, Side::of([m, n]), shape, &operands, addresses[result])
+        });
+        steps.collect()
+    };
+    let result = buffers.result();
+    let work = Work { bytes: &bytes, launches: &launches, result };
     let pin = |handle: &Handle| {
         type Server = <CudaRuntime as Runtime>::Server;
         let resource = x.client.get_resource::<Server>(handle.clone());
         resource.map_err(|error| Refusal(Failure::from(error).reason))
     };
-    // Held until the work is ordered: CubeCL reuses their memory by later work of its streams.
-    let pinned = handles.iter().map(pin).collect::<Result<Vec<_>, _>>()?;
-    let address = |buffer: usize| pinned[buffer].resource().ptr;
-    let launch = |(step, operands, result): (&Step, Vec<usize>, usize)| {
-        let operands: Vec<u64> = operands.into_iter().map(address).collect();
-        launch(step, Side::of([m, n]), shape, &operands, address(result))
+    let handle = if k * m * n <= RECORDED_ELEMENTS {
+        let handle = x.client.empty(bytes[0]);
+        // Held until the work is ordered: CubeCL reuses their memory by later work of its streams.
+        let (from, to) = (pin(&x.handle)?, pin(&handle)?);
+        let addresses = [from.resource().ptr, to.resource().ptr];
+        // SAFETY: both have the elements of the batch, in memory that CubeCL allocates at multiples
+        // of 256 bytes and that is pinned here. The key has all that the launches depend on, and
+        // they read and write the buffers that they are given.
+        unsafe { native.replay(element, &key(x, program), &work, addresses) }?;
+        handle
+    } else {
+        let mut handles = vec![x.handle.clone()];
+        handles.extend(bytes[1..].iter().map(|bytes| x.client.empty(*bytes)));
+        let pinned = handles.iter().map(pin).collect::<Result<Vec<_>, _>>()?;
+        let addresses: Vec<u64> = pinned.iter().map(|pinned| pinned.resource().ptr).collect();
+        // SAFETY: as above.
+        unsafe { native.run(element, &work, &addresses) }?;
+        handles.swap_remove(result)
     };
-    let launches = buffers.steps(program).map(launch).collect::<Result<Vec<_>, _>>()?;
-    // SAFETY: the buffers have the elements of the matrices that they stand for, in memory that
-    // CubeCL allocates at multiples of 256 bytes and that is pinned here.
-    unsafe { native.run(element, &launches) }?;
-    Ok(tensor(x, handles.swap_remove(buffers.result()), Shape::from(shape), x.dtype))
+    Ok(tensor(x, handle, Shape::from(shape), x.dtype))
 }
 
 /// The launch of a step for matrices `[k, m, n]`, from the addresses of its operands and its
 /// result.
-fn launch(
-    step: &Step,
-    side: Side,
-    [batch, m, n]: [usize; 3],
-    operands: &[u64],
-    c: u64,
-) -> Result<Launch, Refusal> {
+fn launch(step: &Step, side: Side, [batch, m, n]: [usize; 3], operands: &[u64], c: u64) -> Launch {
     let [rows, inner] = [m.min(n), m.max(n)];
     let product = |layout, sizes, [a, b]: [u64; 2], alpha, addend| Product {
         layout,
@@ -146,19 +220,38 @@ fn launch(
             symmetric(Layout::RowsColumns, rows, [a, b], *alpha as f32, addend)
         }
         (Step::PlusIdentity { .. }, &[z]) => {
-            return Ok(Launch::PlusIdentity(PlusIdentity { batch, rows, z, sum: c }));
+            return Launch::PlusIdentity(PlusIdentity { batch, rows, z, sum: c });
         }
         (Step::Apply { .. }, &[q, x]) => on_side(q, x, None),
         (Step::ApplyAndAdd { a, .. }, &[z, x]) => on_side(z, x, Some((x, *a as f32))),
-        _ => return Err(Refusal("one kernel computes all steps".to_owned())),
+        _ => unreachable!("iterations by one kernel are not native, and a step has its operands"),
     };
-    Ok(Launch::Product(product))
+    Launch::Product(product)
 }
 
 #[cfg(test)]
 mod tests {
+    use burn::tensor::{Device, Distribution, FloatDType, Tensor};
+
     use super::*;
-    use crate::backend::Polynomial;
+    use crate::backend::{ComputePath, KernelPolicy, Polynomial};
+    use crate::skips::excused;
+
+    #[test]
+    fn a_device_that_refuses_iterates_by_its_other_kernels() {
+        let device = Device::default();
+        let path = ComputePath::choose(KernelPolicy::Auto, &device, FloatDType::F32);
+        if !matches!(path, ComputePath::CubeCl { .. }) {
+            excused("native kernels are refused on CubeCL's devices only");
+            return;
+        }
+        let x = Tensor::<3>::random([2, 24, 40], Distribution::Normal(0.0, 0.1), &device);
+        let mut program = Program::default();
+        let r = program.push(Step::Square { x: Program::INPUT });
+        program.push(Step::ApplyAndAdd { z: r, x: Program::INPUT, a: 0.5 });
+        let iterate = |native| path.iterate(x.clone(), program.clone(), native).into_data();
+        iterate(true).assert_eq(&iterate(false), true);
+    }
 
     /// Memory of batches in float64, in which launches are carried out as the kernels do.
     struct Memory(Vec<Vec<f64>>);
@@ -263,7 +356,7 @@ mod tests {
             memory.0[0] = (0..k).flat_map(|z| matrix(z, 0.75)).collect();
             for (step, operands, result) in buffers.steps(&program) {
                 let operands: Vec<u64> = operands.into_iter().map(|buffer| buffer as u64).collect();
-                memory.run(&launch(step, side, shape, &operands, result as u64).unwrap());
+                memory.run(&launch(step, side, shape, &operands, result as u64));
             }
             for (got, expected) in memory.0[buffers.result()].iter().zip(&expected) {
                 assert!((got - expected).abs() < 1e-12, "{shape:?}: {got}, not {expected}");

@@ -8,8 +8,9 @@ use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use super::tensors::{CHUNK, contiguous, rounded, scaled_squares, serves, single, zeros};
-use crate::backend::ops::{MatrixOps, Polynomial};
+use crate::backend::ops::MatrixOps;
 use crate::backend::portable;
+use crate::backend::program::Polynomial;
 use crate::backend::tensor_list::TensorList;
 
 /// Smallest `m * n * k` of a product that is multithreaded; below, the matrices of a batch are

@@ -8,7 +8,7 @@ use comfy_table::{Table, presets};
 use serde::{Deserialize, Serialize};
 
 use super::DistModuleOptimizer;
-use super::shard::StepInputs;
+use super::controls::StepInputs;
 use crate::comm::ReduceOp;
 use crate::distributed::trained::Kind;
 use crate::error::Result;

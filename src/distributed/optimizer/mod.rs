@@ -3,6 +3,7 @@
 mod acceptance;
 mod busy;
 mod clip;
+mod controls;
 mod counters;
 mod detached;
 mod diagnostics;

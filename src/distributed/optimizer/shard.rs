@@ -9,7 +9,7 @@ use std::sync::Arc;
 use burn::optim::{DynState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-use super::HeadClip;
+use super::controls::{StepControls, StepInputs};
 use super::detached::FlatTensors;
 use super::exchange::Exchange;
 use crate::backend::{
@@ -88,35 +88,6 @@ struct MatrixRows {
     first: usize,
     /// For each of them, the index of its parameter.
     parameters: Tensor<1, Int>,
-}
-
-/// The device's decisions of a step.
-pub struct StepControls {
-    /// 1 for parameters that stay as they are, else 0.
-    pub rejected: Tensor<1>,
-    /// The bias corrections of AdamW.
-    pub corrections: [Tensor<1>; 2],
-    /// The factor on all gradients.
-    pub factor: Option<Tensor<1>>,
-    /// `rejected` on the host, if this rank [owns whole parameters](Shard::owns_whole) among those
-    /// that are updated.
-    pub read: Vec<bool>,
-}
-
-/// The host's decisions of a step, for every parameter.
-pub struct StepInputs {
-    pub sizes: Vec<StepSize>,
-    /// Steps that each parameter has taken part in.
-    pub times: Vec<usize>,
-    pub head_clip: Option<HeadClip>,
-}
-
-impl StepInputs {
-    /// The factors on the new values of elements of a parameter.
-    pub fn factors(&self, parameter: usize, elements: &Range<usize>) -> Option<Tensor<1>> {
-        let factors = self.head_clip.as_ref()?.factors.get(&parameter)?;
-        Some(slices::slice(factors, elements.clone()))
-    }
 }
 
 impl Shard {
@@ -281,8 +252,9 @@ impl Shard {
         }
     }
 
-    /// The directions of this rank's matrices from the reduced gradients, for [`apply`](Self::apply).
-    /// Sets the flags of matrices for which the iteration diverged in `diverged`.
+    /// The directions of this rank's matrices from the reduced gradients, for
+    /// [`apply`](Self::apply). Sets the flags of matrices for which the iteration diverged in
+    /// `diverged`.
     ///
     /// # Panics
     ///

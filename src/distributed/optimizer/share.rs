@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use burn::tensor::Tensor;
 
+use super::controls::StepInputs;
 use super::detached::FlatTensors;
-use super::shard::StepInputs;
 use crate::distributed::mesh::Grid;
 use crate::distributed::plan::{Bucket, Parameter, Slice};
 use crate::slices;

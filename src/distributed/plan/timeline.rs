@@ -157,9 +157,9 @@ impl Plan {
     /// New parameters arrive in whole buckets, in the order of the first parameter of each; all
     /// other messages of the passes are those of single parameters.
     ///
-    /// Messages of parameters that are cut are those of slices. In the step, gradients are assembled
-    /// after the reduction, and directions are distributed before new values are gathered. Of
-    /// parameters that are updated element by element, the values are assembled as well.
+    /// Messages of parameters that are cut are those of slices. In the step, gradients are
+    /// assembled after the reduction, and directions are distributed before new values are
+    /// gathered. Of parameters that are updated element by element, the values are also assembled.
     ///
     /// A rank computes one parameter, or one bucket of the step, after the other.
     ///
@@ -175,7 +175,7 @@ impl Plan {
         let slices = |bucket: &Bucket| self.slices(bucket.parameters[0]);
         let message = |bucket: &Bucket| machine.message(bucket.bytes(), ranks, slices(bucket));
         // A rank sends its share of gradients to assemble, and of directions to distribute. Where
-        // it is values that are distributed, they are assembled, too: in half precision, both
+        // it is values that are distributed, they are also assembled: in half precision, both
         // together have the bytes of directions.
         let assembled: Vec<usize> =
             self.buckets().iter().map(|bucket| self.assembled(bucket)).collect();

@@ -641,8 +641,8 @@ fn sent_by_a_step(config: DistMuonConfig, dtype: DType) -> Vec<BTreeMap<&'static
 fn a_step_assembles_and_distributes_every_matrix_once() {
     const BYTES: usize = 16 * 32 * 32 * 4;
     let config = DistMuonConfig::new().with_bucket_mb(Some(0.02));
-    // Every rank owns a quarter, of which the other slice is half: a gradient comes, and a direction
-    // goes.
+    // Every rank owns a quarter, of which the other slice is half: a gradient comes, and a
+    // direction goes.
     let part = BYTES / 4 / 2;
     for sent in sent_by_a_step(config.clone(), DType::F32) {
         assert_eq!(sent["all_to_all"], 2 * part, "{sent:?}");

@@ -5,7 +5,8 @@ mod precision;
 use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, TensorData, s};
 use distmuon::ComputePath;
 use distmuon::{
-    Coefficients, IterationDtype, IterationForm, KernelPolicy, NewtonSchulz, NewtonSchulzConfig,
+    Coefficients, IterationDtype, IterationForm, KernelPolicy, NativeKernels, NewtonSchulz,
+    NewtonSchulzConfig,
 };
 use distmuon_testing::device::{has_tf32, has_type, is_flex, tf32_or};
 use distmuon_testing::models::bits;
@@ -358,6 +359,11 @@ fn explains_the_form_type_and_kernel_that_run() {
         path => unreachable!("the tests know no other path: {path:?}"),
     };
     assert!(wide.kernel.contains(kernel), "{}", wide.kernel);
+    // Only CUDA devices have native kernels, and the tests' iteration is in float32.
+    let NativeKernels::Refused(reason) = &wide.native else { panic!("{:?}", wide.native) };
+    assert!(reason.contains("CUDA device") || reason.contains("neither in float16"), "{reason}");
+    let recorded = explain(&default_config().with_graphs(true).init().unwrap(), 256, 1024).native;
+    assert!(format!("{recorded:?}").contains("recorded as graphs"), "{recorded:?}");
     let small = explain(&auto, 16, 16);
     let has_cubes = matches!(fastest(), ComputePath::CubeCl { .. }) && !on_cpu_runtime();
     assert_eq!(small.single_kernel, has_cubes, "{small:?}");
