@@ -76,6 +76,7 @@ pub mod recipes {}
 /// [many ranks]: crate::guide::ranks
 /// [On a GPU]: crate::guide::gpu
 /// [Watching a run]: crate::guide::watching
+/// [docs/design]: crate::guide#other-documents
 /// [docs/results]: crate::guide#other-documents
 #[doc = include_str!("../docs/guide/one-device.md")]
 pub mod one_device {}

@@ -22,7 +22,7 @@ const PRODUCTS: [&str; 3] = ["product_kk", "product_km", "product_mm"];
 const MAX_REGISTERS: usize = 112;
 
 /// Mistakes in `product.cu`: their descriptions, the text that each replaces, and its replacement.
-const MUTANTS: [(&str, &str, &str); 28] = [
+const MUTANTS: [(&str, &str, &str); 44] = [
     (
         "a stage is overwritten before it has been multiplied",
         "if (slice >= STAGES) barrier_wait",
@@ -87,9 +87,55 @@ const MUTANTS: [(&str, &str, &str); 28] = [
         "barrier_init(&empty[s], CONSUMERS / 32)",
         "barrier_init(&empty[s], CONSUMERS)",
     ),
-    ("all blocks compute the first matrix", "block.matrix = BLOCK_Y", "block.matrix = 0"),
+    ("all blocks compute the first matrix", "block.matrix = tile / tiles", "block.matrix = 0"),
     ("a tile is computed twice", "block >= height - c", "block > height - c"),
     ("stages are not aligned", "align_1024(shared)", "shared"),
+    (
+        "the sums of a part are not published",
+        "thread_fence();\n    sync_threads<CONSUMERS>();\n    bool is_last",
+        "sync_threads<CONSUMERS>();\n    bool is_last",
+    ),
+    (
+        "the sums of other parts are not acquired",
+        "return false;\n    thread_fence();",
+        "return false;",
+    ),
+    (
+        "a part is counted before all of its threads have stored their sums",
+        "sync_threads<CONSUMERS>();\n    bool is_last",
+        "bool is_last",
+    ),
+    ("a counter is not reset", "store_global(count, 0u);", ""),
+    ("every part resets its counter", "if (is_last) {", "store_global(count, 0u);\n        {"),
+    (
+        "every warp counts a part",
+        "is_last = false;\n    if (thread == 0)",
+        "is_last = false;\n    if (thread % 32 == 0)",
+    ),
+    ("all cut tiles have the same counter", "arrived + block.slot / block.parts", "arrived"),
+    ("the first part to arrive stores the tile", "== (u32)block.parts - 1", "== 0"),
+    (
+        "every part stores the tile",
+        "if (!sync_threads_or<CONSUMERS>(is_last)) return false;",
+        "sync_threads_or<CONSUMERS>(is_last);",
+    ),
+    ("one part is left out", "other < block.parts", "other < block.parts - 1"),
+    ("all cut tiles have the same sums", "block.slot - block.slot % block.parts", "0"),
+    (
+        "tiles with the same part share a slot",
+        "(u64)block.slot * (TILE * TILE)",
+        "(u64)(block.slot % block.parts) * (TILE * TILE)",
+    ),
+    (
+        "the order of the sums depends on the last part",
+        "sums[i] = load_global(part + i * CONSUMERS);\n    for (int other = 1; \
+         other < block.parts; ++other) {\n        part += TILE * TILE;",
+        "sums[i] += 0.0f;\n    for (int other = 0; other < block.parts; ++other, \
+         part += TILE * TILE) {\n        if (part == own) continue;",
+    ),
+    ("every part loads D", "addend && block.parts == 1", "addend"),
+    ("parts overlap", "slices * part / block.parts", "slices / block.parts * part"),
+    ("parts multiply the same slices", "from = block.first + slice", "from = slice"),
     ("the identity has two ones in a row", "one == 2 * p + 1", "one == 2 * p"),
 ];
 
@@ -220,6 +266,8 @@ fn ptx_is_up_to_date() {
         };
         let ptx = cudarc::nvrtc::compile_ptx_with_opts(&source, options);
         let ptx = ptx.unwrap_or_else(|error| panic!("{error}")).to_src();
+        // As `compile.py` does, for drivers from CUDA 12.5 on.
+        let ptx = ptx.replace(".version 9.0", ".version 8.5");
         let release = ptx.lines().find(|line| line.contains("release ")).unwrap_or_default();
         if !release.contains("release 13.0,") {
             excused(format!("NVRTC 13.0, which writes the committed PTX; found `{release}`"));

@@ -122,7 +122,7 @@ impl ComputePath {
         }
     }
 
-    /// Returns `true` if one kernel, [`accumulate_q`](Self::accumulate_q), computes the whole Gram
+    /// Returns `true` if one kernel, `MatrixOps::accumulate_q`, computes the whole Gram
     /// form of matrices with `m` rows.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn is_small(self, device: &Device, m: usize) -> bool {

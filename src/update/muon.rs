@@ -260,6 +260,7 @@ impl MuonUpdate {
         state: &mut Slots,
         diverged: Tensor<1>,
     ) -> (Vec<Tensor<1>>, Tensor<1>) {
+        assert!(self.separates(batch.dtype), "the step needs whole values");
         let lengths: Vec<usize> = gradients.iter().map(|gradient| gradient.dims()[0]).collect();
         let Direction { direction, diverged, .. } =
             self.direction(batch, (gradients, None), state, diverged, false);

@@ -4,7 +4,7 @@ use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::parts::{
-    AdaMuon, ColumnEquilibration, Hyperball, Mars, MaxNorm, Namo, NorMuon, Renormalization,
+    AdaMuon, ColumnEquilibration, Hyperball, Mars, MaxNorm, Namo, NorMuon, Part, Renormalization,
     RowEquilibration,
 };
 use distmuon::{
@@ -75,6 +75,16 @@ pub fn combinations() -> Vec<(&'static str, MuonConfig)> {
         }),
         ("no parts", MuonConfig::new().with_weight_decay(WeightDecay::SquaredRate(50.0.into()))),
     ]
+}
+
+/// Returns a configuration whose update needs no more of values than to apply directions to them:
+/// without the parts that constrain values, and with decoupled weight decay instead of coupled.
+pub fn separable(mut muon: MuonConfig) -> MuonConfig {
+    muon.parts.retain(|part| !matches!(part, Part::Hyperball(_) | Part::MaxNorm(_)));
+    if let WeightDecay::Coupled(decay) = muon.weight_decay {
+        muon.weight_decay = WeightDecay::Decoupled(decay);
+    }
+    muon
 }
 
 /// Matrices of one shape in several parameters, a matrix of two blocks, a stack of matrices, and

@@ -19,6 +19,7 @@ pub const IN_PROCESS: &[Case] = cases![
     devices_of_two_backends_are_rejected,
     tensors_on_another_device_fail_naming_the_parameter,
     learning_rates_that_differ_between_ranks_fail_before_the_step,
+    requests_that_differ_between_ranks_fail_before_the_step,
     configurations_that_differ_between_ranks_fail_naming_the_setting,
     exchanged_values_of_different_types_are_rejected,
     shared_parameters_are_rejected_naming_both_paths,
@@ -150,6 +151,22 @@ fn learning_rates_that_differ_between_ranks_fail_before_the_step() {
             [setting, other, first],
             ["learning rate of `embedding.weight`", "0.02", "0.01"]
         );
+    }
+}
+
+fn requests_that_differ_between_ranks_fail_before_the_step() {
+    let errors = ranks_here(2, |world| {
+        let net = Net::new(world.device());
+        let mut optim = config().init(&world, &net)?;
+        if world.is_main() {
+            optim.request_diagnostics();
+        }
+        let gradients = net.gradients(0);
+        Ok(optim.step(0.01, net, gradients).map(|_| ()).unwrap_err())
+    });
+    for error in errors.unwrap() {
+        let Error::SettingsDiffer { rank: 1, setting, .. } = &error else { panic!("{error}") };
+        assert_eq!(setting, "request_diagnostics");
     }
 }
 

@@ -3,14 +3,14 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{LazyLock, Mutex};
+use std::sync::{Mutex, OnceLock};
 
 use cudarc::driver::{result, sys};
 
-use super::library::Library;
-use super::module::Module;
-use super::order::{Claim, SideStream, relaxed};
-use super::product::{Element, Launch};
+use super::library::{Library, Plan};
+use super::module::{Module, Prepared, Scratch};
+use super::order::{Claim, SideStream, in_relaxed_mode};
+use super::product::{Element, Launch, Product};
 use super::recording::Recording;
 use super::self_test;
 use super::{NotRun, Refusal, Work};
@@ -21,9 +21,13 @@ const CAPABILITY: [i32; 2] = [9, 0];
 /// `true` once a launch has failed: no native kernel runs in this process any more.
 static IS_DISABLED: AtomicBool = AtomicBool::new(false);
 
-/// The devices that were asked for, with the reason of those that have no native kernels.
-type Devices = BTreeMap<usize, Result<&'static Native, Refusal>>;
-static DEVICES: LazyLock<Mutex<Devices>> = LazyLock::new(Mutex::default);
+/// The devices that were asked for, with the reason of those that have no native kernels. Each has
+/// its own lock: verification waits for a device.
+type Devices = BTreeMap<usize, &'static OnceLock<Result<Native, Refusal>>>;
+static DEVICES: Mutex<Devices> = Mutex::new(BTreeMap::new());
+
+/// Addresses are multiples of it: the copy engine takes no others.
+const ALIGNMENT: u64 = 16;
 
 /// The most iterations that are recorded on a device: a recording keeps its memory.
 const MAX_RECORDINGS: usize = 32;
@@ -33,10 +37,12 @@ pub struct Native {
     device: usize,
     stream: SideStream,
     modules: [Module; Element::ALL.len()],
+    scratch: Scratch,
     /// For full products, or the reason why the kernels also compute these.
     library: Result<Library, Refusal>,
-    /// The recordings by their keys, and the right to use the stream.
-    recordings: Mutex<HashMap<String, Recording>>,
+    /// The recordings by their keys, without one where the driver refused, and the right to use the
+    /// stream.
+    recordings: Mutex<HashMap<String, Option<Recording>>>,
 }
 
 impl fmt::Display for Native {
@@ -64,16 +70,24 @@ impl Native {
             let reason = "ranks exchange messages on the device, which iterations would wait for";
             return Err(Refusal(reason.to_owned()));
         }
-        let mut devices = DEVICES.lock().expect("nothing panics while it holds the lock");
-        let load = || relaxed(|| Self::load(device)).map(|native| &*Box::leak(Box::new(native)));
-        devices.entry(device).or_insert_with(load).clone()
+        let device_lock = *DEVICES
+            .lock()
+            .expect("nothing panics while it holds the lock")
+            .entry(device)
+            .or_insert_with(|| Box::leak(Box::default()));
+        let native = device_lock.get_or_init(|| Self::load(device));
+        native.as_ref().map_err(Clone::clone)
     }
 
     fn load(device: usize) -> Result<Self, Refusal> {
         // SAFETY: the library is only searched for.
-        if !unsafe { sys::is_culib_present() } {
-            return Err(Refusal("there is no CUDA driver".to_owned()));
+        match unsafe { sys::is_culib_present() } {
+            true => in_relaxed_mode(|| Self::load_and_verify(device)),
+            false => Err(Refusal("there is no CUDA driver".to_owned())),
         }
+    }
+
+    fn load_and_verify(device: usize) -> Result<Self, Refusal> {
         let failed = |operation| move |error| Refusal::new(operation, error);
         let stream = SideStream::new(device).map_err(failed("open the device"))?;
         use sys::CUdevice_attribute_enum as Attribute;
@@ -94,15 +108,18 @@ impl Native {
         if !stream.has_context_events() {
             return Err(Refusal("the driver is older than CUDA 12.5".to_owned()));
         }
+        let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let scratch =
+            Scratch::new(&stream, multiprocessors as usize).map_err(failed("allocate memory"))?;
         let load = |element| Module::load(element).map_err(failed("load the kernels"));
         let [f16, bf16] = Element::ALL.map(load);
         let (modules, recordings) = ([f16?, bf16?], Mutex::default());
         let library = Err(Refusal("they are being verified".to_owned()));
-        let mut native = Self { device, stream, modules, library, recordings };
+        let mut native = Self { device, stream, modules, scratch, library, recordings };
         self_test::verify(&native)?;
         native.library = Library::open();
         if native.library.is_ok()
-            && let Err(reason) = self_test::verify(&native)
+            && let Err(reason) = self_test::verify_full_products(&native)
         {
             native.library = Err(reason);
         }
@@ -128,13 +145,19 @@ impl Native {
         work: &Work<'_>,
         buffers: &[u64],
     ) -> Result<(), NotRun> {
+        if buffers.iter().any(|address| !address.is_multiple_of(ALIGNMENT)) {
+            return Err(Refusal("a batch is not aligned".to_owned()).into());
+        }
         let _stream = self.recordings.lock().expect("nothing panics while it holds the lock");
+        let launches = (work.launches)(buffers);
+        let prepared = in_relaxed_mode(|| self.prepare(element, &launches))?;
         // SAFETY: as for this function.
-        self.in_order(|| unsafe { self.queue(element, &(work.launches)(buffers)) })
+        self.in_order(|| unsafe { self.queue(&prepared) })
     }
 
     /// The same for an iteration that is recorded when its key is first met, from the addresses of
-    /// its input, which keeps its values, and of its result.
+    /// its input, which keeps its values, and of its result. Returns `false` if there is no
+    /// recording: the driver refused one, or there are too many.
     ///
     /// # Errors
     ///
@@ -149,29 +172,31 @@ impl Native {
         key: &str,
         work: &Work<'_>,
         [x, result]: [u64; 2],
-    ) -> Result<(), NotRun> {
+    ) -> Result<bool, NotRun> {
         let mut recordings =
             self.recordings.lock().expect("nothing panics while it holds the lock");
         if !recordings.contains_key(key) {
-            if recordings.len() == MAX_RECORDINGS {
-                let reason = format!("there are {MAX_RECORDINGS} recordings already");
-                return Err(Refusal(reason).into());
-            }
-            let recording = relaxed(|| {
-                let current = self.stream.make_current();
-                current.map_err(|error| Refusal::new("use the context", error))?;
-                // SAFETY: the addresses are those of memory of the recording.
-                Recording::new(&self.stream, work, |launches| unsafe {
-                    self.queue(element, launches)
-                })
-            })?;
+            let recording = (recordings.len() < MAX_RECORDINGS)
+                .then(|| in_relaxed_mode(|| self.record(element, work)).ok())
+                .flatten();
             recordings.insert(key.to_owned(), recording);
         }
-        let recording = &recordings[key];
+        let Some(recording) = &recordings[key] else { return Ok(false) };
         self.in_order(|| {
             // SAFETY: as for this function.
             let replayed = unsafe { recording.replay(&self.stream, [x, result]) };
             replayed.map_err(|error| Refusal::new("replay the iteration", error))
+        })?;
+        Ok(true)
+    }
+
+    fn record(&self, element: Element, work: &Work<'_>) -> Result<Recording, Refusal> {
+        let current = self.stream.make_current();
+        current.map_err(|error| Refusal::new("use the context", error))?;
+        Recording::new(&self.stream, work, |addresses| {
+            let launches = (work.launches)(addresses);
+            // SAFETY: the addresses are those of memory of the recording.
+            unsafe { self.queue(&self.prepare(element, &launches)?) }
         })
     }
 
@@ -180,7 +205,7 @@ impl Native {
         if Claim::is_held(self.device) {
             return Err(Refusal("ranks exchange messages on the device".to_owned()).into());
         }
-        relaxed(|| {
+        in_relaxed_mode(|| {
             // Refused while a graph is recorded in the context, whose recording then fails (CUDA
             // driver API, `cuCtxRecordEvent`): nothing has been queued by then.
             let ordered = self.stream.wait_for_context();
@@ -198,27 +223,43 @@ impl Native {
         })
     }
 
+    /// Prepares launches: full products for cuBLASLt where it has an algorithm for them.
+    pub(super) fn prepare<'a>(
+        &'a self,
+        element: Element,
+        launches: &[Launch],
+    ) -> Result<Vec<Queued<'a>>, Refusal> {
+        let failed = |error| Refusal::new("prepare the iteration", error);
+        self.stream.make_current().map_err(failed)?;
+        let index = Element::ALL.iter().position(|known| *known == element);
+        let module = &self.modules[index.expect("both types have a module")];
+        let prepare = |launch: &Launch| {
+            if let (Launch::Product(product), Ok(library)) = (launch, &self.library)
+                && !product.lower
+                && let Ok(plan) = library.plan(element, product)
+            {
+                return Ok(Queued::Library(library, *product, plan));
+            }
+            module.prepare(&self.scratch, launch).map(Queued::Kernel)
+        };
+        launches.iter().map(prepare).collect::<Result<_, _>>().map_err(failed)
+    }
+
     /// Queues launches on the stream, in no order with CubeCL's work.
     ///
     /// # Safety
     ///
     /// As for [`run`](Self::run), until the stream has done its work.
-    pub(super) unsafe fn queue(
-        &self,
-        element: Element,
-        launches: &[Launch],
-    ) -> Result<(), Refusal> {
+    pub(super) unsafe fn queue(&self, launches: &[Queued<'_>]) -> Result<(), Refusal> {
         let failed = |error| Refusal::new("launch the iteration", error);
         self.stream.make_current().map_err(failed)?;
-        let index = Element::ALL.iter().position(|known| *known == element);
-        let module = &self.modules[index.expect("both types have a module")];
-        launches.iter().try_for_each(|launch| match (launch, &self.library) {
-            (Launch::Product(product), Ok(library)) if !product.lower => {
-                // SAFETY: as for this function.
-                unsafe { library.multiply(&self.stream, element, product) }
-            }
+        launches.iter().try_for_each(|launch| match launch {
             // SAFETY: as for this function.
-            _ => unsafe { module.launch(&self.stream, launch) }.map_err(failed),
+            Queued::Kernel(prepared) => unsafe { prepared.launch(&self.stream) }.map_err(failed),
+            // SAFETY: as for this function.
+            Queued::Library(library, product, plan) => unsafe {
+                library.multiply(&self.stream, (product, plan))
+            },
         })
     }
 
@@ -226,4 +267,10 @@ impl Native {
     pub(super) fn stream(&self) -> &SideStream {
         &self.stream
     }
+}
+
+/// A launch with its implementation.
+pub(super) enum Queued<'a> {
+    Kernel(Prepared),
+    Library(&'a Library, Product, Plan),
 }

@@ -16,11 +16,16 @@ use super::product::{Element, Layout, Product};
 /// (<https://docs.nvidia.com/cuda/cublas/#cublassetworkspace>).
 const WORKSPACE: usize = 32 << 20;
 
+/// `CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE`
+/// (<https://docs.nvidia.com/cuda/cublas/#cublasltreductionscheme-t>).
+const REDUCTION_IN_COMPUTE_TYPE: u32 = 2;
+
 /// cuBLASLt on a device, to the end of the process.
 pub(super) struct Library {
     handle: sys::cublasLtHandle_t,
     workspace: driver::sys::CUdeviceptr,
-    plans: Mutex<HashMap<Key, Plan>>,
+    /// Refusals are also kept: the library was asked once.
+    plans: Mutex<HashMap<Key, Result<Plan, Refusal>>>,
 }
 
 // SAFETY: the handle may be used by several threads at a time, as the documentation says
@@ -35,7 +40,7 @@ type Key = (Element, Layout, usize, [usize; 3], bool);
 
 /// The description of a product and its algorithm.
 #[derive(Clone, Copy)]
-struct Plan {
+pub(super) struct Plan {
     product: sys::cublasLtMatmulDesc_t,
     a: sys::cublasLtMatrixLayout_t,
     b: sys::cublasLtMatrixLayout_t,
@@ -77,11 +82,9 @@ impl Library {
     pub unsafe fn multiply(
         &self,
         stream: &SideStream,
-        element: Element,
-        product: &Product,
+        (product, plan): (&Product, &Plan),
     ) -> Result<(), Refusal> {
-        let Product { layout, batch, sizes, a, b, alpha, addend, c, .. } = *product;
-        let plan = self.plan((element, layout, batch, sizes, addend.is_some()))?;
+        let Product { a, b, alpha, addend, c, .. } = *product;
         let (d, beta) = addend.unwrap_or((c, 0.0));
         let [a, b, d, c] = [a, b, d, c].map(|address| address as *mut c_void);
         // Rows of a matrix are columns to the library: the product is `C^T = B^T A^T`.
@@ -109,14 +112,12 @@ impl Library {
         .map_err(failed)
     }
 
-    fn plan(&self, key: Key) -> Result<Plan, Refusal> {
+    /// Returns the plan of a product, if the library has an algorithm for it.
+    pub fn plan(&self, element: Element, product: &Product) -> Result<Plan, Refusal> {
+        let Product { layout, batch, sizes, addend, .. } = *product;
+        let key = (element, layout, batch, sizes, addend.is_some());
         let mut plans = self.plans.lock().expect("nothing panics while it holds the lock");
-        if let Some(plan) = plans.get(&key) {
-            return Ok(*plan);
-        }
-        let plan = self.make_plan(key).map_err(failed)?;
-        plans.insert(key, plan);
-        Ok(plan)
+        plans.entry(key).or_insert_with(|| self.make_plan(key).map_err(failed)).clone()
     }
 
     /// Asks the library for an algorithm. The descriptions are kept with the plan.
@@ -148,9 +149,13 @@ impl Library {
         let preference = result::create_matmul_pref()?;
         let (value, size) = bytes(&WORKSPACE);
         let workspace = Preferences::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
-        // SAFETY: everything was made above; the value has that size.
+        // Parts of a sum are added in float32, and not rounded before.
+        let (scheme, scheme_size) = bytes(&REDUCTION_IN_COMPUTE_TYPE);
+        let schemes = Preferences::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK;
+        // SAFETY: everything was made above; the values have these sizes.
         let heuristic = unsafe {
             result::set_matmul_pref_attribute(preference, workspace, value, size)?;
+            result::set_matmul_pref_attribute(preference, schemes, scheme, scheme_size)?;
             let heuristic =
                 result::get_matmul_algo_heuristic(self.handle, product, b, a, c, c, preference);
             result::destroy_matmul_pref(preference)?;

@@ -10,6 +10,7 @@
 
 mod engine;
 mod library;
+mod memory;
 mod module;
 mod order;
 mod product;
@@ -17,7 +18,7 @@ mod recording;
 mod self_test;
 
 pub use engine::Native;
-pub use order::{Claim, DriverError, SideEvent, SideStream, relaxed};
+pub use order::{Claim, DriverError, SideEvent, SideStream, in_relaxed_mode};
 pub use product::{Element, Launch, Layout, PlusIdentity, Product};
 
 /// The reason why native kernels do not run.

@@ -4,9 +4,10 @@ use std::ffi::{CString, c_int, c_void};
 
 use cudarc::driver::{DriverError, result, sys};
 
+use super::memory::Memory;
 use super::order::SideStream;
 use super::product::{
-    ELEMENTWISE, Element, Launch, Layout, PlusIdentity, Product, SHARED_BYTES, THREADS, Tiled,
+    ELEMENTWISE, Element, Launch, Layout, PlusIdentity, SHARED_BYTES, THREADS, TILE, Tiled,
 };
 
 /// The PTX of a type, made from `kernels/product.cu` by `kernels/compile.py`.
@@ -31,7 +32,7 @@ unsafe impl Sync for Module {}
 
 /// The parameter `sizes` of a product, as in `product.cu`.
 #[repr(C)]
-struct Sizes {
+pub(super) struct Sizes {
     m: c_int,
     n: c_int,
     k: c_int,
@@ -39,6 +40,43 @@ struct Sizes {
     beta: f32,
     lower: c_int,
     addend: c_int,
+    whole: c_int,
+    parts: c_int,
+}
+
+/// Memory for the sums of tiles that several blocks compute, for the launches of one stream.
+pub(super) struct Scratch {
+    multiprocessors: usize,
+    /// A tile of float32 for every part of a launch: at most one for every multiprocessor.
+    partials: Memory,
+    /// The number of parts that are done, for every tile: 0 between launches.
+    arrived: Memory,
+}
+
+impl Scratch {
+    /// Allocates it for a stream, whose context is current.
+    pub fn new(stream: &SideStream, multiprocessors: usize) -> Result<Self, DriverError> {
+        let tiles = multiprocessors * TILE * TILE * size_of::<f32>();
+        let partials = Memory::zeroed(stream, tiles)?;
+        let arrived = Memory::zeroed(stream, multiprocessors * size_of::<u32>())?;
+        Ok(Self { multiprocessors, partials, arrived })
+    }
+}
+
+/// A launch with everything that the driver may refuse to encode.
+pub(super) enum Prepared {
+    Product {
+        kernel: sys::CUfunction,
+        blocks: u32,
+        maps: Box<[sys::CUtensorMap; 4]>,
+        sizes: Sizes,
+        /// Addresses of the scratch memory.
+        scratch: [u64; 2],
+    },
+    PlusIdentity {
+        kernel: sys::CUfunction,
+        sum: PlusIdentity,
+    },
 }
 
 impl Module {
@@ -68,33 +106,20 @@ impl Module {
         Ok(Self { element, products, plus_identity: function("plus_identity")? })
     }
 
-    /// Queues a launch on a stream, in whose context the kernels are.
-    ///
-    /// # Safety
-    ///
-    /// The addresses of the launch are those of memory of the device with the launch's elements,
-    /// until the stream has done its work. They are multiples of 16.
-    pub unsafe fn launch(&self, stream: &SideStream, launch: &Launch) -> Result<(), DriverError> {
-        // SAFETY: as for this function.
-        unsafe {
-            match launch {
-                Launch::Product(product) => self.launch_product(stream, product),
-                Launch::PlusIdentity(sum) => self.launch_plus_identity(stream, sum),
+    /// Prepares a launch, for the stream of the scratch memory.
+    pub fn prepare(&self, scratch: &Scratch, launch: &Launch) -> Result<Prepared, DriverError> {
+        let product = match launch {
+            Launch::PlusIdentity(sum) => {
+                return Ok(Prepared::PlusIdentity { kernel: self.plus_identity, sum: *sum });
             }
-        }
-    }
-
-    unsafe fn launch_product(
-        &self,
-        stream: &SideStream,
-        product: &Product,
-    ) -> Result<(), DriverError> {
+            Launch::Product(product) => product,
+        };
         let index = Layout::ALL.iter().position(|layout| *layout == product.layout);
-        let function = self.products[index.expect("all layouts have a kernel")];
+        let kernel = self.products[index.expect("all layouts have a kernel")];
         let [a, b, d, c] = product.tensors().map(|tiled| self.tensor_map(&tiled, product.batch));
-        let mut maps = [a?, b?, d?, c?];
+        let grid = product.grid(scratch.multiprocessors);
         let [m, n, k] = product.sizes.map(|size| size as c_int);
-        let mut sizes = Sizes {
+        let sizes = Sizes {
             m,
             n,
             k,
@@ -102,43 +127,13 @@ impl Module {
             beta: product.addend.map_or(0.0, |(_, beta)| beta),
             lower: product.lower.into(),
             addend: product.addend.is_some().into(),
+            whole: grid.whole as c_int,
+            parts: grid.parts as c_int,
         };
-        let maps = maps.iter_mut().map(|map| std::ptr::from_mut(map).cast());
-        let mut parameters: Vec<*mut c_void> =
-            maps.chain([std::ptr::from_mut(&mut sizes).cast()]).collect();
-        let grid = (product.tiles() as u32, product.batch as u32, 1);
-        // SAFETY: as for `launch`; the parameters are those of the kernel, and are copied.
-        unsafe {
-            result::launch_kernel(
-                function,
-                grid,
-                (THREADS, 1, 1),
-                SHARED_BYTES,
-                stream.as_ptr().cast(),
-                &mut parameters,
-            )
-        }
-    }
-
-    unsafe fn launch_plus_identity(
-        &self,
-        stream: &SideStream,
-        &PlusIdentity { batch, rows, mut z, mut sum }: &PlusIdentity,
-    ) -> Result<(), DriverError> {
-        let [threads, neighbours] = ELEMENTWISE;
-        let blocks = (rows * rows).div_ceil(threads * neighbours);
-        let mut rows = rows as c_int;
-        let mut parameters: [*mut c_void; 3] = [
-            std::ptr::from_mut(&mut z).cast(),
-            std::ptr::from_mut(&mut sum).cast(),
-            std::ptr::from_mut(&mut rows).cast(),
-        ];
-        let (grid, block) = ((blocks as u32, batch as u32, 1), (threads as u32, 1, 1));
-        let stream = stream.as_ptr().cast();
-        // SAFETY: as in `launch_product`.
-        unsafe {
-            result::launch_kernel(self.plus_identity, grid, block, 0, stream, &mut parameters)
-        }
+        let scratch = [scratch.partials.address(), scratch.arrived.address()];
+        let blocks = grid.blocks() as u32;
+        let maps = Box::new([a?, b?, d?, c?]);
+        Ok(Prepared::Product { kernel, blocks, maps, sizes, scratch })
     }
 
     /// The description of a tensor for the copy engine, which swizzles tiles by 128 bytes and
@@ -173,5 +168,63 @@ impl Module {
         }
         .result()?;
         Ok(map)
+    }
+}
+
+impl Prepared {
+    /// Queues the launch on a stream, in whose context the kernels and the scratch memory are.
+    ///
+    /// # Safety
+    ///
+    /// The addresses of the launch are those of memory of the device with the launch's elements,
+    /// until the stream has done its work. They are multiples of 16. The scratch memory is that of
+    /// the stream.
+    pub unsafe fn launch(&self, stream: &SideStream) -> Result<(), DriverError> {
+        // The driver copies the parameters, and does not write to them.
+        fn parameter<T>(value: &T) -> *mut c_void {
+            std::ptr::from_ref(value).cast_mut().cast()
+        }
+        let stream = stream.as_ptr().cast();
+        match self {
+            Self::Product { kernel, blocks, maps, sizes, scratch } => {
+                let others = [parameter(sizes), parameter(&scratch[0]), parameter(&scratch[1])];
+                let mut parameters: Vec<_> = maps.iter().map(parameter).chain(others).collect();
+                let (grid, block) = ((*blocks, 1, 1), (THREADS, 1, 1));
+                let shared = SHARED_BYTES;
+                // SAFETY: as for this function; the parameters are those of the kernel.
+                unsafe {
+                    result::launch_kernel(*kernel, grid, block, shared, stream, &mut parameters)
+                }
+            }
+            Self::PlusIdentity { kernel, sum } => {
+                let [threads, neighbours] = ELEMENTWISE;
+                let blocks = (sum.rows * sum.rows).div_ceil(threads * neighbours);
+                let rows = sum.rows as c_int;
+                let mut parameters = [parameter(&sum.z), parameter(&sum.sum), parameter(&rows)];
+                let grid = (blocks as u32, sum.batch as u32, 1);
+                let block = (threads as u32, 1, 1);
+                // SAFETY: as above.
+                unsafe { result::launch_kernel(*kernel, grid, block, 0, stream, &mut parameters) }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_are_those_of_the_kernels() {
+        for element in Element::ALL {
+            let ptx = ptx(element);
+            for layout in Layout::ALL {
+                let kernel = layout.kernel();
+                let sizes = format!("{kernel}_param_4[{}]", size_of::<Sizes>());
+                assert!(ptx.contains(&sizes), "{element:?}: {sizes}");
+                assert!(ptx.contains(&format!("{kernel}_param_6")), "{kernel}");
+                assert!(!ptx.contains(&format!("{kernel}_param_7")), "{kernel}");
+            }
+        }
     }
 }

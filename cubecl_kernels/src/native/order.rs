@@ -24,14 +24,20 @@ const CONTEXT_EVENTS: c_int = 12_050;
 
 /// Makes calls of the driver that neither disturb a recording on another thread nor are refused
 /// because of it.
-pub fn relaxed<T>(calls: impl FnOnce() -> T) -> T {
+pub fn in_relaxed_mode<T>(calls: impl FnOnce() -> T) -> T {
+    /// Puts the former mode back, also after a panic.
+    struct Former(sys::CUstreamCaptureMode);
+    impl Drop for Former {
+        fn drop(&mut self) {
+            // SAFETY: the thread's mode is exchanged with the variable's.
+            unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut self.0) };
+        }
+    }
     let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-    // SAFETY: the thread's mode is exchanged with the variable's.
-    unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
-    let outcome = calls();
-    // SAFETY: as above; this puts the former mode back.
-    unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
-    outcome
+    // SAFETY: as above. It fails before the driver is initialised.
+    let exchanged = unsafe { sys::cuThreadExchangeStreamCaptureMode(&mut mode) };
+    let _former = exchanged.result().is_ok().then(|| Former(mode));
+    calls()
 }
 
 /// The devices that were claimed in this process.
@@ -67,7 +73,7 @@ impl Drop for Claim {
 }
 
 /// A stream of its own in the context of a device, in which CubeCL also works.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct SideStream(Arc<Stream>);
 
 #[derive(Debug)]
@@ -125,7 +131,7 @@ impl SideStream {
         self.0.device
     }
 
-    /// Returns the stream, which lives as long as `self` and its clones and events.
+    /// Returns the stream, which lives as long as `self` and its events.
     pub fn as_ptr(&self) -> *mut c_void {
         self.0.stream.cast()
     }
@@ -220,7 +226,7 @@ impl SideEvent {
             return Ok(false);
         }
         // SAFETY: context and event are alive; the event may be destroyed before it is passed.
-        relaxed(|| unsafe { sys::cuCtxWaitEvent(self.of.context, self.event) }).result()?;
+        in_relaxed_mode(|| unsafe { sys::cuCtxWaitEvent(self.of.context, self.event) }).result()?;
         Ok(true)
     }
 
@@ -235,7 +241,7 @@ impl SideEvent {
             result::ctx::set_current(self.of.context)?;
             Ok(sys::cuEventQuery(self.event))
         };
-        match relaxed(query)? {
+        match in_relaxed_mode(query)? {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             code => code.result().map(|()| true),
         }
@@ -245,6 +251,6 @@ impl SideEvent {
 impl Drop for SideEvent {
     fn drop(&mut self) {
         // SAFETY: the event is not used afterwards. CUDA frees it when the stream has passed it.
-        relaxed(|| unsafe { result::event::destroy(self.event) }).ok();
+        in_relaxed_mode(|| unsafe { result::event::destroy(self.event) }).ok();
     }
 }

@@ -118,11 +118,50 @@ pub enum Launch {
     PlusIdentity(PlusIdentity),
 }
 
+/// The fewest slices of a part of a tile: a part takes a round of its sums through memory, about as
+/// long as a slice. An estimate.
+const MIN_SLICES: usize = 4;
+
+/// The most parts of a tile, which one block adds up.
+const MAX_PARTS: usize = 16;
+
+/// The blocks of a product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Grid {
+    /// Tiles that one block computes each.
+    pub whole: usize,
+    /// Tiles that several blocks compute.
+    pub cut: usize,
+    /// Blocks of each of these.
+    pub parts: usize,
+}
+
+impl Grid {
+    /// Returns the number of blocks.
+    pub fn blocks(&self) -> usize {
+        self.whole + self.cut * self.parts
+    }
+}
+
 impl Product {
     /// Returns the number of tiles of a matrix that are computed.
-    pub(super) fn tiles(&self) -> usize {
+    fn tiles(&self) -> usize {
         let [rows, columns] = [self.sizes[0], self.sizes[1]].map(|size| size.div_ceil(TILE));
         if self.lower { rows * (rows + 1) / 2 } else { rows * columns }
+    }
+
+    /// Returns the blocks for a device with a number of multiprocessors. Tiles that are left once
+    /// all of these have the same number are cut along the inner dimension, so that the others do
+    /// not wait for the few that have one more.
+    pub(super) fn grid(&self, multiprocessors: usize) -> Grid {
+        let tiles = self.batch * self.tiles();
+        let rest = tiles % multiprocessors;
+        let slices = self.sizes[2].div_ceil(DEPTH as usize);
+        let parts = multiprocessors.checked_div(rest).unwrap_or(1);
+        match parts.min(slices / MIN_SLICES).min(MAX_PARTS) {
+            0 | 1 => Grid { whole: tiles, cut: 0, parts: 1 },
+            parts => Grid { whole: tiles - rest, cut: rest, parts },
+        }
     }
 
     /// Returns the tensors that the kernel copies: `A`, `B`, `D` (or `C` in its place), `C`.
@@ -170,6 +209,19 @@ mod tests {
         assert_eq!(product([136, 136, 8], true).tiles(), 3);
         assert_eq!(product([2048, 2048, 64], true).tiles(), 136);
         assert_eq!(product([136, 264, 8], false).tiles(), 6);
+        // The 132 multiprocessors of an H200: of 136 tiles, four are left.
+        let grid = product([2048, 2048, 2048], true).grid(132);
+        assert_eq!((grid, grid.blocks()), (Grid { whole: 132, cut: 4, parts: 8 }, 164));
+        // All of 36 tiles in three parts each.
+        assert_eq!(
+            product([1024, 1024, 1024], true).grid(132),
+            Grid { whole: 0, cut: 36, parts: 3 }
+        );
+        // Too few slices, an even number, and more than half of the multiprocessors.
+        assert_eq!(product([2048, 2048, 448], true).grid(132).parts, 1);
+        assert_eq!(product([2048, 2048, 2048], true).grid(68).parts, 1);
+        assert_eq!(product([1408, 1408, 2048], true).grid(132).parts, 2);
+        assert_eq!(product([1536, 1536, 2048], true).grid(132).parts, 1);
     }
 
     #[test]

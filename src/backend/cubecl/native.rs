@@ -67,32 +67,39 @@ fn element(dtype: DType) -> Option<Element> {
     }
 }
 
-/// Runs a program by native kernels, or by the `others` if the device refuses or, of a `tuned`
-/// program, if native kernels are measured to be slower. Returns NaN if a launch fails, since the
-/// launches before it may have overwritten the batch.
+/// Runs a program by native kernels, or by the `others` if the device refuses, if a graph is being
+/// recorded, or if native kernels are measured to be slower, of a `tuned` program. Returns NaN if a
+/// launch fails, since the launches before it may have overwritten the batch.
 pub(super) fn iterate(
     x: Float,
     program: &Program,
     tuned: bool,
     others: &dyn Fn(Float) -> Float,
 ) -> Float {
-    if tuned && !is_faster(&x, program, others) {
+    // Events of the context would end the recording.
+    if x.client.is_capturing() || tuned && !is_faster(&x, program, others) {
         return others(x);
     }
-    // The program overwrites its input when nothing reads it any more.
+    // Programs overwrite their input when nothing reads it any more.
     let x = unshared(x);
-    let (reason, unchanged) = match try_iterate(&x, program) {
-        Ok(result) => return result,
-        Err(NotRun::Refused(Refusal(reason))) => (reason, true),
-        Err(NotRun::Failed(Refusal(reason))) => (reason, false),
-    };
-    static WARNING: Once = Once::new();
-    WARNING.call_once(|| {
-        log::warn!("native kernels do not iterate a batch: {reason}; CubeCL's kernels do instead");
-    });
-    match unchanged {
-        true => others(x),
-        false => CubeBackend::float_mul_scalar(x, f32::NAN.into()),
+    match try_iterate(&x, program) {
+        Ok(result) => result,
+        Err(NotRun::Refused(Refusal(reason))) => {
+            static WARNING: Once = Once::new();
+            WARNING.call_once(|| {
+                log::warn!(
+                    "native kernels do not iterate a batch: {reason}; CubeCL's kernels do instead"
+                );
+            });
+            others(x)
+        }
+        Err(NotRun::Failed(Refusal(reason))) => {
+            log::error!(
+                "native kernels failed to iterate a batch: {reason}; its parameters skip the step, \
+                 and CubeCL's kernels run from now on"
+            );
+            CubeBackend::float_mul_scalar(x, f32::NAN.into())
+        }
     }
 }
 
@@ -100,32 +107,35 @@ pub(super) fn iterate(
 /// when such a batch is first met.
 fn is_faster(x: &Float, program: &Program, others: &dyn Fn(Float) -> Float) -> bool {
     static MEASURED: LazyLock<Mutex<HashMap<String, bool>>> = LazyLock::new(Mutex::default);
+    let measured = || MEASURED.lock().expect("nothing panics while it holds the lock");
     let key = key(x, program);
-    let measured =
-        MEASURED.lock().expect("nothing panics while it holds the lock").get(&key).copied();
-    measured.unwrap_or_else(|| {
-        let native = || try_iterate(&unshared(x.clone()), program).is_ok();
-        let others = || {
-            drop(others(x.clone()));
-            true
-        };
-        let [native, others] = [seconds(&x.client, &native), seconds(&x.client, &others)];
-        let is_faster = native < others;
-        log::info!("iterations of {key}: native {native} s, others {others} s");
-        MEASURED.lock().expect("nothing panics while it holds the lock").insert(key, is_faster);
-        is_faster
-    })
+    if let Some(is_faster) = measured().get(&key).copied() {
+        return is_faster;
+    }
+    // Both with a copy of the batch, which native kernels overwrite.
+    let copy = || unshared(x.clone());
+    let native = seconds(&x.client, &|| try_iterate(&copy(), program).is_ok());
+    let others = seconds(&x.client, &|| {
+        drop(others(copy()));
+        true
+    });
+    let (Some(native), Some(others)) = (native, others) else { return false };
+    log::info!("iterations of {key}: native {native} s, others {others} s");
+    measured().insert(key, native < others);
+    native < others
 }
 
-/// The least seconds of an iteration in three runs after a first one; infinity if it did not run.
-fn seconds(client: &Client, run: &dyn Fn() -> bool) -> f64 {
+/// The least seconds of an iteration in three runs after a first one, if it runs.
+fn seconds(client: &Client, run: &dyn Fn() -> bool) -> Option<f64> {
     let timed = || {
+        block_on(client.sync()).ok()?;
         let start = Instant::now();
         let has_run = run() && block_on(client.sync()).is_ok();
-        if has_run { start.elapsed().as_secs_f64() } else { f64::INFINITY }
+        has_run.then(|| start.elapsed().as_secs_f64())
     };
-    timed();
-    (0..3).map(|_| timed()).fold(f64::INFINITY, f64::min)
+    timed()?;
+    let times = [timed()?, timed()?, timed()?];
+    Some(times.into_iter().fold(f64::INFINITY, f64::min))
 }
 
 /// A name for iterations that have all launches in common, except for addresses.
@@ -161,25 +171,26 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
         let resource = x.client.get_resource::<Server>(handle.clone());
         resource.map_err(|error| Refusal(Failure::from(error).reason))
     };
-    let handle = if k * m * n <= RECORDED_ELEMENTS {
+    // Resources are held until the work is ordered: CubeCL reuses their memory by later work of its
+    // streams.
+    if k * m * n <= RECORDED_ELEMENTS {
         let handle = x.client.empty(bytes[0]);
-        // Held until the work is ordered: CubeCL reuses their memory by later work of its streams.
         let (from, to) = (pin(&x.handle)?, pin(&handle)?);
         let addresses = [from.resource().ptr, to.resource().ptr];
-        // SAFETY: both have the elements of the batch, in memory that CubeCL allocates at multiples
-        // of 256 bytes and that is pinned here. The key has all that the launches depend on, and
-        // they read and write the buffers that they are given.
-        unsafe { native.replay(element, &key(x, program), &work, addresses) }?;
-        handle
-    } else {
-        let mut handles = vec![x.handle.clone()];
-        handles.extend(bytes[1..].iter().map(|bytes| x.client.empty(*bytes)));
-        let pinned = handles.iter().map(pin).collect::<Result<Vec<_>, _>>()?;
-        let addresses: Vec<u64> = pinned.iter().map(|pinned| pinned.resource().ptr).collect();
-        // SAFETY: as above.
-        unsafe { native.run(element, &work, &addresses) }?;
-        handles.swap_remove(result)
-    };
+        // SAFETY: both have the elements of the batch, in memory that is pinned here. The key has
+        // all that the launches depend on, and they read and write the buffers that they are given.
+        let has_run = unsafe { native.replay(element, &key(x, program), &work, addresses) }?;
+        if has_run {
+            return Ok(tensor(x, handle, Shape::from(shape), x.dtype));
+        }
+    }
+    let mut handles = vec![x.handle.clone()];
+    handles.extend(bytes[1..].iter().map(|bytes| x.client.empty(*bytes)));
+    let pinned = handles.iter().map(pin).collect::<Result<Vec<_>, _>>()?;
+    let addresses: Vec<u64> = pinned.iter().map(|pinned| pinned.resource().ptr).collect();
+    // SAFETY: as above, with the elements of every matrix.
+    unsafe { native.run(element, &work, &addresses) }?;
+    let handle = handles.swap_remove(result);
     Ok(tensor(x, handle, Shape::from(shape), x.dtype))
 }
 

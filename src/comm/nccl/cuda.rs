@@ -15,7 +15,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
 use cubecl::cuda::CudaRuntime;
 use cubecl_runtime::runtime::Runtime;
-use distmuon_kernels::native::{Claim, DriverError, SideEvent, SideStream, relaxed};
+use distmuon_kernels::native::{Claim, DriverError, SideEvent, SideStream, in_relaxed_mode};
 
 use super::library::ENGINE;
 use super::memory::{Buffer, DeviceMemory, StreamEvent};
@@ -173,7 +173,7 @@ unsafe impl DeviceMemory for CudaMemory {
     }
 
     fn begin(&self) -> Result<(*mut c_void, Box<dyn StreamEvent>)> {
-        let ready = relaxed(|| {
+        let ready = in_relaxed_mode(|| {
             match self.orders_on_device {
                 true => {
                     let waits = self.stream.wait_for_context();
@@ -187,7 +187,7 @@ unsafe impl DeviceMemory for CudaMemory {
     }
 
     fn end(&self) -> Result<Box<dyn StreamEvent>> {
-        relaxed(|| self.record())
+        in_relaxed_mode(|| self.record())
     }
 }
 

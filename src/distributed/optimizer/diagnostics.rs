@@ -186,10 +186,12 @@ impl fmt::Display for Diagnostics {
 }
 
 impl DistModuleOptimizer {
-    /// Requests the [`diagnostics`](Self::diagnostics) of the next step. All ranks make this call.
+    /// Requests the [`diagnostics`](Self::diagnostics) of the next step. All ranks make this call;
+    /// otherwise the step fails with [`Error::SettingsDiffer`](crate::Error::SettingsDiffer).
     ///
     /// That step computes norms of every parameter, with a second reference to its old values, and
-    /// a product for every matrix. It reads nothing back.
+    /// a product for every matrix. Of parameters in slices, it also sends the values to the owners.
+    /// It reads nothing back.
     pub fn request_diagnostics(&mut self) {
         self.requested = true;
     }

@@ -26,6 +26,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Tensor, TensorData};
+use serde::{Deserialize, Serialize};
 
 use super::DistModuleOptimizer;
 use super::acceptance::Acceptance;
@@ -121,6 +122,15 @@ struct Step {
     shards: usize,
     /// Bytes of buffers in flight.
     buffers: usize,
+}
+
+/// The calls for a step, which all ranks make alike.
+#[derive(Hash, Serialize, Deserialize)]
+struct Calls {
+    /// For every parameter its learning rate, as the bits of a float32, and its number of steps.
+    steps: Vec<(u32, usize)>,
+    requests_diagnostics: bool,
+    clips_heads: bool,
 }
 
 impl Step {
@@ -273,22 +283,39 @@ impl DistModuleOptimizer {
         let times = self.trained.iter().map(|parameter| parameter.time);
         // In float32, as they are applied: hosts may differ in the last digits of a float64 cosine.
         let lrs = lrs.iter().map(|lr| (*lr as f32).to_bits());
-        let steps: Vec<(u32, usize)> = lrs.zip(times).collect();
-        match unite(self.world.comm(), present, digest(&steps))? {
+        let calls = Calls {
+            steps: lrs.zip(times).collect(),
+            requests_diagnostics: self.requested,
+            clips_heads: self.head_clip.is_some(),
+        };
+        match unite(self.world.comm(), present, digest(&calls))? {
             Some(present) => {
                 let bit = |index: usize| present[index / 8] >> (index % 8) & 1 == 1;
                 Ok((0..count).map(bit).collect())
             }
-            None => Err(self.other_step(&steps)),
+            None => Err(self.other_step(&calls)),
         }
     }
 
     /// The first rank that takes another step than rank 0, and the difference.
-    fn other_step(&self, steps: &Vec<(u32, usize)>) -> Error {
+    fn other_step(&self, calls: &Calls) -> Error {
         let path = |index: usize| &self.trained[index].path;
-        let difference = |first: &Vec<(u32, usize)>, local: &Vec<(u32, usize)>| {
-            let index = first.iter().zip(local).position(|(first, local)| first != local)?;
-            let (first, local) = (first[index], local[index]);
+        let called = |setting: &str, [first, other]: [bool; 2]| {
+            let [first, other] = [first, other].map(|called| called.to_string());
+            Some(Difference { setting: setting.to_owned(), first, other })
+        };
+        let difference = |first: &Calls, local: &Calls| {
+            let requests = [first, local].map(|calls| calls.requests_diagnostics);
+            if requests[0] != requests[1] {
+                return called("request_diagnostics", requests);
+            }
+            let clips = [first, local].map(|calls| calls.clips_heads);
+            if clips[0] != clips[1] {
+                return called("clip_heads", clips);
+            }
+            let mut steps = first.steps.iter().zip(&local.steps);
+            let index = steps.position(|(first, local)| first != local)?;
+            let (first, local) = (first.steps[index], local.steps[index]);
             let (setting, first, other) = if first.1 != local.1 {
                 (format!("steps of `{}`", path(index)), first.1.to_string(), local.1.to_string())
             } else {
@@ -298,7 +325,7 @@ impl DistModuleOptimizer {
             };
             Some(Difference { setting, first, other })
         };
-        match self.world.same_settings(steps, difference) {
+        match self.world.same_settings(calls, difference) {
             Err(error) => error,
             Ok(()) => unreachable!("the digests of the steps differ"),
         }

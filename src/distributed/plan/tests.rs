@@ -443,6 +443,14 @@ fn the_timeline_of_slices_equals_a_calculation_by_hand() {
     assert_eq!(total(4, 0), 1.0 + 0.5 + 4.0 + 0.5 + 1.0 + flags(4.0));
     // 256 bytes of activations: in each pass, half of 128 to scatter and to gather.
     assert_eq!(total(2, 256), 4.0 + 6.0 + flags(2.0));
+
+    // In half precision, a gradient of 4 bytes and a value of 2 come, and a value goes.
+    let [a] = &parameters;
+    let halves = [Parameter { dtype: DType::BF16, ..a.clone() }];
+    let half = plan(&halves, 2, Balancing::Greedy, &costs);
+    let passes = PassTimes::default();
+    let total = half.timeline(&costs, &machine(64.0, 0.0, 1.0), &passes).total;
+    assert_eq!(total, (6.0 + 2.0) * 16.0 / 64.0 + 4.0 + flags(2.0));
 }
 
 /// A simulation of passes layer by layer, each with the bytes of one message. It is independent of

@@ -2,6 +2,7 @@
 
 use super::{Bucket, BucketKind, Costs, Placement, Plan, Run, Slices};
 use crate::backend::precise_dtype;
+use crate::update::is_half;
 
 /// The part of the passes that is the forward pass. A backward pass has twice its operations.
 const FORWARD: f64 = 1.0 / 3.0;
@@ -159,7 +160,9 @@ impl Plan {
     ///
     /// Messages of parameters that are cut are those of slices. In the step, gradients are
     /// assembled after the reduction, and directions are distributed before new values are
-    /// gathered. Of parameters that are updated element by element, the values are also assembled.
+    /// gathered. Of parameters in half precision or updated element by element, values are
+    /// assembled and distributed. So they are for updates that need whole values, which a plan does
+    /// not know.
     ///
     /// A rank computes one parameter, or one bucket of the step, after the other.
     ///
@@ -174,23 +177,24 @@ impl Plan {
         // Replicated parameters are reduced in the order of their buckets, owned ones before.
         let slices = |bucket: &Bucket| self.slices(bucket.parameters[0]);
         let message = |bucket: &Bucket| machine.message(bucket.bytes(), ranks, slices(bucket));
-        // A rank sends its share of gradients to assemble, and of directions to distribute. Where
-        // it is values that are distributed, they are also assembled: in half precision, both
-        // together have the bytes of directions.
+        // Of each element of a bucket, the bytes that are sent: gradients, and values if these are
+        // distributed instead of directions.
         let assembled: Vec<usize> =
             self.buckets().iter().map(|bucket| self.assembled(bucket)).collect();
-        let among_slices = |index: usize, tensors: usize| match assembled[index] {
+        let among_slices = |index: usize, bytes: usize| match assembled[index] {
             0 => Message::default(),
             elements => {
-                let bucket = &self.buckets()[index];
-                let bytes = tensors * elements * precise_dtype(bucket.dtype).size();
-                machine.among_slices(bytes as f64 / ranks as f64, slices(bucket))
+                let bytes = (bytes * elements) as f64 / ranks as f64;
+                machine.among_slices(bytes, slices(&self.buckets()[index]))
             }
         };
-        let to_assemble = |index: usize| match self.buckets()[index].kind {
-            BucketKind::Matrices => 1,
-            BucketKind::Whole | BucketKind::Elements | BucketKind::Replicated => 2,
+        let to_assemble = |index: usize| {
+            let Bucket { kind, dtype, .. } = self.buckets()[index];
+            let precise = precise_dtype(dtype).size();
+            let with_values = kind != BucketKind::Matrices || is_half(dtype);
+            precise + if with_values { dtype.size() } else { 0 }
         };
+        let to_distribute = |index: usize| self.buckets()[index].dtype.size();
         let mut ready = vec![0.0; self.buckets().len()];
         let order = self.update_order();
         for &index in &order {
@@ -231,7 +235,7 @@ impl Plan {
                 *done = done.max(start) + update(index, rank);
             }
             let updated = done.iter().copied().fold(0.0, f64::max);
-            let updated = wires.gather(updated, among_slices(index, 1));
+            let updated = wires.gather(updated, among_slices(index, to_distribute(index)));
             let gathers =
                 bucket.placement == Placement::Replicated && bucket.kind != BucketKind::Replicated;
             end = end.max(if gathers { wires.gather(updated, message(bucket)) } else { updated });

@@ -15,8 +15,11 @@ use distmuon::distributed::{
     Axis, DistMuonConfig, GradDtype, Gradients, Keep, Layout, LossScaleConfig, Mesh, Place, Publish,
 };
 use distmuon::parts::MaxNorm;
-use distmuon::{Error, MasterWeights, MuonConfig, Result, RoutingRule};
-use distmuon_testing::combinations::{self, combinations, routed};
+use distmuon::{
+    Coefficients, Error, IterationForm, MasterWeights, MuonConfig, NewtonSchulzConfig, Result,
+    RoutingRule,
+};
+use distmuon_testing::combinations::{self, combinations, routed, separable};
 use distmuon_testing::models::{
     Fixed, Layers, assert_same_weights, gradients, scaled, values, weights,
 };
@@ -32,6 +35,7 @@ pub const EVERYWHERE: &[Case] = cases![
     cut_parameters_are_updated_as_whole_ones,
     cut_parameters_are_owned_and_reduced_in_passes_as_whole_ones,
     every_part_of_the_update_is_exact_for_cut_matrices,
+    a_matrix_that_diverges_leaves_its_slices_as_they_are,
     blocks_of_heads_are_updated_wherever_they_lie,
     different_gradients_of_slices_are_averaged,
     a_step_that_overflows_leaves_slices_as_they_are,
@@ -369,7 +373,10 @@ fn every_part_of_the_update_is_exact_for_cut_matrices() {
             ("^table$", vec![("tp", 1, 1)]),
         ],
     };
-    for (name, muon) in combinations() {
+    // Those that need whole values, and each without what needs them.
+    let all = combinations().into_iter();
+    for (name, muon) in all.flat_map(|(name, muon)| [(name, separable(muon.clone())), (name, muon)])
+    {
         let muon = routed(muon);
         let config = DistMuonConfig::new().with_muon(muon.clone()).with_bucket_mb(Some(0.0005));
         let run = |case: Option<&Cutting>, count: usize| {
@@ -400,6 +407,51 @@ fn every_part_of_the_update_is_exact_for_cut_matrices() {
                 assert_same_weights(&format!("{name}, {dimension}"), &trained, &expected);
                 assert_eq!(also_skipped, skipped, "{name}");
             }
+        }
+    }
+}
+
+/// Only one matrix of a stack diverges, since the directions of zero gradients are zero.
+fn a_matrix_that_diverges_leaves_its_slices_as_they_are() {
+    #[derive(Module, Debug)]
+    struct Stack {
+        matrices: Param<Tensor<3>>,
+    }
+    let muon =
+        MuonConfig::new().with_rule(RoutingRule::muon("matrices").batch()).with_newton_schulz(
+            NewtonSchulzConfig::new()
+                .with_coefficients(Coefficients::Custom(vec![[1e20, 0.0, 0.0]; 3]))
+                .with_form(IterationForm::Standard),
+        );
+    let config = DistMuonConfig::new().with_muon(muon.clone());
+    let case = Cutting {
+        axes: vec![Axis::data("dp", 2), Axis::model("tp", 2)],
+        cuts: vec![("^matrices$", vec![("tp", 2, 1)])],
+    };
+    let trained = ranks(4, |world| {
+        let layout = case.layout(&world)?.with_muon(muon.clone());
+        let values = Tensor::<3>::ones([5, 4, 6], (world.device(), DType::F32));
+        let whole = Stack { matrices: Param::from_tensor(values.require_grad()) };
+        let mut net = layout.shard(whole.clone())?;
+        let mut optim = config.init_on(&layout, &net)?;
+        for _ in 0..2 {
+            let device = world.device().clone().inner();
+            let gradient = Tensor::<3>::zeros([5, 4, 6], (&device, DType::F32));
+            let mut gradients = GradientsParams::new();
+            gradients.register(whole.matrices.id, gradient.slice_fill([2..3, 0..4, 0..6], 1.0));
+            let gradients = slices(&case, (&whole, gradients), &net, (world.rank(), false));
+            net = optim.step(0.5, net, gradients)?;
+        }
+        let whole = layout.unshard(&net)?.matrices.val().into_data();
+        Ok((whole.iter::<f32>().collect::<Vec<_>>(), optim.skipped_steps().read()))
+    });
+    for (values, skipped) in trained.unwrap() {
+        // Of matrices with several owners, the second step counts those of the first.
+        assert_eq!(skipped, [("matrices".to_owned(), 1)].into());
+        for (index, matrix) in values.chunks(24).enumerate() {
+            let decays = matrix.iter().all(|value| *value < 1.0);
+            let stays = matrix.iter().all(|value| *value == 1.0);
+            assert!(if index == 2 { stays } else { decays }, "matrix {index}: {matrix:?}");
         }
     }
 }

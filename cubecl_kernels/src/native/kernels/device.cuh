@@ -42,6 +42,22 @@ DEVICE void sync_threads() {
     asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
 }
 
+// Lets `COUNT` threads meet, and returns true if one of them passes true.
+template <int COUNT>
+DEVICE bool sync_threads_or(bool own) {
+    u32 any;
+    asm volatile("{\n"
+                 ".reg .pred p, q;\n"
+                 "setp.ne.u32 p, %1, 0;\n"
+                 "bar.red.or.pred q, 1, %2, p;\n"
+                 "selp.u32 %0, 1, 0, q;\n"
+                 "}"
+                 : "=r"(any)
+                 : "r"((u32)own), "n"(COUNT)
+                 : "memory");
+    return any;
+}
+
 DEVICE void barrier_init(Barrier *b, int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(b)), "r"(count)
                  : "memory");
@@ -98,6 +114,21 @@ DEVICE void store_finish() {
 
 // Makes this thread's writes to shared memory visible to the copy engine.
 DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Global memory.
+
+DEVICE float load_global(const float *p) { return *p; }
+
+template <class Element>
+DEVICE void store_global(Element *p, Element value) {
+    *p = value;
+}
+
+// Returns the old value.
+DEVICE u32 atomic_add(u32 *p, u32 value) { return atomicAdd(p, value); }
+
+// Orders what this thread did in global memory before and does afterwards, for the whole device.
+DEVICE void thread_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Matrix instructions of a warpgroup.
 

@@ -10,7 +10,7 @@
 #include <stdarg.h>
 #include <unistd.h>
 
-static_assert(sizeof(Sizes) == 28, "the parameters are those of the host");
+static_assert(sizeof(Sizes) == 36, "the parameters are those of the host");
 
 static unsigned seconds = 20;
 static int checks = 0;
@@ -79,13 +79,40 @@ struct Scale {
     float alpha, beta;  // there is a D if `beta` is not 0
 };
 
+// The last tiles of a batch, each of which is computed in parts.
+struct Cut {
+    int tiles, parts;
+};
+
+// Launches a product, with cut tiles twice, with the same counters and the same result.
+static void launch(Layout layout, Sizes sizes, Cut cut, const TensorMap (&maps)[4], Matrices &c) {
+    const int rows = (sizes.m + TILE - 1) / TILE, columns = (sizes.n + TILE - 1) / TILE;
+    const int tiles = c.batch * (sizes.lower ? rows * (rows + 1) / 2 : rows * columns);
+    const int slots = cut.tiles * cut.parts;
+    sizes.whole = tiles - cut.tiles;
+    sizes.parts = cut.parts;
+    emulator::global.assign((size_t)slots * TILE * TILE, ~0u);
+    emulator::global.resize(emulator::global.size() + cut.tiles, 0);
+    float *partials = (float *)emulator::global.data();
+    u32 *arrived = emulator::global.data() + (size_t)slots * TILE * TILE;
+    const auto kernel = layout == KK ? product_kk : layout == KM ? product_km : product_mm;
+    std::vector<u16> previous;
+    for (int i = 0; i < (cut.tiles ? 2 : 1); ++i) {
+        c.data.assign(c.data.size(), 0x7fff);
+        emulator::run_launch(sizes.whole + slots, THREADS, SHARED_BYTES, [=] {
+            kernel(maps[0], maps[1], maps[2], maps[3], sizes, partials, arrived);
+        });
+        if (i > 0 && c.data != previous) emulator::fail("a result that two launches differ in");
+        previous = c.data;
+    }
+}
+
 static void check_product(Layout layout, Triangle triangle, int batch, int m, int n, int k,
-                          Scale scale) {
+                          Scale scale, Cut cut = {0, 1}) {
     const bool a_mn = layout == MM, b_mn = layout != KK, lower = triangle == LOWER;
     const bool addend = scale.beta != 0;
     Matrices a = Matrices::integers(batch, m, k, a_mn), b = Matrices::integers(batch, k, n, !b_mn);
     Matrices d = Matrices::integers(batch, m, n, false), c(batch, m, n, false);
-    c.data.assign(c.data.size(), 0x7fff);
     // D is symmetric but A B is not, so that the result shows which half is taken.
     for (int z = 0; lower && z < batch; ++z) {
         for (int i = 0; i < m; ++i) {
@@ -94,17 +121,8 @@ static void check_product(Layout layout, Triangle triangle, int batch, int m, in
     }
     const TensorMap maps[] = {a.map(a_mn ? PANEL : TILE), b.map(b_mn ? PANEL : TILE), d.map(TILE),
                               c.map(TILE)};
-    const Sizes sizes = {m, n, k, scale.alpha, scale.beta, lower, addend};
-    const int rows = (m + TILE - 1) / TILE, columns = (n + TILE - 1) / TILE;
-    const int blocks = lower ? rows * (rows + 1) / 2 : rows * columns;
-    const auto kernel = layout == KK ? product_kk : layout == KM ? product_km : product_mm;
-    for (int z = 0; z < batch; ++z) {
-        for (int x = 0; x < blocks; ++x) {
-            emulator::run_block(x, z, THREADS, SHARED_BYTES, [=] {
-                kernel(maps[0], maps[1], maps[2], maps[3], sizes);
-            });
-        }
-    }
+    const Sizes sizes = {m, n, k, scale.alpha, scale.beta, lower, addend, 0, 0};
+    launch(layout, sizes, cut, maps, c);
     const std::vector<double> wide_a = a.widened(), wide_b = b.widened();
     for (int z = 0; z < batch; ++z) {
         for (int i = 0; i < m; ++i) {
@@ -124,8 +142,36 @@ static void check_product(Layout layout, Triangle triangle, int batch, int m, in
         }
     }
     const char *names[] = {"product_kk", "product_km", "product_mm"};
-    passed("%s, %d of %d x %d, inner %d, %s%s", names[layout], batch, m, n, k,
-           lower ? "lower" : "full", addend ? ", D" : "");
+    passed("%s, %d of %d x %d, inner %d, %s%s, %d cut in %d", names[layout], batch, m, n, k,
+           lower ? "lower" : "full", addend ? ", D" : "", cut.tiles, cut.parts);
+}
+
+// A result is the same to the last bit in any order of blocks. The first two of three parts
+// cancel, so that another order of the sums shows.
+static void check_order() {
+    const int n = 136, third = 2 * DEPTH, k = 3 * third;
+    Matrices a(1, n, k, false), b(1, k, n, true), c(1, n, n, false);
+    auto number = [](int size) {
+        return emulator::round(((float)emulator::random(255) + 1) / 256 * size);
+    };
+    for (int i = 0; i < n; ++i) {
+        for (int j = 0; j < third; ++j) {
+            a.at(0, i, j) = number(256);
+            a.at(0, i, j + third) = a.at(0, i, j) ^ 0x8000;
+            a.at(0, i, j + 2 * third) = number(1);
+            b.at(0, j, i) = b.at(0, j + third, i) = number(256);
+            b.at(0, j + 2 * third, i) = number(1);
+        }
+    }
+    const TensorMap maps[] = {a.map(TILE), b.map(TILE), c.map(TILE), c.map(TILE)};
+    const Sizes sizes = {n, n, k, 1, 0, 0, 0, 0, 0};
+    std::vector<u16> expected;
+    for (int i = 0; i < 3; ++i) {
+        launch(KK, sizes, {2, 3}, maps, c);
+        if (expected.empty()) expected = c.data;
+        if (c.data != expected) emulator::fail("a result that depends on the order of blocks");
+    }
+    passed("parts in any order");
 }
 
 // Every tile belongs to one block, for 1 to 40 rows of tiles.
@@ -201,6 +247,17 @@ int main(int count, char **arguments) {
     check_product(MM, LOWER, 2, 200, 200, 136, {1, 1});
     check_product(MM, LOWER, 1, 264, 264, 328, {2, -3});
     check_product(MM, LOWER, 1, 8, 8, 448, {1, 0});
+    check_product(KK, LOWER, 1, 264, 264, 328, {2, 0}, {2, 2});
+    check_product(KK, LOWER, 3, 136, 136, 200, {1, 3}, {4, 3});
+    check_product(KK, LOWER, 1, 200, 200, 712, {1, -1}, {3, 5});
+    check_product(KK, FULL, 3, 8, 136, 320, {-1, 2}, {5, 5});
+    check_product(KM, FULL, 1, 136, 264, 328, {1, 0}, {4, 5});
+    check_product(KM, FULL, 3, 72, 200, 456, {1, -2}, {3, 2});
+    check_product(KM, FULL, 1, 264, 8, 200, {1, 1}, {1, 3});
+    check_product(MM, LOWER, 1, 264, 264, 136, {1, 0}, {6, 3});
+    check_product(MM, LOWER, 3, 200, 200, 200, {1, 1}, {5, 2});
+    check_product(MM, LOWER, 1, 128, 128, 392, {2, 0}, {1, 5});
+    check_order();
     check_plus_identity(1, 8);
     check_plus_identity(2, 72);
     check_plus_identity(3, 136);

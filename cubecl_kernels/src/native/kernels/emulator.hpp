@@ -8,6 +8,9 @@
 // - Memory that a thread writes is undefined for the copy engine and for matrix instructions until
 //   the same thread executes `fence_async`.
 // - Shared memory is poisoned at first, and all addresses are checked.
+// - Blocks run one after the other in random order. What a thread stores in global memory is
+//   undefined for other blocks unless it executes `thread_fence`, and its block `atomic_add`
+//   afterwards; they see it after an `atomic_add` and a `thread_fence` of their own.
 //
 // If no thread can run and nothing is in flight, the block hangs, which is reported at once. Not
 // emulated: how the hardware decodes descriptors and tensor maps, and speed.
@@ -20,6 +23,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 using std::min;
@@ -65,6 +69,7 @@ inline int thread, threads, block_x, block_y;
 inline u64 block_number = 0;
 inline u32 end;  // of dynamic shared memory
 inline u32 state = 1;
+inline std::vector<u32> global;  // memory, except of matrices
 
 [[noreturn]] inline void fail(const char *problem) {
     printf("FAIL: %s (thread %d of block %d, %d)\n", problem, thread, block_x, block_y);
@@ -152,6 +157,8 @@ struct Coroutine {
     const void *waits_for;
     bool done;
     std::vector<Write> unpublished;
+    std::vector<std::pair<size_t, u32>> unfenced;  // stores in global memory
+    bool acquired;  // it executed `thread_fence` since the last `atomic_add` of its block
 };
 inline std::vector<Coroutine> coroutines(MAX_THREADS);
 inline ucontext_t scheduler;
@@ -328,6 +335,29 @@ inline void execute_oldest(Warpgroup &group) {
     group.committed.erase(group.committed.begin());
 }
 
+// Global memory. Its undefined words are all ones: NaN.
+
+inline std::vector<u64> stored_by;                   // the block that stored a word in the launch
+inline std::vector<std::pair<size_t, u32>> delayed;  // stores that are seen after the launch
+inline bool has_counted;                             // the block executed `atomic_add`
+
+inline size_t global_index(const void *p) {
+    const size_t at = (const char *)p - (const char *)global.data();
+    if (at / 4 >= global.size() || at % 4) fail("an address outside of global memory");
+    return at / 4;
+}
+
+inline void publish(std::vector<std::pair<size_t, u32>> &stores, bool is_late) {
+    for (auto [index, word] : stores) {
+        if (is_late) {
+            delayed.push_back({index, word});
+        } else {
+            global[index] = word;
+        }
+    }
+    stores.clear();
+}
+
 template <class Kernel>
 void start() {
     (*(const Kernel *)kernel)();
@@ -345,6 +375,7 @@ void run_block(int x, int y, int size, u32 shared_bytes, const Kernel &body) {
     kernel = &body;
     memset(memory, 0xff, MEMORY_BYTES);
     memset(async_memory, 0xff, MEMORY_BYTES);
+    has_counted = false;
     whole = consumers = Meeting();
     std::fill(std::begin(warps), std::end(warps), Meeting());
     std::fill(std::begin(warpgroups), std::end(warpgroups), Meeting());
@@ -356,6 +387,7 @@ void run_block(int x, int y, int size, u32 shared_bytes, const Kernel &body) {
         c.waits_for = nullptr;
         c.done = false;
         c.unpublished.clear();
+        c.acquired = false;
         getcontext(&c.context);
         c.context.uc_stack.ss_sp = c.stack.data();
         c.context.uc_stack.ss_size = STACK_BYTES;
@@ -386,12 +418,26 @@ void run_block(int x, int y, int size, u32 shared_bytes, const Kernel &body) {
         if (swapcontext(&scheduler, &coroutines[thread].context)) fail("swapcontext");
         left -= coroutines[thread].done;
     }
+    for (int t = 0; t < threads; ++t) publish(coroutines[t].unfenced, true);
     if (!transfers.empty()) fail("a block ends before its copies");
     for (const Warpgroup &group : groups) {
         if (!group.issued.empty() || !group.committed.empty()) {
             fail("a block ends before its matrix instructions");
         }
     }
+}
+
+// Runs the blocks of a launch in random order.
+template <class Kernel>
+void run_launch(int blocks, int size, u32 shared_bytes, const Kernel &body) {
+    std::vector<int> order;
+    for (int x = 0; x < blocks; ++x) {
+        order.push_back(x);
+        std::swap(order.back(), order[random(order.size())]);
+    }
+    stored_by.assign(global.size(), 0);
+    for (int x : order) run_block(x, 0, size, shared_bytes, body);
+    publish(delayed, false);
 }
 
 // Stores four matrices of 8 x 8 elements of a warp, one row for each thread.
@@ -423,6 +469,17 @@ DEVICE void sync_block() {
 template <int COUNT>
 DEVICE void sync_threads() {
     emulator::together(emulator::consumers, COUNT, "sync_threads", [] {});
+}
+
+template <int COUNT>
+DEVICE bool sync_threads_or(bool own) {
+    static bool gathered, result;
+    gathered |= own;
+    emulator::together(emulator::consumers, COUNT, "sync_threads_or", [] {
+        result = gathered;
+        gathered = false;
+    });
+    return result;
 }
 
 DEVICE void barrier_init(Barrier *b, int count) {
@@ -477,6 +534,48 @@ DEVICE void fence_async() {
         }
     }
     own.clear();
+}
+
+DEVICE float load_global(const float *p) {
+    const size_t index = emulator::global_index(p);
+    bool is_defined = emulator::stored_by[index] && emulator::coroutines[THREAD].acquired;
+    u32 word = is_defined ? emulator::global[index] : ~0u;
+    for (auto [at, own] : emulator::coroutines[THREAD].unfenced) word = at == index ? own : word;
+    float value;
+    memcpy(&value, &word, 4);
+    return value;
+}
+
+template <class Element>
+DEVICE void store_global(Element *p, Element value) {
+    static_assert(sizeof value == 4, "a word");
+    const size_t index = emulator::global_index(p);
+    u64 &by = emulator::stored_by[index];
+    if (by && by != emulator::block_number) emulator::fail("a word that two blocks store");
+    by = emulator::block_number;
+    u32 word;
+    memcpy(&word, &value, 4);
+    emulator::coroutines[THREAD].unfenced.push_back({index, word});
+    emulator::global[index] = ~0u;
+}
+
+DEVICE u32 atomic_add(u32 *p, u32 value) {
+    emulator::pause();
+    const size_t index = emulator::global_index(p);
+    if (emulator::stored_by[index]) emulator::fail("a word that is added to after a store");
+    for (int t = 0; t < emulator::threads; ++t) emulator::coroutines[t].acquired = false;
+    emulator::has_counted = true;
+    u32 old = emulator::global[index];
+    emulator::global[index] += value;
+    return old;
+}
+
+DEVICE void thread_fence() {
+    emulator::pause();
+    auto &own = emulator::coroutines[THREAD];
+    // Blocks that run at the same time may read before a fence that follows the count.
+    emulator::publish(own.unfenced, emulator::has_counted);
+    own.acquired = emulator::has_counted;
 }
 
 DEVICE Descriptor describe(const char *p, u32 leading, u32 stride) {

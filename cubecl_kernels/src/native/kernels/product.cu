@@ -6,6 +6,10 @@
 // so that one multiplies while the other stores. Of a symmetric result, only the tiles on and below
 // the diagonal are computed, and each is stored twice: as it is, and as its mirror image.
 //
+// The last tiles of a batch, which would leave multiprocessors idle, can be cut along the inner
+// dimension: a block multiplies a part of the slices and stores its sums in global memory. The
+// block that is the last to do so adds all of them and stores the tile. No block waits for others.
+//
 // Elements have 16 bits: bfloat16, or float16 with TYPE_F16. An operand is K-major if its inner
 // dimension is contiguous, otherwise MN-major. Tensor maps have the dimensions (contiguous, other,
 // matrix), a swizzle of 128 bytes, and boxes of 64 x 128 x 1, or 64 x 64 x 1 for MN-major operands.
@@ -45,6 +49,8 @@ struct Sizes {
     float alpha, beta;
     int lower;   // 1 if the result is symmetric, otherwise 0
     int addend;  // 1 if there is a D, 0 if its map is ignored
+    int whole;   // tiles, of all matrices, that are not cut: those of the first blocks
+    int parts;   // of every other tile, each with its own block: at most the number of slices
 };
 
 // Eight neighbors of a row.
@@ -56,7 +62,9 @@ struct alignas(16) Eight {
 struct Block {
     int row, column;  // of the tile's first element
     int matrix;
-    int slices;
+    int first, slices;  // the first slice of the block, and the number of its slices
+    int parts;          // of the tile
+    int slot;           // among the blocks with a part of a cut tile; negative for others
     char *stages;
     Barrier *full, *empty;  // of every stage
     Barrier *added;         // D has arrived
@@ -114,6 +122,14 @@ DEVICE void wait_until_empty(const Block &block, int slice) {
     if (slice >= STAGES) barrier_wait(&block.empty[slice % STAGES], (slice / STAGES - 1) & 1);
 }
 
+// D takes the place of one more slice.
+DEVICE void load_addend(const Block &block, const TensorMap &d) {
+    char *to = block.stage(block.slices);
+    barrier_expect(block.added, STAGE_BYTES);
+    load_box(to, &d, block.added, block.column, block.row, block.matrix);
+    load_box(to + OPERAND_BYTES, &d, block.added, block.column + PANEL, block.row, block.matrix);
+}
+
 template <bool A_MN, bool B_MN>
 DEVICE void produce(const Block &block, const TensorMap &a, const TensorMap &b, const TensorMap &d,
                     bool addend) {
@@ -122,17 +138,14 @@ DEVICE void produce(const Block &block, const TensorMap &a, const TensorMap &b, 
         char *to = block.stage(slice);
         Barrier *full = &block.full[slice % STAGES];
         barrier_expect(full, STAGE_BYTES);
-        load_operand<A_MN>(to, a, full, slice, block.row, block.matrix);
-        load_operand<B_MN>(to + OPERAND_BYTES, b, full, slice, block.column, block.matrix);
+        const int from = block.first + slice;
+        load_operand<A_MN>(to, a, full, from, block.row, block.matrix);
+        load_operand<B_MN>(to + OPERAND_BYTES, b, full, from, block.column, block.matrix);
     }
-    if (addend) {
-        // D takes the place of one more slice.
+    // Of a cut tile, only the block that stores it loads D, see `add_parts`.
+    if (addend && block.parts == 1) {
         wait_until_empty(block, block.slices);
-        char *to = block.stage(block.slices);
-        barrier_expect(block.added, STAGE_BYTES);
-        load_box(to, &d, block.added, block.column, block.row, block.matrix);
-        load_box(to + OPERAND_BYTES, &d, block.added, block.column + PANEL, block.row,
-                 block.matrix);
+        load_addend(block, d);
     }
 }
 
@@ -166,6 +179,43 @@ DEVICE void multiply_slices(const Block &block, int half, bool leads_warp, float
     if (block.slices > 0 && leads_warp) {
         barrier_arrive(&block.empty[(block.slices - 1) % STAGES]);
     }
+}
+
+// Adds the sums of all parts of a tile in the block whose part is the last to arrive; returns false
+// in the others. The order of the parts is fixed, so the result does not depend on that block.
+//
+// Every part has `TILE * TILE` sums in `partials`, of each thread one in `CONSUMERS`. `arrived`
+// counts the parts of every cut tile, and is 0 before and after a launch.
+DEVICE bool add_parts(const Block &block, float *partials, u32 *arrived, const TensorMap &d,
+                      bool addend, int thread, float (&sums)[64]) {
+    float *own = partials + (u64)block.slot * (TILE * TILE) + thread;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) store_global(own + i * CONSUMERS, sums[i]);
+    // Another block that sees the count sees the sums of all threads.
+    thread_fence();
+    sync_threads<CONSUMERS>();
+    bool is_last = false;
+    if (thread == 0) {
+        u32 *count = arrived + block.slot / block.parts;
+        is_last = atomic_add(count, 1) == (u32)block.parts - 1;
+        if (is_last) {
+            store_global(count, 0u);
+            // All threads have multiplied the slice that was in the stage.
+            if (addend) load_addend(block, d);
+        }
+    }
+    if (!sync_threads_or<CONSUMERS>(is_last)) return false;
+    thread_fence();
+    const float *part = partials + (u64)(block.slot - block.slot % block.parts) * (TILE * TILE);
+    part += thread;
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sums[i] = load_global(part + i * CONSUMERS);
+    for (int other = 1; other < block.parts; ++other) {
+        part += TILE * TILE;
+#pragma unroll
+        for (int i = 0; i < 64; ++i) sums[i] += load_global(part + i * CONSUMERS);
+    }
+    return true;
 }
 
 // sums = alpha sums + beta D
@@ -232,7 +282,7 @@ DEVICE void store(const Block &block, const TensorMap &c, bool lower, int thread
 
 template <bool A_MN, bool B_MN>
 DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, const TensorMap &c,
-                    const Sizes &sizes) {
+                    const Sizes &sizes, float *partials, u32 *arrived) {
     DYNAMIC_SHARED(shared);
     SHARED_BARRIERS(full, STAGES);
     SHARED_BARRIERS(empty, STAGES);
@@ -241,11 +291,22 @@ DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, 
     const int thread = THREAD, warp = thread / 32, lane = thread % 32;
     Block block;
     const int rows = (sizes.m + TILE - 1) / TILE, columns = (sizes.n + TILE - 1) / TILE;
-    tile_of(BLOCK_X, rows, columns, sizes.lower, block.row, block.column);
+    const int tiles = sizes.lower ? rows * (rows + 1) / 2 : rows * columns;
+    const int slices = (sizes.k + DEPTH - 1) / DEPTH;
+    int tile = BLOCK_X, part = 0;
+    block.parts = 1;
+    block.slot = BLOCK_X - sizes.whole;
+    if (block.slot >= 0) {
+        block.parts = sizes.parts;
+        tile = sizes.whole + block.slot / sizes.parts;
+        part = block.slot % sizes.parts;
+    }
+    tile_of(tile % tiles, rows, columns, sizes.lower, block.row, block.column);
     block.row *= TILE;
     block.column *= TILE;
-    block.matrix = BLOCK_Y;
-    block.slices = (sizes.k + DEPTH - 1) / DEPTH;
+    block.matrix = tile / tiles;
+    block.first = slices * part / block.parts;
+    block.slices = slices * (part + 1) / block.parts - block.first;
     block.stages = align_1024(shared);
     block.full = full;
     block.empty = empty;
@@ -267,6 +328,10 @@ DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, 
     }
     float sums[64];
     multiply_slices<A_MN, B_MN>(block, warp / 4, lane == 0, sums);
+    if (block.parts > 1) {
+        bool finishes = add_parts(block, partials, arrived, d, sizes.addend, thread, sums);
+        if (!finishes) return;
+    }
     scale(block, sizes, warp * 16 + lane / 4, lane % 4 * 2, sums);
     store(block, c, sizes.lower, thread, sums);
 }
@@ -274,8 +339,9 @@ DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, 
 #define PRODUCT(NAME, A_MN, B_MN)                                                             \
     ENTRY BOUNDS(THREADS, BLOCKS) NAME(                                                       \
         const CONSTANT TensorMap a, const CONSTANT TensorMap b, const CONSTANT TensorMap d,   \
-        const CONSTANT TensorMap c, const CONSTANT Sizes sizes) {                             \
-        product<A_MN, B_MN>(a, b, d, c, sizes);                                               \
+        const CONSTANT TensorMap c, const CONSTANT Sizes sizes, float *partials,              \
+        u32 *arrived) {                                                                       \
+        product<A_MN, B_MN>(a, b, d, c, sizes, partials, arrived);                            \
     }
 
 PRODUCT(product_kk, false, false)
