@@ -159,6 +159,12 @@ impl Program {
         result.expect("nothing reads the result")
     }
 
+    /// Elements of all [buffers](Buffers) of the program for one matrix of a shape.
+    pub fn buffer_elements(&self, [m, n]: [usize; 2]) -> usize {
+        let elements = |wide: &bool| if *wide { m * n } else { m.min(n) * m.min(n) };
+        Buffers::of(self).wide.iter().map(elements).sum()
+    }
+
     /// The index of the last step that reads a matrix.
     fn last_reader(&self, value: Value) -> Option<usize> {
         self.steps.iter().rposition(|step| step.operands().contains(&value))
@@ -167,7 +173,6 @@ impl Program {
 
 /// Buffers for the matrices of a [`Program`] that writes every result to memory that no matrix in
 /// use has.
-#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Buffers {
     /// For the input and for the result of every step, the index of its buffer.

@@ -176,12 +176,11 @@ impl NewtonSchulz {
         batch: Tensor<3>,
         norms: Option<PartialNorms>,
     ) -> Tensor<3> {
-        let (shape, device) = (batch.dims(), batch.device());
+        let device = batch.device();
         let precise = FloatDType::from(precise_dtype(batch.dtype()));
         let norm_path = ComputePath::choose(self.planner.policy, &device, precise);
         let x = norm_path.normalize(batch.cast(precise), norms, self.epsilon, plan.dtype);
-        let native = self.native(plan, shape, &device);
-        let native = !matches!(native, NativeKernels::Refused(_));
+        let native = !matches!(plan.native, NativeKernels::Refused(_));
         plan.path.iterate(x, self.program(plan), native)
     }
 
@@ -229,24 +228,53 @@ impl NewtonSchulz {
     /// Floating-point operations for an `m` by `n` matrix of type `dtype` on `device`. Chooses no
     /// kernel, which would have to be compiled and verified.
     pub(crate) fn operations(&self, [m, n]: [usize; 2], dtype: DType, device: &Device) -> f64 {
-        self.plan([1, m, n], dtype, device).operations
+        self.planner.plan([m, n], dtype, device).operations
     }
 
     fn explained(&self, shape: [usize; 3], dtype: DType, device: &Device) -> IterationPlan {
         let plan = self.plan(shape, dtype, device);
         let [k, m, n] = shape;
-        let native = self.native(&plan, shape, device);
-        let kernel = match &native {
+        let kernel = match &plan.native {
             NativeKernels::Used(kernels) => kernels.clone(),
             NativeKernels::Measured(_) | NativeKernels::Refused(_) => {
                 plan.path.kernel(device, plan.dtype, [k, m.min(n), m.max(n)])
             }
         };
-        IterationPlan { kernel, native, ..plan }
+        IterationPlan { kernel, ..plan }
     }
 
-    /// The plan without the names of kernels, which would have to be verified.
-    fn plan(&self, [_, m, n]: [usize; 3], dtype: DType, device: &Device) -> IterationPlan {
-        self.planner.plan([m, n], dtype, device)
+    /// The plan without the name of the kernel, which the iteration does not need.
+    fn plan(&self, shape @ [_, m, n]: [usize; 3], dtype: DType, device: &Device) -> IterationPlan {
+        let mut plan = self.planner.plan([m, n], dtype, device);
+        plan.native = self.native(&plan, shape, device);
+        if !matches!(plan.native, NativeKernels::Refused(_)) {
+            // All of them at a time: the launches of an iteration are queued at once.
+            let buffers = self.program(&plan).buffer_elements([m, n]);
+            let bytes = buffers * DType::from(plan.dtype).size();
+            plan.workspace = plan.workspace.max(bytes);
+        }
+        plan
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn native_kernels_need_two_wide_buffers_and_those_of_the_form() {
+        let elements = |form, [m, n]: [usize; 2]| {
+            let config = NewtonSchulzConfig::new().with_form(form);
+            let iteration = config.init().unwrap();
+            let plan = iteration.planner.plan([m, n], DType::F32, &Device::default());
+            assert!(!plan.single_kernel && plan.form == form);
+            iteration.program(&plan).buffer_elements([m, n])
+        };
+        let shape @ [m, n] = [128, 512];
+        // `X` and the next one, `R` and `Z`.
+        assert_eq!(elements(IterationForm::Standard, shape), 2 * m * n + 2 * m * m);
+        // `Q`, `R`, `Z` and the next one of them.
+        assert_eq!(elements(IterationForm::Gram, shape), 2 * m * n + 4 * m * m);
+        assert_eq!(elements(IterationForm::Gram, [n, m]), 2 * m * n + 4 * m * m);
     }
 }
