@@ -106,7 +106,8 @@ pub struct NewtonSchulzConfig {
     /// processed in parts, of one matrix at least, whose results are then joined.
     /// [`explain`](super::NewtonSchulz::explain) has the workspace of one matrix: up to three times
     /// the matrix, and up to five times with [`IterationForm::Gram`] where [`IterationForm::Auto`]
-    /// would not choose it.
+    /// would not choose it. Native kernels take up to four and six times a matrix in half
+    /// precision; their recordings of small batches have memory in addition.
     #[config(default = 1024)]
     pub workspace_mb: usize,
     /// `true` to record the iterations of a shape as a graph once and to replay the graph as one

@@ -12,7 +12,7 @@ use super::module::{Module, Prepared, Scratch};
 use super::order::{Claim, SideStream, in_relaxed_mode};
 use super::product::{Element, Launch, Product};
 use super::recording::Recording;
-use super::self_test;
+use super::self_test::{self, Fault};
 use super::{NotRun, Refusal, Work};
 
 /// The compute capability whose instructions the kernels use.
@@ -40,9 +40,9 @@ pub struct Native {
     scratch: Scratch,
     /// For full products, or the reason why the kernels also compute these.
     library: Result<Library, Refusal>,
-    /// The recordings by their keys, without one where the driver refused, and the right to use the
+    /// The recordings by their keys, or the reason why there is none, and the right to use the
     /// stream.
-    recordings: Mutex<HashMap<String, Option<Recording>>>,
+    recordings: Mutex<HashMap<String, Result<Recording, Refusal>>>,
 }
 
 impl fmt::Display for Native {
@@ -116,14 +116,31 @@ impl Native {
         let (modules, recordings) = ([f16?, bf16?], Mutex::default());
         let library = Err(Refusal("they are being verified".to_owned()));
         let mut native = Self { device, stream, modules, scratch, library, recordings };
-        self_test::verify(&native)?;
+        if let Err(fault) = self_test::verify(&native) {
+            return Err(native.given_up(fault));
+        }
         native.library = Library::open();
         if native.library.is_ok()
-            && let Err(reason) = self_test::verify_full_products(&native)
+            && let Err(fault) = self_test::verify_full_products(&native)
         {
-            native.library = Err(reason);
+            match fault {
+                Fault::Wrong(reason) => native.library = Err(reason),
+                Fault::Stuck(_) => return Err(native.given_up(fault)),
+            }
         }
         Ok(native)
+    }
+
+    /// Drops the kernels after a fault, but not what the device may be working on: freeing it would
+    /// wait for the device.
+    fn given_up(self, fault: Fault) -> Refusal {
+        match fault {
+            Fault::Wrong(reason) => reason,
+            Fault::Stuck(reason) => {
+                std::mem::forget(self);
+                reason
+            }
+        }
     }
 
     /// Queues an iteration that reads and writes memory of CubeCL's tensors: after all work that
@@ -156,8 +173,8 @@ impl Native {
     }
 
     /// The same for an iteration that is recorded when its key is first met, from the addresses of
-    /// its input, which keeps its values, and of its result. Returns `false` if there is no
-    /// recording: the driver refused one, or there are too many.
+    /// its input, which keeps its values, and of its result. Returns the reason if there is no
+    /// recording.
     ///
     /// # Errors
     ///
@@ -172,22 +189,26 @@ impl Native {
         key: &str,
         work: &Work<'_>,
         [x, result]: [u64; 2],
-    ) -> Result<bool, NotRun> {
+    ) -> Result<Result<(), Refusal>, NotRun> {
         let mut recordings =
             self.recordings.lock().expect("nothing panics while it holds the lock");
         if !recordings.contains_key(key) {
-            let recording = (recordings.len() < MAX_RECORDINGS)
-                .then(|| in_relaxed_mode(|| self.record(element, work)).ok())
-                .flatten();
+            let recording = match recordings.len() {
+                MAX_RECORDINGS.. => Err(Refusal("there are enough recordings".to_owned())),
+                _ => in_relaxed_mode(|| self.record(element, work)),
+            };
             recordings.insert(key.to_owned(), recording);
         }
-        let Some(recording) = &recordings[key] else { return Ok(false) };
+        let recording = match &recordings[key] {
+            Ok(recording) => recording,
+            Err(reason) => return Ok(Err(reason.clone())),
+        };
         self.in_order(|| {
             // SAFETY: as for this function.
             let replayed = unsafe { recording.replay(&self.stream, [x, result]) };
             replayed.map_err(|error| Refusal::new("replay the iteration", error))
         })?;
-        Ok(true)
+        Ok(Ok(()))
     }
 
     fn record(&self, element: Element, work: &Work<'_>) -> Result<Recording, Refusal> {
@@ -195,8 +216,10 @@ impl Native {
         current.map_err(|error| Refusal::new("use the context", error))?;
         Recording::new(&self.stream, work, |addresses| {
             let launches = (work.launches)(addresses);
+            let prepared = self.prepare(element, &launches)?;
             // SAFETY: the addresses are those of memory of the recording.
-            unsafe { self.queue(&self.prepare(element, &launches)?) }
+            unsafe { self.queue(&prepared) }
+                .inspect_err(|_| IS_DISABLED.store(true, Ordering::Relaxed))
         })
     }
 
@@ -204,6 +227,9 @@ impl Native {
     fn in_order(&self, queue: impl FnOnce() -> Result<(), Refusal>) -> Result<(), NotRun> {
         if Claim::is_held(self.device) {
             return Err(Refusal("ranks exchange messages on the device".to_owned()).into());
+        }
+        if IS_DISABLED.load(Ordering::Relaxed) {
+            return Err(Refusal("a launch has failed before".to_owned()).into());
         }
         in_relaxed_mode(|| {
             // Refused while a graph is recorded in the context, whose recording then fails (CUDA
@@ -213,10 +239,11 @@ impl Native {
             let queued = queue();
             // Also after a failure, whose launches before it may be running.
             let ordered = self.stream.record().and_then(|event| event.make_context_wait());
+            // Without that order, the host waits: CubeCL may reuse the memory.
+            let ordered = ordered.map(drop).or_else(|_| self.stream.synchronize());
             let ordered = ordered.map_err(|error| Refusal::new("order the iteration", error));
-            queued.and(ordered.map(drop)).map_err(|refusal| {
+            queued.and(ordered).map_err(|refusal| {
                 IS_DISABLED.store(true, Ordering::Relaxed);
-                // CubeCL may reuse the memory, which nothing orders now.
                 self.stream.synchronize().ok();
                 NotRun::Failed(refusal)
             })
@@ -229,6 +256,16 @@ impl Native {
         element: Element,
         launches: &[Launch],
     ) -> Result<Vec<Queued<'a>>, Refusal> {
+        self.prepare_for(element, launches, self.scratch.multiprocessors())
+    }
+
+    /// The same, with tiles cut as for a number of multiprocessors, at most that of the device.
+    pub(super) fn prepare_for<'a>(
+        &'a self,
+        element: Element,
+        launches: &[Launch],
+        multiprocessors: usize,
+    ) -> Result<Vec<Queued<'a>>, Refusal> {
         let failed = |error| Refusal::new("prepare the iteration", error);
         self.stream.make_current().map_err(failed)?;
         let index = Element::ALL.iter().position(|known| *known == element);
@@ -240,7 +277,7 @@ impl Native {
             {
                 return Ok(Queued::Library(library, *product, plan));
             }
-            module.prepare(&self.scratch, launch).map(Queued::Kernel)
+            module.prepare((&self.scratch, multiprocessors), launch).map(Queued::Kernel)
         };
         launches.iter().map(prepare).collect::<Result<_, _>>().map_err(failed)
     }

@@ -77,8 +77,8 @@ impl Library {
     ///
     /// # Safety
     ///
-    /// As for [`Module::launch`](super::module::Module::launch). All products of the library are on
-    /// one stream, since they share its workspace.
+    /// As for [`Prepared::launch`](super::module::Prepared::launch). All products of the library
+    /// are on one stream, since they share its workspace.
     pub unsafe fn multiply(
         &self,
         stream: &SideStream,

@@ -61,6 +61,11 @@ impl Scratch {
         let arrived = Memory::zeroed(stream, multiprocessors * size_of::<u32>())?;
         Ok(Self { multiprocessors, partials, arrived })
     }
+
+    /// Returns the number of multiprocessors, and of the parts that have room.
+    pub fn multiprocessors(&self) -> usize {
+        self.multiprocessors
+    }
 }
 
 /// A launch with everything that the driver may refuse to encode.
@@ -106,8 +111,12 @@ impl Module {
         Ok(Self { element, products, plus_identity: function("plus_identity")? })
     }
 
-    /// Prepares a launch, for the stream of the scratch memory.
-    pub fn prepare(&self, scratch: &Scratch, launch: &Launch) -> Result<Prepared, DriverError> {
+    /// Prepares a launch, for the stream of the scratch memory and a number of multiprocessors.
+    pub fn prepare(
+        &self,
+        (scratch, multiprocessors): (&Scratch, usize),
+        launch: &Launch,
+    ) -> Result<Prepared, DriverError> {
         let product = match launch {
             Launch::PlusIdentity(sum) => {
                 return Ok(Prepared::PlusIdentity { kernel: self.plus_identity, sum: *sum });
@@ -117,7 +126,7 @@ impl Module {
         let index = Layout::ALL.iter().position(|layout| *layout == product.layout);
         let kernel = self.products[index.expect("all layouts have a kernel")];
         let [a, b, d, c] = product.tensors().map(|tiled| self.tensor_map(&tiled, product.batch));
-        let grid = product.grid(scratch.multiprocessors);
+        let grid = product.grid(multiprocessors);
         let [m, n, k] = product.sizes.map(|size| size as c_int);
         let sizes = Sizes {
             m,

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use super::Refusal;
 use super::engine::Native;
 use super::memory::Memory;
+use super::order::DriverError;
 use super::product::{Element, Launch, Layout, PlusIdentity, Product};
 
 /// A product whose result is known.
@@ -14,17 +15,38 @@ struct Case {
     alpha: f32,
     beta: Option<f32>,
     lower: bool,
+    /// Cuts tiles as for this number of multiprocessors, instead of that of the device.
+    multiprocessors: Option<usize>,
+}
+
+/// The failure of a case.
+pub(super) enum Fault {
+    /// A wrong result.
+    Wrong(Refusal),
+    /// An error of the driver, or no result in time: the device may be at work.
+    Stuck(Refusal),
+}
+
+/// An error of the driver, as a fault.
+fn stuck(error: DriverError) -> Fault {
+    Fault::Stuck(Refusal::new("verify the kernels", error))
 }
 
 const BATCH: usize = 2;
 
 /// Every kernel, with sizes that fill no tile and more slices than stages. Sums are exact in
 /// float32, and rounded once.
-const CASES: [Case; 8] = [
+const CASES: [Case; 11] = [
     case(Layout::RowsColumns, [200, 200, 264], 1.0, None, true),
     case(Layout::RowsColumns, [136, 136, 72], 2.0, Some(-1.0), true),
-    // Its tiles are cut along the inner dimension.
+    // Their tiles are cut along the inner dimension: all of them, and one of six.
     case(Layout::RowsColumns, [136, 136, 1032], 1.0, Some(1.0), true),
+    Case {
+        multiprocessors: Some(5),
+        ..case(Layout::RowsColumns, [136, 136, 1032], 1.0, Some(1.0), true)
+    },
+    case(Layout::ColumnsRows, [264, 264, 520], 1.0, None, true),
+    case(Layout::RowsRows, [136, 264, 520], 1.0, Some(2.0), false),
     case(Layout::ColumnsRows, [264, 264, 328], 1.0, None, true),
     case(Layout::RowsColumns, [136, 72, 200], 1.0, None, false),
     case(Layout::RowsColumns, [136, 72, 200], 1.0, Some(3.0), false),
@@ -39,20 +61,20 @@ const fn case(
     beta: Option<f32>,
     lower: bool,
 ) -> Case {
-    Case { layout, sizes, alpha, beta, lower }
+    Case { layout, sizes, alpha, beta, lower, multiprocessors: None }
 }
 
 /// A device that does not finish a product within this time never will.
 const DEADLINE: Duration = Duration::from_secs(20);
 
 /// Fails unless the device computes all cases exactly.
-pub(super) fn verify(native: &Native) -> Result<(), Refusal> {
+pub(super) fn verify(native: &Native) -> Result<(), Fault> {
     CASES.iter().try_for_each(|case| case.verify(native))?;
     Element::ALL.into_iter().try_for_each(|element| verify_identity(native, element))
 }
 
 /// Fails unless the device computes the cases of full products exactly.
-pub(super) fn verify_full_products(native: &Native) -> Result<(), Refusal> {
+pub(super) fn verify_full_products(native: &Native) -> Result<(), Fault> {
     CASES.iter().filter(|case| !case.lower).try_for_each(|case| case.verify(native))
 }
 
@@ -137,7 +159,7 @@ impl Case {
         expected
     }
 
-    fn verify(&self, native: &Native) -> Result<(), Refusal> {
+    fn verify(&self, native: &Native) -> Result<(), Fault> {
         let matrices = self.matrices();
         let expected = self.expected(&matrices);
         let [m, n, _] = self.sizes;
@@ -160,19 +182,20 @@ impl Case {
                 c: c.address(),
                 lower: self.lower,
             });
-            let result = computed(native, element, product, c, vec![a, b, d])?;
+            let result =
+                computed(native, (element, self.multiprocessors), product, c, vec![a, b, d])?;
             if result.into_iter().ne(expected.iter().map(|value| element.bits(*value))) {
                 let layout = self.layout;
-                return Err(Refusal(format!(
+                return Err(Fault::Wrong(Refusal(format!(
                     "the device multiplies integers wrongly in {element:?}, {layout:?}"
-                )));
+                ))));
             }
         }
         Ok(())
     }
 }
 
-fn verify_identity(native: &Native, element: Element) -> Result<(), Refusal> {
+fn verify_identity(native: &Native, element: Element) -> Result<(), Fault> {
     const ROWS: usize = 72;
     let z = Integers::new([ROWS; 2], |z, row, column| small((z * ROWS + row) * ROWS + column));
     let expected = Integers::new([ROWS; 2], |matrix, row, column| {
@@ -182,42 +205,53 @@ fn verify_identity(native: &Native, element: Element) -> Result<(), Refusal> {
     let sum = on_device(native, &vec![u16::MAX; BATCH * ROWS * ROWS])?;
     let (batch, rows) = (BATCH, ROWS);
     let launch = PlusIdentity { batch, rows, z: z.address(), sum: sum.address() };
-    let result = computed(native, element, Launch::PlusIdentity(launch), sum, vec![z])?;
+    let result = computed(native, (element, None), Launch::PlusIdentity(launch), sum, vec![z])?;
     if result != expected.bits(element, true) {
-        return Err(Refusal(format!("the device adds the identity wrongly in {element:?}")));
+        let reason = format!("the device adds the identity wrongly in {element:?}");
+        return Err(Fault::Wrong(Refusal(reason)));
     }
     Ok(())
 }
 
-fn on_device(native: &Native, values: &[u16]) -> Result<Memory, Refusal> {
-    let failed = |error| Refusal::new("verify the kernels", error);
-    native.stream().make_current().map_err(failed)?;
-    Memory::of(native.stream(), values).map_err(failed)
+fn on_device(native: &Native, values: &[u16]) -> Result<Memory, Fault> {
+    native.stream().make_current().map_err(stuck)?;
+    Memory::of(native.stream(), values).map_err(stuck)
 }
 
 /// The result of a launch.
 fn computed(
     native: &Native,
-    element: Element,
+    (element, multiprocessors): (Element, Option<usize>),
     launch: Launch,
     result: Memory,
     operands: Vec<Memory>,
-) -> Result<Vec<u16>, Refusal> {
-    let failed = |error| Refusal::new("verify the kernels", error);
-    let prepared = native.prepare(element, &[launch])?;
-    // SAFETY: the memory lives until the stream has done its work.
-    unsafe { native.queue(&prepared) }?;
-    let done = native.stream().record().map_err(failed)?;
-    let start = Instant::now();
-    while !done.is_passed().map_err(failed)? {
-        if start.elapsed() > DEADLINE {
-            // Freeing would wait for the device.
-            std::mem::forget((result, operands));
-            return Err(Refusal(format!("a product takes longer than {DEADLINE:?}")));
+) -> Result<Vec<u16>, Fault> {
+    let prepared = match multiprocessors {
+        Some(multiprocessors) => native.prepare_for(element, &[launch], multiprocessors),
+        None => native.prepare(element, &[launch]),
+    };
+    let prepared = prepared.map_err(Fault::Wrong)?;
+    let run = || {
+        // SAFETY: the memory lives until the stream has done its work: it is not freed after a
+        // failure.
+        unsafe { native.queue(&prepared) }.map_err(Fault::Stuck)?;
+        let done = native.stream().record().map_err(stuck)?;
+        let start = Instant::now();
+        while !done.is_passed().map_err(stuck)? {
+            if start.elapsed() > DEADLINE {
+                let reason = format!("a product takes longer than {DEADLINE:?}");
+                return Err(Fault::Stuck(Refusal(reason)));
+            }
+            std::thread::yield_now();
         }
-        std::thread::yield_now();
+        result.read().map_err(stuck)
+    };
+    let computed = run();
+    if computed.is_err() {
+        // Freeing would wait for the device.
+        std::mem::forget((result, operands));
     }
-    result.read().map_err(failed)
+    computed
 }
 
 #[cfg(test)]

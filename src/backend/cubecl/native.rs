@@ -84,20 +84,12 @@ pub(super) fn iterate(
     let x = unshared(x);
     match try_iterate(&x, program) {
         Ok(result) => result,
-        Err(NotRun::Refused(Refusal(reason))) => {
-            static WARNING: Once = Once::new();
-            WARNING.call_once(|| {
-                log::warn!(
-                    "native kernels do not iterate a batch: {reason}; CubeCL's kernels do instead"
-                );
-            });
+        Err(refused @ NotRun::Refused(_)) => {
+            report(refused);
             others(x)
         }
-        Err(NotRun::Failed(Refusal(reason))) => {
-            log::error!(
-                "native kernels failed to iterate a batch: {reason}; its parameters skip the step, \
-                 and CubeCL's kernels run from now on"
-            );
+        Err(failed @ NotRun::Failed(_)) => {
+            report(failed);
             CubeBackend::float_mul_scalar(x, f32::NAN.into())
         }
     }
@@ -114,28 +106,58 @@ fn is_faster(x: &Float, program: &Program, others: &dyn Fn(Float) -> Float) -> b
     }
     // Both with a copy of the batch, which native kernels overwrite.
     let copy = || unshared(x.clone());
-    let native = seconds(&x.client, &|| try_iterate(&copy(), program).is_ok());
+    let native = seconds(&x.client, &|| try_iterate(&copy(), program).map(drop));
+    let native = match native {
+        Ok(native) => native,
+        // The next batch is refused for the same reason, or runs.
+        Err(not_run) => {
+            report(not_run);
+            return false;
+        }
+    };
     let others = seconds(&x.client, &|| {
         drop(others(copy()));
-        true
+        Ok(())
     });
-    let (Some(native), Some(others)) = (native, others) else { return false };
+    let Ok(others) = others else { return false };
     log::info!("iterations of {key}: native {native} s, others {others} s");
     measured().insert(key, native < others);
     native < others
 }
 
-/// The least seconds of an iteration in three runs after a first one, if it runs.
-fn seconds(client: &Client, run: &dyn Fn() -> bool) -> Option<f64> {
-    let timed = || {
-        block_on(client.sync()).ok()?;
+/// Reports an iteration that did not run: a refusal once, since each batch may be refused.
+fn report(not_run: NotRun) {
+    match not_run {
+        NotRun::Refused(Refusal(reason)) => {
+            static WARNING: Once = Once::new();
+            WARNING.call_once(|| {
+                log::warn!(
+                    "native kernels do not iterate a batch: {reason}; CubeCL's kernels do instead"
+                );
+            });
+        }
+        NotRun::Failed(Refusal(reason)) => log::error!(
+            "native kernels failed to iterate a batch: {reason}; CubeCL's kernels run from now on"
+        ),
+    }
+}
+
+/// The least seconds of an iteration in three runs after a first one.
+fn seconds(client: &Client, run: &dyn Fn() -> Result<(), NotRun>) -> Result<f64, NotRun> {
+    let wait = || {
+        let waited = block_on(client.sync());
+        waited.map_err(|error| Refusal(Failure::from(error).reason))
+    };
+    let timed = || -> Result<f64, NotRun> {
+        wait()?;
         let start = Instant::now();
-        let has_run = run() && block_on(client.sync()).is_ok();
-        has_run.then(|| start.elapsed().as_secs_f64())
+        run()?;
+        wait()?;
+        Ok(start.elapsed().as_secs_f64())
     };
     timed()?;
     let times = [timed()?, timed()?, timed()?];
-    Some(times.into_iter().fold(f64::INFINITY, f64::min))
+    Ok(times.into_iter().fold(f64::INFINITY, f64::min))
 }
 
 /// A name for iterations that have all launches in common, except for addresses.
@@ -179,9 +201,9 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
         let addresses = [from.resource().ptr, to.resource().ptr];
         // SAFETY: both have the elements of the batch, in memory that is pinned here. The key has
         // all that the launches depend on, and they read and write the buffers that they are given.
-        let has_run = unsafe { native.replay(element, &key(x, program), &work, addresses) }?;
-        if has_run {
-            return Ok(tensor(x, handle, Shape::from(shape), x.dtype));
+        match unsafe { native.replay(element, &key(x, program), &work, addresses) }? {
+            Ok(()) => return Ok(tensor(x, handle, Shape::from(shape), x.dtype)),
+            Err(Refusal(reason)) => log::debug!("an iteration is not recorded: {reason}"),
         }
     }
     let mut handles = vec![x.handle.clone()];

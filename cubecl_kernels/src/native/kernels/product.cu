@@ -197,7 +197,10 @@ DEVICE bool add_parts(const Block &block, float *partials, u32 *arrived, const T
     bool is_last = false;
     if (thread == 0) {
         u32 *count = arrived + block.slot / block.parts;
+        // Around the count, for what the meetings before and after it pass on.
+        thread_fence();
         is_last = atomic_add(count, 1) == (u32)block.parts - 1;
+        thread_fence();
         if (is_last) {
             store_global(count, 0u);
             // All threads have multiplied the slice that was in the stage.
