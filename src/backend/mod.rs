@@ -35,7 +35,7 @@ pub(crate) use ops::{
 pub use path::{ComputePath, KernelPolicy, NativeKernels};
 pub(crate) use portable::lion;
 pub use program::Polynomial;
-pub(crate) use program::{Program, Step, Value};
+pub(crate) use program::{Buffers, Program, Step, Value};
 pub(crate) use step::{apply, update_momentum};
 
 use burn::tensor::DType;

@@ -52,6 +52,13 @@ pub enum NativeKernels {
     Refused(String),
 }
 
+impl NativeKernels {
+    /// Returns `true` unless they are refused.
+    pub(crate) fn may_run(&self) -> bool {
+        !matches!(self, Self::Refused(_))
+    }
+}
+
 impl ComputePath {
     /// Chooses the path for values of `dtype` on `device`.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
@@ -122,8 +129,8 @@ impl ComputePath {
         }
     }
 
-    /// Returns `true` if one kernel, `MatrixOps::accumulate_q`, computes the whole Gram
-    /// form of matrices with `m` rows.
+    /// Returns `true` if one kernel, `MatrixOps::accumulate_q`, computes the whole Gram form of
+    /// matrices with `m` rows.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn is_small(self, device: &Device, m: usize) -> bool {
         match (self, device.as_dispatch()) {

@@ -142,12 +142,12 @@ impl Program {
     /// Runs the program on a batch. A matrix is dropped after the last product that reads it, or
     /// moved into that product.
     pub fn run<P: Products>(&self, x: P::Matrix, side: Side, products: &P) -> P::Matrix {
-        let mut values = vec![Some(x)];
+        let (mut values, last_readers) = (vec![Some(x)], self.last_readers());
         for (index, step) in self.steps.iter().enumerate() {
             let operands = step.operands();
             let read = operands.iter().enumerate().map(|(position, value)| {
                 let is_last = !operands[position + 1..].contains(value)
-                    && self.last_reader(*value) == Some(index);
+                    && last_readers[value.0] == Some(index);
                 let stored = &mut values[value.0];
                 let read = if is_last { stored.take() } else { stored.clone() };
                 read.expect("a matrix is kept until its last reader")
@@ -159,15 +159,13 @@ impl Program {
         result.expect("nothing reads the result")
     }
 
-    /// Elements of all [buffers](Buffers) of the program for one matrix of a shape.
-    pub fn buffer_elements(&self, [m, n]: [usize; 2]) -> usize {
-        let elements = |wide: &bool| if *wide { m * n } else { m.min(n) * m.min(n) };
-        Buffers::of(self).wide.iter().map(elements).sum()
-    }
-
-    /// The index of the last step that reads a matrix.
-    fn last_reader(&self, value: Value) -> Option<usize> {
-        self.steps.iter().rposition(|step| step.operands().contains(&value))
+    /// For the input and for the result of every step, the index of the last step that reads it.
+    fn last_readers(&self) -> Vec<Option<usize>> {
+        let mut last = vec![None; self.steps.len() + 1];
+        for (index, step) in self.steps.iter().enumerate() {
+            step.operands().into_iter().for_each(|value| last[value.0] = Some(index));
+        }
+        last
     }
 }
 
@@ -187,6 +185,7 @@ impl Buffers {
     /// The buffers of a program, which may overwrite its input once nothing reads it.
     pub fn of(program: &Program) -> Self {
         let (mut of_values, mut wide) = (vec![0], vec![true]);
+        let last_readers = program.last_readers();
         let mut free: Vec<usize> = vec![];
         for (index, step) in program.steps.iter().enumerate() {
             // Before the operands are released: a kernel reads them while it writes.
@@ -199,7 +198,7 @@ impl Buffers {
                 }
             };
             of_values.push(buffer);
-            let is_last = |value: &Value| program.last_reader(*value) == Some(index);
+            let is_last = |value: &Value| last_readers[value.0] == Some(index);
             for value in step.operands().into_iter().filter(is_last) {
                 let buffer = of_values[value.0];
                 if !free.contains(&buffer) {
@@ -208,6 +207,12 @@ impl Buffers {
             }
         }
         Self { of_values, wide }
+    }
+
+    /// Elements of every buffer for one matrix of a shape.
+    pub fn elements(&self, [m, n]: [usize; 2]) -> impl Iterator<Item = usize> {
+        let symmetric = m.min(n) * m.min(n);
+        self.wide.iter().map(move |wide| if *wide { m * n } else { symmetric })
     }
 
     /// The buffer of the result of the program.
@@ -266,7 +271,7 @@ mod tests {
         }
     }
 
-    /// `((2 X^3)^2 + 3 X^2) X^3`, and more matrices than are in use at a time.
+    /// `(Y^2 + 1) (3 X^2 + 1) Y` with `Y = 2 X^3`, from more matrices than are in use at a time.
     fn program() -> Program {
         let mut program = Program::default();
         let r = program.push(Step::Square { x: Program::INPUT });

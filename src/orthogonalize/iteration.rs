@@ -9,7 +9,8 @@ use super::plan::{IterationPlan, Planner};
 use super::{gram, restarts, standard};
 use crate::backend::graphs::Recordings;
 use crate::backend::{
-    ComputePath, KernelPolicy, NativeKernels, PartialNorms, Polynomial, Program, precise_dtype,
+    Buffers, ComputePath, KernelPolicy, NativeKernels, PartialNorms, Polynomial, Program,
+    precise_dtype,
 };
 use crate::checks::{ensure_size, rounds_to};
 use crate::error::{Error, Result};
@@ -22,9 +23,7 @@ pub struct NewtonSchulz {
     planner: Planner,
     /// In bytes.
     workspace: usize,
-    /// `true` if iterations are recorded.
-    graphs: bool,
-    /// Their recordings, except in an iteration that is being recorded.
+    /// Recordings, if they are wanted.
     recordings: Option<Arc<Recordings>>,
 }
 
@@ -65,7 +64,6 @@ impl NewtonSchulzConfig {
             schedule,
             epsilon: *epsilon,
             workspace: workspace_mb * 1_000_000,
-            graphs: self.graphs,
             recordings: self.graphs.then(Default::default),
         })
     }
@@ -180,8 +178,7 @@ impl NewtonSchulz {
         let precise = FloatDType::from(precise_dtype(batch.dtype()));
         let norm_path = ComputePath::choose(self.planner.policy, &device, precise);
         let x = norm_path.normalize(batch.cast(precise), norms, self.epsilon, plan.dtype);
-        let native = !matches!(plan.native, NativeKernels::Refused(_));
-        plan.path.iterate(x, self.program(plan), native)
+        plan.path.iterate(x, self.program(plan), plan.native.may_run())
     }
 
     /// The products of the iteration by a plan.
@@ -201,7 +198,7 @@ impl NewtonSchulz {
 
     /// The use of native kernels for a batch of a shape.
     fn native(&self, plan: &IterationPlan, shape: [usize; 3], device: &Device) -> NativeKernels {
-        if self.graphs {
+        if self.recordings.is_some() {
             return NativeKernels::Refused("iterations are recorded as graphs".to_owned());
         }
         if plan.single_kernel {
@@ -247,11 +244,10 @@ impl NewtonSchulz {
     fn plan(&self, shape @ [_, m, n]: [usize; 3], dtype: DType, device: &Device) -> IterationPlan {
         let mut plan = self.planner.plan([m, n], dtype, device);
         plan.native = self.native(&plan, shape, device);
-        if !matches!(plan.native, NativeKernels::Refused(_)) {
+        if plan.native.may_run() {
             // All of them at a time: the launches of an iteration are queued at once.
-            let buffers = self.program(&plan).buffer_elements([m, n]);
-            let bytes = buffers * DType::from(plan.dtype).size();
-            plan.workspace = plan.workspace.max(bytes);
+            let elements: usize = Buffers::of(&self.program(&plan)).elements([m, n]).sum();
+            plan.workspace = plan.workspace.max(elements * DType::from(plan.dtype).size());
         }
         plan
     }
@@ -268,7 +264,7 @@ mod tests {
             let iteration = config.init().unwrap();
             let plan = iteration.planner.plan([m, n], DType::F32, &Device::default());
             assert!(!plan.single_kernel && plan.form == form);
-            iteration.program(&plan).buffer_elements([m, n])
+            Buffers::of(&iteration.program(&plan)).elements([m, n]).sum::<usize>()
         };
         let shape @ [m, n] = [128, 512];
         // `X` and the next one, `R` and `Z`.

@@ -55,6 +55,16 @@ impl fmt::Display for Native {
     }
 }
 
+/// Fails if no native kernel may run on a device at this time.
+fn ensure_usable(device: usize) -> Result<(), Refusal> {
+    let reason = match (IS_DISABLED.load(Ordering::Relaxed), Claim::is_held(device)) {
+        (true, _) => "a launch has failed before",
+        (_, true) => "ranks exchange messages on the device, which iterations would wait for",
+        (false, false) => return Ok(()),
+    };
+    Err(Refusal(reason.to_owned()))
+}
+
 impl Native {
     /// Returns the kernels of a CUDA device. The first call loads them, and verifies that the
     /// device multiplies integers exactly in every variant.
@@ -63,13 +73,7 @@ impl Native {
     ///
     /// The reason why the device can't run them, or why a launch failed before.
     pub fn of(device: usize) -> Result<&'static Self, Refusal> {
-        if IS_DISABLED.load(Ordering::Relaxed) {
-            return Err(Refusal("a launch has failed before".to_owned()));
-        }
-        if Claim::is_held(device) {
-            let reason = "ranks exchange messages on the device, which iterations would wait for";
-            return Err(Refusal(reason.to_owned()));
-        }
+        ensure_usable(device)?;
         let device_lock = *DEVICES
             .lock()
             .expect("nothing panics while it holds the lock")
@@ -225,12 +229,8 @@ impl Native {
 
     /// Queues work between that of CubeCL.
     fn in_order(&self, queue: impl FnOnce() -> Result<(), Refusal>) -> Result<(), NotRun> {
-        if Claim::is_held(self.device) {
-            return Err(Refusal("ranks exchange messages on the device".to_owned()).into());
-        }
-        if IS_DISABLED.load(Ordering::Relaxed) {
-            return Err(Refusal("a launch has failed before".to_owned()).into());
-        }
+        // Again: another thread may have had the stream meanwhile.
+        ensure_usable(self.device)?;
         in_relaxed_mode(|| {
             // Refused while a graph is recorded in the context, whose recording then fails (CUDA
             // driver API, `cuCtxRecordEvent`): nothing has been queued by then.
@@ -268,8 +268,7 @@ impl Native {
     ) -> Result<Vec<Queued<'a>>, Refusal> {
         let failed = |error| Refusal::new("prepare the iteration", error);
         self.stream.make_current().map_err(failed)?;
-        let index = Element::ALL.iter().position(|known| *known == element);
-        let module = &self.modules[index.expect("both types have a module")];
+        let module = &self.modules[element as usize];
         let prepare = |launch: &Launch| {
             if let (Launch::Product(product), Ok(library)) = (launch, &self.library)
                 && !product.lower

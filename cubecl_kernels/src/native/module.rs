@@ -123,8 +123,7 @@ impl Module {
             }
             Launch::Product(product) => product,
         };
-        let index = Layout::ALL.iter().position(|layout| *layout == product.layout);
-        let kernel = self.products[index.expect("all layouts have a kernel")];
+        let kernel = self.products[product.layout as usize];
         let [a, b, d, c] = product.tensors().map(|tiled| self.tensor_map(&tiled, product.batch));
         let grid = product.grid(multiprocessors);
         let [m, n, k] = product.sizes.map(|size| size as c_int);

@@ -1,7 +1,8 @@
 //! A stream next to CubeCL's, whose streams are not accessible.
 //!
-//! Where the driver has events of whole contexts (CUDA 12.5), one event makes a side stream wait
-//! for all of CubeCL's streams, and another one makes all of CubeCL's streams wait for it.
+//! Drivers from CUDA 12.5 on can record an event of a whole context, and make a whole context wait
+//! for one. A side stream waits for all of CubeCL's streams, and they wait for it, by one such
+//! event each.
 //!
 //! Another thread may record a graph at the same time, in the mode that CubeCL chooses. The driver
 //! then refuses calls such as event queries on all threads of the process, and gives up the

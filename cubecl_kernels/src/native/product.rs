@@ -27,7 +27,7 @@ pub enum Element {
 }
 
 impl Element {
-    /// Both types.
+    /// Both types, in the order of their numbers.
     pub const ALL: [Self; 2] = [Self::F16, Self::Bf16];
 
     /// Returns the bits of a number, rounded.
@@ -51,7 +51,7 @@ pub enum Layout {
 }
 
 impl Layout {
-    /// All layouts.
+    /// All layouts, in the order of their numbers.
     pub const ALL: [Self; 3] = [Self::RowsColumns, Self::RowsRows, Self::ColumnsRows];
 
     /// Returns the name of the kernel.

@@ -32,7 +32,7 @@ impl Recording {
         let buffers = work.bytes.iter().map(zeroed).collect::<Result<Vec<_>, _>>();
         let buffers = buffers.map_err(failed)?;
         let addresses: Vec<u64> = buffers.iter().map(Memory::address).collect();
-        // Once without a recording, in which the driver may not load what it has not loaded yet.
+        // The driver loads a kernel at its first launch, and may refuse to while it records.
         queue(&addresses)?;
         stream.synchronize().map_err(failed)?;
 

@@ -43,10 +43,7 @@ pub(in crate::backend) fn native_kernels(
     dtype: DType,
     [k, m, n]: [usize; 3],
 ) -> Result<String, String> {
-    let CubeDevice::Cuda(cuda) = device else {
-        return Err("the device is not a CUDA device".to_owned());
-    };
-    element(dtype).ok_or("the iteration is neither in float16 nor in bfloat16")?;
+    let (index, _) = index_and_element(device, dtype).map_err(str::to_owned)?;
     if m.min(n) < MIN_ROWS || !m.is_multiple_of(MULTIPLE) || !n.is_multiple_of(MULTIPLE) {
         return Err(format!(
             "the sizes are not multiples of {MULTIPLE} from {MIN_ROWS} on: got {m} x {n}"
@@ -55,15 +52,17 @@ pub(in crate::backend) fn native_kernels(
     if k > MAX_BATCH {
         return Err(format!("there are more than {MAX_BATCH} matrices: got {k}"));
     }
-    let native = Native::of(cuda.index).map_err(|Refusal(reason)| reason)?;
+    let native = Native::of(index).map_err(|Refusal(reason)| reason)?;
     Ok(native.to_string())
 }
 
-fn element(dtype: DType) -> Option<Element> {
+/// The index of a CUDA device, and a type that its native kernels have.
+fn index_and_element(device: &CubeDevice, dtype: DType) -> Result<(usize, Element), &'static str> {
+    let CubeDevice::Cuda(cuda) = device else { return Err("the device is not a CUDA device") };
     match dtype {
-        DType::F16 => Some(Element::F16),
-        DType::BF16 => Some(Element::Bf16),
-        _ => None,
+        DType::F16 => Ok((cuda.index, Element::F16)),
+        DType::BF16 => Ok((cuda.index, Element::Bf16)),
+        _ => Err("the iteration is neither in float16 nor in bfloat16"),
     }
 }
 
@@ -166,19 +165,13 @@ fn key(x: &Float, program: &Program) -> String {
 }
 
 fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
-    let refused = |reason: &str| Refusal(reason.to_owned());
-    let CubeDevice::Cuda(cuda) = &x.device else {
-        return Err(refused("the device is not a CUDA device").into());
-    };
-    let element = element(x.dtype).ok_or_else(|| refused("the type is not a half type"))?;
-    let native = Native::of(cuda.index)?;
+    let (index, element) =
+        index_and_element(&x.device, x.dtype).map_err(|reason| Refusal(reason.to_owned()))?;
+    let native = Native::of(index)?;
     let shape @ [k, m, n] = x.shape().dims();
     let buffers = Buffers::of(program);
-    let bytes = |wide: &bool| {
-        let elements = if *wide { m * n } else { m.min(n) * m.min(n) };
-        k * elements * x.dtype.size()
-    };
-    let bytes: Vec<usize> = buffers.wide.iter().map(bytes).collect();
+    let bytes = buffers.elements([m, n]).map(|elements| k * elements * x.dtype.size());
+    let bytes: Vec<usize> = bytes.collect();
     let launches = |addresses: &[u64]| {
         let steps = buffers.steps(program).map(|(step, operands, result)| {
             let operands: Vec<u64> = operands.into_iter().map(|buffer| addresses[buffer]).collect();

@@ -226,18 +226,18 @@ impl Shard {
             let gradients: Vec<_> = gradients.drain(..runs.len()).collect();
             let values: Vec<_> = values.drain(..runs.len()).collect();
             let (by, observations) = ((controls, inputs), observations.as_deref_mut());
-            let tensors = (gradients, values);
             match update {
                 Update::Muon(muon) => {
-                    let (gradients, values) = tensors;
                     batch.with_matrices(runs, dtype, by, diverged, |batch, state, flags| {
                         muon.step(batch, gradients, values, state, flags, observations)
                     })
                 }
                 Update::Elementwise(rest) => {
-                    batch.update_elements(rest, runs, tensors, by, observations)
+                    batch.update_elements(rest, runs, (gradients, values), by, observations)
                 }
-                Update::Whole(_) => batch.update_whole(&runs[0], tensors, by, observations),
+                Update::Whole(_) => {
+                    batch.update_whole(&runs[0], (gradients, values), by, observations)
+                }
             }
         });
         updated.collect()
