@@ -10,9 +10,10 @@ use cudarc::driver::{result, sys};
 use super::library::{Library, Plan};
 use super::module::{Module, Prepared, Scratch};
 use super::order::{Claim, SideStream, in_relaxed_mode};
-use super::product::{Element, Launch, Product};
+use super::product::{ALIGNMENT, Element, Launch, Product};
 use super::recording::Recording;
 use super::self_test::{self, Fault};
+use super::tiles::TileShape;
 use super::{NotRun, Refusal, Work};
 
 /// The compute capability whose instructions the kernels use.
@@ -26,9 +27,6 @@ static IS_DISABLED: AtomicBool = AtomicBool::new(false);
 type Devices = BTreeMap<usize, &'static OnceLock<Result<Native, Refusal>>>;
 static DEVICES: Mutex<Devices> = Mutex::new(BTreeMap::new());
 
-/// Addresses are multiples of it: the copy engine takes no others.
-const ALIGNMENT: u64 = 16;
-
 /// The most iterations that are recorded on a device: a recording keeps its memory.
 const MAX_RECORDINGS: usize = 32;
 
@@ -38,6 +36,10 @@ pub struct Native {
     stream: SideStream,
     modules: [Module; Element::ALL.len()],
     scratch: Scratch,
+    /// The tiles with which the device multiplies exactly: at least one.
+    shapes: Vec<TileShape>,
+    /// The reason if these are not all.
+    fault: Option<Refusal>,
     /// For full products, or the reason why the kernels also compute these.
     library: Result<Library, Refusal>,
     /// The recordings by their keys, or the reason why there is none, and the right to use the
@@ -47,7 +49,15 @@ pub struct Native {
 
 impl fmt::Display for Native {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "native kernels for Hopper, tiles of 128 x 128; full products by ")?;
+        write!(f, "native kernels for Hopper, tiles of ")?;
+        for (i, shape) in self.shapes.iter().enumerate() {
+            let separator = if i == 0 { "" } else { ", " };
+            write!(f, "{separator}{} x {}", shape.height(), shape.width)?;
+        }
+        if let Some(reason) = &self.fault {
+            write!(f, " (no others, since {reason})")?;
+        }
+        write!(f, "; full products by ")?;
         match &self.library {
             Ok(_) => write!(f, "cuBLASLt"),
             Err(reason) => write!(f, "the same kernels, since {reason}"),
@@ -119,9 +129,12 @@ impl Native {
         let [f16, bf16] = Element::ALL.map(load);
         let (modules, recordings) = ([f16?, bf16?], Mutex::default());
         let library = Err(Refusal("they are being verified".to_owned()));
-        let mut native = Self { device, stream, modules, scratch, library, recordings };
-        if let Err(fault) = self_test::verify(&native) {
-            return Err(native.given_up(fault));
+        let (shapes, fault) = (TileShape::ALL.to_vec(), None);
+        let mut native =
+            Self { device, stream, modules, scratch, shapes, fault, library, recordings };
+        match self_test::verify(&native) {
+            Ok((exact, fault)) => (native.shapes, native.fault) = (exact, fault),
+            Err(fault) => return Err(native.given_up(fault)),
         }
         native.library = Library::open();
         if native.library.is_ok()
@@ -256,15 +269,16 @@ impl Native {
         element: Element,
         launches: &[Launch],
     ) -> Result<Vec<Queued<'a>>, Refusal> {
-        self.prepare_for(element, launches, self.scratch.multiprocessors())
+        self.prepare_for(element, launches, (&self.shapes, self.multiprocessors()))
     }
 
-    /// The same, with tiles cut as for a number of multiprocessors, at most that of the device.
+    /// The same, with tiles of one of the shapes, and for a number of multiprocessors, at most that
+    /// of the device.
     pub(super) fn prepare_for<'a>(
         &'a self,
         element: Element,
         launches: &[Launch],
-        multiprocessors: usize,
+        resources: (&[TileShape], usize),
     ) -> Result<Vec<Queued<'a>>, Refusal> {
         let failed = |error| Refusal::new("prepare the iteration", error);
         self.stream.make_current().map_err(failed)?;
@@ -276,7 +290,7 @@ impl Native {
             {
                 return Ok(Queued::Library(library, *product, plan));
             }
-            module.prepare((&self.scratch, multiprocessors), launch).map(Queued::Kernel)
+            module.prepare(&self.scratch, resources, launch).map(Queued::Kernel)
         };
         launches.iter().map(prepare).collect::<Result<_, _>>().map_err(failed)
     }
@@ -289,14 +303,22 @@ impl Native {
     pub(super) unsafe fn queue(&self, launches: &[Queued<'_>]) -> Result<(), Refusal> {
         let failed = |error| Refusal::new("launch the iteration", error);
         self.stream.make_current().map_err(failed)?;
-        launches.iter().try_for_each(|launch| match launch {
+        launches.iter().enumerate().try_for_each(|(index, launch)| match launch {
+            // The first launch follows an event or a copy, which it must not overlap with.
             // SAFETY: as for this function.
-            Queued::Kernel(prepared) => unsafe { prepared.launch(&self.stream) }.map_err(failed),
+            Queued::Kernel(prepared) => {
+                unsafe { prepared.launch(&self.stream, index > 0) }.map_err(failed)
+            }
             // SAFETY: as for this function.
             Queued::Library(library, product, plan) => unsafe {
                 library.multiply(&self.stream, (product, plan))
             },
         })
+    }
+
+    /// Returns the number of multiprocessors of the device.
+    pub(super) fn multiprocessors(&self) -> usize {
+        self.scratch.multiprocessors()
     }
 
     /// Returns the stream that the kernels run on.

@@ -10,7 +10,7 @@ use cudarc::driver;
 
 use super::Refusal;
 use super::order::SideStream;
-use super::product::{Element, Layout, Product};
+use super::product::{ALIGNMENT, Element, Layout, Product};
 
 /// Bytes of memory that algorithms may use, as NVIDIA recommends for Hopper
 /// (<https://docs.nvidia.com/cuda/cublas/#cublassetworkspace>).
@@ -152,10 +152,23 @@ impl Library {
         // Parts of a sum are added in float32, and not rounded before.
         let (scheme, scheme_size) = bytes(&REDUCTION_IN_COMPUTE_TYPE);
         let schemes = Preferences::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK;
+        // Without it, algorithms may rely on multiples of 256
+        // (<https://docs.nvidia.com/cuda/cublas/#cublasltmatmulpreferenceattributes-t>).
+        let (alignment, alignment_size) = bytes(&(ALIGNMENT as u32));
+        let alignments = [
+            Preferences::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+            Preferences::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+            Preferences::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+            Preferences::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+        ];
         // SAFETY: everything was made above; the values have these sizes.
         let heuristic = unsafe {
             result::set_matmul_pref_attribute(preference, workspace, value, size)?;
             result::set_matmul_pref_attribute(preference, schemes, scheme, scheme_size)?;
+            for attribute in alignments {
+                let size = alignment_size;
+                result::set_matmul_pref_attribute(preference, attribute, alignment, size)?;
+            }
             let heuristic =
                 result::get_matmul_algo_heuristic(self.handle, product, b, a, c, c, preference);
             result::destroy_matmul_pref(preference)?;

@@ -16,6 +16,7 @@ mod order;
 mod product;
 mod recording;
 mod self_test;
+mod tiles;
 
 pub use engine::Native;
 pub use order::{Claim, DriverError, SideEvent, SideStream, in_relaxed_mode};

@@ -6,9 +6,8 @@ use cudarc::driver::{DriverError, result, sys};
 
 use super::memory::Memory;
 use super::order::SideStream;
-use super::product::{
-    ELEMENTWISE, Element, Launch, Layout, PlusIdentity, SHARED_BYTES, THREADS, TILE, Tiled,
-};
+use super::product::{Boxed, ELEMENTWISE, Element, Launch, Layout, PlusIdentity, Product, THREADS};
+use super::tiles::{Grid, HEIGHT, SPREADING_BYTES, TileShape, WIDTHS};
 
 /// The PTX of a type, made from `kernels/product.cu` by `kernels/compile.py`.
 pub(super) fn ptx(element: Element) -> &'static str {
@@ -21,7 +20,8 @@ pub(super) fn ptx(element: Element) -> &'static str {
 /// The kernels of a type in the context of a device, which keeps them to the end of the process.
 pub(super) struct Module {
     element: Element,
-    products: [sys::CUfunction; Layout::ALL.len()],
+    /// For every number of columns of a tile, and every layout.
+    products: [[sys::CUfunction; Layout::ALL.len()]; WIDTHS.len()],
     plus_identity: sys::CUfunction,
 }
 
@@ -40,24 +40,50 @@ pub(super) struct Sizes {
     beta: f32,
     lower: c_int,
     addend: c_int,
-    whole: c_int,
+    cluster: c_int,
+    clusters: c_int,
+    tiles: c_int,
     parts: c_int,
+    slots: c_int,
+    tasks: c_int,
+}
+
+impl Sizes {
+    fn new(product: &Product, grid: &Grid) -> Self {
+        let [m, n, k] = product.sizes.map(|size| size as c_int);
+        Self {
+            m,
+            n,
+            k,
+            alpha: product.alpha,
+            beta: product.addend.map_or(0.0, |(_, beta)| beta),
+            lower: product.lower.into(),
+            addend: product.addend.is_some().into(),
+            cluster: grid.shape.cluster as c_int,
+            clusters: grid.clusters as c_int,
+            tiles: grid.tiles as c_int,
+            parts: grid.parts as c_int,
+            slots: grid.slots() as c_int,
+            tasks: (grid.whole + grid.slots()) as c_int,
+        }
+    }
 }
 
 /// Memory for the sums of tiles that several blocks compute, for the launches of one stream.
 pub(super) struct Scratch {
     multiprocessors: usize,
-    /// A tile of float32 for every part of a launch: at most one for every multiprocessor.
+    /// The largest tile in float32 for every part of a launch: at most as many as multiprocessors.
     partials: Memory,
-    /// The number of parts that are done, for every tile: 0 between launches.
+    /// The number of parts that are done, for every block's tile: 0 between launches.
     arrived: Memory,
 }
 
 impl Scratch {
     /// Allocates it for a stream, whose context is current.
     pub fn new(stream: &SideStream, multiprocessors: usize) -> Result<Self, DriverError> {
-        let tiles = multiprocessors * TILE * TILE * size_of::<f32>();
-        let partials = Memory::zeroed(stream, tiles)?;
+        let [_, width] = WIDTHS;
+        let sums = multiprocessors * HEIGHT * width;
+        let partials = Memory::zeroed(stream, sums * size_of::<f32>())?;
         let arrived = Memory::zeroed(stream, multiprocessors * size_of::<u32>())?;
         Ok(Self { multiprocessors, partials, arrived })
     }
@@ -72,7 +98,8 @@ impl Scratch {
 pub(super) enum Prepared {
     Product {
         kernel: sys::CUfunction,
-        blocks: u32,
+        /// Bytes of shared memory of a block.
+        shared: u32,
         maps: Box<[sys::CUtensorMap; 4]>,
         sizes: Sizes,
         /// Addresses of the scratch memory.
@@ -95,26 +122,35 @@ impl Module {
             // SAFETY: the module is loaded, and never unloaded.
             unsafe { result::module::get_function(module, name) }
         };
-        let mut products = [std::ptr::null_mut(); Layout::ALL.len()];
-        for (product, layout) in products.iter_mut().zip(Layout::ALL) {
-            *product = function(layout.kernel())?;
-            use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: the function was just loaded.
-            unsafe {
-                result::function::set_function_attribute(
-                    *product,
-                    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    SHARED_BYTES as i32,
-                )
-            }?;
+        let mut products = [[std::ptr::null_mut(); Layout::ALL.len()]; WIDTHS.len()];
+        use sys::CUfunction_attribute_enum as Attribute;
+        let set = |function, attribute, value| {
+            // SAFETY: the function was loaded.
+            unsafe { result::function::set_function_attribute(function, attribute, value) }
+        };
+        for shape in TileShape::ALL {
+            for layout in Layout::ALL {
+                let product = function(&layout.kernel(shape.width))?;
+                let bytes = shape.shared_bytes().max(SPREADING_BYTES) as i32;
+                set(product, Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)?;
+                products[shape.kernel()][layout as usize] = product;
+            }
         }
-        Ok(Self { element, products, plus_identity: function("plus_identity")? })
+        let plus_identity = function("plus_identity")?;
+        // As much shared memory as there is, in percent: between kernels that ask for different
+        // amounts, a multiprocessor may have to wait until it is idle.
+        for kernel in products.iter().flatten().chain([&plus_identity]) {
+            set(*kernel, Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)?;
+        }
+        Ok(Self { element, products, plus_identity })
     }
 
-    /// Prepares a launch, for the stream of the scratch memory and a number of multiprocessors.
+    /// Prepares a launch for the stream of the scratch memory, with tiles of one of the shapes and
+    /// for a number of multiprocessors, at most that of the device.
     pub fn prepare(
         &self,
-        (scratch, multiprocessors): (&Scratch, usize),
+        scratch: &Scratch,
+        (shapes, multiprocessors): (&[TileShape], usize),
         launch: &Launch,
     ) -> Result<Prepared, DriverError> {
         let product = match launch {
@@ -123,34 +159,24 @@ impl Module {
             }
             Launch::Product(product) => product,
         };
-        let kernel = self.products[product.layout as usize];
-        let [a, b, d, c] = product.tensors().map(|tiled| self.tensor_map(&tiled, product.batch));
-        let grid = product.grid(multiprocessors);
-        let [m, n, k] = product.sizes.map(|size| size as c_int);
-        let sizes = Sizes {
-            m,
-            n,
-            k,
-            alpha: product.alpha,
-            beta: product.addend.map_or(0.0, |(_, beta)| beta),
-            lower: product.lower.into(),
-            addend: product.addend.is_some().into(),
-            whole: grid.whole as c_int,
-            parts: grid.parts as c_int,
-        };
+        let grid = Grid::fastest(product, shapes, multiprocessors);
+        let shape = grid.shape;
+        let kernel = self.products[shape.kernel()][product.layout as usize];
+        let tensor_map = |tensor| self.tensor_map(&tensor, product.batch);
+        let [a, b, d, c] = product.tensors(shape).map(tensor_map);
         let scratch = [scratch.partials.address(), scratch.arrived.address()];
-        let blocks = grid.blocks() as u32;
         let maps = Box::new([a?, b?, d?, c?]);
-        Ok(Prepared::Product { kernel, blocks, maps, sizes, scratch })
+        let shared = grid.shared_bytes(multiprocessors);
+        Ok(Prepared::Product { kernel, shared, maps, sizes: Sizes::new(product, &grid), scratch })
     }
 
-    /// The description of a tensor for the copy engine, which swizzles tiles by 128 bytes and
+    /// The description of a tensor for the copy engine, which swizzles boxes by 128 bytes and
     /// fills what is out of bounds with zeros.
-    fn tensor_map(&self, tiled: &Tiled, batch: usize) -> Result<sys::CUtensorMap, DriverError> {
-        let [x, y] = tiled.sizes.map(|size| size as u64);
+    fn tensor_map(&self, tensor: &Boxed, batch: usize) -> Result<sys::CUtensorMap, DriverError> {
+        let [x, y] = tensor.sizes.map(|size| size as u64);
         let (sizes, strides) = ([x, y, batch as u64], [2 * x, 2 * x * y]);
-        let ([width, height], ones) = (tiled.tile, [1; 3]);
-        let tile = [width, height, 1];
+        let ([width, height], ones) = (tensor.in_box, [1; 3]);
+        let in_box = [width, height, 1];
         let element = match self.element {
             Element::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
             Element::Bf16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -163,10 +189,10 @@ impl Module {
                 &mut map,
                 element,
                 3,
-                tiled.address as *mut c_void,
+                tensor.address as *mut c_void,
                 sizes.as_ptr(),
                 strides.as_ptr(),
-                tile.as_ptr(),
+                in_box.as_ptr(),
                 ones.as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
@@ -180,41 +206,103 @@ impl Module {
 }
 
 impl Prepared {
-    /// Queues the launch on a stream, in whose context the kernels and the scratch memory are.
+    /// Queues the launch on a stream, in whose context the kernels and the scratch memory are. One
+    /// that `overlaps` begins while the launch before it ends; its kernel waits for the results of
+    /// that launch.
     ///
     /// # Safety
     ///
     /// The addresses of the launch are those of memory of the device with the launch's elements,
     /// until the stream has done its work. They are multiples of 16. The scratch memory is that of
     /// the stream.
-    pub unsafe fn launch(&self, stream: &SideStream) -> Result<(), DriverError> {
+    pub unsafe fn launch(&self, stream: &SideStream, overlaps: bool) -> Result<(), DriverError> {
         // The driver copies the parameters, and does not write to them.
         fn parameter<T>(value: &T) -> *mut c_void {
             std::ptr::from_ref(value).cast_mut().cast()
         }
-        let stream = stream.as_ptr().cast();
         match self {
-            Self::Product { kernel, blocks, maps, sizes, scratch } => {
+            Self::Product { kernel, shared, maps, sizes, scratch } => {
                 let others = [parameter(sizes), parameter(&scratch[0]), parameter(&scratch[1])];
                 let mut parameters: Vec<_> = maps.iter().map(parameter).chain(others).collect();
-                let (grid, block) = ((*blocks, 1, 1), (THREADS, 1, 1));
-                let shared = SHARED_BYTES;
+                let grid = [(sizes.clusters * sizes.cluster) as u32, 1];
+                let (shared, cluster) = (*shared, sizes.cluster as u32);
+                let launch = Blocks { grid, threads: THREADS, shared, cluster, overlaps };
                 // SAFETY: as for this function; the parameters are those of the kernel.
-                unsafe {
-                    result::launch_kernel(*kernel, grid, block, shared, stream, &mut parameters)
-                }
+                unsafe { launch.queue(stream, *kernel, &mut parameters) }
             }
             Self::PlusIdentity { kernel, sum } => {
                 let [threads, neighbours] = ELEMENTWISE;
-                let blocks = (sum.rows * sum.rows).div_ceil(threads * neighbours);
+                let of_matrix = (sum.rows * sum.rows).div_ceil(threads * neighbours);
                 let rows = sum.rows as c_int;
                 let mut parameters = [parameter(&sum.z), parameter(&sum.sum), parameter(&rows)];
-                let grid = (blocks as u32, sum.batch as u32, 1);
-                let block = (threads as u32, 1, 1);
+                let grid = [of_matrix as u32, sum.batch as u32];
+                let threads = threads as u32;
+                let launch = Blocks { grid, threads, shared: 0, cluster: 1, overlaps };
                 // SAFETY: as above.
-                unsafe { result::launch_kernel(*kernel, grid, block, 0, stream, &mut parameters) }
+                unsafe { launch.queue(stream, *kernel, &mut parameters) }
             }
         }
+    }
+}
+
+/// The blocks of a launch, and its place in a stream.
+struct Blocks {
+    grid: [u32; 2],
+    /// Of a block.
+    threads: u32,
+    /// Bytes of dynamic shared memory of a block.
+    shared: u32,
+    /// Blocks of a cluster.
+    cluster: u32,
+    overlaps: bool,
+}
+
+impl Blocks {
+    /// Queues the launch of a kernel.
+    ///
+    /// # Safety
+    ///
+    /// The parameters are those of the kernel, which is in the context of the stream, and what they
+    /// point to lives until the stream has done its work.
+    unsafe fn queue(
+        &self,
+        stream: &SideStream,
+        kernel: sys::CUfunction,
+        parameters: &mut [*mut c_void],
+    ) -> Result<(), DriverError> {
+        use sys::CUlaunchAttributeID_enum as Id;
+        let attribute = |id, value| sys::CUlaunchAttribute { id, pad: [0; 4], value };
+        let cluster =
+            sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: self.cluster, y: 1, z: 1 };
+        let mut attributes = [
+            attribute(
+                Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+                sys::CUlaunchAttributeValue { clusterDim: cluster },
+            ),
+            attribute(
+                Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                sys::CUlaunchAttributeValue {
+                    programmaticStreamSerializationAllowed: self.overlaps.into(),
+                },
+            ),
+        ];
+        let config = sys::CUlaunchConfig {
+            gridDimX: self.grid[0],
+            gridDimY: self.grid[1],
+            gridDimZ: 1,
+            blockDimX: self.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.shared,
+            hStream: stream.as_ptr().cast(),
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
+        };
+        // SAFETY: as for this function; the attributes live to the end of the call.
+        unsafe {
+            sys::cuLaunchKernelEx(&config, kernel, parameters.as_mut_ptr(), std::ptr::null_mut())
+        }
+        .result()
     }
 }
 
@@ -226,8 +314,8 @@ mod tests {
     fn parameters_are_those_of_the_kernels() {
         for element in Element::ALL {
             let ptx = ptx(element);
-            for layout in Layout::ALL {
-                let kernel = layout.kernel();
+            let kernels = WIDTHS.map(|width| Layout::ALL.map(|layout| layout.kernel(width)));
+            for kernel in kernels.iter().flatten() {
                 let sizes = format!("{kernel}_param_4[{}]", size_of::<Sizes>());
                 assert!(ptx.contains(&sizes), "{element:?}: {sizes}");
                 assert!(ptx.contains(&format!("{kernel}_param_6")), "{kernel}");

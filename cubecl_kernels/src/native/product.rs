@@ -2,17 +2,13 @@
 
 use half::{bf16, f16};
 
-/// Rows and columns of a tile.
-pub(super) const TILE: usize = 128;
+use super::tiles::{DEPTH, HEIGHT, TileShape};
 
-/// Elements of the inner dimension in a stage: 128 bytes, the width of a swizzled row.
-pub(super) const DEPTH: u32 = 64;
+/// Addresses are multiples of it: the copy engine takes no others.
+pub(super) const ALIGNMENT: u64 = 16;
 
 /// Threads of a block: two warpgroups that multiply, and a warp that copies.
 pub(super) const THREADS: u32 = 288;
-
-/// Bytes of shared memory of a block: three stages of two operands, and room to align them.
-pub(super) const SHARED_BYTES: u32 = 3 * 2 * TILE as u32 * DEPTH * 2 + 1024;
 
 /// Threads of a block of `plus_identity`, and the neighbours that each of them adds to.
 pub(super) const ELEMENTWISE: [usize; 2] = [256, 8];
@@ -37,6 +33,14 @@ impl Element {
             Self::Bf16 => bf16::from_f32(value).to_bits(),
         }
     }
+
+    /// Returns the nearest number of the type.
+    pub(super) fn rounded(self, value: f32) -> f32 {
+        match self {
+            Self::F16 => f16::from_f32(value).to_f32(),
+            Self::Bf16 => bf16::from_f32(value).to_f32(),
+        }
+    }
 }
 
 /// The layout of the factors of a product `A B`. Every matrix is contiguous.
@@ -54,13 +58,14 @@ impl Layout {
     /// All layouts, in the order of their numbers.
     pub const ALL: [Self; 3] = [Self::RowsColumns, Self::RowsRows, Self::ColumnsRows];
 
-    /// Returns the name of the kernel.
-    pub(super) fn kernel(self) -> &'static str {
-        match self {
-            Self::RowsColumns => "product_kk",
-            Self::RowsRows => "product_km",
-            Self::ColumnsRows => "product_mm",
-        }
+    /// Returns the name of the kernel with tiles of a number of columns.
+    pub(super) fn kernel(self, width: usize) -> String {
+        let letters = match self {
+            Self::RowsColumns => "kk",
+            Self::RowsRows => "km",
+            Self::ColumnsRows => "mm",
+        };
+        format!("product_{width}_{letters}")
     }
 
     /// Returns `true` for every factor whose inner dimension is contiguous.
@@ -118,111 +123,42 @@ pub enum Launch {
     PlusIdentity(PlusIdentity),
 }
 
-/// The fewest slices of a part of a tile: a part takes a round of its sums through memory, about as
-/// long as a slice. An estimate.
-const MIN_SLICES: usize = 4;
-
-/// The most parts of a tile, which one block adds up.
-const MAX_PARTS: usize = 16;
-
-/// The blocks of a product.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Grid {
-    /// Tiles that one block computes each.
-    pub whole: usize,
-    /// Tiles that several blocks compute.
-    pub cut: usize,
-    /// Blocks of each of these.
-    pub parts: usize,
-}
-
-impl Grid {
-    /// Returns the number of blocks.
-    pub fn blocks(&self) -> usize {
-        self.whole + self.cut * self.parts
-    }
-}
-
 impl Product {
-    /// Returns the number of tiles of a matrix that are computed.
-    fn tiles(&self) -> usize {
-        let [rows, columns] = [self.sizes[0], self.sizes[1]].map(|size| size.div_ceil(TILE));
-        if self.lower { rows * (rows + 1) / 2 } else { rows * columns }
-    }
-
-    /// Returns the blocks for a device with a number of multiprocessors. Tiles that are left once
-    /// all of these have the same number are cut along the inner dimension, so that the others do
-    /// not wait for the few that have one more.
-    pub(super) fn grid(&self, multiprocessors: usize) -> Grid {
-        let tiles = self.batch * self.tiles();
-        let rest = tiles % multiprocessors;
-        let slices = self.sizes[2].div_ceil(DEPTH as usize);
-        let parts = multiprocessors.checked_div(rest).unwrap_or(1);
-        match parts.min(slices / MIN_SLICES).min(MAX_PARTS) {
-            0 | 1 => Grid { whole: tiles, cut: 0, parts: 1 },
-            parts => Grid { whole: tiles - rest, cut: rest, parts },
-        }
-    }
-
-    /// Returns the tensors that the kernel copies: `A`, `B`, `D` (or `C` in its place), `C`.
-    pub(super) fn tensors(&self) -> [Tiled; 4] {
+    /// Returns the tensors that the kernel copies, in boxes for tiles of a shape: `A`, `B`, `D` (or
+    /// `C` in its place), `C`.
+    pub(super) fn tensors(&self, shape: TileShape) -> [Boxed; 4] {
+        const PANEL: u32 = DEPTH as u32;
         let [m, n, k] = self.sizes;
-        let factor = |address, lines, inner_is_contiguous| match inner_is_contiguous {
-            true => Tiled { address, sizes: [k, lines], tile: [DEPTH, TILE as u32] },
-            false => Tiled { address, sizes: [lines, k], tile: [DEPTH, DEPTH] },
+        let factor = |address, lines, in_box, inner_is_contiguous| match inner_is_contiguous {
+            true => Boxed { address, sizes: [k, lines], in_box: [PANEL, in_box as u32] },
+            false => Boxed { address, sizes: [lines, k], in_box: [PANEL, PANEL] },
         };
-        let result = |address| Tiled { address, sizes: [n, m], tile: [DEPTH, TILE as u32] };
+        let result = |address, in_box| Boxed { address, sizes: [n, m], in_box: [PANEL, in_box] };
         let [of_a, of_b] = self.layout.inner_is_contiguous();
         let d = self.addend.map_or(self.c, |(d, _)| d);
-        [factor(self.a, m, of_a), factor(self.b, n, of_b), result(d), result(self.c)]
+        [
+            factor(self.a, m, HEIGHT, of_a),
+            // Each of two blocks of a cluster copies a half.
+            factor(self.b, n, shape.width / 2, of_b),
+            result(d, HEIGHT as u32),
+            result(self.c, PANEL),
+        ]
     }
 }
 
-/// A batch of contiguous matrices, of which tiles are copied.
+/// A batch of contiguous matrices, of which boxes are copied.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Tiled {
+pub(super) struct Boxed {
     pub address: u64,
     /// Elements of a line, and lines of a matrix.
     pub sizes: [usize; 2],
-    /// The same of a tile.
-    pub tile: [u32; 2],
+    /// The same of a box.
+    pub in_box: [u32; 2],
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn symmetric_products_have_a_triangle_of_tiles() {
-        let product = |sizes, lower| Product {
-            layout: Layout::RowsColumns,
-            batch: 1,
-            sizes,
-            a: 0,
-            b: 0,
-            alpha: 1.0,
-            addend: None,
-            c: 0,
-            lower,
-        };
-        assert_eq!(product([128, 128, 8], true).tiles(), 1);
-        assert_eq!(product([136, 136, 8], true).tiles(), 3);
-        assert_eq!(product([2048, 2048, 64], true).tiles(), 136);
-        assert_eq!(product([136, 264, 8], false).tiles(), 6);
-        // The 132 multiprocessors of an H200: of 136 tiles, four are left.
-        let grid = product([2048, 2048, 2048], true).grid(132);
-        assert_eq!((grid, grid.blocks()), (Grid { whole: 132, cut: 4, parts: 8 }, 164));
-        // All of 36 tiles in three parts each.
-        assert_eq!(
-            product([1024, 1024, 1024], true).grid(132),
-            Grid { whole: 0, cut: 36, parts: 3 }
-        );
-        // Too few slices, an even number, and more than half of the multiprocessors.
-        assert_eq!(product([2048, 2048, 448], true).grid(132).parts, 1);
-        assert_eq!(product([2048, 2048, 2048], true).grid(68).parts, 1);
-        assert_eq!(product([1408, 1408, 2048], true).grid(132).parts, 2);
-        assert_eq!(product([1536, 1536, 2048], true).grid(132).parts, 1);
-    }
 
     #[test]
     fn constants_are_those_of_the_kernels() {
@@ -233,10 +169,13 @@ mod tests {
             let number = rest.split(';').next().unwrap_or_default();
             number.parse().unwrap_or_else(|error| panic!("{name}: {number}: {error}"))
         };
-        assert_eq!(constant("TILE"), TILE);
-        assert_eq!(constant("PANEL"), DEPTH as usize);
+        assert_eq!(constant("HEIGHT"), HEIGHT);
+        assert_eq!(constant("PANEL"), DEPTH);
         assert_eq!(constant("THREADS"), THREADS as usize);
-        assert_eq!(constant("SHARED_BYTES"), SHARED_BYTES as usize);
+        for shape in TileShape::ALL {
+            let bytes = constant(&format!("SHARED_BYTES_{}", shape.width));
+            assert_eq!(bytes, shape.shared_bytes() as usize);
+        }
         assert_eq!(constant("SUM_THREADS"), ELEMENTWISE[0]);
     }
 }

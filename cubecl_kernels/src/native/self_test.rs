@@ -3,10 +3,11 @@
 use std::time::{Duration, Instant};
 
 use super::Refusal;
-use super::engine::Native;
+use super::engine::{Native, Queued};
 use super::memory::Memory;
 use super::order::DriverError;
 use super::product::{Element, Launch, Layout, PlusIdentity, Product};
+use super::tiles::TileShape;
 
 /// A product whose result is known.
 struct Case {
@@ -15,8 +16,8 @@ struct Case {
     alpha: f32,
     beta: Option<f32>,
     lower: bool,
-    /// Cuts tiles as for this number of multiprocessors, instead of that of the device.
-    multiprocessors: Option<usize>,
+    /// Distributes tiles over multiprocessors for this number of clusters, instead of all of them.
+    places: Option<usize>,
 }
 
 /// The failure of a case.
@@ -34,17 +35,19 @@ fn stuck(error: DriverError) -> Fault {
 
 const BATCH: usize = 2;
 
-/// Every kernel, with sizes that fill no tile and more slices than stages. Sums are exact in
+/// Every layout, with sizes that fill no tile and more slices than stages. Sums are exact in
 /// float32, and rounded once.
-const CASES: [Case; 11] = [
+const CASES: [Case; 14] = [
     case(Layout::RowsColumns, [200, 200, 264], 1.0, None, true),
     case(Layout::RowsColumns, [136, 136, 72], 2.0, Some(-1.0), true),
-    // Their tiles are cut along the inner dimension: all of them, and one of six.
+    // Their tiles are cut along the inner dimension: all of them, and some of them.
     case(Layout::RowsColumns, [136, 136, 1032], 1.0, Some(1.0), true),
-    Case {
-        multiprocessors: Some(5),
-        ..case(Layout::RowsColumns, [136, 136, 1032], 1.0, Some(1.0), true)
-    },
+    // With each shape, in one of these.
+    on(3, case(Layout::RowsColumns, [264, 264, 328], 1.0, Some(1.0), true)),
+    on(5, case(Layout::RowsColumns, [264, 264, 520], 1.0, Some(1.0), true)),
+    on(3, case(Layout::RowsColumns, [136, 136, 520], 1.0, Some(1.0), true)),
+    // A block computes several tiles.
+    on(2, case(Layout::RowsRows, [264, 520, 200], 1.0, Some(1.0), false)),
     case(Layout::ColumnsRows, [264, 264, 520], 1.0, None, true),
     case(Layout::RowsRows, [136, 264, 520], 1.0, Some(2.0), false),
     case(Layout::ColumnsRows, [264, 264, 328], 1.0, None, true),
@@ -61,21 +64,52 @@ const fn case(
     beta: Option<f32>,
     lower: bool,
 ) -> Case {
-    Case { layout, sizes, alpha, beta, lower, multiprocessors: None }
+    Case { layout, sizes, alpha, beta, lower, places: None }
+}
+
+const fn on(places: usize, case: Case) -> Case {
+    Case { places: Some(places), ..case }
 }
 
 /// A device that does not finish a product within this time never will.
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Fails unless the device computes all cases exactly.
-pub(super) fn verify(native: &Native) -> Result<(), Fault> {
-    CASES.iter().try_for_each(|case| case.verify(native))?;
-    Element::ALL.into_iter().try_for_each(|element| verify_identity(native, element))
+/// Returns the shapes of tiles with which the device computes all cases exactly, and the reason if
+/// these are not all.
+///
+/// # Errors
+///
+/// The reason if there is no such shape, or if the device does not finish a case.
+pub(super) fn verify(native: &Native) -> Result<(Vec<TileShape>, Option<Refusal>), Fault> {
+    let mut shapes = TileShape::ALL.to_vec();
+    let mut wrong = None;
+    for element in Element::ALL {
+        verify_identity(native, element)?;
+        for case in &CASES {
+            let known = case.known(element);
+            let mut exact = Vec::new();
+            for shape in shapes {
+                match case.verify(native, &known, Some(shape)) {
+                    Ok(()) => exact.push(shape),
+                    Err(Fault::Wrong(reason)) => wrong = Some(reason),
+                    Err(stuck) => return Err(stuck),
+                }
+            }
+            shapes = exact;
+        }
+    }
+    match wrong {
+        Some(reason) if shapes.is_empty() => Err(Fault::Wrong(reason)),
+        wrong => Ok((shapes, wrong)),
+    }
 }
 
 /// Fails unless the device computes the cases of full products exactly.
 pub(super) fn verify_full_products(native: &Native) -> Result<(), Fault> {
-    CASES.iter().filter(|case| !case.lower).try_for_each(|case| case.verify(native))
+    Element::ALL.into_iter().try_for_each(|element| {
+        let full = CASES.iter().filter(|case| !case.lower);
+        full.into_iter().try_for_each(|case| case.verify(native, &case.known(element), None))
+    })
 }
 
 /// One of -1, 0 and 1, most often 0.
@@ -119,7 +153,20 @@ impl Integers {
     }
 }
 
+/// A case in a type of elements: `A`, `B` and `D`, and the result.
+struct Known {
+    element: Element,
+    matrices: [Integers; 3],
+    expected: Vec<f32>,
+}
+
 impl Case {
+    fn known(&self, element: Element) -> Known {
+        let matrices = self.matrices();
+        let expected = self.expected(element, &matrices);
+        Known { element, matrices, expected }
+    }
+
     /// `A`, `B` and `D`. For a symmetric result, `B` is the transpose of `A`.
     fn matrices(&self) -> [Integers; 3] {
         let [m, n, k] = self.sizes;
@@ -137,7 +184,14 @@ impl Case {
         [a, b, d]
     }
 
-    fn expected(&self, [a, b, d]: &[Integers; 3]) -> Vec<f32> {
+    /// The number of products, of which each adds the result of the one before it: a launch that
+    /// does not wait for that result is found.
+    fn links(&self) -> usize {
+        if self.beta.is_some() { 3 } else { 1 }
+    }
+
+    /// The last result, rounded as each of the products rounds its own.
+    fn expected(&self, element: Element, [a, b, d]: &[Integers; 3]) -> Vec<f32> {
         let [m, n, k] = self.sizes;
         let of_columns = b.transposed();
         let line = |z: usize, line: usize, lines: usize| {
@@ -151,45 +205,65 @@ impl Case {
                 for column in 0..n {
                     let column_of_b = &of_columns.values[line(z, column, n)];
                     let sum: i32 = row_of_a.iter().zip(column_of_b).map(|(a, b)| a * b).sum();
-                    let added = self.beta.map_or(0.0, |beta| beta * d.at(z, row, column) as f32);
-                    expected.push(self.alpha * sum as f32 + added);
+                    let next = |added: f32, _| {
+                        let added = self.beta.map_or(0.0, |beta| beta * added);
+                        element.rounded(self.alpha * sum as f32 + added)
+                    };
+                    expected.push((0..self.links()).fold(d.at(z, row, column) as f32, next));
                 }
             }
         }
         expected
     }
 
-    fn verify(&self, native: &Native) -> Result<(), Fault> {
-        let matrices = self.matrices();
-        let expected = self.expected(&matrices);
+    /// Verifies the kernels with tiles of a shape, or with those that the device chooses.
+    fn verify(
+        &self,
+        native: &Native,
+        known: &Known,
+        shape: Option<TileShape>,
+    ) -> Result<(), Fault> {
+        let element = known.element;
+        let [a, b, d] = &known.matrices;
         let [m, n, _] = self.sizes;
         let [a_in_rows, b_in_columns] = self.layout.inner_is_contiguous();
-        for element in Element::ALL {
-            let [a, b, d] = &matrices;
-            let memory = |values: Vec<u16>| on_device(native, &values);
-            let a = memory(a.bits(element, a_in_rows))?;
-            let b = memory(b.bits(element, !b_in_columns))?;
-            let d = memory(d.bits(element, true))?;
-            let c = memory(vec![u16::MAX; BATCH * m * n])?;
-            let product = Launch::Product(Product {
+        let memory = |values: Vec<u16>| on_device(native, &values);
+        let a = memory(a.bits(element, a_in_rows))?;
+        let b = memory(b.bits(element, !b_in_columns))?;
+        let mut chain = vec![memory(d.bits(element, true))?];
+        let mut launches = Vec::new();
+        for link in 0..self.links() {
+            chain.push(memory(vec![u16::MAX; BATCH * m * n])?);
+            let [d, c] = [link, link + 1].map(|index| chain[index].address());
+            launches.push(Launch::Product(Product {
                 layout: self.layout,
                 batch: BATCH,
                 sizes: self.sizes,
                 a: a.address(),
                 b: b.address(),
                 alpha: self.alpha,
-                addend: self.beta.map(|beta| (d.address(), beta)),
-                c: c.address(),
+                addend: self.beta.map(|beta| (d, beta)),
+                c,
                 lower: self.lower,
-            });
-            let result =
-                computed(native, (element, self.multiprocessors), product, c, vec![a, b, d])?;
-            if result.into_iter().ne(expected.iter().map(|value| element.bits(*value))) {
-                let layout = self.layout;
-                return Err(Fault::Wrong(Refusal(format!(
-                    "the device multiplies integers wrongly in {element:?}, {layout:?}"
-                ))));
+            }));
+        }
+        let prepared = match shape {
+            Some(shape) => {
+                let all = native.multiprocessors();
+                let multiprocessors = self.places.map_or(all, |places| places * shape.cluster);
+                let multiprocessors = multiprocessors.min(all);
+                native.prepare_for(element, &launches, (&[shape], multiprocessors))
             }
+            None => native.prepare(element, &launches),
+        };
+        chain.extend([a, b]);
+        let prepared = prepared.map_err(Fault::Wrong)?;
+        let result = computed(native, &prepared, chain, self.links())?;
+        if result.into_iter().ne(known.expected.iter().map(|value| element.bits(*value))) {
+            let layout = self.layout;
+            return Err(Fault::Wrong(Refusal(format!(
+                "the device multiplies integers wrongly in {element:?}, {layout:?}, {shape:?}"
+            ))));
         }
         Ok(())
     }
@@ -197,15 +271,21 @@ impl Case {
 
 fn verify_identity(native: &Native, element: Element) -> Result<(), Fault> {
     const ROWS: usize = 72;
+    const TIMES: usize = 8;
     let z = Integers::new([ROWS; 2], |z, row, column| small((z * ROWS + row) * ROWS + column));
     let expected = Integers::new([ROWS; 2], |matrix, row, column| {
-        z.at(matrix, row, column) + i32::from(row == column)
+        z.at(matrix, row, column) + TIMES as i32 * i32::from(row == column)
     });
-    let z = on_device(native, &z.bits(element, true))?;
-    let sum = on_device(native, &vec![u16::MAX; BATCH * ROWS * ROWS])?;
-    let (batch, rows) = (BATCH, ROWS);
-    let launch = PlusIdentity { batch, rows, z: z.address(), sum: sum.address() };
-    let result = computed(native, (element, None), Launch::PlusIdentity(launch), sum, vec![z])?;
+    let poison = vec![u16::MAX; BATCH * ROWS * ROWS];
+    let mut memory = vec![on_device(native, &z.bits(element, true))?];
+    let mut launches = Vec::new();
+    for sum in 0..TIMES {
+        memory.push(on_device(native, &poison)?);
+        let [z, sum] = [sum, sum + 1].map(|index| memory[index].address());
+        launches.push(Launch::PlusIdentity(PlusIdentity { batch: BATCH, rows: ROWS, z, sum }));
+    }
+    let prepared = native.prepare(element, &launches).map_err(Fault::Wrong)?;
+    let result = computed(native, &prepared, memory, TIMES)?;
     if result != expected.bits(element, true) {
         let reason = format!("the device adds the identity wrongly in {element:?}");
         return Err(Fault::Wrong(Refusal(reason)));
@@ -218,23 +298,17 @@ fn on_device(native: &Native, values: &[u16]) -> Result<Memory, Fault> {
     Memory::of(native.stream(), values).map_err(stuck)
 }
 
-/// The result of a launch.
+/// The result of launches, one of the pieces of memory that they read and write.
 fn computed(
     native: &Native,
-    (element, multiprocessors): (Element, Option<usize>),
-    launch: Launch,
-    result: Memory,
-    operands: Vec<Memory>,
+    launches: &[Queued<'_>],
+    memory: Vec<Memory>,
+    result: usize,
 ) -> Result<Vec<u16>, Fault> {
-    let prepared = match multiprocessors {
-        Some(multiprocessors) => native.prepare_for(element, &[launch], multiprocessors),
-        None => native.prepare(element, &[launch]),
-    };
-    let prepared = prepared.map_err(Fault::Wrong)?;
     let run = || {
         // SAFETY: the memory lives until the stream has done its work: it is not freed after a
         // failure.
-        unsafe { native.queue(&prepared) }.map_err(Fault::Stuck)?;
+        unsafe { native.queue(launches) }.map_err(Fault::Stuck)?;
         let done = native.stream().record().map_err(stuck)?;
         let start = Instant::now();
         while !done.is_passed().map_err(stuck)? {
@@ -244,12 +318,12 @@ fn computed(
             }
             std::thread::yield_now();
         }
-        result.read().map_err(stuck)
+        memory[result].read().map_err(stuck)
     };
     let computed = run();
     if computed.is_err() {
         // Freeing would wait for the device.
-        std::mem::forget((result, operands));
+        std::mem::forget(memory);
     }
     computed
 }
@@ -258,19 +332,49 @@ fn computed(
 mod tests {
     use std::collections::BTreeSet;
 
+    use super::super::tiles::Grid;
     use super::*;
 
     #[test]
     fn expected_results_are_exact_and_not_trivial() {
         for case in &CASES {
-            let values = case.expected(&case.matrices());
-            assert!(values.iter().all(|value| value.abs() < 1024.0));
+            let values = case.expected(Element::F16, &case.matrices());
+            assert!(values.iter().all(|value| value.abs() < 2048.0), "float16 rounds none");
             let different: BTreeSet<_> = values.iter().map(|value| value.to_bits()).collect();
             assert!(different.len() > 20, "{} values", different.len());
             let [m, n, _] = case.sizes;
             if case.lower {
                 assert!((0..m).all(|i| (0..i).all(|j| values[i * n + j] == values[j * n + i])));
             }
+        }
+    }
+
+    /// With each shape, whole tiles and parts of tiles, and several of them in one cluster.
+    #[test]
+    fn cases_have_all_kinds_of_tasks() {
+        for shape in TileShape::ALL {
+            let grids = CASES.iter().map(|case| {
+                let [m, n, _] = case.sizes;
+                let product = Product {
+                    layout: case.layout,
+                    batch: BATCH,
+                    sizes: case.sizes,
+                    a: 0,
+                    b: 0,
+                    alpha: case.alpha,
+                    addend: None,
+                    c: 0,
+                    lower: case.lower,
+                };
+                assert!(!case.lower || m == n);
+                Grid::fastest(&product, &[shape], case.places.unwrap_or(66) * shape.cluster)
+            });
+            let grids: Vec<_> = grids.collect();
+            let any = |is: &dyn Fn(&Grid) -> bool| assert!(grids.iter().any(is), "{grids:?}");
+            any(&|grid| grid.cut > 0 && grid.whole == 0);
+            any(&|grid| grid.cut > 0 && grid.whole > 0);
+            any(&|grid| grid.cut == 0 && grid.clusters < grid.whole);
+            any(&|grid| grid.cut > 0 && grid.clusters < grid.whole + grid.slots());
         }
     }
 }

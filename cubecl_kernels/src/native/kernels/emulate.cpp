@@ -10,7 +10,7 @@
 #include <stdarg.h>
 #include <unistd.h>
 
-static_assert(sizeof(Sizes) == 36, "the parameters are those of the host");
+static_assert(sizeof(Sizes) == 52, "the parameters are those of the host");
 
 static unsigned seconds = 20;
 static int checks = 0;
@@ -79,27 +79,57 @@ struct Scale {
     float alpha, beta;  // there is a D if `beta` is not 0
 };
 
-// The last tiles of a batch, each of which is computed in parts.
+// The columns of a tile, and the blocks of a cluster.
+struct Shape {
+    int width, cluster;
+};
+static const Shape SHAPES[] = {{128, 2}, {256, 2}, {128, 1}, {256, 1}};
+
+// The first tiles of a batch, each of which is computed in parts.
 struct Cut {
     int tiles, parts;
 };
 
-// Launches a product, with cut tiles twice, with the same counters and the same result.
-static void launch(Layout layout, Sizes sizes, Cut cut, const TensorMap (&maps)[4], Matrices &c) {
-    const int rows = (sizes.m + TILE - 1) / TILE, columns = (sizes.n + TILE - 1) / TILE;
-    const int tiles = c.batch * (sizes.lower ? rows * (rows + 1) / 2 : rows * columns);
+// The tiles of a matrix.
+static int tiles_of(Shape shape, const Sizes &sizes) {
+    const int height = shape.cluster * HEIGHT;
+    const int rows = (sizes.m + height - 1) / height;
+    const int columns = (sizes.n + shape.width - 1) / shape.width;
+    int tiles = 0;
+    for (int i = 0; i < rows; ++i) {
+        const int reached = ((i + 1) * height + shape.width - 1) / shape.width;
+        tiles += sizes.lower ? min(columns, reached) : columns;
+    }
+    return tiles;
+}
+
+// Launches a product, with cut tiles twice, with the same counters and the same result. As many
+// clusters as have a part each, or any number.
+static void launch(Layout layout, Shape shape, Sizes sizes, Cut cut, const TensorMap (&maps)[4],
+                   Matrices &c) {
+    sizes.cluster = shape.cluster;
+    sizes.tiles = tiles_of(shape, sizes);
+    cut.tiles = min(cut.tiles, c.batch * sizes.tiles);
     const int slots = cut.tiles * cut.parts;
-    sizes.whole = tiles - cut.tiles;
     sizes.parts = cut.parts;
-    emulator::global.assign((size_t)slots * TILE * TILE, ~0u);
-    emulator::global.resize(emulator::global.size() + cut.tiles, 0);
+    sizes.slots = slots;
+    sizes.tasks = c.batch * sizes.tiles - cut.tiles + slots;
+    const size_t sums = (size_t)slots * shape.cluster * HEIGHT * shape.width;
+    emulator::global.assign(sums, ~0u);
+    emulator::global.resize(sums + cut.tiles * shape.cluster, 0);
     float *partials = (float *)emulator::global.data();
-    u32 *arrived = emulator::global.data() + (size_t)slots * TILE * TILE;
-    const auto kernel = layout == KK ? product_kk : layout == KM ? product_km : product_mm;
+    u32 *arrived = emulator::global.data() + sums;
+    const decltype(&product_128_kk) kernels[][3] = {
+        {product_128_kk, product_128_km, product_128_mm},
+        {product_256_kk, product_256_km, product_256_mm}};
+    const auto kernel = kernels[shape.width == 256][layout];
+    const u32 shared = shape.width == 256 ? Tile<256>::SHARED_BYTES : Tile<128>::SHARED_BYTES;
     std::vector<u16> previous;
     for (int i = 0; i < (cut.tiles ? 2 : 1); ++i) {
         c.data.assign(c.data.size(), 0x7fff);
-        emulator::run_launch(sizes.whole + slots, THREADS, SHARED_BYTES, [=] {
+        const int least = std::max(slots, 1);
+        sizes.clusters = least + emulator::random(sizes.tasks - least + 1);
+        emulator::run_launch(sizes.clusters, shape.cluster, THREADS, shared, [=] {
             kernel(maps[0], maps[1], maps[2], maps[3], sizes, partials, arrived);
         });
         if (i > 0 && c.data != previous) emulator::fail("a result that two launches differ in");
@@ -107,7 +137,7 @@ static void launch(Layout layout, Sizes sizes, Cut cut, const TensorMap (&maps)[
     }
 }
 
-static void check_product(Layout layout, Triangle triangle, int batch, int m, int n, int k,
+static void check_product(Shape shape, Layout layout, Triangle triangle, int batch, int m, int n, int k,
                           Scale scale, Cut cut = {0, 1}) {
     const bool a_mn = layout == MM, b_mn = layout != KK, lower = triangle == LOWER;
     const bool addend = scale.beta != 0;
@@ -119,10 +149,11 @@ static void check_product(Layout layout, Triangle triangle, int batch, int m, in
             for (int j = 0; j < i; ++j) d.at(z, j, i) = d.at(z, i, j);
         }
     }
-    const TensorMap maps[] = {a.map(a_mn ? PANEL : TILE), b.map(b_mn ? PANEL : TILE), d.map(TILE),
-                              c.map(TILE)};
-    const Sizes sizes = {m, n, k, scale.alpha, scale.beta, lower, addend, 0, 0};
-    launch(layout, sizes, cut, maps, c);
+    const TensorMap maps[] = {a.map(a_mn ? PANEL : HEIGHT),
+                              b.map(b_mn ? PANEL : shape.width / MAX_CLUSTER), d.map(HEIGHT),
+                              c.map(PANEL)};
+    const Sizes sizes = {m, n, k, scale.alpha, scale.beta, lower, addend, 0, 0, 0, 0, 0, 0};
+    launch(layout, shape, sizes, cut, maps, c);
     const std::vector<double> wide_a = a.widened(), wide_b = b.widened();
     for (int z = 0; z < batch; ++z) {
         for (int i = 0; i < m; ++i) {
@@ -148,7 +179,7 @@ static void check_product(Layout layout, Triangle triangle, int batch, int m, in
 
 // A result is the same to the last bit in any order of blocks. The first two of three parts
 // cancel, so that another order of the sums shows.
-static void check_order() {
+static void check_order(Shape shape) {
     const int n = 136, third = 2 * DEPTH, k = 3 * third;
     Matrices a(1, n, k, false), b(1, k, n, true), c(1, n, n, false);
     auto number = [](int size) {
@@ -163,42 +194,61 @@ static void check_order() {
             b.at(0, j + 2 * third, i) = number(1);
         }
     }
-    const TensorMap maps[] = {a.map(TILE), b.map(TILE), c.map(TILE), c.map(TILE)};
-    const Sizes sizes = {n, n, k, 1, 0, 0, 0, 0, 0};
+    const TensorMap maps[] = {a.map(HEIGHT), b.map(shape.width / MAX_CLUSTER), c.map(HEIGHT),
+                              c.map(PANEL)};
+    const Sizes sizes = {n, n, k, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0};
     std::vector<u16> expected;
     for (int i = 0; i < 3; ++i) {
-        launch(KK, sizes, {2, 3}, maps, c);
+        launch(KK, shape, sizes, {2, 3}, maps, c);
         if (expected.empty()) expected = c.data;
         if (c.data != expected) emulator::fail("a result that depends on the order of blocks");
     }
     passed("parts in any order");
 }
 
-// Every tile belongs to one block, for 1 to 40 rows of tiles.
-static void check_tiles(Triangle triangle) {
+// Every panel on and below the diagonal belongs to one tile, for 1 to 40 rows of tiles.
+template <int WIDTH>
+static void check_tiles(int cluster, Triangle triangle) {
     for (int rows = 1; rows <= 40; ++rows) {
-        int columns = triangle == LOWER ? rows : rows + 3;
-        int blocks = triangle == LOWER ? rows * (rows + 1) / 2 : rows * columns;
-        std::vector<int> seen(rows * columns);
-        for (int x = 0; x < blocks; ++x) {
+        const bool lower = triangle == LOWER;
+        Sizes sizes = {};
+        sizes.m = rows * HEIGHT - 8;
+        sizes.n = lower ? sizes.m : sizes.m + 3 * HEIGHT;
+        sizes.lower = lower;
+        sizes.cluster = cluster;
+        const int height = cluster * HEIGHT;
+        const int panels = (sizes.n + PANEL - 1) / PANEL;
+        std::vector<int> seen((rows * 2 + 4) * (panels + 4));
+        for (int tile = 0; tile < tiles_of({WIDTH, cluster}, sizes); ++tile) {
             int row, column;
-            tile_of(x, rows, columns, triangle == LOWER, row, column);
-            bool inside = row >= 0 && row < rows && column >= 0 && column < columns;
-            if (!inside || (triangle == LOWER && column > row)) emulator::fail("a tile outside");
-            if (seen[row * columns + column]++) emulator::fail("a tile of two blocks");
+            tile_of<WIDTH>(tile, sizes, row, column);
+            if (row < 0 || row * height >= sizes.m || column < 0 || column * WIDTH >= sizes.n) {
+                emulator::fail("a tile outside");
+            }
+            if (lower && column * WIDTH >= (row + 1) * height) emulator::fail("an idle tile");
+            for (int i = row * height / PANEL; i < (row + 1) * height / PANEL; ++i) {
+                for (int j = column * WIDTH / PANEL; j < (column + 1) * WIDTH / PANEL; ++j) {
+                    ++seen[i * (panels + 4) + j];
+                }
+            }
+        }
+        for (int i = 0; i < (sizes.m + PANEL - 1) / PANEL; ++i) {
+            for (int j = 0; j < panels && !(lower && j > i); ++j) {
+                if (seen[i * (panels + 4) + j] != 1) emulator::fail("a panel of not one tile");
+            }
         }
     }
-    passed("tiles, %s", triangle == LOWER ? "lower" : "full");
+    passed("tiles, %d columns, %d rows, %s", WIDTH, cluster * HEIGHT,
+           triangle == LOWER ? "lower" : "full");
 }
 
 static void check_plus_identity(int batch, int rows) {
     Matrices z = Matrices::integers(batch, rows, rows, false), sum(batch, rows, rows, false);
     const int blocks = (rows * rows / 8 + SUM_THREADS - 1) / SUM_THREADS;
-    for (int i = 0; i < batch * blocks * SUM_THREADS; ++i) {
-        emulator::thread = i % SUM_THREADS;
-        emulator::block_x = i / SUM_THREADS % blocks;
-        emulator::block_y = i / SUM_THREADS / blocks;
-        plus_identity((const Eight *)z.data.data(), (Eight *)sum.data.data(), rows);
+    for (emulator::block_y = 0; emulator::block_y < batch; ++emulator::block_y) {
+        emulator::run_launch(blocks, 1, SUM_THREADS, 0, [&] {
+            plus_identity((const Eight *)z.data.data(), (Eight *)sum.data.data(), rows);
+        });
     }
     for (int i = 0; i < batch * rows * rows; ++i) {
         float one = i / rows % rows == i % rows ? 1.0f : 0.0f;
@@ -230,36 +280,43 @@ int main(int count, char **arguments) {
     signal(SIGALRM, timed_out);
     alarm(seconds);
     check_elements();
-    check_tiles(FULL);
-    check_tiles(LOWER);
-    check_product(KK, LOWER, 1, 128, 128, 64, {1, 0});
-    check_product(KK, LOWER, 1, 256, 256, 192, {2, -1});
-    check_product(KK, LOWER, 2, 200, 200, 72, {1, 3});
-    check_product(KK, LOWER, 1, 264, 264, 320, {-1, 0});
-    check_product(KK, LOWER, 3, 8, 8, 8, {1, 1});
-    check_product(KK, FULL, 2, 136, 72, 200, {1, 0});
-    check_product(KK, FULL, 1, 128, 264, 136, {1, 2});
-    check_product(KM, FULL, 1, 136, 264, 72, {1, 0});
-    check_product(KM, FULL, 2, 72, 8, 200, {3, 1});
-    check_product(KM, FULL, 1, 264, 136, 520, {1, -2});
-    check_product(KM, FULL, 1, 8, 128, 256, {1, 0});
-    check_product(MM, LOWER, 1, 128, 128, 64, {1, 0});
-    check_product(MM, LOWER, 2, 200, 200, 136, {1, 1});
-    check_product(MM, LOWER, 1, 264, 264, 328, {2, -3});
-    check_product(MM, LOWER, 1, 8, 8, 448, {1, 0});
-    check_product(KK, LOWER, 1, 264, 264, 328, {2, 0}, {2, 2});
-    check_product(KK, LOWER, 3, 136, 136, 200, {1, 3}, {4, 3});
-    check_product(KK, LOWER, 1, 200, 200, 712, {1, -1}, {3, 5});
-    check_product(KK, FULL, 3, 8, 136, 320, {-1, 2}, {5, 5});
-    check_product(KM, FULL, 1, 136, 264, 328, {1, 0}, {4, 5});
-    check_product(KM, FULL, 3, 72, 200, 456, {1, -2}, {3, 2});
-    check_product(KM, FULL, 1, 264, 8, 200, {1, 1}, {1, 3});
-    check_product(MM, LOWER, 1, 264, 264, 136, {1, 0}, {6, 3});
-    check_product(MM, LOWER, 3, 200, 200, 200, {1, 1}, {5, 2});
-    check_product(MM, LOWER, 1, 128, 128, 392, {2, 0}, {1, 5});
-    check_order();
     check_plus_identity(1, 8);
     check_plus_identity(2, 72);
     check_plus_identity(3, 136);
+    for (Triangle triangle : {FULL, LOWER}) {
+        check_tiles<128>(1, triangle);
+        check_tiles<128>(2, triangle);
+        check_tiles<256>(1, triangle);
+        check_tiles<256>(2, triangle);
+    }
+    for (Shape shape : SHAPES) {
+        printf("tiles of %d columns, clusters of %d\n", shape.width, shape.cluster);
+        check_product(shape, KK, LOWER, 1, 128, 128, 64, {1, 0});
+        check_product(shape, KK, LOWER, 1, 256, 256, 192, {2, -1});
+        check_product(shape, KK, LOWER, 2, 200, 200, 72, {1, 3});
+        check_product(shape, KK, LOWER, 1, 264, 264, 320, {-1, 0});
+        check_product(shape, KK, LOWER, 3, 8, 8, 8, {1, 1});
+        check_product(shape, KK, FULL, 2, 136, 72, 200, {1, 0});
+        check_product(shape, KK, FULL, 1, 128, 264, 136, {1, 2});
+        check_product(shape, KM, FULL, 1, 136, 264, 72, {1, 0});
+        check_product(shape, KM, FULL, 2, 72, 8, 200, {3, 1});
+        check_product(shape, KM, FULL, 1, 264, 136, 520, {1, -2});
+        check_product(shape, KM, FULL, 1, 8, 128, 256, {1, 0});
+        check_product(shape, MM, LOWER, 1, 128, 128, 64, {1, 0});
+        check_product(shape, MM, LOWER, 2, 200, 200, 136, {1, 1});
+        check_product(shape, MM, LOWER, 1, 264, 264, 328, {2, -3});
+        check_product(shape, MM, LOWER, 1, 8, 8, 448, {1, 0});
+        check_product(shape, KK, LOWER, 1, 264, 264, 328, {2, 0}, {2, 2});
+        check_product(shape, KK, LOWER, 3, 136, 136, 200, {1, 3}, {4, 3});
+        check_product(shape, KK, LOWER, 1, 200, 200, 712, {1, -1}, {3, 5});
+        check_product(shape, KK, FULL, 3, 8, 136, 320, {-1, 2}, {5, 5});
+        check_product(shape, KM, FULL, 1, 136, 264, 328, {1, 0}, {4, 5});
+        check_product(shape, KM, FULL, 3, 72, 200, 456, {1, -2}, {3, 2});
+        check_product(shape, KM, FULL, 1, 264, 8, 200, {1, 1}, {1, 3});
+        check_product(shape, MM, LOWER, 1, 264, 264, 136, {1, 0}, {6, 3});
+        check_product(shape, MM, LOWER, 3, 200, 200, 200, {1, 1}, {5, 2});
+        check_product(shape, MM, LOWER, 1, 128, 128, 392, {2, 0}, {1, 5});
+        check_order(shape);
+    }
     printf("%d checks: all right\n", checks);
 }

@@ -7,12 +7,16 @@
 //   they are committed.
 // - Memory that a thread writes is undefined for the copy engine and for matrix instructions until
 //   the same thread executes `fence_async`.
-// - Shared memory is poisoned at first, and all addresses are checked.
-// - Blocks run one after the other in random order. What a thread stores in global memory is
+// - Shared memory is poisoned at first, and all addresses are checked. Nothing may reach the memory
+//   of a block that has ended. A launch stores every element of its result once.
+// - The blocks of a cluster run at a time. Of a copy to several blocks, each receives its own.
+// - Clusters run one after the other in random order. What a thread stores in global memory is
 //   undefined for other blocks unless it executes `thread_fence`, and its block `atomic_add`
 //   afterwards; they see it after an `atomic_add` and a `thread_fence` of their own.
+// - A launch overlaps with the one before it: global memory and matrices may not be accessed before
+//   a thread has executed `wait_for_launch_before`.
 //
-// If no thread can run and nothing is in flight, the block hangs, which is reported at once. Not
+// If no thread can run and nothing is in flight, the cluster hangs, which is reported at once. Not
 // emulated: how the hardware decodes descriptors and tensor maps, and speed.
 #pragma once
 #include <stdint.h>
@@ -23,6 +27,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -35,17 +41,16 @@ typedef uint64_t u64;
 #define ENTRY static void
 #define BOUNDS(threads, blocks)
 #define CONSTANT
-#define THREAD emulator::thread
+#define THREAD (emulator::thread % emulator::threads)
 #define BLOCK_X emulator::block_x
 #define BLOCK_Y emulator::block_y
-#define DYNAMIC_SHARED(name) char *name = emulator::memory + emulator::BEGIN
-#define SHARED_BARRIERS(name, count) static Barrier name[count]
+#define CLUSTER emulator::cluster
+#define CLUSTER_RANK emulator::rank()
+#define DYNAMIC_SHARED(name) char *name = emulator::block().memory + emulator::BEGIN
 
+// Its state is that of its place in shared memory.
 struct Barrier {
-    int count, pending;
-    long bytes;  // that are expected and have not arrived
-    unsigned phase;
-    u64 block;  // in which it was initialized
+    u64 word;
 };
 
 // Sizes and strides are those of x, y and z, in elements.
@@ -62,17 +67,20 @@ namespace emulator {
 
 constexpr int MAX_THREADS = 1024;
 constexpr int STACK_BYTES = 64 << 10;
-// Dynamic shared memory begins at an address that is aligned to 16 bytes only.
-constexpr u32 BEGIN = 1040, MEMORY_BYTES = 228 << 10;
+constexpr int MAX_BLOCKS = 2;  // of a cluster
+constexpr u32 BEGIN = 1024, MEMORY_BYTES = 228 << 10;
 
-inline int thread, threads, block_x, block_y;
-inline u64 block_number = 0;
+// `thread` counts the threads of a cluster, and `threads` is the number of those of a block.
+inline int thread, threads, blocks, block_x, block_y, cluster;
+inline u64 cluster_number = 0;
 inline u32 end;  // of dynamic shared memory
 inline u32 state = 1;
 inline std::vector<u32> global;  // memory, except of matrices
 
+inline int rank() { return thread / threads; }
+
 [[noreturn]] inline void fail(const char *problem) {
-    printf("FAIL: %s (thread %d of block %d, %d)\n", problem, thread, block_x, block_y);
+    printf("FAIL: %s (thread %d of cluster %d)\n", problem, thread, cluster);
     fflush(stdout);
     _Exit(1);
 }
@@ -121,16 +129,48 @@ inline u16 round(float f) {
 #endif
 }
 
-// Shared memory as threads see it, and as the copy engine and matrix instructions (the async proxy)
-// do. Writes are numbered; of two writes to an element, the later one is seen.
+// A place where threads meet for an instruction that they execute together.
+struct Meeting {
+    int came = 0;
+    unsigned round = 0;
+    const char *instruction = nullptr;
+};
 
-alignas(1024) inline char memory[MEMORY_BYTES], async_memory[MEMORY_BYTES];
-inline u64 written[MEMORY_BYTES / 2], writes = 0;  // the last write to an element of async_memory
+struct BarrierState {
+    int count = 0;  // 0 before it is initialized
+    int pending = 0;
+    long bytes = 0;  // that are expected and have not arrived
+    unsigned phase = 0;
+};
+
+// A block of the cluster that runs. Threads see shared memory as `memory`, and the copy engine and
+// matrix instructions (the async proxy) as `async_memory`. Writes are numbered; of two writes to an
+// element, the later one is seen.
+struct Block {
+    alignas(1024) char memory[MEMORY_BYTES], async_memory[MEMORY_BYTES];
+    u64 written[MEMORY_BYTES / 2];  // the last write to an element of `async_memory`
+    std::unordered_map<u32, BarrierState> barriers;  // by address
+    Meeting consumers, groups[2];
+    bool gathered;     // in a meeting of the consumers
+    bool has_counted;  // it executed `atomic_add`
+    int running;       // threads
+};
+inline Block cluster_blocks[MAX_BLOCKS];
+inline u64 writes = 0;
+
+inline Block &block() { return cluster_blocks[rank()]; }
+
+inline Block &running(int rank) {
+    if (rank >= blocks) fail("an access to a block outside of the cluster");
+    if (cluster_blocks[rank].running == 0) fail("an access to a block that has ended");
+    return cluster_blocks[rank];
+}
 
 struct Write {
     u32 at;
+    int bytes;
     u64 number;
-    char bytes[16];
+    char data[16];
 };
 
 inline u32 checked(long at, int bytes) {
@@ -139,12 +179,14 @@ inline u32 checked(long at, int bytes) {
     return (u32)at;
 }
 
-inline u32 address(const char *p, int bytes) { return checked(p - memory, bytes); }
+inline u32 address(const void *p, int bytes) {
+    return checked((const char *)p - block().memory, bytes);
+}
 
-inline void write_async(u32 at, const char *from, u64 number) {
-    if (written[at / 2] > number) return;
-    written[at / 2] = number;
-    memcpy(async_memory + at, from, 2);
+inline void write_async(Block &block, u32 at, const char *from, u64 number) {
+    if (block.written[at / 2] > number) return;
+    block.written[at / 2] = number;
+    memcpy(block.async_memory + at, from, 2);
 }
 
 inline u32 swizzle(u32 at) { return at ^ (at >> 7 & 7) << 4; }
@@ -158,20 +200,28 @@ struct Coroutine {
     bool done;
     std::vector<Write> unpublished;
     std::vector<std::pair<size_t, u32>> unfenced;  // stores in global memory
-    bool acquired;  // it executed `thread_fence` since the last `atomic_add` of its block
+    bool acquired;    // it executed `thread_fence` since the last `atomic_add` of its block
+    bool is_ordered;  // it executed `wait_for_launch_before`
 };
 inline std::vector<Coroutine> coroutines(MAX_THREADS);
 inline ucontext_t scheduler;
 inline std::vector<int> runnable;
 inline const void *kernel;  // the function that all threads call
 
-// Writes 16 bytes for other threads, and nothing that the async proxy could rely on.
+// Writes bytes for other threads, and nothing that the async proxy could rely on.
 inline void write(char *p, Write &write) {
-    write.at = address(p, 16);
+    write.at = address(p, write.bytes);
     write.number = ++writes;
-    memcpy(p, write.bytes, 16);
-    for (int i = 0; i < 16; i += 2) write_async(write.at + i, "\xff\xff", write.number);
+    memcpy(p, write.data, write.bytes);
+    for (int i = 0; i < write.bytes; i += 2) {
+        write_async(block(), write.at + i, "\xff\xff", write.number);
+    }
     coroutines[thread].unpublished.push_back(write);
+}
+
+// Fails unless the launch before this one is complete.
+inline void ensure_ordered() {
+    if (!coroutines[thread].is_ordered) fail("an access that overlaps with the launch before");
 }
 
 inline void suspend() {
@@ -199,13 +249,7 @@ inline void pause() {
     suspend();
 }
 
-// A place where threads meet for an instruction that they execute together.
-struct Meeting {
-    int came = 0;
-    unsigned round = 0;
-    const char *instruction = nullptr;
-};
-inline Meeting whole, consumers, warps[MAX_THREADS / 32], warpgroups[MAX_THREADS / 128];
+inline Meeting whole, warps[MAX_THREADS / 32], warpgroups[MAX_THREADS / 128];
 
 // Lets `size` threads meet; the last one executes `work` for all of them.
 template <class Work>
@@ -225,44 +269,61 @@ void together(Meeting &meeting, int size, const char *instruction, Work work) {
 
 // Barriers.
 
-inline Barrier &initialized(Barrier *b) {
-    if (b->block != block_number) fail("a barrier that is not initialized");
-    return *b;
+inline BarrierState &state_of(const Barrier *b, Block &of) {
+    return of.barriers[address(b, 8)];
 }
 
-inline void complete(Barrier &b) {
+inline BarrierState &initialized(const Barrier *b, Block &of) {
+    BarrierState &state = state_of(b, of);
+    if (state.count == 0) fail("a barrier that is not initialized");
+    return state;
+}
+
+inline void complete(BarrierState &b) {
     if (b.pending || b.bytes) return;
     ++b.phase;
     b.pending = b.count;
     wake(&b);
 }
 
-inline void arrive(Barrier &b) {
+inline void arrive(BarrierState &b) {
     if (--b.pending < 0) fail("too many arrivals");
     complete(b);
 }
 
 // The copy engine.
 
-// A request to load or store a box.
+// The stores of a thread, by their numbers.
+struct Stores {
+    u64 last = 0;
+    std::vector<u64> in_flight;
+};
+
+// A request to load or store a box of one block.
 struct Transfer {
     bool is_load;
     TensorMap map;
     u32 at;
     int x, y, z;
-    Barrier *full;
+    int rank;
+    BarrierState *full;  // of a load
+    Stores *stores;      // of a store, with its number
+    u64 number;
 };
 inline std::vector<Transfer> transfers;  // in flight
-inline int stores = 0;                   // among them
+inline Stores stores[MAX_THREADS];
+inline std::unordered_set<u16 *> stored;  // elements, in this launch
 
 inline void copy_element(const Transfer &t, u32 at, u16 *element) {
+    Block &block = running(t.rank);
     if (t.is_load) {
         // Zeros are outside of the matrices.
         u16 h = element ? *element : 0;
-        memcpy(memory + at, &h, 2);
-        write_async(at, (const char *)&h, ++writes);
+        memcpy(block.memory + at, &h, 2);
+        write_async(block, at, (const char *)&h, ++writes);
     } else if (element) {
-        memcpy(element, async_memory + at, 2);
+        if (!stored.insert(element).second) fail("an element that is stored twice");
+        memcpy(element, block.async_memory + at, 2);
     }
 }
 
@@ -278,10 +339,12 @@ inline void serve(const Transfer &t) {
         }
     }
     if (t.is_load) {
-        initialized(t.full).bytes -= map.box[0] * map.box[1] * 2;
+        t.full->bytes -= map.box[0] * map.box[1] * 2;
         complete(*t.full);
-    } else if (--stores == 0) {
-        wake(&stores);
+    } else {
+        std::vector<u64> &left = t.stores->in_flight;
+        left.erase(std::find(left.begin(), left.end(), t.number));
+        wake(t.stores);
     }
 }
 
@@ -290,6 +353,7 @@ inline void serve(const Transfer &t) {
 struct Instruction {
     Descriptor a, b;
     bool a_mn, b_mn;
+    int columns;
     float *sums[128];
 };
 struct Warpgroup {
@@ -300,7 +364,7 @@ struct Warpgroup {
 };
 inline Warpgroup groups[MAX_THREADS / 128];
 
-inline float element(Descriptor d, int outer, int inner, bool mn) {
+inline float element(const Block &block, Descriptor d, int outer, int inner, bool mn) {
     const u32 leading = (d >> 16 & 0x3fff) << 4, stride = (d >> 32 & 0x3fff) << 4;
     u32 at = (d & 0x3fff) << 4;
     if (mn) {
@@ -309,19 +373,19 @@ inline float element(Descriptor d, int outer, int inner, bool mn) {
         at += outer / 8 * stride + outer % 8 * 128 + inner * 2;
     }
     u16 h;
-    memcpy(&h, async_memory + checked(swizzle(at), 2), 2);
+    memcpy(&h, block.async_memory + checked(swizzle(at), 2), 2);
     return widen(h);
 }
 
-inline void execute(const Instruction &i) {
-    float a[16][64], b[16][128];
+inline void execute(const Instruction &i, const Block &block) {
+    float a[16][64], b[16][256];
     if (i.a >> 62 != 1 || i.b >> 62 != 1) fail("an operand without a swizzle of 128 bytes");
     for (int k = 0; k < 16; ++k) {
-        for (int r = 0; r < 64; ++r) a[k][r] = element(i.a, r, k, i.a_mn);
-        for (int c = 0; c < 128; ++c) b[k][c] = element(i.b, c, k, i.b_mn);
+        for (int r = 0; r < 64; ++r) a[k][r] = element(block, i.a, r, k, i.a_mn);
+        for (int c = 0; c < i.columns; ++c) b[k][c] = element(block, i.b, c, k, i.b_mn);
     }
     for (int t = 0; t < 128; ++t) {
-        for (int s = 0; s < 64; ++s) {
+        for (int s = 0; s < i.columns / 2; ++s) {
             int r = t / 32 * 16 + t % 32 / 4 + s / 2 % 2 * 8, c = s / 4 * 8 + t % 4 * 2 + s % 2;
             float sum = i.sums[t][s];
             for (int k = 0; k < 16; ++k) sum += a[k][r] * b[k][c];
@@ -331,17 +395,20 @@ inline void execute(const Instruction &i) {
 }
 
 inline void execute_oldest(Warpgroup &group) {
-    for (const Instruction &instruction : group.committed.front()) execute(instruction);
+    for (const Instruction &instruction : group.committed.front()) execute(instruction, block());
     group.committed.erase(group.committed.begin());
 }
 
 // Global memory. Its undefined words are all ones: NaN.
 
-inline std::vector<u64> stored_by;                   // the block that stored a word in the launch
+inline std::vector<u64> stored_by;                   // the block that stored a word, see `block_number`
 inline std::vector<std::pair<size_t, u32>> delayed;  // stores that are seen after the launch
-inline bool has_counted;                             // the block executed `atomic_add`
+
+// The number of the block that runs, among all blocks.
+inline u64 block_number() { return cluster_number * MAX_BLOCKS + rank(); }
 
 inline size_t global_index(const void *p) {
+    ensure_ordered();
     const size_t at = (const char *)p - (const char *)global.data();
     if (at / 4 >= global.size() || at % 4) fail("an address outside of global memory");
     return at / 4;
@@ -364,30 +431,42 @@ void start() {
     coroutines[thread].done = true;
 }
 
-// Runs a block until all of its threads are done and nothing is in flight.
+// The threads of one number in all blocks have places far from each other: warps and warpgroups
+// count those of a block only.
+inline int warp() { return rank() * (MAX_THREADS / 64) + thread % threads / 32; }
+inline int warpgroup() { return rank() * (MAX_THREADS / 256) + thread % threads / 128; }
+
+// Runs a cluster until all of its threads are done and nothing is in flight.
 template <class Kernel>
-void run_block(int x, int y, int size, u32 shared_bytes, const Kernel &body) {
-    ++block_number;
-    threads = size;
-    block_x = x;
-    block_y = y;
+void run_cluster(int number, int size, int block_threads, u32 shared_bytes, const Kernel &body) {
+    ++cluster_number;
+    cluster = number;
+    blocks = size;
+    threads = block_threads;
     end = BEGIN + shared_bytes;
     kernel = &body;
-    memset(memory, 0xff, MEMORY_BYTES);
-    memset(async_memory, 0xff, MEMORY_BYTES);
-    has_counted = false;
-    whole = consumers = Meeting();
+    for (int r = 0; r < blocks; ++r) {
+        Block &block = cluster_blocks[r];
+        memset(block.memory, 0xff, end);
+        memset(block.async_memory, 0xff, end);
+        block.barriers.clear();
+        block.consumers = block.groups[0] = block.groups[1] = Meeting();
+        block.gathered = block.has_counted = false;
+        block.running = threads;
+    }
+    whole = Meeting();
     std::fill(std::begin(warps), std::end(warps), Meeting());
     std::fill(std::begin(warpgroups), std::end(warpgroups), Meeting());
     std::fill(std::begin(groups), std::end(groups), Warpgroup());
     runnable.clear();
-    for (int t = 0; t < threads; ++t) {
+    for (int t = 0; t < blocks * threads; ++t) {
         Coroutine &c = coroutines[t];
         c.stack.resize(STACK_BYTES);
         c.waits_for = nullptr;
         c.done = false;
         c.unpublished.clear();
-        c.acquired = false;
+        c.unfenced.clear();
+        c.acquired = c.is_ordered = false;
         getcontext(&c.context);
         c.context.uc_stack.ss_sp = c.stack.data();
         c.context.uc_stack.ss_size = STACK_BYTES;
@@ -397,9 +476,9 @@ void run_block(int x, int y, int size, u32 shared_bytes, const Kernel &body) {
     }
     const u32 delays[] = {4, 256, 1 << 20};  // of the copy engine
     const u32 delay = delays[random(3)];
-    const u32 slow_warps[] = {0, random(1 << 16), 0x10f, 0xf0};
-    const u32 slow = slow_warps[random(4)];
-    for (int left = threads; left > 0;) {
+    const u32 slow_warps[] = {0, random(1 << 18), 0x10f, 0xf0, 0x1ff, 0x3fe00};
+    const u32 slow = slow_warps[random(6)];
+    for (int left = blocks * threads; left > 0;) {
         if (!transfers.empty() && (runnable.empty() || random(delay) == 0)) {
             auto chosen = transfers.begin() + random(transfers.size());
             const Transfer transfer = *chosen;
@@ -415,10 +494,14 @@ void run_block(int x, int y, int size, u32 shared_bytes, const Kernel &body) {
         std::swap(runnable[next], runnable.back());
         thread = runnable.back();
         runnable.pop_back();
+        block_x = cluster * blocks + rank();
         if (swapcontext(&scheduler, &coroutines[thread].context)) fail("swapcontext");
-        left -= coroutines[thread].done;
+        if (coroutines[thread].done) {
+            --left;
+            --block().running;
+        }
     }
-    for (int t = 0; t < threads; ++t) publish(coroutines[t].unfenced, true);
+    for (int t = 0; t < blocks * threads; ++t) publish(coroutines[t].unfenced, true);
     if (!transfers.empty()) fail("a block ends before its copies");
     for (const Warpgroup &group : groups) {
         if (!group.issued.empty() || !group.committed.empty()) {
@@ -427,93 +510,122 @@ void run_block(int x, int y, int size, u32 shared_bytes, const Kernel &body) {
     }
 }
 
-// Runs the blocks of a launch in random order.
+// Runs the clusters of a launch in random order.
 template <class Kernel>
-void run_launch(int blocks, int size, u32 shared_bytes, const Kernel &body) {
+void run_launch(int clusters, int size, int block_threads, u32 shared_bytes, const Kernel &body) {
     std::vector<int> order;
-    for (int x = 0; x < blocks; ++x) {
+    for (int x = 0; x < clusters; ++x) {
         order.push_back(x);
         std::swap(order.back(), order[random(order.size())]);
     }
     stored_by.assign(global.size(), 0);
-    for (int x : order) run_block(x, 0, size, shared_bytes, body);
+    stored.clear();
+    for (int x : order) run_cluster(x, size, block_threads, shared_bytes, body);
     publish(delayed, false);
 }
 
 // Stores four matrices of 8 x 8 elements of a warp, one row for each thread.
 inline void store_four(char *p, const Pair (&pairs)[4], bool transposed) {
     static Pair fragments[MAX_THREADS][4];
-    const int warp = thread / 32, lane = thread % 32;
+    const int lane = thread % 32;
     memcpy(fragments[thread], pairs, sizeof pairs);
-    together(warps[warp], 32, transposed ? "stmatrix.trans" : "stmatrix", [] {});
+    together(warps[warp()], 32, transposed ? "stmatrix.trans" : "stmatrix", [] {});
     Write own;
+    own.bytes = 16;
     for (int i = 0; i < 8; ++i) {
         int r = transposed ? i : lane % 8, c = transposed ? lane % 8 : i;
-        u16 h = (u16)(fragments[warp * 32 + 4 * r + c / 2][lane / 8] >> c % 2 * 16);
-        memcpy(own.bytes + 2 * i, &h, 2);
+        u16 h = (u16)(fragments[thread - lane + 4 * r + c / 2][lane / 8] >> c % 2 * 16);
+        memcpy(own.data + 2 * i, &h, 2);
     }
     write(p, own);
-    together(warps[warp], 32, "end of stmatrix", [] {});
+    together(warps[warp()], 32, "end of stmatrix", [] {});
 }
 
 }  // namespace emulator
 
-DEVICE char *align_1024(char *p) {
-    return p + (-(p - emulator::memory) & 1023);
+DEVICE int opaque(int x) { return x; }
+
+DEVICE void sync_cluster() {
+    emulator::together(emulator::whole, emulator::blocks * emulator::threads, "sync_cluster",
+                       [] {});
 }
 
-DEVICE void sync_block() {
-    emulator::together(emulator::whole, emulator::threads, "sync_block", [] {});
+DEVICE void sync_warp() {
+    emulator::together(emulator::warps[emulator::warp()], 32, "sync_warp", [] {});
 }
 
-template <int COUNT>
-DEVICE void sync_threads() {
-    emulator::together(emulator::consumers, COUNT, "sync_threads", [] {});
+DEVICE void sync_group(int group) {
+    emulator::together(emulator::block().groups[group], 128, "sync_group", [] {});
 }
 
-template <int COUNT>
-DEVICE bool sync_threads_or(bool own) {
-    static bool gathered, result;
-    gathered |= own;
-    emulator::together(emulator::consumers, COUNT, "sync_threads_or", [] {
-        result = gathered;
-        gathered = false;
+DEVICE void sync_consumers() {
+    emulator::together(emulator::block().consumers, 256, "sync_consumers", [] {});
+}
+
+DEVICE bool sync_consumers_or(bool own) {
+    static bool results[emulator::MAX_BLOCKS];
+    emulator::Block &block = emulator::block();
+    block.gathered |= own;
+    emulator::together(block.consumers, 256, "sync_consumers_or", [&] {
+        results[emulator::rank()] = block.gathered;
+        block.gathered = false;
     });
-    return result;
+    return results[emulator::rank()];
 }
+
+DEVICE void wait_for_launch_before() {
+    emulator::pause();
+    emulator::coroutines[emulator::thread].is_ordered = true;
+}
+
+DEVICE void let_next_launch_begin() { emulator::ensure_ordered(); }
 
 DEVICE void barrier_init(Barrier *b, int count) {
     emulator::pause();
-    *b = {count, count, 0, 0, emulator::block_number};
+    emulator::state_of(b, emulator::block()) = {count, count, 0, 0};
 }
 
 DEVICE void fence_barriers() {}
 
 DEVICE void barrier_expect(Barrier *b, u32 bytes) {
     emulator::pause();
-    emulator::initialized(b).bytes += bytes;
-    emulator::arrive(*b);
+    auto &state = emulator::initialized(b, emulator::block());
+    state.bytes += bytes;
+    emulator::arrive(state);
 }
 
-DEVICE void barrier_arrive(Barrier *b) {
+DEVICE void barrier_arrive(Barrier *b, int rank) {
     emulator::pause();
-    emulator::arrive(emulator::initialized(b));
+    emulator::arrive(emulator::initialized(b, emulator::running(rank)));
 }
 
 DEVICE void barrier_wait(Barrier *b, u32 parity) {
     emulator::pause();
-    while ((emulator::initialized(b).phase & 1) == parity) emulator::wait_for(b);
+    auto &state = emulator::initialized(b, emulator::block());
+    while ((state.phase & 1) == parity) emulator::wait_for(&state);
 }
 
-DEVICE void load_box(char *to, const TensorMap *map, Barrier *full, int x, int y, int z) {
+DEVICE void load_box(char *to, const TensorMap *map, Barrier *full, int x, int y, int z,
+                     int mask) {
     emulator::pause();
-    emulator::transfers.push_back({true, *map, emulator::address(to, 1024), x, y, z, full});
+    emulator::ensure_ordered();
+    if (mask == 0 || mask >> emulator::blocks) emulator::fail("a copy to no block");
+    const u32 at = emulator::address(to, 1024);
+    for (int rank = 0; rank < emulator::blocks; ++rank) {
+        if (!(mask >> rank & 1)) continue;
+        auto *state = &emulator::initialized(full, emulator::running(rank));
+        emulator::transfers.push_back({true, *map, at, x, y, z, rank, state, nullptr, 0});
+    }
 }
 
 DEVICE void store_box(const TensorMap *map, const char *from, int x, int y, int z) {
     emulator::pause();
-    const emulator::Transfer transfer = {false, *map, emulator::address(from, 1024), x, y, z, 0};
-    ++emulator::stores;
+    emulator::ensure_ordered();
+    emulator::Stores &stores = emulator::stores[emulator::thread];
+    stores.in_flight.push_back(++stores.last);
+    const emulator::Transfer transfer = {
+        false,   *map,   emulator::address(from, 1024), x, y, z, emulator::rank(), nullptr,
+        &stores, stores.last};
     if (emulator::random(2)) {
         emulator::serve(transfer);
     } else {
@@ -521,16 +633,25 @@ DEVICE void store_box(const TensorMap *map, const char *from, int x, int y, int 
     }
 }
 
-DEVICE void store_finish() {
-    while (emulator::stores > 0) emulator::wait_for(&emulator::stores);
+// Every store is a group of its own.
+DEVICE void store_commit() {}
+
+template <int PENDING>
+DEVICE void store_wait_read() {
+    emulator::Stores &stores = emulator::stores[emulator::thread];
+    auto is_old = [&](u64 number) { return number + PENDING <= stores.last; };
+    auto &left = stores.in_flight;
+    while (std::any_of(left.begin(), left.end(), is_old)) emulator::wait_for(&stores);
 }
+
+DEVICE void store_finish() { store_wait_read<0>(); }
 
 DEVICE void fence_async() {
     emulator::pause();
-    auto &own = emulator::coroutines[THREAD].unpublished;
+    auto &own = emulator::coroutines[emulator::thread].unpublished;
     for (const auto &write : own) {
-        for (int i = 0; i < 16; i += 2) {
-            emulator::write_async(write.at + i, write.bytes + i, write.number);
+        for (int i = 0; i < write.bytes; i += 2) {
+            emulator::write_async(emulator::block(), write.at + i, write.data + i, write.number);
         }
     }
     own.clear();
@@ -538,9 +659,9 @@ DEVICE void fence_async() {
 
 DEVICE float load_global(const float *p) {
     const size_t index = emulator::global_index(p);
-    bool is_defined = emulator::stored_by[index] && emulator::coroutines[THREAD].acquired;
+    bool is_defined = emulator::stored_by[index] && emulator::coroutines[emulator::thread].acquired;
     u32 word = is_defined ? emulator::global[index] : ~0u;
-    for (auto [at, own] : emulator::coroutines[THREAD].unfenced) word = at == index ? own : word;
+    for (auto [at, own] : emulator::coroutines[emulator::thread].unfenced) word = at == index ? own : word;
     float value;
     memcpy(&value, &word, 4);
     return value;
@@ -551,11 +672,11 @@ DEVICE void store_global(Element *p, Element value) {
     static_assert(sizeof value == 4, "a word");
     const size_t index = emulator::global_index(p);
     u64 &by = emulator::stored_by[index];
-    if (by && by != emulator::block_number) emulator::fail("a word that two blocks store");
-    by = emulator::block_number;
+    if (by && by != emulator::block_number()) emulator::fail("a word that two blocks store");
+    by = emulator::block_number();
     u32 word;
     memcpy(&word, &value, 4);
-    emulator::coroutines[THREAD].unfenced.push_back({index, word});
+    emulator::coroutines[emulator::thread].unfenced.push_back({index, word});
     emulator::global[index] = ~0u;
 }
 
@@ -563,8 +684,10 @@ DEVICE u32 atomic_add(u32 *p, u32 value) {
     emulator::pause();
     const size_t index = emulator::global_index(p);
     if (emulator::stored_by[index]) emulator::fail("a word that is added to after a store");
-    for (int t = 0; t < emulator::threads; ++t) emulator::coroutines[t].acquired = false;
-    emulator::has_counted = true;
+    for (int t = 0; t < emulator::threads; ++t) {
+        emulator::coroutines[emulator::rank() * emulator::threads + t].acquired = false;
+    }
+    emulator::block().has_counted = true;
     u32 old = emulator::global[index];
     emulator::global[index] += value;
     return old;
@@ -572,34 +695,35 @@ DEVICE u32 atomic_add(u32 *p, u32 value) {
 
 DEVICE void thread_fence() {
     emulator::pause();
-    auto &own = emulator::coroutines[THREAD];
+    auto &own = emulator::coroutines[emulator::thread];
     // Blocks that run at the same time may read before a fence that follows the count.
-    emulator::publish(own.unfenced, emulator::has_counted);
-    own.acquired = emulator::has_counted;
+    emulator::publish(own.unfenced, emulator::block().has_counted);
+    own.acquired = emulator::block().has_counted;
 }
 
-DEVICE Descriptor describe(const char *p, u32 leading, u32 stride) {
-    return (u64)(emulator::address(p, 1024) >> 4) | (u64)(leading >> 4) << 16 |
-           (u64)(stride >> 4) << 32 | (u64)1 << 62;
+// Returns an address in the shared memory of the cluster, which has the block's place above bit 23.
+DEVICE u32 address(const char *p) {
+    return (u32)emulator::rank() << 24 | emulator::address(p, 1024);
 }
 
-DEVICE Descriptor advanced(Descriptor d, int bytes) { return d + (bytes >> 4); }
+DEVICE void prefetch_map(const TensorMap *) {}
 
 // Lets a warpgroup execute a matrix instruction.
 template <class Work>
 DEVICE void with_group(const char *instruction, Work work) {
-    auto &group = emulator::groups[THREAD / 128];
-    auto &meeting = emulator::warpgroups[THREAD / 128];
+    auto &group = emulator::groups[emulator::warpgroup()];
+    auto &meeting = emulator::warpgroups[emulator::warpgroup()];
     emulator::together(meeting, 128, instruction, [&] { work(group); });
 }
 
-DEVICE void multiply_fence(float (&)[64]) {
+template <int COUNT>
+DEVICE void multiply_fence(float (&)[COUNT]) {
     with_group("wgmma.fence", [](auto &group) { group.fenced = true; });
 }
 
-template <bool A_MN, bool B_MN>
-DEVICE void multiply(float (&sums)[64], Descriptor a, Descriptor b) {
-    auto &own = emulator::groups[THREAD / 128].next;
+template <bool A_MN, bool B_MN, int COUNT>
+DEVICE void multiply(float (&sums)[COUNT], Descriptor a, Descriptor b) {
+    auto &own = emulator::groups[emulator::warpgroup()].next;
     own.sums[THREAD % 128] = sums;
     with_group("wgmma", [=](auto &group) {
         if (!group.fenced) emulator::fail("a matrix instruction without a fence");
@@ -607,6 +731,7 @@ DEVICE void multiply(float (&sums)[64], Descriptor a, Descriptor b) {
         group.next.b = b;
         group.next.a_mn = A_MN;
         group.next.b_mn = B_MN;
+        group.next.columns = 2 * COUNT;
         group.issued.push_back(group.next);
     });
 }
@@ -619,8 +744,8 @@ DEVICE void multiply_commit() {
     });
 }
 
-template <int PENDING>
-DEVICE void multiply_wait(float (&)[64]) {
+template <int PENDING, int COUNT>
+DEVICE void multiply_wait(float (&)[COUNT]) {
     with_group("wgmma.wait_group", [](auto &group) {
         while (group.committed.size() > PENDING) execute_oldest(group);
         group.fenced = false;
@@ -650,14 +775,11 @@ DEVICE void store_transposed(char *p, Pair a, Pair b, Pair c, Pair d) {
     emulator::store_four(p, {a, b, c, d}, true);
 }
 
-// Replaces those of eight neighbors whose index is above `last_kept`.
-DEVICE void merge(char *own, const char *other, int last_kept) {
+DEVICE void store_element(char *p, float value) {
     emulator::pause();
-    emulator::address(own, 16);
-    emulator::address(other, 16);
-    emulator::Write merged;
-    for (int i = 0; i < 8; ++i) {
-        memcpy(merged.bytes + 2 * i, (i > last_kept ? other : own) + 2 * i, 2);
-    }
-    emulator::write(own, merged);
+    emulator::Write own;
+    const u16 element = emulator::round(value);
+    own.bytes = 2;
+    memcpy(own.data, &element, 2);
+    emulator::write(p, own);
 }

@@ -1,18 +1,24 @@
 // C = alpha A B + beta D for every matrix of a batch, with Hopper's warpgroup matrix instructions,
 // and the sum of every matrix and the identity.
 //
-// A block computes a tile of 128 x 128. One thread of its last warp asks the copy engine (TMA) for
-// slices of A and B; two warpgroups multiply them, 64 rows each. Two blocks share a multiprocessor,
-// so that one multiplies while the other stores. Of a symmetric result, only the tiles on and below
-// the diagonal are computed, and each is stored twice: as it is, and as its mirror image.
+// A block computes one tile of 128 x WIDTH after the other. One thread of its last warp asks the
+// copy engine (TMA) for slices of A and B; two warpgroups multiply them, 64 rows each. The two
+// blocks of a cluster compute tiles that lie below each other: each of them loads a half of B's
+// slice, which the copy engine writes to both.
 //
-// The last tiles of a batch, which would leave multiprocessors idle, can be cut along the inner
-// dimension: a block multiplies a part of the slices and stores its sums in global memory. The
-// block that is the last to do so adds all of them and stores the tile. No block waits for others.
+// Of a symmetric result, only the tiles that reach the diagonal or lie below it are computed. They
+// are stored in panels of 64 x 64: those below the diagonal twice, as they are and as their mirror
+// images, and those above it not at all.
+//
+// Some tiles can be cut along the inner dimension, so that all multiprocessors have as much to do: a
+// block multiplies a part of the slices and stores its sums in global memory. The block that is the
+// last to do so adds all of them and stores the tile. No block waits for others, except for those
+// of its cluster.
 //
 // Elements have 16 bits: bfloat16, or float16 with TYPE_F16. An operand is K-major if its inner
 // dimension is contiguous, otherwise MN-major. Tensor maps have the dimensions (contiguous, other,
-// matrix), a swizzle of 128 bytes, and boxes of 64 x 128 x 1, or 64 x 64 x 1 for MN-major operands.
+// matrix) and a swizzle of 128 bytes. Their boxes are 64 x 128 x 1 for A and D, 64 x WIDTH / 2 x 1
+// for B, and 64 x 64 x 1 for C and for MN-major operands.
 
 #ifdef EMULATE
 #include "emulator.hpp"
@@ -20,37 +26,64 @@
 #include "device.cuh"
 #endif
 
-constexpr int TILE = 128;            // rows and columns of a tile
-constexpr int PANEL = 64;            // elements of a swizzled row of 128 bytes
-constexpr int DEPTH = PANEL;         // columns of A in a slice
-constexpr int STEP = 16;             // columns of A that one matrix instruction takes
-constexpr int STAGES = 3;            // slices in shared memory
-constexpr int GROUP = 8;             // rows of tiles in a group, see `tile_of`
-constexpr int CONSUMERS = 256;       // threads that multiply
-constexpr int THREADS = 288;         // of a block that multiplies
-constexpr int BLOCKS = 2;            // on a multiprocessor
-constexpr int SHARED_BYTES = 99328;  // dynamic shared memory of a block that multiplies
-constexpr int SUM_THREADS = 256;     // of a block of `plus_identity`
+constexpr int HEIGHT = 128;       // rows of a tile
+constexpr int PANEL = 64;         // elements of a swizzled row of 128 bytes
+constexpr int DEPTH = PANEL;      // columns of A in a slice
+constexpr int STEP = 16;          // columns of A that one matrix instruction takes
+constexpr int GROUP = 8;          // rows of tiles in a group, see `tile_of`
+constexpr int CONSUMERS = 256;    // threads that multiply
+constexpr int THREADS = 288;      // of a block that multiplies
+constexpr int MAX_CLUSTER = 2;    // blocks of a cluster
+constexpr int SUM_THREADS = 256;  // of a block of `plus_identity`
 
-constexpr int OPERAND_BYTES = TILE * DEPTH * 2;
-constexpr int PANEL_BYTES = PANEL * DEPTH * 2;
-constexpr int STAGE_BYTES = 2 * OPERAND_BYTES;
+constexpr int PANEL_BYTES = PANEL * PANEL * 2;
+constexpr int A_BYTES = HEIGHT * DEPTH * 2;
+constexpr int D_WIDTH = 128;         // columns of D in a stage
 constexpr int ATOM_BYTES = 8 * 128;  // 8 swizzled rows, after which the swizzle repeats
 
 static_assert(THREADS == CONSUMERS + 32, "a warp loads for the consumers");
-static_assert(CONSUMERS == TILE / 64 * 128, "a warpgroup multiplies 64 rows");
-static_assert(SHARED_BYTES == STAGES * STAGE_BYTES + ATOM_BYTES, "there is room to align stages");
-static_assert(STAGE_BYTES == TILE * TILE * 2 && STAGES >= 3, "D, a tile and its mirror image fit");
-static_assert(65536 / (BLOCKS * THREADS) >= 112, "every thread has at least 112 registers");
-static_assert(BLOCKS * (SHARED_BYTES + 2048) <= 228 * 1024, "shared memory suffices");
+static_assert(CONSUMERS == HEIGHT / 64 * 128, "a warpgroup multiplies 64 rows");
+
+// What depends on the columns of a tile.
+template <int WIDTH>
+struct Tile {
+    static constexpr int SUMS = WIDTH / 2;  // of a thread
+    // On a multiprocessor: of two blocks, one multiplies while the other stores. A block with
+    // larger tiles needs a multiprocessor of its own.
+    static constexpr int BLOCKS = 256 / WIDTH;
+    static constexpr int STAGES = WIDTH == 256 ? 4 : 3;  // slices in shared memory
+    static constexpr int STAGE_BYTES = A_BYTES + WIDTH * DEPTH * 2;
+    static constexpr int BUFFERS = 2 / BLOCKS;  // of every warpgroup, for panels to be stored
+    static constexpr int BUFFERS_AT = STAGES * STAGE_BYTES;
+    static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS / 128 * BUFFERS * PANEL_BYTES;
+    static constexpr int SHARED_BYTES = BARRIERS_AT + 2 * STAGES * 8;
+
+    static_assert(STAGE_BYTES >= HEIGHT * D_WIDTH * 2, "D fits into a stage");
+    // Registers belong to a quarter of a multiprocessor, which has up to a quarter of the warps,
+    // rounded up.
+    static constexpr int WARPS_OF_QUARTER = (BLOCKS * THREADS / 32 + 3) / 4;
+    static_assert(65536 / 4 / 32 / WARPS_OF_QUARTER / 8 * 8 >= SUMS + 32, "registers suffice");
+    static_assert(BLOCKS * (SHARED_BYTES + 1024) <= 228 * 1024, "shared memory suffices");
+};
+
+// Dynamic shared memory of a block, by the columns of its tiles.
+constexpr int SHARED_BYTES_128 = 114736;
+constexpr int SHARED_BYTES_256 = 229440;
+
+static_assert(Tile<128>::SHARED_BYTES == SHARED_BYTES_128, "the host knows the bytes");
+static_assert(Tile<256>::SHARED_BYTES == SHARED_BYTES_256, "the host knows the bytes");
 
 struct Sizes {
     int m, n, k;
     float alpha, beta;
-    int lower;   // 1 if the result is symmetric, otherwise 0
-    int addend;  // 1 if there is a D, 0 if its map is ignored
-    int whole;   // tiles, of all matrices, that are not cut: those of the first blocks
-    int parts;   // of every other tile, each with its own block: at most the number of slices
+    int lower;     // 1 if the result is symmetric, otherwise 0
+    int addend;    // 1 if there is a D, 0 if its map is ignored
+    int cluster;   // blocks of a cluster: 1 or 2
+    int clusters;  // of the launch
+    int tiles;     // of a matrix: the blocks of a cluster compute one together
+    int parts;     // of every tile that is cut, of the first ones of the batch
+    int slots;     // parts of all of them, at most one for every cluster
+    int tasks;     // parts, and tiles that are not cut
 };
 
 // Eight neighbors of a row.
@@ -58,110 +91,184 @@ struct alignas(16) Eight {
     Pair pairs[4];
 };
 
-// The work of a block, and its shared memory.
-struct Block {
-    int row, column;  // of the tile's first element
+// A tile, or a part of one.
+struct Task {
+    int row, column;  // of the block's first element
     int matrix;
-    int first, slices;  // the first slice of the block, and the number of its slices
-    int parts;          // of the tile
-    int slot;           // among the blocks with a part of a cut tile; negative for others
-    char *stages;
-    Barrier *full, *empty;  // of every stage
-    Barrier *added;         // D has arrived
-
-    DEVICE char *stage(int slice) const { return stages + slice % STAGES * STAGE_BYTES; }
+    int first, slices;  // the first slice, and the number of slices
+    int part, parts;
+    int slot;  // among all parts
 };
 
-// Finds the tile of a block. Blocks that run at a time share rows and columns in the L2 cache:
-// they walk through `GROUP` rows of tiles column by column.
-DEVICE void tile_of(int block, int rows, int columns, bool lower, int &row, int &column) {
-    int first = 0;
-    for (;;) {
-        int height = min(GROUP, rows - first);
-        // All columns of a full result, otherwise those left of the group's triangle.
-        int square = height * (lower ? first : columns);
-        int triangle = lower ? height * (height + 1) / 2 : 0;
-        if (block < square) {
-            row = first + block % height;
-            column = block / height;
+// The shared memory of a block. Slices, and D, pass through its stages one after the other: the
+// first `STAGES` of these entries are the first to use a stage, and so on.
+template <int WIDTH>
+struct Block {
+    char *memory;
+    int cluster, rank;  // the number of blocks, and the place of this one
+
+    DEVICE int stage(u32 entry) const { return (int)(entry % Tile<WIDTH>::STAGES); }
+    DEVICE u32 use(u32 entry) const { return entry / Tile<WIDTH>::STAGES; }
+    DEVICE char *at(u32 entry) const {
+        return memory + stage(entry) * Tile<WIDTH>::STAGE_BYTES;
+    }
+    DEVICE Barrier *full(u32 entry) const {
+        return (Barrier *)(memory + Tile<WIDTH>::BARRIERS_AT) + stage(entry);
+    }
+    DEVICE Barrier *empty(u32 entry) const { return full(entry) + Tile<WIDTH>::STAGES; }
+    DEVICE void wait_until_full(u32 entry) const { barrier_wait(full(entry), use(entry) & 1); }
+    // Waits until the consumers of all blocks of the cluster have released the stage.
+    DEVICE void wait_until_empty(u32 entry) const {
+        if (use(entry) > 0) barrier_wait(empty(entry), (use(entry) - 1) & 1);
+    }
+    // Called by a warp once it has read an entry, into whose stage any block of the cluster may
+    // write: a thread for each block tells it.
+    DEVICE void release(u32 entry) const {
+        sync_warp();
+        const int other = THREAD % 32;
+        if (other < cluster) barrier_arrive(empty(entry), other);
+    }
+};
+
+// Finds a tile of a cluster by its number among those of a matrix. Clusters that run at a time share
+// rows and columns in the L2 cache: they walk through `GROUP` rows of tiles column by column.
+template <int WIDTH>
+DEVICE void tile_of(int tile, const Sizes &sizes, int &row, int &column) {
+    const int halvings = sizes.cluster - 1, height = HEIGHT << halvings;
+    const int rows = ((sizes.m + HEIGHT - 1) / HEIGHT + halvings) >> halvings;
+    const int columns = (sizes.n + WIDTH - 1) / WIDTH;
+    for (int first = 0;; first += GROUP) {
+        const int end = min(first + GROUP, rows);
+        // Columns that all rows of the group have: of a symmetric result, those that begin left of
+        // the first row's end.
+        int square = columns;
+        if (sizes.lower) square = min(columns, ((first + 1) * height + WIDTH - 1) / WIDTH);
+        if (tile < square * (end - first)) {
+            row = first + tile % (end - first);
+            column = tile / (end - first);
             return;
         }
-        if (block < square + triangle) {
-            block -= square;
-            int c = 0;
-            for (; block >= height - c; ++c) block -= height - c;
-            column = first + c;
-            row = column + block;
-            return;
+        tile -= square * (end - first);
+        if (!sizes.lower) continue;
+        for (column = square; column < columns && column * WIDTH < end * height; ++column) {
+            row = column * (WIDTH / HEIGHT) >> halvings;
+            if (tile < end - row) {
+                row += tile;
+                return;
+            }
+            tile -= end - row;
         }
-        block -= square + triangle;
-        first += height;
     }
 }
 
-// The offset of an element in a tile of two panels, each of 128 swizzled rows: the copy engine
-// permutes the 16-byte chunks of a row by its low bits.
-DEVICE int swizzled(int row, int column) {
-    int chunk = (column % PANEL / 8) ^ (row % 8);
-    return column / PANEL * OPERAND_BYTES + row * 128 + chunk * 16 + column % 8 * 2;
+DEVICE int first_slice(const Sizes &sizes, int part, int parts) {
+    return (sizes.k + DEPTH - 1) / DEPTH * part / parts;
 }
 
-template <bool MN>
-DEVICE void load_operand(char *to, const TensorMap &map, Barrier *full, int slice, int outer,
-                         int matrix) {
+// The number of slices of a task, without a search for its tile.
+DEVICE int slices_of(int number, const Sizes &sizes) {
+    if (number >= sizes.slots) return first_slice(sizes, 1, 1);
+    const int part = number % sizes.parts;
+    return first_slice(sizes, part + 1, sizes.parts) - first_slice(sizes, part, sizes.parts);
+}
+
+template <int WIDTH>
+DEVICE Task task_of(int number, const Sizes &sizes, const Block<WIDTH> &block) {
+    Task task;
+    // Parts come first: their sums are added up while other blocks have tiles to multiply.
+    const bool is_part = number < sizes.slots;
+    const int whole = number - sizes.slots + sizes.slots / sizes.parts;
+    const int tile = is_part ? number / sizes.parts : whole;
+    task.slot = number;
+    task.parts = is_part ? sizes.parts : 1;
+    task.part = is_part ? number % sizes.parts : 0;
+    tile_of<WIDTH>(tile % sizes.tiles, sizes, task.row, task.column);
+    task.row = (task.row * block.cluster + block.rank) * HEIGHT;
+    task.column *= WIDTH;
+    task.matrix = tile / sizes.tiles;
+    task.first = first_slice(sizes, task.part, task.parts);
+    task.slices = slices_of(number, sizes);
+    return task;
+}
+
+// D is added to the first part of a tile.
+DEVICE bool has_addend(const Task &task, const Sizes &sizes) {
+    return sizes.addend && task.part == 0;
+}
+
+// The offset of an element in a panel: the copy engine permutes the 16-byte chunks of a row by its
+// low bits.
+DEVICE u32 swizzled(u32 row, u32 column) {
+    return row * 128 + ((column / 8) ^ (row % 8)) * 16 + column % 8 * 2;
+}
+
+// Loads a part of an operand, `LINES` rows of A or columns of B, for the blocks in `mask`.
+template <bool MN, int LINES>
+DEVICE void load_operand(char *to, const TensorMap &map, Barrier *full, int slice, int line,
+                         int matrix, int mask) {
     if (MN) {
-        load_box(to, &map, full, outer, slice * DEPTH, matrix);
-        load_box(to + PANEL_BYTES, &map, full, outer + PANEL, slice * DEPTH, matrix);
+        for (int i = 0; i < LINES; i += PANEL) {
+            load_box(to + i * DEPTH * 2, &map, full, line + i, slice * DEPTH, matrix, mask);
+        }
     } else {
-        load_box(to, &map, full, slice * DEPTH, outer, matrix);
+        load_box(to, &map, full, slice * DEPTH, line, matrix, mask);
     }
 }
 
-// Waits until the slice that was in the same stage has been multiplied.
-DEVICE void wait_until_empty(const Block &block, int slice) {
-    if (slice >= STAGES) barrier_wait(&block.empty[slice % STAGES], (slice / STAGES - 1) & 1);
+template <int WIDTH, bool A_MN, bool B_MN>
+DEVICE void produce(const Block<WIDTH> &block, const Task &task, const Sizes &sizes, u32 entry,
+                    const TensorMap &a, const TensorMap &b, const TensorMap &d) {
+    constexpr int HALF = WIDTH / MAX_CLUSTER;  // columns of B that a block of a full cluster loads
+    const int own = 1 << block.rank, all = (1 << block.cluster) - 1;
+    for (int slice = task.first; slice < task.first + task.slices; ++slice, ++entry) {
+        block.wait_until_empty(entry);
+        char *to = block.at(entry);
+        Barrier *full = block.full(entry);
+        barrier_expect(full, Tile<WIDTH>::STAGE_BYTES);
+        load_operand<A_MN, HEIGHT>(to, a, full, slice, task.row, task.matrix, own);
+        for (int half = block.rank; half < MAX_CLUSTER; half += block.cluster) {
+            load_operand<B_MN, HALF>(to + A_BYTES + half * HALF * DEPTH * 2, b, full, slice,
+                                     task.column + half * HALF, task.matrix, all);
+        }
+    }
+    if (!has_addend(task, sizes)) return;
+    for (int i = 0; i < WIDTH; i += D_WIDTH, ++entry) {
+        block.wait_until_empty(entry);
+        Barrier *full = block.full(entry);
+        barrier_expect(full, HEIGHT * D_WIDTH * 2);
+        for (int j = 0; j < D_WIDTH; j += PANEL) {
+            load_box(block.at(entry) + j * HEIGHT * 2, &d, full, task.column + i + j, task.row,
+                     task.matrix, own);
+        }
+    }
 }
 
-// D takes the place of one more slice.
-DEVICE void load_addend(const Block &block, const TensorMap &d) {
-    char *to = block.stage(block.slices);
-    barrier_expect(block.added, STAGE_BYTES);
-    load_box(to, &d, block.added, block.column, block.row, block.matrix);
-    load_box(to + OPERAND_BYTES, &d, block.added, block.column + PANEL, block.row, block.matrix);
+// Describes an operand with a swizzle of 128 bytes, whose code in bits 62 and 63 is 1. The bits of a
+// shared address above the lowest 18 are those of the block's place in its cluster.
+DEVICE Descriptor describe(const char *p, u32 leading, u32 stride) {
+    return (u64)((address(p) & 0x3ffff) >> 4) | (u64)(leading >> 4) << 16 |
+           (u64)(stride >> 4) << 32 | (u64)1 << 62;
 }
 
-template <bool A_MN, bool B_MN>
-DEVICE void produce(const Block &block, const TensorMap &a, const TensorMap &b, const TensorMap &d,
-                    bool addend) {
-    for (int slice = 0; slice < block.slices; ++slice) {
-        wait_until_empty(block, slice);
-        char *to = block.stage(slice);
-        Barrier *full = &block.full[slice % STAGES];
-        barrier_expect(full, STAGE_BYTES);
-        const int from = block.first + slice;
-        load_operand<A_MN>(to, a, full, from, block.row, block.matrix);
-        load_operand<B_MN>(to + OPERAND_BYTES, b, full, from, block.column, block.matrix);
-    }
-    // Of a cut tile, only the block that stores it loads D, see `add_parts`.
-    if (addend && block.parts == 1) {
-        wait_until_empty(block, block.slices);
-        load_addend(block, d);
-    }
+// Only the low half changes.
+DEVICE Descriptor advanced(Descriptor d, int bytes) {
+    return d >> 32 << 32 | (u32)((u32)d + (bytes >> 4));
 }
 
 // Multiplies all slices. A thread receives of every 8 columns two neighbors in one row, and two in
 // the row 8 below.
-template <bool A_MN, bool B_MN>
-DEVICE void multiply_slices(const Block &block, int half, bool leads_warp, float (&sums)[64]) {
+template <int WIDTH, bool A_MN, bool B_MN>
+DEVICE void multiply_slices(const Block<WIDTH> &block, int slices, u32 entry, int half,
+                            float (&sums)[Tile<WIDTH>::SUMS]) {
     // Bytes between the panels of an MN-major operand; ignored for K-major ones.
     constexpr int A_LEADING = A_MN ? PANEL_BYTES : 16, B_LEADING = B_MN ? PANEL_BYTES : 16;
     // Bytes between the operands of two instructions: 16 rows of 128 bytes, or 16 elements.
     constexpr int A_STEP = A_MN ? STEP * 128 : STEP * 2, B_STEP = B_MN ? STEP * 128 : STEP * 2;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) sums[i] = 0.0f;
-    for (int slice = 0; slice < block.slices; ++slice) {
-        barrier_wait(&block.full[slice % STAGES], slice / STAGES & 1);
-        char *a = block.stage(slice), *b = a + OPERAND_BYTES;
+    for (int i = 0; i < Tile<WIDTH>::SUMS; ++i) sums[i] = 0.0f;
+    for (int slice = 0; slice < slices; ++slice, ++entry) {
+        block.wait_until_full(entry);
+        char *a = block.at(entry), *b = a + A_BYTES;
         // 64 rows of A are one panel of an MN-major operand, or half of a K-major one: as large.
         Descriptor da = describe(a + half * PANEL_BYTES, A_LEADING, ATOM_BYTES);
         Descriptor db = describe(b, B_LEADING, ATOM_BYTES);
@@ -173,187 +280,242 @@ DEVICE void multiply_slices(const Block &block, int half, bool leads_warp, float
         multiply_commit();
         // One slice stays in flight; the one before it has been read.
         multiply_wait<1>(sums);
-        if (slice > 0 && leads_warp) barrier_arrive(&block.empty[(slice - 1) % STAGES]);
+        if (slice > 0) block.release(entry - 1);
     }
     multiply_wait<0>(sums);
-    if (block.slices > 0 && leads_warp) {
-        barrier_arrive(&block.empty[(block.slices - 1) % STAGES]);
+    block.release(entry - 1);
+}
+
+// sums = alpha sums + beta D
+template <int WIDTH>
+DEVICE void scale(const Block<WIDTH> &block, const Sizes &sizes, bool has_addend, u32 entry,
+                  u32 thread, float (&sums)[Tile<WIDTH>::SUMS]) {
+#pragma unroll
+    for (int i = 0; i < Tile<WIDTH>::SUMS; ++i) sums[i] *= sizes.alpha;
+    if (!has_addend) return;
+    const u32 row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < WIDTH / 8; ++i) {
+        if (i % (D_WIDTH / 8) == 0) block.wait_until_full(entry);
+        const char *panel = block.at(entry) + i * 8 % D_WIDTH / PANEL * (HEIGHT * 128);
+        const Pair upper = load_pair(panel + swizzled(row, 8 * i % PANEL + column));
+        const Pair below = load_pair(panel + swizzled(row + 8, 8 * i % PANEL + column));
+        sums[4 * i] += sizes.beta * first(upper);
+        sums[4 * i + 1] += sizes.beta * second(upper);
+        sums[4 * i + 2] += sizes.beta * first(below);
+        sums[4 * i + 3] += sizes.beta * second(below);
+        if ((i + 1) % (D_WIDTH / 8) != 0) continue;
+        // The copy engine writes after what every thread read before its fence.
+        fence_async();
+        block.release(entry++);
     }
 }
 
 // Adds the sums of all parts of a tile in the block whose part is the last to arrive; returns false
 // in the others. The order of the parts is fixed, so the result does not depend on that block.
 //
-// Every part has `TILE * TILE` sums in `partials`, of each thread one in `CONSUMERS`. `arrived`
-// counts the parts of every cut tile, and is 0 before and after a launch.
-DEVICE bool add_parts(const Block &block, float *partials, u32 *arrived, const TensorMap &d,
-                      bool addend, int thread, float (&sums)[64]) {
-    float *own = partials + (u64)block.slot * (TILE * TILE) + thread;
+// Every block of a part has `HEIGHT * WIDTH` sums in `partials`, of each thread one in `CONSUMERS`.
+// `arrived` counts the parts of the blocks' cut tiles, and is 0 before and after a launch.
+template <int WIDTH>
+DEVICE bool add_parts(const Block<WIDTH> &block, const Task &task, float *partials, u32 *arrived,
+                      int thread, float (&sums)[Tile<WIDTH>::SUMS]) {
+    constexpr int SUMS = Tile<WIDTH>::SUMS;
+    const u64 stride = (u64)block.cluster * (HEIGHT * WIDTH);  // from part to part
+    float *first = partials + block.rank * (HEIGHT * WIDTH) + thread;
+    float *own = first + task.slot * stride;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) store_global(own + i * CONSUMERS, sums[i]);
+    for (int i = 0; i < SUMS; ++i) store_global(own + i * CONSUMERS, sums[i]);
     // Another block that sees the count sees the sums of all threads.
     thread_fence();
-    sync_threads<CONSUMERS>();
+    sync_consumers();
     bool is_last = false;
     if (thread == 0) {
-        u32 *count = arrived + block.slot / block.parts;
+        u32 *count = arrived + task.slot / task.parts * block.cluster + block.rank;
         // Around the count, for what the meetings before and after it pass on.
         thread_fence();
-        is_last = atomic_add(count, 1) == (u32)block.parts - 1;
+        is_last = atomic_add(count, 1) == (u32)task.parts - 1;
         thread_fence();
-        if (is_last) {
-            store_global(count, 0u);
-            // All threads have multiplied the slice that was in the stage.
-            if (addend) load_addend(block, d);
-        }
+        if (is_last) store_global(count, 0u);
     }
-    if (!sync_threads_or<CONSUMERS>(is_last)) return false;
+    if (!sync_consumers_or(is_last)) return false;
     thread_fence();
-    const float *part = partials + (u64)(block.slot - block.slot % block.parts) * (TILE * TILE);
-    part += thread;
+    const float *part = first + (task.slot - task.part) * stride;
 #pragma unroll
-    for (int i = 0; i < 64; ++i) sums[i] = load_global(part + i * CONSUMERS);
-    for (int other = 1; other < block.parts; ++other) {
-        part += TILE * TILE;
+    for (int i = 0; i < SUMS; ++i) sums[i] = load_global(part + i * CONSUMERS);
+    for (int other = 1; other < task.parts; ++other) {
+        part += stride;
 #pragma unroll
-        for (int i = 0; i < 64; ++i) sums[i] += load_global(part + i * CONSUMERS);
+        for (int i = 0; i < SUMS; ++i) sums[i] += load_global(part + i * CONSUMERS);
     }
     return true;
 }
 
-// sums = alpha sums + beta D
-DEVICE void scale(const Block &block, const Sizes &sizes, int row, int column, float (&sums)[64]) {
+// The panels that a warpgroup stores, one after the other.
+template <int WIDTH>
+struct Store {
+    char *buffers;
+    int group;   // of the two warpgroups
+    int thread;  // of the warpgroup
+    u32 panels;  // so far
+
+    DEVICE char *buffer() const {
+        return buffers + panels % Tile<WIDTH>::BUFFERS * PANEL_BYTES;
+    }
+    // Waits until the copy engine has read what was in the buffer.
+    DEVICE void begin() const {
+        if (thread == 0) store_wait_read<Tile<WIDTH>::BUFFERS - 1>();
+        sync_group(group);
+    }
+    DEVICE void end(const TensorMap &c, int row, int column, int matrix) {
+        // The copy engine reads what every thread wrote before its fence.
+        fence_async();
+        sync_group(group);
+        if (thread == 0) {
+            store_box(&c, buffer(), column, row, matrix);
+            store_commit();
+        }
+        ++panels;
+    }
+};
+
+// Writes the sums of a panel in the rows [16 warp, 16 warp + 16) and the columns [16 square,
+// 16 square + 16), or their mirror image.
+template <bool MIRROR>
+DEVICE void write_square(char *to, u32 warp, u32 lane, u32 square, const float *sums) {
+    // An instruction stores four matrices of 8 x 8: rows 0-7 and 8-15, in 8 columns and the next
+    // 8. Lane `l` passes the address of row `l % 8` of matrix `l / 8`.
+    const u32 row = 16 * warp + lane / 8 % 2 * 8, column = 16 * square + lane / 16 * 8;
+    Pair p[4];
 #pragma unroll
-    for (int i = 0; i < 64; ++i) sums[i] *= sizes.alpha;
-    if (!sizes.addend) return;
-    barrier_wait(block.added, 0);
-    const char *d = block.stage(block.slices);
-#pragma unroll
-    for (int j = 0; j < 16; ++j) {
-        Pair upper = load_pair(d + swizzled(row, 8 * j + column));
-        Pair below = load_pair(d + swizzled(row + 8, 8 * j + column));
-        sums[4 * j] += sizes.beta * first(upper);
-        sums[4 * j + 1] += sizes.beta * second(upper);
-        sums[4 * j + 2] += sizes.beta * first(below);
-        sums[4 * j + 3] += sizes.beta * second(below);
+    for (int i = 0; i < 4; ++i) p[i] = pair(sums[2 * i], sums[2 * i + 1]);
+    if (MIRROR) {
+        store_transposed(to + swizzled(column + lane % 8, row), p[0], p[1], p[2], p[3]);
+    } else {
+        store_matrices(to + swizzled(row + lane % 8, column), p[0], p[1], p[2], p[3]);
     }
 }
 
-// Stores the tile and, of a symmetric result, its mirror image.
-DEVICE void store(const Block &block, const TensorMap &c, bool lower, int thread,
-                  const float (&sums)[64]) {
-    // All threads have multiplied the last two slices, whose stages are written now.
-    sync_threads<CONSUMERS>();
-    char *tile = block.stage(block.slices + 1), *mirror = block.stage(block.slices + 2);
-    const int lane = thread % 32;
-    // An instruction stores four matrices of 8 x 8: rows 0-7 and 8-15 of the warp's 16 rows, in 8
-    // columns and the next 8. Lane `l` passes the address of row `l % 8` of matrix `l / 8`.
-    const int row = thread / 32 * 16 + lane / 8 % 2 * 8;
+// Writes those sums of such a square that are not above its diagonal.
+DEVICE void write_below_diagonal(char *to, u32 warp, u32 lane, const float *sums) {
 #pragma unroll
-    for (int j = 0; j < 16; j += 2) {
-        Pair p[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) p[i] = pair(sums[4 * j + 2 * i], sums[4 * j + 2 * i + 1]);
-        const int column = 8 * (j + lane / 16);
-        store_matrices(tile + swizzled(row + lane % 8, column), p[0], p[1], p[2], p[3]);
-        if (lower) {
-            store_transposed(mirror + swizzled(column + lane % 8, row), p[0], p[1], p[2], p[3]);
+    for (u32 i = 0; i < 8; ++i) {
+        const u32 row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        if (row >= column) {
+            store_element(to + swizzled(16 * warp + row, 16 * warp + column), sums[i]);
         }
-    }
-    const bool diagonal = lower && block.row == block.column;
-    if (diagonal) {
-        // Above the diagonal, the mirror image: the result is exactly symmetric.
-        sync_threads<CONSUMERS>();
-        for (int i = thread; i < TILE * TILE / 8; i += CONSUMERS) {
-            int r = i / (TILE / 8), c = i % (TILE / 8) * 8;
-            if (c + 7 > r) merge(tile + swizzled(r, c), mirror + swizzled(r, c), r - c);
-        }
-    }
-    // The copy engine reads what every thread wrote before its fence.
-    fence_async();
-    sync_threads<CONSUMERS>();
-    if (thread == 0) {
-        store_box(&c, tile, block.column, block.row, block.matrix);
-        store_box(&c, tile + OPERAND_BYTES, block.column + PANEL, block.row, block.matrix);
-        if (lower && !diagonal) {
-            store_box(&c, mirror, block.row, block.column, block.matrix);
-            store_box(&c, mirror + OPERAND_BYTES, block.row + PANEL, block.column, block.matrix);
-        }
-        store_finish();
     }
 }
 
-template <bool A_MN, bool B_MN>
+// Stores a warpgroup's 64 rows of a tile.
+template <int WIDTH>
+DEVICE void store(Store<WIDTH> &store, const Task &task, const TensorMap &c, bool lower,
+                  const float (&sums)[Tile<WIDTH>::SUMS]) {
+    const int row = task.row + store.group * PANEL;
+#pragma unroll
+    for (int p = 0; p < WIDTH / PANEL; ++p) {
+        const u32 thread = opaque(store.thread), warp = thread / 32, lane = thread % 32;
+        const int column = task.column + p * PANEL;
+        const float *panel = &sums[p * PANEL / 2];
+        if (lower && column > row) continue;
+        store.begin();
+        if (lower && column == row) {
+            // Above the diagonal, the mirror image: the result is exactly symmetric.
+#pragma unroll
+            for (u32 s = 0; s < 4; ++s) {
+                write_square<true>(store.buffer(), warp, lane, s, panel + 8 * s);
+            }
+            sync_group(store.group);
+        }
+#pragma unroll
+        for (u32 s = 0; s < 4; ++s) {
+            if (lower && column == row && s == warp) {
+                write_below_diagonal(store.buffer(), warp, lane, panel + 8 * s);
+            } else if (!lower || column < row || s < warp) {
+                write_square<false>(store.buffer(), warp, lane, s, panel + 8 * s);
+            }
+        }
+        store.end(c, row, column, task.matrix);
+        if (!lower || column == row) continue;
+        store.begin();
+#pragma unroll
+        for (u32 s = 0; s < 4; ++s) {
+            write_square<true>(store.buffer(), warp, lane, s, panel + 8 * s);
+        }
+        store.end(c, column, row, task.matrix);
+    }
+}
+
+template <int WIDTH, bool A_MN, bool B_MN>
 DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, const TensorMap &c,
                     const Sizes &sizes, float *partials, u32 *arrived) {
     DYNAMIC_SHARED(shared);
-    SHARED_BARRIERS(full, STAGES);
-    SHARED_BARRIERS(empty, STAGES);
-    SHARED_BARRIERS(added, 1);
-
-    const int thread = THREAD, warp = thread / 32, lane = thread % 32;
-    Block block;
-    const int rows = (sizes.m + TILE - 1) / TILE, columns = (sizes.n + TILE - 1) / TILE;
-    const int tiles = sizes.lower ? rows * (rows + 1) / 2 : rows * columns;
-    const int slices = (sizes.k + DEPTH - 1) / DEPTH;
-    int tile = BLOCK_X, part = 0;
-    block.parts = 1;
-    block.slot = BLOCK_X - sizes.whole;
-    if (block.slot >= 0) {
-        block.parts = sizes.parts;
-        tile = sizes.whole + block.slot / sizes.parts;
-        part = block.slot % sizes.parts;
+    const int thread = THREAD;
+    const Block<WIDTH> block = {shared, sizes.cluster, CLUSTER_RANK};
+    if (thread == CONSUMERS) {
+        for (const TensorMap *map : {&a, &b, &d, &c}) prefetch_map(map);
     }
-    tile_of(tile % tiles, rows, columns, sizes.lower, block.row, block.column);
-    block.row *= TILE;
-    block.column *= TILE;
-    block.matrix = tile / tiles;
-    block.first = slices * part / block.parts;
-    block.slices = slices * (part + 1) / block.parts - block.first;
-    block.stages = align_1024(shared);
-    block.full = full;
-    block.empty = empty;
-    block.added = added;
 
     if (thread == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            barrier_init(&full[s], 1);
-            barrier_init(&empty[s], CONSUMERS / 32);
+        for (int s = 0; s < Tile<WIDTH>::STAGES; ++s) {
+            barrier_init(block.full(s), 1);
+            barrier_init(block.empty(s), CONSUMERS / 32 * block.cluster);
         }
-        barrier_init(added, 1);
         fence_barriers();
     }
-    sync_block();
+    // The other block of the cluster uses the barriers, too.
+    sync_cluster();
+    wait_for_launch_before();
+    let_next_launch_begin();
 
+    u32 entry = 0;
     if (thread >= CONSUMERS) {
-        if (lane == 0) produce<A_MN, B_MN>(block, a, b, d, sizes.addend);
-        return;
+        for (int i = CLUSTER; i < sizes.tasks && thread == CONSUMERS; i += sizes.clusters) {
+            const Task task = task_of(i, sizes, block);
+            produce<WIDTH, A_MN, B_MN>(block, task, sizes, entry, a, b, d);
+            entry += task.slices + (has_addend(task, sizes) ? WIDTH / D_WIDTH : 0);
+        }
+    } else {
+        const int group = thread / 128;
+        char *buffers = shared + Tile<WIDTH>::BUFFERS_AT;
+        buffers += group * Tile<WIDTH>::BUFFERS * PANEL_BYTES;
+        Store<WIDTH> stores = {buffers, group, thread % 128, 0};
+        for (int i = CLUSTER; i < sizes.tasks; i += sizes.clusters) {
+            const int slices = slices_of(i, sizes);
+            float sums[Tile<WIDTH>::SUMS];
+            multiply_slices<WIDTH, A_MN, B_MN>(block, slices, entry, group, sums);
+            entry += slices;
+            const Task task = task_of(opaque(i), sizes, block);
+            scale(block, sizes, has_addend(task, sizes), entry, opaque(thread), sums);
+            if (has_addend(task, sizes)) entry += WIDTH / D_WIDTH;
+            if (task.parts > 1 && !add_parts(block, task, partials, arrived, opaque(thread), sums)) continue;
+            store(stores, task, c, sizes.lower, sums);
+        }
+        if (stores.thread == 0) store_finish();
     }
-    float sums[64];
-    multiply_slices<A_MN, B_MN>(block, warp / 4, lane == 0, sums);
-    if (block.parts > 1) {
-        bool finishes = add_parts(block, partials, arrived, d, sizes.addend, thread, sums);
-        if (!finishes) return;
-    }
-    scale(block, sizes, warp * 16 + lane / 4, lane % 4 * 2, sums);
-    store(block, c, sizes.lower, thread, sums);
+    // The other block of the cluster may still write to this one's memory and barriers.
+    sync_cluster();
 }
 
-#define PRODUCT(NAME, A_MN, B_MN)                                                             \
-    ENTRY BOUNDS(THREADS, BLOCKS) NAME(                                                       \
+#define PRODUCT(NAME, WIDTH, A_MN, B_MN)                                                      \
+    ENTRY BOUNDS(THREADS, Tile<WIDTH>::BLOCKS) NAME(                                          \
         const CONSTANT TensorMap a, const CONSTANT TensorMap b, const CONSTANT TensorMap d,   \
         const CONSTANT TensorMap c, const CONSTANT Sizes sizes, float *partials,              \
         u32 *arrived) {                                                                       \
-        product<A_MN, B_MN>(a, b, d, c, sizes, partials, arrived);                            \
+        product<WIDTH, A_MN, B_MN>(a, b, d, c, sizes, partials, arrived);                     \
     }
 
-PRODUCT(product_kk, false, false)
-PRODUCT(product_km, false, true)
-PRODUCT(product_mm, true, true)
+PRODUCT(product_128_kk, 128, false, false)
+PRODUCT(product_128_km, 128, false, true)
+PRODUCT(product_128_mm, 128, true, true)
+PRODUCT(product_256_kk, 256, false, false)
+PRODUCT(product_256_km, 256, false, true)
+PRODUCT(product_256_mm, 256, true, true)
 
 // sum = z + I for every matrix of a batch, added in float32. `rows` is a multiple of 8, at most
 // 185,000, so that a thread's number has 32 bits.
 ENTRY BOUNDS(SUM_THREADS, 1) plus_identity(const Eight *z, Eight *sum, int rows) {
+    wait_for_launch_before();
+    let_next_launch_begin();
     const u32 width = (u32)rows / 8, i = (u32)BLOCK_X * SUM_THREADS + THREAD;
     if (i >= width * rows) return;
     const u64 at = (u64)BLOCK_Y * width * rows + i;
