@@ -70,6 +70,8 @@ enum Subject {
     Launches,
     /// Symmetric products.
     Products,
+    /// Products of native kernels, with tiles of every shape.
+    Native,
     /// Whole iterations.
     Iterations,
     /// Steps of the matrices of a layer.
@@ -153,7 +155,8 @@ fn main() -> anyhow::Result<()> {
     let bench =
         Bench { device: device.clone(), title, repeats: options.repeats, floor: options.floor };
     for subject in options.subjects {
-        let uses_dtype = matches!(subject, Subject::Products | Subject::Iterations);
+        let uses_dtype =
+            matches!(subject, Subject::Products | Subject::Native | Subject::Iterations);
         if uses_dtype && !device.supports_dtype(dtype.dtype()) {
             distmuon_skips::lacks(format!("{dtype:?}"));
             continue;
@@ -161,6 +164,7 @@ fn main() -> anyhow::Result<()> {
         match subject {
             Subject::Launches => launches(&bench),
             Subject::Products => products(&bench, dtype.dtype(), &shapes),
+            Subject::Native => native_products(&bench, dtype, &shapes),
             Subject::Iterations => iterations(&bench, dtype.iteration_dtype(), &shapes),
             Subject::Steps if options.shapes.is_empty() => {
                 steps(&bench, "a GPT-2 layer (width 768)", &common::LAYER)?;
@@ -369,6 +373,66 @@ impl Row {
             bench.floor_ratio(operations / 2.0, tuned),
         );
     }
+}
+
+/// Measures the products of an iteration by native kernels, with tiles of every shape, and full
+/// ones by cuBLASLt.
+#[cfg(feature = "cuda")]
+fn native_products(bench: &Bench, dtype: Type, shapes: &[[usize; 3]]) {
+    use distmuon_kernels::native::{Element, Layout, Native};
+
+    let element = match dtype {
+        Type::F16 => Some(Element::F16),
+        Type::Bf16 => Some(Element::Bf16),
+        Type::F32 => None,
+    };
+    let (element, native) = match (element, distmuon_skips::is_on_cuda()) {
+        (Some(element), true) => match Native::of(0) {
+            Ok(native) => (element, native),
+            Err(reason) => return distmuon_skips::excused(format!("native products: {reason}")),
+        },
+        _ => return distmuon_skips::excused("native products, which need CUDA and half precision"),
+    };
+    println!("\n## Native products, {dtype:?}, {}\n", bench.title);
+    println!("{native}\n");
+    println!(
+        "| shape | product | ms | TFLOP/s of the full product | of the floor | kernel |\n\
+         |---|---|---|---|---|---|"
+    );
+    for &[batch, m, n] in shapes {
+        let (short, long) = (m.min(n), m.max(n));
+        let products = [
+            ("X X^T", Layout::RowsColumns, [short, short, long], true),
+            ("X^T X", Layout::ColumnsRows, [short, short, long], true),
+            ("R R", Layout::RowsColumns, [short, short, short], true),
+            ("Q X", Layout::RowsRows, [short, long, short], false),
+        ];
+        for (name, layout, sizes @ [rows, columns, inner], lower) in products {
+            let all = 2.0 * (batch * rows * columns * inner) as f64;
+            let needed = if lower { all / 2.0 } else { all };
+            let measured = match native.measure(element, layout, batch, sizes, lower) {
+                Ok(measured) => measured,
+                Err(reason) => {
+                    println!("| {batch} x {m}x{n} | {name} | failed: {reason} | | | |");
+                    continue;
+                }
+            };
+            for kernel in measured {
+                let ms = kernel.seconds * 1e3;
+                println!(
+                    "| {batch} x {m}x{n} | {name} | {ms:.4} | {:.0} | {} | {} |",
+                    all / ms * 1e-9,
+                    bench.floor_ratio(needed, ms),
+                    kernel.kernel,
+                );
+            }
+        }
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn native_products(_: &Bench, _: Type, _: &[[usize; 3]]) {
+    distmuon_skips::excused("native products, which need the feature `cuda`");
 }
 
 /// Measures five steps of Newton-Schulz, in both forms.

@@ -106,7 +106,7 @@ steps() {
   echo 'launch_times gpu launches'
   for dtype in bf16 f16; do
     for group in $groups; do
-      echo "${group}_$dtype gpu products iterations --group $group --dtype $dtype $shapes"
+      echo "${group}_$dtype gpu products native iterations --group $group --dtype $dtype $shapes"
     done
   done
   echo "step_times gpu steps $shapes"

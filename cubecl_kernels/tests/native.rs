@@ -263,6 +263,9 @@ const MUTANTS: [(&str, &str, &str); 66] = [
     ("the identity has two ones in a row", "one == 2 * p + 1", "one == 2 * p"),
 ];
 
+/// The time of each check of a mutant, in seconds.
+const MUTANT_SECONDS: u32 = 5;
+
 /// Returns the folder with the kernels.
 fn kernels() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("src/native/kernels")
@@ -370,10 +373,13 @@ fn mutants_are_found() {
         }
         fs::write(folder.path().join("product.cu"), source.replace(text, replacement))
             .expect("the folder for temporary files is writable");
-        let (succeeds, report) = emulate(folder.path(), "bf16", 5);
+        let (succeeds, report) = emulate(folder.path(), "bf16", MUTANT_SECONDS);
         assert!(!succeeds, "{mistake}, and nothing found it");
         println!("{mistake}: {}", report.lines().last().unwrap_or_default());
     };
+    // Within the same time, so that a mistake is not one that a slow machine finds.
+    let (succeeds, report) = emulate(&kernels(), "bf16", MUTANT_SECONDS);
+    assert!(succeeds, "{report}");
     std::thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
@@ -456,6 +462,8 @@ fn machine_code_is_as_planned() {
             let instructions = count(&format!(" HGMMA.64x{width}x16.F32"));
             assert!(instructions >= 4 * LAYOUTS.len(), "{width}: {instructions}");
         }
+        // Parts of tiles are published by fences.
+        assert!(count(" MEMBAR") > 0, "fences");
         assert_eq!(fences_among_instructions(&code), 0, "fences between matrix instructions");
         assert_eq!(count(" LDL") + count(" STL"), 0, "accesses of local memory");
     }

@@ -9,7 +9,7 @@ use cudarc::driver::{result, sys};
 
 use super::library::{Library, Plan};
 use super::module::{Module, Prepared, Scratch};
-use super::order::{Claim, SideStream, in_relaxed_mode};
+use super::order::{Claim, DriverError, SideStream, in_relaxed_mode};
 use super::product::{ALIGNMENT, Element, Launch, Product};
 use super::recording::Recording;
 use super::self_test::{self, Fault};
@@ -26,6 +26,11 @@ static IS_DISABLED: AtomicBool = AtomicBool::new(false);
 /// its own lock: verification waits for a device.
 type Devices = BTreeMap<usize, &'static OnceLock<Result<Native, Refusal>>>;
 static DEVICES: Mutex<Devices> = Mutex::new(BTreeMap::new());
+
+/// The fewest operations of a full product that cuBLASLt computes. It is assumed to need 5 % less
+/// time than the kernels, but does not overlap with launches before and after it: estimated to be
+/// even at 32 µs.
+const LIBRARY_OPERATIONS: f64 = 25e9;
 
 /// The most iterations that are recorded on a device: a recording keeps its memory.
 const MAX_RECORDINGS: usize = 32;
@@ -52,15 +57,14 @@ impl fmt::Display for Native {
         write!(f, "native kernels for Hopper, tiles of ")?;
         for (i, shape) in self.shapes.iter().enumerate() {
             let separator = if i == 0 { "" } else { ", " };
-            write!(f, "{separator}{} x {}", shape.height(), shape.width)?;
+            write!(f, "{separator}{shape}")?;
         }
         if let Some(reason) = &self.fault {
             write!(f, " (no others, since {reason})")?;
         }
-        write!(f, "; full products by ")?;
         match &self.library {
-            Ok(_) => write!(f, "cuBLASLt"),
-            Err(reason) => write!(f, "the same kernels, since {reason}"),
+            Ok(_) => write!(f, "; large full products by cuBLASLt"),
+            Err(reason) => write!(f, "; no cuBLASLt, since {reason}"),
         }
     }
 }
@@ -76,8 +80,8 @@ fn ensure_usable(device: usize) -> Result<(), Refusal> {
 }
 
 impl Native {
-    /// Returns the kernels of a CUDA device. The first call loads them, and verifies that the
-    /// device multiplies integers exactly in every variant.
+    /// Returns the kernels of a CUDA device. The first call loads them, and keeps the shapes of
+    /// tiles with which the device multiplies integers exactly.
     ///
     /// # Errors
     ///
@@ -123,6 +127,9 @@ impl Native {
             return Err(Refusal("the driver is older than CUDA 12.5".to_owned()));
         }
         let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        if multiprocessors < 2 {
+            return Err(Refusal("the device has one multiprocessor".to_owned()));
+        }
         let scratch =
             Scratch::new(&stream, multiprocessors as usize).map_err(failed("allocate memory"))?;
         let load = |element| Module::load(element).map_err(failed("load the kernels"));
@@ -234,9 +241,9 @@ impl Native {
         Recording::new(&self.stream, work, |addresses| {
             let launches = (work.launches)(addresses);
             let prepared = self.prepare(element, &launches)?;
-            // SAFETY: the addresses are those of memory of the recording.
+            // SAFETY: the addresses are those of memory of the recording. A launch that fails here
+            // also fails without a recording, and is reported then.
             unsafe { self.queue(&prepared) }
-                .inspect_err(|_| IS_DISABLED.store(true, Ordering::Relaxed))
         })
     }
 
@@ -263,36 +270,52 @@ impl Native {
         })
     }
 
-    /// Prepares launches: full products for cuBLASLt where it has an algorithm for them.
+    /// Prepares launches: large full products for cuBLASLt where it has an algorithm for them.
     pub(super) fn prepare<'a>(
         &'a self,
         element: Element,
         launches: &[Launch],
     ) -> Result<Vec<Queued<'a>>, Refusal> {
-        self.prepare_for(element, launches, (&self.shapes, self.multiprocessors()))
+        let prepare = |launch: &Launch| {
+            let is_large = launch.operations() >= LIBRARY_OPERATIONS;
+            let by_library = is_large.then(|| self.prepare_for_library(element, launch)).flatten();
+            match by_library {
+                Some(queued) => Ok(queued),
+                None => self.prepare_kernel(element, launch, &self.shapes, self.multiprocessors()),
+            }
+        };
+        launches.iter().map(prepare).collect()
     }
 
-    /// The same, with tiles of one of the shapes, and for a number of multiprocessors, at most that
-    /// of the device.
-    pub(super) fn prepare_for<'a>(
-        &'a self,
+    /// Prepares a full product for cuBLASLt, if it has an algorithm for it.
+    pub(super) fn prepare_for_library(
+        &self,
         element: Element,
-        launches: &[Launch],
-        resources: (&[TileShape], usize),
-    ) -> Result<Vec<Queued<'a>>, Refusal> {
+        launch: &Launch,
+    ) -> Option<Queued<'_>> {
+        match (launch, &self.library) {
+            (Launch::Product(product), Ok(library)) if !product.lower => {
+                let plan = library.plan(element, product).ok()?;
+                Some(Queued::Library(library, *product, plan))
+            }
+            _ => None,
+        }
+    }
+
+    /// Prepares a launch of a kernel, with tiles of one of the shapes, and for a number of
+    /// multiprocessors, at most that of the device.
+    pub(super) fn prepare_kernel(
+        &self,
+        element: Element,
+        launch: &Launch,
+        shapes: &[TileShape],
+        multiprocessors: usize,
+    ) -> Result<Queued<'_>, Refusal> {
         let failed = |error| Refusal::new("prepare the iteration", error);
         self.stream.make_current().map_err(failed)?;
         let module = &self.modules[element as usize];
-        let prepare = |launch: &Launch| {
-            if let (Launch::Product(product), Ok(library)) = (launch, &self.library)
-                && !product.lower
-                && let Ok(plan) = library.plan(element, product)
-            {
-                return Ok(Queued::Library(library, *product, plan));
-            }
-            module.prepare(&self.scratch, resources, launch).map(Queued::Kernel)
-        };
-        launches.iter().map(prepare).collect::<Result<_, _>>().map_err(failed)
+        let prepared = module.prepare(&self.scratch, launch, shapes, multiprocessors);
+        prepared.map(Queued::Kernel).map_err(failed)
     }
 
     /// Queues launches on the stream, in no order with CubeCL's work.
@@ -304,16 +327,32 @@ impl Native {
         let failed = |error| Refusal::new("launch the iteration", error);
         self.stream.make_current().map_err(failed)?;
         launches.iter().enumerate().try_for_each(|(index, launch)| match launch {
-            // The first launch follows an event or a copy, which it must not overlap with.
-            // SAFETY: as for this function.
             Queued::Kernel(prepared) => {
-                unsafe { prepared.launch(&self.stream, index > 0) }.map_err(failed)
+                // The first launch follows an event or a copy, which it must not overlap with.
+                let overlaps = index > 0;
+                // SAFETY: as for this function.
+                unsafe { prepared.launch(&self.stream, overlaps) }.map_err(failed)
             }
             // SAFETY: as for this function.
             Queued::Library(library, product, plan) => unsafe {
                 library.multiply(&self.stream, (product, plan))
             },
         })
+    }
+
+    /// Returns the right to use the stream, which threads have in turn.
+    pub(super) fn stream_alone(&self) -> impl Drop + use<'_> {
+        self.recordings.lock().expect("nothing panics while it holds the lock")
+    }
+
+    /// Returns the shapes of tiles with which the device multiplies exactly.
+    pub(super) fn shapes(&self) -> &[TileShape] {
+        &self.shapes
+    }
+
+    /// Counts no parts of tiles as done, for later launches.
+    pub(super) fn clear_scratch(&self) -> Result<(), DriverError> {
+        self.scratch.clear(&self.stream)
     }
 
     /// Returns the number of multiprocessors of the device.

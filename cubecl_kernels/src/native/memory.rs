@@ -16,9 +16,15 @@ impl Memory {
         // SAFETY: there are some bytes, which are set below.
         let address = unsafe { result::malloc_sync(bytes) }?;
         let memory = Self { address, bytes };
-        // SAFETY: the allocation has these bytes.
-        unsafe { result::memset_d8_async(address, 0, bytes, stream.as_ptr().cast()) }?;
+        memory.clear(stream)?;
         Ok(memory)
+    }
+
+    /// Sets all of it to zero, for later work of a stream, whose context is current.
+    pub fn clear(&self, stream: &SideStream) -> Result<(), DriverError> {
+        let stream = stream.as_ptr().cast();
+        // SAFETY: the allocation has these bytes.
+        unsafe { result::memset_d8_async(self.address, 0, self.bytes, stream) }
     }
 
     /// Memory with values for later work of a stream, whose context is current.

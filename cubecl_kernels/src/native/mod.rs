@@ -10,6 +10,7 @@
 
 mod engine;
 mod library;
+mod measure;
 mod memory;
 mod module;
 mod order;
@@ -19,6 +20,7 @@ mod self_test;
 mod tiles;
 
 pub use engine::Native;
+pub use measure::Measured;
 pub use order::{Claim, DriverError, SideEvent, SideStream, in_relaxed_mode};
 pub use product::{Element, Launch, Layout, PlusIdentity, Product};
 

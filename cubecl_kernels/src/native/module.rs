@@ -7,7 +7,7 @@ use cudarc::driver::{DriverError, result, sys};
 use super::memory::Memory;
 use super::order::SideStream;
 use super::product::{Boxed, ELEMENTWISE, Element, Launch, Layout, PlusIdentity, Product, THREADS};
-use super::tiles::{Grid, HEIGHT, SPREADING_BYTES, TileShape, WIDTHS};
+use super::tiles::{Grid, HEIGHT, TileShape, WIDTHS};
 
 /// The PTX of a type, made from `kernels/product.cu` by `kernels/compile.py`.
 pub(super) fn ptx(element: Element) -> &'static str {
@@ -17,10 +17,13 @@ pub(super) fn ptx(element: Element) -> &'static str {
     }
 }
 
+/// Shared memory that a block may have: 227 KiB (CUDA programming guide, compute capability 9.0).
+const MAX_SHARED_BYTES: c_int = 227 << 10;
+
 /// The kernels of a type in the context of a device, which keeps them to the end of the process.
 pub(super) struct Module {
     element: Element,
-    /// For every number of columns of a tile, and every layout.
+    /// The products, by the columns of their tiles and by their layouts.
     products: [[sys::CUfunction; Layout::ALL.len()]; WIDTHS.len()],
     plus_identity: sys::CUfunction,
 }
@@ -72,9 +75,10 @@ impl Sizes {
 /// Memory for the sums of tiles that several blocks compute, for the launches of one stream.
 pub(super) struct Scratch {
     multiprocessors: usize,
-    /// The largest tile in float32 for every part of a launch: at most as many as multiprocessors.
+    /// The sums of the largest tile for every block with a part: at most one for each
+    /// multiprocessor.
     partials: Memory,
-    /// The number of parts that are done, for every block's tile: 0 between launches.
+    /// The number of parts that are done, for every block of a cut tile: 0 between launches.
     arrived: Memory,
 }
 
@@ -88,7 +92,12 @@ impl Scratch {
         Ok(Self { multiprocessors, partials, arrived })
     }
 
-    /// Returns the number of multiprocessors, and of the parts that have room.
+    /// Counts no parts as done, for later work of the stream, whose context is current.
+    pub fn clear(&self, stream: &SideStream) -> Result<(), DriverError> {
+        self.arrived.clear(stream)
+    }
+
+    /// Returns the number of multiprocessors, and of the blocks with parts that have room.
     pub fn multiprocessors(&self) -> usize {
         self.multiprocessors
     }
@@ -128,12 +137,11 @@ impl Module {
             // SAFETY: the function was loaded.
             unsafe { result::function::set_function_attribute(function, attribute, value) }
         };
-        for shape in TileShape::ALL {
-            for layout in Layout::ALL {
-                let product = function(&layout.kernel(shape.width))?;
-                let bytes = shape.shared_bytes().max(SPREADING_BYTES) as i32;
-                set(product, Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes)?;
-                products[shape.kernel()][layout as usize] = product;
+        for (products, width) in products.iter_mut().zip(WIDTHS) {
+            for (product, layout) in products.iter_mut().zip(Layout::ALL) {
+                *product = function(&layout.kernel_name(width))?;
+                let most = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                set(*product, most, MAX_SHARED_BYTES)?;
             }
         }
         let plus_identity = function("plus_identity")?;
@@ -146,12 +154,13 @@ impl Module {
     }
 
     /// Prepares a launch for the stream of the scratch memory, with tiles of one of the shapes and
-    /// for a number of multiprocessors, at most that of the device.
+    /// for a number of multiprocessors, at most that of the scratch memory.
     pub fn prepare(
         &self,
         scratch: &Scratch,
-        (shapes, multiprocessors): (&[TileShape], usize),
         launch: &Launch,
+        shapes: &[TileShape],
+        multiprocessors: usize,
     ) -> Result<Prepared, DriverError> {
         let product = match launch {
             Launch::PlusIdentity(sum) => {
@@ -159,9 +168,10 @@ impl Module {
             }
             Launch::Product(product) => product,
         };
+        debug_assert!(multiprocessors <= scratch.multiprocessors);
         let grid = Grid::fastest(product, shapes, multiprocessors);
         let shape = grid.shape;
-        let kernel = self.products[shape.kernel()][product.layout as usize];
+        let kernel = self.products[shape.width_index()][product.layout as usize];
         let tensor_map = |tensor| self.tensor_map(&tensor, product.batch);
         let [a, b, d, c] = product.tensors(shape).map(tensor_map);
         let scratch = [scratch.partials.address(), scratch.arrived.address()];
@@ -248,7 +258,7 @@ impl Prepared {
 /// The blocks of a launch, and its place in a stream.
 struct Blocks {
     grid: [u32; 2],
-    /// Of a block.
+    /// Threads of a block.
     threads: u32,
     /// Bytes of dynamic shared memory of a block.
     shared: u32,
@@ -262,8 +272,9 @@ impl Blocks {
     ///
     /// # Safety
     ///
-    /// The parameters are those of the kernel, which is in the context of the stream, and what they
-    /// point to lives until the stream has done its work.
+    /// The kernel is in the context of the stream. The parameters point to values of its types,
+    /// which the driver copies, and the memory of the device whose addresses they have lives until
+    /// the stream has done its work.
     unsafe fn queue(
         &self,
         stream: &SideStream,
@@ -314,7 +325,7 @@ mod tests {
     fn parameters_are_those_of_the_kernels() {
         for element in Element::ALL {
             let ptx = ptx(element);
-            let kernels = WIDTHS.map(|width| Layout::ALL.map(|layout| layout.kernel(width)));
+            let kernels = WIDTHS.map(|width| Layout::ALL.map(|layout| layout.kernel_name(width)));
             for kernel in kernels.iter().flatten() {
                 let sizes = format!("{kernel}_param_4[{}]", size_of::<Sizes>());
                 assert!(ptx.contains(&sizes), "{element:?}: {sizes}");

@@ -59,7 +59,7 @@ impl Layout {
     pub const ALL: [Self; 3] = [Self::RowsColumns, Self::RowsRows, Self::ColumnsRows];
 
     /// Returns the name of the kernel with tiles of a number of columns.
-    pub(super) fn kernel(self, width: usize) -> String {
+    pub(super) fn kernel_name(self, width: usize) -> String {
         let letters = match self {
             Self::RowsColumns => "kk",
             Self::RowsRows => "km",
@@ -143,6 +143,18 @@ impl Product {
             result(d, HEIGHT as u32),
             result(self.c, PANEL),
         ]
+    }
+}
+
+impl Launch {
+    /// Returns the operations of all matrices, of symmetric products as of full ones.
+    pub(super) fn operations(&self) -> f64 {
+        match self {
+            Self::Product(Product { batch, sizes: [m, n, k], .. }) => {
+                2.0 * [batch, m, n, k].map(|size| *size as f64).into_iter().product::<f64>()
+            }
+            Self::PlusIdentity(sum) => (sum.batch * sum.rows * sum.rows) as f64,
+        }
     }
 }
 

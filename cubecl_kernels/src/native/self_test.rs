@@ -1,5 +1,6 @@
 //! Products of integers, which a device has to compute exactly before its kernels are used.
 
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use super::Refusal;
@@ -36,15 +37,15 @@ fn stuck(error: DriverError) -> Fault {
 const BATCH: usize = 2;
 
 /// Every layout, with sizes that fill no tile and more slices than stages. Sums are exact in
-/// float32, and rounded once.
+/// float32.
 const CASES: [Case; 14] = [
     case(Layout::RowsColumns, [200, 200, 264], 1.0, None, true),
     case(Layout::RowsColumns, [136, 136, 72], 2.0, Some(-1.0), true),
     // Their tiles are cut along the inner dimension: all of them, and some of them.
     case(Layout::RowsColumns, [136, 136, 1032], 1.0, Some(1.0), true),
-    // With each shape, in one of these.
+    // Which of these cuts some tiles depends on the shape.
     on(3, case(Layout::RowsColumns, [264, 264, 328], 1.0, Some(1.0), true)),
-    on(5, case(Layout::RowsColumns, [264, 264, 520], 1.0, Some(1.0), true)),
+    on(5, case(Layout::ColumnsRows, [264, 264, 520], 1.0, Some(1.0), true)),
     on(3, case(Layout::RowsColumns, [136, 136, 520], 1.0, Some(1.0), true)),
     // A block computes several tiles.
     on(2, case(Layout::RowsRows, [264, 520, 200], 1.0, Some(1.0), false)),
@@ -81,22 +82,25 @@ const DEADLINE: Duration = Duration::from_secs(20);
 ///
 /// The reason if there is no such shape, or if the device does not finish a case.
 pub(super) fn verify(native: &Native) -> Result<(Vec<TileShape>, Option<Refusal>), Fault> {
-    let mut shapes = TileShape::ALL.to_vec();
-    let mut wrong = None;
     for element in Element::ALL {
         verify_identity(native, element)?;
-        for case in &CASES {
-            let known = case.known(element);
-            let mut exact = Vec::new();
-            for shape in shapes {
-                match case.verify(native, &known, Some(shape)) {
-                    Ok(()) => exact.push(shape),
-                    Err(Fault::Wrong(reason)) => wrong = Some(reason),
-                    Err(stuck) => return Err(stuck),
+    }
+    let mut shapes = TileShape::ALL.to_vec();
+    let mut wrong = None;
+    for known in CASES.iter().flat_map(Known::of) {
+        let mut exact = Vec::new();
+        for shape in shapes {
+            match known.verify(native, Some(shape)) {
+                Ok(()) => exact.push(shape),
+                Err(Fault::Wrong(reason)) => {
+                    wrong.get_or_insert(reason);
+                    // It may also have counted parts wrongly.
+                    native.clear_scratch().map_err(stuck)?;
                 }
+                Err(stuck) => return Err(stuck),
             }
-            shapes = exact;
         }
+        shapes = exact;
     }
     match wrong {
         Some(reason) if shapes.is_empty() => Err(Fault::Wrong(reason)),
@@ -104,12 +108,10 @@ pub(super) fn verify(native: &Native) -> Result<(Vec<TileShape>, Option<Refusal>
     }
 }
 
-/// Fails unless the device computes the cases of full products exactly.
+/// Fails unless cuBLASLt computes the cases of full products exactly.
 pub(super) fn verify_full_products(native: &Native) -> Result<(), Fault> {
-    Element::ALL.into_iter().try_for_each(|element| {
-        let full = CASES.iter().filter(|case| !case.lower);
-        full.into_iter().try_for_each(|case| case.verify(native, &case.known(element), None))
-    })
+    let full = CASES.iter().filter(|case| !case.lower);
+    full.flat_map(Known::of).try_for_each(|known| known.verify(native, None))
 }
 
 /// One of -1, 0 and 1, most often 0.
@@ -153,26 +155,13 @@ impl Integers {
     }
 }
 
-/// A case in a type of elements: `A`, `B` and `D`, and the result.
-struct Known {
-    element: Element,
-    matrices: [Integers; 3],
-    expected: Vec<f32>,
-}
-
 impl Case {
-    fn known(&self, element: Element) -> Known {
-        let matrices = self.matrices();
-        let expected = self.expected(element, &matrices);
-        Known { element, matrices, expected }
-    }
-
     /// `A`, `B` and `D`. For a symmetric result, `B` is the transpose of `A`.
     fn matrices(&self) -> [Integers; 3] {
         let [m, n, k] = self.sizes;
         let of = |matrix: usize| {
             move |z: usize, row: usize, column: usize| {
-                small(((matrix * BATCH + z) * 1000 + row) * 1000 + column)
+                small(((matrix * BATCH + z) * 1000 + row) * 2000 + column)
             }
         };
         let (a, d) = (Integers::new([m, k], of(0)), of(2));
@@ -190,79 +179,102 @@ impl Case {
         if self.beta.is_some() { 3 } else { 1 }
     }
 
-    /// The last result, rounded as each of the products rounds its own.
-    fn expected(&self, element: Element, [a, b, d]: &[Integers; 3]) -> Vec<f32> {
+    /// The entries of `A B`.
+    fn sums(&self, [a, b, _]: &[Integers; 3]) -> Vec<i32> {
         let [m, n, k] = self.sizes;
         let of_columns = b.transposed();
-        let line = |z: usize, line: usize, lines: usize| {
-            let first = (z * lines + line) * k;
-            first..first + k
-        };
-        let mut expected = Vec::with_capacity(BATCH * m * n);
+        let line = |number: usize| number * k..(number + 1) * k;
+        let mut sums = Vec::with_capacity(BATCH * m * n);
         for z in 0..BATCH {
             for row in 0..m {
-                let row_of_a = &a.values[line(z, row, m)];
+                let row_of_a = &a.values[line(z * m + row)];
                 for column in 0..n {
-                    let column_of_b = &of_columns.values[line(z, column, n)];
-                    let sum: i32 = row_of_a.iter().zip(column_of_b).map(|(a, b)| a * b).sum();
-                    let next = |added: f32, _| {
-                        let added = self.beta.map_or(0.0, |beta| beta * added);
-                        element.rounded(self.alpha * sum as f32 + added)
-                    };
-                    expected.push((0..self.links()).fold(d.at(z, row, column) as f32, next));
+                    let column_of_b = &of_columns.values[line(z * n + column)];
+                    sums.push(row_of_a.iter().zip(column_of_b).map(|(a, b)| a * b).sum());
                 }
             }
         }
-        expected
+        sums
+    }
+}
+
+/// A case in a type of elements: `A`, `B` and `D`, and the result.
+struct Known<'a> {
+    case: &'a Case,
+    element: Element,
+    matrices: Rc<[Integers; 3]>,
+    expected: Vec<f32>,
+}
+
+impl<'a> Known<'a> {
+    /// A case in all types.
+    fn of(case: &'a Case) -> impl Iterator<Item = Self> {
+        let matrices = Rc::new(case.matrices());
+        let sums = case.sums(&matrices);
+        Element::ALL.into_iter().map(move |element| {
+            let matrices = matrices.clone();
+            // The last result, rounded as each of the products rounds its own.
+            let next = |sum: i32| {
+                move |added: f32, _| {
+                    let added = case.beta.map_or(0.0, |beta| beta * added);
+                    element.rounded(case.alpha * sum as f32 + added)
+                }
+            };
+            let last = |(sum, d): (&i32, &i32)| (0..case.links()).fold(*d as f32, next(*sum));
+            let expected = sums.iter().zip(&matrices[2].values).map(last).collect();
+            Self { case, element, matrices, expected }
+        })
     }
 
-    /// Verifies the kernels with tiles of a shape, or with those that the device chooses.
-    fn verify(
-        &self,
-        native: &Native,
-        known: &Known,
-        shape: Option<TileShape>,
-    ) -> Result<(), Fault> {
-        let element = known.element;
-        let [a, b, d] = &known.matrices;
-        let [m, n, _] = self.sizes;
-        let [a_in_rows, b_in_columns] = self.layout.inner_is_contiguous();
+    /// Verifies the kernels with tiles of a shape, or cuBLASLt.
+    fn verify(&self, native: &Native, shape: Option<TileShape>) -> Result<(), Fault> {
+        let Self { case, element, .. } = *self;
+        let [a, b, d] = &*self.matrices;
+        let [m, n, _] = case.sizes;
+        let [a_in_rows, b_in_columns] = case.layout.inner_is_contiguous();
         let memory = |values: Vec<u16>| on_device(native, &values);
         let a = memory(a.bits(element, a_in_rows))?;
         let b = memory(b.bits(element, !b_in_columns))?;
         let mut chain = vec![memory(d.bits(element, true))?];
         let mut launches = Vec::new();
-        for link in 0..self.links() {
+        for link in 0..case.links() {
             chain.push(memory(vec![u16::MAX; BATCH * m * n])?);
             let [d, c] = [link, link + 1].map(|index| chain[index].address());
             launches.push(Launch::Product(Product {
-                layout: self.layout,
+                layout: case.layout,
                 batch: BATCH,
-                sizes: self.sizes,
+                sizes: case.sizes,
                 a: a.address(),
                 b: b.address(),
-                alpha: self.alpha,
-                addend: self.beta.map(|beta| (d, beta)),
+                alpha: case.alpha,
+                addend: case.beta.map(|beta| (d, beta)),
                 c,
-                lower: self.lower,
+                lower: case.lower,
             }));
         }
-        let prepared = match shape {
+        let prepared: Result<Vec<_>, _> = match shape {
             Some(shape) => {
                 let all = native.multiprocessors();
-                let multiprocessors = self.places.map_or(all, |places| places * shape.cluster);
+                let multiprocessors = case.places.map_or(all, |places| places * shape.cluster);
                 let multiprocessors = multiprocessors.min(all);
-                native.prepare_for(element, &launches, (&[shape], multiprocessors))
+                let prepare =
+                    |launch| native.prepare_kernel(element, launch, &[shape], multiprocessors);
+                launches.iter().map(prepare).collect()
             }
-            None => native.prepare(element, &launches),
+            None => {
+                let prepare = |launch| native.prepare_for_library(element, launch);
+                let missing = || Refusal("cuBLASLt has no algorithm for a product".to_owned());
+                launches.iter().map(prepare).collect::<Option<_>>().ok_or_else(missing)
+            }
         };
         chain.extend([a, b]);
         let prepared = prepared.map_err(Fault::Wrong)?;
-        let result = computed(native, &prepared, chain, self.links())?;
-        if result.into_iter().ne(known.expected.iter().map(|value| element.bits(*value))) {
-            let layout = self.layout;
+        let result = computed(native, &prepared, chain, case.links())?;
+        if result.into_iter().ne(self.expected.iter().map(|value| element.bits(*value))) {
+            let kernel = shape.map_or("cuBLASLt".to_owned(), |shape| format!("tiles of {shape}"));
+            let layout = case.layout;
             return Err(Fault::Wrong(Refusal(format!(
-                "the device multiplies integers wrongly in {element:?}, {layout:?}, {shape:?}"
+                "the device multiplies integers wrongly in {element:?}, {layout:?}, with {kernel}"
             ))));
         }
         Ok(())
@@ -338,7 +350,7 @@ mod tests {
     #[test]
     fn expected_results_are_exact_and_not_trivial() {
         for case in &CASES {
-            let values = case.expected(Element::F16, &case.matrices());
+            let values = Known::of(case).next().expect("float16 is first").expected;
             assert!(values.iter().all(|value| value.abs() < 2048.0), "float16 rounds none");
             let different: BTreeSet<_> = values.iter().map(|value| value.to_bits()).collect();
             assert!(different.len() > 20, "{} values", different.len());
@@ -349,7 +361,7 @@ mod tests {
         }
     }
 
-    /// With each shape, whole tiles and parts of tiles, and several of them in one cluster.
+    /// Each shape has cases with whole tiles and parts of tiles, and several of them in a cluster.
     #[test]
     fn cases_have_all_kinds_of_tasks() {
         for shape in TileShape::ALL {

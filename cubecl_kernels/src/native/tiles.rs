@@ -1,19 +1,21 @@
 //! The tiles of a product, and their distribution over the multiprocessors of a device.
 
+use std::fmt;
+
 use super::product::Product;
 
-/// Rows of a block's tile.
+/// Rows of a tile for each block of a cluster.
 pub(super) const HEIGHT: usize = 128;
 
 /// Elements of the inner dimension in a slice: 128 bytes, the width of a swizzled row.
 pub(super) const DEPTH: usize = 64;
 
-/// Columns of the blocks' tiles, each with kernels of its own.
+/// Columns of tiles, each with kernels of its own.
 pub(super) const WIDTHS: [usize; 2] = [128, 256];
 
 /// Shared memory of which a multiprocessor does not have room for two blocks: half of its 228 KiB,
 /// of which each block takes 1 KiB.
-pub(super) const SPREADING_BYTES: u32 = (114 << 10) - 1024 + 128;
+const SPREADING_BYTES: u32 = (114 << 10) - 1024 + 128;
 
 /// The time to store a tile of 128 columns, in the time that a multiprocessor takes to multiply one
 /// of its slices at full rate (0.35 µs at 790 TFLOP/s for 132 of them). An estimate, as the next.
@@ -27,7 +29,7 @@ const ADDING: f64 = 2.0;
 pub(super) struct TileShape {
     /// Columns: one of [`WIDTHS`].
     pub width: usize,
-    /// Blocks, whose parts of the tile lie below each other and share their columns of `B`: 1 or 2.
+    /// Blocks, 1 or 2. Their rows lie below each other, and need the same columns of `B`.
     pub cluster: usize,
 }
 
@@ -46,7 +48,7 @@ impl TileShape {
     }
 
     /// Returns the index of its columns among [`WIDTHS`].
-    pub fn kernel(self) -> usize {
+    pub fn width_index(self) -> usize {
         usize::from(self.width == 256)
     }
 
@@ -83,6 +85,12 @@ impl TileShape {
     }
 }
 
+impl fmt::Display for TileShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} x {}", self.height(), self.width)
+    }
+}
+
 /// The distribution of a product's tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Grid {
@@ -99,19 +107,25 @@ pub(super) struct Grid {
     pub clusters: usize,
 }
 
+impl fmt::Display for Grid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { shape, whole, cut, parts, .. } = self;
+        write!(f, "{whole} tiles of {shape}")?;
+        if self.cut > 0 { write!(f, ", {cut} in {parts} parts") } else { Ok(()) }
+    }
+}
+
 impl Grid {
-    /// Returns the distribution that is estimated to take the least time on a device with a number
-    /// of multiprocessors, at least one; one without clusters is among the shapes if it has no
-    /// more.
+    /// Returns the distribution that is estimated to take the least time, with tiles of one of the
+    /// shapes, at least one, on a device with a number of multiprocessors, at least two.
     ///
     /// Tiles that are left once all multiprocessors have the same number are cut, so that the
     /// others do not wait for the few that have one more.
     pub fn fastest(product: &Product, shapes: &[TileShape], multiprocessors: usize) -> Self {
-        let grids = shapes.iter().filter(|shape| shape.cluster <= multiprocessors);
-        let grids = grids.flat_map(|shape| Self::of(product, *shape, multiprocessors));
+        let grids = shapes.iter().flat_map(|shape| Self::of(product, *shape, multiprocessors));
         let (_, fastest) = grids
             .min_by(|(time, _), (other, _)| time.total_cmp(other))
-            .expect("a shape fits the device, and its tiles can be left whole");
+            .expect("a shape's tiles can be left whole");
         fastest
     }
 
@@ -141,7 +155,7 @@ impl Grid {
         // Groups of multiprocessors that have clusters together.
         let places = multiprocessors / shape.cluster;
         let (rounds, rest) = (all / places, all % places);
-        let most_parts = places.checked_div(rest).unwrap_or(1).min(slices);
+        let most_parts = places.checked_div(rest).unwrap_or(1).min(slices).max(1);
         (1..=most_parts).map(move |parts| {
             let cut = if parts > 1 { rest } else { 0 };
             let (whole, slots) = (all - cut, cut * parts);
@@ -218,12 +232,10 @@ mod tests {
         // Nothing is left, and nothing can be cut.
         assert_eq!(fastest(132, 128, 512, 132).parts, 1);
         assert_eq!(fastest(1, 2048, 64, 132).parts, 1);
-        // A device with one multiprocessor has no clusters.
-        assert_eq!(fastest(1, 256, 256, 1).shape.cluster, 1);
     }
 
     #[test]
-    fn all_tiles_are_computed_and_all_parts_have_a_cluster_and_a_slice() {
+    fn parts_have_a_cluster_and_a_slice_each() {
         for (batch, rows, inner) in
             [(1, 64, 64), (48, 768, 768), (1, 2048, 8192), (3, 1000, 200), (128, 512, 512)]
         {

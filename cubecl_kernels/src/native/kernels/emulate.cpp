@@ -103,8 +103,8 @@ static int tiles_of(Shape shape, const Sizes &sizes) {
     return tiles;
 }
 
-// Launches a product, with cut tiles twice, with the same counters and the same result. As many
-// clusters as have a part each, or any number.
+// Launches a product, with cut tiles twice, with the same counters and the same result. There are
+// at least as many clusters as parts.
 static void launch(Layout layout, Shape shape, Sizes sizes, Cut cut, const TensorMap (&maps)[4],
                    Matrices &c) {
     sizes.cluster = shape.cluster;
@@ -137,8 +137,8 @@ static void launch(Layout layout, Shape shape, Sizes sizes, Cut cut, const Tenso
     }
 }
 
-static void check_product(Shape shape, Layout layout, Triangle triangle, int batch, int m, int n, int k,
-                          Scale scale, Cut cut = {0, 1}) {
+static void check_product(Shape shape, Layout layout, Triangle triangle, int batch, int m, int n,
+                          int k, Scale scale, Cut cut = {0, 1}) {
     const bool a_mn = layout == MM, b_mn = layout != KK, lower = triangle == LOWER;
     const bool addend = scale.beta != 0;
     Matrices a = Matrices::integers(batch, m, k, a_mn), b = Matrices::integers(batch, k, n, !b_mn);

@@ -401,7 +401,7 @@ inline void execute_oldest(Warpgroup &group) {
 
 // Global memory. Its undefined words are all ones: NaN.
 
-inline std::vector<u64> stored_by;                   // the block that stored a word, see `block_number`
+inline std::vector<u64> stored_by;                   // the `block_number` that stored a word
 inline std::vector<std::pair<size_t, u32>> delayed;  // stores that are seen after the launch
 
 // The number of the block that runs, among all blocks.
@@ -661,7 +661,9 @@ DEVICE float load_global(const float *p) {
     const size_t index = emulator::global_index(p);
     bool is_defined = emulator::stored_by[index] && emulator::coroutines[emulator::thread].acquired;
     u32 word = is_defined ? emulator::global[index] : ~0u;
-    for (auto [at, own] : emulator::coroutines[emulator::thread].unfenced) word = at == index ? own : word;
+    for (auto [at, own] : emulator::coroutines[emulator::thread].unfenced) {
+        if (at == index) word = own;
+    }
     float value;
     memcpy(&value, &word, 4);
     return value;

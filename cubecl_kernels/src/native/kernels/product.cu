@@ -1,19 +1,19 @@
 // C = alpha A B + beta D for every matrix of a batch, with Hopper's warpgroup matrix instructions,
 // and the sum of every matrix and the identity.
 //
-// A block computes one tile of 128 x WIDTH after the other. One thread of its last warp asks the
-// copy engine (TMA) for slices of A and B; two warpgroups multiply them, 64 rows each. The two
-// blocks of a cluster compute tiles that lie below each other: each of them loads a half of B's
+// A cluster of one or two blocks computes one tile after the other, of which each block has 128
+// rows and all WIDTH columns. One thread of its last warp asks the copy engine (TMA) for slices of
+// A and B; two warpgroups multiply them, 64 rows each. Of two blocks, each loads a half of B's
 // slice, which the copy engine writes to both.
 //
 // Of a symmetric result, only the tiles that reach the diagonal or lie below it are computed. They
 // are stored in panels of 64 x 64: those below the diagonal twice, as they are and as their mirror
 // images, and those above it not at all.
 //
-// Some tiles can be cut along the inner dimension, so that all multiprocessors have as much to do: a
-// block multiplies a part of the slices and stores its sums in global memory. The block that is the
-// last to do so adds all of them and stores the tile. No block waits for others, except for those
-// of its cluster.
+// Some tiles can be cut along the inner dimension, so that all multiprocessors have as much to do:
+// a block multiplies a part of the slices and stores its sums in global memory. The block that is
+// the last to do so adds all of them and stores the tile. No block waits for others, except for
+// those of its cluster.
 //
 // Elements have 16 bits: bfloat16, or float16 with TYPE_F16. An operand is K-major if its inner
 // dimension is contiguous, otherwise MN-major. Tensor maps have the dimensions (contiguous, other,
@@ -26,7 +26,7 @@
 #include "device.cuh"
 #endif
 
-constexpr int HEIGHT = 128;       // rows of a tile
+constexpr int HEIGHT = 128;       // rows of a tile for each block
 constexpr int PANEL = 64;         // elements of a swizzled row of 128 bytes
 constexpr int DEPTH = PANEL;      // columns of A in a slice
 constexpr int STEP = 16;          // columns of A that one matrix instruction takes
@@ -44,7 +44,7 @@ constexpr int ATOM_BYTES = 8 * 128;  // 8 swizzled rows, after which the swizzle
 static_assert(THREADS == CONSUMERS + 32, "a warp loads for the consumers");
 static_assert(CONSUMERS == HEIGHT / 64 * 128, "a warpgroup multiplies 64 rows");
 
-// What depends on the columns of a tile.
+// The stages, buffers and registers of a block whose tiles have a number of columns.
 template <int WIDTH>
 struct Tile {
     static constexpr int SUMS = WIDTH / 2;  // of a thread
@@ -80,7 +80,7 @@ struct Sizes {
     int addend;    // 1 if there is a D, 0 if its map is ignored
     int cluster;   // blocks of a cluster: 1 or 2
     int clusters;  // of the launch
-    int tiles;     // of a matrix: the blocks of a cluster compute one together
+    int tiles;     // of a matrix
     int parts;     // of every tile that is cut, of the first ones of the batch
     int slots;     // parts of all of them, at most one for every cluster
     int tasks;     // parts, and tiles that are not cut
@@ -130,8 +130,8 @@ struct Block {
     }
 };
 
-// Finds a tile of a cluster by its number among those of a matrix. Clusters that run at a time share
-// rows and columns in the L2 cache: they walk through `GROUP` rows of tiles column by column.
+// Finds a tile by its number among those of a matrix. Clusters that run at a time share rows and
+// columns in the L2 cache: they walk through `GROUP` rows of tiles column by column.
 template <int WIDTH>
 DEVICE void tile_of(int tile, const Sizes &sizes, int &row, int &column) {
     const int halvings = sizes.cluster - 1, height = HEIGHT << halvings;
@@ -243,8 +243,8 @@ DEVICE void produce(const Block<WIDTH> &block, const Task &task, const Sizes &si
     }
 }
 
-// Describes an operand with a swizzle of 128 bytes, whose code in bits 62 and 63 is 1. The bits of a
-// shared address above the lowest 18 are those of the block's place in its cluster.
+// Describes an operand with a swizzle of 128 bytes, whose code in bits 62 and 63 is 1. The bits of
+// a shared address above the lowest 18 are those of the block's place in its cluster.
 DEVICE Descriptor describe(const char *p, u32 leading, u32 stride) {
     return (u64)((address(p) & 0x3ffff) >> 4) | (u64)(leading >> 4) << 16 |
            (u64)(stride >> 4) << 32 | (u64)1 << 62;
@@ -487,8 +487,11 @@ DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, 
             const Task task = task_of(opaque(i), sizes, block);
             scale(block, sizes, has_addend(task, sizes), entry, opaque(thread), sums);
             if (has_addend(task, sizes)) entry += WIDTH / D_WIDTH;
-            if (task.parts > 1 && !add_parts(block, task, partials, arrived, opaque(thread), sums)) continue;
-            store(stores, task, c, sizes.lower, sums);
+            bool stores_tile = true;
+            if (task.parts > 1) {
+                stores_tile = add_parts(block, task, partials, arrived, opaque(thread), sums);
+            }
+            if (stores_tile) store(stores, task, c, sizes.lower, sums);
         }
         if (stores.thread == 0) store_finish();
     }

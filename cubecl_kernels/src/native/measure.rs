@@ -1,0 +1,140 @@
+//! The times of single products, by which the estimates of [`Grid`] can be judged.
+
+use std::time::{Duration, Instant};
+
+use super::Refusal;
+use super::engine::{Native, Queued};
+use super::memory::Memory;
+use super::product::{Element, Launch, Layout, Product};
+use super::tiles::Grid;
+
+/// The measured time of a product.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Measured {
+    /// The tiles of the kernel and their distribution, or the library.
+    pub kernel: String,
+    /// The least average of several rows of products.
+    pub seconds: f64,
+}
+
+/// The time of a row of products, next to which that of a synchronisation is small.
+const ROW: Duration = Duration::from_millis(3);
+
+/// The most products of a row.
+const MAX_LENGTH: usize = 1000;
+
+/// Rows of each kernel, in turn with those of the others.
+const ROWS: usize = 5;
+
+impl Native {
+    /// Measures products of random matrices: with tiles of every shape, and by cuBLASLt if all of
+    /// the result is computed. Of a result of which only the `lower` triangle is, both factors are
+    /// the same matrix, so that it is symmetric. In a row of products, launches overlap as in an
+    /// iteration.
+    ///
+    /// # Errors
+    ///
+    /// The reason why memory is missing or a launch fails.
+    pub fn measure(
+        &self,
+        element: Element,
+        layout: Layout,
+        batch: usize,
+        sizes @ [m, n, k]: [usize; 3],
+        lower: bool,
+    ) -> Result<Vec<Measured>, Refusal> {
+        let _stream = self.stream_alone();
+        let failed = |error| Refusal::new("measure a product", error);
+        self.stream().make_current().map_err(failed)?;
+        let memory = |elements| {
+            Memory::of(self.stream(), &random(element, batch * elements)).map_err(failed)
+        };
+        let (left, result) = (memory(m * k)?, memory(m * n)?);
+        let right = if lower { None } else { Some(memory(k * n)?) };
+        let product = Product {
+            layout,
+            batch,
+            sizes,
+            a: left.address(),
+            b: right.as_ref().unwrap_or(&left).address(),
+            alpha: 1.0,
+            addend: None,
+            c: result.address(),
+            lower,
+        };
+        let launch = Launch::Product(product);
+
+        let mut rows = Vec::new();
+        for shape in self.shapes() {
+            let (shapes, all) = ([*shape], self.multiprocessors());
+            let kernel = Grid::fastest(&product, &shapes, all).to_string();
+            let prepare = || self.prepare_kernel(element, &launch, &shapes, all);
+            rows.push(Row::new(self, kernel, &prepare)?);
+        }
+        if self.prepare_for_library(element, &launch).is_some() {
+            let prepare = || {
+                let queued = self.prepare_for_library(element, &launch);
+                Ok(queued.expect("the library keeps its plans"))
+            };
+            rows.push(Row::new(self, "cuBLASLt".to_owned(), &prepare)?);
+        }
+        for _ in 0..ROWS {
+            for row in &mut rows {
+                row.least = row.least.min(seconds(self, &row.launches)?);
+            }
+        }
+        let measured =
+            rows.into_iter().map(|row| Measured { kernel: row.kernel, seconds: row.least });
+        Ok(measured.collect())
+    }
+}
+
+/// Products that are launched one after the other.
+struct Row<'a> {
+    kernel: String,
+    launches: Vec<Queued<'a>>,
+    /// The least average time that was measured, in seconds.
+    least: f64,
+}
+
+impl<'a> Row<'a> {
+    /// A row that takes about [`ROW`].
+    fn new(
+        native: &Native,
+        kernel: String,
+        prepare: &dyn Fn() -> Result<Queued<'a>, Refusal>,
+    ) -> Result<Self, Refusal> {
+        let launches = |length| (0..length).map(|_| prepare()).collect::<Result<Vec<_>, _>>();
+        // The driver loads a kernel at its first launch.
+        seconds(native, &launches(1)?)?;
+        let one = seconds(native, &launches(10)?)?;
+        let length = ((ROW.as_secs_f64() / one) as usize).clamp(1, MAX_LENGTH);
+        Ok(Self { kernel, launches: launches(length)?, least: f64::INFINITY })
+    }
+}
+
+/// The average time of launches, of which the stream has no others.
+fn seconds(native: &Native, launches: &[Queued<'_>]) -> Result<f64, Refusal> {
+    let failed = |error| Refusal::new("measure a product", error);
+    native.stream().synchronize().map_err(failed)?;
+    let start = Instant::now();
+    // SAFETY: the memory of the products is freed after it was waited for, also after a failure:
+    // freeing waits for the device.
+    unsafe { native.queue(launches) }?;
+    native.stream().synchronize().map_err(failed)?;
+    Ok(start.elapsed().as_secs_f64() / launches.len() as f64)
+}
+
+/// Numbers from -1 to 1 (xorshift). A device may multiply zeros at a higher clock rate.
+fn random(element: Element, count: usize) -> Vec<u16> {
+    const DIFFERENT: usize = 1 << 16;
+    let mut state = 1u32;
+    let next = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        element.bits((f64::from(state) / f64::from(u32::MAX) * 2.0 - 1.0) as f32)
+    };
+    let numbers: Vec<u16> = std::iter::repeat_with(next).take(DIFFERENT.min(count)).collect();
+    numbers.into_iter().cycle().take(count).collect()
+}
