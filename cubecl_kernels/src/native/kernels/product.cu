@@ -484,6 +484,9 @@ DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, 
             float sums[Tile<WIDTH>::SUMS];
             multiply_slices<WIDTH, A_MN, B_MN>(block, slices, entry, group, sums);
             entry += slices;
+
+            // Behind `opaque`, places are computed anew for each tile. Otherwise the compiler keeps
+            // them in registers while slices are multiplied, and spills others.
             const Task task = task_of(opaque(i), sizes, block);
             scale(block, sizes, has_addend(task, sizes), entry, opaque(thread), sums);
             if (has_addend(task, sizes)) entry += WIDTH / D_WIDTH;
