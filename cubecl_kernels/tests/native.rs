@@ -180,14 +180,14 @@ const MUTANTS: [(&str, &str, &str); 66] = [
     ),
     (
         "a cluster computes one tile only",
-        "i < sizes.tasks; i += sizes.clusters) {\n            const int slices",
-        "i < sizes.clusters; i += sizes.clusters) {\n            const int slices",
+        "i < sizes.tasks; i += sizes.clusters) {\n            float sums",
+        "i < sizes.clusters; i += sizes.clusters) {\n            float sums",
     ),
-    ("the stages of a second tile begin anew", "            entry += slices;\n", ""),
+    ("the stages of a second tile begin anew", "int slices, u32 &entry", "int slices, u32 entry"),
     (
         "D takes no stage of the consumers",
-        "if (has_addend(task, sizes)) entry += WIDTH / D_WIDTH;",
-        "",
+        "bool has_addend, u32 &entry",
+        "bool has_addend, u32 entry",
     ),
     ("a tile is computed twice", "if (tile < end - row) {", "if (tile <= end - row) {"),
     (

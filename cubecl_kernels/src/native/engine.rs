@@ -189,7 +189,7 @@ impl Native {
         if buffers.iter().any(|address| !address.is_multiple_of(ALIGNMENT)) {
             return Err(Refusal("a batch is not aligned".to_owned()).into());
         }
-        let _stream = self.recordings.lock().expect("nothing panics while it holds the lock");
+        let _stream = self.stream_alone();
         let launches = (work.launches)(buffers);
         let prepared = in_relaxed_mode(|| self.prepare(element, &launches))?;
         // SAFETY: as for this function.
@@ -277,12 +277,13 @@ impl Native {
         launches: &[Launch],
     ) -> Result<Vec<Queued<'a>>, Refusal> {
         let prepare = |launch: &Launch| {
-            let is_large = launch.operations() >= LIBRARY_OPERATIONS;
-            let by_library = is_large.then(|| self.prepare_for_library(element, launch)).flatten();
-            match by_library {
-                Some(queued) => Ok(queued),
-                None => self.prepare_kernel(element, launch, &self.shapes, self.multiprocessors()),
+            if let Launch::Product(product) = launch
+                && product.operations() >= LIBRARY_OPERATIONS
+                && let Some(queued) = self.prepare_for_library(element, product)
+            {
+                return Ok(queued);
             }
+            self.prepare_kernel(element, launch, &self.shapes, self.multiprocessors())
         };
         launches.iter().map(prepare).collect()
     }
@@ -291,15 +292,11 @@ impl Native {
     pub(super) fn prepare_for_library(
         &self,
         element: Element,
-        launch: &Launch,
+        product: &Product,
     ) -> Option<Queued<'_>> {
-        match (launch, &self.library) {
-            (Launch::Product(product), Ok(library)) if !product.lower => {
-                let plan = library.plan(element, product).ok()?;
-                Some(Queued::Library(library, *product, plan))
-            }
-            _ => None,
-        }
+        let library = self.library.as_ref().ok().filter(|_| !product.lower)?;
+        let plan = library.plan(element, product).ok()?;
+        Some(Queued::Library(library, *product, plan))
     }
 
     /// Prepares a launch of a kernel, with tiles of one of the shapes, and for a number of
@@ -323,10 +320,13 @@ impl Native {
     /// # Safety
     ///
     /// As for [`run`](Self::run), until the stream has done its work.
-    pub(super) unsafe fn queue(&self, launches: &[Queued<'_>]) -> Result<(), Refusal> {
+    pub(super) unsafe fn queue<'a>(
+        &self,
+        launches: impl IntoIterator<Item = &'a Queued<'a>>,
+    ) -> Result<(), Refusal> {
         let failed = |error| Refusal::new("launch the iteration", error);
         self.stream.make_current().map_err(failed)?;
-        launches.iter().enumerate().try_for_each(|(index, launch)| match launch {
+        launches.into_iter().enumerate().try_for_each(|(index, launch)| match launch {
             Queued::Kernel(prepared) => {
                 // The first launch follows an event or a copy, which it must not overlap with.
                 let overlaps = index > 0;

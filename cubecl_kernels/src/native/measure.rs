@@ -34,7 +34,7 @@ impl Native {
     ///
     /// # Errors
     ///
-    /// The reason why memory is missing or a launch fails.
+    /// Fails if memory is missing or a launch fails.
     pub fn measure(
         &self,
         element: Element,
@@ -62,25 +62,21 @@ impl Native {
             c: result.address(),
             lower,
         };
-        let launch = Launch::Product(product);
 
         let mut rows = Vec::new();
         for shape in self.shapes() {
             let (shapes, all) = ([*shape], self.multiprocessors());
             let kernel = Grid::fastest(&product, &shapes, all).to_string();
-            let prepare = || self.prepare_kernel(element, &launch, &shapes, all);
-            rows.push(Row::new(self, kernel, &prepare)?);
+            let launch = Launch::Product(product);
+            let queued = self.prepare_kernel(element, &launch, &shapes, all)?;
+            rows.push(Row::new(self, kernel, queued)?);
         }
-        if self.prepare_for_library(element, &launch).is_some() {
-            let prepare = || {
-                let queued = self.prepare_for_library(element, &launch);
-                Ok(queued.expect("the library keeps its plans"))
-            };
-            rows.push(Row::new(self, "cuBLASLt".to_owned(), &prepare)?);
+        if let Some(queued) = self.prepare_for_library(element, &product) {
+            rows.push(Row::new(self, "cuBLASLt".to_owned(), queued)?);
         }
         for _ in 0..ROWS {
             for row in &mut rows {
-                row.least = row.least.min(seconds(self, &row.launches)?);
+                row.least = row.least.min(seconds(self, &row.queued, row.length)?);
             }
         }
         let measured =
@@ -89,40 +85,36 @@ impl Native {
     }
 }
 
-/// Products that are launched one after the other.
+/// A product that is launched several times in a row.
 struct Row<'a> {
     kernel: String,
-    launches: Vec<Queued<'a>>,
+    queued: Queued<'a>,
+    length: usize,
     /// The least average time that was measured, in seconds.
     least: f64,
 }
 
 impl<'a> Row<'a> {
     /// A row that takes about [`ROW`].
-    fn new(
-        native: &Native,
-        kernel: String,
-        prepare: &dyn Fn() -> Result<Queued<'a>, Refusal>,
-    ) -> Result<Self, Refusal> {
-        let launches = |length| (0..length).map(|_| prepare()).collect::<Result<Vec<_>, _>>();
+    fn new(native: &Native, kernel: String, queued: Queued<'a>) -> Result<Self, Refusal> {
         // The driver loads a kernel at its first launch.
-        seconds(native, &launches(1)?)?;
-        let one = seconds(native, &launches(10)?)?;
+        seconds(native, &queued, 1)?;
+        let one = seconds(native, &queued, 10)?;
         let length = ((ROW.as_secs_f64() / one) as usize).clamp(1, MAX_LENGTH);
-        Ok(Self { kernel, launches: launches(length)?, least: f64::INFINITY })
+        Ok(Self { kernel, queued, length, least: f64::INFINITY })
     }
 }
 
-/// The average time of launches, of which the stream has no others.
-fn seconds(native: &Native, launches: &[Queued<'_>]) -> Result<f64, Refusal> {
+/// The average time of a number of launches, of which the stream has no others.
+fn seconds(native: &Native, queued: &Queued<'_>, count: usize) -> Result<f64, Refusal> {
     let failed = |error| Refusal::new("measure a product", error);
     native.stream().synchronize().map_err(failed)?;
     let start = Instant::now();
-    // SAFETY: the memory of the products is freed after it was waited for, also after a failure:
+    // SAFETY: the memory of the product is freed after it was waited for, also after a failure:
     // freeing waits for the device.
-    unsafe { native.queue(launches) }?;
+    unsafe { native.queue(std::iter::repeat_n(queued, count)) }?;
     native.stream().synchronize().map_err(failed)?;
-    Ok(start.elapsed().as_secs_f64() / launches.len() as f64)
+    Ok(start.elapsed().as_secs_f64() / count as f64)
 }
 
 /// Numbers from -1 to 1 (xorshift). A device may multiply zeros at a higher clock rate.

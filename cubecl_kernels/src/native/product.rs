@@ -124,6 +124,12 @@ pub enum Launch {
 }
 
 impl Product {
+    /// Returns the operations of the full product.
+    pub(super) fn operations(&self) -> f64 {
+        let [m, n, k] = self.sizes;
+        2.0 * [self.batch, m, n, k].map(|size| size as f64).into_iter().product::<f64>()
+    }
+
     /// Returns the tensors that the kernel copies, in boxes for tiles of a shape: `A`, `B`, `D` (or
     /// `C` in its place), `C`.
     pub(super) fn tensors(&self, shape: TileShape) -> [Boxed; 4] {
@@ -143,18 +149,6 @@ impl Product {
             result(d, HEIGHT as u32),
             result(self.c, PANEL),
         ]
-    }
-}
-
-impl Launch {
-    /// Returns the operations of all matrices, of symmetric products as of full ones.
-    pub(super) fn operations(&self) -> f64 {
-        match self {
-            Self::Product(Product { batch, sizes: [m, n, k], .. }) => {
-                2.0 * [batch, m, n, k].map(|size| *size as f64).into_iter().product::<f64>()
-            }
-            Self::PlusIdentity(sum) => (sum.batch * sum.rows * sum.rows) as f64,
-        }
     }
 }
 

@@ -80,7 +80,7 @@ const DEADLINE: Duration = Duration::from_secs(20);
 ///
 /// # Errors
 ///
-/// The reason if there is no such shape, or if the device does not finish a case.
+/// Fails if there is no such shape, or if the device does not finish a case.
 pub(super) fn verify(native: &Native) -> Result<(Vec<TileShape>, Option<Refusal>), Fault> {
     for element in Element::ALL {
         verify_identity(native, element)?;
@@ -173,6 +173,13 @@ impl Case {
         [a, b, d]
     }
 
+    /// A product of the case, from the addresses of `A`, `B`, `D` and `C`.
+    fn product(&self, [a, b, d, c]: [u64; 4]) -> Product {
+        let Self { layout, sizes, alpha, lower, .. } = *self;
+        let addend = self.beta.map(|beta| (d, beta));
+        Product { layout, batch: BATCH, sizes, a, b, alpha, addend, c, lower }
+    }
+
     /// The number of products, of which each adds the result of the one before it: a launch that
     /// does not wait for that result is found.
     fn links(&self) -> usize {
@@ -236,35 +243,27 @@ impl<'a> Known<'a> {
         let a = memory(a.bits(element, a_in_rows))?;
         let b = memory(b.bits(element, !b_in_columns))?;
         let mut chain = vec![memory(d.bits(element, true))?];
-        let mut launches = Vec::new();
+        let mut products = Vec::new();
         for link in 0..case.links() {
             chain.push(memory(vec![u16::MAX; BATCH * m * n])?);
             let [d, c] = [link, link + 1].map(|index| chain[index].address());
-            launches.push(Launch::Product(Product {
-                layout: case.layout,
-                batch: BATCH,
-                sizes: case.sizes,
-                a: a.address(),
-                b: b.address(),
-                alpha: case.alpha,
-                addend: case.beta.map(|beta| (d, beta)),
-                c,
-                lower: case.lower,
-            }));
+            products.push(case.product([a.address(), b.address(), d, c]));
         }
         let prepared: Result<Vec<_>, _> = match shape {
             Some(shape) => {
                 let all = native.multiprocessors();
                 let multiprocessors = case.places.map_or(all, |places| places * shape.cluster);
                 let multiprocessors = multiprocessors.min(all);
-                let prepare =
-                    |launch| native.prepare_kernel(element, launch, &[shape], multiprocessors);
-                launches.iter().map(prepare).collect()
+                let prepare = |product: &Product| {
+                    let launch = Launch::Product(*product);
+                    native.prepare_kernel(element, &launch, &[shape], multiprocessors)
+                };
+                products.iter().map(prepare).collect()
             }
             None => {
-                let prepare = |launch| native.prepare_for_library(element, launch);
+                let prepare = |product| native.prepare_for_library(element, product);
                 let missing = || Refusal("cuBLASLt has no algorithm for a product".to_owned());
-                launches.iter().map(prepare).collect::<Option<_>>().ok_or_else(missing)
+                products.iter().map(prepare).collect::<Option<_>>().ok_or_else(missing)
             }
         };
         chain.extend([a, b]);
@@ -367,19 +366,9 @@ mod tests {
         for shape in TileShape::ALL {
             let grids = CASES.iter().map(|case| {
                 let [m, n, _] = case.sizes;
-                let product = Product {
-                    layout: case.layout,
-                    batch: BATCH,
-                    sizes: case.sizes,
-                    a: 0,
-                    b: 0,
-                    alpha: case.alpha,
-                    addend: None,
-                    c: 0,
-                    lower: case.lower,
-                };
                 assert!(!case.lower || m == n);
-                Grid::fastest(&product, &[shape], case.places.unwrap_or(66) * shape.cluster)
+                let multiprocessors = case.places.unwrap_or(66) * shape.cluster;
+                Grid::fastest(&case.product([0; 4]), &[shape], multiprocessors)
             });
             let grids: Vec<_> = grids.collect();
             let any = |is: &dyn Fn(&Grid) -> bool| assert!(grids.iter().any(is), "{grids:?}");

@@ -152,7 +152,7 @@ static void check_product(Shape shape, Layout layout, Triangle triangle, int bat
     const TensorMap maps[] = {a.map(a_mn ? PANEL : HEIGHT),
                               b.map(b_mn ? PANEL : shape.width / MAX_CLUSTER), d.map(HEIGHT),
                               c.map(PANEL)};
-    const Sizes sizes = {m, n, k, scale.alpha, scale.beta, lower, addend, 0, 0, 0, 0, 0, 0};
+    const Sizes sizes = {m, n, k, scale.alpha, scale.beta, lower, addend};
     launch(layout, shape, sizes, cut, maps, c);
     const std::vector<double> wide_a = a.widened(), wide_b = b.widened();
     for (int z = 0; z < batch; ++z) {
@@ -196,7 +196,7 @@ static void check_order(Shape shape) {
     }
     const TensorMap maps[] = {a.map(HEIGHT), b.map(shape.width / MAX_CLUSTER), c.map(HEIGHT),
                               c.map(PANEL)};
-    const Sizes sizes = {n, n, k, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+    const Sizes sizes = {n, n, k, 1};
     std::vector<u16> expected;
     for (int i = 0; i < 3; ++i) {
         launch(KK, shape, sizes, {2, 3}, maps, c);

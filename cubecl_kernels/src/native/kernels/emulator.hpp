@@ -204,6 +204,7 @@ struct Coroutine {
     bool is_ordered;  // it executed `wait_for_launch_before`
 };
 inline std::vector<Coroutine> coroutines(MAX_THREADS);
+inline Coroutine &current() { return coroutines[thread]; }
 inline ucontext_t scheduler;
 inline std::vector<int> runnable;
 inline const void *kernel;  // the function that all threads call
@@ -216,21 +217,20 @@ inline void write(char *p, Write &write) {
     for (int i = 0; i < write.bytes; i += 2) {
         write_async(block(), write.at + i, "\xff\xff", write.number);
     }
-    coroutines[thread].unpublished.push_back(write);
+    current().unpublished.push_back(write);
 }
 
 // Fails unless the launch before this one is complete.
 inline void ensure_ordered() {
-    if (!coroutines[thread].is_ordered) fail("an access that overlaps with the launch before");
+    if (!current().is_ordered) fail("an access that overlaps with the launch before");
 }
 
 inline void suspend() {
-    int current = thread;
-    if (swapcontext(&coroutines[current].context, &scheduler)) fail("swapcontext");
+    if (swapcontext(&current().context, &scheduler)) fail("swapcontext");
 }
 
 inline void wait_for(const void *event) {
-    coroutines[thread].waits_for = event;
+    current().waits_for = event;
     suspend();
 }
 
@@ -431,9 +431,7 @@ void start() {
     coroutines[thread].done = true;
 }
 
-// The threads of one number in all blocks have places far from each other: warps and warpgroups
-// count those of a block only.
-inline int warp() { return rank() * (MAX_THREADS / 64) + thread % threads / 32; }
+// A number for the warpgroup of the thread, which no other one of the cluster has.
 inline int warpgroup() { return rank() * (MAX_THREADS / 256) + thread % threads / 128; }
 
 // Runs a cluster until all of its threads are done and nothing is in flight.
@@ -529,7 +527,7 @@ inline void store_four(char *p, const Pair (&pairs)[4], bool transposed) {
     static Pair fragments[MAX_THREADS][4];
     const int lane = thread % 32;
     memcpy(fragments[thread], pairs, sizeof pairs);
-    together(warps[warp()], 32, transposed ? "stmatrix.trans" : "stmatrix", [] {});
+    together(warps[thread / 32], 32, transposed ? "stmatrix.trans" : "stmatrix", [] {});
     Write own;
     own.bytes = 16;
     for (int i = 0; i < 8; ++i) {
@@ -538,7 +536,7 @@ inline void store_four(char *p, const Pair (&pairs)[4], bool transposed) {
         memcpy(own.data + 2 * i, &h, 2);
     }
     write(p, own);
-    together(warps[warp()], 32, "end of stmatrix", [] {});
+    together(warps[thread / 32], 32, "end of stmatrix", [] {});
 }
 
 }  // namespace emulator
@@ -551,7 +549,7 @@ DEVICE void sync_cluster() {
 }
 
 DEVICE void sync_warp() {
-    emulator::together(emulator::warps[emulator::warp()], 32, "sync_warp", [] {});
+    emulator::together(emulator::warps[emulator::thread / 32], 32, "sync_warp", [] {});
 }
 
 DEVICE void sync_group(int group) {
@@ -575,7 +573,7 @@ DEVICE bool sync_consumers_or(bool own) {
 
 DEVICE void wait_for_launch_before() {
     emulator::pause();
-    emulator::coroutines[emulator::thread].is_ordered = true;
+    emulator::current().is_ordered = true;
 }
 
 DEVICE void let_next_launch_begin() { emulator::ensure_ordered(); }
@@ -648,7 +646,7 @@ DEVICE void store_finish() { store_wait_read<0>(); }
 
 DEVICE void fence_async() {
     emulator::pause();
-    auto &own = emulator::coroutines[emulator::thread].unpublished;
+    auto &own = emulator::current().unpublished;
     for (const auto &write : own) {
         for (int i = 0; i < write.bytes; i += 2) {
             emulator::write_async(emulator::block(), write.at + i, write.data + i, write.number);
@@ -659,9 +657,9 @@ DEVICE void fence_async() {
 
 DEVICE float load_global(const float *p) {
     const size_t index = emulator::global_index(p);
-    bool is_defined = emulator::stored_by[index] && emulator::coroutines[emulator::thread].acquired;
+    bool is_defined = emulator::stored_by[index] && emulator::current().acquired;
     u32 word = is_defined ? emulator::global[index] : ~0u;
-    for (auto [at, own] : emulator::coroutines[emulator::thread].unfenced) {
+    for (auto [at, own] : emulator::current().unfenced) {
         if (at == index) word = own;
     }
     float value;
@@ -678,7 +676,7 @@ DEVICE void store_global(Element *p, Element value) {
     by = emulator::block_number();
     u32 word;
     memcpy(&word, &value, 4);
-    emulator::coroutines[emulator::thread].unfenced.push_back({index, word});
+    emulator::current().unfenced.push_back({index, word});
     emulator::global[index] = ~0u;
 }
 
@@ -697,7 +695,7 @@ DEVICE u32 atomic_add(u32 *p, u32 value) {
 
 DEVICE void thread_fence() {
     emulator::pause();
-    auto &own = emulator::coroutines[emulator::thread];
+    auto &own = emulator::current();
     // Blocks that run at the same time may read before a fence that follows the count.
     emulator::publish(own.unfenced, emulator::block().has_counted);
     own.acquired = emulator::block().has_counted;

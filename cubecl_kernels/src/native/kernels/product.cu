@@ -216,7 +216,7 @@ DEVICE void load_operand(char *to, const TensorMap &map, Barrier *full, int slic
 }
 
 template <int WIDTH, bool A_MN, bool B_MN>
-DEVICE void produce(const Block<WIDTH> &block, const Task &task, const Sizes &sizes, u32 entry,
+DEVICE void produce(const Block<WIDTH> &block, const Task &task, const Sizes &sizes, u32 &entry,
                     const TensorMap &a, const TensorMap &b, const TensorMap &d) {
     constexpr int HALF = WIDTH / MAX_CLUSTER;  // columns of B that a block of a full cluster loads
     const int own = 1 << block.rank, all = (1 << block.cluster) - 1;
@@ -258,7 +258,7 @@ DEVICE Descriptor advanced(Descriptor d, int bytes) {
 // Multiplies all slices. A thread receives of every 8 columns two neighbors in one row, and two in
 // the row 8 below.
 template <int WIDTH, bool A_MN, bool B_MN>
-DEVICE void multiply_slices(const Block<WIDTH> &block, int slices, u32 entry, int half,
+DEVICE void multiply_slices(const Block<WIDTH> &block, int slices, u32 &entry, int half,
                             float (&sums)[Tile<WIDTH>::SUMS]) {
     // Bytes between the panels of an MN-major operand; ignored for K-major ones.
     constexpr int A_LEADING = A_MN ? PANEL_BYTES : 16, B_LEADING = B_MN ? PANEL_BYTES : 16;
@@ -288,7 +288,7 @@ DEVICE void multiply_slices(const Block<WIDTH> &block, int slices, u32 entry, in
 
 // sums = alpha sums + beta D
 template <int WIDTH>
-DEVICE void scale(const Block<WIDTH> &block, const Sizes &sizes, bool has_addend, u32 entry,
+DEVICE void scale(const Block<WIDTH> &block, const Sizes &sizes, bool has_addend, u32 &entry,
                   u32 thread, float (&sums)[Tile<WIDTH>::SUMS]) {
 #pragma unroll
     for (int i = 0; i < Tile<WIDTH>::SUMS; ++i) sums[i] *= sizes.alpha;
@@ -472,7 +472,6 @@ DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, 
         for (int i = CLUSTER; i < sizes.tasks && thread == CONSUMERS; i += sizes.clusters) {
             const Task task = task_of(i, sizes, block);
             produce<WIDTH, A_MN, B_MN>(block, task, sizes, entry, a, b, d);
-            entry += task.slices + (has_addend(task, sizes) ? WIDTH / D_WIDTH : 0);
         }
     } else {
         const int group = thread / 128;
@@ -480,16 +479,12 @@ DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, 
         buffers += group * Tile<WIDTH>::BUFFERS * PANEL_BYTES;
         Store<WIDTH> stores = {buffers, group, thread % 128, 0};
         for (int i = CLUSTER; i < sizes.tasks; i += sizes.clusters) {
-            const int slices = slices_of(i, sizes);
             float sums[Tile<WIDTH>::SUMS];
-            multiply_slices<WIDTH, A_MN, B_MN>(block, slices, entry, group, sums);
-            entry += slices;
-
+            multiply_slices<WIDTH, A_MN, B_MN>(block, slices_of(i, sizes), entry, group, sums);
             // Behind `opaque`, places are computed anew for each tile. Otherwise the compiler keeps
             // them in registers while slices are multiplied, and spills others.
             const Task task = task_of(opaque(i), sizes, block);
             scale(block, sizes, has_addend(task, sizes), entry, opaque(thread), sums);
-            if (has_addend(task, sizes)) entry += WIDTH / D_WIDTH;
             bool stores_tile = true;
             if (task.parts > 1) {
                 stores_tile = add_parts(block, task, partials, arrived, opaque(thread), sums);
