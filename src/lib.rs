@@ -95,7 +95,7 @@
 //! is first used.
 //!
 //! The kernels are tested on software devices (WGSL, SPIR-V with cooperative matrices, CubeCL's CPU
-//! runtime) and compiled for CUDA. **Nothing has run on a GPU yet.**
+//! runtime) and on one GPU with one rank: `docs/results/gpu.md`.
 //!
 //! Feature `fusion` (default) supports Burn's fusion on the CubeCL backends. It has to be enabled
 //! if the feature `fusion` of `burn` is, which is Burn's default.
@@ -106,9 +106,8 @@
 //! |---|---|---|
 //! | `train` | `DistMuonStrategy`, `LearnerLogits`, `SkippedStepsMetric` and `DiagnosticsMetric`, for burn-train's `Learner` | nothing |
 //! | `optimal` | `distributed::plan::Balancing::Optimal`, plans by mixed-integer programming | nothing |
-//! | `mpi` | `comm::World::mpi` and `comm::Mpi`, ranks that are processes over MPI | an MPI and libclang, to build |
-//! | `cuda` | `comm::World::nccl`, `comm::Nccl` and `comm::Reduction`, ranks over NCCL | an LLVM bundle, which Burn downloads; NCCL to run |
-//! | `mpi` or `cuda` | `comm::World::from_env`, `from_env_or_alone` and `comm::Launch`, for programs that a launcher starts | as above |
+//! | `mpi` | `comm::World::mpi` and `comm::Mpi`, ranks that are processes over MPI, also of `comm::World::from_env` | an MPI and libclang, to build |
+//! | `cuda` | `comm::World::nccl`, `comm::Nccl` and `comm::Reduction`, ranks over NCCL, also of `comm::World::from_env` | an LLVM bundle, which Burn downloads; NCCL to run |
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![warn(missing_docs)]
@@ -147,7 +146,6 @@ mod slices;
 mod update;
 
 pub use backend::{ComputePath, KernelPolicy, NativeKernels};
-#[cfg(feature = "processes")]
 pub use comm::Launch;
 pub use comm::World;
 pub use custom::CustomOptimizers;

@@ -30,7 +30,6 @@ mod engine;
 #[cfg(feature = "processes")]
 mod exchange;
 mod hierarchy;
-#[cfg(feature = "processes")]
 mod launch;
 #[cfg(feature = "mpi")]
 mod mpi;
@@ -52,7 +51,6 @@ pub(crate) use agreement::{Difference, digest, unite};
 pub use communicator::Communicator;
 pub use engine::Engine;
 pub use hierarchy::Hierarchy;
-#[cfg(feature = "processes")]
 pub use launch::Launch;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;

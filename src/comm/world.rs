@@ -16,7 +16,6 @@ use burn::tensor::{Device, Shape, Tensor};
 use burn_cubecl::CubeDevice;
 use comfy_table::{Table, presets};
 
-#[cfg(feature = "processes")]
 use super::launch::Launch;
 #[cfg(feature = "mpi")]
 use super::mpi::Mpi;
@@ -188,7 +187,7 @@ impl World {
     }
 
     /// Runs a function like [`threads`](Self::threads) on CUDA devices of this host that exchange
-    /// tensors by NCCL: several GPUs of one process. Never run on a GPU.
+    /// tensors by NCCL: several GPUs of one process. Never run on GPUs.
     ///
     /// # Errors
     ///
@@ -243,8 +242,7 @@ impl World {
     /// # Errors
     ///
     /// As [`Launch::from_env`], `World::mpi` and `World::nccl`; [`Error::Setting`] without the
-    /// feature of the engine.
-    #[cfg(feature = "processes")]
+    /// feature of the engine (`cuda` or `mpi`).
     pub fn from_env() -> Result<Self> {
         let launch = Launch::from_env()?;
         let device = launch.device();
@@ -259,7 +257,8 @@ impl World {
         Err(Error::setting(
             "device",
             format!("{device:?}"),
-            "a CUDA device (other devices need the feature `mpi` of distmuon)",
+            "a device whose ranks this build connects (the feature `cuda` of distmuon connects \
+             CUDA devices, `mpi` all of them)",
         ))
     }
 
@@ -277,7 +276,6 @@ impl World {
     /// # Errors
     ///
     /// As [`from_env`](Self::from_env), if a launcher's variables are set.
-    #[cfg(feature = "processes")]
     pub fn from_env_or_alone() -> Result<Self> {
         match Launch::is_in_env() {
             true => Self::from_env(),

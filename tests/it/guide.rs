@@ -187,7 +187,6 @@ fn the_operations_of_an_iteration_are_those_of_the_guide() {
 }
 
 /// The `main` of ranks that are processes, which runs alone without a launcher.
-#[cfg(feature = "processes")]
 mod processes {
     use distmuon::Error;
 
