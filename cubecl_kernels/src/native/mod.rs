@@ -5,8 +5,8 @@
 //! a [`SideStream`], since CubeCL's streams are not accessible, and are therefore called for whole
 //! iterations: work is ordered once before and once after. Before they are used, a device has to
 //! multiply integers exactly. Small iterations are recorded as a graph. Where cuBLASLt is
-//! installed, it computes the full products. **None of this has run on a GPU**: the kernels are
-//! compiled, and proved in an emulator of the instructions that they use.
+//! installed, it computes the full products. The kernels are proved in an emulator of the
+//! instructions that they use, and multiplied exactly on an H200 (2026-11-26).
 
 mod engine;
 mod library;
