@@ -386,9 +386,9 @@ fn native_products(bench: &Bench, dtype: Type, shapes: &[[usize; 3]]) {
         Type::Bf16 => Some(Element::Bf16),
         Type::F32 => None,
     };
-    let (element, native) = match (element, distmuon_skips::is_on_cuda()) {
-        (Some(element), true) => match Native::of(0) {
-            Ok(native) => (element, native),
+    let native = match (element, distmuon_skips::is_on_cuda()) {
+        (Some(element), true) => match Native::of(0, element) {
+            Ok(native) => native,
             Err(reason) => return distmuon_skips::excused(format!("native products: {reason}")),
         },
         _ => return distmuon_skips::excused("native products, which need CUDA and half precision"),
@@ -410,7 +410,7 @@ fn native_products(bench: &Bench, dtype: Type, shapes: &[[usize; 3]]) {
         for (name, layout, sizes @ [rows, columns, inner], lower) in products {
             let all = 2.0 * (batch * rows * columns * inner) as f64;
             let needed = if lower { all / 2.0 } else { all };
-            let measured = match native.measure(element, layout, batch, sizes, lower) {
+            let measured = match native.measure(layout, batch, sizes, lower) {
                 Ok(measured) => measured,
                 Err(reason) => {
                     println!("| {batch} x {m}x{n} | {name} | failed: {reason} | | | |");

@@ -1,9 +1,9 @@
 //! The native kernels of a device, and their order with CubeCL's work.
 
 use std::collections::{BTreeMap, HashMap};
-use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, OnceLock};
+use std::sync::{LazyLock, Mutex, OnceLock};
+use std::{env, fmt};
 
 use cudarc::driver::{result, sys};
 
@@ -22,24 +22,50 @@ const CAPABILITY: [i32; 2] = [9, 0];
 /// `true` once a launch has failed: no native kernel runs in this process any more.
 static IS_DISABLED: AtomicBool = AtomicBool::new(false);
 
-/// The devices that were asked for, with the reason of those that have no native kernels. Each has
-/// its own lock: verification waits for a device.
-type Devices = BTreeMap<usize, &'static OnceLock<Result<Native, Refusal>>>;
-static DEVICES: Mutex<Devices> = Mutex::new(BTreeMap::new());
-
-/// The fewest operations of a full product that cuBLASLt computes. It is assumed to need 5 % less
-/// time than the kernels, but does not overlap with launches before and after it: estimated to be
-/// even at 32 µs.
-const LIBRARY_OPERATIONS: f64 = 25e9;
+/// The kernels that were asked for, by their device and type, or the reason why there are none.
+/// Each has its own lock: verification waits for a device.
+type Loaded = BTreeMap<(usize, Element), &'static OnceLock<Result<Native, Refusal>>>;
+static LOADED: Mutex<Loaded> = Mutex::new(BTreeMap::new());
 
 /// The most iterations that are recorded on a device: a recording keeps its memory.
 const MAX_RECORDINGS: usize = 32;
 
-/// The native kernels of a device, loaded and verified.
+/// The use of native kernels that the environment variable `DISTMUON_NATIVE` asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Switch {
+    Off,
+    /// They run if the device can run them.
+    On,
+    /// A device that refuses them ends the program: for tests.
+    Must,
+}
+
+impl Switch {
+    /// Reads the variable once in a process.
+    fn of_process() -> Result<Self, Refusal> {
+        static SWITCH: LazyLock<Result<Switch, Refusal>> =
+            LazyLock::new(|| Switch::parse(env::var("DISTMUON_NATIVE").ok().as_deref()));
+        SWITCH.clone()
+    }
+
+    fn parse(value: Option<&str>) -> Result<Self, Refusal> {
+        match value {
+            None | Some("" | "on") => Ok(Self::On),
+            Some("off") => Ok(Self::Off),
+            Some("must") => Ok(Self::Must),
+            Some(other) => Err(Refusal(format!(
+                "DISTMUON_NATIVE is not understood: expected off, on or must, got {other}"
+            ))),
+        }
+    }
+}
+
+/// The native kernels of a type on a device, loaded and verified.
 pub struct Native {
     device: usize,
+    element: Element,
     stream: SideStream,
-    modules: [Module; Element::ALL.len()],
+    module: Module,
     scratch: Scratch,
     /// The tiles with which the device multiplies exactly: at least one.
     shapes: Vec<TileShape>,
@@ -71,41 +97,68 @@ impl fmt::Display for Native {
 
 /// Fails if no native kernel may run on a device at this time.
 fn ensure_usable(device: usize) -> Result<(), Refusal> {
-    let reason = match (IS_DISABLED.load(Ordering::Relaxed), Claim::is_held(device)) {
-        (true, _) => "a launch has failed before",
-        (_, true) => "ranks exchange messages on the device, which iterations would wait for",
-        (false, false) => return Ok(()),
+    let reason = if Switch::of_process()? == Switch::Off {
+        "DISTMUON_NATIVE is off"
+    } else if IS_DISABLED.load(Ordering::Relaxed) {
+        "a launch has failed before"
+    } else if Claim::is_held(device) {
+        "ranks exchange messages on the device, which iterations would wait for"
+    } else {
+        return Ok(());
     };
     Err(Refusal(reason.to_owned()))
 }
 
+/// Returns the result, unless it is a refusal and `DISTMUON_NATIVE` is `must`.
+///
+/// # Panics
+///
+/// Then.
+fn unless_required<T>(result: Result<T, Refusal>) -> Result<T, Refusal> {
+    if let Err(reason) = &result
+        && Switch::of_process() == Ok(Switch::Must)
+    {
+        panic!("native kernels are required by DISTMUON_NATIVE=must, but refused: {reason}");
+    }
+    result
+}
+
 impl Native {
-    /// Returns the kernels of a CUDA device. The first call loads them, and keeps the shapes of
-    /// tiles with which the device multiplies integers exactly.
+    /// Returns the kernels of a type on a CUDA device. The first call loads them, and keeps the
+    /// shapes of tiles with which the device multiplies integers exactly.
     ///
     /// # Errors
     ///
-    /// The reason why the device can't run them, or why a launch failed before.
-    pub fn of(device: usize) -> Result<&'static Self, Refusal> {
+    /// The reason why the device can't run them, that a launch failed before, or that the
+    /// environment variable `DISTMUON_NATIVE` is `off`.
+    ///
+    /// # Panics
+    ///
+    /// Where that is an error and `DISTMUON_NATIVE` is `must`.
+    pub fn of(device: usize, element: Element) -> Result<&'static Self, Refusal> {
+        unless_required(Self::find(device, element))
+    }
+
+    fn find(device: usize, element: Element) -> Result<&'static Self, Refusal> {
         ensure_usable(device)?;
-        let device_lock = *DEVICES
+        let lock = *LOADED
             .lock()
             .expect("nothing panics while it holds the lock")
-            .entry(device)
+            .entry((device, element))
             .or_insert_with(|| Box::leak(Box::default()));
-        let native = device_lock.get_or_init(|| Self::load(device));
+        let native = lock.get_or_init(|| Self::load(device, element));
         native.as_ref().map_err(Clone::clone)
     }
 
-    fn load(device: usize) -> Result<Self, Refusal> {
+    fn load(device: usize, element: Element) -> Result<Self, Refusal> {
         // SAFETY: the library is only searched for.
         match unsafe { sys::is_culib_present() } {
-            true => in_relaxed_mode(|| Self::load_and_verify(device)),
+            true => in_relaxed_mode(|| Self::load_and_verify(device, element)),
             false => Err(Refusal("there is no CUDA driver".to_owned())),
         }
     }
 
-    fn load_and_verify(device: usize) -> Result<Self, Refusal> {
+    fn load_and_verify(device: usize, element: Element) -> Result<Self, Refusal> {
         let failed = |operation| move |error| Refusal::new(operation, error);
         let stream = SideStream::new(device).map_err(failed("open the device"))?;
         use sys::CUdevice_attribute_enum as Attribute;
@@ -132,20 +185,25 @@ impl Native {
         }
         let scratch =
             Scratch::new(&stream, multiprocessors as usize).map_err(failed("allocate memory"))?;
-        let load = |element| Module::load(element).map_err(failed("load the kernels"));
-        let [f16, bf16] = Element::ALL.map(load);
-        let (modules, recordings) = ([f16?, bf16?], Mutex::default());
-        let library = Err(Refusal("they are being verified".to_owned()));
-        let (shapes, fault) = (TileShape::ALL.to_vec(), None);
-        let mut native =
-            Self { device, stream, modules, scratch, shapes, fault, library, recordings };
+        let module = Module::load(element)?;
+        let mut native = Self {
+            device,
+            element,
+            stream,
+            module,
+            scratch,
+            shapes: TileShape::ALL.to_vec(),
+            fault: None,
+            library: Err(Refusal("they are being verified".to_owned())),
+            recordings: Mutex::default(),
+        };
         match self_test::verify(&native) {
             Ok((exact, fault)) => (native.shapes, native.fault) = (exact, fault),
             Err(fault) => return Err(native.given_up(fault)),
         }
         native.library = Library::open();
         if native.library.is_ok()
-            && let Err(fault) = self_test::verify_full_products(&native)
+            && let Err(fault) = self_test::verify_library(&native)
         {
             match fault {
                 Fault::Wrong(reason) => native.library = Err(reason),
@@ -180,18 +238,13 @@ impl Native {
     /// The addresses are multiples of 16, and those of memory with the bytes of the buffers, which
     /// CubeCL does not free before the work that it will give the device. No launch reads or writes
     /// anything else.
-    pub unsafe fn run(
-        &self,
-        element: Element,
-        work: &Work<'_>,
-        buffers: &[u64],
-    ) -> Result<(), NotRun> {
+    pub unsafe fn run(&self, work: &Work<'_>, buffers: &[u64]) -> Result<(), NotRun> {
         if buffers.iter().any(|address| !address.is_multiple_of(ALIGNMENT)) {
             return Err(Refusal("a batch is not aligned".to_owned()).into());
         }
         let _stream = self.stream_alone();
         let launches = (work.launches)(buffers);
-        let prepared = in_relaxed_mode(|| self.prepare(element, &launches))?;
+        let prepared = in_relaxed_mode(|| self.prepare(&launches))?;
         // SAFETY: as for this function.
         self.in_order(|| unsafe { self.queue(&prepared) })
     }
@@ -209,7 +262,6 @@ impl Native {
     /// As for [`run`](Self::run). Iterations of one key have the same launches.
     pub unsafe fn replay(
         &self,
-        element: Element,
         key: &str,
         work: &Work<'_>,
         [x, result]: [u64; 2],
@@ -219,7 +271,7 @@ impl Native {
         if !recordings.contains_key(key) {
             let recording = match recordings.len() {
                 MAX_RECORDINGS.. => Err(Refusal("there are enough recordings".to_owned())),
-                _ => in_relaxed_mode(|| self.record(element, work)),
+                _ => in_relaxed_mode(|| self.record(work)),
             };
             recordings.insert(key.to_owned(), recording);
         }
@@ -235,12 +287,12 @@ impl Native {
         Ok(Ok(()))
     }
 
-    fn record(&self, element: Element, work: &Work<'_>) -> Result<Recording, Refusal> {
+    fn record(&self, work: &Work<'_>) -> Result<Recording, Refusal> {
         let current = self.stream.make_current();
         current.map_err(|error| Refusal::new("use the context", error))?;
         Recording::new(&self.stream, work, |addresses| {
             let launches = (work.launches)(addresses);
-            let prepared = self.prepare(element, &launches)?;
+            let prepared = self.prepare(&launches)?;
             // SAFETY: the addresses are those of memory of the recording. A launch that fails here
             // also fails without a recording, and is reported then.
             unsafe { self.queue(&prepared) }
@@ -270,48 +322,46 @@ impl Native {
         })
     }
 
-    /// Prepares launches: large full products for cuBLASLt where it has an algorithm for them.
-    pub(super) fn prepare<'a>(
-        &'a self,
-        element: Element,
-        launches: &[Launch],
-    ) -> Result<Vec<Queued<'a>>, Refusal> {
-        let prepare = |launch: &Launch| {
-            if let Launch::Product(product) = launch
-                && product.operations() >= LIBRARY_OPERATIONS
-                && let Some(queued) = self.prepare_for_library(element, product)
-            {
-                return Ok(queued);
+    /// Prepares launches: full products for cuBLASLt where it has an algorithm for them. On an H200
+    /// it took 0.56 to 0.99 of the kernels' time for those of 768 rows and more.
+    pub(super) fn prepare(&self, launches: &[Launch]) -> Result<Vec<Queued<'_>>, Refusal> {
+        let mut prepared = Vec::with_capacity(launches.len());
+        for launch in launches {
+            match launch {
+                Launch::Product(product) => match self.prepare_for_library(product) {
+                    Some(queued) => prepared.push(queued),
+                    None => {
+                        for product in product.launches(self.multiprocessors()) {
+                            let launch = Launch::Product(product);
+                            prepared.push(self.prepare_kernel(&launch, &self.shapes, None)?);
+                        }
+                    }
+                },
+                sum => prepared.push(self.prepare_kernel(sum, &self.shapes, None)?),
             }
-            self.prepare_kernel(element, launch, &self.shapes, self.multiprocessors())
-        };
-        launches.iter().map(prepare).collect()
+        }
+        Ok(prepared)
     }
 
     /// Prepares a full product for cuBLASLt, if it has an algorithm for it.
-    pub(super) fn prepare_for_library(
-        &self,
-        element: Element,
-        product: &Product,
-    ) -> Option<Queued<'_>> {
+    pub(super) fn prepare_for_library(&self, product: &Product) -> Option<Queued<'_>> {
         let library = self.library.as_ref().ok().filter(|_| !product.lower)?;
-        let plan = library.plan(element, product).ok()?;
+        let plan = library.plan(self.element, product).ok()?;
         Some(Queued::Library(library, *product, plan))
     }
 
-    /// Prepares a launch of a kernel, with tiles of one of the shapes, and for a number of
-    /// multiprocessors, at most that of the device.
+    /// Prepares a launch of a kernel, with tiles of one of the shapes, and for all multiprocessors
+    /// or a smaller number.
     pub(super) fn prepare_kernel(
         &self,
-        element: Element,
         launch: &Launch,
         shapes: &[TileShape],
-        multiprocessors: usize,
+        multiprocessors: Option<usize>,
     ) -> Result<Queued<'_>, Refusal> {
         let failed = |error| Refusal::new("prepare the iteration", error);
         self.stream.make_current().map_err(failed)?;
-        let module = &self.modules[element as usize];
-        let prepared = module.prepare(&self.scratch, launch, shapes, multiprocessors);
+        let multiprocessors = multiprocessors.unwrap_or_else(|| self.multiprocessors());
+        let prepared = self.module.prepare(&self.scratch, launch, shapes, multiprocessors);
         prepared.map(Queued::Kernel).map_err(failed)
     }
 
@@ -345,6 +395,11 @@ impl Native {
         self.recordings.lock().expect("nothing panics while it holds the lock")
     }
 
+    /// Returns the type of the matrices.
+    pub(super) fn element(&self) -> Element {
+        self.element
+    }
+
     /// Returns the shapes of tiles with which the device multiplies exactly.
     pub(super) fn shapes(&self) -> &[TileShape] {
         &self.shapes
@@ -370,4 +425,24 @@ impl Native {
 pub(super) enum Queued<'a> {
     Kernel(Prepared),
     Library(&'a Library, Product, Plan),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_switch_takes_three_words_and_says_so() {
+        for (value, expected) in [
+            (None, Switch::On),
+            (Some(""), Switch::On),
+            (Some("on"), Switch::On),
+            (Some("off"), Switch::Off),
+            (Some("must"), Switch::Must),
+        ] {
+            assert_eq!(Switch::parse(value), Ok(expected));
+        }
+        let Refusal(reason) = Switch::parse(Some("1")).unwrap_err();
+        assert!(reason.contains("expected off, on or must, got 1"), "{reason}");
+    }
 }

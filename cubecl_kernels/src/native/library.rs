@@ -16,9 +16,13 @@ use super::product::{ALIGNMENT, Element, Layout, Product};
 /// (<https://docs.nvidia.com/cuda/cublas/#cublassetworkspace>).
 const WORKSPACE: usize = 32 << 20;
 
-/// `CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE`
+/// `CUBLASLT_REDUCTION_SCHEME_NONE`
 /// (<https://docs.nvidia.com/cuda/cublas/#cublasltreductionscheme-t>).
-const REDUCTION_IN_COMPUTE_TYPE: u32 = 2;
+const NO_REDUCTION: u32 = 0;
+
+/// The batch for which algorithms are chosen. An algorithm without reductions adds the terms of an
+/// entry in an order that the sizes of the matrix decide, so all batches take the same one.
+const CHOSEN_FOR: usize = 8;
 
 /// cuBLASLt on a device, to the end of the process.
 pub(super) struct Library {
@@ -126,7 +130,6 @@ impl Library {
         (element, layout, batch, [m, n, k], _): Key,
     ) -> Result<Plan, result::CublasError> {
         use sys::cublasLtMatmulDescAttributes_t as Descriptions;
-        use sys::cublasLtMatmulPreferenceAttributes_t as Preferences;
         let float = sys::cudaDataType::CUDA_R_32F;
         let product =
             result::create_matmul_desc(sys::cublasComputeType_t::CUBLAS_COMPUTE_32F, float)?;
@@ -142,15 +145,40 @@ impl Library {
             // SAFETY: the description was just made, and the value has that size.
             unsafe { result::set_matmul_desc_attribute(product, factor, value, size) }?;
         }
-        // Elements of a line in memory, and lines.
-        let a = matrices(element, batch, if a_in_rows { [k, m] } else { [m, k] })?;
-        let b = matrices(element, batch, if b_in_columns { [k, n] } else { [n, k] })?;
-        let c = matrices(element, batch, [n, m])?;
+        // Elements of a line in memory, and lines: of `B`, `A` and `C`, which are transposed.
+        let lines = [
+            if b_in_columns { [k, n] } else { [n, k] },
+            if a_in_rows { [k, m] } else { [m, k] },
+            [n, m],
+        ];
+        let algorithm = self.choose(product, element, lines)?;
+        let [b, a, c] = layouts(element, batch, lines)?;
+        let mut checked = std::mem::MaybeUninit::uninit();
+        // SAFETY: everything was made above, and the result is written if the call succeeds.
+        let needed = unsafe {
+            let check = sys::cublasLtMatmulAlgoCheck;
+            check(self.handle, product, b, a, c, c, &algorithm, checked.as_mut_ptr()).result()?;
+            checked.assume_init().workspaceSize
+        };
+        match needed <= WORKSPACE {
+            true => Ok(Plan { product, a, b, c, algorithm }),
+            false => Err(result::CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)),
+        }
+    }
+
+    /// Asks for an algorithm for a batch of [`CHOSEN_FOR`] products of matrices with these lines.
+    fn choose(
+        &self,
+        product: sys::cublasLtMatmulDesc_t,
+        element: Element,
+        lines: [[usize; 2]; 3],
+    ) -> Result<sys::cublasLtMatmulAlgo_t, result::CublasError> {
+        use sys::cublasLtMatmulPreferenceAttributes_t as Preferences;
+        let [b, a, c] = layouts(element, CHOSEN_FOR, lines)?;
         let preference = result::create_matmul_pref()?;
         let (value, size) = bytes(&WORKSPACE);
         let workspace = Preferences::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
-        // Parts of a sum are added in float32, and not rounded before.
-        let (scheme, scheme_size) = bytes(&REDUCTION_IN_COMPUTE_TYPE);
+        let (scheme, scheme_size) = bytes(&NO_REDUCTION);
         let schemes = Preferences::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK;
         // Without it, algorithms may rely on multiples of 256
         // (<https://docs.nvidia.com/cuda/cublas/#cublasltmatmulpreferenceattributes-t>).
@@ -172,10 +200,23 @@ impl Library {
             let heuristic =
                 result::get_matmul_algo_heuristic(self.handle, product, b, a, c, c, preference);
             result::destroy_matmul_pref(preference)?;
+            for layout in [a, b, c] {
+                result::destroy_matrix_layout(layout)?;
+            }
             heuristic?
         };
-        Ok(Plan { product, a, b, c, algorithm: heuristic.algo })
+        Ok(heuristic.algo)
     }
+}
+
+/// The layouts of batches of contiguous matrices, of which each has lines of some elements.
+fn layouts(
+    element: Element,
+    batch: usize,
+    [b, a, c]: [[usize; 2]; 3],
+) -> Result<[sys::cublasLtMatrixLayout_t; 3], result::CublasError> {
+    let of_batch = |lines| matrices(element, batch, lines);
+    Ok([of_batch(b)?, of_batch(a)?, of_batch(c)?])
 }
 
 /// The layout of a batch of contiguous matrices.

@@ -37,7 +37,6 @@ impl Native {
     /// Fails if memory is missing or a launch fails.
     pub fn measure(
         &self,
-        element: Element,
         layout: Layout,
         batch: usize,
         sizes @ [m, n, k]: [usize; 3],
@@ -47,7 +46,7 @@ impl Native {
         let failed = |error| Refusal::new("measure a product", error);
         self.stream().make_current().map_err(failed)?;
         let memory = |elements| {
-            Memory::of(self.stream(), &random(element, batch * elements)).map_err(failed)
+            Memory::of(self.stream(), &random(self.element(), batch * elements)).map_err(failed)
         };
         let (left, result) = (memory(m * k)?, memory(m * n)?);
         let right = if lower { None } else { Some(memory(k * n)?) };
@@ -65,14 +64,15 @@ impl Native {
 
         let mut rows = Vec::new();
         for shape in self.shapes() {
-            let (shapes, all) = ([*shape], self.multiprocessors());
-            let kernel = Grid::fastest(&product, &shapes, all).to_string();
-            let launch = Launch::Product(product);
-            let queued = self.prepare_kernel(element, &launch, &shapes, all)?;
+            let all = self.multiprocessors();
+            let launches: Vec<Product> = product.launches(all).collect();
+            let kernel = Grid::fastest(&launches[0], &[*shape], all).to_string();
+            let prepare = |product| self.prepare_kernel(&Launch::Product(product), &[*shape], None);
+            let queued = launches.into_iter().map(prepare).collect::<Result<_, _>>()?;
             rows.push(Row::new(self, kernel, queued)?);
         }
-        if let Some(queued) = self.prepare_for_library(element, &product) {
-            rows.push(Row::new(self, "cuBLASLt".to_owned(), queued)?);
+        if let Some(queued) = self.prepare_for_library(&product) {
+            rows.push(Row::new(self, "cuBLASLt".to_owned(), vec![queued])?);
         }
         for _ in 0..ROWS {
             for row in &mut rows {
@@ -88,7 +88,7 @@ impl Native {
 /// A product that is launched several times in a row.
 struct Row<'a> {
     kernel: String,
-    queued: Queued<'a>,
+    queued: Vec<Queued<'a>>,
     length: usize,
     /// The least average time that was measured, in seconds.
     least: f64,
@@ -96,7 +96,7 @@ struct Row<'a> {
 
 impl<'a> Row<'a> {
     /// A row that takes about [`ROW`].
-    fn new(native: &Native, kernel: String, queued: Queued<'a>) -> Result<Self, Refusal> {
+    fn new(native: &Native, kernel: String, queued: Vec<Queued<'a>>) -> Result<Self, Refusal> {
         // The driver loads a kernel at its first launch.
         seconds(native, &queued, 1)?;
         let one = seconds(native, &queued, 10)?;
@@ -105,20 +105,20 @@ impl<'a> Row<'a> {
     }
 }
 
-/// The average time of a number of launches, of which the stream has no others.
-fn seconds(native: &Native, queued: &Queued<'_>, count: usize) -> Result<f64, Refusal> {
+/// The average time of a number of products, of which the stream has no others.
+fn seconds(native: &Native, queued: &[Queued<'_>], count: usize) -> Result<f64, Refusal> {
     let failed = |error| Refusal::new("measure a product", error);
     native.stream().synchronize().map_err(failed)?;
     let start = Instant::now();
     // SAFETY: the memory of the product is freed after it was waited for, also after a failure:
     // freeing waits for the device.
-    unsafe { native.queue(std::iter::repeat_n(queued, count)) }?;
+    unsafe { native.queue(std::iter::repeat_n(queued, count).flatten()) }?;
     native.stream().synchronize().map_err(failed)?;
     Ok(start.elapsed().as_secs_f64() / count as f64)
 }
 
 /// Numbers from -1 to 1 (xorshift). A device may multiply zeros at a higher clock rate.
-fn random(element: Element, count: usize) -> Vec<u16> {
+pub(super) fn random(element: Element, count: usize) -> Vec<u16> {
     const DIFFERENT: usize = 1 << 16;
     let mut state = 1u32;
     let next = || {

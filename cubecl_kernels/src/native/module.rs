@@ -1,9 +1,10 @@
 //! The kernels of a type, loaded by the driver.
 
-use std::ffi::{CString, c_int, c_void};
+use std::ffi::{CStr, CString, c_int, c_void};
 
 use cudarc::driver::{DriverError, result, sys};
 
+use super::Refusal;
 use super::memory::Memory;
 use super::order::SideStream;
 use super::product::{Boxed, ELEMENTWISE, Element, Launch, Layout, PlusIdentity, Product, THREADS};
@@ -16,6 +17,9 @@ pub(super) fn ptx(element: Element) -> &'static str {
         Element::Bf16 => include_str!("kernels/hopper_bf16.ptx"),
     }
 }
+
+/// Bytes of the log of the driver's compiler that a refusal repeats.
+const LOG_BYTES: usize = 8 << 10;
 
 /// Shared memory that a block may have: 227 KiB (CUDA programming guide, compute capability 9.0).
 const MAX_SHARED_BYTES: c_int = 227 << 10;
@@ -122,10 +126,18 @@ pub(super) enum Prepared {
 
 impl Module {
     /// Loads the kernels into the context that is current.
-    pub fn load(element: Element) -> Result<Self, DriverError> {
+    ///
+    /// # Errors
+    ///
+    /// The driver's error, with what its compiler says.
+    pub fn load(element: Element) -> Result<Self, Refusal> {
         let ptx = CString::new(ptx(element)).expect("PTX is text");
-        // SAFETY: the text ends with a zero.
-        let module = unsafe { result::module::load_data(ptx.as_ptr().cast()) }?;
+        let module = compiled(&ptx)?;
+        Self::of(element, module).map_err(|error| Refusal::new("load the kernels", error))
+    }
+
+    /// Finds the kernels of a loaded module, and sets their attributes.
+    fn of(element: Element, module: sys::CUmodule) -> Result<Self, DriverError> {
         let function = |name: &str| {
             let name = CString::new(name).expect("a name is text");
             // SAFETY: the module is loaded, and never unloaded.
@@ -213,6 +225,36 @@ impl Module {
         .result()?;
         Ok(map)
     }
+}
+
+/// Compiles PTX for the device of the context that is current.
+fn compiled(ptx: &CStr) -> Result<sys::CUmodule, Refusal> {
+    use sys::CUjit_option_enum::{CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES};
+    let mut log = vec![0u8; LOG_BYTES];
+    let mut options = [CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
+    // The driver takes the number of bytes as the value of a pointer, and returns the bytes of the
+    // log in its place.
+    let mut values = [log.as_mut_ptr().cast(), LOG_BYTES as *mut c_void];
+    let mut module = std::ptr::null_mut();
+    // SAFETY: the text ends with a zero, and the two options have the values that are documented
+    // for them; the log is alive.
+    let loaded = unsafe {
+        sys::cuModuleLoadDataEx(
+            &mut module,
+            ptx.as_ptr().cast(),
+            options.len() as u32,
+            options.as_mut_ptr(),
+            values.as_mut_ptr(),
+        )
+    };
+    loaded.result().map(|()| module).map_err(|error| {
+        let text = log.split(|byte| *byte == 0).next().unwrap_or_default();
+        let Refusal(reason) = Refusal::new("compile the kernels", error);
+        match String::from_utf8_lossy(text).trim() {
+            "" => Refusal(reason),
+            text => Refusal(format!("{reason}: {text}")),
+        }
+    })
 }
 
 impl Prepared {

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::tiles::{DEPTH, HEIGHT, TileShape};
+use super::tiles::{DEPTH, HEIGHT, TileShape, fills};
 
 /// Addresses are multiples of it: the copy engine takes no others.
 pub(super) const ALIGNMENT: u64 = 16;
@@ -14,7 +14,7 @@ pub(super) const THREADS: u32 = 288;
 pub(super) const ELEMENTWISE: [usize; 2] = [256, 8];
 
 /// The type of matrices.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Element {
     /// float16.
     F16,
@@ -124,10 +124,26 @@ pub enum Launch {
 }
 
 impl Product {
-    /// Returns the operations of the full product.
-    pub(super) fn operations(&self) -> f64 {
-        let [m, n, k] = self.sizes;
-        2.0 * [self.batch, m, n, k].map(|size| size as f64).into_iter().product::<f64>()
+    /// Returns the products of the launches that compute this one: of each matrix alone if it fills
+    /// a device with a number of multiprocessors, else of all matrices together. So the launch of
+    /// a matrix depends on its size only, and its bits do not depend on the batch.
+    pub(super) fn launches(&self, multiprocessors: usize) -> impl Iterator<Item = Self> + use<> {
+        let (product, [m, n, k]) = (*self, self.sizes);
+        let (launches, batch) = match fills(self, multiprocessors) {
+            true => (self.batch, 1),
+            false => (1, self.batch),
+        };
+        (0..launches).map(move |index| {
+            let of = |address: u64, elements: usize| address + (2 * index * elements) as u64;
+            Self {
+                batch,
+                a: of(product.a, m * k),
+                b: of(product.b, k * n),
+                addend: product.addend.map(|(d, beta)| (of(d, m * n), beta)),
+                c: of(product.c, m * n),
+                ..product
+            }
+        })
     }
 
     /// Returns the tensors that the kernel copies, in boxes for tiles of a shape: `A`, `B`, `D` (or

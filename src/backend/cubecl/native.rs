@@ -43,7 +43,7 @@ pub(in crate::backend) fn native_kernels(
     dtype: DType,
     [k, m, n]: [usize; 3],
 ) -> Result<String, String> {
-    let (index, _) = index_and_element(device, dtype).map_err(str::to_owned)?;
+    let (index, element) = index_and_element(device, dtype).map_err(str::to_owned)?;
     if m.min(n) < MIN_ROWS || !m.is_multiple_of(MULTIPLE) || !n.is_multiple_of(MULTIPLE) {
         return Err(format!(
             "the sizes are not multiples of {MULTIPLE} from {MIN_ROWS} on: got {m} x {n}"
@@ -52,7 +52,7 @@ pub(in crate::backend) fn native_kernels(
     if k > MAX_BATCH {
         return Err(format!("there are more than {MAX_BATCH} matrices: got {k}"));
     }
-    let native = Native::of(index).map_err(|Refusal(reason)| reason)?;
+    let native = Native::of(index, element).map_err(|Refusal(reason)| reason)?;
     Ok(native.to_string())
 }
 
@@ -167,7 +167,7 @@ fn key(x: &Float, program: &Program) -> String {
 fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
     let (index, element) =
         index_and_element(&x.device, x.dtype).map_err(|reason| Refusal(reason.to_owned()))?;
-    let native = Native::of(index)?;
+    let native = Native::of(index, element)?;
     let shape @ [k, m, n] = x.shape().dims();
     let buffers = Buffers::of(program);
     let bytes = buffers.elements([m, n]).map(|elements| k * elements * x.dtype.size());
@@ -194,7 +194,7 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
         let addresses = [from.resource().ptr, to.resource().ptr];
         // SAFETY: both have the elements of the batch, in memory that is pinned here. The key has
         // all that the launches depend on, and they read and write the buffers that they are given.
-        match unsafe { native.replay(element, &key(x, program), &work, addresses) }? {
+        match unsafe { native.replay(&key(x, program), &work, addresses) }? {
             Ok(()) => return Ok(tensor(x, handle, Shape::from(shape), x.dtype)),
             Err(Refusal(reason)) => log::debug!("an iteration is not recorded: {reason}"),
         }
@@ -204,7 +204,7 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
     let pinned = handles.iter().map(pin).collect::<Result<Vec<_>, _>>()?;
     let addresses: Vec<u64> = pinned.iter().map(|pinned| pinned.resource().ptr).collect();
     // SAFETY: as above, with the elements of every matrix.
-    unsafe { native.run(element, &work, &addresses) }?;
+    unsafe { native.run(&work, &addresses) }?;
     let handle = handles.swap_remove(result);
     Ok(tensor(x, handle, Shape::from(shape), x.dtype))
 }
