@@ -7,7 +7,8 @@
 //! number of spectra (`rounding.rs`). `docs/design/precision.md` compares the predictions with
 //! measurements.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Mutex;
 
 use burn::tensor::FloatDType;
 
@@ -45,10 +46,24 @@ const GROUPS: usize = 12;
 /// values.
 const RANKS_PER_DOUBLING: usize = 2;
 
+/// The bits of a schedule, and the type of the iteration.
+type Key = (Vec<[u64; 3]>, FloatDType);
+
 /// Returns the fewest restarts with which the Gram form is about as exact as the standard form, at
 /// their best positions, as increasing indices of the steps before which they are. `None` if that
 /// takes more than one restart for every two steps; the standard form has to be used then.
+///
+/// A schedule is searched for once in a process: every optimizer and every rank asks for it again.
 pub fn choose(schedule: &[Polynomial], dtype: FloatDType) -> Option<Vec<usize>> {
+    static CHOSEN: Mutex<BTreeMap<Key, Option<Vec<usize>>>> = Mutex::new(BTreeMap::new());
+    let bits = schedule.iter().map(|polynomial| polynomial.map(f64::to_bits));
+    let key = (bits.collect(), dtype);
+    // Ranks that are threads wait for the first of them to find the restarts.
+    let mut chosen = CHOSEN.lock().expect("no search panics");
+    chosen.entry(key).or_insert_with(|| search(schedule, dtype)).clone()
+}
+
+fn search(schedule: &[Polynomial], dtype: FloatDType) -> Option<Vec<usize>> {
     let arithmetic = Arithmetic::new(dtype);
     let is_half = arithmetic.summing < arithmetic.storing;
     let allowed = arithmetic.storing * if is_half { ALLOWED_HALF } else { ALLOWED };
