@@ -2,8 +2,8 @@
 # Runs every test and measurement that needs a GPU; docs/guide/gpu.md explains how to use it.
 #
 #   benches/gpu.sh build                 builds two programs, and prints their paths
-#   benches/gpu.sh pack DIR              builds, and fills DIR with all that a machine without sources
-#                                        and without Rust needs; the script is DIR/gpu.sh there
+#   benches/gpu.sh pack DIR              builds, and fills DIR with all that a machine without
+#                                        sources and Rust needs; the script is DIR/gpu.sh there
 #   benches/gpu.sh preflight [DIR]       checks, without a GPU, what can be known before a run
 #   benches/gpu.sh run [STEP...]         runs all steps or these, and writes their results
 #   benches/gpu.sh start PROGRAM ARG...  runs gpu_suite or gpu as a step does
@@ -23,8 +23,8 @@ set -euo pipefail
 # A build that fails also ends `pack`.
 shopt -s inherit_errexit
 here=$(cd "$(dirname "$0")" && pwd)
-# In a folder that `pack` filled, the archive is next to this script. In a source tree, the script is
-# one folder below the root.
+# In a folder that `pack` filled, the archive is next to this script. In a source tree, the script
+# is one folder below the root.
 packed=$here/archive.tar.xz
 [ -e "$packed" ] || { packed=; here=$(dirname "$here"); }
 device=${BURN_DEVICE:-cuda}
@@ -188,7 +188,7 @@ steps() {
     # Few threads, since each allocates its own memory on the device.
     echo "$name shared $plain gpu_suite $(tests "$name::") --nocapture --test-threads 4"
   done
-  # One test at a time in a process, since no other test may use the device while one records graphs.
+  # One test at a time in a process, which records no graphs while another test runs.
   for name in orthogonalize parts optimizer precision; do
     in_half_precision "$native" "$name" "$(tests "$name::") --nocapture --test-threads 1"
   done
@@ -220,7 +220,7 @@ in_half_precision() {
   [ "$native" != must ] || echo "${name}_cubecl shared off gpu_suite $arguments"
 }
 
-# Whether the GPU is one for which there are native kernels.
+# Succeeds if there are native kernels for the GPU.
 is_hopper() {
   [ "$device" = cuda ] && [ "$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1)" = 9.0 ]
 }
@@ -330,7 +330,7 @@ row() { printf '| %s | %s | %s | %s | %s |\n' "$@" >>"$work/table"; }
 
 is_requested() { [ ${#requested[@]} = 0 ] || [[ " ${requested[*]} " = *" $1 "* ]]; }
 
-# Whether a step is in the table, and its last cell is not a zero.
+# Succeeds if a step is in the table, and its last cell is not a zero.
 has_failed() { grep "^| $1 " "$work/table" | grep -vq '| 0 |$'; }
 
 # Prints the steps of the table whose last cell matches a pattern.

@@ -4,8 +4,8 @@
 # CHECKS selects some of them. In a source tree, PROFILE and RUNNER are those of `gpu.sh run`; the
 # programs have to be built.
 
-# Bytes that a packed folder may have together with the sources of the tree: less than the 64 MiB that
-# some borrowed machines take at a time. `pack` leaves out nothing to reach it.
+# Bytes that a packed folder may have together with the sources of the tree: less than the 64 MiB
+# that some machines take at a time.
 max_bytes=${MAX_BYTES:-$((62 << 20))}
 
 # All checks, the fastest first.
