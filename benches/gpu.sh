@@ -122,7 +122,7 @@ pack() {
   programs=$(build)
   stage=$(mktemp -d)
   trap 'rm -rf "$stage"' EXIT
-  mkdir -p "$dir" "$stage"/{bin,lib,nvvm/libdevice,tests,conformance,src}
+  mkdir -p "$dir" "$stage"/{bin,lib,nvvm/libdevice,peers,tests,conformance,src}
   cp "$toolkit/nvvm/libdevice/libdevice.10.bc" "$stage/nvvm/libdevice"
   for path in $programs; do
     strip -o "$stage/bin/$(basename "${path%-*}")" "$path"
@@ -132,12 +132,12 @@ pack() {
   cp -r "$here"/src/{checkpoint,distributed} "$stage/src"
   cp -r "$here/tests/conformance" "$stage/tests"
   [ -z "${DISTMUON_CONFORMANCE_DIR:-}" ] || cp -r "$DISTMUON_CONFORMANCE_DIR"/. "$stage/conformance"
+  cp "$here"/benches/peers/*.py "$here"/cubecl_kernels/src/native/kernels/*.ptx "$stage/peers"
+  commit >"$stage/commit"
   # A dictionary that holds the largest file, LLVM, saves a tenth of it.
   tar -C "$stage" -c . | xz --x86 --lzma2=preset=9e,dict=192MiB >"$dir/archive.tar.xz"
-  cp -r "$here/benches/gpu.sh" "$here/benches/peers" "$dir"
-  cp "$here"/cubecl_kernels/src/native/kernels/*.ptx "$dir/peers"
-  commit >"$dir/commit"
-  echo "$(bytes "$dir") bytes in $dir; check it with: gpu.sh preflight $dir"
+  cp "$here/benches/gpu.sh" "$dir"
+  echo "$(wc -c <"$dir/archive.tar.xz") bytes in $dir/archive.tar.xz; check it with: gpu.sh preflight $dir"
 }
 
 # Prints the libraries that a program loads when it starts, except the system's.
@@ -154,9 +154,6 @@ unpack() {
     }
   ) 9>"$here/lock"
 }
-
-# Prints the bytes of all files in a folder.
-bytes() { find "$1" -type f -printf '%s\n' | awk '{ sum += $1 } END { print sum + 0 }'; }
 
 # Prints the commit and the profile of the programs.
 commit() { printf '%s, built with profile `%s`\n' "$(git -C "$here" describe --always --dirty)" "$profile"; }

@@ -13,9 +13,15 @@ all_checks='script lists archive probe host_path stand_in ptx vulkan'
 
 preflight() {
   local check begin status failed=''
-  archive=${1:+$(cd "$1" && pwd)}
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
+  archive=
+  [ -z "$1" ] || {
+    # It is unpacked next to itself.
+    archive=$work/packed
+    mkdir "$archive"
+    cp "$1"/{gpu.sh,archive.tar.xz} "$archive"
+  }
   cd "${here:?}"
   printf '| check | seconds | result |\n|---|---|---|\n' >"$work/table"
   for check in $all_checks; do
@@ -138,7 +144,8 @@ END
 check_lists() {
   local name way native program arguments count
   needs python3
-  python3 -m py_compile benches/peers/*.py
+  python3 -c 'import ast, sys; [ast.parse(open(path).read(), path) for path in sys.argv[1:]]' benches/peers/*.py
+  [ -n "$archive" ] || newest gpu_suite >/dev/null || skip 'the program gpu_suite is not built: gpu.sh build'
   pretend_hopper
   while read -r name way native program arguments; do
     [ "$program" = gpu_suite ] || continue
@@ -155,12 +162,12 @@ start_program() { bash "${archive:-benches}/gpu.sh" start "$@"; }
 check_archive() {
   local size tree tool machine=$work/machine file
   [ -n "$archive" ] || skip 'no packed folder is given: gpu.sh preflight DIR'
-  size=$(bytes "$archive")
+  size=$(cat "$archive"/{gpu.sh,archive.tar.xz} | wc -c)
   tree=$(git ls-files -co --exclude-standard -z | du -cb --files0-from=- | tail -1 | cut -f1)
-  echo "$size bytes in $archive, $tree in the sources, $((size + tree)) together, of $max_bytes"
-  [ $((size + tree)) -le "$max_bytes" ] || fail 'the packed folder is too large'
-  mkdir -p "$machine/bin" "$machine/tmp"
-  cp -r "$archive" "$machine/packed"
+  echo "$size bytes are packed, $tree are sources: $((size + tree)) of $max_bytes"
+  [ $((size + tree)) -le "$max_bytes" ] || fail 'the packed folder is too large: pack it without DISTMUON_CONFORMANCE_DIR, or copy fewer sources'
+  mkdir -p "$machine"/{bin,tmp,packed}
+  cp "$archive"/{gpu.sh,archive.tar.xz} "$machine/packed"
   for tool in bash cat cut date dirname basename find flock grep head ldd ls mkdir mktemp mv paste sed sort tail tee timeout touch tr; do
     ln -s "$(command -v $tool)" "$machine/bin/$tool"
   done
