@@ -335,7 +335,8 @@ steps_that() { sed -nE "s/^\| (\S+) .*\| ($1) \|$/\1/p" "$work/table" | xargs; }
 
 finish() {
   local name pids broken unfinished
-  pids=$(cat "$work"/*.pid 2>/dev/null || true)
+  # First the shells of the steps, which would otherwise add rows, then their programs.
+  pids=$(jobs -p && cat "$work"/*.pid 2>/dev/null || true)
   kill $pids $holder 2>/dev/null || true
   for name in $(cut -d' ' -f1 <<<"$plan"); do
     ! is_requested "$name" || grep -q "^| $name " "$work/table" || row "$name" 0 0 0 'not run'
