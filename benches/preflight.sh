@@ -240,7 +240,7 @@ check_vulkan() {
   newest gpu_suite >/dev/null || skip 'the program gpu_suite is not built: gpu.sh build'
   [ -n "${VK_DRIVER_FILES:-}${RUNNER:-}" ] || skip 'no software device: set VK_DRIVER_FILES or RUNNER'
   mkdir -p "$work/vulkan"
-  BURN_DEVICE=vulkan OUT=$work/vulkan LIMIT=300 BUDGET=600 TESTS='product::operands_that gram::empty_batches
+  BURN_DEVICE=vulkan OUT=$work/vulkan LIMIT=300 BUDGET=600 TESTS='product::operands_that gram::operands_that
     fused::empty_batches mirror::empty_batches orthogonalize::explains' \
     bash benches/gpu.sh run product gram fused mirror orthogonalize launch_times step_times
 }
