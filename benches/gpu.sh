@@ -168,7 +168,7 @@ tests() { { xargs -n 1 <<<"${TESTS:-}" | grep "^$1" || echo "$1"; } | xargs; }
 # memory or measures; DISTMUON_NATIVE; a program; its arguments. Tests come first, then what is most
 # worth to know.
 steps() {
-  local small='' groups='large,batched,small' dtypes=bf16,f16 optimizers=adamw,muon,dist-muon
+  local small='' shape=32x48 groups='large,batched,small' dtypes=bf16,f16 optimizers=adamw,muon,dist-muon
   local training='--preset gpt2 --steps 20 --batch 4' train='train_lm --data src --sample 0 --eval-every 0'
   local name native plain=on peers=benches/peers
   [ -z "$packed" ] || peers=peers
@@ -177,7 +177,9 @@ steps() {
   native=${DISTMUON_NATIVE:-$(is_hopper && echo must || echo on)}
   [ "$native" != off ] || plain=off
   [ "$device" = cuda ] && [ -z "${SMALL:-}" ] || {
-    small='--shapes 32x48 --repeats 1' groups=small dtypes=bf16
+    # Larger than what a single cube computes, so that the native kernels also run.
+    [ "$device" != cuda ] || shape=128x136
+    small="--shapes $shape --repeats 1" groups=small dtypes=bf16
     optimizers=muon,dist-muon training='--steps 2 --batch 2'
   }
   [ "$device" != cuda ] || echo "native alone $plain python3 -u $peers/native_probe.py facts check order"

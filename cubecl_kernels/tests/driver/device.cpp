@@ -1,5 +1,6 @@
 // The device, its context and modules.
 #include <cstdio>
+#include <sstream>
 
 #include "driver.hpp"
 
@@ -155,6 +156,18 @@ static std::vector<size_t> sizes_of(const std::string &declarations) {
     return sizes;
 }
 
+// The product of the numbers with which a text begins, such as the threads of `.maxntid 16, 16, 1`.
+static unsigned product_of_numbers(const std::string &text) {
+    std::istringstream numbers(text);
+    unsigned product = 1, number;
+    char comma = ',';
+    while (comma == ',' && numbers >> number) {
+        product *= number;
+        if (!(numbers >> comma)) break;
+    }
+    return product;
+}
+
 static Kernel *parsed(const std::string &ptx, const std::string &name) {
     const size_t entry = ptx.find(".entry " + name + "(");
     REQUIRE(entry != std::string::npos, NOT_FOUND, "no kernel %s", name.c_str());
@@ -164,7 +177,7 @@ static Kernel *parsed(const std::string &ptx, const std::string &name) {
     unsigned most = 1024;
     for (const char *word : {".maxntid", ".reqntid"}) {
         if (const size_t at = head.find(word, end); at != std::string::npos) {
-            most = std::stoul(head.substr(at + strlen(word)));
+            most = product_of_numbers(head.substr(at + strlen(word)));
         }
     }
     const bool is_bf16 = ptx.find(".f32.bf16.bf16") != std::string::npos;
