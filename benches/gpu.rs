@@ -9,7 +9,7 @@
 //! operations that the full products would need, and the ratio of the floor to the time ("of the
 //! floor"). The floor is the shortest time in which the hardware could do the operations.
 //! `peers/torch_gpu.py` prints the same for PyTorch. With the first argument `train_lm`, the
-//! program runs that example with the other arguments.
+//! program runs that example with the other arguments, and again with those after `then`.
 
 mod common;
 #[allow(dead_code)] // this program calls `run`, not the example's `main`
@@ -44,15 +44,15 @@ struct Options {
     #[arg(value_enum, default_values_t = Subject::value_variants().to_vec())]
     subjects: Vec<Subject>,
     /// Shapes of products and iterations.
-    #[arg(long, value_enum, default_value_t = ShapeGroup::Small)]
-    group: ShapeGroup,
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "small")]
+    group: Vec<ShapeGroup>,
     /// Other shapes, also for steps, such as small ones for a software device: `[k x] m x n`,
     /// separated by commas.
     #[arg(long, value_delimiter = ',')]
     shapes: Vec<String>,
-    /// Type of products and iterations.
-    #[arg(long, value_enum, default_value_t = Type::Bf16)]
-    dtype: Type,
+    /// Types of products and iterations.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "bf16")]
+    dtype: Vec<Type>,
     /// Measurements of which the median is taken.
     #[arg(long, default_value_t = 9)]
     repeats: usize,
@@ -102,7 +102,15 @@ impl ShapeGroup {
                 [1, 2048, 8192],
             ],
             Self::Large => vec![[1, 4096, 4096], [1, 4096, 14336], [1, 7168, 18432]],
-            Self::Batched => vec![[128, 2048, 2048], [16, 4096, 8192], [126, 64, 576]],
+            // The first two are those of GPT-2 small.
+            Self::Batched => vec![
+                [48, 768, 768],
+                [24, 768, 3072],
+                [16, 1024, 4096],
+                [128, 2048, 2048],
+                [16, 4096, 8192],
+                [126, 64, 576],
+            ],
         }
     }
 }
@@ -138,45 +146,88 @@ fn main() -> anyhow::Result<()> {
     // The example is part of this program, so that a machine without Rust gets their common
     // libraries only once.
     if env::args_os().nth(1).is_some_and(|first| first == "train_lm") {
-        return train_lm::run(env::args_os().skip(1));
+        return train();
     }
     let options = Options::parse();
     let device = Device::default();
     println!("device: {device:?}, {}", fusion());
-    let shapes = match options.shapes.is_empty() {
-        true => options.group.shapes(),
-        false => options.shapes.iter().map(|shape| parse(shape)).collect::<anyhow::Result<_>>()?,
-    };
-    let title = match options.shapes.is_empty() {
-        true => options.group.to_possible_value().expect("no value is skipped").get_name().into(),
-        false => "shapes of the command line".to_owned(),
-    };
-    let dtype = options.dtype;
-    let bench =
-        Bench { device: device.clone(), title, repeats: options.repeats, floor: options.floor };
-    for subject in options.subjects {
-        let uses_dtype =
-            matches!(subject, Subject::Products | Subject::Native | Subject::Iterations);
-        if uses_dtype && !device.supports_dtype(dtype.dtype()) {
-            distmuon_skips::lacks(format!("{dtype:?}"));
-            continue;
-        }
-        match subject {
-            Subject::Launches => launches(&bench),
-            Subject::Products => products(&bench, dtype.dtype(), &shapes),
-            Subject::Native => native_products(&bench, dtype, &shapes),
-            Subject::Iterations => iterations(&bench, dtype.iteration_dtype(), &shapes),
-            Subject::Steps if options.shapes.is_empty() => {
-                steps(&bench, "a GPT-2 layer (width 768)", &common::LAYER)?;
-            }
-            Subject::Steps => {
-                let layer: Vec<_> = shapes.iter().map(|[_, m, n]| [*m, *n]).collect();
-                steps(&bench, &options.shapes.join(", "), &layer)?;
-            }
-            Subject::Collectives => collectives()?,
-        }
+    for subject in &options.subjects {
+        measure(*subject, &options, &device)?;
     }
     Ok(())
+}
+
+/// Runs the example once for the arguments up to each `then`. One process compiles and tunes each
+/// kernel once.
+fn train() -> anyhow::Result<()> {
+    let stop = train_lm::start()?;
+    let arguments: Vec<_> = env::args_os().skip(1).collect();
+    let mut runs = arguments.split(|argument| argument == "then");
+    runs.try_for_each(|run| train_lm::run(run.iter().cloned(), &stop))
+}
+
+/// Measures a subject on a device.
+fn measure(subject: Subject, options: &Options, device: &Device) -> anyhow::Result<()> {
+    match subject {
+        Subject::Launches => launches(&options.bench(device, "")),
+        Subject::Products => options.for_each(device, |bench, dtype, shapes| {
+            products(bench, dtype.dtype(), shapes);
+        })?,
+        Subject::Native => options.for_each(device, native_products)?,
+        Subject::Iterations => options.for_each(device, |bench, dtype, shapes| {
+            iterations(bench, dtype.iteration_dtype(), shapes);
+        })?,
+        Subject::Steps if options.shapes.is_empty() => {
+            steps(&options.bench(device, ""), "a GPT-2 layer (width 768)", &common::LAYER)?;
+        }
+        Subject::Steps => {
+            let layer: Vec<_> = options.given_shapes()?.iter().map(|[_, m, n]| [*m, *n]).collect();
+            steps(&options.bench(device, ""), &options.shapes.join(", "), &layer)?;
+        }
+        Subject::Collectives => collectives()?,
+    }
+    Ok(())
+}
+
+impl Options {
+    fn bench(&self, device: &Device, title: &str) -> Bench {
+        let Self { repeats, floor, .. } = *self;
+        Bench { device: device.clone(), title: title.to_owned(), repeats, floor }
+    }
+
+    fn given_shapes(&self) -> anyhow::Result<Vec<[usize; 3]>> {
+        self.shapes.iter().map(|shape| parse(shape)).collect()
+    }
+
+    /// The names and shapes of the groups to measure.
+    fn groups(&self) -> anyhow::Result<Vec<(String, Vec<[usize; 3]>)>> {
+        if !self.shapes.is_empty() {
+            return Ok(vec![("shapes of the command line".to_owned(), self.given_shapes()?)]);
+        }
+        let name = |group: ShapeGroup| group.to_possible_value().expect("no value is skipped");
+        let group = |group: &ShapeGroup| (name(*group).get_name().to_owned(), group.shapes());
+        Ok(self.group.iter().map(group).collect())
+    }
+
+    /// Measures with every type and group of shapes, in the order of the command line: a run that
+    /// is ended has measured what comes first.
+    fn for_each(
+        &self,
+        device: &Device,
+        measure: impl Fn(&Bench, Type, &[[usize; 3]]),
+    ) -> anyhow::Result<()> {
+        let groups = self.groups()?;
+        for dtype in self.dtype.iter().copied() {
+            if !device.supports_dtype(dtype.dtype()) {
+                distmuon_skips::lacks(format!("{dtype:?}"));
+                continue;
+            }
+            for (title, shapes) in &groups {
+                measure(&self.bench(device, title), dtype, shapes);
+            }
+        }
+        Ok(())
+    }
 }
 
 fn fusion() -> &'static str {

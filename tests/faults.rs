@@ -11,7 +11,7 @@ use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 #[cfg(feature = "cuda")]
-use distmuon::comm::Launch;
+use distmuon::comm::{Launch, Nccl};
 use distmuon::comm::{Pending, ReduceOp, World};
 use distmuon::distributed::DistMuonConfig;
 use distmuon::{Error, Result};
@@ -42,6 +42,7 @@ const NCCL_CASES: &[worlds::Case] = cases![
     a_call_whose_event_cannot_be_recorded_ends_the_world,
     work_queued_before_a_call_does_not_count_towards_the_deadline,
     nccl_rejects_devices_other_than_cuda,
+    the_version_of_nccl_is_known_without_a_world,
 ];
 
 fn main() {
@@ -244,6 +245,15 @@ fn a_failure_is_reported_while_results_are_in_use() {
         Ok(progress)
     });
     assert_eq!(loaded.unwrap(), [1]);
+}
+
+/// A program can ask it before it decides how many ranks share a device.
+#[cfg(feature = "cuda")]
+fn the_version_of_nccl_is_known_without_a_world() {
+    let version = Nccl::installed_version().unwrap();
+    let [major, minor, patch] = [version / 10_000, version / 100 % 100, version % 100];
+    let names = ranks(1, |world| Ok(world.comm().version())).unwrap();
+    assert!(names[0].contains(&format!("NCCL {major}.{minor}.{patch} ")), "{}", names[0]);
 }
 
 /// NCCL has accepted a call and then can't carry it out. The rank on which the call failed returns

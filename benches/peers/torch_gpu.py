@@ -1,5 +1,6 @@
-"""Times the products and iterations of `benches/gpu.rs` on a GPU in PyTorch: cuBLAS, compiled
-Newton-Schulz, and gram-newton-schulz if its wheel is installed. Prints a table in Markdown.
+"""Times the products and iterations of `benches/gpu.rs` on a GPU in PyTorch: cuBLAS, Newton-Schulz
+(eager, compiled, and compiled with CUDA graphs), and gram-newton-schulz if its wheel is installed.
+Prints a table in Markdown.
 
     python benches/peers/torch_gpu.py [--dtype bfloat16|float16] [--repeats N]
 """
@@ -9,9 +10,10 @@ import os
 import statistics
 import sys
 
+# Few, since each is compiled for 5 to 20 seconds: those that matter most first.
 SHAPES = [
-    (1, 768, 3072), (1, 1024, 1024), (1, 1024, 4096), (1, 2048, 2048), (1, 2048, 8192), (1, 4096, 4096),
-    (1, 4096, 14336), (1, 7168, 18432), (128, 2048, 2048), (16, 4096, 8192), (126, 64, 576),
+    (48, 768, 768), (24, 768, 3072), (1, 4096, 4096), (1, 2048, 2048), (16, 1024, 4096), (1, 768, 3072),
+    (1, 7168, 18432),
 ]
 POLYNOMIALS = [(3.4445, -4.7750, 2.0315)] * 5
 # Shortest time of a measurement in milliseconds, as in benches/gpu.rs.
@@ -42,7 +44,11 @@ def main() -> None:
             x = a * x + (b * r + c * r @ r) @ x
         return x
 
-    compiled = torch.compile(newton_schulz)
+    # Every shape is compiled for itself. PyTorch would otherwise compile the second for all shapes,
+    # and after eight compile none.
+    torch._dynamo.config.recompile_limit = 2 * len(SHAPES)
+    compiled = torch.compile(newton_schulz, dynamic=False)
+    graphs = torch.compile(newton_schulz, dynamic=False, mode="reduce-overhead")
 
     def measure(run, runs: int) -> float:
         """Returns the milliseconds of one run, averaged over several by the device's clock."""
@@ -63,7 +69,7 @@ def main() -> None:
             runs *= 2
         return statistics.median(measure(run, runs) for _ in range(options.repeats))
 
-    peers = {"eager": newton_schulz, "compiled": compiled}
+    peers = {"eager": newton_schulz, "compiled": compiled, "compiled, CUDA graphs": graphs}
     try:
         from gram_newton_schulz import GramNewtonSchulz
 

@@ -25,6 +25,8 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io::IsTerminal;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::{env, panic};
 
 use anyhow::{Context, Result, anyhow};
@@ -40,16 +42,21 @@ use tracing_subscriber::EnvFilter;
 use train::Run;
 
 fn main() -> Result<()> {
-    run(env::args_os())
+    let stop = start()?;
+    run(env::args_os(), &stop)
 }
 
-/// Runs the program. The first argument is its name.
-pub fn run(arguments: impl Iterator<Item = OsString>) -> Result<()> {
+/// Prepares the process. Returns the flag that Ctrl-C sets.
+pub fn start() -> Result<Arc<AtomicBool>> {
     host_memory::keep();
     init_logging();
+    stop::on_ctrl_c()
+}
+
+/// Runs the program in a process that was prepared. The first argument is its name.
+pub fn run(arguments: impl Iterator<Item = OsString>, stop: &AtomicBool) -> Result<()> {
     let (options, saved) = options(arguments)?;
     check_device()?;
-    let stop = stop::on_ctrl_c()?;
     let world = options.engine.connect()?;
     let is_first = world.as_ref().is_none_or(|world| world.rank() == 0);
     if let Some(world) = &world {
@@ -73,7 +80,7 @@ pub fn run(arguments: impl Iterator<Item = OsString>) -> Result<()> {
             plan,
             corpus: &corpus,
             sizes: &sizes,
-            stop: &stop,
+            stop,
             log: log.as_ref(),
             world: world.as_ref(),
         })

@@ -1,11 +1,13 @@
 //! The kernels compiled for CUDA, on machines without it.
 //!
 //! Each kernel is generated as CUDA C++ and, with feature `cuda`, as PTX by LLVM: the two compilers
-//! of CubeCL. `DISTMUON_CUDA_TOOLS` names a folder with NVIDIA's tools, those of the unpacked
-//! wheels `nvidia-cuda-nvrtc`, `-runtime`, `-crt` and `-nvcc`. If it is set, NVRTC compiles the
-//! C++, ptxas assembles the PTX of both, and the tests check matrix instructions, registers, spills
-//! and shared memory of the machine code. distmuon's `docs/results/kernels.md` has the table.
+//! of CubeCL. LLVM writes the PTX for two drivers. `DISTMUON_CUDA_TOOLS` names a folder with
+//! NVIDIA's tools, those of the unpacked wheels `nvidia-cuda-nvrtc`, `-runtime`, `-crt` and
+//! `-nvcc`. If it is set, NVRTC compiles the C++, ptxas assembles the PTX of all, and the tests
+//! check matrix instructions, registers, spills and shared memory of the machine code. distmuon's
+//! `docs/results/kernels.md` has the table.
 
+use std::fmt;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -135,9 +137,22 @@ fn target() -> Arc<TargetProperties> {
 enum KernelCompiler {
     /// CubeCL's generator of CUDA C++, and NVRTC.
     Cpp,
-    /// CubeCL's LLVM.
+    /// CubeCL's LLVM, which writes the newest version of PTX that the driver of a CUDA version
+    /// loads.
     #[cfg(feature = "cuda")]
-    Llvm,
+    Llvm { driver: i32 },
+}
+
+impl fmt::Display for KernelCompiler {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpp => write!(f, "C++"),
+            #[cfg(feature = "cuda")]
+            Self::Llvm { driver } => {
+                write!(f, "LLVM for CUDA {}.{}", driver / 1000, driver % 1000 / 10)
+            }
+        }
+    }
 }
 
 /// The source of a kernel.
@@ -152,8 +167,11 @@ impl KernelCompiler {
     fn all() -> Vec<Self> {
         vec![
             Self::Cpp,
+            // PTX 8.7 and 9.0.
             #[cfg(feature = "cuda")]
-            Self::Llvm,
+            Self::Llvm { driver: 12_080 },
+            #[cfg(feature = "cuda")]
+            Self::Llvm { driver: 13_000 },
         ]
     }
 
@@ -161,7 +179,7 @@ impl KernelCompiler {
         #[allow(unused_mut)] // only LLVM restricts the features
         let mut properties = device(version);
         #[cfg(feature = "cuda")]
-        if self == Self::Llvm {
+        if self != Self::Cpp {
             use cubecl_llvm::shared::lowered_features::{GpuTarget, restrict_features};
             restrict_features(&mut properties, GpuTarget::Nvptx);
         }
@@ -188,13 +206,13 @@ impl KernelCompiler {
                 KernelSource { text: kernel.source, shared: kernel.shared_memory_size }
             }
             #[cfg(feature = "cuda")]
-            Self::Llvm => {
+            Self::Llvm { driver } => {
                 use cubecl_core::ir::nvidia::SmArch;
                 use cubecl_llvm::nvptx::ptx_version::PtxVersion;
                 use cubecl_llvm::{LlvmTarget, PlironArtifact, PlironCompiler, PlironOptions};
                 let options = PlironOptions {
                     sm_arch: Some(SmArch::new(version, version >= 90)),
-                    ptx_version: PtxVersion::for_driver(12_080),
+                    ptx_version: PtxVersion::for_driver(driver),
                     grid_constants: true,
                     ..Default::default()
                 };
@@ -250,7 +268,7 @@ impl Tools {
                 ptx.unwrap_or_else(|error| panic!("{error}")).to_src()
             }
             #[cfg(feature = "cuda")]
-            KernelCompiler::Llvm => source.text.clone(),
+            KernelCompiler::Llvm { .. } => source.text.clone(),
         }
     }
 
@@ -343,7 +361,7 @@ fn other_kernels_compile_without_spills() {
     });
 }
 
-/// Compiles kernels with both compilers, in the first of the types for all architectures and in all
+/// Compiles kernels with all compilers, in the first of the types for all architectures and in all
 /// types for Hopper, prints the table of their resources, and fails if a row of it is not right.
 fn check_table(
     dtypes: &[ElemType],
@@ -415,7 +433,7 @@ impl CompileTarget<'_> {
         let blocks = blocks(version, units as usize, code.registers, code.shared);
         let ElemType::Float(kind) = dtype else { unreachable!("matrices are of floats") };
         let text = format!(
-            "| {name} | {kind:?} | {compiler:?} | {version} | {} | {} | {} | {:.1} | {blocks} |",
+            "| {name} | {kind:?} | {compiler} | {version} | {} | {} | {} | {:.1} | {blocks} |",
             code.instructions,
             code.registers,
             code.local,

@@ -117,6 +117,15 @@ pub struct Nccl {
 }
 
 impl Nccl {
+    /// Returns the version of the NCCL that is installed, as NCCL encodes it: 22903 is 2.29.3.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Engine`](crate::Error::Engine) if NCCL is not found, or is too old.
+    pub fn installed_version() -> Result<i32> {
+        Ok(Library::load(0)?.version())
+    }
+
     /// Connects a process with one CUDA device, and returns its engine. A rank that waits for
     /// another longer than `deadline` ends the world.
     ///
