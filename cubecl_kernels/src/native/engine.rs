@@ -1,15 +1,17 @@
 //! The native kernels of a device, and their order with CubeCL's work.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::fmt;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, OnceLock};
 
+use cubecl::client::Client;
 use cudarc::driver::{result, sys};
 
+use super::devices::Devices;
 use super::library::{Library, Plan};
 use super::module::{Module, Prepared, Scratch};
-use super::order::{Claim, DriverError, SideStream, in_relaxed_mode};
+use super::order::{Claim, DriverError, Operand, Order, SideStream, in_relaxed_mode};
 use super::product::{ALIGNMENT, Element, Launch, Product};
 use super::recording::Recording;
 use super::self_test::{self, Fault};
@@ -21,11 +23,6 @@ const CAPABILITY: [i32; 2] = [9, 0];
 
 /// `true` once a launch has failed: no native kernel runs in this process any more.
 static IS_DISABLED: AtomicBool = AtomicBool::new(false);
-
-/// The devices that were asked for, with the reason of those that have no native kernels. Each has
-/// its own lock: verification waits for a device.
-type Devices = BTreeMap<usize, &'static OnceLock<Result<Native, Refusal>>>;
-static DEVICES: Mutex<Devices> = Mutex::new(BTreeMap::new());
 
 /// The fewest operations of a full product that cuBLASLt computes. It is assumed to need 5 % less
 /// time than the kernels, but does not overlap with launches before and after it: estimated to be
@@ -63,20 +60,11 @@ impl fmt::Display for Native {
             write!(f, " (no others, since {reason})")?;
         }
         match &self.library {
-            Ok(_) => write!(f, "; large full products by cuBLASLt"),
-            Err(reason) => write!(f, "; no cuBLASLt, since {reason}"),
+            Ok(_) => write!(f, "; large full products by cuBLASLt")?,
+            Err(reason) => write!(f, "; no cuBLASLt, since {reason}")?,
         }
+        write!(f, "; they start {}", self.stream.order())
     }
-}
-
-/// Fails if no native kernel may run on a device at this time.
-fn ensure_usable(device: usize) -> Result<(), Refusal> {
-    let reason = match (IS_DISABLED.load(Ordering::Relaxed), Claim::is_held(device)) {
-        (true, _) => "a launch has failed before",
-        (_, true) => "ranks exchange messages on the device, which iterations would wait for",
-        (false, false) => return Ok(()),
-    };
-    Err(Refusal(reason.to_owned()))
 }
 
 impl Native {
@@ -87,14 +75,24 @@ impl Native {
     ///
     /// The reason why the device can't run them, or why a launch failed before.
     pub fn of(device: usize) -> Result<&'static Self, Refusal> {
-        ensure_usable(device)?;
-        let device_lock = *DEVICES
-            .lock()
-            .expect("nothing panics while it holds the lock")
-            .entry(device)
-            .or_insert_with(|| Box::leak(Box::default()));
-        let native = device_lock.get_or_init(|| Self::load(device));
-        native.as_ref().map_err(Clone::clone)
+        static DEVICES: Devices<Native> = Devices::new();
+        let native = DEVICES.get(device, || Self::load(device))?;
+        native.ensure_usable()?;
+        Ok(native)
+    }
+
+    /// Fails if no native kernel may run on the device at this time.
+    fn ensure_usable(&self) -> Result<(), Refusal> {
+        if IS_DISABLED.load(Ordering::Relaxed) {
+            return Err(Refusal("a launch has failed before".to_owned()));
+        }
+        match self.stream.order() {
+            Order::Context(reason) if Claim::is_held(self.device) => Err(Refusal(format!(
+                "ranks exchange messages on the device, which iterations would wait for, since \
+                 {reason}"
+            ))),
+            _ => Ok(()),
+        }
     }
 
     fn load(device: usize) -> Result<Self, Refusal> {
@@ -107,7 +105,11 @@ impl Native {
 
     fn load_and_verify(device: usize) -> Result<Self, Refusal> {
         let failed = |operation| move |error| Refusal::new(operation, error);
-        let stream = SideStream::new(device).map_err(failed("open the device"))?;
+        let order = Order::of(device).map_err(failed("order the work of a stream"))?;
+        if let Order::Host = order {
+            return Err(Refusal("the driver is older than CUDA 12.5".to_owned()));
+        }
+        let stream = SideStream::new(device, order).map_err(failed("open the device"))?;
         use sys::CUdevice_attribute_enum as Attribute;
         let attribute = |attribute| {
             // SAFETY: the device exists.
@@ -122,9 +124,6 @@ impl Native {
             return Err(Refusal(format!(
                 "the device has compute capability {major}.{minor}, not 9.0"
             )));
-        }
-        if !stream.has_context_events() {
-            return Err(Refusal("the driver is older than CUDA 12.5".to_owned()));
         }
         let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         if multiprocessors < 2 {
@@ -167,9 +166,9 @@ impl Native {
         }
     }
 
-    /// Queues an iteration that reads and writes memory of CubeCL's tensors: after all work that
-    /// CubeCL has given the device, and before all that it will give it. `buffers` has the
-    /// addresses of the iteration's buffers.
+    /// Queues an iteration that reads and writes memory of CubeCL's tensors: after all work on it
+    /// that CubeCL was given, and before all work that it will be given. `buffers` are those of
+    /// the iteration, which this thread has pinned for it.
     ///
     /// # Errors
     ///
@@ -177,28 +176,27 @@ impl Native {
     ///
     /// # Safety
     ///
-    /// The addresses are multiples of 16, and those of memory with the bytes of the buffers, which
-    /// CubeCL does not free before the work that it will give the device. No launch reads or writes
-    /// anything else.
+    /// The buffers have the bytes that the work says. No launch reads or writes anything else.
     pub unsafe fn run(
         &self,
+        client: &Client,
         element: Element,
         work: &Work<'_>,
-        buffers: &[u64],
+        buffers: &[Operand],
     ) -> Result<(), NotRun> {
+        let buffers: Vec<u64> = buffers.iter().map(Operand::address).collect();
         if buffers.iter().any(|address| !address.is_multiple_of(ALIGNMENT)) {
             return Err(Refusal("a batch is not aligned".to_owned()).into());
         }
         let _stream = self.stream_alone();
-        let launches = (work.launches)(buffers);
+        let launches = (work.launches)(&buffers);
         let prepared = in_relaxed_mode(|| self.prepare(element, &launches))?;
         // SAFETY: as for this function.
-        self.in_order(|| unsafe { self.queue(&prepared) })
+        self.in_order(client, || unsafe { self.queue(&prepared) })
     }
 
-    /// The same for an iteration that is recorded when its key is first met, from the addresses of
-    /// its input, which keeps its values, and of its result. Returns the reason if there is no
-    /// recording.
+    /// The same for an iteration that is recorded when its key is first met, from its input, which
+    /// keeps its values, and its result. Returns the reason if there is no recording.
     ///
     /// # Errors
     ///
@@ -209,10 +207,11 @@ impl Native {
     /// As for [`run`](Self::run). Iterations of one key have the same launches.
     pub unsafe fn replay(
         &self,
+        client: &Client,
         element: Element,
         key: &str,
         work: &Work<'_>,
-        [x, result]: [u64; 2],
+        buffers: [&Operand; 2],
     ) -> Result<Result<(), Refusal>, NotRun> {
         let mut recordings =
             self.recordings.lock().expect("nothing panics while it holds the lock");
@@ -227,9 +226,9 @@ impl Native {
             Ok(recording) => recording,
             Err(reason) => return Ok(Err(reason.clone())),
         };
-        self.in_order(|| {
+        self.in_order(client, || {
             // SAFETY: as for this function.
-            let replayed = unsafe { recording.replay(&self.stream, [x, result]) };
+            let replayed = unsafe { recording.replay(&self.stream, buffers.map(Operand::address)) };
             replayed.map_err(|error| Refusal::new("replay the iteration", error))
         })?;
         Ok(Ok(()))
@@ -248,14 +247,15 @@ impl Native {
     }
 
     /// Queues work between that of CubeCL.
-    fn in_order(&self, queue: impl FnOnce() -> Result<(), Refusal>) -> Result<(), NotRun> {
+    fn in_order(
+        &self,
+        client: &Client,
+        queue: impl FnOnce() -> Result<(), Refusal>,
+    ) -> Result<(), NotRun> {
         // Again: another thread may have had the stream meanwhile.
-        ensure_usable(self.device)?;
+        self.ensure_usable()?;
         in_relaxed_mode(|| {
-            // Refused while a graph is recorded in the context, whose recording then fails (CUDA
-            // driver API, `cuCtxRecordEvent`): nothing has been queued by then.
-            let ordered = self.stream.wait_for_context();
-            ordered.map_err(|error| Refusal::new("order the iteration", error))?;
+            self.stream.wait_for_operands(client)?;
             let queued = queue();
             // Also after a failure, whose launches before it may be running.
             let ordered = self.stream.record().and_then(|event| event.make_context_wait());
