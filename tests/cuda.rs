@@ -22,9 +22,9 @@ pub(crate) mod gpu {
     use burn::nn::LinearConfig;
     use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
     use cudarc::driver::{result, sys};
-    use distmuon::comm::{CudaMemory, Launch, Nccl, ReduceOp, Reduction, World};
+    use distmuon::comm::{CudaMemory, Launch, Nccl, Order, ReduceOp, Reduction, World};
     use distmuon::distributed::DistMuonConfig;
-    use distmuon::{MuonConfig, NewtonSchulzConfig, Result};
+    use distmuon::{IterationDtype, MuonConfig, NativeKernels, NewtonSchulzConfig, Result};
     use distmuon_testing::models::{Fixed, Layers, bits, gradients, weights};
     use distmuon_testing::worlds::free_port;
     use distmuon_testing::{excused, lacks};
@@ -40,8 +40,10 @@ pub(crate) mod gpu {
     const RANK_ONLY: [&str; 4] = ["nccl_rank", "--exact", "--ignored", "--nocapture"];
     const DTYPES: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
 
-    /// The variable with the side that waits for NCCL: `device` or `host`.
-    const WAITS: &str = "DISTMUON_TEST_WAITS";
+    /// The variable with the order of the work, one of [`ORDERS`].
+    const ORDER: &str = "DISTMUON_TEST_ORDER";
+    /// By words in memory, by events of the context, and by waits of the host.
+    const ORDERS: [&str; 3] = ["words", "context", "host"];
 
     /// The first version, as NCCL encodes it, in which ranks may share a device: 2.30.
     const SHARES_DEVICES: i32 = 23_000;
@@ -72,6 +74,7 @@ pub(crate) mod gpu {
                     "steps_are_recorded_while_calls_are_in_flight",
                     steps_are_recorded_while_calls_are_in_flight,
                 ),
+                ("iterations_run_beside_calls", iterations_run_beside_calls),
             ],
         },
         Group {
@@ -107,8 +110,8 @@ pub(crate) mod gpu {
         println!("Burn's fusion is {}", if cfg!(feature = "fusion") { "on" } else { "off" });
         let devices = devices();
         let worlds = GROUPS.iter().flat_map(|group| group.ranks.iter().map(move |r| (group, *r)));
-        let worlds = worlds.flat_map(|world| ["device", "host"].map(|waits| (world, waits)));
-        let trials = worlds.map(|((group, ranks), waits)| {
+        let worlds = worlds.flat_map(|world| ORDERS.map(|order| (world, order)));
+        let trials = worlds.map(|((group, ranks), order)| {
             let trial = move || {
                 if devices == 0 {
                     lacks("CUDA");
@@ -118,9 +121,9 @@ pub(crate) mod gpu {
                     excused("this NCCL does not let ranks share a device");
                     return Ok(());
                 }
-                start(ranks, waits, group.name, devices)
+                start(ranks, order, group.name, devices)
             };
-            Trial::test(format!("ranks_{ranks}::{waits}_waits::{}", group.name), trial)
+            Trial::test(format!("ranks_{ranks}::{order}::{}", group.name), trial)
         });
         trials.collect()
     }
@@ -135,13 +138,13 @@ pub(crate) mod gpu {
     }
 
     /// Runs a group in a number of processes.
-    fn start(processes: usize, waits: &str, group: &str, devices: usize) -> Result<(), Failed> {
+    fn start(processes: usize, order: &str, group: &str, devices: usize) -> Result<(), Failed> {
         let program = std::env::args_os().next().expect("a program has a name");
         let port = free_port().to_string();
         let rank = |rank: usize| {
             let mut command = Command::new(&program);
             command.args(RANK_ONLY);
-            command.env(GROUP, group).env(WAITS, waits).env("BURN_DEVICE", "cuda");
+            command.env(GROUP, group).env(ORDER, order).env("BURN_DEVICE", "cuda");
             command.env("RANK", rank.to_string()).env("WORLD_SIZE", processes.to_string());
             command.env("LOCAL_RANK", (rank % devices).to_string());
             command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
@@ -169,13 +172,15 @@ pub(crate) mod gpu {
         let launch = Launch::from_env().expect("the starting process sets the variables");
         let device = launch.device();
         let memory = CudaMemory::new(&device, launch.rank).expect("a CUDA device is available");
-        let memory = match std::env::var(WAITS).as_deref() {
-            Ok("host") => memory.waiting_on_host(),
+        let memory = match std::env::var(ORDER).as_deref() {
+            Ok("host") => memory.with_order(Order::Host),
+            Ok("context") => memory.with_order(Order::Context("it is compared".to_owned())),
             _ => {
-                assert!(memory.orders_on_device(), "CUDA 12.5 or later");
-                memory
+                assert!(matches!(memory.order(), Order::Operands(_)), "{}", memory.order());
+                Ok(memory)
             }
         };
+        let memory = memory.expect("the driver has streams");
         let engine = Nccl::over(Arc::new(memory), &launch, DEADLINE);
         let engine = engine.expect("the ranks can connect").with_reduction(group.reduction);
         let world = World::new(engine, device);
@@ -309,6 +314,35 @@ pub(crate) mod gpu {
         let expected = trained(false)?;
         assert!(trained(true)? == expected);
         Ok(())
+    }
+
+    /// Native kernels iterate while calls are in flight, of the group that all ranks are in and of
+    /// one of each rank, with the bits that they have without.
+    fn iterations_run_beside_calls(world: &World) -> Result<()> {
+        let device = world.device().clone().inner();
+        let iteration = NewtonSchulzConfig::new().with_dtype(IterationDtype::Bf16).init()?;
+        let (m, n) = (512, 1024);
+        let native = iteration.explain_shape([m, n], DType::F32, &device).native;
+        if let NativeKernels::Refused(reason) = &native {
+            let is_other = reason.contains("compute capability");
+            assert!(is_other, "native kernels are refused: {reason}");
+            excused(reason);
+            return Ok(());
+        }
+        let batch = Tensor::<3>::random([4, m, n], Distribution::Default, &device);
+        let iterated = || bits(&iteration.orthogonalize(batch.clone()).reshape([-1]));
+        let expected = iterated();
+        let own = world.split(world.rank(), 0)?;
+        let long = Tensor::<1>::ones([1 << 26], &device);
+        for round in 0..10 {
+            let calls =
+                [world, &own].map(|world| world.comm().all_reduce(long.clone(), ReduceOp::Sum));
+            assert!(iterated() == expected, "round {round}");
+            for call in calls {
+                call?.wait()?;
+            }
+        }
+        world.comm().synchronize()
     }
 
     fn steps_equal_those_of_threads(world: &World) -> Result<()> {

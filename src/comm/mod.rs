@@ -55,7 +55,7 @@ pub use launch::Launch;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 #[cfg(feature = "cuda")]
-pub use nccl::{Buffer, CudaMemory, DeviceMemory, Nccl, Reduction, StreamEvent};
+pub use nccl::{Buffer, CudaMemory, DeviceMemory, Nccl, Order, Reduction, StreamEvent};
 pub use pending::Pending;
 pub use reduce::ReduceOp;
 pub use threads::Threads;

@@ -172,6 +172,10 @@ pub(crate) fn world_that(
 // stream has passed the last awaited call. Streams are never freed, and work on tensors is done
 // when it returns.
 unsafe impl DeviceMemory for HostMemory {
+    fn for_group(&self) -> Result<Arc<dyn DeviceMemory>> {
+        Ok(Arc::new(Self::new(self.device.clone(), self.waits)))
+    }
+
     fn buffer(&self, tensor: Tensor<1>) -> Result<Buffer> {
         if let Some(time) = BACKLOG.take() {
             self.stream.delay(time);

@@ -1,15 +1,17 @@
 //! The native kernels of a device, and their order with CubeCL's work.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{LazyLock, Mutex, OnceLock};
+use std::sync::{LazyLock, Mutex};
 use std::{env, fmt};
 
+use cubecl::client::Client;
 use cudarc::driver::{result, sys};
 
+use super::devices::Devices;
 use super::library::{Library, Plan};
 use super::module::{Module, Prepared, Scratch};
-use super::order::{Claim, DriverError, SideStream, in_relaxed_mode};
+use super::order::{Claim, DriverError, Operand, Order, SideStream, in_relaxed_mode};
 use super::product::{ALIGNMENT, Element, Launch, Product};
 use super::recording::Recording;
 use super::self_test::{self, Fault};
@@ -21,11 +23,6 @@ const CAPABILITY: [i32; 2] = [9, 0];
 
 /// `true` once a launch has failed: no native kernel runs in this process any more.
 static IS_DISABLED: AtomicBool = AtomicBool::new(false);
-
-/// The kernels that were asked for, by their device and type, or the reason why there are none.
-/// Each has its own lock: verification waits for a device.
-type Loaded = BTreeMap<(usize, Element), &'static OnceLock<Result<Native, Refusal>>>;
-static LOADED: Mutex<Loaded> = Mutex::new(BTreeMap::new());
 
 /// The most iterations that are recorded on a device: a recording keeps its memory.
 const MAX_RECORDINGS: usize = 32;
@@ -89,24 +86,11 @@ impl fmt::Display for Native {
             write!(f, " (no others, since {reason})")?;
         }
         match &self.library {
-            Ok(_) => write!(f, "; large full products by cuBLASLt"),
-            Err(reason) => write!(f, "; no cuBLASLt, since {reason}"),
+            Ok(_) => write!(f, "; large full products by cuBLASLt")?,
+            Err(reason) => write!(f, "; no cuBLASLt, since {reason}")?,
         }
+        write!(f, "; they start {}", self.stream.order())
     }
-}
-
-/// Fails if no native kernel may run on a device at this time.
-fn ensure_usable(device: usize) -> Result<(), Refusal> {
-    let reason = if Switch::of_process()? == Switch::Off {
-        "DISTMUON_NATIVE is off"
-    } else if IS_DISABLED.load(Ordering::Relaxed) {
-        "a launch has failed before"
-    } else if Claim::is_held(device) {
-        "ranks exchange messages on the device, which iterations would wait for"
-    } else {
-        return Ok(());
-    };
-    Err(Refusal(reason.to_owned()))
 }
 
 /// Returns the result, unless it is a refusal and `DISTMUON_NATIVE` is `must`.
@@ -140,14 +124,29 @@ impl Native {
     }
 
     fn find(device: usize, element: Element) -> Result<&'static Self, Refusal> {
-        ensure_usable(device)?;
-        let lock = *LOADED
-            .lock()
-            .expect("nothing panics while it holds the lock")
-            .entry((device, element))
-            .or_insert_with(|| Box::leak(Box::default()));
-        let native = lock.get_or_init(|| Self::load(device, element));
-        native.as_ref().map_err(Clone::clone)
+        static DEVICES: [Devices<Native>; Element::ALL.len()] =
+            [const { Devices::new() }; Element::ALL.len()];
+        if Switch::of_process()? == Switch::Off {
+            return Err(Refusal("DISTMUON_NATIVE is off".to_owned()));
+        }
+        let devices = &DEVICES[element as usize];
+        let native = devices.get(device, || Self::load(device, element))?;
+        native.ensure_usable()?;
+        Ok(native)
+    }
+
+    /// Fails if no native kernel may run on the device at this time.
+    fn ensure_usable(&self) -> Result<(), Refusal> {
+        if IS_DISABLED.load(Ordering::Relaxed) {
+            return Err(Refusal("a launch has failed before".to_owned()));
+        }
+        match self.stream.order() {
+            Order::Context(reason) if Claim::is_held(self.device) => Err(Refusal(format!(
+                "ranks exchange messages on the device, which iterations would wait for, since \
+                 {reason}"
+            ))),
+            _ => Ok(()),
+        }
     }
 
     fn load(device: usize, element: Element) -> Result<Self, Refusal> {
@@ -160,7 +159,11 @@ impl Native {
 
     fn load_and_verify(device: usize, element: Element) -> Result<Self, Refusal> {
         let failed = |operation| move |error| Refusal::new(operation, error);
-        let stream = SideStream::new(device).map_err(failed("open the device"))?;
+        let order = Order::of(device).map_err(failed("order the work of a stream"))?;
+        if let Order::Host = order {
+            return Err(Refusal("the driver is older than CUDA 12.5".to_owned()));
+        }
+        let stream = SideStream::new(device, order).map_err(failed("open the device"))?;
         use sys::CUdevice_attribute_enum as Attribute;
         let attribute = |attribute| {
             // SAFETY: the device exists.
@@ -175,9 +178,6 @@ impl Native {
             return Err(Refusal(format!(
                 "the device has compute capability {major}.{minor}, not 9.0"
             )));
-        }
-        if !stream.has_context_events() {
-            return Err(Refusal("the driver is older than CUDA 12.5".to_owned()));
         }
         let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         if multiprocessors < 2 {
@@ -225,9 +225,9 @@ impl Native {
         }
     }
 
-    /// Queues an iteration that reads and writes memory of CubeCL's tensors: after all work that
-    /// CubeCL has given the device, and before all that it will give it. `buffers` has the
-    /// addresses of the iteration's buffers.
+    /// Queues an iteration that reads and writes memory of CubeCL's tensors: after all work on it
+    /// that CubeCL was given, and before all work that it will be given. `buffers` are those of
+    /// the iteration, which this thread has pinned for it.
     ///
     /// # Errors
     ///
@@ -235,23 +235,26 @@ impl Native {
     ///
     /// # Safety
     ///
-    /// The addresses are multiples of 16, and those of memory with the bytes of the buffers, which
-    /// CubeCL does not free before the work that it will give the device. No launch reads or writes
-    /// anything else.
-    pub unsafe fn run(&self, work: &Work<'_>, buffers: &[u64]) -> Result<(), NotRun> {
+    /// The buffers have the bytes that the work says. No launch reads or writes anything else.
+    pub unsafe fn run(
+        &self,
+        client: &Client,
+        work: &Work<'_>,
+        buffers: &[Operand],
+    ) -> Result<(), NotRun> {
+        let buffers: Vec<u64> = buffers.iter().map(Operand::address).collect();
         if buffers.iter().any(|address| !address.is_multiple_of(ALIGNMENT)) {
             return Err(Refusal("a batch is not aligned".to_owned()).into());
         }
         let _stream = self.stream_alone();
-        let launches = (work.launches)(buffers);
+        let launches = (work.launches)(&buffers);
         let prepared = in_relaxed_mode(|| self.prepare(&launches))?;
         // SAFETY: as for this function.
-        self.in_order(|| unsafe { self.queue(&prepared) })
+        self.in_order(client, || unsafe { self.queue(&prepared) })
     }
 
-    /// The same for an iteration that is recorded when its key is first met, from the addresses of
-    /// its input, which keeps its values, and of its result. Returns the reason if there is no
-    /// recording.
+    /// The same for an iteration that is recorded when its key is first met, from its input, which
+    /// keeps its values, and its result. Returns the reason if there is no recording.
     ///
     /// # Errors
     ///
@@ -262,9 +265,10 @@ impl Native {
     /// As for [`run`](Self::run). Iterations of one key have the same launches.
     pub unsafe fn replay(
         &self,
+        client: &Client,
         key: &str,
         work: &Work<'_>,
-        [x, result]: [u64; 2],
+        buffers: [&Operand; 2],
     ) -> Result<Result<(), Refusal>, NotRun> {
         let mut recordings =
             self.recordings.lock().expect("nothing panics while it holds the lock");
@@ -279,9 +283,9 @@ impl Native {
             Ok(recording) => recording,
             Err(reason) => return Ok(Err(reason.clone())),
         };
-        self.in_order(|| {
+        self.in_order(client, || {
             // SAFETY: as for this function.
-            let replayed = unsafe { recording.replay(&self.stream, [x, result]) };
+            let replayed = unsafe { recording.replay(&self.stream, buffers.map(Operand::address)) };
             replayed.map_err(|error| Refusal::new("replay the iteration", error))
         })?;
         Ok(Ok(()))
@@ -300,14 +304,15 @@ impl Native {
     }
 
     /// Queues work between that of CubeCL.
-    fn in_order(&self, queue: impl FnOnce() -> Result<(), Refusal>) -> Result<(), NotRun> {
+    fn in_order(
+        &self,
+        client: &Client,
+        queue: impl FnOnce() -> Result<(), Refusal>,
+    ) -> Result<(), NotRun> {
         // Again: another thread may have had the stream meanwhile.
-        ensure_usable(self.device)?;
+        self.ensure_usable()?;
         in_relaxed_mode(|| {
-            // Refused while a graph is recorded in the context, whose recording then fails (CUDA
-            // driver API, `cuCtxRecordEvent`): nothing has been queued by then.
-            let ordered = self.stream.wait_for_context();
-            ordered.map_err(|error| Refusal::new("order the iteration", error))?;
+            self.stream.wait_for_operands(client)?;
             let queued = queue();
             // Also after a failure, whose launches before it may be running.
             let ordered = self.stream.record().and_then(|event| event.make_context_wait());

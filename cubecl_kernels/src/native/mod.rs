@@ -8,6 +8,7 @@
 //! installed, it computes the full products. The kernels are proved in an emulator of the
 //! instructions that they use, and multiplied exactly on an H200 (2026-11-26).
 
+mod devices;
 mod engine;
 mod library;
 mod measure;
@@ -21,7 +22,9 @@ mod tiles;
 
 pub use engine::Native;
 pub use measure::Measured;
-pub use order::{Claim, DriverError, SideEvent, SideStream, in_relaxed_mode};
+pub use order::{
+    Claim, DriverError, Operand, Order, SideEvent, SideStream, Words, in_relaxed_mode,
+};
 pub use product::{Element, Launch, Layout, PlusIdentity, Product};
 
 /// The reason why native kernels do not run.

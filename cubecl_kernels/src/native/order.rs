@@ -1,23 +1,38 @@
-//! A stream next to CubeCL's, whose streams are not accessible.
+//! The order of a stream of this crate with CubeCL's, which are not accessible.
 //!
-//! Drivers from CUDA 12.5 on can record an event of a whole context, and make a whole context wait
-//! for one. A side stream waits for all of CubeCL's streams, and they wait for it, by one such
-//! event each.
+//! A side stream waits for the work that CubeCL was given on its [operands](Operand), by
+//! [words](Words) in memory. Where the device can't, it waits for all work of the context,
+//! by an event that the driver has from CUDA 12.5 on, or the host waits ([`Order`]). Later work of
+//! CubeCL, and of all other streams of the context, waits for an event of the side stream.
 //!
 //! Another thread may record a graph at the same time, in the mode that CubeCL chooses. The driver
 //! then refuses calls such as event queries on all threads of the process, and gives up the
 //! recording. None of the calls here names a recorded stream, so all of them are made in relaxed
 //! mode (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html>). Only
-//! `cuCtxRecordEvent` also fails then, and ends the recording: do not record in a context whose
-//! work is ordered with a side stream. A lock instead could deadlock: a recording waits for the
-//! device, which may wait for a call of another thread.
+//! `cuCtxRecordEvent` also fails then, and ends the recording: where work is ordered by it, do not
+//! record in a context whose work is ordered with a side stream. A lock instead could deadlock: a
+//! recording waits for the device, which may wait for a call of another thread.
+
+mod words;
 
 use std::collections::BTreeSet;
 use std::ffi::{c_int, c_void};
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use cubecl::client::Client;
+use cubecl::cuda::CudaRuntime;
+use cubecl::future::block_on;
+use cubecl::server::{Handle, ServerError};
+use cubecl_runtime::runtime::Runtime;
+use cubecl_runtime::server::ServerStorage;
+use cubecl_runtime::storage::{ComputeStorage, ManagedResource};
 pub use cudarc::driver::DriverError;
 use cudarc::driver::{result, sys};
+
+pub use words::Words;
+
+use super::Refusal;
 
 /// The first driver version with `cuCtxRecordEvent` and `cuCtxWaitEvent`
 /// (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__CTX.html>).
@@ -44,8 +59,8 @@ pub fn in_relaxed_mode<T>(calls: impl FnOnce() -> T) -> T {
 /// The devices that were claimed in this process.
 static CLAIMED: Mutex<BTreeSet<usize>> = Mutex::new(BTreeSet::new());
 
-/// A claim to the order of work on a device, for messages between ranks. Events of a context order
-/// all of its streams, so work on another side stream would wait for the messages.
+/// A claim to a device for messages between ranks. Two ranks of a process on one device would wait
+/// for each other, since later work of both waits for the messages of either.
 #[derive(Debug)]
 pub struct Claim(usize);
 
@@ -73,6 +88,87 @@ impl Drop for Claim {
     }
 }
 
+type Storage = <<CudaRuntime as Runtime>::Server as ServerStorage>::Storage;
+
+/// Memory of CubeCL that work of a side stream reads or writes. It keeps its address.
+pub struct Operand(ManagedResource<<Storage as ComputeStorage>::Resource>);
+
+impl Operand {
+    /// Pins the memory of a handle. As for a kernel that uses it, CubeCL's stream of this thread
+    /// waits for the stream that the memory comes from.
+    ///
+    /// # Errors
+    ///
+    /// The failure of the work that should have filled the memory, or to allocate it.
+    pub fn new(client: &Client, handle: &Handle) -> Result<Self, ServerError> {
+        client.get_resource::<<CudaRuntime as Runtime>::Server>(handle.clone()).map(Self)
+    }
+
+    /// Returns the address.
+    pub fn address(&self) -> u64 {
+        self.0.resource().ptr
+    }
+}
+
+/// Returns a refusal because of an error of CubeCL.
+fn failed(operation: &'static str) -> impl FnOnce(ServerError) -> Refusal {
+    move |error| {
+        let error = error.to_string();
+        let reason = error.lines().next().unwrap_or_default();
+        Refusal(format!("CubeCL failed to {operation}: {reason}"))
+    }
+}
+
+/// The way in which a side stream waits for CubeCL's work.
+#[derive(Clone)]
+pub enum Order {
+    /// For the work on its operands alone, by words in memory.
+    Operands(&'static Words),
+    /// For all work of the context, also on other side streams, for the reason that is given.
+    Context(String),
+    /// By waits of the host, before the work of the side stream and after it: the driver is older
+    /// than CUDA 12.5.
+    Host,
+}
+
+impl Order {
+    /// Returns the best order that a device has. The first call tries it.
+    ///
+    /// # Errors
+    ///
+    /// The driver's error.
+    pub fn of(device: usize) -> Result<Self, DriverError> {
+        result::init()?;
+        let mut version = 0;
+        // SAFETY: one number is written.
+        unsafe { sys::cuDriverGetVersion(&mut version) }.result()?;
+        if version < CONTEXT_EVENTS {
+            return Ok(Self::Host);
+        }
+        let untried = || Self::Context("words in memory are being verified".to_owned());
+        let words = in_relaxed_mode(|| Words::of(device, || SideStream::new(device, untried())));
+        Ok(words.map_or_else(|Refusal(reason)| Self::Context(reason), Self::Operands))
+    }
+}
+
+impl fmt::Display for Order {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Operands(_) => write!(f, "after the work on their operands"),
+            Self::Context(reason) => write!(f, "after all work of the context, since {reason}"),
+            Self::Host => {
+                write!(f, "after waits of the host, since the driver is older than CUDA 12.5")
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Order {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}
+
 /// A stream of its own in the context of a device, in which CubeCL also works.
 #[derive(Debug)]
 pub struct SideStream(Arc<Stream>);
@@ -82,7 +178,7 @@ struct Stream {
     device: sys::CUdevice,
     context: sys::CUcontext,
     stream: sys::CUstream,
-    has_context_events: bool,
+    order: Order,
 }
 
 // SAFETY: any thread that makes the context current may use contexts, streams and events of CUDA.
@@ -91,12 +187,12 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl SideStream {
-    /// Returns a new stream on a device.
+    /// Returns a new stream on a device, in an [`Order`] that the device has.
     ///
     /// # Errors
     ///
     /// The driver's error.
-    pub fn new(device: usize) -> Result<Self, DriverError> {
+    pub fn new(device: usize, order: Order) -> Result<Self, DriverError> {
         result::init()?;
         let device = result::device::get(device as c_int)?;
         // SAFETY: the device exists. CubeCL also works in this context.
@@ -104,16 +200,10 @@ impl SideStream {
         let open = || {
             // SAFETY: the context was just retained.
             unsafe { result::ctx::set_current(context) }?;
-            let mut version = 0;
-            // SAFETY: one number is written.
-            unsafe { sys::cuDriverGetVersion(&mut version) }.result()?;
-            let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
-            Ok((stream, version >= CONTEXT_EVENTS))
+            result::stream::create(result::stream::StreamKind::NonBlocking)
         };
         match open() {
-            Ok((stream, has_context_events)) => {
-                Ok(Self(Arc::new(Stream { device, context, stream, has_context_events })))
-            }
+            Ok(stream) => Ok(Self(Arc::new(Stream { device, context, stream, order }))),
             Err(error) => {
                 // SAFETY: the context was retained above, and nothing uses it.
                 unsafe { result::primary_ctx::release(device) }.ok();
@@ -122,9 +212,9 @@ impl SideStream {
         }
     }
 
-    /// Returns `true` if the driver has events of whole contexts.
-    pub fn has_context_events(&self) -> bool {
-        self.0.has_context_events
+    /// Returns the way in which the stream waits for CubeCL's work.
+    pub fn order(&self) -> &Order {
+        &self.0.order
     }
 
     /// Returns the device, as the driver has it.
@@ -147,12 +237,45 @@ impl SideStream {
         unsafe { result::ctx::set_current(self.0.context) }
     }
 
-    /// Makes later work of the stream wait for all work that the context was given so far.
+    /// Makes later work of the stream wait for all work that CubeCL was given so far on memory that
+    /// this thread has made an [`Operand`] of.
     ///
     /// # Errors
     ///
-    /// The driver's error, also where it has no events of whole contexts.
-    pub fn wait_for_context(&self) -> Result<(), DriverError> {
+    /// The reason why it does not wait. Unless by words, it is also refused while a graph is
+    /// recorded in the context, and the recording fails.
+    pub fn wait_for_operands(&self, client: &Client) -> Result<(), Refusal> {
+        let driver = |error| Refusal::new("order the work of a stream", error);
+        match &self.0.order {
+            // A graph would write the word each time that it is replayed.
+            Order::Operands(words) if !client.is_capturing() => {
+                let (address, number) = words.announce(client)?;
+                self.wait_for_word(address, number).map_err(driver)
+            }
+            Order::Operands(_) | Order::Context(_) => self.wait_for_context().map_err(driver),
+            // The stream of this thread waits for all others that have worked on the operands.
+            Order::Host => block_on(client.sync()).map_err(failed("wait for the device")),
+        }
+    }
+
+    /// Makes later work of the stream wait until a word has a number or one of the next 2^31.
+    fn wait_for_word(&self, address: u64, number: u32) -> Result<(), DriverError> {
+        self.make_current()?;
+        let flags = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
+        // SAFETY: the stream is alive, and the word is kept to the end of the process.
+        unsafe { sys::cuStreamWaitValue32_v2(self.0.stream, address, number, flags) }.result()
+    }
+
+    /// Writes a number into a word of CubeCL's memory, as work of the stream.
+    fn write_word(&self, address: u64, number: u32) -> Result<(), DriverError> {
+        self.make_current()?;
+        // SAFETY: the word is kept to the end of the process, and the number is staged when the
+        // call returns, since its memory is not pinned.
+        unsafe { result::memcpy_htod_async(address, &[number], self.0.stream) }
+    }
+
+    /// Makes later work of the stream wait for all work that the context was given so far.
+    fn wait_for_context(&self) -> Result<(), DriverError> {
         let ready = self.event()?;
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: context, stream and event are alive; the event may be destroyed before it is
@@ -217,13 +340,13 @@ unsafe impl Send for SideEvent {}
 
 impl SideEvent {
     /// Makes all work that the context is given from now on wait for the event. Returns `false` if
-    /// the driver has no events of whole contexts.
+    /// the host has to wait instead.
     ///
     /// # Errors
     ///
     /// The driver's error.
     pub fn make_context_wait(&self) -> Result<bool, DriverError> {
-        if !self.of.has_context_events {
+        if let Order::Host = self.of.order {
             return Ok(false);
         }
         // SAFETY: context and event are alive; the event may be destroyed before it is passed.

@@ -8,7 +8,7 @@ namespace driver {
 
 // Bytes of all memory, by their first address: of the device, and of the host where the device
 // knows it.
-static std::map<uint64_t, size_t> allocations;
+static auto &allocations = *new std::map<uint64_t, size_t>;
 
 // Of a page, of which a program may use little, the rest stays untouched.
 constexpr size_t POISONED = 64 << 20;

@@ -11,11 +11,14 @@ namespace driver {
 
 using Clock = std::chrono::steady_clock;
 
-static std::mutex mutex;
-static std::condition_variable changed;  // a stream was given an operation, or an operation ran
-static std::vector<std::shared_ptr<Stream>> streams = {std::make_shared<Stream>(Stream{false})};
+// Never destroyed: threads of a program may still wait when it ends.
+static auto &mutex = *new std::mutex;
+static auto &changed = *new std::condition_variable;  // an operation was queued, or ran
+static auto &streams =
+    *new std::vector<std::shared_ptr<Stream>>{std::make_shared<Stream>(Stream{false})};
 static Result failure = SUCCESS;  // of a kernel
 static bool is_held = false;
+static int value_fault = 0;
 static thread_local int capture_mode = 0;
 
 constexpr int RELAXED = 2;
@@ -215,6 +218,11 @@ API standin_step(unsigned seed) {
     });
 }
 
+// Adds a number to each value that streams wait for from now on.
+API standin_value_fault(int fault) {
+    return call([&](Lock &) { value_fault = fault; });
+}
+
 // Streams.
 
 API cuStreamCreateWithPriority(void **stream, unsigned flags, int) {
@@ -255,7 +263,9 @@ API cuStreamWaitEvent(void *stream, void *event, unsigned) {
 
 API cuStreamWaitValue32_v2(void *stream, uint64_t address, uint32_t value, unsigned flags) {
     return call([&](Lock &) {
+        REQUIRE(address % 4 == 0, INVALID_VALUE, "a value that is not aligned");
         ensure_memory(address, sizeof value, "a value that a stream waits for");
+        value += value_fault;
         Operation wait = {[] {}};
         wait.is_ready = [=] {
             const uint32_t now = *(volatile uint32_t *)address;

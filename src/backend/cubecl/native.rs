@@ -8,12 +8,10 @@ use burn::backend::{TensorMetadata, ops::FloatTensorOps, tensor::FloatTensor};
 use burn::tensor::{DType, Shape};
 use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::client::Client;
-use cubecl::cuda::CudaRuntime;
 use cubecl::future::block_on;
 use cubecl::server::Handle;
-use cubecl_runtime::runtime::Runtime;
 use distmuon_kernels::native::{
-    Element, Launch, Layout, Native, NotRun, PlusIdentity, Product, Refusal, Work,
+    Element, Launch, Layout, Native, NotRun, Operand, PlusIdentity, Product, Refusal, Work,
 };
 
 use super::Failure;
@@ -75,7 +73,7 @@ pub(super) fn iterate(
     tuned: bool,
     others: &dyn Fn(Float) -> Float,
 ) -> Float {
-    // Events of the context would end the recording.
+    // A recording can't have a part on another stream.
     if x.client.is_capturing() || tuned && !is_faster(&x, program, others) {
         return others(x);
     }
@@ -182,19 +180,18 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
     let result = buffers.result();
     let work = Work { bytes: &bytes, launches: &launches, result };
     let pin = |handle: &Handle| {
-        type Server = <CudaRuntime as Runtime>::Server;
-        let resource = x.client.get_resource::<Server>(handle.clone());
-        resource.map_err(|error| Refusal(Failure::from(error).reason))
+        let operand = Operand::new(&x.client, handle);
+        operand.map_err(|error| Refusal(Failure::from(error).reason))
     };
-    // Resources are held until the work is ordered: CubeCL reuses their memory by later work of its
+    // Operands are held until the work is ordered: CubeCL reuses their memory by later work of its
     // streams.
     if k * m * n <= RECORDED_ELEMENTS {
         let handle = x.client.empty(bytes[0]);
         let (from, to) = (pin(&x.handle)?, pin(&handle)?);
-        let addresses = [from.resource().ptr, to.resource().ptr];
-        // SAFETY: both have the elements of the batch, in memory that is pinned here. The key has
-        // all that the launches depend on, and they read and write the buffers that they are given.
-        match unsafe { native.replay(&key(x, program), &work, addresses) }? {
+        let key = key(x, program);
+        // SAFETY: both have the elements of the batch. The key has all that the launches depend on,
+        // and they read and write the buffers that they are given.
+        match unsafe { native.replay(&x.client, &key, &work, [&from, &to]) }? {
             Ok(()) => return Ok(tensor(x, handle, Shape::from(shape), x.dtype)),
             Err(Refusal(reason)) => log::debug!("an iteration is not recorded: {reason}"),
         }
@@ -202,9 +199,8 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
     let mut handles = vec![x.handle.clone()];
     handles.extend(bytes[1..].iter().map(|bytes| x.client.empty(*bytes)));
     let pinned = handles.iter().map(pin).collect::<Result<Vec<_>, _>>()?;
-    let addresses: Vec<u64> = pinned.iter().map(|pinned| pinned.resource().ptr).collect();
     // SAFETY: as above, with the elements of every matrix.
-    unsafe { native.run(&work, &addresses) }?;
+    unsafe { native.run(&x.client, &work, &pinned) }?;
     let handle = handles.swap_remove(result);
     Ok(tensor(x, handle, Shape::from(shape), x.dtype))
 }

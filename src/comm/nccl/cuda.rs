@@ -1,45 +1,40 @@
 //! The memory of a CUDA device, which holds Burn's tensors.
 //!
-//! NCCL's calls have a [`SideStream`]. If the driver has events of whole contexts, the stream waits
-//! for all of CubeCL's streams before a call, and all of CubeCL's streams wait for it when the
-//! result is used. Otherwise the host waits for the device before a call, and for NCCL after it.
+//! NCCL's calls have a [`SideStream`] for each group, which waits for CubeCL's work on the tensors
+//! of a call. All of CubeCL's streams wait for it when the result is used, or the host does.
 
-use std::any::Any;
 use std::fmt::{self, Debug};
 use std::os::raw::c_void;
+use std::sync::Arc;
 
 use burn::tensor::{DType, Device, Tensor};
 use burn_cubecl::CubeDevice;
 use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
-use cubecl::cuda::CudaRuntime;
-use cubecl_runtime::runtime::Runtime;
-use distmuon_kernels::native::{Claim, DriverError, SideEvent, SideStream, in_relaxed_mode};
+use distmuon_kernels::native::{
+    Claim, DriverError, Operand, Order, Refusal, SideEvent, SideStream, in_relaxed_mode,
+};
 
 use super::library::ENGINE;
 use super::memory::{Buffer, DeviceMemory, StreamEvent};
 use crate::backend::{Failure, from_primitive, primitive};
 use crate::error::{Error, Result};
 
-/// The memory of a CUDA device, and a stream for NCCL on it. A process has at most one for each
-/// device.
+/// The memory of a CUDA device, and a stream for NCCL on it. A device belongs to at most one rank
+/// of a process.
 pub struct CudaMemory {
     client: Client,
     device: CubeDevice,
-    /// The same device as Burn's type, on which the host can wait.
-    burn_device: Device,
+    index: usize,
     rank: usize,
     stream: SideStream,
-    /// `true` if work is ordered by events of the whole context, and not by waiting on the host.
-    orders_on_device: bool,
-    /// Two ranks on one device would wait for each other.
-    _claim: Claim,
+    claim: Arc<Claim>,
 }
 
 impl Debug for CudaMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "memory of {:?}", self.device)
+        write!(f, "memory of {:?}, with calls {}", self.device, self.stream.order())
     }
 }
 
@@ -71,22 +66,28 @@ impl CudaMemory {
             let remedy = "give every rank that is a thread a device, or start a process per rank";
             unsuitable(format!("another rank of this process uses {burn_device:?}"), remedy)
         })?;
-        let stream =
-            SideStream::new(index).map_err(|error| driver_error(rank, "open the device", error))?;
-        let orders_on_device = stream.has_context_events();
-        Ok(Self { client, device, burn_device, rank, stream, orders_on_device, _claim: claim })
+        let failed = |error| driver_error(rank, "open the device", error);
+        let order = Order::of(index).map_err(failed)?;
+        let stream = SideStream::new(index, order).map_err(failed)?;
+        Ok(Self { client, device, index, rank, stream, claim: Arc::new(claim) })
     }
 
-    /// Returns the same memory, on which work is ordered by waiting on the host, for comparisons
-    /// with ordering on the device.
-    pub fn waiting_on_host(mut self) -> Self {
-        self.orders_on_device = false;
-        self
+    /// Returns the same memory, with another order of the work on it, for comparisons.
+    ///
+    /// # Errors
+    ///
+    /// The driver's error.
+    pub fn with_order(&self, order: Order) -> Result<Self> {
+        let stream = SideStream::new(self.index, order);
+        let stream = stream.map_err(self.driver_error("open a stream"))?;
+        let (client, device, claim) =
+            (self.client.clone(), self.device.clone(), self.claim.clone());
+        Ok(Self { client, device, index: self.index, rank: self.rank, stream, claim })
     }
 
-    /// Returns `true` if work is ordered on the device, without waiting on the host.
-    pub fn orders_on_device(&self) -> bool {
-        self.orders_on_device
+    /// Returns the way in which NCCL's calls wait for the work on tensors.
+    pub fn order(&self) -> &Order {
+        self.stream.order()
     }
 
     fn driver_error(&self, operation: &str) -> impl FnOnce(DriverError) -> Error {
@@ -97,54 +98,42 @@ impl CudaMemory {
 
     /// Pins the memory of a tensor to its address, as long as the buffer exists.
     fn pinned(&self, tensor: CubeTensor, length: usize, dtype: DType) -> Result<Buffer> {
-        type Server = <CudaRuntime as Runtime>::Server;
-        let resource = self.client.get_resource::<Server>(tensor.handle.clone());
-        let resource = resource.map_err(|error| Error::Engine {
+        let operand = Operand::new(&self.client, &tensor.handle);
+        let operand = operand.map_err(|error| Error::Engine {
             engine: ENGINE,
             rank: self.rank,
             operation: "pin the memory of a tensor".into(),
             reason: Failure::from(error).reason,
             remedy: "free memory of the device, for example with a smaller `bucket_mb`",
         })?;
-        let pointer = resource.resource().ptr as *mut c_void;
-        let owner = PinnedTensor { tensor, _resource: Box::new(resource) };
-        // SAFETY: the tensor is contiguous and has that many elements, and the resource pins them.
+        let pointer = operand.address() as *mut c_void;
+        let owner = PinnedTensor { tensor, _operand: operand };
+        // SAFETY: the tensor is contiguous and has that many elements, and the operand pins them.
         Ok(unsafe { Buffer::new(pointer, length, dtype, Box::new(owner)) })
-    }
-
-    /// Waits on the host until all work on tensors is done.
-    fn wait_for_device(&self) -> Result<()> {
-        self.burn_device.sync().map_err(|error| Error::Engine {
-            engine: ENGINE,
-            rank: self.rank,
-            operation: "wait for the device".into(),
-            reason: error.to_string(),
-            remedy: "fix the operation on this device that failed first",
-        })?;
-        self.stream.make_current().map_err(self.driver_error("use the context"))
     }
 
     /// Records an event after all work that NCCL's stream was given so far.
     fn record(&self) -> Result<Box<dyn StreamEvent>> {
         let event = self.stream.record().map_err(self.driver_error("record an event"))?;
-        Ok(Box::new(Event { event, rank: self.rank, orders_on_device: self.orders_on_device }))
+        Ok(Box::new(Event { event, rank: self.rank }))
     }
 }
 
 /// A tensor whose memory stays at its address.
 struct PinnedTensor {
     tensor: CubeTensor,
-    _resource: Box<dyn Any>,
+    _operand: Operand,
 }
 
-// SAFETY: the resource is a counted reference, which is only kept and dropped.
-unsafe impl Send for PinnedTensor {}
-
 // SAFETY: buffers are contiguous tensors, pinned while the buffers exist, and new ones are separate
-// allocations. CubeCL's reuse of memory is work on its streams, which wait for NCCL's stream,
-// unless the host waits. The stream is destroyed with the memory. Events are recorded after all
-// work that the stream was given.
+// allocations. Both are operands, whose work the stream waits for. CubeCL's reuse of memory is work
+// on its streams, which wait for NCCL's stream, unless the host waits. The stream is destroyed with
+// the memory. Events are recorded after all work that the stream was given.
 unsafe impl DeviceMemory for CudaMemory {
+    fn for_group(&self) -> Result<Arc<dyn DeviceMemory>> {
+        Ok(Arc::new(self.with_order(self.order().clone())?))
+    }
+
     fn buffer(&self, tensor: Tensor<1>) -> Result<Buffer> {
         let (length, dtype) = (tensor.dims()[0], tensor.dtype());
         let tensor = primitive(tensor).filter(|tensor| tensor.device == self.device);
@@ -174,13 +163,14 @@ unsafe impl DeviceMemory for CudaMemory {
 
     fn begin(&self) -> Result<(*mut c_void, Box<dyn StreamEvent>)> {
         let ready = in_relaxed_mode(|| {
-            match self.orders_on_device {
-                true => {
-                    let waits = self.stream.wait_for_context();
-                    waits.map_err(self.driver_error("wait for an event"))?;
-                }
-                false => self.wait_for_device()?,
-            }
+            let ordered = self.stream.wait_for_operands(&self.client);
+            ordered.map_err(|Refusal(reason)| Error::Engine {
+                engine: ENGINE,
+                rank: self.rank,
+                operation: "wait for the device".into(),
+                reason,
+                remedy: "fix the operation on this device that failed first",
+            })?;
             self.record()
         })?;
         Ok((self.stream.as_ptr(), ready))
@@ -195,14 +185,10 @@ unsafe impl DeviceMemory for CudaMemory {
 struct Event {
     event: SideEvent,
     rank: usize,
-    orders_on_device: bool,
 }
 
 impl StreamEvent for Event {
     fn make_later_work_wait(&self) -> Result<bool> {
-        if !self.orders_on_device {
-            return Ok(false);
-        }
         let waits = self.event.make_context_wait();
         waits.map_err(|error| driver_error(self.rank, "wait for an event", error))
     }

@@ -3,19 +3,17 @@
 use std::any::Any;
 use std::fmt::{self, Debug};
 use std::os::raw::c_void;
+use std::sync::Arc;
 
 use burn::tensor::{DType, Tensor};
 
 use crate::error::Result;
 
-/// The memory of a rank's tensors, and the order of work on it with NCCL's work.
+/// The memory of a rank's tensors with a stream for the calls of a group, and the order of work on
+/// the memory with NCCL's work.
 ///
-/// All methods are called by one thread at a time, in the order [`buffer`](Self::buffer),
-/// [`empty`](Self::empty), [`begin`](Self::begin), a call of NCCL, [`end`](Self::end).
-///
-/// All groups of a rank share its memory and its stream. A stream for each group would gain nothing
-/// on CUDA: the events that order NCCL's work with the tensors' work are those of the whole
-/// context, and hence also order all streams of NCCL.
+/// For each call, one thread calls [`buffer`](Self::buffer), [`empty`](Self::empty),
+/// [`begin`](Self::begin), NCCL, and [`end`](Self::end), one call at a time.
 ///
 /// # Safety
 ///
@@ -28,9 +26,16 @@ use crate::error::Result;
 ///   [`end`](Self::end), even if the buffer is dropped after
 ///   [`StreamEvent::make_later_work_wait`];
 /// - [`begin`](Self::begin) returns a stream that lives as long as the memory, and whose next work
-///   starts after all work on tensors that was queued before;
+///   starts after all work on the memory of the call's buffers that was queued before;
 /// - an event is not passed before all work that the stream was given before the event.
 pub unsafe trait DeviceMemory: Debug + Send + Sync {
+    /// Returns the same memory, with a stream of its own for another group.
+    ///
+    /// # Errors
+    ///
+    /// The driver's error.
+    fn for_group(&self) -> Result<Arc<dyn DeviceMemory>>;
+
     /// Returns the elements of a tensor, in order. They stay at their address while the buffer
     /// exists.
     ///
@@ -50,7 +55,7 @@ pub unsafe trait DeviceMemory: Debug + Send + Sync {
     /// the buffer, or fills it before work that is queued from now on.
     fn tensor(&self, buffer: Buffer) -> Tensor<1>;
 
-    /// Returns the stream for NCCL's next call, which starts after all work on tensors that was
+    /// Returns the stream for NCCL's next call, which starts after all work on its buffers that was
     /// queued before. Also returns an event that is passed when that work is done. A call that does
     /// not finish after this event waits for other ranks.
     ///

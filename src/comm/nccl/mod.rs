@@ -33,6 +33,7 @@ use crate::error::Result;
 use crate::slices;
 use call::Shared;
 pub use cuda::CudaMemory;
+pub use distmuon_kernels::native::Order;
 use group::{RawCommunicator, grouped};
 use library::{ENGINE, Library, dotted};
 pub use memory::{Buffer, DeviceMemory, StreamEvent};
@@ -358,11 +359,13 @@ impl Engine for Nccl {
 
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
         let Peers { control: parent, comm } = &*self.shared.peers;
+        let memory = self.shared.memory.for_group();
+        let memory = memory.inspect_err(|error| self.fail(&error.to_string()))?;
         let (control, first) = parent.split(color, key)?;
         // The rank of a group's first member is different for every group, whatever the colors are.
         let comm = comm.split(parent, &control, first as c_int);
         let comm = comm.inspect_err(|error| self.fail(&error.to_string()))?;
-        let shared = Shared::new(Peers { control, comm }, self.shared.memory.clone());
+        let shared = Shared::new(Peers { control, comm }, memory);
         Ok(Arc::new(Self { shared, reduction: self.reduction }))
     }
 
