@@ -20,6 +20,7 @@ use cubecl::ir::{ElemType, HardwareProperties};
 use cubecl::prelude::*;
 
 use crate::error::{Error, Result, check_buffer, check_count, check_dtype};
+use crate::fused::factor_of;
 use crate::matrices::Matrices;
 
 /// Units along each side of a cube, and the side of the blocks that the units share.
@@ -31,11 +32,6 @@ pub(crate) const MAX_ROWS: usize = 128;
 
 /// Matrices that a cube keeps in shared memory: `R`, `Z` and `Q`.
 const SHARED_MATRICES: usize = 3;
-
-/// A polynomial `a x + b x^3 + c x^5`, as the bits of its coefficients: kernels are cached by their
-/// compile-time arguments, which need an exact equality and a hash.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct PolynomialBits(pub(crate) [u32; 3]);
 
 /// Returns the number of rows of the largest matrices that [`accumulate_q`] accepts on a device.
 pub fn max_rows(client: &Client) -> usize {
@@ -72,7 +68,7 @@ pub fn accumulate_q(client: &Client, r: &Matrices, polynomials: &[[f32; 3]]) -> 
         return Ok(q);
     }
     let blocks = (m as u32).div_ceil(SIDE);
-    let polynomials = polynomials.iter().map(|p| PolynomialBits(p.map(f32::to_bits))).collect();
+    let coefficients = |index: usize| polynomials.iter().map(|p| p[index]).collect();
     let [matrix, row, column] = r.strides;
     // SAFETY: entries outside the matrices are neither read nor written.
     unsafe {
@@ -87,8 +83,10 @@ pub fn accumulate_q(client: &Client, r: &Matrices, polynomials: &[[f32; 3]]) -> 
             matrix,
             row,
             column,
+            coefficients(0),
+            coefficients(1),
+            coefficients(2),
             blocks,
-            polynomials,
             r.dtype,
         );
     }
@@ -103,8 +101,11 @@ pub(crate) fn accumulate_q_kernel<F: Float>(
     matrix_stride: usize,
     row_stride: usize,
     column_stride: usize,
+    // At run time, since every schedule would otherwise be compiled as a kernel of its own.
+    a: &Sequence<f32>,
+    b: &Sequence<f32>,
+    c: &Sequence<f32>,
     #[comptime] blocks: u32,
-    #[comptime] polynomials: Vec<PolynomialBits>,
     #[define(F)] _dtype: ElemType,
 ) {
     let entries = comptime!((blocks * blocks * SIDE * SIDE) as usize);
@@ -129,35 +130,28 @@ pub(crate) fn accumulate_q_kernel<F: Float>(
     }
     sync_cube();
 
-    let steps = comptime!(polynomials.len() as u32);
-    #[unroll]
-    for step in 0..steps {
-        let a = comptime!(f32::from_bits(polynomials[step as usize].0[0]));
-        let b = comptime!(f32::from_bits(polynomials[step as usize].0[1]));
-        let c = comptime!(f32::from_bits(polynomials[step as usize].0[2]));
-        // Z = b R + c R^2
-        let sums = product(&r, &r, c, b, blocks);
+    // Z = b R + c R^2, Q = Z + a I
+    let sums = product(&r, &r, factor_of(c, 0usize), factor_of(b, 0usize), blocks);
+    store(&mut z, &sums, blocks);
+    sync_cube();
+    add_identity(&mut q, &z, factor_of(a, 0usize), blocks);
+    for step in 1..a.len() {
+        // R = (Z + a I) R (Z + a I), with the last step's Z
+        let last_a = factor_of(a, step - 1);
+        for _ in 0..2u32 {
+            let sums = product(&r, &z, f32::new(1.0), last_a, blocks);
+            // All units have read the old R before it is overwritten.
+            sync_cube();
+            store(&mut r, &sums, blocks);
+            sync_cube();
+        }
+        // Z = b R + c R^2, Q = Q (Z + a I)
+        let sums = product(&r, &r, factor_of(c, step), factor_of(b, step), blocks);
         store(&mut z, &sums, blocks);
         sync_cube();
-        // Q = Z + a I at first, then Q (Z + a I)
-        if comptime!(step == 0) {
-            add_identity(&mut q, &z, a, blocks);
-        } else {
-            let sums = product(&q, &z, 1.0, a, blocks);
-            // All units have read the old Q before it is overwritten.
-            sync_cube();
-            store(&mut q, &sums, blocks);
-        }
-        if comptime!(step + 1 < steps) {
-            // R = (Z + a I) R (Z + a I)
-            #[unroll]
-            for _ in 0..2u32 {
-                let sums = product(&r, &z, 1.0, a, blocks);
-                sync_cube();
-                store(&mut r, &sums, blocks);
-                sync_cube();
-            }
-        }
+        let sums = product(&q, &z, f32::new(1.0), factor_of(a, step), blocks);
+        sync_cube();
+        store(&mut q, &sums, blocks);
     }
     sync_cube();
 
@@ -189,13 +183,7 @@ fn index(row: u32, column: u32, #[comptime] blocks: u32) -> usize {
 /// Returns the entries of `alpha X Y + beta X` that this unit has in the blocks on and below the
 /// diagonal, row by row, for polynomials `X` and `Y` of one symmetric matrix.
 #[cube]
-fn product(
-    x: &[f32],
-    y: &[f32],
-    #[comptime] alpha: f32,
-    #[comptime] beta: f32,
-    #[comptime] blocks: u32,
-) -> Array<f32> {
+fn product(x: &[f32], y: &[f32], alpha: f32, beta: f32, #[comptime] blocks: u32) -> Array<f32> {
     let mut sums = Array::<f32>::new(comptime!((blocks * (blocks + 1) / 2) as usize));
     #[unroll]
     for block in 0..comptime!((blocks * (blocks + 1) / 2) as usize) {
@@ -243,13 +231,13 @@ fn store(x: &mut [f32], sums: &Array<f32>, #[comptime] blocks: u32) {
 
 /// Writes `X + a I`.
 #[cube]
-fn add_identity(result: &mut [f32], x: &[f32], #[comptime] a: f32, #[comptime] blocks: u32) {
+fn add_identity(result: &mut [f32], x: &[f32], a: f32, #[comptime] blocks: u32) {
     #[unroll]
     for i in 0..blocks {
         #[unroll]
         for j in 0..blocks {
             let (row, column) = entry(i, j);
-            let added = select(row == column, f32::new(a), f32::new(0.0));
+            let added = select(row == column, a, f32::new(0.0));
             let position = index(row, column, blocks);
             result[position] = x[position] + added;
         }

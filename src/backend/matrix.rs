@@ -53,6 +53,10 @@ impl ComputePath {
     /// The result of a program for a batch of matrices, by native products if they are allowed.
     pub(crate) fn iterate(self, x: Tensor<3>, program: Program, native: bool) -> Tensor<3> {
         let [_, m, n] = x.dims();
+        #[cfg(feature = "simulated-tf32")]
+        if super::tf32::simulates(&x) {
+            return program.run(x, Side::of([m, n]), &super::tf32::RoundedFactors(self));
+        }
         match self {
             Self::Portable => program.run(x, Side::of([m, n]), &PortableProducts),
             Self::Flex | Self::CubeCl { .. } => {

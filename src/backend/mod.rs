@@ -20,6 +20,8 @@ mod portable;
 mod program;
 mod step;
 mod tensor_list;
+#[cfg(feature = "simulated-tf32")]
+mod tf32;
 
 #[cfg(feature = "cube")]
 pub(crate) use cubecl::first_failure;

@@ -123,6 +123,8 @@ impl ComputePath {
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
     pub fn rounds_factors(device: &Device, dtype: FloatDType) -> bool {
         match (dtype, device.as_dispatch()) {
+            #[cfg(feature = "simulated-tf32")]
+            (FloatDType::F32, DispatchDevice::Flex(_)) => super::tf32::is_simulated(),
             #[cfg(feature = "cube")]
             (FloatDType::F32, DispatchDevice::Cube(device)) => cubecl::has_tf32(device),
             _ => false,

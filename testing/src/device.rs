@@ -11,9 +11,9 @@ pub fn is_flex() -> bool {
 }
 
 /// Returns `true` if the device rounds the factors of float32 products to TF32, as Burn's own
-/// products on CUDA do.
+/// products on CUDA do, or if `DISTMUON_TEST_TF32=1` simulates that on Flex.
 pub fn has_tf32() -> bool {
-    format!("{:?}", Device::default()).contains("Cuda")
+    ComputePath::rounds_factors(&Device::default(), FloatDType::F32)
 }
 
 /// Returns a tolerance for float32, or for TF32, whose ten bits leave an iteration two digits.

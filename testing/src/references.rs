@@ -51,6 +51,57 @@ pub fn newton_schulz(matrix: &Mat<f64>, schedule: &[[f64; 3]], epsilon: f64) -> 
     apply(matrix, |s| polynomial(schedule, s / norm))
 }
 
+/// Returns results of Newton-Schulz in the standard form, whose products have factors rounded to
+/// TF32 and are exact otherwise: one for the matrix, and others for reflections of it, reflected
+/// back. A reflection changes every rounding, but not the exact result.
+pub fn newton_schulz_in_tf32(matrix: &Mat<f64>, schedule: &[[f64; 3]]) -> Vec<Mat<f64>> {
+    let (rows, columns) = (matrix.nrows(), matrix.ncols());
+    let norm = matrix.norm_l2();
+    let result = |seed: u64| {
+        let reflected = |matrix: &Mat<f64>| match seed {
+            0 => matrix.clone(),
+            seed => {
+                let left = reflection(rows, matrix, seed);
+                reflection(columns, &left.transpose().to_owned(), seed).transpose().to_owned()
+            }
+        };
+        let x = reflected(&Mat::from_fn(rows, columns, |i, j| matrix[(i, j)] / norm));
+        let result = match rows <= columns {
+            true => standard_in_tf32(x, schedule),
+            false => standard_in_tf32(x.transpose().to_owned(), schedule).transpose().to_owned(),
+        };
+        reflected(&result)
+    };
+    (0..4).map(result).collect()
+}
+
+/// Returns `H A` with a reflection `H` of `size` dimensions, of which there is one for every seed.
+fn reflection(size: usize, matrix: &Mat<f64>, seed: u64) -> Mat<f64> {
+    let v = random(size, 1, seed);
+    let factor = -2.0 / v.norm_l2().powi(2);
+    matrix + faer::Scale(factor) * &v * (v.transpose() * matrix)
+}
+
+fn standard_in_tf32(mut x: Mat<f64>, schedule: &[[f64; 3]]) -> Mat<f64> {
+    for [a, b, c] in schedule {
+        let [a, b, c] = [a, b, c].map(|factor| faer::Scale(*factor));
+        let rounded = to_tf32(&x);
+        let r = &rounded * rounded.transpose();
+        let z = c * (to_tf32(&r) * to_tf32(&r)) + b * r;
+        x = to_tf32(&z) * rounded + a * x;
+    }
+    x
+}
+
+/// Returns the entries with ten bits of fraction, of two equally near ones the larger in magnitude.
+fn to_tf32(matrix: &Mat<f64>) -> Mat<f64> {
+    let dropped = f64::MANTISSA_DIGITS - 11;
+    Mat::from_fn(matrix.nrows(), matrix.ncols(), |i, j| {
+        let bits = matrix[(i, j)].to_bits() + (1 << (dropped - 1));
+        f64::from_bits(bits & (u64::MAX << dropped))
+    })
+}
+
 /// Returns the largest magnitude of the difference of two matrices.
 pub fn distance(a: &Mat<f64>, b: &Mat<f64>) -> f64 {
     (a - b).norm_max()

@@ -24,6 +24,7 @@ pub use muon::{MomentumBuffers, MomentumInput, ParameterUpdate, apply, update_mo
 pub use norm::{RowNorms, normalize, norms};
 pub use reject::reject;
 pub use rows::Rows;
+pub(crate) use rows::factor_of;
 
 #[cfg(test)]
 pub(crate) use {

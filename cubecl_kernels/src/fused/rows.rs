@@ -202,14 +202,14 @@ pub(super) fn number_of(numbers: &Sequence<usize>, index: usize) -> usize {
     number
 }
 
-/// Returns the factor that belongs to a tensor.
+/// Returns a factor of a sequence, such as that of a tensor.
 #[cube]
-pub(super) fn factor_of(factors: &Sequence<f32>, index: usize) -> f32 {
+pub(crate) fn factor_of(factors: &Sequence<f32>, index: usize) -> f32 {
     let mut factor = f32::new(0.0);
     #[unroll]
-    for tensor in 0..factors.len() {
-        if index == tensor {
-            factor = factors[tensor];
+    for i in 0..factors.len() {
+        if index == i {
+            factor = factors[i];
         }
     }
     factor

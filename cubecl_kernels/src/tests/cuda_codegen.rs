@@ -462,6 +462,41 @@ fn symmetric_product(
 /// The name of a kernel, the kernel as it would run on a device, and the units of a cube.
 type NamedKernel = (&'static str, KernelDefinition, u32);
 
+fn defined(name: &str, kernel: &impl CubeKernel) -> KernelDefinition {
+    cubecl_core::define_kernel(kernel).unwrap_or_else(|error| panic!("{name}: {error:?}"))
+}
+
+/// Returns the kernel for small iterations, as it would run on a device.
+fn gram_kernel(
+    host: &Client,
+    properties: &Arc<DeviceProperties>,
+    dtype: ElemType,
+    rows: usize,
+    polynomials: &[[f32; 3]],
+) -> impl CubeKernel {
+    // SAFETY: nothing is launched.
+    let buffer = || unsafe { BufferArg::from_raw_parts(host.empty(4), 1 << 20) };
+    let coefficients = |index: usize| polynomials.iter().map(|p| p[index]).collect();
+    gram::accumulate_q_kernel::create_dummy_kernel(
+        properties.clone(),
+        target(),
+        CubeCount::Static(1, 1, 1),
+        CubeDim::new_2d(gram::SIDE, gram::SIDE),
+        AddressType::U32,
+        buffer(),
+        buffer(),
+        rows as u32,
+        rows * rows,
+        rows,
+        1_usize,
+        coefficients(0),
+        coefficients(1),
+        coefficients(2),
+        rows as u32 / gram::SIDE,
+        dtype,
+    )
+}
+
 /// Returns all kernels except the products, for matrices of a type, on a device.
 fn other_kernels(
     host: &Client,
@@ -487,33 +522,12 @@ fn other_kernels(
             let kernel = $($kernel)::+::create_dummy_kernel(
                 properties.clone(), target(), CubeCount::Static(1, 1, 1), dim, short, $($argument),*
             );
-            let definition = cubecl_core::define_kernel(&kernel);
-            let definition = definition.unwrap_or_else(|error| panic!("{}: {error:?}", $name));
-            ($name, definition, dim.num_elems())
+            ($name, defined($name, &kernel), dim.num_elems())
         }};
     }
     let line = CubeDim::new_1d(fused::UNITS);
-    let side = gram::SIDE;
-    let gram_kernel = |rows: usize| {
-        let polynomials = vec![gram::PolynomialBits([1.5_f32, -0.5, 0.25].map(f32::to_bits)); 5];
-        let blocks = rows as u32 / side;
-        let square = CubeDim::new_2d(side, side);
-        kernel!(
-            "gram",
-            gram::accumulate_q_kernel,
-            square,
-            buffer(),
-            buffer(),
-            rows as u32,
-            rows * rows,
-            rows,
-            1_usize,
-            blocks,
-            polynomials,
-            dtype
-        )
-    };
     let max_rows = gram::max_rows_for(&properties.hardware);
+    let square = gram::SIDE * gram::SIDE;
     let tile = mirror::TILE;
     let addend = || ComptimeOptionArgs::Some(buffer());
     vec![
@@ -659,8 +673,23 @@ fn other_kernels(
             tile,
             dtype
         ),
-        gram_kernel(max_rows),
+        (
+            "gram",
+            defined("gram", &gram_kernel(host, properties, dtype, max_rows, &[[0.5; 3]; 8])),
+            square,
+        ),
     ]
+}
+
+/// Compiled kernels are cached by their identity, which has no coefficients.
+#[test]
+fn schedules_of_as_many_steps_share_a_kernel() {
+    let Some(host) = any_device() else { return };
+    let properties = Arc::new(device(90));
+    let id = |polynomials: &[[f32; 3]]| gram_kernel(&host, &properties, F32, 64, polynomials).id();
+    let [one, other] = [[3.4445, -4.775, 2.0315], [1.875, -1.25, 0.375]];
+    assert_eq!(id(&[one, one, one]), id(&[one, other, other]));
+    assert_ne!(id(&[one, one, one]), id(&[one, one]));
 }
 
 /// 136 tiles of 128 x 128 on 132 multiprocessors would take as long as 264, and so as a full

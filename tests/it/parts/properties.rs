@@ -12,7 +12,7 @@ use distmuon_testing::references::random;
 use faer::Mat;
 use proptest::prelude::*;
 
-use super::{LAYOUTS, close, close_within, mapped, times, trajectory, updates};
+use super::{LAYOUTS, close, mapped, times, trajectory, updates};
 
 /// The plain update in the standard form, which has no restarts to compute.
 fn plain() -> MuonConfig {
@@ -150,25 +150,22 @@ proptest! {
         }
     }
 
+    /// A power of two changes no rounding. Another factor does, and may turn the sign of an element
+    /// near zero, which is all that the first step of AdaMuon keeps of it.
     #[test]
     fn updates_do_not_depend_on_the_scale_of_all_gradients(
-        grads in gradients(), layout in layouts(), power in -17.0..17.0f64,
+        grads in gradients(), layout in layouts(), power in -40..40i32,
     ) {
-        let scaled: Vec<_> = grads.iter().map(|grad| times(10f64.powf(power), grad)).collect();
+        let scaled: Vec<_> = grads.iter().map(|grad| times(2f64.powi(power), grad)).collect();
         let namo = || Namo::new(0.95).with_epsilon(0.0).into();
-        for (parts, tolerance) in [
-            (vec![], 1e-4),
-            (vec![namo()], 1e-4),
-            // Small elements are divided by their own size, with their rounding errors.
-            (vec![namo(), AdaMuon::new(0.9).into()], 1e-3),
-            (vec![NorMuon::new(0.9).into(), Renormalization::rms(0.2).into()], 1e-4),
+        for parts in [
+            vec![],
+            vec![namo()],
+            vec![namo(), AdaMuon::new(0.9).into()],
+            vec![NorMuon::new(0.9).into(), Renormalization::rms(0.2).into()],
         ] {
             let config = unguarded().with_parts(parts);
-            let (actual, expected) =
-                (updates(&config, &scaled, layout), updates(&config, &grads, layout));
-            for (actual, expected) in actual.iter().zip(&expected) {
-                close_within(tolerance, actual, expected, "scaled gradients");
-            }
+            prop_assert_eq!(updates(&config, &scaled, layout), updates(&config, &grads, layout));
         }
     }
 
