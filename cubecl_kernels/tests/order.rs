@@ -443,7 +443,7 @@ fn product(device: &mut Device, native: &Native, number: f32) -> Result<(), Stri
         let operands = [&x, &c].map(|handle| Operand::new(client, handle));
         let operands = operands.map(|operand| operand.expect("the work before has not failed"));
         // SAFETY: the buffers have these bytes, and the launch uses no others.
-        let queued = unsafe { native.run(client, Element::F16, &work, &operands) };
+        let queued = unsafe { native.run(client, &work, &operands) };
         queued.map(|()| c).map_err(|not_run| format!("{not_run:?}"))
     };
     let c = device.random.stream().executes(run)?;
@@ -458,7 +458,7 @@ fn product(device: &mut Device, native: &Native, number: f32) -> Result<(), Stri
 #[test]
 fn native_kernels_run_beside_a_collective() {
     in_process("native_kernels_run_beside_a_collective", || {
-        let native = Native::of(0).expect("the stand-in has native kernels");
+        let native = Native::of(0, Element::F16).expect("the stand-in has native kernels");
         assert!(native.to_string().ends_with("after the work on their operands"), "{native}");
         let _claim = Claim::new(0).expect("nothing else has the device");
         let (group, partner) = (side_stream(), Partner::new());
@@ -486,9 +486,9 @@ fn native_kernels_run_beside_a_collective() {
 fn native_kernels_are_refused_beside_a_collective_without_words() {
     in_process("native_kernels_are_refused_beside_a_collective_without_words", || {
         standin("standin_value_fault", IGNORED);
-        let native = Native::of(0).expect("the stand-in has native kernels");
+        let native = Native::of(0, Element::F16).expect("the stand-in has native kernels");
         let claim = Claim::new(0).expect("nothing else has the device");
-        let Err(Refusal(reason)) = Native::of(0) else { panic!("they are not refused") };
+        let Err(Refusal(reason)) = Native::of(0, Element::F16) else { panic!("they are not refused") };
         assert_eq!(
             reason,
             "ranks exchange messages on the device, which iterations would wait for, since \
