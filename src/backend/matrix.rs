@@ -54,11 +54,12 @@ impl ComputePath {
     pub(crate) fn iterate(self, x: Tensor<3>, program: Program, native: bool) -> Tensor<3> {
         let [_, m, n] = x.dims();
         #[cfg(feature = "simulated-tf32")]
-        if super::tf32::simulates(&x) {
-            return program.run(x, Side::of([m, n]), &super::tf32::RoundedFactors(self));
+        if super::tf32::is_simulated(&x.device(), x.dtype()) {
+            let products = super::tf32::RoundedFactors(TensorProducts(self));
+            return program.run(x, Side::of([m, n]), &products);
         }
         match self {
-            Self::Portable => program.run(x, Side::of([m, n]), &PortableProducts),
+            Self::Portable => program.run(x, Side::of([m, n]), &TensorProducts(self)),
             Self::Flex | Self::CubeCl { .. } => {
                 let x = x.into_dispatch();
                 Tensor::from_dispatch(Dispatch::iterate(x, program, self.is_tuned(), native))
@@ -104,10 +105,11 @@ impl ComputePath {
     }
 }
 
-/// The products of an iteration by Burn's operations alone.
-struct PortableProducts;
+/// The products of an iteration on tensors, one call of a compute path each. What differs between
+/// paths in speed alone is by Burn's operations.
+struct TensorProducts(ComputePath);
 
-impl Products for PortableProducts {
+impl Products for TensorProducts {
     type Matrix = Tensor<3>;
 
     fn transposed(&self, x: Tensor<3>) -> Tensor<3> {
@@ -115,7 +117,7 @@ impl Products for PortableProducts {
     }
 
     fn syrk(&self, a: Tensor<3>) -> Tensor<3> {
-        ComputePath::Portable.syrk(a)
+        self.0.syrk(a)
     }
 
     fn symmetric_product(
@@ -125,7 +127,7 @@ impl Products for PortableProducts {
         alpha: f64,
         beta: f64,
     ) -> Tensor<3> {
-        ComputePath::Portable.symmetric_product(a, b, c, alpha, beta)
+        self.0.symmetric_product(a, b, c, alpha, beta)
     }
 
     fn plus_identity(&self, z: Tensor<3>) -> Tensor<3> {
@@ -137,10 +139,10 @@ impl Products for PortableProducts {
     }
 
     fn product_add(&self, [a, b]: [Tensor<3>; 2], c: Tensor<3>, beta: f64) -> Tensor<3> {
-        ComputePath::Portable.product_add(a, b, c, beta)
+        self.0.product_add(a, b, c, beta)
     }
 
     fn accumulate_q(&self, _: Tensor<3>, _: &[Polynomial]) -> Tensor<3> {
-        unreachable!("`ComputePath::is_small` is false for Burn's operations")
+        unreachable!("`ComputePath::is_small` is false for these paths")
     }
 }

@@ -124,7 +124,7 @@ impl ComputePath {
     pub fn rounds_factors(device: &Device, dtype: FloatDType) -> bool {
         match (dtype, device.as_dispatch()) {
             #[cfg(feature = "simulated-tf32")]
-            (FloatDType::F32, DispatchDevice::Flex(_)) => super::tf32::is_simulated(),
+            (_, DispatchDevice::Flex(_)) => super::tf32::is_simulated(device, dtype.into()),
             #[cfg(feature = "cube")]
             (FloatDType::F32, DispatchDevice::Cube(device)) => cubecl::has_tf32(device),
             _ => false,

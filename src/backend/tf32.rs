@@ -2,43 +2,34 @@
 //!
 //! The feature `simulated-tf32` is that of the tests' package. With it, and with
 //! `DISTMUON_TEST_TF32=1`, iterations in float32 on Flex round the factors of every product, and
-//! [`ComputePath::rounds_factors`] says so.
+//! `ComputePath::rounds_factors` says so.
 
 use std::env;
 use std::sync::LazyLock;
 
 use burn::backend::DispatchDevice;
-use burn::tensor::{DType, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 
-use super::path::ComputePath;
-use super::portable;
 use super::program::{Polynomial, Products};
 
 /// The bits of float32's fraction that TF32 does not have.
 const DROPPED_BITS: u32 = 23 - 10;
 
-/// Returns `true` if this process simulates TF32 on Flex.
-pub(super) fn is_simulated() -> bool {
+/// Returns `true` if factors of products of a type on a device are rounded in simulation.
+pub(super) fn is_simulated(device: &Device, dtype: DType) -> bool {
     static SIMULATED: LazyLock<bool> =
         LazyLock::new(|| env::var("DISTMUON_TEST_TF32").is_ok_and(|value| value == "1"));
-    *SIMULATED
+    dtype == DType::F32 && matches!(device.as_dispatch(), DispatchDevice::Flex(_)) && *SIMULATED
 }
 
-/// Returns `true` if the factors of products of this tensor are rounded in simulation.
-pub(super) fn simulates(x: &Tensor<3>) -> bool {
-    let device = x.device();
-    matches!(device.as_dispatch(), DispatchDevice::Flex(_))
-        && ComputePath::rounds_factors(&device, x.dtype().into())
-}
+/// Products of factors in TF32. Sums and addends stay in float32.
+pub(super) struct RoundedFactors<P>(pub P);
 
-/// The products of a compute path, of factors in TF32. Sums and addends are in float32.
-pub(super) struct RoundedFactors(pub ComputePath);
-
-impl Products for RoundedFactors {
+impl<P: Products<Matrix = Tensor<3>>> Products for RoundedFactors<P> {
     type Matrix = Tensor<3>;
 
     fn transposed(&self, x: Tensor<3>) -> Tensor<3> {
-        x.swap_dims(1, 2)
+        self.0.transposed(x)
     }
 
     fn syrk(&self, a: Tensor<3>) -> Tensor<3> {
@@ -52,26 +43,24 @@ impl Products for RoundedFactors {
         alpha: f64,
         beta: f64,
     ) -> Tensor<3> {
-        let [a, b] = factors.map(rounded);
-        self.0.symmetric_product(a, b, c, alpha, beta)
+        self.0.symmetric_product(factors.map(rounded), c, alpha, beta)
     }
 
     fn plus_identity(&self, z: Tensor<3>) -> Tensor<3> {
-        portable::plus_identity(z)
+        self.0.plus_identity(z)
     }
 
     fn product(&self, factors: [Tensor<3>; 2]) -> Tensor<3> {
-        let [a, b] = factors.map(rounded);
-        a.matmul(b)
+        self.0.product(factors.map(rounded))
     }
 
     fn product_add(&self, factors: [Tensor<3>; 2], c: Tensor<3>, beta: f64) -> Tensor<3> {
-        let [a, b] = factors.map(rounded);
-        self.0.product_add(a, b, c, beta)
+        self.0.product_add(factors.map(rounded), c, beta)
     }
 
-    fn accumulate_q(&self, _: Tensor<3>, _: &[Polynomial]) -> Tensor<3> {
-        unreachable!("`ComputePath::is_small` is false on Flex")
+    /// One kernel computes it from `R` in float32.
+    fn accumulate_q(&self, r: Tensor<3>, schedule: &[Polynomial]) -> Tensor<3> {
+        self.0.accumulate_q(r, schedule)
     }
 }
 

@@ -60,8 +60,8 @@ pub enum IterationForm {
     ///   square matrices, unless the iteration is in half the precision of the matrix;
     /// - where [`restarts::choose`](super::restarts::choose) finds no restarts that keep the error
     ///   of the Gram form within about three times that of the standard form;
-    /// - in float32 where the device multiplies in TF32, which has 10 bits of mantissa: the
-    ///   restarts are chosen for the 23 bits of float32.
+    /// - in float32 where the device multiplies in TF32, which has 10 bits of mantissa: there the
+    ///   standard form is up to a hundred times as exact.
     Auto,
     /// The form that multiplies `X` at every step.
     Standard,
@@ -69,7 +69,8 @@ pub enum IterationForm {
     ///
     /// [`restarts::choose`](super::restarts::choose) computes the restarts;
     /// [`NewtonSchulzConfig::init`] fails where it finds none. In float32 on a device that
-    /// multiplies in TF32, the restarts are too few for some coefficients.
+    /// multiplies in TF32, it has the restarts of float16 and is about as exact as in float16; the
+    /// standard form runs if float16 has no restarts.
     Gram,
 }
 

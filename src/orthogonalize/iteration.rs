@@ -53,6 +53,13 @@ impl NewtonSchulzConfig {
                  coefficients",
             ));
         }
+        // In TF32, `Q X` multiplies the rounding of `X` by all of `Q`. The standard form multiplies
+        // it by `Z` only, since it adds `a X` as it is. So the Gram form is as exact as in float16,
+        // also where one kernel computes `Q`, and runs only if it is asked for.
+        let tf32_restarts = match form {
+            IterationForm::Gram => restarts::choose(&schedule, FloatDType::F16),
+            IterationForm::Auto | IterationForm::Standard => None,
+        };
         Ok(NewtonSchulz {
             planner: Planner {
                 form: *form,
@@ -60,6 +67,7 @@ impl NewtonSchulzConfig {
                 policy: KernelPolicy::Auto,
                 steps: schedule.len(),
                 restarts,
+                tf32_restarts,
             },
             schedule,
             epsilon: *epsilon,

@@ -45,6 +45,8 @@ pub(super) struct Planner {
     /// For every type that the Gram form may run in; `None` where the Gram form is not exact
     /// enough.
     pub restarts: Vec<(FloatDType, Option<Vec<usize>>)>,
+    /// The same for float32 on devices that multiply in TF32.
+    pub tf32_restarts: Option<Vec<usize>>,
 }
 
 impl Planner {
@@ -71,7 +73,11 @@ impl Planner {
             workspace: bytes(cost::standard_memory(m, n)),
         };
         let single_kernel = path.is_small(device, m);
-        let gram = self.restarts(dtype).map(|restarts| IterationPlan {
+        let restarts = match ComputePath::rounds_factors(device, dtype) {
+            true => self.tf32_restarts.as_deref(),
+            false => self.restarts(dtype),
+        };
+        let gram = restarts.map(|restarts| IterationPlan {
             form: IterationForm::Gram,
             restarts: restarts.to_vec(),
             single_kernel,
@@ -84,8 +90,7 @@ impl Planner {
         });
         let pays = |gram: &IterationPlan| {
             let fits = gram.workspace <= LARGEST_WORKSPACE * m * n * given.size();
-            let is_faster = single_kernel || fits && gram.operations < standard.operations;
-            is_faster && !ComputePath::rounds_factors(device, dtype)
+            single_kernel || fits && gram.operations < standard.operations
         };
         match (self.form, gram) {
             (IterationForm::Gram, Some(gram)) => gram,
