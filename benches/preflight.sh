@@ -191,7 +191,7 @@ build_stand_in() {
   needs g++
   [ -e "$work/driver/libcuda.so.1" ] && return
   mkdir -p "$work/driver"
-  g++ -std=c++17 -O2 -march=native -ffast-math -shared -fPIC -o "$work/driver/libcuda.so.1" "$sources"/*.cpp
+  g++ -std=c++17 -O3 -march=native -fvisibility=hidden -shared -fPIC -o "$work/driver/libcuda.so.1" "$sources"/*.cpp
 }
 
 # The probe on the stand-in.
@@ -202,12 +202,13 @@ check_probe() {
   LD_LIBRARY_PATH=$work/driver PROBE_SMALL=1 python3 benches/peers/native_probe.py facts check order time sweep
 }
 
-# The host's side of the native kernels, by the test that the kernels' package has for it.
+# The host's side of the native kernels, by the tests that the kernels' package has for it, without
+# its mutants, which take minutes to compile.
 check_host_path() {
   local path
   needs g++
-  path=$(newest driver) || skip 'the test driver of distmuon-kernels is not built'
-  (cd cubecl_kernels && LD_LIBRARY_PATH=$(rustc --print sysroot)/lib "$path")
+  path=$(newest host) || skip 'the test host of distmuon-kernels is not built'
+  (cd cubecl_kernels && LD_LIBRARY_PATH=$(rustc --print sysroot)/lib "$path" --skip mutants)
 }
 
 # PTX of all kernels, as CubeCL generates it, through NVIDIA's assembler.

@@ -8,8 +8,8 @@ kernels, or in the driver's compiler. Modes run in the order in which they are g
 
     facts   the driver, the device, and the registers and occupancy of every kernel
     check   products of integers, which are exact: every type, layout, tile and number of parts.
-            Each of the eight combinations of type and tile is a process, since a wrong barrier
-            hangs; after 60 seconds it counts as failed
+            A block whose barrier never opens gives up. Each of the eight combinations of type and
+            tile is a process, which fails after 60 seconds
     order   chains of launches that overlap, a recorded chain, events of the whole context
     time    every tile and number of parts, with cuBLAS next to them where PyTorch is installed
     sweep   the time of a round of tiles by the length of their sums: its slope is the rate of a
@@ -41,7 +41,7 @@ START = time.monotonic()
 
 # As in `tiles.rs`, `product.rs` and `module.rs` of cubecl_kernels/src/native.
 HEIGHT, DEPTH, THREADS = 128, 64, 288
-SHARED_BYTES = {128: 114_736, 256: 229_440}
+SHARED_BYTES = {128: 114_752, 256: 229_456}
 SPREADING_BYTES = (114 << 10) - 1024 + 128
 MAX_SHARED_BYTES = 227 << 10
 # By name: whether the inner dimension of A and that of B is contiguous.
@@ -52,6 +52,8 @@ TILES = [(128, 1), (128, 2), (256, 1), (256, 2)]
 DTYPES = {"f16": 6, "bf16": 9}
 # Four fifths of the data sheet's rate of an H100 or H200 SXM, as in `benches/gpu.rs`.
 FLOOR_TFLOPS = 790
+# Nanoseconds after which a block gives up to wait for others, as in `engine.rs`. Its tile is NaN.
+PATIENCE = 1_000_000_000
 # Seconds after which a combination of type and tile counts as hung.
 DEADLINE = 300 if SMALL else 60
 
@@ -66,7 +68,7 @@ class Sizes(Structure):
     _fields_ = [("m", c_int), ("n", c_int), ("k", c_int), ("alpha", c_float), ("beta", c_float)] + [
         (name, c_int)
         for name in ("lower", "addend", "cluster", "clusters", "tiles", "parts", "slots", "tasks")
-    ]
+    ] + [("patience", c_uint)]
 
 
 class Attribute(Structure):
@@ -85,7 +87,7 @@ class Config(Structure):
     ]
 
 
-assert (sizeof(Sizes), sizeof(Attribute), sizeof(Config)) == (52, 72, 56)
+assert (sizeof(Sizes), sizeof(Attribute), sizeof(Config)) == (56, 72, 56)
 
 
 class Driver:
@@ -185,8 +187,9 @@ class Device:
     MULTIPROCESSORS, L2_BYTES, CAPABILITY = 16, 38, (75, 76)
     SHARED_OF_BLOCK, SHARED_OF_MULTIPROCESSOR = 97, 81
 
-    def __init__(self, dtype=None, folder=None):
+    def __init__(self, dtype=None, folder=None, patience=0):
         self.driver, self.id, self.context = Driver(), c_int(), c_void_p()
+        self.patience = patience
         self.driver.cuInit(0)
         self.driver.cuDeviceGet(byref(self.id), 0)
         self.driver.cuDevicePrimaryCtxRetain(byref(self.context), self.id)
@@ -317,7 +320,7 @@ class Device:
         slots = grid.cut * grid.parts
         sizes = Sizes(
             m, n, k, product.alpha, product.beta or 0.0, product.lower, has_addend,
-            cluster, grid.clusters, grid.tiles, grid.parts, slots, grid.whole + slots,
+            cluster, grid.clusters, grid.tiles, grid.parts, slots, grid.whole + slots, self.patience,
         )
         scratch = [c_uint64(self.partials), c_uint64(self.arrived)]
         pointers = [address for _, address in maps] + [addressof(value) for value in (sizes, *scratch)]
@@ -481,7 +484,7 @@ def check(folder, _):
 
 def check_combination(folder, dtype, tile):
     """Checks all cases with a type and a tile: whole, and in the largest number of parts."""
-    device, failures, count = Device(dtype, folder), 0, 0
+    device, failures, count = Device(dtype, folder, PATIENCE), 0, 0
     for seed, (product, places) in enumerate(CASES + ([] if SMALL else LARGE_CASES)):
         multiprocessors = min(device.multiprocessors, (places or device.multiprocessors) * tile[1])
         grids = Grid.all(product, tile, multiprocessors)

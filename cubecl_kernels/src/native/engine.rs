@@ -27,6 +27,10 @@ static IS_DISABLED: AtomicBool = AtomicBool::new(false);
 /// The most iterations that are recorded on a device: a recording keeps its memory.
 const MAX_RECORDINGS: usize = 32;
 
+/// The nanoseconds after which a block gives up to wait for others while the kernels are verified:
+/// many times what any of these products takes.
+const PATIENCE: u32 = 1_000_000_000;
+
 /// The use of native kernels that the environment variable `DISTMUON_NATIVE` asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Switch {
@@ -64,6 +68,8 @@ pub struct Native {
     stream: SideStream,
     module: Module,
     scratch: Scratch,
+    /// [`PATIENCE`] until the kernels are verified, and 0 from then on: blocks wait for ever.
+    patience: u32,
     /// The tiles with which the device multiplies exactly: at least one.
     shapes: Vec<TileShape>,
     /// The reason if these are not all.
@@ -192,6 +198,7 @@ impl Native {
             stream,
             module,
             scratch,
+            patience: PATIENCE,
             shapes: TileShape::ALL.to_vec(),
             fault: None,
             library: Err(Refusal("they are being verified".to_owned())),
@@ -201,6 +208,7 @@ impl Native {
             Ok((exact, fault)) => (native.shapes, native.fault) = (exact, fault),
             Err(fault) => return Err(native.given_up(fault)),
         }
+        native.patience = 0;
         native.library = Library::open();
         if native.library.is_ok()
             && let Err(fault) = self_test::verify_library(&native)
@@ -366,7 +374,8 @@ impl Native {
         let failed = |error| Refusal::new("prepare the iteration", error);
         self.stream.make_current().map_err(failed)?;
         let multiprocessors = multiprocessors.unwrap_or_else(|| self.multiprocessors());
-        let prepared = self.module.prepare(&self.scratch, launch, shapes, multiprocessors);
+        let prepared =
+            self.module.prepare(&self.scratch, launch, shapes, multiprocessors, self.patience);
         prepared.map(Queued::Kernel).map_err(failed)
     }
 

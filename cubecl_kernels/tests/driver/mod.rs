@@ -98,6 +98,15 @@ impl StandIn {
         step.expect("a function of the stand-in")(seed) == 0
     }
 
+    /// Makes the products whose names begin with a text wait for ever.
+    pub fn stall(&self, begin: &str) {
+        type Stall = extern "C" fn(*const c_char) -> c_int;
+        // SAFETY: as above.
+        let stall = unsafe { self.0.get::<Stall>(b"standin_stall") };
+        let begin = CString::new(begin).expect("a name is text");
+        assert_eq!(stall.expect("a function of the stand-in")(begin.as_ptr()), 0);
+    }
+
     /// Returns the number of launches that ran, of kernels whose names begin with a text.
     pub fn launches(&self, begin: &str) -> usize {
         type Count = extern "C" fn(*const c_char, *mut c_long) -> c_int;

@@ -24,6 +24,17 @@ pub fn run() {
     }
 }
 
+/// Kernels that wait for ever are left out, and the others are used.
+pub fn run_with_stalled_kernels() {
+    let stand_in = StandIn::loaded();
+    stand_in.stall("product_256");
+    let native = Native::of(0).expect("narrow tiles do not wait");
+    let description = native.to_string();
+    assert!(description.contains("tiles of 128 x 128, 256 x 128 (no others"), "{description}");
+    let case = Case { element: Element::Bf16, shape: [2, 136, 264] };
+    case.runs_exactly(native);
+}
+
 /// An iteration of a batch of integers in a type: `(Z + I) X + 2 X` with `Z = R^2 / 16 - R` for
 /// `R = X X^T`, or `R = X^T X` from the right.
 struct Case {

@@ -197,6 +197,15 @@ fn native_kernels_run_on_the_stand_in() {
     }
 }
 
+#[test]
+fn kernels_that_wait_for_ever_are_left_out() {
+    let (test, body) =
+        ("kernels_that_wait_for_ever_are_left_out", checks::run_with_stalled_kernels);
+    if let Err(missing) = driver::run(test, &sources(), body) {
+        excused(missing);
+    }
+}
+
 /// Each mutant is a program of the module `native` and the checks, which needs few packages: those
 /// that this program was built with.
 #[test]
