@@ -5,11 +5,10 @@
 
 #![cfg(feature = "cuda")]
 
+mod driver;
+
 use std::ffi::c_int;
-use std::fs;
 use std::path::Path;
-use std::process::Command;
-use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use cubecl::client::Client;
@@ -37,49 +36,12 @@ const BYTES: usize = LENGTH * size_of::<u32>();
 /// A difference to the values that streams wait for: they do not wait for a word.
 const IGNORED: c_int = -(1 << 20);
 
-/// Names the case in its process.
-const CASE: &str = "DISTMUON_ORDER_CASE";
-
-/// Runs a case in a process of its own, with the stand-in for the driver. Returns what it wrote.
+/// Runs a case in a process of its own, on the stand-in for the driver.
 fn in_process(name: &str, case: fn()) {
-    if std::env::var(CASE).is_ok_and(|running| running == name) {
-        return case();
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/driver");
+    if let Err(missing) = driver::run(name, &sources, case) {
+        skip(missing);
     }
-    let Some(folder) = driver() else {
-        skip("there is no g++");
-        return;
-    };
-    let program = std::env::current_exe().expect("a program has a path");
-    let old = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
-    let output = Command::new(program)
-        .args([name, "--exact", "--nocapture"])
-        .env(CASE, name)
-        .env("LD_LIBRARY_PATH", format!("{folder}:{old}"))
-        .output()
-        .expect("this program can be started again");
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
-    assert!(output.status.success(), "{stdout}\n{stderr}");
-    assert!(stdout.contains("1 passed"), "{stdout}");
-}
-
-/// Compiles the stand-in, once, and returns its folder.
-fn driver() -> Option<&'static str> {
-    static FOLDER: OnceLock<Option<String>> = OnceLock::new();
-    let compile = || {
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("order");
-        fs::create_dir_all(&folder).expect("the folder can be made");
-        let sources = fs::read_dir("tests/driver").expect("the stand-in has sources");
-        let sources = sources.map(|entry| entry.expect("a source can be listed").path());
-        let sources = sources.filter(|path| path.extension().is_some_and(|kind| kind == "cpp"));
-        let flags = "-std=c++17 -O2 -march=native -DEMULATE -fvisibility=hidden -shared -fPIC -o";
-        let mut compiler = Command::new("g++");
-        compiler.args(flags.split(' ')).arg(folder.join("libcuda.so.1")).args(sources);
-        let output = compiler.output().ok()?;
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-        Some(folder.to_str().expect("paths of tests are text").to_owned())
-    };
-    FOLDER.get_or_init(compile).as_deref()
 }
 
 /// Calls a function of the stand-in with a number, and returns its code.
@@ -488,7 +450,9 @@ fn native_kernels_are_refused_beside_a_collective_without_words() {
         standin("standin_value_fault", IGNORED);
         let native = Native::of(0, Element::F16).expect("the stand-in has native kernels");
         let claim = Claim::new(0).expect("nothing else has the device");
-        let Err(Refusal(reason)) = Native::of(0, Element::F16) else { panic!("they are not refused") };
+        let Err(Refusal(reason)) = Native::of(0, Element::F16) else {
+            panic!("they are not refused")
+        };
         assert_eq!(
             reason,
             "ranks exchange messages on the device, which iterations would wait for, since \

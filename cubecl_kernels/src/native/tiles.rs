@@ -278,6 +278,27 @@ mod tests {
         }
     }
 
+    #[test]
+    fn launches_of_large_matrices_have_the_addresses_of_each() {
+        let sizes @ [m, n, k] = [2304, 2560, 64].map(|size: usize| size as u64);
+        let addend = Some((3, 1.0));
+        let batch = Product {
+            a: 1,
+            b: 2,
+            addend,
+            c: 4,
+            ..product(3, sizes.map(|size| size as usize), false)
+        };
+        let launches: Vec<Product> = batch.launches(132).collect();
+        for (index, launch) in (0..).zip(&launches) {
+            let at = |first: u64, elements: u64| first + 2 * index * elements;
+            let addresses = (launch.a, launch.b, launch.addend, launch.c);
+            let addend = Some((at(3, m * n), 1.0));
+            assert_eq!(addresses, (at(1, m * k), at(2, k * n), addend, at(4, m * n)));
+        }
+        assert_eq!(launches.len(), 3);
+    }
+
     /// A product as it was measured.
     struct Measured {
         source: &'static str,

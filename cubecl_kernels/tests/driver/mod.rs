@@ -1,7 +1,5 @@
 //! The stand-in for CUDA's driver of this folder, in processes of tests. A process loads its driver
 //! once, so a test that needs the stand-in runs again in a process of its own.
-//!
-//! This file is also a module of the unit tests of `distmuon`.
 
 use std::ffi::{CString, OsString, c_char, c_int, c_long, c_uint};
 use std::path::{Path, PathBuf};

@@ -161,8 +161,8 @@ const MUTANTS: [(&str, &str, &str, &str); 39] = [
     (
         "an iteration does not wait for other work",
         "engine.rs",
-        "self.stream.wait_for_context()",
-        "self.stream.make_current()",
+        "self.stream.wait_for_operands(client)?;",
+        "let _ = client;",
     ),
     (
         "other work does not wait for an iteration",
@@ -257,6 +257,7 @@ fn copy(folder: &Path) {
     for (to, from) in [
         ("native", "src/native"),
         ("native/kernels", "src/native/kernels"),
+        ("native/order", "src/native/order"),
         ("driver", "tests/driver"),
         (".", "tests/host"),
     ] {
@@ -281,7 +282,16 @@ fn compiled(folder: &Path) -> Result<PathBuf, String> {
     let mut compiler = Command::new("rustc");
     compiler.args(["--edition=2024", "-Copt-level=1", "--cap-lints=allow", "-o"]).arg(&program);
     compiler.arg("-L").arg(format!("dependency={}", packages.display()));
-    for name in ["cudarc", "half", "libloading", "tempfile", "thiserror"] {
+    for name in [
+        "cubecl",
+        "cubecl_core",
+        "cubecl_runtime",
+        "cudarc",
+        "half",
+        "libloading",
+        "tempfile",
+        "thiserror",
+    ] {
         let package = newest(packages, name)?;
         compiler.arg("--extern").arg(format!("{name}={}", package.display()));
     }
