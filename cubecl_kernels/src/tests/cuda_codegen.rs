@@ -463,7 +463,7 @@ fn symmetric_product(
 type NamedKernel = (&'static str, KernelDefinition, u32);
 
 fn defined(name: &str, kernel: &impl CubeKernel) -> KernelDefinition {
-    cubecl_core::define_kernel(kernel).unwrap_or_else(|error| panic!("{name}: {error:?}"))
+    define_kernel(kernel).unwrap_or_else(|error| panic!("{name}: {error:?}"))
 }
 
 /// Returns the kernel for small iterations, as it would run on a device.
