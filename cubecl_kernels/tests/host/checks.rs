@@ -14,9 +14,13 @@ use crate::native::{Element, Launch, Layout, Native, Operand, PlusIdentity, Prod
 const STREAMS: [StreamId; 3] =
     [StreamId { value: 101 }, StreamId { value: 102 }, StreamId { value: 103 }];
 
+fn client() -> Client {
+    cubecl::Device::Cuda(CudaDevice::new(0)).client()
+}
+
 /// Runs all checks.
 pub fn run() {
-    let client = cubecl::Device::Cuda(CudaDevice::new(0)).client();
+    let client = client();
     let stand_in = StandIn::loaded();
     for element in Element::ALL {
         let native = Native::of(0, element).expect("the stand-in multiplies exactly");
@@ -37,10 +41,11 @@ pub fn run() {
 pub fn run_with_stalled_kernels() {
     let stand_in = StandIn::loaded();
     stand_in.stall("product_256");
-    let native = Native::of(0).expect("narrow tiles do not wait");
+    let client = client();
+    let native = Native::of(0, Element::Bf16).expect("narrow tiles do not wait");
     let description = native.to_string();
     assert!(description.contains("tiles of 128 x 128, 256 x 128 (no others"), "{description}");
-    let case = Case { element: Element::Bf16, shape: [2, 136, 264] };
+    let case = Case { client: &client, element: Element::Bf16, shape: [2, 136, 264] };
     case.runs_exactly(native);
 }
 
@@ -168,7 +173,7 @@ impl Case<'_> {
 
     /// The buffers of an iteration of `x`.
     fn buffers(&self, x: Handle) -> Vec<Handle> {
-        let others = self.elements()[1..].iter();
+        let others = self.elements().into_iter().skip(1);
         let others = others.map(|elements| self.client.empty(elements * size_of::<u16>()));
         std::iter::once(x).chain(others).collect()
     }

@@ -7,7 +7,9 @@
 mod checks;
 #[path = "../driver/mod.rs"]
 mod driver;
+mod order;
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -295,11 +297,28 @@ fn compiled(folder: &Path) -> Result<PathBuf, String> {
         let package = newest(packages, name)?;
         compiler.arg("--extern").arg(format!("{name}={}", package.display()));
     }
+    for found in link_searches(&packages.with_file_name("build")) {
+        compiler.arg("-L").arg(found);
+    }
     let Ok(output) = compiler.arg(folder.join("mutant.rs")).output() else {
         return Err("rustc, which compiles mutants".to_owned());
     };
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Ok(program)
+}
+
+/// The folders in which the build scripts of packages found libraries, such as CubeCL's LLVM.
+fn link_searches(scripts: &Path) -> BTreeSet<String> {
+    let scripts = scripts.read_dir().expect("some packages have build scripts");
+    let outputs = scripts.filter_map(|script| {
+        let output = script.expect("the folder is readable").path().join("output");
+        fs::read_to_string(output).ok()
+    });
+    let search = |line: &str| {
+        let (key, value) = line.split_once('=')?;
+        key.ends_with("rustc-link-search").then(|| value.to_owned())
+    };
+    outputs.flat_map(|output| output.lines().filter_map(search).collect::<Vec<_>>()).collect()
 }
 
 /// The library of a package that was compiled last.

@@ -3,12 +3,7 @@
 //!
 //! Each case is a process of its own, since a process chooses the order once for a device.
 
-#![cfg(feature = "cuda")]
-
-mod driver;
-
 use std::ffi::c_int;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use cubecl::client::Client;
@@ -24,6 +19,8 @@ use distmuon_kernels::native::{
 };
 use distmuon_skips::skip;
 
+use crate::{driver, sources};
+
 /// Of CubeCL, which has 128.
 const STREAMS: [StreamId; 3] =
     [StreamId { value: 101 }, StreamId { value: 102 }, StreamId { value: 103 }];
@@ -38,8 +35,7 @@ const IGNORED: c_int = -(1 << 20);
 
 /// Runs a case in a process of its own, on the stand-in for the driver.
 fn in_process(name: &str, case: fn()) {
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/driver");
-    if let Err(missing) = driver::run(name, &sources, case) {
+    if let Err(missing) = driver::run(&format!("order::{name}"), &sources(), case) {
         skip(missing);
     }
 }
