@@ -24,11 +24,11 @@ const LAYOUTS: [&str; 3] = ["kk", "km", "mm"];
 const MAX_REGISTERS: [(&str, usize); 2] = [("128", 96), ("256", 168)];
 
 /// Mistakes in `product.cu`: their descriptions, the text that each replaces, and its replacement.
-const MUTANTS: [(&str, &str, &str); 66] = [
+const MUTANTS: [(&str, &str, &str); 73] = [
     (
         "a stage is overwritten before it has been multiplied",
-        "if (use(entry) > 0) barrier_wait",
-        "if (use(entry) > 1) barrier_wait",
+        "return use(entry) == 0 || wait",
+        "return use(entry) <= 1 || wait",
     ),
     (
         "slices are multiplied before they arrive",
@@ -107,12 +107,12 @@ const MUTANTS: [(&str, &str, &str); 66] = [
     ("a mirror image is not transposed", "    if (MIRROR) {", "    if (false) {"),
     (
         "D overwrites a slice in use",
-        "++entry) {\n        block.wait_until_empty(entry);\n        Barrier",
+        "++entry) {\n        if (!block.wait_until_empty(entry)) return;\n        Barrier",
         "++entry) {\n        Barrier",
     ),
     (
         "D is used before it arrives",
-        "if (i % (D_WIDTH / 8) == 0) block.wait_until_full(entry);",
+        "if (i % (D_WIDTH / 8) == 0 && !block.wait_until_full(entry)) beta = NOT_A_NUMBER;",
         "",
     ),
     ("D is overwritten while other threads of a warp read it", "        sync_warp();\n", ""),
@@ -259,6 +259,33 @@ const MUTANTS: [(&str, &str, &str); 66] = [
         "parts multiply the same slices",
         "slice = task.first; slice < task.first + task.slices",
         "slice = 0; slice < task.slices",
+    ),
+    (
+        "a wait is never given up",
+        "if ((int)(now() - start) > (int)patience) store_shared(surrender(), 1u);",
+        "",
+    ),
+    ("a wait is given up too early", "if (start == 0) start = now() | 1;", ""),
+    ("a block begins without patience", "        store_shared(block.surrender(), 0u);\n", ""),
+    (
+        "sums of slices that did not arrive are stored",
+        "block.has_given_up() ? NOT_A_NUMBER : sizes.alpha",
+        "sizes.alpha",
+    ),
+    (
+        "a D that did not arrive is added",
+        " && !block.wait_until_full(entry)) beta = NOT_A_NUMBER;",
+        ") block.wait_until_full(entry);",
+    ),
+    (
+        "slices are copied after a wait that was given up",
+        "if (!block.wait_until_empty(entry)) return;\n        char *to",
+        "block.wait_until_empty(entry);\n        char *to",
+    ),
+    (
+        "D is copied after a wait that was given up",
+        "if (!block.wait_until_empty(entry)) return;\n        Barrier *full",
+        "block.wait_until_empty(entry);\n        Barrier *full",
     ),
     ("the identity has two ones in a row", "one == 2 * p + 1", "one == 2 * p"),
 ];

@@ -32,12 +32,18 @@ const LIBRARY_OPERATIONS: f64 = 25e9;
 /// The most iterations that are recorded on a device: a recording keeps its memory.
 const MAX_RECORDINGS: usize = 32;
 
+/// The nanoseconds after which a block gives up to wait for others while the kernels are verified:
+/// many times what any of these products takes.
+const PATIENCE: u32 = 1_000_000_000;
+
 /// The native kernels of a device, loaded and verified.
 pub struct Native {
     device: usize,
     stream: SideStream,
     modules: [Module; Element::ALL.len()],
     scratch: Scratch,
+    /// [`PATIENCE`] until the kernels are verified, and 0 from then on: blocks wait for ever.
+    patience: u32,
     /// The tiles with which the device multiplies exactly: at least one.
     shapes: Vec<TileShape>,
     /// The reason if these are not all.
@@ -135,13 +141,14 @@ impl Native {
         let [f16, bf16] = Element::ALL.map(load);
         let (modules, recordings) = ([f16?, bf16?], Mutex::default());
         let library = Err(Refusal("they are being verified".to_owned()));
-        let (shapes, fault) = (TileShape::ALL.to_vec(), None);
+        let (shapes, fault, patience) = (TileShape::ALL.to_vec(), None, PATIENCE);
         let mut native =
-            Self { device, stream, modules, scratch, shapes, fault, library, recordings };
+            Self { device, stream, modules, scratch, patience, shapes, fault, library, recordings };
         match self_test::verify(&native) {
             Ok((exact, fault)) => (native.shapes, native.fault) = (exact, fault),
             Err(fault) => return Err(native.given_up(fault)),
         }
+        native.patience = 0;
         native.library = Library::open();
         if native.library.is_ok()
             && let Err(fault) = self_test::verify_full_products(&native)
@@ -311,7 +318,8 @@ impl Native {
         let failed = |error| Refusal::new("prepare the iteration", error);
         self.stream.make_current().map_err(failed)?;
         let module = &self.modules[element as usize];
-        let prepared = module.prepare(&self.scratch, launch, shapes, multiprocessors);
+        let prepared =
+            module.prepare(&self.scratch, launch, shapes, multiprocessors, self.patience);
         prepared.map(Queued::Kernel).map_err(failed)
     }
 

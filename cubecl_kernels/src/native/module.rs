@@ -49,10 +49,12 @@ pub(super) struct Sizes {
     parts: c_int,
     slots: c_int,
     tasks: c_int,
+    /// Nanoseconds after which a wait is given up, or 0.
+    patience: u32,
 }
 
 impl Sizes {
-    fn new(product: &Product, grid: &Grid) -> Self {
+    fn new(product: &Product, grid: &Grid, patience: u32) -> Self {
         let [m, n, k] = product.sizes.map(|size| size as c_int);
         Self {
             m,
@@ -68,6 +70,7 @@ impl Sizes {
             parts: grid.parts as c_int,
             slots: grid.slots() as c_int,
             tasks: (grid.whole + grid.slots()) as c_int,
+            patience,
         }
     }
 }
@@ -154,13 +157,15 @@ impl Module {
     }
 
     /// Prepares a launch for the stream of the scratch memory, with tiles of one of the shapes and
-    /// for a number of multiprocessors, at most that of the scratch memory.
+    /// for a number of multiprocessors, at most that of the scratch memory. Its blocks give up to
+    /// wait for others after `patience` nanoseconds, below 2^31, unless that is 0.
     pub fn prepare(
         &self,
         scratch: &Scratch,
         launch: &Launch,
         shapes: &[TileShape],
         multiprocessors: usize,
+        patience: u32,
     ) -> Result<Prepared, DriverError> {
         let product = match launch {
             Launch::PlusIdentity(sum) => {
@@ -177,7 +182,8 @@ impl Module {
         let scratch = [scratch.partials.address(), scratch.arrived.address()];
         let maps = Box::new([a?, b?, d?, c?]);
         let shared = grid.shared_bytes(multiprocessors);
-        Ok(Prepared::Product { kernel, shared, maps, sizes: Sizes::new(product, &grid), scratch })
+        let sizes = Sizes::new(product, &grid, patience);
+        Ok(Prepared::Product { kernel, shared, maps, sizes, scratch })
     }
 
     /// The description of a tensor for the copy engine, which swizzles boxes by 128 bytes and

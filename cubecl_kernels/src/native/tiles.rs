@@ -54,7 +54,7 @@ impl TileShape {
 
     /// Returns the bytes of shared memory of a block.
     pub fn shared_bytes(self) -> u32 {
-        if self.width == 256 { 229_440 } else { 114_736 }
+        if self.width == 256 { 229_456 } else { 114_752 }
     }
 
     /// The blocks that a multiprocessor has room for.

@@ -9,7 +9,7 @@
 //   A test that holds them (`standin_hold`) chooses the order itself (`standin_step`).
 // - The kernels of `src/native` are computed from the parameters of their launches, in their own
 //   tiles (`kernels.cpp`). Other kernels do nothing, unless a test gives them a body
-//   (`standin_kernel`).
+//   (`standin_kernel`). A test can also make products wait for ever (`standin_stall`).
 // - Arguments that the driver documents as invalid are refused; the reason is printed. A kernel
 //   that could not run on a GPU fails there, after which every call fails, as on a GPU.
 //
@@ -156,6 +156,7 @@ struct Launch {
     const Kernel *kernel;
     std::array<unsigned, 3> grid, block;
     unsigned shared, cluster;
+    bool stalls;  // its barriers never let threads pass
     std::vector<std::vector<char>> parameters;
 
     template <class T>

@@ -12,6 +12,8 @@ using Body = void (*)(void *const *parameters, const unsigned *grid);
 static std::map<std::string, Body> bodies;   // by the beginnings of names
 static std::map<std::string, long> counts;  // of launches that ran, by names
 
+static std::string stalled;                  // the beginning of the names of kernels that hang
+
 static bool begins_with(const std::string &name, const std::string &begin) {
     return name.compare(0, begin.size(), begin) == 0;
 }
@@ -43,7 +45,8 @@ struct Config {
 
 static void queue_launch(const Config &config, Kernel *kernel, void **parameters) {
     constexpr int CLUSTER = 4, PROGRAMMATIC = 6;
-    Launch launch = {kernel, {}, {}, config.shared, 1, {}};
+    const bool stalls = !stalled.empty() && begins_with(kernel->name, stalled);
+    Launch launch = {kernel, {}, {}, config.shared, 1, stalls, {}};
     bool overlaps = false;
     for (unsigned i = 0; i < config.count; ++i) {
         const Attribute &attribute = config.attributes[i];
@@ -91,6 +94,11 @@ using namespace driver;
 // Gives a body to the kernels whose names begin with a text.
 API standin_kernel(const char *begin, Body body) {
     return call([&](Lock &) { bodies[begin] = body; });
+}
+
+// Makes the products whose names begin with a text wait for ever.
+API standin_stall(const char *begin) {
+    return call([&](Lock &) { stalled = begin; });
 }
 
 // The number of launches that ran, of kernels whose names begin with a text.

@@ -12,6 +12,7 @@ typedef unsigned long long u64;
 #define BLOCK_Y ((int)blockIdx.y)
 #define CLUSTER cluster_id()
 #define CLUSTER_RANK cluster_rank()
+#define NOT_A_NUMBER __int_as_float(0x7fffffff)
 // Swizzled tiles begin at multiples of 1024.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) char name[]
 
@@ -130,16 +131,31 @@ DEVICE void barrier_arrive(Barrier *b, int rank) {
                  : "memory");
 }
 
-DEVICE void barrier_wait(Barrier *b, u32 parity) {
+// Waits until a phase of a barrier is over, or a while; returns true if it is over.
+DEVICE bool barrier_try_wait(Barrier *b, u32 parity) {
+    u32 is_over;
     asm volatile("{\n"
                  ".reg .pred p;\n"
-                 "again:\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-                 "@!p bra again;\n"
-                 "}" ::"r"(address(b)),
-                 "r"(parity)
+                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n"
+                 "}"
+                 : "=r"(is_over)
+                 : "r"(address(b)), "r"(parity)
                  : "memory");
+    return is_over;
 }
+
+// Returns the time in nanoseconds, of which the high half is left out.
+DEVICE u32 now() {
+    u32 time;
+    asm volatile("mov.u32 %0, %%globaltimer_lo;" : "=r"(time));
+    return time;
+}
+
+// A word of shared memory that threads access at any time.
+DEVICE u32 load_shared(const u32 *p) { return *(const volatile u32 *)p; }
+
+DEVICE void store_shared(u32 *p, u32 value) { *(volatile u32 *)p = value; }
 
 // The copy engine.
 

@@ -10,7 +10,7 @@
 #include <stdarg.h>
 #include <unistd.h>
 
-static_assert(sizeof(Sizes) == 52, "the parameters are those of the host");
+static_assert(sizeof(Sizes) == 56, "the parameters are those of the host");
 
 static unsigned seconds = 20;
 static int checks = 0;
@@ -78,6 +78,9 @@ enum Triangle { FULL, LOWER };
 struct Scale {
     float alpha, beta;  // there is a D if `beta` is not 0
 };
+
+// Several times as long as any wait.
+constexpr u32 PATIENCE = 2 * emulator::WHILE;
 
 // The columns of a tile, and the blocks of a cluster.
 struct Shape {
@@ -152,7 +155,8 @@ static void check_product(Shape shape, Layout layout, Triangle triangle, int bat
     const TensorMap maps[] = {a.map(a_mn ? PANEL : HEIGHT),
                               b.map(b_mn ? PANEL : shape.width / MAX_CLUSTER), d.map(HEIGHT),
                               c.map(PANEL)};
-    const Sizes sizes = {m, n, k, scale.alpha, scale.beta, lower, addend};
+    Sizes sizes = {m, n, k, scale.alpha, scale.beta, lower, addend};
+    sizes.patience = emulator::random(2) * PATIENCE;
     launch(layout, shape, sizes, cut, maps, c);
     const std::vector<double> wide_a = a.widened(), wide_b = b.widened();
     for (int z = 0; z < batch; ++z) {
@@ -204,6 +208,23 @@ static void check_order(Shape shape) {
         if (c.data != expected) emulator::fail("a result that depends on the order of blocks");
     }
     passed("parts in any order");
+}
+
+// Launches that have patience end, with NaN, also if a barrier waits for bytes that never arrive:
+// those of a copy of one tensor with boxes of half the height.
+static void check_patience(Shape shape, int missing) {
+    const int n = 136, k = 520;
+    Matrices a(1, n, k, false), b(1, k, n, true), d(1, n, n, false), c(1, n, n, false);
+    TensorMap maps[] = {a.map(HEIGHT), b.map(shape.width / MAX_CLUSTER), d.map(HEIGHT),
+                        c.map(PANEL)};
+    maps[missing].box[1] /= 2;
+    Sizes sizes = {n, n, k, 1, 1, 0, 1};
+    sizes.patience = PATIENCE;
+    launch(KK, shape, sizes, {1, 3}, maps, c);
+    for (u16 x : c.data) {
+        if (!std::isnan(emulator::widen(x))) emulator::fail("a result of what did not arrive");
+    }
+    passed("a block without bytes of %c gives up", "ABD"[missing]);
 }
 
 // Every panel on and below the diagonal belongs to one tile, for 1 to 40 rows of tiles.
@@ -317,6 +338,7 @@ int main(int count, char **arguments) {
         check_product(shape, MM, LOWER, 3, 200, 200, 200, {1, 1}, {5, 2});
         check_product(shape, MM, LOWER, 1, 128, 128, 392, {2, 0}, {1, 5});
         check_order(shape);
+        for (int missing : {0, 1, 2}) check_patience(shape, missing);
     }
     printf("%d checks: all right\n", checks);
 }

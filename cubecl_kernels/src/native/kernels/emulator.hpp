@@ -16,8 +16,8 @@
 // - A launch overlaps with the one before it: global memory and matrices may not be accessed before
 //   a thread has executed `wait_for_launch_before`.
 //
-// If no thread can run and nothing is in flight, the cluster hangs, which is reported at once. Not
-// emulated: how the hardware decodes descriptors and tensor maps, and speed.
+// If no thread can run and nothing is in flight, time passes for the threads that try a barrier. If
+// that does not end it, the cluster hangs, which is reported at once. Not emulated: how the hardware decodes descriptors and tensor maps, and speed.
 #pragma once
 #include <stdint.h>
 #include <ucontext.h>
@@ -46,6 +46,7 @@ typedef uint64_t u64;
 #define BLOCK_Y emulator::block_y
 #define CLUSTER emulator::cluster
 #define CLUSTER_RANK emulator::rank()
+#define NOT_A_NUMBER NAN
 #define DYNAMIC_SHARED(name) char *name = emulator::block().memory + emulator::BEGIN
 
 // Its state is that of its place in shared memory.
@@ -197,6 +198,7 @@ struct Coroutine {
     ucontext_t context;
     std::vector<char> stack;
     const void *waits_for;
+    bool tries;  // a barrier, which it may also leave later
     bool done;
     std::vector<Write> unpublished;
     std::vector<std::pair<size_t, u32>> unfenced;  // stores in global memory
@@ -238,6 +240,7 @@ inline void wake(const void *event) {
     for (int t = 0; t < MAX_THREADS; ++t) {
         if (coroutines[t].waits_for != event) continue;
         coroutines[t].waits_for = nullptr;
+        coroutines[t].tries = false;
         runnable.push_back(t);
     }
 }
@@ -247,6 +250,25 @@ inline void pause() {
     if (random(4)) return;
     runnable.push_back(thread);
     suspend();
+}
+
+// Time, in nanoseconds, passes when nothing else happens; and how often it did in a row.
+constexpr u32 WHILE = 1 << 29;
+constexpr int MAX_WHILES = 100;
+inline u32 time = 3 * WHILE;
+inline int whiles = 0;
+
+// Lets some threads that try a barrier go on; returns false if that was in vain many times.
+inline bool pass_time() {
+    time += WHILE;
+    for (int t = 0; t < blocks * threads; ++t) {
+        Coroutine &c = coroutines[t];
+        if (!c.tries || random(2)) continue;
+        c.waits_for = nullptr;
+        c.tries = false;
+        runnable.push_back(t);
+    }
+    return ++whiles < MAX_WHILES;
 }
 
 inline Meeting whole, warps[MAX_THREADS / 32], warpgroups[MAX_THREADS / 128];
@@ -261,6 +283,7 @@ void together(Meeting &meeting, int size, const char *instruction, Work work) {
         work();
         meeting.came = 0;
         ++meeting.round;
+        whiles = 0;
         wake(&meeting);
     } else {
         for (unsigned round = meeting.round; meeting.round == round;) wait_for(&meeting);
@@ -282,6 +305,7 @@ inline BarrierState &initialized(const Barrier *b, Block &of) {
 inline void complete(BarrierState &b) {
     if (b.pending || b.bytes) return;
     ++b.phase;
+    whiles = 0;
     b.pending = b.count;
     wake(&b);
 }
@@ -461,6 +485,7 @@ void run_cluster(int number, int size, int block_threads, u32 shared_bytes, cons
         Coroutine &c = coroutines[t];
         c.stack.resize(STACK_BYTES);
         c.waits_for = nullptr;
+        c.tries = false;
         c.done = false;
         c.unpublished.clear();
         c.unfenced.clear();
@@ -484,7 +509,10 @@ void run_cluster(int number, int size, int block_threads, u32 shared_bytes, cons
             serve(transfer);
             continue;
         }
-        if (runnable.empty()) fail("threads wait for ever");
+        if (runnable.empty()) {
+            if (!pass_time()) fail("threads wait for ever");
+            continue;
+        }
         u32 next = random(runnable.size());
         for (int i = 0; i < 8 && slow >> runnable[next] / 32 & 1; ++i) {
             next = random(runnable.size());
@@ -597,10 +625,26 @@ DEVICE void barrier_arrive(Barrier *b, int rank) {
     emulator::arrive(emulator::initialized(b, emulator::running(rank)));
 }
 
-DEVICE void barrier_wait(Barrier *b, u32 parity) {
+DEVICE bool barrier_try_wait(Barrier *b, u32 parity) {
     emulator::pause();
     auto &state = emulator::initialized(b, emulator::block());
-    while ((state.phase & 1) == parity) emulator::wait_for(&state);
+    if ((state.phase & 1) == parity && emulator::random(4)) {
+        emulator::current().tries = true;
+        emulator::wait_for(&state);
+    }
+    return (state.phase & 1) != parity;
+}
+
+DEVICE u32 now() { return emulator::time; }
+
+DEVICE u32 load_shared(const u32 *p) {
+    emulator::address(p, 4);
+    return *p;
+}
+
+DEVICE void store_shared(u32 *p, u32 value) {
+    emulator::address(p, 4);
+    *p = value;
 }
 
 DEVICE void load_box(char *to, const TensorMap *map, Barrier *full, int x, int y, int z,

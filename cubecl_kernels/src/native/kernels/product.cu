@@ -15,6 +15,9 @@
 // the last to do so adds all of them and stores the tile. No block waits for others, except for
 // those of its cluster.
 //
+// A wait that never ends would keep the device from any other work. Launches that verify a device
+// therefore have patience: a block whose barrier takes longer gives up, ends, and leaves NaN.
+//
 // Elements have 16 bits: bfloat16, or float16 with TYPE_F16. An operand is K-major if its inner
 // dimension is contiguous, otherwise MN-major. Tensor maps have the dimensions (contiguous, other,
 // matrix) and a swizzle of 128 bytes. Their boxes are 64 x 128 x 1 for A and D, 64 x WIDTH / 2 x 1
@@ -56,7 +59,8 @@ struct Tile {
     static constexpr int BUFFERS = 2 / BLOCKS;  // of every warpgroup, for panels to be stored
     static constexpr int BUFFERS_AT = STAGES * STAGE_BYTES;
     static constexpr int BARRIERS_AT = BUFFERS_AT + CONSUMERS / 128 * BUFFERS * PANEL_BYTES;
-    static constexpr int SHARED_BYTES = BARRIERS_AT + 2 * STAGES * 8;
+    static constexpr int SURRENDER_AT = BARRIERS_AT + 2 * STAGES * 8;
+    static constexpr int SHARED_BYTES = SURRENDER_AT + 16;
 
     static_assert(STAGE_BYTES >= HEIGHT * D_WIDTH * 2, "D fits into a stage");
     // Registers belong to a quarter of a multiprocessor, which has up to a quarter of the warps,
@@ -67,8 +71,8 @@ struct Tile {
 };
 
 // Dynamic shared memory of a block, by the columns of its tiles.
-constexpr int SHARED_BYTES_128 = 114736;
-constexpr int SHARED_BYTES_256 = 229440;
+constexpr int SHARED_BYTES_128 = 114752;
+constexpr int SHARED_BYTES_256 = 229456;
 
 static_assert(Tile<128>::SHARED_BYTES == SHARED_BYTES_128, "the host knows the bytes");
 static_assert(Tile<256>::SHARED_BYTES == SHARED_BYTES_256, "the host knows the bytes");
@@ -84,6 +88,7 @@ struct Sizes {
     int parts;     // of every tile that is cut, of the first ones of the batch
     int slots;     // parts of all of them, at most one for every cluster
     int tasks;     // parts, and tiles that are not cut
+    u32 patience;  // nanoseconds after which a wait is given up, below 2^31, or 0
 };
 
 // Eight neighbors of a row.
@@ -106,6 +111,7 @@ template <int WIDTH>
 struct Block {
     char *memory;
     int cluster, rank;  // the number of blocks, and the place of this one
+    u32 patience;
 
     DEVICE int stage(u32 entry) const { return (int)(entry % Tile<WIDTH>::STAGES); }
     DEVICE u32 use(u32 entry) const { return entry / Tile<WIDTH>::STAGES; }
@@ -116,10 +122,23 @@ struct Block {
         return (Barrier *)(memory + Tile<WIDTH>::BARRIERS_AT) + stage(entry);
     }
     DEVICE Barrier *empty(u32 entry) const { return full(entry) + Tile<WIDTH>::STAGES; }
-    DEVICE void wait_until_full(u32 entry) const { barrier_wait(full(entry), use(entry) & 1); }
+    // A word, 1 once a thread of the block has given up to wait, otherwise 0.
+    DEVICE u32 *surrender() const { return (u32 *)(memory + Tile<WIDTH>::SURRENDER_AT); }
+    DEVICE bool has_given_up() const { return patience > 0 && load_shared(surrender()); }
+    // Waits for a barrier, or until the block has given up, in which case it returns false.
+    DEVICE bool wait(Barrier *barrier, u32 parity) const {
+        for (u32 start = 0; !barrier_try_wait(barrier, parity);) {
+            if (patience == 0) continue;
+            if (start == 0) start = now() | 1;  // perhaps a nanosecond too late
+            if ((int)(now() - start) > (int)patience) store_shared(surrender(), 1u);
+            if (has_given_up()) return false;
+        }
+        return true;
+    }
+    DEVICE bool wait_until_full(u32 entry) const { return wait(full(entry), use(entry) & 1); }
     // Waits until the consumers of all blocks of the cluster have released the stage.
-    DEVICE void wait_until_empty(u32 entry) const {
-        if (use(entry) > 0) barrier_wait(empty(entry), (use(entry) - 1) & 1);
+    DEVICE bool wait_until_empty(u32 entry) const {
+        return use(entry) == 0 || wait(empty(entry), (use(entry) - 1) & 1);
     }
     // Called by a warp once it has read an entry, into whose stage any block of the cluster may
     // write: a thread for each block tells it.
@@ -221,7 +240,7 @@ DEVICE void produce(const Block<WIDTH> &block, const Task &task, const Sizes &si
     constexpr int HALF = WIDTH / MAX_CLUSTER;  // columns of B that a block of a full cluster loads
     const int own = 1 << block.rank, all = (1 << block.cluster) - 1;
     for (int slice = task.first; slice < task.first + task.slices; ++slice, ++entry) {
-        block.wait_until_empty(entry);
+        if (!block.wait_until_empty(entry)) return;
         char *to = block.at(entry);
         Barrier *full = block.full(entry);
         barrier_expect(full, Tile<WIDTH>::STAGE_BYTES);
@@ -233,7 +252,7 @@ DEVICE void produce(const Block<WIDTH> &block, const Task &task, const Sizes &si
     }
     if (!has_addend(task, sizes)) return;
     for (int i = 0; i < WIDTH; i += D_WIDTH, ++entry) {
-        block.wait_until_empty(entry);
+        if (!block.wait_until_empty(entry)) return;
         Barrier *full = block.full(entry);
         barrier_expect(full, HEIGHT * D_WIDTH * 2);
         for (int j = 0; j < D_WIDTH; j += PANEL) {
@@ -290,20 +309,23 @@ DEVICE void multiply_slices(const Block<WIDTH> &block, int slices, u32 &entry, i
 template <int WIDTH>
 DEVICE void scale(const Block<WIDTH> &block, const Sizes &sizes, bool has_addend, u32 &entry,
                   u32 thread, float (&sums)[Tile<WIDTH>::SUMS]) {
+    // What did not arrive makes the result NaN.
+    const float alpha = block.has_given_up() ? NOT_A_NUMBER : sizes.alpha;
 #pragma unroll
-    for (int i = 0; i < Tile<WIDTH>::SUMS; ++i) sums[i] *= sizes.alpha;
+    for (int i = 0; i < Tile<WIDTH>::SUMS; ++i) sums[i] *= alpha;
     if (!has_addend) return;
+    float beta = sizes.beta;
     const u32 row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
 #pragma unroll
     for (int i = 0; i < WIDTH / 8; ++i) {
-        if (i % (D_WIDTH / 8) == 0) block.wait_until_full(entry);
+        if (i % (D_WIDTH / 8) == 0 && !block.wait_until_full(entry)) beta = NOT_A_NUMBER;
         const char *panel = block.at(entry) + i * 8 % D_WIDTH / PANEL * (HEIGHT * 128);
         const Pair upper = load_pair(panel + swizzled(row, 8 * i % PANEL + column));
         const Pair below = load_pair(panel + swizzled(row + 8, 8 * i % PANEL + column));
-        sums[4 * i] += sizes.beta * first(upper);
-        sums[4 * i + 1] += sizes.beta * second(upper);
-        sums[4 * i + 2] += sizes.beta * first(below);
-        sums[4 * i + 3] += sizes.beta * second(below);
+        sums[4 * i] += beta * first(upper);
+        sums[4 * i + 1] += beta * second(upper);
+        sums[4 * i + 2] += beta * first(below);
+        sums[4 * i + 3] += beta * second(below);
         if ((i + 1) % (D_WIDTH / 8) != 0) continue;
         // The copy engine writes after what every thread read before its fence.
         fence_async();
@@ -450,7 +472,7 @@ DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, 
                     const Sizes &sizes, float *partials, u32 *arrived) {
     DYNAMIC_SHARED(shared);
     const int thread = THREAD;
-    const Block<WIDTH> block = {shared, sizes.cluster, CLUSTER_RANK};
+    const Block<WIDTH> block = {shared, sizes.cluster, CLUSTER_RANK, sizes.patience};
     if (thread == CONSUMERS) {
         for (const TensorMap *map : {&a, &b, &d, &c}) prefetch_map(map);
     }
@@ -460,6 +482,7 @@ DEVICE void product(const TensorMap &a, const TensorMap &b, const TensorMap &d, 
             barrier_init(block.full(s), 1);
             barrier_init(block.empty(s), CONSUMERS / 32 * block.cluster);
         }
+        store_shared(block.surrender(), 0u);
         fence_barriers();
     }
     // The other block of the cluster uses the barriers, too.

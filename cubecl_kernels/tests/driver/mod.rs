@@ -1,0 +1,120 @@
+//! The stand-in for CUDA's driver of this folder, in processes of tests. A process loads its driver
+//! once, so a test that needs the stand-in runs again in a process of its own.
+//!
+//! This file is also a module of the unit tests of `distmuon`.
+
+use std::ffi::{CString, OsString, c_char, c_int, c_long, c_uint};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use tempfile::TempDir;
+
+/// The variable that processes on the stand-in have.
+const IS_CHILD: &str = "DISTMUON_TEST_STAND_IN";
+
+/// Returns the folder with the compiled `libcuda.so.1`, or the reason why there is none. `sources`
+/// is the folder of this file.
+fn compiled(sources: &Path) -> Result<&'static Path, String> {
+    static FOLDER: OnceLock<Result<TempDir, String>> = OnceLock::new();
+    let compile = || {
+        let Ok(files) = sources.read_dir() else {
+            return Err("the sources of the stand-in for CUDA's driver".to_owned());
+        };
+        let files = files.map(|file| file.map(|file| file.path()));
+        let files: Vec<PathBuf> = files.collect::<Result<_, _>>().expect("the folder is readable");
+        let folder = tempfile::tempdir().expect("a folder for temporary files exists");
+        let mut compiler = Command::new("g++");
+        compiler.args(["-std=c++17", "-O3", "-march=native", "-fvisibility=hidden"]);
+        compiler.args(["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fPIC", "-shared"]);
+        compiler.arg("-o").arg(folder.path().join("libcuda.so.1"));
+        compiler.args(files.iter().filter(|file| file.extension().is_some_and(|e| e == "cpp")));
+        let Ok(output) = compiler.output() else {
+            return Err("g++, which compiles the stand-in for CUDA's driver".to_owned());
+        };
+        let report = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{report}");
+        Ok(folder)
+    };
+    FOLDER.get_or_init(compile).as_ref().map(TempDir::path).map_err(Clone::clone)
+}
+
+/// Returns a command whose process finds the stand-in, or the reason why there is none.
+pub fn command(program: &Path, sources: &Path) -> Result<Command, String> {
+    let folder = compiled(sources)?;
+    let mut path = OsString::from(folder);
+    if let Some(others) = std::env::var_os("LD_LIBRARY_PATH") {
+        path.push(":");
+        path.push(others);
+    }
+    let mut command = Command::new(program);
+    command.env("LD_LIBRARY_PATH", path).env(IS_CHILD, "1");
+    Ok(command)
+}
+
+/// Runs the body of a test of this program in a process that finds the stand-in. Returns the reason
+/// if there is none.
+///
+/// # Panics
+///
+/// If the body does.
+pub fn run(test: &str, sources: &Path, body: impl FnOnce()) -> Result<(), String> {
+    if std::env::var_os(IS_CHILD).is_some() {
+        body();
+        return Ok(());
+    }
+    let program = std::env::current_exe().expect("the program has a path");
+    let mut child = command(&program, sources)?;
+    let output = child.args(["--exact", test, "--show-output"]).output();
+    let output = output.expect("a test starts again");
+    let report = [output.stdout, output.stderr].concat();
+    let report = String::from_utf8_lossy(&report);
+    println!("{report}");
+    assert!(output.status.success() && report.contains("1 passed"), "{test}: {report}");
+    Ok(())
+}
+
+/// The functions of the stand-in that order and count the work of this process.
+pub struct StandIn(libloading::Library);
+
+impl StandIn {
+    /// Returns those of the driver that this process has loaded.
+    pub fn loaded() -> Self {
+        // SAFETY: the stand-in has no initialisers that this process has not run already.
+        Self(unsafe { libloading::Library::new("libcuda.so.1") }.expect("the driver is loaded"))
+    }
+
+    /// Lets operations run only in [`step`](Self::step), and when the host waits for them.
+    pub fn hold(&self, is_held: bool) {
+        // SAFETY: the function has this type.
+        let hold = unsafe { self.0.get::<extern "C" fn(c_int) -> c_int>(b"standin_hold") };
+        assert_eq!(hold.expect("a function of the stand-in")(is_held.into()), 0);
+    }
+
+    /// Runs one of the operations that can run, by a random number. Returns `false` if none can.
+    pub fn step(&self, seed: u32) -> bool {
+        // SAFETY: as above.
+        let step = unsafe { self.0.get::<extern "C" fn(c_uint) -> c_int>(b"standin_step") };
+        step.expect("a function of the stand-in")(seed) == 0
+    }
+
+    /// Makes the products whose names begin with a text wait for ever.
+    pub fn stall(&self, begin: &str) {
+        type Stall = extern "C" fn(*const c_char) -> c_int;
+        // SAFETY: as above.
+        let stall = unsafe { self.0.get::<Stall>(b"standin_stall") };
+        let begin = CString::new(begin).expect("a name is text");
+        assert_eq!(stall.expect("a function of the stand-in")(begin.as_ptr()), 0);
+    }
+
+    /// Returns the number of launches that ran, of kernels whose names begin with a text.
+    pub fn launches(&self, begin: &str) -> usize {
+        type Count = extern "C" fn(*const c_char, *mut c_long) -> c_int;
+        // SAFETY: as above.
+        let count = unsafe { self.0.get::<Count>(b"standin_count") };
+        let (begin, mut launches) = (CString::new(begin).expect("a name is text"), 0);
+        let count = count.expect("a function of the stand-in");
+        assert_eq!(count(begin.as_ptr(), &mut launches), 0);
+        launches.try_into().expect("a count")
+    }
+}

@@ -1,0 +1,306 @@
+//! The host's side of Hopper's kernels, without a GPU: modules, tensor maps, launches, recordings,
+//! and their order with other work, on a stand-in for CUDA's driver that computes the kernels from
+//! the parameters of their launches (`driver/`).
+
+#![cfg(feature = "cuda")]
+
+mod checks;
+#[path = "../driver/mod.rs"]
+mod driver;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use distmuon_kernels::native;
+use distmuon_skips::excused;
+
+/// Mistakes in files of `src/native`: their descriptions, the file, the text that each replaces,
+/// and its replacement.
+const MUTANTS: [(&str, &str, &str, &str); 39] = [
+    (
+        "boxes are on their sides",
+        "module.rs",
+        "let in_box = [width, height, 1]",
+        "let in_box = [height, width, 1]",
+    ),
+    ("matrices lie within each other", "module.rs", "[2 * x, 2 * x * y]", "[2 * x, 2 * x]"),
+    ("lines are taken for columns", "module.rs", "[x, y, batch as u64]", "[y, x, batch as u64]"),
+    ("a tensor has one matrix", "module.rs", "[x, y, batch as u64]", "[x, y, 1]"),
+    ("a box has several matrices", "module.rs", "[width, height, 1]", "[width, height, 2]"),
+    (
+        "boxes are not swizzled as the kernels expect",
+        "module.rs",
+        "CU_TENSOR_MAP_SWIZZLE_128B",
+        "CU_TENSOR_MAP_SWIZZLE_64B",
+    ),
+    (
+        "what is out of bounds is NaN",
+        "module.rs",
+        "CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE",
+        "CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA",
+    ),
+    (
+        "tensors have the other type",
+        "module.rs",
+        "CU_TENSOR_MAP_DATA_TYPE_FLOAT16",
+        "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16",
+    ),
+    (
+        "the kernels of the other type are loaded",
+        "module.rs",
+        "Element::F16 => include_str!(\"kernels/hopper_f16.ptx\")",
+        "Element::F16 => include_str!(\"kernels/hopper_bf16.ptx\")",
+    ),
+    (
+        "kernels may not have their shared memory",
+        "module.rs",
+        "set(*product, most, MAX_SHARED_BYTES)?;",
+        "let _ = most;",
+    ),
+    ("kernels may have more shared memory than there is", "module.rs", "227 << 10", "228 << 10"),
+    ("A and B are exchanged", "module.rs", "[a?, b?, d?, c?]", "[b?, a?, d?, c?]"),
+    ("C and D are exchanged", "module.rs", "[a?, b?, d?, c?]", "[a?, b?, c?, d?]"),
+    (
+        "n and k are exchanged",
+        "module.rs",
+        "let [m, n, k] = product.sizes.map",
+        "let [m, k, n] = product.sizes.map",
+    ),
+    ("products are not scaled", "module.rs", "alpha: product.alpha", "alpha: 1.0"),
+    ("D is not scaled", "module.rs", "map_or(0.0, |(_, beta)| beta)", "map_or(0.0, |_| 1.0)"),
+    ("D is not added", "module.rs", "addend: product.addend.is_some().into()", "addend: 0"),
+    (
+        "all of a symmetric result is announced",
+        "module.rs",
+        "lower: product.lower.into()",
+        "lower: 0",
+    ),
+    (
+        "the kernel knows of one block in a cluster",
+        "module.rs",
+        "cluster: grid.shape.cluster as c_int",
+        "cluster: 1",
+    ),
+    (
+        "the driver knows of one block in a cluster",
+        "module.rs",
+        "{ x: self.cluster, y: 1, z: 1 }",
+        "{ x: 1, y: 1, z: 1 }",
+    ),
+    (
+        "tasks lack the parts",
+        "module.rs",
+        "(grid.whole + grid.slots()) as c_int",
+        "grid.whole as c_int",
+    ),
+    (
+        "each cut tile has one part",
+        "module.rs",
+        "slots: grid.slots() as c_int",
+        "slots: grid.cut as c_int",
+    ),
+    (
+        "a launch has half of its blocks",
+        "module.rs",
+        "(sizes.clusters * sizes.cluster) as u32",
+        "sizes.clusters as u32",
+    ),
+    (
+        "a launch has no shared memory",
+        "module.rs",
+        "sharedMemBytes: self.shared",
+        "sharedMemBytes: 0",
+    ),
+    (
+        "a launch lacks the warp that copies",
+        "module.rs",
+        "threads: THREADS, shared",
+        "threads: 256, shared",
+    ),
+    (
+        "sums and counters are exchanged",
+        "module.rs",
+        "parameter(&scratch[0]), parameter(&scratch[1])",
+        "parameter(&scratch[1]), parameter(&scratch[0])",
+    ),
+    (
+        "there are too few counters",
+        "module.rs",
+        "multiprocessors * size_of::<u32>()",
+        "size_of::<u32>()",
+    ),
+    (
+        "wide tiles are computed by the kernels of narrow ones",
+        "module.rs",
+        "[shape.width_index()]",
+        "[0]",
+    ),
+    (
+        "the identity is not added to the last elements",
+        "module.rs",
+        ".div_ceil(threads * neighbours)",
+        " / (threads * neighbours)",
+    ),
+    (
+        "the identity is added to one matrix",
+        "module.rs",
+        "[of_matrix as u32, sum.batch as u32]",
+        "[of_matrix as u32, 1]",
+    ),
+    ("the boxes of B are those of whole tiles", "product.rs", "shape.width / 2", "shape.width"),
+    ("the boxes of D are those of C", "product.rs", "result(d, HEIGHT as u32)", "result(d, PANEL)"),
+    (
+        "tiles on the diagonal are left out",
+        "tiles.rs",
+        "((row + 1) * self.height())",
+        "(row * self.height())",
+    ),
+    ("the first launch overlaps with a copy", "engine.rs", "index > 0", "true"),
+    (
+        "an iteration does not wait for other work",
+        "engine.rs",
+        "self.stream.wait_for_context()",
+        "self.stream.make_current()",
+    ),
+    (
+        "other work does not wait for an iteration",
+        "engine.rs",
+        ".and_then(|event| event.make_context_wait())",
+        ".map(|_| true)",
+    ),
+    (
+        "kernels are first launched in a recording",
+        "recording.rs",
+        "        queue(&addresses)?;\n",
+        "",
+    ),
+    ("a recording returns its input", "recording.rs", "[0, self.result].map", "[0, 0].map"),
+    (
+        "a recording copies a half",
+        "recording.rs",
+        "bytes: work.bytes[0]",
+        "bytes: work.bytes[0] / 2",
+    ),
+];
+
+fn sources() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/driver")
+}
+
+#[test]
+fn native_kernels_run_on_the_stand_in() {
+    if let Err(missing) = driver::run("native_kernels_run_on_the_stand_in", &sources(), checks::run)
+    {
+        excused(missing);
+    }
+}
+
+#[test]
+fn kernels_that_wait_for_ever_are_left_out() {
+    let (test, body) =
+        ("kernels_that_wait_for_ever_are_left_out", checks::run_with_stalled_kernels);
+    if let Err(missing) = driver::run(test, &sources(), body) {
+        excused(missing);
+    }
+}
+
+/// Each mutant is a program of the module `native` and the checks, which needs few packages: those
+/// that this program was built with.
+#[test]
+fn mutants_are_found() {
+    let folder = tempfile::tempdir().expect("a folder for temporary files exists");
+    let program = |name: &str, mutant: Option<&(&str, &str, &str, &str)>| -> Result<_, String> {
+        let folder = folder.path().join(name);
+        copy(&folder);
+        if let Some((mistake, file, text, replacement)) = mutant {
+            let file = folder.join("native").join(file);
+            let source = fs::read_to_string(&file).expect("the source was copied");
+            assert_eq!(source.matches(text).count(), 1, "{mistake}: occurrences of `{text}`");
+            fs::write(file, source.replace(text, replacement)).expect("the copy is writable");
+        }
+        let program = compiled(&folder)?;
+        let mut command = driver::command(&program, &sources())?;
+        let output = command.output().expect("the program starts");
+        let report = String::from_utf8_lossy(&output.stderr).into_owned();
+        Ok((output.status.success(), report))
+    };
+    match program("original", None) {
+        Ok((succeeds, report)) => assert!(succeeds, "{report}"),
+        Err(missing) => return excused(missing),
+    }
+    let next = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                loop {
+                    let number = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(mutant) = MUTANTS.get(number) else { break };
+                    let result = program(&format!("mutant_{number}"), Some(mutant));
+                    let (succeeds, report) = result.expect("the original was compiled");
+                    let (mistake, ..) = mutant;
+                    assert!(!succeeds, "{mistake}, and nothing found it");
+                    // A refusal of the stand-in, or else the message of the panic.
+                    let refusal = report.lines().find(|line| line.contains("stand-in for libcuda"));
+                    let mut panic = report.lines().skip_while(|line| !line.contains("panicked"));
+                    println!("{mistake}: {}", refusal.or(panic.nth(1)).unwrap_or(&report));
+                }
+            });
+        }
+    });
+}
+
+/// Copies the sources of a mutant to a folder.
+fn copy(folder: &Path) {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    for (to, from) in [
+        ("native", "src/native"),
+        ("native/kernels", "src/native/kernels"),
+        ("driver", "tests/driver"),
+        (".", "tests/host"),
+    ] {
+        let to = folder.join(to);
+        fs::create_dir_all(&to).expect("the folder for temporary files is writable");
+        let files = package.join(from).read_dir().expect("a folder of this package");
+        for file in files {
+            let file = file.expect("the folder is readable").path();
+            let name = file.file_name().expect("a file has a name");
+            if file.is_file() {
+                fs::copy(&file, to.join(name)).expect("the folder is writable");
+            }
+        }
+    }
+}
+
+/// Compiles the program of a mutant, or returns the reason why that is not possible.
+fn compiled(folder: &Path) -> Result<PathBuf, String> {
+    let program = folder.join("mutant");
+    let own = std::env::current_exe().expect("the program has a path");
+    let packages = own.parent().expect("the program is in a folder");
+    let mut compiler = Command::new("rustc");
+    compiler.args(["--edition=2024", "-Copt-level=1", "--cap-lints=allow", "-o"]).arg(&program);
+    compiler.arg("-L").arg(format!("dependency={}", packages.display()));
+    for name in ["cudarc", "half", "libloading", "tempfile", "thiserror"] {
+        let package = newest(packages, name)?;
+        compiler.arg("--extern").arg(format!("{name}={}", package.display()));
+    }
+    let Ok(output) = compiler.arg(folder.join("mutant.rs")).output() else {
+        return Err("rustc, which compiles mutants".to_owned());
+    };
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    Ok(program)
+}
+
+/// The library of a package that was compiled last.
+fn newest(folder: &Path, name: &str) -> Result<PathBuf, String> {
+    let begin = format!("lib{name}-");
+    let files = folder.read_dir().expect("the folder of this program is readable");
+    let files = files.map(|file| file.expect("the folder is readable").path());
+    let libraries = files.filter(|file| {
+        let name = file.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        name.starts_with(&begin) && name.ends_with(".rlib")
+    });
+    let time = |file: &PathBuf| file.metadata().and_then(|data| data.modified()).ok();
+    libraries.max_by_key(time).ok_or_else(|| format!("the compiled package {name}"))
+}
