@@ -4,7 +4,9 @@ use cudarc::driver::{result, sys};
 use half::{bf16, f16};
 
 use crate::driver::StandIn;
-use crate::native::{Element, Launch, Layout, Native, PlusIdentity, Product, SideStream, Work};
+use crate::native::{
+    Element, Launch, Layout, Native, PlusIdentity, Product, Ready, SideStream, Work,
+};
 
 /// Runs all checks.
 pub fn run() {
@@ -162,7 +164,7 @@ impl Case {
         let addresses: Vec<u64> = memory.iter().map(|memory| memory.0).collect();
         // SAFETY: the buffers have the elements of the iteration.
         self.with_work(|work| unsafe {
-            native.run(self.element, work, &addresses).expect("an iteration runs");
+            native.run(Ready::Context, self.element, work, &addresses).expect("an iteration runs");
         });
         self.assert_result(&memory[4], &x);
     }
@@ -176,7 +178,8 @@ impl Case {
             let before = stand_in.launches("product");
             self.with_work(|work| {
                 // SAFETY: both have the elements of the input.
-                let replayed = unsafe { native.replay(self.element, &key, work, [from.0, to.0]) };
+                let (ready, addresses) = (Ready::Context, [from.0, to.0]);
+                let replayed = unsafe { native.replay(ready, self.element, &key, work, addresses) };
                 replayed.expect("a recording runs").expect("an iteration is recorded");
             });
             self.assert_result(&to, &x);
@@ -206,7 +209,9 @@ impl Case {
             copy(&others[0], &memory[0], &input);
             // SAFETY: the buffers have the elements of the iteration.
             self.with_work(|work| unsafe {
-                native.run(self.element, work, &addresses).expect("an iteration runs");
+                native
+                    .run(Ready::Context, self.element, work, &addresses)
+                    .expect("an iteration runs");
             });
             copy(&others[1], &result, &memory[4]);
             for memory in &memory {

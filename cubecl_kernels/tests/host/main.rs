@@ -161,7 +161,7 @@ const MUTANTS: [(&str, &str, &str, &str); 39] = [
     (
         "an iteration does not wait for other work",
         "engine.rs",
-        "self.stream.wait_for_context()",
+        "self.stream.wait_for(ready)",
         "self.stream.make_current()",
     ),
     (
