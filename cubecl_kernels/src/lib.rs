@@ -20,6 +20,8 @@ mod matrices;
 mod mirror;
 #[cfg(feature = "cuda")]
 pub mod native;
+#[cfg(feature = "cuda")]
+pub mod operands;
 pub mod product;
 // A link to the file of `distmuon-skips`: unit tests also run from the published package, which
 // that package is not part of.

@@ -6,7 +6,7 @@ use std::sync::{Mutex, OnceLock};
 use super::Refusal;
 
 /// A value for every device that was asked for, to the end of the process.
-pub(super) struct Devices<T: 'static>(Mutex<BTreeMap<usize, Slot<T>>>);
+pub(crate) struct Devices<T: 'static>(Mutex<BTreeMap<usize, Slot<T>>>);
 
 /// Each device has its own lock: making the value waits for the device.
 type Slot<T> = &'static OnceLock<Result<T, Refusal>>;

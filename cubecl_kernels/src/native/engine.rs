@@ -5,13 +5,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{LazyLock, Mutex};
 use std::{env, fmt};
 
-use cubecl::client::Client;
 use cudarc::driver::{result, sys};
 
 use super::devices::Devices;
 use super::library::{Library, Plan};
 use super::module::{Module, Prepared, Scratch};
-use super::order::{Claim, DriverError, Operand, Order, SideStream, in_relaxed_mode};
+use super::order::{DriverError, Ready, SideStream, in_relaxed_mode};
 use super::product::{ALIGNMENT, Element, Launch, Product};
 use super::recording::Recording;
 use super::self_test::{self, Fault};
@@ -63,7 +62,6 @@ impl Switch {
 
 /// The native kernels of a type on a device, loaded and verified.
 pub struct Native {
-    device: usize,
     element: Element,
     stream: SideStream,
     module: Module,
@@ -92,10 +90,17 @@ impl fmt::Display for Native {
             write!(f, " (no others, since {reason})")?;
         }
         match &self.library {
-            Ok(_) => write!(f, "; large full products by cuBLASLt")?,
-            Err(reason) => write!(f, "; no cuBLASLt, since {reason}")?,
+            Ok(_) => write!(f, "; large full products by cuBLASLt"),
+            Err(reason) => write!(f, "; no cuBLASLt, since {reason}"),
         }
-        write!(f, "; they start {}", self.stream.order())
+    }
+}
+
+/// Fails if a launch has failed before.
+fn ensure_enabled() -> Result<(), Refusal> {
+    match IS_DISABLED.load(Ordering::Relaxed) {
+        true => Err(Refusal("a launch has failed before".to_owned())),
+        false => Ok(()),
     }
 }
 
@@ -135,24 +140,8 @@ impl Native {
         if Switch::of_process()? == Switch::Off {
             return Err(Refusal("DISTMUON_NATIVE is off".to_owned()));
         }
-        let devices = &DEVICES[element as usize];
-        let native = devices.get(device, || Self::load(device, element))?;
-        native.ensure_usable()?;
-        Ok(native)
-    }
-
-    /// Fails if no native kernel may run on the device at this time.
-    fn ensure_usable(&self) -> Result<(), Refusal> {
-        if IS_DISABLED.load(Ordering::Relaxed) {
-            return Err(Refusal("a launch has failed before".to_owned()));
-        }
-        match self.stream.order() {
-            Order::Context(reason) if Claim::is_held(self.device) => Err(Refusal(format!(
-                "ranks exchange messages on the device, which iterations would wait for, since \
-                 {reason}"
-            ))),
-            _ => Ok(()),
-        }
+        ensure_enabled()?;
+        DEVICES[element as usize].get(device, || Self::load(device, element))
     }
 
     fn load(device: usize, element: Element) -> Result<Self, Refusal> {
@@ -165,11 +154,7 @@ impl Native {
 
     fn load_and_verify(device: usize, element: Element) -> Result<Self, Refusal> {
         let failed = |operation| move |error| Refusal::new(operation, error);
-        let order = Order::of(device).map_err(failed("order the work of a stream"))?;
-        if let Order::Host = order {
-            return Err(Refusal("the driver is older than CUDA 12.5".to_owned()));
-        }
-        let stream = SideStream::new(device, order).map_err(failed("open the device"))?;
+        let stream = SideStream::new(device).map_err(failed("open the device"))?;
         use sys::CUdevice_attribute_enum as Attribute;
         let attribute = |attribute| {
             // SAFETY: the device exists.
@@ -185,6 +170,9 @@ impl Native {
                 "the device has compute capability {major}.{minor}, not 9.0"
             )));
         }
+        if !stream.has_context_events() {
+            return Err(Refusal("the driver is older than CUDA 12.5".to_owned()));
+        }
         let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         if multiprocessors < 2 {
             return Err(Refusal("the device has one multiprocessor".to_owned()));
@@ -193,7 +181,6 @@ impl Native {
             Scratch::new(&stream, multiprocessors as usize).map_err(failed("allocate memory"))?;
         let module = Module::load(element)?;
         let mut native = Self {
-            device,
             element,
             stream,
             module,
@@ -233,9 +220,9 @@ impl Native {
         }
     }
 
-    /// Queues an iteration that reads and writes memory of CubeCL's tensors: after all work on it
-    /// that CubeCL was given, and before all work that it will be given. `buffers` are those of
-    /// the iteration, which this thread has pinned for it.
+    /// Queues an iteration that reads and writes memory of CubeCL's tensors: from `ready` on, and
+    /// before all work that CubeCL will give the device. `buffers` has the addresses of the
+    /// iteration's buffers.
     ///
     /// # Errors
     ///
@@ -243,26 +230,23 @@ impl Native {
     ///
     /// # Safety
     ///
-    /// The buffers have the bytes that the work says. No launch reads or writes anything else.
-    pub unsafe fn run(
-        &self,
-        client: &Client,
-        work: &Work<'_>,
-        buffers: &[Operand],
-    ) -> Result<(), NotRun> {
-        let buffers: Vec<u64> = buffers.iter().map(Operand::address).collect();
+    /// The addresses are multiples of 16, and those of memory with the bytes of the buffers, which
+    /// CubeCL does not free before the work that it will give the device. When the iteration is
+    /// ready, all work on them is done. No launch reads or writes anything else.
+    pub unsafe fn run(&self, ready: Ready, work: &Work<'_>, buffers: &[u64]) -> Result<(), NotRun> {
         if buffers.iter().any(|address| !address.is_multiple_of(ALIGNMENT)) {
             return Err(Refusal("a batch is not aligned".to_owned()).into());
         }
         let _stream = self.stream_alone();
-        let launches = (work.launches)(&buffers);
+        let launches = (work.launches)(buffers);
         let prepared = in_relaxed_mode(|| self.prepare(&launches))?;
         // SAFETY: as for this function.
-        self.in_order(client, || unsafe { self.queue(&prepared) })
+        self.in_order(ready, || unsafe { self.queue(&prepared) })
     }
 
-    /// The same for an iteration that is recorded when its key is first met, from its input, which
-    /// keeps its values, and its result. Returns the reason if there is no recording.
+    /// The same for an iteration that is recorded when its key is first met, from the addresses of
+    /// its input, which keeps its values, and of its result. Returns the reason if there is no
+    /// recording.
     ///
     /// # Errors
     ///
@@ -273,10 +257,10 @@ impl Native {
     /// As for [`run`](Self::run). Iterations of one key have the same launches.
     pub unsafe fn replay(
         &self,
-        client: &Client,
+        ready: Ready,
         key: &str,
         work: &Work<'_>,
-        buffers: [&Operand; 2],
+        [x, result]: [u64; 2],
     ) -> Result<Result<(), Refusal>, NotRun> {
         let mut recordings =
             self.recordings.lock().expect("nothing panics while it holds the lock");
@@ -291,9 +275,9 @@ impl Native {
             Ok(recording) => recording,
             Err(reason) => return Ok(Err(reason.clone())),
         };
-        self.in_order(client, || {
+        self.in_order(ready, || {
             // SAFETY: as for this function.
-            let replayed = unsafe { recording.replay(&self.stream, buffers.map(Operand::address)) };
+            let replayed = unsafe { recording.replay(&self.stream, [x, result]) };
             replayed.map_err(|error| Refusal::new("replay the iteration", error))
         })?;
         Ok(Ok(()))
@@ -314,13 +298,14 @@ impl Native {
     /// Queues work between that of CubeCL.
     fn in_order(
         &self,
-        client: &Client,
+        ready: Ready,
         queue: impl FnOnce() -> Result<(), Refusal>,
     ) -> Result<(), NotRun> {
         // Again: another thread may have had the stream meanwhile.
-        self.ensure_usable()?;
+        ensure_enabled()?;
         in_relaxed_mode(|| {
-            self.stream.wait_for_operands(client)?;
+            let ordered = self.stream.wait_for(ready);
+            ordered.map_err(|error| Refusal::new("order the iteration", error))?;
             let queued = queue();
             // Also after a failure, whose launches before it may be running.
             let ordered = self.stream.record().and_then(|event| event.make_context_wait());

@@ -20,11 +20,10 @@ mod recording;
 mod self_test;
 mod tiles;
 
+pub(crate) use devices::Devices;
 pub use engine::Native;
 pub use measure::Measured;
-pub use order::{
-    Claim, DriverError, Operand, Order, SideEvent, SideStream, Words, in_relaxed_mode,
-};
+pub use order::{Claim, DriverError, Ready, SideEvent, SideStream, in_relaxed_mode};
 pub use product::{Element, Launch, Layout, PlusIdentity, Product};
 
 /// The reason why native kernels do not run.
@@ -59,7 +58,7 @@ pub struct Work<'a> {
 }
 
 impl Refusal {
-    fn new(operation: &str, error: DriverError) -> Self {
+    pub(crate) fn new(operation: &str, error: DriverError) -> Self {
         Self(format!("the driver failed to {operation}: {error:?}"))
     }
 }

@@ -1,9 +1,9 @@
-//! The order of a stream of this crate with CubeCL's, which are not accessible.
+//! A stream next to CubeCL's, whose streams are not accessible, and its order with their work.
 //!
-//! A side stream waits for the work that CubeCL was given on its [operands](Operand), by
-//! [words](Words) in memory. Where the device can't, it waits for all work of the context,
-//! by an event that the driver has from CUDA 12.5 on, or the host waits ([`Order`]). Later work of
-//! CubeCL, and of all other streams of the context, waits for an event of the side stream.
+//! Before its work, a side stream waits for a word in memory, which one of CubeCL's streams writes
+//! ([`operands`](crate::operands)), or for an event of the whole context, which drivers have from
+//! CUDA 12.5 on. Later work of CubeCL, and of all other streams of the context, waits for an event
+//! of the side stream.
 //!
 //! Another thread may record a graph at the same time, in the mode that CubeCL chooses. The driver
 //! then refuses calls such as event queries on all threads of the process, and gives up the
@@ -13,26 +13,12 @@
 //! record in a context whose work is ordered with a side stream. A lock instead could deadlock: a
 //! recording waits for the device, which may wait for a call of another thread.
 
-mod words;
-
 use std::collections::BTreeSet;
 use std::ffi::{c_int, c_void};
-use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use cubecl::client::Client;
-use cubecl::cuda::CudaRuntime;
-use cubecl::future::block_on;
-use cubecl::server::{Handle, ServerError};
-use cubecl_runtime::runtime::Runtime;
-use cubecl_runtime::server::ServerStorage;
-use cubecl_runtime::storage::{ComputeStorage, ManagedResource};
 pub use cudarc::driver::DriverError;
 use cudarc::driver::{result, sys};
-
-pub use words::Words;
-
-use super::Refusal;
 
 /// The first driver version with `cuCtxRecordEvent` and `cuCtxWaitEvent`
 /// (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__CTX.html>).
@@ -88,85 +74,21 @@ impl Drop for Claim {
     }
 }
 
-type Storage = <<CudaRuntime as Runtime>::Server as ServerStorage>::Storage;
-
-/// Memory of CubeCL that work of a side stream reads or writes. It keeps its address.
-pub struct Operand(ManagedResource<<Storage as ComputeStorage>::Resource>);
-
-impl Operand {
-    /// Pins the memory of a handle. As for a kernel that uses it, CubeCL's stream of this thread
-    /// waits for the stream that the memory comes from.
-    ///
-    /// # Errors
-    ///
-    /// The failure of the work that should have filled the memory, or to allocate it.
-    pub fn new(client: &Client, handle: &Handle) -> Result<Self, ServerError> {
-        client.get_resource::<<CudaRuntime as Runtime>::Server>(handle.clone()).map(Self)
-    }
-
-    /// Returns the address.
-    pub fn address(&self) -> u64 {
-        self.0.resource().ptr
-    }
-}
-
-/// Returns a refusal because of an error of CubeCL.
-fn failed(operation: &'static str) -> impl FnOnce(ServerError) -> Refusal {
-    move |error| {
-        let error = error.to_string();
-        let reason = error.lines().next().unwrap_or_default();
-        Refusal(format!("CubeCL failed to {operation}: {reason}"))
-    }
-}
-
-/// The way in which a side stream waits for CubeCL's work.
-#[derive(Clone)]
-pub enum Order {
-    /// For the work on its operands alone, by words in memory.
-    Operands(&'static Words),
-    /// For all work of the context, also on other side streams, for the reason that is given.
-    Context(String),
-    /// By waits of the host, before the work of the side stream and after it: the driver is older
-    /// than CUDA 12.5.
-    Host,
-}
-
-impl Order {
-    /// Returns the best order that a device has. The first call tries it.
-    ///
-    /// # Errors
-    ///
-    /// The driver's error.
-    pub fn of(device: usize) -> Result<Self, DriverError> {
-        result::init()?;
-        let mut version = 0;
-        // SAFETY: one number is written.
-        unsafe { sys::cuDriverGetVersion(&mut version) }.result()?;
-        if version < CONTEXT_EVENTS {
-            return Ok(Self::Host);
-        }
-        let untried = || Self::Context("words in memory are being verified".to_owned());
-        let words = in_relaxed_mode(|| Words::of(device, || SideStream::new(device, untried())));
-        Ok(words.map_or_else(|Refusal(reason)| Self::Context(reason), Self::Operands))
-    }
-}
-
-impl fmt::Display for Order {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Operands(_) => write!(f, "after the work on their operands"),
-            Self::Context(reason) => write!(f, "after all work of the context, since {reason}"),
-            Self::Host => {
-                write!(f, "after waits of the host, since the driver is older than CUDA 12.5")
-            }
-        }
-    }
-}
-
-impl fmt::Debug for Order {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{self}")
-    }
+/// The point from which work of a side stream may start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ready {
+    /// A word of the device's memory has a number, or one of the next 2^31. The driver was given
+    /// the work that writes it, and the word is kept to the end of the process.
+    Word {
+        /// The address, a multiple of four.
+        address: u64,
+        /// The number.
+        number: u32,
+    },
+    /// All work that the context was given so far is done.
+    Context,
+    /// The host has waited.
+    Now,
 }
 
 /// A stream of its own in the context of a device, in which CubeCL also works.
@@ -178,7 +100,7 @@ struct Stream {
     device: sys::CUdevice,
     context: sys::CUcontext,
     stream: sys::CUstream,
-    order: Order,
+    has_context_events: bool,
 }
 
 // SAFETY: any thread that makes the context current may use contexts, streams and events of CUDA.
@@ -187,12 +109,12 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl SideStream {
-    /// Returns a new stream on a device, in an [`Order`] that the device has.
+    /// Returns a new stream on a device.
     ///
     /// # Errors
     ///
     /// The driver's error.
-    pub fn new(device: usize, order: Order) -> Result<Self, DriverError> {
+    pub fn new(device: usize) -> Result<Self, DriverError> {
         result::init()?;
         let device = result::device::get(device as c_int)?;
         // SAFETY: the device exists. CubeCL also works in this context.
@@ -200,10 +122,16 @@ impl SideStream {
         let open = || {
             // SAFETY: the context was just retained.
             unsafe { result::ctx::set_current(context) }?;
-            result::stream::create(result::stream::StreamKind::NonBlocking)
+            let mut version = 0;
+            // SAFETY: one number is written.
+            unsafe { sys::cuDriverGetVersion(&mut version) }.result()?;
+            let stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
+            Ok((stream, version >= CONTEXT_EVENTS))
         };
         match open() {
-            Ok(stream) => Ok(Self(Arc::new(Stream { device, context, stream, order }))),
+            Ok((stream, has_context_events)) => {
+                Ok(Self(Arc::new(Stream { device, context, stream, has_context_events })))
+            }
             Err(error) => {
                 // SAFETY: the context was retained above, and nothing uses it.
                 unsafe { result::primary_ctx::release(device) }.ok();
@@ -212,9 +140,9 @@ impl SideStream {
         }
     }
 
-    /// Returns the way in which the stream waits for CubeCL's work.
-    pub fn order(&self) -> &Order {
-        &self.0.order
+    /// Returns `true` if the driver has events of whole contexts.
+    pub fn has_context_events(&self) -> bool {
+        self.0.has_context_events
     }
 
     /// Returns the device, as the driver has it.
@@ -237,53 +165,41 @@ impl SideStream {
         unsafe { result::ctx::set_current(self.0.context) }
     }
 
-    /// Makes later work of the stream wait for all work that CubeCL was given so far on memory that
-    /// this thread has made an [`Operand`] of.
+    /// Makes later work of the stream wait.
     ///
     /// # Errors
     ///
-    /// The reason why it does not wait. Unless by words, it is also refused while a graph is
-    /// recorded in the context, and the recording fails.
-    pub fn wait_for_operands(&self, client: &Client) -> Result<(), Refusal> {
-        let driver = |error| Refusal::new("order the work of a stream", error);
-        match &self.0.order {
-            // A graph would write the word each time that it is replayed.
-            Order::Operands(words) if !client.is_capturing() => {
-                let (address, number) = words.announce(client)?;
-                self.wait_for_word(address, number).map_err(driver)
+    /// The driver's error, for [`Ready::Context`] also where it has no events of whole contexts, or
+    /// while a graph is recorded in the context, whose recording then fails.
+    pub fn wait_for(&self, ready: Ready) -> Result<(), DriverError> {
+        match ready {
+            Ready::Word { address, number } => {
+                self.make_current()?;
+                let flags = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
+                // SAFETY: the stream is alive, and the word is kept.
+                unsafe { sys::cuStreamWaitValue32_v2(self.0.stream, address, number, flags) }
+                    .result()
             }
-            Order::Operands(_) | Order::Context(_) => self.wait_for_context().map_err(driver),
-            // The stream of this thread waits for all others that have worked on the operands.
-            Order::Host => block_on(client.sync()).map_err(failed("wait for the device")),
+            Ready::Context => {
+                let event = self.event()?;
+                let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+                // SAFETY: context, stream and event are alive; the event may be destroyed before it
+                // is passed.
+                unsafe {
+                    sys::cuCtxRecordEvent(self.0.context, event.event).result()?;
+                    result::stream::wait_event(self.0.stream, event.event, flags)
+                }
+            }
+            Ready::Now => Ok(()),
         }
     }
 
-    /// Makes later work of the stream wait until a word has a number or one of the next 2^31.
-    fn wait_for_word(&self, address: u64, number: u32) -> Result<(), DriverError> {
+    /// Writes a number into a word that is kept to the end of the process, as work of the stream.
+    pub(crate) fn write_word(&self, address: u64, number: u32) -> Result<(), DriverError> {
         self.make_current()?;
-        let flags = sys::CUstreamWaitValue_flags::CU_STREAM_WAIT_VALUE_GEQ as u32;
-        // SAFETY: the stream is alive, and the word is kept to the end of the process.
-        unsafe { sys::cuStreamWaitValue32_v2(self.0.stream, address, number, flags) }.result()
-    }
-
-    /// Writes a number into a word of CubeCL's memory, as work of the stream.
-    fn write_word(&self, address: u64, number: u32) -> Result<(), DriverError> {
-        self.make_current()?;
-        // SAFETY: the word is kept to the end of the process, and the number is staged when the
-        // call returns, since its memory is not pinned.
+        // SAFETY: the word is kept, and the number is staged when the call returns, since its
+        // memory is not pinned.
         unsafe { result::memcpy_htod_async(address, &[number], self.0.stream) }
-    }
-
-    /// Makes later work of the stream wait for all work that the context was given so far.
-    fn wait_for_context(&self) -> Result<(), DriverError> {
-        let ready = self.event()?;
-        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-        // SAFETY: context, stream and event are alive; the event may be destroyed before it is
-        // passed.
-        unsafe {
-            sys::cuCtxRecordEvent(self.0.context, ready.event).result()?;
-            result::stream::wait_event(self.0.stream, ready.event, flags)
-        }
     }
 
     /// Records an event after all work that the stream was given so far.
@@ -340,13 +256,13 @@ unsafe impl Send for SideEvent {}
 
 impl SideEvent {
     /// Makes all work that the context is given from now on wait for the event. Returns `false` if
-    /// the host has to wait instead.
+    /// the driver has no events of whole contexts.
     ///
     /// # Errors
     ///
     /// The driver's error.
     pub fn make_context_wait(&self) -> Result<bool, DriverError> {
-        if let Order::Host = self.of.order {
+        if !self.of.has_context_events {
             return Ok(false);
         }
         // SAFETY: context and event are alive; the event may be destroyed before it is passed.

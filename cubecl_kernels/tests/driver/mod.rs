@@ -105,6 +105,13 @@ impl StandIn {
         assert_eq!(stall.expect("a function of the stand-in")(begin.as_ptr()), 0);
     }
 
+    /// Adds a number to each value that streams wait for from now on.
+    pub fn fault_values(&self, fault: i32) {
+        // SAFETY: as above.
+        let set = unsafe { self.0.get::<extern "C" fn(c_int) -> c_int>(b"standin_value_fault") };
+        assert_eq!(set.expect("a function of the stand-in")(fault), 0);
+    }
+
     /// Returns the number of launches that ran, of kernels whose names begin with a text.
     pub fn launches(&self, begin: &str) -> usize {
         type Count = extern "C" fn(*const c_char, *mut c_long) -> c_int;

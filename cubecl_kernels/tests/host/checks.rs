@@ -1,26 +1,15 @@
 //! Checks of the host's side of the native kernels, in a process on the stand-in for CUDA's driver.
 
-use cubecl::client::Client;
-use cubecl::cuda::CudaDevice;
-use cubecl::future::block_on;
-use cubecl::server::Handle;
-use cubecl_core::environment::stream::StreamId;
+use cudarc::driver::{result, sys};
 use half::{bf16, f16};
 
 use crate::driver::StandIn;
-use crate::native::{Element, Launch, Layout, Native, Operand, PlusIdentity, Product, Work};
-
-/// Of CubeCL, which has 128.
-const STREAMS: [StreamId; 3] =
-    [StreamId { value: 101 }, StreamId { value: 102 }, StreamId { value: 103 }];
-
-fn client() -> Client {
-    cubecl::Device::Cuda(CudaDevice::new(0)).client()
-}
+use crate::native::{
+    Element, Launch, Layout, Native, PlusIdentity, Product, Ready, SideStream, Work,
+};
 
 /// Runs all checks.
 pub fn run() {
-    let client = client();
     let stand_in = StandIn::loaded();
     for element in Element::ALL {
         let native = Native::of(0, element).expect("the stand-in multiplies exactly");
@@ -29,7 +18,7 @@ pub fn run() {
         assert!(description.contains(all), "{description}");
         // Sizes that fill no tile, and both sides.
         for shape in [[1, 72, 136], [2, 136, 72], [3, 264, 200], [2, 200, 264], [1, 136, 136]] {
-            let case = Case { client: &client, element, shape };
+            let case = Case { element, shape };
             case.runs_exactly(native);
             case.replays_exactly(native, &stand_in);
             case.runs_in_order(native, &stand_in);
@@ -41,24 +30,22 @@ pub fn run() {
 pub fn run_with_stalled_kernels() {
     let stand_in = StandIn::loaded();
     stand_in.stall("product_256");
-    let client = client();
     let native = Native::of(0, Element::Bf16).expect("narrow tiles do not wait");
     let description = native.to_string();
     assert!(description.contains("tiles of 128 x 128, 256 x 128 (no others"), "{description}");
-    let case = Case { client: &client, element: Element::Bf16, shape: [2, 136, 264] };
+    let case = Case { element: Element::Bf16, shape: [2, 136, 264] };
     case.runs_exactly(native);
 }
 
 /// An iteration of a batch of integers in a type: `(Z + I) X + 2 X` with `Z = R^2 / 16 - R` for
 /// `R = X X^T`, or `R = X^T X` from the right.
-struct Case<'a> {
-    client: &'a Client,
+struct Case {
     element: Element,
     /// Matrices, rows and columns.
     shape: [usize; 3],
 }
 
-impl Case<'_> {
+impl Case {
     fn symmetric_rows(&self) -> usize {
         let [_, m, n] = self.shape;
         m.min(n)
@@ -166,37 +153,20 @@ impl Case<'_> {
         test(&Work { bytes: &bytes, launches: &launches, result: 4 });
     }
 
-    fn uploaded(&self, x: &[f32]) -> Handle {
-        let bytes: Vec<u8> = x.iter().flat_map(|x| self.bits(*x).to_ne_bytes()).collect();
-        self.client.create_from_slice(&bytes)
-    }
-
-    /// The buffers of an iteration of `x`.
-    fn buffers(&self, x: Handle) -> Vec<Handle> {
-        let others = self.elements().into_iter().skip(1);
-        let others = others.map(|elements| self.client.empty(elements * size_of::<u16>()));
-        std::iter::once(x).chain(others).collect()
-    }
-
-    fn operand(&self, handle: &Handle) -> Operand {
-        Operand::new(self.client, handle).expect("the work before has not failed")
-    }
-
-    /// Runs the iteration of a batch, and returns its result.
-    fn run(&self, native: &Native, x: Handle) -> Handle {
-        let mut buffers = self.buffers(x);
-        let operands: Vec<Operand> = buffers.iter().map(|handle| self.operand(handle)).collect();
-        // SAFETY: the buffers have the elements of the iteration.
-        self.with_work(|work| unsafe {
-            native.run(self.client, work, &operands).expect("an iteration runs");
-        });
-        buffers.swap_remove(4)
+    fn uploaded(&self, x: &[f32]) -> Memory {
+        Memory::of(&x.iter().map(|x| self.bits(*x)).collect::<Vec<_>>())
     }
 
     fn runs_exactly(&self, native: &Native) {
         let x = self.input(1);
-        let result = self.run(native, self.uploaded(&x));
-        self.assert_result(result, &x);
+        let mut memory = vec![self.uploaded(&x)];
+        memory.extend(self.elements()[1..].iter().map(|elements| Memory::new(*elements)));
+        let addresses: Vec<u64> = memory.iter().map(|memory| memory.0).collect();
+        // SAFETY: the buffers have the elements of the iteration.
+        self.with_work(|work| unsafe {
+            native.run(Ready::Context, work, &addresses).expect("an iteration runs");
+        });
+        self.assert_result(&memory[4], &x);
     }
 
     /// A recording of the same launches, used with two inputs.
@@ -204,67 +174,102 @@ impl Case<'_> {
         let key = format!("{:?}", self.shape);
         for seed in [1, 2] {
             let x = self.input(seed);
-            let (from, to) = (self.uploaded(&x), self.client.empty(x.len() * size_of::<u16>()));
+            let (from, to) = (self.uploaded(&x), Memory::new(x.len()));
             let before = stand_in.launches("product");
             self.with_work(|work| {
-                let operands = [&from, &to].map(|handle| self.operand(handle));
                 // SAFETY: both have the elements of the input.
-                let replayed =
-                    unsafe { native.replay(self.client, &key, work, operands.each_ref()) };
+                let (ready, addresses) = (Ready::Context, [from.0, to.0]);
+                let replayed = unsafe { native.replay(ready, &key, work, addresses) };
                 replayed.expect("a recording runs").expect("an iteration is recorded");
             });
-            self.assert_result(to, &x);
+            self.assert_result(&to, &x);
             // Once before the recording, in which nothing runs.
             let launched = if seed == 1 { 6 } else { 3 };
             assert_eq!(stand_in.launches("product") - before, launched);
         }
     }
 
-    /// Streams of CubeCL write the input before, and afterwards read the result and write to the
-    /// memory of the input again; what runs first is chosen at random.
+    /// Other streams of the context write the input before, and read the result and overwrite the
+    /// input afterwards; what runs first is chosen at random.
     fn runs_in_order(&self, native: &Native, stand_in: &StandIn) {
         let x = self.input(3);
-        let noise = vec![1.0; x.len()];
+        let input = self.uploaded(&x);
+        let bytes = x.len() * size_of::<u16>();
+        let others = [(); 2].map(|()| SideStream::new(0).expect("the device has streams"));
+        let copy = |stream: &SideStream, to: &Memory, from: &Memory| {
+            let stream = stream.as_ptr().cast();
+            // SAFETY: both have these bytes.
+            unsafe { result::memcpy_dtod_async(to.0, from.0, bytes, stream) }.expect("a copy");
+        };
         for seed in 0..3 {
-            let mut number = seed;
-            let mut steps = || {
-                for _ in 0..3 {
-                    number += 7;
-                    stand_in.step(number);
-                }
-            };
-            let [write, run, read] = STREAMS;
+            let memory = self.elements().map(Memory::new);
+            let addresses = memory.each_ref().map(|memory| memory.0);
+            let result = Memory::new(x.len());
             stand_in.hold(true);
-            let input = write.executes(|| self.uploaded(&x));
-            steps();
-            let result = run.executes(|| self.run(native, input));
-            steps();
-            let overwritten = write.executes(|| self.uploaded(&noise));
-            steps();
-            let result = read.executes(|| self.client.read_async(vec![result]));
-            steps();
-            let bytes = block_on(result).expect("the work before has not failed").remove(0);
+            copy(&others[0], &memory[0], &input);
+            // SAFETY: the buffers have the elements of the iteration.
+            self.with_work(|work| unsafe {
+                native.run(Ready::Context, work, &addresses).expect("an iteration runs");
+            });
+            copy(&others[1], &result, &memory[4]);
+            for memory in &memory {
+                memory.poison(&others[1]);
+            }
+            memory[0].poison(&others[0]);
+            let mut steps = seed;
+            while stand_in.step(steps) {
+                steps += 3;
+            }
             stand_in.hold(false);
-            drop(overwritten);
-            self.assert_bytes(&bytes, &x);
+            self.assert_result(&result, &x);
         }
     }
 
-    fn assert_result(&self, result: Handle, x: &[f32]) {
-        let read = block_on(self.client.read_async(vec![result]));
-        self.assert_bytes(&read.expect("the work before has not failed")[0], x);
-    }
-
-    fn assert_bytes(&self, bytes: &[u8], x: &[f32]) {
-        let Self { element, shape, .. } = self;
-        let bits = |bytes: &[u8]| u16::from_ne_bytes(bytes.try_into().expect("two bytes"));
-        let result: Vec<u16> = bytes.chunks(2).map(bits).collect();
-        let expected = self.expected(x);
-        assert_eq!(result.len(), expected.len());
+    fn assert_result(&self, memory: &Memory, x: &[f32]) {
+        let Self { element, shape } = self;
+        let (result, expected) = (memory.read(x.len()), self.expected(x));
         let wrong = (0..x.len()).find(|at| result[*at] != expected[*at]);
         if let Some(at) = wrong {
             let [got, expected] = [result[at], expected[at]].map(|bits| self.widened(bits));
             panic!("{element:?} {shape:?}, element {at}: {got}, not {expected}");
         }
+    }
+}
+
+/// Memory of the device.
+struct Memory(sys::CUdeviceptr);
+
+impl Memory {
+    fn new(elements: usize) -> Self {
+        let bytes = elements * size_of::<u16>();
+        // SAFETY: there are some bytes, which are written before they are read.
+        Self(unsafe { result::malloc_sync(bytes) }.expect("the device has memory"))
+    }
+
+    fn of(values: &[u16]) -> Self {
+        let memory = Self::new(values.len());
+        // SAFETY: it has these elements.
+        unsafe { result::memcpy_htod_sync(memory.0, values) }.expect("a copy");
+        memory
+    }
+
+    /// Writes NaN to the first elements, as later work of a stream.
+    fn poison(&self, stream: &SideStream) {
+        // SAFETY: it has at least one element.
+        unsafe { result::memset_d8_async(self.0, 0xff, 2, stream.as_ptr().cast()) }.expect("a set");
+    }
+
+    fn read(&self, elements: usize) -> Vec<u16> {
+        let mut values = vec![0; elements];
+        // SAFETY: it has these elements.
+        unsafe { result::memcpy_dtoh_sync(&mut values, self.0) }.expect("a copy");
+        values
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: it was allocated here, and nothing uses it any more.
+        unsafe { result::free_sync(self.0) }.ok();
     }
 }

@@ -3,7 +3,6 @@
 //!
 //! Each case is a process of its own, since a process chooses the order once for a device.
 
-use std::ffi::c_int;
 use std::time::{Duration, Instant};
 
 use cubecl::client::Client;
@@ -14,12 +13,13 @@ use cubecl_core::bytes::Bytes;
 use cubecl_core::environment::stream::StreamId;
 use cudarc::driver::{result, sys};
 use distmuon_kernels::native::{
-    Claim, Element, Launch, Layout, Native, Operand, Order, Product, Refusal, SideEvent,
-    SideStream, Work,
+    Claim, Element, Launch, Layout, Native, Product, Refusal, SideEvent, SideStream, Work,
 };
+use distmuon_kernels::operands::{Operand, Order};
 use distmuon_skips::skip;
 
-use crate::{driver, sources};
+use crate::driver::{self, StandIn};
+use crate::sources;
 
 /// Of CubeCL, which has 128.
 const STREAMS: [StreamId; 3] =
@@ -31,21 +31,16 @@ const LENGTH: usize = 16;
 const BYTES: usize = LENGTH * size_of::<u32>();
 
 /// A difference to the values that streams wait for: they do not wait for a word.
-const IGNORED: c_int = -(1 << 20);
+const IGNORED: i32 = -(1 << 20);
 
-/// Runs a case in a process of its own, on the stand-in for the driver.
-fn in_process(name: &str, case: fn()) {
-    if let Err(missing) = driver::run(&format!("order::{name}"), &sources(), case) {
+/// Runs a case in a process of its own.
+fn in_process(name: &str, case: fn(&StandIn)) {
+    let body = || {
+        result::init().expect("the stand-in starts");
+        case(&StandIn::loaded());
+    };
+    if let Err(missing) = driver::run(&format!("order::{name}"), &sources(), body) {
         skip(missing);
-    }
-}
-
-/// Calls a function of the stand-in with a number, and returns its code.
-fn standin(name: &str, number: c_int) -> c_int {
-    // SAFETY: the functions that are named here have this type.
-    unsafe {
-        let function = sys::culib().get::<unsafe extern "C" fn(c_int) -> c_int>(name.as_bytes());
-        function.expect("the stand-in is loaded")(number)
     }
 }
 
@@ -64,9 +59,9 @@ impl Random {
     }
 
     /// Runs some operations that can run.
-    fn steps(&mut self) {
+    fn steps(&mut self, stand_in: &StandIn) {
         for _ in 0..self.below(4) {
-            standin("standin_step", self.next() as c_int);
+            stand_in.step(self.next() as u32);
         }
     }
 
@@ -88,26 +83,33 @@ enum Mutant {
     WrongNumber,
 }
 
-/// A side stream and CubeCL's streams.
-struct Device {
+/// CubeCL's streams, and their order with side streams.
+struct Device<'a> {
     /// Futures of reads borrow it.
     client: &'static Client,
+    order: Order,
     random: Random,
+    stand_in: &'a StandIn,
 }
 
 type Read = DynFut<Result<Vec<Bytes>, ServerError>>;
 
-impl Device {
-    fn new(seed: usize) -> Self {
+impl<'a> Device<'a> {
+    fn new(seed: usize, stand_in: &'a StandIn) -> Self {
         let client = cubecl::Device::Cuda(CudaDevice::new(0)).client();
-        Self { client: Box::leak(Box::new(client)), random: Random(seed as u64) }
+        let client = Box::leak(Box::new(client));
+        Self { client, order: order(), random: Random(seed as u64), stand_in }
+    }
+
+    fn steps(&mut self) {
+        self.random.steps(self.stand_in);
     }
 
     /// Makes a buffer with a number, by one of CubeCL's streams.
     fn write(&mut self, stream: StreamId, number: u32) -> Handle {
         let numbers = number.to_ne_bytes().repeat(LENGTH);
         let handle = stream.executes(|| self.client.create_from_slice(&numbers));
-        self.random.steps();
+        self.steps();
         handle
     }
 
@@ -115,7 +117,7 @@ impl Device {
     fn read(&mut self, handle: Handle) -> Read {
         let client = self.client;
         let read = self.random.stream().executes(|| client.read_async(vec![handle]));
-        self.random.steps();
+        self.steps();
         Box::pin(read)
     }
 
@@ -139,9 +141,11 @@ impl Device {
                 _ => operand(from)?,
             };
             let to_operand = operand(&to)?;
-            self.random.steps();
-            side.wait_for_operands(self.client)?;
-            self.random.steps();
+            self.steps();
+            let ready = self.order.ready(self.client)?;
+            self.steps();
+            side.wait_for(ready).expect("the driver waits");
+            self.steps();
             if let Some(partner) = partner {
                 partner.queue_wait(side);
             }
@@ -151,12 +155,12 @@ impl Device {
                 result::memcpy_dtod_async(to_operand.address(), from.address(), BYTES, raw)
             }
             .expect("the driver copies");
-            self.random.steps();
+            self.steps();
             let event = side.record().expect("the driver records events");
             if partner.is_none() && mutant != Some(Mutant::NoWaitAfter) {
                 assert!(event.make_context_wait().expect("the driver waits"));
             }
-            self.random.steps();
+            self.steps();
             Ok((to, event))
         })
     }
@@ -200,15 +204,18 @@ impl Partner {
     }
 }
 
+fn order() -> Order {
+    Order::of(0).expect("the driver works")
+}
+
 fn side_stream() -> SideStream {
-    let order = Order::of(0).expect("the driver works");
-    SideStream::new(0, order).expect("the driver has streams")
+    SideStream::new(0).expect("the driver has streams")
 }
 
 /// Runs a program of copies on a side stream between CubeCL's writes and reads, in one order of
 /// operations. Fails if a result is wrong, or if the host would wait for ever.
-fn copies(seed: usize, mutant: Option<Mutant>) -> Result<(), String> {
-    let mut device = Device::new(seed);
+fn copies(stand_in: &StandIn, seed: usize, mutant: Option<Mutant>) -> Result<(), String> {
+    let mut device = Device::new(seed, stand_in);
     let side = side_stream();
     let mut reads = vec![];
     for round in 0..4 {
@@ -231,51 +238,51 @@ fn copies(seed: usize, mutant: Option<Mutant>) -> Result<(), String> {
     Ok(())
 }
 
-/// Lets CubeCL's streams write their words, and holds the operations of all streams.
+/// Runs a program with several seeds while a test chooses the order of operations, after CubeCL's
+/// streams have made their words.
 fn held(
-    seeds: impl Iterator<Item = usize>,
+    stand_in: &StandIn,
+    mut seeds: impl Iterator<Item = usize>,
     run: impl Fn(usize) -> Result<(), String>,
 ) -> Result<(), String> {
-    let side = side_stream();
-    let client = Device::new(0).client;
+    let device = Device::new(0, stand_in);
     for stream in STREAMS {
-        stream.executes(|| side.wait_for_operands(client)).expect("the driver works");
+        stream.executes(|| device.order.ready(device.client)).expect("the driver works");
     }
-    let mut seeds = seeds;
-    standin("standin_hold", 1);
+    stand_in.hold(true);
     let ran = seeds.try_for_each(|seed| run(seed).map_err(|error| format!("seed {seed}: {error}")));
-    standin("standin_hold", 0);
+    stand_in.hold(false);
     ran
 }
 
 fn orders_by_words() {
-    assert!(matches!(side_stream().order(), Order::Operands(_)), "{}", side_stream().order());
+    assert!(matches!(order(), Order::Operands(_)), "{}", order());
 }
 
 #[test]
 fn a_side_stream_works_between_reads_and_writes() {
-    in_process("a_side_stream_works_between_reads_and_writes", || {
+    in_process("a_side_stream_works_between_reads_and_writes", |stand_in| {
         orders_by_words();
-        held(0..400, |seed| copies(seed, None)).unwrap();
+        held(stand_in, 0..400, |seed| copies(stand_in, seed, None)).unwrap();
     });
 }
 
 #[test]
 fn events_of_the_context_also_order_it() {
-    in_process("events_of_the_context_also_order_it", || {
-        standin("standin_value_fault", IGNORED);
-        let order = side_stream().order().to_string();
+    in_process("events_of_the_context_also_order_it", |stand_in| {
+        stand_in.fault_values(IGNORED);
+        let order = order().to_string();
         assert_eq!(order, "after all work of the context, since streams do not wait for words");
-        held(0..400, |seed| copies(seed, None)).unwrap();
+        held(stand_in, 0..400, |seed| copies(stand_in, seed, None)).unwrap();
     });
 }
 
-fn is_found(mutant: Mutant, fault: c_int) {
+fn is_found(stand_in: &StandIn, mutant: Mutant, fault: i32) {
     orders_by_words();
-    let found = held(0..400, |seed| {
-        standin("standin_value_fault", fault);
-        let ran = copies(seed, Some(mutant));
-        standin("standin_value_fault", 0);
+    let found = held(stand_in, 0..400, |seed| {
+        stand_in.fault_values(fault);
+        let ran = copies(stand_in, seed, Some(mutant));
+        stand_in.fault_values(0);
         ran
     });
     println!("{mutant:?}: {}", found.expect_err("the mutant is found"));
@@ -283,28 +290,34 @@ fn is_found(mutant: Mutant, fault: c_int) {
 
 #[test]
 fn an_operand_that_is_left_out_is_found() {
-    in_process("an_operand_that_is_left_out_is_found", || is_found(Mutant::NotAnOperand, 0));
+    in_process("an_operand_that_is_left_out_is_found", |stand_in| {
+        is_found(stand_in, Mutant::NotAnOperand, 0)
+    });
 }
 
 #[test]
 fn later_work_that_does_not_wait_is_found() {
-    in_process("later_work_that_does_not_wait_is_found", || is_found(Mutant::NoWaitAfter, 0));
+    in_process("later_work_that_does_not_wait_is_found", |stand_in| {
+        is_found(stand_in, Mutant::NoWaitAfter, 0)
+    });
 }
 
 #[test]
 fn a_number_that_is_not_incremented_is_found() {
-    in_process("a_number_that_is_not_incremented_is_found", || is_found(Mutant::SameNumber, -1));
+    in_process("a_number_that_is_not_incremented_is_found", |stand_in| {
+        is_found(stand_in, Mutant::SameNumber, -1)
+    });
 }
 
 #[test]
 fn a_wrong_number_is_found() {
-    in_process("a_wrong_number_is_found", || is_found(Mutant::WrongNumber, 1000));
+    in_process("a_wrong_number_is_found", |stand_in| is_found(stand_in, Mutant::WrongNumber, 1000));
 }
 
 /// A collective of each of two groups and copies, of which each needs what came before. The
 /// partners arrive at the end, in either order.
-fn collectives(seed: usize) -> Result<(), String> {
-    let mut device = Device::new(seed);
+fn collectives(stand_in: &StandIn, seed: usize) -> Result<(), String> {
+    let mut device = Device::new(seed, stand_in);
     let groups = [(side_stream(), Partner::new()), (side_stream(), Partner::new())];
     let native = side_stream();
     let numbers = [seed as u32 * 8, seed as u32 * 8 + 1, seed as u32 * 8 + 2];
@@ -341,7 +354,7 @@ fn collectives(seed: usize) -> Result<(), String> {
     let first = device.random.below(2);
     for index in [first, 1 - first] {
         groups[index].1.set(1);
-        device.random.steps();
+        device.steps();
     }
     // Reuse of their memory is later work, which waits for the calls.
     drop(sent);
@@ -355,19 +368,20 @@ fn collectives(seed: usize) -> Result<(), String> {
 
 #[test]
 fn an_iteration_does_not_wait_for_collectives() {
-    in_process("an_iteration_does_not_wait_for_collectives", || {
+    in_process("an_iteration_does_not_wait_for_collectives", |stand_in| {
         orders_by_words();
-        held(0..200, collectives).unwrap();
+        held(stand_in, 0..200, |seed| collectives(stand_in, seed)).unwrap();
     });
 }
 
 #[test]
 fn an_event_of_the_context_waits_for_collectives() {
-    in_process("an_event_of_the_context_waits_for_collectives", || {
-        standin("standin_value_fault", IGNORED);
-        drop(side_stream());
-        standin("standin_value_fault", 0);
-        let stuck = held(0..1, collectives).expect_err("it waits for ever");
+    in_process("an_event_of_the_context_waits_for_collectives", |stand_in| {
+        stand_in.fault_values(IGNORED);
+        order();
+        stand_in.fault_values(0);
+        let stuck = held(stand_in, 0..1, |seed| collectives(stand_in, seed))
+            .expect_err("it waits for ever");
         println!("{stuck}");
     });
 }
@@ -395,17 +409,20 @@ fn product(device: &mut Device, native: &Native, number: f32) -> Result<(), Stri
         |number: f32| half::f16::from_f32(number).to_bits().to_ne_bytes().repeat(ROWS * ROWS);
     let client = device.client;
     let x = device.random.stream().executes(|| client.create_from_slice(&full(number)));
-    device.random.steps();
+    device.steps();
     let run = || {
         let c = client.empty(bytes[1]);
         let operands = [&x, &c].map(|handle| Operand::new(client, handle));
         let operands = operands.map(|operand| operand.expect("the work before has not failed"));
+        let order = Order::of_iterations(0).map_err(|Refusal(reason)| reason)?;
+        let ready = order.ready(client).map_err(|Refusal(reason)| reason)?;
+        let addresses = operands.each_ref().map(Operand::address);
         // SAFETY: the buffers have these bytes, and the launch uses no others.
-        let queued = unsafe { native.run(client, &work, &operands) };
+        let queued = unsafe { native.run(ready, &work, &addresses) };
         queued.map(|()| c).map_err(|not_run| format!("{not_run:?}"))
     };
     let c = device.random.stream().executes(run)?;
-    device.random.steps();
+    device.steps();
     let sums = block_on(device.read(c)).map_err(|error| error.to_string())?;
     match sums[0][..] == full(ROWS as f32 * number * number) {
         true => Ok(()),
@@ -415,13 +432,13 @@ fn product(device: &mut Device, native: &Native, number: f32) -> Result<(), Stri
 
 #[test]
 fn native_kernels_run_beside_a_collective() {
-    in_process("native_kernels_run_beside_a_collective", || {
+    in_process("native_kernels_run_beside_a_collective", |stand_in| {
         let native = Native::of(0, Element::F16).expect("the stand-in has native kernels");
-        assert!(native.to_string().ends_with("after the work on their operands"), "{native}");
+        orders_by_words();
         let _claim = Claim::new(0).expect("nothing else has the device");
         let (group, partner) = (side_stream(), Partner::new());
-        let ran = held(0..50, |seed| {
-            let mut device = Device::new(seed);
+        let ran = held(stand_in, 0..50, |seed| {
+            let mut device = Device::new(seed, stand_in);
             let stream = device.random.stream();
             let from = device.write(stream, 7);
             let call = device.copy(&group, &from, None, Some(&partner));
@@ -442,29 +459,27 @@ fn native_kernels_run_beside_a_collective() {
 
 #[test]
 fn native_kernels_are_refused_beside_a_collective_without_words() {
-    in_process("native_kernels_are_refused_beside_a_collective_without_words", || {
-        standin("standin_value_fault", IGNORED);
+    in_process("native_kernels_are_refused_beside_a_collective_without_words", |stand_in| {
+        stand_in.fault_values(IGNORED);
         let native = Native::of(0, Element::F16).expect("the stand-in has native kernels");
         let claim = Claim::new(0).expect("nothing else has the device");
-        let Err(Refusal(reason)) = Native::of(0, Element::F16) else {
-            panic!("they are not refused")
-        };
+        let Err(Refusal(reason)) = Order::of_iterations(0) else { panic!("it is not refused") };
         assert_eq!(
             reason,
             "ranks exchange messages on the device, which iterations would wait for, since \
              streams do not wait for words"
         );
         drop(claim);
-        product(&mut Device::new(0), native, 3.0).unwrap();
+        product(&mut Device::new(0, stand_in), native, 3.0).unwrap();
     });
 }
 
 #[test]
 fn a_stream_that_waits_for_ever_is_given_up() {
-    in_process("a_stream_that_waits_for_ever_is_given_up", || {
-        standin("standin_value_fault", 1);
+    in_process("a_stream_that_waits_for_ever_is_given_up", |stand_in| {
+        stand_in.fault_values(1);
         let start = Instant::now();
-        let order = side_stream().order().to_string();
+        let order = order().to_string();
         assert_eq!(
             order,
             "after all work of the context, since a stream waits for a word after 5s"

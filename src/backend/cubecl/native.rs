@@ -11,8 +11,9 @@ use cubecl::client::Client;
 use cubecl::future::block_on;
 use cubecl::server::Handle;
 use distmuon_kernels::native::{
-    Element, Launch, Layout, Native, NotRun, Operand, PlusIdentity, Product, Refusal, Work,
+    Element, Launch, Layout, Native, NotRun, PlusIdentity, Product, Refusal, Work,
 };
+use distmuon_kernels::operands::{Operand, Order};
 
 use super::Failure;
 use super::tensors::{tensor, unshared};
@@ -50,8 +51,14 @@ pub(in crate::backend) fn native_kernels(
     if k > MAX_BATCH {
         return Err(format!("there are more than {MAX_BATCH} matrices: got {k}"));
     }
-    let native = Native::of(index, element).map_err(|Refusal(reason)| reason)?;
-    Ok(native.to_string())
+    let (native, order) = native_in_order(index, element).map_err(|Refusal(reason)| reason)?;
+    Ok(format!("{native}; they start {order}"))
+}
+
+/// The native kernels of a device, and their order with CubeCL's work.
+fn native_in_order(index: usize, element: Element) -> Result<(&'static Native, Order), Refusal> {
+    let native = Native::of(index, element)?;
+    Ok((native, Order::of_iterations(index)?))
 }
 
 /// The index of a CUDA device, and a type that its native kernels have.
@@ -165,7 +172,7 @@ fn key(x: &Float, program: &Program) -> String {
 fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
     let (index, element) =
         index_and_element(&x.device, x.dtype).map_err(|reason| Refusal(reason.to_owned()))?;
-    let native = Native::of(index, element)?;
+    let (native, order) = native_in_order(index, element)?;
     let shape @ [k, m, n] = x.shape().dims();
     let buffers = Buffers::of(program);
     let bytes = buffers.elements([m, n]).map(|elements| k * elements * x.dtype.size());
@@ -188,10 +195,11 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
     if k * m * n <= RECORDED_ELEMENTS {
         let handle = x.client.empty(bytes[0]);
         let (from, to) = (pin(&x.handle)?, pin(&handle)?);
-        let key = key(x, program);
+        let (key, ready) = (key(x, program), order.ready(&x.client)?);
+        let addresses = [from.address(), to.address()];
         // SAFETY: both have the elements of the batch. The key has all that the launches depend on,
         // and they read and write the buffers that they are given.
-        match unsafe { native.replay(&x.client, &key, &work, [&from, &to]) }? {
+        match unsafe { native.replay(ready, &key, &work, addresses) }? {
             Ok(()) => return Ok(tensor(x, handle, Shape::from(shape), x.dtype)),
             Err(Refusal(reason)) => log::debug!("an iteration is not recorded: {reason}"),
         }
@@ -199,8 +207,10 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
     let mut handles = vec![x.handle.clone()];
     handles.extend(bytes[1..].iter().map(|bytes| x.client.empty(*bytes)));
     let pinned = handles.iter().map(pin).collect::<Result<Vec<_>, _>>()?;
+    let addresses: Vec<u64> = pinned.iter().map(Operand::address).collect();
+    let ready = order.ready(&x.client)?;
     // SAFETY: as above, with the elements of every matrix.
-    unsafe { native.run(&x.client, &work, &pinned) }?;
+    unsafe { native.run(ready, &work, &addresses) }?;
     let handle = handles.swap_remove(result);
     Ok(tensor(x, handle, Shape::from(shape), x.dtype))
 }

@@ -13,8 +13,9 @@ use burn_cubecl::kernel::into_contiguous;
 use burn_cubecl::tensor::CubeTensor;
 use cubecl::client::Client;
 use distmuon_kernels::native::{
-    Claim, DriverError, Operand, Order, Refusal, SideEvent, SideStream, in_relaxed_mode,
+    Claim, DriverError, Refusal, SideEvent, SideStream, in_relaxed_mode,
 };
+use distmuon_kernels::operands::{Operand, Order};
 
 use super::library::ENGINE;
 use super::memory::{Buffer, DeviceMemory, StreamEvent};
@@ -29,12 +30,13 @@ pub struct CudaMemory {
     index: usize,
     rank: usize,
     stream: SideStream,
+    order: Order,
     claim: Arc<Claim>,
 }
 
 impl Debug for CudaMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "memory of {:?}, with calls {}", self.device, self.stream.order())
+        write!(f, "memory of {:?}, with calls {}", self.device, self.order)
     }
 }
 
@@ -67,9 +69,11 @@ impl CudaMemory {
             unsuitable(format!("another rank of this process uses {burn_device:?}"), remedy)
         })?;
         let failed = |error| driver_error(rank, "open the device", error);
-        let order = Order::of(index).map_err(failed)?;
-        let stream = SideStream::new(index, order).map_err(failed)?;
-        Ok(Self { client, device, index, rank, stream, claim: Arc::new(claim) })
+        let order = Order::of(index).map_err(|Refusal(reason)| {
+            unsuitable(reason, "check that the device works, for example with nvidia-smi")
+        })?;
+        let stream = SideStream::new(index).map_err(failed)?;
+        Ok(Self { client, device, index, rank, stream, order, claim: Arc::new(claim) })
     }
 
     /// Returns the same memory, with another order of the work on it, for comparisons.
@@ -78,16 +82,15 @@ impl CudaMemory {
     ///
     /// The driver's error.
     pub fn with_order(&self, order: Order) -> Result<Self> {
-        let stream = SideStream::new(self.index, order);
-        let stream = stream.map_err(self.driver_error("open a stream"))?;
-        let (client, device, claim) =
-            (self.client.clone(), self.device.clone(), self.claim.clone());
-        Ok(Self { client, device, index: self.index, rank: self.rank, stream, claim })
+        let Self { index, rank, .. } = *self;
+        let stream = SideStream::new(index).map_err(self.driver_error("open a stream"))?;
+        let (client, device) = (self.client.clone(), self.device.clone());
+        Ok(Self { client, device, index, rank, stream, order, claim: self.claim.clone() })
     }
 
     /// Returns the way in which NCCL's calls wait for the work on tensors.
     pub fn order(&self) -> &Order {
-        self.stream.order()
+        &self.order
     }
 
     fn driver_error(&self, operation: &str) -> impl FnOnce(DriverError) -> Error {
@@ -115,7 +118,8 @@ impl CudaMemory {
     /// Records an event after all work that NCCL's stream was given so far.
     fn record(&self) -> Result<Box<dyn StreamEvent>> {
         let event = self.stream.record().map_err(self.driver_error("record an event"))?;
-        Ok(Box::new(Event { event, rank: self.rank }))
+        let host_waits = matches!(self.order, Order::Host);
+        Ok(Box::new(Event { event, rank: self.rank, host_waits }))
     }
 }
 
@@ -162,15 +166,16 @@ unsafe impl DeviceMemory for CudaMemory {
     }
 
     fn begin(&self) -> Result<(*mut c_void, Box<dyn StreamEvent>)> {
+        let ready = self.order.ready(&self.client).map_err(|Refusal(reason)| Error::Engine {
+            engine: ENGINE,
+            rank: self.rank,
+            operation: "wait for the device".into(),
+            reason,
+            remedy: "fix the operation on this device that failed first",
+        })?;
         let ready = in_relaxed_mode(|| {
-            let ordered = self.stream.wait_for_operands(&self.client);
-            ordered.map_err(|Refusal(reason)| Error::Engine {
-                engine: ENGINE,
-                rank: self.rank,
-                operation: "wait for the device".into(),
-                reason,
-                remedy: "fix the operation on this device that failed first",
-            })?;
+            let waits = self.stream.wait_for(ready);
+            waits.map_err(self.driver_error("wait for the work on tensors"))?;
             self.record()
         })?;
         Ok((self.stream.as_ptr(), ready))
@@ -185,10 +190,14 @@ unsafe impl DeviceMemory for CudaMemory {
 struct Event {
     event: SideEvent,
     rank: usize,
+    host_waits: bool,
 }
 
 impl StreamEvent for Event {
     fn make_later_work_wait(&self) -> Result<bool> {
+        if self.host_waits {
+            return Ok(false);
+        }
         let waits = self.event.make_context_wait();
         waits.map_err(|error| driver_error(self.rank, "wait for an event", error))
     }

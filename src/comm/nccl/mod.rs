@@ -33,7 +33,7 @@ use crate::error::Result;
 use crate::slices;
 use call::Shared;
 pub use cuda::CudaMemory;
-pub use distmuon_kernels::native::Order;
+pub use distmuon_kernels::operands::Order;
 use group::{RawCommunicator, grouped};
 use library::{ENGINE, Library, dotted};
 pub use memory::{Buffer, DeviceMemory, StreamEvent};

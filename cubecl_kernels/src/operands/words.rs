@@ -20,8 +20,8 @@ use cubecl::server::Handle;
 use cubecl_core::environment::stream::StreamId;
 use cubecl_runtime::runtime::Runtime;
 
-use super::{DriverError, Operand, Refusal, SideEvent, SideStream, failed};
-use crate::native::devices::Devices;
+use super::{Operand, failed};
+use crate::native::{DriverError, Ready, Refusal, SideEvent, SideStream};
 
 /// A word has this number first. Numbers soon wrap around, so that every process shows that the
 /// driver compares them accordingly.
@@ -57,30 +57,26 @@ impl Word {
 }
 
 impl Words {
-    /// Returns the words of a device. The first call verifies that a stream waits for a word, and
-    /// passes it once it has the number.
+    /// Returns the words of a device, once a stream has waited for a word and has passed it, when
+    /// it had the number.
     ///
     /// # Errors
     ///
     /// The reason why streams of the device can't wait for words.
-    pub(super) fn of(device: usize, open: impl Fn() -> Opened) -> Result<&'static Self, Refusal> {
-        static DEVICES: Devices<&Words> = Devices::new();
-        let words = DEVICES.get(device, || {
-            let client = CudaRuntime::client(&CudaDevice::new(device));
-            // Also after a failure, when a stream may still wait for a word.
-            let words: &Self = Box::leak(Box::default());
-            words.verify(&client, open)?;
-            Ok(words)
-        });
-        words.copied()
+    pub(super) fn verified(device: usize) -> Result<&'static Self, Refusal> {
+        let client = CudaRuntime::client(&CudaDevice::new(device));
+        // Also kept after a failure, when a stream may still wait for a word.
+        let words: &Self = Box::leak(Box::default());
+        words.verify(&client, device)?;
+        Ok(words)
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<StreamId, Word>> {
         self.0.lock().expect("nothing panics while it holds the lock")
     }
 
-    /// Gives CubeCL's stream of this thread a number to write, and returns it with the address of
-    /// the word. The driver has the write when this function returns.
+    /// Gives CubeCL's stream of this thread a number to write, after all work that it was given.
+    /// Returns it with the address of the word, when the driver has the write.
     pub(super) fn announce(&self, client: &Client) -> Result<(u64, u32), Refusal> {
         let stream = StreamId::current();
         if !self.lock().contains_key(&stream) {
@@ -102,9 +98,9 @@ impl Words {
     }
 
     /// Fails unless a stream waits for a number that is not written yet, and passes when it is.
-    fn verify(&self, client: &Client, open: impl Fn() -> Opened) -> Result<(), Refusal> {
+    fn verify(&self, client: &Client, device: usize) -> Result<(), Refusal> {
         let driver = |error| Refusal::new("verify words in memory", error);
-        let stream = open().map_err(driver)?;
+        let open = || SideStream::new(device).map_err(driver);
         let (address, number) = self.announce(client)?;
         let next = number.wrapping_add(1);
         // The next write then has memory of the host: an allocation could wait for the stream,
@@ -112,14 +108,15 @@ impl Words {
         for _ in 0..2 {
             client.flush().map_err(failed("write a word"))?;
         }
-        stream.wait_for_word(address, next).map_err(driver)?;
+        let stream = open()?;
+        stream.wait_for(Ready::Word { address, number: next }).map_err(driver)?;
         let event = stream.record().map_err(driver)?;
         let is_early = is_passed_within(&event, PAUSE).map_err(driver)?;
         let announced = self.announce(client);
         let is_passed = announced.is_ok() && is_passed_within(&event, DEADLINE).map_err(driver)?;
         if !is_passed {
             // Nothing else may wait for this stream for ever, such as the end of the process.
-            open().and_then(|other| other.write_word(address, next)).map_err(driver)?;
+            open()?.write_word(address, next).map_err(driver)?;
         }
         match (announced, is_early, is_passed) {
             (Err(reason), ..) => Err(reason),
@@ -129,9 +126,6 @@ impl Words {
         }
     }
 }
-
-/// A new stream.
-type Opened = Result<SideStream, DriverError>;
 
 fn is_passed_within(event: &SideEvent, time: Duration) -> Result<bool, DriverError> {
     let start = Instant::now();
