@@ -73,7 +73,7 @@ pub fn run(test: &str, sources: &Path, body: impl FnOnce()) -> Result<(), String
 }
 
 /// The functions of the stand-in that order and count the work of this process.
-pub struct StandIn(libloading::Library);
+pub struct StandIn(pub libloading::Library);
 
 impl StandIn {
     /// Returns those of the driver that this process has loaded.
@@ -94,15 +94,6 @@ impl StandIn {
         // SAFETY: as above.
         let step = unsafe { self.0.get::<extern "C" fn(c_uint) -> c_int>(b"standin_step") };
         step.expect("a function of the stand-in")(seed) == 0
-    }
-
-    /// Makes the products whose names begin with a text wait for ever.
-    pub fn stall(&self, begin: &str) {
-        type Stall = extern "C" fn(*const c_char) -> c_int;
-        // SAFETY: as above.
-        let stall = unsafe { self.0.get::<Stall>(b"standin_stall") };
-        let begin = CString::new(begin).expect("a name is text");
-        assert_eq!(stall.expect("a function of the stand-in")(begin.as_ptr()), 0);
     }
 
     /// Returns the number of launches that ran, of kernels whose names begin with a text.

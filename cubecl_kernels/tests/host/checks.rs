@@ -1,5 +1,7 @@
 //! Checks of the host's side of the native kernels, in a process on the stand-in for CUDA's driver.
 
+use std::ffi::{c_char, c_int};
+
 use cubecl::client::Client;
 use cubecl::cuda::CudaDevice;
 use cubecl::future::block_on;
@@ -36,7 +38,10 @@ pub fn run() {
 /// Kernels that wait for ever are left out, and the others are used.
 pub fn run_with_stalled_kernels() {
     let stand_in = StandIn::loaded();
-    stand_in.stall("product_256");
+    // SAFETY: the function has this type.
+    let stall =
+        unsafe { stand_in.0.get::<extern "C" fn(*const c_char) -> c_int>(b"standin_stall") };
+    assert_eq!(stall.expect("a function of the stand-in")(c"product_256".as_ptr()), 0);
     let native = Native::of(0).expect("narrow tiles do not wait");
     let description = native.to_string();
     assert!(description.contains("tiles of 128 x 128, 256 x 128 (no others"), "{description}");
