@@ -143,6 +143,10 @@ pub mod schedule;
 #[allow(dead_code)] // the devices of the enabled features decide which skips there are
 mod skips;
 mod slices;
+// A link to the file of the kernels' tests, for the same reason.
+#[cfg(all(test, feature = "cuda"))]
+#[allow(dead_code)] // the kernels' tests use all of it
+mod stand_in;
 mod update;
 
 pub use backend::{ComputePath, KernelPolicy, NativeKernels};

@@ -263,7 +263,16 @@ impl NewtonSchulz {
 
 #[cfg(test)]
 mod tests {
+    #[cfg(feature = "cuda")]
+    use burn::tensor::Distribution;
+
     use super::*;
+    #[cfg(feature = "cuda")]
+    use crate::{
+        orthogonalize::IterationDtype,
+        skips::excused,
+        stand_in::{self, StandIn},
+    };
 
     #[test]
     fn native_kernels_need_two_wide_buffers_and_those_of_the_form() {
@@ -280,5 +289,75 @@ mod tests {
         // `Q`, `R`, `Z` and the next one of them.
         assert_eq!(elements(IterationForm::Gram, shape), 2 * m * n + 4 * m * m);
         assert_eq!(elements(IterationForm::Gram, [n, m]), 2 * m * n + 4 * m * m);
+    }
+
+    /// On a stand-in for CUDA's driver, on which native kernels compute and all others do nothing.
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn native_kernels_iterate_as_burns_operations_do() {
+        let test = concat!(module_path!(), "::native_kernels_iterate_as_burns_operations_do");
+        let (_, test) = test.split_once("::").expect("a module is in a crate");
+        let sources = concat!(env!("CARGO_MANIFEST_DIR"), "/cubecl_kernels/tests/driver");
+        if let Err(missing) = stand_in::run(test, sources.as_ref(), compare_native_kernels) {
+            excused(missing);
+        }
+    }
+
+    #[cfg(feature = "cuda")]
+    fn compare_native_kernels() {
+        let stand_in = StandIn::loaded();
+        // The last batch is too large for a recording.
+        let shapes = [[1, 72, 136], [2, 136, 72], [3, 264, 200], [1, 200, 264], [430, 72, 136]];
+        for dtype in [IterationDtype::F16, IterationDtype::Bf16] {
+            for form in [IterationForm::Standard, IterationForm::Gram] {
+                let config = NewtonSchulzConfig::new().with_form(form).with_dtype(dtype);
+                let iteration = config.init().expect("a valid configuration");
+                for shape in shapes {
+                    // The first batch of a shape may be recorded, which the second one replays.
+                    for seed in 0..2 {
+                        compare(&iteration, shape, seed, &stand_in);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Compares a batch with Burn's operations in float32 on the CPU. Of the device's work, only
+    /// what the host waits for runs at first, and the rest afterwards in random order.
+    #[cfg(feature = "cuda")]
+    fn compare(iteration: &NewtonSchulz, shape: [usize; 3], seed: u32, stand_in: &StandIn) {
+        let [_, m, n] = shape;
+        let device = Device::cuda(0);
+        let plan = iteration.plan(shape, DType::F32, &device);
+        let NativeKernels::Used(kernels) = &plan.native else { panic!("{:?}", plan.native) };
+        assert!(kernels.contains("128 x 128, 256 x 128, 128 x 256, 256 x 256;"), "{kernels}");
+        let dtype = DType::from(plan.dtype);
+        let bound = 1.0 / ((m * n) as f64).sqrt();
+        let random = Distribution::Uniform(-bound, bound);
+        let x = Tensor::<3>::random(shape, random, &Device::flex()).cast(plan.dtype);
+        let program = || iteration.program(&plan);
+        let reference = x.clone().cast(FloatDType::F32);
+        let expected = ComputePath::Portable.iterate(reference, program(), false);
+
+        let before = stand_in.launches("product_");
+        stand_in.hold(true);
+        // In one dimension: in more, Burn may leave gaps between rows, which a kernel closes.
+        let values = x.reshape([-1]).into_data();
+        let batch = Tensor::<1>::from_data(values, (&device, dtype)).reshape(shape);
+        let result = plan.path.iterate(batch, program(), plan.native.may_run());
+        let result = result.reshape([-1]).into_data();
+        for step in 0.. {
+            if !stand_in.step(seed + 3 * step) {
+                break;
+            }
+        }
+        stand_in.hold(false);
+        assert!(stand_in.launches("product_") > before, "the native kernels run");
+        let result = Tensor::<1>::from_data(result, (&Device::flex(), DType::F32)).reshape(shape);
+        let norm = |x: Tensor<3>| x.square().sum().into_scalar::<f32>().sqrt();
+        let error = norm(result - expected.clone()) / norm(expected);
+        println!("{shape:?} {dtype:?} {:?}: {error}", plan.form);
+        let unit = if plan.dtype == FloatDType::F16 { 2f32.powi(-10) } else { 2f32.powi(-7) };
+        assert!(error < 4.0 * unit, "{shape:?} {dtype:?} {:?}: {error}", plan.form);
     }
 }

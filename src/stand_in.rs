@@ -1,0 +1,1 @@
+../cubecl_kernels/tests/driver/mod.rs
