@@ -172,8 +172,7 @@ steps() {
   local training='--preset gpt2 --steps 20 --batch 4' train='train_lm --data src --sample 0 --eval-every 0'
   local name native plain=on peers=benches/peers
   [ -z "$packed" ] || peers=peers
-  # Where there are native kernels for the device, a refusal fails; not where NCCL has the device,
-  # with which they refuse to run.
+  # Where there are native kernels for the device, a refusal fails.
   native=${DISTMUON_NATIVE:-$(is_hopper && echo must || echo on)}
   [ "$native" != off ] || plain=off
   [ "$device" = cuda ] && [ -z "${SMALL:-}" ] || {
@@ -192,11 +191,11 @@ steps() {
     in_half_precision "$native" "$name" "$(tests "$name::") --nocapture --test-threads 1"
   done
   in_half_precision "$native" conformance "$(tests golden_trajectories) --exact --nocapture"
-  echo "dist_muon shared $plain gpu_suite $(tests dist_muon::) --nocapture --test-threads 1"
+  echo "dist_muon shared $native gpu_suite $(tests dist_muon::) --nocapture --test-threads 1"
   # Launches are observed in wgpu.
   [ "$device" != vulkan ] || echo "launches alone $plain gpu_suite $(tests launches::) --nocapture --test-threads 1"
   echo "memory alone $plain gpu_suite $(tests memory::) --nocapture --test-threads 1"
-  echo "nccl alone $plain gpu_suite nccl --exact --nocapture"
+  echo "nccl alone $native gpu_suite nccl --exact --nocapture"
   echo "iterations alone $native gpu iterations --group $groups --dtype $dtypes $small"
   echo "step_times alone $native gpu steps $small"
   echo "training alone $native gpu $train --compare $optimizers $training"
@@ -207,7 +206,7 @@ steps() {
   echo "collectives alone $plain gpu collectives"
   # Two ranks, which are threads and may share a device. All layouts print the same losses.
   train+=" --ranks 2 $training"
-  echo "layouts alone $plain gpu $train then $train --overlap then $train --owned dp"
+  echo "layouts alone $native gpu $train then $train --overlap then $train --owned dp"
   echo "peers_float16 alone $plain python3 -u $peers/torch_gpu.py --dtype float16"
 }
 

@@ -4,8 +4,8 @@
 # CHECKS selects some of them. In a source tree, PROFILE and RUNNER are those of `gpu.sh run`; the
 # programs have to be built.
 
-# Bytes that a packed folder may have together with the sources of the tree: less than the 64 MiB
-# that some machines take at a time.
+# Bytes that a packed folder may have together with the sources of the tree: a limit of ours, so
+# that both can be copied at once.
 max_bytes=${MAX_BYTES:-$((62 << 20))}
 
 # All checks, the fastest first.
@@ -33,6 +33,8 @@ preflight() {
       (set -e; "check_$check")
       status=$?
       set -e
+      # A check that is asked for has to run.
+      [ ! -e "$reason" ] || [ -z "${CHECKS:-}" ] || status=1
     else
       echo "CHECKS does not name it" >"$reason"
     fi
@@ -96,8 +98,10 @@ END
 printf '## Times\n| a |\n|---|\n| 1 |\n'
 END
   pretend_hopper
-  # Instead of the probe, which fails, and of all other programs in Python.
-  executable "$work/hopper/python3" <<'END'
+  # Instead of the probe, which fails, and of all other programs in Python: for this check only.
+  mkdir -p "$work/script/bin"
+  PATH=$work/script/bin:$PATH
+  executable "$work/script/bin/python3" <<'END'
 #!/bin/bash
 [[ "$*" != *native_probe.py* ]]
 END
@@ -147,12 +151,14 @@ check_lists() {
   python3 -c 'import ast, sys; [ast.parse(open(path).read(), path) for path in sys.argv[1:]]' benches/peers/*.py
   [ -n "$archive" ] || newest gpu_suite >/dev/null || skip 'the program gpu_suite is not built: gpu.sh build'
   pretend_hopper
+  local plan
+  plan=$(device=cuda steps && device=vulkan steps | grep '^launches ')
   while read -r name way native program arguments; do
     [ "$program" = gpu_suite ] || continue
     count=$(BURN_DEVICE=flex start_program gpu_suite --list $arguments | grep -c ': test$' || true)
     echo "$name ($way, DISTMUON_NATIVE=$native): $count tests"
     [ "$count" != 0 ] || fail "the step $name has no tests: gpu_suite $arguments"
-  done < <(device=cuda steps && device=vulkan steps | grep '^launches ')
+  done <<<"$plan"
 }
 
 # Runs a program of the packed folder, or else of the source tree.

@@ -136,7 +136,7 @@ class Product:
 
 @dataclass
 class Grid:
-    """The distribution of a product's tiles, as in `tiles.rs`, which chooses one of them."""
+    """A distribution of a product's tiles: more are tried than `tiles.rs` chooses from."""
 
     tile: tuple
     tiles: int  # of a matrix
@@ -171,7 +171,7 @@ class Grid:
 
 
 def test_grid():
-    """The unit tests of `tiles.rs`."""
+    """Distributions that were computed by hand."""
     for rows, tile, parts, expected in [
         (2048, (128, 2), 11, (72, 66, 6, 132)),
         (7168, (256, 2), 6, (406, 396, 10, 66)),
@@ -433,8 +433,8 @@ def resources(device, name, kernel):
 
 # check
 
-# As in `self_test.rs`, with a batch of two. The last number, if any, is the number of places among
-# which the tiles are distributed, instead of all of the device's.
+# Like those of `self_test.rs`, with a batch of two, and with more cuts. The last number, if any, is
+# the number of places among which the tiles are distributed, instead of all of the device's.
 CASES = [
     (Product("kk", 2, (200, 200, 264), lower=True), None),
     (Product("kk", 2, (136, 136, 72), 2, -1, True), None),

@@ -8,7 +8,8 @@
 //! - [`add_identity`]: the sum of a matrix and the identity;
 //! - [`mirror`]: the completion of a symmetric matrix from its lower triangle;
 //! - [`units`]: the number of units of a cube;
-//! - `native`, with feature `cuda`: products in Hopper's own instructions, for whole iterations.
+//! - `native`, with feature `cuda`: products in Hopper's own instructions, for whole iterations;
+//! - `operands`, with feature `cuda`: the order of CubeCL's work with that of other streams.
 
 #![warn(missing_docs)]
 

@@ -82,7 +82,8 @@ impl Order {
         DEVICES.get(device, || in_relaxed_mode(tried)).cloned()
     }
 
-    /// Returns the same for iterations, which have to run next to messages between ranks.
+    /// Returns the best order of a device for iterations, which have to run next to messages
+    /// between ranks.
     ///
     /// # Errors
     ///

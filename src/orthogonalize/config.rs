@@ -112,8 +112,7 @@ pub struct NewtonSchulzConfig {
     #[config(default = 1024)]
     pub workspace_mb: usize,
     /// `true` to record the iterations of a shape as a graph once and to replay the graph as one
-    /// launch. On devices without graphs, the setting has no effect. It was tested on a software
-    /// Vulkan device only.
+    /// launch. On devices without graphs, the setting has no effect.
     ///
     /// Replaying is faster for small matrices, and keeps the memory of every recording allocated.
     /// No other thread may work on the device while a recording is made, which is at the first

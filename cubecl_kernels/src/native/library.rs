@@ -24,6 +24,10 @@ const NO_REDUCTION: u32 = 0;
 /// entry in an order that the sizes of the matrix decide, so all batches take the same one.
 const CHOSEN_FOR: usize = 8;
 
+/// Batches for which an algorithm has to be valid, so that a product is the library's in all
+/// batches or in none.
+const CHECKED_FOR: [usize; 2] = [1, 64];
+
 /// cuBLASLt on a device, to the end of the process.
 pub(super) struct Library {
     handle: sys::cublasLtHandle_t,
@@ -152,16 +156,34 @@ impl Library {
             [n, m],
         ];
         let algorithm = self.choose(product, element, lines)?;
+        for batch in CHECKED_FOR {
+            self.check(product, layouts(element, batch, lines)?, &algorithm)?;
+        }
         let [b, a, c] = layouts(element, batch, lines)?;
+        Ok(Plan { product, a, b, c, algorithm })
+    }
+
+    /// Fails unless an algorithm is valid for matrices in these layouts, and has the memory that it
+    /// needs. The layouts are not used afterwards.
+    fn check(
+        &self,
+        product: sys::cublasLtMatmulDesc_t,
+        [b, a, c]: [sys::cublasLtMatrixLayout_t; 3],
+        algorithm: &sys::cublasLtMatmulAlgo_t,
+    ) -> Result<(), result::CublasError> {
         let mut checked = std::mem::MaybeUninit::uninit();
-        // SAFETY: everything was made above, and the result is written if the call succeeds.
+        let check = sys::cublasLtMatmulAlgoCheck;
+        // SAFETY: the descriptions are alive, and the result is written if the call succeeds.
         let needed = unsafe {
-            let check = sys::cublasLtMatmulAlgoCheck;
-            check(self.handle, product, b, a, c, c, &algorithm, checked.as_mut_ptr()).result()?;
+            let code = check(self.handle, product, b, a, c, c, algorithm, checked.as_mut_ptr());
+            for layout in [a, b, c] {
+                result::destroy_matrix_layout(layout)?;
+            }
+            code.result()?;
             checked.assume_init().workspaceSize
         };
         match needed <= WORKSPACE {
-            true => Ok(Plan { product, a, b, c, algorithm }),
+            true => Ok(()),
             false => Err(result::CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)),
         }
     }

@@ -21,7 +21,7 @@ mod self_test;
 mod tiles;
 
 pub(crate) use devices::Devices;
-pub use engine::Native;
+pub use engine::{Native, unless_required};
 pub use measure::Measured;
 pub use order::{Claim, DriverError, Ready, SideEvent, SideStream, in_relaxed_mode};
 pub use product::{Element, Launch, Layout, PlusIdentity, Product};

@@ -9,9 +9,9 @@
 //! then refuses calls such as event queries on all threads of the process, and gives up the
 //! recording. None of the calls here names a recorded stream, so all of them are made in relaxed
 //! mode (<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html>). Only
-//! `cuCtxRecordEvent` also fails then, and ends the recording: where work is ordered by it, do not
-//! record in a context whose work is ordered with a side stream. A lock instead could deadlock: a
-//! recording waits for the device, which may wait for a call of another thread.
+//! `cuCtxRecordEvent` and `cuCtxWaitEvent` also fail then, and end the recording: do not record in
+//! a context whose work is ordered with a side stream. A lock instead could deadlock: a recording
+//! waits for the device, which may wait for a call of another thread.
 
 use std::collections::BTreeSet;
 use std::ffi::{c_int, c_void};

@@ -8,6 +8,7 @@
 //! to the driver before what waits for it: in that order, a shared queue only delays it.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -19,13 +20,14 @@ use cubecl::future::block_on;
 use cubecl::server::Handle;
 use cubecl_core::environment::stream::StreamId;
 use cubecl_runtime::runtime::Runtime;
+use cudarc::driver::result;
 
 use super::{Operand, failed};
 use crate::native::{DriverError, Ready, Refusal, SideEvent, SideStream};
 
-/// A word has this number first. Numbers soon wrap around, so that every process shows that the
-/// driver compares them accordingly.
-const FIRST: u32 = u32::MAX - 2;
+/// A word has this number first. The next one is 0, so that every process shows that the driver
+/// compares numbers in a circle.
+const FIRST: u32 = u32::MAX;
 
 /// The time in which a stream that does not wait for a word passes it.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -35,7 +37,7 @@ const DEADLINE: Duration = Duration::from_secs(5);
 
 /// The words of a device: one for each of CubeCL's streams that had work for a side stream, since
 /// the numbers in a word grow in the order of one stream's work. They are kept to the end of the
-/// process.
+/// process, also those of threads that have ended.
 #[derive(Default)]
 pub struct Words(Mutex<HashMap<StreamId, Word>>);
 
@@ -97,33 +99,57 @@ impl Words {
         Ok((address, number))
     }
 
-    /// Fails unless a stream waits for a number that is not written yet, and passes when it is.
+    /// Fails unless a stream waits for a number that is not written yet and passes when it is, and
+    /// passes a number that CubeCL has written.
     fn verify(&self, client: &Client, device: usize) -> Result<(), Refusal> {
         let driver = |error| Refusal::new("verify words in memory", error);
-        let open = || SideStream::new(device).map_err(driver);
+        let stream = SideStream::new(device).map_err(driver)?;
+        verify_waits(&stream)?;
+        // In this order also later: what waits is given to the driver after the write.
         let (address, number) = self.announce(client)?;
-        let next = number.wrapping_add(1);
-        // The next write then has memory of the host: an allocation could wait for the stream,
-        // which waits for that write.
-        for _ in 0..2 {
-            client.flush().map_err(failed("write a word"))?;
-        }
-        let stream = open()?;
-        stream.wait_for(Ready::Word { address, number: next }).map_err(driver)?;
+        stream.wait_for(Ready::Word { address, number }).map_err(driver)?;
         let event = stream.record().map_err(driver)?;
-        let is_early = is_passed_within(&event, PAUSE).map_err(driver)?;
-        let announced = self.announce(client);
-        let is_passed = announced.is_ok() && is_passed_within(&event, DEADLINE).map_err(driver)?;
-        if !is_passed {
-            // Nothing else may wait for this stream for ever, such as the end of the process.
-            open()?.write_word(address, next).map_err(driver)?;
+        match is_passed_within(&event, DEADLINE).map_err(driver)? {
+            true => Ok(()),
+            false => {
+                // Nothing may wait for this stream for ever, such as the end of the process.
+                let other = SideStream::new(device).map_err(driver)?;
+                other.write_word(address, number).map_err(driver)?;
+                Err(too_late())
+            }
         }
-        match (announced, is_early, is_passed) {
-            (Err(reason), ..) => Err(reason),
-            (_, true, _) => Err(Refusal("streams do not wait for words".to_owned())),
-            (_, _, false) => Err(Refusal(format!("a stream waits for a word after {DEADLINE:?}"))),
-            (Ok(_), false, true) => Ok(()),
-        }
+    }
+}
+
+fn too_late() -> Refusal {
+    Refusal(format!("a stream waits for a word after {DEADLINE:?}"))
+}
+
+/// Fails unless a stream waits for a word that the host writes. The word is in memory of the host:
+/// to write it needs no queue of the device, in which the write could come after the wait.
+fn verify_waits(stream: &SideStream) -> Result<(), Refusal> {
+    let driver = |error| Refusal::new("verify words in memory", error);
+    stream.make_current().map_err(driver)?;
+    // SAFETY: there are some bytes, which are written below. They are never freed, since a stream
+    // may wait for them.
+    let memory = unsafe { result::malloc_host(size_of::<AtomicU32>(), 0) }.map_err(driver)?;
+    // SAFETY: the memory is aligned to a page, and only this function writes it.
+    let word = unsafe { &*memory.cast::<AtomicU32>() };
+    word.store(u32::MAX, Ordering::Release);
+    // The next number is 0: a driver that does not compare numbers in a circle passes at once.
+    let next = Ready::Word { address: memory as u64, number: 0 };
+    let passed = stream.wait_for(next).and_then(|()| {
+        let event = stream.record()?;
+        let is_early = is_passed_within(&event, PAUSE)?;
+        word.store(0, Ordering::Release);
+        Ok((is_early, is_passed_within(&event, DEADLINE)?))
+    });
+    // Also after a failure. It is later than all numbers that a stream may wait for here.
+    word.store(1 << 30, Ordering::Release);
+    match passed.map_err(driver)? {
+        (true, _) => Err(Refusal("streams do not wait for words".to_owned())),
+        (_, false) => Err(too_late()),
+        (false, true) => Ok(()),
     }
 }
 

@@ -15,7 +15,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use distmuon_kernels::native;
-use distmuon_skips::excused;
+use distmuon_skips::skip;
 
 /// Mistakes in files of `src/native`: their descriptions, the file, the text that each replaces,
 /// and its replacement.
@@ -192,18 +192,45 @@ fn sources() -> PathBuf {
 
 #[test]
 fn native_kernels_run_on_the_stand_in() {
-    if let Err(missing) = driver::run("native_kernels_run_on_the_stand_in", &sources(), checks::run)
-    {
-        excused(missing);
-    }
+    on_the_stand_in("native_kernels_run_on_the_stand_in", checks::run);
 }
 
 #[test]
 fn kernels_that_wait_for_ever_are_left_out() {
-    let (test, body) =
-        ("kernels_that_wait_for_ever_are_left_out", checks::run_with_stalled_kernels);
+    let test = "kernels_that_wait_for_ever_are_left_out";
+    on_the_stand_in(test, checks::run_with_stalled_kernels);
+}
+
+#[test]
+fn distmuon_native_off_refuses_the_kernels() {
+    on_the_stand_in("distmuon_native_off_refuses_the_kernels", || {
+        set_switch("off");
+        let Err(refusal) = native::Native::of(0, native::Element::F16) else { panic!("they run") };
+        assert_eq!(refusal.to_string(), "DISTMUON_NATIVE is off");
+    });
+}
+
+#[test]
+fn distmuon_native_must_ends_a_program_whose_kernels_are_refused() {
+    on_the_stand_in("distmuon_native_must_ends_a_program_whose_kernels_are_refused", || {
+        set_switch("must");
+        driver::StandIn::loaded().stall("product");
+        let opened = std::panic::catch_unwind(|| native::Native::of(0, native::Element::F16));
+        let Err(panic) = opened else { panic!("the program goes on") };
+        let message = panic.downcast_ref::<String>().expect("a message");
+        assert!(message.contains("required by DISTMUON_NATIVE=must, but refused"), "{message}");
+    });
+}
+
+/// Sets `DISTMUON_NATIVE` for this process, which reads it once.
+fn set_switch(value: &str) {
+    // SAFETY: the process has this test alone, and no other thread that reads the environment.
+    unsafe { std::env::set_var("DISTMUON_NATIVE", value) };
+}
+
+fn on_the_stand_in(test: &str, body: impl FnOnce()) {
     if let Err(missing) = driver::run(test, &sources(), body) {
-        excused(missing);
+        skip(missing);
     }
 }
 
@@ -229,7 +256,7 @@ fn mutants_are_found() {
     };
     match program("original", None) {
         Ok((succeeds, report)) => assert!(succeeds, "{report}"),
-        Err(missing) => return excused(missing),
+        Err(missing) => return skip(missing),
     }
     let next = AtomicUsize::new(0);
     std::thread::scope(|scope| {

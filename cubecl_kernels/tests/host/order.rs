@@ -21,7 +21,7 @@ use distmuon_skips::skip;
 use crate::driver::{self, StandIn};
 use crate::sources;
 
-/// Of CubeCL, which has 128.
+/// Three of the 128 streams of CubeCL.
 const STREAMS: [StreamId; 3] =
     [StreamId { value: 101 }, StreamId { value: 102 }, StreamId { value: 103 }];
 

@@ -11,7 +11,7 @@ use cubecl::client::Client;
 use cubecl::future::block_on;
 use cubecl::server::Handle;
 use distmuon_kernels::native::{
-    Element, Launch, Layout, Native, NotRun, PlusIdentity, Product, Refusal, Work,
+    Element, Launch, Layout, Native, NotRun, PlusIdentity, Product, Refusal, Work, unless_required,
 };
 use distmuon_kernels::operands::{Operand, Order};
 
@@ -58,7 +58,7 @@ pub(in crate::backend) fn native_kernels(
 /// The native kernels of a device, and their order with CubeCL's work.
 fn native_in_order(index: usize, element: Element) -> Result<(&'static Native, Order), Refusal> {
     let native = Native::of(index, element)?;
-    Ok((native, Order::of_iterations(index)?))
+    Ok((native, unless_required(Order::of_iterations(index))?))
 }
 
 /// The index of a CUDA device, and a type that its native kernels have.
@@ -129,10 +129,12 @@ fn is_faster(x: &Float, program: &Program, others: &dyn Fn(Float) -> Float) -> b
     native < others
 }
 
-/// Reports an iteration that did not run: a refusal once, since each batch may be refused.
+/// Reports an iteration that did not run: a refusal once, since each batch may be refused, and as a
+/// panic if `DISTMUON_NATIVE` is `must`.
 fn report(not_run: NotRun) {
     match not_run {
-        NotRun::Refused(Refusal(reason)) => {
+        NotRun::Refused(refusal) => {
+            let Err(Refusal(reason)) = unless_required::<()>(Err(refusal)) else { return };
             static WARNING: Once = Once::new();
             WARNING.call_once(|| {
                 log::warn!(

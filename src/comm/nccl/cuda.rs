@@ -76,7 +76,8 @@ impl CudaMemory {
         Ok(Self { client, device, index, rank, stream, order, claim: Arc::new(claim) })
     }
 
-    /// Returns the same memory, with another order of the work on it, for comparisons.
+    /// Returns the same memory, with another order of the work on it, for comparisons. `order` is
+    /// one of this device.
     ///
     /// # Errors
     ///
