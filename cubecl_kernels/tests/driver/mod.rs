@@ -61,8 +61,9 @@ pub fn run(test: &str, sources: &Path, body: impl FnOnce()) -> Result<(), String
         body();
         return Ok(());
     }
-    let program = std::env::current_exe().expect("the program has a path");
-    let mut child = command(&program, sources)?;
+    // Not the current executable, which may be a loader that was given this program.
+    let program = std::env::args_os().next().expect("a program has a name");
+    let mut child = command(Path::new(&program), sources)?;
     let output = child.args(["--exact", test, "--show-output"]).output();
     let output = output.expect("a test starts again");
     let report = [output.stdout, output.stderr].concat();

@@ -177,8 +177,8 @@ impl Case {
             let (from, to) = (self.uploaded(&x), Memory::new(x.len()));
             let before = stand_in.launches("product");
             self.with_work(|work| {
-                // SAFETY: both have the elements of the input.
                 let (ready, addresses) = (Ready::Context, [from.0, to.0]);
+                // SAFETY: both have the elements of the input.
                 let replayed = unsafe { native.replay(ready, &key, work, addresses) };
                 replayed.expect("a recording runs").expect("an iteration is recorded");
             });

@@ -304,8 +304,8 @@ fn copy(folder: &Path) {
 /// Compiles the program of a mutant, or returns the reason why that is not possible.
 fn compiled(folder: &Path) -> Result<PathBuf, String> {
     let program = folder.join("mutant");
-    let own = std::env::current_exe().expect("the program has a path");
-    let packages = own.parent().expect("the program is in a folder");
+    let own = std::env::args_os().next().expect("a program has a name");
+    let packages = Path::new(&own).parent().expect("the program is in a folder");
     let mut compiler = Command::new("rustc");
     compiler.args(["--edition=2024", "-Copt-level=1", "--cap-lints=allow", "-o"]).arg(&program);
     compiler.arg("-L").arg(format!("dependency={}", packages.display()));
