@@ -214,7 +214,9 @@ fn distmuon_native_off_refuses_the_kernels() {
 fn distmuon_native_must_ends_a_program_whose_kernels_are_refused() {
     on_the_stand_in("distmuon_native_must_ends_a_program_whose_kernels_are_refused", || {
         set_switch("must");
-        driver::StandIn::loaded().stall("product");
+        // Kept, since the driver is unloaded, and forgets it, when nothing else has it.
+        let stand_in = driver::StandIn::loaded();
+        stand_in.stall("product");
         let opened = std::panic::catch_unwind(|| native::Native::of(0, native::Element::F16));
         let Err(panic) = opened else { panic!("the program goes on") };
         let message = panic.downcast_ref::<String>().expect("a message");
