@@ -129,7 +129,7 @@ impl Native {
     ///
     /// # Panics
     ///
-    /// Where that is an error and `DISTMUON_NATIVE` is `must`.
+    /// Instead of returning an error, if `DISTMUON_NATIVE` is `must`.
     pub fn of(device: usize, element: Element) -> Result<&'static Self, Refusal> {
         unless_required(Self::find(device, element))
     }
