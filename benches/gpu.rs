@@ -12,6 +12,12 @@
 //! program runs that example with the other arguments, and again with those after `then`.
 
 mod common;
+#[cfg(feature = "cuda")]
+#[allow(dead_code)] // tests need more of it
+#[path = "../cubecl_kernels/tests/driver/mod.rs"]
+mod driver;
+#[cfg(feature = "cuda")]
+mod host;
 #[allow(dead_code)] // this program calls `run`, not the example's `main`
 #[path = "../examples/train_lm/main.rs"]
 mod train_lm;
@@ -40,8 +46,8 @@ const MIN_MS: f64 = 3.0;
 
 #[derive(Parser)]
 struct Options {
-    /// Subjects to measure. Default: all.
-    #[arg(value_enum, default_values_t = Subject::value_variants().to_vec())]
+    /// Subjects to measure. Default: all that need no stand-in for the driver.
+    #[arg(value_enum, default_values_t = Subject::on_devices())]
     subjects: Vec<Subject>,
     /// Shapes of products and iterations.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "small")]
@@ -78,6 +84,14 @@ enum Subject {
     Steps,
     /// Collectives, over NCCL on CUDA.
     Collectives,
+    /// The host's part of a step, on the stand-in for CUDA's driver.
+    Host,
+}
+
+impl Subject {
+    fn on_devices() -> Vec<Self> {
+        Self::value_variants().iter().copied().filter(|subject| *subject != Self::Host).collect()
+    }
 }
 
 #[derive(ValueEnum, Clone, Copy)]
@@ -185,6 +199,10 @@ fn measure(subject: Subject, options: &Options, device: &Device) -> anyhow::Resu
             steps(&options.bench(device, ""), &options.shapes.join(", "), &layer)?;
         }
         Subject::Collectives => collectives()?,
+        #[cfg(feature = "cuda")]
+        Subject::Host => host::run(device)?,
+        #[cfg(not(feature = "cuda"))]
+        Subject::Host => anyhow::bail!("the subject `host` needs the feature `cuda`"),
     }
     Ok(())
 }

@@ -5,6 +5,7 @@
 #   benches/gpu.sh pack DIR              builds, and fills DIR with all that a machine without
 #                                        sources and Rust needs; the script is DIR/gpu.sh there
 #   benches/gpu.sh preflight [DIR]       checks, without a GPU, what can be known before a run
+#   benches/gpu.sh host                  measures the host's part of a step, without a GPU
 #   benches/gpu.sh run [STEP...]         runs all steps or these, and writes their results
 #   benches/gpu.sh start PROGRAM ARG...  runs gpu_suite or gpu as a step does
 #
@@ -17,6 +18,8 @@
 #   SMALL    if set, tiny shapes are measured, as on software devices
 # Of all commands, in a source tree:
 #   PROFILE  cargo's profile (gpu)
+#   BUILT    if set, `pack` takes the programs that are built
+#   PRESET   the compression of `pack`, from 0 to 9e (9e, with the memory of a large dictionary)
 #   RUNNER   a command that starts the programs
 #   TESTS    a selection of tests
 set -euo pipefail
@@ -116,10 +119,10 @@ start() {
 # Packed folders.
 
 pack() {
-  local dir=$1 toolkit programs path
+  local dir=$1 preset=${PRESET:-9e} toolkit programs path
   # Before the build, which takes minutes.
   toolkit=$(toolkit)
-  programs=$(build)
+  programs=$([ -n "${BUILT:-}" ] && program gpu_suite && program gpu || build)
   stage=$(mktemp -d)
   trap 'rm -rf "$stage"' EXIT
   mkdir -p "$dir" "$stage"/{bin,lib,nvvm/libdevice,peers,tests,conformance,src}
@@ -135,7 +138,8 @@ pack() {
   cp "$here"/benches/peers/*.py "$here"/cubecl_kernels/src/native/kernels/*.ptx "$stage/peers"
   commit >"$stage/commit"
   # A dictionary that holds the largest file, LLVM, saves a tenth of it.
-  tar -C "$stage" -c . | xz --x86 --lzma2=preset=9e,dict=192MiB >"$dir/archive.tar.xz"
+  [ "$preset" != 9e ] || preset+=,dict=192MiB
+  tar -C "$stage" -c . | xz --x86 --lzma2=preset="$preset" >"$dir/archive.tar.xz"
   cp "$here/benches/gpu.sh" "$dir"
   echo "$(wc -c <"$dir/archive.tar.xz") bytes in $dir/archive.tar.xz; check it with: gpu.sh preflight $dir"
 }
@@ -411,6 +415,10 @@ case ${1:-},$# in
     [ -z "$packed" ] || refuse "preflight is missing: expected a source tree"
     . "$here/benches/preflight.sh"
     preflight "${2:-}"
+    ;;
+  host,1)
+    . "$here/benches/preflight.sh"
+    measure_host
     ;;
   run,*) shift && run "$@" ;;
   start,1) usage ;;

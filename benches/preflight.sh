@@ -9,7 +9,7 @@
 max_bytes=${MAX_BYTES:-$((62 << 20))}
 
 # All checks, the fastest first.
-all_checks='script lists archive probe host_path stand_in ptx vulkan'
+all_checks='script lists archive probe host_path host stand_in ptx vulkan'
 
 preflight() {
   local check begin status failed=''
@@ -227,6 +227,24 @@ check_ptx() {
 
 # Prints the newest program of a name, as `program` does, but fails silently.
 newest() (program "$1" 2>/dev/null)
+
+# The host's part of a step, on the stand-in, whose products do nothing after they were verified.
+# A step with more launches than its limit, or with an allocation, fails.
+check_host() {
+  local libdevice
+  libdevice=$(toolkit 2>/dev/null) || skip 'libdevice.10.bc is missing: pip install nvidia-nvvm, or set CUDA_PATH'
+  newest gpu >/dev/null || skip 'the program gpu is not built: gpu.sh build'
+  build_stand_in
+  LD_LIBRARY_PATH=$work/driver CUDA_PATH=$libdevice BURN_DEVICE=cuda bash benches/gpu.sh start gpu host
+}
+
+# The same by itself, for its times.
+measure_host() {
+  work=$(mktemp -d) reason=/dev/stderr
+  trap 'rm -rf "$work"' EXIT
+  cd "$here"
+  check_host
+}
 
 # The steps that measure, on the stand-in: CubeCL's server for CUDA, its compiler and Burn run as on
 # a GPU, and the results are not looked at. A training looks at some of them, and would refuse

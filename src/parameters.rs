@@ -2,6 +2,8 @@
 //! types on the way. Checkpoints have another, since they also save integers and booleans, in the
 //! form that Burn has for files.
 
+use std::any::Any;
+
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -287,10 +289,25 @@ impl<F: Map> ModuleMapper for Mapping<'_, F> {
     }
 }
 
-/// A tensor to stand where a value was taken out of a model. Not initialised, since it is never
-/// read.
-pub(crate) fn placeholder<const D: usize>(value: &Tensor<D>) -> Tensor<D> {
-    in_place_of(value, Tensor::empty([1; D], (&value.device().inner(), value.dtype())))
+/// Tensors to stand where values were taken out of a model: one for all values of a device, a type
+/// and a number of dimensions, since each would be an allocation and, with fusion, three tasks of
+/// its service thread.
+#[derive(Default)]
+pub(crate) struct Placeholders(Vec<(Device, DType, Box<dyn Any>)>);
+
+impl Placeholders {
+    /// The one in place of a value. Not initialised, since it is never read.
+    pub fn of<const D: usize>(&mut self, value: &Tensor<D>) -> Tensor<D> {
+        let (device, dtype) = (value.device().inner(), value.dtype());
+        let made = self.0.iter().filter(|made| made.0 == device && made.1 == dtype);
+        let placeholder = made.filter_map(|made| made.2.downcast_ref::<Tensor<D>>()).next();
+        let placeholder = placeholder.cloned().unwrap_or_else(|| {
+            let placeholder = Tensor::<D>::empty([1; D], (&device, dtype));
+            self.0.push((device, dtype, Box::new(placeholder.clone())));
+            placeholder
+        });
+        in_place_of(value, placeholder)
+    }
 }
 
 /// A value without gradients, made to require them and keep checkpoints as the old one does.

@@ -23,7 +23,7 @@ use super::mpi::Mpi;
 use super::nccl::{CudaMemory, Meeting, Nccl};
 use super::{Communicator, Hierarchy, Threads, devices};
 use crate::error::{Error, Result};
-use crate::parameters::{self, in_place_of, placeholder};
+use crate::parameters::{self, Placeholders, in_place_of};
 use crate::slices;
 
 /// Parameters in flight in [`World::broadcast`]: one is sent, one is received and one is unpacked.
@@ -449,7 +449,10 @@ impl World {
         let found = found.filter(|found| found.placement.is_owned() || stays(&found.path));
         let stay: HashSet<String> = found.map(|found| found.path).collect();
         let mut values = Values::default();
-        let model = parameters::map(model, &mut Detach { stay: &stay, values: &mut values });
+        let model = parameters::map(
+            model,
+            &mut Detach { stay: &stay, values: &mut values, placeholders: Placeholders::default() },
+        );
         let mut first = VecDeque::new();
         let mut pending = VecDeque::new();
         while let Some((value, shape)) = values.pop_front() {
@@ -540,6 +543,7 @@ type Values = VecDeque<(Tensor<1>, Shape)>;
 struct Detach<'a> {
     stay: &'a HashSet<String>,
     values: &'a mut Values,
+    placeholders: Placeholders,
 }
 
 /// Replaces the placeholders by values.
@@ -554,7 +558,7 @@ impl parameters::Map for Detach<'_> {
             return param;
         }
         param.map(|value| {
-            let placeholder = placeholder(&value);
+            let placeholder = self.placeholders.of(&value);
             let shape = value.shape();
             self.values.push_back((value.inner().reshape([-1]), shape));
             placeholder

@@ -296,10 +296,57 @@ mod tests {
     #[test]
     fn native_kernels_iterate_as_burns_operations_do() {
         let test = concat!(module_path!(), "::native_kernels_iterate_as_burns_operations_do");
+        on_the_stand_in(test, compare_native_kernels);
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn bits_of_native_kernels_do_not_depend_on_the_batch() {
+        let test = concat!(module_path!(), "::bits_of_native_kernels_do_not_depend_on_the_batch");
+        on_the_stand_in(test, || {
+            for form in [IterationForm::Standard, IterationForm::Gram] {
+                let config = NewtonSchulzConfig::new().with_form(form);
+                let iteration = config.with_dtype(IterationDtype::Bf16).init();
+                let iteration = iteration.expect("a valid configuration");
+                for [m, n] in [[136, 72], [264, 200]] {
+                    compare_batches(&iteration, m, n);
+                }
+            }
+        });
+    }
+
+    #[cfg(feature = "cuda")]
+    fn on_the_stand_in(test: &str, body: impl FnOnce()) {
         let (_, test) = test.split_once("::").expect("a module is in a crate");
         let sources = concat!(env!("CARGO_MANIFEST_DIR"), "/cubecl_kernels/tests/driver");
-        if let Err(missing) = stand_in::run(test, sources.as_ref(), compare_native_kernels) {
+        if let Err(missing) = stand_in::run(test, sources.as_ref(), body) {
             excused(missing);
+        }
+    }
+
+    /// Compares a batch of 12 matrices with some of the same ones in smaller batches.
+    #[cfg(feature = "cuda")]
+    fn compare_batches(iteration: &NewtonSchulz, m: usize, n: usize) {
+        let device = Device::cuda(0);
+        let random = Distribution::Uniform(-0.01, 0.01);
+        let x = Tensor::<3>::random([12, m, n], random, &Device::flex()).cast(FloatDType::BF16);
+        let bits = |first: usize, batch: usize| {
+            let part = x.clone().slice([first..first + batch]).reshape([-1]).into_data();
+            let shape = [batch, m, n];
+            let part = Tensor::<1>::from_data(part, (&device, DType::BF16)).reshape(shape);
+            let plan = iteration.plan(shape, DType::BF16, &device);
+            assert!(matches!(plan.native, NativeKernels::Used(_)), "{:?}", plan.native);
+            let result = plan.path.iterate(part, iteration.program(&plan), true);
+            result.reshape([-1]).into_data().to_vec::<half::bf16>().expect("values in bfloat16")
+        };
+        let all = bits(0, 12);
+        assert!(all.iter().any(|value| value.to_f32() != 0.0), "the kernels compute");
+        for (first, batch) in [(0, 3), (3, 3), (9, 3), (5, 1)] {
+            assert_eq!(
+                all[first * m * n..][..batch * m * n],
+                bits(first, batch),
+                "{batch} matrices"
+            );
         }
     }
 

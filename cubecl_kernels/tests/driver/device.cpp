@@ -194,8 +194,24 @@ API cuModuleLoadData(void **module, const void *image) {
     });
 }
 
-API cuModuleLoadDataEx(void **module, const void *image, unsigned, void *, void *) {
-    return cuModuleLoadData(module, image);
+static std::string refusal;
+
+// Refuses all modules from now on, for a reason that stands in the log of the driver's compiler.
+API standin_refuse_modules(const char *reason) {
+    return call([&](Lock &) { refusal = reason; });
+}
+
+API cuModuleLoadDataEx(void **module, const void *image, unsigned count, int *options, void **values) {
+    constexpr int ERROR_LOG = 5, ERROR_LOG_BYTES = 6;
+    if (refusal.empty()) return cuModuleLoadData(module, image);
+    char *log = nullptr;
+    size_t bytes = 0;
+    for (unsigned i = 0; i < count; ++i) {
+        if (options[i] == ERROR_LOG) log = (char *)values[i];
+        if (options[i] == ERROR_LOG_BYTES) bytes = (size_t)values[i] & 0xffffffff;
+    }
+    if (bytes) snprintf(log, bytes, "%s", refusal.c_str());
+    return INVALID_PTX;
 }
 
 API cuModuleUnload(void *) { return SUCCESS; }

@@ -9,7 +9,9 @@
 //   A test that holds them (`standin_hold`) chooses the order itself (`standin_step`).
 // - The kernels of `src/native` are computed from the parameters of their launches, in their own
 //   tiles (`kernels.cpp`). Other kernels do nothing, unless a test gives them a body
-//   (`standin_kernel`). A test can also make products wait for ever (`standin_stall`).
+//   (`standin_kernel`). A test can also make products wait for ever (`standin_stall`), modules be refused
+//   (`standin_refuse_modules`), or products do nothing (`standin_idle`).
+// - Calls are counted by their names (`standin_calls`).
 // - Arguments that the driver documents as invalid are refused; the reason is printed. A kernel
 //   that could not run on a GPU fails there, after which every call fails, as on a GPU.
 //
@@ -23,6 +25,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -109,8 +112,9 @@ struct Event {
 
 using Lock = std::unique_lock<std::mutex>;
 
-// Makes a call: alone, and not after a kernel has failed. What can run then does.
-Result call(const std::function<void(Lock &)> &body);
+// Makes a call: alone, and not after a kernel has failed. What can run then does. The call is
+// counted by the name of the function that makes it.
+Result call(const std::function<void(Lock &)> &body, const char *name = __builtin_FUNCTION());
 
 // The stream of a handle.
 std::shared_ptr<Stream> stream_of(void *handle);

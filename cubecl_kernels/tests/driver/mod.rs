@@ -106,6 +106,15 @@ impl StandIn {
         assert_eq!(stall.expect("a function of the stand-in")(begin.as_ptr()), 0);
     }
 
+    /// Refuses all modules from now on, for a reason that the driver's compiler writes to its log.
+    pub fn refuse_modules(&self, reason: &str) {
+        type Refuse = extern "C" fn(*const c_char) -> c_int;
+        // SAFETY: as above.
+        let refuse = unsafe { self.0.get::<Refuse>(b"standin_refuse_modules") };
+        let reason = CString::new(reason).expect("a reason is text");
+        assert_eq!(refuse.expect("a function of the stand-in")(reason.as_ptr()), 0);
+    }
+
     /// Adds a number to each value that streams wait for from now on.
     pub fn fault_values(&self, fault: i32) {
         // SAFETY: as above.
@@ -113,14 +122,30 @@ impl StandIn {
         assert_eq!(set.expect("a function of the stand-in")(fault), 0);
     }
 
+    /// Lets products do nothing, or compute again.
+    pub fn idle(&self, is_idle: bool) {
+        // SAFETY: as above.
+        let idle = unsafe { self.0.get::<extern "C" fn(c_int) -> c_int>(b"standin_idle") };
+        assert_eq!(idle.expect("a function of the stand-in")(is_idle.into()), 0);
+    }
+
+    /// Returns the number of calls of the driver's functions whose names begin with a text.
+    pub fn calls(&self, begin: &str) -> usize {
+        self.count(b"standin_calls", begin)
+    }
+
     /// Returns the number of launches that ran, of kernels whose names begin with a text.
     pub fn launches(&self, begin: &str) -> usize {
+        self.count(b"standin_count", begin)
+    }
+
+    fn count(&self, function: &[u8], begin: &str) -> usize {
         type Count = extern "C" fn(*const c_char, *mut c_long) -> c_int;
         // SAFETY: as above.
-        let count = unsafe { self.0.get::<Count>(b"standin_count") };
-        let (begin, mut launches) = (CString::new(begin).expect("a name is text"), 0);
-        let count = count.expect("a function of the stand-in");
-        assert_eq!(count(begin.as_ptr(), &mut launches), 0);
-        launches.try_into().expect("a count")
+        let function = unsafe { self.0.get::<Count>(function) };
+        let (begin, mut count) = (CString::new(begin).expect("a name is text"), 0);
+        let function = function.expect("a function of the stand-in");
+        assert_eq!(function(begin.as_ptr(), &mut count), 0);
+        count.try_into().expect("a count")
     }
 }

@@ -17,6 +17,7 @@ static auto &changed = *new std::condition_variable;  // an operation was queued
 static auto &streams =
     *new std::vector<std::shared_ptr<Stream>>{std::make_shared<Stream>(Stream{false})};
 static Result failure = SUCCESS;  // of a kernel
+static auto &calls = *new std::map<std::string, long>;  // of functions, by names
 static bool is_held = false;
 static int value_fault = 0;
 static thread_local int capture_mode = 0;
@@ -108,8 +109,9 @@ void wait_until(Lock &lock, const std::vector<Position> &positions) {
     if (failure != SUCCESS) throw Error{failure};
 }
 
-Result call(const std::function<void(Lock &)> &body) {
+Result call(const std::function<void(Lock &)> &body, const char *name) {
     Lock lock(mutex);
+    ++calls[name];
     Result result = failure;
     if (result == SUCCESS) {
         try {
@@ -202,6 +204,16 @@ using namespace driver;
 // Order for tests.
 
 // Lets operations run only when a test steps, or when the host waits for them; 0 ends that.
+// The number of calls of the functions whose names begin with a text.
+API standin_calls(const char *begin, long *count) {
+    Lock lock(mutex);
+    *count = 0;
+    for (const auto &[name, made] : calls) {
+        if (name.compare(0, strlen(begin), begin) == 0) *count += made;
+    }
+    return SUCCESS;
+}
+
 API standin_hold(int hold) {
     return call([&](Lock &) { is_held = hold; });
 }

@@ -224,6 +224,18 @@ fn distmuon_native_must_ends_a_program_whose_kernels_are_refused() {
     });
 }
 
+#[test]
+fn a_refusal_repeats_the_log_of_the_drivers_compiler() {
+    on_the_stand_in("a_refusal_repeats_the_log_of_the_drivers_compiler", || {
+        let reason = "ptxas fatal : Unsupported .version 9.0; current version is '8.0'";
+        let stand_in = driver::StandIn::loaded();
+        stand_in.refuse_modules(reason);
+        let Err(refusal) = native::Native::of(0, native::Element::F16) else { panic!("they run") };
+        let refusal = refusal.to_string();
+        assert!(refusal.contains("compile the kernels") && refusal.ends_with(reason), "{refusal}");
+    });
+}
+
 /// Sets `DISTMUON_NATIVE` for this process, which reads it once.
 fn set_switch(value: &str) {
     // SAFETY: the process has this test alone, and no other thread that reads the environment.

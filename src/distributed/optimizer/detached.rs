@@ -14,7 +14,7 @@ use crate::distributed::layout::{BlockPart, Unit, Units};
 use crate::distributed::plan::Bucket;
 use crate::distributed::trained::ModelParameter;
 use crate::error::{Error, Result};
-use crate::parameters::{self, in_place_of, placeholder};
+use crate::parameters::{self, Placeholders, in_place_of};
 use crate::slices::{self, bytes};
 use crate::update::is_half;
 
@@ -155,8 +155,17 @@ impl DetachedParameters {
         };
         let indices = indices(known);
         let seen = vec![false; known.len()];
-        let mut detach =
-            Detach { indices, detached, gradients, known, units, seen, expected, error: None };
+        let mut detach = Detach {
+            indices,
+            detached,
+            placeholders: Placeholders::default(),
+            gradients,
+            known,
+            units,
+            seen,
+            expected,
+            error: None,
+        };
         let model = parameters::map(model, &mut detach);
         let Detach { detached, seen, error, .. } = detach;
         if let Some(error) = error {
@@ -255,6 +264,7 @@ fn indices(known: &[ModelParameter]) -> HashMap<&str, usize> {
 struct Detach<'a> {
     indices: HashMap<&'a str, usize>,
     detached: DetachedParameters,
+    placeholders: Placeholders,
     gradients: GradientsParams,
     known: &'a [ModelParameter],
     units: &'a Units,
@@ -350,7 +360,7 @@ impl Detach<'_> {
         let known = &self.known[index];
         let checked = self.check(known, part, &value);
         let checked = checked.and_then(|()| self.gradient(known, id, &value));
-        let placeholder = placeholder(&value);
+        let placeholder = self.placeholders.of(&value);
         self.detached.ids[index] = id;
         self.seen[index] = true;
         match checked {

@@ -1,0 +1,174 @@
+//! The host's part of a step: its time on each thread, and its calls of CUDA's driver, which a
+//! stand-in counts whose kernels do nothing. `gpu.sh host` runs it.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::time::Instant;
+
+use anyhow::{Context, ensure};
+use burn::optim::GradientsParams;
+use burn::tensor::Device;
+use distmuon::{MuonConfig, NewtonSchulzConfig, RoutingRule};
+
+use crate::common::Matrices;
+use crate::driver::StandIn;
+
+/// Steps before those that count. The first ones compile kernels and allocate.
+const WARM_UP: usize = 4;
+const STEPS: usize = 8;
+
+/// A model of matrices, and the most that a step may ask of the driver.
+struct Model {
+    name: &'static str,
+    shapes: Vec<[usize; 2]>,
+    /// Launches of Muon and of AdamW, for the whole model. A batch or a bucket has a number of its
+    /// own, whatever the number of its matrices.
+    most_launches: [usize; 2],
+}
+
+/// Runs all models. Fails if a step of a whole model launches more kernels than its limit, or asks
+/// for memory.
+pub fn run(device: &Device) -> anyhow::Result<()> {
+    let stand_in = StandIn::loaded();
+    println!("\n## The host's part of a step, on a driver whose kernels do nothing\n");
+    println!(
+        "| model | optimizer | ms | CPU, ms of each thread | launches | allocations | waits |\n\
+         |---|---|---|---|---|---|---|"
+    );
+    let layer = [[768, 768], [768, 768], [768, 768], [768, 768], [768, 3072], [3072, 768]];
+    let models = [
+        Model { name: "GPT-2 small", shapes: layer.repeat(12), most_launches: [200, 60] },
+        Model { name: "1,200 of 16 x 16", shapes: vec![[16, 16]; 1200], most_launches: [200, 200] },
+    ];
+    for model in &models {
+        model.run(device, &stand_in)?;
+    }
+    Ok(())
+}
+
+impl Model {
+    fn run(&self, device: &Device, stand_in: &StandIn) -> anyhow::Result<()> {
+        let muon = MuonConfig::new();
+        let recorded = NewtonSchulzConfig::new().with_graphs(true);
+        let recorded = muon.clone().with_newton_schulz(recorded);
+        let adamw = MuonConfig::new().with_rule(RoutingRule::adamw(".*"));
+        for (name, config, most) in [
+            ("Muon", &muon, Some(self.most_launches[0])),
+            ("Muon, recorded", &recorded, None),
+            ("AdamW", &adamw, Some(self.most_launches[1])),
+        ] {
+            let counts = self.row(&format!("{name}, whole model"), device, stand_in, |model| {
+                let mut optim = config.init_batched(model)?;
+                Ok(move |model, grads| optim.step(1e-3, model, grads))
+            })?;
+            if let Some(most) = most {
+                let Counts { launches, allocations, .. } = counts;
+                ensure!(launches <= most, "{}, {name}: {launches} launches of {most}", self.name);
+                ensure!(allocations == 0, "{}, {name}: {allocations} allocations", self.name);
+            }
+            self.row(&format!("{name}, a parameter at a time"), device, stand_in, |model| {
+                let mut optim = config.init(model);
+                Ok(move |model, grads| Ok(optim.step(1e-3, model, grads)))
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Prints a row of the table for the optimizer that `init` makes.
+    fn row<Step>(
+        &self,
+        name: &str,
+        device: &Device,
+        stand_in: &StandIn,
+        init: impl FnOnce(&Matrices) -> distmuon::Result<Step>,
+    ) -> anyhow::Result<Counts>
+    where
+        Step: FnMut(Matrices, GradientsParams) -> distmuon::Result<Matrices>,
+    {
+        let device = device.clone().autodiff();
+        let gradients = Matrices::new(&self.shapes, &device);
+        let mut model = Matrices::new(&self.shapes, &device);
+        // The native kernels are verified by what they compute, for the first model.
+        let mut step = init(&model)?;
+        stand_in.idle(true);
+        let mut run = |mut model: Matrices, steps: usize| -> anyhow::Result<Matrices> {
+            for _ in 0..steps {
+                let grads = model.gradients_from(&gradients);
+                model = step(model, grads)?;
+                device.flush()?;
+            }
+            device.sync()?;
+            Ok(model)
+        };
+        model = run(model, WARM_UP)?;
+        let (before, threads, start) = (Counts::now(stand_in), threads()?, Instant::now());
+        model = run(model, STEPS)?;
+        let (ms, counts) = (start.elapsed().as_secs_f64() * 1e3, Counts::now(stand_in));
+        let threads = difference(&threads, &self::threads()?);
+        drop(model);
+        stand_in.idle(false);
+        // The end of the measurement waits as well.
+        let counts = counts.per_step(&before);
+        let Counts { launches, allocations, waits } = counts;
+        println!(
+            "| {} | {name} | {:.2} | {threads} | {launches} | {allocations} | {waits} |",
+            self.name,
+            ms / STEPS as f64
+        );
+        Ok(counts)
+    }
+}
+
+/// Calls of the driver.
+struct Counts {
+    launches: usize,
+    allocations: usize,
+    waits: usize,
+}
+
+impl Counts {
+    fn now(stand_in: &StandIn) -> Self {
+        let sum = |names: &[&str]| names.iter().map(|name| stand_in.calls(name)).sum();
+        Self {
+            launches: sum(&["cuLaunchKernel", "cuGraphLaunch"]),
+            allocations: sum(&["cuMemAlloc", "cuMemHostAlloc"]),
+            waits: sum(&["cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize"]),
+        }
+    }
+
+    /// The calls of one step since an earlier count, rounded down: calls that are made only once do
+    /// not count.
+    fn per_step(&self, before: &Self) -> Self {
+        Self {
+            launches: (self.launches - before.launches) / STEPS,
+            allocations: (self.allocations - before.allocations) / STEPS,
+            waits: (self.waits - before.waits) / STEPS,
+        }
+    }
+}
+
+/// The time that the threads of each name have spent on a processor, in milliseconds. A thread that
+/// spins while it waits also spends some.
+fn threads() -> anyhow::Result<BTreeMap<String, f64>> {
+    let mut times = BTreeMap::new();
+    for task in fs::read_dir("/proc/self/task").context("Linux has a folder of threads")? {
+        let task = task?.path();
+        // A thread may have ended meanwhile.
+        let (Ok(name), Ok(times_of_task)) =
+            (fs::read_to_string(task.join("comm")), fs::read_to_string(task.join("schedstat")))
+        else {
+            continue;
+        };
+        let nanoseconds: f64 = times_of_task.split(' ').next().unwrap_or_default().parse()?;
+        *times.entry(name.trim().to_owned()).or_default() += nanoseconds * 1e-6;
+    }
+    Ok(times)
+}
+
+/// The times per step of the threads that have spent some between two counts, as text.
+fn difference(before: &BTreeMap<String, f64>, after: &BTreeMap<String, f64>) -> String {
+    let spent = after.iter().map(|(name, time)| (name, time - before.get(name).unwrap_or(&0.0)));
+    let spent =
+        spent.map(|(name, time)| (name, time / STEPS as f64)).filter(|spent| spent.1 >= 0.01);
+    spent.map(|(name, time)| format!("{name} {time:.2}")).collect::<Vec<_>>().join(", ")
+}
