@@ -3,7 +3,6 @@
 
 use std::ops::Range;
 
-use burn::module::ParamId;
 use burn::tensor::{DType, Device, Tensor};
 
 use crate::blocks::Blocks;
@@ -22,8 +21,6 @@ pub struct Unit {
     /// Its index among the owned parameters.
     pub index: usize,
     pub path: String,
-    /// Identity of this rank's part.
-    pub id: ParamId,
     pub shape: Vec<usize>,
     pub dtype: DType,
     pub placement: Placement,
@@ -104,7 +101,6 @@ impl Unit {
         Self {
             index,
             path: parameter.path.clone(),
-            id: parameter.id,
             shape: parameter.shape.clone(),
             dtype: parameter.dtype,
             placement: bucket.placement,

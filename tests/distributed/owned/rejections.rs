@@ -141,7 +141,7 @@ pub fn gradients_that_were_not_collected_are_rejected() {
         let layout = Layout::new(&Mesh::flat(world)).owned("dp");
         let net = layout.shard(layers(world.device()))?;
         layout.accumulate(&output(&net, ones(world.device())), &net)?;
-        layout.collect(&mut GradientsParams::new())
+        layout.collect(&net, &mut GradientsParams::new())
     });
     assert_says(&collected, &["`Layout::accumulate`", "`Layout::backward`"]);
 }
