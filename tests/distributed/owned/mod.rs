@@ -46,8 +46,9 @@ use identities::{
 use rejections::{
     a_rank_that_can_not_divide_a_model_stops_all_ranks,
     a_rank_that_fails_at_any_event_stops_all_ranks,
-    averages_and_abandoned_passes_do_not_disturb_training, delays_in_passes_do_not_change_results,
-    discarded_passes_and_whole_models_leave_no_trace,
+    averages_and_abandoned_passes_do_not_disturb_training,
+    calls_of_one_rank_alone_are_compared_with_those_of_the_others_at_once,
+    delays_in_passes_do_not_change_results, discarded_passes_and_whole_models_leave_no_trace,
     gradients_that_were_not_collected_are_rejected,
     meshes_and_layouts_that_do_not_fit_are_rejected,
     models_that_a_layout_has_not_divided_are_rejected, ranks_may_start_from_clones_of_one_model,
@@ -73,6 +74,7 @@ pub const IN_PROCESS: &[Case] = cases![
     parameters_with_new_identities_are_trained,
     gradients_under_other_identities_are_rejected,
     micro_batches_of_other_values_are_rejected,
+    calls_of_one_rank_alone_are_compared_with_those_of_the_others_at_once,
 ];
 
 const WIDTH: usize = 16;
