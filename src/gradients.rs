@@ -60,8 +60,9 @@ impl GradientBuffer {
     ///
     /// [`Error::Parameter`] for a gradient that is on another device than its parameter, or has
     /// another shape. Where a [`Layout`](crate::distributed::Layout) reduces the gradient in the
-    /// backward pass, the shape has to be that of the first micro-batch. The buffer then has a part
-    /// of the micro-batch: take it out and drop it.
+    /// backward pass, the shape has to be that of the first micro-batch. [`Error::Setting`] for
+    /// gradients of parameters that the model does not have. The buffer then has a part of the
+    /// micro-batch: take it out and drop it.
     pub fn add<M: Module>(&mut self, model: &M, gradients: GradientsParams) -> Result<()> {
         let found = parameters::of(model).into_iter();
         let reduced = found.filter(|found| found.placement.reduces_in_backward());
@@ -70,6 +71,12 @@ impl GradientBuffer {
         parameters::visit(model, &mut add);
         if let Some(error) = add.error {
             return Err(error);
+        }
+        let left_over = add.gradients.len();
+        if left_over > 0 {
+            let value = format!("{left_over} of parameters that the model does not have");
+            let expected = "those of the model (take them from the model that they are added for)";
+            return Err(Error::setting("gradients", value, expected));
         }
         self.count += 1;
         Ok(())

@@ -21,6 +21,18 @@ pub fn slice(tensor: &Tensor<1>, range: Range<usize>) -> Tensor<1> {
     }
 }
 
+/// The elements in memory of their own. A slice is a view: with it, all of the tensor that it was
+/// cut from stays in memory.
+pub fn copied(view: Tensor<1>) -> Tensor<1> {
+    let [elements] = view.dims();
+    // A concatenation or a product with 1 may return the view.
+    match elements {
+        0 => view,
+        _ => Tensor::empty([elements], (&view.device(), view.dtype()))
+            .slice_assign([0..elements], view),
+    }
+}
+
 /// The tensors of one type, one after the other, on a device. There may be none.
 pub fn concat(tensors: Vec<Tensor<1>>, dtype: DType, device: &Device) -> Tensor<1> {
     let filled = tensors.into_iter().filter(|tensor| tensor.dims() != [0]);

@@ -1,7 +1,7 @@
 //! The rendezvous of ranks that are threads, under a scheduler that tries thousands of
 //! interleavings and fails on a deadlock.
 
-#[allow(dead_code)] // These tests make no groups.
+#[allow(dead_code)] // These tests number their groups.
 #[path = "../src/comm/rendezvous.rs"]
 mod rendezvous;
 #[allow(dead_code)] // Only ranks that are processes use the rest.
@@ -12,6 +12,7 @@ mod rounds;
 mod sync {
     pub use shuttle::sync::atomic::{AtomicU64, Ordering};
     pub use shuttle::sync::{Condvar, Mutex, MutexGuard};
+    pub use shuttle::thread::{ThreadId, current as current_thread};
 }
 
 use std::time::Duration;
@@ -121,6 +122,52 @@ fn different_calls_are_an_error_on_all_ranks() {
                 assert!(calls.contains("rank 1: sum"), "{calls}");
             }
         },
+    );
+}
+
+#[test]
+fn ranks_in_different_groups_fail_as_soon_as_all_of_them_wait() {
+    explore(
+        3,
+        |rank| {
+            let together = exchange(rank, "first", 0);
+            // The usual mistake: rank 0 saves, and the others train on.
+            let call = match rank.rank() {
+                0 => exchange(rank, "save", 0),
+                index => exchange(&rank.join(1, vec![0, 1, 2], index), "gather", 0),
+            };
+            (together, call)
+        },
+        |outcomes| {
+            for (together, call) in outcomes {
+                assert_eq!(together, Ok(vec![0; 3]));
+                let Err(Failure::Mismatch { calls }) = call else { panic!("{call:?}") };
+                // One of the others may be about to make its call.
+                assert!(calls.contains("rank 0: save in group 0 of ranks 0 to 2"), "{calls}");
+                assert!(calls.contains(": gather in group 1 of ranks 0 to 2"), "{calls}");
+            }
+        },
+    );
+}
+
+#[test]
+fn chains_of_ranks_that_one_rank_will_serve_do_not_fail() {
+    explore(
+        4,
+        |rank| {
+            let pair =
+                |first: usize, index| rank.join(1 + first as u64, vec![first, first + 1], index);
+            // Rank 3 serves rank 2, which then serves rank 1, and so on.
+            let mut served = vec![];
+            if rank.rank() < 3 {
+                served.extend(exchange(&pair(rank.rank(), 0), "serve", 0).unwrap());
+            }
+            if rank.rank() > 0 {
+                served.extend(exchange(&pair(rank.rank() - 1, 1), "serve", 1).unwrap());
+            }
+            served
+        },
+        |outcomes| assert_eq!(outcomes.concat(), [0, 1].repeat(6)),
     );
 }
 

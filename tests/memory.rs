@@ -2,10 +2,11 @@
 //! as counted by the allocators of the host and of CubeCL's devices.
 
 use burn::module::{Module, Param};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Distribution, Tensor};
 use distmuon::comm::World;
-use distmuon::distributed::{DistMuonConfig, Keep, Layout, Mesh};
+use distmuon::distributed::{DistMuonConfig, Keep, Layout, Mesh, Place};
 use distmuon::link::{Clock, Link};
 use distmuon::{
     Coefficients, Error, IterationDtype, IterationForm, MuonConfig, NewtonSchulz,
@@ -361,6 +362,90 @@ fn owned_parameters_take_the_memory_of_parts_and_one_parameter() {
     // The parts of all gradients; on each rank a weight, its gradient, the sum over ranks, and the
     // mean.
     assert!(passing <= (OWNED_LAYERS + 2 * 4) * LAYER + SCRATCH, "{passing}");
+}
+
+/// Parameters of which ranks have parts that are neighbours in the whole: rows of a table, and
+/// matrices of a stack.
+#[derive(Module, Debug)]
+struct Stacked {
+    table: Embedding,
+    stack: Param<Tensor<3>>,
+    layer: Linear,
+}
+
+impl Stacked {
+    fn new(device: &Device) -> Self {
+        let stack = Tensor::random([8, 128, 1024], Distribution::Normal(0.0, 0.1), device);
+        Self {
+            table: EmbeddingConfig::new(4096, 256).init(device),
+            stack: Param::from_tensor(stack.require_grad()),
+            layer: LinearConfig::new(256, 1024).init(device),
+        }
+    }
+}
+
+/// The bytes of all ranks beyond what their reports say: of parameters after a model is divided,
+/// and of parameters and states after a load.
+fn unreported(ranks: usize, layout: fn(&Mesh) -> Layout, path: &Path) -> [usize; 2] {
+    let together = Barrier::new(ranks);
+    let before = ALLOCATOR.current_usage();
+    let held = || {
+        together.wait();
+        let bytes = ALLOCATOR.current_usage() - before;
+        together.wait();
+        bytes
+    };
+    let muon = MuonConfig::new().with_rule(RoutingRule::muon("stack").batch());
+    let run = World::threads(vec![Device::default().autodiff(); ranks], |world| {
+        let layout = layout(&Mesh::flat(&world)).with_muon(muon.clone());
+        let model = layout.shard(Stacked::new(world.device()))?;
+        // An engine may hold the last parameter until the next call.
+        world.comm().barrier()?;
+        let sharded = held();
+        let optim = DistMuonConfig::new().with_muon(muon.clone()).init_on(&layout, &model)?;
+        optim.save(path, &model, &())?;
+        let (model, optim, ()) = optim.load(path, model)?;
+        world.comm().barrier()?;
+        let loaded = held();
+        let memory = optim.memory();
+        drop(model);
+        Ok::<_, Error>(([sharded, loaded], [memory.parameters.now, memory.states.now]))
+    });
+    let run = run.unwrap();
+    let [parameters, states] =
+        [0, 1].map(|kind| run.iter().map(|(_, reported)| reported[kind]).sum::<usize>());
+    let [sharded, loaded] = run[0].0;
+    [sharded.saturating_sub(parameters), loaded.saturating_sub(parameters + states)]
+}
+
+#[test]
+fn parts_of_tables_and_stacks_do_not_keep_the_whole_in_memory() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.bpk");
+    let layouts: [(&str, fn(&Mesh) -> Layout); 3] = [
+        ("owned", |mesh| Layout::new(mesh).owned("dp")),
+        ("cut", |mesh| {
+            let layout = Layout::new(mesh).with_place(Place::shard("^stack$", "dp", 0));
+            layout.with_place(Place::shard(r"^table\.weight$", "dp", 0))
+        }),
+        ("cut and owned", |mesh| {
+            let cut = Layout::new(mesh).with_place(Place::shard("^stack$", "dp", 0));
+            cut.owned("dp").overlap_backward()
+        }),
+    ];
+    for (name, layout) in layouts {
+        unreported(2, layout, &path); // libraries
+        for ranks in [2, 4] {
+            let [sharded, loaded] = unreported(ranks, layout, &path);
+            println!("{name}, {ranks} ranks: {sharded} after shard, {loaded} after load");
+            assert!(sharded <= SCRATCH, "{name}, {ranks} ranks, after shard: {sharded}");
+            assert!(loaded <= SCRATCH, "{name}, {ranks} ranks, after load: {loaded}");
+        }
+    }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The collectives that programs call, with validated arguments.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use burn::tensor::Tensor;
 
@@ -25,9 +26,14 @@ use crate::error::Result;
 /// - [`Error::Collective`](crate::Error::Collective) for arguments that are wrong on this rank,
 ///   before anything is sent;
 /// - [`Error::PeerFailed`](crate::Error::PeerFailed) after a rank of the world has failed;
-/// - [`Error::Mismatch`](crate::Error::Mismatch) if the ranks make different calls.
+/// - [`Error::Mismatch`](crate::Error::Mismatch) if the ranks make different calls, also in
+///   different groups: as soon as ranks wait for each other, so that none of them can go on.
 ///
 /// A failure found by one rank reaches all.
+///
+/// A rank waits if all of its threads do that have made calls. A thread that other ranks wait for
+/// therefore makes its first call, such as [`barrier`](Self::barrier) in a group of its own, before
+/// other threads of its rank wait.
 #[derive(Clone, Debug)]
 pub struct Communicator {
     engine: Arc<dyn Engine>,
@@ -177,9 +183,17 @@ impl Communicator {
     ///
     /// While a rank is busy, no rank times out, since a late rank may itself wait for the busy one.
     /// The exception is a busy rank that itself waits for others. The end of a rank's process is
-    /// noticed nevertheless.
+    /// noticed nevertheless. After five minutes, a rank that is busy while others wait is logged;
+    /// after the [limit](Self::set_busy_limit), it has failed.
     pub fn set_busy(&self, busy: bool) {
         self.engine.set_busy(busy);
+    }
+
+    /// Sets the longest time for which a busy rank of the world is waited for: an hour by default,
+    /// so that a file system that hangs does not keep the other ranks for ever. The call of one
+    /// rank is enough.
+    pub fn set_busy_limit(&self, limit: Duration) {
+        self.engine.set_busy_limit(limit);
     }
 
     /// Waits until the device has carried out every call whose [`Pending`] was waited for. An

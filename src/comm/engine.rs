@@ -2,6 +2,7 @@
 
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::time::Duration;
 
 use burn::tensor::Tensor;
 
@@ -81,6 +82,9 @@ pub trait Engine: Debug + Send + Sync {
 
     /// Implements [`Communicator::set_busy`](super::Communicator::set_busy).
     fn set_busy(&self, busy: bool);
+
+    /// Implements [`Communicator::set_busy_limit`](super::Communicator::set_busy_limit).
+    fn set_busy_limit(&self, limit: Duration);
 
     /// Implements [`Communicator::synchronize`](super::Communicator::synchronize). Does nothing by
     /// default, which suits an engine whose results are complete when they are returned.

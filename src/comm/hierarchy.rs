@@ -16,6 +16,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
@@ -265,6 +266,10 @@ impl Engine for Hierarchy {
 
     fn set_busy(&self, busy: bool) {
         self.all.set_busy(busy);
+    }
+
+    fn set_busy_limit(&self, limit: Duration) {
+        self.all.set_busy_limit(limit);
     }
 
     /// The ranks of a group that are in one node remain so.

@@ -11,16 +11,24 @@
 //! by the thread that made the tensor: dropped by another thread, a tensor can be freed before a
 //! queued operation that uses it runs.
 
+use std::collections::HashSet;
 use std::fmt::{self, Display};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use super::rounds::Failure;
 use super::rounds::{Key, Rounds, WaitPoint};
-use super::sync::{AtomicU64, Condvar, Mutex, MutexGuard, Ordering};
+use super::sync::{AtomicU64, Condvar, Mutex, MutexGuard, Ordering, ThreadId, current_thread};
+
+/// The time after which a rank that waits looks for ranks that wait for each other while others
+/// compute.
+const LOOK_AFTER: Duration = Duration::from_millis(500);
 
 struct State<C, P> {
     rounds: Rounds<C, P>,
+    /// For every rank of the world, the threads that have made calls. A rank is blocked if all of
+    /// them wait.
+    callers: Vec<HashSet<ThreadId>>,
     /// For every rank of the world, the payloads it contributed that no rank needs any more.
     released: Vec<Vec<P>>,
 }
@@ -58,6 +66,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rendezvous<C, P> {
     pub fn participants(size: usize, deadline: Duration) -> Vec<Participant<C, P>> {
         let state = State {
             rounds: Rounds::new(size, deadline),
+            callers: vec![HashSet::new(); size],
             released: (0..size).map(|_| vec![]).collect(),
         };
         let rendezvous = Arc::new(Self {
@@ -106,6 +115,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Participant<C, P> {
         let key = (self.group, self.next_round.fetch_add(1, Ordering::SeqCst));
         self.drop_released();
         let mut state = self.rendezvous.lock();
+        state.callers[self.world_rank()].insert(current_thread().id());
         let arrival = state.rounds.arrive(key, &self.members, self.rank, call, payload);
         // Waiting ranks are woken once per round, not at every arrival.
         if !matches!(arrival, Ok(false)) {
@@ -157,11 +167,38 @@ impl<C: Clone + PartialEq + Display, P: Clone> Participant<C, P> {
         self.rendezvous.changed.notify_all();
     }
 
+    /// Sets the longest time for which a busy rank of the world is waited for.
+    pub fn set_busy_limit(&self, limit: Duration) {
+        self.rendezvous.lock().rounds.set_busy_limit(limit);
+        self.rendezvous.changed.notify_all();
+    }
+
     /// Notes that this rank arrives in no further round.
     pub fn depart(&self) {
         self.drop_released();
-        self.rendezvous.lock().rounds.depart(self.world_rank(), Instant::now());
+        let mut state = self.rendezvous.lock();
+        state.rounds.depart(self.world_rank(), Instant::now());
+        state.find_deadlock_of_all();
+        drop(state);
         self.rendezvous.changed.notify_all();
+    }
+}
+
+impl<C: Clone + PartialEq + Display, P: Clone> State<C, P> {
+    /// Notes that a thread of a rank waits in a round.
+    fn wait(&mut self, rank: usize, key: Key, now: Instant) -> Result<(), Failure> {
+        self.rounds.wait(rank, key, now)?;
+        let callers = &mut self.callers[rank];
+        callers.insert(current_thread().id());
+        if self.rounds.waits(rank) == callers.len() {
+            self.rounds.block_everywhere(rank);
+        }
+        self.find_deadlock_of_all().map_or(Ok(()), Err)
+    }
+
+    /// Ends the world if all ranks wait, so that none will arrive anywhere.
+    fn find_deadlock_of_all(&mut self) -> Option<Failure> {
+        self.rounds.all_are_blocked().then(|| self.rounds.find_deadlock()).flatten()
     }
 }
 
@@ -180,15 +217,18 @@ impl<C: Clone + PartialEq + Display, P: Clone> PendingRound<C, P> {
         let mut state = self.rendezvous.lock();
         let outcome = match state.rounds.payloads(self.key) {
             Some(payloads) => Ok(payloads),
-            None => match state.rounds.wait(self.rank, self.key, Instant::now()) {
-                Ok(()) => {
-                    let (relocked, outcome) = self.wait(state);
-                    state = relocked;
-                    state.rounds.clear_wait(self.rank, WaitPoint::Round(self.key));
-                    outcome
-                }
-                Err(failure) => Err(failure),
-            },
+            None => {
+                let outcome = match state.wait(self.rank, self.key, Instant::now()) {
+                    Ok(()) => {
+                        let (relocked, outcome) = self.wait(state);
+                        state = relocked;
+                        outcome
+                    }
+                    Err(failure) => Err(failure),
+                };
+                state.rounds.clear_wait(self.rank, WaitPoint::Round(self.key));
+                outcome
+            }
         };
         if outcome.is_err() {
             self.rendezvous.changed.notify_all();
@@ -203,18 +243,23 @@ impl<C: Clone + PartialEq + Display, P: Clone> PendingRound<C, P> {
         mut state: Guard<'a, C, P>,
     ) -> (Guard<'a, C, P>, Result<Vec<P>, Failure>) {
         let point = WaitPoint::Round(self.key);
+        let mut look = Some(Instant::now() + LOOK_AFTER);
         loop {
             if let Some(payloads) = state.rounds.payloads(self.key) {
                 return (state, Ok(payloads));
             }
             let now = Instant::now();
-            let failure = state.rounds.failure().cloned();
+            let mut failure = state.rounds.failure().cloned();
+            if look.is_some_and(|look| now >= look) {
+                look = None;
+                failure = failure.or_else(|| state.rounds.find_deadlock());
+            }
             if let Some(failure) = failure.or_else(|| state.rounds.expire(self.rank, point, now)) {
                 return (state, Err(failure));
             }
-            let due = state.rounds.due(self.rank, point).expect("this rank waits in the round");
-            // Past due without a failure means that a rank is busy, which notifies when it is done.
-            let timeout = if due > now { due - now } else { state.rounds.deadline() };
+            state.rounds.notice_busy(now);
+            let pause = state.rounds.pause(self.rank, point, now);
+            let timeout = look.map_or(pause, |look| pause.min(look - now));
             let woken = self.rendezvous.changed.wait_timeout(state, timeout);
             state = woken.expect("no thread panics while it holds the lock").0;
         }

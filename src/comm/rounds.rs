@@ -11,6 +11,10 @@
 //!
 //! Calls that MPI or NCCL carry out are not rounds. A rank that has waited for such an external
 //! call for some time reports it, so that the calls are compared and a missing rank is found.
+//!
+//! Ranks that make different calls in different groups wait for each other without an end. A rank
+//! is *blocked* if all of its threads that make calls wait. Of blocked ranks each of which waits
+//! for another one of them, none can go on: that is a deadlock, which ends the world at once.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::Display;
@@ -43,11 +47,20 @@ pub type Key = (u64, u64);
 /// names the responsible rank better than a timeout.
 const CONNECTION_LOSS_GRACE: Duration = Duration::from_secs(2);
 
+/// The time for which a busy rank suspends all deadlines, unless another limit is set.
+const BUSY_LIMIT: Duration = Duration::from_secs(3600);
+
+/// The time after which a busy rank for which others wait is logged.
+const BUSY_NOTICE: Duration = Duration::from_secs(300);
+
+/// The number of calls that the description of a deadlock names.
+const NAMED_CALLS: usize = 8;
+
 /// The longest deadline, 34 years: an `Instant` may not reach further.
 pub const LONGEST_WAIT: Duration = Duration::from_secs(1 << 30);
 
 /// A point at which a rank waits for the other members of a group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum WaitPoint {
     /// A round of this state machine.
     Round(Key),
@@ -103,16 +116,22 @@ struct Wait {
 struct Rank {
     /// Several threads of a process may wait at once.
     waits: Vec<Wait>,
-    busy: bool,
+    /// The points at which it is blocked. Empty for a rank that may go on.
+    blocked: Vec<WaitPoint>,
+    /// The time since which it is busy.
+    busy: Option<Instant>,
+    /// `true` once the log has told that it is busy for long.
+    noticed: bool,
     departed: bool,
-    /// For a rank that has departed, the number of its external calls in every group.
+    /// The number of its external calls in every group, for a rank that has departed or that is
+    /// blocked.
     external_calls: HashMap<u64, u64>,
 }
 
 impl Rank {
-    /// Returns `true` if the rank is busy and waits for no other rank.
-    fn is_occupied(&self) -> bool {
-        self.busy && !self.departed && self.waits.is_empty()
+    /// The time since which the rank is busy, if it waits for no other rank.
+    fn occupied(&self) -> Option<Instant> {
+        self.busy.filter(|_| !self.departed && self.waits.is_empty())
     }
 }
 
@@ -127,6 +146,8 @@ pub struct Rounds<C, P> {
     /// The last time that a rank ceased to be occupied. All deadlines start anew at that time.
     resumed: Option<Instant>,
     deadline: Duration,
+    /// The longest time for which a busy rank suspends deadlines.
+    busy_limit: Duration,
     failure: Option<Failure>,
 }
 
@@ -141,13 +162,9 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
             departed: 0,
             resumed: None,
             deadline: deadline.min(LONGEST_WAIT),
+            busy_limit: BUSY_LIMIT,
             failure: None,
         }
-    }
-
-    /// The longest time that one rank waits for another.
-    pub fn deadline(&self) -> Duration {
-        self.deadline
     }
 
     /// Returns the first failure of the world as an error.
@@ -250,13 +267,93 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
 
     /// Notes that a rank no longer waits at a point. Its other threads may wait at others.
     pub fn clear_wait(&mut self, rank: usize, point: WaitPoint) {
-        self.ranks[rank].waits.retain(|wait| wait.point != point);
+        let state = &mut self.ranks[rank];
+        state.waits.retain(|wait| wait.point != point);
+        if state.blocked.contains(&point) {
+            state.blocked.clear();
+        }
     }
 
-    /// Starts all deadlines anew if a rank is [occupied](Rank::is_occupied), which it is about to
+    /// The number of points at which a rank waits.
+    pub fn waits(&self, rank: usize) -> usize {
+        self.ranks[rank].waits.len()
+    }
+
+    /// Notes that all threads of a rank that make calls wait at some of its points. It may have
+    /// ceased to wait at one of them since it said so.
+    pub fn block(&mut self, rank: usize, points: Vec<WaitPoint>) {
+        let state = &mut self.ranks[rank];
+        let waits_at = |point: &WaitPoint| state.waits.iter().any(|wait| wait.point == *point);
+        if points.iter().all(waits_at) {
+            state.blocked = points;
+        }
+    }
+
+    /// [`block`](Self::block) at all points of the rank.
+    pub fn block_everywhere(&mut self, rank: usize) {
+        let points = self.ranks[rank].waits.iter().map(|wait| wait.point).collect();
+        self.block(rank, points);
+    }
+
+    /// Returns `true` if no rank can go on by itself.
+    pub fn all_are_blocked(&self) -> bool {
+        self.ranks.iter().all(|rank| rank.departed || !rank.blocked.is_empty())
+    }
+
+    /// Ends the world if blocked ranks wait for each other, and returns the failure.
+    pub fn find_deadlock(&mut self) -> Option<Failure> {
+        if self.failure.is_some() {
+            return None;
+        }
+        let mut missing: HashMap<WaitPoint, Vec<usize>> = HashMap::new();
+        for wait in self.ranks.iter().flat_map(|rank| &rank.waits) {
+            missing.entry(wait.point).or_insert_with(|| self.missing(wait).collect());
+        }
+        let is_blocked = |rank: &Rank| !rank.blocked.is_empty() && !rank.departed;
+        let mut stuck: Vec<bool> = self.ranks.iter().map(is_blocked).collect();
+        loop {
+            // A thread goes on if all ranks that it waits for may arrive.
+            let is_stuck = |point: &WaitPoint| missing[point].iter().any(|rank| stuck[*rank]);
+            let is_free = |rank: &usize| !self.ranks[*rank].blocked.iter().all(is_stuck);
+            let free: Vec<usize> =
+                (0..stuck.len()).filter(|rank| stuck[*rank] && is_free(rank)).collect();
+            if free.is_empty() {
+                break;
+            }
+            free.into_iter().for_each(|rank| stuck[rank] = false);
+        }
+        let stuck: Vec<usize> = (0..stuck.len()).filter(|rank| stuck[*rank]).collect();
+        (!stuck.is_empty()).then(|| {
+            let calls = self.calls(&stuck);
+            self.fail(Failure::Mismatch { calls })
+        })
+    }
+
+    /// The calls that some ranks wait for, with their groups.
+    fn calls(&self, ranks: &[usize]) -> String {
+        let mut by_point: Vec<(&Wait, Vec<usize>)> = vec![];
+        for rank in ranks {
+            for wait in &self.ranks[*rank].waits {
+                match by_point.iter_mut().find(|(known, _)| known.point == wait.point) {
+                    Some((_, ranks)) => ranks.push(*rank),
+                    None => by_point.push((wait, vec![*rank])),
+                }
+            }
+        }
+        let more = by_point.len().saturating_sub(NAMED_CALLS);
+        let described = by_point.iter().take(NAMED_CALLS).map(|(wait, ranks)| {
+            let (group, members) = self.group(wait.point);
+            let (call, ranks, members) = (self.call_name(wait), named(ranks), named(members));
+            format!("{ranks}: {call} in group {group} of {members}")
+        });
+        let described = described.collect::<Vec<_>>().join(", ");
+        if more > 0 { format!("{described}, and {more} more calls") } else { described }
+    }
+
+    /// Starts all deadlines anew if a rank is [occupied](Rank::occupied), which it is about to
     /// cease to be.
     fn end_occupation(&mut self, rank: usize, now: Instant) {
-        if self.ranks[rank].is_occupied() {
+        if self.ranks[rank].occupied().is_some() {
             self.resumed = self.resumed.max(Some(now));
         }
     }
@@ -265,7 +362,32 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     /// deadline.
     pub fn set_busy(&mut self, rank: usize, busy: bool, now: Instant) {
         self.end_occupation(rank, now);
-        self.ranks[rank].busy = busy;
+        let state = &mut self.ranks[rank];
+        (state.busy, state.noticed) = (busy.then_some(now), false);
+    }
+
+    /// Sets the longest time for which a busy rank suspends deadlines: an hour by default.
+    pub fn set_busy_limit(&mut self, limit: Duration) {
+        self.busy_limit = limit;
+    }
+
+    /// Logs, once, that a rank is busy for long while others wait.
+    pub fn notice_busy(&mut self, now: Instant) {
+        if self.ranks.iter().all(|rank| rank.waits.is_empty()) {
+            return;
+        }
+        for (index, rank) in self.ranks.iter_mut().enumerate() {
+            let Some(since) = rank.occupied().filter(|_| !rank.noticed) else { continue };
+            let busy = now.saturating_duration_since(since);
+            if busy >= BUSY_NOTICE {
+                rank.noticed = true;
+                log::warn!(
+                    "rank {index} has been busy for {busy:.0?}, as with a checkpoint, and others \
+                     wait for it: the world ends after {:?}",
+                    self.busy_limit
+                );
+            }
+        }
     }
 
     /// Notes that a rank makes no further call, which ends the world if another rank waits for it.
@@ -274,6 +396,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
         let state = &mut self.ranks[rank];
         self.departed += usize::from(!std::mem::replace(&mut state.departed, true));
         state.waits.clear();
+        state.blocked.clear();
         let waits = self.ranks.iter().flat_map(|other| &other.waits);
         let unmet = waits.into_iter().find(|wait| self.is_missing(rank, wait));
         if let Some(cause) = unmet.map(|wait| self.early_return(wait)) {
@@ -291,16 +414,35 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
         wait.since.max(self.resumed.unwrap_or(wait.since)) + self.deadline
     }
 
-    /// Returns `true` if any rank is [occupied](Rank::is_occupied). No wait expires then: any rank
-    /// may wait for the occupied one through others, or have waited for it until a moment ago.
-    fn is_suspended(&self) -> bool {
-        self.ranks.iter().any(Rank::is_occupied)
+    /// Returns `true` if any rank is [occupied](Rank::occupied), for less than the limit. No wait
+    /// expires then: any rank may wait for the occupied one through others, or have waited for it
+    /// until a moment ago.
+    fn is_suspended(&self, now: Instant) -> bool {
+        self.ranks.iter().any(|rank| rank.occupied().is_some_and(|since| !self.is_over(since, now)))
+    }
+
+    /// Returns `true` if a rank that is busy since some time has been busy for too long.
+    fn is_over(&self, since: Instant, now: Instant) -> bool {
+        now.saturating_duration_since(since) >= self.busy_limit
+    }
+
+    /// Returns the time after which a wait that has not ended looks at the state again.
+    pub fn pause(&self, rank: usize, point: WaitPoint, now: Instant) -> Duration {
+        let due = self.due(rank, point).map_or(Duration::ZERO, |due| due - now.min(due));
+        let ranks = self.ranks.iter().filter_map(Rank::occupied);
+        // A rank that is busy notifies when it is done.
+        let busy = ranks.flat_map(|since| [since + BUSY_NOTICE, since + self.busy_limit]);
+        let busy = busy.filter(|time| *time > now).map(|time| time - now).min();
+        match (due, busy) {
+            (Duration::ZERO, busy) => busy.unwrap_or(self.deadline),
+            (due, busy) => busy.map_or(due, |busy| busy.min(due)),
+        }
     }
 
     /// Ends the world if a rank has waited at a point for too long, and returns the failure.
     pub fn expire(&mut self, rank: usize, point: WaitPoint, now: Instant) -> Option<Failure> {
         let wait = self.ranks[rank].waits.iter().find(|wait| wait.point == point)?;
-        if now < self.due_time(wait) || self.is_suspended() {
+        if now < self.due_time(wait) || self.is_suspended(now) {
             return None;
         }
         let failure = self.responsible(rank, wait, now)?;
@@ -308,7 +450,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     }
 
     /// Finds the rank responsible for a timeout by following the wait-for graph. A rank that is
-    /// itself waiting is not blamed, unless all of them wait for each other.
+    /// itself waiting is not blamed: if all of them wait for each other, their calls differ.
     fn responsible(&self, rank: usize, first: &Wait, now: Instant) -> Option<Failure> {
         let mut visited = vec![false; self.ranks.len()];
         visited[rank] = true;
@@ -327,7 +469,10 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
             next += 1;
         }
         match self.missing(first).next() {
-            Some(missing) => Some(self.late(missing, first)),
+            Some(_) => {
+                let ranks: Vec<usize> = (0..visited.len()).filter(|rank| visited[*rank]).collect();
+                Some(Failure::Mismatch { calls: self.calls(&ranks) })
+            }
             None if now >= self.due_time(first) + CONNECTION_LOSS_GRACE => {
                 let call = self.call_name(first);
                 let cause = format!("{call} did not finish, although all ranks came to it");
@@ -340,8 +485,11 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     /// The failure of a rank that is missing for longer than the deadline.
     fn late(&self, rank: usize, wait: &Wait) -> Failure {
         let call = self.call_name(wait);
-        let deadline = self.deadline;
-        Failure::Peer { rank, cause: format!("it did not come to {call} within {deadline:?}") }
+        let cause = match self.ranks[rank].busy {
+            Some(_) => format!("it did not come to {call}, and was busy for {:?}", self.busy_limit),
+            None => format!("it did not come to {call} within {:?}", self.deadline),
+        };
+        Failure::Peer { rank, cause }
     }
 
     /// The cause of the failure of a rank that has departed and is waited for.
@@ -358,15 +506,22 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
         }
     }
 
+    /// The number and the members of the group of a point.
+    fn group(&self, point: WaitPoint) -> (u64, &[usize]) {
+        match point {
+            WaitPoint::Round(key) => {
+                (key.0, self.rounds.get(&key).map_or(&[], |round| &round.members))
+            }
+            WaitPoint::ExternalCall((group, _)) => {
+                (group, self.external.get(&group).map_or(&[], |calls| &calls.members))
+            }
+        }
+    }
+
     /// The ranks of the world that a wait is for: members that have not arrived.
     fn missing<'a>(&'a self, wait: &Wait) -> impl Iterator<Item = usize> + 'a {
         let point = wait.point;
-        let members: &[usize] = match point {
-            WaitPoint::Round(key) => self.rounds.get(&key).map_or(&[], |round| &round.members),
-            WaitPoint::ExternalCall((group, _)) => {
-                self.external.get(&group).map_or(&[], |calls| &calls.members)
-            }
-        };
+        let (_, members) = self.group(point);
         let arrived =
             move |(member, rank): &(usize, &usize)| self.has_arrived(point, *member, **rank);
         members.iter().enumerate().filter(move |member| !arrived(member)).map(|(_, rank)| *rank)
@@ -427,9 +582,20 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
         self.depart(rank, now);
     }
 
+    /// [`block`](Self::block) after this number of external calls in every group.
+    pub fn block_after(
+        &mut self,
+        rank: usize,
+        external_calls: HashMap<u64, u64>,
+        points: Vec<WaitPoint>,
+    ) {
+        self.ranks[rank].external_calls = external_calls;
+        self.block(rank, points);
+    }
+
     /// Ends the world if any rank has waited for too long, and returns the failure.
     pub fn expire_all(&mut self, now: Instant) -> Option<Failure> {
-        if self.failure.is_some() || self.is_suspended() {
+        if self.failure.is_some() || self.is_suspended(now) {
             return None;
         }
         // Ranks that wait for the same call miss the same ranks: one look at each call is enough,
@@ -457,6 +623,21 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     /// Returns the call that a rank waits for.
     pub fn awaited_call(&self, rank: usize) -> Option<String> {
         self.ranks[rank].waits.first().map(|wait| self.call_name(wait))
+    }
+}
+
+/// The text of some ranks, in ascending order.
+fn named(ranks: &[usize]) -> String {
+    match ranks {
+        [rank] => format!("rank {rank}"),
+        [first, .., last] if last - first + 1 == ranks.len() => format!("ranks {first} to {last}"),
+        _ => {
+            let listed: Vec<String> =
+                ranks.iter().take(NAMED_CALLS).map(ToString::to_string).collect();
+            let more = ranks.len().saturating_sub(NAMED_CALLS);
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            format!("ranks {}{more}", listed.join(", "))
+        }
     }
 }
 

@@ -209,6 +209,10 @@ impl Engine for Threads {
         self.participant.set_busy(busy);
     }
 
+    fn set_busy_limit(&self, limit: Duration) {
+        self.participant.set_busy_limit(limit);
+    }
+
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
         // Every rank offers a number for a new group, of which that of the first member is used.
         let offer = (color, key, self.participant.new_group());

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use burn::tensor::Tensor;
 use distmuon::Result;
@@ -211,6 +212,10 @@ impl Engine for Watched {
 
     fn set_busy(&self, busy: bool) {
         self.inner.set_busy(busy);
+    }
+
+    fn set_busy_limit(&self, limit: Duration) {
+        self.inner.set_busy_limit(limit);
     }
 
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {

@@ -25,6 +25,8 @@ pub struct CallBoard {
     indices: HashMap<(u64, usize), usize>,
     /// The total length of the payloads of every round that is not complete.
     volumes: HashMap<Key, usize>,
+    /// `true` if a rank was blocked since the last look for a deadlock.
+    is_blocked: bool,
 }
 
 /// Frames to send, each with the rank of the world that gets it.
@@ -38,6 +40,7 @@ impl CallBoard {
             groups: HashMap::new(),
             indices: HashMap::new(),
             volumes: HashMap::new(),
+            is_blocked: false,
         };
         board.add_group((0..size).collect());
         board
@@ -74,8 +77,13 @@ impl CallBoard {
         self.rounds.depart(rank, Instant::now());
     }
 
-    /// Ends the world if a rank has waited for too long, and returns the responsible rank.
+    /// Ends the world if ranks wait for each other, or if one has waited for too long. Returns the
+    /// responsible rank, if there is one.
     pub fn expire(&mut self, now: Instant) -> Option<usize> {
+        self.rounds.notice_busy(now);
+        if std::mem::take(&mut self.is_blocked) {
+            self.rounds.find_deadlock();
+        }
         match self.rounds.expire_all(now) {
             Some(Failure::Peer { rank, .. }) => Some(rank),
             _ => None,
@@ -106,7 +114,12 @@ impl CallBoard {
             Request::ClearWait { key } => {
                 self.rounds.clear_wait(rank, WaitPoint::ExternalCall(key));
             }
+            Request::Blocked { points, external_calls } => {
+                self.rounds.block_after(rank, external_calls.into_iter().collect(), points);
+                self.is_blocked = true;
+            }
             Request::Busy(busy) => self.rounds.set_busy(rank, busy, now),
+            Request::BusyLimit(limit) => self.rounds.set_busy_limit(limit),
             Request::Heartbeat => out.push((rank, short_frame(&Reply::Heartbeat))),
             Request::Fail { cause } => self.fail(rank, cause),
             Request::Depart { external_calls } => {

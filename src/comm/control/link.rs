@@ -3,16 +3,17 @@
 //! A calling thread sends a message with its payload and waits until the reading thread has the
 //! result of the round. The reading thread also sends heartbeats and notices a lost connection.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt;
 use std::io::ErrorKind;
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
-use std::thread::{self, JoinHandle};
+use std::thread::{self, JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
-use super::super::rounds::{Failure, Key};
+use super::super::rounds::{Failure, Key, WaitPoint};
+use super::REPORT_AFTER;
 use super::heartbeat::{Heartbeat, STALL};
 use super::protocol::{
     Frame, Incoming, MAX_CAUSE, MAX_MESSAGE, MAX_PAYLOAD, Outcome, Reply, Request, bounded, frame,
@@ -37,6 +38,7 @@ pub struct Link {
     pub deadline: Duration,
     /// The number of external calls so far, in every group.
     external_calls: Mutex<BTreeMap<u64, Arc<AtomicU64>>>,
+    callers: Mutex<Callers>,
     reader: Option<JoinHandle<()>>,
     /// On rank 0. Dropped last, after this process has departed.
     _server: Option<Server>,
@@ -55,6 +57,23 @@ struct Shared {
     changed: Condvar,
     failure: OnceLock<Failure>,
     departing: AtomicBool,
+}
+
+/// The threads that make calls.
+#[derive(Default)]
+struct Callers {
+    threads: HashSet<ThreadId>,
+    /// Those that have waited for some time, and for what.
+    waiting: HashMap<ThreadId, WaitPoint>,
+}
+
+/// The wait of a thread, until this value is dropped.
+pub struct Waiting<'a>(&'a Link);
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        self.0.callers().waiting.remove(&thread::current().id());
+    }
 }
 
 #[derive(Default)]
@@ -94,8 +113,47 @@ impl Link {
             let shared = shared.clone();
             move || shared.run_reader()
         })?;
-        let external_calls = Mutex::default();
-        Ok(Self { shared, deadline, external_calls, reader: Some(reader), _server: server })
+        let (external_calls, callers) = (Mutex::default(), Mutex::default());
+        let reader = Some(reader);
+        Ok(Self { shared, deadline, external_calls, callers, reader, _server: server })
+    }
+
+    fn callers(&self) -> MutexGuard<'_, Callers> {
+        self.callers.lock().expect("no thread panics while it holds the lock")
+    }
+
+    /// Notes that this thread makes calls.
+    pub fn note_caller(&self) {
+        self.callers().threads.insert(thread::current().id());
+    }
+
+    /// The time after which a wait is reported. A short deadline must not pass before.
+    pub fn report_after(&self) -> Duration {
+        REPORT_AFTER.min(self.deadline / 2)
+    }
+
+    /// Notes that this thread has waited for some time. If all threads that make calls have, rank 0
+    /// is told of it. A thread that makes no calls only watches those of others.
+    pub fn waits_at(&self, point: WaitPoint) -> Waiting<'_> {
+        let mut callers = self.callers();
+        let thread = thread::current().id();
+        if callers.threads.contains(&thread) {
+            callers.waiting.insert(thread, point);
+        }
+        let are_all = callers.waiting.len() == callers.threads.len();
+        let points: Vec<WaitPoint> = callers.waiting.values().copied().collect();
+        drop(callers);
+        if are_all {
+            self.notify(&Request::Blocked { points, external_calls: self.counts() });
+        }
+        Waiting(self)
+    }
+
+    /// The number of external calls so far in every group.
+    fn counts(&self) -> Vec<(u64, u64)> {
+        let calls = self.external_calls.lock();
+        let calls = calls.expect("no thread panics while it holds the lock");
+        calls.iter().map(|(group, count)| (*group, count.load(Ordering::SeqCst))).collect()
     }
 
     /// Returns the counter of a group's external calls.
@@ -134,6 +192,7 @@ impl Link {
         payload: &[u8],
     ) -> Result<Answer> {
         self.check()?;
+        self.note_caller();
         let rank = self.shared.rank;
         let too_long = |length| payload_too_long(name, rank, length);
         // Rank 0 is not sent a call that is rejected here, and other ranks would wait for it.
@@ -150,6 +209,8 @@ impl Link {
         let frame = frame(request, &[payload]).map_err(reject)?;
         self.shared.answers().pending.insert(key, None);
         self.shared.send(&frame);
+        let is_answered = self.shared.is_answered_within(key, self.report_after());
+        let _waiting = (!is_answered).then(|| self.waits_at(WaitPoint::Round(key)));
         match self.shared.wait_for_answer(key)? {
             (Outcome::TooLong(length), _) => Err(too_long(length)),
             answer => Ok(answer),
@@ -214,13 +275,23 @@ impl Shared {
         }
     }
 
+    /// Returns `true` if a call still waits for its answer.
+    fn is_unanswered(&self, answers: &Answers, key: Key) -> bool {
+        let answered = answers.pending.get(&key).is_some_and(Option::is_some);
+        !answered && self.failure.get().is_none() && !answers.reader_ended
+    }
+
+    /// Waits for the answer to a call, but not longer than `timeout`.
+    fn is_answered_within(&self, key: Key, timeout: Duration) -> bool {
+        let unanswered = |answers: &mut Answers| self.is_unanswered(answers, key);
+        let waited = self.changed.wait_timeout_while(self.answers(), timeout, unanswered);
+        !waited.expect("no thread panics while it holds the lock").1.timed_out()
+    }
+
     /// Waits for the answer to a call. An answer that has arrived counts, even if the world has
     /// failed since.
     fn wait_for_answer(&self, key: Key) -> Result<Answer> {
-        let unanswered = |answers: &mut Answers| {
-            let answered = answers.pending.get(&key).is_some_and(Option::is_some);
-            !answered && self.failure.get().is_none() && !answers.reader_ended
-        };
+        let unanswered = |answers: &mut Answers| self.is_unanswered(answers, key);
         let answers = self.changed.wait_while(self.answers(), unanswered);
         let mut answers = answers.expect("no thread panics while it holds the lock");
         let answer = answers.pending.remove(&key);
@@ -338,11 +409,9 @@ impl Drop for Link {
         if thread::panicking() {
             self.notify(&Request::Fail { cause: "it panicked".to_owned() });
         }
-        let calls = self.external_calls.get_mut().map(std::mem::take).unwrap_or_default();
-        let calls = calls.into_iter().map(|(group, count)| (group, count.load(Ordering::SeqCst)));
         // Before the message: the reading thread reports an end that it does not expect.
         self.shared.departing.store(true, Ordering::SeqCst);
-        self.notify(&Request::Depart { external_calls: calls.collect() });
+        self.notify(&Request::Depart { external_calls: self.counts() });
         // Rank 0 closes the connection when it has read the last message, so none is lost.
         self.shared.stream.shutdown(Shutdown::Write).ok();
         let running = |answers: &mut Answers| !answers.reader_ended;

@@ -23,16 +23,16 @@ use std::time::{Duration, Instant};
 #[cfg(any(feature = "mpi", feature = "cuda"))]
 pub use authentication::random_secret;
 pub use endpoint::Endpoint;
-use link::{Answer, Link};
+use link::{Answer, Link, Waiting};
 use protocol::{MAX_CALL, Op, Outcome, Request};
 
-use super::rounds::Failure;
+use super::rounds::{Failure, WaitPoint};
 use crate::error::{Error, Result};
 
 /// The time for which a rank waits for the cause of an engine's error to arrive from other ranks.
 pub const COMPARE_AFTER: Duration = Duration::from_secs(1);
-/// The time after which a wait for an external call is reported to rank 0. Including the time on
-/// the network, a departed rank is noticed in less than a second.
+/// The time after which a wait is reported to rank 0. Including the time on the network, a departed
+/// rank, and ranks that wait for each other, are noticed in less than a second.
 const REPORT_AFTER: Duration = Duration::from_millis(500);
 
 /// The time for which a call is polled without sleeping: the duration of a short call.
@@ -67,6 +67,7 @@ pub struct ExternalCall {
 struct ReportedWait<'a> {
     link: &'a Link,
     key: (u64, u64),
+    _waiting: Waiting<'a>,
 }
 
 impl Drop for ReportedWait<'_> {
@@ -89,11 +90,6 @@ impl Control {
     /// The number of members of the group.
     pub fn size(&self) -> usize {
         self.size
-    }
-
-    /// The longest time that one rank waits for another.
-    pub fn deadline(&self) -> Duration {
-        self.link.deadline
     }
 
     /// Arrives in the next round with a payload, and waits for the result.
@@ -178,9 +174,15 @@ impl Control {
         self.link.notify(&Request::Busy(busy));
     }
 
+    /// Sets the longest time for which a busy process of the world is waited for.
+    pub fn set_busy_limit(&self, limit: Duration) {
+        self.link.notify(&Request::BusyLimit(limit));
+    }
+
     /// Numbers an external call. All members of the group begin the same external calls in the same
     /// order.
     pub fn begin_call(&self, call: impl ToString) -> ExternalCall {
+        self.link.note_caller();
         let number = self.external_calls.fetch_add(1, Ordering::SeqCst);
         ExternalCall { number, call: protocol::bounded(call.to_string(), MAX_CALL) }
     }
@@ -198,8 +200,7 @@ impl Control {
         mut finished: impl FnMut() -> Result<bool>,
     ) -> Result<()> {
         let start = Instant::now();
-        // A short deadline must not pass before the wait is reported.
-        let report_after = REPORT_AFTER.min(self.deadline() / 2);
+        let report_after = self.link.report_after();
         let mut reported = None;
         while !finished()? {
             self.check()?;
@@ -215,7 +216,8 @@ impl Control {
     fn report_wait(&self, call: &ExternalCall, waited: Duration) -> ReportedWait<'_> {
         let key = (self.group, call.number);
         self.link.notify(&Request::Wait { key, call: call.call.clone(), waited });
-        ReportedWait { link: &self.link, key }
+        let _waiting = self.link.waits_at(WaitPoint::ExternalCall(key));
+        ReportedWait { link: &self.link, key, _waiting }
     }
 
     /// Returns the reason why an external call failed, which is `error` unless another rank failed

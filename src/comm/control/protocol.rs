@@ -14,7 +14,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use sha2::{Digest, Sha256};
 
-use super::super::rounds::{Failure, Key};
+use super::super::rounds::{Failure, Key, WaitPoint};
 
 /// The longest content of a frame of a process that is not authenticated, in bytes.
 pub const MAX_UNAUTHENTICATED_MESSAGE: usize = 1 << 10;
@@ -109,9 +109,18 @@ pub enum Request {
         /// The key of the [`Wait`](Self::Wait).
         key: Key,
     },
+    /// All threads of the member that make calls have waited for some time.
+    Blocked {
+        /// The points at which they wait.
+        points: Vec<WaitPoint>,
+        /// The number of its external calls in every group.
+        external_calls: Vec<(u64, u64)>,
+    },
     /// The member begins (`true`) or has ended (`false`) work that may take longer than the
     /// deadline.
     Busy(bool),
+    /// The longest time for which a busy member is waited for.
+    BusyLimit(Duration),
     /// The member is alive.
     Heartbeat,
     /// The world ends because of the member.

@@ -339,6 +339,10 @@ impl Engine for Mpi {
         self.control.set_busy(busy);
     }
 
+    fn set_busy_limit(&self, limit: Duration) {
+        self.control.set_busy_limit(limit);
+    }
+
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
         let (control, first) = self.control.split(color, key)?;
         // The rank of a group's first member is different for every group, whatever the colors are.

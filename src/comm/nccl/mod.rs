@@ -357,6 +357,10 @@ impl Engine for Nccl {
         self.shared.peers.control.set_busy(busy);
     }
 
+    fn set_busy_limit(&self, limit: Duration) {
+        self.shared.peers.control.set_busy_limit(limit);
+    }
+
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
         let Peers { control: parent, comm } = &*self.shared.peers;
         let memory = self.shared.memory.for_group();

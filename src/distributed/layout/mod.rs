@@ -1,6 +1,7 @@
 //! The division of a model's parameters among ranks.
 
 mod cuts;
+mod identity;
 mod order;
 mod owned;
 mod passes;
@@ -36,6 +37,7 @@ use crate::gradients::GradientBuffer;
 use crate::muon::MuonConfig;
 use crate::parameters::{self, Found, Lazily, Placement};
 use cuts::SliceGroups;
+use identity::Identities;
 use passes::{Limits, Passes};
 use place::Places;
 use unit::Position;
@@ -315,7 +317,7 @@ impl Layout {
             buffer.add(model, gradients)?;
             gradients = buffer.take_sum();
         }
-        self.finish(&mut gradients)?;
+        self.finish(model, &mut gradients)?;
         Ok(gradients)
     }
 
@@ -334,18 +336,24 @@ impl Layout {
     /// Those of [`backward`](Self::backward).
     pub fn accumulate<M: Module, const D: usize>(&self, loss: &Tensor<D>, model: &M) -> Result<()> {
         let backward = || GradientsParams::from_grads(loss.backward(), model);
-        let gradients = self.in_micro_batch(backward)?;
+        let gradients = self.in_micro_batch(model, backward)?;
         self.micro_batches().add(model, gradients)
     }
 
-    /// Runs a backward pass in which nothing is reduced.
-    pub(super) fn in_micro_batch<T>(&self, backward: impl FnOnce() -> T) -> Result<T> {
+    /// Runs a backward pass of a model in which nothing is reduced.
+    pub(super) fn in_micro_batch<M: Module, T>(
+        &self,
+        model: &M,
+        backward: impl FnOnce() -> T,
+    ) -> Result<T> {
         let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(backward()) };
-        passes.set_micro_batch(true);
-        let outcome = backward();
-        passes.set_micro_batch(false);
-        passes.keep_micro_batch()?;
+        let outcome = passes.in_micro_batch(backward);
+        passes.keep_micro_batch(&self.identities(model))?;
         Ok(outcome)
+    }
+
+    fn identities<M: Module>(&self, model: &M) -> Identities {
+        Identities::of_model(model, self.world().rank())
     }
 
     /// Returns `true` if every forward pass is a collective call.
@@ -355,16 +363,16 @@ impl Layout {
         units.is_some_and(|units| units.iter().any(|unit| unit.placement.is_owned()))
     }
 
-    /// Adds this rank's shards of the means of parameters whose gradients the pass has reduced,
-    /// after a backward pass of the caller's. All ranks make this call.
+    /// Adds this rank's shards of the means of a model's parameters whose gradients the pass has
+    /// reduced, after a backward pass of the caller's. All ranks make this call.
     ///
     /// # Errors
     ///
     /// Those of [`backward`](Self::backward); [`Error::Setting`] after
     /// [`accumulate`](Self::accumulate), whose gradients are those of `backward`.
-    pub fn collect(&self, gradients: &mut GradientsParams) -> Result<()> {
+    pub fn collect<M: Module>(&self, model: &M, gradients: &mut GradientsParams) -> Result<()> {
         match self.micro_batches().count() {
-            0 => self.finish(gradients),
+            0 => self.finish(model, gradients),
             _ => Err(Error::setting(
                 "gradients",
                 "earlier ones of `Layout::accumulate`",
@@ -375,9 +383,10 @@ impl Layout {
     }
 
     /// Ends a backward pass.
-    fn finish(&self, gradients: &mut GradientsParams) -> Result<()> {
+    fn finish<M: Module>(&self, model: &M, gradients: &mut GradientsParams) -> Result<()> {
         let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(()) };
-        passes.finish()?.into_iter().for_each(|mean| mean.register(gradients));
+        let means = passes.finish(&self.identities(model))?;
+        means.into_iter().for_each(|mean| mean.register(gradients));
         Ok(())
     }
 

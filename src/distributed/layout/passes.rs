@@ -10,10 +10,12 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Shape, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::identity::Identities;
 use super::order::Order;
 use super::unit::Unit;
 use crate::backend::precise_dtype;
@@ -89,10 +91,10 @@ pub struct Group {
 #[derive(Debug)]
 enum Flight {
     Gathering(usize, Pending),
-    /// The sum of a gradient among the ranks that share the parameter.
-    Reducing(usize, Pending),
+    /// The sum of the gradient of a value among the ranks that share the parameter.
+    Reducing(usize, u64, Pending),
     /// The sum of these sums among replicas.
-    ReducingReplicas(usize, Pending),
+    ReducingReplicas(usize, u64, Pending),
 }
 
 /// A collective of a pass, by the index of its parameter: the same on all ranks.
@@ -161,17 +163,60 @@ struct Uses {
     published: Option<Tensor<1>>,
     /// The whole that is gathered ahead of its use.
     ahead: Option<Ahead>,
+    /// The uses of each of its values, in the order of their first uses: of the model's, and of
+    /// those of clones with other values.
+    leaves: Vec<LeafUses>,
+    /// Bytes of the last gradient that was reduced, the same on all ranks.
+    sent: usize,
+    /// The identity under which its last gradient was returned.
+    returned: Option<ParamId>,
+}
+
+/// The uses of one value of a parameter in a pass. Burn has a gradient for each of them.
+#[derive(Debug)]
+struct LeafUses {
+    leaf: u64,
     /// The number of uses in the graph, and that of their gradients so far.
     count: usize,
     gradients: usize,
     /// The sum of these gradients.
     sum: Option<Tensor<1>>,
-    /// Bytes of the last gradient that was reduced, the same on all ranks.
-    sent: usize,
     /// The sum of the gradients of earlier micro-batches.
     micro_batches: Option<Tensor<1>>,
+    /// `true` if it had gradients of micro-batches, which are those of the model.
+    had_micro_batches: bool,
     /// This rank's part of the mean over ranks.
     mean: Option<Tensor<1>>,
+}
+
+impl LeafUses {
+    fn of(leaf: u64) -> Self {
+        Self {
+            leaf,
+            count: 0,
+            gradients: 0,
+            sum: None,
+            micro_batches: None,
+            had_micro_batches: false,
+            mean: None,
+        }
+    }
+
+    fn has_gradient(&self) -> bool {
+        self.sum.is_some() || self.micro_batches.is_some() || self.mean.is_some()
+    }
+}
+
+impl Uses {
+    /// The uses of a value.
+    fn of_leaf(&mut self, leaf: u64) -> &mut LeafUses {
+        let position = self.leaves.iter().position(|uses| uses.leaf == leaf);
+        let position = position.unwrap_or_else(|| {
+            self.leaves.push(LeafUses::of(leaf));
+            self.leaves.len() - 1
+        });
+        &mut self.leaves[position]
+    }
 }
 
 /// A whole that is gathered, or on its way.
@@ -217,7 +262,7 @@ impl Passes {
                 None => whole,
             };
         }
-        let link = self.reducing(unit);
+        let link = self.reducing(unit, &part);
         let link = match self.limits.keep {
             Keep::Weights => link,
             Keep::Nothing => {
@@ -240,17 +285,22 @@ impl Passes {
         match whole.is_require_grad() && !self.state().is_reading {
             true => {
                 let value = whole.clone().without_autodiff();
-                self.reducing(unit).at(self.clock.next(&whole)).attach(whole, value)
+                self.reducing(unit, &whole).at(self.clock.next(&whole)).attach(whole, value)
             }
             false => whole,
         }
     }
 
-    /// A link that reduces the gradient of a use.
-    fn reducing(self: &Arc<Self>, unit: &Arc<Unit>) -> Link {
-        let count = &mut self.state().uses[unit.index].count;
-        *count += 1;
-        if *count == MANY_USES {
+    /// A link that reduces the gradient of a use of a value.
+    fn reducing<const D: usize>(self: &Arc<Self>, unit: &Arc<Unit>, value: &Tensor<D>) -> Link {
+        let leaf = identity(value).expect("a value that requires a gradient has autodiff");
+        let count = {
+            let mut state = self.state();
+            let uses = state.uses[unit.index].of_leaf(leaf);
+            uses.count += 1;
+            uses.count
+        };
+        if count == MANY_USES {
             log::warn!(
                 "`{}` was used {MANY_USES} times without a backward pass in between: evaluate \
                  `model.valid()`, or call `Layout::discard` after a forward pass that is not \
@@ -263,7 +313,7 @@ impl Passes {
         let (to, of) = (Arc::downgrade(self), unit.clone());
         Link::taking(move |gradient| {
             if let Some(passes) = to.upgrade() {
-                passes.add_gradient(&of, gradient);
+                passes.add_gradient(&of, leaf, gradient);
             }
         })
     }
@@ -378,30 +428,34 @@ impl Passes {
         Ok(())
     }
 
-    /// Adds the gradient of a use, and starts to reduce the sum after that of the last use.
-    fn add_gradient(&self, unit: &Unit, gradient: Tensor<1>) {
+    /// Adds the gradient of a use of a value, and starts to reduce the sum after that of its last
+    /// use. Which values are the model's is known at the end of the pass: all ranks reduce the same
+    /// ones until then.
+    fn add_gradient(&self, unit: &Unit, leaf: u64, gradient: Tensor<1>) {
         let mut state = self.state();
         self.attempt(&mut state, "reducing the gradient of", unit, |state| {
-            let uses = &mut state.uses[unit.index];
+            let uses = state.uses[unit.index].of_leaf(leaf);
             uses.gradients += 1;
             let more = if uses.sum.is_none() { bytes(&gradient) } else { 0 };
             uses.sum = Some(added(uses.sum.take(), gradient));
+            let is_last = uses.gradients == uses.count;
             state.sums += more;
             state.observe();
-            let uses = &state.uses[unit.index];
-            match uses.gradients == uses.count && !state.is_micro_batch {
-                true => self.start_reducing(state, unit),
+            match is_last && !state.is_micro_batch {
+                true => self.start_reducing(state, unit, leaf),
                 false => Ok(()),
             }
         });
     }
 
-    /// Starts to reduce the gradient of a parameter, if it has one.
-    fn start_reducing(&self, state: &mut State, unit: &Unit) -> Result<()> {
-        let uses = &mut state.uses[unit.index];
-        state.sums -=
-            [&uses.micro_batches, &uses.sum].into_iter().flatten().map(bytes).sum::<usize>();
-        let sum = match (uses.micro_batches.take(), uses.sum.take()) {
+    /// Starts to reduce the gradient of a value, if it has one.
+    fn start_reducing(&self, state: &mut State, unit: &Unit, leaf: u64) -> Result<()> {
+        let uses = state.uses[unit.index].of_leaf(leaf);
+        let held = [&uses.micro_batches, &uses.sum].into_iter().flatten().map(bytes).sum::<usize>();
+        uses.had_micro_batches |= uses.micro_batches.is_some();
+        let gradients = (uses.micro_batches.take(), uses.sum.take());
+        state.sums -= held;
+        let sum = match gradients {
             (Some(earlier), Some(sum)) => {
                 let dtype = earlier.dtype();
                 earlier + sum.cast(dtype)
@@ -423,7 +477,7 @@ impl Passes {
         state.reducing += pending.bytes();
         state.observe();
         state.events.push(Event::Reduce(unit.index));
-        state.flights.push_back(Flight::Reducing(unit.index, pending));
+        state.flights.push_back(Flight::Reducing(unit.index, leaf, pending));
         Ok(())
     }
 
@@ -436,35 +490,34 @@ impl Passes {
                 let ahead = state.uses[index].ahead.as_mut();
                 ahead.expect("the parameter is gathered").whole = Some(whole);
             }
-            Flight::Reducing(index, pending) => {
+            Flight::Reducing(index, leaf, pending) => {
                 state.reducing -= pending.bytes();
                 let sum = pending.wait()?;
                 let replicas = self.replicas(&self.units[index]);
                 if replicas.size() == 1 {
-                    self.keep_mean(state, index, sum);
+                    self.keep_mean(state, (index, leaf), sum);
                     return Ok(());
                 }
                 let counts = self.units[index].shard_counts();
                 let pending = replicas.reduce_scatter_f32(sum, counts)?;
                 state.reducing += pending.bytes();
-                state.flights.push_back(Flight::ReducingReplicas(index, pending));
+                state.flights.push_back(Flight::ReducingReplicas(index, leaf, pending));
             }
-            Flight::ReducingReplicas(index, pending) => {
+            Flight::ReducingReplicas(index, leaf, pending) => {
                 state.reducing -= pending.bytes();
                 let sum = pending.wait()?;
-                self.keep_mean(state, index, sum);
+                self.keep_mean(state, (index, leaf), sum);
             }
         }
         Ok(())
     }
 
-    fn keep_mean(&self, state: &mut State, index: usize, sum: Tensor<1>) {
+    fn keep_mean(&self, state: &mut State, (index, leaf): (usize, u64), sum: Tensor<1>) {
         let mean = sum.div_scalar(self.units[index].counts().len() as f64);
-        let uses = &mut state.uses[index];
-        if uses.mean.is_none() {
-            state.means += bytes(&mean);
-        }
+        let uses = state.uses[index].of_leaf(leaf);
+        let more = if uses.mean.is_none() { bytes(&mean) } else { 0 };
         uses.mean = Some(added(uses.mean.take(), mean));
+        state.means += more;
         state.observe();
     }
 
@@ -482,7 +535,7 @@ impl Passes {
         match run(state) {
             Ok(outcome) => Some(outcome),
             Err(error) => {
-                self.groups.world.comm().fail(&error.to_string());
+                self.tell(&error);
                 state.failure = Some(error.in_action(&format!("{action} `{}`", unit.path)));
                 None
             }
@@ -491,61 +544,86 @@ impl Passes {
 
     /// Reads the values of parameters, which does not count as a pass that is trained.
     pub fn read<T>(&self, read: impl FnOnce() -> T) -> T {
-        self.state().is_reading = true;
-        let outcome = read();
-        self.state().is_reading = false;
-        outcome
+        self.during(|state| &mut state.is_reading, read)
     }
 
-    /// Starts or ends a micro-batch, whose gradients stay on this rank.
-    pub fn set_micro_batch(&self, is_micro_batch: bool) {
-        self.state().is_micro_batch = is_micro_batch;
+    /// Runs the backward pass of a micro-batch, whose gradients stay on this rank.
+    pub fn in_micro_batch<T>(&self, backward: impl FnOnce() -> T) -> T {
+        self.during(|state| &mut state.is_micro_batch, backward)
     }
 
-    /// Ends the backward pass of a micro-batch: its gradients are added to those of earlier ones.
-    pub fn keep_micro_batch(&self) -> Result<()> {
-        let mut state = self.state();
-        for uses in &mut state.uses {
-            if let Some(sum) = uses.sum.take() {
-                let dtype = precise_dtype(sum.dtype());
-                uses.micro_batches = Some(added(uses.micro_batches.take(), sum.cast(dtype)));
+    /// Sets a flag while a function runs, until it returns or panics.
+    fn during<T>(&self, flag: fn(&mut State) -> &mut bool, run: impl FnOnce() -> T) -> T {
+        struct Set<'a>(&'a Passes, fn(&mut State) -> &mut bool);
+        impl Drop for Set<'_> {
+            fn drop(&mut self) {
+                *(self.1)(&mut self.0.state()) = false;
             }
         }
-        let held = state.uses.iter().flat_map(|uses| &uses.micro_batches);
-        state.sums = held.map(bytes).sum();
+        *flag(&mut self.state()) = true;
+        let _set = Set(self, flag);
+        run()
+    }
+
+    /// Ends the backward pass of a micro-batch: the gradients of a model are added to those of
+    /// earlier ones.
+    pub fn keep_micro_batch(&self, model: &Identities) -> Result<()> {
+        let mut state = self.state();
+        for (unit, uses) in self.units.iter().zip(&mut state.uses) {
+            let sums = uses.leaves.iter_mut().filter_map(|uses| Some((uses.sum.take()?, uses)));
+            for (sum, uses) in sums.collect::<Vec<_>>() {
+                let identity = model.of(unit).inspect_err(|error| self.tell(error))?;
+                if identity.leaf == Some(uses.leaf) {
+                    let dtype = precise_dtype(sum.dtype());
+                    uses.micro_batches = Some(added(uses.micro_batches.take(), sum.cast(dtype)));
+                }
+            }
+        }
+        let leaves = state.uses.iter().flat_map(|uses| &uses.leaves);
+        state.sums = leaves.filter_map(|uses| uses.micro_batches.as_ref()).map(bytes).sum();
         state.observe();
         self.end_pass(&mut state)
     }
 
-    /// Ends a backward pass: returns this rank's shards of all gradients. All ranks make this call.
-    pub fn finish(&self) -> Result<Vec<MeanGradient>> {
+    /// Ends a backward pass: returns this rank's shards of all gradients of a model. Those of other
+    /// values, such as a clone's, are dropped, as Burn does. All ranks make this call.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] for a gradient of a parameter that the model does not have, and for
+    /// micro-batches of other values than the model's; those of every collective.
+    pub fn finish(&self, model: &Identities) -> Result<Vec<MeanGradient>> {
         let mut state = self.state();
         for unit in &self.units {
             // Those with uses that the loss does not depend on.
-            self.attempt(&mut state, "reducing the gradient of", unit, |state| {
-                self.start_reducing(state, unit)
-            });
+            let leaves: Vec<u64> = state.uses[unit.index].leaves.iter().map(|u| u.leaf).collect();
+            for leaf in leaves {
+                self.attempt(&mut state, "reducing the gradient of", unit, |state| {
+                    self.start_reducing(state, unit, leaf)
+                });
+            }
         }
         self.end_pass(&mut state)?;
         state.means = 0;
-        let means = self.units.iter().zip(&mut state.uses).filter_map(|(unit, uses)| {
-            let mean = uses.mean.take()?;
-            let unit = unit.clone();
-            (unit.shard_count() > 0).then_some(MeanGradient { unit, mean })
-        });
-        Ok(means.collect())
+        let means = self
+            .units
+            .iter()
+            .zip(&mut state.uses)
+            .filter_map(|(unit, uses)| mean_of(unit, uses, model).transpose());
+        let means: Result<Vec<MeanGradient>> = means.collect();
+        means.inspect_err(|error| self.fail(&mut state, error.clone()))
     }
 
     /// Ends a pass without a result: forgets its gradients, and those of earlier micro-batches. All
     /// ranks make this call.
     pub fn discard(&self) -> Result<()> {
         let mut state = self.state();
-        for uses in &mut state.uses {
+        for uses in state.uses.iter_mut().flat_map(|uses| &mut uses.leaves) {
             (uses.sum, uses.micro_batches) = (None, None);
         }
         state.sums = 0;
         let outcome = self.end_pass(&mut state);
-        state.uses.iter_mut().for_each(|uses| uses.mean = None);
+        state.uses.iter_mut().for_each(|uses| uses.leaves.clear());
         state.means = 0;
         outcome
     }
@@ -565,7 +643,9 @@ impl Passes {
         state.backward.end();
         state.ahead = 0;
         for uses in &mut state.uses {
-            (uses.ahead, uses.count, uses.gradients) = (None, 0, 0);
+            uses.ahead = None;
+            uses.leaves.retain(LeafUses::has_gradient);
+            uses.leaves.iter_mut().for_each(|uses| (uses.count, uses.gradients) = (0, 0));
         }
         let events = std::mem::take(&mut state.events);
         let outcome = self.same_events(&events);
@@ -579,8 +659,13 @@ impl Passes {
 
     /// Keeps a failure, of which all ranks are told.
     fn fail(&self, state: &mut State, error: Error) {
-        self.groups.world.comm().fail(&error.to_string());
+        self.tell(&error);
         state.failure = Some(error);
+    }
+
+    /// Tells all ranks of a failure.
+    fn tell(&self, error: &Error) {
+        self.groups.world.comm().fail(&error.to_string());
     }
 
     /// Fails if the ranks have not made the same calls. An engine does not notice it if they are of
@@ -617,12 +702,22 @@ impl Passes {
     pub fn uncollected(&self) -> Option<&Unit> {
         let state = self.state();
         let has_gradient = |unit: &&Arc<Unit>| {
-            let Uses { sum, micro_batches, mean, .. } = &state.uses[unit.index];
+            let mut leaves = state.uses[unit.index].leaves.iter();
             let is_reducing = |flight: &Flight| flight.reduced() == Some(unit.index);
-            let gradients = [sum, micro_batches, mean];
-            gradients.into_iter().any(Option::is_some) || state.flights.iter().any(is_reducing)
+            leaves.any(LeafUses::has_gradient) || state.flights.iter().any(is_reducing)
         };
         self.units.iter().find(has_gradient).map(|unit| &**unit)
+    }
+
+    /// Returns the first parameter whose gradient is among some under the identity under which it
+    /// was returned.
+    pub fn among(&self, gradients: &GradientsParams) -> Option<&Unit> {
+        let state = self.state();
+        let is_among = |unit: &&Arc<Unit>| {
+            let id = state.uses[unit.index].returned;
+            id.is_some_and(|id| has_gradient(gradients, id, unit))
+        };
+        self.units.iter().find(is_among).map(|unit| &**unit)
     }
 
     /// The bytes held at the peaks of all passes.
@@ -715,8 +810,8 @@ impl Drop for State {
         let publishing = self.publishing.drain(..).map(|(_, pending)| pending);
         let flights = self.flights.drain(..).map(|flight| match flight {
             Flight::Gathering(_, pending)
-            | Flight::Reducing(_, pending)
-            | Flight::ReducingReplicas(_, pending) => pending,
+            | Flight::Reducing(_, _, pending)
+            | Flight::ReducingReplicas(_, _, pending) => pending,
         });
         // After a failure there is nothing to wait for.
         _ = publishing.chain(flights).try_for_each(|pending| pending.wait().map(drop));
@@ -769,7 +864,7 @@ impl Flight {
     fn reduced(&self) -> Option<usize> {
         match self {
             Self::Gathering(..) => None,
-            Self::Reducing(index, _) | Self::ReducingReplicas(index, _) => Some(*index),
+            Self::Reducing(index, ..) | Self::ReducingReplicas(index, ..) => Some(*index),
         }
     }
 }
@@ -777,37 +872,64 @@ impl Flight {
 /// This rank's shard of the mean of a parameter's gradient over ranks.
 pub struct MeanGradient {
     unit: Arc<Unit>,
+    id: ParamId,
     mean: Tensor<1>,
+}
+
+/// Calls a function with the number of dimensions under which a gradient is returned: that of the
+/// model's parameter.
+macro_rules! with_dimensions {
+    ($unit:expr, $function:ident($($argument:expr),*)) => {
+        match $unit.placement {
+            Placement::Owned => $function::<1>($($argument),*), // of the part
+            Placement::Reduced | Placement::Replicated => match $unit.shape.len() {
+                1 => $function::<1>($($argument),*),
+                2 => $function::<2>($($argument),*),
+                3 => $function::<3>($($argument),*),
+                4 => $function::<4>($($argument),*),
+                5 => $function::<5>($($argument),*),
+                6 => $function::<6>($($argument),*),
+                _ => unreachable!("the layout divides parameters of up to 6 dimensions"),
+            },
+        }
+    };
 }
 
 impl MeanGradient {
     /// Registers the gradient, with the number of dimensions of the model's parameter.
     pub fn register(self, gradients: &mut GradientsParams) {
-        let Self { unit, mean } = self;
-        let [count] = mean.dims();
-        let dimensions = match unit.placement {
-            Placement::Owned => 1, // of the part
-            Placement::Reduced | Placement::Replicated => unit.shape.len(),
-        };
-        macro_rules! register {
-            ($($dimensions:literal => $shape:expr),*) => {
-                match dimensions {
-                    $($dimensions => {
-                        gradients.register::<$dimensions>(unit.id, mean.reshape($shape));
-                    })*
-                    _ => unreachable!("the layout divides parameters of up to 6 dimensions"),
-                }
-            };
+        fn register<const D: usize>(gradients: &mut GradientsParams, id: ParamId, mean: Tensor<1>) {
+            let mut shape = [1; D];
+            [shape[0]] = mean.dims();
+            gradients.register::<D>(id, mean.reshape(shape));
         }
-        register!(
-            1 => [count],
-            2 => [count, 1],
-            3 => [count, 1, 1],
-            4 => [count, 1, 1, 1],
-            5 => [count, 1, 1, 1, 1],
-            6 => [count, 1, 1, 1, 1, 1]
-        );
+        with_dimensions!(self.unit, register(gradients, self.id, self.mean))
     }
+}
+
+/// Returns `true` if a parameter's gradient is registered under an identity.
+fn has_gradient(gradients: &GradientsParams, id: ParamId, unit: &Unit) -> bool {
+    fn has<const D: usize>(gradients: &GradientsParams, id: ParamId) -> bool {
+        gradients.get::<D>(id).is_some()
+    }
+    with_dimensions!(unit, has(gradients, id))
+}
+
+/// Takes the mean gradient of a model's parameter, and drops those of other values.
+fn mean_of(unit: &Arc<Unit>, uses: &mut Uses, model: &Identities) -> Result<Option<MeanGradient>> {
+    let leaves = std::mem::take(&mut uses.leaves);
+    let mut mean = None;
+    for uses in leaves.into_iter().filter(LeafUses::has_gradient) {
+        if model.of(unit)?.leaf == Some(uses.leaf) {
+            mean = uses.mean;
+        } else if uses.had_micro_batches {
+            return Err(model.changed(unit));
+        }
+    }
+    let Some(mean) = mean else { return Ok(None) };
+    let id = model.of(unit)?.id;
+    uses.returned = Some(id);
+    Ok((unit.shard_count() > 0).then(|| MeanGradient { unit: unit.clone(), id, mean }))
 }
 
 /// A sum, in the order in which Burn adds the gradients of several uses.

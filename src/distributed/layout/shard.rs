@@ -142,8 +142,9 @@ impl Layout {
     /// Those of every collective.
     pub fn unshard<M: Module>(&self, model: &M) -> Result<M> {
         let Some(Sharded { passes, cuts, .. }) = self.sharded() else { return Ok(model.clone()) };
-        let units = by_path(passes, Placement::Owned).into_values();
-        let ids = units.map(|unit| (unit.path.clone(), unit.id));
+        let ids = self.identities(model).into_ids();
+        let owned = by_path(passes, Placement::Owned);
+        let ids = ids.into_iter().filter(|(path, _)| owned.contains_key(path));
         let whole = passes.read(|| model.clone().materialize());
         passes.ensure_alive()?;
         let whole = parameters::map(whole, &mut Unshard(ids.collect()));

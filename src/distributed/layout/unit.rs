@@ -3,7 +3,6 @@
 
 use std::ops::Range;
 
-use burn::module::ParamId;
 use burn::tensor::{DType, Device, Tensor};
 
 use crate::blocks::Blocks;
@@ -22,8 +21,6 @@ pub struct Unit {
     /// Its index among the owned parameters.
     pub index: usize,
     pub path: String,
-    /// Identity of this rank's part.
-    pub id: ParamId,
     pub shape: Vec<usize>,
     pub dtype: DType,
     pub placement: Placement,
@@ -104,7 +101,6 @@ impl Unit {
         Self {
             index,
             path: parameter.path.clone(),
-            id: parameter.id,
             shape: parameter.shape.clone(),
             dtype: parameter.dtype,
             placement: bucket.placement,
@@ -193,25 +189,38 @@ impl Unit {
 
     /// All parts one after the other, from the whole.
     pub fn parts(&self, whole: Tensor<1>) -> Tensor<1> {
+        self.joined(whole, &self.pieces)
+    }
+
+    /// Pieces of the whole, one after the other.
+    fn joined<'a>(
+        &self,
+        whole: Tensor<1>,
+        pieces: impl IntoIterator<Item = &'a Piece>,
+    ) -> Tensor<1> {
         let (dtype, device) = (whole.dtype(), whole.device());
         let blocks = self.blocks.cut(whole);
         let mut values = vec![];
-        for Piece { block, elements, padding, .. } in &self.pieces {
+        for Piece { block, elements, padding, .. } in pieces {
             values.push(slices::slice(&blocks[*block], elements.clone()));
             values.extend((*padding > 0).then(|| slices::zeros(*padding, dtype, &device)));
         }
         slices::concat(values, dtype, &device)
     }
 
-    /// This rank's part of the whole. One element that nothing reads where the rank has none, since
-    /// a parameter has at least one.
+    /// This rank's part of the whole, in memory of its own. One element that nothing reads where a
+    /// rank has none, since a parameter has at least one.
     pub fn part(&self, whole: Tensor<1>) -> Tensor<1> {
         let (dtype, device) = (whole.dtype(), whole.device());
         if self.part_count() == 0 {
             return Tensor::zeros([1], (&device, dtype));
         }
         let start: usize = self.part_counts[..self.position.part].iter().sum();
-        slices::slice(&self.parts(whole), start..start + self.part_count())
+        let part = start..start + self.part_count();
+        let is_whole = whole.dims() == [part.len()];
+        let own = self.pieces.iter().filter(|piece| part.contains(&piece.in_parts));
+        let own = self.joined(whole, own);
+        if is_whole { own } else { slices::copied(own) }
     }
 
     /// The elements of this rank's part without the one that stands in for none.

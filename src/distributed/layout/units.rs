@@ -5,6 +5,7 @@ use std::ops::Index;
 use std::sync::{Arc, PoisonError};
 
 use burn::module::{Module, Param, ParamId};
+use burn::optim::GradientsParams;
 use burn::tensor::{Device, Shape, Tensor};
 
 use super::MicroBatches;
@@ -48,6 +49,23 @@ impl Units {
         }
         passes.forget_parts();
         Ok(())
+    }
+
+    /// Fails for a gradient that the backward pass has returned for another model than the step's.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] for such a gradient among those that the step has left over.
+    pub fn ensure_taken(&self, left_over: &GradientsParams, rank: usize) -> Result<()> {
+        match self.passes.as_ref().and_then(|passes| passes.among(left_over)) {
+            Some(unit) => {
+                let reason = "its gradient was taken for a model with other identities";
+                let remedy = "load or replace parameters before `Layout::backward`, and step the \
+                              model that it was called with";
+                Err(Error::parameter(&unit.path, rank, reason, remedy))
+            }
+            None => Ok(()),
+        }
     }
 
     /// The bytes that passes held at their peaks.

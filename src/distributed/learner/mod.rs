@@ -520,7 +520,8 @@ impl<M: LearnerModel> Worker<'_, M> {
             let pass = || TrainStep::step(self.model(), item);
             let accumulation = self.run.accumulation;
             let is_last = batch % accumulation == 0 || progress.is_completed();
-            let mut output = if is_last { pass() } else { self.layout.in_micro_batch(pass)? };
+            let mut output =
+                if is_last { pass() } else { self.layout.in_micro_batch(self.model(), pass)? };
             let mut gradients = std::mem::take(&mut output.grads);
             if accumulation > 1 {
                 // In float32, where a single batch is in the type of the parameters.
@@ -528,7 +529,7 @@ impl<M: LearnerModel> Worker<'_, M> {
                 gradients = if is_last { sum.take_sum() } else { GradientsParams::new() };
             }
             if is_last {
-                self.layout.collect(&mut gradients)?;
+                self.layout.collect(self.model(), &mut gradients)?;
                 self.step(gradients)?;
             }
             let lr = Some(self.learner.lr_current());

@@ -167,10 +167,11 @@ impl DetachedParameters {
             error: None,
         };
         let model = parameters::map(model, &mut detach);
-        let Detach { detached, seen, error, .. } = detach;
+        let Detach { detached, seen, error, gradients, .. } = detach;
         if let Some(error) = error {
             return Err(error);
         }
+        units.ensure_taken(&gradients, expected.rank)?;
         match known.iter().zip(seen).find(|(_, seen)| !seen) {
             Some((missing, _)) if missing.placement.is_owned() => Err(Error::parameter(
                 &missing.path,

@@ -181,9 +181,10 @@ impl Slice {
         self.slices.shape(self.index)
     }
 
-    /// This slice of a whole, both flat.
+    /// This slice of a whole, both flat, in memory of its own.
     pub fn of(&self, whole: &Tensor<1>) -> Tensor<1> {
-        self.slices.cut(whole, &(0..whole.dims()[0]), self.index)
+        let slice = self.slices.cut(whole, &(0..whole.dims()[0]), self.index);
+        if slice.dims() == whole.dims() { slice } else { slices::copied(slice) }
     }
 
     /// The numbers of elements of all slices.

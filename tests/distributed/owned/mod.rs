@@ -1,5 +1,6 @@
 //! Owned parameters against those that every rank has: equal losses and equal bits.
 
+mod identities;
 pub mod rejections;
 
 use burn::module::{Module, Param};
@@ -33,13 +34,21 @@ pub const EVERYWHERE: &[Case] = cases![
     checkpoints_move_between_layouts,
     gradients_that_the_backward_pass_reduces_are_those_of_the_step,
     owned_parameters_in_half_precision_are_clipped_and_scaled_as_replicated_ones,
+    runs_continue_in_models_that_are_made_anew,
+    gradients_of_a_clone_with_other_values_are_not_those_of_the_model,
 ];
 
+use identities::{
+    gradients_of_a_clone_with_other_values_are_not_those_of_the_model,
+    gradients_under_other_identities_are_rejected, micro_batches_of_other_values_are_rejected,
+    parameters_with_new_identities_are_trained, runs_continue_in_models_that_are_made_anew,
+};
 use rejections::{
     a_rank_that_can_not_divide_a_model_stops_all_ranks,
     a_rank_that_fails_at_any_event_stops_all_ranks,
-    averages_and_abandoned_passes_do_not_disturb_training, delays_in_passes_do_not_change_results,
-    discarded_passes_and_whole_models_leave_no_trace,
+    averages_and_abandoned_passes_do_not_disturb_training,
+    calls_of_one_rank_alone_are_compared_with_those_of_the_others_at_once,
+    delays_in_passes_do_not_change_results, discarded_passes_and_whole_models_leave_no_trace,
     gradients_that_were_not_collected_are_rejected,
     meshes_and_layouts_that_do_not_fit_are_rejected,
     models_that_a_layout_has_not_divided_are_rejected, ranks_may_start_from_clones_of_one_model,
@@ -62,6 +71,10 @@ pub const IN_PROCESS: &[Case] = cases![
     a_rank_that_fails_at_any_event_stops_all_ranks,
     delays_in_passes_do_not_change_results,
     averages_and_abandoned_passes_do_not_disturb_training,
+    parameters_with_new_identities_are_trained,
+    gradients_under_other_identities_are_rejected,
+    micro_batches_of_other_values_are_rejected,
+    calls_of_one_rank_alone_are_compared_with_those_of_the_others_at_once,
 ];
 
 const WIDTH: usize = 16;

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use burn::module::{Lora, Module, Param, ParamId};
 use burn::nn::LinearConfig;
@@ -141,7 +141,7 @@ pub fn gradients_that_were_not_collected_are_rejected() {
         let layout = Layout::new(&Mesh::flat(world)).owned("dp");
         let net = layout.shard(layers(world.device()))?;
         layout.accumulate(&output(&net, ones(world.device())), &net)?;
-        layout.collect(&mut GradientsParams::new())
+        layout.collect(&net, &mut GradientsParams::new())
     });
     assert_says(&collected, &["`Layout::accumulate`", "`Layout::backward`"]);
 }
@@ -422,5 +422,32 @@ pub fn discarded_passes_and_whole_models_leave_no_trace() {
         assert!(calm.iter().zip(&disturbed).all(|(calm, values)| super::are_equal(calm, values)));
         // Gradients are reduced as early as without other passes.
         assert!(peak <= in_flight, "{peak} of {in_flight}");
+    }
+}
+
+/// The usual mistake: `if world.is_main() { optim.save(..) }`.
+pub fn calls_of_one_rank_alone_are_compared_with_those_of_the_others_at_once() {
+    let folder = Folder::create();
+    let path = &folder.path().join("run.ckpt");
+    for (is_owned, saving) in [(true, 0), (true, 1), (false, 1)] {
+        let start = Instant::now();
+        let run = ranks_here(3, |world| {
+            let layout = Layout::new(&Mesh::flat(&world));
+            let layout = if is_owned { layout.owned("dp") } else { layout.overlap_backward() };
+            let mut net = layout.shard(layers(world.device()))?;
+            let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
+            for step in 0..3 {
+                let gradients = layout.backward(&output(&net, ones(world.device())), &net)?;
+                net = optim.step(0.01, net, gradients)?;
+                if world.rank() == saving {
+                    optim.save(path, &net, &step)?;
+                }
+            }
+            Ok(())
+        });
+        let error = run.expect_err("one rank makes another call").to_string();
+        assert!(start.elapsed() < DEADLINE / 4, "{:?}: {error}", start.elapsed());
+        assert!(error.contains(&format!("rank {saving}: first_bytes")), "{error}");
+        assert!(error.contains(" in group "), "{error}");
     }
 }

@@ -240,10 +240,17 @@ fn divided_models_print_the_losses_of_replicated_ones() {
             assert_eq!(losses("divided", &format!("{on} {more}")), expected, "{on} {more}");
         }
     }
-    // A checkpoint of a divided model continues on any ranks.
-    let more = "--steps 7 --eval-every 2 --sample 0 --resume divided.bpk";
-    for ranks in ["--ranks 1", "--ranks 2 --owned dp"] {
-        succeed(folder.path(), &format!("--data text.rs {more} {ranks}"));
+    // A checkpoint of a divided model continues on any ranks, in a process of its own.
+    let resumed = |name: &str, ranks: &str| {
+        let more = "--steps 9 --eval-every 2 --sample 0 --resume divided.bpk";
+        succeed(folder.path(), &format!("--data text.rs {more} {ranks} --log {name}.jsonl"));
+        let log = log(&folder.path().join(format!("{name}.jsonl")));
+        [per_step(&log, "loss"), per_step(&log, "validation_loss")]
+    };
+    resumed("alone", "--ranks 1");
+    let expected = resumed("resumed", "--ranks 2");
+    for (name, layout) in [("owned", "--owned dp"), ("overlap", "--overlap")] {
+        assert_eq!(resumed(name, &format!("--ranks 2 {layout}")), expected, "{layout}");
     }
 }
 

@@ -322,3 +322,64 @@ fn a_busy_rank_that_dies_fails_the_others_at_once() {
     let error = world.0[0].all_gather_bytes(vec![]).unwrap_err();
     assert_blames(&error, 1, "the connection to it was lost");
 }
+
+/// The errors of three ranks, each on a thread of its own that makes all of its calls: rank 0 makes
+/// another call in the world than the others in a group.
+fn errors_across_groups(wait: fn(&Control, &str) -> Error) -> Vec<Error> {
+    let (world, _) = world(3);
+    on_all(&world.0, |rank| {
+        let (group, _) = rank.split(0, rank.rank()).unwrap();
+        match rank.rank() {
+            0 => wait(rank, "save"),
+            _ => wait(&group, "gather"),
+        }
+    })
+}
+
+#[test]
+fn calls_in_different_groups_are_compared_within_seconds() {
+    let in_round: fn(&Control, &str) -> Error = |group, call| match call {
+        "save" => group.first_bytes(None).unwrap_err(),
+        _ => group.all_gather_bytes(vec![]).unwrap_err(),
+    };
+    for (wait, calls_of) in
+        [(in_round, ["first_bytes", "all_gather_bytes"]), (hang, ["save", "gather"])]
+    {
+        let start = Instant::now();
+        let errors = errors_across_groups(wait);
+        assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
+        for error in errors {
+            let Error::Mismatch { calls } = &error else { panic!("{error}") };
+            let [save, gather] = calls_of;
+            let in_world = format!("rank 0: {save} in group 0 of ranks 0 to 2");
+            assert!(calls.contains(&in_world), "{calls}");
+            assert!(calls.contains(&format!("{gather} in group 1 of ranks 0 to 2")), "{calls}");
+        }
+    }
+}
+
+#[test]
+fn a_call_that_a_waiting_rank_has_begun_is_no_deadlock() {
+    let (world, _) = world(2);
+    let finished = AtomicBool::new(false);
+    let outcomes = on_all(&world.0, |rank| {
+        let sum = rank.begin_call("sum");
+        if rank.rank() == 0 {
+            // Slow, although the other rank has made the call and waits for this one.
+            let start = Instant::now();
+            rank.wait(&sum, || Ok(start.elapsed() > 3 * REPORT_AFTER))?;
+            finished.store(true, Ordering::SeqCst);
+        }
+        rank.first_bytes(None).map(drop)
+    });
+    assert!(finished.load(Ordering::SeqCst) && outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+}
+
+#[test]
+fn a_rank_that_is_busy_beyond_the_limit_is_blamed() {
+    let (world, _) = world_within(SHORT, 2);
+    world.0[1].set_busy_limit(2 * SHORT);
+    world.0[0].set_busy(true);
+    let error = world.0[1].all_gather_bytes(vec![]).unwrap_err();
+    assert_blames(&error, 0, "did not come to all_gather_bytes, and was busy for 1.6s");
+}

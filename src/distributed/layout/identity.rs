@@ -1,0 +1,76 @@
+//! The identities of a model's parameters.
+//!
+//! A parameter that a layout divides is known by its path alone. Burn has two more identities of
+//! it, which a load or a map of the model may change at any time: that under which an optimizer
+//! looks for its gradient, and the leaf of the graph that has the gradient. They are read from the
+//! model at hand whenever they are needed, and never kept.
+
+use std::collections::HashMap;
+
+use burn::module::{Module, Param, ParamId};
+use burn::tensor::Tensor;
+
+use super::unit::Unit;
+use crate::error::{Error, Result};
+use crate::link;
+use crate::parameters::{self, Field, Visit};
+
+/// The identities of a parameter, or of this rank's part of it.
+#[derive(Debug, Clone, Copy)]
+pub struct Identity {
+    pub id: ParamId,
+    /// `None` for a value without autodiff.
+    pub leaf: Option<u64>,
+}
+
+/// The identities of all parameters of a model, by path.
+pub struct Identities {
+    by_path: HashMap<String, Identity>,
+    rank: usize,
+}
+
+impl Identities {
+    /// Those of a model on a rank.
+    pub fn of_model<M: Module>(model: &M, rank: usize) -> Self {
+        let mut collect = Collect(HashMap::new());
+        parameters::visit(model, &mut collect);
+        Self { by_path: collect.0, rank }
+    }
+
+    /// Those of a divided parameter.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] if the model does not have it.
+    pub fn of(&self, unit: &Unit) -> Result<Identity> {
+        self.by_path.get(&unit.path).copied().ok_or_else(|| {
+            let reason = "it has a gradient, and is not in the model";
+            let remedy = "take the gradients of the model that `Layout::shard` returned";
+            Error::parameter(&unit.path, self.rank, reason, remedy)
+        })
+    }
+
+    /// The error of a parameter whose earlier micro-batches are those of other values.
+    pub fn changed(&self, unit: &Unit) -> Error {
+        let reason = "its values are not those that `Layout::accumulate` was called with";
+        let remedy = "use one model for all micro-batches of a step, or call `Layout::discard` \
+                      before another one";
+        Error::parameter(&unit.path, self.rank, reason, remedy)
+    }
+
+    /// The identities under which gradients are registered, by path.
+    pub fn into_ids(self) -> HashMap<String, ParamId> {
+        self.by_path.into_iter().map(|(path, identity)| (path, identity.id)).collect()
+    }
+}
+
+struct Collect(HashMap<String, Identity>);
+
+impl Visit for Collect {
+    fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
+        // A part comes after its base, which it replaces here.
+        let path = parameters::path_of_whole(fields).unwrap_or_else(|| parameters::path(fields));
+        let identity = Identity { id: param.id, leaf: link::identity(&param.val()) };
+        self.0.insert(path, identity);
+    }
+}

@@ -1,0 +1,225 @@
+//! Models whose parameters have other identities than those that were divided: made anew and
+//! loaded, mapped, or cloned with other values.
+
+use burn::module::{Module, ModuleMapper, Param, ParamId};
+use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
+use distmuon::comm::World;
+use distmuon::distributed::{DistModuleOptimizer, Layout, Mesh, Publish};
+use distmuon::{GradientBuffer, Result};
+use distmuon_testing::models::weights;
+use distmuon_testing::worlds::Folder;
+
+use super::{Net, are_equal, config, tokens, with_checkpoints};
+use crate::{ranks, ranks_here};
+
+/// The ways in which the passes reduce gradients: owned or not, of all parameters or of owned ones.
+const LAYOUTS: [(bool, bool); 3] = [(false, true), (true, false), (true, true)];
+
+fn layout(world: &World, (is_owned, overlaps): (bool, bool)) -> Layout {
+    let layout = Layout::new(&Mesh::flat(world)).with_muon(config().muon).with_small_elements(8);
+    let layout = if is_owned { layout.owned("dp") } else { layout };
+    if overlaps { layout.overlap_backward() } else { layout }
+}
+
+type Run = (Net, DistModuleOptimizer);
+
+/// A model and its optimizer, made anew.
+fn start(layout: &Layout, publish: Publish) -> Result<Run> {
+    let net = layout.shard(Net::new(layout.mesh().world().device()))?;
+    let optim = config().with_publish(publish).init_on(layout, &net)?;
+    Ok((net, optim))
+}
+
+fn advance(
+    layout: &Layout,
+    (mut net, mut optim): Run,
+    steps: std::ops::Range<usize>,
+) -> Result<Run> {
+    let world = layout.mesh().world();
+    for step in steps {
+        let loss = net.loss(tokens(world.rank(), step, world.device()));
+        let gradients = layout.backward(&loss, &net)?;
+        net = optim.step(0.01, net, gradients)?;
+    }
+    Ok((net, optim))
+}
+
+fn assert_equal(expected: &[Vec<Vec<u8>>], got: &[Vec<Vec<u8>>], what: &str) {
+    for (expected, got) in expected.iter().zip(got) {
+        assert_eq!(expected.len(), got.len());
+        let differs =
+            expected.iter().zip(got).position(|(expected, got)| !are_equal(expected, got));
+        assert_eq!(differs, None, "{what}: a parameter differs");
+    }
+}
+
+pub fn runs_continue_in_models_that_are_made_anew() {
+    let folder = Folder::create();
+    for kind in LAYOUTS {
+        for publish in [Publish::Now, Publish::AtFirstUse] {
+            let path = folder.path().join(format!("{kind:?}-{publish:?}.ckpt"));
+            let run = |resumes: bool| {
+                let run = ranks(2, |world| {
+                    let layout = layout(&with_checkpoints(&world), kind);
+                    let mut run = start(&layout, publish)?;
+                    if resumes {
+                        let (net, optim) = run;
+                        let (net, optim, ()) = optim.load(&path, net)?;
+                        run = (net, optim);
+                    } else {
+                        run = advance(&layout, run, 0..2)?;
+                        run.1.save(&path, &run.0, &())?;
+                    }
+                    let (net, _) = advance(&layout, run, 2..4)?;
+                    Ok(weights(&layout.unshard(&net)?))
+                });
+                run.unwrap()
+            };
+            let expected = run(false);
+            assert_equal(&expected, &run(true), &format!("{kind:?}, {publish:?}"));
+        }
+    }
+}
+
+/// Gives all parameters new identities.
+struct NewIds;
+
+impl ModuleMapper for NewIds {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (_, value, mapper) = param.consume();
+        Param::from_mapped_value(ParamId::new(), value, mapper)
+    }
+}
+
+/// Multiplies all values, in new leaves.
+struct Scaled(f32);
+
+impl ModuleMapper for Scaled {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        param.map(|old| {
+            let value = Tensor::from_inner(old.clone().inner() * self.0);
+            if old.is_require_grad() { value.require_grad() } else { value }
+        })
+    }
+}
+
+pub fn parameters_with_new_identities_are_trained() {
+    for kind in LAYOUTS {
+        let run = |changes: bool| {
+            let run = ranks_here(2, |world| {
+                let layout = layout(&world, kind);
+                let run = start(&layout, Publish::AtFirstUse)?;
+                let (mut net, optim) = advance(&layout, run, 0..1)?;
+                if changes {
+                    net = net.map(&mut NewIds);
+                    if kind.0 {
+                        net = net.map(&mut Scaled(1.0));
+                    } else {
+                        let record = layout.unshard(&net)?.into_record();
+                        net = net.load_record(record);
+                    }
+                }
+                let (net, _) = advance(&layout, (net, optim), 1..3)?;
+                Ok(weights(&layout.unshard(&net)?))
+            });
+            run.unwrap()
+        };
+        assert_equal(&run(false), &run(true), &format!("{kind:?}"));
+    }
+}
+
+pub fn gradients_under_other_identities_are_rejected() {
+    for kind in LAYOUTS {
+        let errors = ranks_here(2, |world| {
+            let layout = layout(&world, kind);
+            let (mut net, mut optim) = start(&layout, Publish::Now)?;
+            let gradients = layout.backward(&net.loss(tokens(0, 0, world.device())), &net)?;
+            net = net.map(&mut NewIds);
+            world.comm().barrier()?;
+            Ok(optim.step(0.01, net, gradients).map(|_| ()).expect_err("the gradients are lost"))
+        });
+        for error in errors.unwrap() {
+            let text = error.to_string();
+            assert!(
+                text.contains("other identities") && text.contains("`embedding.weight`"),
+                "{text}"
+            );
+        }
+    }
+    let device = crate::device();
+    let net = Net::new(&device);
+    let gradients = GradientsParams::from_grads(net.loss(tokens(0, 0, &device)).backward(), &net);
+    let error = GradientBuffer::new().add(&net.map(&mut NewIds), gradients).unwrap_err();
+    assert!(error.to_string().contains("the model does not have"), "{error}");
+}
+
+/// Trains a model next to a clone with other values, both of which have gradients.
+fn train_next_to_a_clone(
+    world: &World,
+    kind: Option<(bool, bool)>,
+    micro_batches: usize,
+) -> Result<Vec<Vec<u8>>> {
+    let layout = kind.map(|kind| layout(world, kind));
+    let device = world.device();
+    let (mut net, mut optim) = match &layout {
+        Some(layout) => start(layout, Publish::Now)?,
+        None => {
+            let net = world.broadcast(Net::new(device))?;
+            let optim = config().init(world, &net)?;
+            (net, optim)
+        }
+    };
+    for step in 0..3 {
+        let other = net.clone().map(&mut Scaled(1.5));
+        let mut buffer = GradientBuffer::new();
+        for batch in 0..micro_batches {
+            let data = || tokens(world.rank(), 10 * step + batch, device);
+            // The clone is used first, in between and last.
+            let loss = other.loss(data()) + net.loss(data()) * other.loss(data());
+            let is_last = batch + 1 == micro_batches;
+            match &layout {
+                Some(layout) if is_last => {
+                    let gradients = layout.backward(&loss, &net)?;
+                    net = optim.step(0.01, net.clone(), gradients)?;
+                }
+                Some(layout) => layout.accumulate(&loss, &net)?,
+                None => {
+                    buffer.add(&net, GradientsParams::from_grads(loss.backward(), &net))?;
+                    if is_last {
+                        net = optim.step(0.01, net.clone(), buffer.take_sum())?;
+                    }
+                }
+            }
+        }
+    }
+    let whole = layout.map_or(Ok(net.clone()), |layout| layout.unshard(&net))?;
+    Ok(weights(&whole))
+}
+
+pub fn gradients_of_a_clone_with_other_values_are_not_those_of_the_model() {
+    for micro_batches in [1, 2] {
+        let run = |kind| {
+            let run = ranks(2, |world| train_next_to_a_clone(&world, kind, micro_batches));
+            run.unwrap()
+        };
+        let expected = run(None);
+        for kind in LAYOUTS {
+            assert_equal(&expected, &run(Some(kind)), &format!("{kind:?}, {micro_batches}"));
+        }
+    }
+}
+
+pub fn micro_batches_of_other_values_are_rejected() {
+    let errors = ranks_here(2, |world| {
+        let layout = layout(&world, (true, true));
+        let (net, _) = start(&layout, Publish::Now)?;
+        let loss = |net: &Net| net.loss(tokens(0, 0, world.device()));
+        layout.accumulate(&loss(&net), &net)?;
+        let other = net.map(&mut Scaled(1.5));
+        Ok(layout.backward(&loss(&other), &other).map(|_| ()).expect_err("the values differ"))
+    });
+    for error in errors.unwrap() {
+        assert!(error.to_string().contains("`Layout::accumulate`"), "{error}");
+    }
+}
