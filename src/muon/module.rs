@@ -58,7 +58,8 @@ impl MuonConfig {
             custom: self.optimizers.clone(),
             skipped: SkippedSteps::new(self.max_skipped),
         };
-        let routing = Routing::new(updates, &self.rules, self.layout, parameters)?;
+        let routing =
+            Routing::new(updates, &self.rules, self.layout, self.first_linear, parameters)?;
         log::debug!("optimizer of every parameter:\n{routing}");
         Ok(routing)
     }

@@ -5,6 +5,8 @@
 //! scalars (Keller Jordan, <https://kellerjordan.github.io/posts/muon/>).
 
 mod built_in;
+mod layers;
+mod names;
 mod rules;
 mod summary;
 
@@ -83,6 +85,19 @@ impl fmt::Display for ParameterRole {
             Self::Frozen => write!(f, "frozen"),
         }
     }
+}
+
+/// The optimizer of the first `Linear` of a network, whose inputs are data rather than outputs of
+/// other layers, as in a perceptron. Networks whose inputs go through an `Embedding` or a
+/// convolution have none.
+// Exhaustive: a matrix is Muon's, or not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FirstLinear {
+    /// Muon, as for hidden matrices.
+    Muon,
+    /// The optimizer of embeddings, at their learning rate. Keller Jordan's recommendation
+    /// (<https://kellerjordan.github.io/posts/muon/>).
+    AdamW,
 }
 
 /// The role of one parameter, with the reason and the costs.
@@ -226,6 +241,7 @@ impl Routing {
         updates: Updates,
         rules: &[RoutingRule],
         layout: MatrixLayout,
+        first_linear: FirstLinear,
         parameters: &[Found],
     ) -> Result<Self> {
         if parameters.is_empty() {
@@ -236,11 +252,11 @@ impl Routing {
         }
         reject_shared(parameters)?;
         let rules = Rules::compile(rules, parameters)?;
-        let anatomy = Anatomy::of(parameters);
+        let anatomy = Anatomy::of(parameters, first_linear);
         let route = |found: &Found| {
-            let (built_in, reason) = anatomy.role(found, layout);
-            let ruled = found.trainable.then(|| rules.decide(found, built_in, layout));
-            let built_in = Decision { role: built_in, optimizer: None, split: None, reason };
+            let (role, reason) = anatomy.role(found, layout);
+            let built_in = Decision { role, optimizer: None, split: None, reason };
+            let ruled = found.trainable.then(|| rules.decide(found, &built_in, layout));
             updates.route(found, ruled.flatten().unwrap_or(built_in))
         };
         let routes = parameters.iter().map(route).collect::<Result<_>>()?;

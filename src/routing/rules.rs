@@ -4,6 +4,7 @@ use regex::Regex;
 use serde::{Deserialize, Serialize};
 
 use super::ParameterRole;
+use super::built_in::flat_layout;
 use crate::blocks::Split;
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
@@ -139,14 +140,14 @@ impl From<MuonRoutingRule> for RoutingRule {
 }
 
 impl RoutingRule {
-    /// The decision about a parameter whose built-in role is `built_in`.
+    /// The decision about a parameter in place of the built-in one.
     fn decide(
         &self,
         found: &Found,
-        built_in: ParameterRole,
+        built_in: &Decision<'_>,
         default: MatrixLayout,
     ) -> Decision<'_> {
-        let adamw = match built_in {
+        let adamw = match built_in.role {
             ParameterRole::Muon { .. } => ParameterRole::Vector,
             role @ (ParameterRole::Embedding
             | ParameterRole::Head
@@ -158,17 +159,18 @@ impl RoutingRule {
         match &self.to {
             &Destination::Muon { view, layout, ref split } if view.fits(&found.shape) => {
                 let layout = layout.unwrap_or_else(|| match view {
-                    MatrixView::Flatten if found.holder().starts_with("ConvTranspose") => {
-                        MatrixLayout::InOut
-                    }
-                    MatrixView::Flatten => MatrixLayout::OutIn,
+                    MatrixView::Flatten => flat_layout(found),
                     MatrixView::Single | MatrixView::Batch => default,
                 });
+                let overridden = match built_in.role {
+                    ParameterRole::Muon { .. } => String::new(),
+                    _ => format!(", overrides \"{}\"", built_in.reason),
+                };
                 Decision {
                     role: ParameterRole::Muon { view, layout },
                     optimizer: None,
                     split: split.as_ref(),
-                    reason: format!("rule `{}`", self.pattern),
+                    reason: format!("rule `{}`{overridden}", self.pattern),
                 }
             }
             Destination::Muon { .. } => rest(format!("rule `{}`, but not a matrix", self.pattern)),
@@ -233,7 +235,7 @@ impl<'a> Rules<'a> {
     pub fn decide(
         &self,
         found: &Found,
-        built_in: ParameterRole,
+        built_in: &Decision<'_>,
         layout: MatrixLayout,
     ) -> Option<Decision<'a>> {
         let (rule, _) = self.0.iter().rev().find(|(_, regex)| regex.is_match(&found.path))?;

@@ -57,11 +57,11 @@ fn norm() -> LayerNorm {
     LayerNormConfig::new(WIDTH).init(&device())
 }
 
-fn conv(inputs: usize, outputs: usize, size: usize) -> Conv2d {
+pub fn conv(inputs: usize, outputs: usize, size: usize) -> Conv2d {
     Conv2dConfig::new([inputs, outputs], [size, size]).init(&device())
 }
 
-fn upscaling(inputs: usize, outputs: usize) -> ConvTranspose2d {
+pub fn upscaling(inputs: usize, outputs: usize) -> ConvTranspose2d {
     ConvTranspose2dConfig::new([inputs, outputs], [2, 2]).init(&device())
 }
 
