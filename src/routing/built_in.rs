@@ -198,7 +198,8 @@ impl<'a> Anatomy<'a> {
         self.parameters.iter().find(|other| {
             other.fields.len() == depth + 1
                 && other.is_in(module, depth)
-                && matches!(&other.shape[..], [stack @ .., _, outputs] if !stack.is_empty()
+                && matches!(&other.shape[..], [stack @ .., inputs, outputs] if !stack.is_empty()
+                    && *inputs > 1
                     && without_ones(&[stack, &[*outputs]].concat()) == biases)
         })
     }
@@ -252,8 +253,11 @@ impl<'a> Anatomy<'a> {
         for parameter in self.parameters.iter().filter(|parameter| is_matrix(parameter)) {
             let named = (1..=parameter.fields.len()).filter(|depth| {
                 let name = &parameter.fields[depth - 1].name;
+                // A parameter of attention heads.
+                let is_parameter = *depth == parameter.fields.len();
                 // The last condition reads all parameters, and is evaluated for few.
                 names::is_head(name)
+                    && !(is_parameter && name.ends_with("heads"))
                     && !parameter.in_stack(*depth)
                     && !(name == OUTPUT && self.is_in_layer(parameter, *depth))
             });

@@ -489,11 +489,52 @@ fn setters_of_a_rule_apply_in_any_order() {
     assert_eq!(group(rule().flatten().batch().into()), batch(MatrixLayout::InOut));
 }
 
-/// The rule in the error can be copied, and then the model is accepted.
+/// The expressions of the rules in an error.
+fn patterns(error: &str) -> Vec<&str> {
+    let pattern = Regex::new(r#"RoutingRule::(?:muon|adamw)\(r"([^"]+)"\)"#).unwrap();
+    pattern.captures_iter(error).map(|captures| captures.get(1).unwrap().as_str()).collect()
+}
+
+/// An error has all parameters without a view. Its rules can be copied, and then the model is
+/// accepted.
 #[test]
-fn the_error_for_a_shape_has_a_rule_that_can_be_copied() {
-    let error = MuonConfig::new().route(&Experts::new()).unwrap_err().to_string();
-    assert!(error.contains(r#"RoutingRule::muon(r"^up$")"#), "{error}");
+fn the_error_for_shapes_has_rules_that_can_be_copied() {
+    let error = MuonConfig::new().route(&WithoutViews::new()).unwrap_err();
+    let Error::NoView { parameters, .. } = &error else { panic!("{error}") };
+    let paths = [
+        "blocks.0.up",
+        "blocks.0.down",
+        "blocks.1.up",
+        "blocks.1.down",
+        "own_conv",
+        "scale_of_heads",
+        "weights_of_modes",
+    ];
+    assert_eq!(parameters[..], paths);
+    let error = error.to_string();
+    let lines: Vec<&str> = error.lines().collect();
+    for (line, words) in lines.iter().zip([
+        [
+            "in `Experts`",
+            "`blocks.0.up` [3, 8, 32]",
+            r#"add `.with_rule(RoutingRule::muon(r"^blocks\.\d+\.(up|down)$").batch())`"#,
+        ],
+        ["in `WithoutViews`", "`own_conv` [8, 4, 3]", r#"muon(r"^own_conv$").flatten())"#],
+        ["in `WithoutViews`", "[4, 1, 8]", r#"add `.with_rule(RoutingRule::adamw("#],
+        ["`weights_of_modes`", "[8, 8, 6]", r#"muon(r"^weights_of_modes$").leading())"#],
+    ]) {
+        assert!(words.iter().all(|word| line.contains(word)), "{words:?}\n{line}");
+    }
+    assert_eq!(lines.len(), 4, "{error}");
+    for (view, rule) in [
+        ("batch", RoutingRule::muon(patterns(lines[0])[0]).batch().into()),
+        ("adamw", RoutingRule::adamw(patterns(lines[0])[1])),
+    ] {
+        let rules =
+            lines[1..].iter().map(|line| RoutingRule::adamw(*patterns(line).last().unwrap()));
+        let config = rules.fold(MuonConfig::new().with_rule(rule), MuonConfig::with_rule);
+        config.route(&WithoutViews::new()).expect(view);
+    }
 }
 
 #[test]

@@ -223,6 +223,13 @@ modules! {
         up_bias: Param<Tensor<2>> = bare([3, 4 * WIDTH]),
         down: Param<Tensor<3>> = bare([3, 4 * WIDTH, WIDTH]),
     }
+    WithoutViews {
+        blocks: Vec<Experts> = vec![Experts::new(), Experts::new()],
+        own_conv: Param<Tensor<3>> = bare([8, 4, 3]),
+        scale_of_heads: Param<Tensor<3>> = bare([4, 1, 8]),
+        weights_of_modes: Param<Tensor<3>> = bare([8, 8, 6]),
+        head: Linear = linear(WIDTH, 4),
+    }
     MoeOfStacks {
         tokens: Embedding = embedding(),
         router: Linear = linear(WIDTH, 3),
