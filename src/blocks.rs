@@ -61,6 +61,9 @@ pub(crate) struct Blocks {
     dimension: usize,
     /// The outputs of every block.
     sizes: Vec<usize>,
+    /// `true` if the parameter's first two dimensions are those of the matrices, rather than its
+    /// last.
+    is_leading: bool,
 }
 
 impl Blocks {
@@ -71,7 +74,12 @@ impl Blocks {
             MatrixLayout::OutIn => 1,
         };
         let sizes = if sizes.is_empty() { vec![batch[dimension]] } else { sizes.to_vec() };
-        Self { batch, dimension, sizes }
+        Self { batch, dimension, sizes, is_leading: false }
+    }
+
+    /// The blocks of a parameter whose matrices are in its first two dimensions.
+    pub fn leading(self) -> Self {
+        Self { is_leading: true, ..self }
     }
 
     /// The only block of a parameter that is not a matrix.
@@ -82,7 +90,12 @@ impl Blocks {
     /// The blocks of a slice of the parameter, as a batch of this shape. The slice may have nothing
     /// of a block.
     pub fn of_slice(&self, batch: [usize; 3], sizes: Vec<usize>) -> Self {
-        Self { batch, dimension: self.dimension, sizes }
+        Self { batch, sizes, ..self.clone() }
+    }
+
+    /// Returns `true` if the values of the only block are those of the parameter, in its order.
+    pub fn is_whole(&self) -> bool {
+        self.count() == 1 && (!self.is_leading || self.batch[0] == 1)
     }
 
     /// The number of blocks.
@@ -125,9 +138,14 @@ impl Blocks {
 
     /// Cuts the values of a parameter into those of its blocks.
     pub fn cut(&self, values: Tensor<1>) -> Vec<Tensor<1>> {
-        if self.count() == 1 {
+        if self.is_whole() {
             return vec![values];
         }
+        let [count, m, n] = self.batch;
+        let values = match self.is_leading {
+            true => values.reshape([m * n, count]).transpose().reshape([-1]),
+            false => values,
+        };
         let (dtype, device) = (values.dtype(), values.device());
         let filled = self.sizes.iter().copied().filter(|size| *size > 0).collect();
         let mut filled =
@@ -141,7 +159,7 @@ impl Blocks {
 
     /// Joins the values of blocks, the reverse of [`cut`](Self::cut).
     pub fn join(&self, mut blocks: Vec<Tensor<1>>) -> Tensor<1> {
-        if self.count() == 1 {
+        if self.is_whole() {
             return blocks.swap_remove(0);
         }
         let shaped = blocks.into_iter().zip(self.batches());
@@ -149,7 +167,12 @@ impl Blocks {
             .filter(|(_, batch)| !batch.contains(&0))
             .map(|(block, batch)| block.reshape(batch))
             .collect();
-        Tensor::cat(shaped, self.dimension).reshape([-1])
+        let values: Tensor<3> = Tensor::cat(shaped, self.dimension);
+        let [count, m, n] = self.batch;
+        match self.is_leading {
+            true => values.reshape([count, m * n]).transpose().reshape([-1]),
+            false => values.reshape([-1]),
+        }
     }
 }
 
@@ -179,8 +202,23 @@ mod tests {
                 cut.iter().map(|block| block.dims()[0]).collect::<Vec<_>>(),
                 elements.collect::<Vec<_>>()
             );
-            blocks.join(cut).into_data().assert_eq(&values.into_data(), true);
+            blocks.join(cut).into_data().assert_eq(&values.clone().into_data(), true);
+            let leading = blocks.leading();
+            leading
+                .join(leading.cut(values.clone()))
+                .into_data()
+                .assert_eq(&values.into_data(), true);
         }
+    }
+
+    #[test]
+    fn leading_matrices_are_those_of_the_first_dimensions() {
+        // Of `[2, 2, 3]`: the matrices at the three last indices.
+        let blocks = Blocks::new([3, 2, 2], MatrixLayout::InOut, &[]).leading();
+        assert!(!blocks.is_whole());
+        let values = blocks.cut(counted(12)).swap_remove(0).into_data();
+        let expected = [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11].map(|x| x as f32);
+        assert_eq!(values.iter::<f32>().collect::<Vec<_>>(), expected);
     }
 
     #[test]

@@ -36,6 +36,14 @@ pub enum Error {
         /// The remedy, with code to copy.
         remedy: String,
     },
+    /// Parameters of more than two dimensions have no view as matrices.
+    #[error("{report}")]
+    NoView {
+        /// Paths of the parameters.
+        parameters: Vec<String>,
+        /// Their shapes, grouped by the types that hold them, each with rules to copy.
+        report: String,
+    },
     /// A device does not support the type of the iteration.
     #[error(
         "parameter `{parameter}` can't be orthogonalised in {dtype}: {device} does not support \

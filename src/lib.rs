@@ -169,7 +169,7 @@ pub use orthogonalize::{
 pub use qk_clip::{ClippedHeads, LatentHead, MaxLogits, QkClip, QkClipConfig, QkClipRule};
 pub use recipe::Recipe;
 pub use routing::{
-    MuonRoutingRule, ParameterRole, ParameterRoute, RoleSummary, Routing, RoutingRule,
+    FirstLinear, MuonRoutingRule, ParameterRole, ParameterRoute, RoleSummary, Routing, RoutingRule,
 };
 pub use schedule::Schedule;
 pub use update::parts::{self, Part};

@@ -28,16 +28,19 @@ pub enum MatrixView {
     /// One matrix of the first dimension by all others, as for convolutions:
     /// `[out, in, height, width]`.
     Flatten,
+    /// A matrix of the first two dimensions for every index of the others, as for weights of
+    /// frequencies: `[in, out, modes]`.
+    Leading,
 }
 
 impl MatrixView {
     /// Returns `true` if a rule with this view applies to parameters of a shape. No rule applies to
-    /// vectors, and no rule with [`Batch`](Self::Batch) to two dimensions: the stacked vectors of a
-    /// batch of layers.
+    /// vectors, and no rule with [`Batch`](Self::Batch) or [`Leading`](Self::Leading) to two
+    /// dimensions: the stacked vectors of a batch of layers.
     pub(crate) fn fits(self, shape: &[usize]) -> bool {
         match self {
             Self::Single | Self::Flatten => shape.len() >= 2,
-            Self::Batch => shape.len() >= 3,
+            Self::Batch | Self::Leading => shape.len() >= 3,
         }
     }
 
@@ -57,10 +60,11 @@ impl MatrixView {
                 "two dimensions or more",
                 "leave it to AdamW, as `MuonConfig::init` does".to_owned(),
             ),
-            (Self::Single | Self::Batch, [m, n]) => Ok([1, *m, *n]),
+            (Self::Single | Self::Batch | Self::Leading, [m, n]) => Ok([1, *m, *n]),
             (Self::Single, _) => error("two dimensions", view_by_rule(parameter)),
             (Self::Batch, [batch @ .., m, n]) => Ok([batch.iter().product(), *m, *n]),
             (Self::Flatten, [m, rest @ ..]) => Ok([1, *m, rest.iter().product()]),
+            (Self::Leading, [m, n, rest @ ..]) => Ok([rest.iter().product(), *m, *n]),
         }
     }
 }
@@ -89,6 +93,7 @@ mod tests {
         assert_eq!(view(MatrixView::Single, &[3, 4]), Ok([1, 3, 4]));
         assert_eq!(view(MatrixView::Batch, &[2, 5, 3, 4]), Ok([10, 3, 4]));
         assert_eq!(view(MatrixView::Flatten, &[8, 3, 5, 5]), Ok([1, 8, 75]));
+        assert_eq!(view(MatrixView::Leading, &[8, 3, 5, 2]), Ok([10, 8, 3]));
         for (refused, shape) in [
             (MatrixView::Single, &[2, 3, 4][..]),
             (MatrixView::Batch, &[7]),

@@ -71,6 +71,13 @@ pub(crate) struct Field {
     pub holder: String,
 }
 
+impl Field {
+    /// Returns `true` for an index, as in a stack of layers.
+    pub fn is_index(&self) -> bool {
+        self.name.chars().all(|c| c.is_ascii_digit())
+    }
+}
+
 impl Found {
     fn new(
         fields: &[Field],
@@ -118,8 +125,13 @@ impl Found {
 
     /// Returns `true` if one of the first `depth` fields is an index, as in a stack of layers.
     pub fn in_stack(&self, depth: usize) -> bool {
-        let is_index = |field: &Field| field.name.chars().all(|c| c.is_ascii_digit());
-        self.fields[..depth].iter().any(is_index)
+        self.fields[..depth].iter().any(Field::is_index)
+    }
+
+    /// The depth of the only field that is an index; `None` if there is none, or several.
+    pub fn only_index(&self) -> Option<usize> {
+        let mut indices = (0..self.fields.len()).filter(|depth| self.fields[*depth].is_index());
+        indices.next().filter(|_| indices.next().is_none())
     }
 
     /// Returns `true` if it is in the module of this path and depth.

@@ -14,7 +14,7 @@ use crate::distributed::plan::{Parameter, Slice, Slices, Work};
 use crate::error::Result;
 use crate::parameters::{Found, Placement};
 use crate::routing::{ParameterRole, ParameterRoute, Routing, Updates};
-use crate::update::{ElementwiseUpdate, Matrices, SKIPPED, Slot, StepSize};
+use crate::update::{ELEMENTS, ElementwiseUpdate, Matrices, SKIPPED, Slot, StepSize};
 
 /// A trained parameter of the model.
 #[derive(Clone)]
@@ -68,9 +68,12 @@ pub enum Kind {
 impl TrainedParameter {
     /// The name in the records of the model's parameter.
     pub fn recorded(&self, name: &str) -> String {
-        match self.block {
-            Some(block) => join_path(&block.to_string(), name),
-            None => name.to_owned(),
+        match (self.block, &self.kind) {
+            (Some(block), Kind::Elementwise { .. }) => {
+                join_path(&block.to_string(), &join_path(ELEMENTS, name))
+            }
+            (Some(block), _) => join_path(&block.to_string(), name),
+            (None, _) => name.to_owned(),
         }
     }
 
@@ -119,13 +122,13 @@ pub fn trained(routing: &Routing, found: &[Found], cuts: &Cuts) -> Result<Traine
     for (found, route) in found.filter(|(found, _)| found.trainable) {
         let blocks = route.matrix_blocks()?;
         let first = all.trained.len();
-        let is_whole = blocks.count() == 1;
+        let is_whole = blocks.is_whole();
         let slice = cuts.slice(&found.path);
         let slices = slices_of_blocks(slice, &blocks);
         for (index, ((path, batch), slices)) in
             blocks.names(&found.path).into_iter().zip(blocks.batches()).zip(&slices).enumerate()
         {
-            let (kind, work) = kind(routing, route, batch);
+            let (kind, work) = kind(routing, route, index, batch);
             let shape = if is_whole { found.shape.clone() } else { batch.to_vec() };
             let (dtype, placement, slices) = (found.dtype, found.placement, slices.clone());
             let planned = Parameter {
@@ -194,10 +197,19 @@ pub struct Trained {
     pub planned: Vec<Parameter>,
 }
 
-/// The way in which a batch of a parameter is updated.
-fn kind(routing: &Routing, route: &ParameterRoute, [count, m, n]: [usize; 3]) -> (Kind, Work) {
+/// The way in which a block of a parameter, a batch, is updated.
+fn kind(
+    routing: &Routing,
+    route: &ParameterRoute,
+    block: usize,
+    [count, m, n]: [usize; 3],
+) -> (Kind, Work) {
     let role = route.role;
     match role {
+        ParameterRole::Muon { .. } if route.left.contains(&block) => {
+            let lr = routing.role_lr(ParameterRole::Vector);
+            (Kind::Elementwise { lr }, Work::Elements)
+        }
         ParameterRole::Muon { layout, .. } => {
             let matrices = Matrices { shape: [m, n], layout };
             (Kind::Muon { count, matrices }, Work::Matrices { count, rows: m, columns: n })

@@ -37,4 +37,4 @@ mod optimizer;
 pub use adamw::AdamWConfig;
 pub use config::ElementwiseConfig;
 pub use lion::LionConfig;
-pub(crate) use optimizer::Elementwise;
+pub(crate) use optimizer::{Elementwise, ElementwiseState};

@@ -14,7 +14,7 @@ use crate::elementwise::{AdamWConfig, ElementwiseConfig};
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView, UNNAMED};
 use crate::orthogonalize::NewtonSchulzConfig;
-use crate::routing::RoutingRule;
+use crate::routing::{FirstLinear, RoutingRule};
 use crate::update::parts::{Part, check_combination};
 use crate::update::{
     LrScale, MasterWeights, MomentumConfig, MuonUpdate, Precision, SkippedSteps, StateDtype,
@@ -74,6 +74,10 @@ pub struct MuonConfig {
     /// last one counts.
     #[config(default = "Vec::new()")]
     pub rules: Vec<RoutingRule>,
+    /// The optimizer of the first `Linear` of a network that takes data without an embedding or a
+    /// convolution before it. The routing's table marks such matrices by a question mark.
+    #[config(default = "FirstLinear::Muon")]
+    pub first_linear: FirstLinear,
     /// Further optimizers, for the parameters that rules route to them by name: see
     /// [`with_optimizer`](Self::with_optimizer).
     #[config(default = "CustomOptimizers::new()")]

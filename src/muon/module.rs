@@ -6,7 +6,7 @@ use burn::module::{Module, ParamGroup};
 use burn::optim::{LearningRate, ModuleOptimizer, Optimizer};
 use burn::tensor::{Device, Tensor};
 
-use super::split::Split;
+use super::split::{BlockRule, Split};
 use super::{Muon, MuonConfig};
 use crate::custom::Whole;
 use crate::elementwise::Elementwise;
@@ -33,8 +33,9 @@ impl MuonConfig {
     ///   rule that names an optimizer that was not given;
     /// - [`Error::Dtype`](crate::Error::Dtype) for an iteration in a type that a device does not
     ///   support;
-    /// - [`Error::Shape`](crate::Error::Shape) for a parameter of more than two dimensions without
-    ///   a rule for its view as matrices;
+    /// - [`Error::NoView`](crate::Error::NoView) for parameters of more than two dimensions without
+    ///   a rule for their view as matrices;
+    /// - [`Error::Shape`](crate::Error::Shape) for blocks that do not make up a matrix;
     /// - [`Error::Pattern`](crate::Error::Pattern) and
     ///   [`Error::UnusedRule`](crate::Error::UnusedRule) for rules that are malformed or match
     ///   nothing;
@@ -58,7 +59,8 @@ impl MuonConfig {
             custom: self.optimizers.clone(),
             skipped: SkippedSteps::new(self.max_skipped),
         };
-        let routing = Routing::new(updates, &self.rules, self.layout, parameters)?;
+        let routing =
+            Routing::new(updates, &self.rules, self.layout, self.first_linear, parameters)?;
         log::debug!("optimizer of every parameter:\n{routing}");
         Ok(routing)
     }
@@ -123,13 +125,21 @@ impl Routing {
                     let rule = |path: &str, view| {
                         matrices(Muon::for_parameter(muon, path, (view, layout), skipped))
                     };
-                    if route.blocks.is_empty() {
+                    let blocks = route.matrix_blocks().expect("a route has matrices");
+                    if blocks.is_whole() {
                         let rule = CountedOnLoad(rule(&route.path, view));
                         return optim.with_group(parameter, rule, None);
                     }
-                    let blocks = route.matrix_blocks().expect("a route has matrices");
                     let names = blocks.names(&route.path);
-                    let rules = names.iter().map(|name| rule(name, MatrixView::Batch)).collect();
+                    let of_block = |(index, name): (usize, &String)| {
+                        if route.left.contains(&index) {
+                            let lr = self.role_lr(ParameterRole::Vector);
+                            let rule = Elementwise::new(rest.clone(), lr, name, skipped);
+                            return BlockRule::Elements(rule);
+                        }
+                        BlockRule::Matrices(rule(name, MatrixView::Batch))
+                    };
+                    let rules = names.iter().enumerate().map(of_block).collect();
                     optim.with_group(parameter, CountedOnLoad(Split::new(blocks, rules)), None)
                 }
                 ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {

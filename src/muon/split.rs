@@ -1,21 +1,100 @@
 //! A parameter that is updated as several blocks.
 
-use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource, join_index};
+use burn::optim::{
+    LearningRate, Optimizer, RecordState, StateSink, StateSource, join_index, join_path,
+};
 use burn::tensor::{Device, Tensor};
 
 use crate::blocks::Blocks;
-use crate::update::Counting;
+use crate::elementwise::{Elementwise, ElementwiseState};
+use crate::update::{Counting, ELEMENTS};
 
 /// The rules of a parameter's blocks.
 #[derive(Clone)]
 pub(crate) struct Split<O> {
     blocks: Blocks,
-    rules: Vec<O>,
+    rules: Vec<BlockRule<O>>,
+}
+
+/// The rule of a block.
+#[derive(Clone)]
+pub(crate) enum BlockRule<O> {
+    Matrices(O),
+    Elements(Elementwise),
+}
+
+/// The state of a block. That of elements has its own name in records, since a momentum may be
+/// Lion's or Muon's.
+#[derive(Clone)]
+pub(crate) enum BlockState<S> {
+    Matrices(S),
+    Elements(ElementwiseState<3>),
+}
+
+impl<S: RecordState> RecordState for BlockState<S> {
+    fn state_flatten(&self, prefix: &str, out: &mut StateSink) {
+        match self {
+            Self::Matrices(state) => state.state_flatten(prefix, out),
+            Self::Elements(state) => state.state_flatten(&join_path(prefix, ELEMENTS), out),
+        }
+    }
+
+    fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
+        let elements = join_path(prefix, ELEMENTS);
+        let elements = ElementwiseState::state_unflatten(&elements, src, device);
+        elements
+            .map(Self::Elements)
+            .or_else(|| S::state_unflatten(prefix, src, device).map(Self::Matrices))
+    }
+}
+
+impl<O: Optimizer> BlockRule<O> {
+    /// The step of a block.
+    ///
+    /// # Panics
+    ///
+    /// If the state is that of another rule.
+    fn step(
+        &self,
+        lr: LearningRate,
+        values: Tensor<3>,
+        grad: Tensor<3>,
+        state: Option<BlockState<O::State<3>>>,
+    ) -> (Tensor<3>, BlockState<O::State<3>>) {
+        let made = "a step makes a state";
+        match (self, state) {
+            (Self::Matrices(rule), None) => {
+                let (values, state) = rule.step(lr, values, grad, None);
+                (values, BlockState::Matrices(state.expect(made)))
+            }
+            (Self::Matrices(rule), Some(BlockState::Matrices(state))) => {
+                let (values, state) = rule.step(lr, values, grad, Some(state));
+                (values, BlockState::Matrices(state.expect(made)))
+            }
+            (Self::Elements(rule), None) => {
+                let (values, state) = rule.step(lr, values, grad, None);
+                (values, BlockState::Elements(state.expect(made)))
+            }
+            (Self::Elements(rule), Some(BlockState::Elements(state))) => {
+                let (values, state) = rule.step(lr, values, grad, Some(state));
+                (values, BlockState::Elements(state.expect(made)))
+            }
+            (rule, Some(_)) => panic!("{}", rule.unfit()),
+        }
+    }
+
+    fn unfit(&self) -> String {
+        let block = match self {
+            Self::Matrices(_) => "a block of Muon's has the state of an elementwise rule",
+            Self::Elements(_) => "a block that is left to an elementwise rule has Muon's state",
+        };
+        format!("{block}: configure the optimizer as it was when the state was saved")
+    }
 }
 
 impl<O> Split<O> {
     /// The rule of a parameter from those of its blocks.
-    pub fn new(blocks: Blocks, rules: Vec<O>) -> Self {
+    pub fn new(blocks: Blocks, rules: Vec<BlockRule<O>>) -> Self {
         Self { blocks, rules }
     }
 }
@@ -39,15 +118,15 @@ impl<S: RecordState> RecordState for SplitState<S> {
 }
 
 impl<O: Optimizer> Optimizer for Split<O> {
-    type State<const D: usize> = SplitState<O::State<3>>;
+    type State<const D: usize> = SplitState<BlockState<O::State<3>>>;
 
     fn step<const D: usize>(
         &self,
         lr: LearningRate,
         parameter: Tensor<D>,
         grad: Tensor<D>,
-        state: Option<SplitState<O::State<3>>>,
-    ) -> (Tensor<D>, Option<SplitState<O::State<3>>>) {
+        state: Option<Self::State<D>>,
+    ) -> (Tensor<D>, Option<Self::State<D>>) {
         let shape = parameter.dims();
         let cut = |tensor: Tensor<D>| self.blocks.cut(tensor.reshape([-1])).into_iter();
         let mut states = state.map(|SplitState(states)| states.into_iter());
@@ -57,24 +136,39 @@ impl<O: Optimizer> Optimizer for Split<O> {
                 let state = states.as_mut().and_then(Iterator::next);
                 let (values, state) =
                     rule.step(lr, values.reshape(batch), grad.reshape(batch), state);
-                (values.reshape([-1]), state.expect("a step makes a state"))
+                (values.reshape([-1]), state)
             })
             .unzip();
         (self.blocks.join(values).reshape(shape), Some(SplitState(states)))
     }
 
     fn to_device<const D: usize>(
-        SplitState(states): SplitState<O::State<3>>,
+        SplitState(states): Self::State<D>,
         device: &Device,
-    ) -> SplitState<O::State<3>> {
-        SplitState(states.into_iter().map(|state| O::to_device(state, device)).collect())
+    ) -> Self::State<D> {
+        let to_device = |state| match state {
+            BlockState::Matrices(state) => BlockState::Matrices(O::to_device(state, device)),
+            BlockState::Elements(state) => {
+                BlockState::Elements(Elementwise::to_device(state, device))
+            }
+        };
+        SplitState(states.into_iter().map(to_device).collect())
     }
 }
 
 impl<O: Counting> Counting for Split<O> {
-    fn start_counting<const D: usize>(&self, SplitState(states): &mut SplitState<O::State<3>>) {
+    fn start_counting<const D: usize>(&self, SplitState(states): &mut Self::State<D>) {
         for (rule, state) in self.rules.iter().zip(states) {
-            rule.start_counting(state);
+            match (rule, state) {
+                (BlockRule::Matrices(rule), BlockState::Matrices(state)) => {
+                    rule.start_counting(state);
+                }
+                (BlockRule::Elements(rule), BlockState::Elements(state)) => {
+                    rule.start_counting(state);
+                }
+                // The next step rejects it.
+                _ => {}
+            }
         }
     }
 }

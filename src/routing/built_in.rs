@@ -2,37 +2,52 @@
 
 use std::collections::{HashMap, HashSet};
 
-use super::ParameterRole;
+use super::layers::{Kind, Layer, Layers, is_convolution, is_transposed};
+use super::names::{self, OUTPUT};
+use super::{FirstLinear, ParameterRole};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::Found;
 
-/// Names of fields that hold an output head, in addition to those that end in `_head`.
-const HEADS: [&str; 6] = ["head", "classifier", "unembed", "unembedding", "embed_out", "logits"];
-
-/// A further name of an output head. It does not count if a field of the same depth has one of the
-/// other names.
-const OUTPUT: &str = "output";
-
-/// The attention modules and output heads of a model, found by the names and types of its fields.
+/// The parts of a model, found by the names and types of its fields and by the widths of its
+/// layers.
 pub(super) struct Anatomy<'a> {
     parameters: &'a [Found],
-    /// The paths of attention modules.
-    attention: HashSet<&'a str>,
-    /// The paths of the matrices that are output heads.
-    heads: Vec<&'a str>,
-    /// `true` if the heads were found by name, rather than by position.
-    heads_are_named: bool,
+    layers: Layers<'a>,
+    /// The indices of layers, by the paths of their weights.
+    by_weight: HashMap<&'a str, usize>,
+    /// The paths of modules with a recurrence of the user's: state spaces, and RWKV's.
+    recurrences: HashSet<&'a str>,
+    /// The paths of attention modules, and of recurrences other than the whole model.
+    mixers: HashSet<&'a str>,
+    /// The reasons for output heads, by the paths of their weights.
+    heads: HashMap<&'a str, &'static str>,
+    /// The paths of the last layers whose outputs are compared with the embeddings.
+    tied: HashSet<&'a str>,
+    /// The layers that take the data of the model.
+    takes_data: Vec<bool>,
+    first_linear: FirstLinear,
 }
 
 impl<'a> Anatomy<'a> {
-    pub fn of(parameters: &'a [Found]) -> Self {
-        let attention = attention(parameters);
-        let mut anatomy = Self { parameters, attention, heads: vec![], heads_are_named: true };
-        anatomy.heads = anatomy.named_heads();
-        if anatomy.heads.is_empty() {
-            anatomy.heads.extend(anatomy.last_linear());
-            anatomy.heads_are_named = false;
-        }
+    pub fn of(parameters: &'a [Found], first_linear: FirstLinear) -> Self {
+        let layers = Layers::of(parameters);
+        let by_weight = layers.iter().map(|(index, layer)| (layer.weight.weight(), index));
+        let by_weight = by_weight.collect();
+        let recurrences = recurrences(parameters);
+        let mut mixers = attention(parameters);
+        mixers.extend(recurrences.iter().filter(|path| !path.is_empty()));
+        let mut anatomy = Self {
+            parameters,
+            layers,
+            by_weight,
+            recurrences,
+            mixers,
+            heads: HashMap::new(),
+            tied: HashSet::new(),
+            takes_data: vec![],
+            first_linear,
+        };
+        anatomy.find_heads();
         anatomy
     }
 
@@ -49,63 +64,206 @@ impl<'a> Anatomy<'a> {
             return (ParameterRole::Frozen, reason.to_owned());
         }
         let (role, reason) = self.trained_role(parameter, layout);
-        let reason = if parameter.is_adapter { format!("LoRA factor: {reason}") } else { reason };
-        (role, reason)
+        match (parameter.is_adapter, role) {
+            (false, _) => (role, reason),
+            // Muon would make all directions of the few that a factor has equally large.
+            (true, ParameterRole::Muon { .. }) => {
+                (ParameterRole::Vector, format!("LoRA factor: {reason}"))
+            }
+            (true, _) => (role, format!("LoRA factor: {reason}")),
+        }
     }
 
     /// The role of a trainable parameter, and the reason. A question mark marks a guess.
     fn trained_role(&self, parameter: &Found, layout: MatrixLayout) -> (ParameterRole, String) {
-        let muon = ParameterRole::Muon { view: MatrixView::Single, layout };
-        let embedding_field =
-            || parameter.fields.iter().rev().take(3).find(|field| is_embedding(&field.name));
+        let embedding = || named(parameter).find(|name| names::is_embedding(name));
+        let lora = || named(parameter).find(|name| names::is_lora(name));
         let (role, reason) = if parameter.shape.len() < 2 {
             (ParameterRole::Vector, "fewer than two dimensions")
         } else if parameter.holder() == "Embedding" {
             (ParameterRole::Embedding, "in an Embedding")
-        } else if self.heads.contains(&parameter.weight()) {
-            let reason =
-                if self.heads_are_named { "output head" } else { "output head? (last Linear)" };
-            (ParameterRole::Head, reason)
-        } else if parameter.shape.iter().filter(|size| **size > 1).count() < 2 {
+        } else if let Some(reason) = self.heads.get(parameter.weight()) {
+            (ParameterRole::Head, *reason)
+        } else if is_row_or_column(parameter) {
             (ParameterRole::Vector, "a single row or column")
-        } else if is_embedding(parameter.name()) {
+        } else if names::is_embedding(parameter.name()) {
             (ParameterRole::Embedding, "named as an embedding")
-        } else if is_position(parameter.name()) {
+        } else if names::is_position(parameter.name()) {
             (ParameterRole::Embedding, "named as positions")
-        } else if let Some(field) = embedding_field() {
-            return (ParameterRole::Embedding, format!("embedding? (in `{}`)", field.name));
+        } else if let Some(name) = embedding() {
+            return (ParameterRole::Embedding, format!("embedding? (in `{name}`)"));
+        } else if let Some(name) = lora() {
+            return (ParameterRole::Vector, format!("LoRA factor? (in `{name}`)"));
+        } else if is_convolution(parameter.holder()) {
+            self.convolution(parameter)
         } else if parameter.holder() == "Linear" {
-            (muon, "hidden matrix")
+            self.linear(parameter, layout)
         } else {
+            return self.outside_of_layers(parameter, layout);
+        };
+        (role, reason.to_owned())
+    }
+
+    /// The role of the weight of a convolution without the name of another role.
+    fn convolution(&self, weight: &Found) -> (ParameterRole, &'static str) {
+        let layout = flat_layout(weight);
+        let muon = ParameterRole::Muon { view: MatrixView::Flatten, layout };
+        let Some(index) = self.by_weight.get(weight.weight()) else {
+            return (muon, "hidden convolution");
+        };
+        match self.layers.get(*index).kind {
+            Kind::Depthwise => (ParameterRole::Vector, "depthwise convolution"),
+            _ if !self.takes_data[*index] => (muon, "hidden convolution"),
+            _ if self.is_stem(*index) => (ParameterRole::Embedding, "stem convolution"),
+            // Fewer inputs than all earlier layers have outputs, but not the channels of the data.
+            _ => (muon, "hidden convolution? (grouped)"),
+        }
+    }
+
+    /// Returns `true` if a convolution that takes data has the input channels of the first one.
+    fn is_stem(&self, index: usize) -> bool {
+        let mut layers = self.layers.iter();
+        let first = layers
+            .find(|(index, layer)| layer.kind == Kind::Convolution && self.takes_data[*index]);
+        first.is_some_and(|(_, first)| first.inputs == self.layers.get(index).inputs)
+    }
+
+    /// The role of the weight of a `Linear` without the name of another role.
+    fn linear(&self, weight: &Found, layout: MatrixLayout) -> (ParameterRole, &'static str) {
+        let muon = ParameterRole::Muon { view: MatrixView::Single, layout };
+        let index = self.by_weight.get(weight.weight());
+        let is_first =
+            index.is_some_and(|index| self.takes_data[*index] && self.may_take_data(*index));
+        if is_first {
+            return match self.first_linear {
+                FirstLinear::Muon => (muon, "hidden matrix? (first Linear)"),
+                FirstLinear::AdamW => (ParameterRole::Embedding, "input layer? (first Linear)"),
+            };
+        }
+        if self.tied.contains(weight.weight()) {
+            return (muon, "hidden matrix? (as wide as the embedding)");
+        }
+        if self.is_fused(weight) {
+            return (muon, "hidden matrix? (several in one)");
+        }
+        (muon, "hidden matrix")
+    }
+
+    /// Returns `true` for a layer outside of attention and stacks, or of a recurrent cell.
+    fn may_take_data(&self, index: usize) -> bool {
+        is_in_cell(self.layers.get(index).weight) || self.is_free(index)
+    }
+
+    /// Returns `true` for a projection to several hidden spaces.
+    fn is_fused(&self, weight: &Found) -> bool {
+        let Some(depth) = weight.fields.len().checked_sub(2) else { return false };
+        let name = &weight.fields[depth].name;
+        names::is_fused(name)
+            || name == "in_proj" && self.recurrences.contains(weight.module(depth))
+    }
+
+    /// The role of a parameter in a module of the user's, without the name of another role.
+    fn outside_of_layers(
+        &self,
+        parameter: &Found,
+        layout: MatrixLayout,
+    ) -> (ParameterRole, String) {
+        let module = parameter.module(parameter.fields.len().saturating_sub(1));
+        let (role, reason) = if names::is_bias(parameter.name()) {
+            (ParameterRole::Vector, "named as a bias")
+        } else if names::is_learned_input(parameter.name()) {
+            (ParameterRole::Embedding, "named as learned inputs")
+        } else if self.recurrences.contains(module) {
+            (ParameterRole::Vector, "parameter of a recurrence? (outside a Linear)")
+        } else if let Some(matrices) = self.matrices_of_biases(parameter, module) {
+            let reason = format!("bias? (of the outputs of `{}`)", matrices.name());
+            return (ParameterRole::Vector, reason);
+        } else if is_spectral(parameter) {
+            let reason = format!("spectral weights? (in `{}`)", parameter.holder());
+            return (ParameterRole::Vector, reason);
+        } else {
+            let muon = ParameterRole::Muon { view: MatrixView::Single, layout };
             (muon, "hidden matrix? (outside a Linear)")
         };
         (role, reason.to_owned())
     }
 
-    /// Returns `true` if a parameter is in an attention module or a recurrent cell.
-    fn is_in_attention_or_cell(&self, parameter: &Found) -> bool {
-        (0..=parameter.fields.len()).any(|depth| self.attention.contains(parameter.module(depth)))
-            || parameter.fields.iter().any(|field| field.holder == "GateController")
+    /// The stack of matrices in the same module whose outputs a parameter may be added to.
+    fn matrices_of_biases(&self, parameter: &Found, module: &str) -> Option<&Found> {
+        let depth = parameter.fields.len().checked_sub(1)?;
+        let without_ones = |shape: &[usize]| -> Vec<usize> {
+            shape.iter().copied().filter(|size| *size > 1).collect()
+        };
+        let biases = without_ones(&parameter.shape);
+        self.parameters.iter().find(|other| {
+            other.fields.len() == depth + 1
+                && other.is_in(module, depth)
+                && matches!(&other.shape[..], [stack @ .., inputs, outputs] if !stack.is_empty()
+                    && *inputs > 1
+                    && without_ones(&[stack, &[*outputs]].concat()) == biases)
+        })
     }
 
-    /// The matrices in fields with the name of a head that are closest to the root. Where a field
-    /// has several matrices, it is the last one. Excluded are fields in a stack of layers, and
-    /// fields that contain attention or recurrence.
-    fn named_heads(&self) -> Vec<&'a str> {
+    /// Returns `true` if a parameter is in an attention module or a recurrence.
+    fn is_in_mixer(&self, parameter: &Found) -> bool {
+        is_in_cell(parameter)
+            || (0..=parameter.fields.len())
+                .any(|depth| self.mixers.contains(parameter.module(depth)))
+    }
+
+    /// Finds the output heads: by the names of heads; by the names that several outputs have, and
+    /// by the widths of layers; and if no layer has the name of a head, by position.
+    fn find_heads(&mut self) {
+        let (mut heads, mut tied) = (HashMap::new(), HashSet::new());
+        let named = self.named_heads();
+        for &(weight, name) in &named {
+            let layer = self.by_weight.get(weight).map(|index| self.layers.get(*index));
+            match layer.filter(|_| name == OUTPUT) {
+                Some(layer) if self.is_tied(layer) => _ = tied.insert(weight),
+                Some(layer) if layer.inputs == layer.outputs => {
+                    heads.insert(weight, "output head? (named `output`)");
+                }
+                _ => _ = heads.insert(weight, "output head"),
+            }
+        }
+        let path = |index: usize| self.layers.get(index).weight.weight();
+        for index in self.named_outputs() {
+            heads.entry(path(index)).or_insert("output head? (by its name)");
+        }
+        let takes_data = self.layers.that_take_data(|index| heads.contains_key(path(index)));
+        let mut guesses = self.ends(&takes_data);
+        if named.is_empty() {
+            guesses.extend(self.last(&takes_data, !(heads.is_empty() && guesses.is_empty())));
+        }
+        for (index, reason) in guesses {
+            match self.is_tied(self.layers.get(index)) {
+                true => _ = tied.insert(path(index)),
+                false => _ = heads.entry(path(index)).or_insert(reason),
+            }
+        }
+        self.takes_data = self.layers.that_take_data(|index| heads.contains_key(path(index)));
+        (self.heads, self.tied) = (heads, tied);
+    }
+
+    /// The matrices in fields with the name of a head that are closest to the root, each with the
+    /// name. Where a field has several matrices, it is the last one, unless they are side by side.
+    /// Excluded are fields in a stack of layers, and fields that contain attention or recurrence.
+    fn named_heads(&self) -> Vec<(&'a str, &'a str)> {
         let mut heads = vec![];
         for parameter in self.parameters.iter().filter(|parameter| is_matrix(parameter)) {
             let named = (1..=parameter.fields.len()).filter(|depth| {
                 let name = &parameter.fields[depth - 1].name;
+                // A parameter of attention heads.
+                let is_parameter = *depth == parameter.fields.len();
                 // The last condition reads all parameters, and is evaluated for few.
-                is_head(name)
+                names::is_head(name)
+                    && !(is_parameter && name.ends_with("heads"))
                     && !parameter.in_stack(*depth)
                     && !(name == OUTPUT && self.is_in_layer(parameter, *depth))
             });
             heads.extend(named.map(|depth| (depth, parameter)));
         }
-        heads.retain(|(depth, parameter)| {
-            !self.has_attention_or_cell(parameter.module(*depth), *depth)
-        });
+        heads.retain(|(depth, parameter)| !self.has_mixer(parameter.module(*depth), *depth));
         let min_depth = heads.iter().map(|(depth, _)| *depth).min();
         heads.retain(|(depth, _)| Some(*depth) == min_depth);
         let is_certain =
@@ -114,23 +272,152 @@ impl<'a> Anatomy<'a> {
             heads.retain(is_certain);
         }
         // Later matrices of a field replace earlier ones.
-        let last: HashMap<&str, &str> = heads
+        let field = |depth: usize, parameter: &'a Found| match self.is_side_by_side(parameter) {
+            true => parameter.weight(),
+            false => parameter.module(depth),
+        };
+        let last: HashMap<&str, (&str, &str)> = heads
             .into_iter()
-            .map(|(depth, parameter)| (parameter.module(depth), parameter.weight()))
+            .map(|(depth, parameter)| {
+                let name = parameter.fields[depth - 1].name.as_str();
+                (field(depth, parameter), (parameter.weight(), name))
+            })
             .collect();
         last.into_values().collect()
     }
 
-    /// The last `Linear` of the model, unless it belongs to a layer. Where the head is tied to the
-    /// embedding, the last `Linear` belongs to the last layer.
-    fn last_linear(&self) -> Option<&'a str> {
-        let mut matrices = self.parameters.iter().filter(|parameter| is_matrix(parameter));
-        let last = matrices.rfind(|parameter| parameter.holder() == "Linear")?;
-        let depth = last.fields.len();
-        let hidden = last.in_stack(depth)
-            || self.is_in_attention_or_cell(last)
-            || self.is_in_layer(last, depth);
-        (!hidden).then(|| last.weight())
+    /// The last layers of the fields whose names several outputs have. Excluded are those in a
+    /// stack of layers, and values next to keys.
+    fn named_outputs(&self) -> Vec<usize> {
+        let (mut outputs, mut seen) = (vec![], HashSet::new());
+        for (_, Layer { weight, .. }) in self.dense() {
+            let fields = weight.fields.iter().enumerate().take(weight.fields.len() - 1);
+            for (above, field) in fields {
+                let (module, depth) = (weight.module(above + 1), above + 1);
+                if names::is_one_of_the_outputs(&field.name)
+                    && !weight.in_stack(depth)
+                    && seen.insert(module)
+                    && !self.has_keys(weight.module(above), above)
+                {
+                    outputs.extend(self.outputs_of(module, depth));
+                }
+            }
+        }
+        outputs
+    }
+
+    /// The last layers of a module, unless others in it, or in the next of its name, take their
+    /// outputs.
+    fn outputs_of(&self, module: &str, depth: usize) -> Vec<usize> {
+        let name = names::without_digits(module);
+        let is_near = |weight: &Found| {
+            weight.fields.len() >= depth && names::without_digits(weight.module(depth)) == name
+        };
+        let inside = || self.dense().filter(|(_, layer)| layer.weight.is_in(module, depth));
+        let Some((last, _)) = inside().rfind(|(index, _)| self.is_free(*index)) else {
+            return vec![];
+        };
+        if self.is_side_by_side(self.layers.get(last).weight) {
+            return self.layers.stack(last).expect("layers side by side are in a stack").to_vec();
+        }
+        // The first layer of a module takes its inputs.
+        let first = inside().next().map(|(first, _)| first);
+        let is_followed = self.dense().any(|(index, other)| {
+            ![Some(last), first].contains(&Some(index))
+                && is_near(other.weight)
+                && other.may_follow(self.layers.get(last))
+        });
+        if is_followed || !self.may_be_last(last) { vec![] } else { vec![last] }
+    }
+
+    /// The layers that are narrower than their inputs, and whose outputs no layer takes.
+    fn ends(&self, takes_data: &[bool]) -> Vec<(usize, &'static str)> {
+        let is_end = |(index, layer): &(usize, &Layer<'_>)| {
+            layer.outputs < layer.inputs
+                && self.may_be_last(*index)
+                && self.layers.followers(*index, takes_data).next().is_none()
+        };
+        let reason = "output head? (no layer takes its outputs)";
+        self.dense().filter(is_end).map(|(index, _)| (index, reason)).collect()
+    }
+
+    /// The last layer of the model, unless it belongs to a layer with attention, with the reason.
+    /// Where the head is tied to the embedding, the last layer belongs to the last block. If it is
+    /// a convolution that others follow, it is not the output, and the last `Linear` counts.
+    fn last(&self, takes_data: &[bool], has_heads: bool) -> Option<(usize, &'static str)> {
+        let followers = |index| self.layers.followers(index, takes_data);
+        let is_modulation = |weight: &Found| named(weight).any(names::is_modulation);
+        let layers = || self.dense().rev().filter(|(_, layer)| !is_modulation(layer.weight));
+        let (last, layer) = layers().next()?;
+        if layer.kind == Kind::Convolution
+            && self.may_be_last(last)
+            && followers(last).next().is_none()
+        {
+            return Some((last, "output head? (last convolution)"));
+        }
+        let (last, _) = layers().find(|(_, layer)| layer.kind == Kind::Linear)?;
+        let is_inside =
+            || followers(last).any(|other| has_heads || other.kind == Kind::Convolution);
+        let is_last = self.may_be_last(last) && !is_inside();
+        is_last.then_some((last, "output head? (last Linear)"))
+    }
+
+    /// The layers that mix their inputs.
+    fn dense(&self) -> impl DoubleEndedIterator<Item = (usize, &Layer<'a>)> {
+        self.layers.iter().filter(|(_, layer)| layer.is_dense())
+    }
+
+    /// Returns `true` if a layer may be the last of a model: it is outside of blocks, does not have
+    /// the name of a router or the like, and is the last of layers that follow each other in a
+    /// stack.
+    fn may_be_last(&self, index: usize) -> bool {
+        let is_last_of_stack = || match self.layers.stack(index) {
+            Some(stack) if self.layers.is_chain(stack) => {
+                let layer = self.layers.get(index);
+                stack.last() == Some(&index) && layer.inputs != layer.outputs
+            }
+            // Side by side, and wide: experts rather than outputs.
+            Some(_) => self.layers.get(index).outputs < self.layers.get(index).inputs,
+            None => true,
+        };
+        let is_inner = || named(self.layers.get(index).weight).any(names::is_inner);
+        !is_inner() && is_last_of_stack() && self.is_free(index)
+    }
+
+    /// Returns `true` for a layer outside of attention, recurrence, and stacks of blocks with
+    /// several layers.
+    fn is_free(&self, index: usize) -> bool {
+        let weight = self.layers.get(index).weight;
+        let depth = weight.fields.len();
+        (!weight.in_stack(depth) || self.layers.stack(index).is_some())
+            && !self.is_in_mixer(weight)
+            && !self.is_in_layer(weight, depth)
+    }
+
+    /// Returns `true` for a layer in a stack whose layers do not follow each other.
+    fn is_side_by_side(&self, weight: &Found) -> bool {
+        let index = self.by_weight.get(weight.weight());
+        let stack = index.and_then(|index| self.layers.stack(*index));
+        stack.is_some_and(|stack| !self.layers.is_chain(stack))
+    }
+
+    /// Returns `true` if the outputs of a layer may be compared with an embedding, as those of the
+    /// last `Linear` before a tied head.
+    fn is_tied(&self, layer: &Layer<'_>) -> bool {
+        let is_embedding = |other: &Layer<'_>| {
+            other.kind == Kind::Embedding
+                && other.outputs == layer.outputs
+                && other.inputs != layer.outputs
+        };
+        layer.kind == Kind::Linear && self.layers.iter().any(|(_, other)| is_embedding(other))
+    }
+
+    /// Returns `true` if a module has a field for keys.
+    fn has_keys(&self, module: &str, depth: usize) -> bool {
+        let mut inside = self.parameters.iter().filter(|parameter| parameter.is_in(module, depth));
+        inside.any(|parameter| {
+            parameter.fields.get(depth).is_some_and(|field| names::is_key(&field.name))
+        })
     }
 
     /// Returns `true` if a module above this depth on the way to a parameter is a layer.
@@ -143,15 +430,15 @@ impl<'a> Anatomy<'a> {
     fn is_layer(&self, module: &str, depth: usize) -> bool {
         let (inside, outside): (Vec<&Found>, Vec<&Found>) =
             self.parameters.iter().partition(|parameter| parameter.is_in(module, depth));
-        self.has_attention_or_cell(module, depth)
+        self.has_mixer(module, depth)
             && !outside.is_empty()
             && !inside.iter().any(|parameter| parameter.holder() == "Embedding")
     }
 
     /// Returns `true` if a module contains attention or recurrence.
-    fn has_attention_or_cell(&self, module: &str, depth: usize) -> bool {
+    fn has_mixer(&self, module: &str, depth: usize) -> bool {
         let mut inside = self.parameters.iter().filter(|parameter| parameter.is_in(module, depth));
-        inside.any(|parameter| self.is_in_attention_or_cell(parameter))
+        inside.any(|parameter| self.is_in_mixer(parameter))
     }
 }
 
@@ -166,9 +453,9 @@ fn attention(parameters: &[Found]) -> HashSet<&str> {
             let [named, queries, keys] = modules.entry(parameter.module(depth)).or_default();
             *named |= field.holder.ends_with("Attention")
                 || field.holder.ends_with("Attn")
-                || has_word(field_name, &["attention", "attn"]);
-            *queries |= has_word(&field.name, &["q", "query", "queries", "wq", "qkv", "wqkv"]);
-            *keys |= has_word(&field.name, &["k", "key", "keys", "kv", "wk", "qkv", "wqkv"]);
+                || names::is_attention(field_name);
+            *queries |= names::is_query(&field.name);
+            *keys |= names::is_key(&field.name);
         }
     }
     let is_attention = |(path, [named, queries, keys]): (_, [bool; 3])| {
@@ -179,24 +466,57 @@ fn attention(parameters: &[Found]) -> HashSet<&str> {
     modules.into_iter().filter_map(is_attention).collect()
 }
 
+/// The paths of the modules that have fields of a recurrence.
+fn recurrences(parameters: &[Found]) -> HashSet<&str> {
+    let of = |parameter: &'_ Found| {
+        let fields = parameter.fields.iter().enumerate();
+        let depth = fields.rev().find(|(_, field)| names::is_recurrence(&field.name));
+        depth.map(|(depth, _)| depth)
+    };
+    parameters
+        .iter()
+        .filter_map(|parameter| of(parameter).map(|depth| parameter.module(depth)))
+        .collect()
+}
+
+/// The dimension of a convolution's outputs, where its weight is a matrix of the first dimension by
+/// all others.
+pub(super) fn flat_layout(weight: &Found) -> MatrixLayout {
+    match is_transposed(weight.holder()) {
+        true => MatrixLayout::InOut,
+        false => MatrixLayout::OutIn,
+    }
+}
+
 /// Returns `true` if a parameter may be a head by its shape and type.
 fn is_matrix(parameter: &Found) -> bool {
-    parameter.shape.len() >= 2 && parameter.holder() != "Embedding" && !parameter.is_adapter
+    parameter.shape.len() >= 2
+        && parameter.holder() != "Embedding"
+        && !parameter.is_adapter
+        && !names::is_bias(parameter.name())
 }
 
-fn is_head(name: &str) -> bool {
-    HEADS.contains(&name) || name.ends_with("_head") || name == OUTPUT
+/// Returns `true` for a matrix of a single row or column.
+fn is_row_or_column(parameter: &Found) -> bool {
+    let above_one = |shape: &[usize]| shape.iter().filter(|size| **size > 1).count();
+    above_one(&parameter.shape) < 2
+        || is_convolution(parameter.holder()) && parameter.shape.first() == Some(&1)
 }
 
-fn is_embedding(name: &str) -> bool {
-    has_word(name, &["emb", "wte", "wpe"]) || name.contains("embed") && !name.contains("unembed")
+/// Returns `true` for a parameter of one of Burn's recurrent cells.
+fn is_in_cell(parameter: &Found) -> bool {
+    parameter.fields.iter().any(|field| field.holder == "GateController")
 }
 
-fn is_position(name: &str) -> bool {
-    has_word(name, &["pos", "position", "positions", "positional"])
+/// The names of the last three fields on the way to a parameter, from the last, without indices.
+fn named(parameter: &Found) -> impl Iterator<Item = &str> {
+    let fields = parameter.fields.iter().rev().filter(|field| !field.is_index());
+    fields.take(3).map(|field| field.name.as_str())
 }
 
-/// Returns `true` if a name has one of these words between its underscores.
-fn has_word(name: &str, words: &[&str]) -> bool {
-    name.split('_').any(|word| words.contains(&word))
+/// Returns `true` for a parameter of frequencies, whose matrices, if any, are not its last
+/// dimensions.
+fn is_spectral(parameter: &Found) -> bool {
+    parameter.shape.len() > 2
+        && ["Spectral", "Fourier"].iter().any(|word| parameter.holder().contains(word))
 }

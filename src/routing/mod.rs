@@ -5,8 +5,11 @@
 //! scalars (Keller Jordan, <https://kellerjordan.github.io/posts/muon/>).
 
 mod built_in;
+mod layers;
+mod names;
 mod rules;
 mod summary;
+mod views;
 
 use std::collections::HashMap;
 use std::fmt;
@@ -85,6 +88,19 @@ impl fmt::Display for ParameterRole {
     }
 }
 
+/// The optimizer of the first `Linear` of a network, whose inputs are data rather than outputs of
+/// other layers, as in a perceptron. Networks whose inputs go through an `Embedding` or a
+/// convolution have none.
+// Exhaustive: a matrix is Muon's, or not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FirstLinear {
+    /// Muon, as for hidden matrices.
+    Muon,
+    /// The optimizer of embeddings, at their learning rate. Keller Jordan's recommendation
+    /// (<https://kellerjordan.github.io/posts/muon/>).
+    AdamW,
+}
+
 /// The role of one parameter, with the reason and the costs.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
@@ -100,6 +116,8 @@ pub struct ParameterRoute {
     /// The outputs of every block that the parameter's matrices are cut into, each a matrix of its
     /// own; none for matrices that are not cut.
     pub blocks: Vec<usize>,
+    /// The indices of the blocks that AdamW updates.
+    pub left: Vec<usize>,
     /// The name of the optimizer, with the view and the blocks of a matrix or the role, as in
     /// `Muon (Batch)` and `AdamW (head)`; `-` for a frozen parameter.
     pub optimizer: String,
@@ -153,13 +171,14 @@ impl Updates {
 
     fn route(&self, found: &Found, decision: Decision<'_>) -> Result<ParameterRoute> {
         let Found { path, shape, dtype, device, .. } = found;
-        let Decision { role, optimizer: custom, split, reason } = decision;
+        let Decision { role, optimizer: custom, split, left, reason } = decision;
         let mut route = ParameterRoute {
             path: path.clone(),
             id: found.id,
             shape: shape.clone(),
             role,
             blocks: vec![],
+            left: vec![],
             optimizer: match custom {
                 Some(name) => format!("{name} ({role})"),
                 None => self.optimizer(role),
@@ -179,7 +198,21 @@ impl Updates {
                     route.blocks = split.sizes(path, shape, outputs)?;
                     route.optimizer += &format!(", {} blocks", route.blocks.len());
                 }
-                for batch @ [_, m, n] in Blocks::new(batch, layout, &route.blocks).batches() {
+                if !left.is_empty() {
+                    ensure_left(path, shape, left, route.blocks.len())?;
+                    route.left = left.to_vec();
+                    let vector = self.optimizer(ParameterRole::Vector);
+                    route.optimizer += &format!(", {} of {vector}", left.len());
+                }
+                let blocks = Blocks::new(batch, layout, &route.blocks);
+                for (index, batch @ [_, m, n]) in blocks.batches().enumerate() {
+                    if left.contains(&index) {
+                        let batch = ElementwiseUpdate::batch(&batch);
+                        let slots = self.rest.slots(*dtype);
+                        let bytes = slots.iter().map(|slot| slot.bytes(batch, *dtype));
+                        route.state_bytes += bytes.sum::<usize>();
+                        continue;
+                    }
                     let slots = self.muon.slots(Matrices { shape: [m, n], layout }, *dtype);
                     let bytes = slots.iter().map(|slot| slot.bytes(batch, *dtype));
                     route.state_bytes += bytes.sum::<usize>();
@@ -214,7 +247,8 @@ impl ParameterRoute {
         match self.role {
             ParameterRole::Muon { view, layout } => {
                 let batch = view.batch_shape(&self.path, &self.shape)?;
-                Ok(Blocks::new(batch, layout, &self.blocks))
+                let blocks = Blocks::new(batch, layout, &self.blocks);
+                Ok(if view == MatrixView::Leading { blocks.leading() } else { blocks })
             }
             _ => Ok(Blocks::of_elements(self.shape.iter().product())),
         }
@@ -226,6 +260,7 @@ impl Routing {
         updates: Updates,
         rules: &[RoutingRule],
         layout: MatrixLayout,
+        first_linear: FirstLinear,
         parameters: &[Found],
     ) -> Result<Self> {
         if parameters.is_empty() {
@@ -236,14 +271,18 @@ impl Routing {
         }
         reject_shared(parameters)?;
         let rules = Rules::compile(rules, parameters)?;
-        let anatomy = Anatomy::of(parameters);
-        let route = |found: &Found| {
-            let (built_in, reason) = anatomy.role(found, layout);
-            let ruled = found.trainable.then(|| rules.decide(found, built_in, layout));
-            let built_in = Decision { role: built_in, optimizer: None, split: None, reason };
-            updates.route(found, ruled.flatten().unwrap_or(built_in))
+        let anatomy = Anatomy::of(parameters, first_linear);
+        let decide = |found: &Found| {
+            let (role, reason) = anatomy.role(found, layout);
+            let built_in = Decision { role, optimizer: None, split: None, left: &[], reason };
+            let ruled = found.trainable.then(|| rules.decide(found, &built_in, layout));
+            ruled.flatten().unwrap_or(built_in)
         };
-        let routes = parameters.iter().map(route).collect::<Result<_>>()?;
+        let decisions: Vec<_> = parameters.iter().map(decide).collect();
+        views::ensure_views(parameters.iter().zip(&decisions))?;
+        let routes = parameters.iter().zip(decisions);
+        let routes = routes.map(|(found, decision)| updates.route(found, decision));
+        let routes = routes.collect::<Result<_>>()?;
         Ok(Self { routes, updates })
     }
 
@@ -315,6 +354,23 @@ fn ensure_whole(path: &str, shape: &[usize]) -> Result<()> {
         expected: "at most eight dimensions",
         shape: shape.to_vec(),
         remedy: "route it with `RoutingRule::adamw`".to_owned(),
+    })
+}
+
+/// Fails for indices of blocks that a parameter does not have, and if no block is Muon's.
+fn ensure_left(path: &str, shape: &[usize], left: &[usize], blocks: usize) -> Result<()> {
+    let all = (0..blocks).all(|block| left.contains(&block));
+    if !all && left.iter().all(|block| *block < blocks) {
+        return Ok(());
+    }
+    Err(Error::Shape {
+        parameter: path.to_owned(),
+        expected: "blocks of which Muon keeps some",
+        shape: shape.to_vec(),
+        remedy: format!(
+            "give `leave` some indices below {blocks}, the number of blocks by `split` or `heads`, \
+             instead of {left:?}"
+        ),
     })
 }
 

@@ -4,6 +4,7 @@ use regex::Regex;
 use serde::{Deserialize, Serialize};
 
 use super::ParameterRole;
+use super::built_in::flat_layout;
 use crate::blocks::Split;
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
@@ -34,9 +35,17 @@ pub struct RoutingRule {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 enum Destination {
-    Muon { view: MatrixView, layout: Option<MatrixLayout>, split: Option<Split> },
+    Muon {
+        view: MatrixView,
+        layout: Option<MatrixLayout>,
+        split: Option<Split>,
+        #[serde(default)]
+        left: Vec<usize>,
+    },
     AdamW,
-    Custom { optimizer: String },
+    Custom {
+        optimizer: String,
+    },
 }
 
 /// A [`RoutingRule`] that routes to Muon, from [`RoutingRule::muon`], with optional settings in any
@@ -47,18 +56,20 @@ pub struct MuonRoutingRule {
     view: MatrixView,
     layout: Option<MatrixLayout>,
     split: Option<Split>,
+    left: Vec<usize>,
 }
 
 impl RoutingRule {
     /// Routes matrices to Muon: parameters of two dimensions, or of more with
-    /// [`MuonRoutingRule::batch`] or [`MuonRoutingRule::flatten`]. AdamW updates vectors that match
-    /// as well.
+    /// [`MuonRoutingRule::batch`], [`MuonRoutingRule::leading`] or [`MuonRoutingRule::flatten`].
+    /// AdamW updates vectors that match as well.
     pub fn muon(pattern: impl Into<String>) -> MuonRoutingRule {
         MuonRoutingRule {
             pattern: pattern.into(),
             view: MatrixView::Single,
             layout: None,
             split: None,
+            left: vec![],
         }
     }
 
@@ -94,6 +105,13 @@ impl MuonRoutingRule {
         Self { view: MatrixView::Batch, ..self }
     }
 
+    /// Takes parameters of three or more dimensions as matrices of the first two, one for every
+    /// index of the others, as for weights of frequencies: `[in, out, modes]`. AdamW updates
+    /// parameters with fewer dimensions.
+    pub fn leading(self) -> Self {
+        Self { view: MatrixView::Leading, ..self }
+    }
+
     /// Takes a parameter as one matrix of the first dimension by all others. Unless
     /// [`layout`](Self::layout) is called, the first dimension counts the outputs, except in Burn's
     /// transposed convolutions (`[in, out, height, width]`), where it counts the inputs.
@@ -125,6 +143,21 @@ impl MuonRoutingRule {
         Self { split: Some(Split::Equal(count)), ..self }
     }
 
+    /// Leaves blocks of [`split`](Self::split) or [`heads`](Self::heads) to AdamW, at the learning
+    /// rate of vectors, by their indices: the time steps of a state space, for example, whose fused
+    /// projection is a matrix in other outputs.
+    ///
+    /// ```
+    /// use distmuon::{MuonConfig, RoutingRule};
+    ///
+    /// // Gates, inputs and both state matrices are Muon's; the time steps are AdamW's.
+    /// let in_proj = RoutingRule::muon(r"in_proj\.weight$").split([64, 64, 16, 16, 8]).leave([4]);
+    /// let config = MuonConfig::new().with_rule(in_proj);
+    /// ```
+    pub fn leave(self, blocks: impl Into<Vec<usize>>) -> Self {
+        Self { left: blocks.into(), ..self }
+    }
+
     /// Sets the dimension of the matrix that counts the outputs, which Muon's learning-rate scale
     /// and parts depend on.
     pub fn layout(self, layout: MatrixLayout) -> Self {
@@ -133,42 +166,49 @@ impl MuonRoutingRule {
 }
 
 impl From<MuonRoutingRule> for RoutingRule {
-    fn from(MuonRoutingRule { pattern, view, layout, split }: MuonRoutingRule) -> Self {
-        Self { pattern, to: Destination::Muon { view, layout, split } }
+    fn from(MuonRoutingRule { pattern, view, layout, split, left }: MuonRoutingRule) -> Self {
+        Self { pattern, to: Destination::Muon { view, layout, split, left } }
     }
 }
 
 impl RoutingRule {
-    /// The decision about a parameter whose built-in role is `built_in`.
+    /// The decision about a parameter in place of the built-in one.
     fn decide(
         &self,
         found: &Found,
-        built_in: ParameterRole,
+        built_in: &Decision<'_>,
         default: MatrixLayout,
     ) -> Decision<'_> {
-        let adamw = match built_in {
+        let adamw = match built_in.role {
             ParameterRole::Muon { .. } => ParameterRole::Vector,
             role @ (ParameterRole::Embedding
             | ParameterRole::Head
             | ParameterRole::Vector
             | ParameterRole::Frozen) => role,
         };
-        let rest =
-            |reason| Decision { role: adamw, optimizer: self.optimizer(), split: None, reason };
+        let rest = |reason| Decision {
+            role: adamw,
+            optimizer: self.optimizer(),
+            split: None,
+            left: &[],
+            reason,
+        };
         match &self.to {
-            &Destination::Muon { view, layout, ref split } if view.fits(&found.shape) => {
+            &Destination::Muon { view, layout, ref split, ref left } if view.fits(&found.shape) => {
                 let layout = layout.unwrap_or_else(|| match view {
-                    MatrixView::Flatten if found.holder().starts_with("ConvTranspose") => {
-                        MatrixLayout::InOut
-                    }
-                    MatrixView::Flatten => MatrixLayout::OutIn,
-                    MatrixView::Single | MatrixView::Batch => default,
+                    MatrixView::Flatten => flat_layout(found),
+                    MatrixView::Single | MatrixView::Batch | MatrixView::Leading => default,
                 });
+                let overridden = match built_in.role {
+                    ParameterRole::Muon { .. } => String::new(),
+                    _ => format!(", overrides \"{}\"", built_in.reason),
+                };
                 Decision {
                     role: ParameterRole::Muon { view, layout },
                     optimizer: None,
                     split: split.as_ref(),
-                    reason: format!("rule `{}`", self.pattern),
+                    left,
+                    reason: format!("rule `{}`{overridden}", self.pattern),
                 }
             }
             Destination::Muon { .. } => rest(format!("rule `{}`, but not a matrix", self.pattern)),
@@ -186,7 +226,9 @@ impl RoutingRule {
                 if !matches.iter().any(|found| view.fits(&found.shape)) =>
             {
                 Some(match view {
-                    MatrixView::Batch => "a parameter of three or more dimensions that it matches",
+                    MatrixView::Batch | MatrixView::Leading => {
+                        "a parameter of three or more dimensions that it matches"
+                    }
                     MatrixView::Single | MatrixView::Flatten => "a matrix that it matches",
                 })
             }
@@ -202,6 +244,8 @@ pub(super) struct Decision<'a> {
     pub optimizer: Option<&'a str>,
     /// The blocks that the parameter's matrices are cut into.
     pub split: Option<&'a Split>,
+    /// The indices of the blocks that AdamW updates.
+    pub left: &'a [usize],
     pub reason: String,
 }
 
@@ -233,7 +277,7 @@ impl<'a> Rules<'a> {
     pub fn decide(
         &self,
         found: &Found,
-        built_in: ParameterRole,
+        built_in: &Decision<'_>,
         layout: MatrixLayout,
     ) -> Option<Decision<'a>> {
         let (rule, _) = self.0.iter().rev().find(|(_, regex)| regex.is_match(&found.path))?;

@@ -53,6 +53,9 @@ pub(crate) enum ElementwiseRule {
 /// Names of AdamW's state in records.
 const MOMENTS: [&str; 2] = ["moment_1", "moment_2"];
 
+/// The name, in records, of the state of a block that is updated element by element.
+pub(crate) const ELEMENTS: &str = "elements";
+
 /// The slots of AdamW's bias corrections: the sums of the weights in both moments of a parameter.
 pub(crate) const CORRECTIONS: [Slot; 2] = [
     Slot { name: "correction_1", extent: Extent::Parameter, dtype: SlotDtype::Precise },

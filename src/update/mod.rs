@@ -30,8 +30,8 @@ mod whole;
 
 pub(crate) use clipping::clip;
 pub(crate) use elementwise::{
-    CORRECTIONS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseRule, ElementwiseUpdate,
-    RoleLr,
+    CORRECTIONS, ELEMENTS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseRule,
+    ElementwiseUpdate, RoleLr,
 };
 pub use lr_scale::LrScale;
 pub(crate) use momentum::{MOMENTUM, MOMENTUM_WEIGHT};

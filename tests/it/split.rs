@@ -5,8 +5,8 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor};
 use distmuon::parts::{NorMuon, RowEquilibration};
 use distmuon::{
-    DistMuonConfig, Error, MatrixLayout, MuonConfig, Result, RoutingRule, WeightDecay, World,
-    checkpoint,
+    AdamWConfig, DistMuonConfig, Error, MatrixLayout, MuonConfig, Result, RoutingRule, WeightDecay,
+    World, checkpoint,
 };
 use distmuon_testing::models::{Fixed, assert_same_weights, gradients, values};
 use proptest::prelude::*;
@@ -265,6 +265,141 @@ fn checkpoints_of_split_parameters_continue_on_any_number_of_ranks() {
     }
     assert_same_weights("ranks to a single device", &values(&net), &expected);
     assert_same_weights("a single device to ranks", &on_ranks(4, None, Some("single")), &expected);
+}
+
+/// A projection with a block of AdamW's, and weights of three frequencies: matrices in the first
+/// two dimensions.
+#[derive(Module, Debug)]
+struct Mixed {
+    in_proj: Param<Tensor<2>>,
+    modes: Param<Tensor<3>>,
+}
+
+/// The same weights as parameters of their own, with the frequencies first.
+#[derive(Module, Debug)]
+struct Unmixed {
+    in_proj: Vec<Param<Tensor<2>>>,
+    modes: Param<Tensor<3>>,
+}
+
+impl Mixed {
+    fn new(device: &Device) -> Self {
+        let inner = device.clone().inner();
+        let ones = Self {
+            in_proj: trained(Tensor::ones([6, 14], &inner)),
+            modes: trained(Tensor::ones([4, 5, 3], &inner)),
+        };
+        ones.map(&mut Fixed::new(5))
+    }
+
+    fn config() -> MuonConfig {
+        config()
+            .with_adamw(AdamWConfig::new().with_vector_lr(0.5).with_weight_decay(0.1))
+            .with_rule(RoutingRule::muon("in_proj").split(QKV).leave([1]))
+            .with_rule(RoutingRule::muon("modes").leading())
+    }
+
+    /// The weights after all steps of an optimizer of separate parameters.
+    fn expected() -> Vec<f32> {
+        let mixed = Self::new(&device());
+        let blocks = mixed.in_proj.val().inner().split_with_sizes(QKV.to_vec(), 1);
+        let first = |tensor: Tensor<3>| tensor.permute([2, 0, 1]);
+        let mut net = Unmixed {
+            in_proj: blocks.into_iter().map(trained).collect(),
+            modes: trained(first(mixed.modes.val().inner())),
+        };
+        let separate = Self::config().with_rules(vec![
+            RoutingRule::muon("in_proj").into(),
+            RoutingRule::adamw(r"in_proj\.1"),
+            RoutingRule::muon("modes").batch().into(),
+        ]);
+        let mut optim = separate.init(&net);
+        for step in 0..STEPS {
+            let mut mixed_grads = gradients(&mixed, step);
+            let mut grads = GradientsParams::new();
+            let in_proj = mixed_grads.remove::<2>(mixed.in_proj.id).unwrap();
+            for (param, grad) in net.in_proj.iter().zip(in_proj.split_with_sizes(QKV.to_vec(), 1)) {
+                grads.register(param.id, grad);
+            }
+            grads.register(net.modes.id, first(mixed_grads.remove::<3>(mixed.modes.id).unwrap()));
+            net = optim.step(LR, net, grads);
+        }
+        let in_proj = net.in_proj.iter().map(|param| param.val().inner()).collect();
+        values(&Self {
+            in_proj: trained(Tensor::cat(in_proj, 1)),
+            modes: trained(net.modes.val().inner().permute([1, 2, 0])),
+        })
+    }
+}
+
+#[test]
+fn blocks_of_adamw_and_leading_matrices_are_trained_as_separate_parameters() {
+    let expected = Mixed::expected();
+    let mut net = Mixed::new(&device());
+    let mut optim = Mixed::config().init(&net);
+    let folder = tempfile::tempdir().unwrap();
+    let single = folder.path().join("single");
+    for step in 0..STEPS {
+        if step == 2 {
+            checkpoint::save(&single, &net, &optim, &step).unwrap();
+        }
+        let grads = gradients(&net, step);
+        net = optim.step(LR, net, grads);
+    }
+    assert_same_weights("one parameter at a time", &values(&net), &expected);
+
+    let resumed = Mixed::new(&device());
+    let optim = Mixed::config().init(&resumed);
+    let (mut net, mut optim, start) =
+        checkpoint::load::<_, u64, _>(&single, resumed, optim).unwrap();
+    for step in start..STEPS {
+        let grads = gradients(&net, step);
+        net = optim.step(LR, net, grads);
+    }
+    assert_same_weights("resumed", &values(&net), &expected);
+
+    for count in [1, 2, 3] {
+        for load in [false, true] {
+            let dist =
+                DistMuonConfig::new().with_muon(Mixed::config()).with_bucket_mb(Some(0.0005));
+            let trained = World::threads(vec![device(); count], |world| -> Result<_> {
+                let mut net = Mixed::new(world.device());
+                let mut optim = dist.init(&world, &net)?;
+                let mut start = 0;
+                if load {
+                    (net, optim, start) = optim.load::<_, u64>(&single, net)?;
+                }
+                for step in start..STEPS {
+                    let grads = gradients(&net, step);
+                    net = optim.step(LR, net, grads)?;
+                }
+                Ok(values(&net))
+            });
+            for actual in trained.unwrap() {
+                assert_same_weights(&format!("{count} ranks"), &actual, &expected);
+            }
+        }
+    }
+}
+
+#[test]
+fn blocks_that_can_not_be_left_are_rejected_by_name() {
+    let net = Fused::new(&device());
+    for rule in [
+        RoutingRule::muon("qkv").leave([0]),
+        RoutingRule::muon("qkv").split(QKV).leave([3]),
+        RoutingRule::muon("qkv").split(QKV).leave([0, 1, 2]),
+    ] {
+        let error = fused().with_rule(rule).route(&net).unwrap_err();
+        assert!(matches!(&error, Error::Shape { parameter, .. } if parameter == "qkv"), "{error}");
+    }
+    let rule = RoutingRule::muon("qkv").split(QKV).leave([2]);
+    let routing = fused().with_rule(rule).route(&net).unwrap();
+    let route = &routing.routes()[0];
+    assert_eq!(route.optimizer, "Muon, 3 blocks, 1 of AdamW (vector)");
+    // One momentum of 10 outputs, two moments of 4, and the second moments of NorMuon's rows.
+    let all = fused().route(&net).unwrap().routes()[0].state_bytes;
+    assert_eq!(route.state_bytes, all - (6 * 4 + 4) * 4 + 2 * 6 * 4 * 4);
 }
 
 #[test]

@@ -197,13 +197,18 @@ impl Layout {
             );
             return Err(self.unfit(found, reason, "leave it whole, or use fewer ranks"));
         }
-        let blocks = if found.trainable { route.matrix_blocks()?.count() } else { 1 };
+        let blocks = found.trainable.then(|| route.matrix_blocks()).transpose()?;
         let is_stack = matches!(
             route.role,
             ParameterRole::Muon { view: MatrixView::Batch, .. } if shape.len() == 3
         );
-        if blocks > 1 && shape.len() != 2 && !is_stack {
-            let reason = format!("it is split into {blocks} matrices, and can't be cut as well");
+        if let Some(blocks) = blocks
+            && !blocks.is_whole()
+            && shape.len() != 2
+            && !is_stack
+        {
+            let matrices: usize = blocks.batches().map(|[count, ..]| count).sum();
+            let reason = format!("it is split into {matrices} matrices, and can't be cut as well");
             return Err(self.unfit(found, reason, "remove the rule that splits it"));
         }
         Ok(cuts)

@@ -29,7 +29,7 @@ pub(super) use units::Units;
 use super::config::CostSource;
 use super::measured_costs::costs;
 use super::mesh::{Axis, Grid, Mesh};
-use super::plan::{Bucket, Parameter, Plan, PlanConfig, Slice};
+use super::plan::{Bucket, Parameter, Plan, PlanConfig, Slice, Work};
 use super::trained::{ModelParameter, Trained, trained};
 use crate::comm::World;
 use crate::error::{Error, Result};
@@ -546,6 +546,18 @@ impl Layout {
             }
         }
         let Trained { model, planned, .. } = trained(&routing, &found, &cuts)?;
+        let is_mixed = |parameter: &&ModelParameter| {
+            let works = || planned[parameter.trained.clone()].iter();
+            let is_matrices = |planned: &Parameter| matches!(planned.work, Work::Matrices { .. });
+            parameter.placement.reduces_in_backward()
+                && works().any(is_matrices)
+                && !works().all(is_matrices)
+        };
+        if let Some(mixed) = model.iter().find(is_mixed) {
+            let reason = "it has blocks that its rule leaves to AdamW, so it can't be divided";
+            let remedy = "leave it on all ranks, or split it without `leave`";
+            return Err(Error::parameter(&mixed.path, self.world().rank(), reason, remedy));
+        }
         let costs = costs(CostSource::Operations, self.world(), &planned, &routing.updates().muon)?;
         let ranks = self.world().size();
         let plan = Plan::new(planned, ranks, &PlanConfig::default(), &costs)?;

@@ -6,7 +6,9 @@ mod experts;
 #[allow(dead_code)] // not trained here
 #[path = "../../../examples/train_lm/model.rs"]
 mod model;
+#[macro_use]
 mod models;
+mod field;
 
 use burn::module::{Lora, Module, Param};
 use burn::tensor::{Bytes, DType, Device, Tensor};
@@ -160,11 +162,11 @@ fn burns_transformers_get_the_expected_roles() {
 
 #[test]
 fn vision_transformers_get_the_expected_roles() {
-    let vit = with_rule(&Vit::new(), RoutingRule::muon("stem").flatten());
+    let vit = routing(&Vit::new());
     expect(
         &vit,
         &[
-            "Muon (Flatten): stem.weight",
+            "AdamW (embedding): stem.weight",
             "AdamW (vector): cls_token",
             "AdamW (embedding): pos",
             "Muon: blocks.0.*.weight",
@@ -178,15 +180,15 @@ fn vision_transformers_get_the_expected_roles() {
     expect(
         &patches,
         &[
-            "AdamW (embedding): patch_embed.weight pos_embed",
+            "AdamW (embedding): patch_embed.weight pos_embed register",
             "AdamW (vector): scale",
-            "Muon: register blocks.0.*.weight",
+            "Muon: blocks.0.*.weight",
             "AdamW (head): head.weight",
         ],
     );
     assert_eq!(reason(&patches, "patch_embed.weight"), "embedding? (in `patch_embed`)");
     assert_eq!(reason(&patches, "pos_embed"), "named as an embedding");
-    assert_eq!(reason(&patches, "register"), "hidden matrix? (outside a Linear)");
+    assert_eq!(reason(&patches, "register"), "named as learned inputs");
 }
 
 #[test]
@@ -205,7 +207,7 @@ fn bert_gets_the_expected_roles() {
     assert_eq!(reason(&classifier, "bert.pooler.dense.weight"), "hidden matrix");
     let alone = routing(&Bert::new());
     assert_eq!(reason(&alone, "layer.output.dense.weight"), "hidden matrix");
-    assert_eq!(reason(&alone, "pooler.dense.weight"), "output head? (last Linear)");
+    assert_eq!(reason(&alone, "pooler.dense.weight"), "hidden matrix? (as wide as the embedding)");
 }
 
 #[test]
@@ -255,27 +257,36 @@ fn recurrent_networks_get_the_expected_roles() {
 
 #[test]
 fn convolutional_networks_get_the_expected_roles() {
-    let net = with_rule(&ConvNet::new(), RoutingRule::muon("conv").flatten());
+    let net = routing(&ConvNet::new());
     expect(
         &net,
         &[
-            "Muon (Flatten): conv(1|2).weight",
+            "AdamW (embedding): conv1.weight",
+            "Muon (Flatten): conv2.weight",
             "-: norm.running_(mean|var)",
             "Muon: fc1.weight",
             "AdamW (head): fc2.weight",
         ],
     );
-    assert_eq!(reason(&net, "conv1.bias"), "rule `conv`, but not a matrix");
+    assert_eq!(reason(&net, "conv1.weight"), "stem convolution");
+    assert_eq!(reason(&net, "conv2.weight"), "hidden convolution");
+    let ruled = with_rule(&ConvNet::new(), RoutingRule::muon("conv").flatten());
+    assert_eq!(reason(&ruled, "conv1.bias"), "rule `conv`, but not a matrix");
     assert_eq!(reason(&net, "norm.running_mean"), "running statistics");
-    // The last convolution is the head, and needs no rule.
-    let unet = with_rule(&UNet::new(), RoutingRule::muon("down|up").flatten());
-    expect(&unet, &["Muon (Flatten): down.(0|1).weight up.weight", "AdamW (head): output.weight"]);
+    expect(
+        &routing(&UNet::new()),
+        &[
+            "AdamW (embedding): down.0.weight",
+            "Muon (Flatten): down.1.weight up.weight",
+            "AdamW (head): output.weight",
+        ],
+    );
 }
 
 /// `[in, out, height, width]` is a map from `in` to `out * height * width`.
 #[test]
 fn transposed_convolutions_have_their_inputs_first() {
-    let unet = with_rule(&UNet::new(), RoutingRule::muon("down|up").flatten());
+    let unet = routing(&UNet::new());
     let layout = |path| match group(&unet, path) {
         ParameterRole::Muon { layout, .. } => layout,
         other => panic!("{other}"),
@@ -325,14 +336,14 @@ fn heads_are_recognised_by_name_and_position() {
 }
 
 #[test]
-fn lora_factors_get_the_roles_of_their_bases() {
+fn lora_factors_belong_to_adamw() {
     let lora = || Lora::new(2, 4.0);
     let gpt = routing(&Gpt::new().apply_lora(lora()));
     expect(
         &gpt,
         &[
             "AdamW (embedding): (wte|wpe).weight.lora.(a|b)",
-            "Muon: blocks.*.weight.lora.(a|b)",
+            "AdamW (vector): blocks.*.weight.lora.(a|b)",
             "AdamW (head): lm_head.weight.lora.(a|b)",
             "-: *",
         ],
@@ -345,7 +356,7 @@ fn lora_factors_get_the_roles_of_their_bases() {
         &routing(&Vit::new().apply_lora(lora())),
         &[
             "AdamW (embedding): pos.lora.(a|b)",
-            "Muon: blocks.0.*.weight.lora.(a|b)",
+            "AdamW (vector): blocks.0.*.weight.lora.(a|b)",
             "AdamW (head): head.weight.lora.(a|b)",
             "-: *",
         ],
@@ -354,14 +365,16 @@ fn lora_factors_get_the_roles_of_their_bases() {
         &routing(&BertClassifier::new().apply_lora(lora())),
         &[
             "AdamW (embedding): bert.embeddings.*.weight.lora.(a|b)",
-            "Muon: bert.*.lora.(a|b)",
+            "AdamW (vector): bert.*.lora.(a|b)",
             "AdamW (head): classifier.weight.lora.(a|b)",
             "-: *",
         ],
     );
-    // Adapters of rank 1 are vectors.
-    let rank_1 = routing(&HeadFirst::new().apply_lora(Lora::new(1, 1.0)));
-    assert_eq!(group(&rank_1, "hidden.weight.lora.a"), ParameterRole::Vector);
+    let net = HeadFirst::new().apply_lora(Lora::new(2, 4.0));
+    expect(
+        &with_rule(&net, RoutingRule::muon(r"hidden.*lora")),
+        &["Muon: hidden.weight.lora.(a|b)", "AdamW (head): classifier.weight.lora.(a|b)", "-: *"],
+    );
 }
 
 #[test]
@@ -476,14 +489,52 @@ fn setters_of_a_rule_apply_in_any_order() {
     assert_eq!(group(rule().flatten().batch().into()), batch(MatrixLayout::InOut));
 }
 
-/// The rule in the error can be copied, and then the model is accepted.
+/// The expressions of the rules in an error.
+fn patterns(error: &str) -> Vec<&str> {
+    let pattern = Regex::new(r#"RoutingRule::(?:muon|adamw)\(r"([^"]+)"\)"#).unwrap();
+    pattern.captures_iter(error).map(|captures| captures.get(1).unwrap().as_str()).collect()
+}
+
+/// An error has all parameters without a view. Its rules can be copied, and then the model is
+/// accepted.
 #[test]
-fn the_error_for_a_shape_has_a_rule_that_can_be_copied() {
-    let error = MuonConfig::new().route(&Vit::new()).unwrap_err().to_string();
-    let line = r#"add `.with_rule(RoutingRule::muon(r"^stem\.weight$").flatten())`"#;
-    assert!(error.contains(line), "{error}");
-    with_rule(&Vit::new(), RoutingRule::muon(r"^stem\.weight$").flatten());
-    with_rule(&Vit::new(), RoutingRule::adamw(r"^stem\.weight$"));
+fn the_error_for_shapes_has_rules_that_can_be_copied() {
+    let error = MuonConfig::new().route(&WithoutViews::new()).unwrap_err();
+    let Error::NoView { parameters, .. } = &error else { panic!("{error}") };
+    let paths = [
+        "blocks.0.up",
+        "blocks.0.down",
+        "blocks.1.up",
+        "blocks.1.down",
+        "own_conv",
+        "scale_of_heads",
+        "weights_of_modes",
+    ];
+    assert_eq!(parameters[..], paths);
+    let error = error.to_string();
+    let lines: Vec<&str> = error.lines().collect();
+    for (line, words) in lines.iter().zip([
+        [
+            "in `Experts`",
+            "`blocks.0.up` [3, 8, 32]",
+            r#"add `.with_rule(RoutingRule::muon(r"^blocks\.\d+\.(up|down)$").batch())`"#,
+        ],
+        ["in `WithoutViews`", "`own_conv` [8, 4, 3]", r#"muon(r"^own_conv$").flatten())"#],
+        ["in `WithoutViews`", "[4, 1, 8]", r#"add `.with_rule(RoutingRule::adamw("#],
+        ["`weights_of_modes`", "[8, 8, 6]", r#"muon(r"^weights_of_modes$").leading())"#],
+    ]) {
+        assert!(words.iter().all(|word| line.contains(word)), "{words:?}\n{line}");
+    }
+    assert_eq!(lines.len(), 4, "{error}");
+    for (view, rule) in [
+        ("batch", RoutingRule::muon(patterns(lines[0])[0]).batch().into()),
+        ("adamw", RoutingRule::adamw(patterns(lines[0])[1])),
+    ] {
+        let rules =
+            lines[1..].iter().map(|line| RoutingRule::adamw(*patterns(line).last().unwrap()));
+        let config = rules.fold(MuonConfig::new().with_rule(rule), MuonConfig::with_rule);
+        config.route(&WithoutViews::new()).expect(view);
+    }
 }
 
 #[test]

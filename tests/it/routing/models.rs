@@ -57,11 +57,11 @@ fn norm() -> LayerNorm {
     LayerNormConfig::new(WIDTH).init(&device())
 }
 
-fn conv(inputs: usize, outputs: usize, size: usize) -> Conv2d {
+pub fn conv(inputs: usize, outputs: usize, size: usize) -> Conv2d {
     Conv2dConfig::new([inputs, outputs], [size, size]).init(&device())
 }
 
-fn upscaling(inputs: usize, outputs: usize) -> ConvTranspose2d {
+pub fn upscaling(inputs: usize, outputs: usize) -> ConvTranspose2d {
     ConvTranspose2dConfig::new([inputs, outputs], [2, 2]).init(&device())
 }
 
@@ -222,6 +222,13 @@ modules! {
         up: Param<Tensor<3>> = bare([3, WIDTH, 4 * WIDTH]),
         up_bias: Param<Tensor<2>> = bare([3, 4 * WIDTH]),
         down: Param<Tensor<3>> = bare([3, 4 * WIDTH, WIDTH]),
+    }
+    WithoutViews {
+        blocks: Vec<Experts> = vec![Experts::new(), Experts::new()],
+        own_conv: Param<Tensor<3>> = bare([8, 4, 3]),
+        scale_of_heads: Param<Tensor<3>> = bare([4, 1, 8]),
+        weights_of_modes: Param<Tensor<3>> = bare([8, 8, 6]),
+        head: Linear = linear(WIDTH, 4),
     }
     MoeOfStacks {
         tokens: Embedding = embedding(),
