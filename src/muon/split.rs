@@ -4,7 +4,7 @@ use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource, 
 use burn::tensor::{Device, Tensor};
 
 use crate::blocks::Blocks;
-use crate::update::Counting;
+use crate::update::Resumable;
 
 /// The rules of a parameter's blocks.
 #[derive(Clone)]
@@ -71,7 +71,18 @@ impl<O: Optimizer> Optimizer for Split<O> {
     }
 }
 
-impl<O: Counting> Counting for Split<O> {
+impl<O: Resumable> Resumable for Split<O> {
+    fn problem<const D: usize>(
+        &self,
+        SplitState(states): &SplitState<O::State<3>>,
+    ) -> Option<String> {
+        let (expected, got) = (self.rules.len(), states.len());
+        if expected != got {
+            return Some(format!("expected {expected} blocks, got {got}"));
+        }
+        self.rules.iter().zip(states).find_map(|(rule, state)| rule.problem(state))
+    }
+
     fn start_counting<const D: usize>(&self, SplitState(states): &mut SplitState<O::State<3>>) {
         for (rule, state) in self.rules.iter().zip(states) {
             rule.start_counting(state);
