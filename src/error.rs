@@ -3,6 +3,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use crate::difference::{Difference, listed};
+
 /// An error of this crate. Its message names the parameter, setting, file or rank concerned, and
 /// ends with the remedy.
 ///
@@ -113,20 +115,17 @@ pub enum Error {
         /// The remedy.
         remedy: &'static str,
     },
-    /// A checkpoint belongs to another model.
+    /// The run that saved a file or record had another model or optimizer.
     #[error(
-        "checkpoint {path:?} is of another model: expected parameter `{parameter}` {model}, got \
-         {saved}; load it into the model it was saved from"
+        "{saved} is of another run:{}; make model and optimizer as they were when it was saved, or \
+         take over what fits by `checkpoint::load_matching`",
+        listed(differences)
     )]
-    OtherModel {
-        /// The file.
-        path: PathBuf,
-        /// First parameter that differs.
-        parameter: String,
-        /// Shape and type in the file, or `absent`.
+    OtherRun {
+        /// The file or record that was loaded.
         saved: String,
-        /// Shape and type in the model, or `absent`.
-        model: String,
+        /// All differences.
+        differences: Vec<Difference>,
     },
     /// The ranks were about to load different checkpoints.
     #[error(

@@ -120,6 +120,7 @@ pub mod checkpoint;
 mod checks;
 pub mod comm;
 pub mod custom;
+mod difference;
 pub mod distributed;
 pub mod elementwise;
 pub mod error;

@@ -28,6 +28,10 @@
 //! device. [The guide](crate::guide::resuming) lists the parts of a run that are restored, and
 //! those that are not.
 //!
+//! [`load`] takes over everything or fails with all differences. A run that was changed since takes
+//! the model alone by [`load_weights`], or everything that fits by [`load_matching`], which lists
+//! the rest.
+//!
 //! # Layout
 //!
 //! A file of version 2 is a [burnpack](burn_pack) container, which Burn's own tools can also open,
@@ -66,13 +70,15 @@ use burn::optim::ModuleOptimizer;
 use burn::tensor::DType;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use crate::difference::listed;
+pub use crate::difference::{Difference, DifferenceKind};
 use crate::error::{Error, Result};
 use crate::parameters;
 use crate::update::ONLY_RANK;
 
 pub(crate) use model::{Divided, Entry, Undivided};
 pub(crate) use read::Archive;
-pub(crate) use states::States;
+pub(crate) use states::{States, TrainedPaths};
 pub(crate) use write::{Contents, Planned, Saving};
 
 /// Key of the version in the metadata. Other burnpack files do not have it.
@@ -109,16 +115,16 @@ pub trait Checkpointed: Sized {
     fn save_run<M: Module, T: Serialize>(&self, path: &Path, model: &M, progress: &T)
     -> Result<()>;
 
-    /// Loads a run into a model and this optimizer; see [`load`].
+    /// Loads what fits of a run into a model and this optimizer; see [`load_matching`].
     ///
     /// # Errors
     ///
-    /// As [`load`].
+    /// As [`load_matching`].
     fn load_run<M: Module, T: DeserializeOwned>(
         self,
         path: &Path,
         model: M,
-    ) -> Result<(M, Self, T)>;
+    ) -> Result<(M, Self, T, Vec<Difference>)>;
 }
 
 /// Saves model, optimizer and progress of a run to a file. `progress` holds everything else that
@@ -154,20 +160,94 @@ pub fn save<M: Module, T: Serialize>(
 /// whole: the host holds the state once, and twice while it is compared with the state of the
 /// restored optimizer.
 ///
+/// A trained parameter of which the file has no state, since it was frozen or never had a gradient,
+/// starts with an empty one, and a warning names it. Moments of Burn's `AdamW` and `Adam` continue
+/// in the parameters that [`AdamWConfig`](crate::AdamWConfig) updates.
+///
 /// # Errors
 ///
-/// - [`Error::Checkpoint`] if the file is missing, damaged or not a checkpoint, or if its optimizer
-///   state does not fit `optim`;
-/// - [`Error::OtherModel`] if a parameter is missing, new, or of another shape or type;
+/// - [`Error::Checkpoint`] if the file is missing, damaged or not a checkpoint;
+/// - [`Error::OtherRun`] with all differences, if a parameter is missing, new, or of another shape
+///   or type, or if a saved state does not fit `optim`;
 /// - on many ranks [`Error::CheckpointsDiffer`] if the files of the ranks are not copies of one
-///   file, [`Error::Parameter`] if a state does not fit its parameter, and the errors of every
-///   collective.
+///   file, and the errors of every collective.
 pub fn load<M: Module, T: DeserializeOwned, O: Checkpointed>(
     path: impl AsRef<Path>,
     model: M,
     optim: O,
 ) -> Result<(M, O, T)> {
+    let path = path.as_ref();
+    let (model, optim, progress, differences) = optim.load_run(path, model)?;
+    ensure_complete(format!("checkpoint {path:?}"), differences)?;
+    Ok((model, optim, progress))
+}
+
+/// Loads what fits of a run that was changed since it was saved: the parameters of the same path,
+/// shape and type, and the states that their optimizers can continue from. Returns the model, the
+/// optimizer, the progress, and all differences: the parameters that keep the values of `model`,
+/// those that start with an empty state, and saved parameters and states that were not used.
+///
+/// ```
+/// use burn::{nn::LinearConfig, tensor::Device};
+/// use distmuon::{MuonConfig, RoutingRule, checkpoint};
+///
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let path = folder.path().join("run.bpk");
+/// let model = LinearConfig::new(4, 8).init(&Device::default().autodiff());
+/// checkpoint::save(&path, &model, &MuonConfig::new().init(&model), &100usize)?;
+///
+/// // Other rules than those of the saved run.
+/// let optim = MuonConfig::new().with_rule(RoutingRule::muon("weight")).init(&model);
+/// let (model, optim, step, differences): (_, _, usize, _) =
+///     checkpoint::load_matching(&path, model, optim)?;
+/// for difference in &differences {
+///     println!("starts anew: {difference}");
+/// }
+/// # Ok::<(), distmuon::Error>(())
+/// ```
+///
+/// # Errors
+///
+/// As [`load`], without [`Error::OtherRun`].
+pub fn load_matching<M: Module, T: DeserializeOwned, O: Checkpointed>(
+    path: impl AsRef<Path>,
+    model: M,
+    optim: O,
+) -> Result<(M, O, T, Vec<Difference>)> {
     optim.load_run(path.as_ref(), model)
+}
+
+/// Loads the model of a run without its optimizer: for inference, or to train with another
+/// optimizer. [`progress`] has the rest.
+///
+/// # Errors
+///
+/// [`Error::Checkpoint`] if the file is missing, damaged or not a checkpoint; [`Error::OtherRun`]
+/// with all differences if a parameter is missing, new, or of another shape or type;
+/// [`Error::Parameter`] for a model that is divided among ranks.
+pub fn load_weights<M: Module>(path: impl AsRef<Path>, model: M) -> Result<M> {
+    ensure_whole(&model)?;
+    let path = path.as_ref();
+    let (model, differences) = load_model(&Archive::open(path)?, model, &Undivided)?;
+    ensure_complete(format!("checkpoint {path:?}"), differences)?;
+    Ok(model)
+}
+
+/// Fails if something that was saved was not taken over. Warns of parameters whose state starts
+/// empty.
+pub(crate) fn ensure_complete(saved: String, mut differences: Vec<Difference>) -> Result<()> {
+    let missing: Vec<Difference> =
+        differences.extract_if(.., |difference| !difference.is_loss()).collect();
+    if !differences.is_empty() {
+        return Err(Error::OtherRun { saved, differences });
+    }
+    if !missing.is_empty() {
+        log::warn!(
+            "{saved} has no state of some parameters, which start with an empty one:{}",
+            listed(&missing)
+        );
+    }
+    Ok(())
 }
 
 /// Returns the progress of a saved run without loading its model and optimizer, for programs that
@@ -189,14 +269,18 @@ impl Checkpointed for ModuleOptimizer {
         progress: &T,
     ) -> Result<()> {
         ensure_whole(model)?;
-        let archive = Archive::from_record(self.to_record());
-        let (saving, entries) = start(path, (model, &Undivided), archive.contents(), progress);
+        let ids = ids(model);
+        let states = States::for_model(Archive::from_record(self.to_record()), &ids);
+        let of_model = states.of_model(&ids);
+        let contents = of_model.contents();
+        let names: Vec<String> = of_model.names().map(str::to_owned).collect();
+        let (saving, entries) = start(path, (model, &Undivided), contents, progress);
         let mut saving = saving?;
         for entry in entries {
             saving.put((entry.data)(None))?;
         }
-        for name in archive.tensors().keys() {
-            saving.put(archive.data(name)?)?;
+        for name in &names {
+            saving.put(states.archive().data(name)?)?;
         }
         saving.finish()
     }
@@ -205,26 +289,38 @@ impl Checkpointed for ModuleOptimizer {
         self,
         path: &Path,
         model: M,
-    ) -> Result<(M, Self, T)> {
+    ) -> Result<(M, Self, T, Vec<Difference>)> {
         ensure_whole(&model)?;
         let archive = Archive::open(path)?;
-        let (model, progress) = load_model(&archive, model, &Undivided)?;
-        let saved = States::new(archive);
-        let keys: BTreeSet<_> = saved.keys().cloned().collect();
-        let optim = self.load_record(saved.into_archive().into_record()?);
-        // Burn's optimizers drop states that they do not know, without an error.
-        let restored = States::new(Archive::from_record(optim.to_record()));
-        match keys.iter().find(|(path, name)| restored.find(path, name).is_none()) {
-            Some((parameter, state)) => Err(Error::Checkpoint {
-                path: path.to_owned(),
-                reason: format!(
-                    "its optimizer state `{state}` of `{parameter}` does not fit the optimizer"
-                ),
-                remedy: "configure the optimizer as it was when the checkpoint was saved",
-            }),
-            None => Ok((model, optim, progress)),
+        let progress = archive.progress()?;
+        let (model, mut differences) = load_model(&archive, model, &Undivided)?;
+        let states = States::new(archive);
+        let trained = TrainedPaths::of(&parameters::of(&model));
+        let mut unused: BTreeSet<String> =
+            differences.iter().map(|difference| difference.parameter.clone()).collect();
+        let (ids, mut optim) = (ids(&model), self);
+        loop {
+            let of_model = states.of_model(&ids).without(&unused);
+            optim = optim.load_record(of_model.record()?);
+            // Burn's optimizers drop states that they do not know, without an error.
+            let restored = States::new(Archive::from_record(optim.to_record()));
+            let lost = states.lost_in(&restored, &trained, &unused);
+            if lost.is_empty() {
+                break;
+            }
+            unused.extend(lost.iter().map(|difference| difference.parameter.clone()));
+            differences.extend(lost);
         }
+        let is_read = |path: &str| ids.contains_key(path) && !unused.contains(path);
+        states.unread(is_read).into_iter().try_for_each(|name| states.archive().verify(name))?;
+        differences.extend(states.missing(&trained, &unused));
+        Ok((model, optim, progress, differences))
     }
+}
+
+/// The identities of a model's parameters, by path.
+fn ids<M: Module>(model: &M) -> HashMap<String, u64> {
+    parameters::of(model).into_iter().map(|found| (found.path, found.id.val())).collect()
 }
 
 /// Fails for a model that is divided among ranks.
@@ -282,18 +378,17 @@ fn begin<T: Serialize>(
     Saving::start(path, contents)
 }
 
-/// Loads the model and the progress of a run; see [`load`]. Of a parameter that is divided, the
-/// model gets this rank's part.
-pub(crate) fn load_model<M: Module, T: DeserializeOwned>(
+/// Loads what fits of the model of a run, and returns the differences. Of a parameter that is
+/// divided, the model gets this rank's part.
+pub(crate) fn load_model<M: Module>(
     archive: &Archive,
     model: M,
     divided: &dyn Divided,
-) -> Result<(M, T)> {
+) -> Result<(M, Vec<Difference>)> {
     let saved: Vec<ParameterEntry> = serde_json::from_str(archive.text(PARAMETERS))
         .map_err(|error| archive.broken(format!("its table of parameters is invalid: {error}")))?;
-    same_model(archive.path(), &saved, &parameters(&model, divided))?;
-    let progress = archive.progress()?;
-    Ok((model::load(archive, model, divided)?, progress))
+    let differences = differences(&saved, &parameters(&model, divided));
+    model::load(archive, model, divided, differences)
 }
 
 /// Joins a prefix and a name, as in `model.layer.weight`.
@@ -310,26 +405,22 @@ fn parameters<M: Module>(model: &M, divided: &dyn Divided) -> Vec<ParameterEntry
     parameters::of(model).into_iter().map(entry).collect()
 }
 
-/// Fails with the first parameter in which the model differs from the saved one.
-fn same_model(path: &Path, saved: &[ParameterEntry], model: &[ParameterEntry]) -> Result<()> {
+/// The float parameters in which a model differs from the saved one.
+fn differences(saved: &[ParameterEntry], model: &[ParameterEntry]) -> Vec<Difference> {
     let by_path = |parameters: &[ParameterEntry]| -> HashMap<String, String> {
         let entries = parameters.iter();
         entries.map(|parameter| (parameter.path.clone(), parameter.describe())).collect()
     };
-    let saved_by_path = by_path(saved);
-    let model_by_path = by_path(model);
-    let absent = || "absent".to_owned();
-    for parameter in model.iter().chain(saved) {
-        let in_file = saved_by_path.get(&parameter.path).cloned();
-        let in_model = model_by_path.get(&parameter.path).cloned();
-        if in_file != in_model {
-            return Err(Error::OtherModel {
-                path: path.to_owned(),
-                parameter: parameter.path.clone(),
-                saved: in_file.unwrap_or_else(absent),
-                model: in_model.unwrap_or_else(absent),
-            });
-        }
-    }
-    Ok(())
+    let (in_file, in_model) = (by_path(saved), by_path(model));
+    let new = saved.iter().filter(|parameter| !in_model.contains_key(&parameter.path));
+    let differing = model.iter().chain(new).filter_map(|ParameterEntry { path, .. }| {
+        let described = |of: &HashMap<String, String>| match of.get(path) {
+            Some(described) => described.clone(),
+            None => "absent".to_owned(),
+        };
+        let (expected, got) = (described(&in_model), described(&in_file));
+        let problem = format!("expected {expected}, got {got}");
+        (expected != got).then(|| Difference::new(path, DifferenceKind::Weights, problem))
+    });
+    differing.collect()
 }

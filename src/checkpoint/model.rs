@@ -9,6 +9,7 @@ use burn::tensor::{Bool, DType, Device, Int, Shape, Tensor, TensorData};
 use super::read::Archive;
 use super::write::Planned;
 use super::{MODEL, prefixed};
+use crate::difference::{Difference, DifferenceKind};
 use crate::error::{Error, Result};
 use crate::parameters::{self, in_place_of};
 
@@ -51,29 +52,46 @@ pub fn entries<M: Module>(model: &M, divided: &dyn Divided) -> Vec<Entry> {
 }
 
 /// Replaces the parameters of a model by those of an archive, which are read one by one. Those that
-/// are divided are replaced by this rank's part of them.
+/// are divided are replaced by this rank's part of them. Parameters with one of the `differences`
+/// stay as they are. Returns these differences, and those of parameters of other kinds.
 ///
 /// # Errors
 ///
-/// [`Error::Checkpoint`] if a parameter is missing, damaged, of another shape, or unknown to the
-/// model.
-pub fn load<M: Module>(archive: &Archive, model: M, divided: &dyn Divided) -> Result<M> {
-    let is_of_model = |name: &&String| name.starts_with(&prefixed(MODEL, ""));
-    let unused = archive.tensors().keys().filter(is_of_model).map(String::as_str).collect();
+/// [`Error::Checkpoint`] if a parameter is damaged.
+pub fn load<M: Module>(
+    archive: &Archive,
+    model: M,
+    divided: &dyn Divided,
+    differences: Vec<Difference>,
+) -> Result<(M, Vec<Difference>)> {
+    let path_of = |name: &String| name.strip_prefix(&prefixed(MODEL, "")).map(str::to_owned);
+    let unused = archive.tensors().keys().filter_map(path_of).collect();
     let found = parameters::of(&model).into_iter().filter(|found| found.placement.is_owned());
     let owned = found.map(|found| found.path).collect();
-    let mut loader =
-        Loader { path: vec![], archive, unused, owned, divided, whole: None, failure: None };
+    let mut loader = Loader {
+        path: vec![],
+        archive,
+        in_part: false,
+        unused,
+        owned,
+        divided,
+        whole: None,
+        differences,
+        failure: None,
+    };
     let model = model.map(&mut loader);
     if let Some(error) = loader.failure {
         return Err(error);
     }
-    match loader.unused.first() {
-        Some(name) => {
-            Err(archive.broken(format!("the model has no parameter for tensor `{name}`")))
+    let Loader { mut differences, unused, .. } = loader;
+    for path in unused {
+        archive.verify(&prefixed(MODEL, &path))?;
+        if !differences.iter().any(|known| known.parameter == path) {
+            let problem = "expected no parameter, got a tensor";
+            differences.push(Difference::new(path, DifferenceKind::Weights, problem));
         }
-        None => Ok(model),
     }
+    Ok((model, differences))
 }
 
 /// A visitor that collects the entries of a model.
@@ -174,41 +192,49 @@ struct Loader<'a> {
     /// Fields on the way to the current parameter.
     path: Vec<String>,
     archive: &'a Archive,
-    /// Names of the model's tensors in the archive that no parameter has taken so far.
-    unused: BTreeSet<&'a str>,
+    /// `true` on the way to this rank's part of a parameter.
+    in_part: bool,
+    /// Paths of the archive's tensors that no parameter has taken so far.
+    unused: BTreeSet<String>,
     /// Paths of the parameters that are divided among ranks.
     owned: HashSet<String>,
     divided: &'a dyn Divided,
     /// The flat values of the parameter whose part comes next, and its path.
     whole: Option<(String, Tensor<1>)>,
+    /// The parameters that stay as they are.
+    differences: Vec<Difference>,
     /// The first error. Later parameters are then left as they are, since a mapper can't fail.
     failure: Option<Error>,
 }
 
 impl Loader<'_> {
-    /// The saved tensor at the current path, and the identity of its parameter.
+    /// The saved tensor at the current path, and the identity of its parameter. `None` if the
+    /// parameter differs.
     fn read<const D: usize, K: Basic>(
         &mut self,
         shape: &Shape,
         device: &Device,
-    ) -> Result<(Tensor<D, K>, Option<ParamId>)> {
-        let name = prefixed(MODEL, &self.path.join("."));
-        self.unused.remove(name.as_str());
-        if let Some(stored) = self.archive.tensors().get(&name)
-            && stored.shape != shape.to_vec()
-        {
-            let (saved, model) = (&stored.shape, shape.to_vec());
-            return Err(self.archive.broken(format!(
-                "tensor `{name}` has another shape: expected {model:?}, got {saved:?}"
-            )));
+    ) -> Result<Option<(Tensor<D, K>, Option<ParamId>)>> {
+        let path = self.path.join(".");
+        if self.differences.iter().any(|known| known.parameter == path) {
+            return Ok(None);
         }
-        let data = self.archive.data(&name)?;
+        let name = prefixed(MODEL, &path);
+        let stored = self.archive.tensors().get(&name);
+        let Some(stored) = stored.filter(|stored| stored.shape == shape.to_vec()) else {
+            let got = stored.map_or("nothing".to_owned(), |stored| format!("{:?}", stored.shape));
+            let problem = format!("expected {:?}, got {got}", shape.to_vec());
+            self.differences.push(Difference::new(path, DifferenceKind::Weights, problem));
+            return Ok(None);
+        };
+        self.unused.remove(&path);
+        let (data, id) = (self.archive.data(&name)?, stored.id.map(ParamId::from));
         let dtype = data.dtype();
-        let id = self.archive.tensors()[&name].id.map(ParamId::from);
-        Ok((Tensor::from_data(data, (device, dtype)), id))
+        Ok(Some((Tensor::from_data(data, (device, dtype)), id)))
     }
 
-    /// The saved tensor of the current parameter, and its identity. `None` after a failure.
+    /// The saved tensor of the current parameter, and its identity. `None` if the parameter stays
+    /// as it is: if it differs, or after a failure.
     fn next<const D: usize, K: Basic>(
         &mut self,
         (shape, device, id): (Shape, Device, ParamId),
@@ -217,7 +243,7 @@ impl Loader<'_> {
             return None;
         }
         match self.read(&shape, &device) {
-            Ok((tensor, saved)) => Some((tensor, saved.unwrap_or(id))),
+            Ok(read) => read.map(|(tensor, saved)| (tensor, saved.unwrap_or(id))),
             Err(error) => {
                 self.failure = Some(error);
                 None
@@ -238,16 +264,20 @@ macro_rules! map {
 }
 
 impl ModuleMapper for Loader<'_> {
-    fn enter_module(&mut self, name: &str, _container_type: &str) {
+    fn enter_module(&mut self, name: &str, container_type: &str) {
+        self.in_part |= parameters::is_owned(name, container_type);
         self.path.push(name.to_owned());
     }
 
-    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+    fn exit_module(&mut self, name: &str, container_type: &str) {
+        self.in_part &= !parameters::is_owned(name, container_type);
         self.path.pop();
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        if let Some((path, whole)) = self.whole.take() {
+        if self.in_part {
+            // None if the whole stays as it is.
+            let Some((path, whole)) = self.whole.take() else { return param };
             let part = self.divided.part(&path, whole);
             return param.map(|old| {
                 let part = part.reshape(old.shape());

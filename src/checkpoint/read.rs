@@ -29,6 +29,13 @@ pub struct Archive {
     digest: OnceLock<u64>,
 }
 
+/// The name and the identity that a tensor of a state gets in another file or record.
+pub struct Renamed {
+    pub name: String,
+    /// `None` for the identity that it has.
+    pub id: Option<u64>,
+}
+
 /// A tensor of an archive.
 pub struct Stored {
     pub dtype: DType,
@@ -160,7 +167,7 @@ impl Archive {
     /// The digest of the states by the paths of their parameters. Neither identities nor the order
     /// of tensors are part of it, because they may differ between records of the same state.
     fn digest_of_states(&self) -> u64 {
-        let by_path = |name| self.state_key(name).map(|(path, state)| format!("{path} {state}"));
+        let by_path = |name| self.state_key(name).map(|(path, _, state)| format!("{path} {state}"));
         let tensors = self.tensors.iter().filter_map(|(name, stored)| {
             let Location::Memory(bytes) = &stored.location else { return None };
             let Stored { dtype, shape, .. } = stored;
@@ -191,22 +198,25 @@ impl Archive {
         Ok(())
     }
 
-    /// The contents of the archive without the elements.
-    pub fn contents(&self) -> Contents {
-        let planned = |(name, stored): (&String, &Stored)| {
-            let Stored { dtype, shape, id, .. } = stored;
+    /// The contents of a state without the elements, under the names that a function gives; none
+    /// for what is left out.
+    pub fn contents(&self, renamed: impl Fn(&str) -> Option<Renamed>) -> Contents {
+        let tensors = self.tensors.iter().filter_map(|(name, stored)| {
+            let Renamed { name, id } = renamed(name)?;
+            let Stored { dtype, shape, .. } = stored;
             let bytes = stored.bytes();
-            Planned { name: name.clone(), dtype: *dtype, shape: shape.clone(), id: *id, bytes }
-        };
+            Some(Planned { name, dtype: *dtype, shape: shape.clone(), id: id.or(stored.id), bytes })
+        });
+        let named = |name: &str| renamed(name).map(|renamed| renamed.name);
+        let scalars = self.scalars.iter();
+        let metadata = self.metadata.iter();
         Contents {
-            tensors: self.tensors.iter().map(planned).collect(),
-            scalars: self.scalars.clone(),
-            metadata: self.metadata.clone(),
+            tensors: tensors.collect(),
+            scalars: scalars.filter_map(|(name, value)| Some((named(name)?, *value))).collect(),
+            metadata: metadata
+                .filter_map(|(name, value)| Some((named(name)?, value.clone())))
+                .collect(),
         }
-    }
-
-    pub fn path(&self) -> &Path {
-        &self.path
     }
 
     pub fn scalars(&self) -> &BTreeMap<String, Scalar> {
@@ -217,11 +227,20 @@ impl Archive {
         &self.tensors
     }
 
-    /// The path of a parameter and a name in its state, from `optimizer.ID.NAME`, where the name
-    /// may also contain dots. `None` for the names of other tensors and scalars.
-    pub fn state_key<'a>(&'a self, name: &'a str) -> Option<(&'a str, &'a str)> {
+    /// The identities of optimizer states, as texts, each with the path of its parameter.
+    pub fn state_ids(&self) -> impl Iterator<Item = (&str, &str)> {
+        let prefix = prefixed(OPTIMIZER, "");
+        self.metadata
+            .iter()
+            .filter_map(move |(key, path)| Some((key.strip_prefix(&prefix)?, path.as_str())))
+    }
+
+    /// The path of a parameter, its identity as a text, and a name in its state, from
+    /// `optimizer.ID.NAME`, where the name may also contain dots. `None` for the names of other
+    /// tensors and scalars.
+    pub fn state_key<'a>(&'a self, name: &'a str) -> Option<(&'a str, &'a str, &'a str)> {
         let (id, state) = name.strip_prefix(OPTIMIZER)?.strip_prefix('.')?.split_once('.')?;
-        Some((self.metadata.get(&prefixed(OPTIMIZER, id))?, state))
+        Some((self.metadata.get(&prefixed(OPTIMIZER, id))?, id, state))
     }
 
     /// The text of a metadata key, empty if the key is missing.
@@ -304,21 +323,27 @@ impl Archive {
         verified.map_err(|reason| self.broken(reason))
     }
 
-    /// Converts the optimizer state to Burn's record, which is in host memory as a whole.
+    /// Converts a state to Burn's record, which is in host memory as a whole. The names are those
+    /// of [`contents`](Self::contents), after the prefix of states.
     ///
     /// # Errors
     ///
     /// As [`data`](Self::data).
-    pub fn into_record(self) -> Result<OptimizerRecord> {
-        let archive = Arc::new(self);
+    pub fn record(
+        self: &Arc<Self>,
+        renamed: impl Fn(&str) -> Option<Renamed>,
+    ) -> Result<OptimizerRecord> {
         // The closures return errors of the record's writer. The crate's error is kept here.
         let failure: Arc<Mutex<Option<Error>>> = Arc::default();
-        let record_name =
-            |name: &str| name.strip_prefix(OPTIMIZER)?.strip_prefix('.').map(str::to_owned);
+        let recorded = |name: &str| {
+            let Renamed { name, id } = renamed(name)?;
+            let name = name.strip_prefix(OPTIMIZER)?.strip_prefix('.')?.to_owned();
+            Some(Renamed { name, id })
+        };
         let mut tensors = Vec::new();
-        for (name, stored) in &archive.tensors {
-            let Some(record_name) = record_name(name) else { continue };
-            let (source, name, failure) = (archive.clone(), name.clone(), failure.clone());
+        for (name, stored) in &self.tensors {
+            let Some(Renamed { name: record_name, id }) = recorded(name) else { continue };
+            let (source, name, failure) = (self.clone(), name.clone(), failure.clone());
             let read = move || match source.data(&name) {
                 Ok(data) => Ok(data.into_bytes()),
                 Err(error) => {
@@ -331,27 +356,27 @@ impl Archive {
                 record_name,
                 stored.dtype,
                 stored.shape.clone(),
-                stored.id,
+                id.or(stored.id),
                 stored.bytes(),
                 read,
             ));
         }
         let mut writer = Writer::new(tensors);
-        for (name, value) in &archive.scalars {
-            if let Some(name) = record_name(name) {
+        for (name, value) in &self.scalars {
+            if let Some(Renamed { name, .. }) = recorded(name) {
                 writer = writer.with_scalar(&name, *value);
             }
         }
-        for (name, value) in &archive.metadata {
-            if let Some(name) = record_name(name) {
+        for (name, value) in &self.metadata {
+            if let Some(Renamed { name, .. }) = recorded(name) {
                 writer = writer.with_metadata(&name, value);
             }
         }
         let bytes = writer.into_bytes().map_err(|error| {
             let failure = failure.lock().expect("no holder of the lock panics").take();
-            failure.unwrap_or_else(|| archive.broken(error.to_string()))
+            failure.unwrap_or_else(|| self.broken(error.to_string()))
         })?;
-        OptimizerRecord::from_bytes(bytes).map_err(|error| archive.broken(error.to_string()))
+        OptimizerRecord::from_bytes(bytes).map_err(|error| self.broken(error.to_string()))
     }
 
     /// The error of a file with unusable contents.

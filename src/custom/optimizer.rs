@@ -12,8 +12,9 @@ use crate::backend::{FlaggedRows, KernelPolicy, reject};
 use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
-    ElementwiseUpdate, MANTISSA, MASTER, ONLY_RANK, Origin, Place, SKIPPED, SkippedSteps, Slot,
-    Slots, TIME, WholeParameter, WholeUpdate, clip, ensure_finite_rate, with_rank,
+    ElementwiseUpdate, MANTISSA, MASTER, ONLY_RANK, Origin, Place, Rule, SKIPPED, SkippedSteps,
+    Slot, Slots, TIME, WholeParameter, WholeUpdate, clip, ensure_finite_rate, of_another,
+    with_rank,
 };
 
 /// The optimizer of one parameter.
@@ -168,6 +169,7 @@ impl DynOptimizer for Whole {
         out.push_scalar(prefix, TIME, state.time.into());
     }
 
+    /// Not called: [`Rule::load`] reads states.
     fn state_unflatten(
         &self,
         rank: usize,
@@ -175,12 +177,32 @@ impl DynOptimizer for Whole {
         source: &mut StateSource,
         device: &Device,
     ) -> Option<DynState> {
+        self.load(rank, prefix, source, device).ok()
+    }
+}
+
+impl Rule for Whole {
+    fn load(
+        &self,
+        rank: usize,
+        prefix: &str,
+        source: &mut StateSource,
+        device: &Device,
+    ) -> Result<DynState, String> {
         let optional = [MASTER, MANTISSA];
-        let slots = Slots::unflatten(&[SKIPPED.name], &optional, prefix, source, device)?;
-        let own = self.update.unflatten(rank, prefix, source, device)?;
+        let slots = Slots::unflatten(&[SKIPPED.name], &optional, prefix, source, device);
+        let slots = slots.ok_or_else(of_another)?;
+        let digits = optional.iter().find_map(|name| slots.shape_of(name));
+        let shape = digits.unwrap_or_default().to_vec();
+        // With the slots of half precision, which the parameter may not have.
+        let table = self.slots(DType::BF16);
+        if let Some(problem) = slots.problem(&table, ElementwiseUpdate::batch(&shape), &shape) {
+            return Err(problem);
+        }
+        let own = self.update.unflatten(rank, prefix, source, device).ok_or_else(of_another)?;
         let time = source.take_scalar(prefix, TIME).and_then(|time| time.try_into().ok());
         let place = self.start_counting(&slots);
         let state = WholeState { slots, own, time: time.unwrap_or_default(), place };
-        Some(DynState::create(state, rank))
+        Ok(DynState::create(state, rank))
     }
 }

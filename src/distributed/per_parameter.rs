@@ -13,7 +13,7 @@ use super::config::{DistMuonConfig, Gradients};
 use crate::comm::{Communicator, DEADLINE, Threads, World, digest, message, unite};
 use crate::error::{Error, Result};
 use crate::muon::{Muon, MuonConfig, MuonState};
-use crate::update::{Counting, SkippedSteps};
+use crate::update::{Resumable, SkippedSteps};
 
 /// Muon on many ranks as a Burn [`Optimizer`]: each parameter has one owner, the only rank that
 /// stores and orthogonalises its momentum. The owner sends the new value to the other ranks.
@@ -286,7 +286,11 @@ impl Rank {
     }
 }
 
-impl Counting for DistMuon {
+impl Resumable for DistMuon {
+    fn problem<const D: usize>(&self, state: &DistMuonState<D>) -> Option<String> {
+        self.rule.problem(&state.muon)
+    }
+
     fn start_counting<const D: usize>(&self, state: &mut DistMuonState<D>) {
         self.rule.start_counting(&mut state.muon);
     }

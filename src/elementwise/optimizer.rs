@@ -9,8 +9,9 @@ use crate::backend::{AdamWControls, ElementwiseRows, FiniteMask, FlaggedRows, re
 use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
-    CORRECTIONS, Counting, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseUpdate, ONLY_RANK,
-    Origin, Place, SKIPPED, SkippedSteps, Slot, Slots, StepSize, TIME, clip, ensure_finite_rate,
+    CORRECTIONS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseUpdate, ONLY_RANK, Origin,
+    Place, Resumable, SKIPPED, SkippedSteps, Slot, Slots, StepSize, TIME, clip, ensure_finite_rate,
+    missing, of_another, unflatten_burns,
 };
 
 /// The elementwise optimizer of one parameter.
@@ -153,7 +154,37 @@ impl Elementwise {
     }
 }
 
-impl Counting for Elementwise {
+impl Resumable for Elementwise {
+    fn problem<const D: usize>(&self, state: &ElementwiseState<D>) -> Option<String> {
+        let first = self.update.rule.names()[0];
+        let Some(shape) = state.slots.shape_of(first) else { return Some(missing(first)) };
+        let batch = ElementwiseUpdate::batch(shape);
+        // With the slots of half precision, which the parameter may not have.
+        state.slots.problem(&self.slots(DType::BF16), batch, shape)
+    }
+
+    /// Also reads the state of Burn's AdamW.
+    fn read<const D: usize>(
+        &self,
+        prefix: &str,
+        source: &mut StateSource,
+        device: &Device,
+    ) -> Result<ElementwiseState<D>, String> {
+        if let Some(state) = RecordState::state_unflatten(prefix, source, device) {
+            return Ok(state);
+        }
+        let (mut slots, time) = unflatten_burns(prefix, source, device).ok_or_else(of_another)?;
+        let rule = &self.update.rule;
+        for (slot, value) in rule.corrections().iter().zip(rule.corrections_after(time)) {
+            slots.insert(slot, value, device);
+        }
+        slots.insert(&SKIPPED, 0.0, device);
+        match slots.have_rank(D) {
+            true => Ok(ElementwiseState { slots, time, place: Place::default() }),
+            false => Err(of_another()),
+        }
+    }
+
     fn start_counting<const D: usize>(&self, state: &mut ElementwiseState<D>) {
         let names = vec![self.parameter.to_string()];
         let reserved = Some(self.reserved);

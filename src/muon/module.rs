@@ -14,15 +14,7 @@ use crate::error::Result;
 use crate::matrix_view::MatrixView;
 use crate::parameters::{self, Found};
 use crate::routing::{ParameterRole, Routing, RoutingRule, Updates, parameter_group};
-use crate::update::{CountedOnLoad, Counting, SkippedSteps};
-
-/// The reason for rejecting a parameter that the optimizer was not made for.
-const UNKNOWN: &str = "was not in the model that the optimizer was made for; call \
-                       `MuonConfig::init` with the model that is trained";
-
-/// The reason for rejecting a parameter that was unfrozen.
-const FROZEN: &str = "was frozen when the optimizer was made; call `MuonConfig::init` again with \
-                      the model as it is trained now";
+use crate::update::{Refusals, Resumable, Resumed, SkippedSteps, Unrouted};
 
 impl MuonConfig {
     /// Decides which optimizer updates each parameter of a model. The result prints as a table.
@@ -113,12 +105,13 @@ impl Routing {
     }
 
     /// [`init`](Self::init), with an optimizer that is made of the rule for each matrix.
-    pub(crate) fn init_with<O: Counting>(&self, matrices: impl Fn(Muon) -> O) -> ModuleOptimizer {
-        let frozen = self.group(|role| role == ParameterRole::Frozen);
-        let optim = ModuleOptimizer::from(Reject { reason: UNKNOWN });
-        let optim = optim.with_group(frozen, Reject { reason: FROZEN }, None);
+    pub(crate) fn init_with<O: Resumable>(&self, matrices: impl Fn(Muon) -> O) -> ModuleOptimizer {
+        let refusals = Refusals::default();
+        let unknown = Unrouted::unknown(&refusals);
+        let optim = ModuleOptimizer::from(Fallback).with_group(ParamGroup::all(), unknown, None);
         let updates @ Updates { muon, rest, skipped, .. } = self.updates();
         self.routes().iter().fold(optim, |optim, route| {
+            let path = &*route.path;
             let parameter: ParamGroup = parameter_group(vec![route.path.clone()], vec![route.id]);
             match route.role {
                 ParameterRole::Muon { view, layout } => {
@@ -127,10 +120,10 @@ impl Routing {
                     };
                     let blocks = route.matrix_blocks().expect("a route has matrices");
                     if blocks.is_whole() {
-                        let rule = CountedOnLoad(rule(&route.path, view));
+                        let rule = Resumed::new(rule(path, view), path, &refusals);
                         return optim.with_group(parameter, rule, None);
                     }
-                    let names = blocks.names(&route.path);
+                    let names = blocks.names(path);
                     let of_block = |(index, name): (usize, &String)| {
                         if route.left.contains(&index) {
                             let lr = self.role_lr(ParameterRole::Vector);
@@ -140,44 +133,43 @@ impl Routing {
                         BlockRule::Matrices(rule(name, MatrixView::Batch))
                     };
                     let rules = names.iter().enumerate().map(of_block).collect();
-                    optim.with_group(parameter, CountedOnLoad(Split::new(blocks, rules)), None)
+                    let rule = Resumed::new(Split::new(blocks, rules), path, &refusals);
+                    optim.with_group(parameter, rule, None)
                 }
                 ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
                     let lr = self.role_lr(route.role);
                     if let Some(name) = &route.custom {
-                        let rule = Whole::new(updates.whole(name), rest, lr, &route.path, skipped);
+                        let rule = Whole::new(updates.whole(name), rest, lr, path, skipped);
+                        let rule = Resumed::new(rule, path, &refusals);
                         return optim.with_group(parameter, rule, None);
                     }
-                    let rule = Elementwise::new(rest.clone(), lr, &route.path, skipped);
-                    optim.with_group(parameter, CountedOnLoad(rule), None)
+                    let rule = Elementwise::new(rest.clone(), lr, path, skipped);
+                    optim.with_group(parameter, Resumed::new(rule, path, &refusals), None)
                 }
-                ParameterRole::Frozen => optim,
+                ParameterRole::Frozen => {
+                    optim.with_group(parameter, Unrouted::frozen(path, &refusals), None)
+                }
             }
         })
     }
 }
 
-/// A stand-in for the optimizer of a parameter that has none.
+/// The first optimizer of a [`ModuleOptimizer`], which Burn wants to be an [`Optimizer`]. The next
+/// group, of all parameters, comes before it.
 #[derive(Clone)]
-struct Reject {
-    /// The reason, after "a parameter of shape `[..]`".
-    reason: &'static str,
-}
+struct Fallback;
 
-impl Optimizer for Reject {
+impl Optimizer for Fallback {
     type State<const D: usize> = ();
 
     fn step<const D: usize>(
         &self,
         _lr: LearningRate,
-        parameter: Tensor<D>,
+        _parameter: Tensor<D>,
         _grad: Tensor<D>,
         _state: Option<()>,
     ) -> (Tensor<D>, Option<()>) {
-        let shape = parameter.dims();
-        // A parameter without elements is never trained.
-        assert!(shape.contains(&0), "a parameter of shape {shape:?} {}", self.reason);
-        (parameter, None)
+        unreachable!("another group has every parameter")
     }
 
     fn to_device<const D: usize>(_state: (), _device: &Device) {}

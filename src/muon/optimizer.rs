@@ -12,8 +12,8 @@ use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::orthogonalize::NewtonSchulz;
 use crate::slices::expand;
 use crate::update::{
-    Counting, MANTISSA, MASTER, MOMENTUM, MOMENTUM_WEIGHT, Matrices, MuonBatch, MuonParameter,
-    MuonUpdate, ONLY_RANK, Origin, Place, SKIPPED, SkippedSteps, Slot, Slots, TIME, clip,
+    MANTISSA, MASTER, MOMENTUM, MOMENTUM_WEIGHT, Matrices, MuonBatch, MuonParameter, MuonUpdate,
+    ONLY_RANK, Origin, Place, Resumable, SKIPPED, SkippedSteps, Slot, Slots, TIME, clip,
     ensure_finite_rate, parts,
 };
 
@@ -226,7 +226,22 @@ impl Muon {
     }
 }
 
-impl Counting for Muon {
+impl Resumable for Muon {
+    fn problem<const D: usize>(&self, state: &MuonState<D>) -> Option<String> {
+        let shape = state.shape();
+        if shape.contains(&0) {
+            // That of a rank that does not own the parameter.
+            return None;
+        }
+        let batch @ [_, m, n] = match self.view.batch_shape(&self.parameter, &shape) {
+            Ok(batch) => batch,
+            Err(error) => return Some(error.to_string()),
+        };
+        // With the slots of half precision, which the parameter may not have.
+        let table = self.slots(Matrices { shape: [m, n], layout: self.layout }, DType::BF16);
+        state.slots.problem(&table, batch, &shape)
+    }
+
     fn start_counting<const D: usize>(&self, state: &mut MuonState<D>) {
         let names = vec![self.parameter.to_string()];
         state.place = self.skipped.start(self.reserved, names, state.skipped(), vec![0]);

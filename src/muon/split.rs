@@ -7,7 +7,7 @@ use burn::tensor::{Device, Tensor};
 
 use crate::blocks::Blocks;
 use crate::elementwise::{Elementwise, ElementwiseState};
-use crate::update::{Counting, ELEMENTS};
+use crate::update::{ELEMENTS, Resumable};
 
 /// The rules of a parameter's blocks.
 #[derive(Clone)]
@@ -156,7 +156,19 @@ impl<O: Optimizer> Optimizer for Split<O> {
     }
 }
 
-impl<O: Counting> Counting for Split<O> {
+impl<O: Resumable> Resumable for Split<O> {
+    fn problem<const D: usize>(&self, SplitState(states): &Self::State<D>) -> Option<String> {
+        let (expected, got) = (self.rules.len(), states.len());
+        if expected != got {
+            return Some(format!("expected {expected} blocks, got {got}"));
+        }
+        self.rules.iter().zip(states).find_map(|(rule, state)| match (rule, state) {
+            (BlockRule::Matrices(rule), BlockState::Matrices(state)) => rule.problem(state),
+            (BlockRule::Elements(rule), BlockState::Elements(state)) => rule.problem(state),
+            (rule, _) => Some(rule.unfit()),
+        })
+    }
+
     fn start_counting<const D: usize>(&self, SplitState(states): &mut Self::State<D>) {
         for (rule, state) in self.rules.iter().zip(states) {
             match (rule, state) {
@@ -166,7 +178,7 @@ impl<O: Counting> Counting for Split<O> {
                 (BlockRule::Elements(rule), BlockState::Elements(state)) => {
                     rule.start_counting(state);
                 }
-                // The next step rejects it.
+                // `problem` rejects it before.
                 _ => {}
             }
         }

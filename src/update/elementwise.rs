@@ -1,7 +1,8 @@
 //! The update of several parameters element by element, for everything that is not a hidden matrix.
 
 use burn::grad_clipping::GradientClippingConfig;
-use burn::tensor::{DType, Tensor};
+use burn::optim::StateSource;
+use burn::tensor::{DType, Device, Tensor};
 
 use super::momentum::MOMENTUM;
 use super::muon::scaled_by;
@@ -67,6 +68,38 @@ pub(crate) const CORRECTIONS: [Slot; 2] = [
 pub(crate) const ELEMENTWISE_SLOTS: [&str; 7] =
     [MOMENTS[0], MOMENTS[1], CORRECTIONS[0].name, CORRECTIONS[1].name, MOMENTUM, MASTER, MANTISSA];
 
+/// Names in states of Burn's `AdamW` and `Adam`, whose moments are those of this crate: of both
+/// moments, of the number of steps, and of AMSGrad's largest moments, which this crate's AdamW does
+/// not have.
+const BURNS_MOMENTS: [&str; 2] = ["momentum.moment_1", "momentum.moment_2"];
+pub(crate) const BURNS_TIME: &str = "momentum.time";
+const BURNS_LARGEST: &str = "momentum.max_moment_2";
+
+/// The name in a state of Burn's AdamW of a slot.
+pub(crate) fn of_burns(slot: &str) -> Option<&'static str> {
+    MOMENTS.iter().zip(BURNS_MOMENTS).find_map(|(name, burns)| (*name == slot).then_some(burns))
+}
+
+/// The slot that has the values of a name in a state of Burn's AdamW.
+pub(crate) fn from_burns(name: &str) -> Option<&'static str> {
+    BURNS_MOMENTS.iter().zip(MOMENTS).find_map(|(burns, slot)| (*burns == name).then_some(slot))
+}
+
+/// Reads the moments of Burn's AdamW from a record, with the number of steps. `None` if there
+/// are none, or also those of AMSGrad.
+pub(crate) fn unflatten_burns(
+    prefix: &str,
+    source: &mut StateSource,
+    device: &Device,
+) -> Option<(Slots, usize)> {
+    let time = source.take_scalar(prefix, BURNS_TIME)?.try_into().ok()?;
+    if source.take_tensor(prefix, BURNS_LARGEST).is_some() {
+        return None;
+    }
+    let names = MOMENTS.iter().copied().zip(BURNS_MOMENTS);
+    Some((Slots::unflatten_as(names, prefix, source, device)?, time))
+}
+
 impl RoleLr {
     /// Fails for learning rates that no run can use.
     pub fn check(&self) -> Result<()> {
@@ -86,11 +119,19 @@ impl ElementwiseRule {
     }
 
     /// The names of the slots of elements.
-    fn names(self) -> &'static [&'static str] {
+    pub fn names(self) -> &'static [&'static str] {
         match self {
             Self::AdamW(_) => &MOMENTS,
             Self::Lion(_) => &[MOMENTUM],
         }
+    }
+
+    /// The bias corrections after a number of steps.
+    pub fn corrections_after(self, steps: usize) -> [f64; 2] {
+        let ElementwiseRule::AdamW(AdamWStep { beta_1, beta_2, .. }) = self else {
+            return [0.0; 2];
+        };
+        [beta_1, beta_2].map(|beta| 1.0 - beta.powf(steps as f64))
     }
 
     /// The slots of bias corrections.

@@ -22,6 +22,7 @@ mod muon;
 mod observations;
 pub mod parts;
 mod precision;
+mod resumed;
 mod rounding;
 mod skipped;
 mod state;
@@ -30,8 +31,8 @@ mod whole;
 
 pub(crate) use clipping::clip;
 pub(crate) use elementwise::{
-    CORRECTIONS, ELEMENTS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseRule,
-    ElementwiseUpdate, RoleLr,
+    BURNS_TIME, CORRECTIONS, ELEMENTS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseRule,
+    ElementwiseUpdate, RoleLr, from_burns, of_burns, unflatten_burns,
 };
 pub use lr_scale::LrScale;
 pub(crate) use momentum::{MOMENTUM, MOMENTUM_WEIGHT};
@@ -41,10 +42,11 @@ pub(crate) use observations::{Observations, SUMS};
 pub(crate) use parts::Matrices;
 pub use precision::{MasterWeights, StateDtype};
 pub(crate) use precision::{Precision, is_half};
+pub(crate) use resumed::{REFUSED, Refusals, Resumable, Resumed, Rule, Unrouted, of_another};
 pub(crate) use rounding::Origin;
+pub(crate) use skipped::Place;
 pub use skipped::SkippedSteps;
-pub(crate) use skipped::{CountedOnLoad, Counting, Place};
-pub(crate) use state::{MANTISSA, MASTER, SKIPPED, Slot, Slots, unfit, unused};
+pub(crate) use state::{MANTISSA, MASTER, SKIPPED, Slot, Slots, missing, unused};
 pub use step_size::WeightDecay;
 pub(crate) use step_size::{StepSize, ensure_finite_rate};
 pub(crate) use whole::{MAX_RANK, OWN_STATE, WholeParameter, WholeUpdate, with_rank};

@@ -5,9 +5,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 
-use burn::optim::{DynOptimizer, DynState, LearningRate, Optimizer, StateSink, StateSource};
-use burn::tensor::kind::BridgeTensor;
-use burn::tensor::{Device, Tensor};
+use burn::tensor::Tensor;
 
 use super::state::{SKIPPED, Slots};
 use crate::error::{Error, Result};
@@ -288,65 +286,6 @@ impl fmt::Display for Warning {
              large",
             self.skipped, self.steps
         )
-    }
-}
-
-/// A rule whose states count their skipped steps.
-pub(crate) trait Counting: Optimizer {
-    /// Registers the counts of a state.
-    fn start_counting<const D: usize>(&self, state: &mut Self::State<D>);
-}
-
-/// A rule that registers the counts of a state when the state is loaded, for a
-/// [`ModuleOptimizer`](burn::optim::ModuleOptimizer). Burn's conversion of an [`Optimizer`] to a
-/// [`DynOptimizer`] makes the state without a call of the rule.
-pub(crate) struct CountedOnLoad<O>(pub O);
-
-impl<O: Counting> CountedOnLoad<O> {
-    fn loaded<const D: usize>(&self, state: DynState) -> DynState {
-        let mut state = state.downcast::<O::State<D>>();
-        self.0.start_counting(&mut state);
-        DynState::create(state, D)
-    }
-}
-
-impl<O: Counting> DynOptimizer for CountedOnLoad<O> {
-    fn step_dyn(
-        &self,
-        rank: usize,
-        lr: LearningRate,
-        tensor: BridgeTensor,
-        grad: BridgeTensor,
-        state: Option<DynState>,
-    ) -> (BridgeTensor, Option<DynState>) {
-        self.0.step_dyn(rank, lr, tensor, grad, state)
-    }
-
-    fn to_device_dyn(&self, state: DynState, device: &Device) -> DynState {
-        self.0.to_device_dyn(state, device)
-    }
-
-    fn state_flatten(&self, prefix: &str, state: &DynState, out: &mut StateSink) {
-        self.0.state_flatten(prefix, state, out);
-    }
-
-    fn state_unflatten(
-        &self,
-        rank: usize,
-        prefix: &str,
-        src: &mut StateSource,
-        device: &Device,
-    ) -> Option<DynState> {
-        let state = self.0.state_unflatten(rank, prefix, src, device)?;
-        Some(match rank {
-            1 => self.loaded::<1>(state),
-            2 => self.loaded::<2>(state),
-            3 => self.loaded::<3>(state),
-            4 => self.loaded::<4>(state),
-            5 => self.loaded::<5>(state),
-            6 => self.loaded::<6>(state),
-            _ => state, // counted from its next step
-        })
     }
 }
 

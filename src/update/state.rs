@@ -236,8 +236,29 @@ impl Slots {
         &mut value.unwrap_or_else(|| panic!("state has no slot `{name}`")).1
     }
 
-    /// Fails if the slots are not those of the table, in the shapes for a parameter: if they were
-    /// saved under another configuration.
+    /// The problem of slots that are not those of the table, in the shapes for a parameter: that
+    /// were saved under another configuration. Slots that updates can do without may be missing.
+    pub fn problem(&self, table: &[Slot], batch: [usize; 3], shape: &[usize]) -> Option<String> {
+        for slot in table {
+            let expected = slot.extent.recorded(shape, batch);
+            match self.value(slot.name) {
+                None if slot.is_optional() => {}
+                None => return Some(missing(slot.name)),
+                Some(Value { recorded, .. }) if *recorded != expected => {
+                    return Some(format!(
+                        "its saved `{}` does not fit: expected {expected:?}, got {recorded:?}",
+                        slot.name
+                    ));
+                }
+                Some(_) => {}
+            }
+        }
+        let is_known = |name: &str| table.iter().any(|slot| slot.name == name);
+        let (name, _) = self.values.iter().find(|(name, _)| !is_known(name))?;
+        Some(unused(name))
+    }
+
+    /// Fails if the slots have a [`problem`](Self::problem).
     pub fn ensure_fit(
         &self,
         table: &[Slot],
@@ -245,24 +266,8 @@ impl Slots {
         shape: &[usize],
         path: &str,
     ) -> Result<()> {
-        for slot in table {
-            let expected = slot.extent.recorded(shape, batch);
-            let problem = match self.value(slot.name) {
-                None => format!("its saved state does not have `{}`", slot.name),
-                Some(value) if value.recorded != expected => {
-                    let recorded = &value.recorded;
-                    format!(
-                        "its saved `{}` does not fit: expected {expected:?}, got {recorded:?}",
-                        slot.name
-                    )
-                }
-                Some(_) => continue,
-            };
-            return Err(unfit(path, ONLY_RANK, problem));
-        }
-        let is_known = |name: &str| table.iter().any(|slot| slot.name == name);
-        match self.values.iter().find(|(name, _)| !is_known(name)) {
-            Some((name, _)) => Err(unfit(path, ONLY_RANK, unused(name))),
+        match self.problem(table, batch, shape) {
+            Some(problem) => Err(unfit(path, ONLY_RANK, problem)),
             None => Ok(()),
         }
     }
@@ -359,6 +364,27 @@ impl Slots {
         Some(Self { values })
     }
 
+    /// Reads slots from a record, where they have other names. `None` if one of them is missing.
+    pub fn unflatten_as(
+        names: impl Iterator<Item = (&'static str, &'static str)>,
+        prefix: &str,
+        source: &mut StateSource,
+        device: &Device,
+    ) -> Option<Self> {
+        let values = names.map(|(slot, name)| {
+            let mut read = Self::unflatten(&[name], &[], prefix, source, device)?;
+            Some((slot, read.values.swap_remove(0).1))
+        });
+        Some(Self { values: values.collect::<Option<_>>()? })
+    }
+
+    /// Adds the value of a slot that has one for the whole parameter.
+    pub fn insert(&mut self, slot: &Slot, value: f64, device: &Device) {
+        let value = Tensor::full([1], value, (device, DType::F32));
+        let stored = Some(Stored::Float(value));
+        self.values.push((slot.name, Value { stored, dtype: SlotDtype::F32, recorded: vec![1] }));
+    }
+
     /// Returns `true` if all recorded shapes are those of parameters of a rank, or of one value for
     /// the whole parameter.
     pub fn have_rank(&self, rank: usize) -> bool {
@@ -371,8 +397,18 @@ impl Slots {
     ///
     /// If there is no such slot.
     pub fn recorded(&self, name: &str) -> &[usize] {
-        &self.value(name).unwrap_or_else(|| panic!("state has no slot `{name}`")).recorded
+        self.shape_of(name).unwrap_or_else(|| panic!("state has no slot `{name}`"))
     }
+
+    /// The shape of a slot in records, if there is such a slot.
+    pub fn shape_of(&self, name: &str) -> Option<&[usize]> {
+        self.value(name).map(|value| &*value.recorded)
+    }
+}
+
+/// The problem of a slot that the configuration needs, and that was not saved.
+pub(crate) fn missing(name: &str) -> String {
+    format!("its saved state does not have `{name}`")
 }
 
 /// The problem of a saved slot that the configuration does not use.
@@ -381,7 +417,7 @@ pub(crate) fn unused(name: &str) -> String {
 }
 
 /// An error for a state that was saved under another configuration.
-pub(crate) fn unfit(path: &str, rank: usize, problem: String) -> Error {
+fn unfit(path: &str, rank: usize, problem: String) -> Error {
     let remedy = "configure the optimizer as it was when the state was saved";
     Error::parameter(path, rank, problem, remedy)
 }

@@ -108,7 +108,7 @@ fn bad_checkpoints_are_rejected_on_all_ranks() {
         Ok(optim.load::<_, i32>(&path, net).map(|_| ()).unwrap_err())
     });
     for error in errors.unwrap() {
-        assert!(error.to_string().contains("configure the optimizer as it was"), "{error}");
+        assert!(error.to_string().contains("make model and optimizer as they were"), "{error}");
     }
 }
 

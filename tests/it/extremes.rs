@@ -8,9 +8,10 @@ use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, f16, s};
 use burn_pack::{Reader, Writer};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
+use distmuon::parts::{Namo, RowEquilibration};
 use distmuon::{
-    Coefficients, Error, IterationForm, KernelPolicy, MuonConfig, NewtonSchulzConfig, Routing,
-    RoutingRule, checkpoint,
+    Coefficients, Error, IterationForm, KernelPolicy, MuonConfig, NewtonSchulzConfig, Part,
+    Routing, RoutingRule, checkpoint,
 };
 use distmuon_testing::device::has_type;
 use distmuon_testing::models::{bits, largest_difference};
@@ -112,6 +113,82 @@ fn large_finite_gradients_neither_freeze_nor_spoil_parameters() {
                 let change = largest_difference(old, new);
                 assert!(change > 3e-3, "{outlier} {kernels:?}: moved by {change}");
             }
+        }
+    }
+}
+
+/// A matrix with gradients of any size, and others of one size, from zero.
+#[derive(Module, Debug)]
+struct Outlier {
+    outlier: Param<Tensor<2>>,
+    matrix: Param<Tensor<2>>,
+    row: Param<Tensor<2>>,
+    silent: Param<Tensor<2>>,
+}
+
+impl Outlier {
+    /// The values after five steps in which the gradients are clipped by the norm of all.
+    fn trained(size: f32, dtype: DType, muon: MuonConfig) -> [Vec<f32>; 3] {
+        let device = device();
+        let zeros = |m, n| {
+            let zeros = Tensor::<2>::zeros([m, n], (&device, dtype));
+            Param::initialized(ParamId::new(), zeros.require_grad())
+        };
+        let mut net = Self {
+            outlier: zeros(6, 8),
+            matrix: zeros(6, 8),
+            row: zeros(1, 8),
+            silent: zeros(6, 8),
+        };
+        let config = DistMuonConfig::new().with_muon(muon).with_max_norm(Some(1.0));
+        let mut optim = config.init(&World::alone(device.clone()), &net).unwrap();
+        for step in 0..5 {
+            let mut gradients = GradientsParams::new();
+            let sizes = [size, 0.01, 0.01, 0.0];
+            for (of, size) in [&net.outlier, &net.matrix, &net.row, &net.silent].iter().zip(sizes) {
+                let shape @ [m, n] = of.val().dims();
+                let gradient = on(&device.clone().inner(), waves(m * n, size, step as f32), shape);
+                gradients.register(of.id, gradient.cast(dtype));
+            }
+            net = optim.step(0.01, net, gradients).unwrap();
+        }
+        let values = |of: &Param<Tensor<2>>| of.val().into_data().iter::<f32>().collect();
+        [&net.matrix, &net.row, &net.silent].map(values)
+    }
+}
+
+/// Clipping by the norm of all gradients makes those of the other matrices tiny.
+#[test]
+fn an_outlier_and_a_clip_leave_the_updates_of_other_matrices_their_size() {
+    let all = || config().with_rule(RoutingRule::muon("."));
+    let [portable, auto] = [KernelPolicy::Portable, KernelPolicy::Auto];
+    let parts: [Vec<Part>; 3] =
+        [vec![], vec![RowEquilibration.into()], vec![Namo::new(0.95).into()]];
+    for (dtype, size) in [
+        (DType::F32, 5e7),
+        (DType::F32, 2e11),
+        (DType::F32, 1e25),
+        (DType::BF16, 2e11),
+        (DType::F16, 6e4),
+    ] {
+        if dtype != DType::F32 && !has_type(FloatDType::from(dtype)) {
+            lacks(dtype.name());
+            continue;
+        }
+        for (kernels, parts) in
+            [portable, auto].iter().flat_map(|k| parts.iter().map(move |p| (k, p)))
+        {
+            let config = all().with_kernels(*kernels).with_parts(parts.clone());
+            let expected = Outlier::trained(0.01, dtype, config.clone());
+            let actual = Outlier::trained(size, dtype, config);
+            let case = format!("{dtype:?}, {size:e}, {kernels:?}, {parts:?}");
+            for (actual, expected) in actual.iter().zip(&expected).take(2) {
+                let difference = largest_difference(actual, expected);
+                let largest = expected.iter().fold(0.0f32, |max, x| max.max(x.abs()));
+                assert!(largest > 1e-3, "{case}: {largest}");
+                assert!(difference < 0.02 * largest, "{case}: {difference} of {largest}");
+            }
+            assert!(actual[2].iter().all(|x| *x == 0.0), "{case}: zeros stay");
         }
     }
 }

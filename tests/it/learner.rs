@@ -1,5 +1,6 @@
 //! burn-train's `Learner` on ranks: the same training as with Burn's strategy.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -501,6 +502,31 @@ fn a_learner_with_another_optimizer_is_rejected() {
         assert!(error.contains("config.muon.init(&model)"), "{error}");
     }
     trained(&Setup { checkpoints: false, ..Setup::default() }, on_ranks(2));
+}
+
+/// Burn's learner has no error for states that an optimizer can't read: the strategy has, and so
+/// has the next step.
+#[test]
+fn a_checkpoint_of_another_optimizer_is_rejected() {
+    let (first, second) =
+        (Setup { epochs: 1, ..Setup::default() }, Setup { resume: Some(1), ..Setup::default() });
+    for strategy in [on_ranks as fn(usize) -> TrainingStrategy<Net>, |_| burns_strategy()] {
+        let folder = tempfile::tempdir().unwrap();
+        let learner = Learner::new(Net::new(&device()), AdamWConfig::new().init(), growing());
+        let result = training(folder.path(), &first, burns_strategy()).launch(learner);
+        assert!(result.error.is_none(), "{:?}", result.error);
+        let resumed = catch_unwind(AssertUnwindSafe(|| {
+            let result = launch(folder.path(), &second, strategy(2));
+            result.error.expect("the states are rejected").to_string()
+        }));
+        let message = resumed.unwrap_or_else(|panic| *panic.downcast::<String>().unwrap());
+        for parameter in ["up.weight", "hidden.weight"] {
+            let named = format!("optimizer state of `{parameter}`");
+            assert!(message.contains(&named), "{message}");
+        }
+        // The moments of the others continue.
+        assert!(!message.contains("`up.bias`"), "{message}");
+    }
 }
 
 #[test]

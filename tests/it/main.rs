@@ -17,6 +17,7 @@ mod parts;
 mod precision;
 mod qk_clip;
 mod recipes;
+mod resuming;
 mod routing;
 mod skips;
 mod split;

@@ -499,15 +499,16 @@ fn broken_and_foreign_checkpoints_are_rejected() {
     let wide = Net::of_width(10, &device());
     let optim = MuonConfig::new().init(&wide);
     let error = checkpoint::load::<_, i32, _>(&path, wide, optim).map(|_| ()).unwrap_err();
-    let Error::OtherModel { parameter, saved, model, .. } = &error else { panic!("{error}") };
-    assert_eq!(parameter, "embedding.weight");
-    assert!(saved.contains("[16, 8]") && model.contains("[16, 10]"), "{error}");
+    let Error::OtherRun { differences, .. } = &error else { panic!("{error}") };
+    assert_eq!(differences[0].parameter, "embedding.weight");
+    assert!(differences[0].problem.starts_with("expected [16, 10]"), "{error}");
+    assert!(differences[0].problem.contains("got [16, 8]"), "{error}");
 
     // An optimizer of another kind.
     let net = Net::new(&device());
     let error = checkpoint::load::<_, i32, _>(&path, net, burn::optim::SgdConfig::new().init());
     let error = error.map(|_| ()).unwrap_err().to_string();
-    assert!(error.contains("optimizer state `correction_1` of `embedding.weight`"), "{error}");
+    assert!(error.contains("does not take over `correction_1`"), "{error}");
     let net = Net::new(&device());
     let optim = MuonConfig::new().init(&net);
     let error = checkpoint::load::<_, String, _>(&path, net, optim).map(|_| ()).unwrap_err();

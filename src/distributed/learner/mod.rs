@@ -30,8 +30,9 @@ use serde_json::json;
 
 use super::optimizer::Busy;
 use super::{Diagnostics, DistModuleOptimizer, DistMuonConfig, Layout, Mesh};
-use crate::checkpoint::{Archive, States};
+use crate::checkpoint::{Archive, States, TrainedPaths};
 use crate::comm::{DEADLINE, World, message};
+use crate::difference::listed;
 use crate::error::{Error, Result};
 use crate::gradients::GradientBuffer;
 use crate::qk_clip::{QkClip, QkClipConfig};
@@ -494,15 +495,15 @@ impl<M: LearnerModel> Worker<'_, M> {
         let loaded = state(&self.learner, &self.run.store);
         let loaded = States::new(Archive::from_record(loaded));
         let expected = States::new(Archive::from_record_bytes(outline));
-        // An optimizer drops the states that it does not know.
-        match expected.keys().find(|(path, name)| loaded.find(path, name).is_none()) {
-            Some((path, name)) => Err(Error::setting(
-                "optimizer of the learner",
-                format!("one that does not know the state `{name}` of `{path}`"),
-                "`config.muon.init(&model)`, with the configuration of the strategy",
-            )),
-            None => Ok(()),
+        let lost = expected.lost_in(&loaded, &TrainedPaths::all(expected.paths()), &[].into());
+        if lost.is_empty() {
+            return Ok(());
         }
+        Err(Error::setting(
+            "optimizer of the learner",
+            format!("one that does not continue from its states:{}", listed(&lost)),
+            "`config.muon.init(&model)`, with the configuration of the strategy",
+        ))
     }
 
     fn train_epoch(&mut self) -> Result<()> {

@@ -1,7 +1,7 @@
 //! The states that users' optimizers made, in records and checkpoints: only the owner of a
 //! parameter knows the names and shapes of its state, and rank 0 writes it.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet};
 
 use burn::optim::{StateSink, StateSource};
 use burn::tensor::{Bytes, DType, Device, TensorData};
@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 use super::DistModuleOptimizer;
 use crate::checkpoint::{Planned, States};
 use crate::distributed::plan::BucketKind;
-use crate::error::{Error, Result};
-use crate::update::{OWN_STATE, unfit, unused};
+use crate::error::Result;
+use crate::update::{OWN_STATE, of_another, unused as unused_slot};
 
 /// Bytes of a message, well below the limit of an engine's messages.
 const CHUNK: usize = 1 << 26;
@@ -41,23 +41,16 @@ struct Entry {
     bytes: usize,
 }
 
-/// Fails for a tensor that Burn would read in another type: it reads states in the default type of
-/// the device.
-fn ensure_kept(
-    path: &str,
-    rank: usize,
-    (name, dtype): (&str, DType),
-    device: &Device,
-) -> Result<()> {
+/// The problem of a tensor that Burn would read in another type: it reads states in the default
+/// type of the device.
+fn other_type(name: &str, dtype: DType, device: &Device) -> Option<String> {
     let default = DType::from(device.settings().float_dtype);
-    if !dtype.is_float() || dtype == default {
-        return Ok(());
-    }
     let (saved, read) = (dtype.name(), default.name());
-    let reason = format!(
-        "its saved `{name}` is not of the device's default type: expected {read}, got {saved}"
-    );
-    Err(Error::parameter(path, rank, reason, "give the device the default type of the saved state"))
+    (dtype.is_float() && dtype != default).then(|| {
+        format!(
+            "its saved `{name}` is not of the device's default type: expected {read}, got {saved}"
+        )
+    })
 }
 
 impl Outline {
@@ -183,44 +176,67 @@ impl DistModuleOptimizer {
         Ok(all)
     }
 
-    /// Reads the states of this rank's parameters, and adds the paths and names of the states of
-    /// all ranks to `requested`.
+    /// The problem of the state of a parameter that this rank owns.
     ///
     /// # Errors
     ///
-    /// [`Error::Parameter`] if a state is not one of the parameter's optimizer, or of another type
-    /// than the device's default; [`Error::Checkpoint`] if it can't be read.
-    pub(super) fn fill_own(
-        &mut self,
-        states: &States,
-        requested: &mut HashSet<(String, String)>,
-    ) -> Result<()> {
-        let (rank, device) = (self.world.rank(), self.device());
-        let shards = self.shards.iter_mut();
-        for shard in shards.filter(|shard| shard.bucket.kind == BucketKind::Whole) {
-            for index in shard.bucket.parameters.clone() {
-                let path = &self.model[self.trained[index].model].path;
-                let (tensors, scalars) = states.under(path, OWN_STATE);
-                requested.extend(tensors.iter().map(|(name, _)| (path.clone(), name.clone())));
-                if self.plan.owner(index, 0) != rank {
+    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if the state can't be read.
+    pub(super) fn own_problem(&self, index: usize, states: &States) -> Result<Option<String>> {
+        if self.plan.owner(index, 0) != self.world.rank() {
+            return Ok(None);
+        }
+        let (device, path) = (self.device(), &self.model[self.trained[index].model].path);
+        let (mut source, names) = self.source(path, states)?;
+        let other_type = names.iter().find_map(|(name, dtype)| other_type(name, *dtype, &device));
+        if other_type.is_some() {
+            return Ok(other_type);
+        }
+        let mut shards = self.shards.iter().filter(|shard| shard.owns(index));
+        let shard = shards.next().expect("an owner has the parameter");
+        if shard.read_own(index, &mut source, &device).is_none() {
+            return Ok(Some(of_another()));
+        }
+        // An optimizer takes what it knows.
+        let mut names = names.iter().map(|(name, _)| name.as_str());
+        Ok(names.find(|name| source.take_tensor("", name).is_some()).map(unused_slot))
+    }
+
+    /// The state of a whole parameter, as an optimizer reads it, with the names and types of its
+    /// tensors.
+    fn source(&self, path: &str, states: &States) -> Result<(StateSource, Vec<(String, DType)>)> {
+        let (tensors, scalars) = states.under(path, OWN_STATE);
+        let (mut source, mut names) = (StateSource::new(scalars), vec![]);
+        for (name, in_archive) in tensors {
+            let data = states.archive().data(in_archive)?;
+            names.push((name.clone(), data.dtype()));
+            source.insert_tensor(name, data);
+        }
+        Ok((source, names))
+    }
+
+    /// Reads the states of this rank's parameters. Those of `unused` parameters become empty.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if a state can't be read.
+    ///
+    /// # Panics
+    ///
+    /// If a state has a [problem](Self::own_problem).
+    pub(super) fn fill_own(&mut self, states: &States, unused: &BTreeSet<String>) -> Result<()> {
+        let device = self.device();
+        for shard in 0..self.shards.len() {
+            for index in self.shards[shard].bucket.parameters.clone() {
+                if !self.shards[shard].owns(index) {
                     continue;
                 }
-                let mut source = StateSource::new(scalars);
-                for (name, in_archive) in &tensors {
-                    let data = states.archive().data(in_archive)?;
-                    ensure_kept(path, rank, (name, data.dtype()), &device)?;
-                    source.insert_tensor(name.clone(), data);
-                }
-                if shard.load_own(index, &mut source, &device).is_none() {
-                    let problem = "its saved `state` is that of another optimizer".to_owned();
-                    return Err(unfit(path, rank, problem));
-                }
-                // An optimizer takes what it knows.
-                let mut is_left = |name: &str| source.take_tensor("", name).is_some();
-                let mut names = tensors.iter().map(|(name, _)| name.as_str());
-                if let Some(left) = names.find(|name| is_left(name)) {
-                    return Err(unfit(path, rank, unused(left)));
-                }
+                let path = &self.model[self.trained[index].model].path;
+                let mut source = match unused.contains(path) {
+                    true => StateSource::default(),
+                    false => self.source(path, states)?.0,
+                };
+                let own = self.shards[shard].read_own(index, &mut source, &device);
+                self.shards[shard].set_own(index, own.expect("its problems were looked for"));
             }
         }
         Ok(())

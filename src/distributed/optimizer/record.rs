@@ -5,7 +5,7 @@
 //! than a bucket on the host. A load reads on every rank only the tensors that its shards need,
 //! after the ranks have compared the files.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::path::Path;
 
@@ -20,12 +20,17 @@ use super::busy::Busy;
 use super::counters::{COUNTERS, Counters};
 use super::loss_scale::LossScale;
 use super::own_states::OwnStates;
-use crate::checkpoint::{self, Archive, Checkpointed, Contents, Divided, Planned, Saving, States};
+use super::shard::Shard;
+use crate::checkpoint::{
+    self, Archive, Checkpointed, Contents, Divided, Planned, Saving, States, TrainedPaths,
+};
+use crate::difference::{Difference, DifferenceKind};
 use crate::distributed::layout::Cuts;
 use crate::distributed::plan::{Bucket, BucketKind, Piece};
+use crate::distributed::trained::Kind;
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit};
-use crate::update::{Slot, TIME, is_half, unfit, unused};
+use crate::update::{CORRECTIONS, OWN_STATE, Slot, TIME, is_half, missing, unused as unused_slot};
 
 /// Names of the scale of the loss, and of the steps since it changed, in records.
 const LOSS_SCALE: &str = "loss_scale";
@@ -58,14 +63,14 @@ impl DistModuleOptimizer {
     }
 
     /// Returns the optimizer with the state of a record, which any number of ranks or a single
-    /// device made. The state of a parameter that is not in the record starts at zero. All ranks
-    /// make this call, with equal records.
+    /// device made. The state of a parameter that is not in the record starts at zero, and a
+    /// warning names it. All ranks make this call, with equal records.
     ///
     /// # Errors
     ///
     /// On all ranks, if any rank has one of these errors: [`Error::CheckpointsDiffer`] if the
-    /// records differ; [`Error::Parameter`] if a recorded state does not fit its parameter; those
-    /// of every collective.
+    /// records differ; [`Error::OtherRun`] with all differences, if recorded states do not fit
+    /// their parameters; those of every collective.
     pub fn load_record(self, record: OptimizerRecord) -> Result<Self> {
         self.load_states(&States::new(Archive::from_record(record)))
     }
@@ -73,8 +78,8 @@ impl DistModuleOptimizer {
     /// [`load_record`](Self::load_record) of a state that ranks of one process may share.
     pub(in crate::distributed) fn load_states(mut self, states: &States) -> Result<Self> {
         self.compare(states.archive())?;
-        let filled = self.fill(states);
-        self.world.agree(filled)?;
+        let differences = self.take_over(states, BTreeSet::new())?;
+        checkpoint::ensure_complete("the record of the optimizer".to_owned(), differences)?;
         Ok(self)
     }
 
@@ -125,26 +130,11 @@ impl DistModuleOptimizer {
     /// [`load_record`](Self::load_record); [`Error::CheckpointsDiffer`] if the files that the ranks
     /// open are not copies of one file.
     pub fn load<M: Module, T: DeserializeOwned>(
-        mut self,
+        self,
         path: impl AsRef<Path>,
         model: M,
     ) -> Result<(M, Self, T)> {
-        let opened = {
-            let _busy = Busy::new(self.world.communicator());
-            let parts = self.divided(&model);
-            parts.and_then(|_| Archive::open(path.as_ref()))
-        };
-        // Gradients of the values that are replaced.
-        self.units.discard()?;
-        self.units.forget_parts();
-        let archive = self.world.agree(opened)?;
-        self.compare(&archive)?;
-        let read = {
-            let _busy = Busy::new(self.world.communicator());
-            self.read(archive, model)
-        };
-        let (model, progress) = self.world.agree(read)?;
-        Ok((model, self, progress))
+        checkpoint::load(path, model, self)
     }
 
     /// Writes a checkpoint. Makes the collective calls of [`collect`](Self::collect) even if the
@@ -189,25 +179,6 @@ impl DistModuleOptimizer {
         // Collectives may return results that the device has not received yet.
         self.world.comm().synchronize()?;
         Ok(saving.and_then(Saving::finish))
-    }
-
-    fn read<M: Module, T: DeserializeOwned>(
-        &mut self,
-        archive: Archive,
-        model: M,
-    ) -> Result<(M, T)> {
-        let loaded = checkpoint::load_model(&archive, model, &*self)?;
-        let states = States::new(archive);
-        let requested = self.fill(&states)?;
-        // Damage to states that no parameter needs is also detected: the ranks divide that work.
-        let rest = states.keys().filter(|key| !requested.contains(*key));
-        let mut rest: Vec<_> = rest.collect();
-        rest.sort_unstable();
-        for (path, name) in rest.into_iter().skip(self.world.rank()).step_by(self.world.size()) {
-            let (name, _) = states.find(path, name).expect("the name is one of the keys");
-            states.archive().verify(name)?;
-        }
-        Ok(loaded)
     }
 
     /// Fails for ranks that are about to load another file than rank 0.
@@ -489,15 +460,119 @@ impl DistModuleOptimizer {
         identities.collect()
     }
 
-    /// Reads this rank's shards, and returns the paths and names of all states that the plan has.
+    /// Takes over the states that fit, except of parameters that keep an empty state. Returns the
+    /// differences of all ranks. All ranks make this call.
+    fn take_over(
+        &mut self,
+        states: &States,
+        mut unused: BTreeSet<String>,
+    ) -> Result<Vec<Difference>> {
+        let found = {
+            let _busy = Busy::new(self.world.communicator());
+            self.problems(states, &unused)
+        };
+        let mut problems = self.world.agree(found)?;
+        let is_whole = |shard: &Shard| shard.bucket.kind == BucketKind::Whole;
+        if self.world.size() > 1 && self.shards.iter().any(is_whole) {
+            // Only its owner knows the problem of a whole parameter.
+            problems = self.world.all_gather_value(&problems)?.into_iter().flatten().collect();
+        }
+        let missing = states.missing(&self.trained_paths(), &unused);
+        let known: HashSet<_> = self.routing.routes().iter().map(|route| &*route.path).collect();
+        let orphaned: BTreeSet<_> = states
+            .paths()
+            .filter(|path| !known.contains(path) && !unused.contains(*path))
+            .collect();
+        if !orphaned.is_empty() && self.world.is_main() {
+            log::warn!(
+                "optimizer states are dropped, since the model does not have their parameters: \
+                 {orphaned:?}"
+            );
+        }
+        unused.extend(problems.keys().cloned());
+        let read = {
+            let _busy = Busy::new(self.world.communicator());
+            self.fill(states, &unused)
+        };
+        self.world.agree(read)?;
+        let problems = problems.into_iter();
+        let problems =
+            problems.map(|(path, problem)| Difference::new(path, DifferenceKind::State, problem));
+        Ok(problems.chain(missing).collect())
+    }
+
+    fn trained_paths(&self) -> TrainedPaths {
+        TrainedPaths::all(self.model.iter().map(|parameter| &*parameter.path))
+    }
+
+    /// The problems of saved states that do not fit, by the path of their parameter. Of whole
+    /// parameters, only this rank's.
+    fn problems(
+        &self,
+        states: &States,
+        unused: &BTreeSet<String>,
+    ) -> Result<BTreeMap<String, String>> {
+        let mut problems = BTreeMap::new();
+        let mut requested = HashSet::new();
+        for (index, parameter) in self.trained.iter().enumerate() {
+            let path = &self.model[parameter.model].path;
+            if unused.contains(path) || !states.knows(path) {
+                continue;
+            }
+            let mut found = vec![];
+            let mut look = |name: &str, expected: (&[usize], DType), is_optional| match find(
+                states,
+                (path, name),
+                expected,
+                is_optional,
+            ) {
+                Ok(name) => requested.extend(name),
+                Err(problem) => found.push(problem),
+            };
+            for slot in self.parameter_slots(index) {
+                let (_, name) = self.state_key(index, slot.name);
+                let shape = self.recorded_shape(index, slot.name);
+                look(&name, (&shape, slot.dtype.resolve(parameter.dtype)), slot.is_optional());
+            }
+            for slot in parameter.counters(self.routing.updates()) {
+                let (_, name) = self.state_key(index, slot.name);
+                // Burn's AdamW has the number of steps instead.
+                look(&name, (&[1], DType::F32), states.burns_time(path).is_some());
+            }
+            if matches!(parameter.kind, Kind::Whole { .. }) {
+                let (tensors, _) = states.under(path, OWN_STATE);
+                requested.extend(tensors.into_iter().map(|(_, name)| name));
+                found.extend(self.own_problem(index, states)?);
+            }
+            let problem = states.refusal(path).or(found.into_iter().next());
+            if let Some(problem) = problem {
+                problems.entry(path.clone()).or_insert(problem);
+            }
+        }
+        let mut rest: Vec<_> =
+            states.tensors().filter(|(_, name)| !requested.contains(name)).collect();
+        rest.sort_unstable();
+        for (path, name) in rest.into_iter().filter(|(path, _)| !unused.contains(*path)) {
+            let is_at = |known: &str| known == path;
+            let is_trained = self.model.iter().any(|parameter| is_at(&parameter.path));
+            let is_frozen = !is_trained && self.routing.routes().iter().any(|r| is_at(&r.path));
+            let problem = match states.archive().state_key(name) {
+                Some((.., state)) if is_trained => unused_slot(state),
+                _ if is_frozen => "expected none, since it is not trained".to_owned(),
+                _ => continue,
+            };
+            problems.entry(path.to_owned()).or_insert(problem);
+        }
+        Ok(problems)
+    }
+
+    /// Reads this rank's shards. The states of `unused` parameters become empty.
     ///
     /// # Errors
     ///
-    /// [`Error::Parameter`] if a state does not fit its parameter, [`Error::Checkpoint`] if it
-    /// can't be read.
-    fn fill(&mut self, states: &States) -> Result<HashSet<(String, String)>> {
+    /// [`Error::Checkpoint`] if a state can't be read.
+    fn fill(&mut self, states: &States, unused: &BTreeSet<String>) -> Result<()> {
         let (rank, device) = (self.world.rank(), self.device());
-        let mut requested = HashSet::new();
         for shard in 0..self.shards.len() {
             for slot in self.slots(&self.shards[shard].bucket) {
                 let values = self.slot_values(&self.shards[shard].bucket, slot.name);
@@ -505,11 +580,8 @@ impl DistModuleOptimizer {
                 let mut part = HostShard::new(values.shard_range(rank), dtype);
                 for (index, runs) in values.by_parameter() {
                     let (path, name) = self.state_key(index, slot.name);
-                    let shape = self.recorded_shape(index, slot.name);
-                    let found = find(states, (&path, &name), (&shape, dtype), slot.is_optional());
-                    let found = found.map_err(|problem| unfit(&path, rank, problem))?;
-                    requested.insert((path, name));
-                    if let Some(found) = found.filter(|_| part.takes(&runs)) {
+                    let found = states.find(&path, &name).filter(|_| !unused.contains(&path));
+                    if let Some((found, _)) = found.filter(|_| part.takes(&runs)) {
                         let data = states.archive().data(found)?.convert_dtype(dtype);
                         part.take(&data, &runs);
                     }
@@ -520,17 +592,25 @@ impl DistModuleOptimizer {
                 self.shards[shard].set_state(slot.name, &data);
             }
         }
-        self.fill_own(states, &mut requested)?;
+        self.fill_own(states, unused)?;
+        let rule = self.routing.updates().rest.rule;
         self.set_counters(|path, name| {
-            requested.insert((path.to_owned(), name.to_owned()));
-            let found = find(states, (path, name), (&[1], DType::F32), false);
-            let found = found.map_err(|problem| unfit(path, rank, problem))?;
-            let data = found.map(|found| states.archive().data(found)).transpose()?;
-            Ok(data.and_then(|data| data.iter::<f32>().next()).unwrap_or(0.0))
+            if unused.contains(path) {
+                return Ok(0.0);
+            }
+            if let Some((found, _)) = states.find(path, name) {
+                let data = states.archive().data(found)?;
+                return Ok(data.iter::<f32>().next().unwrap_or(0.0));
+            }
+            let steps = states.burns_time(path).unwrap_or(0);
+            let mut corrections = CORRECTIONS.iter().zip(rule.corrections_after(steps));
+            let correction = corrections.find(|(slot, _)| slot.name == name);
+            Ok(correction.map_or(0.0, |(_, value)| value as f32))
         })?;
         for index in 0..self.trained.len() {
             let (path, name) = self.state_key(index, TIME);
-            self.trained[index].time = states.time(&path, &name).unwrap_or(0);
+            let time = states.time(&path, &name).or_else(|| states.burns_time(&path));
+            self.trained[index].time = time.filter(|_| !unused.contains(&path)).unwrap_or(0);
         }
         if let Some(LossScale { scale, steps, .. }) = &mut self.loss_scale {
             // A file of a run without loss scaling does not have them.
@@ -539,14 +619,16 @@ impl DistModuleOptimizer {
             let saved = states.scalar(LOSS_SCALE_STEPS).and_then(|saved| saved.try_into().ok());
             *steps = saved.unwrap_or(0);
         }
-        let is_trained = |path: &str| self.model.iter().any(|parameter| parameter.path == path);
-        let mut rest = states.keys().filter(|key| !requested.contains(*key));
-        if let Some((path, name)) = rest.find(|(path, _)| is_trained(path)) {
-            return Err(unfit(path, rank, unused(name)));
-        }
+        // Damage to states that no parameter needs is also detected: the ranks divide that work.
+        let is_read = |path: &str| {
+            !unused.contains(path) && self.model.iter().any(|parameter| parameter.path == path)
+        };
+        let (first, every) = (self.world.rank(), self.world.size());
+        let unread = states.unread(is_read).into_iter().skip(first).step_by(every);
+        unread.into_iter().try_for_each(|name| states.archive().verify(name))?;
         self.diverged = self.none_diverged();
         self.start_counting();
-        Ok(requested)
+        Ok(())
     }
 }
 
@@ -715,9 +797,7 @@ fn find<'a>(
             stored.shape,
             stored.dtype.name()
         )),
-        None if states.knows(path) && !is_optional => {
-            Err(format!("its saved state does not have `{name}`"))
-        }
+        None if states.knows(path) && !is_optional => Err(missing(name)),
         None => Ok(None),
     }
 }
@@ -749,10 +829,30 @@ impl Checkpointed for DistModuleOptimizer {
     }
 
     fn load_run<M: Module, T: DeserializeOwned>(
-        self,
+        mut self,
         path: &Path,
         model: M,
-    ) -> Result<(M, Self, T)> {
-        self.load(path, model)
+    ) -> Result<(M, Self, T, Vec<Difference>)> {
+        let opened = {
+            let _busy = Busy::new(self.world.communicator());
+            let parts = self.divided(&model);
+            parts.and_then(|_| Archive::open(path))
+        };
+        // Gradients of the values that are replaced.
+        self.units.discard()?;
+        self.units.forget_parts();
+        let archive = self.world.agree(opened)?;
+        self.compare(&archive)?;
+        let read = {
+            let _busy = Busy::new(self.world.communicator());
+            let progress = archive.progress();
+            progress.and_then(|progress| {
+                Ok((checkpoint::load_model(&archive, model, &self)?, progress))
+            })
+        };
+        let ((model, mut differences), progress) = self.world.agree(read)?;
+        let unused = differences.iter().map(|difference| difference.parameter.clone()).collect();
+        differences.extend(self.take_over(&States::new(archive), unused)?);
+        Ok((model, self, progress, differences))
     }
 }

@@ -325,22 +325,41 @@ impl Shard {
         })
     }
 
-    /// Reads such a state. `None` if it is that of another optimizer.
+    /// Returns `true` if this rank owns a whole parameter.
+    pub fn owns(&self, parameter: usize) -> bool {
+        self.bucket.kind == BucketKind::Whole
+            && self.runs.iter().any(|run| run.parameter == parameter)
+    }
+
+    /// Reads the state of a whole parameter. `None` if it is that of another optimizer.
     ///
     /// # Panics
     ///
     /// If the rank does not own the whole parameter.
-    pub fn load_own(
-        &mut self,
+    pub fn read_own(
+        &self,
         parameter: usize,
         source: &mut StateSource,
         device: &Device,
-    ) -> Option<()> {
+    ) -> Option<Option<DynState>> {
+        let whole = self.batches[self.position(parameter)].whole.as_ref();
+        let WholeRow { update, shape, .. } = whole.expect("a whole parameter");
+        update.unflatten(shape.len(), "", source, device)
+    }
+
+    /// Sets the state of a whole parameter.
+    ///
+    /// # Panics
+    ///
+    /// If the rank does not own the whole parameter.
+    pub fn set_own(&mut self, parameter: usize, own: Option<DynState>) {
+        let index = self.position(parameter);
+        self.batches[index].whole.as_mut().expect("a whole parameter").own = own;
+    }
+
+    fn position(&self, parameter: usize) -> usize {
         let index = self.runs.iter().position(|run| run.parameter == parameter);
-        let batch = &mut self.batches[index.expect("the rank owns the parameter")];
-        let WholeRow { update, shape, own } = batch.whole.as_mut().expect("a whole parameter");
-        *own = update.unflatten(shape.len(), "", source, device)?;
-        Some(())
+        index.expect("the rank owns the parameter")
     }
 
     /// Bytes of the master weights in the state.

@@ -5,10 +5,11 @@ use serde::{Deserialize, Serialize};
 
 use super::super::state::Slots;
 use super::{Behaviour, Context, Part, Stage, by_largest};
-use crate::slices::expand;
 
-/// Least norm that a row is divided by, as in nanochat.
-const LEAST_NORM: f64 = 1e-6;
+/// Least norm of a line that is scaled up, over the largest magnitude of the matrix: the squares of
+/// its elements are normal numbers in float32. nanochat has 1e-6 whatever the size of the matrix,
+/// so that a clip of the gradients could end the equilibration.
+const LEAST_NORM: f64 = 1e-15;
 
 /// Scales every row to the root mean square of the row norms before the iteration, as in
 /// <https://github.com/karpathy/nanochat>.
@@ -69,8 +70,6 @@ fn equilibrated(x: Tensor<3>, along: usize) -> Tensor<3> {
     let (x, largest) = by_largest(x);
     let squares = x.clone().square().sum_dim(along);
     let mean = squares.clone().mean_dim(3 - along).sqrt();
-    // Relative to the largest magnitude, as the norms are.
-    let least = expand(largest.clone().recip().mul_scalar(LEAST_NORM), squares.dims());
     // The largest magnitude comes last: the rest is of its order, so nothing overflows before.
-    x * (mean / squares.sqrt().max_pair(least)) * largest
+    x * (mean / squares.sqrt().clamp_min(LEAST_NORM)) * largest
 }

@@ -24,14 +24,15 @@ pub(super) const SECOND_MOMENT: &str = "gradient_norm";
 pub struct Namo {
     /// Decay of the second moment, in `[0, 1)`.
     pub beta_2: f64,
-    /// Summand of the root, zero or more; 1e-8 by default.
+    /// Summand of the root, zero or more; 1e-30 by default. The 1e-8 of the source is larger than
+    /// the gradients that a clip of the global norm may leave.
     pub epsilon: f64,
 }
 
 impl Namo {
     /// Makes the part with a decay of the second moment, in `[0, 1)`.
     pub fn new(beta_2: f64) -> Self {
-        Self { beta_2, epsilon: 1e-8 }
+        Self { beta_2, epsilon: 1e-30 }
     }
 
     /// Sets the summand of the root, zero or more.
