@@ -25,11 +25,11 @@ pub fn slice(tensor: &Tensor<1>, range: Range<usize>) -> Tensor<1> {
 /// cut from stays in memory.
 pub fn copied(view: Tensor<1>) -> Tensor<1> {
     let [elements] = view.dims();
+    let all = 0..elements;
     // A concatenation or a product with 1 may return the view.
     match elements {
         0 => view,
-        _ => Tensor::empty([elements], (&view.device(), view.dtype()))
-            .slice_assign([0..elements], view),
+        _ => Tensor::empty([elements], (&view.device(), view.dtype())).slice_assign([all], view),
     }
 }
 

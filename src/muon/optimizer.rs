@@ -204,6 +204,7 @@ impl Muon {
             dtype,
             parameters: &[MuonParameter {
                 flag: 0,
+                is_stack: k > 1,
                 origin: Origin::new(&self.parameter, 0, time),
                 size,
                 factors: None,

@@ -254,12 +254,12 @@ impl<'a> Anatomy<'a> {
             let named = (1..=parameter.fields.len()).filter(|depth| {
                 let name = &parameter.fields[depth - 1].name;
                 // A parameter of attention heads.
-                let is_parameter = *depth == parameter.fields.len();
-                // The last condition reads all parameters, and is evaluated for few.
-                names::is_head(name)
-                    && !(is_parameter && name.ends_with("heads"))
-                    && !parameter.in_stack(*depth)
-                    && !(name == OUTPUT && self.is_in_layer(parameter, *depth))
+                let is_of_heads = *depth == parameter.fields.len() && name.ends_with("heads");
+                if !names::is_head(name) || is_of_heads || parameter.in_stack(*depth) {
+                    return false;
+                }
+                // Reads all parameters, and is evaluated for few.
+                name != OUTPUT || !self.is_in_layer(parameter, *depth)
             });
             heads.extend(named.map(|depth| (depth, parameter)));
         }

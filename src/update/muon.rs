@@ -15,7 +15,7 @@ use super::state::{Slot, Slots};
 use super::step_size::{StepSize, WeightDecay};
 use crate::backend::{
     FiniteMask, FlaggedRows, KernelPolicy, MomentumStep, MomentumUpdate, ParameterStep, apply,
-    precise_dtype, reject, scaled, update_momentum,
+    ones_where, precise_dtype, reject, scaled, update_momentum,
 };
 use crate::orthogonalize::NewtonSchulz;
 use crate::slices::{self, concat};
@@ -44,6 +44,8 @@ pub(crate) struct MuonUpdate {
 pub(crate) struct MuonParameter {
     /// Index of its flag.
     pub flag: usize,
+    /// `true` for matrices of a stack, which stay as they are where their gradient is zero.
+    pub is_stack: bool,
     /// The origin of its values. The steps that it has taken are its position in the schedules.
     pub origin: Origin,
     pub size: StepSize,
@@ -91,16 +93,62 @@ impl MuonBatch<'_> {
         self.rejected.unwrap_or(diverged)
     }
 
-    /// The matrices whose gradients are not usable.
-    fn rejected(&self, diverged: &Tensor<1>) -> FiniteMask {
-        FiniteMask::from_rows((self.by_matrix)(self.flags(diverged)))
+    /// The matrices whose gradients are not usable, or absent.
+    fn rejected(&self, diverged: &Tensor<1>, idle: &Idle) -> FiniteMask {
+        FiniteMask::from_rows(idle.or((self.by_matrix)(self.flags(diverged))))
     }
 
     /// The matrices that stay as they are.
-    fn unchanged(&self, diverged: &Tensor<1>) -> FiniteMask {
-        let rejected = (self.by_matrix)(self.flags(diverged));
+    fn unchanged(&self, diverged: &Tensor<1>, idle: &Idle) -> FiniteMask {
+        let rejected = idle.or((self.by_matrix)(self.flags(diverged)));
         let diverged = diverged.clone().slice(s![self.first..self.first + self.count]);
         FiniteMask::from_rows(rejected.max_pair(diverged))
+    }
+
+    /// The matrices of stacks whose gradients are zero.
+    fn idle(&self, gradients: &[Tensor<1>]) -> Idle {
+        if self.parameters.iter().all(|parameter| !parameter.is_stack) {
+            return Idle(None);
+        }
+        let [m, n] = self.matrices.shape;
+        let flags = self.parameters.iter().zip(gradients).map(|(parameter, gradient)| {
+            let rows = gradient.dims()[0] / (m * n);
+            match parameter.is_stack {
+                true => {
+                    let zero = gradient.clone().reshape([rows, m * n]).equal_elem(0.0);
+                    ones_where(zero.all_dim(1)).reshape([rows])
+                }
+                false => slices::zeros(rows, DType::F32, &gradient.device()),
+            }
+        });
+        Idle(Some(concat(flags.collect(), DType::F32, &gradients[0].device())))
+    }
+}
+
+/// The matrices of stacks that have no part in a step, such as experts without tokens: 1 for those
+/// whose gradient is zero. They stay as they are, with their states, as a layer without a gradient
+/// does. `None` in a batch without stacks.
+struct Idle(Option<Tensor<1>>);
+
+impl Idle {
+    /// The flags of a batch's matrices, with those of the idle ones.
+    fn or(&self, flags: Tensor<1>) -> Tensor<1> {
+        match &self.0 {
+            Some(idle) => flags.max_pair(idle.clone()),
+            None => flags,
+        }
+    }
+
+    /// The flags of all matrices, of which the batch has those from `first` on.
+    fn among(&self, flags: &Tensor<1>, first: usize) -> Tensor<1> {
+        let Some(idle) = &self.0 else { return flags.clone() };
+        let range = first..first + idle.dims()[0];
+        let own = flags.clone().slice(s![range.clone()]);
+        flags.clone().slice_assign(s![range], self.or(own))
+    }
+
+    fn mask(&self) -> Option<FiniteMask> {
+        self.0.clone().map(FiniteMask::from_rows)
     }
 }
 
@@ -109,6 +157,7 @@ struct Direction {
     direction: Tensor<3>,
     /// The flags of matrices.
     diverged: Tensor<1>,
+    idle: Idle,
     /// The [`orthogonality_errors`], if they are observed.
     errors: Option<Tensor<1>>,
     known: Known,
@@ -218,16 +267,17 @@ impl MuonUpdate {
         let firsts = starts(&values);
         let values = self.precision.widen(values, &firsts, state);
         let tensors = (gradients, Some(&*values));
-        let Direction { direction, diverged, errors, known } =
+        let Direction { direction, diverged, idle, errors, known } =
             self.direction(batch, tensors, state, diverged, observations.is_some());
         let old = errors.is_some().then(|| values.clone());
 
         let steps: Vec<_> = parameters.iter().map(|p| p.size.step(p.flag)).collect();
-        let flags = (&diverged, batch.first);
+        let unchanged = idle.among(&diverged, batch.first);
+        let flags = (&unchanged, batch.first);
         let mut values =
             apply(self.policy(), values, direction, batch.flags(&diverged), flags, &steps);
         if self.has_parts(Stage::Parameter) {
-            let mask = || batch.unchanged(&diverged);
+            let mask = || batch.unchanged(&diverged, &idle);
             let old = joined(&values, shape);
             let new = self.apply_parts(Stage::Parameter, old.clone(), state, &known, &mask);
             values = split_like(mask().select(new, old), &values);
@@ -262,9 +312,9 @@ impl MuonUpdate {
     ) -> (Vec<Tensor<1>>, Tensor<1>) {
         assert!(self.separates(batch.dtype), "the step needs whole values");
         let lengths: Vec<usize> = gradients.iter().map(|gradient| gradient.dims()[0]).collect();
-        let Direction { direction, diverged, .. } =
+        let Direction { direction, diverged, idle, .. } =
             self.direction(batch, (gradients, None), state, diverged, false);
-        let direction = batch.unchanged(&diverged).fill_rejected(direction, f32::NAN);
+        let direction = batch.unchanged(&diverged, &idle).fill_rejected(direction, f32::NAN);
         (split(direction.cast(batch.dtype), &lengths), diverged)
     }
 
@@ -306,8 +356,9 @@ impl MuonUpdate {
         let steps = parameters.iter().map(|parameter| parameter.origin.step);
         let weights: Vec<Weights> = steps.map(|step| self.momentum.weights(step)).collect();
 
+        let idle = batch.idle(&gradients);
         let keep = || by_parameter(&mut weights.iter().map(|weights| weights.keep));
-        let mask = || batch.rejected(&diverged);
+        let mask = || batch.rejected(&diverged, &idle);
         let mut known = Known {
             matrices,
             scale: self.scale(matrices),
@@ -343,15 +394,21 @@ impl MuonUpdate {
             .collect();
         let momentum = state.take(MOMENTUM);
         let stored = momentum.dtype();
-        let MomentumUpdate { momentum, mut update, norms } = update_momentum(
+        let momentum = momentum.cast(precise).reshape(shape);
+        // With a second reference, the momentum is not updated in place.
+        let of_idle = idle.mask().map(|mask| (mask, momentum.clone()));
+        let MomentumUpdate { mut momentum, mut update, norms } = update_momentum(
             self.policy(),
             gradients,
-            momentum.cast(precise).reshape(shape),
+            momentum,
             batch.flags(&diverged),
             factor,
             &steps,
             self.momentum.nesterov,
         );
+        if let Some((mask, old)) = of_idle {
+            momentum = mask.select(momentum, old);
+        }
         state.put(MOMENTUM, momentum.reshape([count * m * n]).cast(stored));
 
         if self.momentum.bias_correction {
@@ -369,17 +426,21 @@ impl MuonUpdate {
 
         let mut direction = contiguous(self.newton_schulz.direction(update, norms));
         let errors = observed.then(|| orthogonality_errors(&direction));
+        let errors = match idle.mask() {
+            Some(mask) => errors.map(|errors| mask.zero_rejected(errors)),
+            None => errors,
+        };
         let has_after = self.has_parts(Stage::After);
         // The squares that parts compute have to be finite.
         let largest = if has_after { LARGEST_SQUARED } else { f64::MAX };
         let mut diverged = self.reject_matrices(&direction, diverged, batch.first, largest);
         if has_after {
-            let mask = || batch.unchanged(&diverged);
+            let mask = || batch.unchanged(&diverged, &idle);
             direction = self.apply_parts(Stage::After, direction, state, &known, &mask);
             direction = contiguous(direction);
             diverged = self.reject_matrices(&direction, diverged, batch.first, f64::MAX);
         }
-        Direction { direction, diverged, errors, known }
+        Direction { direction, diverged, idle, errors, known }
     }
 }
 

@@ -7,6 +7,7 @@ mod diagnostics;
 mod dist_muon;
 mod extremes;
 mod guide;
+mod idle;
 #[cfg(feature = "train")]
 mod learner;
 mod link;

@@ -230,7 +230,8 @@ impl DistModuleOptimizer {
     /// [`GradDtype::Float32`].
     ///
     /// A parameter without a gradient on any rank stays as it is, and so does its position in the
-    /// schedules. If only some ranks have a gradient, it counts as zero on the others.
+    /// schedules. If only some ranks have a gradient, it counts as zero on the others. A matrix of
+    /// a stack, such as an expert, whose gradient is zero on all ranks also stays as it is.
     ///
     /// For several micro-batches, sum or average their gradients with
     /// [`GradientBuffer`](crate::GradientBuffer) and step once.

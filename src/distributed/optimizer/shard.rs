@@ -55,6 +55,8 @@ struct Run {
     elements: Range<usize>,
     /// Their range in the shard. Zeros may follow.
     range: Range<usize>,
+    /// `true` for matrices of a stack.
+    is_stack: bool,
 }
 
 /// Rows that are updated together: the matrices of one shape, everything that is updated element by
@@ -105,7 +107,8 @@ impl Shard {
         let range = bucket.shard_range(rank);
         let run = |plan::Run { parameter, elements, range }| {
             let path = parameters[parameter].path.clone();
-            Run { parameter, path, elements, range }
+            let is_stack = matches!(parameters[parameter].kind, Kind::Muon { count: 2.., .. });
+            Run { parameter, path, elements, range, is_stack }
         };
         let mut runs: Vec<Run> = bucket.runs(rank).into_iter().map(run).collect();
         let (update, batches) = match bucket.kind {
@@ -400,6 +403,7 @@ impl Batch {
         let indices = &rows.parameters;
         let parameter = |run: &Run| MuonParameter {
             flag: run.parameter,
+            is_stack: run.is_stack,
             origin: run.origin(inputs),
             size: inputs.sizes[run.parameter],
             factors: run.factors(inputs),

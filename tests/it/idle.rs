@@ -1,0 +1,134 @@
+//! Matrices of a stack without a gradient, such as experts without tokens: they stay as they are,
+//! as layers of their own do.
+
+use burn::module::{Module, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::{DType, Device, Tensor, TensorData};
+use distmuon::comm::World;
+use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
+use distmuon::{MuonConfig, RoutingRule};
+use distmuon_testing::combinations::combinations;
+use distmuon_testing::models::assert_same_weights;
+
+const SHAPE: [usize; 3] = [3, 6, 10];
+const STEPS: usize = 7;
+
+/// The same matrices as a stack, and as layers of their own.
+#[derive(Module, Debug)]
+struct Experts {
+    stack: Param<Tensor<3>>,
+    layers: Vec<Param<Tensor<2>>>,
+}
+
+/// Values of a matrix that depend on a number.
+fn matrix(number: usize, device: &Device) -> Tensor<2> {
+    let [_, m, n] = SHAPE;
+    let value = |index: usize| ((index * 37 + number * 101 + index * index * 7) % 53) as f32;
+    let values = (0..m * n).map(|index| (value(index) - 26.0) / 40.0).collect::<Vec<_>>();
+    Tensor::from_data(TensorData::new(values, [m, n]), (device, DType::F32))
+}
+
+impl Experts {
+    fn new(device: &Device) -> Self {
+        let matrices: Vec<_> = (0..SHAPE[0]).map(|expert| matrix(expert, device)).collect();
+        let layer = |matrix: &Tensor<2>| Param::from_tensor(matrix.clone().require_grad());
+        let layers = matrices.iter().map(layer).collect();
+        let stack = Tensor::stack::<3>(matrices, 0).require_grad();
+        Self { stack: Param::from_tensor(stack), layers }
+    }
+
+    /// The gradients of a step: zeros in the stack where a layer has none. `columns` are those of
+    /// the stack that this model has.
+    fn gradients(&self, step: usize, rows: std::ops::Range<usize>) -> GradientsParams {
+        let device = self.stack.val().device().inner();
+        let mut gradients = GradientsParams::new();
+        let mut of_stack = vec![];
+        for (expert, layer) in self.layers.iter().enumerate() {
+            // In one of the steps, no expert has a gradient; in the last two, all have.
+            let is_idle = step == 3 || step < 5 && (step + expert).is_multiple_of(3);
+            let gradient = matrix(10 * step + expert + 7, &device);
+            if is_idle {
+                of_stack.push(Tensor::zeros_like(&gradient));
+            } else {
+                gradients.register(layer.id, gradient.clone());
+                of_stack.push(gradient);
+            }
+        }
+        let of_stack = Tensor::stack::<3>(of_stack, 0).slice([0..SHAPE[0], rows]);
+        gradients.register(self.stack.id, of_stack);
+        gradients
+    }
+
+    fn assert_equal(&self, case: &str) {
+        let values = |tensor: Tensor<1>| tensor.into_data().iter::<f32>().collect::<Vec<_>>();
+        let layers = self.layers.iter().map(|layer| layer.val().inner().reshape([-1]));
+        let layers = Tensor::cat(layers.collect(), 0);
+        assert_same_weights(case, &values(self.stack.val().inner().reshape([-1])), &values(layers));
+    }
+}
+
+/// With a momentum that does not depend on the step, since a stack has one position in schedules.
+fn configs() -> Vec<(&'static str, MuonConfig)> {
+    let routed = |(name, muon): (&'static str, MuonConfig)| {
+        let momentum = muon.momentum.clone().with_momentum(0.9.into());
+        let muon = muon.with_momentum(momentum).with_rule(RoutingRule::muon("layers"));
+        (name, muon.with_rule(RoutingRule::muon("stack").batch()))
+    };
+    combinations().into_iter().map(routed).collect()
+}
+
+#[test]
+fn experts_without_a_gradient_stay_as_they_are_as_layers_do() {
+    let device = Device::default().autodiff();
+    for (name, muon) in configs() {
+        let mut net = Experts::new(&device);
+        let mut optim = muon.init(&net);
+        let mut batched_net = Experts::new(&device);
+        let mut batched = muon.init_batched(&batched_net).unwrap();
+        for step in 0..STEPS {
+            let before = net.stack.val().inner();
+            let gradients = net.gradients(step, 0..SHAPE[1]);
+            net = optim.step(0.05, net, gradients);
+            let gradients = batched_net.gradients(step, 0..SHAPE[1]);
+            batched_net = batched.step(0.05, batched_net, gradients).unwrap();
+            let change = (net.stack.val().inner() - before).abs().max_dims(&[1, 2]);
+            let moves: Vec<bool> = change.into_data().iter::<f32>().map(|max| max > 0.0).collect();
+            let is_idle = |expert: usize| step == 3 || step < 5 && (step + expert) % 3 == 0;
+            assert_eq!(moves, [0, 1, 2].map(|expert| !is_idle(expert)), "{name}, step {step}");
+            net.assert_equal(&format!("{name}, step {step}"));
+            batched_net.assert_equal(&format!("{name}, batched, step {step}"));
+        }
+    }
+}
+
+#[test]
+fn experts_without_a_gradient_stay_as_they_are_on_any_ranks() {
+    for (name, muon) in configs() {
+        for (ranks, cuts) in [(2, false), (3, false), (2, true)] {
+            let trained = World::threads(World::devices(ranks), |world| {
+                let mesh = if cuts {
+                    vec![Axis::model("tp", ranks)]
+                } else {
+                    vec![Axis::data("dp", ranks)]
+                };
+                let layout = Layout::new(&Mesh::new(&world, mesh)?).with_muon(muon.clone());
+                let layout = match cuts {
+                    true => layout.with_place(Place::shard("^stack$", "tp", 1)),
+                    false => layout,
+                };
+                let mut net = layout.shard(Experts::new(world.device()))?;
+                let config = DistMuonConfig::new().with_muon(muon.clone());
+                let mut optim = config.init_on(&layout, &net)?;
+                let rows = if cuts { world.part(SHAPE[1]) } else { 0..SHAPE[1] };
+                for step in 0..STEPS {
+                    let gradients = net.gradients(step, rows.clone());
+                    net = optim.step(0.05, net, gradients)?;
+                }
+                layout.unshard(&net)
+            });
+            for net in trained.unwrap() {
+                net.assert_equal(&format!("{name}, {ranks} ranks, cut: {cuts}"));
+            }
+        }
+    }
+}
