@@ -5,6 +5,7 @@
 #![cfg(feature = "cuda")]
 
 mod checks;
+#[allow(dead_code)] // the benches need all of it
 #[path = "../driver/mod.rs"]
 mod driver;
 mod order;
