@@ -108,6 +108,7 @@ pub mod hosts {}
 /// [`Keep::Weights`]: crate::distributed::Keep::Weights
 /// [`Publish::AtFirstUse`]: crate::distributed::Publish::AtFirstUse
 /// [`accumulate`]: crate::distributed::Layout::accumulate
+/// [`average`]: crate::distributed::Layout::average
 /// [`collect`]: crate::distributed::Layout::collect
 /// [`unshard`]: crate::distributed::Layout::unshard
 /// [`with_small_elements`]: crate::distributed::Layout::with_small_elements
