@@ -108,6 +108,7 @@ pub mod hosts {}
 /// [`Keep::Weights`]: crate::distributed::Keep::Weights
 /// [`Publish::AtFirstUse`]: crate::distributed::Publish::AtFirstUse
 /// [`accumulate`]: crate::distributed::Layout::accumulate
+/// [`average`]: crate::distributed::Layout::average
 /// [`collect`]: crate::distributed::Layout::collect
 /// [`unshard`]: crate::distributed::Layout::unshard
 /// [`with_small_elements`]: crate::distributed::Layout::with_small_elements
@@ -118,7 +119,10 @@ pub mod hosts {}
 /// [docs/results]: crate::guide#other-documents
 /// [Tensor and expert parallelism]: crate::guide::slices
 /// [all placements]: crate::guide::slices#all-placements
-#[doc = include_str!("../docs/guide/large-models.md")]
+#[cfg_attr(
+    any(feature = "processes", not(doctest)),
+    doc = include_str!("../docs/guide/large-models.md")
+)]
 pub mod large_models {}
 
 /// Layers and experts of which every rank has a slice: tensor and expert parallelism.

@@ -448,6 +448,70 @@ fn parts_of_tables_and_stacks_do_not_keep_the_whole_in_memory() {
     }
 }
 
+/// The bytes that all ranks hold at a place which all of them have reached.
+fn held(together: &Barrier) -> usize {
+    together.wait();
+    let bytes = ALLOCATOR.current_usage();
+    together.wait();
+    bytes
+}
+
+#[test]
+fn an_average_of_owned_parameters_takes_the_memory_of_its_parts() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    let together = Barrier::new(2);
+    let run = World::threads(vec![Device::default().autodiff(); 2], |world| {
+        let layout = Layout::new(&Mesh::flat(&world)).owned("dp");
+        let model = layout.shard(Layers::square(OWNED_LAYERS, 512, world.device()))?;
+        world.comm().barrier()?;
+        let before = held(&together);
+        let mut average = model.clone();
+        for _ in 0..3 {
+            average = layout.average(average, &model, 0.9)?;
+        }
+        let after = held(&together);
+        drop((average, model));
+        Ok::<_, Error>(after.saturating_sub(before))
+    });
+    let extra = run.unwrap()[0];
+    // The averages of both ranks' parts together.
+    assert!(extra <= OWNED_LAYERS * LAYER + SCRATCH, "{extra}");
+}
+
+#[test]
+fn evaluation_of_owned_parameters_does_not_grow_memory() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    let together = Barrier::new(2);
+    let run = World::threads(vec![Device::default().autodiff(); 2], |world| {
+        let layout = Layout::new(&Mesh::flat(&world)).owned("dp").with_small_elements(1);
+        let model = layout.shard(Layers::square(4, 8, world.device()))?;
+        let evaluated = model.valid();
+        let input = Tensor::<2>::ones([1, 8], &world.device().clone().inner());
+        let evaluate = |passes: usize| {
+            for _ in 0..passes {
+                drop(evaluated.layers.iter().fold(input.clone(), |x, layer| layer.forward(x)));
+            }
+            held(&together)
+        };
+        let before = evaluate(5_000);
+        let after = evaluate(10_000);
+        let output = model
+            .layers
+            .iter()
+            .fold(Tensor::from_inner(input.clone()), |x, layer| layer.forward(x));
+        layout.backward(&output.mean(), &model)?;
+        Ok::<_, Error>(after.saturating_sub(before))
+    });
+    let growth = run.unwrap()[0];
+    assert!(growth <= SCRATCH / 16, "{growth}");
+}
+
 #[test]
 fn a_parameter_that_can_not_be_gathered_is_an_error_on_all_ranks() {
     let _alone = alone();

@@ -396,8 +396,10 @@ impl World {
     ///
     /// Those of every collective (see [`Communicator`]).
     pub fn mean(&self, value: impl Into<f64>) -> Result<f64> {
-        let all: Vec<f64> = self.all_gather_value(&value.into())?;
-        Ok(all.iter().sum::<f64>() / all.len() as f64)
+        // By way of rank 0, so that its messages do not grow with the square of the ranks.
+        let all: Option<Vec<f64>> = self.gather_value(&value.into(), 0)?;
+        let mean = all.map_or(0.0, |all| all.iter().sum::<f64>() / all.len() as f64);
+        self.broadcast_value(&mean, 0)
     }
 
     /// Returns this rank's device, with autodiff if the world was made with such a device.

@@ -1,6 +1,8 @@
 //! The division of a model's parameters among ranks.
 
+mod average;
 mod cuts;
+mod events;
 mod identity;
 mod order;
 mod owned;

@@ -15,6 +15,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Shape, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::events::{Event, Events};
 use super::identity::Identities;
 use super::order::Order;
 use super::unit::Unit;
@@ -97,13 +98,6 @@ enum Flight {
     ReducingReplicas(usize, u64, Pending),
 }
 
-/// A collective of a pass, by the index of its parameter: the same on all ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-enum Event {
-    Gather(usize),
-    Reduce(usize),
-}
-
 /// The number of uses of a parameter in a pass after which the user is told that no backward pass
 /// has followed.
 const MANY_USES: usize = 10_000;
@@ -147,7 +141,7 @@ struct State {
     forward: Order,
     /// The parameters that are gathered again in the backward pass.
     backward: Order,
-    events: Vec<Event>,
+    events: Events,
     is_micro_batch: bool,
     /// `true` while the values are read for other purposes than a pass.
     is_reading: bool,
@@ -671,22 +665,18 @@ impl Passes {
     /// Fails if the ranks have not made the same calls. An engine does not notice it if they are of
     /// equal sizes, or if some are missing at the end: the comparison takes place in the groups of
     /// the calls, where it meets them.
-    fn same_events(&self, events: &Vec<Event>) -> Result<()> {
+    fn same_events(&self, events: &Events) -> Result<()> {
         if self.units.is_empty() {
             return Ok(());
         }
-        let described = |event: Option<&Event>| match event {
-            Some(Event::Gather(index)) => format!("used `{}`", self.units[*index].path),
-            Some(Event::Reduce(index)) => {
-                format!("had a gradient of `{}`", self.units[*index].path)
-            }
+        let described = |event: Option<Event>| match event {
+            Some(Event::Gather(index)) => format!("used `{}`", self.units[index].path),
+            Some(Event::Reduce(index)) => format!("had a gradient of `{}`", self.units[index].path),
             None => "ended its pass".to_owned(),
         };
         let rank = self.groups.world.rank();
-        let difference = |first: &Vec<Event>, local: &Vec<Event>| {
-            let mut indices = 0..first.len().max(local.len());
-            let index = indices.find(|index| first.get(*index) != local.get(*index))?;
-            let [first, local] = [first, local].map(|events| described(events.get(index)));
+        let difference = |first: &Events, local: &Events| {
+            let [first, local] = first.difference(local)?.map(described);
             Some(format!("rank {rank} {local} where another rank {first}"))
         };
         let groups = self.groups.by_axes.values();

@@ -411,7 +411,8 @@ fn every_part_of_the_update_is_exact_for_cut_matrices() {
     }
 }
 
-/// Only one matrix of a stack diverges, since the directions of zero gradients are zero.
+/// Only one matrix of a stack diverges: gradients below the `epsilon` of the iteration are not made
+/// larger before it.
 fn a_matrix_that_diverges_leaves_its_slices_as_they_are() {
     #[derive(Module, Debug)]
     struct Stack {
@@ -420,7 +421,7 @@ fn a_matrix_that_diverges_leaves_its_slices_as_they_are() {
     let muon =
         MuonConfig::new().with_rule(RoutingRule::muon("matrices").batch()).with_newton_schulz(
             NewtonSchulzConfig::new()
-                .with_coefficients(Coefficients::Custom(vec![[1e20, 0.0, 0.0]; 3]))
+                .with_coefficients(Coefficients::Custom(vec![[1e13, 0.0, 0.0]; 3]))
                 .with_form(IterationForm::Standard),
         );
     let config = DistMuonConfig::new().with_muon(muon.clone());
@@ -436,7 +437,7 @@ fn a_matrix_that_diverges_leaves_its_slices_as_they_are() {
         let mut optim = config.init_on(&layout, &net)?;
         for _ in 0..2 {
             let device = world.device().clone().inner();
-            let gradient = Tensor::<3>::zeros([5, 4, 6], (&device, DType::F32));
+            let gradient = Tensor::<3>::full([5, 4, 6], 1e-30, (&device, DType::F32));
             let mut gradients = GradientsParams::new();
             gradients.register(whole.matrices.id, gradient.slice_fill([2..3, 0..4, 0..6], 1.0));
             let gradients = slices(&case, (&whole, gradients), &net, (world.rank(), false));
@@ -449,9 +450,9 @@ fn a_matrix_that_diverges_leaves_its_slices_as_they_are() {
         // Of matrices with several owners, the second step counts those of the first.
         assert_eq!(skipped, [("matrices".to_owned(), 1)].into());
         for (index, matrix) in values.chunks(24).enumerate() {
-            let decays = matrix.iter().all(|value| *value < 1.0);
+            let moves = matrix.iter().all(|value| *value < 1.0);
             let stays = matrix.iter().all(|value| *value == 1.0);
-            assert!(if index == 2 { stays } else { decays }, "matrix {index}: {matrix:?}");
+            assert!(if index == 2 { stays } else { moves }, "matrix {index}: {matrix:?}");
         }
     }
 }

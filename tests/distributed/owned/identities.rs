@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 use distmuon::comm::World;
 use distmuon::distributed::{DistModuleOptimizer, Layout, Mesh, Publish};
 use distmuon::{GradientBuffer, Result};
-use distmuon_testing::models::weights;
+use distmuon_testing::models::{assert_same_weights, bits, values, weights};
 use distmuon_testing::worlds::Folder;
 
 use super::{Net, are_equal, config, tokens, with_checkpoints};
@@ -221,5 +221,38 @@ pub fn micro_batches_of_other_values_are_rejected() {
     });
     for error in errors.unwrap() {
         assert!(error.to_string().contains("`Layout::accumulate`"), "{error}");
+    }
+}
+
+pub fn averages_are_those_of_whole_parameters() {
+    let average = |kind: Option<(bool, bool)>| {
+        let run = ranks_here(2, |world| {
+            let layout =
+                kind.map_or_else(|| Layout::new(&Mesh::flat(&world)), |kind| layout(&world, kind));
+            let layout = layout.with_muon(config().muon);
+            let mut run = start(&layout, Publish::AtFirstUse)?;
+            let mut average = run.0.clone();
+            let mut expected = values(&layout.unshard(&run.0)?);
+            for step in 0..3 {
+                run = advance(&layout, run, step..step + 1)?;
+                average = layout.average(average, &run.0, 0.75)?;
+                let new = values(&layout.unshard(&run.0)?);
+                expected.iter_mut().zip(new).for_each(|(a, p)| *a = *a * 0.75 + p * 0.25);
+            }
+            // Used like the model.
+            let tokens = tokens(0, 0, world.device());
+            let whole = layout.unshard(&average)?;
+            assert_eq!(bits(&average.loss(tokens.clone())), bits(&whole.loss(tokens)));
+            layout.discard()?;
+            assert_same_weights(&format!("{kind:?}"), &values(&whole), &expected);
+            let other = layout.average(average.clone(), &run.0, 1.5);
+            assert!(other.is_err_and(|error| error.to_string().contains("`decay`")));
+            Ok(weights(&whole))
+        });
+        run.unwrap()
+    };
+    let expected = average(None);
+    for kind in LAYOUTS {
+        assert_equal(&expected, &average(Some(kind)), &format!("{kind:?}"));
     }
 }

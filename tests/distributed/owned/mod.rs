@@ -39,6 +39,7 @@ pub const EVERYWHERE: &[Case] = cases![
 ];
 
 use identities::{
+    averages_are_those_of_whole_parameters,
     gradients_of_a_clone_with_other_values_are_not_those_of_the_model,
     gradients_under_other_identities_are_rejected, micro_batches_of_other_values_are_rejected,
     parameters_with_new_identities_are_trained, runs_continue_in_models_that_are_made_anew,
@@ -74,6 +75,7 @@ pub const IN_PROCESS: &[Case] = cases![
     parameters_with_new_identities_are_trained,
     gradients_under_other_identities_are_rejected,
     micro_batches_of_other_values_are_rejected,
+    averages_are_those_of_whole_parameters,
     calls_of_one_rank_alone_are_compared_with_those_of_the_others_at_once,
 ];
 
