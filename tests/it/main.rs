@@ -1,6 +1,7 @@
 //! Tests that share one process: none of them counts the memory, the kernels or the log of the
 //! process, and none sets its environment. Tests that do are targets by themselves.
 
+mod adamw;
 mod checkpoints;
 mod custom;
 mod diagnostics;
