@@ -8,6 +8,7 @@ mod diagnostics;
 mod dist_muon;
 mod extremes;
 mod guide;
+mod guide_fragments;
 #[cfg(feature = "train")]
 mod learner;
 mod link;
