@@ -32,8 +32,9 @@
 //! - `docs/results/`: all measurements, with their dates and commands;
 //! - `SECURITY.md` and `CHANGELOG.md`.
 
-/// The one line that changes, and the settings that change with it.
+/// The lines that change, and the settings that change with them.
 ///
+/// [Clipping gradients]: crate::guide::clipping
 /// [Excluding and freezing]: crate::guide::excluding
 /// [Memory, time and launches]: crate::guide::cost
 #[doc = include_str!("../docs/guide/from-adamw.md")]

@@ -25,6 +25,7 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io::IsTerminal;
 use std::path::Path;
+use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::{env, panic};
@@ -41,9 +42,13 @@ use settings::Progress;
 use tracing_subscriber::EnvFilter;
 use train::Run;
 
-fn main() -> Result<()> {
-    let stop = start()?;
-    run(env::args_os(), &stop)
+fn main() -> ExitCode {
+    let ended = start().and_then(|stop| run(env::args_os(), &stop));
+    let Err(error) = ended else { return ExitCode::SUCCESS };
+    // Without the backtraces that an error of a rank's thread may have: it is about the input.
+    eprintln!("Error: {error}");
+    error.chain().skip(1).for_each(|cause| eprintln!("Caused by: {cause}"));
+    ExitCode::FAILURE
 }
 
 /// Prepares the process. Returns the flag that Ctrl-C sets.
@@ -143,12 +148,17 @@ fn open_log(path: &Path, resumes: bool) -> Result<File> {
 fn options(arguments: impl Iterator<Item = OsString>) -> Result<(Options, Option<Progress>)> {
     let matches = Options::command().get_matches_from(arguments);
     let mut options = Options::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    let is_given = |name: &str| matches.value_source(name) == Some(ValueSource::CommandLine);
+    if let Some(ranks) = options.sharding.ranks()
+        && !is_given("ranks")
+    {
+        options.ranks = vec![ranks];
+    }
     let Some(path) = &options.resume else {
         return Ok((options, None));
     };
     let resume = || options.resume_flag();
     let saved = Progress::read(path).with_context(resume)?;
-    let is_given = |name: &str| matches.value_source(name) == Some(ValueSource::CommandLine);
     let settings = options.settings.or_saved(is_given, &saved.settings).with_context(resume)?;
     options.settings = settings;
     Ok((options, Some(saved)))

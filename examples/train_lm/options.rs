@@ -52,6 +52,8 @@ pub struct Options {
     pub accumulate: usize,
     /// Number of ranks: threads that share the work, on all devices in turn.
     ///
+    /// Without it, those of --mesh, or 1.
+    ///
     /// Several numbers, as in 1,2,4, need --compare.
     #[arg(long, value_delimiter = ',', value_name = "NUMBER,..", default_value = "1")]
     #[arg(value_parser = at_least_one, help_heading = "Ranks")]

@@ -53,6 +53,11 @@ impl Sharding {
         self.owned.is_some() || self.overlap || self.slices() > 1 || self.parts() > 1
     }
 
+    /// The number of ranks of the axes, if there are any.
+    pub fn ranks(&self) -> Option<usize> {
+        (!self.mesh.is_empty()).then(|| self.mesh.iter().map(Axis::size).product())
+    }
+
     /// The number of parts into which experts are divided.
     pub fn parts(&self) -> usize {
         self.mesh.iter().find(|axis| axis.name() == EXPERT).map_or(1, Axis::size)

@@ -10,6 +10,7 @@ use super::tensor_list::{TensorList, calls};
 
 impl AdamWStep {
     /// One step of several parameters: their new values and moments, on the path of the parameters.
+    /// A cautious step and AMSGrad have no kernels.
     pub fn run(
         self,
         policy: KernelPolicy,
@@ -21,6 +22,9 @@ impl AdamWStep {
     ) -> (Vec<Tensor<1>>, Moments) {
         let Some(first) = parameters.first() else { return (parameters, moments) };
         match ComputePath::choose(policy, &first.device(), first.dtype().into()) {
+            _ if self.cautious || self.amsgrad => {
+                portable::adamw(self, parameters, grads, moments, controls, rows)
+            }
             ComputePath::Portable => {
                 portable::adamw(self, parameters, grads, moments, controls, rows)
             }
@@ -59,7 +63,7 @@ impl AdamWStep {
             (m, v) = (new.1, new.2);
         }
         let [moment_1, moment_2] = [m, v].map(Tensor::from_dispatch);
-        (updated, Moments { moment_1, moment_2 })
+        (updated, Moments { moment_1, moment_2, max_moment_2: None })
     }
 }
 
@@ -100,7 +104,8 @@ mod tests {
         let grads = random(-1.0, 1.0).slice_fill(s![firsts[3]..firsts[3] + 1], f32::NAN);
         let (values, first, second) = (random(-1.0, 1.0), random(-1.0, 1.0), random(0.0, 1.0));
         let split = |tensor: Tensor<1>| tensor.split_with_sizes(lengths.to_vec(), 0);
-        let step = AdamWStep { beta_1: 0.9, beta_2: 0.95, epsilon: 1e-8 };
+        let (cautious, amsgrad) = (false, false);
+        let step = AdamWStep { beta_1: 0.9, beta_2: 0.95, epsilon: 1e-8, cautious, amsgrad };
         let factor = Tensor::<1>::from_data([0.5_f32], (&device, DType::F32));
         for (dtype, factor) in [
             (DType::F32, None),
@@ -117,6 +122,7 @@ mod tests {
             let moments = || Moments {
                 moment_1: first.clone().cast(moment_dtype),
                 moment_2: second.clone().cast(moment_dtype),
+                max_moment_2: None,
             };
             let controls = AdamWControls { rejected: &rejected, corrections: &corrections, factor };
             let run = |policy| {

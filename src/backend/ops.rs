@@ -93,6 +93,10 @@ pub(crate) struct AdamWStep {
     pub beta_1: f64,
     pub beta_2: f64,
     pub epsilon: f64,
+    /// Decays only the elements that do not grow by it: those with `P U >= 0`.
+    pub cautious: bool,
+    /// Divides by the root of the largest second moment so far.
+    pub amsgrad: bool,
 }
 
 /// The constants of a step of Lion.
@@ -107,12 +111,15 @@ pub(crate) struct LionStep {
 pub(crate) struct Moments {
     pub moment_1: Tensor<1>,
     pub moment_2: Tensor<1>,
+    /// The largest second moment so far, of AMSGrad.
+    pub max_moment_2: Option<Tensor<1>>,
 }
 
 impl Moments {
-    /// Both moments, with the same operation applied.
+    /// The moments, with the same operation applied.
     pub fn map(self, f: impl Fn(Tensor<1>) -> Tensor<1>) -> Self {
-        Self { moment_1: f(self.moment_1), moment_2: f(self.moment_2) }
+        let max_moment_2 = self.max_moment_2.map(&f);
+        Self { moment_1: f(self.moment_1), moment_2: f(self.moment_2), max_moment_2 }
     }
 }
 

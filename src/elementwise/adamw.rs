@@ -25,6 +25,16 @@ pub struct AdamWConfig {
     /// Rate of decoupled weight decay, zero or more.
     #[config(default = 0.0)]
     pub weight_decay: f64,
+    /// Decays only the elements that the decay does not move against the update, as Burn's setting
+    /// of this name (Chen et al., <https://arxiv.org/abs/2510.12402>). Burn's operations compute
+    /// it, without kernels of this crate.
+    #[config(default = false)]
+    pub cautious_weight_decay: bool,
+    /// AMSGrad: divides by the root of the largest second moment so far, which is a third state
+    /// (Reddi et al., <https://arxiv.org/abs/1904.09237>). Burn's operations compute it, without
+    /// kernels of this crate.
+    #[config(default = false)]
+    pub amsgrad: bool,
     /// Learning rate of embeddings, relative to the one given to `step`.
     #[config(default = 1.0)]
     pub embedding_lr: f64,
@@ -47,7 +57,13 @@ impl AdamWConfig {
     }
 
     pub(super) fn step(&self) -> AdamWStep {
-        AdamWStep { beta_1: self.beta_1, beta_2: self.beta_2, epsilon: self.epsilon }
+        AdamWStep {
+            beta_1: self.beta_1,
+            beta_2: self.beta_2,
+            epsilon: self.epsilon,
+            cautious: self.cautious_weight_decay,
+            amsgrad: self.amsgrad,
+        }
     }
 
     pub(super) fn role_lr(&self) -> RoleLr {

@@ -51,8 +51,8 @@ pub(crate) enum ElementwiseRule {
     Lion(LionStep),
 }
 
-/// Names of AdamW's state in records.
-const MOMENTS: [&str; 2] = ["moment_1", "moment_2"];
+/// Names of AdamW's state in records. Only AMSGrad has the last.
+const MOMENTS: [&str; 3] = ["moment_1", "moment_2", "max_moment_2"];
 
 /// The name, in records, of the state of a block that is updated element by element.
 pub(crate) const ELEMENTS: &str = "elements";
@@ -65,8 +65,16 @@ pub(crate) const CORRECTIONS: [Slot; 2] = [
 
 /// The names of all slots that a parameter may have. A record does not know the configuration, and
 /// is read by these.
-pub(crate) const ELEMENTWISE_SLOTS: [&str; 7] =
-    [MOMENTS[0], MOMENTS[1], CORRECTIONS[0].name, CORRECTIONS[1].name, MOMENTUM, MASTER, MANTISSA];
+pub(crate) const ELEMENTWISE_SLOTS: [&str; 8] = [
+    MOMENTS[0],
+    MOMENTS[1],
+    MOMENTS[2],
+    CORRECTIONS[0].name,
+    CORRECTIONS[1].name,
+    MOMENTUM,
+    MASTER,
+    MANTISSA,
+];
 
 /// Names in states of Burn's `AdamW` and `Adam`, whose moments are those of this crate: of both
 /// moments, of the number of steps, and of AMSGrad's largest moments, which this crate's AdamW does
@@ -121,7 +129,8 @@ impl ElementwiseRule {
     /// The names of the slots of elements.
     pub fn names(self) -> &'static [&'static str] {
         match self {
-            Self::AdamW(_) => &MOMENTS,
+            Self::AdamW(AdamWStep { amsgrad: true, .. }) => &MOMENTS,
+            Self::AdamW(_) => &MOMENTS[..2],
             Self::Lion(_) => &[MOMENTUM],
         }
     }
@@ -210,12 +219,18 @@ impl ElementwiseUpdate {
         let stored = |tensor: Tensor<1>| tensor.cast(self.precision.states.slot().resolve(dtype));
         let updated = match self.rule {
             ElementwiseRule::AdamW(step) => {
-                let [moment_1, moment_2] = MOMENTS.map(|name| take(state, name));
-                let moments = Moments { moment_1, moment_2 };
+                let moments = Moments {
+                    moment_1: take(state, MOMENTS[0]),
+                    moment_2: take(state, MOMENTS[1]),
+                    max_moment_2: step.amsgrad.then(|| take(state, MOMENTS[2])),
+                };
                 let (updated, moments) =
                     step.run(self.policy, values, gradients, moments, controls, &rows);
                 state.put(MOMENTS[0], stored(moments.moment_1));
                 state.put(MOMENTS[1], stored(moments.moment_2));
+                if let Some(largest) = moments.max_moment_2 {
+                    state.put(MOMENTS[2], stored(largest));
+                }
                 updated
             }
             ElementwiseRule::Lion(step) => {

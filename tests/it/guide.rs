@@ -8,9 +8,13 @@ use burn::nn::transformer::{PositionWiseFeedForward, PositionWiseFeedForwardConf
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{
     AdamWConfig as BurnAdamWConfig, GradientsAccumulator, GradientsParams, ModuleOptimizer,
+    MuonConfig as BurnMuonConfig,
 };
 use burn::tensor::{Bytes, DType, Device, Int, Tensor};
-use distmuon::{AdamWConfig, DistMuonConfig, LrScale, MatrixLayout, MuonConfig, World, checkpoint};
+use distmuon::{
+    AdamWConfig, Coefficients, DistMuonConfig, LrScale, MatrixLayout, MuonConfig,
+    NewtonSchulzConfig, RoutingRule, World, checkpoint,
+};
 use distmuon_testing::device::is_flex;
 use distmuon_testing::models::largest_difference;
 
@@ -90,6 +94,42 @@ fn the_settings_of_burns_adamw_give_its_steps() {
     assert!(largest_difference(&expected, &actual) < 1e-6);
     let defaults = trained(MuonConfig::new().init(&start));
     assert!(largest_difference(&expected, &defaults) > 1e-4);
+}
+
+/// The page has these lines, and says which two of them are easily forgotten.
+#[test]
+fn the_settings_of_burns_muon_give_its_steps() {
+    let start = feed_forward();
+    let trained = |of_muon: &dyn Fn(&PositionWiseFeedForward) -> ModuleOptimizer| {
+        let mut model = start.clone();
+        let mut optim = of_muon(&model);
+        for step in 0..5 {
+            // Of matrices alone: Burn's Muon takes no vectors.
+            let all = gradients(&model, step);
+            let mut matrices = GradientsParams::new();
+            for linear in [&model.linear_inner, &model.linear_outer] {
+                matrices.register(linear.weight.id, all.get::<2>(linear.weight.id).unwrap());
+            }
+            model = optim.step(1e-2, model, matrices);
+        }
+        weights(&model)
+    };
+    let iteration =
+        NewtonSchulzConfig::new().with_coefficients(Coefficients::KellerJordan).with_steps(Some(5));
+    let without_two = MuonConfig::new()
+        .with_newton_schulz(iteration)
+        .with_lr_scale(LrScale::Original)
+        .with_layout(MatrixLayout::OutIn)
+        // The last `Linear` of this network is a head otherwise.
+        .with_rule(RoutingRule::muon("weight"));
+    let both = without_two.clone().with_momentum(0.95.into()).with_weight_decay(0.0.into());
+    let burns = trained(&|_| BurnMuonConfig::new().init());
+    let moved = largest_difference(&burns, &weights(&start));
+    let differs = |config: &MuonConfig| {
+        largest_difference(&burns, &trained(&|model| config.init(model))) / moved
+    };
+    assert!(differs(&both) < 1e-3, "{}", differs(&both));
+    assert!(differs(&without_two) > 1e-2, "{}", differs(&without_two));
 }
 
 #[test]

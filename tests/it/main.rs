@@ -1,12 +1,14 @@
 //! Tests that share one process: none of them counts the memory, the kernels or the log of the
 //! process, and none sets its environment. Tests that do are targets by themselves.
 
+mod adamw;
 mod checkpoints;
 mod custom;
 mod diagnostics;
 mod dist_muon;
 mod extremes;
 mod guide;
+mod guide_fragments;
 mod idle;
 #[cfg(feature = "train")]
 mod learner;

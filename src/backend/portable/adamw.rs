@@ -24,9 +24,11 @@ pub fn adamw(
             true => part,
             false => all.slice_assign([range.clone()], part),
         };
+        let largest = moments.max_moment_2.zip(new.max_moment_2);
         moments = Moments {
             moment_1: assign(moments.moment_1, new.moment_1),
             moment_2: assign(moments.moment_2, new.moment_2),
+            max_moment_2: largest.map(|(all, part)| assign(all, part)),
         };
         updated.push(values);
     }
@@ -34,7 +36,7 @@ pub fn adamw(
 }
 
 fn one_parameter(
-    AdamWStep { beta_1, beta_2, epsilon }: AdamWStep,
+    AdamWStep { beta_1, beta_2, epsilon, cautious, .. }: AdamWStep,
     parameter: Tensor<1>,
     grad: Tensor<1>,
     moments: Moments,
@@ -56,17 +58,33 @@ fn one_parameter(
     };
     let moment_1 = averaged(moments.moment_1, grad.clone(), beta_1);
     let moment_2 = averaged(moments.moment_2, grad.square(), beta_2);
+    // Reddi et al., algorithm 2 (<https://arxiv.org/abs/1904.09237>).
+    let max_moment_2 = moments.max_moment_2.map(|old| {
+        let old = row(old);
+        mask.select(old.clone().max_pair(moment_2.clone()), old)
+    });
     // The correction of a parameter that was never updated is zero. The quotient is not used then,
     // but has to stay finite for the selection below.
     let [c1, c2] = corrections
         .each_ref()
         .map(|c| of_parameter(c).clamp_min(f32::MIN_POSITIVE).cast(dtype).reshape([1, 1]));
-    let root = (moment_2.clone() / c2).sqrt().add_scalar(epsilon);
+    let squares = max_moment_2.as_ref().unwrap_or(&moment_2).clone();
+    let root = (squares / c2).sqrt().add_scalar(epsilon);
     let direction = moment_1.clone() / c1 / root;
     let old = row(parameter);
-    let decayed = old.clone().cast(dtype).mul_scalar(rows.decay);
+    let precise = old.clone().cast(dtype);
+    let decayed = precise.clone().mul_scalar(rows.decay);
+    let decayed = match cautious {
+        // Chen et al. (<https://arxiv.org/abs/2510.12402>).
+        true => decayed.mask_where((precise.clone() * direction.clone()).lower_elem(0.0), precise),
+        false => decayed,
+    };
     let updated = (decayed - direction.mul_scalar(rows.lr)).cast(old.dtype());
     let flat = |tensor: Tensor<2>| tensor.reshape([-1]);
-    let moments = Moments { moment_1: flat(moment_1), moment_2: flat(moment_2) };
+    let moments = Moments {
+        moment_1: flat(moment_1),
+        moment_2: flat(moment_2),
+        max_moment_2: max_moment_2.map(flat),
+    };
     (flat(mask.select(updated, old)), moments)
 }

@@ -77,9 +77,10 @@ fn cell<'a>(stdout: &'a str, optimizer: &str, column: &str) -> &'a str {
 }
 
 fn rejected(folder: &Path, arguments: &str, expected: &str) {
-    let output = train_lm(folder, arguments).output().unwrap();
+    let output = train_lm(folder, arguments).env("RUST_BACKTRACE", "1").output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success(), "{arguments}: accepted");
+    assert!(!stderr.to_lowercase().contains("backtrace"), "{arguments}: {stderr}");
     assert!(stderr.contains(expected), "{arguments}: {expected:?} is not in {stderr}");
     assert!(!stderr.contains("panicked at"), "{arguments}: {stderr}");
     assert!(!stderr.contains("tokens/s"), "{arguments}: rejected after the first step: {stderr}");

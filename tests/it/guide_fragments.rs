@@ -1,0 +1,201 @@
+//! The parts of programs in the README and the guide, which are compiled here as they stand there.
+//! Parts that the pages mark by `ignore`, since a program needs more, are text of this file.
+
+#![allow(dead_code, unused_variables, unused_mut)]
+
+use std::fs;
+use std::path::Path;
+
+/// The code of the blocks of a page that rustdoc ignores, without indents and empty lines.
+fn ignored(page: &str) -> Vec<Vec<&str>> {
+    let blocks = page.split("```rust,ignore\n").skip(1);
+    blocks.filter_map(|block| Some(lines(block.split_once("```")?.0))).collect()
+}
+
+fn lines(text: &str) -> Vec<&str> {
+    text.lines().map(str::trim).filter(|line| !line.is_empty()).collect()
+}
+
+#[test]
+fn every_part_of_a_program_is_compiled_as_it_stands() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let guide = fs::read_dir(root.join("docs/guide")).unwrap();
+    let mut pages: Vec<_> = guide.map(|page| page.unwrap().path()).collect();
+    pages.push(root.join("README.md"));
+    let compiled = lines(include_str!("guide_fragments.rs"));
+    let mut count = 0;
+    for page in pages {
+        let text = fs::read_to_string(&page).unwrap();
+        for block in ignored(&text) {
+            let is_here = compiled.windows(block.len()).any(|window| window == block);
+            assert!(is_here, "{page:?}: not compiled as it stands:\n{}", block.join("\n"));
+            count += 1;
+        }
+    }
+    assert!(count > 0, "this file has no purpose");
+}
+
+/// `docs/guide/ranks.md`.
+mod ranks {
+    use burn::nn::transformer::{PositionWiseFeedForward, PositionWiseFeedForwardConfig};
+    use distmuon::{Error, World};
+
+    fn train(world: World, model: PositionWiseFeedForward) -> Result<(), Error> {
+        Ok(())
+    }
+
+    #[rustfmt::skip]
+fn main() -> Result<(), Error> {
+    let world = World::from_env_or_alone()?; // keep it until the program ends
+    world.device().seed(1);
+    let model =
+        PositionWiseFeedForwardConfig::new(16, 64).with_dropout(0.0).init(world.device());
+    let model = world.broadcast(model)?; // all start like rank 0
+    train(world.clone(), model)
+}
+}
+
+/// `docs/guide/slices.md`.
+mod slices {
+    use burn::module::Module;
+    use burn::nn::{EmbeddingConfig, Linear};
+    use burn::optim::GradientsParams;
+    use burn::tensor::activation::relu;
+    use burn::tensor::{Device, Int, Tensor};
+    use distmuon::comm::Communicator;
+    use distmuon::distributed::{Axis, DistModuleOptimizer, Layout, Mesh, Place};
+    use distmuon::parallel::{RowEmbedding, enter, exchange, leave};
+    use distmuon::{MaxLogits, MuonConfig, QkClipConfig, QkClipRule, Result, RoutingRule, World};
+
+    struct Region {
+        tp: Communicator,
+        up: Linear,
+        down: Linear,
+    }
+
+    impl Region {
+        #[rustfmt::skip]
+        fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+            let x = enter(x, &self.tp);                // the same `x` on all ranks of the group
+            let hidden = relu(self.up.forward(x));     // a `Linear`: columns of this rank
+leave(self.down.forward(hidden), &self.tp) // a `Linear` without a bias, which every rank would add
+        }
+    }
+
+    #[rustfmt::skip]
+    fn norms(layout: Layout) -> Layout {
+        layout
+            .with_place(Place::partial(r"\.(query|key)_norm\.", "tp")) // its gradients are added up
+    }
+
+    struct Experts;
+
+    impl Experts {
+        fn experts(&self, rows: Tensor<2>) -> Tensor<2> {
+            rows
+        }
+
+        #[rustfmt::skip]
+        fn forward(
+            &self, world: World, device: Device, rows: Tensor<2>, sent: Vec<usize>,
+        ) -> Result<Tensor<2>> {
+            let mesh = Mesh::new(&world, [Axis::data("dp", 2), Axis::data("ep", 4)])?;
+            let muon = MuonConfig::new().with_rule(RoutingRule::muon("experts").batch());
+            let layout = Layout::new(&mesh)
+                .with_muon(muon.clone())
+                .with_place(Place::shard(r"\.experts\.(up|down)$", "ep", 0));
+
+            let ep = World::new(mesh.group("ep").expect("an axis of the mesh").clone(), device);
+
+// In the forward pass: `rows` are in the order of their experts, `sent[to]` of them for the experts
+            // of rank `to`.
+let counts: Vec<Vec<usize>> = ep.all_gather_value(&sent)?; // `[from][to]`, the same on all ranks
+            let received = exchange(rows, &counts, ep.comm()); // those of rank 0 first
+            let results = self.experts(received); // one row for each
+            let back = |from: usize| counts.iter().map(|counts| counts[from]).collect::<Vec<_>>();
+            let back: Vec<Vec<usize>> = (0..ep.size()).map(back).collect(); // the table transposed
+            let results = exchange(results, &back, ep.comm()); // in the order of `rows`
+            Ok(results)
+        }
+    }
+
+    struct Tokens {
+        tokens: RowEmbedding,
+    }
+
+    impl Tokens {
+        #[rustfmt::skip]
+        fn forward(&self, world: World, device: &Device, ids: Tensor<2, Int>) -> Tensor<3> {
+            let mesh = Mesh::flat(&world);
+            let layout = Layout::new(&mesh).with_place(Place::shard(r"^tokens\.", "dp", 0));
+            // In the model, `tokens: RowEmbedding`, made with the whole table:
+let tokens = RowEmbedding::new(EmbeddingConfig::new(65_536, 1280).init(device), world.comm());
+            // In the forward pass, `[batch, length]` to `[batch, length, 1280]`:
+            let x = self.tokens.forward(ids);
+            x
+        }
+    }
+
+    #[rustfmt::skip]
+    #[allow(clippy::too_many_arguments)]
+    fn clip<M: Module>(
+        world: World, rule: QkClipRule, model: M, layout: Layout, tp: Communicator,
+        maxima: Tensor<1>, mut logits: MaxLogits, mut optim: DistModuleOptimizer,
+        (lr, grads): (f64, GradientsParams),
+    ) -> Result<M> {
+        let clip = QkClipConfig::new().with_rule(rule).init(&model)?; // the whole model
+        let mut model = layout.shard(model)?;
+
+        // In the attention: `maxima` of this rank's heads, without autodiff.
+        let counts = vec![maxima.dims()[0]; tp.size()];
+        logits.report("blocks.0.attention", tp.all_gather(maxima, &counts)?.wait()?); // all heads
+
+        // In the training loop. `QkClip::apply` does not work with slices.
+        optim.clip_heads(&clip.factors_on(&world, &logits)?);
+        model = optim.step(lr, model, grads)?;
+        Ok(model)
+    }
+}
+
+/// `docs/guide/qk-clip.md`.
+mod qk_clip {
+    use burn::module::Module;
+    use burn::optim::GradientsParams;
+    use distmuon::distributed::DistModuleOptimizer;
+    use distmuon::{MaxLogits, QkClip, Result};
+
+    #[rustfmt::skip]
+    fn step<M: Module>(
+        mut model: M, clip: QkClip, logits: MaxLogits, mut optim: DistModuleOptimizer,
+        (lr, grads): (f64, GradientsParams),
+    ) -> Result<M> {
+        optim.clip_heads(&clip.factors(&logits)?);
+        model = optim.step(lr, model, grads)?;
+        Ok(model)
+    }
+
+    #[cfg(feature = "train")]
+    mod learner {
+        use burn::module::Module;
+        use burn::nn::Linear;
+        use burn::tensor::Device;
+        use distmuon::distributed::DistMuonConfig;
+        use distmuon::{DistMuonStrategy, LearnerLogits, QkClipConfig};
+
+        type Block = Linear;
+
+        #[rustfmt::skip]
+        fn strategy(devices: Vec<Device>, config: DistMuonConfig, clip: QkClipConfig) {
+            #[derive(Module, Debug)]
+            struct Net {
+                blocks: Vec<Block>,
+                #[module(skip)]
+logits: LearnerLogits, // in the forward pass: `self.logits.report("blocks.0.attention", maxima)`
+            }
+
+            let logits = LearnerLogits::new(); // the model has a clone
+// `clip` is a `QkClipConfig`.
+let strategy = DistMuonStrategy::new(devices, config).with_qk_clip(clip, &logits);
+        }
+    }
+}
