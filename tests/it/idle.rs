@@ -93,7 +93,8 @@ fn experts_without_a_gradient_stay_as_they_are_as_layers_do() {
             batched_net = batched.step(0.05, batched_net, gradients).unwrap();
             let change = (net.stack.val().inner() - before).abs().max_dims(&[1, 2]);
             let moves: Vec<bool> = change.into_data().iter::<f32>().map(|max| max > 0.0).collect();
-            let is_idle = |expert: usize| step == 3 || step < 5 && (step + expert) % 3 == 0;
+            let is_idle =
+                |expert: usize| step == 3 || step < 5 && (step + expert).is_multiple_of(3);
             assert_eq!(moves, [0, 1, 2].map(|expert| !is_idle(expert)), "{name}, step {step}");
             net.assert_equal(&format!("{name}, step {step}"));
             batched_net.assert_equal(&format!("{name}, batched, step {step}"));
