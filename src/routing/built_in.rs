@@ -253,13 +253,14 @@ impl<'a> Anatomy<'a> {
         for parameter in self.parameters.iter().filter(|parameter| is_matrix(parameter)) {
             let named = (1..=parameter.fields.len()).filter(|depth| {
                 let name = &parameter.fields[depth - 1].name;
-                // A parameter of attention heads.
+                // A parameter of attention heads, as of their scales.
                 let is_of_heads = *depth == parameter.fields.len() && name.ends_with("heads");
-                if !names::is_head(name) || is_of_heads || parameter.in_stack(*depth) {
-                    return false;
-                }
-                // Reads all parameters, and is evaluated for few.
-                name != OUTPUT || !self.is_in_layer(parameter, *depth)
+                // `is_in_layer` reads all parameters, and is evaluated for few.
+                let is_inside = || {
+                    parameter.in_stack(*depth)
+                        || name == OUTPUT && self.is_in_layer(parameter, *depth)
+                };
+                names::is_head(name) && !is_of_heads && !is_inside()
             });
             heads.extend(named.map(|depth| (depth, parameter)));
         }

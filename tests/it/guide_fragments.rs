@@ -1,7 +1,7 @@
 //! The parts of programs in the README and the guide, which are compiled here as they stand there.
 //! Parts that the pages mark by `ignore`, since a program needs more, are text of this file.
 
-#![allow(dead_code, unused_variables, unused_mut)]
+#![allow(dead_code, unused_variables, unused_mut, clippy::let_and_return)]
 
 use std::fs;
 use std::path::Path;

@@ -119,7 +119,7 @@ pub fn models_that_a_layout_has_not_divided_are_rejected() {
     assert_says(&adapted, &["`weight", "adapter"]);
 
     let mixed = errors(|world| {
-        let rule = RoutingRule::muon(r"layers\.1\.weight").split([48, 16]).leave([1]);
+        let rule = RoutingRule::muon(r"layers\.1\.weight").split([24, 8]).leave([1]);
         layout(world).with_muon(MuonConfig::new().with_rule(rule)).shard(layers(world.device()))
     });
     assert_says(&mixed, &["`layers.1.weight`", "leaves to AdamW", "`leave`"]);
