@@ -251,8 +251,8 @@ pub enum Error {
     /// Two parameters of a model have one identity, as clones have in Burn.
     #[error(
         "parameters `{first}` and `{second}` are the same parameter, which an optimizer step would \
-         separate; keep the parameter in one place and use it from there, or give the second a new \
-         identity with `Param::initialized(ParamId::new(), ...)`"
+         separate; keep the parameter in one place and use it from there, or give one of them (a \
+         frozen clone, if it is one) a new identity with `Param::initialized(ParamId::new(), ...)`"
     )]
     Shared {
         /// Path of the parameter in its module.

@@ -117,8 +117,13 @@ struct Add<'a> {
 
 impl Visit for Add<'_> {
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
+        let value = param.val();
+        if !value.is_require_grad() {
+            // A frozen clone has the identity of the parameter whose gradient this is.
+            return;
+        }
         let Some(gradient) = self.gradients.remove::<D>(param.id) else { return };
-        let value = param.val().inner();
+        let value = value.inner();
         let sum = self.buffer.sums.remove::<D>(param.id);
         let like = match self.reduced.contains(&param.id) {
             true => sum.as_ref().unwrap_or(&gradient),
@@ -151,6 +156,9 @@ struct Mean {
 
 impl Visit for Mean {
     fn visit<const D: usize>(&mut self, _fields: &[Field], param: &Param<Tensor<D>>) {
+        if !param.is_require_grad() {
+            return; // as in `Add`
+        }
         if let Some(sum) = self.sums.remove::<D>(param.id) {
             self.sums.register(param.id, sum.div_scalar(self.count));
         }

@@ -205,9 +205,15 @@ pub(crate) fn path_of_whole(fields: &[Field]) -> Option<String> {
     Some(path(&fields[..part]))
 }
 
-/// The float parameters of a model that are found without being initialised. One that is not
-/// initialised yet counts as trained, and has the default type of its device.
-pub(crate) struct Lazily(pub Vec<Found>);
+/// The float parameters of a model, in its order, none of which is initialised. Those that are not
+/// initialised yet have the default type of their device.
+pub(crate) fn lazily<M: Module>(model: &M) -> Vec<Found> {
+    let mut found = Lazily(vec![]);
+    visit(model, &mut found);
+    found.0
+}
+
+struct Lazily(Vec<Found>);
 
 impl Visit for Lazily {
     fn visit_reduced(&mut self) {
@@ -218,10 +224,11 @@ impl Visit for Lazily {
         if param.is_initialized() || path_of_whole(fields).is_some() {
             return self.0.visit(fields, param);
         }
-        let device = param.lazy_device();
-        let dtype = Tensor::<1>::empty([1], &device).dtype();
-        let shape = param.lazy_shape();
-        self.0.push(Found::new(fields, param.id, shape.as_slice(), dtype, true, device));
+        // Loading does not initialise a parameter. It tells whether it is trained, and its shape:
+        // until then, Burn has the shape that is stored in files. One element in memory.
+        let stored = Tensor::<D>::zeros([1; D], &param.lazy_device()).expand(param.lazy_shape());
+        let loaded = param.clone().transform_for_load(stored, param.id);
+        self.0.visit(fields, &loaded);
     }
 }
 

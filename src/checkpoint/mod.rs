@@ -76,6 +76,8 @@ use crate::error::{Error, Result};
 use crate::parameters;
 use crate::update::ONLY_RANK;
 
+#[cfg(feature = "train")]
+pub(crate) use model::stored_otherwise;
 pub(crate) use model::{Divided, Entry, Undivided};
 pub(crate) use read::Archive;
 pub(crate) use states::{States, TrainedPaths};

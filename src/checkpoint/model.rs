@@ -12,6 +12,8 @@ use super::{MODEL, prefixed};
 use crate::difference::{Difference, DifferenceKind};
 use crate::error::{Error, Result};
 use crate::parameters::{self, in_place_of};
+#[cfg(feature = "train")]
+use crate::parameters::{Field, Visit};
 
 /// A parameter of a model.
 pub struct Entry {
@@ -159,10 +161,16 @@ impl ModuleVisitor for Collector<'_> {
         // again for its elements, so that the copies of all parameters are never in memory at the
         // same time.
         let (id, param) = (param.id, param.clone());
-        let whole_shape = self.divided.whole_shape(&self.path.join("."));
+        let whole_shape = self.divided.whole_shape(&self.path.join(".")).map(Shape::from);
         let is_slice = whole_shape.is_some();
-        let shape = whole_shape.map_or_else(|| param.lazy_shape(), Shape::from);
-        let param_of_slice = param.val();
+        let kind = match &whole_shape {
+            Some(whole) => stored_whole(&param, whole),
+            None => {
+                let value = param.transform_for_save().val();
+                (value.dtype(), value.shape())
+            }
+        };
+        let shape = whole_shape.unwrap_or_else(|| param.val().shape());
         let saved = move |whole: Option<Tensor<D>>| {
             let param = match whole {
                 Some(whole) => param.clone().map(|_| whole),
@@ -170,13 +178,6 @@ impl ModuleVisitor for Collector<'_> {
             };
             param.transform_for_save().val()
         };
-        let value = saved(is_slice.then(|| {
-            let (device, dtype) = (param_of_slice.device().inner(), param_of_slice.dtype());
-            // One element in memory.
-            Tensor::<D>::zeros([1; D], (&device, dtype)).expand::<D, _>(shape.clone())
-        }));
-        let kind = (value.dtype(), value.shape());
-        drop(value);
         self.add(id, kind, move |whole| {
             saved(whole.map(|whole| whole.reshape(shape.clone()))).into_data()
         });
@@ -185,6 +186,44 @@ impl ModuleVisitor for Collector<'_> {
 
     visit!(visit_int, Tensor<D, Int>);
     visit!(visit_bool, Tensor<D, Bool>);
+}
+
+/// The type and shape in which a whole of this shape is stored, given a slice of it.
+fn stored_whole<const D: usize>(slice: &Param<Tensor<D>>, whole: &Shape) -> (DType, Shape) {
+    let value = slice.val();
+    // One element in memory.
+    let one = Tensor::<D>::zeros([1; D], (&value.device().inner(), value.dtype()));
+    let whole = slice.clone().map(|_| one.expand::<D, _>(whole.clone()));
+    let stored = whole.transform_for_save().val();
+    (stored.dtype(), stored.shape())
+}
+
+/// The shape in which a parameter is stored: a layer may have another, as
+/// [`LinearLayout::Col`](burn::nn::LinearLayout::Col) does.
+macro_rules! stored_shape {
+    ($param:expr) => {
+        match $param.is_initialized() {
+            true => $param.transform_for_save().val().shape(),
+            false => $param.lazy_shape(),
+        }
+    };
+}
+
+/// The path of a float parameter that is stored in another shape than its layer has, if there is
+/// one.
+#[cfg(feature = "train")]
+pub fn stored_otherwise<M: Module>(model: &M) -> Option<String> {
+    struct Otherwise(Option<String>);
+    impl Visit for Otherwise {
+        fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
+            if param.val().shape() != param.transform_for_save().val().shape() {
+                self.0.get_or_insert_with(|| parameters::path(fields));
+            }
+        }
+    }
+    let mut found = Otherwise(None);
+    parameters::visit(model, &mut found);
+    found.0
 }
 
 /// A mapper that replaces the parameters of a model by those of an archive.
@@ -255,7 +294,7 @@ impl Loader<'_> {
 macro_rules! map {
     ($method:ident, $kind:ty) => {
         fn $method<const D: usize>(&mut self, param: Param<$kind>) -> Param<$kind> {
-            match self.next((param.lazy_shape(), param.lazy_device(), param.id)) {
+            match self.next((stored_shape!(param), param.lazy_device(), param.id)) {
                 Some((tensor, id)) => param.transform_for_load(tensor, id),
                 None => param,
             }
@@ -286,7 +325,10 @@ impl ModuleMapper for Loader<'_> {
         }
         let path = self.path.join(".");
         let whole_shape = self.divided.whole_shape(&path).map(Shape::from);
-        let shape = whole_shape.clone().unwrap_or_else(|| param.lazy_shape());
+        let shape = match &whole_shape {
+            Some(whole) => stored_whole(&param, whole).1,
+            None => stored_shape!(param),
+        };
         match self.next((shape, param.lazy_device(), param.id)) {
             Some((tensor, id)) if self.owned.contains(&path) => {
                 let loaded = param.clone().transform_for_load(tensor, id);
@@ -294,7 +336,7 @@ impl ModuleMapper for Loader<'_> {
                 param
             }
             Some((tensor, id)) if whole_shape.is_some() => {
-                let shape = param.lazy_shape();
+                let shape = param.val().shape();
                 let loaded = param.transform_for_load(tensor, id);
                 let whole = loaded.val().without_autodiff().reshape([-1]);
                 let part = self.divided.part(&path, whole);

@@ -165,10 +165,10 @@ impl DistMuon {
     ///
     /// # Errors
     ///
-    /// As [`MuonConfig::route`].
+    /// As [`MuonConfig::try_init`].
     pub fn init<M: Module>(&self, model: &M) -> Result<ModuleOptimizer> {
         let routing = self.config.route(model)?;
-        Ok(routing.init_with(|rule| Self { rule, ..self.clone() }))
+        routing.init_with(|rule| Self { rule, ..self.clone() })
     }
 
     /// Returns the counts of the steps that left parameters of this rank untouched. Threads that

@@ -1,5 +1,6 @@
 //! Muon and AdamW for a whole model, as Burn's optimizer of modules.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use burn::module::{Module, ParamGroup};
@@ -10,7 +11,7 @@ use super::split::{BlockRule, Split};
 use super::{Muon, MuonConfig};
 use crate::custom::Whole;
 use crate::elementwise::Elementwise;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::matrix_view::MatrixView;
 use crate::parameters::{self, Found};
 use crate::routing::{ParameterRole, Routing, RoutingRule, Updates, parameter_group};
@@ -35,7 +36,7 @@ impl MuonConfig {
     /// - [`Error::EmptyModel`](crate::Error::EmptyModel) and
     ///   [`Error::AllFrozen`](crate::Error::AllFrozen) for a model without parameters to train.
     pub fn route<M: Module>(&self, model: &M) -> Result<Routing> {
-        self.route_found(&parameters::of(model))
+        self.route_found(&parameters::lazily(model))
     }
 
     /// [`route`](Self::route) for the parameters of a model.
@@ -70,9 +71,11 @@ impl MuonConfig {
     ///
     /// # Errors
     ///
-    /// As [`route`](Self::route).
+    /// As [`route`](Self::route), and [`Error::Shared`](crate::Error::Shared) for a trained
+    /// parameter of which a frozen clone comes first in the model: Burn gives the gradient to the
+    /// clone.
     pub fn try_init<M: Module>(&self, model: &M) -> Result<ModuleOptimizer> {
-        Ok(self.route(model)?.init())
+        self.route(model)?.init_with(|muon| muon)
     }
 
     /// Makes Burn's optimizer for the whole model like [`try_init`](Self::try_init), but panics
@@ -100,17 +103,30 @@ impl Routing {
     ///
     /// Burn's setter `with_grad_clipping` has no effect on the returned optimizer; set
     /// [`MuonConfig::grad_clipping`] instead.
+    ///
+    /// # Panics
+    ///
+    /// With the message of [`Error::Shared`](crate::Error::Shared), for a trained parameter of
+    /// which a frozen clone comes first in the model.
     pub fn init(&self) -> ModuleOptimizer {
-        self.init_with(|muon| muon)
+        self.init_with(|muon| muon).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    /// [`init`](Self::init), with an optimizer that is made of the rule for each matrix.
-    pub(crate) fn init_with<O: Resumable>(&self, matrices: impl Fn(Muon) -> O) -> ModuleOptimizer {
+    /// [`init`](Self::init), with an optimizer that is made of the rule for each matrix, and with
+    /// its error.
+    pub(crate) fn init_with<O: Resumable>(
+        &self,
+        matrices: impl Fn(Muon) -> O,
+    ) -> Result<ModuleOptimizer> {
+        self.ensure_first()?;
         let refusals = Refusals::default();
         let unknown = Unrouted::unknown(&refusals);
         let optim = ModuleOptimizer::from(Fallback).with_group(ParamGroup::all(), unknown, None);
         let updates @ Updates { muon, rest, skipped, .. } = self.updates();
-        self.routes().iter().fold(optim, |optim, route| {
+        // Those that are trained come last, and count: a frozen clone has the identity of one.
+        let (frozen, trained): (Vec<_>, Vec<_>) =
+            self.routes().iter().partition(|route| route.role == ParameterRole::Frozen);
+        let optim = frozen.into_iter().chain(trained).fold(optim, |optim, route| {
             let path = &*route.path;
             let parameter: ParamGroup = parameter_group(vec![route.path.clone()], vec![route.id]);
             match route.role {
@@ -150,7 +166,22 @@ impl Routing {
                     optim.with_group(parameter, Unrouted::frozen(path, &refusals), None)
                 }
             }
-        })
+        });
+        Ok(optim)
+    }
+
+    /// Fails for a trained parameter whose identity a frozen one before it has.
+    fn ensure_first(&self) -> Result<()> {
+        let mut frozen = HashMap::new();
+        for route in self.routes() {
+            if route.role == ParameterRole::Frozen {
+                frozen.entry(route.id).or_insert(&route.path);
+            } else if let Some(first) = frozen.get(&route.id) {
+                let (first, second) = ((*first).clone(), route.path.clone());
+                return Err(Error::Shared { first, second });
+            }
+        }
+        Ok(())
     }
 }
 

@@ -10,7 +10,7 @@ use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
 use burn::data::dataset::InMemDataset;
 use burn::module::Module;
-use burn::nn::{Linear, LinearConfig};
+use burn::nn::{Linear, LinearConfig, LinearLayout};
 use burn::optim::{AdamWConfig, ModuleOptimizer};
 use burn::tensor::{DType, Device, FloatDType, Tensor, TensorData, activation::relu};
 use burn::train::metric::store::EventStoreClient;
@@ -526,6 +526,29 @@ fn a_checkpoint_of_another_optimizer_is_rejected() {
         }
         // The moments of the others continue.
         assert!(!message.contains("`up.bias`"), "{message}");
+    }
+}
+
+/// Burn can't load them into a model that is in use.
+#[test]
+fn weights_that_are_stored_transposed_have_no_checkpointers_on_ranks() {
+    let column = || {
+        let net = Net::new(&device());
+        let config = LinearConfig::new(3, 8).with_layout(LinearLayout::Col);
+        Net { up: config.init(&device()), ..net }
+    };
+    let first = Setup { epochs: 1, ..Setup::default() };
+    let folder = tempfile::tempdir().unwrap();
+    let result = launch_with(column(), folder.path(), &first, on_ranks(2));
+    let error = result.error.expect("the model is rejected").to_string();
+    assert!(error.contains("`up.weight`") && error.contains("LinearLayout::Row"), "{error}");
+    let without = Setup { checkpoints: false, ..first.clone() };
+    assert!(launch_with(column(), folder.path(), &without, on_ranks(2)).error.is_none());
+    // Burn's strategy loads before the first pass.
+    let resumed = Setup { resume: Some(1), ..Setup::default() };
+    for setup in [&first, &resumed] {
+        let result = launch_with(column(), folder.path(), setup, burns_strategy());
+        assert!(result.error.is_none(), "{:?}", result.error);
     }
 }
 

@@ -16,6 +16,7 @@ mod link;
 mod lion;
 mod optimizer;
 mod orthogonalize;
+mod params;
 mod parts;
 mod precision;
 mod qk_clip;

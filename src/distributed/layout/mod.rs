@@ -37,7 +37,7 @@ use crate::comm::World;
 use crate::error::{Error, Result};
 use crate::gradients::GradientBuffer;
 use crate::muon::MuonConfig;
-use crate::parameters::{self, Found, Lazily, Placement};
+use crate::parameters::{self, Found, Placement};
 use cuts::SliceGroups;
 use identity::Identities;
 use passes::{Limits, Passes};
@@ -520,9 +520,7 @@ impl Layout {
     /// Decides on all parameters of a model, without initialising any.
     fn division<M: Module>(&self, model: &M) -> Result<Division> {
         self.check()?;
-        let mut found = Lazily(vec![]);
-        parameters::visit(model, &mut found);
-        let Lazily(mut found) = found;
+        let mut found = parameters::lazily(model);
         let rank = self.world().rank();
         if let Some(owned) = found.iter().find(|found| found.placement.reduces_in_backward()) {
             let remedy = "shard a model once, and keep the layout that did it";

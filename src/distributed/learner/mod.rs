@@ -30,7 +30,7 @@ use serde_json::json;
 
 use super::optimizer::Busy;
 use super::{Diagnostics, DistModuleOptimizer, DistMuonConfig, Layout, Mesh};
-use crate::checkpoint::{Archive, States, TrainedPaths};
+use crate::checkpoint::{Archive, States, TrainedPaths, stored_otherwise};
 use crate::comm::{DEADLINE, World, message};
 use crate::difference::listed;
 use crate::error::{Error, Result};
@@ -311,6 +311,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
             let qk_clip = qk_clip.map(|(config, logits)| Ok((config.init(&model)?, logits)));
             let layout = (self.layout.0)(&world)?;
             world.agree(layout.ensure_whole_layers())?;
+            world.agree(ensure_loadable(run.saves, &model, world.rank()))?;
             let model = layout.shard(model)?;
             let optim = self.config.init_on(&layout, &model)?;
             let mut optim = optim.load_states(&run.state)?;
@@ -374,6 +375,21 @@ fn ensure_unscaled(config: &DistMuonConfig) -> Result<()> {
             format!("{scale:?}"),
             "`None` with a `Learner`, whose model computes the gradients without a scale (train \
              in bfloat16, which needs none)",
+        )),
+        None => Ok(()),
+    }
+}
+
+/// Fails for a model whose checkpoints Burn can't load into the model of the learner: of a layer
+/// that is initialised, Burn expects the shape that it has, and not that in which it is stored.
+fn ensure_loadable<M: LearnerModel>(saves: bool, model: &M, rank: usize) -> Result<()> {
+    match stored_otherwise(model).filter(|_| saves) {
+        Some(path) => Err(Error::parameter(
+            &path,
+            rank,
+            "it is stored in another shape than its layer has, which a learner's checkpointers \
+             can't load",
+            "use `LinearLayout::Row`, or train without checkpointers",
         )),
         None => Ok(()),
     }

@@ -309,8 +309,12 @@ impl Detach<'_> {
     /// Records an error for a parameter that is trained now and that is not in the plan.
     fn reject_untrained<const D: usize>(&mut self, path: &str, param: &Param<Tensor<D>>) {
         let is_empty = param.val().dims().contains(&0);
-        let has_gradient = self.gradients.get::<D>(param.id).is_some();
-        if param.is_require_grad() && has_gradient && !is_empty {
+        if !param.is_require_grad() || is_empty {
+            // The gradient is that of another parameter with the same identity, as frozen clones
+            // have, and may have other dimensions.
+            return;
+        }
+        if self.gradients.get::<D>(param.id).is_some() {
             self.error.get_or_insert(Error::parameter(
                 path,
                 self.expected.rank,

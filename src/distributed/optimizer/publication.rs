@@ -152,8 +152,11 @@ pub fn at_first_use<const D: usize>(
         let value = in_place_of(&placeholder, value.reshape(shape));
         if is_trained { value } else { value.set_require_grad(false) }
     };
+    // Of a parameter that is not initialised, Burn expects the shape that is stored in files.
+    let one = Tensor::<D>::zeros([1; D], &device.clone().inner()).expand(shape);
+    let stored = mapper.on_save(one).shape();
     let (load, save) = (mapper.clone(), mapper);
-    Param::uninitialized(id, take, device, is_trained, shape.into())
+    Param::uninitialized(id, take, device, is_trained, stored)
         .load_mapper(move |tensor| load.on_load(tensor))
         .save_mapper(move |tensor| save.on_save(tensor))
 }

@@ -1,0 +1,372 @@
+//! Parameters as Burn has them: frozen clones, which keep the identity of their original, layers
+//! that are not initialised yet, and weights that are stored transposed.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::{Linear, LinearConfig, LinearLayout};
+use burn::optim::GradientsParams;
+use burn::store::ModuleRecord;
+use burn::tensor::{Bytes, Device, Tensor};
+use distmuon::comm::{Communicator, World};
+use distmuon::distributed::{Axis, Layout, Mesh, Place};
+use distmuon::parallel::{ColumnLinear, RowLinear};
+use distmuon::{
+    DistMuonConfig, Error, GradientBuffer, MuonConfig, Result, RoutingRule, checkpoint,
+};
+use distmuon_testing::models::{Fixed, gradients, largest_difference, values, weights};
+use distmuon_testing::panic_message;
+
+#[derive(Module, Debug)]
+struct Q {
+    body: Linear,
+    head: Linear,
+}
+
+impl Q {
+    fn new(device: &Device, initialised: bool) -> Self {
+        device.seed(5);
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+        let q = Self { body: linear(32, 32), head: linear(32, 32) };
+        if initialised { q.map(&mut Fixed::new(5)) } else { q }
+    }
+
+    fn forward(&self, x: Tensor<2>) -> Tensor<2> {
+        self.head.forward(self.body.forward(x).tanh())
+    }
+}
+
+#[derive(Module, Debug)]
+struct TeacherFirst {
+    teacher: Q,
+    student: Q,
+}
+
+#[derive(Module, Debug)]
+struct StudentFirst {
+    student: Q,
+    teacher: Q,
+}
+
+trait Pair: Module {
+    fn of(student: Q) -> Self;
+    fn parts(&self) -> [&Q; 2];
+
+    fn loss(&self, device: &Device) -> Tensor<1> {
+        let [student, teacher] = self.parts();
+        let x = Tensor::<2>::ones([4, 32], device) * 0.3;
+        let target = teacher.forward(x.clone()).detach() * 0.5;
+        (student.forward(x) - target).square().mean()
+    }
+
+    fn gradients(&self, device: &Device) -> GradientsParams {
+        GradientsParams::from_grads(self.loss(device).backward(), self)
+    }
+}
+
+impl Pair for TeacherFirst {
+    fn of(student: Q) -> Self {
+        Self { teacher: student.clone().no_grad(), student }
+    }
+
+    fn parts(&self) -> [&Q; 2] {
+        [&self.student, &self.teacher]
+    }
+}
+
+impl Pair for StudentFirst {
+    fn of(student: Q) -> Self {
+        Self { teacher: student.clone().no_grad(), student }
+    }
+
+    fn parts(&self) -> [&Q; 2] {
+        [&self.student, &self.teacher]
+    }
+}
+
+/// The values of student and teacher.
+fn of_parts(pair: &impl Pair) -> [Vec<f32>; 2] {
+    pair.parts().map(values)
+}
+
+#[test]
+fn a_frozen_clone_before_its_original_is_rejected_where_burn_would_train_it() {
+    let device = Device::default().autodiff();
+    let net = TeacherFirst::of(Q::new(&device, true));
+    let error = MuonConfig::new().try_init(&net).map(drop).unwrap_err();
+    let Error::Shared { first, second } = &error else { panic!("{error}") };
+    assert_eq!([&**first, &**second], ["teacher.body.weight", "student.body.weight"]);
+    assert!(error.to_string().contains("ParamId::new()"), "{error}");
+    let routing = MuonConfig::new().route(&net).unwrap();
+    assert_eq!(panic_message(|| routing.init()), error.to_string());
+    let averaged = DistMuonConfig::new().with_gradients(distmuon::distributed::Gradients::Averaged);
+    let rule = averaged.per_parameter(&World::alone(device)).unwrap();
+    assert_eq!(rule.init(&net).map(drop).unwrap_err(), error);
+}
+
+#[test]
+fn a_frozen_clone_stays_as_it_is_on_one_device() {
+    let device = Device::default().autodiff();
+    fn moved<P: Pair>(before: &P, after: &P) {
+        let (before, after) = (of_parts(before), of_parts(after));
+        assert!(largest_difference(&before[0], &after[0]) > 1e-3, "the student is trained");
+        assert_eq!(before[1], after[1], "the teacher is not");
+    }
+    let net = StudentFirst::of(Q::new(&device, true));
+    let grads = net.gradients(&device);
+    moved(&net, &MuonConfig::new().init(&net).step(0.01, net.clone(), grads));
+    let mut batched = MuonConfig::new().init_batched(&net).unwrap();
+    moved(&net, &batched.step(0.01, net.clone(), net.gradients(&device)).unwrap());
+    let net = TeacherFirst::of(Q::new(&device, true));
+    let mut batched = MuonConfig::new().init_batched(&net).unwrap();
+    moved(&net, &batched.step(0.01, net.clone(), net.gradients(&device)).unwrap());
+}
+
+#[test]
+fn the_mean_of_micro_batches_is_taken_once_for_clones() {
+    let device = Device::default().autodiff();
+    let net = TeacherFirst::of(Q::new(&device, true));
+    let mut buffer = GradientBuffer::new();
+    for _ in 0..2 {
+        buffer.add(&net, net.gradients(&device)).unwrap();
+    }
+    let id = net.student.body.weight.id;
+    let mean = buffer.take_mean(&net).remove::<2>(id).unwrap();
+    let one = net.gradients(&device).remove::<2>(id).unwrap();
+    assert!((mean - one).abs().max().into_scalar::<f32>() < 1e-6);
+}
+
+/// A layout of two ranks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Replicated,
+    Owned,
+    Overlap,
+}
+
+fn layout(world: &World, kind: Kind) -> Result<Layout> {
+    let layout = Layout::new(&Mesh::new(world, [Axis::data("dp", 2)])?).with_small_elements(64);
+    Ok(match kind {
+        Kind::Replicated => layout,
+        Kind::Owned => layout.owned("dp"),
+        Kind::Overlap => layout.overlap_backward(),
+    })
+}
+
+const KINDS: [Kind; 3] = [Kind::Replicated, Kind::Owned, Kind::Overlap];
+
+fn distilled<P: Pair>(kind: Kind, initialised: bool) -> Result<[Vec<f32>; 2]> {
+    let mut trained = World::threads(World::devices(2), |world| {
+        let layout = layout(&world, kind)?;
+        let net = layout.shard(P::of(Q::new(world.device(), initialised)))?;
+        let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
+        let grads = layout.backward(&net.loss(world.device()), &net)?;
+        let net = optim.step(0.01, net, grads)?;
+        Ok::<_, Error>(of_parts(&layout.unshard(&net)?))
+    })?;
+    Ok(trained.swap_remove(0))
+}
+
+#[test]
+fn frozen_clones_stay_as_they_are_in_every_layout() {
+    let expected = distilled::<StudentFirst>(Kind::Replicated, true).unwrap();
+    assert_ne!(expected[0], expected[1], "the student is trained");
+    for kind in KINDS {
+        for (order, trained) in [
+            ("teacher first", distilled::<TeacherFirst>(kind, true)),
+            ("student first", distilled::<StudentFirst>(kind, true)),
+        ] {
+            let trained = trained.unwrap_or_else(|error| panic!("{kind:?}, {order}: {error}"));
+            for (trained, expected) in trained.iter().zip(&expected) {
+                assert!(largest_difference(trained, expected) < 1e-6, "{kind:?}, {order}");
+            }
+        }
+        // Before they are initialised, Burn freezes all clones together.
+        let error = distilled::<TeacherFirst>(kind, false).unwrap_err();
+        assert_eq!(error, Error::AllFrozen { parameters: 8 }, "{kind:?}");
+    }
+}
+
+#[test]
+fn frozen_layers_that_are_not_initialised_are_not_divided() {
+    for kind in KINDS {
+        let frozen = World::threads(World::devices(2), |world| {
+            let layout = layout(&world, kind)?;
+            let q = Q::new(world.device(), false);
+            let q = Q { body: q.body.no_grad(), ..q };
+            let table = layout.table(&q)?.to_string();
+            assert!(!q.body.weight.is_initialized() && !q.head.weight.is_initialized());
+            let body = table.lines().find(|line| line.contains("body.weight")).expect("a line");
+            assert!(!body.contains("owned") && !body.contains("reduced"), "{table}");
+            let q = layout.shard(q)?;
+            let mut optim = DistMuonConfig::new().init_on(&layout, &q)?;
+            let loss = q.forward(Tensor::ones([2, 32], world.device())).square().mean();
+            let before = weights(&layout.unshard(&q)?);
+            let grads = layout.backward(&loss, &q)?;
+            let q = optim.step(0.01, q, grads)?;
+            let after = weights(&layout.unshard(&q)?);
+            let same = before.iter().zip(&after).map(|(before, after)| before == after);
+            Ok::<_, Error>(same.collect::<Vec<_>>())
+        });
+        assert_eq!(frozen.unwrap(), vec![[true, true, false, false]; 2], "{kind:?}");
+    }
+}
+
+/// Two layers whose weights are stored transposed.
+#[derive(Module, Debug)]
+struct Columns {
+    up: Linear,
+    head: Linear,
+}
+
+impl Columns {
+    fn new(device: &Device) -> Self {
+        device.seed(3);
+        let config = |inputs, outputs| LinearConfig::new(inputs, outputs);
+        let linear = |config: LinearConfig| config.with_layout(LinearLayout::Col).init(device);
+        Self { up: linear(config(4, 6)), head: linear(config(6, 2)) }
+    }
+
+    fn fixed(device: &Device) -> Self {
+        Self::new(device).map(&mut Fixed::new(2))
+    }
+}
+
+fn file() -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.bpk");
+    (folder, path)
+}
+
+#[test]
+fn weights_that_are_stored_transposed_are_saved_and_loaded() {
+    let device = Device::default().autodiff();
+    let config = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
+    let (_folder, path) = file();
+    let mut net = Columns::fixed(&device);
+    let mut optim = config.init(&net);
+    for step in 0..2 {
+        let grads = gradients(&net, step);
+        net = optim.step(0.01, net, grads);
+    }
+    checkpoint::save(&path, &net, &optim, &2).unwrap();
+    let grads = gradients(&net, 9);
+    let expected = values(&optim.step(0.01, net.clone(), grads));
+    for fresh in [Columns::new(&device), Columns::fixed(&device)] {
+        let optim = config.init(&fresh);
+        let (loaded, mut optim, _): (_, _, i32) = checkpoint::load(&path, fresh, optim).unwrap();
+        assert_eq!(values(&loaded), values(&net));
+        let grads = gradients(&loaded, 9);
+        assert_eq!(values(&optim.step(0.01, loaded, grads)), expected);
+    }
+    let fresh = Columns::new(&device);
+    let optim = config.init_batched(&fresh).unwrap();
+    let (loaded, mut optim, _): (_, _, i32) = checkpoint::load(&path, fresh, optim).unwrap();
+    let grads = gradients(&loaded, 9);
+    let batched = values(&optim.step(0.01, loaded, grads).unwrap());
+    assert!(largest_difference(&batched, &expected) < 1e-5);
+}
+
+/// Returns the paths of the parameters that are initialised.
+fn initialised(net: &impl Module) -> BTreeSet<String> {
+    struct Initialised(Vec<String>, BTreeSet<String>);
+    impl ModuleVisitor for Initialised {
+        fn enter_module(&mut self, name: &str, _: &str) {
+            self.0.push(name.to_owned());
+        }
+
+        fn exit_module(&mut self, _: &str, _: &str) {
+            self.0.pop();
+        }
+
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+            if param.is_initialized() {
+                self.1.insert(self.0.join("."));
+            }
+        }
+    }
+    let mut found = Initialised(vec![], BTreeSet::new());
+    net.visit(&mut found);
+    found.1
+}
+
+/// Burn takes the shape that is stored for that of a layer that is not initialised.
+#[test]
+fn an_optimizer_leaves_layers_as_lazy_as_they_were() {
+    let device = Device::default().autodiff();
+    let bytes: Bytes = Columns::fixed(&device).into_record().into_bytes().unwrap();
+    let net = Columns::new(&device);
+    let routing = MuonConfig::new().route(&net).unwrap();
+    assert_eq!(routing.routes()[0].shape, [4, 6], "as the layer sees it");
+    let _optim = MuonConfig::new().init(&net);
+    assert!(initialised(&net).is_empty(), "{:?}", initialised(&net));
+    let record = ModuleRecord::from_bytes(bytes).unwrap();
+    let loaded = net.try_load_record(record).unwrap();
+    assert_eq!(values(&loaded), values(&Columns::fixed(&device)));
+}
+
+#[derive(Module, Debug)]
+struct Mlp {
+    up: ColumnLinear,
+    down: RowLinear,
+}
+
+impl Mlp {
+    fn new(tp: &Communicator, device: &Device, layout: LinearLayout, initialised: bool) -> Self {
+        device.seed(1);
+        let linear = |inputs, outputs| {
+            let linear = LinearConfig::new(inputs, outputs).with_layout(layout).init(device);
+            if initialised { linear.map(&mut Fixed::new(1)) } else { linear }
+        };
+        Self { up: ColumnLinear::new(linear(8, 16), tp), down: RowLinear::new(linear(16, 8), tp) }
+    }
+}
+
+/// The outputs, and the outputs after a step, a save and a load.
+fn sliced(layout_of: LinearLayout, initialised: bool, owned: bool) -> Result<Vec<Vec<f32>>> {
+    let (_folder, path) = file();
+    let mut outputs = World::threads(World::devices(2), |world| {
+        let mesh = Mesh::new(&world, [Axis::data("dp", 1), Axis::model("tp", 2)])?;
+        let tp = mesh.group("tp").expect("an axis").clone();
+        let net = Mlp::new(&tp, world.device(), layout_of, initialised);
+        let mut layout = Layout::new(&mesh)
+            .with_small_elements(16)
+            .with_place(Place::shard(r"up\.linear\.weight$", "tp", 1))
+            .with_place(Place::shard(r"up\.linear\.bias$", "tp", 0))
+            .with_place(Place::shard(r"down\.linear\.weight$", "tp", 0));
+        if owned {
+            layout = layout.owned("dp");
+        }
+        let net = layout.shard(net)?;
+        let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
+        let output = |net: &Mlp| {
+            let x = Tensor::<2>::ones([1, 8], world.device()) * 0.5;
+            net.down.forward(net.up.forward(x))
+        };
+        let plain = |output: Tensor<2>| output.into_data().iter::<f32>().collect::<Vec<_>>();
+        let before = output(&net);
+        let grads = layout.backward(&before.clone().square().mean(), &net)?;
+        let net = optim.step(0.01, net, grads)?;
+        let stepped = plain(output(&net));
+        optim.save(&path, &net, &1)?;
+        let (net, _, _): (_, _, i32) = optim.load(&path, net)?;
+        Ok::<_, Error>(vec![plain(before), stepped, plain(output(&net))])
+    })?;
+    Ok(outputs.swap_remove(0))
+}
+
+#[test]
+fn slices_of_weights_that_are_stored_transposed_are_those_of_the_layer() {
+    for owned in [false, true] {
+        let rows = sliced(LinearLayout::Row, true, owned).unwrap();
+        assert_eq!(rows[1], rows[2], "saved and loaded");
+        let columns = sliced(LinearLayout::Col, true, owned).unwrap();
+        for (rows, columns) in rows.iter().zip(&columns) {
+            assert!(largest_difference(rows, columns) < 1e-6, "owned {owned}");
+        }
+        let lazy = sliced(LinearLayout::Col, false, owned).unwrap();
+        assert!(largest_difference(&lazy[0], &lazy[1]) > 1e-4, "trained");
+        assert_eq!(lazy[1], lazy[2], "saved and loaded");
+    }
+}
