@@ -99,7 +99,8 @@ pub enum Error {
     /// The model has parameters, but none of them is trained.
     #[error(
         "the model has nothing to train: expected a parameter that requires a gradient, got \
-         {parameters} that require none; build the model on `device.autodiff()`, or unfreeze it"
+         {parameters} that require none; build the model on `device.autodiff()`, unfreeze it, or \
+         attach an adapter to quantized weights"
     )]
     AllFrozen {
         /// Number of parameters of the model.

@@ -80,8 +80,9 @@ impl Saving {
     ///
     /// [`Error::Checkpoint`] if it can't be created.
     pub fn start(path: &Path, contents: Contents) -> Result<Self> {
+        let target = target(path).map_err(|error| failed(path, &error.to_string()))?;
         let (scratch, file) =
-            AtomicFile::create(path).map_err(|error| failed(path, &error.to_string()))?;
+            AtomicFile::create(&target).map_err(|error| failed(path, &error.to_string()))?;
         drop(file); // the writer of the container opens the path itself
         // The writer of the container pulls tensors from closures that own their data, while the
         // caller pushes tensors that it makes from borrowed data. A thread connects the two. The
@@ -171,6 +172,24 @@ impl Drop for Saving {
             writer.join().ok();
         }
     }
+}
+
+/// The file that a path leads to: of a symbolic link its target, which may not exist yet.
+fn target(path: &Path) -> std::io::Result<PathBuf> {
+    /// Links that Linux follows in one path.
+    const MOST_LINKS: usize = 40;
+    let mut target = path.to_owned();
+    for _ in 0..MOST_LINKS {
+        match target.symlink_metadata() {
+            Ok(metadata) if metadata.is_symlink() => {
+                let link = target.read_link()?;
+                // A relative link starts at its folder.
+                target = target.parent().unwrap_or(Path::new("")).join(link);
+            }
+            _ => return Ok(target),
+        }
+    }
+    Err(std::io::Error::other("its symbolic links form a circle"))
 }
 
 /// The writer of the container, which receives the tensors from `source` in their order.

@@ -13,8 +13,7 @@ use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
     ElementwiseUpdate, MANTISSA, MASTER, ONLY_RANK, Origin, Place, Rule, SKIPPED, SkippedSteps,
-    Slot, Slots, TIME, WholeParameter, WholeUpdate, clip, ensure_finite_rate, of_another,
-    with_rank,
+    Slot, Slots, TIME, WholeParameter, WholeUpdate, clip, ensure_rate, of_another, with_rank,
 };
 
 /// The optimizer of one parameter.
@@ -92,7 +91,7 @@ impl Whole {
         grad: Tensor<D>,
         state: Option<WholeState>,
     ) -> Result<(Tensor<D>, WholeState)> {
-        ensure_finite_rate(lr)?;
+        ensure_rate(lr)?;
         ensure_gradient_matches(&self.parameter, ONLY_RANK, &parameter, &grad)?;
         let (shape, device, dtype) = (parameter.dims(), parameter.device(), parameter.dtype());
         let is_first = state.is_none();

@@ -10,7 +10,7 @@ use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
     CORRECTIONS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseUpdate, ONLY_RANK, Origin,
-    Place, Resumable, SKIPPED, SkippedSteps, Slot, Slots, StepSize, TIME, clip, ensure_finite_rate,
+    Place, Resumable, SKIPPED, SkippedSteps, Slot, Slots, StepSize, TIME, clip, ensure_rate,
     missing, of_another, unflatten_burns,
 };
 
@@ -96,7 +96,7 @@ impl Elementwise {
         grad: Tensor<D>,
         state: Option<ElementwiseState<D>>,
     ) -> Result<(Tensor<D>, ElementwiseState<D>)> {
-        ensure_finite_rate(lr)?;
+        ensure_rate(lr)?;
         ensure_gradient_matches(&self.parameter, ONLY_RANK, &parameter, &grad)?;
         let (shape, device, dtype) = (parameter.dims(), parameter.device(), parameter.dtype());
         let is_first = state.is_none();

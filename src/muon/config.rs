@@ -102,6 +102,12 @@ pub struct MuonConfig {
     /// [`SkippedSteps`].
     #[config(default = "Some(100)")]
     pub max_skipped: Option<usize>,
+    /// Number of consecutive steps without a gradient of any parameter that ends the run with
+    /// [`Error::Setting`]; `None` for no limit. The first of them is logged as a warning. Burn's
+    /// [`ModuleOptimizer`](burn::optim::ModuleOptimizer) passes no such step on, and does nothing
+    /// in it.
+    #[config(default = "Some(100)")]
+    pub max_absent: Option<usize>,
 }
 
 impl MuonConfig {
@@ -161,6 +167,9 @@ impl MuonConfig {
             && !(limit.is_finite() && limit > 0.0)
         {
             return Err(Error::setting("grad_clipping", limit, "a positive number"));
+        }
+        if self.max_absent == Some(0) {
+            return Err(Error::setting("max_absent", 0, "at least 1, or `None` for no limit"));
         }
         if self.max_skipped == Some(0) {
             return Err(Error::setting("max_skipped", 0, "at least 1, or `None` for no limit"));

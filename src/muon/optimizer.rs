@@ -14,7 +14,7 @@ use crate::slices::expand;
 use crate::update::{
     MANTISSA, MASTER, MOMENTUM, MOMENTUM_WEIGHT, Matrices, MuonBatch, MuonParameter, MuonUpdate,
     ONLY_RANK, Origin, Place, Resumable, SKIPPED, SkippedSteps, Slot, Slots, TIME, clip,
-    ensure_finite_rate, parts,
+    ensure_rate, parts,
 };
 
 /// The names of the slots that every state has. Those of the configured parts may follow.
@@ -167,7 +167,7 @@ impl Muon {
         grad: Tensor<D>,
         state: Option<MuonState<D>>,
     ) -> Result<(Tensor<D>, MuonState<D>)> {
-        ensure_finite_rate(lr)?;
+        ensure_rate(lr)?;
         let (shape, device, dtype) = (parameter.dims(), parameter.device(), parameter.dtype());
         let batch @ [k, m, n] = self.view.batch_shape(&self.parameter, &shape)?;
         ensure_gradient_matches(&self.parameter, ONLY_RANK, &parameter, &grad)?;
@@ -268,7 +268,7 @@ impl Optimizer for Muon {
     ///   another device, or the state was saved under another configuration;
     /// - [`Error::NotComputed`](crate::Error::NotComputed) if the device had no memory for the
     ///   first step of the parameter;
-    /// - [`Error::Setting`](crate::Error::Setting) if the learning rate is not finite;
+    /// - [`Error::Setting`](crate::Error::Setting) if the learning rate is not finite, or negative;
     /// - [`Error::Skipped`](crate::Error::Skipped) if the parameter was skipped in too many steps
     ///   in a row.
     fn step<const D: usize>(

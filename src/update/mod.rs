@@ -48,7 +48,7 @@ pub(crate) use skipped::Place;
 pub use skipped::SkippedSteps;
 pub(crate) use state::{MANTISSA, MASTER, SKIPPED, Slot, Slots, missing, unused};
 pub use step_size::WeightDecay;
-pub(crate) use step_size::{StepSize, ensure_finite_rate};
+pub(crate) use step_size::{StepSize, ensure_rate};
 pub(crate) use whole::{MAX_RANK, OWN_STATE, WholeParameter, WholeUpdate, with_rank};
 
 /// The rank in errors of an optimizer that knows of no ranks.

@@ -99,15 +99,17 @@ fn decay(lr: f64, rate: f64) -> f64 {
     1.0 - lr * rate
 }
 
-/// Fails for a learning rate that would make parameters NaN or infinite.
-pub(crate) fn ensure_finite_rate(lr: f64) -> Result<()> {
+/// Fails for a learning rate that would make parameters NaN or infinite, or move them away from the
+/// minimum.
+pub(crate) fn ensure_rate(lr: f64) -> Result<()> {
     // In float32, the type of the smallest range that rates are applied in.
-    match (lr as f32).is_finite() {
+    match (lr as f32).is_finite() && lr >= 0.0 {
         true => Ok(()),
         false => Err(Error::setting(
             "learning rate",
             lr,
-            "a finite number (the schedule may divide by zero)",
+            "a finite number, zero or more (a schedule may divide by zero; to maximise, negate the \
+             loss)",
         )),
     }
 }

@@ -204,8 +204,6 @@ fn states_of_users_optimizers_continue_on_any_number_of_ranks() {
 }
 
 fn states_of_another_optimizer_are_rejected_on_all_ranks() {
-    // With another default type, the type of the state may be the first error.
-    let is_default = device().settings().float_dtype == FloatDType::F32;
     let folder = Folder::create();
     let path = folder.path().join("run.ckpt");
     let saved = ranks_here(2, |world| {
@@ -229,9 +227,7 @@ fn states_of_another_optimizer_are_rejected_on_all_ranks() {
         let errors = errors.unwrap();
         for error in errors {
             assert!(matches!(error, Error::OtherRun { .. }), "{error}");
-            let text = error.to_string();
-            let is_of_type = !is_default && text.contains("the device's default type");
-            assert!(is_of_type || text.contains("got that of another"), "{error}");
+            assert!(error.to_string().contains("optimizer state of `"), "{error}");
         }
     }
 }

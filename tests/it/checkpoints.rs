@@ -144,6 +144,32 @@ fn files_of_another_length_are_rejected() {
     rejection(&cut, "two footers");
 }
 
+/// As for the latest of several checkpoints.
+#[cfg(unix)]
+#[test]
+fn saving_onto_a_symbolic_link_replaces_its_target() {
+    use std::os::unix::fs::symlink;
+
+    let (folder, real) = saved();
+    let [link, chain, dangling, circle] =
+        ["latest", "chain", "dangling", "circle"].map(|name| folder.path().join(name));
+    symlink("run.bpk", &link).unwrap();
+    symlink(&link, &chain).unwrap();
+    symlink("new.bpk", &dangling).unwrap();
+    symlink("circle", &circle).unwrap();
+    let (net, optim) = trained(7, 2);
+    for (number, path, target) in
+        [(5usize, &link, &real), (6, &chain, &real), (7, &dangling, &folder.path().join("new.bpk"))]
+    {
+        checkpoint::save(path, &net, &optim, &vec![number]).unwrap();
+        assert!(path.symlink_metadata().unwrap().is_symlink(), "{path:?} stays a link");
+        assert!(target.symlink_metadata().unwrap().is_file(), "{target:?}");
+        assert_eq!(checkpoint::progress::<Vec<usize>>(target).unwrap(), [number]);
+    }
+    let error = checkpoint::save(&circle, &net, &optim, &vec![1usize]).unwrap_err().to_string();
+    assert!(error.contains("circle"), "{error}");
+}
+
 #[test]
 fn burns_reader_opens_a_checkpoint() {
     let (_folder, path) = saved();

@@ -386,8 +386,8 @@ fn settings_that_would_spoil_every_step_are_rejected() {
 }
 
 #[test]
-fn non_finite_learning_rates_are_rejected() {
-    for lr in [f64::NAN, f64::INFINITY, 1e39] {
+fn learning_rates_that_no_run_can_use_are_rejected() {
+    for lr in [f64::NAN, f64::INFINITY, 1e39, -1e-3] {
         let net = Net::new(DType::F32, [4, 4], &device());
         let (_, mut optim) = made(&config(), &net);
         let world = World::alone(device());
@@ -403,6 +403,73 @@ fn non_finite_learning_rates_are_rejected() {
         let gradients = net.gradients(1.0);
         let message = panic_message(|| optim.step(lr, net, gradients));
         assert!(message.contains("learning rate"), "{message}");
+    }
+}
+
+/// Gradients of another model, or none.
+#[test]
+fn steps_without_any_gradient_end_the_run() {
+    let (net, other) =
+        (Net::new(DType::F32, [4, 4], &device()), Net::new(DType::F32, [4, 4], &device()));
+    let config = config().with_rule(RoutingRule::muon("matrix")).with_max_absent(Some(3));
+    for ranks in [1, 2] {
+        let steps = World::threads_with(World::devices(ranks), net.clone(), |world, mut net| {
+            let mut optim = DistMuonConfig::new().with_muon(config.clone()).init(&world, &net)?;
+            let mut taken = 0;
+            loop {
+                // The fourth one has gradients: those before it do not count.
+                let gradients = match taken {
+                    2 => net.gradients(1.0),
+                    1 => GradientsParams::new(),
+                    _ => other.gradients(1.0),
+                };
+                match optim.step(0.1, net, gradients) {
+                    Ok(stepped) => net = stepped,
+                    Err(error) => return Ok::<_, Error>((taken, error.to_string())),
+                }
+                taken += 1;
+            }
+        });
+        for (taken, error) in steps.unwrap() {
+            assert_eq!(taken, 5, "{error}");
+            assert!(
+                error.contains("3 steps in a row") && error.contains("`max_absent`"),
+                "{error}"
+            );
+        }
+    }
+}
+
+/// An optimizer of one parameter at a time, one of all, and ranks.
+#[test]
+fn gradients_of_other_types_are_converted() {
+    if !has_type(FloatDType::BF16) {
+        lacks("bfloat16");
+        return;
+    }
+    let config = config().with_rule(RoutingRule::muon("matrix"));
+    for dtype in [DType::BF16, DType::F16] {
+        let gradients = |net: &Net| {
+            let mut gradients = net.gradients(1.0);
+            let matrix = gradients.remove::<2>(net.matrix.id).unwrap();
+            gradients.register(net.matrix.id, matrix.cast(dtype));
+            gradients
+        };
+        let net = Net::new(DType::F32, [4, 4], &device());
+        let expected = plain(&config.init(&net).step(0.1, net.clone(), gradients(&net)));
+        for ranks in [1, 2] {
+            let stepped = World::threads_with(World::devices(ranks), net.clone(), |world, net| {
+                let config = DistMuonConfig::new().with_muon(config.clone());
+                let mut optim = config.init(&world, &net)?;
+                let gradients = gradients(&net);
+                Ok::<_, Error>(plain(&optim.step(0.1, net, gradients)?))
+            });
+            for values in stepped.unwrap() {
+                for (values, expected) in values.iter().zip(&expected) {
+                    assert!(largest_difference(values, expected) < 1e-6, "{dtype:?}, {ranks}");
+                }
+            }
+        }
     }
 }
 

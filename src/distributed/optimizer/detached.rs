@@ -415,17 +415,19 @@ impl Detach<'_> {
         let Expected { wide_gradients, .. } = self.expected;
         let wide_gradients = wide_gradients || known.placement.reduces_in_backward();
         let (expected, dtype) = (known.dtype, gradient.dtype());
-        let error = |remedy| {
-            let reason =
-                format!("its gradient is of the wrong type: expected {expected:?}, got {dtype:?}");
-            Err(Error::parameter(&known.path, rank, reason, remedy))
+        let gradient = match is_half(expected) && dtype != expected {
+            false => gradient.cast(expected),
+            true if wide_gradients => gradient.cast(DType::F32),
+            true => {
+                let reason = format!(
+                    "its gradient is of another type than it: expected {}, got {}",
+                    expected.name(),
+                    dtype.name()
+                );
+                let remedy = "reduce in float32 with `DistMuonConfig::with_grad_dtype`";
+                return Err(Error::parameter(&known.path, rank, reason, remedy));
+            }
         };
-        match is_half(expected) && dtype == DType::F32 {
-            _ if dtype == expected => {}
-            true if wide_gradients => {}
-            true => return error("reduce in float32 with `DistMuonConfig::with_grad_dtype`"),
-            false => return error("give gradients of the type of the parameter"),
-        }
         Ok(Some(gradient.reshape([-1])))
     }
 }

@@ -119,6 +119,10 @@ pub struct DistModuleOptimizer {
     compared_steps: usize,
     /// The attention heads to clip in the next step.
     head_clip: Option<HeadClip>,
+    /// The number of steps without any gradient since the last one with a gradient, and the number
+    /// of them that ends the run.
+    absent_steps: usize,
+    max_absent: Option<usize>,
     /// `true` if the next step is to be observed.
     requested: bool,
     /// The observations of the last step that was.
@@ -211,6 +215,8 @@ impl DistModuleOptimizer {
             compared: HashSet::new(),
             compared_steps: 0,
             head_clip: None,
+            absent_steps: 0,
+            max_absent: config.muon.max_absent,
             requested: false,
             observed: None,
             memory,
@@ -242,7 +248,9 @@ impl DistModuleOptimizer {
     ///   of a gradient, does not match the optimizer;
     /// - [`Error::SettingsDiffer`](crate::Error::SettingsDiffer) if the ranks give different
     ///   learning rates, or have not taken the same steps before;
-    /// - [`Error::Setting`](crate::Error::Setting) for a learning rate that is not finite;
+    /// - [`Error::Setting`](crate::Error::Setting) for a learning rate that is not finite, or
+    ///   negative, and in the step in which
+    ///   [`MuonConfig::max_absent`](crate::MuonConfig::max_absent) is reached;
     /// - [`Error::Skipped`](crate::Error::Skipped) for a parameter that was skipped in too many
     ///   steps in a row;
     /// - [`Error::NotComputed`](crate::Error::NotComputed) if the device does not have the memory

@@ -46,7 +46,7 @@ use crate::distributed::plan::{Bucket, BucketKind, Run};
 use crate::distributed::trained::{ModelParameter, TrainedParameter};
 use crate::error::{Error, Result};
 use crate::slices::{self, bytes};
-use crate::update::{Observations, ensure_finite_rate, is_half};
+use crate::update::{Observations, ensure_rate, is_half};
 
 /// A bucket whose reduction has started.
 enum Reducing {
@@ -174,12 +174,13 @@ impl DistModuleOptimizer {
             lr.lr_from_param(*id, Some(path))
         };
         let lrs: Vec<f64> = self.trained.iter().map(rate).collect();
-        lrs.iter().try_for_each(|lr| ensure_finite_rate(*lr))?;
+        lrs.iter().try_for_each(|lr| ensure_rate(*lr))?;
         self.ensure_heads_fit()?;
         if self.reduces() {
             self.compare_gradients(&detached)?;
         }
         let present = self.agree_on_step(&lrs, &detached)?;
+        self.count_absent(&present)?;
 
         // The heads of a step that is skipped are of no use in another.
         let inputs = self.inputs(&lrs);
@@ -201,6 +202,29 @@ impl DistModuleOptimizer {
         self.observe(&step);
         let (known, units) = (&self.model, &self.units);
         Ok(step.detached.reattach(model, known, units, parts, &self.publication))
+    }
+
+    /// Counts the steps in a row in which no parameter has a gradient, as with the gradients of
+    /// another model. Warns in the first one, and fails in the last one.
+    fn count_absent(&mut self, present: &[bool]) -> Result<()> {
+        if present.contains(&true) {
+            self.absent_steps = 0;
+            return Ok(());
+        }
+        self.absent_steps += 1;
+        let steps = self.absent_steps;
+        if self.max_absent.is_some_and(|max| steps >= max) {
+            return Err(Error::setting(
+                "gradients",
+                format!("none in {steps} steps in a row"),
+                "gradients of the model that is stepped (take them from its own loss; \
+                 `max_absent` is the limit)",
+            ));
+        }
+        if steps == 1 && self.world.is_main() {
+            log::warn!("a step has no gradient of any parameter, and changes nothing");
+        }
+        Ok(())
     }
 
     /// Fails for heads to clip that are not those of whole parameters.
