@@ -12,8 +12,9 @@ use crate::backend::{FlaggedRows, KernelPolicy, reject};
 use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
-    ElementwiseUpdate, MANTISSA, MASTER, ONLY_RANK, Origin, Place, Rule, SKIPPED, SkippedSteps,
-    Slot, Slots, TIME, WholeParameter, WholeUpdate, clip, ensure_rate, of_another, with_rank,
+    ElementwiseUpdate, MANTISSA, MASTER, ONLY_RANK, Origin, Place, Reserved, Rule, SKIPPED,
+    SkippedSteps, Slot, Slots, TIME, WholeParameter, WholeUpdate, clip, ensure_rate, of_another,
+    with_rank,
 };
 
 /// The optimizer of one parameter.
@@ -27,7 +28,7 @@ pub(crate) struct Whole {
     parameter: Arc<str>,
     skipped: SkippedSteps,
     /// The place of the states' counts.
-    reserved: Place,
+    reserved: Reserved,
 }
 
 /// The state of a parameter. Its record has the tensor `skipped`, the further digits of a parameter
@@ -80,7 +81,7 @@ impl Whole {
     /// Registers the count of a state.
     fn start_counting(&self, slots: &Slots) -> Place {
         let names = vec![self.parameter.to_string()];
-        self.skipped.start(Some(self.reserved), names, slots.get(SKIPPED.name), vec![0])
+        self.skipped.start(Some(self.reserved.place()), names, slots.get(SKIPPED.name), vec![0])
     }
 
     /// One step, with the errors that it panics with.

@@ -10,8 +10,8 @@ use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
     CORRECTIONS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseUpdate, ONLY_RANK, Origin,
-    Place, Resumable, SKIPPED, SkippedSteps, Slot, Slots, StepSize, TIME, clip, ensure_rate,
-    missing, of_another, unflatten_burns,
+    Place, Reserved, Resumable, SKIPPED, SkippedSteps, Slot, Slots, StepSize, TIME, clip,
+    ensure_rate, missing, of_another, unflatten_burns,
 };
 
 /// The elementwise optimizer of one parameter.
@@ -23,7 +23,7 @@ pub(crate) struct Elementwise {
     parameter: Arc<str>,
     skipped: SkippedSteps,
     /// The place of the states' counts.
-    reserved: Place,
+    reserved: Reserved,
 }
 
 /// The state of a parameter. Its record has the tensor `skipped`, and those of the rule:
@@ -187,7 +187,7 @@ impl Resumable for Elementwise {
 
     fn start_counting<const D: usize>(&self, state: &mut ElementwiseState<D>) {
         let names = vec![self.parameter.to_string()];
-        let reserved = Some(self.reserved);
+        let reserved = Some(self.reserved.place());
         state.place = self.skipped.start(reserved, names, state.skipped(), vec![0]);
     }
 }

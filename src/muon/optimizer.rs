@@ -13,7 +13,7 @@ use crate::orthogonalize::NewtonSchulz;
 use crate::slices::expand;
 use crate::update::{
     MANTISSA, MASTER, MOMENTUM, MOMENTUM_WEIGHT, Matrices, MuonBatch, MuonParameter, MuonUpdate,
-    ONLY_RANK, Origin, Place, Resumable, SKIPPED, SkippedSteps, Slot, Slots, TIME, clip,
+    ONLY_RANK, Origin, Place, Reserved, Resumable, SKIPPED, SkippedSteps, Slot, Slots, TIME, clip,
     ensure_rate, parts,
 };
 
@@ -34,7 +34,7 @@ pub struct Muon {
     pub(super) parameter: Arc<str>,
     pub(super) skipped: SkippedSteps,
     /// The place of the states' counts, if they are those of one parameter.
-    pub(super) reserved: Option<Place>,
+    pub(super) reserved: Option<Reserved>,
 }
 
 /// The state that Muon stores for one parameter. A record of it has the tensors `momentum` and
@@ -245,7 +245,8 @@ impl Resumable for Muon {
 
     fn start_counting<const D: usize>(&self, state: &mut MuonState<D>) {
         let names = vec![self.parameter.to_string()];
-        state.place = self.skipped.start(self.reserved, names, state.skipped(), vec![0]);
+        let reserved = self.reserved.as_ref().map(Reserved::place);
+        state.place = self.skipped.start(reserved, names, state.skipped(), vec![0]);
     }
 }
 

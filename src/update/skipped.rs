@@ -32,6 +32,10 @@ pub struct SkippedSteps {
 #[derive(Default, Debug)]
 struct Counts {
     entries: Vec<Entry>,
+    /// The indices of entries whose rules were dropped.
+    free: Vec<usize>,
+    /// The counts of rules that were dropped, by name.
+    ended: BTreeMap<String, u64>,
     /// The warning of the states that were read last. It is logged with the next step, when it
     /// covers all of them.
     pending: Option<Warning>,
@@ -82,6 +86,41 @@ pub(crate) struct Place {
     steps: usize,
 }
 
+/// A place for the states of a rule of one parameter, which clones of the rule share. When the last
+/// of them is dropped, the place is free, and its count is added to those that ended.
+#[derive(Clone, Debug)]
+pub(crate) struct Reserved(Arc<Reservation>);
+
+#[derive(Debug)]
+struct Reservation {
+    entry: usize,
+    skipped: SkippedSteps,
+}
+
+impl Reserved {
+    /// The place.
+    pub fn place(&self) -> Place {
+        Place { entry: Some(self.0.entry), steps: 0 }
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        let ended = std::mem::take(&mut self.skipped.lock().entries[self.entry]);
+        // Without the lock, since this waits for the device, which may have failed.
+        let read = ended.counts.as_ref().filter(|_| !thread::panicking()).and_then(|counts| {
+            let data = Tensor::clone(&counts.tensor).try_into_data().ok()?;
+            Some(data.iter::<f32>().collect::<Vec<_>>())
+        });
+        let mut counts = self.skipped.lock();
+        for (name, count) in summed([(ended.names, read.unwrap_or(ended.seen))].into_iter()) {
+            *counts.ended.entry(name).or_default() += count;
+        }
+        counts.free.push(self.entry);
+        ended.counts.into_iter().for_each(|kept| counts.retire(kept));
+    }
+}
+
 impl Place {
     /// Returns `true` if the state has counts.
     pub fn has_started(self) -> bool {
@@ -99,12 +138,14 @@ impl SkippedSteps {
     /// skipped steps, over all optimizers that share these counts. Waits for the devices.
     pub fn read(&self) -> BTreeMap<String, u64> {
         let counts = self.lock();
+        let ended = counts.ended.clone();
         let entries = counts.entries.iter();
         let known = entries.filter_map(|entry| Some((entry.names.clone(), entry.counts.clone()?)));
         let known: Vec<_> = known.collect();
         // Reading waits for the devices: other threads must not wait for the lock meanwhile.
         drop(counts);
-        let read = summed(known.iter().map(|(names, counts)| (names.clone(), counts.values())));
+        let of_entry = |(names, counts): &(Vec<String>, Kept)| (names.clone(), counts.values());
+        let read = added(summed(known.iter().map(of_entry)), ended);
         let mut counts = self.lock();
         known.into_iter().for_each(|(_, kept)| counts.retire(kept));
         drop(counts);
@@ -115,14 +156,14 @@ impl SkippedSteps {
     #[cfg(feature = "train")]
     pub(crate) fn looked_at(&self) -> BTreeMap<String, u64> {
         let counts = self.lock();
-        summed(counts.entries.iter().map(|entry| (entry.names.clone(), entry.seen.clone())))
+        let of_entry = |entry: &Entry| (entry.names.clone(), entry.seen.clone());
+        added(summed(counts.entries.iter().map(of_entry)), counts.ended.clone())
     }
 
     /// A place for the states of a rule of one parameter. A later state replaces the one before it.
-    pub(crate) fn reserve(&self) -> Place {
-        let entries = &mut self.lock().entries;
-        entries.push(Entry::default());
-        Place { entry: Some(entries.len() - 1), steps: 0 }
+    pub(crate) fn reserve(&self) -> Reserved {
+        let entry = self.lock().new_entry();
+        Reserved(Arc::new(Reservation { entry, skipped: self.clone() }))
     }
 
     /// Registers the counts of an optimizer state before its next step, at a place that was
@@ -134,7 +175,8 @@ impl SkippedSteps {
         counts: Tensor<1>,
         times: Vec<usize>,
     ) -> Place {
-        let place = Place { steps: 0, ..reserved.unwrap_or_else(|| self.reserve()) };
+        let new = || Place { entry: Some(self.lock().new_entry()), steps: 0 };
+        let place = Place { steps: 0, ..reserved.unwrap_or_else(new) };
         let counts = Kept::new(counts);
         let seen = counts.values();
         let in_a_row = vec![0; seen.len()];
@@ -216,6 +258,14 @@ impl SkippedSteps {
 }
 
 impl Counts {
+    /// The index of an entry that nothing has.
+    fn new_entry(&mut self) -> usize {
+        self.free.pop().unwrap_or_else(|| {
+            self.entries.push(Entry::default());
+            self.entries.len() - 1
+        })
+    }
+
     /// Drops a tensor if it is this thread's or has another owner, and keeps it otherwise. Also
     /// drops the tensors of this thread that other threads have retired.
     fn retire(&mut self, counts: Kept) {
@@ -247,6 +297,12 @@ fn summed(counts: impl Iterator<Item = (Vec<String>, Vec<f32>)>) -> BTreeMap<Str
             *sums.entry(name).or_default() += count as u64;
         }
     }
+    sums
+}
+
+/// The sums of counts by name.
+fn added(mut sums: BTreeMap<String, u64>, more: BTreeMap<String, u64>) -> BTreeMap<String, u64> {
+    more.into_iter().for_each(|(name, count)| *sums.entry(name).or_default() += count);
     sums
 }
 
@@ -350,9 +406,9 @@ mod tests {
         skipped.record(&mut first, counts(&[1.0, 1.0]), &[2, 2], true).unwrap();
         assert_eq!(skipped.read().len(), 2);
         // A state that is loaded takes the place of the one before it.
-        let place = skipped.reserve();
+        let reserved = skipped.reserve();
         for before in [7.0, 9.0] {
-            skipped.start(Some(place), vec!["c".into()], counts(&[before]), vec![0]);
+            skipped.start(Some(reserved.place()), vec!["c".into()], counts(&[before]), vec![0]);
             assert_eq!(skipped.read()["c"], before as u64);
         }
     }
@@ -360,8 +416,9 @@ mod tests {
     #[test]
     fn counts_are_dropped_by_the_thread_that_works_with_them() {
         let skipped = SkippedSteps::new(None);
-        let place = skipped.reserve();
-        let start = |count| skipped.start(Some(place), vec!["a".into()], counts(&[count]), vec![0]);
+        let reserved = skipped.reserve();
+        let place = Some(reserved.place());
+        let start = |count| skipped.start(place, vec!["a".into()], counts(&[count]), vec![0]);
         start(1.0);
         let retired = || skipped.lock().retired.len();
         thread::scope(|scope| {

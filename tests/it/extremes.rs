@@ -406,6 +406,24 @@ fn learning_rates_that_no_run_can_use_are_rejected() {
     }
 }
 
+/// The counts of optimizers that were dropped stay, and nothing else of them.
+#[test]
+fn optimizers_made_anew_of_one_routing_leave_their_counts_only() {
+    let net = Net::new(DType::F32, [4, 4], &device());
+    let routing = config().with_rule(RoutingRule::muon("matrix")).route(&net).unwrap();
+    let mut sizes = vec![];
+    for made in 1..=12 {
+        let mut optim = routing.init();
+        optim.step(0.1, net.clone(), net.gradients(f32::NAN));
+        assert_eq!(routing.skipped_steps().read()["matrix"], made);
+        drop(optim);
+        assert_eq!(routing.skipped_steps().read()["matrix"], made);
+        sizes.push(format!("{:?}", routing.skipped_steps()).len());
+    }
+    // A longer number takes a digit more.
+    assert!(sizes[11] <= sizes[1] + 8, "{sizes:?}");
+}
+
 /// Gradients of another model, or none.
 #[test]
 fn steps_without_any_gradient_end_the_run() {

@@ -358,6 +358,8 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
         let model = match outcome {
             Ok(mut models) => models.swap_remove(0),
             Err(RankFailure(failure)) => {
+                // A program may ignore the error of the result, and save the initial model.
+                log::error!("the training ended with the initial model: {}", failure.message);
                 interrupter.fail(TrainingError::Workers(vec![failure]));
                 initial_model
             }
