@@ -426,7 +426,8 @@ fn parts_of_tables_and_stacks_do_not_keep_the_whole_in_memory() {
     }
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("run.bpk");
-    let layouts: [(&str, fn(&Mesh) -> Layout); 3] = [
+    type Divide = fn(&Mesh) -> Layout;
+    let layouts: [(&str, Divide); 3] = [
         ("owned", |mesh| Layout::new(mesh).owned("dp")),
         ("cut", |mesh| {
             let layout = Layout::new(mesh).with_place(Place::shard("^stack$", "dp", 0));
