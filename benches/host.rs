@@ -16,6 +16,9 @@ use crate::driver::StandIn;
 /// Steps before those that count. The first ones compile kernels and allocate.
 const WARM_UP: usize = 4;
 const STEPS: usize = 8;
+/// Parameters of a model that is also updated a parameter at a time, which takes seconds a step for
+/// a thousand.
+const MOST_ONE_BY_ONE: usize = 100;
 
 /// A model of matrices, and the most that a step may ask of the driver.
 struct Model {
@@ -37,17 +40,25 @@ pub fn run(device: &Device) -> anyhow::Result<()> {
     );
     let layer = [[768, 768], [768, 768], [768, 768], [768, 768], [768, 3072], [3072, 768]];
     let models = [
-        Model { name: "GPT-2 small", shapes: layer.repeat(12), most_launches: [200, 60] },
-        Model { name: "1,200 of 16 x 16", shapes: vec![[16, 16]; 1200], most_launches: [200, 200] },
+        Model { name: "GPT-2 small", shapes: layer.repeat(12), most_launches: [300, 60] },
+        Model { name: "1,200 of 16 x 16", shapes: vec![[16, 16]; 1200], most_launches: [500, 330] },
     ];
+    let mut problems = vec![];
     for model in &models {
-        model.run(device, &stand_in)?;
+        model.run(device, &stand_in, &mut problems)?;
     }
+    ensure!(problems.is_empty(), "{}", problems.join("; "));
     Ok(())
 }
 
 impl Model {
-    fn run(&self, device: &Device, stand_in: &StandIn) -> anyhow::Result<()> {
+    /// Prints the rows of the model, and adds what exceeds its limits.
+    fn run(
+        &self,
+        device: &Device,
+        stand_in: &StandIn,
+        problems: &mut Vec<String>,
+    ) -> anyhow::Result<()> {
         let muon = MuonConfig::new();
         let recorded = NewtonSchulzConfig::new().with_graphs(true);
         let recorded = muon.clone().with_newton_schulz(recorded);
@@ -61,15 +72,19 @@ impl Model {
                 let mut optim = config.init_batched(model)?;
                 Ok(move |model, grads| optim.step(1e-3, model, grads))
             })?;
-            if let Some(most) = most {
-                let Counts { launches, allocations, .. } = counts;
-                ensure!(launches <= most, "{}, {name}: {launches} launches of {most}", self.name);
-                ensure!(allocations == 0, "{}, {name}: {allocations} allocations", self.name);
+            let Counts { launches, allocations, .. } = counts;
+            if let Some(most) = most.filter(|most| launches > *most) {
+                problems.push(format!("{}, {name}: {launches} launches of {most}", self.name));
             }
-            self.row(&format!("{name}, a parameter at a time"), device, stand_in, |model| {
-                let mut optim = config.init(model);
-                Ok(move |model, grads| Ok(optim.step(1e-3, model, grads)))
-            })?;
+            if allocations > 0 {
+                problems.push(format!("{}, {name}: {allocations} allocations", self.name));
+            }
+            if self.shapes.len() <= MOST_ONE_BY_ONE {
+                self.row(&format!("{name}, a parameter at a time"), device, stand_in, |model| {
+                    let mut optim = config.init(model);
+                    Ok(move |model, grads| Ok(optim.step(1e-3, model, grads)))
+                })?;
+            }
         }
         Ok(())
     }

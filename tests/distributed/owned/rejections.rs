@@ -433,6 +433,10 @@ pub fn discarded_passes_and_whole_models_leave_no_trace() {
 
 /// The usual mistake: `if world.is_main() { optim.save(..) }`.
 pub fn calls_of_one_rank_alone_are_compared_with_those_of_the_others_at_once() {
+    if worlds::results_may_be_early() {
+        excused("a rank that waits for nothing but results, which only the deadline ends");
+        return;
+    }
     let folder = Folder::create();
     let path = &folder.path().join("run.ckpt");
     for (is_owned, saving) in [(true, 0), (true, 1), (false, 1)] {
