@@ -106,7 +106,7 @@ impl Routing {
     ///
     /// # Panics
     ///
-    /// With the message of [`Error::Shared`](crate::Error::Shared), for a trained parameter of
+    /// With the message of [`Error::Shared`], for a trained parameter of
     /// which a frozen clone comes first in the model.
     pub fn init(&self) -> ModuleOptimizer {
         self.init_with(|muon| muon).unwrap_or_else(|error| panic!("{error}"))
