@@ -43,7 +43,7 @@ pub enum Error {
     NoView {
         /// Paths of the parameters.
         parameters: Vec<String>,
-        /// Their shapes, grouped by the types that hold them, each with rules to copy.
+        /// The parameters and their shapes, by the types that hold them, with rules to copy.
         report: String,
     },
     /// A device does not support the type of the iteration.

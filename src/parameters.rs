@@ -205,6 +205,13 @@ pub(crate) fn path_of_whole(fields: &[Field]) -> Option<String> {
     Some(path(&fields[..part]))
 }
 
+/// The path of the parameter with these fields, or of the one that it is this rank's part of. A
+/// visitor comes to the base of a parameter before its part, so that in a map by these paths the
+/// part replaces the base.
+pub(crate) fn path_with_parts(fields: &[Field]) -> String {
+    path_of_whole(fields).unwrap_or_else(|| path(fields))
+}
+
 /// The float parameters of a model, in its order, none of which is initialised. Those that are not
 /// initialised yet have the default type of their device.
 pub(crate) fn lazily<M: Module>(model: &M) -> Vec<Found> {

@@ -35,12 +35,12 @@ pub struct TrainedPaths {
 }
 
 impl TrainedPaths {
-    /// Those of parameters that are all trained.
+    /// The paths of parameters that are all trained.
     pub fn all<'a>(paths: impl Iterator<Item = &'a str>) -> Self {
         Self { trained: paths.map(str::to_owned).collect(), others: BTreeSet::new() }
     }
 
-    /// Those of the parameters of a model.
+    /// The paths of the parameters of a model.
     pub fn of(found: &[Found]) -> Self {
         let paths = |trained| {
             let found = found.iter().filter(move |found| found.trainable == trained);

@@ -125,7 +125,6 @@ let counts: Vec<Vec<usize>> = ep.all_gather_value(&sent)?; // `[from][to]`, the 
 
     impl Tokens {
         #[rustfmt::skip]
-        #[allow(clippy::let_and_return)]
         fn forward(&self, world: World, device: &Device, ids: Tensor<2, Int>) -> Tensor<3> {
             let mesh = Mesh::flat(&world);
             let layout = Layout::new(&mesh).with_place(Place::shard(r"^tokens\.", "dp", 0));

@@ -63,7 +63,7 @@ struct Shared {
 #[derive(Default)]
 struct Callers {
     threads: HashSet<ThreadId>,
-    /// Those that have waited for some time, and for what.
+    /// The threads that have waited for some time, and for what.
     waiting: HashMap<ThreadId, WaitPoint>,
 }
 

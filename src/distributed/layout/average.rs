@@ -58,9 +58,10 @@ struct Values(HashMap<String, Tensor<1>>);
 
 impl Visit for Values {
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
-        // A part comes after its base, which it replaces here.
-        let path = parameters::path_of_whole(fields).unwrap_or_else(|| parameters::path(fields));
-        self.0.insert(path, param.val().without_autodiff().reshape([-1]));
+        self.0.insert(
+            parameters::path_with_parts(fields),
+            param.val().without_autodiff().reshape([-1]),
+        );
     }
 }
 

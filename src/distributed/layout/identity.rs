@@ -30,14 +30,14 @@ pub struct Identities {
 }
 
 impl Identities {
-    /// Those of a model on a rank.
+    /// The identities of the parameters of a model, on a rank.
     pub fn of_model<M: Module>(model: &M, rank: usize) -> Self {
         let mut collect = Collect(HashMap::new());
         parameters::visit(model, &mut collect);
         Self { by_path: collect.0, rank }
     }
 
-    /// Those of a divided parameter.
+    /// The identity of a divided parameter.
     ///
     /// # Errors
     ///
@@ -68,9 +68,7 @@ struct Collect(HashMap<String, Identity>);
 
 impl Visit for Collect {
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
-        // A part comes after its base, which it replaces here.
-        let path = parameters::path_of_whole(fields).unwrap_or_else(|| parameters::path(fields));
         let identity = Identity { id: param.id, leaf: link::identity(&param.val()) };
-        self.0.insert(path, identity);
+        self.0.insert(parameters::path_with_parts(fields), identity);
     }
 }
