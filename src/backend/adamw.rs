@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use super::ops::{AdamWControls, AdamWOps, AdamWStep, ElementwiseRows, Moments};
 use super::path::{ComputePath, KernelPolicy};
 use super::portable;
-use super::tensor_list::{TensorList, calls};
+use super::tensor_list::TensorList;
 
 impl AdamWStep {
     /// One step of several parameters: their new values and moments, on the path of the parameters.
@@ -29,12 +29,12 @@ impl AdamWStep {
                 portable::adamw(self, parameters, grads, moments, controls, rows)
             }
             ComputePath::Flex | ComputePath::CubeCl { .. } => {
-                self.in_calls(parameters, grads, moments, controls, rows)
+                self.on_path(parameters, grads, moments, controls, rows)
             }
         }
     }
 
-    fn in_calls(
+    fn on_path(
         self,
         parameters: Vec<Tensor<1>>,
         grads: Vec<Tensor<1>>,
@@ -44,26 +44,18 @@ impl AdamWStep {
     ) -> (Vec<Tensor<1>>, Moments) {
         let &AdamWControls { rejected, corrections: [c1, c2], factor } = controls;
         let constants = [self.beta_1, self.beta_2, self.epsilon].map(|x| x as f32);
-        let (mut parameters, mut grads) = (parameters.into_iter(), grads.into_iter());
-        let (mut m, mut v) = (moments.moment_1.into_dispatch(), moments.moment_2.into_dispatch());
-        let mut updated = vec![];
-        for call in calls(rows.len()) {
-            // Moved out of the lists: a second reference would make the kernels copy before they
-            // write in place.
-            let [values, grads] = [&mut parameters, &mut grads]
-                .map(|all| TensorList::from_tensors(all.take(call.len()).collect()));
-            // A backend extension has no optional tensors: where there is no factor, any tensor
-            // stands in.
-            let by = factor.unwrap_or(rejected);
-            let [rejected, c1, c2, by] = [rejected, c1, c2, by].map(|x| x.clone().into_dispatch());
-            let (rows, scaled) = (rows[call].to_vec(), factor.is_some());
-            let new =
-                Dispatch::adamw(values, grads, m, v, rejected, c1, c2, by, rows, constants, scaled);
-            updated.extend(new.0.into_tensors());
-            (m, v) = (new.1, new.2);
-        }
+        // Moved: a second reference would make the kernels copy before they write in place.
+        let [values, grads] = [parameters, grads].map(TensorList::from_tensors);
+        let [m, v] = [moments.moment_1, moments.moment_2].map(Tensor::into_dispatch);
+        // A backend extension has no optional tensors: where there is no factor, any tensor stands
+        // in.
+        let by = factor.unwrap_or(rejected);
+        let [rejected, c1, c2, by] = [rejected, c1, c2, by].map(|x| x.clone().into_dispatch());
+        let (rows, scaled) = (rows.to_vec(), factor.is_some());
+        let (values, m, v) =
+            Dispatch::adamw(values, grads, m, v, rejected, c1, c2, by, rows, constants, scaled);
         let [moment_1, moment_2] = [m, v].map(Tensor::from_dispatch);
-        (updated, Moments { moment_1, moment_2, max_moment_2: None })
+        (values.into_tensors(), Moments { moment_1, moment_2, max_moment_2: None })
     }
 }
 
@@ -79,7 +71,7 @@ mod tests {
     #[test]
     fn the_fastest_path_computes_the_same_as_burns_operations() {
         let device = Device::default();
-        // More than one call processes, and than one thread does at a time; the fourth is rejected.
+        // More than one launch or thread processes at a time; the fourth is rejected.
         let lengths = [20_000, 9_000, 768, 512, 256, 256, 7, 256, 256, 1, 300];
         let firsts: Vec<usize> =
             (0..lengths.len()).map(|index| lengths[..index].iter().sum::<usize>()).collect();

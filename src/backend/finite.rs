@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 use super::ops::{FlaggedRows, StepOps};
 use super::path::{ComputePath, KernelPolicy};
 use super::portable;
-use super::tensor_list::{TensorList, calls};
+use super::tensor_list::TensorList;
 
 /// Sets the flags of rows with an element that is not finite, or larger than `largest` in
 /// magnitude, to 1.
@@ -27,14 +27,10 @@ pub(crate) fn reject(
             })
         }
         ComputePath::Flex | ComputePath::CubeCl { .. } => {
-            calls(tensors.len()).fold(flags, |flags, call| {
-                Tensor::from_dispatch(Dispatch::reject(
-                    flags.into_dispatch(),
-                    TensorList::from_tensors(tensors[call.clone()].to_vec()),
-                    rows[call].to_vec(),
-                    largest.min(f32::MAX.into()) as f32,
-                ))
-            })
+            let tensors = TensorList::from_tensors(tensors.to_vec());
+            let largest = largest.min(f32::MAX.into()) as f32;
+            let flags = Dispatch::reject(flags.into_dispatch(), tensors, rows.to_vec(), largest);
+            Tensor::from_dispatch(flags)
         }
     }
 }

@@ -38,7 +38,7 @@ pub use path::{ComputePath, KernelPolicy, NativeKernels};
 pub(crate) use portable::lion;
 pub use program::Polynomial;
 pub(crate) use program::{Buffers, Program, Step, Value};
-pub(crate) use step::{apply, update_momentum};
+pub(crate) use step::{apply, reshaped, update_momentum};
 
 use burn::tensor::DType;
 

@@ -6,7 +6,7 @@ use burn::tensor::{DType, Device, Tensor};
 use super::ops::{MatrixOps, norm_parts};
 use super::path::{ComputePath, KernelPolicy};
 use super::precise_dtype;
-use super::tensor_list::{TensorList, calls};
+use super::tensor_list::TensorList;
 use crate::slices;
 
 /// Norms of rows, `scale sqrt(squares)`: a scale of the magnitude of the row, and the sum of the
@@ -45,12 +45,15 @@ impl ScaledNorms {
             });
         }
         let norms = Tensor::<3>::zeros([count, norm_parts(elements), 2], (device, DType::F32));
-        let norms = calls(tensors.len()).fold(norms.into_dispatch(), |norms, call| {
-            let list = TensorList::from_tensors(tensors[call.clone()].to_vec());
-            Dispatch::norms(norms, list, firsts[call].to_vec(), elements)
-        });
-        let [scale, squares] =
-            Tensor::<3>::from_dispatch(norms).split(1, 2).try_into().expect("a scale and a sum");
+        let norms = match tensors {
+            [] => norms,
+            _ => {
+                let tensors = TensorList::from_tensors(tensors.to_vec());
+                let (norms, firsts) = (norms.into_dispatch(), firsts.to_vec());
+                Tensor::from_dispatch(Dispatch::norms(norms, tensors, firsts, elements))
+            }
+        };
+        let [scale, squares] = norms.split(1, 2).try_into().expect("a scale and a sum");
         Self::joined(scale.squeeze_dim(2), squares.squeeze_dim(2))
     }
 

@@ -12,8 +12,10 @@
 
 use std::marker::PhantomData;
 
+#[cfg(feature = "fusion")]
+use burn::backend::fusion::custom::TensorSpec;
 use burn::backend::{Backend, TensorMetadata, backend_extension, tensor::FloatTensor};
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{FloatDType, Shape, Tensor};
 
 use super::portable;
 use super::program::{Polynomial, Products, Program, Side};
@@ -176,7 +178,7 @@ pub trait MatrixOps: Backend {
     #[fusion(meta = |a, b| {
         let [k, m, _] = a.shape.dims();
         let [_, _, p] = b.shape.dims();
-        burn::backend::fusion::custom::TensorSpec::new([k, m, p].into(), a.dtype)
+        TensorSpec::new([k, m, p].into(), a.dtype)
     })]
     fn product(a: FloatTensor<Self>, b: FloatTensor<Self>) -> FloatTensor<Self> {
         Self::float_matmul(a, b)
@@ -222,7 +224,7 @@ pub trait MatrixOps: Backend {
 
     /// Divides every matrix by its norm, or by `epsilon` if that is larger, and rounds to `dtype`.
     #[fusion(meta = |x, _norms, _epsilon, dtype| {
-        burn::backend::fusion::custom::TensorSpec::new(x.shape.clone(), (*dtype).into())
+        TensorSpec::new(x.shape.clone(), (*dtype).into())
     })]
     fn normalize(
         x: FloatTensor<Self>,
@@ -305,7 +307,7 @@ pub(super) fn norm_parts(elements: usize) -> usize {
 
 /// `[k, m, m]` for `[k, m, n]`.
 #[cfg(feature = "fusion")]
-fn square(shape: &burn::tensor::Shape) -> burn::tensor::Shape {
+fn square(shape: &Shape) -> Shape {
     let [k, m, _] = shape.dims();
     [k, m, m].into()
 }
@@ -317,6 +319,23 @@ fn square(shape: &burn::tensor::Shape) -> burn::tensor::Shape {
     Fusion: cfg(feature = "fusion")
 )]
 pub trait StepOps: Backend {
+    /// The tensors in other shapes, one for each, with their elements in the same order. With
+    /// fusion, every operation and every tensor that is dropped is a task of its service thread: a
+    /// step has one operation for all parameters.
+    #[fusion(meta = |tensors, shapes| {
+        let spec = |(tensor, shape): (&TensorSpec, &Shape)| {
+            TensorSpec::new(shape.clone(), tensor.dtype)
+        };
+        tensors.iter().zip(shapes).map(spec).collect::<Vec<_>>()
+    })]
+    fn reshape_all(
+        #[extension_type] tensors: TensorList<Self>,
+        shapes: Vec<Shape>,
+    ) -> TensorList<Self> {
+        let each = tensors.0.into_iter().zip(shapes);
+        TensorList(each.map(|(tensor, shape)| Self::float_reshape(tensor, shape)).collect())
+    }
+
     /// Sets the flags of rows with an element that is not finite, or larger than `largest` in
     /// magnitude, to 1.
     #[fusion(dtype = flags, shape = flags)]
@@ -327,11 +346,11 @@ pub trait StepOps: Backend {
         largest: f32,
     ) -> FloatTensor<Self>;
 
-    /// Advances the momentum of the matrices from index `first` on by their gradients, and writes
-    /// the update to orthogonalise with its [partial norms](MatrixOps::norms). A parameter whose
-    /// flag is set in `rejected` keeps its momentum, and its update is zero. Gradients are
-    /// multiplied by `factor` if they are `scaled`.
-    #[fusion(meta = |_grads, momentum, update, norms, _rejected, _factor, _steps, _first, _nesterov, _scaled| {
+    /// Advances the momentum of a batch by its gradients, and writes the update to orthogonalise
+    /// with its [partial norms](MatrixOps::norms). A parameter whose flag is set in `rejected` keeps
+    /// its momentum, and its update is zero. Gradients are multiplied by `factor` if they are
+    /// `scaled`.
+    #[fusion(meta = |_grads, momentum, update, norms, _rejected, _factor, _steps, _nesterov, _scaled| {
         (momentum.clone(), update.clone(), norms.clone())
     })]
     // A backend extension accepts no struct of tensors and numbers.
@@ -344,15 +363,14 @@ pub trait StepOps: Backend {
         rejected: FloatTensor<Self>,
         factor: FloatTensor<Self>,
         steps: Vec<MomentumStep>,
-        first: usize,
         nesterov: bool,
         scaled: bool,
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>);
 
-    /// `decay P - lr U` with the matrices of a batch from index `first` on. A parameter whose flag
-    /// is set in `rejected` stays as it is, and so does a matrix whose flag is set in `diverged`,
-    /// where those of the batch start at `first_diverged`. No step is cautious.
-    #[fusion(meta = |parameters, _direction, _rejected, _diverged, _steps, _first, _first_diverged| {
+    /// `decay P - lr U` with the matrices of a batch. A parameter whose flag is set in `rejected`
+    /// stays as it is, and so does a matrix whose flag is set in `diverged`, where those of the
+    /// batch start at `first_diverged`. No step is cautious.
+    #[fusion(meta = |parameters, _direction, _rejected, _diverged, _steps, _first_diverged| {
         parameters.clone()
     })]
     fn apply(
@@ -361,7 +379,6 @@ pub trait StepOps: Backend {
         rejected: FloatTensor<Self>,
         diverged: FloatTensor<Self>,
         steps: Vec<ParameterStep>,
-        first: usize,
         first_diverged: usize,
     ) -> TensorList<Self>;
 }

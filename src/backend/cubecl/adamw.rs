@@ -27,12 +27,12 @@ impl AdamWOps for CubeBackend {
         [beta_1, beta_2, epsilon]: [f32; 3],
         scaled: bool,
     ) -> (TensorList<Self>, Float, Float) {
-        let parameters: Vec<_> = parameters.into_vec().into_iter().map(unshared).collect();
+        let parameters: Vec<_> = parameters.0.into_iter().map(unshared).collect();
         let [first, second] = [moment_1, moment_2].map(unshared);
         let [rejected, c1, c2, factor] =
             [rejected, correction_1, correction_2, factor].map(|x| contiguous(x, DType::F32));
         let dtypes = [parameters[0].dtype, first.dtype];
-        let grads = grads.into_vec().into_iter().map(|grad| contiguous(grad, dtypes[0]));
+        let grads = grads.0.into_iter().map(|grad| contiguous(grad, dtypes[0]));
         let stepped = |((values, grad), of): ((&Float, Float), ElementwiseRows)| AdamWUpdate {
             values: part(values, 1, values.shape().num_elements()),
             grad: grad.handle,
@@ -54,6 +54,6 @@ impl AdamWOps for CubeBackend {
             AdamW { beta_1, beta_2, epsilon },
         )
         .expect(VALIDATED);
-        (TensorList::from_vec(parameters), first, second)
+        (TensorList(parameters), first, second)
     }
 }

@@ -126,7 +126,7 @@ impl MatrixOps for CubeBackend {
         firsts: Vec<usize>,
         elements: usize,
     ) -> Float {
-        let (norms, tensors) = (unshared(norms), tensors.into_vec());
+        let (norms, tensors) = (unshared(norms), tensors.0);
         let dtype = tensors[0].dtype;
         let tensors = tensors.into_iter().zip(firsts).map(|(tensor, first)| {
             let length = tensor.shape().num_elements();

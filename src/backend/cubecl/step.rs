@@ -21,7 +21,7 @@ impl StepOps for CubeBackend {
         largest: f32,
     ) -> Float {
         let flags = unshared(flags);
-        let tensors = tensors.into_vec();
+        let tensors = tensors.0;
         let dtype = tensors[0].dtype;
         let rows = tensors.into_iter().zip(rows);
         let rows = rows.map(|(tensor, FlaggedRows { flag, rows })| {
@@ -42,13 +42,12 @@ impl StepOps for CubeBackend {
         rejected: Float,
         factor: Float,
         steps: Vec<MomentumStep>,
-        first: usize,
         nesterov: bool,
         scaled: bool,
     ) -> (Float, Float, Float) {
         let [momentum, update, norms] = [momentum, update, norms].map(unshared);
         let [rejected, factor] = [rejected, factor].map(|x| contiguous(x, DType::F32));
-        let (of, grads) = (batch(&momentum), grads.into_vec());
+        let (of, grads) = (batch(&momentum), grads.0);
         let dtypes = [grads[0].dtype, momentum.dtype];
         let averaged = |(grad, step): (Float, MomentumStep)| {
             let rows = grad.shape().num_elements() / of.elements;
@@ -65,8 +64,7 @@ impl StepOps for CubeBackend {
             factor: scaled.then_some(&factor.handle),
         };
         let (client, dtypes) = (&momentum.client, dtypes.map(dtype_to_elem_type));
-        fused::update_momentum(client, &grads, momenta, of, first, dtypes, nesterov)
-            .expect(VALIDATED);
+        fused::update_momentum(client, &grads, momenta, of, 0, dtypes, nesterov).expect(VALIDATED);
         (momentum, update, norms)
     }
 
@@ -76,13 +74,12 @@ impl StepOps for CubeBackend {
         rejected: Float,
         diverged: Float,
         steps: Vec<ParameterStep>,
-        first: usize,
         first_diverged: usize,
     ) -> TensorList<Self> {
         let of_direction = direction.dtype;
         let direction = contiguous(direction, of_direction);
         let [rejected, diverged] = [rejected, diverged].map(|x| contiguous(x, DType::F32));
-        let parameters: Vec<_> = parameters.into_vec().into_iter().map(unshared).collect();
+        let parameters: Vec<_> = parameters.0.into_iter().map(unshared).collect();
         let (of, dtypes) = (batch(&direction), [parameters[0].dtype, of_direction]);
         let updated = |(values, ParameterStep { flag, decay, lr, .. }): (&Float, ParameterStep)| {
             let rows = values.shape().num_elements() / of.elements;
@@ -100,10 +97,10 @@ impl StepOps for CubeBackend {
             &direction.handle,
             &rejected.handle,
             (&diverged.handle, first_diverged),
-            (of, first),
+            (of, 0),
             dtypes.map(dtype_to_elem_type),
         )
         .expect(VALIDATED);
-        TensorList::from_vec(parameters)
+        TensorList(parameters)
     }
 }

@@ -54,8 +54,8 @@ impl AdamWOps for Flex {
             });
             rounded(parameter, dtype)
         };
-        let each = parameters.into_vec().into_iter().zip(grads.into_vec()).zip(rows);
-        let parameters = TensorList::from_vec(each.map(step).collect());
+        let each = parameters.0.into_iter().zip(grads.0).zip(rows);
+        let parameters = TensorList(each.map(step).collect());
         (parameters, rounded(first, moment_dtype), rounded(second, moment_dtype))
     }
 }

@@ -101,7 +101,7 @@ impl MatrixOps for Flex {
     ) -> FloatTensor<Self> {
         let [_, parts, _] = norms.shape().dims();
         let mut norms = contiguous(norms);
-        for (tensor, first) in tensors.into_vec().into_iter().zip(firsts) {
+        for (tensor, first) in tensors.0.into_iter().zip(firsts) {
             let tensor = contiguous(single(tensor));
             let rows = tensor.storage::<f32>().par_chunks(elements.max(1));
             let of_rows = &mut norms.storage_mut::<f32>()[2 * first * parts..];

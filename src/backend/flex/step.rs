@@ -19,7 +19,7 @@ impl StepOps for Flex {
     ) -> Float {
         let mut flags = contiguous(flags);
         let usable = |chunk: &[f32]| chunk.iter().all(|x| x.is_finite() && x.abs() <= largest);
-        for (tensor, FlaggedRows { flag, rows }) in tensors.into_vec().into_iter().zip(rows) {
+        for (tensor, FlaggedRows { flag, rows }) in tensors.0.into_iter().zip(rows) {
             let tensor = contiguous(single(tensor));
             let elements = tensor.shape().num_elements() / rows;
             let flags = flags.storage_mut::<f32>()[flag..flag + rows].par_iter_mut();
@@ -41,7 +41,6 @@ impl StepOps for Flex {
         rejected: Float,
         factor: Float,
         steps: Vec<MomentumStep>,
-        first: usize,
         nesterov: bool,
         scaled: bool,
     ) -> (Float, Float, Float) {
@@ -50,8 +49,8 @@ impl StepOps for Flex {
         let (rejected, factor) = (values(rejected), values(factor)[0]);
         let [mut momentum, mut update] = [momentum, update].map(|of| contiguous(single(of)));
         let mut norms = contiguous(norms);
-        let mut start = first * m * n;
-        for (grad, step) in grads.into_vec().into_iter().zip(steps) {
+        let mut start = 0;
+        for (grad, step) in grads.0.into_iter().zip(steps) {
             let (grad, [keep, weight], flag) =
                 (contiguous(single(grad)), step.weights(), step.flag);
             let end = start + grad.shape().num_elements();
@@ -92,13 +91,12 @@ impl StepOps for Flex {
         rejected: Float,
         diverged: Float,
         steps: Vec<ParameterStep>,
-        first: usize,
         first_diverged: usize,
     ) -> TensorList<Self> {
         let [_, m, n] = direction.shape().dims();
         let direction = contiguous(single(direction));
         let (rejected, diverged) = (values(rejected), values(diverged));
-        let mut matrix = first;
+        let mut matrix = 0;
         let update =
             |(parameter, ParameterStep { flag, decay, lr, .. }): (Float, ParameterStep)| {
                 let (dtype, decay, lr) = (parameter.dtype(), decay as f32, lr as f32);
@@ -128,6 +126,6 @@ impl StepOps for Flex {
                 });
                 rounded(parameter, dtype)
             };
-        TensorList::from_vec(parameters.into_vec().into_iter().zip(steps).map(update).collect())
+        TensorList(parameters.0.into_iter().zip(steps).map(update).collect())
     }
 }

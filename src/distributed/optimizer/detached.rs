@@ -4,11 +4,13 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
+use burn::backend::{Dispatch, TensorMetadata, tensor::FloatTensor};
 use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, Shape, Tensor};
 
 use super::publication::{self, Publication, at_first_use};
+use crate::backend::reshaped;
 use crate::checks::ensure_gradient_matches;
 use crate::distributed::layout::{BlockPart, Unit, Units};
 use crate::distributed::plan::Bucket;
@@ -110,8 +112,8 @@ impl FlatTensors {
     }
 
     /// Stores the tensor of a model's parameter, in its blocks.
-    fn set_blocks<const D: usize>(&mut self, known: &ModelParameter, tensor: Tensor<D>) {
-        for (index, block) in known.trained.clone().zip(known.held.cut(tensor.reshape([-1]))) {
+    fn set_blocks(&mut self, known: &ModelParameter, tensor: Tensor<1>) {
+        for (index, block) in known.trained.clone().zip(known.held.cut(tensor)) {
             self.set(index, 0, block);
         }
     }
@@ -159,6 +161,7 @@ impl DetachedParameters {
             indices,
             detached,
             placeholders: Placeholders::default(),
+            shaped: Shaped::default(),
             gradients,
             known,
             units,
@@ -167,10 +170,11 @@ impl DetachedParameters {
             error: None,
         };
         let model = parameters::map(model, &mut detach);
-        let Detach { detached, seen, error, gradients, .. } = detach;
+        let Detach { mut detached, seen, shaped, error, gradients, .. } = detach;
         if let Some(error) = error {
             return Err(error);
         }
+        detached.set(shaped, known);
         units.ensure_taken(&gradients, expected.rank)?;
         match known.iter().zip(seen).find(|(_, seen)| !seen) {
             Some((missing, _)) if missing.placement.is_owned() => Err(Error::parameter(
@@ -186,6 +190,19 @@ impl DetachedParameters {
                 "step the model that the optimizer was made for",
             )),
             None => Ok((model, detached)),
+        }
+    }
+
+    /// Stores parameters and gradients as flat tensors.
+    fn set(&mut self, Shaped { tensors, of }: Shaped, known: &[ModelParameter]) {
+        let flat = tensors.iter().map(|tensor| [tensor.shape().num_elements()].into()).collect();
+        let flat = reshaped(tensors, flat).into_iter().map(Tensor::from_dispatch);
+        for (flat, (index, kind)) in flat.zip(of) {
+            let all = match kind {
+                ShapedKind::Parameter => &mut self.parameters,
+                ShapedKind::Gradient => &mut self.gradients,
+            };
+            all.set_blocks(&known[index], flat);
         }
     }
 
@@ -216,7 +233,7 @@ impl DetachedParameters {
         parts: Parts,
         publication: &Arc<Publication>,
     ) -> M {
-        let (indices, values) = (indices(known), self.parameters);
+        let (indices, values) = (indices(known), shaped(self.parameters, known));
         let mut reattach = Reattach { indices, values, known, units, parts, publication };
         parameters::map(model, &mut reattach)
     }
@@ -262,10 +279,51 @@ fn indices(known: &[ModelParameter]) -> HashMap<&str, usize> {
     known.iter().enumerate().map(|(index, parameter)| (parameter.path.as_str(), index)).collect()
 }
 
+/// Tensors in the shapes of the model, with the index of their parameter.
+#[derive(Default)]
+struct Shaped {
+    tensors: Vec<FloatTensor<Dispatch>>,
+    of: Vec<(usize, ShapedKind)>,
+}
+
+enum ShapedKind {
+    Parameter,
+    Gradient,
+}
+
+impl Shaped {
+    fn push<const D: usize>(&mut self, index: usize, kind: ShapedKind, tensor: Tensor<D>) {
+        self.tensors.push(tensor.into_dispatch());
+        self.of.push((index, kind));
+    }
+}
+
+/// The values of the model's parameters in their shapes. `None` for owned parameters, and for those
+/// that are on their way.
+fn shaped(mut values: FlatTensors, known: &[ModelParameter]) -> Vec<Option<FloatTensor<Dispatch>>> {
+    let mut is_present = |parameter: &ModelParameter| {
+        let mut blocks = parameter.trained.clone();
+        !parameter.placement.is_owned() && blocks.all(|block| values.get(block).is_some())
+    };
+    let present: Vec<bool> = known.iter().map(&mut is_present).collect();
+    let whole = known.iter().zip(&present).filter(|(_, present)| **present);
+    let (flat, shapes) = whole
+        .map(|(parameter, _)| {
+            let block = |block| values.take(block).expect("every block is present");
+            let value = parameter.held.join(parameter.trained.clone().map(block).collect());
+            (Tensor::into_dispatch(value), Shape::from(parameter.shape.clone()))
+        })
+        .unzip();
+    let mut tensors = reshaped(flat, shapes).into_iter();
+    present.into_iter().map(|present| present.then(|| tensors.next()).flatten()).collect()
+}
+
 struct Detach<'a> {
     indices: HashMap<&'a str, usize>,
     detached: DetachedParameters,
     placeholders: Placeholders,
+    /// The parameters that are not divided, and their gradients.
+    shaped: Shaped,
     gradients: GradientsParams,
     known: &'a [ModelParameter],
     units: &'a Units,
@@ -372,16 +430,19 @@ impl Detach<'_> {
             Err(error) => _ = self.error.get_or_insert(error),
             Ok(gradient) if self.error.is_none() => {
                 let DetachedParameters { parameters, gradients, .. } = &mut self.detached;
+                let shaped = &mut self.shaped;
                 match part {
-                    None => parameters.set_blocks(known, value.inner()),
+                    None => shaped.push(index, ShapedKind::Parameter, value.inner()),
                     Some(unit) => {
                         let shard = unit.shard(&value.inner().reshape([-1]));
                         parameters.set_shard(known, unit, &shard);
                     }
                 }
                 match (gradient, self.units.get(&known.path)) {
-                    (Some(gradient), None) => gradients.set_blocks(known, gradient),
-                    (Some(gradient), Some(unit)) => gradients.set_shard(known, unit, &gradient),
+                    (Some(gradient), None) => shaped.push(index, ShapedKind::Gradient, gradient),
+                    (Some(gradient), Some(unit)) => {
+                        gradients.set_shard(known, unit, &gradient.reshape([-1]));
+                    }
                     (None, _) => {}
                 }
             }
@@ -390,14 +451,14 @@ impl Detach<'_> {
         Param::from_mapped_value(id, placeholder, mapper)
     }
 
-    /// The gradient of a parameter, flat: all of it, or this rank's shard if the backward pass has
+    /// The gradient of a parameter: all of it, or this rank's shard if the backward pass has
     /// reduced it.
     fn gradient<const D: usize>(
         &mut self,
         known: &ModelParameter,
         id: ParamId,
         value: &Tensor<D>,
-    ) -> Result<Option<Tensor<1>>> {
+    ) -> Result<Option<Tensor<D>>> {
         let rank = self.expected.rank;
         let Some(gradient) = self.gradients.remove::<D>(id) else { return Ok(None) };
         match self.units.get(&known.path) {
@@ -428,13 +489,14 @@ impl Detach<'_> {
                 return Err(Error::parameter(&known.path, rank, reason, remedy));
             }
         };
-        Ok(Some(gradient.reshape([-1])))
+        Ok(Some(gradient))
     }
 }
 
 struct Reattach<'a> {
     indices: HashMap<&'a str, usize>,
-    values: FlatTensors,
+    /// By the index of the model's parameter.
+    values: Vec<Option<FloatTensor<Dispatch>>>,
     known: &'a [ModelParameter],
     units: &'a Units,
     parts: Parts,
@@ -449,15 +511,11 @@ impl parameters::Map for Reattach<'_> {
         if known.placement.is_owned() {
             return param; // the base
         }
-        if known.trained.clone().any(|block| self.values.get(block).is_none()) {
+        let Some(value) = self.values[index].take() else {
             return at_first_use(param, known.clone(), self.publication.clone());
-        }
+        };
         let (id, placeholder, mapper) = param.consume();
-        let block = |block| self.values.take(block).expect("every bucket was published");
-        let value = known.held.join(known.trained.clone().map(block).collect());
-        let shape = known.shape.as_slice().try_into();
-        let shape: [usize; D] = shape.expect("the parameter was detached with this shape");
-        let value = in_place_of(&placeholder, value.reshape(shape));
+        let value = in_place_of(&placeholder, Tensor::<D>::from_dispatch(value));
         Param::from_mapped_value(id, value, mapper)
     }
 
