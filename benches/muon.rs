@@ -148,6 +148,8 @@ fn step(criterion: &mut Criterion, medians: &Medians) {
         ("768x3072", &layer[4..5]),
         ("3072x768", &layer[5..]),
         ("layer", layer),
+        ("8 of 128x512", &[[128, 512]; 8]),
+        ("64 of 16x16", &[[16, 16]; 64]),
     ];
     for (parameter, shapes) in groups {
         let device = Device::default().autodiff();

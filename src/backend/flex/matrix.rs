@@ -13,9 +13,18 @@ use crate::backend::portable;
 use crate::backend::program::Polynomial;
 use crate::backend::tensor_list::TensorList;
 
-/// Smallest `m * n * k` of a product that is multithreaded; below, the matrices of a batch are
-/// distributed over the threads instead. Burn's Flex uses the same threshold.
+/// Smallest `m * n * k` of a product that several threads share. Burn's Flex uses the same.
 const THREADS_FROM: usize = 192 * 192 * 192;
+
+/// Smallest `m * n * k` of a piece of a product, on average: each packs its factors anew.
+const PIECE: usize = 128 * 128 * 128;
+
+/// Tiles into which a thread's share of a product is cut, so that another thread can take one over
+/// from a thread that the system has put aside. With two, a quiet machine is as fast as with one.
+const TILES_PER_THREAD: usize = 2;
+
+/// Rows and columns that faer's kernels compute at a time; a tile has a multiple of them.
+const KERNEL_SIDE: usize = 16;
 
 /// Side of the tiles in which a triangle is mirrored: both tiles stay in the cache.
 const MIRROR_TILE: usize = 32;
@@ -145,9 +154,9 @@ fn products(
     result: FloatTensor<Flex>,
     accum: Accum,
 ) -> FloatTensor<Flex> {
-    each_matrix(a, b, result, |result, a, b, par| {
+    each_matrix(a, b, result, |result, a, b, tiles| {
         let result = MatMut::from_row_major_slice_mut(result, a.nrows(), b.ncols());
-        matmul(result, accum, a, b, 1.0, par);
+        product_in_tiles(Factors { a, b, alpha: 1.0, accum }, result, tiles);
     })
 }
 
@@ -160,45 +169,116 @@ fn lower_triangles(
     accum: Accum,
 ) -> FloatTensor<Flex> {
     let b = Flex::float_swap_dims(b, 1, 2);
-    each_matrix(a, b, result, |result, a, b, par| {
+    each_matrix(a, b, result, |result, a, b, tiles| {
         let m = a.nrows();
-        triangular::matmul(
-            MatMut::from_row_major_slice_mut(&mut *result, m, m),
-            BlockStructure::TriangularLower,
-            accum,
-            a,
-            BlockStructure::Rectangular,
-            b,
-            BlockStructure::Rectangular,
-            alpha,
-            par,
-        );
+        let triangle = MatMut::from_row_major_slice_mut(&mut *result, m, m);
+        triangle_in_tiles(Factors { a, b, alpha, accum }, triangle, tiles);
         mirror(result, m);
     })
 }
 
-/// Runs `multiply` with the result and the factors of every matrix of the batch.
+/// Runs `multiply` with the result and the factors of every matrix of the batch, and with the
+/// number of tiles in which it is computed.
 fn each_matrix(
     a: FloatTensor<Flex>,
     b: FloatTensor<Flex>,
     result: FloatTensor<Flex>,
-    multiply: impl Fn(&mut [f32], MatRef<'_, f32>, MatRef<'_, f32>, Par) + Sync,
+    multiply: impl Fn(&mut [f32], MatRef<'_, f32>, MatRef<'_, f32>, usize) + Sync,
 ) -> FloatTensor<Flex> {
-    let ([_, m, n], [_, _, p]) = (a.shape().dims(), b.shape().dims());
+    let ([k, m, n], [_, _, p]) = (a.shape().dims(), b.shape().dims());
+    let tiles = tiles_of_each(k, m * n * p);
     let (a, b) = (by_rows_or_columns(a), by_rows_or_columns(b));
     let mut result = contiguous(result);
     let (matrices_a, matrices_b) = (matrices(&a), matrices(&b));
-    let multiply =
-        |i: usize, result: &mut [f32], par| multiply(result, matrices_a(i), matrices_b(i), par);
-    let results = result.storage_mut::<f32>();
-    if m * p * n < THREADS_FROM {
-        let batch = results.par_chunks_exact_mut((m * p).max(1)).enumerate();
-        batch.for_each(|(i, result)| multiply(i, result, Par::Seq));
-    } else {
-        let batch = results.chunks_exact_mut((m * p).max(1)).enumerate();
-        batch.for_each(|(i, result)| multiply(i, result, Par::rayon(0)));
-    }
+    let results = result.storage_mut::<f32>().par_chunks_exact_mut((m * p).max(1));
+    results
+        .enumerate()
+        .for_each(|(i, result)| multiply(result, matrices_a(i), matrices_b(i), tiles));
     result
+}
+
+/// Number of tiles for each of `k` products with `operations` multiplications.
+fn tiles_of_each(k: usize, operations: usize) -> usize {
+    if operations < THREADS_FROM {
+        return 1;
+    }
+    let wanted = (TILES_PER_THREAD * rayon::current_num_threads()).div_ceil(k.max(1));
+    wanted.min(operations / PIECE)
+}
+
+/// A product `alpha A B` that replaces a matrix, or is added to it.
+#[derive(Clone, Copy)]
+struct Factors<'a> {
+    a: MatRef<'a, f32>,
+    b: MatRef<'a, f32>,
+    alpha: f32,
+    accum: Accum,
+}
+
+impl<'a> Factors<'a> {
+    /// The factors of the rows above `row`, and of those from it on.
+    fn split_rows(self, row: usize) -> (Self, Self) {
+        let (above, below) = self.a.split_at_row(row);
+        (Self { a: above, ..self }, Self { a: below, ..self })
+    }
+
+    /// The factors of the columns before `column`, and of those from it on.
+    fn split_columns(self, column: usize) -> (Self, Self) {
+        let (left, right) = self.b.split_at_col(column);
+        (Self { b: left, ..self }, Self { b: right, ..self })
+    }
+}
+
+/// Computes a product in about `tiles` tiles.
+///
+/// Threads share tiles by rayon alone: the threads of one product of faer wait for each other in
+/// loops that take a whole core, which other processes may need. A tile has the bits of the whole
+/// product.
+fn product_in_tiles(factors: Factors<'_>, result: MatMut<'_, f32>, tiles: usize) {
+    let (rows, columns) = (result.nrows(), result.ncols());
+    let [first, second] = [tiles / 2, tiles - tiles / 2];
+    let split = |side: usize| (side * first / tiles).next_multiple_of(KERNEL_SIDE).min(side);
+    if tiles < 2 {
+        let Factors { a, b, alpha, accum } = factors;
+        matmul(result, accum, a, b, alpha, Par::Seq);
+    } else if rows >= columns {
+        let (above, below) = factors.split_rows(split(rows));
+        let (result_above, result_below) = result.split_at_row_mut(split(rows));
+        rayon::join(
+            || product_in_tiles(above, result_above, first),
+            || product_in_tiles(below, result_below, second),
+        );
+    } else {
+        let (left, right) = factors.split_columns(split(columns));
+        let (result_left, result_right) = result.split_at_col_mut(split(columns));
+        rayon::join(
+            || product_in_tiles(left, result_left, first),
+            || product_in_tiles(right, result_right, second),
+        );
+    }
+}
+
+/// Computes the lower triangle of a square product in about `tiles` tiles: the square below the
+/// diagonal in half of them, as it has half of the operations, and two triangles.
+fn triangle_in_tiles(factors: Factors<'_>, result: MatMut<'_, f32>, tiles: usize) {
+    if tiles < 2 {
+        let Factors { a, b, alpha, accum } = factors;
+        let (triangle, whole) = (BlockStructure::TriangularLower, BlockStructure::Rectangular);
+        triangular::matmul(result, triangle, accum, a, whole, b, whole, alpha, Par::Seq);
+        return;
+    }
+    let half = (result.nrows() / 2).next_multiple_of(KERNEL_SIDE).min(result.nrows());
+    let (upper, _, square, lower) = result.split_at_mut(half, half);
+    let (above, below) = factors.split_rows(half);
+    rayon::join(
+        || product_in_tiles(below.split_columns(half).0, square, tiles / 2),
+        || {
+            rayon::join(
+                || triangle_in_tiles(above.split_columns(half).0, upper, tiles / 4),
+                || triangle_in_tiles(below.split_columns(half).1, lower, tiles / 4),
+            )
+        },
+    );
 }
 
 /// The tensor itself if its rows or its columns are contiguous, else a copy of which they are.
