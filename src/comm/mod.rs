@@ -47,7 +47,7 @@ mod validate;
 mod value;
 mod world;
 
-pub(crate) use agreement::{Difference, digest, unite};
+pub(crate) use agreement::{Difference, digest, unequal, unite};
 pub use communicator::Communicator;
 pub use engine::Engine;
 pub use hierarchy::Hierarchy;
@@ -58,6 +58,7 @@ pub use mpi::Mpi;
 pub use nccl::{Buffer, CudaMemory, DeviceMemory, Nccl, Order, Reduction, StreamEvent};
 pub use pending::Pending;
 pub use reduce::ReduceOp;
+pub(crate) use rounds::named;
 pub use threads::Threads;
 pub(crate) use validate::exchanges;
 pub(crate) use world::message;

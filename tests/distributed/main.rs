@@ -5,6 +5,7 @@ mod checkpoints;
 mod collectives;
 mod custom;
 mod cuts;
+mod drift;
 mod nodes;
 mod owned;
 mod parallel;
@@ -36,7 +37,8 @@ use serde::{Serialize, de::DeserializeOwned};
 /// Cases in which every rank returns normally: they also run on ranks that are processes.
 fn everywhere() -> Vec<Case> {
     let cases = [steps::EVERYWHERE, shapes::EVERYWHERE, collectives::EVERYWHERE, nodes::EVERYWHERE];
-    let more = [checkpoints::EVERYWHERE, schedules::EVERYWHERE, custom::EVERYWHERE];
+    let more =
+        [checkpoints::EVERYWHERE, schedules::EVERYWHERE, custom::EVERYWHERE, drift::EVERYWHERE];
     [&cases[..], &more].concat().concat()
 }
 
@@ -53,7 +55,7 @@ fn passes() -> Vec<Case> {
 /// Cases whose world fails, or that need all ranks in this process.
 fn in_process() -> Vec<Case> {
     let cases = [steps::IN_PROCESS, checkpoints::IN_PROCESS, rejections::IN_PROCESS];
-    [&cases[..], &[custom::IN_PROCESS]].concat().concat()
+    [&cases[..], &[custom::IN_PROCESS, drift::IN_PROCESS]].concat().concat()
 }
 
 /// Configures the default type of the device according to `DISTMUON_TEST_FLOAT`, since nothing in
