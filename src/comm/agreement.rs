@@ -172,8 +172,8 @@ pub(crate) fn unite(comm: &Communicator, bits: Vec<u8>, digest: u64) -> Result<O
     Ok(is_same(&digests).then_some(united))
 }
 
-/// Returns the indices of the numbers that are not the same on all ranks, in one message. All ranks
-/// give as many.
+/// Returns the indices of the numbers that are not the same on all ranks, in one message. The
+/// count is the same on all ranks.
 pub(crate) fn unequal(comm: &Communicator, numbers: &[u64]) -> Result<Vec<usize>> {
     let bytes = numbers.iter().flat_map(|number| with_complement(*number));
     let united = comm.or_bytes(bytes.collect())?;

@@ -51,7 +51,7 @@ enum Holders {
     Replicas(Vec<String>),
 }
 
-/// What this rank has in common with a group of ranks.
+/// The parameters and states that this rank has in common with a group of ranks.
 pub struct Common {
     group: World,
     /// Path and part of a parameter, and the checksum of its bits.
@@ -71,7 +71,7 @@ struct Drift {
 }
 
 impl DistModuleOptimizer {
-    /// What this rank has in common with others, if the step begins with a check.
+    /// Everything that this rank has in common with others, if the step begins with a check.
     pub(super) fn held_in_common<M: Module>(&mut self, model: &M) -> Option<Vec<Common>> {
         if !self.checks.is_due() || self.world.size() == 1 {
             return None;
@@ -110,7 +110,7 @@ impl DistModuleOptimizer {
         // In all groups, since the others of a later one do not know of an earlier one.
         let drifts: Result<Vec<_>> = common.iter().map(|c| c.drift(self.world.rank())).collect();
         let found = drifts?.into_iter().flatten().next();
-        let found = found.map(|drift| serde_json::to_vec(&drift).expect("it is valid JSON"));
+        let found = found.map(|drift| serde_json::to_vec(&drift).expect("a drift is valid JSON"));
         let first = self.world.comm().first_bytes(found)?;
         let (_, drift) = first.expect("digests differ by a checksum");
         let drift: Drift = serde_json::from_slice(&drift).expect("a rank has sent a drift");
