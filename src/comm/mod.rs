@@ -30,6 +30,7 @@ mod engine;
 #[cfg(feature = "processes")]
 mod exchange;
 mod hierarchy;
+mod join;
 mod launch;
 #[cfg(feature = "mpi")]
 mod mpi;
@@ -51,6 +52,7 @@ pub(crate) use agreement::{Difference, digest, unequal, unite};
 pub use communicator::Communicator;
 pub use engine::Engine;
 pub use hierarchy::Hierarchy;
+pub use join::{Join, Joined};
 pub use launch::Launch;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;

@@ -17,6 +17,7 @@ mod rejections;
 mod schedules;
 mod shapes;
 mod steps;
+mod unused;
 
 use std::time::Duration;
 
@@ -49,7 +50,9 @@ fn updates() -> Vec<Case> {
 
 /// Such cases of parameters whose messages are sent in forward and backward passes.
 fn passes() -> Vec<Case> {
-    [owned::EVERYWHERE, publication::EVERYWHERE, parallel::EVERYWHERE, cuts::EVERYWHERE].concat()
+    let cases =
+        [owned::EVERYWHERE, publication::EVERYWHERE, parallel::EVERYWHERE, cuts::EVERYWHERE];
+    [&cases[..], &[unused::EVERYWHERE]].concat().concat()
 }
 
 /// Cases whose world fails, or that need all ranks in this process.
@@ -86,7 +89,7 @@ fn main() {
     trials.extend(worlds::trials(worlds::ONE_OF_EACH, &updates));
     let passes_here =
         [owned::IN_PROCESS, publication::IN_PROCESS, parallel::IN_PROCESS, cuts::IN_PROCESS];
-    let passes = [&passes()[..], &passes_here.concat()].concat();
+    let passes = [&passes()[..], &passes_here.concat(), unused::IN_PROCESS].concat();
     trials.extend(worlds::trials(worlds::NOW_AND_AHEAD, &passes));
     #[cfg(feature = "mpi")]
     trials.push(worlds::mpi::trial(on_processes.len()));

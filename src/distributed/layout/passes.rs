@@ -25,7 +25,7 @@ use crate::comm::{Communicator, Pending, World};
 use crate::error::{Error, Result};
 use crate::link::{Clock, Link, identity};
 use crate::parameters::Placement;
-use crate::slices::bytes;
+use crate::slices::{self, bytes};
 
 /// The weights that are kept between the forward and the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,7 +44,7 @@ pub enum Keep {
     Weights,
 }
 
-/// The limits of what is sent ahead.
+/// The limits of what is sent ahead, and of what ranks may leave out.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     pub keep: Keep,
@@ -52,6 +52,8 @@ pub struct Limits {
     pub ahead: usize,
     /// Bytes of gradients that are being reduced.
     pub in_flight: usize,
+    /// `true` if a rank may leave parameters out that others use.
+    pub allows_unused: bool,
 }
 
 /// The collectives of the passes of one rank.
@@ -145,6 +147,15 @@ struct State {
     is_micro_batch: bool,
     /// `true` while the values are read for other purposes than a pass.
     is_reading: bool,
+    /// `true` while parameters are gathered that this rank does not use.
+    is_unused: bool,
+    /// `true` while the gradients of a backward pass count as zero.
+    is_drained: bool,
+    /// The parameters that have a gradient, and that some ranks do not use in this pass, once they
+    /// are known.
+    partial: Option<Vec<bool>>,
+    /// Bytes of such parameters that are kept for the backward pass.
+    kept: usize,
     failure: Option<Error>,
 }
 
@@ -157,6 +168,8 @@ struct Uses {
     published: Option<Tensor<1>>,
     /// The whole that is gathered ahead of its use.
     ahead: Option<Ahead>,
+    /// The whole for a backward pass, with the identity of its part, if others do not use it.
+    kept: Option<(u64, Tensor<1>)>,
     /// The uses of each of its values, in the order of their first uses: of the model's, and of
     /// those of clones with other values.
     leaves: Vec<LeafUses>,
@@ -196,12 +209,27 @@ impl LeafUses {
         }
     }
 
+    /// Bytes of the gradients that are not reduced yet.
+    fn bytes(&self) -> usize {
+        [&self.micro_batches, &self.sum].into_iter().flatten().map(bytes).sum()
+    }
+
     fn has_gradient(&self) -> bool {
         self.sum.is_some() || self.micro_batches.is_some() || self.mean.is_some()
     }
 }
 
 impl Uses {
+    /// Returns `true` if this pass has a use with a gradient.
+    fn are_in_pass(&self) -> bool {
+        self.leaves.iter().any(|uses| uses.count > 0)
+    }
+
+    /// Returns `true` if an earlier micro-batch had one.
+    fn are_earlier(&self) -> bool {
+        self.leaves.iter().any(|uses| uses.micro_batches.is_some())
+    }
+
     /// The uses of a value.
     fn of_leaf(&mut self, leaf: u64) -> &mut LeafUses {
         let position = self.leaves.iter().position(|uses| uses.leaf == leaf);
@@ -244,11 +272,17 @@ impl Passes {
         part: Tensor<1>,
         shape: Shape,
     ) -> Tensor<D> {
-        let is_trained = part.is_require_grad() && !self.state().is_reading;
+        let State { is_reading, is_unused, .. } = *self.state();
+        let is_trained = part.is_require_grad() && !is_reading;
         let part_id = identity(&part);
         let inner = part.clone().without_autodiff();
-        let whole = self.gather(unit, (part_id, inner), is_trained).reshape(shape);
-        if !is_trained {
+        let device = inner.device();
+        let mut whole = self.gather(unit, (part_id, inner), is_trained).reshape(shape.clone());
+        if is_unused {
+            // Nobody reads it: one element in memory.
+            whole = Tensor::<D>::zeros([1; D], (&device, unit.dtype)).expand(shape);
+        }
+        if !is_trained || is_unused {
             return match part.gradient_checkpointing_strategy() {
                 Some(strategy) => {
                     Tensor::from_inner(whole).with_gradient_checkpointing_strategy(strategy)
@@ -276,7 +310,9 @@ impl Passes {
         unit: &Arc<Unit>,
         whole: Tensor<D>,
     ) -> Tensor<D> {
-        match whole.is_require_grad() && !self.state().is_reading {
+        let State { is_reading, is_unused, .. } = *self.state();
+        let is_used = !is_reading && !is_unused;
+        match whole.is_require_grad() && is_used {
             true => {
                 let value = whole.clone().without_autodiff();
                 self.reducing(unit, &whole).at(self.clock.next(&whole)).attach(whole, value)
@@ -325,6 +361,11 @@ impl Passes {
     /// The whole for a backward pass.
     fn gather_again(&self, unit: &Unit, part: (Option<u64>, Tensor<1>)) -> Tensor<1> {
         let mut state = self.state();
+        if let Some((id, whole)) = &state.uses[unit.index].kept
+            && part.0 == Some(*id)
+        {
+            return whole.clone();
+        }
         let next = state.backward.next(unit.index).to_vec();
         self.gathered(&mut state, unit, part, &next)
     }
@@ -428,6 +469,8 @@ impl Passes {
     fn add_gradient(&self, unit: &Unit, leaf: u64, gradient: Tensor<1>) {
         let mut state = self.state();
         self.attempt(&mut state, "reducing the gradient of", unit, |state| {
+            let gradient = if state.is_drained { gradient.zeros_like() } else { gradient };
+            let is_at_end = state.is_micro_batch || self.waits_for_end(state, unit);
             let uses = state.uses[unit.index].of_leaf(leaf);
             uses.gradients += 1;
             let more = if uses.sum.is_none() { bytes(&gradient) } else { 0 };
@@ -435,17 +478,119 @@ impl Passes {
             let is_last = uses.gradients == uses.count;
             state.sums += more;
             state.observe();
-            match is_last && !state.is_micro_batch {
+            match is_last && !is_at_end {
                 true => self.start_reducing(state, unit, leaf),
                 false => Ok(()),
             }
         });
     }
 
+    /// Returns `true` if the gradient of a parameter is reduced at the end of the pass, since some
+    /// ranks may have none.
+    fn waits_for_end(&self, state: &State, unit: &Unit) -> bool {
+        let is_partial = |partial: &Vec<bool>| partial[unit.index];
+        self.limits.allows_unused && state.partial.as_ref().is_none_or(is_partial)
+    }
+
+    /// Begins a backward pass. If ranks may leave parameters out, they exchange which parameters
+    /// each of them uses, in one message. Those that only some use are gathered here if the pass
+    /// needs them again, and reduced at its end. All ranks make this call.
+    ///
+    /// # Errors
+    ///
+    /// Those of every collective.
+    pub fn begin_backward(&self) -> Result<()> {
+        let mut state = self.state();
+        self.exchange_uses(&mut state)?;
+        if self.limits.keep == Keep::Weights {
+            return Ok(());
+        }
+        let partial = state.partial.clone().unwrap_or_default();
+        let owned = |unit: &&Arc<Unit>| partial[unit.index] && unit.placement.is_owned();
+        for unit in self.units.iter().filter(|_| !partial.is_empty()).filter(owned) {
+            let Some((id, part)) = state.uses[unit.index].part.clone() else {
+                let error = self.undeclared(unit);
+                self.fail(&mut state, error.clone());
+                return Err(error);
+            };
+            let whole = self.gathered(&mut state, unit, (Some(id), part), &[]);
+            if state.uses[unit.index].are_in_pass() {
+                state.kept += bytes(&whole);
+                state.uses[unit.index].kept = Some((id, whole));
+                state.observe();
+            }
+        }
+        state.failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// The error of a parameter that this rank has neither used nor declared as unused.
+    fn undeclared(&self, unit: &Unit) -> Error {
+        let reason = "other ranks use it in this pass, and this rank does not";
+        let remedy = "call `Layout::unused` where the others use it";
+        Error::parameter(&unit.path, self.groups.world.rank(), reason, remedy)
+    }
+
+    /// Exchanges which parameters each rank uses in this pass, unless that is known or all ranks
+    /// use the same ones.
+    fn exchange_uses(&self, state: &mut State) -> Result<()> {
+        if let Some(failure) = &state.failure {
+            return Err(failure.clone());
+        }
+        if !self.limits.allows_unused || state.partial.is_some() || self.units.is_empty() {
+            return Ok(());
+        }
+        let count = self.units.len();
+        let mut bits = vec![0; (2 * count).div_ceil(8)];
+        for (index, uses) in state.uses.iter().enumerate() {
+            let mut set = |bit: usize| bits[bit / 8] |= 1 << (bit % 8);
+            if uses.are_in_pass() || uses.are_earlier() {
+                set(index);
+            }
+            if !uses.are_in_pass() {
+                set(count + index);
+            }
+        }
+        let united = self.groups.world.comm().or_bytes(bits);
+        let united = united.inspect_err(|error| state.failure = Some(error.clone()))?;
+        let is_set = |bit: usize| united[bit / 8] >> (bit % 8) & 1 == 1;
+        state.partial =
+            Some((0..count).map(|index| is_set(index) && is_set(count + index)).collect());
+        Ok(())
+    }
+
+    /// Starts to reduce the gradient of a parameter that only some ranks use: that of the model's
+    /// value, or zeros. In float32, since only some ranks may have micro-batches.
+    fn start_reducing_partial(
+        &self,
+        state: &mut State,
+        unit: &Unit,
+        model: &Identities,
+    ) -> Result<()> {
+        let Some(leaf) = model.of(unit)?.leaf else { return Err(self.undeclared(unit)) };
+        let leaves = std::mem::take(&mut state.uses[unit.index].leaves);
+        state.sums -= leaves.iter().map(LeafUses::bytes).sum::<usize>();
+        let (of_model, others): (Vec<_>, Vec<_>) =
+            leaves.into_iter().partition(|uses| uses.leaf == leaf);
+        if others.iter().any(|uses| uses.micro_batches.is_some()) {
+            return Err(model.changed(unit));
+        }
+        let mut uses = of_model.into_iter().next().unwrap_or_else(|| LeafUses::of(leaf));
+        let dtype = precise_dtype(unit.dtype);
+        uses.sum = uses.sum.map(|sum| sum.cast(dtype));
+        if !uses.has_gradient() {
+            let device = self.groups.world.device().clone().inner();
+            uses.sum = Some(slices::zeros(unit.shape.iter().product(), dtype, &device));
+        }
+        state.sums += uses.bytes();
+        state.observe();
+        state.uses[unit.index].leaves.push(uses);
+        self.start_reducing(state, unit, leaf)
+    }
+
     /// Starts to reduce the gradient of a value, if it has one.
     fn start_reducing(&self, state: &mut State, unit: &Unit, leaf: u64) -> Result<()> {
         let uses = state.uses[unit.index].of_leaf(leaf);
-        let held = [&uses.micro_batches, &uses.sum].into_iter().flatten().map(bytes).sum::<usize>();
+        let held = uses.bytes();
         uses.had_micro_batches |= uses.micro_batches.is_some();
         let gradients = (uses.micro_batches.take(), uses.sum.take());
         state.sums -= held;
@@ -541,6 +686,16 @@ impl Passes {
         self.during(|state| &mut state.is_reading, read)
     }
 
+    /// Gathers the parameters that a function uses, of which this rank has no use.
+    pub fn unused<T>(&self, uses: impl FnOnce() -> T) -> T {
+        self.during(|state| &mut state.is_unused, uses)
+    }
+
+    /// Runs a backward pass whose gradients count as zero.
+    pub fn drained<T>(&self, backward: impl FnOnce() -> T) -> T {
+        self.during(|state| &mut state.is_drained, backward)
+    }
+
     /// Runs the backward pass of a micro-batch, whose gradients stay on this rank.
     pub fn in_micro_batch<T>(&self, backward: impl FnOnce() -> T) -> T {
         self.during(|state| &mut state.is_micro_batch, backward)
@@ -588,7 +743,15 @@ impl Passes {
     /// micro-batches of other values than the model's; those of every collective.
     pub fn finish(&self, model: &Identities) -> Result<Vec<MeanGradient>> {
         let mut state = self.state();
+        self.exchange_uses(&mut state)?;
+        let partial = state.partial.clone().unwrap_or_default();
         for unit in &self.units {
+            if partial.get(unit.index).copied().unwrap_or_default() {
+                self.attempt(&mut state, "reducing the gradient of", unit, |state| {
+                    self.start_reducing_partial(state, unit, model)
+                });
+                continue;
+            }
             // Those with uses that the loss does not depend on.
             let leaves: Vec<u64> = state.uses[unit.index].leaves.iter().map(|u| u.leaf).collect();
             for leaf in leaves {
@@ -635,9 +798,9 @@ impl Passes {
         self.clock.reset();
         state.forward.end();
         state.backward.end();
-        state.ahead = 0;
+        (state.ahead, state.kept, state.partial) = (0, 0, None);
         for uses in &mut state.uses {
-            uses.ahead = None;
+            (uses.ahead, uses.kept) = (None, None);
             uses.leaves.retain(LeafUses::has_gradient);
             uses.leaves.iter_mut().for_each(|uses| (uses.count, uses.gradients) = (0, 0));
         }
@@ -812,7 +975,7 @@ impl State {
     fn held(&self) -> Held {
         let publishing = self.publishing.iter().map(|(_, pending)| pending.bytes()).sum();
         let in_flight = self.reducing + self.sums;
-        Held { gathered: self.ahead, in_flight, means: self.means, publishing }
+        Held { gathered: self.ahead + self.kept, in_flight, means: self.means, publishing }
     }
 
     fn is_reducing(&self) -> bool {
