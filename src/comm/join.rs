@@ -5,8 +5,7 @@ use std::iter::Fuse;
 use super::World;
 use crate::error::{Error, Result};
 
-/// The batches of a rank, for as many steps as the rank with the most batches has: from
-/// [`World::join`].
+/// The batches of a rank for the steps of all ranks, from [`World::join`].
 #[derive(Debug)]
 pub struct Join<I: Iterator> {
     world: World,

@@ -163,8 +163,11 @@ fn checks_find_nothing_in_a_run_without_faults() {
     }
 }
 
+/// The layout of a world.
+type Of = fn(&World) -> Result<Layout>;
+
 fn checks_find_nothing_on_any_layout_and_change_no_result() {
-    let layouts: &[(usize, fn(&World) -> Result<Layout>)] = &[
+    let layouts: &[(usize, Of)] = &[
         (2, |world| Ok(owned::layout(world))),
         (2, |world| Ok(owned::layout(world).overlap_backward())),
         (3, |world| Ok(Layout::new(&Mesh::flat(world)).with_muon(owned::config().muon))),

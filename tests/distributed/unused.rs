@@ -84,7 +84,7 @@ fn flat(world: &World) -> Layout {
     Layout::new(&Mesh::flat(world)).with_muon(config().muon).with_small_elements(64)
 }
 
-/// The task of a rank in a pass: with two ranks, nobody has one of them.
+/// The task of a rank in a pass: with two ranks, one of them is that of no rank.
 fn task(rank: usize, pass: usize) -> usize {
     (rank + pass) % TASKS
 }
@@ -237,7 +237,8 @@ fn slices_that_some_ranks_do_not_use_train_as_replicated_ones() {
                                 continue;
                             }
                             let gradient = gradients.remove::<2>(linear.weight.id);
-                            let gradient = Tensor::from_inner(gradient.expect("it has a gradient"));
+                            let gradient =
+                                Tensor::from_inner(gradient.expect("every weight has a gradient"));
                             loss = loss + (linear.weight.val() * gradient).sum();
                         }
                         gradients = layout.backward(&loss, &net)?;
@@ -270,7 +271,7 @@ fn slices_that_some_ranks_do_not_use_train_as_replicated_ones() {
     }
 }
 
-/// The weights after as many steps as the rank with the most batches has.
+/// The weights after the steps of the rank that has the most batches.
 fn joined(world: &World, layout: Option<Layout>, counts: &[usize]) -> Result<Vec<Vec<u8>>> {
     let rank = world.rank();
     let layout_or_flat = layout.clone().unwrap_or_else(|| flat(world));

@@ -279,7 +279,7 @@ impl Passes {
         let device = inner.device();
         let mut whole = self.gather(unit, (part_id, inner), is_trained).reshape(shape.clone());
         if is_unused {
-            // Nobody reads it: one element in memory.
+            // No layer reads it: one element in memory.
             whole = Tensor::<D>::zeros([1; D], (&device, unit.dtype)).expand(shape);
         }
         if !is_trained || is_unused {

@@ -218,7 +218,8 @@ mod tests {
         let first = slices::slice(&values, 0..1).into_scalar::<f32>();
         let first = f32::from_bits(first.to_bits() ^ 1 << 21);
         let first = Tensor::full([1], first, (&values.device(), DType::F32));
-        values.slice_assign([0..1], first)
+        let range = 0..1;
+        values.slice_assign([range], first)
     }
 
     /// The errors of three ranks in the fourth step, where rank 1 changes the optimizer after the
