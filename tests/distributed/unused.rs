@@ -18,6 +18,7 @@ use distmuon_testing::watched::watched;
 use distmuon_testing::worlds::{Case, cases};
 
 use crate::cuts::{Cutting, slices};
+use crate::owned::rejections::assert_failures_stop_all_ranks;
 use crate::owned::{Run, assert_equal};
 use crate::{Net, ranks, ranks_here};
 
@@ -35,6 +36,7 @@ pub const IN_PROCESS: &[Case] = cases![
     parameters_that_only_some_ranks_use_are_rejected_unless_allowed,
     losses_that_are_not_finite_do_not_count_on_a_rank_without_batches,
     a_rank_without_any_batch_is_rejected,
+    a_rank_that_fails_where_parameters_are_unused_stops_all_ranks,
 ];
 
 const WIDTH: usize = 16;
@@ -466,4 +468,27 @@ fn parameters_that_only_some_ranks_use_are_rejected_unless_allowed() {
         let disagree = |error: &String| error.starts_with("the ranks disagree: ");
         assert!(errors.iter().all(disagree), "{errors:?}");
     }
+}
+
+fn a_rank_that_fails_where_parameters_are_unused_stops_all_ranks() {
+    assert_failures_stop_all_ranks(4, |rank, path| {
+        let world = &with_checkpoints(&rank.world);
+        let mesh = Mesh::new(world, [Axis::data("node", 2), Axis::data("gpu", 2)])?;
+        let layout = Layout::new(&mesh).owned("gpu").overlap_backward().allow_unused();
+        let layout = layout.with_muon(config().muon).with_small_elements(64).with_ahead_mb(0.002);
+        let mut net = layout.shard(Tasks::of(DType::F32, world.device()))?;
+        let mut optim = config().with_check_every(1).init_on(&layout, &net)?;
+        rank.set_ready();
+        let mut batches = world.join(0..1 + world.rank() % 2);
+        while let Some(batch) = batches.next_batch()? {
+            let loss = net.loss(Some(&layout), 1, world.rank() % TASKS);
+            let gradients = match batch {
+                Joined::Own(_) => layout.backward(&loss, &net)?,
+                Joined::Repeated(_) => layout.drain(&loss, &net)?,
+            };
+            net = optim.step(0.01, net, gradients)?;
+        }
+        world.comm().synchronize()?;
+        optim.save(path, &net, &1)
+    });
 }
