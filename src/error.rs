@@ -234,6 +234,24 @@ pub enum Error {
         /// Shape and type on rank 0, `absent`, or `the same values`.
         first: String,
     },
+    /// Ranks that hold the same parameter have other bits of it, or of its state.
+    #[error(
+        "parameter `{parameter}` has drifted: expected its {part} to be {expected}, got {got}; \
+         load the last checkpoint on all ranks, and find what differs on these ranks: memory that \
+         fails, another build or device, or code that changes the model on some ranks only"
+    )]
+    Drifted {
+        /// The first parameter that differs.
+        parameter: String,
+        /// `value`, or the name of a state, as in ``state `moment_1` ``.
+        part: String,
+        /// The ranks whose bits differ from those that most ranks have.
+        ranks: Vec<usize>,
+        /// The ranks that have the same bits.
+        expected: String,
+        /// The ranks that do not, and the number of other parameters and states that differ.
+        got: String,
+    },
     /// A setting of a rank differs from that of rank 0.
     #[error(
         "`{setting}` differs on rank {rank}: expected {first} as on rank 0, got {other}; give all \

@@ -118,6 +118,7 @@ mod backend;
 mod blocks;
 pub mod checkpoint;
 mod checks;
+mod checksum;
 pub mod comm;
 pub mod custom;
 mod difference;

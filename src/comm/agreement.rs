@@ -167,14 +167,31 @@ fn difference(path: &str, first: &Value, other: &Value) -> Option<Difference> {
 /// differ.
 pub(crate) fn unite(comm: &Communicator, bits: Vec<u8>, digest: u64) -> Result<Option<Vec<u8>>> {
     let length = bits.len();
-    // In the union, a digest and its complement share a bit only if a rank has given another
-    // digest.
-    let bytes = [bits, digest.to_le_bytes().into(), (!digest).to_le_bytes().into()].concat();
-    let mut united = comm.or_bytes(bytes)?;
+    let mut united = comm.or_bytes([bits, with_complement(digest).into()].concat())?;
     let digests = united.split_off(length);
-    let (digest, complement) = digests.split_at(size_of::<u64>());
-    let same = digest.iter().zip(complement).all(|(a, b)| a & b == 0);
-    Ok(same.then_some(united))
+    Ok(is_same(&digests).then_some(united))
+}
+
+/// Returns the indices of the numbers that are not the same on all ranks, in one message. The
+/// count is the same on all ranks.
+pub(crate) fn unequal(comm: &Communicator, numbers: &[u64]) -> Result<Vec<usize>> {
+    let bytes = numbers.iter().flat_map(|number| with_complement(*number));
+    let united = comm.or_bytes(bytes.collect())?;
+    let pairs = united.chunks_exact(2 * size_of::<u64>()).enumerate();
+    Ok(pairs.filter(|(_, pair)| !is_same(pair)).map(|(index, _)| index).collect())
+}
+
+/// A number and its complement, which share a bit in the union of all ranks only if a rank has
+/// given another number.
+fn with_complement(number: u64) -> [u8; 2 * size_of::<u64>()] {
+    let [low, high] = [number, !number].map(u128::from);
+    (low | high << u64::BITS).to_le_bytes()
+}
+
+/// Returns `true` if all ranks have given the same number, from the union of what they gave.
+fn is_same(united: &[u8]) -> bool {
+    let (number, complement) = united.split_at(size_of::<u64>());
+    number.iter().zip(complement).all(|(a, b)| a & b == 0)
 }
 
 /// Returns a number that is the same for equal values in every process of one program.

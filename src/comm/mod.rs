@@ -30,6 +30,7 @@ mod engine;
 #[cfg(feature = "processes")]
 mod exchange;
 mod hierarchy;
+mod join;
 mod launch;
 #[cfg(feature = "mpi")]
 mod mpi;
@@ -47,10 +48,11 @@ mod validate;
 mod value;
 mod world;
 
-pub(crate) use agreement::{Difference, digest, unite};
+pub(crate) use agreement::{Difference, digest, unequal, unite};
 pub use communicator::Communicator;
 pub use engine::Engine;
 pub use hierarchy::Hierarchy;
+pub use join::{Join, Joined};
 pub use launch::Launch;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
@@ -58,6 +60,7 @@ pub use mpi::Mpi;
 pub use nccl::{Buffer, CudaMemory, DeviceMemory, Nccl, Order, Reduction, StreamEvent};
 pub use pending::Pending;
 pub use reduce::ReduceOp;
+pub(crate) use rounds::named;
 pub use threads::Threads;
 pub(crate) use validate::exchanges;
 pub(crate) use world::message;

@@ -627,7 +627,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
 }
 
 /// The text of some ranks, in ascending order.
-fn named(ranks: &[usize]) -> String {
+pub fn named(ranks: &[usize]) -> String {
     match ranks {
         [rank] => format!("rank {rank}"),
         [first, .., last] if last - first + 1 == ranks.len() => format!("ranks {first} to {last}"),

@@ -13,6 +13,8 @@ const IN_FLIGHT: usize = 3;
 /// The defaults of [`DistMuonConfig::bucket_mb`], on several ranks and on one.
 const BUCKET_MB: f64 = 25.0;
 const BUCKET_MB_ALONE: f64 = 1000.0;
+/// The default of [`DistMuonConfig::check_every`].
+const CHECK_EVERY: usize = 1000;
 
 /// The gradients that are given to a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -168,6 +170,15 @@ pub struct DistMuonConfig {
     /// Largest norm over all gradients: gradients with a larger norm are scaled down together.
     /// `None` for no limit. For clipping on one device, use [`World::alone`](crate::World::alone).
     pub max_norm: Option<f64>,
+    /// Number of steps after which the ranks compare what they hold in common, by a checksum of its
+    /// bits: parameters that all of them have, replicas of slices and of owned parts, and the
+    /// states of parameters that every rank updates. A difference, as after an error of memory, is
+    /// an [`Error::Drifted`]. 0 for never.
+    ///
+    /// Matrices come anew from their owner in every step, so that a difference in one lasts for a
+    /// step, unless the owner has it: then all have it. Frozen parameters are not compared.
+    #[config(default = "CHECK_EVERY")]
+    pub check_every: usize,
 }
 
 impl DistMuonConfig {

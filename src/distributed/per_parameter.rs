@@ -31,6 +31,8 @@ use crate::update::{Resumable, SkippedSteps};
 /// - parameters do not have a plan: the owner of a new parameter is the rank with the least work so
 ///   far, in the order of the first steps. The owner is part of the state, and does not change;
 /// - AdamW is not sharded: every rank updates all parameters that are not matrices;
+/// - parameters and states are not compared after the first step, as
+///   [`DistMuonConfig::check_every`] has other optimizers do;
 /// - messages are not combined: each parameter needs a small one through rank 0, and a broadcast;
 /// - checkpoints are not collected: every rank has to save and load its own record. All ranks can
 ///   load the record of a single-device [`Muon`].

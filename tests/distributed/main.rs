@@ -5,6 +5,7 @@ mod checkpoints;
 mod collectives;
 mod custom;
 mod cuts;
+mod drift;
 mod nodes;
 mod owned;
 mod parallel;
@@ -16,6 +17,7 @@ mod rejections;
 mod schedules;
 mod shapes;
 mod steps;
+mod unused;
 
 use std::time::Duration;
 
@@ -36,7 +38,8 @@ use serde::{Serialize, de::DeserializeOwned};
 /// Cases in which every rank returns normally: they also run on ranks that are processes.
 fn everywhere() -> Vec<Case> {
     let cases = [steps::EVERYWHERE, shapes::EVERYWHERE, collectives::EVERYWHERE, nodes::EVERYWHERE];
-    let more = [checkpoints::EVERYWHERE, schedules::EVERYWHERE, custom::EVERYWHERE];
+    let more =
+        [checkpoints::EVERYWHERE, schedules::EVERYWHERE, custom::EVERYWHERE, drift::EVERYWHERE];
     [&cases[..], &more].concat().concat()
 }
 
@@ -47,13 +50,15 @@ fn updates() -> Vec<Case> {
 
 /// Such cases of parameters whose messages are sent in forward and backward passes.
 fn passes() -> Vec<Case> {
-    [owned::EVERYWHERE, publication::EVERYWHERE, parallel::EVERYWHERE, cuts::EVERYWHERE].concat()
+    let cases =
+        [owned::EVERYWHERE, publication::EVERYWHERE, parallel::EVERYWHERE, cuts::EVERYWHERE];
+    [&cases[..], &[unused::EVERYWHERE]].concat().concat()
 }
 
 /// Cases whose world fails, or that need all ranks in this process.
 fn in_process() -> Vec<Case> {
     let cases = [steps::IN_PROCESS, checkpoints::IN_PROCESS, rejections::IN_PROCESS];
-    [&cases[..], &[custom::IN_PROCESS]].concat().concat()
+    [&cases[..], &[custom::IN_PROCESS, drift::IN_PROCESS]].concat().concat()
 }
 
 /// Configures the default type of the device according to `DISTMUON_TEST_FLOAT`, since nothing in
@@ -84,7 +89,7 @@ fn main() {
     trials.extend(worlds::trials(worlds::ONE_OF_EACH, &updates));
     let passes_here =
         [owned::IN_PROCESS, publication::IN_PROCESS, parallel::IN_PROCESS, cuts::IN_PROCESS];
-    let passes = [&passes()[..], &passes_here.concat()].concat();
+    let passes = [&passes()[..], &passes_here.concat(), unused::IN_PROCESS].concat();
     trials.extend(worlds::trials(worlds::NOW_AND_AHEAD, &passes));
     #[cfg(feature = "mpi")]
     trials.push(worlds::mpi::trial(on_processes.len()));

@@ -104,6 +104,7 @@ pub struct Layout {
     ahead_mb: f64,
     in_flight_mb: f64,
     overlaps_backward: bool,
+    allows_unused: bool,
     sharded: Arc<OnceLock<Sharded>>,
     /// The gradients of earlier micro-batches of parameters that every rank has.
     micro_batches: MicroBatches,
@@ -142,6 +143,7 @@ impl Layout {
             ahead_mb: AHEAD_MB,
             in_flight_mb: IN_FLIGHT_MB,
             overlaps_backward: false,
+            allows_unused: false,
             sharded: Arc::default(),
             micro_batches: Arc::default(),
         }
@@ -203,6 +205,57 @@ impl Layout {
     pub fn overlap_backward(mut self) -> Self {
         self.overlaps_backward = true;
         self
+    }
+
+    /// Lets ranks leave parameters out of a pass that others use, such as the head of a task or the
+    /// encoder of a modality. The gradient of such a rank counts as zero: the mean is that of all
+    /// ranks.
+    ///
+    /// Every backward pass then begins with a message of two bits per parameter, in which the ranks
+    /// exchange which parameters they use. Those that only some use are reduced at the end of the
+    /// pass. If they are [owned](Self::owned), the others call [`unused`](Self::unused) in the
+    /// forward pass.
+    ///
+    /// Without this setting, such passes are errors, as are passes that use parameters in another
+    /// order with it.
+    pub fn allow_unused(mut self) -> Self {
+        self.allows_unused = true;
+        self
+    }
+
+    /// Takes part in the gathering of a module's owned parameters, where other ranks use the module
+    /// and this one does not, in the forward pass. The others use every owned parameter of it once,
+    /// in the order of its fields. The layout has to [allow it](Self::allow_unused).
+    ///
+    /// ```
+    /// use burn::nn::LinearConfig;
+    /// use burn::tensor::{Device, Tensor};
+    /// use distmuon::comm::World;
+    /// use distmuon::distributed::{Layout, Mesh};
+    ///
+    /// let devices = vec![Device::default().autodiff().gradient_checkpointing(); 2];
+    /// World::threads(devices, |world| {
+    ///     let layout = Layout::new(&Mesh::flat(&world)).owned("dp").allow_unused();
+    ///     let head = || LinearConfig::new(64, 64).init(world.device());
+    ///     let heads = layout.shard(vec![head(), head()])?;
+    ///     let x = Tensor::<2>::ones([4, 64], world.device());
+    ///     let mut loss = Tensor::<1>::zeros([1], world.device());
+    ///     for (task, head) in heads.iter().enumerate() {
+    ///         match task == world.rank() {
+    ///             true => loss = loss + head.forward(x.clone()).square().mean(),
+    ///             false => layout.unused(head),
+    ///         }
+    ///     }
+    ///     let grads = layout.backward(&loss, &heads)?; // of both heads
+    ///     # let _ = grads;
+    ///     Ok::<_, distmuon::Error>(())
+    /// })?;
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    pub fn unused<M: Module>(&self, module: &M) {
+        if let Some(Sharded { passes, .. }) = self.sharded() {
+            passes.unused(|| drop(module.clone().materialize()));
+        }
     }
 
     /// Returns the mesh.
@@ -313,7 +366,40 @@ impl Layout {
         loss: &Tensor<D>,
         model: &M,
     ) -> Result<GradientsParams> {
-        let mut gradients = GradientsParams::from_grads(loss.backward(), model);
+        self.begin_backward()?;
+        let gradients = GradientsParams::from_grads(loss.backward(), model);
+        self.end_backward(model, gradients)
+    }
+
+    /// [`backward`](Self::backward) of a rank that has run out of batches, while others have some:
+    /// it takes part in their pass, and its own gradients count as zero. The loss is that of any
+    /// batch; see [`World::join`](crate::comm::World::join).
+    ///
+    /// # Errors
+    ///
+    /// Those of [`backward`](Self::backward).
+    pub fn drain<M: Module, const D: usize>(
+        &self,
+        loss: &Tensor<D>,
+        model: &M,
+    ) -> Result<GradientsParams> {
+        self.begin_backward()?;
+        if let Some(Sharded { passes, .. }) = self.sharded() {
+            passes.drained(|| drop(loss.backward()));
+        }
+        self.end_backward(model, GradientsParams::new())
+    }
+
+    fn begin_backward(&self) -> Result<()> {
+        self.sharded().map_or(Ok(()), |sharded| sharded.passes.begin_backward())
+    }
+
+    /// Ends the backward pass of a step: the gradients of earlier micro-batches are added.
+    fn end_backward<M: Module>(
+        &self,
+        model: &M,
+        mut gradients: GradientsParams,
+    ) -> Result<GradientsParams> {
         let mut buffer = self.micro_batches();
         if buffer.count() > 0 {
             buffer.add(model, gradients)?;
@@ -349,6 +435,7 @@ impl Layout {
         backward: impl FnOnce() -> T,
     ) -> Result<T> {
         let Some(Sharded { passes, .. }) = self.sharded() else { return Ok(backward()) };
+        passes.begin_backward()?;
         let outcome = passes.in_micro_batch(backward);
         passes.keep_micro_batch(&self.identities(model))?;
         Ok(outcome)
@@ -474,7 +561,7 @@ impl Layout {
     fn limits(&self) -> Limits {
         let [ahead, in_flight] =
             [self.ahead_mb, self.in_flight_mb].map(|megabytes| (megabytes * 1e6).ceil() as usize);
-        Limits { keep: self.keep, ahead, in_flight }
+        Limits { keep: self.keep, ahead, in_flight, allows_unused: self.allows_unused }
     }
 
     /// The placement of a parameter.

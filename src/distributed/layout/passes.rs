@@ -7,6 +7,8 @@
 //! A forward pass can't return an error. After a failure, values are NaN, nothing is sent, and
 //! [`Passes::finish`] returns the error.
 
+mod unused;
+
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -44,7 +46,7 @@ pub enum Keep {
     Weights,
 }
 
-/// The limits of what is sent ahead.
+/// The limits of what is sent ahead, and of what ranks may leave out.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     pub keep: Keep,
@@ -52,6 +54,8 @@ pub struct Limits {
     pub ahead: usize,
     /// Bytes of gradients that are being reduced.
     pub in_flight: usize,
+    /// `true` if a rank may leave parameters out that others use.
+    pub allows_unused: bool,
 }
 
 /// The collectives of the passes of one rank.
@@ -145,6 +149,15 @@ struct State {
     is_micro_batch: bool,
     /// `true` while the values are read for other purposes than a pass.
     is_reading: bool,
+    /// `true` while parameters are gathered that this rank does not use.
+    is_unused: bool,
+    /// `true` while the gradients of a backward pass count as zero.
+    is_drained: bool,
+    /// The parameters that have a gradient, and that some ranks do not use in this pass, once they
+    /// are known.
+    partial: Option<Vec<bool>>,
+    /// Bytes of such parameters that are kept for the backward pass.
+    kept: usize,
     failure: Option<Error>,
 }
 
@@ -157,6 +170,8 @@ struct Uses {
     published: Option<Tensor<1>>,
     /// The whole that is gathered ahead of its use.
     ahead: Option<Ahead>,
+    /// The whole for a backward pass, with the identity of its part, if others do not use it.
+    kept: Option<(u64, Tensor<1>)>,
     /// The uses of each of its values, in the order of their first uses: of the model's, and of
     /// those of clones with other values.
     leaves: Vec<LeafUses>,
@@ -196,12 +211,27 @@ impl LeafUses {
         }
     }
 
+    /// Bytes of the gradients that are not reduced yet.
+    fn bytes(&self) -> usize {
+        [&self.micro_batches, &self.sum].into_iter().flatten().map(bytes).sum()
+    }
+
     fn has_gradient(&self) -> bool {
         self.sum.is_some() || self.micro_batches.is_some() || self.mean.is_some()
     }
 }
 
 impl Uses {
+    /// Returns `true` if this pass has a use with a gradient.
+    fn are_in_pass(&self) -> bool {
+        self.leaves.iter().any(|uses| uses.count > 0)
+    }
+
+    /// Returns `true` if an earlier micro-batch had one.
+    fn are_earlier(&self) -> bool {
+        self.leaves.iter().any(|uses| uses.micro_batches.is_some())
+    }
+
     /// The uses of a value.
     fn of_leaf(&mut self, leaf: u64) -> &mut LeafUses {
         let position = self.leaves.iter().position(|uses| uses.leaf == leaf);
@@ -244,11 +274,17 @@ impl Passes {
         part: Tensor<1>,
         shape: Shape,
     ) -> Tensor<D> {
-        let is_trained = part.is_require_grad() && !self.state().is_reading;
+        let State { is_reading, is_unused, .. } = *self.state();
+        let is_trained = part.is_require_grad() && !is_reading;
         let part_id = identity(&part);
         let inner = part.clone().without_autodiff();
-        let whole = self.gather(unit, (part_id, inner), is_trained).reshape(shape);
-        if !is_trained {
+        let device = inner.device();
+        let mut whole = self.gather(unit, (part_id, inner), is_trained).reshape(shape.clone());
+        if is_unused {
+            // No layer reads it: one element in memory.
+            whole = Tensor::<D>::zeros([1; D], (&device, unit.dtype)).expand(shape);
+        }
+        if !is_trained || is_unused {
             return match part.gradient_checkpointing_strategy() {
                 Some(strategy) => {
                     Tensor::from_inner(whole).with_gradient_checkpointing_strategy(strategy)
@@ -276,7 +312,9 @@ impl Passes {
         unit: &Arc<Unit>,
         whole: Tensor<D>,
     ) -> Tensor<D> {
-        match whole.is_require_grad() && !self.state().is_reading {
+        let State { is_reading, is_unused, .. } = *self.state();
+        let is_used = !is_reading && !is_unused;
+        match whole.is_require_grad() && is_used {
             true => {
                 let value = whole.clone().without_autodiff();
                 self.reducing(unit, &whole).at(self.clock.next(&whole)).attach(whole, value)
@@ -325,6 +363,11 @@ impl Passes {
     /// The whole for a backward pass.
     fn gather_again(&self, unit: &Unit, part: (Option<u64>, Tensor<1>)) -> Tensor<1> {
         let mut state = self.state();
+        if let Some((id, whole)) = &state.uses[unit.index].kept
+            && part.0 == Some(*id)
+        {
+            return whole.clone();
+        }
         let next = state.backward.next(unit.index).to_vec();
         self.gathered(&mut state, unit, part, &next)
     }
@@ -428,6 +471,8 @@ impl Passes {
     fn add_gradient(&self, unit: &Unit, leaf: u64, gradient: Tensor<1>) {
         let mut state = self.state();
         self.attempt(&mut state, "reducing the gradient of", unit, |state| {
+            let gradient = if state.is_drained { gradient.zeros_like() } else { gradient };
+            let is_at_end = state.is_micro_batch || self.waits_for_end(state, unit);
             let uses = state.uses[unit.index].of_leaf(leaf);
             uses.gradients += 1;
             let more = if uses.sum.is_none() { bytes(&gradient) } else { 0 };
@@ -435,7 +480,7 @@ impl Passes {
             let is_last = uses.gradients == uses.count;
             state.sums += more;
             state.observe();
-            match is_last && !state.is_micro_batch {
+            match is_last && !is_at_end {
                 true => self.start_reducing(state, unit, leaf),
                 false => Ok(()),
             }
@@ -445,7 +490,7 @@ impl Passes {
     /// Starts to reduce the gradient of a value, if it has one.
     fn start_reducing(&self, state: &mut State, unit: &Unit, leaf: u64) -> Result<()> {
         let uses = state.uses[unit.index].of_leaf(leaf);
-        let held = [&uses.micro_batches, &uses.sum].into_iter().flatten().map(bytes).sum::<usize>();
+        let held = uses.bytes();
         uses.had_micro_batches |= uses.micro_batches.is_some();
         let gradients = (uses.micro_batches.take(), uses.sum.take());
         state.sums -= held;
@@ -588,7 +633,15 @@ impl Passes {
     /// micro-batches of other values than the model's; those of every collective.
     pub fn finish(&self, model: &Identities) -> Result<Vec<MeanGradient>> {
         let mut state = self.state();
+        self.exchange_uses(&mut state)?;
+        let partial = state.partial.clone().unwrap_or_default();
         for unit in &self.units {
+            if partial.get(unit.index).copied().unwrap_or_default() {
+                self.attempt(&mut state, "reducing the gradient of", unit, |state| {
+                    self.start_reducing_partial(state, unit, model)
+                });
+                continue;
+            }
             // Those with uses that the loss does not depend on.
             let leaves: Vec<u64> = state.uses[unit.index].leaves.iter().map(|u| u.leaf).collect();
             for leaf in leaves {
@@ -635,9 +688,9 @@ impl Passes {
         self.clock.reset();
         state.forward.end();
         state.backward.end();
-        state.ahead = 0;
+        (state.ahead, state.kept, state.partial) = (0, 0, None);
         for uses in &mut state.uses {
-            uses.ahead = None;
+            (uses.ahead, uses.kept) = (None, None);
             uses.leaves.retain(LeafUses::has_gradient);
             uses.leaves.iter_mut().for_each(|uses| (uses.count, uses.gradients) = (0, 0));
         }
@@ -812,7 +865,7 @@ impl State {
     fn held(&self) -> Held {
         let publishing = self.publishing.iter().map(|(_, pending)| pending.bytes()).sum();
         let in_flight = self.reducing + self.sums;
-        Held { gathered: self.ahead, in_flight, means: self.means, publishing }
+        Held { gathered: self.ahead + self.kept, in_flight, means: self.means, publishing }
     }
 
     fn is_reducing(&self) -> bool {

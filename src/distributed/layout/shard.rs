@@ -109,6 +109,7 @@ impl Layout {
             ahead_mb: self.ahead_mb,
             in_flight_mb: self.in_flight_mb,
             overlap_backward: self.overlaps_backward,
+            allow_unused: self.allows_unused,
         })
     }
 
@@ -230,6 +231,7 @@ struct Settings<'a> {
     ahead_mb: f64,
     in_flight_mb: f64,
     overlap_backward: bool,
+    allow_unused: bool,
 }
 
 /// Attaches parts to a model.

@@ -11,7 +11,7 @@ use burn::tensor::{Device, Shape, Tensor};
 use super::MicroBatches;
 use super::passes::{Held, Passes};
 use super::unit::Unit;
-use crate::comm::Pending;
+use crate::comm::{Communicator, Pending};
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit, in_place_of};
 
@@ -172,6 +172,11 @@ impl Units {
         self.passes.as_ref().map_or(Ok(()), |passes| passes.finish_publication())
     }
 
+    /// The ranks that have replicas of this rank's part of a parameter.
+    pub fn replicas(&self, unit: &Unit) -> &Communicator {
+        self.passes.as_ref().expect("a unit has passes").replicas(unit)
+    }
+
     /// Starts to make this rank's new part of a parameter from its shards, which the ranks with
     /// replicas of the part have updated.
     ///
@@ -183,7 +188,7 @@ impl Units {
             // A parameter has an element at least.
             return Ok(Pending::ready(Tensor::zeros([1], (&shard.device(), unit.dtype))));
         }
-        let replicas = self.passes.as_ref().expect("a unit has passes").replicas(unit);
+        let replicas = self.replicas(unit);
         if replicas.size() == 1 {
             return Ok(Pending::ready(shard));
         }

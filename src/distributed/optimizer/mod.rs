@@ -7,6 +7,7 @@ mod controls;
 mod counters;
 mod detached;
 mod diagnostics;
+mod drift;
 mod exchange;
 mod loss_scale;
 mod memory;
@@ -49,6 +50,7 @@ use clip::Clip;
 use counters::Counters;
 use diagnostics::Observed;
 pub use diagnostics::{Diagnostics, GroupDiagnostics, ParameterDiagnostics};
+use drift::Checks;
 use exchange::{Exchange, publishers};
 use loss_scale::LossScale;
 use memory::Snapshot;
@@ -117,6 +119,8 @@ pub struct DistModuleOptimizer {
     /// The parameters whose gradients were compared along an axis, and the steps so far.
     compared: HashSet<(String, usize)>,
     compared_steps: usize,
+    /// The comparisons of what ranks hold in common.
+    checks: Checks,
     /// The attention heads to clip in the next step.
     head_clip: Option<HeadClip>,
     /// The number of steps without any gradient since the last one with a gradient, and the number
@@ -214,6 +218,7 @@ impl DistModuleOptimizer {
             clip,
             compared: HashSet::new(),
             compared_steps: 0,
+            checks: Checks::new(config.check_every),
             head_clip: None,
             absent_steps: 0,
             max_absent: config.muon.max_absent,
@@ -253,6 +258,9 @@ impl DistModuleOptimizer {
     ///   [`MuonConfig::max_absent`](crate::MuonConfig::max_absent) is reached;
     /// - [`Error::Skipped`](crate::Error::Skipped) for a parameter that was skipped in too many
     ///   steps in a row;
+    /// - [`Error::Drifted`](crate::Error::Drifted) after
+    ///   [`DistMuonConfig::check_every`](super::DistMuonConfig::check_every) steps, if ranks have
+    ///   other bits of what they hold in common;
     /// - [`Error::NotComputed`](crate::Error::NotComputed) if the device does not have the memory
     ///   for the gradients or the step. It names the first parameter that could not be updated, or
     ///   on several ranks the first parameter of the bucket;

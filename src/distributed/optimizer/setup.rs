@@ -6,6 +6,7 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
 use super::busy::Busy;
+use crate::checksum;
 use crate::comm::{World, exchanges};
 use crate::distributed::agreement::{first_unequal, same_parameters};
 use crate::distributed::config::DistMuonConfig;
@@ -42,10 +43,10 @@ pub fn same_model<M: Module>(layout: &Layout, parameters: &[Parameter], model: &
     let cuts = layout.cut_parameters();
     let axes = |path: &str| cuts.slice(path).map_or(&[][..], |slice| slice.slices.axes());
     let sums = checksums(model);
-    let of_axes = |cut: &[String]| -> Vec<(String, u32)> {
+    let of_axes = |cut: &[String]| -> Vec<(String, u64)> {
         sums.iter().filter(|(path, _)| axes(path) == cut).cloned().collect()
     };
-    let compare = |group: &World, rank: &dyn Fn(usize) -> usize, sums: Vec<(String, u32)>| {
+    let compare = |group: &World, rank: &dyn Fn(usize) -> usize, sums: Vec<(String, u64)>| {
         let other_values = group.compare(&sums, |first, local| {
             let (first, local) = first_unequal(first, local)?;
             first.or(local).map(|(path, _)| path.clone())
@@ -122,7 +123,7 @@ fn owners(
 }
 
 /// The paths and checksums of the parameters that every rank has, of the bits of their values.
-fn checksums<M: Module>(model: &M) -> Vec<(String, u32)> {
+fn checksums<M: Module>(model: &M) -> Vec<(String, u64)> {
     let found = parameters::of(model).into_iter().filter(|found| !found.placement.is_owned());
     let mut sums = Checksums { replicated: found.map(|found| found.path).collect(), sums: vec![] };
     parameters::visit(model, &mut sums);
@@ -131,15 +132,14 @@ fn checksums<M: Module>(model: &M) -> Vec<(String, u32)> {
 
 struct Checksums {
     replicated: HashSet<String>,
-    sums: Vec<(String, u32)>,
+    sums: Vec<(String, u64)>,
 }
 
 impl Visit for Checksums {
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
         let path = parameters::path(fields);
         if self.replicated.contains(&path) {
-            let values = param.val().inner().into_data();
-            self.sums.push((path, crc32fast::hash(values.as_bytes())));
+            self.sums.push((path, checksum::of_bits(param.val().inner())));
         }
     }
 }

@@ -22,7 +22,7 @@ use crate::routing::Updates;
 use crate::slices;
 use crate::update::{
     ElementwiseParameter, ElementwiseUpdate, Matrices, MuonBatch, MuonParameter, MuonUpdate,
-    Observations, Origin, Slots, StepSize, WholeParameter, WholeUpdate,
+    Observations, Origin, Slot, Slots, StepSize, WholeParameter, WholeUpdate,
 };
 
 /// A rank's part of a bucket.
@@ -311,6 +311,24 @@ impl Shard {
             batch.state.put(slot, slices::slice(values, end..end + count));
             end += count;
         }
+    }
+
+    /// The states that every rank has, since all of them update the shard: of each parameter, its
+    /// index, and the name and the values of a slot.
+    pub fn replicated_states(&self) -> Vec<(usize, &'static str, Tensor<1>)> {
+        let Update::Elementwise(rest) = &self.update else { return vec![] };
+        if self.bucket.kind != BucketKind::Replicated {
+            return vec![];
+        }
+        let slots = rest.slots(self.bucket.dtype).into_iter();
+        let of_slot = |slot: Slot| {
+            let values = self.state(slot.name, slot.dtype.resolve(self.bucket.dtype));
+            let of_run = move |run: &Run| {
+                (run.parameter, slot.name, slices::slice(&values, run.range.clone()))
+            };
+            self.runs.iter().map(of_run)
+        };
+        slots.flat_map(of_slot).collect()
     }
 
     /// Returns `true` if this rank owns whole parameters.

@@ -1,6 +1,7 @@
 //! A step, stage by stage.
 //!
-//! 1. The ranks exchange which parameters have a gradient, and verify that they take the same step.
+//! 1. The ranks exchange which parameters have a gradient, and verify that they take the same step,
+//!    and now and then that they hold the same.
 //! 2. Bucket by bucket, gradients are packed, moved out of the model and reduced: each rank gets
 //!    its shard. It decides which parameters stay as they are, updates the others, and the ranks
 //!    gather the new values. The next buckets are reduced and the last ones gathered meanwhile.
@@ -157,6 +158,7 @@ impl DistModuleOptimizer {
         gradients: GradientsParams,
     ) -> Result<M> {
         self.units.begin_step(self.world.rank())?;
+        let common = self.held_in_common(&model);
         let expected = Expected {
             rank: self.world.rank(),
             device: &self.device(),
@@ -180,6 +182,7 @@ impl DistModuleOptimizer {
             self.compare_gradients(&detached)?;
         }
         let present = self.agree_on_step(&lrs, &detached)?;
+        common.map_or(Ok(()), |common| self.ensure_same(&common))?;
         self.count_absent(&present)?;
 
         // The heads of a step that is skipped are of no use in another.

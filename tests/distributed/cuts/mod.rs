@@ -335,8 +335,8 @@ fn cut_parameters_are_updated_as_whole_ones() {
 }
 
 fn cut_parameters_are_owned_and_reduced_in_passes_as_whole_ones() {
-    // Clipped, so that the scale of a gradient counts.
-    let clipped = config().with_max_norm(Some(0.5));
+    // Clipped, so that the scale of a gradient counts, and checked for differences of replicas.
+    let clipped = config().with_max_norm(Some(0.5)).with_check_every(1);
     let alone = [config(), clipped.clone()].map(|config| trained(1, 3, &config));
     for case in cases_here().filter(|case| case.ranks().is_power_of_two()) {
         let data = case.axes.iter().find(|axis| !axis.is_model()).map(Axis::name);

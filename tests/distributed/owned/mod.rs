@@ -84,7 +84,7 @@ const TOKENS: usize = 37;
 
 /// A model with the layers that use their parameters in different ways.
 #[derive(Module, Debug)]
-struct Net {
+pub struct Net {
     /// Also the output head.
     embedding: Embedding,
     conv: Conv1d,
@@ -100,7 +100,7 @@ struct Net {
 }
 
 impl Net {
-    fn new(device: &Device) -> Self {
+    pub fn new(device: &Device) -> Self {
         let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
         let experts = Tensor::random([3, WIDTH, WIDTH], Distribution::Normal(0.0, 0.1), device);
         let net = Self {
@@ -132,7 +132,7 @@ impl Net {
         self.feed.forward(self.wide.forward(x))
     }
 
-    fn loss(&self, tokens: Tensor<2, Int>) -> Tensor<1> {
+    pub fn loss(&self, tokens: Tensor<2, Int>) -> Tensor<1> {
         let [batch, length] = tokens.dims();
         let features = self.features(tokens).slice([0..batch, 0..length - 2, 0..WIDTH]);
         let logits = features.matmul(self.embedding.weight.val().transpose().unsqueeze());
@@ -145,7 +145,7 @@ impl Net {
 }
 
 /// The tokens of a rank in a micro-batch.
-fn tokens(rank: usize, step: usize, device: &Device) -> Tensor<2, Int> {
+pub fn tokens(rank: usize, step: usize, device: &Device) -> Tensor<2, Int> {
     let token = |index: usize| ((index * 7 + rank * 11 + step * 5 + index * index) % TOKENS) as i64;
     Tensor::from_data(TensorData::new((0..12).map(token).collect::<Vec<_>>(), [2, 6]), device)
 }
@@ -157,8 +157,13 @@ pub fn config() -> DistMuonConfig {
     DistMuonConfig::new().with_muon(muon).with_small_elements(64).with_bucket_mb(Some(0.002))
 }
 
-fn layout(world: &World) -> Layout {
+pub fn layout(world: &World) -> Layout {
     Layout::new(&Mesh::flat(world)).owned("dp").with_muon(config().muon).with_small_elements(64)
+}
+
+/// A layout with replicas of the parts on every node.
+pub fn layout_on(mesh: &Mesh) -> Layout {
+    Layout::new(mesh).owned("gpu").with_muon(config().muon).with_small_elements(64)
 }
 
 /// A run's losses and final weights, as bits.
@@ -173,7 +178,7 @@ impl Net {
 }
 
 /// Trains with a layout. Several micro-batches are accumulated.
-fn train_on(
+pub fn train_on(
     world: &World,
     layout: &Layout,
     config: &DistMuonConfig,

@@ -1,0 +1,248 @@
+//! The comparison of what ranks hold in common: bits that differ are found and named.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use burn::module::{Module, ModuleMapper, Param};
+use burn::tensor::{DType, Tensor, TensorData};
+use distmuon::comm::World;
+use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place, Publish};
+use distmuon::{Error, Result};
+use distmuon_testing::models::{Layers, gradients};
+use distmuon_testing::watched::watched;
+use distmuon_testing::worlds::{self, Case, cases};
+
+use crate::owned::{self, train_on};
+use crate::{Net, config, ranks, ranks_here};
+
+pub const EVERYWHERE: &[Case] = cases![
+    checks_find_nothing_in_a_run_without_faults,
+    checks_find_nothing_on_any_layout_and_change_no_result,
+];
+
+pub const IN_PROCESS: &[Case] = cases![
+    a_bit_that_flips_in_a_parameter_is_found_on_all_ranks,
+    a_bit_that_flips_in_a_slice_is_found_on_all_ranks,
+    a_bit_that_flips_in_a_replica_of_a_part_is_found_on_all_ranks,
+    a_check_is_one_small_message,
+    a_check_costs_less_than_a_hundredth_of_its_steps,
+];
+
+/// Flips the lowest bit of the last element of a parameter, or of this rank's part of it.
+struct Flip {
+    names: Vec<String>,
+    path: &'static str,
+    is_part: bool,
+    found: bool,
+}
+
+impl Flip {
+    fn of<M: Module>(model: M, path: &'static str, is_part: bool) -> M {
+        let mut flip = Self { names: vec![], path, is_part, found: false };
+        let model = model.map(&mut flip);
+        assert!(flip.found, "the model has `{path}`");
+        model
+    }
+}
+
+impl ModuleMapper for Flip {
+    fn enter_module(&mut self, name: &str, _container_type: &str) {
+        self.names.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container_type: &str) {
+        self.names.pop();
+    }
+
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let path = self.names.join(".");
+        let is_part = path.ends_with(".part");
+        if is_part != self.is_part || !(path == self.path || is_part && path.starts_with(self.path))
+        {
+            return param;
+        }
+        self.found = true;
+        param.map(|old| {
+            let mut values: Vec<f32> = old.to_data().iter::<f32>().collect();
+            let last = values.last_mut().expect("the parameter has elements");
+            *last = f32::from_bits(last.to_bits() ^ 1);
+            let data = TensorData::new(values, old.shape());
+            Tensor::from_data(data, (&old.device(), DType::F32)).require_grad()
+        })
+    }
+}
+
+/// Asserts that every rank has the error of a parameter.
+fn assert_drifted(errors: &[Error], path: &str, rank: usize) {
+    for error in errors {
+        let Error::Drifted { parameter, part, ranks, .. } = error else { panic!("{error}") };
+        assert_eq!((&**parameter, &**part, &**ranks), (path, "value", &[rank][..]), "{error}");
+        assert!(error.to_string().contains(&format!("other bits on rank {rank}")), "{error}");
+    }
+}
+
+/// The error of the third step, with a bit that flips on a rank before a step.
+fn flipped(
+    world: &World,
+    layout: &Layout,
+    (path, rank, before): (&'static str, usize, u64),
+) -> Result<Error> {
+    let mut net = layout.shard(Net::new(world.device()))?;
+    let mut optim = config().with_check_every(3).init_on(layout, &net)?;
+    for step in 0..2 {
+        if step == before && world.rank() == rank {
+            net = Flip::of(net, path, false);
+        }
+        let gradients = gradients(&net, step);
+        net = optim.step(0.01, net, gradients)?;
+    }
+    if before == 2 && world.rank() == rank {
+        net = Flip::of(net, path, false);
+    }
+    let gradients = gradients(&net, 2);
+    Ok(optim.step(0.01, net, gradients).map(|_| ()).unwrap_err())
+}
+
+fn a_bit_that_flips_in_a_parameter_is_found_on_all_ranks() {
+    for (path, count, rank, before) in [
+        ("norm.gamma", 2, 1, 1), // small: every rank updates it
+        ("norm.gamma", 3, 0, 1),
+        ("wide.weight", 4, 2, 2), // a matrix
+        ("embedding.weight", 3, 1, 2),
+        ("experts", 2, 1, 2),
+    ] {
+        let errors = ranks_here(count, |world| {
+            let layout = Layout::new(&Mesh::flat(&world)).with_muon(config().muon);
+            flipped(&world, &layout, (path, rank, before))
+        });
+        assert_drifted(&errors.unwrap(), path, rank);
+    }
+}
+
+fn a_bit_that_flips_in_a_slice_is_found_on_all_ranks() {
+    for (path, rank) in [("tall.weight", 3), ("tall.weight", 2), ("norm.beta", 0)] {
+        let errors = ranks_here(4, |world| {
+            let mesh = Mesh::new(&world, [Axis::data("dp", 2), Axis::model("tp", 2)])?;
+            let layout = Layout::new(&mesh).with_muon(config().muon).with_place(Place::shard(
+                r"^tall\.weight$",
+                "tp",
+                0,
+            ));
+            flipped(&world, &layout, (path, rank, 2))
+        });
+        assert_drifted(&errors.unwrap(), path, rank);
+    }
+}
+
+fn a_bit_that_flips_in_a_replica_of_a_part_is_found_on_all_ranks() {
+    let errors = ranks_here(4, |world| {
+        let mesh = Mesh::new(&world, [Axis::data("node", 2), Axis::data("gpu", 2)])?;
+        let layout = owned::layout_on(&mesh);
+        let device = world.device();
+        let mut net = layout.shard(owned::Net::new(device))?;
+        let mut optim = owned::config().with_check_every(2).init_on(&layout, &net)?;
+        let mut step = |net: owned::Net, step| {
+            let loss = net.loss(owned::tokens(world.rank(), step, device));
+            let gradients = layout.backward(&loss, &net)?;
+            optim.step(0.01, net, gradients)
+        };
+        net = step(net, 0)?;
+        if world.rank() == 2 {
+            net = Flip::of(net, "embedding.weight", true);
+        }
+        Ok(step(net, 1).map(|_| ()).unwrap_err())
+    });
+    assert_drifted(&errors.unwrap(), "embedding.weight", 2);
+}
+
+fn checks_find_nothing_in_a_run_without_faults() {
+    for count in [2, 4].into_iter().filter(worlds::has) {
+        let trained = |every| crate::trained(count, 100, &config().with_check_every(every));
+        assert!(trained(1) == trained(0), "{count} ranks");
+    }
+}
+
+/// The layout of a world.
+type Of = fn(&World) -> Result<Layout>;
+
+fn checks_find_nothing_on_any_layout_and_change_no_result() {
+    let layouts: &[(usize, Of)] = &[
+        (2, |world| Ok(owned::layout(world))),
+        (2, |world| Ok(owned::layout(world).overlap_backward())),
+        (3, |world| Ok(Layout::new(&Mesh::flat(world)).with_muon(owned::config().muon))),
+        (4, |world| {
+            Ok(owned::layout_on(&Mesh::new(world, [Axis::data("node", 2), Axis::data("gpu", 2)])?))
+        }),
+    ];
+    for (index, (count, layout)) in layouts.iter().enumerate() {
+        for publish in [Publish::Now, Publish::AtFirstUse] {
+            let run = |every| {
+                let config = owned::config().with_check_every(every).with_publish(publish);
+                ranks(*count, |world| train_on(&world, &layout(&world)?, &config, 4, 1, DType::F32))
+            };
+            assert!(run(1).unwrap() == run(0).unwrap(), "layout {index}, {publish:?}");
+        }
+    }
+}
+
+/// The calls of a rank in five steps, by name.
+fn calls(count: usize, config: &DistMuonConfig) -> BTreeMap<&'static str, usize> {
+    let mut calls = ranks_here(count, |world| {
+        let calls = Arc::<Mutex<BTreeMap<_, usize>>>::default();
+        let counts = calls.clone();
+        let world = watched(&world, move |event| {
+            *counts.lock().unwrap().entry(event.collective).or_default() += 1;
+            Ok(())
+        });
+        let mut net = world.broadcast(Net::new(world.device()))?;
+        let mut optim = config.init(&world, &net)?;
+        for step in 0..5 {
+            let gradients = net.gradients(step);
+            net = optim.step(0.01, net, gradients)?;
+        }
+        let calls = calls.lock().unwrap().clone();
+        Ok(calls)
+    });
+    calls.as_mut().unwrap().swap_remove(0)
+}
+
+fn a_check_is_one_small_message() {
+    let with = |count, every| calls(count, &config().with_check_every(every));
+    let mut without = with(3, 0);
+    assert_eq!(with(3, 6), without, "no check is due");
+    for (every, checks) in [(5, 1), (2, 2), (1, 5)] {
+        *without.get_mut("or_bytes").unwrap() += checks;
+        assert_eq!(with(3, every), without, "every {every}");
+        *without.get_mut("or_bytes").unwrap() -= checks;
+    }
+    assert_eq!(with(1, 1), with(1, 0), "one rank");
+}
+
+/// The default is a check in a thousand steps: it may take the time of ten.
+fn a_check_costs_less_than_a_hundredth_of_its_steps() {
+    const STEPS: u64 = 8;
+    let time = |every| {
+        let times = ranks_here(2, |world| {
+            let layers = Layers::square(4, 512, world.device());
+            let mut net = world.broadcast(layers)?;
+            let config = DistMuonConfig::new().with_check_every(every);
+            let mut optim = config.init(&world, &net)?;
+            let mut shortest = Duration::MAX;
+            for step in 0..STEPS {
+                let gradients = gradients(&net, step);
+                world.comm().barrier()?;
+                let start = Instant::now();
+                net = optim.step(0.01, net, gradients)?;
+                world.comm().barrier()?;
+                shortest = shortest.min(start.elapsed());
+            }
+            Ok(shortest)
+        });
+        times.unwrap()[0]
+    };
+    let (with, without) = (time(1), time(0));
+    let check = with.saturating_sub(without);
+    println!("a step takes {without:?}, a check of 4 MB {check:?}");
+    assert!(check < 10 * without, "{with:?}, without {without:?}");
+}

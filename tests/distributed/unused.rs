@@ -1,0 +1,494 @@
+//! Parameters that some ranks do not use, and ranks with fewer batches: as one rank with zeros in
+//! place of the gradients that are missing.
+
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::GradientsParams;
+use burn::tensor::activation::relu;
+use burn::tensor::{DType, Device, Tensor};
+use distmuon::comm::{Joined, World};
+use distmuon::distributed::{Axis, DistMuonConfig, GradDtype, Keep, Layout, Mesh};
+use distmuon::{Error, GradientBuffer, MuonConfig, Result, RoutingRule};
+use distmuon_testing::models::{Fixed, Layers, bits, weights};
+use distmuon_testing::precision::Rounded;
+use distmuon_testing::watched::watched;
+use distmuon_testing::worlds::{Case, cases};
+
+use crate::cuts::{Cutting, slices};
+use crate::owned::rejections::assert_failures_stop_all_ranks;
+use crate::owned::{Run, assert_equal};
+use crate::{Net, ranks, ranks_here};
+
+pub const EVERYWHERE: &[Case] = cases![
+    heads_that_some_ranks_do_not_use_train_as_with_zeros_on_one_rank,
+    heads_that_some_ranks_do_not_use_train_as_replicated_ones,
+    slices_that_some_ranks_do_not_use_train_as_replicated_ones,
+    ranks_with_fewer_batches_train_as_with_zeros_on_one_rank,
+    ranks_with_fewer_batches_train_as_replicated_ones,
+];
+
+pub const IN_PROCESS: &[Case] = cases![
+    the_uses_of_a_pass_are_one_small_message,
+    passes_in_another_order_are_rejected_also_where_parameters_may_be_unused,
+    parameters_that_only_some_ranks_use_are_rejected_unless_allowed,
+    losses_that_are_not_finite_do_not_count_on_a_rank_without_batches,
+    a_rank_without_any_batch_is_rejected,
+    a_rank_that_fails_where_parameters_are_unused_stops_all_ranks,
+];
+
+const WIDTH: usize = 16;
+const TASKS: usize = 3;
+
+/// A model with a head for each task.
+#[derive(Module, Debug)]
+struct Tasks {
+    trunk: Linear,
+    heads: Vec<Linear>,
+}
+
+impl Tasks {
+    fn of(dtype: DType, device: &Device) -> Self {
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(device);
+        let heads = (0..TASKS).map(|_| linear(WIDTH, 24)).collect();
+        let net = Self { trunk: linear(WIDTH, WIDTH), heads }.map(&mut Fixed::new(3));
+        if dtype == DType::F32 { net } else { net.map(&mut Rounded(dtype)) }
+    }
+
+    /// The loss of a task. Other ranks may use the other heads.
+    fn loss(&self, layout: Option<&Layout>, seed: usize, task: usize) -> Tensor<1> {
+        let (device, dtype) = (self.trunk.weight.device(), self.trunk.weight.val().dtype());
+        let values = Tensor::<1>::from_data(
+            std::array::from_fn::<f32, 96, _>(|index| ((index * 7 + seed * 13) % 11) as f32 / 8.0),
+            (&device, DType::F32),
+        );
+        let x = relu(self.trunk.forward(values.cast(dtype).reshape([2, 3, WIDTH])));
+        let mut loss = None;
+        for (index, head) in self.heads.iter().enumerate() {
+            match (index == task, layout) {
+                (true, _) => loss = Some(head.forward(x.clone()).square().mean()),
+                (false, Some(layout)) => layout.unused(head),
+                (false, None) => {}
+            }
+        }
+        loss.expect("the model has the head of the task")
+    }
+}
+
+fn config() -> DistMuonConfig {
+    let muon = MuonConfig::new().with_rule(RoutingRule::muon(r"^heads\.[01]\.weight"));
+    DistMuonConfig::new().with_muon(muon).with_small_elements(64).with_bucket_mb(Some(0.002))
+}
+
+fn flat(world: &World) -> Layout {
+    Layout::new(&Mesh::flat(world)).with_muon(config().muon).with_small_elements(64)
+}
+
+/// The task of a rank in a pass: with two ranks, one of them is that of no rank.
+fn task(rank: usize, pass: usize) -> usize {
+    (rank + pass) % TASKS
+}
+
+fn with_checkpoints(world: &World) -> World {
+    World::new(world.communicator(), world.device().clone().gradient_checkpointing())
+}
+
+/// Layouts of two ranks on which ranks may leave parameters out.
+const LAYOUTS: [fn(&World) -> Layout; 5] = [
+    |world| flat(world).allow_unused(),
+    |world| flat(world).overlap_backward().allow_unused(),
+    |world| flat(world).owned("dp").with_keep(Keep::Weights).allow_unused(),
+    |world| flat(world).owned("dp").allow_unused(),
+    |world| flat(world).owned("dp").overlap_backward().with_in_flight_mb(0.0).allow_unused(),
+];
+
+/// Trains on one rank with the gradients that `ranks` ranks have. `None` for a rank without one.
+fn on_one_rank(
+    ranks: usize,
+    steps: usize,
+    loss: impl Fn(&Tasks, usize, usize) -> Option<Tensor<1>>,
+) -> Vec<Vec<u8>> {
+    let device = crate::device();
+    let mut net = Tasks::of(DType::F32, &device);
+    let mut optim = config().init(&World::alone(device), &net).unwrap();
+    for step in 0..steps {
+        let mut buffer = GradientBuffer::new();
+        for rank in 0..ranks {
+            let gradients = match loss(&net, rank, step) {
+                Some(loss) => GradientsParams::from_grads(loss.backward(), &net),
+                None => GradientsParams::new(),
+            };
+            buffer.add(&net, gradients).unwrap();
+        }
+        let mean = buffer.take_mean(&net);
+        net = optim.step(0.01, net, mean).unwrap();
+    }
+    weights(&net)
+}
+
+/// The losses and final weights of a rank whose tasks change, with a layout or without.
+fn train(
+    world: &World,
+    layout: Option<Layout>,
+    config: &DistMuonConfig,
+    micro_batches: usize,
+    dtype: DType,
+) -> Result<Run> {
+    let net = Tasks::of(dtype, world.device());
+    let layout_or_flat = layout.clone().unwrap_or_else(|| flat(world));
+    let mut net = layout_or_flat.shard(net)?;
+    let mut optim = config.init_on(&layout_or_flat, &net)?;
+    let (rank, mut losses) = (world.rank(), vec![]);
+    for step in 0..5 {
+        let mut buffer = GradientBuffer::new();
+        for batch in 0..micro_batches {
+            let pass = step * micro_batches + batch;
+            let loss = net.loss(layout.as_ref(), 10 * pass + rank, task(rank, pass));
+            losses.push(bits(&loss));
+            match &layout {
+                None => {
+                    let gradients = GradientsParams::from_grads(loss.backward(), &net);
+                    buffer.add(&net, gradients)?;
+                }
+                Some(layout) if batch + 1 < micro_batches => layout.accumulate(&loss, &net)?,
+                Some(layout) => buffer.add(&net, layout.backward(&loss, &net)?)?,
+            }
+        }
+        net = optim.step(0.01, net, buffer.take_sum())?;
+        losses.push(bits(&net.valid().loss(layout.as_ref(), step, task(rank, step))));
+    }
+    Ok((losses, weights(&layout_or_flat.unshard(&net)?)))
+}
+
+fn heads_that_some_ranks_do_not_use_train_as_with_zeros_on_one_rank() {
+    let expected = on_one_rank(2, 5, |net, rank, step| {
+        Some(net.loss(None, 10 * step + rank, task(rank, step)))
+    });
+    assert!(expected != weights(&Tasks::of(DType::F32, &crate::device())), "it trains");
+    for (index, layout) in LAYOUTS.iter().enumerate() {
+        let runs = ranks(2, |world| {
+            let world = with_checkpoints(&world);
+            train(&world, Some(layout(&world)), &config(), 1, DType::F32)
+        });
+        for (_, trained) in runs.unwrap() {
+            assert!(trained == expected, "layout {index}");
+        }
+    }
+}
+
+fn heads_that_some_ranks_do_not_use_train_as_replicated_ones() {
+    let nodes: fn(&World) -> Layout = |world| {
+        let mesh = Mesh::new(world, [Axis::data("node", 2), Axis::data("gpu", 2)]).unwrap();
+        let layout = Layout::new(&mesh).owned("gpu").overlap_backward().allow_unused();
+        layout.with_muon(config().muon).with_small_elements(64)
+    };
+    let half = config().with_grad_dtype(GradDtype::Float32);
+    for (count, layouts) in [(2, &LAYOUTS[..]), (4, &[LAYOUTS[1], LAYOUTS[3], nodes])] {
+        for (config, micro_batches, dtype) in
+            [(config(), 1, DType::F32), (config(), 3, DType::F32), (half.clone(), 2, DType::BF16)]
+        {
+            let on = |layout: Option<fn(&World) -> Layout>| {
+                let runs = ranks(count, |world| {
+                    let world = with_checkpoints(&world);
+                    let layout = layout.map(|layout| layout(&world));
+                    train(&world, layout, &config, micro_batches, dtype)
+                });
+                runs.unwrap()
+            };
+            let expected = on(None);
+            for (index, layout) in layouts.iter().enumerate() {
+                let what = format!("{count} ranks, layout {index}, {micro_batches}, {dtype:?}");
+                assert_equal(&expected, &on(Some(*layout)), &what);
+            }
+        }
+    }
+}
+
+fn slices_that_some_ranks_do_not_use_train_as_replicated_ones() {
+    let case = Cutting {
+        axes: vec![Axis::data("dp", 2), Axis::model("tp", 2)],
+        cuts: vec![
+            ("^tall\\.weight$", vec![("tp", 0, 1)]),
+            ("^wide\\.weight$", vec![("tp", 1, 1)]),
+        ],
+    };
+    let train = |change: Option<fn(Layout) -> Layout>| {
+        let runs = ranks(4, |world| {
+            let config = crate::config();
+            let layout = case.layout(&world)?.with_muon(config.muon.clone());
+            let layout =
+                change.map_or(layout.clone(), |change| change(layout.with_small_elements(8)));
+            let whole = Net::new(world.device());
+            let mut net = layout.shard(whole.clone())?;
+            let mut optim = config.init_on(&layout, &net)?;
+            for step in 0..4 {
+                let of = (world.rank(), false);
+                let mut gradients = slices(&case, (&whole, whole.gradients(step)), &net, of);
+                // The ranks with the other slices of a row use the same.
+                let is_first = (world.rank() / 2 + step as usize).is_multiple_of(2);
+                let unused = if is_first { &net.tall } else { &net.wide };
+                match change {
+                    None => _ = gradients.remove::<2>(unused.weight.id),
+                    Some(_) => {
+                        let mut loss = Tensor::zeros([1], world.device());
+                        for linear in [&net.tall, &net.wide, &net.head] {
+                            if linear.weight.id == unused.weight.id {
+                                layout.unused(linear);
+                                continue;
+                            }
+                            let gradient = gradients.remove::<2>(linear.weight.id);
+                            let gradient =
+                                Tensor::from_inner(gradient.expect("every weight has a gradient"));
+                            loss = loss + (linear.weight.val() * gradient).sum();
+                        }
+                        gradients = layout.backward(&loss, &net)?;
+                    }
+                }
+                if change.is_none() {
+                    let mut used = GradientsParams::new();
+                    for linear in [&net.tall, &net.wide, &net.head] {
+                        if let Some(gradient) = gradients.remove::<2>(linear.weight.id) {
+                            used.register(linear.weight.id, gradient);
+                        }
+                    }
+                    gradients = used;
+                }
+                net = optim.step(0.01, net, gradients)?;
+            }
+            Ok(layout.unshard(&net)?.weights())
+        });
+        runs.unwrap()
+    };
+    let expected = train(None);
+    assert!(expected[0] != Net::new(&crate::device()).weights(), "it trains");
+    let changes: [fn(Layout) -> Layout; 3] = [
+        |layout| layout.overlap_backward().allow_unused(),
+        |layout| layout.owned("dp").with_keep(Keep::Weights).allow_unused(),
+        |layout| layout.owned("dp").overlap_backward().allow_unused(),
+    ];
+    for (index, change) in changes.into_iter().enumerate() {
+        assert!(train(Some(change)) == expected, "layout {index}");
+    }
+}
+
+/// The weights after the steps of the rank that has the most batches.
+fn joined(world: &World, layout: Option<Layout>, counts: &[usize]) -> Result<Vec<Vec<u8>>> {
+    let rank = world.rank();
+    let layout_or_flat = layout.clone().unwrap_or_else(|| flat(world));
+    let mut net = layout_or_flat.shard(Tasks::of(DType::F32, world.device()))?;
+    let mut optim = config().init_on(&layout_or_flat, &net)?;
+    let (mut batches, mut own) = (world.join(0..counts[rank]), 0);
+    while let Some(batch) = batches.next_batch()? {
+        let gradients = match (&batch, &layout) {
+            (Joined::Repeated(_), None) => GradientsParams::new(),
+            (Joined::Own(step), None) => {
+                let loss = net.loss(None, 10 * step + rank, 0);
+                GradientsParams::from_grads(loss.backward(), &net)
+            }
+            (Joined::Own(step), Some(layout)) => {
+                layout.backward(&net.loss(Some(layout), 10 * step + rank, 0), &net)?
+            }
+            (Joined::Repeated(step), Some(layout)) => {
+                layout.drain(&net.loss(Some(layout), 10 * step + rank, 0), &net)?
+            }
+        };
+        own += usize::from(matches!(batch, Joined::Own(_)));
+        net = optim.step(0.01, net, gradients)?;
+    }
+    assert!(batches.next_batch()?.is_none(), "all have run out");
+    assert_eq!(own, counts[rank], "every batch counts once");
+    Ok(weights(&layout_or_flat.unshard(&net)?))
+}
+
+fn ranks_with_fewer_batches_train_as_with_zeros_on_one_rank() {
+    for counts in [[3, 5], [5, 3], [1, 4]] {
+        let steps = counts.into_iter().max().unwrap();
+        let expected = on_one_rank(2, steps, |net, rank, step| {
+            (step < counts[rank]).then(|| net.loss(None, 10 * step + rank, 0))
+        });
+        for (index, layout) in LAYOUTS.iter().enumerate() {
+            let runs = ranks(2, |world| {
+                let world = with_checkpoints(&world);
+                joined(&world, Some(layout(&world)), &counts)
+            });
+            let runs = runs.unwrap();
+            assert!(runs.iter().all(|run| *run == expected), "layout {index}, {counts:?}");
+        }
+    }
+}
+
+fn ranks_with_fewer_batches_train_as_replicated_ones() {
+    let counts = [2, 4, 1, 3];
+    let on = |layout: Option<fn(&World) -> Layout>| {
+        let runs = ranks(4, |world| {
+            let world = with_checkpoints(&world);
+            joined(&world, layout.map(|layout| layout(&world)), &counts)
+        });
+        runs.unwrap()
+    };
+    let expected = on(None);
+    for (index, layout) in LAYOUTS.into_iter().enumerate() {
+        assert!(on(Some(layout)) == expected, "layout {index}");
+    }
+    // All ranks use all parameters, also those that have run out.
+    assert!(on(Some(|world| flat(world).owned("dp").allow_unused())) == expected);
+}
+
+fn losses_that_are_not_finite_do_not_count_on_a_rank_without_batches() {
+    for layout in LAYOUTS {
+        let trained = |factor: f32| {
+            let runs = ranks_here(2, |world| {
+                let world = with_checkpoints(&world);
+                let layout = layout(&world);
+                let net = layout.shard(Tasks::of(DType::F32, world.device()))?;
+                let mut optim = config().init_on(&layout, &net)?;
+                let loss = net.loss(Some(&layout), 1, 0);
+                let gradients = match world.rank() {
+                    0 => layout.backward(&loss, &net)?,
+                    _ => layout.drain(&(loss * factor), &net)?,
+                };
+                let net = optim.step(0.01, net, gradients)?;
+                let skipped = optim.skipped_steps().read();
+                assert!(skipped.iter().all(|(_, steps)| *steps == 0), "{skipped:?}");
+                Ok(weights(&layout.unshard(&net)?))
+            });
+            runs.unwrap()
+        };
+        let expected = trained(1.0);
+        assert!(expected[0] != weights(&Tasks::of(DType::F32, &crate::device())), "it trains");
+        assert!(trained(f32::NAN) == expected);
+        assert!(trained(f32::INFINITY) == expected);
+    }
+}
+
+fn a_rank_without_any_batch_is_rejected() {
+    let all: Vec<Option<Error>> = ranks_here(2, |world| {
+        let mut batches = world.join(0..2 * world.rank());
+        while let Some(batch) = batches.next_batch().transpose() {
+            if let Err(error) = batch.and_then(|_| world.comm().barrier()) {
+                return Ok(Some(error));
+            }
+        }
+        Ok(None)
+    })
+    .unwrap();
+    for error in all {
+        let error = error.expect("both ranks fail").to_string();
+        assert!(error.contains("none on rank 0"), "{error}");
+    }
+    let none = ranks_here(2, |world| Ok(world.join(0..0).next_batch()?.is_none()));
+    assert_eq!(none.unwrap(), [true, true]);
+}
+
+fn the_uses_of_a_pass_are_one_small_message() {
+    let calls = |change: fn(Layout) -> Layout| {
+        let calls = ranks_here(2, |world| {
+            let calls = Arc::<Mutex<Vec<&'static str>>>::default();
+            let named = calls.clone();
+            let world = watched(&with_checkpoints(&world), move |event| {
+                named.lock().unwrap().push(event.collective);
+                Ok(())
+            });
+            let layout = change(flat(&world).owned("dp"));
+            let net = layout.shard(Tasks::of(DType::F32, world.device()))?;
+            let loss = net.loss(Some(&layout), world.rank(), 0);
+            calls.lock().unwrap().clear();
+            layout.backward(&loss, &net)?;
+            let calls = calls.lock().unwrap().clone();
+            Ok(calls)
+        });
+        calls.unwrap().swap_remove(0)
+    };
+    let (without, mut with) = (calls(|layout| layout), calls(Layout::allow_unused));
+    assert_eq!(with.remove(0), "or_bytes");
+    assert_eq!(with, without, "all else is the same if all ranks use the same");
+
+    let times = ranks_here(2, |world| {
+        let start = Instant::now();
+        for _ in 0..1000 {
+            world.comm().or_bytes(vec![0; 75])?;
+        }
+        Ok(start.elapsed() / 1000)
+    });
+    println!("the uses of 300 parameters are 75 bytes, in {:?}", times.unwrap());
+}
+
+/// The errors of all ranks, which have no result.
+fn errors(count: usize, run: impl Fn(&World) -> Result<()> + Sync) -> Vec<String> {
+    let errors = ranks_here(count, |world| {
+        let world = with_checkpoints(&world);
+        Ok(run(&world).unwrap_err().to_string())
+    });
+    errors.unwrap()
+}
+
+fn passes_in_another_order_are_rejected_also_where_parameters_may_be_unused() {
+    let changes: [fn(Layout) -> Layout; 3] = [
+        |layout| layout.overlap_backward(),
+        |layout| layout.owned("dp").with_keep(Keep::Weights),
+        |layout| layout.owned("dp"),
+    ];
+    for change in changes {
+        let errors = errors(2, |world| {
+            let layout = change(Layout::new(&Mesh::flat(world)).allow_unused());
+            let mut net = layout.shard(Layers::square(4, 32, world.device()))?;
+            if world.rank() == 1 {
+                net.layers.swap(0, 2);
+            }
+            let mut x = Tensor::<2>::ones([2, 32], world.device());
+            for layer in &net.layers {
+                x = layer.forward(x);
+            }
+            layout.backward(&x.sum(), &net).map(|_| ())
+        });
+        let names_both = |error: &String| {
+            error.contains("`layers.0.weight`") && error.contains("`layers.2.weight`")
+        };
+        assert!(errors.iter().all(names_both), "{errors:?}");
+    }
+}
+
+fn parameters_that_only_some_ranks_use_are_rejected_unless_allowed() {
+    let pass = |world: &World, layout: Layout, declares: bool| {
+        let net = layout.shard(Tasks::of(DType::F32, world.device()))?;
+        let loss = net.loss(declares.then_some(&layout), 1, world.rank());
+        layout.backward(&loss, &net).map(|_| ())
+    };
+    for (is_owned, is_allowed, declares) in
+        [(false, false, true), (true, false, true), (true, true, false)]
+    {
+        let errors = errors(2, |world| {
+            let layout = flat(world).overlap_backward();
+            let layout = if is_owned { layout.owned("dp") } else { layout };
+            let layout = if is_allowed { layout.allow_unused() } else { layout };
+            pass(world, layout, declares)
+        });
+        let disagree = |error: &String| error.starts_with("the ranks disagree: ");
+        assert!(errors.iter().all(disagree), "{errors:?}");
+    }
+}
+
+fn a_rank_that_fails_where_parameters_are_unused_stops_all_ranks() {
+    assert_failures_stop_all_ranks(4, |rank, path| {
+        let world = &with_checkpoints(&rank.world);
+        let mesh = Mesh::new(world, [Axis::data("node", 2), Axis::data("gpu", 2)])?;
+        let layout = Layout::new(&mesh).owned("gpu").overlap_backward().allow_unused();
+        let layout = layout.with_muon(config().muon).with_small_elements(64).with_ahead_mb(0.002);
+        let mut net = layout.shard(Tasks::of(DType::F32, world.device()))?;
+        let mut optim = config().with_check_every(1).init_on(&layout, &net)?;
+        rank.set_ready();
+        let mut batches = world.join(0..1 + world.rank() % 2);
+        while let Some(batch) = batches.next_batch()? {
+            let loss = net.loss(Some(&layout), 1, world.rank() % TASKS);
+            let gradients = match batch {
+                Joined::Own(_) => layout.backward(&loss, &net)?,
+                Joined::Repeated(_) => layout.drain(&loss, &net)?,
+            };
+            net = optim.step(0.01, net, gradients)?;
+        }
+        world.comm().synchronize()?;
+        optim.save(path, &net, &1)
+    });
+}
