@@ -98,6 +98,11 @@ enum Flight {
     ReducingReplicas(usize, u64, Pending),
 }
 
+/// The actions of a rank on a parameter, in errors.
+const GATHERING: &str = "gathering";
+const REDUCING: &str = "reducing the gradient of";
+const PUBLISHING: &str = "publishing";
+
 /// The number of uses of a parameter in a pass after which the user is told that no backward pass
 /// has followed.
 const MANY_USES: usize = 10_000;
@@ -338,7 +343,7 @@ impl Passes {
         next: &[usize],
     ) -> Tensor<1> {
         let device = part.device();
-        let gathered = self.attempt(state, "gathering", unit, |state| {
+        let gathered = self.attempt(state, |state| {
             self.take_or_start(state, unit, (part_id, part))?;
             self.start_next(state, next)?;
             loop {
@@ -389,8 +394,9 @@ impl Passes {
         part_id: Option<u64>,
         part: Tensor<1>,
     ) -> Result<()> {
-        let pending =
-            self.groups.of(unit).sharing.comm().all_gather(unit.sent(&part), unit.part_counts())?;
+        let sharing = self.groups.of(unit).sharing.comm();
+        let pending = sharing.all_gather(unit.sent(&part), unit.part_counts());
+        let pending = pending.map_err(|error| unit.in_action(GATHERING, error))?;
         state.events.push(Event::Gather(unit.index));
         state.flights.push_back(Flight::Gathering(unit.index, pending));
         state.ahead += unit.bytes();
@@ -427,7 +433,7 @@ impl Passes {
     /// ones until then.
     fn add_gradient(&self, unit: &Unit, leaf: u64, gradient: Tensor<1>) {
         let mut state = self.state();
-        self.attempt(&mut state, "reducing the gradient of", unit, |state| {
+        self.attempt(&mut state, |state| {
             let uses = state.uses[unit.index].of_leaf(leaf);
             uses.gradients += 1;
             let more = if uses.sum.is_none() { bytes(&gradient) } else { 0 };
@@ -466,8 +472,9 @@ impl Passes {
         while state.is_reducing() && state.sent() + sent > self.limits.in_flight {
             self.land(state)?;
         }
-        let pending =
-            self.groups.of(unit).sharing.comm().reduce_scatter_f32(parts, unit.part_counts())?;
+        let sharing = self.groups.of(unit).sharing.comm();
+        let pending = sharing.reduce_scatter_f32(parts, unit.part_counts());
+        let pending = pending.map_err(|error| unit.in_action(REDUCING, error))?;
         state.reducing += pending.bytes();
         state.observe();
         state.events.push(Event::Reduce(unit.index));
@@ -477,7 +484,17 @@ impl Passes {
 
     /// Waits for the result of the oldest call.
     fn land(&self, state: &mut State) -> Result<()> {
-        match state.flights.pop_front().expect("a call was started") {
+        let flight = state.flights.pop_front().expect("a call was started");
+        let (index, action) = match &flight {
+            Flight::Gathering(index, _) => (*index, GATHERING),
+            Flight::Reducing(index, ..) | Flight::ReducingReplicas(index, ..) => (*index, REDUCING),
+        };
+        let landed = self.land_flight(state, flight);
+        landed.map_err(|error| self.units[index].in_action(action, error))
+    }
+
+    fn land_flight(&self, state: &mut State, flight: Flight) -> Result<()> {
+        match flight {
             Flight::Gathering(index, pending) => {
                 let whole = self.units[index].whole(&pending.wait()?);
                 ensure_computed(&self.units[index].path, &whole)?;
@@ -519,8 +536,6 @@ impl Passes {
     fn attempt<T>(
         &self,
         state: &mut State,
-        action: &str,
-        unit: &Unit,
         run: impl FnOnce(&mut State) -> Result<T>,
     ) -> Option<T> {
         if state.failure.is_some() {
@@ -529,8 +544,7 @@ impl Passes {
         match run(state) {
             Ok(outcome) => Some(outcome),
             Err(error) => {
-                self.tell(&error);
-                state.failure = Some(error.in_action(&format!("{action} `{}`", unit.path)));
+                self.fail(state, error);
                 None
             }
         }
@@ -592,9 +606,7 @@ impl Passes {
             // Those with uses that the loss does not depend on.
             let leaves: Vec<u64> = state.uses[unit.index].leaves.iter().map(|u| u.leaf).collect();
             for leaf in leaves {
-                self.attempt(&mut state, "reducing the gradient of", unit, |state| {
-                    self.start_reducing(state, unit, leaf)
-                });
+                self.attempt(&mut state, |state| self.start_reducing(state, unit, leaf));
             }
         }
         self.end_pass(&mut state)?;
@@ -642,7 +654,7 @@ impl Passes {
             uses.leaves.iter_mut().for_each(|uses| (uses.count, uses.gradients) = (0, 0));
         }
         let events = std::mem::take(&mut state.events);
-        let outcome = self.same_events(&events);
+        let outcome = self.same_events(&events).map_err(|error| self.ending(&events, error));
         if let Err(error) = &outcome {
             // Only the ranks of a group know of a difference in it. Gradients that were reduced are
             // of no use after it.
@@ -686,6 +698,17 @@ impl Passes {
             }
         }
         Ok(())
+    }
+
+    /// The error of the comparison, at which a rank with fewer calls than the others arrives first:
+    /// with the parameters of which this rank had no gradient.
+    fn ending(&self, events: &Events, error: Error) -> Error {
+        let without = self.units.iter().filter(|unit| !events.has(Event::Reduce(unit.index)));
+        let paths: Vec<String> = without.map(|unit| format!("`{}`", unit.path)).collect();
+        if paths.is_empty() || paths.len() == self.units.len() {
+            return error;
+        }
+        error.in_action(&format!("ending a pass without a gradient of {}", paths.join(", ")))
     }
 
     /// Returns the first parameter whose gradient was not collected.
@@ -743,7 +766,7 @@ impl Passes {
     /// This rank's new part of a parameter, or NaN after a failure.
     pub fn await_part(&self, unit: &Unit, device: &Device) -> Tensor<1> {
         let mut state = self.state();
-        let part = self.attempt(&mut state, "publishing", unit, |state| {
+        let part = self.attempt(&mut state, |state| {
             self.land_publication(state, unit)?;
             Ok(state.uses[unit.index].published.clone())
         });
@@ -755,7 +778,9 @@ impl Passes {
     fn land_publication(&self, state: &mut State, unit: &Unit) -> Result<()> {
         while state.publishing.iter().any(|(index, _)| *index == unit.index) {
             let (index, pending) = state.publishing.pop_front().expect("one was found above");
-            state.uses[index].published = Some(pending.wait()?);
+            let part = pending.wait();
+            let part = part.map_err(|error| self.units[index].in_action(PUBLISHING, error))?;
+            state.uses[index].published = Some(part);
         }
         Ok(())
     }
@@ -765,9 +790,7 @@ impl Passes {
         let mut state = self.state();
         while let Some((index, _)) = state.publishing.back() {
             let unit = &self.units[*index];
-            self.attempt(&mut state, "publishing", unit, |state| {
-                self.land_publication(state, unit)
-            });
+            self.attempt(&mut state, |state| self.land_publication(state, unit));
             if let Some(failure) = &state.failure {
                 return Err(failure.clone());
             }
