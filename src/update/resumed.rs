@@ -85,6 +85,22 @@ struct Refused {
     states: BTreeMap<String, Difference>,
     /// States of parameters that the optimizer does not know, by identity.
     unknown: BTreeMap<String, Difference>,
+    /// `true` once a parameter has a state.
+    is_used: bool,
+}
+
+impl Drop for Refused {
+    /// Warns of a run that did nothing. Burn's optimizer calls no rule in a step in which no
+    /// parameter has a gradient, so nothing earlier can tell.
+    fn drop(&mut self) {
+        if !self.is_used && !std::thread::panicking() {
+            log::warn!(
+                "an optimizer of `MuonConfig::init` was dropped, and no parameter ever had a \
+                 gradient: if it took steps, the gradients are those of another model, or the \
+                 loss is detached"
+            );
+        }
+    }
 }
 
 impl Refusals {
@@ -95,7 +111,7 @@ impl Refusals {
 
     /// The error of a step with a state that was refused.
     fn error(&self) -> Error {
-        let Refused { states, unknown } = &*self.lock();
+        let Refused { states, unknown, .. } = &*self.lock();
         let differences = states.values().chain(unknown.values()).cloned().collect();
         Error::OtherRun { saved: "the record of the optimizer".to_owned(), differences }
     }
@@ -104,6 +120,7 @@ impl Refusals {
     /// be that of this parameter.
     fn ensure_new(&self, parameter: &str) -> crate::error::Result<()> {
         let mut refused = self.lock();
+        refused.is_used = true;
         if refused.unknown.is_empty() {
             return Ok(());
         }
@@ -203,7 +220,9 @@ impl<R: Rule> DynOptimizer for Resumed<R> {
         let path = self.parameter.to_string();
         let held = match self.read(rank, prefix, source, device) {
             Ok(state) => {
-                self.refusals.lock().states.remove(&path);
+                let mut refused = self.refusals.lock();
+                refused.states.remove(&path);
+                refused.is_used = true;
                 Held::State(state)
             }
             Err(problem) => {
