@@ -19,6 +19,10 @@ use crate::error::Error;
 /// Name of the reason for which a state was refused, in records: the bytes of a text.
 pub(crate) const REFUSED: &str = "refused";
 
+/// Name of a scalar in records that optimizers of [`MuonConfig::init`](crate::MuonConfig::init)
+/// return, whatever the parameter is, and no others.
+pub(crate) const OF_INIT: &str = "of_init";
+
 /// The problem of a state of another optimizer.
 pub(crate) fn of_another() -> String {
     "expected that of the configured optimizer, got that of another".to_owned()
@@ -289,16 +293,21 @@ impl DynOptimizer for Unrouted {
         state
     }
 
-    fn state_flatten(&self, _prefix: &str, _state: &DynState, _out: &mut StateSink) {}
+    fn state_flatten(&self, prefix: &str, _state: &DynState, out: &mut StateSink) {
+        out.push_scalar(prefix, OF_INIT, true.into());
+    }
 
-    /// Drops the state, with a warning.
+    /// Drops the state, with a warning, unless it is the answer to a question.
     fn state_unflatten(
         &self,
-        _rank: usize,
+        rank: usize,
         prefix: &str,
-        _source: &mut StateSource,
+        source: &mut StateSource,
         _device: &Device,
     ) -> Option<DynState> {
+        if source.take_scalar(prefix, OF_INIT).is_some() {
+            return Some(DynState::create((), rank));
+        }
         let of = match &self.frozen {
             Some(path) => format!("`{path}`, which is not trained"),
             None => {

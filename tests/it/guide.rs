@@ -8,7 +8,7 @@ use burn::nn::transformer::{PositionWiseFeedForward, PositionWiseFeedForwardConf
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{
     AdamWConfig as BurnAdamWConfig, GradientsAccumulator, GradientsParams, ModuleOptimizer,
-    MuonConfig as BurnMuonConfig,
+    MuonConfig as BurnMuonConfig, SgdConfig,
 };
 use burn::tensor::{Bytes, DType, Device, Int, Tensor};
 use distmuon::{
@@ -52,7 +52,7 @@ fn weights(model: &PositionWiseFeedForward) -> Vec<f32> {
 }
 
 #[test]
-fn the_clipping_setter_of_burns_optimizer_has_no_effect() {
+fn the_clipping_setter_of_burns_optimizer_has_no_effect_and_is_not_saved() {
     let start = feed_forward();
     let trained = |mut optim: ModuleOptimizer| {
         let mut model = start.clone();
@@ -66,6 +66,22 @@ fn the_clipping_setter_of_burns_optimizer_has_no_effect() {
     let plain = trained(MuonConfig::new().init(&start));
     let by_setter = MuonConfig::new().init(&start).with_grad_clipping(clipping.init());
     assert!(by_setter.has_gradient_clipping());
+    // Burn gives no earlier occasion for an error.
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.bpk");
+    let rejected = checkpoint::save(&path, &start, &by_setter, &()).unwrap_err().to_string();
+    assert!(rejected.contains("`MuonConfig::with_grad_clipping`"), "{rejected}");
+    for (optim, effective) in [
+        (MuonConfig::new().init(&start), MuonConfig::new().build().into()),
+        (BurnAdamWConfig::new().init(), SgdConfig::new().init()),
+    ] {
+        let effective: ModuleOptimizer = effective;
+        for optim in [optim, effective.with_grad_clipping(clipping.init())] {
+            checkpoint::save(&path, &start, &optim, &()).unwrap();
+        }
+    }
+    let loaded = checkpoint::load::<_, (), _>(&path, start.clone(), by_setter.clone());
+    assert!(loaded.is_err());
     assert_eq!(
         trained(by_setter),
         plain,
