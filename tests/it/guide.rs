@@ -242,36 +242,6 @@ fn the_operations_of_an_iteration_are_those_of_the_guide() {
     }
 }
 
-/// The `main` of ranks that are processes, which runs alone without a launcher.
-mod processes {
-    use distmuon::Error;
-
-    use super::*;
-
-    fn main() -> Result<(), Error> {
-        let world = World::from_env_or_alone()?; // keep it until the program ends
-        world.device().seed(1);
-        let model =
-            PositionWiseFeedForwardConfig::new(16, 64).with_dropout(0.0).init(world.device());
-        let model = world.broadcast(model)?; // all start like rank 0
-        train(world.clone(), model)
-    }
-
-    fn train(world: World, model: PositionWiseFeedForward) -> Result<(), Error> {
-        assert_eq!(world.size(), 1);
-        DistMuonConfig::new().init(&world, &model).map(|_| ())
-    }
-
-    #[test]
-    fn the_main_of_processes_in_the_guide_equals_the_one_of_this_test() {
-        let source = include_str!("guide.rs");
-        let body = source.split("    fn main()").nth(1).unwrap().split("\n    }\n").next().unwrap();
-        let function = format!("fn main(){body}\n    }}").replace("\n    ", "\n");
-        assert!(include_str!("../../docs/guide/ranks.md").contains(&function), "{function}");
-        main().unwrap();
-    }
-}
-
 /// Returns the programs of a page.
 fn programs(page: &str) -> Vec<&str> {
     let blocks = page.split("```rust\n").skip(1);
