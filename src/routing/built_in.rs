@@ -357,7 +357,7 @@ impl<'a> Anatomy<'a> {
             return Some((last, "output head? (last convolution)"));
         }
         let (last, _) = layers().find(|(_, layer)| layer.kind == Kind::Linear)?;
-        // Classes do not go into an earlier convolution that happens to have their number of channels.
+        // Classes do not go into an earlier convolution, even one with their number of channels.
         let ends_map = self.layers.ends_map(last);
         let is_earlier = |other: &Layer<'_>| self.by_weight[other.weight.weight()] < last;
         let is_inside = || {
