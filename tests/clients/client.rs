@@ -11,7 +11,7 @@ use burn::optim::{
 };
 use burn::tensor::Device;
 use distmuon::{DistModuleOptimizer, MuonConfig, ParameterRole, checkpoint};
-use distmuon_testing::models::weights;
+use distmuon_testing::models::values;
 
 /// A program.
 pub trait Client {
@@ -42,8 +42,8 @@ pub struct Entry {
     pub name: &'static str,
     pub expected: &'static str,
     pub roles: fn() -> String,
-    /// Trains, and returns the parameters.
-    pub train: fn(&Run) -> Vec<u8>,
+    /// Trains, and returns the elements of all parameters.
+    pub train: fn(&Run) -> Vec<f32>,
     /// Trains, and returns the loss for other items.
     pub loss: fn(&Run) -> f32,
 }
@@ -53,7 +53,7 @@ pub fn entry<C: Client>() -> Entry {
         name: C::NAME,
         expected: C::ROUTING,
         roles: || C::roles(&C::model(&device())),
-        train: |run| weights(&trained::<C>(run)).concat(),
+        train: |run| values(&trained::<C>(run)),
         loss: |run| {
             let device = device().inner();
             C::loss(&trained::<C>(run).valid(), Items { indices: OTHERS.collect(), device })

@@ -7,7 +7,7 @@ use crate::client::{Choice, Entry, Run};
 const STEPS: usize = 120;
 const SEEDS: u64 = 3;
 /// The learning rates of all optimizers.
-const RATES: [f64; 3] = [1e-3, 4e-3, 1.6e-2];
+const RATES: [f64; 3] = [4e-3, 1.6e-2, 6.4e-2];
 const CHOICES: [Choice; 3] = [Choice::DistMuon, Choice::BurnMuon, Choice::BurnAdamW];
 
 /// Prints the loss of every optimizer at its best rate: the mean of the seeds, and their range.
@@ -34,5 +34,11 @@ fn best(client: &Entry, choice: Choice) -> String {
     let best = RATES.map(of_rate).into_iter().min_by(|a, b| a.0.total_cmp(&b.0));
     let (mean, mut losses, rate) = best.expect("`RATES` is not empty");
     losses.sort_by(f32::total_cmp);
-    format!("{mean:.3} ({:.3} to {:.3}) @{rate:.0e}", losses[0], losses[losses.len() - 1])
+    let [mean, least, most] = [mean, losses[0], losses[losses.len() - 1]].map(three_digits);
+    format!("{mean} ({least} to {most}) @{rate}")
+}
+
+fn three_digits(value: f32) -> String {
+    let decimals = (2.0 - value.log10().floor()).clamp(0.0, 9.0) as usize;
+    format!("{value:.decimals$}")
 }
