@@ -10,7 +10,7 @@ use burn::optim::{
     AdamWConfig, AdjustLrFn, GradientsParams, ModuleOptimizer, MuonConfig as BurnMuonConfig,
 };
 use burn::tensor::Device;
-use distmuon::{DistModuleOptimizer, MuonConfig, ParameterRole, checkpoint};
+use distmuon::{DistModuleOptimizer, MuonConfig, ParameterRole, Schedule, checkpoint};
 use distmuon_testing::models::values;
 
 /// A program.
@@ -92,13 +92,19 @@ pub enum Choice {
     BurnAdamW,
 }
 
+/// A learning rate that falls over the second half of a training.
+pub fn falling(rate: f64, steps: usize) -> Schedule {
+    Schedule::constant(rate).hold(steps / 2).linear(steps / 2, 0.0)
+}
+
 /// Steps of a run.
 pub struct Run {
     /// The folder of all files of the run.
     pub folder: PathBuf,
     pub steps: Range<usize>,
     pub seed: u64,
-    pub rate: f64,
+    /// The learning rate of every step.
+    pub rates: Schedule,
     pub choice: Choice,
 }
 

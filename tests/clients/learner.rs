@@ -83,7 +83,8 @@ where
         false => training,
     };
     let optim = run.optimizer(&MuonConfig::new(), &model);
-    let result = configured(training).launch(Learner::new(model, optim, run.rate));
+    let learner = Learner::new(model, optim, run.rates.clone().into_lr_scheduler());
+    let result = configured(training).launch(learner);
     assert!(result.error.is_none() && result.interrupted.is_none(), "{:?}", result.error);
     result.model
 }

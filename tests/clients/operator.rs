@@ -99,9 +99,9 @@ impl Client for Operator {
 
     fn train(run: &Run, model: Self) -> Self {
         let (mut model, mut optim) = run.start(model);
-        let falling = |rate: f64| Schedule::constant(rate).linear(200, 0.0).into_lr_scheduler();
-        let mut scheduler = ModuleLrScheduler::new(falling(run.rate))
-            .with_group(ParamGroup::from_predicate("fc"), falling(run.rate / 2.0));
+        let half = Schedule::constant(run.rates.at(0) / 2.0);
+        let mut scheduler = ModuleLrScheduler::new(run.rates.clone().into_lr_scheduler())
+            .with_group(ParamGroup::from_predicate("fc"), half.into_lr_scheduler());
         // A program of its own has no file for a scheduler.
         for _ in 0..run.steps.start {
             scheduler.step();
