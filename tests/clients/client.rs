@@ -157,7 +157,7 @@ impl Run {
         let config = MuonConfig::new();
         let optim = match self.choice {
             Choice::DistMuon => {
-                Optim::Batched(config.init_batched(&model).expect("the model is routed"))
+                Optim::Batched(Box::new(config.init_batched(&model).expect("the model is routed")))
             }
             _ => Optim::Burn(self.optimizer(&config, &model)),
         };
@@ -169,7 +169,7 @@ impl Run {
         let path = self.file("run.bpk");
         let saved = match optim {
             Optim::Burn(optim) => checkpoint::save(path, model, optim, &()),
-            Optim::Batched(optim) => checkpoint::save(path, model, optim, &()),
+            Optim::Batched(optim) => checkpoint::save(path, model, &**optim, &()),
         };
         saved.expect("the run can be saved");
     }
@@ -178,7 +178,7 @@ impl Run {
 /// An optimizer of a loop of the program's own.
 pub enum Optim {
     Burn(ModuleOptimizer),
-    Batched(DistModuleOptimizer),
+    Batched(Box<DistModuleOptimizer>),
 }
 
 impl Optim {
@@ -198,8 +198,8 @@ impl Optim {
         let loaded = match self {
             Self::Burn(optim) => checkpoint::load(path, model, optim)
                 .map(|(model, optim, ())| (model, Self::Burn(optim))),
-            Self::Batched(optim) => checkpoint::load(path, model, optim)
-                .map(|(model, optim, ())| (model, Self::Batched(optim))),
+            Self::Batched(optim) => checkpoint::load(path, model, *optim)
+                .map(|(model, optim, ())| (model, Self::Batched(Box::new(optim)))),
         };
         loaded.expect("the run was saved")
     }

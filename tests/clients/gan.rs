@@ -114,7 +114,7 @@ impl Client for Gan {
     }
 
     fn roles(model: &Self) -> String {
-        [&model.generator, &model.critic].map(|part| crate::roles(part)).concat()
+        [&model.generator, &model.critic].map(crate::roles).concat()
     }
 
     /// The distance between the distributions of every output.
