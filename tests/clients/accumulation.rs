@@ -103,7 +103,7 @@ impl Client for Gpt {
                 accumulator.accumulate(&model, gradients);
             }
             let gradients = clip(&model, accumulator.grads());
-            model = optim.step(run.rates.at(step), model, gradients);
+            model = optim.step(run.rate(step), model, gradients);
         }
         run.save(&model, &optim);
         model

@@ -61,7 +61,7 @@ impl Client for Classifier {
         for step in run.steps.clone() {
             let loss = model.cross_entropy(&run.batch(step, 16));
             let gradients = GradientsParams::from_grads(loss.backward(), &model);
-            model = optim.step(run.rates.at(step), model, gradients);
+            model = optim.step(run.rate(step), model, gradients);
         }
         run.save(&model, &optim);
         model

@@ -92,19 +92,16 @@ pub enum Choice {
     BurnAdamW,
 }
 
-/// A learning rate that falls over the second half of a training.
-pub fn falling(rate: f64, steps: usize) -> Schedule {
-    Schedule::constant(rate).hold(steps / 2).linear(steps / 2, 0.0)
-}
-
 /// Steps of a run.
 pub struct Run {
     /// The folder of all files of the run.
     pub folder: PathBuf,
     pub steps: Range<usize>,
+    /// Steps of the whole training.
+    pub total: usize,
     pub seed: u64,
-    /// The learning rate of every step.
-    pub rates: Schedule,
+    /// The highest learning rate.
+    pub rate: f64,
     pub choice: Choice,
 }
 
@@ -112,6 +109,15 @@ impl Run {
     /// Returns `true` if the run continues from its files.
     pub fn is_resumed(&self) -> bool {
         self.steps.start > 0
+    }
+
+    /// The learning rate of every step, which falls over the second half of the training.
+    pub fn rates(&self) -> Schedule {
+        Schedule::constant(self.rate).hold(self.total / 2).linear(self.total / 2, 0.0)
+    }
+
+    pub fn rate(&self, step: usize) -> f64 {
+        self.rates().at(step)
     }
 
     pub fn file(&self, name: &str) -> PathBuf {

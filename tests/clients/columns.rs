@@ -49,7 +49,7 @@ impl Client for Perceptron {
         for step in run.steps.clone() {
             let loss = model.error(&run.batch(step, 32));
             let gradients = GradientsParams::from_grads(loss.backward(), &model);
-            model = optim.step(run.rates.at(step), model, gradients);
+            model = optim.step(run.rate(step), model, gradients);
         }
         run.save(&model, &optim);
         model

@@ -99,12 +99,12 @@ impl Client for Gan {
                 let made = generator.forward(latents(&items)).detach();
                 let loss = critic.forward(made).mean() - critic.forward(real(&items)).mean();
                 let gradients = GradientsParams::from_grads(loss.backward(), &critic);
-                critic = of_critic.step(run.rates.at(step), critic, gradients).map(&mut Clip(0.1));
+                critic = of_critic.step(run.rate(step), critic, gradients).map(&mut Clip(0.1));
             }
             let made = generator.forward(latents(&run.batch(3 * step + 2, 32)));
             let loss = -critic.forward(made).mean();
             let gradients = GradientsParams::from_grads(loss.backward(), &generator);
-            generator = of_generator.step(run.rates.at(step), generator, gradients);
+            generator = of_generator.step(run.rate(step), generator, gradients);
         }
         let optimizers = [(FILES[0], &generator, &of_generator), (FILES[1], &critic, &of_critic)];
         for (name, part, optim) in optimizers {

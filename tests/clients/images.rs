@@ -71,7 +71,7 @@ impl Client for ConvNet {
     }
 
     fn train(run: &Run, model: Self) -> Self {
-        let patience = StoppingCondition::NoImprovementSince { n_epochs: 5 };
+        let patience = StoppingCondition::NoImprovementSince { n_epochs: 1 };
         let stopping = MetricEarlyStoppingStrategy::new(
             &LossMetric::new(),
             Aggregate::Mean,

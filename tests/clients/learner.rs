@@ -15,9 +15,6 @@ use distmuon::MuonConfig;
 use crate::client::{Items, Run};
 use crate::data::cross_entropy;
 
-/// Steps of an epoch.
-const EPOCH: usize = 15;
-
 pub struct Batches;
 
 impl Batcher<usize, Items> for Batches {
@@ -72,18 +69,20 @@ where
         DataLoaderBuilder::new(Batches).batch_size(8).build(InMemDataset::new(items.collect()))
     };
     let first = run.first_item();
-    let training = loader(first..first + 8 * batches * EPOCH);
+    // Of two.
+    let epoch = run.total / 2;
+    let training = loader(first..first + 8 * batches * epoch);
     let training = SupervisedTraining::new(&run.folder, training, loader(0..32))
         .metrics((LossMetric::new(),))
         .with_default_checkpointers()
         .with_application_logger(None)
-        .num_epochs(run.steps.end / EPOCH);
+        .num_epochs(run.steps.end / epoch);
     let training = match run.is_resumed() {
-        true => training.checkpoint(run.steps.start / EPOCH),
+        true => training.checkpoint(run.steps.start / epoch),
         false => training,
     };
     let optim = run.optimizer(&MuonConfig::new(), &model);
-    let learner = Learner::new(model, optim, run.rates.clone().into_lr_scheduler());
+    let learner = Learner::new(model, optim, run.rates().into_lr_scheduler());
     let result = configured(training).launch(learner);
     assert!(result.error.is_none() && result.interrupted.is_none(), "{:?}", result.error);
     result.model

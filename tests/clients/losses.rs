@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use crate::client::{Choice, Entry, Run, falling};
+use crate::client::{Choice, Entry, Run};
 
 const STEPS: usize = 120;
 const SEEDS: u64 = 3;
@@ -31,8 +31,8 @@ fn cell(client: &Entry, choice: Choice) -> String {
     let (rate, mut losses) = best(|rate| {
         let loss = |seed| {
             let folder = tempfile::tempdir().expect("a temporary folder");
-            let (folder, rates) = (folder.path().to_owned(), falling(rate, STEPS));
-            (client.loss)(&Run { folder, steps: 0..STEPS, seed, rates, choice })
+            let (folder, steps) = (folder.path().to_owned(), 0..STEPS);
+            (client.loss)(&Run { folder, steps, total: STEPS, seed, rate, choice })
         };
         (0..SEEDS).map(loss).collect()
     });
@@ -55,7 +55,7 @@ fn best(losses: impl Fn(f64) -> Losses) -> (f64, Losses) {
         let best = tried.keys().copied().min_by(|a, b| of_power(a).total_cmp(&of_power(b)));
         let best = best.expect("three rates were tried");
         if best == middle {
-            let losses = tried.remove(&middle).expect("it was tried");
+            let losses = tried.remove(&middle).expect("the middle was tried");
             return (at(middle), losses);
         }
         middle = best;

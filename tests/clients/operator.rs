@@ -99,8 +99,8 @@ impl Client for Operator {
 
     fn train(run: &Run, model: Self) -> Self {
         let (mut model, mut optim) = run.start(model);
-        let half = Schedule::constant(run.rates.at(0) / 2.0);
-        let mut scheduler = ModuleLrScheduler::new(run.rates.clone().into_lr_scheduler())
+        let half = Schedule::constant(run.rate / 2.0);
+        let mut scheduler = ModuleLrScheduler::new(run.rates().into_lr_scheduler())
             .with_group(ParamGroup::from_predicate("fc"), half.into_lr_scheduler());
         // A program of its own has no file for a scheduler.
         for _ in 0..run.steps.start {

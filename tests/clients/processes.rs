@@ -10,7 +10,7 @@ use burn::tensor::Tensor;
 use distmuon::MuonConfig;
 use distmuon_testing::models::assert_same_weights;
 
-use crate::client::{Choice, Entry, Run, device, falling};
+use crate::client::{Choice, Entry, Run, device};
 
 /// The variable with the folder of a run. It is set in processes that train.
 const FOLDER: &str = "DISTMUON_TEST_FOLDER";
@@ -38,8 +38,8 @@ pub fn run(clients: &[Entry]) {
     let client = clients.iter().find(|client| client.name == name).expect("the client is known");
     let [start, end] = [start, end].map(|step| step.parse().expect("a step is a number"));
     let folder = PathBuf::from(env::var_os(FOLDER).expect("the parent sets the folder"));
-    let (rates, choice) = (falling(1e-3, STEPS), Choice::DistMuon);
-    let run = Run { folder, steps: start..end, seed: 0, rates, choice };
+    let (steps, choice) = (start..end, Choice::DistMuon);
+    let run = Run { folder, steps, total: STEPS, seed: 0, rate: 1e-3, choice };
     let parameters = (client.train)(&run).into_iter().flat_map(f32::to_le_bytes);
     let parameters: Vec<u8> = parameters.collect();
     fs::write(run.file("parameters"), parameters).expect("the folder exists");

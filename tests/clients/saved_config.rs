@@ -105,7 +105,7 @@ impl Client for Recurrent {
         for step in run.steps.clone() {
             let loss = model.error(&run.batch(step, config.batch));
             let gradients = GradientsParams::from_grads(loss.backward(), &model);
-            model = optim.step(run.rates.at(step), model, gradients);
+            model = optim.step(run.rate(step), model, gradients);
         }
         model.clone().save_file(run.file("model")).expect("the model can be saved");
         optim.save(run.file("optimizer")).expect("the optimizer can be saved");
