@@ -65,16 +65,18 @@ mod write;
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 
+use burn::grad_clipping::GradientClipping;
 use burn::module::Module;
-use burn::optim::ModuleOptimizer;
+use burn::optim::{ModuleOptimizer, OptimizerRecord};
 use burn::tensor::DType;
+use burn_pack::Writer;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::difference::listed;
 pub use crate::difference::{Difference, DifferenceKind};
 use crate::error::{Error, Result};
 use crate::parameters;
-use crate::update::ONLY_RANK;
+use crate::update::{OF_INIT, ONLY_RANK};
 
 #[cfg(feature = "train")]
 pub(crate) use model::stored_otherwise;
@@ -141,8 +143,10 @@ pub trait Checkpointed: Sized {
 ///
 /// # Errors
 ///
-/// [`Error::Checkpoint`] if the file can't be written, or `progress` can't be written as JSON. A
-/// previous file at the path is then unchanged. On many ranks also the errors of every collective.
+/// [`Error::Checkpoint`] if the file can't be written, or `progress` can't be written as JSON;
+/// [`Error::Setting`] for an optimizer of [`MuonConfig::init`](crate::MuonConfig::init) with Burn's
+/// `with_grad_clipping`, which clips nothing there. A previous file at the path is then unchanged.
+/// On many ranks also the errors of every collective.
 pub fn save<M: Module, T: Serialize>(
     path: impl AsRef<Path>,
     model: &M,
@@ -169,6 +173,7 @@ pub fn save<M: Module, T: Serialize>(
 /// # Errors
 ///
 /// - [`Error::Checkpoint`] if the file is missing, damaged or not a checkpoint;
+/// - [`Error::Setting`] as [`save`];
 /// - [`Error::OtherRun`] with all differences, if a parameter is missing, new, or of another shape
 ///   or type, or if a saved state does not fit `optim`;
 /// - on many ranks [`Error::CheckpointsDiffer`] if the files of the ranks are not copies of one
@@ -271,6 +276,7 @@ impl Checkpointed for ModuleOptimizer {
         progress: &T,
     ) -> Result<()> {
         ensure_whole(model)?;
+        ensure_clips(self)?;
         let ids = ids(model);
         let states = States::for_model(Archive::from_record(self.to_record()), &ids);
         let of_model = states.of_model(&ids);
@@ -293,6 +299,7 @@ impl Checkpointed for ModuleOptimizer {
         model: M,
     ) -> Result<(M, Self, T, Vec<Difference>)> {
         ensure_whole(&model)?;
+        ensure_clips(&self)?;
         let archive = Archive::open(path)?;
         let progress = archive.progress()?;
         let (model, mut differences) = load_model(&archive, model, &Undivided)?;
@@ -323,6 +330,34 @@ impl Checkpointed for ModuleOptimizer {
 /// The identities of a model's parameters, by path.
 fn ids<M: Module>(model: &M) -> HashMap<String, u64> {
     parameters::of(model).into_iter().map(|found| (found.path, found.id.val())).collect()
+}
+
+/// Fails for an optimizer of `MuonConfig::init` whose gradients were to be clipped by Burn's
+/// setter. It reaches the first group of an optimizer alone, which has no parameters there, and
+/// Burn shows an optimizer's rules nothing of it. Here is the first occasion to report it.
+fn ensure_clips(optim: &ModuleOptimizer) -> Result<()> {
+    let Some(clipping) = optim.grad_clipping().filter(|_| is_of_init(optim)) else { return Ok(()) };
+    Err(Error::setting(
+        "ModuleOptimizer::with_grad_clipping",
+        match clipping {
+            GradientClipping::Value(limit) => format!("Value({limit})"),
+            GradientClipping::Norm(limit) => format!("Norm({limit})"),
+        },
+        "none on an optimizer of `MuonConfig::init`, where it clips nothing, but \
+         `MuonConfig::with_grad_clipping`",
+    ))
+}
+
+/// Returns `true` for an optimizer of `MuonConfig::init`, which alone returns the state of a
+/// parameter that no model has.
+fn is_of_init(optim: &ModuleOptimizer) -> bool {
+    let question = Writer::new(vec![])
+        .with_scalar("0.__rank", 1u64.into())
+        .with_scalar(&prefixed("0", OF_INIT), true.into());
+    let question = question.into_bytes().expect("a record can be written to memory");
+    let question = OptimizerRecord::from_bytes(question).expect("the record is valid");
+    let answer = Archive::from_record(optim.clone().load_record(question).to_record());
+    answer.scalars().keys().any(|name| name.ends_with(OF_INIT))
 }
 
 /// Fails for a model that is divided among ranks.

@@ -291,6 +291,18 @@ impl Loader<'_> {
     }
 }
 
+/// A trained parameter with its elements in order. A mapper that transposes returns a view, but a
+/// step of an optimizer does not, and a product with a view rounds in another way.
+fn in_order<const D: usize>(param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+    param.map(|loaded| match loaded.is_require_grad() && !loaded.shape().contains(&0) {
+        true => {
+            let values = loaded.clone().without_autodiff().reshape([-1]);
+            in_place_of(&loaded, values.reshape(loaded.shape()))
+        }
+        false => loaded,
+    })
+}
+
 macro_rules! map {
     ($method:ident, $kind:ty) => {
         fn $method<const D: usize>(&mut self, param: Param<$kind>) -> Param<$kind> {
@@ -342,7 +354,7 @@ impl ModuleMapper for Loader<'_> {
                 let part = self.divided.part(&path, whole);
                 loaded.map(|old| in_place_of(&old, part.reshape(shape)))
             }
-            Some((tensor, id)) => param.transform_for_load(tensor, id),
+            Some((tensor, id)) => in_order(param.transform_for_load(tensor, id)),
             None => param,
         }
     }

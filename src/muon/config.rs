@@ -105,7 +105,7 @@ pub struct MuonConfig {
     /// Number of consecutive steps without a gradient of any parameter that ends the run with
     /// [`Error::Setting`]; `None` for no limit. The first of them is logged as a warning. Burn's
     /// [`ModuleOptimizer`](burn::optim::ModuleOptimizer) passes no such step on, and does nothing
-    /// in it.
+    /// in it: a warning is logged when it is dropped without ever having had a gradient.
     #[config(default = "Some(100)")]
     pub max_absent: Option<usize>,
 }

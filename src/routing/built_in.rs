@@ -357,8 +357,15 @@ impl<'a> Anatomy<'a> {
             return Some((last, "output head? (last convolution)"));
         }
         let (last, _) = layers().find(|(_, layer)| layer.kind == Kind::Linear)?;
-        let is_inside =
-            || followers(last).any(|other| has_heads || other.kind == Kind::Convolution);
+        // Classes do not go into an earlier convolution, even one with their number of channels.
+        let ends_map = self.layers.ends_map(last);
+        let is_earlier = |other: &Layer<'_>| self.by_weight[other.weight.weight()] < last;
+        let is_inside = || {
+            followers(last).any(|other| match other.kind {
+                Kind::Convolution => !(ends_map && is_earlier(other)),
+                _ => has_heads,
+            })
+        };
         let is_last = self.may_be_last(last) && !is_inside();
         is_last.then_some((last, "output head? (last Linear)"))
     }

@@ -182,6 +182,22 @@ impl<'a> Layers<'a> {
         self.iter().map(takes_data).collect()
     }
 
+    /// Returns `true` for the last of `Linear`s that follow each other after a feature map, which
+    /// becomes a vector of several positions.
+    pub fn ends_map(&self, index: usize) -> bool {
+        let mut after = self.get(index);
+        for before in self.all[..index].iter().rev().filter(|layer| layer.is_dense()) {
+            match before.kind {
+                Kind::Linear if before.outputs == after.inputs => after = before,
+                Kind::Convolution => {
+                    return after.inputs > before.outputs && after.may_follow(before);
+                }
+                _ => return false,
+            }
+        }
+        false
+    }
+
     /// The layers that may take the outputs of a layer, alone or next to those of another. Layers
     /// that take the data do so only if they come later, as the decoder of an autoencoder.
     pub fn followers<'b>(

@@ -42,7 +42,9 @@ pub(crate) use observations::{Observations, SUMS};
 pub(crate) use parts::Matrices;
 pub use precision::{MasterWeights, StateDtype};
 pub(crate) use precision::{Precision, is_half};
-pub(crate) use resumed::{REFUSED, Refusals, Resumable, Resumed, Rule, Unrouted, of_another};
+pub(crate) use resumed::{
+    OF_INIT, REFUSED, Refusals, Resumable, Resumed, Rule, Unrouted, of_another,
+};
 pub(crate) use rounding::Origin;
 pub use skipped::SkippedSteps;
 pub(crate) use skipped::{Place, Reserved};

@@ -19,6 +19,10 @@ use crate::error::Error;
 /// Name of the reason for which a state was refused, in records: the bytes of a text.
 pub(crate) const REFUSED: &str = "refused";
 
+/// Name of a scalar in records that optimizers of [`MuonConfig::init`](crate::MuonConfig::init)
+/// return, whatever the parameter is, and no others.
+pub(crate) const OF_INIT: &str = "of_init";
+
 /// The problem of a state of another optimizer.
 pub(crate) fn of_another() -> String {
     "expected that of the configured optimizer, got that of another".to_owned()
@@ -85,6 +89,22 @@ struct Refused {
     states: BTreeMap<String, Difference>,
     /// States of parameters that the optimizer does not know, by identity.
     unknown: BTreeMap<String, Difference>,
+    /// `true` once a parameter has a state.
+    is_used: bool,
+}
+
+impl Drop for Refused {
+    /// Warns of a run that did nothing. Burn's optimizer calls no rule in a step in which no
+    /// parameter has a gradient, so nothing earlier can tell.
+    fn drop(&mut self) {
+        if !self.is_used && !std::thread::panicking() {
+            log::warn!(
+                "an optimizer of `MuonConfig::init` was dropped, and no parameter ever had a \
+                 gradient: if it took steps, the gradients are those of another model, or the \
+                 loss is detached"
+            );
+        }
+    }
 }
 
 impl Refusals {
@@ -95,7 +115,7 @@ impl Refusals {
 
     /// The error of a step with a state that was refused.
     fn error(&self) -> Error {
-        let Refused { states, unknown } = &*self.lock();
+        let Refused { states, unknown, .. } = &*self.lock();
         let differences = states.values().chain(unknown.values()).cloned().collect();
         Error::OtherRun { saved: "the record of the optimizer".to_owned(), differences }
     }
@@ -104,6 +124,7 @@ impl Refusals {
     /// be that of this parameter.
     fn ensure_new(&self, parameter: &str) -> crate::error::Result<()> {
         let mut refused = self.lock();
+        refused.is_used = true;
         if refused.unknown.is_empty() {
             return Ok(());
         }
@@ -203,7 +224,9 @@ impl<R: Rule> DynOptimizer for Resumed<R> {
         let path = self.parameter.to_string();
         let held = match self.read(rank, prefix, source, device) {
             Ok(state) => {
-                self.refusals.lock().states.remove(&path);
+                let mut refused = self.refusals.lock();
+                refused.states.remove(&path);
+                refused.is_used = true;
                 Held::State(state)
             }
             Err(problem) => {
@@ -270,16 +293,21 @@ impl DynOptimizer for Unrouted {
         state
     }
 
-    fn state_flatten(&self, _prefix: &str, _state: &DynState, _out: &mut StateSink) {}
+    fn state_flatten(&self, prefix: &str, _state: &DynState, out: &mut StateSink) {
+        out.push_scalar(prefix, OF_INIT, true.into());
+    }
 
-    /// Drops the state, with a warning.
+    /// Drops the state, with a warning, unless it is the answer to a question.
     fn state_unflatten(
         &self,
-        _rank: usize,
+        rank: usize,
         prefix: &str,
-        _source: &mut StateSource,
+        source: &mut StateSource,
         _device: &Device,
     ) -> Option<DynState> {
+        if source.take_scalar(prefix, OF_INIT).is_some() {
+            return Some(DynState::create((), rank));
+        }
         let of = match &self.frozen {
             Some(path) => format!("`{path}`, which is not trained"),
             None => {

@@ -1,44 +1,34 @@
 //! AdamW with cautious weight decay, and with AMSGrad.
 
-use burn::module::{Module, Param};
+use burn::module::Module;
 use burn::optim::{AdamWConfig as BurnAdamWConfig, GradientsParams};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device};
 use distmuon::{AdamWConfig, DistMuonConfig, MuonConfig, Result, RoutingRule, World, checkpoint};
-use distmuon_testing::models::{Fixed, assert_same_weights, gradients, largest_difference, values};
+use distmuon_testing::models::{self, Fixed, assert_same_weights, largest_difference, values};
+
+use super::extremes::Net;
 
 const STEPS: u64 = 6;
 const LR: f64 = 0.01;
-
-/// Parameters of AdamW's alone.
-#[derive(Module, Debug)]
-struct Net {
-    matrix: Param<Tensor<2>>,
-    vector: Param<Tensor<1>>,
-}
 
 fn device() -> Device {
     Device::default().autodiff()
 }
 
-impl Net {
-    fn new(device: &Device) -> Self {
-        let net = Self {
-            matrix: Param::from_tensor(Tensor::ones([9, 4], device).require_grad()),
-            vector: Param::from_tensor(Tensor::ones([5], device).require_grad()),
-        };
-        net.map(&mut Fixed::new(6))
-    }
+/// Parameters of AdamW's alone.
+fn new_net(device: &Device) -> Net {
+    Net::new(DType::F32, [9, 4], device).map(&mut Fixed::new(6))
+}
 
-    /// The gradients of a step. The first are the largest by far, which AMSGrad remembers. The mean
-    /// over ranks is exact.
-    fn gradients(&self, step: u64) -> GradientsParams {
-        let mut all = gradients(self, step);
-        let scale = if step == 0 { 8.0 } else { 1.0 };
-        let mut scaled = GradientsParams::new();
-        scaled.register(self.matrix.id, all.remove::<2>(self.matrix.id).unwrap() * scale);
-        scaled.register(self.vector.id, all.remove::<1>(self.vector.id).unwrap() * scale);
-        scaled
-    }
+/// The gradients of a step. The first are the largest by far, which AMSGrad remembers. The mean
+/// over ranks is exact.
+fn gradients(net: &Net, step: u64) -> GradientsParams {
+    let mut all = models::gradients(net, step);
+    let scale = if step == 0 { 8.0 } else { 1.0 };
+    let mut scaled = GradientsParams::new();
+    scaled.register(net.matrix.id, all.remove::<2>(net.matrix.id).unwrap() * scale);
+    scaled.register(net.vector.id, all.remove::<1>(net.vector.id).unwrap() * scale);
+    scaled
 }
 
 /// AdamW with a decay that shows, and the settings in question.
@@ -66,15 +56,15 @@ fn steps_are_those_of_burns_adamw() {
             .with_cautious_weight_decay(cautious)
             .with_amsgrad(amsgrad);
         let trained = |optim: &mut burn::optim::ModuleOptimizer| {
-            let mut net = Net::new(&device());
+            let mut net = new_net(&device());
             for step in 0..STEPS {
-                let grads = net.gradients(step);
+                let grads = gradients(&net, step);
                 net = optim.step(LR, net, grads);
             }
             values(&net)
         };
         let expected = trained(&mut burns.init());
-        let actual = trained(&mut config(adamw(cautious, amsgrad)).init(&Net::new(&device())));
+        let actual = trained(&mut config(adamw(cautious, amsgrad)).init(&new_net(&device())));
         let difference = largest_difference(&expected, &actual);
         assert!(difference < 2e-6, "{cautious} {amsgrad}: {difference}");
         ends.push(actual);
@@ -93,13 +83,13 @@ fn states_are_those_of_ranks_and_of_checkpoints() {
     for (cautious, amsgrad) in ALL {
         let config = config(adamw(cautious, amsgrad));
         let single = folder.path().join(format!("{cautious}-{amsgrad}"));
-        let mut net = Net::new(&device());
+        let mut net = new_net(&device());
         let mut optim = config.init(&net);
         for step in 0..STEPS {
             if step == 2 {
                 checkpoint::save(&single, &net, &optim, &step).unwrap();
             }
-            let grads = net.gradients(step);
+            let grads = gradients(&net, step);
             net = optim.step(LR, net, grads);
         }
         let expected = values(&net);
@@ -107,14 +97,14 @@ fn states_are_those_of_ranks_and_of_checkpoints() {
             for load in [false, true] {
                 let dist = DistMuonConfig::new().with_muon(config.clone());
                 let trained = World::threads(vec![device(); count], |world| -> Result<_> {
-                    let mut net = Net::new(world.device());
+                    let mut net = new_net(world.device());
                     let mut optim = dist.init(&world, &net)?;
                     let mut start = 0;
                     if load {
                         (net, optim, start) = optim.load::<_, u64>(&single, net)?;
                     }
                     for step in start..STEPS {
-                        let grads = net.gradients(step);
+                        let grads = gradients(&net, step);
                         net = optim.step(LR, net, grads)?;
                     }
                     Ok(values(&net))
@@ -136,9 +126,9 @@ fn a_checkpoint_of_the_other_setting_is_rejected() {
         let path = folder.path().join(format!("{amsgrad}"));
         let world = World::alone(device());
         let dist = |amsgrad| DistMuonConfig::new().with_muon(config(adamw(false, amsgrad)));
-        let net = Net::new(&device());
+        let net = new_net(&device());
         let mut optim = dist(amsgrad).init(&world, &net).unwrap();
-        let grads = net.gradients(0);
+        let grads = gradients(&net, 0);
         let net = optim.step(LR, net, grads).unwrap();
         optim.save(&path, &net, &0).unwrap();
         let other = dist(!amsgrad).init(&world, &net).unwrap();

@@ -19,9 +19,9 @@ use distmuon_testing::{lacks, panic_message};
 
 /// A matrix for Muon and a vector for AdamW.
 #[derive(Module, Debug)]
-struct Net {
-    matrix: Param<Tensor<2>>,
-    vector: Param<Tensor<1>>,
+pub struct Net {
+    pub matrix: Param<Tensor<2>>,
+    pub vector: Param<Tensor<1>>,
 }
 
 fn device() -> Device {
@@ -34,7 +34,7 @@ fn plain(net: &Net) -> [Vec<f32>; 2] {
 }
 
 impl Net {
-    fn new(dtype: DType, [m, n]: [usize; 2], device: &Device) -> Self {
+    pub fn new(dtype: DType, [m, n]: [usize; 2], device: &Device) -> Self {
         let values: Vec<f32> = (0..m * n).map(|i| (i as f32 * 0.7).sin()).collect();
         let matrix = Tensor::<2>::from_data(TensorData::new(values, [m, n]), (device, dtype));
         let vector = Tensor::<1>::full([n], 0.5, (device, dtype));

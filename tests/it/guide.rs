@@ -8,7 +8,7 @@ use burn::nn::transformer::{PositionWiseFeedForward, PositionWiseFeedForwardConf
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{
     AdamWConfig as BurnAdamWConfig, GradientsAccumulator, GradientsParams, ModuleOptimizer,
-    MuonConfig as BurnMuonConfig,
+    MuonConfig as BurnMuonConfig, SgdConfig,
 };
 use burn::tensor::{Bytes, DType, Device, Int, Tensor};
 use distmuon::{
@@ -52,7 +52,7 @@ fn weights(model: &PositionWiseFeedForward) -> Vec<f32> {
 }
 
 #[test]
-fn the_clipping_setter_of_burns_optimizer_has_no_effect() {
+fn the_clipping_setter_of_burns_optimizer_has_no_effect_and_is_not_saved() {
     let start = feed_forward();
     let trained = |mut optim: ModuleOptimizer| {
         let mut model = start.clone();
@@ -66,6 +66,22 @@ fn the_clipping_setter_of_burns_optimizer_has_no_effect() {
     let plain = trained(MuonConfig::new().init(&start));
     let by_setter = MuonConfig::new().init(&start).with_grad_clipping(clipping.init());
     assert!(by_setter.has_gradient_clipping());
+    // Burn gives no earlier occasion for an error.
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.bpk");
+    let rejected = checkpoint::save(&path, &start, &by_setter, &()).unwrap_err().to_string();
+    assert!(rejected.contains("`MuonConfig::with_grad_clipping`"), "{rejected}");
+    for (optim, effective) in [
+        (MuonConfig::new().init(&start), MuonConfig::new().build().into()),
+        (BurnAdamWConfig::new().init(), SgdConfig::new().init()),
+    ] {
+        let effective: ModuleOptimizer = effective;
+        for optim in [optim, effective.with_grad_clipping(clipping.init())] {
+            checkpoint::save(&path, &start, &optim, &()).unwrap();
+        }
+    }
+    let loaded = checkpoint::load::<_, (), _>(&path, start.clone(), by_setter.clone());
+    assert!(loaded.is_err());
     assert_eq!(
         trained(by_setter),
         plain,
@@ -223,36 +239,6 @@ fn the_operations_of_an_iteration_are_those_of_the_guide() {
     // On other backends products are not halved, and restarts differ.
     if is_flex() {
         assert!(page.contains(&claim), "{claim}");
-    }
-}
-
-/// The `main` of ranks that are processes, which runs alone without a launcher.
-mod processes {
-    use distmuon::Error;
-
-    use super::*;
-
-    fn main() -> Result<(), Error> {
-        let world = World::from_env_or_alone()?; // keep it until the program ends
-        world.device().seed(1);
-        let model =
-            PositionWiseFeedForwardConfig::new(16, 64).with_dropout(0.0).init(world.device());
-        let model = world.broadcast(model)?; // all start like rank 0
-        train(world.clone(), model)
-    }
-
-    fn train(world: World, model: PositionWiseFeedForward) -> Result<(), Error> {
-        assert_eq!(world.size(), 1);
-        DistMuonConfig::new().init(&world, &model).map(|_| ())
-    }
-
-    #[test]
-    fn the_main_of_processes_in_the_guide_equals_the_one_of_this_test() {
-        let source = include_str!("guide.rs");
-        let body = source.split("    fn main()").nth(1).unwrap().split("\n    }\n").next().unwrap();
-        let function = format!("fn main(){body}\n    }}").replace("\n    ", "\n");
-        assert!(include_str!("../../docs/guide/ranks.md").contains(&function), "{function}");
-        main().unwrap();
     }
 }
 

@@ -38,10 +38,16 @@ fn every_part_of_a_program_is_compiled_as_it_stands() {
 /// `docs/guide/ranks.md`.
 mod ranks {
     use burn::nn::transformer::{PositionWiseFeedForward, PositionWiseFeedForwardConfig};
-    use distmuon::{Error, World};
+    use distmuon::{DistMuonConfig, Error, World};
 
     fn train(world: World, model: PositionWiseFeedForward) -> Result<(), Error> {
-        Ok(())
+        assert_eq!(world.size(), 1);
+        DistMuonConfig::new().init(&world, &model).map(drop)
+    }
+
+    #[test]
+    fn the_main_of_processes_runs_alone_without_a_launcher() {
+        main().unwrap();
     }
 
     #[rustfmt::skip]

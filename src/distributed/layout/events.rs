@@ -34,6 +34,11 @@ impl Events {
         self.latest.push(event);
     }
 
+    /// Returns `true` if a call is one of the latest.
+    pub fn has(&self, event: Event) -> bool {
+        self.latest.contains(&event)
+    }
+
     /// The first calls that differ from those of another rank. `None` for the end of the calls.
     pub fn difference(&self, other: &Self) -> Option<[Option<Event>; 2]> {
         let [first, second] = [&self.latest, &other.latest];

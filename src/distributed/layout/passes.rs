@@ -102,6 +102,11 @@ enum Flight {
     ReducingReplicas(usize, u64, Pending),
 }
 
+/// The actions of a rank on a parameter, in errors.
+const GATHERING: &str = "gathering";
+const REDUCING: &str = "reducing the gradient of";
+const PUBLISHING: &str = "publishing";
+
 /// The number of uses of a parameter in a pass after which the user is told that no backward pass
 /// has followed.
 const MANY_USES: usize = 10_000;
@@ -381,7 +386,7 @@ impl Passes {
         next: &[usize],
     ) -> Tensor<1> {
         let device = part.device();
-        let gathered = self.attempt(state, "gathering", unit, |state| {
+        let gathered = self.attempt(state, |state| {
             self.take_or_start(state, unit, (part_id, part))?;
             self.start_next(state, next)?;
             loop {
@@ -432,8 +437,9 @@ impl Passes {
         part_id: Option<u64>,
         part: Tensor<1>,
     ) -> Result<()> {
-        let pending =
-            self.groups.of(unit).sharing.comm().all_gather(unit.sent(&part), unit.part_counts())?;
+        let sharing = self.groups.of(unit).sharing.comm();
+        let pending = sharing.all_gather(unit.sent(&part), unit.part_counts());
+        let pending = pending.map_err(|error| unit.in_action(GATHERING, error))?;
         state.events.push(Event::Gather(unit.index));
         state.flights.push_back(Flight::Gathering(unit.index, pending));
         state.ahead += unit.bytes();
@@ -470,7 +476,7 @@ impl Passes {
     /// ones until then.
     fn add_gradient(&self, unit: &Unit, leaf: u64, gradient: Tensor<1>) {
         let mut state = self.state();
-        self.attempt(&mut state, "reducing the gradient of", unit, |state| {
+        self.attempt(&mut state, |state| {
             let gradient = if state.is_drained { gradient.zeros_like() } else { gradient };
             let is_at_end = state.is_micro_batch || self.waits_for_end(state, unit);
             let uses = state.uses[unit.index].of_leaf(leaf);
@@ -511,8 +517,9 @@ impl Passes {
         while state.is_reducing() && state.sent() + sent > self.limits.in_flight {
             self.land(state)?;
         }
-        let pending =
-            self.groups.of(unit).sharing.comm().reduce_scatter_f32(parts, unit.part_counts())?;
+        let sharing = self.groups.of(unit).sharing.comm();
+        let pending = sharing.reduce_scatter_f32(parts, unit.part_counts());
+        let pending = pending.map_err(|error| unit.in_action(REDUCING, error))?;
         state.reducing += pending.bytes();
         state.observe();
         state.events.push(Event::Reduce(unit.index));
@@ -522,7 +529,17 @@ impl Passes {
 
     /// Waits for the result of the oldest call.
     fn land(&self, state: &mut State) -> Result<()> {
-        match state.flights.pop_front().expect("a call was started") {
+        let flight = state.flights.pop_front().expect("a call was started");
+        let (index, action) = match &flight {
+            Flight::Gathering(index, _) => (*index, GATHERING),
+            Flight::Reducing(index, ..) | Flight::ReducingReplicas(index, ..) => (*index, REDUCING),
+        };
+        let landed = self.land_flight(state, flight);
+        landed.map_err(|error| self.units[index].in_action(action, error))
+    }
+
+    fn land_flight(&self, state: &mut State, flight: Flight) -> Result<()> {
+        match flight {
             Flight::Gathering(index, pending) => {
                 let whole = self.units[index].whole(&pending.wait()?);
                 ensure_computed(&self.units[index].path, &whole)?;
@@ -564,8 +581,6 @@ impl Passes {
     fn attempt<T>(
         &self,
         state: &mut State,
-        action: &str,
-        unit: &Unit,
         run: impl FnOnce(&mut State) -> Result<T>,
     ) -> Option<T> {
         if state.failure.is_some() {
@@ -574,8 +589,7 @@ impl Passes {
         match run(state) {
             Ok(outcome) => Some(outcome),
             Err(error) => {
-                self.tell(&error);
-                state.failure = Some(error.in_action(&format!("{action} `{}`", unit.path)));
+                self.fail(state, error);
                 None
             }
         }
@@ -637,17 +651,13 @@ impl Passes {
         let partial = state.partial.clone().unwrap_or_default();
         for unit in &self.units {
             if partial.get(unit.index).copied().unwrap_or_default() {
-                self.attempt(&mut state, "reducing the gradient of", unit, |state| {
-                    self.start_reducing_partial(state, unit, model)
-                });
+                self.attempt(&mut state, |state| self.start_reducing_partial(state, unit, model));
                 continue;
             }
             // Those with uses that the loss does not depend on.
             let leaves: Vec<u64> = state.uses[unit.index].leaves.iter().map(|u| u.leaf).collect();
             for leaf in leaves {
-                self.attempt(&mut state, "reducing the gradient of", unit, |state| {
-                    self.start_reducing(state, unit, leaf)
-                });
+                self.attempt(&mut state, |state| self.start_reducing(state, unit, leaf));
             }
         }
         self.end_pass(&mut state)?;
@@ -695,7 +705,7 @@ impl Passes {
             uses.leaves.iter_mut().for_each(|uses| (uses.count, uses.gradients) = (0, 0));
         }
         let events = std::mem::take(&mut state.events);
-        let outcome = self.same_events(&events);
+        let outcome = self.same_events(&events).map_err(|error| self.ending(&events, error));
         if let Err(error) = &outcome {
             // Only the ranks of a group know of a difference in it. Gradients that were reduced are
             // of no use after it.
@@ -739,6 +749,17 @@ impl Passes {
             }
         }
         Ok(())
+    }
+
+    /// The error of the comparison, at which a rank with fewer calls than the others arrives first:
+    /// with the parameters of which this rank had no gradient.
+    fn ending(&self, events: &Events, error: Error) -> Error {
+        let without = self.units.iter().filter(|unit| !events.has(Event::Reduce(unit.index)));
+        let paths: Vec<String> = without.map(|unit| format!("`{}`", unit.path)).collect();
+        if paths.is_empty() || paths.len() == self.units.len() {
+            return error;
+        }
+        error.in_action(&format!("ending a pass without a gradient of {}", paths.join(", ")))
     }
 
     /// Returns the first parameter whose gradient was not collected.
@@ -796,7 +817,7 @@ impl Passes {
     /// This rank's new part of a parameter, or NaN after a failure.
     pub fn await_part(&self, unit: &Unit, device: &Device) -> Tensor<1> {
         let mut state = self.state();
-        let part = self.attempt(&mut state, "publishing", unit, |state| {
+        let part = self.attempt(&mut state, |state| {
             self.land_publication(state, unit)?;
             Ok(state.uses[unit.index].published.clone())
         });
@@ -808,7 +829,9 @@ impl Passes {
     fn land_publication(&self, state: &mut State, unit: &Unit) -> Result<()> {
         while state.publishing.iter().any(|(index, _)| *index == unit.index) {
             let (index, pending) = state.publishing.pop_front().expect("one was found above");
-            state.uses[index].published = Some(pending.wait()?);
+            let part = pending.wait();
+            let part = part.map_err(|error| self.units[index].in_action(PUBLISHING, error))?;
+            state.uses[index].published = Some(part);
         }
         Ok(())
     }
@@ -818,9 +841,7 @@ impl Passes {
         let mut state = self.state();
         while let Some((index, _)) = state.publishing.back() {
             let unit = &self.units[*index];
-            self.attempt(&mut state, "publishing", unit, |state| {
-                self.land_publication(state, unit)
-            });
+            self.attempt(&mut state, |state| self.land_publication(state, unit));
             if let Some(failure) = &state.failure {
                 return Err(failure.clone());
             }

@@ -8,6 +8,7 @@ use burn::tensor::{DType, Device, Tensor};
 use crate::blocks::Blocks;
 use crate::distributed::plan::{Bucket, Run};
 use crate::distributed::trained::ModelParameter;
+use crate::error::Error;
 use crate::parameters::Placement;
 use crate::slices;
 
@@ -71,6 +72,11 @@ pub struct BlockPart {
 }
 
 impl Unit {
+    /// The error of a call, with what the call was for.
+    pub fn in_action(&self, action: &str, error: Error) -> Error {
+        error.in_action(&format!("{action} `{}`", self.path))
+    }
+
     /// `positions` has the position of every rank of the group, `rank` is this rank's number in it;
     /// `bucket` is the parameter's alone, as this rank has it.
     pub fn new(

@@ -45,6 +45,7 @@ use identities::{
     parameters_with_new_identities_are_trained, runs_continue_in_models_that_are_made_anew,
 };
 use rejections::{
+    a_parameter_that_one_rank_does_not_use_is_named,
     a_rank_that_can_not_divide_a_model_stops_all_ranks,
     a_rank_that_fails_at_any_event_stops_all_ranks,
     averages_and_abandoned_passes_do_not_disturb_training,
@@ -64,6 +65,7 @@ pub const IN_PROCESS: &[Case] = cases![
     meshes_and_layouts_that_do_not_fit_are_rejected,
     models_that_a_layout_has_not_divided_are_rejected,
     gradients_that_were_not_collected_are_rejected,
+    a_parameter_that_one_rank_does_not_use_is_named,
     ranks_whose_passes_differ_are_rejected_naming_the_parameter,
     ranks_may_start_from_clones_of_one_model,
     ranks_of_other_groups_are_told_of_a_difference,

@@ -187,6 +187,24 @@ pub fn ranks_whose_passes_differ_are_rejected_naming_the_parameter() {
     assert_says(&compared, &["the ranks disagree", "(while ", "`layers.1"]);
 }
 
+/// Layer 0 comes last in a backward pass: rank 1 is already at the comparison.
+pub fn a_parameter_that_one_rank_does_not_use_is_named() {
+    for unused in [0, 7, 15] {
+        let errors = errors(|world| {
+            let layout = Layout::new(&Mesh::flat(world)).overlap_backward();
+            let net = layout.shard(layers(world.device()))?;
+            let mut used = net.clone();
+            if world.rank() == 1 {
+                used.layers.remove(unused);
+            }
+            layout.backward(&output(&used, ones(world.device())), &net)
+        });
+        assert_says(&errors, &["the ranks disagree", "(while ", "`layers."]);
+        let unused = format!(" of `layers.{unused}.weight`)");
+        assert!(errors.iter().any(|error| error.to_string().contains(&unused)), "{errors:?}");
+    }
+}
+
 pub fn ranks_of_other_groups_are_told_of_a_difference() {
     let outcomes = Mutex::new(vec![]);
     let run = worlds::ranks_here(DEADLINE, 4, |world| {

@@ -342,6 +342,12 @@ fn tables_and_biases_of_several_dimensions_are_not_matrices() {
 // The field.
 
 modules! {
+    LeNet {
+        conv1: Conv2d = conv(1, 10, 5),
+        conv2: Conv2d = conv(10, 20, 5),
+        fc1: Linear = linear(320, 50),
+        fc2: Linear = linear(50, 10),
+    }
     ResBlock {
         conv1: Conv2d = conv(16, 16, 3),
         time_emb: Linear = linear(64, 16),
@@ -794,6 +800,20 @@ fn convolutional_models_of_the_field_get_the_expected_roles() {
             "AdamW (head): cls_preds.*.weight boxes.*.weight",
         ],
         &["cls_preds.0.weight", "cls_preds.1.weight", "boxes.0.weight", "boxes.1.weight"],
+    );
+}
+
+#[test]
+fn classes_are_not_taken_for_the_channels_of_an_earlier_convolution() {
+    check(
+        &LeNet::new(),
+        &[
+            "AdamW (embedding): conv1.weight",
+            "Muon (Flatten): conv2.weight",
+            "Muon: fc1.weight",
+            "AdamW (head): fc2.weight",
+        ],
+        &["fc2.weight"],
     );
 }
 

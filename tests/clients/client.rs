@@ -1,0 +1,212 @@
+//! The trait of all programs, a run of some steps, and its optimizer.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
+use burn::module::{Module, ParamGroup};
+use burn::optim::decay::WeightDecayConfig;
+use burn::optim::{
+    AdamWConfig, AdjustLrFn, GradientsParams, ModuleOptimizer, MuonConfig as BurnMuonConfig,
+};
+use burn::tensor::Device;
+use distmuon::{DistModuleOptimizer, MuonConfig, ParameterRole, Schedule, checkpoint};
+use distmuon_testing::models::values;
+
+/// A program.
+pub trait Client {
+    type Model: Module;
+
+    const NAME: &'static str;
+    /// The optimizer of every parameter but vectors, as [`roles`](crate::roles) prints them.
+    const ROUTING: &'static str;
+
+    /// A new model, as the generator of the device has it.
+    fn model(device: &Device) -> Self::Model;
+
+    /// Trains a new model for the steps of a run, or the model that the run has saved.
+    fn train(run: &Run, model: Self::Model) -> Self::Model;
+
+    /// The loss for items that were not trained on.
+    fn loss(model: &Self::Model, items: Items) -> f32;
+
+    /// The optimizers of the parameters, without a rule.
+    fn roles(model: &Self::Model) -> String {
+        crate::roles(model)
+    }
+}
+
+/// A program as functions.
+#[derive(Clone, Copy)]
+pub struct Entry {
+    pub name: &'static str,
+    pub expected: &'static str,
+    pub roles: fn() -> String,
+    /// Trains, and returns the elements of all parameters.
+    pub train: fn(&Run) -> Vec<f32>,
+    /// Trains, and returns the loss for other items.
+    pub loss: fn(&Run) -> f32,
+}
+
+pub fn entry<C: Client>() -> Entry {
+    Entry {
+        name: C::NAME,
+        expected: C::ROUTING,
+        roles: || C::roles(&C::model(&device())),
+        train: |run| values(&trained::<C>(run)),
+        loss: |run| {
+            let device = device().inner();
+            C::loss(&trained::<C>(run).valid(), Items { indices: OTHERS.collect(), device })
+        },
+    }
+}
+
+fn trained<C: Client>(run: &Run) -> C::Model {
+    let device = device();
+    // The model of a run that continues is another one than the saved one.
+    device.seed(run.seed + run.steps.start as u64);
+    C::train(run, C::model(&device))
+}
+
+/// Items that no run trains on.
+const OTHERS: Range<usize> = 0..128;
+
+pub fn device() -> Device {
+    Device::default().autodiff()
+}
+
+/// The items of a batch, by their indices. Every program makes its data of them.
+#[derive(Clone, Debug)]
+pub struct Items {
+    pub indices: Vec<usize>,
+    pub device: Device,
+}
+
+/// An optimizer for hidden matrices.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Choice {
+    DistMuon,
+    /// Burn's Muon for those matrices of two dimensions that are Muon's here, Burn's AdamW for all
+    /// others.
+    BurnMuon,
+    BurnAdamW,
+}
+
+/// Steps of a run.
+pub struct Run {
+    /// The folder of all files of the run.
+    pub folder: PathBuf,
+    pub steps: Range<usize>,
+    /// Steps of the whole training.
+    pub total: usize,
+    pub seed: u64,
+    /// The highest learning rate.
+    pub rate: f64,
+    pub choice: Choice,
+}
+
+impl Run {
+    /// Returns `true` if the run continues from its files.
+    pub fn is_resumed(&self) -> bool {
+        self.steps.start > 0
+    }
+
+    /// The learning rate of every step, which falls over the second half of the training.
+    pub fn rates(&self) -> Schedule {
+        Schedule::constant(self.rate).hold(self.total / 2).linear(self.total / 2, 0.0)
+    }
+
+    pub fn rate(&self, step: usize) -> f64 {
+        self.rates().at(step)
+    }
+
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+
+    /// The items of the batch with a number, of `count` items.
+    pub fn batch(&self, number: usize, count: usize) -> Items {
+        let first = self.first_item() + number * count;
+        Items { indices: (first..first + count).collect(), device: device() }
+    }
+
+    /// The first item to train on, different for every seed.
+    pub fn first_item(&self) -> usize {
+        OTHERS.end + self.seed as usize * 1_000_000
+    }
+
+    /// Burn's optimizer of a model, by the settings of a program.
+    pub fn optimizer<M: Module>(&self, config: &MuonConfig, model: &M) -> ModuleOptimizer {
+        match self.choice {
+            Choice::DistMuon => config.init(model),
+            Choice::BurnAdamW => AdamWConfig::new().init(),
+            Choice::BurnMuon => {
+                let routing = config.route(model).expect("the model is routed without a rule");
+                let matrices = routing.routes().iter().filter(|route| {
+                    matches!(route.role, ParameterRole::Muon { .. }) && route.shape.len() == 2
+                });
+                let paths: Vec<String> = matrices.map(|route| route.path.clone()).collect();
+                let muon = BurnMuonConfig::new()
+                    .with_weight_decay(Some(WeightDecayConfig { penalty: 0.1 }))
+                    .with_adjust_lr_fn(AdjustLrFn::MatchRmsAdamW);
+                AdamWConfig::new().init().with_group(
+                    ParamGroup::from_paths(paths),
+                    muon.build(),
+                    None,
+                )
+            }
+        }
+    }
+
+    /// A model and its optimizer for a loop of the program's own, with the default settings.
+    pub fn start<M: Module>(&self, model: M) -> (M, Optim) {
+        let config = MuonConfig::new();
+        let optim = match self.choice {
+            Choice::DistMuon => {
+                Optim::Batched(Box::new(config.init_batched(&model).expect("the model is routed")))
+            }
+            _ => Optim::Burn(self.optimizer(&config, &model)),
+        };
+        if self.is_resumed() { optim.load(&self.file("run.bpk"), model) } else { (model, optim) }
+    }
+
+    /// Saves a model and its optimizer.
+    pub fn save<M: Module>(&self, model: &M, optim: &Optim) {
+        let path = self.file("run.bpk");
+        let saved = match optim {
+            Optim::Burn(optim) => checkpoint::save(path, model, optim, &()),
+            Optim::Batched(optim) => checkpoint::save(path, model, &**optim, &()),
+        };
+        saved.expect("the run can be saved");
+    }
+}
+
+/// An optimizer of a loop of the program's own.
+pub enum Optim {
+    Burn(ModuleOptimizer),
+    Batched(Box<DistModuleOptimizer>),
+}
+
+impl Optim {
+    pub fn step<M: Module>(
+        &mut self,
+        lr: impl Into<ModuleLearningRate>,
+        model: M,
+        gradients: GradientsParams,
+    ) -> M {
+        match self {
+            Self::Burn(optim) => optim.step(lr, model, gradients),
+            Self::Batched(optim) => optim.step(lr, model, gradients).expect("the step is taken"),
+        }
+    }
+
+    fn load<M: Module>(self, path: &Path, model: M) -> (M, Self) {
+        let loaded = match self {
+            Self::Burn(optim) => checkpoint::load(path, model, optim)
+                .map(|(model, optim, ())| (model, Self::Burn(optim))),
+            Self::Batched(optim) => checkpoint::load(path, model, *optim)
+                .map(|(model, optim, ())| (model, Self::Batched(Box::new(optim)))),
+        };
+        loaded.expect("the run was saved")
+    }
+}

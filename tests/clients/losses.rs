@@ -1,0 +1,72 @@
+//! The losses of optimizers on the data of every program.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use crate::client::{Choice, Entry, Run};
+
+const STEPS: usize = 120;
+const SEEDS: u64 = 3;
+/// The first learning rate that is tried.
+const RATE: f64 = 8e-3;
+const CHOICES: [Choice; 3] = [Choice::DistMuon, Choice::BurnMuon, Choice::BurnAdamW];
+
+/// The losses of all seeds at a learning rate.
+type Losses = Vec<f32>;
+
+/// Prints the loss of every optimizer at its best rate: the mean of the seeds, and their range.
+pub fn print(clients: &[Entry]) {
+    let start = Instant::now();
+    let row = |client: &Entry| {
+        let cells = CHOICES.map(|choice| cell(client, choice));
+        format!("| {} | {} |\n", client.name, cells.join(" | "))
+    };
+    // At once, since learners print their progress.
+    let rows: String = clients.iter().map(row).collect();
+    println!("| program | distmuon | Burn's Muon | Burn's AdamW |\n|---|---|---|---|\n{rows}");
+    println!("{:.0} s", start.elapsed().as_secs_f64());
+}
+
+fn cell(client: &Entry, choice: Choice) -> String {
+    let (rate, mut losses) = best(|rate| {
+        let loss = |seed| {
+            let folder = tempfile::tempdir().expect("a temporary folder");
+            let (folder, steps) = (folder.path().to_owned(), 0..STEPS);
+            (client.loss)(&Run { folder, steps, total: STEPS, seed, rate, choice })
+        };
+        (0..SEEDS).map(loss).collect()
+    });
+    losses.sort_by(f32::total_cmp);
+    let [mean, least, most] =
+        [mean(&losses), losses[0], losses[losses.len() - 1]].map(three_digits);
+    format!("{mean} ({least} to {most}) @{rate}")
+}
+
+/// The best learning rate, between half of it and twice it, and its losses.
+fn best(losses: impl Fn(f64) -> Losses) -> (f64, Losses) {
+    let at = |power: i32| RATE * 2_f64.powi(power);
+    let mut tried: BTreeMap<i32, Losses> = BTreeMap::new();
+    let mut middle = 0;
+    loop {
+        for power in middle - 1..=middle + 1 {
+            tried.entry(power).or_insert_with(|| losses(at(power)));
+        }
+        let of_power = |power: &i32| mean(&tried[power]);
+        let best = tried.keys().copied().min_by(|a, b| of_power(a).total_cmp(&of_power(b)));
+        let best = best.expect("three rates were tried");
+        if best == middle {
+            let losses = tried.remove(&middle).expect("the middle was tried");
+            return (at(middle), losses);
+        }
+        middle = best;
+    }
+}
+
+fn mean(losses: &Losses) -> f32 {
+    losses.iter().sum::<f32>() / losses.len() as f32
+}
+
+fn three_digits(value: f32) -> String {
+    let decimals = (2.0 - value.log10().floor()).clamp(0.0, 9.0) as usize;
+    format!("{value:.decimals$}")
+}

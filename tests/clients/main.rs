@@ -1,0 +1,111 @@
+//! Programs as users of Burn write them, moved to this crate as the README says: each is a module
+//! with its model, its data and its loop.
+//!
+//! Every program trains 30 steps, saves in the middle, and continues in a new process with the bits
+//! of the run that was not interrupted. Its model is routed without a rule. The ignored test
+//! `losses` compares optimizers, and prints the table of `docs/results/clients.md`.
+
+mod accumulation;
+mod adapters;
+mod client;
+mod columns;
+mod data;
+#[cfg(feature = "train")]
+mod devices;
+mod gan;
+#[cfg(feature = "train")]
+mod images;
+#[cfg(feature = "train")]
+mod learner;
+mod losses;
+mod operator;
+mod patches;
+mod processes;
+mod saved_config;
+mod state_space;
+#[cfg(feature = "train")]
+mod text;
+
+use client::{Entry, entry};
+use distmuon::MuonConfig;
+use libtest_mimic::{Arguments, Trial};
+
+fn entries() -> Vec<Entry> {
+    vec![
+        entry::<accumulation::Gpt>(),
+        entry::<adapters::Classifier>(),
+        entry::<columns::Perceptron>(),
+        entry::<gan::Gan>(),
+        entry::<operator::Operator>(),
+        entry::<patches::Vit>(),
+        entry::<saved_config::Recurrent>(),
+        entry::<state_space::Mamba>(),
+        #[cfg(feature = "train")]
+        entry::<devices::Classifier>(),
+        #[cfg(feature = "train")]
+        entry::<images::ConvNet>(),
+        #[cfg(feature = "train")]
+        entry::<text::Generator>(),
+    ]
+}
+
+fn main() {
+    if processes::is_child() {
+        return processes::run(&entries());
+    }
+    let of_client = |client: Entry| {
+        let name = client.name;
+        [
+            Trial::test(format!("{name}::is_routed_without_a_rule"), move || {
+                assert_eq!((client.roles)().trim_end(), client.expected);
+                Ok(())
+            }),
+            Trial::test(format!("{name}::continues_in_a_new_process"), move || {
+                processes::continues(name);
+                Ok(())
+            }),
+        ]
+    };
+    let losses = Trial::test("losses", || {
+        losses::print(&entries());
+        Ok(())
+    });
+    let without_gradients = Trial::test("a_run_without_gradients_is_reported", || {
+        processes::a_run_without_gradients_is_reported();
+        Ok(())
+    });
+    let trials = entries().into_iter().flat_map(of_client).chain([without_gradients]);
+    let trials = trials.chain([losses.with_ignored_flag(true)]).collect();
+    #[cfg(not(feature = "train"))]
+    distmuon_testing::skip("programs with a `Learner`, which need --features train");
+    libtest_mimic::run(&Arguments::from_args(), trials).exit();
+}
+
+/// The optimizers of the parameters of a model, without a rule: a line for each of them, with its
+/// paths. All others are vectors, or not trained.
+fn roles(model: &impl burn::module::Module) -> String {
+    let routing = MuonConfig::new().route(model).expect("the model is routed without a rule");
+    let mut lines: Vec<(String, Vec<String>)> = vec![];
+    for route in routing.routes() {
+        // Blocks, rather than layers that follow each other in a stack.
+        let is_block = |name: &str| name.chars().all(|c| c.is_ascii_digit());
+        let names: Vec<&str> = route.path.split('.').collect();
+        let names = names
+            .iter()
+            .rev()
+            .enumerate()
+            .rev()
+            .map(|(after, name)| if after > 1 && is_block(name) { "*" } else { name });
+        let path = names.collect::<Vec<_>>().join(".");
+        if ["AdamW (vector)", "-"].contains(&&*route.optimizer) {
+            continue;
+        }
+        match lines.iter_mut().find(|(optimizer, _)| *optimizer == route.optimizer) {
+            Some((_, paths)) if paths.contains(&path) => {}
+            Some((_, paths)) => paths.push(path),
+            None => lines.push((route.optimizer.clone(), vec![path])),
+        }
+    }
+    let lines = lines.into_iter();
+    lines.map(|(optimizer, paths)| format!("{optimizer}: {}\n", paths.join(" "))).collect()
+}

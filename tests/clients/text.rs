@@ -1,0 +1,47 @@
+//! Text generation in a `Learner`, with accumulation and checkpoints.
+
+use burn::module::Module;
+use burn::tensor::{Device, Int, Tensor};
+
+use crate::accumulation::Gpt;
+use crate::client::{Client, Items, Run};
+use crate::learner::{self, classified, learns};
+
+#[derive(Module, Debug)]
+pub struct Generator {
+    gpt: Gpt,
+}
+
+impl Generator {
+    fn logits(&self, items: &Items) -> (Tensor<2>, Tensor<1, Int>) {
+        self.gpt.predict(items)
+    }
+}
+
+learns!(Generator);
+
+impl Client for Generator {
+    type Model = Self;
+
+    const NAME: &'static str = "text generation in a learner";
+    const ROUTING: &'static str = "\
+        AdamW (embedding): gpt.tokens.weight gpt.positions.weight\n\
+        Muon: gpt.transformer.layers.*.mha.query.weight gpt.transformer.layers.*.mha.key.weight \
+            gpt.transformer.layers.*.mha.value.weight \
+            gpt.transformer.layers.*.mha.output.weight \
+            gpt.transformer.layers.*.pwff.linear_inner.weight \
+            gpt.transformer.layers.*.pwff.linear_outer.weight\n\
+        AdamW (head): gpt.head.weight";
+
+    fn model(device: &Device) -> Self {
+        Self { gpt: Gpt::new(device) }
+    }
+
+    fn train(run: &Run, model: Self) -> Self {
+        learner::train(run, model, 2, |training| training.grads_accumulation(2))
+    }
+
+    fn loss(model: &Self, items: Items) -> f32 {
+        classified(model.logits(&items)).loss.into_scalar()
+    }
+}
