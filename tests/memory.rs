@@ -4,10 +4,11 @@
 use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, Distribution, Tensor};
-use distmuon::comm::World;
+use burn::tensor::{DType, Device, Distribution, Int, Tensor};
+use distmuon::comm::{Communicator, World};
 use distmuon::distributed::{DistMuonConfig, Keep, Layout, Mesh, Place};
 use distmuon::link::{Clock, Link};
+use distmuon::parallel::{RowEmbedding, exchange};
 use distmuon::{
     Coefficients, Error, IterationDtype, IterationForm, MuonConfig, NewtonSchulz,
     NewtonSchulzConfig, RoutingRule,
@@ -16,6 +17,7 @@ use distmuon_testing::device::beyond_memory;
 use distmuon_testing::models::Layers;
 #[cfg(feature = "mpi")]
 use distmuon_testing::mpirun;
+use distmuon_testing::simulated::Simulated;
 use distmuon_testing::watched::replaced;
 use distmuon_testing::{excused, lacks};
 use peak_alloc::PeakAlloc;
@@ -480,6 +482,38 @@ fn an_average_of_owned_parameters_takes_the_memory_of_its_parts() {
     let extra = run.unwrap()[0];
     // The averages of both ranks' parts together.
     assert!(extra <= OWNED_LAYERS * LAYER + SCRATCH, "{extra}");
+}
+
+/// The numbers that a rank passes to collectives, and the bytes that it allocates, in a lookup of
+/// rows on many ranks and its backward pass, and in an exchange of a row for every rank.
+fn of_an_exchange(ranks: usize) -> [usize; 2] {
+    let device = Device::default().autodiff();
+    let engine = Simulated::new(ranks);
+    let group = Communicator::from(engine.clone());
+    let mut layer = RowEmbedding::new(EmbeddingConfig::new(ranks, 8).init(&device), &group);
+    layer.embedding = EmbeddingConfig::new(1, 8).init(&device);
+    let tokens = Tensor::<2, Int>::from_data([[0, 1, ranks as i32 - 1]], &device);
+    let rows = Tensor::<2>::ones([ranks, 1], &device).require_grad();
+    let before = (engine.numbers(), ALLOCATOR.current_usage());
+    ALLOCATOR.reset_peak_usage();
+    drop(layer.forward(tokens).sum().backward());
+    let counts = group.pair_counts(&vec![1; ranks], &device).unwrap();
+    drop(exchange(rows, &counts, &group).sum().backward());
+    [engine.numbers() - before.0, ALLOCATOR.peak_usage() - before.1]
+}
+
+#[test]
+fn an_exchange_of_rows_is_linear_in_the_ranks() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    _ = of_an_exchange(8);
+    let counted = [8, 64, 512, 4096].map(|ranks| (ranks, of_an_exchange(ranks)));
+    for (ranks, [numbers, bytes]) in counted {
+        assert!(numbers <= 32 * ranks + 256, "{ranks} ranks: {numbers} numbers");
+        assert!(bytes <= 512 * ranks + (64 << 10), "{ranks} ranks: {bytes} bytes");
+    }
 }
 
 #[test]

@@ -22,7 +22,7 @@ use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::counts::offsets;
-use super::{Communicator, Engine, Pending, ReduceOp, value};
+use super::{Communicator, Engine, PairCounts, Pending, ReduceOp, value};
 use crate::error::Result;
 use crate::slices;
 
@@ -236,7 +236,7 @@ impl Engine for Hierarchy {
         self.all.broadcast(tensor, root)
     }
 
-    fn all_to_all(&self, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending> {
+    fn all_to_all(&self, tensor: Tensor<1>, counts: &PairCounts) -> Result<Pending> {
         self.all.all_to_all(tensor, counts)
     }
 

@@ -49,6 +49,7 @@ mod world;
 
 pub(crate) use agreement::{Difference, digest, unite};
 pub use communicator::Communicator;
+pub use counts::PairCounts;
 pub use engine::Engine;
 pub use hierarchy::Hierarchy;
 pub use launch::Launch;

@@ -25,10 +25,10 @@ use cudarc::nccl::sys::ncclDataType_t;
 
 use super::call::Call;
 use super::control::{Endpoint, random_secret};
-use super::counts::{offsets, sent_and_received};
+use super::counts::offsets;
 use super::exchange::{self, Exchange};
 use super::validate::assert_fits;
-use super::{Engine, Launch, Pending, ReduceOp};
+use super::{Engine, Launch, PairCounts, Pending, ReduceOp};
 use crate::error::Result;
 use crate::slices;
 use call::Shared;
@@ -318,10 +318,8 @@ impl Engine for Nccl {
         })
     }
 
-    fn all_to_all(&self, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending> {
-        let call = Call::all_to_all(&tensor, counts);
-        let [send, receive] = sent_and_received(counts, self.rank());
-        self.exchange(call, tensor, &send, &receive)
+    fn all_to_all(&self, tensor: Tensor<1>, counts: &PairCounts) -> Result<Pending> {
+        self.exchange(Call::all_to_all(&tensor), tensor, &counts.sent, &counts.received)
     }
 
     fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
