@@ -80,6 +80,12 @@ impl Communicator {
         self.engine.nodes()
     }
 
+    /// Returns the number of communicators that this rank has now, that of the world included. Each
+    /// may take memory of the device, and connections.
+    pub fn communicators(&self) -> usize {
+        self.engine.communicators()
+    }
+
     /// Starts the sum or mean of the tensors of all ranks, which every rank receives. The tensors
     /// have the same length.
     pub fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {

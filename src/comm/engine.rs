@@ -45,6 +45,9 @@ pub trait Engine: Debug + Send + Sync {
         vec![(0..self.size()).collect()]
     }
 
+    /// Implements [`Communicator::communicators`](super::Communicator::communicators).
+    fn communicators(&self) -> usize;
+
     /// Implements [`Communicator::all_reduce`](super::Communicator::all_reduce).
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending>;
 

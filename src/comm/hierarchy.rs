@@ -196,6 +196,10 @@ impl Engine for Hierarchy {
         self.nodes.clone()
     }
 
+    fn communicators(&self) -> usize {
+        self.all.communicators()
+    }
+
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         self.all.all_reduce(tensor, op)
     }

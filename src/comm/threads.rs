@@ -135,6 +135,10 @@ impl Engine for Threads {
         self.participant.size()
     }
 
+    fn communicators(&self) -> usize {
+        self.participant.groups()
+    }
+
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         let call = Call::all_reduce(&tensor, op);
         let dtype = tensor.dtype();

@@ -354,7 +354,12 @@ impl World {
         for (rank, [host, version, device]) in rows.iter().enumerate() {
             table.add_row([&rank.to_string(), host, version, device]);
         }
-        Ok(format!("{} ranks over {}\n{table}", self.size(), self.comm.engine_name()))
+        let (size, engine) = (self.size(), self.comm.engine_name());
+        let communicators = match self.comm.communicators() {
+            1 => "1 communicator".to_owned(),
+            count => format!("{count} communicators"),
+        };
+        Ok(format!("{size} ranks over {engine}, {communicators} each\n{table}"))
     }
 
     /// Returns this rank's index, starting at 0.

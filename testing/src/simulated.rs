@@ -46,6 +46,10 @@ impl Engine for Simulated {
         self.size
     }
 
+    fn communicators(&self) -> usize {
+        1
+    }
+
     fn all_reduce(&self, tensor: Tensor<1>, _: ReduceOp) -> Result<Pending> {
         Ok(self.call(&tensor, 0, tensor.dims()[0]))
     }

@@ -146,6 +146,10 @@ impl Engine for Watched {
         self.inner.nodes()
     }
 
+    fn communicators(&self) -> usize {
+        self.inner.communicators()
+    }
+
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         let bytes = 2 * self.pass(&tensor);
         self.call("all_reduce", bytes, |inner| inner.all_reduce(tensor, op))

@@ -222,6 +222,10 @@ impl Engine for Mpi {
         self.control.size()
     }
 
+    fn communicators(&self) -> usize {
+        self.control.groups()
+    }
+
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         exchange::all_reduce(self, tensor, op)
     }

@@ -248,6 +248,10 @@ impl Engine for Nccl {
         self.shared.peers.control.size()
     }
 
+    fn communicators(&self) -> usize {
+        self.shared.peers.control.groups()
+    }
+
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         match self.reduction {
             Reduction::Exact => exchange::all_reduce(self, tensor, op),

@@ -375,6 +375,7 @@ impl DistModuleOptimizer {
         now.parameters -= arriving.parameters;
         now.buffers += arriving.buffers;
         report.observe(now);
+        report.communicators = self.world.comm().communicators();
         report
     }
 
