@@ -136,7 +136,7 @@ impl Nccl {
     /// [`Error::Launch`](crate::Error::Launch) without an address,
     /// [`Error::Rendezvous`](crate::Error::Rendezvous) if the ranks can't connect to each other.
     pub fn connect(launch: &Launch, device: &Device, deadline: Duration) -> Result<Self> {
-        Self::over(Arc::new(CudaMemory::new(device, launch.rank)?), launch, deadline)
+        Self::of_process(|| cuda_memory(device, launch.rank), launch, deadline)
     }
 
     /// Connects a process whose tensors are in any memory that NCCL can access, and returns its
@@ -150,38 +150,50 @@ impl Nccl {
         launch: &Launch,
         deadline: Duration,
     ) -> Result<Self> {
+        Self::of_process(|| Ok(memory), launch, deadline)
+    }
+
+    fn of_process(
+        memory: impl FnOnce() -> Result<Arc<dyn DeviceMemory>>,
+        launch: &Launch,
+        deadline: Duration,
+    ) -> Result<Self> {
         let Launch { rank, world_size, ref secret, .. } = *launch;
         let (host, port) = launch.required_address()?;
         Self::at(Endpoint::at(rank, host, port)?, memory, (rank, world_size), secret, deadline)
     }
 
-    /// Connects a thread of a process whose ranks are threads.
+    /// Connects a thread of a process whose ranks are threads, on a CUDA device.
     ///
     /// # Errors
     ///
     /// As [`connect`](Self::connect).
     pub(super) fn meeting(
-        memory: Arc<dyn DeviceMemory>,
+        device: &Device,
         meeting: &Meeting,
         rank: usize,
         deadline: Duration,
     ) -> Result<Self> {
         let endpoint = meeting.endpoint(rank);
+        let memory = || cuda_memory(device, rank);
         Self::at(endpoint, memory, (rank, meeting.size), &meeting.secret, deadline)
     }
 
+    /// Joins before all that may fail, so that the other ranks are told of it.
     fn at(
         endpoint: Endpoint,
-        memory: Arc<dyn DeviceMemory>,
+        memory: impl FnOnce() -> Result<Arc<dyn DeviceMemory>>,
         (rank, world_size): (usize, usize),
         secret: &str,
         deadline: Duration,
     ) -> Result<Self> {
-        let library = Arc::new(Library::load(rank)?);
         let control = endpoint.join(rank, world_size, secret, deadline)?;
-        let comm = RawCommunicator::world(library, &control).inspect_err(|error| {
-            control.fail(&error.to_string());
-        })?;
+        let make = || -> Result<_> {
+            let memory = memory()?;
+            let library = Arc::new(Library::load(rank)?);
+            Ok((RawCommunicator::world(library, &control)?, memory))
+        };
+        let (comm, memory) = make().inspect_err(|error| control.fail(&error.to_string()))?;
         let shared = Shared::new(Peers { control, comm }, memory);
         Ok(Self { shared, reduction: Reduction::default() })
     }
@@ -191,6 +203,10 @@ impl Nccl {
     pub fn with_reduction(self, reduction: Reduction) -> Self {
         Self { reduction, ..self }
     }
+}
+
+fn cuda_memory(device: &Device, rank: usize) -> Result<Arc<dyn DeviceMemory>> {
+    Ok(Arc::new(CudaMemory::new(device, rank)?))
 }
 
 impl Exchange for Nccl {
