@@ -33,8 +33,8 @@ const RESERVED_DESCRIPTORS: usize = 32 + MAX_UNAUTHENTICATED_CONNECTIONS;
 /// The time for which rank 0 keeps serving the other ranks after the world has failed, so that they
 /// receive the failure.
 const REPORT_GRACE: Duration = Duration::from_secs(2);
-/// The time for which rank 0, which has departed or failed, waits for ranks that have not joined: it
-/// tells them, where they would look for rank 0 until the deadline.
+/// The time for which rank 0, which has departed or failed, stays for ranks that have not joined.
+/// They would look for rank 0 until the deadline.
 const JOIN_GRACE: Duration = Duration::from_secs(5);
 /// Time between checks of all deadlines.
 const TICK: Duration = Duration::from_millis(50);

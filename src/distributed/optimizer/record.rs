@@ -112,11 +112,11 @@ impl DistModuleOptimizer {
 
     /// Makes the calls of [`write`](Self::write) on a rank that does not write.
     fn send_states(&self, parts: Vec<(String, Tensor<1>)>) -> Result<()> {
-        let own = self.own_states()?;
+        let own = self.own_states(false)?;
         for (path, part) in parts {
             self.collect_whole(&path, part)?;
         }
-        self.collect(own, false, |_| ())?;
+        self.collect(&own, false, |_| ())?;
         self.world.comm().synchronize()
     }
 
@@ -152,7 +152,7 @@ impl DistModuleOptimizer {
         let ids: HashMap<String, u64> = found.map(|found| (found.path, found.id.val())).collect();
         let _busy = Busy::new(self.world.communicator());
         let counters = self.counters();
-        let own = self.own_states()?;
+        let own = self.own_states(false)?;
         let contents = self.contents(&counters, &own, &ids);
         let (contents, error) = match contents {
             Ok(contents) => (contents, None),
@@ -172,7 +172,7 @@ impl DistModuleOptimizer {
             };
             put(&mut saving, || (entry.data)(whole));
         }
-        self.collect(own, false, |data| put(&mut saving, || data))?;
+        self.collect(&own, false, |data| put(&mut saving, || data))?;
         counters
             .into_iter()
             .for_each(|counter| put(&mut saving, || TensorData::from([counter.value])));
@@ -198,10 +198,10 @@ impl DistModuleOptimizer {
     /// The state of all ranks on all of them, or on rank 0 only.
     fn record(&self, everywhere: bool) -> Result<Option<OptimizerRecord>> {
         let mut states = Vec::new();
-        let own = self.announced(self.own_states())?;
+        let own = self.announced(self.own_states(everywhere))?;
         let counters = self.counters();
         let contents = self.contents(&counters, &own, &self.ids());
-        self.announced(self.collect(own, everywhere, |data| states.push(data)))?;
+        self.announced(self.collect(&own, everywhere, |data| states.push(data)))?;
         // Collectives may return results that the device has not received yet.
         self.announced(self.world.comm().synchronize())?;
         if !everywhere && self.world.rank() != 0 {
@@ -253,7 +253,7 @@ impl DistModuleOptimizer {
     /// rank 0 or on all ranks. All ranks make this call.
     fn collect(
         &self,
-        own: OwnStates,
+        own: &OwnStates,
         everywhere: bool,
         mut each: impl FnMut(TensorData),
     ) -> Result<()> {
