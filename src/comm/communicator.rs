@@ -252,6 +252,9 @@ impl Communicator {
 
     /// Returns the group of the ranks that give the same color, numbered in the order of `key` and
     /// then of rank.
+    ///
+    /// Make groups before the loop of a program, not in it: rank 0 keeps the members of each until
+    /// the world ends.
     pub fn split(&self, color: usize, key: usize) -> Result<Self> {
         Ok(Self::new(self.engine.split(color, key)?))
     }

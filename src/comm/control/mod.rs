@@ -286,7 +286,7 @@ impl Control {
 /// Pauses between two polls of a call that has been waited for this long. A thread that only yields
 /// is always ready to run, which slows the ranks that it waits for and the threads that send
 /// heartbeats.
-fn pause(waited: Duration) {
+pub fn pause(waited: Duration) {
     match waited < SPIN {
         true => thread::yield_now(),
         // A small fraction of the time waited so far, so that no call takes notably longer.

@@ -46,7 +46,9 @@ impl DistModuleOptimizer {
     ///
     /// # Errors
     ///
-    /// Those of every collective; [`Error::Parameter`] if two parameters share one identity.
+    /// Those of every collective; [`Error::Parameter`] if two parameters share one identity;
+    /// [`Error::Setting`] for a state beyond the limits of Burn's records, such as 100,000 tensors,
+    /// which [`save`](Self::save) does not have.
     pub fn to_record(&self) -> Result<OptimizerRecord> {
         Ok(self.record(true)?.expect("every rank keeps the record"))
     }
@@ -210,7 +212,7 @@ impl DistModuleOptimizer {
         let _busy = Busy::new(self.world.communicator());
         let contents = contents?;
         states.extend(counters.into_iter().map(|counter| TensorData::from([counter.value])));
-        Ok(Some(recorded(contents, states)))
+        recorded(contents, states).map(Some)
     }
 
     /// A record with the names, types and ranks of this one's state, in tensors of one element
@@ -226,12 +228,17 @@ impl DistModuleOptimizer {
             )
         };
         let tensors = contents.tensors.iter().map(one).collect();
-        Ok(recorded(contents, tensors))
+        recorded(contents, tensors)
     }
 }
 
 /// The record of tensors, in the order of their names in `contents`.
-fn recorded(contents: Contents, tensors: Vec<TensorData>) -> OptimizerRecord {
+///
+/// # Errors
+///
+/// [`Error::Setting`] if it is beyond the limits of Burn's records.
+fn recorded(contents: Contents, tensors: Vec<TensorData>) -> Result<OptimizerRecord> {
+    let count = tensors.len();
     let tensors = contents.tensors.into_iter().zip(tensors).map(|(planned, data)| {
         let (bytes, shape, dtype) = data.into_parts();
         burn_pack::Tensor::new(planned.name, dtype, shape, planned.id, bytes)
@@ -243,8 +250,44 @@ fn recorded(contents: Contents, tensors: Vec<TensorData>) -> OptimizerRecord {
     for (name, value) in &contents.metadata {
         writer = writer.with_metadata(name, value);
     }
-    let bytes = writer.into_bytes().expect("names are distinct and sizes known");
-    OptimizerRecord::from_bytes(bytes).expect("the bytes are those of a record")
+    let record = writer.into_bytes().map(OptimizerRecord::from_bytes);
+    let reason = match record {
+        Ok(Ok(record)) => return Ok(record),
+        Ok(Err(error)) => error.to_string(),
+        Err(error) => error.to_string(),
+    };
+    Err(Error::setting(
+        "the record of the optimizer",
+        format!("{count} tensors ({reason})"),
+        "what Burn reads, such as at most 100,000 tensors (use `DistModuleOptimizer::save`, whose \
+         files have no limit)",
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_pack::MAX_TENSOR_COUNT;
+
+    use super::*;
+
+    #[test]
+    fn a_record_of_more_tensors_than_burn_reads_is_an_error_with_a_remedy() {
+        let record = |count: usize| {
+            let planned = |index: usize| Planned {
+                name: format!("{index}.momentum"),
+                dtype: DType::F32,
+                shape: vec![1],
+                id: Some(index as u64),
+                bytes: 4,
+            };
+            let contents =
+                Contents { tensors: (0..count).map(planned).collect(), ..Contents::default() };
+            recorded(contents, vec![TensorData::from([0.0f32]); count])
+        };
+        assert!(record(3).is_ok());
+        let error = record(MAX_TENSOR_COUNT + 1).unwrap_err().to_string();
+        assert!(error.contains("100001 tensors") && error.contains("::save"), "{error}");
+    }
 }
 
 /// The steps that saving and loading consist of.
