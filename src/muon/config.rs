@@ -103,9 +103,11 @@ pub struct MuonConfig {
     #[config(default = "Some(100)")]
     pub max_skipped: Option<usize>,
     /// Number of consecutive steps without a gradient of any parameter that ends the run with
-    /// [`Error::Setting`]; `None` for no limit. The first of them is logged as a warning. Burn's
-    /// [`ModuleOptimizer`](burn::optim::ModuleOptimizer) passes no such step on, and does nothing
-    /// in it.
+    /// [`Error::Setting`]; `None` for no limit. The first of them is logged as a warning, and so is
+    /// a single parameter that has had no gradient for that number of steps: see
+    /// [`DistModuleOptimizer::absent`](crate::DistModuleOptimizer::absent). Burn's
+    /// [`ModuleOptimizer`](burn::optim::ModuleOptimizer) does not tell of parameters without a
+    /// gradient, and does nothing in a step without any.
     #[config(default = "Some(100)")]
     pub max_absent: Option<usize>,
 }

@@ -1,5 +1,6 @@
 //! The optimizer of a whole model on many ranks.
 
+mod absence;
 mod acceptance;
 mod busy;
 mod clip;
@@ -20,7 +21,7 @@ mod share;
 mod stages;
 mod step;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
@@ -42,6 +43,7 @@ use crate::qk_clip::{ClippedHeads, Factors};
 use crate::routing::{Routing, Updates};
 use crate::slices;
 use crate::update::{Place, SkippedSteps};
+use absence::Absence;
 use acceptance::RowSums;
 #[cfg(feature = "train")]
 pub(super) use busy::Busy;
@@ -119,10 +121,7 @@ pub struct DistModuleOptimizer {
     compared_steps: usize,
     /// The attention heads to clip in the next step.
     head_clip: Option<HeadClip>,
-    /// The number of steps without any gradient since the last one with a gradient, and the number
-    /// of them that ends the run.
-    absent_steps: usize,
-    max_absent: Option<usize>,
+    absence: Absence,
     /// `true` if the next step is to be observed.
     requested: bool,
     /// The observations of the last step that was.
@@ -194,6 +193,7 @@ impl DistModuleOptimizer {
             units,
             cuts,
             counters: Counters::new(trained.len(), &device),
+            absence: Absence::new(config.muon.max_absent, trained.len()),
             skipped: skipped.clone(),
             place: Place::default(),
             diverged: slices::zeros(matrices.len(), DType::F32, &device),
@@ -215,8 +215,6 @@ impl DistModuleOptimizer {
             compared: HashSet::new(),
             compared_steps: 0,
             head_clip: None,
-            absent_steps: 0,
-            max_absent: config.muon.max_absent,
             requested: false,
             observed: None,
             memory,
@@ -384,6 +382,14 @@ impl DistModuleOptimizer {
     /// are clipped or have the scale of the loss, and in stacks whose matrices have several owners.
     pub fn skipped_steps(&self) -> &SkippedSteps {
         &self.skipped
+    }
+
+    /// Returns the trained parameters that have had no gradient on any rank in the last
+    /// [`MuonConfig::max_absent`](crate::MuonConfig::max_absent) steps or more, with the number of
+    /// these steps: a layer whose output the loss does not use, or that was detached.
+    pub fn absent(&self) -> BTreeMap<String, usize> {
+        let reached = self.absence.reached();
+        reached.map(|(index, steps)| (self.trained[index].path.clone(), steps)).collect()
     }
 
     /// Counts skipped steps in other counts.

@@ -180,7 +180,10 @@ impl DistModuleOptimizer {
             self.compare_gradients(&detached)?;
         }
         let present = self.agree_on_step(&lrs, &detached)?;
-        self.count_absent(&present)?;
+        let warning = self.absence.count(&present, |index| &self.trained[index].path)?;
+        if let Some(warning) = warning.filter(|_| self.world.is_main()) {
+            log::warn!("{warning}");
+        }
 
         // The heads of a step that is skipped are of no use in another.
         let inputs = self.inputs(&lrs);
@@ -202,29 +205,6 @@ impl DistModuleOptimizer {
         self.observe(&step);
         let (known, units) = (&self.model, &self.units);
         Ok(step.detached.reattach(model, known, units, parts, &self.publication))
-    }
-
-    /// Counts the steps in a row in which no parameter has a gradient, as with the gradients of
-    /// another model. Warns in the first one, and fails in the last one.
-    fn count_absent(&mut self, present: &[bool]) -> Result<()> {
-        if present.contains(&true) {
-            self.absent_steps = 0;
-            return Ok(());
-        }
-        self.absent_steps += 1;
-        let steps = self.absent_steps;
-        if self.max_absent.is_some_and(|max| steps >= max) {
-            return Err(Error::setting(
-                "gradients",
-                format!("none in {steps} steps in a row"),
-                "gradients of the model that is stepped (take them from its own loss; \
-                 `max_absent` is the limit)",
-            ));
-        }
-        if steps == 1 && self.world.is_main() {
-            log::warn!("a step has no gradient of any parameter, and changes nothing");
-        }
-        Ok(())
     }
 
     /// Fails for heads to clip that are not those of whole parameters.
