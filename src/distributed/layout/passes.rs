@@ -389,8 +389,12 @@ impl Passes {
         part_id: Option<u64>,
         part: Tensor<1>,
     ) -> Result<()> {
-        let pending =
-            self.groups.of(unit).sharing.comm().all_gather(unit.sent(&part), unit.part_counts())?;
+        let pending = self
+            .groups
+            .of(unit)
+            .sharing
+            .comm()
+            .all_gather(unit.sent(&part), &unit.part_counts().to_vec())?;
         state.events.push(Event::Gather(unit.index));
         state.flights.push_back(Flight::Gathering(unit.index, pending));
         state.ahead += unit.bytes();
@@ -466,8 +470,12 @@ impl Passes {
         while state.is_reducing() && state.sent() + sent > self.limits.in_flight {
             self.land(state)?;
         }
-        let pending =
-            self.groups.of(unit).sharing.comm().reduce_scatter_f32(parts, unit.part_counts())?;
+        let pending = self
+            .groups
+            .of(unit)
+            .sharing
+            .comm()
+            .reduce_scatter_f32(parts, &unit.part_counts().to_vec())?;
         state.reducing += pending.bytes();
         state.observe();
         state.events.push(Event::Reduce(unit.index));
@@ -492,8 +500,8 @@ impl Passes {
                     self.keep_mean(state, (index, leaf), sum);
                     return Ok(());
                 }
-                let counts = self.units[index].shard_counts();
-                let pending = replicas.reduce_scatter_f32(sum, counts)?;
+                let counts = self.units[index].shard_counts().to_vec();
+                let pending = replicas.reduce_scatter_f32(sum, &counts)?;
                 state.reducing += pending.bytes();
                 state.flights.push_back(Flight::ReducingReplicas(index, leaf, pending));
             }
@@ -507,7 +515,7 @@ impl Passes {
     }
 
     fn keep_mean(&self, state: &mut State, (index, leaf): (usize, u64), sum: Tensor<1>) {
-        let mean = sum.div_scalar(self.units[index].counts().len() as f64);
+        let mean = sum.div_scalar(self.units[index].counts().ranks() as f64);
         let uses = state.uses[index].of_leaf(leaf);
         let more = if uses.mean.is_none() { bytes(&mean) } else { 0 };
         uses.mean = Some(added(uses.mean.take(), mean));
@@ -733,7 +741,7 @@ impl Passes {
     /// Starts to exchange this rank's new shard of a parameter with the ranks that have replicas of
     /// its part, which is waited for at its first use.
     pub fn publish_later(&self, unit: &Unit, shard: Tensor<1>) -> Result<()> {
-        let pending = self.replicas(unit).all_gather(shard, unit.shard_counts())?;
+        let pending = self.replicas(unit).all_gather(shard, &unit.shard_counts().to_vec())?;
         let mut state = self.state();
         state.publishing.push_back((unit.index, pending));
         state.observe();

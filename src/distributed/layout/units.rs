@@ -197,7 +197,7 @@ impl Units {
         if replicas.size() == 1 {
             return Ok(Pending::ready(shard));
         }
-        replicas.all_gather(shard, unit.shard_counts())
+        replicas.all_gather(shard, &unit.shard_counts().to_vec())
     }
 
     /// Remembers this rank's new part of a parameter.

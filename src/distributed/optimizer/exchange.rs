@@ -169,7 +169,7 @@ impl Assembly {
             let whole: usize = runs.iter().map(|(_, run)| run.elements.len()).sum();
             moves |= held(owner, &runs) < whole;
         }
-        let (runs, elements) = (of_rank(row[grid.slice]), bucket.counts[row[grid.slice]]);
+        let (runs, elements) = (of_rank(row[grid.slice]), bucket.counts.of(row[grid.slice]));
         let received = (0..row.len()).map(|slice| held(slice, &runs)).collect();
         let to_owners = moves.then_some(PairCounts { sent, received });
         let owned = Arc::new(Owned { runs, elements });

@@ -310,10 +310,10 @@ impl DistModuleOptimizer {
                     BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements
                         if everywhere =>
                     {
-                        comm.all_gather(local, &values.counts)?.wait()?
+                        comm.all_gather(local, &values.counts.to_vec())?.wait()?
                     }
                     BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => {
-                        comm.gather(local, &values.counts, 0)?.wait()?
+                        comm.gather(local, &values.counts.to_vec(), 0)?.wait()?
                     }
                 };
                 if everywhere || comm.rank() == 0 {
@@ -356,7 +356,7 @@ impl DistModuleOptimizer {
         let held = match self.units.get(path).filter(|unit| unit.placement.is_owned()) {
             Some(unit) => {
                 let comm = group.map_or(self.world.comm(), |group| &group.alike);
-                let shards = comm.gather(unit.shard(&part), unit.counts(), 0)?.wait()?;
+                let shards = comm.gather(unit.shard(&part), &unit.counts().to_vec(), 0)?.wait()?;
                 if comm.rank() == 0 { unit.whole_of_shards(&shards) } else { shards }
             }
             None => part,
@@ -412,7 +412,7 @@ impl DistModuleOptimizer {
         let counts = bucket.counts.iter().map(|count| {
             // The pieces of a rank follow each other.
             let (mut elements, mut sum) = (0, 0);
-            while elements < *count {
+            while elements < count {
                 let piece = pieces.next().expect("the shards cover all pieces");
                 elements += piece.len;
                 sum += values(piece).len;

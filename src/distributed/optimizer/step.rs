@@ -450,7 +450,7 @@ impl DistModuleOptimizer {
         Ok(Reducing::Sent(match bucket.kind {
             BucketKind::Replicated => group.all_reduce(packed, ReduceOp::Sum)?,
             BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => {
-                group.reduce_scatter_f32(packed, &bucket.counts)?
+                group.reduce_scatter_f32(packed, &bucket.counts.to_vec())?
             }
         }))
     }
@@ -691,7 +691,8 @@ impl DistModuleOptimizer {
                 step.unpublished.push((bucket, share));
             }
             Publish::Now => {
-                let gathering = exchange.publishers.all_gather(share, &exchange.held.counts)?;
+                let gathering =
+                    exchange.publishers.all_gather(share, &exchange.held.counts.to_vec())?;
                 step.buffers += gathering.bytes();
                 step.flights.push_back(Flight::Gathering(bucket, gathering));
             }
@@ -708,7 +709,7 @@ impl DistModuleOptimizer {
         for (bucket, share) in unpublished {
             step.shards -= bytes(&share);
             let Exchange { held, publishers, .. } = &self.shards[bucket].exchange;
-            let gathering = publishers.all_gather(share, &held.counts)?;
+            let gathering = publishers.all_gather(share, &held.counts.to_vec())?;
             self.publication.add(held, gathering);
             self.observe(step);
         }
