@@ -264,32 +264,6 @@ fn recorded(contents: Contents, tensors: Vec<TensorData>) -> Result<OptimizerRec
     ))
 }
 
-#[cfg(test)]
-mod tests {
-    use burn_pack::MAX_TENSOR_COUNT;
-
-    use super::*;
-
-    #[test]
-    fn a_record_of_more_tensors_than_burn_reads_is_an_error_with_a_remedy() {
-        let record = |count: usize| {
-            let planned = |index: usize| Planned {
-                name: format!("{index}.momentum"),
-                dtype: DType::F32,
-                shape: vec![1],
-                id: Some(index as u64),
-                bytes: 4,
-            };
-            let contents =
-                Contents { tensors: (0..count).map(planned).collect(), ..Contents::default() };
-            recorded(contents, vec![TensorData::from([0.0f32]); count])
-        };
-        assert!(record(3).is_ok());
-        let error = record(MAX_TENSOR_COUNT + 1).unwrap_err().to_string();
-        assert!(error.contains("100001 tensors") && error.contains("::save"), "{error}");
-    }
-}
-
 /// The steps that saving and loading consist of.
 impl DistModuleOptimizer {
     /// Passes on the state's tensors one by one, in the order of [`contents`](Self::contents), on
@@ -897,5 +871,31 @@ impl Checkpointed for DistModuleOptimizer {
         let unused = differences.iter().map(|difference| difference.parameter.clone()).collect();
         differences.extend(self.take_over(&States::new(archive), unused)?);
         Ok((model, self, progress, differences))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_pack::MAX_TENSOR_COUNT;
+
+    use super::*;
+
+    #[test]
+    fn a_record_of_more_tensors_than_burn_reads_is_an_error_with_a_remedy() {
+        let record = |count: usize| {
+            let planned = |index: usize| Planned {
+                name: format!("{index}.momentum"),
+                dtype: DType::F32,
+                shape: vec![1],
+                id: Some(index as u64),
+                bytes: 4,
+            };
+            let contents =
+                Contents { tensors: (0..count).map(planned).collect(), ..Contents::default() };
+            recorded(contents, vec![TensorData::from([0.0f32]); count])
+        };
+        assert!(record(3).is_ok());
+        let error = record(MAX_TENSOR_COUNT + 1).unwrap_err().to_string();
+        assert!(error.contains("100001 tensors") && error.contains("::save"), "{error}");
     }
 }
