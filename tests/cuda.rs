@@ -22,7 +22,7 @@ pub(crate) mod gpu {
     use burn::nn::LinearConfig;
     use burn::tensor::{DType, Device, Distribution, Tensor, TensorData};
     use cudarc::driver::{result, sys};
-    use distmuon::comm::{CudaMemory, Launch, Nccl, Order, ReduceOp, Reduction, World};
+    use distmuon::comm::{CudaMemory, Launch, Nccl, Order, PairCounts, ReduceOp, Reduction, World};
     use distmuon::distributed::DistMuonConfig;
     use distmuon::{IterationDtype, MuonConfig, NativeKernels, NewtonSchulzConfig, Result};
     use distmuon_testing::models::{Fixed, Layers, bits, gradients, weights};
@@ -215,7 +215,7 @@ pub(crate) mod gpu {
                 results.push(comm.reduce_scatter(contribution(all), parts, ReduceOp::Sum)?);
                 results.push(comm.all_gather(contribution(parts[rank]), parts)?);
                 results.push(comm.broadcast(contribution(all), size - 1)?);
-                let pairs = vec![parts.to_vec(); size];
+                let pairs = PairCounts { sent: parts.to_vec(), received: vec![parts[rank]; size] };
                 results.push(comm.all_to_all(contribution(all), &pairs)?);
             }
         }

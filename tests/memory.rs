@@ -3,11 +3,12 @@
 
 use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
-use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, Distribution, Tensor};
-use distmuon::comm::World;
+use burn::optim::{GradientsParams, LambConfig};
+use burn::tensor::{DType, Device, Distribution, Int, Tensor};
+use distmuon::comm::{Communicator, World};
 use distmuon::distributed::{DistMuonConfig, Keep, Layout, Mesh, Place};
 use distmuon::link::{Clock, Link};
+use distmuon::parallel::{RowEmbedding, exchange};
 use distmuon::{
     Coefficients, Error, IterationDtype, IterationForm, MuonConfig, NewtonSchulz,
     NewtonSchulzConfig, RoutingRule,
@@ -16,6 +17,7 @@ use distmuon_testing::device::beyond_memory;
 use distmuon_testing::models::Layers;
 #[cfg(feature = "mpi")]
 use distmuon_testing::mpirun;
+use distmuon_testing::simulated::Simulated;
 use distmuon_testing::watched::replaced;
 use distmuon_testing::{excused, lacks};
 use peak_alloc::PeakAlloc;
@@ -160,12 +162,16 @@ const LAYERS: usize = 24;
 const WIDTH: usize = 256;
 
 /// The largest memory of all ranks together on the host to save and to load, in bytes.
-fn to_save_and_load(ranks: usize, bucket_mb: f64, path: &Path) -> [usize; 2] {
+fn to_save_and_load(ranks: usize, config: &DistMuonConfig, path: &Path) -> [usize; 2] {
     let together = Barrier::new(ranks);
     let peaks = World::threads(vec![Device::default().autodiff(); ranks], |world| {
         let net = world.broadcast(Layers::square(LAYERS, WIDTH, world.device()))?;
-        let config = DistMuonConfig::new().with_bucket_mb(Some(bucket_mb));
-        let optim = config.init(&world, &net)?;
+        let mut optim = config.init(&world, &net)?;
+        // The optimizers of users make their states in a step.
+        let loss = net.layers.iter().map(|layer| layer.weight.val().sum());
+        let loss = loss.reduce(|sum, of_layer| sum + of_layer).expect("layers");
+        let gradients = GradientsParams::from_grads(loss.backward(), &net);
+        let net = optim.step(0.01, net, gradients)?;
         // No rank works between two barriers.
         let start = || {
             together.wait();
@@ -205,11 +211,12 @@ fn a_checkpoint_allocates_buckets_and_not_the_state() {
     let matrix = 4 * WIDTH * WIDTH;
     let state = LAYERS * matrix;
     // Two matrices to a bucket.
-    let (bucket, bucket_mb) = (2 * matrix, 0.5);
+    let bucket = 2 * matrix;
+    let config = DistMuonConfig::new().with_bucket_mb(Some(0.5));
     // Libraries allocate the memory that they keep at first use.
-    to_save_and_load(2, bucket_mb, &path);
+    to_save_and_load(2, &config, &path);
     let peaks = [1, 2, 4].map(|ranks| {
-        let [saved, loaded] = to_save_and_load(ranks, bucket_mb, &path);
+        let [saved, loaded] = to_save_and_load(ranks, &config, &path);
         let times = |bytes: usize| bytes as f64 / state as f64;
         println!(
             "{ranks} ranks: {saved} to save ({:.2} of the state), {loaded} to load ({:.2})",
@@ -225,6 +232,29 @@ fn a_checkpoint_allocates_buckets_and_not_the_state() {
     }
     let [(alone, _), .., (four, _)] = peaks;
     assert!(2 * four < 3 * alone.max(bucket + SCRATCH), "{four} bytes on 4 ranks, {alone} on one");
+}
+
+#[test]
+fn a_checkpoint_allocates_one_state_of_a_users_optimizer_at_a_time() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("run.bpk");
+    let muon = MuonConfig::new()
+        .with_optimizer("lamb", LambConfig::new().build())
+        .with_rule(RoutingRule::custom("", "lamb"));
+    let config = DistMuonConfig::new().with_muon(muon);
+    to_save_and_load(2, &config, &path);
+    // Two moments of a layer.
+    let state = 2 * 4 * WIDTH * WIDTH;
+    for ranks in [1, 2, 4] {
+        let [saved, _] = to_save_and_load(ranks, &config, &path);
+        // A state in two forms at its owner, and received, taken apart and written by rank 0.
+        assert!(saved <= 6 * state + SCRATCH, "{ranks} ranks: {saved}, a state is {state}");
+        assert!(saved < LAYERS * state / 2, "{ranks} ranks: {saved}");
+    }
 }
 
 /// Matrices of one size, each of which fills a bucket.
@@ -482,6 +512,38 @@ fn an_average_of_owned_parameters_takes_the_memory_of_its_parts() {
     let extra = run.unwrap()[0];
     // The averages of both ranks' parts together.
     assert!(extra <= OWNED_LAYERS * LAYER + SCRATCH, "{extra}");
+}
+
+/// The numbers that a rank passes to collectives, and the bytes that it allocates, in a lookup of
+/// rows on many ranks and its backward pass, and in an exchange of a row for every rank.
+fn of_an_exchange(ranks: usize) -> [usize; 2] {
+    let device = Device::default().autodiff();
+    let engine = Simulated::new(ranks);
+    let group = Communicator::from(engine.clone());
+    let mut layer = RowEmbedding::new(EmbeddingConfig::new(ranks, 8).init(&device), &group);
+    layer.embedding = EmbeddingConfig::new(1, 8).init(&device);
+    let tokens = Tensor::<2, Int>::from_data([[0, 1, ranks as i32 - 1]], &device);
+    let rows = Tensor::<2>::ones([ranks, 1], &device).require_grad();
+    let before = (engine.numbers(), ALLOCATOR.current_usage());
+    ALLOCATOR.reset_peak_usage();
+    drop(layer.forward(tokens).sum().backward());
+    let counts = group.pair_counts(&vec![1; ranks], &device).unwrap();
+    drop(exchange(rows, &counts, &group).sum().backward());
+    [engine.numbers() - before.0, ALLOCATOR.peak_usage() - before.1]
+}
+
+#[test]
+fn an_exchange_of_rows_is_linear_in_the_ranks() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    _ = of_an_exchange(8);
+    let counted = [8, 64, 512, 4096].map(|ranks| (ranks, of_an_exchange(ranks)));
+    for (ranks, [numbers, bytes]) in counted {
+        assert!(numbers <= 32 * ranks + 256, "{ranks} ranks: {numbers} numbers");
+        assert!(bytes <= 512 * ranks + (64 << 10), "{ranks} ranks: {bytes} bytes");
+    }
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::time::Instant;
 use burn::tensor::Tensor;
 use comfy_table::{Table, presets};
 use distmuon::Result;
-use distmuon::comm::{Communicator, Pending, ReduceOp, World};
+use distmuon::comm::{Communicator, PairCounts, Pending, ReduceOp, World};
 
 /// Sizes of the whole tensor in bytes, in float32.
 const BYTES: [usize; 3] = [64 << 10, 1 << 20, 16 << 20];
@@ -30,7 +30,7 @@ const COLLECTIVES: [(&str, Start); 5] = [
     ("broadcast", |comm, whole| comm.broadcast(whole, 0)),
     ("all_to_all", |comm, whole| {
         let parts = parts(comm, &whole);
-        comm.all_to_all(whole, &vec![parts; comm.size()])
+        comm.all_to_all(whole, &PairCounts { sent: parts.clone(), received: parts })
     }),
 ];
 

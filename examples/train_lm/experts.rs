@@ -6,7 +6,7 @@ use burn::nn::{Initializer, Linear, LinearConfig};
 use burn::tensor::activation::{relu, softmax};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use distmuon::RoutingRule;
-use distmuon::comm::Communicator;
+use distmuon::comm::{Communicator, PairCounts};
 use distmuon::parallel::exchange;
 
 use super::model::Region;
@@ -25,8 +25,13 @@ pub struct Experts {
     pub region: Region,
 }
 
-/// The numbers of tokens of every expert, `[rank][expert]`.
-type Counts = Vec<Vec<usize>>;
+/// Numbers of tokens.
+struct Counts {
+    /// Those of this rank, for each of all experts.
+    sent: Vec<usize>,
+    /// Those of all ranks for each expert of this rank, rank by rank.
+    received: Vec<usize>,
+}
 
 impl Experts {
     pub fn new(count: usize, width: usize, hidden: usize, device: &Device) -> Self {
@@ -61,7 +66,7 @@ impl Experts {
             choice.into_data().iter::<i64>().map(|expert| expert as usize).collect();
         let [_, experts] = scores.dims();
         let order = sorted(&choice);
-        let Some(counts) = self.counts(&choice, experts) else {
+        let Some(counts) = self.counts(&choice, experts, &x.device()) else {
             // A pass returns no error: the next step does.
             return Tensor::full(shape, f32::NAN, &x.device());
         };
@@ -72,35 +77,30 @@ impl Experts {
         (select(computed, &back) * score).reshape(shape)
     }
 
-    /// The numbers of tokens of all ranks. `None` after a failure.
-    fn counts(&self, choice: &[usize], experts: usize) -> Option<Counts> {
-        let mut counts = vec![0; experts];
-        choice.iter().for_each(|expert| counts[*expert] += 1);
-        let Some(group) = &self.group else { return Some(vec![counts]) };
-        let bytes = counts.iter().flat_map(|count| (*count as u64).to_le_bytes()).collect();
-        let all = group.all_gather_bytes(bytes).ok()?;
-        let number = |bytes: &[u8]| Some(u64::from_le_bytes(bytes.try_into().ok()?) as usize);
-        all.iter().map(|bytes| bytes.chunks(8).map(number).collect()).collect()
+    /// The numbers of tokens, by the experts of this rank's. `None` after a failure.
+    fn counts(&self, choice: &[usize], experts: usize, device: &Device) -> Option<Counts> {
+        let mut sent = vec![0; experts];
+        choice.iter().for_each(|expert| sent[*expert] += 1);
+        let received = match &self.group {
+            Some(group) => group.all_to_all_numbers(&sent, device).ok()?,
+            None => sent.clone(),
+        };
+        Some(Counts { sent, received })
     }
 
     /// The rows of this rank's tokens, in the order of their experts, as these compute them.
     fn computed(&self, rows: Tensor<2>, counts: &Counts) -> Tensor<2> {
         // One use in a pass, also by a rank whose experts get no tokens: the same on all ranks.
         let stacks = [self.up.val(), self.down.val()];
-        let Some(group) = &self.group else { return self.by_expert(stacks, rows, &counts[0]) };
-        let held = counts[0].len() / group.size();
-        let of_rank = |counts: &[usize], rank: usize| counts[rank * held..][..held].to_vec();
-        let ranks = 0..group.size();
-        let table: Counts = counts
-            .iter()
-            .map(|counts| ranks.clone().map(|to| of_rank(counts, to).iter().sum()).collect())
-            .collect();
-        let back: Counts =
-            ranks.clone().map(|from| ranks.clone().map(|to| table[to][from]).collect()).collect();
-        let received = exchange(rows, &table, group);
+        let Some(group) = &self.group else { return self.by_expert(stacks, rows, &counts.sent) };
+        let held = counts.sent.len() / group.size();
+        let of_ranks =
+            |counts: &[usize]| counts.chunks(held).map(|rank| rank.iter().sum()).collect();
+        let pairs =
+            PairCounts { sent: of_ranks(&counts.sent), received: of_ranks(&counts.received) };
+        let received = exchange(rows, &pairs, group);
         // Rank by rank, and there expert by expert: from now on the other way round.
-        let of_ranks = counts.iter().map(|counts| of_rank(counts, group.rank()));
-        let of_ranks: Vec<Vec<usize>> = of_ranks.collect();
+        let of_ranks: Vec<&[usize]> = counts.received.chunks(held).collect();
         let experts = of_ranks.iter().flat_map(|counts| {
             counts.iter().enumerate().flat_map(|(expert, count)| vec![expert; *count])
         });
@@ -110,12 +110,12 @@ impl Experts {
         if order.is_empty() {
             // No rows were received, but they have a gradient, and so have the experts.
             let [up, down] = stacks.map(Tensor::sum);
-            return exchange(received, &back, group) + ((up + down) * 0.0).unsqueeze();
+            return exchange(received, &pairs.back(), group) + ((up + down) * 0.0).unsqueeze();
         }
         let mut rank_by_rank = vec![0; order.len()];
         order.iter().enumerate().for_each(|(row, token)| rank_by_rank[*token] = row);
         let computed = self.by_expert(stacks, select(received, &order), &all);
-        exchange(select(computed, &rank_by_rank), &back, group)
+        exchange(select(computed, &rank_by_rank), &pairs.back(), group)
     }
 
     /// Rows in the order of their experts, as these compute them.

@@ -3,11 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use super::validate::Arguments;
-use super::{Engine, Pending, ReduceOp};
+use super::{Engine, PairCounts, Pending, ReduceOp};
 use crate::error::Result;
+
+/// The number of values of each of the two float32 in which a number is sent.
+const WORD: usize = 1 << 24;
 
 /// One rank's access to a group of ranks. Clones are the same rank of the same group.
 ///
@@ -77,6 +80,12 @@ impl Communicator {
         self.engine.nodes()
     }
 
+    /// Returns the number of communicators that this rank has now, that of the world included. Each
+    /// may take memory of the device, and connections.
+    pub fn communicators(&self) -> usize {
+        self.engine.communicators()
+    }
+
     /// Starts the sum or mean of the tensors of all ranks, which every rank receives. The tensors
     /// have the same length.
     pub fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
@@ -122,15 +131,44 @@ impl Communicator {
         self.engine.broadcast(tensor, root)
     }
 
-    /// Starts sending a part of the tensor of every rank to every rank. Rank `from` sends
-    /// `counts[from][to]` elements to rank `to`. The result is the concatenation of the received
-    /// parts in the order of ranks. The counts are the same on all ranks.
-    pub fn all_to_all(&self, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending> {
+    /// Starts sending a part of the tensor of every rank to every rank. The result is the
+    /// concatenation of the received parts in the order of ranks. What a rank receives from another
+    /// is what the other sends, as [`pair_counts`](Self::pair_counts) finds it.
+    ///
+    /// Counts of two ranks that do not fit are a mismatch on the rank that would receive the part.
+    /// NCCL does not compare them: such a call never ends, or its result is wrong.
+    pub fn all_to_all(&self, tensor: Tensor<1>, counts: &PairCounts) -> Result<Pending> {
         let arguments = self.arguments("all_to_all");
         arguments.dtype(&tensor)?;
-        arguments.one_per_pair(counts)?;
-        arguments.scattered(&counts[self.rank()], &tensor)?;
+        arguments.scattered(&counts.sent, &tensor)?;
+        arguments.one_per_rank(&counts.received)?;
         self.engine.all_to_all(tensor, counts)
+    }
+
+    /// Sends every rank the same number of numbers below 2^48, those for rank 0 first, and returns
+    /// those that this rank receives. Waits for all ranks, by a message on `device`, which is this
+    /// rank's.
+    pub fn all_to_all_numbers(&self, numbers: &[usize], device: &Device) -> Result<Vec<usize>> {
+        // Float32 has all integers of 24 bits.
+        let words = numbers.iter().flat_map(|number| [number % WORD, number / WORD]);
+        let words: Vec<f32> = words.map(|word| word as f32).collect();
+        let device = (&device.clone().inner(), DType::F32);
+        let message = Tensor::from_data(TensorData::from(&*words), device);
+        let each = vec![words.len() / self.size(); self.size()];
+        let counts = PairCounts { sent: each.clone(), received: each };
+        let words: Vec<f32> =
+            self.all_to_all(message, &counts)?.wait()?.into_data().iter().collect();
+        let number = |words: &[f32]| words[0] as usize + WORD * words[1] as usize;
+        Ok(words.chunks(2).map(number).collect())
+    }
+
+    /// Asks every rank how many elements, or rows, it sends to this one, and returns them with
+    /// those that this rank sends, one for every rank: see
+    /// [`all_to_all_numbers`](Self::all_to_all_numbers).
+    pub fn pair_counts(&self, sent: &[usize], device: &Device) -> Result<PairCounts> {
+        self.arguments("pair_counts").one_per_rank(sent)?;
+        let received = self.all_to_all_numbers(sent, device)?;
+        Ok(PairCounts { sent: sent.to_vec(), received })
     }
 
     /// Starts the concatenation of the tensors of all ranks, which rank `root` receives. Rank `r`
@@ -214,6 +252,9 @@ impl Communicator {
 
     /// Returns the group of the ranks that give the same color, numbered in the order of `key` and
     /// then of rank.
+    ///
+    /// Make groups before the loop of a program, not in it: rank 0 keeps the members of each until
+    /// the world ends.
     pub fn split(&self, color: usize, key: usize) -> Result<Self> {
         Ok(Self::new(self.engine.split(color, key)?))
     }
@@ -251,8 +292,6 @@ impl<E: Engine + 'static> From<E> for Communicator {
 mod tests {
     use std::time::Duration;
 
-    use burn::tensor::{DType, Device};
-
     use super::super::Threads;
     use super::*;
     use crate::error::Error;
@@ -266,9 +305,8 @@ mod tests {
         Tensor::ones([length], (&Device::default(), dtype))
     }
 
-    /// The counts of pairs of ranks where rank 1 sends `sent`, and rank 2 `other`.
-    fn pairs(sent: [usize; 3], other: &[usize]) -> [Vec<usize>; 3] {
-        [vec![0; 3], sent.into(), other.into()]
+    fn pairs(sent: &[usize], received: &[usize]) -> PairCounts {
+        PairCounts { sent: sent.into(), received: received.into() }
     }
 
     /// Asserts that a call was refused, and returns the reason.
@@ -283,15 +321,14 @@ mod tests {
     fn counts_that_do_not_fit_are_refused_in_every_collective() {
         let comm = rank_1();
         let tensor = || floats(4, DType::F32);
-        let rows = reason(comm.all_to_all(tensor(), &[vec![4, 0, 0]]), "all_to_all");
-        assert!(rows.ends_with("expected 3, one for every rank, got 1"), "{rows}");
         for counts in [&[2, 2][..], &[1, 1, 1, 1], &[]] {
             let calls = [
                 (comm.reduce_scatter(tensor(), counts, ReduceOp::Sum), "reduce_scatter"),
                 (comm.reduce_scatter_f32(tensor(), counts), "reduce_scatter"),
                 (comm.all_gather(tensor(), counts), "all_gather"),
                 (comm.gather(tensor(), counts, 0), "gather"),
-                (comm.all_to_all(tensor(), &pairs([4, 0, 0], counts)), "all_to_all"),
+                (comm.all_to_all(tensor(), &pairs(counts, &[0; 3])), "all_to_all"),
+                (comm.all_to_all(tensor(), &pairs(&[4, 0, 0], counts)), "all_to_all"),
             ];
             for (call, name) in calls {
                 let reason = reason(call, name);
@@ -302,7 +339,7 @@ mod tests {
         let scattered = [
             (comm.reduce_scatter(tensor(), &[1, 1, 1], ReduceOp::Mean), "reduce_scatter"),
             (comm.reduce_scatter_f32(tensor(), &[1, 1, 1]), "reduce_scatter"),
-            (comm.all_to_all(tensor(), &pairs([1, 1, 1], &[0; 3])), "all_to_all"),
+            (comm.all_to_all(tensor(), &pairs(&[1, 1, 1], &[0; 3])), "all_to_all"),
             // The count of this rank, and not that of another one.
             (comm.all_gather(tensor(), &[4, 3, 4]), "all_gather"),
             (comm.gather(tensor(), &[4, 3, 4], 0), "gather"),
@@ -341,7 +378,7 @@ mod tests {
             reason(comm.reduce_scatter_f32(wide(), &[]), "reduce_scatter"),
             reason(comm.all_gather(wide(), &[]), "all_gather"),
             reason(comm.broadcast(wide(), 3), "broadcast"),
-            reason(comm.all_to_all(wide(), &[]), "all_to_all"),
+            reason(comm.all_to_all(wide(), &pairs(&[], &[])), "all_to_all"),
             reason(comm.gather(wide(), &[], 3), "gather"),
         ];
         for reason in reasons {
@@ -358,7 +395,7 @@ mod tests {
                 comm.reduce_scatter(floats(4, dtype), &[0, 4, 0], ReduceOp::Sum),
                 comm.all_gather(floats(4, dtype), &[0, 4, 9]),
                 comm.broadcast(floats(4, dtype), 2),
-                comm.all_to_all(floats(4, dtype), &pairs([4, 0, 0], &[9, 9, 9])),
+                comm.all_to_all(floats(4, dtype), &pairs(&[4, 0, 0], &[9, 9, 9])),
                 comm.gather(floats(4, dtype), &[0, 4, 9], 2),
             ];
             assert!(started.iter().all(Result::is_ok), "{started:?}");

@@ -12,9 +12,22 @@ pub fn offsets(counts: &[usize]) -> Vec<usize> {
     counts.iter().scan(0, start).collect()
 }
 
-/// Returns the numbers of elements that a rank sends to every rank, and that it receives from every
-/// rank, where `counts[from][to]` has those of all pairs.
-#[cfg(any(feature = "mpi", feature = "cuda"))]
-pub fn sent_and_received(counts: &[Vec<usize>], rank: usize) -> [Vec<usize>; 2] {
-    [counts[rank].clone(), counts.iter().map(|sent| sent[rank]).collect()]
+/// The numbers of elements, or of rows, that a rank exchanges with every rank of a group.
+///
+/// [`Communicator::pair_counts`](super::Communicator::pair_counts) makes them. No rank has the
+/// numbers of all pairs of ranks, which would grow with their square.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct PairCounts {
+    /// One for every rank: what this rank sends to it.
+    pub sent: Vec<usize>,
+    /// One for every rank: what it sends to this rank.
+    pub received: Vec<usize>,
+}
+
+impl PairCounts {
+    /// The counts of the way back.
+    #[must_use]
+    pub fn back(&self) -> Self {
+        Self { sent: self.received.clone(), received: self.sent.clone() }
+    }
 }

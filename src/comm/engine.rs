@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use burn::tensor::Tensor;
 
-use super::{Pending, ReduceOp};
+use super::{PairCounts, Pending, ReduceOp};
 use crate::error::Result;
 
 /// One rank's access to a group of ranks, as an engine implements it.
@@ -16,14 +16,15 @@ use crate::error::Result;
 /// relies on these checks. If it passes memory to a library, it asserts that the counts fit it:
 ///
 /// - tensors are float32, float16 or bfloat16;
-/// - there is one count for every rank of the group, in `all_to_all` for every pair of ranks;
+/// - there is one count for every rank of the group, in `all_to_all` two;
 /// - the counts of `reduce_scatter`, and in `all_to_all` those that this rank sends, add up to the
 ///   length of the tensor;
 /// - in `all_gather` and `gather`, this rank's count is the length of its tensor;
 /// - a root is the rank of a member of the group.
 ///
 /// An engine makes the check that needs several ranks: that all ranks make the same call with the
-/// same counts. It returns [`Error::Mismatch`](crate::Error::Mismatch) if they do not.
+/// same counts, and in `all_to_all` that a rank receives what another one sends. It returns
+/// [`Error::Mismatch`](crate::Error::Mismatch) if they do not.
 pub trait Engine: Debug + Send + Sync {
     /// Returns the name of the engine, as in `threads`.
     fn engine_name(&self) -> &'static str;
@@ -44,6 +45,9 @@ pub trait Engine: Debug + Send + Sync {
         vec![(0..self.size()).collect()]
     }
 
+    /// Implements [`Communicator::communicators`](super::Communicator::communicators).
+    fn communicators(&self) -> usize;
+
     /// Implements [`Communicator::all_reduce`](super::Communicator::all_reduce).
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending>;
 
@@ -60,7 +64,7 @@ pub trait Engine: Debug + Send + Sync {
     fn broadcast(&self, tensor: Tensor<1>, root: usize) -> Result<Pending>;
 
     /// Implements [`Communicator::all_to_all`](super::Communicator::all_to_all).
-    fn all_to_all(&self, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending>;
+    fn all_to_all(&self, tensor: Tensor<1>, counts: &PairCounts) -> Result<Pending>;
 
     /// Implements [`Communicator::gather`](super::Communicator::gather).
     fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending>;

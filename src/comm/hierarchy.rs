@@ -22,7 +22,7 @@ use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::counts::offsets;
-use super::{Communicator, Engine, Pending, ReduceOp, value};
+use super::{Communicator, Engine, PairCounts, Pending, ReduceOp, value};
 use crate::error::Result;
 use crate::slices;
 
@@ -196,6 +196,10 @@ impl Engine for Hierarchy {
         self.nodes.clone()
     }
 
+    fn communicators(&self) -> usize {
+        self.all.communicators()
+    }
+
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         self.all.all_reduce(tensor, op)
     }
@@ -236,7 +240,7 @@ impl Engine for Hierarchy {
         self.all.broadcast(tensor, root)
     }
 
-    fn all_to_all(&self, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending> {
+    fn all_to_all(&self, tensor: Tensor<1>, counts: &PairCounts) -> Result<Pending> {
         self.all.all_to_all(tensor, counts)
     }
 

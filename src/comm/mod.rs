@@ -50,6 +50,7 @@ mod world;
 
 pub(crate) use agreement::{Difference, digest, unequal, unite};
 pub use communicator::Communicator;
+pub use counts::PairCounts;
 pub use engine::Engine;
 pub use hierarchy::Hierarchy;
 pub use join::{Join, Joined};

@@ -50,6 +50,8 @@ pub struct Participant<C, P> {
     /// This rank's index among the members.
     rank: usize,
     next_round: AtomicU64,
+    /// One, of which every participant of this rank in any group has a clone.
+    groups: Arc<()>,
 }
 
 /// A round in which this rank has arrived, and whose payloads it may collect.
@@ -82,6 +84,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rendezvous<C, P> {
             members: members.clone(),
             rank,
             next_round: AtomicU64::new(0),
+            groups: Arc::new(()),
         };
         (0..size).map(participant).collect()
     }
@@ -138,7 +141,13 @@ impl<C: Clone + PartialEq + Display, P: Clone> Participant<C, P> {
     pub fn join(&self, group: u64, members: Vec<usize>, rank: usize) -> Self {
         let members = members.iter().map(|member| self.members[*member]).collect();
         let next_round = AtomicU64::new(0);
-        Self { rendezvous: self.rendezvous.clone(), group, members, rank, next_round }
+        let (rendezvous, groups) = (self.rendezvous.clone(), self.groups.clone());
+        Self { rendezvous, group, members, rank, next_round, groups }
+    }
+
+    /// The number of groups in which this rank has a participant.
+    pub fn groups(&self) -> usize {
+        Arc::strong_count(&self.groups)
     }
 
     /// Returns a number that no group has yet.

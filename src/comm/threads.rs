@@ -11,8 +11,8 @@ use burn::tensor::{DType, Device, Tensor};
 use super::call::Call;
 use super::counts::offset;
 use super::rendezvous::{Participant, PendingRound, Rendezvous};
-use super::{Engine, Pending, ReduceOp, reduce, value};
-use crate::error::Result;
+use super::{Engine, PairCounts, Pending, ReduceOp, reduce, value};
+use crate::error::{Error, Result};
 use crate::slices;
 
 const SAME_CALL: &str = "ranks that make the same call contribute the same kind of payload";
@@ -20,13 +20,15 @@ const SAME_CALL: &str = "ranks that make the same call contribute the same kind 
 /// The engine for ranks that are threads of one process.
 #[derive(Debug)]
 pub struct Threads {
-    participant: Participant<Call, Payload>,
+    participant: Arc<Participant<Call, Payload>>,
     device: Device,
 }
 
 #[derive(Clone)]
 enum Payload {
     Tensor(Box<Tensor<1>>),
+    /// A tensor, and the elements of it for every rank.
+    Parts(Box<Tensor<1>>, Arc<[usize]>),
     Bytes(Arc<[u8]>),
 }
 
@@ -37,7 +39,10 @@ impl Threads {
         let participants = Rendezvous::participants(devices.len(), deadline).into_iter();
         participants
             .zip(devices)
-            .map(|(participant, device)| Self { participant, device: device.clone() })
+            .map(|(participant, device)| Self {
+                participant: participant.into(),
+                device: device.clone(),
+            })
             .collect()
     }
 
@@ -108,6 +113,15 @@ impl Threads {
     }
 }
 
+/// The error of a rank that would receive another number of elements than are sent to it.
+fn different_counts([from, to]: [usize; 2], [sent, received]: [usize; 2]) -> Error {
+    let calls = format!(
+        "rank {from}: all_to_all with {sent} elements for rank {to}, rank {to}: all_to_all with \
+         {received} elements from rank {from}"
+    );
+    Error::Mismatch { calls }
+}
+
 impl Engine for Threads {
     fn engine_name(&self) -> &'static str {
         "threads"
@@ -119,6 +133,10 @@ impl Engine for Threads {
 
     fn size(&self) -> usize {
         self.participant.size()
+    }
+
+    fn communicators(&self) -> usize {
+        self.participant.groups()
     }
 
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
@@ -149,18 +167,28 @@ impl Engine for Threads {
         })
     }
 
-    fn all_to_all(&self, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending> {
-        let call = Call::all_to_all(&tensor, counts);
-        let dtype = tensor.dtype();
-        // For every rank, the start and the number of the elements that it sends to this one.
-        let parts = counts.iter().map(|sent| (offset(sent, self.rank()), sent[self.rank()]));
-        let parts: Vec<_> = parts.collect();
-        self.start(call, tensor, move |tensors, device| {
-            let parts = tensors.iter().zip(parts);
-            let parts =
-                parts.map(|(tensor, (start, count))| slices::slice(tensor, start..start + count));
-            slices::concat(parts.collect(), dtype, device)
-        })
+    fn all_to_all(&self, tensor: Tensor<1>, counts: &PairCounts) -> Result<Pending> {
+        let call = Call::all_to_all(&tensor);
+        let (rank, dtype, device) = (self.rank(), tensor.dtype(), self.device.clone());
+        let expected = counts.received.clone();
+        let bytes = slices::bytes(&tensor);
+        let payload = Payload::Parts(Box::new(tensor), counts.sent.as_slice().into());
+        let round = self.arrive(call, payload)?;
+        let participant = self.participant.clone();
+        Ok(Pending::new(bytes, move || {
+            let mut parts = vec![];
+            for (from, payload) in round.collect()?.into_iter().enumerate() {
+                let Payload::Parts(tensor, sent) = payload else { unreachable!("{SAME_CALL}") };
+                let (start, count) = (offset(&sent, rank), sent[rank]);
+                if count != expected[from] {
+                    let error = different_counts([from, rank], [count, expected[from]]);
+                    participant.fail(error.to_string());
+                    return Err(error);
+                }
+                parts.push(slices::slice(&tensor, start..start + count));
+            }
+            Ok(slices::concat(parts, dtype, &device))
+        }))
     }
 
     fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {
@@ -230,7 +258,7 @@ impl Engine for Threads {
             .position(|rank| *rank == self.rank())
             .expect("this rank is a member of the group of its color");
         let participant = self.participant.join(group, ranks, rank);
-        Ok(Arc::new(Self { participant, device: self.device.clone() }))
+        Ok(Arc::new(Self { participant: participant.into(), device: self.device.clone() }))
     }
 
     fn fail(&self, cause: &str) {
@@ -244,6 +272,28 @@ mod tests {
 
     use super::*;
     use crate::error::Error;
+
+    #[test]
+    fn parts_of_another_length_than_expected_are_a_mismatch() {
+        for sent in [1, 3] {
+            let mut engines = Threads::world(&vec![Device::default(); 2], Duration::from_secs(60));
+            let (last, first) = (engines.remove(1), engines.remove(0));
+            let exchange = move |rank: &Threads, sent: [usize; 2], received: [usize; 2]| {
+                let tensor = Tensor::zeros([sent.iter().sum::<usize>()], &Device::default());
+                let counts = PairCounts { sent: sent.into(), received: received.into() };
+                rank.all_to_all(tensor, &counts)?.wait()
+            };
+            let error = thread::scope(|scope| {
+                let received = scope.spawn(move || exchange(&last, [0, 0], [2, 0]));
+                _ = exchange(&first, [0, sent], [0, 0]);
+                received.join().unwrap().unwrap_err()
+            });
+            let Error::Mismatch { calls } = &error else { panic!("{error}") };
+            let expected = format!("rank 0: all_to_all with {sent} elements for rank 1");
+            assert!(calls.starts_with(&expected), "{calls}");
+            assert!(calls.ends_with("rank 1: all_to_all with 2 elements from rank 0"), "{calls}");
+        }
+    }
 
     #[test]
     fn splitting_is_not_taken_for_a_gather_of_bytes() {

@@ -55,19 +55,6 @@ impl Arguments {
         self.reject(reason, "give one count for every rank")
     }
 
-    /// Checks that there is one count for every pair of ranks.
-    pub fn one_per_pair(&self, counts: &[Vec<usize>]) -> Result<()> {
-        if counts.len() == self.size {
-            return counts.iter().try_for_each(|counts| self.one_per_rank(counts));
-        }
-        let reason = format!(
-            "the number of rows of counts is wrong: expected {}, one for every rank, got {}",
-            self.size,
-            counts.len()
-        );
-        self.reject(reason, "give the counts that every rank sends to every rank")
-    }
-
     /// Checks the counts of a tensor that is divided among the ranks.
     pub fn scattered(&self, counts: &[usize], tensor: &Tensor<1>) -> Result<()> {
         self.one_per_rank(counts)?;

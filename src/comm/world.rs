@@ -20,7 +20,7 @@ use super::launch::Launch;
 #[cfg(feature = "mpi")]
 use super::mpi::Mpi;
 #[cfg(feature = "cuda")]
-use super::nccl::{CudaMemory, Meeting, Nccl};
+use super::nccl::{Meeting, Nccl};
 use super::{Communicator, Hierarchy, Threads, devices};
 use crate::error::{Error, Result};
 use crate::parameters::{self, Placeholders, in_place_of};
@@ -210,8 +210,7 @@ impl World {
         check(&devices)?;
         let (meeting, comms) = (Meeting::new(devices.len())?, Mutex::new(vec![]));
         let world = |rank: usize| {
-            let memory = Arc::new(CudaMemory::new(&devices[rank], rank)?);
-            let engine = Nccl::meeting(memory, &meeting, rank, DEADLINE)?;
+            let engine = Nccl::meeting(&devices[rank], &meeting, rank, DEADLINE)?;
             let world = Self::new(engine, devices[rank].clone());
             comms.lock().expect("no holder of the lock panics").push(world.communicator());
             Ok(world)
@@ -354,7 +353,12 @@ impl World {
         for (rank, [host, version, device]) in rows.iter().enumerate() {
             table.add_row([&rank.to_string(), host, version, device]);
         }
-        Ok(format!("{} ranks over {}\n{table}", self.size(), self.comm.engine_name()))
+        let (size, engine) = (self.size(), self.comm.engine_name());
+        let communicators = match self.comm.communicators() {
+            1 => "1 communicator".to_owned(),
+            count => format!("{count} communicators"),
+        };
+        Ok(format!("{size} ranks over {engine}, {communicators} each\n{table}"))
     }
 
     /// Returns this rank's index, starting at 0.
@@ -471,8 +475,9 @@ impl World {
 }
 
 /// Runs a function on one thread per rank, in the world that `world` returns for it, and then calls
-/// `depart`. Returns the results in the order of ranks, or the failure of the rank that `failed`
-/// returns, which is the cause of the others.
+/// `depart`. Returns the results in the order of ranks, or the failure that is the cause of the
+/// others: that of the rank that `failed` returns, or of the first one without a world for a reason
+/// of its own.
 fn on_threads<T, E, F>(
     ranks: usize,
     world: impl Fn(usize) -> Result<World> + Sync,
@@ -485,8 +490,13 @@ where
     E: From<Error> + Display + Send,
     F: Fn(World) -> Result<T, E> + Sync,
 {
+    let unmade = Mutex::new(None);
     let rank = |rank: usize| {
-        let joined = world(rank);
+        let joined = world(rank).inspect_err(|error| {
+            if !matches!(error, Error::PeerFailed { .. } | Error::Mismatch { .. }) {
+                unmade.lock().expect("no holder of the lock panics").get_or_insert(rank);
+            }
+        });
         let comm = joined.as_ref().map(World::communicator).ok();
         let outcome =
             joined.map_err(E::from).map(|world| catch_unwind(AssertUnwindSafe(|| run(world))));
@@ -508,7 +518,8 @@ where
     });
     let has_failed = |outcome: &_| !matches!(outcome, Ok(Ok(_)));
     if let Some(any) = outcomes.iter().position(has_failed) {
-        let cause = failed().filter(|rank| has_failed(&outcomes[*rank]));
+        let unmade = unmade.into_inner().expect("no holder of the lock panics");
+        let cause = unmade.or_else(failed).filter(|rank| has_failed(&outcomes[*rank]));
         outcomes = vec![outcomes.swap_remove(cause.unwrap_or(any))];
     }
     let outcomes = outcomes.into_iter();
@@ -575,5 +586,31 @@ impl parameters::Map for Reattach<'_> {
         }
         let (value, shape) = self.values.pop_front().expect("one value per detached parameter");
         param.map(|old| in_place_of(&old, value.reshape(shape)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+    use crate::comm::Engine;
+
+    #[test]
+    fn a_rank_without_a_world_is_the_cause_that_is_returned() {
+        let engines = Threads::world(&vec![Device::default(); 3], DEADLINE);
+        let engines: Vec<_> = engines.into_iter().map(Arc::new).collect();
+        let world = |rank: usize| {
+            if rank == 1 {
+                engines[rank].fail("it has no device");
+                return Err(Error::EmptyModel);
+            }
+            Ok(World::new(Communicator::new(engines[rank].clone()), Device::default()))
+        };
+        let start = Instant::now();
+        let run = |world: World| world.comm().barrier();
+        let error = on_threads(3, world, |rank| engines[rank].depart(), || Some(0), run);
+        assert!(matches!(error, Err(Error::EmptyModel)), "{error:?}");
+        assert!(start.elapsed() < Duration::from_secs(3));
     }
 }

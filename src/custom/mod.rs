@@ -48,8 +48,8 @@
 //!
 //! The bytes of an optimizer's state are not known before it is copied to the host, and are part of
 //! neither [`Routing`](crate::Routing) nor
-//! [`MemoryReport`](crate::distributed::MemoryReport). While a checkpoint is saved, every rank has
-//! its own states of such optimizers in host memory.
+//! [`MemoryReport`](crate::distributed::MemoryReport). A save copies them to the host of the owner,
+//! one parameter at a time, and twice: to learn their shapes, and to send them.
 //!
 //! Burn reads the tensors of such a state in the default type of the device. Where that is not the
 //! type of the saved state, loading on many ranks or in a world of one is an error; Burn's

@@ -1,6 +1,7 @@
 //! The ranks of a world on named axes.
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::comm::{Communicator, Difference, World};
 use crate::error::{Error, Result};
@@ -70,6 +71,19 @@ pub struct Mesh {
     axes: Arc<[Axis]>,
     /// For every axis, the ranks along it that have this rank's other coordinates.
     groups: Arc<[Communicator]>,
+    known: Arc<Mutex<KnownGroups>>,
+}
+
+/// The groups that a rank is in, by the ranks of all groups of which one rank is in exactly one.
+/// Engines keep connections and memory for each: groups of the same ranks are one.
+#[derive(Debug)]
+struct KnownGroups(Vec<(Vec<Vec<usize>>, Communicator)>);
+
+impl KnownGroups {
+    fn of(world: &World) -> Arc<Mutex<Self>> {
+        let all = vec![(0..world.size()).collect()];
+        Arc::new(Mutex::new(Self(vec![(all, world.communicator())])))
+    }
 }
 
 impl Mesh {
@@ -89,24 +103,53 @@ impl Mesh {
             (first != other).then(|| Difference { setting: "mesh".to_owned(), first, other })
         })?;
         check(&axes, world.size())?;
-        let group = |axis: usize| {
-            let rank = world.rank();
-            world.comm().split(position(&axes, axis, rank).1, rank)
-        };
-        let groups = (0..axes.len()).map(group).collect::<Result<_>>()?;
         let models: Vec<usize> = (0..axes.len()).filter(|axis| axes[*axis].is_model).collect();
-        let data = match models.is_empty() {
-            true => world.clone(),
-            false => world.split(index(&axes, models.into_iter(), world.rank()), world.rank())?,
-        };
-        Ok(Self { world: world.clone(), data, axes: axes.into(), groups })
+        let all = Self::flat(world);
+        let group = |axis: usize| all.split(|rank| [position(&axes, axis, rank).1, rank]);
+        let groups = (0..axes.len()).map(group).collect::<Result<_>>()?;
+        let data = all.split(|rank| [index(&axes, models.iter().copied(), rank), rank])?;
+        let data = World::new(data, world.device().clone());
+        Ok(Self { data, axes: axes.into(), groups, ..all })
     }
 
     /// Returns a mesh with a single axis, `dp`, which sends nothing.
     pub fn flat(world: &World) -> Self {
         let axes = [Axis::data(FLAT, world.size())];
         let groups = [world.communicator()].into();
-        Self { world: world.clone(), data: world.clone(), axes: axes.into(), groups }
+        let known = KnownGroups::of(world);
+        Self { world: world.clone(), data: world.clone(), axes: axes.into(), groups, known }
+    }
+
+    /// Returns this rank's group of those with the same color, in the order of a key, where
+    /// `color_and_key` has both of any rank. Groups of the same ranks are made once. All ranks make
+    /// this call, with the same colors.
+    ///
+    /// # Errors
+    ///
+    /// Those of every collective.
+    pub(super) fn split(
+        &self,
+        color_and_key: impl Fn(usize) -> [usize; 2],
+    ) -> Result<Communicator> {
+        let mut by_color: BTreeMap<usize, Vec<(usize, usize)>> = BTreeMap::new();
+        for rank in 0..self.world.size() {
+            let [color, key] = color_and_key(rank);
+            by_color.entry(color).or_default().push((key, rank));
+        }
+        let ranks = by_color.into_values().map(|mut group| {
+            group.sort_unstable();
+            group.into_iter().map(|(_, rank)| rank).collect()
+        });
+        let mut groups: Vec<Vec<usize>> = ranks.collect();
+        groups.sort_unstable();
+        let known = || self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, group)) = known().0.iter().find(|(known, _)| *known == groups) {
+            return Ok(group.clone());
+        }
+        let [color, key] = color_and_key(self.world.rank());
+        let group = self.world.comm().split(color, key)?;
+        known().0.push((groups, group.clone()));
+        Ok(group)
     }
 
     /// Returns the world of all ranks.
@@ -157,12 +200,12 @@ impl Mesh {
         };
         let count = |axes: &[usize]| axes.iter().map(|axis| self.axes[*axis].size).product();
         let mut ranks = vec![vec![0; count(&cut)]; count(&others)];
-        for rank in 0..self.world.size() {
-            let [replica, slice] = position(rank);
-            ranks[replica][slice] = rank;
+        let positions: Vec<_> = (0..self.world.size()).map(position).collect();
+        for (rank, [replica, slice]) in positions.iter().enumerate() {
+            ranks[*replica][*slice] = rank;
         }
-        let [replica, slice] = position(self.world.rank());
-        Grid { ranks, replica, slice }
+        let [replica, slice] = positions[self.world.rank()];
+        Grid { ranks, positions, replica, slice }
     }
 
     /// Returns the axis of a name. `None` if the mesh does not have it.
@@ -192,6 +235,8 @@ impl Mesh {
 pub struct Grid {
     /// `ranks[replica][slice]`: the ranks of a column have the same slice.
     pub ranks: Vec<Vec<usize>>,
+    /// The positions of all ranks, `[replica, slice]`.
+    pub positions: Vec<[usize; 2]>,
     /// The position of this rank.
     pub replica: usize,
     pub slice: usize,
@@ -201,7 +246,8 @@ impl Grid {
     /// The ranks of a world of which each has whole parameters.
     pub fn flat(world: &World) -> Self {
         let ranks = (0..world.size()).map(|rank| vec![rank]).collect();
-        Self { ranks, replica: world.rank(), slice: 0 }
+        let positions = (0..world.size()).map(|rank| [rank, 0]).collect();
+        Self { ranks, positions, replica: world.rank(), slice: 0 }
     }
 }
 

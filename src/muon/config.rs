@@ -103,9 +103,12 @@ pub struct MuonConfig {
     #[config(default = "Some(100)")]
     pub max_skipped: Option<usize>,
     /// Number of consecutive steps without a gradient of any parameter that ends the run with
-    /// [`Error::Setting`]; `None` for no limit. The first of them is logged as a warning. Burn's
-    /// [`ModuleOptimizer`](burn::optim::ModuleOptimizer) passes no such step on, and does nothing
-    /// in it: a warning is logged when it is dropped without ever having had a gradient.
+    /// [`Error::Setting`]; `None` for no limit. The first of them is logged as a warning, and so is
+    /// a single parameter that has had no gradient for that number of steps: see
+    /// [`DistModuleOptimizer::absent`](crate::DistModuleOptimizer::absent). Burn's
+    /// [`ModuleOptimizer`](burn::optim::ModuleOptimizer) does not tell of parameters without a
+    /// gradient, passes no step without any on, and does nothing in it: a warning is logged when it
+    /// is dropped without ever having had a gradient.
     #[config(default = "Some(100)")]
     pub max_absent: Option<usize>,
 }

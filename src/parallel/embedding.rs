@@ -6,8 +6,8 @@ use burn::module::Module;
 use burn::nn::Embedding;
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-use super::{exchange, transposed};
-use crate::comm::Communicator;
+use super::exchange;
+use crate::comm::{Communicator, PairCounts};
 use crate::error::{Error, Result};
 use crate::slices;
 
@@ -109,7 +109,7 @@ impl RowEmbedding {
         self.check(held)?;
         let Lookup { rows, positions } = self.lookup(tokens)?;
         let (counts, asked) = self.ask(&rows, &device)?;
-        let rows = exchange(table.select(0, asked), &transposed(&counts), &self.group);
+        let rows = exchange(table.select(0, asked), &counts.back(), &self.group);
         Ok(rows.select(0, Tensor::from_data(TensorData::from(&*positions), &device)))
     }
 
@@ -156,25 +156,21 @@ impl RowEmbedding {
         slices::share(self.count, rank, self.group.size())
     }
 
-    /// Asks all ranks for rows: returns how many every rank wants of each, `[from][to]`, and the
-    /// indices of those that the ranks want of this one.
-    fn ask(&self, rows: &[usize], device: &Device) -> Result<(Vec<Vec<usize>>, Tensor<1, Int>)> {
-        let ranks = self.group.size();
-        let floats = |values: Vec<f32>| {
-            let device = (device, DType::F32);
-            Tensor::<1>::from_data(TensorData::from(&*values), device).without_autodiff()
-        };
+    /// Asks all ranks for rows: returns how many this rank wants of each, and each of this one, and
+    /// the indices of those that the ranks want of this one.
+    fn ask(&self, rows: &[usize], device: &Device) -> Result<(PairCounts, Tensor<1, Int>)> {
         let of_rank = |rank: usize| {
             let held = self.rows_of(rank);
             let [first, end] =
                 [held.start, held.end].map(|row| rows.partition_point(|other| *other < row));
             rows[first..end].iter().map(move |row| (row - held.start) as f32)
         };
-        let wanted = (0..ranks).map(|rank| of_rank(rank).len() as f32).collect();
-        let counts = self.group.all_gather(floats(wanted), &vec![ranks; ranks])?.wait()?;
-        let counts: Vec<usize> = counts.into_data().iter::<f32>().map(|n| n as usize).collect();
-        let counts: Vec<Vec<usize>> = counts.chunks(ranks).map(<[usize]>::to_vec).collect();
-        let indices = floats((0..ranks).flat_map(of_rank).collect());
+        let ranks = 0..self.group.size();
+        let wanted: Vec<usize> = ranks.clone().map(|rank| of_rank(rank).len()).collect();
+        let counts = self.group.pair_counts(&wanted, device)?;
+        let indices: Vec<f32> = ranks.flat_map(of_rank).collect();
+        let indices = TensorData::from(&*indices);
+        let indices = Tensor::<1>::from_data(indices, (device, DType::F32)).without_autodiff();
         let asked = self.group.all_to_all(indices, &counts)?.wait()?;
         Ok((counts, asked.int().to_device(device)))
     }

@@ -27,7 +27,7 @@ use std::sync::Arc;
 
 use burn::tensor::{Shape, Tensor};
 
-use crate::comm::{Communicator, Engine, Pending, ReduceOp};
+use crate::comm::{Communicator, Engine, PairCounts, Pending, ReduceOp};
 use crate::error::Result;
 use crate::link::Link;
 use crate::slices;
@@ -67,22 +67,22 @@ pub fn leave<const D: usize>(x: Tensor<D>, group: &Communicator) -> Tensor<D> {
 /// Sends rows to the ranks of a group: returns the rows that this rank receives, in the order of
 /// ranks. In the backward pass, the gradients of the rows return to the ranks that sent them.
 ///
-/// `counts[from][to]` is the number of rows that rank `from` sends to rank `to`, the same table on
-/// all ranks. The rows of `x` are along its first dimension: those for rank 0, then those for rank
-/// 1, and so on. With the table transposed, the rows return:
+/// The rows of `x` are along its first dimension: those for rank 0, then those for rank 1, and so
+/// on. `counts` has the numbers of rows, which [`Communicator::pair_counts`] finds by those that
+/// every rank sends. With the counts of the way back, the rows return:
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};
 /// use distmuon::World;
 /// use distmuon::parallel::exchange;
 ///
-/// let counts = [vec![1, 2], vec![0, 3]];
-/// let back = [vec![1, 0], vec![2, 3]];
 /// World::threads(vec![Device::default(); 2], |world| {
+///     let sent = [[1, 2], [0, 3]][world.rank()];
+///     let counts = world.comm().pair_counts(&sent, world.device())?;
 ///     let rows = Tensor::<2>::full([3, 4], world.rank() as f32, world.device());
 ///     let received = exchange(rows.clone(), &counts, world.comm());
 ///     assert_eq!(received.dims(), [[1, 4], [5, 4]][world.rank()]);
-///     let returned = exchange(received, &back, world.comm());
+///     let returned = exchange(received, &counts.back(), world.comm());
 ///     assert_eq!(returned.into_data(), rows.into_data());
 ///     Ok::<_, distmuon::Error>(())
 /// })?;
@@ -94,31 +94,21 @@ pub fn leave<const D: usize>(x: Tensor<D>, group: &Communicator) -> Tensor<D> {
 /// As [`enter`].
 pub fn exchange<const D: usize>(
     x: Tensor<D>,
-    counts: &[Vec<usize>],
+    counts: &PairCounts,
     group: &Communicator,
 ) -> Tensor<D> {
-    let rank = group.rank();
     let mut shape: [usize; D] = x.dims();
     let width: usize = shape[1..].iter().product();
-    let table: Vec<Vec<usize>> =
-        counts.iter().map(|sent| sent.iter().map(|rows| rows * width).collect()).collect();
-    let back = transposed(&table);
-    shape[0] = counts.iter().filter_map(|sent| sent.get(rank)).sum();
+    let elements = |rows: &[usize]| rows.iter().map(|rows| rows * width).collect();
+    let counts = PairCounts { sent: elements(&counts.sent), received: elements(&counts.received) };
+    shape[0] = counts.received.iter().sum::<usize>() / width.max(1);
     let group = Collective::of(group);
     let rows = x.clone().without_autodiff().reshape([-1]);
-    let received = group.exchange(rows, &table, shape.iter().product());
+    let received = group.exchange(rows, &counts, shape.iter().product());
     let received = shaped(received, shape.into());
+    let back = counts.back();
     let sent: usize = x.shape().num_elements();
     Link::new(move |gradient| group.exchange(gradient, &back, sent)).attach(x, received)
-}
-
-/// The table of counts of the way back.
-///
-/// A table that does not fit the group is refused by the exchange, on a rank at least.
-fn transposed(counts: &[Vec<usize>]) -> Vec<Vec<usize>> {
-    let ranks = 0..counts.len();
-    let count = |from: usize, to: usize| counts[from].get(to).copied().unwrap_or_default();
-    ranks.clone().map(|to| ranks.clone().map(|from| count(from, to)).collect()).collect()
 }
 
 /// A flat tensor in a shape. Burn takes a zero in a target for the extent of the source.
@@ -147,8 +137,8 @@ impl Collective {
         self.call(&values.clone(), shape, |group| group.all_reduce(values, ReduceOp::Sum))
     }
 
-    /// The elements that this rank receives, by the table of counts.
-    fn exchange(&self, values: Tensor<1>, counts: &[Vec<usize>], received: usize) -> Tensor<1> {
+    /// The elements that this rank receives.
+    fn exchange(&self, values: Tensor<1>, counts: &PairCounts, received: usize) -> Tensor<1> {
         let shape = Shape::from([received]);
         self.call(&values.clone(), shape, |group| group.all_to_all(values, counts))
     }

@@ -7,6 +7,7 @@
 //! - [`combinations`]: parts of the update that are used together, and a model for them;
 //! - [`device`]: properties of the default device;
 //! - [`worlds`]: the same case on every engine;
+//! - [`simulated`]: a rank among many that are not there;
 //! - [`watched`]: an engine that reports the calls of another one;
 //! - `host`, with feature `cuda`: the engine `nccl` over a library that needs no GPU;
 //! - [`mpirun`]: ranks that are processes of Open MPI.
@@ -22,6 +23,7 @@ pub mod precision;
 #[cfg(feature = "mpi")]
 mod profile;
 pub mod references;
+pub mod simulated;
 pub mod watched;
 pub mod worlds;
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use burn::tensor::Tensor;
 use distmuon::Result;
-use distmuon::comm::{Communicator, Engine, Pending, ReduceOp, World};
+use distmuon::comm::{Communicator, Engine, PairCounts, Pending, ReduceOp, World};
 
 use crate::worlds;
 
@@ -146,6 +146,10 @@ impl Engine for Watched {
         self.inner.nodes()
     }
 
+    fn communicators(&self) -> usize {
+        self.inner.communicators()
+    }
+
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         let bytes = 2 * self.pass(&tensor);
         self.call("all_reduce", bytes, |inner| inner.all_reduce(tensor, op))
@@ -175,8 +179,8 @@ impl Engine for Watched {
         self.call("broadcast", bytes, |inner| inner.broadcast(tensor, root))
     }
 
-    fn all_to_all(&self, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending> {
-        let bytes = (tensor.dims()[0] - counts[self.rank()][self.rank()]) * tensor.dtype().size();
+    fn all_to_all(&self, tensor: Tensor<1>, counts: &PairCounts) -> Result<Pending> {
+        let bytes = (tensor.dims()[0] - counts.sent[self.rank()]) * tensor.dtype().size();
         self.call("all_to_all", bytes, |inner| inner.all_to_all(tensor, counts))
     }
 

@@ -2,7 +2,7 @@
 
 use burn::tensor::{DType, Device, Tensor, TensorData, bf16, f16};
 use distmuon::Error;
-use distmuon::comm::{ReduceOp, World};
+use distmuon::comm::{PairCounts, ReduceOp, World};
 use distmuon_testing::device::has_type;
 use distmuon_testing::models::bits;
 use distmuon_testing::worlds::{self, Case, cases};
@@ -54,9 +54,13 @@ fn every_collective_returns_its_defined_result() {
             let root = comm.broadcast(input(&[r]), 2)?.wait()?;
             assert_eq!(read(root), [2.0]);
             // Rank r sends r elements to every rank.
-            let (sent, pairs) = (vec![r; 3 * rank], [0, 1, 2].map(|sent| vec![sent; 3]));
-            let exchanged = comm.all_to_all(input(&sent), &pairs)?.wait()?;
+            let counts = PairCounts { sent: vec![rank; 3], received: vec![0, 1, 2] };
+            let exchanged = comm.all_to_all(input(&vec![r; 3 * rank]), &counts)?.wait()?;
             assert_eq!(read(exchanged), [1.0, 2.0, 2.0]);
+            let most = (1 << 40) + 1;
+            let numbers = [0, 1, 2].map(|to| 10 * most * rank + to);
+            let numbers = comm.all_to_all_numbers(&numbers, world.device())?;
+            assert_eq!(numbers, [0, 1, 2].map(|from| 10 * most * from + rank));
             // To one rank: from all ranks, and from that rank alone.
             for (counts, all) in [([1, 0, 2], &[0.0, 2.0, 2.0][..]), ([0, 3, 0], &[1.0; 3])] {
                 let part = input(&[r; 3][..counts[rank]]);

@@ -6,7 +6,8 @@ use burn::tensor::{DType, Device, Tensor, TensorData};
 use distmuon::Error;
 use distmuon::comm::ReduceOp;
 use distmuon::comm::{Communicator, Hierarchy, Pending};
-use distmuon_testing::models::bits;
+use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
+use distmuon_testing::models::{Layers, bits};
 use distmuon_testing::worlds::{self, Case, cases};
 use distmuon_testing::{excused, watched};
 
@@ -17,6 +18,7 @@ pub const EVERYWHERE: &[Case] = cases![
     reductions_over_nodes_of_neighbours_equal_sums_in_pairs_bit_for_bit,
     reductions_over_nodes_send_fewer_bytes_between_nodes,
     groups_of_ranks_on_several_nodes_have_nodes,
+    groups_of_the_same_ranks_have_one_communicator,
 ];
 
 fn a_world_of_nodes_is_bit_equal_to_a_flat_world() {
@@ -67,6 +69,38 @@ fn reductions_over_nodes_of_neighbours_equal_sums_in_pairs_bit_for_bit() {
         Ok(())
     });
     checked.unwrap();
+}
+
+/// The communicators that common meshes and layouts make, in addition to that of the world.
+fn groups_of_the_same_ranks_have_one_communicator() {
+    type Owned = fn(Layout) -> Layout;
+    let data = [Axis::data("dp", 2), Axis::data("fsdp", 2)];
+    let slices = [Axis::data("dp", 2), Axis::model("tp", 2)];
+    let cases: [(&str, Vec<Axis>, Owned, usize); 6] = [
+        ("replicated", vec![Axis::data("dp", 4)], |layout| layout, 0),
+        // Each rank alone, with the replicas of its parts.
+        ("owned", vec![Axis::data("dp", 4)], |layout| layout.owned("dp"), 1),
+        ("hybrid", data.to_vec(), |layout| layout.owned("fsdp"), 2),
+        ("overlap", vec![Axis::data("dp", 4)], |layout| layout.overlap_backward(), 1),
+        ("slices", slices.to_vec(), |layout| layout, 2),
+        ("owned slices", slices.to_vec(), |layout| layout.owned("dp"), 3),
+    ];
+    for (name, axes, owned, expected) in cases {
+        let made = ranks(4, |world| {
+            let before = world.comm().communicators();
+            let mesh = Mesh::new(&world, axes.clone())?;
+            let layout = owned(Layout::new(&mesh)).with_small_elements(8);
+            let layout = match axes.iter().any(Axis::is_model) {
+                true => layout.with_place(Place::shard(r"^layers\.0\.", "tp", 1)),
+                false => layout,
+            };
+            let model = layout.shard(Layers::square(3, 8, world.device()))?;
+            let optim = DistMuonConfig::new().init_on(&layout, &model)?;
+            assert_eq!(optim.memory().communicators, world.comm().communicators());
+            Ok(world.comm().communicators() - before)
+        });
+        assert_eq!(made.unwrap(), [expected; 4], "{name}");
+    }
 }
 
 fn groups_of_ranks_on_several_nodes_have_nodes() {

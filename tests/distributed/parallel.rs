@@ -5,7 +5,7 @@ use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::activation::relu;
 use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData};
-use distmuon::comm::{Communicator, ReduceOp, World};
+use distmuon::comm::{Communicator, PairCounts, ReduceOp, World};
 use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
 use distmuon::parallel::{ColumnLinear, RowEmbedding, RowLinear, enter, exchange, leave};
 use distmuon::{AdamWConfig, Error, MuonConfig, RoutingRule};
@@ -26,7 +26,7 @@ pub const EVERYWHERE: &[Case] = cases![
 ];
 
 pub const IN_PROCESS: &[Case] = cases![
-    a_wrong_table_of_counts_is_an_error_of_all_ranks,
+    counts_that_do_not_fit_the_rows_are_an_error_of_all_ranks,
     a_forgotten_partial_gradient_is_found_in_the_first_step,
     a_token_without_a_row_is_an_error_of_all_ranks,
     a_table_that_is_not_cut_is_an_error_of_all_ranks,
@@ -113,10 +113,11 @@ fn rows_and_their_gradients_are_exchanged() {
     let counts = [vec![1, 0, 2], vec![0, 0, 3], vec![2, 1, 1]];
     let run = ranks(3, |world| {
         let rank = world.rank();
-        let sent: usize = counts[rank].iter().sum();
+        let (device, sent) = (world.device(), counts[rank].iter().sum::<usize>());
+        let counts = world.comm().pair_counts(&counts[rank], device)?;
         let rows = (0..sent).map(|row| (10 * rank + row) as f32);
         let rows: Vec<f32> = rows.flat_map(|number| [number, -number]).collect();
-        let rows = Tensor::<1>::from_data(TensorData::from(&*rows), (world.device(), DType::F32));
+        let rows = Tensor::<1>::from_data(TensorData::from(&*rows), (device, DType::F32));
         let rows = rows.reshape([sent, 2]);
         let rows = rows.require_grad();
         let received = exchange(rows.clone(), &counts, world.comm());
@@ -134,11 +135,10 @@ fn rows_and_their_gradients_are_exchanged() {
 }
 
 fn ranks_without_rows_take_part_in_both_passes() {
-    // Rank 0 sends nothing, and rank 1 receives nothing.
-    let counts = [vec![0, 0], vec![3, 0]];
-    let back = [vec![0, 3], vec![0, 0]];
     let run = ranks(2, |world| {
         let rank = world.rank();
+        // Rank 0 sends nothing, and rank 1 receives nothing.
+        let counts = world.comm().pair_counts(&[[0, 0], [3, 0]][rank], world.device())?;
         let weight = Tensor::<2>::full([1, 2], 2.0, (world.device(), DType::F32)).require_grad();
         let sent = if rank == 0 { 0 } else { 3 };
         let rows = match sent {
@@ -147,7 +147,7 @@ fn ranks_without_rows_take_part_in_both_passes() {
         };
         let received = exchange(rows.require_grad(), &counts, world.comm());
         let computed = if rank == 0 { received * weight.clone() } else { received };
-        let returned = exchange(computed, &back, world.comm());
+        let returned = exchange(computed, &counts.back(), world.comm());
         assert_eq!(returned.dims(), [sent, 2]);
         let loss = if sent == 0 { returned.sum() + weight.clone().sum() } else { returned.sum() };
         let gradients = loss.backward();
@@ -181,11 +181,12 @@ fn sums_of_half_precision_are_rounded_once() {
     }
 }
 
-fn a_wrong_table_of_counts_is_an_error_of_all_ranks() {
+fn counts_that_do_not_fit_the_rows_are_an_error_of_all_ranks() {
     let errors = ranks_here(2, |world| {
-        let table = [vec![1, 1], vec![1, 1 + world.rank()]];
+        let sent = [1, 1 + world.rank()];
+        let counts = world.comm().pair_counts(&sent, world.device())?;
         let rows = Tensor::<2>::ones([2, 3], (&device(), DType::F32));
-        let received = exchange(rows, &table, world.comm());
+        let received = exchange(rows, &counts, world.comm());
         assert!(received.sum().into_scalar::<f32>().is_nan());
         Ok(next_error(&world))
     });
@@ -325,15 +326,15 @@ impl Mixture {
         };
         // Ranks have unequal numbers of tokens.
         let of_rank = |rank: usize| share(rank, group.size());
-        let table: Vec<Vec<usize>> = (0..group.size())
-            .map(|from| {
-                let to = |to: usize| {
-                    of_rank(from).filter(|token| expert_of(*token) / held == to).count()
-                };
-                (0..group.size()).map(to).collect()
-            })
-            .collect();
-        let received = exchange(select(x, &indices), &table, group);
+        let sent = |from: usize, to: usize| {
+            of_rank(from).filter(|token| expert_of(*token) / held == to).count()
+        };
+        let (rank, ranks) = (group.rank(), 0..group.size());
+        let counts = PairCounts {
+            sent: ranks.clone().map(|to| sent(rank, to)).collect(),
+            received: ranks.map(|from| sent(from, rank)).collect(),
+        };
+        let received = exchange(select(x, &indices), &counts, group);
         let arrived: Vec<usize> = (0..group.size())
             .flat_map(|from| sorted(of_rank(from)))
             .filter(|token| expert_of(*token) / held == group.rank())
@@ -346,10 +347,7 @@ impl Mixture {
         });
         let rows: Vec<Tensor<2>> = rows.collect();
         let computed = if rows.is_empty() { received } else { Tensor::cat(rows, 0) };
-        let back: Vec<Vec<usize>> = (0..group.size())
-            .map(|from| (0..group.size()).map(|to| table[to][from]).collect())
-            .collect();
-        exchange(computed, &back, group).powi_scalar(3).sum()
+        exchange(computed, &counts.back(), group).powi_scalar(3).sum()
     }
 }
 
@@ -544,7 +542,8 @@ fn rows_of_an_embedding_are_sent_once() {
         let sent = traffic.lock().unwrap()["all_to_all"];
         Ok(sent)
     });
-    // Rank 0 asks rank 1 for rows 20 and 21, and rank 1 asks rank 0 for rows 0 and 1.
+    // Rank 0 asks rank 1 for rows 20 and 21, and rank 1 asks rank 0 for rows 0 and 1, after the
+    // number of them in two words.
     let row = INPUTS * 4;
-    assert_eq!(sent.unwrap(), [2 * 4 + 2 * 2 * row; 2]);
+    assert_eq!(sent.unwrap(), [2 * 4 + 2 * 4 + 2 * 2 * row; 2]);
 }

@@ -458,6 +458,32 @@ fn steps_without_any_gradient_end_the_run() {
     }
 }
 
+/// As of a layer that the loss does not use.
+#[test]
+fn a_parameter_without_gradients_is_named() {
+    let net = Net::new(DType::F32, [4, 4], &device());
+    let config = config().with_rule(RoutingRule::muon("matrix")).with_max_absent(Some(3));
+    for ranks in [1, 2] {
+        let run = World::threads_with(World::devices(ranks), net.clone(), |world, mut net| {
+            let mut optim = DistMuonConfig::new().with_muon(config.clone()).init(&world, &net)?;
+            let mut seen = vec![];
+            for step in 0..6 {
+                let mut gradients = net.gradients(1.0);
+                // The vector has one on the last rank only, in the last step.
+                if step < 5 || world.rank() + 1 < world.size() {
+                    gradients.remove::<1>(net.vector.id);
+                }
+                net = optim.step(0.1, net, gradients)?;
+                seen.push(optim.absent().get("vector").copied());
+            }
+            Ok::<_, Error>(seen)
+        });
+        for seen in run.unwrap() {
+            assert_eq!(seen, [None, None, Some(3), Some(4), Some(5), None]);
+        }
+    }
+}
+
 /// An optimizer of one parameter at a time, one of all, and ranks.
 #[test]
 fn gradients_of_other_types_are_converted() {

@@ -111,16 +111,14 @@ leave(self.down.forward(hidden), &self.tp) // a `Linear` without a bias, which e
                 .with_muon(muon.clone())
                 .with_place(Place::shard(r"\.experts\.(up|down)$", "ep", 0));
 
-            let ep = World::new(mesh.group("ep").expect("an axis of the mesh").clone(), device);
+            let ep = mesh.group("ep").expect("an axis of the mesh");
 
 // In the forward pass: `rows` are in the order of their experts, `sent[to]` of them for the experts
             // of rank `to`.
-let counts: Vec<Vec<usize>> = ep.all_gather_value(&sent)?; // `[from][to]`, the same on all ranks
-            let received = exchange(rows, &counts, ep.comm()); // those of rank 0 first
+            let counts = ep.pair_counts(&sent, &device)?; // also those that this rank receives
+            let received = exchange(rows, &counts, ep); // those of rank 0 first
             let results = self.experts(received); // one row for each
-            let back = |from: usize| counts.iter().map(|counts| counts[from]).collect::<Vec<_>>();
-            let back: Vec<Vec<usize>> = (0..ep.size()).map(back).collect(); // the table transposed
-            let results = exchange(results, &back, ep.comm()); // in the order of `rows`
+            let results = exchange(results, &counts.back(), ep); // in the order of `rows`
             Ok(results)
         }
     }

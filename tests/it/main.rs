@@ -14,6 +14,8 @@ mod idle;
 mod learner;
 mod link;
 mod lion;
+#[cfg(feature = "mpi")]
+mod mpi;
 mod optimizer;
 mod orthogonalize;
 mod params;

@@ -99,6 +99,10 @@ pub fn main() {
         ),
         ("torchrun_starts_the_ranks", torchrun_starts_the_ranks),
         (
+            "a_process_without_an_engine_is_named_by_all_others",
+            a_process_without_an_engine_is_named_by_all_others,
+        ),
+        (
             "a_process_that_cannot_join_reports_what_is_missing",
             a_process_that_cannot_join_reports_what_is_missing,
         ),
@@ -244,12 +248,20 @@ const LAUNCHERS: [&str; 12] = [
 
 /// Starts the processes of a world as a launcher does.
 fn start(folder: &Path, variables: &[(&str, String)]) -> Vec<Child> {
+    start_each(folder, |_| variables.to_vec())
+}
+
+/// Starts the processes of a world, each with variables of its own.
+fn start_each<'a>(
+    folder: &Path,
+    variables: impl Fn(usize) -> Vec<(&'a str, String)>,
+) -> Vec<Child> {
     let port = worlds::free_port().to_string();
     let rank = |rank: usize| {
         let mut program = program();
         program.env("RANK", rank.to_string()).env("WORLD_SIZE", RANKS.to_string());
         program.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port).env(FOLDER, folder);
-        program.envs(variables.iter().map(|(name, value)| (name, value)));
+        program.envs(variables(rank));
         program.stdout(Stdio::piped()).stderr(Stdio::piped());
         program.spawn().expect("this program can be started again")
     };
@@ -374,6 +386,25 @@ fn torchrun_starts_the_ranks() {
             assert!(trained(folder.path(), RANKS) == expected());
         }
         Err(_) => skip("torchrun is not installed"),
+    }
+}
+
+/// One process has another NCCL, which the others learn of when it has joined.
+fn a_process_without_an_engine_is_named_by_all_others() {
+    for victim in [0, VICTIM] {
+        let folder = tempfile::tempdir().unwrap();
+        let begin = Instant::now();
+        let old = |rank: usize| if rank == victim { "20403" } else { "22903" };
+        let outputs = finish(start_each(folder.path(), |rank| {
+            vec![("DISTMUON_TEST_NCCL_VERSION", old(rank).to_owned())]
+        }));
+        assert!(begin.elapsed() < Duration::from_secs(10), "{:?}", begin.elapsed());
+        for (rank, output) in outputs.iter().enumerate() {
+            let stderr = text(&output.stderr);
+            assert!(stderr.contains("NCCL is too old"), "rank {rank}: {stderr}");
+            let blames = stderr.contains(&format!("rank {victim} failed"));
+            assert_eq!(blames, rank != victim, "rank {rank}: {stderr}");
+        }
     }
 }
 

@@ -6,7 +6,6 @@
 
 use std::io::{self, ErrorKind, Read};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, ToSocketAddrs};
-use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -156,7 +155,7 @@ impl Endpoint {
                 "raise the limit on processes (`ulimit -u`)",
             )
         })?;
-        Ok(Control::new(Arc::new(link), 0, rank, size))
+        Ok(Control::new(link, rank, size))
     }
 }
 

@@ -52,6 +52,8 @@ pub struct Control {
     next_round: AtomicU64,
     /// The number of the group's external calls so far.
     external_calls: Arc<AtomicU64>,
+    /// One, of which this process's view of any group has a clone.
+    groups: Arc<()>,
 }
 
 /// A call of a group that MPI or NCCL carries out, which do not detect failures.
@@ -77,9 +79,16 @@ impl Drop for ReportedWait<'_> {
 }
 
 impl Control {
-    fn new(link: Arc<Link>, group: u64, rank: usize, size: usize) -> Self {
-        let external_calls = link.external_calls(group);
-        Self { link, group, rank, size, next_round: AtomicU64::new(0), external_calls }
+    /// The view of the world.
+    fn new(link: Link, rank: usize, size: usize) -> Self {
+        let (group, external_calls) = (0, link.external_calls(0));
+        let (link, next_round, groups) = (Arc::new(link), AtomicU64::new(0), Arc::new(()));
+        Self { link, group, rank, size, next_round, external_calls, groups }
+    }
+
+    /// The number of groups of which this process has a view.
+    pub fn groups(&self) -> usize {
+        Arc::strong_count(&self.groups)
     }
 
     /// This process's index in the group.
@@ -263,7 +272,11 @@ impl Control {
     pub fn split(&self, color: usize, key: usize) -> Result<(Self, usize)> {
         match self.call(Op::Split, Some(&call_board::split_payload(color, key)))? {
             (Outcome::Group { group, rank, size, first }, _) => {
-                Ok((Self::new(self.link.clone(), group, rank, size), first))
+                let (link, groups) = (self.link.clone(), self.groups.clone());
+                let external_calls = link.external_calls(group);
+                let next_round = AtomicU64::new(0);
+                let view = Self { link, group, rank, size, next_round, external_calls, groups };
+                Ok((view, first))
             }
             _ => self.unexpected_answer(),
         }
@@ -273,7 +286,7 @@ impl Control {
 /// Pauses between two polls of a call that has been waited for this long. A thread that only yields
 /// is always ready to run, which slows the ranks that it waits for and the threads that send
 /// heartbeats.
-fn pause(waited: Duration) {
+pub fn pause(waited: Duration) {
     match waited < SPIN {
         true => thread::yield_now(),
         // A small fraction of the time waited so far, so that no call takes notably longer.

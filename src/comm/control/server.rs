@@ -33,6 +33,9 @@ const RESERVED_DESCRIPTORS: usize = 32 + MAX_UNAUTHENTICATED_CONNECTIONS;
 /// The time for which rank 0 keeps serving the other ranks after the world has failed, so that they
 /// receive the failure.
 const REPORT_GRACE: Duration = Duration::from_secs(2);
+/// The time for which rank 0, which has departed or failed, stays for ranks that have not joined.
+/// They would look for rank 0 until the deadline.
+const JOIN_GRACE: Duration = Duration::from_secs(5);
 /// Time between checks of all deadlines.
 const TICK: Duration = Duration::from_millis(50);
 /// Bytes read at once.
@@ -214,7 +217,8 @@ impl Service {
                     Some(sent) => since.max(sent) + REPORT_GRACE,
                     None => since + self.config.deadline,
                 };
-                if self.is_finished() || now >= until {
+                let may_join = self.not_joined > 0 && now < since + JOIN_GRACE;
+                if !may_join && (self.is_finished() || now >= until) {
                     return;
                 }
             }

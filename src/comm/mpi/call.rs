@@ -24,7 +24,8 @@ pub struct Arguments<'a> {
     pub receive: *mut c_void,
     /// The type of the elements, which MPI moves and does not compute with.
     pub dtype: ffi::MPI_Datatype,
-    /// The lengths and offsets, for calls that have them.
+    /// The lengths and offsets, for calls that have them: in an exchange, those that are sent and
+    /// then those that are received.
     pub counts: &'a [Vec<c_int>],
     pub comm: ffi::MPI_Comm,
     pub request: &'a mut ffi::MPI_Request,
@@ -49,12 +50,16 @@ pub struct StartedCall {
 // struct moves.
 unsafe impl Send for StartedCall {}
 
-/// The hashes of the calls of all ranks, exchanged by a call of MPI of its own.
+/// Hashes of the call, exchanged by a call of MPI of its own: every rank sends every rank the hash
+/// of the call and of the elements that it sends there.
 struct Signature {
     request: ffi::MPI_Request,
-    /// This rank's hash. In a box, since MPI reads it while the struct may move.
-    local: Box<[u64; 1]>,
-    all: Vec<u64>,
+    /// Read by MPI.
+    sent: Vec<u64>,
+    /// Written by MPI.
+    received: Vec<u64>,
+    /// Those that this rank has to receive.
+    expected: Vec<u64>,
     is_finished: bool,
 }
 
@@ -69,7 +74,11 @@ impl StartedCall {
         counts: Vec<Vec<c_int>>,
         launch: impl FnOnce(Arguments<'_>) -> c_int,
     ) -> Result<Self> {
-        let signature = Signature::start(comm, rank, &call)?;
+        let [sends, receives] = match &counts[..] {
+            [sends, _, receives, _] => [&sends[..], receives],
+            _ => [&[][..]; 2],
+        };
+        let signature = Signature::start(comm, rank, &call, sends, receives)?;
         let dtype = send.dtype();
         let mut started = Self {
             comm: comm.clone(),
@@ -116,8 +125,10 @@ impl StartedCall {
         let rank = control.rank();
         // The signatures first: if they differ, the call itself may never finish.
         control.wait(call, || signature.test(rank, call))?;
-        if signature.all.iter().any(|other| *other != signature.local[0]) {
-            let calls = format!("rank {rank}: {}, another rank: another call", call.call);
+        let mut pairs = signature.received.iter().zip(&signature.expected);
+        if let Some(other) = pairs.position(|(received, expected)| received != expected) {
+            let calls =
+                format!("rank {rank}: {}, rank {other}: another call, or other counts", call.call);
             return Err(Error::Mismatch { calls });
         }
         control.wait(call, || {
@@ -139,23 +150,38 @@ impl Drop for StartedCall {
 }
 
 impl Signature {
-    fn start(comm: &RawCommunicator, rank: usize, call: &ExternalCall) -> Result<Self> {
-        let mut hasher = DefaultHasher::new();
-        (call.number, &call.call).hash(&mut hasher);
+    /// `sends` and `receives` have a number of elements for every rank, or none.
+    fn start(
+        comm: &RawCommunicator,
+        rank: usize,
+        call: &ExternalCall,
+        sends: &[c_int],
+        receives: &[c_int],
+    ) -> Result<Self> {
+        let size = comm.comm.size() as usize;
+        let hashes = |counts: &[c_int]| -> Vec<u64> {
+            let of_rank = |rank| {
+                let mut hasher = DefaultHasher::new();
+                (call.number, &call.call, counts.get(rank)).hash(&mut hasher);
+                hasher.finish()
+            };
+            (0..size).map(of_rank).collect()
+        };
         let mut signature = Self {
             // SAFETY: a constant of the library.
             request: unsafe { ffi::RSMPI_REQUEST_NULL },
-            local: Box::new([hasher.finish()]),
-            all: vec![0; comm.comm.size() as usize],
+            sent: hashes(sends),
+            received: vec![0; size],
+            expected: hashes(receives),
             is_finished: false,
         };
         // SAFETY: both buffers are on the heap and live until the request has finished.
         let code = unsafe {
-            ffi::MPI_Iallgather(
-                signature.local.as_ptr().cast(),
+            ffi::MPI_Ialltoall(
+                signature.sent.as_ptr().cast(),
                 1,
                 ffi::RSMPI_UINT64_T,
-                signature.all.as_mut_ptr().cast(),
+                signature.received.as_mut_ptr().cast(),
                 1,
                 ffi::RSMPI_UINT64_T,
                 comm.raw(),
@@ -176,8 +202,8 @@ impl Drop for Signature {
     fn drop(&mut self) {
         if !self.is_finished {
             // MPI may still read and write this memory: leak it.
-            forget(take(&mut self.local));
-            forget(take(&mut self.all));
+            forget(take(&mut self.sent));
+            forget(take(&mut self.received));
         }
     }
 }

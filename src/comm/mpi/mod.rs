@@ -3,8 +3,8 @@
 //!
 //! Tensors pass through the memory of the host. MPI moves elements and adds up nothing: sums are
 //! those of [`exchange`], exact and in the order of ranks. MPI's own reductions would be neither,
-//! and in Open MPI a non-blocking reduce_scatter sends everything to rank 0 first. A signature of
-//! the call is exchanged with every call, so that ranks that make different calls get an error
+//! and in Open MPI a non-blocking reduce_scatter sends everything to rank 0 first. With every call,
+//! every pair of ranks exchanges a signature, so that ranks that make different calls get an error
 //! instead of garbage.
 
 mod call;
@@ -21,10 +21,9 @@ use mpi::traits::Root;
 
 use super::call::Call;
 use super::control::{COMPARE_AFTER, Control, Endpoint, random_secret};
-use super::counts::sent_and_received;
 use super::exchange::{self, Exchange};
 use super::validate::assert_fits;
-use super::{Engine, Launch, Pending, ReduceOp};
+use super::{Engine, Launch, PairCounts, Pending, ReduceOp};
 use crate::error::{Error, Result};
 use crate::slices;
 use call::{Arguments, StartedCall, layout};
@@ -223,6 +222,10 @@ impl Engine for Mpi {
         self.control.size()
     }
 
+    fn communicators(&self) -> usize {
+        self.control.groups()
+    }
+
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         exchange::all_reduce(self, tensor, op)
     }
@@ -282,10 +285,8 @@ impl Engine for Mpi {
         })
     }
 
-    fn all_to_all(&self, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending> {
-        let call = Call::all_to_all(&tensor, counts);
-        let [send, receive] = sent_and_received(counts, self.rank());
-        self.exchange(call, tensor, &send, &receive)
+    fn all_to_all(&self, tensor: Tensor<1>, counts: &PairCounts) -> Result<Pending> {
+        self.exchange(Call::all_to_all(&tensor), tensor, &counts.sent, &counts.received)
     }
 
     fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {

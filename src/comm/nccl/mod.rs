@@ -25,10 +25,10 @@ use cudarc::nccl::sys::ncclDataType_t;
 
 use super::call::Call;
 use super::control::{Endpoint, random_secret};
-use super::counts::{offsets, sent_and_received};
+use super::counts::offsets;
 use super::exchange::{self, Exchange};
 use super::validate::assert_fits;
-use super::{Engine, Launch, Pending, ReduceOp};
+use super::{Engine, Launch, PairCounts, Pending, ReduceOp};
 use crate::error::Result;
 use crate::slices;
 use call::Shared;
@@ -136,7 +136,7 @@ impl Nccl {
     /// [`Error::Launch`](crate::Error::Launch) without an address,
     /// [`Error::Rendezvous`](crate::Error::Rendezvous) if the ranks can't connect to each other.
     pub fn connect(launch: &Launch, device: &Device, deadline: Duration) -> Result<Self> {
-        Self::over(Arc::new(CudaMemory::new(device, launch.rank)?), launch, deadline)
+        Self::of_process(|| cuda_memory(device, launch.rank), launch, deadline)
     }
 
     /// Connects a process whose tensors are in any memory that NCCL can access, and returns its
@@ -150,38 +150,50 @@ impl Nccl {
         launch: &Launch,
         deadline: Duration,
     ) -> Result<Self> {
+        Self::of_process(|| Ok(memory), launch, deadline)
+    }
+
+    fn of_process(
+        memory: impl FnOnce() -> Result<Arc<dyn DeviceMemory>>,
+        launch: &Launch,
+        deadline: Duration,
+    ) -> Result<Self> {
         let Launch { rank, world_size, ref secret, .. } = *launch;
         let (host, port) = launch.required_address()?;
         Self::at(Endpoint::at(rank, host, port)?, memory, (rank, world_size), secret, deadline)
     }
 
-    /// Connects a thread of a process whose ranks are threads.
+    /// Connects a thread of a process whose ranks are threads, on a CUDA device.
     ///
     /// # Errors
     ///
     /// As [`connect`](Self::connect).
     pub(super) fn meeting(
-        memory: Arc<dyn DeviceMemory>,
+        device: &Device,
         meeting: &Meeting,
         rank: usize,
         deadline: Duration,
     ) -> Result<Self> {
         let endpoint = meeting.endpoint(rank);
+        let memory = || cuda_memory(device, rank);
         Self::at(endpoint, memory, (rank, meeting.size), &meeting.secret, deadline)
     }
 
+    /// Joins before all that may fail, so that the other ranks are told of it.
     fn at(
         endpoint: Endpoint,
-        memory: Arc<dyn DeviceMemory>,
+        memory: impl FnOnce() -> Result<Arc<dyn DeviceMemory>>,
         (rank, world_size): (usize, usize),
         secret: &str,
         deadline: Duration,
     ) -> Result<Self> {
-        let library = Arc::new(Library::load(rank)?);
         let control = endpoint.join(rank, world_size, secret, deadline)?;
-        let comm = RawCommunicator::world(library, &control).inspect_err(|error| {
-            control.fail(&error.to_string());
-        })?;
+        let make = || -> Result<_> {
+            let memory = memory()?;
+            let library = Arc::new(Library::load(rank)?);
+            Ok((RawCommunicator::world(library, &control)?, memory))
+        };
+        let (comm, memory) = make().inspect_err(|error| control.fail(&error.to_string()))?;
         let shared = Shared::new(Peers { control, comm }, memory);
         Ok(Self { shared, reduction: Reduction::default() })
     }
@@ -191,6 +203,10 @@ impl Nccl {
     pub fn with_reduction(self, reduction: Reduction) -> Self {
         Self { reduction, ..self }
     }
+}
+
+fn cuda_memory(device: &Device, rank: usize) -> Result<Arc<dyn DeviceMemory>> {
+    Ok(Arc::new(CudaMemory::new(device, rank)?))
 }
 
 impl Exchange for Nccl {
@@ -246,6 +262,10 @@ impl Engine for Nccl {
 
     fn size(&self) -> usize {
         self.shared.peers.control.size()
+    }
+
+    fn communicators(&self) -> usize {
+        self.shared.peers.control.groups()
     }
 
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
@@ -318,10 +338,8 @@ impl Engine for Nccl {
         })
     }
 
-    fn all_to_all(&self, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending> {
-        let call = Call::all_to_all(&tensor, counts);
-        let [send, receive] = sent_and_received(counts, self.rank());
-        self.exchange(call, tensor, &send, &receive)
+    fn all_to_all(&self, tensor: Tensor<1>, counts: &PairCounts) -> Result<Pending> {
+        self.exchange(Call::all_to_all(&tensor), tensor, &counts.sent, &counts.received)
     }
 
     fn gather(&self, tensor: Tensor<1>, counts: &[usize], root: usize) -> Result<Pending> {

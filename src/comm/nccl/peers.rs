@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::group::RawCommunicator;
 use super::memory::StreamEvent;
-use crate::comm::control::{COMPARE_AFTER, Control, ExternalCall};
+use crate::comm::control::{self, COMPARE_AFTER, Control, ExternalCall};
 use crate::error::{Error, Result};
 
 /// The two connections to the ranks of a group. When this is dropped, NCCL's communicator is
@@ -41,8 +41,11 @@ impl Peers {
         ready: &dyn StreamEvent,
         pause: &impl Fn(),
     ) -> Result<()> {
-        let mut checked = Instant::now();
+        let start = Instant::now();
+        let mut checked = start;
         while !self.is_passed(call, ready, pause)? {
+            // Work of seconds is not polled all the time.
+            control::pause(start.elapsed());
             if checked.elapsed() >= COMPARE_AFTER {
                 self.control.check()?;
                 checked = Instant::now();

@@ -218,9 +218,8 @@ impl Layout {
     pub(super) fn slice_groups(&self, cuts: &Cuts) -> Result<SliceGroups> {
         let group = |axes: Vec<String>| {
             let grid = self.mesh.grid(&axes);
-            let (comm, rank) = (self.world().comm(), self.world().rank());
-            let alike = comm.split(grid.slice, rank)?;
-            let across = comm.split(grid.replica, grid.slice)?;
+            let alike = self.mesh.split(|rank| [grid.positions[rank][1], rank])?;
+            let across = self.mesh.split(|rank| grid.positions[rank])?;
             Ok((axes, SliceGroup { grid, alike, across }))
         };
         cuts.axes().into_iter().map(group).collect()

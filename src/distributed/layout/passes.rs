@@ -438,7 +438,7 @@ impl Passes {
         part: Tensor<1>,
     ) -> Result<()> {
         let sharing = self.groups.of(unit).sharing.comm();
-        let pending = sharing.all_gather(unit.sent(&part), unit.part_counts());
+        let pending = sharing.all_gather(unit.sent(&part), &unit.part_counts().to_vec());
         let pending = pending.map_err(|error| unit.in_action(GATHERING, error))?;
         state.events.push(Event::Gather(unit.index));
         state.flights.push_back(Flight::Gathering(unit.index, pending));
@@ -518,7 +518,7 @@ impl Passes {
             self.land(state)?;
         }
         let sharing = self.groups.of(unit).sharing.comm();
-        let pending = sharing.reduce_scatter_f32(parts, unit.part_counts());
+        let pending = sharing.reduce_scatter_f32(parts, &unit.part_counts().to_vec());
         let pending = pending.map_err(|error| unit.in_action(REDUCING, error))?;
         state.reducing += pending.bytes();
         state.observe();
@@ -554,8 +554,8 @@ impl Passes {
                     self.keep_mean(state, (index, leaf), sum);
                     return Ok(());
                 }
-                let counts = self.units[index].shard_counts();
-                let pending = replicas.reduce_scatter_f32(sum, counts)?;
+                let counts = self.units[index].shard_counts().to_vec();
+                let pending = replicas.reduce_scatter_f32(sum, &counts)?;
                 state.reducing += pending.bytes();
                 state.flights.push_back(Flight::ReducingReplicas(index, leaf, pending));
             }
@@ -569,7 +569,7 @@ impl Passes {
     }
 
     fn keep_mean(&self, state: &mut State, (index, leaf): (usize, u64), sum: Tensor<1>) {
-        let mean = sum.div_scalar(self.units[index].counts().len() as f64);
+        let mean = sum.div_scalar(self.units[index].counts().ranks() as f64);
         let uses = state.uses[index].of_leaf(leaf);
         let more = if uses.mean.is_none() { bytes(&mean) } else { 0 };
         uses.mean = Some(added(uses.mean.take(), mean));
@@ -807,7 +807,7 @@ impl Passes {
     /// Starts to exchange this rank's new shard of a parameter with the ranks that have replicas of
     /// its part, which is waited for at its first use.
     pub fn publish_later(&self, unit: &Unit, shard: Tensor<1>) -> Result<()> {
-        let pending = self.replicas(unit).all_gather(shard, unit.shard_counts())?;
+        let pending = self.replicas(unit).all_gather(shard, &unit.shard_counts().to_vec())?;
         let mut state = self.state();
         state.publishing.push_back((unit.index, pending));
         state.observe();

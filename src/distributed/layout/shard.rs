@@ -81,17 +81,21 @@ impl Layout {
         Ok(model)
     }
 
-    /// The ranks that share parameters, and those that have replicas of their parts. Groups of
-    /// their own, since results of other calls may be waited for in between.
+    /// The ranks that share parameters, and those that have replicas of their parts.
     fn groups(&self, units: &[Arc<Unit>]) -> Result<Groups> {
         let world = self.world();
         let group = |axes: Vec<String>| {
             let grid = self.grid(&axes);
             let positions = self.positions(&axes, &grid);
-            let Position { part, shard, .. } = positions[grid.replica];
-            let slices = grid.ranks[0].len();
-            let split = |index: usize| world.split(index * slices + grid.slice, world.rank());
-            Ok((axes, Group { sharing: split(shard)?, replicas: split(part)? }))
+            let split = |index: fn(&Position) -> usize| -> Result<World> {
+                let group = self.mesh.split(|rank| {
+                    let [replica, slice] = grid.positions[rank];
+                    [index(&positions[replica]) * grid.ranks[0].len() + slice, rank]
+                })?;
+                Ok(World::new(group, world.device().clone()))
+            };
+            let sharing = split(|position| position.shard)?;
+            Ok((axes, Group { sharing, replicas: split(|position| position.part)? }))
         };
         let axes: BTreeSet<Vec<String>> = units.iter().map(|unit| unit.axes().to_vec()).collect();
         let by_axes = axes.into_iter().map(group).collect::<Result<_>>()?;

@@ -7,6 +7,7 @@ use comfy_table::{Table, presets};
 
 use super::cuts::Cuts;
 use super::unit::Unit;
+use crate::distributed::plan::Counts;
 use crate::parameters::Found;
 
 /// The place of every parameter, from [`Layout::table`](super::Layout::table). Prints as a table.
@@ -23,7 +24,7 @@ struct LayoutRow {
     /// The shape of this rank's slice, and the axes along which it is cut, if it is.
     cut: Option<(Vec<usize>, Vec<String>)>,
     /// Elements of every part, if it is divided.
-    counts: Option<Vec<usize>>,
+    counts: Option<Counts>,
 }
 
 impl LayoutTable {
@@ -35,7 +36,7 @@ impl LayoutTable {
                 .reduces_in_backward()
                 .then(|| units.next().expect("every owned parameter is a unit"));
             let owned = unit.filter(|unit| unit.placement.is_owned());
-            let counts = owned.map(|unit| unit.part_counts().to_vec());
+            let counts = owned.map(|unit| unit.part_counts().clone());
             let slice = cuts.slice(&found.path);
             let (path, shape) = (found.path.clone(), found.shape.clone());
             let cut = slice.map(|slice| (slice.shape(), slice.slices.axes().to_vec()));
@@ -46,8 +47,9 @@ impl LayoutTable {
 
     /// Returns the elements of every part of a parameter, in the order of the axis along which it
     /// is divided. `None` if every rank has all of it, or the model does not have the parameter.
-    pub fn parts(&self, path: &str) -> Option<&[usize]> {
-        self.rows.iter().find(|row| row.path == path)?.counts.as_deref()
+    pub fn parts(&self, path: &str) -> Option<Vec<usize>> {
+        let row = self.rows.iter().find(|row| row.path == path)?;
+        row.counts.as_ref().map(Counts::to_vec)
     }
 }
 
@@ -65,11 +67,11 @@ impl LayoutRow {
     /// The coordinates on the axis that have it.
     fn owner(&self) -> String {
         let Some(counts) = &self.counts else { return "replicated".to_owned() };
-        let ranks = (0..counts.len()).filter(|rank| counts[*rank] > 0);
-        let ranks: Vec<String> = ranks.map(|rank| rank.to_string()).collect();
+        let filled = counts.iter().enumerate().filter(|(_, count)| *count > 0);
+        let ranks: Vec<String> = filled.map(|(rank, _)| rank.to_string()).collect();
         match &ranks[..] {
             [rank] => format!("whole at {rank}"),
-            ranks if ranks.len() == counts.len() => "in parts at all".to_owned(),
+            ranks if ranks.len() == counts.ranks() => "in parts at all".to_owned(),
             ranks => format!("in parts at {}", ranks.join(", ")),
         }
     }

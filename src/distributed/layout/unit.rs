@@ -6,7 +6,7 @@ use std::ops::Range;
 use burn::tensor::{DType, Device, Tensor};
 
 use crate::blocks::Blocks;
-use crate::distributed::plan::{Bucket, Run};
+use crate::distributed::plan::{Bucket, Counts, Run};
 use crate::distributed::trained::ModelParameter;
 use crate::error::Error;
 use crate::parameters::Placement;
@@ -27,16 +27,18 @@ pub struct Unit {
     pub placement: Placement,
     /// The blocks that are trained each as a parameter of its own.
     blocks: Blocks,
-    /// The shards of all ranks, one after the other. Its parameters are the blocks.
-    bucket: Bucket,
+    /// Elements of the shards of all ranks, which follow each other.
+    counts: Counts,
+    /// The blocks in the shard of this rank.
+    runs: Vec<Run>,
     /// The axes along which it is cut: its shape is that of this rank's slice.
     axes: Vec<String>,
     most_elements: usize,
     position: Position,
     /// Elements of the parts, which together are the parameter.
-    part_counts: Vec<usize>,
+    part_counts: Counts,
     /// Elements of the shards of this rank's part.
-    shard_counts: Vec<usize>,
+    shard_counts: Counts,
     /// In the order of the parts.
     pieces: Vec<Piece>,
 }
@@ -102,7 +104,7 @@ impl Unit {
             }
         }
         let shards = order.iter().filter(|other| other.part == position.part);
-        let shard_counts = shards.map(|shard| bucket.counts[shard.replica]).collect();
+        let shard_counts = shards.map(|shard| bucket.counts.of(shard.replica)).collect();
         let slices = parameter.slice.as_ref().map(|slice| &slice.slices);
         Self {
             index,
@@ -115,21 +117,22 @@ impl Unit {
             most_elements: parameter.slice.as_ref().map_or(bucket.elements(), |slice| {
                 slice.counts().into_iter().max().unwrap_or_default()
             }),
-            bucket,
+            runs: bucket.runs(position.replica),
+            counts: bucket.counts,
             position,
-            part_counts,
+            part_counts: part_counts.into_iter().collect(),
             shard_counts,
             pieces,
         }
     }
 
     /// Elements of all parts, by the ranks that share the parameter.
-    pub fn part_counts(&self) -> &[usize] {
+    pub fn part_counts(&self) -> &Counts {
         &self.part_counts
     }
 
     /// Elements of the shards of this rank's part, by the ranks that have replicas of it.
-    pub fn shard_counts(&self) -> &[usize] {
+    pub fn shard_counts(&self) -> &Counts {
         &self.shard_counts
     }
 
@@ -139,18 +142,18 @@ impl Unit {
     }
 
     /// Elements of the shards of all ranks of the group.
-    pub fn counts(&self) -> &[usize] {
-        &self.bucket.counts
+    pub fn counts(&self) -> &Counts {
+        &self.counts
     }
 
     /// Elements of this rank's part.
     pub fn part_count(&self) -> usize {
-        self.part_counts[self.position.part]
+        self.part_counts.of(self.position.part)
     }
 
     /// Elements of this rank's shard.
     pub fn shard_count(&self) -> usize {
-        self.shard_counts[self.position.shard]
+        self.shard_counts.of(self.position.shard)
     }
 
     /// Elements of all parts: of the largest slice, if the parameter is cut, since all ranks have
@@ -221,7 +224,7 @@ impl Unit {
         if self.part_count() == 0 {
             return Tensor::zeros([1], (&device, dtype));
         }
-        let start: usize = self.part_counts[..self.position.part].iter().sum();
+        let start = self.part_counts.before(self.position.part);
         let part = start..start + self.part_count();
         let is_whole = whole.dims() == [part.len()];
         let own = self.pieces.iter().filter(|piece| part.contains(&piece.in_parts));
@@ -236,21 +239,17 @@ impl Unit {
 
     /// This rank's shard of its part.
     pub fn shard(&self, part: &Tensor<1>) -> Tensor<1> {
-        let start: usize = self.shard_counts[..self.position.shard].iter().sum();
+        let start = self.shard_counts.before(self.position.shard);
         slices::slice(part, start..start + self.shard_count())
-    }
-
-    fn runs(&self) -> Vec<Run> {
-        self.bucket.runs(self.position.replica)
     }
 
     /// The blocks of this rank's shard, or of its gradient.
     pub fn cut(&self, shard: &Tensor<1>) -> Vec<BlockPart> {
-        let block = |Run { parameter: block, elements, range }| {
-            let values = slices::slice(shard, range);
-            BlockPart { block, start: elements.start, values }
+        let block = |Run { parameter: block, elements, range }: &Run| {
+            let values = slices::slice(shard, range.clone());
+            BlockPart { block: *block, start: elements.start, values }
         };
-        self.runs().into_iter().map(block).collect()
+        self.runs.iter().map(block).collect()
     }
 
     /// This rank's shard from its blocks, the reverse of [`cut`](Self::cut).
@@ -259,7 +258,7 @@ impl Unit {
         mut values: impl FnMut(usize, Range<usize>) -> Tensor<1>,
         device: &Device,
     ) -> Tensor<1> {
-        let runs = self.runs();
+        let runs = &self.runs;
         if runs.is_empty() {
             return slices::zeros(self.shard_count(), self.dtype, device);
         }

@@ -38,8 +38,18 @@ impl Units {
     ///
     /// # Errors
     ///
-    /// A failure of a pass; [`Error::Parameter`] for a gradient that was not collected.
+    /// A failure of a pass; [`Error::Parameter`] for a gradient that was not collected;
+    /// [`Error::Setting`] for gradients of [`Layout::accumulate`](super::Layout::accumulate) that
+    /// the step does not have.
     pub fn begin_step(&self, rank: usize) -> Result<()> {
+        let earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner).count();
+        if earlier > 0 {
+            return Err(Error::setting(
+                "gradients",
+                format!("without those of {earlier} calls of `Layout::accumulate`"),
+                "those of `Layout::backward`, which adds them (or call `Layout::discard` before)",
+            ));
+        }
         let Some(passes) = &self.passes else { return Ok(()) };
         passes.ensure_alive()?;
         if let Some(unit) = passes.uncollected() {
@@ -192,7 +202,7 @@ impl Units {
         if replicas.size() == 1 {
             return Ok(Pending::ready(shard));
         }
-        replicas.all_gather(shard, unit.shard_counts())
+        replicas.all_gather(shard, &unit.shard_counts().to_vec())
     }
 
     /// Remembers this rank's new part of a parameter.

@@ -23,7 +23,7 @@ use std::sync::Arc;
 use burn::tensor::Tensor;
 
 use super::share::Share;
-use crate::comm::{Communicator, Pending};
+use crate::comm::{Communicator, PairCounts, Pending};
 use crate::distributed::config::Publish;
 use crate::distributed::layout::{Layout, SliceGroup};
 use crate::distributed::plan::{Bucket, Parameter, Run, Slices};
@@ -46,9 +46,9 @@ pub struct Exchange {
 /// The exchange between the owner of whole parameters and the ranks that have slices.
 struct Assembly {
     across: Communicator,
-    /// Elements that the ranks send each other to assemble, and to distribute.
-    to_owners: Vec<Vec<usize>>,
-    to_slices: Vec<Vec<usize>>,
+    /// Elements that this rank exchanges to assemble. To distribute, they go back. `None` if every
+    /// rank keeps what it has, as with whole experts.
+    to_owners: Option<PairCounts>,
     /// The shard of the bucket that this rank owns.
     owned: Arc<Owned>,
     share: Share,
@@ -123,7 +123,11 @@ impl Exchange {
         let Some(Assembly { across, to_owners, owned, .. }) = &self.assembly else {
             return Ok(Pending::ready(share));
         };
-        let received = sent(across, share, to_owners)?;
+        let Some(to_owners) = to_owners else {
+            let owned = owned.clone();
+            return Ok(Pending::new(slices::bytes(&share), move || Ok(owned.join(&share))));
+        };
+        let received = across.all_to_all(share, to_owners)?;
         let owned = owned.clone();
         Ok(Pending::new(received.bytes(), move || Ok(owned.join(&received.wait()?))))
     }
@@ -133,21 +137,11 @@ impl Exchange {
     pub fn distribute(&self, shard: Tensor<1>) -> Result<Pending> {
         match &self.assembly {
             None => Ok(Pending::ready(shard)),
-            Some(Assembly { across, to_slices, owned, .. }) => {
-                sent(across, owned.cut(&shard), to_slices)
-            }
+            Some(Assembly { across, to_owners, owned, .. }) => match to_owners {
+                None => Ok(Pending::ready(owned.cut(&shard))),
+                Some(to_owners) => across.all_to_all(owned.cut(&shard), &to_owners.back()),
+            },
         }
-    }
-}
-
-/// Starts an exchange, unless every rank keeps what it has, as with whole experts.
-fn sent(across: &Communicator, tensor: Tensor<1>, counts: &[Vec<usize>]) -> Result<Pending> {
-    let stays = |(from, counts): (usize, &Vec<usize>)| {
-        counts.iter().enumerate().all(|(to, count)| from == to || *count == 0)
-    };
-    match counts.iter().enumerate().all(stays) {
-        true => Ok(Pending::ready(tensor)),
-        false => across.all_to_all(tensor, counts),
     }
 }
 
@@ -165,20 +159,22 @@ impl Assembly {
             runs.collect()
         };
         let row = &grid.ranks[grid.replica];
-        let mut runs: Vec<_> = row.iter().map(|rank| of_rank(*rank)).collect();
-        let held = |slice: usize, owner: usize| {
-            let of_run = |(slices, run): &(Slices, Run)| slices.range(slice, &run.elements).len();
-            runs[owner].iter().map(of_run).sum::<usize>()
+        let held = |slice: usize, runs: &[(Slices, Run)]| -> usize {
+            runs.iter().map(|(slices, run)| slices.range(slice, &run.elements).len()).sum()
         };
-        let ranks = || 0..row.len();
-        let table = |count: &dyn Fn(usize, usize) -> usize| -> Vec<Vec<usize>> {
-            ranks().map(|from| ranks().map(|to| count(from, to)).collect()).collect()
-        };
-        let (to_owners, to_slices) = (table(&held), table(&|owner, slice| held(slice, owner)));
-        let elements = bucket.counts[row[grid.slice]];
-        let owned = Arc::new(Owned { runs: runs.swap_remove(grid.slice), elements });
+        let (mut sent, mut moves) = (vec![], false);
+        for (owner, rank) in row.iter().enumerate() {
+            let runs = of_rank(*rank);
+            sent.push(held(grid.slice, &runs));
+            let whole: usize = runs.iter().map(|(_, run)| run.elements.len()).sum();
+            moves |= held(owner, &runs) < whole;
+        }
+        let (runs, elements) = (of_rank(row[grid.slice]), bucket.counts.of(row[grid.slice]));
+        let received = (0..row.len()).map(|slice| held(slice, &runs)).collect();
+        let to_owners = moves.then_some(PairCounts { sent, received });
+        let owned = Arc::new(Owned { runs, elements });
         let share = Share::new(bucket, parameters, grid);
-        Self { across: across.clone(), to_owners, to_slices, owned, share }
+        Self { across: across.clone(), to_owners, owned, share }
     }
 }
 

@@ -45,6 +45,9 @@ pub struct MemoryReport {
     pub in_flight: Usage,
     /// The sum of all kinds.
     pub total: Usage,
+    /// Communicators at the time of the report, of which an engine may keep memory that is not
+    /// counted: NCCL some of the device for each.
+    pub communicators: usize,
 }
 
 /// The bytes of every kind at one time.
@@ -111,6 +114,6 @@ impl fmt::Display for MemoryReport {
             let Usage { now, peak, at_peak } = bytes;
             table.add_row([kind.into(), now.to_string(), peak.to_string(), at_peak.to_string()]);
         }
-        write!(f, "{table}")
+        write!(f, "{table}\ncommunicators: {}", self.communicators)
     }
 }

@@ -1,5 +1,6 @@
 //! The optimizer of a whole model on many ranks.
 
+mod absence;
 mod acceptance;
 mod busy;
 mod clip;
@@ -21,7 +22,7 @@ mod share;
 mod stages;
 mod step;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
@@ -43,6 +44,7 @@ use crate::qk_clip::{ClippedHeads, Factors};
 use crate::routing::{Routing, Updates};
 use crate::slices;
 use crate::update::{Place, SkippedSteps};
+use absence::Absence;
 use acceptance::RowSums;
 #[cfg(feature = "train")]
 pub(super) use busy::Busy;
@@ -123,10 +125,7 @@ pub struct DistModuleOptimizer {
     checks: Checks,
     /// The attention heads to clip in the next step.
     head_clip: Option<HeadClip>,
-    /// The number of steps without any gradient since the last one with a gradient, and the number
-    /// of them that ends the run.
-    absent_steps: usize,
-    max_absent: Option<usize>,
+    absence: Absence,
     /// `true` if the next step is to be observed.
     requested: bool,
     /// The observations of the last step that was.
@@ -198,6 +197,7 @@ impl DistModuleOptimizer {
             units,
             cuts,
             counters: Counters::new(trained.len(), &device),
+            absence: Absence::new(config.muon.max_absent, trained.len()),
             skipped: skipped.clone(),
             place: Place::default(),
             diverged: slices::zeros(matrices.len(), DType::F32, &device),
@@ -220,8 +220,6 @@ impl DistModuleOptimizer {
             compared_steps: 0,
             checks: Checks::new(config.check_every),
             head_clip: None,
-            absent_steps: 0,
-            max_absent: config.muon.max_absent,
             requested: false,
             observed: None,
             memory,
@@ -383,6 +381,7 @@ impl DistModuleOptimizer {
         now.parameters -= arriving.parameters;
         now.buffers += arriving.buffers;
         report.observe(now);
+        report.communicators = self.world.comm().communicators();
         report
     }
 
@@ -391,6 +390,14 @@ impl DistModuleOptimizer {
     /// are clipped or have the scale of the loss, and in stacks whose matrices have several owners.
     pub fn skipped_steps(&self) -> &SkippedSteps {
         &self.skipped
+    }
+
+    /// Returns the trained parameters that have had no gradient on any rank in the last
+    /// [`MuonConfig::max_absent`](crate::MuonConfig::max_absent) steps or more, with the number of
+    /// these steps: a layer whose output the loss does not use, or that was detached.
+    pub fn absent(&self) -> BTreeMap<String, usize> {
+        let reached = self.absence.reached();
+        reached.map(|(index, steps)| (self.trained[index].path.clone(), steps)).collect()
     }
 
     /// Counts skipped steps in other counts.

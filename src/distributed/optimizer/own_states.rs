@@ -4,25 +4,28 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use burn::optim::{StateSink, StateSource};
-use burn::tensor::{Bytes, DType, Device, TensorData};
+use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
 use burn_pack::Scalar;
 use serde::{Deserialize, Serialize};
 
 use super::DistModuleOptimizer;
+use super::shard::Shard;
 use crate::checkpoint::{Planned, States};
 use crate::distributed::plan::BucketKind;
 use crate::error::Result;
+use crate::slices;
 use crate::update::{OWN_STATE, of_another, unused as unused_slot};
 
-/// Bytes of a message, well below the limit of an engine's messages.
-const CHUNK: usize = 1 << 26;
+/// Bytes of a message, in which the states of several matrices have room.
+const CHUNK: usize = 1 << 24;
 
-/// The states of whole parameters.
+/// The states of whole parameters, without their elements.
 pub struct OwnStates {
-    /// Those of all ranks, by the index of the parameter in the plan.
+    /// By the index of the parameter in the plan: those of all ranks where they are written, of
+    /// this rank elsewhere.
     outlines: BTreeMap<usize, Outline>,
-    /// The elements of those of this rank.
-    local: BTreeMap<usize, Vec<u8>>,
+    /// The bytes of those of all ranks.
+    sizes: BTreeMap<usize, usize>,
 }
 
 /// A state without the elements of its tensors.
@@ -54,15 +57,12 @@ fn other_type(name: &str, dtype: DType, device: &Device) -> Option<String> {
 }
 
 impl Outline {
-    /// Takes a state apart: its outline, and the elements of its tensors.
-    fn of(state: StateSink) -> (Self, Vec<u8>) {
-        let (mut tensors, mut elements) = (vec![], vec![]);
-        for (name, data) in state.tensors {
+    fn of(state: StateSink) -> Self {
+        let entry = |(name, data): (String, TensorData)| {
             let (bytes, shape, dtype) = data.into_parts();
-            elements.extend_from_slice(&bytes);
-            tensors.push(Entry { name, dtype, shape: shape.to_vec(), bytes: bytes.len() });
-        }
-        (Self { tensors, scalars: state.scalars }, elements)
+            Entry { name, dtype, shape: shape.to_vec(), bytes: bytes.len() }
+        };
+        Self { tensors: state.tensors.into_iter().map(entry).collect(), scalars: state.scalars }
     }
 
     fn bytes(&self) -> usize {
@@ -97,48 +97,52 @@ impl OwnStates {
     }
 }
 
+impl OwnStates {
+    fn of(outlines: BTreeMap<usize, Outline>) -> Self {
+        let size = |(parameter, outline): (&usize, &Outline)| (*parameter, outline.bytes());
+        Self { sizes: outlines.iter().map(size).collect(), outlines }
+    }
+}
+
 impl DistModuleOptimizer {
-    /// The states of this rank.
+    /// The states of this rank. Each is copied to the host, to see its shape, and dropped.
     pub(super) fn local_own_states(&self) -> OwnStates {
         let states = self.shards.iter().flat_map(|shard| shard.own_states());
-        let each = states.map(|(parameter, state)| (parameter, Outline::of(state)));
-        let (mut outlines, mut local) = (BTreeMap::new(), BTreeMap::new());
-        for (parameter, (outline, elements)) in each {
-            outlines.insert(parameter, outline);
-            local.insert(parameter, elements);
-        }
-        OwnStates { outlines, local }
+        OwnStates::of(states.map(|(number, state)| (number, Outline::of(state))).collect())
     }
 
-    /// The outlines of all ranks' states, and the elements of this rank's. All ranks make this
+    /// The states of all ranks, with their outlines on rank 0 or on all ranks. All ranks make this
     /// call.
-    pub(super) fn own_states(&self) -> Result<OwnStates> {
-        let mut states = self.local_own_states();
-        let is_whole = |kind| kind == BucketKind::Whole;
-        if self.world.size() > 1 && self.shards.iter().any(|shard| is_whole(shard.bucket.kind)) {
-            let all = self.world.all_gather_value(&states.outlines)?;
-            states.outlines = all.into_iter().flatten().collect();
+    pub(super) fn own_states(&self, everywhere: bool) -> Result<OwnStates> {
+        let mut own = self.local_own_states();
+        let is_whole = |shard: &Shard| shard.bucket.kind == BucketKind::Whole;
+        if self.world.size() == 1 || !self.shards.iter().any(is_whole) {
+            return Ok(own);
         }
-        Ok(states)
+        if let Some(all) = self.world.gather_value(&own.outlines, 0)? {
+            own = OwnStates::of(all.into_iter().flatten().collect());
+        }
+        if everywhere {
+            return Ok(OwnStates::of(self.world.broadcast_value(&own.outlines, 0)?));
+        }
+        Ok(OwnStates { sizes: self.world.broadcast_value(&own.sizes, 0)?, ..own })
     }
 
     /// Passes on the tensors of all states, parameter by parameter, on rank 0 or on all ranks. All
     /// ranks make this call.
     pub(super) fn collect_own(
         &self,
-        mut states: OwnStates,
+        own: &OwnStates,
         everywhere: bool,
         mut each: impl FnMut(TensorData),
     ) -> Result<()> {
-        for (parameter, outline) in &states.outlines {
-            let owner = self.plan.owner(*parameter, 0);
-            let local = states.local.remove(parameter).unwrap_or_default();
-            let elements = self.sent(owner, outline.bytes(), local, everywhere)?;
+        for (parameter, bytes) in &own.sizes {
+            let elements = self.sent(*parameter, *bytes, everywhere)?;
             if !everywhere && !self.world.is_main() {
                 continue;
             }
             let mut start = 0;
-            for Entry { dtype, shape, bytes, .. } in &outline.tensors {
+            for Entry { dtype, shape, bytes, .. } in &own.outlines[parameter].tensors {
                 let values = elements[start..start + bytes].to_vec();
                 start += bytes;
                 let values = Bytes::from_bytes_vec(values);
@@ -148,31 +152,45 @@ impl DistModuleOptimizer {
         Ok(())
     }
 
-    /// The bytes of an owner, on rank 0 or on all ranks.
-    fn sent(
-        &self,
-        owner: usize,
-        count: usize,
-        local: Vec<u8>,
-        everywhere: bool,
-    ) -> Result<Vec<u8>> {
-        let comm = self.world.comm();
-        if self.world.size() == 1 || !everywhere && owner == 0 {
+    /// The elements of a state, from their owner to rank 0 or to all ranks: as words that an engine
+    /// moves, whatever their types are.
+    fn sent(&self, parameter: usize, bytes: usize, everywhere: bool) -> Result<Vec<u8>> {
+        let (comm, owner) = (self.world.comm(), self.plan.owner(parameter, 0));
+        let mut local = vec![];
+        if comm.rank() == owner {
+            let shard = self.shards.iter().find(|shard| shard.owns(parameter));
+            let state = shard.expect("an owner has the parameter").own_state(parameter);
+            let tensors = state.tensors.into_iter();
+            tensors.for_each(|(_, data)| local.extend_from_slice(data.as_bytes()));
+        }
+        if comm.size() == 1 || !everywhere && owner == 0 {
             return Ok(local);
         }
+        let word = DType::F32.size();
+        local.resize(local.len().next_multiple_of(word), 0);
+        let device = (&self.device(), DType::F32);
         let mut all = vec![];
-        for start in (0..count).step_by(CHUNK) {
-            // Nothing on ranks that are not the owner.
-            let part = |end: usize| local[start.min(local.len())..end.min(local.len())].to_vec();
-            let part = part(start + CHUNK);
-            match everywhere {
-                true => all.extend(comm.broadcast_bytes(part, owner)?),
-                false => {
-                    let parts = comm.gather_bytes(part, 0)?.unwrap_or_default();
-                    all.extend(parts.into_iter().flatten());
+        for start in (0..bytes).step_by(CHUNK) {
+            let count = CHUNK.min(bytes - start).div_ceil(word);
+            let mut counts = vec![0; comm.size()];
+            counts[owner] = count;
+            let words = counts[comm.rank()];
+            let part = match words {
+                0 => slices::empty(device.1, device.0),
+                _ => {
+                    let part = local[start..start + words * word].to_vec();
+                    Tensor::from_data(TensorData::from_bytes_vec(part, [words], device.1), device)
                 }
+            };
+            let received = match everywhere {
+                true => comm.all_gather(part, &counts)?.wait()?,
+                false => comm.gather(part, &counts, 0)?.wait()?,
+            };
+            if everywhere || comm.rank() == 0 {
+                all.extend_from_slice(received.into_data().as_bytes());
             }
         }
+        all.truncate(bytes);
         Ok(all)
     }
 

@@ -46,7 +46,9 @@ impl DistModuleOptimizer {
     ///
     /// # Errors
     ///
-    /// Those of every collective; [`Error::Parameter`] if two parameters share one identity.
+    /// Those of every collective; [`Error::Parameter`] if two parameters share one identity;
+    /// [`Error::Setting`] for a state beyond the limits of Burn's records, such as 100,000 tensors,
+    /// which [`save`](Self::save) does not have.
     pub fn to_record(&self) -> Result<OptimizerRecord> {
         Ok(self.record(true)?.expect("every rank keeps the record"))
     }
@@ -112,11 +114,11 @@ impl DistModuleOptimizer {
 
     /// Makes the calls of [`write`](Self::write) on a rank that does not write.
     fn send_states(&self, parts: Vec<(String, Tensor<1>)>) -> Result<()> {
-        let own = self.own_states()?;
+        let own = self.own_states(false)?;
         for (path, part) in parts {
             self.collect_whole(&path, part)?;
         }
-        self.collect(own, false, |_| ())?;
+        self.collect(&own, false, |_| ())?;
         self.world.comm().synchronize()
     }
 
@@ -152,7 +154,7 @@ impl DistModuleOptimizer {
         let ids: HashMap<String, u64> = found.map(|found| (found.path, found.id.val())).collect();
         let _busy = Busy::new(self.world.communicator());
         let counters = self.counters();
-        let own = self.own_states()?;
+        let own = self.own_states(false)?;
         let contents = self.contents(&counters, &own, &ids);
         let (contents, error) = match contents {
             Ok(contents) => (contents, None),
@@ -172,7 +174,7 @@ impl DistModuleOptimizer {
             };
             put(&mut saving, || (entry.data)(whole));
         }
-        self.collect(own, false, |data| put(&mut saving, || data))?;
+        self.collect(&own, false, |data| put(&mut saving, || data))?;
         counters
             .into_iter()
             .for_each(|counter| put(&mut saving, || TensorData::from([counter.value])));
@@ -198,10 +200,10 @@ impl DistModuleOptimizer {
     /// The state of all ranks on all of them, or on rank 0 only.
     fn record(&self, everywhere: bool) -> Result<Option<OptimizerRecord>> {
         let mut states = Vec::new();
-        let own = self.announced(self.own_states())?;
+        let own = self.announced(self.own_states(everywhere))?;
         let counters = self.counters();
         let contents = self.contents(&counters, &own, &self.ids());
-        self.announced(self.collect(own, everywhere, |data| states.push(data)))?;
+        self.announced(self.collect(&own, everywhere, |data| states.push(data)))?;
         // Collectives may return results that the device has not received yet.
         self.announced(self.world.comm().synchronize())?;
         if !everywhere && self.world.rank() != 0 {
@@ -210,7 +212,7 @@ impl DistModuleOptimizer {
         let _busy = Busy::new(self.world.communicator());
         let contents = contents?;
         states.extend(counters.into_iter().map(|counter| TensorData::from([counter.value])));
-        Ok(Some(recorded(contents, states)))
+        recorded(contents, states).map(Some)
     }
 
     /// A record with the names, types and ranks of this one's state, in tensors of one element
@@ -226,12 +228,17 @@ impl DistModuleOptimizer {
             )
         };
         let tensors = contents.tensors.iter().map(one).collect();
-        Ok(recorded(contents, tensors))
+        recorded(contents, tensors)
     }
 }
 
 /// The record of tensors, in the order of their names in `contents`.
-fn recorded(contents: Contents, tensors: Vec<TensorData>) -> OptimizerRecord {
+///
+/// # Errors
+///
+/// [`Error::Setting`] if it is beyond the limits of Burn's records.
+fn recorded(contents: Contents, tensors: Vec<TensorData>) -> Result<OptimizerRecord> {
+    let count = tensors.len();
     let tensors = contents.tensors.into_iter().zip(tensors).map(|(planned, data)| {
         let (bytes, shape, dtype) = data.into_parts();
         burn_pack::Tensor::new(planned.name, dtype, shape, planned.id, bytes)
@@ -243,8 +250,18 @@ fn recorded(contents: Contents, tensors: Vec<TensorData>) -> OptimizerRecord {
     for (name, value) in &contents.metadata {
         writer = writer.with_metadata(name, value);
     }
-    let bytes = writer.into_bytes().expect("names are distinct and sizes known");
-    OptimizerRecord::from_bytes(bytes).expect("the bytes are those of a record")
+    let record = writer.into_bytes().map(OptimizerRecord::from_bytes);
+    let reason = match record {
+        Ok(Ok(record)) => return Ok(record),
+        Ok(Err(error)) => error.to_string(),
+        Err(error) => error.to_string(),
+    };
+    Err(Error::setting(
+        "the record of the optimizer",
+        format!("{count} tensors ({reason})"),
+        "what Burn reads, such as at most 100,000 tensors (use `DistModuleOptimizer::save`, whose \
+         files have no limit)",
+    ))
 }
 
 /// The steps that saving and loading consist of.
@@ -253,7 +270,7 @@ impl DistModuleOptimizer {
     /// rank 0 or on all ranks. All ranks make this call.
     fn collect(
         &self,
-        own: OwnStates,
+        own: &OwnStates,
         everywhere: bool,
         mut each: impl FnMut(TensorData),
     ) -> Result<()> {
@@ -267,10 +284,10 @@ impl DistModuleOptimizer {
                     BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements
                         if everywhere =>
                     {
-                        comm.all_gather(local, &values.counts)?.wait()?
+                        comm.all_gather(local, &values.counts.to_vec())?.wait()?
                     }
                     BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => {
-                        comm.gather(local, &values.counts, 0)?.wait()?
+                        comm.gather(local, &values.counts.to_vec(), 0)?.wait()?
                     }
                 };
                 if everywhere || comm.rank() == 0 {
@@ -313,7 +330,7 @@ impl DistModuleOptimizer {
         let held = match self.units.get(path).filter(|unit| unit.placement.is_owned()) {
             Some(unit) => {
                 let comm = group.map_or(self.world.comm(), |group| &group.alike);
-                let shards = comm.gather(unit.shard(&part), unit.counts(), 0)?.wait()?;
+                let shards = comm.gather(unit.shard(&part), &unit.counts().to_vec(), 0)?.wait()?;
                 if comm.rank() == 0 { unit.whole_of_shards(&shards) } else { shards }
             }
             None => part,
@@ -369,7 +386,7 @@ impl DistModuleOptimizer {
         let counts = bucket.counts.iter().map(|count| {
             // The pieces of a rank follow each other.
             let (mut elements, mut sum) = (0, 0);
-            while elements < *count {
+            while elements < count {
                 let piece = pieces.next().expect("the shards cover all pieces");
                 elements += piece.len;
                 sum += values(piece).len;
@@ -854,5 +871,31 @@ impl Checkpointed for DistModuleOptimizer {
         let unused = differences.iter().map(|difference| difference.parameter.clone()).collect();
         differences.extend(self.take_over(&States::new(archive), unused)?);
         Ok((model, self, progress, differences))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_pack::MAX_TENSOR_COUNT;
+
+    use super::*;
+
+    #[test]
+    fn a_record_of_more_tensors_than_burn_reads_is_an_error_with_a_remedy() {
+        let record = |count: usize| {
+            let planned = |index: usize| Planned {
+                name: format!("{index}.momentum"),
+                dtype: DType::F32,
+                shape: vec![1],
+                id: Some(index as u64),
+                bytes: 4,
+            };
+            let contents =
+                Contents { tensors: (0..count).map(planned).collect(), ..Contents::default() };
+            recorded(contents, vec![TensorData::from([0.0f32]); count])
+        };
+        assert!(record(3).is_ok());
+        let error = record(MAX_TENSOR_COUNT + 1).unwrap_err().to_string();
+        assert!(error.contains("100001 tensors") && error.contains("::save"), "{error}");
     }
 }

@@ -336,14 +336,25 @@ impl Shard {
         self.batches.iter().any(|batch| batch.whole.is_some())
     }
 
-    /// The states that the optimizers of this rank's whole parameters made, by parameter.
+    /// The states that the optimizers of this rank's whole parameters made, by parameter: each is
+    /// copied to the host when it is asked for.
     pub fn own_states(&self) -> impl Iterator<Item = (usize, StateSink)> {
-        self.runs.iter().zip(&self.batches).filter_map(|(run, batch)| {
-            let WholeRow { update, own, .. } = batch.whole.as_ref()?;
-            let mut sink = StateSink::default();
-            update.flatten(own.as_ref(), "", &mut sink);
-            Some((run.parameter, sink))
-        })
+        let runs = self.runs.iter().map(|run| run.parameter);
+        let whole = runs.filter(|parameter| self.owns(*parameter));
+        whole.map(|parameter| (parameter, self.own_state(parameter)))
+    }
+
+    /// The state that the optimizer of a whole parameter made, copied to the host.
+    ///
+    /// # Panics
+    ///
+    /// If the rank does not own the whole parameter.
+    pub fn own_state(&self, parameter: usize) -> StateSink {
+        let whole = self.batches[self.position(parameter)].whole.as_ref();
+        let WholeRow { update, own, .. } = whole.expect("a whole parameter");
+        let mut sink = StateSink::default();
+        update.flatten(own.as_ref(), "", &mut sink);
+        sink
     }
 
     /// Returns `true` if this rank owns a whole parameter.

@@ -183,7 +183,10 @@ impl DistModuleOptimizer {
         }
         let present = self.agree_on_step(&lrs, &detached)?;
         common.map_or(Ok(()), |common| self.ensure_same(&common))?;
-        self.count_absent(&present)?;
+        let warning = self.absence.count(&present, |index| &self.trained[index].path)?;
+        if let Some(warning) = warning.filter(|_| self.world.is_main()) {
+            log::warn!("{warning}");
+        }
 
         // The heads of a step that is skipped are of no use in another.
         let inputs = self.inputs(&lrs);
@@ -205,29 +208,6 @@ impl DistModuleOptimizer {
         self.observe(&step);
         let (known, units) = (&self.model, &self.units);
         Ok(step.detached.reattach(model, known, units, parts, &self.publication))
-    }
-
-    /// Counts the steps in a row in which no parameter has a gradient, as with the gradients of
-    /// another model. Warns in the first one, and fails in the last one.
-    fn count_absent(&mut self, present: &[bool]) -> Result<()> {
-        if present.contains(&true) {
-            self.absent_steps = 0;
-            return Ok(());
-        }
-        self.absent_steps += 1;
-        let steps = self.absent_steps;
-        if self.max_absent.is_some_and(|max| steps >= max) {
-            return Err(Error::setting(
-                "gradients",
-                format!("none in {steps} steps in a row"),
-                "gradients of the model that is stepped (take them from its own loss; \
-                 `max_absent` is the limit)",
-            ));
-        }
-        if steps == 1 && self.world.is_main() {
-            log::warn!("a step has no gradient of any parameter, and changes nothing");
-        }
-        Ok(())
     }
 
     /// Fails for heads to clip that are not those of whole parameters.
@@ -473,7 +453,7 @@ impl DistModuleOptimizer {
         Ok(Reducing::Sent(match bucket.kind {
             BucketKind::Replicated => group.all_reduce(packed, ReduceOp::Sum)?,
             BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => {
-                group.reduce_scatter_f32(packed, &bucket.counts)?
+                group.reduce_scatter_f32(packed, &bucket.counts.to_vec())?
             }
         }))
     }
@@ -714,7 +694,8 @@ impl DistModuleOptimizer {
                 step.unpublished.push((bucket, share));
             }
             Publish::Now => {
-                let gathering = exchange.publishers.all_gather(share, &exchange.held.counts)?;
+                let gathering =
+                    exchange.publishers.all_gather(share, &exchange.held.counts.to_vec())?;
                 step.buffers += gathering.bytes();
                 step.flights.push_back(Flight::Gathering(bucket, gathering));
             }
@@ -731,7 +712,7 @@ impl DistModuleOptimizer {
         for (bucket, share) in unpublished {
             step.shards -= bytes(&share);
             let Exchange { held, publishers, .. } = &self.shards[bucket].exchange;
-            let gathering = publishers.all_gather(share, &held.counts)?;
+            let gathering = publishers.all_gather(share, &held.counts.to_vec())?;
             self.publication.add(held, gathering);
             self.observe(step);
         }

@@ -2,11 +2,13 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::iter::repeat_n;
 use std::ops::Range;
 
 use burn::tensor::DType;
 use serde::{Deserialize, Serialize};
 
+use super::counts::Counts;
 use super::{MatrixOrder, Parameter, Placement, PlanConfig, Work};
 
 /// Elements of a row, the unit in which parameters that are updated element by element are divided
@@ -63,7 +65,7 @@ pub struct Bucket {
     pub pieces: Vec<Piece>,
     /// Elements of each rank's shard. The shards are adjacent and together cover the buffer, except
     /// in a replicated bucket, where each shard is the whole buffer.
-    pub counts: Vec<usize>,
+    pub counts: Counts,
 }
 
 impl Bucket {
@@ -85,7 +87,7 @@ impl Bucket {
             BucketKind::Replicated => {
                 let pieces = element_pieces(&indices, parameters);
                 let total = pieces.iter().map(Piece::extent).sum();
-                (pieces, vec![total; world_size])
+                (pieces, repeat_n(total, world_size).collect())
             }
         };
         Self { kind, dtype, placement, parameters: indices, pieces, counts }
@@ -118,7 +120,7 @@ impl Bucket {
         if self.parameters.iter().all(|index| parameters[*index].slices.is_none()) {
             return self.clone();
         }
-        let (mut pieces, mut counts) = (vec![], vec![]);
+        let (mut pieces, mut counts): (_, Vec<usize>) = (vec![], vec![]);
         for row in ranks {
             let first = pieces.len();
             let runs = row.iter().flat_map(|rank| self.runs(*rank));
@@ -130,6 +132,7 @@ impl Bucket {
             }));
             counts.push(pieces[first..].iter().map(Piece::extent).sum());
         }
+        let counts = counts.into_iter().collect();
         Self { pieces, counts, parameters: self.parameters.clone(), ..*self }
     }
 
@@ -166,10 +169,10 @@ impl Bucket {
         let start = match self.kind {
             BucketKind::Replicated => 0,
             BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => {
-                self.counts[..rank].iter().sum()
+                self.counts.before(rank)
             }
         };
-        start..start + self.counts[rank]
+        start..start + self.counts.of(rank)
     }
 
     /// Returns the contents of a rank's shard: neighbouring elements of one parameter are one run.
@@ -354,13 +357,13 @@ fn element_pieces(indices: &[usize], parameters: &[Parameter]) -> Vec<Piece> {
 /// Divides the buffer into the same number of rows for every rank, for which the last piece gets
 /// more zeros. Engines have a single library call for shards of equal size, and need one call per
 /// rank for others.
-fn equal_rows(world_size: usize, pieces: &mut [Piece]) -> Vec<usize> {
+fn equal_rows(world_size: usize, pieces: &mut [Piece]) -> Counts {
     let elements: usize = pieces.iter().map(Piece::extent).sum();
     let padded = elements.next_multiple_of(world_size * ROW_ELEMENTS);
     if let Some(last) = pieces.last_mut() {
         last.padding += padded - elements;
     }
-    vec![padded / world_size; world_size]
+    repeat_n(padded / world_size, world_size).collect()
 }
 
 /// The matrices or whole parameters in the order of their owners, and the number of elements of
@@ -370,7 +373,7 @@ fn owned_pieces(
     parameters: &[Parameter],
     owners: &[Vec<usize>],
     world_size: usize,
-) -> (Vec<Piece>, Vec<usize>) {
+) -> (Vec<Piece>, Counts) {
     let mut counts = vec![0; world_size];
     let mut pieces = vec![];
     for &parameter in indices {
@@ -384,5 +387,5 @@ fn owned_pieces(
     // Matrices are sorted by shape in `indices`, and this stable sort keeps that order within a
     // rank.
     pieces.sort_by_key(|&(owner, _)| owner);
-    (pieces.into_iter().map(|(_, piece)| piece).collect(), counts)
+    (pieces.into_iter().map(|(_, piece)| piece).collect(), counts.into_iter().collect())
 }

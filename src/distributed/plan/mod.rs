@@ -14,6 +14,7 @@
 mod assignment;
 mod bucket;
 mod cost;
+mod counts;
 mod cut;
 mod greedy;
 mod node_order;
@@ -32,6 +33,7 @@ use serde::{Deserialize, Serialize};
 pub use crate::parameters::Placement;
 pub use bucket::{Bucket, BucketKind, Piece, ROW_ELEMENTS, Run};
 pub use cost::{Costs, ShapeCost};
+pub use counts::Counts;
 pub(crate) use cut::Slice;
 pub use cut::{Cut, Slices};
 pub(super) use node_order::node_order;

@@ -34,7 +34,7 @@ impl Report {
         let owners: Vec<usize> = owners.flatten().copied().collect();
         let matrices = |rank| owners.iter().filter(|&&owner| owner == rank).count();
         let bytes = |rank: usize| {
-            plan.buckets().iter().map(|bucket| bucket.counts[rank] * bucket.dtype.size()).sum()
+            plan.buckets().iter().map(|bucket| bucket.counts.of(rank) * bucket.dtype.size()).sum()
         };
         let report =
             |(rank, cost)| RankReport { matrices: matrices(rank), cost, bytes: bytes(rank) };

@@ -433,7 +433,7 @@ fn elementwise(bucket: &Bucket, rank: usize, machine: &Machine) -> f64 {
     match bucket.kind {
         BucketKind::Matrices => 0.0,
         BucketKind::Whole | BucketKind::Elements | BucketKind::Replicated => {
-            (bucket.counts[rank] * bucket.dtype.size()) as f64 / machine.elementwise
+            (bucket.counts.of(rank) * bucket.dtype.size()) as f64 / machine.elementwise
         }
     }
 }

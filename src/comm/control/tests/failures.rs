@@ -91,6 +91,36 @@ fn a_rank_that_never_joins_is_blamed() {
 }
 
 #[test]
+fn a_rank_that_fails_before_others_join_is_blamed_at_once() {
+    for failing in [0, 1] {
+        let (endpoint, address) = open();
+        let start = Instant::now();
+        let rank = |rank: usize, joined: Result<Control>| {
+            let joined = joined.unwrap();
+            match rank == failing {
+                true => joined.fail("it has no device"),
+                false => assert_blames(
+                    &joined.broadcast_bytes(vec![], 0).unwrap_err(),
+                    failing,
+                    "it has no device",
+                ),
+            }
+        };
+        thread::scope(|scope| {
+            scope.spawn(|| rank(0, endpoint.join(0, 3, SECRET, DEADLINE)));
+            for other in [1, 2] {
+                let address = &address;
+                scope.spawn(move || {
+                    thread::sleep(Duration::from_millis(500 * other as u64));
+                    rank(other, join(address, other, 3));
+                });
+            }
+        });
+        assert!(start.elapsed() < Duration::from_secs(3), "{failing}: {:?}", start.elapsed());
+    }
+}
+
+#[test]
 fn external_calls_are_compared_and_time_out() {
     // Different calls, and no rank is late.
     let (ranks, _) = world(2);
