@@ -62,6 +62,8 @@ impl log::Log for Warnings {
 fn start(folder: &Path, name: &str, steps: [usize; 2]) -> Output {
     let program = env::args_os().next().expect("a program has a name");
     let mut program = Command::new(program);
+    // Products are small, and two runs are tested at a time.
+    program.env("RAYON_NUM_THREADS", "1");
     program.arg(name).args(steps.map(|step| step.to_string())).env(FOLDER, folder);
     program.output().expect("the program starts again")
 }
