@@ -202,7 +202,12 @@ pub fn a_parameter_that_one_rank_does_not_use_is_named() {
             }
             layout.backward(&output(&used, ones(world.device())), &net)
         });
-        assert_says(&errors, &["the ranks disagree", "(while ", "`layers."]);
+        // A rank that waits for no result goes on to the comparison at the end, where it lacks
+        // nothing.
+        match worlds::results_may_be_early() {
+            true => assert_says(&errors, &["the ranks disagree"]),
+            false => assert_says(&errors, &["the ranks disagree", "(while ", "`layers."]),
+        }
         let unused = format!(" of `layers.{unused}.weight`)");
         assert!(errors.iter().any(|error| error.to_string().contains(&unused)), "{errors:?}");
     }
