@@ -192,6 +192,10 @@ pub fn ranks_whose_passes_differ_are_rejected_naming_the_parameter() {
 
 /// Layer 0 comes last in a backward pass: rank 1 is already at the comparison.
 pub fn a_parameter_that_one_rank_does_not_use_is_named() {
+    if worlds::results_may_be_early() {
+        excused("a rank that waits for nothing but results, which only the deadline ends");
+        return;
+    }
     for unused in [0, 7, 15] {
         let errors = errors(|world| {
             let layout = Layout::new(&Mesh::flat(world)).overlap_backward();
@@ -202,12 +206,7 @@ pub fn a_parameter_that_one_rank_does_not_use_is_named() {
             }
             layout.backward(&output(&used, ones(world.device())), &net)
         });
-        // A rank that waits for no result goes on to the comparison at the end, where it lacks
-        // nothing.
-        match worlds::results_may_be_early() {
-            true => assert_says(&errors, &["the ranks disagree"]),
-            false => assert_says(&errors, &["the ranks disagree", "(while ", "`layers."]),
-        }
+        assert_says(&errors, &["the ranks disagree", "(while ", "`layers."]);
         let unused = format!(" of `layers.{unused}.weight`)");
         assert!(errors.iter().any(|error| error.to_string().contains(&unused)), "{errors:?}");
     }
