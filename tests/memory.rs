@@ -132,8 +132,8 @@ fn an_orthogonalisation_allocates_the_announced_workspace() {
             let times = |memory: usize| memory as f64 / bytes as f64;
             println!("{shape:?} {form:?}: {:.2}, announced {:.2}", times(extra), times(announced));
             assert!(extra <= announced + SCRATCH, "{shape:?} {form:?}: {extra} > {announced}");
-            // The announced workspace is needed. Of a batch, a CPU takes as many matrices at a time
-            // as stay in its cache.
+            // The announced workspace is needed. Of a batch, a CPU takes the matrices at a time
+            // that stay in its cache.
             let is_needed = extra + SCRATCH > announced;
             assert!(is_needed || shape[0] > 1, "{shape:?} {form:?}: {extra} < {announced}");
             assert!(form == IterationForm::Gram || announced <= 3 * bytes, "{shape:?} {form:?}");

@@ -347,8 +347,8 @@ pub trait StepOps: Backend {
     ) -> FloatTensor<Self>;
 
     /// Advances the momentum of a batch by its gradients, and writes the update to orthogonalise
-    /// with its [partial norms](MatrixOps::norms). A parameter whose flag is set in `rejected` keeps
-    /// its momentum, and its update is zero. Gradients are multiplied by `factor` if they are
+    /// with its [partial norms](MatrixOps::norms). A parameter whose flag is set in `rejected`
+    /// keeps its momentum, and its update is zero. Gradients are multiplied by `factor` if they are
     /// `scaled`.
     #[fusion(meta = |_grads, momentum, update, norms, _rejected, _factor, _steps, _nesterov, _scaled| {
         (momentum.clone(), update.clone(), norms.clone())
