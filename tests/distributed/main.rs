@@ -6,6 +6,7 @@ mod collectives;
 mod custom;
 mod cuts;
 mod drift;
+mod hunt;
 mod nodes;
 mod owned;
 mod parallel;
@@ -89,7 +90,8 @@ fn main() {
     trials.extend(worlds::trials(worlds::ONE_OF_EACH, &updates));
     let passes_here =
         [owned::IN_PROCESS, publication::IN_PROCESS, parallel::IN_PROCESS, cuts::IN_PROCESS];
-    let passes = [&passes()[..], &passes_here.concat(), unused::IN_PROCESS].concat();
+    let passes =
+        [&passes()[..], &passes_here.concat(), unused::IN_PROCESS, hunt::IN_PROCESS].concat();
     trials.extend(worlds::trials(worlds::NOW_AND_AHEAD, &passes));
     #[cfg(feature = "mpi")]
     trials.push(worlds::mpi::trial(on_processes.len()));
