@@ -51,7 +51,7 @@
 //!
 //! The tensor of a parameter is named `model.` followed by the path of the parameter. The tensors,
 //! scalars and paths of the optimizer are named `optimizer.` followed by their names in Burn's
-//! [`OptimizerRecord`](burn::optim::OptimizerRecord). The texts `parameters` and `progress` are
+//! [`OptimizerRecord`]. The texts `parameters` and `progress` are
 //! JSON: a table of the float parameters, and the caller's value.
 //!
 //! Files of version 1, which held two records as tensors of bytes without checksums, can be loaded.
