@@ -36,6 +36,7 @@ const TOKENS: usize = 11;
 
 /// A layer of one of the kinds that use their parameters differently.
 #[derive(Module, Debug)]
+#[allow(clippy::large_enum_variant)] // a handful of them
 enum Layer {
     Dense(Linear),
     Norm(LayerNorm),
