@@ -27,9 +27,9 @@ pub struct Experts {
 
 /// Numbers of tokens.
 struct Counts {
-    /// Those of this rank, for each of all experts.
+    /// Tokens of this rank for each of all experts.
     sent: Vec<usize>,
-    /// Those of all ranks for each expert of this rank, rank by rank.
+    /// Tokens of all ranks for each expert of this rank, rank by rank.
     received: Vec<usize>,
 }
 

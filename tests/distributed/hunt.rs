@@ -23,6 +23,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestRng, TestRunner};
 
+use crate::owned::with_checkpoints;
 use crate::ranks_here;
 
 pub const IN_PROCESS: &[Case] = cases![sequences_of_calls_train_as_ranks_with_all_parameters];
@@ -432,8 +433,7 @@ fn seen(trial: &Trial, is_divided: bool) -> Result<Vec<Vec<Vec<u8>>>> {
     let folder = Folder::create();
     let path = folder.path().join("run.ckpt");
     ranks_here(trial.ranks, |world| {
-        let world =
-            World::new(world.communicator(), world.device().clone().gradient_checkpointing());
+        let world = with_checkpoints(&world);
         let run = Run::new(trial, &world, is_divided)?;
         trial.calls.iter().try_fold(run, |run, call| run.call(call, &path))?.end()
     })

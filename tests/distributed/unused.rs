@@ -19,7 +19,7 @@ use distmuon_testing::worlds::{self, Case, cases};
 
 use crate::cuts::{Cutting, slices};
 use crate::owned::rejections::assert_failures_stop_all_ranks;
-use crate::owned::{Run, assert_equal};
+use crate::owned::{Run, assert_equal, with_checkpoints};
 use crate::{Net, ranks, ranks_here};
 
 pub const EVERYWHERE: &[Case] = cases![
@@ -89,10 +89,6 @@ fn flat(world: &World) -> Layout {
 /// The task of a rank in a pass: with two ranks, one of them is that of no rank.
 fn task(rank: usize, pass: usize) -> usize {
     (rank + pass) % TASKS
-}
-
-fn with_checkpoints(world: &World) -> World {
-    World::new(world.communicator(), world.device().clone().gradient_checkpointing())
 }
 
 /// Layouts of two ranks on which ranks may leave parameters out.

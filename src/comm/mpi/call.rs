@@ -58,7 +58,7 @@ struct Signature {
     sent: Vec<u64>,
     /// Written by MPI.
     received: Vec<u64>,
-    /// Those that this rank has to receive.
+    /// The numbers that this rank has to receive.
     expected: Vec<u64>,
     is_finished: bool,
 }

@@ -301,11 +301,11 @@ impl Shaped {
 /// The values of the model's parameters in their shapes. `None` for owned parameters, and for those
 /// that are on their way.
 fn shaped(mut values: FlatTensors, known: &[ModelParameter]) -> Vec<Option<FloatTensor<Dispatch>>> {
-    let mut is_present = |parameter: &ModelParameter| {
+    let is_present = |parameter: &ModelParameter| {
         let mut blocks = parameter.trained.clone();
         !parameter.placement.is_owned() && blocks.all(|block| values.get(block).is_some())
     };
-    let present: Vec<bool> = known.iter().map(&mut is_present).collect();
+    let present: Vec<bool> = known.iter().map(is_present).collect();
     let whole = known.iter().zip(&present).filter(|(_, present)| **present);
     let (flat, shapes) = whole
         .map(|(parameter, _)| {

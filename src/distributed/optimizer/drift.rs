@@ -188,9 +188,10 @@ impl Held<'_> {
 
 impl Visit for Held<'_> {
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
-        let path = parameters::path_with_parts(fields);
+        let whole = parameters::path_of_whole(fields);
+        let is_part = whole.is_some();
+        let path = whole.unwrap_or_else(|| parameters::path(fields));
         let Some(known) = self.known.get(&*path).copied() else { return };
-        let is_part = parameters::path_of_whole(fields).is_some();
         if known.placement.is_owned() != is_part {
             return; // the base
         }

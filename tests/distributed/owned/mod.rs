@@ -242,7 +242,7 @@ pub fn train_replicated(
 }
 
 /// The devices of the ranks, where weights may be gathered again.
-fn with_checkpoints(world: &World) -> World {
+pub fn with_checkpoints(world: &World) -> World {
     World::new(world.communicator(), world.device().clone().gradient_checkpointing())
 }
 
