@@ -2,11 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use super::Layout;
+use super::mesh::{Axis, Grid, Mesh};
 use super::place::Places;
+use super::plan::{Cut, Slice, Slices};
 use crate::comm::Communicator;
-use crate::distributed::mesh::{Axis, Grid};
-use crate::distributed::plan::{Cut, Slice, Slices};
 use crate::error::{Error, Result};
 use crate::matrix_view::MatrixView;
 use crate::parameters::Found;
@@ -35,6 +34,58 @@ pub struct SliceGroup {
 pub type SliceGroups = BTreeMap<Vec<String>, SliceGroup>;
 
 impl Cuts {
+    /// The slices of all parameters, and the factors on their gradients.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] for a parameter that can't be cut as the places say.
+    pub fn of(
+        mesh: &Mesh,
+        found: &[Found],
+        routes: &[ParameterRoute],
+        places: &Places<'_>,
+    ) -> Result<Self> {
+        let mut all = Self::default();
+        for (found, route) in found.iter().zip(routes) {
+            let mut factor = 1.0;
+            let parameter = CutParameter { found, route, mesh };
+            let cuts = parameter.cuts(places)?;
+            if !cuts.is_empty() {
+                let slices = Slices::new(&found.shape, &cuts);
+                let index = mesh.grid(slices.axes()).slice;
+                // The loss of every rank is a mean over its data: the ranks that share a stack of
+                // experts each have a part of the gradient of all data.
+                let shared = cuts.iter().filter(|cut| !named(mesh, &cut.axis).is_model());
+                factor /= shared.map(|cut| cut.ranks as f64).product::<f64>();
+                all.slices.insert(found.path.clone(), Slice { slices, index });
+            }
+            for axis in places.partial(&found.path) {
+                if cuts.iter().any(|cut| cut.axis == axis) {
+                    let reason = format!("it is cut along `{axis}`, and partial along it");
+                    let remedy = "remove `Place::partial`: a slice has all of its gradient";
+                    return parameter.unfit(reason, remedy);
+                }
+                factor *= named(mesh, axis).size() as f64;
+                all.partial.entry(found.path.clone()).or_default().push(axis.to_owned());
+            }
+            if factor != 1.0 {
+                all.factors.insert(found.path.clone(), factor);
+            }
+        }
+        Ok(all)
+    }
+
+    /// The groups of ranks that exchange slices. All ranks make this call.
+    pub fn groups(&self, mesh: &Mesh) -> Result<SliceGroups> {
+        let group = |axes: Vec<String>| {
+            let grid = mesh.grid(&axes);
+            let alike = mesh.split(|rank| [grid.positions[rank][1], rank])?;
+            let across = mesh.split(|rank| grid.positions[rank])?;
+            Ok((axes, SliceGroup { grid, alike, across }))
+        };
+        self.axes().into_iter().map(group).collect()
+    }
+
     /// This rank's slice of a parameter, if it is cut.
     pub fn slice(&self, path: &str) -> Option<&Slice> {
         self.slices.get(path)
@@ -57,7 +108,7 @@ impl Cuts {
     }
 
     /// The axes of all cuts, each combination once.
-    pub fn axes(&self) -> Vec<Vec<String>> {
+    fn axes(&self) -> Vec<Vec<String>> {
         let axes = self.slices.values().map(|slice| slice.slices.axes().to_vec());
         axes.collect::<BTreeSet<_>>().into_iter().collect()
     }
@@ -85,117 +136,93 @@ impl Cuts {
     }
 }
 
-impl Layout {
-    /// The slices of all parameters, and the factors on their gradients.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Parameter`] for a parameter that can't be cut as the places say.
-    pub(super) fn cuts(
-        &self,
-        found: &[Found],
-        routes: &[ParameterRoute],
-        places: &Places<'_>,
-    ) -> Result<Cuts> {
-        let mut cuts = Cuts::default();
-        for (found, route) in found.iter().zip(routes) {
-            let mut factor = 1.0;
-            let of_parameter = self.cuts_of(found, route, places)?;
-            if !of_parameter.is_empty() {
-                let slices = Slices::new(&found.shape, &of_parameter);
-                let index = self.mesh.grid(slices.axes()).slice;
-                // The loss of every rank is a mean over its data: the ranks that share a stack of
-                // experts each have a part of the gradient of all data.
-                let shared = of_parameter.iter().filter(|cut| !self.axis(&cut.axis).is_model());
-                factor /= shared.map(|cut| cut.ranks as f64).product::<f64>();
-                cuts.slices.insert(found.path.clone(), Slice { slices, index });
-            }
-            for axis in places.partial(&found.path) {
-                if of_parameter.iter().any(|cut| cut.axis == axis) {
-                    let reason = format!("it is cut along `{axis}`, and partial along it");
-                    let remedy = "remove `Place::partial`: a slice has all of its gradient";
-                    return Err(self.unfit(found, reason, remedy));
-                }
-                factor *= self.axis(axis).size() as f64;
-                let axes = cuts.partial.entry(found.path.clone()).or_default();
-                axes.push(axis.to_owned());
-            }
-            if factor != 1.0 {
-                cuts.factors.insert(found.path.clone(), factor);
-            }
+/// The axis of a name that was checked.
+fn named<'a>(mesh: &'a Mesh, axis: &str) -> &'a Axis {
+    mesh.axis(axis).expect("the axis was checked")
+}
+
+/// A parameter that is cut, with the ranks that have its slices.
+struct CutParameter<'a> {
+    found: &'a Found,
+    route: &'a ParameterRoute,
+    mesh: &'a Mesh,
+}
+
+impl CutParameter<'_> {
+    fn unfit<T>(&self, reason: String, remedy: &'static str) -> Result<T> {
+        Err(Error::parameter(&self.found.path, self.mesh.world().rank(), reason, remedy))
+    }
+
+    /// The cuts by all places that match.
+    fn cuts(&self, places: &Places<'_>) -> Result<Vec<Cut>> {
+        let mut cuts = vec![];
+        for (axis, dimension, parts) in places.cuts(&self.found.path) {
+            cuts.push(self.cut(&cuts, named(self.mesh, axis), dimension, parts)?);
+        }
+        if !cuts.is_empty() {
+            self.check(&cuts)?;
         }
         Ok(cuts)
     }
 
-    /// The axis of a name that was checked.
-    fn axis(&self, name: &str) -> &Axis {
-        self.mesh.axis(name).expect("the axis was checked")
-    }
-
-    fn unfit(&self, found: &Found, reason: String, remedy: &'static str) -> Error {
-        Error::parameter(&found.path, self.world().rank(), reason, remedy)
-    }
-
-    /// The cuts of a parameter.
-    fn cuts_of(
-        &self,
-        found: &Found,
-        route: &ParameterRoute,
-        places: &Places<'_>,
-    ) -> Result<Vec<Cut>> {
-        let shape = &found.shape;
-        let mut cuts: Vec<Cut> = vec![];
-        for (axis, dimension, parts) in places.cuts(&found.path) {
-            let unfit = |reason: String, remedy| Err(self.unfit(found, reason, remedy));
-            let axis = self.axis(axis);
-            let (name, ranks) = (axis.name(), axis.size());
-            let Some(extent) = shape.get(dimension).copied() else {
-                let reason = format!(
-                    "it can't be cut along `{name}`: its shape {shape:?} does not have dimension \
-                     {dimension}"
-                );
-                return unfit(reason, "give `Place::shard` a dimension of the shape, from 0");
-            };
-            if parts == 0 || !extent.is_multiple_of(parts) {
-                let reason = format!(
-                    "it can't be cut along `{name}`: {parts} parts do not divide dimension \
-                     {dimension} of {shape:?}"
-                );
-                return unfit(reason, "give `Place::parts` a divisor of the dimension");
-            }
-            if cuts.iter().any(|cut| cut.axis == name) {
-                let reason = format!("it is cut along `{name}` twice");
-                return unfit(reason, "give one `Place::shard` for each axis");
-            }
-            if parts > 1 && cuts.iter().any(|cut| cut.dimension == dimension) {
-                let reason = format!("the second cut of dimension {dimension} has parts");
-                return unfit(reason, "give the parts to the first `Place::shard` of a dimension");
-            }
-            if !axis.is_model() && is_in_a_list(found, route) {
-                let reason = format!(
-                    "it can't be cut along `{name}`, whose ranks have different data: it is a \
-                     matrix in a list of layers, of which every rank would have another part"
-                );
-                let remedy = "make one parameter of all experts, `[experts, in, out]`, or cut \
-                              along an axis of `Axis::model`";
-                return unfit(reason, remedy);
-            }
-            cuts.push(Cut { axis: name.to_owned(), ranks, dimension, parts });
+    /// A cut along an axis, after those before it.
+    fn cut(&self, before: &[Cut], axis: &Axis, dimension: usize, parts: usize) -> Result<Cut> {
+        let (shape, name) = (&self.found.shape, axis.name());
+        let Some(extent) = shape.get(dimension).copied() else {
+            let reason = format!(
+                "it can't be cut along `{name}`: its shape {shape:?} does not have dimension \
+                 {dimension}"
+            );
+            return self.unfit(reason, "give `Place::shard` a dimension of the shape, from 0");
+        };
+        if parts == 0 || !extent.is_multiple_of(parts) {
+            let reason = format!(
+                "it can't be cut along `{name}`: {parts} parts do not divide dimension \
+                 {dimension} of {shape:?}"
+            );
+            return self.unfit(reason, "give `Place::parts` a divisor of the dimension");
         }
-        let Some(last) = cuts.last() else { return Ok(cuts) };
+        if before.iter().any(|cut| cut.axis == name) {
+            let reason = format!("it is cut along `{name}` twice");
+            return self.unfit(reason, "give one `Place::shard` for each axis");
+        }
+        if parts > 1 && before.iter().any(|cut| cut.dimension == dimension) {
+            let reason = format!("the second cut of dimension {dimension} has parts");
+            return self.unfit(reason, "give the parts to the first `Place::shard` of a dimension");
+        }
+        if !axis.is_model() && self.is_in_a_list() {
+            let reason = format!(
+                "it can't be cut along `{name}`, whose ranks have different data: it is a \
+                 matrix in a list of layers, of which every rank would have another part"
+            );
+            let remedy = "make one parameter of all experts, `[experts, in, out]`, or cut \
+                          along an axis of `Axis::model`";
+            return self.unfit(reason, remedy);
+        }
+        Ok(Cut { axis: name.to_owned(), ranks: axis.size(), dimension, parts })
+    }
+
+    /// Returns `true` for a matrix of Muon's that is one of several of the same path but an index.
+    fn is_in_a_list(&self) -> bool {
+        let is_matrix = matches!(self.route.role, ParameterRole::Muon { .. });
+        is_matrix && self.found.shape.len() == 2 && self.found.in_stack(self.found.fields.len())
+    }
+
+    /// Fails if the parameter can't have its cuts, at least one.
+    fn check(&self, cuts: &[Cut]) -> Result<()> {
+        let Self { found, route, .. } = self;
+        let (shape, axis) = (&found.shape, &cuts[cuts.len() - 1].axis);
         if !found.trainable && found.name().starts_with("running_") {
-            let reason =
-                format!("it is a running statistic, which can't be cut along `{}`", last.axis);
+            let reason = format!("it is a running statistic, which can't be cut along `{axis}`");
             let remedy = "let the pattern of `Place::shard` match trained parameters only";
-            return Err(self.unfit(found, reason, remedy));
+            return self.unfit(reason, remedy);
         }
-        let slices = Slices::new(shape, &cuts);
+        let slices = Slices::new(shape, cuts);
         if (0..slices.count()).any(|slice| slices.shape(slice).contains(&0)) {
             let reason = format!(
-                "it can't be cut along `{}`: its shape {shape:?} has fewer elements than ranks",
-                last.axis
+                "it can't be cut along `{axis}`: its shape {shape:?} has fewer elements than ranks"
             );
-            return Err(self.unfit(found, reason, "leave it whole, or use fewer ranks"));
+            return self.unfit(reason, "leave it whole, or use fewer ranks");
         }
         let blocks = found.trainable.then(|| route.matrix_blocks()).transpose()?;
         let is_stack = matches!(
@@ -209,25 +236,8 @@ impl Layout {
         {
             let matrices: usize = blocks.batches().map(|[count, ..]| count).sum();
             let reason = format!("it is split into {matrices} matrices, and can't be cut as well");
-            return Err(self.unfit(found, reason, "remove the rule that splits it"));
+            return self.unfit(reason, "remove the rule that splits it");
         }
-        Ok(cuts)
+        Ok(())
     }
-
-    /// The groups of ranks that exchange slices. All ranks make this call.
-    pub(super) fn slice_groups(&self, cuts: &Cuts) -> Result<SliceGroups> {
-        let group = |axes: Vec<String>| {
-            let grid = self.mesh.grid(&axes);
-            let alike = self.mesh.split(|rank| [grid.positions[rank][1], rank])?;
-            let across = self.mesh.split(|rank| grid.positions[rank])?;
-            Ok((axes, SliceGroup { grid, alike, across }))
-        };
-        cuts.axes().into_iter().map(group).collect()
-    }
-}
-
-/// Returns `true` for a matrix of Muon's that is one of several of the same path but an index.
-fn is_in_a_list(found: &Found, route: &ParameterRoute) -> bool {
-    let is_matrix = matches!(route.role, ParameterRole::Muon { .. });
-    is_matrix && found.shape.len() == 2 && found.in_stack(found.fields.len())
 }

@@ -13,6 +13,7 @@
 
 mod agreement;
 mod config;
+mod cuts;
 mod layout;
 #[cfg(feature = "train")]
 mod learner;
@@ -20,11 +21,12 @@ mod measured_costs;
 mod mesh;
 mod optimizer;
 mod per_parameter;
+mod place;
 pub mod plan;
 mod trained;
 
 pub use config::{CostSource, DistMuonConfig, GradDtype, Gradients, LossScaleConfig, Publish};
-pub use layout::{Keep, Layout, LayoutTable, Place};
+pub use layout::{Keep, Layout, LayoutTable};
 #[cfg(feature = "train")]
 pub use learner::{DistMuonStrategy, LatestDiagnostics, LearnerLogits};
 pub use mesh::{Axis, Mesh};
@@ -32,3 +34,4 @@ pub use optimizer::{
     Diagnostics, DistModuleOptimizer, GroupDiagnostics, MemoryReport, ParameterDiagnostics, Usage,
 };
 pub use per_parameter::{DistMuon, DistMuonState, Ownership};
+pub use place::Place;

@@ -1,13 +1,11 @@
 //! The division of a model's parameters among ranks.
 
 mod average;
-mod cuts;
 mod events;
 mod identity;
 mod order;
 mod owned;
 mod passes;
-mod place;
 mod shard;
 mod table;
 mod unit;
@@ -20,17 +18,17 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
-pub(super) use cuts::{Cuts, SliceGroup};
 pub(super) use passes::Held;
 pub use passes::Keep;
-pub use place::Place;
 pub use table::LayoutTable;
 pub(super) use unit::{BlockPart, Unit};
 pub(super) use units::Units;
 
 use super::config::CostSource;
+use super::cuts::{Cuts, SliceGroup, SliceGroups};
 use super::measured_costs::costs;
 use super::mesh::{Axis, Grid, Mesh};
+use super::place::{Place, Places};
 use super::plan::{Bucket, Parameter, Plan, PlanConfig, Slice, Work};
 use super::trained::{ModelParameter, Trained, trained};
 use crate::comm::World;
@@ -38,10 +36,8 @@ use crate::error::{Error, Result};
 use crate::gradients::GradientBuffer;
 use crate::muon::MuonConfig;
 use crate::parameters::{self, Found, Placement};
-use cuts::SliceGroups;
 use identity::Identities;
 use passes::{Limits, Passes};
-use place::Places;
 use unit::Position;
 
 /// The defaults of [`Layout::with_ahead_mb`] and [`Layout::with_in_flight_mb`].
@@ -620,7 +616,7 @@ impl Layout {
             .filter(|found| found.is_adapter)
             .flat_map(|factor| [factor.path.clone(), factor.weight().to_owned()])
             .collect();
-        let cuts = self.cuts(&found, routing.routes(), &places)?;
+        let cuts = Cuts::of(&self.mesh, &found, routing.routes(), &places)?;
         for found in &mut found {
             found.placement = self.placement(found, &places, &cuts);
             let is_divided =

@@ -54,7 +54,7 @@ impl Layout {
         if units.is_empty() && cuts.is_empty() {
             return world.broadcast(model);
         }
-        let groups = self.slice_groups(&cuts)?;
+        let groups = cuts.groups(&self.mesh)?;
         let passes = Arc::new(Passes::new(self.groups(&units)?, units, self.limits()));
         let (owned, mut error) = (by_path(&passes, Placement::Owned), None);
         let model = model.apply_reparameterization(Shard {

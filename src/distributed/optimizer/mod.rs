@@ -31,7 +31,8 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 
 use super::config::{DistMuonConfig, GradDtype, Gradients, Publish};
-use super::layout::{Cuts, Held, Layout, Units};
+use super::cuts::Cuts;
+use super::layout::{Held, Layout, Units};
 use super::measured_costs::costs;
 use super::mesh::Mesh;
 use super::plan::{Bucket, Costs, Plan, Report};
