@@ -9,7 +9,6 @@ mod passes;
 mod shard;
 mod table;
 mod unit;
-mod units;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -18,11 +17,10 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
-pub(super) use passes::Held;
 pub use passes::Keep;
+pub(super) use passes::{Held, Passes};
 pub use table::LayoutTable;
 pub(super) use unit::{BlockPart, Unit};
-pub(super) use units::Units;
 
 use super::config::CostSource;
 use super::cuts::{Cuts, SliceGroup, SliceGroups};
@@ -37,7 +35,7 @@ use crate::gradients::GradientBuffer;
 use crate::muon::MuonConfig;
 use crate::parameters::{self, Found, Placement};
 use identity::Identities;
-use passes::{Limits, Passes};
+use passes::{Groups, Limits};
 use unit::Position;
 
 /// The defaults of [`Layout::with_ahead_mb`] and [`Layout::with_in_flight_mb`].
@@ -263,10 +261,19 @@ impl Layout {
         self.mesh.world()
     }
 
-    /// The owned parameters of the model that was divided.
-    pub(super) fn units(&self) -> Units {
-        let passes = self.sharded().map(|sharded| sharded.passes.clone());
-        Units::new(passes, self.micro_batches.clone())
+    /// The passes of the model that was divided; of none, if there is no such model.
+    pub(super) fn passes(&self) -> Arc<Passes> {
+        match self.sharded() {
+            Some(sharded) => sharded.passes.clone(),
+            None => {
+                let groups = Groups { world: self.world().clone(), by_axes: BTreeMap::new() };
+                Arc::new(self.passes_of(groups, vec![]))
+            }
+        }
+    }
+
+    fn passes_of(&self, groups: Groups, units: Vec<Arc<Unit>>) -> Passes {
+        Passes::new(groups, units, self.limits(), self.micro_batches.clone())
     }
 
     /// This rank's slices of the model that was divided.
@@ -487,7 +494,7 @@ impl Layout {
     ///
     /// Those of [`backward`](Self::backward).
     pub fn discard(&self) -> Result<()> {
-        self.units().discard()
+        self.passes().discard()
     }
 
     fn micro_batches(&self) -> std::sync::MutexGuard<'_, GradientBuffer> {

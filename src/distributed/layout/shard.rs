@@ -55,7 +55,7 @@ impl Layout {
             return world.broadcast(model);
         }
         let groups = cuts.groups(&self.mesh)?;
-        let passes = Arc::new(Passes::new(self.groups(&units)?, units, self.limits()));
+        let passes = Arc::new(self.passes_of(self.groups(&units)?, units));
         let (owned, mut error) = (by_path(&passes, Placement::Owned), None);
         let model = model.apply_reparameterization(Shard {
             world,
