@@ -14,6 +14,8 @@
 mod agreement;
 mod config;
 mod cuts;
+#[doc(hidden)] // for the bench `scaling`
+pub mod forecast;
 mod layout;
 #[cfg(feature = "train")]
 mod learner;

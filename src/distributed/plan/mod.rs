@@ -22,7 +22,6 @@ mod node_order;
 mod optimal;
 mod owners;
 mod report;
-mod timeline;
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -38,7 +37,6 @@ pub(crate) use cut::Slice;
 pub use cut::{Cut, Slices};
 pub(super) use node_order::node_order;
 pub use report::{RankReport, Report};
-pub use timeline::{Links, Machine, PassTimes, Timeline};
 
 use crate::error::{Error, Result};
 
@@ -332,7 +330,7 @@ impl Plan {
     }
 
     /// The cost of each rank's matrices: `[bucket][rank]`.
-    fn work(&self, costs: &Costs) -> Vec<Vec<f64>> {
+    pub(super) fn work(&self, costs: &Costs) -> Vec<Vec<f64>> {
         let work = self.buckets.iter().map(|bucket| {
             let mut batches: BTreeMap<(usize, [usize; 2]), usize> = BTreeMap::new();
             for &parameter in &bucket.parameters {
@@ -350,6 +348,19 @@ impl Plan {
             work
         });
         work.collect()
+    }
+
+    /// Returns `true` if the owners of a bucket's parameters decide alone on their updates.
+    pub(super) fn decides_alone(&self, bucket: usize) -> bool {
+        let parameters = &self.buckets[bucket].parameters;
+        parameters.iter().all(|parameter| self.owners[*parameter].len() == 1)
+    }
+
+    /// The order in which a step updates the buckets: first those that owners decide on alone.
+    pub(super) fn update_order(&self) -> Vec<usize> {
+        let (alone, together): (Vec<_>, Vec<_>) =
+            (0..self.buckets.len()).partition(|bucket| self.decides_alone(*bucket));
+        [alone, together].concat()
     }
 
     /// Returns the load of the busiest rank divided by the mean load: 1 at best, and 1 for a plan
@@ -393,4 +404,4 @@ fn check(parameters: &[Parameter], world_size: usize, config: &PlanConfig) -> Re
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -23,8 +23,7 @@ impl Passes {
     /// # Errors
     ///
     /// A failure of a pass; [`Error::Parameter`] for a gradient that was not collected;
-    /// [`Error::Setting`] for gradients of [`Layout::accumulate`](crate::distributed::Layout::accumulate) that
-    /// the step does not have.
+    /// [`Error::Setting`] for gradients of `Layout::accumulate` that the step does not have.
     pub fn begin_step(&self, rank: usize) -> Result<()> {
         let earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner).count();
         if earlier > 0 {
