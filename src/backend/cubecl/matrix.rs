@@ -16,6 +16,8 @@ use super::product::Operands;
 use super::tensors::{VALIDATED, batch, contiguous, matrices, part, tensor, unshared};
 use super::tune;
 use crate::backend::ops::MatrixOps;
+#[cfg(feature = "cuda")]
+use crate::backend::ops::Products;
 use crate::backend::portable;
 use crate::backend::program::Polynomial;
 #[cfg(feature = "cuda")]
@@ -109,7 +111,7 @@ impl MatrixOps for CubeBackend {
 
     #[cfg(feature = "cuda")]
     fn iterate(x: Float, program: Program, tuned: bool, native: bool) -> Float {
-        let others = |x| program.on_backend::<Self>(x, tuned);
+        let others = |x| program.compute::<Self>(x, Products::Backend { tuned }, |x| x);
         if native { native::iterate(x, &program, tuned, &others) } else { others(x) }
     }
 
