@@ -30,10 +30,15 @@ mod trained;
 pub use config::{CostSource, DistMuonConfig, GradDtype, Gradients, LossScaleConfig, Publish};
 pub use layout::{Keep, Layout, LayoutTable};
 #[cfg(feature = "train")]
-pub use learner::{DistMuonStrategy, LatestDiagnostics, LearnerLogits};
+#[doc(hidden)]
+pub use learner::LatestDiagnostics;
+#[cfg(feature = "train")]
+pub use learner::{DistMuonStrategy, LearnerLogits};
 pub use mesh::{Axis, Mesh};
 pub use optimizer::{
     Diagnostics, DistModuleOptimizer, GroupDiagnostics, MemoryReport, ParameterDiagnostics, Usage,
 };
-pub use per_parameter::{DistMuon, DistMuonState, Ownership};
+pub use per_parameter::DistMuon;
+#[doc(hidden)]
+pub use per_parameter::{DistMuonState, Ownership};
 pub use place::Place;

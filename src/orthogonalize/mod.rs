@@ -14,6 +14,7 @@
 
 pub mod coefficients;
 mod config;
+#[doc(hidden)] // for the bench `gpu`
 pub mod cost;
 mod gram;
 mod iteration;

@@ -30,10 +30,15 @@ use burn::tensor::DType;
 use serde::{Deserialize, Serialize};
 
 pub use crate::parameters::Placement;
+#[doc(hidden)]
 pub use bucket::{Bucket, BucketKind, Piece, ROW_ELEMENTS, Run};
-pub use cost::{Costs, ShapeCost};
+pub use cost::Costs;
+#[doc(hidden)]
+pub use cost::ShapeCost;
+#[doc(hidden)]
 pub use counts::Counts;
 pub(crate) use cut::Slice;
+#[doc(hidden)]
 pub use cut::{Cut, Slices};
 pub(super) use node_order::node_order;
 pub use report::{RankReport, Report};
@@ -110,6 +115,7 @@ pub enum Work {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Balancing {
+    #[doc(hidden)] // the baseline of tests and benches
     /// Ranks take turns: the first matrix goes to rank 0, the next to rank 1, and so on, shape
     /// after shape.
     BlockCyclic,
@@ -135,6 +141,7 @@ pub enum Balancing {
 }
 
 /// The order in which matrices are distributed to buckets.
+#[doc(hidden)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum MatrixOrder {
