@@ -1,6 +1,7 @@
 //! Gradients of several micro-batches, added up in float32.
 
 use std::collections::HashSet;
+use std::fmt;
 
 use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
@@ -46,6 +47,12 @@ pub struct GradientBuffer {
     /// The number of micro-batches.
     count: usize,
     bytes: usize,
+}
+
+impl fmt::Debug for GradientBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "gradients of {} micro-batches, {} bytes", self.count, self.bytes)
+    }
 }
 
 impl GradientBuffer {

@@ -144,6 +144,7 @@ impl Schedule {
 }
 
 /// A [`Schedule`] as a Burn [`LrScheduler`].
+#[doc(hidden)]
 #[derive(Clone, Debug)]
 pub struct ScheduledLr {
     schedule: Schedule,

@@ -5,7 +5,7 @@ use burn::tensor::{DType, Device, Tensor};
 
 use super::ops::{MatrixOps, norm_parts};
 use super::path::{ComputePath, KernelPolicy};
-use super::precise_dtype;
+use super::precise::{precise_dtype, wide};
 use super::tensor_list::TensorList;
 use crate::slices;
 
@@ -93,21 +93,6 @@ impl ScaledNorms {
         let relative_to_largest = |value: f64| largest.clone().recip().mul_scalar(value);
         (relative_to_largest(max_norm) / (norm + relative_to_largest(epsilon))).clamp_max(1.0)
     }
-}
-
-/// A gradient times a factor `[1]`, rounded once: in half precision, the factor itself would lose
-/// digits or be zero.
-pub(crate) fn scaled<const D: usize>(grad: Tensor<D>, factor: Tensor<1>) -> Tensor<D> {
-    let dtype = grad.dtype();
-    let grad = wide(grad);
-    let factor = factor.cast(grad.dtype()).reshape([1; D]);
-    (grad * factor).cast(dtype)
-}
-
-/// The tensor in [`precise_dtype`].
-fn wide<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
-    let dtype = precise_dtype(tensor.dtype());
-    tensor.cast(dtype)
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use burn::optim::join_path;
 use burn::tensor::DType;
 
 use crate::blocks::Blocks;
-use crate::distributed::layout::Cuts;
+use crate::distributed::cuts::Cuts;
 use crate::distributed::plan::{Parameter, Slice, Slices, Work};
 use crate::error::Result;
 use crate::parameters::{Found, Placement};

@@ -7,9 +7,10 @@
 //! A forward pass can't return an error. After a failure, values are NaN, nothing is sent, and
 //! [`Passes::finish`] returns the error.
 
+mod step;
 mod unused;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::module::ParamId;
@@ -17,6 +18,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Shape, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::MicroBatches;
 use super::events::{Event, Events};
 use super::identity::Identities;
 use super::order::Order;
@@ -58,11 +60,14 @@ pub struct Limits {
     pub allows_unused: bool,
 }
 
-/// The collectives of the passes of one rank.
+/// The collectives of the passes of one rank, on the parameters whose gradients they reduce. There
+/// may be none.
 #[derive(Debug)]
 pub struct Passes {
     groups: Groups,
     units: Vec<Arc<Unit>>,
+    by_path: HashMap<String, Arc<Unit>>,
+    micro_batches: MicroBatches,
     limits: Limits,
     clock: Clock,
     state: Mutex<State>,
@@ -257,11 +262,18 @@ struct Ahead {
 }
 
 impl Passes {
-    pub fn new(groups: Groups, units: Vec<Arc<Unit>>, limits: Limits) -> Self {
+    pub fn new(
+        groups: Groups,
+        units: Vec<Arc<Unit>>,
+        limits: Limits,
+        micro_batches: MicroBatches,
+    ) -> Self {
+        let by_path = units.iter().map(|unit| (unit.path.clone(), unit.clone())).collect();
         let uses = units.iter().map(|_| Uses::default()).collect();
         let mut state = State::default();
         state.uses = uses;
-        Self { groups, units, limits, clock: Clock::default(), state: Mutex::new(state) }
+        let (clock, state) = (Clock::default(), Mutex::new(state));
+        Self { groups, units, by_path, micro_batches, limits, clock, state }
     }
 
     pub fn units(&self) -> &[Arc<Unit>] {
@@ -674,6 +686,11 @@ impl Passes {
     /// Ends a pass without a result: forgets its gradients, and those of earlier micro-batches. All
     /// ranks make this call.
     pub fn discard(&self) -> Result<()> {
+        let mut earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(earlier.take_sum());
+        if self.units.is_empty() {
+            return Ok(());
+        }
         let mut state = self.state();
         for uses in state.uses.iter_mut().flat_map(|uses| &mut uses.leaves) {
             (uses.sum, uses.micro_batches) = (None, None);
@@ -806,7 +823,7 @@ impl Passes {
 
     /// Starts to exchange this rank's new shard of a parameter with the ranks that have replicas of
     /// its part, which is waited for at its first use.
-    pub fn publish_later(&self, unit: &Unit, shard: Tensor<1>) -> Result<()> {
+    fn publish_at_first_use(&self, unit: &Unit, shard: Tensor<1>) -> Result<()> {
         let pending = self.replicas(unit).all_gather(shard, &unit.shard_counts().to_vec())?;
         let mut state = self.state();
         state.publishing.push_back((unit.index, pending));

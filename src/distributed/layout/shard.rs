@@ -54,8 +54,8 @@ impl Layout {
         if units.is_empty() && cuts.is_empty() {
             return world.broadcast(model);
         }
-        let groups = self.slice_groups(&cuts)?;
-        let passes = Arc::new(Passes::new(self.groups(&units)?, units, self.limits()));
+        let groups = cuts.groups(&self.mesh)?;
+        let passes = Arc::new(self.passes_of(self.groups(&units)?, units));
         let (owned, mut error) = (by_path(&passes, Placement::Owned), None);
         let model = model.apply_reparameterization(Shard {
             world,

@@ -12,7 +12,7 @@ use burn::tensor::{DType, Device, Shape, Tensor};
 use super::publication::{self, Publication, at_first_use};
 use crate::backend::reshaped;
 use crate::checks::ensure_gradient_matches;
-use crate::distributed::layout::{BlockPart, Unit, Units};
+use crate::distributed::layout::{BlockPart, Passes, Unit};
 use crate::distributed::plan::Bucket;
 use crate::distributed::trained::ModelParameter;
 use crate::error::{Error, Result};
@@ -146,7 +146,7 @@ impl DetachedParameters {
         model: M,
         gradients: GradientsParams,
         known: &[ModelParameter],
-        units: &Units,
+        units: &Arc<Passes>,
         expected: Expected<'_>,
     ) -> Result<(M, Self)> {
         let trained = known.iter().map(|parameter| parameter.blocks.count()).sum();
@@ -229,7 +229,7 @@ impl DetachedParameters {
         self,
         model: M,
         known: &[ModelParameter],
-        units: &Units,
+        units: &Arc<Passes>,
         parts: Parts,
         publication: &Arc<Publication>,
     ) -> M {
@@ -326,7 +326,7 @@ struct Detach<'a> {
     shaped: Shaped,
     gradients: GradientsParams,
     known: &'a [ModelParameter],
-    units: &'a Units,
+    units: &'a Arc<Passes>,
     /// `true` for parameters that are in the model.
     seen: Vec<bool>,
     expected: Expected<'a>,
@@ -498,7 +498,7 @@ struct Reattach<'a> {
     /// By the index of the model's parameter.
     values: Vec<Option<FloatTensor<Dispatch>>>,
     known: &'a [ModelParameter],
-    units: &'a Units,
+    units: &'a Arc<Passes>,
     parts: Parts,
     /// Has the parameters without a value.
     publication: &'a Arc<Publication>,
@@ -528,7 +528,7 @@ impl parameters::Map for Reattach<'_> {
         };
         let shape = value.shape();
         let value: Tensor<D> = in_place_of(&placeholder, value.reshape(shape));
-        self.units.remember(unit, &value);
+        self.units.remember_part(unit, &value);
         Param::from_mapped_value(id, value, mapper)
     }
 }

@@ -25,7 +25,7 @@ use crate::checkpoint::{
     self, Archive, Checkpointed, Contents, Divided, Planned, Saving, States, TrainedPaths,
 };
 use crate::difference::{Difference, DifferenceKind};
-use crate::distributed::layout::Cuts;
+use crate::distributed::cuts::Cuts;
 use crate::distributed::plan::{Bucket, BucketKind, Piece};
 use crate::distributed::trained::Kind;
 use crate::error::{Error, Result};
