@@ -862,12 +862,16 @@ impl Passes {
 
     /// This rank's new part of a parameter, or NaN after a failure.
     pub fn await_part(&self, unit: &Unit, device: &Device) -> Tensor<1> {
+        if unit.part_count() == 0 {
+            // A parameter has an element at least.
+            return Tensor::zeros([1], (device, unit.dtype));
+        }
         let mut state = self.state();
         let part = self.attempt(&mut state, |state| {
             self.land_publication(state, unit)?;
             Ok(state.uses[unit.index].published.clone())
         });
-        let nan = || Tensor::full([unit.part_count().max(1)], f32::NAN, (device, unit.dtype));
+        let nan = || Tensor::full([unit.part_count()], f32::NAN, (device, unit.dtype));
         part.flatten().unwrap_or_else(nan)
     }
 

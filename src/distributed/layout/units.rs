@@ -13,7 +13,7 @@ use super::passes::{Held, Passes};
 use super::unit::Unit;
 use crate::comm::{Communicator, Pending};
 use crate::error::{Error, Result};
-use crate::parameters::{self, Field, Visit, in_place_of};
+use crate::parameters::{self, Field, Visit, in_place_if_trained};
 
 /// The owned parameters by path. There may be none.
 pub struct Units {
@@ -135,17 +135,21 @@ impl Units {
     }
 
     /// Starts to make this rank's new part of a parameter, as [`publish`](Self::publish) does. Its
-    /// first use waits for it: `None` if that is arranged, as where there are replicas.
+    /// first use waits for it: `None` if that is arranged, as where there are replicas. All ranks
+    /// return the same, also those that have nothing of the parameter: Burn's clones share a value
+    /// that is waited for.
     ///
     /// # Errors
     ///
     /// Those of every collective.
     pub fn publish_later(&self, unit: &Unit, shard: Tensor<1>) -> Result<Option<Pending>> {
         let passes = self.passes.as_ref().expect("a unit has passes");
-        if unit.part_count() == 0 || passes.replicas(unit).size() == 1 {
+        if passes.replicas(unit).size() == 1 {
             return self.publish(unit, shard).map(Some);
         }
-        passes.publish_later(unit, shard)?;
+        if unit.part_count() > 0 {
+            passes.publish_later(unit, shard)?;
+        }
         Ok(None)
     }
 
@@ -158,14 +162,14 @@ impl Units {
         let passes = self.passes.clone().expect("a unit has passes");
         let (unit, device) = (unit.clone(), placeholder.device());
         let is_trained = placeholder.is_require_grad();
-        let shape = Shape::from([unit.part_count()]);
+        let shape = Shape::from([unit.part_count().max(1)]);
         let take = {
             let shape = shape.clone();
             move |device: &Device, is_trained: bool| {
                 let inner = device.clone().inner();
                 let part = passes.await_part(&unit, &inner).to_device(&inner);
-                let part = in_place_of(&placeholder, part.reshape(shape));
-                let part = if is_trained { part } else { part.set_require_grad(false) };
+                // It may have been frozen or unfrozen since the step.
+                let part = in_place_if_trained(&placeholder, part.reshape(shape), is_trained);
                 passes.remember_part(&unit, &part);
                 part
             }

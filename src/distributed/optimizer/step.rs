@@ -163,6 +163,7 @@ impl DistModuleOptimizer {
             rank: self.world.rank(),
             device: &self.device(),
             wide_gradients: !self.reduces() || self.grad_dtype == GradDtype::Float32,
+            at_first_use: self.publish == Publish::AtFirstUse,
         };
         let (model, detached) =
             DetachedParameters::detach(model, gradients, &self.model, &self.units, expected)?;
