@@ -7,6 +7,7 @@ use burn::module::{Module, Param, ParamId, Reparameterizer};
 use burn::tensor::{Shape, Tensor};
 use serde::Serialize;
 
+use super::identity::Version;
 use super::owned::{Owned, Reduced};
 use super::passes::{Group, Groups, Keep, Passes};
 use super::unit::{Position, Unit};
@@ -296,7 +297,7 @@ impl Reparameterizer for Shard<'_> {
         let (unit, passes) = (unit.clone(), self.passes.clone());
         passes.remember_part(&unit, &part);
         let part = Param::initialized(id, part);
-        (base.set_require_grad(false), Some(Owned { part, unit, passes }))
+        (base.set_require_grad(false), Some(Owned { part, version: Version::new(), unit, passes }))
     }
 }
 

@@ -11,7 +11,7 @@ use super::Passes;
 use crate::comm::Pending;
 use crate::distributed::layout::unit::Unit;
 use crate::error::{Error, Result};
-use crate::parameters::{self, Field, Visit, in_place_of};
+use crate::parameters::{self, Field, Visit, in_place_if_trained};
 
 impl Passes {
     pub fn get(&self, path: &str) -> Option<&Arc<Unit>> {
@@ -91,16 +91,20 @@ impl Passes {
     }
 
     /// Starts to make this rank's new part of a parameter, as [`publish`](Self::publish) does. Its
-    /// first use waits for it: `None` if that is arranged, as where there are replicas.
+    /// first use waits for it: `None` if that is arranged, as where there are replicas. All ranks
+    /// return the same, also those that have nothing of the parameter: Burn's clones share a value
+    /// that is waited for.
     ///
     /// # Errors
     ///
     /// Those of every collective.
     pub fn publish_later(&self, unit: &Unit, shard: Tensor<1>) -> Result<Option<Pending>> {
-        if unit.part_count() == 0 || self.replicas(unit).size() == 1 {
+        if self.replicas(unit).size() == 1 {
             return self.publish(unit, shard).map(Some);
         }
-        self.publish_at_first_use(unit, shard)?;
+        if unit.part_count() > 0 {
+            self.publish_at_first_use(unit, shard)?;
+        }
         Ok(None)
     }
 
@@ -112,14 +116,14 @@ impl Passes {
     ) -> Param<Tensor<D>> {
         let (passes, unit, device) = (self.clone(), unit.clone(), placeholder.device());
         let is_trained = placeholder.is_require_grad();
-        let shape = Shape::from([unit.part_count()]);
+        let shape = Shape::from([unit.part_count().max(1)]);
         let take = {
             let shape = shape.clone();
             move |device: &Device, is_trained: bool| {
                 let inner = device.clone().inner();
                 let part = passes.await_part(&unit, &inner).to_device(&inner);
-                let part = in_place_of(&placeholder, part.reshape(shape));
-                let part = if is_trained { part } else { part.set_require_grad(false) };
+                // It may have been frozen or unfrozen since the step.
+                let part = in_place_if_trained(&placeholder, part.reshape(shape), is_trained);
                 passes.remember_part(&unit, &part);
                 part
             }
