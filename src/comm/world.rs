@@ -85,7 +85,7 @@ impl World {
     /// # Errors
     ///
     /// The error of the first rank that failed; the calls of the others end with
-    /// [`Error::PeerFailed`]. [`Error::Setting`] without a device, [`Error::Devices`] for devices
+    /// [`Error::PeerFailed`]. [`Error::Usage`] without a device, [`Error::Devices`] for devices
     /// of different backends.
     ///
     /// # Panics
@@ -240,7 +240,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// As [`Launch::from_env`], `World::mpi` and `World::nccl`; [`Error::Setting`] without the
+    /// As [`Launch::from_env`], `World::mpi` and `World::nccl`; [`Error::Usage`] without the
     /// feature of the engine (`cuda` or `mpi`).
     pub fn from_env() -> Result<Self> {
         let launch = Launch::from_env()?;
@@ -253,11 +253,11 @@ impl World {
         #[cfg(feature = "mpi")]
         return Self::mpi(&launch, device, DEADLINE);
         #[cfg(not(feature = "mpi"))]
-        Err(Error::setting(
-            "device",
+        Err(Error::usage(
+            "no engine connects the device's ranks",
+            "a device whose ranks this build connects",
             format!("{device:?}"),
-            "a device whose ranks this build connects (the feature `cuda` of distmuon connects \
-             CUDA devices, `mpi` all of them)",
+            "build distmuon with the feature `cuda` for CUDA devices, or `mpi` for all devices",
         ))
     }
 
@@ -529,7 +529,8 @@ where
 /// Fails for no devices, and for devices of different backends.
 fn check(devices: &[Device]) -> Result<()> {
     let Some(first) = devices.first() else {
-        return Err(Error::setting("devices", "none", "at least one device"));
+        let remedy = "give one device for every rank, as `World::devices` does";
+        return Err(Error::usage("the devices are missing", "at least one device", "none", remedy));
     };
     let backend = |device: &Device| core::mem::discriminant::<DispatchDevice>(device.as_dispatch());
     let kind = |device: &Device| backend(&device.clone().inner());

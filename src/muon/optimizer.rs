@@ -269,7 +269,7 @@ impl Optimizer for Muon {
     ///   another device, or the state was saved under another configuration;
     /// - [`Error::NotComputed`](crate::Error::NotComputed) if the device had no memory for the
     ///   first step of the parameter;
-    /// - [`Error::Setting`](crate::Error::Setting) if the learning rate is not finite, or negative;
+    /// - [`Error::Usage`](crate::Error::Usage) if the learning rate is not finite, or negative;
     /// - [`Error::Skipped`](crate::Error::Skipped) if the parameter was skipped in too many steps
     ///   in a row.
     fn step<const D: usize>(

@@ -105,11 +105,11 @@ pub(crate) fn ensure_rate(lr: f64) -> Result<()> {
     // In float32, the type of the smallest range that rates are applied in.
     match (lr as f32).is_finite() && lr >= 0.0 {
         true => Ok(()),
-        false => Err(Error::setting(
-            "learning rate",
+        false => Err(Error::usage(
+            "the learning rate is invalid",
+            "a finite number, zero or more",
             lr,
-            "a finite number, zero or more (a schedule may divide by zero; to maximise, negate the \
-             loss)",
+            "look for a division by zero in its schedule; to maximise, negate the loss",
         )),
     }
 }

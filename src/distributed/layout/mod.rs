@@ -457,16 +457,16 @@ impl Layout {
     ///
     /// # Errors
     ///
-    /// Those of [`backward`](Self::backward); [`Error::Setting`] after
+    /// Those of [`backward`](Self::backward); [`Error::Usage`] after
     /// [`accumulate`](Self::accumulate), whose gradients are those of `backward`.
     pub fn collect<M: Module>(&self, model: &M, gradients: &mut GradientsParams) -> Result<()> {
         match self.micro_batches().count() {
             0 => self.finish(model, gradients),
-            _ => Err(Error::setting(
-                "gradients",
-                "earlier ones of `Layout::accumulate`",
-                "none before `Layout::collect` (end with `Layout::backward`, or add up gradients \
-                 by `GradientBuffer`)",
+            earlier => Err(Error::usage(
+                "`Layout::collect` does not add earlier micro-batches",
+                "no call of `Layout::accumulate` before it",
+                format!("{earlier} calls"),
+                "end with `Layout::backward`, or add up gradients by `GradientBuffer`",
             )),
         }
     }
@@ -549,10 +549,11 @@ impl Layout {
         let mut axes = self.places.iter().filter_map(Place::axis);
         let model = self.mesh.axes().iter().find(|axis| axis.is_model()).map(Axis::name);
         match axes.next().or(model) {
-            Some(axis) => Err(Error::setting(
-                "layout",
+            Some(axis) => Err(Error::usage(
+                "a `Learner` can't train the layout",
+                "whole layers",
                 format!("slices along `{axis}`"),
-                "whole layers (write the training loop to train slices)",
+                "write the training loop to train slices",
             )),
             None => Ok(()),
         }

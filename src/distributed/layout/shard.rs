@@ -30,9 +30,10 @@ impl Layout {
     ///
     /// On all ranks, if any rank has one of these errors:
     ///
-    /// - [`Error::Setting`] for an axis that the mesh does not have, sizes that are negative, a
-    ///   [`Place::owned`](super::Place::owned) without an axis, a device on which
-    ///   [links](crate::link::supports) do not work, or a layout that has divided a model before;
+    /// - [`Error::Setting`] for an axis that the mesh does not have, sizes that are negative, or a
+    ///   [`Place::owned`](super::Place::owned) without an axis;
+    /// - [`Error::Usage`] for a device on which [links](crate::link::supports) do not work, or a
+    ///   layout that has divided a model before;
     /// - [`Error::Pattern`] and [`Error::UnusedRule`] for a [`Place`](super::Place) that matches no
     ///   trained parameter, or none at all for [`Place::shard`](super::Place::shard);
     /// - [`Error::SettingsDiffer`] and [`Error::ModelsDiffer`] if the ranks have different layouts
@@ -120,13 +121,21 @@ impl Layout {
     fn dividable<M: Module>(&self, model: &M) -> Result<Division> {
         let device = self.world().device();
         if self.sharded().is_some() {
-            let expected = "a new layout (this one has divided a model before)";
-            return Err(Error::setting("layout", "a second model", expected));
+            return Err(Error::usage(
+                "the layout has divided a model before",
+                "one model for each layout",
+                "a second model",
+                "make a new layout for it",
+            ));
         }
         let division = self.division(model)?;
         if !division.units.is_empty() && !link::supports(device) {
-            let expected = "a device of Flex, CubeCL or LibTorch";
-            return Err(Error::setting("device", format!("{device:?}"), expected));
+            return Err(Error::usage(
+                "the device can't train a divided model",
+                "a device of Flex, CubeCL or LibTorch",
+                format!("{device:?}"),
+                "use another device, or a model that is not divided",
+            ));
         }
         let keeps = device.gradient_checkpointing_strategy();
         if self.keep == Keep::Nothing && keeps == Some(Default::default()) {

@@ -39,15 +39,16 @@ impl Units {
     /// # Errors
     ///
     /// A failure of a pass; [`Error::Parameter`] for a gradient that was not collected;
-    /// [`Error::Setting`] for gradients of [`Layout::accumulate`](super::Layout::accumulate) that
+    /// [`Error::Usage`] for gradients of [`Layout::accumulate`](super::Layout::accumulate) that
     /// the step does not have.
     pub fn begin_step(&self, rank: usize) -> Result<()> {
         let earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner).count();
         if earlier > 0 {
-            return Err(Error::setting(
-                "gradients",
-                format!("without those of {earlier} calls of `Layout::accumulate`"),
-                "those of `Layout::backward`, which adds them (or call `Layout::discard` before)",
+            return Err(Error::usage(
+                "the gradients lack earlier micro-batches",
+                "those of `Layout::backward`, which adds the earlier ones",
+                format!("gradients without {earlier} calls of `Layout::accumulate`"),
+                "end with `Layout::backward`, or drop the earlier ones by `Layout::discard`",
             ));
         }
         let Some(passes) = &self.passes else { return Ok(()) };

@@ -503,7 +503,12 @@ impl<M: LearnerModel> Worker<'_, M> {
     fn check(&mut self) -> Result<()> {
         let [items, _] = self.run.items;
         if items == 0 {
-            return Err(Error::setting("training items", "fewer", "at least one per rank"));
+            return Err(Error::usage(
+                "the training items are too few",
+                "at least one item per rank",
+                format!("fewer than {}", self.world.size()),
+                "add items, or train on fewer ranks",
+            ));
         }
         let outline =
             self.optim.outline()?.into_bytes().expect("a record can be written to memory");
@@ -517,10 +522,11 @@ impl<M: LearnerModel> Worker<'_, M> {
         if lost.is_empty() {
             return Ok(());
         }
-        Err(Error::setting(
-            "optimizer of the learner",
-            format!("one that does not continue from its states:{}", listed(&lost)),
-            "`config.muon.init(&model)`, with the configuration of the strategy",
+        Err(Error::usage(
+            "the learner's optimizer does not fit the strategy",
+            "one that loads the strategy's states",
+            format!("one that does not:{}", listed(&lost)),
+            "make it by `config.muon.init(&model)`, with the configuration of the strategy",
         ))
     }
 

@@ -251,7 +251,7 @@ impl DistModuleOptimizer {
     ///   of a gradient, does not match the optimizer;
     /// - [`Error::SettingsDiffer`](crate::Error::SettingsDiffer) if the ranks give different
     ///   learning rates, or have not taken the same steps before;
-    /// - [`Error::Setting`](crate::Error::Setting) for a learning rate that is not finite, or
+    /// - [`Error::Usage`](crate::Error::Usage) for a learning rate that is not finite, or
     ///   negative, and in the step in which
     ///   [`MuonConfig::max_absent`](crate::MuonConfig::max_absent) is reached;
     /// - [`Error::Skipped`](crate::Error::Skipped) for a parameter that was skipped in too many
@@ -484,17 +484,18 @@ impl MuonConfig {
     ///
     /// # Errors
     ///
-    /// Those of [`DistMuonConfig::init`], and [`Error::Setting`] for a model on several devices.
+    /// Those of [`DistMuonConfig::init`], and [`Error::Usage`] for a model on several devices.
     pub fn init_batched<M: Module>(&self, model: &M) -> Result<DistModuleOptimizer> {
         let found = parameters::of(model).into_iter();
         let mut devices = found.filter(|found| found.trainable).map(|found| found.device);
         // Without a parameter to train, `init` returns the error, on any device.
         let device = devices.next().unwrap_or_default();
         if let Some(other) = devices.find(|other| *other != device) {
-            return Err(Error::setting(
-                "model",
+            return Err(Error::usage(
+                "the model is on several devices",
+                "all parameters on one device",
                 format!("parameters on {device:?} and {other:?}"),
-                "all parameters on one device (use `DistMuonConfig` and `World` for several)",
+                "move the model to one device, or use `DistMuonConfig` and `World` for several",
             ));
         }
         DistMuonConfig::new().with_muon(self.clone()).init(&World::alone(device), model)

@@ -47,7 +47,7 @@ impl DistModuleOptimizer {
     /// # Errors
     ///
     /// Those of every collective; [`Error::Parameter`] if two parameters share one identity;
-    /// [`Error::Setting`] for a state beyond the limits of Burn's records, such as 100,000 tensors,
+    /// [`Error::Usage`] for a state beyond the limits of Burn's records, such as 100,000 tensors,
     /// which [`save`](Self::save) does not have.
     pub fn to_record(&self) -> Result<OptimizerRecord> {
         Ok(self.record(true)?.expect("every rank keeps the record"))
@@ -236,7 +236,7 @@ impl DistModuleOptimizer {
 ///
 /// # Errors
 ///
-/// [`Error::Setting`] if it is beyond the limits of Burn's records.
+/// [`Error::Usage`] if it is beyond the limits of Burn's records.
 fn recorded(contents: Contents, tensors: Vec<TensorData>) -> Result<OptimizerRecord> {
     let count = tensors.len();
     let tensors = contents.tensors.into_iter().zip(tensors).map(|(planned, data)| {
@@ -256,11 +256,11 @@ fn recorded(contents: Contents, tensors: Vec<TensorData>) -> Result<OptimizerRec
         Ok(Err(error)) => error.to_string(),
         Err(error) => error.to_string(),
     };
-    Err(Error::setting(
-        "the record of the optimizer",
+    Err(Error::usage(
+        "the optimizer's state is too large for a record of Burn",
+        "a state within Burn's limits, such as 100,000 tensors",
         format!("{count} tensors ({reason})"),
-        "what Burn reads, such as at most 100,000 tensors (use `DistModuleOptimizer::save`, whose \
-         files have no limit)",
+        "use `DistModuleOptimizer::save`, whose files have no limit",
     ))
 }
 

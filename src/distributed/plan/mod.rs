@@ -235,9 +235,9 @@ impl Plan {
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] if `world_size` or `bucket_bytes` is 0, if the time limit is not a
-    /// duration, or if `owners` does not have one rank of the world for every matrix and every
-    /// whole parameter.
+    /// [`Error::Setting`] if `world_size` or `bucket_bytes` is 0, or if the time limit is not a
+    /// duration; [`Error::Usage`] if `owners` does not have one rank of the world for every matrix
+    /// and every whole parameter.
     ///
     /// # Panics
     ///
@@ -251,13 +251,20 @@ impl Plan {
         check(&parameters, world_size, config)?;
         let parts = parameters.iter().map(|parameter| parameter.owned().0);
         if !parts.eq(owners.iter().map(Vec::len)) {
-            let value = "those of another model";
-            let expected = "one rank for every matrix and every whole parameter";
-            return Err(Error::setting("owners", value, expected));
+            return Err(Error::usage(
+                "the owners do not fit the parameters",
+                "one rank for every matrix and every whole parameter",
+                format!("{:?} ranks", owners.iter().map(Vec::len).collect::<Vec<_>>()),
+                "take the owners from a plan of the same parameters",
+            ));
         }
         if let Some(rank) = owners.iter().flatten().find(|&&rank| rank >= world_size) {
-            let value = format!("rank {rank}");
-            return Err(Error::setting("owners", value, "ranks below the number of ranks"));
+            return Err(Error::usage(
+                "the owners do not fit the world",
+                "ranks below the number of ranks",
+                format!("rank {rank} of {world_size}"),
+                "take the owners from a plan of as large a world",
+            ));
         }
         let layout = bucket::layout(&parameters, config);
         Ok(Self::from_layout(parameters, world_size, layout, owners))
