@@ -230,7 +230,7 @@ pub enum Error {
         /// The device of rank 0.
         first: String,
     },
-    /// The model of a rank differs from that of rank 0.
+    /// The model of a rank differs from rank 0's.
     #[error(
         "parameter `{parameter}` differs on rank {rank}: expected {first} as on rank 0, got \
          {other}; start from one model, by `World::threads_with` among threads or \
@@ -264,7 +264,7 @@ pub enum Error {
         /// The ranks that do not, and the number of other parameters and states that differ.
         got: String,
     },
-    /// A setting of a rank differs from that of rank 0.
+    /// A setting of a rank differs from rank 0's.
     #[error(
         "`{setting}` differs on rank {rank}: expected {first} as on rank 0, got {other}; give all \
          ranks the same value"

@@ -175,7 +175,7 @@ pub mod learner {}
 #[doc = include_str!("../docs/guide/resuming.md")]
 pub mod resuming {}
 
-/// The table of a model, the rules behind it, and those of the user.
+/// The table of a model, the built-in rules behind it, and your own.
 ///
 /// [Excluding, freezing and LoRA]: crate::guide::excluding
 #[doc = include_str!("../docs/guide/routing.md")]

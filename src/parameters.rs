@@ -53,11 +53,11 @@ pub(crate) struct Found {
     pub device: Device,
     /// `true` if it is trained: neither frozen nor without elements.
     pub trainable: bool,
-    /// `true` if it is a factor of a LoRA adapter. Its fields are those of the weight that it
+    /// `true` if it is a factor of a LoRA adapter. Its fields are as for the weight that it
     /// adapts.
     pub is_adapter: bool,
-    /// Of an owned parameter, identity, type and training are those of the part, and the shape is
-    /// that of the whole.
+    /// An owned parameter has the identity, type and training of its part, and the shape of the
+    /// whole.
     pub placement: Placement,
     /// The fields on the way to it.
     pub fields: Vec<Field>,
@@ -112,13 +112,13 @@ impl Found {
     }
 
     /// The path of the module that has its field at a depth. The root's path is empty; the path
-    /// after the last field is that of the parameter, or of the weight that it adapts.
+    /// after the last field belongs to the parameter, or to the weight that it adapts.
     pub fn module(&self, depth: usize) -> &str {
         let length: usize = self.fields[..depth].iter().map(|field| field.name.len() + 1).sum();
         &self.path[..length.saturating_sub(1)]
     }
 
-    /// The path of the weight: the parameter's, or that of the weight that it adapts.
+    /// The path of the weight: the parameter's, or the adapted weight's.
     pub fn weight(&self) -> &str {
         self.module(self.fields.len())
     }

@@ -113,7 +113,7 @@ impl Index {
         Ok(Some((index, bytes)))
     }
 
-    /// Fails if the length of the container is not that of the index.
+    /// Fails if the length of the container is not as in the index.
     fn check(&self, container: u64) -> Result<(), String> {
         let elements = |shape: &[usize]| shape.iter().try_fold(1_usize, |n, d| n.checked_mul(*d));
         let overflows = |section: &&Section| elements(&section.shape).is_none();

@@ -203,7 +203,7 @@ pub fn load<M: Module, T: DeserializeOwned, O: Checkpointed>(
 /// let model = LinearConfig::new(4, 8).init(&Device::default().autodiff());
 /// checkpoint::save(&path, &model, &MuonConfig::new().init(&model), &100usize)?;
 ///
-/// // Other rules than those of the saved run.
+/// // Other rules than in the saved run.
 /// let optim = MuonConfig::new().with_rule(RoutingRule::muon("weight")).init(&model);
 /// let (model, optim, step, differences): (_, _, usize, _) =
 ///     checkpoint::load_matching(&path, model, optim)?;
@@ -366,7 +366,7 @@ fn ensure_whole<M: Module>(model: &M) -> Result<()> {
         Some(found) => Err(Error::parameter(
             &found.path,
             ONLY_RANK,
-            "it is divided among ranks, and the optimizer is that of one device",
+            "it is divided among ranks, and the optimizer is for one device",
             "save and load with `DistModuleOptimizer`, or the model of `Layout::unshard`",
         )),
         None => Ok(()),
@@ -374,7 +374,7 @@ fn ensure_whole<M: Module>(model: &M) -> Result<()> {
 }
 
 /// Begins a checkpoint. The tensors of the model are put in the order of the returned entries,
-/// then those of the optimizer in the order of `states`.
+/// then the optimizer's in the order of `states`.
 ///
 /// # Errors
 ///

@@ -25,7 +25,7 @@ pub struct Archive {
     tensors: BTreeMap<String, Stored>,
     scalars: BTreeMap<String, Scalar>,
     metadata: BTreeMap<String, String>,
-    /// Of a record, computed when it is asked for: it reads all tensors.
+    /// The digest of a record, computed when it is asked for: it reads all tensors.
     digest: OnceLock<u64>,
 }
 
@@ -151,7 +151,7 @@ impl Archive {
     ///
     /// # Panics
     ///
-    /// If the bytes are not those of a record.
+    /// If the bytes are not a record.
     pub fn from_record_bytes(bytes: Bytes) -> Self {
         let mut archive = Self {
             path: PathBuf::new(),

@@ -296,7 +296,7 @@ fn has_state(archive: &Archive, id: &str) -> bool {
 }
 
 /// The identity of the state of every parameter that has one. A parameter whose identity changed
-/// between two steps has several: that of the model counts, or else the one that took most steps.
+/// between two steps has several: the model's counts, or else the one that took most steps.
 fn ids(archive: &Archive, of_model: impl Fn(&str) -> Option<u64>) -> HashMap<String, String> {
     let time = |id: &str| {
         let name = prefixed(OPTIMIZER, &prefixed(id, TIME));

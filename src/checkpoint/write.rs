@@ -205,7 +205,7 @@ fn container(contents: &Contents, source: mpsc::Receiver<Bytes>) -> Writer {
         let Planned { name, dtype, shape, id, bytes } = planned.clone();
         burn_pack::Tensor::deferred(name, dtype, shape, id, bytes, next)
     });
-    // The path is that of the temporary file, which must not get another extension.
+    // The path is the temporary file's, which must not get another extension.
     let mut writer = Writer::new(tensors.collect()).auto_extension(false);
     for (key, value) in &contents.scalars {
         writer = writer.with_scalar(key, *value);

@@ -27,7 +27,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// Those of every collective (see [`Communicator`]); [`Error::Mismatch`] on a rank that
+    /// As every collective (see [`Communicator`]); [`Error::Mismatch`] on a rank that
     /// receives a value of another type.
     ///
     /// # Panics
@@ -77,7 +77,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// Those of every collective (see [`Communicator`]).
+    /// As every collective (see [`Communicator`]).
     pub fn any(&self, condition: bool) -> Result<bool> {
         Ok(self.comm().first_bytes(condition.then(Vec::new))?.is_some())
     }

@@ -102,7 +102,7 @@ impl Hierarchy {
     ///
     /// # Errors
     ///
-    /// Those of every collective (see [`Communicator`]).
+    /// As every collective (see [`Communicator`]).
     pub fn over(all: Communicator, name: &str) -> Result<Option<Self>> {
         // Through rank 0, so that the bytes sent to each rank do not grow with the number of ranks.
         let names = all.gather_bytes(name.as_bytes().to_vec(), 0)?;

@@ -76,8 +76,8 @@ where
     ///
     /// # Errors
     ///
-    /// [`Error::Usage`] on a rank that has no batch at all, while others have some; those of
-    /// every collective (see [`Communicator`](super::Communicator)).
+    /// [`Error::Usage`] on a rank that has no batch at all, while others have some; as every
+    /// collective (see [`Communicator`](super::Communicator)).
     pub fn next_batch(&mut self) -> Result<Option<Joined<I::Item>>> {
         let next = self.batches.next();
         if !self.world.any(next.is_some())? {

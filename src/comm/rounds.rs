@@ -28,7 +28,7 @@ use serde::{Deserialize, Serialize};
 pub enum Failure {
     /// A rank died, failed, or did not arrive in time.
     Peer {
-        /// Its rank in the world.
+        /// The rank that failed.
         rank: usize,
         /// The reason it gave, or what was observed.
         cause: String,

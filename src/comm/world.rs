@@ -326,7 +326,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// Those of every collective (see [`Communicator`]).
+    /// As every collective (see [`Communicator`]).
     pub fn by_node(self, name: &str) -> Result<Self> {
         let Self { comm, device } = self;
         let comm = match Hierarchy::over(comm.clone(), name)? {
@@ -341,7 +341,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// Those of every collective (see [`Communicator`]).
+    /// As every collective (see [`Communicator`]).
     pub fn describe(&self) -> Result<String> {
         let host = gethostname::gethostname().to_string_lossy().into_owned();
         let row = [host, self.comm.version(), format!("{:?}", self.device)];
@@ -398,7 +398,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// Those of every collective (see [`Communicator`]).
+    /// As every collective (see [`Communicator`]).
     pub fn mean(&self, value: impl Into<f64>) -> Result<f64> {
         // By way of rank 0, so that its messages do not grow with the square of the ranks.
         let all: Option<Vec<f64>> = self.gather_value(&value.into(), 0)?;
@@ -426,7 +426,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// Those of every collective (see [`Communicator`]).
+    /// As every collective (see [`Communicator`]).
     pub fn split(&self, color: usize, key: usize) -> Result<Self> {
         Ok(Self::new(self.comm.split(color, key)?, self.device.clone()))
     }
@@ -437,7 +437,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// Those of every collective (see [`Communicator`]); [`Error::Mismatch`] for models of
+    /// As every collective (see [`Communicator`]); [`Error::Mismatch`] for models of
     /// different shapes.
     pub fn broadcast<M: Module>(&self, model: M) -> Result<M> {
         self.broadcast_without(model, |_| false)
@@ -476,8 +476,8 @@ impl World {
 
 /// Runs a function on one thread per rank, in the world that `world` returns for it, and then calls
 /// `depart`. Returns the results in the order of ranks, or the failure that is the cause of the
-/// others: that of the rank that `failed` returns, or of the first one without a world for a reason
-/// of its own.
+/// others: the error of the rank that `failed` returns, or of the first one without a world for a
+/// reason of its own.
 fn on_threads<T, E, F>(
     ranks: usize,
     world: impl Fn(usize) -> Result<World> + Sync,

@@ -126,7 +126,7 @@ impl Mesh {
     ///
     /// # Errors
     ///
-    /// Those of every collective.
+    /// As every collective.
     pub(super) fn split(
         &self,
         color_and_key: impl Fn(usize) -> [usize; 2],

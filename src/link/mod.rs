@@ -46,7 +46,7 @@ pub struct Link {
 }
 
 impl Link {
-    /// Returns a link whose closure computes the gradient of the input from that of the output.
+    /// Returns a link whose closure computes the input's gradient from the output's.
     pub fn new(backward: impl Fn(Tensor<1>) -> Tensor<1> + Send + Sync + 'static) -> Self {
         Self::from_backward(move |gradient| Some(backward(gradient)))
     }

@@ -17,7 +17,7 @@ use crate::update::{
     ensure_rate, parts,
 };
 
-/// The names of the slots that every state has. Those of the configured parts may follow.
+/// The names of the slots that every state has. Slots of the configured parts may follow.
 const REQUIRED_SLOTS: [&str; 2] = [MOMENTUM, SKIPPED.name];
 
 /// Muon as a Burn [`Optimizer`]: the rule for one parameter, built by
@@ -33,12 +33,12 @@ pub struct Muon {
     pub(super) layout: MatrixLayout,
     pub(super) parameter: Arc<str>,
     pub(super) skipped: SkippedSteps,
-    /// The place of the states' counts, if they are those of one parameter.
+    /// The place of the states' counts, if they belong to one parameter.
     pub(super) reserved: Option<Reserved>,
 }
 
 /// The state that Muon stores for one parameter. A record of it has the tensors `momentum` and
-/// `skipped`, those of the configured parts, and the scalar `time`.
+/// `skipped`, the configured parts' tensors, and the scalar `time`.
 #[derive(Clone, Debug)]
 pub struct MuonState<const D: usize> {
     slots: Slots,
@@ -144,8 +144,8 @@ impl Muon {
         table
     }
 
-    /// The state before the first step of a parameter; with zeros as the shape, that of another
-    /// rank's parameter.
+    /// The state before the first step of a parameter; with zeros as the shape, the state of
+    /// another rank's parameter.
     pub(crate) fn new_state<const D: usize>(
         &self,
         batch: [usize; 3],
@@ -190,8 +190,8 @@ impl Muon {
         slots.convert(&table, dtype);
         let size = update.size(lr, matrices, time);
 
-        // The flag of the parameter, then those of its matrices: a single matrix has that of the
-        // parameter.
+        // The flag of the parameter, then the flags of its matrices: a single matrix has the flag
+        // of the parameter.
         let first = usize::from(k > 1);
         let flags = Tensor::zeros([first + k], (&device, DType::F32));
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
@@ -231,7 +231,7 @@ impl Resumable for Muon {
     fn problem<const D: usize>(&self, state: &MuonState<D>) -> Option<String> {
         let shape = state.shape();
         if shape.contains(&0) {
-            // That of a rank that does not own the parameter.
+            // The state of a rank that does not own the parameter.
             return None;
         }
         let batch @ [_, m, n] = match self.view.batch_shape(&self.parameter, &shape) {

@@ -170,7 +170,8 @@ impl<'a> Run<'a> {
     }
 
     /// The error of the result from a symmetric error in a factor that takes `X` from before step
-    /// `from` to before step `to`. `variance` is that of the entries, for all pairs of groups.
+    /// `from` to before step `to`. `variance` is the variance of the entries, for all pairs of
+    /// groups.
     fn multiplied(&self, variance: impl Fn(usize) -> f64, from: usize, to: usize) -> f64 {
         let Gains { symmetric, antisymmetric, .. } = &self.gains[to];
         let x = &self.values[from];
@@ -185,7 +186,7 @@ impl<'a> Run<'a> {
     }
 
     /// Returns `true` if the result stays bounded in spite of a symmetric error in a factor of `X`.
-    /// Every singular value is taken to be too large by the norm of the error, as that of a random
+    /// Every singular value is taken to be too large by the norm of the error, as for a random
     /// matrix.
     fn is_bounded(&self, variance: impl Fn(usize) -> f64, from: usize, to: usize) -> bool {
         let x = &self.values[from];

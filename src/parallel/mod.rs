@@ -35,7 +35,7 @@ pub use embedding::RowEmbedding;
 pub use layers::{ColumnLinear, RowLinear};
 
 /// Returns the input of a region, unchanged. In the backward pass, the gradients of the ranks are
-/// added up: each is that of the slice of its rank.
+/// added up: each belongs to the slice of its rank.
 ///
 /// The result has the shape and type of `x`, which is the same on all ranks of the group.
 ///

@@ -25,7 +25,7 @@ impl Attentions {
     }
 
     /// The place of a factor of an attention among all factors of the rule: 1 for outputs without
-    /// one, then the factors of all heads of queries, those of all heads of keys, and those of all
+    /// one, then the factors of all heads of queries, of all heads of keys, and of all
     /// rotary parts.
     fn index(&self, attention: usize, factor: Factor) -> usize {
         let [queries, keys] = self.heads;
@@ -53,7 +53,7 @@ enum Factor {
 pub struct Projected {
     /// The index of the rule.
     pub rule: usize,
-    /// The index of every output's factor among those of the rule, `[outputs]`.
+    /// The index of every output's factor in the rule, `[outputs]`.
     pub indices: Tensor<1, Int>,
     /// The shape by which the factors apply to the parameter: 1 except where outputs are counted.
     pub broadcast: Vec<usize>,
@@ -132,7 +132,7 @@ fn compile(rule: &QkClipRule) -> Result<Regex> {
     })
 }
 
-/// The heads of a rule, if they can be those of an attention.
+/// The heads of a rule, if an attention can have them.
 fn checked_counts(rule: &QkClipRule) -> Result<[usize; 2]> {
     let [queries, keys] = rule.counts();
     if queries == 0 || keys == 0 || !queries.is_multiple_of(keys) {
@@ -141,7 +141,7 @@ fn checked_counts(rule: &QkClipRule) -> Result<[usize; 2]> {
         return Err(of_rule(
             rule,
             format!("its heads do not form groups: {expected}, got {queries} and {keys}"),
-            "give the number of heads of queries, and then that of keys",
+            "give the number of heads of queries, and then of keys",
         ));
     }
     if matches!(rule.heads, Heads::Latent { .. }) && rule.query == rule.key {
@@ -174,7 +174,7 @@ fn of_path(path: &str, reason: String, remedy: &'static str) -> Error {
     Error::QkClip { subject: format!("`{path}`"), reason, remedy }
 }
 
-/// The paths of all modules, in the order of the model. The first one is that of the root.
+/// The paths of all modules, in the order of the model, the root's first.
 fn modules(parameters: &[Found]) -> Vec<&str> {
     let mut known = HashSet::new();
     let paths = parameters
@@ -203,8 +203,8 @@ fn last_rule<'a>(
     Ok(None)
 }
 
-/// The parameters of the projections of a module, if it is an attention: those of queries and of
-/// keys, or those of one fused projection.
+/// The parameters of the projections of a module, if it is an attention: for queries and keys, or
+/// for both in one fused projection.
 fn projections<'a>(
     rule: &QkClipRule,
     path: &str,
@@ -318,7 +318,7 @@ fn factors(rule: &QkClipRule, path: &str, outputs: &[usize]) -> Result<Vec<Vec<F
                 return Err(of_path(
                     path,
                     format!(
-                        "its heads differ in width: expected that of queries, {}, got {} for keys",
+                        "its heads differ in width: expected {} as for queries, got {} for keys",
                         widths[0], widths[1]
                     ),
                     "correct the numbers of heads, or set the `layout` of the rule",

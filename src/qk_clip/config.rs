@@ -24,7 +24,7 @@ use crate::matrix_view::MatrixLayout;
 #[derive(Config, Debug, PartialEq)]
 pub struct QkClipConfig {
     /// The threshold of the maximum logit of a head, above 0. A head with a larger one is clipped.
-    /// The default is that of Kimi K2 (arXiv 2507.20534, section 2.1).
+    /// The default is Kimi K2's (arXiv 2507.20534, section 2.1).
     #[config(default = 100.0)]
     pub tau: f64,
     /// The exponent of the query's factor, from 0 to 1. The exponent of the key's factor is

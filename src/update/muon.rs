@@ -131,7 +131,7 @@ impl MuonBatch<'_> {
 struct Idle(Option<Tensor<1>>);
 
 impl Idle {
-    /// The flags of a batch's matrices, with those of the idle ones.
+    /// The flags of a batch's matrices, idle ones included.
     fn or(&self, flags: Tensor<1>) -> Tensor<1> {
         match &self.0 {
             Some(idle) => flags.max_pair(idle.clone()),
@@ -464,7 +464,7 @@ pub(super) fn scaled_by<'a>(
     values.into_iter().zip(factors).map(scaled).collect()
 }
 
-/// The index of each tensor's first element among those of all.
+/// The index of each tensor's first element among the elements of all.
 fn starts(tensors: &[Tensor<1>]) -> Vec<usize> {
     let start = |end: &mut usize, tensor: &Tensor<1>| {
         let start = *end;

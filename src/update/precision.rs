@@ -22,7 +22,7 @@ pub enum MasterWeights {
     Full,
     /// 16 further bits of the significand, 2 bytes per element: together with a bfloat16 parameter
     /// an exact float32 value, as in <https://github.com/KellerJordan/modded-nanogpt>. The
-    /// parameters are those of `Full`, except that ties between two numbers round up. Magnitudes
+    /// parameters are as with `Full`, except that ties between two numbers round up. Magnitudes
     /// below 1e-30 may lose digits.
     Mantissa,
     /// Nothing: every step rounds parameters to the nearest number, and small changes are lost.
@@ -112,7 +112,7 @@ impl Precision {
     /// the index of each parameter's first element in the state.
     ///
     /// A value that was changed since the last step, or was never stored, counts as it is: the
-    /// stored one is that of another number.
+    /// stored one belongs to another number.
     pub fn widen(
         self,
         values: Vec<Tensor<1>>,

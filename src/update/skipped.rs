@@ -346,8 +346,8 @@ impl fmt::Display for Warning {
 }
 
 impl Entry {
-    /// Compares the counts of parameters, which have taken part in `times` steps, with those of the
-    /// last look. The warning names the parameter that was skipped most often.
+    /// Compares the counts of parameters, which have taken part in `times` steps, with the counts
+    /// of the last look. The warning names the parameter that was skipped most often.
     fn look(&mut self, counts: Vec<f32>, times: &[usize], step: usize) -> Option<Warning> {
         let mut warning = None;
         for (index, count) in counts.iter().enumerate() {

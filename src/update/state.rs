@@ -39,7 +39,7 @@ pub(crate) enum Extent {
     Parameter,
 }
 
-/// The type of a slot's values, given that of the parameter.
+/// The type of a slot's values, given the parameter's type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SlotDtype {
     /// float32, and float64 for float64. In float16, squares of gradients below 1e-3 are zero, and
@@ -90,8 +90,8 @@ impl Extent {
         self.shape(batch).iter().product()
     }
 
-    /// The shape of the values in records, for a parameter of a shape: that of the parameter, where
-    /// there is one value per element, so records are those of Burn's own optimizers.
+    /// The shape of the values in records, for a parameter of a shape: the parameter's, where there
+    /// is one value per element, so that records are as Burn's own optimizers write them.
     pub fn recorded(self, parameter: &[usize], batch: [usize; 3]) -> Vec<usize> {
         match self {
             Self::Element => parameter.to_vec(),
@@ -130,7 +130,7 @@ struct Value {
     stored: Option<Stored>,
     /// The type of the slot.
     dtype: SlotDtype,
-    /// Its shape in records.
+    /// The slot's shape in records.
     recorded: Vec<usize>,
 }
 
@@ -236,7 +236,7 @@ impl Slots {
         &mut value.unwrap_or_else(|| panic!("state has no slot `{name}`")).1
     }
 
-    /// The problem of slots that are not those of the table, in the shapes for a parameter: that
+    /// The problem of slots that are not in the table, in the shapes for a parameter: that
     /// were saved under another configuration. Slots that updates can do without may be missing.
     pub fn problem(&self, table: &[Slot], batch: [usize; 3], shape: &[usize]) -> Option<String> {
         for slot in table {
@@ -385,7 +385,7 @@ impl Slots {
         self.values.push((slot.name, Value { stored, dtype: SlotDtype::F32, recorded: vec![1] }));
     }
 
-    /// Returns `true` if all recorded shapes are those of parameters of a rank, or of one value for
+    /// Returns `true` if all recorded shapes are a rank's parameters, or one value for
     /// the whole parameter.
     pub fn have_rank(&self, rank: usize) -> bool {
         self.values.iter().all(|(_, value)| [1, rank].contains(&value.recorded.len()))

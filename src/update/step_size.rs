@@ -13,8 +13,8 @@ pub enum WeightDecay {
     /// `P <- (1 - lr w) P`, with the learning rate before it is scaled (Loshchilov and Hutter,
     /// <https://arxiv.org/abs/1711.05101>).
     Decoupled(Schedule),
-    /// [`Decoupled`](Self::Decoupled), for those elements only whose sign is not opposed to that of
-    /// the update `U` in `P <- P - lr U`: the decay never works against the update
+    /// [`Decoupled`](Self::Decoupled), only for elements whose sign is not opposed to the update's,
+    /// `U` in `P <- P - lr U`: the decay never works against the update
     /// (<https://github.com/microsoft/dion>).
     Cautious(Schedule),
     /// [`Cautious`](Self::Cautious) with the scaled learning rate, as in
@@ -64,7 +64,7 @@ pub(crate) struct StepSize {
     pub decay: f64,
     /// The factor on the update.
     pub lr: f64,
-    /// `true` if only those old values are decayed whose sign is not opposed to that of the update.
+    /// `true` if only old values whose sign is not opposed to the update's are decayed.
     pub cautious: bool,
     /// The factor on the old values that are added to the gradient.
     pub coupled: f64,

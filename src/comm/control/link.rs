@@ -133,7 +133,7 @@ impl Link {
     }
 
     /// Notes that this thread has waited for some time. If all threads that make calls have, rank 0
-    /// is told of it. A thread that makes no calls only watches those of others.
+    /// is told of it. A thread that makes no calls only watches the calls of others.
     pub fn waits_at(&self, point: WaitPoint) -> Waiting<'_> {
         let mut callers = self.callers();
         let thread = thread::current().id();

@@ -200,7 +200,7 @@ impl Control {
     ///
     /// # Errors
     ///
-    /// Those of `finished`; [`Error::PeerFailed`] and [`Error::Mismatch`] if the call can't finish,
+    /// As `finished`; [`Error::PeerFailed`] and [`Error::Mismatch`] if the call can't finish,
     /// since a rank failed, has departed, waits for a different call, or does not arrive within the
     /// deadline.
     pub fn wait(

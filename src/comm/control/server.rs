@@ -27,7 +27,7 @@ pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Unauthenticated connections that may be open at once, in addition to one for each rank that has
 /// not joined.
 pub const MAX_UNAUTHENTICATED_CONNECTIONS: usize = 64;
-/// File descriptors of rank 0 in addition to those of the ranks' connections: for files, libraries,
+/// File descriptors of rank 0 in addition to the ranks' connections: for files, libraries,
 /// devices, and processes that are not members.
 const RESERVED_DESCRIPTORS: usize = 32 + MAX_UNAUTHENTICATED_CONNECTIONS;
 /// The time for which rank 0 keeps serving the other ranks after the world has failed, so that they
@@ -146,11 +146,11 @@ fn out_of_descriptors(size: usize, limit: u64) -> String {
 /// The state of a rank of the world.
 #[derive(Clone, Copy, PartialEq)]
 enum RankState {
-    /// It has not joined.
+    /// The rank has not joined.
     NotJoined,
-    /// It has joined, over the connection in this slot.
+    /// The rank has joined, over the connection in this slot.
     Joined(usize),
-    /// It has departed, or its connection was lost.
+    /// The rank has departed, or its connection was lost.
     Departed,
 }
 
@@ -370,7 +370,7 @@ impl Service {
         };
         let ServerConfig { size, secret, .. } = &self.config;
         if !hello.is_authentic(challenge, secret) {
-            return Err("the secret in DISTMUON_SECRET differs from that of rank 0".into());
+            return Err("the secret in DISTMUON_SECRET differs from rank 0's".into());
         }
         let reason = if hello.version != VERSION {
             format!("it runs {} and rank 0 runs {VERSION}", hello.version)
@@ -412,7 +412,7 @@ impl Service {
         }
     }
 
-    /// Closes a connection. Ends the world if the connection is that of a member.
+    /// Closes a connection. Ends the world if the connection is a member's.
     fn close(&mut self, slot: usize, error: Option<io::Error>) {
         let Some(mut peer) = self.peers[slot].take() else { return };
         self.poll.registry().deregister(&mut peer.stream).ok();

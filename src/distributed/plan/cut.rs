@@ -176,7 +176,7 @@ pub(crate) struct Slice {
 }
 
 impl Slice {
-    /// Its shape.
+    /// The shape of the slice.
     pub fn shape(&self) -> Vec<usize> {
         self.slices.shape(self.index)
     }
@@ -287,7 +287,7 @@ fn around(extents: &[usize], dimension: usize) -> [usize; 2] {
     [extents[..dimension].iter().product(), extents[dimension + 1..].iter().product()]
 }
 
-/// The values that a slice has of those of a box, both flat.
+/// The values of a box that a slice has, both flat.
 fn cut_box(mut values: Tensor<1>, within: &[Range<usize>], slice: &Ranges) -> Tensor<1> {
     let mut extents: Vec<usize> = within.iter().map(Range::len).collect();
     for dimension in 0..extents.len() {
@@ -309,7 +309,7 @@ fn cut_box(mut values: Tensor<1>, within: &[Range<usize>], slice: &Ranges) -> Te
     values
 }
 
-/// The values of a box from those of all slices that have some, flat: dimension by dimension, the
+/// The values of a box from all slices that have some, flat: dimension by dimension, the
 /// pieces that differ in it alone become one.
 fn join_box(mut pieces: Vec<(Ranges, Tensor<1>)>, within: &[Range<usize>]) -> Tensor<1> {
     for (dimension, range) in within.iter().enumerate() {

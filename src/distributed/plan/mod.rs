@@ -47,13 +47,13 @@ use crate::error::{Error, Result};
 pub struct Parameter {
     /// Path of the parameter in its module.
     pub path: String,
-    /// Shape of the parameter: that of the whole if it is cut.
+    /// Shape of the parameter: the whole's if it is cut.
     pub shape: Vec<usize>,
     /// Type of the elements.
     pub dtype: DType,
     /// The unit of work in which the parameter is updated.
     pub work: Work,
-    /// Its place between steps.
+    /// The parameter's place between steps.
     pub placement: Placement,
     /// The slices into which it is cut, along axes of a mesh. `None` if it is not cut.
     pub slices: Option<Slices>,
@@ -126,7 +126,7 @@ pub enum Balancing {
     /// than a thousandth.
     ///
     /// The result of a search with a time limit depends on the machine: compute the plan on one
-    /// rank and send its owners to the others. The owners are those of `Greedy` if the program is
+    /// rank and send its owners to the others. The owners are as by `Greedy` if the program is
     /// too large to be solved, or if the time runs out before a better assignment is found. Needs
     /// the feature `optimal`.
     #[cfg(feature = "optimal")]
@@ -144,7 +144,7 @@ pub enum MatrixOrder {
     /// shapes.
     #[default]
     Size,
-    /// That of the model, in which a forward pass uses them: for parameters that arrive during it.
+    /// The model's order, in which a forward pass uses them: for parameters that arrive during it.
     Model,
 }
 
@@ -291,8 +291,8 @@ impl Plan {
         &self.parameters
     }
 
-    /// Returns the buckets: first those of matrices, with the most expensive shapes first, then
-    /// those of whole parameters and those of elements, then the replicated ones.
+    /// Returns the buckets: first of matrices, with the most expensive shapes first, then of whole
+    /// parameters and of elements, then the replicated ones.
     pub fn buckets(&self) -> &[Bucket] {
         &self.buckets
     }
