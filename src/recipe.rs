@@ -266,8 +266,8 @@ impl Recipe {
 }
 
 impl MuonConfig {
-    /// Returns the settings of a recipe for a run of `steps` steps, of which its schedules of
-    /// momentum and weight decay depend.
+    /// Returns the settings of a recipe for a run of `steps` steps. Its schedules of momentum and
+    /// weight decay depend on that number.
     pub fn preset(recipe: Recipe, steps: usize) -> Self {
         let adamw = AdamWConfig::new;
         let config = Self::new()

@@ -97,7 +97,7 @@ impl States {
     }
 
     /// The tensors of a parameter whose names in the state begin with a prefix and a dot, each with
-    /// its name in the archive, and the numbers of the parameter by their names in the state.
+    /// its name in the archive. The parameter's numbers come with their names in the state.
     pub fn under(
         &self,
         path: &str,

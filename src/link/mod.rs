@@ -88,7 +88,7 @@ impl Link {
     }
 
     /// Returns the output as if an operation with this backward pass had computed it from the
-    /// input, or the output as it is if the device of the input has no autodiff.
+    /// input. Without autodiff on the input's device, the output is returned as it is.
     ///
     /// # Panics
     ///

@@ -179,9 +179,9 @@ impl Coefficients {
 
     /// Returns the polynomials of `steps` steps, one per step.
     ///
-    /// If `steps` is larger than the set, the last polynomial is repeated, except that `DeepSeekV4`
-    /// always ends with its two finishing steps, and that `PolarExpressFor` has polynomials for any
-    /// number of steps.
+    /// If `steps` is larger than the set, the last polynomial is repeated. But `DeepSeekV4` always
+    /// ends with its two finishing steps, and `PolarExpressFor` has polynomials for any number of
+    /// steps.
     ///
     /// # Errors
     ///

@@ -50,8 +50,8 @@ const RANKS_PER_DOUBLING: usize = 2;
 type Key = (Vec<[u64; 3]>, FloatDType);
 
 /// Returns the fewest restarts with which the Gram form is about as exact as the standard form, at
-/// their best positions, as increasing indices of the steps before which they are. `None` if that
-/// takes more than one restart for every two steps; the standard form has to be used then.
+/// their best positions: increasing indices of the steps that they precede. `None` if that takes
+/// more than one restart for every two steps; the standard form has to be used then.
 ///
 /// A schedule is searched for once in a process: every optimizer and every rank asks for it again.
 pub fn choose(schedule: &[Polynomial], dtype: FloatDType) -> Option<Vec<usize>> {

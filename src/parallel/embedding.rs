@@ -156,8 +156,8 @@ impl RowEmbedding {
         slices::share(self.count, rank, self.group.size())
     }
 
-    /// Asks all ranks for rows: returns how many this rank wants of each, and each of this one, and
-    /// the indices of those that the ranks want of this one.
+    /// Exchanges requests for rows. Returns the number of rows that each pair of ranks exchanges,
+    /// and the indices of this rank's rows that the ranks requested.
     fn ask(&self, rows: &[usize], device: &Device) -> Result<(PairCounts, Tensor<1, Int>)> {
         let of_rank = |rank: usize| {
             let held = self.rows_of(rank);

@@ -141,8 +141,8 @@ impl QkClipRule {
         Self { key: field.into(), ..self }
     }
 
-    /// Sets the field of a projection of queries, keys and values, whose outputs are all heads of
-    /// queries, then all heads of keys, then all heads of values, each of one width.
+    /// Sets the field of a fused projection. Its outputs are all heads of queries, then of keys,
+    /// then of values, all of one width.
     pub fn fused(self, field: impl Into<String>) -> Self {
         let field = field.into();
         Self { query: field.clone(), key: field, ..self }

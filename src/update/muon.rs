@@ -250,7 +250,7 @@ impl MuonUpdate {
     /// Updates a batch: the new values of its parameters, and the flags of matrices. Advances
     /// `state`.
     ///
-    /// A matrix of whose momentum the iteration makes something that is not finite keeps its
+    /// If the iteration returns numbers that are not finite for a matrix, the matrix keeps its
     /// values, and its flag in `diverged` is set.
     ///
     /// Adds the norms of the step to `observations`, if there are any.
@@ -507,8 +507,8 @@ fn by_parameter(
     Tensor::from_data(TensorData::new(of_matrices, [count, 1, 1]), (device, dtype))
 }
 
-/// The batch without gaps between its rows, which Burn's products may leave and every reader would
-/// copy away separately.
+/// Makes the batch contiguous once. Burn's products may leave gaps between its rows, which every
+/// reader would otherwise copy away for itself.
 fn contiguous(batch: Tensor<3>) -> Tensor<3> {
     let (shape, elements) = (batch.dims(), batch.shape().num_elements());
     batch.reshape([elements]).reshape(shape)

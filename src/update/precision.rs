@@ -111,8 +111,8 @@ impl Precision {
     /// The float32 values of parameters in half precision, and any others as they are. `firsts` has
     /// the index of each parameter's first element in the state.
     ///
-    /// A value that was changed since the last step, or was never stored, counts as it is: the
-    /// stored one belongs to another number.
+    /// If a value was changed since the last step, the stored digits belong to the old value and
+    /// are ignored, as if none had been stored.
     pub fn widen(
         self,
         values: Vec<Tensor<1>>,

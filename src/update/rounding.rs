@@ -94,9 +94,9 @@ impl Origin {
     }
 }
 
-/// Rounds float32 values to one of both neighbours in half precision, with a probability that makes
-/// the mean of many roundings the value, up to 2^-15 of the distance between them. Values that are
-/// half precision stay.
+/// Rounds float32 values to one of both neighbours in half precision. The mean of many roundings is
+/// the value, up to 2^-15 of the distance between the neighbours. Values that are half precision
+/// stay.
 pub(super) fn stochastic(x: Tensor<1>, half: DType, seed: u64, origin: Origin) -> Tensor<1> {
     let nearest = rounded(x.clone(), half).cast(DType::F32);
     let other = neighbour(&nearest, &x, half);

@@ -264,7 +264,7 @@ impl Control {
     }
 
     /// Returns the group of the members with the same color, in the order of `key` and then of
-    /// rank, and the index in this group of the new group's first member.
+    /// rank. The second value is the index in this group of the new group's first member.
     ///
     /// # Errors
     ///

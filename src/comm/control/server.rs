@@ -2,7 +2,7 @@
 //! their messages and sends the answers.
 //!
 //! The thread polls all connections. It passes the messages of members to the call board, which
-//! holds the rounds and their payloads, sends the frames that the call board returns, and checks
+//! holds the rounds and their payloads. It sends the frames that the call board returns, and checks
 //! all deadlines at every tick.
 
 use std::io::{self, ErrorKind};

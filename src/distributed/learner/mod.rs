@@ -84,8 +84,8 @@ pub use logits::LearnerLogits;
 /// rejected.
 ///
 /// In processes, every process makes the learner and launches the training with its rank's
-/// strategy. Rank 0 alone saves and reports metrics. Metrics of training are of its part of the
-/// items, metrics of validation of all items, which rank 0 processes alone, or every rank if a
+/// strategy. Rank 0 alone saves and reports metrics. Metrics of training cover its part of the
+/// items, metrics of validation all items. Rank 0 processes these alone, or every rank does if a
 /// [layout](Self::with_layout) has divided the parameters. Give the other processes a folder of
 /// their own for burn-train's files.
 ///

@@ -87,8 +87,8 @@ fn batches(parameters: &[Parameter], layout: &[BucketContents]) -> Vec<([usize; 
 /// The classes of interchangeable matrices, the most expensive first.
 ///
 /// The matrices of one batch are interchangeable. So are matrices of different batches if they cost
-/// the same and share no fixed cost with other matrices, either because there is no fixed cost or
-/// because each of them is alone in its batch.
+/// the same and share no fixed cost with other matrices. There may be no fixed cost, or each of
+/// them is alone in its batch.
 fn classes(batches: Vec<([usize; 2], Vec<Matrix>)>, costs: &Costs) -> Vec<Class> {
     let mut classes: Vec<Class> = vec![];
     for (shape, matrices) in batches {
