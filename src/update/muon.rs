@@ -107,6 +107,7 @@ impl MuonBatch<'_> {
 
     /// The matrices of stacks whose gradients are zero.
     fn idle(&self, gradients: &[Tensor<1>]) -> Idle {
+        // Looking for zeros reads all gradients: only stacks, such as experts, pay for it.
         if self.parameters.iter().all(|parameter| !parameter.is_stack) {
             return Idle(None);
         }
@@ -269,9 +270,13 @@ impl MuonUpdate {
         let tensors = (gradients, Some(&*values));
         let Direction { direction, diverged, idle, errors, known } =
             self.direction(batch, tensors, state, diverged, observations.is_some());
+        // A second reference keeps `apply` from overwriting the old values, which only a step that
+        // is observed needs.
         let old = errors.is_some().then(|| values.clone());
 
         let steps: Vec<_> = parameters.iter().map(|p| p.size.step(p.flag)).collect();
+        // Idle matrices stay as they are, and are not counted as rejected: `diverged` is returned
+        // without them.
         let unchanged = idle.among(&diverged, batch.first);
         let flags = (&unchanged, batch.first);
         let mut values =
@@ -314,6 +319,8 @@ impl MuonUpdate {
         let lengths: Vec<usize> = gradients.iter().map(|gradient| gradient.dims()[0]).collect();
         let Direction { direction, diverged, idle, .. } =
             self.direction(batch, (gradients, None), state, diverged, false);
+        // Ranks that apply the direction do not have the flags. NaN tells them, and costs no
+        // message.
         let direction = batch.unchanged(&diverged, &idle).fill_rejected(direction, f32::NAN);
         (split(direction.cast(batch.dtype), &lengths), diverged)
     }
@@ -323,6 +330,7 @@ impl MuonUpdate {
     /// stays as it is.
     pub fn apply(&self, parts: Vec<MuonPart>, direction: Tensor<3>) -> Vec<Tensor<1>> {
         let zeros = slices::zeros(parts.len(), DType::F32, &direction.device());
+        // A part of a rejected matrix came as NaN, which becomes a flag again here.
         let flags = self.reject_matrices(&direction, zeros, 0, f64::MAX);
         let steps = parts.iter().enumerate().map(|(part, MuonPart { size, .. })| size.step(part));
         let steps: Vec<_> = steps.collect();
@@ -357,6 +365,7 @@ impl MuonUpdate {
         let weights: Vec<Weights> = steps.map(|step| self.momentum.weights(step)).collect();
 
         let idle = batch.idle(&gradients);
+        // Closures, since most parts read none of these, and each is a copy to the device.
         let keep = || by_parameter(&mut weights.iter().map(|weights| weights.keep));
         let mask = || batch.rejected(&diverged, &idle);
         let mut known = Known {
@@ -370,9 +379,13 @@ impl MuonUpdate {
 
         let is_coupled = matches!(self.weight_decay, WeightDecay::Coupled(_));
         let reads_norm = self.reads(Quantity::GradientNorm);
+        // Joining the gradients copies them. Without a reader of whole gradients, the momentum
+        // reads them where they lie.
         if is_coupled || self.has_parts(Stage::Gradient) || reads_norm {
             let mut gradient = joined(&gradients, shape);
             gradient = factor.iter().fold(gradient, |g, factor| scaled(g, (*factor).clone()));
+            // NaN in a rejected gradient must not reach the state of a part, nor other matrices by
+            // a sum.
             gradient = mask().zero_rejected(gradient);
             if is_coupled {
                 let rates = by_parameter(&mut parameters.iter().map(|p| p.size.coupled));
@@ -380,6 +393,7 @@ impl MuonUpdate {
             }
             known.gradient_norm = reads_norm.then(|| frobenius(gradient.clone()));
             let gradient = self.apply_parts(Stage::Gradient, gradient, state, &known, &mask);
+            // The factor has been applied above.
             (gradients, factor) = (split(gradient, &lengths), None);
         }
 
@@ -393,6 +407,7 @@ impl MuonUpdate {
             })
             .collect();
         let momentum = state.take(MOMENTUM);
+        // A momentum that is stored as bfloat16 is averaged in float32.
         let stored = momentum.dtype();
         let momentum = momentum.cast(precise).reshape(shape);
         // With a second reference, the momentum is not updated in place.
@@ -407,6 +422,7 @@ impl MuonUpdate {
             self.momentum.nesterov,
         );
         if let Some((mask, old)) = of_idle {
+            // An expert without tokens keeps its momentum, as a layer without a gradient does.
             momentum = mask.select(momentum, old);
         }
         state.put(MOMENTUM, momentum.reshape([count * m * n]).cast(stored));
@@ -426,6 +442,7 @@ impl MuonUpdate {
 
         let mut direction = contiguous(self.newton_schulz.direction(update, norms));
         let errors = observed.then(|| orthogonality_errors(&direction));
+        // The iteration of a matrix of zeros returns zeros, whose error says nothing of the run.
         let errors = match idle.mask() {
             Some(mask) => errors.map(|errors| mask.zero_rejected(errors)),
             None => errors,
@@ -438,6 +455,8 @@ impl MuonUpdate {
             let mask = || batch.unchanged(&diverged, &idle);
             direction = self.apply_parts(Stage::After, direction, state, &known, &mask);
             direction = contiguous(direction);
+            // A part may also divide by zero or overflow: its result is checked like the
+            // iteration's.
             diverged = self.reject_matrices(&direction, diverged, batch.first, f64::MAX);
         }
         Direction { direction, diverged, idle, errors, known }
