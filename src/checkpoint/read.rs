@@ -81,6 +81,7 @@ impl Archive {
             return Self::open_other(path);
         };
         let head = checksum_of(&mut file, 0..index.head.bytes, "head").map_err(broken)?;
+        // The head is not used here, but Burn's tools read it: damage must not wait for them.
         verify("its head", index.head.checksum, head).map_err(broken)?;
         let spans = index.spans().expect("`Index::read` has checked the spans");
         let file = Arc::new(Mutex::new(file));
@@ -178,6 +179,7 @@ impl Archive {
         let scalars =
             scalars.filter_map(|(name, value)| Some(format!("{}: {value:?}", by_path(name)?)));
         let mut all: Vec<String> = tensors.chain(scalars).collect();
+        // The order of a record follows its identities, which differ from run to run.
         all.sort_unstable();
         digest(&[all.join("\n").as_bytes()])
     }

@@ -492,6 +492,8 @@ where
 {
     let unmade = Mutex::new(None);
     let rank = |rank: usize| {
+        // A rank whose engine could not be made has no communicator to report it by. Its error is
+        // the cause, unless it is only the echo of another's.
         let joined = world(rank).inspect_err(|error| {
             if !matches!(error, Error::PeerFailed { .. } | Error::Mismatch { .. }) {
                 unmade.lock().expect("no holder of the lock panics").get_or_insert(rank);
@@ -506,6 +508,7 @@ where
             Ok(Err(panic)) => Some(format!("it panicked: {}", message(panic.as_ref()))),
         };
         if let Some(cause) = cause {
+            // The others must not wait for a rank that has ended.
             comm.inspect(|comm| comm.fail(&cause));
         }
         depart(rank);
@@ -519,6 +522,7 @@ where
     let has_failed = |outcome: &_| !matches!(outcome, Ok(Ok(_)));
     if let Some(any) = outcomes.iter().position(has_failed) {
         let unmade = unmade.into_inner().expect("no holder of the lock panics");
+        // Of all errors, return the one that the others follow from.
         let cause = unmade.or_else(failed).filter(|rank| has_failed(&outcomes[*rank]));
         outcomes = vec![outcomes.swap_remove(cause.unwrap_or(any))];
     }

@@ -138,6 +138,7 @@ impl DistMuonConfig {
             return Err(Error::setting("ranks", 0, "at least 1"));
         }
         let mut free = Threads::world(&vec![Device::default(); ranks], DEADLINE);
+        // `pop` then gives out rank 0 first.
         free.reverse();
         let ranks = ThreadRanks { free, taken: HashMap::new() };
         self.build_on(Ranks::Threads(Arc::new(Mutex::new(ranks))))
@@ -195,6 +196,7 @@ impl DistMuon {
             None => rank.assign(self.rule.operations(&shape, parameter.dtype(), &device)?),
         };
         self.check(comm, &shape, lr, ownership, muon.as_ref())?;
+        // All ranks take part in the broadcast, and only the owner has the state.
         let (updated, muon) = if ownership.owner == comm.rank() {
             self.rule.try_step(lr, parameter, grad, muon)?
         } else {
@@ -233,6 +235,7 @@ impl DistMuon {
             ));
         }
         let call = format!("step {index} `{path}` {shape:?} of rank {owner} at rate {}", lr as f32);
+        // Digests first: the calls are sent only to say how they differ.
         if unite(comm, vec![], digest(&call))?.is_some() {
             return Ok(());
         }
@@ -280,6 +283,8 @@ impl Rank {
     fn assign(&self, operations: f64) -> Ownership {
         let mut assigned = self.assigned.lock().expect("no holder of the lock panics");
         let loads = assigned.loads.iter().enumerate();
+        // All ranks see the parameters in one order, so all of them find the same owner, without a
+        // message.
         let least = loads.min_by(|(_, a), (_, b)| a.total_cmp(b));
         let (owner, _) = least.expect("a world has at least one rank");
         assigned.loads[owner] += operations;

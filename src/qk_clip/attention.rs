@@ -30,6 +30,8 @@ impl Attentions {
     fn index(&self, attention: usize, factor: Factor) -> usize {
         let [queries, keys] = self.heads;
         let count = self.paths.len();
+        // All factors of a rule are one vector: 1, then queries, keys and rotary parts, each by
+        // attention. An index is then a single gather on the device.
         match factor {
             Factor::One => 0,
             Factor::Query(head) => 1 + attention * queries + head,
@@ -75,6 +77,7 @@ impl Resolved {
         let attentions = heads.into_iter().map(|heads| Attentions { paths: vec![], heads });
         let mut attentions: Vec<Attentions> = attentions.collect();
         let mut found = vec![];
+        // Two passes: the index of a factor needs the number of all attentions of its rule.
         for path in modules(parameters) {
             if let Some((rule, projections)) = last_rule(config, &rules, path, parameters)? {
                 found.push((rule, attentions[rule].paths.len(), projections));
@@ -135,6 +138,7 @@ fn compile(rule: &QkClipRule) -> Result<Regex> {
 /// The heads of a rule, if an attention can have them.
 fn checked_counts(rule: &QkClipRule) -> Result<[usize; 2]> {
     let [queries, keys] = rule.counts();
+    // Every head of keys serves as many heads of queries.
     if queries == 0 || keys == 0 || !queries.is_multiple_of(keys) {
         let expected = "expected numbers above 0, of which that of queries is a multiple of that \
                         of keys";
@@ -193,6 +197,7 @@ fn last_rule<'a>(
     path: &str,
     parameters: &'a [Found],
 ) -> Result<Option<(usize, Projections<'a>)>> {
+    // As with routing rules, the last rule that matches counts.
     for (index, rule) in config.rules.iter().enumerate().rev() {
         if patterns[index].is_match(path)
             && let Some(projections) = projections(rule, path, parameters)?
@@ -214,6 +219,7 @@ fn projections<'a>(
         let field = if path.is_empty() { field.to_owned() } else { format!("{path}.{field}") };
         let is_in = |found: &&Found| {
             let rest = found.path.strip_prefix(&field);
+            // `query` must not match `query_norm`.
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
         };
         parameters.iter().filter(is_in).collect()
@@ -300,6 +306,7 @@ fn broadcast(outputs: usize, shape: &[usize], layout: MatrixLayout) -> Vec<usize
 fn factors(rule: &QkClipRule, path: &str, outputs: &[usize]) -> Result<Vec<Vec<Factor>>> {
     match (rule.heads, outputs) {
         (Heads::Grouped { queries, keys }, &[outputs]) => {
+            // Values have as many heads as keys, and stay as they are.
             let heads = queries + 2 * keys;
             let width = width(path, &rule.query, outputs, heads)?;
             let all = (0..heads).map(|head| match head {
@@ -330,6 +337,8 @@ fn factors(rule: &QkClipRule, path: &str, outputs: &[usize]) -> Result<Vec<Vec<F
             ])
         }
         (Heads::Latent { count, head: LatentHead { nope, rope, value } }, _) => {
+            // Kimi K2, section 2.1: the parts without positions share gamma by `alpha`. The rotary
+            // part of the queries takes all of it, since all heads share its keys.
             let query: [Part; 2] = [(nope, Factor::Query), (rope, Factor::Rope)];
             let key: [Part; 2] = [(nope, Factor::Key), (value, |_| Factor::One)];
             Ok(vec![

@@ -178,6 +178,7 @@ impl RoutingRule {
         built_in: &Decision<'_>,
         default: MatrixLayout,
     ) -> Decision<'_> {
+        // A rule moves the parameter to AdamW, and leaves it the learning rate of its role.
         let adamw = match built_in.role {
             ParameterRole::Muon { .. } => ParameterRole::Vector,
             role @ (ParameterRole::Embedding
@@ -265,6 +266,7 @@ impl<'a> Rules<'a> {
         for (rule, regex) in &rules {
             let matches: Vec<&Found> =
                 parameters.iter().filter(|found| regex.is_match(&found.path)).collect();
+            // A rule with a typing error would otherwise train with the defaults, in silence.
             if let Some(expected) = rule.missing(&matches) {
                 return Err(Error::UnusedRule { pattern: rule.pattern.clone(), expected });
             }
@@ -279,6 +281,7 @@ impl<'a> Rules<'a> {
         built_in: &Decision<'_>,
         layout: MatrixLayout,
     ) -> Option<Decision<'a>> {
+        // The last rule that matches counts, so general rules come first.
         let (rule, _) = self.0.iter().rev().find(|(_, regex)| regex.is_match(&found.path))?;
         Some(rule.decide(found, built_in, layout))
     }

@@ -59,6 +59,7 @@ impl SlotDtype {
     pub fn resolve(self, parameter: DType) -> DType {
         match self {
             Self::Precise => precise_dtype(parameter),
+            // Whole numbers of 16 bits are exact in float32, in which all updates compute.
             Self::F32 | Self::Int16 => DType::F32,
             Self::BFloat16 => DType::BF16,
         }
@@ -213,6 +214,7 @@ impl Slots {
     ///
     /// If there is no such slot, or its values are taken already.
     pub fn take(&mut self, name: &str) -> Tensor<1> {
+        // Taken out, the tensor has one reference, and the update may write into it.
         let stored = self.value_mut(name).stored.take();
         stored.expect("an update puts back what it takes").into_values()
     }
@@ -254,6 +256,7 @@ impl Slots {
             }
         }
         let is_known = |name: &str| table.iter().any(|slot| slot.name == name);
+        // A state that the update would not use is lost in silence: say so.
         let (name, _) = self.values.iter().find(|(name, _)| !is_known(name))?;
         Some(unused(name))
     }
@@ -321,6 +324,7 @@ impl Slots {
     pub fn keep_only(mut self, kept: &str, dimensions: usize) -> Self {
         for (_, value) in self.values.iter_mut().filter(|(name, _)| *name != kept) {
             let old = value.stored.take().expect("an update puts back what it takes").into_values();
+            // The slot remains, so that records have the same names on all ranks.
             let none = Tensor::empty([0], (&old.device(), old.dtype()));
             value.stored = Some(Stored::new(none, value.dtype));
             value.recorded = vec![0; dimensions];

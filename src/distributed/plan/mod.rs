@@ -341,6 +341,8 @@ impl Plan {
     /// The cost of each rank's matrices: `[bucket][rank]`.
     fn work(&self, costs: &Costs) -> Vec<Vec<f64>> {
         let work = self.buckets.iter().map(|bucket| {
+            // A rank iterates its matrices of one shape in a bucket together, and pays their fixed
+            // cost once.
             let mut batches: BTreeMap<(usize, [usize; 2]), usize> = BTreeMap::new();
             for &parameter in &bucket.parameters {
                 let Work::Matrices { rows, columns, .. } = self.parameters[parameter].work else {
@@ -369,6 +371,7 @@ impl Plan {
         let loads = self.loads(costs);
         let mean = loads.iter().sum::<f64>() / self.world_size as f64;
         let (_, max) = assignment::busiest(&loads);
+        // Without any matrix, every rank has the mean load, 0.
         if max == 0.0 { 1.0 } else { max / mean }
     }
 
