@@ -34,7 +34,7 @@ const PATIENCE: u32 = 1_000_000_000;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Switch {
     Off,
-    /// They run if the device can run them.
+    /// The kernels run if the device can run them.
     On,
     /// A device that refuses them ends the program: for tests.
     Must,
@@ -392,7 +392,7 @@ impl Native {
         })
     }
 
-    /// Returns the right to use the stream, which threads have in turn.
+    /// Locks the stream for this thread.
     pub(super) fn stream_alone(&self) -> impl Drop + use<'_> {
         self.recordings.lock().expect("nothing panics while it holds the lock")
     }
@@ -407,7 +407,7 @@ impl Native {
         &self.shapes
     }
 
-    /// Counts no parts of tiles as done, for later launches.
+    /// Resets the counts of finished parts of tiles, for later launches.
     pub(super) fn clear_scratch(&self) -> Result<(), DriverError> {
         self.scratch.clear(&self.stream)
     }

@@ -21,7 +21,7 @@ use crate::parameters::{self, Placement, in_place_of};
 
 impl Layout {
     /// Divides a model among the ranks: returns a model of the same type in which this rank has its
-    /// parts. The values are those of rank 0. All ranks make this call, once for a layout.
+    /// parts. The values are rank 0's. All ranks make this call, once for a layout.
     ///
     /// Parameters that are not initialised yet, as in a new model of Burn's layers, are initialised
     /// one by one: in addition to its parts, a rank holds one parameter at a time.
@@ -44,7 +44,7 @@ impl Layout {
     ///   or a divisor of it, with fewer elements than ranks, along one axis twice, with a
     ///   [`Place::partial`](super::Place::partial) along the same axis, or along an axis of data in
     ///   a list of layers;
-    /// - those of [`MuonConfig::route`](crate::MuonConfig::route) and of every collective.
+    /// - as [`MuonConfig::route`](crate::MuonConfig::route) and every collective.
     pub fn shard<M: Module>(&self, model: M) -> Result<M> {
         let world = self.world();
         self.same_settings()?;
@@ -153,7 +153,7 @@ impl Layout {
     ///
     /// # Errors
     ///
-    /// Those of every collective.
+    /// As every collective.
     pub fn unshard<M: Module>(&self, model: &M) -> Result<M> {
         let Some(Sharded { passes, cuts, .. }) = self.sharded() else { return Ok(model.clone()) };
         let ids = self.identities(model).into_ids();
@@ -172,7 +172,7 @@ impl Layout {
 struct Slicing<'a> {
     world: &'a World,
     cuts: &'a Cuts,
-    /// Those that were divided as well.
+    /// Parameters that were divided as well.
     owned: &'a HashMap<String, Arc<Unit>>,
     error: Option<Error>,
 }

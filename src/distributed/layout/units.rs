@@ -93,7 +93,7 @@ impl Units {
     ///
     /// # Errors
     ///
-    /// Those of every collective.
+    /// As every collective.
     pub fn discard(&self) -> Result<()> {
         let mut earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner);
         drop(earlier.take_sum());
@@ -140,7 +140,7 @@ impl Units {
     ///
     /// # Errors
     ///
-    /// Those of every collective.
+    /// As every collective.
     pub fn publish_later(&self, unit: &Unit, shard: Tensor<1>) -> Result<Option<Pending>> {
         let passes = self.passes.as_ref().expect("a unit has passes");
         if unit.part_count() == 0 || passes.replicas(unit).size() == 1 {
@@ -178,7 +178,7 @@ impl Units {
     ///
     /// # Errors
     ///
-    /// Those of every collective.
+    /// As every collective.
     pub fn finish_publication(&self) -> Result<()> {
         self.passes.as_ref().map_or(Ok(()), |passes| passes.finish_publication())
     }
@@ -193,7 +193,7 @@ impl Units {
     ///
     /// # Errors
     ///
-    /// Those of every collective.
+    /// As every collective.
     pub fn publish(&self, unit: &Unit, shard: Tensor<1>) -> Result<Pending> {
         if unit.part_count() == 0 {
             // A parameter has an element at least.

@@ -1,4 +1,4 @@
-//! The states of all ranks as one, that of the single-device optimizer: a record or a checkpoint
+//! The states of all ranks as one, as of the single-device optimizer: a record or a checkpoint
 //! does not depend on the ranks, the plan or the engine.
 //!
 //! A save gathers the states on rank 0, which writes them, bucket by bucket. No rank holds more
@@ -46,7 +46,7 @@ impl DistModuleOptimizer {
     ///
     /// # Errors
     ///
-    /// Those of every collective; [`Error::Parameter`] if two parameters share one identity;
+    /// As every collective; [`Error::Parameter`] if two parameters share one identity;
     /// [`Error::Usage`] for a state beyond the limits of Burn's records, such as 100,000 tensors,
     /// which [`save`](Self::save) does not have.
     pub fn to_record(&self) -> Result<OptimizerRecord> {
@@ -72,7 +72,7 @@ impl DistModuleOptimizer {
     ///
     /// On all ranks, if any rank has one of these errors: [`Error::CheckpointsDiffer`] if the
     /// records differ; [`Error::OtherRun`] with all differences, if recorded states do not fit
-    /// their parameters; those of every collective.
+    /// their parameters; as every collective.
     pub fn load_record(self, record: OptimizerRecord) -> Result<Self> {
         self.load_states(&States::new(Archive::from_record(record)))
     }
@@ -140,16 +140,16 @@ impl DistModuleOptimizer {
     }
 
     /// Writes a checkpoint. Makes the collective calls of [`collect`](Self::collect) even if the
-    /// file can't be written, because the other ranks make them: the outer error is that of a
-    /// collective, the inner one that of the file.
+    /// file can't be written, because the other ranks make them: the outer error is a collective's,
+    /// the inner one the file's.
     fn write<M: Module, T: Serialize>(
         &self,
         path: &Path,
         (model, parts): (&M, Vec<(String, Tensor<1>)>),
         progress: &T,
     ) -> Result<Result<()>> {
-        // The ids in the file are those of the saved model, by which Burn finds the state of a
-        // parameter: after a load they differ from those of the last step.
+        // The ids in the file belong to the saved model, by which Burn finds the state of a
+        // parameter: after a load they differ from the last step's.
         let found = parameters::of(model).into_iter();
         let ids: HashMap<String, u64> = found.map(|found| (found.path, found.id.val())).collect();
         let _busy = Busy::new(self.world.communicator());
@@ -454,7 +454,7 @@ impl DistModuleOptimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::Parameter`] for a parameter without one, or with that of another parameter.
+    /// [`Error::Parameter`] for a parameter without one, or with another parameter's.
     fn identities(&self, ids: &HashMap<String, u64>) -> Result<Vec<u64>> {
         let rank = self.world.rank();
         let mut paths = HashMap::new();
