@@ -94,6 +94,7 @@ impl Found {
             shape: shape.to_vec(),
             dtype,
             device,
+            // No optimizer can step a parameter without elements.
             trainable: trainable && !shape.contains(&0),
             is_adapter: adapter.is_some(),
             placement: Placement::Replicated,
@@ -179,6 +180,8 @@ impl Visit for Vec<Found> {
             let whole = self.last_mut().expect("a base comes before its part");
             (whole.id, whole.dtype, whole.trainable) =
                 (param.id, value.dtype(), value.is_require_grad());
+            // Burn visits the base, which has the whole's shape, and then its reparameterization,
+            // the part. Both are one parameter.
             whole.placement = Placement::Owned;
             return;
         }
@@ -250,6 +253,7 @@ impl<V: Visit> ModuleVisitor for Visiting<'_, V> {
         if container_type == REPARAMETERIZATION && name == REDUCED {
             self.visit.visit_reduced();
         }
+        // Burn marks the kinds of containers; rules and reasons name the type alone.
         let holder = container_type.strip_prefix("Struct:").unwrap_or(container_type);
         self.fields.push(Field { name: name.to_owned(), holder: holder.to_owned() });
     }
@@ -328,6 +332,7 @@ impl Placeholders {
         let made = self.0.iter().filter(|made| made.0 == device && made.1 == dtype);
         let placeholder = made.filter_map(|made| made.2.downcast_ref::<Tensor<D>>()).next();
         let placeholder = placeholder.cloned().unwrap_or_else(|| {
+            // One element for all parameters of a device and type, while a step has their values.
             let placeholder = Tensor::<D>::empty([1; D], (&device, dtype));
             self.0.push((device, dtype, Box::new(placeholder.clone())));
             placeholder

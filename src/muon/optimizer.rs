@@ -218,9 +218,12 @@ impl Muon {
         let (mut updated, flags) = update.step(&batch, gradients, values, &mut slots, flags, None);
         let updated = updated.swap_remove(0);
         if is_first {
+            // Reading waits for the device, so only the first step does it: that is when memory
+            // runs out.
             ensure_computed(&self.parameter, &updated)?;
         }
 
+        // One count for the parameter: a skipped matrix of a stack counts.
         let skipped = if k > 1 { flags.max() } else { flags };
         self.skipped.count(&mut slots, &mut place, skipped)?;
         Ok((updated.reshape(shape), MuonState { slots, time: time + 1, place }))

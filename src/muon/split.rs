@@ -112,6 +112,7 @@ impl<S: RecordState> RecordState for SplitState<S> {
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
         let block = |index| S::state_unflatten(&join_index(prefix, index), src, device);
+        // The record has no number of blocks: they end where one is missing.
         let states: Vec<S> = (0..).map_while(block).collect();
         (!states.is_empty()).then_some(Self(states))
     }

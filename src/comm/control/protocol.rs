@@ -183,6 +183,8 @@ pub fn frame<T: Serialize>(message: &T, payload: &[&[u8]]) -> Result<Frame, usiz
     if length > MAX_MESSAGE {
         return Err(length);
     }
+    // A length of four bytes, the message, and the payload as it is: large payloads are not
+    // encoded.
     let mut frame = Vec::with_capacity(4 + length);
     frame.extend((length as u32).to_le_bytes());
     frame.extend(message);
