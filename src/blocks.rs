@@ -61,7 +61,7 @@ pub(crate) struct Blocks {
     dimension: usize,
     /// The outputs of every block.
     sizes: Vec<usize>,
-    /// `true` if the parameter's first two dimensions are those of the matrices, rather than its
+    /// `true` if the parameter's first two dimensions are the matrices', rather than its
     /// last.
     is_leading: bool,
 }
@@ -93,7 +93,7 @@ impl Blocks {
         Self { batch, sizes, ..self.clone() }
     }
 
-    /// Returns `true` if the values of the only block are those of the parameter, in its order.
+    /// Returns `true` if the only block has the parameter's values, in its order.
     pub fn is_whole(&self) -> bool {
         self.count() == 1 && (!self.is_leading || self.batch[0] == 1)
     }
@@ -136,7 +136,7 @@ impl Blocks {
         })
     }
 
-    /// Cuts the values of a parameter into those of its blocks.
+    /// Cuts the values of a parameter into blocks.
     pub fn cut(&self, values: Tensor<1>) -> Vec<Tensor<1>> {
         if self.is_whole() {
             return vec![values];

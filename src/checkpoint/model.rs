@@ -53,9 +53,9 @@ pub fn entries<M: Module>(model: &M, divided: &dyn Divided) -> Vec<Entry> {
     collector.entries
 }
 
-/// Replaces the parameters of a model by those of an archive, which are read one by one. Those that
+/// Replaces the parameters of a model by an archive's, which are read one by one. Those that
 /// are divided are replaced by this rank's part of them. Parameters with one of the `differences`
-/// stay as they are. Returns these differences, and those of parameters of other kinds.
+/// stay as they are. Returns these differences, and parameters of other kinds.
 ///
 /// # Errors
 ///
@@ -226,7 +226,7 @@ pub fn stored_otherwise<M: Module>(model: &M) -> Option<String> {
     found.0
 }
 
-/// A mapper that replaces the parameters of a model by those of an archive.
+/// A mapper that replaces the parameters of a model by an archive's.
 struct Loader<'a> {
     /// Fields on the way to the current parameter.
     path: Vec<String>,

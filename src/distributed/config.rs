@@ -49,7 +49,7 @@ pub enum Publish {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum GradDtype {
-    /// That of the parameter. The ranks send two bytes per element, add up in float32 and do not
+    /// The parameter's type. The ranks send two bytes per element, add up in float32 and do not
     /// round the sum.
     Parameter,
     /// float32, for gradients that were accumulated in it: see

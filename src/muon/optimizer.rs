@@ -17,7 +17,7 @@ use crate::update::{
     TIME, clip, ensure_rate, parts,
 };
 
-/// The names of the slots that every state has. Those of the configured parts may follow.
+/// The names of the slots that every state has. Slots of the configured parts may follow.
 const REQUIRED_SLOTS: [&str; 2] = [MOMENTUM, SKIPPED.name];
 
 /// Muon as a Burn [`Optimizer`]: the rule for one parameter, built by
@@ -33,12 +33,12 @@ pub struct Muon {
     pub(super) layout: MatrixLayout,
     pub(super) parameter: Arc<str>,
     pub(super) skipped: SkippedSteps,
-    /// The place of the states' counts, if they are those of one parameter.
+    /// The place of the states' counts, if they belong to one parameter.
     pub(super) reserved: Option<Reserved>,
 }
 
 /// The state that Muon stores for one parameter. A record of it has the tensors `momentum` and
-/// `skipped`, those of the configured parts, and the scalar `time`.
+/// `skipped`, the configured parts' tensors, and the scalar `time`.
 #[derive(Clone, Debug)]
 pub struct MuonState<const D: usize> {
     slots: Slots,
@@ -149,8 +149,8 @@ impl Muon {
         table
     }
 
-    /// The state before the first step of a parameter; with zeros as the shape, that of another
-    /// rank's parameter.
+    /// The state before the first step of a parameter; with zeros as the shape, the state of
+    /// another rank's parameter.
     pub(crate) fn new_state<const D: usize>(
         &self,
         batch: [usize; 3],
@@ -193,8 +193,8 @@ impl Muon {
         // Files of older versions have half precision where there is float32 now.
         slots.convert(&table, dtype);
 
-        // The flag of the parameter, then those of its matrices: a single matrix has that of the
-        // parameter.
+        // The flag of the parameter, then the flags of its matrices: a single matrix has the flag
+        // of the parameter.
         let first = usize::from(k > 1);
         let flags = Tensor::zeros([first + k], (&device, DType::F32));
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
@@ -223,9 +223,12 @@ impl Muon {
             update.step(&batch, gradients, values, (&mut slots, &mut clocks), flags, None);
         let updated = updated.swap_remove(0);
         if is_first {
+            // Reading waits for the device, so only the first step does it: that is when memory
+            // runs out.
             ensure_computed(&self.parameter, &updated)?;
         }
 
+        // One count for the parameter: a skipped matrix of a stack counts.
         let skipped = if k > 1 { flags.max() } else { flags };
         self.skipped.count(&mut slots, &mut place, skipped)?;
         Ok((updated.reshape(shape), MuonState { slots, time: time + 1, clocks, place }))
@@ -236,7 +239,7 @@ impl Resumable for Muon {
     fn problem<const D: usize>(&self, state: &MuonState<D>) -> Option<String> {
         let shape = state.shape();
         if shape.contains(&0) {
-            // That of a rank that does not own the parameter.
+            // The state of a rank that does not own the parameter.
             return None;
         }
         let batch = match self.view.batch_shape(&self.parameter, &shape) {
@@ -274,7 +277,7 @@ impl Optimizer for Muon {
     ///   another device, or the state was saved under another configuration;
     /// - [`Error::NotComputed`](crate::Error::NotComputed) if the device had no memory for the
     ///   first step of the parameter;
-    /// - [`Error::Setting`](crate::Error::Setting) if the learning rate is not finite, or negative;
+    /// - [`Error::Usage`](crate::Error::Usage) if the learning rate is not finite, or negative;
     /// - [`Error::Skipped`](crate::Error::Skipped) if the parameter was skipped in too many steps
     ///   in a row.
     fn step<const D: usize>(

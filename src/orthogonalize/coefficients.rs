@@ -116,7 +116,7 @@ pub enum Coefficients {
     /// `safety` 1 in five steps.
     ///
     /// All singular values from `lower` to 1 come out equally close to 1; smaller ones are enlarged
-    /// as much as that allows. The last polynomial is that of the last step of the run.
+    /// as much as that allows. The last polynomial belongs to the last step of the run.
     PolarExpressFor {
         /// The smallest singular value, relative to the Frobenius norm of the matrix; above 0 and
         /// below 1.
@@ -179,9 +179,9 @@ impl Coefficients {
 
     /// Returns the polynomials of `steps` steps, one per step.
     ///
-    /// If `steps` is larger than the set, the last polynomial is repeated, except that `DeepSeekV4`
-    /// always ends with its two finishing steps, and that `PolarExpressFor` has polynomials for any
-    /// number of steps.
+    /// If `steps` is larger than the set, the last polynomial is repeated. But `DeepSeekV4` always
+    /// ends with its two finishing steps, and `PolarExpressFor` has polynomials for any number of
+    /// steps.
     ///
     /// # Errors
     ///

@@ -409,7 +409,7 @@ impl<'a> Anatomy<'a> {
         stack.is_some_and(|stack| !self.layers.is_chain(stack))
     }
 
-    /// Returns `true` if the outputs of a layer may be compared with an embedding, as those of the
+    /// Returns `true` if the outputs of a layer may be compared with an embedding, as in the
     /// last `Linear` before a tied head.
     fn is_tied(&self, layer: &Layer<'_>) -> bool {
         let is_embedding = |other: &Layer<'_>| {

@@ -228,7 +228,7 @@ impl MuonUpdate {
     /// Updates a batch: the new values of its parameters, and the flags of matrices. Advances
     /// `state`.
     ///
-    /// A matrix of whose momentum the iteration makes something that is not finite keeps its
+    /// If the iteration returns numbers that are not finite for a matrix, the matrix keeps its
     /// values, and its flag in `diverged` is set.
     ///
     /// Adds the norms of the step to `observations`, if there are any.
@@ -308,6 +308,7 @@ impl MuonUpdate {
     /// stays as it is.
     pub fn apply(&self, parts: Vec<MuonPart>, direction: Tensor<3>) -> Vec<Tensor<1>> {
         let zeros = slices::zeros(parts.len(), DType::F32, &direction.device());
+        // A part of a rejected matrix came as NaN, which becomes a flag again here.
         let flags = self.reject_matrices(&direction, zeros, 0, f64::MAX);
         let steps = parts.iter().enumerate().map(|(part, MuonPart { size, .. })| size.step(part));
         let steps: Vec<_> = steps.collect();
@@ -363,9 +364,13 @@ impl MuonUpdate {
 
         let is_coupled = matches!(self.weight_decay, WeightDecay::Coupled(_));
         let reads_norm = self.reads(Quantity::GradientNorm);
+        // Joining the gradients copies them. Without a reader of whole gradients, the momentum
+        // reads them where they lie.
         if is_coupled || self.has_parts(Stage::Gradient) || reads_norm {
             let mut gradient = joined(&gradients, shape);
             gradient = factor.iter().fold(gradient, |g, factor| scaled(g, (*factor).clone()));
+            // NaN in a rejected gradient must not reach the state of a part, nor other matrices by
+            // a sum.
             gradient = mask().zero_rejected(gradient);
             if is_coupled {
                 let rate = |section: &Section| {
@@ -376,6 +381,7 @@ impl MuonUpdate {
             }
             known.gradient_norm = reads_norm.then(|| frobenius(gradient.clone()));
             let gradient = self.apply_parts(Stage::Gradient, gradient, state, &known, &mask);
+            // The factor has been applied above.
             (gradients, factor) = (split(gradient, &lengths), None);
         }
 
@@ -387,6 +393,7 @@ impl MuonUpdate {
             })
             .collect();
         let momentum = state.take(MOMENTUM);
+        // A momentum that is stored as bfloat16 is averaged in float32.
         let stored = momentum.dtype();
         let momentum = momentum.cast(precise).reshape(shape);
         // With a second reference, the momentum is not updated in place.
@@ -401,6 +408,7 @@ impl MuonUpdate {
             self.momentum.nesterov,
         );
         if let Some((mask, old)) = of_idle {
+            // An expert without tokens keeps its momentum, as a layer without a gradient does.
             momentum = mask.select(momentum, old);
         }
         state.put(MOMENTUM, momentum.reshape([count * m * n]).cast(stored));
@@ -420,6 +428,7 @@ impl MuonUpdate {
 
         let mut direction = self.newton_schulz.direction(update, norms);
         let errors = observed.then(|| orthogonality_errors(&direction));
+        // The iteration of a matrix of zeros returns zeros, whose error says nothing of the run.
         let errors = match idle.mask() {
             Some(mask) => errors.map(|errors| mask.zero_rejected(errors)),
             None => errors,
@@ -432,6 +441,8 @@ impl MuonUpdate {
             let mask = || batch.unchanged(&diverged, &idle);
             direction = self.apply_parts(Stage::After, direction, state, &known, &mask);
             direction = contiguous(direction);
+            // A part may also divide by zero or overflow: its result is checked like the
+            // iteration's.
             diverged = self.reject_matrices(&direction, diverged, batch.first, f64::MAX);
         }
         Direction { direction, diverged, idle, errors, known }
@@ -503,8 +514,8 @@ fn by_section(
     Tensor::from_data(TensorData::new(of_matrices, [count, 1, 1]), (device, dtype))
 }
 
-/// The batch without gaps between its rows, which Burn's products may leave and every reader would
-/// copy away separately.
+/// Makes the batch contiguous once. Burn's products may leave gaps between its rows, which every
+/// reader would otherwise copy away for itself.
 fn contiguous(batch: Tensor<3>) -> Tensor<3> {
     let (shape, elements) = (batch.dims(), batch.shape().num_elements());
     batch.reshape([elements]).reshape(shape)

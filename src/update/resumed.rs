@@ -25,7 +25,7 @@ pub(crate) const OF_INIT: &str = "of_init";
 
 /// The problem of a state of another optimizer.
 pub(crate) fn of_another() -> String {
-    "expected that of the configured optimizer, got that of another".to_owned()
+    "expected the configured optimizer's, got another's".to_owned()
 }
 
 /// The rule of one parameter, which reads states from records.
@@ -100,7 +100,7 @@ impl Drop for Refused {
         if !self.is_used && !std::thread::panicking() {
             log::warn!(
                 "an optimizer of `MuonConfig::init` was dropped, and no parameter ever had a \
-                 gradient: if it took steps, the gradients are those of another model, or the \
+                 gradient: if it took steps, the gradients are of another model, or the \
                  loss is detached"
             );
         }
@@ -121,7 +121,7 @@ impl Refusals {
     }
 
     /// The error of a first step, if the record had states of unknown parameters, one of which may
-    /// be that of this parameter.
+    /// be this parameter's.
     fn ensure_new(&self, parameter: &str) -> crate::error::Result<()> {
         let mut refused = self.lock();
         refused.is_used = true;

@@ -13,7 +13,7 @@ use super::rounding::Origin;
 use super::state::{Slot, Slots};
 use crate::backend::precise_dtype;
 
-/// The prefix of an optimizer's own state in records, which keeps its names apart from those of
+/// The prefix of an optimizer's own state in records, which keeps its names apart from the names of
 /// slots.
 pub(crate) const OWN_STATE: &str = "state";
 
@@ -130,7 +130,7 @@ impl WholeUpdate {
     }
 
     /// Reads the optimizer's own state from a record: `Some(None)` if nothing was recorded, `None`
-    /// if the recorded state is that of another optimizer.
+    /// if the recorded state is another optimizer's.
     pub fn unflatten(
         &self,
         rank: usize,

@@ -48,10 +48,10 @@ pub(crate) fn kernel(
     }
 }
 
-/// The most rows of matrices that one cube carries through the whole iteration, where they fit.
+/// The most rows of a matrix that one cube carries through the whole iteration, where it fits.
 /// Estimated, not measured: a product of `m` rows takes a multiprocessor about `m^2` cycles, since
-/// every warp reads two numbers for each 16 rows and step of the sums; with 64 rows less than a
-/// launch, with 128 twice as long.
+/// every warp reads two numbers for each 16 rows and step of the sums. That is less than a launch
+/// with 64 rows, and twice a launch with 128.
 const MAX_SMALL_ROWS: usize = 64;
 
 /// Returns [`MAX_SMALL_ROWS`], or the largest number of rows that fits.

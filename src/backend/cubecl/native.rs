@@ -71,9 +71,9 @@ fn index_and_element(device: &CubeDevice, dtype: DType) -> Result<(usize, Elemen
     }
 }
 
-/// Runs a program by native kernels, or by the `others` if the device refuses, if a graph is being
-/// recorded, or if native kernels are measured to be slower, of a `tuned` program. Returns NaN if a
-/// launch fails, since the launches before it may have overwritten the batch.
+/// Runs a program by native kernels. Falls back to the `others` if the device refuses, while a
+/// graph is recorded, or, if `tuned`, where native kernels were measured to be slower. Returns NaN
+/// if a launch fails, since the launches before it may have overwritten the batch.
 pub(super) fn iterate(
     x: Float,
     program: &Program,

@@ -57,7 +57,7 @@ impl Identities {
         })
     }
 
-    /// The error of a parameter whose earlier micro-batches are those of other values.
+    /// The error of a parameter whose earlier micro-batches are of other values.
     pub fn changed(&self, unit: &Unit) -> Error {
         let reason = "its values are not those that `Layout::accumulate` was called with";
         let remedy = "use one model for all micro-batches of a step, or call `Layout::discard` \

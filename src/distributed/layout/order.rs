@@ -101,7 +101,7 @@ mod tests {
         assert_eq!(order.next(3), [1, 2]);
         assert_eq!(order.next(1), [2]);
         assert!(order.next(2).is_empty());
-        // Abandoned: the next use is that of a new pass.
+        // Abandoned: the next use belongs to a new pass.
         assert_eq!(order.next(3), [1, 2]);
         // Another way: nothing is predicted until the end.
         assert!(order.next(2).is_empty() && order.next(1).is_empty());

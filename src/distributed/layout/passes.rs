@@ -91,9 +91,9 @@ impl Groups {
 /// The ranks with which a rank exchanges parameters that are cut along the same axes.
 #[derive(Debug)]
 pub struct Group {
-    /// Those that share the parameters: each has a part.
+    /// The ranks that share the parameters: each has a part.
     pub sharing: World,
-    /// Those that have replicas of this rank's part: each updates a shard of it.
+    /// The ranks with replicas of this rank's part: each updates a shard of it.
     pub replicas: World,
 }
 
@@ -146,7 +146,7 @@ struct State {
     ahead: usize,
     /// Bytes of gradients that are being reduced.
     reducing: usize,
-    /// Bytes of gradients that wait for those of other uses.
+    /// Bytes of gradients that wait for the gradients of other uses.
     sums: usize,
     /// Bytes of this rank's shards of means.
     means: usize,
@@ -199,14 +199,14 @@ struct Uses {
 #[derive(Debug)]
 struct LeafUses {
     leaf: u64,
-    /// The number of uses in the graph, and that of their gradients so far.
+    /// The number of uses in the graph, and of their gradients so far.
     count: usize,
     gradients: usize,
     /// The sum of these gradients.
     sum: Option<Tensor<1>>,
     /// The sum of the gradients of earlier micro-batches.
     micro_batches: Option<Tensor<1>>,
-    /// `true` if it had gradients of micro-batches, which are those of the model.
+    /// `true` if it had gradients of micro-batches, which are the model's.
     had_micro_batches: bool,
     /// This rank's part of the mean over ranks.
     mean: Option<Tensor<1>>,
@@ -456,7 +456,7 @@ impl Passes {
         match &state.uses[unit.index].ahead {
             Some(ahead) if ahead.part == Some(values) => return Ok(()),
             Some(_) => {
-                // That of another model, such as an average of the weights.
+                // The part of another model, such as an average of the weights.
                 while state.uses[unit.index]
                     .ahead
                     .as_ref()
@@ -501,7 +501,7 @@ impl Passes {
             }
             self.land_publication(state, unit)?;
             let Uses { part, published, .. } = &state.uses[*index];
-            // The part of this pass before that of the last step: an older model may be in use.
+            // The part of this pass before the last step's: an older model may be in use.
             let (id, part) = match (part.clone(), published.clone()) {
                 (Some((id, part)), _) => (Some(id), part),
                 (None, Some(part)) => (None, part),
@@ -528,9 +528,9 @@ impl Passes {
         Ok(())
     }
 
-    /// Adds the gradient of a use of a value, and starts to reduce the sum after that of its last
-    /// use. Which values are the model's is known at the end of the pass: all ranks reduce the same
-    /// ones until then.
+    /// Adds the gradient of a use of a value, and starts to reduce the sum after the gradient of
+    /// its last use. Which values are the model's is known at the end of the pass: all ranks reduce
+    /// the same ones until then.
     fn add_gradient(&self, unit: &Unit, leaf: u64, gradient: Tensor<1>) {
         let mut state = self.state();
         self.attempt(&mut state, |state| {
@@ -701,7 +701,7 @@ impl Passes {
     /// # Errors
     ///
     /// [`Error::Parameter`] for a gradient of a parameter that the model does not have, and for
-    /// micro-batches of other values than the model's; those of every collective.
+    /// micro-batches of other values than the model's; as every collective.
     pub fn finish(&self, model: &Identities) -> Result<Vec<MeanGradient>> {
         let mut state = self.state();
         self.exchange_uses(&mut state)?;
@@ -728,8 +728,8 @@ impl Passes {
         means.inspect_err(|error| self.fail(&mut state, error.clone()))
     }
 
-    /// Ends a pass without a result: forgets its gradients, and those of earlier micro-batches. All
-    /// ranks make this call.
+    /// Ends a pass without a result: forgets its gradients, and the gradients of earlier
+    /// micro-batches. All ranks make this call.
     pub fn discard(&self) -> Result<()> {
         let mut earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner);
         drop(earlier.take_sum());
@@ -747,7 +747,7 @@ impl Passes {
         outcome
     }
 
-    /// Waits for all calls, and compares them with those of the other ranks.
+    /// Waits for all calls, and compares them with the other ranks' calls.
     fn end_pass(&self, state: &mut State) -> Result<()> {
         while state.failure.is_none() && !state.flights.is_empty() {
             if let Err(error) = self.land(state) {
@@ -867,8 +867,8 @@ impl Passes {
         self.groups.of(unit).replicas.comm()
     }
 
-    /// Starts to exchange this rank's new shard of a parameter with the ranks that have replicas of
-    /// its part, which is waited for at its first use.
+    /// Starts to gather a part from the shards that its replicas updated. Its first use waits for
+    /// the result.
     fn publish_at_first_use(&self, unit: &Unit, shard: Tensor<1>) -> Result<()> {
         let pending = self.replicas(unit).all_gather(shard, &unit.shard_counts().to_vec())?;
         let mut state = self.state();
@@ -1050,7 +1050,7 @@ fn has_gradient(gradients: &GradientsParams, id: ParamId, unit: &Unit) -> bool {
     with_dimensions!(unit, has(gradients, id))
 }
 
-/// Takes the mean gradient of a model's parameter, and drops those of other values.
+/// Takes the mean gradient of a model's parameter, and drops gradients of other values.
 fn mean_of(unit: &Arc<Unit>, uses: &mut Uses, model: &Identities) -> Result<Option<MeanGradient>> {
     let leaves = std::mem::take(&mut uses.leaves);
     let mut mean = None;

@@ -26,7 +26,7 @@ pub struct Clip {
 impl Clip {
     /// Clipping of a rank's gradients.
     pub fn new(max_norm: f64, plan: &Plan, rank: usize, device: &Device) -> Self {
-        // The rows of a parameter follow those of the parameters before it.
+        // The rows of a parameter follow the rows of the parameters before it.
         let mut first = vec![];
         let mut rows = 0;
         for parameter in plan.parameters() {
@@ -69,7 +69,7 @@ impl Clip {
     }
 
     /// The factor on all gradients, from the norms of the accepted rows of every bucket that
-    /// [`counts`] on this rank. The norms are those of gradients times `scale`.
+    /// [`counts`] on this rank. The norms are of gradients times `scale`.
     pub fn factor(&self, world: &World, norms: Vec<ScaledNorms>, scale: f64) -> Result<Tensor<1>> {
         let (scales, squares) = norms.into_iter().map(|norms| (norms.scale, norms.squares)).unzip();
         let in_order = |rows: Vec<Tensor<1>>| {

@@ -379,7 +379,7 @@ impl Detach<'_> {
     fn reject_untrained<const D: usize>(&mut self, path: &str, param: &Param<Tensor<D>>) {
         let is_empty = param.val().dims().contains(&0);
         if !param.is_require_grad() || is_empty {
-            // The gradient is that of another parameter with the same identity, as frozen clones
+            // The gradient belongs to another parameter with the same identity, as frozen clones
             // have, and may have other dimensions.
             return;
         }

@@ -9,7 +9,7 @@
 //! gradients -> reduce -> share -> assemble -> whole -> update -> distribute -> share -> gather
 //! ```
 //!
-//! The update is that of whole matrices, whatever the mesh: of momentum and master weights, and of
+//! The update is as for whole matrices, whatever the mesh: of momentum and master weights, and of
 //! every part. The gradients are assembled, and where the update only needs the values to apply a
 //! direction to them, the directions are distributed and applied by the ranks that have the slices
 //! ([`Share`](super::share::Share)): `2 (S - 1) / S` times a rank's part of the parameters are

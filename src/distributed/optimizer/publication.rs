@@ -29,7 +29,7 @@ struct State {
 /// Bytes of parameters that have not arrived.
 pub struct Arriving {
     pub parameters: usize,
-    /// Those of their buffers, for sending and receiving.
+    /// The bytes of their buffers, for sending and receiving.
     pub buffers: usize,
 }
 
@@ -51,7 +51,7 @@ impl Publication {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a bucket, whose gathering has started after those of the buckets before it.
+    /// Adds a bucket, whose gathering has started after the buckets before it.
     pub fn add(&self, bucket: &Bucket, pending: Pending) {
         self.state().pending.push_back((bucket.clone(), pending));
     }
@@ -131,7 +131,7 @@ pub fn values<'a>(
     })
 }
 
-/// The parameter with a value that is waited for at its first use. Its mappers are those of before.
+/// The parameter with a value that is waited for at its first use. Its mappers stay.
 pub fn at_first_use<const D: usize>(
     param: Param<Tensor<D>>,
     parameter: ModelParameter,

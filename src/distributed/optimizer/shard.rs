@@ -53,9 +53,9 @@ struct Run {
     /// Index of the parameter, and its path.
     parameter: usize,
     path: String,
-    /// Their range in the parameter.
+    /// The elements' range in the parameter.
     elements: Range<usize>,
-    /// Their range in the shard. Zeros may follow.
+    /// The elements' range in the shard. Zeros may follow.
     range: Range<usize>,
     /// `true` for matrices of a stack.
     is_stack: bool,
@@ -66,7 +66,7 @@ struct Run {
 struct Batch {
     /// Indices of their runs.
     runs: Range<usize>,
-    /// Their range in the shard.
+    /// The range of its values in the shard.
     elements: Range<usize>,
     /// Elements of a row.
     row: usize,
@@ -96,8 +96,8 @@ struct MatrixRows {
 }
 
 impl Shard {
-    /// A shard whose state is zero. The parameters of its matrices are added to those of the
-    /// matrices that the rank has.
+    /// A shard whose state is zero. The parameters of its matrices are added to the parameters of
+    /// the matrices that the rank has.
     pub fn new(
         bucket: &Bucket,
         exchange: Exchange,
@@ -370,7 +370,7 @@ impl Shard {
             && self.runs.iter().any(|run| run.parameter == parameter)
     }
 
-    /// Reads the state of a whole parameter. `None` if it is that of another optimizer.
+    /// Reads the state of a whole parameter. `None` if it is another optimizer's.
     ///
     /// # Panics
     ///

@@ -108,7 +108,7 @@ impl Bucket {
     }
 
     /// The bucket as a rank has it whose parameters are slices: for every row of a grid, the slices
-    /// of the shards of its ranks, one after the other. Its counts are those of the rows.
+    /// of the shards of its ranks, one after the other. Its counts are the rows'.
     ///
     /// A bucket without cuts is the same everywhere.
     pub(crate) fn of_slice(
@@ -225,9 +225,9 @@ impl Bucket {
 pub struct Run {
     /// Index of the parameter in the plan.
     pub parameter: usize,
-    /// Their range in the parameter.
+    /// The elements' range in the parameter.
     pub elements: Range<usize>,
-    /// Their range in the shard. Zeros may follow.
+    /// The elements' range in the shard. Zeros may follow.
     pub range: Range<usize>,
 }
 
@@ -285,7 +285,7 @@ pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<Bucke
                 _ => config.bucket_bytes,
             };
             let contents = |mut parameters: Vec<usize>| {
-                // In any order of the buckets, those of one shape are a batch.
+                // In any order of the buckets, matrices of one shape are a batch.
                 by_size(&mut parameters);
                 BucketContents { kind, dtype, placement, parameters }
             };

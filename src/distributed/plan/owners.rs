@@ -47,7 +47,7 @@ pub(super) fn owners(
     owners
 }
 
-/// The whole parameters, the largest first. Those of one size are one class.
+/// The whole parameters, the largest first. All of one size are one class.
 fn whole(parameters: &[Parameter]) -> Vec<Class> {
     let mut sizes: BTreeMap<usize, Vec<Matrix>> = BTreeMap::new();
     for (index, parameter) in parameters.iter().enumerate() {
@@ -86,9 +86,9 @@ fn batches(parameters: &[Parameter], layout: &[BucketContents]) -> Vec<([usize; 
 
 /// The classes of interchangeable matrices, the most expensive first.
 ///
-/// The matrices of one batch are interchangeable. So are those of different batches if they cost
-/// the same and share no fixed cost with other matrices, either because there is no fixed cost or
-/// because each of them is alone in its batch.
+/// The matrices of one batch are interchangeable. So are matrices of different batches if they cost
+/// the same and share no fixed cost with other matrices. There may be no fixed cost, or each of
+/// them is alone in its batch.
 fn classes(batches: Vec<([usize; 2], Vec<Matrix>)>, costs: &Costs) -> Vec<Class> {
     let mut classes: Vec<Class> = vec![];
     for (shape, matrices) in batches {

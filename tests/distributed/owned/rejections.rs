@@ -83,7 +83,7 @@ pub fn models_that_a_layout_has_not_divided_are_rejected() {
         let net = layout.shard(layers(world.device()))?;
         layout.shard(net)
     });
-    assert_says(&twice, &["`layout`", "a second model"]);
+    assert_says(&twice, &["the layout has divided", "a second model", "make a new layout"]);
     let by_another =
         errors(|world| layout(world).shard(layout(world).shard(layers(world.device()))?));
     assert_says(&by_another, &["`layers.0.weight`", "already divided"]);

@@ -23,14 +23,15 @@ impl Passes {
     /// # Errors
     ///
     /// A failure of a pass; [`Error::Parameter`] for a gradient that was not collected;
-    /// [`Error::Setting`] for gradients of `Layout::accumulate` that the step does not have.
+    /// [`Error::Usage`] for gradients of `Layout::accumulate` that the step does not have.
     pub fn begin_step(&self, rank: usize) -> Result<()> {
         let earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner).count();
         if earlier > 0 {
-            return Err(Error::setting(
-                "gradients",
-                format!("without those of {earlier} calls of `Layout::accumulate`"),
-                "those of `Layout::backward`, which adds them (or call `Layout::discard` before)",
+            return Err(Error::usage(
+                "the gradients lack earlier micro-batches",
+                "those of `Layout::backward`, which adds the earlier ones",
+                format!("gradients without {earlier} calls of `Layout::accumulate`"),
+                "end with `Layout::backward`, or drop the earlier ones by `Layout::discard`",
             ));
         }
         self.ensure_alive()?;
@@ -97,7 +98,7 @@ impl Passes {
     ///
     /// # Errors
     ///
-    /// Those of every collective.
+    /// As every collective.
     pub fn publish_later(&self, unit: &Unit, shard: Tensor<1>) -> Result<Option<Pending>> {
         if self.replicas(unit).size() == 1 {
             return self.publish(unit, shard).map(Some);
@@ -136,7 +137,7 @@ impl Passes {
     ///
     /// # Errors
     ///
-    /// Those of every collective.
+    /// As every collective.
     pub fn publish(&self, unit: &Unit, shard: Tensor<1>) -> Result<Pending> {
         if unit.part_count() == 0 {
             // A parameter has an element at least.

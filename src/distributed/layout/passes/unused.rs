@@ -37,7 +37,7 @@ impl Passes {
     ///
     /// # Errors
     ///
-    /// Those of every collective.
+    /// As every collective.
     pub fn begin_backward(&self) -> Result<()> {
         let mut state = self.state();
         self.exchange_uses(&mut state)?;
