@@ -49,8 +49,8 @@ pub struct TrainedParameter {
     /// The shape in the model, or a batch of matrices for a block.
     pub shape: Vec<usize>,
     pub dtype: DType,
-    /// Steps in which it had a gradient on any rank: its position in the schedules, or that of a
-    /// stack's matrices with a gradient in each of them.
+    /// Steps in which it had a gradient on any rank: its position in the schedules, or the position
+    /// of a stack's matrices with a gradient in each of them.
     pub time: usize,
     pub kind: Kind,
 }

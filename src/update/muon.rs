@@ -199,7 +199,7 @@ impl MuonUpdate {
     /// state of a stack has its matrices' positions in the schedule of the decay.
     pub fn separates(&self, is_stack: bool, parameter: DType) -> bool {
         !is_half(parameter)
-            && !(is_stack && self.weight_decay.rate().settled() > 0)
+            && (!is_stack || self.weight_decay.rate().settled() == 0)
             && !matches!(self.weight_decay, WeightDecay::Coupled(_))
             && !self.has_parts(Stage::Parameter)
             && !self.reads(Quantity::OldNorm)

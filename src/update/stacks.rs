@@ -47,7 +47,7 @@ impl Idle {
         Self(Some(flags))
     }
 
-    /// The flags of a batch's matrices, with those of the idle ones.
+    /// The flags of a batch's matrices, also set for idle ones.
     pub fn or(&self, flags: Tensor<1>) -> Tensor<1> {
         match &self.0 {
             Some(idle) => flags.max_pair(idle.clone()),
@@ -123,7 +123,7 @@ impl Clocks {
     }
 }
 
-/// Flat tensors of parameters as those of their sections, of matrices of `elements`.
+/// Flat tensors of parameters, divided into their sections, of matrices of `elements`.
 pub(super) fn divided(
     tensors: Vec<Tensor<1>>,
     sections: &[Section],
@@ -139,7 +139,7 @@ pub(super) fn divided(
     tensors.into_iter().zip(of_parameters(sections)).flat_map(divide).collect()
 }
 
-/// Flat tensors of sections as those of their parameters, the reverse of [`divided`].
+/// Flat tensors of sections, joined by parameter: the reverse of [`divided`].
 pub(super) fn joined(tensors: Vec<Tensor<1>>, sections: &[Section]) -> Vec<Tensor<1>> {
     let mut tensors = tensors;
     let join = |sections: &[Section]| {

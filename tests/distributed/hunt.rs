@@ -346,7 +346,7 @@ fn trials() -> impl Strategy<Value = Trial> {
 /// A run on a rank, with a layout or with all parameters.
 struct Run<'a> {
     trial: &'a Trial,
-    /// That of the trial, with or without a layer for evaluation.
+    /// The trial's, with or without a layer for evaluation.
     shape: Shape,
     world: &'a World,
     config: DistMuonConfig,

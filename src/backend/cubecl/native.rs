@@ -206,8 +206,8 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
             Err(Refusal(reason)) => log::debug!("an iteration is not recorded: {reason}"),
         }
     }
-    // What lies between input and result is one buffer: to allocate and to pin one waits for the
-    // device's thread. The result is alone in its buffer, which it keeps.
+    // Everything between input and result is in one buffer: to allocate and to pin one waits for
+    // the device's thread. The result is alone in its buffer, which it keeps.
     let is_scratch = |buffer: usize| buffer != 0 && buffer != result;
     let mut starts = vec![0; bytes.len()];
     let mut scratch = 0;

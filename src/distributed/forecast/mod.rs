@@ -41,7 +41,7 @@ pub struct Timeline {
 /// | [`Owned`](super::plan::Placement::Owned) | gathered | gathered again, reduced | |
 ///
 /// New parameters arrive in whole buckets, in the order of the first parameter of each; all
-/// other messages of the passes are those of single parameters.
+/// other messages of the passes are of single parameters.
 ///
 /// Parameters that are cut have messages of slices. In the step, gradients are
 /// assembled after the reduction, and directions are distributed before new values are

@@ -262,14 +262,14 @@ impl Uses {
 enum Values {
     /// The leaf of a graph.
     Leaf(u64),
-    /// Those of a part without autodiff.
+    /// A part's without autodiff.
     Version(Version),
 }
 
 /// A whole that is gathered, or on its way.
 #[derive(Debug)]
 struct Ahead {
-    /// The values that it was gathered from. `None` for those of a part that was not used yet.
+    /// The values that it was gathered from. `None` for a part that was not used yet.
     part: Option<Values>,
     whole: Option<Tensor<1>>,
 }
