@@ -79,7 +79,7 @@ mod tests {
         let mut pass = |uses: &[usize]| -> Vec<Vec<usize>> {
             uses.iter().map(|index| order.next(*index)).collect()
         };
-        assert_eq!(pass(&[3, 1, 2]), [vec![], vec![], vec![]]);
+        assert_eq!(pass(&[3, 1, 2]), [const { Vec::<usize>::new() }; 3]);
         assert_eq!(pass(&[3, 1, 2]), [vec![1, 2], vec![2], vec![]]);
         // Another way is followed from its second time on.
         assert_eq!(pass(&[3, 4, 2]), [vec![1, 2], vec![], vec![]]);
