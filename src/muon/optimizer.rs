@@ -181,19 +181,38 @@ impl Muon {
             // Nothing to update, and Burn interprets a zero in a new shape as the old length.
             return Ok((parameter, MuonState { slots, time: time + 1, place }));
         }
-        let update = &self.update;
-        let matrices = Matrices { shape: [m, n], layout: self.layout };
-        let table = self.slots(matrices, dtype);
+        let table = self.slots(Matrices { shape: [m, n], layout: self.layout }, dtype);
         slots.complete(&table, batch, &shape, dtype, &device);
         slots.ensure_fit(&table, batch, &shape, &self.parameter)?;
         // Files of older versions have half precision where there is float32 now.
         slots.convert(&table, dtype);
-        let size = update.size(lr, matrices, time);
+        let (updated, flags) = self.updated(lr, time, batch, parameter, grad, &mut slots);
+        if is_first {
+            ensure_computed(&self.parameter, &updated)?;
+        }
 
+        let skipped = if k > 1 { flags.max() } else { flags };
+        self.skipped.count(&mut slots, &mut place, skipped)?;
+        Ok((updated.reshape(shape), MuonState { slots, time: time + 1, place }))
+    }
+
+    /// The new values of a parameter, flat, and the flag of the parameter with those of its
+    /// matrices. Advances the slots.
+    fn updated<const D: usize>(
+        &self,
+        lr: LearningRate,
+        time: usize,
+        [k, m, n]: [usize; 3],
+        parameter: Tensor<D>,
+        grad: Tensor<D>,
+        slots: &mut Slots,
+    ) -> (Tensor<1>, Tensor<1>) {
+        let update = &self.update;
+        let matrices = Matrices { shape: [m, n], layout: self.layout };
         // The flag of the parameter, then those of its matrices: a single matrix has that of the
         // parameter.
         let first = usize::from(k > 1);
-        let flags = Tensor::zeros([first + k], (&device, DType::F32));
+        let flags = Tensor::zeros([first + k], (&parameter.device(), DType::F32));
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
         // Before clipping, which would make an infinite gradient a finite one.
         let flags = reject(update.policy(), flags, &[grad.clone().reshape([-1])], &whole, f64::MAX);
@@ -201,12 +220,12 @@ impl Muon {
         let batch = MuonBatch {
             count: k,
             matrices,
-            dtype,
+            dtype: parameter.dtype(),
             parameters: &[MuonParameter {
                 flag: 0,
                 is_stack: k > 1,
                 origin: Origin::new(&self.parameter, 0, time),
-                size,
+                size: update.size(lr, matrices, time),
                 factors: None,
             }],
             factor: None,
@@ -215,15 +234,8 @@ impl Muon {
             first,
         };
         let (gradients, values) = (vec![grad], vec![parameter.reshape([-1])]);
-        let (mut updated, flags) = update.step(&batch, gradients, values, &mut slots, flags, None);
-        let updated = updated.swap_remove(0);
-        if is_first {
-            ensure_computed(&self.parameter, &updated)?;
-        }
-
-        let skipped = if k > 1 { flags.max() } else { flags };
-        self.skipped.count(&mut slots, &mut place, skipped)?;
-        Ok((updated.reshape(shape), MuonState { slots, time: time + 1, place }))
+        let (mut updated, flags) = update.step(&batch, gradients, values, slots, flags, None);
+        (updated.swap_remove(0), flags)
     }
 }
 

@@ -14,8 +14,8 @@ use super::rounding::Origin;
 use super::state::{Slot, Slots};
 use super::step_size::{StepSize, WeightDecay};
 use crate::backend::{
-    FiniteMask, FlaggedRows, KernelPolicy, MomentumStep, MomentumUpdate, ParameterStep, apply,
-    ones_where, precise_dtype, reject, scaled, update_momentum,
+    FiniteMask, FlaggedRows, KernelPolicy, MomentumStep, MomentumUpdate, ParameterStep,
+    PartialNorms, apply, ones_where, precise_dtype, reject, scaled, update_momentum,
 };
 use crate::orthogonalize::NewtonSchulz;
 use crate::slices::{self, concat};
@@ -152,6 +152,53 @@ impl Idle {
     }
 }
 
+/// The inputs of a direction.
+struct Inputs<'a> {
+    batch: &'a MuonBatch<'a>,
+    /// The old values. `None` if the step does not need them for the direction.
+    values: Option<&'a [Tensor<1>]>,
+    /// Elements of each parameter.
+    lengths: Vec<usize>,
+    /// The weights of each parameter's momentum and gradient.
+    weights: Vec<Weights>,
+    idle: Idle,
+    /// The flags of matrices.
+    diverged: Tensor<1>,
+}
+
+impl Inputs<'_> {
+    fn values(&self) -> Tensor<3> {
+        joined(self.values.expect("the step does not separate"), self.batch.shape())
+    }
+
+    /// The matrices whose gradients are not usable, or absent.
+    fn mask(&self) -> FiniteMask {
+        self.batch.rejected(&self.diverged, &self.idle)
+    }
+
+    /// The weights of the old momentum, for every matrix.
+    fn keep(&self) -> Tensor<3> {
+        self.by_parameter(self.weights.iter().map(|weights| weights.keep))
+    }
+
+    /// The weights of the gradient, for every matrix.
+    fn fresh(&self) -> Tensor<3> {
+        self.by_parameter(self.weights.iter().map(|weights| weights.fresh))
+    }
+
+    /// One value for every matrix, `[k, 1, 1]`, from one for each parameter.
+    fn by_parameter(&self, values: impl Iterator<Item = f64>) -> Tensor<3> {
+        let [m, n] = self.batch.matrices.shape;
+        let of_matrices: Vec<f64> = values
+            .zip(&self.lengths)
+            .flat_map(|(value, length)| repeat_n(value, length / (m * n)))
+            .collect();
+        let (dtype, device) = (precise_dtype(self.batch.dtype), self.diverged.device());
+        let count = of_matrices.len();
+        Tensor::from_data(TensorData::new(of_matrices, [count, 1, 1]), (&device, dtype))
+    }
+}
+
 /// The direction of a batch, which the step applies to the parameters.
 struct Direction {
     direction: Tensor<3>,
@@ -266,9 +313,14 @@ impl MuonUpdate {
         let (shape @ [count, m, n], parameters) = (batch.shape(), batch.parameters);
         let firsts = starts(&values);
         let values = self.precision.widen(values, &firsts, state);
-        let tensors = (gradients, Some(&*values));
-        let Direction { direction, diverged, idle, errors, known } =
-            self.direction(batch, tensors, state, diverged, observations.is_some());
+        let Direction { direction, diverged, idle, errors, known } = self.direction(
+            batch,
+            gradients,
+            Some(&values),
+            state,
+            diverged,
+            observations.is_some(),
+        );
         let old = errors.is_some().then(|| values.clone());
 
         let steps: Vec<_> = parameters.iter().map(|p| p.size.step(p.flag)).collect();
@@ -313,7 +365,7 @@ impl MuonUpdate {
         assert!(self.separates(batch.dtype), "the step needs whole values");
         let lengths: Vec<usize> = gradients.iter().map(|gradient| gradient.dims()[0]).collect();
         let Direction { direction, diverged, idle, .. } =
-            self.direction(batch, (gradients, None), state, diverged, false);
+            self.direction(batch, gradients, None, state, diverged, false);
         let direction = batch.unchanged(&diverged, &idle).fill_rejected(direction, f32::NAN);
         (split(direction.cast(batch.dtype), &lengths), diverged)
     }
@@ -337,55 +389,91 @@ impl MuonUpdate {
     fn direction(
         &self,
         batch: &MuonBatch<'_>,
-        (gradients, values): (Vec<Tensor<1>>, Option<&[Tensor<1>]>),
+        gradients: Vec<Tensor<1>>,
+        values: Option<&[Tensor<1>]>,
         state: &mut Slots,
         diverged: Tensor<1>,
         observed: bool,
     ) -> Direction {
-        let MuonBatch { matrices, parameters, mut factor, .. } = *batch;
-        let shape @ [count, m, n] = batch.shape();
         let precise = precise_dtype(batch.dtype);
-        let mut gradients: Vec<_> =
+        let gradients: Vec<_> =
             gradients.into_iter().map(|gradient| gradient.cast(precise)).collect();
-        let lengths: Vec<usize> = gradients.iter().map(|gradient| gradient.dims()[0]).collect();
-        let by_parameter = |values: &mut dyn Iterator<Item = f64>| {
-            let matrices = lengths.iter().map(|length| length / (m * n));
-            by_parameter(values.zip(matrices), (precise, &diverged.device()))
-        };
-        let values = || joined(values.expect("the step does not separate"), shape);
-        let steps = parameters.iter().map(|parameter| parameter.origin.step);
-        let weights: Vec<Weights> = steps.map(|step| self.momentum.weights(step)).collect();
-
+        let lengths = gradients.iter().map(|gradient| gradient.dims()[0]).collect();
+        let weights =
+            batch.parameters.iter().map(|p| self.momentum.weights(p.origin.step)).collect();
         let idle = batch.idle(&gradients);
-        let keep = || by_parameter(&mut weights.iter().map(|weights| weights.keep));
-        let mask = || batch.rejected(&diverged, &idle);
-        let mut known = Known {
+        let inputs = Inputs { batch, values, lengths, weights, idle, diverged };
+
+        let mut known = self.known(&inputs);
+        let (gradients, factor) = self.prepared(&inputs, gradients, state, &mut known);
+        let (update, norms) = self.update(&inputs, gradients, factor, state);
+        // A part would make them the norms of another tensor.
+        let norms = norms.filter(|_| !self.prepares());
+        let update = self.apply_parts(Stage::Before, update, state, &known, &|| inputs.mask());
+        known.update_norm = self
+            .reads(Quantity::UpdateNorm)
+            .then(|| frobenius(update.clone().cast(precise_dtype(update.dtype()))));
+        let direction = contiguous(self.newton_schulz.direction(update, norms));
+        self.finished(inputs, direction, state, known, observed)
+    }
+
+    /// The quantities that parts read and that are known before the gradients.
+    fn known(&self, inputs: &Inputs<'_>) -> Known {
+        let matrices = inputs.batch.matrices;
+        Known {
             matrices,
             scale: self.scale(matrices),
-            keep: self.reads(Quantity::Keep).then(keep),
-            old_norm: self.reads(Quantity::OldNorm).then(|| frobenius(values())),
+            keep: self.reads(Quantity::Keep).then(|| inputs.keep()),
+            old_norm: self.reads(Quantity::OldNorm).then(|| frobenius(inputs.values())),
             gradient_norm: None,
             update_norm: None,
-        };
+        }
+    }
 
+    /// The gradients that the momentum takes, and the factor on them: after weight decay that is
+    /// coupled, and the parts for gradients.
+    fn prepared<'a>(
+        &self,
+        inputs: &Inputs<'a>,
+        gradients: Vec<Tensor<1>>,
+        state: &mut Slots,
+        known: &mut Known,
+    ) -> (Vec<Tensor<1>>, Option<&'a Tensor<1>>) {
+        let batch = inputs.batch;
         let is_coupled = matches!(self.weight_decay, WeightDecay::Coupled(_));
         let reads_norm = self.reads(Quantity::GradientNorm);
-        if is_coupled || self.has_parts(Stage::Gradient) || reads_norm {
-            let mut gradient = joined(&gradients, shape);
-            gradient = factor.iter().fold(gradient, |g, factor| scaled(g, (*factor).clone()));
-            gradient = mask().zero_rejected(gradient);
-            if is_coupled {
-                let rates = by_parameter(&mut parameters.iter().map(|p| p.size.coupled));
-                gradient = gradient + values() * rates;
-            }
-            known.gradient_norm = reads_norm.then(|| frobenius(gradient.clone()));
-            let gradient = self.apply_parts(Stage::Gradient, gradient, state, &known, &mask);
-            (gradients, factor) = (split(gradient, &lengths), None);
+        if !is_coupled && !self.has_parts(Stage::Gradient) && !reads_norm {
+            return (gradients, batch.factor);
         }
+        let mut gradient = joined(&gradients, batch.shape());
+        if let Some(factor) = batch.factor {
+            gradient = scaled(gradient, factor.clone());
+        }
+        gradient = inputs.mask().zero_rejected(gradient);
+        if is_coupled {
+            let rates = inputs.by_parameter(batch.parameters.iter().map(|p| p.size.coupled));
+            gradient = gradient + inputs.values() * rates;
+        }
+        known.gradient_norm = reads_norm.then(|| frobenius(gradient.clone()));
+        let gradient = self.apply_parts(Stage::Gradient, gradient, state, known, &|| inputs.mask());
+        (split(gradient, &inputs.lengths), None)
+    }
 
-        let steps: Vec<_> = parameters
+    /// The update that the iteration is given, from the advanced momentum, and its norms if a
+    /// kernel has computed them.
+    fn update(
+        &self,
+        inputs: &Inputs<'_>,
+        gradients: Vec<Tensor<1>>,
+        factor: Option<&Tensor<1>>,
+        state: &mut Slots,
+    ) -> (Tensor<3>, Option<PartialNorms>) {
+        let Inputs { batch, weights, idle, diverged, .. } = inputs;
+        let shape @ [count, m, n] = batch.shape();
+        let steps: Vec<_> = batch
+            .parameters
             .iter()
-            .zip(&weights)
+            .zip(weights)
             .map(|(MuonParameter { flag, .. }, &Weights { keep, fresh })| MomentumStep {
                 flag: *flag,
                 keep,
@@ -394,14 +482,14 @@ impl MuonUpdate {
             .collect();
         let momentum = state.take(MOMENTUM);
         let stored = momentum.dtype();
-        let momentum = momentum.cast(precise).reshape(shape);
+        let momentum = momentum.cast(precise_dtype(batch.dtype)).reshape(shape);
         // With a second reference, the momentum is not updated in place.
         let of_idle = idle.mask().map(|mask| (mask, momentum.clone()));
         let MomentumUpdate { mut momentum, mut update, norms } = update_momentum(
             self.policy(),
             gradients,
             momentum,
-            batch.flags(&diverged),
+            batch.flags(diverged),
             factor,
             &steps,
             self.momentum.nesterov,
@@ -410,21 +498,25 @@ impl MuonUpdate {
             momentum = mask.select(momentum, old);
         }
         state.put(MOMENTUM, momentum.reshape([count * m * n]).cast(stored));
-
         if self.momentum.bias_correction {
             let dtype = precise_dtype(update.dtype());
-            let fresh = by_parameter(&mut weights.iter().map(|weights| weights.fresh));
-            let weights = [keep(), fresh].map(|weights| weights.cast(dtype));
-            update = self.momentum.corrected(update.cast(dtype), weights, &mask(), state);
+            let weights = [inputs.keep(), inputs.fresh()].map(|weights| weights.cast(dtype));
+            update = self.momentum.corrected(update.cast(dtype), weights, &inputs.mask(), state);
         }
-        // A part would make them the norms of another tensor.
-        let norms = norms.filter(|_| !self.prepares());
-        let update = self.apply_parts(Stage::Before, update, state, &known, &mask);
-        known.update_norm = self
-            .reads(Quantity::UpdateNorm)
-            .then(|| frobenius(update.clone().cast(precise_dtype(update.dtype()))));
+        (update, norms)
+    }
 
-        let mut direction = contiguous(self.newton_schulz.direction(update, norms));
+    /// The direction after the parts that follow the iteration. Matrices of which it is not finite
+    /// are flagged.
+    fn finished(
+        &self,
+        inputs: Inputs<'_>,
+        mut direction: Tensor<3>,
+        state: &mut Slots,
+        known: Known,
+        observed: bool,
+    ) -> Direction {
+        let Inputs { batch, idle, diverged, .. } = inputs;
         let errors = observed.then(|| orthogonality_errors(&direction));
         let errors = match idle.mask() {
             Some(mask) => errors.map(|errors| mask.zero_rejected(errors)),
@@ -493,18 +585,6 @@ fn split(batch: Tensor<3>, lengths: &[usize]) -> Vec<Tensor<1>> {
         [_] => vec![flat],
         _ => flat.split_with_sizes(lengths.to_vec(), 0),
     }
-}
-
-/// One value for every matrix, `[k, 1, 1]`, from a value and a number of matrices for each
-/// parameter.
-fn by_parameter(
-    of_parameters: impl Iterator<Item = (f64, usize)>,
-    (dtype, device): (DType, &Device),
-) -> Tensor<3> {
-    let of_matrices: Vec<f64> =
-        of_parameters.flat_map(|(value, matrices)| repeat_n(value, matrices)).collect();
-    let count = of_matrices.len();
-    Tensor::from_data(TensorData::new(of_matrices, [count, 1, 1]), (device, dtype))
 }
 
 /// The batch without gaps between its rows, which Burn's products may leave and every reader would
