@@ -293,8 +293,9 @@ impl Routing {
         let decisions: Vec<_> = parameters.iter().map(decide).collect();
         views::ensure_views(parameters.iter().zip(&decisions))?;
         let routes = parameters.iter().zip(decisions);
-        let routes = routes.map(|(found, decision)| updates.route(found, decision));
-        let routes = routes.collect::<Result<_>>()?;
+        let routes = routes
+            .map(|(found, decision)| updates.route(found, decision))
+            .collect::<Result<_>>()?;
         Ok(Self { routes, updates })
     }
 

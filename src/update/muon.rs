@@ -376,8 +376,8 @@ impl MuonUpdate {
     pub fn apply(&self, parts: Vec<MuonPart>, direction: Tensor<3>) -> Vec<Tensor<1>> {
         let zeros = slices::zeros(parts.len(), DType::F32, &direction.device());
         let flags = self.reject_matrices(&direction, zeros, 0, f64::MAX);
-        let steps = parts.iter().enumerate().map(|(part, MuonPart { size, .. })| size.step(part));
-        let steps: Vec<_> = steps.collect();
+        let steps: Vec<_> =
+            parts.iter().enumerate().map(|(part, MuonPart { size, .. })| size.step(part)).collect();
         let (values, factors): (Vec<_>, Vec<_>) =
             parts.into_iter().map(|part| (part.values, part.factors)).unzip();
         let values = apply(self.policy(), values, direction, &flags, (&flags, 0), &steps);
