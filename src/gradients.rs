@@ -72,8 +72,10 @@ impl GradientBuffer {
     /// micro-batch: take it out and drop it.
     pub fn add<M: Module>(&mut self, model: &M, gradients: GradientsParams) -> Result<()> {
         let found = parameters::of(model).into_iter();
-        let reduced = found.filter(|found| found.placement.reduces_in_backward());
-        let reduced = reduced.map(|found| found.id).collect();
+        let reduced = found
+            .filter(|found| found.placement.reduces_in_backward())
+            .map(|found| found.id)
+            .collect();
         let mut add = Add { buffer: self, gradients, reduced, error: None };
         parameters::visit(model, &mut add);
         if let Some(error) = add.error {

@@ -114,8 +114,10 @@ mod tests {
     fn norms_of_tensors_are_those_of_their_rows() {
         let device = Device::default();
         let random = |length, seed: usize| {
-            let values = (0..length).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 - 1001.0);
-            let values = values.map(|x| x * [1e-30, 1.0, 1e30][seed % 3]).collect::<Vec<_>>();
+            let values = (0..length)
+                .map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 - 1001.0)
+                .map(|x| x * [1e-30, 1.0, 1e30][seed % 3])
+                .collect::<Vec<_>>();
             Tensor::<1>::from_data(TensorData::from(&*values), (&device, DType::F32))
         };
         // Rows in one part and in several; tensors that end within a row, and gaps between them.

@@ -83,14 +83,17 @@ impl Program {
         let (mut values, last_readers) = (vec![Some(x)], self.last_readers());
         for (index, step) in self.steps.iter().enumerate() {
             let operands = step.operands();
-            let read = operands.iter().enumerate().map(|(position, value)| {
-                let is_last = !operands[position + 1..].contains(value)
-                    && last_readers[value.0] == Some(index);
-                let stored = &mut values[value.0];
-                let read = if is_last { stored.take() } else { stored.clone() };
-                read.expect("a matrix is kept until its last reader")
-            });
-            let read = read.collect();
+            let read = operands
+                .iter()
+                .enumerate()
+                .map(|(position, value)| {
+                    let is_last = !operands[position + 1..].contains(value)
+                        && last_readers[value.0] == Some(index);
+                    let stored = &mut values[value.0];
+                    let read = if is_last { stored.take() } else { stored.clone() };
+                    read.expect("a matrix is kept until its last reader")
+                })
+                .collect();
             values.push(Some(compute(step, read)));
         }
         let result = values.pop().expect("a program has an input");

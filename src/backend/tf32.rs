@@ -25,8 +25,13 @@ pub(super) fn is_simulated(device: &Device, dtype: DType) -> bool {
 pub(super) fn rounded(x: FloatTensor<Dispatch>) -> FloatTensor<Dispatch> {
     let x = Tensor::<3>::from_dispatch(x);
     let (shape, device) = (x.dims(), x.device());
-    let values = x.into_data().try_into_vec::<f32>().expect("the simulation is of float32");
-    let values: Vec<f32> = values.into_iter().map(to_tf32).collect();
+    let values: Vec<f32> = x
+        .into_data()
+        .try_into_vec::<f32>()
+        .expect("the simulation is of float32")
+        .into_iter()
+        .map(to_tf32)
+        .collect();
     let rounded = Tensor::<3>::from_data(TensorData::new(values, shape), (&device, DType::F32));
     rounded.into_dispatch()
 }

@@ -131,11 +131,14 @@ impl MatrixOps for CubeBackend {
     ) -> Float {
         let (norms, tensors) = (unshared(norms), tensors.0);
         let dtype = tensors[0].dtype;
-        let tensors = tensors.into_iter().zip(firsts).map(|(tensor, first)| {
-            let length = tensor.shape().num_elements();
-            (part(&contiguous(tensor, dtype), 1, length), first)
-        });
-        let tensors: Vec<_> = tensors.collect();
+        let tensors: Vec<_> = tensors
+            .into_iter()
+            .zip(firsts)
+            .map(|(tensor, first)| {
+                let length = tensor.shape().num_elements();
+                (part(&contiguous(tensor, dtype), 1, length), first)
+            })
+            .collect();
         let of_rows = RowNorms { handle: norms.handle.clone(), partials: norms.shape()[1] };
         let dtype = dtype_to_elem_type(dtype);
         fused::norms(&norms.client, &tensors, elements, &of_rows, dtype).expect(VALIDATED);

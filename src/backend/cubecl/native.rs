@@ -177,8 +177,8 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
     let (native, order) = native_in_order(index, element)?;
     let shape @ [k, m, n] = x.shape().dims();
     let buffers = Buffers::of(program);
-    let bytes = buffers.elements([m, n]).map(|elements| k * elements * x.dtype.size());
-    let bytes: Vec<usize> = bytes.collect();
+    let bytes: Vec<usize> =
+        buffers.elements([m, n]).map(|elements| k * elements * x.dtype.size()).collect();
     let launches = |addresses: &[u64]| {
         let steps = buffers.steps(program).map(|(step, operands, result)| {
             let operands: Vec<u64> = operands.into_iter().map(|buffer| addresses[buffer]).collect();

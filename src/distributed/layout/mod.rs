@@ -637,6 +637,19 @@ impl Layout {
             }
         }
         let Trained { model, planned, .. } = trained(&routing, &found, &cuts)?;
+        self.ensure_unmixed(&model, &planned)?;
+        let costs = costs(CostSource::Operations, self.world(), &planned, &routing.updates().muon)?;
+        let plan = Plan::new(planned, self.world().size(), &PlanConfig::default(), &costs)?;
+        let owners = plan.parameters().iter().zip(plan.owners());
+        let owners: Vec<Vec<usize>> =
+            owners.map(|(parameter, owners)| self.in_order(parameter, owners)).collect();
+        let units = self.units(&model, &plan, &owners);
+        let planned = plan.parameters().iter().cloned().zip(owners).collect();
+        Ok(Division { units, planned, found, cuts })
+    }
+
+    /// Fails for a parameter to be divided of which Muon updates some blocks and AdamW others.
+    fn ensure_unmixed(&self, model: &[ModelParameter], planned: &[Parameter]) -> Result<()> {
         let is_mixed = |parameter: &&ModelParameter| {
             let works = || planned[parameter.trained.clone()].iter();
             let is_matrices = |planned: &Parameter| matches!(planned.work, Work::Matrices { .. });
@@ -649,30 +662,28 @@ impl Layout {
             let remedy = "leave it on all ranks, or split it without `leave`";
             return Err(Error::parameter(&mixed.path, self.world().rank(), reason, remedy));
         }
-        let costs = costs(CostSource::Operations, self.world(), &planned, &routing.updates().muon)?;
-        let ranks = self.world().size();
-        let plan = Plan::new(planned, ranks, &PlanConfig::default(), &costs)?;
-        let owners = plan.parameters().iter().zip(plan.owners());
-        let owners: Vec<Vec<usize>> =
-            owners.map(|(parameter, owners)| self.in_order(parameter, owners)).collect();
+        Ok(())
+    }
+
+    /// The parameters whose gradients the backward pass reduces, with the owners of their blocks.
+    fn units(
+        &self,
+        model: &[ModelParameter],
+        plan: &Plan,
+        owners: &[Vec<usize>],
+    ) -> Vec<Arc<Unit>> {
         let reduced = model.iter().filter(|parameter| parameter.placement.reduces_in_backward());
         let unit = |(index, parameter): (usize, &ModelParameter)| {
             let trained = parameter.trained.clone();
             let (blocks, owners) = (&plan.parameters()[trained.clone()], &owners[trained]);
             let axes = blocks[0].cut_axes();
             let grid = self.grid(axes);
-            let bucket = Bucket::of_one(blocks, owners, ranks);
+            let bucket = Bucket::of_one(blocks, owners, plan.world_size());
             let bucket = bucket.of_slice(blocks, &grid.ranks, grid.slice);
-            Arc::new(Unit::new(
-                index,
-                parameter,
-                bucket,
-                (&self.positions(axes, &grid), grid.replica),
-            ))
+            let positions = self.positions(axes, &grid);
+            Arc::new(Unit::new(index, parameter, bucket, (&positions, grid.replica)))
         };
-        let units = reduced.enumerate().map(unit).collect();
-        let planned = plan.parameters().iter().cloned().zip(owners).collect();
-        Ok(Division { units, planned, found, cuts })
+        reduced.enumerate().map(unit).collect()
     }
 
     /// The ranks by their slices of parameters that are cut along some axes.
