@@ -196,7 +196,7 @@ impl Muon {
         let flags = Tensor::zeros([first + k], (&device, DType::F32));
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
         // Before clipping, which would make an infinite gradient a finite one.
-        let flags = reject(update.policy(), flags, &[grad.clone().reshape([-1])], &whole, f64::MAX);
+        let flags = reject(update.policy(), flags, std::slice::from_ref(&grad), &whole, f64::MAX);
         let grad = clip(update.clipping.as_ref(), grad).reshape([-1]);
         let batch = MuonBatch {
             count: k,

@@ -231,7 +231,7 @@ impl MuonUpdate {
         largest: f64,
     ) -> Tensor<1> {
         let rows = [FlaggedRows { flag: first, rows: direction.dims()[0] }];
-        reject(self.policy(), flags, &[direction.clone().reshape([-1])], &rows, largest)
+        reject(self.policy(), flags, std::slice::from_ref(direction), &rows, largest)
     }
 
     /// Returns `true` if the step needs nothing of the values but to apply the direction to them,
@@ -440,7 +440,7 @@ impl MuonUpdate {
             .reads(Quantity::UpdateNorm)
             .then(|| frobenius(update.clone().cast(precise_dtype(update.dtype()))));
 
-        let mut direction = contiguous(self.newton_schulz.direction(update, norms));
+        let mut direction = self.newton_schulz.direction(update, norms);
         let errors = observed.then(|| orthogonality_errors(&direction));
         // The iteration of a matrix of zeros returns zeros, whose error says nothing of the run.
         let errors = match idle.mask() {

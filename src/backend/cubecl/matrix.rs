@@ -3,7 +3,7 @@
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::{TensorMetadata, tensor::FloatTensor};
 use burn::tensor::{DType, FloatDType};
-use burn_cubecl::kernel::cast;
+use burn_cubecl::kernel::{cast, into_contiguous};
 use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::std::tensor::copy_into;
 use distmuon_kernels::fused::{self, RowNorms};
@@ -17,9 +17,7 @@ use super::tensors::{VALIDATED, batch, contiguous, matrices, part, tensor, unsha
 use super::tune;
 use crate::backend::ops::MatrixOps;
 use crate::backend::portable;
-use crate::backend::program::Polynomial;
-#[cfg(feature = "cuda")]
-use crate::backend::program::Program;
+use crate::backend::program::{Polynomial, Program};
 use crate::backend::tensor_list::TensorList;
 
 type Float = FloatTensor<CubeBackend>;
@@ -107,10 +105,14 @@ impl MatrixOps for CubeBackend {
         tensor(&r, q.handle, r.shape(), r.dtype)
     }
 
-    #[cfg(feature = "cuda")]
-    fn iterate(x: Float, program: Program, tuned: bool, native: bool) -> Float {
-        let others = |x| program.on_backend::<Self>(x, tuned);
-        if native { native::iterate(x, &program, tuned, &others) } else { others(x) }
+    fn iterate(x: Float, program: Program, tuned: bool, _native: bool) -> Float {
+        // Burn's products may leave gaps between rows, which every reader would copy away.
+        let others = |x| into_contiguous(program.on_backend::<Self>(x, tuned));
+        #[cfg(feature = "cuda")]
+        if _native {
+            return native::iterate(x, &program, tuned, &others);
+        }
+        others(x)
     }
 
     fn overwrite(target: Float, values: Float) -> Float {

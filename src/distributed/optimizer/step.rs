@@ -276,6 +276,9 @@ impl DistModuleOptimizer {
         // device.
         let path = |index: usize| &*self.trained[index].path;
         ensure_all_computed(step.local.iter().map(|(index, values)| (path(*index), values)))?;
+        // Before the values are reattached to the model: the last reference to a tensor is consumed
+        // by the operation that reads it, and any other one is dropped by an operation of its own.
+        step.local.clear();
         Ok(true)
     }
 
