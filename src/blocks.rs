@@ -143,10 +143,14 @@ impl Blocks {
         }
         let [count, m, n] = self.batch;
         let values = match self.is_leading {
+            // The matrices are in the first dimensions, so the stack varies the fastest: turned to
+            // the front.
             true => values.reshape([m * n, count]).transpose().reshape([-1]),
             false => values,
         };
         let (dtype, device) = (values.dtype(), values.device());
+        // A rank's slice may have nothing of a block, and not every backend splits into empty
+        // tensors.
         let filled = self.sizes.iter().copied().filter(|size| *size > 0).collect();
         let mut filled =
             values.reshape(self.batch).split_with_sizes(filled, self.dimension).into_iter();

@@ -309,6 +309,8 @@ impl Checkpointed for ModuleOptimizer {
             differences.iter().map(|difference| difference.parameter.clone()).collect();
         let (ids, mut optim) = (ids(&model), self);
         loop {
+            // A state that does not fit may be dropped with others of its parameter: load again
+            // without all of them, until nothing is lost.
             let of_model = states.of_model(&ids).without(&unused);
             optim = optim.load_record(of_model.record()?);
             // Burn's optimizers drop states that they do not know, without an error.
@@ -321,6 +323,7 @@ impl Checkpointed for ModuleOptimizer {
             differences.extend(lost);
         }
         let is_read = |path: &str| ids.contains_key(path) && !unused.contains(path);
+        // Tensors that nothing reads are also checked: a damaged file must not seem intact.
         states.unread(is_read).into_iter().try_for_each(|name| states.archive().verify(name))?;
         differences.extend(states.missing(&trained, &unused));
         Ok((model, optim, progress, differences))
@@ -424,6 +427,7 @@ pub(crate) fn load_model<M: Module>(
 ) -> Result<(M, Vec<Difference>)> {
     let saved: Vec<ParameterEntry> = serde_json::from_str(archive.text(PARAMETERS))
         .map_err(|error| archive.broken(format!("its table of parameters is invalid: {error}")))?;
+    // By the table in the file, before any tensor is read.
     let differences = differences(&saved, &parameters(&model, divided));
     model::load(archive, model, divided, differences)
 }

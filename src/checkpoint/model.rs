@@ -87,6 +87,7 @@ pub fn load<M: Module>(
     }
     let Loader { mut differences, unused, .. } = loader;
     for path in unused {
+        // Damage is reported even in what is not used.
         archive.verify(&prefixed(MODEL, &path))?;
         if !differences.iter().any(|known| known.parameter == path) {
             let problem = "expected no parameter, got a tensor";
@@ -133,6 +134,7 @@ macro_rules! visit {
             let saved = move || param.transform_for_save().val();
             let value = saved();
             let kind = (value.dtype(), value.shape());
+            // Before the next parameter: see above.
             drop(value);
             self.add(id, kind, move |_| saved().into_data());
         }
@@ -255,6 +257,7 @@ impl Loader<'_> {
         device: &Device,
     ) -> Result<Option<(Tensor<D, K>, Option<ParamId>)>> {
         let path = self.path.join(".");
+        // Reported already, by the table of the file.
         if self.differences.iter().any(|known| known.parameter == path) {
             return Ok(None);
         }

@@ -212,6 +212,7 @@ impl Coefficients {
             ));
         }
         let last = set.len() - 1;
+        // Further steps repeat the last polynomial, which keeps singular values near 1.
         Ok((0..steps).map(|step| set[step.min(last)]).collect())
     }
 }
@@ -249,6 +250,7 @@ fn ensure_safe(safety: f64) -> Result<()> {
 }
 
 fn deep_seek_v4(steps: usize) -> Vec<Polynomial> {
+    // The finishing steps come last, however many steps there are.
     let finish = steps.saturating_sub(DEEP_SEEK_V4_FINISH_STEPS);
     (0..steps).map(|step| if step < finish { KELLER_JORDAN } else { DEEP_SEEK_V4_FINISH }).collect()
 }

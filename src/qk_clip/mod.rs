@@ -102,6 +102,7 @@ impl QkClip {
         let maxima = self.maxima(logits);
         let maxima = maxima.inspect_err(|error| world.comm().fail(&error.to_string()))?;
         let ([heads], ranks) = (maxima.dims(), world.size());
+        // The engines have sums, and no maximum.
         let all = world.comm().all_gather(maxima, &vec![heads; ranks])?.wait()?;
         Ok(Factors::new(self, all.reshape([ranks, heads]).max_dim(0).reshape([heads])))
     }

@@ -194,6 +194,7 @@ impl Updates {
                 self.muon.newton_schulz.ensure_supported(path, device, *dtype)?;
                 self.muon.precision.ensure_supported(path, *dtype)?;
                 if let Some(split) = split {
+                    // Blocks are cut along the outputs.
                     let outputs = if layout == MatrixLayout::InOut { n } else { m };
                     route.blocks = split.sizes(path, shape, outputs)?;
                     route.optimizer += &format!(", {} blocks", route.blocks.len());
@@ -270,6 +271,8 @@ impl Routing {
         if !parameters.iter().any(|found| found.trainable) {
             return Err(Error::AllFrozen { parameters: parameters.len() });
         }
+        // Burn identifies parameters by their ids: a step would write the same update to two
+        // places.
         reject_shared(parameters)?;
         let rules = Rules::compile(rules, parameters)?;
         let anatomy = Anatomy::of(parameters, first_linear);

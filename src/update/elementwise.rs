@@ -189,6 +189,7 @@ impl ElementwiseUpdate {
         };
         let [first, second] = corrections;
         [(first, beta_1), (second, beta_2)].map(|(old, beta)| {
+            // The same average as a moment, of ones: `1 - beta^t` for the steps that were taken.
             mask.select(old.clone().mul_scalar(beta).add_scalar(1.0 - beta), old)
         })
     }
@@ -215,6 +216,7 @@ impl ElementwiseUpdate {
         let precise = values[0].dtype();
         let old = observations.is_some().then(|| values.clone());
         let gradients = gradients.into_iter().map(|gradient| gradient.cast(precise)).collect();
+        // Moments that are stored as bfloat16 advance in float32.
         let take = |state: &mut Slots, name| state.take(name).cast(precise);
         let stored = |tensor: Tensor<1>| tensor.cast(self.precision.states.slot().resolve(dtype));
         let updated = match self.rule {

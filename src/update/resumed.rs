@@ -198,6 +198,7 @@ impl<R: Rule> DynOptimizer for Resumed<R> {
         let rank = state.rank();
         let held = match state.downcast::<Held>() {
             Held::State(state) => Held::State(self.rule.to_device_dyn(state, device)),
+            // Kept as it is, so that the step can report it: Burn returns no error from a load.
             refused @ Held::Refused(_) => refused,
         };
         DynState::create(held, rank)
@@ -225,6 +226,7 @@ impl<R: Rule> DynOptimizer for Resumed<R> {
         let held = match self.read(rank, prefix, source, device) {
             Ok(state) => {
                 let mut refused = self.refusals.lock();
+                // A later load may repair an earlier one.
                 refused.states.remove(&path);
                 refused.is_used = true;
                 Held::State(state)
@@ -275,6 +277,7 @@ impl DynOptimizer for Unrouted {
             let parameter = Tensor::<D>::from_bridge(parameter);
             let shape = parameter.dims();
             match &self.frozen {
+                // Nothing is lost without elements.
                 _ if shape.contains(&0) => {}
                 Some(path) => panic!(
                     "parameter `{path}` of shape {shape:?} was frozen when the optimizer was made; \

@@ -115,6 +115,7 @@ impl WholeUpdate {
         };
         let updated = scaled_by(vec![updated], std::iter::once(factors.as_ref()));
         if let (Some(observations), Some(old)) = (observations, old) {
+            // There is no iteration whose error could be observed.
             let none = Tensor::zeros([1], (&old.device(), DType::F32));
             observations.add(flag, old, &updated[0], none);
         }
@@ -139,6 +140,7 @@ impl WholeUpdate {
         device: &Device,
     ) -> Option<Option<DynState>> {
         let prefix = join_path(prefix, OWN_STATE);
+        // Some optimizers have no state, such as plain SGD.
         if !source.has_under(&prefix) {
             return Some(None);
         }

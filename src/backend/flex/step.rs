@@ -59,6 +59,7 @@ impl StepOps for Flex {
             let end = start + grad.shape().num_elements();
             let updates = &mut update.storage_mut::<f32>()[start..end];
             if rejected[flag] != 0.0 {
+                // The momentum stays as it is; the update has no matrix to orthogonalise.
                 updates.fill(0.0);
                 start = end;
                 continue;
@@ -80,6 +81,7 @@ impl StepOps for Flex {
                         *m = keep * *m + fresh;
                         *u = if nesterov { keep * *m + fresh } else { *m };
                     }
+                    // While the values are in the cache: the iteration needs the norms next.
                     norm.copy_from_slice(&scaled_squares(updates));
                 });
             });
@@ -104,6 +106,8 @@ impl StepOps for Flex {
             |(parameter, ParameterStep { flag, decay, lr, .. }): (Float, ParameterStep)| {
                 let (dtype, decay, lr) = (parameter.dtype(), decay as f32, lr as f32);
                 let start = matrix;
+                // Before the return: the next parameter's directions follow, whether this one is
+                // updated or not.
                 matrix += parameter.shape().num_elements() / (m * n);
                 if rejected[flag] != 0.0 {
                     return parameter;
@@ -116,6 +120,7 @@ impl StepOps for Flex {
                 let matrices = matrices
                     .zip(directions)
                     .zip(diverged)
+                    // Matrices whose iteration diverged keep their values.
                     .filter(|(_, diverged)| **diverged == 0.0);
                 matrices.for_each(|((parameter, direction), _)| {
                     let directions = direction.par_chunks(CHUNK);

@@ -493,9 +493,11 @@ impl Passes {
     fn start_next(&self, state: &mut State, next: &[usize]) -> Result<()> {
         for index in next {
             let unit = &self.units[*index];
+            // On its way already, by an earlier use.
             if state.uses[*index].ahead.is_some() {
                 continue;
             }
+            // All ranks have the same limit and order, so all of them stop at the same call.
             if state.ahead + unit.bytes() > self.limits.ahead {
                 return Ok(());
             }
@@ -534,12 +536,14 @@ impl Passes {
     fn add_gradient(&self, unit: &Unit, leaf: u64, gradient: Tensor<1>) {
         let mut state = self.state();
         self.attempt(&mut state, |state| {
+            // A rank without a batch takes part in the calls, and adds nothing.
             let gradient = if state.is_drained { gradient.zeros_like() } else { gradient };
             let is_at_end = state.is_micro_batch || self.waits_for_end(state, unit);
             let uses = state.uses[unit.index].of_leaf(leaf);
             uses.gradients += 1;
             let more = if uses.sum.is_none() { bytes(&gradient) } else { 0 };
             uses.sum = Some(added(uses.sum.take(), gradient));
+            // A value that is used several times has as many gradients: their sum is sent once.
             let is_last = uses.gradients == uses.count;
             state.sums += more;
             state.observe();
@@ -559,12 +563,14 @@ impl Passes {
         state.sums -= held;
         let sum = match gradients {
             (Some(earlier), Some(sum)) => {
+                // The sum of micro-batches is float32; this gradient may be half precision.
                 let dtype = earlier.dtype();
                 earlier + sum.cast(dtype)
             }
             (Some(sum), None) | (None, Some(sum)) => sum,
             (None, None) => return Ok(()),
         };
+        // The elements in the order of their owners.
         let parts = unit.parts(sum);
         ensure_computed(&unit.path, &parts)?;
         // Not by the bytes of the calls: an owner also holds what it receives, and all ranks have
@@ -626,6 +632,7 @@ impl Passes {
     }
 
     fn keep_mean(&self, state: &mut State, (index, leaf): (usize, u64), sum: Tensor<1>) {
+        // By all ranks, also where a sum was taken in two stages.
         let mean = sum.div_scalar(self.units[index].counts().ranks() as f64);
         let uses = state.uses[index].of_leaf(leaf);
         let more = if uses.mean.is_none() { bytes(&mean) } else { 0 };
@@ -761,6 +768,7 @@ impl Passes {
         state.forward.end();
         state.backward.end();
         state.evaluation.end();
+        // Parameters gathered ahead for uses that did not come are dropped.
         (state.ahead, state.kept, state.partial) = (0, 0, None);
         for uses in &mut state.uses {
             (uses.ahead, uses.kept) = (None, None);
@@ -894,6 +902,7 @@ impl Passes {
 
     /// Waits for the part of a parameter, if it is on its way, and for those before it.
     fn land_publication(&self, state: &mut State, unit: &Unit) -> Result<()> {
+        // In the order of the calls: earlier publications arrive on the way.
         while state.publishing.iter().any(|(index, _)| *index == unit.index) {
             let (index, pending) = state.publishing.pop_front().expect("one was found above");
             let part = pending.wait();

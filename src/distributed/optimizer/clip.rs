@@ -51,6 +51,8 @@ impl Clip {
                 }
             }
         }
+        // Rows of other ranks point behind this rank's rows, where a zero is: the sum over the
+        // ranks fills them.
         let mut sources = vec![positions.len() as i32; rows];
         for (row, position) in positions.into_iter().enumerate() {
             position.into_iter().for_each(|position| sources[position] = row as i32);
@@ -78,10 +80,13 @@ impl Clip {
             slices::with_zero(rows, &self.device).select(0, self.sources.clone())
         };
         let all = Tensor::cat(vec![in_order(scales), in_order(squares)], 0);
+        // Every row comes from one rank, and the sum adds zeros to it: all ranks then add up the
+        // same numbers in the same order.
         let all = world.comm().all_reduce(all, ReduceOp::Sum)?.wait()?;
         let [rows] = self.sources.dims();
         let (scales, squares) = (slices::slice(&all, 0..rows), slices::slice(&all, rows..2 * rows));
         let norms = ScaledNorms { scale: scales, squares };
+        // The gradients are still multiplied by the loss scale, so the limit is as well.
         Ok(norms.factor(self.max_norm * scale, NORM_EPSILON * scale))
     }
 }

@@ -72,6 +72,8 @@ pub fn publishers(layout: &Layout, publish: Publish) -> Result<Publishers> {
     let own = |(axes, group): (&[String], &Communicator)| {
         let group = match publish {
             Publish::Now => group.clone(),
+            // A group of its own: these calls are in flight during the passes, whose calls would
+            // otherwise wait behind them.
             Publish::AtFirstUse => group.split(0, group.rank())?,
         };
         Ok((axes.to_vec(), group))
@@ -172,6 +174,7 @@ impl Assembly {
         }
         let (runs, elements) = (of_rank(row[grid.slice]), bucket.counts.of(row[grid.slice]));
         let received = (0..row.len()).map(|slice| held(slice, &runs)).collect();
+        // If every owner has its matrices whole already, nothing is sent.
         let to_owners = moves.then_some(PairCounts { sent, received });
         let owned = Arc::new(Owned { runs, elements });
         let share = Share::new(bucket, parameters, grid);

@@ -120,6 +120,7 @@ impl Bucket {
         if self.parameters.iter().all(|index| parameters[*index].slices.is_none()) {
             return self.clone();
         }
+        // Row by row of the grid: a replica's part of the slice is what its owners hold of it.
         let (mut pieces, mut counts): (_, Vec<usize>) = (vec![], vec![]);
         for row in ranks {
             let first = pieces.len();
@@ -166,6 +167,7 @@ impl Bucket {
     ///
     /// If `rank` is not a rank of the plan.
     pub fn shard_range(&self, rank: usize) -> Range<usize> {
+        // Every rank has all of a replicated bucket.
         let start = match self.kind {
             BucketKind::Replicated => 0,
             BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => {
@@ -214,6 +216,7 @@ impl Bucket {
             let end = start + piece.extent();
             next_start = end;
             let (from, to, last) = (clip(start), clip(start + piece.len), clip(end));
+            // Positions in the padding are clipped to the end of the elements.
             let element = |position: usize| piece.start + (position - start).min(piece.len);
             (from < last).then(|| (piece.parameter, element(from)..element(to), last - to))
         })
@@ -361,6 +364,7 @@ fn equal_rows(world_size: usize, pieces: &mut [Piece]) -> Counts {
     let elements: usize = pieces.iter().map(Piece::extent).sum();
     let padded = elements.next_multiple_of(world_size * ROW_ELEMENTS);
     if let Some(last) = pieces.last_mut() {
+        // All shards have the same number of rows, so the last parameter is followed by zeros.
         last.padding += padded - elements;
     }
     repeat_n(padded / world_size, world_size).collect()

@@ -93,9 +93,11 @@ fn classes(batches: Vec<([usize; 2], Vec<Matrix>)>, costs: &Costs) -> Vec<Class>
     let mut classes: Vec<Class> = vec![];
     for (shape, matrices) in batches {
         let cost = match matrices.len() {
+            // Alone in its batch, a matrix always pays the fixed cost: it is part of the price.
             1 => ShapeCost { fixed: 0.0, each: costs.of(shape).batch(1) },
             _ => costs.of(shape),
         };
+        // A fixed cost is shared inside of a batch only, so such batches are not merged.
         match classes.iter_mut().find(|class| cost.fixed == 0.0 && class.cost == cost) {
             Some(class) => class.matrices.extend(matrices),
             None => classes.push(Class { cost, matrices }),
