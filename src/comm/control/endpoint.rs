@@ -225,6 +225,9 @@ fn resolve_address(address: &str) -> io::Result<Vec<SocketAddr>> {
     Ok((without_brackets(host), port).to_socket_addrs()?.collect())
 }
 
+/// The result of a handshake: rank 0's reason to refuse, if it refuses.
+type Outcome = io::Result<Option<String>>;
+
 /// Connects to rank 0, and returns the outcome of the handshake.
 ///
 /// # Errors
@@ -235,7 +238,7 @@ fn connected(
     place: (usize, usize),
     secret: &[u8],
     until: Instant,
-) -> Result<(TcpStream, io::Result<Option<String>>), (String, io::Error)> {
+) -> Result<(TcpStream, Outcome), (String, io::Error)> {
     loop {
         let stream = connect(resolve, until)?;
         let outcome = handshake(&stream, place, secret, until);
