@@ -147,9 +147,7 @@ impl Units {
         if passes.replicas(unit).size() == 1 {
             return self.publish(unit, shard).map(Some);
         }
-        if unit.part_count() > 0 {
-            passes.publish_later(unit, shard)?;
-        }
+        passes.publish_later(unit, shard)?;
         Ok(None)
     }
 
