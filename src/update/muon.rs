@@ -198,8 +198,9 @@ impl MuonUpdate {
     /// step. In half precision a value has further digits, or a rounding, of its own. Only the
     /// state of a stack has its matrices' positions in the schedule of the decay.
     pub fn separates(&self, is_stack: bool, parameter: DType) -> bool {
+        let decays_by_clock = is_stack && self.weight_decay.rate().settled() > 0;
         !is_half(parameter)
-            && (!is_stack || self.weight_decay.rate().settled() == 0)
+            && !decays_by_clock
             && !matches!(self.weight_decay, WeightDecay::Coupled(_))
             && !self.has_parts(Stage::Parameter)
             && !self.reads(Quantity::OldNorm)

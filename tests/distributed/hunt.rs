@@ -30,7 +30,10 @@ use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestRng, TestRu
 use crate::owned::with_checkpoints;
 use crate::ranks_here;
 
-pub const IN_PROCESS: &[Case] = cases![sequences_of_calls_train_as_ranks_with_all_parameters];
+pub const IN_PROCESS: &[Case] = cases![
+    sequences_that_went_wrong_train_as_ranks_with_all_parameters,
+    sequences_of_calls_train_as_ranks_with_all_parameters,
+];
 
 /// The number of random cases, in place of a few that are the same in every run.
 const CASES: &str = "DISTMUON_HUNT";
@@ -573,6 +576,50 @@ fn seen(trial: &Trial, is_divided: bool) -> Result<Vec<Vec<Vec<u8>>>> {
         let run = Run::new(trial, &world, is_divided)?;
         trial.calls.iter().try_fold(run, |run, call| run.call(call, &path))?.end()
     })
+}
+
+/// Reduced cases of faults that random ones have found: a layer that was frozen during a step was
+/// not trained again, a clone shared that it was frozen on some ranks only, and ranks with nothing
+/// of a parameter did not gather it ahead.
+fn sequences_that_went_wrong_train_as_ranks_with_all_parameters() {
+    if !is_flex() {
+        return excused("a device that computes a matrix of a batch otherwise than alone");
+    }
+    let train = |batches| Call::Train { batches };
+    let freeze = || Call::Freeze(0);
+    for (ranks, kinds, uses, calls) in [
+        (2, vec![2], vec![0], vec![train(1), freeze(), train(1), freeze(), train(1)]),
+        (4, vec![2], vec![0], vec![train(3), Call::Teach, freeze(), train(1)]),
+        (4, vec![0, 0], vec![0, 1, 0], vec![train(3), train(3)]),
+    ] {
+        if !worlds::has(&ranks) {
+            continue;
+        }
+        let shape = Shape { kinds, uses, frozen: None, has_head: true, has_evaluated: false };
+        for keep in [Keep::Weights, Keep::Nothing] {
+            let division = Division {
+                is_owned: true,
+                overlaps: true,
+                on_nodes: true,
+                keep,
+                ahead_mb: 64.0,
+                small_elements: 16,
+                allows_unused: false,
+                cuts: [None; 3],
+            };
+            compare(&Trial {
+                ranks,
+                is_cut: false,
+                half: None,
+                shape: shape.clone(),
+                divisions: vec![division],
+                publish: Publish::AtFirstUse,
+                max_norm: None,
+                calls: calls.clone(),
+            })
+            .unwrap_or_else(|error| panic!("{ranks} ranks, {calls:?}, {keep:?}: {error}"));
+        }
+    }
 }
 
 fn sequences_of_calls_train_as_ranks_with_all_parameters() {

@@ -878,6 +878,12 @@ impl Passes {
     /// Starts to gather a part from the shards that its replicas updated. Its first use waits for
     /// the result.
     fn publish_at_first_use(&self, unit: &Unit, shard: Tensor<1>) -> Result<()> {
+        if unit.part_count() == 0 {
+            // A parameter has an element at least, which may be sent ahead as those of other ranks.
+            let part = Tensor::zeros([1], (&shard.device(), unit.dtype));
+            self.state().uses[unit.index].published = Some(part);
+            return Ok(());
+        }
         let pending = self.replicas(unit).all_gather(shard, &unit.shard_counts().to_vec())?;
         let mut state = self.state();
         state.publishing.push_back((unit.index, pending));
@@ -887,16 +893,12 @@ impl Passes {
 
     /// This rank's new part of a parameter, or NaN after a failure.
     pub fn await_part(&self, unit: &Unit, device: &Device) -> Tensor<1> {
-        if unit.part_count() == 0 {
-            // A parameter has an element at least.
-            return Tensor::zeros([1], (device, unit.dtype));
-        }
         let mut state = self.state();
         let part = self.attempt(&mut state, |state| {
             self.land_publication(state, unit)?;
             Ok(state.uses[unit.index].published.clone())
         });
-        let nan = || Tensor::full([unit.part_count()], f32::NAN, (device, unit.dtype));
+        let nan = || Tensor::full([unit.part_count().max(1)], f32::NAN, (device, unit.dtype));
         part.flatten().unwrap_or_else(nan)
     }
 

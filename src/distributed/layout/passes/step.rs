@@ -103,9 +103,7 @@ impl Passes {
         if self.replicas(unit).size() == 1 {
             return self.publish(unit, shard).map(Some);
         }
-        if unit.part_count() > 0 {
-            self.publish_at_first_use(unit, shard)?;
-        }
+        self.publish_at_first_use(unit, shard)?;
         Ok(None)
     }
 
