@@ -548,11 +548,17 @@ fn steps(bench: &Bench, title: &str, layer: &[[usize; 2]]) -> distmuon::Result<(
     let adamw = MuonConfig::new().with_rule(RoutingRule::adamw(".*"));
     let portable = |config: &MuonConfig| config.clone().with_kernels(KernelPolicy::Portable);
     let tuned = muon.clone().with_kernels(KernelPolicy::Tuned);
-    let recorded = muon.clone().with_newton_schulz(NewtonSchulzConfig::new().with_graphs(true));
+    // Without native kernels, which are recorded in any case.
+    let float32 = |graphs| {
+        let iteration = NewtonSchulzConfig::new().with_dtype(IterationDtype::F32);
+        muon.clone().with_newton_schulz(iteration.with_graphs(graphs))
+    };
+    let (float32, recorded) = (float32(false), float32(true));
     for (name, config) in [
         ("Muon", &muon),
         ("Muon, tuned", &tuned),
-        ("Muon, recorded", &recorded),
+        ("Muon, float32", &float32),
+        ("Muon, float32, recorded", &recorded),
         ("Muon on Burn's operations", &portable(&muon)),
         ("AdamW", &adamw),
         ("AdamW on Burn's operations", &portable(&adamw)),
@@ -565,7 +571,7 @@ fn steps(bench: &Bench, title: &str, layer: &[[usize; 2]]) -> distmuon::Result<(
     for (name, config) in [
         ("Muon, whole model", &muon),
         ("Muon, whole model, tuned", &tuned),
-        ("Muon, whole model, recorded", &recorded),
+        ("Muon, whole model, float32", &float32),
         ("AdamW, whole model", &adamw),
     ] {
         step(bench, name, layer, |model| {

@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use burn::optim::GradientsParams;
-use burn::tensor::Device;
-use distmuon::{Error, MuonConfig, NewtonSchulzConfig, RoutingRule};
+use burn::tensor::{DType, Device};
+use distmuon::{Error, IterationDtype, MuonConfig, NativeKernels, NewtonSchulzConfig, RoutingRule};
 
 use crate::common::Matrices;
 use crate::driver::StandIn;
@@ -42,9 +42,10 @@ pub fn run(device: &Device) -> anyhow::Result<()> {
     );
     let layer = [[768, 768], [768, 768], [768, 768], [768, 768], [768, 3072], [3072, 768]];
     let models = [
-        Model { name: "GPT-2 small", shapes: layer.repeat(12), most_launches: [300, 60] },
+        Model { name: "GPT-2 small", shapes: layer.repeat(12), most_launches: [110, 40] },
         Model { name: "1,200 of 16 x 16", shapes: vec![[16, 16]; 1200], most_launches: [500, 330] },
     ];
+    verify_native_kernels(device)?;
     let mut problems = vec![];
     for model in &models {
         model.run(device, &stand_in, &mut problems)?;
@@ -62,12 +63,17 @@ impl Model {
         problems: &mut Vec<String>,
     ) -> anyhow::Result<()> {
         let muon = MuonConfig::new();
-        let recorded = NewtonSchulzConfig::new().with_graphs(true);
-        let recorded = muon.clone().with_newton_schulz(recorded);
+        // Without native kernels, which are recorded in any case.
+        let float32 = |graphs| {
+            let iteration = NewtonSchulzConfig::new().with_dtype(IterationDtype::F32);
+            muon.clone().with_newton_schulz(iteration.with_graphs(graphs))
+        };
+        let (float32, recorded) = (float32(false), float32(true));
         let adamw = MuonConfig::new().with_rule(RoutingRule::adamw(".*"));
         for (name, config, most) in [
             ("Muon", &muon, Some(self.most_launches[0])),
-            ("Muon, recorded", &recorded, None),
+            ("Muon, float32", &float32, None),
+            ("Muon, float32, recorded", &recorded, None),
             ("AdamW", &adamw, Some(self.most_launches[1])),
         ] {
             let counts = self.row(&format!("{name}, whole model"), device, stand_in, |model| {
@@ -105,7 +111,6 @@ impl Model {
         let device = device.clone().autodiff();
         let gradients = Matrices::new(&self.shapes, &device);
         let mut model = Matrices::new(&self.shapes, &device);
-        // The native kernels are verified by what they compute, for the first model.
         let mut step = made(|| init(&model))?;
         stand_in.idle(true);
         let mut run = |mut model: Matrices, steps: usize| -> anyhow::Result<Matrices> {
@@ -134,6 +139,18 @@ impl Model {
         );
         Ok(counts)
     }
+}
+
+/// Fails unless the native kernels pass their self tests, while the stand-in computes what they do.
+fn verify_native_kernels(device: &Device) -> anyhow::Result<()> {
+    let iteration = NewtonSchulzConfig::new().init()?;
+    let plan = iteration.explain_shape([768, 768], DType::F32, device);
+    ensure!(
+        matches!(plan.native, NativeKernels::Used(_)),
+        "native kernels do not run on the stand-in: {:?}",
+        plan.native
+    );
+    Ok(())
 }
 
 /// The result of `make`, once its check of a type passes: on the stand-in, the check reads a buffer

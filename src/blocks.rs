@@ -61,7 +61,7 @@ pub(crate) struct Blocks {
     dimension: usize,
     /// The outputs of every block.
     sizes: Vec<usize>,
-    /// `true` if the parameter's first two dimensions are those of the matrices, rather than its
+    /// `true` if the parameter's first two dimensions are the matrices', rather than its
     /// last.
     is_leading: bool,
 }
@@ -93,7 +93,7 @@ impl Blocks {
         Self { batch, sizes, ..self.clone() }
     }
 
-    /// Returns `true` if the values of the only block are those of the parameter, in its order.
+    /// Returns `true` if the only block has the parameter's values, in its order.
     pub fn is_whole(&self) -> bool {
         self.count() == 1 && (!self.is_leading || self.batch[0] == 1)
     }
@@ -136,17 +136,21 @@ impl Blocks {
         })
     }
 
-    /// Cuts the values of a parameter into those of its blocks.
+    /// Cuts the values of a parameter into blocks.
     pub fn cut(&self, values: Tensor<1>) -> Vec<Tensor<1>> {
         if self.is_whole() {
             return vec![values];
         }
         let [count, m, n] = self.batch;
         let values = match self.is_leading {
+            // The matrices are in the first dimensions, so the stack varies the fastest: turned to
+            // the front.
             true => values.reshape([m * n, count]).transpose().reshape([-1]),
             false => values,
         };
         let (dtype, device) = (values.dtype(), values.device());
+        // A rank's slice may have nothing of a block, and not every backend splits into empty
+        // tensors.
         let filled = self.sizes.iter().copied().filter(|size| *size > 0).collect();
         let mut filled =
             values.reshape(self.batch).split_with_sizes(filled, self.dimension).into_iter();

@@ -23,6 +23,18 @@ pub enum Error {
         /// The values that are accepted.
         expected: &'static str,
     },
+    /// A program uses the crate in a way that no run can continue from.
+    #[error("{what}: expected {expected}, got {got}; {remedy}")]
+    Usage {
+        /// The thing and the problem with it, such as `the model is on several devices`.
+        what: &'static str,
+        /// The use that is accepted.
+        expected: &'static str,
+        /// The use that was found.
+        got: String,
+        /// The remedy.
+        remedy: &'static str,
+    },
     /// A parameter has a shape that its view as matrices does not allow.
     #[error(
         "parameter `{parameter}` can't be seen as matrices: expected {expected}, got {shape:?}; \
@@ -218,7 +230,7 @@ pub enum Error {
         /// The device of rank 0.
         first: String,
     },
-    /// The model of a rank differs from that of rank 0.
+    /// The model of a rank differs from rank 0's.
     #[error(
         "parameter `{parameter}` differs on rank {rank}: expected {first} as on rank 0, got \
          {other}; start from one model, by `World::threads_with` among threads or \
@@ -252,7 +264,7 @@ pub enum Error {
         /// The ranks that do not, and the number of other parameters and states that differ.
         got: String,
     },
-    /// A setting of a rank differs from that of rank 0.
+    /// A setting of a rank differs from rank 0's.
     #[error(
         "`{setting}` differs on rank {rank}: expected {first} as on rank 0, got {other}; give all \
          ranks the same value"
@@ -330,6 +342,16 @@ impl Error {
         expected: &'static str,
     ) -> Self {
         Self::Setting { setting: setting.into(), value: value.to_string(), expected }
+    }
+
+    /// A use of the crate that no run can continue from.
+    pub(crate) fn usage(
+        what: &'static str,
+        expected: &'static str,
+        got: impl ToString,
+        remedy: &'static str,
+    ) -> Self {
+        Self::Usage { what, expected, got: got.to_string(), remedy }
     }
 
     /// The error of a configuration that is a field of another one.

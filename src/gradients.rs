@@ -13,7 +13,7 @@ use crate::parameters::{self, Field, Visit};
 use crate::slices::bytes;
 use crate::update::{ONLY_RANK, is_half};
 
-/// The gradients of a step, to which those of its micro-batches are added: float32 for parameters
+/// The gradients of a step, the sums over its micro-batches: float32 for parameters
 /// in half precision, and the parameter's type for all others.
 ///
 /// Sums of many small gradients in half precision lose digits, and sums of scaled gradients in
@@ -67,7 +67,7 @@ impl GradientBuffer {
     ///
     /// [`Error::Parameter`] for a gradient that is on another device than its parameter, or has
     /// another shape. Where a [`Layout`](crate::distributed::Layout) reduces the gradient in the
-    /// backward pass, the shape has to be that of the first micro-batch. [`Error::Setting`] for
+    /// backward pass, the shape has to be as in the first micro-batch. [`Error::Usage`] for
     /// gradients of parameters that the model does not have. The buffer then has a part of the
     /// micro-batch: take it out and drop it.
     pub fn add<M: Module>(&mut self, model: &M, gradients: GradientsParams) -> Result<()> {
@@ -83,9 +83,12 @@ impl GradientBuffer {
         }
         let left_over = add.gradients.len();
         if left_over > 0 {
-            let value = format!("{left_over} of parameters that the model does not have");
-            let expected = "those of the model (take them from the model that they are added for)";
-            return Err(Error::setting("gradients", value, expected));
+            return Err(Error::usage(
+                "the gradients are of another model",
+                "gradients of this model's parameters",
+                format!("{left_over} of parameters that it does not have"),
+                "take the gradients from the model that you add them for",
+            ));
         }
         self.count += 1;
         Ok(())

@@ -3,6 +3,7 @@
 //! | you want to | read |
 //! |---|---|
 //! | replace AdamW, or Burn's own Muon | [`from_adamw`] |
+//! | compare with AdamW and with Burn's own Muon | [`comparison`] |
 //! | choose a learning rate | [`learning_rate`] |
 //! | choose everything else | [`settings`] |
 //! | train by the settings of others | [`recipes`] |
@@ -13,6 +14,7 @@
 //! | cut layers or experts into slices, one for each rank | [`slices`] |
 //! | use burn-train's `Learner` | [`learner`] |
 //! | save a run and continue it, also on another number of ranks | [`resuming`] |
+//! | see and change the optimizer of every parameter | [`routing`] |
 //! | exclude a layer from Muon, freeze it, or train LoRA adapters | [`excluding`] |
 //! | train in bfloat16 or float16 | [`mixed_precision`] |
 //! | clip gradients | [`clipping`] |
@@ -39,6 +41,19 @@
 /// [Memory, time and launches]: crate::guide::cost
 #[doc = include_str!("../docs/guide/from-adamw.md")]
 pub mod from_adamw {}
+
+/// Losses and times next to AdamW and Burn's own Muon, and the work that each optimizer supports.
+///
+/// [The results]: crate::guide#other-documents
+/// [measured]: crate::guide#other-documents
+/// [any Burn optimizer]: crate::guide::settings
+/// [recipes]: crate::guide::recipes
+/// [float32 master weights]: crate::guide::mixed_precision
+/// [QK-clip]: crate::guide::qk_clip
+/// [slices of layers and experts]: crate::guide::slices
+/// [norms of a step]: crate::guide::watching
+#[doc = include_str!("../docs/guide/comparison.md")]
+pub mod comparison {}
 
 /// Learning rates to start with, the measured sweep, and the scale of a matrix.
 ///
@@ -159,6 +174,12 @@ pub mod learner {}
 /// [`Schedule::at(step)`]: crate::Schedule::at
 #[doc = include_str!("../docs/guide/resuming.md")]
 pub mod resuming {}
+
+/// The table of a model, the built-in rules behind it, and your own.
+///
+/// [Excluding, freezing and LoRA]: crate::guide::excluding
+#[doc = include_str!("../docs/guide/routing.md")]
+pub mod routing {}
 
 /// Layers that AdamW trains, layers that nothing trains, and adapters.
 #[doc = include_str!("../docs/guide/excluding.md")]

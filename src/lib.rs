@@ -47,7 +47,8 @@
 //!
 //! The [`guide`] has small programs and tables for each task:
 //!
-//! - [coming from AdamW](guide::from_adamw) or from Burn's own Muon;
+//! - [coming from AdamW](guide::from_adamw) or from Burn's own Muon, and
+//!   [comparisons](guide::comparison) with both;
 //! - [choosing a learning rate](guide::learning_rate), and [all other settings](guide::settings);
 //! - [training by the settings of others](guide::recipes);
 //! - [training on one device](guide::one_device), with the fewest launches;
@@ -56,6 +57,7 @@
 //! - [models that do not fit](guide::large_models) a rank, and messages behind the passes;
 //! - [training with burn-train's `Learner`](guide::learner);
 //! - [saving and resuming](guide::resuming), also on another number of ranks;
+//! - [routing](guide::routing), the optimizer of every parameter;
 //! - [excluding and freezing layers, LoRA](guide::excluding);
 //! - [mixed precision](guide::mixed_precision): master weights, gradients and loss scaling;
 //! - [clipping gradients](guide::clipping), together or separately;

@@ -109,7 +109,7 @@ pub enum DiagnosticsQuantity {
     UpdateNorm,
     /// The norm of the parameters.
     WeightNorm,
-    /// The norm of the change relative to that of the parameters.
+    /// The norm of the change relative to the parameters' norm.
     EffectiveLr,
     /// The largest error of the iteration, 0 without one.
     OrthogonalityError,

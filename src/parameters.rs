@@ -53,11 +53,11 @@ pub(crate) struct Found {
     pub device: Device,
     /// `true` if it is trained: neither frozen nor without elements.
     pub trainable: bool,
-    /// `true` if it is a factor of a LoRA adapter. Its fields are those of the weight that it
+    /// `true` if it is a factor of a LoRA adapter. Its fields are as for the weight that it
     /// adapts.
     pub is_adapter: bool,
-    /// Of an owned parameter, identity, type and training are those of the part, and the shape is
-    /// that of the whole.
+    /// An owned parameter has the identity, type and training of its part, and the shape of the
+    /// whole.
     pub placement: Placement,
     /// The fields on the way to it.
     pub fields: Vec<Field>,
@@ -94,6 +94,7 @@ impl Found {
             shape: shape.to_vec(),
             dtype,
             device,
+            // No optimizer can step a parameter without elements.
             trainable: trainable && !shape.contains(&0),
             is_adapter: adapter.is_some(),
             placement: Placement::Replicated,
@@ -112,13 +113,13 @@ impl Found {
     }
 
     /// The path of the module that has its field at a depth. The root's path is empty; the path
-    /// after the last field is that of the parameter, or of the weight that it adapts.
+    /// after the last field belongs to the parameter, or to the weight that it adapts.
     pub fn module(&self, depth: usize) -> &str {
         let length: usize = self.fields[..depth].iter().map(|field| field.name.len() + 1).sum();
         &self.path[..length.saturating_sub(1)]
     }
 
-    /// The path of the weight: the parameter's, or that of the weight that it adapts.
+    /// The path of the weight: the parameter's, or the adapted weight's.
     pub fn weight(&self) -> &str {
         self.module(self.fields.len())
     }
@@ -179,6 +180,8 @@ impl Visit for Vec<Found> {
             let whole = self.last_mut().expect("a base comes before its part");
             (whole.id, whole.dtype, whole.trainable) =
                 (param.id, value.dtype(), value.is_require_grad());
+            // Burn visits the base, which has the whole's shape, and then its reparameterization,
+            // the part. Both are one parameter.
             whole.placement = Placement::Owned;
             return;
         }
@@ -250,6 +253,7 @@ impl<V: Visit> ModuleVisitor for Visiting<'_, V> {
         if container_type == REPARAMETERIZATION && name == REDUCED {
             self.visit.visit_reduced();
         }
+        // Burn marks the kinds of containers; rules and reasons name the type alone.
         let holder = container_type.strip_prefix("Struct:").unwrap_or(container_type);
         self.fields.push(Field { name: name.to_owned(), holder: holder.to_owned() });
     }
@@ -328,6 +332,7 @@ impl Placeholders {
         let made = self.0.iter().filter(|made| made.0 == device && made.1 == dtype);
         let placeholder = made.filter_map(|made| made.2.downcast_ref::<Tensor<D>>()).next();
         let placeholder = placeholder.cloned().unwrap_or_else(|| {
+            // One element for all parameters of a device and type, while a step has their values.
             let placeholder = Tensor::<D>::empty([1; D], (&device, dtype));
             self.0.push((device, dtype, Box::new(placeholder.clone())));
             placeholder
@@ -341,10 +346,18 @@ pub(crate) fn in_place_of<const D: usize, const E: usize>(
     old: &Tensor<D>,
     value: Tensor<E>,
 ) -> Tensor<E> {
-    let (required, strategy) = (old.is_require_grad(), old.gradient_checkpointing_strategy());
+    in_place_if_trained(old, value, old.is_require_grad())
+}
+
+/// The same for a value that requires gradients or not, whatever the old one does.
+pub(crate) fn in_place_if_trained<const D: usize, const E: usize>(
+    old: &Tensor<D>,
+    value: Tensor<E>,
+    is_trained: bool,
+) -> Tensor<E> {
     let mut value = Tensor::from_inner(value);
-    if let Some(strategy) = strategy {
+    if let Some(strategy) = old.gradient_checkpointing_strategy() {
         value = value.with_gradient_checkpointing_strategy(strategy);
     }
-    if required { value.require_grad() } else { value }
+    if is_trained { value.require_grad() } else { value }
 }

@@ -49,7 +49,7 @@ const LONGEST_WARMUP: f64 = 0.05;
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Recipe {
-    /// The defaults of `torch.optim.Muon`, and for all other parameters those of
+    /// The defaults of `torch.optim.Muon`, and for all other parameters the defaults of
     /// `torch.optim.AdamW` (<https://github.com/pytorch/pytorch/blob/098e03f/torch/optim/_muon.py>).
     ///
     /// Exact. The learning rate is constant, since the source leaves its schedule to the program.
@@ -75,7 +75,7 @@ pub enum Recipe {
     /// What differs:
     ///
     /// - the source divides a matrix by 1.01 times its norm, here by its norm;
-    /// - AdamW has one set of settings: betas 0.8 and 0.96 and decay 0.01, those of the head. The
+    /// - AdamW has one set of settings: betas 0.8 and 0.96 and decay 0.01, as for the head. The
     ///   source has a second beta of 0.995 and a decay of 0.001 for embeddings, and 0.95 and 0.05
     ///   for scalars;
     /// - vectors have the rate of the source's `resid_lambdas`, since its norms have no weights;
@@ -91,7 +91,7 @@ pub enum Recipe {
     /// - the source divides a matrix by 1.02 times its norm, here by its norm;
     /// - the decay of a matrix is 1.2 times the rate in the source. Here it is 1.2 times the
     ///   schedule [`Recipe::lr`] at the peak of the source, whichever peak is used;
-    /// - AdamW has one set of settings: betas 0.5 and 0.95, those of the embedding and the head
+    /// - AdamW has one set of settings: betas 0.5 and 0.95, as for the embedding and the head
     ///   (the source: 0.9 and 0.99 for scalars), and a constant decay of 0.006, the source's at its
     ///   peak, which is cautious and falls with the square of the rate;
     /// - the source updates AdamW's parameters at every other step, with the sum of two gradients;
@@ -102,8 +102,8 @@ pub enum Recipe {
     ///
     /// QK-clip acts on attention logits and weights, and is not part of an optimizer's update: add
     /// [`QkClipConfig`](crate::QkClipConfig), whose defaults, a limit of 100 and equal exponents,
-    /// are those of the report, with rules for the attentions. Momentum, coefficients and
-    /// AdamW's settings are those of [`Moonlight`](Self::Moonlight), whose optimizer the report
+    /// are the report's, with rules for the attentions. Momentum, coefficients and
+    /// AdamW's settings are as for [`Moonlight`](Self::Moonlight), whose optimizer the report
     /// builds on. The algorithm of the report has no Nesterov. The warm-up has 500 steps in the
     /// source, and here a twentieth of the run if that is less. The rate is constant for 10 of 15.5
     /// parts, then falls along a cosine to a tenth.
@@ -266,8 +266,8 @@ impl Recipe {
 }
 
 impl MuonConfig {
-    /// Returns the settings of a recipe for a run of `steps` steps, of which its schedules of
-    /// momentum and weight decay depend.
+    /// Returns the settings of a recipe for a run of `steps` steps. Its schedules of momentum and
+    /// weight decay depend on that number.
     pub fn preset(recipe: Recipe, steps: usize) -> Self {
         let adamw = AdamWConfig::new;
         let config = Self::new()
@@ -342,7 +342,8 @@ fn then_down(
     down: usize,
     [from, to]: [f64; 2],
 ) -> Schedule {
-    // Index of the first step after the warm-up and the held steps, which end with that of `from`.
+    // Index of the first step after the warm-up and the held steps, which end with the value of
+    // `from`.
     let start = (steps.saturating_sub(down) + 1).max(warmup);
     let rest = (steps + 1).saturating_sub(start);
     if rest == 0 {

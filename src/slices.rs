@@ -35,10 +35,12 @@ pub fn copied(view: Tensor<1>) -> Tensor<1> {
 
 /// The tensors of one type, one after the other, on a device. There may be none.
 pub fn concat(tensors: Vec<Tensor<1>>, dtype: DType, device: &Device) -> Tensor<1> {
+    // Some backends do not concatenate empty tensors.
     let filled = tensors.into_iter().filter(|tensor| tensor.dims() != [0]);
     let mut parts: Vec<Tensor<1>> = filled.map(|tensor| tensor.to_device(device)).collect();
     match parts.len() {
         0 => empty(dtype, device),
+        // No copy of a single tensor.
         1 => parts.swap_remove(0),
         _ => Tensor::cat(parts, 0),
     }
@@ -49,6 +51,7 @@ pub fn concat(tensors: Vec<Tensor<1>>, dtype: DType, device: &Device) -> Tensor<
 pub fn place(tensors: Vec<Tensor<1>>, firsts: &[usize], elements: usize) -> Tensor<1> {
     let (dtype, device) = (tensors[0].dtype(), tensors[0].device());
     let mut placed: Vec<_> = firsts.iter().zip(tensors).collect();
+    // A concatenation in order, with zeros in the gaps: one launch instead of one for each tensor.
     placed.sort_by_key(|(first, _)| **first);
     let zeros = |count| Tensor::zeros([count], (&device, dtype));
     let (mut all, mut end) = (vec![], 0);

@@ -291,10 +291,12 @@ pub(crate) mod gpu {
     /// follows them.
     fn steps_are_recorded_while_calls_are_in_flight(world: &World) -> Result<()> {
         let trained = |graphs| -> Result<Vec<Vec<u8>>> {
-            let net = Layers::square(8, 64, world.device());
+            // Neither native kernels nor a single one iterate these, so that CubeCL records them.
+            let net = Layers::square(8, 72, world.device());
             let mut net = net.map(&mut Fixed::new(5));
-            let muon =
-                MuonConfig::new().with_newton_schulz(NewtonSchulzConfig::new().with_graphs(graphs));
+            let iteration =
+                NewtonSchulzConfig::new().with_dtype(IterationDtype::F32).with_graphs(graphs);
+            let muon = MuonConfig::new().with_newton_schulz(iteration);
             let config = DistMuonConfig::new().with_muon(muon).with_bucket_mb(Some(0.02));
             let mut optim = config.init(world, &net)?;
             // A step in a world of one sends nothing. A call with 256 MB occupies NCCL's stream for

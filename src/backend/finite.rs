@@ -11,10 +11,10 @@ use super::tensor_list::TensorList;
 
 /// Sets the flags of rows with an element that is not finite, or larger than `largest` in
 /// magnitude, to 1.
-pub(crate) fn reject(
+pub(crate) fn reject<const D: usize>(
     policy: KernelPolicy,
     flags: Tensor<1>,
-    tensors: &[Tensor<1>],
+    tensors: &[Tensor<D>],
     rows: &[FlaggedRows],
     largest: f64,
 ) -> Tensor<1> {

@@ -57,7 +57,7 @@ impl ScaledNorms {
         Self::joined(scale.squeeze_dim(2), squares.squeeze_dim(2))
     }
 
-    /// The norms, with those of a tensor's rows from index `first` on.
+    /// The norms, a tensor's rows from index `first` on.
     fn with_rows_of(self, tensor: Tensor<1>, first: usize, elements: usize) -> Self {
         let [length] = tensor.dims();
         let rows = length.div_ceil(elements);
@@ -72,7 +72,7 @@ impl ScaledNorms {
         }
     }
 
-    /// The norms of rows from those of their parts, `[rows, parts]`.
+    /// The norms of rows from the norms of their parts, `[rows, parts]`.
     fn joined(scale: Tensor<2>, squares: Tensor<2>) -> Self {
         let [rows, parts] = scale.dims();
         if parts == 1 {

@@ -13,6 +13,8 @@
 #[cfg(feature = "fusion")]
 use burn::backend::fusion::custom::TensorSpec;
 use burn::backend::{Backend, TensorMetadata, backend_extension, tensor::FloatTensor};
+#[cfg(feature = "fusion")]
+use burn::tensor::DType;
 use burn::tensor::{FloatDType, Shape, Tensor};
 
 use super::portable;
@@ -193,8 +195,8 @@ pub trait MatrixOps: Backend {
     #[fusion(dtype = r, shape = r)]
     fn accumulate_q(r: FloatTensor<Self>, schedule: Vec<Polynomial>) -> FloatTensor<Self>;
 
-    /// The result of a program for a batch of matrices. Where `native` products of the device's own
-    /// are allowed, a backend may compute it by these.
+    /// The result of a program for a batch of matrices, without gaps between its rows. Where
+    /// `native` products of the device's own are allowed, a backend may compute it by these.
     #[fusion(dtype = x, shape = x)]
     fn iterate(
         x: FloatTensor<Self>,
@@ -239,7 +241,7 @@ pub trait MatrixOps: Backend {
 pub(super) enum Products {
     /// Burn's operations.
     Portable,
-    /// Those of the backend.
+    /// The backend's own.
     Backend {
         /// `true` if the kernels are chosen by measuring.
         tuned: bool,
@@ -370,20 +372,20 @@ pub trait StepOps: Backend {
         largest: f32,
     ) -> FloatTensor<Self>;
 
-    /// Advances the momentum of a batch by its gradients, and writes the update to orthogonalise
-    /// with its [partial norms](MatrixOps::norms). A parameter whose flag is set in `rejected`
-    /// keeps its momentum, and its update is zero. Gradients are multiplied by `factor` if they are
-    /// `scaled`.
-    #[fusion(meta = |_grads, momentum, update, norms, _rejected, _factor, _steps, _nesterov, _scaled| {
-        (momentum.clone(), update.clone(), norms.clone())
+    /// Advances the momentum of a batch by its gradients: the momentum, the update to
+    /// orthogonalise, in its type, and the update's [partial norms](MatrixOps::norms). A parameter
+    /// whose flag is set in `rejected` keeps its momentum, and its update is zero. Gradients are
+    /// multiplied by `factor` if they are `scaled`.
+    #[fusion(meta = |_grads, momentum, _rejected, _factor, _steps, _nesterov, _scaled| {
+        let [k, m, n] = momentum.shape.dims();
+        let norms = TensorSpec::new([k, norm_parts(m * n), 2].into(), DType::F32);
+        (momentum.clone(), momentum.clone(), norms)
     })]
     // A backend extension accepts no struct of tensors and numbers.
     #[allow(clippy::too_many_arguments)]
     fn update_momentum(
         #[extension_type] grads: TensorList<Self>,
         momentum: FloatTensor<Self>,
-        update: FloatTensor<Self>,
-        norms: FloatTensor<Self>,
         rejected: FloatTensor<Self>,
         factor: FloatTensor<Self>,
         steps: Vec<MomentumStep>,

@@ -42,13 +42,13 @@ pub enum ComputePath {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NativeKernels {
-    /// They compute the iteration, unless the driver refuses one of its launches. With their
-    /// description.
+    /// Native kernels compute the iteration, unless the driver refuses one of its launches. With
+    /// their description.
     Used(String),
-    /// They are compared with the other kernels when a shape is first iterated
+    /// Native kernels are compared with the others when a shape is first iterated
     /// ([`KernelPolicy::Tuned`]). With their description.
     Measured(String),
-    /// They do not compute the iteration, for this reason.
+    /// Native kernels do not compute the iteration, for this reason.
     Refused(String),
 }
 

@@ -3,7 +3,7 @@
 use burn::backend::{Dispatch, tensor::FloatTensor};
 use burn::tensor::{DType, Shape, Tensor};
 
-use super::ops::{MomentumStep, MomentumUpdate, ParameterStep, PartialNorms, StepOps, norm_parts};
+use super::ops::{MomentumStep, MomentumUpdate, ParameterStep, PartialNorms, StepOps};
 use super::path::{ComputePath, KernelPolicy};
 use super::portable;
 use super::tensor_list::TensorList;
@@ -30,8 +30,7 @@ pub(crate) fn update_momentum(
     steps: &[MomentumStep],
     nesterov: bool,
 ) -> MomentumUpdate {
-    let (shape @ [k, m, n], device) = (momentum.dims(), momentum.device());
-    let path = ComputePath::choose(policy, &device, grads[0].dtype().into());
+    let path = ComputePath::choose(policy, &momentum.device(), grads[0].dtype().into());
     if path == ComputePath::Portable {
         return portable::update_momentum(grads, momentum, rejected, factor, steps, nesterov);
     }
@@ -39,16 +38,12 @@ pub(crate) fn update_momentum(
     // Flex computes in float32: converted once for the batch, not in every call.
     let computed_in = if path == ComputePath::Flex { DType::F32 } else { dtype };
     let momentum = momentum.cast(computed_in);
-    let update = path.output(shape, computed_in, &device).into_dispatch();
-    let norms = path.output([k, norm_parts(m * n), 2], DType::F32, &device).into_dispatch();
     // A backend extension has no optional tensors: where there is no factor, any tensor stands in.
     let by = factor.unwrap_or(rejected);
     let [rejected, by] = [rejected, by].map(|tensor| tensor.clone().into_dispatch());
     let (momentum, update, norms) = Dispatch::update_momentum(
         TensorList::from_tensors(grads),
         momentum.into_dispatch(),
-        update,
-        norms,
         rejected,
         by,
         steps.to_vec(),

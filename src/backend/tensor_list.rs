@@ -19,7 +19,7 @@ pub struct TensorList<B: Backend>(pub Vec<FloatTensor<B>>);
 
 impl TensorList<Dispatch> {
     /// The list of some tensors.
-    pub fn from_tensors(tensors: Vec<Tensor<1>>) -> Self {
+    pub fn from_tensors<const D: usize>(tensors: Vec<Tensor<D>>) -> Self {
         Self(tensors.into_iter().map(Tensor::into_dispatch).collect())
     }
 

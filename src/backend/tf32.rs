@@ -1,6 +1,6 @@
 //! Products in TF32 on Flex, for tests without a device that has matrix units for TF32.
 //!
-//! The feature `simulated-tf32` is that of the tests' package. With it, and with
+//! The feature `simulated-tf32` is for the tests' package. With it, and with
 //! `DISTMUON_TEST_TF32=1`, iterations in float32 on Flex round the factors of every product, and
 //! `ComputePath::rounds_factors` says so.
 

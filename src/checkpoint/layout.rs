@@ -55,8 +55,11 @@ impl Index {
         let mut spans: Vec<Range<u64>> = Vec::with_capacity(self.tensors.len());
         let mut end = self.head.bytes;
         for section in &self.tensors {
+            // Checked, since the numbers come from a file that may be damaged.
             let start = end.checked_next_multiple_of(TENSOR_ALIGNMENT)?;
             if let Some(last) = spans.last_mut() {
+                // The checksum of a tensor covers the zeros behind it, so that every byte is
+                // covered.
                 last.end = start;
             }
             end = start.checked_add(section.bytes)?;
@@ -70,6 +73,8 @@ impl Index {
         let mut bytes = serde_json::to_vec(self)?;
         bytes.extend((bytes.len() as u64).to_le_bytes());
         bytes.extend(VERSION.to_le_bytes());
+        // Over the index, its length and the version. The magic number comes last, where a file
+        // that is cut off lacks it.
         bytes.extend(crc32fast::hash(&bytes).to_le_bytes());
         bytes.extend(MAGIC);
         Ok(bytes)
@@ -86,6 +91,7 @@ impl Index {
         let Some(index_end) = length.checked_sub(FOOTER as u64) else { return Ok(None) };
         let footer = bytes_at(file, index_end, FOOTER, "footer")?;
         let (numbers, magic) = footer.split_at(FOOTER - MAGIC.len());
+        // Another file, perhaps of version 1, or one that was cut off.
         if magic != MAGIC {
             return Ok(None);
         }
@@ -113,7 +119,7 @@ impl Index {
         Ok(Some((index, bytes)))
     }
 
-    /// Fails if the length of the container is not that of the index.
+    /// Fails if the length of the container is not as in the index.
     fn check(&self, container: u64) -> Result<(), String> {
         let elements = |shape: &[usize]| shape.iter().try_fold(1_usize, |n, d| n.checked_mul(*d));
         let overflows = |section: &&Section| elements(&section.shape).is_none();

@@ -144,7 +144,7 @@ pub trait Checkpointed: Sized {
 /// # Errors
 ///
 /// [`Error::Checkpoint`] if the file can't be written, or `progress` can't be written as JSON;
-/// [`Error::Setting`] for an optimizer of [`MuonConfig::init`](crate::MuonConfig::init) with Burn's
+/// [`Error::Usage`] for an optimizer of [`MuonConfig::init`](crate::MuonConfig::init) with Burn's
 /// `with_grad_clipping`, which clips nothing there. A previous file at the path is then unchanged.
 /// On many ranks also the errors of every collective.
 pub fn save<M: Module, T: Serialize>(
@@ -173,7 +173,7 @@ pub fn save<M: Module, T: Serialize>(
 /// # Errors
 ///
 /// - [`Error::Checkpoint`] if the file is missing, damaged or not a checkpoint;
-/// - [`Error::Setting`] as [`save`];
+/// - [`Error::Usage`] as [`save`];
 /// - [`Error::OtherRun`] with all differences, if a parameter is missing, new, or of another shape
 ///   or type, or if a saved state does not fit `optim`;
 /// - on many ranks [`Error::CheckpointsDiffer`] if the files of the ranks are not copies of one
@@ -203,7 +203,7 @@ pub fn load<M: Module, T: DeserializeOwned, O: Checkpointed>(
 /// let model = LinearConfig::new(4, 8).init(&Device::default().autodiff());
 /// checkpoint::save(&path, &model, &MuonConfig::new().init(&model), &100usize)?;
 ///
-/// // Other rules than those of the saved run.
+/// // Other rules than in the saved run.
 /// let optim = MuonConfig::new().with_rule(RoutingRule::muon("weight")).init(&model);
 /// let (model, optim, step, differences): (_, _, usize, _) =
 ///     checkpoint::load_matching(&path, model, optim)?;
@@ -309,6 +309,8 @@ impl Checkpointed for ModuleOptimizer {
             differences.iter().map(|difference| difference.parameter.clone()).collect();
         let (ids, mut optim) = (ids(&model), self);
         loop {
+            // A state that does not fit may be dropped with others of its parameter: load again
+            // without all of them, until nothing is lost.
             let of_model = states.of_model(&ids).without(&unused);
             optim = optim.load_record(of_model.record()?);
             // Burn's optimizers drop states that they do not know, without an error.
@@ -321,6 +323,7 @@ impl Checkpointed for ModuleOptimizer {
             differences.extend(lost);
         }
         let is_read = |path: &str| ids.contains_key(path) && !unused.contains(path);
+        // Tensors that nothing reads are also checked: a damaged file must not seem intact.
         states.unread(is_read).into_iter().try_for_each(|name| states.archive().verify(name))?;
         differences.extend(states.missing(&trained, &unused));
         Ok((model, optim, progress, differences))
@@ -337,14 +340,14 @@ fn ids<M: Module>(model: &M) -> HashMap<String, u64> {
 /// Burn shows an optimizer's rules nothing of it. Here is the first occasion to report it.
 fn ensure_clips(optim: &ModuleOptimizer) -> Result<()> {
     let Some(clipping) = optim.grad_clipping().filter(|_| is_of_init(optim)) else { return Ok(()) };
-    Err(Error::setting(
-        "ModuleOptimizer::with_grad_clipping",
+    Err(Error::usage(
+        "`ModuleOptimizer::with_grad_clipping` clips nothing here",
+        "no call of it on an optimizer of `MuonConfig::init`",
         match clipping {
             GradientClipping::Value(limit) => format!("Value({limit})"),
             GradientClipping::Norm(limit) => format!("Norm({limit})"),
         },
-        "none on an optimizer of `MuonConfig::init`, where it clips nothing, but \
-         `MuonConfig::with_grad_clipping`",
+        "use `MuonConfig::with_grad_clipping`",
     ))
 }
 
@@ -366,7 +369,7 @@ fn ensure_whole<M: Module>(model: &M) -> Result<()> {
         Some(found) => Err(Error::parameter(
             &found.path,
             ONLY_RANK,
-            "it is divided among ranks, and the optimizer is that of one device",
+            "it is divided among ranks, and the optimizer is for one device",
             "save and load with `DistModuleOptimizer`, or the model of `Layout::unshard`",
         )),
         None => Ok(()),
@@ -374,7 +377,7 @@ fn ensure_whole<M: Module>(model: &M) -> Result<()> {
 }
 
 /// Begins a checkpoint. The tensors of the model are put in the order of the returned entries,
-/// then those of the optimizer in the order of `states`.
+/// then the optimizer's in the order of `states`.
 ///
 /// # Errors
 ///
@@ -424,6 +427,7 @@ pub(crate) fn load_model<M: Module>(
 ) -> Result<(M, Vec<Difference>)> {
     let saved: Vec<ParameterEntry> = serde_json::from_str(archive.text(PARAMETERS))
         .map_err(|error| archive.broken(format!("its table of parameters is invalid: {error}")))?;
+    // By the table in the file, before any tensor is read.
     let differences = differences(&saved, &parameters(&model, divided));
     model::load(archive, model, divided, differences)
 }

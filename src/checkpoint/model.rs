@@ -53,9 +53,9 @@ pub fn entries<M: Module>(model: &M, divided: &dyn Divided) -> Vec<Entry> {
     collector.entries
 }
 
-/// Replaces the parameters of a model by those of an archive, which are read one by one. Those that
+/// Replaces the parameters of a model by an archive's, which are read one by one. Those that
 /// are divided are replaced by this rank's part of them. Parameters with one of the `differences`
-/// stay as they are. Returns these differences, and those of parameters of other kinds.
+/// stay as they are. Returns these differences, and parameters of other kinds.
 ///
 /// # Errors
 ///
@@ -87,6 +87,7 @@ pub fn load<M: Module>(
     }
     let Loader { mut differences, unused, .. } = loader;
     for path in unused {
+        // Damage is reported even in what is not used.
         archive.verify(&prefixed(MODEL, &path))?;
         if !differences.iter().any(|known| known.parameter == path) {
             let problem = "expected no parameter, got a tensor";
@@ -133,6 +134,7 @@ macro_rules! visit {
             let saved = move || param.transform_for_save().val();
             let value = saved();
             let kind = (value.dtype(), value.shape());
+            // Before the next parameter: see above.
             drop(value);
             self.add(id, kind, move |_| saved().into_data());
         }
@@ -226,7 +228,7 @@ pub fn stored_otherwise<M: Module>(model: &M) -> Option<String> {
     found.0
 }
 
-/// A mapper that replaces the parameters of a model by those of an archive.
+/// A mapper that replaces the parameters of a model by an archive's.
 struct Loader<'a> {
     /// Fields on the way to the current parameter.
     path: Vec<String>,
@@ -255,6 +257,7 @@ impl Loader<'_> {
         device: &Device,
     ) -> Result<Option<(Tensor<D, K>, Option<ParamId>)>> {
         let path = self.path.join(".");
+        // Reported already, by the table of the file.
         if self.differences.iter().any(|known| known.parameter == path) {
             return Ok(None);
         }

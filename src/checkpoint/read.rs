@@ -25,7 +25,7 @@ pub struct Archive {
     tensors: BTreeMap<String, Stored>,
     scalars: BTreeMap<String, Scalar>,
     metadata: BTreeMap<String, String>,
-    /// Of a record, computed when it is asked for: it reads all tensors.
+    /// The digest of a record, computed when it is asked for: it reads all tensors.
     digest: OnceLock<u64>,
 }
 
@@ -81,6 +81,7 @@ impl Archive {
             return Self::open_other(path);
         };
         let head = checksum_of(&mut file, 0..index.head.bytes, "head").map_err(broken)?;
+        // The head is not used here, but Burn's tools read it: damage must not wait for them.
         verify("its head", index.head.checksum, head).map_err(broken)?;
         let spans = index.spans().expect("`Index::read` has checked the spans");
         let file = Arc::new(Mutex::new(file));
@@ -151,7 +152,7 @@ impl Archive {
     ///
     /// # Panics
     ///
-    /// If the bytes are not those of a record.
+    /// If the bytes are not a record.
     pub fn from_record_bytes(bytes: Bytes) -> Self {
         let mut archive = Self {
             path: PathBuf::new(),
@@ -178,6 +179,7 @@ impl Archive {
         let scalars =
             scalars.filter_map(|(name, value)| Some(format!("{}: {value:?}", by_path(name)?)));
         let mut all: Vec<String> = tensors.chain(scalars).collect();
+        // The order of a record follows its identities, which differ from run to run.
         all.sort_unstable();
         digest(&[all.join("\n").as_bytes()])
     }

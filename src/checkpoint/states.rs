@@ -100,7 +100,7 @@ impl States {
     }
 
     /// The tensors of a parameter whose names in the state begin with a prefix and a dot, each with
-    /// its name in the archive, and the numbers of the parameter by their names in the state.
+    /// its name in the archive. The parameter's numbers come with their names in the state.
     pub fn under(
         &self,
         path: &str,
@@ -299,7 +299,7 @@ fn has_state(archive: &Archive, id: &str) -> bool {
 }
 
 /// The identity of the state of every parameter that has one. A parameter whose identity changed
-/// between two steps has several: that of the model counts, or else the one that took most steps.
+/// between two steps has several: the model's counts, or else the one that took most steps.
 fn ids(archive: &Archive, of_model: impl Fn(&str) -> Option<u64>) -> HashMap<String, String> {
     let time = |id: &str| {
         let name = prefixed(OPTIMIZER, &prefixed(id, TIME));

@@ -131,11 +131,13 @@ impl Saving {
         checksum.update(&bytes);
         if !last {
             let aligned = bytes.len().next_multiple_of(burn_pack::TENSOR_ALIGNMENT as usize);
+            // The container aligns the next tensor by zeros: see `Index::spans`.
             checksum.update(&vec![0; aligned - bytes.len()]);
         }
         section.checksum = checksum.finalize();
         self.next += 1;
         let sent = self.data.as_ref().is_some_and(|data| data.send(bytes).is_ok());
+        // The writer has ended: its error says why.
         if sent { Ok(()) } else { self.join() }
     }
 
@@ -147,6 +149,8 @@ impl Saving {
     pub fn finish(mut self) -> Result<()> {
         self.join()?;
         let scratch = self.scratch.take().expect("`finish` consumes the checkpoint");
+        // The index comes last, when all checksums are known. Burn's tools read the container
+        // before it.
         let appended = append(scratch.path(), &mut self.index);
         appended.map_err(|reason| failed(&self.path, &reason))?;
         scratch.commit().map_err(|error| failed(&self.path, &error.to_string()))
@@ -205,7 +209,7 @@ fn container(contents: &Contents, source: mpsc::Receiver<Bytes>) -> Writer {
         let Planned { name, dtype, shape, id, bytes } = planned.clone();
         burn_pack::Tensor::deferred(name, dtype, shape, id, bytes, next)
     });
-    // The path is that of the temporary file, which must not get another extension.
+    // The path is the temporary file's, which must not get another extension.
     let mut writer = Writer::new(tensors.collect()).auto_extension(false);
     for (key, value) in &contents.scalars {
         writer = writer.with_scalar(key, *value);

@@ -27,7 +27,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// Those of every collective (see [`Communicator`]); [`Error::Mismatch`] on a rank that
+    /// As every collective (see [`Communicator`]); [`Error::Mismatch`] on a rank that
     /// receives a value of another type.
     ///
     /// # Panics
@@ -69,6 +69,7 @@ impl World {
         value: &T,
         root: usize,
     ) -> Result<T> {
+        // Only the root's bytes are sent.
         let bytes = if self.rank() == root { value::to_bytes(value) } else { vec![] };
         value::from_bytes(root, &self.comm().broadcast_bytes(bytes, root)?)
     }
@@ -77,7 +78,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// Those of every collective (see [`Communicator`]).
+    /// As every collective (see [`Communicator`]).
     pub fn any(&self, condition: bool) -> Result<bool> {
         Ok(self.comm().first_bytes(condition.then(Vec::new))?.is_some())
     }
@@ -90,6 +91,7 @@ impl World {
     pub fn agree<T>(&self, outcome: Result<T>) -> Result<T> {
         let cause = outcome.as_ref().err().map(|error| error.to_string().into_bytes());
         let first = self.comm().first_bytes(cause)?;
+        // This rank's own error first: it says more than the text that the others get.
         let value = outcome?;
         match first {
             Some((rank, cause)) => {
@@ -115,6 +117,7 @@ impl World {
         if unite(self.comm(), vec![], digest(&value::to_bytes(value)))?.is_some() {
             return Ok(None);
         }
+        // Only after a difference: the values may be long.
         let first = self.broadcast_value(value, 0)?;
         let described = difference(&first, value).map(|difference| value::to_bytes(&difference));
         let described = self.comm().first_bytes(described)?;
@@ -153,6 +156,7 @@ fn difference(path: &str, first: &Value, other: &Value) -> Option<Difference> {
         return None;
     }
     if let (Value::Object(first), Value::Object(other)) = (first, other) {
+        // The keys of both, since a rank may have a setting that the other lacks.
         return first.keys().chain(other.keys()).find_map(|key| {
             let path = format!("{path}{}{key}", if path.is_empty() { "" } else { "." });
             let [first, other] = [first, other].map(|value| value.get(key).unwrap_or(&Value::Null));
@@ -184,6 +188,8 @@ pub(crate) fn unequal(comm: &Communicator, numbers: &[u64]) -> Result<Vec<usize>
 /// A number and its complement, which share a bit in the union of all ranks only if a rank has
 /// given another number.
 fn with_complement(number: u64) -> [u8; 2 * size_of::<u64>()] {
+    // United by OR over all ranks, a bit that differs is set in the number and in the complement:
+    // see `is_same`. One call compares any number of ranks.
     let [low, high] = [number, !number].map(u128::from);
     (low | high << u64::BITS).to_le_bytes()
 }

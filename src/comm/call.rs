@@ -54,7 +54,7 @@ impl Call {
         Self { counts, root: Some(root), ..Self::with_tensor("broadcast", tensor) }
     }
 
-    /// Without counts, which differ between the ranks: an engine compares those of pairs.
+    /// Without counts, which differ between the ranks: an engine compares the counts of pairs.
     pub fn all_to_all(tensor: &Tensor<1>) -> Self {
         Self::with_tensor("all_to_all", tensor)
     }

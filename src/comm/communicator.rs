@@ -80,7 +80,7 @@ impl Communicator {
         self.engine.nodes()
     }
 
-    /// Returns the number of communicators that this rank has now, that of the world included. Each
+    /// Returns the number of communicators that this rank has now, the world's included. Each
     /// may take memory of the device, and connections.
     pub fn communicators(&self) -> usize {
         self.engine.communicators()
@@ -343,7 +343,7 @@ mod tests {
             (comm.reduce_scatter(tensor(), &[1, 1, 1], ReduceOp::Mean), "reduce_scatter"),
             (comm.reduce_scatter_f32(tensor(), &[1, 1, 1]), "reduce_scatter"),
             (comm.all_to_all(tensor(), &pairs(&[1, 1, 1], &[0; 3])), "all_to_all"),
-            // The count of this rank, and not that of another one.
+            // The count of this rank, and not another's.
             (comm.all_gather(tensor(), &[4, 3, 4]), "all_gather"),
             (comm.gather(tensor(), &[4, 3, 4], 0), "gather"),
         ];

@@ -35,6 +35,8 @@ pub trait Exchange: Engine + Sized + 'static {
 pub fn all_reduce<E: Exchange>(engine: &E, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
     let (length, dtype) = (tensor.dims()[0], tensor.dtype());
     let call = Call::all_reduce(&tensor, op);
+    // Reduce parts, then gather them: every rank sends about two buffers, however many ranks there
+    // are.
     let counts = even_counts(length, engine.size());
     let reduced = reduce_in_one_exchange(engine, call, tensor, &counts, op, dtype)?;
     if counts.len() == 1 {
@@ -62,6 +64,7 @@ pub fn reduce_scatter<E: Exchange>(
     // Even parts are reduced instead and sent to their owners, so that it receives at most two
     // buffers.
     let even = even_counts(length, size);
+    // The second exchange moves sums, and adds up nothing.
     let second_call = Call { op: None, ..call.clone() };
     let reduced = reduce_in_one_exchange(engine, call, tensor, &even, op, dtype)?;
     let (send, receive) = (overlaps(&even, rank, counts), overlaps(counts, rank, &even));

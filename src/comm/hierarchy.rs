@@ -69,6 +69,8 @@ impl Nodes {
         let mut sizes = vec![0; numbers.len()];
         nodes.iter().for_each(|node| sizes[*node] += 1);
         let size = sizes[0];
+        // One node, or nodes of one rank, have no link to spare. With different sizes, some local
+        // index would not exist on every node.
         if sizes.len() == 1 || size == 1 || sizes.iter().any(|other| *other != size) {
             return Self::None;
         }
@@ -102,7 +104,7 @@ impl Hierarchy {
     ///
     /// # Errors
     ///
-    /// Those of every collective (see [`Communicator`]).
+    /// As every collective (see [`Communicator`]).
     pub fn over(all: Communicator, name: &str) -> Result<Option<Self>> {
         // Through rank 0, so that the bytes sent to each rank do not grow with the number of ranks.
         let names = all.gather_bytes(name.as_bytes().to_vec(), 0)?;
@@ -116,6 +118,7 @@ impl Hierarchy {
             .enumerate()
             .find_map(|(node, ranks)| Some((node, find(ranks)?)))
             .expect("every rank is in a node");
+        // Two groups of every rank: its node, and the ranks of its local index on all nodes.
         let node = all.split(node_index, local_index)?;
         let across = all.split(local_index, node_index)?;
         let by_local_index = (0..node_size)
@@ -148,6 +151,7 @@ impl Hierarchy {
         let by_local_index = reordered(tensor, &offsets(counts), counts, &self.by_local_index);
         let node_counts = self.counts_by_local_index(counts);
         let inside = self.node.reduce_scatter_f32(by_local_index, &node_counts)?;
+        // The second half is started by the wait for the first: see the module.
         let across = self.across.clone();
         let counts = self.counts_across(counts);
         Ok(Pending::new(inside.bytes(), move || {
@@ -200,6 +204,7 @@ impl Engine for Hierarchy {
         self.all.communicators()
     }
 
+    // Only the calls of buckets go by nodes: the others are small, or rare.
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         self.all.all_reduce(tensor, op)
     }
@@ -227,6 +232,7 @@ impl Engine for Hierarchy {
             let gathered = node.all_gather(across.wait()?, &node_counts)?.wait()?;
             let gathered_counts: Vec<usize> =
                 by_local_index.iter().map(|rank| counts[*rank]).collect();
+            // The parts arrived in the order of local indices: note the start of each rank's part.
             let mut rank_offsets = vec![0; counts.len()];
             for (rank, offset) in by_local_index.into_iter().zip(offsets(&gathered_counts)) {
                 rank_offsets[rank] = offset;

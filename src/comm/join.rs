@@ -76,8 +76,8 @@ where
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] on a rank that has no batch at all, while others have some; those of
-    /// every collective (see [`Communicator`](super::Communicator)).
+    /// [`Error::Usage`] on a rank that has no batch at all, while others have some; as every
+    /// collective (see [`Communicator`](super::Communicator)).
     pub fn next_batch(&mut self) -> Result<Option<Joined<I::Item>>> {
         let next = self.batches.next();
         if !self.world.any(next.is_some())? {
@@ -90,10 +90,12 @@ where
         match &self.last {
             Some(last) => Ok(Some(Joined::Repeated(last.clone()))),
             None => {
-                let value = format!("none on rank {}", self.world.rank());
-                let expected = "at least one on every rank, which it repeats while others go on \
-                                (divide the items anew)";
-                let error = Error::setting("batches", value, expected);
+                let error = Error::usage(
+                    "a rank has no batch",
+                    "at least one on every rank, which it repeats while others go on",
+                    format!("none on rank {}", self.world.rank()),
+                    "divide the items anew",
+                );
                 self.world.comm().fail(&error.to_string());
                 Err(error)
             }

@@ -3,7 +3,7 @@
 //! A rank is one of the threads or processes that train together. An engine moves buffers between
 //! ranks, independently of any optimizer. All ranks of a group make every call, in the same order.
 //! A program starts a call first and waits for its result later; some engines carry out the call in
-//! between. Names and meanings are those of MPI and NCCL. The ranks' parts of a buffer may have
+//! between. Names and meanings are as in MPI and NCCL. The ranks' parts of a buffer may have
 //! different lengths, also zero.
 //!
 //! Reductions are exact: every engine adds up in float32, in the same order, so all engines return
@@ -39,7 +39,7 @@ mod nccl;
 mod pending;
 mod reduce;
 mod rendezvous;
-// External calls are those of processes.
+// Processes make external calls.
 #[cfg_attr(not(feature = "processes"), allow(dead_code))]
 mod rounds;
 mod sync;

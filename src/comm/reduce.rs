@@ -76,6 +76,8 @@ fn in_blocks(
 ) -> Tensor<1> {
     let width = match contributed {
         DType::F32 => length,
+        // Half precision is widened before the sum: block by block, so that the float32 copies of
+        // all ranks never exist at once.
         _ => (BLOCK / ranks).clamp(1, length),
     };
     let starts = (0..length).step_by(width);
@@ -86,6 +88,8 @@ fn in_blocks(
 /// Adds up tensors in pairs. Contributions of other ranks are separate tensors, and putting them
 /// into rows would copy them.
 fn parts_in_pairs(mut level: Vec<Tensor<1>>) -> Tensor<1> {
+    // Neighbours first, then pairs of pairs. The order depends on the number of ranks alone, so the
+    // bits depend neither on the engine nor on timing.
     while level.len() > 1 {
         let mut rest = level.into_iter();
         level = Vec::new();

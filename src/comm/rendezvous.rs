@@ -115,6 +115,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Participant<C, P> {
     ///
     /// The world's failure; a call that differs from another member's fails the world.
     pub fn arrive(&self, call: C, payload: P) -> Result<PendingRound<C, P>, Failure> {
+        // The n-th call of every member of a group belongs to the same round.
         let key = (self.group, self.next_round.fetch_add(1, Ordering::SeqCst));
         self.drop_released();
         let mut state = self.rendezvous.lock();
@@ -199,6 +200,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> State<C, P> {
         self.rounds.wait(rank, key, now)?;
         let callers = &mut self.callers[rank];
         callers.insert(current_thread().id());
+        // Every thread that has ever made a call waits: the rank can't go on by itself.
         if self.rounds.waits(rank) == callers.len() {
             self.rounds.block_everywhere(rank);
         }
@@ -261,6 +263,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> PendingRound<C, P> {
             let mut failure = state.rounds.failure().cloned();
             if look.is_some_and(|look| now >= look) {
                 look = None;
+                // Once per wait, since the search costs time in proportion to all waits.
                 failure = failure.or_else(|| state.rounds.find_deadlock());
             }
             if let Some(failure) = failure.or_else(|| state.rounds.expire(self.rank, point, now)) {
@@ -280,6 +283,8 @@ impl<C: Clone + PartialEq + Display, P: Clone> Drop for PendingRound<C, P> {
         // Does not panic, as `lock` would: a panic while another one unwinds aborts the process.
         let Ok(mut state) = self.rendezvous.state.lock() else { return };
         for (rank, payload) in state.rounds.finish(self.key) {
+            // Each rank drops its own payloads, at its next call, on its thread: not under this
+            // lock.
             state.released[rank].push(payload);
         }
     }

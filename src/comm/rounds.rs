@@ -28,7 +28,7 @@ use serde::{Deserialize, Serialize};
 pub enum Failure {
     /// A rank died, failed, or did not arrive in time.
     Peer {
-        /// Its rank in the world.
+        /// The rank that failed.
         rank: usize,
         /// The reason it gave, or what was observed.
         cause: String,
@@ -210,6 +210,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
             let calls = format!("rank {first}: {}, rank {rank}: {call}", round.call);
             return Err(self.fail(Failure::Mismatch { calls }));
         }
+        // A member that arrives again, with a newer payload, does not count twice.
         if round.payloads[member].replace(payload).is_none() {
             round.arrived += 1;
         }
@@ -227,6 +228,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     pub fn finish(&mut self, key: Key) -> Vec<(usize, P)> {
         let Some(round) = self.rounds.get_mut(&key) else { return vec![] };
         round.finished += 1;
+        // The payloads stay until the last member has read them.
         if round.finished < round.members.len() {
             return vec![];
         }
@@ -259,6 +261,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
             let cause = self.early_return(&wait);
             return Err(self.fail(Failure::Peer { rank: departed, cause }));
         }
+        // A busy rank that waits is not occupied any more: others may be waiting for it now.
         self.end_occupation(rank, wait.since);
         self.clear_wait(rank, wait.point);
         self.ranks[rank].waits.push(wait);
@@ -269,6 +272,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     pub fn clear_wait(&mut self, rank: usize, point: WaitPoint) {
         let state = &mut self.ranks[rank];
         state.waits.retain(|wait| wait.point != point);
+        // One thread of the rank goes on, so the rank as a whole is not blocked.
         if state.blocked.contains(&point) {
             state.blocked.clear();
         }
@@ -284,6 +288,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     pub fn block(&mut self, rank: usize, points: Vec<WaitPoint>) {
         let state = &mut self.ranks[rank];
         let waits_at = |point: &WaitPoint| state.waits.iter().any(|wait| wait.point == *point);
+        // The message that a rank is blocked may be overtaken by the end of one of its waits.
         if points.iter().all(waits_at) {
             state.blocked = points;
         }
@@ -305,11 +310,14 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
         if self.failure.is_some() {
             return None;
         }
+        // Waits at one point miss the same ranks, which are looked up once for each point.
         let mut missing: HashMap<WaitPoint, Vec<usize>> = HashMap::new();
         for wait in self.ranks.iter().flat_map(|rank| &rank.waits) {
             missing.entry(wait.point).or_insert_with(|| self.missing(wait).collect());
         }
         let is_blocked = |rank: &Rank| !rank.blocked.is_empty() && !rank.departed;
+        // The largest set of ranks each of which waits for another one of the set: start with all
+        // blocked ranks, and take out those that may go on until none is left to take out.
         let mut stuck: Vec<bool> = self.ranks.iter().map(is_blocked).collect();
         loop {
             // A thread goes on if all ranks that it waits for may arrive.
@@ -340,6 +348,8 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
                 }
             }
         }
+        // Of thousands of ranks, a message that names some calls is read; one that names all is
+        // not.
         let more = by_point.len().saturating_sub(NAMED_CALLS);
         let described = by_point.iter().take(NAMED_CALLS).map(|(wait, ranks)| {
             let (group, members) = self.group(wait.point);
@@ -395,6 +405,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
         self.end_occupation(rank, now);
         let state = &mut self.ranks[rank];
         self.departed += usize::from(!std::mem::replace(&mut state.departed, true));
+        // A departed rank waits for nothing, and others must not be told that it blocks.
         state.waits.clear();
         state.blocked.clear();
         let waits = self.ranks.iter().flat_map(|other| &other.waits);
@@ -411,6 +422,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     }
 
     fn due_time(&self, wait: &Wait) -> Instant {
+        // The time that others were busy does not count against those that wait.
         wait.since.max(self.resumed.unwrap_or(wait.since)) + self.deadline
     }
 
@@ -452,6 +464,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     /// Finds the rank responsible for a timeout by following the wait-for graph. A rank that is
     /// itself waiting is not blamed: if all of them wait for each other, their calls differ.
     fn responsible(&self, rank: usize, first: &Wait, now: Instant) -> Option<Failure> {
+        // A search in breadth: the rank that is named is the one with the fewest waits in between.
         let mut visited = vec![false; self.ranks.len()];
         visited[rank] = true;
         let mut waits = vec![first];
@@ -459,6 +472,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
         while let Some(wait) = waits.get(next).copied() {
             for missing in self.missing(wait) {
                 let state = &self.ranks[missing];
+                // It runs and does not come: everything else waits for it.
                 if state.waits.is_empty() {
                     return Some(self.late(missing, wait));
                 }
@@ -473,6 +487,8 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
                 let ranks: Vec<usize> = (0..visited.len()).filter(|rank| visited[*rank]).collect();
                 Some(Failure::Mismatch { calls: self.calls(&ranks) })
             }
+            // All ranks came, and the engine does not finish. If a connection is lost, the control
+            // plane names the rank within this time.
             None if now >= self.due_time(first) + CONNECTION_LOSS_GRACE => {
                 let call = self.call_name(first);
                 let cause = format!("{call} did not finish, although all ranks came to it");
@@ -659,6 +675,8 @@ impl ExternalCalls {
         let replaced =
             previous.and_then(|previous| Some((previous, self.current.get_mut(&previous)?)));
         if let Some((previous, reported)) = replaced {
+            // Only calls that are some rank's latest are kept, so memory does not grow with the
+            // calls.
             reported.ranks -= 1;
             if reported.ranks == 0 {
                 self.current.remove(&previous);

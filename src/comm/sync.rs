@@ -1,5 +1,5 @@
 //! The synchronisation primitives of [`rendezvous`](super::rendezvous). `tests/interleavings.rs`
-//! replaces them by those of a checker that explores interleavings.
+//! replaces them by a checker's, which explores interleavings.
 
 pub use std::sync::atomic::{AtomicU64, Ordering};
 pub use std::sync::{Condvar, Mutex, MutexGuard};
@@ -27,7 +27,7 @@ mod tests {
         })
     }
 
-    /// Arrives in a round with this rank's index as the payload, and collects those of all.
+    /// Arrives in a round with this rank's index as the payload, and collects all payloads.
     fn exchange(rank: &Participant<String, usize>, call: &str) -> Result<Vec<usize>, Failure> {
         rank.arrive(call.to_owned(), rank.rank())?.collect()
     }

@@ -242,7 +242,7 @@ impl Engine for Threads {
     }
 
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
-        // Every rank offers a number for a new group, of which that of the first member is used.
+        // Every rank offers a number for a new group; the first member's is used.
         let offer = (color, key, self.participant.new_group());
         let offers = self.collect_bytes(Call::new("split"), value::to_bytes(&offer))?;
         let mut members: Vec<(usize, usize, u64)> = vec![];

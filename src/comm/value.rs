@@ -20,7 +20,7 @@ pub fn to_bytes<T: Serialize>(value: &T) -> Vec<u8> {
 ///
 /// # Errors
 ///
-/// [`Error::Mismatch`] if the bytes are not those of such a value.
+/// [`Error::Mismatch`] if the bytes are not such a value.
 pub fn from_bytes<T: DeserializeOwned>(rank: usize, bytes: &[u8]) -> Result<T> {
     rmp_serde::from_slice(bytes).map_err(|error| Error::Mismatch {
         calls: format!("rank {rank} gave a value of another type: {error}"),

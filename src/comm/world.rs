@@ -85,7 +85,7 @@ impl World {
     /// # Errors
     ///
     /// The error of the first rank that failed; the calls of the others end with
-    /// [`Error::PeerFailed`]. [`Error::Setting`] without a device, [`Error::Devices`] for devices
+    /// [`Error::PeerFailed`]. [`Error::Usage`] without a device, [`Error::Devices`] for devices
     /// of different backends.
     ///
     /// # Panics
@@ -240,7 +240,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// As [`Launch::from_env`], `World::mpi` and `World::nccl`; [`Error::Setting`] without the
+    /// As [`Launch::from_env`], `World::mpi` and `World::nccl`; [`Error::Usage`] without the
     /// feature of the engine (`cuda` or `mpi`).
     pub fn from_env() -> Result<Self> {
         let launch = Launch::from_env()?;
@@ -253,11 +253,11 @@ impl World {
         #[cfg(feature = "mpi")]
         return Self::mpi(&launch, device, DEADLINE);
         #[cfg(not(feature = "mpi"))]
-        Err(Error::setting(
-            "device",
+        Err(Error::usage(
+            "no engine connects the device's ranks",
+            "a device whose ranks this build connects",
             format!("{device:?}"),
-            "a device whose ranks this build connects (the feature `cuda` of distmuon connects \
-             CUDA devices, `mpi` all of them)",
+            "build distmuon with the feature `cuda` for CUDA devices, or `mpi` for all devices",
         ))
     }
 
@@ -326,7 +326,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// Those of every collective (see [`Communicator`]).
+    /// As every collective (see [`Communicator`]).
     pub fn by_node(self, name: &str) -> Result<Self> {
         let Self { comm, device } = self;
         let comm = match Hierarchy::over(comm.clone(), name)? {
@@ -341,7 +341,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// Those of every collective (see [`Communicator`]).
+    /// As every collective (see [`Communicator`]).
     pub fn describe(&self) -> Result<String> {
         let host = gethostname::gethostname().to_string_lossy().into_owned();
         let row = [host, self.comm.version(), format!("{:?}", self.device)];
@@ -398,7 +398,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// Those of every collective (see [`Communicator`]).
+    /// As every collective (see [`Communicator`]).
     pub fn mean(&self, value: impl Into<f64>) -> Result<f64> {
         // By way of rank 0, so that its messages do not grow with the square of the ranks.
         let all: Option<Vec<f64>> = self.gather_value(&value.into(), 0)?;
@@ -426,7 +426,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// Those of every collective (see [`Communicator`]).
+    /// As every collective (see [`Communicator`]).
     pub fn split(&self, color: usize, key: usize) -> Result<Self> {
         Ok(Self::new(self.comm.split(color, key)?, self.device.clone()))
     }
@@ -437,7 +437,7 @@ impl World {
     ///
     /// # Errors
     ///
-    /// Those of every collective (see [`Communicator`]); [`Error::Mismatch`] for models of
+    /// As every collective (see [`Communicator`]); [`Error::Mismatch`] for models of
     /// different shapes.
     pub fn broadcast<M: Module>(&self, model: M) -> Result<M> {
         self.broadcast_without(model, |_| false)
@@ -476,8 +476,8 @@ impl World {
 
 /// Runs a function on one thread per rank, in the world that `world` returns for it, and then calls
 /// `depart`. Returns the results in the order of ranks, or the failure that is the cause of the
-/// others: that of the rank that `failed` returns, or of the first one without a world for a reason
-/// of its own.
+/// others: the error of the rank that `failed` returns, or of the first one without a world for a
+/// reason of its own.
 fn on_threads<T, E, F>(
     ranks: usize,
     world: impl Fn(usize) -> Result<World> + Sync,
@@ -492,6 +492,8 @@ where
 {
     let unmade = Mutex::new(None);
     let rank = |rank: usize| {
+        // A rank whose engine could not be made has no communicator to report it by. Its error is
+        // the cause, unless it is only the echo of another's.
         let joined = world(rank).inspect_err(|error| {
             if !matches!(error, Error::PeerFailed { .. } | Error::Mismatch { .. }) {
                 unmade.lock().expect("no holder of the lock panics").get_or_insert(rank);
@@ -506,6 +508,7 @@ where
             Ok(Err(panic)) => Some(format!("it panicked: {}", message(panic.as_ref()))),
         };
         if let Some(cause) = cause {
+            // The others must not wait for a rank that has ended.
             comm.inspect(|comm| comm.fail(&cause));
         }
         depart(rank);
@@ -519,6 +522,7 @@ where
     let has_failed = |outcome: &_| !matches!(outcome, Ok(Ok(_)));
     if let Some(any) = outcomes.iter().position(has_failed) {
         let unmade = unmade.into_inner().expect("no holder of the lock panics");
+        // Of all errors, return the one that the others follow from.
         let cause = unmade.or_else(failed).filter(|rank| has_failed(&outcomes[*rank]));
         outcomes = vec![outcomes.swap_remove(cause.unwrap_or(any))];
     }
@@ -529,7 +533,8 @@ where
 /// Fails for no devices, and for devices of different backends.
 fn check(devices: &[Device]) -> Result<()> {
     let Some(first) = devices.first() else {
-        return Err(Error::setting("devices", "none", "at least one device"));
+        let remedy = "give one device for every rank, as `World::devices` does";
+        return Err(Error::usage("the devices are missing", "at least one device", "none", remedy));
     };
     let backend = |device: &Device| core::mem::discriminant::<DispatchDevice>(device.as_dispatch());
     let kind = |device: &Device| backend(&device.clone().inner());

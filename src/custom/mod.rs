@@ -29,9 +29,9 @@
 //!
 //! # The step
 //!
-//! - The learning rate is that of the step, times the factor of the parameter's role in
-//!   [`ElementwiseConfig`](crate::ElementwiseConfig): that of embeddings or of the output head for
-//!   parameters to which the built-in rules give that role, and that of vectors for all others.
+//! - The learning rate is the step's, times the factor of the parameter's role in
+//!   [`ElementwiseConfig`](crate::ElementwiseConfig): `embedding_lr` or `head_lr` for parameters to
+//!   which the built-in rules give that role, and `vector_lr` for all others.
 //! - Clipping and loss scaling apply as to all other gradients. Clipping that was configured for
 //!   the optimizer by itself, as in Burn's configurations, is not part of what their `build`
 //!   returns, and does not apply.
@@ -99,7 +99,7 @@ impl CustomOptimizers {
         self.0.get(name).and_then(Option::as_ref).expect("the routing has checked the names")
     }
 
-    /// Fails unless the names are those of routing rules, and all optimizers are there.
+    /// Fails unless the names are in routing rules, and all optimizers are there.
     pub(crate) fn check<'a>(&self, named: impl Iterator<Item = &'a str> + Clone) -> Result<()> {
         if let Some(unknown) = named.clone().find(|name| !self.0.contains_key(*name)) {
             let expected = "names of optimizers that were given to `MuonConfig::with_optimizer`";

@@ -40,7 +40,8 @@ pub enum Publish {
     /// followed by work of a single rank: call
     /// [`DistModuleOptimizer::finish_publication`](super::DistModuleOptimizer::finish_publication)
     /// on all ranks before. A failure of another rank after the step makes parameters NaN, and the
-    /// next step, save or `finish_publication` returns it.
+    /// next step, save or `finish_publication` returns it. A clone that is frozen or unfrozen
+    /// between a step and the first use freezes its original as well, which the next step rejects.
     AtFirstUse,
 }
 
@@ -48,7 +49,7 @@ pub enum Publish {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum GradDtype {
-    /// That of the parameter. The ranks send two bytes per element, add up in float32 and do not
+    /// The parameter's type. The ranks send two bytes per element, add up in float32 and do not
     /// round the sum.
     Parameter,
     /// float32, for gradients that were accumulated in it: see

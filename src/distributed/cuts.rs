@@ -24,9 +24,9 @@ pub struct Cuts {
 #[derive(Debug, Clone)]
 pub struct SliceGroup {
     pub grid: Grid,
-    /// Those that have the same slices.
+    /// The ranks that have the same slices.
     pub alike: Communicator,
-    /// Those that have the other slices, one of each.
+    /// The ranks that have the other slices, one of each.
     pub across: Communicator,
 }
 

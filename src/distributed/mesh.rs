@@ -81,6 +81,7 @@ struct KnownGroups(Vec<(Vec<Vec<usize>>, Communicator)>);
 
 impl KnownGroups {
     fn of(world: &World) -> Arc<Mutex<Self>> {
+        // The world itself is the group of all ranks: no engine has to make it again.
         let all = vec![(0..world.size()).collect()];
         Arc::new(Mutex::new(Self(vec![(all, world.communicator())])))
     }
@@ -103,6 +104,8 @@ impl Mesh {
             (first != other).then(|| Difference { setting: "mesh".to_owned(), first, other })
         })?;
         check(&axes, world.size())?;
+        // Ranks that differ only on model axes get the same data: their coordinates there are the
+        // color, so each data world has one of them.
         let models: Vec<usize> = (0..axes.len()).filter(|axis| axes[*axis].is_model).collect();
         let all = Self::flat(world);
         let group = |axis: usize| all.split(|rank| [position(&axes, axis, rank).1, rank]);
@@ -126,7 +129,7 @@ impl Mesh {
     ///
     /// # Errors
     ///
-    /// Those of every collective.
+    /// As every collective.
     pub(super) fn split(
         &self,
         color_and_key: impl Fn(usize) -> [usize; 2],
@@ -141,11 +144,13 @@ impl Mesh {
             group.into_iter().map(|(_, rank)| rank).collect()
         });
         let mut groups: Vec<Vec<usize>> = ranks.collect();
+        // The same groups may come from other colors. Sorted, they are found again.
         groups.sort_unstable();
         let known = || self.known.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, group)) = known().0.iter().find(|(known, _)| *known == groups) {
             return Ok(group.clone());
         }
+        // All ranks have the same list, so all of them come to this call, or none.
         let [color, key] = color_and_key(self.world.rank());
         let group = self.world.comm().split(color, key)?;
         known().0.push((groups, group.clone()));
@@ -258,6 +263,7 @@ fn index(axes: &[Axis], on: impl Iterator<Item = usize>, rank: usize) -> usize {
 /// The coordinate of a rank on an axis, and its number among the ranks with that coordinate, which
 /// the ranks that differ in this coordinate only have in common.
 fn position(axes: &[Axis], axis: usize, rank: usize) -> (usize, usize) {
+    // Ranks are numbered row by row: the axes behind this one vary faster.
     let stride: usize = axes[axis + 1..].iter().map(Axis::size).product();
     let size = axes[axis].size;
     (rank / stride % size, rank / (stride * size) * stride + rank % stride)

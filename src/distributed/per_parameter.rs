@@ -18,7 +18,7 @@ use crate::update::{Resumable, SkippedSteps};
 /// Muon on many ranks as a Burn [`Optimizer`]: each parameter has one owner, the only rank that
 /// stores and orthogonalises its momentum. The owner sends the new value to the other ranks.
 ///
-/// Use it in a training loop that requires a Burn optimizer, such as that of Burn's
+/// Use it in a training loop that requires a Burn optimizer, such as in Burn's
 /// [`ModuleOptimizer`] or the data parallelism of burn-train. In your own training loop, use
 /// [`DistModuleOptimizer`](super::DistModuleOptimizer). Since Burn passes one parameter at a time,
 /// and needs the new value before the next one, `DistMuon` is more limited:
@@ -69,7 +69,7 @@ pub struct DistMuon {
 pub struct DistMuonState<const D: usize> {
     /// The state of Muon. On ranks that do not own the parameter, the momentum has no elements.
     pub muon: MuonState<D>,
-    /// Owner and index of the parameter; `None` if the state is that of a single device.
+    /// Owner and index of the parameter; `None` if the state is of a single device.
     pub ownership: Option<Ownership>,
 }
 
@@ -112,7 +112,7 @@ struct Assigned {
 impl DistMuonConfig {
     /// Makes Muon as a Burn optimizer of single parameters on one rank, to be combined with other
     /// optimizers by hand or by [`DistMuon::init`]. Of this configuration, only the settings of
-    /// matrices are used, and by `DistMuon::init` also those of AdamW and the routing rules.
+    /// matrices are used, and by `DistMuon::init` also AdamW's and the routing rules.
     ///
     /// # Errors
     ///
@@ -124,7 +124,7 @@ impl DistMuonConfig {
     }
 
     /// Makes the optimizer of [`per_parameter`](Self::per_parameter) for threads that
-    /// [`World::threads`] did not start, such as those of burn-train's data parallelism.
+    /// [`World::threads`] did not start, such as in burn-train's data parallelism.
     ///
     /// The threads share clones of the result. The first `ranks` threads that step a parameter
     /// become the ranks, in the order of their first step. The end of a rank is noticed after
@@ -138,6 +138,7 @@ impl DistMuonConfig {
             return Err(Error::setting("ranks", 0, "at least 1"));
         }
         let mut free = Threads::world(&vec![Device::default(); ranks], DEADLINE);
+        // `pop` then gives out rank 0 first.
         free.reverse();
         let ranks = ThreadRanks { free, taken: HashMap::new() };
         self.build_on(Ranks::Threads(Arc::new(Mutex::new(ranks))))
@@ -195,6 +196,7 @@ impl DistMuon {
             None => rank.assign(self.rule.operations(&shape, parameter.dtype(), &device)?),
         };
         self.check(comm, &shape, lr, ownership, muon.as_ref())?;
+        // All ranks take part in the broadcast, and only the owner has the state.
         let (updated, muon) = if ownership.owner == comm.rank() {
             self.rule.try_step(lr, parameter, grad, muon)?
         } else {
@@ -233,6 +235,7 @@ impl DistMuon {
             ));
         }
         let call = format!("step {index} `{path}` {shape:?} of rank {owner} at rate {}", lr as f32);
+        // Digests first: the calls are sent only to say how they differ.
         if unite(comm, vec![], digest(&call))?.is_some() {
             return Ok(());
         }
@@ -280,6 +283,8 @@ impl Rank {
     fn assign(&self, operations: f64) -> Ownership {
         let mut assigned = self.assigned.lock().expect("no holder of the lock panics");
         let loads = assigned.loads.iter().enumerate();
+        // All ranks see the parameters in one order, so all of them find the same owner, without a
+        // message.
         let least = loads.min_by(|(_, a), (_, b)| a.total_cmp(b));
         let (owner, _) = least.expect("a world has at least one rank");
         assigned.loads[owner] += operations;

@@ -94,7 +94,7 @@ impl Place {
         self.rule == Rule::Between(Placement::Owned)
     }
 
-    /// The name of the axis that it is about, other than that of owners.
+    /// The name of the axis that it is about, other than the owners' axis.
     pub(super) fn axis(&self) -> Option<&str> {
         match &self.rule {
             Rule::Between(_) => None,

@@ -20,7 +20,7 @@ use crate::update::{ELEMENTS, ElementwiseUpdate, Matrices, SKIPPED, Slot, StepSi
 #[derive(Clone)]
 pub struct ModelParameter {
     pub path: String,
-    /// Its identity in the model of the last step.
+    /// The parameter's identity in the model of the last step.
     pub id: ParamId,
     /// The shape that this rank has: of the whole, or of its slice.
     pub shape: Vec<usize>,
@@ -44,12 +44,13 @@ pub struct TrainedParameter {
     pub path: String,
     /// Index of the model's parameter.
     pub model: usize,
-    /// Index of the block among those of the model's parameter, unless it is the only one.
+    /// Index of the block in the model's parameter, unless it is the only one.
     pub block: Option<usize>,
-    /// Its shape: that in the model, or a batch of matrices for a block.
+    /// The shape in the model, or a batch of matrices for a block.
     pub shape: Vec<usize>,
     pub dtype: DType,
-    /// Steps in which it had a gradient on any rank: its position in the schedules.
+    /// Steps in which it had a gradient on any rank: its position in the schedules, or the position
+    /// of a stack's matrices with a gradient in each of them.
     pub time: usize,
     pub kind: Kind,
 }
@@ -85,10 +86,17 @@ impl TrainedParameter {
         }
     }
 
-    /// The slots that are sharded: those of elements, rows, columns and matrices.
+    /// Returns `true` for several matrices, each of which may be without a gradient.
+    pub fn is_stack(&self) -> bool {
+        matches!(self.kind, Kind::Muon { count: 2.., .. })
+    }
+
+    /// The slots that are sharded: one value per element, row, column or matrix.
     pub fn slots(&self, updates: &Updates) -> Vec<Slot> {
         match self.kind {
-            Kind::Muon { matrices, .. } => updates.muon.slots(matrices, self.dtype),
+            Kind::Muon { matrices, .. } => {
+                updates.muon.slots(matrices, self.is_stack(), self.dtype)
+            }
             Kind::Elementwise { .. } => updates.rest.slots(self.dtype),
             Kind::Whole { .. } => updates.rest.precision.slots(self.dtype).into_iter().collect(),
         }
@@ -171,7 +179,7 @@ fn slices_of_blocks(slice: Option<&Slice>, blocks: &Blocks) -> Vec<Option<Slices
     blocks.ranges().map(|range| Some(batch.of_range(blocks.dimension(), range))).collect()
 }
 
-/// The slices of a parameter as those of a batch of matrices.
+/// The slices of a parameter as slices of a batch of matrices.
 fn batched(slices: &Slices) -> Slices {
     match slices.whole().len() {
         2 => slices.unsqueezed(),
@@ -185,7 +193,7 @@ fn held(slice: Option<&Slice>, blocks: &Blocks, slices: &[Option<Slices>]) -> Bl
         return blocks.clone();
     };
     let batch = batched(whole).shape(*index);
-    let batch = batch.try_into().expect("blocks are those of batches of matrices");
+    let batch = batch.try_into().expect("blocks are cut from batches of matrices");
     let of_block = slices.iter().flatten().map(|slices| slices.shape(*index)[blocks.dimension()]);
     blocks.of_slice(batch, of_block.collect())
 }

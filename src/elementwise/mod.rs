@@ -1,6 +1,6 @@
 //! AdamW and Lion, for all parameters that are not hidden matrices.
 //!
-//! Learning rates are relative to that of the step. Several parameters are updated at once, in
+//! Learning rates are relative to the step's. Several parameters are updated at once, in
 //! place where there are kernels, and a gradient that is not finite leaves its parameter untouched.
 //!
 //! With betas `b1` and `b2`, learning rate `lr` and weight decay `w`, a step of AdamW with gradient

@@ -26,7 +26,7 @@ pub(crate) struct Elementwise {
     reserved: Reserved,
 }
 
-/// The state of a parameter. Its record has the tensor `skipped`, and those of the rule:
+/// The state of a parameter. Its record has the tensor `skipped`, and the rule's:
 /// `moment_1`, `moment_2`, `correction_1` and `correction_2` for AdamW, `momentum` for Lion.
 #[derive(Clone)]
 pub(crate) struct ElementwiseState<const D: usize> {

@@ -112,6 +112,8 @@ where
     let depth = depth.try_into_primitive::<Autodiff<B, C>>().expect(OF_THIS_BACKEND);
     let input = input.try_into_primitive::<Autodiff<B, C>>().expect(OF_THIS_BACKEND);
     let output: FloatTensor<B> = output.try_into_primitive::<B>().expect(OF_THIS_BACKEND);
+    // Burn runs a backward pass from the deepest node upwards. The second parent only sets the
+    // depth.
     let nodes = [input.node(), depth.node()];
     let state = State { shape: input.shape(), backward };
     let attached = match again {
@@ -172,6 +174,7 @@ where
     fn backward(self, ops: Ops<State, 2>, grads: &mut Gradients, _: &mut Checkpointer) {
         let State { shape, backward } = ops.state;
         let gradient = flat::<B>(grads.consume::<B>(&ops.node));
+        // The depth is untracked, and gets no gradient.
         let [parent, _depth] = ops.parents;
         if let (Some(gradient), Some(parent)) = (backward(gradient), parent) {
             grads.register::<B>(parent.id, shaped::<B>(gradient, shape));

@@ -43,6 +43,8 @@ impl Clock {
         if *used == depths.len() && *used < MOST {
             let start = || Tensor::zeros([1], &like.device());
             let last = depths.last().cloned().unwrap_or_else(start);
+            // Each product is a node one deeper than the last. Operations of the model between two
+            // links have room in between.
             depths.push((0..SPACING).fold(last, |depth, _| depth * 1.0));
         }
         let depth = Depth(depths[(*used).min(MOST - 1)].clone());
@@ -56,6 +58,7 @@ impl Clock {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let used = std::mem::take(&mut state.used);
         if used > 0 {
+            // A pass with many uses, such as an evaluation, does not keep its memory.
             state.depths.truncate(2 * used);
         }
     }

@@ -47,7 +47,7 @@ pub struct Link {
 }
 
 impl Link {
-    /// Returns a link whose closure computes the gradient of the input from that of the output.
+    /// Returns a link whose closure computes the input's gradient from the output's.
     pub fn new(backward: impl Fn(Tensor<1>) -> Tensor<1> + Send + Sync + 'static) -> Self {
         Self::from_backward(move |gradient| Some(backward(gradient)))
     }
@@ -89,7 +89,7 @@ impl Link {
     }
 
     /// Returns the output as if an operation with this backward pass had computed it from the
-    /// input, or the output as it is if the device of the input has no autodiff.
+    /// input. Without autodiff on the input's device, the output is returned as it is.
     ///
     /// # Panics
     ///

@@ -103,7 +103,7 @@ pub struct MuonConfig {
     #[config(default = "Some(100)")]
     pub max_skipped: Option<usize>,
     /// Number of consecutive steps without a gradient of any parameter that ends the run with
-    /// [`Error::Setting`]; `None` for no limit. The first of them is logged as a warning, and so is
+    /// [`Error::Usage`]; `None` for no limit. The first of them is logged as a warning, and so is
     /// a single parameter that has had no gradient for that number of steps: see
     /// [`DistModuleOptimizer::absent`](crate::DistModuleOptimizer::absent). Burn's
     /// [`ModuleOptimizer`](burn::optim::ModuleOptimizer) does not tell of parameters without a

@@ -12,12 +12,12 @@ use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::orthogonalize::NewtonSchulz;
 use crate::slices::expand;
 use crate::update::{
-    MANTISSA, MASTER, MOMENTUM, MOMENTUM_WEIGHT, Matrices, MuonBatch, MuonParameter, MuonUpdate,
-    ONLY_RANK, Origin, Place, Reserved, Resumable, SKIPPED, SkippedSteps, Slot, Slots, TIME, clip,
-    ensure_rate, parts,
+    Clocks, IDLE, MANTISSA, MASTER, MOMENTUM, MOMENTUM_WEIGHT, Matrices, MuonBatch, MuonParameter,
+    MuonUpdate, ONLY_RANK, Origin, Place, Reserved, Resumable, SKIPPED, SkippedSteps, Slot, Slots,
+    TIME, clip, ensure_rate, parts,
 };
 
-/// The names of the slots that every state has. Those of the configured parts may follow.
+/// The names of the slots that every state has. Slots of the configured parts may follow.
 const REQUIRED_SLOTS: [&str; 2] = [MOMENTUM, SKIPPED.name];
 
 /// Muon as a Burn [`Optimizer`]: the rule for one parameter, built by
@@ -33,17 +33,20 @@ pub struct Muon {
     pub(super) layout: MatrixLayout,
     pub(super) parameter: Arc<str>,
     pub(super) skipped: SkippedSteps,
-    /// The place of the states' counts, if they are those of one parameter.
+    /// The place of the states' counts, if they belong to one parameter.
     pub(super) reserved: Option<Reserved>,
 }
 
 /// The state that Muon stores for one parameter. A record of it has the tensors `momentum` and
-/// `skipped`, those of the configured parts, and the scalar `time`.
+/// `skipped`, the configured parts' tensors, and the scalar `time`.
 #[derive(Clone, Debug)]
 pub struct MuonState<const D: usize> {
     slots: Slots,
-    /// Number of steps taken, skipped ones included: the position in the schedules.
+    /// Number of steps taken, skipped ones included: the position in the schedules. The matrices of
+    /// a stack have taken fewer where their gradients were zero: a record has the `idle` steps of
+    /// each.
     pub time: usize,
+    clocks: Clocks,
     /// The place of its count of skipped steps.
     place: Place,
 }
@@ -76,7 +79,7 @@ impl<const D: usize> MuonState<D> {
     /// The state after a step of another rank, which has the values.
     pub(crate) fn elsewhere(self) -> Self {
         let slots = self.slots.keep_only(SKIPPED.name, D);
-        Self { slots, time: self.time + 1, place: self.place }
+        Self { slots, time: self.time + 1, ..self }
     }
 }
 
@@ -87,13 +90,14 @@ impl<const D: usize> RecordState for MuonState<D> {
     }
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
-        let optional = [&parts::SLOT_NAMES[..], &[MOMENTUM_WEIGHT, MASTER, MANTISSA]].concat();
+        let optional =
+            [&parts::SLOT_NAMES[..], &[MOMENTUM_WEIGHT, MASTER, MANTISSA, IDLE]].concat();
         let slots = Slots::unflatten(&REQUIRED_SLOTS, &optional, prefix, src, device)?;
         if slots.recorded(MOMENTUM).len() != D {
             return None;
         }
         let time = src.take_scalar(prefix, TIME)?.try_into().ok()?;
-        Some(Self { slots, time, place: Place::default() })
+        Some(Self { slots, time, clocks: Clocks::default(), place: Place::default() })
     }
 }
 
@@ -137,15 +141,16 @@ impl Muon {
         Ok(self.update.operations(batch, dtype, device))
     }
 
-    /// The slots of a parameter, in the order of records.
-    fn slots(&self, matrices: Matrices, parameter: DType) -> Vec<Slot> {
-        let mut table = self.update.slots(matrices, parameter);
+    /// The slots of a parameter that is a batch, in the order of records.
+    fn slots(&self, [k, m, n]: [usize; 3], parameter: DType) -> Vec<Slot> {
+        let matrices = Matrices { shape: [m, n], layout: self.layout };
+        let mut table = self.update.slots(matrices, k > 1, parameter);
         table.insert(1, SKIPPED);
         table
     }
 
-    /// The state before the first step of a parameter; with zeros as the shape, that of another
-    /// rank's parameter.
+    /// The state before the first step of a parameter; with zeros as the shape, the state of
+    /// another rank's parameter.
     pub(crate) fn new_state<const D: usize>(
         &self,
         batch: [usize; 3],
@@ -153,10 +158,9 @@ impl Muon {
         dtype: DType,
         device: &Device,
     ) -> MuonState<D> {
-        let [_, m, n] = batch;
-        let table = self.slots(Matrices { shape: [m, n], layout: self.layout }, dtype);
+        let table = self.slots(batch, dtype);
         let slots = Slots::zeros(&table, batch, &shape, dtype, device);
-        MuonState { slots, time: 0, place: Place::default() }
+        MuonState { slots, time: 0, clocks: Clocks::default(), place: Place::default() }
     }
 
     /// [`step`](Optimizer::step), with the errors that it panics with.
@@ -176,56 +180,37 @@ impl Muon {
         if !state.place.has_started() {
             self.start_counting(&mut state);
         }
-        let MuonState { mut slots, time, mut place } = state;
+        let MuonState { mut slots, time, mut clocks, mut place } = state;
         if k * m * n == 0 {
             // Nothing to update, and Burn interprets a zero in a new shape as the old length.
-            return Ok((parameter, MuonState { slots, time: time + 1, place }));
+            return Ok((parameter, MuonState { slots, time: time + 1, clocks, place }));
         }
-        let table = self.slots(Matrices { shape: [m, n], layout: self.layout }, dtype);
+        let update = &self.update;
+        let matrices = Matrices { shape: [m, n], layout: self.layout };
+        let table = self.slots([k, m, n], dtype);
         slots.complete(&table, batch, &shape, dtype, &device);
         slots.ensure_fit(&table, batch, &shape, &self.parameter)?;
         // Files of older versions have half precision where there is float32 now.
         slots.convert(&table, dtype);
-        let (updated, flags) = self.updated(lr, time, batch, parameter, grad, &mut slots);
-        if is_first {
-            ensure_computed(&self.parameter, &updated)?;
-        }
 
-        let skipped = if k > 1 { flags.max() } else { flags };
-        self.skipped.count(&mut slots, &mut place, skipped)?;
-        Ok((updated.reshape(shape), MuonState { slots, time: time + 1, place }))
-    }
-
-    /// The new values of a parameter, flat, and the flag of the parameter with those of its
-    /// matrices. Advances the slots.
-    fn updated<const D: usize>(
-        &self,
-        lr: LearningRate,
-        time: usize,
-        [k, m, n]: [usize; 3],
-        parameter: Tensor<D>,
-        grad: Tensor<D>,
-        slots: &mut Slots,
-    ) -> (Tensor<1>, Tensor<1>) {
-        let update = &self.update;
-        let matrices = Matrices { shape: [m, n], layout: self.layout };
-        // The flag of the parameter, then those of its matrices: a single matrix has that of the
-        // parameter.
+        // The flag of the parameter, then the flags of its matrices: a single matrix has the flag
+        // of the parameter.
         let first = usize::from(k > 1);
-        let flags = Tensor::zeros([first + k], (&parameter.device(), DType::F32));
+        let flags = Tensor::zeros([first + k], (&device, DType::F32));
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
         // Before clipping, which would make an infinite gradient a finite one.
-        let flags = reject(update.policy(), flags, &[grad.clone().reshape([-1])], &whole, f64::MAX);
+        let flags = reject(update.policy(), flags, std::slice::from_ref(&grad), &whole, f64::MAX);
         let grad = clip(update.clipping.as_ref(), grad).reshape([-1]);
         let batch = MuonBatch {
             count: k,
             matrices,
-            dtype: parameter.dtype(),
+            dtype,
+            is_stack: k > 1,
             parameters: &[MuonParameter {
                 flag: 0,
-                is_stack: k > 1,
+                is_present: true,
                 origin: Origin::new(&self.parameter, 0, time),
-                size: update.size(lr, matrices, time),
+                lr,
                 factors: None,
             }],
             factor: None,
@@ -234,8 +219,19 @@ impl Muon {
             first,
         };
         let (gradients, values) = (vec![grad], vec![parameter.reshape([-1])]);
-        let (mut updated, flags) = update.step(&batch, gradients, values, slots, flags, None);
-        (updated.swap_remove(0), flags)
+        let (mut updated, flags) =
+            update.step(&batch, gradients, values, (&mut slots, &mut clocks), flags, None);
+        let updated = updated.swap_remove(0);
+        if is_first {
+            // Reading waits for the device, so only the first step does it: that is when memory
+            // runs out.
+            ensure_computed(&self.parameter, &updated)?;
+        }
+
+        // One count for the parameter: a skipped matrix of a stack counts.
+        let skipped = if k > 1 { flags.max() } else { flags };
+        self.skipped.count(&mut slots, &mut place, skipped)?;
+        Ok((updated.reshape(shape), MuonState { slots, time: time + 1, clocks, place }))
     }
 }
 
@@ -243,15 +239,15 @@ impl Resumable for Muon {
     fn problem<const D: usize>(&self, state: &MuonState<D>) -> Option<String> {
         let shape = state.shape();
         if shape.contains(&0) {
-            // That of a rank that does not own the parameter.
+            // The state of a rank that does not own the parameter.
             return None;
         }
-        let batch @ [_, m, n] = match self.view.batch_shape(&self.parameter, &shape) {
+        let batch = match self.view.batch_shape(&self.parameter, &shape) {
             Ok(batch) => batch,
             Err(error) => return Some(error.to_string()),
         };
         // With the slots of half precision, which the parameter may not have.
-        let table = self.slots(Matrices { shape: [m, n], layout: self.layout }, DType::BF16);
+        let table = self.slots(batch, DType::BF16);
         state.slots.problem(&table, batch, &shape)
     }
 
@@ -281,7 +277,7 @@ impl Optimizer for Muon {
     ///   another device, or the state was saved under another configuration;
     /// - [`Error::NotComputed`](crate::Error::NotComputed) if the device had no memory for the
     ///   first step of the parameter;
-    /// - [`Error::Setting`](crate::Error::Setting) if the learning rate is not finite, or negative;
+    /// - [`Error::Usage`](crate::Error::Usage) if the learning rate is not finite, or negative;
     /// - [`Error::Skipped`](crate::Error::Skipped) if the parameter was skipped in too many steps
     ///   in a row.
     fn step<const D: usize>(

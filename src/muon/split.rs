@@ -23,7 +23,7 @@ pub(crate) enum BlockRule<O> {
     Elements(Elementwise),
 }
 
-/// The state of a block. That of elements has its own name in records, since a momentum may be
+/// The state of a block. A state of elements has its own name in records, since a momentum may be
 /// Lion's or Muon's.
 #[derive(Clone)]
 pub(crate) enum BlockState<S> {
@@ -53,7 +53,7 @@ impl<O: Optimizer> BlockRule<O> {
     ///
     /// # Panics
     ///
-    /// If the state is that of another rule.
+    /// If the state is another rule's.
     fn step(
         &self,
         lr: LearningRate,
@@ -93,13 +93,13 @@ impl<O: Optimizer> BlockRule<O> {
 }
 
 impl<O> Split<O> {
-    /// The rule of a parameter from those of its blocks.
+    /// The rule of a parameter from the rules of its blocks.
     pub fn new(blocks: Blocks, rules: Vec<BlockRule<O>>) -> Self {
         Self { blocks, rules }
     }
 }
 
-/// The states of all blocks. A record of it has those of the blocks, under their indices.
+/// The states of all blocks. Its record has the blocks' records, under their indices.
 #[derive(Clone)]
 pub(crate) struct SplitState<S>(Vec<S>);
 
@@ -112,6 +112,7 @@ impl<S: RecordState> RecordState for SplitState<S> {
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
         let block = |index| S::state_unflatten(&join_index(prefix, index), src, device);
+        // The record has no number of blocks: they end where one is missing.
         let states: Vec<S> = (0..).map_while(block).collect();
         (!states.is_empty()).then_some(Self(states))
     }

@@ -116,7 +116,7 @@ pub enum Coefficients {
     /// `safety` 1 in five steps.
     ///
     /// All singular values from `lower` to 1 come out equally close to 1; smaller ones are enlarged
-    /// as much as that allows. The last polynomial is that of the last step of the run.
+    /// as much as that allows. The last polynomial belongs to the last step of the run.
     PolarExpressFor {
         /// The smallest singular value, relative to the Frobenius norm of the matrix; above 0 and
         /// below 1.
@@ -179,9 +179,9 @@ impl Coefficients {
 
     /// Returns the polynomials of `steps` steps, one per step.
     ///
-    /// If `steps` is larger than the set, the last polynomial is repeated, except that `DeepSeekV4`
-    /// always ends with its two finishing steps, and that `PolarExpressFor` has polynomials for any
-    /// number of steps.
+    /// If `steps` is larger than the set, the last polynomial is repeated. But `DeepSeekV4` always
+    /// ends with its two finishing steps, and `PolarExpressFor` has polynomials for any number of
+    /// steps.
     ///
     /// # Errors
     ///
@@ -212,6 +212,7 @@ impl Coefficients {
             ));
         }
         let last = set.len() - 1;
+        // Further steps repeat the last polynomial, which keeps singular values near 1.
         Ok((0..steps).map(|step| set[step.min(last)]).collect())
     }
 }
@@ -249,6 +250,7 @@ fn ensure_safe(safety: f64) -> Result<()> {
 }
 
 fn deep_seek_v4(steps: usize) -> Vec<Polynomial> {
+    // The finishing steps come last, however many steps there are.
     let finish = steps.saturating_sub(DEEP_SEEK_V4_FINISH_STEPS);
     (0..steps).map(|step| if step < finish { KELLER_JORDAN } else { DEEP_SEEK_V4_FINISH }).collect()
 }

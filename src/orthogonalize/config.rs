@@ -59,7 +59,7 @@ pub enum IterationForm {
     /// - where the Gram form would take more than three times the memory of the matrix: for nearly
     ///   square matrices, unless the iteration is in half the precision of the matrix;
     /// - where [`restarts::choose`](super::restarts::choose) finds no restarts that keep the error
-    ///   of the Gram form within about three times that of the standard form;
+    ///   of the Gram form within about three times the standard form's;
     /// - in float32 where the device multiplies in TF32, which has 10 bits of mantissa: there the
     ///   standard form is up to a hundred times as exact.
     Auto,
@@ -117,11 +117,15 @@ pub struct NewtonSchulzConfig {
     #[config(default = 1024)]
     pub workspace_mb: usize,
     /// `true` to record the iterations of a shape as a graph once and to replay the graph as one
-    /// launch. On devices without graphs, the setting has no effect.
+    /// launch.
     ///
-    /// Replaying is faster for small matrices, and keeps the memory of every recording allocated.
-    /// No other thread may work on the device while a recording is made, which is at the first
-    /// step.
+    /// Batches of up to 1024 x 4096 elements are recorded: larger ones are bound by their products,
+    /// and copying them in and out of the recording takes longer than its launches. Native kernels
+    /// make recordings of their own, with or without the setting, and what one kernel iterates is
+    /// one launch already. On devices without graphs, the setting has no effect.
+    ///
+    /// Every recording keeps its memory. No other thread may work on the device while a recording
+    /// is made, which is at the first step.
     #[config(default = false)]
     pub graphs: bool,
 }

@@ -7,7 +7,7 @@ use burn::tensor::{DType, Device, FloatDType, Tensor};
 use super::config::{IterationForm, NewtonSchulzConfig};
 use super::plan::{IterationPlan, Planner};
 use super::{gram, restarts, standard};
-use crate::backend::graphs::Recordings;
+use crate::backend::graphs::{self, Recordings};
 use crate::backend::{
     Buffers, ComputePath, KernelPolicy, NativeKernels, PartialNorms, Polynomial, Program,
     precise_dtype,
@@ -148,9 +148,10 @@ impl NewtonSchulz {
             }
             return self.orthogonalize_part(&plan, batch, norms);
         }
-        // Not `empty`, which Flex allocates twice.
-        let mut result =
-            Tensor::full(batch.dims(), 0.0, (&batch.device(), DType::from(plan.dtype)));
+        // Not `empty`, which Flex allocates twice. In one dimension: in more, Burn may leave gaps
+        // between rows.
+        let options = (&batch.device(), DType::from(plan.dtype));
+        let mut result = Tensor::<1>::full([k * m * n], 0.0, options).reshape([k, m, n]);
         for start in (0..k).step_by(part) {
             let range = start..(start + part).min(k);
             let norms = norms
@@ -163,7 +164,7 @@ impl NewtonSchulz {
         result
     }
 
-    /// The result of a recording, if there may be one.
+    /// The result of a recording, if one takes less time than the launches that it replaces.
     fn replayed(
         &self,
         plan: &IterationPlan,
@@ -171,7 +172,13 @@ impl NewtonSchulz {
         norms: Option<&PartialNorms>,
     ) -> Option<Tensor<3>> {
         let recordings = self.recordings.as_ref()?;
-        if !matches!(plan.path, ComputePath::CubeCl { .. }) {
+        let is_large = batch.shape().num_elements() > graphs::MOST_ELEMENTS;
+        // Native kernels record small batches themselves, and one kernel is one launch already.
+        if is_large
+            || plan.native.may_run()
+            || plan.single_kernel
+            || !matches!(plan.path, ComputePath::CubeCl { .. })
+        {
             return None;
         }
         recordings.run(batch, norms, |batch, norms| {
@@ -214,9 +221,6 @@ impl NewtonSchulz {
 
     /// The use of native kernels for a batch of a shape.
     fn native(&self, plan: &IterationPlan, shape: [usize; 3], device: &Device) -> NativeKernels {
-        if self.recordings.is_some() {
-            return NativeKernels::Refused("iterations are recorded as graphs".to_owned());
-        }
         if plan.single_kernel {
             return NativeKernels::Refused("one kernel computes all steps".to_owned());
         }

@@ -67,7 +67,7 @@ impl Planner {
             dtype,
             path,
             kernel: String::new(),
-            native: NativeKernels::Refused("the plan is that of the form alone".to_owned()),
+            native: NativeKernels::Refused("the plan is for the form alone".to_owned()),
             single_kernel: false,
             operations: cost::standard(self.steps, m, n, share),
             workspace: bytes(cost::standard_memory(m, n)),

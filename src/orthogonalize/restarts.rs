@@ -3,7 +3,7 @@
 //! The Gram form does not read `X` between restarts. There, a rounding error of `R = X X^T` grows
 //! by up to `a^2` per step. Its size is set by the largest eigenvalue of `R`, and singular values
 //! that a step reduces by cancellation in `Z + a I` receive all of it. Restarts are chosen by the
-//! resulting error of the Gram form relative to that of the standard form, both predicted for a
+//! resulting error of the Gram form relative to the standard form's, both predicted for a
 //! number of spectra (`rounding.rs`). `docs/design/precision.md` compares the predictions with
 //! measurements.
 
@@ -15,7 +15,7 @@ use burn::tensor::FloatDType;
 use super::rounding::{Arithmetic, Errors, Spectrum};
 use crate::backend::Polynomial;
 
-/// The largest predicted error of the Gram form, in multiples of that of the standard form. It is a
+/// The largest predicted error of the Gram form, in multiples of the standard form's. It is a
 /// little less than the factor of three that tests allow.
 const MAX_ERROR_RATIO: f64 = 2.75;
 
@@ -50,8 +50,8 @@ const RANKS_PER_DOUBLING: usize = 2;
 type Key = (Vec<[u64; 3]>, FloatDType);
 
 /// Returns the fewest restarts with which the Gram form is about as exact as the standard form, at
-/// their best positions, as increasing indices of the steps before which they are. `None` if that
-/// takes more than one restart for every two steps; the standard form has to be used then.
+/// their best positions: increasing indices of the steps that they precede. `None` if that takes
+/// more than one restart for every two steps; the standard form has to be used then.
 ///
 /// A schedule is searched for once in a process: every optimizer and every rank asks for it again.
 pub fn choose(schedule: &[Polynomial], dtype: FloatDType) -> Option<Vec<usize>> {

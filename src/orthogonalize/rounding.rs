@@ -148,6 +148,8 @@ impl<'a> Run<'a> {
             gain.precede(polynomial, x, &pairs);
             gains.push(gain);
         }
+        // Computed from the last step to the first, since a gain is a product over the steps after
+        // it.
         gains.reverse();
         let rows = spectrum.counts.iter().sum();
         let counts = &spectrum.counts;
@@ -162,6 +164,8 @@ impl<'a> Run<'a> {
             .enumerate()
             .map(|(pair, (s, a))| self.weight(pair) * (s * s + a * a) / 2.0)
             .sum::<f64>();
+        // The columns beyond the square part meet no singular value on the right: each step scales
+        // them by the even factor of their row.
         let outside = (self.columns - self.rows) * squares(self.counts, outside);
         let Arithmetic { storing, summing } = self.arithmetic;
         let stored = squares(self.counts, &self.values[step]);
@@ -170,7 +174,8 @@ impl<'a> Run<'a> {
     }
 
     /// The error of the result from a symmetric error in a factor that takes `X` from before step
-    /// `from` to before step `to`. `variance` is that of the entries, for all pairs of groups.
+    /// `from` to before step `to`. `variance` is the variance of the entries, for all pairs of
+    /// groups.
     fn multiplied(&self, variance: impl Fn(usize) -> f64, from: usize, to: usize) -> f64 {
         let Gains { symmetric, antisymmetric, .. } = &self.gains[to];
         let x = &self.values[from];
@@ -185,7 +190,7 @@ impl<'a> Run<'a> {
     }
 
     /// Returns `true` if the result stays bounded in spite of a symmetric error in a factor of `X`.
-    /// Every singular value is taken to be too large by the norm of the error, as that of a random
+    /// Every singular value is taken to be too large by the norm of the error, as for a random
     /// matrix.
     fn is_bounded(&self, variance: impl Fn(usize) -> f64, from: usize, to: usize) -> bool {
         let x = &self.values[from];
@@ -198,6 +203,8 @@ impl<'a> Run<'a> {
         let largest = |values: &[f64]| values.iter().fold(0.0, |max: f64, x| max.max(x.abs()));
         let limit = MAX_GROWTH * largest(&self.values[self.schedule.len()]);
         rows.iter().zip(&self.values[to]).all(|(squares, x)| {
+            // The norm of a random symmetric matrix is twice the root of its rows' variance (the
+            // semicircle law).
             let perturbed = x.abs() + 2.0 * squares.sqrt();
             let steps = self.schedule[to..].iter();
             steps.fold(perturbed, |x, polynomial| x * even(polynomial, x * x)).abs() <= limit
@@ -233,6 +240,7 @@ impl<'a> Run<'a> {
             let q_error = self.multiplied(q_variance, start, step + 1);
             let x_error = self.stored(step + 1, self.summed(&segment.q, x));
             match step == start {
+                // A segment of one step has no `Q` to multiply: it is the standard step.
                 true => self.standard_step(step),
                 false if is_safe => q_error + x_error,
                 false => f64::INFINITY,
@@ -336,6 +344,7 @@ impl<'a> Segment<'a> {
     /// eigenvalue is at most the norm of a random symmetric matrix.
     fn is_stable(&self, [a, b, c]: &Polynomial) -> bool {
         let (count, variance) = (self.run.counts.last(), self.errors.last());
+        // The semicircle law again: twice the root of `n` times the variance.
         let error = 2.0 * count.zip(variance).map_or(0.0, |(n, error)| (n * error.r).sqrt());
         (b.abs() + c.abs() * error) * error <= MAX_FACTOR_CHANGE * a.abs()
     }

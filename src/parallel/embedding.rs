@@ -144,6 +144,7 @@ impl RowEmbedding {
         // This rank always asks itself for its first row: a table without a row in use would have
         // no gradient, and make fewer calls in the backward pass.
         let first = self.rows_of(self.group.rank()).start;
+        // Each row once, in ascending order, so the rows of one rank are neighbours.
         let wanted: BTreeSet<usize> = of_tokens.iter().copied().chain([first]).collect();
         let rows: Vec<usize> = wanted.into_iter().collect();
         let position = |row| rows.partition_point(|other| *other < row) as i32;
@@ -156,13 +157,14 @@ impl RowEmbedding {
         slices::share(self.count, rank, self.group.size())
     }
 
-    /// Asks all ranks for rows: returns how many this rank wants of each, and each of this one, and
-    /// the indices of those that the ranks want of this one.
+    /// Exchanges requests for rows. Returns the number of rows that each pair of ranks exchanges,
+    /// and the indices of this rank's rows that the ranks requested.
     fn ask(&self, rows: &[usize], device: &Device) -> Result<(PairCounts, Tensor<1, Int>)> {
         let of_rank = |rank: usize| {
             let held = self.rows_of(rank);
             let [first, end] =
                 [held.start, held.end].map(|row| rows.partition_point(|other| *other < row));
+            // Collectives move floats: indices below 2^24 are exact.
             rows[first..end].iter().map(move |row| (row - held.start) as f32)
         };
         let ranks = 0..self.group.size();

@@ -35,7 +35,7 @@ pub use embedding::RowEmbedding;
 pub use layers::{ColumnLinear, RowLinear};
 
 /// Returns the input of a region, unchanged. In the backward pass, the gradients of the ranks are
-/// added up: each is that of the slice of its rank.
+/// added up: each belongs to the slice of its rank.
 ///
 /// The result has the shape and type of `x`, which is the same on all ranks of the group.
 ///
@@ -45,6 +45,7 @@ pub use layers::{ColumnLinear, RowLinear};
 pub fn enter<const D: usize>(x: Tensor<D>, group: &Communicator) -> Tensor<D> {
     let value = x.clone();
     let group = Collective::of(group);
+    // Every rank uses the same input for its own slice: the gradients of all slices add up.
     Link::new(move |gradient| group.sum(gradient)).attach(x, value)
 }
 
@@ -61,6 +62,7 @@ pub fn leave<const D: usize>(x: Tensor<D>, group: &Communicator) -> Tensor<D> {
     let shape = x.shape();
     let partial = x.clone().without_autodiff().reshape([-1]);
     let sum = shaped(Collective::of(group).sum(partial), shape);
+    // Every rank goes on with the same sum, whose gradient is that of each summand.
     Link::new(|gradient| gradient).attach(x, sum)
 }
 
@@ -101,6 +103,7 @@ pub fn exchange<const D: usize>(
     let width: usize = shape[1..].iter().product();
     let elements = |rows: &[usize]| rows.iter().map(|rows| rows * width).collect();
     let counts = PairCounts { sent: elements(&counts.sent), received: elements(&counts.received) };
+    // The counts are of elements now.
     shape[0] = counts.received.iter().sum::<usize>() / width.max(1);
     let group = Collective::of(group);
     let rows = x.clone().without_autodiff().reshape([-1]);
@@ -157,6 +160,8 @@ impl Collective {
         let group = self.0.upgrade().expect("the group lives until the backward pass");
         let group = Communicator::new(group);
         let result = start(&group).and_then(Pending::wait);
+        // A pass can't return an error: values are NaN from here on, and the next step reports the
+        // cause.
         let result = result.inspect_err(|error| group.fail(&error.to_string()));
         let (dtype, device) = (like.dtype(), like.device());
         result.unwrap_or_else(|_| match shape.num_elements() {

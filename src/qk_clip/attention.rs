@@ -25,11 +25,13 @@ impl Attentions {
     }
 
     /// The place of a factor of an attention among all factors of the rule: 1 for outputs without
-    /// one, then the factors of all heads of queries, those of all heads of keys, and those of all
+    /// one, then the factors of all heads of queries, of all heads of keys, and of all
     /// rotary parts.
     fn index(&self, attention: usize, factor: Factor) -> usize {
         let [queries, keys] = self.heads;
         let count = self.paths.len();
+        // All factors of a rule are one vector: 1, then queries, keys and rotary parts, each by
+        // attention. An index is then a single gather on the device.
         match factor {
             Factor::One => 0,
             Factor::Query(head) => 1 + attention * queries + head,
@@ -53,7 +55,7 @@ enum Factor {
 pub struct Projected {
     /// The index of the rule.
     pub rule: usize,
-    /// The index of every output's factor among those of the rule, `[outputs]`.
+    /// The index of every output's factor in the rule, `[outputs]`.
     pub indices: Tensor<1, Int>,
     /// The shape by which the factors apply to the parameter: 1 except where outputs are counted.
     pub broadcast: Vec<usize>,
@@ -75,6 +77,7 @@ impl Resolved {
         let attentions = heads.into_iter().map(|heads| Attentions { paths: vec![], heads });
         let mut attentions: Vec<Attentions> = attentions.collect();
         let mut found = vec![];
+        // Two passes: the index of a factor needs the number of all attentions of its rule.
         for path in modules(parameters) {
             if let Some((rule, projections)) = last_rule(config, &rules, path, parameters)? {
                 found.push((rule, attentions[rule].paths.len(), projections));
@@ -132,16 +135,17 @@ fn compile(rule: &QkClipRule) -> Result<Regex> {
     })
 }
 
-/// The heads of a rule, if they can be those of an attention.
+/// The heads of a rule, if an attention can have them.
 fn checked_counts(rule: &QkClipRule) -> Result<[usize; 2]> {
     let [queries, keys] = rule.counts();
+    // Every head of keys serves as many heads of queries.
     if queries == 0 || keys == 0 || !queries.is_multiple_of(keys) {
         let expected = "expected numbers above 0, of which that of queries is a multiple of that \
                         of keys";
         return Err(of_rule(
             rule,
             format!("its heads do not form groups: {expected}, got {queries} and {keys}"),
-            "give the number of heads of queries, and then that of keys",
+            "give the number of heads of queries, and then of keys",
         ));
     }
     if matches!(rule.heads, Heads::Latent { .. }) && rule.query == rule.key {
@@ -174,7 +178,7 @@ fn of_path(path: &str, reason: String, remedy: &'static str) -> Error {
     Error::QkClip { subject: format!("`{path}`"), reason, remedy }
 }
 
-/// The paths of all modules, in the order of the model. The first one is that of the root.
+/// The paths of all modules, in the order of the model, the root's first.
 fn modules(parameters: &[Found]) -> Vec<&str> {
     let mut known = HashSet::new();
     let paths = parameters
@@ -193,6 +197,7 @@ fn last_rule<'a>(
     path: &str,
     parameters: &'a [Found],
 ) -> Result<Option<(usize, Projections<'a>)>> {
+    // As with routing rules, the last rule that matches counts.
     for (index, rule) in config.rules.iter().enumerate().rev() {
         if patterns[index].is_match(path)
             && let Some(projections) = projections(rule, path, parameters)?
@@ -203,8 +208,8 @@ fn last_rule<'a>(
     Ok(None)
 }
 
-/// The parameters of the projections of a module, if it is an attention: those of queries and of
-/// keys, or those of one fused projection.
+/// The parameters of the projections of a module, if it is an attention: for queries and keys, or
+/// for both in one fused projection.
 fn projections<'a>(
     rule: &QkClipRule,
     path: &str,
@@ -214,6 +219,7 @@ fn projections<'a>(
         let field = if path.is_empty() { field.to_owned() } else { format!("{path}.{field}") };
         let is_in = |found: &&Found| {
             let rest = found.path.strip_prefix(&field);
+            // `query` must not match `query_norm`.
             rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
         };
         parameters.iter().filter(is_in).collect()
@@ -300,6 +306,7 @@ fn broadcast(outputs: usize, shape: &[usize], layout: MatrixLayout) -> Vec<usize
 fn factors(rule: &QkClipRule, path: &str, outputs: &[usize]) -> Result<Vec<Vec<Factor>>> {
     match (rule.heads, outputs) {
         (Heads::Grouped { queries, keys }, &[outputs]) => {
+            // Values have as many heads as keys, and stay as they are.
             let heads = queries + 2 * keys;
             let width = width(path, &rule.query, outputs, heads)?;
             let all = (0..heads).map(|head| match head {
@@ -318,7 +325,7 @@ fn factors(rule: &QkClipRule, path: &str, outputs: &[usize]) -> Result<Vec<Vec<F
                 return Err(of_path(
                     path,
                     format!(
-                        "its heads differ in width: expected that of queries, {}, got {} for keys",
+                        "its heads differ in width: expected {} as for queries, got {} for keys",
                         widths[0], widths[1]
                     ),
                     "correct the numbers of heads, or set the `layout` of the rule",
@@ -330,6 +337,8 @@ fn factors(rule: &QkClipRule, path: &str, outputs: &[usize]) -> Result<Vec<Vec<F
             ])
         }
         (Heads::Latent { count, head: LatentHead { nope, rope, value } }, _) => {
+            // Kimi K2, section 2.1: the parts without positions share gamma by `alpha`. The rotary
+            // part of the queries takes all of it, since all heads share its keys.
             let query: [Part; 2] = [(nope, Factor::Query), (rope, Factor::Rope)];
             let key: [Part; 2] = [(nope, Factor::Key), (value, |_| Factor::One)];
             Ok(vec![

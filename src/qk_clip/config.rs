@@ -24,7 +24,7 @@ use crate::matrix_view::MatrixLayout;
 #[derive(Config, Debug, PartialEq)]
 pub struct QkClipConfig {
     /// The threshold of the maximum logit of a head, above 0. A head with a larger one is clipped.
-    /// The default is that of Kimi K2 (arXiv 2507.20534, section 2.1).
+    /// The default is Kimi K2's (arXiv 2507.20534, section 2.1).
     #[config(default = 100.0)]
     pub tau: f64,
     /// The exponent of the query's factor, from 0 to 1. The exponent of the key's factor is
@@ -141,8 +141,8 @@ impl QkClipRule {
         Self { key: field.into(), ..self }
     }
 
-    /// Sets the field of a projection of queries, keys and values, whose outputs are all heads of
-    /// queries, then all heads of keys, then all heads of values, each of one width.
+    /// Sets the field of a fused projection. Its outputs are all heads of queries, then of keys,
+    /// then of values, all of one width.
     pub fn fused(self, field: impl Into<String>) -> Self {
         let field = field.into();
         Self { query: field.clone(), key: field, ..self }

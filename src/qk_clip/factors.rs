@@ -103,6 +103,8 @@ impl<'a> Factors<'a> {
 fn gamma(maxima: Tensor<1>, tau: f64) -> Tensor<1> {
     let is_below = maxima.clone().lower_equal_elem(tau);
     let is_kept = is_below.bool_or(maxima.clone().greater_equal_elem(NOT_FINITE));
+    // Masked after the division: a maximum of 0 or infinity makes the quotient useless, not the
+    // mask.
     (maxima.full_like(tau) / maxima).mask_fill(is_kept, 1.0)
 }
 
@@ -119,6 +121,8 @@ fn table(gamma: Tensor<1>, attentions: &Attentions, alpha: f64) -> Tensor<1> {
     let [queries, keys] = attentions.heads;
     let groups = [attentions.paths.len() * keys, queries / keys];
     let grouped = gamma.clone().reshape(groups);
+    // A head of keys serves several heads of queries: it takes the factor of the largest logit, and
+    // each head of queries the rest of its own.
     let least = grouped.clone().min_dim(1);
     let taken = slices::expand(least.clone(), groups);
     let query = power(grouped.clone(), alpha) * power(grouped / taken, 1.0 - alpha);
@@ -129,6 +133,8 @@ fn table(gamma: Tensor<1>, attentions: &Attentions, alpha: f64) -> Tensor<1> {
 
 /// A power, exactly 1 for 1: the logarithm in the power of some devices is not exactly 0.
 fn power(base: Tensor<2>, exponent: f64) -> Tensor<2> {
+    // A logarithm and an exponential may miss 1 by a bit, and would then change heads that are not
+    // clipped.
     let is_one = base.clone().equal_elem(1.0);
     base.powf_scalar(exponent).mask_fill(is_one, 1.0)
 }
@@ -156,6 +162,7 @@ impl parameters::Map for Scale<'_> {
             let broadcast: [usize; D] = broadcast.expect("the parameter has its shape of `init`");
             let factors = factors.to_device(&value.device().inner()).reshape(broadcast);
             let precise = precise_dtype(dtype);
+            // In float32: half precision would round the factor as well.
             let scaled = value.clone().inner().cast(precise) * factors.cast(precise);
             in_place_of(&value, scaled.cast(dtype))
         })

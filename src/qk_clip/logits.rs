@@ -29,7 +29,7 @@ pub(super) const NOT_FINITE: f32 = f32::MAX;
 /// The values stay on their device.
 #[derive(Debug, Clone, Default)]
 pub struct MaxLogits {
-    /// Those of every report, by the path of the attention.
+    /// The maxima of every report, by the path of the attention.
     pub(super) reports: BTreeMap<String, Vec<Tensor<1>>>,
 }
 
@@ -40,7 +40,7 @@ impl MaxLogits {
     }
 
     /// Reports the maximum logits of an attention, one for every head of queries, `[heads]`, in any
-    /// float type. The path is that of the attention's module, as in `blocks.0.attention`.
+    /// float type. The path is the attention module's, as in `blocks.0.attention`.
     ///
     /// If an attention reports several times, as for several micro-batches, the largest value of
     /// each head counts. A head without a logit reports negative infinity.

@@ -96,12 +96,13 @@ impl QkClip {
     ///
     /// # Errors
     ///
-    /// Those of [`factors`](Self::factors), which end the world, and those of every collective (see
+    /// As [`factors`](Self::factors), whose errors end the world, and as every collective (see
     /// [`Communicator`](crate::comm::Communicator)).
     pub fn factors_on(&self, world: &World, logits: &MaxLogits) -> Result<Factors<'_>> {
         let maxima = self.maxima(logits);
         let maxima = maxima.inspect_err(|error| world.comm().fail(&error.to_string()))?;
         let ([heads], ranks) = (maxima.dims(), world.size());
+        // The engines have sums, and no maximum.
         let all = world.comm().all_gather(maxima, &vec![heads; ranks])?.wait()?;
         Ok(Factors::new(self, all.reshape([ranks, heads]).max_dim(0).reshape([heads])))
     }
@@ -111,7 +112,7 @@ impl QkClip {
     ///
     /// # Errors
     ///
-    /// Those of [`factors`](Self::factors) and of [`Factors::apply`].
+    /// As [`factors`](Self::factors) and of [`Factors::apply`].
     pub fn apply<M: Module>(&self, model: M, logits: &MaxLogits) -> Result<(M, ClippedHeads)> {
         let factors = self.factors(logits)?;
         Ok((factors.apply(model)?, factors.clipped_heads()))
@@ -122,7 +123,7 @@ impl QkClip {
     ///
     /// # Errors
     ///
-    /// Those of [`factors_on`](Self::factors_on) and of [`Factors::apply`].
+    /// As [`factors_on`](Self::factors_on) and of [`Factors::apply`].
     pub fn apply_on<M: Module>(
         &self,
         world: &World,

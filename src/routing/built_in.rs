@@ -78,6 +78,7 @@ impl<'a> Anatomy<'a> {
     fn trained_role(&self, parameter: &Found, layout: MatrixLayout) -> (ParameterRole, String) {
         let embedding = || named(parameter).find(|name| names::is_embedding(name));
         let lora = || named(parameter).find(|name| names::is_lora(name));
+        // The order matters: types are certain, names nearly so, and widths are guesses.
         let (role, reason) = if parameter.shape.len() < 2 {
             (ParameterRole::Vector, "fewer than two dimensions")
         } else if parameter.holder() == "Embedding" {
@@ -99,6 +100,7 @@ impl<'a> Anatomy<'a> {
         } else if parameter.holder() == "Linear" {
             self.linear(parameter, layout)
         } else {
+            // A parameter of the user's own type: only its name and its neighbours are known.
             return self.outside_of_layers(parameter, layout);
         };
         (role, reason.to_owned())
@@ -230,8 +232,10 @@ impl<'a> Anatomy<'a> {
         for index in self.named_outputs() {
             heads.entry(path(index)).or_insert("output head? (by its name)");
         }
+        // Before the guesses: a layer that only takes data does not take another's outputs.
         let takes_data = self.layers.that_take_data(|index| heads.contains_key(path(index)));
         let mut guesses = self.ends(&takes_data);
+        // A model that names its heads has no further one at its end.
         if named.is_empty() {
             guesses.extend(self.last(&takes_data, !(heads.is_empty() && guesses.is_empty())));
         }
@@ -241,6 +245,7 @@ impl<'a> Anatomy<'a> {
                 false => _ = heads.entry(path(index)).or_insert(reason),
             }
         }
+        // Once more: with the guessed heads, fewer layers have outputs that could be taken.
         self.takes_data = self.layers.that_take_data(|index| heads.contains_key(path(index)));
         (self.heads, self.tied) = (heads, tied);
     }
@@ -265,6 +270,7 @@ impl<'a> Anatomy<'a> {
             heads.extend(named.map(|depth| (depth, parameter)));
         }
         heads.retain(|(depth, parameter)| !self.has_mixer(parameter.module(*depth), *depth));
+        // A head inside of a block, such as one of attention, is not the model's.
         let min_depth = heads.iter().map(|(depth, _)| *depth).min();
         heads.retain(|(depth, _)| Some(*depth) == min_depth);
         let is_certain =
@@ -409,7 +415,7 @@ impl<'a> Anatomy<'a> {
         stack.is_some_and(|stack| !self.layers.is_chain(stack))
     }
 
-    /// Returns `true` if the outputs of a layer may be compared with an embedding, as those of the
+    /// Returns `true` if the outputs of a layer may be compared with an embedding, as in the
     /// last `Linear` before a tied head.
     fn is_tied(&self, layer: &Layer<'_>) -> bool {
         let is_embedding = |other: &Layer<'_>| {
@@ -519,6 +525,7 @@ fn is_in_cell(parameter: &Found) -> bool {
 /// The names of the last three fields on the way to a parameter, from the last, without indices.
 fn named(parameter: &Found) -> impl Iterator<Item = &str> {
     let fields = parameter.fields.iter().rev().filter(|field| !field.is_index());
+    // Names far above say little of a parameter: `embeddings.encoder.layer.up` is no embedding.
     fields.take(3).map(|field| field.name.as_str())
 }
 

@@ -172,7 +172,7 @@ impl<'a> Layers<'a> {
             let may_feed = |(other, before): (usize, &Layer<'_>)| {
                 let is_earlier = other < index || before.kind == Kind::Embedding;
                 let is_alone = before.outputs == layer.inputs;
-                // A layer alone, as those of attention, has others of its width next to it.
+                // A layer alone, as in attention, has others of its width next to it.
                 before.produces()
                     && (is_earlier && (is_alone || !is_head(other) && before.may_feed(layer))
                         || layer.inputs == layer.outputs && is_alone)
@@ -198,7 +198,7 @@ impl<'a> Layers<'a> {
         false
     }
 
-    /// The layers that may take the outputs of a layer, alone or next to those of another. Layers
+    /// The layers that may take the outputs of a layer, alone or next to another's. Layers
     /// that take the data do so only if they come later, as the decoder of an autoencoder.
     pub fn followers<'b>(
         &'b self,

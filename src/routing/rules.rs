@@ -73,9 +73,8 @@ impl RoutingRule {
         }
     }
 
-    /// Routes parameters to AdamW. The learning rate is that of embeddings or of the output head
-    /// for parameters to which the built-in rules give that role, and that of vectors for all
-    /// others.
+    /// Routes parameters to AdamW. The learning rate has the factor `embedding_lr` or `head_lr` for
+    /// parameters to which the built-in rules give that role, and `vector_lr` for all others.
     pub fn adamw(pattern: impl Into<String>) -> Self {
         Self { pattern: pattern.into(), to: Destination::AdamW }
     }
@@ -83,7 +82,7 @@ impl RoutingRule {
     /// Routes parameters of up to eight dimensions to an optimizer that
     /// [`MuonConfig::with_optimizer`](crate::MuonConfig::with_optimizer) was given under this name,
     /// which updates every parameter as a whole: see [`custom`](crate::custom). Roles and learning
-    /// rates are those of [`adamw`](Self::adamw).
+    /// rates are as for [`adamw`](Self::adamw).
     pub fn custom(pattern: impl Into<String>, optimizer: impl Into<String>) -> Self {
         Self { pattern: pattern.into(), to: Destination::Custom { optimizer: optimizer.into() } }
     }
@@ -124,7 +123,7 @@ impl MuonRoutingRule {
     /// matrix.
     ///
     /// Every block is a matrix of its own: its momentum is orthogonalised alone, and its
-    /// learning-rate scale is that of its own shape. The update is that of separate parameters.
+    /// learning-rate scale is that of its own shape. The update is as for separate parameters.
     ///
     /// ```
     /// use distmuon::{MuonConfig, RoutingRule};
@@ -179,6 +178,7 @@ impl RoutingRule {
         built_in: &Decision<'_>,
         default: MatrixLayout,
     ) -> Decision<'_> {
+        // A rule moves the parameter to AdamW, and leaves it the learning rate of its role.
         let adamw = match built_in.role {
             ParameterRole::Muon { .. } => ParameterRole::Vector,
             role @ (ParameterRole::Embedding
@@ -266,6 +266,7 @@ impl<'a> Rules<'a> {
         for (rule, regex) in &rules {
             let matches: Vec<&Found> =
                 parameters.iter().filter(|found| regex.is_match(&found.path)).collect();
+            // A rule with a typing error would otherwise train with the defaults, in silence.
             if let Some(expected) = rule.missing(&matches) {
                 return Err(Error::UnusedRule { pattern: rule.pattern.clone(), expected });
             }
@@ -280,6 +281,7 @@ impl<'a> Rules<'a> {
         built_in: &Decision<'_>,
         layout: MatrixLayout,
     ) -> Option<Decision<'a>> {
+        // The last rule that matches counts, so general rules come first.
         let (rule, _) = self.0.iter().rev().find(|(_, regex)| regex.is_match(&found.path))?;
         Some(rule.decide(found, built_in, layout))
     }

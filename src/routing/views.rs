@@ -74,6 +74,7 @@ impl Kind {
             let mut names = names.chain(found.fields.last().map(|field| &field.holder));
             names.any(|name| name.to_lowercase().contains(word))
         };
+        // A spectral convolution multiplies frequencies, and is none.
         if has("conv") && !FREQUENCIES.iter().any(|word| has(word)) {
             Self::Convolution
         } else if found.shape.iter().filter(|size| **size > 1).count() < 3 {

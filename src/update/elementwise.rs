@@ -36,7 +36,7 @@ pub(crate) struct ElementwiseParameter {
     pub factors: Option<Tensor<1>>,
 }
 
-/// Learning rates by role, relative to that of the step.
+/// Learning rates by role, relative to the step's.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RoleLr {
     pub embedding: f64,
@@ -76,7 +76,7 @@ pub(crate) const ELEMENTWISE_SLOTS: [&str; 8] = [
     MANTISSA,
 ];
 
-/// Names in states of Burn's `AdamW` and `Adam`, whose moments are those of this crate: of both
+/// Names in states of Burn's `AdamW` and `Adam`, whose moments this crate also has: of both
 /// moments, of the number of steps, and of AMSGrad's largest moments, which this crate's AdamW does
 /// not have.
 const BURNS_MOMENTS: [&str; 2] = ["momentum.moment_1", "momentum.moment_2"];
@@ -94,7 +94,7 @@ pub(crate) fn from_burns(name: &str) -> Option<&'static str> {
 }
 
 /// Reads the moments of Burn's AdamW from a record, with the number of steps. `None` if there
-/// are none, or also those of AMSGrad.
+/// are none, or AMSGrad's in addition.
 pub(crate) fn unflatten_burns(
     prefix: &str,
     source: &mut StateSource,
@@ -189,6 +189,7 @@ impl ElementwiseUpdate {
         };
         let [first, second] = corrections;
         [(first, beta_1), (second, beta_2)].map(|(old, beta)| {
+            // The same average as a moment, of ones: `1 - beta^t` for the steps that were taken.
             mask.select(old.clone().mul_scalar(beta).add_scalar(1.0 - beta), old)
         })
     }
@@ -215,6 +216,7 @@ impl ElementwiseUpdate {
         let precise = values[0].dtype();
         let old = observations.is_some().then(|| values.clone());
         let gradients = gradients.into_iter().map(|gradient| gradient.cast(precise)).collect();
+        // Moments that are stored as bfloat16 advance in float32.
         let take = |state: &mut Slots, name| state.take(name).cast(precise);
         let stored = |tensor: Tensor<1>| tensor.cast(self.precision.states.slot().resolve(dtype));
         let updated = match self.rule {

@@ -11,11 +11,12 @@ use super::observations::{Observations, orthogonality_errors};
 use super::parts::{Context, Known, Matrices, Part, Quantity, Stage, frobenius};
 use super::precision::{Precision, is_half};
 use super::rounding::Origin;
+use super::stacks::{self, Clocks, IDLE_STEPS, Idle, Section};
 use super::state::{Slot, Slots};
 use super::step_size::{StepSize, WeightDecay};
 use crate::backend::{
-    FiniteMask, FlaggedRows, KernelPolicy, MomentumStep, MomentumUpdate, ParameterStep,
-    PartialNorms, apply, ones_where, precise_dtype, reject, scaled, update_momentum,
+    FiniteMask, FlaggedRows, KernelPolicy, MomentumStep, MomentumUpdate, ParameterStep, apply,
+    precise_dtype, reject, scaled, update_momentum,
 };
 use crate::orthogonalize::NewtonSchulz;
 use crate::slices::{self, concat};
@@ -44,11 +45,12 @@ pub(crate) struct MuonUpdate {
 pub(crate) struct MuonParameter {
     /// Index of its flag.
     pub flag: usize,
-    /// `true` for matrices of a stack, which stay as they are where their gradient is zero.
-    pub is_stack: bool,
-    /// The origin of its values. The steps that it has taken are its position in the schedules.
+    /// `false` if it has no gradient, which its flag has to reject.
+    pub is_present: bool,
+    /// The origin of its values. The steps that it has taken are its position in the schedules, or
+    /// that of a stack's matrices with a gradient in each of them.
     pub origin: Origin,
-    pub size: StepSize,
+    pub lr: f64,
     /// Factors on its new values, flat.
     pub factors: Option<Tensor<1>>,
 }
@@ -68,6 +70,8 @@ pub(crate) struct MuonBatch<'a> {
     /// The number of matrices.
     pub count: usize,
     pub matrices: Matrices,
+    /// `true` for matrices of stacks, which stay as they are where their gradient is zero.
+    pub is_stack: bool,
     /// The type of the parameters.
     pub dtype: DType,
     pub parameters: &'a [MuonParameter],
@@ -104,99 +108,6 @@ impl MuonBatch<'_> {
         let diverged = diverged.clone().slice(s![self.first..self.first + self.count]);
         FiniteMask::from_rows(rejected.max_pair(diverged))
     }
-
-    /// The matrices of stacks whose gradients are zero.
-    fn idle(&self, gradients: &[Tensor<1>]) -> Idle {
-        if self.parameters.iter().all(|parameter| !parameter.is_stack) {
-            return Idle(None);
-        }
-        let [m, n] = self.matrices.shape;
-        let flags = self.parameters.iter().zip(gradients).map(|(parameter, gradient)| {
-            let rows = gradient.dims()[0] / (m * n);
-            match parameter.is_stack {
-                true => {
-                    let zero = gradient.clone().reshape([rows, m * n]).equal_elem(0.0);
-                    ones_where(zero.all_dim(1)).reshape([rows])
-                }
-                false => slices::zeros(rows, DType::F32, &gradient.device()),
-            }
-        });
-        Idle(Some(concat(flags.collect(), DType::F32, &gradients[0].device())))
-    }
-}
-
-/// The matrices of stacks that have no part in a step, such as experts without tokens: 1 for those
-/// whose gradient is zero. They stay as they are, with their states, as a layer without a gradient
-/// does. `None` in a batch without stacks.
-struct Idle(Option<Tensor<1>>);
-
-impl Idle {
-    /// The flags of a batch's matrices, with those of the idle ones.
-    fn or(&self, flags: Tensor<1>) -> Tensor<1> {
-        match &self.0 {
-            Some(idle) => flags.max_pair(idle.clone()),
-            None => flags,
-        }
-    }
-
-    /// The flags of all matrices, of which the batch has those from `first` on.
-    fn among(&self, flags: &Tensor<1>, first: usize) -> Tensor<1> {
-        let Some(idle) = &self.0 else { return flags.clone() };
-        let range = first..first + idle.dims()[0];
-        let own = flags.clone().slice(s![range.clone()]);
-        flags.clone().slice_assign(s![range], self.or(own))
-    }
-
-    fn mask(&self) -> Option<FiniteMask> {
-        self.0.clone().map(FiniteMask::from_rows)
-    }
-}
-
-/// The inputs of a direction.
-struct Inputs<'a> {
-    batch: &'a MuonBatch<'a>,
-    /// The old values. `None` if the step does not need them for the direction.
-    values: Option<&'a [Tensor<1>]>,
-    /// Elements of each parameter.
-    lengths: Vec<usize>,
-    /// The weights of each parameter's momentum and gradient.
-    weights: Vec<Weights>,
-    idle: Idle,
-    /// The flags of matrices.
-    diverged: Tensor<1>,
-}
-
-impl Inputs<'_> {
-    fn values(&self) -> Tensor<3> {
-        joined(self.values.expect("the step does not separate"), self.batch.shape())
-    }
-
-    /// The matrices whose gradients are not usable, or absent.
-    fn mask(&self) -> FiniteMask {
-        self.batch.rejected(&self.diverged, &self.idle)
-    }
-
-    /// The weights of the old momentum, for every matrix.
-    fn keep(&self) -> Tensor<3> {
-        self.by_parameter(self.weights.iter().map(|weights| weights.keep))
-    }
-
-    /// The weights of the gradient, for every matrix.
-    fn fresh(&self) -> Tensor<3> {
-        self.by_parameter(self.weights.iter().map(|weights| weights.fresh))
-    }
-
-    /// One value for every matrix, `[k, 1, 1]`, from one for each parameter.
-    fn by_parameter(&self, values: impl Iterator<Item = f64>) -> Tensor<3> {
-        let [m, n] = self.batch.matrices.shape;
-        let of_matrices: Vec<f64> = values
-            .zip(&self.lengths)
-            .flat_map(|(value, length)| repeat_n(value, length / (m * n)))
-            .collect();
-        let (dtype, device) = (precise_dtype(self.batch.dtype), self.diverged.device());
-        let count = of_matrices.len();
-        Tensor::from_data(TensorData::new(of_matrices, [count, 1, 1]), (&device, dtype))
-    }
 }
 
 /// The direction of a batch, which the step applies to the parameters.
@@ -211,11 +122,13 @@ struct Direction {
 }
 
 impl MuonUpdate {
-    /// The slots of a batch of matrices, for parameters of a type.
-    pub fn slots(&self, matrices: Matrices, parameter: DType) -> Vec<Slot> {
+    /// The slots of a batch of matrices, of stacks or not, for parameters of a type.
+    pub fn slots(&self, matrices: Matrices, is_stack: bool, parameter: DType) -> Vec<Slot> {
         let momentum = self.momentum.slots(self.precision.states.slot()).into_iter();
         let parts = self.parts.iter().flat_map(|part| part.slots(matrices));
-        momentum.chain(parts).chain(self.precision.slots(parameter)).collect()
+        let precision = self.precision.slots(parameter);
+        let idle = is_stack.then_some(IDLE_STEPS);
+        momentum.chain(parts).chain(precision).chain(idle).collect()
     }
 
     /// The implementations that may be used.
@@ -277,17 +190,35 @@ impl MuonUpdate {
         largest: f64,
     ) -> Tensor<1> {
         let rows = [FlaggedRows { flag: first, rows: direction.dims()[0] }];
-        reject(self.policy(), flags, &[direction.clone().reshape([-1])], &rows, largest)
+        reject(self.policy(), flags, std::slice::from_ref(direction), &rows, largest)
     }
 
     /// Returns `true` if the step needs nothing of the values but to apply the direction to them,
     /// element by element: [`directions`](Self::directions) and [`apply`](Self::apply) are then a
-    /// step. In half precision a value has further digits, or a rounding, of its own.
-    pub fn separates(&self, parameter: DType) -> bool {
+    /// step. In half precision a value has further digits, or a rounding, of its own. Only the
+    /// state of a stack has its matrices' positions in the schedule of the decay.
+    pub fn separates(&self, is_stack: bool, parameter: DType) -> bool {
         !is_half(parameter)
+            && (!is_stack || self.weight_decay.rate().settled() == 0)
             && !matches!(self.weight_decay, WeightDecay::Coupled(_))
             && !self.has_parts(Stage::Parameter)
             && !self.reads(Quantity::OldNorm)
+    }
+
+    /// The matrices of a batch by their positions in the schedules, from the lengths of its
+    /// parameters.
+    fn sections(
+        &self,
+        batch: &MuonBatch<'_>,
+        lengths: &[usize],
+        (state, clocks): (&Slots, &mut Clocks),
+    ) -> Vec<Section> {
+        let [m, n] = batch.matrices.shape;
+        let settled = self.momentum.momentum.settled().max(self.weight_decay.rate().settled());
+        let parameters = batch.parameters.iter().zip(lengths);
+        let parameters =
+            parameters.map(|(parameter, length)| (parameter.origin.step, length / (m * n)));
+        clocks.sections(parameters, settled, batch.is_stack.then_some(state))
     }
 
     fn reads(&self, quantity: Quantity) -> bool {
@@ -297,7 +228,7 @@ impl MuonUpdate {
     /// Updates a batch: the new values of its parameters, and the flags of matrices. Advances
     /// `state`.
     ///
-    /// A matrix of whose momentum the iteration makes something that is not finite keeps its
+    /// If the iteration returns numbers that are not finite for a matrix, the matrix keeps its
     /// values, and its flag in `diverged` is set.
     ///
     /// Adds the norms of the step to `observations`, if there are any.
@@ -306,28 +237,29 @@ impl MuonUpdate {
         batch: &MuonBatch<'_>,
         gradients: Vec<Tensor<1>>,
         values: Vec<Tensor<1>>,
-        state: &mut Slots,
+        (state, clocks): (&mut Slots, &mut Clocks),
         diverged: Tensor<1>,
         observations: Option<&mut Observations>,
     ) -> (Vec<Tensor<1>>, Tensor<1>) {
         let (shape @ [count, m, n], parameters) = (batch.shape(), batch.parameters);
         let firsts = starts(&values);
         let values = self.precision.widen(values, &firsts, state);
-        let Direction { direction, diverged, idle, errors, known } = self.direction(
-            batch,
-            gradients,
-            Some(&values),
-            state,
-            diverged,
-            observations.is_some(),
-        );
+        let sections = self.sections(batch, &lengths(&values), (state, clocks));
+        let tensors = (gradients, Some(&*values));
+        let Direction { direction, diverged, idle, errors, known } =
+            self.direction(batch, &sections, tensors, state, diverged, observations.is_some());
         let old = errors.is_some().then(|| values.clone());
 
-        let steps: Vec<_> = parameters.iter().map(|p| p.size.step(p.flag)).collect();
+        let step = |section: &Section| {
+            let MuonParameter { flag, lr, .. } = parameters[section.parameter];
+            self.size(lr, batch.matrices, section.time).step(flag)
+        };
+        let steps: Vec<_> = sections.iter().map(step).collect();
         let unchanged = idle.among(&diverged, batch.first);
         let flags = (&unchanged, batch.first);
-        let mut values =
-            apply(self.policy(), values, direction, batch.flags(&diverged), flags, &steps);
+        let values = stacks::divided(values, &sections, m * n);
+        let values = apply(self.policy(), values, direction, batch.flags(&diverged), flags, &steps);
+        let mut values = stacks::joined(values, &sections);
         if self.has_parts(Stage::Parameter) {
             let mask = || batch.unchanged(&diverged, &idle);
             let old = joined(&values, shape);
@@ -359,13 +291,14 @@ impl MuonUpdate {
         &self,
         batch: &MuonBatch<'_>,
         gradients: Vec<Tensor<1>>,
-        state: &mut Slots,
+        (state, clocks): (&mut Slots, &mut Clocks),
         diverged: Tensor<1>,
     ) -> (Vec<Tensor<1>>, Tensor<1>) {
-        assert!(self.separates(batch.dtype), "the step needs whole values");
-        let lengths: Vec<usize> = gradients.iter().map(|gradient| gradient.dims()[0]).collect();
+        assert!(self.separates(batch.is_stack, batch.dtype), "the step needs whole values");
+        let lengths = lengths(&gradients);
+        let sections = self.sections(batch, &lengths, (state, clocks));
         let Direction { direction, diverged, idle, .. } =
-            self.direction(batch, gradients, None, state, diverged, false);
+            self.direction(batch, &sections, (gradients, None), state, diverged, false);
         let direction = batch.unchanged(&diverged, &idle).fill_rejected(direction, f32::NAN);
         (split(direction.cast(batch.dtype), &lengths), diverged)
     }
@@ -375,9 +308,10 @@ impl MuonUpdate {
     /// stays as it is.
     pub fn apply(&self, parts: Vec<MuonPart>, direction: Tensor<3>) -> Vec<Tensor<1>> {
         let zeros = slices::zeros(parts.len(), DType::F32, &direction.device());
+        // A part of a rejected matrix came as NaN, which becomes a flag again here.
         let flags = self.reject_matrices(&direction, zeros, 0, f64::MAX);
-        let steps: Vec<_> =
-            parts.iter().enumerate().map(|(part, MuonPart { size, .. })| size.step(part)).collect();
+        let steps = parts.iter().enumerate().map(|(part, MuonPart { size, .. })| size.step(part));
+        let steps: Vec<_> = steps.collect();
         let (values, factors): (Vec<_>, Vec<_>) =
             parts.into_iter().map(|part| (part.values, part.factors)).unzip();
         let values = apply(self.policy(), values, direction, &flags, (&flags, 0), &steps);
@@ -389,135 +323,112 @@ impl MuonUpdate {
     fn direction(
         &self,
         batch: &MuonBatch<'_>,
-        gradients: Vec<Tensor<1>>,
-        values: Option<&[Tensor<1>]>,
+        sections: &[Section],
+        (gradients, values): (Vec<Tensor<1>>, Option<&[Tensor<1>]>),
         state: &mut Slots,
         diverged: Tensor<1>,
         observed: bool,
     ) -> Direction {
+        let MuonBatch { matrices, parameters, mut factor, .. } = *batch;
+        let shape @ [count, m, n] = batch.shape();
         let precise = precise_dtype(batch.dtype);
         let gradients: Vec<_> =
             gradients.into_iter().map(|gradient| gradient.cast(precise)).collect();
-        let lengths = gradients.iter().map(|gradient| gradient.dims()[0]).collect();
-        let weights =
-            batch.parameters.iter().map(|p| self.momentum.weights(p.origin.step)).collect();
-        let idle = batch.idle(&gradients);
-        let inputs = Inputs { batch, values, lengths, weights, idle, diverged };
+        let idle = match batch.is_stack {
+            true => {
+                let is_present = parameters.iter().map(|parameter| parameter.is_present);
+                Idle::count(is_present.zip(&gradients), m * n, state)
+            }
+            false => Idle::none(),
+        };
+        let mut gradients = stacks::divided(gradients, sections, m * n);
+        let lengths = lengths(&gradients);
+        let by_section = |values: &mut dyn Iterator<Item = f64>| {
+            let matrices = sections.iter().map(|section| section.count);
+            by_section(values.zip(matrices), (precise, &diverged.device()))
+        };
+        let values = || joined(values.expect("the step does not separate"), shape);
+        let times = sections.iter().map(|section| section.time);
+        let weights: Vec<Weights> = times.map(|time| self.momentum.weights(time)).collect();
 
-        let mut known = self.known(&inputs);
-        let (gradients, factor) = self.prepared(&inputs, gradients, state, &mut known);
-        let (update, norms) = self.update(&inputs, gradients, factor, state);
-        // A part would make them the norms of another tensor.
-        let norms = norms.filter(|_| !self.prepares());
-        let update = self.apply_parts(Stage::Before, update, state, &known, &|| inputs.mask());
-        known.update_norm = self
-            .reads(Quantity::UpdateNorm)
-            .then(|| frobenius(update.clone().cast(precise_dtype(update.dtype()))));
-        let direction = contiguous(self.newton_schulz.direction(update, norms));
-        self.finished(inputs, direction, state, known, observed)
-    }
-
-    /// The quantities that parts read and that are known before the gradients.
-    fn known(&self, inputs: &Inputs<'_>) -> Known {
-        let matrices = inputs.batch.matrices;
-        Known {
+        let keep = || by_section(&mut weights.iter().map(|weights| weights.keep));
+        let mask = || batch.rejected(&diverged, &idle);
+        let mut known = Known {
             matrices,
             scale: self.scale(matrices),
-            keep: self.reads(Quantity::Keep).then(|| inputs.keep()),
-            old_norm: self.reads(Quantity::OldNorm).then(|| frobenius(inputs.values())),
+            keep: self.reads(Quantity::Keep).then(keep),
+            old_norm: self.reads(Quantity::OldNorm).then(|| frobenius(values())),
             gradient_norm: None,
             update_norm: None,
-        }
-    }
+        };
 
-    /// The gradients that the momentum takes, and the factor on them: after weight decay that is
-    /// coupled, and the parts for gradients.
-    fn prepared<'a>(
-        &self,
-        inputs: &Inputs<'a>,
-        gradients: Vec<Tensor<1>>,
-        state: &mut Slots,
-        known: &mut Known,
-    ) -> (Vec<Tensor<1>>, Option<&'a Tensor<1>>) {
-        let batch = inputs.batch;
         let is_coupled = matches!(self.weight_decay, WeightDecay::Coupled(_));
         let reads_norm = self.reads(Quantity::GradientNorm);
-        if !is_coupled && !self.has_parts(Stage::Gradient) && !reads_norm {
-            return (gradients, batch.factor);
+        // Joining the gradients copies them. Without a reader of whole gradients, the momentum
+        // reads them where they lie.
+        if is_coupled || self.has_parts(Stage::Gradient) || reads_norm {
+            let mut gradient = joined(&gradients, shape);
+            gradient = factor.iter().fold(gradient, |g, factor| scaled(g, (*factor).clone()));
+            // NaN in a rejected gradient must not reach the state of a part, nor other matrices by
+            // a sum.
+            gradient = mask().zero_rejected(gradient);
+            if is_coupled {
+                let rate = |section: &Section| {
+                    self.size(parameters[section.parameter].lr, matrices, section.time).coupled
+                };
+                let rates = by_section(&mut sections.iter().map(rate));
+                gradient = gradient + values() * rates;
+            }
+            known.gradient_norm = reads_norm.then(|| frobenius(gradient.clone()));
+            let gradient = self.apply_parts(Stage::Gradient, gradient, state, &known, &mask);
+            // The factor has been applied above.
+            (gradients, factor) = (split(gradient, &lengths), None);
         }
-        let mut gradient = joined(&gradients, batch.shape());
-        if let Some(factor) = batch.factor {
-            gradient = scaled(gradient, factor.clone());
-        }
-        gradient = inputs.mask().zero_rejected(gradient);
-        if is_coupled {
-            let rates = inputs.by_parameter(batch.parameters.iter().map(|p| p.size.coupled));
-            gradient = gradient + inputs.values() * rates;
-        }
-        known.gradient_norm = reads_norm.then(|| frobenius(gradient.clone()));
-        let gradient = self.apply_parts(Stage::Gradient, gradient, state, known, &|| inputs.mask());
-        (split(gradient, &inputs.lengths), None)
-    }
 
-    /// The update that the iteration is given, from the advanced momentum, and its norms if a
-    /// kernel has computed them.
-    fn update(
-        &self,
-        inputs: &Inputs<'_>,
-        gradients: Vec<Tensor<1>>,
-        factor: Option<&Tensor<1>>,
-        state: &mut Slots,
-    ) -> (Tensor<3>, Option<PartialNorms>) {
-        let Inputs { batch, weights, idle, diverged, .. } = inputs;
-        let shape @ [count, m, n] = batch.shape();
-        let steps: Vec<_> = batch
-            .parameters
-            .iter()
-            .zip(weights)
-            .map(|(MuonParameter { flag, .. }, &Weights { keep, fresh })| MomentumStep {
-                flag: *flag,
-                keep,
-                fresh,
+        let steps = sections.iter().zip(&weights);
+        let steps: Vec<_> = steps
+            .map(|(section, &Weights { keep, fresh })| {
+                let MuonParameter { flag, .. } = parameters[section.parameter];
+                MomentumStep { flag, keep, fresh }
             })
             .collect();
         let momentum = state.take(MOMENTUM);
+        // A momentum that is stored as bfloat16 is averaged in float32.
         let stored = momentum.dtype();
-        let momentum = momentum.cast(precise_dtype(batch.dtype)).reshape(shape);
+        let momentum = momentum.cast(precise).reshape(shape);
         // With a second reference, the momentum is not updated in place.
         let of_idle = idle.mask().map(|mask| (mask, momentum.clone()));
         let MomentumUpdate { mut momentum, mut update, norms } = update_momentum(
             self.policy(),
             gradients,
             momentum,
-            batch.flags(diverged),
+            batch.flags(&diverged),
             factor,
             &steps,
             self.momentum.nesterov,
         );
         if let Some((mask, old)) = of_idle {
+            // An expert without tokens keeps its momentum, as a layer without a gradient does.
             momentum = mask.select(momentum, old);
         }
         state.put(MOMENTUM, momentum.reshape([count * m * n]).cast(stored));
+
         if self.momentum.bias_correction {
             let dtype = precise_dtype(update.dtype());
-            let weights = [inputs.keep(), inputs.fresh()].map(|weights| weights.cast(dtype));
-            update = self.momentum.corrected(update.cast(dtype), weights, &inputs.mask(), state);
+            let fresh = by_section(&mut weights.iter().map(|weights| weights.fresh));
+            let weights = [keep(), fresh].map(|weights| weights.cast(dtype));
+            update = self.momentum.corrected(update.cast(dtype), weights, &mask(), state);
         }
-        (update, norms)
-    }
+        // A part would make them the norms of another tensor.
+        let norms = norms.filter(|_| !self.prepares());
+        let update = self.apply_parts(Stage::Before, update, state, &known, &mask);
+        known.update_norm = self
+            .reads(Quantity::UpdateNorm)
+            .then(|| frobenius(update.clone().cast(precise_dtype(update.dtype()))));
 
-    /// The direction after the parts that follow the iteration. Matrices of which it is not finite
-    /// are flagged.
-    fn finished(
-        &self,
-        inputs: Inputs<'_>,
-        mut direction: Tensor<3>,
-        state: &mut Slots,
-        known: Known,
-        observed: bool,
-    ) -> Direction {
-        let Inputs { batch, idle, diverged, .. } = inputs;
+        let mut direction = self.newton_schulz.direction(update, norms);
         let errors = observed.then(|| orthogonality_errors(&direction));
+        // The iteration of a matrix of zeros returns zeros, whose error says nothing of the run.
         let errors = match idle.mask() {
             Some(mask) => errors.map(|errors| mask.zero_rejected(errors)),
             None => errors,
@@ -530,6 +441,8 @@ impl MuonUpdate {
             let mask = || batch.unchanged(&diverged, &idle);
             direction = self.apply_parts(Stage::After, direction, state, &known, &mask);
             direction = contiguous(direction);
+            // A part may also divide by zero or overflow: its result is checked like the
+            // iteration's.
             diverged = self.reject_matrices(&direction, diverged, batch.first, f64::MAX);
         }
         Direction { direction, diverged, idle, errors, known }
@@ -556,6 +469,10 @@ pub(super) fn scaled_by<'a>(
     values.into_iter().zip(factors).map(scaled).collect()
 }
 
+fn lengths(tensors: &[Tensor<1>]) -> Vec<usize> {
+    tensors.iter().map(|tensor| tensor.dims()[0]).collect()
+}
+
 /// The index of each tensor's first element among those of all.
 fn starts(tensors: &[Tensor<1>]) -> Vec<usize> {
     let start = |end: &mut usize, tensor: &Tensor<1>| {
@@ -574,8 +491,7 @@ fn joined(tensors: &[Tensor<1>], shape: [usize; 3]) -> Tensor<3> {
 
 /// A batch as flat tensors of the lengths of others, the reverse of [`joined`].
 fn split_like(batch: Tensor<3>, like: &[Tensor<1>]) -> Vec<Tensor<1>> {
-    let lengths: Vec<usize> = like.iter().map(|tensor| tensor.dims()[0]).collect();
-    split(batch, &lengths)
+    split(batch, &lengths(like))
 }
 
 /// A batch as flat tensors of some lengths.
@@ -587,8 +503,19 @@ fn split(batch: Tensor<3>, lengths: &[usize]) -> Vec<Tensor<1>> {
     }
 }
 
-/// The batch without gaps between its rows, which Burn's products may leave and every reader would
-/// copy away separately.
+/// One value for every matrix, `[k, 1, 1]`, from a value and a number of matrices for each section.
+fn by_section(
+    of_sections: impl Iterator<Item = (f64, usize)>,
+    (dtype, device): (DType, &Device),
+) -> Tensor<3> {
+    let of_matrices: Vec<f64> =
+        of_sections.flat_map(|(value, matrices)| repeat_n(value, matrices)).collect();
+    let count = of_matrices.len();
+    Tensor::from_data(TensorData::new(of_matrices, [count, 1, 1]), (device, dtype))
+}
+
+/// Makes the batch contiguous once. Burn's products may leave gaps between its rows, which every
+/// reader would otherwise copy away for itself.
 fn contiguous(batch: Tensor<3>) -> Tensor<3> {
     let (shape, elements) = (batch.dims(), batch.shape().num_elements());
     batch.reshape([elements]).reshape(shape)

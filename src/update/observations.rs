@@ -27,7 +27,7 @@ impl Observations {
         self.0.insert(parameter, sums);
     }
 
-    /// The sums of all parameters: for each the square of the norm of its change, that of its
+    /// The sums of all parameters: for each the square of the norm of its change, of its
     /// values, and the errors of its matrices. Zeros for parameters that were not observed.
     pub fn sums(mut self, parameters: usize, device: &Device) -> Tensor<1> {
         let zeros = || Tensor::zeros([SUMS], (device, DType::F32));

@@ -22,7 +22,7 @@ pub enum MasterWeights {
     Full,
     /// 16 further bits of the significand, 2 bytes per element: together with a bfloat16 parameter
     /// an exact float32 value, as in <https://github.com/KellerJordan/modded-nanogpt>. The
-    /// parameters are those of `Full`, except that ties between two numbers round up. Magnitudes
+    /// parameters are as with `Full`, except that ties between two numbers round up. Magnitudes
     /// below 1e-30 may lose digits.
     Mantissa,
     /// Nothing: every step rounds parameters to the nearest number, and small changes are lost.
@@ -100,6 +100,8 @@ impl Precision {
     /// Fails for the decay of an average that its type does not follow: times `1 - 2^-8` and more,
     /// values of bfloat16 round to themselves, so that the average would never decrease.
     pub fn ensure_decays(self, setting: &'static str, decay: f64) -> Result<()> {
+        // bfloat16 has 8 bits: `decay * x` rounds back to `x` where `1 - decay` is below half a
+        // unit in the last place.
         if self.states == StateDtype::BFloat16 && decay > 1.0 - 1.0 / 256.0 {
             let expected = "at most 0.996 with averages in bfloat16, which do not decrease \
                             otherwise (use `StateDtype::Float32`)";
@@ -111,8 +113,8 @@ impl Precision {
     /// The float32 values of parameters in half precision, and any others as they are. `firsts` has
     /// the index of each parameter's first element in the state.
     ///
-    /// A value that was changed since the last step, or was never stored, counts as it is: the
-    /// stored one is that of another number.
+    /// If a value was changed since the last step, the stored digits belong to the old value and
+    /// are ignored, as if none had been stored.
     pub fn widen(
         self,
         values: Vec<Tensor<1>>,
@@ -131,6 +133,8 @@ impl Precision {
             MasterWeights::Full => {
                 let stored = state.take(MASTER);
                 let published = slices::place(values, firsts, stored.dims()[0]);
+                // A master that does not round to the parameter is of an old value: the parameter
+                // was changed by hand, or loaded.
                 let is_same = rounded(stored.clone(), half).equal(published.clone());
                 published.cast(DType::F32).mask_where(is_same, stored)
             }
@@ -168,6 +172,8 @@ impl Precision {
             }
             MasterWeights::Full => {
                 let all = slices::place(values, firsts, elements);
+                // The published parameter is this value, rounded: `widen` compares them at the next
+                // step.
                 state.put(MASTER, all.clone());
                 all.cast(half)
             }

@@ -25,7 +25,7 @@ pub(crate) const OF_INIT: &str = "of_init";
 
 /// The problem of a state of another optimizer.
 pub(crate) fn of_another() -> String {
-    "expected that of the configured optimizer, got that of another".to_owned()
+    "expected the configured optimizer's, got another's".to_owned()
 }
 
 /// The rule of one parameter, which reads states from records.
@@ -100,7 +100,7 @@ impl Drop for Refused {
         if !self.is_used && !std::thread::panicking() {
             log::warn!(
                 "an optimizer of `MuonConfig::init` was dropped, and no parameter ever had a \
-                 gradient: if it took steps, the gradients are those of another model, or the \
+                 gradient: if it took steps, the gradients are of another model, or the \
                  loss is detached"
             );
         }
@@ -121,7 +121,7 @@ impl Refusals {
     }
 
     /// The error of a first step, if the record had states of unknown parameters, one of which may
-    /// be that of this parameter.
+    /// be this parameter's.
     fn ensure_new(&self, parameter: &str) -> crate::error::Result<()> {
         let mut refused = self.lock();
         refused.is_used = true;
@@ -198,6 +198,7 @@ impl<R: Rule> DynOptimizer for Resumed<R> {
         let rank = state.rank();
         let held = match state.downcast::<Held>() {
             Held::State(state) => Held::State(self.rule.to_device_dyn(state, device)),
+            // Kept as it is, so that the step can report it: Burn returns no error from a load.
             refused @ Held::Refused(_) => refused,
         };
         DynState::create(held, rank)
@@ -225,6 +226,7 @@ impl<R: Rule> DynOptimizer for Resumed<R> {
         let held = match self.read(rank, prefix, source, device) {
             Ok(state) => {
                 let mut refused = self.refusals.lock();
+                // A later load may repair an earlier one.
                 refused.states.remove(&path);
                 refused.is_used = true;
                 Held::State(state)
@@ -275,6 +277,7 @@ impl DynOptimizer for Unrouted {
             let parameter = Tensor::<D>::from_bridge(parameter);
             let shape = parameter.dims();
             match &self.frozen {
+                // Nothing is lost without elements.
                 _ if shape.contains(&0) => {}
                 Some(path) => panic!(
                     "parameter `{path}` of shape {shape:?} was frozen when the optimizer was made; \

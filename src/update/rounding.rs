@@ -10,7 +10,7 @@ use crate::backend::{ComputePath, KernelPolicy};
 /// Digits of a significand in bfloat16 and in float16, with the hidden one.
 const BF16_DIGITS: i32 = 8;
 const F16_DIGITS: i32 = 11;
-/// The smallest positive number of float16. That of bfloat16 is 9.2e-41, below the numbers that
+/// The smallest positive number of float16. For bfloat16 it is 9.2e-41, below the numbers that
 /// devices compute with.
 const F16_SMALLEST: f64 = 1.0 / (1 << 24) as f64;
 /// The largest prime below 2^15, so that no product of two remainders overflows an `i32`.
@@ -94,9 +94,9 @@ impl Origin {
     }
 }
 
-/// Rounds float32 values to one of both neighbours in half precision, with a probability that makes
-/// the mean of many roundings the value, up to 2^-15 of the distance between them. Values that are
-/// half precision stay.
+/// Rounds float32 values to one of both neighbours in half precision. The mean of many roundings is
+/// the value, up to 2^-15 of the distance between the neighbours. Values that are half precision
+/// stay.
 pub(super) fn stochastic(x: Tensor<1>, half: DType, seed: u64, origin: Origin) -> Tensor<1> {
     let nearest = rounded(x.clone(), half).cast(DType::F32);
     let other = neighbour(&nearest, &x, half);

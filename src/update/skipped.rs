@@ -46,7 +46,7 @@ struct Counts {
 }
 
 /// A tensor, and the thread that works with it. If another thread drops a tensor, Burn's fusion may
-/// free its buffer before it runs an operation that the first thread has just queued on a clone
+/// free its buffer too early: before an operation that the first thread has just queued on a clone
 /// (tracel-ai/burn#4947 is one case).
 #[derive(Clone, Debug)]
 struct Kept {
@@ -234,8 +234,8 @@ impl SkippedSteps {
         outcome
     }
 
-    /// Adds what a step made of a state of one parameter to its count, 1 if it left the parameter
-    /// untouched, and [records](Self::record) the count.
+    /// Adds 1 to a parameter's count of skipped steps if the step left the parameter unchanged, and
+    /// [records](Self::record) the count.
     ///
     /// # Errors
     ///
@@ -347,8 +347,8 @@ impl fmt::Display for Warning {
 }
 
 impl Entry {
-    /// Compares the counts of parameters, which have taken part in `times` steps, with those of the
-    /// last look. The warning names the parameter that was skipped most often.
+    /// Compares the counts of parameters, which have taken part in `times` steps, with the counts
+    /// of the last look. The warning names the parameter that was skipped most often.
     fn look(&mut self, counts: Vec<f32>, times: &[usize], step: usize) -> Option<Warning> {
         let mut warning = None;
         for (index, count) in counts.iter().enumerate() {

@@ -14,6 +14,9 @@ pub(crate) const MASTER: &str = "master";
 /// Name of the further digits of bfloat16 parameters, in records.
 pub(crate) const MANTISSA: &str = "mantissa";
 
+/// Name of the number of steps of a stack in which a matrix of it had no gradient, in records.
+pub(crate) const IDLE: &str = "idle";
+
 /// A value that an update stores of every parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Slot {
@@ -39,7 +42,7 @@ pub(crate) enum Extent {
     Parameter,
 }
 
-/// The type of a slot's values, given that of the parameter.
+/// The type of a slot's values, given the parameter's type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SlotDtype {
     /// float32, and float64 for float64. In float16, squares of gradients below 1e-3 are zero, and
@@ -59,6 +62,7 @@ impl SlotDtype {
     pub fn resolve(self, parameter: DType) -> DType {
         match self {
             Self::Precise => precise_dtype(parameter),
+            // Whole numbers of 16 bits are exact in float32, in which all updates compute.
             Self::F32 | Self::Int16 => DType::F32,
             Self::BFloat16 => DType::BF16,
         }
@@ -90,8 +94,8 @@ impl Extent {
         self.shape(batch).iter().product()
     }
 
-    /// The shape of the values in records, for a parameter of a shape: that of the parameter, where
-    /// there is one value per element, so records are those of Burn's own optimizers.
+    /// The shape of the values in records, for a parameter of a shape: the parameter's, where there
+    /// is one value per element, so that records are as Burn's own optimizers write them.
     pub fn recorded(self, parameter: &[usize], batch: [usize; 3]) -> Vec<usize> {
         match self {
             Self::Element => parameter.to_vec(),
@@ -103,9 +107,9 @@ impl Extent {
 
 impl Slot {
     /// Returns `true` if zeros may take the place of values that were not saved: an update then
-    /// takes the digits of the parameter itself.
+    /// takes the digits of the parameter itself, and no matrix of a stack was ever idle.
     pub fn is_optional(&self) -> bool {
-        [MASTER, MANTISSA].contains(&self.name)
+        [MASTER, MANTISSA, IDLE].contains(&self.name)
     }
 
     /// Bytes of the values for a batch of parameters of a type.
@@ -130,7 +134,7 @@ struct Value {
     stored: Option<Stored>,
     /// The type of the slot.
     dtype: SlotDtype,
-    /// Its shape in records.
+    /// The slot's shape in records.
     recorded: Vec<usize>,
 }
 
@@ -213,6 +217,7 @@ impl Slots {
     ///
     /// If there is no such slot, or its values are taken already.
     pub fn take(&mut self, name: &str) -> Tensor<1> {
+        // Taken out, the tensor has one reference, and the update may write into it.
         let stored = self.value_mut(name).stored.take();
         stored.expect("an update puts back what it takes").into_values()
     }
@@ -236,7 +241,7 @@ impl Slots {
         &mut value.unwrap_or_else(|| panic!("state has no slot `{name}`")).1
     }
 
-    /// The problem of slots that are not those of the table, in the shapes for a parameter: that
+    /// The problem of slots that are not in the table, in the shapes for a parameter: that
     /// were saved under another configuration. Slots that updates can do without may be missing.
     pub fn problem(&self, table: &[Slot], batch: [usize; 3], shape: &[usize]) -> Option<String> {
         for slot in table {
@@ -254,6 +259,7 @@ impl Slots {
             }
         }
         let is_known = |name: &str| table.iter().any(|slot| slot.name == name);
+        // A state that the update would not use is lost in silence: say so.
         let (name, _) = self.values.iter().find(|(name, _)| !is_known(name))?;
         Some(unused(name))
     }
@@ -321,6 +327,7 @@ impl Slots {
     pub fn keep_only(mut self, kept: &str, dimensions: usize) -> Self {
         for (_, value) in self.values.iter_mut().filter(|(name, _)| *name != kept) {
             let old = value.stored.take().expect("an update puts back what it takes").into_values();
+            // The slot remains, so that records have the same names on all ranks.
             let none = Tensor::empty([0], (&old.device(), old.dtype()));
             value.stored = Some(Stored::new(none, value.dtype));
             value.recorded = vec![0; dimensions];
@@ -385,10 +392,15 @@ impl Slots {
         self.values.push((slot.name, Value { stored, dtype: SlotDtype::F32, recorded: vec![1] }));
     }
 
-    /// Returns `true` if all recorded shapes are those of parameters of a rank, or of one value for
+    /// Returns `true` if all recorded shapes are a rank's parameters, or one value for
     /// the whole parameter.
     pub fn have_rank(&self, rank: usize) -> bool {
         self.values.iter().all(|(_, value)| [1, rank].contains(&value.recorded.len()))
+    }
+
+    /// Returns `true` if there is such a slot.
+    pub fn has(&self, name: &str) -> bool {
+        self.value(name).is_some()
     }
 
     /// The shape of a slot in records.

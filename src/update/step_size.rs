@@ -13,8 +13,8 @@ pub enum WeightDecay {
     /// `P <- (1 - lr w) P`, with the learning rate before it is scaled (Loshchilov and Hutter,
     /// <https://arxiv.org/abs/1711.05101>).
     Decoupled(Schedule),
-    /// [`Decoupled`](Self::Decoupled), for those elements only whose sign is not opposed to that of
-    /// the update `U` in `P <- P - lr U`: the decay never works against the update
+    /// [`Decoupled`](Self::Decoupled), only for elements whose sign is not opposed to the update's,
+    /// `U` in `P <- P - lr U`: the decay never works against the update
     /// (<https://github.com/microsoft/dion>).
     Cautious(Schedule),
     /// [`Cautious`](Self::Cautious) with the scaled learning rate, as in
@@ -64,7 +64,7 @@ pub(crate) struct StepSize {
     pub decay: f64,
     /// The factor on the update.
     pub lr: f64,
-    /// `true` if only those old values are decayed whose sign is not opposed to that of the update.
+    /// `true` if only old values whose sign is not opposed to the update's are decayed.
     pub cautious: bool,
     /// The factor on the old values that are added to the gradient.
     pub coupled: f64,
@@ -105,11 +105,11 @@ pub(crate) fn ensure_rate(lr: f64) -> Result<()> {
     // In float32, the type of the smallest range that rates are applied in.
     match (lr as f32).is_finite() && lr >= 0.0 {
         true => Ok(()),
-        false => Err(Error::setting(
-            "learning rate",
+        false => Err(Error::usage(
+            "the learning rate is invalid",
+            "a finite number, zero or more",
             lr,
-            "a finite number, zero or more (a schedule may divide by zero; to maximise, negate the \
-             loss)",
+            "look for a division by zero in its schedule; to maximise, negate the loss",
         )),
     }
 }

@@ -13,7 +13,7 @@ use super::rounding::Origin;
 use super::state::{Slot, Slots};
 use crate::backend::precise_dtype;
 
-/// The prefix of an optimizer's own state in records, which keeps its names apart from those of
+/// The prefix of an optimizer's own state in records, which keeps its names apart from the names of
 /// slots.
 pub(crate) const OWN_STATE: &str = "state";
 
@@ -115,6 +115,7 @@ impl WholeUpdate {
         };
         let updated = scaled_by(vec![updated], std::iter::once(factors.as_ref()));
         if let (Some(observations), Some(old)) = (observations, old) {
+            // There is no iteration whose error could be observed.
             let none = Tensor::zeros([1], (&old.device(), DType::F32));
             observations.add(flag, old, &updated[0], none);
         }
@@ -130,7 +131,7 @@ impl WholeUpdate {
     }
 
     /// Reads the optimizer's own state from a record: `Some(None)` if nothing was recorded, `None`
-    /// if the recorded state is that of another optimizer.
+    /// if the recorded state is another optimizer's.
     pub fn unflatten(
         &self,
         rank: usize,
@@ -139,6 +140,7 @@ impl WholeUpdate {
         device: &Device,
     ) -> Option<Option<DynState>> {
         let prefix = join_path(prefix, OWN_STATE);
+        // Some optimizers have no state, such as plain SGD.
         if !source.has_under(&prefix) {
             return Some(None);
         }

@@ -228,7 +228,7 @@ fn slices_that_some_ranks_do_not_use_train_as_replicated_ones() {
                 match change {
                     None => _ = gradients.remove::<2>(unused.weight.id),
                     Some(_) => {
-                        let mut loss = Tensor::zeros([1], world.device());
+                        let mut loss = Tensor::zeros([1], (world.device(), DType::F32));
                         for linear in [&net.tall, &net.wide, &net.head] {
                             if linear.weight.id == unused.weight.id {
                                 layout.unused(linear);

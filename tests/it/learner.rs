@@ -321,7 +321,7 @@ fn items_that_cannot_be_divided_equally_are_left_out() {
     let too_few = Setup { items: items(2), ..Setup::default() };
     let result = launch(folder.path(), &too_few, on_ranks(3));
     let error = result.error.expect("a run with fewer items than ranks fails");
-    assert!(error.to_string().contains("at least one per rank"), "{error}");
+    assert!(error.to_string().contains("at least one item per rank, got fewer than"), "{error}");
 }
 
 #[test]

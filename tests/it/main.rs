@@ -6,6 +6,7 @@ mod checkpoints;
 mod custom;
 mod diagnostics;
 mod dist_muon;
+mod examples;
 mod extremes;
 mod guide;
 mod guide_fragments;

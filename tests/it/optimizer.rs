@@ -121,7 +121,8 @@ fn models_that_are_kept_do_not_change_during_training() {
 /// The steps of several batches, which differ in size.
 #[test]
 fn steps_with_graphs_agree_with_steps_without() {
-    let start = Net::of_width(50, &device()).map(&mut Fixed::new(2));
+    // One kernel iterates narrower matrices, without a recording.
+    let start = Net::of_width(72, &device()).map(&mut Fixed::new(2));
     let trained = |graphs| {
         let mut optim = MuonConfig::new()
             .with_newton_schulz(NewtonSchulzConfig::new().with_graphs(graphs))

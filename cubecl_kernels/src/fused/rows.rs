@@ -81,8 +81,8 @@ pub(super) struct RowGrid {
 }
 
 impl RowGrid {
-    /// Returns the grid for tensors whose elements are of some types, and lie at multiples of some
-    /// steps in other buffers.
+    /// Returns the launch grid. Vectors are as wide as all types allow, and all steps of the
+    /// elements in other buffers.
     pub fn new<'a>(
         client: &Client,
         dtypes: &[ElemType],

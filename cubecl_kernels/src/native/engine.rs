@@ -234,7 +234,7 @@ impl Native {
         })
     }
 
-    /// Returns the right to use the stream, which threads have in turn.
+    /// Locks the stream for this thread.
     pub(super) fn stream_alone(&self) -> impl Drop + use<'_> {
         self.recordings.lock().expect("nothing panics while it holds the lock")
     }
@@ -249,7 +249,7 @@ impl Native {
         &self.shapes
     }
 
-    /// Counts no parts of tiles as done, for later launches.
+    /// Resets the counts of finished parts of tiles, for later launches.
     pub(super) fn clear_scratch(&self) -> Result<(), DriverError> {
         self.scratch.clear(&self.stream)
     }

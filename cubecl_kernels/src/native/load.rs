@@ -26,7 +26,7 @@ const PATIENCE: u32 = 1_000_000_000;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Switch {
     Off,
-    /// They run if the device can run them.
+    /// The kernels run if the device can run them.
     On,
     /// A device that refuses them ends the program: for tests.
     Must,

@@ -126,8 +126,8 @@ impl fmt::Display for Grid {
 }
 
 impl Grid {
-    /// Returns the distribution that is estimated to take the least time, with tiles of one of the
-    /// shapes, at least one, on a device with a number of multiprocessors, at least two.
+    /// Returns the grid that is estimated to be the fastest, with tiles of one of the shapes (at
+    /// least one), on at least two multiprocessors.
     ///
     /// Tiles are cut in matrices that are [alone](Product::launches): once all multiprocessors have
     /// the same number of tiles, those that are left are cut, so that the others do not wait for

@@ -3,7 +3,7 @@
 use burn::backend::cubecl::dtype_to_elem_type;
 use burn::backend::{TensorMetadata, tensor::FloatTensor};
 use burn::tensor::{DType, FloatDType};
-use burn_cubecl::kernel::cast;
+use burn_cubecl::kernel::{cast, into_contiguous};
 use burn_cubecl::{CubeBackend, CubeDevice};
 use cubecl::std::tensor::copy_into;
 use distmuon_kernels::fused::{self, RowNorms};
@@ -15,13 +15,9 @@ use super::native;
 use super::product::Operands;
 use super::tensors::{VALIDATED, batch, contiguous, matrices, part, tensor, unshared};
 use super::tune;
-use crate::backend::ops::MatrixOps;
-#[cfg(feature = "cuda")]
-use crate::backend::ops::Products;
+use crate::backend::ops::{MatrixOps, Products};
 use crate::backend::portable;
-use crate::backend::program::Polynomial;
-#[cfg(feature = "cuda")]
-use crate::backend::program::Program;
+use crate::backend::program::{Polynomial, Program};
 use crate::backend::tensor_list::TensorList;
 
 type Float = FloatTensor<CubeBackend>;
@@ -52,10 +48,10 @@ pub(crate) fn kernel(
     }
 }
 
-/// The most rows of matrices that one cube carries through the whole iteration, where they fit.
+/// The most rows of a matrix that one cube carries through the whole iteration, where it fits.
 /// Estimated, not measured: a product of `m` rows takes a multiprocessor about `m^2` cycles, since
-/// every warp reads two numbers for each 16 rows and step of the sums; with 64 rows less than a
-/// launch, with 128 twice as long.
+/// every warp reads two numbers for each 16 rows and step of the sums. That is less than a launch
+/// with 64 rows, and twice a launch with 128.
 const MAX_SMALL_ROWS: usize = 64;
 
 /// Returns [`MAX_SMALL_ROWS`], or the largest number of rows that fits.
@@ -109,10 +105,15 @@ impl MatrixOps for CubeBackend {
         tensor(&r, q.handle, r.shape(), r.dtype)
     }
 
-    #[cfg(feature = "cuda")]
-    fn iterate(x: Float, program: Program, tuned: bool, native: bool) -> Float {
-        let others = |x| program.compute::<Self>(x, Products::Backend { tuned }, |x| x);
-        if native { native::iterate(x, &program, tuned, &others) } else { others(x) }
+    fn iterate(x: Float, program: Program, tuned: bool, _native: bool) -> Float {
+        // Burn's products may leave gaps between rows, which every reader would copy away.
+        let others =
+            |x| into_contiguous(program.compute::<Self>(x, Products::Backend { tuned }, |x| x));
+        #[cfg(feature = "cuda")]
+        if _native {
+            return native::iterate(x, &program, tuned, &others);
+        }
+        others(x)
     }
 
     fn overwrite(target: Float, values: Float) -> Float {

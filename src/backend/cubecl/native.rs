@@ -17,6 +17,7 @@ use distmuon_kernels::operands::{Operand, Order};
 
 use super::Failure;
 use super::tensors::{tensor, unshared};
+use crate::backend::graphs;
 use crate::backend::program::{Buffers, Program, Side, Step};
 
 type Float = FloatTensor<CubeBackend>;
@@ -28,12 +29,11 @@ const MULTIPLE: usize = 8;
 /// Smaller matrices have no tile with enough to do.
 const MIN_ROWS: usize = 64;
 
+/// Buffers begin at multiples of this number of bytes, as those that the driver allocates do.
+const ALIGNMENT: usize = 256;
+
 /// The most matrices of a batch: a dimension of the grid.
 const MAX_BATCH: usize = 65_535;
-
-/// The most elements of a batch whose iteration is recorded. Estimated, not measured: a product of
-/// 1024 x 4096 takes about two launches.
-const RECORDED_ELEMENTS: usize = 1024 * 4096;
 
 /// The description of the kernels that iterate matrices `[k, m, n]` of a type, or the reason why
 /// no native ones do.
@@ -71,9 +71,9 @@ fn index_and_element(device: &CubeDevice, dtype: DType) -> Result<(usize, Elemen
     }
 }
 
-/// Runs a program by native kernels, or by the `others` if the device refuses, if a graph is being
-/// recorded, or if native kernels are measured to be slower, of a `tuned` program. Returns NaN if a
-/// launch fails, since the launches before it may have overwritten the batch.
+/// Runs a program by native kernels. Falls back to the `others` if the device refuses, while a
+/// graph is recorded, or, if `tuned`, where native kernels were measured to be slower. Returns NaN
+/// if a launch fails, since the launches before it may have overwritten the batch.
 pub(super) fn iterate(
     x: Float,
     program: &Program,
@@ -194,7 +194,7 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
     };
     // Operands are held until the work is ordered: CubeCL reuses their memory by later work of its
     // streams.
-    if k * m * n <= RECORDED_ELEMENTS {
+    if k * m * n <= graphs::MOST_ELEMENTS {
         let handle = x.client.empty(bytes[0]);
         let (from, to) = (pin(&x.handle)?, pin(&handle)?);
         let (key, ready) = (key(x, program), order.ready(&x.client)?);
@@ -206,15 +206,28 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
             Err(Refusal(reason)) => log::debug!("an iteration is not recorded: {reason}"),
         }
     }
-    let mut handles = vec![x.handle.clone()];
-    handles.extend(bytes[1..].iter().map(|bytes| x.client.empty(*bytes)));
-    let pinned = handles.iter().map(pin).collect::<Result<Vec<_>, _>>()?;
-    let addresses: Vec<u64> = pinned.iter().map(Operand::address).collect();
+    // Everything between input and result is in one buffer: to allocate and to pin one waits for
+    // the device's thread. The result is alone in its buffer, which it keeps.
+    let is_scratch = |buffer: usize| buffer != 0 && buffer != result;
+    let mut starts = vec![0; bytes.len()];
+    let mut scratch = 0;
+    for buffer in (0..bytes.len()).filter(|buffer| is_scratch(*buffer)) {
+        starts[buffer] = scratch;
+        scratch += bytes[buffer].next_multiple_of(ALIGNMENT);
+    }
+    let of_result = if result == 0 { x.handle.clone() } else { x.client.empty(bytes[result]) };
+    let between = x.client.empty(scratch.max(ALIGNMENT));
+    let (from, to, between) = (pin(&x.handle)?, pin(&of_result)?, pin(&between)?);
+    let address = |buffer: usize| match buffer {
+        0 => from.address(),
+        buffer if buffer == result => to.address(),
+        buffer => between.address() + starts[buffer] as u64,
+    };
+    let addresses: Vec<u64> = (0..bytes.len()).map(address).collect();
     let ready = order.ready(&x.client)?;
     // SAFETY: as above, with the elements of every matrix.
     unsafe { native.run(ready, &work, &addresses) }?;
-    let handle = handles.swap_remove(result);
-    Ok(tensor(x, handle, Shape::from(shape), x.dtype))
+    Ok(tensor(x, of_result, Shape::from(shape), x.dtype))
 }
 
 /// The launch of a step for matrices `[k, m, n]`, from the addresses of its operands and its

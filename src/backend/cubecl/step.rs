@@ -6,8 +6,8 @@ use burn::tensor::DType;
 use burn_cubecl::CubeBackend;
 use distmuon_kernels::fused::{self, MomentumBuffers, MomentumInput, ParameterUpdate, RowNorms};
 
-use super::tensors::{VALIDATED, batch, contiguous, part, unshared};
-use crate::backend::ops::{FlaggedRows, MomentumStep, ParameterStep, StepOps};
+use super::tensors::{VALIDATED, batch, contiguous, part, uninitialised, unshared};
+use crate::backend::ops::{FlaggedRows, MomentumStep, ParameterStep, StepOps, norm_parts};
 use crate::backend::tensor_list::TensorList;
 
 type Float = FloatTensor<CubeBackend>;
@@ -37,17 +37,18 @@ impl StepOps for CubeBackend {
     fn update_momentum(
         grads: TensorList<Self>,
         momentum: Float,
-        update: Float,
-        norms: Float,
         rejected: Float,
         factor: Float,
         steps: Vec<MomentumStep>,
         nesterov: bool,
         scaled: bool,
     ) -> (Float, Float, Float) {
-        let [momentum, update, norms] = [momentum, update, norms].map(unshared);
+        let momentum = unshared(momentum);
         let [rejected, factor] = [rejected, factor].map(|x| contiguous(x, DType::F32));
         let (of, grads) = (batch(&momentum), grads.0);
+        let update = uninitialised(&momentum, momentum.shape(), momentum.dtype);
+        let partials = norm_parts(of.elements);
+        let norms = uninitialised(&momentum, [of.count, partials, 2].into(), DType::F32);
         let dtypes = [grads[0].dtype, momentum.dtype];
         let averaged = |(grad, step): (Float, MomentumStep)| {
             let rows = grad.shape().num_elements() / of.elements;
@@ -59,7 +60,7 @@ impl StepOps for CubeBackend {
         let momenta = MomentumBuffers {
             momentum: &momentum.handle,
             update: &update.handle,
-            norms: &RowNorms { handle: norms.handle.clone(), partials: norms.shape()[1] },
+            norms: &RowNorms { handle: norms.handle.clone(), partials },
             rejected: &rejected.handle,
             factor: scaled.then_some(&factor.handle),
         };

@@ -61,6 +61,12 @@ pub(in crate::backend) fn tensor(
     Float::new_contiguous(like.client.clone(), like.device.clone(), shape, handle, dtype)
 }
 
+/// A contiguous tensor of any values, on the device of another one.
+pub(in crate::backend) fn uninitialised(like: &Float, shape: Shape, dtype: DType) -> Float {
+    let handle = like.client.empty(shape.num_elements() * dtype.size());
+    tensor(like, handle, shape, dtype)
+}
+
 /// The elements in order, cast to a type.
 pub(in crate::backend) fn contiguous(tensor: Float, dtype: DType) -> Float {
     into_contiguous(cast(tensor, dtype))

@@ -87,6 +87,7 @@ impl MatrixOps for Flex {
     fn plus_identity(z: FloatTensor<Self>) -> FloatTensor<Self> {
         let (dtype, [_, m, _]) = (z.dtype(), z.shape().dims());
         let mut z = contiguous(single(z));
+        // At least 1: an empty batch has matrices of any size, and chunks of none panic.
         let matrices = z.storage_mut::<f32>().chunks_exact_mut((m * m).max(1));
         matrices.flat_map(|matrix| matrix.iter_mut().step_by(m + 1)).for_each(|x| *x += 1.0);
         rounded(z, dtype)
@@ -134,9 +135,12 @@ impl MatrixOps for Flex {
         let matrices = x.storage_mut::<f32>().par_chunks_exact_mut((m * n).max(1));
         let norms = norms.storage::<f32>().par_chunks_exact((2 * parts).max(1));
         matrices.zip(norms).for_each(|(matrix, norms)| {
+            // A norm is kept as a scale and a sum of scaled squares, so that no square under- or
+            // overflows in float32.
             let part = |part: &[f32]| f64::from(part[0]).powi(2) * f64::from(part[1]);
             let squares = norms.chunks_exact(2).map(part).sum::<f64>();
             let norm = squares.sqrt().max(epsilon);
+            // A matrix of zeros, without an `epsilon`, stays zero.
             let scale = if norm == 0.0 { 0.0 } else { norm.recip() };
             let scaled = |values: &mut [f32]| {
                 values.iter_mut().for_each(|x| *x = (f64::from(*x) * scale) as f32)
@@ -168,6 +172,7 @@ fn lower_triangles(
     alpha: f32,
     accum: Accum,
 ) -> FloatTensor<Flex> {
+    // A view: the product reads it by columns.
     let b = Flex::float_swap_dims(b, 1, 2);
     each_matrix(a, b, result, |result, a, b, tiles| {
         let m = a.nrows();
@@ -186,7 +191,10 @@ fn each_matrix(
     multiply: impl Fn(&mut [f32], MatRef<'_, f32>, MatRef<'_, f32>, usize) + Sync,
 ) -> FloatTensor<Flex> {
     let ([k, m, n], [_, _, p]) = (a.shape().dims(), b.shape().dims());
+    // Matrices of a batch are iterated in parallel; tiles keep the threads busy where there are few
+    // of them.
     let tiles = tiles_of_each(k, m * n * p);
+    // faer reads rows or columns with any distance; other layouts are copied once.
     let (a, b) = (by_rows_or_columns(a), by_rows_or_columns(b));
     let mut result = contiguous(result);
     let (matrices_a, matrices_b) = (matrices(&a), matrices(&b));
@@ -236,6 +244,8 @@ impl<'a> Factors<'a> {
 /// product.
 fn product_in_tiles(factors: Factors<'_>, result: MatMut<'_, f32>, tiles: usize) {
     let (rows, columns) = (result.nrows(), result.ncols());
+    // Halves of halves instead of a grid: any number of tiles, of nearly equal size. Every element
+    // is summed in one tile, so the bits do not depend on the number.
     let [first, second] = [tiles / 2, tiles - tiles / 2];
     let split = |side: usize| (side * first / tiles).next_multiple_of(KERNEL_SIDE).min(side);
     if tiles < 2 {
@@ -267,6 +277,8 @@ fn triangle_in_tiles(factors: Factors<'_>, result: MatMut<'_, f32>, tiles: usize
         triangular::matmul(result, triangle, accum, a, whole, b, whole, alpha, Par::Seq);
         return;
     }
+    // Two triangles and the square below the first: it has half of the elements, so it gets half of
+    // the tiles.
     let half = (result.nrows() / 2).next_multiple_of(KERNEL_SIDE).min(result.nrows());
     let (upper, _, square, lower) = result.split_at_mut(half, half);
     let (above, below) = factors.split_rows(half);
@@ -305,6 +317,7 @@ fn matrices<'a>(tensor: &'a FloatTensor<Flex>) -> impl Fn(usize) -> MatRef<'a, f
 
 /// Copies the lower triangle of an `m` by `m` matrix onto its upper one.
 fn mirror(matrix: &mut [f32], m: usize) {
+    // Tile by tile, since the transposed writes of a whole row would each miss the cache.
     for top in (0..m).step_by(MIRROR_TILE) {
         for left in (0..=top).step_by(MIRROR_TILE) {
             for i in top..(top + MIRROR_TILE).min(m) {

@@ -1,11 +1,12 @@
 //! The elementwise parts of a step on Burn's Flex backend, in one pass over memory each.
 
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Flex, TensorMetadata};
+use burn::backend::{Flex, TensorMetadata, ops::FloatTensorOps};
+use burn::tensor::FloatDType;
 use rayon::prelude::*;
 
 use super::tensors::{CHUNK, contiguous, rounded, scaled_squares, single, values};
-use crate::backend::ops::{FlaggedRows, MomentumStep, ParameterStep, StepOps};
+use crate::backend::ops::{FlaggedRows, MomentumStep, ParameterStep, StepOps, norm_parts};
 use crate::backend::tensor_list::TensorList;
 
 type Float = FloatTensor<Flex>;
@@ -36,19 +37,21 @@ impl StepOps for Flex {
     fn update_momentum(
         grads: TensorList<Self>,
         momentum: Float,
-        update: Float,
-        norms: Float,
         rejected: Float,
         factor: Float,
         steps: Vec<MomentumStep>,
         nesterov: bool,
         scaled: bool,
     ) -> (Float, Float, Float) {
-        let (dtype, [_, m, n]) = (momentum.dtype(), momentum.shape().dims());
-        let [_, norm_parts, _] = norms.shape().dims();
+        let (dtype, [k, m, n]) = (momentum.dtype(), momentum.shape().dims());
+        let norm_parts = norm_parts(m * n);
         let (rejected, factor) = (values(rejected), values(factor)[0]);
-        let [mut momentum, mut update] = [momentum, update].map(|of| contiguous(single(of)));
-        let mut norms = contiguous(norms);
+        let mut momentum = contiguous(single(momentum));
+        // Not `empty`, which Flex allocates twice.
+        let zeros = |shape: [usize; 3]| {
+            Self::float_zeros(shape.into(), &Default::default(), FloatDType::F32)
+        };
+        let (mut update, mut norms) = (zeros([k, m, n]), zeros([k, norm_parts, 2]));
         let mut start = 0;
         for (grad, step) in grads.0.into_iter().zip(steps) {
             let (grad, [keep, weight], flag) =
@@ -56,6 +59,7 @@ impl StepOps for Flex {
             let end = start + grad.shape().num_elements();
             let updates = &mut update.storage_mut::<f32>()[start..end];
             if rejected[flag] != 0.0 {
+                // The momentum stays as it is; the update has no matrix to orthogonalise.
                 updates.fill(0.0);
                 start = end;
                 continue;
@@ -77,6 +81,7 @@ impl StepOps for Flex {
                         *m = keep * *m + fresh;
                         *u = if nesterov { keep * *m + fresh } else { *m };
                     }
+                    // While the values are in the cache: the iteration needs the norms next.
                     norm.copy_from_slice(&scaled_squares(updates));
                 });
             });
@@ -101,6 +106,8 @@ impl StepOps for Flex {
             |(parameter, ParameterStep { flag, decay, lr, .. }): (Float, ParameterStep)| {
                 let (dtype, decay, lr) = (parameter.dtype(), decay as f32, lr as f32);
                 let start = matrix;
+                // Before the return: the next parameter's directions follow, whether this one is
+                // updated or not.
                 matrix += parameter.shape().num_elements() / (m * n);
                 if rejected[flag] != 0.0 {
                     return parameter;
@@ -113,6 +120,7 @@ impl StepOps for Flex {
                 let matrices = matrices
                     .zip(directions)
                     .zip(diverged)
+                    // Matrices whose iteration diverged keep their values.
                     .filter(|(_, diverged)| **diverged == 0.0);
                 matrices.for_each(|((parameter, direction), _)| {
                     let directions = direction.par_chunks(CHUNK);

@@ -7,15 +7,16 @@ use crate::backend::precise::scaled;
 use crate::backend::{FiniteMask, ones_where, precise_dtype};
 
 /// [`StepOps::reject`](crate::backend::ops::StepOps::reject), for one tensor.
-pub fn reject(
+pub fn reject<const D: usize>(
     flags: Tensor<1>,
-    tensor: &Tensor<1>,
+    tensor: &Tensor<D>,
     FlaggedRows { flag, rows }: FlaggedRows,
     largest: f64,
 ) -> Tensor<1> {
     let usable = tensor.clone().is_finite();
     let usable = usable.bool_and(tensor.clone().abs().lower_equal_elem(largest));
-    let rejected = usable.reshape([rows, tensor.dims()[0] / rows]).all_dim(1).bool_not();
+    let rejected =
+        usable.reshape([rows, tensor.shape().num_elements() / rows]).all_dim(1).bool_not();
     let range = flag..flag + rows;
     let new = ones_where(rejected).reshape([rows]).max_pair(flags.clone().slice([range.clone()]));
     flags.slice_assign([range], new)

@@ -33,7 +33,7 @@ pub struct Challenge {
 pub struct Hello {
     /// [`VERSION`] of the process.
     pub version: String,
-    /// Its rank.
+    /// The rank of the process.
     pub rank: usize,
     /// The number of ranks that it was launched with.
     pub size: usize,

@@ -81,6 +81,7 @@ impl CallBoard {
     /// responsible rank, if there is one.
     pub fn expire(&mut self, now: Instant) -> Option<usize> {
         self.rounds.notice_busy(now);
+        // At a tick, not at the message: most blocked ranks go on in the meantime.
         if std::mem::take(&mut self.is_blocked) {
             self.rounds.find_deadlock();
         }
@@ -106,6 +107,8 @@ impl CallBoard {
                 self.call(rank, key, op, payload, now, out);
             }
             Request::Wait { key, call, waited } => {
+                // The clocks of the hosts may differ, so a process sends the time that it has
+                // waited.
                 let since = now.checked_sub(waited).unwrap_or(now);
                 if let Some((members, _)) = self.membership(rank, key) {
                     _ = self.rounds.wait_externally(rank, key, &members, call.into(), since);
@@ -151,6 +154,7 @@ impl CallBoard {
     ) {
         let Some((members, member)) = self.membership(rank, key) else { return };
         let volume = self.volumes.entry(key).or_default();
+        // A gathered result is one message, which has a limit.
         *volume += payload.as_ref().map_or(0, |payload| payload.len());
         if exceeds_frame(op, *volume, members.len()) {
             // The result will be `TooLong`. Dropping the payload bounds the memory until then.
@@ -224,6 +228,8 @@ impl CallBoard {
         for mut same_color in colors.into_values() {
             same_color.sort_unstable();
             let size = same_color.len();
+            // Engines take it as the color of the group: it is unique, and fits into their
+            // integers.
             let first = same_color[0].1;
             let ranks: Arc<[usize]> =
                 same_color.iter().map(|(_, member)| members[*member]).collect();

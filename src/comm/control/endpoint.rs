@@ -119,6 +119,8 @@ impl Endpoint {
             Some(server) => Ok(server.addresses()),
             None => resolve_address(&address),
         };
+        // One deadline for everything: names that do not resolve yet, a rank 0 that starts late,
+        // and the handshake.
         let until = Instant::now() + deadline;
         let joined = connected(&addresses, (rank, size), secret.as_bytes(), until);
         let (stream, outcome) = joined.map_err(|(tried, error)| {
@@ -263,6 +265,7 @@ fn connect(
 ) -> Result<TcpStream, Unanswered> {
     loop {
         let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
+        // At every try: a name may resolve only later.
         let addresses = resolve().unwrap_or_else(|error| {
             last = error;
             vec![]
@@ -272,6 +275,7 @@ fn connect(
             let remaining = until.saturating_duration_since(Instant::now());
             let timeout = (remaining / (addresses.len() - i) as u32).max(RETRY);
             match TcpStream::connect_timeout(address, timeout) {
+                // A connection to a local port where nothing listens may meet itself.
                 Ok(stream) if is_self_connected(&stream) => {
                     reset(stream);
                     last = ErrorKind::ConnectionRefused.into();
@@ -335,6 +339,7 @@ fn read(stream: &TcpStream, until: Instant) -> io::Result<Vec<u8>> {
     let mut length = [0; 4];
     read_exact(stream, &mut length, until)?;
     let length = u32::from_le_bytes(length) as usize;
+    // Whatever answers there may claim any length, and it has not proved anything yet.
     if length > MAX_UNAUTHENTICATED_MESSAGE {
         let reason = message_too_long(MAX_UNAUTHENTICATED_MESSAGE, length);
         return Err(io::Error::new(ErrorKind::InvalidData, reason));
@@ -347,6 +352,7 @@ fn read(stream: &TcpStream, until: Instant) -> io::Result<Vec<u8>> {
 /// Fills a buffer. The time limit applies to all reads together.
 fn read_exact(mut stream: &TcpStream, mut bytes: &mut [u8], until: Instant) -> io::Result<()> {
     while !bytes.is_empty() {
+        // Before every read: a server that sends a byte now and then must not hold the deadline up.
         stream.set_read_timeout(Some(remaining(until)?))?;
         match stream.read(bytes) {
             Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),

@@ -96,6 +96,7 @@ impl Link {
         server: Option<Server>,
     ) -> std::io::Result<Self> {
         let heartbeat = Heartbeat::new(size, deadline);
+        // If rank 0 takes no bytes for so long, it is dead or cut off.
         stream.set_write_timeout(Some(heartbeat.timeout))?;
         let shared = Arc::new(Shared {
             stream,
@@ -133,15 +134,18 @@ impl Link {
     }
 
     /// Notes that this thread has waited for some time. If all threads that make calls have, rank 0
-    /// is told of it. A thread that makes no calls only watches those of others.
+    /// is told of it. A thread that makes no calls only watches the calls of others.
     pub fn waits_at(&self, point: WaitPoint) -> Waiting<'_> {
         let mut callers = self.callers();
         let thread = thread::current().id();
+        // A thread that has made no call of its own, such as a watcher, does not decide whether the
+        // rank is blocked.
         if callers.threads.contains(&thread) {
             callers.waiting.insert(thread, point);
         }
         let are_all = callers.waiting.len() == callers.threads.len();
         let points: Vec<WaitPoint> = callers.waiting.values().copied().collect();
+        // Before the message, whose write may wait.
         drop(callers);
         if are_all {
             self.notify(&Request::Blocked { points, external_calls: self.counts() });
@@ -207,8 +211,10 @@ impl Link {
             return Err(reject(payload.len()));
         }
         let frame = frame(request, &[payload]).map_err(reject)?;
+        // Before the request: the reader drops answers that nothing expects.
         self.shared.answers().pending.insert(key, None);
         self.shared.send(&frame);
+        // Most calls are answered at once: only those that wait cost a report.
         let is_answered = self.shared.is_answered_within(key, self.report_after());
         let _waiting = (!is_answered).then(|| self.waits_at(WaitPoint::Round(key)));
         match self.shared.wait_for_answer(key)? {

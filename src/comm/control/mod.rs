@@ -200,7 +200,7 @@ impl Control {
     ///
     /// # Errors
     ///
-    /// Those of `finished`; [`Error::PeerFailed`] and [`Error::Mismatch`] if the call can't finish,
+    /// As `finished`; [`Error::PeerFailed`] and [`Error::Mismatch`] if the call can't finish,
     /// since a rank failed, has departed, waits for a different call, or does not arrive within the
     /// deadline.
     pub fn wait(
@@ -264,7 +264,7 @@ impl Control {
     }
 
     /// Returns the group of the members with the same color, in the order of `key` and then of
-    /// rank, and the index in this group of the new group's first member.
+    /// rank. The second value is the index in this group of the new group's first member.
     ///
     /// # Errors
     ///

@@ -15,9 +15,9 @@ const SLICES: usize = 16;
 
 /// The role of the process at the other end.
 pub enum Role {
-    /// It has not answered the challenge.
+    /// The peer has not answered the challenge.
     Unauthenticated(Challenge),
-    /// It is this rank of the world.
+    /// The peer is this rank of the world.
     Member(usize),
     /// The connection is closed as soon as all outgoing frames are written.
     Closing,

@@ -149,17 +149,17 @@ pub enum Reply {
 /// The result of a round.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outcome {
-    /// The payload is those of all members, one after the other, with these lengths.
+    /// The payloads of all members, one after the other, with these lengths.
     All(Vec<usize>),
     /// The payload is the result.
     Bytes,
-    /// The payload is that of this member, the first that has one.
+    /// The payload of this member, the first that has one.
     First(usize),
     /// There is no result for this member.
     Nothing,
     /// A new group.
     Group {
-        /// Its number.
+        /// The number of the group.
         group: u64,
         /// The index of the member in the new group.
         rank: usize,
@@ -183,6 +183,8 @@ pub fn frame<T: Serialize>(message: &T, payload: &[&[u8]]) -> Result<Frame, usiz
     if length > MAX_MESSAGE {
         return Err(length);
     }
+    // A length of four bytes, the message, and the payload as it is: large payloads are not
+    // encoded.
     let mut frame = Vec::with_capacity(4 + length);
     frame.extend((length as u32).to_le_bytes());
     frame.extend(message);

@@ -2,7 +2,7 @@
 //! their messages and sends the answers.
 //!
 //! The thread polls all connections. It passes the messages of members to the call board, which
-//! holds the rounds and their payloads, sends the frames that the call board returns, and checks
+//! holds the rounds and their payloads. It sends the frames that the call board returns, and checks
 //! all deadlines at every tick.
 
 use std::io::{self, ErrorKind};
@@ -27,7 +27,7 @@ pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Unauthenticated connections that may be open at once, in addition to one for each rank that has
 /// not joined.
 pub const MAX_UNAUTHENTICATED_CONNECTIONS: usize = 64;
-/// File descriptors of rank 0 in addition to those of the ranks' connections: for files, libraries,
+/// File descriptors of rank 0 in addition to the ranks' connections: for files, libraries,
 /// devices, and processes that are not members.
 const RESERVED_DESCRIPTORS: usize = 32 + MAX_UNAUTHENTICATED_CONNECTIONS;
 /// The time for which rank 0 keeps serving the other ranks after the world has failed, so that they
@@ -146,11 +146,11 @@ fn out_of_descriptors(size: usize, limit: u64) -> String {
 /// The state of a rank of the world.
 #[derive(Clone, Copy, PartialEq)]
 enum RankState {
-    /// It has not joined.
+    /// The rank has not joined.
     NotJoined,
-    /// It has joined, over the connection in this slot.
+    /// The rank has joined, over the connection in this slot.
     Joined(usize),
-    /// It has departed, or its connection was lost.
+    /// The rank has departed, or its connection was lost.
     Departed,
 }
 
@@ -207,6 +207,7 @@ impl Service {
             }
             let now = Instant::now();
             if now >= last + TICK {
+                // After a stall of this process, silence says nothing of the others.
                 self.tick(now, now - last > STALL);
                 last = now;
             }
@@ -218,6 +219,8 @@ impl Service {
                     None => since + self.config.deadline,
                 };
                 let may_join = self.not_joined > 0 && now < since + JOIN_GRACE;
+                // Rank 0 is about to exit. First, the others get what they wait for: the failure,
+                // or their last answers.
                 if !may_join && (self.is_finished() || now >= until) {
                     return;
                 }
@@ -263,6 +266,7 @@ impl Service {
 
     /// Sends a challenge to a process that may be a rank.
     fn send_challenge(&mut self, mut stream: TcpStream) -> io::Result<()> {
+        // Messages are short, and a rank waits for each.
         stream.set_nodelay(true)?;
         let challenge = Challenge::new()?;
         let slot = self.free_slots.pop().unwrap_or(self.peers.len());
@@ -289,6 +293,7 @@ impl Service {
         }
         if let Some(peer) = self.peers[slot].as_mut() {
             open = open.and_then(|()| peer.flush(&self.sent));
+            // A refused or departed process still gets its last message.
             let is_done = matches!(peer.role, Role::Closing) && peer.outgoing.is_empty();
             if open.is_err() || is_done {
                 self.close(slot, open.err());
@@ -341,6 +346,7 @@ impl Service {
                 self.ranks[hello.rank] = RankState::Joined(slot);
                 self.not_joined -= 1;
                 self.members += 1;
+                // Until then a stranger could send no more than a short message.
                 peer.incoming.set_limit(MAX_MESSAGE);
                 (hello.welcome(challenge, &self.config.secret), Role::Member(hello.rank))
             }
@@ -370,7 +376,7 @@ impl Service {
         };
         let ServerConfig { size, secret, .. } = &self.config;
         if !hello.is_authentic(challenge, secret) {
-            return Err("the secret in DISTMUON_SECRET differs from that of rank 0".into());
+            return Err("the secret in DISTMUON_SECRET differs from rank 0's".into());
         }
         let reason = if hello.version != VERSION {
             format!("it runs {} and rank 0 runs {VERSION}", hello.version)
@@ -412,7 +418,7 @@ impl Service {
         }
     }
 
-    /// Closes a connection. Ends the world if the connection is that of a member.
+    /// Closes a connection. Ends the world if the connection is a member's.
     fn close(&mut self, slot: usize, error: Option<io::Error>) {
         let Some(mut peer) = self.peers[slot].take() else { return };
         self.poll.registry().deregister(&mut peer.stream).ok();
@@ -424,6 +430,7 @@ impl Service {
                 self.ranks[rank] = RankState::Departed;
                 self.members -= 1;
                 let reason = match error {
+                    // The end of a stream is what the death of a process looks like from here.
                     Some(error) if error.kind() != ErrorKind::UnexpectedEof => error.to_string(),
                     _ => "its process ended".to_owned(),
                 };
@@ -435,6 +442,7 @@ impl Service {
 
     /// Checks all deadlines. After a stall of this thread, no member counts as silent.
     fn tick(&mut self, now: Instant, stalled: bool) {
+        // Descriptors may have become free since the last try.
         if !std::mem::replace(&mut self.accepting, true) {
             self.accept();
         }
@@ -442,6 +450,7 @@ impl Service {
             let Some(peer) = self.peers[slot].as_mut() else { continue };
             let silence = now.saturating_duration_since(peer.last_heard);
             match peer.role {
+                // This process was not running: the messages may be in its buffers.
                 Role::Member(_) if stalled => peer.last_heard = now,
                 Role::Member(rank)
                     if silence > self.heartbeat.timeout && self.failure_sent.is_none() =>
@@ -457,6 +466,7 @@ impl Service {
             }
         }
         let late = self.board.expire(now);
+        // Most often the address is wrong, or a firewall drops the connection.
         if late.is_some_and(|rank| self.ranks[rank] == RankState::NotJoined) {
             let text = format!("; it never joined, and rank 0 listens at {}", self.address);
             self.board.append_to_cause(&text);

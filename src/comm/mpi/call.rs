@@ -211,7 +211,7 @@ impl Drop for Signature {
 /// Returns `true` if a request has finished.
 fn test(request: &mut ffi::MPI_Request, rank: usize, call: &ExternalCall) -> Result<bool> {
     let mut flag = 0;
-    // SAFETY: the request is that of a started call, or null when it has finished.
+    // SAFETY: the request belongs to a started call, or is null when it has finished.
     let code = unsafe { ffi::MPI_Test(request, &mut flag, ffi::RSMPI_STATUS_IGNORE) };
     check_code(code, rank, &call.call)?;
     Ok(flag != 0)

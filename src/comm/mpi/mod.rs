@@ -50,8 +50,8 @@ impl Mpi {
     ///
     /// # Errors
     ///
-    /// [`Error::Engine`] if MPI can't be used, [`Error::Launch`] if MPI's ranks are not those of
-    /// the launcher, [`Error::Rendezvous`] if the ranks can't connect to each other.
+    /// [`Error::Engine`] if MPI can't be used, [`Error::Launch`] if MPI's ranks are not the ranks
+    /// of the launcher, [`Error::Rendezvous`] if the ranks can't connect to each other.
     pub fn connect(launch: &Launch, device: Device, deadline: Duration) -> Result<Self> {
         let library = Library::load(launch.rank)?;
         let world = library.universe.world().duplicate();

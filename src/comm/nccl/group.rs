@@ -212,7 +212,7 @@ fn check_code(
     })
 }
 
-/// Makes calls that NCCL treats as one. Returns the code of the first call that failed, or that of
+/// Makes calls that NCCL treats as one. Returns the code of the first call that failed, or of
 /// the group.
 pub fn grouped(library: &Library, calls: impl Iterator<Item = c_int>) -> c_int {
     // SAFETY: every start of a group has its end.

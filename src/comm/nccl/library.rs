@@ -1,7 +1,7 @@
 //! The search for NCCL's library, and the functions of it that are used.
 //!
-//! Names, types and meanings are those of `nccl.h` (<https://docs.nvidia.com/deeplearning/nccl>),
-//! the constants those of `cudarc`. The library is loaded here, since `cudarc` looks for
+//! Names, types and meanings are from `nccl.h` (<https://docs.nvidia.com/deeplearning/nccl>),
+//! the constants from `cudarc`. The library is loaded here, since `cudarc` looks for
 //! `libnccl.so` only, which neither Debian's packages nor PyTorch's wheels install without the
 //! development files.
 
@@ -36,7 +36,7 @@ pub struct Config {
 impl Config {
     /// Returns a configuration in which calls return at once, and are polled later.
     pub fn nonblocking() -> Self {
-        // The magic number is that of `NCCL_CONFIG_INITIALIZER` in `nccl.h`. The version is 2.14.0.
+        // The magic number is from `NCCL_CONFIG_INITIALIZER` in `nccl.h`. The version is 2.14.0.
         Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21_400, blocking: 0 }
     }
 }
@@ -56,7 +56,7 @@ macro_rules! functions {
                 library: libloading::Library,
                 path: PathBuf,
             ) -> Result<Self, libloading::Error> {
-                // SAFETY: the types are those of NCCL's header, and the library lives as long as
+                // SAFETY: the types are from NCCL's header, and the library lives as long as
                 // the functions.
                 unsafe {
                     Ok(Self {

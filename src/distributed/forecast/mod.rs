@@ -41,9 +41,9 @@ pub struct Timeline {
 /// | [`Owned`](super::plan::Placement::Owned) | gathered | gathered again, reduced | |
 ///
 /// New parameters arrive in whole buckets, in the order of the first parameter of each; all
-/// other messages of the passes are those of single parameters.
+/// other messages of the passes are of single parameters.
 ///
-/// Messages of parameters that are cut are those of slices. In the step, gradients are
+/// Parameters that are cut have messages of slices. In the step, gradients are
 /// assembled after the reduction, and directions are distributed before new values are
 /// gathered. Of parameters in half precision or updated element by element, values are
 /// assembled and distributed. So they are for updates that need whole values, which a plan does

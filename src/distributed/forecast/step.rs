@@ -116,8 +116,8 @@ fn latest(times: &[f64]) -> f64 {
     times.iter().copied().fold(0.0, f64::max)
 }
 
-/// Of each element of a bucket, the bytes that are sent to its owner: the gradient, and the value
-/// if this is distributed instead of a direction.
+/// The bytes of each element of a bucket that are sent to its owner: of the gradient, and of the
+/// value if this is distributed instead of a direction.
 fn to_assemble(bucket: &Bucket) -> usize {
     let with_values = bucket.kind != BucketKind::Matrices || is_half(bucket.dtype);
     precise_dtype(bucket.dtype).size() + if with_values { bucket.dtype.size() } else { 0 }

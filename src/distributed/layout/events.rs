@@ -11,7 +11,7 @@ pub enum Event {
     Reduce(usize),
 }
 
-/// The number of calls that are kept one by one. Those of a training pass are fewer; evaluation, in
+/// The number of calls that are kept one by one. A training pass has fewer; evaluation, in
 /// which no pass ends, may go on for ever.
 const KEPT: usize = 1 << 14;
 
@@ -39,7 +39,7 @@ impl Events {
         self.latest.contains(&event)
     }
 
-    /// The first calls that differ from those of another rank. `None` for the end of the calls.
+    /// The first calls that differ from another rank's. `None` for the end of the calls.
     pub fn difference(&self, other: &Self) -> Option<[Option<Event>; 2]> {
         let [first, second] = [&self.latest, &other.latest];
         let mut indices = 0..first.len().max(second.len());

@@ -298,7 +298,7 @@ impl Layout {
         self.sharded.get()
     }
 
-    /// Fails if the parameters of a model are not those of the model that was divided.
+    /// Fails if the parameters of a model are not the divided model's.
     pub(super) fn check_planned(&self, planned: &[Parameter]) -> Result<()> {
         let known = self.sharded().map(|sharded| &sharded.planned);
         let rank = self.world().rank();
@@ -350,7 +350,7 @@ impl Layout {
     ///
     /// # Errors
     ///
-    /// Those of [`shard`](Self::shard) for the layout and the model.
+    /// As [`shard`](Self::shard) for the layout and the model.
     pub fn table<M: Module>(&self, model: &M) -> Result<LayoutTable> {
         let division = self.division(model)?;
         Ok(LayoutTable::new(&division.found, &division.units, &division.cuts))
@@ -363,7 +363,7 @@ impl Layout {
     /// # Errors
     ///
     /// A failure of the forward or of the backward pass; [`Error::Mismatch`] if the ranks have not
-    /// used the same parameters in the same order; those of every collective.
+    /// used the same parameters in the same order; as every collective.
     pub fn backward<M: Module, const D: usize>(
         &self,
         loss: &Tensor<D>,
@@ -375,12 +375,12 @@ impl Layout {
     }
 
     /// [`backward`](Self::backward) of a rank that has run out of batches, while others have some:
-    /// it takes part in their pass, and its own gradients count as zero. The loss is that of any
+    /// it takes part in their pass, and its own gradients count as zero. The loss may be of any
     /// batch; see [`World::join`](crate::comm::World::join).
     ///
     /// # Errors
     ///
-    /// Those of [`backward`](Self::backward).
+    /// As [`backward`](Self::backward).
     pub fn drain<M: Module, const D: usize>(
         &self,
         loss: &Tensor<D>,
@@ -424,7 +424,7 @@ impl Layout {
     ///
     /// # Errors
     ///
-    /// Those of [`backward`](Self::backward).
+    /// As [`backward`](Self::backward).
     pub fn accumulate<M: Module, const D: usize>(&self, loss: &Tensor<D>, model: &M) -> Result<()> {
         let backward = || GradientsParams::from_grads(loss.backward(), model);
         let gradients = self.in_micro_batch(model, backward)?;
@@ -460,16 +460,16 @@ impl Layout {
     ///
     /// # Errors
     ///
-    /// Those of [`backward`](Self::backward); [`Error::Setting`] after
-    /// [`accumulate`](Self::accumulate), whose gradients are those of `backward`.
+    /// As [`backward`](Self::backward); [`Error::Usage`] after
+    /// [`accumulate`](Self::accumulate), whose gradients `backward` returns.
     pub fn collect<M: Module>(&self, model: &M, gradients: &mut GradientsParams) -> Result<()> {
         match self.micro_batches().count() {
             0 => self.finish(model, gradients),
-            _ => Err(Error::setting(
-                "gradients",
-                "earlier ones of `Layout::accumulate`",
-                "none before `Layout::collect` (end with `Layout::backward`, or add up gradients \
-                 by `GradientBuffer`)",
+            earlier => Err(Error::usage(
+                "`Layout::collect` does not add earlier micro-batches",
+                "no call of `Layout::accumulate` before it",
+                format!("{earlier} calls"),
+                "end with `Layout::backward`, or add up gradients by `GradientBuffer`",
             )),
         }
     }
@@ -492,7 +492,7 @@ impl Layout {
     ///
     /// # Errors
     ///
-    /// Those of [`backward`](Self::backward).
+    /// As [`backward`](Self::backward).
     pub fn discard(&self) -> Result<()> {
         self.passes().discard()
     }
@@ -552,10 +552,11 @@ impl Layout {
         let mut axes = self.places.iter().filter_map(Place::axis);
         let model = self.mesh.axes().iter().find(|axis| axis.is_model()).map(Axis::name);
         match axes.next().or(model) {
-            Some(axis) => Err(Error::setting(
-                "layout",
+            Some(axis) => Err(Error::usage(
+                "a `Learner` can't train the layout",
+                "whole layers",
                 format!("slices along `{axis}`"),
-                "whole layers (write the training loop to train slices)",
+                "write the training loop to train slices",
             )),
             None => Ok(()),
         }

@@ -20,8 +20,8 @@ use serde::{Deserialize, Serialize};
 
 use super::MicroBatches;
 use super::events::{Event, Events};
-use super::identity::Identities;
-use super::order::Order;
+use super::identity::{Identities, Version};
+use super::order::{Order, Successors};
 use super::unit::Unit;
 use crate::backend::precise_dtype;
 use crate::checks::ensure_computed;
@@ -91,9 +91,9 @@ impl Groups {
 /// The ranks with which a rank exchanges parameters that are cut along the same axes.
 #[derive(Debug)]
 pub struct Group {
-    /// Those that share the parameters: each has a part.
+    /// The ranks that share the parameters: each has a part.
     pub sharing: World,
-    /// Those that have replicas of this rank's part: each updates a shard of it.
+    /// The ranks with replicas of this rank's part: each updates a shard of it.
     pub replicas: World,
 }
 
@@ -146,7 +146,7 @@ struct State {
     ahead: usize,
     /// Bytes of gradients that are being reduced.
     reducing: usize,
-    /// Bytes of gradients that wait for those of other uses.
+    /// Bytes of gradients that wait for the gradients of other uses.
     sums: usize,
     /// Bytes of this rank's shards of means.
     means: usize,
@@ -155,6 +155,8 @@ struct State {
     forward: Order,
     /// The parameters that are gathered again in the backward pass.
     backward: Order,
+    /// The parameters that are used without gradients.
+    evaluation: Successors,
     events: Events,
     is_micro_batch: bool,
     /// `true` while the values are read for other purposes than a pass.
@@ -174,14 +176,16 @@ struct State {
 /// The uses of a parameter in a pass.
 #[derive(Debug, Default)]
 struct Uses {
-    /// The part that was last seen, and its identity.
-    part: Option<(u64, Tensor<1>)>,
+    /// The part that was last used with a gradient, or that a step has made.
+    part: Option<(Values, Tensor<1>)>,
+    /// The part that was last used without a gradient.
+    evaluated: Option<(Values, Tensor<1>)>,
     /// The part of the last step, if it has arrived and was not used yet.
     published: Option<Tensor<1>>,
     /// The whole that is gathered ahead of its use.
     ahead: Option<Ahead>,
-    /// The whole for a backward pass, with the identity of its part, if others do not use it.
-    kept: Option<(u64, Tensor<1>)>,
+    /// The whole for a backward pass, with the values of its part, if others do not use it.
+    kept: Option<(Values, Tensor<1>)>,
     /// The uses of each of its values, in the order of their first uses: of the model's, and of
     /// those of clones with other values.
     leaves: Vec<LeafUses>,
@@ -195,14 +199,14 @@ struct Uses {
 #[derive(Debug)]
 struct LeafUses {
     leaf: u64,
-    /// The number of uses in the graph, and that of their gradients so far.
+    /// The number of uses in the graph, and of their gradients so far.
     count: usize,
     gradients: usize,
     /// The sum of these gradients.
     sum: Option<Tensor<1>>,
     /// The sum of the gradients of earlier micro-batches.
     micro_batches: Option<Tensor<1>>,
-    /// `true` if it had gradients of micro-batches, which are those of the model.
+    /// `true` if it had gradients of micro-batches, which are the model's.
     had_micro_batches: bool,
     /// This rank's part of the mean over ranks.
     mean: Option<Tensor<1>>,
@@ -253,11 +257,20 @@ impl Uses {
     }
 }
 
+/// The identity of a part's values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Values {
+    /// The leaf of a graph.
+    Leaf(u64),
+    /// A part's without autodiff.
+    Version(Version),
+}
+
 /// A whole that is gathered, or on its way.
 #[derive(Debug)]
 struct Ahead {
-    /// Identity of the part that it was gathered from. `None` for one that was not used yet.
-    part: Option<u64>,
+    /// The values that it was gathered from. `None` for a part that was not used yet.
+    part: Option<Values>,
     whole: Option<Tensor<1>>,
 }
 
@@ -288,15 +301,19 @@ impl Passes {
     pub fn use_whole<const D: usize>(
         self: &Arc<Self>,
         unit: &Arc<Unit>,
-        part: Tensor<1>,
+        (part, version): (Tensor<1>, Version),
         shape: Shape,
     ) -> Tensor<D> {
         let State { is_reading, is_unused, .. } = *self.state();
         let is_trained = part.is_require_grad() && !is_reading;
-        let part_id = identity(&part);
+        let values = identity(&part).map_or(Values::Version(version), Values::Leaf);
         let inner = part.clone().without_autodiff();
         let device = inner.device();
-        let mut whole = self.gather(unit, (part_id, inner), is_trained).reshape(shape.clone());
+        let whole = match is_trained {
+            true => self.gather(unit, (values, inner)),
+            false => self.gather_evaluated(unit, (values, inner), is_reading),
+        };
+        let mut whole = whole.reshape(shape.clone());
         if is_unused {
             // No layer reads it: one element in memory.
             whole = Tensor::<D>::zeros([1; D], (&device, unit.dtype)).expand(shape);
@@ -315,7 +332,7 @@ impl Passes {
             Keep::Nothing => {
                 let (from, of) = (Arc::downgrade(self), unit.clone());
                 link.made_again(move |part| match from.upgrade() {
-                    Some(passes) => passes.gather_again(&of, (part_id, part)),
+                    Some(passes) => passes.gather_again(&of, (values, part)),
                     None => of.nan(&part.device()),
                 })
             }
@@ -368,39 +385,57 @@ impl Passes {
     }
 
     /// The whole for a forward pass.
-    fn gather(&self, unit: &Unit, part: (Option<u64>, Tensor<1>), is_trained: bool) -> Tensor<1> {
+    fn gather(&self, unit: &Unit, part: (Values, Tensor<1>)) -> Tensor<1> {
         let mut state = self.state();
-        let next = match is_trained {
-            true => state.forward.next(unit.index).to_vec(),
-            false => vec![],
-        };
-        self.gathered(&mut state, unit, part, &next)
+        let next = state.forward.next(unit.index).to_vec();
+        state.uses[unit.index].part = Some(part.clone());
+        self.gathered(&mut state, unit, part, |state| self.start_next(state, &next))
+    }
+
+    /// The whole for a pass without a gradient. The next ones are only gathered if the part is that
+    /// of the pass before: those of a model with new values are not known yet.
+    fn gather_evaluated(
+        &self,
+        unit: &Unit,
+        part: (Values, Tensor<1>),
+        is_reading: bool,
+    ) -> Tensor<1> {
+        let mut state = self.state();
+        if is_reading {
+            return self.gathered(&mut state, unit, part, |_| Ok(()));
+        }
+        let next = state.evaluation.next(unit.index);
+        let before = state.uses[unit.index].evaluated.replace(part.clone());
+        let is_known = before.is_some_and(|(values, _)| values == part.0);
+        let next = if is_known { next } else { vec![] };
+        self.gathered(&mut state, unit, part, |state| self.start_next_evaluated(state, &next))
     }
 
     /// The whole for a backward pass.
-    fn gather_again(&self, unit: &Unit, part: (Option<u64>, Tensor<1>)) -> Tensor<1> {
+    fn gather_again(&self, unit: &Unit, part: (Values, Tensor<1>)) -> Tensor<1> {
         let mut state = self.state();
-        if let Some((id, whole)) = &state.uses[unit.index].kept
-            && part.0 == Some(*id)
+        if let Some((values, whole)) = &state.uses[unit.index].kept
+            && part.0 == *values
         {
             return whole.clone();
         }
         let next = state.backward.next(unit.index).to_vec();
-        self.gathered(&mut state, unit, part, &next)
+        state.uses[unit.index].part = Some(part.clone());
+        self.gathered(&mut state, unit, part, |state| self.start_next(state, &next))
     }
 
-    /// The whole, or NaN after a failure. Starts to gather the parameters that are `next`.
+    /// The whole, or NaN after a failure. Starts to gather the parameters that are used next.
     fn gathered(
         &self,
         state: &mut State,
         unit: &Unit,
-        (part_id, part): (Option<u64>, Tensor<1>),
-        next: &[usize],
+        part: (Values, Tensor<1>),
+        start_next: impl FnOnce(&mut State) -> Result<()>,
     ) -> Tensor<1> {
-        let device = part.device();
+        let device = part.1.device();
         let gathered = self.attempt(state, |state| {
-            self.take_or_start(state, unit, (part_id, part))?;
-            self.start_next(state, next)?;
+            self.take_or_start(state, unit, part)?;
+            start_next(state)?;
             loop {
                 if let Some(Ahead { whole: Some(_), .. }) = &state.uses[unit.index].ahead {
                     return Ok(state.take_ahead(unit).expect("the whole was found above"));
@@ -416,18 +451,12 @@ impl Passes {
         &self,
         state: &mut State,
         unit: &Unit,
-        (part_id, part): (Option<u64>, Tensor<1>),
+        (values, part): (Values, Tensor<1>),
     ) -> Result<()> {
-        let uses = &mut state.uses[unit.index];
-        if let Some(id) = part_id {
-            uses.part = Some((id, part.clone()));
-        }
-        match &uses.ahead {
-            Some(ahead) if part_id.is_some() && ahead.part == part_id => {
-                return Ok(());
-            }
+        match &state.uses[unit.index].ahead {
+            Some(ahead) if ahead.part == Some(values) => return Ok(()),
             Some(_) => {
-                // That of another model, such as an average of the weights.
+                // The part of another model, such as an average of the weights.
                 while state.uses[unit.index]
                     .ahead
                     .as_ref()
@@ -439,14 +468,14 @@ impl Passes {
             }
             None => {}
         }
-        self.start_gathering(state, unit, part_id, part)
+        self.start_gathering(state, unit, Some(values), part)
     }
 
     fn start_gathering(
         &self,
         state: &mut State,
         unit: &Unit,
-        part_id: Option<u64>,
+        values: Option<Values>,
         part: Tensor<1>,
     ) -> Result<()> {
         let sharing = self.groups.of(unit).sharing.comm();
@@ -456,7 +485,7 @@ impl Passes {
         state.flights.push_back(Flight::Gathering(unit.index, pending));
         state.ahead += unit.bytes();
         state.observe();
-        state.uses[unit.index].ahead = Some(Ahead { part: part_id, whole: None });
+        state.uses[unit.index].ahead = Some(Ahead { part: values, whole: None });
         Ok(())
     }
 
@@ -464,15 +493,17 @@ impl Passes {
     fn start_next(&self, state: &mut State, next: &[usize]) -> Result<()> {
         for index in next {
             let unit = &self.units[*index];
+            // On its way already, by an earlier use.
             if state.uses[*index].ahead.is_some() {
                 continue;
             }
+            // All ranks have the same limit and order, so all of them stop at the same call.
             if state.ahead + unit.bytes() > self.limits.ahead {
                 return Ok(());
             }
             self.land_publication(state, unit)?;
             let Uses { part, published, .. } = &state.uses[*index];
-            // The part of this pass before that of the last step: an older model may be in use.
+            // The part of this pass before the last step's: an older model may be in use.
             let (id, part) = match (part.clone(), published.clone()) {
                 (Some((id, part)), _) => (Some(id), part),
                 (None, Some(part)) => (None, part),
@@ -483,18 +514,36 @@ impl Passes {
         Ok(())
     }
 
-    /// Adds the gradient of a use of a value, and starts to reduce the sum after that of its last
-    /// use. Which values are the model's is known at the end of the pass: all ranks reduce the same
-    /// ones until then.
+    /// [`start_next`](Self::start_next) in a pass without gradients.
+    fn start_next_evaluated(&self, state: &mut State, next: &[usize]) -> Result<()> {
+        for index in next {
+            let (unit, uses) = (&self.units[*index], &state.uses[*index]);
+            let Some((values, part)) = uses.evaluated.clone().filter(|_| uses.ahead.is_none())
+            else {
+                continue;
+            };
+            if state.ahead + unit.bytes() > self.limits.ahead {
+                return Ok(());
+            }
+            self.start_gathering(state, unit, Some(values), part)?;
+        }
+        Ok(())
+    }
+
+    /// Adds the gradient of a use of a value, and starts to reduce the sum after the gradient of
+    /// its last use. Which values are the model's is known at the end of the pass: all ranks reduce
+    /// the same ones until then.
     fn add_gradient(&self, unit: &Unit, leaf: u64, gradient: Tensor<1>) {
         let mut state = self.state();
         self.attempt(&mut state, |state| {
+            // A rank without a batch takes part in the calls, and adds nothing.
             let gradient = if state.is_drained { gradient.zeros_like() } else { gradient };
             let is_at_end = state.is_micro_batch || self.waits_for_end(state, unit);
             let uses = state.uses[unit.index].of_leaf(leaf);
             uses.gradients += 1;
             let more = if uses.sum.is_none() { bytes(&gradient) } else { 0 };
             uses.sum = Some(added(uses.sum.take(), gradient));
+            // A value that is used several times has as many gradients: their sum is sent once.
             let is_last = uses.gradients == uses.count;
             state.sums += more;
             state.observe();
@@ -514,12 +563,14 @@ impl Passes {
         state.sums -= held;
         let sum = match gradients {
             (Some(earlier), Some(sum)) => {
+                // The sum of micro-batches is float32; this gradient may be half precision.
                 let dtype = earlier.dtype();
                 earlier + sum.cast(dtype)
             }
             (Some(sum), None) | (None, Some(sum)) => sum,
             (None, None) => return Ok(()),
         };
+        // The elements in the order of their owners.
         let parts = unit.parts(sum);
         ensure_computed(&unit.path, &parts)?;
         // Not by the bytes of the calls: an owner also holds what it receives, and all ranks have
@@ -581,6 +632,7 @@ impl Passes {
     }
 
     fn keep_mean(&self, state: &mut State, (index, leaf): (usize, u64), sum: Tensor<1>) {
+        // By all ranks, also where a sum was taken in two stages.
         let mean = sum.div_scalar(self.units[index].counts().ranks() as f64);
         let uses = state.uses[index].of_leaf(leaf);
         let more = if uses.mean.is_none() { bytes(&mean) } else { 0 };
@@ -656,7 +708,7 @@ impl Passes {
     /// # Errors
     ///
     /// [`Error::Parameter`] for a gradient of a parameter that the model does not have, and for
-    /// micro-batches of other values than the model's; those of every collective.
+    /// micro-batches of other values than the model's; as every collective.
     pub fn finish(&self, model: &Identities) -> Result<Vec<MeanGradient>> {
         let mut state = self.state();
         self.exchange_uses(&mut state)?;
@@ -683,8 +735,8 @@ impl Passes {
         means.inspect_err(|error| self.fail(&mut state, error.clone()))
     }
 
-    /// Ends a pass without a result: forgets its gradients, and those of earlier micro-batches. All
-    /// ranks make this call.
+    /// Ends a pass without a result: forgets its gradients, and the gradients of earlier
+    /// micro-batches. All ranks make this call.
     pub fn discard(&self) -> Result<()> {
         let mut earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner);
         drop(earlier.take_sum());
@@ -702,7 +754,7 @@ impl Passes {
         outcome
     }
 
-    /// Waits for all calls, and compares them with those of the other ranks.
+    /// Waits for all calls, and compares them with the other ranks' calls.
     fn end_pass(&self, state: &mut State) -> Result<()> {
         while state.failure.is_none() && !state.flights.is_empty() {
             if let Err(error) = self.land(state) {
@@ -715,6 +767,8 @@ impl Passes {
         self.clock.reset();
         state.forward.end();
         state.backward.end();
+        state.evaluation.end();
+        // Parameters gathered ahead for uses that did not come are dropped.
         (state.ahead, state.kept, state.partial) = (0, 0, None);
         for uses in &mut state.uses {
             (uses.ahead, uses.kept) = (None, None);
@@ -821,8 +875,8 @@ impl Passes {
         self.groups.of(unit).replicas.comm()
     }
 
-    /// Starts to exchange this rank's new shard of a parameter with the ranks that have replicas of
-    /// its part, which is waited for at its first use.
+    /// Starts to gather a part from the shards that its replicas updated. Its first use waits for
+    /// the result.
     fn publish_at_first_use(&self, unit: &Unit, shard: Tensor<1>) -> Result<()> {
         let pending = self.replicas(unit).all_gather(shard, &unit.shard_counts().to_vec())?;
         let mut state = self.state();
@@ -833,17 +887,22 @@ impl Passes {
 
     /// This rank's new part of a parameter, or NaN after a failure.
     pub fn await_part(&self, unit: &Unit, device: &Device) -> Tensor<1> {
+        if unit.part_count() == 0 {
+            // A parameter has an element at least.
+            return Tensor::zeros([1], (device, unit.dtype));
+        }
         let mut state = self.state();
         let part = self.attempt(&mut state, |state| {
             self.land_publication(state, unit)?;
             Ok(state.uses[unit.index].published.clone())
         });
-        let nan = || Tensor::full([unit.part_count().max(1)], f32::NAN, (device, unit.dtype));
+        let nan = || Tensor::full([unit.part_count()], f32::NAN, (device, unit.dtype));
         part.flatten().unwrap_or_else(nan)
     }
 
     /// Waits for the part of a parameter, if it is on its way, and for those before it.
     fn land_publication(&self, state: &mut State, unit: &Unit) -> Result<()> {
+        // In the order of the calls: earlier publications arrive on the way.
         while state.publishing.iter().any(|(index, _)| *index == unit.index) {
             let (index, pending) = state.publishing.pop_front().expect("one was found above");
             let part = pending.wait();
@@ -868,19 +927,23 @@ impl Passes {
 
     /// Forgets the parts that were used, so that a step has the only reference to them.
     pub fn forget_parts(&self) {
-        let forget = |uses: &mut Uses| uses.part = None;
+        let forget = |uses: &mut Uses| {
+            uses.part = None;
+            // Those with a leaf are frozen.
+            uses.evaluated.take_if(|(values, _)| matches!(values, Values::Version(_)));
+        };
         self.state().uses.iter_mut().for_each(forget);
     }
 
     /// Remembers the new part of a parameter, so that it is gathered ahead of its next use.
     pub fn remember_part<const D: usize>(&self, unit: &Unit, part: &Tensor<D>) {
         let value = part.clone().without_autodiff().reshape([-1]);
-        let (id, mut state) = (identity(part), self.state());
+        let (values, mut state) = (identity(part).map(Values::Leaf), self.state());
         let uses = &mut state.uses[unit.index];
-        (uses.part, uses.published) = (id.map(|id| (id, value)), None);
+        (uses.part, uses.published) = (values.map(|values| (values, value)), None);
         if let Some(ahead) = &mut uses.ahead {
             // Gathered before the part was used, it had no identity.
-            ahead.part = ahead.part.or(id);
+            ahead.part = ahead.part.or(values);
         }
     }
 }
@@ -996,7 +1059,7 @@ fn has_gradient(gradients: &GradientsParams, id: ParamId, unit: &Unit) -> bool {
     with_dimensions!(unit, has(gradients, id))
 }
 
-/// Takes the mean gradient of a model's parameter, and drops those of other values.
+/// Takes the mean gradient of a model's parameter, and drops gradients of other values.
 fn mean_of(unit: &Arc<Unit>, uses: &mut Uses, model: &Identities) -> Result<Option<MeanGradient>> {
     let leaves = std::mem::take(&mut uses.leaves);
     let mut mean = None;

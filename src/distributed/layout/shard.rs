@@ -7,6 +7,7 @@ use burn::module::{Module, Param, ParamId, Reparameterizer};
 use burn::tensor::{Shape, Tensor};
 use serde::Serialize;
 
+use super::identity::Version;
 use super::owned::{Owned, Reduced};
 use super::passes::{Group, Groups, Keep, Passes};
 use super::unit::{Position, Unit};
@@ -21,7 +22,7 @@ use crate::parameters::{self, Placement, in_place_of};
 
 impl Layout {
     /// Divides a model among the ranks: returns a model of the same type in which this rank has its
-    /// parts. The values are those of rank 0. All ranks make this call, once for a layout.
+    /// parts. The values are rank 0's. All ranks make this call, once for a layout.
     ///
     /// Parameters that are not initialised yet, as in a new model of Burn's layers, are initialised
     /// one by one: in addition to its parts, a rank holds one parameter at a time.
@@ -30,9 +31,10 @@ impl Layout {
     ///
     /// On all ranks, if any rank has one of these errors:
     ///
-    /// - [`Error::Setting`] for an axis that the mesh does not have, sizes that are negative, a
-    ///   [`Place::owned`](super::Place::owned) without an axis, a device on which
-    ///   [links](crate::link::supports) do not work, or a layout that has divided a model before;
+    /// - [`Error::Setting`] for an axis that the mesh does not have, sizes that are negative, or a
+    ///   [`Place::owned`](super::Place::owned) without an axis;
+    /// - [`Error::Usage`] for a device on which [links](crate::link::supports) do not work, or a
+    ///   layout that has divided a model before;
     /// - [`Error::Pattern`] and [`Error::UnusedRule`] for a [`Place`](super::Place) that matches no
     ///   trained parameter, or none at all for [`Place::shard`](super::Place::shard);
     /// - [`Error::SettingsDiffer`] and [`Error::ModelsDiffer`] if the ranks have different layouts
@@ -43,7 +45,7 @@ impl Layout {
     ///   or a divisor of it, with fewer elements than ranks, along one axis twice, with a
     ///   [`Place::partial`](super::Place::partial) along the same axis, or along an axis of data in
     ///   a list of layers;
-    /// - those of [`MuonConfig::route`](crate::MuonConfig::route) and of every collective.
+    /// - as [`MuonConfig::route`](crate::MuonConfig::route) and every collective.
     pub fn shard<M: Module>(&self, model: M) -> Result<M> {
         let world = self.world();
         self.same_settings()?;
@@ -120,13 +122,21 @@ impl Layout {
     fn dividable<M: Module>(&self, model: &M) -> Result<Division> {
         let device = self.world().device();
         if self.sharded().is_some() {
-            let expected = "a new layout (this one has divided a model before)";
-            return Err(Error::setting("layout", "a second model", expected));
+            return Err(Error::usage(
+                "the layout has divided a model before",
+                "one model for each layout",
+                "a second model",
+                "make a new layout for it",
+            ));
         }
         let division = self.division(model)?;
         if !division.units.is_empty() && !link::supports(device) {
-            let expected = "a device of Flex, CubeCL or LibTorch";
-            return Err(Error::setting("device", format!("{device:?}"), expected));
+            return Err(Error::usage(
+                "the device can't train a divided model",
+                "a device of Flex, CubeCL or LibTorch",
+                format!("{device:?}"),
+                "use another device, or a model that is not divided",
+            ));
         }
         let keeps = device.gradient_checkpointing_strategy();
         if self.keep == Keep::Nothing && keeps == Some(Default::default()) {
@@ -144,7 +154,7 @@ impl Layout {
     ///
     /// # Errors
     ///
-    /// Those of every collective.
+    /// As every collective.
     pub fn unshard<M: Module>(&self, model: &M) -> Result<M> {
         let Some(Sharded { passes, cuts, .. }) = self.sharded() else { return Ok(model.clone()) };
         let ids = self.identities(model).into_ids();
@@ -163,7 +173,7 @@ impl Layout {
 struct Slicing<'a> {
     world: &'a World,
     cuts: &'a Cuts,
-    /// Those that were divided as well.
+    /// Parameters that were divided as well.
     owned: &'a HashMap<String, Arc<Unit>>,
     error: Option<Error>,
 }
@@ -296,7 +306,7 @@ impl Reparameterizer for Shard<'_> {
         let (unit, passes) = (unit.clone(), self.passes.clone());
         passes.remember_part(&unit, &part);
         let part = Param::initialized(id, part);
-        (base.set_require_grad(false), Some(Owned { part, unit, passes }))
+        (base.set_require_grad(false), Some(Owned { part, version: Version::new(), unit, passes }))
     }
 }
 

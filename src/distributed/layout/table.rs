@@ -54,7 +54,7 @@ impl LayoutTable {
 }
 
 impl LayoutRow {
-    /// Its slice, and the coordinates on the axis that have it.
+    /// The slice, and the coordinates on the axis that have it.
     fn place(&self) -> String {
         match &self.cut {
             None => self.owner(),

@@ -19,7 +19,7 @@ use crate::slices;
 /// the part. Without replicas, a part is a shard.
 #[derive(Debug)]
 pub struct Unit {
-    /// Its index among the owned parameters.
+    /// The unit's index among the owned parameters.
     pub index: usize,
     pub path: String,
     pub shape: Vec<usize>,
@@ -31,7 +31,7 @@ pub struct Unit {
     counts: Counts,
     /// The blocks in the shard of this rank.
     runs: Vec<Run>,
-    /// The axes along which it is cut: its shape is that of this rank's slice.
+    /// The axes along which it is cut: it has the shape of this rank's slice.
     axes: Vec<String>,
     most_elements: usize,
     position: Position,
@@ -46,7 +46,7 @@ pub struct Unit {
 /// The position of a rank among those that share a parameter, or a slice of it, and its replicas.
 #[derive(Debug, Clone, Copy)]
 pub struct Position {
-    /// Its number among them.
+    /// The index of its replica.
     pub replica: usize,
     /// The index of its part, and of its shard in that part.
     pub part: usize,
@@ -60,7 +60,7 @@ struct Piece {
     elements: Range<usize>,
     /// Zeros that follow.
     padding: usize,
-    /// Their first position in the parts of all ranks, and in the shards of all ranks.
+    /// The piece's first position in the parts of all ranks, and in the shards of all ranks.
     in_parts: usize,
     in_shards: usize,
 }

@@ -63,7 +63,7 @@ pub use logits::LearnerLogits;
 /// # }
 /// ```
 ///
-/// The optimizer of the learner has to be that of [`MuonConfig::init`](crate::MuonConfig::init)
+/// The learner's optimizer has to be made by [`MuonConfig::init`](crate::MuonConfig::init)
 /// with the same configuration: training continues from its state, and checkpoints contain its
 /// state. A checkpoint does not depend on ranks: it continues on any number of them, or with Burn's
 /// own strategies.
@@ -84,8 +84,8 @@ pub use logits::LearnerLogits;
 /// rejected.
 ///
 /// In processes, every process makes the learner and launches the training with its rank's
-/// strategy. Rank 0 alone saves and reports metrics. Those of training are of its part of the
-/// items. Those of validation are of all items, which rank 0 processes alone, or every rank if a
+/// strategy. Rank 0 alone saves and reports metrics. Metrics of training cover its part of the
+/// items, metrics of validation all items. Rank 0 processes these alone, or every rank does if a
 /// [layout](Self::with_layout) has divided the parameters. Give the other processes a folder of
 /// their own for burn-train's files.
 ///
@@ -428,7 +428,7 @@ struct Run<M: LearnerModel> {
     accumulation: usize,
     /// `true` if this process has checkpointers.
     saves: bool,
-    /// `true` if every rank has a process, of which that of rank 0 reports.
+    /// `true` if every rank has a process, of which rank 0's reports.
     in_processes: bool,
     /// Steps between two diagnostics, if there are any.
     diagnosed: Option<usize>,
@@ -554,7 +554,12 @@ impl<M: LearnerModel> Worker<'_, M> {
     fn check(&mut self) -> Result<()> {
         let [items, _] = self.run.items;
         if items == 0 {
-            return Err(Error::setting("training items", "fewer", "at least one per rank"));
+            return Err(Error::usage(
+                "the training items are too few",
+                "at least one item per rank",
+                format!("fewer than {}", self.world.size()),
+                "add items, or train on fewer ranks",
+            ));
         }
         let outline =
             self.optim.outline()?.into_bytes().expect("a record can be written to memory");
@@ -568,10 +573,11 @@ impl<M: LearnerModel> Worker<'_, M> {
         if lost.is_empty() {
             return Ok(());
         }
-        Err(Error::setting(
-            "optimizer of the learner",
-            format!("one that does not continue from its states:{}", listed(&lost)),
-            "`config.muon.init(&model)`, with the configuration of the strategy",
+        Err(Error::usage(
+            "the learner's optimizer does not fit the strategy",
+            "one that loads the strategy's states",
+            format!("one that does not:{}", listed(&lost)),
+            "make it by `config.muon.init(&model)`, with the configuration of the strategy",
         ))
     }
 

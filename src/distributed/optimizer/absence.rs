@@ -22,7 +22,7 @@ impl Absence {
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] if no parameter had one up to the limit.
+    /// [`Error::Usage`] if no parameter had one up to the limit.
     pub fn count<'a>(
         &mut self,
         present: &[bool],
@@ -33,11 +33,11 @@ impl Absence {
         }
         self.of_all = if present.contains(&true) { 0 } else { self.of_all + 1 };
         if self.limit.is_some_and(|limit| self.of_all >= limit) {
-            return Err(Error::setting(
-                "gradients",
+            return Err(Error::usage(
+                "no parameter has a gradient",
+                "gradients of the model that is stepped",
                 format!("none in {} steps in a row", self.of_all),
-                "gradients of the model that is stepped (take them from its own loss; \
-                 `max_absent` is the limit)",
+                "take the gradients from the loss of this model; `max_absent` is the limit",
             ));
         }
         if self.of_all == 1 {

@@ -39,6 +39,7 @@ impl RowSums {
     pub fn sum(&self, rows: Tensor<1>) -> Tensor<1> {
         self.levels.iter().fold(rows, |values, indices| {
             let [count, width] = indices.dims();
+            // Groups of different lengths are filled up with the index of this zero.
             let values = slices::with_zero(vec![values], &self.device);
             let values = values.select(0, indices.clone().reshape([-1]));
             values.reshape([count, width]).sum_dim(1).reshape([count])
@@ -91,6 +92,7 @@ impl Acceptance {
     /// The decision from the numbers of ranks that reject a parameter's gradient, of its matrices
     /// that diverged since the last decision, and 1 for parameters without a gradient on any rank.
     pub fn new(rejected: Tensor<1>, diverged: Tensor<1>, absent: Tensor<1>) -> Self {
+        // A sum of flags over ranks counts; a flag says whether.
         let any = |sums: Tensor<1>| ones_where(sums.greater_elem(0.0));
         let rejected = any(rejected);
         let skipped = rejected.clone() + any(diverged);

@@ -26,7 +26,7 @@ pub struct Clip {
 impl Clip {
     /// Clipping of a rank's gradients.
     pub fn new(max_norm: f64, plan: &Plan, rank: usize, device: &Device) -> Self {
-        // The rows of a parameter follow those of the parameters before it.
+        // The rows of a parameter follow the rows of the parameters before it.
         let mut first = vec![];
         let mut rows = 0;
         for parameter in plan.parameters() {
@@ -51,6 +51,8 @@ impl Clip {
                 }
             }
         }
+        // Rows of other ranks point behind this rank's rows, where a zero is: the sum over the
+        // ranks fills them.
         let mut sources = vec![positions.len() as i32; rows];
         for (row, position) in positions.into_iter().enumerate() {
             position.into_iter().for_each(|position| sources[position] = row as i32);
@@ -69,7 +71,7 @@ impl Clip {
     }
 
     /// The factor on all gradients, from the norms of the accepted rows of every bucket that
-    /// [`counts`] on this rank. The norms are those of gradients times `scale`.
+    /// [`counts`] on this rank. The norms are of gradients times `scale`.
     pub fn factor(&self, world: &World, norms: Vec<ScaledNorms>, scale: f64) -> Result<Tensor<1>> {
         let (scales, squares) = norms.into_iter().map(|norms| (norms.scale, norms.squares)).unzip();
         let in_order = |rows: Vec<Tensor<1>>| {
@@ -78,10 +80,13 @@ impl Clip {
             slices::with_zero(rows, &self.device).select(0, self.sources.clone())
         };
         let all = Tensor::cat(vec![in_order(scales), in_order(squares)], 0);
+        // Every row comes from one rank, and the sum adds zeros to it: all ranks then add up the
+        // same numbers in the same order.
         let all = world.comm().all_reduce(all, ReduceOp::Sum)?.wait()?;
         let [rows] = self.sources.dims();
         let (scales, squares) = (slices::slice(&all, 0..rows), slices::slice(&all, rows..2 * rows));
         let norms = ScaledNorms { scale: scales, squares };
+        // The gradients are still multiplied by the loss scale, so the limit is as well.
         Ok(norms.factor(self.max_norm * scale, NORM_EPSILON * scale))
     }
 }

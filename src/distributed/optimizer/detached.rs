@@ -272,6 +272,8 @@ pub struct Expected<'a> {
     pub device: &'a Device,
     /// `true` if the gradients of parameters in half precision may be float32.
     pub wide_gradients: bool,
+    /// `true` if the values of parameters may have been waited for at their first use.
+    pub at_first_use: bool,
 }
 
 /// The index of every path.
@@ -364,11 +366,20 @@ impl Detach<'_> {
         Ok(())
     }
 
+    /// The error of a parameter that a clone has frozen, or unfrozen.
+    fn other_training(&self, known: &ModelParameter) -> Error {
+        let reason = "it is frozen although it was set to be trained, or the other way round: a \
+                      clone of it was frozen or unfrozen before its first use after a step, and \
+                      shared the value that was on its way, or a map detached it";
+        let remedy = "freeze or unfreeze a clone after a pass of the model, or use `Publish::Now`";
+        Error::parameter(&known.path, self.expected.rank, reason, remedy)
+    }
+
     /// Records an error for a parameter that is trained now and that is not in the plan.
     fn reject_untrained<const D: usize>(&mut self, path: &str, param: &Param<Tensor<D>>) {
         let is_empty = param.val().dims().contains(&0);
         if !param.is_require_grad() || is_empty {
-            // The gradient is that of another parameter with the same identity, as frozen clones
+            // The gradient belongs to another parameter with the same identity, as frozen clones
             // have, and may have other dimensions.
             return;
         }
@@ -419,9 +430,13 @@ impl Detach<'_> {
         param: Param<Tensor<D>>,
         part: Option<&Unit>,
     ) -> Param<Tensor<D>> {
+        let is_as_set = !self.expected.at_first_use || is_trained_as_set(&param);
         let (id, value, mapper) = param.consume();
         let known = &self.known[index];
-        let checked = self.check(known, part, &value);
+        let checked = match is_as_set {
+            true => self.check(known, part, &value),
+            false => Err(self.other_training(known)),
+        };
         let checked = checked.and_then(|()| self.gradient(known, id, &value));
         let placeholder = self.placeholders.of(&value);
         self.detached.ids[index] = id;
@@ -491,6 +506,13 @@ impl Detach<'_> {
         };
         Ok(Some(gradient))
     }
+}
+
+/// Returns `true` if the value of a parameter requires gradients as the parameter was set to.
+fn is_trained_as_set<const D: usize>(param: &Param<Tensor<D>>) -> bool {
+    // Only `train` reads what was set.
+    !param.val().device().is_autodiff()
+        || param.clone().train().is_require_grad() == param.is_require_grad()
 }
 
 struct Reattach<'a> {

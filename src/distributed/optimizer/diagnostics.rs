@@ -88,13 +88,13 @@ pub struct GroupDiagnostics {
     pub max_logit: Option<f32>,
 }
 
-/// The norm of a change relative to that of the values.
+/// The norm of a change relative to the values' norm.
 fn effective_lr(update: f64, weight: f64) -> f64 {
     if weight == 0.0 { 0.0 } else { update / weight }
 }
 
 impl ParameterDiagnostics {
-    /// Returns the effective learning rate: the norm of the change relative to that of the
+    /// Returns the effective learning rate: the norm of the change relative to the norm of the
     /// parameter, the angle of a step where weights keep their norm (Kosson et al.,
     /// <https://arxiv.org/abs/2305.17212>). 0 for a parameter of zeros.
     pub fn effective_lr(&self) -> f64 {
@@ -219,7 +219,7 @@ impl DistModuleOptimizer {
     ///
     /// # Errors
     ///
-    /// Those of every collective.
+    /// As every collective.
     pub fn diagnostics(&mut self) -> Result<Option<Diagnostics>> {
         let Some(Observed { sums, lrs, heads }) = self.observed.take() else { return Ok(None) };
         let sums = self.world.comm().all_reduce(sums, ReduceOp::Sum)?.wait()?;

@@ -9,7 +9,7 @@
 //! gradients -> reduce -> share -> assemble -> whole -> update -> distribute -> share -> gather
 //! ```
 //!
-//! The update is that of whole matrices, whatever the mesh: of momentum and master weights, and of
+//! The update is as for whole matrices, whatever the mesh: of momentum and master weights, and of
 //! every part. The gradients are assembled, and where the update only needs the values to apply a
 //! direction to them, the directions are distributed and applied by the ranks that have the slices
 //! ([`Share`](super::share::Share)): `2 (S - 1) / S` times a rank's part of the parameters are
@@ -72,6 +72,8 @@ pub fn publishers(layout: &Layout, publish: Publish) -> Result<Publishers> {
     let own = |(axes, group): (&[String], &Communicator)| {
         let group = match publish {
             Publish::Now => group.clone(),
+            // A group of its own: these calls are in flight during the passes, whose calls would
+            // otherwise wait behind them.
             Publish::AtFirstUse => group.split(0, group.rank())?,
         };
         Ok((axes.to_vec(), group))
@@ -172,6 +174,7 @@ impl Assembly {
         }
         let (runs, elements) = (of_rank(row[grid.slice]), bucket.counts.of(row[grid.slice]));
         let received = (0..row.len()).map(|slice| held(slice, &runs)).collect();
+        // If every owner has its matrices whole already, nothing is sent.
         let to_owners = moves.then_some(PairCounts { sent, received });
         let owned = Arc::new(Owned { runs, elements });
         let share = Share::new(bucket, parameters, grid);

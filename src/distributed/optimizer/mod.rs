@@ -79,7 +79,7 @@ use stages::{Stage, stages};
 /// before its last bucket is gathered, no rank returns a model. To keep the old model, clone it
 /// before the step, which takes the memory of a second model. In one case the ranks differ: if a
 /// rank fails after it has sent its last shard, the other ranks finish the step. After a failure,
-/// the optimizer's states are those of an incomplete step: load a checkpoint.
+/// the optimizer's states are from an incomplete step: load a checkpoint.
 ///
 /// On an engine whose results arrive asynchronously on the device (`nccl`), a step returns before
 /// its last bucket has arrived. The next call of any kind then returns a failure of that step, and
@@ -91,7 +91,7 @@ pub struct DistModuleOptimizer {
     layout: Layout,
     /// The parameters that are divided among ranks between steps.
     units: Arc<Passes>,
-    /// Those of which this rank has a slice.
+    /// The parameters of which this rank has a slice.
     cuts: Cuts,
     routing: Routing,
     plan: Plan,
@@ -235,7 +235,7 @@ impl DistModuleOptimizer {
     /// Takes one step at learning rate `lr`: returns the model with all trained parameters updated
     /// from the gradients of all ranks. All ranks make this call.
     ///
-    /// Gradients are those of the loss times [`loss_scale`](Self::loss_scale). They have the type
+    /// Gradients are of the loss times [`loss_scale`](Self::loss_scale). They have the type
     /// of their parameter, or float32 for parameters in half precision: on several ranks with
     /// [`GradDtype::Float32`].
     ///
@@ -252,7 +252,7 @@ impl DistModuleOptimizer {
     ///   of a gradient, does not match the optimizer;
     /// - [`Error::SettingsDiffer`](crate::Error::SettingsDiffer) if the ranks give different
     ///   learning rates, or have not taken the same steps before;
-    /// - [`Error::Setting`](crate::Error::Setting) for a learning rate that is not finite, or
+    /// - [`Error::Usage`](crate::Error::Usage) for a learning rate that is not finite, or
     ///   negative, and in the step in which
     ///   [`MuonConfig::max_absent`](crate::MuonConfig::max_absent) is reached;
     /// - [`Error::Skipped`](crate::Error::Skipped) for a parameter that was skipped in too many
@@ -263,7 +263,7 @@ impl DistModuleOptimizer {
     /// - [`Error::NotComputed`](crate::Error::NotComputed) if the device does not have the memory
     ///   for the gradients or the step. It names the first parameter that could not be updated, or
     ///   on several ranks the first parameter of the bucket;
-    /// - those of every collective.
+    /// - as every collective.
     pub fn step<M: Module>(
         &mut self,
         lr: impl Into<ModuleLearningRate>,
@@ -274,7 +274,7 @@ impl DistModuleOptimizer {
         self.announced(stepped)
     }
 
-    /// Ends the world after an error of this rank, of which the others learn by that.
+    /// Ends the world if this rank failed, so that the other ranks see the error.
     fn announced<T>(&self, outcome: Result<T>) -> Result<T> {
         outcome.inspect_err(|error| self.world.comm().fail(&error.to_string()))
     }
@@ -284,7 +284,7 @@ impl DistModuleOptimizer {
     ///
     /// # Errors
     ///
-    /// Those of every collective.
+    /// As every collective.
     pub fn finish_publication(&self) -> Result<()> {
         self.publication.finish()?;
         self.units.finish_publication()
@@ -319,11 +319,11 @@ impl DistModuleOptimizer {
     /// is scaled as well; a step that loss scaling skips scales nothing. All ranks make this call,
     /// with the same factors.
     ///
-    /// If a [`Layout`](super::Layout) cuts projections, the heads are still those of the whole
+    /// If a [`Layout`](super::Layout) cuts projections, the heads are still the heads of the whole
     /// model: make the [`QkClip`](crate::QkClip) before [`Layout::shard`](super::Layout::shard),
     /// and report the maxima of all heads on every rank.
     ///
-    /// The factors are those of [`QkClip::factors_on`](crate::QkClip::factors_on), for the logits
+    /// The factors come from [`QkClip::factors_on`](crate::QkClip::factors_on), for the logits
     /// of the forward pass before the step.
     pub fn clip_heads(&mut self, factors: &Factors<'_>) {
         let scaled = self.model.iter().filter_map(|parameter| {
@@ -430,13 +430,13 @@ impl DistMuonConfig {
     ///
     /// On all ranks, if any rank has one of these errors:
     ///
-    /// - those of [`MuonConfig::route`];
+    /// - as [`MuonConfig::route`];
     /// - [`Error::Parameter`] for a parameter in float64, which ranks can't exchange;
     /// - [`Error::Setting`] for a setting that no run can use;
     /// - [`Error::SettingsDiffer`] if the ranks' configurations differ;
     /// - [`Error::ModelsDiffer`] if the ranks' models or their values differ, with the first
     ///   parameter that differs;
-    /// - those of every collective.
+    /// - as every collective.
     pub fn init<M: Module>(&self, world: &World, model: &M) -> Result<DistModuleOptimizer> {
         self.init_on(&Layout::new(&Mesh::flat(world)), model)
     }
@@ -444,12 +444,12 @@ impl DistMuonConfig {
     /// Makes the optimizer for a model that a layout has divided, or for any model on the ranks of
     /// a layout's mesh. [`init`](Self::init) is the case of a flat mesh and a layout without rules.
     ///
-    /// The owners are those of the layout: [`balancing`](Self::balancing) and
+    /// The owners are the layout's: [`balancing`](Self::balancing) and
     /// [`costs`](Self::costs) apply to models that were not divided.
     ///
     /// # Errors
     ///
-    /// Those of [`init`](Self::init), and [`Error::Parameter`] if the model was not divided by this
+    /// As [`init`](Self::init), and [`Error::Parameter`] if the model was not divided by this
     /// layout, or by another routing.
     pub fn init_on<M: Module>(&self, layout: &Layout, model: &M) -> Result<DistModuleOptimizer> {
         DistModuleOptimizer::new(self, layout, model)
@@ -485,17 +485,18 @@ impl MuonConfig {
     ///
     /// # Errors
     ///
-    /// Those of [`DistMuonConfig::init`], and [`Error::Setting`] for a model on several devices.
+    /// As [`DistMuonConfig::init`], and [`Error::Usage`] for a model on several devices.
     pub fn init_batched<M: Module>(&self, model: &M) -> Result<DistModuleOptimizer> {
         let found = parameters::of(model).into_iter();
         let mut devices = found.filter(|found| found.trainable).map(|found| found.device);
         // Without a parameter to train, `init` returns the error, on any device.
         let device = devices.next().unwrap_or_default();
         if let Some(other) = devices.find(|other| *other != device) {
-            return Err(Error::setting(
-                "model",
+            return Err(Error::usage(
+                "the model is on several devices",
+                "all parameters on one device",
                 format!("parameters on {device:?} and {other:?}"),
-                "all parameters on one device (use `DistMuonConfig` and `World` for several)",
+                "move the model to one device, or use `DistMuonConfig` and `World` for several",
             ));
         }
         DistMuonConfig::new().with_muon(self.clone()).init(&World::alone(device), model)

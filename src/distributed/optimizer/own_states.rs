@@ -24,7 +24,7 @@ pub struct OwnStates {
     /// By the index of the parameter in the plan: those of all ranks where they are written, of
     /// this rank elsewhere.
     outlines: BTreeMap<usize, Outline>,
-    /// The bytes of those of all ranks.
+    /// The bytes of all ranks' states.
     sizes: BTreeMap<usize, usize>,
 }
 
@@ -232,7 +232,7 @@ impl DistModuleOptimizer {
         Ok((source, names))
     }
 
-    /// Reads the states of this rank's parameters. Those of `unused` parameters become empty.
+    /// Reads the states of this rank's parameters. States of `unused` parameters become empty.
     ///
     /// # Errors
     ///

@@ -10,7 +10,7 @@ use crate::comm::Pending;
 use crate::distributed::plan::Bucket;
 use crate::distributed::trained::ModelParameter;
 use crate::error::{Error, Result};
-use crate::parameters::in_place_of;
+use crate::parameters::in_place_if_trained;
 use crate::slices;
 
 /// The buckets of a step that are being gathered. The first use of a parameter waits for its
@@ -29,7 +29,7 @@ struct State {
 /// Bytes of parameters that have not arrived.
 pub struct Arriving {
     pub parameters: usize,
-    /// Those of their buffers, for sending and receiving.
+    /// The bytes of their buffers, for sending and receiving.
     pub buffers: usize,
 }
 
@@ -51,7 +51,7 @@ impl Publication {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a bucket, whose gathering has started after those of the buckets before it.
+    /// Adds a bucket, whose gathering has started after the buckets before it.
     pub fn add(&self, bucket: &Bucket, pending: Pending) {
         self.state().pending.push_back((bucket.clone(), pending));
     }
@@ -131,7 +131,7 @@ pub fn values<'a>(
     })
 }
 
-/// The parameter with a value that is waited for at its first use. Its mappers are those of before.
+/// The parameter with a value that is waited for at its first use. Its mappers stay.
 pub fn at_first_use<const D: usize>(
     param: Param<Tensor<D>>,
     parameter: ModelParameter,
@@ -149,8 +149,8 @@ pub fn at_first_use<const D: usize>(
     let take = move |device: &Device, is_trained: bool| {
         let value = publication.take(&parameter, &device.clone().inner());
         let value = value.to_device(&device.clone().inner());
-        let value = in_place_of(&placeholder, value.reshape(shape));
-        if is_trained { value } else { value.set_require_grad(false) }
+        // It may have been frozen or unfrozen since the step.
+        in_place_if_trained(&placeholder, value.reshape(shape), is_trained)
     };
     // Of a parameter that is not initialised, Burn expects the shape that is stored in files.
     let one = Tensor::<D>::zeros([1; D], &device.clone().inner()).expand(shape);

@@ -1,4 +1,4 @@
-//! The states of all ranks as one, that of the single-device optimizer: a record or a checkpoint
+//! The states of all ranks as one, as of the single-device optimizer: a record or a checkpoint
 //! does not depend on the ranks, the plan or the engine.
 //!
 //! A save gathers the states on rank 0, which writes them, bucket by bucket. No rank holds more
@@ -46,8 +46,8 @@ impl DistModuleOptimizer {
     ///
     /// # Errors
     ///
-    /// Those of every collective; [`Error::Parameter`] if two parameters share one identity;
-    /// [`Error::Setting`] for a state beyond the limits of Burn's records, such as 100,000 tensors,
+    /// As every collective; [`Error::Parameter`] if two parameters share one identity;
+    /// [`Error::Usage`] for a state beyond the limits of Burn's records, such as 100,000 tensors,
     /// which [`save`](Self::save) does not have.
     pub fn to_record(&self) -> Result<OptimizerRecord> {
         Ok(self.record(true)?.expect("every rank keeps the record"))
@@ -72,7 +72,7 @@ impl DistModuleOptimizer {
     ///
     /// On all ranks, if any rank has one of these errors: [`Error::CheckpointsDiffer`] if the
     /// records differ; [`Error::OtherRun`] with all differences, if recorded states do not fit
-    /// their parameters; those of every collective.
+    /// their parameters; as every collective.
     pub fn load_record(self, record: OptimizerRecord) -> Result<Self> {
         self.load_states(&States::new(Archive::from_record(record)))
     }
@@ -140,16 +140,16 @@ impl DistModuleOptimizer {
     }
 
     /// Writes a checkpoint. Makes the collective calls of [`collect`](Self::collect) even if the
-    /// file can't be written, because the other ranks make them: the outer error is that of a
-    /// collective, the inner one that of the file.
+    /// file can't be written, because the other ranks make them: the outer error is a collective's,
+    /// the inner one the file's.
     fn write<M: Module, T: Serialize>(
         &self,
         path: &Path,
         (model, parts): (&M, Vec<(String, Tensor<1>)>),
         progress: &T,
     ) -> Result<Result<()>> {
-        // The ids in the file are those of the saved model, by which Burn finds the state of a
-        // parameter: after a load they differ from those of the last step.
+        // The ids in the file belong to the saved model, by which Burn finds the state of a
+        // parameter: after a load they differ from the last step's.
         let found = parameters::of(model).into_iter();
         let ids: HashMap<String, u64> = found.map(|found| (found.path, found.id.val())).collect();
         let _busy = Busy::new(self.world.communicator());
@@ -236,7 +236,7 @@ impl DistModuleOptimizer {
 ///
 /// # Errors
 ///
-/// [`Error::Setting`] if it is beyond the limits of Burn's records.
+/// [`Error::Usage`] if it is beyond the limits of Burn's records.
 fn recorded(contents: Contents, tensors: Vec<TensorData>) -> Result<OptimizerRecord> {
     let count = tensors.len();
     let tensors = contents.tensors.into_iter().zip(tensors).map(|(planned, data)| {
@@ -256,11 +256,11 @@ fn recorded(contents: Contents, tensors: Vec<TensorData>) -> Result<OptimizerRec
         Ok(Err(error)) => error.to_string(),
         Err(error) => error.to_string(),
     };
-    Err(Error::setting(
-        "the record of the optimizer",
+    Err(Error::usage(
+        "the optimizer's state is too large for a record of Burn",
+        "a state within Burn's limits, such as 100,000 tensors",
         format!("{count} tensors ({reason})"),
-        "what Burn reads, such as at most 100,000 tensors (use `DistModuleOptimizer::save`, whose \
-         files have no limit)",
+        "use `DistModuleOptimizer::save`, whose files have no limit",
     ))
 }
 
@@ -344,19 +344,19 @@ impl DistModuleOptimizer {
     }
 
     /// The sharded slots of a bucket, which are the same for all of its parameters up to their
-    /// extent.
+    /// extent, and to those that only stacks have.
     fn slots(&self, bucket: &Bucket) -> Vec<Slot> {
-        self.parameter_slots(bucket.parameters[0])
+        let most = bucket.parameters.iter().map(|index| self.parameter_slots(*index));
+        most.max_by_key(Vec::len).expect("a bucket has parameters")
     }
 
     fn parameter_slots(&self, index: usize) -> Vec<Slot> {
         self.trained[index].slots(self.routing.updates())
     }
 
-    /// The slot of a parameter.
-    fn slot(&self, index: usize, name: &str) -> Slot {
-        let slot = self.parameter_slots(index).into_iter().find(|slot| slot.name == name);
-        slot.expect("all parameters of a bucket have the same slots")
+    /// The slot of a parameter, if it has it.
+    fn slot(&self, index: usize, name: &str) -> Option<Slot> {
+        self.parameter_slots(index).into_iter().find(|slot| slot.name == name)
     }
 
     /// The path of the model's parameter, and the name in its record, of a state.
@@ -368,10 +368,12 @@ impl DistModuleOptimizer {
     /// The shape of a slot in records.
     fn recorded_shape(&self, index: usize, name: &str) -> Vec<usize> {
         let parameter = &self.trained[index];
-        self.slot(index, name).extent.recorded(&parameter.shape, parameter.batch())
+        let slot = self.slot(index, name).expect("the parameter has the slot");
+        slot.extent.recorded(&parameter.shape, parameter.batch())
     }
 
-    /// A bucket of the values that a slot has instead of one per element.
+    /// A bucket of the values that a slot has instead of one per element, without the parameters
+    /// that do not have the slot.
     fn slot_values(&self, bucket: &Bucket, name: &str) -> Bucket {
         if bucket.kind != BucketKind::Matrices {
             return bucket.clone();
@@ -379,7 +381,8 @@ impl DistModuleOptimizer {
         // Every piece is one matrix.
         let values = |piece: &Piece| {
             let [_, m, n] = self.trained[piece.parameter].batch();
-            let values = self.slot(piece.parameter, name).extent.values([1, m, n]);
+            let slot = self.slot(piece.parameter, name);
+            let values = slot.map_or(0, |slot| slot.extent.values([1, m, n]));
             Piece { start: piece.start / (m * n) * values, len: values, ..*piece }
         };
         let mut pieces = bucket.pieces.iter();
@@ -394,7 +397,8 @@ impl DistModuleOptimizer {
             sum
         });
         let counts = counts.collect();
-        Bucket { pieces: bucket.pieces.iter().map(values).collect(), counts, ..bucket.clone() }
+        let pieces = bucket.pieces.iter().map(values).filter(|piece| piece.len > 0).collect();
+        Bucket { pieces, counts, ..bucket.clone() }
     }
 
     /// The identities of the model's parameters in the last step, by path.
@@ -424,7 +428,7 @@ impl DistModuleOptimizer {
         for shard in &self.shards {
             let bucket = &shard.bucket;
             for slot in self.slots(bucket) {
-                for index in bucket.by_parameter().into_keys() {
+                for index in self.slot_values(bucket, slot.name).by_parameter().into_keys() {
                     let shape = self.recorded_shape(index, slot.name);
                     plan(&mut contents, index, slot.name, slot.dtype.resolve(bucket.dtype), shape);
                 }
@@ -454,7 +458,7 @@ impl DistModuleOptimizer {
     ///
     /// # Errors
     ///
-    /// [`Error::Parameter`] for a parameter without one, or with that of another parameter.
+    /// [`Error::Parameter`] for a parameter without one, or with another parameter's.
     fn identities(&self, ids: &HashMap<String, u64>) -> Result<Vec<u64>> {
         let rank = self.world.rank();
         let mut paths = HashMap::new();

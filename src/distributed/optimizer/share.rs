@@ -27,7 +27,7 @@ struct Part {
     matrix: Range<usize>,
     /// The range of the part in the slice.
     elements: Range<usize>,
-    /// Its range in the share.
+    /// The range of the part in the share.
     range: Range<usize>,
 }
 

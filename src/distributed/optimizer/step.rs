@@ -51,7 +51,7 @@ use crate::update::{Observations, ensure_rate, is_half};
 
 /// A bucket whose reduction has started.
 enum Reducing {
-    /// The gradients stay as they are: they are those of the only rank, or already averaged.
+    /// The gradients stay as they are: there is one rank, or they are averaged already.
     Local(Vec<Tensor<1>>),
     Sent(Pending),
 }
@@ -69,7 +69,7 @@ impl Reducing {
 struct ReducedShard {
     /// The gradients of this rank's parameters.
     gradients: Vec<Tensor<1>>,
-    /// Their norms, if they are to be clipped.
+    /// The gradients' norms, if they are to be clipped.
     norms: Vec<ScaledNorms>,
 }
 
@@ -86,11 +86,11 @@ fn in_one_type(gradients: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
 /// order of the calls.
 enum Flight {
     Reduction(usize, Reducing),
-    /// Of the gradients of whole parameters, from those of slices.
+    /// The gradients of whole parameters, from slices.
     Assembly(usize, Pending),
-    /// Of the values of whole parameters, from slices.
+    /// The values of whole parameters, from slices.
     ValueAssembly(usize, Pending),
-    /// Of directions or of new values, to slices.
+    /// Directions or new values, to slices.
     Distribution(usize, Pending),
     Gathering(usize, Pending),
 }
@@ -163,6 +163,7 @@ impl DistModuleOptimizer {
             rank: self.world.rank(),
             device: &self.device(),
             wide_gradients: !self.reduces() || self.grad_dtype == GradDtype::Float32,
+            at_first_use: self.publish == Publish::AtFirstUse,
         };
         let (model, detached) =
             DetachedParameters::detach(model, gradients, &self.model, &self.units, expected)?;
@@ -189,7 +190,7 @@ impl DistModuleOptimizer {
         }
 
         // The heads of a step that is skipped are of no use in another.
-        let inputs = self.inputs(&lrs);
+        let inputs = self.inputs(lrs, &present);
         let mut step = self.begin(inputs, detached, &present);
         self.observe(&step);
         let is_taken = self.advance(&mut step)?;
@@ -210,7 +211,7 @@ impl DistModuleOptimizer {
         Ok(step.detached.reattach(model, known, units, parts, &self.publication))
     }
 
-    /// Fails for heads to clip that are not those of whole parameters.
+    /// Fails for heads to clip that are not heads of whole parameters.
     fn ensure_heads_fit(&self) -> Result<()> {
         let factors = self.head_clip.iter().flat_map(|clip| &clip.factors);
         for (index, factors) in factors {
@@ -276,6 +277,9 @@ impl DistModuleOptimizer {
         // device.
         let path = |index: usize| &*self.trained[index].path;
         ensure_all_computed(step.local.iter().map(|(index, values)| (path(*index), values)))?;
+        // Before the values are reattached to the model: the last reference to a tensor is consumed
+        // by the operation that reads it, and any other one is dropped by an operation of its own.
+        step.local.clear();
         Ok(true)
     }
 
@@ -339,12 +343,13 @@ impl DistModuleOptimizer {
     }
 
     /// The host's decisions about every parameter.
-    fn inputs(&mut self, lrs: &[f64]) -> StepInputs {
+    fn inputs(&mut self, lrs: Vec<f64>, present: &[bool]) -> StepInputs {
         let updates = self.routing.updates();
-        let sizes = self.trained.iter().zip(lrs);
+        let sizes = self.trained.iter().zip(&lrs);
         let sizes = sizes.map(|(parameter, lr)| parameter.size(*lr, updates)).collect();
         let times = self.trained.iter().map(|parameter| parameter.time).collect();
-        StepInputs { sizes, times, head_clip: self.head_clip.take() }
+        let (present, head_clip) = (present.to_vec(), self.head_clip.take());
+        StepInputs { sizes, lrs, present, times, head_clip }
     }
 
     /// Returns `true` if gradients are reduced at all.
@@ -361,7 +366,7 @@ impl DistModuleOptimizer {
             && !bucket.placement.is_owned()
     }
 
-    /// Waits for the reduction of a bucket. Those of the next buckets are in flight by then, and
+    /// Waits for the reduction of a bucket. The next buckets are in flight by then, and
     /// remain so while this one is updated.
     fn finish_reduction(&mut self, bucket: usize, step: &mut Step) -> Result<()> {
         if self.reduces() && step.started == 0 {
@@ -607,7 +612,7 @@ impl DistModuleOptimizer {
         slices::zeros(self.diverged.dims()[0], DType::F32, &self.device())
     }
 
-    /// Updates this rank's shard of a bucket, and starts to gather those of the other ranks.
+    /// Updates this rank's shard of a bucket, and starts to gather the other ranks' shards.
     fn update(&mut self, bucket: usize, controls: &StepControls, step: &mut Step) -> Result<()> {
         let reduced = step.reduced[bucket].take();
         let ReducedShard { gradients, .. } = reduced.expect("the bucket is reduced");
@@ -729,8 +734,8 @@ impl DistModuleOptimizer {
         Ok(())
     }
 
-    /// This rank's new parts of owned parameters, of shards that the ranks with replicas updated.
-    /// `None` for those that are on their way.
+    /// Gathers this rank's part of each owned parameter from the shards that its replicas updated.
+    /// `None` for a part that is on its way.
     fn publish_parts(&self, step: &mut Step) -> Result<Parts> {
         let mut parts: Parts = vec![None; self.model.len()];
         let mut pending = VecDeque::new();

@@ -108,7 +108,7 @@ impl Bucket {
     }
 
     /// The bucket as a rank has it whose parameters are slices: for every row of a grid, the slices
-    /// of the shards of its ranks, one after the other. Its counts are those of the rows.
+    /// of the shards of its ranks, one after the other. Its counts are the rows'.
     ///
     /// A bucket without cuts is the same everywhere.
     pub(crate) fn of_slice(
@@ -120,6 +120,7 @@ impl Bucket {
         if self.parameters.iter().all(|index| parameters[*index].slices.is_none()) {
             return self.clone();
         }
+        // Row by row of the grid: a replica's part of the slice is what its owners hold of it.
         let (mut pieces, mut counts): (_, Vec<usize>) = (vec![], vec![]);
         for row in ranks {
             let first = pieces.len();
@@ -166,6 +167,7 @@ impl Bucket {
     ///
     /// If `rank` is not a rank of the plan.
     pub fn shard_range(&self, rank: usize) -> Range<usize> {
+        // Every rank has all of a replicated bucket.
         let start = match self.kind {
             BucketKind::Replicated => 0,
             BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => {
@@ -214,6 +216,7 @@ impl Bucket {
             let end = start + piece.extent();
             next_start = end;
             let (from, to, last) = (clip(start), clip(start + piece.len), clip(end));
+            // Positions in the padding are clipped to the end of the elements.
             let element = |position: usize| piece.start + (position - start).min(piece.len);
             (from < last).then(|| (piece.parameter, element(from)..element(to), last - to))
         })
@@ -225,9 +228,9 @@ impl Bucket {
 pub struct Run {
     /// Index of the parameter in the plan.
     pub parameter: usize,
-    /// Their range in the parameter.
+    /// The elements' range in the parameter.
     pub elements: Range<usize>,
-    /// Their range in the shard. Zeros may follow.
+    /// The elements' range in the shard. Zeros may follow.
     pub range: Range<usize>,
 }
 
@@ -285,7 +288,7 @@ pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<Bucke
                 _ => config.bucket_bytes,
             };
             let contents = |mut parameters: Vec<usize>| {
-                // In any order of the buckets, those of one shape are a batch.
+                // In any order of the buckets, matrices of one shape are a batch.
                 by_size(&mut parameters);
                 BucketContents { kind, dtype, placement, parameters }
             };
@@ -361,6 +364,7 @@ fn equal_rows(world_size: usize, pieces: &mut [Piece]) -> Counts {
     let elements: usize = pieces.iter().map(Piece::extent).sum();
     let padded = elements.next_multiple_of(world_size * ROW_ELEMENTS);
     if let Some(last) = pieces.last_mut() {
+        // All shards have the same number of rows, so the last parameter is followed by zeros.
         last.padding += padded - elements;
     }
     repeat_n(padded / world_size, world_size).collect()

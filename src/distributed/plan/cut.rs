@@ -52,6 +52,8 @@ impl Slices {
             assert!(shape[dimension].is_multiple_of(parts), "parts divide the dimension");
             let is_first = cuts[..index].iter().all(|cut| cut.dimension != dimension);
             assert!(is_first || parts == 1, "the first cut of a dimension has its parts");
+            // Every slice so far is cut again. The coordinate of this cut varies faster than those
+            // before.
             let cut_again = |ranges: Ranges| {
                 (0..ranks).map(move |coordinate| {
                     let mut ranges = ranges.clone();
@@ -112,6 +114,8 @@ impl Slices {
 
     /// Returns the number of elements of a slice that come before a position in the whole.
     pub fn before(&self, slice: usize, position: usize) -> usize {
+        // From the outermost dimension inwards: count the slice's elements in the rows before the
+        // position, then go on within the row of the position.
         let mut inner: usize = self.shape.iter().product();
         let mut held: usize = self.shape(slice).iter().product();
         if position >= inner {
@@ -120,10 +124,12 @@ impl Slices {
         let (mut rest, mut before) = (position, 0);
         for (dimension, ranges) in self.slices[slice].iter().enumerate() {
             inner /= self.shape[dimension];
+            // A slice may be empty along a dimension, if there are more ranks than elements.
             held = held.checked_div(extent(ranges)).unwrap_or(0);
             let coordinate = rest / inner;
             rest %= inner;
             before += extent(&common(ranges, &(0..coordinate))) * held;
+            // The slice has nothing of this row, so nothing before a position within it.
             if !ranges.iter().any(|range| range.contains(&coordinate)) {
                 break;
             }
@@ -138,6 +144,7 @@ impl Slices {
 
     /// Returns the values that a slice has of the values in a range of the whole, both flat.
     pub fn cut(&self, values: &Tensor<1>, range: &Range<usize>, slice: usize) -> Tensor<1> {
+        // The range in boxes: only a box can be sliced along its dimensions.
         let mut first = 0;
         let boxes = boxes(range.clone(), &self.shape).into_iter().map(|within| {
             let elements = within.iter().map(Range::len).product::<usize>();
@@ -162,6 +169,7 @@ impl Slices {
                 *first += elements;
                 (ranges, values)
             });
+            // Empty pieces have no place in the box.
             join_box(pieces.filter(|(_, values)| values.dims() != [0]).collect(), &within)
         });
         slices::concat(boxes.collect(), pieces[0].dtype(), &pieces[0].device())
@@ -176,7 +184,7 @@ pub(crate) struct Slice {
 }
 
 impl Slice {
-    /// Its shape.
+    /// The shape of the slice.
     pub fn shape(&self) -> Vec<usize> {
         self.slices.shape(self.index)
     }
@@ -184,6 +192,7 @@ impl Slice {
     /// This slice of a whole, both flat, in memory of its own.
     pub fn of(&self, whole: &Tensor<1>) -> Tensor<1> {
         let slice = self.slices.cut(whole, &(0..whole.dims()[0]), self.index);
+        // A view would keep the memory of the whole alive.
         if slice.dims() == whole.dims() { slice } else { slices::copied(slice) }
     }
 
@@ -208,6 +217,8 @@ impl Slice {
 impl Cut {
     /// The ranges of the rank at a coordinate, of ranges that the cuts before have left.
     fn of(&self, ranges: &[Range<usize>], coordinate: usize) -> Vec<Range<usize>> {
+        // A fused weight, such as queries, keys and values, is divided part by part: every rank
+        // gets its share of each.
         let part = extent(ranges) / self.parts;
         let own = (0..self.parts).map(|index| {
             let own = slices::share(part, coordinate, self.ranks);
@@ -264,9 +275,11 @@ fn boxes(range: Range<usize>, shape: &[usize]) -> Vec<Vec<Range<usize>>> {
             .map(move |within| [&single(index..index + 1)[..], &within].concat())
             .collect::<Vec<_>>()
     };
+    // The range lies within one row.
     if first == last {
         return row(first, range.start - first * inner..range.end - first * inner);
     }
+    // The rows that the range has from end to end.
     let whole = range.start.div_ceil(inner)..last;
     let mut all = vec![];
     if whole.start > first {
@@ -287,12 +300,13 @@ fn around(extents: &[usize], dimension: usize) -> [usize; 2] {
     [extents[..dimension].iter().product(), extents[dimension + 1..].iter().product()]
 }
 
-/// The values that a slice has of those of a box, both flat.
+/// The values of a box that a slice has, both flat.
 fn cut_box(mut values: Tensor<1>, within: &[Range<usize>], slice: &Ranges) -> Tensor<1> {
     let mut extents: Vec<usize> = within.iter().map(Range::len).collect();
     for dimension in 0..extents.len() {
         let ranges = common(&slice[dimension], &within[dimension]);
         let held = extent(&ranges);
+        // Nothing is cut along this dimension: no copy.
         if held == extents[dimension] {
             continue;
         }
@@ -300,6 +314,7 @@ fn cut_box(mut values: Tensor<1>, within: &[Range<usize>], slice: &Ranges) -> Te
             return slices::empty(values.dtype(), &values.device());
         }
         let [outer, inner] = around(&extents, dimension);
+        // Three dimensions are enough for a cut along any one of them.
         let rows = values.reshape([outer, extents[dimension], inner]);
         let pieces =
             ranges.into_iter().map(|range| rows.clone().slice([0..outer, range, 0..inner]));
@@ -309,13 +324,14 @@ fn cut_box(mut values: Tensor<1>, within: &[Range<usize>], slice: &Ranges) -> Te
     values
 }
 
-/// The values of a box from those of all slices that have some, flat: dimension by dimension, the
+/// The values of a box from all slices that have some, flat: dimension by dimension, the
 /// pieces that differ in it alone become one.
 fn join_box(mut pieces: Vec<(Ranges, Tensor<1>)>, within: &[Range<usize>]) -> Tensor<1> {
     for (dimension, range) in within.iter().enumerate() {
         let mut joined: Vec<(Ranges, Tensor<1>)> = vec![];
         while let Some((ranges, _)) = pieces.first() {
             let mut key = ranges.clone();
+            // The piece as it will be: whole along this dimension.
             key[dimension] = single(0..range.len());
             let (alike, others): (Vec<_>, Vec<_>) = pieces.into_iter().partition(|(ranges, _)| {
                 let mut others = ranges.iter().zip(&key).enumerate();
@@ -347,6 +363,7 @@ fn join_along(dimension: usize, mut pieces: Vec<(Ranges, Tensor<1>)>) -> Tensor<
             first = end;
         }
     }
+    // The parts of a fused weight alternate between the slices.
     rows.sort_by_key(|(start, _)| *start);
     Tensor::cat(rows.into_iter().map(|(_, rows)| rows).collect(), 1).reshape([-1])
 }

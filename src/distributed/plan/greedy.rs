@@ -19,6 +19,8 @@ const CHUNK_FRACTIONS: [f64; 4] = [1.0, 0.5, 0.25, 0.125];
 /// Chunks pay fixed costs less often.
 pub(super) fn greedy(classes: &[Class], world_size: usize) -> Assignment {
     let total = classes.iter().map(|class| class.cost.batch(class.matrices.len())).sum::<f64>();
+    // With fixed costs, a rank should take several matrices of a shape. How many is not known, so
+    // several sizes are tried.
     let chunked = CHUNK_FRACTIONS.map(|fraction| {
         let chunk_cost = total * fraction / world_size as f64;
         improve_by_exchanges(classes, longest_first(classes, world_size, chunk_cost))
@@ -69,10 +71,12 @@ fn improve_by_exchanges(classes: &[Class], mut assignment: Assignment) -> Assign
     let mut loads: Vec<f64> = assignment.iter().map(|counts| load(classes, counts)).collect();
     loop {
         let (rank, max_load) = busiest(&loads);
+        // Only the busiest rank decides the time of a step.
         let best = exchanges(classes, &assignment, rank)
             .map(|exchange| (exchange, exchange.larger_load(classes, &assignment, &loads)))
             .min_by(|(_, a), (_, b)| a.total_cmp(b));
         match best {
+            // A gain at the level of rounding could be exchanged back and forth without an end.
             Some((exchange, larger)) if larger < max_load * (1.0 - MIN_GAIN) => {
                 exchange.carry_out(&mut assignment);
                 for rank in [exchange.giver, exchange.receiver] {

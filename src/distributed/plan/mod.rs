@@ -50,13 +50,13 @@ use crate::error::{Error, Result};
 pub struct Parameter {
     /// Path of the parameter in its module.
     pub path: String,
-    /// Shape of the parameter: that of the whole if it is cut.
+    /// Shape of the parameter: the whole's if it is cut.
     pub shape: Vec<usize>,
     /// Type of the elements.
     pub dtype: DType,
     /// The unit of work in which the parameter is updated.
     pub work: Work,
-    /// Its place between steps.
+    /// The parameter's place between steps.
     pub placement: Placement,
     /// The slices into which it is cut, along axes of a mesh. `None` if it is not cut.
     pub slices: Option<Slices>,
@@ -130,7 +130,7 @@ pub enum Balancing {
     /// than a thousandth.
     ///
     /// The result of a search with a time limit depends on the machine: compute the plan on one
-    /// rank and send its owners to the others. The owners are those of `Greedy` if the program is
+    /// rank and send its owners to the others. The owners are as by `Greedy` if the program is
     /// too large to be solved, or if the time runs out before a better assignment is found. Needs
     /// the feature `optimal`.
     #[cfg(feature = "optimal")]
@@ -149,7 +149,7 @@ pub enum MatrixOrder {
     /// shapes.
     #[default]
     Size,
-    /// That of the model, in which a forward pass uses them: for parameters that arrive during it.
+    /// The model's order, in which a forward pass uses them: for parameters that arrive during it.
     Model,
 }
 
@@ -240,9 +240,9 @@ impl Plan {
     ///
     /// # Errors
     ///
-    /// [`Error::Setting`] if `world_size` or `bucket_bytes` is 0, if the time limit is not a
-    /// duration, or if `owners` does not have one rank of the world for every matrix and every
-    /// whole parameter.
+    /// [`Error::Setting`] if `world_size` or `bucket_bytes` is 0, or if the time limit is not a
+    /// duration; [`Error::Usage`] if `owners` does not have one rank of the world for every matrix
+    /// and every whole parameter.
     ///
     /// # Panics
     ///
@@ -256,13 +256,20 @@ impl Plan {
         check(&parameters, world_size, config)?;
         let parts = parameters.iter().map(|parameter| parameter.owned().0);
         if !parts.eq(owners.iter().map(Vec::len)) {
-            let value = "those of another model";
-            let expected = "one rank for every matrix and every whole parameter";
-            return Err(Error::setting("owners", value, expected));
+            return Err(Error::usage(
+                "the owners do not fit the parameters",
+                "one rank for every matrix and every whole parameter",
+                format!("{:?} ranks", owners.iter().map(Vec::len).collect::<Vec<_>>()),
+                "take the owners from a plan of the same parameters",
+            ));
         }
         if let Some(rank) = owners.iter().flatten().find(|&&rank| rank >= world_size) {
-            let value = format!("rank {rank}");
-            return Err(Error::setting("owners", value, "ranks below the number of ranks"));
+            return Err(Error::usage(
+                "the owners do not fit the world",
+                "ranks below the number of ranks",
+                format!("rank {rank} of {world_size}"),
+                "take the owners from a plan of as large a world",
+            ));
         }
         let layout = bucket::layout(&parameters, config);
         Ok(Self::from_layout(parameters, world_size, layout, owners))
@@ -289,8 +296,8 @@ impl Plan {
         &self.parameters
     }
 
-    /// Returns the buckets: first those of matrices, with the most expensive shapes first, then
-    /// those of whole parameters and those of elements, then the replicated ones.
+    /// Returns the buckets: first of matrices, with the most expensive shapes first, then of whole
+    /// parameters and of elements, then the replicated ones.
     pub fn buckets(&self) -> &[Bucket] {
         &self.buckets
     }
@@ -339,6 +346,8 @@ impl Plan {
     /// The cost of each rank's matrices: `[bucket][rank]`.
     pub(super) fn work(&self, costs: &Costs) -> Vec<Vec<f64>> {
         let work = self.buckets.iter().map(|bucket| {
+            // A rank iterates its matrices of one shape in a bucket together, and pays their fixed
+            // cost once.
             let mut batches: BTreeMap<(usize, [usize; 2]), usize> = BTreeMap::new();
             for &parameter in &bucket.parameters {
                 let Work::Matrices { rows, columns, .. } = self.parameters[parameter].work else {
@@ -380,6 +389,7 @@ impl Plan {
         let loads = self.loads(costs);
         let mean = loads.iter().sum::<f64>() / self.world_size as f64;
         let (_, max) = assignment::busiest(&loads);
+        // Without any matrix, every rank has the mean load, 0.
         if max == 0.0 { 1.0 } else { max / mean }
     }
 

@@ -47,7 +47,7 @@ pub(super) fn owners(
     owners
 }
 
-/// The whole parameters, the largest first. Those of one size are one class.
+/// The whole parameters, the largest first. All of one size are one class.
 fn whole(parameters: &[Parameter]) -> Vec<Class> {
     let mut sizes: BTreeMap<usize, Vec<Matrix>> = BTreeMap::new();
     for (index, parameter) in parameters.iter().enumerate() {
@@ -86,16 +86,18 @@ fn batches(parameters: &[Parameter], layout: &[BucketContents]) -> Vec<([usize; 
 
 /// The classes of interchangeable matrices, the most expensive first.
 ///
-/// The matrices of one batch are interchangeable. So are those of different batches if they cost
-/// the same and share no fixed cost with other matrices, either because there is no fixed cost or
-/// because each of them is alone in its batch.
+/// The matrices of one batch are interchangeable. So are matrices of different batches if they cost
+/// the same and share no fixed cost with other matrices. There may be no fixed cost, or each of
+/// them is alone in its batch.
 fn classes(batches: Vec<([usize; 2], Vec<Matrix>)>, costs: &Costs) -> Vec<Class> {
     let mut classes: Vec<Class> = vec![];
     for (shape, matrices) in batches {
         let cost = match matrices.len() {
+            // Alone in its batch, a matrix always pays the fixed cost: it is part of the price.
             1 => ShapeCost { fixed: 0.0, each: costs.of(shape).batch(1) },
             _ => costs.of(shape),
         };
+        // A fixed cost is shared inside of a batch only, so such batches are not merged.
         match classes.iter_mut().find(|class| cost.fixed == 0.0 && class.cost == cost) {
             Some(class) => class.matrices.extend(matrices),
             None => classes.push(Class { cost, matrices }),

@@ -75,7 +75,7 @@ fn config_with(balancing: Balancing) -> PlanConfig {
     PlanConfig { balancing, ..PlanConfig::default() }
 }
 
-/// Fixed costs of a batch: zero, small, and that of a square matrix of GPT-2 small (9e9).
+/// Fixed costs of a batch: zero, small, and as of a square matrix of GPT-2 small (9e9).
 const FIXED: [f64; 3] = [0.0, 1e9, 1e10];
 
 pub const WORLDS: [usize; 6] = [2, 3, 4, 8, 16, 64];

@@ -19,7 +19,7 @@ pub(super) const SECOND_MOMENT: &str = "element_moment";
 /// correction, and is float32 (float64 for float64 parameters): as large as the momentum. The
 /// quotient is larger than the result of the iteration. With
 /// [`Renormalization::rms(0.2)`](super::Renormalization::rms) after it and
-/// [`LrScale::None`](crate::LrScale::None), its size is that of the paper.
+/// [`LrScale::None`](crate::LrScale::None), its size is the paper's.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct AdaMuon {

@@ -196,6 +196,7 @@ impl Context<'_> {
         let stored = state.take(slot);
         let dtype = stored.dtype();
         let old = stored.cast(self.dtype).reshape(shape);
+        // A matrix that stays as it is must also keep its state.
         let new = (self.mask)().select(new(old.clone()), old);
         state.put(slot, new.clone().reshape([-1]).cast(dtype));
         new
@@ -268,6 +269,7 @@ impl fmt::Display for Part {
 /// Every matrix divided by its largest magnitude, so that no square overflows or underflows, and
 /// that magnitude, `[k, 1, 1]`.
 fn by_largest(x: Tensor<3>) -> (Tensor<3>, Tensor<3>) {
+    // Squares of numbers from 1e-30 to 1e+20 leave the range of float32; those of ratios do not.
     let largest = x.clone().abs().max_dim(2).max_dim(1).clamp_min(f32::MIN_POSITIVE);
     (x / largest.clone(), largest)
 }

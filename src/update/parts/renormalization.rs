@@ -23,9 +23,9 @@ pub struct Renormalization {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum TargetNorm {
-    /// That of an orthogonal matrix, `sqrt(min(m, n))`.
+    /// The norm of an orthogonal matrix, `sqrt(min(m, n))`.
     Orthogonal,
-    /// That of elements with this root mean square, larger than zero: `r sqrt(m n)`.
+    /// The norm of elements with this root mean square, larger than zero: `r sqrt(m n)`.
     Rms(f64),
     /// The same for all shapes, larger than zero.
     Frobenius(f64),

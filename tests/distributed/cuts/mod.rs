@@ -267,8 +267,8 @@ fn cases_of_net() -> Vec<Cutting> {
     all
 }
 
-/// Those that the engine of this case can have: all of them on threads, and some on others, which
-/// do not see what they send.
+/// The cases that this engine can have: all of them on threads, and some on others, which do not
+/// see what they send.
 fn cases_here() -> impl Iterator<Item = Cutting> {
     let every = if worlds::name() == "threads" { 1 } else { 3 };
     let cases = cases_of_net().into_iter().filter(|case| worlds::has(&case.ranks()));

@@ -387,8 +387,8 @@ fn explains_the_form_type_and_kernel_that_run() {
     // Only CUDA devices have native kernels, and the tests' iteration is in float32.
     let NativeKernels::Refused(reason) = &wide.native else { panic!("{:?}", wide.native) };
     assert!(reason.contains("CUDA device") || reason.contains("neither in float16"), "{reason}");
-    let recorded = explain(&default_config().with_graphs(true).init().unwrap(), 256, 1024).native;
-    assert!(format!("{recorded:?}").contains("recorded as graphs"), "{recorded:?}");
+    let recorded = explain(&default_config().with_graphs(true).init().unwrap(), 256, 1024);
+    assert_eq!(recorded, wide, "recordings leave no kernel out");
     // One kernel computes a small Gram form, which is not chosen in TF32.
     let gram = explain(&default_config().with_form(IterationForm::Gram).init().unwrap(), 16, 16);
     let has_cubes = matches!(fastest(), ComputePath::CubeCl { .. }) && !on_cpu_runtime();
@@ -457,13 +457,14 @@ fn native_kernels_agree_with_burns_operations() {
     }
 }
 
-/// A graph is recorded at the first batch of a shape. Later batches do not overwrite its result.
+/// A graph is recorded at the first batch of a shape, unless one kernel iterates it or it is large.
+/// Later batches do not overwrite its result.
 #[test]
 fn recorded_graphs_serve_later_batches_of_the_same_shape() {
     let device = Device::default();
     let recorded = default_config().with_graphs(true).init().unwrap();
     let batches = [1.0, 100.0, 0.01]
-        .map(|size| Tensor::<3>::random([2, 24, 40], Distribution::Normal(0.0, size), &device));
+        .map(|size| Tensor::<3>::random([2, 72, 136], Distribution::Normal(0.0, size), &device));
     let results = batches.clone().map(|batch| recorded.orthogonalize(batch));
     for (batch, result) in batches.into_iter().zip(results) {
         let error =
@@ -472,6 +473,14 @@ fn recorded_graphs_serve_later_batches_of_the_same_shape() {
     }
     let has_graphs = matches!(fastest(), ComputePath::CubeCl { .. }) && !on_cpu_runtime();
     assert_eq!(recorded.recorded(), usize::from(has_graphs));
+
+    let one_kernel = Tensor::<3>::ones([2, 16, 24], &device);
+    let is_one = recorded.explain(&one_kernel).single_kernel;
+    drop(recorded.orthogonalize(one_kernel));
+    let expected = usize::from(has_graphs) * if is_one { 1 } else { 2 };
+    assert_eq!(recorded.recorded(), expected, "one kernel is one launch");
+    drop(recorded.orthogonalize(Tensor::ones([1, 65, (1024 * 4096) / 65 + 1], &device)));
+    assert_eq!(recorded.recorded(), expected, "a large batch");
 }
 
 /// Kernels are measured at the first batch, and the fastest is used.

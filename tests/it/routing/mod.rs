@@ -588,13 +588,11 @@ fn the_state_of_a_step_has_the_bytes_of_the_summary() {
     assert_eq!(bytes, summed + 4 + 3 * 3 * 4);
 }
 
-/// The README shows what `train_lm --routes` prints.
+/// The guide shows what `train_lm --routes` prints.
 #[test]
-fn the_tables_of_the_readme_equal_the_printed_routing() {
-    let readme = include_str!("../../../README.md");
-    let (_, section) = readme.split_once("## Routing").unwrap();
-    let (section, _) = section.split_once("\n## ").unwrap();
-    let tables: Vec<&str> = section.lines().filter(|line| line.starts_with('|')).collect();
+fn the_tables_of_the_guide_equal_the_printed_routing() {
+    let page = include_str!("../../../docs/guide/routing.md");
+    let tables: Vec<&str> = page.lines().filter(|line| line.starts_with('|')).collect();
     let model = model::GptConfig::new(4, 4, 128, 128, 256).init(&device());
     let routing = routing(&model).to_string();
     let printed: Vec<&str> = routing.lines().collect();

@@ -14,6 +14,8 @@ use std::process::{Command, Output};
 
 use tempfile::TempDir;
 
+use crate::examples;
+
 /// A folder with a text that is just large enough, and others that can't be trained on.
 fn folder() -> TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -29,23 +31,8 @@ fn folder() -> TempDir {
 
 /// The example with arguments that are separated by spaces, run in `folder`.
 fn train_lm(folder: &Path, arguments: &str) -> Command {
-    // Cargo puts tests into `deps` and examples into `examples`, both in the folder of a profile.
-    // The first argument and not the path of the process, which is that of the loader if a
-    // loader starts the test.
-    let program = std::env::args_os().next().expect("the first argument is the program");
-    let program = std::path::absolute(program).expect("the program has a path");
-    let profile = program.ancestors().nth(2).expect("the program is in a folder of cargo");
-    let example =
-        profile.join("examples").join(format!("train_lm{}", std::env::consts::EXE_SUFFIX));
-    assert!(
-        example.exists(),
-        "{} is missing: expected the example; build it by `cargo build -p distmuon --example \
-         train_lm` with the profile and the features of this test",
-        example.display()
-    );
-    let mut command = Command::new(example);
+    let mut command = examples::command("train_lm");
     command.args(arguments.split(' ')).current_dir(folder);
-    command.env_remove("RUST_LOG").env_remove("RUST_BACKTRACE");
     command
 }
 

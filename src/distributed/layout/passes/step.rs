@@ -11,7 +11,7 @@ use super::Passes;
 use crate::comm::Pending;
 use crate::distributed::layout::unit::Unit;
 use crate::error::{Error, Result};
-use crate::parameters::{self, Field, Visit, in_place_of};
+use crate::parameters::{self, Field, Visit, in_place_if_trained};
 
 impl Passes {
     pub fn get(&self, path: &str) -> Option<&Arc<Unit>> {
@@ -23,14 +23,15 @@ impl Passes {
     /// # Errors
     ///
     /// A failure of a pass; [`Error::Parameter`] for a gradient that was not collected;
-    /// [`Error::Setting`] for gradients of `Layout::accumulate` that the step does not have.
+    /// [`Error::Usage`] for gradients of `Layout::accumulate` that the step does not have.
     pub fn begin_step(&self, rank: usize) -> Result<()> {
         let earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner).count();
         if earlier > 0 {
-            return Err(Error::setting(
-                "gradients",
-                format!("without those of {earlier} calls of `Layout::accumulate`"),
-                "those of `Layout::backward`, which adds them (or call `Layout::discard` before)",
+            return Err(Error::usage(
+                "the gradients lack earlier micro-batches",
+                "those of `Layout::backward`, which adds the earlier ones",
+                format!("gradients without {earlier} calls of `Layout::accumulate`"),
+                "end with `Layout::backward`, or drop the earlier ones by `Layout::discard`",
             ));
         }
         self.ensure_alive()?;
@@ -91,16 +92,20 @@ impl Passes {
     }
 
     /// Starts to make this rank's new part of a parameter, as [`publish`](Self::publish) does. Its
-    /// first use waits for it: `None` if that is arranged, as where there are replicas.
+    /// first use waits for it: `None` if that is arranged, as where there are replicas. All ranks
+    /// return the same, also those that have nothing of the parameter: Burn's clones share a value
+    /// that is waited for.
     ///
     /// # Errors
     ///
-    /// Those of every collective.
+    /// As every collective.
     pub fn publish_later(&self, unit: &Unit, shard: Tensor<1>) -> Result<Option<Pending>> {
-        if unit.part_count() == 0 || self.replicas(unit).size() == 1 {
+        if self.replicas(unit).size() == 1 {
             return self.publish(unit, shard).map(Some);
         }
-        self.publish_at_first_use(unit, shard)?;
+        if unit.part_count() > 0 {
+            self.publish_at_first_use(unit, shard)?;
+        }
         Ok(None)
     }
 
@@ -112,14 +117,14 @@ impl Passes {
     ) -> Param<Tensor<D>> {
         let (passes, unit, device) = (self.clone(), unit.clone(), placeholder.device());
         let is_trained = placeholder.is_require_grad();
-        let shape = Shape::from([unit.part_count()]);
+        let shape = Shape::from([unit.part_count().max(1)]);
         let take = {
             let shape = shape.clone();
             move |device: &Device, is_trained: bool| {
                 let inner = device.clone().inner();
                 let part = passes.await_part(&unit, &inner).to_device(&inner);
-                let part = in_place_of(&placeholder, part.reshape(shape));
-                let part = if is_trained { part } else { part.set_require_grad(false) };
+                // It may have been frozen or unfrozen since the step.
+                let part = in_place_if_trained(&placeholder, part.reshape(shape), is_trained);
                 passes.remember_part(&unit, &part);
                 part
             }
@@ -132,7 +137,7 @@ impl Passes {
     ///
     /// # Errors
     ///
-    /// Those of every collective.
+    /// As every collective.
     pub fn publish(&self, unit: &Unit, shard: Tensor<1>) -> Result<Pending> {
         if unit.part_count() == 0 {
             // A parameter has an element at least.
