@@ -185,26 +185,50 @@ impl Muon {
             // Nothing to update, and Burn interprets a zero in a new shape as the old length.
             return Ok((parameter, MuonState { slots, time: time + 1, clocks, place }));
         }
-        let update = &self.update;
-        let matrices = Matrices { shape: [m, n], layout: self.layout };
-        let table = self.slots([k, m, n], dtype);
+        let table = self.slots(batch, dtype);
         slots.complete(&table, batch, &shape, dtype, &device);
         slots.ensure_fit(&table, batch, &shape, &self.parameter)?;
         // Files of older versions have half precision where there is float32 now.
         slots.convert(&table, dtype);
 
+        let state = (&mut slots, &mut clocks);
+        let (updated, flags) = self.updated(lr, time, batch, parameter, grad, state);
+        if is_first {
+            // Reading waits for the device, so only the first step does it: that is when memory
+            // runs out.
+            ensure_computed(&self.parameter, &updated)?;
+        }
+
+        // One count for the parameter: a skipped matrix of a stack counts.
+        let skipped = if k > 1 { flags.max() } else { flags };
+        self.skipped.count(&mut slots, &mut place, skipped)?;
+        Ok((updated.reshape(shape), MuonState { slots, time: time + 1, clocks, place }))
+    }
+
+    /// The new values of a parameter, flat, and the flag of the parameter with those of its
+    /// matrices. Advances the state.
+    fn updated<const D: usize>(
+        &self,
+        lr: LearningRate,
+        time: usize,
+        [k, m, n]: [usize; 3],
+        parameter: Tensor<D>,
+        grad: Tensor<D>,
+        state: (&mut Slots, &mut Clocks),
+    ) -> (Tensor<1>, Tensor<1>) {
+        let update = &self.update;
         // The flag of the parameter, then the flags of its matrices: a single matrix has the flag
         // of the parameter.
         let first = usize::from(k > 1);
-        let flags = Tensor::zeros([first + k], (&device, DType::F32));
+        let flags = Tensor::zeros([first + k], (&parameter.device(), DType::F32));
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
         // Before clipping, which would make an infinite gradient a finite one.
         let flags = reject(update.policy(), flags, std::slice::from_ref(&grad), &whole, f64::MAX);
         let grad = clip(update.clipping.as_ref(), grad).reshape([-1]);
         let batch = MuonBatch {
             count: k,
-            matrices,
-            dtype,
+            matrices: Matrices { shape: [m, n], layout: self.layout },
+            dtype: parameter.dtype(),
             is_stack: k > 1,
             parameters: &[MuonParameter {
                 flag: 0,
@@ -219,19 +243,8 @@ impl Muon {
             first,
         };
         let (gradients, values) = (vec![grad], vec![parameter.reshape([-1])]);
-        let (mut updated, flags) =
-            update.step(&batch, gradients, values, (&mut slots, &mut clocks), flags, None);
-        let updated = updated.swap_remove(0);
-        if is_first {
-            // Reading waits for the device, so only the first step does it: that is when memory
-            // runs out.
-            ensure_computed(&self.parameter, &updated)?;
-        }
-
-        // One count for the parameter: a skipped matrix of a stack counts.
-        let skipped = if k > 1 { flags.max() } else { flags };
-        self.skipped.count(&mut slots, &mut place, skipped)?;
-        Ok((updated.reshape(shape), MuonState { slots, time: time + 1, clocks, place }))
+        let (mut updated, flags) = update.step(&batch, gradients, values, state, flags, None);
+        (updated.swap_remove(0), flags)
     }
 }
 

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use burn::module::{ParamGroup, ParamId};
 use serde::{Deserialize, Serialize};
 
-use crate::blocks::Blocks;
+use crate::blocks::{Blocks, Split};
 use crate::custom::CustomOptimizers;
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
@@ -170,7 +170,7 @@ impl Updates {
     }
 
     fn route(&self, found: &Found, decision: Decision<'_>) -> Result<ParameterRoute> {
-        let Found { path, shape, dtype, device, .. } = found;
+        let Found { path, shape, dtype, .. } = found;
         let Decision { role, optimizer: custom, split, left, reason } = decision;
         let mut route = ParameterRoute {
             path: path.clone(),
@@ -190,36 +190,7 @@ impl Updates {
         };
         match role {
             ParameterRole::Muon { view, layout } => {
-                let batch @ [_, m, n] = view.batch_shape(path, shape)?;
-                self.muon.newton_schulz.ensure_supported(path, device, *dtype)?;
-                self.muon.precision.ensure_supported(path, *dtype)?;
-                if let Some(split) = split {
-                    // Blocks are cut along the outputs.
-                    let outputs = if layout == MatrixLayout::InOut { n } else { m };
-                    route.blocks = split.sizes(path, shape, outputs)?;
-                    route.optimizer += &format!(", {} blocks", route.blocks.len());
-                }
-                if !left.is_empty() {
-                    ensure_left(path, shape, left, route.blocks.len())?;
-                    route.left = left.to_vec();
-                    let vector = self.optimizer(ParameterRole::Vector);
-                    route.optimizer += &format!(", {} of {vector}", left.len());
-                }
-                let blocks = Blocks::new(batch, layout, &route.blocks);
-                for (index, batch @ [k, m, n]) in blocks.batches().enumerate() {
-                    if left.contains(&index) {
-                        let batch = ElementwiseUpdate::batch(&batch);
-                        let slots = self.rest.slots(*dtype);
-                        let bytes = slots.iter().map(|slot| slot.bytes(batch, *dtype));
-                        route.state_bytes += bytes.sum::<usize>();
-                        continue;
-                    }
-                    let matrices = Matrices { shape: [m, n], layout };
-                    let slots = self.muon.slots(matrices, k > 1, *dtype);
-                    let bytes = slots.iter().map(|slot| slot.bytes(batch, *dtype));
-                    route.state_bytes += bytes.sum::<usize>();
-                    route.operations += self.muon.operations(batch, *dtype, device);
-                }
+                self.route_matrices(&mut route, found, view, layout, split, left)?;
             }
             ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
                 let batch = ElementwiseUpdate::batch(shape);
@@ -236,6 +207,46 @@ impl Updates {
             ParameterRole::Frozen => {}
         }
         Ok(route)
+    }
+
+    /// Completes the route of matrices of Muon's.
+    fn route_matrices(
+        &self,
+        route: &mut ParameterRoute,
+        Found { path, shape, dtype, device, .. }: &Found,
+        view: MatrixView,
+        layout: MatrixLayout,
+        split: Option<&Split>,
+        left: &[usize],
+    ) -> Result<()> {
+        let batch @ [_, m, n] = view.batch_shape(path, shape)?;
+        self.muon.newton_schulz.ensure_supported(path, device, *dtype)?;
+        self.muon.precision.ensure_supported(path, *dtype)?;
+        if let Some(split) = split {
+            // Blocks are cut along the outputs.
+            let outputs = if layout == MatrixLayout::InOut { n } else { m };
+            route.blocks = split.sizes(path, shape, outputs)?;
+            route.optimizer += &format!(", {} blocks", route.blocks.len());
+        }
+        if !left.is_empty() {
+            ensure_left(path, shape, left, route.blocks.len())?;
+            route.left = left.to_vec();
+            let vector = self.optimizer(ParameterRole::Vector);
+            route.optimizer += &format!(", {} of {vector}", left.len());
+        }
+        let blocks = Blocks::new(batch, layout, &route.blocks);
+        for (index, batch @ [k, m, n]) in blocks.batches().enumerate() {
+            let matrices = Matrices { shape: [m, n], layout };
+            let (batch, slots) = match left.contains(&index) {
+                true => (ElementwiseUpdate::batch(&batch), self.rest.slots(*dtype)),
+                false => {
+                    route.operations += self.muon.operations(batch, *dtype, device);
+                    (batch, self.muon.slots(matrices, k > 1, *dtype))
+                }
+            };
+            route.state_bytes += slots.iter().map(|slot| slot.bytes(batch, *dtype)).sum::<usize>();
+        }
+        Ok(())
     }
 }
 

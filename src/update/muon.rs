@@ -15,8 +15,8 @@ use super::stacks::{self, Clocks, IDLE_STEPS, Idle, Section};
 use super::state::{Slot, Slots};
 use super::step_size::{StepSize, WeightDecay};
 use crate::backend::{
-    FiniteMask, FlaggedRows, KernelPolicy, MomentumStep, MomentumUpdate, ParameterStep, apply,
-    precise_dtype, reject, scaled, update_momentum,
+    FiniteMask, FlaggedRows, KernelPolicy, MomentumStep, MomentumUpdate, ParameterStep,
+    PartialNorms, apply, precise_dtype, reject, scaled, update_momentum,
 };
 use crate::orthogonalize::NewtonSchulz;
 use crate::slices::{self, concat};
@@ -107,6 +107,56 @@ impl MuonBatch<'_> {
         let rejected = idle.or((self.by_matrix)(self.flags(diverged)));
         let diverged = diverged.clone().slice(s![self.first..self.first + self.count]);
         FiniteMask::from_rows(rejected.max_pair(diverged))
+    }
+}
+
+/// The inputs of a direction, apart from the gradients.
+#[derive(Clone, Copy)]
+struct Inputs<'a> {
+    batch: &'a MuonBatch<'a>,
+    sections: &'a [Section],
+    /// The old values. `None` if the step does not need them for the direction.
+    values: Option<&'a [Tensor<1>]>,
+}
+
+impl Inputs<'_> {
+    /// The old values as a batch.
+    fn whole(&self) -> Tensor<3> {
+        joined(self.values.expect("the step does not separate"), self.batch.shape())
+    }
+}
+
+/// A direction before the iteration.
+struct Started<'a> {
+    inputs: Inputs<'a>,
+    /// The weights of momentum and gradient in each section.
+    weights: Vec<Weights>,
+    idle: Idle,
+    /// The flags of matrices.
+    diverged: Tensor<1>,
+}
+
+impl Started<'_> {
+    /// The matrices whose gradients are not usable, or absent.
+    fn mask(&self) -> FiniteMask {
+        self.inputs.batch.rejected(&self.diverged, &self.idle)
+    }
+
+    /// The weights of the old momentum, for every matrix.
+    fn keep(&self) -> Tensor<3> {
+        self.by_section(self.weights.iter().map(|weights| weights.keep))
+    }
+
+    /// The weights of the gradient, for every matrix.
+    fn fresh(&self) -> Tensor<3> {
+        self.by_section(self.weights.iter().map(|weights| weights.fresh))
+    }
+
+    /// One value for every matrix, `[k, 1, 1]`, from one for each section.
+    fn by_section(&self, values: impl Iterator<Item = f64>) -> Tensor<3> {
+        let matrices = self.inputs.sections.iter().map(|section| section.count);
+        let precise = precise_dtype(self.inputs.batch.dtype);
+        by_section(values.zip(matrices), (precise, &self.diverged.device()))
     }
 }
 
@@ -246,9 +296,9 @@ impl MuonUpdate {
         let firsts = starts(&values);
         let values = self.precision.widen(values, &firsts, state);
         let sections = self.sections(batch, &lengths(&values), (state, clocks));
-        let tensors = (gradients, Some(&*values));
+        let inputs = Inputs { batch, sections: &sections, values: Some(&values) };
         let Direction { direction, diverged, idle, errors, known } =
-            self.direction(batch, &sections, tensors, state, diverged, observations.is_some());
+            self.direction(inputs, gradients, state, diverged, observations.is_some());
         let old = errors.is_some().then(|| values.clone());
 
         let step = |section: &Section| {
@@ -298,8 +348,9 @@ impl MuonUpdate {
         assert!(self.separates(batch.is_stack, batch.dtype), "the step needs whole values");
         let lengths = lengths(&gradients);
         let sections = self.sections(batch, &lengths, (state, clocks));
+        let inputs = Inputs { batch, sections: &sections, values: None };
         let Direction { direction, diverged, idle, .. } =
-            self.direction(batch, &sections, (gradients, None), state, diverged, false);
+            self.direction(inputs, gradients, state, diverged, false);
         let direction = batch.unchanged(&diverged, &idle).fill_rejected(direction, f32::NAN);
         (split(direction.cast(batch.dtype), &lengths), diverged)
     }
@@ -323,87 +374,123 @@ impl MuonUpdate {
     /// [separates](Self::separates).
     fn direction(
         &self,
-        batch: &MuonBatch<'_>,
-        sections: &[Section],
-        (gradients, values): (Vec<Tensor<1>>, Option<&[Tensor<1>]>),
+        inputs: Inputs<'_>,
+        gradients: Vec<Tensor<1>>,
         state: &mut Slots,
         diverged: Tensor<1>,
         observed: bool,
     ) -> Direction {
-        let MuonBatch { matrices, parameters, mut factor, .. } = *batch;
-        let shape @ [count, m, n] = batch.shape();
+        let Inputs { batch, sections, .. } = inputs;
+        let [_, m, n] = batch.shape();
         let precise = precise_dtype(batch.dtype);
         let gradients: Vec<_> =
             gradients.into_iter().map(|gradient| gradient.cast(precise)).collect();
         let idle = match batch.is_stack {
             true => {
-                let is_present = parameters.iter().map(|parameter| parameter.is_present);
+                let is_present = batch.parameters.iter().map(|parameter| parameter.is_present);
                 Idle::count(is_present.zip(&gradients), m * n, state)
             }
             false => Idle::none(),
         };
-        let mut gradients = stacks::divided(gradients, sections, m * n);
-        let lengths = lengths(&gradients);
-        let by_section = |values: &mut dyn Iterator<Item = f64>| {
-            let matrices = sections.iter().map(|section| section.count);
-            by_section(values.zip(matrices), (precise, &diverged.device()))
-        };
-        let values = || joined(values.expect("the step does not separate"), shape);
-        let times = sections.iter().map(|section| section.time);
-        let weights: Vec<Weights> = times.map(|time| self.momentum.weights(time)).collect();
+        let gradients = stacks::divided(gradients, sections, m * n);
+        let weights = sections.iter().map(|section| self.momentum.weights(section.time)).collect();
+        let started = Started { inputs, weights, idle, diverged };
 
-        let keep = || by_section(&mut weights.iter().map(|weights| weights.keep));
-        let mask = || batch.rejected(&diverged, &idle);
-        let mut known = Known {
+        let mut known = self.known(&started);
+        let (gradients, factor) = self.prepared(&started, gradients, state, &mut known);
+        let (update, norms) = self.update(&started, gradients, factor, state);
+        // A part would make them the norms of another tensor.
+        let norms = norms.filter(|_| !self.prepares());
+        let update = self.apply_parts(Stage::Before, update, state, &known, &|| started.mask());
+        known.update_norm = self
+            .reads(Quantity::UpdateNorm)
+            .then(|| frobenius(update.clone().cast(precise_dtype(update.dtype()))));
+        let direction = self.newton_schulz.direction(update, norms);
+        self.finished(started, direction, state, known, observed)
+    }
+
+    /// The quantities that parts read and that are known before the gradients.
+    fn known(&self, started: &Started<'_>) -> Known {
+        let matrices = started.inputs.batch.matrices;
+        Known {
             matrices,
             scale: self.scale(matrices),
-            keep: self.reads(Quantity::Keep).then(keep),
-            old_norm: self.reads(Quantity::OldNorm).then(|| frobenius(values())),
+            keep: self.reads(Quantity::Keep).then(|| started.keep()),
+            old_norm: self.reads(Quantity::OldNorm).then(|| frobenius(started.inputs.whole())),
             gradient_norm: None,
             update_norm: None,
-        };
+        }
+    }
 
+    /// The gradients that the momentum takes, and the factor on them: after weight decay that is
+    /// coupled, and the parts for gradients.
+    fn prepared<'a>(
+        &self,
+        started: &Started<'a>,
+        gradients: Vec<Tensor<1>>,
+        state: &mut Slots,
+        known: &mut Known,
+    ) -> (Vec<Tensor<1>>, Option<&'a Tensor<1>>) {
+        let Inputs { batch, sections, .. } = started.inputs;
         let is_coupled = matches!(self.weight_decay, WeightDecay::Coupled(_));
         let reads_norm = self.reads(Quantity::GradientNorm);
         // Joining the gradients copies them. Without a reader of whole gradients, the momentum
         // reads them where they lie.
-        if is_coupled || self.has_parts(Stage::Gradient) || reads_norm {
-            let mut gradient = joined(&gradients, shape);
-            gradient = factor.iter().fold(gradient, |g, factor| scaled(g, (*factor).clone()));
-            // NaN in a rejected gradient must not reach the state of a part, nor other matrices by
-            // a sum.
-            gradient = mask().zero_rejected(gradient);
-            if is_coupled {
-                let rate = |section: &Section| {
-                    self.size(parameters[section.parameter].lr, matrices, section.time).coupled
-                };
-                let rates = by_section(&mut sections.iter().map(rate));
-                gradient = gradient + values() * rates;
-            }
-            known.gradient_norm = reads_norm.then(|| frobenius(gradient.clone()));
-            let gradient = self.apply_parts(Stage::Gradient, gradient, state, &known, &mask);
-            // The factor has been applied above.
-            (gradients, factor) = (split(gradient, &lengths), None);
+        if !is_coupled && !self.has_parts(Stage::Gradient) && !reads_norm {
+            return (gradients, batch.factor);
         }
+        let lengths = lengths(&gradients);
+        let mut gradient = joined(&gradients, batch.shape());
+        if let Some(factor) = batch.factor {
+            gradient = scaled(gradient, factor.clone());
+        }
+        // NaN in a rejected gradient must not reach the state of a part, nor other matrices by a
+        // sum.
+        gradient = started.mask().zero_rejected(gradient);
+        if is_coupled {
+            let rates = started.by_section(sections.iter().map(|section| {
+                let lr = batch.parameters[section.parameter].lr;
+                self.size(lr, batch.matrices, section.time).coupled
+            }));
+            gradient = gradient + started.inputs.whole() * rates;
+        }
+        known.gradient_norm = reads_norm.then(|| frobenius(gradient.clone()));
+        let gradient =
+            self.apply_parts(Stage::Gradient, gradient, state, known, &|| started.mask());
+        // The factor has been applied above.
+        (split(gradient, &lengths), None)
+    }
 
-        let steps = sections.iter().zip(&weights);
-        let steps: Vec<_> = steps
+    /// The update that the iteration is given, from the advanced momentum, and its norms if a
+    /// kernel has computed them.
+    fn update(
+        &self,
+        started: &Started<'_>,
+        gradients: Vec<Tensor<1>>,
+        factor: Option<&Tensor<1>>,
+        state: &mut Slots,
+    ) -> (Tensor<3>, Option<PartialNorms>) {
+        let Started { inputs: Inputs { batch, sections, .. }, weights, idle, diverged } = started;
+        let shape @ [count, m, n] = batch.shape();
+        let steps: Vec<_> = sections
+            .iter()
+            .zip(weights)
             .map(|(section, &Weights { keep, fresh })| {
-                let MuonParameter { flag, .. } = parameters[section.parameter];
+                let MuonParameter { flag, .. } = batch.parameters[section.parameter];
                 MomentumStep { flag, keep, fresh }
             })
             .collect();
         let momentum = state.take(MOMENTUM);
         // A momentum that is stored as bfloat16 is averaged in float32.
         let stored = momentum.dtype();
-        let momentum = momentum.cast(precise).reshape(shape);
+        let momentum = momentum.cast(precise_dtype(batch.dtype)).reshape(shape);
         // With a second reference, the momentum is not updated in place.
         let of_idle = idle.mask().map(|mask| (mask, momentum.clone()));
         let MomentumUpdate { mut momentum, mut update, norms } = update_momentum(
             self.policy(),
             gradients,
             momentum,
-            batch.flags(&diverged),
+            batch.flags(diverged),
             factor,
             &steps,
             self.momentum.nesterov,
@@ -413,21 +500,24 @@ impl MuonUpdate {
             momentum = mask.select(momentum, old);
         }
         state.put(MOMENTUM, momentum.reshape([count * m * n]).cast(stored));
-
         if self.momentum.bias_correction {
             let dtype = precise_dtype(update.dtype());
-            let fresh = by_section(&mut weights.iter().map(|weights| weights.fresh));
-            let weights = [keep(), fresh].map(|weights| weights.cast(dtype));
-            update = self.momentum.corrected(update.cast(dtype), weights, &mask(), state);
+            let weights = [started.keep(), started.fresh()].map(|weights| weights.cast(dtype));
+            update = self.momentum.corrected(update.cast(dtype), weights, &started.mask(), state);
         }
-        // A part would make them the norms of another tensor.
-        let norms = norms.filter(|_| !self.prepares());
-        let update = self.apply_parts(Stage::Before, update, state, &known, &mask);
-        known.update_norm = self
-            .reads(Quantity::UpdateNorm)
-            .then(|| frobenius(update.clone().cast(precise_dtype(update.dtype()))));
+        (update, norms)
+    }
 
-        let mut direction = self.newton_schulz.direction(update, norms);
+    /// The direction after the parts that follow the iteration. Matrices of which it is not finite
+    /// are flagged.
+    fn finished(
+        &self,
+        Started { inputs: Inputs { batch, .. }, idle, diverged, .. }: Started<'_>,
+        mut direction: Tensor<3>,
+        state: &mut Slots,
+        known: Known,
+        observed: bool,
+    ) -> Direction {
         let errors = observed.then(|| orthogonality_errors(&direction));
         // The iteration of a matrix of zeros returns zeros, whose error says nothing of the run.
         let errors = match idle.mask() {

@@ -225,8 +225,11 @@ fn resolve_address(address: &str) -> io::Result<Vec<SocketAddr>> {
     Ok((without_brackets(host), port).to_socket_addrs()?.collect())
 }
 
-/// The result of a handshake: rank 0's reason to refuse, if it refuses.
-type Outcome = io::Result<Option<String>>;
+/// The outcome of a handshake: the reason if rank 0 refuses this process.
+type Handshake = io::Result<Option<String>>;
+
+/// The addresses that were tried, and the last error.
+type Unanswered = (String, io::Error);
 
 /// Connects to rank 0, and returns the outcome of the handshake.
 ///
@@ -238,7 +241,7 @@ fn connected(
     place: (usize, usize),
     secret: &[u8],
     until: Instant,
-) -> Result<(TcpStream, Outcome), (String, io::Error)> {
+) -> Result<(TcpStream, Handshake), Unanswered> {
     loop {
         let stream = connect(resolve, until)?;
         let outcome = handshake(&stream, place, secret, until);
@@ -259,7 +262,7 @@ fn connected(
 fn connect(
     resolve: &dyn Fn() -> io::Result<Vec<SocketAddr>>,
     until: Instant,
-) -> Result<TcpStream, (String, io::Error)> {
+) -> Result<TcpStream, Unanswered> {
     loop {
         let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
         // At every try: a name may resolve only later.
@@ -309,7 +312,7 @@ pub(super) fn handshake(
     (rank, size): (usize, usize),
     secret: &[u8],
     until: Instant,
-) -> io::Result<Option<String>> {
+) -> Handshake {
     stream.set_nodelay(true)?;
     stream.set_write_timeout(Some(remaining(until)?))?;
     // A connection that did not fit into the system's queue may look open here although rank 0 does

@@ -32,8 +32,7 @@ impl Report {
         let is_matrix = |index: &usize| plan.parameters()[*index].matrices() > 0;
         let owners: Vec<usize> = (0..plan.parameters().len())
             .filter(is_matrix)
-            .flat_map(|index| &plan.owners()[index])
-            .copied()
+            .flat_map(|parameter| plan.owners()[parameter].iter().copied())
             .collect();
         let matrices = |rank| owners.iter().filter(|&&owner| owner == rank).count();
         let bytes = |rank: usize| {
