@@ -387,20 +387,16 @@ fn products(bench: &Bench, dtype: DType, shapes: &[[usize; 3]]) {
         let r = r.clone() + r.swap_dims(1, 2);
         let full = || x.clone().matmul(x.clone().swap_dims(1, 2));
         let row = Row { name: "X X^T", shape: [k, m, n], inner: n, dtype };
-        row.print(bench, full, |path| path.syrk(x.clone()));
+        row.print(bench, full, |path| path.product(x.clone(), None));
 
         let full = || r.clone().matmul(r.clone()).mul_scalar(2.0) + r.clone().mul_scalar(-5.0);
         let row = Row { name: "b R + c R^2", inner: m, ..row };
-        row.print(bench, full, |path| {
-            path.symmetric_product(r.clone(), r.clone(), r.clone(), 2.0, -5.0)
-        });
+        row.print(bench, full, |path| path.product(r.clone(), Some([2.0, -5.0])));
 
-        let z = r.clone().mul_scalar(0.5);
-        let full = || r.clone().matmul(z.clone()) + r.clone().mul_scalar(3.0);
+        // With `Z = Q`.
+        let full = || r.clone().matmul(r.clone()) + r.clone().mul_scalar(3.0);
         let row = Row { name: "Q Z + a Q", ..row };
-        row.print(bench, full, |path| {
-            path.symmetric_product(r.clone(), z.clone(), r.clone(), 1.0, 3.0)
-        });
+        row.print(bench, full, |path| path.product(r.clone(), Some([1.0, 3.0])));
     }
 }
 

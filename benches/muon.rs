@@ -103,10 +103,10 @@ fn symmetric_product(criterion: &mut Criterion, medians: &Medians) {
             });
         };
         measure("matmul", &|| a.clone().matmul(a.clone().swap_dims(1, 2)));
-        measure("portable", &|| ComputePath::Portable.syrk(a.clone()));
+        measure("portable", &|| ComputePath::Portable.product(a.clone(), None));
         let fastest = ComputePath::choose(KernelPolicy::Auto, &a.device(), a.dtype().into());
         if fastest != ComputePath::Portable {
-            measure(&format!("{fastest:?}").to_lowercase(), &|| fastest.syrk(a.clone()));
+            measure(&format!("{fastest:?}").to_lowercase(), &|| fastest.product(a.clone(), None));
         }
     }
 }

@@ -24,9 +24,9 @@ use chart::{Axis, COLORS, Chart};
 use comfy_table::{Table, presets};
 use common::Matrices;
 use distmuon::comm::World;
+use distmuon::distributed::forecast::{Links, Machine, PassTimes, timeline};
 use distmuon::distributed::plan::{
-    Costs, Cut, Links, Machine, MatrixOrder, Parameter, PassTimes, Placement, Plan, PlanConfig,
-    ShapeCost, Slices, Work,
+    Costs, Cut, MatrixOrder, Parameter, Placement, Plan, PlanConfig, ShapeCost, Slices, Work,
 };
 use distmuon::distributed::{CostSource, DistMuonConfig};
 use distmuon::{MuonConfig, RoutingRule};
@@ -127,7 +127,7 @@ fn simulate(name: &str, costs: &Costs, machine: &Machine, other: f64) -> [Effici
         .iter()
         .map(|ranks| {
             let plan = Plan::new(parameters(), *ranks, &settings, costs).expect("usable settings");
-            let path = plan.timeline(costs, machine, &PassTimes::default());
+            let path = timeline(&plan, costs, machine, &PassTimes::default());
             println!(
                 "{name}, {ranks} ranks: {:.4} s, busiest rank {:.4} s, messages {:.4} s",
                 path.total, path.compute, path.communication
@@ -252,7 +252,7 @@ impl Model {
         } as usize;
         let passes =
             PassTimes { seconds, inside_nodes: place.inside_nodes, ahead: AHEAD, activations };
-        seconds / plan.expect("usable settings").timeline(&costs, &machine, &passes).total
+        seconds / timeline(&plan.expect("usable settings"), &costs, &machine, &passes).total
     }
 }
 

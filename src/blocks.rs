@@ -166,8 +166,9 @@ impl Blocks {
         if self.is_whole() {
             return blocks.swap_remove(0);
         }
-        let shaped = blocks.into_iter().zip(self.batches());
-        let shaped = shaped
+        let shaped = blocks
+            .into_iter()
+            .zip(self.batches())
             .filter(|(_, batch)| !batch.contains(&0))
             .map(|(block, batch)| block.reshape(batch))
             .collect();

@@ -1,6 +1,7 @@
 //! Gradients of several micro-batches, added up in float32.
 
 use std::collections::HashSet;
+use std::fmt;
 
 use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
@@ -48,6 +49,12 @@ pub struct GradientBuffer {
     bytes: usize,
 }
 
+impl fmt::Debug for GradientBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "gradients of {} micro-batches, {} bytes", self.count, self.bytes)
+    }
+}
+
 impl GradientBuffer {
     /// Makes a buffer without gradients.
     pub fn new() -> Self {
@@ -65,8 +72,10 @@ impl GradientBuffer {
     /// micro-batch: take it out and drop it.
     pub fn add<M: Module>(&mut self, model: &M, gradients: GradientsParams) -> Result<()> {
         let found = parameters::of(model).into_iter();
-        let reduced = found.filter(|found| found.placement.reduces_in_backward());
-        let reduced = reduced.map(|found| found.id).collect();
+        let reduced = found
+            .filter(|found| found.placement.reduces_in_backward())
+            .map(|found| found.id)
+            .collect();
         let mut add = Add { buffer: self, gradients, reduced, error: None };
         parameters::visit(model, &mut add);
         if let Some(error) = add.error {

@@ -166,7 +166,9 @@ pub use gradients::GradientBuffer;
 pub use matrix_view::{MatrixLayout, MatrixView};
 #[cfg(feature = "train")]
 pub use metric::{DiagnosticsMetric, DiagnosticsQuantity, SkippedStepsMetric};
-pub use muon::{Muon, MuonConfig, MuonState};
+#[doc(hidden)]
+pub use muon::MuonState;
+pub use muon::{Muon, MuonConfig};
 pub use orthogonalize::{
     Coefficients, IterationDtype, IterationForm, IterationPlan, NewtonSchulz, NewtonSchulzConfig,
 };

@@ -346,10 +346,18 @@ pub(crate) fn in_place_of<const D: usize, const E: usize>(
     old: &Tensor<D>,
     value: Tensor<E>,
 ) -> Tensor<E> {
-    let (required, strategy) = (old.is_require_grad(), old.gradient_checkpointing_strategy());
+    in_place_if_trained(old, value, old.is_require_grad())
+}
+
+/// The same for a value that requires gradients or not, whatever the old one does.
+pub(crate) fn in_place_if_trained<const D: usize, const E: usize>(
+    old: &Tensor<D>,
+    value: Tensor<E>,
+    is_trained: bool,
+) -> Tensor<E> {
     let mut value = Tensor::from_inner(value);
-    if let Some(strategy) = strategy {
+    if let Some(strategy) = old.gradient_checkpointing_strategy() {
         value = value.with_gradient_checkpointing_strategy(strategy);
     }
-    if required { value.require_grad() } else { value }
+    if is_trained { value.require_grad() } else { value }
 }

@@ -133,6 +133,18 @@ impl Schedule {
         core::iter::once(self.start).chain(self.segments.iter().map(|segment| segment.to))
     }
 
+    /// The number of steps after which it no longer changes: zero for a constant.
+    pub(crate) fn settled(&self) -> usize {
+        let (mut settled, mut steps, mut from) = (0, 0, self.start);
+        for segment in &self.segments {
+            steps += segment.steps;
+            if segment.to != from {
+                (settled, from) = (steps, segment.to);
+            }
+        }
+        settled
+    }
+
     fn end(&self) -> f64 {
         self.segments.last().map_or(self.start, |segment| segment.to)
     }
@@ -144,6 +156,7 @@ impl Schedule {
 }
 
 /// A [`Schedule`] as a Burn [`LrScheduler`].
+#[doc(hidden)]
 #[derive(Clone, Debug)]
 pub struct ScheduledLr {
     schedule: Schedule,
@@ -185,6 +198,18 @@ mod tests {
         assert_eq!(Schedule::warmup_cosine(0.5, 0, 10, 0.0).hold(1).at(10), 0.0);
         assert_eq!(Schedule::warmup_constant_warmdown(0.5, 0, 3, 2).at(0), 0.5);
         assert_eq!(Schedule::warmup_constant_warmdown(0.5, 0, 3, 2).at(3), 0.25);
+    }
+
+    #[test]
+    fn a_schedule_settles_after_its_last_change() {
+        assert_eq!(Schedule::constant(0.5).hold(7).settled(), 0);
+        assert_eq!(Schedule::momentum_warmup(0.95, 300).hold(50).settled(), 300);
+        let schedule = Schedule::constant(1.0).hold(2).linear(4, 3.0).cosine(2, 1.0);
+        assert_eq!(schedule.settled(), 8);
+        assert!((8..20).all(|step| schedule.at(step) == schedule.at(8)));
+        // A step at once.
+        let schedule = Schedule::constant(1.0).linear(0, 3.0).hold(5);
+        assert_eq!((schedule.settled(), schedule.at(0)), (0, 3.0));
     }
 
     #[test]

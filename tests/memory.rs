@@ -23,6 +23,7 @@ use distmuon_testing::{excused, lacks};
 use peak_alloc::PeakAlloc;
 use std::path::Path;
 use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
@@ -543,6 +544,57 @@ fn an_exchange_of_rows_is_linear_in_the_ranks() {
     for (ranks, [numbers, bytes]) in counted {
         assert!(numbers <= 32 * ranks + 256, "{ranks} ranks: {numbers} numbers");
         assert!(bytes <= 512 * ranks + (64 << 10), "{ranks} ranks: {bytes} bytes");
+    }
+}
+
+/// The host's time of calls on one rank of many, the medians in microseconds: a lookup of rows and
+/// its backward pass, an exchange of a row for every rank and back, a mean, and a step of a model
+/// of 16 matrices of 32 x 32.
+fn host_times(ranks: usize) -> [f64; 4] {
+    let device = Device::default().autodiff();
+    let median = |call: &mut dyn FnMut()| {
+        let mut time = |_| {
+            let start = Instant::now();
+            call();
+            start.elapsed().as_secs_f64() * 1e6
+        };
+        (0..5).for_each(|_| _ = time(()));
+        let mut times: Vec<f64> = (0..51).map(|_| time(())).collect();
+        times.sort_by(f64::total_cmp);
+        times[times.len() / 2]
+    };
+    let group = Communicator::from(Simulated::new(ranks));
+    let mut layer = RowEmbedding::new(EmbeddingConfig::new(ranks, 8).init(&device), &group);
+    layer.embedding = EmbeddingConfig::new(1, 8).init(&device);
+    let tokens = Tensor::<2, Int>::from_data([[0, 1, ranks as i32 - 1]], &device);
+    let lookup = median(&mut || drop(layer.forward(tokens.clone()).sum().backward()));
+    let rows = Tensor::<2>::ones([ranks, 1], &device).require_grad();
+    let exchanged = median(&mut || {
+        let counts = group.pair_counts(&vec![1; ranks], &device).unwrap();
+        drop(exchange(rows.clone(), &counts, &group).sum().backward());
+    });
+    let world = World::new(Simulated::new(ranks), device.clone());
+    let mean = median(&mut || _ = world.mean(1.0).unwrap());
+    let mut net = Some(Layers::square(16, 32, &device));
+    let mut optim = DistMuonConfig::new().init(&world, net.as_ref().unwrap()).unwrap();
+    let step = median(&mut || {
+        let model = net.take().unwrap();
+        let loss = model.layers.iter().map(|layer| layer.weight.val().square().mean());
+        let loss = loss.reduce(|a, b| a + b).unwrap();
+        let gradients = GradientsParams::from_grads(loss.backward(), &model);
+        net = Some(optim.step(0.01, model, gradients).unwrap());
+    });
+    [lookup, exchanged, mean, step]
+}
+
+#[test]
+#[ignore = "prints times; run by hand for docs/results/ranks.md"]
+fn host_times_of_calls_by_the_number_of_ranks() {
+    let _alone = alone();
+    println!("| ranks | lookup of rows | exchange of rows | mean | step |");
+    for ranks in [8, 64, 512, 4096] {
+        let times = host_times(ranks).map(|time| format!("{time:.0}"));
+        println!("| {ranks} | {} |", times.join(" | "));
     }
 }
 

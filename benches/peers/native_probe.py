@@ -52,7 +52,7 @@ TILES = [(128, 1), (128, 2), (256, 1), (256, 2)]
 DTYPES = {"f16": 6, "bf16": 9}
 # Four fifths of the data sheet's rate of an H100 or H200 SXM, as in `benches/gpu.rs`.
 FLOOR_TFLOPS = 790
-# Nanoseconds after which a block gives up to wait for others, as in `engine.rs`. Its tile is NaN.
+# Nanoseconds after which a block gives up to wait for others, as in `load.rs`. Its tile is NaN.
 PATIENCE = 1_000_000_000
 # Seconds after which a combination of type and tile counts as hung.
 DEADLINE = 300 if SMALL else 60

@@ -4,9 +4,9 @@
 //! encodes the launches again), the first batch of a shape is iterated a few times and recorded
 //! with the buffers that it used; later ones are copied into the first buffer, the graph is
 //! replayed, and the result is copied out. The copies read and write the batch twice, so a batch of
-//! more than [`MOST_ELEMENTS`], which keeps the device busy anyway, is not recorded. Momentum, learning rate and weight decay have no part in
-//! it, so no schedule makes a recording stale. What a recording needs stays in memory: its batch,
-//! everything in between, and the result.
+//! more than [`MOST_ELEMENTS`], which keeps the device busy anyway, is not recorded. Momentum,
+//! learning rate and weight decay have no part in it, so no schedule makes a recording stale. What
+//! a recording needs stays in memory: its batch, everything in between, and the result.
 //!
 //! The rest of a step is not recorded, since gradients and parameters lie somewhere else at every
 //! step: of each batch, the gradient, the parameter, the momentum and three rates would have to be
@@ -23,14 +23,14 @@ use burn::tensor::{DType, Device, Graph, Tensor, capture};
 use super::ops::{MatrixOps, PartialNorms};
 
 /// The most elements of a batch whose iteration is recorded. Estimated, not measured: on an H200 a
-/// product of 1024 x 4096 takes about as long as two launches, and copying a larger batch in and out
-/// takes longer than the launches that a replay saves.
+/// product of 1024 x 4096 takes about as long as two launches, and so do the copies of a batch of
+/// this size in and out.
 pub(crate) const MOST_ELEMENTS: usize = 1024 * 4096;
 
 /// An iteration, as the recording calls it.
 pub(crate) type Iteration = Box<dyn FnMut() -> Tensor<3> + Send>;
 
-/// The inputs that a recording serves: those of a thread, since it was recorded on the thread's
+/// The inputs that a recording serves: a thread's, since it was recorded on the thread's
 /// stream, with a shape, a type, norms or none, and a device.
 type Key = (ThreadId, [usize; 3], DType, bool, String);
 

@@ -17,6 +17,7 @@ mod norms;
 pub(crate) mod ops;
 mod path;
 mod portable;
+mod precise;
 mod program;
 mod step;
 mod tensor_list;
@@ -29,22 +30,14 @@ pub(crate) use cubecl::first_failure;
 pub(crate) use cubecl::{Failure, from_primitive, primitive};
 pub(crate) use finite::reject;
 pub(crate) use mask::{FiniteMask, ones_where};
-pub(crate) use norms::{ScaledNorms, scaled};
+pub(crate) use norms::ScaledNorms;
 pub(crate) use ops::{
     AdamWControls, AdamWStep, ElementwiseRows, FlaggedRows, LionStep, Moments, MomentumStep,
     MomentumUpdate, ParameterStep, PartialNorms,
 };
 pub use path::{ComputePath, KernelPolicy, NativeKernels};
 pub(crate) use portable::lion;
+pub(crate) use precise::{precise_dtype, scaled};
 pub use program::Polynomial;
 pub(crate) use program::{Buffers, Program, Step, Value};
 pub(crate) use step::{apply, reshaped, update_momentum};
-
-use burn::tensor::DType;
-
-/// The type for values that have to be more precise than parameters of a type, such as learning
-/// rates: float64 for float64, and float32 for all others. In float32, `1 - lr decay` moves in
-/// steps of 6e-8, which is more than the precision that float64 is chosen for.
-pub(crate) fn precise_dtype(parameter: DType) -> DType {
-    if parameter == DType::F64 { DType::F64 } else { DType::F32 }
-}

@@ -5,7 +5,7 @@ use burn::tensor::{DType, Device, Tensor};
 
 use super::ops::{MatrixOps, norm_parts};
 use super::path::{ComputePath, KernelPolicy};
-use super::precise_dtype;
+use super::precise::{precise_dtype, wide};
 use super::tensor_list::TensorList;
 use crate::slices;
 
@@ -95,21 +95,6 @@ impl ScaledNorms {
     }
 }
 
-/// A gradient times a factor `[1]`, rounded once: in half precision, the factor itself would lose
-/// digits or be zero.
-pub(crate) fn scaled<const D: usize>(grad: Tensor<D>, factor: Tensor<1>) -> Tensor<D> {
-    let dtype = grad.dtype();
-    let grad = wide(grad);
-    let factor = factor.cast(grad.dtype()).reshape([1; D]);
-    (grad * factor).cast(dtype)
-}
-
-/// The tensor in [`precise_dtype`].
-fn wide<const D: usize>(tensor: Tensor<D>) -> Tensor<D> {
-    let dtype = precise_dtype(tensor.dtype());
-    tensor.cast(dtype)
-}
-
 #[cfg(test)]
 mod tests {
     use burn::tensor::{FloatDType, TensorData};
@@ -129,8 +114,10 @@ mod tests {
     fn norms_of_tensors_are_those_of_their_rows() {
         let device = Device::default();
         let random = |length, seed: usize| {
-            let values = (0..length).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 - 1001.0);
-            let values = values.map(|x| x * [1e-30, 1.0, 1e30][seed % 3]).collect::<Vec<_>>();
+            let values = (0..length)
+                .map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 - 1001.0)
+                .map(|x| x * [1e-30, 1.0, 1e30][seed % 3])
+                .collect::<Vec<_>>();
             Tensor::<1>::from_data(TensorData::from(&*values), (&device, DType::F32))
         };
         // Rows in one part and in several; tensors that end within a row, and gaps between them.

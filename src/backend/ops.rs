@@ -10,8 +10,6 @@
 //! optimizer's state is stored as batches `[k, m, n]`, in which a parameter has the number of
 //! matrices of its tensor.
 
-use std::marker::PhantomData;
-
 #[cfg(feature = "fusion")]
 use burn::backend::fusion::custom::TensorSpec;
 use burn::backend::{Backend, TensorMetadata, backend_extension, tensor::FloatTensor};
@@ -20,7 +18,7 @@ use burn::tensor::DType;
 use burn::tensor::{FloatDType, Shape, Tensor};
 
 use super::portable;
-use super::program::{Polynomial, Products, Program, Side};
+use super::program::{Polynomial, Program, Side, Step};
 use super::tensor_list::TensorList;
 
 /// Rows of a tensor, and the location of their flags.
@@ -188,15 +186,17 @@ pub trait MatrixOps: Backend {
 
     /// `Z + I`.
     #[fusion(dtype = z, shape = z)]
-    fn plus_identity(z: FloatTensor<Self>) -> FloatTensor<Self>;
+    fn plus_identity(z: FloatTensor<Self>) -> FloatTensor<Self> {
+        portable::plus_identity::<Self>(z)
+    }
 
     /// The product `Q` of all `Z + a I` with `Z = b R + c R^2`, where every step advances
     /// `R <- (Z + a I) R (Z + a I)`: the whole Gram form for small matrices, in one kernel.
     #[fusion(dtype = r, shape = r)]
     fn accumulate_q(r: FloatTensor<Self>, schedule: Vec<Polynomial>) -> FloatTensor<Self>;
 
-    /// The result of a program for a batch of matrices, without gaps between its rows. Where `native` products of the device's own
-    /// are allowed, a backend may compute it by these.
+    /// The result of a program for a batch of matrices, without gaps between its rows. Where
+    /// `native` products of the device's own are allowed, a backend may compute it by these.
     #[fusion(dtype = x, shape = x)]
     fn iterate(
         x: FloatTensor<Self>,
@@ -204,7 +204,7 @@ pub trait MatrixOps: Backend {
         tuned: bool,
         _native: bool,
     ) -> FloatTensor<Self> {
-        program.on_backend::<Self>(x, tuned)
+        program.compute::<Self>(x, Products::Backend { tuned }, |x| x)
     }
 
     /// Copies `values` into the buffer of `target`, even if other tensors share that buffer, and
@@ -236,65 +236,89 @@ pub trait MatrixOps: Backend {
     ) -> FloatTensor<Self>;
 }
 
+/// The products that compute a program.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Products {
+    /// Burn's operations.
+    Portable,
+    /// The backend's own.
+    Backend {
+        /// `true` if the kernels are chosen by measuring.
+        tuned: bool,
+    },
+}
+
 impl Program {
-    /// Runs the program by the products of a backend.
-    pub(super) fn on_backend<B: MatrixOps>(
+    /// Runs the program on a batch. `rounded` is applied to every factor of a product.
+    pub(super) fn compute<B: MatrixOps>(
         &self,
         x: FloatTensor<B>,
-        tuned: bool,
+        products: Products,
+        rounded: impl Fn(FloatTensor<B>) -> FloatTensor<B>,
     ) -> FloatTensor<B> {
         let [_, m, n] = x.shape().dims();
-        let backend = PhantomData;
-        self.run(x, Side::of([m, n]), &BackendProducts::<B> { tuned, backend })
+        self.run(x, |step, operands| {
+            step.compute::<B>(operands, Side::of([m, n]), products, &rounded)
+        })
     }
 }
 
-/// The products of a backend.
-struct BackendProducts<B> {
-    tuned: bool,
-    backend: PhantomData<B>,
-}
-
-impl<B: MatrixOps> Products for BackendProducts<B> {
-    type Matrix = FloatTensor<B>;
-
-    fn transposed(&self, x: FloatTensor<B>) -> FloatTensor<B> {
-        B::float_swap_dims(x, 1, 2)
-    }
-
-    fn syrk(&self, a: FloatTensor<B>) -> FloatTensor<B> {
-        B::syrk(a, self.tuned)
-    }
-
-    fn symmetric_product(
+impl Step {
+    /// Computes the result from the operands.
+    fn compute<B: MatrixOps>(
         &self,
-        [a, b]: [FloatTensor<B>; 2],
-        c: FloatTensor<B>,
-        alpha: f64,
-        beta: f64,
+        operands: Vec<FloatTensor<B>>,
+        side: Side,
+        products: Products,
+        rounded: impl Fn(FloatTensor<B>) -> FloatTensor<B>,
     ) -> FloatTensor<B> {
-        B::symmetric_product(a, b, c, alpha, beta, self.tuned)
-    }
-
-    fn plus_identity(&self, z: FloatTensor<B>) -> FloatTensor<B> {
-        B::plus_identity(z)
-    }
-
-    fn product(&self, [a, b]: [FloatTensor<B>; 2]) -> FloatTensor<B> {
-        B::product(a, b)
-    }
-
-    fn product_add(
-        &self,
-        [a, b]: [FloatTensor<B>; 2],
-        c: FloatTensor<B>,
-        beta: f64,
-    ) -> FloatTensor<B> {
-        B::product_add(a, b, c, beta, self.tuned)
-    }
-
-    fn accumulate_q(&self, r: FloatTensor<B>, schedule: &[Polynomial]) -> FloatTensor<B> {
-        B::accumulate_q(r, schedule.to_vec())
+        use Products::{Backend, Portable};
+        let mut operands = operands.into_iter();
+        let mut next = || operands.next().expect("a step has its operands");
+        let on_side = |symmetric, x| match side {
+            Side::Left => [symmetric, x].map(&rounded),
+            Side::Right => [x, symmetric].map(&rounded),
+        };
+        match *self {
+            Self::Square { .. } => {
+                let x = match side {
+                    Side::Left => rounded(next()),
+                    Side::Right => rounded(B::float_swap_dims(next(), 1, 2)),
+                };
+                match products {
+                    Portable => portable::syrk::<B>(x),
+                    Backend { tuned } => B::syrk(x, tuned),
+                }
+            }
+            Self::Symmetric { alpha, beta, .. } => {
+                let ([a, b], c) = ([next(), next()].map(rounded), next());
+                match products {
+                    Portable => portable::symmetric_product::<B>(a, b, c, alpha, beta),
+                    Backend { tuned } => B::symmetric_product(a, b, c, alpha, beta, tuned),
+                }
+            }
+            Self::PlusIdentity { .. } => match products {
+                Portable => portable::plus_identity::<B>(next()),
+                Backend { .. } => B::plus_identity(next()),
+            },
+            // Its kernel computes from `R` in float32.
+            Self::AccumulateQ { ref schedule, .. } => B::accumulate_q(next(), schedule.clone()),
+            Self::Apply { .. } => {
+                let [a, b] = on_side(next(), next());
+                match products {
+                    Portable => B::float_matmul(a, b),
+                    Backend { .. } => B::product(a, b),
+                }
+            }
+            Self::ApplyAndAdd { a: beta, .. } => {
+                let (z, x) = (next(), next());
+                let ([a, b], c) = (on_side(z, x.clone()), x);
+                match products {
+                    Portable => portable::product_add::<B>(a, b, c, beta),
+                    Backend { tuned } => B::product_add(a, b, c, beta, tuned),
+                }
+            }
+        }
     }
 }
 
@@ -349,9 +373,9 @@ pub trait StepOps: Backend {
     ) -> FloatTensor<Self>;
 
     /// Advances the momentum of a batch by its gradients: the momentum, the update to
-    /// orthogonalise, in its type, and the update's [partial norms](MatrixOps::norms). A parameter whose flag is set in `rejected`
-    /// keeps its momentum, and its update is zero. Gradients are multiplied by `factor` if they are
-    /// `scaled`.
+    /// orthogonalise, in its type, and the update's [partial norms](MatrixOps::norms). A parameter
+    /// whose flag is set in `rejected` keeps its momentum, and its update is zero. Gradients are
+    /// multiplied by `factor` if they are `scaled`.
     #[fusion(meta = |_grads, momentum, _rejected, _factor, _steps, _nesterov, _scaled| {
         let [k, m, n] = momentum.shape.dims();
         let norms = TensorSpec::new([k, norm_parts(m * n), 2].into(), DType::F32);

@@ -80,6 +80,7 @@ impl ComputePath {
         }
     }
 
+    #[doc(hidden)] // for the bench `gpu`
     /// Returns the name of the kernel for a symmetric product `[k, m, inner] x [k, inner, m]` of
     /// `dtype` on `device`. If kernels are chosen by measuring, the name is known only after the
     /// first product.
@@ -99,7 +100,7 @@ impl ComputePath {
     /// Returns the use of native kernels for iterations of matrices `[k, m, n]` of `dtype` on
     /// `device`. The first call for a device loads and verifies them.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-    pub fn native_kernels(
+    pub(crate) fn native_kernels(
         self,
         device: &Device,
         dtype: FloatDType,
@@ -118,6 +119,7 @@ impl ComputePath {
         }
     }
 
+    #[doc(hidden)] // for tests
     /// Returns `true` if the device rounds the factors of products of `dtype`: float32 is rounded
     /// to TF32 on devices with matrix units for TF32.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
@@ -134,7 +136,7 @@ impl ComputePath {
     /// Returns `true` if one kernel, `MatrixOps::accumulate_q`, computes the whole Gram form of
     /// matrices with `m` rows.
     #[cfg_attr(not(feature = "cube"), allow(unused_variables))]
-    pub fn is_small(self, device: &Device, m: usize) -> bool {
+    pub(crate) fn is_small(self, device: &Device, m: usize) -> bool {
         match (self, device.as_dispatch()) {
             #[cfg(feature = "cube")]
             (Self::CubeCl { .. }, DispatchDevice::Cube(device)) => {
@@ -146,7 +148,7 @@ impl ComputePath {
 
     /// Returns the fraction of a symmetric product `[m, inner] x [inner, m]` that is computed: one
     /// half for a triangle, 1 for the whole.
-    pub fn symmetric_share(self, m: usize, inner: usize) -> f64 {
+    pub(crate) fn symmetric_share(self, m: usize, inner: usize) -> f64 {
         match self {
             Self::Flex | Self::CubeCl { .. } => 0.5,
             Self::Portable => portable::symmetric_share(m, inner),

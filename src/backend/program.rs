@@ -55,37 +55,6 @@ impl Step {
         }
     }
 
-    /// Computes the result from the operands.
-    fn compute<P: Products>(
-        &self,
-        operands: Vec<P::Matrix>,
-        side: Side,
-        products: &P,
-    ) -> P::Matrix {
-        let mut operands = operands.into_iter();
-        let mut next = || operands.next().expect("a step has its operands");
-        let on_side = |symmetric, x| match side {
-            Side::Left => [symmetric, x],
-            Side::Right => [x, symmetric],
-        };
-        match *self {
-            Self::Square { .. } => products.syrk(match side {
-                Side::Left => next(),
-                Side::Right => products.transposed(next()),
-            }),
-            Self::Symmetric { alpha, beta, .. } => {
-                products.symmetric_product([next(), next()], next(), alpha, beta)
-            }
-            Self::PlusIdentity { .. } => products.plus_identity(next()),
-            Self::AccumulateQ { ref schedule, .. } => products.accumulate_q(next(), schedule),
-            Self::Apply { .. } => products.product(on_side(next(), next())),
-            Self::ApplyAndAdd { a, .. } => {
-                let (z, x) = (next(), next());
-                products.product_add(on_side(z, x.clone()), x, a)
-            }
-        }
-    }
-
     /// Returns `true` if its result has the shape of the input; otherwise it is symmetric.
     fn is_wide(&self) -> bool {
         matches!(self, Self::Apply { .. } | Self::ApplyAndAdd { .. })
@@ -98,37 +67,6 @@ pub(crate) struct Program {
     steps: Vec<Step>,
 }
 
-/// The operations that compute the products of a program, on batches.
-pub(crate) trait Products {
-    type Matrix: Clone;
-
-    fn transposed(&self, x: Self::Matrix) -> Self::Matrix;
-
-    /// `A A^T`.
-    fn syrk(&self, a: Self::Matrix) -> Self::Matrix;
-
-    /// `alpha A B^T + beta C`, which is known to be symmetric.
-    fn symmetric_product(
-        &self,
-        factors: [Self::Matrix; 2],
-        c: Self::Matrix,
-        alpha: f64,
-        beta: f64,
-    ) -> Self::Matrix;
-
-    /// `Z + I`.
-    fn plus_identity(&self, z: Self::Matrix) -> Self::Matrix;
-
-    /// `A B`.
-    fn product(&self, factors: [Self::Matrix; 2]) -> Self::Matrix;
-
-    /// `A B + beta C`.
-    fn product_add(&self, factors: [Self::Matrix; 2], c: Self::Matrix, beta: f64) -> Self::Matrix;
-
-    /// The matrix `Q` of the Gram form from `R`, in one kernel.
-    fn accumulate_q(&self, r: Self::Matrix, schedule: &[Polynomial]) -> Self::Matrix;
-}
-
 impl Program {
     /// The batch that the program is given.
     pub const INPUT: Value = Value(0);
@@ -139,21 +77,24 @@ impl Program {
         Value(self.steps.len())
     }
 
-    /// Runs the program on a batch. A matrix is dropped after the last product that reads it, or
-    /// moved into that product.
-    pub fn run<P: Products>(&self, x: P::Matrix, side: Side, products: &P) -> P::Matrix {
+    /// Runs the program on a batch. `compute` returns the result of a step from its operands. A
+    /// matrix is dropped after the last product that reads it, or moved into that product.
+    pub fn run<M: Clone>(&self, x: M, compute: impl Fn(&Step, Vec<M>) -> M) -> M {
         let (mut values, last_readers) = (vec![Some(x)], self.last_readers());
         for (index, step) in self.steps.iter().enumerate() {
             let operands = step.operands();
-            let read = operands.iter().enumerate().map(|(position, value)| {
-                let is_last = !operands[position + 1..].contains(value)
-                    && last_readers[value.0] == Some(index);
-                let stored = &mut values[value.0];
-                let read = if is_last { stored.take() } else { stored.clone() };
-                read.expect("a matrix is kept until its last reader")
-            });
-            let read = read.collect();
-            values.push(Some(step.compute(read, side, products)));
+            let read = operands
+                .iter()
+                .enumerate()
+                .map(|(position, value)| {
+                    let is_last = !operands[position + 1..].contains(value)
+                        && last_readers[value.0] == Some(index);
+                    let stored = &mut values[value.0];
+                    let read = if is_last { stored.take() } else { stored.clone() };
+                    read.expect("a matrix is kept until its last reader")
+                })
+                .collect();
+            values.push(Some(compute(step, read)));
         }
         let result = values.pop().expect("a program has an input");
         result.expect("nothing reads the result")
@@ -236,38 +177,15 @@ impl Buffers {
 mod tests {
     use super::*;
 
-    /// Polynomials of one number: the singular value of a matrix of one row.
-    struct Numbers;
-
-    impl Products for Numbers {
-        type Matrix = f64;
-
-        fn transposed(&self, x: f64) -> f64 {
-            x
-        }
-
-        fn syrk(&self, a: f64) -> f64 {
-            a * a
-        }
-
-        fn symmetric_product(&self, [a, b]: [f64; 2], c: f64, alpha: f64, beta: f64) -> f64 {
-            alpha * a * b + beta * c
-        }
-
-        fn plus_identity(&self, z: f64) -> f64 {
-            z + 1.0
-        }
-
-        fn product(&self, [a, b]: [f64; 2]) -> f64 {
-            a * b
-        }
-
-        fn product_add(&self, [a, b]: [f64; 2], c: f64, beta: f64) -> f64 {
-            a * b + beta * c
-        }
-
-        fn accumulate_q(&self, _: f64, _: &[Polynomial]) -> f64 {
-            unreachable!("the program has no such step")
+    /// A step on one number: the singular value of a matrix of one row.
+    fn compute(step: &Step, operands: Vec<f64>) -> f64 {
+        match (step, &operands[..]) {
+            (Step::Square { .. }, [x]) => x * x,
+            (Step::Symmetric { alpha, beta, .. }, [a, b, c]) => alpha * a * b + beta * c,
+            (Step::PlusIdentity { .. }, [z]) => z + 1.0,
+            (Step::Apply { .. }, [q, x]) => q * x,
+            (Step::ApplyAndAdd { a, .. }, [z, x]) => z * x + a * x,
+            _ => unreachable!("the program has no such step"),
         }
     }
 
@@ -291,7 +209,7 @@ mod tests {
         let x: f64 = 0.5;
         let (r, y) = (x * x, 2.0 * x.powi(3));
         let expected = (y * y + 1.0) * (3.0 * r * y + y);
-        assert_eq!(program().run(x, Side::Left, &Numbers), expected);
+        assert_eq!(program().run(x, compute), expected);
     }
 
     #[test]
@@ -305,8 +223,8 @@ mod tests {
             assert!(!operands.contains(&result), "{step:?} overwrites what it reads");
             assert_eq!(buffers.wide[result], step.is_wide());
             let operands = operands.iter().map(|buffer| memory[*buffer]).collect();
-            memory[result] = step.compute(operands, Side::Left, &Numbers);
+            memory[result] = compute(step, operands);
         }
-        assert_eq!(memory[buffers.result()], program.run(0.5, Side::Left, &Numbers));
+        assert_eq!(memory[buffers.result()], program.run(0.5, compute));
     }
 }

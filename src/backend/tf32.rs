@@ -7,10 +7,8 @@
 use std::env;
 use std::sync::LazyLock;
 
-use burn::backend::DispatchDevice;
+use burn::backend::{Dispatch, DispatchDevice, tensor::FloatTensor};
 use burn::tensor::{DType, Device, Tensor, TensorData};
-
-use super::program::{Polynomial, Products};
 
 /// The bits of float32's fraction that TF32 does not have.
 const DROPPED_BITS: u32 = 23 - 10;
@@ -22,55 +20,20 @@ pub(super) fn is_simulated(device: &Device, dtype: DType) -> bool {
     dtype == DType::F32 && matches!(device.as_dispatch(), DispatchDevice::Flex(_)) && *SIMULATED
 }
 
-/// Products of factors in TF32. Sums and addends stay in float32.
-pub(super) struct RoundedFactors<P>(pub P);
-
-impl<P: Products<Matrix = Tensor<3>>> Products for RoundedFactors<P> {
-    type Matrix = Tensor<3>;
-
-    fn transposed(&self, x: Tensor<3>) -> Tensor<3> {
-        self.0.transposed(x)
-    }
-
-    fn syrk(&self, a: Tensor<3>) -> Tensor<3> {
-        self.0.syrk(rounded(a))
-    }
-
-    fn symmetric_product(
-        &self,
-        factors: [Tensor<3>; 2],
-        c: Tensor<3>,
-        alpha: f64,
-        beta: f64,
-    ) -> Tensor<3> {
-        self.0.symmetric_product(factors.map(rounded), c, alpha, beta)
-    }
-
-    fn plus_identity(&self, z: Tensor<3>) -> Tensor<3> {
-        self.0.plus_identity(z)
-    }
-
-    fn product(&self, factors: [Tensor<3>; 2]) -> Tensor<3> {
-        self.0.product(factors.map(rounded))
-    }
-
-    fn product_add(&self, factors: [Tensor<3>; 2], c: Tensor<3>, beta: f64) -> Tensor<3> {
-        self.0.product_add(factors.map(rounded), c, beta)
-    }
-
-    /// One kernel computes it from `R` in float32.
-    fn accumulate_q(&self, r: Tensor<3>, schedule: &[Polynomial]) -> Tensor<3> {
-        self.0.accumulate_q(r, schedule)
-    }
-}
-
 /// The nearest values of TF32, and of two equally near ones the larger in magnitude: the rounding
 /// of PTX's `cvt.rna.tf32`, which CubeCL uses.
-fn rounded(x: Tensor<3>) -> Tensor<3> {
+pub(super) fn rounded(x: FloatTensor<Dispatch>) -> FloatTensor<Dispatch> {
+    let x = Tensor::<3>::from_dispatch(x);
     let (shape, device) = (x.dims(), x.device());
-    let values = x.into_data().try_into_vec::<f32>().expect("the simulation is of float32");
-    let values: Vec<f32> = values.into_iter().map(to_tf32).collect();
-    Tensor::from_data(TensorData::new(values, shape), (&device, DType::F32))
+    let values: Vec<f32> = x
+        .into_data()
+        .try_into_vec::<f32>()
+        .expect("the simulation is of float32")
+        .into_iter()
+        .map(to_tf32)
+        .collect();
+    let rounded = Tensor::<3>::from_data(TensorData::new(values, shape), (&device, DType::F32));
+    rounded.into_dispatch()
 }
 
 fn to_tf32(x: f32) -> f32 {

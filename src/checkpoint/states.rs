@@ -69,13 +69,16 @@ impl States {
             let (path, id, state) = archive.state_key(name)?;
             (ids.get(path)? == id).then(|| (path.to_owned(), state.to_owned()))
         };
-        let names = archive.tensors().keys().filter_map(|name| Some((key(name)?, name.clone())));
-        let names: HashMap<_, _> = names.collect();
-        let times = archive.scalars().iter().filter_map(|(name, value)| {
-            let key @ (_, state): &(String, String) = &key(name)?;
-            state.ends_with(TIME).then_some((key.clone(), usize::try_from(*value).ok()?))
-        });
-        let times = times.collect();
+        let names: HashMap<_, _> =
+            archive.tensors().keys().filter_map(|name| Some((key(name)?, name.clone()))).collect();
+        let times = archive
+            .scalars()
+            .iter()
+            .filter_map(|(name, value)| {
+                let key @ (_, state): &(String, String) = &key(name)?;
+                state.ends_with(TIME).then_some((key.clone(), usize::try_from(*value).ok()?))
+            })
+            .collect();
         Self { archive: Arc::new(archive), ids, names, times }
     }
 

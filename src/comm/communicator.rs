@@ -150,8 +150,11 @@ impl Communicator {
     /// rank's.
     pub fn all_to_all_numbers(&self, numbers: &[usize], device: &Device) -> Result<Vec<usize>> {
         // Float32 has all integers of 24 bits.
-        let words = numbers.iter().flat_map(|number| [number % WORD, number / WORD]);
-        let words: Vec<f32> = words.map(|word| word as f32).collect();
+        let words: Vec<f32> = numbers
+            .iter()
+            .flat_map(|number| [number % WORD, number / WORD])
+            .map(|word| word as f32)
+            .collect();
         let device = (&device.clone().inner(), DType::F32);
         let message = Tensor::from_data(TensorData::from(&*words), device);
         let each = vec![words.len() / self.size(); self.size()];

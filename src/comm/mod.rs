@@ -51,6 +51,7 @@ mod world;
 pub(crate) use agreement::{Difference, digest, unequal, unite};
 pub use communicator::Communicator;
 pub use counts::PairCounts;
+#[doc(hidden)] // for engines of tests
 pub use engine::Engine;
 pub use hierarchy::Hierarchy;
 pub use join::{Join, Joined};
@@ -58,10 +59,14 @@ pub use launch::Launch;
 #[cfg(feature = "mpi")]
 pub use mpi::Mpi;
 #[cfg(feature = "cuda")]
-pub use nccl::{Buffer, CudaMemory, DeviceMemory, Nccl, Order, Reduction, StreamEvent};
+#[doc(hidden)] // for the memory of tests
+pub use nccl::{Buffer, CudaMemory, DeviceMemory, Order, StreamEvent};
+#[cfg(feature = "cuda")]
+pub use nccl::{Nccl, Reduction};
 pub use pending::Pending;
 pub use reduce::ReduceOp;
 pub(crate) use rounds::named;
+#[doc(hidden)] // `World::threads` makes it
 pub use threads::Threads;
 pub(crate) use validate::exchanges;
 pub(crate) use world::message;

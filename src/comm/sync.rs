@@ -21,8 +21,8 @@ mod tests {
     ) -> Vec<T> {
         thread::scope(|scope| {
             let run = &run;
-            let ranks = participants.iter().map(|rank| scope.spawn(move || run(rank)));
-            let ranks: Vec<_> = ranks.collect();
+            let ranks: Vec<_> =
+                participants.iter().map(|rank| scope.spawn(move || run(rank))).collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         })
     }

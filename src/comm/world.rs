@@ -603,8 +603,10 @@ mod tests {
 
     #[test]
     fn a_rank_without_a_world_is_the_cause_that_is_returned() {
-        let engines = Threads::world(&vec![Device::default(); 3], DEADLINE);
-        let engines: Vec<_> = engines.into_iter().map(Arc::new).collect();
+        let engines: Vec<_> = Threads::world(&vec![Device::default(); 3], DEADLINE)
+            .into_iter()
+            .map(Arc::new)
+            .collect();
         let world = |rank: usize| {
             if rank == 1 {
                 engines[rank].fail("it has no device");

@@ -40,7 +40,8 @@ pub enum Publish {
     /// followed by work of a single rank: call
     /// [`DistModuleOptimizer::finish_publication`](super::DistModuleOptimizer::finish_publication)
     /// on all ranks before. A failure of another rank after the step makes parameters NaN, and the
-    /// next step, save or `finish_publication` returns it.
+    /// next step, save or `finish_publication` returns it. A clone that is frozen or unfrozen
+    /// between a step and the first use freezes its original as well, which the next step rejects.
     AtFirstUse,
 }
 

@@ -197,8 +197,7 @@ impl Mesh {
     pub(super) fn grid(&self, axes: &[String]) -> Grid {
         let cut: Vec<usize> =
             axes.iter().map(|axis| self.index(axis).expect("an axis of the mesh")).collect();
-        let others = (0..self.axes.len()).filter(|axis| !cut.contains(axis));
-        let others: Vec<usize> = others.collect();
+        let others: Vec<usize> = (0..self.axes.len()).filter(|axis| !cut.contains(axis)).collect();
         let position = |rank: usize| {
             let at = |axes: &[usize]| index(&self.axes, axes.iter().copied(), rank);
             [at(&others), at(&cut)]

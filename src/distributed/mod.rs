@@ -13,6 +13,9 @@
 
 mod agreement;
 mod config;
+mod cuts;
+#[doc(hidden)] // for the bench `scaling`
+pub mod forecast;
 mod layout;
 #[cfg(feature = "train")]
 mod learner;
@@ -20,15 +23,22 @@ mod measured_costs;
 mod mesh;
 mod optimizer;
 mod per_parameter;
+mod place;
 pub mod plan;
 mod trained;
 
 pub use config::{CostSource, DistMuonConfig, GradDtype, Gradients, LossScaleConfig, Publish};
-pub use layout::{Keep, Layout, LayoutTable, Place};
+pub use layout::{Keep, Layout, LayoutTable};
 #[cfg(feature = "train")]
-pub use learner::{DistMuonStrategy, LatestDiagnostics, LearnerLogits};
+#[doc(hidden)]
+pub use learner::LatestDiagnostics;
+#[cfg(feature = "train")]
+pub use learner::{DistMuonStrategy, LearnerLogits};
 pub use mesh::{Axis, Mesh};
 pub use optimizer::{
     Diagnostics, DistModuleOptimizer, GroupDiagnostics, MemoryReport, ParameterDiagnostics, Usage,
 };
-pub use per_parameter::{DistMuon, DistMuonState, Ownership};
+pub use per_parameter::DistMuon;
+#[doc(hidden)]
+pub use per_parameter::{DistMuonState, Ownership};
+pub use place::Place;

@@ -9,7 +9,7 @@ use burn::optim::join_path;
 use burn::tensor::DType;
 
 use crate::blocks::Blocks;
-use crate::distributed::layout::Cuts;
+use crate::distributed::cuts::Cuts;
 use crate::distributed::plan::{Parameter, Slice, Slices, Work};
 use crate::error::Result;
 use crate::parameters::{Found, Placement};
@@ -49,7 +49,8 @@ pub struct TrainedParameter {
     /// The shape in the model, or a batch of matrices for a block.
     pub shape: Vec<usize>,
     pub dtype: DType,
-    /// Steps in which it had a gradient on any rank: its position in the schedules.
+    /// Steps in which it had a gradient on any rank: its position in the schedules, or the position
+    /// of a stack's matrices with a gradient in each of them.
     pub time: usize,
     pub kind: Kind,
 }
@@ -85,10 +86,17 @@ impl TrainedParameter {
         }
     }
 
+    /// Returns `true` for several matrices, each of which may be without a gradient.
+    pub fn is_stack(&self) -> bool {
+        matches!(self.kind, Kind::Muon { count: 2.., .. })
+    }
+
     /// The slots that are sharded: one value per element, row, column or matrix.
     pub fn slots(&self, updates: &Updates) -> Vec<Slot> {
         match self.kind {
-            Kind::Muon { matrices, .. } => updates.muon.slots(matrices, self.dtype),
+            Kind::Muon { matrices, .. } => {
+                updates.muon.slots(matrices, self.is_stack(), self.dtype)
+            }
             Kind::Elementwise { .. } => updates.rest.slots(self.dtype),
             Kind::Whole { .. } => updates.rest.precision.slots(self.dtype).into_iter().collect(),
         }

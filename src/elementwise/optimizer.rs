@@ -109,14 +109,34 @@ impl Elementwise {
             return Ok((parameter, state));
         }
         let ElementwiseState { mut slots, time, mut place } = state;
-        let batch @ [.., elements] = ElementwiseUpdate::batch(&shape);
+        let batch = ElementwiseUpdate::batch(&shape);
         let table = self.slots(dtype);
         slots.complete(&table, batch, &shape, dtype, &device);
         slots.ensure_fit(&table, batch, &shape, &self.parameter)?;
         // Files of older versions have bfloat16 moments.
         slots.convert(&table, dtype);
 
-        let flags = Tensor::zeros([1], (&device, DType::F32));
+        let (updated, rejected) = self.updated(lr, time, parameter, grad, &mut slots);
+        if is_first {
+            ensure_computed(&self.parameter, &updated)?;
+        }
+
+        self.skipped.count(&mut slots, &mut place, rejected)?;
+        Ok((updated.reshape(shape), ElementwiseState { slots, time: time + 1, place }))
+    }
+
+    /// The new values of a parameter, flat, and its flag. Advances the slots.
+    fn updated<const D: usize>(
+        &self,
+        lr: LearningRate,
+        time: usize,
+        parameter: Tensor<D>,
+        grad: Tensor<D>,
+        slots: &mut Slots,
+    ) -> (Tensor<1>, Tensor<1>) {
+        let (shape, dtype) = (parameter.dims(), parameter.dtype());
+        let [.., elements] = ElementwiseUpdate::batch(&shape);
+        let flags = Tensor::zeros([1], (&parameter.device(), DType::F32));
         let flat = |tensor: Tensor<D>| tensor.reshape([-1]);
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
         let largest = self.update.largest_gradient(dtype);
@@ -139,18 +159,11 @@ impl Elementwise {
         let controls =
             AdamWControls { rejected: &rejected, corrections: &corrections, factor: None };
         let both = (vec![flat(parameter)], vec![flat(grad)]);
-        let mut updated =
-            self.update.step(both, &mut slots, elements, &controls, &parameters, None);
-        let updated = updated.swap_remove(0);
-        if is_first {
-            ensure_computed(&self.parameter, &updated)?;
-        }
-
+        let mut updated = self.update.step(both, slots, elements, &controls, &parameters, None);
         for (slot, correction) in self.update.rule.corrections().iter().zip(corrections) {
             slots.put(slot.name, correction);
         }
-        self.skipped.count(&mut slots, &mut place, rejected)?;
-        Ok((updated.reshape(shape), ElementwiseState { slots, time: time + 1, place }))
+        (updated.swap_remove(0), rejected)
     }
 }
 

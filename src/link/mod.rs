@@ -31,6 +31,7 @@ use burn::tensor::Tensor;
 
 pub(crate) use autodiff::identity;
 pub use autodiff::supports;
+#[doc(hidden)]
 pub use clock::{Clock, Depth};
 
 type Backward = Arc<dyn Fn(Tensor<1>) -> Option<Tensor<1>> + Send + Sync>;

@@ -18,4 +18,6 @@ mod optimizer;
 mod split;
 
 pub use config::MuonConfig;
-pub use optimizer::{Muon, MuonState};
+pub use optimizer::Muon;
+#[doc(hidden)]
+pub use optimizer::MuonState;

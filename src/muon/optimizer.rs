@@ -12,9 +12,9 @@ use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::orthogonalize::NewtonSchulz;
 use crate::slices::expand;
 use crate::update::{
-    MANTISSA, MASTER, MOMENTUM, MOMENTUM_WEIGHT, Matrices, MuonBatch, MuonParameter, MuonUpdate,
-    ONLY_RANK, Origin, Place, Reserved, Resumable, SKIPPED, SkippedSteps, Slot, Slots, TIME, clip,
-    ensure_rate, parts,
+    Clocks, IDLE, MANTISSA, MASTER, MOMENTUM, MOMENTUM_WEIGHT, Matrices, MuonBatch, MuonParameter,
+    MuonUpdate, ONLY_RANK, Origin, Place, Reserved, Resumable, SKIPPED, SkippedSteps, Slot, Slots,
+    TIME, clip, ensure_rate, parts,
 };
 
 /// The names of the slots that every state has. Slots of the configured parts may follow.
@@ -42,8 +42,11 @@ pub struct Muon {
 #[derive(Clone, Debug)]
 pub struct MuonState<const D: usize> {
     slots: Slots,
-    /// Number of steps taken, skipped ones included: the position in the schedules.
+    /// Number of steps taken, skipped ones included: the position in the schedules. The matrices of
+    /// a stack have taken fewer where their gradients were zero: a record has the `idle` steps of
+    /// each.
     pub time: usize,
+    clocks: Clocks,
     /// The place of its count of skipped steps.
     place: Place,
 }
@@ -76,7 +79,7 @@ impl<const D: usize> MuonState<D> {
     /// The state after a step of another rank, which has the values.
     pub(crate) fn elsewhere(self) -> Self {
         let slots = self.slots.keep_only(SKIPPED.name, D);
-        Self { slots, time: self.time + 1, place: self.place }
+        Self { slots, time: self.time + 1, ..self }
     }
 }
 
@@ -87,13 +90,14 @@ impl<const D: usize> RecordState for MuonState<D> {
     }
 
     fn state_unflatten(prefix: &str, src: &mut StateSource, device: &Device) -> Option<Self> {
-        let optional = [&parts::SLOT_NAMES[..], &[MOMENTUM_WEIGHT, MASTER, MANTISSA]].concat();
+        let optional =
+            [&parts::SLOT_NAMES[..], &[MOMENTUM_WEIGHT, MASTER, MANTISSA, IDLE]].concat();
         let slots = Slots::unflatten(&REQUIRED_SLOTS, &optional, prefix, src, device)?;
         if slots.recorded(MOMENTUM).len() != D {
             return None;
         }
         let time = src.take_scalar(prefix, TIME)?.try_into().ok()?;
-        Some(Self { slots, time, place: Place::default() })
+        Some(Self { slots, time, clocks: Clocks::default(), place: Place::default() })
     }
 }
 
@@ -137,9 +141,10 @@ impl Muon {
         Ok(self.update.operations(batch, dtype, device))
     }
 
-    /// The slots of a parameter, in the order of records.
-    fn slots(&self, matrices: Matrices, parameter: DType) -> Vec<Slot> {
-        let mut table = self.update.slots(matrices, parameter);
+    /// The slots of a parameter that is a batch, in the order of records.
+    fn slots(&self, [k, m, n]: [usize; 3], parameter: DType) -> Vec<Slot> {
+        let matrices = Matrices { shape: [m, n], layout: self.layout };
+        let mut table = self.update.slots(matrices, k > 1, parameter);
         table.insert(1, SKIPPED);
         table
     }
@@ -153,10 +158,9 @@ impl Muon {
         dtype: DType,
         device: &Device,
     ) -> MuonState<D> {
-        let [_, m, n] = batch;
-        let table = self.slots(Matrices { shape: [m, n], layout: self.layout }, dtype);
+        let table = self.slots(batch, dtype);
         let slots = Slots::zeros(&table, batch, &shape, dtype, device);
-        MuonState { slots, time: 0, place: Place::default() }
+        MuonState { slots, time: 0, clocks: Clocks::default(), place: Place::default() }
     }
 
     /// [`step`](Optimizer::step), with the errors that it panics with.
@@ -176,19 +180,18 @@ impl Muon {
         if !state.place.has_started() {
             self.start_counting(&mut state);
         }
-        let MuonState { mut slots, time, mut place } = state;
+        let MuonState { mut slots, time, mut clocks, mut place } = state;
         if k * m * n == 0 {
             // Nothing to update, and Burn interprets a zero in a new shape as the old length.
-            return Ok((parameter, MuonState { slots, time: time + 1, place }));
+            return Ok((parameter, MuonState { slots, time: time + 1, clocks, place }));
         }
         let update = &self.update;
         let matrices = Matrices { shape: [m, n], layout: self.layout };
-        let table = self.slots(matrices, dtype);
+        let table = self.slots([k, m, n], dtype);
         slots.complete(&table, batch, &shape, dtype, &device);
         slots.ensure_fit(&table, batch, &shape, &self.parameter)?;
         // Files of older versions have half precision where there is float32 now.
         slots.convert(&table, dtype);
-        let size = update.size(lr, matrices, time);
 
         // The flag of the parameter, then the flags of its matrices: a single matrix has the flag
         // of the parameter.
@@ -202,11 +205,12 @@ impl Muon {
             count: k,
             matrices,
             dtype,
+            is_stack: k > 1,
             parameters: &[MuonParameter {
                 flag: 0,
-                is_stack: k > 1,
+                is_present: true,
                 origin: Origin::new(&self.parameter, 0, time),
-                size,
+                lr,
                 factors: None,
             }],
             factor: None,
@@ -215,7 +219,8 @@ impl Muon {
             first,
         };
         let (gradients, values) = (vec![grad], vec![parameter.reshape([-1])]);
-        let (mut updated, flags) = update.step(&batch, gradients, values, &mut slots, flags, None);
+        let (mut updated, flags) =
+            update.step(&batch, gradients, values, (&mut slots, &mut clocks), flags, None);
         let updated = updated.swap_remove(0);
         if is_first {
             // Reading waits for the device, so only the first step does it: that is when memory
@@ -226,7 +231,7 @@ impl Muon {
         // One count for the parameter: a skipped matrix of a stack counts.
         let skipped = if k > 1 { flags.max() } else { flags };
         self.skipped.count(&mut slots, &mut place, skipped)?;
-        Ok((updated.reshape(shape), MuonState { slots, time: time + 1, place }))
+        Ok((updated.reshape(shape), MuonState { slots, time: time + 1, clocks, place }))
     }
 }
 
@@ -237,12 +242,12 @@ impl Resumable for Muon {
             // The state of a rank that does not own the parameter.
             return None;
         }
-        let batch @ [_, m, n] = match self.view.batch_shape(&self.parameter, &shape) {
+        let batch = match self.view.batch_shape(&self.parameter, &shape) {
             Ok(batch) => batch,
             Err(error) => return Some(error.to_string()),
         };
         // With the slots of half precision, which the parameter may not have.
-        let table = self.slots(Matrices { shape: [m, n], layout: self.layout }, DType::BF16);
+        let table = self.slots(batch, DType::BF16);
         state.slots.problem(&table, batch, &shape)
     }
 

@@ -10,11 +10,11 @@
 //!   multiplies `X` once at the end (<https://github.com/Dao-AILab/gram-newton-schulz>).
 //!
 //! Both run on the smaller side of the matrix, and all products of polynomials of one symmetric
-//! matrix go through one operation that computes a single triangle
-//! ([`ComputePath::symmetric_product`](crate::ComputePath::symmetric_product)).
+//! matrix go through one operation that computes a single triangle.
 
 pub mod coefficients;
 mod config;
+#[doc(hidden)] // for the bench `gpu`
 pub mod cost;
 mod gram;
 mod iteration;

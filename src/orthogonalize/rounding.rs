@@ -399,15 +399,18 @@ impl<'a> Segment<'a> {
             run.product_variance(&rw, run.summed(r, &z)) + mirrored(&|pair| drw(pair).1, 0.0);
         let r_noise = run.product_variance(&next_r, run.summed(&rw, &z))
             + mirrored(&|pair| dr(pair).1, rw_noise);
-        let next = errors.iter().enumerate().map(|(pair, known)| {
-            let (dq, dr) = (dq(pair).0, dr(pair).0);
-            Covariance {
-                r: known.with(dr, dr, z_noise, rw_noise) + r_noise,
-                q: known.with(dq, dq, z_noise, rw_noise) + q_noise,
-                both: known.with(dr, dq, z_noise, rw_noise),
-            }
-        });
-        let next = next.collect();
+        let next = errors
+            .iter()
+            .enumerate()
+            .map(|(pair, known)| {
+                let (dq, dr) = (dq(pair).0, dr(pair).0);
+                Covariance {
+                    r: known.with(dr, dr, z_noise, rw_noise) + r_noise,
+                    q: known.with(dq, dq, z_noise, rw_noise) + q_noise,
+                    both: known.with(dr, dq, z_noise, rw_noise),
+                }
+            })
+            .collect();
         *self = Self { run, r: next_r, q: next_q, errors: next };
     }
 }

@@ -104,8 +104,8 @@ impl Resolved {
     ) -> Result<()> {
         let attentions = &self.attentions[rule];
         let layout = config.rules[rule].layout.unwrap_or(config.layout);
-        let outputs = projections.iter().map(|found| outputs(found, layout));
-        let outputs: Vec<usize> = outputs.collect::<Result<_>>()?;
+        let outputs: Vec<usize> =
+            projections.iter().map(|found| outputs(found, layout)).collect::<Result<_>>()?;
         let factors = factors(&config.rules[rule], &attentions.paths[attention], &outputs)?;
         for (found, factors) in projections.into_iter().zip(factors) {
             let index = |factor| attentions.index(attention, factor) as i32;

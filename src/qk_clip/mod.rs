@@ -150,8 +150,10 @@ impl QkClip {
                 remedy: "report the path of the attention's module, or add a rule for it",
             });
         }
-        let all = self.attentions().map(|(path, heads)| self.maxima_of(path, heads, logits));
-        let all: Vec<Tensor<1>> = all.collect::<Result<_>>()?;
+        let all: Vec<Tensor<1>> = self
+            .attentions()
+            .map(|(path, heads)| self.maxima_of(path, heads, logits))
+            .collect::<Result<_>>()?;
         let device = all.first().expect("the rules have found an attention").device();
         let all = all.into_iter().map(|maxima| maxima.to_device(&device));
         Ok(Tensor::cat(all.collect(), 0))

@@ -31,8 +31,8 @@ pub(super) struct Anatomy<'a> {
 impl<'a> Anatomy<'a> {
     pub fn of(parameters: &'a [Found], first_linear: FirstLinear) -> Self {
         let layers = Layers::of(parameters);
-        let by_weight = layers.iter().map(|(index, layer)| (layer.weight.weight(), index));
-        let by_weight = by_weight.collect();
+        let by_weight =
+            layers.iter().map(|(index, layer)| (layer.weight.weight(), index)).collect();
         let recurrences = recurrences(parameters);
         let mut mixers = attention(parameters);
         mixers.extend(recurrences.iter().filter(|path| !path.is_empty()));

@@ -206,7 +206,7 @@ impl Updates {
                     route.optimizer += &format!(", {} of {vector}", left.len());
                 }
                 let blocks = Blocks::new(batch, layout, &route.blocks);
-                for (index, batch @ [_, m, n]) in blocks.batches().enumerate() {
+                for (index, batch @ [k, m, n]) in blocks.batches().enumerate() {
                     if left.contains(&index) {
                         let batch = ElementwiseUpdate::batch(&batch);
                         let slots = self.rest.slots(*dtype);
@@ -214,7 +214,8 @@ impl Updates {
                         route.state_bytes += bytes.sum::<usize>();
                         continue;
                     }
-                    let slots = self.muon.slots(Matrices { shape: [m, n], layout }, *dtype);
+                    let matrices = Matrices { shape: [m, n], layout };
+                    let slots = self.muon.slots(matrices, k > 1, *dtype);
                     let bytes = slots.iter().map(|slot| slot.bytes(batch, *dtype));
                     route.state_bytes += bytes.sum::<usize>();
                     route.operations += self.muon.operations(batch, *dtype, device);

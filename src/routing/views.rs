@@ -114,9 +114,12 @@ impl<'a> Group<'a> {
     }
 
     fn report(&self) -> String {
-        let shown = self.parameters.iter().take(SHOWN);
-        let shown: Vec<String> =
-            shown.map(|found| format!("`{}` {:?}", found.path, found.shape)).collect();
+        let shown: Vec<String> = self
+            .parameters
+            .iter()
+            .take(SHOWN)
+            .map(|found| format!("`{}` {:?}", found.path, found.shape))
+            .collect();
         let more = match self.parameters.len().saturating_sub(SHOWN) {
             0 => String::new(),
             more => format!(" and {more} more"),

@@ -25,6 +25,7 @@ mod precision;
 mod resumed;
 mod rounding;
 mod skipped;
+mod stacks;
 mod state;
 mod step_size;
 mod whole;
@@ -48,7 +49,8 @@ pub(crate) use resumed::{
 pub(crate) use rounding::Origin;
 pub use skipped::SkippedSteps;
 pub(crate) use skipped::{Place, Reserved};
-pub(crate) use state::{MANTISSA, MASTER, SKIPPED, Slot, Slots, missing, unused};
+pub(crate) use stacks::Clocks;
+pub(crate) use state::{IDLE, MANTISSA, MASTER, SKIPPED, Slot, Slots, missing, unused};
 pub use step_size::WeightDecay;
 pub(crate) use step_size::{StepSize, ensure_rate};
 pub(crate) use whole::{MAX_RANK, OWN_STATE, WholeParameter, WholeUpdate, with_rank};

@@ -11,11 +11,12 @@ use super::observations::{Observations, orthogonality_errors};
 use super::parts::{Context, Known, Matrices, Part, Quantity, Stage, frobenius};
 use super::precision::{Precision, is_half};
 use super::rounding::Origin;
+use super::stacks::{self, Clocks, IDLE_STEPS, Idle, Section};
 use super::state::{Slot, Slots};
 use super::step_size::{StepSize, WeightDecay};
 use crate::backend::{
     FiniteMask, FlaggedRows, KernelPolicy, MomentumStep, MomentumUpdate, ParameterStep, apply,
-    ones_where, precise_dtype, reject, scaled, update_momentum,
+    precise_dtype, reject, scaled, update_momentum,
 };
 use crate::orthogonalize::NewtonSchulz;
 use crate::slices::{self, concat};
@@ -44,11 +45,12 @@ pub(crate) struct MuonUpdate {
 pub(crate) struct MuonParameter {
     /// Index of its flag.
     pub flag: usize,
-    /// `true` for matrices of a stack, which stay as they are where their gradient is zero.
-    pub is_stack: bool,
-    /// The origin of its values. The steps that it has taken are its position in the schedules.
+    /// `false` if it has no gradient, which its flag has to reject.
+    pub is_present: bool,
+    /// The origin of its values. The steps that it has taken are its position in the schedules, or
+    /// that of a stack's matrices with a gradient in each of them.
     pub origin: Origin,
-    pub size: StepSize,
+    pub lr: f64,
     /// Factors on its new values, flat.
     pub factors: Option<Tensor<1>>,
 }
@@ -68,6 +70,8 @@ pub(crate) struct MuonBatch<'a> {
     /// The number of matrices.
     pub count: usize,
     pub matrices: Matrices,
+    /// `true` for matrices of stacks, which stay as they are where their gradient is zero.
+    pub is_stack: bool,
     /// The type of the parameters.
     pub dtype: DType,
     pub parameters: &'a [MuonParameter],
@@ -104,53 +108,6 @@ impl MuonBatch<'_> {
         let diverged = diverged.clone().slice(s![self.first..self.first + self.count]);
         FiniteMask::from_rows(rejected.max_pair(diverged))
     }
-
-    /// The matrices of stacks whose gradients are zero.
-    fn idle(&self, gradients: &[Tensor<1>]) -> Idle {
-        // Looking for zeros reads all gradients: only stacks, such as experts, pay for it.
-        if self.parameters.iter().all(|parameter| !parameter.is_stack) {
-            return Idle(None);
-        }
-        let [m, n] = self.matrices.shape;
-        let flags = self.parameters.iter().zip(gradients).map(|(parameter, gradient)| {
-            let rows = gradient.dims()[0] / (m * n);
-            match parameter.is_stack {
-                true => {
-                    let zero = gradient.clone().reshape([rows, m * n]).equal_elem(0.0);
-                    ones_where(zero.all_dim(1)).reshape([rows])
-                }
-                false => slices::zeros(rows, DType::F32, &gradient.device()),
-            }
-        });
-        Idle(Some(concat(flags.collect(), DType::F32, &gradients[0].device())))
-    }
-}
-
-/// The matrices of stacks that have no part in a step, such as experts without tokens: 1 for those
-/// whose gradient is zero. They stay as they are, with their states, as a layer without a gradient
-/// does. `None` in a batch without stacks.
-struct Idle(Option<Tensor<1>>);
-
-impl Idle {
-    /// The flags of a batch's matrices, idle ones included.
-    fn or(&self, flags: Tensor<1>) -> Tensor<1> {
-        match &self.0 {
-            Some(idle) => flags.max_pair(idle.clone()),
-            None => flags,
-        }
-    }
-
-    /// The flags of all matrices, of which the batch has those from `first` on.
-    fn among(&self, flags: &Tensor<1>, first: usize) -> Tensor<1> {
-        let Some(idle) = &self.0 else { return flags.clone() };
-        let range = first..first + idle.dims()[0];
-        let own = flags.clone().slice(s![range.clone()]);
-        flags.clone().slice_assign(s![range], self.or(own))
-    }
-
-    fn mask(&self) -> Option<FiniteMask> {
-        self.0.clone().map(FiniteMask::from_rows)
-    }
 }
 
 /// The direction of a batch, which the step applies to the parameters.
@@ -165,11 +122,13 @@ struct Direction {
 }
 
 impl MuonUpdate {
-    /// The slots of a batch of matrices, for parameters of a type.
-    pub fn slots(&self, matrices: Matrices, parameter: DType) -> Vec<Slot> {
+    /// The slots of a batch of matrices, of stacks or not, for parameters of a type.
+    pub fn slots(&self, matrices: Matrices, is_stack: bool, parameter: DType) -> Vec<Slot> {
         let momentum = self.momentum.slots(self.precision.states.slot()).into_iter();
         let parts = self.parts.iter().flat_map(|part| part.slots(matrices));
-        momentum.chain(parts).chain(self.precision.slots(parameter)).collect()
+        let precision = self.precision.slots(parameter);
+        let idle = is_stack.then_some(IDLE_STEPS);
+        momentum.chain(parts).chain(precision).chain(idle).collect()
     }
 
     /// The implementations that may be used.
@@ -236,12 +195,30 @@ impl MuonUpdate {
 
     /// Returns `true` if the step needs nothing of the values but to apply the direction to them,
     /// element by element: [`directions`](Self::directions) and [`apply`](Self::apply) are then a
-    /// step. In half precision a value has further digits, or a rounding, of its own.
-    pub fn separates(&self, parameter: DType) -> bool {
+    /// step. In half precision a value has further digits, or a rounding, of its own. Only the
+    /// state of a stack has its matrices' positions in the schedule of the decay.
+    pub fn separates(&self, is_stack: bool, parameter: DType) -> bool {
         !is_half(parameter)
+            && (!is_stack || self.weight_decay.rate().settled() == 0)
             && !matches!(self.weight_decay, WeightDecay::Coupled(_))
             && !self.has_parts(Stage::Parameter)
             && !self.reads(Quantity::OldNorm)
+    }
+
+    /// The matrices of a batch by their positions in the schedules, from the lengths of its
+    /// parameters.
+    fn sections(
+        &self,
+        batch: &MuonBatch<'_>,
+        lengths: &[usize],
+        (state, clocks): (&Slots, &mut Clocks),
+    ) -> Vec<Section> {
+        let [m, n] = batch.matrices.shape;
+        let settled = self.momentum.momentum.settled().max(self.weight_decay.rate().settled());
+        let parameters = batch.parameters.iter().zip(lengths);
+        let parameters =
+            parameters.map(|(parameter, length)| (parameter.origin.step, length / (m * n)));
+        clocks.sections(parameters, settled, batch.is_stack.then_some(state))
     }
 
     fn reads(&self, quantity: Quantity) -> bool {
@@ -260,27 +237,29 @@ impl MuonUpdate {
         batch: &MuonBatch<'_>,
         gradients: Vec<Tensor<1>>,
         values: Vec<Tensor<1>>,
-        state: &mut Slots,
+        (state, clocks): (&mut Slots, &mut Clocks),
         diverged: Tensor<1>,
         observations: Option<&mut Observations>,
     ) -> (Vec<Tensor<1>>, Tensor<1>) {
         let (shape @ [count, m, n], parameters) = (batch.shape(), batch.parameters);
         let firsts = starts(&values);
         let values = self.precision.widen(values, &firsts, state);
+        let sections = self.sections(batch, &lengths(&values), (state, clocks));
         let tensors = (gradients, Some(&*values));
         let Direction { direction, diverged, idle, errors, known } =
-            self.direction(batch, tensors, state, diverged, observations.is_some());
-        // A second reference keeps `apply` from overwriting the old values, which only a step that
-        // is observed needs.
+            self.direction(batch, &sections, tensors, state, diverged, observations.is_some());
         let old = errors.is_some().then(|| values.clone());
 
-        let steps: Vec<_> = parameters.iter().map(|p| p.size.step(p.flag)).collect();
-        // Idle matrices stay as they are, and are not counted as rejected: `diverged` is returned
-        // without them.
+        let step = |section: &Section| {
+            let MuonParameter { flag, lr, .. } = parameters[section.parameter];
+            self.size(lr, batch.matrices, section.time).step(flag)
+        };
+        let steps: Vec<_> = sections.iter().map(step).collect();
         let unchanged = idle.among(&diverged, batch.first);
         let flags = (&unchanged, batch.first);
-        let mut values =
-            apply(self.policy(), values, direction, batch.flags(&diverged), flags, &steps);
+        let values = stacks::divided(values, &sections, m * n);
+        let values = apply(self.policy(), values, direction, batch.flags(&diverged), flags, &steps);
+        let mut values = stacks::joined(values, &sections);
         if self.has_parts(Stage::Parameter) {
             let mask = || batch.unchanged(&diverged, &idle);
             let old = joined(&values, shape);
@@ -312,15 +291,14 @@ impl MuonUpdate {
         &self,
         batch: &MuonBatch<'_>,
         gradients: Vec<Tensor<1>>,
-        state: &mut Slots,
+        (state, clocks): (&mut Slots, &mut Clocks),
         diverged: Tensor<1>,
     ) -> (Vec<Tensor<1>>, Tensor<1>) {
-        assert!(self.separates(batch.dtype), "the step needs whole values");
-        let lengths: Vec<usize> = gradients.iter().map(|gradient| gradient.dims()[0]).collect();
+        assert!(self.separates(batch.is_stack, batch.dtype), "the step needs whole values");
+        let lengths = lengths(&gradients);
+        let sections = self.sections(batch, &lengths, (state, clocks));
         let Direction { direction, diverged, idle, .. } =
-            self.direction(batch, (gradients, None), state, diverged, false);
-        // Ranks that apply the direction do not have the flags. NaN tells them, and costs no
-        // message.
+            self.direction(batch, &sections, (gradients, None), state, diverged, false);
         let direction = batch.unchanged(&diverged, &idle).fill_rejected(direction, f32::NAN);
         (split(direction.cast(batch.dtype), &lengths), diverged)
     }
@@ -345,6 +323,7 @@ impl MuonUpdate {
     fn direction(
         &self,
         batch: &MuonBatch<'_>,
+        sections: &[Section],
         (gradients, values): (Vec<Tensor<1>>, Option<&[Tensor<1>]>),
         state: &mut Slots,
         diverged: Tensor<1>,
@@ -353,20 +332,26 @@ impl MuonUpdate {
         let MuonBatch { matrices, parameters, mut factor, .. } = *batch;
         let shape @ [count, m, n] = batch.shape();
         let precise = precise_dtype(batch.dtype);
-        let mut gradients: Vec<_> =
+        let gradients: Vec<_> =
             gradients.into_iter().map(|gradient| gradient.cast(precise)).collect();
-        let lengths: Vec<usize> = gradients.iter().map(|gradient| gradient.dims()[0]).collect();
-        let by_parameter = |values: &mut dyn Iterator<Item = f64>| {
-            let matrices = lengths.iter().map(|length| length / (m * n));
-            by_parameter(values.zip(matrices), (precise, &diverged.device()))
+        let idle = match batch.is_stack {
+            true => {
+                let is_present = parameters.iter().map(|parameter| parameter.is_present);
+                Idle::count(is_present.zip(&gradients), m * n, state)
+            }
+            false => Idle::none(),
+        };
+        let mut gradients = stacks::divided(gradients, sections, m * n);
+        let lengths = lengths(&gradients);
+        let by_section = |values: &mut dyn Iterator<Item = f64>| {
+            let matrices = sections.iter().map(|section| section.count);
+            by_section(values.zip(matrices), (precise, &diverged.device()))
         };
         let values = || joined(values.expect("the step does not separate"), shape);
-        let steps = parameters.iter().map(|parameter| parameter.origin.step);
-        let weights: Vec<Weights> = steps.map(|step| self.momentum.weights(step)).collect();
+        let times = sections.iter().map(|section| section.time);
+        let weights: Vec<Weights> = times.map(|time| self.momentum.weights(time)).collect();
 
-        let idle = batch.idle(&gradients);
-        // Closures, since most parts read none of these, and each is a copy to the device.
-        let keep = || by_parameter(&mut weights.iter().map(|weights| weights.keep));
+        let keep = || by_section(&mut weights.iter().map(|weights| weights.keep));
         let mask = || batch.rejected(&diverged, &idle);
         let mut known = Known {
             matrices,
@@ -388,7 +373,10 @@ impl MuonUpdate {
             // a sum.
             gradient = mask().zero_rejected(gradient);
             if is_coupled {
-                let rates = by_parameter(&mut parameters.iter().map(|p| p.size.coupled));
+                let rate = |section: &Section| {
+                    self.size(parameters[section.parameter].lr, matrices, section.time).coupled
+                };
+                let rates = by_section(&mut sections.iter().map(rate));
                 gradient = gradient + values() * rates;
             }
             known.gradient_norm = reads_norm.then(|| frobenius(gradient.clone()));
@@ -397,13 +385,11 @@ impl MuonUpdate {
             (gradients, factor) = (split(gradient, &lengths), None);
         }
 
-        let steps: Vec<_> = parameters
-            .iter()
-            .zip(&weights)
-            .map(|(MuonParameter { flag, .. }, &Weights { keep, fresh })| MomentumStep {
-                flag: *flag,
-                keep,
-                fresh,
+        let steps = sections.iter().zip(&weights);
+        let steps: Vec<_> = steps
+            .map(|(section, &Weights { keep, fresh })| {
+                let MuonParameter { flag, .. } = parameters[section.parameter];
+                MomentumStep { flag, keep, fresh }
             })
             .collect();
         let momentum = state.take(MOMENTUM);
@@ -429,7 +415,7 @@ impl MuonUpdate {
 
         if self.momentum.bias_correction {
             let dtype = precise_dtype(update.dtype());
-            let fresh = by_parameter(&mut weights.iter().map(|weights| weights.fresh));
+            let fresh = by_section(&mut weights.iter().map(|weights| weights.fresh));
             let weights = [keep(), fresh].map(|weights| weights.cast(dtype));
             update = self.momentum.corrected(update.cast(dtype), weights, &mask(), state);
         }
@@ -483,7 +469,11 @@ pub(super) fn scaled_by<'a>(
     values.into_iter().zip(factors).map(scaled).collect()
 }
 
-/// The index of each tensor's first element among the elements of all.
+fn lengths(tensors: &[Tensor<1>]) -> Vec<usize> {
+    tensors.iter().map(|tensor| tensor.dims()[0]).collect()
+}
+
+/// The index of each tensor's first element among those of all.
 fn starts(tensors: &[Tensor<1>]) -> Vec<usize> {
     let start = |end: &mut usize, tensor: &Tensor<1>| {
         let start = *end;
@@ -501,8 +491,7 @@ fn joined(tensors: &[Tensor<1>], shape: [usize; 3]) -> Tensor<3> {
 
 /// A batch as flat tensors of the lengths of others, the reverse of [`joined`].
 fn split_like(batch: Tensor<3>, like: &[Tensor<1>]) -> Vec<Tensor<1>> {
-    let lengths: Vec<usize> = like.iter().map(|tensor| tensor.dims()[0]).collect();
-    split(batch, &lengths)
+    split(batch, &lengths(like))
 }
 
 /// A batch as flat tensors of some lengths.
@@ -514,14 +503,13 @@ fn split(batch: Tensor<3>, lengths: &[usize]) -> Vec<Tensor<1>> {
     }
 }
 
-/// One value for every matrix, `[k, 1, 1]`, from a value and a number of matrices for each
-/// parameter.
-fn by_parameter(
-    of_parameters: impl Iterator<Item = (f64, usize)>,
+/// One value for every matrix, `[k, 1, 1]`, from a value and a number of matrices for each section.
+fn by_section(
+    of_sections: impl Iterator<Item = (f64, usize)>,
     (dtype, device): (DType, &Device),
 ) -> Tensor<3> {
     let of_matrices: Vec<f64> =
-        of_parameters.flat_map(|(value, matrices)| repeat_n(value, matrices)).collect();
+        of_sections.flat_map(|(value, matrices)| repeat_n(value, matrices)).collect();
     let count = of_matrices.len();
     Tensor::from_data(TensorData::new(of_matrices, [count, 1, 1]), (device, dtype))
 }

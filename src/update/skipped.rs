@@ -140,8 +140,9 @@ impl SkippedSteps {
         let counts = self.lock();
         let ended = counts.ended.clone();
         let entries = counts.entries.iter();
-        let known = entries.filter_map(|entry| Some((entry.names.clone(), entry.counts.clone()?)));
-        let known: Vec<_> = known.collect();
+        let known: Vec<_> = entries
+            .filter_map(|entry| Some((entry.names.clone(), entry.counts.clone()?)))
+            .collect();
         // Reading waits for the devices: other threads must not wait for the lock meanwhile.
         drop(counts);
         let of_entry = |(names, counts): &(Vec<String>, Kept)| (names.clone(), counts.values());

@@ -14,6 +14,9 @@ pub(crate) const MASTER: &str = "master";
 /// Name of the further digits of bfloat16 parameters, in records.
 pub(crate) const MANTISSA: &str = "mantissa";
 
+/// Name of the number of steps of a stack in which a matrix of it had no gradient, in records.
+pub(crate) const IDLE: &str = "idle";
+
 /// A value that an update stores of every parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Slot {
@@ -104,9 +107,9 @@ impl Extent {
 
 impl Slot {
     /// Returns `true` if zeros may take the place of values that were not saved: an update then
-    /// takes the digits of the parameter itself.
+    /// takes the digits of the parameter itself, and no matrix of a stack was ever idle.
     pub fn is_optional(&self) -> bool {
-        [MASTER, MANTISSA].contains(&self.name)
+        [MASTER, MANTISSA, IDLE].contains(&self.name)
     }
 
     /// Bytes of the values for a batch of parameters of a type.
@@ -393,6 +396,11 @@ impl Slots {
     /// the whole parameter.
     pub fn have_rank(&self, rank: usize) -> bool {
         self.values.iter().all(|(_, value)| [1, rank].contains(&value.recorded.len()))
+    }
+
+    /// Returns `true` if there is such a slot.
+    pub fn has(&self, name: &str) -> bool {
+        self.value(name).is_some()
     }
 
     /// The shape of a slot in records.

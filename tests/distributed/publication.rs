@@ -9,7 +9,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Int, Tensor};
 use distmuon::checkpoint;
 use distmuon::comm::World;
-use distmuon::distributed::{DistMuonConfig, Publish};
+use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Publish};
 use distmuon::{Error, Result};
 use distmuon_testing::models::{Fixed, bits};
 use distmuon_testing::watched::{Event, watched};
@@ -26,6 +26,8 @@ pub const IN_PROCESS: &[Case] = cases![
     parameters_on_their_way_keep_their_mappers,
     steps_do_not_wrap_mappers_again,
     parameters_on_their_way_can_be_frozen,
+    frozen_parameters_on_their_way_can_be_trained_again,
+    clones_that_freeze_parameters_on_their_way_are_rejected,
     a_failure_after_a_step_is_returned_by_the_next_call,
 ];
 
@@ -53,10 +55,13 @@ impl Pair {
         Self { first: layer.init(device), second: second.init(device) }.map(&mut Fixed::new(2))
     }
 
-    fn gradients(&self) -> GradientsParams {
+    fn loss(&self) -> Tensor<1> {
         let input = Tensor::<2>::ones([3, 32], (&self.devices()[0], DType::F32));
-        let output = self.second.forward(self.first.forward(input));
-        GradientsParams::from_grads(output.square().mean().backward(), self)
+        self.second.forward(self.first.forward(input)).square().mean()
+    }
+
+    fn gradients(&self) -> GradientsParams {
+        GradientsParams::from_grads(self.loss().backward(), self)
     }
 }
 
@@ -210,6 +215,81 @@ fn parameters_on_their_way_can_be_frozen() {
         Ok(())
     });
     run.unwrap();
+}
+
+fn frozen_parameters_on_their_way_can_be_trained_again() {
+    let train = |publish: Publish, is_owned: bool| {
+        let run = ranks_here(4, |world| {
+            let nodes = [Axis::data("node", 2), Axis::data("gpu", 2)];
+            let layout = Layout::new(&Mesh::new(&world, nodes)?).with_small_elements(1);
+            let layout = if is_owned { layout.owned("gpu") } else { layout.overlap_backward() };
+            let mut pair = layout.shard(world.broadcast(Pair::new(world.device()))?)?;
+            let config = pair_config().with_publish(publish);
+            let mut optim = config.init_on(&layout, &pair)?;
+            let mut seen = vec![];
+            for step in 0..4 {
+                let is_trained = step != 1;
+                pair.first = pair.first.set_require_grad(is_trained);
+                let before = bits(&layout.unshard(&pair)?.first.weight.val());
+                let gradients = layout.backward(&pair.loss(), &pair)?;
+                pair = optim.step(0.1, pair, gradients)?;
+                // Without a use in between, the parameter is still on its way.
+                let next = pair.clone();
+                let whole = layout.unshard(&next)?;
+                let after = bits(&whole.first.weight.val());
+                assert_eq!(before != after, is_trained, "{publish:?}, {is_owned}, step {step}");
+                seen.push((after, bits(&whole.second.weight.val())));
+            }
+            Ok(seen)
+        });
+        run.unwrap()
+    };
+    if !worlds::has(&4) {
+        return;
+    }
+    let expected = train(Publish::Now, false);
+    for is_owned in [false, true] {
+        assert_eq!(train(Publish::AtFirstUse, is_owned), expected, "owned: {is_owned}");
+    }
+}
+
+/// Burn's clones share a value before its first use, and the setting that it gets.
+fn clones_that_freeze_parameters_on_their_way_are_rejected() {
+    for (is_used, is_owned) in [(false, false), (false, true), (true, false), (true, true)] {
+        if !worlds::has(&4) {
+            return;
+        }
+        let outcomes = ranks_here(4, |world| {
+            let nodes = [Axis::data("node", 2), Axis::data("gpu", 2)];
+            let layout = Layout::new(&Mesh::new(&world, nodes)?).with_small_elements(1);
+            let layout = if is_owned { layout.owned("gpu") } else { layout };
+            let pair = layout.shard(world.broadcast(Pair::new(world.device()))?)?;
+            let mut optim = pair_config().init_on(&layout, &pair)?;
+            let gradients = layout.backward(&pair.loss(), &pair)?;
+            let pair = optim.step(0.1, pair, gradients)?;
+            if is_used {
+                drop(pair.loss());
+                layout.discard()?;
+            }
+            let teacher = pair.clone().no_grad();
+            let loss = pair.loss() + teacher.loss();
+            let outcome = match loss.is_require_grad() {
+                true => layout.backward(&loss, &pair),
+                // Nothing is trained.
+                false => layout.discard().map(|()| GradientsParams::new()),
+            };
+            Ok(outcome.and_then(|gradients| optim.step(0.1, pair, gradients)).map(drop))
+        });
+        for outcome in outcomes.unwrap() {
+            match outcome {
+                Ok(()) => assert!(is_used, "a frozen model is trained"),
+                Err(error) => {
+                    let text = error.to_string();
+                    assert!(!is_used && text.contains("a clone of it was frozen"), "{text}");
+                }
+            }
+        }
+    }
 }
 
 fn a_failure_after_a_step_is_returned_by_the_next_call() {

@@ -1,14 +1,17 @@
 //! Matrices of a stack without a gradient, such as experts without tokens: they stay as they are,
 //! as layers of their own do.
 
+use std::path::Path;
+
 use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use distmuon::comm::World;
 use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
-use distmuon::{MuonConfig, RoutingRule};
+use distmuon::{MuonConfig, RoutingRule, Schedule, WeightDecay, checkpoint};
 use distmuon_testing::combinations::combinations;
 use distmuon_testing::models::assert_same_weights;
+use distmuon_testing::worlds::Folder;
 
 const SHAPE: [usize; 3] = [3, 6, 10];
 const STEPS: usize = 7;
@@ -67,14 +70,38 @@ impl Experts {
     }
 }
 
-/// With a momentum that does not depend on the step, since a stack has one position in schedules.
-fn configs() -> Vec<(&'static str, MuonConfig)> {
-    let routed = |(name, muon): (&'static str, MuonConfig)| {
+/// A decay whose rate falls in the first steps of a matrix.
+fn falling(decay: &WeightDecay) -> WeightDecay {
+    let first = decay.rate().at(0);
+    let rate = Schedule::constant(first).linear(4, 0.3 * first);
+    match decay {
+        WeightDecay::Cautious(_) => WeightDecay::Cautious(rate),
+        WeightDecay::CautiousScaled(_) => WeightDecay::CautiousScaled(rate),
+        WeightDecay::Independent(_) => WeightDecay::Independent(rate),
+        WeightDecay::SquaredRate(_) => WeightDecay::SquaredRate(rate),
+        WeightDecay::Coupled(_) => WeightDecay::Coupled(rate),
+        _ => WeightDecay::Decoupled(rate),
+    }
+}
+
+/// Combinations of parts with constants, and with schedules that move in the first steps of a
+/// matrix.
+fn configs() -> Vec<(String, MuonConfig)> {
+    let constant = combinations().into_iter().map(|(name, muon)| {
         let momentum = muon.momentum.clone().with_momentum(0.9.into());
-        let muon = muon.with_momentum(momentum).with_rule(RoutingRule::muon("layers"));
+        (name.to_owned(), muon.with_momentum(momentum))
+    });
+    let moving = combinations().into_iter().map(|(name, muon)| {
+        let momentum = Schedule::constant(0.6).linear(4, 0.95);
+        let (momentum, decay) =
+            (muon.momentum.clone().with_momentum(momentum), falling(&muon.weight_decay));
+        (format!("{name}, with schedules"), muon.with_momentum(momentum).with_weight_decay(decay))
+    });
+    let routed = |(name, muon): (String, MuonConfig)| {
+        let muon = muon.with_rule(RoutingRule::muon("layers"));
         (name, muon.with_rule(RoutingRule::muon("stack").batch()))
     };
-    combinations().into_iter().map(routed).collect()
+    constant.chain(moving).map(routed).collect()
 }
 
 #[test]
@@ -131,5 +158,55 @@ fn experts_without_a_gradient_stay_as_they_are_on_any_ranks() {
                 net.assert_equal(&format!("{name}, {ranks} ranks, cut: {cuts}"));
             }
         }
+    }
+}
+
+/// Matrices continue where each of them was, on any number of ranks.
+#[test]
+fn the_clocks_of_experts_are_in_checkpoints() {
+    const BEFORE: usize = 5;
+    let device = Device::default().autodiff();
+    for (name, muon) in configs() {
+        let folder = Folder::create();
+        let [one, ranks] = ["one", "ranks"].map(|name| folder.path().join(name));
+        let mut net = Experts::new(&device);
+        let mut optim = muon.init(&net);
+        for step in 0..BEFORE {
+            let gradients = net.gradients(step, 0..SHAPE[1]);
+            net = optim.step(0.05, net, gradients);
+        }
+        checkpoint::save(&one, &net, &optim, &BEFORE).unwrap();
+
+        let on_ranks = |count: usize, from: &Path, save: bool| {
+            let trained = World::threads(World::devices(count), |world| {
+                let config = DistMuonConfig::new().with_muon(muon.clone());
+                let net = Experts::new(world.device());
+                let optim = config.init(&world, &net)?;
+                let (mut net, mut optim, mut step): (_, _, usize) = optim.load(from, net)?;
+                if save {
+                    optim.save(&ranks, &net, &step)?;
+                }
+                while step < STEPS {
+                    let gradients = net.gradients(step, 0..SHAPE[1]);
+                    net = optim.step(0.05, net, gradients)?;
+                    step += 1;
+                }
+                Ok::<_, distmuon::Error>(net)
+            });
+            trained.unwrap().into_iter().for_each(|net| net.assert_equal(&name));
+        };
+        on_ranks(2, &one, true);
+        on_ranks(1, &ranks, false);
+        on_ranks(3, &ranks, false);
+
+        let fresh = Experts::new(&device);
+        let optim = muon.init(&fresh);
+        let (mut net, mut optim, step): (_, _, usize) =
+            checkpoint::load(&ranks, fresh, optim).unwrap();
+        for step in step..STEPS {
+            let gradients = net.gradients(step, 0..SHAPE[1]);
+            net = optim.step(0.05, net, gradients);
+        }
+        net.assert_equal(&name);
     }
 }

@@ -507,7 +507,7 @@ fn rules_that_do_not_fit_the_model_are_rejected_by_name() {
         (QkClipRule::multi_head("blocks", 0), "got 0 and 0"),
         (QkClipRule::grouped_query("blocks", 4, 3), "got 4 and 3"),
         (QkClipRule::multi_head("blocks", 3), "the outputs of `query` do not divide"),
-        (QkClipRule::grouped_query("blocks", 4, 2), "expected that of queries, 4, got 8 for keys"),
+        (QkClipRule::grouped_query("blocks", 4, 2), "expected 4 as for queries, got 8 for keys"),
         (QkClipRule::multi_head("blocks", 4).fused("query"), "expected a multiple of 12"),
         (QkClipRule::multi_head("blocks", 4).layout(MatrixLayout::OutIn), "has other outputs"),
         (

@@ -11,6 +11,7 @@
 mod devices;
 mod engine;
 mod library;
+mod load;
 mod measure;
 mod memory;
 mod module;
@@ -21,7 +22,8 @@ mod self_test;
 mod tiles;
 
 pub(crate) use devices::Devices;
-pub use engine::{Native, unless_required};
+pub use engine::Native;
+pub use load::unless_required;
 pub use measure::Measured;
 pub use order::{Claim, DriverError, Ready, SideEvent, SideStream, in_relaxed_mode};
 pub use product::{Element, Launch, Layout, PlusIdentity, Product};

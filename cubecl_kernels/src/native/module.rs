@@ -7,8 +7,8 @@ use cudarc::driver::{DriverError, result, sys};
 use super::Refusal;
 use super::memory::Memory;
 use super::order::SideStream;
-use super::product::{Boxed, ELEMENTWISE, Element, Launch, Layout, PlusIdentity, Product, THREADS};
-use super::tiles::{Grid, HEIGHT, TileShape, WIDTHS};
+use super::product::{ELEMENTWISE, Element, Launch, Layout, PlusIdentity, Product, THREADS};
+use super::tiles::{Boxed, Grid, HEIGHT, TileShape, WIDTHS};
 
 /// The PTX of a type, made from `kernels/product.cu` by `kernels/compile.py`.
 pub(super) fn ptx(element: Element) -> &'static str {

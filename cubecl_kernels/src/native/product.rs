@@ -2,8 +2,6 @@
 
 use half::{bf16, f16};
 
-use super::tiles::{DEPTH, HEIGHT, TileShape, fills};
-
 /// Addresses are multiples of it: the copy engine takes no others.
 pub(super) const ALIGNMENT: u64 = 16;
 
@@ -121,83 +119,4 @@ pub enum Launch {
     Product(Product),
     /// A sum with the identity.
     PlusIdentity(PlusIdentity),
-}
-
-impl Product {
-    /// Returns the products of the launches that compute this one: of each matrix alone if it fills
-    /// a device with a number of multiprocessors, else of all matrices together. So the launch of
-    /// a matrix depends on its size only, and its bits do not depend on the batch.
-    pub(super) fn launches(&self, multiprocessors: usize) -> impl Iterator<Item = Self> + use<> {
-        let (product, [m, n, k]) = (*self, self.sizes);
-        let (launches, batch) = match fills(self, multiprocessors) {
-            true => (self.batch, 1),
-            false => (1, self.batch),
-        };
-        (0..launches).map(move |index| {
-            let of = |address: u64, elements: usize| address + (2 * index * elements) as u64;
-            Self {
-                batch,
-                a: of(product.a, m * k),
-                b: of(product.b, k * n),
-                addend: product.addend.map(|(d, beta)| (of(d, m * n), beta)),
-                c: of(product.c, m * n),
-                ..product
-            }
-        })
-    }
-
-    /// Returns the tensors that the kernel copies, in boxes for tiles of a shape: `A`, `B`, `D` (or
-    /// `C` in its place), `C`.
-    pub(super) fn tensors(&self, shape: TileShape) -> [Boxed; 4] {
-        const PANEL: u32 = DEPTH as u32;
-        let [m, n, k] = self.sizes;
-        let factor = |address, lines, in_box, inner_is_contiguous| match inner_is_contiguous {
-            true => Boxed { address, sizes: [k, lines], in_box: [PANEL, in_box as u32] },
-            false => Boxed { address, sizes: [lines, k], in_box: [PANEL, PANEL] },
-        };
-        let result = |address, in_box| Boxed { address, sizes: [n, m], in_box: [PANEL, in_box] };
-        let [of_a, of_b] = self.layout.inner_is_contiguous();
-        let d = self.addend.map_or(self.c, |(d, _)| d);
-        [
-            factor(self.a, m, HEIGHT, of_a),
-            // Each of two blocks of a cluster copies a half.
-            factor(self.b, n, shape.width / 2, of_b),
-            result(d, HEIGHT as u32),
-            result(self.c, PANEL),
-        ]
-    }
-}
-
-/// A batch of contiguous matrices, of which boxes are copied.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Boxed {
-    pub address: u64,
-    /// Elements of a line, and lines of a matrix.
-    pub sizes: [usize; 2],
-    /// The same of a box.
-    pub in_box: [u32; 2],
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn constants_are_those_of_the_kernels() {
-        let source = include_str!("kernels/product.cu");
-        let constant = |name: &str| -> usize {
-            let start = format!("constexpr int {name} = ");
-            let (_, rest) = source.split_once(&start).unwrap_or_else(|| panic!("{name}"));
-            let number = rest.split(';').next().unwrap_or_default();
-            number.parse().unwrap_or_else(|error| panic!("{name}: {number}: {error}"))
-        };
-        assert_eq!(constant("HEIGHT"), HEIGHT);
-        assert_eq!(constant("PANEL"), DEPTH);
-        assert_eq!(constant("THREADS"), THREADS as usize);
-        for shape in TileShape::ALL {
-            let bytes = constant(&format!("SHARED_BYTES_{}", shape.width));
-            assert_eq!(bytes, shape.shared_bytes() as usize);
-        }
-        assert_eq!(constant("SUM_THREADS"), ELEMENTWISE[0]);
-    }
 }

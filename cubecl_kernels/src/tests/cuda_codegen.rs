@@ -395,8 +395,8 @@ fn check_table(
     );
     println!("|---|---|---|---|---|---|---|---|---|");
     table.iter().for_each(|row| println!("{}", row.text));
-    let wrong = table.iter().filter(|row| !row.is_right);
-    let wrong: Vec<&String> = wrong.map(|row| &row.text).collect();
+    let wrong: Vec<&String> =
+        table.iter().filter(|row| !row.is_right).map(|row| &row.text).collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 

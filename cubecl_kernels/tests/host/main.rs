@@ -151,8 +151,8 @@ const MUTANTS: [(&str, &str, &str, &str); 39] = [
         "[of_matrix as u32, sum.batch as u32]",
         "[of_matrix as u32, 1]",
     ),
-    ("the boxes of B are those of whole tiles", "product.rs", "shape.width / 2", "shape.width"),
-    ("the boxes of D are those of C", "product.rs", "result(d, HEIGHT as u32)", "result(d, PANEL)"),
+    ("the boxes of B are those of whole tiles", "tiles.rs", "shape.width / 2", "shape.width"),
+    ("the boxes of D are those of C", "tiles.rs", "result(d, HEIGHT as u32)", "result(d, PANEL)"),
     (
         "tiles on the diagonal are left out",
         "tiles.rs",

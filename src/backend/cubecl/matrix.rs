@@ -15,7 +15,7 @@ use super::native;
 use super::product::Operands;
 use super::tensors::{VALIDATED, batch, contiguous, matrices, part, tensor, unshared};
 use super::tune;
-use crate::backend::ops::MatrixOps;
+use crate::backend::ops::{MatrixOps, Products};
 use crate::backend::portable;
 use crate::backend::program::{Polynomial, Program};
 use crate::backend::tensor_list::TensorList;
@@ -107,7 +107,8 @@ impl MatrixOps for CubeBackend {
 
     fn iterate(x: Float, program: Program, tuned: bool, _native: bool) -> Float {
         // Burn's products may leave gaps between rows, which every reader would copy away.
-        let others = |x| into_contiguous(program.on_backend::<Self>(x, tuned));
+        let others =
+            |x| into_contiguous(program.compute::<Self>(x, Products::Backend { tuned }, |x| x));
         #[cfg(feature = "cuda")]
         if _native {
             return native::iterate(x, &program, tuned, &others);
@@ -130,11 +131,14 @@ impl MatrixOps for CubeBackend {
     ) -> Float {
         let (norms, tensors) = (unshared(norms), tensors.0);
         let dtype = tensors[0].dtype;
-        let tensors = tensors.into_iter().zip(firsts).map(|(tensor, first)| {
-            let length = tensor.shape().num_elements();
-            (part(&contiguous(tensor, dtype), 1, length), first)
-        });
-        let tensors: Vec<_> = tensors.collect();
+        let tensors: Vec<_> = tensors
+            .into_iter()
+            .zip(firsts)
+            .map(|(tensor, first)| {
+                let length = tensor.shape().num_elements();
+                (part(&contiguous(tensor, dtype), 1, length), first)
+            })
+            .collect();
         let of_rows = RowNorms { handle: norms.handle.clone(), partials: norms.shape()[1] };
         let dtype = dtype_to_elem_type(dtype);
         fused::norms(&norms.client, &tensors, elements, &of_rows, dtype).expect(VALIDATED);

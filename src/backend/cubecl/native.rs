@@ -177,8 +177,8 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
     let (native, order) = native_in_order(index, element)?;
     let shape @ [k, m, n] = x.shape().dims();
     let buffers = Buffers::of(program);
-    let bytes = buffers.elements([m, n]).map(|elements| k * elements * x.dtype.size());
-    let bytes: Vec<usize> = bytes.collect();
+    let bytes: Vec<usize> =
+        buffers.elements([m, n]).map(|elements| k * elements * x.dtype.size()).collect();
     let launches = |addresses: &[u64]| {
         let steps = buffers.steps(program).map(|(step, operands, result)| {
             let operands: Vec<u64> = operands.into_iter().map(|buffer| addresses[buffer]).collect();
@@ -206,8 +206,8 @@ fn try_iterate(x: &Float, program: &Program) -> Result<Float, NotRun> {
             Err(Refusal(reason)) => log::debug!("an iteration is not recorded: {reason}"),
         }
     }
-    // What lies between input and result is one buffer: to allocate and to pin one waits for the
-    // device's thread. The result is alone in its buffer, which it keeps.
+    // Everything between input and result is in one buffer: to allocate and to pin one waits for
+    // the device's thread. The result is alone in its buffer, which it keeps.
     let is_scratch = |buffer: usize| buffer != 0 && buffer != result;
     let mut starts = vec![0; bytes.len()];
     let mut scratch = 0;

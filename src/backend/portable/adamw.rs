@@ -3,8 +3,8 @@
 use burn::tensor::{Tensor, s};
 
 use crate::backend::FiniteMask;
-use crate::backend::norms::scaled;
 use crate::backend::ops::{AdamWControls, AdamWStep, ElementwiseRows, Moments};
+use crate::backend::precise::scaled;
 
 /// [`AdamWOps::adamw`](crate::backend::ops::AdamWOps::adamw), for any number of parameters.
 pub fn adamw(

@@ -2,8 +2,8 @@
 
 use burn::tensor::{Tensor, s};
 
-use crate::backend::norms::scaled;
 use crate::backend::ops::{ElementwiseRows, LionStep};
+use crate::backend::precise::scaled;
 use crate::backend::{FiniteMask, precise_dtype};
 
 /// One step of several parameters: their new values, and the new momentum of all of them. A

@@ -1,7 +1,7 @@
 //! The products of the iteration.
 
-use burn::backend::{Backend, TensorMetadata, tensor::FloatTensor};
-use burn::tensor::{DType, Slice, Tensor};
+use burn::backend::{Backend, TensorMetadata, get_device_settings, tensor::FloatTensor};
+use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Slice, Tensor};
 
 /// Smallest number of rows, and smallest inner dimension, of a product that is split into block
 /// rows: below, joining the blocks costs more than the saved half. Measured on Flex; see
@@ -53,9 +53,17 @@ pub fn product_add<B: Backend>(
 }
 
 /// [`MatrixOps::plus_identity`](crate::backend::ops::MatrixOps::plus_identity).
-pub fn plus_identity(z: Tensor<3>) -> Tensor<3> {
-    let identity = Tensor::<2>::eye(z.dims()[1], &z.device()).cast(z.dtype());
-    z + identity.unsqueeze()
+pub fn plus_identity<B: Backend>(z: FloatTensor<B>) -> FloatTensor<B> {
+    let [_, m, _] = z.shape().dims();
+    let (device, dtype) = (z.device(), FloatDType::from(z.dtype()));
+    let integers = get_device_settings::<B>(&device).int_dtype;
+    let diagonal = B::int_arange(0..m as i64, &device, integers);
+    let diagonal = B::int_reshape(diagonal, [1, m].into());
+    let zeros = B::float_zeros([m, m].into(), &device, FloatDType::F32);
+    let ones = B::float_ones([1, m].into(), &device, FloatDType::F32);
+    let identity = B::float_scatter(0, zeros, diagonal, ones, IndexingUpdateOp::Add);
+    let identity = B::float_reshape(B::float_cast(identity, dtype), [1, m, m].into());
+    B::float_add(z, identity)
 }
 
 /// [`MatrixOps::normalize`](crate::backend::ops::MatrixOps::normalize).
@@ -98,4 +106,39 @@ fn lower_block_rows<B: Backend>(a: FloatTensor<B>, b: FloatTensor<B>) -> FloatTe
 
 fn ranges(ranges: [core::ops::Range<usize>; 3]) -> [Slice; 3] {
     ranges.map(Slice::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::backend::Dispatch;
+    use burn::tensor::{Device, Distribution};
+
+    use super::*;
+
+    /// In sizes that the blocks do not divide.
+    #[test]
+    fn products_in_block_rows_equal_the_plain_product() {
+        for (m, n) in [(512, 2048), (515, 2050)] {
+            assert!(symmetric_share(m, n) < 1.0, "{m}x{n} is not split");
+            let a = Tensor::<3>::random([1, m, n], Distribution::Default, &Device::default());
+            let plain = a.clone().matmul(a.clone().swap_dims(1, 2));
+            let product = Tensor::from_dispatch(syrk::<Dispatch>(a.into_dispatch()));
+            let error = (product - plain).abs().max().into_scalar::<f32>();
+            assert!(error < 1e-2, "{m}x{n}: {error}");
+        }
+        assert_eq!(symmetric_share(511, 4096), 1.0);
+    }
+
+    #[test]
+    fn the_identity_is_added_in_the_type_of_the_matrices() {
+        for dtype in [FloatDType::F32, FloatDType::BF16, FloatDType::F64] {
+            let z = Tensor::<3>::full([2, 3, 3], -0.5, &Device::default()).cast(dtype);
+            let sum: Tensor<3> =
+                Tensor::from_dispatch(plus_identity::<Dispatch>(z.into_dispatch()));
+            assert_eq!(sum.dtype(), dtype.into());
+            let expected = [[0.5, -0.5, -0.5], [-0.5, 0.5, -0.5], [-0.5, -0.5, 0.5]];
+            let values: Vec<f64> = sum.into_data().iter::<f64>().collect();
+            assert_eq!(values, [expected; 2].as_flattened().as_flattened());
+        }
+    }
 }

@@ -2,8 +2,8 @@
 
 use burn::tensor::{Tensor, s};
 
-use crate::backend::norms::scaled;
 use crate::backend::ops::{FlaggedRows, MomentumStep, MomentumUpdate, ParameterStep};
+use crate::backend::precise::scaled;
 use crate::backend::{FiniteMask, ones_where, precise_dtype};
 
 /// [`StepOps::reject`](crate::backend::ops::StepOps::reject), for one tensor.

@@ -122,21 +122,13 @@ impl Endpoint {
         // One deadline for everything: names that do not resolve yet, a rank 0 that starts late,
         // and the handshake.
         let until = Instant::now() + deadline;
-        let (stream, outcome) = loop {
-            let stream = connect(&addresses, until).map_err(|(tried, error)| {
-                failed(
-                    format!("rank 0 did not answer within {deadline:?} at {tried}: {error}"),
-                    "start rank 0, and set MASTER_ADDR and MASTER_PORT to its address",
-                )
-            })?;
-            let outcome = handshake(&stream, (rank, size), secret.as_bytes(), until);
-            // Rank 0 closes a connection at once while it has too many that are unauthenticated.
-            let retry = matches!(&outcome, Err(error) if RETRYABLE.contains(&error.kind()));
-            if !retry || Instant::now() + RETRY >= until {
-                break (stream, outcome);
-            }
-            thread::sleep(RETRY);
-        };
+        let joined = connected(&addresses, (rank, size), secret.as_bytes(), until);
+        let (stream, outcome) = joined.map_err(|(tried, error)| {
+            failed(
+                format!("rank 0 did not answer within {deadline:?} at {tried}: {error}"),
+                "start rank 0, and set MASTER_ADDR and MASTER_PORT to its address",
+            )
+        })?;
         match outcome {
             Ok(None) => {}
             Ok(Some(reason)) => {
@@ -231,6 +223,29 @@ fn resolve_address(address: &str) -> io::Result<Vec<SocketAddr>> {
     let (host, port) = address.rsplit_once(':').unwrap_or((address, ""));
     let port: u16 = port.parse().map_err(|_| io::Error::other("the address has no port"))?;
     Ok((without_brackets(host), port).to_socket_addrs()?.collect())
+}
+
+/// Connects to rank 0, and returns the outcome of the handshake.
+///
+/// # Errors
+///
+/// Those of [`connect`].
+fn connected(
+    resolve: &dyn Fn() -> io::Result<Vec<SocketAddr>>,
+    place: (usize, usize),
+    secret: &[u8],
+    until: Instant,
+) -> Result<(TcpStream, io::Result<Option<String>>), (String, io::Error)> {
+    loop {
+        let stream = connect(resolve, until)?;
+        let outcome = handshake(&stream, place, secret, until);
+        // Rank 0 closes a connection at once while it has too many that are unauthenticated.
+        let retry = matches!(&outcome, Err(error) if RETRYABLE.contains(&error.kind()));
+        if !retry || Instant::now() + RETRY >= until {
+            return Ok((stream, outcome));
+        }
+        thread::sleep(RETRY);
+    }
 }
 
 /// Connects to the first address that accepts a connection.

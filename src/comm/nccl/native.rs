@@ -77,11 +77,14 @@ fn sum_of_padded_parts(
     if counts.iter().any(|count| *count < padded) {
         let device = tensor.device();
         let zeros = Tensor::<1>::zeros([padded], (&device, DType::F32));
-        let parts = offsets(counts).into_iter().zip(counts).flat_map(|(start, count)| {
-            let filled = slices::slice(&tensor, start..start + count);
-            [filled, slices::slice(&zeros, 0..padded - count)]
-        });
-        let parts = parts.collect();
+        let parts = offsets(counts)
+            .into_iter()
+            .zip(counts)
+            .flat_map(|(start, count)| {
+                let filled = slices::slice(&tensor, start..start + count);
+                [filled, slices::slice(&zeros, 0..padded - count)]
+            })
+            .collect();
         tensor = slices::concat(parts, DType::F32, &device);
     }
     shared.start(call, tensor, padded, |arguments| {

@@ -4,11 +4,18 @@
 //! it, which a load or a map of the model may change at any time: that under which an optimizer
 //! looks for its gradient, and the leaf of the graph that has the gradient. They are read from the
 //! model at hand whenever they are needed, and never kept.
+//!
+//! Without autodiff a part has no leaf, and its [`Version`] tells whether its values may have
+//! changed.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use burn::module::{Module, Param, ParamId};
-use burn::tensor::Tensor;
+use burn::module::{
+    Content, Devices, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper, ModuleVisitor,
+    Param, ParamId,
+};
+use burn::tensor::{Device, Tensor};
 
 use super::unit::Unit;
 use crate::error::{Error, Result};
@@ -72,3 +79,55 @@ impl Visit for Collect {
         self.0.insert(parameters::path_with_parts(fields), identity);
     }
 }
+
+/// A number that a part has in common with its clones, with autodiff and without, as long as its
+/// values can't have changed: with every map of the module, it becomes another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Version(u64);
+
+impl Version {
+    pub fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+impl Module for Version {
+    fn collect_devices(&self, devices: Devices) -> Devices {
+        devices
+    }
+
+    fn fork(self, _device: &Device) -> Self {
+        Self::new()
+    }
+
+    fn to_device(self, _device: &Device) -> Self {
+        Self::new()
+    }
+
+    fn visit<V: ModuleVisitor>(&self, _visitor: &mut V) {}
+
+    fn map<M: ModuleMapper>(self, _mapper: &mut M) -> Self {
+        Self::new()
+    }
+
+    fn materialize(self) -> Self {
+        self
+    }
+
+    fn valid(&self) -> Self {
+        *self
+    }
+
+    fn train(self) -> Self {
+        self
+    }
+}
+
+impl ModuleDisplayDefault for Version {
+    fn content(&self, content: Content) -> Option<Content> {
+        Some(content)
+    }
+}
+
+impl ModuleDisplay for Version {}

@@ -1,17 +1,14 @@
 //! The division of a model's parameters among ranks.
 
 mod average;
-mod cuts;
 mod events;
 mod identity;
 mod order;
 mod owned;
 mod passes;
-mod place;
 mod shard;
 mod table;
 mod unit;
-mod units;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -20,17 +17,16 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
-pub(super) use cuts::{Cuts, SliceGroup};
-pub(super) use passes::Held;
 pub use passes::Keep;
-pub use place::Place;
+pub(super) use passes::{Held, Passes};
 pub use table::LayoutTable;
 pub(super) use unit::{BlockPart, Unit};
-pub(super) use units::Units;
 
 use super::config::CostSource;
+use super::cuts::{Cuts, SliceGroup, SliceGroups};
 use super::measured_costs::costs;
 use super::mesh::{Axis, Grid, Mesh};
+use super::place::{Place, Places};
 use super::plan::{Bucket, Parameter, Plan, PlanConfig, Slice, Work};
 use super::trained::{ModelParameter, Trained, trained};
 use crate::comm::World;
@@ -38,10 +34,8 @@ use crate::error::{Error, Result};
 use crate::gradients::GradientBuffer;
 use crate::muon::MuonConfig;
 use crate::parameters::{self, Found, Placement};
-use cuts::SliceGroups;
 use identity::Identities;
-use passes::{Limits, Passes};
-use place::Places;
+use passes::{Groups, Limits};
 use unit::Position;
 
 /// The defaults of [`Layout::with_ahead_mb`] and [`Layout::with_in_flight_mb`].
@@ -267,10 +261,19 @@ impl Layout {
         self.mesh.world()
     }
 
-    /// The owned parameters of the model that was divided.
-    pub(super) fn units(&self) -> Units {
-        let passes = self.sharded().map(|sharded| sharded.passes.clone());
-        Units::new(passes, self.micro_batches.clone())
+    /// The passes of the model that was divided; of none, if there is no such model.
+    pub(super) fn passes(&self) -> Arc<Passes> {
+        match self.sharded() {
+            Some(sharded) => sharded.passes.clone(),
+            None => {
+                let groups = Groups { world: self.world().clone(), by_axes: BTreeMap::new() };
+                Arc::new(self.passes_of(groups, vec![]))
+            }
+        }
+    }
+
+    fn passes_of(&self, groups: Groups, units: Vec<Arc<Unit>>) -> Passes {
+        Passes::new(groups, units, self.limits(), self.micro_batches.clone())
     }
 
     /// This rank's slices of the model that was divided.
@@ -491,7 +494,7 @@ impl Layout {
     ///
     /// As [`backward`](Self::backward).
     pub fn discard(&self) -> Result<()> {
-        self.units().discard()
+        self.passes().discard()
     }
 
     fn micro_batches(&self) -> std::sync::MutexGuard<'_, GradientBuffer> {
@@ -621,7 +624,7 @@ impl Layout {
             .filter(|found| found.is_adapter)
             .flat_map(|factor| [factor.path.clone(), factor.weight().to_owned()])
             .collect();
-        let cuts = self.cuts(&found, routing.routes(), &places)?;
+        let cuts = Cuts::of(&self.mesh, &found, routing.routes(), &places)?;
         for found in &mut found {
             found.placement = self.placement(found, &places, &cuts);
             let is_divided =
@@ -634,6 +637,19 @@ impl Layout {
             }
         }
         let Trained { model, planned, .. } = trained(&routing, &found, &cuts)?;
+        self.ensure_unmixed(&model, &planned)?;
+        let costs = costs(CostSource::Operations, self.world(), &planned, &routing.updates().muon)?;
+        let plan = Plan::new(planned, self.world().size(), &PlanConfig::default(), &costs)?;
+        let owners = plan.parameters().iter().zip(plan.owners());
+        let owners: Vec<Vec<usize>> =
+            owners.map(|(parameter, owners)| self.in_order(parameter, owners)).collect();
+        let units = self.units(&model, &plan, &owners);
+        let planned = plan.parameters().iter().cloned().zip(owners).collect();
+        Ok(Division { units, planned, found, cuts })
+    }
+
+    /// Fails for a parameter to be divided of which Muon updates some blocks and AdamW others.
+    fn ensure_unmixed(&self, model: &[ModelParameter], planned: &[Parameter]) -> Result<()> {
         let is_mixed = |parameter: &&ModelParameter| {
             let works = || planned[parameter.trained.clone()].iter();
             let is_matrices = |planned: &Parameter| matches!(planned.work, Work::Matrices { .. });
@@ -646,30 +662,28 @@ impl Layout {
             let remedy = "leave it on all ranks, or split it without `leave`";
             return Err(Error::parameter(&mixed.path, self.world().rank(), reason, remedy));
         }
-        let costs = costs(CostSource::Operations, self.world(), &planned, &routing.updates().muon)?;
-        let ranks = self.world().size();
-        let plan = Plan::new(planned, ranks, &PlanConfig::default(), &costs)?;
-        let owners = plan.parameters().iter().zip(plan.owners());
-        let owners: Vec<Vec<usize>> =
-            owners.map(|(parameter, owners)| self.in_order(parameter, owners)).collect();
+        Ok(())
+    }
+
+    /// The parameters whose gradients the backward pass reduces, with the owners of their blocks.
+    fn units(
+        &self,
+        model: &[ModelParameter],
+        plan: &Plan,
+        owners: &[Vec<usize>],
+    ) -> Vec<Arc<Unit>> {
         let reduced = model.iter().filter(|parameter| parameter.placement.reduces_in_backward());
         let unit = |(index, parameter): (usize, &ModelParameter)| {
             let trained = parameter.trained.clone();
             let (blocks, owners) = (&plan.parameters()[trained.clone()], &owners[trained]);
             let axes = blocks[0].cut_axes();
             let grid = self.grid(axes);
-            let bucket = Bucket::of_one(blocks, owners, ranks);
+            let bucket = Bucket::of_one(blocks, owners, plan.world_size());
             let bucket = bucket.of_slice(blocks, &grid.ranks, grid.slice);
-            Arc::new(Unit::new(
-                index,
-                parameter,
-                bucket,
-                (&self.positions(axes, &grid), grid.replica),
-            ))
+            let positions = self.positions(axes, &grid);
+            Arc::new(Unit::new(index, parameter, bucket, (&positions, grid.replica)))
         };
-        let units = reduced.enumerate().map(unit).collect();
-        let planned = plan.parameters().iter().cloned().zip(owners).collect();
-        Ok(Division { units, planned, found, cuts })
+        reduced.enumerate().map(unit).collect()
     }
 
     /// The ranks by their slices of parameters that are cut along some axes.

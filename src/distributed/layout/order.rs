@@ -1,5 +1,7 @@
 //! The order of the uses in a pass, predicted by the pass before.
 
+use std::collections::BTreeMap;
+
 /// The parameters that are used in a pass, in order.
 #[derive(Debug, Default)]
 pub struct Order {
@@ -32,9 +34,64 @@ impl Order {
     }
 }
 
+/// The parameter that was used after each, where no call ends a pass: in evaluation. Its memory
+/// does not grow with the passes.
+#[derive(Debug, Default)]
+pub struct Successors {
+    first: Option<usize>,
+    last: Option<usize>,
+    after: BTreeMap<usize, usize>,
+}
+
+impl Successors {
+    /// Adds a use. Returns the uses that come next if each parameter follows the same as before, up
+    /// to the first of the passes: another pass may never come.
+    pub fn next(&mut self, index: usize) -> Vec<usize> {
+        // A parameter that is used twice in a row is there already.
+        if let Some(last) = self.last.replace(index).filter(|last| *last != index) {
+            self.after.insert(last, index);
+        }
+        let first = *self.first.get_or_insert(index);
+        let mut next = vec![];
+        let mut following = self.after.get(&index);
+        while let Some(index) = following.filter(|next_index| **next_index != first) {
+            if next.contains(index) {
+                break;
+            }
+            next.push(*index);
+            following = self.after.get(index);
+        }
+        next
+    }
+
+    /// Ends all passes: the next use is the first of another.
+    pub fn end(&mut self) {
+        (self.first, self.last) = (None, None);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_evaluation_is_predicted_by_what_followed_each_parameter() {
+        let mut order = Successors::default();
+        let mut pass = |uses: &[usize]| -> Vec<Vec<usize>> {
+            uses.iter().map(|index| order.next(*index)).collect()
+        };
+        assert_eq!(pass(&[3, 1, 2]), [const { Vec::<usize>::new() }; 3]);
+        assert_eq!(pass(&[3, 1, 2]), [vec![1, 2], vec![2], vec![]]);
+        // Another way is followed from its second time on.
+        assert_eq!(pass(&[3, 4, 2]), [vec![1, 2], vec![], vec![]]);
+        assert_eq!(pass(&[3, 4, 2]), [vec![4, 2], vec![2], vec![]]);
+        // A parameter that is used twice, and the first one again at the end, which can't be told
+        // from the begin of another pass.
+        _ = pass(&[3, 1, 1, 2, 3]);
+        assert_eq!(pass(&[3, 1, 1, 2, 3])[1..], [vec![2], vec![2], vec![], vec![1, 2]]);
+        order.end();
+        assert_eq!(order.next(1), [2]);
+    }
 
     #[test]
     fn a_pass_is_predicted_by_the_one_before() {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use burn::module::{Module, Param, Reparameterization};
 use burn::tensor::Tensor;
 
+use super::identity::Version;
 use super::passes::Passes;
 use super::unit::Unit;
 use crate::parameters::{OWNED, REDUCED};
@@ -17,6 +18,7 @@ pub struct Owned {
     /// Flat, so that optimizers of single elements may update it, and no other takes it for a
     /// matrix.
     pub part: Param<Tensor<1>>,
+    pub version: Version,
     #[module(skip)]
     pub unit: Arc<Unit>,
     #[module(skip)]
@@ -27,7 +29,7 @@ impl Reparameterization for Owned {
     const NAME: &'static str = OWNED;
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        self.passes.use_whole(&self.unit, self.part.val(), base.shape())
+        self.passes.use_whole(&self.unit, (self.part.val(), self.version), base.shape())
     }
 }
 

@@ -7,9 +7,10 @@
 //! A forward pass can't return an error. After a failure, values are NaN, nothing is sent, and
 //! [`Passes::finish`] returns the error.
 
+mod step;
 mod unused;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use burn::module::ParamId;
@@ -17,9 +18,10 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Shape, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::MicroBatches;
 use super::events::{Event, Events};
-use super::identity::Identities;
-use super::order::Order;
+use super::identity::{Identities, Version};
+use super::order::{Order, Successors};
 use super::unit::Unit;
 use crate::backend::precise_dtype;
 use crate::checks::ensure_computed;
@@ -58,11 +60,14 @@ pub struct Limits {
     pub allows_unused: bool,
 }
 
-/// The collectives of the passes of one rank.
+/// The collectives of the passes of one rank, on the parameters whose gradients they reduce. There
+/// may be none.
 #[derive(Debug)]
 pub struct Passes {
     groups: Groups,
     units: Vec<Arc<Unit>>,
+    by_path: HashMap<String, Arc<Unit>>,
+    micro_batches: MicroBatches,
     limits: Limits,
     clock: Clock,
     state: Mutex<State>,
@@ -150,6 +155,8 @@ struct State {
     forward: Order,
     /// The parameters that are gathered again in the backward pass.
     backward: Order,
+    /// The parameters that are used without gradients.
+    evaluation: Successors,
     events: Events,
     is_micro_batch: bool,
     /// `true` while the values are read for other purposes than a pass.
@@ -169,14 +176,16 @@ struct State {
 /// The uses of a parameter in a pass.
 #[derive(Debug, Default)]
 struct Uses {
-    /// The part that was last seen, and its identity.
-    part: Option<(u64, Tensor<1>)>,
+    /// The part that was last used with a gradient, or that a step has made.
+    part: Option<(Values, Tensor<1>)>,
+    /// The part that was last used without a gradient.
+    evaluated: Option<(Values, Tensor<1>)>,
     /// The part of the last step, if it has arrived and was not used yet.
     published: Option<Tensor<1>>,
     /// The whole that is gathered ahead of its use.
     ahead: Option<Ahead>,
-    /// The whole for a backward pass, with the identity of its part, if others do not use it.
-    kept: Option<(u64, Tensor<1>)>,
+    /// The whole for a backward pass, with the values of its part, if others do not use it.
+    kept: Option<(Values, Tensor<1>)>,
     /// The uses of each of its values, in the order of their first uses: of the model's, and of
     /// those of clones with other values.
     leaves: Vec<LeafUses>,
@@ -248,20 +257,36 @@ impl Uses {
     }
 }
 
+/// The identity of a part's values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Values {
+    /// The leaf of a graph.
+    Leaf(u64),
+    /// A part's without autodiff.
+    Version(Version),
+}
+
 /// A whole that is gathered, or on its way.
 #[derive(Debug)]
 struct Ahead {
-    /// Identity of the part that it was gathered from. `None` for one that was not used yet.
-    part: Option<u64>,
+    /// The values that it was gathered from. `None` for a part that was not used yet.
+    part: Option<Values>,
     whole: Option<Tensor<1>>,
 }
 
 impl Passes {
-    pub fn new(groups: Groups, units: Vec<Arc<Unit>>, limits: Limits) -> Self {
+    pub fn new(
+        groups: Groups,
+        units: Vec<Arc<Unit>>,
+        limits: Limits,
+        micro_batches: MicroBatches,
+    ) -> Self {
+        let by_path = units.iter().map(|unit| (unit.path.clone(), unit.clone())).collect();
         let uses = units.iter().map(|_| Uses::default()).collect();
         let mut state = State::default();
         state.uses = uses;
-        Self { groups, units, limits, clock: Clock::default(), state: Mutex::new(state) }
+        let (clock, state) = (Clock::default(), Mutex::new(state));
+        Self { groups, units, by_path, micro_batches, limits, clock, state }
     }
 
     pub fn units(&self) -> &[Arc<Unit>] {
@@ -276,15 +301,19 @@ impl Passes {
     pub fn use_whole<const D: usize>(
         self: &Arc<Self>,
         unit: &Arc<Unit>,
-        part: Tensor<1>,
+        (part, version): (Tensor<1>, Version),
         shape: Shape,
     ) -> Tensor<D> {
         let State { is_reading, is_unused, .. } = *self.state();
         let is_trained = part.is_require_grad() && !is_reading;
-        let part_id = identity(&part);
+        let values = identity(&part).map_or(Values::Version(version), Values::Leaf);
         let inner = part.clone().without_autodiff();
         let device = inner.device();
-        let mut whole = self.gather(unit, (part_id, inner), is_trained).reshape(shape.clone());
+        let whole = match is_trained {
+            true => self.gather(unit, (values, inner)),
+            false => self.gather_evaluated(unit, (values, inner), is_reading),
+        };
+        let mut whole = whole.reshape(shape.clone());
         if is_unused {
             // No layer reads it: one element in memory.
             whole = Tensor::<D>::zeros([1; D], (&device, unit.dtype)).expand(shape);
@@ -303,7 +332,7 @@ impl Passes {
             Keep::Nothing => {
                 let (from, of) = (Arc::downgrade(self), unit.clone());
                 link.made_again(move |part| match from.upgrade() {
-                    Some(passes) => passes.gather_again(&of, (part_id, part)),
+                    Some(passes) => passes.gather_again(&of, (values, part)),
                     None => of.nan(&part.device()),
                 })
             }
@@ -356,39 +385,57 @@ impl Passes {
     }
 
     /// The whole for a forward pass.
-    fn gather(&self, unit: &Unit, part: (Option<u64>, Tensor<1>), is_trained: bool) -> Tensor<1> {
+    fn gather(&self, unit: &Unit, part: (Values, Tensor<1>)) -> Tensor<1> {
         let mut state = self.state();
-        let next = match is_trained {
-            true => state.forward.next(unit.index).to_vec(),
-            false => vec![],
-        };
-        self.gathered(&mut state, unit, part, &next)
+        let next = state.forward.next(unit.index).to_vec();
+        state.uses[unit.index].part = Some(part.clone());
+        self.gathered(&mut state, unit, part, |state| self.start_next(state, &next))
+    }
+
+    /// The whole for a pass without a gradient. The next ones are only gathered if the part is that
+    /// of the pass before: those of a model with new values are not known yet.
+    fn gather_evaluated(
+        &self,
+        unit: &Unit,
+        part: (Values, Tensor<1>),
+        is_reading: bool,
+    ) -> Tensor<1> {
+        let mut state = self.state();
+        if is_reading {
+            return self.gathered(&mut state, unit, part, |_| Ok(()));
+        }
+        let next = state.evaluation.next(unit.index);
+        let before = state.uses[unit.index].evaluated.replace(part.clone());
+        let is_known = before.is_some_and(|(values, _)| values == part.0);
+        let next = if is_known { next } else { vec![] };
+        self.gathered(&mut state, unit, part, |state| self.start_next_evaluated(state, &next))
     }
 
     /// The whole for a backward pass.
-    fn gather_again(&self, unit: &Unit, part: (Option<u64>, Tensor<1>)) -> Tensor<1> {
+    fn gather_again(&self, unit: &Unit, part: (Values, Tensor<1>)) -> Tensor<1> {
         let mut state = self.state();
-        if let Some((id, whole)) = &state.uses[unit.index].kept
-            && part.0 == Some(*id)
+        if let Some((values, whole)) = &state.uses[unit.index].kept
+            && part.0 == *values
         {
             return whole.clone();
         }
         let next = state.backward.next(unit.index).to_vec();
-        self.gathered(&mut state, unit, part, &next)
+        state.uses[unit.index].part = Some(part.clone());
+        self.gathered(&mut state, unit, part, |state| self.start_next(state, &next))
     }
 
-    /// The whole, or NaN after a failure. Starts to gather the parameters that are `next`.
+    /// The whole, or NaN after a failure. Starts to gather the parameters that are used next.
     fn gathered(
         &self,
         state: &mut State,
         unit: &Unit,
-        (part_id, part): (Option<u64>, Tensor<1>),
-        next: &[usize],
+        part: (Values, Tensor<1>),
+        start_next: impl FnOnce(&mut State) -> Result<()>,
     ) -> Tensor<1> {
-        let device = part.device();
+        let device = part.1.device();
         let gathered = self.attempt(state, |state| {
-            self.take_or_start(state, unit, (part_id, part))?;
-            self.start_next(state, next)?;
+            self.take_or_start(state, unit, part)?;
+            start_next(state)?;
             loop {
                 if let Some(Ahead { whole: Some(_), .. }) = &state.uses[unit.index].ahead {
                     return Ok(state.take_ahead(unit).expect("the whole was found above"));
@@ -404,16 +451,10 @@ impl Passes {
         &self,
         state: &mut State,
         unit: &Unit,
-        (part_id, part): (Option<u64>, Tensor<1>),
+        (values, part): (Values, Tensor<1>),
     ) -> Result<()> {
-        let uses = &mut state.uses[unit.index];
-        if let Some(id) = part_id {
-            uses.part = Some((id, part.clone()));
-        }
-        match &uses.ahead {
-            Some(ahead) if part_id.is_some() && ahead.part == part_id => {
-                return Ok(());
-            }
+        match &state.uses[unit.index].ahead {
+            Some(ahead) if ahead.part == Some(values) => return Ok(()),
             Some(_) => {
                 // The part of another model, such as an average of the weights.
                 while state.uses[unit.index]
@@ -427,14 +468,14 @@ impl Passes {
             }
             None => {}
         }
-        self.start_gathering(state, unit, part_id, part)
+        self.start_gathering(state, unit, Some(values), part)
     }
 
     fn start_gathering(
         &self,
         state: &mut State,
         unit: &Unit,
-        part_id: Option<u64>,
+        values: Option<Values>,
         part: Tensor<1>,
     ) -> Result<()> {
         let sharing = self.groups.of(unit).sharing.comm();
@@ -444,7 +485,7 @@ impl Passes {
         state.flights.push_back(Flight::Gathering(unit.index, pending));
         state.ahead += unit.bytes();
         state.observe();
-        state.uses[unit.index].ahead = Some(Ahead { part: part_id, whole: None });
+        state.uses[unit.index].ahead = Some(Ahead { part: values, whole: None });
         Ok(())
     }
 
@@ -469,6 +510,22 @@ impl Passes {
                 (None, None) => return Ok(()),
             };
             self.start_gathering(state, unit, id, part)?;
+        }
+        Ok(())
+    }
+
+    /// [`start_next`](Self::start_next) in a pass without gradients.
+    fn start_next_evaluated(&self, state: &mut State, next: &[usize]) -> Result<()> {
+        for index in next {
+            let (unit, uses) = (&self.units[*index], &state.uses[*index]);
+            let Some((values, part)) = uses.evaluated.clone().filter(|_| uses.ahead.is_none())
+            else {
+                continue;
+            };
+            if state.ahead + unit.bytes() > self.limits.ahead {
+                return Ok(());
+            }
+            self.start_gathering(state, unit, Some(values), part)?;
         }
         Ok(())
     }
@@ -681,6 +738,11 @@ impl Passes {
     /// Ends a pass without a result: forgets its gradients, and the gradients of earlier
     /// micro-batches. All ranks make this call.
     pub fn discard(&self) -> Result<()> {
+        let mut earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(earlier.take_sum());
+        if self.units.is_empty() {
+            return Ok(());
+        }
         let mut state = self.state();
         for uses in state.uses.iter_mut().flat_map(|uses| &mut uses.leaves) {
             (uses.sum, uses.micro_batches) = (None, None);
@@ -705,6 +767,7 @@ impl Passes {
         self.clock.reset();
         state.forward.end();
         state.backward.end();
+        state.evaluation.end();
         // Parameters gathered ahead for uses that did not come are dropped.
         (state.ahead, state.kept, state.partial) = (0, 0, None);
         for uses in &mut state.uses {
@@ -814,7 +877,7 @@ impl Passes {
 
     /// Starts to gather a part from the shards that its replicas updated. Its first use waits for
     /// the result.
-    pub fn publish_later(&self, unit: &Unit, shard: Tensor<1>) -> Result<()> {
+    fn publish_at_first_use(&self, unit: &Unit, shard: Tensor<1>) -> Result<()> {
         let pending = self.replicas(unit).all_gather(shard, &unit.shard_counts().to_vec())?;
         let mut state = self.state();
         state.publishing.push_back((unit.index, pending));
@@ -824,12 +887,16 @@ impl Passes {
 
     /// This rank's new part of a parameter, or NaN after a failure.
     pub fn await_part(&self, unit: &Unit, device: &Device) -> Tensor<1> {
+        if unit.part_count() == 0 {
+            // A parameter has an element at least.
+            return Tensor::zeros([1], (device, unit.dtype));
+        }
         let mut state = self.state();
         let part = self.attempt(&mut state, |state| {
             self.land_publication(state, unit)?;
             Ok(state.uses[unit.index].published.clone())
         });
-        let nan = || Tensor::full([unit.part_count().max(1)], f32::NAN, (device, unit.dtype));
+        let nan = || Tensor::full([unit.part_count()], f32::NAN, (device, unit.dtype));
         part.flatten().unwrap_or_else(nan)
     }
 
@@ -860,19 +927,23 @@ impl Passes {
 
     /// Forgets the parts that were used, so that a step has the only reference to them.
     pub fn forget_parts(&self) {
-        let forget = |uses: &mut Uses| uses.part = None;
+        let forget = |uses: &mut Uses| {
+            uses.part = None;
+            // Those with a leaf are frozen.
+            uses.evaluated.take_if(|(values, _)| matches!(values, Values::Version(_)));
+        };
         self.state().uses.iter_mut().for_each(forget);
     }
 
     /// Remembers the new part of a parameter, so that it is gathered ahead of its next use.
     pub fn remember_part<const D: usize>(&self, unit: &Unit, part: &Tensor<D>) {
         let value = part.clone().without_autodiff().reshape([-1]);
-        let (id, mut state) = (identity(part), self.state());
+        let (values, mut state) = (identity(part).map(Values::Leaf), self.state());
         let uses = &mut state.uses[unit.index];
-        (uses.part, uses.published) = (id.map(|id| (id, value)), None);
+        (uses.part, uses.published) = (values.map(|values| (values, value)), None);
         if let Some(ahead) = &mut uses.ahead {
             // Gathered before the part was used, it had no identity.
-            ahead.part = ahead.part.or(id);
+            ahead.part = ahead.part.or(values);
         }
     }
 }

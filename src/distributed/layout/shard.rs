@@ -7,6 +7,7 @@ use burn::module::{Module, Param, ParamId, Reparameterizer};
 use burn::tensor::{Shape, Tensor};
 use serde::Serialize;
 
+use super::identity::Version;
 use super::owned::{Owned, Reduced};
 use super::passes::{Group, Groups, Keep, Passes};
 use super::unit::{Position, Unit};
@@ -55,8 +56,8 @@ impl Layout {
         if units.is_empty() && cuts.is_empty() {
             return world.broadcast(model);
         }
-        let groups = self.slice_groups(&cuts)?;
-        let passes = Arc::new(Passes::new(self.groups(&units)?, units, self.limits()));
+        let groups = cuts.groups(&self.mesh)?;
+        let passes = Arc::new(self.passes_of(self.groups(&units)?, units));
         let (owned, mut error) = (by_path(&passes, Placement::Owned), None);
         let model = model.apply_reparameterization(Shard {
             world,
@@ -305,7 +306,7 @@ impl Reparameterizer for Shard<'_> {
         let (unit, passes) = (unit.clone(), self.passes.clone());
         passes.remember_part(&unit, &part);
         let part = Param::initialized(id, part);
-        (base.set_require_grad(false), Some(Owned { part, unit, passes }))
+        (base.set_require_grad(false), Some(Owned { part, version: Version::new(), unit, passes }))
     }
 }
 

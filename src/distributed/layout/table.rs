@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use comfy_table::{Table, presets};
 
-use super::cuts::Cuts;
 use super::unit::Unit;
+use crate::distributed::cuts::Cuts;
 use crate::distributed::plan::Counts;
 use crate::parameters::Found;
 

@@ -239,27 +239,13 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
         valid: ValidLoader<M>,
         starting_epoch: usize,
     ) -> (M, SupervisedTrainingEventProcessor<M>) {
-        let (devices, size) = match &self.ranks {
-            Ranks::Threads(devices) => (devices.clone(), devices.len()),
-            Ranks::Process(world) => (vec![world.device().clone()], world.size()),
-        };
-        let with_autodiff = |device: Device| match device.is_autodiff() {
-            true => device,
-            false => device.autodiff(),
-        };
-        let devices: Vec<Device> = devices.into_iter().map(with_autodiff).collect();
-        let first_rank = match &self.ranks {
-            Ranks::Threads(_) => 0,
-            Ranks::Process(world) => world.rank(),
-        };
+        let (devices, first, size) = (self.ranks.devices(), self.ranks.first(), self.ranks.count());
+        let (initial_model, interrupter) = (learner.model(), components.interrupter.clone());
         let in_processes = matches!(self.ranks, Ranks::Process(_));
-        let initial_model = learner.model();
-        let interrupter = components.interrupter.clone();
-        // `World::threads_within` rejects an empty list of devices later.
-        let items_per_rank = train.num_items() / size.max(1);
+        let inputs = RankInputs::of_ranks(&learner, &train, &valid, &self.ranks);
         let run = Run {
             state: States::new(Archive::from_record(state(&learner, &components.event_store))),
-            items: [items_per_rank * size, valid.num_items()],
+            items: [items_per_rank::<M>(&train, size) * size, valid.num_items()],
             epochs: starting_epoch..=components.num_epochs,
             accumulation: components.grad_accumulation.unwrap_or(1),
             saves: components.checkpointer.is_some(),
@@ -274,89 +260,13 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
             checkpointer: components.checkpointer,
             early_stopping: components.early_stopping,
         }));
-        // The inputs can't be shared between threads: they are made here, and each rank takes one
-        // element.
-        let boundary = |rank: usize| rank * valid.num_items() / size;
-        let inputs = devices.iter().enumerate().map(|(index, device)| {
-            let rank = first_rank + index;
-            let validated = match in_processes {
-                true => valid.clone(),
-                false => valid.slice(boundary(rank), boundary(rank + 1)),
-            };
-            let spare = valid.slice(0, valid.num_items().min(1));
-            let inner = device.clone().inner();
-            Mutex::new(Some(RankInputs {
-                learner: learner.clone(),
-                model: initial_model.clone().fork(device),
-                train: train
-                    .slice(rank * items_per_rank, (rank + 1) * items_per_rank)
-                    .to_device(device),
-                valid: validated.to_device(&inner),
-                spare: spare.to_device(&inner),
-            }))
-        });
-        let inputs: Vec<_> = inputs.collect();
-
-        let train_rank = |world: World| {
-            let RankInputs { learner, model, train, valid, spare } =
-                take(&inputs[world.rank() - first_rank]);
+        let outcome = self.run_ranks(devices, |world| {
+            let inputs = take(&inputs[world.rank() - first]);
             let main = world.is_main().then(|| take(&main_parts));
-            world.same_config(&json!({
-                "training items": run.items[0],
-                "epochs": run.epochs,
-                "batches per step": run.accumulation,
-            }))?;
-            ensure_unscaled(&self.config)?;
-            let qk_clip = self.qk_clip.as_ref();
-            let qk_clip = qk_clip.map(|(config, logits)| Ok((config.init(&model)?, logits)));
-            let layout = (self.layout.0)(&world)?;
-            world.agree(layout.ensure_whole_layers())?;
-            world.agree(ensure_loadable(run.saves, &model, world.rank()))?;
-            let model = layout.shard(model)?;
-            let optim = self.config.init_on(&layout, &model)?;
-            let mut optim = optim.load_states(&run.state)?;
-            if world.is_main() {
-                optim.count_skipped_in(&self.skipped);
-            }
-            let mut worker = Worker {
-                run: &run,
-                saves: world.any(run.saves)?,
-                qk_clip: world.agree(qk_clip.transpose())?,
-                world,
-                optim,
-                layout,
-                model: Some(model),
-                steps: 0,
-                learner,
-                train,
-                valid,
-                spare,
-                main,
-            };
-            worker.fit()?;
-            worker.whole()
-        };
-        let train_rank_catching_panics = |world: World| {
-            let device_id = world.rank();
-            let failure = |message| RankFailure(WorkerFailure { device_id, message });
-            match catch_unwind(AssertUnwindSafe(|| train_rank(world))) {
-                Ok(outcome) => outcome.map_err(|error: Error| failure(error.to_string())),
-                Err(panic) => Err(failure(message(panic.as_ref()).to_owned())),
-            }
-        };
-        let outcome = match &self.ranks {
-            Ranks::Threads(_) => {
-                World::threads_within(self.deadline, devices, train_rank_catching_panics)
-            }
-            Ranks::Process(world) => {
-                let outcome = train_rank_catching_panics(world.clone());
-                // The others wait for this rank until they are told.
-                let failed = |failure: &RankFailure| world.comm().fail(&failure.to_string());
-                outcome.inspect_err(failed).map(|model| vec![model])
-            }
-        };
+            self.train_rank(world, &run, inputs, main)
+        });
         let model = match outcome {
-            Ok(mut models) => models.swap_remove(0),
+            Ok(model) => model,
             Err(RankFailure(failure)) => {
                 // A program may ignore the error of the result, and save the initial model.
                 log::error!("the training ended with the initial model: {}", failure.message);
@@ -366,6 +276,116 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
         };
         (model, run.processor.into_inner().expect("no holder of the lock panics"))
     }
+}
+
+impl DistMuonStrategy {
+    /// Trains on all ranks of this process, and returns the model of the first one. A panic of a
+    /// rank is its failure.
+    fn run_ranks<M: Send>(
+        &self,
+        devices: Vec<Device>,
+        train: impl Fn(World) -> Result<M> + Sync,
+    ) -> Result<M, RankFailure> {
+        let train = |world: World| {
+            let device_id = world.rank();
+            let failure = |message| RankFailure(WorkerFailure { device_id, message });
+            match catch_unwind(AssertUnwindSafe(|| train(world))) {
+                Ok(outcome) => outcome.map_err(|error: Error| failure(error.to_string())),
+                Err(panic) => Err(failure(message(panic.as_ref()).to_owned())),
+            }
+        };
+        match &self.ranks {
+            Ranks::Threads(_) => {
+                let models = World::threads_within(self.deadline, devices, train);
+                models.map(|mut models| models.swap_remove(0))
+            }
+            Ranks::Process(world) => {
+                // The others wait for this rank until they are told.
+                let failed = |failure: &RankFailure| world.comm().fail(&failure.to_string());
+                train(world.clone()).inspect_err(failed)
+            }
+        }
+    }
+
+    /// Trains on one rank. All ranks make this call.
+    fn train_rank<M: LearnerModel>(
+        &self,
+        world: World,
+        run: &Run<M>,
+        RankInputs { learner, model, train, valid, spare }: RankInputs<M>,
+        main: Option<MainParts<M>>,
+    ) -> Result<M> {
+        world.same_config(&json!({
+            "training items": run.items[0],
+            "epochs": run.epochs,
+            "batches per step": run.accumulation,
+        }))?;
+        ensure_unscaled(&self.config)?;
+        let qk_clip = self.qk_clip.as_ref();
+        let qk_clip = qk_clip.map(|(config, logits)| Ok((config.init(&model)?, logits)));
+        let layout = (self.layout.0)(&world)?;
+        world.agree(layout.ensure_whole_layers())?;
+        world.agree(ensure_loadable(run.saves, &model, world.rank()))?;
+        let model = layout.shard(model)?;
+        let optim = self.config.init_on(&layout, &model)?;
+        let mut optim = optim.load_states(&run.state)?;
+        if world.is_main() {
+            optim.count_skipped_in(&self.skipped);
+        }
+        let mut worker = Worker {
+            run,
+            saves: world.any(run.saves)?,
+            qk_clip: world.agree(qk_clip.transpose())?,
+            world,
+            optim,
+            layout,
+            model: Some(model),
+            steps: 0,
+            learner,
+            train,
+            valid,
+            spare,
+            main,
+        };
+        worker.fit()?;
+        worker.whole()
+    }
+}
+
+impl Ranks {
+    /// The devices of this process's ranks, with autodiff.
+    fn devices(&self) -> Vec<Device> {
+        let with_autodiff = |device: &Device| match device.is_autodiff() {
+            true => device.clone(),
+            false => device.clone().autodiff(),
+        };
+        match self {
+            Self::Threads(devices) => devices.iter().map(with_autodiff).collect(),
+            Self::Process(world) => vec![with_autodiff(world.device())],
+        }
+    }
+
+    /// The first of this process's ranks.
+    fn first(&self) -> usize {
+        match self {
+            Self::Threads(_) => 0,
+            Self::Process(world) => world.rank(),
+        }
+    }
+
+    /// The number of all ranks.
+    fn count(&self) -> usize {
+        match self {
+            Self::Threads(devices) => devices.len(),
+            Self::Process(world) => world.size(),
+        }
+    }
+}
+
+/// The items that every rank trains on. `World::threads_within` rejects an empty list of devices
+/// later.
+fn items_per_rank<M: LearnerModel>(train: &TrainLoader<M>, ranks: usize) -> usize {
+    train.num_items() / ranks.max(1)
 }
 
 /// Fails for loss scaling, since a learner's model computes its gradients by itself, without the
@@ -425,6 +445,37 @@ struct RankInputs<M: LearnerModel> {
     train: TrainLoader<M>,
     valid: ValidLoader<M>,
     spare: ValidLoader<M>,
+}
+
+impl<M: LearnerModel> RankInputs<M> {
+    /// The inputs of this process's ranks. They can't be shared between threads: they are made
+    /// before the ranks, and each rank takes one element.
+    fn of_ranks(
+        learner: &Learner<M>,
+        train: &TrainLoader<M>,
+        valid: &ValidLoader<M>,
+        ranks: &Ranks,
+    ) -> Vec<Mutex<Option<Self>>> {
+        let (size, items, model) =
+            (ranks.count(), items_per_rank::<M>(train, ranks.count()), learner.model());
+        let boundary = |rank: usize| rank * valid.num_items() / size;
+        let inputs = (ranks.first()..).zip(ranks.devices()).map(|(rank, device)| {
+            let validated = match ranks {
+                Ranks::Process(_) => valid.clone(),
+                Ranks::Threads(_) => valid.slice(boundary(rank), boundary(rank + 1)),
+            };
+            let spare = valid.slice(0, valid.num_items().min(1));
+            let inner = device.clone().inner();
+            Mutex::new(Some(Self {
+                learner: learner.clone(),
+                model: model.clone().fork(&device),
+                train: train.slice(rank * items, (rank + 1) * items).to_device(&device),
+                valid: validated.to_device(&inner),
+                spare: spare.to_device(&inner),
+            }))
+        });
+        inputs.collect()
+    }
 }
 
 /// The parts of a training run that only rank 0 has.

@@ -24,6 +24,10 @@ pub struct StepControls {
 /// The host's decisions of a step, for every parameter.
 pub struct StepInputs {
     pub sizes: Vec<StepSize>,
+    /// Learning rates, before the factors of roles and shapes.
+    pub lrs: Vec<f64>,
+    /// `true` for parameters that have a gradient on any rank.
+    pub present: Vec<bool>,
     /// Steps that each parameter has taken part in.
     pub times: Vec<usize>,
     pub head_clip: Option<HeadClip>,

@@ -12,7 +12,7 @@ use burn::tensor::{DType, Device, Shape, Tensor};
 use super::publication::{self, Publication, at_first_use};
 use crate::backend::reshaped;
 use crate::checks::ensure_gradient_matches;
-use crate::distributed::layout::{BlockPart, Unit, Units};
+use crate::distributed::layout::{BlockPart, Passes, Unit};
 use crate::distributed::plan::Bucket;
 use crate::distributed::trained::ModelParameter;
 use crate::error::{Error, Result};
@@ -146,7 +146,7 @@ impl DetachedParameters {
         model: M,
         gradients: GradientsParams,
         known: &[ModelParameter],
-        units: &Units,
+        units: &Arc<Passes>,
         expected: Expected<'_>,
     ) -> Result<(M, Self)> {
         let trained = known.iter().map(|parameter| parameter.blocks.count()).sum();
@@ -229,7 +229,7 @@ impl DetachedParameters {
         self,
         model: M,
         known: &[ModelParameter],
-        units: &Units,
+        units: &Arc<Passes>,
         parts: Parts,
         publication: &Arc<Publication>,
     ) -> M {
@@ -272,6 +272,8 @@ pub struct Expected<'a> {
     pub device: &'a Device,
     /// `true` if the gradients of parameters in half precision may be float32.
     pub wide_gradients: bool,
+    /// `true` if the values of parameters may have been waited for at their first use.
+    pub at_first_use: bool,
 }
 
 /// The index of every path.
@@ -326,7 +328,7 @@ struct Detach<'a> {
     shaped: Shaped,
     gradients: GradientsParams,
     known: &'a [ModelParameter],
-    units: &'a Units,
+    units: &'a Arc<Passes>,
     /// `true` for parameters that are in the model.
     seen: Vec<bool>,
     expected: Expected<'a>,
@@ -362,6 +364,15 @@ impl Detach<'_> {
             );
         }
         Ok(())
+    }
+
+    /// The error of a parameter that a clone has frozen, or unfrozen.
+    fn other_training(&self, known: &ModelParameter) -> Error {
+        let reason = "it is frozen although it was set to be trained, or the other way round: a \
+                      clone of it was frozen or unfrozen before its first use after a step, and \
+                      shared the value that was on its way, or a map detached it";
+        let remedy = "freeze or unfreeze a clone after a pass of the model, or use `Publish::Now`";
+        Error::parameter(&known.path, self.expected.rank, reason, remedy)
     }
 
     /// Records an error for a parameter that is trained now and that is not in the plan.
@@ -419,9 +430,13 @@ impl Detach<'_> {
         param: Param<Tensor<D>>,
         part: Option<&Unit>,
     ) -> Param<Tensor<D>> {
+        let is_as_set = !self.expected.at_first_use || is_trained_as_set(&param);
         let (id, value, mapper) = param.consume();
         let known = &self.known[index];
-        let checked = self.check(known, part, &value);
+        let checked = match is_as_set {
+            true => self.check(known, part, &value),
+            false => Err(self.other_training(known)),
+        };
         let checked = checked.and_then(|()| self.gradient(known, id, &value));
         let placeholder = self.placeholders.of(&value);
         self.detached.ids[index] = id;
@@ -493,12 +508,19 @@ impl Detach<'_> {
     }
 }
 
+/// Returns `true` if the value of a parameter requires gradients as the parameter was set to.
+fn is_trained_as_set<const D: usize>(param: &Param<Tensor<D>>) -> bool {
+    // Only `train` reads what was set.
+    !param.val().device().is_autodiff()
+        || param.clone().train().is_require_grad() == param.is_require_grad()
+}
+
 struct Reattach<'a> {
     indices: HashMap<&'a str, usize>,
     /// By the index of the model's parameter.
     values: Vec<Option<FloatTensor<Dispatch>>>,
     known: &'a [ModelParameter],
-    units: &'a Units,
+    units: &'a Arc<Passes>,
     parts: Parts,
     /// Has the parameters without a value.
     publication: &'a Arc<Publication>,
@@ -528,7 +550,7 @@ impl parameters::Map for Reattach<'_> {
         };
         let shape = value.shape();
         let value: Tensor<D> = in_place_of(&placeholder, value.reshape(shape));
-        self.units.remember(unit, &value);
+        self.units.remember_part(unit, &value);
         Param::from_mapped_value(id, value, mapper)
     }
 }

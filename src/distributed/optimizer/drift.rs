@@ -18,7 +18,7 @@ use super::DistModuleOptimizer;
 use super::counters::COUNTERS;
 use crate::checksum;
 use crate::comm::{Communicator, World, digest, named, unequal, unite};
-use crate::distributed::layout::{Layout, Units};
+use crate::distributed::layout::{Layout, Passes};
 use crate::distributed::trained::ModelParameter;
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit};
@@ -157,7 +157,7 @@ impl From<Drift> for Error {
 struct Held<'a> {
     world: &'a World,
     layout: &'a Layout,
-    units: &'a Units,
+    units: &'a Passes,
     known: HashMap<&'a str, &'a ModelParameter>,
     groups: BTreeMap<Holders, Common>,
 }

@@ -31,7 +31,8 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 
 use super::config::{DistMuonConfig, GradDtype, Gradients, Publish};
-use super::layout::{Cuts, Held, Layout, Units};
+use super::cuts::Cuts;
+use super::layout::{Held, Layout, Passes};
 use super::measured_costs::costs;
 use super::mesh::Mesh;
 use super::plan::{Bucket, Costs, Plan, Report};
@@ -89,7 +90,7 @@ pub struct DistModuleOptimizer {
     world: World,
     layout: Layout,
     /// The parameters that are divided among ranks between steps.
-    units: Units,
+    units: Arc<Passes>,
     /// The parameters of which this rank has a slice.
     cuts: Cuts,
     routing: Routing,
@@ -177,7 +178,7 @@ impl DistModuleOptimizer {
         let clip = config.max_norm.map(|max_norm| Clip::new(max_norm, &plan, rank, &device));
         let waits_for_all = clip.is_some() || config.loss_scale.is_some();
         let stages = stages(&plan, waits_for_all);
-        let units = layout.units();
+        let units = layout.passes();
         let bytes = |parameter: &ModelParameter| {
             let elements = match units.get(&parameter.path) {
                 Some(unit) if parameter.placement.is_owned() => unit.part_count().max(1),

@@ -10,7 +10,7 @@ use crate::comm::Pending;
 use crate::distributed::plan::Bucket;
 use crate::distributed::trained::ModelParameter;
 use crate::error::{Error, Result};
-use crate::parameters::in_place_of;
+use crate::parameters::in_place_if_trained;
 use crate::slices;
 
 /// The buckets of a step that are being gathered. The first use of a parameter waits for its
@@ -149,8 +149,8 @@ pub fn at_first_use<const D: usize>(
     let take = move |device: &Device, is_trained: bool| {
         let value = publication.take(&parameter, &device.clone().inner());
         let value = value.to_device(&device.clone().inner());
-        let value = in_place_of(&placeholder, value.reshape(shape));
-        if is_trained { value } else { value.set_require_grad(false) }
+        // It may have been frozen or unfrozen since the step.
+        in_place_if_trained(&placeholder, value.reshape(shape), is_trained)
     };
     // Of a parameter that is not initialised, Burn expects the shape that is stored in files.
     let one = Tensor::<D>::zeros([1; D], &device.clone().inner()).expand(shape);

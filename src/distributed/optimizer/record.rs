@@ -25,7 +25,7 @@ use crate::checkpoint::{
     self, Archive, Checkpointed, Contents, Divided, Planned, Saving, States, TrainedPaths,
 };
 use crate::difference::{Difference, DifferenceKind};
-use crate::distributed::layout::Cuts;
+use crate::distributed::cuts::Cuts;
 use crate::distributed::plan::{Bucket, BucketKind, Piece};
 use crate::distributed::trained::Kind;
 use crate::error::{Error, Result};
@@ -344,19 +344,19 @@ impl DistModuleOptimizer {
     }
 
     /// The sharded slots of a bucket, which are the same for all of its parameters up to their
-    /// extent.
+    /// extent, and to those that only stacks have.
     fn slots(&self, bucket: &Bucket) -> Vec<Slot> {
-        self.parameter_slots(bucket.parameters[0])
+        let most = bucket.parameters.iter().map(|index| self.parameter_slots(*index));
+        most.max_by_key(Vec::len).expect("a bucket has parameters")
     }
 
     fn parameter_slots(&self, index: usize) -> Vec<Slot> {
         self.trained[index].slots(self.routing.updates())
     }
 
-    /// The slot of a parameter.
-    fn slot(&self, index: usize, name: &str) -> Slot {
-        let slot = self.parameter_slots(index).into_iter().find(|slot| slot.name == name);
-        slot.expect("all parameters of a bucket have the same slots")
+    /// The slot of a parameter, if it has it.
+    fn slot(&self, index: usize, name: &str) -> Option<Slot> {
+        self.parameter_slots(index).into_iter().find(|slot| slot.name == name)
     }
 
     /// The path of the model's parameter, and the name in its record, of a state.
@@ -368,10 +368,12 @@ impl DistModuleOptimizer {
     /// The shape of a slot in records.
     fn recorded_shape(&self, index: usize, name: &str) -> Vec<usize> {
         let parameter = &self.trained[index];
-        self.slot(index, name).extent.recorded(&parameter.shape, parameter.batch())
+        let slot = self.slot(index, name).expect("the parameter has the slot");
+        slot.extent.recorded(&parameter.shape, parameter.batch())
     }
 
-    /// A bucket of the values that a slot has instead of one per element.
+    /// A bucket of the values that a slot has instead of one per element, without the parameters
+    /// that do not have the slot.
     fn slot_values(&self, bucket: &Bucket, name: &str) -> Bucket {
         if bucket.kind != BucketKind::Matrices {
             return bucket.clone();
@@ -379,7 +381,8 @@ impl DistModuleOptimizer {
         // Every piece is one matrix.
         let values = |piece: &Piece| {
             let [_, m, n] = self.trained[piece.parameter].batch();
-            let values = self.slot(piece.parameter, name).extent.values([1, m, n]);
+            let slot = self.slot(piece.parameter, name);
+            let values = slot.map_or(0, |slot| slot.extent.values([1, m, n]));
             Piece { start: piece.start / (m * n) * values, len: values, ..*piece }
         };
         let mut pieces = bucket.pieces.iter();
@@ -394,7 +397,8 @@ impl DistModuleOptimizer {
             sum
         });
         let counts = counts.collect();
-        Bucket { pieces: bucket.pieces.iter().map(values).collect(), counts, ..bucket.clone() }
+        let pieces = bucket.pieces.iter().map(values).filter(|piece| piece.len > 0).collect();
+        Bucket { pieces, counts, ..bucket.clone() }
     }
 
     /// The identities of the model's parameters in the last step, by path.
@@ -424,7 +428,7 @@ impl DistModuleOptimizer {
         for shard in &self.shards {
             let bucket = &shard.bucket;
             for slot in self.slots(bucket) {
-                for index in bucket.by_parameter().into_keys() {
+                for index in self.slot_values(bucket, slot.name).by_parameter().into_keys() {
                     let shape = self.recorded_shape(index, slot.name);
                     plan(&mut contents, index, slot.name, slot.dtype.resolve(bucket.dtype), shape);
                 }

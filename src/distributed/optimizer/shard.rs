@@ -21,8 +21,8 @@ use crate::distributed::trained::{Kind, TrainedParameter};
 use crate::routing::Updates;
 use crate::slices;
 use crate::update::{
-    ElementwiseParameter, ElementwiseUpdate, Matrices, MuonBatch, MuonParameter, MuonUpdate,
-    Observations, Origin, Slot, Slots, StepSize, WholeParameter, WholeUpdate,
+    Clocks, ElementwiseParameter, ElementwiseUpdate, Matrices, MuonBatch, MuonParameter,
+    MuonUpdate, Observations, Origin, Slot, Slots, StepSize, WholeParameter, WholeUpdate,
 };
 
 /// A rank's part of a bucket.
@@ -32,6 +32,8 @@ pub struct Shard {
     /// This rank's part of the bucket's buffer.
     range: Range<usize>,
     update: Update,
+    /// `true` if any of the bucket's parameters is a stack of matrices.
+    has_stacks: bool,
     /// The parameters in this rank's part, in order.
     runs: Vec<Run>,
     batches: Vec<Batch>,
@@ -73,6 +75,7 @@ struct Batch {
     /// `None` unless the batch is a whole parameter.
     whole: Option<WholeRow>,
     state: Slots,
+    clocks: Clocks,
 }
 
 /// A row that is a whole parameter.
@@ -107,7 +110,7 @@ impl Shard {
         let range = bucket.shard_range(rank);
         let run = |plan::Run { parameter, elements, range }| {
             let path = parameters[parameter].path.clone();
-            let is_stack = matches!(parameters[parameter].kind, Kind::Muon { count: 2.., .. });
+            let is_stack = parameters[parameter].is_stack();
             Run { parameter, path, elements, range, is_stack }
         };
         let mut runs: Vec<Run> = bucket.runs(rank).into_iter().map(run).collect();
@@ -137,6 +140,7 @@ impl Shard {
                     matrices: None,
                     whole: None,
                     state,
+                    clocks: Clocks::default(),
                 };
                 // Not every backend accepts empty tensors.
                 (
@@ -145,8 +149,9 @@ impl Shard {
                 )
             }
         };
+        let has_stacks = bucket.parameters.iter().any(|index| parameters[*index].is_stack());
         let (bucket, device) = (bucket.clone(), device.clone());
-        Self { bucket, exchange, range, update, runs, batches, device }
+        Self { bucket, exchange, range, update, has_stacks, runs, batches, device }
     }
 
     /// The values of this rank's parameters, each where it is stored: moved out where the rank has
@@ -250,7 +255,7 @@ impl Shard {
     /// [`update`](Self::update): if the values are only needed to apply directions to them.
     pub fn separates(&self) -> bool {
         match &self.update {
-            Update::Muon(muon) => muon.separates(self.bucket.dtype),
+            Update::Muon(muon) => muon.separates(self.has_stacks, self.bucket.dtype),
             Update::Elementwise(_) | Update::Whole(_) => false,
         }
     }
@@ -297,18 +302,20 @@ impl Shard {
         share.apply(muon, directions, values, inputs)
     }
 
-    /// The values of a slot, flat, in the order of the shard.
+    /// The values of a slot, flat, in the order of the shard, of the parameters that have it.
     pub fn state(&self, slot: &str, dtype: DType) -> Tensor<1> {
-        let values = self.batches.iter().map(|batch| batch.state.get(slot));
+        let states = self.batches.iter().map(|batch| &batch.state).filter(|state| state.has(slot));
+        let values = states.map(|state| state.get(slot));
         slices::concat(values.collect(), dtype, &self.device)
     }
 
     /// Sets the values that [`state`](Self::state) returns.
     pub fn set_state(&mut self, slot: &str, values: &Tensor<1>) {
         let mut end = 0;
-        for batch in &mut self.batches {
+        for batch in self.batches.iter_mut().filter(|batch| batch.state.has(slot)) {
             let [count] = batch.state.get(slot).dims();
             batch.state.put(slot, slices::slice(values, end..end + count));
+            batch.clocks = Clocks::default();
             end += count;
         }
     }
@@ -426,21 +433,26 @@ impl Batch {
         dtype: DType,
         (controls, inputs): (&StepControls, &StepInputs),
         diverged: &mut Tensor<1>,
-        update: impl FnOnce(&MuonBatch, &mut Slots, Tensor<1>) -> (Vec<Tensor<1>>, Tensor<1>),
+        update: impl FnOnce(
+            &MuonBatch,
+            (&mut Slots, &mut Clocks),
+            Tensor<1>,
+        ) -> (Vec<Tensor<1>>, Tensor<1>),
     ) -> Vec<Tensor<1>> {
         let rows = self.matrices.as_ref().expect("a batch of matrices");
         let indices = &rows.parameters;
         let parameter = |run: &Run| MuonParameter {
             flag: run.parameter,
-            is_stack: run.is_stack,
+            is_present: inputs.present[run.parameter],
             origin: run.origin(inputs),
-            size: inputs.sizes[run.parameter],
+            lr: inputs.lrs[run.parameter],
             factors: run.factors(inputs),
         };
         let parameters: Vec<_> = runs.iter().map(parameter).collect();
         let batch = MuonBatch {
             count: self.elements.len() / self.row,
             matrices: rows.matrices,
+            is_stack: runs[0].is_stack,
             dtype,
             parameters: &parameters,
             factor: controls.factor.as_ref(),
@@ -451,7 +463,7 @@ impl Batch {
         // Moved out: with a second reference, the flags would be copied before they are written.
         let empty = slices::empty(DType::F32, &diverged.device());
         let flags = core::mem::replace(diverged, empty);
-        let (tensors, flags) = update(&batch, &mut self.state, flags);
+        let (tensors, flags) = update(&batch, (&mut self.state, &mut self.clocks), flags);
         *diverged = flags;
         tensors
     }
@@ -527,6 +539,7 @@ fn whole_batches(
             matrices: None,
             whole: Some(WholeRow { update, shape: shape.clone(), own: None }),
             state,
+            clocks: Clocks::default(),
         }
     });
     batches.collect()
@@ -555,10 +568,12 @@ fn batches(
             unreachable!("a bucket of matrices has no other parameters")
         }
     };
-    // Only parts depend on the layout.
-    let alike = |a: &Run, b: &Run| {
-        let (a, b) = (matrices(a), matrices(b));
-        a.shape == b.shape && (muon.parts.is_empty() || a.layout == b.layout)
+    // Only parts depend on the layout, and only matrices of stacks have clocks of their own.
+    let alike = |run: &Run, other: &Run| {
+        let (a, b) = (matrices(run), matrices(other));
+        a.shape == b.shape
+            && run.is_stack == other.is_stack
+            && (muon.parts.is_empty() || a.layout == b.layout)
     };
     let mut next = 0;
     let batches = runs.chunk_by(alike).map(|runs| {
@@ -566,7 +581,7 @@ fn batches(
         let [m, n] = matrices.shape;
         let elements = runs[0].range.start..runs[runs.len() - 1].range.end;
         let count = elements.len() / (m * n);
-        let slots = muon.slots(matrices, dtype);
+        let slots = muon.slots(matrices, runs[0].is_stack, dtype);
         let state = Slots::zeros(&slots, [count, m, n], &[count, m, n], dtype, device);
         let batch = Batch {
             whole: None,
@@ -579,6 +594,7 @@ fn batches(
                 parameters: indices(runs, m * n, device),
             }),
             state,
+            clocks: Clocks::default(),
         };
         next += runs.len();
         first += count;

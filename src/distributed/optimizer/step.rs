@@ -163,6 +163,7 @@ impl DistModuleOptimizer {
             rank: self.world.rank(),
             device: &self.device(),
             wide_gradients: !self.reduces() || self.grad_dtype == GradDtype::Float32,
+            at_first_use: self.publish == Publish::AtFirstUse,
         };
         let (model, detached) =
             DetachedParameters::detach(model, gradients, &self.model, &self.units, expected)?;
@@ -189,7 +190,7 @@ impl DistModuleOptimizer {
         }
 
         // The heads of a step that is skipped are of no use in another.
-        let inputs = self.inputs(&lrs);
+        let inputs = self.inputs(lrs, &present);
         let mut step = self.begin(inputs, detached, &present);
         self.observe(&step);
         let is_taken = self.advance(&mut step)?;
@@ -342,12 +343,13 @@ impl DistModuleOptimizer {
     }
 
     /// The host's decisions about every parameter.
-    fn inputs(&mut self, lrs: &[f64]) -> StepInputs {
+    fn inputs(&mut self, lrs: Vec<f64>, present: &[bool]) -> StepInputs {
         let updates = self.routing.updates();
-        let sizes = self.trained.iter().zip(lrs);
+        let sizes = self.trained.iter().zip(&lrs);
         let sizes = sizes.map(|(parameter, lr)| parameter.size(*lr, updates)).collect();
         let times = self.trained.iter().map(|parameter| parameter.time).collect();
-        StepInputs { sizes, times, head_clip: self.head_clip.take() }
+        let (present, head_clip) = (present.to_vec(), self.head_clip.take());
+        StepInputs { sizes, lrs, present, times, head_clip }
     }
 
     /// Returns `true` if gradients are reduced at all.

@@ -22,7 +22,6 @@ mod node_order;
 mod optimal;
 mod owners;
 mod report;
-mod timeline;
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -31,14 +30,18 @@ use burn::tensor::DType;
 use serde::{Deserialize, Serialize};
 
 pub use crate::parameters::Placement;
+#[doc(hidden)]
 pub use bucket::{Bucket, BucketKind, Piece, ROW_ELEMENTS, Run};
-pub use cost::{Costs, ShapeCost};
+pub use cost::Costs;
+#[doc(hidden)]
+pub use cost::ShapeCost;
+#[doc(hidden)]
 pub use counts::Counts;
 pub(crate) use cut::Slice;
+#[doc(hidden)]
 pub use cut::{Cut, Slices};
 pub(super) use node_order::node_order;
 pub use report::{RankReport, Report};
-pub use timeline::{Links, Machine, PassTimes, Timeline};
 
 use crate::error::{Error, Result};
 
@@ -112,6 +115,7 @@ pub enum Work {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Balancing {
+    #[doc(hidden)] // the baseline of tests and benches
     /// Ranks take turns: the first matrix goes to rank 0, the next to rank 1, and so on, shape
     /// after shape.
     BlockCyclic,
@@ -137,6 +141,7 @@ pub enum Balancing {
 }
 
 /// The order in which matrices are distributed to buckets.
+#[doc(hidden)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum MatrixOrder {
@@ -339,7 +344,7 @@ impl Plan {
     }
 
     /// The cost of each rank's matrices: `[bucket][rank]`.
-    fn work(&self, costs: &Costs) -> Vec<Vec<f64>> {
+    pub(super) fn work(&self, costs: &Costs) -> Vec<Vec<f64>> {
         let work = self.buckets.iter().map(|bucket| {
             // A rank iterates its matrices of one shape in a bucket together, and pays their fixed
             // cost once.
@@ -359,6 +364,19 @@ impl Plan {
             work
         });
         work.collect()
+    }
+
+    /// Returns `true` if the owners of a bucket's parameters decide alone on their updates.
+    pub(super) fn decides_alone(&self, bucket: usize) -> bool {
+        let parameters = &self.buckets[bucket].parameters;
+        parameters.iter().all(|parameter| self.owners[*parameter].len() == 1)
+    }
+
+    /// The order in which a step updates the buckets: first those that owners decide on alone.
+    pub(super) fn update_order(&self) -> Vec<usize> {
+        let (alone, together): (Vec<_>, Vec<_>) =
+            (0..self.buckets.len()).partition(|bucket| self.decides_alone(*bucket));
+        [alone, together].concat()
     }
 
     /// Returns the load of the busiest rank divided by the mean load: 1 at best, and 1 for a plan
@@ -403,4 +421,4 @@ fn check(parameters: &[Parameter], world_size: usize, config: &PlanConfig) -> Re
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -30,8 +30,12 @@ pub struct Report {
 impl Report {
     pub(super) fn new(plan: &Plan, costs: &Costs) -> Self {
         let is_matrix = |index: &usize| plan.parameters()[*index].matrices() > 0;
-        let owners = (0..plan.parameters().len()).filter(is_matrix).map(|p| &plan.owners()[p]);
-        let owners: Vec<usize> = owners.flatten().copied().collect();
+        let owners: Vec<usize> = (0..plan.parameters().len())
+            .filter(is_matrix)
+            .map(|p| &plan.owners()[p])
+            .flatten()
+            .copied()
+            .collect();
         let matrices = |rank| owners.iter().filter(|&&owner| owner == rank).count();
         let bytes = |rank: usize| {
             plan.buckets().iter().map(|bucket| bucket.counts.of(rank) * bucket.dtype.size()).sum()

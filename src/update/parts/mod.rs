@@ -252,13 +252,16 @@ impl Part {
 
 impl fmt::Display for Part {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let stages = self.stages().iter().map(|stage| match stage {
-            Stage::Gradient => "on the gradient",
-            Stage::Before => "before the iteration",
-            Stage::After => "after the iteration",
-            Stage::Parameter => "on the parameter",
-        });
-        let stages: Vec<&str> = stages.collect();
+        let stages: Vec<&str> = self
+            .stages()
+            .iter()
+            .map(|stage| match stage {
+                Stage::Gradient => "on the gradient",
+                Stage::Before => "before the iteration",
+                Stage::After => "after the iteration",
+                Stage::Parameter => "on the parameter",
+            })
+            .collect();
         write!(f, "{} ({})", self.behaviour().name(), stages.join(" and "))
     }
 }

@@ -3,6 +3,9 @@
 mod identities;
 pub mod rejections;
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+
 use burn::module::{Module, Param};
 use burn::nn::conv::{Conv1d, Conv1dConfig};
 use burn::nn::transformer::{PositionWiseFeedForward, PositionWiseFeedForwardConfig};
@@ -20,7 +23,7 @@ use distmuon_testing::device::is_flex;
 use distmuon_testing::excused;
 use distmuon_testing::models::{Fixed, Layers, bits, weights};
 use distmuon_testing::precision::Rounded;
-use distmuon_testing::watched::counted;
+use distmuon_testing::watched::{counted, watched};
 use distmuon_testing::worlds::{self, Case, Folder, cases};
 
 use crate::{device, ranks, ranks_here};
@@ -60,6 +63,7 @@ use rejections::{
 
 pub const IN_PROCESS: &[Case] = cases![
     a_rank_holds_and_sends_its_share,
+    an_evaluation_gathers_ahead_in_its_own_order,
     an_older_model_can_be_trained_again,
     states_of_users_optimizers_are_saved_with_owned_parameters,
     meshes_and_layouts_that_do_not_fit_are_rejected,
@@ -513,6 +517,74 @@ fn a_rank_holds_and_sends_its_share() {
                     assert!(memory.shards.peak <= share && memory.gradients.peak <= share);
                 }
             }
+        }
+    }
+}
+
+/// The gathers that have begun once each layer of a pass without gradients has been used, and the
+/// bits of the output. The layers come in the opposite order of the training pass.
+fn gathers_of_evaluation(
+    net: &Layers,
+    started: &AtomicUsize,
+    device: &Device,
+) -> (Vec<usize>, Vec<u8>) {
+    started.store(0, SeqCst);
+    let mut x = ones(&device.clone().inner());
+    let mut seen = vec![];
+    for layer in net.layers.iter().rev() {
+        x = relu(layer.forward(x));
+        seen.push(started.load(SeqCst));
+    }
+    (seen, bits(&x))
+}
+
+fn an_evaluation_gathers_ahead_in_its_own_order() {
+    const BYTES: usize = 32 * 32 * 4;
+    // Those that have been used, and those that come next.
+    let ahead_of = |next: usize| (1..=16).map(|used| (used + next).min(16)).collect::<Vec<_>>();
+    for count in [2, 3] {
+        for (limit, next) in [(0, 0), (1, 0), (3, 2), (100, 16)] {
+            let run = ranks_here(count, |world| {
+                let started = Arc::new(AtomicUsize::new(0));
+                let calls = started.clone();
+                let world = watched(&world, move |event| {
+                    let starts = event.collective == "all_gather" && !event.waits;
+                    calls.fetch_add(usize::from(starts), SeqCst);
+                    Ok(())
+                });
+                let device = world.device();
+                let layout = Layout::new(&Mesh::flat(&world))
+                    .owned("dp")
+                    .with_ahead_mb((limit * BYTES) as f64 / 1e6);
+                let mut net = layout.shard(layers(device))?;
+                let mut optim = DistMuonConfig::new().init_on(&layout, &net)?;
+                let case = format!("{count} ranks, {limit} at most");
+                for step in 0..3 {
+                    let case = format!("{case}, step {step}");
+                    let whole = layout.unshard(&net)?.valid();
+                    let evaluate = |net: &Layers| gathers_of_evaluation(net, &started, device);
+                    let (_, expected) = evaluate(&whole);
+                    // A part that was not evaluated yet is not known to be the next.
+                    for known in [false, true, true] {
+                        let (seen, output) = evaluate(&net.valid());
+                        assert_eq!(seen, ahead_of(if known { next } else { 0 }), "{case}");
+                        assert_eq!(output, expected, "{case}");
+                    }
+                    // Other values are gathered once, as those of the model after them.
+                    let other = layout.average(net.clone(), &net, 0.5)?;
+                    for evaluated in [&other, &net] {
+                        assert_eq!(evaluate(&evaluated.valid()).0, ahead_of(0), "{case}");
+                    }
+                    assert_eq!(evaluate(&net.valid()).0, ahead_of(next), "{case}");
+                    let loss = output(&net, Tensor::from_inner(ones(&device.clone().inner())));
+                    let gradients = layout.backward(&loss, &net)?;
+                    net = optim.step(0.01, net, gradients)?;
+                }
+                let gathered = optim.memory().gathered;
+                assert!(gathered.peak <= limit.max(1) * BYTES, "{case}: {gathered:?}");
+                Ok(gathered.now)
+            });
+            assert!(run.unwrap().iter().all(|now| *now == 0));
         }
     }
 }

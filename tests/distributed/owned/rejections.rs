@@ -1,5 +1,6 @@
 //! Layouts, models and passes that all ranks reject, and ranks that fail.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
@@ -11,6 +12,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
+use distmuon::link::Link;
 use distmuon::{Error, MuonConfig, Result, RoutingRule, checkpoint};
 use distmuon_testing::excused;
 use distmuon_testing::models::{Fixed, Layers, weights};
@@ -422,6 +424,13 @@ pub fn discarded_passes_and_whole_models_leave_no_trace() {
             for step in 0..3 {
                 if disturbs {
                     drop(net.loss(super::tokens(1, 50 + step, device)));
+                    layout.discard()?;
+                    // A panic that the caller catches.
+                    let loss = net.loss(super::tokens(1, 70 + step, device));
+                    let fails = Link::new(|_| panic!("there is no gradient"));
+                    let loss = fails.attach(loss.clone(), loss.inner());
+                    let accumulate = || layout.accumulate(&loss, &net);
+                    assert!(catch_unwind(AssertUnwindSafe(accumulate)).is_err());
                     layout.discard()?;
                 }
                 let tokens = || super::tokens(world.rank(), step, device);

@@ -47,15 +47,16 @@ impl Passes {
         let partial = state.partial.clone().unwrap_or_default();
         let owned = |unit: &&Arc<Unit>| partial[unit.index] && unit.placement.is_owned();
         for unit in self.units.iter().filter(|_| !partial.is_empty()).filter(owned) {
-            let Some((id, part)) = state.uses[unit.index].part.clone() else {
+            let Some(part) = state.uses[unit.index].part.clone() else {
                 let error = self.undeclared(unit);
                 self.fail(&mut state, error.clone());
                 return Err(error);
             };
-            let whole = self.gathered(&mut state, unit, (Some(id), part), &[]);
+            let values = part.0;
+            let whole = self.gathered(&mut state, unit, part, |_| Ok(()));
             if state.uses[unit.index].are_in_pass() {
                 state.kept += bytes(&whole);
-                state.uses[unit.index].kept = Some((id, whole));
+                state.uses[unit.index].kept = Some((values, whole));
                 state.observe();
             }
         }

@@ -1,6 +1,5 @@
 //! The owned parameters of a model, as a step sees them.
 
-use std::collections::HashMap;
 use std::ops::Index;
 use std::sync::{Arc, PoisonError};
 
@@ -8,28 +7,13 @@ use burn::module::{Module, Param, ParamId};
 use burn::optim::GradientsParams;
 use burn::tensor::{Device, Shape, Tensor};
 
-use super::MicroBatches;
-use super::passes::{Held, Passes};
-use super::unit::Unit;
-use crate::comm::{Communicator, Pending};
+use super::Passes;
+use crate::comm::Pending;
+use crate::distributed::layout::unit::Unit;
 use crate::error::{Error, Result};
-use crate::parameters::{self, Field, Visit, in_place_of};
+use crate::parameters::{self, Field, Visit, in_place_if_trained};
 
-/// The owned parameters by path. There may be none.
-pub struct Units {
-    passes: Option<Arc<Passes>>,
-    by_path: HashMap<String, Arc<Unit>>,
-    micro_batches: MicroBatches,
-}
-
-impl Units {
-    /// Without `passes`, there are none.
-    pub fn new(passes: Option<Arc<Passes>>, micro_batches: MicroBatches) -> Self {
-        let units = passes.iter().flat_map(|passes| passes.units());
-        let by_path = units.map(|unit| (unit.path.clone(), unit.clone())).collect();
-        Self { passes, by_path, micro_batches }
-    }
-
+impl Passes {
     pub fn get(&self, path: &str) -> Option<&Arc<Unit>> {
         self.by_path.get(path)
     }
@@ -39,8 +23,7 @@ impl Units {
     /// # Errors
     ///
     /// A failure of a pass; [`Error::Parameter`] for a gradient that was not collected;
-    /// [`Error::Usage`] for gradients of [`Layout::accumulate`](super::Layout::accumulate) that
-    /// the step does not have.
+    /// [`Error::Usage`] for gradients of `Layout::accumulate` that the step does not have.
     pub fn begin_step(&self, rank: usize) -> Result<()> {
         let earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner).count();
         if earlier > 0 {
@@ -51,14 +34,13 @@ impl Units {
                 "end with `Layout::backward`, or drop the earlier ones by `Layout::discard`",
             ));
         }
-        let Some(passes) = &self.passes else { return Ok(()) };
-        passes.ensure_alive()?;
-        if let Some(unit) = passes.uncollected() {
+        self.ensure_alive()?;
+        if let Some(unit) = self.uncollected() {
             let reason = "its gradient was not collected from the ranks";
             let remedy = "take gradients by `Layout::backward`, or pass them to `Layout::collect`";
             return Err(Error::parameter(&unit.path, rank, reason, remedy));
         }
-        passes.forget_parts();
+        self.forget_parts();
         Ok(())
     }
 
@@ -68,7 +50,7 @@ impl Units {
     ///
     /// [`Error::Parameter`] for such a gradient among those that the step has left over.
     pub fn ensure_taken(&self, left_over: &GradientsParams, rank: usize) -> Result<()> {
-        match self.passes.as_ref().and_then(|passes| passes.among(left_over)) {
+        match self.among(left_over) {
             Some(unit) => {
                 let reason = "its gradient was taken for a model with other identities";
                 let remedy = "load or replace parameters before `Layout::backward`, and step the \
@@ -77,32 +59,6 @@ impl Units {
             }
             None => Ok(()),
         }
-    }
-
-    /// The bytes that passes held at their peaks.
-    pub fn held(&self) -> Vec<Held> {
-        self.passes.as_ref().map(|passes| passes.held()).unwrap_or_default()
-    }
-
-    /// The bytes that passes hold now.
-    pub fn holds(&self) -> Held {
-        self.passes.as_ref().map(|passes| passes.holds()).unwrap_or_default()
-    }
-
-    /// Forgets the gradients of passes and of earlier micro-batches. All ranks make this call.
-    ///
-    /// # Errors
-    ///
-    /// As every collective.
-    pub fn discard(&self) -> Result<()> {
-        let mut earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner);
-        drop(earlier.take_sum());
-        self.passes.as_ref().map_or(Ok(()), |passes| passes.discard())
-    }
-
-    /// Releases the parts.
-    pub fn forget_parts(&self) {
-        self.passes.iter().for_each(|passes| passes.forget_parts());
     }
 
     /// This rank's parts of all owned parameters of a model, with their paths, in its order.
@@ -136,56 +92,44 @@ impl Units {
     }
 
     /// Starts to make this rank's new part of a parameter, as [`publish`](Self::publish) does. Its
-    /// first use waits for it: `None` if that is arranged, as where there are replicas.
+    /// first use waits for it: `None` if that is arranged, as where there are replicas. All ranks
+    /// return the same, also those that have nothing of the parameter: Burn's clones share a value
+    /// that is waited for.
     ///
     /// # Errors
     ///
     /// As every collective.
     pub fn publish_later(&self, unit: &Unit, shard: Tensor<1>) -> Result<Option<Pending>> {
-        let passes = self.passes.as_ref().expect("a unit has passes");
-        if unit.part_count() == 0 || passes.replicas(unit).size() == 1 {
+        if self.replicas(unit).size() == 1 {
             return self.publish(unit, shard).map(Some);
         }
-        passes.publish_later(unit, shard)?;
+        if unit.part_count() > 0 {
+            self.publish_at_first_use(unit, shard)?;
+        }
         Ok(None)
     }
 
     /// The part in place of a placeholder, with a value that is waited for at its first use.
     pub fn part_at_first_use<const D: usize>(
-        &self,
+        self: &Arc<Self>,
         unit: &Arc<Unit>,
         (id, placeholder): (ParamId, Tensor<D>),
     ) -> Param<Tensor<D>> {
-        let passes = self.passes.clone().expect("a unit has passes");
-        let (unit, device) = (unit.clone(), placeholder.device());
+        let (passes, unit, device) = (self.clone(), unit.clone(), placeholder.device());
         let is_trained = placeholder.is_require_grad();
-        let shape = Shape::from([unit.part_count()]);
+        let shape = Shape::from([unit.part_count().max(1)]);
         let take = {
             let shape = shape.clone();
             move |device: &Device, is_trained: bool| {
                 let inner = device.clone().inner();
                 let part = passes.await_part(&unit, &inner).to_device(&inner);
-                let part = in_place_of(&placeholder, part.reshape(shape));
-                let part = if is_trained { part } else { part.set_require_grad(false) };
+                // It may have been frozen or unfrozen since the step.
+                let part = in_place_if_trained(&placeholder, part.reshape(shape), is_trained);
                 passes.remember_part(&unit, &part);
                 part
             }
         };
         Param::uninitialized(id, take, device, is_trained, shape)
-    }
-
-    /// Waits for all parts that are on their way.
-    ///
-    /// # Errors
-    ///
-    /// As every collective.
-    pub fn finish_publication(&self) -> Result<()> {
-        self.passes.as_ref().map_or(Ok(()), |passes| passes.finish_publication())
-    }
-
-    /// The ranks that have replicas of this rank's part of a parameter.
-    pub fn replicas(&self, unit: &Unit) -> &Communicator {
-        self.passes.as_ref().expect("a unit has passes").replicas(unit)
     }
 
     /// Starts to make this rank's new part of a parameter from its shards, which the ranks with
@@ -205,11 +149,6 @@ impl Units {
         }
         replicas.all_gather(shard, &unit.shard_counts().to_vec())
     }
-
-    /// Remembers this rank's new part of a parameter.
-    pub fn remember<const D: usize>(&self, unit: &Unit, part: &Tensor<D>) {
-        self.passes.iter().for_each(|passes| passes.remember_part(unit, part));
-    }
 }
 
 /// The parts in a model, by the path of the whole.
@@ -223,7 +162,7 @@ impl Visit for Parts {
     }
 }
 
-impl Index<&str> for Units {
+impl Index<&str> for Passes {
     type Output = Arc<Unit>;
 
     /// # Panics
