@@ -89,8 +89,9 @@ mod tests {
         // from the begin of another pass.
         _ = pass(&[3, 1, 1, 2, 3]);
         assert_eq!(pass(&[3, 1, 1, 2, 3])[1..], [vec![2], vec![2], vec![], vec![1, 2]]);
+        // After the end of a pass, the next use is the first of another.
         order.end();
-        assert_eq!(order.next(1), [2]);
+        assert_eq!(order.next(1), [2, 3]);
     }
 
     #[test]
