@@ -564,7 +564,7 @@ fn lengths(tensors: &[Tensor<1>]) -> Vec<usize> {
     tensors.iter().map(|tensor| tensor.dims()[0]).collect()
 }
 
-/// The index of each tensor's first element among those of all.
+/// The index of each tensor's first element, if all lie behind each other.
 fn starts(tensors: &[Tensor<1>]) -> Vec<usize> {
     let start = |end: &mut usize, tensor: &Tensor<1>| {
         let start = *end;
