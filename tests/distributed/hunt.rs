@@ -244,8 +244,8 @@ enum Call {
         is_accumulated: bool,
     },
     /// Keeps the model at hand as a teacher, whose loss is added to those of all further passes.
-    /// Its parameters have arrived if they were read: Burn's clones share the others, and are frozen
-    /// and unfrozen together.
+    /// Its parameters have arrived if they were read. Burn's clones share the others, and are
+    /// frozen and unfrozen together.
     Teach {
         is_read: bool,
     },

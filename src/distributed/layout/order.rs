@@ -89,7 +89,7 @@ mod tests {
         _ = pass(&[3, 1, 1, 2, 3]);
         assert_eq!(pass(&[3, 1, 1, 2, 3])[1..], [vec![2], vec![1], none(), vec![1, 2]]);
         order.end();
-        assert_eq!(order.next(1), [2]);
+        assert_eq!(order.next(1), [2, 3]);
     }
 
     #[test]
