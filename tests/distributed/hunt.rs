@@ -244,7 +244,11 @@ enum Call {
         is_accumulated: bool,
     },
     /// Keeps the model at hand as a teacher, whose loss is added to those of all further passes.
-    Teach,
+    /// Its parameters have arrived if they were read. Burn's clones share the others, and are
+    /// frozen and unfrozen together.
+    Teach {
+        is_read: bool,
+    },
     /// Updates the average of the weights, or begins one.
     Average,
     /// Saves, and loads into a model and an optimizer that are made anew, with the next division.
@@ -323,7 +327,7 @@ fn trials() -> impl Strategy<Value = Trial> {
         4 => (1..4_usize).prop_map(|batches| Call::Train { batches }),
         1 => Just(Call::Evaluate),
         1 => any::<bool>().prop_map(|is_accumulated| Call::Discard { is_accumulated }),
-        1 => Just(Call::Teach),
+        1 => Just(Call::Teach { is_read: true }),
         1 => Just(Call::Average),
         1 => load.prop_map(Call::Reload),
         1 => (1..5_u8).prop_map(|rate| Call::Rate(0.01 * f64::from(rate))),
@@ -340,7 +344,7 @@ fn trials() -> impl Strategy<Value = Trial> {
     let settings = (publish, max_norm, half);
     (ranks, shape, vec(division, 1..3), settings, vec(call, 1..14)).prop_map(
         |((ranks, is_cut), mut shape, divisions, (publish, max_norm, half), calls)| {
-            shape.limit_uses(calls.iter().any(|call| matches!(call, Call::Teach)));
+            shape.limit_uses(calls.iter().any(|call| matches!(call, Call::Teach { .. })));
             Trial { ranks, is_cut, half, shape, divisions, publish, max_norm, calls }
         },
     )
@@ -519,7 +523,12 @@ impl<'a> Run<'a> {
                     layout.discard()?;
                 }
             }
-            Call::Teach => self.teacher = Some(self.net.clone()),
+            Call::Teach { is_read } => {
+                if *is_read {
+                    self.weights()?;
+                }
+                self.teacher = Some(self.net.clone());
+            }
             Call::Average => {
                 let average = self.average.take().unwrap_or_else(|| self.net.clone());
                 let plain = Layout::new(&Mesh::flat(self.world));
@@ -533,13 +542,16 @@ impl<'a> Run<'a> {
         Ok(self)
     }
 
+    fn weights(&self) -> Result<Vec<Vec<u8>>> {
+        Ok(match &self.layout {
+            Some(layout) => weights(&layout.unshard(&self.net)?),
+            None => weights(&self.net),
+        })
+    }
+
     /// Everything that was seen, and the weights.
     fn end(mut self) -> Result<Vec<Vec<u8>>> {
-        let whole = match &self.layout {
-            Some(layout) => layout.unshard(&self.net)?,
-            None => self.net,
-        };
-        self.seen.extend(weights(&whole));
+        self.seen.extend(self.weights()?);
         Ok(self.seen)
     }
 }
@@ -589,7 +601,7 @@ fn sequences_that_went_wrong_train_as_ranks_with_all_parameters() {
     let freeze = || Call::Freeze(0);
     for (ranks, kinds, uses, calls) in [
         (2, vec![2], vec![0], vec![train(1), freeze(), train(1), freeze(), train(1)]),
-        (4, vec![2], vec![0], vec![train(3), Call::Teach, freeze(), train(1)]),
+        (4, vec![2], vec![0], vec![train(3), Call::Teach { is_read: false }, freeze(), train(1)]),
         (4, vec![0, 0], vec![0, 1, 0], vec![train(3), train(3)]),
     ] {
         if !worlds::has(&ranks) {
