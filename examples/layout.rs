@@ -1,5 +1,6 @@
 //! Parameters divided among ranks (ZeRO-3): `cargo run --example layout -- 4`, with two ranks by
-//! default. It trains the model of `ranks.rs`, whose lines it changes at the four numbers.
+//! default. It trains the model of `ranks.rs` and prints the same losses. Numbers mark the lines
+//! that divide the parameters.
 
 use std::ops::Range;
 
@@ -22,7 +23,7 @@ fn main() -> Result<(), Error> {
     Ok(())
 }
 
-/// Trains on one rank. Every matrix lies at one rank. A use gathers it, and with 1. frees it again.
+/// Trains on one rank. Each matrix lies at one rank, is gathered for every use, and is then freed.
 fn train(world: World, model: PositionWiseFeedForward) -> Result<(), Error> {
     let config = DistMuonConfig::new();
     let layout = Layout::new(&Mesh::flat(&world)).owned("dp").with_muon(config.muon.clone());
@@ -47,7 +48,7 @@ fn train(world: World, model: PositionWiseFeedForward) -> Result<(), Error> {
     Ok(())
 }
 
-/// Sines, one sequence of two for each item.
+/// Sines: for each item, a sequence of two rows.
 fn batch(items: Range<usize>, device: &Device) -> Tensor<3> {
     let values = items.start as i64 * 32..items.end as i64 * 32;
     Tensor::<1, Int>::arange(values, device).float().sin().reshape([-1, 2, 16])

@@ -14,7 +14,7 @@ use burn::train::{
 use distmuon::{DistMuonConfig, DistMuonStrategy, Schedule, World};
 
 fn main() -> anyhow::Result<()> {
-    let devices = World::devices(2); // one for training on a single device
+    let devices = World::devices(2); // 1 for training on a single device
     let start = Net { body: PositionWiseFeedForwardConfig::new(16, 64).init(&devices[0]) };
     let config = DistMuonConfig::new();
     let optim = config.muon.init(&start);

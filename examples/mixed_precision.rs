@@ -41,7 +41,7 @@ fn train(
     Ok(loss(&model, &x).into_scalar::<f32>())
 }
 
-/// The loss of a network that is to reverse its input, in float32.
+/// The loss, in float32, of a network that learns to reverse its input.
 fn loss(model: &PositionWiseFeedForward, x: &Tensor<3>) -> Tensor<1> {
     let output = model.forward(x.clone()).cast(DType::F32);
     (output - x.clone().cast(DType::F32).flip([2])).square().mean()

@@ -40,7 +40,7 @@ fn train(world: World, mut model: PositionWiseFeedForward) -> Result<(), Error> 
     Ok(())
 }
 
-/// Sines, one sequence of two for each item.
+/// Sines: for each item, a sequence of two rows.
 fn batch(items: Range<usize>, device: &Device) -> Tensor<3> {
     let values = items.start as i64 * 32..items.end as i64 * 32;
     Tensor::<1, Int>::arange(values, device).float().sin().reshape([-1, 2, 16])

@@ -1,7 +1,7 @@
 //! A run that continues from its checkpoint: `cargo run --example resume -- FILE STEPS`.
 //!
-//! It trains up to a step and saves. Started again with more steps, it goes on from the file, and
-//! ends with the bits of a run without a break: `resume a 20`, `resume a 40`, and `resume b 40`.
+//! It trains up to a step and saves. Started again with more steps, it goes on from the file. So
+//! `resume a 20` and then `resume a 40` end with the same bits as `resume b 40`.
 
 use std::path::Path;
 
@@ -29,7 +29,7 @@ fn train(path: &Path, steps: usize) -> Result<(), Error> {
     }
     let lr = Schedule::warmup_cosine(3e-3, 5, 35, 0.0);
     while step < steps {
-        let first = 64 * step as i64; // the data of a step follow from its number
+        let first = 64 * step as i64; // the data of a step depends on its number alone
         let x = Tensor::<1, Int>::arange(first..first + 64, &device).float().sin();
         let x = x.reshape([2, 2, 16]);
         let loss = (model.forward(x.clone()) - x.flip([2])).square().mean();
