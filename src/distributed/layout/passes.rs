@@ -1,8 +1,9 @@
 //! The collectives of forward and backward passes: parts of parameters are gathered before their
 //! use, and gradients are reduced after it.
 //!
-//! All ranks make the same calls, since a decision depends on the sequence of uses alone and never
-//! on time. Results are waited for in the order of the calls.
+//! All ranks make the same calls, since a decision depends on the sequence of uses, and on maps of
+//! the model between them, but never on time: all ranks map the model alike. Results are waited for
+//! in the order of the calls.
 //!
 //! A forward pass can't return an error. After a failure, values are NaN, nothing is sent, and
 //! [`Passes::finish`] returns the error.
@@ -931,7 +932,8 @@ impl Passes {
     pub fn forget_parts(&self) {
         let forget = |uses: &mut Uses| {
             uses.part = None;
-            // Those with a leaf are frozen.
+            // Parts with a leaf are frozen, and kept to be gathered ahead in the next pass. A clone
+            // that was frozen just before a step shares its buffers with the step's parts.
             uses.evaluated.take_if(|(values, _)| matches!(values, Values::Version(_)));
         };
         self.state().uses.iter_mut().for_each(forget);
