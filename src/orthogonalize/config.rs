@@ -121,8 +121,9 @@ pub struct NewtonSchulzConfig {
     ///
     /// Batches of up to 1024 x 4096 elements are recorded: larger ones are bound by their products,
     /// and copying them in and out of the recording takes longer than its launches. Where native
-    /// kernels may run, they make recordings of their own, with or without the setting, and what one
-    /// kernel iterates is one launch already. On devices without graphs, the setting has no effect.
+    /// kernels may run, they make recordings of their own, with or without the setting. A batch
+    /// that one kernel iterates is one launch already. On devices without graphs, the setting has
+    /// no effect.
     ///
     /// Every recording keeps its memory. No other thread may work on the device while a recording
     /// is made, which is at the first step.

@@ -80,8 +80,8 @@ pub(super) struct Section {
 }
 
 /// The least number of steps that matrices of a batch of stacks have taken, as far as the host
-/// knows. The device counts them, and is asked, which waits for it, until the schedules have settled
-/// for all matrices: at every step if one of them never has a gradient.
+/// knows. The device counts them. Asking it waits for it, and is necessary until the schedules have
+/// settled for all matrices: at every step if one of them never has a gradient.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Clocks {
     /// Steps that every matrix has taken.

@@ -6,7 +6,10 @@ use std::time::Instant;
 use crate::client::{Choice, Entry, Run};
 
 const STEPS: usize = 120;
-const SEEDS: u64 = 3;
+/// The variable with a number of seeds.
+const SEEDS: &str = "DISTMUON_SEEDS";
+/// The variable with a text that the names of programs have to contain.
+const PROGRAMS: &str = "DISTMUON_PROGRAMS";
 /// The first learning rate that is tried.
 const RATE: f64 = 8e-3;
 const CHOICES: [Choice; 3] = [Choice::DistMuon, Choice::BurnMuon, Choice::BurnAdamW];
@@ -17,12 +20,14 @@ type Losses = Vec<f32>;
 /// Prints the loss of every optimizer at its best rate: the mean of the seeds, and their range.
 pub fn print(clients: &[Entry]) {
     let start = Instant::now();
+    let programs = std::env::var(PROGRAMS).unwrap_or_default();
+    let clients = clients.iter().filter(|client| client.name.contains(&programs));
     let row = |client: &Entry| {
         let cells = CHOICES.map(|choice| cell(client, choice));
         format!("| {} | {} |\n", client.name, cells.join(" | "))
     };
     // At once, since learners print their progress.
-    let rows: String = clients.iter().map(row).collect();
+    let rows: String = clients.map(row).collect();
     println!("| program | distmuon | Burn's Muon | Burn's AdamW |\n|---|---|---|---|\n{rows}");
     println!("{:.0} s", start.elapsed().as_secs_f64());
 }
@@ -34,7 +39,8 @@ fn cell(client: &Entry, choice: Choice) -> String {
             let (folder, steps) = (folder.path().to_owned(), 0..STEPS);
             (client.loss)(&Run { folder, steps, total: STEPS, seed, rate, choice })
         };
-        (0..SEEDS).map(loss).collect()
+        let seeds = std::env::var(SEEDS).map_or(3, |seeds| seeds.parse().expect("a number"));
+        (0..seeds).map(loss).collect()
     });
     losses.sort_by(f32::total_cmp);
     let [mean, least, most] =

@@ -54,8 +54,8 @@ impl Successors {
         let first = *self.first.get_or_insert(index);
         let mut next = vec![];
         let mut following = self.after.get(&index);
-        // At most one of each edge: a circle without `first` repeats, and what is on its way already
-        // is not gathered again.
+        // At most one of each edge: a circle without `first` repeats, and a parameter that is on
+        // its way already is not gathered again.
         let most = self.after.len();
         while let Some(index) = following.filter(|index| **index != first && next.len() < most) {
             next.push(*index);
