@@ -235,7 +235,7 @@ type Unanswered = (String, io::Error);
 ///
 /// # Errors
 ///
-/// Those of [`connect`].
+/// As [`connect`].
 fn connected(
     resolve: &dyn Fn() -> io::Result<Vec<SocketAddr>>,
     place: (usize, usize),
