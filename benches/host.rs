@@ -43,7 +43,7 @@ pub fn run(device: &Device) -> anyhow::Result<()> {
     let layer = [[768, 768], [768, 768], [768, 768], [768, 768], [768, 3072], [3072, 768]];
     let models = [
         Model { name: "GPT-2 small", shapes: layer.repeat(12), most_launches: [110, 40] },
-        Model { name: "1,200 of 16 x 16", shapes: vec![[16, 16]; 1200], most_launches: [500, 330] },
+        Model { name: "1,200 of 16 x 16", shapes: vec![[16, 16]; 1200], most_launches: [100, 60] },
     ];
     verify_native_kernels(device)?;
     let mut problems = vec![];

@@ -37,7 +37,7 @@ const BATCHES: [Batch; 7] = [
     Batch { count: 5, elements: 1002 },
     Batch { count: 2, elements: 9000 },
     Batch { count: 1, elements: 70_001 },
-    Batch { count: 21, elements: 40 },
+    Batch { count: 90, elements: 40 },
 ];
 
 /// Returns a buffer as rows.
@@ -283,7 +283,10 @@ fn norms_of_the_rows_of_many_tensors_match_float64() {
     let elements = 256;
     // Whole rows, a shorter one at the end, odd lengths, a single short row; more tensors than a
     // launch takes.
-    let lengths = [1024, 600, 257, 256, 3, 512, 1000, 130, 770, 999, 256, 64];
+    let lengths: [usize; 70] = std::array::from_fn(|i| match i {
+        0..12 => [1024, 600, 257, 256, 3, 512, 1000, 130, 770, 999, 256, 64][i],
+        _ => 7 * i,
+    });
     let row_count = |length: usize| length.div_ceil(elements);
     let count: usize = lengths.iter().map(|length| row_count(*length)).sum();
     for partials in [1, 3] {
@@ -393,8 +396,11 @@ fn norms_neither_overflow_nor_underflow_at_any_scale() {
 /// Checks AdamW for parameters and moments of two types.
 fn check_adamw<F: Real, M: Real>(tolerance: f64) {
     let (Some(client), Some(_)) = (client::<F>(), client::<M>()) else { return };
-    // The longest first, odd ones, and one that is alone in its launch.
-    let lengths = [70_001, 9000, 1024, 512, 256, 256, 256, 7, 1, 4096];
+    // The longest first, odd ones, and more than a launch takes.
+    let lengths: [usize; 75] = std::array::from_fn(|i| match i {
+        0..10 => [70_001, 9000, 1024, 512, 256, 256, 256, 7, 1, 4096][i],
+        _ => 4 * i + i % 2,
+    });
     // The first elements in the moments, which have gaps.
     let firsts: Vec<usize> = (0..lengths.len())
         .map(|i| lengths[..i].iter().map(|n: &usize| n.next_multiple_of(256)).sum::<usize>() + 256)

@@ -5,7 +5,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::rows::{RowGrid, factor_of, launch_groups, number_of, read, write};
+use super::rows::{Arguments, RowGrid, factor_of, launch_groups, number_of, read, write};
 use super::{Batch, MAX_BUFFERS, Rows, UNITS, cube_row, unit_vectors};
 use crate::error::{Result, check_buffer, check_dtype};
 
@@ -90,9 +90,17 @@ pub fn adamw(
         |handle: &Handle, length| unsafe { BufferArg::from_raw_parts(handle.clone(), length) };
     let parameters: Vec<_> =
         parameters.iter().filter(|parameter| !parameter.values.is_empty()).cloned().collect();
-    // Of the buffers of one parameter, two are its values and its gradient, and one is that of
-    // scalars, which `launch_groups` counts itself.
-    for group in launch_groups(client, &parameters, 2, MAX_BUFFERS - 3) {
+    let longest = parameters.iter().map(|parameter| parameter.values.len()).max().unwrap_or(0);
+    let arguments = Arguments {
+        buffers: 2,
+        numbers: 5,
+        // Two of the buffers of one parameter are its values and its gradient, and one is that of
+        // numbers.
+        shared: MAX_BUFFERS - 3,
+        address: AddressType::from_len(longest.max(elements)),
+    };
+    for group in launch_groups(client, &parameters, arguments, |parameter| parameter.values.shape())
+    {
         let all_rows = group.iter().map(|parameter| &parameter.values);
         // With the end of the moments: their length is also a number of whole vectors.
         let firsts: Vec<usize> =
@@ -105,7 +113,7 @@ pub fn adamw(
                 client,
                 grid.cube_count(grid.cubes_per_row),
                 CubeDim::new_1d(UNITS),
-                grid.address_type(elements),
+                arguments.address,
                 size,
                 all_rows.clone().map(|rows| rows.vectors(size)).collect(),
                 group

@@ -32,6 +32,7 @@ pub(crate) use {
     muon::{apply_kernel, update_momentum_kernel},
     norm::{join_kernel, normalize_kernel, norms_kernel},
     reject::reject_kernel,
+    rows::{BRANCHES, MAX_TENSORS},
 };
 
 use cubecl::client::Client;

@@ -6,7 +6,9 @@ use cubecl::prelude::*;
 use cubecl::server::Handle;
 
 use super::norm::{RowNorms, VECTORS_PER_SUM, add_partials, add_squares, store_partial};
-use super::rows::{RowGrid, factor_of, launch_groups, locate_row, number_of, read, write};
+use super::rows::{
+    Arguments, RowGrid, factor_of, launch_groups, locate_row, number_of, read, write,
+};
 use super::{Batch, Rows, UNITS, cube_row, unit_vectors};
 use crate::error::Result;
 use crate::units::exchanging_units;
@@ -76,7 +78,8 @@ pub fn update_momentum(
         return Ok(());
     }
     let units = exchanging_units(&client.properties().hardware, UNITS);
-    for group in launch_groups(client, inputs, 1, 5) {
+    let arguments = Arguments { buffers: 1, numbers: 5, shared: 5, address: batch.address_type() };
+    for group in launch_groups(client, inputs, arguments, |input| input.grad.shape()) {
         let all_rows = group.iter().map(|input| &input.grad);
         let grid = RowGrid::new(client, &dtypes, all_rows.clone(), &[]);
         let size = grid.vector_size;
@@ -219,7 +222,9 @@ pub fn apply(
     if batch.is_empty() {
         return Ok(());
     }
-    for group in launch_groups(client, parameters, 1, 3) {
+    let arguments = Arguments { buffers: 1, numbers: 5, shared: 3, address: batch.address_type() };
+    for group in launch_groups(client, parameters, arguments, |parameter| parameter.values.shape())
+    {
         let all_rows = group.iter().map(|parameter| &parameter.values);
         let grid = RowGrid::new(client, &dtypes, all_rows.clone(), &[]);
         let size = grid.vector_size;

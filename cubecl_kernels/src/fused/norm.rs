@@ -5,7 +5,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::rows::{RowGrid, launch_groups, locate_row, number_of, read};
+use super::rows::{Arguments, RowGrid, launch_groups, locate_row, number_of, read};
 use super::{Batch, F32, Rows, UNITS, cube_row, cubes_per_row, grid, unit_vectors, vector_size};
 use crate::error::Result;
 use crate::units::exchanging_units;
@@ -90,7 +90,11 @@ pub fn norms(
     let values = 2 * count * norms.partials;
     Batch::check_f32_buffers(&[("the norms", &norms.handle, values)])?;
     let tensors: Vec<_> = tensors.iter().filter(|(rows, _)| !rows.is_empty()).cloned().collect();
-    for group in launch_groups(client, &tensors, 1, 1) {
+    let longest = tensors.iter().map(|(rows, _)| rows.len()).max().unwrap_or(0);
+    let address = AddressType::from_len(longest.max(values));
+    let arguments = Arguments { buffers: 1, numbers: 4, shared: 1, address };
+    let shape = |(rows, _): &(Rows, usize)| [row_count(rows), elements];
+    for group in launch_groups(client, &tensors, arguments, shape) {
         let all_rows = group.iter().map(|(rows, _)| rows);
         // Vectors have at most as many elements as those of float32: registers would spill on
         // compute capability 9.0 with more.
@@ -106,7 +110,7 @@ pub fn norms(
                 client,
                 grid.cube_count(norms.partials),
                 CubeDim::new_1d(units),
-                grid.address_type(values),
+                address,
                 size,
                 all_rows.clone().map(|rows| rows.vectors(size)).collect(),
                 BufferArg::from_raw_parts(norms.handle.clone(), values),

@@ -5,7 +5,7 @@ use cubecl::ir::ElemType;
 use cubecl::prelude::*;
 use cubecl::server::Handle;
 
-use super::rows::{RowGrid, launch_groups, locate_row, number_of, read};
+use super::rows::{Arguments, RowGrid, launch_groups, locate_row, number_of, read};
 use super::{F32, Rows, UNITS, cube_row, unit_vectors};
 use crate::error::{Result, check_buffer};
 
@@ -30,7 +30,10 @@ pub fn reject(
         check_buffer("the flags", flags, count.max(first_flag + rows.count), F32)?;
     }
     let tensors: Vec<_> = tensors.iter().filter(|(rows, _)| !rows.is_empty()).cloned().collect();
-    for group in launch_groups(client, &tensors, 1, 1) {
+    let longest = tensors.iter().map(|(rows, _)| rows.len()).max().unwrap_or(0);
+    let address = AddressType::from_len(longest.max(count));
+    let arguments = Arguments { buffers: 1, numbers: 4, shared: 1, address };
+    for group in launch_groups(client, &tensors, arguments, |(rows, _)| rows.shape()) {
         let all_rows = group.iter().map(|(rows, _)| rows);
         let grid = RowGrid::new(client, &[dtype], all_rows.clone(), &[]);
         let vector_size = grid.vector_size;
@@ -40,7 +43,7 @@ pub fn reject(
                 client,
                 grid.cube_count(grid.cubes_per_row),
                 CubeDim::new_1d(UNITS),
-                grid.address_type(count),
+                address,
                 vector_size,
                 all_rows.clone().map(|rows| rows.vectors(vector_size)).collect(),
                 BufferArg::from_raw_parts(flags.clone(), count),

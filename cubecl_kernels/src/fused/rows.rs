@@ -8,8 +8,26 @@ use cubecl::server::Handle;
 use super::{cubes_per_row, grid, vector_size};
 use crate::error::{Result, check_addresses, check_buffer, check_dtype};
 
-/// Largest number of tensors in one launch: a kernel contains its memory accesses once for each.
-const MAX_TENSORS: usize = 8;
+/// Largest number of tensors in one launch, if all of them are short: a kernel contains its memory
+/// accesses once for each.
+pub(crate) const MAX_TENSORS: usize = 64;
+
+/// Tensors among which a kernel branches at a time, and the most of which a launch may have any
+/// number and any length. Above it, the number is a power of two, so that a device compiles few
+/// kernels, and the kernels spill a few bytes of registers.
+pub(crate) const BRANCHES: usize = 8;
+
+/// Elements of a short tensor. Eight longer ones take a device about as long as the host takes for
+/// a launch: 10 us at 28 bytes for each element of AdamW and 4 TB/s. Computed, not measured.
+const SHORT: usize = 1 << 16;
+
+/// Bytes of a kernel's arguments on CUDA, without what is left for those that all tensors share.
+const ARGUMENT_BYTES: usize = 4096 - 512;
+
+/// Elements past the ends of short tensors that the units of a launch may be started for, since the
+/// longest tensor has that many more. By estimate, not measured, the 1024 cubes for these are
+/// started in the time of a launch.
+const MAX_IDLE: usize = 1 << 23;
 
 /// The rows of one parameter's tensor in a buffer, in order.
 #[derive(Debug, Clone)]
@@ -23,6 +41,11 @@ pub struct Rows {
 }
 
 impl Rows {
+    /// Returns the number of rows and their length.
+    pub(super) fn shape(&self) -> [usize; 2] {
+        [self.count, self.elements]
+    }
+
     /// Returns the number of elements of all rows.
     pub fn len(&self) -> usize {
         self.count * self.elements
@@ -52,18 +75,65 @@ impl Rows {
     }
 }
 
-/// Splits items into groups of one launch each, for a kernel that binds some buffers per item and a
-/// number of other ones. A device limits the buffers that a kernel binds.
+/// The arguments of a kernel of several tensors.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Arguments {
+    /// Buffers of each tensor.
+    pub buffers: usize,
+    /// Numbers of each tensor.
+    pub numbers: usize,
+    /// Buffers that all tensors share, without the one for numbers and lengths.
+    pub shared: usize,
+    /// The type of addresses, and of the largest numbers.
+    pub address: AddressType,
+}
+
+impl Arguments {
+    /// Returns the largest number of tensors in a launch. Devices limit the buffers that a kernel
+    /// binds, and CUDA limits the bytes of its arguments: each buffer has a pointer and a length.
+    fn max_tensors(self, client: &Client) -> usize {
+        let bindings = client.properties().hardware.max_bindings as usize;
+        let by_bindings = bindings.saturating_sub(self.shared + 1) / self.buffers;
+        let length = self.address.size();
+        let by_bytes = ARGUMENT_BYTES / (self.buffers * (8 + length) + self.numbers * length);
+        by_bindings.min(by_bytes).clamp(1, MAX_TENSORS)
+    }
+}
+
+/// Splits items into groups of one launch each. `shape` returns the number of an item's rows and
+/// their length: a launch starts as many units for each row as its longest one needs.
 pub(super) fn launch_groups<'a, T>(
     client: &Client,
     items: &'a [T],
-    buffers_per_item: usize,
-    other_buffers: usize,
+    arguments: Arguments,
+    shape: impl Fn(&T) -> [usize; 2],
 ) -> impl Iterator<Item = &'a [T]> {
-    // One more is for scalars and lengths.
-    let bound = other_buffers + 1;
-    let free = (client.properties().hardware.max_bindings as usize).saturating_sub(bound);
-    items.chunks((free / buffers_per_item).clamp(1, MAX_TENSORS))
+    let max_tensors = arguments.max_tensors(client);
+    let mut left = items;
+    std::iter::from_fn(move || {
+        let (group, others) = left.split_at(group_size(left.iter().map(&shape), max_tensors));
+        left = others;
+        (!group.is_empty()).then_some(group)
+    })
+}
+
+/// Returns how many of the first tensors are in one launch, from their numbers of rows and the
+/// lengths of these.
+fn group_size(shapes: impl Iterator<Item = [usize; 2]>, max_tensors: usize) -> usize {
+    let (mut tensors, mut longest, mut rows, mut elements) = (0, 0, 0, 0);
+    let mut are_short = true;
+    let fits = |[count, length]: &[usize; 2]| {
+        tensors += 1;
+        longest = longest.max(*length);
+        rows += count;
+        elements += count * length;
+        are_short &= count * length <= SHORT;
+        (are_short || tensors <= BRANCHES) && rows * longest - elements <= MAX_IDLE
+    };
+    match shapes.take(max_tensors).take_while(fits).count() {
+        many @ BRANCHES.. => 1 << many.ilog2(),
+        few => few,
+    }
 }
 
 /// The grid of a launch over the rows of some tensors.
@@ -74,8 +144,6 @@ pub(super) struct RowGrid {
     pub cubes_per_row: usize,
     /// Rows of all tensors.
     pub rows: usize,
-    /// Elements of the longest tensor.
-    longest: usize,
     /// The first row of every tensor.
     first_rows: Vec<usize>,
 }
@@ -93,8 +161,7 @@ impl RowGrid {
         let vector_size = vector_size(client, dtypes, lengths);
         let longest_row = tensors.clone().map(|tensor| tensor.elements).max().unwrap_or(0);
         let cubes_per_row = cubes_per_row(longest_row / vector_size);
-        let longest = tensors.clone().map(Rows::len).max().unwrap_or(0);
-        let grid = Self { vector_size, cubes_per_row, rows: 0, longest, first_rows: vec![] };
+        let grid = Self { vector_size, cubes_per_row, rows: 0, first_rows: vec![] };
         grid.with_row_counts(tensors.map(|tensor| tensor.count))
     }
 
@@ -124,11 +191,6 @@ impl RowGrid {
     pub fn cube_count(&self, cubes_per_row: usize) -> CubeCount {
         grid(cubes_per_row, self.rows)
     }
-
-    /// Returns the addresses for the elements of the tensors and of another buffer.
-    pub fn address_type(&self, other_elements: usize) -> AddressType {
-        AddressType::from_len(self.longest.max(other_elements))
-    }
 }
 
 /// Returns the tensor that a row of a launch belongs to, and its row there. For rows after the last
@@ -151,9 +213,9 @@ pub(super) fn locate_row(
     (index, row - first)
 }
 
-// A buffer can't be chosen at run time. The functions below branch on the tensor instead: all units
-// of a cube take the same branch, which costs less than the memory access, and the loops around the
-// accesses are compiled once.
+// A buffer can't be chosen at run time. The functions below branch on the tensor instead, in two
+// levels: all units of a cube take the same branch, which costs less than the memory access, and
+// the loops around the accesses are compiled once.
 
 /// Reads the vector at a position of a tensor.
 #[cube]
@@ -163,10 +225,17 @@ pub(super) fn read<F: Float, N: Size>(
     position: usize,
 ) -> Vector<f32, N> {
     let mut vector = Vector::<f32, N>::new(0.0);
+    let count = tensors.len();
     #[unroll]
-    for tensor in 0..tensors.len() {
-        if index == tensor {
-            vector = Vector::cast_from(tensors[tensor][position]);
+    for block in 0..comptime!(count.div_ceil(BRANCHES)) {
+        if comptime!(count <= BRANCHES) || index / BRANCHES == block {
+            #[unroll]
+            for tensor in comptime!(block * BRANCHES)..comptime!(count.min((block + 1) * BRANCHES))
+            {
+                if index == tensor {
+                    vector = Vector::cast_from(tensors[tensor][position]);
+                }
+            }
         }
     }
     vector
@@ -180,11 +249,18 @@ pub(super) fn write<F: Float, N: Size>(
     position: usize,
     vector: Vector<f32, N>,
 ) {
+    let count = tensors.len();
     #[unroll]
-    for tensor in 0..tensors.len() {
-        if index == tensor {
-            let values = tensors.index_mut(tensor);
-            values[position] = Vector::cast_from(vector);
+    for block in 0..comptime!(count.div_ceil(BRANCHES)) {
+        if comptime!(count <= BRANCHES) || index / BRANCHES == block {
+            #[unroll]
+            for tensor in comptime!(block * BRANCHES)..comptime!(count.min((block + 1) * BRANCHES))
+            {
+                if index == tensor {
+                    let values = tensors.index_mut(tensor);
+                    values[position] = Vector::cast_from(vector);
+                }
+            }
         }
     }
 }
@@ -193,10 +269,17 @@ pub(super) fn write<F: Float, N: Size>(
 #[cube]
 pub(super) fn number_of(numbers: &Sequence<usize>, index: usize) -> usize {
     let mut number = 0_usize.runtime();
+    let count = numbers.len();
     #[unroll]
-    for tensor in 0..numbers.len() {
-        if index == tensor {
-            number = numbers[tensor];
+    for block in 0..comptime!(count.div_ceil(BRANCHES)) {
+        if comptime!(count <= BRANCHES) || index / BRANCHES == block {
+            #[unroll]
+            for tensor in comptime!(block * BRANCHES)..comptime!(count.min((block + 1) * BRANCHES))
+            {
+                if index == tensor {
+                    number = numbers[tensor];
+                }
+            }
         }
     }
     number
@@ -206,11 +289,45 @@ pub(super) fn number_of(numbers: &Sequence<usize>, index: usize) -> usize {
 #[cube]
 pub(crate) fn factor_of(factors: &Sequence<f32>, index: usize) -> f32 {
     let mut factor = f32::new(0.0);
+    let count = factors.len();
     #[unroll]
-    for i in 0..factors.len() {
-        if index == i {
-            factor = factors[i];
+    for block in 0..comptime!(count.div_ceil(BRANCHES)) {
+        if comptime!(count <= BRANCHES) || index / BRANCHES == block {
+            #[unroll]
+            for tensor in comptime!(block * BRANCHES)..comptime!(count.min((block + 1) * BRANCHES))
+            {
+                if index == tensor {
+                    factor = factors[tensor];
+                }
+            }
         }
     }
     factor
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_launch_takes_many_tensors_of_similar_length() {
+        let groups = |lengths: &[usize]| {
+            let (mut left, mut sizes) = (lengths, vec![]);
+            while !left.is_empty() {
+                let size = group_size(left.iter().map(|length| [1, *length]), MAX_TENSORS);
+                left = &left[size..];
+                sizes.push(size);
+            }
+            sizes
+        };
+        assert_eq!(groups(&[768; 72]), [64, 8]);
+        assert_eq!(groups(&[768; 71]), [64, 7]);
+        assert_eq!(groups(&[768; 30]), [16, 8, 6]);
+        assert_eq!(groups(&[SHORT + 1; 30]), [8, 8, 8, 6]);
+        assert_eq!(groups(&[[768; 9], [SHORT + 1; 9]].concat()), [8, 8, 2]);
+        // The long one would start units for rows that end before them.
+        assert_eq!(groups(&[38_597_376, 768, 768, 768]), [1, 3]);
+        assert_eq!(groups(&[MAX_IDLE + 768, 768, 768, 768]), [2, 2]);
+        assert_eq!(groups(&[MAX_IDLE / 2, 0, 0, 0]), [3, 1]);
+    }
 }

@@ -357,7 +357,25 @@ fn other_kernels_compile_without_spills() {
         let row = |(name, definition, units)| {
             target.row(name, dtype, definition, units, |code| code.local == 0)
         };
-        other_kernels(&host, properties, dtype).into_iter().filter_map(row).collect()
+        let kernels = other_kernels::<{ fused::BRANCHES }>(&host, properties, dtype);
+        kernels.into_iter().filter_map(row).collect()
+    });
+}
+
+/// With as many short tensors as a launch takes, kernels may spill a few registers, and their
+/// arguments fit.
+#[test]
+fn kernels_of_many_tensors_compile() {
+    const MOST_SPILLED: usize = 128;
+    let Some(host) = any_device() else { return };
+    check_table(&[BF16, F32], |target, properties, dtype| {
+        let row = |(name, definition, units)| {
+            target.row(name, dtype, definition, units, |code| code.local <= MOST_SPILLED)
+        };
+        let kernels = other_kernels::<{ fused::MAX_TENSORS }>(&host, properties, dtype);
+        let of_tensors = ["reject", "update_momentum", "norms", "apply", "adamw"];
+        let kernels = kernels.into_iter().filter(|(name, ..)| of_tensors.contains(name));
+        kernels.filter_map(row).collect()
     });
 }
 
@@ -497,17 +515,17 @@ fn gram_kernel(
     )
 }
 
-/// Returns all kernels except the products, for matrices of a type, on a device.
-fn other_kernels(
+/// Returns all kernels except the products, for matrices of a type, on a device. Those of several
+/// tensors are for a number of them.
+fn other_kernels<const TENSORS: usize>(
     host: &Client,
     properties: &Arc<DeviceProperties>,
     dtype: ElemType,
 ) -> Vec<NamedKernel> {
     // SAFETY: nothing is launched.
     let buffer = || unsafe { BufferArg::from_raw_parts(host.empty(4), 1 << 20) };
-    // A launch takes eight tensors.
-    let sizes = || 1..=8_usize;
-    let floats = || [0.5_f32; 8].into_iter();
+    let sizes = || 1..=TENSORS;
+    let floats = || [0.5_f32; TENSORS].into_iter();
     macro_rules! buffers {
         () => {
             sizes().map(|_| buffer()).collect()
