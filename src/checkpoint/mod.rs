@@ -59,6 +59,7 @@
 mod layout;
 mod model;
 mod read;
+mod saver;
 mod states;
 mod write;
 
@@ -82,6 +83,7 @@ use crate::update::{OF_INIT, ONLY_RANK};
 pub(crate) use model::stored_otherwise;
 pub(crate) use model::{Divided, Entry, Undivided};
 pub(crate) use read::Archive;
+pub use saver::{Saver, WhenBusy, latest};
 pub(crate) use states::{States, TrainedPaths};
 pub(crate) use write::{Contents, Planned, Saving};
 
@@ -111,13 +113,18 @@ impl ParameterEntry {
 /// An optimizer that [`save`] and [`load`] accept: Burn's [`ModuleOptimizer`], as made by
 /// [`MuonConfig`](crate::MuonConfig), and [`DistModuleOptimizer`](crate::DistModuleOptimizer).
 pub trait Checkpointed: Sized {
-    /// Saves a run with this optimizer; see [`save`].
+    /// Saves a run with this optimizer; see [`Saver::save`].
     ///
     /// # Errors
     ///
-    /// As [`save`].
-    fn save_run<M: Module, T: Serialize>(&self, path: &Path, model: &M, progress: &T)
-    -> Result<()>;
+    /// As [`Saver::save`].
+    fn save_run<M: Module, T: Serialize>(
+        &self,
+        saver: &mut Saver,
+        path: &Path,
+        model: &M,
+        progress: &T,
+    ) -> Result<()>;
 
     /// Loads what fits of a run into a model and this optimizer; see [`load_matching`].
     ///
@@ -153,7 +160,7 @@ pub fn save<M: Module, T: Serialize>(
     optim: &impl Checkpointed,
     progress: &T,
 ) -> Result<()> {
-    optim.save_run(path.as_ref(), model, progress)
+    Saver::immediate().save(path, model, optim, progress)
 }
 
 /// Loads a run into a model and an optimizer that were made like the saved ones. Returns the model,
@@ -271,10 +278,12 @@ pub fn progress<T: DeserializeOwned>(path: impl AsRef<Path>) -> Result<T> {
 impl Checkpointed for ModuleOptimizer {
     fn save_run<M: Module, T: Serialize>(
         &self,
+        saver: &mut Saver,
         path: &Path,
         model: &M,
         progress: &T,
     ) -> Result<()> {
+        saver.prepare(path)?;
         ensure_whole(model)?;
         ensure_clips(self)?;
         let ids = ids(model);
@@ -282,7 +291,8 @@ impl Checkpointed for ModuleOptimizer {
         let of_model = states.of_model(&ids);
         let contents = of_model.contents();
         let names: Vec<String> = of_model.names().map(str::to_owned).collect();
-        let (saving, entries) = start(path, (model, &Undivided), contents, progress);
+        let to = (path, saver.host_bytes());
+        let (saving, entries) = start(to, (model, &Undivided), contents, progress);
         let mut saving = saving?;
         for entry in entries {
             saving.put((entry.data)(None))?;
@@ -290,7 +300,7 @@ impl Checkpointed for ModuleOptimizer {
         for name in &names {
             saving.put(states.archive().data(name)?)?;
         }
-        saving.finish()
+        saver.finish(path, saving)
     }
 
     fn load_run<M: Module, T: DeserializeOwned>(
@@ -376,25 +386,25 @@ fn ensure_whole<M: Module>(model: &M) -> Result<()> {
     }
 }
 
-/// Begins a checkpoint. The tensors of the model are put in the order of the returned entries,
-/// then the optimizer's in the order of `states`.
+/// Begins a checkpoint at a path, with bytes that may wait for the writer. The tensors of the model
+/// are put in the order of the returned entries, then the optimizer's in the order of `states`.
 ///
 /// # Errors
 ///
 /// As [`save`].
 pub(crate) fn start<M: Module, T: Serialize>(
-    path: &Path,
+    to: (&Path, usize),
     (model, divided): (&M, &dyn Divided),
     states: Contents,
     progress: &T,
 ) -> (Result<Saving>, Vec<Entry>) {
     let entries = model::entries(model, divided);
     let parameters = parameters(model, divided);
-    (begin(path, &parameters, &entries, states, progress), entries)
+    (begin(to, &parameters, &entries, states, progress), entries)
 }
 
 fn begin<T: Serialize>(
-    path: &Path,
+    (path, host_bytes): (&Path, usize),
     parameters: &[ParameterEntry],
     entries: &[Entry],
     states: Contents,
@@ -415,7 +425,7 @@ fn begin<T: Serialize>(
     ];
     contents.metadata.extend(texts.map(|(key, text)| (key.to_owned(), text)));
     contents.tensors.splice(0..0, entries.iter().map(|entry| entry.planned.clone()));
-    Saving::start(path, contents)
+    Saving::start(path, contents, host_bytes)
 }
 
 /// Loads what fits of the model of a run, and returns the differences. Of a parameter that is

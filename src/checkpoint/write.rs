@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{self, SyncSender};
-use std::sync::{Arc, Mutex};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 
 use burn::tensor::{DType, TensorData};
@@ -63,10 +63,12 @@ impl Contents {
 pub struct Saving {
     path: PathBuf,
     index: Index,
-    /// Index of the next tensor.
-    next: usize,
     /// Sends the elements to the writer. Dropped when there are no more.
-    data: Option<SyncSender<Bytes>>,
+    data: Option<Sender<Bytes>>,
+    /// The memory for elements that wait for the writer.
+    room: Arc<Room>,
+    /// The checksums of the tensors that the writer has taken.
+    checksums: Arc<Mutex<Vec<u32>>>,
     /// The thread that writes the container.
     writer: Option<JoinHandle<Result<(), burn_pack::Error>>>,
     /// The temporary file.
@@ -74,20 +76,29 @@ pub struct Saving {
 }
 
 impl Saving {
-    /// Begins a temporary file in the folder of `path`.
+    /// Begins a temporary file in the folder of `path`. Elements of `host_bytes` may wait for the
+    /// writer, and at least those of one tensor.
     ///
     /// # Errors
     ///
     /// [`Error::Checkpoint`] if it can't be created.
-    pub fn start(path: &Path, contents: Contents) -> Result<Self> {
+    pub fn start(path: &Path, contents: Contents, host_bytes: usize) -> Result<Self> {
         let target = target(path).map_err(|error| failed(path, &error.to_string()))?;
         let (scratch, file) =
             AtomicFile::create(&target).map_err(|error| failed(path, &error.to_string()))?;
         drop(file); // the writer of the container opens the path itself
         // The writer of the container pulls tensors from closures that own their data, while the
-        // caller pushes tensors that it makes from borrowed data. A thread connects the two. The
-        // channel has no buffer, so that no tensor waits in memory.
-        let (data, source) = mpsc::sync_channel(0);
+        // caller pushes tensors that it makes from borrowed data. A thread connects the two.
+        let (data, tensors) = mpsc::channel();
+        let (room, checksums) =
+            (Arc::new(Room::new(host_bytes)), Arc::<Mutex<Vec<u32>>>::default());
+        let source = Source {
+            tensors,
+            room: room.clone(),
+            written: 0,
+            checksums: checksums.clone(),
+            count: contents.tensors.len(),
+        };
         let container = container(&contents, source);
         let scratch_path = scratch.path().to_owned();
         let writer = thread::Builder::new()
@@ -111,31 +122,22 @@ impl Saving {
         Ok(Self {
             path: path.to_owned(),
             index,
-            next: 0,
             data: Some(data),
+            room,
+            checksums,
             writer: Some(writer),
             scratch: Some(scratch),
         })
     }
 
-    /// Writes the next tensor, in the order of the contents.
+    /// Writes the next tensor, in the order of the contents, or leaves it to the writer.
     ///
     /// # Errors
     ///
     /// [`Error::Checkpoint`] if it can't be written.
     pub fn put(&mut self, data: TensorData) -> Result<()> {
         let (bytes, ..) = data.into_parts();
-        let last = self.next + 1 == self.index.tensors.len();
-        let section = &mut self.index.tensors[self.next];
-        let mut checksum = crc32fast::Hasher::new();
-        checksum.update(&bytes);
-        if !last {
-            let aligned = bytes.len().next_multiple_of(burn_pack::TENSOR_ALIGNMENT as usize);
-            // The container aligns the next tensor by zeros: see `Index::spans`.
-            checksum.update(&vec![0; aligned - bytes.len()]);
-        }
-        section.checksum = checksum.finalize();
-        self.next += 1;
+        self.room.take(bytes.len());
         let sent = self.data.as_ref().is_some_and(|data| data.send(bytes).is_ok());
         // The writer has ended: its error says why.
         if sent { Ok(()) } else { self.join() }
@@ -148,6 +150,10 @@ impl Saving {
     /// [`Error::Checkpoint`] if it can't be written. A previous file at the path is then unchanged.
     pub fn finish(mut self) -> Result<()> {
         self.join()?;
+        let checksums = std::mem::take(&mut *self.checksums.lock().expect("the writer has ended"));
+        for (section, checksum) in self.index.tensors.iter_mut().zip(checksums) {
+            section.checksum = checksum;
+        }
         let scratch = self.scratch.take().expect("`finish` consumes the checkpoint");
         // The index comes last, when all checksums are known. Burn's tools read the container
         // before it.
@@ -196,15 +202,95 @@ fn target(path: &Path) -> std::io::Result<PathBuf> {
     Err(std::io::Error::other("its symbolic links form a circle"))
 }
 
+/// Bytes of elements that wait for the writer.
+struct Room {
+    limit: usize,
+    /// The bytes that wait. `None` once the writer has ended.
+    used: Mutex<Option<usize>>,
+    changed: Condvar,
+}
+
+impl Room {
+    fn new(limit: usize) -> Self {
+        Self { limit, used: Mutex::new(Some(0)), changed: Condvar::new() }
+    }
+
+    /// Waits until there is room for a number of bytes, and takes it. A tensor above the limit has
+    /// room alone.
+    fn take(&self, bytes: usize) {
+        let used = self.used.lock().expect("no holder of the lock panics");
+        let is_full = |used: &mut Option<usize>| {
+            used.is_some_and(|used| used > 0 && used.saturating_add(bytes) > self.limit)
+        };
+        let mut used = self.changed.wait_while(used, is_full).expect("no holder panics");
+        *used = used.map(|used| used + bytes);
+    }
+
+    /// Gives bytes back.
+    fn give(&self, bytes: usize) {
+        let mut used = self.used.lock().expect("no holder of the lock panics");
+        *used = used.map(|used| used - bytes);
+        self.changed.notify_all();
+    }
+
+    /// Lets everyone pass: nothing is written any more.
+    fn close(&self) {
+        *self.used.lock().expect("no holder of the lock panics") = None;
+        self.changed.notify_all();
+    }
+}
+
+/// The writer's end of the channel.
+struct Source {
+    tensors: Receiver<Bytes>,
+    room: Arc<Room>,
+    /// Bytes of the tensor that was taken last.
+    written: usize,
+    checksums: Arc<Mutex<Vec<u32>>>,
+    /// The number of all tensors.
+    count: usize,
+}
+
+impl Source {
+    /// The elements of the next tensor. The writer asks for it once the one before is written.
+    fn next(&mut self) -> Option<Bytes> {
+        self.room.give(self.written);
+        self.written = 0;
+        let bytes = self.tensors.recv().ok()?;
+        self.written = bytes.len();
+        let mut checksums = self.checksums.lock().expect("no holder of the lock panics");
+        let is_last = checksums.len() + 1 == self.count;
+        checksums.push(checksum(&bytes, is_last));
+        Some(bytes)
+    }
+}
+
+impl Drop for Source {
+    fn drop(&mut self) {
+        self.room.close();
+    }
+}
+
+/// The checksum of a tensor, with the zeros that follow it: the container aligns the next tensor,
+/// see `Index::spans`.
+fn checksum(bytes: &[u8], is_last: bool) -> u32 {
+    let mut checksum = crc32fast::Hasher::new();
+    checksum.update(bytes);
+    if !is_last {
+        let aligned = bytes.len().next_multiple_of(burn_pack::TENSOR_ALIGNMENT as usize);
+        checksum.update(&vec![0; aligned - bytes.len()]);
+    }
+    checksum.finalize()
+}
+
 /// The writer of the container, which receives the tensors from `source` in their order.
-fn container(contents: &Contents, source: mpsc::Receiver<Bytes>) -> Writer {
+fn container(contents: &Contents, source: Source) -> Writer {
     let source = Arc::new(Mutex::new(source));
     let tensors = contents.tensors.iter().map(|planned| {
         let source = source.clone();
-        let aborted = "the save was aborted".to_owned();
         let next = move || {
-            let received = source.lock().expect("no holder of the lock panics").recv();
-            received.map_err(|_| burn_pack::Error::IoError(aborted.clone()))
+            let next = source.lock().expect("no holder of the lock panics").next();
+            next.ok_or_else(|| burn_pack::Error::IoError("the save was aborted".to_owned()))
         };
         let Planned { name, dtype, shape, id, bytes } = planned.clone();
         burn_pack::Tensor::deferred(name, dtype, shape, id, bytes, next)
@@ -233,7 +319,7 @@ fn append(path: &Path, index: &mut Index) -> Result<(), String> {
     file.write_all(&bytes).map_err(incomplete)
 }
 
-fn failed(path: &Path, reason: &str) -> Error {
+pub(super) fn failed(path: &Path, reason: &str) -> Error {
     Error::Checkpoint {
         path: path.to_owned(),
         reason: reason.to_owned(),

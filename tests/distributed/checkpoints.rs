@@ -24,6 +24,7 @@ pub const IN_PROCESS: &[Case] = cases![
     damage_that_one_rank_reads_is_rejected_on_all_ranks,
     a_save_may_take_longer_than_the_deadline,
     a_save_sends_the_state_to_rank_0_only,
+    a_save_in_the_background_is_that_of_its_step_on_all_ranks,
 ];
 
 fn a_checkpoint_continues_bit_for_bit_on_any_number_of_ranks() {
@@ -272,4 +273,34 @@ fn a_record_is_loaded_with_the_parameter_ids_of_its_rank() {
     });
     let runs = runs.unwrap();
     assert!(runs[0] == runs[1], "the ranks agree");
+}
+
+fn a_save_in_the_background_is_that_of_its_step_on_all_ranks() {
+    let folder = Folder::create();
+    let path = |name: &str| folder.path().join(name);
+    let blocked = path("step-9");
+    std::fs::create_dir_all(blocked.join("held")).unwrap();
+    ranks(2, |world| {
+        let (mut net, mut optim) = trained(&world, 2)?;
+        let mut saver = checkpoint::Saver::new().with_keep_last(2);
+        for step in 0..4 {
+            checkpoint::save(path(&format!("now-{step}")), &net, &optim, &step)?;
+            saver.save(path(&format!("later-{step}")), &net, &optim, &step)?;
+            let gradients = net.gradients(step);
+            net = optim.step(0.01, net, gradients)?;
+        }
+        saver.save(&blocked, &net, &optim, &9u64)?;
+        // Rank 0 alone has the error, which the next save returns on all ranks.
+        let next = saver.save(path("step-10"), &net, &optim, &10u64);
+        let message = next.expect_err("the save before failed").to_string();
+        assert!(message.contains("step-9"), "{message}");
+        saver.save(path("step-10"), &net, &optim, &10u64)?;
+        saver.wait()
+    })
+    .unwrap();
+    for step in [2, 3] {
+        let bytes = |name: &str| std::fs::read(path(&format!("{name}-{step}"))).unwrap();
+        assert!(bytes("now") == bytes("later"), "step {step}");
+    }
+    assert!(!path("later-1").exists() && path("step-10").exists());
 }

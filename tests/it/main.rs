@@ -26,6 +26,7 @@ mod qk_clip;
 mod recipes;
 mod resuming;
 mod routing;
+mod saver;
 mod skips;
 mod split;
 mod train_lm;

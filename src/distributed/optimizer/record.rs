@@ -22,7 +22,7 @@ use super::loss_scale::LossScale;
 use super::own_states::OwnStates;
 use super::shard::Shard;
 use crate::checkpoint::{
-    self, Archive, Checkpointed, Contents, Divided, Planned, Saving, States, TrainedPaths,
+    self, Archive, Checkpointed, Contents, Divided, Planned, Saver, Saving, States, TrainedPaths,
 };
 use crate::difference::{Difference, DifferenceKind};
 use crate::distributed::cuts::Cuts;
@@ -102,11 +102,26 @@ impl DistModuleOptimizer {
         model: &M,
         progress: &T,
     ) -> Result<()> {
+        checkpoint::save(path, model, self, progress)
+    }
+
+    /// Saves as a [`Saver`] does it, which has been waiting for an earlier file on rank 0 alone.
+    fn save_by<M: Module, T: Serialize>(
+        &self,
+        saver: &mut Saver,
+        path: &Path,
+        model: &M,
+        progress: &T,
+    ) -> Result<()> {
         self.finish_publication()?;
-        let parts = self.world.agree(self.divided(model))?;
+        let prepared = {
+            let _busy = Busy::new(self.world.communicator());
+            saver.prepare(path)
+        };
+        let parts = self.world.agree(prepared.and_then(|()| self.divided(model)))?;
         // A collective that fails ends the world: only the file is left to agree on.
         let written = self.announced(match self.world.is_main() {
-            true => self.write(path.as_ref(), (model, parts), progress),
+            true => self.write((saver, path), (model, parts), progress),
             false => self.send_states(parts).map(Ok),
         })?;
         self.world.agree(written)
@@ -144,7 +159,7 @@ impl DistModuleOptimizer {
     /// the inner one the file's.
     fn write<M: Module, T: Serialize>(
         &self,
-        path: &Path,
+        (saver, path): (&mut Saver, &Path),
         (model, parts): (&M, Vec<(String, Tensor<1>)>),
         progress: &T,
     ) -> Result<Result<()>> {
@@ -160,8 +175,8 @@ impl DistModuleOptimizer {
             Ok(contents) => (contents, None),
             Err(error) => (Contents::default(), Some(error)),
         };
-        let (saving, entries) =
-            checkpoint::start(path, (model, self), contents.of_optimizer(), progress);
+        let (to, contents) = ((path, saver.host_bytes()), contents.of_optimizer());
+        let (saving, entries) = checkpoint::start(to, (model, self), contents, progress);
         let mut saving = error.map_or(saving, Err);
         let mut parts = parts.into_iter();
         for entry in entries {
@@ -180,7 +195,7 @@ impl DistModuleOptimizer {
             .for_each(|counter| put(&mut saving, || TensorData::from([counter.value])));
         // Collectives may return results that the device has not received yet.
         self.world.comm().synchronize()?;
-        Ok(saving.and_then(Saving::finish))
+        Ok(saving.and_then(|saving| saver.finish(path, saving)))
     }
 
     /// Fails for ranks that are about to load another file than rank 0.
@@ -842,11 +857,12 @@ fn put(saving: &mut Result<Saving>, data: impl FnOnce() -> TensorData) {
 impl Checkpointed for DistModuleOptimizer {
     fn save_run<M: Module, T: Serialize>(
         &self,
+        saver: &mut Saver,
         path: &Path,
         model: &M,
         progress: &T,
     ) -> Result<()> {
-        self.save(path, model, progress)
+        self.save_by(saver, path, model, progress)
     }
 
     fn load_run<M: Module, T: DeserializeOwned>(

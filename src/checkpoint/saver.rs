@@ -1,0 +1,290 @@
+//! Saving while training goes on.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::thread::{self, JoinHandle};
+
+use burn::module::Module;
+use serde::Serialize;
+
+use super::Checkpointed;
+use super::write::{Saving, failed};
+use crate::error::{Error, Result};
+
+/// The answer of [`Saver::save`] while an earlier save still runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WhenBusy {
+    /// Waits for its end.
+    #[default]
+    Wait,
+    /// Fails with [`Error::Usage`].
+    Refuse,
+}
+
+/// Saves checkpoints while training goes on.
+///
+/// [`save`](Self::save) copies model and optimizer to the memory of the host and returns. A thread
+/// then writes, syncs and renames the file, which is the one that [`checkpoint::save`](super::save)
+/// writes, byte for byte. An interrupted save leaves the previous file in place.
+///
+/// An error of the thread is returned by the next [`save`](Self::save) or [`wait`](Self::wait): end
+/// a run with `wait`. A `Saver` that is dropped waits as well, and logs the error.
+///
+/// ```
+/// use burn::{nn::LinearConfig, tensor::Device};
+/// use distmuon::{MuonConfig, checkpoint};
+///
+/// # let folder = tempfile::tempdir().unwrap();
+/// # let folder = folder.path();
+/// let model = LinearConfig::new(4, 8).init(&Device::default().autodiff());
+/// let optim = MuonConfig::new().init(&model);
+/// let mut saver = checkpoint::Saver::new().with_keep_last(2);
+/// for step in [100, 200, 300] {
+///     // Training goes on while the file is written.
+///     saver.save(folder.join(format!("step-{step}.bpk")), &model, &optim, &step)?;
+/// }
+/// saver.wait()?;
+/// let latest = checkpoint::latest(folder.join("step-0.bpk"))?;
+/// assert_eq!(latest, Some(folder.join("step-300.bpk")));
+/// assert!(!folder.join("step-100.bpk").exists());
+/// # Ok::<(), distmuon::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Saver {
+    when_busy: WhenBusy,
+    keep_last: Option<usize>,
+    /// Bytes that may wait for the writer.
+    host_bytes: usize,
+    is_immediate: bool,
+    /// The thread of the last save.
+    running: Option<JoinHandle<Result<()>>>,
+}
+
+impl Default for Saver {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Saver {
+    /// Makes a saver that waits for an earlier save, keeps all files, and copies all of a
+    /// checkpoint to the host.
+    pub fn new() -> Self {
+        Self {
+            when_busy: WhenBusy::default(),
+            keep_last: None,
+            host_bytes: usize::MAX,
+            is_immediate: false,
+            running: None,
+        }
+    }
+
+    /// A saver whose saves have ended when they return.
+    pub(crate) fn immediate() -> Self {
+        let mut saver = Self::new().with_host_mb(0);
+        saver.is_immediate = true;
+        saver
+    }
+
+    /// Sets what a save does while an earlier one still runs.
+    pub fn with_when_busy(mut self, when_busy: WhenBusy) -> Self {
+        self.when_busy = when_busy;
+        self
+    }
+
+    /// Keeps the last `count` files, at least one. A save that has succeeded removes the others of
+    /// its folder: those whose names differ from its own only in the last number, which has to be
+    /// smaller. Names without a number are refused.
+    pub fn with_keep_last(mut self, count: usize) -> Self {
+        self.keep_last = Some(count.max(1));
+        self
+    }
+
+    /// Limits the memory of the host that copies take, in megabytes (10^6 bytes). A save then
+    /// returns only once all but the last `megabytes` are written. One tensor may exceed the limit.
+    pub fn with_host_mb(mut self, megabytes: usize) -> Self {
+        self.host_bytes = megabytes * 1_000_000;
+        self
+    }
+
+    /// Saves model, optimizer and progress of a run as [`checkpoint::save`](super::save), and
+    /// returns once they are copied. On many ranks all of them make this call, and rank 0 writes.
+    ///
+    /// # Errors
+    ///
+    /// As [`checkpoint::save`](super::save); the error of the save before, in which case nothing is
+    /// saved; [`Error::Usage`] if an earlier save still runs and is not [waited
+    /// for](WhenBusy::Refuse), or for a name without a number whose [last files are to be
+    /// kept](Self::with_keep_last).
+    pub fn save<M: Module, T: Serialize>(
+        &mut self,
+        path: impl AsRef<Path>,
+        model: &M,
+        optim: &impl Checkpointed,
+        progress: &T,
+    ) -> Result<()> {
+        optim.save_run(self, path.as_ref(), model, progress)
+    }
+
+    /// Returns `true` while a file is being written. Only rank 0 writes.
+    pub fn is_saving(&self) -> bool {
+        self.running.as_ref().is_some_and(|running| !running.is_finished())
+    }
+
+    /// Waits until the file of the last save is complete. Does nothing on ranks that do not write.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Checkpoint`] if it can't be written: a previous file at the path is then unchanged.
+    pub fn wait(&mut self) -> Result<()> {
+        let Some(running) = self.running.take() else { return Ok(()) };
+        running.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    }
+
+    /// Fails if a save to a path can't begin: on the rank that writes, for all ranks.
+    pub(crate) fn prepare(&mut self, path: &Path) -> Result<()> {
+        if self.keep_last.is_some() {
+            Numbered::of(path)?;
+        }
+        if self.is_saving() && self.when_busy == WhenBusy::Refuse {
+            return Err(Error::usage(
+                "the save is refused",
+                "no earlier save that still runs",
+                "one",
+                "call `Saver::wait`, save less often, or choose `WhenBusy::Wait`",
+            ));
+        }
+        self.wait()
+    }
+
+    /// Bytes that may wait for the writer.
+    pub(crate) fn host_bytes(&self) -> usize {
+        self.host_bytes
+    }
+
+    /// Completes a file whose tensors have all been put.
+    pub(crate) fn finish(&mut self, path: &Path, saving: Saving) -> Result<()> {
+        let (to, keep_last) = (path.to_owned(), self.keep_last);
+        let finish = move || {
+            saving.finish()?;
+            keep_last.map_or(Ok(()), |count| remove_older(&to, count))
+        };
+        if self.is_immediate {
+            return finish();
+        }
+        let thread = thread::Builder::new().name("save".to_owned()).spawn(finish);
+        let no_thread = |error| failed(path, &format!("cannot start a thread: {error}"));
+        self.running = Some(thread.map_err(no_thread)?);
+        Ok(())
+    }
+}
+
+impl Drop for Saver {
+    fn drop(&mut self) {
+        let is_panicking = thread::panicking();
+        if let Some(running) = self.running.take()
+            && let Ok(Err(error)) = running.join()
+            && !is_panicking
+        {
+            log::error!("the last checkpoint was not saved: {error}");
+        }
+    }
+}
+
+/// Returns the file of the highest number in the folder of a path, or `None` if there is none:
+/// among files whose names differ from the path's only in their last number. The path's own file
+/// need not exist.
+///
+/// # Errors
+///
+/// [`Error::Usage`] for a name without a number; [`Error::Checkpoint`] if the folder can't be read.
+/// A folder that does not exist has no files.
+pub fn latest(path: impl AsRef<Path>) -> Result<Option<PathBuf>> {
+    let (path, numbered) = (path.as_ref(), Numbered::of(path.as_ref())?);
+    Ok(numbered.siblings(path)?.pop_last().map(|(_, file)| file))
+}
+
+/// Removes the files with a smaller number than a path's, except for the last ones.
+fn remove_older(path: &Path, keep: usize) -> Result<()> {
+    let numbered = Numbered::of(path)?;
+    let older: Vec<_> = numbered.siblings(path)?.range(..=numbered.number).map(file).collect();
+    for file in older.iter().rev().skip(keep) {
+        fs::remove_file(file).map_err(|error| failed(file, &error.to_string()))?;
+    }
+    Ok(())
+}
+
+fn file((_, file): (&u64, &PathBuf)) -> PathBuf {
+    file.clone()
+}
+
+/// A file name around its last number.
+struct Numbered<'a> {
+    before: &'a str,
+    number: u64,
+    after: &'a str,
+}
+
+impl<'a> Numbered<'a> {
+    /// Splits the name of a path.
+    fn of(path: &'a Path) -> Result<Self> {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        Self::split(name).ok_or_else(|| {
+            Error::usage(
+                "the name of the checkpoint has no number",
+                "a number, such as `step-300.bpk`, by which files are ordered",
+                format!("{path:?}"),
+                "add the step to the name",
+            )
+        })
+    }
+
+    fn split(name: &'a str) -> Option<Self> {
+        let end = name.rfind(|c: char| c.is_ascii_digit())? + 1;
+        let start = name[..end].trim_end_matches(|c: char| c.is_ascii_digit()).len();
+        let number = name[start..end].parse().ok()?;
+        Some(Self { before: &name[..start], number, after: &name[end..] })
+    }
+
+    /// The files of a path's folder with the same name but for the number, by that number.
+    fn siblings(&self, path: &Path) -> Result<BTreeMap<u64, PathBuf>> {
+        let folder = match path.parent() {
+            Some(folder) if folder != Path::new("") => folder,
+            _ => Path::new("."),
+        };
+        let entries = match fs::read_dir(folder) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return Ok(BTreeMap::new());
+            }
+            entries => entries.map_err(|error| failed(folder, &error.to_string()))?,
+        };
+        let mut siblings = BTreeMap::new();
+        for entry in entries {
+            let name = entry.map_err(|error| failed(folder, &error.to_string()))?.file_name();
+            let Some(found) = name.to_str().and_then(Numbered::split) else { continue };
+            if (found.before, found.after) == (self.before, self.after) {
+                siblings.insert(found.number, path.with_file_name(&name));
+            }
+        }
+        Ok(siblings)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_split_at_their_last_number() {
+        for (name, parts) in [
+            ("step-300.bpk", Some(("step-", 300, ".bpk"))),
+            ("run2-007", Some(("run2-", 7, ""))),
+            ("12", Some(("", 12, ""))),
+            ("run.bpk", None),
+        ] {
+            let split = Numbered::split(name);
+            assert_eq!(split.map(|n| (n.before, n.number, n.after)), parts, "{name}");
+        }
+    }
+}

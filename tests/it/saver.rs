@@ -1,0 +1,201 @@
+//! Saves that training does not wait for.
+
+use std::fs;
+use std::path::Path;
+use std::time::Instant;
+
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::ModuleOptimizer;
+use burn::tensor::Device;
+use distmuon::checkpoint::{self, Checkpointed, Saver, WhenBusy};
+use distmuon::{Error, MuonConfig};
+use distmuon_testing::models::{self, Fixed};
+use tempfile::TempDir;
+
+fn run() -> (Linear, ModuleOptimizer) {
+    let net = LinearConfig::new(37, 41).init(&Device::default().autodiff());
+    let net: Linear = net.map(&mut Fixed::new(3));
+    let optim = MuonConfig::new().init(&net);
+    step((net, optim), 0)
+}
+
+fn step((net, mut optim): (Linear, ModuleOptimizer), seed: u64) -> (Linear, ModuleOptimizer) {
+    let gradients = models::gradients(&net, seed);
+    (optim.step(0.01, net, gradients), optim)
+}
+
+#[test]
+fn a_file_holds_the_values_of_its_save_whatever_comes_after() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    for host_mb in [None, Some(0)] {
+        let mut saver = Saver::new();
+        if let Some(host_mb) = host_mb {
+            saver = saver.with_host_mb(host_mb);
+        }
+        let mut trained = run();
+        for number in 0..8 {
+            let (net, optim) = &trained;
+            checkpoint::save(path(&format!("now-{number}")), net, optim, &number).unwrap();
+            saver.save(path(&format!("later-{number}")), net, optim, &number).unwrap();
+            // In place, while the file may be being written.
+            trained = step(trained, number);
+        }
+        saver.wait().unwrap();
+        assert!(!saver.is_saving());
+        for number in 0..8 {
+            let bytes = |name: &str| fs::read(path(&format!("{name}-{number}"))).unwrap();
+            assert!(bytes("now") == bytes("later"), "save {number}, {host_mb:?}");
+        }
+    }
+}
+
+#[test]
+fn an_error_of_the_thread_comes_with_the_next_call() {
+    let folder = tempfile::tempdir().unwrap();
+    let (net, optim) = run();
+    // The file can be written, but not take the place of a folder that is not empty.
+    let (path, good) = (folder.path().join("step-1"), folder.path().join("step-2"));
+    fs::create_dir_all(path.join("held")).unwrap();
+    let is_checkpoint = |result: Result<(), Error>| match result {
+        Err(Error::Checkpoint { path: named, .. }) => assert_eq!(named, path),
+        other => panic!("{other:?}"),
+    };
+    let mut saver = Saver::new();
+    saver.save(&path, &net, &optim, &1usize).unwrap();
+    is_checkpoint(saver.save(&good, &net, &optim, &2usize));
+    assert!(!good.exists(), "nothing is saved after an error");
+    saver.save(&good, &net, &optim, &2usize).unwrap();
+    saver.wait().unwrap();
+    saver.save(&path, &net, &optim, &1usize).unwrap();
+    is_checkpoint(saver.wait());
+    saver.wait().unwrap();
+    let files = fs::read_dir(folder.path()).unwrap().count();
+    assert_eq!(files, 2, "no temporary file is left");
+}
+
+#[test]
+fn a_missing_folder_is_an_error_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let (net, optim) = run();
+    let saved = Saver::new().save(folder.path().join("missing/run.bpk"), &net, &optim, &1usize);
+    assert!(matches!(saved, Err(Error::Checkpoint { .. })), "{saved:?}");
+}
+
+#[test]
+fn a_second_save_waits_or_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (first, second) = (folder.path().join("first.bpk"), folder.path().join("second.bpk"));
+    let (net, optim) = run();
+    // It takes far longer to write than the second call takes to begin.
+    let large = LinearConfig::new(2000, 2000).init(&Device::default().autodiff());
+    let of_large = MuonConfig::new().init(&large);
+
+    let mut saver = Saver::new().with_when_busy(WhenBusy::Refuse);
+    let mut is_refused = || {
+        saver.wait().unwrap();
+        saver.save(&first, &large, &of_large, &1usize).unwrap();
+        match saver.save(&second, &net, &optim, &2usize) {
+            Ok(()) => false, // the first one had ended
+            Err(Error::Usage { what: "the save is refused", .. }) => true,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert!((0..20).any(|_| is_refused()));
+    drop(saver); // waits
+    assert_eq!(checkpoint::progress::<usize>(&first).unwrap(), 1);
+
+    fs::remove_file(&first).unwrap();
+    let mut saver = Saver::new();
+    saver.save(&first, &large, &of_large, &3usize).unwrap();
+    saver.save(&second, &net, &optim, &4usize).unwrap();
+    assert_eq!(checkpoint::progress::<usize>(&first).unwrap(), 3);
+    saver.wait().unwrap();
+    assert_eq!(checkpoint::progress::<usize>(&second).unwrap(), 4);
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let mut names: Vec<_> = fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn the_last_files_are_kept_and_the_latest_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    for other in ["step-5.txt", "other-1.bpk", "run.bpk", "step-900.bpk"] {
+        fs::write(path(other), b"not of this run").unwrap();
+    }
+    let (net, optim) = run();
+    // Those of the process before count as well, and a higher number is not older.
+    for before in ["step-8.bpk", "step-9.bpk"] {
+        checkpoint::save(path(before), &net, &optim, &0usize).unwrap();
+    }
+    let mut saver = Saver::new().with_keep_last(2);
+    for number in [10, 11, 100] {
+        saver.save(path(&format!("step-{number}.bpk")), &net, &optim, &number).unwrap();
+    }
+    saver.wait().unwrap();
+    let kept =
+        ["other-1.bpk", "run.bpk", "step-100.bpk", "step-11.bpk", "step-5.txt", "step-900.bpk"];
+    assert_eq!(names(folder.path()), kept);
+    fs::remove_file(path("step-900.bpk")).unwrap();
+    let latest = checkpoint::latest(path("step-0.bpk")).unwrap();
+    assert_eq!(latest, Some(path("step-100.bpk")));
+    assert_eq!(checkpoint::progress::<usize>(path("step-100.bpk")).unwrap(), 100);
+    assert_eq!(checkpoint::latest(path("missing/step-0.bpk")).unwrap(), None);
+    assert_eq!(checkpoint::latest(path("mine-0.bpk")).unwrap(), None);
+}
+
+#[test]
+fn files_without_a_number_are_not_counted() {
+    let folder = tempfile::tempdir().unwrap();
+    let (net, optim) = run();
+    let mut saver = Saver::new().with_keep_last(2);
+    let path = folder.path().join("run.bpk");
+    for refused in [saver.save(&path, &net, &optim, &1usize), checkpoint::latest(&path).map(drop)] {
+        match refused {
+            Err(Error::Usage { what, .. }) => assert!(what.contains("has no number"), "{what}"),
+            other => panic!("{other:?}"),
+        }
+    }
+    assert!(names(folder.path()).is_empty());
+}
+
+/// Prints how long a save keeps training from going on: at once, and in the background.
+#[test]
+#[ignore = "it measures"]
+fn times_of_saves() {
+    let folder = tempfile::tempdir_in(".").unwrap();
+    let device = Device::default().autodiff();
+    let net: Vec<Linear> = (0..8).map(|_| LinearConfig::new(2048, 2048).init(&device)).collect();
+    let gradients = models::gradients(&net, 1);
+    let mut per_parameter = MuonConfig::new().init(&net);
+    let net = per_parameter.step(0.01, net, gradients);
+    let mut batched = MuonConfig::new().init_batched(&net).unwrap();
+    let net = batched.step(0.01, net.clone(), models::gradients(&net, 2)).unwrap();
+    println!("{} MB of weights", net.num_params() * 4 / 1_000_000);
+    times("init", &folder, &net, &per_parameter);
+    times("init_batched", &folder, &net, &batched);
+}
+
+fn times<O: Checkpointed>(name: &str, folder: &TempDir, net: &Vec<Linear>, optim: &O) {
+    let seconds = |work: &mut dyn FnMut()| {
+        let start = Instant::now();
+        work();
+        start.elapsed().as_secs_f64()
+    };
+    let mut saver = Saver::new();
+    for round in 0..4 {
+        let path = |kind: &str| folder.path().join(format!("{kind}-{}", round % 2));
+        let now = seconds(&mut || checkpoint::save(path("now"), net, optim, &round).unwrap());
+        let later = seconds(&mut || saver.save(path("later"), net, optim, &round).unwrap());
+        let rest = seconds(&mut || saver.wait().unwrap());
+        println!("{name}: {now:.3} s; in the background {later:.3} s, then {rest:.3} s of waiting");
+    }
+}
