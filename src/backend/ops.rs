@@ -297,6 +297,7 @@ impl Step {
                     Backend { tuned } => B::symmetric_product(a, b, c, alpha, beta, tuned),
                 }
             }
+            Self::Scaled { beta, .. } => portable::scaled::<B>(next(), beta),
             Self::PlusIdentity { .. } => match products {
                 Portable => portable::plus_identity::<B>(next()),
                 Backend { .. } => B::plus_identity(next()),

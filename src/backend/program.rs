@@ -32,6 +32,8 @@ pub(crate) enum Step {
     Square { x: Value },
     /// `alpha A B + beta C`, for polynomials of one symmetric matrix.
     Symmetric { a: Value, b: Value, c: Value, alpha: f64, beta: f64 },
+    /// `beta Z`.
+    Scaled { z: Value, beta: f64 },
     /// `Z + I`.
     PlusIdentity { z: Value },
     /// The matrix `Q` of the Gram form from `R`, in one kernel.
@@ -48,7 +50,7 @@ impl Step {
         match *self {
             Self::Square { x } => vec![x],
             Self::Symmetric { a, b, c, .. } => vec![a, b, c],
-            Self::PlusIdentity { z } => vec![z],
+            Self::Scaled { z, .. } | Self::PlusIdentity { z } => vec![z],
             Self::AccumulateQ { r, .. } => vec![r],
             Self::Apply { q, x } => vec![q, x],
             Self::ApplyAndAdd { z, x, .. } => vec![z, x],
@@ -75,6 +77,14 @@ impl Program {
     pub fn push(&mut self, step: Step) -> Value {
         self.steps.push(step);
         Value(self.steps.len())
+    }
+
+    /// Adds `c R^2 + b R`, and returns it. A cubic polynomial has no square to compute.
+    pub fn push_polynomial(&mut self, r: Value, [b, c]: [f64; 2]) -> Value {
+        self.push(match c {
+            0.0 => Step::Scaled { z: r, beta: b },
+            _ => Step::Symmetric { a: r, b: r, c: r, alpha: c, beta: b },
+        })
     }
 
     /// Runs the program on a batch. `compute` returns the result of a step from its operands. A
@@ -182,6 +192,7 @@ mod tests {
         match (step, &operands[..]) {
             (Step::Square { .. }, [x]) => x * x,
             (Step::Symmetric { alpha, beta, .. }, [a, b, c]) => alpha * a * b + beta * c,
+            (Step::Scaled { beta, .. }, [z]) => beta * z,
             (Step::PlusIdentity { .. }, [z]) => z + 1.0,
             (Step::Apply { .. }, [q, x]) => q * x,
             (Step::ApplyAndAdd { a, .. }, [z, x]) => z * x + a * x,

@@ -178,7 +178,7 @@ impl MuonConfig {
             return Err(Error::setting("max_skipped", 0, "at least 1, or `None` for no limit"));
         }
         self.parts.iter().try_for_each(Part::check).map_err(|error| error.in_field("parts"))?;
-        check_combination(&self.parts, &self.weight_decay)?;
+        check_combination(&self.parts, &self.momentum, &self.weight_decay)?;
         self.rest.check().map_err(|error| error.in_field("rest"))?;
         let precision = self.precision();
         let mut momenta = self.momentum.momentum.extremes();

@@ -136,8 +136,8 @@ pub enum Coefficients {
     /// is left out: it gives singular values above 0.88 of the Frobenius norm the wrong sign.
     Aol,
     /// Five cubic steps, `cubic5` of <https://github.com/NVIDIA-NeMo/Emerging-Optimizers>, whose
-    /// outputs may differ from 1 by 0.3. A cubic polynomial needs one product less, which this
-    /// crate computes nevertheless: the set saves no time here.
+    /// outputs may differ from 1 by 0.3. A cubic polynomial needs no square of `X X^T`, which only
+    /// native kernels compute nevertheless.
     Cubic,
     /// Keller Jordan's coefficients, then `(2, -1.5, 0.5)` twice: slow and almost exact.
     DeepSeekV4,

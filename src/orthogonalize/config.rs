@@ -59,7 +59,9 @@ pub enum IterationForm {
     /// - where the Gram form would take more than three times the memory of the matrix: for nearly
     ///   square matrices, unless the iteration is in half the precision of the matrix;
     /// - where [`restarts::choose`](super::restarts::choose) finds no restarts that keep the error
-    ///   of the Gram form within about three times the standard form's;
+    ///   of the Gram form within about three times the standard form's. Where all singular values
+    ///   of a matrix are equal, all roundings agree, which that prediction leaves out: in bfloat16,
+    ///   the Gram form may scale such a matrix by a further tenth;
     /// - in float32 where the device multiplies in TF32, which has 10 bits of mantissa: there the
     ///   standard form is up to a hundred times as exact.
     Auto,

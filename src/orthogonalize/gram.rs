@@ -41,8 +41,7 @@ fn accumulate_q(program: &mut Program, mut r: Value, schedule: &[Polynomial]) ->
     let times = |y, z, a| Step::Symmetric { a: y, b: z, c: y, alpha: a, beta: a };
     let mut q = None;
     for (step, &[a, b, c]) in schedule.iter().enumerate() {
-        let z = Step::Symmetric { a: r, b: r, c: r, alpha: c / a, beta: b / a };
-        let z = program.push(z);
+        let z = program.push_polynomial(r, [b / a, c / a]);
         q = Some(program.push(match q {
             None => Step::PlusIdentity { z },
             Some(q) if step == 1 => times(q, z, schedule[0][0] * a),

@@ -7,7 +7,7 @@ use crate::backend::{Program, Step, Value};
 pub fn iterate(program: &mut Program, mut x: Value, schedule: &[Polynomial]) -> Value {
     for &[a, b, c] in schedule {
         let r = program.push(Step::Square { x });
-        let z = program.push(Step::Symmetric { a: r, b: r, c: r, alpha: c, beta: b });
+        let z = program.push_polynomial(r, [b, c]);
         x = program.push(Step::ApplyAndAdd { z, x, a });
     }
     x

@@ -45,6 +45,7 @@ pub struct MomentumConfig {
     /// it, as Adam does (Kingma and Ba, <https://arxiv.org/abs/1412.6980>, Algorithm 1): the first
     /// updates then have the size of gradients. This changes the update only where its size counts:
     /// see [`MomentumForm`]. Steps that a parameter skips do not count.
+    /// [`Namo`](super::parts::Namo) also has a bias to correct, and needs the same choice.
     #[config(default = false)]
     pub bias_correction: bool,
 }

@@ -76,8 +76,9 @@ impl Origin {
     /// parameter is cut.
     fn uniform(self, seed: u64, count: usize, device: &Device) -> Tensor<1> {
         let [first, last] = self.keys(seed);
-        // Two digits of 15 bits of the index.
-        let start = (self.element % (1 << 30)) as i64;
+        // Two digits of 15 bits of the index, whose upper bits do not count: with a negative start,
+        // no index leaves the range of 32 bits.
+        let start = (self.element % (1 << 30)) as i64 - (1 << 30);
         let index = Tensor::<1, Int>::arange(start..start + count as i64, (device, DType::I32));
         let low = index.clone().bitwise_and_scalar(0x7FFF);
         let high = index.bitwise_right_shift_scalar(15).bitwise_and_scalar(0x7FFF);

@@ -47,7 +47,7 @@ pub fn combinations() -> Vec<(&'static str, MuonConfig)> {
             let parts = vec![
                 ColumnEquilibration.into(),
                 Hyperball::initial().into(),
-                Namo::new(0.9).into(),
+                Namo::new(0.9).with_bias_correction(true).into(),
             ];
             MuonConfig::new()
                 .with_parts(parts)
@@ -60,7 +60,7 @@ pub fn combinations() -> Vec<(&'static str, MuonConfig)> {
                 RowEquilibration.into(),
                 ColumnEquilibration.into(),
                 NorMuon::per_output(0.9).into(),
-                Namo::new(0.9).into(),
+                Namo::new(0.9).with_bias_correction(true).into(),
                 MaxNorm::new(1.2).into(),
             ];
             MuonConfig::new()

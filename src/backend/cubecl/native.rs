@@ -266,6 +266,10 @@ fn launch(step: &Step, side: Side, [batch, m, n]: [usize; 3], operands: &[u64], 
             let addend = Some((c, *beta as f32));
             symmetric(Layout::RowsColumns, rows, [a, b], *alpha as f32, addend)
         }
+        // A product by zero, since there is no kernel that only scales.
+        (Step::Scaled { beta, .. }, &[z]) => {
+            symmetric(Layout::RowsColumns, rows, [z, z], 0.0, Some((z, *beta as f32)))
+        }
         (Step::PlusIdentity { .. }, &[z]) => {
             return Launch::PlusIdentity(PlusIdentity { batch, rows, z, sum: c });
         }

@@ -52,6 +52,17 @@ pub fn product_add<B: Backend>(
     B::float_add(B::float_matmul(a, b), B::float_mul_scalar(c, beta.into()))
 }
 
+/// `beta Z`, rounded once.
+pub fn scaled<B: Backend>(z: FloatTensor<B>, beta: f64) -> FloatTensor<B> {
+    let dtype = FloatDType::from(z.dtype());
+    if !matches!(dtype, FloatDType::F16 | FloatDType::BF16) {
+        return B::float_mul_scalar(z, beta.into());
+    }
+    // An operation in half precision would round the factor as well.
+    let scaled = B::float_mul_scalar(B::float_cast(z, FloatDType::F32), beta.into());
+    B::float_cast(scaled, dtype)
+}
+
 /// [`MatrixOps::plus_identity`](crate::backend::ops::MatrixOps::plus_identity).
 pub fn plus_identity<B: Backend>(z: FloatTensor<B>) -> FloatTensor<B> {
     let [_, m, _] = z.shape().dims();

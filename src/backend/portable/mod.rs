@@ -8,6 +8,6 @@ mod step;
 pub(super) use adamw::adamw;
 pub(crate) use lion::lion;
 pub(super) use matrix::{
-    normalize, plus_identity, product_add, symmetric_product, symmetric_share, syrk,
+    normalize, plus_identity, product_add, scaled, symmetric_product, symmetric_share, syrk,
 };
 pub(super) use step::{apply, reject, update_momentum};

@@ -1,12 +1,17 @@
 //! Combinations of parts in which one undoes another.
 
+use super::super::momentum::MomentumConfig;
 use super::super::step_size::WeightDecay;
 use super::{Part, Stage};
 use crate::error::{Error, Result};
 
-/// Fails for combinations of parts, and of parts with weight decay, that no run can use: a setting
-/// would have no effect, or two would contradict each other.
-pub(crate) fn check(parts: &[Part], weight_decay: &WeightDecay) -> Result<()> {
+/// Fails for combinations of parts, and of parts with momentum or weight decay, that no run can
+/// use: a setting would have no effect, or two would contradict each other.
+pub(crate) fn check(
+    parts: &[Part],
+    momentum: &MomentumConfig,
+    weight_decay: &WeightDecay,
+) -> Result<()> {
     let together = |value: String, expected| Err(Error::setting("parts", value, expected));
     if let Some(twice) = first_repeated(parts) {
         return together(format!("{twice} twice"), "every part at most once");
@@ -17,6 +22,16 @@ pub(crate) fn check(parts: &[Part], weight_decay: &WeightDecay) -> Result<()> {
             "only one of them, or the other order, since the later one undoes the scale of the \
              earlier one",
         );
+    }
+    let corrected = momentum.bias_correction;
+    let differs =
+        |part: &&Part| matches!(part, Part::Namo(namo) if namo.bias_correction != corrected);
+    if parts.iter().any(|part| differs(&part)) {
+        return Err(Error::setting(
+            "parts.Namo.bias_correction",
+            !corrected,
+            "the same as `momentum.bias_correction`, since the update is a ratio of both moments",
+        ));
     }
     if !parts.iter().any(|part| matches!(part, Part::Hyperball(_))) {
         return Ok(());

@@ -95,10 +95,11 @@ pub enum Stage {
 
 /// The names of all slots that parts may store. A record does not know the configuration, and is
 /// read by these.
-pub(crate) const SLOT_NAMES: [&str; 5] = [
+pub(crate) const SLOT_NAMES: [&str; 6] = [
     normuon::SECOND_MOMENT,
     adamuon::SECOND_MOMENT,
     namo::SECOND_MOMENT,
+    namo::WEIGHT,
     mars::PREVIOUS_GRADIENT,
     hyperball::RADIUS,
 ];

@@ -131,6 +131,29 @@ fn the_gram_form_is_about_as_precise_as_the_standard_form() {
     }
 }
 
+/// The diagonal elements of every product are equal for equal singular values, and round alike: the
+/// errors of both forms are no averages over elements, and one may be large where the other happens
+/// to be small.
+#[test]
+fn matrices_with_equal_singular_values_are_scaled_by_at_most_a_tenth_more() {
+    let half = types().into_iter().filter(|(dtype, _)| *dtype != IterationDtype::F32);
+    for (dtype, _) in half {
+        for m in (16..=160).step_by(8) {
+            let vectors = Vectors::new(m, 2 * m);
+            let (ones, input) = (vec![1.0; m], vectors.with(&vec![1.0; m]));
+            for set in sets() {
+                let steps = set.designed_steps();
+                let build = |form| config(&set, steps).with_dtype(dtype).with_form(form).init();
+                let exact = vectors.image(&ones, &set.schedule(steps).unwrap());
+                let error = |form| build(form).map(|built| error(&built, &input, &exact)).ok();
+                let standard = error(IterationForm::Standard).expect("the form has no restarts");
+                let Some(gram) = error(IterationForm::Gram) else { continue };
+                assert!(gram <= 3.0 * standard + 0.1, "{m}, {set:?}, {dtype:?}: {gram:.2e}");
+            }
+        }
+    }
+}
+
 #[test]
 fn the_default_coefficients_are_precise_on_large_matrices() {
     let half: Vec<_> =

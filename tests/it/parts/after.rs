@@ -100,19 +100,27 @@ fn adamuon_divides_by_a_second_moment_of_elements() {
 #[test]
 fn namo_scales_by_the_norms_of_momentum_and_gradients() {
     let mu = 0.9;
-    for epsilon in [1e-8, 0.5] {
-        let config = with(Namo::new(BETA_2).with_epsilon(epsilon))
-            .with_momentum(MomentumConfig::new().with_momentum(mu.into()));
+    for (epsilon, corrects) in [(1e-8, false), (0.5, false), (1e-8, true), (0.5, true)] {
+        let momentum =
+            MomentumConfig::new().with_momentum(mu.into()).with_bias_correction(corrects);
+        let config = with(Namo::new(BETA_2).with_epsilon(epsilon).with_bias_correction(corrects))
+            .with_momentum(momentum);
         for (case, grads) in cases() {
             // Gradients of different sizes.
             let grads: Vec<_> =
                 grads.iter().zip([1.0, 30.0, 0.1]).map(|(grad, size)| times(size, grad)).collect();
             let (mut moment, mut momentum) = (0.0, times(0.0, &grads[0]));
-            let expected = grads.iter().map(|grad| {
+            let expected = (1..).zip(&grads).map(|(step, grad)| {
                 moment = BETA_2 * moment + (1.0 - BETA_2) * grad.squared_norm_l2();
                 momentum = times(mu, &momentum) + times(1.0 - mu, grad);
                 let update = times(mu, &momentum) + times(1.0 - mu, grad);
-                times(update.norm_l2() / (moment.sqrt() + epsilon), &iterated(&update))
+                // Nesterov's update has the weights of one step more.
+                let [by_update, by_moment] = match corrects {
+                    true => [1.0 - f64::powi(mu, step + 1), 1.0 - f64::powi(BETA_2, step)],
+                    false => [1.0; 2],
+                };
+                let root = (moment / by_moment).sqrt() + epsilon;
+                times(update.norm_l2() / by_update / root, &iterated(&update))
             });
             let expected: Vec<_> = expected.collect();
             for layout in LAYOUTS {

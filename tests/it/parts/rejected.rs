@@ -3,7 +3,7 @@
 use distmuon::parts::{
     AdaMuon, Hyperball, Mars, MaxNorm, Namo, NorMuon, Renormalization, RowEquilibration,
 };
-use distmuon::{Error, MuonConfig, Part, Schedule, WeightDecay};
+use distmuon::{Error, MomentumConfig, MuonConfig, Part, Schedule, WeightDecay};
 
 use super::plain;
 
@@ -63,6 +63,14 @@ fn combinations_that_undo_each_other_are_rejected_with_the_reason() {
         let text = format!("{parts:?}");
         let (setting, message) = rejected(&plain().with_parts(parts));
         assert!(setting == "parts" && message.contains(reason), "{text}: {message}");
+    }
+    for corrects in [false, true] {
+        let momentum = MomentumConfig::new().with_bias_correction(!corrects);
+        let part = Namo::new(0.9).with_bias_correction(corrects).into();
+        let config = plain().with_parts(vec![part]).with_momentum(momentum);
+        let (setting, message) = rejected(&config);
+        assert_eq!(setting, "parts.Namo.bias_correction");
+        assert!(message.contains("the same as `momentum.bias_correction`"), "{message}");
     }
     // In these, each part has an effect.
     for parts in [
