@@ -171,6 +171,7 @@ pub use muon::MuonState;
 pub use muon::{Muon, MuonConfig};
 pub use orthogonalize::{
     Coefficients, IterationDtype, IterationForm, IterationPlan, NewtonSchulz, NewtonSchulzConfig,
+    Normalization,
 };
 pub use qk_clip::{ClippedHeads, LatentHead, MaxLogits, QkClip, QkClipConfig, QkClipRule};
 pub use recipe::Recipe;

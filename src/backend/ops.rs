@@ -298,6 +298,15 @@ impl Step {
                 }
             }
             Self::Scaled { beta, .. } => portable::scaled::<B>(next(), beta),
+            Self::Unit { .. } => {
+                let r = next();
+                let norm = portable::gram_norm::<B>(r.clone());
+                portable::over::<B>(r, norm)
+            }
+            Self::OverRoot { .. } => {
+                let x = next();
+                portable::over::<B>(x, B::float_sqrt(portable::gram_norm::<B>(next())))
+            }
             Self::PlusIdentity { .. } => match products {
                 Portable => portable::plus_identity::<B>(next()),
                 Backend { .. } => B::plus_identity(next()),

@@ -34,6 +34,10 @@ pub(crate) enum Step {
     Symmetric { a: Value, b: Value, c: Value, alpha: f64, beta: f64 },
     /// `beta Z`.
     Scaled { z: Value, beta: f64 },
+    /// `R / |R|`, by the Frobenius norm of every matrix.
+    Unit { r: Value },
+    /// `X / |R|^(1/2)`.
+    OverRoot { x: Value, r: Value },
     /// `Z + I`.
     PlusIdentity { z: Value },
     /// The matrix `Q` of the Gram form from `R`, in one kernel.
@@ -51,6 +55,8 @@ impl Step {
             Self::Square { x } => vec![x],
             Self::Symmetric { a, b, c, .. } => vec![a, b, c],
             Self::Scaled { z, .. } | Self::PlusIdentity { z } => vec![z],
+            Self::Unit { r } => vec![r],
+            Self::OverRoot { x, r } => vec![x, r],
             Self::AccumulateQ { r, .. } => vec![r],
             Self::Apply { q, x } => vec![q, x],
             Self::ApplyAndAdd { z, x, .. } => vec![z, x],
@@ -59,7 +65,7 @@ impl Step {
 
     /// Returns `true` if its result has the shape of the input; otherwise it is symmetric.
     fn is_wide(&self) -> bool {
-        matches!(self, Self::Apply { .. } | Self::ApplyAndAdd { .. })
+        matches!(self, Self::Apply { .. } | Self::ApplyAndAdd { .. } | Self::OverRoot { .. })
     }
 }
 

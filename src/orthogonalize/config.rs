@@ -76,6 +76,19 @@ pub enum IterationForm {
     Gram,
 }
 
+/// The norm by which a matrix is divided before the iteration. Its singular values are then at most
+/// 1, and the larger they are, the closer five steps bring them to 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Normalization {
+    /// The root of the sum of all squares, as in most of the field.
+    Frobenius,
+    /// The fourth root of the sum of the fourth powers of the singular values, `|X X^T|^(1/2)`
+    /// (Frobenius), as in <https://github.com/google-deepmind/optax/pull/1602>. It needs no further
+    /// product, since the iteration begins with `X X^T`; native kernels do not have it.
+    Schatten4,
+}
+
 /// Configuration of [`NewtonSchulz`](super::NewtonSchulz).
 ///
 /// ```
@@ -104,6 +117,10 @@ pub struct NewtonSchulzConfig {
     /// after 1350 steps.
     #[config(default = 1e-30)]
     pub epsilon: f64,
+    /// The norm by which a matrix is divided. `epsilon` is compared with its Frobenius norm in any
+    /// case.
+    #[config(default = "Normalization::Frobenius")]
+    pub normalization: Normalization,
     /// The precision of the iteration.
     #[config(default = "IterationDtype::Auto")]
     pub dtype: IterationDtype,

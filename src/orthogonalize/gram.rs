@@ -6,11 +6,12 @@ use super::{Polynomial, standard};
 use crate::backend::{Program, Step, Value};
 
 /// Adds the polynomials, applied to the singular values of `x`, which is at most 1 in norm;
-/// `restarts` are the steps before which `x` is brought up to date. With `single_kernel`, one
-/// kernel computes `Q`.
+/// `r` is `X X^T`, if the program has it already, and `restarts` are the steps before which `x` is
+/// brought up to date. With `single_kernel`, one kernel computes `Q`.
 pub fn iterate(
     program: &mut Program,
     mut x: Value,
+    mut r: Option<Value>,
     schedule: &[Polynomial],
     restarts: &[usize],
     single_kernel: bool,
@@ -19,9 +20,9 @@ pub fn iterate(
     for segment in segments.windows(2) {
         let steps = &schedule[segment[0]..segment[1]];
         x = match steps.len() {
-            1 => standard::iterate(program, x, steps),
+            1 => standard::iterate(program, x, r.take(), steps),
             _ => {
-                let r = program.push(Step::Square { x });
+                let r = r.take().unwrap_or_else(|| program.push(Step::Square { x }));
                 let q = match single_kernel {
                     true => program.push(Step::AccumulateQ { r, schedule: steps.to_vec() }),
                     false => accumulate_q(program, r, steps),

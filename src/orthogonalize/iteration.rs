@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 
-use super::config::{IterationForm, NewtonSchulzConfig};
+use super::config::{IterationForm, NewtonSchulzConfig, Normalization};
 use super::plan::{IterationPlan, Planner};
 use super::{gram, restarts, standard};
 use crate::backend::graphs::{self, Recordings};
 use crate::backend::{
-    Buffers, ComputePath, KernelPolicy, NativeKernels, PartialNorms, Polynomial, Program,
+    Buffers, ComputePath, KernelPolicy, NativeKernels, PartialNorms, Polynomial, Program, Step,
     precise_dtype,
 };
 use crate::checks::{ensure_size, rounds_to};
@@ -24,6 +24,7 @@ const CACHED: usize = 8 << 20;
 pub struct NewtonSchulz {
     schedule: Vec<Polynomial>,
     epsilon: f64,
+    normalization: Normalization,
     planner: Planner,
     /// In bytes.
     workspace: usize,
@@ -40,14 +41,14 @@ impl NewtonSchulzConfig {
     /// not finite, and for [`IterationForm::Gram`] with coefficients for which [`restarts::choose`]
     /// finds no restarts in `dtype`.
     pub fn init(&self) -> Result<NewtonSchulz> {
-        let Self { coefficients, steps, epsilon, dtype, form, workspace_mb, .. } = self;
+        let Self { coefficients, steps, epsilon, normalization, dtype, form, .. } = self;
         ensure_size("epsilon", *epsilon)?;
         let schedule = coefficients.schedule(steps.unwrap_or(coefficients.designed_steps()))?;
         let restarts: Vec<_> = dtype
             .candidates()
             .iter()
             .filter(|_| *form != IterationForm::Standard)
-            .map(|dtype| (*dtype, restarts::choose(&schedule, *dtype)))
+            .map(|dtype| (*dtype, restarts::choose(&schedule, *normalization, *dtype)))
             .collect();
         if *form == IterationForm::Gram && restarts.iter().any(|(_, restarts)| restarts.is_none()) {
             return Err(Error::setting(
@@ -61,7 +62,7 @@ impl NewtonSchulzConfig {
         // it by `Z` only, since it adds `a X` as it is. So the Gram form is as exact as in float16,
         // also where one kernel computes `Q`, and runs only if it is asked for.
         let tf32_restarts = match form {
-            IterationForm::Gram => restarts::choose(&schedule, FloatDType::F16),
+            IterationForm::Gram => restarts::choose(&schedule, *normalization, FloatDType::F16),
             IterationForm::Auto | IterationForm::Standard => None,
         };
         Ok(NewtonSchulz {
@@ -75,7 +76,8 @@ impl NewtonSchulzConfig {
             },
             schedule,
             epsilon: *epsilon,
-            workspace: workspace_mb * 1_000_000,
+            normalization: *normalization,
+            workspace: self.workspace_mb * 1_000_000,
             recordings: self.graphs.then(Default::default),
         })
     }
@@ -206,14 +208,19 @@ impl NewtonSchulz {
 
     /// The products of the iteration by a plan.
     fn program(&self, plan: &IterationPlan) -> Program {
-        let (mut program, x, schedule) = (Program::default(), Program::INPUT, &self.schedule);
+        let (mut program, mut x, mut r) = (Program::default(), Program::INPUT, None);
+        if self.normalization == Normalization::Schatten4 {
+            let square = program.push(Step::Square { x });
+            x = program.push(Step::OverRoot { x, r: square });
+            r = Some(program.push(Step::Unit { r: square }));
+        }
         let IterationPlan { restarts, single_kernel, .. } = plan;
         match plan.form {
             IterationForm::Gram => {
-                gram::iterate(&mut program, x, schedule, restarts, *single_kernel)
+                gram::iterate(&mut program, x, r, &self.schedule, restarts, *single_kernel)
             }
             IterationForm::Standard | IterationForm::Auto => {
-                standard::iterate(&mut program, x, schedule)
+                standard::iterate(&mut program, x, r, &self.schedule)
             }
         };
         program
@@ -223,6 +230,10 @@ impl NewtonSchulz {
     fn native(&self, plan: &IterationPlan, shape: [usize; 3], device: &Device) -> NativeKernels {
         if plan.single_kernel {
             return NativeKernels::Refused("one kernel computes all steps".to_owned());
+        }
+        if self.normalization != Normalization::Frobenius {
+            let refusal = format!("they have no {:?} norms", self.normalization);
+            return NativeKernels::Refused(refusal);
         }
         plan.path.native_kernels(device, plan.dtype, shape)
     }

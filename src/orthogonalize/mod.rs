@@ -26,6 +26,6 @@ mod standard;
 
 pub use crate::backend::Polynomial;
 pub use coefficients::Coefficients;
-pub use config::{IterationDtype, IterationForm, NewtonSchulzConfig};
+pub use config::{IterationDtype, IterationForm, NewtonSchulzConfig, Normalization};
 pub use iteration::NewtonSchulz;
 pub use plan::IterationPlan;

@@ -12,6 +12,7 @@ use std::sync::Mutex;
 
 use burn::tensor::FloatDType;
 
+use super::config::Normalization;
 use super::rounding::{Arithmetic, Errors, Spectrum};
 use crate::backend::Polynomial;
 
@@ -46,24 +47,32 @@ const GROUPS: usize = 12;
 /// values.
 const RANKS_PER_DOUBLING: usize = 2;
 
-/// The bits of a schedule, and the type of the iteration.
-type Key = (Vec<[u64; 3]>, FloatDType);
+/// The bits of a schedule, the norm before it, and the type of the iteration.
+type Key = (Vec<[u64; 3]>, Normalization, FloatDType);
 
 /// Returns the fewest restarts with which the Gram form is about as exact as the standard form, at
 /// their best positions: increasing indices of the steps that they precede. `None` if that takes
 /// more than one restart for every two steps; the standard form has to be used then.
 ///
 /// A schedule is searched for once in a process: every optimizer and every rank asks for it again.
-pub fn choose(schedule: &[Polynomial], dtype: FloatDType) -> Option<Vec<usize>> {
+pub fn choose(
+    schedule: &[Polynomial],
+    normalization: Normalization,
+    dtype: FloatDType,
+) -> Option<Vec<usize>> {
     static CHOSEN: Mutex<BTreeMap<Key, Option<Vec<usize>>>> = Mutex::new(BTreeMap::new());
     let bits = schedule.iter().map(|polynomial| polynomial.map(f64::to_bits));
-    let key = (bits.collect(), dtype);
+    let key = (bits.collect(), normalization, dtype);
     // Ranks that are threads wait for the first of them to find the restarts.
     let mut chosen = CHOSEN.lock().expect("no search panics");
-    chosen.entry(key).or_insert_with(|| search(schedule, dtype)).clone()
+    chosen.entry(key).or_insert_with(|| search(schedule, normalization, dtype)).clone()
 }
 
-fn search(schedule: &[Polynomial], dtype: FloatDType) -> Option<Vec<usize>> {
+fn search(
+    schedule: &[Polynomial],
+    normalization: Normalization,
+    dtype: FloatDType,
+) -> Option<Vec<usize>> {
     let arithmetic = Arithmetic::new(dtype);
     let is_half = arithmetic.summing < arithmetic.storing;
     let allowed = arithmetic.storing * if is_half { ALLOWED_HALF } else { ALLOWED };
@@ -73,7 +82,8 @@ fn search(schedule: &[Polynomial], dtype: FloatDType) -> Option<Vec<usize>> {
         let limit = MAX_ERROR_RATIO * standard + allowed;
         (errors, limit.min((MAX_LARGE_ERROR_RATIO * standard).max(LARGE_ERROR)).powi(2))
     };
-    let simulated: Vec<_> = spectra().iter().map(errors_and_limit).collect();
+    let simulated: Vec<_> =
+        spectra().iter().map(|spectrum| errors_and_limit(&spectrum.over(normalization))).collect();
     // The largest ratio of an error to its limit, given the bounds of segments from step 0 on.
     let excess = |bounds: &[usize]| {
         let excess = simulated.iter().map(|(errors, limit)| errors.gram(bounds) / limit);
@@ -218,13 +228,15 @@ mod tests {
             (KellerJordan, BF16, Some(&[2, 3])),
             (KellerJordan, F32, Some(&[3])),
         ] {
-            let chosen = choose(&schedule(&set), dtype);
+            let chosen = choose(&schedule(&set), Normalization::Frobenius, dtype);
             assert_eq!(chosen.as_deref(), expected, "{set:?} {dtype:?}");
         }
     }
 
     #[test]
     fn unstable_coefficients_exclude_the_gram_form_and_the_identity_needs_no_restart() {
+        let choose =
+            |schedule: &[Polynomial], dtype| choose(schedule, Normalization::Frobenius, dtype);
         assert_eq!(choose(&[[50.0, -75.0, 26.0]; 8], FloatDType::BF16), None);
         for dtype in [FloatDType::F16, FloatDType::BF16, FloatDType::F32, FloatDType::F64] {
             assert_eq!(choose(&[[1.0, 0.0, 0.0]; 8], dtype), Some(vec![]), "{dtype:?}");

@@ -15,6 +15,7 @@
 
 use burn::tensor::FloatDType;
 
+use super::config::Normalization;
 use crate::backend::Polynomial;
 
 /// The root mean square of the relative error of one rounding, in units of the last place of 1. It
@@ -54,8 +55,8 @@ impl Arithmetic {
     }
 }
 
-/// The singular values of a matrix of Frobenius norm 1 that has twice as many columns as rows:
-/// groups of equal values, the largest first.
+/// The singular values of a matrix, of Frobenius norm 1 when it is made, that has twice as many
+/// columns as rows: groups of equal values, the largest first.
 #[derive(Debug, Clone)]
 pub struct Spectrum {
     values: Vec<f64>,
@@ -68,6 +69,19 @@ impl Spectrum {
     pub fn new(values: Vec<f64>, counts: Vec<f64>) -> Self {
         let norm = squares(&counts, &values).sqrt();
         Self { values: values.iter().map(|value| value / norm).collect(), counts }
+    }
+
+    /// The spectrum after the division by a norm.
+    pub fn over(&self, normalization: Normalization) -> Self {
+        let norm = match normalization {
+            Normalization::Frobenius => return self.clone(),
+            Normalization::Schatten4 => {
+                let fourth = |(count, value): (&f64, &f64)| count * value.powi(4);
+                self.counts.iter().zip(&self.values).map(fourth).sum::<f64>().powf(0.25)
+            }
+        };
+        let values = self.values.iter().map(|value| value / norm).collect();
+        Self { values, counts: self.counts.clone() }
     }
 }
 

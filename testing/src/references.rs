@@ -51,6 +51,13 @@ pub fn newton_schulz(matrix: &Mat<f64>, schedule: &[[f64; 3]], epsilon: f64) -> 
     apply(matrix, |s| polynomial(schedule, s / norm))
 }
 
+/// Returns the result of Newton-Schulz in exact arithmetic for singular values that are divided by
+/// the fourth root of the sum of their fourth powers.
+pub fn newton_schulz_schatten(matrix: &Mat<f64>, schedule: &[[f64; 3]]) -> Mat<f64> {
+    let norm = (matrix * matrix.transpose()).norm_l2().sqrt();
+    apply(matrix, |s| polynomial(schedule, s / norm))
+}
+
 /// Returns results of Newton-Schulz in the standard form, whose products have factors rounded to
 /// TF32 and are exact otherwise: one for the matrix, and others for reflections of it, reflected
 /// back. A reflection changes every rounding, but not the exact result.

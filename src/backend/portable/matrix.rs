@@ -3,6 +3,8 @@
 use burn::backend::{Backend, TensorMetadata, get_device_settings, tensor::FloatTensor};
 use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Slice, Tensor};
 
+use crate::backend::precise_dtype;
+
 /// Smallest number of rows, and smallest inner dimension, of a product that is split into block
 /// rows: below, joining the blocks costs more than the saved half. Measured on Flex; see
 /// `docs/results/`.
@@ -55,12 +57,31 @@ pub fn product_add<B: Backend>(
 /// `beta Z`, rounded once.
 pub fn scaled<B: Backend>(z: FloatTensor<B>, beta: f64) -> FloatTensor<B> {
     let dtype = FloatDType::from(z.dtype());
-    if !matches!(dtype, FloatDType::F16 | FloatDType::BF16) {
-        return B::float_mul_scalar(z, beta.into());
-    }
     // An operation in half precision would round the factor as well.
-    let scaled = B::float_mul_scalar(B::float_cast(z, FloatDType::F32), beta.into());
+    let scaled = B::float_mul_scalar(B::float_cast(z, precise(dtype.into())), beta.into());
     B::float_cast(scaled, dtype)
+}
+
+/// The Frobenius norm of every `R = X X^T`, in float32 at least, `[k, 1, 1]`.
+///
+/// It is at least `1 / sqrt(m)` for an `X` whose Frobenius norm is 1. Half of that is the least
+/// that is returned, for an `X` that is smaller, and stays so.
+pub fn gram_norm<B: Backend>(r: FloatTensor<B>) -> FloatTensor<B> {
+    let [_, m, _] = r.shape().dims();
+    let r = B::float_cast(r.clone(), precise(r.dtype()));
+    let squares = B::float_mul(r.clone(), r);
+    let norm = B::float_sqrt(B::float_sum_dim(B::float_sum_dim(squares, 2), 1));
+    B::float_clamp_min(norm, (0.5 / (m as f64).sqrt()).into())
+}
+
+/// Matrices divided by a number each, `[k, 1, 1]`, and rounded once.
+pub fn over<B: Backend>(x: FloatTensor<B>, by: FloatTensor<B>) -> FloatTensor<B> {
+    let dtype = FloatDType::from(x.dtype());
+    B::float_cast(B::float_div(B::float_cast(x, precise(dtype.into())), by), dtype)
+}
+
+fn precise(dtype: DType) -> FloatDType {
+    precise_dtype(dtype).into()
 }
 
 /// [`MatrixOps::plus_identity`](crate::backend::ops::MatrixOps::plus_identity).

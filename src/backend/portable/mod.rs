@@ -8,6 +8,7 @@ mod step;
 pub(super) use adamw::adamw;
 pub(crate) use lion::lion;
 pub(super) use matrix::{
-    normalize, plus_identity, product_add, scaled, symmetric_product, symmetric_share, syrk,
+    gram_norm, normalize, over, plus_identity, product_add, scaled, symmetric_product,
+    symmetric_share, syrk,
 };
 pub(super) use step::{apply, reject, update_momentum};

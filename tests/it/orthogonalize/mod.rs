@@ -6,7 +6,7 @@ use burn::tensor::{DType, Device, Distribution, FloatDType, Tensor, TensorData, 
 use distmuon::ComputePath;
 use distmuon::{
     Coefficients, IterationDtype, IterationForm, KernelPolicy, NativeKernels, NewtonSchulz,
-    NewtonSchulzConfig,
+    NewtonSchulzConfig, Normalization,
 };
 use distmuon_testing::device::{has_tf32, has_type, is_flex, tf32_or};
 use distmuon_testing::models::bits;
@@ -106,6 +106,51 @@ fn every_set_and_form_matches_the_exact_polynomials() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn schatten_norms_match_the_exact_polynomials() {
+    for set in [Coefficients::polar_express(), Coefficients::You, Coefficients::Cubic] {
+        for &form in forms() {
+            for kernels in [KernelPolicy::Auto, KernelPolicy::Portable] {
+                let config = config(&set, set.designed_steps()).with_form(form);
+                let config = config.with_normalization(Normalization::Schatten4);
+                let newton_schulz = config.init().unwrap().with_kernels(kernels);
+                for (rows, columns) in [(64, 64), (32, 96), (96, 32), (37, 53), (1, 5)] {
+                    let input = random(rows, columns, 1);
+                    let result = run(&newton_schulz, &input);
+                    let exact = references::newton_schulz_schatten(&input, &schedule(&set));
+                    let error = distance(&result, &exact);
+                    let bound = tf32_or(if form == IterationForm::Gram { 2e-3 } else { 2e-4 });
+                    let case = format!("{set:?} {form:?} {kernels:?} {rows}x{columns}");
+                    assert!(error < bound, "{case}: {error}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn schatten_norms_leave_zeros_and_small_matrices_small() {
+    for &form in forms() {
+        let config = default_config().with_form(form).with_epsilon(1.0);
+        let newton_schulz = config.with_normalization(Normalization::Schatten4).init().unwrap();
+        let random = random(24, 40, 3);
+        let small = run(&newton_schulz, &(faer::Scale(1e-6) * &random));
+        // The steps multiply small values by up to 804, and the norm by up to 3.1 here.
+        assert!(small.norm_l2() < 0.1, "{form:?}: {}", small.norm_l2());
+        assert_eq!(run(&newton_schulz, &Mat::zeros(24, 40)).norm_l2(), 0.0, "{form:?}");
+        // A matrix that is not finite has no effect on others.
+        let device = Device::default();
+        let both = |first: f64| {
+            let first = Mat::from_fn(24, 40, |i, j| if (i, j) == (3, 4) { first } else { 0.5 });
+            Tensor::cat(vec![tensor(&first, &device), tensor(&random, &device)], 0)
+        };
+        let [with_nan, without] =
+            [f64::NAN, 0.5].map(|x| matrix(&newton_schulz.orthogonalize(both(x)), 1));
+        assert_eq!(distance(&with_nan, &without), 0.0, "{form:?}");
+        assert!(matrix(&newton_schulz.orthogonalize(both(f64::NAN)), 0).norm_l2().is_nan());
     }
 }
 

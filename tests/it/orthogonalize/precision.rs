@@ -1,7 +1,7 @@
 //! The errors of both forms, for spectra of many kinds, in every type.
 
 use burn::tensor::{DType, Device, FloatDType};
-use distmuon::{Coefficients, IterationDtype, IterationForm, NewtonSchulz};
+use distmuon::{Coefficients, IterationDtype, IterationForm, NewtonSchulz, Normalization};
 use distmuon_testing::device::{has_tf32, has_type};
 use distmuon_testing::references::{polar, polynomial, random, tensor};
 use faer::Mat;
@@ -28,8 +28,17 @@ impl Vectors {
     }
 
     /// The result of exact arithmetic for the matrix with these singular values.
-    fn image(&self, values: &[f64], schedule: &[[f64; 3]]) -> Mat<f64> {
-        let norm = values.iter().map(|s| s * s).sum::<f64>().sqrt();
+    fn image(
+        &self,
+        values: &[f64],
+        schedule: &[[f64; 3]],
+        normalization: Normalization,
+    ) -> Mat<f64> {
+        let power = match normalization {
+            Normalization::Schatten4 => 4.0,
+            _ => 2.0,
+        };
+        let norm = values.iter().map(|s| s.powf(power)).sum::<f64>().powf(1.0 / power);
         self.with(&values.iter().map(|s| polynomial(schedule, s / norm)).collect::<Vec<_>>())
     }
 
@@ -96,6 +105,7 @@ fn error(iteration: &NewtonSchulz, input: &Mat<f64>, exact: &Mat<f64>) -> f64 {
 /// finite.
 fn compare_forms(
     sets: &[Coefficients],
+    normalization: Normalization,
     steps: Option<usize>,
     vectors: &Vectors,
     dtypes: &[(IterationDtype, f64)],
@@ -104,9 +114,13 @@ fn compare_forms(
     for set in sets {
         let steps = steps.unwrap_or(set.designed_steps());
         let schedule = set.schedule(steps).unwrap();
-        let exact: Vec<_> = inputs.iter().map(|(_, s, _)| vectors.image(s, &schedule)).collect();
+        let image = |values| vectors.image(values, &schedule, normalization);
+        let exact: Vec<_> = inputs.iter().map(|(_, values, _)| image(values)).collect();
         for (dtype, allowed) in dtypes {
-            let build = |dtype, form| config(set, steps).with_dtype(dtype).with_form(form).init();
+            let build = |dtype, form| {
+                let config = config(set, steps).with_normalization(normalization);
+                config.with_dtype(dtype).with_form(form).init()
+            };
             let standard = build(standard_dtype(*dtype), IterationForm::Standard).unwrap();
             let gram = build(*dtype, IterationForm::Gram).ok();
             for ((name, _, input), exact) in inputs.iter().zip(&exact) {
@@ -127,7 +141,9 @@ fn compare_forms(
 #[test]
 fn the_gram_form_is_about_as_precise_as_the_standard_form() {
     for [m, n] in [[48, 160], [96, 96], [224, 448]] {
-        compare_forms(&sets(), None, &Vectors::new(m, n), &types());
+        let vectors = Vectors::new(m, n);
+        compare_forms(&sets(), Normalization::Frobenius, None, &vectors, &types());
+        compare_forms(&sets(), Normalization::Schatten4, None, &vectors, &types());
     }
 }
 
@@ -144,7 +160,8 @@ fn matrices_with_equal_singular_values_are_scaled_by_at_most_a_tenth_more() {
             for set in sets() {
                 let steps = set.designed_steps();
                 let build = |form| config(&set, steps).with_dtype(dtype).with_form(form).init();
-                let exact = vectors.image(&ones, &set.schedule(steps).unwrap());
+                let exact =
+                    vectors.image(&ones, &set.schedule(steps).unwrap(), Normalization::Frobenius);
                 let error = |form| build(form).map(|built| error(&built, &input, &exact)).ok();
                 let standard = error(IterationForm::Standard).expect("the form has no restarts");
                 let Some(gram) = error(IterationForm::Gram) else { continue };
@@ -158,7 +175,8 @@ fn matrices_with_equal_singular_values_are_scaled_by_at_most_a_tenth_more() {
 fn the_default_coefficients_are_precise_on_large_matrices() {
     let half: Vec<_> =
         types().into_iter().filter(|(dtype, _)| *dtype != IterationDtype::F32).collect();
-    compare_forms(&[Coefficients::polar_express()], None, &Vectors::new(512, 1024), &half);
+    let (set, vectors) = ([Coefficients::polar_express()], Vectors::new(512, 1024));
+    compare_forms(&set, Normalization::Frobenius, None, &vectors, &half);
 }
 
 /// Results are finite, and the forms are equally precise.
@@ -168,7 +186,7 @@ fn both_forms_are_precise_for_any_number_of_steps() {
     let sets = [sets(), vec![safe]].concat();
     let vectors = Vectors::new(24, 60);
     for steps in 1..=20 {
-        compare_forms(&sets, Some(steps), &vectors, &types());
+        compare_forms(&sets, Normalization::Frobenius, Some(steps), &vectors, &types());
     }
 }
 
@@ -210,11 +228,58 @@ fn tables_of_errors() {
         println!("\n| {m} by {n} |{}", titles.collect::<String>());
         let vectors = Vectors::new(m, n);
         for (name, values, input) in vectors.spectra() {
-            let exact = vectors.image(&values, &schedule(&set));
+            let exact = vectors.image(&values, &schedule(&set), Normalization::Frobenius);
             let cells = iterations
                 .iter()
                 .map(|(_, iteration)| format!(" {:.1e} |", error(iteration, &input, &exact)));
             println!("| {name} |{}", cells.collect::<String>());
+        }
+    }
+}
+
+/// The table of norms in `docs/results/precision.md`: the relative errors to the polar factor, over
+/// the singular values that are not zero, with the operations that they take. Run with `--ignored
+/// --nocapture`.
+#[test]
+#[ignore = "it prints a table"]
+fn errors_of_norms() {
+    let sets = [
+        (Coefficients::KellerJordan, 5),
+        (Coefficients::You, 5),
+        (Coefficients::polar_express(), 5),
+        (Coefficients::PolarExpressCushioned, 5),
+        (Coefficients::polar_express(), 6),
+    ];
+    for [m, n] in [[256, 256], [256, 1024]] {
+        let vectors = Vectors::new(m, n);
+        let inputs = vectors.spectra();
+        let names: String = inputs.iter().map(|(name, ..)| format!(" {name} |")).collect();
+        println!("\n| {m} by {n} | m^3 | mean |{names}");
+        for (set, steps) in &sets {
+            for normalization in [Normalization::Frobenius, Normalization::Schatten4] {
+                for (dtype, _) in types() {
+                    let config = config(set, *steps).with_normalization(normalization);
+                    let iteration = config.with_dtype(dtype).with_form(IterationForm::Auto).init();
+                    let iteration = iteration.unwrap();
+                    let plan = iteration.explain_shape([m, n], DType::F32, &Device::default());
+                    let of_input = |(_, values, input): &(&str, Vec<f64>, Mat<f64>)| {
+                        let signs =
+                            values.iter().map(|value| value.signum() * f64::from(*value > 0.0));
+                        let polar = vectors.with(&signs.collect::<Vec<_>>());
+                        error(&iteration, input, &polar)
+                    };
+                    let errors: Vec<f64> = inputs.iter().map(of_input).collect();
+                    let mean = errors.iter().sum::<f64>() / errors.len() as f64;
+                    let cells: String =
+                        errors.iter().map(|error| format!(" {error:.3} |")).collect();
+                    let operations = plan.operations / (m as f64).powi(3);
+                    println!(
+                        "| {set:?}, {steps}, {normalization:?}, {dtype:?}, {:?} {:?} \
+                         | {operations:.0} | {mean:.3} |{cells}",
+                        plan.form, plan.restarts
+                    );
+                }
+            }
         }
     }
 }
