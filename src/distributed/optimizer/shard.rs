@@ -9,9 +9,10 @@ use std::sync::Arc;
 use burn::optim::{DynState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-use super::controls::{StepControls, StepInputs};
-use super::detached::FlatTensors;
-use super::exchange::Exchange;
+use super::controls::{Decisions, StepControls, StepInputs};
+use super::detached::{FlatTensors, pack};
+use super::divided::DividedModel;
+use super::exchange::{Exchange, Publishers};
 use crate::backend::{
     AdamWControls, ElementwiseRows, FlaggedRows, KernelPolicy, ScaledNorms, precise_dtype, reject,
     scaled,
@@ -38,6 +39,23 @@ pub struct Shard {
     runs: Vec<Run>,
     batches: Vec<Batch>,
     device: Device,
+}
+
+/// The tensors of an update, in the order of the parameters of a shard.
+pub struct UpdateTensors {
+    pub gradients: Vec<Tensor<1>>,
+    pub values: Vec<Tensor<1>>,
+}
+
+impl UpdateTensors {
+    /// Takes out the tensors of the first parameters.
+    fn take_first(&mut self, count: usize) -> Self {
+        let Self { gradients, values } = self;
+        Self {
+            gradients: gradients.drain(..count).collect(),
+            values: values.drain(..count).collect(),
+        }
+    }
 }
 
 /// The rule for the parameters of a shard.
@@ -100,13 +118,14 @@ impl Shard {
     /// the matrices that the rank has.
     pub fn new(
         bucket: &Bucket,
-        exchange: Exchange,
-        parameters: &[TrainedParameter],
-        rank: usize,
-        updates @ Updates { muon, rest, .. }: &Updates,
+        divided: &DividedModel,
+        publishers: &Publishers,
         rank_matrices: &mut Vec<usize>,
-        device: &Device,
     ) -> Self {
+        let DividedModel { world, layout, plan, trained: parameters, routing, .. } = divided;
+        let updates @ Updates { muon, rest, .. } = routing.updates();
+        let (rank, device) = (world.rank(), &divided.device());
+        let exchange = Exchange::new(bucket, plan.parameters(), layout, publishers);
         let range = bucket.shard_range(rank);
         let run = |plan::Run { parameter, elements, range }| {
             let path = parameters[parameter].path.clone();
@@ -184,6 +203,19 @@ impl Shard {
         self.runs.iter().map(|run| (run.parameter, run.elements.start))
     }
 
+    /// This rank's share of the bucket as it has it, whose parameters may be slices.
+    pub fn pack_share(&self, values: &mut FlatTensors, dtype: DType) -> Tensor<1> {
+        pack(values, &self.exchange.held, self.exchange.share(), dtype, &self.device)
+    }
+
+    /// Returns `true` if the ranks update the bucket in shards, and every rank has all of it, or
+    /// the same slices.
+    pub fn is_gathered(&self) -> bool {
+        self.exchange.group.size() > 1
+            && self.bucket.kind != BucketKind::Replicated
+            && !self.bucket.placement.is_owned()
+    }
+
     fn policy(&self) -> KernelPolicy {
         match &self.update {
             Update::Muon(muon) => muon.policy(),
@@ -222,30 +254,27 @@ impl Shard {
     /// the norms of the step to `observations`.
     pub fn update(
         &mut self,
-        mut gradients: Vec<Tensor<1>>,
-        mut values: Vec<Tensor<1>>,
-        (controls, inputs): (&StepControls, &StepInputs),
+        mut tensors: UpdateTensors,
+        decisions: Decisions<'_>,
         diverged: &mut Tensor<1>,
         mut observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
         let (update, all, dtype) = (&self.update, &self.runs, self.bucket.dtype);
         let updated = self.batches.iter_mut().flat_map(|batch| {
             let runs = &all[batch.runs.clone()];
-            let gradients: Vec<_> = gradients.drain(..runs.len()).collect();
-            let values: Vec<_> = values.drain(..runs.len()).collect();
-            let (by, observations) = ((controls, inputs), observations.as_deref_mut());
+            let tensors = tensors.take_first(runs.len());
+            let observations = observations.as_deref_mut();
             match update {
                 Update::Muon(muon) => {
-                    batch.with_matrices(runs, dtype, by, diverged, |batch, state, flags| {
+                    let UpdateTensors { gradients, values } = tensors;
+                    batch.with_matrices(runs, dtype, decisions, diverged, |batch, state, flags| {
                         muon.step(batch, gradients, values, state, flags, observations)
                     })
                 }
                 Update::Elementwise(rest) => {
-                    batch.update_elements(rest, runs, (gradients, values), by, observations)
+                    batch.update_elements(rest, runs, tensors, decisions, observations)
                 }
-                Update::Whole(_) => {
-                    batch.update_whole(&runs[0], (gradients, values), by, observations)
-                }
+                Update::Whole(_) => batch.update_whole(&runs[0], tensors, decisions, observations),
             }
         });
         updated.collect()
@@ -270,7 +299,7 @@ impl Shard {
     pub fn directions(
         &mut self,
         mut gradients: Vec<Tensor<1>>,
-        by: (&StepControls, &StepInputs),
+        decisions: Decisions<'_>,
         diverged: &mut Tensor<1>,
     ) -> Vec<Tensor<1>> {
         let Update::Muon(muon) = &self.update else { unreachable!("only Muon separates") };
@@ -278,7 +307,7 @@ impl Shard {
         let directions = self.batches.iter_mut().flat_map(|batch| {
             let runs = &all[batch.runs.clone()];
             let gradients = gradients.drain(..runs.len()).collect();
-            batch.with_matrices(runs, dtype, by, diverged, |batch, state, flags| {
+            batch.with_matrices(runs, dtype, decisions, diverged, |batch, state, flags| {
                 muon.directions(batch, gradients, state, flags)
             })
         });
@@ -431,7 +460,7 @@ impl Batch {
         &mut self,
         runs: &[Run],
         dtype: DType,
-        (controls, inputs): (&StepControls, &StepInputs),
+        Decisions { controls, inputs }: Decisions<'_>,
         diverged: &mut Tensor<1>,
         update: impl FnOnce(
             &MuonBatch,
@@ -472,8 +501,8 @@ impl Batch {
         &mut self,
         rest: &ElementwiseUpdate,
         runs: &[Run],
-        tensors: (Vec<Tensor<1>>, Vec<Tensor<1>>),
-        (controls, inputs): (&StepControls, &StepInputs),
+        UpdateTensors { gradients, values }: UpdateTensors,
+        Decisions { controls, inputs }: Decisions<'_>,
         observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
         let StepControls { rejected, corrections, factor, .. } = controls;
@@ -486,16 +515,21 @@ impl Batch {
         let parameters: Vec<_> = runs.iter().map(parameter).collect();
         let controls = AdamWControls { rejected, corrections, factor: factor.as_ref() };
         let elements = self.elements.len();
-        let (gradients, values) = tensors;
-        let tensors = (values, gradients);
-        rest.step(tensors, &mut self.state, elements, &controls, &parameters, observations)
+        rest.step(
+            (values, gradients),
+            &mut self.state,
+            elements,
+            &controls,
+            &parameters,
+            observations,
+        )
     }
 
     fn update_whole(
         &mut self,
         run: &Run,
-        (mut gradients, mut values): (Vec<Tensor<1>>, Vec<Tensor<1>>),
-        (controls, inputs): (&StepControls, &StepInputs),
+        UpdateTensors { mut gradients, mut values }: UpdateTensors,
+        Decisions { controls, inputs }: Decisions<'_>,
         observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
         let (value, gradient) = (values.swap_remove(0), gradients.swap_remove(0));
@@ -512,8 +546,7 @@ impl Batch {
             origin: run.origin(inputs),
             factors: run.factors(inputs),
         };
-        let tensors = (value, gradient);
-        vec![update.step(tensors, parameter, (&mut self.state, own), observations)]
+        vec![update.step((value, gradient), parameter, (&mut self.state, own), observations)]
     }
 }
 
