@@ -28,7 +28,7 @@ pub struct Accounts {
 impl Accounts {
     /// Counts of zero. `matrices` has the parameter of each matrix that this rank updates.
     pub fn new(config: &MuonConfig, divided: &DividedModel, matrices: &[usize]) -> Self {
-        let (parameters, device) = (divided.trained.len(), divided.device());
+        let (parameters, device) = (divided.trainable.len(), divided.device());
         Self {
             counters: Counters::new(parameters, &device),
             skipped: divided.routing.updates().skipped.clone(),
@@ -41,7 +41,7 @@ impl Accounts {
 
     /// Registers the counts as they are now.
     pub fn start_counting(&mut self, divided: &DividedModel) {
-        let names = divided.trained.iter().map(|parameter| parameter.path.clone()).collect();
+        let names = divided.trainable.iter().map(|parameter| parameter.path.clone()).collect();
         let reserved = self.place.has_started().then_some(self.place);
         let skipped = self.counters.skipped.clone();
         self.place = self.skipped.start(reserved, names, skipped, divided.times());

@@ -25,7 +25,7 @@ use crate::slices::{self, bytes};
 use crate::update::Observations;
 
 /// A step on its way: what it reads of the optimizer, and its tensors, counted as they come and go.
-pub struct Step<'a> {
+pub struct StepInProgress<'a> {
     pub divided: &'a DividedModel,
     traffic: &'a Traffic,
     pub shards: &'a mut [Shard],
@@ -164,7 +164,7 @@ impl BetweenCalls {
     }
 }
 
-impl<'a> Step<'a> {
+impl<'a> StepInProgress<'a> {
     /// A step before its first call, in which the `inputs.present` parameters have a gradient on
     /// any rank.
     pub fn new(
@@ -181,7 +181,7 @@ impl<'a> Step<'a> {
         let absent: Vec<f32> = absent.collect();
         let order = traffic.stages.iter().flat_map(|stage| stage.buckets.clone()).collect();
         Self {
-            flags: Tensor::zeros([divided.trained.len()], device),
+            flags: Tensor::zeros([divided.trainable.len()], device),
             absent: Tensor::from_data(TensorData::from(&*absent), device),
             calls: CallsInFlight { order, ..CallsInFlight::default() },
             between: BetweenCalls::none(shards.len()),
@@ -235,7 +235,7 @@ impl<'a> Step<'a> {
     /// Fails for gradients that the device could not compute: before packing, since a fused result
     /// does not always reveal that its inputs were not computed.
     fn ensure_gradients_computed(&self) -> Result<()> {
-        let gradients = (0..self.divided.trained.len()).filter_map(|index| {
+        let gradients = (0..self.divided.trainable.len()).filter_map(|index| {
             Some((self.divided.path(index), self.detached.gradients.get(index)?))
         });
         ensure_all_computed(gradients)

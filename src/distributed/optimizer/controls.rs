@@ -6,7 +6,7 @@ use std::ops::Range;
 use burn::tensor::Tensor;
 
 use super::divided::DividedModel;
-use crate::distributed::trained::TrainedParameter;
+use crate::distributed::trainable::TrainableParameter;
 use crate::error::{Error, Result};
 use crate::qk_clip::{ClippedHeads, Factors};
 use crate::slices;
@@ -52,7 +52,7 @@ impl StepInputs {
         divided: &DividedModel,
     ) -> Self {
         let updates = divided.routing.updates();
-        let sizes = divided.trained.iter().zip(&lrs);
+        let sizes = divided.trainable.iter().zip(&lrs);
         let sizes = sizes.map(|(parameter, lr)| parameter.size(*lr, updates)).collect();
         Self { sizes, lrs, present, times: divided.times(), head_clip }
     }
@@ -82,7 +82,7 @@ impl HeadClip {
                 true => parameter.blocks.cut(factors),
                 false => vec![factors],
             };
-            Some(parameter.trained.clone().zip(blocks))
+            Some(parameter.trainable.clone().zip(blocks))
         });
         Self { factors: scaled.flatten().collect(), heads: factors.clipped_heads() }
     }
@@ -90,7 +90,7 @@ impl HeadClip {
     /// Fails for heads that are not heads of whole parameters.
     pub fn ensure_fits(&self, divided: &DividedModel) -> Result<()> {
         for (index, factors) in &self.factors {
-            let TrainedParameter { path, shape, .. } = &divided.trained[*index];
+            let TrainableParameter { path, shape, .. } = &divided.trainable[*index];
             let (expected, [got]) = (shape.iter().product::<usize>(), factors.dims());
             if expected != got {
                 return Err(Error::parameter(

@@ -11,7 +11,7 @@ use super::DistModuleOptimizer;
 use super::controls::StepInputs;
 use super::divided::DividedModel;
 use crate::comm::ReduceOp;
-use crate::distributed::trained::Kind;
+use crate::distributed::trainable::UpdateKind;
 use crate::error::Result;
 use crate::qk_clip::{ClippedAttention, ClippedHeads};
 use crate::update::{Observations, SUMS};
@@ -240,7 +240,7 @@ impl Observed {
     /// The norms of the step, with the counts of skipped steps.
     fn diagnostics(self, divided: &DividedModel, skipped: &Tensor<1>) -> Result<Diagnostics> {
         let Self { sums, lrs, heads } = self;
-        let parameters = divided.trained.len();
+        let parameters = divided.trainable.len();
         let sums = divided.world.comm().all_reduce(sums, ReduceOp::Sum)?.wait()?;
         let maxima = heads.as_ref().map(|heads| heads.maxima().to_device(&divided.device()));
         let counts = skipped.clone();
@@ -253,7 +253,7 @@ impl Observed {
         let routes = divided.routing.routes().iter();
         let groups: HashMap<&str, &str> =
             routes.map(|route| (&*route.path, &*route.optimizer)).collect();
-        let each = divided.trained.iter().zip(lrs).zip(sums.chunks_exact(SUMS)).zip(skipped);
+        let each = divided.trainable.iter().zip(lrs).zip(sums.chunks_exact(SUMS)).zip(skipped);
         let parameters = each.map(|(((parameter, lr), sums), skipped)| ParameterDiagnostics {
             path: parameter.path.clone(),
             group: groups[&*divided.parameters[parameter.model].path].to_owned(),
@@ -261,8 +261,8 @@ impl Observed {
             update_norm: sums[0].sqrt(),
             weight_norm: sums[1].sqrt(),
             orthogonality_error: match parameter.kind {
-                Kind::Muon { count, .. } => Some((sums[2] / count as f64).sqrt()),
-                Kind::Elementwise { .. } | Kind::Whole { .. } => None,
+                UpdateKind::Muon { count, .. } => Some((sums[2] / count as f64).sqrt()),
+                UpdateKind::Elementwise { .. } | UpdateKind::Whole { .. } => None,
             },
             skipped: *skipped as u64,
         });
@@ -278,7 +278,7 @@ impl Observing {
         inputs: &StepInputs,
         divided: &DividedModel,
     ) {
-        let sums = observations.sums(divided.trained.len(), &divided.device());
+        let sums = observations.sums(divided.trainable.len(), &divided.device());
         let lrs = inputs.sizes.iter().map(|size| size.lr).collect();
         let heads = inputs.head_clip.as_ref().map(|clip| clip.heads.clone());
         self.observed = Some(Observed { sums, lrs, heads });

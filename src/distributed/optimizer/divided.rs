@@ -14,7 +14,7 @@ use crate::distributed::cuts::Cuts;
 use crate::distributed::layout::{Layout, Passes};
 use crate::distributed::measured_costs::costs;
 use crate::distributed::plan::{Bucket, Costs, Plan};
-use crate::distributed::trained::{self, ModelParameter, Trained, TrainedParameter};
+use crate::distributed::trainable::{self, ModelParameter, Trainable, TrainableParameter};
 use crate::error::Result;
 use crate::parameters;
 use crate::routing::Routing;
@@ -35,7 +35,7 @@ pub struct DividedModel {
     /// In the order of the model.
     pub parameters: Vec<ModelParameter>,
     /// In the order of the plan.
-    pub trained: Vec<TrainedParameter>,
+    pub trainable: Vec<TrainableParameter>,
 }
 
 impl DividedModel {
@@ -47,8 +47,8 @@ impl DividedModel {
         world.agree(cuts.restore_whole(&mut found, world.rank()))?;
         let routed = config.check().and_then(|()| config.muon.route_found(&found));
         let routing = world.agree(routed)?;
-        let Trained { model: parameters, trained, planned } =
-            world.agree(trained::trained(&routing, &found, &cuts))?;
+        let Trainable { model: parameters, trainable, planned } =
+            world.agree(trainable::of_model(&routing, &found, &cuts))?;
         world.agree(layout.check_planned(&planned))?;
         setup::same_model(layout, &planned, model)?;
         // The parameters are equal on all ranks here, so all ranks fail alike.
@@ -56,7 +56,7 @@ impl DividedModel {
         let costs = costs(config.costs, world, &planned, &routing.updates().muon)?;
         let plan = setup::plan(config, layout, planned, &costs)?;
         let (world, layout, passes) = (world.clone(), layout.clone(), layout.passes());
-        Ok(Self { world, layout, passes, cuts, routing, plan, costs, parameters, trained })
+        Ok(Self { world, layout, passes, cuts, routing, plan, costs, parameters, trainable })
     }
 
     /// The device of this rank, without autodiff.
@@ -66,24 +66,26 @@ impl DividedModel {
 
     /// The path of a trained parameter.
     pub fn path(&self, index: usize) -> &str {
-        &self.trained[index].path
+        &self.trainable[index].path
     }
 
     /// The model's parameter that a trained one is, or is a block of.
     pub fn of_model(&self, index: usize) -> &ModelParameter {
-        &self.parameters[self.trained[index].model]
+        &self.parameters[self.trainable[index].model]
     }
 
     /// The steps that each trained parameter has taken part in.
     pub fn times(&self) -> Vec<usize> {
-        self.trained.iter().map(|parameter| parameter.time).collect()
+        self.trainable.iter().map(|parameter| parameter.time).collect()
     }
 
     /// Bytes of this rank's parameters between steps.
     pub fn bytes(&self) -> usize {
         let of_parameter = |parameter: &ModelParameter| {
             let elements = match self.passes.get(&parameter.path) {
-                Some(unit) if parameter.placement.is_owned() => unit.part_count().max(1),
+                Some(pass_parameter) if parameter.placement.is_owned() => {
+                    pass_parameter.part_count().max(1)
+                }
                 _ => parameter.shape.iter().product(),
             };
             elements * parameter.dtype.size()
@@ -100,7 +102,7 @@ impl DividedModel {
 
     /// Counts a step in which the `present` parameters took part.
     pub fn advance(&mut self, present: &[bool]) {
-        for (parameter, present) in self.trained.iter_mut().zip(present) {
+        for (parameter, present) in self.trainable.iter_mut().zip(present) {
             parameter.time += usize::from(*present);
         }
     }
@@ -115,7 +117,7 @@ impl DividedModel {
             let ModelParameter { id, path, .. } = self.of_model(index);
             lr.lr_from_param(*id, Some(path))
         };
-        let lrs: Vec<f64> = (0..self.trained.len()).map(rate).collect();
+        let lrs: Vec<f64> = (0..self.trainable.len()).map(rate).collect();
         lrs.iter().try_for_each(|lr| ensure_rate(*lr))?;
         Ok(lrs)
     }

@@ -20,7 +20,7 @@ use super::shard::Shard;
 use crate::checksum;
 use crate::comm::{Communicator, World, digest, named, unequal, unite};
 use crate::distributed::layout::{Layout, Passes};
-use crate::distributed::trained::ModelParameter;
+use crate::distributed::trainable::ModelParameter;
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit};
 
@@ -81,7 +81,7 @@ pub fn held_in_common<M: Module>(
     let parameters = divided.parameters.iter();
     let known = parameters.map(|parameter| (&*parameter.path, parameter)).collect();
     let DividedModel { world, layout, passes, .. } = divided;
-    let mut held = Held { world, layout, passes, known, groups: BTreeMap::new() };
+    let mut held = CommonWalk { world, layout, passes, known, groups: BTreeMap::new() };
     let states = shards.iter().flat_map(|shard| shard.replicated_states());
     let states: Vec<_> = states
         .map(|(parameter, slot, values)| (parameter, slot, checksum::of_bits(values)))
@@ -156,7 +156,7 @@ impl From<Drift> for Error {
 }
 
 /// A walk through the trained parameters of a model.
-struct Held<'a> {
+struct CommonWalk<'a> {
     world: &'a World,
     layout: &'a Layout,
     passes: &'a Passes,
@@ -164,7 +164,7 @@ struct Held<'a> {
     groups: BTreeMap<Holders, Common>,
 }
 
-impl Held<'_> {
+impl CommonWalk<'_> {
     fn group(&mut self, holders: Holders, group: impl FnOnce() -> World) -> &mut Common {
         self.groups.entry(holders).or_insert_with(|| Common { group: group(), held: vec![] })
     }
@@ -174,9 +174,9 @@ impl Held<'_> {
         let (world, layout, passes) = (self.world, self.layout, self.passes);
         let group = |comm: &Communicator| World::new(comm.clone(), world.device().clone());
         if parameter.placement.is_owned() {
-            let unit = &passes[&parameter.path];
-            let holders = Holders::Replicas(unit.axes().to_vec());
-            return self.group(holders, || group(passes.replicas(unit)));
+            let pass_parameter = &passes[&parameter.path];
+            let holders = Holders::Replicas(pass_parameter.axes().to_vec());
+            return self.group(holders, || group(passes.replicas(pass_parameter)));
         }
         match parameter.slice.as_ref().map(|slice| slice.slices.axes().to_vec()) {
             Some(axes) => {
@@ -188,7 +188,7 @@ impl Held<'_> {
     }
 }
 
-impl Visit for Held<'_> {
+impl Visit for CommonWalk<'_> {
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
         let whole = parameters::path_of_whole(fields);
         let is_part = whole.is_some();

@@ -7,7 +7,7 @@ use comfy_table::{Table, presets};
 use super::detached::DetachedParameters;
 use super::publication::Arriving;
 use super::shard::Shard;
-use crate::distributed::layout::{Held, Passes};
+use crate::distributed::layout::{PassBytes, Passes};
 
 /// Bytes of one kind of tensor in a [`MemoryReport`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -104,7 +104,7 @@ impl RankMemory {
 
     /// The report between two steps, with the peaks of the passes and what they have now.
     pub fn between_steps(&self, passes: &Passes, arriving: &Arriving) -> MemoryReport {
-        let snapshot = |held: Held| Snapshot {
+        let snapshot = |held: PassBytes| Snapshot {
             parameters: self.parameters,
             shards: held.means,
             masters: self.masters,

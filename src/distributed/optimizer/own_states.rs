@@ -32,13 +32,13 @@ pub struct OwnStates {
 /// A state without the elements of its tensors.
 #[derive(Serialize, Deserialize)]
 struct Outline {
-    tensors: Vec<Entry>,
+    tensors: Vec<TensorOutline>,
     scalars: Vec<(String, Scalar)>,
 }
 
 /// A tensor of a state.
 #[derive(Serialize, Deserialize)]
-struct Entry {
+struct TensorOutline {
     name: String,
     dtype: DType,
     shape: Vec<usize>,
@@ -61,7 +61,7 @@ impl Outline {
     fn of(state: StateSink) -> Self {
         let entry = |(name, data): (String, TensorData)| {
             let (bytes, shape, dtype) = data.into_parts();
-            Entry { name, dtype, shape: shape.to_vec(), bytes: bytes.len() }
+            TensorOutline { name, dtype, shape: shape.to_vec(), bytes: bytes.len() }
         };
         Self { tensors: state.tensors.into_iter().map(entry).collect(), scalars: state.scalars }
     }
@@ -77,7 +77,7 @@ impl OwnStates {
     pub fn planned(&self, id: impl Fn(usize) -> u64) -> Vec<Planned> {
         let each = self.outlines.iter().flat_map(|(parameter, outline)| {
             let id = id(*parameter);
-            outline.tensors.iter().map(move |Entry { name, dtype, shape, bytes }| Planned {
+            outline.tensors.iter().map(move |TensorOutline { name, dtype, shape, bytes }| Planned {
                 name: format!("{id}.{name}"),
                 dtype: *dtype,
                 shape: shape.clone(),
@@ -147,7 +147,7 @@ impl OwnStates {
                 continue;
             }
             let mut start = 0;
-            for Entry { dtype, shape, bytes, .. } in &self.outlines[parameter].tensors {
+            for TensorOutline { dtype, shape, bytes, .. } in &self.outlines[parameter].tensors {
                 let values = elements[start..start + bytes].to_vec();
                 start += bytes;
                 let values = Bytes::from_bytes_vec(values);

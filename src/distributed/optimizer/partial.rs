@@ -58,7 +58,7 @@ impl ComparedGradients {
                 && !divided.cuts.differs_along(&parameter.path, axis.name())
                 && !self.compared.contains(&(axis.name().to_owned(), *index))
         };
-        let compared: Vec<usize> = (0..divided.trained.len()).filter(is_compared).collect();
+        let compared: Vec<usize> = (0..divided.trainable.len()).filter(is_compared).collect();
         if compared.is_empty() {
             return Ok(());
         }

@@ -31,7 +31,7 @@ impl StepCalls {
     /// The parameters that have a gradient on any rank, if all ranks take the same step: one
     /// message.
     pub fn agree(&self, gradients: &FlatTensors, divided: &DividedModel) -> Result<Vec<bool>> {
-        let count = divided.trained.len();
+        let count = divided.trainable.len();
         let mut present = vec![0u8; count.div_ceil(8)];
         for index in (0..count).filter(|index| gradients.get(*index).is_some()) {
             present[index / 8] |= 1 << (index % 8);

@@ -18,7 +18,7 @@ use crate::backend::{
     scaled,
 };
 use crate::distributed::plan::{self, Bucket, BucketKind, ROW_ELEMENTS};
-use crate::distributed::trained::{Kind, TrainedParameter};
+use crate::distributed::trainable::{TrainableParameter, UpdateKind};
 use crate::routing::Updates;
 use crate::slices;
 use crate::update::{
@@ -36,7 +36,7 @@ pub struct Shard {
     /// `true` if any of the bucket's parameters is a stack of matrices.
     has_stacks: bool,
     /// The parameters in this rank's part, in order.
-    runs: Vec<Run>,
+    runs: Vec<ShardRun>,
     batches: Vec<Batch>,
     device: Device,
 }
@@ -67,7 +67,7 @@ enum Update {
 }
 
 /// Neighbouring elements of a parameter, all in one shard.
-struct Run {
+struct ShardRun {
     /// Index of the parameter, and its path.
     parameter: usize,
     path: String,
@@ -122,7 +122,7 @@ impl Shard {
         publishers: &Publishers,
         rank_matrices: &mut Vec<usize>,
     ) -> Self {
-        let DividedModel { world, layout, plan, trained: parameters, routing, .. } = divided;
+        let DividedModel { world, layout, plan, trainable: parameters, routing, .. } = divided;
         let updates @ Updates { muon, rest, .. } = routing.updates();
         let (rank, device) = (world.rank(), &divided.device());
         let exchange = Exchange::new(bucket, plan.parameters(), layout, publishers);
@@ -130,9 +130,9 @@ impl Shard {
         let run = |plan::Run { parameter, elements, range }| {
             let path = parameters[parameter].path.clone();
             let is_stack = parameters[parameter].is_stack();
-            Run { parameter, path, elements, range, is_stack }
+            ShardRun { parameter, path, elements, range, is_stack }
         };
-        let mut runs: Vec<Run> = bucket.runs(rank).into_iter().map(run).collect();
+        let mut runs: Vec<ShardRun> = bucket.runs(rank).into_iter().map(run).collect();
         let (update, batches) = match bucket.kind {
             BucketKind::Matrices => {
                 let first = rank_matrices.len();
@@ -177,7 +177,7 @@ impl Shard {
     /// all of it. Zeros for those that are absent.
     pub fn take(&self, values: &mut FlatTensors) -> Vec<Tensor<1>> {
         let (dtype, device) = (self.bucket.dtype, &self.device);
-        let each = self.runs.iter().map(|Run { parameter, elements, .. }| {
+        let each = self.runs.iter().map(|ShardRun { parameter, elements, .. }| {
             values.take_elements(*parameter, elements.clone(), dtype, device)
         });
         each.collect()
@@ -359,7 +359,7 @@ impl Shard {
         let slots = rest.slots(self.bucket.dtype).into_iter();
         let of_slot = |slot: Slot| {
             let values = self.state(slot.name, slot.dtype.resolve(self.bucket.dtype));
-            let of_run = move |run: &Run| {
+            let of_run = move |run: &ShardRun| {
                 (run.parameter, slot.name, slices::slice(&values, run.range.clone()))
             };
             self.runs.iter().map(of_run)
@@ -441,7 +441,7 @@ impl Shard {
     }
 }
 
-impl Run {
+impl ShardRun {
     /// The origin of its values in a step.
     fn origin(&self, inputs: &StepInputs) -> Origin {
         Origin::new(&self.path, self.elements.start, inputs.times[self.parameter])
@@ -458,7 +458,7 @@ impl Batch {
     /// tensor for each parameter, and the new flags.
     fn with_matrices(
         &mut self,
-        runs: &[Run],
+        runs: &[ShardRun],
         dtype: DType,
         Decisions { controls, inputs }: Decisions<'_>,
         diverged: &mut Tensor<1>,
@@ -470,7 +470,7 @@ impl Batch {
     ) -> Vec<Tensor<1>> {
         let rows = self.matrices.as_ref().expect("a batch of matrices");
         let indices = &rows.parameters;
-        let parameter = |run: &Run| MuonParameter {
+        let parameter = |run: &ShardRun| MuonParameter {
             flag: run.parameter,
             is_present: inputs.present[run.parameter],
             origin: run.origin(inputs),
@@ -500,13 +500,13 @@ impl Batch {
     fn update_elements(
         &mut self,
         rest: &ElementwiseUpdate,
-        runs: &[Run],
+        runs: &[ShardRun],
         UpdateTensors { gradients, values }: UpdateTensors,
         Decisions { controls, inputs }: Decisions<'_>,
         observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
         let StepControls { rejected, corrections, factor, .. } = controls;
-        let parameter = |run: &Run| {
+        let parameter = |run: &ShardRun| {
             let StepSize { decay, lr, .. } = inputs.sizes[run.parameter];
             let (flag, first) = (run.parameter, run.range.start);
             let rows = ElementwiseRows { flag, first, decay, lr };
@@ -527,7 +527,7 @@ impl Batch {
 
     fn update_whole(
         &mut self,
-        run: &Run,
+        run: &ShardRun,
         UpdateTensors { mut gradients, mut values }: UpdateTensors,
         Decisions { controls, inputs }: Decisions<'_>,
         observations: Option<&mut Observations>,
@@ -552,14 +552,14 @@ impl Batch {
 
 /// Whole parameters, each as a batch of one row.
 fn whole_batches(
-    runs: &[Run],
-    parameters: &[TrainedParameter],
+    runs: &[ShardRun],
+    parameters: &[TrainableParameter],
     (dtype, device): (DType, &Device),
     updates: &Updates,
 ) -> Vec<Batch> {
     let batches = runs.iter().enumerate().map(|(index, run)| {
-        let TrainedParameter { kind, shape, .. } = &parameters[run.parameter];
-        let Kind::Whole { optimizer, .. } = kind else {
+        let TrainableParameter { kind, shape, .. } = &parameters[run.parameter];
+        let UpdateKind::Whole { optimizer, .. } = kind else {
             unreachable!("a bucket of whole parameters has no other parameters")
         };
         let update = updates.whole(optimizer);
@@ -579,7 +579,11 @@ fn whole_batches(
 }
 
 /// The parameter of every matrix of a shard, in order.
-fn matrices(bucket: &Bucket, parameters: &[TrainedParameter], shard: &Range<usize>) -> Vec<usize> {
+fn matrices(
+    bucket: &Bucket,
+    parameters: &[TrainableParameter],
+    shard: &Range<usize>,
+) -> Vec<usize> {
     let matrices = |(parameter, elements, _): (usize, Range<usize>, usize)| {
         let [_, m, n] = parameters[parameter].batch();
         std::iter::repeat_n(parameter, elements.len() / (m * n))
@@ -589,20 +593,20 @@ fn matrices(bucket: &Bucket, parameters: &[TrainedParameter], shard: &Range<usiz
 
 /// The parameters as batches of one shape; their flags follow those before `first`.
 fn batches(
-    runs: &[Run],
-    parameters: &[TrainedParameter],
+    runs: &[ShardRun],
+    parameters: &[TrainableParameter],
     mut first: usize,
     (dtype, device): (DType, &Device),
     muon: &MuonUpdate,
 ) -> Vec<Batch> {
-    let matrices = |run: &Run| match parameters[run.parameter].kind {
-        Kind::Muon { matrices, .. } => matrices,
-        Kind::Elementwise { .. } | Kind::Whole { .. } => {
+    let matrices = |run: &ShardRun| match parameters[run.parameter].kind {
+        UpdateKind::Muon { matrices, .. } => matrices,
+        UpdateKind::Elementwise { .. } | UpdateKind::Whole { .. } => {
             unreachable!("a bucket of matrices has no other parameters")
         }
     };
     // Only parts depend on the layout, and only matrices of stacks have clocks of their own.
-    let alike = |run: &Run, other: &Run| {
+    let alike = |run: &ShardRun, other: &ShardRun| {
         let (a, b) = (matrices(run), matrices(other));
         a.shape == b.shape
             && run.is_stack == other.is_stack
@@ -637,7 +641,7 @@ fn batches(
 }
 
 /// The parameter of every matrix of some runs, on the device.
-fn indices(runs: &[Run], matrix: usize, device: &Device) -> Tensor<1, Int> {
+fn indices(runs: &[ShardRun], matrix: usize, device: &Device) -> Tensor<1, Int> {
     let indices = runs
         .iter()
         .flat_map(|run| std::iter::repeat_n(run.parameter as i32, run.range.len() / matrix));

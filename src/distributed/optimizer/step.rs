@@ -29,7 +29,7 @@ use burn::tensor::Tensor;
 use super::DistModuleOptimizer;
 use super::acceptance::Acceptance;
 use super::accounts::Accounts;
-use super::buckets::Step;
+use super::buckets::StepInProgress;
 use super::controls::{StepControls, StepInputs};
 use super::counters::Counters;
 use super::detached::{DetachedParameters, Expected, Parts};
@@ -65,11 +65,12 @@ impl DistModuleOptimizer {
 
         let Self { divided, shards, traffic, accounts, scaling, memory, .. } = self;
         let clips = scaling.clips();
-        let mut step = Step::new(divided, traffic, shards, memory, inputs, detached, clips);
+        let mut step =
+            StepInProgress::new(divided, traffic, shards, memory, inputs, detached, clips);
         step.observations = self.observing.requested.then(Observations::default);
         step.observe();
         let is_taken = take_stages(&mut step, &traffic.stages, accounts, scaling)?;
-        let Step { inputs, mut detached, between, observations, .. } = step;
+        let StepInProgress { inputs, mut detached, between, observations, .. } = step;
         if is_taken {
             divided.advance(&inputs.present);
             if let Some(observations) = observations {
@@ -129,7 +130,7 @@ impl DistModuleOptimizer {
 /// Takes the stages, one after the other. Returns `false` for a step that is skipped, since a
 /// gradient overflowed under loss scaling.
 fn take_stages(
-    step: &mut Step<'_>,
+    step: &mut StepInProgress<'_>,
     stages: &[Stage],
     accounts: &mut Accounts,
     scaling: &mut GradientScaling,
@@ -159,7 +160,7 @@ fn take_stages(
 /// overflowed under loss scaling.
 fn decide(
     stage: &Stage,
-    step: &mut Step<'_>,
+    step: &mut StepInProgress<'_>,
     accounts: &mut Accounts,
     scaling: &mut GradientScaling,
 ) -> Result<Option<StepControls>> {
@@ -184,7 +185,7 @@ fn decide(
 /// Agrees on the parameters that stay as they are, in one message, and counts the skipped steps of
 /// all parameters. `None` if all stay as they are, since a gradient overflowed under loss scaling.
 fn agree_on_rejected(
-    step: &mut Step<'_>,
+    step: &mut StepInProgress<'_>,
     accounts: &mut Accounts,
     scaling: &GradientScaling,
 ) -> Result<Option<Tensor<1>>> {
@@ -194,7 +195,7 @@ fn agree_on_rejected(
     step.land_all()?;
     let sums = sums.wait()?;
     accounts.forget_diverged();
-    let parameters = step.divided.trained.len();
+    let parameters = step.divided.trainable.len();
     let rejected = slices::slice(&sums, 0..parameters);
     let diverged = slices::slice(&sums, parameters..2 * parameters);
     let overflowed = scaling.overflows(&rejected);
@@ -221,11 +222,11 @@ fn publish_parts(
     let (mut parts, mut pending): (Parts, _) = (vec![None; parameters.len()], VecDeque::new());
     let owned = parameters.iter().enumerate();
     for (index, parameter) in owned.filter(|(_, parameter)| parameter.placement.is_owned()) {
-        let unit = &passes[&parameter.path];
-        let shard = detached.take_shard(parameter, unit, &divided.device());
+        let pass_parameter = &passes[&parameter.path];
+        let shard = detached.take_shard(parameter, pass_parameter, &divided.device());
         let publishing: Option<Pending> = match traffic.publish {
-            Publish::Now => Some(passes.publish(unit, shard)?),
-            Publish::AtFirstUse => passes.publish_later(unit, shard)?,
+            Publish::Now => Some(passes.publish(pass_parameter, shard)?),
+            Publish::AtFirstUse => passes.publish_later(pass_parameter, shard)?,
         };
         pending.extend(publishing.map(|part| (index, part)));
         if pending.len() == traffic.in_flight

@@ -37,7 +37,7 @@ impl DividedModel {
 
     /// The sharded slots of a parameter.
     pub fn parameter_slots(&self, index: usize) -> Vec<Slot> {
-        self.trained[index].slots(self.routing.updates())
+        self.trainable[index].slots(self.routing.updates())
     }
 
     /// The slot of a parameter, if it has it.
@@ -47,13 +47,13 @@ impl DividedModel {
 
     /// The path of the model's parameter, and the name in its record, of a state.
     pub fn state_key(&self, index: usize, name: &str) -> (String, String) {
-        let parameter = &self.trained[index];
+        let parameter = &self.trainable[index];
         (self.of_model(index).path.clone(), parameter.recorded(name))
     }
 
     /// The shape of a slot in records.
     pub fn recorded_shape(&self, index: usize, name: &str) -> Vec<usize> {
-        let parameter = &self.trained[index];
+        let parameter = &self.trainable[index];
         let slot = self.slot(index, name).expect("the parameter has the slot");
         slot.extent.recorded(&parameter.shape, parameter.batch())
     }
@@ -66,7 +66,7 @@ impl DividedModel {
         }
         // Every piece is one matrix.
         let values = |piece: &Piece| {
-            let [_, m, n] = self.trained[piece.parameter].batch();
+            let [_, m, n] = self.trainable[piece.parameter].batch();
             let slot = self.slot(piece.parameter, name);
             let values = slot.map_or(0, |slot| slot.extent.values([1, m, n]));
             Piece { start: piece.start / (m * n) * values, len: values, ..*piece }
@@ -104,11 +104,11 @@ impl DividedModel {
         loss_scale: Option<&LossScale>,
     ) -> Result<Contents> {
         let ids = self.identities(ids)?;
-        let id = |index: usize| ids[self.trained[index].model];
+        let id = |index: usize| ids[self.trainable[index].model];
         let mut contents = Contents::default();
         let plan =
             |contents: &mut Contents, index: usize, name: &str, dtype: DType, shape: Vec<usize>| {
-                let parameter = &self.trained[index];
+                let parameter = &self.trainable[index];
                 let id = ids[parameter.model];
                 let name = format!("{id}.{}", parameter.recorded(name));
                 contents.tensors.push(Planned::new(name, dtype, shape, Some(id)));
@@ -134,7 +134,7 @@ impl DividedModel {
             contents.scalars.insert(LOSS_SCALE.to_owned(), Scalar::from(*scale));
             contents.scalars.insert(LOSS_SCALE_STEPS.to_owned(), Scalar::from(*steps));
         }
-        for parameter in &self.trained {
+        for parameter in &self.trainable {
             let (id, name) = (ids[parameter.model], parameter.recorded(TIME));
             contents.scalars.insert(format!("{id}.{name}"), Scalar::from(parameter.time));
         }
@@ -175,7 +175,7 @@ impl DividedModel {
 
     /// Returns `true` if the state of a parameter has a counter.
     fn has_counter(&self, index: usize, slot: &Slot) -> bool {
-        self.trained[index].counters(self.routing.updates()).contains(slot)
+        self.trainable[index].counters(self.routing.updates()).contains(slot)
     }
 
     /// The counters of all parameters, which are the same on all ranks.
@@ -193,7 +193,7 @@ impl DividedModel {
     pub fn counters(&self, mut value: impl FnMut(&str, &str) -> Result<f32>) -> Result<Counters> {
         let device = self.device();
         let mut read = |slot: &Slot| -> Result<Tensor<1>> {
-            let values = self.trained.iter().enumerate().map(|(index, parameter)| {
+            let values = self.trainable.iter().enumerate().map(|(index, parameter)| {
                 match self.has_counter(index, slot) {
                     true => value(&self.of_model(index).path, &parameter.recorded(slot.name)),
                     false => Ok(0.0),

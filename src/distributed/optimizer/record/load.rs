@@ -17,7 +17,7 @@ use crate::checkpoint::{Archive, States};
 use crate::comm::World;
 use crate::difference::{Difference, DifferenceKind};
 use crate::distributed::plan::BucketKind;
-use crate::distributed::trained::Kind;
+use crate::distributed::trainable::UpdateKind;
 use crate::error::{Error, Result};
 use crate::update::{CORRECTIONS, OWN_STATE, TIME, is_half, missing, unused as unused_slot};
 
@@ -78,10 +78,10 @@ impl DistModuleOptimizer {
         fill_shards(shards, divided, states, unused)?;
         fill_own(shards, divided, states, unused)?;
         accounts.counters = saved_counters(divided, states, unused)?;
-        for index in 0..divided.trained.len() {
+        for index in 0..divided.trainable.len() {
             let (path, name) = divided.state_key(index, TIME);
             let time = states.time(&path, &name).or_else(|| states.burns_time(&path));
-            divided.trained[index].time = time.filter(|_| !unused.contains(&path)).unwrap_or(0);
+            divided.trainable[index].time = time.filter(|_| !unused.contains(&path)).unwrap_or(0);
         }
         if let Some(LossScale { scale, steps, .. }) = &mut scaling.loss_scale {
             // A file of a run without loss scaling does not have them.
@@ -122,7 +122,7 @@ struct NeededState<'a> {
 
 /// The states that a parameter needs, without those that users' optimizers made.
 fn needed<'a>(divided: &'a DividedModel, index: usize, states: &States) -> Vec<NeededState<'a>> {
-    let (path, parameter) = (&*divided.of_model(index).path, &divided.trained[index]);
+    let (path, parameter) = (&*divided.of_model(index).path, &divided.trainable[index]);
     let slots = divided.parameter_slots(index).into_iter().map(|slot| NeededState {
         path,
         name: divided.state_key(index, slot.name).1,
@@ -180,7 +180,7 @@ fn problems(
     unused: &BTreeSet<String>,
 ) -> Result<BTreeMap<String, String>> {
     let (mut problems, mut requested) = (BTreeMap::new(), HashSet::new());
-    for (index, parameter) in divided.trained.iter().enumerate() {
+    for (index, parameter) in divided.trainable.iter().enumerate() {
         let path = &divided.of_model(index).path;
         if unused.contains(path) || !states.knows(path) {
             continue;
@@ -192,7 +192,7 @@ fn problems(
                 Err(problem) => found.push(problem),
             }
         }
-        if matches!(parameter.kind, Kind::Whole { .. }) {
+        if matches!(parameter.kind, UpdateKind::Whole { .. }) {
             let (tensors, _) = states.under(path, OWN_STATE);
             requested.extend(tensors.into_iter().map(|(_, name)| name));
             found.extend(own_problem(divided, shards, index, states)?);
@@ -291,7 +291,7 @@ fn verify_unread(divided: &DividedModel, states: &States, unused: &BTreeSet<Stri
 /// Neighbouring elements of a parameter in the buffer of its bucket, from
 /// [`Bucket::by_parameter`](crate::distributed::plan::Bucket::by_parameter): their start in the
 /// parameter, their start in the buffer, and their number.
-type Segment = (usize, usize, usize);
+type InBuffer = (usize, usize, usize);
 
 /// A rank's part of a bucket's buffer, in host memory.
 struct HostShard {
@@ -308,17 +308,17 @@ impl HostShard {
     }
 
     /// The elements of a segment that are in the shard, as a range of the buffer.
-    fn clip(&self, (_, start, len): Segment) -> Range<usize> {
+    fn clip(&self, (_, start, len): InBuffer) -> Range<usize> {
         start.max(self.range.start)..(start + len).min(self.range.end)
     }
 
     /// Returns `true` if the shard has elements of the segments.
-    fn takes(&self, segments: &[Segment]) -> bool {
+    fn takes(&self, segments: &[InBuffer]) -> bool {
         segments.iter().any(|segment| !self.clip(*segment).is_empty())
     }
 
     /// Copies the values of a parameter that are in the shard.
-    fn take(&mut self, data: &TensorData, segments: &[Segment]) {
+    fn take(&mut self, data: &TensorData, segments: &[InBuffer]) {
         for segment in segments {
             let part = self.clip(*segment);
             if part.is_empty() {

@@ -38,11 +38,17 @@ impl DividedModel {
         let slice = self.cuts.slice(path);
         let axes = slice.map_or(&[][..], |slice| slice.slices.axes());
         let group = self.layout.slice_group(axes);
-        let held = match self.passes.get(path).filter(|unit| unit.placement.is_owned()) {
-            Some(unit) => {
+        let held = match self
+            .passes
+            .get(path)
+            .filter(|pass_parameter| pass_parameter.placement.is_owned())
+        {
+            Some(pass_parameter) => {
                 let comm = group.map_or(self.world.comm(), |group| &group.alike);
-                let shards = comm.gather(unit.shard(&part), &unit.counts().to_vec(), 0)?.wait()?;
-                if comm.rank() == 0 { unit.whole_of_shards(&shards) } else { shards }
+                let shards = comm
+                    .gather(pass_parameter.shard(&part), &pass_parameter.counts().to_vec(), 0)?
+                    .wait()?;
+                if comm.rank() == 0 { pass_parameter.whole_of_shards(&shards) } else { shards }
             }
             None => part,
         };
@@ -62,8 +68,8 @@ impl Divided for DividedModel {
 
     fn part(&self, path: &str, whole: Tensor<1>) -> Tensor<1> {
         let held = self.cuts.slice(path).map_or(whole.clone(), |slice| slice.of(&whole));
-        match self.passes.get(path).filter(|unit| unit.placement.is_owned()) {
-            Some(unit) => unit.part(held),
+        match self.passes.get(path).filter(|pass_parameter| pass_parameter.placement.is_owned()) {
+            Some(pass_parameter) => pass_parameter.part(held),
             None => held,
         }
     }
