@@ -1,14 +1,14 @@
 //! The rendezvous of ranks that are threads, under a scheduler that tries thousands of
 //! interleavings and fails on a deadlock.
 
-#[allow(dead_code)] // These tests number their groups.
-#[path = "../src/comm/rendezvous.rs"]
-mod rendezvous;
 #[allow(dead_code)] // Only ranks that are processes use the rest.
 #[path = "../src/comm/rounds.rs"]
 mod rounds;
+#[allow(dead_code)] // These tests number their groups.
+#[path = "../src/comm/thread_rounds.rs"]
+mod thread_rounds;
 
-/// The synchronisation primitives of the rendezvous, controlled by the scheduler.
+/// The synchronisation primitives of the rounds, controlled by the scheduler.
 mod sync {
     pub use shuttle::sync::atomic::{AtomicU64, Ordering};
     pub use shuttle::sync::{Condvar, Mutex, MutexGuard};
@@ -17,8 +17,8 @@ mod sync {
 
 use std::time::Duration;
 
-use rendezvous::{Failure, Participant, Rendezvous};
 use shuttle::thread;
+use thread_rounds::{Failure, Participant, ThreadRounds};
 
 const INTERLEAVINGS: usize = 2000;
 
@@ -29,7 +29,7 @@ fn explore<T: Send + 'static, P: Clone + Send + 'static>(
     check: fn(Vec<T>),
 ) {
     let world = move || {
-        let participants = Rendezvous::participants(size, Duration::from_secs(3600));
+        let participants = ThreadRounds::participants(size, Duration::from_secs(3600));
         let threads: Vec<_> = participants
             .into_iter()
             .map(|rank| {

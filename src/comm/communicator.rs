@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
-use super::validate::Arguments;
+use super::validate::CheckedCall;
 use super::{Engine, PairCounts, Pending, ReduceOp};
 use crate::error::Result;
 
@@ -268,8 +268,8 @@ impl Communicator {
         self.engine.fail(cause);
     }
 
-    fn arguments(&self, collective: &'static str) -> Arguments {
-        Arguments { collective, rank: self.rank(), size: self.size() }
+    fn arguments(&self, collective: &'static str) -> CheckedCall {
+        CheckedCall { collective, rank: self.rank(), size: self.size() }
     }
 
     fn check_scattered(&self, tensor: &Tensor<1>, counts: &[usize]) -> Result<()> {

@@ -28,7 +28,7 @@ mod counts;
 mod devices;
 mod engine;
 #[cfg(feature = "processes")]
-mod exchange;
+mod exact_reduction;
 mod hierarchy;
 mod join;
 mod launch;
@@ -38,7 +38,7 @@ mod mpi;
 mod nccl;
 mod pending;
 mod reduce;
-mod rendezvous;
+mod thread_rounds;
 // Processes make external calls.
 #[cfg_attr(not(feature = "processes"), allow(dead_code))]
 mod rounds;

@@ -4,10 +4,10 @@
 //! A round is one call of a group. Every member of the group, a participant, arrives in the round
 //! with a payload. The round is a barrier: it is complete when all participants have arrived. The
 //! state machine never blocks and knows nothing of threads or connections.
-//! [`rendezvous`](super::rendezvous) puts it behind a lock for ranks that are threads; rank 0's
-//! server in `control` drives it with the messages of ranks that are processes. The owner of the
-//! state informs waiting ranks when a round is complete or the world has failed, and asks from time
-//! to time whether a deadline has passed.
+//! [`thread_rounds`](super::thread_rounds) puts it behind a lock for ranks that are threads; rank
+//! 0's server in `control` drives it with the messages of ranks that are processes. The owner of
+//! the state informs waiting ranks when a round is complete or the world has failed, and asks from
+//! time to time whether a deadline has passed.
 //!
 //! Calls that MPI or NCCL carry out are not rounds. A rank that has waited for such an external
 //! call for some time reports it, so that the calls are compared and a missing rank is found.
@@ -41,7 +41,7 @@ pub enum Failure {
 }
 
 /// The number of a group, and of a call among the group's calls of one kind.
-pub type Key = (u64, u64);
+pub type RoundKey = (u64, u64);
 
 /// Extra time for a call that all ranks have reached: a lost connection is noticed within it, and
 /// names the responsible rank better than a timeout.
@@ -63,9 +63,9 @@ pub const LONGEST_WAIT: Duration = Duration::from_secs(1 << 30);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum WaitPoint {
     /// A round of this state machine.
-    Round(Key),
+    Round(RoundKey),
     /// A call carried out by an engine that does not detect failures.
-    ExternalCall(Key),
+    ExternalCall(RoundKey),
 }
 
 /// One call of a group, with the payloads of its members.
@@ -137,7 +137,7 @@ impl Rank {
 
 /// The state of all rounds of a world.
 pub struct Rounds<C, P> {
-    rounds: HashMap<Key, Round<C, P>>,
+    rounds: HashMap<RoundKey, Round<C, P>>,
     /// The external calls of every group.
     external: HashMap<u64, ExternalCalls>,
     ranks: Vec<Rank>,
@@ -189,7 +189,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     /// The world's failure; a call that differs from the first member's fails the world.
     pub fn arrive(
         &mut self,
-        key: Key,
+        key: RoundKey,
         members: &Arc<[usize]>,
         member: usize,
         call: C,
@@ -218,14 +218,14 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     }
 
     /// Returns the payloads of a complete round, in the order of members.
-    pub fn payloads(&self, key: Key) -> Option<Vec<P>> {
+    pub fn payloads(&self, key: RoundKey) -> Option<Vec<P>> {
         let round = self.rounds.get(&key).filter(|round| round.is_complete())?;
         Some(round.payloads.iter().flatten().cloned().collect())
     }
 
     /// Notes that one more member has finished with a round. After the last member, returns the
     /// payloads with the ranks of the world that contributed them.
-    pub fn finish(&mut self, key: Key) -> Vec<(usize, P)> {
+    pub fn finish(&mut self, key: RoundKey) -> Vec<(usize, P)> {
         let Some(round) = self.rounds.get_mut(&key) else { return vec![] };
         round.finished += 1;
         // The payloads stay until the last member has read them.
@@ -236,7 +236,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     }
 
     /// Removes a round, and returns its payloads with the ranks of the world that contributed them.
-    pub fn remove(&mut self, key: Key) -> Vec<(usize, P)> {
+    pub fn remove(&mut self, key: RoundKey) -> Vec<(usize, P)> {
         let Some(Round { members, payloads, .. }) = self.rounds.remove(&key) else { return vec![] };
         let payloads = members.iter().copied().zip(payloads);
         payloads.filter_map(|(rank, payload)| Some((rank, payload?))).collect()
@@ -247,7 +247,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     /// # Errors
     ///
     /// The world's failure; a missing member that has departed fails the world.
-    pub fn wait(&mut self, rank: usize, key: Key, now: Instant) -> Result<(), Failure> {
+    pub fn wait(&mut self, rank: usize, key: RoundKey, now: Instant) -> Result<(), Failure> {
         self.add_wait(rank, Wait { point: WaitPoint::Round(key), since: now, call: "".into() })
     }
 
@@ -575,7 +575,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rounds<C, P> {
     pub fn wait_externally(
         &mut self,
         rank: usize,
-        key: Key,
+        key: RoundKey,
         members: &Arc<[usize]>,
         call: Arc<str>,
         since: Instant,

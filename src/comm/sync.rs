@@ -1,5 +1,5 @@
-//! The synchronisation primitives of [`rendezvous`](super::rendezvous). `tests/interleavings.rs`
-//! replaces them by a checker's, which explores interleavings.
+//! The synchronisation primitives of [`thread_rounds`](super::thread_rounds).
+//! `tests/interleavings.rs` replaces them by a checker's, which explores interleavings.
 
 pub use std::sync::atomic::{AtomicU64, Ordering};
 pub use std::sync::{Condvar, Mutex, MutexGuard};
@@ -11,7 +11,7 @@ mod tests {
     use std::thread;
     use std::time::{Duration, Instant};
 
-    use super::super::rendezvous::{Failure, Participant, Rendezvous};
+    use super::super::thread_rounds::{Failure, Participant, ThreadRounds};
 
     const DEADLINE: Duration = Duration::from_millis(300);
 
@@ -34,7 +34,7 @@ mod tests {
 
     #[test]
     fn a_busy_rank_is_waited_for_beyond_the_deadline_and_blamed_if_it_hangs() {
-        let participants = Rendezvous::participants(3, DEADLINE);
+        let participants = ThreadRounds::participants(3, DEADLINE);
         participants[0].set_busy(true);
         let outcomes = on_all(&participants, |rank| {
             if rank.rank() == 0 {
@@ -64,7 +64,7 @@ mod tests {
 
     #[test]
     fn a_timeout_is_blamed_on_the_end_of_a_chain_of_waiting_ranks() {
-        let participants = Rendezvous::participants(3, DEADLINE);
+        let participants = ThreadRounds::participants(3, DEADLINE);
         let group = participants[0].new_group();
         let failures = on_all(&participants, |rank| match rank.rank() {
             0 => Some(exchange(&rank.join(group, vec![0, 1], 0), "first").unwrap_err()),
@@ -82,7 +82,7 @@ mod tests {
 
     #[test]
     fn ranks_that_wait_for_each_other_fail_while_others_compute() {
-        let participants = Rendezvous::participants(3, Duration::from_secs(600));
+        let participants = ThreadRounds::participants(3, Duration::from_secs(600));
         let group = participants[0].new_group();
         let start = Instant::now();
         let failures = on_all(&participants, |rank| match rank.rank() {
@@ -105,7 +105,7 @@ mod tests {
 
     #[test]
     fn a_rank_of_several_threads_is_not_taken_for_one_that_waits() {
-        let participants = Rendezvous::participants(2, Duration::from_secs(60));
+        let participants = ThreadRounds::participants(2, Duration::from_secs(60));
         let groups: Vec<u64> = (0..4).map(|_| participants[0].new_group()).collect();
         let in_group = |rank: &Participant<String, usize>, group: usize| {
             let rank = rank.join(groups[group], vec![0, 1], rank.rank());
@@ -133,7 +133,7 @@ mod tests {
 
     #[test]
     fn a_rank_that_is_busy_beyond_the_limit_is_blamed() {
-        let participants = Rendezvous::participants(2, DEADLINE);
+        let participants = ThreadRounds::participants(2, DEADLINE);
         participants[1].set_busy_limit(3 * DEADLINE);
         participants[0].set_busy(true);
         let start = Instant::now();
@@ -145,7 +145,7 @@ mod tests {
 
     #[test]
     fn a_deadline_may_be_as_long_as_any_duration() {
-        let participants = Rendezvous::participants(2, Duration::MAX);
+        let participants = ThreadRounds::participants(2, Duration::MAX);
         let outcomes = on_all(&participants, |rank| {
             thread::sleep(DEADLINE * rank.rank() as u32);
             exchange(rank, "sum")
@@ -155,7 +155,7 @@ mod tests {
 
     #[test]
     fn sixty_four_threads_complete_twenty_rounds() {
-        let participants = Rendezvous::participants(64, Duration::from_secs(60));
+        let participants = ThreadRounds::participants(64, Duration::from_secs(60));
         let outcomes = on_all(&participants, |rank| {
             (0..20).all(|_| exchange(rank, "sum").unwrap().len() == 64)
         });

@@ -10,7 +10,7 @@ use burn::tensor::{DType, Device, Tensor};
 
 use super::call::Call;
 use super::counts::offset;
-use super::rendezvous::{Participant, PendingRound, Rendezvous};
+use super::thread_rounds::{Participant, PendingRound, ThreadRounds};
 use super::{Engine, PairCounts, Pending, ReduceOp, reduce, value};
 use crate::error::{Error, Result};
 use crate::slices;
@@ -36,7 +36,7 @@ impl Threads {
     /// Returns an engine for every rank of a world. The results of rank `r` are on `devices[r]`. A
     /// rank that waits for another longer than `deadline` ends the world.
     pub fn world(devices: &[Device], deadline: Duration) -> Vec<Self> {
-        let participants = Rendezvous::participants(devices.len(), deadline).into_iter();
+        let participants = ThreadRounds::participants(devices.len(), deadline).into_iter();
         participants
             .zip(devices)
             .map(|(participant, device)| Self {

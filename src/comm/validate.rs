@@ -10,14 +10,14 @@ pub fn exchanges(dtype: DType) -> bool {
 }
 
 /// The call whose arguments are checked, as its errors name it.
-pub struct Arguments {
+pub struct CheckedCall {
     pub collective: &'static str,
     pub rank: usize,
     /// The number of ranks in the group.
     pub size: usize,
 }
 
-impl Arguments {
+impl CheckedCall {
     /// Checks that ranks can exchange tensors of this type.
     pub fn dtype(&self, tensor: &Tensor<1>) -> Result<()> {
         let dtype = tensor.dtype();

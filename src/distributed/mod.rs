@@ -25,7 +25,7 @@ mod optimizer;
 mod per_parameter;
 mod place;
 pub mod plan;
-mod trained;
+mod trainable;
 
 pub use config::{CostSource, DistMuonConfig, GradDtype, Gradients, LossScaleConfig, Publish};
 pub use layout::{Keep, Layout, LayoutTable};

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::super::rounds::{Failure, Key, Rounds, WaitPoint};
+use super::super::rounds::{Failure, RoundKey, Rounds, WaitPoint};
 use super::protocol::{
     Frame, HEADER_BYTES, MAX_MESSAGE, Op, Outcome, Reply, Request, frame, short_frame,
 };
@@ -24,7 +24,7 @@ pub struct CallBoard {
     /// The index in a group of a rank of the world.
     indices: HashMap<(u64, usize), usize>,
     /// The total length of the payloads of every round that is not complete.
-    volumes: HashMap<Key, usize>,
+    volumes: HashMap<RoundKey, usize>,
     /// `true` if a rank was blocked since the last look for a deadlock.
     is_blocked: bool,
 }
@@ -133,7 +133,7 @@ impl CallBoard {
 
     /// Returns the members of a group, and a rank's index in it. Ends the world if the rank is not
     /// a member of the group.
-    fn membership(&mut self, rank: usize, (group, _): Key) -> Option<(Arc<[usize]>, usize)> {
+    fn membership(&mut self, rank: usize, (group, _): RoundKey) -> Option<(Arc<[usize]>, usize)> {
         let index = self.indices.get(&(group, rank)).copied();
         let membership = index.and_then(|index| Some((self.groups.get(&group)?.clone(), index)));
         if membership.is_none() {
@@ -146,7 +146,7 @@ impl CallBoard {
     fn call(
         &mut self,
         rank: usize,
-        key: Key,
+        key: RoundKey,
         op: Op,
         mut payload: Payload,
         now: Instant,
@@ -168,7 +168,7 @@ impl CallBoard {
     }
 
     /// Answers all members of a complete round.
-    fn answer(&mut self, key: Key, op: Op, members: &[usize], out: &mut Outbox) {
+    fn answer(&mut self, key: RoundKey, op: Op, members: &[usize], out: &mut Outbox) {
         for rank in members {
             self.rounds.clear_wait(*rank, WaitPoint::Round(key));
         }
@@ -219,7 +219,7 @@ impl CallBoard {
     }
 
     /// Makes a group of the members of every color, and sends each member its index there.
-    fn split(&mut self, key: Key, members: &[usize], payloads: &[Payload], out: &mut Outbox) {
+    fn split(&mut self, key: RoundKey, members: &[usize], payloads: &[Payload], out: &mut Outbox) {
         let mut colors: BTreeMap<u64, Vec<(u64, usize)>> = BTreeMap::new();
         for (member, payload) in payloads.iter().enumerate() {
             let [color, sort_key] = split_numbers(payload.as_deref().unwrap_or_default());

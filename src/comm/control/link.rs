@@ -12,9 +12,9 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread::{self, JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
-use super::super::rounds::{Failure, Key, WaitPoint};
+use super::super::rounds::{Failure, RoundKey, WaitPoint};
 use super::REPORT_AFTER;
-use super::heartbeat::{Heartbeat, STALL};
+use super::heartbeat_times::{HeartbeatTimes, STALL};
 use super::protocol::{
     Frame, Incoming, MAX_CAUSE, MAX_MESSAGE, MAX_PAYLOAD, Outcome, Reply, Request, bounded, frame,
     parse, short_frame, write,
@@ -49,7 +49,7 @@ struct Shared {
     stream: TcpStream,
     rank: usize,
     size: usize,
-    heartbeat: Heartbeat,
+    heartbeat: HeartbeatTimes,
     /// Held while a frame is written.
     writing: Mutex<()>,
     answers: Mutex<Answers>,
@@ -79,7 +79,7 @@ impl Drop for Waiting<'_> {
 #[derive(Default)]
 struct Answers {
     /// The answers of the calls that are waited for. `None` until the answer has arrived.
-    pending: HashMap<Key, Option<Answer>>,
+    pending: HashMap<RoundKey, Option<Answer>>,
     reader_ended: bool,
 }
 
@@ -95,7 +95,7 @@ impl Link {
         deadline: Duration,
         server: Option<Server>,
     ) -> std::io::Result<Self> {
-        let heartbeat = Heartbeat::new(size, deadline);
+        let heartbeat = HeartbeatTimes::new(size, deadline);
         // If rank 0 takes no bytes for so long, it is dead or cut off.
         stream.set_write_timeout(Some(heartbeat.timeout))?;
         let shared = Arc::new(Shared {
@@ -191,7 +191,7 @@ impl Link {
     pub fn call(
         &self,
         name: &'static str,
-        key: Key,
+        key: RoundKey,
         request: &Request,
         payload: &[u8],
     ) -> Result<Answer> {
@@ -282,13 +282,13 @@ impl Shared {
     }
 
     /// Returns `true` if a call still waits for its answer.
-    fn is_unanswered(&self, answers: &Answers, key: Key) -> bool {
+    fn is_unanswered(&self, answers: &Answers, key: RoundKey) -> bool {
         let answered = answers.pending.get(&key).is_some_and(Option::is_some);
         !answered && self.failure.get().is_none() && !answers.reader_ended
     }
 
     /// Waits for the answer to a call, but not longer than `timeout`.
-    fn is_answered_within(&self, key: Key, timeout: Duration) -> bool {
+    fn is_answered_within(&self, key: RoundKey, timeout: Duration) -> bool {
         let unanswered = |answers: &mut Answers| self.is_unanswered(answers, key);
         let waited = self.changed.wait_timeout_while(self.answers(), timeout, unanswered);
         !waited.expect("no thread panics while it holds the lock").1.timed_out()
@@ -296,7 +296,7 @@ impl Shared {
 
     /// Waits for the answer to a call. An answer that has arrived counts, even if the world has
     /// failed since.
-    fn wait_for_answer(&self, key: Key) -> Result<Answer> {
+    fn wait_for_answer(&self, key: RoundKey) -> Result<Answer> {
         let unanswered = |answers: &mut Answers| self.is_unanswered(answers, key);
         let answers = self.changed.wait_while(self.answers(), unanswered);
         let mut answers = answers.expect("no thread panics while it holds the lock");

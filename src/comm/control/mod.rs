@@ -9,7 +9,7 @@
 mod authentication;
 mod call_board;
 mod endpoint;
-mod heartbeat;
+mod heartbeat_times;
 mod link;
 mod peer;
 mod protocol;

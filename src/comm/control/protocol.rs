@@ -14,7 +14,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use sha2::{Digest, Sha256};
 
-use super::super::rounds::{Failure, Key, WaitPoint};
+use super::super::rounds::{Failure, RoundKey, WaitPoint};
 
 /// The longest content of a frame of a process that is not authenticated, in bytes.
 pub const MAX_UNAUTHENTICATED_MESSAGE: usize = 1 << 10;
@@ -89,7 +89,7 @@ pub enum Request {
     /// The member arrives in a round. The answer is the result, when all members have arrived.
     Call {
         /// The group, and the number of the round among the group's rounds.
-        key: Key,
+        key: RoundKey,
         /// The call.
         op: Op,
         /// Distinguishes an empty payload from none.
@@ -98,7 +98,7 @@ pub enum Request {
     /// The member has waited for some time for an external call.
     Wait {
         /// The group, and the number of the call among the group's external calls.
-        key: Key,
+        key: RoundKey,
         /// The call, [`bounded`] by [`MAX_CALL`].
         call: String,
         /// The time that the member has waited for the call.
@@ -107,7 +107,7 @@ pub enum Request {
     /// The member no longer waits for an external call.
     ClearWait {
         /// The key of the [`Wait`](Self::Wait).
-        key: Key,
+        key: RoundKey,
     },
     /// All threads of the member that make calls have waited for some time.
     Blocked {
@@ -139,7 +139,7 @@ pub enum Request {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
     /// The result of a round. Equal for all members that get the same result.
-    Done(Key, Outcome),
+    Done(RoundKey, Outcome),
     /// Rank 0 is alive.
     Heartbeat,
     /// The world has ended.

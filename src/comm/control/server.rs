@@ -18,7 +18,7 @@ use mio::{Events, Interest, Poll, Token, Waker};
 use super::super::rounds::Rounds;
 use super::authentication::{Admission, Challenge, Hello, VERSION};
 use super::call_board::{CallBoard, Outbox};
-use super::heartbeat::{Heartbeat, STALL};
+use super::heartbeat_times::{HeartbeatTimes, STALL};
 use super::peer::{Peer, Role};
 use super::protocol::{Frame, MAX_MESSAGE, Reply, Request, parse, parse_all, short_frame};
 
@@ -87,7 +87,7 @@ impl Server {
             listener,
             address,
             limit,
-            heartbeat: Heartbeat::new(config.size, config.deadline),
+            heartbeat: HeartbeatTimes::new(config.size, config.deadline),
             board: CallBoard::new(Rounds::new(config.size, config.deadline), config.size),
             ranks: vec![RankState::NotJoined; config.size],
             not_joined: config.size,
@@ -161,7 +161,7 @@ struct Service {
     /// The limit on file descriptors.
     limit: u64,
     config: ServerConfig,
-    heartbeat: Heartbeat,
+    heartbeat: HeartbeatTimes,
     board: CallBoard,
     ranks: Vec<RankState>,
     /// The number of ranks that have not joined.

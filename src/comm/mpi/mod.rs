@@ -21,7 +21,7 @@ use mpi::traits::Root;
 
 use super::call::Call;
 use super::control::{COMPARE_AFTER, Control, Endpoint, random_secret};
-use super::exchange::{self, Exchange};
+use super::exact_reduction::{self, MovesParts};
 use super::validate::assert_fits;
 use super::{Engine, Launch, PairCounts, Pending, ReduceOp};
 use crate::error::{Error, Result};
@@ -164,7 +164,7 @@ fn broadcast_text(comm: &RawCommunicator, text: String) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-impl Exchange for Mpi {
+impl MovesParts for Mpi {
     fn share(&self) -> Self {
         let Self { control, comm, device } = self;
         Self { control: control.clone(), comm: comm.clone(), device: device.clone() }
@@ -227,16 +227,16 @@ impl Engine for Mpi {
     }
 
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
-        exchange::all_reduce(self, tensor, op)
+        exact_reduction::all_reduce(self, tensor, op)
     }
 
     fn reduce_scatter(&self, tensor: Tensor<1>, counts: &[usize], op: ReduceOp) -> Result<Pending> {
         let dtype = tensor.dtype();
-        exchange::reduce_scatter(self, tensor, counts, op, dtype)
+        exact_reduction::reduce_scatter(self, tensor, counts, op, dtype)
     }
 
     fn reduce_scatter_f32(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
-        exchange::reduce_scatter(self, tensor, counts, ReduceOp::Sum, DType::F32)
+        exact_reduction::reduce_scatter(self, tensor, counts, ReduceOp::Sum, DType::F32)
     }
 
     fn all_gather(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {

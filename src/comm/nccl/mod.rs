@@ -26,7 +26,7 @@ use cudarc::nccl::sys::ncclDataType_t;
 use super::call::Call;
 use super::control::{Endpoint, random_secret};
 use super::counts::offsets;
-use super::exchange::{self, Exchange};
+use super::exact_reduction::{self, MovesParts};
 use super::validate::assert_fits;
 use super::{Engine, Launch, PairCounts, Pending, ReduceOp};
 use crate::error::Result;
@@ -209,7 +209,7 @@ fn cuda_memory(device: &Device, rank: usize) -> Result<Arc<dyn DeviceMemory>> {
     Ok(Arc::new(CudaMemory::new(device, rank)?))
 }
 
-impl Exchange for Nccl {
+impl MovesParts for Nccl {
     fn share(&self) -> Self {
         Self { shared: self.shared.clone(), reduction: self.reduction }
     }
@@ -270,7 +270,7 @@ impl Engine for Nccl {
 
     fn all_reduce(&self, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
         match self.reduction {
-            Reduction::Exact => exchange::all_reduce(self, tensor, op),
+            Reduction::Exact => exact_reduction::all_reduce(self, tensor, op),
             Reduction::Native => native::all_reduce(&self.shared, tensor, op),
         }
     }
@@ -278,7 +278,7 @@ impl Engine for Nccl {
     fn reduce_scatter(&self, tensor: Tensor<1>, counts: &[usize], op: ReduceOp) -> Result<Pending> {
         let dtype = tensor.dtype();
         match self.reduction {
-            Reduction::Exact => exchange::reduce_scatter(self, tensor, counts, op, dtype),
+            Reduction::Exact => exact_reduction::reduce_scatter(self, tensor, counts, op, dtype),
             Reduction::Native => native::reduce_scatter(&self.shared, tensor, counts, op, dtype),
         }
     }
@@ -286,7 +286,7 @@ impl Engine for Nccl {
     fn reduce_scatter_f32(&self, tensor: Tensor<1>, counts: &[usize]) -> Result<Pending> {
         let (op, dtype) = (ReduceOp::Sum, DType::F32);
         match self.reduction {
-            Reduction::Exact => exchange::reduce_scatter(self, tensor, counts, op, dtype),
+            Reduction::Exact => exact_reduction::reduce_scatter(self, tensor, counts, op, dtype),
             Reduction::Native => native::reduce_scatter(&self.shared, tensor, counts, op, dtype),
         }
     }

@@ -42,7 +42,7 @@ impl Layout {
     pub fn average<M: Module>(&self, average: M, model: &M, decay: f64) -> Result<M> {
         ensure_decay("decay", decay)?;
         let rank = self.world().rank();
-        let mut values = Values(HashMap::new());
+        let mut values = ValuesByPath(HashMap::new());
         parameters::visit(model, &mut values);
         let found = parameters::of(&average).into_iter();
         let owned = found.filter(|found| found.placement.is_owned()).map(|found| found.path);
@@ -54,9 +54,9 @@ impl Layout {
 }
 
 /// The values of parameters, flat, or of this rank's parts of them.
-struct Values(HashMap<String, Tensor<1>>);
+struct ValuesByPath(HashMap<String, Tensor<1>>);
 
-impl Visit for Values {
+impl Visit for ValuesByPath {
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
         self.0.insert(
             parameters::path_with_parts(fields),

@@ -17,7 +17,7 @@ use burn::module::{
 };
 use burn::tensor::{Device, Tensor};
 
-use super::unit::Unit;
+use super::pass_parameter::PassParameter;
 use crate::error::{Error, Result};
 use crate::link;
 use crate::parameters::{self, Field, Visit};
@@ -49,20 +49,20 @@ impl Identities {
     /// # Errors
     ///
     /// [`Error::Parameter`] if the model does not have it.
-    pub fn of(&self, unit: &Unit) -> Result<Identity> {
-        self.by_path.get(&unit.path).copied().ok_or_else(|| {
+    pub fn of(&self, parameter: &PassParameter) -> Result<Identity> {
+        self.by_path.get(&parameter.path).copied().ok_or_else(|| {
             let reason = "it has a gradient, and is not in the model";
             let remedy = "take the gradients of the model that `Layout::shard` returned";
-            Error::parameter(&unit.path, self.rank, reason, remedy)
+            Error::parameter(&parameter.path, self.rank, reason, remedy)
         })
     }
 
     /// The error of a parameter whose earlier micro-batches are of other values.
-    pub fn changed(&self, unit: &Unit) -> Error {
+    pub fn changed(&self, parameter: &PassParameter) -> Error {
         let reason = "its values are not those that `Layout::accumulate` was called with";
         let remedy = "use one model for all micro-batches of a step, or call `Layout::discard` \
                       before another one";
-        Error::parameter(&unit.path, self.rank, reason, remedy)
+        Error::parameter(&parameter.path, self.rank, reason, remedy)
     }
 
     /// The identities under which gradients are registered, by path.

@@ -5,10 +5,10 @@ mod events;
 mod identity;
 mod order;
 mod owned;
+mod pass_parameter;
 mod passes;
 mod shard;
 mod table;
-mod unit;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -17,10 +17,10 @@ use burn::module::Module;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
+pub(super) use pass_parameter::{BlockPart, PassParameter};
 pub use passes::Keep;
-pub(super) use passes::{Held, Passes};
+pub(super) use passes::{PassBytes, Passes};
 pub use table::LayoutTable;
-pub(super) use unit::{BlockPart, Unit};
 
 use super::config::CostSource;
 use super::cuts::{Cuts, SliceGroup, SliceGroups};
@@ -28,15 +28,15 @@ use super::measured_costs::costs;
 use super::mesh::{Axis, Grid, Mesh};
 use super::place::{Place, Places};
 use super::plan::{Bucket, Parameter, Plan, PlanConfig, Slice, Work};
-use super::trained::{ModelParameter, Trained, trained};
+use super::trainable::{self, ModelParameter, Trainable};
 use crate::comm::World;
 use crate::error::{Error, Result};
 use crate::gradients::GradientBuffer;
 use crate::muon::MuonConfig;
 use crate::parameters::{self, Found, Placement};
 use identity::Identities;
+use pass_parameter::Position;
 use passes::{Groups, Limits};
-use unit::Position;
 
 /// The defaults of [`Layout::with_ahead_mb`] and [`Layout::with_in_flight_mb`].
 const AHEAD_MB: f64 = 64.0;
@@ -118,7 +118,7 @@ pub(super) struct Sharded {
 
 /// The owned parameters of a model, and the plan that assigns their owners.
 struct Division {
-    units: Vec<Arc<Unit>>,
+    parameters: Vec<Arc<PassParameter>>,
     planned: Vec<(Parameter, Vec<usize>)>,
     found: Vec<Found>,
     cuts: Cuts,
@@ -272,8 +272,8 @@ impl Layout {
         }
     }
 
-    fn passes_of(&self, groups: Groups, units: Vec<Arc<Unit>>) -> Passes {
-        Passes::new(groups, units, self.limits(), self.micro_batches.clone())
+    fn passes_of(&self, groups: Groups, parameters: Vec<Arc<PassParameter>>) -> Passes {
+        Passes::new(groups, parameters, self.limits(), self.micro_batches.clone())
     }
 
     /// This rank's slices of the model that was divided.
@@ -339,7 +339,7 @@ impl Layout {
     /// The owners of planned parameters, if they were divided among their owners.
     pub(super) fn owners(&self, planned: &[Parameter]) -> Option<Vec<Vec<usize>>> {
         let Sharded { planned: known, passes, .. } = self.sharded()?;
-        if passes.units().is_empty() {
+        if passes.parameters().is_empty() {
             return None;
         }
         Some(planned.iter().map(|parameter| known[&parameter.path].1.clone()).collect())
@@ -353,7 +353,7 @@ impl Layout {
     /// As [`shard`](Self::shard) for the layout and the model.
     pub fn table<M: Module>(&self, model: &M) -> Result<LayoutTable> {
         let division = self.division(model)?;
-        Ok(LayoutTable::new(&division.found, &division.units, &division.cuts))
+        Ok(LayoutTable::new(&division.found, &division.parameters, &division.cuts))
     }
 
     /// Runs the backward pass of a loss, and returns the gradients for a step: this rank's shards
@@ -451,8 +451,8 @@ impl Layout {
     /// Returns `true` if every forward pass is a collective call.
     #[cfg_attr(not(feature = "train"), expect(dead_code, reason = "for learners"))]
     pub(super) fn gathers(&self) -> bool {
-        let units = self.sharded().map(|sharded| sharded.passes.units());
-        units.is_some_and(|units| units.iter().any(|unit| unit.placement.is_owned()))
+        let parameters = self.sharded().map(|sharded| sharded.passes.parameters());
+        parameters.is_some_and(|all| all.iter().any(|parameter| parameter.placement.is_owned()))
     }
 
     /// Adds this rank's shards of the means of a model's parameters whose gradients the pass has
@@ -636,22 +636,22 @@ impl Layout {
                 return Err(Error::parameter(&found.path, rank, reason, remedy));
             }
         }
-        let Trained { model, planned, .. } = trained(&routing, &found, &cuts)?;
+        let Trainable { model, planned, .. } = trainable::of_model(&routing, &found, &cuts)?;
         self.ensure_unmixed(&model, &planned)?;
         let costs = costs(CostSource::Operations, self.world(), &planned, &routing.updates().muon)?;
         let plan = Plan::new(planned, self.world().size(), &PlanConfig::default(), &costs)?;
         let owners = plan.parameters().iter().zip(plan.owners());
         let owners: Vec<Vec<usize>> =
             owners.map(|(parameter, owners)| self.in_order(parameter, owners)).collect();
-        let units = self.units(&model, &plan, &owners);
+        let parameters = self.pass_parameters(&model, &plan, &owners);
         let planned = plan.parameters().iter().cloned().zip(owners).collect();
-        Ok(Division { units, planned, found, cuts })
+        Ok(Division { parameters, planned, found, cuts })
     }
 
     /// Fails for a parameter to be divided of which Muon updates some blocks and AdamW others.
     fn ensure_unmixed(&self, model: &[ModelParameter], planned: &[Parameter]) -> Result<()> {
         let is_mixed = |parameter: &&ModelParameter| {
-            let works = || planned[parameter.trained.clone()].iter();
+            let works = || planned[parameter.trainable.clone()].iter();
             let is_matrices = |planned: &Parameter| matches!(planned.work, Work::Matrices { .. });
             parameter.placement.reduces_in_backward()
                 && works().any(is_matrices)
@@ -666,24 +666,24 @@ impl Layout {
     }
 
     /// The parameters whose gradients the backward pass reduces, with the owners of their blocks.
-    fn units(
+    fn pass_parameters(
         &self,
         model: &[ModelParameter],
         plan: &Plan,
         owners: &[Vec<usize>],
-    ) -> Vec<Arc<Unit>> {
+    ) -> Vec<Arc<PassParameter>> {
         let reduced = model.iter().filter(|parameter| parameter.placement.reduces_in_backward());
-        let unit = |(index, parameter): (usize, &ModelParameter)| {
-            let trained = parameter.trained.clone();
-            let (blocks, owners) = (&plan.parameters()[trained.clone()], &owners[trained]);
+        let pass_parameter = |(index, parameter): (usize, &ModelParameter)| {
+            let trainable = parameter.trainable.clone();
+            let (blocks, owners) = (&plan.parameters()[trainable.clone()], &owners[trainable]);
             let axes = blocks[0].cut_axes();
             let grid = self.grid(axes);
             let bucket = Bucket::of_one(blocks, owners, plan.world_size());
             let bucket = bucket.of_slice(blocks, &grid.ranks, grid.slice);
             let positions = self.positions(axes, &grid);
-            Arc::new(Unit::new(index, parameter, bucket, (&positions, grid.replica)))
+            Arc::new(PassParameter::new(index, parameter, bucket, (&positions, grid.replica)))
         };
-        reduced.enumerate().map(unit).collect()
+        reduced.enumerate().map(pass_parameter).collect()
     }
 
     /// The ranks by their slices of parameters that are cut along some axes.

@@ -7,8 +7,8 @@ use burn::module::{Module, Param, Reparameterization};
 use burn::tensor::Tensor;
 
 use super::identity::Version;
+use super::pass_parameter::PassParameter;
 use super::passes::Passes;
-use super::unit::Unit;
 use crate::parameters::{OWNED, REDUCED};
 
 /// This rank's part of a parameter. The base has the shape of the whole, which some modules read,
@@ -20,7 +20,7 @@ pub struct Owned {
     pub part: Param<Tensor<1>>,
     pub version: Version,
     #[module(skip)]
-    pub unit: Arc<Unit>,
+    pub parameter: Arc<PassParameter>,
     #[module(skip)]
     pub passes: Arc<Passes>,
 }
@@ -29,7 +29,7 @@ impl Reparameterization for Owned {
     const NAME: &'static str = OWNED;
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        self.passes.use_whole(&self.unit, (self.part.val(), self.version), base.shape())
+        self.passes.use_whole(&self.parameter, (self.part.val(), self.version), base.shape())
     }
 }
 
@@ -37,7 +37,7 @@ impl Reparameterization for Owned {
 #[derive(Module, Debug)]
 pub struct Reduced {
     #[module(skip)]
-    pub unit: Arc<Unit>,
+    pub parameter: Arc<PassParameter>,
     #[module(skip)]
     pub passes: Arc<Passes>,
 }
@@ -46,6 +46,6 @@ impl Reparameterization for Reduced {
     const NAME: &'static str = REDUCED;
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        self.passes.use_replica(&self.unit, base)
+        self.passes.use_replica(&self.parameter, base)
     }
 }

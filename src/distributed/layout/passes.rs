@@ -23,7 +23,7 @@ use super::MicroBatches;
 use super::events::{Event, Events};
 use super::identity::{Identities, Version};
 use super::order::{Order, Successors};
-use super::unit::Unit;
+use super::pass_parameter::PassParameter;
 use crate::backend::precise_dtype;
 use crate::checks::ensure_computed;
 use crate::comm::{Communicator, Pending, World};
@@ -66,12 +66,12 @@ pub struct Limits {
 #[derive(Debug)]
 pub struct Passes {
     groups: Groups,
-    units: Vec<Arc<Unit>>,
-    by_path: HashMap<String, Arc<Unit>>,
+    parameters: Vec<Arc<PassParameter>>,
+    by_path: HashMap<String, Arc<PassParameter>>,
     micro_batches: MicroBatches,
     limits: Limits,
     clock: Clock,
-    state: Mutex<State>,
+    state: Mutex<PassState>,
 }
 
 /// The ranks with which a rank exchanges parameters.
@@ -79,19 +79,19 @@ pub struct Passes {
 pub struct Groups {
     pub world: World,
     /// By the axes along which parameters are cut.
-    pub by_axes: BTreeMap<Vec<String>, Group>,
+    pub by_axes: BTreeMap<Vec<String>, SharingGroup>,
 }
 
 impl Groups {
     /// The ranks that have the same slice of a parameter, or all of it.
-    fn of(&self, unit: &Unit) -> &Group {
-        &self.by_axes[unit.axes()]
+    fn of(&self, parameter: &PassParameter) -> &SharingGroup {
+        &self.by_axes[parameter.axes()]
     }
 }
 
 /// The ranks with which a rank exchanges parameters that are cut along the same axes.
 #[derive(Debug)]
-pub struct Group {
+pub struct SharingGroup {
     /// The ranks that share the parameters: each has a part.
     pub sharing: World,
     /// The ranks with replicas of this rank's part: each updates a shard of it.
@@ -119,7 +119,7 @@ const MANY_USES: usize = 10_000;
 
 /// Bytes that forward and backward passes hold at one time.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Held {
+pub struct PassBytes {
     /// Owned parameters that are gathered ahead of their use, and the one in use.
     pub gathered: usize,
     /// Gradients that are summed up, or on their way to their owners.
@@ -130,7 +130,7 @@ pub struct Held {
     pub publishing: usize,
 }
 
-impl Held {
+impl PassBytes {
     fn total(&self) -> usize {
         let Self { gathered, in_flight, means, publishing } = self;
         gathered + in_flight + means + publishing
@@ -138,7 +138,7 @@ impl Held {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct PassState {
     flights: VecDeque<Flight>,
     /// Parts of a step that the ranks with replicas exchange, in the order of the calls.
     publishing: VecDeque<(usize, Pending)>,
@@ -152,7 +152,7 @@ struct State {
     /// Bytes of this rank's shards of means.
     means: usize,
     /// The bytes held at the peak of each kind, and of their sum.
-    peaks: [Held; 5],
+    peaks: [PassBytes; 5],
     forward: Order,
     /// The parameters that are gathered again in the backward pass.
     backward: Order,
@@ -278,46 +278,49 @@ struct Ahead {
 impl Passes {
     pub fn new(
         groups: Groups,
-        units: Vec<Arc<Unit>>,
+        parameters: Vec<Arc<PassParameter>>,
         limits: Limits,
         micro_batches: MicroBatches,
     ) -> Self {
-        let by_path = units.iter().map(|unit| (unit.path.clone(), unit.clone())).collect();
-        let uses = units.iter().map(|_| Uses::default()).collect();
-        let mut state = State::default();
+        let by_path = parameters
+            .iter()
+            .map(|parameter| (parameter.path.clone(), parameter.clone()))
+            .collect();
+        let uses = parameters.iter().map(|_| Uses::default()).collect();
+        let mut state = PassState::default();
         state.uses = uses;
         let (clock, state) = (Clock::default(), Mutex::new(state));
-        Self { groups, units, by_path, micro_batches, limits, clock, state }
+        Self { groups, parameters, by_path, micro_batches, limits, clock, state }
     }
 
-    pub fn units(&self) -> &[Arc<Unit>] {
-        &self.units
+    pub fn parameters(&self) -> &[Arc<PassParameter>] {
+        &self.parameters
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, PassState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The whole of a parameter for a use in a forward pass. Its gradient is reduced to the parts.
     pub fn use_whole<const D: usize>(
         self: &Arc<Self>,
-        unit: &Arc<Unit>,
+        parameter: &Arc<PassParameter>,
         (part, version): (Tensor<1>, Version),
         shape: Shape,
     ) -> Tensor<D> {
-        let State { is_reading, is_unused, .. } = *self.state();
+        let PassState { is_reading, is_unused, .. } = *self.state();
         let is_trained = part.is_require_grad() && !is_reading;
         let values = identity(&part).map_or(Values::Version(version), Values::Leaf);
         let inner = part.clone().without_autodiff();
         let device = inner.device();
         let whole = match is_trained {
-            true => self.gather(unit, (values, inner)),
-            false => self.gather_evaluated(unit, (values, inner), is_reading),
+            true => self.gather(parameter, (values, inner)),
+            false => self.gather_evaluated(parameter, (values, inner), is_reading),
         };
         let mut whole = whole.reshape(shape.clone());
         if is_unused {
             // No layer reads it: one element in memory.
-            whole = Tensor::<D>::zeros([1; D], (&device, unit.dtype)).expand(shape);
+            whole = Tensor::<D>::zeros([1; D], (&device, parameter.dtype)).expand(shape);
         }
         if !is_trained || is_unused {
             return match part.gradient_checkpointing_strategy() {
@@ -327,11 +330,11 @@ impl Passes {
                 None => whole,
             };
         }
-        let link = self.reducing(unit, &part);
+        let link = self.reducing(parameter, &part);
         let link = match self.limits.keep {
             Keep::Weights => link,
             Keep::Nothing => {
-                let (from, of) = (Arc::downgrade(self), unit.clone());
+                let (from, of) = (Arc::downgrade(self), parameter.clone());
                 link.made_again(move |part| match from.upgrade() {
                     Some(passes) => passes.gather_again(&of, (values, part)),
                     None => of.nan(&part.device()),
@@ -344,26 +347,30 @@ impl Passes {
     /// A parameter that this rank has, for a use in a forward pass. Its gradient is reduced.
     pub fn use_replica<const D: usize>(
         self: &Arc<Self>,
-        unit: &Arc<Unit>,
+        parameter: &Arc<PassParameter>,
         whole: Tensor<D>,
     ) -> Tensor<D> {
-        let State { is_reading, is_unused, .. } = *self.state();
+        let PassState { is_reading, is_unused, .. } = *self.state();
         let is_used = !is_reading && !is_unused;
         match whole.is_require_grad() && is_used {
             true => {
                 let value = whole.clone().without_autodiff();
-                self.reducing(unit, &whole).at(self.clock.next(&whole)).attach(whole, value)
+                self.reducing(parameter, &whole).at(self.clock.next(&whole)).attach(whole, value)
             }
             false => whole,
         }
     }
 
     /// A link that reduces the gradient of a use of a value.
-    fn reducing<const D: usize>(self: &Arc<Self>, unit: &Arc<Unit>, value: &Tensor<D>) -> Link {
+    fn reducing<const D: usize>(
+        self: &Arc<Self>,
+        parameter: &Arc<PassParameter>,
+        value: &Tensor<D>,
+    ) -> Link {
         let leaf = identity(value).expect("a value that requires a gradient has autodiff");
         let count = {
             let mut state = self.state();
-            let uses = state.uses[unit.index].of_leaf(leaf);
+            let uses = state.uses[parameter.index].of_leaf(leaf);
             uses.count += 1;
             uses.count
         };
@@ -372,12 +379,12 @@ impl Passes {
                 "`{}` was used {MANY_USES} times without a backward pass in between: evaluate \
                  `model.valid()`, or call `Layout::discard` after a forward pass that is not \
                  trained",
-                unit.path
+                parameter.path
             );
         }
         // Burn frees a graph when it makes the next one: its closures must not keep the world
         // alive, which processes have to leave before they end.
-        let (to, of) = (Arc::downgrade(self), unit.clone());
+        let (to, of) = (Arc::downgrade(self), parameter.clone());
         Link::taking(move |gradient| {
             if let Some(passes) = to.upgrade() {
                 passes.add_gradient(&of, leaf, gradient);
@@ -386,123 +393,123 @@ impl Passes {
     }
 
     /// The whole for a forward pass.
-    fn gather(&self, unit: &Unit, part: (Values, Tensor<1>)) -> Tensor<1> {
+    fn gather(&self, parameter: &PassParameter, part: (Values, Tensor<1>)) -> Tensor<1> {
         let mut state = self.state();
-        let next = state.forward.next(unit.index).to_vec();
-        state.uses[unit.index].part = Some(part.clone());
-        self.gathered(&mut state, unit, part, |state| self.start_next(state, &next))
+        let next = state.forward.next(parameter.index).to_vec();
+        state.uses[parameter.index].part = Some(part.clone());
+        self.gathered(&mut state, parameter, part, |state| self.start_next(state, &next))
     }
 
     /// The whole for a pass without a gradient. The next ones are only gathered if the part is that
     /// of the pass before: those of a model with new values are not known yet.
     fn gather_evaluated(
         &self,
-        unit: &Unit,
+        parameter: &PassParameter,
         part: (Values, Tensor<1>),
         is_reading: bool,
     ) -> Tensor<1> {
         let mut state = self.state();
         if is_reading {
-            return self.gathered(&mut state, unit, part, |_| Ok(()));
+            return self.gathered(&mut state, parameter, part, |_| Ok(()));
         }
-        let next = state.evaluation.next(unit.index);
-        let before = state.uses[unit.index].evaluated.replace(part.clone());
+        let next = state.evaluation.next(parameter.index);
+        let before = state.uses[parameter.index].evaluated.replace(part.clone());
         let is_known = before.is_some_and(|(values, _)| values == part.0);
         let next = if is_known { next } else { vec![] };
-        self.gathered(&mut state, unit, part, |state| self.start_next_evaluated(state, &next))
+        self.gathered(&mut state, parameter, part, |state| self.start_next_evaluated(state, &next))
     }
 
     /// The whole for a backward pass.
-    fn gather_again(&self, unit: &Unit, part: (Values, Tensor<1>)) -> Tensor<1> {
+    fn gather_again(&self, parameter: &PassParameter, part: (Values, Tensor<1>)) -> Tensor<1> {
         let mut state = self.state();
-        if let Some((values, whole)) = &state.uses[unit.index].kept
+        if let Some((values, whole)) = &state.uses[parameter.index].kept
             && part.0 == *values
         {
             return whole.clone();
         }
-        let next = state.backward.next(unit.index).to_vec();
-        state.uses[unit.index].part = Some(part.clone());
-        self.gathered(&mut state, unit, part, |state| self.start_next(state, &next))
+        let next = state.backward.next(parameter.index).to_vec();
+        state.uses[parameter.index].part = Some(part.clone());
+        self.gathered(&mut state, parameter, part, |state| self.start_next(state, &next))
     }
 
     /// The whole, or NaN after a failure. Starts to gather the parameters that are used next.
     fn gathered(
         &self,
-        state: &mut State,
-        unit: &Unit,
+        state: &mut PassState,
+        parameter: &PassParameter,
         part: (Values, Tensor<1>),
-        start_next: impl FnOnce(&mut State) -> Result<()>,
+        start_next: impl FnOnce(&mut PassState) -> Result<()>,
     ) -> Tensor<1> {
         let device = part.1.device();
         let gathered = self.attempt(state, |state| {
-            self.take_or_start(state, unit, part)?;
+            self.take_or_start(state, parameter, part)?;
             start_next(state)?;
             loop {
-                if let Some(Ahead { whole: Some(_), .. }) = &state.uses[unit.index].ahead {
-                    return Ok(state.take_ahead(unit).expect("the whole was found above"));
+                if let Some(Ahead { whole: Some(_), .. }) = &state.uses[parameter.index].ahead {
+                    return Ok(state.take_ahead(parameter).expect("the whole was found above"));
                 }
                 self.land(state)?;
             }
         });
-        gathered.unwrap_or_else(|| unit.nan(&device))
+        gathered.unwrap_or_else(|| parameter.nan(&device))
     }
 
     /// Starts to gather a parameter, unless that was done ahead with the same part.
     fn take_or_start(
         &self,
-        state: &mut State,
-        unit: &Unit,
+        state: &mut PassState,
+        parameter: &PassParameter,
         (values, part): (Values, Tensor<1>),
     ) -> Result<()> {
-        match &state.uses[unit.index].ahead {
+        match &state.uses[parameter.index].ahead {
             Some(ahead) if ahead.part == Some(values) => return Ok(()),
             Some(_) => {
                 // The part of another model, such as an average of the weights.
-                while state.uses[unit.index]
+                while state.uses[parameter.index]
                     .ahead
                     .as_ref()
                     .is_some_and(|ahead| ahead.whole.is_none())
                 {
                     self.land(state)?;
                 }
-                state.take_ahead(unit);
+                state.take_ahead(parameter);
             }
             None => {}
         }
-        self.start_gathering(state, unit, Some(values), part)
+        self.start_gathering(state, parameter, Some(values), part)
     }
 
     fn start_gathering(
         &self,
-        state: &mut State,
-        unit: &Unit,
+        state: &mut PassState,
+        parameter: &PassParameter,
         values: Option<Values>,
         part: Tensor<1>,
     ) -> Result<()> {
-        let sharing = self.groups.of(unit).sharing.comm();
-        let pending = sharing.all_gather(unit.sent(&part), &unit.part_counts().to_vec());
-        let pending = pending.map_err(|error| unit.in_action(GATHERING, error))?;
-        state.events.push(Event::Gather(unit.index));
-        state.flights.push_back(Flight::Gathering(unit.index, pending));
-        state.ahead += unit.bytes();
+        let sharing = self.groups.of(parameter).sharing.comm();
+        let pending = sharing.all_gather(parameter.sent(&part), &parameter.part_counts().to_vec());
+        let pending = pending.map_err(|error| parameter.in_action(GATHERING, error))?;
+        state.events.push(Event::Gather(parameter.index));
+        state.flights.push_back(Flight::Gathering(parameter.index, pending));
+        state.ahead += parameter.bytes();
         state.observe();
-        state.uses[unit.index].ahead = Some(Ahead { part: values, whole: None });
+        state.uses[parameter.index].ahead = Some(Ahead { part: values, whole: None });
         Ok(())
     }
 
     /// Starts to gather the parameters that are used next, as far as the limit allows.
-    fn start_next(&self, state: &mut State, next: &[usize]) -> Result<()> {
+    fn start_next(&self, state: &mut PassState, next: &[usize]) -> Result<()> {
         for index in next {
-            let unit = &self.units[*index];
+            let parameter = &self.parameters[*index];
             // On its way already, by an earlier use.
             if state.uses[*index].ahead.is_some() {
                 continue;
             }
             // All ranks have the same limit and order, so all of them stop at the same call.
-            if state.ahead + unit.bytes() > self.limits.ahead {
+            if state.ahead + parameter.bytes() > self.limits.ahead {
                 return Ok(());
             }
-            self.land_publication(state, unit)?;
+            self.land_publication(state, parameter)?;
             let Uses { part, published, .. } = &state.uses[*index];
             // The part of this pass before the last step's: an older model may be in use.
             let (id, part) = match (part.clone(), published.clone()) {
@@ -510,23 +517,23 @@ impl Passes {
                 (None, Some(part)) => (None, part),
                 (None, None) => return Ok(()),
             };
-            self.start_gathering(state, unit, id, part)?;
+            self.start_gathering(state, parameter, id, part)?;
         }
         Ok(())
     }
 
     /// [`start_next`](Self::start_next) in a pass without gradients.
-    fn start_next_evaluated(&self, state: &mut State, next: &[usize]) -> Result<()> {
+    fn start_next_evaluated(&self, state: &mut PassState, next: &[usize]) -> Result<()> {
         for index in next {
-            let (unit, uses) = (&self.units[*index], &state.uses[*index]);
+            let (parameter, uses) = (&self.parameters[*index], &state.uses[*index]);
             let Some((values, part)) = uses.evaluated.clone().filter(|_| uses.ahead.is_none())
             else {
                 continue;
             };
-            if state.ahead + unit.bytes() > self.limits.ahead {
+            if state.ahead + parameter.bytes() > self.limits.ahead {
                 return Ok(());
             }
-            self.start_gathering(state, unit, Some(values), part)?;
+            self.start_gathering(state, parameter, Some(values), part)?;
         }
         Ok(())
     }
@@ -534,13 +541,13 @@ impl Passes {
     /// Adds the gradient of a use of a value, and starts to reduce the sum after the gradient of
     /// its last use. Which values are the model's is known at the end of the pass: all ranks reduce
     /// the same ones until then.
-    fn add_gradient(&self, unit: &Unit, leaf: u64, gradient: Tensor<1>) {
+    fn add_gradient(&self, parameter: &PassParameter, leaf: u64, gradient: Tensor<1>) {
         let mut state = self.state();
         self.attempt(&mut state, |state| {
             // A rank without a batch takes part in the calls, and adds nothing.
             let gradient = if state.is_drained { gradient.zeros_like() } else { gradient };
-            let is_at_end = state.is_micro_batch || self.waits_for_end(state, unit);
-            let uses = state.uses[unit.index].of_leaf(leaf);
+            let is_at_end = state.is_micro_batch || self.waits_for_end(state, parameter);
+            let uses = state.uses[parameter.index].of_leaf(leaf);
             uses.gradients += 1;
             let more = if uses.sum.is_none() { bytes(&gradient) } else { 0 };
             uses.sum = Some(added(uses.sum.take(), gradient));
@@ -549,15 +556,20 @@ impl Passes {
             state.sums += more;
             state.observe();
             match is_last && !is_at_end {
-                true => self.start_reducing(state, unit, leaf),
+                true => self.start_reducing(state, parameter, leaf),
                 false => Ok(()),
             }
         });
     }
 
     /// Starts to reduce the gradient of a value, if it has one.
-    fn start_reducing(&self, state: &mut State, unit: &Unit, leaf: u64) -> Result<()> {
-        let uses = state.uses[unit.index].of_leaf(leaf);
+    fn start_reducing(
+        &self,
+        state: &mut PassState,
+        parameter: &PassParameter,
+        leaf: u64,
+    ) -> Result<()> {
+        let uses = state.uses[parameter.index].of_leaf(leaf);
         let held = uses.bytes();
         uses.had_micro_batches |= uses.micro_batches.is_some();
         let gradients = (uses.micro_batches.take(), uses.sum.take());
@@ -572,53 +584,53 @@ impl Passes {
             (None, None) => return Ok(()),
         };
         // The elements in the order of their owners.
-        let parts = unit.parts(sum);
-        ensure_computed(&unit.path, &parts)?;
+        let parts = parameter.parts(sum);
+        ensure_computed(&parameter.path, &parts)?;
         // Not by the bytes of the calls: an owner also holds what it receives, and all ranks have
         // to wait at the same places.
-        let sent = unit.most_elements() * parts.dtype().size();
-        state.uses[unit.index].sent = sent;
+        let sent = parameter.most_elements() * parts.dtype().size();
+        state.uses[parameter.index].sent = sent;
         while state.is_reducing() && state.sent() + sent > self.limits.in_flight {
             self.land(state)?;
         }
-        let sharing = self.groups.of(unit).sharing.comm();
-        let pending = sharing.reduce_scatter_f32(parts, &unit.part_counts().to_vec());
-        let pending = pending.map_err(|error| unit.in_action(REDUCING, error))?;
+        let sharing = self.groups.of(parameter).sharing.comm();
+        let pending = sharing.reduce_scatter_f32(parts, &parameter.part_counts().to_vec());
+        let pending = pending.map_err(|error| parameter.in_action(REDUCING, error))?;
         state.reducing += pending.bytes();
         state.observe();
-        state.events.push(Event::Reduce(unit.index));
-        state.flights.push_back(Flight::Reducing(unit.index, leaf, pending));
+        state.events.push(Event::Reduce(parameter.index));
+        state.flights.push_back(Flight::Reducing(parameter.index, leaf, pending));
         Ok(())
     }
 
     /// Waits for the result of the oldest call.
-    fn land(&self, state: &mut State) -> Result<()> {
+    fn land(&self, state: &mut PassState) -> Result<()> {
         let flight = state.flights.pop_front().expect("a call was started");
         let (index, action) = match &flight {
             Flight::Gathering(index, _) => (*index, GATHERING),
             Flight::Reducing(index, ..) | Flight::ReducingReplicas(index, ..) => (*index, REDUCING),
         };
         let landed = self.land_flight(state, flight);
-        landed.map_err(|error| self.units[index].in_action(action, error))
+        landed.map_err(|error| self.parameters[index].in_action(action, error))
     }
 
-    fn land_flight(&self, state: &mut State, flight: Flight) -> Result<()> {
+    fn land_flight(&self, state: &mut PassState, flight: Flight) -> Result<()> {
         match flight {
             Flight::Gathering(index, pending) => {
-                let whole = self.units[index].whole(&pending.wait()?);
-                ensure_computed(&self.units[index].path, &whole)?;
+                let whole = self.parameters[index].whole(&pending.wait()?);
+                ensure_computed(&self.parameters[index].path, &whole)?;
                 let ahead = state.uses[index].ahead.as_mut();
                 ahead.expect("the parameter is gathered").whole = Some(whole);
             }
             Flight::Reducing(index, leaf, pending) => {
                 state.reducing -= pending.bytes();
                 let sum = pending.wait()?;
-                let replicas = self.replicas(&self.units[index]);
+                let replicas = self.replicas(&self.parameters[index]);
                 if replicas.size() == 1 {
                     self.keep_mean(state, (index, leaf), sum);
                     return Ok(());
                 }
-                let counts = self.units[index].shard_counts().to_vec();
+                let counts = self.parameters[index].shard_counts().to_vec();
                 let pending = replicas.reduce_scatter_f32(sum, &counts)?;
                 state.reducing += pending.bytes();
                 state.flights.push_back(Flight::ReducingReplicas(index, leaf, pending));
@@ -632,9 +644,9 @@ impl Passes {
         Ok(())
     }
 
-    fn keep_mean(&self, state: &mut State, (index, leaf): (usize, u64), sum: Tensor<1>) {
+    fn keep_mean(&self, state: &mut PassState, (index, leaf): (usize, u64), sum: Tensor<1>) {
         // By all ranks, also where a sum was taken in two stages.
-        let mean = sum.div_scalar(self.units[index].counts().ranks() as f64);
+        let mean = sum.div_scalar(self.parameters[index].counts().ranks() as f64);
         let uses = state.uses[index].of_leaf(leaf);
         let more = if uses.mean.is_none() { bytes(&mean) } else { 0 };
         uses.mean = Some(added(uses.mean.take(), mean));
@@ -645,8 +657,8 @@ impl Passes {
     /// The outcome of a part of a pass. `None` after a failure, which all ranks are told of.
     fn attempt<T>(
         &self,
-        state: &mut State,
-        run: impl FnOnce(&mut State) -> Result<T>,
+        state: &mut PassState,
+        run: impl FnOnce(&mut PassState) -> Result<T>,
     ) -> Option<T> {
         if state.failure.is_some() {
             return None;
@@ -671,8 +683,8 @@ impl Passes {
     }
 
     /// Sets a flag while a function runs, until it returns or panics.
-    fn during<T>(&self, flag: fn(&mut State) -> &mut bool, run: impl FnOnce() -> T) -> T {
-        struct Set<'a>(&'a Passes, fn(&mut State) -> &mut bool);
+    fn during<T>(&self, flag: fn(&mut PassState) -> &mut bool, run: impl FnOnce() -> T) -> T {
+        struct Set<'a>(&'a Passes, fn(&mut PassState) -> &mut bool);
         impl Drop for Set<'_> {
             fn drop(&mut self) {
                 *(self.1)(&mut self.0.state()) = false;
@@ -687,10 +699,10 @@ impl Passes {
     /// earlier ones.
     pub fn keep_micro_batch(&self, model: &Identities) -> Result<()> {
         let mut state = self.state();
-        for (unit, uses) in self.units.iter().zip(&mut state.uses) {
+        for (parameter, uses) in self.parameters.iter().zip(&mut state.uses) {
             let sums = uses.leaves.iter_mut().filter_map(|uses| Some((uses.sum.take()?, uses)));
             for (sum, uses) in sums.collect::<Vec<_>>() {
-                let identity = model.of(unit).inspect_err(|error| self.tell(error))?;
+                let identity = model.of(parameter).inspect_err(|error| self.tell(error))?;
                 if identity.leaf == Some(uses.leaf) {
                     let dtype = precise_dtype(sum.dtype());
                     uses.micro_batches = Some(added(uses.micro_batches.take(), sum.cast(dtype)));
@@ -714,24 +726,27 @@ impl Passes {
         let mut state = self.state();
         self.exchange_uses(&mut state)?;
         let partial = state.partial.clone().unwrap_or_default();
-        for unit in &self.units {
-            if partial.get(unit.index).copied().unwrap_or_default() {
-                self.attempt(&mut state, |state| self.start_reducing_partial(state, unit, model));
+        for parameter in &self.parameters {
+            if partial.get(parameter.index).copied().unwrap_or_default() {
+                self.attempt(&mut state, |state| {
+                    self.start_reducing_partial(state, parameter, model)
+                });
                 continue;
             }
             // Those with uses that the loss does not depend on.
-            let leaves: Vec<u64> = state.uses[unit.index].leaves.iter().map(|u| u.leaf).collect();
+            let leaves: Vec<u64> =
+                state.uses[parameter.index].leaves.iter().map(|u| u.leaf).collect();
             for leaf in leaves {
-                self.attempt(&mut state, |state| self.start_reducing(state, unit, leaf));
+                self.attempt(&mut state, |state| self.start_reducing(state, parameter, leaf));
             }
         }
         self.end_pass(&mut state)?;
         state.means = 0;
         let means = self
-            .units
+            .parameters
             .iter()
             .zip(&mut state.uses)
-            .filter_map(|(unit, uses)| mean_of(unit, uses, model).transpose());
+            .filter_map(|(parameter, uses)| mean_of(parameter, uses, model).transpose());
         let means: Result<Vec<MeanGradient>> = means.collect();
         means.inspect_err(|error| self.fail(&mut state, error.clone()))
     }
@@ -741,7 +756,7 @@ impl Passes {
     pub fn discard(&self) -> Result<()> {
         let mut earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner);
         drop(earlier.take_sum());
-        if self.units.is_empty() {
+        if self.parameters.is_empty() {
             return Ok(());
         }
         let mut state = self.state();
@@ -756,7 +771,7 @@ impl Passes {
     }
 
     /// Waits for all calls, and compares them with the other ranks' calls.
-    fn end_pass(&self, state: &mut State) -> Result<()> {
+    fn end_pass(&self, state: &mut PassState) -> Result<()> {
         while state.failure.is_none() && !state.flights.is_empty() {
             if let Err(error) = self.land(state) {
                 self.fail(state, error);
@@ -787,7 +802,7 @@ impl Passes {
     }
 
     /// Keeps a failure, of which all ranks are told.
-    fn fail(&self, state: &mut State, error: Error) {
+    fn fail(&self, state: &mut PassState, error: Error) {
         self.tell(&error);
         state.failure = Some(error);
     }
@@ -801,12 +816,14 @@ impl Passes {
     /// equal sizes, or if some are missing at the end: the comparison takes place in the groups of
     /// the calls, where it meets them.
     fn same_events(&self, events: &Events) -> Result<()> {
-        if self.units.is_empty() {
+        if self.parameters.is_empty() {
             return Ok(());
         }
         let described = |event: Option<Event>| match event {
-            Some(Event::Gather(index)) => format!("used `{}`", self.units[index].path),
-            Some(Event::Reduce(index)) => format!("had a gradient of `{}`", self.units[index].path),
+            Some(Event::Gather(index)) => format!("used `{}`", self.parameters[index].path),
+            Some(Event::Reduce(index)) => {
+                format!("had a gradient of `{}`", self.parameters[index].path)
+            }
             None => "ended its pass".to_owned(),
         };
         let rank = self.groups.world.rank();
@@ -815,7 +832,7 @@ impl Passes {
             Some(format!("rank {rank} {local} where another rank {first}"))
         };
         let groups = self.groups.by_axes.values();
-        for group in groups.flat_map(|Group { sharing, replicas }| [sharing, replicas]) {
+        for group in groups.flat_map(|SharingGroup { sharing, replicas }| [sharing, replicas]) {
             if let Some((_, calls)) = group.compare(events, difference)? {
                 return Err(Error::Mismatch { calls });
             }
@@ -826,43 +843,44 @@ impl Passes {
     /// The error of the comparison, at which a rank with fewer calls than the others arrives first:
     /// with the parameters of which this rank had no gradient.
     fn ending(&self, events: &Events, error: Error) -> Error {
-        let without = self.units.iter().filter(|unit| !events.has(Event::Reduce(unit.index)));
-        let paths: Vec<String> = without.map(|unit| format!("`{}`", unit.path)).collect();
-        if paths.is_empty() || paths.len() == self.units.len() {
+        let without =
+            self.parameters.iter().filter(|parameter| !events.has(Event::Reduce(parameter.index)));
+        let paths: Vec<String> = without.map(|parameter| format!("`{}`", parameter.path)).collect();
+        if paths.is_empty() || paths.len() == self.parameters.len() {
             return error;
         }
         error.in_action(&format!("ending a pass without a gradient of {}", paths.join(", ")))
     }
 
     /// Returns the first parameter whose gradient was not collected.
-    pub fn uncollected(&self) -> Option<&Unit> {
+    pub fn uncollected(&self) -> Option<&PassParameter> {
         let state = self.state();
-        let has_gradient = |unit: &&Arc<Unit>| {
-            let mut leaves = state.uses[unit.index].leaves.iter();
-            let is_reducing = |flight: &Flight| flight.reduced() == Some(unit.index);
+        let has_gradient = |parameter: &&Arc<PassParameter>| {
+            let mut leaves = state.uses[parameter.index].leaves.iter();
+            let is_reducing = |flight: &Flight| flight.reduced() == Some(parameter.index);
             leaves.any(LeafUses::has_gradient) || state.flights.iter().any(is_reducing)
         };
-        self.units.iter().find(has_gradient).map(|unit| &**unit)
+        self.parameters.iter().find(has_gradient).map(|parameter| &**parameter)
     }
 
     /// Returns the first parameter whose gradient is among some under the identity under which it
     /// was returned.
-    pub fn among(&self, gradients: &GradientsParams) -> Option<&Unit> {
+    pub fn among(&self, gradients: &GradientsParams) -> Option<&PassParameter> {
         let state = self.state();
-        let is_among = |unit: &&Arc<Unit>| {
-            let id = state.uses[unit.index].returned;
-            id.is_some_and(|id| has_gradient(gradients, id, unit))
+        let is_among = |parameter: &&Arc<PassParameter>| {
+            let id = state.uses[parameter.index].returned;
+            id.is_some_and(|id| has_gradient(gradients, id, parameter))
         };
-        self.units.iter().find(is_among).map(|unit| &**unit)
+        self.parameters.iter().find(is_among).map(|parameter| &**parameter)
     }
 
     /// The bytes held at the peaks of all passes.
-    pub fn held(&self) -> Vec<Held> {
+    pub fn held(&self) -> Vec<PassBytes> {
         self.state().peaks.to_vec()
     }
 
     /// The bytes held now.
-    pub fn holds(&self) -> Held {
+    pub fn holds(&self) -> PassBytes {
         self.state().held()
     }
 
@@ -872,44 +890,46 @@ impl Passes {
     }
 
     /// The ranks that have replicas of this rank's part of a parameter.
-    pub fn replicas(&self, unit: &Unit) -> &Communicator {
-        self.groups.of(unit).replicas.comm()
+    pub fn replicas(&self, parameter: &PassParameter) -> &Communicator {
+        self.groups.of(parameter).replicas.comm()
     }
 
     /// Starts to gather a part from the shards that its replicas updated. Its first use waits for
     /// the result.
-    fn publish_at_first_use(&self, unit: &Unit, shard: Tensor<1>) -> Result<()> {
-        if unit.part_count() == 0 {
+    fn publish_at_first_use(&self, parameter: &PassParameter, shard: Tensor<1>) -> Result<()> {
+        if parameter.part_count() == 0 {
             // A parameter has an element at least, which may be sent ahead as those of other ranks.
-            let part = Tensor::zeros([1], (&shard.device(), unit.dtype));
-            self.state().uses[unit.index].published = Some(part);
+            let part = Tensor::zeros([1], (&shard.device(), parameter.dtype));
+            self.state().uses[parameter.index].published = Some(part);
             return Ok(());
         }
-        let pending = self.replicas(unit).all_gather(shard, &unit.shard_counts().to_vec())?;
+        let pending =
+            self.replicas(parameter).all_gather(shard, &parameter.shard_counts().to_vec())?;
         let mut state = self.state();
-        state.publishing.push_back((unit.index, pending));
+        state.publishing.push_back((parameter.index, pending));
         state.observe();
         Ok(())
     }
 
     /// This rank's new part of a parameter, or NaN after a failure.
-    pub fn await_part(&self, unit: &Unit, device: &Device) -> Tensor<1> {
+    pub fn await_part(&self, parameter: &PassParameter, device: &Device) -> Tensor<1> {
         let mut state = self.state();
         let part = self.attempt(&mut state, |state| {
-            self.land_publication(state, unit)?;
-            Ok(state.uses[unit.index].published.clone())
+            self.land_publication(state, parameter)?;
+            Ok(state.uses[parameter.index].published.clone())
         });
-        let nan = || Tensor::full([unit.part_count().max(1)], f32::NAN, (device, unit.dtype));
+        let nan =
+            || Tensor::full([parameter.part_count().max(1)], f32::NAN, (device, parameter.dtype));
         part.flatten().unwrap_or_else(nan)
     }
 
     /// Waits for the part of a parameter, if it is on its way, and for those before it.
-    fn land_publication(&self, state: &mut State, unit: &Unit) -> Result<()> {
+    fn land_publication(&self, state: &mut PassState, parameter: &PassParameter) -> Result<()> {
         // In the order of the calls: earlier publications arrive on the way.
-        while state.publishing.iter().any(|(index, _)| *index == unit.index) {
+        while state.publishing.iter().any(|(index, _)| *index == parameter.index) {
             let (index, pending) = state.publishing.pop_front().expect("one was found above");
             let part = pending.wait();
-            let part = part.map_err(|error| self.units[index].in_action(PUBLISHING, error))?;
+            let part = part.map_err(|error| self.parameters[index].in_action(PUBLISHING, error))?;
             state.uses[index].published = Some(part);
         }
         Ok(())
@@ -919,8 +939,8 @@ impl Passes {
     pub fn finish_publication(&self) -> Result<()> {
         let mut state = self.state();
         while let Some((index, _)) = state.publishing.back() {
-            let unit = &self.units[*index];
-            self.attempt(&mut state, |state| self.land_publication(state, unit));
+            let parameter = &self.parameters[*index];
+            self.attempt(&mut state, |state| self.land_publication(state, parameter));
             if let Some(failure) = &state.failure {
                 return Err(failure.clone());
             }
@@ -940,10 +960,10 @@ impl Passes {
     }
 
     /// Remembers the new part of a parameter, so that it is gathered ahead of its next use.
-    pub fn remember_part<const D: usize>(&self, unit: &Unit, part: &Tensor<D>) {
+    pub fn remember_part<const D: usize>(&self, parameter: &PassParameter, part: &Tensor<D>) {
         let value = part.clone().without_autodiff().reshape([-1]);
         let (values, mut state) = (identity(part).map(Values::Leaf), self.state());
-        let uses = &mut state.uses[unit.index];
+        let uses = &mut state.uses[parameter.index];
         (uses.part, uses.published) = (values.map(|values| (values, value)), None);
         if let Some(ahead) = &mut uses.ahead {
             // Gathered before the part was used, it had no identity.
@@ -952,7 +972,7 @@ impl Passes {
     }
 }
 
-impl Drop for State {
+impl Drop for PassState {
     /// Waits for all that was not used, since the other ranks take part in it.
     fn drop(&mut self) {
         let publishing = self.publishing.drain(..).map(|(_, pending)| pending);
@@ -966,11 +986,11 @@ impl Drop for State {
     }
 }
 
-impl State {
-    fn held(&self) -> Held {
+impl PassState {
+    fn held(&self) -> PassBytes {
         let publishing = self.publishing.iter().map(|(_, pending)| pending.bytes()).sum();
         let in_flight = self.reducing + self.sums;
-        Held { gathered: self.ahead + self.kept, in_flight, means: self.means, publishing }
+        PassBytes { gathered: self.ahead + self.kept, in_flight, means: self.means, publishing }
     }
 
     fn is_reducing(&self) -> bool {
@@ -985,12 +1005,12 @@ impl State {
 
     fn observe(&mut self) {
         let now = self.held();
-        let sizes: [fn(&Held) -> usize; 5] = [
+        let sizes: [fn(&PassBytes) -> usize; 5] = [
             |held| held.gathered,
             |held| held.in_flight,
             |held| held.means,
             |held| held.publishing,
-            Held::total,
+            PassBytes::total,
         ];
         for (peak, size) in self.peaks.iter_mut().zip(sizes) {
             if size(&now) > size(peak) {
@@ -1000,9 +1020,9 @@ impl State {
     }
 
     /// Takes a whole that was gathered out.
-    fn take_ahead(&mut self, unit: &Unit) -> Option<Tensor<1>> {
-        let whole = self.uses[unit.index].ahead.take()?.whole?;
-        self.ahead -= unit.bytes();
+    fn take_ahead(&mut self, parameter: &PassParameter) -> Option<Tensor<1>> {
+        let whole = self.uses[parameter.index].ahead.take()?.whole?;
+        self.ahead -= parameter.bytes();
         Some(whole)
     }
 }
@@ -1019,7 +1039,7 @@ impl Flight {
 
 /// This rank's shard of the mean of a parameter's gradient over ranks.
 pub struct MeanGradient {
-    unit: Arc<Unit>,
+    parameter: Arc<PassParameter>,
     id: ParamId,
     mean: Tensor<1>,
 }
@@ -1027,10 +1047,10 @@ pub struct MeanGradient {
 /// Calls a function with the number of dimensions under which a gradient is returned: that of the
 /// model's parameter.
 macro_rules! with_dimensions {
-    ($unit:expr, $function:ident($($argument:expr),*)) => {
-        match $unit.placement {
+    ($parameter:expr, $function:ident($($argument:expr),*)) => {
+        match $parameter.placement {
             Placement::Owned => $function::<1>($($argument),*), // of the part
-            Placement::Reduced | Placement::Replicated => match $unit.shape.len() {
+            Placement::Reduced | Placement::Replicated => match $parameter.shape.len() {
                 1 => $function::<1>($($argument),*),
                 2 => $function::<2>($($argument),*),
                 3 => $function::<3>($($argument),*),
@@ -1051,33 +1071,41 @@ impl MeanGradient {
             [shape[0]] = mean.dims();
             gradients.register::<D>(id, mean.reshape(shape));
         }
-        with_dimensions!(self.unit, register(gradients, self.id, self.mean))
+        with_dimensions!(self.parameter, register(gradients, self.id, self.mean))
     }
 }
 
 /// Returns `true` if a parameter's gradient is registered under an identity.
-fn has_gradient(gradients: &GradientsParams, id: ParamId, unit: &Unit) -> bool {
+fn has_gradient(gradients: &GradientsParams, id: ParamId, parameter: &PassParameter) -> bool {
     fn has<const D: usize>(gradients: &GradientsParams, id: ParamId) -> bool {
         gradients.get::<D>(id).is_some()
     }
-    with_dimensions!(unit, has(gradients, id))
+    with_dimensions!(parameter, has(gradients, id))
 }
 
 /// Takes the mean gradient of a model's parameter, and drops gradients of other values.
-fn mean_of(unit: &Arc<Unit>, uses: &mut Uses, model: &Identities) -> Result<Option<MeanGradient>> {
+fn mean_of(
+    parameter: &Arc<PassParameter>,
+    uses: &mut Uses,
+    model: &Identities,
+) -> Result<Option<MeanGradient>> {
     let leaves = std::mem::take(&mut uses.leaves);
     let mut mean = None;
     for uses in leaves.into_iter().filter(LeafUses::has_gradient) {
-        if model.of(unit)?.leaf == Some(uses.leaf) {
+        if model.of(parameter)?.leaf == Some(uses.leaf) {
             mean = uses.mean;
         } else if uses.had_micro_batches {
-            return Err(model.changed(unit));
+            return Err(model.changed(parameter));
         }
     }
     let Some(mean) = mean else { return Ok(None) };
-    let id = model.of(unit)?.id;
+    let id = model.of(parameter)?.id;
     uses.returned = Some(id);
-    Ok((unit.shard_count() > 0).then(|| MeanGradient { unit: unit.clone(), id, mean }))
+    Ok((parameter.shard_count() > 0).then(|| MeanGradient {
+        parameter: parameter.clone(),
+        id,
+        mean,
+    }))
 }
 
 /// A sum, in the order in which Burn adds the gradients of several uses.

@@ -9,8 +9,8 @@ use serde::Serialize;
 
 use super::identity::Version;
 use super::owned::{Owned, Reduced};
-use super::passes::{Group, Groups, Keep, Passes};
-use super::unit::{Position, Unit};
+use super::pass_parameter::{PassParameter, Position};
+use super::passes::{Groups, Keep, Passes, SharingGroup};
 use super::{Cuts, Division, Layout, Place, Sharded};
 use crate::comm::{Pending, World};
 use crate::distributed::agreement::same_parameters;
@@ -49,20 +49,19 @@ impl Layout {
     pub fn shard<M: Module>(&self, model: M) -> Result<M> {
         let world = self.world();
         self.same_settings()?;
-        let Division { units, planned, cuts, .. } = world.agree(self.dividable(&model))?;
-        let parameters: Vec<Parameter> =
-            planned.iter().map(|(parameter, _)| parameter.clone()).collect();
-        same_parameters(world, &parameters)?;
-        if units.is_empty() && cuts.is_empty() {
+        let Division { parameters, planned, cuts, .. } = world.agree(self.dividable(&model))?;
+        let all: Vec<Parameter> = planned.iter().map(|(parameter, _)| parameter.clone()).collect();
+        same_parameters(world, &all)?;
+        if parameters.is_empty() && cuts.is_empty() {
             return world.broadcast(model);
         }
         let groups = cuts.groups(&self.mesh)?;
-        let passes = Arc::new(self.passes_of(self.groups(&units)?, units));
+        let passes = Arc::new(self.passes_of(self.groups(&parameters)?, parameters));
         let (owned, mut error) = (by_path(&passes, Placement::Owned), None);
         let model = model.apply_reparameterization(Shard {
             world,
             passes: &passes,
-            units: &owned,
+            parameters: &owned,
             cuts: &cuts,
             error: &mut error,
         });
@@ -84,7 +83,7 @@ impl Layout {
     }
 
     /// The ranks that share parameters, and those that have replicas of their parts.
-    fn groups(&self, units: &[Arc<Unit>]) -> Result<Groups> {
+    fn groups(&self, parameters: &[Arc<PassParameter>]) -> Result<Groups> {
         let world = self.world();
         let group = |axes: Vec<String>| {
             let grid = self.grid(&axes);
@@ -97,9 +96,10 @@ impl Layout {
                 Ok(World::new(group, world.device().clone()))
             };
             let sharing = split(|position| position.shard)?;
-            Ok((axes, Group { sharing, replicas: split(|position| position.part)? }))
+            Ok((axes, SharingGroup { sharing, replicas: split(|position| position.part)? }))
         };
-        let axes: BTreeSet<Vec<String>> = units.iter().map(|unit| unit.axes().to_vec()).collect();
+        let axes: BTreeSet<Vec<String>> =
+            parameters.iter().map(|parameter| parameter.axes().to_vec()).collect();
         let by_axes = axes.into_iter().map(group).collect::<Result<_>>()?;
         Ok(Groups { world: world.clone(), by_axes })
     }
@@ -130,7 +130,7 @@ impl Layout {
             ));
         }
         let division = self.division(model)?;
-        if !division.units.is_empty() && !link::supports(device) {
+        if !division.parameters.is_empty() && !link::supports(device) {
             return Err(Error::usage(
                 "the device can't train a divided model",
                 "a device of Flex, CubeCL or LibTorch",
@@ -174,7 +174,7 @@ struct Slicing<'a> {
     world: &'a World,
     cuts: &'a Cuts,
     /// Parameters that were divided as well.
-    owned: &'a HashMap<String, Arc<Unit>>,
+    owned: &'a HashMap<String, Arc<PassParameter>>,
     error: Option<Error>,
 }
 
@@ -252,18 +252,22 @@ struct Settings<'a> {
 struct Shard<'a> {
     world: &'a World,
     passes: &'a Arc<Passes>,
-    units: &'a HashMap<String, Arc<Unit>>,
+    parameters: &'a HashMap<String, Arc<PassParameter>>,
     cuts: &'a Cuts,
     error: &'a mut Option<Error>,
 }
 
 impl Shard<'_> {
     /// The part of a parameter with rank 0's value, which is trained like the whole.
-    fn part<const D: usize>(&self, unit: &Unit, whole: Tensor<D>) -> Result<Tensor<1>> {
-        if whole.dtype() != unit.dtype {
-            let (expected, got) = (unit.dtype.name(), whole.dtype().name());
+    fn part<const D: usize>(
+        &self,
+        parameter: &PassParameter,
+        whole: Tensor<D>,
+    ) -> Result<Tensor<1>> {
+        if whole.dtype() != parameter.dtype {
+            let (expected, got) = (parameter.dtype.name(), whole.dtype().name());
             return Err(Error::parameter(
-                &unit.path,
+                &parameter.path,
                 self.world.rank(),
                 format!("its initial values are of another type: expected {expected}, got {got}"),
                 "initialise the parameter before `Layout::shard`",
@@ -271,8 +275,8 @@ impl Shard<'_> {
         }
         let flat = whole.clone().without_autodiff().reshape([-1]);
         let first = self.world.comm().broadcast(flat, 0)?.wait()?;
-        let held = self.cuts.slice(&unit.path).map_or(first.clone(), |slice| slice.of(&first));
-        Ok(in_place_of(&whole, unit.part(held)))
+        let held = self.cuts.slice(&parameter.path).map_or(first.clone(), |slice| slice.of(&first));
+        Ok(in_place_of(&whole, parameter.part(held)))
     }
 }
 
@@ -284,14 +288,14 @@ impl Reparameterizer for Shard<'_> {
         path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<Owned>) {
-        let Some(unit) = self.units.get(path) else { return (param, None) };
+        let Some(parameter) = self.parameters.get(path) else { return (param, None) };
         let (id, whole, mapper) = param.consume();
         let slice = self.cuts.slice(path).map(|slice| Shape::from(shape_of::<D>(slice)));
         let shape = slice.unwrap_or(whole.shape());
         let zero = Tensor::<D>::zeros([1; D], (&whole.device(), whole.dtype()));
         let part = match self.error {
             Some(_) => return (Param::from_mapped_value(id, whole, mapper), None),
-            None => self.part(unit, whole),
+            None => self.part(parameter, whole),
         };
         let part = match part {
             Ok(part) => part,
@@ -303,28 +307,32 @@ impl Reparameterizer for Shard<'_> {
             }
         };
         let base = Param::from_mapped_value(ParamId::new(), zero.expand(shape), mapper);
-        let (unit, passes) = (unit.clone(), self.passes.clone());
-        passes.remember_part(&unit, &part);
+        let (parameter, passes) = (parameter.clone(), self.passes.clone());
+        passes.remember_part(&parameter, &part);
         let part = Param::initialized(id, part);
-        (base.set_require_grad(false), Some(Owned { part, version: Version::new(), unit, passes }))
+        (
+            base.set_require_grad(false),
+            Some(Owned { part, version: Version::new(), parameter, passes }),
+        )
     }
 }
 
 /// The parameters of the passes with a placement, by path.
-fn by_path(passes: &Passes, placement: Placement) -> HashMap<String, Arc<Unit>> {
-    let units = passes.units().iter().filter(|unit| unit.placement == placement);
-    units.map(|unit| (unit.path.clone(), unit.clone())).collect()
+fn by_path(passes: &Passes, placement: Placement) -> HashMap<String, Arc<PassParameter>> {
+    let parameters =
+        passes.parameters().iter().filter(|parameter| parameter.placement == placement);
+    parameters.map(|parameter| (parameter.path.clone(), parameter.clone())).collect()
 }
 
 /// Attaches the reduction of gradients to a model.
 struct Reduce<'a> {
     passes: &'a Arc<Passes>,
-    units: HashMap<String, Arc<Unit>>,
+    parameters: HashMap<String, Arc<PassParameter>>,
 }
 
 impl<'a> Reduce<'a> {
     fn of(passes: &'a Arc<Passes>) -> Self {
-        Self { passes, units: by_path(passes, Placement::Reduced) }
+        Self { passes, parameters: by_path(passes, Placement::Reduced) }
     }
 }
 
@@ -336,8 +344,8 @@ impl Reparameterizer for Reduce<'_> {
         path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<Reduced>) {
-        let unit = self.units.get(path).cloned();
-        (param, unit.map(|unit| Reduced { unit, passes: self.passes.clone() }))
+        let parameter = self.parameters.get(path).cloned();
+        (param, parameter.map(|parameter| Reduced { parameter, passes: self.passes.clone() }))
     }
 }
 

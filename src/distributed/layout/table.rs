@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use comfy_table::{Table, presets};
 
-use super::unit::Unit;
+use super::pass_parameter::PassParameter;
 use crate::distributed::cuts::Cuts;
 use crate::distributed::plan::Counts;
 use crate::parameters::Found;
@@ -28,15 +28,15 @@ struct LayoutRow {
 }
 
 impl LayoutTable {
-    pub(super) fn new(found: &[Found], units: &[Arc<Unit>], cuts: &Cuts) -> Self {
-        let mut units = units.iter();
+    pub(super) fn new(found: &[Found], passing: &[Arc<PassParameter>], cuts: &Cuts) -> Self {
+        let mut passing = passing.iter();
         let row = |found: &Found| {
-            let unit = found
+            let pass_parameter = found
                 .placement
                 .reduces_in_backward()
-                .then(|| units.next().expect("every owned parameter is a unit"));
-            let owned = unit.filter(|unit| unit.placement.is_owned());
-            let counts = owned.map(|unit| unit.part_counts().clone());
+                .then(|| passing.next().expect("the passes have every owned parameter"));
+            let owned = pass_parameter.filter(|pass_parameter| pass_parameter.placement.is_owned());
+            let counts = owned.map(|pass_parameter| pass_parameter.part_counts().clone());
             let slice = cuts.slice(&found.path);
             let (path, shape) = (found.path.clone(), found.shape.clone());
             let cut = slice.map(|slice| (slice.shape(), slice.slices.axes().to_vec()));

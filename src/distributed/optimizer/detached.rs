@@ -12,9 +12,9 @@ use burn::tensor::{DType, Device, Shape, Tensor};
 use super::publication::{self, Publication, at_first_use};
 use crate::backend::reshaped;
 use crate::checks::ensure_gradient_matches;
-use crate::distributed::layout::{BlockPart, Passes, Unit};
+use crate::distributed::layout::{BlockPart, PassParameter, Passes};
 use crate::distributed::plan::Bucket;
-use crate::distributed::trained::ModelParameter;
+use crate::distributed::trainable::ModelParameter;
 use crate::error::{Error, Result};
 use crate::parameters::{self, Placeholders, in_place_of};
 use crate::slices::{self, bytes};
@@ -113,15 +113,20 @@ impl FlatTensors {
 
     /// Stores the tensor of a model's parameter, in its blocks.
     fn set_blocks(&mut self, known: &ModelParameter, tensor: Tensor<1>) {
-        for (index, block) in known.trained.clone().zip(known.held.cut(tensor)) {
+        for (index, block) in known.trainable.clone().zip(known.held.cut(tensor)) {
             self.set(index, 0, block);
         }
     }
 
     /// Stores this rank's shard of an owned parameter, in its blocks.
-    fn set_shard(&mut self, known: &ModelParameter, unit: &Unit, shard: &Tensor<1>) {
-        for BlockPart { block, start, values } in unit.cut(shard) {
-            self.set(known.trained.start + block, start, values);
+    fn set_shard(
+        &mut self,
+        known: &ModelParameter,
+        pass_parameter: &PassParameter,
+        shard: &Tensor<1>,
+    ) {
+        for BlockPart { block, start, values } in pass_parameter.cut(shard) {
+            self.set(known.trainable.start + block, start, values);
         }
     }
 
@@ -146,7 +151,7 @@ impl DetachedParameters {
         model: M,
         gradients: GradientsParams,
         known: &[ModelParameter],
-        units: &Arc<Passes>,
+        passes: &Arc<Passes>,
         expected: Expected<'_>,
     ) -> Result<(M, Self)> {
         let trained = known.iter().map(|parameter| parameter.blocks.count()).sum();
@@ -164,7 +169,7 @@ impl DetachedParameters {
             shaped: Shaped::default(),
             gradients,
             known,
-            units,
+            passes,
             seen,
             expected,
             error: None,
@@ -175,7 +180,7 @@ impl DetachedParameters {
             return Err(error);
         }
         detached.set(shaped, known);
-        units.ensure_taken(&gradients, expected.rank)?;
+        passes.ensure_taken(&gradients, expected.rank)?;
         match known.iter().zip(seen).find(|(_, seen)| !seen) {
             Some((missing, _)) if missing.placement.is_owned() => Err(Error::parameter(
                 &missing.path,
@@ -210,14 +215,14 @@ impl DetachedParameters {
     pub fn take_shard(
         &mut self,
         known: &ModelParameter,
-        unit: &Unit,
+        pass_parameter: &PassParameter,
         device: &Device,
     ) -> Tensor<1> {
-        let first = known.trained.start;
+        let first = known.trainable.start;
         let values = |block: usize, elements| {
             self.parameters.take_elements(first + block, elements, known.dtype, device)
         };
-        unit.join(values, device)
+        pass_parameter.join(values, device)
     }
 
     /// Reattaches the parameters to the model.
@@ -229,12 +234,12 @@ impl DetachedParameters {
         self,
         model: M,
         known: &[ModelParameter],
-        units: &Arc<Passes>,
+        passes: &Arc<Passes>,
         parts: Parts,
         publication: &Arc<Publication>,
     ) -> M {
         let (indices, values) = (indices(known), shaped(self.parameters, known));
-        let mut reattach = Reattach { indices, values, known, units, parts, publication };
+        let mut reattach = Reattach { indices, values, known, passes, parts, publication };
         parameters::map(model, &mut reattach)
     }
 
@@ -304,7 +309,7 @@ impl Shaped {
 /// that are on their way.
 fn shaped(mut values: FlatTensors, known: &[ModelParameter]) -> Vec<Option<FloatTensor<Dispatch>>> {
     let is_present = |parameter: &ModelParameter| {
-        let mut blocks = parameter.trained.clone();
+        let mut blocks = parameter.trainable.clone();
         !parameter.placement.is_owned() && blocks.all(|block| values.get(block).is_some())
     };
     let present: Vec<bool> = known.iter().map(is_present).collect();
@@ -312,7 +317,7 @@ fn shaped(mut values: FlatTensors, known: &[ModelParameter]) -> Vec<Option<Float
     let (flat, shapes) = whole
         .map(|(parameter, _)| {
             let block = |block| values.take(block).expect("every block is present");
-            let value = parameter.held.join(parameter.trained.clone().map(block).collect());
+            let value = parameter.held.join(parameter.trainable.clone().map(block).collect());
             (Tensor::into_dispatch(value), Shape::from(parameter.shape.clone()))
         })
         .unzip();
@@ -328,7 +333,7 @@ struct Detach<'a> {
     shaped: Shaped,
     gradients: GradientsParams,
     known: &'a [ModelParameter],
-    units: &'a Arc<Passes>,
+    passes: &'a Arc<Passes>,
     /// `true` for parameters that are in the model.
     seen: Vec<bool>,
     expected: Expected<'a>,
@@ -339,14 +344,14 @@ impl Detach<'_> {
     fn check<const D: usize>(
         &self,
         known: &ModelParameter,
-        part: Option<&Unit>,
+        part: Option<&PassParameter>,
         value: &Tensor<D>,
     ) -> Result<()> {
         let Expected { rank, device: on, .. } = self.expected;
         let error = |reason, remedy| Err(Error::parameter(&known.path, rank, reason, remedy));
         let described = |shape: &[usize], dtype| format!("{shape:?} {dtype:?}");
         let (shape, dtype) = (value.dims(), value.dtype());
-        let part = part.map(|unit| [unit.part_count().max(1)]);
+        let part = part.map(|pass_parameter| [pass_parameter.part_count().max(1)]);
         let expected_shape = part.as_ref().map_or(&known.shape[..], |part| part);
         if shape[..] != *expected_shape || dtype != known.dtype {
             let expected = described(expected_shape, known.dtype);
@@ -408,7 +413,7 @@ impl parameters::Map for Detach<'_> {
 
     fn map_part<const D: usize>(&mut self, path: &str, part: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let index = self.indices.get(path).copied();
-        let Some((index, unit)) = index.zip(self.units.get(path)) else {
+        let Some((index, pass_parameter)) = index.zip(self.passes.get(path)) else {
             self.error.get_or_insert(Error::parameter(
                 path,
                 self.expected.rank,
@@ -417,7 +422,7 @@ impl parameters::Map for Detach<'_> {
             ));
             return part;
         };
-        self.detach(index, part, Some(unit))
+        self.detach(index, part, Some(pass_parameter))
     }
 }
 
@@ -428,7 +433,7 @@ impl Detach<'_> {
         &mut self,
         index: usize,
         param: Param<Tensor<D>>,
-        part: Option<&Unit>,
+        part: Option<&PassParameter>,
     ) -> Param<Tensor<D>> {
         let is_as_set = !self.expected.at_first_use || is_trained_as_set(&param);
         let (id, value, mapper) = param.consume();
@@ -448,15 +453,15 @@ impl Detach<'_> {
                 let shaped = &mut self.shaped;
                 match part {
                     None => shaped.push(index, ShapedKind::Parameter, value.inner()),
-                    Some(unit) => {
-                        let shard = unit.shard(&value.inner().reshape([-1]));
-                        parameters.set_shard(known, unit, &shard);
+                    Some(pass_parameter) => {
+                        let shard = pass_parameter.shard(&value.inner().reshape([-1]));
+                        parameters.set_shard(known, pass_parameter, &shard);
                     }
                 }
-                match (gradient, self.units.get(&known.path)) {
+                match (gradient, self.passes.get(&known.path)) {
                     (Some(gradient), None) => shaped.push(index, ShapedKind::Gradient, gradient),
-                    (Some(gradient), Some(unit)) => {
-                        gradients.set_shard(known, unit, &gradient.reshape([-1]));
+                    (Some(gradient), Some(pass_parameter)) => {
+                        gradients.set_shard(known, pass_parameter, &gradient.reshape([-1]));
                     }
                     (None, _) => {}
                 }
@@ -476,10 +481,12 @@ impl Detach<'_> {
     ) -> Result<Option<Tensor<D>>> {
         let rank = self.expected.rank;
         let Some(gradient) = self.gradients.remove::<D>(id) else { return Ok(None) };
-        match self.units.get(&known.path) {
+        match self.passes.get(&known.path) {
             None => ensure_gradient_matches(&known.path, rank, value, &gradient)?,
-            Some(unit) if gradient.shape().num_elements() != unit.shard_count() => {
-                let (expected, got) = (unit.shard_count(), gradient.dims());
+            Some(pass_parameter)
+                if gradient.shape().num_elements() != pass_parameter.shard_count() =>
+            {
+                let (expected, got) = (pass_parameter.shard_count(), gradient.dims());
                 let reason = format!(
                     "its gradient has the wrong shape: expected {expected} elements, got {got:?}"
                 );
@@ -520,7 +527,7 @@ struct Reattach<'a> {
     /// By the index of the model's parameter.
     values: Vec<Option<FloatTensor<Dispatch>>>,
     known: &'a [ModelParameter],
-    units: &'a Arc<Passes>,
+    passes: &'a Arc<Passes>,
     parts: Parts,
     /// Has the parameters without a value.
     publication: &'a Arc<Publication>,
@@ -543,14 +550,14 @@ impl parameters::Map for Reattach<'_> {
 
     fn map_part<const D: usize>(&mut self, path: &str, part: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let index = self.indices[path];
-        let unit = &self.units[path];
+        let pass_parameter = &self.passes[path];
         let (id, placeholder, mapper) = part.consume();
         let Some(value) = self.parts[index].take() else {
-            return self.units.part_at_first_use(unit, (id, placeholder));
+            return self.passes.part_at_first_use(pass_parameter, (id, placeholder));
         };
         let shape = value.shape();
         let value: Tensor<D> = in_place_of(&placeholder, value.reshape(shape));
-        self.units.remember_part(unit, &value);
+        self.passes.remember_part(pass_parameter, &value);
         Param::from_mapped_value(id, value, mapper)
     }
 }

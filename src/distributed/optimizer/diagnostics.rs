@@ -9,14 +9,24 @@ use serde::{Deserialize, Serialize};
 
 use super::DistModuleOptimizer;
 use super::controls::StepInputs;
+use super::divided::DividedModel;
 use crate::comm::ReduceOp;
-use crate::distributed::trained::Kind;
+use crate::distributed::trainable::UpdateKind;
 use crate::error::Result;
 use crate::qk_clip::{ClippedAttention, ClippedHeads};
 use crate::update::{Observations, SUMS};
 
+/// The observation of steps, on request.
+#[derive(Default)]
+pub struct Observing {
+    /// `true` if the next step is to be observed.
+    pub requested: bool,
+    /// The observations of the last step that was.
+    observed: Option<Observed>,
+}
+
 /// The requested observations of a step.
-pub struct Observed {
+struct Observed {
     /// The sums of all parameters over this rank's parts.
     sums: Tensor<1>,
     /// The learning rates of the step.
@@ -193,7 +203,7 @@ impl DistModuleOptimizer {
     /// a product for every matrix. Of parameters in slices, it also sends the values to the owners.
     /// It reads nothing back.
     pub fn request_diagnostics(&mut self) {
-        self.requested = true;
+        self.observing.requested = true;
     }
 
     /// Returns the norms of the step for which they were
@@ -221,38 +231,54 @@ impl DistModuleOptimizer {
     ///
     /// As every collective.
     pub fn diagnostics(&mut self) -> Result<Option<Diagnostics>> {
-        let Some(Observed { sums, lrs, heads }) = self.observed.take() else { return Ok(None) };
-        let sums = self.world.comm().all_reduce(sums, ReduceOp::Sum)?.wait()?;
-        let maxima = heads.as_ref().map(|heads| heads.maxima().to_device(&self.device()));
-        let counts = self.counters.skipped.clone();
+        let Some(observed) = self.observing.observed.take() else { return Ok(None) };
+        observed.diagnostics(&self.divided, &self.accounts.counters.skipped).map(Some)
+    }
+}
+
+impl Observed {
+    /// The norms of the step, with the counts of skipped steps.
+    fn diagnostics(self, divided: &DividedModel, skipped: &Tensor<1>) -> Result<Diagnostics> {
+        let Self { sums, lrs, heads } = self;
+        let parameters = divided.trainable.len();
+        let sums = divided.world.comm().all_reduce(sums, ReduceOp::Sum)?.wait()?;
+        let maxima = heads.as_ref().map(|heads| heads.maxima().to_device(&divided.device()));
+        let counts = skipped.clone();
         let read = Tensor::cat([sums, counts].into_iter().chain(maxima).collect(), 0).into_data();
         let read: Vec<f64> = read.iter::<f64>().collect();
-        let (sums, read) = read.split_at(SUMS * self.trained.len());
-        let (skipped, maxima) = read.split_at(self.trained.len());
+        let (sums, read) = read.split_at(SUMS * parameters);
+        let (skipped, maxima) = read.split_at(parameters);
         let maxima: Vec<f32> = maxima.iter().map(|maximum| *maximum as f32).collect();
         let attentions = heads.map_or(vec![], |heads| heads.of_maxima(&maxima));
-        let routes = self.routing.routes().iter();
+        let routes = divided.routing.routes().iter();
         let groups: HashMap<&str, &str> =
             routes.map(|route| (&*route.path, &*route.optimizer)).collect();
-        let each = self.trained.iter().zip(lrs).zip(sums.chunks_exact(SUMS)).zip(skipped);
+        let each = divided.trainable.iter().zip(lrs).zip(sums.chunks_exact(SUMS)).zip(skipped);
         let parameters = each.map(|(((parameter, lr), sums), skipped)| ParameterDiagnostics {
             path: parameter.path.clone(),
-            group: groups[&*self.model[parameter.model].path].to_owned(),
+            group: groups[&*divided.parameters[parameter.model].path].to_owned(),
             lr,
             update_norm: sums[0].sqrt(),
             weight_norm: sums[1].sqrt(),
             orthogonality_error: match parameter.kind {
-                Kind::Muon { count, .. } => Some((sums[2] / count as f64).sqrt()),
-                Kind::Elementwise { .. } | Kind::Whole { .. } => None,
+                UpdateKind::Muon { count, .. } => Some((sums[2] / count as f64).sqrt()),
+                UpdateKind::Elementwise { .. } | UpdateKind::Whole { .. } => None,
             },
             skipped: *skipped as u64,
         });
-        Ok(Some(Diagnostics { parameters: parameters.collect(), attentions }))
+        Ok(Diagnostics { parameters: parameters.collect(), attentions })
     }
+}
 
+impl Observing {
     /// Keeps the observations of a step.
-    pub(super) fn keep_observed(&mut self, observations: Observations, inputs: &StepInputs) {
-        let sums = observations.sums(self.trained.len(), &self.device());
+    pub fn keep(
+        &mut self,
+        observations: Observations,
+        inputs: &StepInputs,
+        divided: &DividedModel,
+    ) {
+        let sums = observations.sums(divided.trainable.len(), &divided.device());
         let lrs = inputs.sizes.iter().map(|size| size.lr).collect();
         let heads = inputs.head_clip.as_ref().map(|clip| clip.heads.clone());
         self.observed = Some(Observed { sums, lrs, heads });

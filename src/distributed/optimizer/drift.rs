@@ -14,12 +14,13 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::DistModuleOptimizer;
-use super::counters::COUNTERS;
+use super::counters::{COUNTERS, Counters};
+use super::divided::DividedModel;
+use super::shard::Shard;
 use crate::checksum;
 use crate::comm::{Communicator, World, digest, named, unequal, unite};
 use crate::distributed::layout::{Layout, Passes};
-use crate::distributed::trained::ModelParameter;
+use crate::distributed::trainable::ModelParameter;
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit};
 
@@ -36,7 +37,7 @@ impl Checks {
     }
 
     /// Counts a step. Returns `true` if it begins with a check.
-    fn is_due(&mut self) -> bool {
+    pub fn is_due(&mut self) -> bool {
         self.steps += 1;
         self.every > 0 && self.steps.is_multiple_of(self.every)
     }
@@ -70,52 +71,53 @@ struct Drift {
     more: usize,
 }
 
-impl DistModuleOptimizer {
-    /// Everything that this rank has in common with others, if the step begins with a check.
-    pub(super) fn held_in_common<M: Module>(&mut self, model: &M) -> Option<Vec<Common>> {
-        if !self.checks.is_due() || self.world.size() == 1 {
-            return None;
-        }
-        let known = self.model.iter().map(|parameter| (&*parameter.path, parameter)).collect();
-        let (world, layout, units) = (&self.world, &self.layout, &self.units);
-        let mut held = Held { world, layout, units, known, groups: BTreeMap::new() };
-        let states = self.shards.iter().flat_map(|shard| shard.replicated_states());
-        let states: Vec<_> = states
-            .map(|(parameter, slot, values)| (parameter, slot, checksum::of_bits(values)))
-            .collect();
-        let counters = COUNTERS.iter().zip(self.counters.values()).flat_map(|(slot, values)| {
-            let values: Vec<f32> = values.to_data().iter::<f32>().collect();
-            let sums = values.into_iter().map(|value| u64::from(value.to_bits()));
-            sums.enumerate().map(|(parameter, sum)| (parameter, slot.name, sum))
-        });
-        let all = held.group(Holders::All, || world.clone());
-        for (parameter, slot, sum) in states.into_iter().chain(counters) {
-            all.held.push((self.trained[parameter].path.clone(), format!("state `{slot}`"), sum));
-        }
-        parameters::visit(model, &mut held);
-        Some(held.groups.into_values().collect())
+/// Everything that this rank has in common with others.
+pub fn held_in_common<M: Module>(
+    model: &M,
+    divided: &DividedModel,
+    shards: &[Shard],
+    counters: &Counters,
+) -> Vec<Common> {
+    let parameters = divided.parameters.iter();
+    let known = parameters.map(|parameter| (&*parameter.path, parameter)).collect();
+    let DividedModel { world, layout, passes, .. } = divided;
+    let mut held = CommonWalk { world, layout, passes, known, groups: BTreeMap::new() };
+    let states = shards.iter().flat_map(|shard| shard.replicated_states());
+    let states: Vec<_> = states
+        .map(|(parameter, slot, values)| (parameter, slot, checksum::of_bits(values)))
+        .collect();
+    let counters = COUNTERS.iter().zip(counters.values()).flat_map(|(slot, values)| {
+        let values: Vec<f32> = values.to_data().iter::<f32>().collect();
+        let sums = values.into_iter().map(|value| u64::from(value.to_bits()));
+        sums.enumerate().map(|(parameter, sum)| (parameter, slot.name, sum))
+    });
+    let all = held.group(Holders::All, || world.clone());
+    for (parameter, slot, sum) in states.into_iter().chain(counters) {
+        all.held.push((divided.path(parameter).to_owned(), format!("state `{slot}`"), sum));
     }
+    parameters::visit(model, &mut held);
+    held.groups.into_values().collect()
+}
 
-    /// Fails on all ranks if what a group has in common differs on any of its ranks.
-    pub(super) fn ensure_same(&self, common: &[Common]) -> Result<()> {
-        let (all, groups) = common.split_first().expect("all ranks are a group");
-        let mut differs = false;
-        for group in groups {
-            differs |= unite(group.group.comm(), vec![], group.digest())?.is_none();
-        }
-        let united = unite(self.world.comm(), vec![u8::from(differs)], all.digest())?;
-        if united.is_some_and(|differs| differs == [0]) {
-            return Ok(());
-        }
-        // In all groups, since the others of a later one do not know of an earlier one.
-        let drifts: Result<Vec<_>> = common.iter().map(|c| c.drift(self.world.rank())).collect();
-        let found = drifts?.into_iter().flatten().next();
-        let found = found.map(|drift| serde_json::to_vec(&drift).expect("a drift is valid JSON"));
-        let first = self.world.comm().first_bytes(found)?;
-        let (_, drift) = first.expect("digests differ by a checksum");
-        let drift: Drift = serde_json::from_slice(&drift).expect("a rank has sent a drift");
-        Err(drift.into())
+/// Fails on all ranks of a world if what a group has in common differs on any of its ranks.
+pub fn ensure_same(common: &[Common], world: &World) -> Result<()> {
+    let (all, groups) = common.split_first().expect("all ranks are a group");
+    let mut differs = false;
+    for group in groups {
+        differs |= unite(group.group.comm(), vec![], group.digest())?.is_none();
     }
+    let united = unite(world.comm(), vec![u8::from(differs)], all.digest())?;
+    if united.is_some_and(|differs| differs == [0]) {
+        return Ok(());
+    }
+    // In all groups, since the others of a later one do not know of an earlier one.
+    let drifts: Result<Vec<_>> = common.iter().map(|common| common.drift(world.rank())).collect();
+    let found = drifts?.into_iter().flatten().next();
+    let found = found.map(|drift| serde_json::to_vec(&drift).expect("a drift is valid JSON"));
+    let first = world.comm().first_bytes(found)?;
+    let (_, drift) = first.expect("digests differ by a checksum");
+    let drift: Drift = serde_json::from_slice(&drift).expect("a rank has sent a drift");
+    Err(drift.into())
 }
 
 impl Common {
@@ -154,27 +156,27 @@ impl From<Drift> for Error {
 }
 
 /// A walk through the trained parameters of a model.
-struct Held<'a> {
+struct CommonWalk<'a> {
     world: &'a World,
     layout: &'a Layout,
-    units: &'a Passes,
+    passes: &'a Passes,
     known: HashMap<&'a str, &'a ModelParameter>,
     groups: BTreeMap<Holders, Common>,
 }
 
-impl Held<'_> {
+impl CommonWalk<'_> {
     fn group(&mut self, holders: Holders, group: impl FnOnce() -> World) -> &mut Common {
         self.groups.entry(holders).or_insert_with(|| Common { group: group(), held: vec![] })
     }
 
     /// The group of the ranks that hold the same of a parameter as this one.
     fn of(&mut self, parameter: &ModelParameter) -> &mut Common {
-        let (world, layout, units) = (self.world, self.layout, self.units);
+        let (world, layout, passes) = (self.world, self.layout, self.passes);
         let group = |comm: &Communicator| World::new(comm.clone(), world.device().clone());
         if parameter.placement.is_owned() {
-            let unit = &units[&parameter.path];
-            let holders = Holders::Replicas(unit.axes().to_vec());
-            return self.group(holders, || group(units.replicas(unit)));
+            let pass_parameter = &passes[&parameter.path];
+            let holders = Holders::Replicas(pass_parameter.axes().to_vec());
+            return self.group(holders, || group(passes.replicas(pass_parameter)));
         }
         match parameter.slice.as_ref().map(|slice| slice.slices.axes().to_vec()) {
             Some(axes) => {
@@ -186,7 +188,7 @@ impl Held<'_> {
     }
 }
 
-impl Visit for Held<'_> {
+impl Visit for CommonWalk<'_> {
     fn visit<const D: usize>(&mut self, fields: &[Field], param: &Param<Tensor<D>>) {
         let whole = parameters::path_of_whole(fields);
         let is_part = whole.is_some();
@@ -195,7 +197,7 @@ impl Visit for Held<'_> {
         if known.placement.is_owned() != is_part {
             return; // the base
         }
-        let is_empty = is_part && self.units[&path].part_count() == 0;
+        let is_empty = is_part && self.passes[&path].part_count() == 0;
         let common = self.of(known);
         if !is_empty && common.group.size() > 1 {
             let sum = checksum::of_bits(param.val().without_autodiff());
@@ -212,7 +214,8 @@ mod tests {
 
     use super::*;
     use crate::distributed::config::DistMuonConfig;
-    use crate::distributed::optimizer::{Shard, slices};
+    use crate::distributed::optimizer::DistModuleOptimizer;
+    use crate::slices;
 
     /// The values with another bit in the first one: none that further steps round away, or that
     /// makes a number which devices take for zero.
@@ -274,7 +277,8 @@ mod tests {
     #[test]
     fn counters_that_differ_are_found_and_named() {
         for error in errors(|optim| {
-            optim.counters.skipped = flipped(optim.counters.skipped.clone());
+            let counters = &mut optim.accounts.counters;
+            counters.skipped = flipped(counters.skipped.clone());
         }) {
             let text = error.to_string();
             let Error::Drifted { parameter, part, .. } = error else { panic!("{text}") };

@@ -4,6 +4,11 @@ use std::fmt;
 
 use comfy_table::{Table, presets};
 
+use super::detached::DetachedParameters;
+use super::publication::Arriving;
+use super::shard::Shard;
+use crate::distributed::layout::{PassBytes, Passes};
+
 /// Bytes of one kind of tensor in a [`MemoryReport`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
@@ -52,19 +57,75 @@ pub struct MemoryReport {
 
 /// The bytes of every kind at one time.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Snapshot {
-    pub parameters: usize,
-    pub gradients: usize,
-    pub shards: usize,
-    pub masters: usize,
-    pub states: usize,
-    pub buffers: usize,
-    pub gathered: usize,
-    pub in_flight: usize,
+struct Snapshot {
+    parameters: usize,
+    gradients: usize,
+    shards: usize,
+    masters: usize,
+    states: usize,
+    buffers: usize,
+    gathered: usize,
+    in_flight: usize,
+}
+
+/// The report of a rank so far, and what it has between steps, which never changes.
+pub(super) struct RankMemory {
+    report: MemoryReport,
+    parameters: usize,
+    /// Momentum and moments, without master weights.
+    states: usize,
+    masters: usize,
+}
+
+impl RankMemory {
+    /// The memory before the first step, with the bytes of the rank's parameters.
+    pub fn new(parameters: usize, shards: &[Shard]) -> Self {
+        let states: usize = shards.iter().map(Shard::state_bytes).sum();
+        let masters = shards.iter().map(Shard::master_bytes).sum();
+        let states = states - masters;
+        let mut report = MemoryReport::default();
+        report.observe(Snapshot { parameters, states, masters, ..Snapshot::default() });
+        Self { report, parameters, states, masters }
+    }
+
+    /// Counts what the rank has at a moment of a step, with the bytes of its reduced shards and of
+    /// buffers in flight.
+    pub fn observe(&mut self, detached: &DetachedParameters, shards: usize, buffers: usize) {
+        self.report.observe(Snapshot {
+            parameters: detached.parameters.bytes(),
+            gradients: detached.gradients.bytes(),
+            shards,
+            masters: self.masters,
+            states: self.states,
+            buffers,
+            ..Snapshot::default()
+        });
+    }
+
+    /// The report between two steps, with the peaks of the passes and what they have now.
+    pub fn between_steps(&self, passes: &Passes, arriving: &Arriving) -> MemoryReport {
+        let snapshot = |held: PassBytes| Snapshot {
+            parameters: self.parameters,
+            shards: held.means,
+            masters: self.masters,
+            states: self.states,
+            buffers: held.publishing,
+            gathered: held.gathered,
+            in_flight: held.in_flight,
+            ..Snapshot::default()
+        };
+        let mut report = self.report;
+        passes.held().into_iter().for_each(|peak| report.observe(snapshot(peak)));
+        let mut now = snapshot(passes.holds());
+        now.parameters -= arriving.parameters;
+        now.buffers += arriving.buffers;
+        report.observe(now);
+        report
+    }
 }
 
 impl MemoryReport {
-    pub(super) fn observe(&mut self, snapshot: Snapshot) {
+    fn observe(&mut self, snapshot: Snapshot) {
         let Snapshot {
             parameters,
             gradients,

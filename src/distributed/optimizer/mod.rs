@@ -2,12 +2,15 @@
 
 mod absence;
 mod acceptance;
+mod accounts;
+mod buckets;
 mod busy;
 mod clip;
 mod controls;
 mod counters;
 mod detached;
 mod diagnostics;
+mod divided;
 mod drift;
 mod exchange;
 mod loss_scale;
@@ -16,51 +19,47 @@ mod own_states;
 mod partial;
 mod publication;
 mod record;
+mod same_step;
+mod scaling;
 mod setup;
 mod shard;
 mod share;
 mod stages;
 mod step;
+mod traffic;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
-use std::sync::Arc;
+use std::collections::BTreeMap;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, Tensor};
 
-use super::config::{DistMuonConfig, GradDtype, Gradients, Publish};
-use super::cuts::Cuts;
-use super::layout::{Held, Layout, Passes};
-use super::measured_costs::costs;
+use super::config::DistMuonConfig;
+use super::layout::Layout;
 use super::mesh::Mesh;
-use super::plan::{Bucket, Costs, Plan, Report};
-use super::trained::{self, ModelParameter, Trained, TrainedParameter};
+use super::plan::{Costs, Plan, Report};
 use crate::comm::World;
 use crate::error::{Error, Result};
 use crate::muon::MuonConfig;
 use crate::parameters;
-use crate::qk_clip::{ClippedHeads, Factors};
-use crate::routing::{Routing, Updates};
-use crate::slices;
-use crate::update::{Place, SkippedSteps};
-use absence::Absence;
-use acceptance::RowSums;
+use crate::qk_clip::Factors;
+use crate::routing::Routing;
+use crate::update::SkippedSteps;
+use accounts::Accounts;
 #[cfg(feature = "train")]
 pub(super) use busy::Busy;
-use clip::Clip;
-use counters::Counters;
-use diagnostics::Observed;
+use controls::HeadClip;
+use diagnostics::Observing;
 pub use diagnostics::{Diagnostics, GroupDiagnostics, ParameterDiagnostics};
+use divided::DividedModel;
 use drift::Checks;
-use exchange::{Exchange, publishers};
-use loss_scale::LossScale;
-use memory::Snapshot;
+use exchange::publishers;
+use memory::RankMemory;
 pub use memory::{MemoryReport, Usage};
-use publication::Publication;
+use partial::ComparedGradients;
+use scaling::GradientScaling;
 use shard::Shard;
-use stages::{Stage, stages};
+use traffic::Traffic;
 
 /// Muon and AdamW for one model on many ranks, from
 /// [`DistMuonConfig::init`](super::DistMuonConfig::init).
@@ -87,63 +86,18 @@ use stages::{Stage, stages};
 /// [`Communicator::synchronize`](crate::comm::Communicator::synchronize) before you save or use the
 /// model by other means.
 pub struct DistModuleOptimizer {
-    world: World,
-    layout: Layout,
-    /// The parameters that are divided among ranks between steps.
-    units: Arc<Passes>,
-    /// The parameters of which this rank has a slice.
-    cuts: Cuts,
-    routing: Routing,
-    plan: Plan,
+    divided: DividedModel,
+    /// This rank's shards of the buckets, in the order of the plan.
     shards: Vec<Shard>,
-    /// In the order of the model.
-    model: Vec<ModelParameter>,
-    /// In the order of the plan.
-    trained: Vec<TrainedParameter>,
-    counters: Counters,
-    skipped: SkippedSteps,
-    place: Place,
-    /// Sums over the matrices that this rank updates.
-    matrices: RowSums,
-    /// For each of these matrices, 1 if the iteration diverged since the ranks last exchanged the
-    /// parameters that stay as they are, when it is counted.
-    diverged: Tensor<1>,
-    costs: Costs,
-    gradients: Gradients,
-    grad_dtype: GradDtype,
-    loss_scale: Option<LossScale>,
-    in_flight: usize,
-    publish: Publish,
-    /// Parameters of the last step that may be on their way.
-    publication: Arc<Publication>,
-    /// In the order in which they are taken.
-    stages: Arc<[Stage]>,
-    clip: Option<Clip>,
-    /// The parameters whose gradients were compared along an axis, and the steps so far.
-    compared: HashSet<(String, usize)>,
-    compared_steps: usize,
-    /// The comparisons of what ranks hold in common.
+    traffic: Traffic,
+    accounts: Accounts,
+    scaling: GradientScaling,
+    compared: ComparedGradients,
     checks: Checks,
     /// The attention heads to clip in the next step.
     head_clip: Option<HeadClip>,
-    absence: Absence,
-    /// `true` if the next step is to be observed.
-    requested: bool,
-    /// The observations of the last step that was.
-    observed: Option<Observed>,
-    memory: MemoryReport,
-    /// Bytes of this rank's parameters between steps, of momentum and moments, and of master
-    /// weights, which never change.
-    parameter_bytes: usize,
-    state_bytes: usize,
-    master_bytes: usize,
-}
-
-/// The attention heads that QK-clip scales in a step.
-struct HeadClip {
-    /// Factors on the new values of some parameters, flat, by the index of the parameter.
-    factors: HashMap<usize, Tensor<1>>,
-    heads: ClippedHeads,
+    observing: Observing,
+    memory: RankMemory,
 }
 
 impl DistModuleOptimizer {
@@ -152,83 +106,26 @@ impl DistModuleOptimizer {
         layout: &Layout,
         model: &M,
     ) -> Result<Self> {
-        let world = layout.world();
-        world.same_config(config)?;
-        let (mut found, cuts) = (parameters::of(model), layout.cut_parameters());
-        world.agree(cuts.restore_whole(&mut found, world.rank()))?;
-        let routed = config.check().and_then(|()| config.muon.route_found(&found));
-        let routing = world.agree(routed)?;
-        let Trained { model: of_model, trained, planned: parameters } =
-            world.agree(trained::trained(&routing, &found, &cuts))?;
-        world.agree(layout.check_planned(&parameters))?;
-        setup::same_model(layout, &parameters, model)?;
-        // The parameters are equal on all ranks here, so all ranks fail alike.
-        setup::ensure_exchangeable(&parameters, world.rank())?;
-        let updates @ Updates { muon, skipped, .. } = routing.updates();
-        let costs = costs(config.costs, world, &parameters, muon)?;
-        let plan = setup::plan(config, layout, parameters, &costs)?;
+        let divided = DividedModel::new(config, layout, model)?;
         let publishers = publishers(layout, config.publish)?;
-        let (rank, device) = (world.rank(), world.device().clone().inner());
-        let mut matrices = vec![];
-        let shard = |bucket: &Bucket| {
-            let exchange = Exchange::new(bucket, plan.parameters(), layout, &publishers);
-            Shard::new(bucket, exchange, &trained, rank, updates, &mut matrices, &device)
-        };
-        let shards: Vec<Shard> = plan.buckets().iter().map(shard).collect();
-        let clip = config.max_norm.map(|max_norm| Clip::new(max_norm, &plan, rank, &device));
-        let waits_for_all = clip.is_some() || config.loss_scale.is_some();
-        let stages = stages(&plan, waits_for_all);
-        let units = layout.passes();
-        let bytes = |parameter: &ModelParameter| {
-            let elements = match units.get(&parameter.path) {
-                Some(unit) if parameter.placement.is_owned() => unit.part_count().max(1),
-                _ => parameter.shape.iter().product(),
-            };
-            elements * parameter.dtype.size()
-        };
-        let parameters = of_model.iter().map(bytes).sum();
-        let states: usize = shards.iter().map(Shard::state_bytes).sum();
-        let masters = shards.iter().map(Shard::master_bytes).sum();
-        let states = states - masters;
-        let mut memory = MemoryReport::default();
-        memory.observe(Snapshot { parameters, states, masters, ..Snapshot::default() });
+        let (mut shards, mut matrices) = (vec![], vec![]);
+        for bucket in divided.plan.buckets() {
+            shards.push(Shard::new(bucket, &divided, &publishers, &mut matrices));
+        }
+        let scaling = GradientScaling::new(config, &divided);
         let mut optim = Self {
-            world: world.clone(),
-            layout: layout.clone(),
-            units,
-            cuts,
-            counters: Counters::new(trained.len(), &device),
-            absence: Absence::new(config.muon.max_absent, trained.len()),
-            skipped: skipped.clone(),
-            place: Place::default(),
-            diverged: slices::zeros(matrices.len(), DType::F32, &device),
-            matrices: RowSums::new(&matrices, trained.len(), &device),
-            routing,
-            plan,
-            shards,
-            model: of_model,
-            trained,
-            costs,
-            gradients: config.gradients,
-            grad_dtype: config.grad_dtype,
-            loss_scale: config.loss_scale.clone().map(LossScale::new),
-            in_flight: config.in_flight,
-            publish: config.publish,
-            publication: Arc::default(),
-            stages: stages.into(),
-            clip,
-            compared: HashSet::new(),
-            compared_steps: 0,
+            traffic: Traffic::new(config, &divided.plan, scaling.waits_for_all()),
+            accounts: Accounts::new(&config.muon, &divided, &matrices),
+            compared: ComparedGradients::default(),
             checks: Checks::new(config.check_every),
             head_clip: None,
-            requested: false,
-            observed: None,
-            memory,
-            parameter_bytes: parameters,
-            state_bytes: states,
-            master_bytes: masters,
+            observing: Observing::default(),
+            memory: RankMemory::new(divided.bytes(), &shards),
+            divided,
+            shards,
+            scaling,
         };
-        optim.start_counting();
+        optim.accounts.start_counting(&optim.divided);
         Ok(optim)
     }
 
@@ -276,7 +173,7 @@ impl DistModuleOptimizer {
 
     /// Ends the world if this rank failed, so that the other ranks see the error.
     fn announced<T>(&self, outcome: Result<T>) -> Result<T> {
-        outcome.inspect_err(|error| self.world.comm().fail(&error.to_string()))
+        outcome.inspect_err(|error| self.divided.world.comm().fail(&error.to_string()))
     }
 
     /// Waits for the parameters of the last step, with [`Publish::AtFirstUse`](super::Publish): all
@@ -286,8 +183,8 @@ impl DistModuleOptimizer {
     ///
     /// As every collective.
     pub fn finish_publication(&self) -> Result<()> {
-        self.publication.finish()?;
-        self.units.finish_publication()
+        self.traffic.publication.finish()?;
+        self.divided.passes.finish_publication()
     }
 
     /// Returns the factor on the loss in the next step, the same on all ranks: the scale of
@@ -310,7 +207,7 @@ impl DistModuleOptimizer {
     /// # Ok::<(), distmuon::Error>(())
     /// ```
     pub fn loss_scale(&self) -> f64 {
-        self.loss_scale.as_ref().map_or(1.0, |loss_scale| loss_scale.scale)
+        self.scaling.scale()
     }
 
     /// Scales the projections of attention heads by the factors of QK-clip in the next step, after
@@ -326,63 +223,36 @@ impl DistModuleOptimizer {
     /// The factors come from [`QkClip::factors_on`](crate::QkClip::factors_on), for the logits
     /// of the forward pass before the step.
     pub fn clip_heads(&mut self, factors: &Factors<'_>) {
-        let scaled = self.model.iter().filter_map(|parameter| {
-            let factors = factors.of_elements(&parameter.path)?.to_device(&self.device());
-            let batches = parameter.blocks.batches();
-            let elements: usize = batches.map(|batch| batch.iter().product::<usize>()).sum();
-            // Others are an error of the step.
-            let blocks = match factors.dims() == [elements] {
-                true => parameter.blocks.cut(factors),
-                false => vec![factors],
-            };
-            Some(parameter.trained.clone().zip(blocks))
-        });
-        let heads = factors.clipped_heads();
-        self.head_clip = Some(HeadClip { factors: scaled.flatten().collect(), heads });
+        self.head_clip = Some(HeadClip::new(factors, &self.divided));
     }
 
     /// Returns the optimizer of every parameter, with the reasons.
     pub fn routing(&self) -> &Routing {
-        &self.routing
+        &self.divided.routing
     }
 
     /// Returns the plan: the owners of all matrices and the buckets of all parameters.
     pub fn plan(&self) -> &Plan {
-        &self.plan
+        &self.divided.plan
     }
 
-    /// Returns the costs that the plan balances, in the unit of
+    /// Returns the costs that the plan balances, in the pass_parameter of
     /// [`DistMuonConfig::costs`](super::DistMuonConfig::costs): floating-point operations or
     /// seconds.
     pub fn costs(&self) -> &Costs {
-        &self.costs
+        &self.divided.costs
     }
 
     /// Returns the number of matrices, the cost and the bytes of every rank. Prints as a table.
     pub fn report(&self) -> Report {
-        self.plan.report(&self.costs)
+        self.divided.plan.report(&self.divided.costs)
     }
 
     /// Returns the bytes of the tensors that this rank holds. Prints as a table.
     pub fn memory(&self) -> MemoryReport {
-        let mut report = self.memory;
-        let between_steps = |held: Held| Snapshot {
-            parameters: self.parameter_bytes,
-            shards: held.means,
-            masters: self.master_bytes,
-            states: self.state_bytes,
-            buffers: held.publishing,
-            gathered: held.gathered,
-            in_flight: held.in_flight,
-            ..Snapshot::default()
-        };
-        self.units.held().into_iter().for_each(|peak| report.observe(between_steps(peak)));
-        let mut now = between_steps(self.units.holds());
-        let arriving = self.publication.arriving();
-        now.parameters -= arriving.parameters;
-        now.buffers += arriving.buffers;
-        report.observe(now);
-        report.communicators = self.world.comm().communicators();
+        let DividedModel { passes, world, .. } = &self.divided;
+        let mut report = self.memory.between_steps(passes, &self.traffic.publication.arriving());
+        report.communicators = world.comm().communicators();
         report
     }
 
@@ -390,35 +260,21 @@ impl DistModuleOptimizer {
     /// ranks. Matrices for which the iteration diverges are counted with the next step if gradients
     /// are clipped or have the scale of the loss, and in stacks whose matrices have several owners.
     pub fn skipped_steps(&self) -> &SkippedSteps {
-        &self.skipped
+        &self.accounts.skipped
     }
 
     /// Returns the trained parameters that have had no gradient on any rank in the last
     /// [`MuonConfig::max_absent`](crate::MuonConfig::max_absent) steps or more, with the number of
     /// these steps: a layer whose output the loss does not use, or that was detached.
     pub fn absent(&self) -> BTreeMap<String, usize> {
-        let reached = self.absence.reached();
-        reached.map(|(index, steps)| (self.trained[index].path.clone(), steps)).collect()
+        let reached = self.accounts.absence.reached();
+        reached.map(|(index, steps)| (self.divided.path(index).to_owned(), steps)).collect()
     }
 
     /// Counts skipped steps in other counts.
     #[cfg_attr(not(feature = "train"), expect(dead_code, reason = "for learners"))]
     pub(super) fn count_skipped_in(&mut self, skipped: &SkippedSteps) {
-        self.skipped = skipped.clone();
-        self.place = Place::default();
-        self.start_counting();
-    }
-
-    /// Registers the counts as they are now.
-    fn start_counting(&mut self) {
-        let names = self.trained.iter().map(|parameter| parameter.path.clone()).collect();
-        let reserved = self.place.has_started().then_some(self.place);
-        let times = self.trained.iter().map(|parameter| parameter.time).collect();
-        self.place = self.skipped.start(reserved, names, self.counters.skipped.clone(), times);
-    }
-
-    fn device(&self) -> Device {
-        self.world.device().clone().inner()
+        self.accounts.count_skipped_in(skipped, &self.divided);
     }
 }
 

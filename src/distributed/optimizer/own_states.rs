@@ -8,9 +8,10 @@ use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
 use burn_pack::Scalar;
 use serde::{Deserialize, Serialize};
 
-use super::DistModuleOptimizer;
+use super::divided::DividedModel;
 use super::shard::Shard;
 use crate::checkpoint::{Planned, States};
+use crate::comm::World;
 use crate::distributed::plan::BucketKind;
 use crate::error::Result;
 use crate::slices;
@@ -31,13 +32,13 @@ pub struct OwnStates {
 /// A state without the elements of its tensors.
 #[derive(Serialize, Deserialize)]
 struct Outline {
-    tensors: Vec<Entry>,
+    tensors: Vec<TensorOutline>,
     scalars: Vec<(String, Scalar)>,
 }
 
 /// A tensor of a state.
 #[derive(Serialize, Deserialize)]
-struct Entry {
+struct TensorOutline {
     name: String,
     dtype: DType,
     shape: Vec<usize>,
@@ -60,7 +61,7 @@ impl Outline {
     fn of(state: StateSink) -> Self {
         let entry = |(name, data): (String, TensorData)| {
             let (bytes, shape, dtype) = data.into_parts();
-            Entry { name, dtype, shape: shape.to_vec(), bytes: bytes.len() }
+            TensorOutline { name, dtype, shape: shape.to_vec(), bytes: bytes.len() }
         };
         Self { tensors: state.tensors.into_iter().map(entry).collect(), scalars: state.scalars }
     }
@@ -71,12 +72,12 @@ impl Outline {
 }
 
 impl OwnStates {
-    /// The tensors of the states, in the order in which [`DistModuleOptimizer::collect_own`] passes
+    /// The tensors of the states, in the order in which [`collect`](Self::collect) passes
     /// them on, given the identity of every parameter.
     pub fn planned(&self, id: impl Fn(usize) -> u64) -> Vec<Planned> {
         let each = self.outlines.iter().flat_map(|(parameter, outline)| {
             let id = id(*parameter);
-            outline.tensors.iter().map(move |Entry { name, dtype, shape, bytes }| Planned {
+            outline.tensors.iter().map(move |TensorOutline { name, dtype, shape, bytes }| Planned {
                 name: format!("{id}.{name}"),
                 dtype: *dtype,
                 shape: shape.clone(),
@@ -102,47 +103,51 @@ impl OwnStates {
         let size = |(parameter, outline): (&usize, &Outline)| (*parameter, outline.bytes());
         Self { sizes: outlines.iter().map(size).collect(), outlines }
     }
-}
 
-impl DistModuleOptimizer {
     /// The states of this rank. Each is copied to the host, to see its shape, and dropped.
-    pub(super) fn local_own_states(&self) -> OwnStates {
-        let states = self.shards.iter().flat_map(|shard| shard.own_states());
-        OwnStates::of(states.map(|(number, state)| (number, Outline::of(state))).collect())
+    pub fn local(shards: &[Shard]) -> Self {
+        let states = shards.iter().flat_map(|shard| shard.own_states());
+        Self::of(states.map(|(number, state)| (number, Outline::of(state))).collect())
     }
 
     /// The states of all ranks, with their outlines on rank 0 or on all ranks. All ranks make this
     /// call.
-    pub(super) fn own_states(&self, everywhere: bool) -> Result<OwnStates> {
-        let mut own = self.local_own_states();
+    pub fn gather(divided: &DividedModel, shards: &[Shard], everywhere: bool) -> Result<Self> {
+        let (world, mut own) = (&divided.world, Self::local(shards));
         let is_whole = |shard: &Shard| shard.bucket.kind == BucketKind::Whole;
-        if self.world.size() == 1 || !self.shards.iter().any(is_whole) {
+        if world.size() == 1 || !shards.iter().any(is_whole) {
             return Ok(own);
         }
-        if let Some(all) = self.world.gather_value(&own.outlines, 0)? {
-            own = OwnStates::of(all.into_iter().flatten().collect());
+        if let Some(all) = world.gather_value(&own.outlines, 0)? {
+            own = Self::of(all.into_iter().flatten().collect());
         }
         if everywhere {
-            return Ok(OwnStates::of(self.world.broadcast_value(&own.outlines, 0)?));
+            return Ok(Self::of(world.broadcast_value(&own.outlines, 0)?));
         }
-        Ok(OwnStates { sizes: self.world.broadcast_value(&own.sizes, 0)?, ..own })
+        Ok(Self { sizes: world.broadcast_value(&own.sizes, 0)?, ..own })
     }
 
     /// Passes on the tensors of all states, parameter by parameter, on rank 0 or on all ranks. All
     /// ranks make this call.
-    pub(super) fn collect_own(
+    pub fn collect(
         &self,
-        own: &OwnStates,
+        divided: &DividedModel,
+        shards: &[Shard],
         everywhere: bool,
         mut each: impl FnMut(TensorData),
     ) -> Result<()> {
-        for (parameter, bytes) in &own.sizes {
-            let elements = self.sent(*parameter, *bytes, everywhere)?;
-            if !everywhere && !self.world.is_main() {
+        for (parameter, bytes) in &self.sizes {
+            let owner = divided.plan.owner(*parameter, 0);
+            let local = match divided.world.rank() == owner {
+                true => elements(*parameter, shards),
+                false => vec![],
+            };
+            let elements = sent(local, *bytes, owner, &divided.world, everywhere)?;
+            if !everywhere && !divided.world.is_main() {
                 continue;
             }
             let mut start = 0;
-            for Entry { dtype, shape, bytes, .. } in &own.outlines[parameter].tensors {
+            for TensorOutline { dtype, shape, bytes, .. } in &self.outlines[parameter].tensors {
                 let values = elements[start..start + bytes].to_vec();
                 start += bytes;
                 let values = Bytes::from_bytes_vec(values);
@@ -151,112 +156,131 @@ impl DistModuleOptimizer {
         }
         Ok(())
     }
+}
 
-    /// The elements of a state, from their owner to rank 0 or to all ranks: as words that an engine
-    /// moves, whatever their types are.
-    fn sent(&self, parameter: usize, bytes: usize, everywhere: bool) -> Result<Vec<u8>> {
-        let (comm, owner) = (self.world.comm(), self.plan.owner(parameter, 0));
-        let mut local = vec![];
-        if comm.rank() == owner {
-            let shard = self.shards.iter().find(|shard| shard.owns(parameter));
-            let state = shard.expect("an owner has the parameter").own_state(parameter);
-            let tensors = state.tensors.into_iter();
-            tensors.for_each(|(_, data)| local.extend_from_slice(data.as_bytes()));
-        }
-        if comm.size() == 1 || !everywhere && owner == 0 {
-            return Ok(local);
-        }
-        let word = DType::F32.size();
-        local.resize(local.len().next_multiple_of(word), 0);
-        let device = (&self.device(), DType::F32);
-        let mut all = vec![];
-        for start in (0..bytes).step_by(CHUNK) {
-            let count = CHUNK.min(bytes - start).div_ceil(word);
-            let mut counts = vec![0; comm.size()];
-            counts[owner] = count;
-            let words = counts[comm.rank()];
-            let part = match words {
-                0 => slices::empty(device.1, device.0),
-                _ => {
-                    let part = local[start..start + words * word].to_vec();
-                    Tensor::from_data(TensorData::from_bytes_vec(part, [words], device.1), device)
-                }
-            };
-            let received = match everywhere {
-                true => comm.all_gather(part, &counts)?.wait()?,
-                false => comm.gather(part, &counts, 0)?.wait()?,
-            };
-            if everywhere || comm.rank() == 0 {
-                all.extend_from_slice(received.into_data().as_bytes());
+/// The elements of the state of a parameter that this rank owns.
+fn elements(parameter: usize, shards: &[Shard]) -> Vec<u8> {
+    let shard = shards.iter().find(|shard| shard.owns(parameter));
+    let state = shard.expect("an owner has the parameter").own_state(parameter);
+    let mut elements = vec![];
+    let tensors = state.tensors.into_iter();
+    tensors.for_each(|(_, data)| elements.extend_from_slice(data.as_bytes()));
+    elements
+}
+
+/// The elements of a state, from their owner to rank 0 or to all ranks: as words that an engine
+/// moves, whatever their types are. Only the owner has them in `local`.
+fn sent(
+    mut local: Vec<u8>,
+    bytes: usize,
+    owner: usize,
+    world: &World,
+    everywhere: bool,
+) -> Result<Vec<u8>> {
+    let comm = world.comm();
+    if comm.size() == 1 || !everywhere && owner == 0 {
+        return Ok(local);
+    }
+    let word = DType::F32.size();
+    local.resize(local.len().next_multiple_of(word), 0);
+    let device = (&world.device().clone().inner(), DType::F32);
+    let mut all = vec![];
+    for start in (0..bytes).step_by(CHUNK) {
+        let count = CHUNK.min(bytes - start).div_ceil(word);
+        let mut counts = vec![0; comm.size()];
+        counts[owner] = count;
+        let words = counts[comm.rank()];
+        let part = match words {
+            0 => slices::empty(device.1, device.0),
+            _ => {
+                let part = local[start..start + words * word].to_vec();
+                Tensor::from_data(TensorData::from_bytes_vec(part, [words], device.1), device)
             }
+        };
+        let received = match everywhere {
+            true => comm.all_gather(part, &counts)?.wait()?,
+            false => comm.gather(part, &counts, 0)?.wait()?,
+        };
+        if everywhere || comm.rank() == 0 {
+            all.extend_from_slice(received.into_data().as_bytes());
         }
-        all.truncate(bytes);
-        Ok(all)
     }
+    all.truncate(bytes);
+    Ok(all)
+}
 
-    /// The problem of the state of a parameter that this rank owns.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if the state can't be read.
-    pub(super) fn own_problem(&self, index: usize, states: &States) -> Result<Option<String>> {
-        if self.plan.owner(index, 0) != self.world.rank() {
-            return Ok(None);
-        }
-        let (device, path) = (self.device(), &self.model[self.trained[index].model].path);
-        let (mut source, names) = self.source(path, states)?;
-        let other_type = names.iter().find_map(|(name, dtype)| other_type(name, *dtype, &device));
-        if other_type.is_some() {
-            return Ok(other_type);
-        }
-        let mut shards = self.shards.iter().filter(|shard| shard.owns(index));
-        let shard = shards.next().expect("an owner has the parameter");
-        if shard.read_own(index, &mut source, &device).is_none() {
-            return Ok(Some(of_another()));
-        }
-        // An optimizer takes what it knows.
-        let mut names = names.iter().map(|(name, _)| name.as_str());
-        Ok(names.find(|name| source.take_tensor("", name).is_some()).map(unused_slot))
+/// The problem of the state of a parameter that this rank owns.
+///
+/// # Errors
+///
+/// [`Error::Checkpoint`](crate::Error::Checkpoint) if the state can't be read.
+pub fn own_problem(
+    divided: &DividedModel,
+    shards: &[Shard],
+    index: usize,
+    states: &States,
+) -> Result<Option<String>> {
+    if divided.plan.owner(index, 0) != divided.world.rank() {
+        return Ok(None);
     }
-
-    /// The state of a whole parameter, as an optimizer reads it, with the names and types of its
-    /// tensors.
-    fn source(&self, path: &str, states: &States) -> Result<(StateSource, Vec<(String, DType)>)> {
-        let (tensors, scalars) = states.under(path, OWN_STATE);
-        let (mut source, mut names) = (StateSource::new(scalars), vec![]);
-        for (name, in_archive) in tensors {
-            let data = states.archive().data(in_archive)?;
-            names.push((name.clone(), data.dtype()));
-            source.insert_tensor(name, data);
-        }
-        Ok((source, names))
+    let (device, path) = (divided.device(), &divided.of_model(index).path);
+    let (mut source, names) = source(path, states)?;
+    let other_type = names.iter().find_map(|(name, dtype)| other_type(name, *dtype, &device));
+    if other_type.is_some() {
+        return Ok(other_type);
     }
+    let mut shards = shards.iter().filter(|shard| shard.owns(index));
+    let shard = shards.next().expect("an owner has the parameter");
+    if shard.read_own(index, &mut source, &device).is_none() {
+        return Ok(Some(of_another()));
+    }
+    // An optimizer takes what it knows.
+    let mut names = names.iter().map(|(name, _)| name.as_str());
+    Ok(names.find(|name| source.take_tensor("", name).is_some()).map(unused_slot))
+}
 
-    /// Reads the states of this rank's parameters. States of `unused` parameters become empty.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Checkpoint`](crate::Error::Checkpoint) if a state can't be read.
-    ///
-    /// # Panics
-    ///
-    /// If a state has a [problem](Self::own_problem).
-    pub(super) fn fill_own(&mut self, states: &States, unused: &BTreeSet<String>) -> Result<()> {
-        let device = self.device();
-        for shard in 0..self.shards.len() {
-            for index in self.shards[shard].bucket.parameters.clone() {
-                if !self.shards[shard].owns(index) {
-                    continue;
-                }
-                let path = &self.model[self.trained[index].model].path;
-                let mut source = match unused.contains(path) {
-                    true => StateSource::default(),
-                    false => self.source(path, states)?.0,
-                };
-                let own = self.shards[shard].read_own(index, &mut source, &device);
-                self.shards[shard].set_own(index, own.expect("its problems were looked for"));
+/// The state of a whole parameter, as an optimizer reads it, with the names and types of its
+/// tensors.
+fn source(path: &str, states: &States) -> Result<(StateSource, Vec<(String, DType)>)> {
+    let (tensors, scalars) = states.under(path, OWN_STATE);
+    let (mut source, mut names) = (StateSource::new(scalars), vec![]);
+    for (name, in_archive) in tensors {
+        let data = states.archive().data(in_archive)?;
+        names.push((name.clone(), data.dtype()));
+        source.insert_tensor(name, data);
+    }
+    Ok((source, names))
+}
+
+/// Reads the states of this rank's parameters. States of `unused` parameters become empty.
+///
+/// # Errors
+///
+/// [`Error::Checkpoint`](crate::Error::Checkpoint) if a state can't be read.
+///
+/// # Panics
+///
+/// If a state has a [problem](own_problem).
+pub fn fill_own(
+    shards: &mut [Shard],
+    divided: &DividedModel,
+    states: &States,
+    unused: &BTreeSet<String>,
+) -> Result<()> {
+    let device = divided.device();
+    for shard in shards {
+        for index in shard.bucket.parameters.clone() {
+            if !shard.owns(index) {
+                continue;
             }
+            let path = &divided.of_model(index).path;
+            let mut source = match unused.contains(path) {
+                true => StateSource::default(),
+                false => source(path, states)?.0,
+            };
+            let own = shard.read_own(index, &mut source, &device);
+            shard.set_own(index, own.expect("its problems were looked for"));
         }
-        Ok(())
     }
+    Ok(())
 }

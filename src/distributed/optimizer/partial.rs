@@ -6,10 +6,12 @@
 //! [`Place::partial`](crate::distributed::Place::partial). Without it, training goes on with wrong
 //! gradients. The ranks compare every gradient once, in the first steps.
 
+use std::collections::HashSet;
+
 use burn::tensor::{DType, Device, Int, Tensor};
 
-use super::DistModuleOptimizer;
-use super::detached::DetachedParameters;
+use super::detached::FlatTensors;
+use super::divided::DividedModel;
 use crate::distributed::mesh::Axis;
 use crate::error::{Error, Result};
 use crate::slices;
@@ -21,36 +23,49 @@ const TOLERANCE: f32 = 0.01;
 /// Steps after which gradients that were always zero are compared no more.
 const STEPS: usize = 8;
 
-impl DistModuleOptimizer {
+/// The gradients that were compared, and the steps so far.
+#[derive(Default)]
+pub struct ComparedGradients {
+    /// The name of an axis and the index of a parameter.
+    compared: HashSet<(String, usize)>,
+    steps: usize,
+}
+
+impl ComparedGradients {
     /// Compares gradients on the ranks of every model axis: those of parameters that are neither
     /// cut nor partial along the axis, and that the step reduces. Each is compared in the first
     /// step in which it is neither zero nor infinite.
-    pub(super) fn compare_gradients(&mut self, detached: &DetachedParameters) -> Result<()> {
-        if self.compared_steps == STEPS {
+    pub fn compare(&mut self, gradients: &FlatTensors, divided: &DividedModel) -> Result<()> {
+        if self.steps == STEPS {
             return Ok(());
         }
-        self.compared_steps += 1;
-        let axes = self.layout.mesh().axes().to_vec();
-        let mut axes = axes.iter().filter(|axis| axis.is_model() && axis.size() > 1);
-        axes.try_for_each(|axis| self.compare_along(axis, detached))
+        self.steps += 1;
+        let axes = divided.layout.mesh().axes().iter();
+        let mut axes = axes.filter(|axis| axis.is_model() && axis.size() > 1);
+        axes.try_for_each(|axis| self.compare_along(axis, gradients, divided))
     }
 
-    fn compare_along(&mut self, axis: &Axis, detached: &DetachedParameters) -> Result<()> {
-        let group = self.layout.mesh().group(axis.name()).expect("an axis of the mesh");
+    fn compare_along(
+        &mut self,
+        axis: &Axis,
+        gradients: &FlatTensors,
+        divided: &DividedModel,
+    ) -> Result<()> {
+        let group = divided.layout.mesh().group(axis.name()).expect("an axis of the mesh");
         let is_compared = |index: &usize| {
-            let parameter = &self.model[self.trained[*index].model];
+            let parameter = divided.of_model(*index);
             !parameter.placement.reduces_in_backward()
-                && !self.cuts.differs_along(&parameter.path, axis.name())
+                && !divided.cuts.differs_along(&parameter.path, axis.name())
                 && !self.compared.contains(&(axis.name().to_owned(), *index))
         };
-        let compared: Vec<usize> = (0..self.trained.len()).filter(is_compared).collect();
+        let compared: Vec<usize> = (0..divided.trainable.len()).filter(is_compared).collect();
         if compared.is_empty() {
             return Ok(());
         }
-        let device = self.device();
+        let device = divided.device();
         let mut found = vec![];
         for index in &compared {
-            found.push(match detached.gradients.get(*index) {
+            found.push(match gradients.get(*index) {
                 Some(gradient) => projected(gradient, &device),
                 None => slices::zeros(2, DType::F32, &device),
             });
@@ -73,8 +88,8 @@ impl DistModuleOptimizer {
             if let Some(number) = pairs.into_iter().position(differs) {
                 let axis = axis.name();
                 return Err(Error::parameter(
-                    &self.trained[compared[number]].path,
-                    self.world.rank(),
+                    divided.path(compared[number]),
+                    divided.world.rank(),
                     format!("its gradient is not the same on the ranks along `{axis}`"),
                     "add `Place::partial` if every rank uses it for its slice; otherwise give the \
                      ranks of a model axis the same data, and begin regions by `parallel::enter`",

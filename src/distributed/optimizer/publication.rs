@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor};
 
 use crate::comm::Pending;
 use crate::distributed::plan::Bucket;
-use crate::distributed::trained::ModelParameter;
+use crate::distributed::trainable::ModelParameter;
 use crate::error::{Error, Result};
 use crate::parameters::in_place_if_trained;
 use crate::slices;
@@ -16,10 +16,10 @@ use crate::slices;
 /// The buckets of a step that are being gathered. The first use of a parameter waits for its
 /// bucket, and for those before it.
 #[derive(Default)]
-pub struct Publication(Mutex<State>);
+pub struct Publication(Mutex<Arrivals>);
 
 #[derive(Default)]
-struct State {
+struct Arrivals {
     pending: VecDeque<(Bucket, Pending)>,
     /// The parameters that have arrived, by their index.
     arrived: HashMap<usize, Tensor<1>>,
@@ -47,7 +47,7 @@ impl Publication {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, Arrivals> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -74,7 +74,7 @@ impl Publication {
         let is_empty: Vec<bool> =
             parameter.held.batches().map(|batch| batch.contains(&0)).collect();
         let mut block = |index: usize| loop {
-            if is_empty[index - parameter.trained.start] {
+            if is_empty[index - parameter.trainable.start] {
                 // This rank's slice has nothing of the block.
                 return Some(slices::empty(parameter.dtype, device));
             }
@@ -85,7 +85,7 @@ impl Publication {
                 return None;
             }
         };
-        let blocks: Option<Vec<_>> = parameter.trained.clone().map(&mut block).collect();
+        let blocks: Option<Vec<_>> = parameter.trainable.clone().map(&mut block).collect();
         let nan = || {
             let elements: usize = parameter.shape.iter().product();
             Tensor::full([elements], f32::NAN, (device, parameter.dtype))
@@ -94,7 +94,7 @@ impl Publication {
     }
 }
 
-impl State {
+impl Arrivals {
     /// Waits for the oldest bucket. Returns `false` if there is none, or after a failure.
     fn land(&mut self) -> bool {
         let Some((bucket, pending)) = self.pending.pop_front() else { return false };
@@ -112,7 +112,7 @@ impl State {
     }
 }
 
-impl Drop for State {
+impl Drop for Arrivals {
     /// Waits for all that was not used, since the other ranks send it.
     fn drop(&mut self) {
         while self.land() {}

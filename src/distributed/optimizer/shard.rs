@@ -9,15 +9,16 @@ use std::sync::Arc;
 use burn::optim::{DynState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-use super::controls::{StepControls, StepInputs};
-use super::detached::FlatTensors;
-use super::exchange::Exchange;
+use super::controls::{Decisions, StepControls, StepInputs};
+use super::detached::{FlatTensors, pack};
+use super::divided::DividedModel;
+use super::exchange::{Exchange, Publishers};
 use crate::backend::{
     AdamWControls, ElementwiseRows, FlaggedRows, KernelPolicy, ScaledNorms, precise_dtype, reject,
     scaled,
 };
 use crate::distributed::plan::{self, Bucket, BucketKind, ROW_ELEMENTS};
-use crate::distributed::trained::{Kind, TrainedParameter};
+use crate::distributed::trainable::{TrainableParameter, UpdateKind};
 use crate::routing::Updates;
 use crate::slices;
 use crate::update::{
@@ -35,9 +36,26 @@ pub struct Shard {
     /// `true` if any of the bucket's parameters is a stack of matrices.
     has_stacks: bool,
     /// The parameters in this rank's part, in order.
-    runs: Vec<Run>,
+    runs: Vec<ShardRun>,
     batches: Vec<Batch>,
     device: Device,
+}
+
+/// The tensors of an update, in the order of the parameters of a shard.
+pub struct UpdateTensors {
+    pub gradients: Vec<Tensor<1>>,
+    pub values: Vec<Tensor<1>>,
+}
+
+impl UpdateTensors {
+    /// Takes out the tensors of the first parameters.
+    fn take_first(&mut self, count: usize) -> Self {
+        let Self { gradients, values } = self;
+        Self {
+            gradients: gradients.drain(..count).collect(),
+            values: values.drain(..count).collect(),
+        }
+    }
 }
 
 /// The rule for the parameters of a shard.
@@ -49,7 +67,7 @@ enum Update {
 }
 
 /// Neighbouring elements of a parameter, all in one shard.
-struct Run {
+struct ShardRun {
     /// Index of the parameter, and its path.
     parameter: usize,
     path: String,
@@ -100,20 +118,21 @@ impl Shard {
     /// the matrices that the rank has.
     pub fn new(
         bucket: &Bucket,
-        exchange: Exchange,
-        parameters: &[TrainedParameter],
-        rank: usize,
-        updates @ Updates { muon, rest, .. }: &Updates,
+        divided: &DividedModel,
+        publishers: &Publishers,
         rank_matrices: &mut Vec<usize>,
-        device: &Device,
     ) -> Self {
+        let DividedModel { world, layout, plan, trainable: parameters, routing, .. } = divided;
+        let updates @ Updates { muon, rest, .. } = routing.updates();
+        let (rank, device) = (world.rank(), &divided.device());
+        let exchange = Exchange::new(bucket, plan.parameters(), layout, publishers);
         let range = bucket.shard_range(rank);
         let run = |plan::Run { parameter, elements, range }| {
             let path = parameters[parameter].path.clone();
             let is_stack = parameters[parameter].is_stack();
-            Run { parameter, path, elements, range, is_stack }
+            ShardRun { parameter, path, elements, range, is_stack }
         };
-        let mut runs: Vec<Run> = bucket.runs(rank).into_iter().map(run).collect();
+        let mut runs: Vec<ShardRun> = bucket.runs(rank).into_iter().map(run).collect();
         let (update, batches) = match bucket.kind {
             BucketKind::Matrices => {
                 let first = rank_matrices.len();
@@ -158,7 +177,7 @@ impl Shard {
     /// all of it. Zeros for those that are absent.
     pub fn take(&self, values: &mut FlatTensors) -> Vec<Tensor<1>> {
         let (dtype, device) = (self.bucket.dtype, &self.device);
-        let each = self.runs.iter().map(|Run { parameter, elements, .. }| {
+        let each = self.runs.iter().map(|ShardRun { parameter, elements, .. }| {
             values.take_elements(*parameter, elements.clone(), dtype, device)
         });
         each.collect()
@@ -182,6 +201,19 @@ impl Shard {
     /// elements.
     pub fn parameters(&self) -> impl Iterator<Item = (usize, usize)> {
         self.runs.iter().map(|run| (run.parameter, run.elements.start))
+    }
+
+    /// This rank's share of the bucket as it has it, whose parameters may be slices.
+    pub fn pack_share(&self, values: &mut FlatTensors, dtype: DType) -> Tensor<1> {
+        pack(values, &self.exchange.held, self.exchange.share(), dtype, &self.device)
+    }
+
+    /// Returns `true` if the ranks update the bucket in shards, and every rank has all of it, or
+    /// the same slices.
+    pub fn is_gathered(&self) -> bool {
+        self.exchange.group.size() > 1
+            && self.bucket.kind != BucketKind::Replicated
+            && !self.bucket.placement.is_owned()
     }
 
     fn policy(&self) -> KernelPolicy {
@@ -222,30 +254,27 @@ impl Shard {
     /// the norms of the step to `observations`.
     pub fn update(
         &mut self,
-        mut gradients: Vec<Tensor<1>>,
-        mut values: Vec<Tensor<1>>,
-        (controls, inputs): (&StepControls, &StepInputs),
+        mut tensors: UpdateTensors,
+        decisions: Decisions<'_>,
         diverged: &mut Tensor<1>,
         mut observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
         let (update, all, dtype) = (&self.update, &self.runs, self.bucket.dtype);
         let updated = self.batches.iter_mut().flat_map(|batch| {
             let runs = &all[batch.runs.clone()];
-            let gradients: Vec<_> = gradients.drain(..runs.len()).collect();
-            let values: Vec<_> = values.drain(..runs.len()).collect();
-            let (by, observations) = ((controls, inputs), observations.as_deref_mut());
+            let tensors = tensors.take_first(runs.len());
+            let observations = observations.as_deref_mut();
             match update {
                 Update::Muon(muon) => {
-                    batch.with_matrices(runs, dtype, by, diverged, |batch, state, flags| {
+                    let UpdateTensors { gradients, values } = tensors;
+                    batch.with_matrices(runs, dtype, decisions, diverged, |batch, state, flags| {
                         muon.step(batch, gradients, values, state, flags, observations)
                     })
                 }
                 Update::Elementwise(rest) => {
-                    batch.update_elements(rest, runs, (gradients, values), by, observations)
+                    batch.update_elements(rest, runs, tensors, decisions, observations)
                 }
-                Update::Whole(_) => {
-                    batch.update_whole(&runs[0], (gradients, values), by, observations)
-                }
+                Update::Whole(_) => batch.update_whole(&runs[0], tensors, decisions, observations),
             }
         });
         updated.collect()
@@ -270,7 +299,7 @@ impl Shard {
     pub fn directions(
         &mut self,
         mut gradients: Vec<Tensor<1>>,
-        by: (&StepControls, &StepInputs),
+        decisions: Decisions<'_>,
         diverged: &mut Tensor<1>,
     ) -> Vec<Tensor<1>> {
         let Update::Muon(muon) = &self.update else { unreachable!("only Muon separates") };
@@ -278,7 +307,7 @@ impl Shard {
         let directions = self.batches.iter_mut().flat_map(|batch| {
             let runs = &all[batch.runs.clone()];
             let gradients = gradients.drain(..runs.len()).collect();
-            batch.with_matrices(runs, dtype, by, diverged, |batch, state, flags| {
+            batch.with_matrices(runs, dtype, decisions, diverged, |batch, state, flags| {
                 muon.directions(batch, gradients, state, flags)
             })
         });
@@ -330,7 +359,7 @@ impl Shard {
         let slots = rest.slots(self.bucket.dtype).into_iter();
         let of_slot = |slot: Slot| {
             let values = self.state(slot.name, slot.dtype.resolve(self.bucket.dtype));
-            let of_run = move |run: &Run| {
+            let of_run = move |run: &ShardRun| {
                 (run.parameter, slot.name, slices::slice(&values, run.range.clone()))
             };
             self.runs.iter().map(of_run)
@@ -412,7 +441,7 @@ impl Shard {
     }
 }
 
-impl Run {
+impl ShardRun {
     /// The origin of its values in a step.
     fn origin(&self, inputs: &StepInputs) -> Origin {
         Origin::new(&self.path, self.elements.start, inputs.times[self.parameter])
@@ -429,9 +458,9 @@ impl Batch {
     /// tensor for each parameter, and the new flags.
     fn with_matrices(
         &mut self,
-        runs: &[Run],
+        runs: &[ShardRun],
         dtype: DType,
-        (controls, inputs): (&StepControls, &StepInputs),
+        Decisions { controls, inputs }: Decisions<'_>,
         diverged: &mut Tensor<1>,
         update: impl FnOnce(
             &MuonBatch,
@@ -441,7 +470,7 @@ impl Batch {
     ) -> Vec<Tensor<1>> {
         let rows = self.matrices.as_ref().expect("a batch of matrices");
         let indices = &rows.parameters;
-        let parameter = |run: &Run| MuonParameter {
+        let parameter = |run: &ShardRun| MuonParameter {
             flag: run.parameter,
             is_present: inputs.present[run.parameter],
             origin: run.origin(inputs),
@@ -471,13 +500,13 @@ impl Batch {
     fn update_elements(
         &mut self,
         rest: &ElementwiseUpdate,
-        runs: &[Run],
-        tensors: (Vec<Tensor<1>>, Vec<Tensor<1>>),
-        (controls, inputs): (&StepControls, &StepInputs),
+        runs: &[ShardRun],
+        UpdateTensors { gradients, values }: UpdateTensors,
+        Decisions { controls, inputs }: Decisions<'_>,
         observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
         let StepControls { rejected, corrections, factor, .. } = controls;
-        let parameter = |run: &Run| {
+        let parameter = |run: &ShardRun| {
             let StepSize { decay, lr, .. } = inputs.sizes[run.parameter];
             let (flag, first) = (run.parameter, run.range.start);
             let rows = ElementwiseRows { flag, first, decay, lr };
@@ -486,16 +515,21 @@ impl Batch {
         let parameters: Vec<_> = runs.iter().map(parameter).collect();
         let controls = AdamWControls { rejected, corrections, factor: factor.as_ref() };
         let elements = self.elements.len();
-        let (gradients, values) = tensors;
-        let tensors = (values, gradients);
-        rest.step(tensors, &mut self.state, elements, &controls, &parameters, observations)
+        rest.step(
+            (values, gradients),
+            &mut self.state,
+            elements,
+            &controls,
+            &parameters,
+            observations,
+        )
     }
 
     fn update_whole(
         &mut self,
-        run: &Run,
-        (mut gradients, mut values): (Vec<Tensor<1>>, Vec<Tensor<1>>),
-        (controls, inputs): (&StepControls, &StepInputs),
+        run: &ShardRun,
+        UpdateTensors { mut gradients, mut values }: UpdateTensors,
+        Decisions { controls, inputs }: Decisions<'_>,
         observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
         let (value, gradient) = (values.swap_remove(0), gradients.swap_remove(0));
@@ -512,21 +546,20 @@ impl Batch {
             origin: run.origin(inputs),
             factors: run.factors(inputs),
         };
-        let tensors = (value, gradient);
-        vec![update.step(tensors, parameter, (&mut self.state, own), observations)]
+        vec![update.step((value, gradient), parameter, (&mut self.state, own), observations)]
     }
 }
 
 /// Whole parameters, each as a batch of one row.
 fn whole_batches(
-    runs: &[Run],
-    parameters: &[TrainedParameter],
+    runs: &[ShardRun],
+    parameters: &[TrainableParameter],
     (dtype, device): (DType, &Device),
     updates: &Updates,
 ) -> Vec<Batch> {
     let batches = runs.iter().enumerate().map(|(index, run)| {
-        let TrainedParameter { kind, shape, .. } = &parameters[run.parameter];
-        let Kind::Whole { optimizer, .. } = kind else {
+        let TrainableParameter { kind, shape, .. } = &parameters[run.parameter];
+        let UpdateKind::Whole { optimizer, .. } = kind else {
             unreachable!("a bucket of whole parameters has no other parameters")
         };
         let update = updates.whole(optimizer);
@@ -546,7 +579,11 @@ fn whole_batches(
 }
 
 /// The parameter of every matrix of a shard, in order.
-fn matrices(bucket: &Bucket, parameters: &[TrainedParameter], shard: &Range<usize>) -> Vec<usize> {
+fn matrices(
+    bucket: &Bucket,
+    parameters: &[TrainableParameter],
+    shard: &Range<usize>,
+) -> Vec<usize> {
     let matrices = |(parameter, elements, _): (usize, Range<usize>, usize)| {
         let [_, m, n] = parameters[parameter].batch();
         std::iter::repeat_n(parameter, elements.len() / (m * n))
@@ -556,20 +593,20 @@ fn matrices(bucket: &Bucket, parameters: &[TrainedParameter], shard: &Range<usiz
 
 /// The parameters as batches of one shape; their flags follow those before `first`.
 fn batches(
-    runs: &[Run],
-    parameters: &[TrainedParameter],
+    runs: &[ShardRun],
+    parameters: &[TrainableParameter],
     mut first: usize,
     (dtype, device): (DType, &Device),
     muon: &MuonUpdate,
 ) -> Vec<Batch> {
-    let matrices = |run: &Run| match parameters[run.parameter].kind {
-        Kind::Muon { matrices, .. } => matrices,
-        Kind::Elementwise { .. } | Kind::Whole { .. } => {
+    let matrices = |run: &ShardRun| match parameters[run.parameter].kind {
+        UpdateKind::Muon { matrices, .. } => matrices,
+        UpdateKind::Elementwise { .. } | UpdateKind::Whole { .. } => {
             unreachable!("a bucket of matrices has no other parameters")
         }
     };
     // Only parts depend on the layout, and only matrices of stacks have clocks of their own.
-    let alike = |run: &Run, other: &Run| {
+    let alike = |run: &ShardRun, other: &ShardRun| {
         let (a, b) = (matrices(run), matrices(other));
         a.shape == b.shape
             && run.is_stack == other.is_stack
@@ -604,7 +641,7 @@ fn batches(
 }
 
 /// The parameter of every matrix of some runs, on the device.
-fn indices(runs: &[Run], matrix: usize, device: &Device) -> Tensor<1, Int> {
+fn indices(runs: &[ShardRun], matrix: usize, device: &Device) -> Tensor<1, Int> {
     let indices = runs
         .iter()
         .flat_map(|run| std::iter::repeat_n(run.parameter as i32, run.range.len() / matrix));

@@ -15,13 +15,13 @@ use crate::update::{MuonPart, MuonUpdate};
 
 /// The parts of matrices in a share.
 pub struct Share {
-    parts: Vec<Part>,
+    parts: Vec<MatrixPiece>,
     /// This rank's slices, by parameter.
     slices: BTreeMap<usize, Slice>,
 }
 
 /// The elements of a matrix that are in this rank's slice of its parameter.
-struct Part {
+struct MatrixPiece {
     parameter: usize,
     /// The range of the matrix in the whole parameter.
     matrix: Range<usize>,
@@ -47,7 +47,7 @@ impl Share {
             let elements = slices[&parameter].slices.range(grid.slice, &matrix);
             let range = end..end + elements.len();
             end = range.end;
-            (!range.is_empty()).then_some(Part { parameter, matrix, elements, range })
+            (!range.is_empty()).then_some(MatrixPiece { parameter, matrix, elements, range })
         });
         Self { parts: parts.collect(), slices }
     }
@@ -67,7 +67,7 @@ impl Share {
             let range = parts[0].range.start..parts[parts.len() - 1].range.end;
             let shape = [parts.len(), 1, parts[0].range.len()];
             let direction = slices::slice(directions, range).reshape(shape);
-            let part = |Part { parameter, matrix, elements, .. }: &Part| {
+            let part = |MatrixPiece { parameter, matrix, elements, .. }: &MatrixPiece| {
                 let Slice { slices, index } = &self.slices[parameter];
                 let factors = inputs.factors(*parameter, matrix);
                 MuonPart {

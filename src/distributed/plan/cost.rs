@@ -26,7 +26,7 @@ impl ShapeCost {
 
 /// The costs of updating matrices, by shape `[rows, columns]`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(from = "Vec<Entry>", into = "Vec<Entry>")]
+#[serde(from = "Vec<CostEntry>", into = "Vec<CostEntry>")]
 pub struct Costs(BTreeMap<[usize; 2], ShapeCost>);
 
 impl Costs {
@@ -85,21 +85,21 @@ impl Costs {
 
 /// One shape of [`Costs`] in a file: a list of entries, because keys of JSON maps are text.
 #[derive(Serialize, Deserialize)]
-struct Entry {
+struct CostEntry {
     shape: [usize; 2],
     #[serde(flatten)]
     cost: ShapeCost,
 }
 
-impl From<Vec<Entry>> for Costs {
-    fn from(entries: Vec<Entry>) -> Self {
+impl From<Vec<CostEntry>> for Costs {
+    fn from(entries: Vec<CostEntry>) -> Self {
         Self::new(entries.into_iter().map(|entry| (entry.shape, entry.cost)))
     }
 }
 
-impl From<Costs> for Vec<Entry> {
+impl From<Costs> for Vec<CostEntry> {
     fn from(costs: Costs) -> Self {
-        costs.0.into_iter().map(|(shape, cost)| Entry { shape, cost }).collect()
+        costs.0.into_iter().map(|(shape, cost)| CostEntry { shape, cost }).collect()
     }
 }
 

@@ -9,12 +9,12 @@ use burn::tensor::{Device, Shape, Tensor};
 
 use super::Passes;
 use crate::comm::Pending;
-use crate::distributed::layout::unit::Unit;
+use crate::distributed::layout::PassParameter;
 use crate::error::{Error, Result};
 use crate::parameters::{self, Field, Visit, in_place_if_trained};
 
 impl Passes {
-    pub fn get(&self, path: &str) -> Option<&Arc<Unit>> {
+    pub fn get(&self, path: &str) -> Option<&Arc<PassParameter>> {
         self.by_path.get(path)
     }
 
@@ -35,10 +35,10 @@ impl Passes {
             ));
         }
         self.ensure_alive()?;
-        if let Some(unit) = self.uncollected() {
+        if let Some(parameter) = self.uncollected() {
             let reason = "its gradient was not collected from the ranks";
             let remedy = "take gradients by `Layout::backward`, or pass them to `Layout::collect`";
-            return Err(Error::parameter(&unit.path, rank, reason, remedy));
+            return Err(Error::parameter(&parameter.path, rank, reason, remedy));
         }
         self.forget_parts();
         Ok(())
@@ -51,11 +51,11 @@ impl Passes {
     /// [`Error::Parameter`] for such a gradient among those that the step has left over.
     pub fn ensure_taken(&self, left_over: &GradientsParams, rank: usize) -> Result<()> {
         match self.among(left_over) {
-            Some(unit) => {
+            Some(parameter) => {
                 let reason = "its gradient was taken for a model with other identities";
                 let remedy = "load or replace parameters before `Layout::backward`, and step the \
                               model that it was called with";
-                Err(Error::parameter(&unit.path, rank, reason, remedy))
+                Err(Error::parameter(&parameter.path, rank, reason, remedy))
             }
             None => Ok(()),
         }
@@ -71,13 +71,13 @@ impl Passes {
         parameters::visit(model, &mut parts);
         let Parts(parts) = parts;
         let fits = |(path, part): &(String, Tensor<1>)| {
-            let unit = self.get(path).filter(|unit| unit.placement.is_owned());
-            unit.is_some_and(|unit| part.dims() == [unit.part_count().max(1)])
+            let parameter = self.get(path).filter(|parameter| parameter.placement.is_owned());
+            parameter.is_some_and(|parameter| part.dims() == [parameter.part_count().max(1)])
         };
         let other = parts.iter().find(|part| !fits(part)).map(|(path, _)| path);
-        let owned = self.by_path.values().filter(|unit| unit.placement.is_owned());
+        let owned = self.by_path.values().filter(|parameter| parameter.placement.is_owned());
         let missing = || {
-            let mut paths = owned.map(|unit| &unit.path);
+            let mut paths = owned.map(|parameter| &parameter.path);
             paths.find(|path| !parts.iter().any(|part| part.0 == **path))
         };
         match other.or_else(missing) {
@@ -99,31 +99,35 @@ impl Passes {
     /// # Errors
     ///
     /// As every collective.
-    pub fn publish_later(&self, unit: &Unit, shard: Tensor<1>) -> Result<Option<Pending>> {
-        if self.replicas(unit).size() == 1 {
-            return self.publish(unit, shard).map(Some);
+    pub fn publish_later(
+        &self,
+        parameter: &PassParameter,
+        shard: Tensor<1>,
+    ) -> Result<Option<Pending>> {
+        if self.replicas(parameter).size() == 1 {
+            return self.publish(parameter, shard).map(Some);
         }
-        self.publish_at_first_use(unit, shard)?;
+        self.publish_at_first_use(parameter, shard)?;
         Ok(None)
     }
 
     /// The part in place of a placeholder, with a value that is waited for at its first use.
     pub fn part_at_first_use<const D: usize>(
         self: &Arc<Self>,
-        unit: &Arc<Unit>,
+        parameter: &Arc<PassParameter>,
         (id, placeholder): (ParamId, Tensor<D>),
     ) -> Param<Tensor<D>> {
-        let (passes, unit, device) = (self.clone(), unit.clone(), placeholder.device());
+        let (passes, parameter, device) = (self.clone(), parameter.clone(), placeholder.device());
         let is_trained = placeholder.is_require_grad();
-        let shape = Shape::from([unit.part_count().max(1)]);
+        let shape = Shape::from([parameter.part_count().max(1)]);
         let take = {
             let shape = shape.clone();
             move |device: &Device, is_trained: bool| {
                 let inner = device.clone().inner();
-                let part = passes.await_part(&unit, &inner).to_device(&inner);
+                let part = passes.await_part(&parameter, &inner).to_device(&inner);
                 // It may have been frozen or unfrozen since the step.
                 let part = in_place_if_trained(&placeholder, part.reshape(shape), is_trained);
-                passes.remember_part(&unit, &part);
+                passes.remember_part(&parameter, &part);
                 part
             }
         };
@@ -136,16 +140,16 @@ impl Passes {
     /// # Errors
     ///
     /// As every collective.
-    pub fn publish(&self, unit: &Unit, shard: Tensor<1>) -> Result<Pending> {
-        if unit.part_count() == 0 {
+    pub fn publish(&self, parameter: &PassParameter, shard: Tensor<1>) -> Result<Pending> {
+        if parameter.part_count() == 0 {
             // A parameter has an element at least.
-            return Ok(Pending::ready(Tensor::zeros([1], (&shard.device(), unit.dtype))));
+            return Ok(Pending::ready(Tensor::zeros([1], (&shard.device(), parameter.dtype))));
         }
-        let replicas = self.replicas(unit);
+        let replicas = self.replicas(parameter);
         if replicas.size() == 1 {
             return Ok(Pending::ready(shard));
         }
-        replicas.all_gather(shard, &unit.shard_counts().to_vec())
+        replicas.all_gather(shard, &parameter.shard_counts().to_vec())
     }
 }
 
@@ -161,12 +165,12 @@ impl Visit for Parts {
 }
 
 impl Index<&str> for Passes {
-    type Output = Arc<Unit>;
+    type Output = Arc<PassParameter>;
 
     /// # Panics
     ///
     /// If the parameter is not owned.
-    fn index(&self, path: &str) -> &Arc<Unit> {
+    fn index(&self, path: &str) -> &Arc<PassParameter> {
         &self.by_path[path]
     }
 }

@@ -6,10 +6,10 @@
 
 use std::sync::Arc;
 
-use super::{Keep, LeafUses, Passes, State};
+use super::{Keep, LeafUses, PassState, Passes};
 use crate::backend::precise_dtype;
+use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::identity::Identities;
-use crate::distributed::layout::unit::Unit;
 use crate::error::{Error, Result};
 use crate::slices::{self, bytes};
 
@@ -26,8 +26,8 @@ impl Passes {
 
     /// Returns `true` if the gradient of a parameter is reduced at the end of the pass, since some
     /// ranks may have none.
-    pub(super) fn waits_for_end(&self, state: &State, unit: &Unit) -> bool {
-        let is_partial = |partial: &Vec<bool>| partial[unit.index];
+    pub(super) fn waits_for_end(&self, state: &PassState, parameter: &PassParameter) -> bool {
+        let is_partial = |partial: &Vec<bool>| partial[parameter.index];
         self.limits.allows_unused && state.partial.as_ref().is_none_or(is_partial)
     }
 
@@ -45,18 +45,20 @@ impl Passes {
             return Ok(());
         }
         let partial = state.partial.clone().unwrap_or_default();
-        let owned = |unit: &&Arc<Unit>| partial[unit.index] && unit.placement.is_owned();
-        for unit in self.units.iter().filter(|_| !partial.is_empty()).filter(owned) {
-            let Some(part) = state.uses[unit.index].part.clone() else {
-                let error = self.undeclared(unit);
+        let owned = |parameter: &&Arc<PassParameter>| {
+            partial[parameter.index] && parameter.placement.is_owned()
+        };
+        for parameter in self.parameters.iter().filter(|_| !partial.is_empty()).filter(owned) {
+            let Some(part) = state.uses[parameter.index].part.clone() else {
+                let error = self.undeclared(parameter);
                 self.fail(&mut state, error.clone());
                 return Err(error);
             };
             let values = part.0;
-            let whole = self.gathered(&mut state, unit, part, |_| Ok(()));
-            if state.uses[unit.index].are_in_pass() {
+            let whole = self.gathered(&mut state, parameter, part, |_| Ok(()));
+            if state.uses[parameter.index].are_in_pass() {
                 state.kept += bytes(&whole);
-                state.uses[unit.index].kept = Some((values, whole));
+                state.uses[parameter.index].kept = Some((values, whole));
                 state.observe();
             }
         }
@@ -64,22 +66,22 @@ impl Passes {
     }
 
     /// The error of a parameter that this rank has neither used nor declared as unused.
-    fn undeclared(&self, unit: &Unit) -> Error {
+    fn undeclared(&self, parameter: &PassParameter) -> Error {
         let reason = "other ranks use it in this pass, and this rank does not";
         let remedy = "call `Layout::unused` where the others use it";
-        Error::parameter(&unit.path, self.groups.world.rank(), reason, remedy)
+        Error::parameter(&parameter.path, self.groups.world.rank(), reason, remedy)
     }
 
     /// Exchanges which parameters each rank uses in this pass, unless that is known or all ranks
     /// use the same ones.
-    pub(super) fn exchange_uses(&self, state: &mut State) -> Result<()> {
+    pub(super) fn exchange_uses(&self, state: &mut PassState) -> Result<()> {
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
         }
-        if !self.limits.allows_unused || state.partial.is_some() || self.units.is_empty() {
+        if !self.limits.allows_unused || state.partial.is_some() || self.parameters.is_empty() {
             return Ok(());
         }
-        let count = self.units.len();
+        let count = self.parameters.len();
         let mut bits = vec![0; (2 * count).div_ceil(8)];
         for (index, uses) in state.uses.iter().enumerate() {
             let mut set = |bit: usize| bits[bit / 8] |= 1 << (bit % 8);
@@ -102,28 +104,28 @@ impl Passes {
     /// value, or zeros. In float32, since only some ranks may have micro-batches.
     pub(super) fn start_reducing_partial(
         &self,
-        state: &mut State,
-        unit: &Unit,
+        state: &mut PassState,
+        parameter: &PassParameter,
         model: &Identities,
     ) -> Result<()> {
-        let Some(leaf) = model.of(unit)?.leaf else { return Err(self.undeclared(unit)) };
-        let leaves = std::mem::take(&mut state.uses[unit.index].leaves);
+        let Some(leaf) = model.of(parameter)?.leaf else { return Err(self.undeclared(parameter)) };
+        let leaves = std::mem::take(&mut state.uses[parameter.index].leaves);
         state.sums -= leaves.iter().map(LeafUses::bytes).sum::<usize>();
         let (of_model, others): (Vec<_>, Vec<_>) =
             leaves.into_iter().partition(|uses| uses.leaf == leaf);
         if others.iter().any(|uses| uses.micro_batches.is_some()) {
-            return Err(model.changed(unit));
+            return Err(model.changed(parameter));
         }
         let mut uses = of_model.into_iter().next().unwrap_or_else(|| LeafUses::of(leaf));
-        let dtype = precise_dtype(unit.dtype);
+        let dtype = precise_dtype(parameter.dtype);
         uses.sum = uses.sum.map(|sum| sum.cast(dtype));
         if !uses.has_gradient() {
             let device = self.groups.world.device().clone().inner();
-            uses.sum = Some(slices::zeros(unit.shape.iter().product(), dtype, &device));
+            uses.sum = Some(slices::zeros(parameter.shape.iter().product(), dtype, &device));
         }
         state.sums += uses.bytes();
         state.observe();
-        state.uses[unit.index].leaves.push(uses);
-        self.start_reducing(state, unit, leaf)
+        state.uses[parameter.index].leaves.push(uses);
+        self.start_reducing(state, parameter, leaf)
     }
 }

@@ -17,14 +17,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 pub use super::rounds::Failure;
-use super::rounds::{Key, Rounds, WaitPoint};
+use super::rounds::{RoundKey, Rounds, WaitPoint};
 use super::sync::{AtomicU64, Condvar, Mutex, MutexGuard, Ordering, ThreadId, current_thread};
 
 /// The time after which a rank that waits looks for ranks that wait for each other while others
 /// compute.
 const LOOK_AFTER: Duration = Duration::from_millis(500);
 
-struct State<C, P> {
+struct SharedState<C, P> {
     rounds: Rounds<C, P>,
     /// For every rank of the world, the threads that have made calls. A rank is blocked if all of
     /// them wait.
@@ -34,8 +34,8 @@ struct State<C, P> {
 }
 
 /// The state that all ranks of a world share.
-pub struct Rendezvous<C, P> {
-    state: Mutex<State<C, P>>,
+pub struct ThreadRounds<C, P> {
+    state: Mutex<SharedState<C, P>>,
     /// Notified when a round is complete, the world has failed, or a rank is no longer busy.
     changed: Condvar,
     next_group: AtomicU64,
@@ -43,7 +43,7 @@ pub struct Rendezvous<C, P> {
 
 /// One rank's membership in one group.
 pub struct Participant<C, P> {
-    rendezvous: Arc<Rendezvous<C, P>>,
+    shared: Arc<ThreadRounds<C, P>>,
     group: u64,
     /// The members of the group, as ranks of the world.
     members: Arc<[usize]>,
@@ -56,22 +56,22 @@ pub struct Participant<C, P> {
 
 /// A round in which this rank has arrived, and whose payloads it may collect.
 pub struct PendingRound<C: Clone + PartialEq + Display, P: Clone> {
-    rendezvous: Arc<Rendezvous<C, P>>,
-    key: Key,
+    shared: Arc<ThreadRounds<C, P>>,
+    key: RoundKey,
     /// This rank's index in the world.
     rank: usize,
 }
 
-impl<C: Clone + PartialEq + Display, P: Clone> Rendezvous<C, P> {
+impl<C: Clone + PartialEq + Display, P: Clone> ThreadRounds<C, P> {
     /// Returns the participants of a world of `size` ranks, all in one group. No rank waits for
     /// another longer than `deadline`.
     pub fn participants(size: usize, deadline: Duration) -> Vec<Participant<C, P>> {
-        let state = State {
+        let state = SharedState {
             rounds: Rounds::new(size, deadline),
             callers: vec![HashSet::new(); size],
             released: (0..size).map(|_| vec![]).collect(),
         };
-        let rendezvous = Arc::new(Self {
+        let shared = Arc::new(Self {
             state: Mutex::new(state),
             changed: Condvar::new(),
             // Group 0 is the world.
@@ -79,7 +79,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> Rendezvous<C, P> {
         });
         let members: Arc<[usize]> = (0..size).collect();
         let participant = |rank| Participant {
-            rendezvous: rendezvous.clone(),
+            shared: shared.clone(),
             group: 0,
             members: members.clone(),
             rank,
@@ -118,21 +118,21 @@ impl<C: Clone + PartialEq + Display, P: Clone> Participant<C, P> {
         // The n-th call of every member of a group belongs to the same round.
         let key = (self.group, self.next_round.fetch_add(1, Ordering::SeqCst));
         self.drop_released();
-        let mut state = self.rendezvous.lock();
+        let mut state = self.shared.lock();
         state.callers[self.world_rank()].insert(current_thread().id());
         let arrival = state.rounds.arrive(key, &self.members, self.rank, call, payload);
         // Waiting ranks are woken once per round, not at every arrival.
         if !matches!(arrival, Ok(false)) {
-            self.rendezvous.changed.notify_all();
+            self.shared.changed.notify_all();
         }
         drop(state);
-        let rendezvous = self.rendezvous.clone();
-        arrival.map(|_| PendingRound { rendezvous, key, rank: self.world_rank() })
+        let shared = self.shared.clone();
+        arrival.map(|_| PendingRound { shared, key, rank: self.world_rank() })
     }
 
     /// Drops the payloads of this rank that no rank needs any more.
     fn drop_released(&self) {
-        let released = std::mem::take(&mut self.rendezvous.lock().released[self.world_rank()]);
+        let released = std::mem::take(&mut self.shared.lock().released[self.world_rank()]);
         // After the lock is released: dropping a payload may take long.
         drop(released);
     }
@@ -142,8 +142,8 @@ impl<C: Clone + PartialEq + Display, P: Clone> Participant<C, P> {
     pub fn join(&self, group: u64, members: Vec<usize>, rank: usize) -> Self {
         let members = members.iter().map(|member| self.members[*member]).collect();
         let next_round = AtomicU64::new(0);
-        let (rendezvous, groups) = (self.rendezvous.clone(), self.groups.clone());
-        Self { rendezvous, group, members, rank, next_round, groups }
+        let (shared, groups) = (self.shared.clone(), self.groups.clone());
+        Self { shared, group, members, rank, next_round, groups }
     }
 
     /// The number of groups in which this rank has a participant.
@@ -153,18 +153,18 @@ impl<C: Clone + PartialEq + Display, P: Clone> Participant<C, P> {
 
     /// Returns a number that no group has yet.
     pub fn new_group(&self) -> u64 {
-        self.rendezvous.next_group.fetch_add(1, Ordering::SeqCst)
+        self.shared.next_group.fetch_add(1, Ordering::SeqCst)
     }
 
     /// Ends all rounds, present and future, because of this rank. The first failure is kept.
     pub fn fail(&self, cause: String) {
-        self.rendezvous.lock().rounds.fail(Failure::Peer { rank: self.world_rank(), cause });
-        self.rendezvous.changed.notify_all();
+        self.shared.lock().rounds.fail(Failure::Peer { rank: self.world_rank(), cause });
+        self.shared.changed.notify_all();
     }
 
     /// Returns the rank of the world that failed first.
     pub fn failed(&self) -> Option<usize> {
-        match self.rendezvous.lock().rounds.failure() {
+        match self.shared.lock().rounds.failure() {
             Some(Failure::Peer { rank, .. }) => Some(*rank),
             _ => None,
         }
@@ -173,30 +173,30 @@ impl<C: Clone + PartialEq + Display, P: Clone> Participant<C, P> {
     /// Notes that this rank begins (`true`) or has ended (`false`) work that may take longer than
     /// the deadline. Meanwhile no rank times out, except while this rank itself waits.
     pub fn set_busy(&self, busy: bool) {
-        self.rendezvous.lock().rounds.set_busy(self.world_rank(), busy, Instant::now());
-        self.rendezvous.changed.notify_all();
+        self.shared.lock().rounds.set_busy(self.world_rank(), busy, Instant::now());
+        self.shared.changed.notify_all();
     }
 
     /// Sets the longest time for which a busy rank of the world is waited for.
     pub fn set_busy_limit(&self, limit: Duration) {
-        self.rendezvous.lock().rounds.set_busy_limit(limit);
-        self.rendezvous.changed.notify_all();
+        self.shared.lock().rounds.set_busy_limit(limit);
+        self.shared.changed.notify_all();
     }
 
     /// Notes that this rank arrives in no further round.
     pub fn depart(&self) {
         self.drop_released();
-        let mut state = self.rendezvous.lock();
+        let mut state = self.shared.lock();
         state.rounds.depart(self.world_rank(), Instant::now());
         state.find_deadlock_of_all();
         drop(state);
-        self.rendezvous.changed.notify_all();
+        self.shared.changed.notify_all();
     }
 }
 
-impl<C: Clone + PartialEq + Display, P: Clone> State<C, P> {
+impl<C: Clone + PartialEq + Display, P: Clone> SharedState<C, P> {
     /// Notes that a thread of a rank waits in a round.
-    fn wait(&mut self, rank: usize, key: Key, now: Instant) -> Result<(), Failure> {
+    fn wait(&mut self, rank: usize, key: RoundKey, now: Instant) -> Result<(), Failure> {
         self.rounds.wait(rank, key, now)?;
         let callers = &mut self.callers[rank];
         callers.insert(current_thread().id());
@@ -214,7 +214,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> State<C, P> {
 }
 
 /// A lock on the state that is released while a rank waits.
-type Guard<'a, C, P> = MutexGuard<'a, State<C, P>>;
+type Guard<'a, C, P> = MutexGuard<'a, SharedState<C, P>>;
 
 impl<C: Clone + PartialEq + Display, P: Clone> PendingRound<C, P> {
     /// Waits until all members have arrived, and returns their payloads, in the order of members.
@@ -225,7 +225,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> PendingRound<C, P> {
     ///
     /// The world's failure; a member that is late or has departed fails the world.
     pub fn collect(self) -> Result<Vec<P>, Failure> {
-        let mut state = self.rendezvous.lock();
+        let mut state = self.shared.lock();
         let outcome = match state.rounds.payloads(self.key) {
             Some(payloads) => Ok(payloads),
             None => {
@@ -242,7 +242,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> PendingRound<C, P> {
             }
         };
         if outcome.is_err() {
-            self.rendezvous.changed.notify_all();
+            self.shared.changed.notify_all();
         }
         // Before `self`, whose `drop` takes the lock.
         drop(state);
@@ -272,7 +272,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> PendingRound<C, P> {
             state.rounds.notice_busy(now);
             let pause = state.rounds.pause(self.rank, point, now);
             let timeout = look.map_or(pause, |look| pause.min(look - now));
-            let woken = self.rendezvous.changed.wait_timeout(state, timeout);
+            let woken = self.shared.changed.wait_timeout(state, timeout);
             state = woken.expect("no thread panics while it holds the lock").0;
         }
     }
@@ -281,7 +281,7 @@ impl<C: Clone + PartialEq + Display, P: Clone> PendingRound<C, P> {
 impl<C: Clone + PartialEq + Display, P: Clone> Drop for PendingRound<C, P> {
     fn drop(&mut self) {
         // Does not panic, as `lock` would: a panic while another one unwinds aborts the process.
-        let Ok(mut state) = self.rendezvous.state.lock() else { return };
+        let Ok(mut state) = self.shared.state.lock() else { return };
         for (rank, payload) in state.rounds.finish(self.key) {
             // Each rank drops its own payloads, at its next call, on its thread: not under this
             // lock.

@@ -7,7 +7,7 @@ use burn::tensor::{DType, Device, Tensor};
 
 use crate::blocks::Blocks;
 use crate::distributed::plan::{Bucket, Counts, Run};
-use crate::distributed::trained::ModelParameter;
+use crate::distributed::trainable::ModelParameter;
 use crate::error::Error;
 use crate::parameters::Placement;
 use crate::slices;
@@ -18,8 +18,8 @@ use crate::slices;
 /// A rank updates its *shard*, and holds its *part*: the shards of all ranks that have replicas of
 /// the part. Without replicas, a part is a shard.
 #[derive(Debug)]
-pub struct Unit {
-    /// The unit's index among the owned parameters.
+pub struct PassParameter {
+    /// The parameter's index among the owned parameters.
     pub index: usize,
     pub path: String,
     pub shape: Vec<usize>,
@@ -73,7 +73,7 @@ pub struct BlockPart {
     pub values: Tensor<1>,
 }
 
-impl Unit {
+impl PassParameter {
     /// The error of a call, with what the call was for.
     pub fn in_action(&self, action: &str, error: Error) -> Error {
         error.in_action(&format!("{action} `{}`", self.path))

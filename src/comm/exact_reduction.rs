@@ -16,7 +16,7 @@ use crate::error::Result;
 const SMALL: usize = 1 << 20;
 
 /// An engine whose ranks know the counts of all parts without asking.
-pub trait Exchange: Engine + Sized + 'static {
+pub trait MovesParts: Engine + Sized + 'static {
     /// Returns another handle of the same rank, for the second half of a call.
     fn share(&self) -> Self;
 
@@ -32,7 +32,7 @@ pub trait Exchange: Engine + Sized + 'static {
 }
 
 /// Starts an [`all_reduce`](Engine::all_reduce): even parts are reduced, then gathered.
-pub fn all_reduce<E: Exchange>(engine: &E, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
+pub fn all_reduce<E: MovesParts>(engine: &E, tensor: Tensor<1>, op: ReduceOp) -> Result<Pending> {
     let (length, dtype) = (tensor.dims()[0], tensor.dtype());
     let call = Call::all_reduce(&tensor, op);
     // Reduce parts, then gather them: every rank sends about two buffers, however many ranks there
@@ -47,7 +47,7 @@ pub fn all_reduce<E: Exchange>(engine: &E, tensor: Tensor<1>, op: ReduceOp) -> R
 }
 
 /// Starts a [`reduce_scatter`](Engine::reduce_scatter) whose result has the type `dtype`.
-pub fn reduce_scatter<E: Exchange>(
+pub fn reduce_scatter<E: MovesParts>(
     engine: &E,
     tensor: Tensor<1>,
     counts: &[usize],
@@ -75,7 +75,7 @@ pub fn reduce_scatter<E: Exchange>(
 }
 
 /// Starts a reduction in which every rank receives all contributions to its part.
-fn reduce_in_one_exchange<E: Exchange>(
+fn reduce_in_one_exchange<E: MovesParts>(
     engine: &E,
     call: Call,
     tensor: Tensor<1>,

@@ -17,14 +17,14 @@ pub const STALL: Duration = Duration::from_secs(1);
 
 /// The timing of a world's heartbeats.
 #[derive(Debug, Clone, Copy)]
-pub struct Heartbeat {
+pub struct HeartbeatTimes {
     /// The time between two heartbeats of a process.
     pub interval: Duration,
     /// The silence after which a process counts as lost.
     pub timeout: Duration,
 }
 
-impl Heartbeat {
+impl HeartbeatTimes {
     /// Returns the timing for `size` ranks that wait for each other for at most `deadline`.
     pub fn new(size: usize, deadline: Duration) -> Self {
         let interval = MIN_INTERVAL.max(Duration::from_secs_f64(size as f64 / MAX_PER_SECOND));
@@ -45,13 +45,13 @@ mod tests {
     #[test]
     fn heartbeats_of_a_world_of_any_size_stay_within_the_limit_of_rank_0() {
         for size in [1, 8, 1000, 4096, 100_000] {
-            let heartbeat = Heartbeat::new(size, Duration::from_secs(600));
+            let heartbeat = HeartbeatTimes::new(size, Duration::from_secs(600));
             let per_second = size as f64 / heartbeat.interval.as_secs_f64();
             assert!(per_second <= MAX_PER_SECOND + 1e-3, "{size}");
             assert!(heartbeat.timeout >= MAX_MISSED * heartbeat.interval, "{size}");
             assert!(heartbeat.first_delay(size - 1, size) <= heartbeat.interval, "{size}");
         }
-        let timeout = |deadline| Heartbeat::new(8, Duration::from_secs(deadline)).timeout;
+        let timeout = |deadline| HeartbeatTimes::new(8, Duration::from_secs(deadline)).timeout;
         assert_eq!([1, 7, 600].map(|deadline| timeout(deadline).as_secs()), [4, 7, 20]);
     }
 }

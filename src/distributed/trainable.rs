@@ -1,4 +1,4 @@
-//! The trained parameters: as a model has them, as they are trained, and as a plan sees them.
+//! The parameters to be trained: as a model has them, as they are trained, and as a plan sees them.
 
 use std::any::Any;
 use std::ops::Range;
@@ -35,11 +35,11 @@ pub struct ModelParameter {
     pub blocks: Blocks,
     /// The parts of the blocks that this rank has.
     pub held: Blocks,
-    pub trained: Range<usize>,
+    pub trainable: Range<usize>,
 }
 
 /// A parameter as it is trained: a parameter of the model, or a block of it.
-pub struct TrainedParameter {
+pub struct TrainableParameter {
     /// The path in the model, with the range of a block.
     pub path: String,
     /// Index of the model's parameter.
@@ -52,12 +52,12 @@ pub struct TrainedParameter {
     /// Steps in which it had a gradient on any rank: its position in the schedules, or the position
     /// of a stack's matrices with a gradient in each of them.
     pub time: usize,
-    pub kind: Kind,
+    pub kind: UpdateKind,
 }
 
 /// The way in which a parameter is updated.
 #[derive(Clone)]
-pub enum Kind {
+pub enum UpdateKind {
     /// As `count` matrices, by Muon.
     Muon { count: usize, matrices: Matrices },
     /// Element by element, at `lr` times the learning rate.
@@ -66,11 +66,11 @@ pub enum Kind {
     Whole { lr: f64, optimizer: String },
 }
 
-impl TrainedParameter {
+impl TrainableParameter {
     /// The name in the records of the model's parameter.
     pub fn recorded(&self, name: &str) -> String {
         match (self.block, &self.kind) {
-            (Some(block), Kind::Elementwise { .. }) => {
+            (Some(block), UpdateKind::Elementwise { .. }) => {
                 join_path(&block.to_string(), &join_path(ELEMENTS, name))
             }
             (Some(block), _) => join_path(&block.to_string(), name),
@@ -81,32 +81,36 @@ impl TrainedParameter {
     /// The parameter as a batch.
     pub fn batch(&self) -> [usize; 3] {
         match self.kind {
-            Kind::Muon { count, matrices: Matrices { shape: [m, n], .. } } => [count, m, n],
-            Kind::Elementwise { .. } | Kind::Whole { .. } => ElementwiseUpdate::batch(&self.shape),
+            UpdateKind::Muon { count, matrices: Matrices { shape: [m, n], .. } } => [count, m, n],
+            UpdateKind::Elementwise { .. } | UpdateKind::Whole { .. } => {
+                ElementwiseUpdate::batch(&self.shape)
+            }
         }
     }
 
     /// Returns `true` for several matrices, each of which may be without a gradient.
     pub fn is_stack(&self) -> bool {
-        matches!(self.kind, Kind::Muon { count: 2.., .. })
+        matches!(self.kind, UpdateKind::Muon { count: 2.., .. })
     }
 
     /// The slots that are sharded: one value per element, row, column or matrix.
     pub fn slots(&self, updates: &Updates) -> Vec<Slot> {
         match self.kind {
-            Kind::Muon { matrices, .. } => {
+            UpdateKind::Muon { matrices, .. } => {
                 updates.muon.slots(matrices, self.is_stack(), self.dtype)
             }
-            Kind::Elementwise { .. } => updates.rest.slots(self.dtype),
-            Kind::Whole { .. } => updates.rest.precision.slots(self.dtype).into_iter().collect(),
+            UpdateKind::Elementwise { .. } => updates.rest.slots(self.dtype),
+            UpdateKind::Whole { .. } => {
+                updates.rest.precision.slots(self.dtype).into_iter().collect()
+            }
         }
     }
 
     /// The slots of whole parameters, which every rank has.
     pub fn counters(&self, updates: &Updates) -> Vec<Slot> {
         let corrections = match self.kind {
-            Kind::Muon { .. } | Kind::Whole { .. } => &[],
-            Kind::Elementwise { .. } => updates.rest.rule.corrections(),
+            UpdateKind::Muon { .. } | UpdateKind::Whole { .. } => &[],
+            UpdateKind::Elementwise { .. } => updates.rest.rule.corrections(),
         };
         [&[SKIPPED], corrections].concat()
     }
@@ -114,22 +118,22 @@ impl TrainedParameter {
     /// The size of its next step.
     pub fn size(&self, lr: f64, updates: &Updates) -> StepSize {
         match self.kind {
-            Kind::Muon { matrices, .. } => updates.muon.size(lr, matrices, self.time),
-            Kind::Elementwise { lr: role } => updates.rest.size(lr, role),
+            UpdateKind::Muon { matrices, .. } => updates.muon.size(lr, matrices, self.time),
+            UpdateKind::Elementwise { lr: role } => updates.rest.size(lr, role),
             // The decay is the optimizer's own.
-            Kind::Whole { lr: role, .. } => StepSize::decoupled(lr * role, 0.0),
+            UpdateKind::Whole { lr: role, .. } => StepSize::decoupled(lr * role, 0.0),
         }
     }
 }
 
 /// The trained parameters of a model in its order: as the model has them, as they are trained, and
 /// as a plan sees them. `found` has the shapes of whole parameters, and `cuts` those that are cut.
-pub fn trained(routing: &Routing, found: &[Found], cuts: &Cuts) -> Result<Trained> {
-    let mut all = Trained { model: vec![], trained: vec![], planned: vec![] };
+pub fn of_model(routing: &Routing, found: &[Found], cuts: &Cuts) -> Result<Trainable> {
+    let mut all = Trainable { model: vec![], trainable: vec![], planned: vec![] };
     let found = found.iter().zip(routing.routes());
     for (found, route) in found.filter(|(found, _)| found.trainable) {
         let blocks = route.matrix_blocks()?;
-        let first = all.trained.len();
+        let first = all.trainable.len();
         let is_whole = blocks.is_whole();
         let slice = cuts.slice(&found.path);
         let slices = slices_of_blocks(slice, &blocks);
@@ -149,7 +153,15 @@ pub fn trained(routing: &Routing, found: &[Found], cuts: &Cuts) -> Result<Traine
             };
             let block = (!is_whole).then_some(index);
             let model = all.model.len();
-            all.trained.push(TrainedParameter { path, model, block, shape, dtype, time: 0, kind });
+            all.trainable.push(TrainableParameter {
+                path,
+                model,
+                block,
+                shape,
+                dtype,
+                time: 0,
+                kind,
+            });
             all.planned.push(planned);
         }
         all.model.push(ModelParameter {
@@ -163,7 +175,7 @@ pub fn trained(routing: &Routing, found: &[Found], cuts: &Cuts) -> Result<Traine
             mapper: Arc::default(),
             held: held(slice, &blocks, &slices),
             blocks,
-            trained: first..all.trained.len(),
+            trainable: first..all.trainable.len(),
         });
     }
     Ok(all)
@@ -199,9 +211,9 @@ fn held(slice: Option<&Slice>, blocks: &Blocks, slices: &[Option<Slices>]) -> Bl
 }
 
 /// The trained parameters of a model.
-pub struct Trained {
+pub struct Trainable {
     pub model: Vec<ModelParameter>,
-    pub trained: Vec<TrainedParameter>,
+    pub trainable: Vec<TrainableParameter>,
     pub planned: Vec<Parameter>,
 }
 
@@ -211,16 +223,16 @@ fn kind(
     route: &ParameterRoute,
     block: usize,
     [count, m, n]: [usize; 3],
-) -> (Kind, Work) {
+) -> (UpdateKind, Work) {
     let role = route.role;
     match role {
         ParameterRole::Muon { .. } if route.left.contains(&block) => {
             let lr = routing.role_lr(ParameterRole::Vector);
-            (Kind::Elementwise { lr }, Work::Elements)
+            (UpdateKind::Elementwise { lr }, Work::Elements)
         }
         ParameterRole::Muon { layout, .. } => {
             let matrices = Matrices { shape: [m, n], layout };
-            (Kind::Muon { count, matrices }, Work::Matrices { count, rows: m, columns: n })
+            (UpdateKind::Muon { count, matrices }, Work::Matrices { count, rows: m, columns: n })
         }
         ParameterRole::Embedding
         | ParameterRole::Head
@@ -228,8 +240,8 @@ fn kind(
         | ParameterRole::Frozen => {
             let lr = routing.role_lr(role);
             match route.custom.clone() {
-                Some(optimizer) => (Kind::Whole { lr, optimizer }, Work::Whole),
-                None => (Kind::Elementwise { lr }, Work::Elements),
+                Some(optimizer) => (UpdateKind::Whole { lr, optimizer }, Work::Whole),
+                None => (UpdateKind::Elementwise { lr }, Work::Elements),
             }
         }
     }

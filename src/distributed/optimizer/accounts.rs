@@ -1,0 +1,93 @@
+//! The counts of an optimizer over its steps, for every parameter.
+
+use burn::tensor::{DType, Tensor};
+
+use super::absence::Absence;
+use super::acceptance::RowSums;
+use super::counters::Counters;
+use super::divided::DividedModel;
+use crate::error::Result;
+use crate::muon::MuonConfig;
+use crate::slices;
+use crate::update::{Place, SkippedSteps};
+
+/// The counts of skipped steps, of diverged matrices and of steps without a gradient.
+pub struct Accounts {
+    pub counters: Counters,
+    pub skipped: SkippedSteps,
+    /// The place of the counters among the skipped steps of all optimizers.
+    place: Place,
+    /// Sums over the matrices that this rank updates.
+    matrices: RowSums,
+    /// For each of these matrices, 1 if the iteration diverged since the ranks last exchanged the
+    /// parameters that stay as they are, when it is counted.
+    pub diverged: Tensor<1>,
+    pub absence: Absence,
+}
+
+impl Accounts {
+    /// Counts of zero. `matrices` has the parameter of each matrix that this rank updates.
+    pub fn new(config: &MuonConfig, divided: &DividedModel, matrices: &[usize]) -> Self {
+        let (parameters, device) = (divided.trainable.len(), divided.device());
+        Self {
+            counters: Counters::new(parameters, &device),
+            skipped: divided.routing.updates().skipped.clone(),
+            place: Place::default(),
+            matrices: RowSums::new(matrices, parameters, &device),
+            diverged: slices::zeros(matrices.len(), DType::F32, &device),
+            absence: Absence::new(config.max_absent, parameters),
+        }
+    }
+
+    /// Registers the counts as they are now.
+    pub fn start_counting(&mut self, divided: &DividedModel) {
+        let names = divided.trainable.iter().map(|parameter| parameter.path.clone()).collect();
+        let reserved = self.place.has_started().then_some(self.place);
+        let skipped = self.counters.skipped.clone();
+        self.place = self.skipped.start(reserved, names, skipped, divided.times());
+    }
+
+    /// Counts skipped steps in other counts.
+    #[cfg_attr(not(feature = "train"), expect(dead_code, reason = "for learners"))]
+    pub fn count_skipped_in(&mut self, skipped: &SkippedSteps, divided: &DividedModel) {
+        self.skipped = skipped.clone();
+        self.place = Place::default();
+        self.start_counting(divided);
+    }
+
+    /// Counts a step in which the `present` parameters have a gradient on any rank, and logs what
+    /// is unusual.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Usage`](crate::Error::Usage) if no parameter had a gradient in too many steps.
+    pub fn count_absent(&mut self, present: &[bool], divided: &DividedModel) -> Result<()> {
+        let warning = self.absence.count(present, |index| divided.path(index))?;
+        if let Some(warning) = warning.filter(|_| divided.world.is_main()) {
+            log::warn!("{warning}");
+        }
+        Ok(())
+    }
+
+    /// Records the skipped steps after a step.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Skipped`](crate::Error::Skipped) for a parameter that was skipped in too many
+    /// steps.
+    pub fn record(&mut self, divided: &DividedModel) -> Result<()> {
+        let (counts, logs) = (self.counters.skipped.clone(), divided.world.is_main());
+        self.skipped.record(&mut self.place, counts, &divided.times(), logs)
+    }
+
+    /// The number of diverged matrices of every parameter.
+    pub fn sum_diverged(&self) -> Tensor<1> {
+        self.matrices.sum(self.diverged.clone())
+    }
+
+    /// Counts no matrix as diverged.
+    pub fn forget_diverged(&mut self) {
+        let matrices = self.diverged.dims()[0];
+        self.diverged = slices::zeros(matrices, DType::F32, &self.diverged.device());
+    }
+}

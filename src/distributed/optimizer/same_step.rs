@@ -1,0 +1,82 @@
+//! The agreement of the ranks that they take the same step.
+
+use serde::{Deserialize, Serialize};
+
+use super::detached::FlatTensors;
+use super::divided::DividedModel;
+use crate::comm::{Difference, digest, unite};
+use crate::error::{Error, Result};
+
+/// The calls for a step, which all ranks make alike.
+#[derive(Hash, Serialize, Deserialize)]
+pub struct StepCalls {
+    /// For every parameter its learning rate, as the bits of a float32, and its number of steps.
+    steps: Vec<(u32, usize)>,
+    requests_diagnostics: bool,
+    clips_heads: bool,
+}
+
+impl StepCalls {
+    pub fn new(
+        lrs: &[f64],
+        times: &[usize],
+        requests_diagnostics: bool,
+        clips_heads: bool,
+    ) -> Self {
+        // In float32, as they are applied: hosts may differ in the last digits of a float64 cosine.
+        let lrs = lrs.iter().map(|lr| (*lr as f32).to_bits());
+        Self { steps: lrs.zip(times.iter().copied()).collect(), requests_diagnostics, clips_heads }
+    }
+
+    /// The parameters that have a gradient on any rank, if all ranks take the same step: one
+    /// message.
+    pub fn agree(&self, gradients: &FlatTensors, divided: &DividedModel) -> Result<Vec<bool>> {
+        let count = divided.trainable.len();
+        let mut present = vec![0u8; count.div_ceil(8)];
+        for index in (0..count).filter(|index| gradients.get(*index).is_some()) {
+            present[index / 8] |= 1 << (index % 8);
+        }
+        match unite(divided.world.comm(), present, digest(self))? {
+            Some(present) => {
+                let bit = |index: usize| present[index / 8] >> (index % 8) & 1 == 1;
+                Ok((0..count).map(bit).collect())
+            }
+            None => Err(self.other_step(divided)),
+        }
+    }
+
+    /// The first rank that takes another step than rank 0, and the difference.
+    fn other_step(&self, divided: &DividedModel) -> Error {
+        let difference = |first: &Self, local: &Self| first.difference(local, divided);
+        match divided.world.same_settings(self, difference) {
+            Err(error) => error,
+            Ok(()) => unreachable!("the digests of the steps differ"),
+        }
+    }
+
+    /// The first setting in which another rank's calls differ.
+    fn difference(&self, other: &Self, divided: &DividedModel) -> Option<Difference> {
+        let called = |setting: &str, first: bool, other: bool| {
+            let (first, other) = (first.to_string(), other.to_string());
+            Some(Difference { setting: setting.to_owned(), first, other })
+        };
+        if self.requests_diagnostics != other.requests_diagnostics {
+            let (first, other) = (self.requests_diagnostics, other.requests_diagnostics);
+            return called("request_diagnostics", first, other);
+        }
+        if self.clips_heads != other.clips_heads {
+            return called("clip_heads", self.clips_heads, other.clips_heads);
+        }
+        let mut steps = self.steps.iter().zip(&other.steps);
+        let index = steps.position(|(first, other)| first != other)?;
+        let ((lr, time), (other_lr, other_time)) = (self.steps[index], other.steps[index]);
+        let path = divided.path(index);
+        let (setting, first, other) = if time != other_time {
+            (format!("steps of `{path}`"), time.to_string(), other_time.to_string())
+        } else {
+            let [first, other] = [lr, other_lr].map(|bits| f32::from_bits(bits).to_string());
+            (format!("learning rate of `{path}`"), first, other)
+        };
+        Some(Difference { setting, first, other })
+    }
+}

@@ -1,0 +1,140 @@
+//! The messages of a step: gradients travel to their owners, and new values back.
+
+use std::sync::Arc;
+
+use burn::tensor::{DType, Tensor};
+
+use super::detached::{FlatTensors, pack};
+use super::divided::DividedModel;
+use super::publication::Publication;
+use super::shard::Shard;
+use super::stages::{Stage, stages};
+use crate::backend::precise_dtype;
+use crate::comm::{Pending, ReduceOp, World};
+use crate::distributed::config::{DistMuonConfig, GradDtype, Gradients, Publish};
+use crate::distributed::plan::{Bucket, BucketKind, Plan};
+use crate::error::Result;
+use crate::slices::bytes;
+use crate::update::is_half;
+
+/// The messages of a step: which there are, in which order and types, and how many at once.
+pub struct Traffic {
+    gradients: Gradients,
+    grad_dtype: GradDtype,
+    pub publish: Publish,
+    /// The number of buckets that are reduced at once, and that are gathered at once.
+    pub in_flight: usize,
+    /// In the order in which they are taken.
+    pub stages: Vec<Stage>,
+    /// Parameters of the last step that may be on their way.
+    pub publication: Arc<Publication>,
+}
+
+/// A bucket whose reduction has started.
+pub enum Reducing {
+    /// The gradients stay as they are: there is one rank, or they are averaged already.
+    Local(Vec<Tensor<1>>),
+    Sent(Pending),
+}
+
+impl Reducing {
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Local(gradients) => gradients.iter().map(bytes).sum(),
+            Self::Sent(pending) => pending.bytes(),
+        }
+    }
+
+    /// Waits for this rank's gradients: of every parameter of its shard, or of its share of slices
+    /// in one tensor.
+    pub fn wait(self, shard: &Shard) -> Result<Vec<Tensor<1>>> {
+        match self {
+            Self::Local(gradients) => Ok(gradients),
+            Self::Sent(pending) => {
+                let mean = pending.wait()?.div_scalar(shard.exchange.group.size() as f64);
+                Ok(if shard.exchange.is_cut() { vec![mean] } else { shard.split(&mean) })
+            }
+        }
+    }
+}
+
+impl Traffic {
+    /// The messages of a configuration, of which no update waits for all gradients unless
+    /// `waits_for_all`.
+    pub fn new(config: &DistMuonConfig, plan: &Plan, waits_for_all: bool) -> Self {
+        Self {
+            gradients: config.gradients,
+            grad_dtype: config.grad_dtype,
+            publish: config.publish,
+            in_flight: config.in_flight,
+            stages: stages(plan, waits_for_all),
+            publication: Arc::default(),
+        }
+    }
+
+    /// Returns `true` if gradients are reduced at all.
+    pub fn reduces(&self, world: &World) -> bool {
+        world.size() > 1 && self.gradients == Gradients::PerRank
+    }
+
+    /// Returns `true` if gradients of parameters in half precision may be float32.
+    pub fn takes_wide_gradients(&self, world: &World) -> bool {
+        !self.reduces(world) || self.grad_dtype == GradDtype::Float32
+    }
+
+    /// Returns `true` if the owners of a bucket's parameters decide on them alone.
+    pub fn is_alone(&self, bucket: usize) -> bool {
+        self.stages.iter().any(|stage| !stage.exchanges && stage.buckets.contains(&bucket))
+    }
+
+    /// Starts to reduce the gradients of a bucket, which are taken out of `gradients`.
+    pub fn start_reduction(
+        &self,
+        divided: &DividedModel,
+        shard: &Shard,
+        gradients: &mut FlatTensors,
+    ) -> Result<Reducing> {
+        let (bucket, group) = (&shard.exchange.held, &shard.exchange.group);
+        if !self.reduces(&divided.world) || bucket.placement.reduces_in_backward() {
+            let local = match shard.exchange.is_cut() {
+                true => vec![shard.pack_share(gradients, precise_dtype(bucket.dtype))],
+                false => shard.take(gradients),
+            };
+            drop_all(bucket, gradients);
+            return Ok(Reducing::Local(in_one_type(local)));
+        }
+        let dtype = self.sent_dtype(bucket);
+        let packed = pack(gradients, bucket, 0..bucket.elements(), dtype, &divided.device());
+        divided.ensure_bucket_computed(bucket, &packed)?;
+        drop_all(bucket, gradients);
+        Ok(Reducing::Sent(match bucket.kind {
+            BucketKind::Replicated => group.all_reduce(packed, ReduceOp::Sum)?,
+            BucketKind::Matrices | BucketKind::Whole | BucketKind::Elements => {
+                group.reduce_scatter_f32(packed, &bucket.counts.to_vec())?
+            }
+        }))
+    }
+
+    /// The type in which the gradients of a bucket are sent.
+    fn sent_dtype(&self, bucket: &Bucket) -> DType {
+        match (self.grad_dtype, bucket.kind) {
+            // Every rank keeps all of it: sent as it is used.
+            (_, BucketKind::Replicated) | (GradDtype::Float32, _) => precise_dtype(bucket.dtype),
+            (GradDtype::Parameter, _) => bucket.dtype,
+        }
+    }
+}
+
+/// Drops what is left of the tensors of a bucket's parameters.
+pub fn drop_all(bucket: &Bucket, tensors: &mut FlatTensors) {
+    bucket.parameters.iter().for_each(|index| tensors.drop_all(*index));
+}
+
+/// Gradients in one type, without a loss: parameters in half precision may have some in float32.
+fn in_one_type(gradients: Vec<Tensor<1>>) -> Vec<Tensor<1>> {
+    let is_wide = |gradient: &Tensor<1>| !is_half(gradient.dtype());
+    match gradients.iter().find(|gradient| is_wide(gradient)).map(Tensor::dtype) {
+        Some(wide) => gradients.into_iter().map(|gradient| gradient.cast(wide)).collect(),
+        None => gradients,
+    }
+}
