@@ -3,7 +3,7 @@
 use burn::module::{Module, Param};
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Distribution, Tensor, activation::gelu};
+use burn::tensor::{Device, Distribution, Tensor, activation::gelu, s};
 use distmuon::{MuonConfig, RoutingRule};
 
 use crate::client::{Client, Items, Run};
@@ -37,7 +37,7 @@ impl Mixture {
             count / (EXPERTS - first),
             WIDTH,
         ]);
-        let x = gelu(x.matmul(self.experts.val().slice([first..EXPERTS])));
+        let x = gelu(x.matmul(self.experts.val().slice(s![first..])));
         (self.output.forward(x.reshape([count, WIDTH])) - targets).square().mean()
     }
 }

@@ -2,8 +2,8 @@
 //! with its model, its data and its loop.
 //!
 //! Every program trains 30 steps, saves in the middle, and continues in a new process with the bits
-//! of the run that was not interrupted. All models but one are routed without a rule. The ignored test
-//! `losses` compares optimizers, and prints the table of `docs/results/clients.md`.
+//! of the run that was not interrupted. All models but one are routed without a rule. The ignored
+//! test `losses` compares optimizers, and prints the table of `docs/results/clients.md`.
 
 mod accumulation;
 mod adapters;

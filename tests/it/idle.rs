@@ -6,7 +6,7 @@ use std::path::Path;
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData, s};
 use distmuon::comm::World;
 use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
 use distmuon::{MuonConfig, RoutingRule, Schedule, WeightDecay, checkpoint};
@@ -192,7 +192,7 @@ fn a_rejected_stack_moves_no_clock_of_an_idle_expert() {
             gradients.register(net.stack.id, stack);
             net = optim.step(0.05, net, gradients);
         }
-        let stack = net.stack.val().inner().slice([0..1]).into_data();
+        let stack = net.stack.val().inner().slice(s![0..1]).into_data();
         let [stack, layer] = [stack, net.layers[0].val().inner().into_data()]
             .map(|data| data.iter::<f32>().collect::<Vec<_>>());
         assert_same_weights(&format!("{clipping:?}"), &stack, &layer);
