@@ -14,7 +14,7 @@ use crate::distributed::plan::{Parameter, Slice, Slices, Work};
 use crate::error::Result;
 use crate::parameters::{Found, Placement};
 use crate::routing::{ParameterRole, ParameterRoute, Routing, Updates};
-use crate::update::{ELEMENTS, ElementwiseUpdate, Matrices, SKIPPED, Slot, StepSize};
+use crate::update::{ELEMENTS, ElementwiseUpdate, Matrices, RoleFactors, SKIPPED, Slot, StepSize};
 
 /// A trained parameter of the model.
 #[derive(Clone)]
@@ -60,8 +60,8 @@ pub struct TrainableParameter {
 pub enum UpdateKind {
     /// As `count` matrices, by Muon.
     Muon { count: usize, matrices: Matrices },
-    /// Element by element, at `lr` times the learning rate.
-    Elementwise { lr: f64 },
+    /// Element by element, with the factors of its role.
+    Elementwise { role: RoleFactors },
     /// By the user's optimizer of a name, at `lr` times the learning rate.
     Whole { lr: f64, optimizer: String },
 }
@@ -119,7 +119,7 @@ impl TrainableParameter {
     pub fn size(&self, lr: f64, updates: &Updates) -> StepSize {
         match self.kind {
             UpdateKind::Muon { matrices, .. } => updates.muon.size(lr, matrices, self.time),
-            UpdateKind::Elementwise { lr: role } => updates.rest.size(lr, role),
+            UpdateKind::Elementwise { role } => updates.rest.size(lr, role),
             // The decay is the optimizer's own.
             UpdateKind::Whole { lr: role, .. } => StepSize::decoupled(lr * role, 0.0),
         }
@@ -227,8 +227,8 @@ fn kind(
     let role = route.role;
     match role {
         ParameterRole::Muon { .. } if route.left.contains(&block) => {
-            let lr = routing.role_lr(ParameterRole::Vector);
-            (UpdateKind::Elementwise { lr }, Work::Elements)
+            let role = routing.factors(ParameterRole::Vector);
+            (UpdateKind::Elementwise { role }, Work::Elements)
         }
         ParameterRole::Muon { layout, .. } => {
             let matrices = Matrices { shape: [m, n], layout };
@@ -238,10 +238,10 @@ fn kind(
         | ParameterRole::Head
         | ParameterRole::Vector
         | ParameterRole::Frozen => {
-            let lr = routing.role_lr(role);
+            let role = routing.factors(role);
             match route.custom.clone() {
-                Some(optimizer) => (UpdateKind::Whole { lr, optimizer }, Work::Whole),
-                None => (UpdateKind::Elementwise { lr }, Work::Elements),
+                Some(optimizer) => (UpdateKind::Whole { lr: role.lr, optimizer }, Work::Whole),
+                None => (UpdateKind::Elementwise { role }, Work::Elements),
             }
         }
     }

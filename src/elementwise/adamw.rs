@@ -5,7 +5,7 @@ use burn::config::Config;
 use crate::backend::AdamWStep;
 use crate::checks::{ensure_decay, ensure_size};
 use crate::error::Result;
-use crate::update::RoleLr;
+use crate::update::{RoleFactors, Roles};
 
 /// Configuration of AdamW for embeddings, the output head, vectors and scalars.
 ///
@@ -44,6 +44,15 @@ pub struct AdamWConfig {
     /// Learning rate of vectors and scalars, relative to the one given to `step`.
     #[config(default = 1.0)]
     pub vector_lr: f64,
+    /// Weight decay of embeddings, relative to `weight_decay`.
+    #[config(default = 1.0)]
+    pub embedding_decay: f64,
+    /// Weight decay of the output head, relative to `weight_decay`.
+    #[config(default = 1.0)]
+    pub head_decay: f64,
+    /// Weight decay of vectors and scalars, relative to `weight_decay`: 0 spares norms and biases.
+    #[config(default = 1.0)]
+    pub vector_decay: f64,
 }
 
 impl AdamWConfig {
@@ -53,7 +62,7 @@ impl AdamWConfig {
         ensure_decay("beta_2", self.beta_2)?;
         ensure_size("epsilon", self.epsilon)?;
         ensure_size("weight_decay", self.weight_decay)?;
-        self.role_lr().check()
+        self.roles().check()
     }
 
     pub(super) fn step(&self) -> AdamWStep {
@@ -66,7 +75,11 @@ impl AdamWConfig {
         }
     }
 
-    pub(super) fn role_lr(&self) -> RoleLr {
-        RoleLr { embedding: self.embedding_lr, head: self.head_lr, vector: self.vector_lr }
+    pub(super) fn roles(&self) -> Roles {
+        Roles {
+            embedding: RoleFactors { lr: self.embedding_lr, decay: self.embedding_decay },
+            head: RoleFactors { lr: self.head_lr, decay: self.head_decay },
+            vector: RoleFactors { lr: self.vector_lr, decay: self.vector_decay },
+        }
     }
 }

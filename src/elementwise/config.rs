@@ -57,15 +57,15 @@ impl ElementwiseConfig {
         policy: KernelPolicy,
         clipping: Option<&GradientClippingConfig>,
     ) -> ElementwiseUpdate {
-        let (rule, weight_decay, role_lr) = match self {
+        let (rule, weight_decay, roles) = match self {
             Self::AdamW(config) => {
-                (ElementwiseRule::AdamW(config.step()), config.weight_decay, config.role_lr())
+                (ElementwiseRule::AdamW(config.step()), config.weight_decay, config.roles())
             }
             Self::Lion(config) => {
-                (ElementwiseRule::Lion(config.step()), config.weight_decay, config.role_lr())
+                (ElementwiseRule::Lion(config.step()), config.weight_decay, config.roles())
             }
         };
         let clipping = clipping.cloned();
-        ElementwiseUpdate { rule, weight_decay, role_lr, precision, policy, clipping }
+        ElementwiseUpdate { rule, weight_decay, roles, precision, policy, clipping }
     }
 }

@@ -5,7 +5,7 @@ use burn::config::Config;
 use crate::backend::LionStep;
 use crate::checks::{ensure_decay, ensure_size};
 use crate::error::Result;
-use crate::update::RoleLr;
+use crate::update::{RoleFactors, Roles};
 
 /// Configuration of Lion (Chen et al., <https://arxiv.org/abs/2302.06675>) for embeddings, the
 /// output head, vectors and scalars.
@@ -32,6 +32,15 @@ pub struct LionConfig {
     /// Learning rate of vectors and scalars, relative to the one given to `step`.
     #[config(default = 1.0)]
     pub vector_lr: f64,
+    /// Weight decay of embeddings, relative to `weight_decay`.
+    #[config(default = 1.0)]
+    pub embedding_decay: f64,
+    /// Weight decay of the output head, relative to `weight_decay`.
+    #[config(default = 1.0)]
+    pub head_decay: f64,
+    /// Weight decay of vectors and scalars, relative to `weight_decay`: 0 spares norms and biases.
+    #[config(default = 1.0)]
+    pub vector_decay: f64,
 }
 
 impl LionConfig {
@@ -40,14 +49,18 @@ impl LionConfig {
         ensure_decay("beta_1", self.beta_1)?;
         ensure_decay("beta_2", self.beta_2)?;
         ensure_size("weight_decay", self.weight_decay)?;
-        self.role_lr().check()
+        self.roles().check()
     }
 
     pub(super) fn step(&self) -> LionStep {
         LionStep { beta_1: self.beta_1, beta_2: self.beta_2 }
     }
 
-    pub(super) fn role_lr(&self) -> RoleLr {
-        RoleLr { embedding: self.embedding_lr, head: self.head_lr, vector: self.vector_lr }
+    pub(super) fn roles(&self) -> Roles {
+        Roles {
+            embedding: RoleFactors { lr: self.embedding_lr, decay: self.embedding_decay },
+            head: RoleFactors { lr: self.head_lr, decay: self.head_decay },
+            vector: RoleFactors { lr: self.vector_lr, decay: self.vector_decay },
+        }
     }
 }

@@ -10,16 +10,15 @@ use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::update::{
     CORRECTIONS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseUpdate, ONLY_RANK, Origin,
-    Place, Reserved, Resumable, SKIPPED, SkippedSteps, Slot, Slots, StepSize, TIME, clip,
-    ensure_rate, missing, of_another, unflatten_burns,
+    Place, Reserved, Resumable, RoleFactors, SKIPPED, SkippedSteps, Slot, Slots, StepSize, TIME,
+    clip, ensure_rate, missing, of_another, unflatten_burns,
 };
 
 /// The elementwise optimizer of one parameter.
 #[derive(Clone)]
 pub(crate) struct Elementwise {
     update: Arc<ElementwiseUpdate>,
-    /// The factor on the learning rate.
-    lr: f64,
+    role: RoleFactors,
     parameter: Arc<str>,
     skipped: SkippedSteps,
     /// The place of the states' counts.
@@ -59,15 +58,15 @@ impl<const D: usize> RecordState for ElementwiseState<D> {
 }
 
 impl Elementwise {
-    /// The optimizer of a parameter at `lr` times the learning rate.
+    /// The optimizer of a parameter, with the factors of its role.
     pub fn new(
         update: Arc<ElementwiseUpdate>,
-        lr: f64,
+        role: RoleFactors,
         parameter: &str,
         skipped: &SkippedSteps,
     ) -> Self {
         let reserved = skipped.reserve();
-        Self { update, lr, parameter: parameter.into(), skipped: skipped.clone(), reserved }
+        Self { update, role, parameter: parameter.into(), skipped: skipped.clone(), reserved }
     }
 
     /// The slots of a parameter, in the order of records.
@@ -150,7 +149,7 @@ impl Elementwise {
             false => rejected.zeros_like(),
         });
         let corrections = self.update.correct(corrections, &mask);
-        let StepSize { decay, lr, .. } = self.update.size(lr, self.lr);
+        let StepSize { decay, lr, .. } = self.update.size(lr, self.role);
         let parameters = [ElementwiseParameter {
             rows: ElementwiseRows { flag: 0, first: 0, decay, lr },
             origin: Origin::new(&self.parameter, 0, time),
@@ -249,8 +248,12 @@ mod tests {
         for policy in [KernelPolicy::Auto, KernelPolicy::Portable] {
             let update =
                 ElementwiseConfig::from(AdamWConfig::new()).update(precision, policy, None);
-            let optimizer =
-                Elementwise::new(update.into(), 1.0, "weight", &SkippedSteps::new(None));
+            let optimizer = Elementwise::new(
+                update.into(),
+                RoleFactors::ONE,
+                "weight",
+                &SkippedSteps::new(None),
+            );
             let full = |value: f32| Tensor::<1>::full([8], value, (&device, DType::F16));
             let (mut weight, mut state) = (full(1.0), None);
             for grad in [1e-4, 0.0, 2e3, 0.0] {

@@ -142,8 +142,8 @@ impl Routing {
                     let names = blocks.names(path);
                     let of_block = |(index, name): (usize, &String)| {
                         if route.left.contains(&index) {
-                            let lr = self.role_lr(ParameterRole::Vector);
-                            let rule = Elementwise::new(rest.clone(), lr, name, skipped);
+                            let role = self.factors(ParameterRole::Vector);
+                            let rule = Elementwise::new(rest.clone(), role, name, skipped);
                             return BlockRule::Elements(rule);
                         }
                         BlockRule::Matrices(rule(name, MatrixView::Batch))
@@ -153,13 +153,13 @@ impl Routing {
                     optim.with_group(parameter, rule, None)
                 }
                 ParameterRole::Embedding | ParameterRole::Head | ParameterRole::Vector => {
-                    let lr = self.role_lr(route.role);
+                    let role = self.factors(route.role);
                     if let Some(name) = &route.custom {
-                        let rule = Whole::new(updates.whole(name), rest, lr, path, skipped);
+                        let rule = Whole::new(updates.whole(name), rest, role.lr, path, skipped);
                         let rule = Resumed::new(rule, path, &refusals);
                         return optim.with_group(parameter, rule, None);
                     }
-                    let rule = Elementwise::new(rest.clone(), lr, path, skipped);
+                    let rule = Elementwise::new(rest.clone(), role, path, skipped);
                     optim.with_group(parameter, Resumed::new(rule, path, &refusals), None)
                 }
                 ParameterRole::Frozen => {

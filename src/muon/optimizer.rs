@@ -14,7 +14,7 @@ use crate::slices::expand;
 use crate::update::{
     Clocks, IDLE, MANTISSA, MASTER, MOMENTUM, MOMENTUM_WEIGHT, Matrices, MuonBatch, MuonParameter,
     MuonUpdate, ONLY_RANK, Origin, Place, Reserved, Resumable, SKIPPED, SkippedSteps, Slot, Slots,
-    TIME, clip, ensure_rate, parts,
+    TIME, ensure_rate, parts,
 };
 
 /// The names of the slots that every state has. Slots of the configured parts may follow.
@@ -222,9 +222,8 @@ impl Muon {
         let first = usize::from(k > 1);
         let flags = Tensor::zeros([first + k], (&parameter.device(), DType::F32));
         let whole = [FlaggedRows { flag: 0, rows: 1 }];
-        // Before clipping, which would make an infinite gradient a finite one.
+        // Before the update clips it, which would make an infinite gradient a finite one.
         let flags = reject(update.policy(), flags, std::slice::from_ref(&grad), &whole, f64::MAX);
-        let grad = clip(update.clipping.as_ref(), grad).reshape([-1]);
         let batch = MuonBatch {
             count: k,
             matrices: Matrices { shape: [m, n], layout: self.layout },
@@ -242,7 +241,7 @@ impl Muon {
             by_matrix: &|flags| expand(flags.clone().slice(s![0..1]), [k]),
             first,
         };
-        let (gradients, values) = (vec![grad], vec![parameter.reshape([-1])]);
+        let (gradients, values) = (vec![grad.reshape([-1])], vec![parameter.reshape([-1])]);
         let (mut updated, flags) = update.step(&batch, gradients, values, state, flags, None);
         (updated.swap_remove(0), flags)
     }

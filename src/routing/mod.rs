@@ -23,7 +23,10 @@ use crate::custom::CustomOptimizers;
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::Found;
-use crate::update::{ElementwiseUpdate, MAX_RANK, Matrices, MuonUpdate, SkippedSteps, WholeUpdate};
+use crate::update::{
+    ElementwiseUpdate, MAX_RANK, Matrices, MuonUpdate, RoleFactors, Roles, SkippedSteps,
+    WholeUpdate,
+};
 use built_in::Anatomy;
 use rules::{Decision, Rules};
 pub use rules::{MuonRoutingRule, RoutingRule};
@@ -340,16 +343,14 @@ impl Routing {
         &self.updates.skipped
     }
 
-    /// The factor of a role on the learning rate.
-    pub(crate) fn role_lr(&self, role: ParameterRole) -> f64 {
-        let role_lr = &self.updates.rest.role_lr;
+    /// The factors of a role. Those of matrices and of frozen parameters are not read.
+    pub(crate) fn factors(&self, role: ParameterRole) -> RoleFactors {
+        let Roles { embedding, head, vector } = self.updates.rest.roles;
         match role {
-            ParameterRole::Muon { .. } => 1.0,
-            ParameterRole::Embedding => role_lr.embedding,
-            ParameterRole::Head => role_lr.head,
-            ParameterRole::Vector => role_lr.vector,
-            // Not updated.
-            ParameterRole::Frozen => 0.0,
+            ParameterRole::Embedding => embedding,
+            ParameterRole::Head => head,
+            ParameterRole::Vector => vector,
+            ParameterRole::Muon { .. } | ParameterRole::Frozen => RoleFactors::ONE,
         }
     }
 }

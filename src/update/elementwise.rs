@@ -22,7 +22,7 @@ use crate::error::Result;
 pub(crate) struct ElementwiseUpdate {
     pub rule: ElementwiseRule,
     pub weight_decay: f64,
-    pub role_lr: RoleLr,
+    pub roles: Roles,
     pub precision: Precision,
     pub policy: KernelPolicy,
     pub clipping: Option<GradientClippingConfig>,
@@ -36,12 +36,19 @@ pub(crate) struct ElementwiseParameter {
     pub factors: Option<Tensor<1>>,
 }
 
-/// Learning rates by role, relative to the step's.
+/// The factors of a role on the learning rate of a step and on the weight decay.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct RoleLr {
-    pub embedding: f64,
-    pub head: f64,
-    pub vector: f64,
+pub(crate) struct RoleFactors {
+    pub lr: f64,
+    pub decay: f64,
+}
+
+/// The factors of the roles that have some.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Roles {
+    pub embedding: RoleFactors,
+    pub head: RoleFactors,
+    pub vector: RoleFactors,
 }
 
 /// The rule of the update.
@@ -108,12 +115,21 @@ pub(crate) fn unflatten_burns(
     Some((Slots::unflatten_as(names, prefix, source, device)?, time))
 }
 
-impl RoleLr {
-    /// Fails for learning rates that no run can use.
+impl RoleFactors {
+    /// No change of either.
+    pub const ONE: Self = Self { lr: 1.0, decay: 1.0 };
+}
+
+impl Roles {
+    /// Fails for factors that no run can use.
     pub fn check(&self) -> Result<()> {
-        ensure_size("embedding_lr", self.embedding)?;
-        ensure_size("head_lr", self.head)?;
-        ensure_size("vector_lr", self.vector)
+        let Self { embedding, head, vector } = self;
+        ensure_size("embedding_lr", embedding.lr)?;
+        ensure_size("head_lr", head.lr)?;
+        ensure_size("vector_lr", vector.lr)?;
+        ensure_size("embedding_decay", embedding.decay)?;
+        ensure_size("head_decay", head.decay)?;
+        ensure_size("vector_decay", vector.decay)
     }
 }
 
@@ -166,9 +182,9 @@ impl ElementwiseUpdate {
         slots.chain(self.precision.slots(parameter)).collect()
     }
 
-    /// The size of a step, at `role` times a learning rate.
-    pub fn size(&self, lr: f64, role: f64) -> StepSize {
-        StepSize::decoupled(lr * role, self.weight_decay)
+    /// The size of a step, with the factors of a role.
+    pub fn size(&self, lr: f64, role: RoleFactors) -> StepSize {
+        StepSize::decoupled(lr * role.lr, self.weight_decay * role.decay)
     }
 
     /// The largest usable gradient of parameters of a type.

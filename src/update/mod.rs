@@ -33,7 +33,7 @@ mod whole;
 pub(crate) use clipping::clip;
 pub(crate) use elementwise::{
     BURNS_TIME, CORRECTIONS, ELEMENTS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseRule,
-    ElementwiseUpdate, RoleLr, from_burns, of_burns, unflatten_burns,
+    ElementwiseUpdate, RoleFactors, Roles, from_burns, of_burns, unflatten_burns,
 };
 pub use lr_scale::LrScale;
 pub(crate) use momentum::{MOMENTUM, MOMENTUM_WEIGHT};

@@ -5,6 +5,7 @@ use std::iter::repeat_n;
 use burn::grad_clipping::GradientClippingConfig;
 use burn::tensor::{DType, Device, Tensor, TensorData, s};
 
+use super::clipping::clip;
 use super::lr_scale::LrScale;
 use super::momentum::{MOMENTUM, MomentumConfig, Weights};
 use super::observations::{Observations, orthogonality_errors};
@@ -382,9 +383,7 @@ impl MuonUpdate {
     ) -> Direction {
         let Inputs { batch, sections, .. } = inputs;
         let [_, m, n] = batch.shape();
-        let precise = precise_dtype(batch.dtype);
-        let gradients: Vec<_> =
-            gradients.into_iter().map(|gradient| gradient.cast(precise)).collect();
+        // Before clipping, which spreads a NaN to matrices without a gradient.
         let idle = match batch.is_stack {
             true => {
                 let is_present = batch.parameters.iter().map(|parameter| parameter.is_present);
@@ -392,6 +391,9 @@ impl MuonUpdate {
             }
             false => Idle::none(),
         };
+        let precise = precise_dtype(batch.dtype);
+        let clipped = |gradient: Tensor<1>| clip(self.clipping.as_ref(), gradient).cast(precise);
+        let gradients = gradients.into_iter().map(clipped).collect();
         let gradients = stacks::divided(gradients, sections, m * n);
         let weights = sections.iter().map(|section| self.momentum.weights(section.time)).collect();
         let started = Started { inputs, weights, idle, diverged };

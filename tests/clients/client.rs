@@ -6,11 +6,13 @@ use std::path::{Path, PathBuf};
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamGroup};
 use burn::optim::decay::WeightDecayConfig;
+use burn::optim::momentum::MomentumConfig;
 use burn::optim::{
-    AdamWConfig, AdjustLrFn, GradientsParams, ModuleOptimizer, MuonConfig as BurnMuonConfig,
+    AdamWConfig as BurnAdamWConfig, AdjustLrFn, GradientsParams, ModuleOptimizer,
+    MuonConfig as BurnMuonConfig,
 };
 use burn::tensor::Device;
-use distmuon::{DistModuleOptimizer, MuonConfig, ParameterRole, Schedule, checkpoint};
+use distmuon::{AdamWConfig, DistModuleOptimizer, MuonConfig, ParameterRole, Schedule, checkpoint};
 use distmuon_testing::models::values;
 
 /// A program.
@@ -30,9 +32,9 @@ pub trait Client {
     /// The loss for items that were not trained on.
     fn loss(model: &Self::Model, items: Items) -> f32;
 
-    /// The optimizers of the parameters, without a rule.
+    /// The optimizers of the parameters, by default without a rule.
     fn roles(model: &Self::Model) -> String {
-        crate::roles(model)
+        crate::roles(&MuonConfig::new(), model)
     }
 }
 
@@ -92,6 +94,36 @@ pub enum Choice {
     BurnAdamW,
 }
 
+/// The settings of a program, for each choice.
+pub struct Settings {
+    dist_muon: MuonConfig,
+    burn_muon: BurnMuonConfig,
+    burn_adamw: BurnAdamWConfig,
+}
+
+impl Settings {
+    /// The default settings of Burn's optimizers, with the scale and the decay of distmuon's.
+    pub fn new(dist_muon: MuonConfig) -> Self {
+        let burn_muon = BurnMuonConfig::new()
+            .with_weight_decay(Some(WeightDecayConfig { penalty: 0.1 }))
+            .with_adjust_lr_fn(AdjustLrFn::MatchRmsAdamW);
+        Self { dist_muon, burn_muon, burn_adamw: BurnAdamWConfig::new() }
+    }
+
+    /// Neither momentum nor weight decay in any optimizer.
+    pub fn without_momentum_and_decay() -> Self {
+        let rest = AdamWConfig::new().with_beta_1(0.0).with_weight_decay(0.0);
+        let dist_muon = MuonConfig::new().with_momentum(0.0.into()).with_weight_decay(0.0.into());
+        let Self { dist_muon, burn_muon, burn_adamw } = Self::new(dist_muon.with_adamw(rest));
+        let momentum = MomentumConfig { momentum: 0.0, dampening: 0.0, nesterov: false };
+        Self {
+            dist_muon,
+            burn_muon: burn_muon.with_weight_decay(None).with_momentum(momentum),
+            burn_adamw: burn_adamw.with_beta_1(0.0).with_weight_decay(0.0),
+        }
+    }
+}
+
 /// Steps of a run.
 pub struct Run {
     /// The folder of all files of the run.
@@ -136,36 +168,34 @@ impl Run {
     }
 
     /// Burn's optimizer of a model, by the settings of a program.
-    pub fn optimizer<M: Module>(&self, config: &MuonConfig, model: &M) -> ModuleOptimizer {
+    pub fn optimizer<M: Module>(&self, settings: &Settings, model: &M) -> ModuleOptimizer {
+        let Settings { dist_muon, burn_muon, burn_adamw } = settings;
         match self.choice {
-            Choice::DistMuon => config.init(model),
-            Choice::BurnAdamW => AdamWConfig::new().init(),
+            Choice::DistMuon => dist_muon.init(model),
+            Choice::BurnAdamW => burn_adamw.init(),
             Choice::BurnMuon => {
-                let routing = config.route(model).expect("the model is routed without a rule");
+                let routing = dist_muon.route(model).expect("the model is routed");
                 let matrices = routing.routes().iter().filter(|route| {
                     matches!(route.role, ParameterRole::Muon { .. }) && route.shape.len() == 2
                 });
                 let paths: Vec<String> = matrices.map(|route| route.path.clone()).collect();
-                let muon = BurnMuonConfig::new()
-                    .with_weight_decay(Some(WeightDecayConfig { penalty: 0.1 }))
-                    .with_adjust_lr_fn(AdjustLrFn::MatchRmsAdamW);
-                AdamWConfig::new().init().with_group(
-                    ParamGroup::from_paths(paths),
-                    muon.build(),
-                    None,
-                )
+                burn_adamw.init().with_group(ParamGroup::from_paths(paths), burn_muon.build(), None)
             }
         }
     }
 
     /// A model and its optimizer for a loop of the program's own, with the default settings.
     pub fn start<M: Module>(&self, model: M) -> (M, Optim) {
-        let config = MuonConfig::new();
+        self.start_with(MuonConfig::new(), model)
+    }
+
+    /// [`start`](Self::start), with settings of the program's own.
+    pub fn start_with<M: Module>(&self, config: MuonConfig, model: M) -> (M, Optim) {
         let optim = match self.choice {
             Choice::DistMuon => {
                 Optim::Batched(Box::new(config.init_batched(&model).expect("the model is routed")))
             }
-            _ => Optim::Burn(self.optimizer(&config, &model)),
+            _ => Optim::Burn(self.optimizer(&Settings::new(config), &model)),
         };
         if self.is_resumed() { optim.load(&self.file("run.bpk"), model) } else { (model, optim) }
     }

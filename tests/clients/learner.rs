@@ -12,7 +12,7 @@ use burn::train::{
 };
 use distmuon::MuonConfig;
 
-use crate::client::{Items, Run};
+use crate::client::{Items, Run, Settings};
 use crate::data::cross_entropy;
 
 pub struct Batches;
@@ -81,7 +81,7 @@ where
         true => training.checkpoint(run.steps.start / epoch),
         false => training,
     };
-    let optim = run.optimizer(&MuonConfig::new(), &model);
+    let optim = run.optimizer(&Settings::new(MuonConfig::new()), &model);
     let learner = Learner::new(model, optim, run.rates().into_lr_scheduler());
     let result = configured(training).launch(learner);
     assert!(result.error.is_none() && result.interrupted.is_none(), "{:?}", result.error);

@@ -2,8 +2,8 @@
 //! with its model, its data and its loop.
 //!
 //! Every program trains 30 steps, saves in the middle, and continues in a new process with the bits
-//! of the run that was not interrupted. Its model is routed without a rule. The ignored test
-//! `losses` compares optimizers, and prints the table of `docs/results/clients.md`.
+//! of the run that was not interrupted. All models but one are routed without a rule. The ignored
+//! test `losses` compares optimizers, and prints the table of `docs/results/clients.md`.
 
 mod accumulation;
 mod adapters;
@@ -12,6 +12,7 @@ mod columns;
 mod data;
 #[cfg(feature = "train")]
 mod devices;
+mod experts;
 mod gan;
 #[cfg(feature = "train")]
 mod images;
@@ -49,14 +50,19 @@ fn entries() -> Vec<Entry> {
     ]
 }
 
+/// Programs that need a rule, and whose losses are not compared.
+fn entries_with_rules() -> Vec<Entry> {
+    vec![entry::<experts::Mixture>()]
+}
+
 fn main() {
     if processes::is_child() {
-        return processes::run(&entries());
+        return processes::run(&[entries(), entries_with_rules()].concat());
     }
-    let of_client = |client: Entry| {
+    let of_client = |(routed, client): (&str, Entry)| {
         let name = client.name;
         [
-            Trial::test(format!("{name}::is_routed_without_a_rule"), move || {
+            Trial::test(format!("{name}::is_routed_{routed}"), move || {
                 assert_eq!((client.roles)().trim_end(), client.expected);
                 Ok(())
             }),
@@ -74,17 +80,19 @@ fn main() {
         processes::a_run_without_gradients_is_reported();
         Ok(())
     });
-    let trials = entries().into_iter().flat_map(of_client).chain([without_gradients]);
+    let clients = entries().into_iter().map(|client| ("without_a_rule", client));
+    let with_rules = entries_with_rules().into_iter().map(|client| ("by_its_rule", client));
+    let trials = clients.chain(with_rules).flat_map(of_client).chain([without_gradients]);
     let trials = trials.chain([losses.with_ignored_flag(true)]).collect();
     #[cfg(not(feature = "train"))]
     distmuon_testing::skip("programs with a `Learner`, which need --features train");
     libtest_mimic::run(&Arguments::from_args(), trials).exit();
 }
 
-/// The optimizers of the parameters of a model, without a rule: a line for each of them, with its
-/// paths. All others are vectors, or not trained.
-fn roles(model: &impl burn::module::Module) -> String {
-    let routing = MuonConfig::new().route(model).expect("the model is routed without a rule");
+/// The optimizers of the parameters of a model: a line for each of them, with its paths. All others
+/// are vectors, or not trained.
+fn roles(config: &MuonConfig, model: &impl burn::module::Module) -> String {
+    let routing = config.route(model).expect("the model is routed");
     let mut lines: Vec<(String, Vec<String>)> = vec![];
     for route in routing.routes() {
         // Blocks, rather than layers that follow each other in a stack.

@@ -8,7 +8,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Tensor, activation::sigmoid, s};
 use distmuon::MuonConfig;
 
-use crate::client::{Client, Items, Run};
+use crate::client::{Client, Items, Run, Settings};
 use crate::data::{floats, inputs};
 
 const LENGTH: usize = 10;
@@ -96,7 +96,7 @@ impl Client for Recurrent {
                 config
             }
         };
-        let mut optim = run.optimizer(&config.optimizer, &model);
+        let mut optim = run.optimizer(&Settings::new(config.optimizer.clone()), &model);
         let mut model = model;
         if run.is_resumed() {
             model = model.load_file(run.file("model"));

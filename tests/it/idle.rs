@@ -3,9 +3,10 @@
 
 use std::path::Path;
 
+use burn::grad_clipping::GradientClippingConfig;
 use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData, s};
 use distmuon::comm::World;
 use distmuon::distributed::{Axis, DistMuonConfig, Layout, Mesh, Place};
 use distmuon::{MuonConfig, RoutingRule, Schedule, WeightDecay, checkpoint};
@@ -158,6 +159,43 @@ fn experts_without_a_gradient_stay_as_they_are_on_any_ranks() {
                 net.assert_equal(&format!("{name}, {ranks} ranks, cut: {cuts}"));
             }
         }
+    }
+}
+
+/// A stack that is rejected for the NaN of one expert leaves the clock of an expert without tokens
+/// where it is, also where clipping by the norm spreads the NaN.
+#[test]
+fn a_rejected_stack_moves_no_clock_of_an_idle_expert() {
+    let device = Device::default().autodiff();
+    for clipping in [None, Some(1e6)] {
+        let momentum = Schedule::constant(0.2).linear(3, 0.9);
+        let muon = MuonConfig::new()
+            .with_momentum(momentum.into())
+            .with_grad_clipping(clipping.map(GradientClippingConfig::Norm))
+            .with_rule(RoutingRule::muon("layers"))
+            .with_rule(RoutingRule::muon("stack").batch());
+        let mut net = Experts::new(&device);
+        let mut optim = muon.init(&net);
+        for step in 0..4 {
+            let of_expert = |expert| match (step, expert) {
+                (1, 0) => Tensor::zeros([SHAPE[1], SHAPE[2]], &device.clone().inner()),
+                (1, 1) => matrix(11, &device.clone().inner()) * f32::NAN,
+                _ => matrix(10 * step + expert, &device.clone().inner()),
+            };
+            let mut gradients = GradientsParams::new();
+            for (expert, layer) in net.layers.iter().enumerate() {
+                if (step, expert) != (1, 0) {
+                    gradients.register(layer.id, of_expert(expert));
+                }
+            }
+            let stack = Tensor::stack::<3>((0..SHAPE[0]).map(of_expert).collect(), 0);
+            gradients.register(net.stack.id, stack);
+            net = optim.step(0.05, net, gradients);
+        }
+        let stack = net.stack.val().inner().slice(s![0..1]).into_data();
+        let [stack, layer] = [stack, net.layers[0].val().inner().into_data()]
+            .map(|data| data.iter::<f32>().collect::<Vec<_>>());
+        assert_same_weights(&format!("{clipping:?}"), &stack, &layer);
     }
 }
 

@@ -11,8 +11,9 @@ use burn::optim::{GradientsParams, ModuleOptimizer, Optimizer};
 use burn::tensor::{Bytes, Device, Distribution, FloatDType, Int, Tensor, s};
 use burn_pack::Reader;
 use distmuon::{
-    AdamWConfig, Error, IterationDtype, KernelPolicy, LrScale, MatrixLayout, MatrixView,
-    MuonConfig, NewtonSchulzConfig, ParameterRole, RoutingRule, Schedule, checkpoint,
+    AdamWConfig, ElementwiseConfig, Error, IterationDtype, KernelPolicy, LionConfig, LrScale,
+    MatrixLayout, MatrixView, MuonConfig, NewtonSchulzConfig, ParameterRole, RoutingRule, Schedule,
+    checkpoint,
 };
 use distmuon_testing::device::{beyond_memory, has_type, tf32_or};
 use distmuon_testing::models::{Fixed, bits, gradients, largest_difference, tensors, values};
@@ -417,6 +418,41 @@ fn learning_rates_can_be_set_per_role() {
     assert_ne!(bits(&after.layers[0].up.weight.val()), bits(&before.layers[0].up.weight.val()));
 }
 
+/// Gradients of zero leave the decay alone. Vectors are spared, as in many recipes.
+#[test]
+fn the_weight_decay_can_be_set_per_role() {
+    let adamw = AdamWConfig::new().with_weight_decay(0.5).with_vector_decay(0.0);
+    let lion = LionConfig::new().with_weight_decay(0.5).with_vector_decay(0.0);
+    let rests: [ElementwiseConfig; 2] = [
+        adamw.with_embedding_decay(2.0).with_head_decay(0.5).into(),
+        lion.with_embedding_decay(2.0).with_head_decay(0.5).into(),
+    ];
+    for rest in rests {
+        let config = MuonConfig::new().with_rest(rest);
+        let net = Net::new(&device());
+        let zeros = || {
+            let mut gradients = GradientsParams::new();
+            let device = device().inner();
+            gradients.register(net.embedding.weight.id, Tensor::<2>::zeros([16, 8], &device));
+            gradients.register(net.head.weight.id, Tensor::<2>::zeros([8, 16], &device));
+            gradients.register(net.layers[0].norm.gamma.id, Tensor::<1>::zeros([8], &device));
+            gradients
+        };
+        let one = config.init(&net).step(0.1, net.clone(), zeros());
+        let batched = config.init_batched(&net).unwrap().step(0.1, net.clone(), zeros()).unwrap();
+        for after in [one, batched] {
+            let close = |new: Tensor<2>, old: Tensor<2>, factor: f64| {
+                let error = (new.inner() - old.inner() * factor).abs().max();
+                assert!(error.into_scalar::<f32>() < 1e-6, "{factor}, {config:?}");
+            };
+            close(after.embedding.weight.val(), net.embedding.weight.val(), 0.9);
+            close(after.head.weight.val(), net.head.weight.val(), 0.975);
+            let gamma = |net: &Net| bits(&net.layers[0].norm.gamma.val());
+            assert_eq!(gamma(&after), gamma(&net));
+        }
+    }
+}
+
 #[test]
 fn clipping_changes_the_steps() {
     let net = Net::new(&device());
@@ -612,6 +648,7 @@ fn invalid_settings_are_rejected_and_named() {
     rejected(config().with_adamw(adamw().with_epsilon(f64::NAN)), "rest.AdamW.epsilon");
     rejected(config().with_adamw(adamw().with_weight_decay(-1.0)), "rest.AdamW.weight_decay");
     rejected(config().with_adamw(adamw().with_head_lr(f64::NAN)), "rest.AdamW.head_lr");
+    rejected(config().with_adamw(adamw().with_vector_decay(-1.0)), "rest.AdamW.vector_decay");
 
     #[derive(Module, Debug)]
     struct Empty {

@@ -41,6 +41,8 @@ pub struct Successors {
     first: Option<usize>,
     last: Option<usize>,
     after: BTreeMap<usize, usize>,
+    /// `true` once a pass has begun again: before, what follows a shared parameter is not known.
+    is_repeated: bool,
 }
 
 impl Successors {
@@ -50,8 +52,12 @@ impl Successors {
         // A parameter that is used twice in a row is there already.
         if let Some(last) = self.last.replace(index).filter(|last| *last != index) {
             self.after.insert(last, index);
+            self.is_repeated |= self.first == Some(index);
         }
         let first = *self.first.get_or_insert(index);
+        if !self.is_repeated {
+            return vec![];
+        }
         let mut next = vec![];
         let mut following = self.after.get(&index);
         // At most one of each edge: a circle without `first` repeats, and a parameter that is on
@@ -92,6 +98,14 @@ mod tests {
         // After the end of a pass, the next use is the first of another.
         order.end();
         assert_eq!(order.next(1), [2, 3]);
+    }
+
+    #[test]
+    fn the_first_evaluation_predicts_nothing_after_a_shared_parameter() {
+        let mut order = Successors::default();
+        assert!([3, 1, 2, 1, 4].iter().all(|index| order.next(*index).is_empty()));
+        // Of two that follow a shared parameter, the last one counts.
+        assert_eq!(order.next(3), [1, 4]);
     }
 
     #[test]

@@ -416,6 +416,22 @@ modules! {
         first: Mamba1 = Mamba1::new(),
         second: Mamba1 = Mamba1::new(),
     }
+    /// Mamba-2: a scalar for each of four heads, and a norm before the output.
+    Mamba2 {
+        in_proj: Linear = linear(16, 84),
+        conv1d: Conv1d = conv1d(48, 48, 4, 48),
+        dt_bias: Param<Tensor<1>> = bare([4]),
+        a_log: Param<Tensor<1>> = bare([4]),
+        d: Param<Tensor<1>> = bare([4]),
+        norm: LayerNorm = norm(32),
+        out_proj: Linear = linear(32, 16),
+    }
+    Mamba2Lm {
+        embedding: Embedding = embedding(100, 16),
+        layers: Vec<Mamba2> = vec![Mamba2::new(), Mamba2::new()],
+        norm_f: LayerNorm = norm(16),
+        lm_head: Linear = linear(16, 100),
+    }
     TimeMix {
         time_decay: Param<Tensor<2>> = bare([4, 4]),
         time_maa_w1: Param<Tensor<2>> = bare([16, 10]),
@@ -651,6 +667,16 @@ fn recurrences_without_attention_get_the_expected_roles() {
             "AdamW (head): lm_head.weight",
         ],
         &["layers.0.in_proj.weight", "layers.0.a_log", "layers.1.in_proj.weight", "layers.1.a_log"],
+    );
+    check(
+        &Mamba2Lm::new(),
+        &[
+            "AdamW (embedding): embedding.weight",
+            "AdamW (vector): layers.*.conv1d.weight layers.*.(dt_bias|a_log|d)",
+            "Muon: layers.*.(in|out)_proj.weight",
+            "AdamW (head): lm_head.weight",
+        ],
+        &["layers.0.in_proj.weight", "layers.1.in_proj.weight"],
     );
     let [vectors, matrices] = mamba("(first|second)");
     check(

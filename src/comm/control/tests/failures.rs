@@ -120,6 +120,19 @@ fn a_rank_that_fails_before_others_join_is_blamed_at_once() {
     }
 }
 
+/// A thread that only yields would poll a hundred thousand times.
+#[test]
+fn a_rank_that_waits_leaves_its_core_to_others() {
+    let (ranks, _) = world(2);
+    let (start, mut polls) = (Instant::now(), 0);
+    let waited = ranks.0[0].wait(&ranks.0[0].begin_call("sum"), || {
+        // A short call is polled without pauses.
+        polls += usize::from(start.elapsed() > Duration::from_millis(2));
+        Ok(start.elapsed() > Duration::from_millis(300))
+    });
+    assert!(waited.is_ok() && polls < 1000, "{polls} polls: {waited:?}");
+}
+
 #[test]
 fn external_calls_are_compared_and_time_out() {
     // Different calls, and no rank is late.
