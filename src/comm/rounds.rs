@@ -685,3 +685,24 @@ impl ExternalCalls {
         None
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_that_is_busy_for_five_minutes_is_noticed_if_others_wait() {
+        let mut rounds = Rounds::new(2, LONGEST_WAIT);
+        let (start, key) = (Instant::now(), (0, 0));
+        let after = |seconds| start + Duration::from_secs(seconds);
+        rounds.set_busy(0, true, start);
+        rounds.notice_busy(after(400));
+        assert!(!rounds.ranks[0].noticed, "nothing waits");
+        rounds.arrive(key, &Arc::from([0, 1]), 1, "sum", ()).unwrap();
+        rounds.wait(1, key, start).unwrap();
+        for (seconds, noticed) in [(299, false), (300, true)] {
+            rounds.notice_busy(after(seconds));
+            assert_eq!([rounds.ranks[0].noticed, rounds.ranks[1].noticed], [noticed, false]);
+        }
+    }
+}

@@ -418,6 +418,23 @@ fn learning_rates_can_be_set_per_role() {
     assert_ne!(bits(&after.layers[0].up.weight.val()), bits(&before.layers[0].up.weight.val()));
 }
 
+#[derive(Module, Debug)]
+struct Wrapped {
+    net: Net,
+}
+
+/// Burn finds the parameters of a model inside of another by their identities.
+#[test]
+fn an_optimizer_of_a_part_trains_the_whole_only_where_burn_steps() {
+    let whole = Wrapped { net: Net::new(&device()) };
+    let gradients = || whole.net.gradients(0);
+    let after = MuonConfig::new().init(&whole.net).step(0.01, whole.clone(), gradients());
+    assert!(after.net.weights().iter().zip(whole.net.weights()).all(|(new, old)| *new != old));
+    let mut batched = MuonConfig::new().init_batched(&whole.net).unwrap();
+    let error = batched.step(0.01, whole.clone(), gradients()).map(|_| ()).unwrap_err();
+    assert!(error.to_string().contains("absent when the optimizer was made"), "{error}");
+}
+
 /// Gradients of zero leave the decay alone. Vectors are spared, as in many recipes.
 #[test]
 fn the_weight_decay_can_be_set_per_role() {
