@@ -4,6 +4,9 @@ use std::fmt;
 
 use comfy_table::{Table, presets};
 
+use crate::distributed::layout::Passes;
+use crate::distributed::trained::ModelParameter;
+
 /// Bytes of one kind of tensor in a [`MemoryReport`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
@@ -48,6 +51,15 @@ pub struct MemoryReport {
     /// Communicators at the time of the report, of which an engine may keep memory that is not
     /// counted: NCCL some of the device for each.
     pub communicators: usize,
+}
+
+/// Bytes of a parameter between steps: of the whole, of this rank's slice, or of its part.
+pub fn bytes_of_parameter(known: &ModelParameter, units: &Passes) -> usize {
+    let elements = match units.get(&known.path) {
+        Some(unit) if known.placement.is_owned() => unit.part_count().max(1),
+        _ => known.shape.iter().product(),
+    };
+    elements * known.dtype.size()
 }
 
 /// The bytes of every kind at one time.

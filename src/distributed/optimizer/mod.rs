@@ -57,10 +57,13 @@ use drift::Checks;
 use exchange::{Exchange, publishers};
 use loss_scale::LossScale;
 use memory::Snapshot;
+pub(super) use memory::bytes_of_parameter;
 pub use memory::{MemoryReport, Usage};
 use publication::Publication;
+pub(super) use setup::{ensure_exchangeable, plan};
 use shard::Shard;
-use stages::{Stage, stages};
+pub(super) use stages::{Stage, stages};
+pub(super) use step::reduced_dtype;
 
 /// Muon and AdamW for one model on many ranks, from
 /// [`DistMuonConfig::init`](super::DistMuonConfig::init).
@@ -163,10 +166,10 @@ impl DistModuleOptimizer {
         world.agree(layout.check_planned(&parameters))?;
         setup::same_model(layout, &parameters, model)?;
         // The parameters are equal on all ranks here, so all ranks fail alike.
-        setup::ensure_exchangeable(&parameters, world.rank())?;
+        ensure_exchangeable(&parameters, world.rank())?;
         let updates @ Updates { muon, skipped, .. } = routing.updates();
         let costs = costs(config.costs, world, &parameters, muon)?;
-        let plan = setup::plan(config, layout, parameters, &costs)?;
+        let plan = plan(config, layout, parameters, &costs)?;
         let publishers = publishers(layout, config.publish)?;
         let (rank, device) = (world.rank(), world.device().clone().inner());
         let mut matrices = vec![];
@@ -179,14 +182,7 @@ impl DistModuleOptimizer {
         let waits_for_all = clip.is_some() || config.loss_scale.is_some();
         let stages = stages(&plan, waits_for_all);
         let units = layout.passes();
-        let bytes = |parameter: &ModelParameter| {
-            let elements = match units.get(&parameter.path) {
-                Some(unit) if parameter.placement.is_owned() => unit.part_count().max(1),
-                _ => parameter.shape.iter().product(),
-            };
-            elements * parameter.dtype.size()
-        };
-        let parameters = of_model.iter().map(bytes).sum();
+        let parameters = of_model.iter().map(|known| bytes_of_parameter(known, &units)).sum();
         let states: usize = shards.iter().map(Shard::state_bytes).sum();
         let masters = shards.iter().map(Shard::master_bytes).sum();
         let states = states - masters;

@@ -49,6 +49,15 @@ use crate::error::{Error, Result};
 use crate::slices::{self, bytes};
 use crate::update::{Observations, ensure_rate, is_half};
 
+/// The type in which the gradients of a bucket are sent to be reduced.
+pub fn reduced_dtype(grad_dtype: GradDtype, bucket: &Bucket) -> DType {
+    match (grad_dtype, bucket.kind) {
+        // Every rank keeps all of it: sent as it is used.
+        (_, BucketKind::Replicated) | (GradDtype::Float32, _) => precise_dtype(bucket.dtype),
+        (GradDtype::Parameter, _) => bucket.dtype,
+    }
+}
+
 /// A bucket whose reduction has started.
 enum Reducing {
     /// The gradients stay as they are: there is one rank, or they are averaged already.
@@ -446,11 +455,7 @@ impl DistModuleOptimizer {
             drop_rest(gradients);
             return Ok(Reducing::Local(in_one_type(local)));
         }
-        let dtype = match (self.grad_dtype, bucket.kind) {
-            // Every rank keeps all of it: sent as it is used.
-            (_, BucketKind::Replicated) | (GradDtype::Float32, _) => precise_dtype(bucket.dtype),
-            (GradDtype::Parameter, _) => bucket.dtype,
-        };
+        let dtype = reduced_dtype(self.grad_dtype, bucket);
         let packed = pack(gradients, bucket, 0..bucket.elements(), dtype, &self.device());
         self.ensure_bucket_computed(bucket, &packed)?;
         drop_rest(gradients);
