@@ -330,6 +330,11 @@ impl Routing {
     }
 
     /// The rules by which parameters are updated.
+    /// Replaces the update of matrices by one with other settings of a step.
+    pub(crate) fn set_muon(&mut self, muon: Arc<MuonUpdate>) {
+        self.updates.muon = muon;
+    }
+
     pub(crate) fn updates(&self) -> &Updates {
         &self.updates
     }

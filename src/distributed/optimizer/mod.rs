@@ -16,6 +16,7 @@ mod own_states;
 mod partial;
 mod publication;
 mod record;
+mod running;
 mod setup;
 mod shard;
 mod share;
@@ -60,6 +61,7 @@ use memory::Snapshot;
 pub(super) use memory::bytes_of_parameter;
 pub use memory::{MemoryReport, Usage};
 use publication::Publication;
+use running::Running;
 pub(super) use setup::{ensure_exchangeable, plan};
 use shard::Shard;
 pub(super) use stages::{Stage, stages};
@@ -130,6 +132,8 @@ pub struct DistModuleOptimizer {
     /// The attention heads to clip in the next step.
     head_clip: Option<HeadClip>,
     absence: Absence,
+    /// The settings that the program has set since it was made.
+    running: Running,
     /// `true` if the next step is to be observed.
     requested: bool,
     /// The observations of the last step that was.
@@ -217,6 +221,7 @@ impl DistModuleOptimizer {
             compared_steps: 0,
             checks: Checks::new(config.check_every),
             head_clip: None,
+            running: Running::default(),
             requested: false,
             observed: None,
             memory,

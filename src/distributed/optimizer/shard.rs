@@ -184,6 +184,13 @@ impl Shard {
         self.runs.iter().map(|run| (run.parameter, run.elements.start))
     }
 
+    /// Replaces the rule of matrices by one with other settings of a step.
+    pub fn set_muon(&mut self, update: &Arc<MuonUpdate>) {
+        if let Update::Muon(muon) = &mut self.update {
+            *muon = update.clone();
+        }
+    }
+
     fn policy(&self) -> KernelPolicy {
         match &self.update {
             Update::Muon(muon) => muon.policy(),

@@ -141,6 +141,8 @@ struct Calls {
     steps: Vec<(u32, usize)>,
     requests_diagnostics: bool,
     clips_heads: bool,
+    /// The settings that the program has set, as the bits of a float64.
+    running: [Option<u64>; 2],
 }
 
 impl Step {
@@ -307,6 +309,7 @@ impl DistModuleOptimizer {
             steps: lrs.zip(times).collect(),
             requests_diagnostics: self.requested,
             clips_heads: self.head_clip.is_some(),
+            running: self.running.named().map(|(_, value)| value.map(f64::to_bits)),
         };
         match unite(self.world.comm(), present, digest(&calls))? {
             Some(present) => {
@@ -332,6 +335,15 @@ impl DistModuleOptimizer {
             let clips = [first, local].map(|calls| calls.clips_heads);
             if clips[0] != clips[1] {
                 return called("clip_heads", clips);
+            }
+            let set =
+                self.running.named().into_iter().zip(first.running.into_iter().zip(local.running));
+            if let Some(((name, _), (first, other))) = { set }.find(|(_, (a, b))| a != b) {
+                let text = |bits: Option<u64>| {
+                    bits.map_or("no call".to_owned(), |bits| f64::from_bits(bits).to_string())
+                };
+                let (setting, first, other) = (name.to_owned(), text(first), text(other));
+                return Some(Difference { setting, first, other });
             }
             let mut steps = first.steps.iter().zip(&local.steps);
             let index = steps.position(|(first, local)| first != local)?;
