@@ -123,6 +123,7 @@ mod checks;
 mod checksum;
 pub mod comm;
 pub mod custom;
+mod dial;
 mod difference;
 pub mod distributed;
 pub mod elementwise;
@@ -157,6 +158,7 @@ pub use backend::{ComputePath, KernelPolicy, NativeKernels};
 pub use comm::Launch;
 pub use comm::World;
 pub use custom::CustomOptimizers;
+pub use dial::Dial;
 pub use distributed::{DistModuleOptimizer, DistMuon, DistMuonConfig};
 #[cfg(feature = "train")]
 pub use distributed::{DistMuonStrategy, LearnerLogits};

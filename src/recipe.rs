@@ -21,6 +21,7 @@ use serde::{Deserialize, Serialize};
 use crate::elementwise::AdamWConfig;
 use crate::muon::MuonConfig;
 use crate::orthogonalize::{Coefficients, NewtonSchulzConfig};
+use crate::qk_clip::QkClipConfig;
 use crate::schedule::Schedule;
 use crate::update::parts::{NorMuon, Renormalization, RowEquilibration};
 use crate::update::{LrScale, MomentumConfig, MomentumForm, WeightDecay};
@@ -28,6 +29,9 @@ use crate::update::{LrScale, MomentumConfig, MomentumForm, WeightDecay};
 /// Fraction of a run that the warm-ups of [`Recipe::Moonlight`], [`Recipe::KimiK2`] and
 /// [`Recipe::DeepSeekV4`] take at most. The runs of the sources are far longer than their warm-ups.
 const LONGEST_WARMUP: f64 = 0.05;
+
+/// nanochat's weight decay at the first step, for batches of 2^19 tokens: `--weight-decay`.
+pub(crate) const NANOCHAT_DECAY: f64 = 0.28;
 
 /// Settings with which others train by Muon, as their sources had them in August 2026.
 ///
@@ -40,6 +44,7 @@ const LONGEST_WARMUP: f64 = 0.05;
 /// | `ModdedNanogpt` | Polar Express, 5 | 0.85 to 0.95 to 0.85, Nesterov | 1.2 times the rate, cautious | `Original` | 2.3e-2 | NorMuon 0.9 |
 /// | `KimiK2` | Keller Jordan, 5 | 0.95, sum | 0.1 | `MatchRmsAdamW` | 2e-4 | |
 /// | `DeepSeekV4` | DeepSeek-V4, 10 | 0.95, Nesterov, sum | 0.1 | 0.9 `MatchRmsAdamW` | 2e-4 | |
+/// | `Motif` | Polar Express from 1e-3, 10 | 0.95, Nesterov, sum | 0.1 | `MatchRmsAdamW` | 1e-3 | |
 ///
 /// Most sources divide a matrix by its norm plus a small number (1e-7 to 1e-6), and
 /// [`Torch`](Self::Torch) by the larger of norm and 1e-7, as all recipes do here. The sources
@@ -87,8 +92,7 @@ pub enum Recipe {
     /// - the source renormalises with a floor of 1e-6, here 1e-10; it iterates in bfloat16 only;
     /// - vectors have the rate of the source's `resid_lambdas`, since its norms have no weights;
     /// - the source multiplies the rates of embeddings and head by `sqrt(768 / width)`, and all
-    ///   rates and the decay by factors for other batches: multiply `embedding_lr`, `head_lr` and
-    ///   the peak rate.
+    ///   rates and the decay by factors for other batches: [`Dial`](crate::Dial) has these rules.
     Nanochat,
     /// The speed run of modded-nanogpt
     /// (<https://github.com/KellerJordan/modded-nanogpt/blob/f411b3d/train_gpt.py>).
@@ -113,11 +117,11 @@ pub enum Recipe {
     /// - it multiplies the rate of the output matrices of its MLPs by four, and all rates by 1.52
     ///   and 1.73 where its batch doubles and triples.
     ModdedNanogpt,
-    /// Kimi K2 (section 2 of its report, <https://arxiv.org/abs/2507.20534>), without QK-clip.
+    /// Kimi K2 (section 2 of its report, <https://arxiv.org/abs/2507.20534>).
     ///
-    /// QK-clip acts on attention logits and weights, and is not part of an optimizer's update: add
-    /// [`QkClipConfig`](crate::QkClipConfig), whose defaults, a limit of 100 and equal exponents,
-    /// are the report's, with rules for the attentions. Momentum, coefficients and
+    /// QK-clip acts on attention logits and weights, and is not part of an optimizer's update:
+    /// [`qk_clip`](Self::qk_clip) returns it, a limit of 100 and equal exponents, to which rules
+    /// for the attentions are added. Momentum, coefficients and
     /// AdamW's settings are as for [`Moonlight`](Self::Moonlight), whose optimizer the report
     /// builds on. The algorithm of the report has no Nesterov. The warm-up has 500 steps in the
     /// source, and here a twentieth of the run if that is less. The rate is constant for 10 of 15.5
@@ -142,11 +146,20 @@ pub enum Recipe {
     /// [`IterationDtype::F32`](crate::IterationDtype::F32).
     #[serde(rename = "deepseek-v4")]
     DeepSeekV4,
+    /// Motif's optimizer (<https://huggingface.co/Motif-Technologies/optimizer>), whose description
+    /// was read in November 2026: ten steps of Polar Express from singular values of 1e-3, which
+    /// give the exact polar factor.
+    ///
+    /// The description has no other constants, and the program itself was not at hand: momentum,
+    /// decay, scale, rate and AdamW's settings are [`Moonlight`](Self::Moonlight)'s, and not
+    /// confirmed. The learning rate is constant, since the source leaves its schedule to the
+    /// program.
+    Motif,
 }
 
 impl Recipe {
     /// All recipes.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Torch,
         Self::KellerJordan,
         Self::Moonlight,
@@ -154,6 +167,7 @@ impl Recipe {
         Self::ModdedNanogpt,
         Self::KimiK2,
         Self::DeepSeekV4,
+        Self::Motif,
     ];
 
     /// Returns the name of the recipe, such as `modded-nanogpt`.
@@ -166,6 +180,7 @@ impl Recipe {
             Self::ModdedNanogpt => "modded-nanogpt",
             Self::KimiK2 => "kimi-k2",
             Self::DeepSeekV4 => "deepseek-v4",
+            Self::Motif => "motif",
         }
     }
 
@@ -190,6 +205,7 @@ impl Recipe {
             }
             Self::KimiK2 => "https://arxiv.org/abs/2507.20534",
             Self::DeepSeekV4 => "https://huggingface.co/deepseek-ai/DeepSeek-V4-Pro",
+            Self::Motif => "https://huggingface.co/Motif-Technologies/optimizer",
         }
     }
 
@@ -197,7 +213,7 @@ impl Recipe {
     /// are factors on it in [`AdamWConfig`].
     pub fn peak_lr(self) -> f64 {
         match self {
-            Self::Torch | Self::Moonlight => 1e-3,
+            Self::Torch | Self::Moonlight | Self::Motif => 1e-3,
             Self::KellerJordan | Self::Nanochat => 0.02,
             Self::ModdedNanogpt => 0.023,
             Self::KimiK2 | Self::DeepSeekV4 => 2e-4,
@@ -208,7 +224,7 @@ impl Recipe {
     pub fn lr(self, peak: f64, steps: usize) -> Schedule {
         let warmup = |warmup: usize| warmup.min((LONGEST_WARMUP * steps as f64) as usize);
         match self {
-            Self::Torch | Self::KellerJordan => Schedule::constant(peak),
+            Self::Torch | Self::KellerJordan | Self::Motif => Schedule::constant(peak),
             Self::Moonlight => {
                 // As `get_cosine_schedule_with_warmup` of the library transformers.
                 let warmup = warmup(100);
@@ -240,6 +256,18 @@ impl Recipe {
         }
     }
 
+    /// Returns QK-clip as the recipe has it, to which rules for the attentions are added; `None`
+    /// for a recipe without.
+    pub fn qk_clip(self) -> Option<QkClipConfig> {
+        // By default, it is as in Kimi K2's report.
+        (self == Self::KimiK2).then(QkClipConfig::new)
+    }
+
+    /// The steps of the iteration, if the coefficients do not decide.
+    fn iterations(self) -> Option<usize> {
+        (self == Self::Motif).then_some(10)
+    }
+
     fn coefficients(self) -> Coefficients {
         match self {
             Self::Torch | Self::KellerJordan | Self::Moonlight | Self::KimiK2 => {
@@ -247,6 +275,7 @@ impl Recipe {
             }
             Self::Nanochat | Self::ModdedNanogpt => Coefficients::PolarExpressCushioned,
             Self::DeepSeekV4 => Coefficients::DeepSeekV4,
+            Self::Motif => Coefficients::polar_express_for(1e-3),
         }
     }
 
@@ -255,7 +284,9 @@ impl Recipe {
             Self::Torch | Self::KellerJordan | Self::Nanochat | Self::ModdedNanogpt => {
                 LrScale::Original
             }
-            Self::Moonlight | Self::KimiK2 | Self::DeepSeekV4 => LrScale::MatchRmsAdamW,
+            Self::Moonlight | Self::KimiK2 | Self::DeepSeekV4 | Self::Motif => {
+                LrScale::MatchRmsAdamW
+            }
         }
     }
 
@@ -263,7 +294,7 @@ impl Recipe {
         let sum = || MomentumConfig::from(0.95).with_form(MomentumForm::Sum);
         match self {
             Self::Torch | Self::KellerJordan => 0.95.into(),
-            Self::Moonlight | Self::DeepSeekV4 => sum(),
+            Self::Moonlight | Self::DeepSeekV4 | Self::Motif => sum(),
             Self::KimiK2 => sum().with_nesterov(false),
             // `get_muon_momentum` of `base_train.py`, whose first step has the value of its start.
             Self::Nanochat => {
@@ -280,11 +311,10 @@ impl Recipe {
     fn weight_decay(self, steps: usize) -> WeightDecay {
         match self {
             Self::KellerJordan => 0.0.into(),
-            Self::Torch | Self::Moonlight | Self::KimiK2 | Self::DeepSeekV4 => 0.1.into(),
-            // `get_weight_decay` of `base_train.py`.
-            Self::Nanochat => {
-                WeightDecay::CautiousScaled(Schedule::constant(0.28).hold(1).cosine(steps, 0.0))
+            Self::Torch | Self::Moonlight | Self::KimiK2 | Self::DeepSeekV4 | Self::Motif => {
+                0.1.into()
             }
+            Self::Nanochat => nanochat_decay(NANOCHAT_DECAY, steps),
             Self::ModdedNanogpt => {
                 WeightDecay::CautiousScaled(self.lr(1.2 * self.peak_lr(), steps))
             }
@@ -299,7 +329,11 @@ impl MuonConfig {
         let adamw = AdamWConfig::new;
         let config = Self::new()
             .with_momentum(recipe.momentum(steps))
-            .with_newton_schulz(NewtonSchulzConfig::new().with_coefficients(recipe.coefficients()))
+            .with_newton_schulz(
+                NewtonSchulzConfig::new()
+                    .with_coefficients(recipe.coefficients())
+                    .with_steps(recipe.iterations()),
+            )
             .with_weight_decay(recipe.weight_decay(steps))
             .with_lr_scale(recipe.lr_scale());
         match recipe {
@@ -308,7 +342,9 @@ impl MuonConfig {
                 let relative = 3e-4 / 0.02;
                 config.with_adamw(with_lrs(adamw().with_epsilon(1e-10), [relative; 3]))
             }
-            Recipe::Moonlight | Recipe::KimiK2 => config.with_adamw(adamw().with_weight_decay(0.1)),
+            Recipe::Moonlight | Recipe::KimiK2 | Recipe::Motif => {
+                config.with_adamw(adamw().with_weight_decay(0.1))
+            }
             Recipe::Nanochat => {
                 let adamw = adamw()
                     .with_beta_1(0.8)
@@ -339,6 +375,11 @@ impl MuonConfig {
                 .with_adamw(adamw().with_epsilon(1e-20).with_weight_decay(0.1)),
         }
     }
+}
+
+/// nanochat's weight decay, which falls from `peak` to zero: `get_weight_decay` of `base_train.py`.
+pub(crate) fn nanochat_decay(peak: f64, steps: usize) -> WeightDecay {
+    WeightDecay::CautiousScaled(Schedule::constant(peak).hold(1).cosine(steps, 0.0))
 }
 
 /// The steps of nanochat's warm-down: `--warmdown-ratio` of the run, rounded as Python does.
@@ -451,10 +492,20 @@ mod tests {
             ),
             (Recipe::KimiK2, KellerJordan, (Sum, false), (MatchRmsAdamW, 1.0), 0.1, 2e-4, vec![]),
             (Recipe::DeepSeekV4, DeepSeekV4, (Sum, true), (MatchRmsAdamW, 0.9), 0.1, 2e-4, vec![]),
+            (
+                Recipe::Motif,
+                Coefficients::polar_express_for(1e-3),
+                (Sum, true),
+                (MatchRmsAdamW, 1.0),
+                0.1,
+                1e-3,
+                vec![],
+            ),
         ] {
             let config = MuonConfig::preset(recipe, STEPS);
             assert_eq!(config.newton_schulz.coefficients, coefficients, "{recipe:?}");
-            assert_eq!(config.newton_schulz.steps, None, "{recipe:?}");
+            let steps = (recipe == Recipe::Motif).then_some(10);
+            assert_eq!(config.newton_schulz.steps, steps, "{recipe:?}");
             assert_eq!((config.momentum.form, config.momentum.nesterov), (form, nesterov));
             assert_eq!(
                 config.momentum.momentum.at(STEPS / 4),
@@ -481,6 +532,7 @@ mod tests {
             (Recipe::ModdedNanogpt, [0.5, 0.95], 1e-10, 0.006, [0.008, 0.008, 0.04]),
             (Recipe::KimiK2, [0.9, 0.95], 1e-8, 0.1, [2e-4; 3]),
             (Recipe::DeepSeekV4, [0.9, 0.95], 1e-20, 0.1, [2e-4; 3]),
+            (Recipe::Motif, [0.9, 0.95], 1e-8, 0.1, [1e-3; 3]),
         ] {
             let config = adamw(recipe);
             assert_eq!([config.beta_1, config.beta_2], betas, "{recipe:?}");
@@ -573,6 +625,7 @@ mod tests {
             (Recipe::ModdedNanogpt, 0.15),
             (Recipe::KimiK2, 0.1),
             (Recipe::DeepSeekV4, 0.1),
+            (Recipe::Motif, 1.0),
         ] {
             for steps in [0].into_iter().chain(LENGTHS) {
                 let lr = recipe.lr(1.0, steps);
@@ -593,6 +646,14 @@ mod tests {
             let link = format!("<{}>", recipe.source());
             assert!(file.contains(&link), "{recipe:?}: {link}");
         }
+    }
+
+    #[test]
+    fn kimi_k2_has_its_clip_and_no_other_recipe_has() {
+        let clips = Recipe::ALL.map(|recipe| recipe.qk_clip().map(|clip| (clip.tau, clip.alpha)));
+        let of_kimi = Recipe::ALL.iter().position(|recipe| *recipe == Recipe::KimiK2).unwrap();
+        assert_eq!(clips[of_kimi], Some((100.0, 0.5)));
+        assert_eq!(clips.into_iter().flatten().count(), 1);
     }
 
     #[test]

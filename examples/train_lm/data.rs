@@ -4,6 +4,7 @@
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{BufWriter, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -15,6 +16,8 @@ use tokenizers::models::bpe::{BPE, BpeTrainer};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, TokenizerBuilder, TokenizerImpl};
 use walkdir::WalkDir;
+
+use super::shards::Shards;
 
 /// Crates whose sources are the default text. The lock file names their versions and every build
 /// unpacks them, so one lock file gives one text.
@@ -49,6 +52,10 @@ type Bpe = TokenizerImpl<BPE, tokenizers::NormalizerWrapper, ByteLevel, ByteLeve
 pub enum Tokenizer {
     Bytes,
     Bpe(Box<Bpe>),
+    /// The text was tokenised elsewhere.
+    Elsewhere {
+        vocabulary: usize,
+    },
 }
 
 impl Tokenizer {
@@ -86,6 +93,7 @@ impl Tokenizer {
                 let encoding = bpe.encode_fast(text.as_ref(), false).map_err(anyhow::Error::msg)?;
                 Ok(encoding.get_ids().iter().map(|id| *id as u16).collect())
             }
+            Self::Elsewhere { .. } => Ok(vec![0]),
         }
     }
 
@@ -99,6 +107,10 @@ impl Tokenizer {
                 let ids: Vec<u32> = tokens.iter().map(|token| u32::from(*token)).collect();
                 bpe.decode(&ids, false).map_err(anyhow::Error::msg)
             }
+            Self::Elsewhere { .. } => {
+                let ids: Vec<String> = tokens.iter().map(u16::to_string).collect();
+                Ok(ids.join(" "))
+            }
         }
     }
 
@@ -106,6 +118,7 @@ impl Tokenizer {
         match self {
             Self::Bytes => 256,
             Self::Bpe(bpe) => bpe.get_vocab_size(true),
+            Self::Elsewhere { vocabulary } => *vocabulary,
         }
     }
 }
@@ -115,8 +128,27 @@ pub struct Corpus {
     pub tokenizer: Tokenizer,
     /// Hash of the tokens.
     pub fingerprint: u64,
+    tokens: Tokens,
+}
+
+enum Tokens {
     /// Little-endian `u16`s in a file without a name.
-    tokens: Mmap,
+    Text(Mmap),
+    Shards(Shards),
+}
+
+/// A batch of a split.
+#[derive(Clone, Copy)]
+pub struct Draw {
+    pub split: Split,
+    /// The number of the batch, in the order in which shards are read.
+    pub index: u64,
+    /// The seed of the windows that are drawn from a text.
+    pub seed: u64,
+    /// Sequences of the batch.
+    pub batch: usize,
+    /// Tokens of a sequence.
+    pub context: usize,
 }
 
 /// The blocks that a batch is drawn from.
@@ -127,12 +159,25 @@ pub enum Split {
 }
 
 impl Corpus {
-    /// Reads and tokenises `data`, or the default text.
-    pub fn load(data: Option<&Path>, vocabulary: Option<usize>) -> Result<Self> {
+    /// Maps shards at `data`, whose tokens are below `of_shards`, or reads and tokenises the text
+    /// there, or the default text.
+    pub fn load(data: Option<&Path>, vocabulary: Option<usize>, of_shards: usize) -> Result<Self> {
         let files = match data {
             Some(path) => files(path)?,
             None => default_files()?,
         };
+        if Shards::are(&files) {
+            ensure!(
+                vocabulary.is_none(),
+                "--bpe is for text, and shards have tokens; leave it out"
+            );
+            let count = files.len();
+            let shards = Shards::open(files)?;
+            tracing::info!("shards: {count} files, {} tokens", shards.len());
+            let tokenizer = Tokenizer::Elsewhere { vocabulary: of_shards };
+            let fingerprint = shards.fingerprint();
+            return Ok(Self { tokenizer, fingerprint, tokens: Tokens::Shards(shards) });
+        }
         let text = read(&files)?;
         let tokenizer = Tokenizer::new(vocabulary, &text)?;
         let file = tempfile::tempfile().context("can't make a temporary file for the tokens")?;
@@ -158,54 +203,103 @@ impl Corpus {
         tracing::info!("text: {} files, {} bytes, {count} tokens", files.len(), text.len());
         let mut hasher = DefaultHasher::new();
         tokens.hash(&mut hasher);
-        Ok(Self { tokenizer, fingerprint: hasher.finish(), tokens })
+        Ok(Self { tokenizer, fingerprint: hasher.finish(), tokens: Tokens::Text(tokens) })
     }
 
-    /// The number of all tokens.
-    pub fn len(&self) -> usize {
-        self.tokens.len() / 2
+    /// Fails if the tokens are fewer than a batch.
+    pub fn check(&self, batch: usize, context: usize) -> Result<()> {
+        let Tokens::Shards(shards) = &self.tokens else {
+            ensure!(
+                context < BLOCK,
+                "--context {context}: a text has blocks of {BLOCK} tokens; give fewer"
+            );
+            return Ok(());
+        };
+        for (is_training, name) in [(true, "training"), (false, "validation")] {
+            let (got, expected) = (shards.range(is_training).len(), batch * context + 1);
+            ensure!(
+                got >= expected,
+                "--data: the shards have fewer tokens for {name} than a batch: expected \
+                 {expected}, got {got}; give more shards, or a smaller --batch or --context"
+            );
+        }
+        Ok(())
     }
 
-    /// Inputs and targets, `[batch, context]` each, from windows that are drawn with `seed`.
+    /// The file and the byte at which a batch begins, of shards.
+    pub fn position(&self, draw: &Draw) -> Option<(&Path, usize)> {
+        match &self.tokens {
+            Tokens::Text(_) => None,
+            Tokens::Shards(shards) => Some(shards.position(self.windows(draw)[0])),
+        }
+    }
+
+    /// Inputs and targets of some sequences of a batch, `[sequences, context]` each.
     pub fn batch(
         &self,
-        split: Split,
-        seed: u64,
-        batch: usize,
-        context: usize,
+        draw: &Draw,
+        sequences: Range<usize>,
         device: &Device,
-    ) -> [Tensor<2, Int>; 2] {
-        let mut rng = StdRng::seed_from_u64(seed);
-        let blocks = self.len() / BLOCK;
-        let validation = blocks / VALIDATION_EVERY;
-        let windows: Vec<usize> = (0..batch)
-            .map(|_| {
-                let block = match split {
-                    Split::Validation => {
-                        rng.random_range(0..validation) * VALIDATION_EVERY + VALIDATION_EVERY - 1
-                    }
-                    Split::Train => loop {
-                        let block = rng.random_range(0..blocks);
-                        if block % VALIDATION_EVERY != VALIDATION_EVERY - 1 {
-                            break block;
-                        }
-                    },
-                };
-                block * BLOCK + rng.random_range(0..BLOCK - context)
-            })
-            .collect();
-        let tensor = |shift: usize| {
-            let values: Vec<i32> = windows
-                .iter()
-                .flat_map(|start| (start + shift..start + shift + context).map(|i| self.token(i)))
-                .collect();
-            Tensor::from_data(TensorData::new(values, [batch, context]), device)
+    ) -> Result<[Tensor<2, Int>; 2]> {
+        let (windows, context) = (self.windows(draw), draw.context);
+        let tensor = |shift: usize| -> Result<Tensor<2, Int>> {
+            let windows = windows[sequences.clone()].iter();
+            let indices = windows.flat_map(|start| start + shift..start + shift + context);
+            let values: Vec<i32> = indices.map(|index| self.token(index)).collect::<Result<_>>()?;
+            let data = TensorData::new(values, [sequences.len(), context]);
+            Ok(Tensor::from_data(data, device))
         };
-        [tensor(0), tensor(1)]
+        Ok([tensor(0)?, tensor(1)?])
     }
 
-    fn token(&self, index: usize) -> i32 {
-        i32::from(u16::from_le_bytes([self.tokens[2 * index], self.tokens[2 * index + 1]]))
+    /// The first tokens of the sequences of a batch.
+    fn windows(&self, draw: &Draw) -> Vec<usize> {
+        let Draw { split, index, seed, batch, context } = *draw;
+        let tokens = match &self.tokens {
+            Tokens::Shards(shards) => {
+                return shards.windows(split == Split::Train, index, batch, context);
+            }
+            Tokens::Text(tokens) => tokens,
+        };
+        let mut rng = StdRng::seed_from_u64(seed);
+        let blocks = tokens.len() / 2 / BLOCK;
+        let validation = blocks / VALIDATION_EVERY;
+        let mut window = |_| {
+            let block = match split {
+                Split::Validation => {
+                    rng.random_range(0..validation) * VALIDATION_EVERY + VALIDATION_EVERY - 1
+                }
+                Split::Train => loop {
+                    let block = rng.random_range(0..blocks);
+                    if block % VALIDATION_EVERY != VALIDATION_EVERY - 1 {
+                        break block;
+                    }
+                },
+            };
+            block * BLOCK + rng.random_range(0..BLOCK - context)
+        };
+        (0..batch).map(&mut window).collect()
+    }
+
+    fn token(&self, index: usize) -> Result<i32> {
+        let shards = match &self.tokens {
+            Tokens::Text(tokens) => {
+                let token = u16::from_le_bytes([tokens[2 * index], tokens[2 * index + 1]]);
+                return Ok(i32::from(token));
+            }
+            Tokens::Shards(shards) => shards,
+        };
+        let token = shards.token(index);
+        let vocabulary = self.tokenizer.vocabulary();
+        if usize::from(token) >= vocabulary {
+            let (path, byte) = shards.position(index);
+            bail!(
+                "--data {}: the token at byte {byte} is not in the vocabulary: expected less than \
+                 {vocabulary}, got {token}; give the size of the vocabulary with --vocabulary",
+                path.display()
+            );
+        }
+        Ok(i32::from(token))
     }
 }
 
@@ -223,7 +317,7 @@ fn pieces(text: &[u8]) -> impl Iterator<Item = &[u8]> {
 }
 
 /// Lists the file, or all files of the folder in the order of their paths.
-fn files(path: &Path) -> Result<Vec<PathBuf>> {
+pub fn files(path: &Path) -> Result<Vec<PathBuf>> {
     ensure!(path.exists(), "--data {}: no such file or folder", path.display());
     let mut files = Vec::new();
     for entry in WalkDir::new(path).sort_by_file_name() {

@@ -10,6 +10,7 @@
 mod chart;
 mod data;
 mod display;
+mod estimate;
 mod experts;
 mod host_memory;
 mod model;
@@ -18,6 +19,7 @@ mod options;
 mod report;
 mod settings;
 mod sharding;
+mod shards;
 mod stop;
 mod train;
 
@@ -35,7 +37,6 @@ use burn::tensor::Device;
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches};
 
-use data::Corpus;
 use options::{Options, Plan};
 use report::Summary;
 use settings::Progress;
@@ -62,6 +63,9 @@ pub fn start() -> Result<Arc<AtomicBool>> {
 pub fn run(arguments: impl Iterator<Item = OsString>, stop: &AtomicBool) -> Result<()> {
     let (options, saved) = options(arguments)?;
     check_device()?;
+    if let Some(estimate) = options.estimate {
+        return estimate.print(&options);
+    }
     let world = options.engine.connect()?;
     let is_first = world.as_ref().is_none_or(|world| world.rank() == 0);
     if let Some(world) = &world {
@@ -70,12 +74,16 @@ pub fn run(arguments: impl Iterator<Item = OsString>, stop: &AtomicBool) -> Resu
             println!("{description}\n");
         }
     }
+    if let Some(world) = &world {
+        options.settings.ensure_same(world)?;
+    }
     let runs = options.runs(world.as_ref())?;
-    let corpus = Corpus::load(options.settings.data.as_deref(), options.settings.bpe)?;
+    let corpus = options.settings.corpus()?;
     if let Some(saved) = &saved {
         saved.check(&corpus, &options.settings).with_context(|| options.resume_flag())?;
     }
     let sizes = options.settings.model(corpus.tokenizer.vocabulary());
+    corpus.check(options.settings.batch, sizes.context)?;
     let log = options.log.as_deref().filter(|_| is_first);
     let log = log.map(|path| open_log(path, saved.is_some())).transpose()?;
     let run = |plan: Plan| {
@@ -154,6 +162,7 @@ fn options(arguments: impl Iterator<Item = OsString>) -> Result<(Options, Option
     {
         options.ranks = vec![ranks];
     }
+    options.settings.complete(is_given)?;
     let Some(path) = &options.resume else {
         return Ok((options, None));
     };

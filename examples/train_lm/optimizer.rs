@@ -69,7 +69,7 @@ impl OptimizerName {
 }
 
 /// The names of the recipes, for the command line.
-pub fn recipe_values() -> [PossibleValue; 7] {
+pub fn recipe_values() -> [PossibleValue; 8] {
     Recipe::ALL.map(|recipe| {
         let help = format!("peak rate {:e} in its source", recipe.peak_lr());
         PossibleValue::new(recipe.name()).help(help)
@@ -129,6 +129,25 @@ impl Contender {
         }
     }
 
+    /// The settings of this crate's Muon.
+    fn muon(self, settings: &Settings) -> Result<MuonConfig> {
+        let muon = settings.muon(self.recipe)?;
+        Ok(match settings.preset {
+            Preset::Mixture => Experts::rules().into_iter().fold(muon, MuonConfig::with_rule),
+            Preset::Tiny | Preset::Small | Preset::Gpt2 => muon,
+        })
+    }
+
+    /// The settings of an optimizer that ranks share.
+    pub fn config(self, settings: &Settings, sharding: &Sharding) -> Result<DistMuonConfig> {
+        let muon = self.muon(settings)?;
+        let muon = match self.optimizer {
+            OptimizerName::DistAdamw => only_adamw(muon),
+            _ => muon,
+        };
+        Ok(shared_config(muon, settings, sharding))
+    }
+
     /// Makes the optimizer of a rank for a run of `steps` steps, and the routing of the parameters.
     /// Returns the model as it is divided among the ranks.
     pub fn init(
@@ -144,14 +163,7 @@ impl Contender {
             "--dtype f16 needs loss scaling, which {} does not have; use dist-muon or dist-adamw",
             self.name()
         );
-        let steps = settings.steps;
-        let ours =
-            self.recipe.map_or(MuonConfig::new(), |recipe| MuonConfig::preset(recipe, steps));
-        let ours = ours.with_master_weights(settings.master_weights());
-        let ours = match settings.preset {
-            Preset::Mixture => Experts::rules().into_iter().fold(ours, MuonConfig::with_rule),
-            Preset::Tiny | Preset::Small | Preset::Gpt2 => ours,
-        };
+        let ours = self.muon(settings)?;
         ensure!(
             self.optimizer != OptimizerName::BurnMuon || settings.preset != Preset::Mixture,
             "--preset mixture has stacks of matrices, which burn-muon does not take; use muon"
@@ -164,11 +176,7 @@ impl Contender {
         let shared = |muon: MuonConfig, model: Gpt| -> Result<_> {
             let layout = sharding.layout(world, &muon, &model)?;
             let model = sharding::on_ranks(layout.shard(model)?, &layout);
-            let config = DistMuonConfig::new()
-                .with_muon(muon)
-                .with_grad_dtype(GradDtype::Float32)
-                .with_publish(sharding.publish())
-                .with_loss_scale(scales.then(LossScaleConfig::new));
+            let config = shared_config(muon, settings, sharding);
             let optim = config.init_on(&layout, &model)?;
             let routing = optim.routing().clone();
             Ok((model, Optim::Dist(Box::new(optim), Box::new(layout)), routing))
@@ -185,14 +193,25 @@ impl Contender {
             }
             OptimizerName::Muon => single(routing.init()),
             OptimizerName::DistMuon => return shared(ours, model),
-            OptimizerName::DistAdamw => {
-                let adamw = AdamWConfig::new().with_weight_decay(0.1);
-                let muon = ours.with_adamw(adamw).with_rule(RoutingRule::adamw(""));
-                return shared(muon, model);
-            }
+            OptimizerName::DistAdamw => return shared(only_adamw(ours), model),
         };
         Ok((model, optim, routing))
     }
+}
+
+/// AdamW for everything.
+fn only_adamw(muon: MuonConfig) -> MuonConfig {
+    muon.with_adamw(AdamWConfig::new().with_weight_decay(0.1)).with_rule(RoutingRule::adamw(""))
+}
+
+/// The settings of an optimizer that ranks share.
+fn shared_config(muon: MuonConfig, settings: &Settings, sharding: &Sharding) -> DistMuonConfig {
+    let scales = settings.dtype == Dtype::F16;
+    DistMuonConfig::new()
+        .with_muon(muon)
+        .with_grad_dtype(GradDtype::Float32)
+        .with_publish(sharding.publish())
+        .with_loss_scale(scales.then(LossScaleConfig::new))
 }
 
 impl Optim {

@@ -9,6 +9,7 @@ use distmuon::comm::World;
 #[cfg(any(feature = "mpi", feature = "cuda"))]
 use distmuon::comm::{DEADLINE, Launch};
 
+use super::estimate::{Estimate, estimate};
 use super::optimizer::{Contender, OptimizerName};
 use super::settings::{Dtype, Settings};
 use super::sharding::Sharding;
@@ -23,6 +24,8 @@ Examples:
   train_lm --compare adamw,muon --plot a.svg  curves of both
   train_lm --save run.bpk --log run.jsonl     ended by Ctrl-C, then
   train_lm --resume run.bpk --ranks 2         continued on two ranks
+  train_lm --depth 20 --dtype bf16 --estimate ranks=8 --owned dp
+                                              the memory of each of 8 ranks
   mpirun -n 4 train_lm --engine mpi           the ranks as processes
 
 Devices:
@@ -66,6 +69,14 @@ pub struct Options {
     pub engine: Engine,
     #[command(flatten)]
     pub sharding: Sharding,
+    /// Prints the bytes of every rank, and ends. Nothing is allocated.
+    ///
+    /// As in ranks=8,nodes=2, which need not be there.
+    ///
+    /// Without --mesh, nodes make the axes node and gpu.
+    #[arg(long, value_name = "ranks=NUMBER,..", value_parser = estimate)]
+    #[arg(conflicts_with_all = ["compare", "resume", "save"], help_heading = "Ranks")]
+    pub estimate: Option<Estimate>,
     /// Checkpoint to write at the end, at every validation and on Ctrl-C.
     #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(writable))]
     #[arg(help_heading = "Checkpoints")]

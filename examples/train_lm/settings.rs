@@ -3,36 +3,62 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::tensor::DType;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
-use distmuon::{MasterWeights, Recipe, checkpoint};
+use distmuon::comm::World;
+use distmuon::{Dial, MasterWeights, MuonConfig, Recipe, StateDtype, checkpoint};
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Map, Value};
 
-use super::data::Corpus;
+use super::data::{Corpus, files};
 use super::model::GptConfig;
 use super::optimizer::{Contender, OptimizerName, recipe_values};
 use super::options::{at_least_one, positive};
+use super::shards::Shards;
+
+/// The vocabulary of GPT-2 in multiples of 128, as in modded-nanogpt.
+const GPT2_VOCABULARY: usize = 50_304;
 
 /// The settings that a continued run takes from its checkpoint.
 #[derive(Args, Serialize, Deserialize, Debug, Clone)]
 pub struct Settings {
-    /// Text to train on: a file, or a folder of files.
+    /// Text to train on, or shards of tokens: a file, or a folder of files.
     ///
     /// Default: Rust sources in cargo's registry.
+    ///
+    /// Shards are files .bin of 16-bit tokens, as of modded-nanogpt's tools.
+    ///
+    /// They are read in order; those with val in their names validate.
     #[arg(long, value_name = "PATH", help_heading = "Data")]
     pub data: Option<PathBuf>,
     /// Tokens of a BPE vocabulary, trained on the text. Default: bytes.
     #[arg(long, value_name = "TOKENS", help_heading = "Data")]
     pub bpe: Option<usize>,
+    /// Tokens of the vocabulary of shards. Default: 50304, which is GPT-2's.
+    #[arg(long, value_name = "TOKENS", value_parser = at_least_one, help_heading = "Data")]
+    #[serde(default)]
+    pub vocabulary: Option<usize>,
     /// Sequences in a step, on all ranks together.
     #[arg(long, default_value_t = 16, value_parser = at_least_one, help_heading = "Data")]
     pub batch: usize,
     /// Size of the model.
     #[arg(long, value_enum, default_value_t = Preset::Tiny, help_heading = "Model")]
     pub preset: Preset,
+    /// Layers, from which other settings follow as in nanochat.
+    ///
+    /// These are width, heads, context, batch, steps, rates and decay.
+    ///
+    /// --context, --batch, --steps and --lr replace them one by one.
+    #[arg(long, value_name = "LAYERS", value_parser = at_least_one, help_heading = "Model")]
+    #[arg(conflicts_with_all = ["preset", "recipe", "optimizer", "compare"])]
+    #[serde(default)]
+    pub depth: Option<usize>,
+    /// Tokens of a sequence. Default: one for the preset or the depth.
+    #[arg(long, value_name = "TOKENS", value_parser = at_least_one, help_heading = "Model")]
+    #[serde(default)]
+    pub context: Option<usize>,
     /// Seed of the weights, the batches and the samples.
     #[arg(long, default_value_t = 1, help_heading = "Model")]
     pub seed: u64,
@@ -54,11 +80,17 @@ pub struct Settings {
     #[arg(long, value_enum, default_value_t = Master::Full, help_heading = "Optimizer")]
     #[serde(default)]
     pub master: Master,
+    /// Type of momentum and moments in muon, dist-muon and dist-adamw.
+    #[arg(long, value_enum, default_value_t = States::F32, help_heading = "Optimizer")]
+    #[serde(default)]
+    pub states: States,
     /// Peak learning rate. Default: one for the optimizer or the recipe.
     #[arg(long, allow_negative_numbers = true, value_parser = positive)]
     #[arg(help_heading = "Optimizer")]
     pub lr: Option<f64>,
     /// Clips heads of attention whose maximum logit is above TAU.
+    ///
+    /// --recipe kimi-k2 has it at 100.
     ///
     /// The model then does not normalise its queries and keys.
     #[arg(long, value_name = "TAU", value_parser = positive, help_heading = "Optimizer")]
@@ -108,6 +140,25 @@ pub enum Master {
     Stochastic,
 }
 
+#[derive(ValueEnum, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq)]
+#[serde(rename_all = "kebab-case")]
+pub enum States {
+    /// float32.
+    #[default]
+    F32,
+    /// bfloat16.
+    Bf16,
+}
+
+impl States {
+    fn dtype(self) -> StateDtype {
+        match self {
+            Self::F32 => StateDtype::Float32,
+            Self::Bf16 => StateDtype::BFloat16,
+        }
+    }
+}
+
 impl Dtype {
     pub fn dtype(self) -> DType {
         match self {
@@ -136,7 +187,99 @@ impl Preset {
 impl Settings {
     /// The sizes of the model, and its form.
     pub fn model(&self, vocabulary: usize) -> GptConfig {
-        self.preset.config(vocabulary).with_qk_norm(self.qk_clip.is_none())
+        let sizes = match self.dial(vocabulary) {
+            Ok(Some(Dial { depth, heads, width, context, .. })) => {
+                GptConfig::new(depth, heads, width, context, vocabulary)
+            }
+            _ => self.preset.config(vocabulary),
+        };
+        let context = self.context.unwrap_or(sizes.context);
+        GptConfig { context, ..sizes }.with_qk_norm(self.qk_clip.is_none())
+    }
+
+    /// The settings that follow from the depth, for this batch, if it is given.
+    pub fn dial(&self, vocabulary: usize) -> Result<Option<Dial>> {
+        let Some(depth) = self.depth else { return Ok(None) };
+        Ok(Some(Dial::nanochat(depth, vocabulary)?))
+    }
+
+    /// The settings that follow from the depth, for the batch of the run.
+    fn dial_of_run(&self) -> Result<Option<Dial>> {
+        let vocabulary = self.vocabulary();
+        let tokens = self.batch * self.model(vocabulary).context;
+        let dial = self.dial(vocabulary)?;
+        Ok(dial.map(|dial| dial.with_batch(tokens)).transpose()?)
+    }
+
+    /// The settings of Muon, of a recipe or of the depth.
+    pub fn muon(&self, recipe: Option<Recipe>) -> Result<MuonConfig> {
+        let muon = match (self.dial_of_run()?, recipe) {
+            (Some(dial), _) => dial.muon(self.steps),
+            (None, Some(recipe)) => MuonConfig::preset(recipe, self.steps),
+            (None, None) => MuonConfig::new(),
+        };
+        let muon = muon.with_state_dtype(self.states.dtype());
+        Ok(muon.with_master_weights(self.master_weights()))
+    }
+
+    /// Sets what follows from the depth or the recipe and was not given.
+    pub fn complete(&mut self, is_given: impl Fn(&str) -> bool) -> Result<()> {
+        if let Some(recipe) = self.recipe
+            && let Some(clip) = recipe.qk_clip()
+        {
+            self.qk_clip.get_or_insert(clip.tau);
+        }
+        let Some(dial) = self.dial(self.vocabulary())? else { return Ok(()) };
+        self.recipe = Some(Recipe::Nanochat);
+        if !is_given("batch") {
+            self.batch = (dial.batch / self.model(dial.vocabulary).context).max(1);
+        }
+        let Some(dial) = self.dial_of_run()? else { return Ok(()) };
+        if !is_given("steps") {
+            self.steps = dial.steps();
+        }
+        self.lr.get_or_insert(dial.peak_lr());
+        Ok(())
+    }
+
+    /// The tokens of the vocabulary, before the data is read.
+    pub fn vocabulary(&self) -> usize {
+        let is_shards = || {
+            let files = files(self.data.as_deref()?).ok()?;
+            Some(Shards::are(&files))
+        };
+        match (self.vocabulary, self.bpe) {
+            (Some(vocabulary), _) => vocabulary,
+            (None, Some(vocabulary)) => vocabulary,
+            (None, None) if is_shards().unwrap_or(false) => GPT2_VOCABULARY,
+            (None, None) => 256,
+        }
+    }
+
+    /// The text or the shards.
+    pub fn corpus(&self) -> Result<Corpus> {
+        Corpus::load(self.data.as_deref(), self.bpe, self.vocabulary())
+    }
+
+    /// Fails on all ranks if the options of one of them differ, and names the first that does.
+    pub fn ensure_same(&self, world: &World) -> Result<()> {
+        let all: Vec<String> = world.all_gather_value(&serde_json::to_string(self)?)?;
+        let fields = |text: &str| -> Result<Map<String, Value>> { Ok(serde_json::from_str(text)?) };
+        let first = fields(&all[0])?;
+        for (rank, other) in all.iter().enumerate() {
+            let other = fields(other)?;
+            let differs = |name: &&String| *name != "data" && first[*name] != other[*name];
+            if let Some(name) = first.keys().find(differs) {
+                bail!(
+                    "--{} differs on rank {rank}: expected {} as on rank 0, got {}; give all ranks \
+                     the same options",
+                    name.replace('_', "-"),
+                    text(&first[name]),
+                    text(&other[name])
+                );
+            }
+        }
+        Ok(())
     }
 
     /// The settings of one run, with its optimizer, its learning rate, its seed, and an absolute
@@ -165,8 +308,12 @@ impl Settings {
 
     /// Describes the sizes of the model and of the batches in a few words.
     pub fn describe(&self, sizes: &GptConfig) -> String {
-        let Self { preset, steps, batch, .. } = self;
-        format!("preset {}, {steps} steps of {batch} x {} tokens", preset.name(), sizes.context)
+        let Self { steps, batch, .. } = self;
+        let form = match self.depth {
+            Some(depth) => format!("depth {depth}"),
+            None => format!("preset {}", self.preset.name()),
+        };
+        format!("{form}, {steps} steps of {batch} x {} tokens", sizes.context)
     }
 
     /// The optimizer on a number of ranks, with its recipe. One that sees the whole model can also

@@ -9,7 +9,7 @@ use std::time::Instant;
 use anyhow::{Result, anyhow};
 use burn::module::Module;
 use burn::optim::GradientsParams;
-use burn::tensor::{Device, Int, Tensor, TensorData, activation::softmax, s};
+use burn::tensor::{Device, Tensor, TensorData, activation::softmax};
 use distmuon::GradientBuffer;
 use distmuon::comm::World;
 use distmuon::distributed::GroupDiagnostics;
@@ -17,16 +17,13 @@ use distmuon::qk_clip::ClippedHeads;
 use distmuon::{MaxLogits, QkClip};
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 
-use super::data::{Corpus, Split};
+use super::data::{Corpus, Draw, Split};
 use super::display::Display;
 use super::model::{Gpt, GptConfig};
 use super::optimizer::Optim;
 use super::options::{LINE_EVERY, Options, Plan};
 use super::report::Summary;
 use super::settings::{Progress, Settings};
-
-/// Inputs and targets, `[sequences, context]` each.
-type Batch = [Tensor<2, Int>; 2];
 
 /// Batches of a validation.
 const VALIDATION_BATCHES: u64 = 8;
@@ -276,6 +273,9 @@ impl Run<'_> {
         let (model, optim, saved): (_, _, Progress) = optim.load(path, model)?;
         if world.is_main() {
             tracing::info!("{}: {}", self.name(), saved.describe(self.settings.steps));
+            if let Some((path, byte)) = self.corpus.position(&self.training_batch(saved.step)) {
+                tracing::info!("{}: at byte {byte} of {}", self.name(), path.display());
+            }
         }
         Ok((model, optim, Progress { settings: self.settings.clone(), ..saved }))
     }
@@ -289,9 +289,9 @@ impl Run<'_> {
         mut logits: Option<&mut MaxLogits>,
     ) -> Result<(f64, GradientsParams)> {
         let parts = self.options.accumulate;
-        let batch = self.batch(Split::Train, self.batch_seed(progress.step), world.device());
         let sequences = optim.data(world).part(self.settings.batch);
-        let local = batch.map(|tokens| tokens.slice(s![sequences.clone()]));
+        let draw = self.training_batch(progress.step);
+        let local = self.corpus.batch(&draw, sequences, world.device())?;
         let [tokens, targets] = local.map(|tokens| tokens.chunk(parts, 0));
         let (mut sum, mut gradients) = (GradientBuffer::new(), None);
         let mut losses = Vec::new();
@@ -369,8 +369,13 @@ impl Run<'_> {
         self.settings.seed.wrapping_mul(1_000_003).wrapping_add(step as u64)
     }
 
-    fn batch(&self, split: Split, seed: u64, device: &Device) -> Batch {
-        self.corpus.batch(split, seed, self.settings.batch, self.sizes.context, device)
+    fn training_batch(&self, step: usize) -> Draw {
+        self.draw(Split::Train, step as u64, self.batch_seed(step))
+    }
+
+    fn draw(&self, split: Split, index: u64, seed: u64) -> Draw {
+        let (batch, context) = (self.settings.batch, self.sizes.context);
+        Draw { split, index, seed, batch, context }
     }
 
     /// Computes the loss on the validation batches, which are divided among the ranks of data, and
@@ -388,10 +393,11 @@ impl Run<'_> {
         // The same number on all ranks, since a pass may be a collective call: some batches twice.
         let local = (0..VALIDATION_BATCHES.div_ceil(size)).map(|turn| rank + turn * size);
         let losses = local.map(|i| i % VALIDATION_BATCHES).map(|i| {
-            let [tokens, targets] = self.batch(Split::Validation, VALIDATION_SEED + i, &device);
-            (i, f64::from(model.loss(tokens, targets, None).into_scalar::<f32>()).to_bits())
+            let draw = self.draw(Split::Validation, i, VALIDATION_SEED + i);
+            let [tokens, targets] = self.corpus.batch(&draw, 0..draw.batch, &device)?;
+            Ok((i, f64::from(model.loss(tokens, targets, None).into_scalar::<f32>()).to_bits()))
         });
-        let losses = world.all_gather_value(&losses.collect::<Vec<_>>())?;
+        let losses = world.all_gather_value(&losses.collect::<Result<Vec<_>>>()?)?;
         // The map orders the losses, so that their sum is the same on any number of ranks.
         let losses: BTreeMap<u64, u64> = losses.into_iter().flatten().collect();
         let sum: f64 = losses.into_values().map(f64::from_bits).sum();

@@ -56,13 +56,9 @@ pub fn reduce_scatter<E: MovesParts>(
 ) -> Result<Pending> {
     let (rank, size, length) = (engine.rank(), engine.size(), tensor.dims()[0]);
     let call = Call::reduce_scatter(&tensor, counts, op);
-    let largest = counts.iter().max().copied().unwrap_or_default();
-    if size * largest <= SMALL.max(2 * length) {
+    if is_direct(counts) {
         return reduce_in_one_exchange(engine, call, tensor, counts, op, dtype);
     }
-    // The rank with the largest part would receive it from every rank: up to N times the buffer.
-    // Even parts are reduced instead and sent to their owners, so that it receives at most two
-    // buffers.
     let even = even_counts(length, size);
     // The second exchange moves sums, and adds up nothing.
     let second_call = Call { op: None, ..call.clone() };
@@ -72,6 +68,27 @@ pub fn reduce_scatter<E: MovesParts>(
     Ok(Pending::new(reduced.bytes(), move || {
         engine.exchange(second_call, reduced.wait()?, &send, &receive)?.wait()
     }))
+}
+
+/// Returns `true` if every rank receives its part from all ranks. Where the rank with the largest
+/// part would receive up to N times the buffer, even parts are reduced instead and sent to their
+/// owners, so that it receives at most two buffers.
+fn is_direct(counts: &[usize]) -> bool {
+    let (largest, length) = (counts.iter().max().copied(), counts.iter().sum::<usize>());
+    counts.len() * largest.unwrap_or_default() <= SMALL.max(2 * length)
+}
+
+/// Returns the elements that a rank receives at one time to reduce a buffer into parts.
+pub fn received(counts: &[usize], rank: usize) -> usize {
+    let (size, length) = (counts.len(), counts.iter().sum());
+    match size {
+        1 => 0,
+        _ if is_direct(counts) => size * counts[rank],
+        _ => {
+            let even = even_counts(length, size)[rank];
+            (size * even).max(even + counts[rank])
+        }
+    }
 }
 
 /// Starts a reduction in which every rank receives all contributions to its part.

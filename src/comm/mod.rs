@@ -53,6 +53,7 @@ pub use communicator::Communicator;
 pub use counts::PairCounts;
 #[doc(hidden)] // for engines of tests
 pub use engine::Engine;
+pub(crate) use exact_reduction::received;
 pub use hierarchy::Hierarchy;
 pub use join::{Join, Joined};
 pub use launch::Launch;

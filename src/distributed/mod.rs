@@ -28,6 +28,8 @@ pub mod plan;
 mod trainable;
 
 pub use config::{CostSource, DistMuonConfig, GradDtype, Gradients, LossScaleConfig, Publish};
+#[doc(inline)]
+pub use forecast::{MemoryForecast, RankMemory};
 pub use layout::{Keep, Layout, LayoutTable};
 #[cfg(feature = "train")]
 #[doc(hidden)]

@@ -332,6 +332,11 @@ impl Routing {
         parameter_group(paths, ids)
     }
 
+    /// Replaces the update of matrices by one with other settings of a step.
+    pub(crate) fn set_muon(&mut self, muon: Arc<MuonUpdate>) {
+        self.updates.muon = muon;
+    }
+
     /// The rules by which parameters are updated.
     pub(crate) fn updates(&self) -> &Updates {
         &self.updates

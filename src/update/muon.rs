@@ -19,6 +19,8 @@ use crate::backend::{
     FiniteMask, FlaggedRows, KernelPolicy, MomentumStep, MomentumUpdate, ParameterStep,
     PartialNorms, apply, precise_dtype, reject, scaled, update_momentum,
 };
+use crate::checks::{ensure_decay, ensure_size};
+use crate::error::Result;
 use crate::orthogonalize::NewtonSchulz;
 use crate::slices::{self, concat};
 
@@ -30,7 +32,7 @@ const LARGEST_SQUARED: f64 = 1e15;
 pub(crate) const TIME: &str = "time";
 
 /// The settings of Muon that all parameters have in common.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct MuonUpdate {
     pub momentum: MomentumConfig,
     pub weight_decay: WeightDecay,
@@ -173,6 +175,20 @@ struct Direction {
 }
 
 impl MuonUpdate {
+    /// The same update at another momentum, the same at every step.
+    pub fn with_momentum(&self, momentum: f64) -> Result<Self> {
+        ensure_decay("momentum", momentum)?;
+        self.precision.ensure_decays("momentum", momentum)?;
+        let momentum = self.momentum.clone().with_momentum(momentum.into());
+        Ok(Self { momentum, ..self.clone() })
+    }
+
+    /// The same update at another rate of the weight decay, the same at every step.
+    pub fn with_weight_decay(&self, rate: f64) -> Result<Self> {
+        ensure_size("weight_decay", rate)?;
+        Ok(Self { weight_decay: self.weight_decay.at_rate(rate), ..self.clone() })
+    }
+
     /// The slots of a batch of matrices, of stacks or not, for parameters of a type.
     pub fn slots(&self, matrices: Matrices, is_stack: bool, parameter: DType) -> Vec<Slot> {
         let momentum = self.momentum.slots(self.precision.states.slot()).into_iter();

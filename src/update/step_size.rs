@@ -44,6 +44,19 @@ impl From<Schedule> for WeightDecay {
 }
 
 impl WeightDecay {
+    /// The same kind of decay at a constant rate.
+    pub(crate) fn at_rate(&self, rate: f64) -> Self {
+        let rate = Schedule::constant(rate);
+        match self {
+            Self::Decoupled(_) => Self::Decoupled(rate),
+            Self::Cautious(_) => Self::Cautious(rate),
+            Self::CautiousScaled(_) => Self::CautiousScaled(rate),
+            Self::Independent(_) => Self::Independent(rate),
+            Self::SquaredRate(_) => Self::SquaredRate(rate),
+            Self::Coupled(_) => Self::Coupled(rate),
+        }
+    }
+
     /// Returns the rate `w` over the steps of a run.
     pub fn rate(&self) -> &Schedule {
         match self {

@@ -5,8 +5,8 @@ use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::comm::World;
-use distmuon::distributed::DistMuonConfig;
-use distmuon::{AdamWConfig, Error, MuonConfig};
+use distmuon::distributed::{DistModuleOptimizer, DistMuonConfig};
+use distmuon::{AdamWConfig, Error, MuonConfig, Result};
 use distmuon_testing::models::Fixed;
 use distmuon_testing::worlds::{Case, cases};
 
@@ -20,6 +20,7 @@ pub const IN_PROCESS: &[Case] = cases![
     tensors_on_another_device_fail_naming_the_parameter,
     learning_rates_that_differ_between_ranks_fail_before_the_step,
     requests_that_differ_between_ranks_fail_before_the_step,
+    settings_of_a_running_program_that_differ_or_are_invalid_are_rejected,
     configurations_that_differ_between_ranks_fail_naming_the_setting,
     exchanged_values_of_different_types_are_rejected,
     shared_parameters_are_rejected_naming_both_paths,
@@ -152,6 +153,53 @@ fn learning_rates_that_differ_between_ranks_fail_before_the_step() {
             [setting, other, first],
             ["learning rate of `embedding.weight`", "0.02", "0.01"]
         );
+    }
+}
+
+fn settings_of_a_running_program_that_differ_or_are_invalid_are_rejected() {
+    type Set = fn(&mut DistModuleOptimizer, usize) -> Result<()>;
+    let cases: [(Set, [&str; 3]); 3] = [
+        (
+            |optim, rank| optim.set_momentum(if rank == 2 { 0.9 } else { 0.8 }),
+            ["set_momentum", "0.9", "0.8"],
+        ),
+        (
+            |optim, rank| optim.set_weight_decay(if rank == 2 { 0.0 } else { 0.1 }),
+            ["set_weight_decay", "0", "0.1"],
+        ),
+        (
+            |optim, rank| if rank == 2 { Ok(()) } else { optim.set_momentum(0.5) },
+            ["set_momentum", "no call", "0.5"],
+        ),
+    ];
+    for (set, expected) in cases {
+        let errors = ranks_here(3, |world| {
+            let net = Net::new(world.device());
+            let mut optim = config().init(&world, &net)?;
+            set(&mut optim, world.rank())?;
+            let gradients = net.gradients(0);
+            Ok(optim.step(0.01, net, gradients).map(|_| ()).unwrap_err())
+        });
+        for error in errors.unwrap() {
+            let Error::SettingsDiffer { rank: 2, setting, other, first } = &error else {
+                panic!("{error}")
+            };
+            assert_eq!([setting, other, first], expected);
+        }
+    }
+    let net = Net::new(&device());
+    let mut optim = config().muon.init_batched(&net).unwrap();
+    for (error, expected) in [
+        (
+            optim.set_momentum(1.0),
+            "`momentum` is invalid: expected at least 0 and less than 1, got 1",
+        ),
+        (optim.set_momentum(f64::NAN), "`momentum` is invalid"),
+        (optim.set_weight_decay(-0.1), "`weight_decay` is invalid: expected a finite number"),
+        (optim.set_weight_decay(f64::INFINITY), "`weight_decay` is invalid"),
+    ] {
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
     }
 }
 

@@ -13,7 +13,10 @@ use distmuon_testing::worlds::{Case, Folder, cases};
 
 use crate::{Net, config, device, ranks};
 
-pub const EVERYWHERE: &[Case] = cases![schedules_are_at_the_same_step_on_any_number_of_ranks,];
+pub const EVERYWHERE: &[Case] = cases![
+    schedules_are_at_the_same_step_on_any_number_of_ranks,
+    values_that_a_program_sets_are_those_of_schedules,
+];
 
 const STEPS: u64 = 8;
 const SAVED: u64 = 5;
@@ -113,6 +116,36 @@ fn schedules_are_at_the_same_step_on_any_number_of_ranks() {
         }
         for weights in ranks(count, |world| Ok(by_parameter(&world)?.weights())).unwrap() {
             assert!(weights == expected, "DistMuon on {count} ranks");
+        }
+    }
+}
+
+fn values_that_a_program_sets_are_those_of_schedules() {
+    let MuonConfig { momentum, weight_decay, .. } = scheduled().muon;
+    let train = |count: usize, config: &DistMuonConfig, sets: bool| {
+        let run = ranks(count, |world| {
+            let mut net = Net::new(world.device());
+            let mut optim = config.init(&world, &net)?;
+            for step in 0..STEPS {
+                if sets {
+                    optim.set_momentum(momentum.momentum.at(step as usize))?;
+                    optim.set_weight_decay(weight_decay.rate().at(step as usize))?;
+                }
+                let gradients = net.gradients(step);
+                net = optim.step(0.05, net, gradients)?;
+            }
+            Ok(net.weights())
+        });
+        run.unwrap()
+    };
+    let constant =
+        MuonConfig { momentum: 0.5.into(), weight_decay: 0.0.into(), ..scheduled().muon };
+    let constant = scheduled().with_muon(constant);
+    let expected = &train(1, &scheduled(), false)[0];
+    assert!(*expected != train(1, &constant, false)[0], "the schedules matter");
+    for count in [1, 2, 4] {
+        for weights in train(count, &constant, true) {
+            assert!(weights == *expected, "{count} ranks");
         }
     }
 }

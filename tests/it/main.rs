@@ -8,6 +8,7 @@ mod diagnostics;
 mod dist_muon;
 mod examples;
 mod extremes;
+mod forecast;
 mod guide;
 mod guide_fragments;
 mod idle;

@@ -5,11 +5,12 @@ use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::activation::relu;
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
-use distmuon::{MuonConfig, Recipe, Result};
+use distmuon::{Coefficients, MuonConfig, NewtonSchulzConfig, Recipe, Result};
 use distmuon_testing::models::Fixed;
+use rand::{RngExt, SeedableRng, rngs::StdRng};
 
 const VOCABULARY: usize = 13;
 const STEPS: usize = 100;
@@ -110,4 +111,40 @@ fn every_recipe_trains_in_every_optimizer() {
             }
         }
     }
+}
+
+#[test]
+fn motifs_iteration_gives_the_exact_polar_factor() {
+    let device = Device::default();
+    let iteration = MuonConfig::preset(Recipe::Motif, STEPS).newton_schulz;
+    let orthogonalize = |config: NewtonSchulzConfig| {
+        // Singular values from 1 down to 2e-3 of the largest.
+        let values: Vec<f32> = (0..24).map(|index| 0.763_f32.powi(index)).collect();
+        let [left, right] = [(24, 24, 1), (24, 40, 2)].map(|(m, n, seed)| {
+            let gaussian = Tensor::<2>::from_data(
+                TensorData::new(normal(m * n, seed), [m, n]),
+                (&device, DType::F32),
+            );
+            let exact = NewtonSchulzConfig::new()
+                .with_coefficients(Coefficients::polar_express_for(1e-3))
+                .with_steps(Some(16));
+            exact.init().unwrap().orthogonalize(gaussian.unsqueeze::<3>()).squeeze_dim::<2>(0)
+        });
+        let values = Tensor::<1>::from_data(&*values, (&device, DType::F32)).unsqueeze_dim::<2>(0);
+        let polar = left.clone().matmul(right.clone());
+        let result =
+            config.init().unwrap().orthogonalize((left * values).matmul(right).unsqueeze::<3>());
+        (result.squeeze_dim::<2>(0) - polar).abs().max().into_scalar::<f32>()
+    };
+    let motif = orthogonalize(iteration);
+    assert!(motif < 2e-3, "{motif}");
+    // Five steps of the default leave the smallest ones behind.
+    let few = orthogonalize(NewtonSchulzConfig::new());
+    assert!(few > 20.0 * motif, "{few} and {motif}");
+}
+
+/// Numbers that are near a normal distribution.
+fn normal(count: usize, seed: u64) -> Vec<f32> {
+    let mut rng = StdRng::seed_from_u64(seed);
+    (0..count).map(|_| (0..12).map(|_| rng.random_range(-0.5..0.5)).sum()).collect()
 }

@@ -1,15 +1,18 @@
 //! Forecasts: pure functions of a plan that say what a run would cost, before it runs.
 //!
 //! No rank, device or tensor takes part: [`timeline`] goes through an iteration of a
-//! [`Plan`] on any number of ranks of a described [`Machine`]. Nothing of a step depends on it.
+//! [`Plan`] on any number of ranks of a described [`Machine`], and [`MemoryForecast`] has the bytes
+//! of every rank. Nothing of a step depends on it.
 
 mod machine;
+mod memory;
 mod passes;
 mod step;
 #[cfg(test)]
 mod tests;
 
 pub use machine::{Links, Machine};
+pub use memory::{MemoryForecast, RankMemory};
 pub use passes::PassTimes;
 
 use super::plan::{Costs, Plan, Slices};

@@ -562,7 +562,7 @@ impl Layout {
         }
     }
 
-    fn limits(&self) -> Limits {
+    pub(super) fn limits(&self) -> Limits {
         let [ahead, in_flight] =
             [self.ahead_mb, self.in_flight_mb].map(|megabytes| (megabytes * 1e6).ceil() as usize);
         Limits { keep: self.keep, ahead, in_flight, allows_unused: self.allows_unused }

@@ -6,6 +6,7 @@ use std::ops::Range;
 use burn::tensor::{DType, Device, Tensor};
 
 use crate::blocks::Blocks;
+use crate::comm::received;
 use crate::distributed::plan::{Bucket, Counts, Run};
 use crate::distributed::trainable::ModelParameter;
 use crate::error::Error;
@@ -154,6 +155,16 @@ impl PassParameter {
     /// Elements of this rank's shard.
     pub fn shard_count(&self) -> usize {
         self.shard_counts.of(self.position.shard)
+    }
+
+    /// Elements that this rank receives at one time to reduce its part.
+    pub fn received(&self) -> usize {
+        received(&self.part_counts.to_vec(), self.position.part)
+    }
+
+    /// Elements that it then receives at one time to reduce its shard.
+    pub fn received_of_replicas(&self) -> usize {
+        received(&self.shard_counts.to_vec(), self.position.shard)
     }
 
     /// Elements of all parts: of the largest slice, if the parameter is cut, since all ranks have

@@ -18,7 +18,7 @@ use crate::distributed::plan::{Parameter, Slice};
 use crate::error::{Error, Result};
 use crate::link;
 use crate::muon::MuonConfig;
-use crate::parameters::{self, Placement, in_place_of};
+use crate::parameters::{self, Found, Placement, in_place_of};
 
 impl Layout {
     /// Divides a model among the ranks: returns a model of the same type in which this rank has its
@@ -80,6 +80,22 @@ impl Layout {
         let sharded = Sharded { passes, cuts, groups, planned: planned.collect() };
         assert!(self.sharded.set(sharded).is_ok(), "a layout divides one model");
         Ok(model)
+    }
+
+    /// Divides a model without its values, for a forecast: returns its parameters, with the shapes
+    /// of whole ones.
+    pub(in crate::distributed) fn divide<M: Module>(&self, model: &M) -> Result<Vec<Found>> {
+        let Division { parameters, planned, found, cuts } = self.division(model)?;
+        if !(parameters.is_empty() && cuts.is_empty()) {
+            let groups = cuts.groups(&self.mesh)?;
+            let passes = Arc::new(self.passes_of(self.groups(&parameters)?, parameters));
+            let planned = planned
+                .into_iter()
+                .map(|(parameter, owners)| (parameter.path.clone(), (parameter, owners)));
+            let sharded = Sharded { passes, cuts, groups, planned: planned.collect() };
+            assert!(self.sharded.set(sharded).is_ok(), "a layout divides one model");
+        }
+        Ok(found)
     }
 
     /// The ranks that share parameters, and those that have replicas of their parts.

@@ -12,7 +12,7 @@ use super::clip::counts;
 use super::controls::{Decisions, StepControls, StepInputs};
 use super::detached::DetachedParameters;
 use super::divided::DividedModel;
-use super::memory::RankMemory;
+use super::memory::MemoryMeter;
 use super::shard::{Shard, UpdateTensors};
 use super::traffic::{Reducing, Traffic, drop_all};
 use crate::backend::ScaledNorms;
@@ -29,7 +29,7 @@ pub struct StepInProgress<'a> {
     pub divided: &'a DividedModel,
     traffic: &'a Traffic,
     pub shards: &'a mut [Shard],
-    memory: &'a mut RankMemory,
+    memory: &'a mut MemoryMeter,
     pub inputs: StepInputs,
     pub detached: DetachedParameters,
     calls: CallsInFlight,
@@ -171,7 +171,7 @@ impl<'a> StepInProgress<'a> {
         divided: &'a DividedModel,
         traffic: &'a Traffic,
         shards: &'a mut [Shard],
-        memory: &'a mut RankMemory,
+        memory: &'a mut MemoryMeter,
         inputs: StepInputs,
         detached: DetachedParameters,
         clips: bool,

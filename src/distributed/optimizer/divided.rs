@@ -38,6 +38,15 @@ pub struct DividedModel {
     pub trainable: Vec<TrainableParameter>,
 }
 
+/// Bytes of a parameter between steps: of the whole, of this rank's slice, or of its part.
+pub fn bytes_of_parameter(parameter: &ModelParameter, passes: &Passes) -> usize {
+    let elements = match passes.get(&parameter.path) {
+        Some(owned) if parameter.placement.is_owned() => owned.part_count().max(1),
+        _ => parameter.shape.iter().product(),
+    };
+    elements * parameter.dtype.size()
+}
+
 impl DividedModel {
     /// Agrees on the parameters, the optimizer of each and the plan. All ranks make this call.
     pub fn new<M: Module>(config: &DistMuonConfig, layout: &Layout, model: &M) -> Result<Self> {
@@ -81,15 +90,7 @@ impl DividedModel {
 
     /// Bytes of this rank's parameters between steps.
     pub fn bytes(&self) -> usize {
-        let of_parameter = |parameter: &ModelParameter| {
-            let elements = match self.passes.get(&parameter.path) {
-                Some(pass_parameter) if parameter.placement.is_owned() => {
-                    pass_parameter.part_count().max(1)
-                }
-                _ => parameter.shape.iter().product(),
-            };
-            elements * parameter.dtype.size()
-        };
+        let of_parameter = |parameter| bytes_of_parameter(parameter, &self.passes);
         self.parameters.iter().map(of_parameter).sum()
     }
 

@@ -69,7 +69,7 @@ struct Snapshot {
 }
 
 /// The report of a rank so far, and what it has between steps, which never changes.
-pub(super) struct RankMemory {
+pub(super) struct MemoryMeter {
     report: MemoryReport,
     parameters: usize,
     /// Momentum and moments, without master weights.
@@ -77,7 +77,7 @@ pub(super) struct RankMemory {
     masters: usize,
 }
 
-impl RankMemory {
+impl MemoryMeter {
     /// The memory before the first step, with the bytes of the rank's parameters.
     pub fn new(parameters: usize, shards: &[Shard]) -> Self {
         let states: usize = shards.iter().map(Shard::state_bytes).sum();

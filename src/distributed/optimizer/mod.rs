@@ -19,6 +19,7 @@ mod own_states;
 mod partial;
 mod publication;
 mod record;
+mod running;
 mod same_step;
 mod scaling;
 mod setup;
@@ -52,14 +53,19 @@ use controls::HeadClip;
 use diagnostics::Observing;
 pub use diagnostics::{Diagnostics, GroupDiagnostics, ParameterDiagnostics};
 use divided::DividedModel;
+pub(super) use divided::bytes_of_parameter;
 use drift::Checks;
 use exchange::publishers;
-use memory::RankMemory;
+use memory::MemoryMeter;
 pub use memory::{MemoryReport, Usage};
 use partial::ComparedGradients;
+use running::Running;
 use scaling::GradientScaling;
+pub(super) use setup::{ensure_exchangeable, plan};
 use shard::Shard;
+pub(super) use stages::{Stage, stages};
 use traffic::Traffic;
+pub(super) use traffic::sent_dtype;
 
 /// Muon and AdamW for one model on many ranks, from
 /// [`DistMuonConfig::init`](super::DistMuonConfig::init).
@@ -96,8 +102,10 @@ pub struct DistModuleOptimizer {
     checks: Checks,
     /// The attention heads to clip in the next step.
     head_clip: Option<HeadClip>,
+    /// The settings that the program has set since it was made.
+    running: Running,
     observing: Observing,
-    memory: RankMemory,
+    memory: MemoryMeter,
 }
 
 impl DistModuleOptimizer {
@@ -119,8 +127,9 @@ impl DistModuleOptimizer {
             compared: ComparedGradients::default(),
             checks: Checks::new(config.check_every),
             head_clip: None,
+            running: Running::default(),
             observing: Observing::default(),
-            memory: RankMemory::new(divided.bytes(), &shards),
+            memory: MemoryMeter::new(divided.bytes(), &shards),
             divided,
             shards,
             scaling,

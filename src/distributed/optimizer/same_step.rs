@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::detached::FlatTensors;
 use super::divided::DividedModel;
+use super::running::Running;
 use crate::comm::{Difference, digest, unite};
 use crate::error::{Error, Result};
 
@@ -14,6 +15,8 @@ pub struct StepCalls {
     steps: Vec<(u32, usize)>,
     requests_diagnostics: bool,
     clips_heads: bool,
+    /// The settings that the program has set, as the bits of a float64.
+    running: [Option<u64>; 2],
 }
 
 impl StepCalls {
@@ -22,10 +25,16 @@ impl StepCalls {
         times: &[usize],
         requests_diagnostics: bool,
         clips_heads: bool,
+        running: Running,
     ) -> Self {
         // In float32, as they are applied: hosts may differ in the last digits of a float64 cosine.
         let lrs = lrs.iter().map(|lr| (*lr as f32).to_bits());
-        Self { steps: lrs.zip(times.iter().copied()).collect(), requests_diagnostics, clips_heads }
+        Self {
+            steps: lrs.zip(times.iter().copied()).collect(),
+            requests_diagnostics,
+            clips_heads,
+            running: running.values().map(|value| value.map(f64::to_bits)),
+        }
     }
 
     /// The parameters that have a gradient on any rank, if all ranks take the same step: one
@@ -66,6 +75,16 @@ impl StepCalls {
         }
         if self.clips_heads != other.clips_heads {
             return called("clip_heads", self.clips_heads, other.clips_heads);
+        }
+        let mut running =
+            Running::NAMES.into_iter().zip(self.running.into_iter().zip(other.running));
+        if let Some((setting, (first, other))) = running.find(|(_, (a, b))| a != b) {
+            let text = |bits: Option<u64>| match bits {
+                Some(bits) => f64::from_bits(bits).to_string(),
+                None => "no call".to_owned(),
+            };
+            let (setting, first, other) = (setting.to_owned(), text(first), text(other));
+            return Some(Difference { setting, first, other });
         }
         let mut steps = self.steps.iter().zip(&other.steps);
         let index = steps.position(|(first, other)| first != other)?;

@@ -203,6 +203,13 @@ impl Shard {
         self.runs.iter().map(|run| (run.parameter, run.elements.start))
     }
 
+    /// Replaces the rule of matrices by one with other settings of a step.
+    pub fn set_muon(&mut self, update: &Arc<MuonUpdate>) {
+        if let Update::Muon(muon) = &mut self.update {
+            *muon = update.clone();
+        }
+    }
+
     /// This rank's share of the bucket as it has it, whose parameters may be slices.
     pub fn pack_share(&self, values: &mut FlatTensors, dtype: DType) -> Tensor<1> {
         pack(values, &self.exchange.held, self.exchange.share(), dtype, &self.device)

@@ -120,7 +120,7 @@ impl DistModuleOptimizer {
             self.compared.compare(&detached.gradients, divided)?;
         }
         let (requested, clips) = (self.observing.requested, head_clip.is_some());
-        let calls = StepCalls::new(&lrs, &divided.times(), requested, clips);
+        let calls = StepCalls::new(&lrs, &divided.times(), requested, clips, self.running);
         let present = calls.agree(&detached.gradients, divided)?;
         // The heads of a step that is skipped are of no use in another.
         Ok(StepInputs::new(lrs, present, head_clip.take(), divided))

@@ -103,7 +103,7 @@ impl Traffic {
             drop_all(bucket, gradients);
             return Ok(Reducing::Local(in_one_type(local)));
         }
-        let dtype = self.sent_dtype(bucket);
+        let dtype = sent_dtype(self.grad_dtype, bucket);
         let packed = pack(gradients, bucket, 0..bucket.elements(), dtype, &divided.device());
         divided.ensure_bucket_computed(bucket, &packed)?;
         drop_all(bucket, gradients);
@@ -114,14 +114,14 @@ impl Traffic {
             }
         }))
     }
+}
 
-    /// The type in which the gradients of a bucket are sent.
-    fn sent_dtype(&self, bucket: &Bucket) -> DType {
-        match (self.grad_dtype, bucket.kind) {
-            // Every rank keeps all of it: sent as it is used.
-            (_, BucketKind::Replicated) | (GradDtype::Float32, _) => precise_dtype(bucket.dtype),
-            (GradDtype::Parameter, _) => bucket.dtype,
-        }
+/// The type in which the gradients of a bucket are sent.
+pub fn sent_dtype(grad_dtype: GradDtype, bucket: &Bucket) -> DType {
+    match (grad_dtype, bucket.kind) {
+        // Every rank keeps all of it: sent as it is used.
+        (_, BucketKind::Replicated) | (GradDtype::Float32, _) => precise_dtype(bucket.dtype),
+        (GradDtype::Parameter, _) => bucket.dtype,
     }
 }
 

@@ -1,12 +1,15 @@
 //! The example `train_lm` on the command line.
 
 mod comparisons;
+mod dial;
+mod estimate;
 #[cfg(unix)]
 mod interruption;
 #[cfg(feature = "mpi")]
 mod processes;
 mod runs;
 mod settings;
+mod shards;
 
 use std::fs;
 use std::path::Path;

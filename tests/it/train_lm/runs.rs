@@ -316,3 +316,25 @@ fn experts_on_ranks_train_as_on_one() {
     let resume = "--data text.rs --eval-every 2 --sample 0 --optimizer dist-muon --steps 8";
     succeed(folder.path(), &format!("{resume} --resume divided.bpk --ranks 2 --mesh ep=2"));
 }
+
+#[test]
+fn recipes_bring_their_clip_and_their_iteration() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 1 --steps 2 --eval-every 0 --sample 0";
+    let clipped = format!("{flags} --recipe kimi-k2 --log kimi.jsonl");
+    succeed(folder.path(), &clipped);
+    let kimi = log(&folder.path().join("kimi.jsonl"));
+    assert_eq!(kimi[0]["settings"]["qk_clip"], 100.0);
+    assert_eq!(per_step(&kimi, "max_logit").len(), 2);
+    succeed(folder.path(), &format!("{flags} --recipe kimi-k2 --qk-clip 7 --log seven.jsonl"));
+    assert_eq!(log(&folder.path().join("seven.jsonl"))[0]["settings"]["qk_clip"], 7.0);
+    for ranks in [1, 2] {
+        let motif = format!("--data text.rs --batch 2 --steps 3 --eval-every 0 --sample 0");
+        succeed(
+            folder.path(),
+            &format!("{motif} --recipe motif --ranks {ranks} --log motif.jsonl"),
+        );
+        let losses = per_step(&log(&folder.path().join("motif.jsonl")), "loss");
+        assert!(losses.len() == 3 && losses[2] < losses[0], "{losses:?}");
+    }
+}

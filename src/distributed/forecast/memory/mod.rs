@@ -1,0 +1,296 @@
+//! The memory of a rank, before any of it is allocated.
+
+mod passes;
+mod planned;
+mod step;
+
+use std::fmt;
+
+use burn::module::Module;
+use burn::tensor::{DType, Device};
+use comfy_table::{Table, presets};
+
+use crate::backend::precise_dtype;
+use crate::comm::World;
+use crate::distributed::config::{DistMuonConfig, GradDtype};
+use crate::distributed::layout::Layout;
+use crate::distributed::measured_costs::costs;
+use crate::distributed::optimizer::{bytes_of_parameter, ensure_exchangeable, plan};
+use crate::distributed::plan::{Bucket, BucketKind, Plan};
+use crate::distributed::trainable::{self, ModelParameter, Trainable, UpdateKind};
+use crate::error::{Error, Result};
+use crate::parameters::{self, Found};
+use crate::routing::Routing;
+use crate::update::{ElementwiseUpdate, MANTISSA, MASTER, Slot};
+use passes::PassMemory;
+use planned::Planned;
+use step::StepMemory;
+
+/// The bytes that a rank would hold, from
+/// [`DistMuonConfig::forecast_memory`](crate::DistMuonConfig::forecast_memory).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RankMemory {
+    /// Trained parameters between steps: all of them, this rank's slices, or its parts.
+    pub parameters: usize,
+    /// Frozen parameters.
+    pub frozen: usize,
+    /// Whole gradients when a step begins, of the parameters that the step reduces.
+    pub gradients: usize,
+    /// This rank's shards of reduced gradients, at most.
+    pub shards: usize,
+    /// Master weights: see [`MasterWeights`](crate::MasterWeights).
+    pub masters: usize,
+    /// Momentum, moments and everything else in the state. Without what an optimizer of the user's
+    /// stores, which is known after its first step.
+    pub states: usize,
+    /// Messages that are sent and received at one time, at most: of a step, or of the gradients
+    /// that a backward pass reduces.
+    pub messages: usize,
+    /// Owned parameters that are gathered ahead of their use, with the one in use, at most.
+    pub gathered: usize,
+    /// All of it at one time, at most. Less than the sum of the kinds, whose largest are at
+    /// different times.
+    pub peak: usize,
+}
+
+impl RankMemory {
+    /// Returns the bytes between steps.
+    pub fn between_steps(&self) -> usize {
+        self.parameters + self.frozen + self.masters + self.states
+    }
+
+    /// The names and the bytes of all kinds.
+    fn kinds(&self) -> [(&'static str, usize); 10] {
+        [
+            ("parameters", self.parameters),
+            ("frozen parameters", self.frozen),
+            ("master weights", self.masters),
+            ("states", self.states),
+            ("between steps", self.between_steps()),
+            ("gradients", self.gradients),
+            ("gradient shards", self.shards),
+            ("messages", self.messages),
+            ("gathered parameters", self.gathered),
+            ("peak", self.peak),
+        ]
+    }
+}
+
+/// The bytes of every rank, from
+/// [`DistMuonConfig::forecast_memory`](crate::DistMuonConfig::forecast_memory). Prints as a
+/// table of the ranks with the least and the most memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemoryForecast {
+    ranks: Vec<RankMemory>,
+}
+
+impl MemoryForecast {
+    /// Returns the bytes of every rank, in the order of the ranks.
+    pub fn ranks(&self) -> &[RankMemory] {
+        &self.ranks
+    }
+
+    /// Returns the rank with the largest peak, and its bytes.
+    pub fn largest(&self) -> (usize, RankMemory) {
+        let ranks = self.ranks.iter().copied().enumerate();
+        // The first of several, as a reader expects.
+        ranks.rev().max_by_key(|(_, memory)| memory.peak).expect("a forecast has a rank")
+    }
+
+    /// Returns the rank with the smallest peak, and its bytes.
+    pub fn smallest(&self) -> (usize, RankMemory) {
+        let ranks = self.ranks.iter().copied().enumerate();
+        ranks.min_by_key(|(_, memory)| memory.peak).expect("a forecast has a rank")
+    }
+}
+
+impl fmt::Display for MemoryForecast {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::new();
+        table.load_style(presets::ASCII_MARKDOWN);
+        let [(least, smallest), (most, largest)] = [self.smallest(), self.largest()];
+        let header = |text: &str, rank: usize| format!("{text}, rank {rank}");
+        table.set_header(["bytes of".into(), header("least", least), header("most", most)]);
+        for ((kind, least), (_, most)) in smallest.kinds().into_iter().zip(largest.kinds()) {
+            table.add_row([kind.to_owned(), least.to_string(), most.to_string()]);
+        }
+        write!(f, "{table}\nranks: {}", self.ranks.len())
+    }
+}
+
+impl DistMuonConfig {
+    /// Returns the bytes that every one of `ranks` ranks on `nodes` nodes would hold, before
+    /// anything is allocated: no rank runs, and parameters that are not initialised yet stay so.
+    /// `layout` makes the layout of a rank, as in the run.
+    ///
+    /// The tensors of the model, its gradients and the optimizer count, as in
+    /// [`MemoryReport`](crate::distributed::MemoryReport), and the messages of an engine that sends
+    /// and receives in memory of its own, as MPI and NCCL do; among threads, a message that is
+    /// received takes none. Activations and the intermediate results of an update
+    /// ([`IterationPlan::workspace`](crate::IterationPlan::workspace)) do not count. Gradients are
+    /// taken to be float32 with [`GradDtype::Float32`], and otherwise of their parameter's type.
+    /// Parameters that are not initialised have the default type of their device.
+    ///
+    /// ```
+    /// use burn::{nn::LinearConfig, tensor::Device};
+    /// use distmuon::distributed::{Layout, Mesh};
+    /// use distmuon::{DistMuonConfig, Error, World};
+    ///
+    /// let device = Device::default().autodiff();
+    /// let model: Vec<_> = (0..64).map(|_| LinearConfig::new(4096, 4096).init(&device)).collect();
+    /// let config = DistMuonConfig::new();
+    /// let owned = |world: &World| Ok::<_, Error>(Layout::new(&Mesh::flat(world)).owned("dp"));
+    /// let (_, memory) = config.forecast_memory(8, 1, &model, owned)?.largest();
+    /// // 8 of the matrices of 64 MiB, and the momentum of each.
+    /// assert_eq!(memory.states, 8 << 26);
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Setting`] if `ranks` is 0 or `nodes` does not divide it; as
+    /// [`init_on`](Self::init_on) and [`Layout::table`](crate::distributed::Layout::table) for a
+    /// model that the optimizer can't train or the layout can't divide; the errors of `layout`.
+    pub fn forecast_memory<M: Module, E: From<Error>>(
+        &self,
+        ranks: usize,
+        nodes: usize,
+        model: &M,
+        layout: impl Fn(&World) -> Result<Layout, E>,
+    ) -> Result<MemoryForecast, E> {
+        self.check()?;
+        let device = device_of(model);
+        let planned = |rank: usize| -> Result<PlannedRank<'_>, E> {
+            let world = Planned::world(rank, ranks, nodes, device.clone())?;
+            Ok(PlannedRank::new(self, layout(&world)?, model)?)
+        };
+        let first = planned(0)?;
+        let plan = first.plan()?;
+        let mut all = vec![first.memory(&plan, 0)];
+        for rank in 1..ranks {
+            all.push(planned(rank)?.memory(&plan, rank));
+        }
+        Ok(MemoryForecast { ranks: all })
+    }
+}
+
+/// The device of the trained parameters.
+fn device_of<M: Module>(model: &M) -> Device {
+    let found = parameters::lazily(model).into_iter();
+    found.filter(|found| found.trainable).map(|found| found.device).next().unwrap_or_default()
+}
+
+/// A model as a rank would have it.
+struct PlannedRank<'a> {
+    config: &'a DistMuonConfig,
+    layout: Layout,
+    routing: Routing,
+    trainable: Trainable,
+    found: Vec<Found>,
+}
+
+impl<'a> PlannedRank<'a> {
+    fn new<M: Module>(config: &'a DistMuonConfig, layout: Layout, model: &M) -> Result<Self> {
+        let found = layout.divide(model)?;
+        let routing = config.muon.route_found(&found)?;
+        let trainable = trainable::of_model(&routing, &found, &layout.cut_parameters())?;
+        layout.check_planned(&trainable.planned)?;
+        Ok(Self { config, layout, routing, trainable, found })
+    }
+
+    fn plan(&self) -> Result<Plan> {
+        let (parameters, world) = (self.trainable.planned.clone(), self.layout.world());
+        ensure_exchangeable(&parameters, world.rank())?;
+        let muon = &self.routing.updates().muon;
+        let costs = costs(self.config.costs, world, &parameters, muon)?;
+        plan(self.config, &self.layout, parameters, &costs)
+    }
+
+    fn memory(&self, plan: &Plan, rank: usize) -> RankMemory {
+        let passes = self.layout.passes();
+        let of_model = self.trainable.model.iter();
+        let parameters = of_model.map(|known| bytes_of_parameter(known, &passes)).sum();
+        let [states, masters] = plan.buckets().iter().fold([0; 2], |[states, masters], bucket| {
+            let [more_states, more_masters] = self.states(bucket, rank);
+            [states + more_states, masters + more_masters]
+        });
+        let memory = RankMemory {
+            parameters,
+            frozen: self.frozen(),
+            gradients: self.gradients(),
+            states,
+            masters,
+            ..RankMemory::default()
+        };
+        let memory = PassMemory::new(self).run(passes.parameters(), memory);
+        StepMemory::new(self, plan, rank, memory).run()
+    }
+
+    /// Bytes of the means that backward passes return: float32, which a step does not round.
+    fn means(&self) -> usize {
+        let passes = self.layout.passes();
+        let means = passes.parameters().iter();
+        means.map(|unit| unit.shard_count() * precise_dtype(unit.dtype).size()).sum()
+    }
+
+    fn frozen(&self) -> usize {
+        let (cuts, passes) = (self.layout.cut_parameters(), self.layout.passes());
+        let bytes = |found: &Found| {
+            let slice = cuts.slice(&found.path).map(|slice| slice.shape());
+            let elements = match passes.get(&found.path) {
+                Some(unit) if unit.placement.is_owned() => unit.part_count().max(1),
+                _ => slice.unwrap_or_else(|| found.shape.clone()).iter().product(),
+            };
+            elements * found.dtype.size()
+        };
+        self.found.iter().filter(|found| !found.trainable).map(bytes).sum()
+    }
+
+    /// Bytes of the gradients that a step reduces.
+    fn gradients(&self) -> usize {
+        let in_step =
+            self.trainable.model.iter().filter(|known| !known.placement.reduces_in_backward());
+        let bytes = |known: &ModelParameter| {
+            known.shape.iter().product::<usize>() * self.gradient_dtype(known.dtype).size()
+        };
+        in_step.map(bytes).sum()
+    }
+
+    /// The type in which a step is given the gradients of parameters of a type.
+    fn gradient_dtype(&self, parameter: DType) -> DType {
+        match self.config.grad_dtype {
+            GradDtype::Parameter => parameter,
+            GradDtype::Float32 => precise_dtype(parameter),
+        }
+    }
+
+    /// Bytes of the states of a rank's shard of a bucket, and of its master weights.
+    fn states(&self, bucket: &Bucket, rank: usize) -> [usize; 2] {
+        let updates = self.routing.updates();
+        let of = |slots: Vec<Slot>, batch: [usize; 3]| {
+            let is_master = |slot: &Slot| [MASTER, MANTISSA].contains(&slot.name);
+            let (masters, states): (Vec<Slot>, Vec<Slot>) = slots.into_iter().partition(is_master);
+            [states, masters].map(|slots| -> usize {
+                slots.iter().map(|slot| slot.bytes(batch, bucket.dtype)).sum()
+            })
+        };
+        if matches!(bucket.kind, BucketKind::Elements | BucketKind::Replicated) {
+            // One batch of all rows, also of zeros.
+            let elements = bucket.counts.of(rank);
+            let batch = ElementwiseUpdate::batch(&[elements]);
+            return of(updates.rest.slots(bucket.dtype), batch);
+        }
+        bucket.runs(rank).into_iter().fold([0; 2], |[states, masters], run| {
+            let parameter = &self.trainable.trainable[run.parameter];
+            let batch = match parameter.kind {
+                UpdateKind::Muon { matrices, .. } => {
+                    let [m, n] = matrices.shape;
+                    [run.elements.len() / (m * n), m, n]
+                }
+                UpdateKind::Elementwise { .. } | UpdateKind::Whole { .. } => parameter.batch(),
+            };
+            let [more_states, more_masters] = of(parameter.slots(updates), batch);
+            [states + more_states, masters + more_masters]
+        })
+    }
+}

@@ -1,0 +1,330 @@
+//! The bytes of a step on one rank as they come and go, in the order of its calls.
+
+use std::collections::VecDeque;
+
+use super::{PlannedRank, RankMemory};
+use crate::backend::precise_dtype;
+use crate::comm::received;
+use crate::distributed::config::{Gradients, Publish};
+use crate::distributed::optimizer::{Stage, sent_dtype, stages};
+use crate::distributed::plan::{Bucket, BucketKind, Plan};
+
+/// Bytes of the messages and tensors of a bucket.
+struct BucketBytes {
+    /// The gradients that it has when the step begins, and the values of the parameters.
+    gradients: usize,
+    /// This rank's shard: the reduced gradients, and the values.
+    reduced: usize,
+    values: usize,
+    /// The message that reduces it, or the gradients that are moved where nothing is reduced.
+    reduction: usize,
+    /// The messages of slices, if its parameters are cut.
+    slices: Option<SliceBytes>,
+    /// The messages that gather it, if others have to get what this rank has updated, and the share
+    /// that it sends.
+    gathering: Option<[usize; 2]>,
+    /// The values of parameters on this rank.
+    held: usize,
+}
+
+/// Bytes of messages among the ranks that have the other slices of a bucket.
+struct SliceBytes {
+    gradients: usize,
+    /// `None` if directions are applied to slices.
+    values: Option<usize>,
+    distribution: usize,
+}
+
+/// A message that was sent and not waited for.
+enum Flight {
+    Reduction(usize),
+    Assembly(usize),
+    Values(usize),
+    Distribution(usize),
+    Gathering(usize),
+}
+
+/// A step in progress, in bytes.
+pub struct StepMemory<'a> {
+    rank: &'a PlannedRank<'a>,
+    stages: Vec<Stage>,
+    buckets: Vec<BucketBytes>,
+    /// Bytes that do not change.
+    constant: usize,
+    parameters: usize,
+    gradients: usize,
+    shards: usize,
+    messages: usize,
+    flights: VecDeque<Flight>,
+    started: usize,
+    is_reduced: Vec<bool>,
+    has_values: Vec<bool>,
+    unpublished: Vec<usize>,
+    peaks: RankMemory,
+}
+
+impl<'a> StepMemory<'a> {
+    /// `memory` has the bytes between steps, and the peaks of the passes before.
+    pub fn new(rank: &'a PlannedRank<'a>, plan: &Plan, index: usize, memory: RankMemory) -> Self {
+        let config = rank.config;
+        let of_bucket = |bucket: &Bucket| BucketBytes::new(rank, plan, bucket, index);
+        let buckets: Vec<_> = plan.buckets().iter().map(of_bucket).collect();
+        Self {
+            rank,
+            stages: stages(plan, config.max_norm.is_some() || config.loss_scale.is_some()),
+            constant: memory.frozen + memory.masters + memory.states,
+            parameters: memory.parameters,
+            gradients: memory.gradients + rank.means(),
+            shards: 0,
+            messages: 0,
+            flights: VecDeque::new(),
+            started: 0,
+            is_reduced: vec![false; buckets.len()],
+            has_values: vec![false; buckets.len()],
+            unpublished: vec![],
+            peaks: memory,
+            buckets,
+        }
+    }
+
+    /// The peaks of the step and of the passes before.
+    pub fn run(mut self) -> RankMemory {
+        self.observe();
+        let stages = std::mem::take(&mut self.stages);
+        let order: Vec<(usize, bool)> = stages
+            .iter()
+            .flat_map(|stage| stage.buckets.iter().map(|b| (*b, stage.exchanges)))
+            .collect();
+        for stage in &stages {
+            for bucket in &stage.buckets {
+                self.reduce(*bucket, &order);
+            }
+            if stage.exchanges {
+                self.land_all();
+            }
+            let mut next = 0;
+            for (index, bucket) in stage.buckets.iter().enumerate() {
+                let last = stage.buckets.len().min(index + self.rank.config.in_flight);
+                while stage.exchanges && next < last {
+                    self.assemble_values(stage.buckets[next]);
+                    next += 1;
+                }
+                self.update(*bucket);
+            }
+        }
+        self.land_all();
+        self.publish();
+        self.peaks
+    }
+
+    fn in_flight(&self, counts: fn(&Flight) -> bool) -> usize {
+        self.flights.iter().filter(|flight| counts(flight)).count()
+    }
+
+    /// Starts reductions, and waits for one.
+    fn reduce(&mut self, bucket: usize, order: &[(usize, bool)]) {
+        let is_reduction =
+            |flight: &Flight| matches!(flight, Flight::Reduction(_) | Flight::Assembly(_));
+        while self.in_flight(is_reduction) < self.rank.config.in_flight
+            && self.started < order.len()
+        {
+            let (next, exchanges) = order[self.started];
+            self.gradients -= self.buckets[next].gradients;
+            self.send(self.buckets[next].reduction, Flight::Reduction(next));
+            if !exchanges {
+                self.assemble_values(next);
+            }
+            self.started += 1;
+        }
+        while !self.is_reduced[bucket] {
+            self.land();
+        }
+    }
+
+    fn send(&mut self, bytes: usize, flight: Flight) {
+        self.messages += bytes;
+        self.flights.push_back(flight);
+        self.observe();
+    }
+
+    fn assemble_values(&mut self, bucket: usize) {
+        let values = self.buckets[bucket].slices.as_ref().and_then(|slices| slices.values);
+        if let Some(bytes) = values {
+            self.send(bytes, Flight::Values(bucket));
+        }
+    }
+
+    fn land_all(&mut self) {
+        while !self.flights.is_empty() {
+            self.land();
+        }
+    }
+
+    fn land(&mut self) {
+        let flight = self.flights.pop_front().expect("a message was sent");
+        match flight {
+            Flight::Reduction(bucket) => {
+                self.messages -= self.buckets[bucket].reduction;
+                match &self.buckets[bucket].slices {
+                    Some(slices) => self.send(slices.gradients, Flight::Assembly(bucket)),
+                    None => self.keep_reduced(bucket),
+                }
+            }
+            Flight::Assembly(bucket) => {
+                self.messages -= self.slices(bucket).gradients;
+                self.keep_reduced(bucket);
+            }
+            Flight::Values(bucket) => {
+                self.messages -= self.slices(bucket).values.unwrap_or_default();
+                self.shards += self.buckets[bucket].values;
+                self.has_values[bucket] = true;
+            }
+            Flight::Distribution(bucket) => {
+                self.messages -= self.slices(bucket).distribution;
+                self.gather(bucket);
+            }
+            Flight::Gathering(bucket) => {
+                self.observe();
+                self.messages -= self.gathering(bucket)[0];
+            }
+        }
+        self.observe();
+    }
+
+    fn keep_reduced(&mut self, bucket: usize) {
+        self.shards += self.buckets[bucket].reduced;
+        self.is_reduced[bucket] = true;
+    }
+
+    fn slices(&self, bucket: usize) -> &SliceBytes {
+        self.buckets[bucket].slices.as_ref().expect("a message of slices")
+    }
+
+    fn gathering(&self, bucket: usize) -> [usize; 2] {
+        self.buckets[bucket].gathering.expect("a bucket that is gathered")
+    }
+
+    fn update(&mut self, bucket: usize) {
+        let is_gathering =
+            |flight: &Flight| matches!(flight, Flight::Distribution(_) | Flight::Gathering(_));
+        self.shards -= self.buckets[bucket].reduced;
+        match &self.buckets[bucket].slices {
+            Some(SliceBytes { values, distribution, .. }) => {
+                let (waits, distribution) = (values.is_some(), *distribution);
+                while waits && !self.has_values[bucket] {
+                    self.land();
+                }
+                self.shards -= if waits { self.buckets[bucket].values } else { 0 };
+                self.send(distribution, Flight::Distribution(bucket));
+            }
+            None => self.gather(bucket),
+        }
+        while self.in_flight(is_gathering) >= self.rank.config.in_flight {
+            self.land();
+        }
+    }
+
+    fn gather(&mut self, bucket: usize) {
+        let Some([message, share]) = self.buckets[bucket].gathering else { return self.observe() };
+        match self.rank.config.publish {
+            Publish::Now => self.send(message, Flight::Gathering(bucket)),
+            Publish::AtFirstUse => {
+                self.parameters -= self.buckets[bucket].held;
+                self.shards += share;
+                self.unpublished.push(bucket);
+                self.observe();
+            }
+        }
+    }
+
+    /// Gathers what is waited for at its first use, and the parts that replicas have updated.
+    fn publish(&mut self) {
+        for bucket in std::mem::take(&mut self.unpublished) {
+            let [message, share] = self.gathering(bucket);
+            self.shards -= share;
+            self.messages += message;
+            self.observe();
+        }
+        let passes = self.rank.layout.passes();
+        let replicated = passes
+            .parameters()
+            .iter()
+            .filter(|unit| unit.placement.is_owned() && unit.shard_count() < unit.part_count());
+        let parts =
+            replicated.map(|unit| (unit.shard_count() + unit.part_count()) * unit.dtype.size());
+        let mut parts: Vec<usize> = parts.collect();
+        parts.sort_unstable();
+        self.messages += parts.iter().rev().take(self.rank.config.in_flight).sum::<usize>();
+        self.observe();
+    }
+
+    fn observe(&mut self) {
+        let Self { constant, parameters, gradients, shards, messages, .. } = *self;
+        let peaks = &mut self.peaks;
+        peaks.shards = peaks.shards.max(shards);
+        peaks.messages = peaks.messages.max(messages);
+        peaks.peak = peaks.peak.max(constant + parameters + gradients + shards + messages);
+    }
+}
+
+impl BucketBytes {
+    fn new(rank: &PlannedRank<'_>, plan: &Plan, bucket: &Bucket, index: usize) -> Self {
+        let parameters = plan.parameters();
+        let group = rank.layout.slice_group(parameters[bucket.parameters[0]].cut_axes());
+        // The bucket as this rank has it, and its place among the ranks that have the same.
+        let (held, replica, replicas) = match group {
+            None => (bucket.clone(), index, plan.world_size()),
+            Some(group) => {
+                let grid = &group.grid;
+                (
+                    bucket.of_slice(parameters, &grid.ranks, grid.slice),
+                    grid.replica,
+                    grid.ranks.len(),
+                )
+            }
+        };
+        let (narrow, wide) = (bucket.dtype.size(), precise_dtype(bucket.dtype).size());
+        let (share, shard) = (held.counts.of(replica), bucket.counts.of(index));
+        let whole = held.elements();
+        let elements: usize = held.pieces.iter().map(|piece| piece.len).sum();
+        let in_backward = bucket.placement.reduces_in_backward();
+        let given = rank.gradient_dtype(bucket.dtype).size();
+        let gradients = if in_backward { share * wide } else { elements * given };
+        let reduces = plan.world_size() > 1 && rank.config.gradients == Gradients::PerRank;
+        let sent = sent_dtype(rank.config.grad_dtype, bucket).size();
+        let reduction = match (reduces && !in_backward, bucket.kind) {
+            (false, _) => share * if in_backward { wide } else { given },
+            (true, _) if replicas == 1 => whole * sent,
+            // Parts are reduced and then gathered.
+            (true, BucketKind::Replicated) => 2 * whole * sent,
+            // The contributions of all ranks to this rank's part, which it adds up.
+            (true, _) => (whole + received(&held.counts.to_vec(), replica)) * sent,
+        };
+        let slices = group.map(|_| {
+            let updates = rank.routing.updates();
+            let has_stacks =
+                bucket.parameters.iter().any(|p| rank.trainable.trainable[*p].is_stack());
+            let separates = bucket.kind == BucketKind::Matrices
+                && updates.muon.separates(has_stacks, bucket.dtype);
+            SliceBytes {
+                gradients: (share + shard) * wide,
+                values: (!separates).then_some((share + shard) * narrow),
+                distribution: (share + shard) * narrow,
+            }
+        });
+        let gathers =
+            replicas > 1 && bucket.kind != BucketKind::Replicated && !bucket.placement.is_owned();
+        Self {
+            gradients,
+            reduced: match (reduces || in_backward, slices.is_some()) {
+                (false, false) => shard * given,
+                _ => shard * wide,
+            },
+            values: shard * narrow,
+            reduction,
+            slices,
+            gathering: gathers.then_some([(share + whole) * narrow, share * narrow]),
+            held: elements * narrow,
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! Estimates of memory on the command line.
+
+use super::{folder, rejected, succeed};
+
+/// The bytes of a kind on the rank with the most memory.
+fn bytes(table: &str, kind: &str) -> usize {
+    let row =
+        table.lines().find(|line| line.split('|').nth(1).is_some_and(|cell| cell.trim() == kind));
+    let cell = row.and_then(|row| row.split('|').nth(3)?.trim().parse().ok());
+    cell.unwrap_or_else(|| panic!("no {kind} in {table}"))
+}
+
+#[test]
+fn an_estimate_is_what_a_run_reports() {
+    let folder = folder();
+    for (ranks, options) in
+        [(1, ""), (2, ""), (4, " --owned dp"), (2, " --overlap"), (2, " --dtype bf16")]
+    {
+        let estimate = format!("--estimate ranks={ranks} --optimizer dist-muon{options}");
+        let estimate = succeed(folder.path(), &estimate);
+        let run =
+            "--data text.rs --batch 4 --steps 1 --eval-every 0 --sample 0 --optimizer dist-muon";
+        let run = succeed(folder.path(), &format!("{run} --ranks {ranks}{options}"));
+        // The report of rank 0: kind, now, peak.
+        let report = |kind: &str| -> usize {
+            let is_kind =
+                |line: &&str| line.split('|').nth(1).is_some_and(|cell| cell.trim() == kind);
+            let rows = run.lines().filter(is_kind).filter_map(|row| row.split('|').nth(2));
+            let mut rows = rows.filter_map(|cell| cell.trim().parse().ok());
+            rows.next().unwrap_or_else(|| panic!("no {kind} in {run}"))
+        };
+        for kind in ["parameters", "master weights", "states"] {
+            let (least, most) = (least(&estimate, kind), bytes(&estimate, kind));
+            let now = report(kind);
+            assert!((least..=most).contains(&now), "{options}, {kind}: {now}\n{estimate}");
+        }
+    }
+}
+
+/// The bytes of a kind on the rank with the least or the most, whichever is less.
+fn least(table: &str, kind: &str) -> usize {
+    let row =
+        table.lines().find(|line| line.split('|').nth(1).is_some_and(|cell| cell.trim() == kind));
+    let cells =
+        row.unwrap().split('|').skip(2).filter_map(|cell| cell.trim().parse::<usize>().ok());
+    cells.min().unwrap()
+}
+
+#[test]
+fn large_models_are_estimated_on_ranks_that_are_not_there() {
+    let folder = folder();
+    let depth = "--depth 20 --vocabulary 65536 --dtype bf16 --master stochastic";
+    let replicated = succeed(folder.path(), &format!("{depth} --estimate ranks=8 --overlap"));
+    assert!(replicated.contains("depth 20,") && replicated.contains("ranks: 8"), "{replicated}");
+    let matrices = 20 * 12 * 1280 * 1280;
+    let parameters = bytes(&replicated, "parameters");
+    assert!(parameters / 2 > matrices + 2 * 65_536 * 1280, "{replicated}");
+    let owned = format!("{depth} --estimate ranks=16,nodes=2 --owned gpu");
+    let owned = succeed(folder.path(), &owned);
+    // The parts of 8 ranks, and small parameters on all.
+    assert!(bytes(&owned, "parameters") < parameters / 6, "{owned}");
+    assert!(owned.lines().all(|line| line.len() <= 80), "{owned}");
+}
+
+#[test]
+fn estimates_of_what_no_run_can_do_are_rejected() {
+    let folder = folder();
+    for (arguments, expected) in [
+        ("--estimate 8", "it must be ranks=RANKS, or ranks=RANKS,nodes=NODES"),
+        ("--estimate ranks=8,racks=2", "it must be ranks=RANKS"),
+        ("--estimate nodes=2", "it must be ranks=RANKS"),
+        ("--estimate ranks=many", "ranks"),
+        ("--estimate ranks=0", "`ranks` is invalid: expected at least 1, got 0"),
+        (
+            "--estimate ranks=8,nodes=3",
+            "`nodes` is invalid: expected a divisor of the number of ranks, got 3 for 8 ranks",
+        ),
+        ("--estimate ranks=8 --owned gpu", "axis `gpu` of a mesh with `dp`"),
+        ("--estimate ranks=8 --mesh dp=4", "`mesh` is invalid"),
+        ("--estimate ranks=3 --mesh tp=3", "heads of attention can't be divided among 3"),
+        ("--estimate ranks=2 --optimizer muon", "trains on one rank"),
+        ("--estimate ranks=2 --resume run.bpk", "cannot be used with"),
+    ] {
+        rejected(folder.path(), arguments, expected);
+    }
+}
