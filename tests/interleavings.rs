@@ -1,4 +1,4 @@
-//! The rendezvous of ranks that are threads, under a scheduler that tries thousands of
+//! The rounds of ranks that are threads, under a scheduler that tries thousands of
 //! interleavings and fails on a deadlock.
 
 #[allow(dead_code)] // Only ranks that are processes use the rest.
@@ -8,7 +8,7 @@ mod rounds;
 #[path = "../src/comm/thread_rounds.rs"]
 mod thread_rounds;
 
-/// The synchronisation primitives of the rounds, controlled by the scheduler.
+/// The synchronisation primitives of the rounds of threads, controlled by the scheduler.
 mod sync {
     pub use shuttle::sync::atomic::{AtomicU64, Ordering};
     pub use shuttle::sync::{Condvar, Mutex, MutexGuard};

@@ -5,7 +5,7 @@ pub use std::sync::atomic::{AtomicU64, Ordering};
 pub use std::sync::{Condvar, Mutex, MutexGuard};
 pub use std::thread::{ThreadId, current as current_thread};
 
-/// Tests of the rendezvous with the standard library's primitives, whose timeouts are real.
+/// Tests of the rounds of threads with the standard library's primitives, whose timeouts are real.
 #[cfg(test)]
 mod tests {
     use std::thread;

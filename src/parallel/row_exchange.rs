@@ -33,7 +33,7 @@ use crate::link::Link;
 ///
 /// # Panics
 ///
-/// As [`enter`].
+/// As [`enter`](super::enter).
 pub fn exchange<const D: usize>(
     x: Tensor<D>,
     counts: &PairCounts,

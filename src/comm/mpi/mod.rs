@@ -2,10 +2,10 @@
 //! 3).
 //!
 //! Tensors pass through the memory of the host. MPI moves elements and adds up nothing: sums are
-//! those of [`exchange`], exact and in the order of ranks. MPI's own reductions would be neither,
-//! and in Open MPI a non-blocking reduce_scatter sends everything to rank 0 first. With every call,
-//! every pair of ranks exchanges a signature, so that ranks that make different calls get an error
-//! instead of garbage.
+//! those of [`exact_reduction`], exact and in the order of ranks. MPI's own reductions would be
+//! neither, and in Open MPI a non-blocking reduce_scatter sends everything to rank 0 first. With
+//! every call, every pair of ranks exchanges a signature, so that ranks that make different calls
+//! get an error instead of garbage.
 
 mod call;
 mod library;

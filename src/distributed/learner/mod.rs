@@ -243,7 +243,7 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
         let (initial_model, interrupter) = (learner.model(), components.interrupter.clone());
         let in_processes = matches!(self.ranks, Ranks::Process(_));
         let inputs = RankInputs::of_ranks(&learner, &train, &valid, &self.ranks);
-        let run = Run {
+        let run = TrainingRun {
             state: States::new(Archive::from_record(state(&learner, &components.event_store))),
             items: [items_per_rank::<M>(&train, size) * size, valid.num_items()],
             epochs: starting_epoch..=components.num_epochs,
@@ -311,7 +311,7 @@ impl DistMuonStrategy {
     fn train_rank<M: LearnerModel>(
         &self,
         world: World,
-        run: &Run<M>,
+        run: &TrainingRun<M>,
         RankInputs { learner, model, train, valid, spare }: RankInputs<M>,
         main: Option<MainParts<M>>,
     ) -> Result<M> {
@@ -418,7 +418,7 @@ fn ensure_loadable<M: LearnerModel>(saves: bool, model: &M, rank: usize) -> Resu
 }
 
 /// The parts of a training run that all ranks share.
-struct Run<M: LearnerModel> {
+struct TrainingRun<M: LearnerModel> {
     /// The initial state of the optimizer.
     state: States,
     /// Numbers of items for training and for validation, over all ranks.
@@ -486,7 +486,7 @@ struct MainParts<M: LearnerModel> {
 
 /// The training loop of one rank.
 struct Worker<'a, M: LearnerModel> {
-    run: &'a Run<M>,
+    run: &'a TrainingRun<M>,
     /// `true` if any rank has checkpointers: all of them collect the state then.
     saves: bool,
     world: World,
@@ -564,7 +564,7 @@ impl<M: LearnerModel> Worker<'_, M> {
         let outline =
             self.optim.outline()?.into_bytes().expect("a record can be written to memory");
         let record = OptimizerRecord::from_bytes(outline.clone()).expect("the record is valid");
-        // This replaces the state of the learner's optimizer, which `Run::state` has.
+        // This replaces the state of the learner's optimizer, which `TrainingRun::state` has.
         self.learner.load_optim(record);
         let loaded = state(&self.learner, &self.run.store);
         let loaded = States::new(Archive::from_record(loaded));

@@ -108,7 +108,7 @@ pub struct BetweenCalls {
     pub reduced: Vec<Option<ReducedShard>>,
     /// The values of shards whose parameters are slices, by bucket.
     assembled: Vec<Option<Tensor<1>>>,
-    /// This rank's shares of updated buckets that are gathered once all are updated.
+    /// This rank's new values of buckets that are gathered once all are updated.
     unpublished: Vec<(usize, Tensor<1>)>,
     /// Bytes of the tensors above.
     pub bytes: usize,
@@ -158,9 +158,9 @@ impl BetweenCalls {
         Some(values)
     }
 
-    fn put_unpublished(&mut self, bucket: usize, share: Tensor<1>) {
-        self.bytes += bytes(&share);
-        self.unpublished.push((bucket, share));
+    fn put_unpublished(&mut self, bucket: usize, values: Tensor<1>) {
+        self.bytes += bytes(&values);
+        self.unpublished.push((bucket, values));
     }
 }
 
@@ -434,18 +434,18 @@ impl<'a> StepInProgress<'a> {
         self.observe();
     }
 
-    /// Starts to gather a bucket from this rank's share of the new values, or keeps the share until
-    /// all buckets are updated.
-    fn gather(&mut self, bucket: usize, share: Tensor<1>) -> Result<()> {
+    /// Starts to gather a bucket from this rank's new values, or keeps them until all buckets are
+    /// updated.
+    fn gather(&mut self, bucket: usize, values: Tensor<1>) -> Result<()> {
         let exchange = &self.shards[bucket].exchange;
         match self.traffic.publish {
             Publish::AtFirstUse => {
                 drop_all(&exchange.held, &mut self.detached.parameters);
-                self.between.put_unpublished(bucket, share);
+                self.between.put_unpublished(bucket, values);
             }
             Publish::Now => {
                 let counts = exchange.held.counts.to_vec();
-                let gathering = exchange.publishers.all_gather(share, &counts)?;
+                let gathering = exchange.publishers.all_gather(values, &counts)?;
                 self.calls.push(Flight::Gathering(bucket, gathering));
             }
         }
@@ -458,11 +458,11 @@ impl<'a> StepInProgress<'a> {
     pub fn publish_in_order(&mut self) -> Result<()> {
         let mut unpublished = std::mem::take(&mut self.between.unpublished);
         unpublished.sort_by_key(|(bucket, _)| self.shards[*bucket].bucket.parameters.iter().min());
-        for (bucket, share) in unpublished {
-            self.between.bytes -= bytes(&share);
+        for (bucket, values) in unpublished {
+            self.between.bytes -= bytes(&values);
             let exchange = &self.shards[bucket].exchange;
             let counts = exchange.held.counts.to_vec();
-            let gathering = exchange.publishers.all_gather(share, &counts)?;
+            let gathering = exchange.publishers.all_gather(values, &counts)?;
             self.traffic.publication.add(&exchange.held, gathering);
             self.observe();
         }

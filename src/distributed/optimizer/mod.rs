@@ -143,7 +143,7 @@ impl DistModuleOptimizer {
     ///
     /// Gradients are of the loss times [`loss_scale`](Self::loss_scale). They have the type
     /// of their parameter, or float32 for parameters in half precision: on several ranks with
-    /// [`GradDtype::Float32`].
+    /// [`GradDtype::Float32`](super::GradDtype::Float32).
     ///
     /// A parameter without a gradient on any rank stays as it is, and so does its position in the
     /// schedules. If only some ranks have a gradient, it counts as zero on the others. A matrix of

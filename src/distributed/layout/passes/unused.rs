@@ -6,7 +6,8 @@
 
 use std::sync::Arc;
 
-use super::{Keep, LeafUses, PassState, Passes};
+use super::state::{LeafUses, PassState};
+use super::{Keep, Passes};
 use crate::backend::precise_dtype;
 use crate::distributed::layout::PassParameter;
 use crate::distributed::layout::identity::Identities;

@@ -17,7 +17,8 @@ impl DividedModel {
     ///
     /// # Errors
     ///
-    /// [`Error::Parameter`] for a model that was not divided as the optimizer's.
+    /// [`Error::Parameter`](crate::Error::Parameter) for a model that was not divided as the
+    /// optimizer's.
     pub fn divided_values<M: Module>(&self, model: &M) -> Result<Vec<(String, Tensor<1>)>> {
         let rank = self.world.rank();
         let mut found = parameters::of(model);

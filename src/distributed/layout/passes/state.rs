@@ -1,0 +1,255 @@
+//! The state of a rank's passes: calls on their way, uses of parameters, and bytes.
+
+use std::collections::VecDeque;
+
+use burn::module::ParamId;
+use burn::tensor::Tensor;
+
+use crate::comm::Pending;
+use crate::distributed::layout::PassParameter;
+use crate::distributed::layout::events::Events;
+use crate::distributed::layout::identity::Version;
+use crate::distributed::layout::order::{Order, Successors};
+use crate::error::Error;
+use crate::slices::bytes;
+
+/// A collective that was started and is not finished.
+#[derive(Debug)]
+pub enum Flight {
+    Gathering(usize, Pending),
+    /// The sum of the gradient of a value among the ranks that share the parameter.
+    Reducing(usize, u64, Pending),
+    /// The sum of these sums among replicas.
+    ReducingReplicas(usize, u64, Pending),
+}
+
+/// Bytes that forward and backward passes hold at one time.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct PassBytes {
+    /// Owned parameters that are gathered ahead of their use, and the one in use.
+    pub gathered: usize,
+    /// Gradients that are summed up, or on their way to their owners.
+    pub in_flight: usize,
+    /// This rank's shards of the means, until the pass ends.
+    pub means: usize,
+    /// Parts of the last step that are on their way.
+    pub publishing: usize,
+}
+
+impl PassBytes {
+    pub fn total(&self) -> usize {
+        let Self { gathered, in_flight, means, publishing } = self;
+        gathered + in_flight + means + publishing
+    }
+}
+
+#[derive(Debug, Default)]
+pub struct PassState {
+    pub flights: VecDeque<Flight>,
+    /// Parts of a step that the ranks with replicas exchange, in the order of the calls.
+    pub publishing: VecDeque<(usize, Pending)>,
+    pub uses: Vec<Uses>,
+    /// Bytes of parameters that are gathered ahead, or on their way.
+    pub ahead: usize,
+    /// Bytes of gradients that are being reduced.
+    pub reducing: usize,
+    /// Bytes of gradients that wait for the gradients of other uses.
+    pub sums: usize,
+    /// Bytes of this rank's shards of means.
+    pub means: usize,
+    /// The bytes held at the peak of each kind, and of their sum.
+    pub peaks: [PassBytes; 5],
+    pub forward: Order,
+    /// The parameters that are gathered again in the backward pass.
+    pub backward: Order,
+    /// The parameters that are used without gradients.
+    pub evaluation: Successors,
+    pub events: Events,
+    pub is_micro_batch: bool,
+    /// `true` while the values are read for other purposes than a pass.
+    pub is_reading: bool,
+    /// `true` while parameters are gathered that this rank does not use.
+    pub is_unused: bool,
+    /// `true` while the gradients of a backward pass count as zero.
+    pub is_drained: bool,
+    /// The parameters that have a gradient, and that some ranks do not use in this pass, once they
+    /// are known.
+    pub partial: Option<Vec<bool>>,
+    /// Bytes of such parameters that are kept for the backward pass.
+    pub kept: usize,
+    pub failure: Option<Error>,
+}
+
+/// The uses of a parameter in a pass.
+#[derive(Debug, Default)]
+pub struct Uses {
+    /// The part that was last used with a gradient, or that a step has made.
+    pub part: Option<(Values, Tensor<1>)>,
+    /// The part that was last used without a gradient.
+    pub evaluated: Option<(Values, Tensor<1>)>,
+    /// The part of the last step, if it has arrived and was not used yet.
+    pub published: Option<Tensor<1>>,
+    /// The whole that is gathered ahead of its use.
+    pub ahead: Option<Ahead>,
+    /// The whole for a backward pass, with the values of its part, if others do not use it.
+    pub kept: Option<(Values, Tensor<1>)>,
+    /// The uses of each of its values, in the order of their first uses: of the model's, and of
+    /// those of clones with other values.
+    pub leaves: Vec<LeafUses>,
+    /// Bytes of the last gradient that was reduced, the same on all ranks.
+    pub sent: usize,
+    /// The identity under which its last gradient was returned.
+    pub returned: Option<ParamId>,
+}
+
+/// The uses of one value of a parameter in a pass. Burn has a gradient for each of them.
+#[derive(Debug)]
+pub struct LeafUses {
+    pub leaf: u64,
+    /// The number of uses in the graph, and of their gradients so far.
+    pub count: usize,
+    pub gradients: usize,
+    /// The sum of these gradients.
+    pub sum: Option<Tensor<1>>,
+    /// The sum of the gradients of earlier micro-batches.
+    pub micro_batches: Option<Tensor<1>>,
+    /// `true` if it had gradients of micro-batches, which are the model's.
+    pub had_micro_batches: bool,
+    /// This rank's part of the mean over ranks.
+    pub mean: Option<Tensor<1>>,
+}
+
+impl LeafUses {
+    pub fn of(leaf: u64) -> Self {
+        Self {
+            leaf,
+            count: 0,
+            gradients: 0,
+            sum: None,
+            micro_batches: None,
+            had_micro_batches: false,
+            mean: None,
+        }
+    }
+
+    /// Bytes of the gradients that are not reduced yet.
+    pub fn bytes(&self) -> usize {
+        [&self.micro_batches, &self.sum].into_iter().flatten().map(bytes).sum()
+    }
+
+    pub fn has_gradient(&self) -> bool {
+        self.sum.is_some() || self.micro_batches.is_some() || self.mean.is_some()
+    }
+}
+
+impl Uses {
+    /// Returns `true` if this pass has a use with a gradient.
+    pub fn are_in_pass(&self) -> bool {
+        self.leaves.iter().any(|uses| uses.count > 0)
+    }
+
+    /// Returns `true` if an earlier micro-batch had one.
+    pub fn are_earlier(&self) -> bool {
+        self.leaves.iter().any(|uses| uses.micro_batches.is_some())
+    }
+
+    /// The uses of a value.
+    pub fn of_leaf(&mut self, leaf: u64) -> &mut LeafUses {
+        let position = self.leaves.iter().position(|uses| uses.leaf == leaf);
+        let position = position.unwrap_or_else(|| {
+            self.leaves.push(LeafUses::of(leaf));
+            self.leaves.len() - 1
+        });
+        &mut self.leaves[position]
+    }
+}
+
+/// The identity of a part's values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Values {
+    /// The leaf of a graph.
+    Leaf(u64),
+    /// A part's without autodiff.
+    Version(Version),
+}
+
+/// A whole that is gathered, or on its way.
+#[derive(Debug)]
+pub struct Ahead {
+    /// The values that it was gathered from. `None` for a part that was not used yet.
+    pub part: Option<Values>,
+    pub whole: Option<Tensor<1>>,
+}
+
+impl Drop for PassState {
+    /// Waits for all that was not used, since the other ranks take part in it.
+    fn drop(&mut self) {
+        let publishing = self.publishing.drain(..).map(|(_, pending)| pending);
+        let flights = self.flights.drain(..).map(|flight| match flight {
+            Flight::Gathering(_, pending)
+            | Flight::Reducing(_, _, pending)
+            | Flight::ReducingReplicas(_, _, pending) => pending,
+        });
+        // After a failure there is nothing to wait for.
+        _ = publishing.chain(flights).try_for_each(|pending| pending.wait().map(drop));
+    }
+}
+
+impl PassState {
+    pub fn held(&self) -> PassBytes {
+        let publishing = self.publishing.iter().map(|(_, pending)| pending.bytes()).sum();
+        let in_flight = self.reducing + self.sums;
+        PassBytes { gathered: self.ahead + self.kept, in_flight, means: self.means, publishing }
+    }
+
+    pub fn is_reducing(&self) -> bool {
+        self.flights.iter().any(|flight| flight.reduced().is_some())
+    }
+
+    /// Bytes of the gradients that are being reduced, without those that a rank receives.
+    pub fn sent(&self) -> usize {
+        let reduced = self.flights.iter().filter_map(Flight::reduced);
+        reduced.map(|index| self.uses[index].sent).sum()
+    }
+
+    pub fn observe(&mut self) {
+        let now = self.held();
+        let sizes: [fn(&PassBytes) -> usize; 5] = [
+            |held| held.gathered,
+            |held| held.in_flight,
+            |held| held.means,
+            |held| held.publishing,
+            PassBytes::total,
+        ];
+        for (peak, size) in self.peaks.iter_mut().zip(sizes) {
+            if size(&now) > size(peak) {
+                *peak = now;
+            }
+        }
+    }
+
+    /// Takes a whole that was gathered out.
+    pub fn take_ahead(&mut self, parameter: &PassParameter) -> Option<Tensor<1>> {
+        let whole = self.uses[parameter.index].ahead.take()?.whole?;
+        self.ahead -= parameter.bytes();
+        Some(whole)
+    }
+}
+
+impl Flight {
+    /// The parameter whose gradient is reduced.
+    pub fn reduced(&self) -> Option<usize> {
+        match self {
+            Self::Gathering(..) => None,
+            Self::Reducing(index, ..) | Self::ReducingReplicas(index, ..) => Some(*index),
+        }
+    }
+}
+
+/// A sum, in the order in which Burn adds the gradients of several uses.
+pub fn added(sum: Option<Tensor<1>>, more: Tensor<1>) -> Tensor<1> {
+    match sum {
+        Some(sum) => sum + more,
+        None => more,
+    }
+}
