@@ -329,7 +329,7 @@ fn recipes_bring_their_clip_and_their_iteration() {
     succeed(folder.path(), &format!("{flags} --recipe kimi-k2 --qk-clip 7 --log seven.jsonl"));
     assert_eq!(log(&folder.path().join("seven.jsonl"))[0]["settings"]["qk_clip"], 7.0);
     for ranks in [1, 2] {
-        let motif = format!("--data text.rs --batch 2 --steps 3 --eval-every 0 --sample 0");
+        let motif = "--data text.rs --batch 2 --steps 3 --eval-every 0 --sample 0";
         succeed(
             folder.path(),
             &format!("{motif} --recipe motif --ranks {ranks} --log motif.jsonl"),
