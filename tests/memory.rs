@@ -6,12 +6,14 @@ use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{GradientsParams, LambConfig};
 use burn::tensor::{DType, Device, Distribution, Int, Tensor};
 use distmuon::comm::{Communicator, World};
-use distmuon::distributed::{DistMuonConfig, Keep, Layout, Mesh, Place};
+use distmuon::distributed::{
+    DistModuleOptimizer, DistMuonConfig, Keep, Layout, Mesh, Place, RankMemory,
+};
 use distmuon::link::{Clock, Link};
 use distmuon::parallel::{RowEmbedding, exchange};
 use distmuon::{
-    Coefficients, Error, IterationDtype, IterationForm, MuonConfig, NewtonSchulz,
-    NewtonSchulzConfig, RoutingRule,
+    Coefficients, Error, IterationDtype, IterationForm, MasterWeights, MuonConfig, NewtonSchulz,
+    NewtonSchulzConfig, RoutingRule, StateDtype,
 };
 use distmuon_testing::device::beyond_memory;
 use distmuon_testing::models::Layers;
@@ -708,6 +710,162 @@ fn a_backward_pass_of_links_holds_one_weight_and_one_gradient() {
     // Without a clock, all gradients wait for the end.
     let [_, at_the_end] = extra_of_links(None);
     assert!(at_the_end >= 4 * LAYER, "{at_the_end}");
+}
+
+/// Matrices of a model whose memory is forecast, two of which fill a bucket.
+const FORECAST: usize = 128;
+
+/// The bytes of all ranks together: between steps, at the peak of a step and in its messages as
+/// forecast, and the first two as counted by the allocator.
+fn forecast_and_counted(
+    (config, dtype, ranks, passes): (&DistMuonConfig, DType, usize, bool),
+    columns: usize,
+    lay: impl Fn(&World) -> Result<Layout, Error> + Sync,
+) -> ([usize; 3], [usize; 2]) {
+    let equal = |count: usize, device: &Device| {
+        let zeros =
+            |_| Param::from_tensor(Tensor::zeros([16, columns], (device, dtype)).require_grad());
+        Equal { matrices: (0..count).map(zeros).collect() }
+    };
+    let lay = |world: &World| lay(world).map(|layout| layout.with_muon(config.muon.clone()));
+    let device = Device::default().autodiff().gradient_checkpointing();
+    let forecast = {
+        let model = equal(FORECAST, &device);
+        config.forecast_memory(ranks, 1, &model, lay).unwrap()
+    };
+    let together = Barrier::new(ranks);
+    let counted = World::threads(vec![device; ranks], |world| {
+        // Products allocate scratch memory once per thread.
+        let layout = lay(&world)?;
+        let small = layout.shard(equal(2 * ranks, world.device()))?;
+        let mut optim = config.init_on(&layout, &small)?;
+        drop(step_of(&layout, small, &mut optim, passes)?);
+        drop((optim, layout));
+        world.comm().barrier()?;
+        let before = held(&together);
+        let layout = lay(&world)?;
+        let model = layout.shard(equal(FORECAST, world.device()))?;
+        let mut optim = config.init_on(&layout, &model)?;
+        // Threads share the values until the first step, and the first pass has no order of uses.
+        let model = step_of(&layout, model, &mut optim, passes)?;
+        world.comm().barrier()?;
+        let between = held(&together) - before;
+        if world.is_main() {
+            ALLOCATOR.reset_peak_usage();
+        }
+        held(&together);
+        let model = step_of(&layout, model, &mut optim, passes)?;
+        together.wait();
+        let peak = ALLOCATOR.peak_usage() - before;
+        together.wait();
+        drop(model);
+        Ok::<_, Error>([between, peak])
+    });
+    let all = |bytes: fn(&RankMemory) -> usize| forecast.ranks().iter().map(bytes).sum();
+    let forecast =
+        [all(RankMemory::between_steps), all(|rank| rank.peak), all(|rank| rank.messages)];
+    (forecast, counted.unwrap().swap_remove(0))
+}
+
+/// A step on gradients of a backward pass, or on given ones.
+fn step_of(
+    layout: &Layout,
+    model: Equal,
+    optim: &mut DistModuleOptimizer,
+    passes: bool,
+) -> Result<Equal, Error> {
+    let grads = match passes {
+        true => {
+            let outputs = model.matrices.iter().map(|matrix| {
+                let matrix = matrix.val();
+                Tensor::<2>::ones([1, 16], (&matrix.device(), matrix.dtype())).matmul(matrix).mean()
+            });
+            layout.backward(&outputs.reduce(|sum, output| sum + output).unwrap(), &model)?
+        }
+        false => {
+            let mut grads = GradientsParams::new();
+            for matrix in &model.matrices {
+                grads.register(matrix.id, matrix.val().inner().ones_like());
+            }
+            grads
+        }
+    };
+    optim.step(1e-3, model, grads)
+}
+
+#[test]
+fn forecasts_are_what_the_allocator_counts() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    type Lay = fn(&World) -> Result<Layout, Error>;
+    let replicated: Lay = |world| Ok(Layout::new(&Mesh::flat(world)));
+    let reduced: Lay =
+        |world| Ok(Layout::new(&Mesh::flat(world)).overlap_backward().with_in_flight_mb(0.0));
+    let owned: Lay = |world| {
+        let layout = Layout::new(&Mesh::flat(world)).owned("dp");
+        Ok(layout.with_ahead_mb(0.0).with_in_flight_mb(0.0))
+    };
+    let config = |muon: MuonConfig, dtype: DType| {
+        let bucket = 2 * 16 * 8192 * dtype.size();
+        let short = NewtonSchulzConfig::new().with_coefficients(Coefficients::KellerJordan);
+        let muon = muon.with_newton_schulz(short.with_steps(Some(1)));
+        DistMuonConfig::new()
+            .with_muon(muon)
+            .with_bucket_mb(Some(bucket as f64 / 1e6))
+            .with_in_flight(1)
+    };
+    let muon = || MuonConfig::new().with_rule(RoutingRule::muon(""));
+    let adamw = MuonConfig::new().with_rule(RoutingRule::adamw(""));
+    let stochastic = muon().with_master_weights(MasterWeights::Stochastic { seed: 1 });
+    let lean = stochastic.with_state_dtype(StateDtype::BFloat16);
+    let (full, half) = (DType::F32, DType::BF16);
+    let cases = [
+        ("Muon", full, config(muon(), full), false, replicated),
+        ("AdamW", full, config(adamw, full), false, replicated),
+        ("bfloat16", half, config(muon(), half), false, replicated),
+        ("reduced in passes", full, config(muon(), full), true, reduced),
+        ("lean, reduced in passes", half, config(lean, half), true, reduced),
+        ("owned", full, config(muon(), full), true, owned),
+    ];
+    // Libraries allocate the memory that they keep at first use.
+    forecast_and_counted((&cases[0].2, full, 1, false), 8192, replicated);
+    for ranks in [1, 2, 4, 8] {
+        for (name, dtype, config, passes, lay) in &cases {
+            let run =
+                |columns| forecast_and_counted((config, *dtype, ranks, *passes), columns, *lay);
+            // Names, routes and functions of the host, of as many parameters without elements.
+            let ([between, ..], counted) = run(64);
+            let of_host = counted[0].saturating_sub(between);
+            let ([between, peak, messages], counted) = run(8192);
+            let [held, most] = counted.map(|bytes| bytes.saturating_sub(of_host) as f64);
+            let case = format!("{name}, {ranks} ranks: {held} between steps, {most} at the peak");
+            println!("{case}; forecast: {between}, {peak} with {messages} in messages");
+            assert!((held / between as f64 - 1.0).abs() < 0.03, "{case}: {between}");
+            // Among threads, a message that is received takes no memory.
+            let least = (peak - messages) as f64;
+            assert!(most > 0.97 * least && most < 1.03 * peak as f64, "{case}: {peak}");
+        }
+    }
+}
+
+#[test]
+fn a_forecast_allocates_nothing_of_the_models_size() {
+    let _alone = alone();
+    if !is_on_host() {
+        return;
+    }
+    let device = Device::default().autodiff();
+    // 16 GB, not initialised.
+    let model = Layers::square(64, 8192, &device);
+    let owned = |world: &World| Ok::<_, Error>(Layout::new(&Mesh::flat(world)).owned("dp"));
+    let before = ALLOCATOR.current_usage();
+    ALLOCATOR.reset_peak_usage();
+    let forecast = DistMuonConfig::new().forecast_memory(64, 8, &model, owned).unwrap();
+    let extra = ALLOCATOR.peak_usage() - before;
+    assert!(forecast.largest().1.peak > 1 << 30, "{forecast}");
+    assert!(extra <= 32 << 20, "{extra}");
 }
 
 /// The variable that is set in processes that are ranks.

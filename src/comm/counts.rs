@@ -1,6 +1,10 @@
 //! Numbers of elements of the ranks' parts, and positions of these parts in a buffer in which they
 //! follow each other.
 
+/// The number of elements that a rank may receive however uneven the parts are: at most 4 MiB. An
+/// exchange of that size is bound by its latency, which a second exchange would double.
+const SMALL: usize = 1 << 20;
+
 /// Returns the number of elements before the part of `rank`.
 pub fn offset(counts: &[usize], rank: usize) -> usize {
     counts[..rank].iter().sum()
@@ -30,4 +34,30 @@ impl PairCounts {
     pub fn back(&self) -> Self {
         Self { sent: self.received.clone(), received: self.sent.clone() }
     }
+}
+
+/// Returns `true` if every rank receives its part from all ranks. Where the rank with the largest
+/// part would receive up to N times the buffer, even parts are reduced instead and sent to their
+/// owners, so that it receives at most two buffers.
+pub fn is_direct(counts: &[usize]) -> bool {
+    let (largest, length) = (counts.iter().max().copied(), counts.iter().sum::<usize>());
+    counts.len() * largest.unwrap_or_default() <= SMALL.max(2 * length)
+}
+
+/// Returns the elements that a rank receives at one time to reduce a buffer into parts.
+pub fn received(counts: &[usize], rank: usize) -> usize {
+    let (size, length) = (counts.len(), counts.iter().sum());
+    match size {
+        1 => 0,
+        _ if is_direct(counts) => size * counts[rank],
+        _ => {
+            let even = even_counts(length, size)[rank];
+            (size * even).max(even + counts[rank])
+        }
+    }
+}
+
+/// Returns the lengths of parts of a buffer that differ by one element at most.
+pub fn even_counts(length: usize, ranks: usize) -> Vec<usize> {
+    (0..ranks).map(|rank| length / ranks + usize::from(rank < length % ranks)).collect()
 }

@@ -7,13 +7,9 @@
 use burn::tensor::{DType, Tensor};
 
 use super::call::Call;
-use super::counts::{offset, offsets};
+use super::counts::{even_counts, is_direct, offset, offsets};
 use super::{Engine, Pending, ReduceOp, reduce};
 use crate::error::Result;
-
-/// The number of elements that a rank may receive however uneven the parts are: at most 4 MiB. An
-/// exchange of that size is bound by its latency, which a second exchange would double.
-const SMALL: usize = 1 << 20;
 
 /// An engine whose ranks know the counts of all parts without asking.
 pub trait MovesParts: Engine + Sized + 'static {
@@ -70,27 +66,6 @@ pub fn reduce_scatter<E: MovesParts>(
     }))
 }
 
-/// Returns `true` if every rank receives its part from all ranks. Where the rank with the largest
-/// part would receive up to N times the buffer, even parts are reduced instead and sent to their
-/// owners, so that it receives at most two buffers.
-fn is_direct(counts: &[usize]) -> bool {
-    let (largest, length) = (counts.iter().max().copied(), counts.iter().sum::<usize>());
-    counts.len() * largest.unwrap_or_default() <= SMALL.max(2 * length)
-}
-
-/// Returns the elements that a rank receives at one time to reduce a buffer into parts.
-pub fn received(counts: &[usize], rank: usize) -> usize {
-    let (size, length) = (counts.len(), counts.iter().sum());
-    match size {
-        1 => 0,
-        _ if is_direct(counts) => size * counts[rank],
-        _ => {
-            let even = even_counts(length, size)[rank];
-            (size * even).max(even + counts[rank])
-        }
-    }
-}
-
 /// Starts a reduction in which every rank receives all contributions to its part.
 fn reduce_in_one_exchange<E: MovesParts>(
     engine: &E,
@@ -106,11 +81,6 @@ fn reduce_in_one_exchange<E: MovesParts>(
     }
     let received = engine.exchange(call, tensor, counts, &vec![counts[engine.rank()]; size])?;
     Ok(Pending::new(received.bytes(), move || Ok(reduce::rows(received.wait()?, size, op, dtype))))
-}
-
-/// Returns the lengths of parts of a buffer that differ by one element at most.
-fn even_counts(length: usize, ranks: usize) -> Vec<usize> {
-    (0..ranks).map(|rank| length / ranks + usize::from(rank < length % ranks)).collect()
 }
 
 /// Returns the numbers of elements that a rank's part of one division of a buffer shares with every

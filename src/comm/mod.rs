@@ -51,9 +51,9 @@ mod world;
 pub(crate) use agreement::{Difference, digest, unequal, unite};
 pub use communicator::Communicator;
 pub use counts::PairCounts;
+pub(crate) use counts::received;
 #[doc(hidden)] // for engines of tests
 pub use engine::Engine;
-pub(crate) use exact_reduction::received;
 pub use hierarchy::Hierarchy;
 pub use join::{Join, Joined};
 pub use launch::Launch;

@@ -137,7 +137,8 @@ impl DistMuonConfig {
     /// use distmuon::{DistMuonConfig, Error, World};
     ///
     /// let device = Device::default().autodiff();
-    /// let model: Vec<_> = (0..64).map(|_| LinearConfig::new(4096, 4096).init(&device)).collect();
+    /// let layer = LinearConfig::new(4096, 4096).with_bias(false);
+    /// let model: Vec<_> = (0..64).map(|_| layer.init(&device)).collect();
     /// let config = DistMuonConfig::new();
     /// let owned = |world: &World| Ok::<_, Error>(Layout::new(&Mesh::flat(world)).owned("dp"));
     /// let (_, memory) = config.forecast_memory(8, 1, &model, owned)?.largest();
