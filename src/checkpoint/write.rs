@@ -77,7 +77,7 @@ pub struct Saving {
 
 impl Saving {
     /// Begins a temporary file in the folder of `path`. Elements of `host_bytes` may wait for the
-    /// writer, and at least those of one tensor.
+    /// writer, or one tensor that has more.
     ///
     /// # Errors
     ///

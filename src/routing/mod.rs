@@ -348,7 +348,7 @@ impl Routing {
         &self.updates.skipped
     }
 
-    /// The factors of a role. Those of matrices and of frozen parameters are not read.
+    /// The factors of a role. Nothing reads them for matrices and frozen parameters.
     pub(crate) fn factors(&self, role: ParameterRole) -> RoleFactors {
         let Roles { embedding, head, vector } = self.updates.rest.roles;
         match role {

@@ -454,7 +454,7 @@ impl<'a> StepInProgress<'a> {
     }
 
     /// Starts to gather the buckets that are waited for at their first use, in the order of the
-    /// model: that of the first parameter of each.
+    /// first parameters that they have in the model.
     pub fn publish_in_order(&mut self) -> Result<()> {
         let mut unpublished = std::mem::take(&mut self.between.unpublished);
         unpublished.sort_by_key(|(bucket, _)| self.shards[*bucket].bucket.parameters.iter().min());

@@ -68,7 +68,7 @@ impl DistModuleOptimizer {
         Ok(problems.chain(missing).collect())
     }
 
-    /// Reads this rank's states. Those of `unused` parameters become empty.
+    /// Reads this rank's states. `unused` parameters get empty ones.
     ///
     /// # Errors
     ///
