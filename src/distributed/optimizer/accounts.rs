@@ -48,7 +48,6 @@ impl Accounts {
     }
 
     /// Counts skipped steps in other counts.
-    #[cfg_attr(not(feature = "train"), expect(dead_code, reason = "for learners"))]
     pub fn count_skipped_in(&mut self, skipped: &SkippedSteps, divided: &DividedModel) {
         self.skipped = skipped.clone();
         self.place = Place::default();
