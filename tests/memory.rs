@@ -324,8 +324,10 @@ fn a_step_with_more_buckets_does_not_use_more_memory() {
         );
         extra
     });
-    // Of the 75 additional buckets, some may be held since the ranks are not at the same point.
-    assert!(many <= few + 4 * BUCKET, "{many} beyond {few}");
+    // Of the 75 additional buckets, a rank may hold as many as it reduces and gathers at a time,
+    // since the ranks are not at the same point.
+    let in_flight = 2 * DistMuonConfig::new().in_flight;
+    assert!(many <= few + in_flight * BUCKET, "{many} beyond {few}");
 }
 
 /// Layers of the model whose parameters are owned.
