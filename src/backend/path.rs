@@ -80,6 +80,17 @@ impl ComputePath {
         }
     }
 
+    /// Returns `true` if the backend of a device has this crate's operations, whatever the type.
+    pub(super) fn has_operations(device: &DispatchDevice) -> bool {
+        match device {
+            #[cfg(feature = "flex")]
+            DispatchDevice::Flex(_) => true,
+            #[cfg(feature = "cube")]
+            DispatchDevice::Cube(_) => true,
+            _ => false,
+        }
+    }
+
     #[doc(hidden)] // for the bench `gpu`
     /// Returns the name of the kernel for a symmetric product `[k, m, inner] x [k, inner, m]` of
     /// `dtype` on `device`. If kernels are chosen by measuring, the name is known only after the

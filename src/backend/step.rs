@@ -1,6 +1,7 @@
 //! The elementwise operations of a Muon step, on a compute path.
 
-use burn::backend::{Dispatch, tensor::FloatTensor};
+use burn::backend::ops::FloatTensorOps;
+use burn::backend::{Dispatch, TensorMetadata, tensor::FloatTensor};
 use burn::tensor::{DType, Shape, Tensor};
 
 use super::ops::{MomentumStep, MomentumUpdate, ParameterStep, PartialNorms, StepOps};
@@ -13,8 +14,12 @@ pub(crate) fn reshaped(
     tensors: Vec<FloatTensor<Dispatch>>,
     shapes: Vec<Shape>,
 ) -> Vec<FloatTensor<Dispatch>> {
-    if tensors.is_empty() {
+    let Some(first) = tensors.first() else {
         return tensors; // No backend is named by an empty list.
+    };
+    if !ComputePath::has_operations(&first.device()) {
+        let each = tensors.into_iter().zip(shapes);
+        return each.map(|(tensor, shape)| Dispatch::float_reshape(tensor, shape)).collect();
     }
     Dispatch::reshape_all(TensorList(tensors), shapes).0
 }
