@@ -73,12 +73,8 @@ impl Layout {
         // An engine may hold the last parameter until the next call.
         world.agree(Ok(()))?;
         let model = model.apply_reparameterization(Reduce::of(&passes));
-        let planned = planned
-            .into_iter()
-            .map(|(parameter, owners)| (parameter.path.clone(), (parameter, owners)));
         let model = world.broadcast_without(model, |path| cuts.slice(path).is_some())?;
-        let sharded = Sharded { passes, cuts, groups, planned: planned.collect() };
-        assert!(self.sharded.set(sharded).is_ok(), "a layout divides one model");
+        self.set_sharded(Sharded { passes, cuts, groups, planned: planned_by_path(planned) });
         Ok(model)
     }
 
@@ -89,13 +85,14 @@ impl Layout {
         if !(parameters.is_empty() && cuts.is_empty()) {
             let groups = cuts.groups(&self.mesh)?;
             let passes = Arc::new(self.passes_of(self.groups(&parameters)?, parameters));
-            let planned = planned
-                .into_iter()
-                .map(|(parameter, owners)| (parameter.path.clone(), (parameter, owners)));
-            let sharded = Sharded { passes, cuts, groups, planned: planned.collect() };
-            assert!(self.sharded.set(sharded).is_ok(), "a layout divides one model");
+            self.set_sharded(Sharded { passes, cuts, groups, planned: planned_by_path(planned) });
         }
         Ok(found)
+    }
+
+    /// Remembers how the model is divided.
+    fn set_sharded(&self, sharded: Sharded) {
+        assert!(self.sharded.set(sharded).is_ok(), "a layout divides one model");
     }
 
     /// The ranks that share parameters, and those that have replicas of their parts.
@@ -331,6 +328,13 @@ impl Reparameterizer for Shard<'_> {
             Some(Owned { part, version: Version::new(), parameter, passes }),
         )
     }
+}
+
+/// Planned parameters and their owners, by path.
+fn planned_by_path(
+    planned: Vec<(Parameter, Vec<usize>)>,
+) -> HashMap<String, (Parameter, Vec<usize>)> {
+    planned.into_iter().map(|entry| (entry.0.path.clone(), entry)).collect()
 }
 
 /// The parameters of the passes with a placement, by path.
