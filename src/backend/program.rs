@@ -50,21 +50,24 @@ pub(crate) enum Step {
 
 impl Step {
     /// The matrices that it reads, in the order of its fields.
-    pub fn operands(&self) -> Vec<Value> {
-        match *self {
-            Self::Square { x } => vec![x],
-            Self::Symmetric { a, b, c, .. } => vec![a, b, c],
-            Self::Scaled { z, .. } | Self::PlusIdentity { z } => vec![z],
-            Self::Unit { r } => vec![r],
-            Self::OverRoot { x, r } => vec![x, r],
-            Self::AccumulateQ { r, .. } => vec![r],
-            Self::Apply { q, x } => vec![q, x],
-            Self::ApplyAndAdd { z, x, .. } => vec![z, x],
-        }
+    pub fn operands(&self) -> impl Iterator<Item = Value> + use<> {
+        // Not a vector: on a CPU, its allocation takes as long as a product of small matrices.
+        let operands = match *self {
+            Self::Symmetric { a, b, c, .. } => [Some(a), Some(b), Some(c)],
+            Self::OverRoot { x, r } => [Some(x), Some(r), None],
+            Self::Apply { q, x } => [Some(q), Some(x), None],
+            Self::ApplyAndAdd { z, x, .. } => [Some(z), Some(x), None],
+            Self::Square { x: z }
+            | Self::Scaled { z, .. }
+            | Self::PlusIdentity { z }
+            | Self::Unit { r: z }
+            | Self::AccumulateQ { r: z, .. } => [Some(z), None, None],
+        };
+        operands.into_iter().flatten()
     }
 
     /// Returns `true` if its result has the shape of the input; otherwise it is symmetric.
-    fn is_wide(&self) -> bool {
+    pub fn is_wide(&self) -> bool {
         matches!(self, Self::Apply { .. } | Self::ApplyAndAdd { .. } | Self::OverRoot { .. })
     }
 }
@@ -95,16 +98,15 @@ impl Program {
 
     /// Runs the program on a batch. `compute` returns the result of a step from its operands. A
     /// matrix is dropped after the last product that reads it, or moved into that product.
-    pub fn run<M: Clone>(&self, x: M, compute: impl Fn(&Step, Vec<M>) -> M) -> M {
+    pub fn run<M: Clone>(&self, x: M, mut compute: impl FnMut(&Step, Vec<M>) -> M) -> M {
         let (mut values, last_readers) = (vec![Some(x)], self.last_readers());
         for (index, step) in self.steps.iter().enumerate() {
-            let operands = step.operands();
-            let read = operands
-                .iter()
+            let read = step
+                .operands()
                 .enumerate()
                 .map(|(position, value)| {
-                    let is_last = !operands[position + 1..].contains(value)
-                        && last_readers[value.0] == Some(index);
+                    let is_last = last_readers[value.0] == Some(index)
+                        && !step.operands().skip(position + 1).any(|later| later == value);
                     let stored = &mut values[value.0];
                     let read = if is_last { stored.take() } else { stored.clone() };
                     read.expect("a matrix is kept until its last reader")
@@ -120,7 +122,7 @@ impl Program {
     fn last_readers(&self) -> Vec<Option<usize>> {
         let mut last = vec![None; self.steps.len() + 1];
         for (index, step) in self.steps.iter().enumerate() {
-            step.operands().into_iter().for_each(|value| last[value.0] = Some(index));
+            step.operands().for_each(|value| last[value.0] = Some(index));
         }
         last
     }
@@ -156,7 +158,7 @@ impl Buffers {
             };
             of_values.push(buffer);
             let is_last = |value: &Value| last_readers[value.0] == Some(index);
-            for value in step.operands().into_iter().filter(is_last) {
+            for value in step.operands().filter(is_last) {
                 let buffer = of_values[value.0];
                 if !free.contains(&buffer) {
                     free.push(buffer);
@@ -183,7 +185,7 @@ impl Buffers {
         program: &'a Program,
     ) -> impl Iterator<Item = (&'a Step, Vec<usize>, usize)> {
         program.steps.iter().enumerate().map(|(index, step)| {
-            let operands = step.operands().iter().map(|value| self.of_values[value.0]).collect();
+            let operands = step.operands().map(|value| self.of_values[value.0]).collect();
             (step, operands, self.of_values[index + 1])
         })
     }

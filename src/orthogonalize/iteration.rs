@@ -15,10 +15,6 @@ use crate::backend::{
 use crate::checks::{ensure_size, rounds_to};
 use crate::error::{Error, Result};
 
-/// Workspace of a batch on a CPU, in bytes: what stays in its cache between the products. More
-/// matrices at a time would gain nothing there, since a launch costs nothing.
-const CACHED: usize = 8 << 20;
-
 /// A Newton-Schulz iteration, ready to run on matrices of any shape.
 #[derive(Debug, Clone)]
 pub struct NewtonSchulz {
@@ -138,12 +134,8 @@ impl NewtonSchulz {
             return batch;
         }
         let plan = self.plan(batch.dims(), batch.dtype(), &batch.device());
-        let workspace = match plan.path {
-            ComputePath::Flex => self.workspace.min(CACHED),
-            _ => self.workspace,
-        };
         // Matrices that fit into the workspace.
-        let part = (workspace / plan.workspace).max(1);
+        let part = (self.workspace / plan.workspace).max(1);
         if part >= k {
             if let Some(replayed) = self.replayed(&plan, &batch, norms.as_ref()) {
                 return replayed;

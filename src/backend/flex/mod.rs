@@ -2,7 +2,9 @@
 //! elementwise.
 
 mod adamw;
+mod iteration;
 mod matrix;
+mod products;
 mod step;
 mod tensors;
 

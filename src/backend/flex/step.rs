@@ -1,11 +1,12 @@
 //! The elementwise parts of a step on Burn's Flex backend, in one pass over memory each.
 
 use burn::backend::tensor::FloatTensor;
-use burn::backend::{Flex, TensorMetadata, ops::FloatTensorOps};
-use burn::tensor::FloatDType;
+use burn::backend::{Flex, TensorMetadata};
 use rayon::prelude::*;
 
-use super::tensors::{CHUNK, contiguous, rounded, scaled_squares, single, values};
+use super::tensors::{
+    CHUNK, contiguous, rounded, rows_of_chunk, scaled_squares, single, values, zeros,
+};
 use crate::backend::ops::{FlaggedRows, MomentumStep, ParameterStep, StepOps, norm_parts};
 use crate::backend::tensor_list::TensorList;
 
@@ -25,7 +26,7 @@ impl StepOps for Flex {
             let elements = tensor.shape().num_elements() / rows;
             let flags = flags.storage_mut::<f32>()[flag..flag + rows].par_iter_mut();
             let rows = tensor.storage::<f32>().par_chunks_exact(elements.max(1));
-            flags.zip(rows).for_each(|(flag, row)| {
+            flags.zip(rows).with_min_len(rows_of_chunk(elements)).for_each(|(flag, row)| {
                 if !row.par_chunks(CHUNK).all(usable) {
                     *flag = 1.0;
                 }
@@ -47,10 +48,6 @@ impl StepOps for Flex {
         let norm_parts = norm_parts(m * n);
         let (rejected, factor) = (values(rejected), values(factor)[0]);
         let mut momentum = contiguous(single(momentum));
-        // Not `empty`, which Flex allocates twice.
-        let zeros = |shape: [usize; 3]| {
-            Self::float_zeros(shape.into(), &Default::default(), FloatDType::F32)
-        };
         let (mut update, mut norms) = (zeros([k, m, n]), zeros([k, norm_parts, 2]));
         let mut start = 0;
         for (grad, step) in grads.0.into_iter().zip(steps) {
@@ -71,6 +68,7 @@ impl StepOps for Flex {
                 &mut norms.storage_mut::<f32>()[start / (m * n) * size..end / (m * n) * size];
             let grads = grad.storage::<f32>().par_chunks_exact(m * n);
             let matrices = momenta.zip(updates).zip(norms.par_chunks_exact_mut(size)).zip(grads);
+            let matrices = matrices.with_min_len(rows_of_chunk(m * n));
             matrices.for_each(|(((momentum, update), norms), grad)| {
                 let outputs = momentum.par_chunks_mut(CHUNK).zip(update.par_chunks_mut(CHUNK));
                 let chunks = outputs.zip(norms.par_chunks_exact_mut(2)).zip(grad.par_chunks(CHUNK));
@@ -120,6 +118,7 @@ impl StepOps for Flex {
                 let matrices = matrices
                     .zip(directions)
                     .zip(diverged)
+                    .with_min_len(rows_of_chunk(m * n))
                     // Matrices whose iteration diverged keep their values.
                     .filter(|(_, diverged)| **diverged == 0.0);
                 matrices.for_each(|((parameter, direction), _)| {

@@ -1,0 +1,198 @@
+//! The iteration on Burn's Flex backend: a program runs on one matrix after another, so that all
+//! that it reads and writes stays in the cache.
+//!
+//! An operation on a whole batch would allocate a tensor for every product, which takes as long as
+//! the product of small matrices, and as a tenth of that of large ones.
+
+use std::ops::{Deref, DerefMut};
+use std::rc::Rc;
+
+use burn::tensor::{DType, bf16, f16};
+use faer::{Accum, MatRef};
+use rayon::prelude::*;
+
+use super::products::{Factors, PIECE, product, symmetric_product};
+use crate::backend::program::{Buffers, Program, Side, Step};
+
+/// Memory of the matrices that are iterated side by side, in bytes: what stays in the cache of a
+/// processor between the products.
+const CACHED: usize = 8 << 20;
+
+/// Parts into which a thread's share of a batch is cut, so that another thread can take one over.
+const PARTS_PER_THREAD: usize = 4;
+
+/// Runs a program on every matrix of a batch, `shape` each, in place. Results of steps are rounded
+/// to `dtype`.
+pub fn iterate(batch: &mut [f32], program: &Program, shape: [usize; 2], dtype: DType) {
+    let elements = shape[0] * shape[1];
+    let count = batch.len().checked_div(elements).unwrap_or(0);
+    if count == 0 {
+        return;
+    }
+    let parts = if count == 1 { 1 } else { most_parts(program, shape).min(count) };
+    let least = PIECE.div_ceil(elements * shape[0].min(shape[1]));
+    let of_part = count.div_ceil(parts).max(least);
+    let iteration = Iteration { program, shape, dtype, side_by_side: count.div_ceil(of_part) };
+    batch.par_chunks_mut(of_part * elements).for_each(|part| {
+        let mut spare = Spare::default();
+        part.chunks_exact_mut(elements).for_each(|x| iteration.run(x, &mut spare));
+    });
+}
+
+/// The number of parts into which a batch of matrices may be cut.
+fn most_parts(program: &Program, shape: [usize; 2]) -> usize {
+    let bytes = size_of::<f32>() * Buffers::of(program).elements(shape).sum::<usize>();
+    (CACHED / bytes).clamp(1, PARTS_PER_THREAD * rayon::current_num_threads())
+}
+
+/// An iteration of one of several matrices.
+struct Iteration<'a> {
+    program: &'a Program,
+    shape: [usize; 2],
+    dtype: DType,
+    /// Number of matrices that are iterated at the same time.
+    side_by_side: usize,
+}
+
+/// The memory of a matrix.
+enum Memory<'a> {
+    /// A matrix of the batch.
+    Batch(&'a mut [f32]),
+    Spare(Vec<f32>),
+}
+
+impl Deref for Memory<'_> {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        match self {
+            Self::Batch(values) => values,
+            Self::Spare(values) => values,
+        }
+    }
+}
+
+impl DerefMut for Memory<'_> {
+    fn deref_mut(&mut self) -> &mut [f32] {
+        match self {
+            Self::Batch(values) => values,
+            Self::Spare(values) => values,
+        }
+    }
+}
+
+/// Memory that no matrix of the iteration uses at the moment. It is kept for the next one, since
+/// the system clears every page of fresh memory.
+#[derive(Default)]
+struct Spare(Vec<Vec<f32>>);
+
+impl Spare {
+    /// Memory for a matrix, with any values.
+    fn take(&mut self, elements: usize) -> Vec<f32> {
+        match self.0.iter().position(|values| values.len() == elements) {
+            Some(index) => self.0.swap_remove(index),
+            None => {
+                // Else matrices of two sizes would take more than what is in use at a time.
+                self.0.clear();
+                vec![0.0; elements]
+            }
+        }
+    }
+}
+
+impl Iteration<'_> {
+    /// Runs the program on a matrix, in place.
+    fn run(&self, x: &mut [f32], spare: &mut Spare) {
+        let [elements, side] = [x.len(), self.shape[0].min(self.shape[1])];
+        let mut of_batch = None;
+        let result = self.program.run(Rc::new(Memory::Batch(x)), |step, operands| {
+            let elements = if step.is_wide() { elements } else { side * side };
+            let of_batch = &mut of_batch;
+            let mut result = match of_batch.take_if(|x: &mut &mut [f32]| x.len() == elements) {
+                Some(x) => Memory::Batch(x),
+                None => Memory::Spare(spare.take(elements)),
+            };
+            self.compute(step, &operands, &mut result);
+            // An operand that later steps read has a second owner.
+            for operand in operands.into_iter().filter_map(Rc::into_inner) {
+                match operand {
+                    Memory::Batch(x) => *of_batch = Some(x),
+                    Memory::Spare(values) => spare.0.push(values),
+                }
+            }
+            Rc::new(result)
+        });
+        if let (Some(Memory::Spare(values)), Some(x)) = (Rc::into_inner(result), of_batch) {
+            x.copy_from_slice(&values);
+            spare.0.push(values);
+        }
+    }
+
+    /// Computes the result of a step.
+    fn compute(&self, step: &Step, operands: &[Rc<Memory<'_>>], result: &mut [f32]) {
+        let [m, n] = self.shape;
+        let (side, square) = (Side::of(self.shape), m.min(n));
+        let symmetric =
+            |index: usize| MatRef::from_row_major_slice(&operands[index], square, square);
+        let wide = |index: usize| MatRef::from_row_major_slice(&operands[index], m, n);
+        let applied = |accum| {
+            let [a, b] = match side {
+                Side::Left => [symmetric(0), wide(1)],
+                Side::Right => [wide(1), symmetric(0)],
+            };
+            Factors { a, b, alpha: 1.0, accum }
+        };
+        match *step {
+            Step::Square { .. } => {
+                let a = match side {
+                    Side::Left => wide(0),
+                    Side::Right => wide(0).transpose(),
+                };
+                let factors = Factors { a, b: a.transpose(), alpha: 1.0, accum: Accum::Replace };
+                symmetric_product(factors, result, self.side_by_side);
+            }
+            Step::Symmetric { alpha, beta, .. } => {
+                set(result, &operands[2], |c| c * beta as f32);
+                let (a, b) = (symmetric(0), symmetric(1).transpose());
+                let factors = Factors { a, b, alpha: alpha as f32, accum: Accum::Add };
+                symmetric_product(factors, result, self.side_by_side);
+            }
+            Step::Scaled { beta, .. } => set(result, &operands[0], |z| z * beta as f32),
+            Step::Unit { .. } => {
+                let norm = gram_norm(&operands[0], square);
+                set(result, &operands[0], |r| r / norm as f32);
+            }
+            Step::OverRoot { .. } => {
+                let root = gram_norm(&operands[1], square).sqrt();
+                set(result, &operands[0], |x| x / root as f32);
+            }
+            Step::PlusIdentity { .. } => {
+                result.copy_from_slice(&operands[0]);
+                result.iter_mut().step_by(square + 1).for_each(|x| *x += 1.0);
+            }
+            Step::AccumulateQ { .. } => unreachable!("no matrix counts as small on a CPU"),
+            Step::Apply { .. } => product(applied(Accum::Replace), result, self.side_by_side),
+            Step::ApplyAndAdd { a, .. } => {
+                set(result, &operands[1], |x| x * a as f32);
+                product(applied(Accum::Add), result, self.side_by_side);
+            }
+        }
+        match self.dtype {
+            DType::F16 => result.iter_mut().for_each(|x| *x = f16::from_f32(*x).to_f32()),
+            DType::BF16 => result.iter_mut().for_each(|x| *x = bf16::from_f32(*x).to_f32()),
+            _ => {}
+        }
+    }
+}
+
+/// Sets every element from the one of another matrix.
+fn set(result: &mut [f32], from: &[f32], value: impl Fn(f32) -> f32) {
+    result.iter_mut().zip(from).for_each(|(result, x)| *result = value(*x));
+}
+
+/// The Frobenius norm of a Gram matrix of a matrix of norm 1, as
+/// [`portable::gram_norm`](crate::backend::portable::gram_norm) has it.
+fn gram_norm(r: &[f32], m: usize) -> f64 {
+    let squares = r.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
+    squares.sqrt().max(0.5 / (m as f64).sqrt())
+}
