@@ -185,7 +185,7 @@ impl fmt::Display for Account {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut table = Table::new();
         table.load_style(presets::ASCII_MARKDOWN);
-        let columns = ["matrices", "orthogonalised", "form, type, kernels", "ranks", "update"];
+        let columns = ["matrices", "orthogonalised", "form, type, kernel", "ranks", "update"];
         if f.alternate() {
             let first = ["parameter", "optimizer", "elements"];
             table.set_header(first.into_iter().chain(columns));
@@ -251,7 +251,7 @@ impl Routing {
     /// [`init`](Self::init) made of this routing. It costs a few entries on the host, and reads
     /// nothing from the device.
     pub fn request_account(&self) {
-        self.updates().ledger().open();
+        self.updates().ledger().open(true);
     }
 
     /// Returns what the optimizers that [`init`](Self::init) made of this routing have done since

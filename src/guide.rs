@@ -241,6 +241,7 @@ pub mod cost {}
 
 /// Errors, their causes and their remedies.
 ///
+/// [Is it really Muon?]: crate::guide::is_it_really_muon
 /// [Processes and several hosts]: crate::guide::hosts
 /// [Choosing settings]: crate::guide::settings
 /// [Excluding, freezing and LoRA]: crate::guide::excluding

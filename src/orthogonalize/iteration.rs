@@ -276,14 +276,7 @@ impl NewtonSchulz {
 
     fn explained(&self, shape: [usize; 3], dtype: DType, device: &Device) -> IterationPlan {
         let plan = self.plan(shape, dtype, device);
-        let [k, m, n] = shape;
-        let kernel = match &plan.native {
-            NativeKernels::Used(kernels) => kernels.clone(),
-            NativeKernels::Measured(_) | NativeKernels::Refused(_) => {
-                plan.path.kernel(device, plan.dtype, [k, m.min(n), m.max(n)])
-            }
-        };
-        IterationPlan { kernel, ..plan }
+        IterationPlan { kernel: plan.kernel_of(shape, device), ..plan }
     }
 
     /// The plan without the name of the kernel, which the iteration does not need.

@@ -5,10 +5,10 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use burn::tensor::FloatDType;
+use burn::tensor::{Device, FloatDType};
 use serde::{Deserialize, Serialize};
 
-use crate::backend::NativeKernels;
+use crate::backend::ComputePath;
 use crate::orthogonalize::{IterationForm, IterationPlan};
 
 /// The optimizer that has updated a parameter, as its update tells.
@@ -42,7 +42,7 @@ impl fmt::Display for UpdatedBy {
     }
 }
 
-/// The way in which matrices were orthogonalised. Prints as in `Gram, F32, Flex`.
+/// The way in which matrices were orthogonalised. Prints its form, its type and its kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct IterationUsed {
@@ -50,24 +50,23 @@ pub struct IterationUsed {
     pub form: IterationForm,
     /// The type of the iteration.
     pub dtype: FloatDType,
-    /// The [`ComputePath`](crate::ComputePath), or the description of native kernels.
-    pub kernels: String,
+    /// The implementation of the products.
+    pub path: ComputePath,
+    /// Name of the kernel that computes `X X^T`.
+    pub kernel: String,
 }
 
 impl IterationUsed {
-    fn of(plan: &IterationPlan) -> Self {
-        let kernels = match &plan.native {
-            NativeKernels::Used(kernels) | NativeKernels::Measured(kernels) => kernels.clone(),
-            NativeKernels::Refused(_) => format!("{:?}", plan.path),
-        };
-        Self { form: plan.form, dtype: plan.dtype, kernels }
+    fn of(plan: &IterationPlan, shape: [usize; 3], device: &Device) -> Self {
+        let IterationPlan { form, dtype, path, .. } = *plan;
+        Self { form, dtype, path, kernel: plan.kernel_of(shape, device) }
     }
 }
 
 impl fmt::Display for IterationUsed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { form, dtype, kernels } = self;
-        write!(f, "{form:?}, {dtype:?}, {kernels}")
+        let Self { form, dtype, kernel, .. } = self;
+        write!(f, "{form:?}, {dtype:?}, {kernel}")
     }
 }
 
@@ -77,16 +76,26 @@ pub(crate) struct Entry {
     pub by: UpdatedBy,
     /// The number of matrices that were orthogonalised, each counted every time.
     pub iterations: usize,
+    /// `None` unless details are wanted.
     pub iteration: Option<IterationUsed>,
 }
 
 /// The updates on a rank, by the names of parameters.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub(crate) struct Entries(BTreeMap<String, Entry>);
+pub(crate) struct Entries {
+    by_name: BTreeMap<String, Entry>,
+    has_details: bool,
+}
 
 impl Entries {
     pub fn get(&self, parameter: &str) -> Option<&Entry> {
-        self.0.get(parameter)
+        self.by_name.get(parameter)
+    }
+
+    /// Returns `true` if the entries tell how matrices were orthogonalised.
+    #[cfg(test)]
+    pub fn has_details(&self) -> bool {
+        self.has_details
     }
 
     /// The number of matrices of a parameter that were orthogonalised.
@@ -96,27 +105,29 @@ impl Entries {
 
     /// Forgets what was done to a parameter.
     pub fn remove(&mut self, parameter: &str) {
-        self.0.remove(parameter);
+        self.by_name.remove(parameter);
     }
 
     /// Adds an update that is not Muon's.
     pub fn add(&mut self, parameter: &str, by: UpdatedBy) {
         let entry = Entry { by, iterations: 0, iteration: None };
-        self.0.entry(parameter.to_owned()).or_insert(entry);
+        self.by_name.entry(parameter.to_owned()).or_insert(entry);
     }
 
-    /// Adds the orthogonalisation of some matrices. There is no plan for empty ones.
-    pub fn add_iteration(
+    /// Adds the orthogonalisation of a batch by a plan: some matrices of every parameter.
+    pub fn add_iteration<'a>(
         &mut self,
-        parameter: &str,
-        matrices: usize,
-        plan: Option<&IterationPlan>,
+        plan: &IterationPlan,
+        (shape, device): ([usize; 3], &Device),
+        parameters: impl Iterator<Item = (&'a str, usize)>,
     ) {
-        let Some(plan) = plan else { return };
-        let entry = Entry { by: UpdatedBy::Muon, iterations: 0, iteration: None };
-        let entry = self.0.entry(parameter.to_owned()).or_insert(entry);
-        entry.iterations += matrices;
-        entry.iteration = Some(IterationUsed::of(plan));
+        let iteration = self.has_details.then(|| IterationUsed::of(plan, shape, device));
+        for (parameter, matrices) in parameters {
+            let entry = Entry { by: UpdatedBy::Muon, iterations: 0, iteration: None };
+            let entry = self.by_name.entry(parameter.to_owned()).or_insert(entry);
+            entry.iterations += matrices;
+            entry.iteration.clone_from(&iteration);
+        }
     }
 }
 
@@ -126,9 +137,9 @@ impl Entries {
 pub(crate) struct Ledger(Arc<Mutex<Option<Entries>>>);
 
 impl Ledger {
-    /// Opens the ledger, without entries.
-    pub fn open(&self) {
-        *self.entries() = Some(Entries::default());
+    /// Opens the ledger, without entries: with details of the iterations, or for counts alone.
+    pub fn open(&self, has_details: bool) {
+        *self.entries() = Some(Entries { by_name: BTreeMap::new(), has_details });
     }
 
     /// Closes the ledger, and returns its entries if it was open.

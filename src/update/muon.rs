@@ -23,7 +23,7 @@ use crate::backend::{
 };
 use crate::checks::{ensure_decay, ensure_size};
 use crate::error::Result;
-use crate::orthogonalize::NewtonSchulz;
+use crate::orthogonalize::{IterationPlan, NewtonSchulz};
 use crate::slices::{self, concat};
 
 /// Largest element of a direction whose squares parts can sum in float32, with room for the number
@@ -429,16 +429,26 @@ impl MuonUpdate {
             .reads(Quantity::UpdateNorm)
             .then(|| frobenius(update.clone().cast(precise_dtype(update.dtype()))));
         let (direction, plan) = self.newton_schulz.direction(update, norms);
-        if plan.is_some() {
-            batch.iterations.set(batch.iterations.get() + batch.count);
-        }
-        if let Some(entries) = &mut *self.ledger.entries() {
-            for section in sections {
-                let parameter = batch.parameters[section.parameter].origin.parameter;
-                entries.add_iteration(parameter, section.count, plan.as_ref());
-            }
+        if let Some(plan) = plan {
+            self.count_iteration(inputs, &plan, &direction.device());
         }
         self.finished(started, direction, state, known, observed)
+    }
+
+    /// Counts an iteration that was carried out.
+    fn count_iteration(
+        &self,
+        Inputs { batch, sections, .. }: Inputs<'_>,
+        plan: &IterationPlan,
+        device: &Device,
+    ) {
+        batch.iterations.set(batch.iterations.get() + batch.count);
+        if let Some(entries) = &mut *self.ledger.entries() {
+            let parameters = sections.iter().map(|section| {
+                (batch.parameters[section.parameter].origin.parameter, section.count)
+            });
+            entries.add_iteration(plan, (batch.shape(), device), parameters);
+        }
     }
 
     /// The quantities that parts read and that are known before the gradients.

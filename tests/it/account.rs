@@ -1,16 +1,22 @@
 //! The account of a step, and expectations that can't be met.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use burn::module::{Module, Param};
-use burn::optim::SgdConfig;
+use burn::nn::transformer::PositionWiseFeedForwardConfig;
+use burn::optim::{GradientsParams, SgdConfig};
 use burn::tensor::{DType, Device, Tensor};
 use distmuon::account::{Account, ParameterAccount, UpdatedBy};
-use distmuon::distributed::{DistMuonConfig, Layout, Mesh};
+use distmuon::distributed::DistMuonConfig;
 use distmuon::{
     Error, Expectation, IterationDtype, IterationForm, LionConfig, MuonConfig, NewtonSchulzConfig,
     Result, RoutingRule, World,
 };
+use distmuon_testing::device::is_flex;
 use distmuon_testing::models::{Fixed, gradients};
 use distmuon_testing::panic_message;
+use distmuon_testing::watched::watched;
 
 /// A stack of matrices, a matrix in three blocks, a matrix without a gradient, one that is frozen,
 /// a table and a vector.
@@ -57,31 +63,28 @@ fn config() -> MuonConfig {
 }
 
 /// The gradients of a step in which one parameter has none.
-fn without_unused(net: &Net) -> burn::optim::GradientsParams {
+fn without_unused(net: &Net) -> GradientsParams {
     let mut grads = gradients(net, 0);
     grads.remove::<2>(net.unused.id);
     grads.remove::<2>(net.fixed.id);
     grads
 }
 
-/// The account of the second of three steps on every rank, and the owners of every parameter.
-fn accounts(ranks: usize, owned: bool) -> Vec<(Account, Vec<Vec<usize>>)> {
+/// The account of the second of three steps on every rank, or of a step without gradients, and the
+/// owners of every parameter.
+fn accounts(ranks: usize, is_idle: bool) -> Vec<(Account, Vec<Vec<usize>>)> {
     let config = config().expect(Expectation::OncePerStep);
     let dist = DistMuonConfig::new().with_muon(config.clone()).with_bucket_mb(Some(0.0005));
     let trained = World::threads(vec![device(); ranks], |world| -> Result<_> {
-        let layout = Layout::new(&Mesh::flat(&world)).with_muon(config.clone());
-        let layout = if owned { layout.owned("dp") } else { layout };
-        let whole = Net::new(world.device());
-        let net = if owned { layout.shard(whole)? } else { whole };
-        let mut optim = dist.init_on(&layout, &net)?;
-        let whole = Net::new(world.device());
-        if owned {
-            // A part has gradients of its own: the account of a step without any.
+        let net = Net::new(world.device());
+        let mut optim = dist.init(&world, &net)?;
+        if is_idle {
             optim.request_account();
-            optim.step(0.01, net, burn::optim::GradientsParams::new())?;
+            optim.step(0.01, net, GradientsParams::new())?;
             return Ok((optim.account()?.unwrap(), optim.plan().owners().to_vec()));
         }
-        let net = optim.step(0.01, net, without_unused(&whole))?;
+        let grads = without_unused(&net);
+        let net = optim.step(0.01, net, grads)?;
         assert!(optim.account()?.is_none(), "nothing was requested");
         optim.request_account();
         optim.request_diagnostics();
@@ -290,6 +293,57 @@ fn ranks_request_an_account_together() {
     let error = error.unwrap_err();
     let Error::SettingsDiffer { rank: 1, setting, .. } = &error else { panic!("{error}") };
     assert_eq!(setting, "request_account");
+}
+
+/// The calls of rank 0 in three steps, with the account of the last if it is asked for.
+fn calls(config: &MuonConfig, asks: bool) -> usize {
+    let dist = DistMuonConfig::new().with_muon(config.clone());
+    let count = World::threads(vec![device(); 2], |world| {
+        let calls = Arc::new(AtomicUsize::new(0));
+        let counter = calls.clone();
+        let world = watched(&world, move |_| {
+            counter.fetch_add(1, Ordering::SeqCst);
+            Ok(())
+        });
+        let mut net = Net::new(world.device());
+        let mut optim = dist.init(&world, &net)?;
+        calls.store(0, Ordering::SeqCst);
+        for _ in 0..3 {
+            if asks {
+                optim.request_account();
+            }
+            let grads = without_unused(&net);
+            net = optim.step(0.01, net, grads)?;
+        }
+        assert_eq!(optim.account()?.is_some(), asks);
+        Ok::<_, Error>(calls.load(Ordering::SeqCst))
+    });
+    count.unwrap()[0]
+}
+
+#[test]
+fn expectations_send_nothing_and_an_account_is_one_message() {
+    let expecting = config()
+        .expect(Expectation::MuonShare(0.1))
+        .expect(Expectation::Muon("stack".into()))
+        .expect(Expectation::OncePerStep);
+    let plain = calls(&config(), false);
+    assert_eq!(calls(&expecting, false), plain);
+    assert_eq!(calls(&expecting, true), plain + 1);
+}
+
+#[test]
+fn the_table_of_the_guide_is_the_printed_one() {
+    let model = PositionWiseFeedForwardConfig::new(16, 64).init(&device());
+    let config = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
+    let mut optim = config.init_batched(&model).unwrap();
+    optim.request_account();
+    optim.step(3e-3, model.clone(), gradients(&model, 0)).unwrap();
+    let printed = optim.account().unwrap().unwrap().to_string();
+    let page = include_str!("../../docs/guide/is-it-really-muon.md");
+    if is_flex() {
+        assert!(page.contains(&printed), "{printed}");
+    }
 }
 
 #[test]

@@ -24,7 +24,7 @@ impl Accounting {
     pub fn begin(&self, divided: &DividedModel) {
         let ledger = ledger(divided);
         match self.requested || divided.routing.expected().is_any() {
-            true => ledger.open(),
+            true => ledger.open(self.requested),
             false => _ = ledger.close(),
         }
     }
@@ -213,6 +213,26 @@ mod tests {
     #[test]
     fn a_step_without_a_mistake_is_as_expected() {
         assert_eq!(error(|_, _| ()), None);
+    }
+
+    #[test]
+    fn a_step_that_nobody_asks_about_writes_nothing() {
+        let world = World::alone(World::devices(1).swap_remove(0));
+        let net = Net { layers: vec![LinearConfig::new(8, 8).init(world.device())] };
+        let entries = |expects: bool, asks: bool| {
+            let muon = MuonConfig::new().with_rule(RoutingRule::muon("weight"));
+            let muon = if expects { muon.expect(Expectation::OncePerStep) } else { muon };
+            let mut optim = DistMuonConfig::new().with_muon(muon).init(&world, &net).unwrap();
+            if asks {
+                optim.request_account();
+            }
+            optim.accounting.begin(&optim.divided);
+            let entries = ledger(&optim.divided).entries().clone();
+            entries.map(|entries| entries.has_details())
+        };
+        assert_eq!(entries(false, false), None);
+        assert_eq!([entries(true, false), entries(true, true)], [Some(false), Some(true)]);
+        assert_eq!(entries(false, true), Some(true));
     }
 
     #[test]
