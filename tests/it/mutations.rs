@@ -84,6 +84,9 @@ fn of_rank(net: &Net, step: u64, rank: usize) -> GradientsParams {
     mean(net, (0..PARTS).map(|part| of_part(net, step, rank, part)))
 }
 
+/// The gradients of a rank in a step.
+type OfRank = dyn Fn(&Net, u64, usize) -> Vec<GradientsParams> + Send + Sync;
+
 /// A training program. Its closures are given the rank.
 #[derive(Clone)]
 struct Program {
@@ -92,7 +95,7 @@ struct Program {
     start: Arc<dyn Fn(Net, usize) -> Net + Send + Sync>,
     world: Arc<dyn Fn(&World) -> World + Send + Sync>,
     /// The gradients of every call of `step` in a step, by the step.
-    gradients: Arc<dyn Fn(&Net, u64, usize) -> Vec<GradientsParams> + Send + Sync>,
+    gradients: Arc<OfRank>,
     lr: Arc<dyn Fn(usize) -> f64 + Send + Sync>,
     resume: Option<Resume>,
     /// The rank that does not request an account.
