@@ -279,6 +279,25 @@ pub enum Error {
         /// Value of the setting on rank 0.
         first: String,
     },
+    /// A model or a step is not as a [`MuonConfig::expect`](crate::MuonConfig::expect) says.
+    #[error(
+        "parameter `{parameter}`{} is not trained as expected: expected {expected}, got {got}; \
+         {remedy}",
+        on_rank(*rank)
+    )]
+    Unexpected {
+        /// Path of the parameter in its module, with the range of a block.
+        parameter: String,
+        /// The rank that reports it; `None` if the routing shows it before any rank has taken a
+        /// step.
+        rank: Option<usize>,
+        /// The statement that does not hold.
+        expected: String,
+        /// The fact instead.
+        got: String,
+        /// The remedy.
+        remedy: &'static str,
+    },
     /// Two parameters of a model have one identity, as clones have in Burn.
     #[error(
         "parameters `{first}` and `{second}` are the same parameter, which an optimizer step would \
@@ -386,6 +405,11 @@ impl Error {
     ) -> Self {
         Self::Parameter { parameter: parameter.to_owned(), rank, reason: reason.into(), remedy }
     }
+}
+
+/// The rank in an error that may have none.
+fn on_rank(rank: Option<usize>) -> String {
+    rank.map_or_else(String::new, |rank| format!(" on rank {rank}"))
 }
 
 /// A [`Result`](core::result::Result) with the crate's [`Error`].

@@ -20,6 +20,7 @@
 //! | clip gradients | [`clipping`] |
 //! | step once for several batches | [`accumulation`] |
 //! | bound the logits of attention | [`qk_clip`] |
+//! | be sure that Muon ran, on every matrix and once | [`is_it_really_muon`] |
 //! | see the routing, the skips and the memory of a run | [`watching`] |
 //! | know the cost in memory and time | [`cost`] |
 //! | understand an error | [`troubleshooting`] |
@@ -69,6 +70,7 @@ pub mod learning_rate {}
 /// [Choosing a learning rate]: crate::guide::learning_rate
 /// [Excluding, freezing and LoRA]: crate::guide::excluding
 /// [Clipping gradients]: crate::guide::clipping
+/// [Is it really Muon?]: crate::guide::is_it_really_muon
 /// [One device]: crate::guide::one_device
 /// [Troubleshooting]: crate::guide::troubleshooting
 /// [docs/design]: crate::guide#other-documents
@@ -209,8 +211,16 @@ pub mod accumulation {}
 #[doc = include_str!("../docs/guide/qk-clip.md")]
 pub mod qk_clip {}
 
+/// Expectations that are errors where they do not hold, and the account of a step.
+///
+/// [mutations]: crate::guide#other-documents
+/// [diagnostics]: crate::guide::watching
+#[doc = include_str!("../docs/guide/is-it-really-muon.md")]
+pub mod is_it_really_muon {}
+
 /// Tables, counts, warnings and metrics of a run.
 ///
+/// [Is it really Muon?]: crate::guide::is_it_really_muon
 /// [`Routing::summary()`]: crate::Routing::summary
 /// [`NewtonSchulz::explain_shape`]: crate::NewtonSchulz::explain_shape
 /// [`DistModuleOptimizer::diagnostics()`]: crate::distributed::DistModuleOptimizer::diagnostics
@@ -231,6 +241,7 @@ pub mod cost {}
 
 /// Errors, their causes and their remedies.
 ///
+/// [Is it really Muon?]: crate::guide::is_it_really_muon
 /// [Processes and several hosts]: crate::guide::hosts
 /// [Choosing settings]: crate::guide::settings
 /// [Excluding, freezing and LoRA]: crate::guide::excluding

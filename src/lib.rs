@@ -63,6 +63,7 @@
 //! - [clipping gradients](guide::clipping), together or separately;
 //! - [accumulating gradients](guide::accumulation);
 //! - [bounding the logits of attention](guide::qk_clip), by QK-clip;
+//! - [is it really Muon?](guide::is_it_really_muon): expectations, and the account of a step;
 //! - [watching a run](guide::watching): routing, skipped steps, memory;
 //! - [memory, time and launches](guide::cost);
 //! - [troubleshooting](guide::troubleshooting): errors, causes and remedies;
@@ -76,6 +77,7 @@
 //! | [`orthogonalize`] | [`NewtonSchulz`], the iteration on batches of matrices, in two forms and several types |
 //! | [`routing`] | [`Routing`], the optimizer of every parameter, and [`RoutingRule`], which overrides it |
 //! | [`elementwise`] | [`AdamWConfig`] and [`LionConfig`], the settings of all other parameters |
+//! | [`account`] | [`Account`], what a step has done to every parameter |
 //! | [`custom`] | any other optimizer of Burn's interface, sharded by whole parameters |
 //! | [`parts`] | optional stages of Muon's update, such as [`NorMuon`](parts::NorMuon) |
 //! | [`qk_clip`] | [`QkClip`], which scales the projections of attention heads with large logits |
@@ -106,7 +108,7 @@
 //!
 //! | feature | adds | needs |
 //! |---|---|---|
-//! | `train` | `DistMuonStrategy`, `LearnerLogits`, `SkippedStepsMetric` and `DiagnosticsMetric`, for burn-train's `Learner` | nothing |
+//! | `train` | `DistMuonStrategy`, `LearnerLogits`, `SkippedStepsMetric`, `DiagnosticsMetric` and `MuonShareMetric`, for burn-train's `Learner` | nothing |
 //! | `optimal` | `distributed::plan::Balancing::Optimal`, plans by mixed-integer programming | nothing |
 //! | `mpi` | `comm::World::mpi` and `comm::Mpi`, ranks that are processes over MPI, also of `comm::World::from_env` | an MPI and libclang, to build |
 //! | `cuda` | `comm::World::nccl`, `comm::Nccl` and `comm::Reduction`, ranks over NCCL, also of `comm::World::from_env` | an LLVM bundle, which Burn downloads; NCCL to run |
@@ -116,6 +118,7 @@
 // Only the engines of Flex and of CubeCL read the arguments of the backend extensions.
 #![cfg_attr(not(any(feature = "flex", feature = "cube")), allow(unused))]
 
+pub mod account;
 mod backend;
 mod blocks;
 pub mod checkpoint;
@@ -154,6 +157,7 @@ mod slices;
 mod stand_in;
 mod update;
 
+pub use account::Account;
 pub use backend::{ComputePath, KernelPolicy, NativeKernels};
 pub use comm::Launch;
 pub use comm::World;
@@ -167,7 +171,7 @@ pub use error::{Error, Result};
 pub use gradients::GradientBuffer;
 pub use matrix_view::{MatrixLayout, MatrixView};
 #[cfg(feature = "train")]
-pub use metric::{DiagnosticsMetric, DiagnosticsQuantity, SkippedStepsMetric};
+pub use metric::{DiagnosticsMetric, DiagnosticsQuantity, MuonShareMetric, SkippedStepsMetric};
 #[doc(hidden)]
 pub use muon::MuonState;
 pub use muon::{Muon, MuonConfig};
@@ -178,7 +182,8 @@ pub use orthogonalize::{
 pub use qk_clip::{ClippedHeads, LatentHead, MaxLogits, QkClip, QkClipConfig, QkClipRule};
 pub use recipe::Recipe;
 pub use routing::{
-    FirstLinear, MuonRoutingRule, ParameterRole, ParameterRoute, RoleSummary, Routing, RoutingRule,
+    Expectation, FirstLinear, MuonRoutingRule, ParameterRole, ParameterRoute, RoleSummary, Routing,
+    RoutingRule,
 };
 pub use schedule::Schedule;
 pub use update::parts::{self, Part};

@@ -1,4 +1,4 @@
-//! Skipped steps and norms as metrics of burn-train.
+//! Skipped steps, norms and the share of Muon as metrics of burn-train.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use burn::train::metric::{
     SerializedEntry,
 };
 
-use crate::distributed::{GroupDiagnostics, LatestDiagnostics};
+use crate::distributed::{GroupDiagnostics, LatestAccount, LatestDiagnostics};
 use crate::update::SkippedSteps;
 
 /// The largest number of skipped steps of any parameter, as a metric of burn-train. Needs the
@@ -233,5 +233,84 @@ impl Numeric for DiagnosticsMetric {
 
     fn final_value(&self) -> NumericEntry {
         NumericEntry::Value(self.latest())
+    }
+}
+
+/// The share of the trained elements that Muon has updated, in percent, as a metric of burn-train.
+/// Needs the feature `train`.
+///
+/// The metric shows the account that [`DistMuonStrategy`](crate::distributed::DistMuonStrategy)
+/// kept last, and 0 before the first. It counts what ran, not what was routed to Muon: matrices
+/// without a gradient do not count.
+///
+/// ```
+/// # use burn::tensor::Device;
+/// use distmuon::MuonShareMetric;
+/// use distmuon::distributed::{DistMuonConfig, DistMuonStrategy};
+///
+/// # let devices = vec![Device::default()];
+/// let strategy = DistMuonStrategy::new(devices, DistMuonConfig::new()).with_account(100);
+/// let metric = MuonShareMetric::new(strategy.account());
+/// // SupervisedTraining::new(..).metric_train_numeric(metric)
+/// ```
+#[derive(Clone)]
+pub struct MuonShareMetric {
+    name: MetricName,
+    latest: LatestAccount,
+}
+
+impl MuonShareMetric {
+    /// Makes the metric of the given account.
+    pub fn new(latest: &LatestAccount) -> Self {
+        Self { name: Arc::new("Updated by Muon".into()), latest: latest.clone() }
+    }
+
+    fn percent(&self) -> f64 {
+        100.0 * self.latest.get().map_or(0.0, |account| account.muon_share())
+    }
+
+    fn entry(&self) -> SerializedEntry {
+        let percent = self.percent();
+        SerializedEntry::new(format!("{}: {percent:.1} %", self.name), percent.to_string())
+    }
+}
+
+impl Metric for MuonShareMetric {
+    type Input = ();
+
+    fn name(&self) -> MetricName {
+        self.name.clone()
+    }
+
+    fn attributes(&self) -> MetricAttributes {
+        NumericAttributes { unit: Some("%".into()), higher_is_better: true }.into()
+    }
+
+    fn update(
+        &mut self,
+        _item: &(),
+        _metadata: &MetricMetadata,
+    ) -> Result<SerializedEntry, TensorReadError> {
+        Ok(self.entry())
+    }
+
+    fn compute(&mut self) -> Result<SerializedEntry, TensorReadError> {
+        Ok(self.entry())
+    }
+
+    fn clear(&mut self) {}
+}
+
+impl Numeric for MuonShareMetric {
+    fn value(&self) -> Option<NumericEntry> {
+        Some(NumericEntry::Value(self.percent()))
+    }
+
+    fn running_value(&self) -> Option<NumericEntry> {
+        self.value()
+    }
+
+    fn final_value(&self) -> NumericEntry {
+        NumericEntry::Value(self.percent())
     }
 }

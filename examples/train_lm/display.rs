@@ -6,6 +6,7 @@ use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use distmuon::Account;
 use distmuon::distributed::GroupDiagnostics;
 use distmuon::qk_clip::ClippedHeads;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -120,6 +121,12 @@ impl<'a> Display<'a> {
         };
         let groups: Vec<Value> = groups.iter().map(group).collect();
         self.log(json!({ "step": step, "diagnostics": groups }))
+    }
+
+    /// Prints and logs what a step did to every group of parameters.
+    pub fn account(&self, step: usize, account: &Account) -> Result<()> {
+        self.line(step, &format!("the account of the step\n{account}"));
+        self.log(json!({ "step": step, "account": account.groups() }))
     }
 
     /// Reports the loss of a validation.

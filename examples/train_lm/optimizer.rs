@@ -13,8 +13,8 @@ use distmuon::distributed::{
     DistModuleOptimizer, DistMuonConfig, GradDtype, GroupDiagnostics, Layout, LossScaleConfig,
 };
 use distmuon::{
-    AdamWConfig, GradientBuffer, MuonConfig, ParameterRole, Recipe, Routing, RoutingRule, Schedule,
-    SkippedSteps, checkpoint,
+    Account, AdamWConfig, GradientBuffer, MuonConfig, ParameterRole, Recipe, Routing, RoutingRule,
+    Schedule, checkpoint,
 };
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
@@ -48,13 +48,19 @@ pub struct Contender {
 
 /// An optimizer with its state.
 pub enum Optim {
-    Single(Box<ModuleOptimizer>, SkippedSteps),
+    /// With the routing, which has the counts.
+    Single(Box<ModuleOptimizer>, Box<Routing>),
     Dist(Box<DistModuleOptimizer>, Box<Layout>),
 }
 
 impl OptimizerName {
     pub fn name(self) -> String {
         self.to_possible_value().expect("no value is skipped").get_name().to_owned()
+    }
+
+    /// Returns `true` for an optimizer of Burn, which gives no account of its steps.
+    pub fn is_burns(self) -> bool {
+        matches!(self, Self::Adamw | Self::BurnMuon)
     }
 
     /// Returns `true` if the optimizer can train on several ranks.
@@ -170,9 +176,8 @@ impl Contender {
         );
         let adamw = || optim::AdamWConfig::new().with_beta_2(0.95).with_epsilon(1e-8);
         let routing = ours.route(&model)?;
-        let single = |optim: ModuleOptimizer| {
-            Optim::Single(Box::new(optim), routing.skipped_steps().clone())
-        };
+        let single =
+            |optim: ModuleOptimizer| Optim::Single(Box::new(optim), Box::new(routing.clone()));
         let shared = |muon: MuonConfig, model: Gpt| -> Result<_> {
             let layout = sharding.layout(world, &muon, &model)?;
             let model = sharding::on_ranks(layout.shard(model)?, &layout);
@@ -290,6 +295,22 @@ impl Optim {
         }
     }
 
+    /// Requests the account of the next step.
+    pub fn request_account(&mut self) {
+        match self {
+            Self::Single(_, routing) => routing.request_account(),
+            Self::Dist(optim, _) => optim.request_account(),
+        }
+    }
+
+    /// The account of the last step, if it was requested.
+    pub fn account(&mut self) -> Result<Option<Account>> {
+        match self {
+            Self::Single(_, routing) => Ok(routing.account()),
+            Self::Dist(optim, _) => Ok(optim.account()?),
+        }
+    }
+
     pub fn save<T: Serialize>(&self, path: &Path, model: &Gpt, progress: &T) -> Result<()> {
         match self {
             Self::Single(optim, _) => Ok(checkpoint::save(path, model, &**optim, progress)?),
@@ -299,9 +320,9 @@ impl Optim {
 
     pub fn load<T: DeserializeOwned>(self, path: &Path, model: Gpt) -> Result<(Gpt, Self, T)> {
         match self {
-            Self::Single(optim, skipped) => {
+            Self::Single(optim, routing) => {
                 let (model, optim, progress) = checkpoint::load(path, model, *optim)?;
-                Ok((model, Self::Single(Box::new(optim), skipped), progress))
+                Ok((model, Self::Single(Box::new(optim), routing), progress))
             }
             Self::Dist(optim, layout) => {
                 let (model, optim, progress) = checkpoint::load(path, model, *optim)?;
@@ -313,7 +334,7 @@ impl Optim {
     /// The number of steps that each parameter skipped because its gradient was non-finite.
     pub fn skipped_steps(&self) -> BTreeMap<String, u64> {
         match self {
-            Self::Single(_, skipped) => skipped.read(),
+            Self::Single(_, routing) => routing.skipped_steps().read(),
             Self::Dist(optim, _) => optim.skipped_steps().read(),
         }
     }

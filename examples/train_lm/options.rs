@@ -10,7 +10,7 @@ use distmuon::comm::World;
 use distmuon::comm::{DEADLINE, Launch};
 
 use super::estimate::{Estimate, estimate};
-use super::optimizer::{Contender, OptimizerName};
+use super::optimizer::Contender;
 use super::settings::{Dtype, Settings};
 use super::sharding::Sharding;
 
@@ -110,6 +110,11 @@ pub struct Options {
     /// Prints which optimizer updates each parameter.
     #[arg(long, help_heading = "Output")]
     pub routes: bool,
+    /// Prints what the first step did to the parameters: a line for every optimizer.
+    ///
+    /// The optimizers of this crate give it.
+    #[arg(long, help_heading = "Output")]
+    pub account: bool,
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, PartialEq)]
@@ -209,6 +214,11 @@ impl Options {
             "--diagnose-every shows norms of dist-muon and dist-adamw, which also train recipes on \
              several ranks; use or compare one of them"
         );
+        ensure!(
+            !self.account || runs.iter().any(|run| !run.contender.optimizer.is_burns()),
+            "--account shows steps of muon, dist-muon, dist-adamw and recipes; use or compare one \
+             of them"
+        );
         Ok(runs)
     }
 
@@ -220,8 +230,7 @@ impl Options {
 
     /// Fails for an optimizer that does not take the float32 sums of micro-batches.
     fn check_sums(&self, contender: Contender) -> Result<()> {
-        let is_burns =
-            matches!(contender.optimizer, OptimizerName::Adamw | OptimizerName::BurnMuon);
+        let is_burns = contender.optimizer.is_burns();
         ensure!(
             self.accumulate == 1 || self.settings.dtype == Dtype::F32 || !is_burns,
             "--accumulate {} adds gradients up in float32, which {} does not take for parameters \

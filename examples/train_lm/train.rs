@@ -188,6 +188,10 @@ impl Run<'_> {
             if is_due(training.progress.step, self.options.diagnose_every) {
                 training.optim.request_diagnostics();
             }
+            let is_first = training.progress.step == first;
+            if is_first && self.options.account && !self.plan.contender.optimizer.is_burns() {
+                training.optim.request_account();
+            }
             let clipped;
             (training, clipped) = training.step(world, lr, grads, &logits.unwrap_or_default())?;
             world.device().sync()?;
@@ -198,6 +202,9 @@ impl Run<'_> {
             training.progress.step += 1;
 
             let step = training.progress.step;
+            if let (Some(account), Some(display)) = (training.optim.account()?, &training.display) {
+                display.account(step, &account)?;
+            }
             if let Some(groups) = training.optim.diagnostics()? {
                 if let Some(display) = &training.display {
                     display.diagnostics(step, &groups)?;

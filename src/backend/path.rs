@@ -22,7 +22,7 @@ pub enum KernelPolicy {
 }
 
 /// The implementation that computes a product or a step, chosen by policy, device and type.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ComputePath {
     /// Burn's operations; symmetric products in block rows.

@@ -121,7 +121,7 @@ impl Whole {
                     flag: 0,
                     shape: &shape,
                     lr: lr * self.lr,
-                    origin: Origin::new(&self.parameter, 0, time),
+                    origin: Origin { parameter: &self.parameter, element: 0, step: time },
                     factors: None,
                 };
                 let updated = self.update.step(both, parameter, (&mut slots, &mut own), None);

@@ -32,10 +32,10 @@ pub use config::{CostSource, DistMuonConfig, GradDtype, Gradients, LossScaleConf
 pub use forecast::{MemoryForecast, RankMemory};
 pub use layout::{Keep, Layout, LayoutTable};
 #[cfg(feature = "train")]
-#[doc(hidden)]
-pub use learner::LatestDiagnostics;
-#[cfg(feature = "train")]
 pub use learner::{DistMuonStrategy, LearnerLogits};
+#[cfg(feature = "train")]
+#[doc(hidden)]
+pub use learner::{Latest, LatestAccount, LatestDiagnostics};
 pub use mesh::{Axis, Mesh};
 pub use optimizer::{
     Diagnostics, DistModuleOptimizer, GroupDiagnostics, MemoryReport, ParameterDiagnostics, Usage,

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::{AdamWConfig, LionConfig};
 use crate::backend::KernelPolicy;
 use crate::error::Result;
-use crate::update::{ElementwiseRule, ElementwiseUpdate, Precision};
+use crate::update::{ElementwiseRule, ElementwiseUpdate, Ledger, Precision};
 
 /// The optimizer of everything that is not a hidden matrix, which updates parameters element by
 /// element. Configurations convert, as in `.with_rest(LionConfig::new().into())`.
@@ -56,6 +56,7 @@ impl ElementwiseConfig {
         precision: Precision,
         policy: KernelPolicy,
         clipping: Option<&GradientClippingConfig>,
+        ledger: Ledger,
     ) -> ElementwiseUpdate {
         let (rule, weight_decay, roles) = match self {
             Self::AdamW(config) => {
@@ -66,6 +67,6 @@ impl ElementwiseConfig {
             }
         };
         let clipping = clipping.cloned();
-        ElementwiseUpdate { rule, weight_decay, roles, precision, policy, clipping }
+        ElementwiseUpdate { rule, weight_decay, roles, precision, policy, clipping, ledger }
     }
 }

@@ -152,7 +152,7 @@ impl Elementwise {
         let StepSize { decay, lr, .. } = self.update.size(lr, self.role);
         let parameters = [ElementwiseParameter {
             rows: ElementwiseRows { flag: 0, first: 0, decay, lr },
-            origin: Origin::new(&self.parameter, 0, time),
+            origin: Origin { parameter: &self.parameter, element: 0, step: time },
             factors: None,
         }];
         let controls =
@@ -233,7 +233,7 @@ mod tests {
     use crate::backend::KernelPolicy;
     use crate::elementwise::{AdamWConfig, ElementwiseConfig};
     use crate::skips::lacks;
-    use crate::update::{MasterWeights, Precision, StateDtype};
+    use crate::update::{Ledger, MasterWeights, Precision, StateDtype};
 
     /// The square of such a gradient is zero in float16, so the step after it would be divided by
     /// epsilon.
@@ -246,8 +246,12 @@ mod tests {
         }
         let precision = Precision { master: MasterWeights::Full, states: StateDtype::Float32 };
         for policy in [KernelPolicy::Auto, KernelPolicy::Portable] {
-            let update =
-                ElementwiseConfig::from(AdamWConfig::new()).update(precision, policy, None);
+            let update = ElementwiseConfig::from(AdamWConfig::new()).update(
+                precision,
+                policy,
+                None,
+                Ledger::default(),
+            );
             let optimizer = Elementwise::new(
                 update.into(),
                 RoleFactors::ONE,

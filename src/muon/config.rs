@@ -14,11 +14,11 @@ use crate::elementwise::{AdamWConfig, ElementwiseConfig};
 use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView, UNNAMED};
 use crate::orthogonalize::NewtonSchulzConfig;
-use crate::routing::{FirstLinear, RoutingRule};
+use crate::routing::{Expectation, FirstLinear, RoutingRule};
 use crate::update::parts::{Part, check_combination};
 use crate::update::{
-    LrScale, MasterWeights, MomentumConfig, MuonUpdate, Precision, SkippedSteps, StateDtype,
-    WeightDecay,
+    Ledger, LrScale, MasterWeights, MomentumConfig, MuonUpdate, Precision, SkippedSteps,
+    StateDtype, WeightDecay,
 };
 
 /// Configuration of [`Muon`], and of the AdamW for everything that is not a hidden matrix.
@@ -111,12 +111,23 @@ pub struct MuonConfig {
     /// is dropped without ever having had a gradient.
     #[config(default = "Some(100)")]
     pub max_absent: Option<usize>,
+    /// Statements about every step, each an error where it does not hold: see
+    /// [`expect`](Self::expect).
+    #[config(default = "Vec::new()")]
+    pub expectations: Vec<Expectation>,
 }
 
 impl MuonConfig {
     /// Adds a routing rule. If several rules match a path, the last one counts.
     pub fn with_rule(mut self, rule: impl Into<RoutingRule>) -> Self {
         self.rules.push(rule.into());
+        self
+    }
+
+    /// Adds an expectation, as that Muon updates 60 % of what is trained: the optimizer is not made
+    /// for a model for which it does not hold, and a step for which it does not hold is an error.
+    pub fn expect(mut self, expectation: Expectation) -> Self {
+        self.expectations.push(expectation);
         self
     }
 
@@ -146,6 +157,7 @@ impl MuonConfig {
             parameter: UNNAMED.into(),
             skipped: SkippedSteps::new(self.max_skipped),
             reserved: None,
+            once: false,
         })
     }
 
@@ -197,6 +209,7 @@ impl MuonConfig {
             newton_schulz: iteration.with_kernels(self.kernels),
             parts: self.parts.clone(),
             precision,
+            ledger: Ledger::default(),
         })
     }
 

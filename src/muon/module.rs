@@ -32,6 +32,8 @@ impl MuonConfig {
     /// - [`Error::Pattern`](crate::Error::Pattern) and
     ///   [`Error::UnusedRule`](crate::Error::UnusedRule) for rules that are malformed or match
     ///   nothing;
+    /// - [`Error::Unexpected`](crate::Error::Unexpected) for an
+    ///   [expectation](crate::MuonConfig::expect) that does not hold;
     /// - [`Error::Shared`](crate::Error::Shared) for a parameter that is in the model twice;
     /// - [`Error::EmptyModel`](crate::Error::EmptyModel) and
     ///   [`Error::AllFrozen`](crate::Error::AllFrozen) for a model without parameters to train.
@@ -42,18 +44,21 @@ impl MuonConfig {
     /// [`route`](Self::route) for the parameters of a model.
     pub(crate) fn route_found(&self, parameters: &[Found]) -> Result<Routing> {
         self.optimizers.check(self.rules.iter().filter_map(RoutingRule::optimizer))?;
+        let muon = self.update()?;
         let updates = Updates {
-            muon: Arc::new(self.update()?),
             rest: Arc::new(self.rest.update(
                 self.precision(),
                 self.kernels,
                 self.grad_clipping.as_ref(),
+                muon.ledger.clone(),
             )),
+            muon: Arc::new(muon),
             custom: self.optimizers.clone(),
             skipped: SkippedSteps::new(self.max_skipped),
         };
         let routing =
-            Routing::new(updates, &self.rules, self.layout, self.first_linear, parameters)?;
+            Routing::new(updates, &self.rules, self.layout, self.first_linear, parameters)?
+                .expecting(&self.expectations)?;
         log::debug!("optimizer of every parameter:\n{routing}");
         Ok(routing)
     }
@@ -132,7 +137,8 @@ impl Routing {
             match route.role {
                 ParameterRole::Muon { view, layout } => {
                     let rule = |path: &str, view| {
-                        matrices(Muon::for_parameter(muon, path, (view, layout), skipped))
+                        let once = self.expected().once();
+                        matrices(Muon::for_parameter(muon, path, (view, layout), skipped, once))
                     };
                     let blocks = route.matrix_blocks().expect("a route has matrices");
                     if blocks.is_whole() {

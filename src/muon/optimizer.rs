@@ -1,5 +1,6 @@
 //! Muon as a Burn optimizer of one parameter at a time.
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use burn::optim::{LearningRate, Optimizer, RecordState, StateSink, StateSource};
@@ -10,6 +11,7 @@ use crate::checks::{ensure_computed, ensure_gradient_matches};
 use crate::error::Result;
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::orthogonalize::NewtonSchulz;
+use crate::routing::ensure_once;
 use crate::slices::expand;
 use crate::update::{
     Clocks, IDLE, MANTISSA, MASTER, MOMENTUM, MOMENTUM_WEIGHT, Matrices, MuonBatch, MuonParameter,
@@ -35,6 +37,8 @@ pub struct Muon {
     pub(super) skipped: SkippedSteps,
     /// The place of the states' counts, if they belong to one parameter.
     pub(super) reserved: Option<Reserved>,
+    /// `true` if every matrix is expected to be orthogonalised once in a step.
+    pub(super) once: bool,
 }
 
 /// The state that Muon stores for one parameter. A record of it has the tensors `momentum` and
@@ -49,6 +53,16 @@ pub struct MuonState<const D: usize> {
     clocks: Clocks,
     /// The place of its count of skipped steps.
     place: Place,
+}
+
+/// A parameter after a step.
+struct Updated {
+    /// Flat.
+    values: Tensor<1>,
+    /// The flag of the parameter, and those of its matrices.
+    flags: Tensor<1>,
+    /// The number of matrices that were orthogonalised.
+    iterations: usize,
 }
 
 impl<const D: usize> MuonState<D> {
@@ -119,8 +133,10 @@ impl Muon {
         parameter: &str,
         (view, layout): (MatrixView, MatrixLayout),
         skipped: &SkippedSteps,
+        once: bool,
     ) -> Self {
         Self {
+            once,
             update: update.clone(),
             view,
             layout,
@@ -192,21 +208,24 @@ impl Muon {
         slots.convert(&table, dtype);
 
         let state = (&mut slots, &mut clocks);
-        let (updated, flags) = self.updated(lr, time, batch, parameter, grad, state);
+        let Updated { values, flags, iterations } =
+            self.updated(lr, time, batch, parameter, grad, state);
+        if self.once {
+            ensure_once(&self.parameter, None, k, iterations)?;
+        }
         if is_first {
             // Reading waits for the device, so only the first step does it: that is when memory
             // runs out.
-            ensure_computed(&self.parameter, &updated)?;
+            ensure_computed(&self.parameter, &values)?;
         }
 
         // One count for the parameter: a skipped matrix of a stack counts.
         let skipped = if k > 1 { flags.max() } else { flags };
         self.skipped.count(&mut slots, &mut place, skipped)?;
-        Ok((updated.reshape(shape), MuonState { slots, time: time + 1, clocks, place }))
+        Ok((values.reshape(shape), MuonState { slots, time: time + 1, clocks, place }))
     }
 
-    /// The new values of a parameter, flat, and the flag of the parameter with those of its
-    /// matrices. Advances the state.
+    /// A step of a parameter, whose state advances.
     fn updated<const D: usize>(
         &self,
         lr: LearningRate,
@@ -215,7 +234,7 @@ impl Muon {
         parameter: Tensor<D>,
         grad: Tensor<D>,
         state: (&mut Slots, &mut Clocks),
-    ) -> (Tensor<1>, Tensor<1>) {
+    ) -> Updated {
         let update = &self.update;
         // The flag of the parameter, then the flags of its matrices: a single matrix has the flag
         // of the parameter.
@@ -232,7 +251,7 @@ impl Muon {
             parameters: &[MuonParameter {
                 flag: 0,
                 is_present: true,
-                origin: Origin::new(&self.parameter, 0, time),
+                origin: Origin { parameter: &self.parameter, element: 0, step: time },
                 lr,
                 factors: None,
             }],
@@ -240,10 +259,11 @@ impl Muon {
             rejected: None,
             by_matrix: &|flags| expand(flags.clone().slice(s![0..1]), [k]),
             first,
+            iterations: Cell::default(),
         };
         let (gradients, values) = (vec![grad.reshape([-1])], vec![parameter.reshape([-1])]);
         let (mut updated, flags) = update.step(&batch, gradients, values, state, flags, None);
-        (updated.swap_remove(0), flags)
+        Updated { values: updated.swap_remove(0), flags, iterations: batch.iterations.get() }
     }
 }
 

@@ -123,24 +123,39 @@ impl NewtonSchulz {
     /// matrix of NaN, and has no effect on the other matrices of the batch.
     pub fn orthogonalize(&self, batch: Tensor<3>) -> Tensor<3> {
         let dtype = batch.dtype();
-        self.direction(batch, None).cast(dtype)
+        self.direction(batch, None).0.cast(dtype)
     }
 
     /// [`orthogonalize`](Self::orthogonalize) in the type of the iteration, with norms that may be
-    /// known already, in parts that fit into the workspace.
-    pub(crate) fn direction(&self, batch: Tensor<3>, norms: Option<PartialNorms>) -> Tensor<3> {
-        let [k, m, n] = batch.dims();
-        if k * m * n == 0 {
-            return batch;
+    /// known already, in parts that fit into the workspace. With the plan that was carried out;
+    /// none for an empty batch.
+    pub(crate) fn direction(
+        &self,
+        batch: Tensor<3>,
+        norms: Option<PartialNorms>,
+    ) -> (Tensor<3>, Option<IterationPlan>) {
+        if batch.shape().num_elements() == 0 {
+            return (batch, None);
         }
         let plan = self.plan(batch.dims(), batch.dtype(), &batch.device());
+        (self.carry_out(&plan, batch, norms), Some(plan))
+    }
+
+    /// The result of a plan for a batch.
+    fn carry_out(
+        &self,
+        plan: &IterationPlan,
+        batch: Tensor<3>,
+        norms: Option<PartialNorms>,
+    ) -> Tensor<3> {
+        let [k, m, n] = batch.dims();
         // Matrices that fit into the workspace.
         let part = (self.workspace / plan.workspace).max(1);
         if part >= k {
-            if let Some(replayed) = self.replayed(&plan, &batch, norms.as_ref()) {
+            if let Some(replayed) = self.replayed(plan, &batch, norms.as_ref()) {
                 return replayed;
             }
-            return self.orthogonalize_part(&plan, batch, norms);
+            return self.orthogonalize_part(plan, batch, norms);
         }
         // Not `empty`, which Flex allocates twice. In one dimension: in more, Burn may leave gaps
         // between rows.
@@ -152,7 +167,7 @@ impl NewtonSchulz {
                 .as_ref()
                 .map(|PartialNorms(norms)| PartialNorms(norms.clone().slice([range.clone()])));
             let matrices = batch.clone().slice([range.clone()]);
-            let direction = self.orthogonalize_part(&plan, matrices, norms);
+            let direction = self.orthogonalize_part(plan, matrices, norms);
             result = result.slice_assign([range, 0..m, 0..n], direction);
         }
         result
@@ -253,14 +268,7 @@ impl NewtonSchulz {
 
     fn explained(&self, shape: [usize; 3], dtype: DType, device: &Device) -> IterationPlan {
         let plan = self.plan(shape, dtype, device);
-        let [k, m, n] = shape;
-        let kernel = match &plan.native {
-            NativeKernels::Used(kernels) => kernels.clone(),
-            NativeKernels::Measured(_) | NativeKernels::Refused(_) => {
-                plan.path.kernel(device, plan.dtype, [k, m.min(n), m.max(n)])
-            }
-        };
-        IterationPlan { kernel, ..plan }
+        IterationPlan { kernel: plan.kernel_of(shape, device), ..plan }
     }
 
     /// The plan without the name of the kernel, which the iteration does not need.

@@ -35,6 +35,18 @@ pub struct IterationPlan {
     pub workspace: usize,
 }
 
+impl IterationPlan {
+    /// The name of the kernel for a batch on a device.
+    pub(crate) fn kernel_of(&self, [k, m, n]: [usize; 3], device: &Device) -> String {
+        match &self.native {
+            NativeKernels::Used(kernels) => kernels.clone(),
+            NativeKernels::Measured(_) | NativeKernels::Refused(_) => {
+                self.path.kernel(device, self.dtype, [k, m.min(n), m.max(n)])
+            }
+        }
+    }
+}
+
 /// The settings that decide on the plan of a shape.
 #[derive(Debug, Clone)]
 pub(super) struct Planner {

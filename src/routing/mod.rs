@@ -5,6 +5,7 @@
 //! scalars (Keller Jordan, <https://kellerjordan.github.io/posts/muon/>).
 
 mod built_in;
+mod expectations;
 mod layers;
 mod names;
 mod rules;
@@ -24,10 +25,12 @@ use crate::error::{Error, Result};
 use crate::matrix_view::{MatrixLayout, MatrixView};
 use crate::parameters::Found;
 use crate::update::{
-    ElementwiseUpdate, MAX_RANK, Matrices, MuonUpdate, RoleFactors, Roles, SkippedSteps,
+    ElementwiseUpdate, Ledger, MAX_RANK, Matrices, MuonUpdate, RoleFactors, Roles, SkippedSteps,
     WholeUpdate,
 };
 use built_in::Anatomy;
+pub use expectations::Expectation;
+pub(crate) use expectations::{Expected, Stepped, ensure_once};
 use rules::{Decision, Rules};
 pub use rules::{MuonRoutingRule, RoutingRule};
 pub use summary::RoleSummary;
@@ -151,13 +154,20 @@ pub(crate) struct Updates {
 pub struct Routing {
     routes: Vec<ParameterRoute>,
     updates: Updates,
+    expected: Expected,
 }
 
 impl Updates {
+    /// The ledger that all updates write.
+    pub fn ledger(&self) -> &Ledger {
+        &self.muon.ledger
+    }
+
     /// The update by an optimizer of the user's.
     pub fn whole(&self, name: &str) -> WholeUpdate {
         let optimizer = self.custom.get(name).clone();
-        WholeUpdate { optimizer, precision: self.rest.precision }
+        let (precision, ledger) = (self.rest.precision, self.ledger().clone());
+        WholeUpdate { name: name.into(), optimizer, precision, ledger }
     }
 
     /// The name of a role's optimizer.
@@ -301,7 +311,17 @@ impl Routing {
         let routes = parameters.iter().zip(decisions);
         let routes = routes.map(|(found, decision)| updates.route(found, decision));
         let routes = routes.collect::<Result<_>>()?;
-        Ok(Self { routes, updates })
+        Ok(Self { routes, updates, expected: Expected::default() })
+    }
+
+    /// The routing with what a user expects of it and of every step.
+    pub(crate) fn expecting(self, expectations: &[Expectation]) -> Result<Self> {
+        Ok(Self { expected: Expected::new(expectations, &self.routes)?, ..self })
+    }
+
+    /// The statements about every step.
+    pub(crate) fn expected(&self) -> &Expected {
+        &self.expected
     }
 
     /// Returns the role of every parameter, in the order of the model's fields.

@@ -4,6 +4,7 @@ use burn::grad_clipping::GradientClippingConfig;
 use burn::optim::StateSource;
 use burn::tensor::{DType, Device, Tensor};
 
+use super::ledger::{Ledger, UpdatedBy};
 use super::momentum::MOMENTUM;
 use super::muon::scaled_by;
 use super::observations::Observations;
@@ -26,12 +27,13 @@ pub(crate) struct ElementwiseUpdate {
     pub precision: Precision,
     pub policy: KernelPolicy,
     pub clipping: Option<GradientClippingConfig>,
+    pub ledger: Ledger,
 }
 
 /// A parameter in a step.
-pub(crate) struct ElementwiseParameter {
+pub(crate) struct ElementwiseParameter<'a> {
     pub rows: ElementwiseRows,
-    pub origin: Origin,
+    pub origin: Origin<'a>,
     /// Factors on its new values, flat.
     pub factors: Option<Tensor<1>>,
 }
@@ -142,6 +144,14 @@ impl ElementwiseRule {
         }
     }
 
+    /// The optimizer, as a ledger names it.
+    fn updates(self) -> UpdatedBy {
+        match self {
+            Self::AdamW(_) => UpdatedBy::AdamW,
+            Self::Lion(_) => UpdatedBy::Lion,
+        }
+    }
+
     /// The names of the slots of elements.
     pub fn names(self) -> &'static [&'static str] {
         match self {
@@ -219,7 +229,7 @@ impl ElementwiseUpdate {
         state: &mut Slots,
         elements: usize,
         controls: &AdamWControls<'_>,
-        parameters: &[ElementwiseParameter],
+        parameters: &[ElementwiseParameter<'_>],
         observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
         let Some(dtype) = values.first().map(Tensor::dtype) else {
@@ -265,6 +275,10 @@ impl ElementwiseUpdate {
             let none = || Tensor::zeros([1], (&updated[0].device(), DType::F32));
             let each = rows.iter().zip(old).zip(&updated);
             each.for_each(|((row, old), new)| observations.add(row.flag, old, new, none()));
+        }
+        if let Some(entries) = &mut *self.ledger.entries() {
+            let names = parameters.iter().map(|parameter| parameter.origin.parameter);
+            names.for_each(|name| entries.add(name, self.rule.updates()));
         }
         let origins = parameters.iter().map(|parameter| parameter.origin);
         self.precision.narrow(updated, (dtype, &firsts), origins, elements, state)

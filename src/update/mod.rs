@@ -16,6 +16,7 @@
 
 mod clipping;
 mod elementwise;
+mod ledger;
 mod lr_scale;
 mod momentum;
 mod muon;
@@ -35,6 +36,8 @@ pub(crate) use elementwise::{
     BURNS_TIME, CORRECTIONS, ELEMENTS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseRule,
     ElementwiseUpdate, RoleFactors, Roles, from_burns, of_burns, unflatten_burns,
 };
+pub(crate) use ledger::{Entries, Ledger};
+pub use ledger::{IterationUsed, UpdatedBy};
 pub use lr_scale::LrScale;
 pub(crate) use momentum::{MOMENTUM, MOMENTUM_WEIGHT};
 pub use momentum::{MomentumConfig, MomentumForm};

@@ -1,11 +1,13 @@
 //! The Muon update of a batch of matrices.
 
+use std::cell::Cell;
 use std::iter::repeat_n;
 
 use burn::grad_clipping::GradientClippingConfig;
 use burn::tensor::{DType, Device, Tensor, TensorData, s};
 
 use super::clipping::clip;
+use super::ledger::Ledger;
 use super::lr_scale::LrScale;
 use super::momentum::{MOMENTUM, MomentumConfig, Weights};
 use super::observations::{Observations, orthogonality_errors};
@@ -21,7 +23,7 @@ use crate::backend::{
 };
 use crate::checks::{ensure_decay, ensure_size};
 use crate::error::Result;
-use crate::orthogonalize::NewtonSchulz;
+use crate::orthogonalize::{IterationPlan, NewtonSchulz};
 use crate::slices::{self, concat};
 
 /// Largest element of a direction whose squares parts can sum in float32, with room for the number
@@ -42,17 +44,18 @@ pub(crate) struct MuonUpdate {
     pub newton_schulz: NewtonSchulz,
     pub parts: Vec<Part>,
     pub precision: Precision,
+    pub ledger: Ledger,
 }
 
 /// A parameter in the step of a batch.
-pub(crate) struct MuonParameter {
+pub(crate) struct MuonParameter<'a> {
     /// Index of its flag.
     pub flag: usize,
     /// `false` if it has no gradient, which its flag has to reject.
     pub is_present: bool,
     /// The origin of its values. The steps that it has taken are its position in the schedules, or
     /// that of a stack's matrices with a gradient in each of them.
-    pub origin: Origin,
+    pub origin: Origin<'a>,
     pub lr: f64,
     /// Factors on its new values, flat.
     pub factors: Option<Tensor<1>>,
@@ -77,7 +80,7 @@ pub(crate) struct MuonBatch<'a> {
     pub is_stack: bool,
     /// The type of the parameters.
     pub dtype: DType,
-    pub parameters: &'a [MuonParameter],
+    pub parameters: &'a [MuonParameter<'a>],
     /// The factor on all gradients.
     pub factor: Option<&'a Tensor<1>>,
     /// Positive for parameters that stay as they are. `None` if the flags of the matrices also hold
@@ -87,6 +90,8 @@ pub(crate) struct MuonBatch<'a> {
     pub by_matrix: &'a dyn Fn(&Tensor<1>) -> Tensor<1>,
     /// Index of the first matrix among the flags of matrices.
     pub first: usize,
+    /// The number of matrices that the step has orthogonalised.
+    pub iterations: Cell<usize>,
 }
 
 impl MuonBatch<'_> {
@@ -423,8 +428,27 @@ impl MuonUpdate {
         known.update_norm = self
             .reads(Quantity::UpdateNorm)
             .then(|| frobenius(update.clone().cast(precise_dtype(update.dtype()))));
-        let direction = self.newton_schulz.direction(update, norms);
+        let (direction, plan) = self.newton_schulz.direction(update, norms);
+        if let Some(plan) = plan {
+            self.count_iteration(inputs, &plan, &direction.device());
+        }
         self.finished(started, direction, state, known, observed)
+    }
+
+    /// Counts an iteration that was carried out.
+    fn count_iteration(
+        &self,
+        Inputs { batch, sections, .. }: Inputs<'_>,
+        plan: &IterationPlan,
+        device: &Device,
+    ) {
+        batch.iterations.set(batch.iterations.get() + batch.count);
+        if let Some(entries) = &mut *self.ledger.entries() {
+            let parameters = sections.iter().map(|section| {
+                (batch.parameters[section.parameter].origin.parameter, section.count)
+            });
+            entries.add_iteration(plan, (batch.shape(), device), parameters);
+        }
     }
 
     /// The quantities that parts read and that are known before the gradients.

@@ -148,11 +148,11 @@ impl Precision {
 
     /// Rounds the new values of parameters to their type, and stores the digits that it does not
     /// have: the reverse of [`widen`](Self::widen).
-    pub fn narrow(
+    pub fn narrow<'a>(
         self,
         values: Vec<Tensor<1>>,
         (half, firsts): (DType, &[usize]),
-        origins: impl Iterator<Item = Origin>,
+        origins: impl Iterator<Item = Origin<'a>>,
         elements: usize,
         state: &mut Slots,
     ) -> Vec<Tensor<1>> {

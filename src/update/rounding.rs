@@ -44,26 +44,22 @@ pub(super) fn neighbour(nearest: &Tensor<1>, toward: &Tensor<1>, half: DType) ->
 
 /// The origin of values, which decides how they are rounded at random.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Origin {
-    /// A hash of the parameter's name.
-    pub parameter: u64,
+pub(crate) struct Origin<'a> {
+    /// The parameter's name.
+    pub parameter: &'a str,
     /// Index of the first value in the parameter.
     pub element: usize,
     /// Steps that the parameter has taken.
     pub step: usize,
 }
 
-impl Origin {
-    /// The origin of a parameter's values from an element on.
-    pub fn new(path: &str, element: usize, step: usize) -> Self {
-        Self { parameter: crc32fast::hash(path.as_bytes()).into(), element, step }
-    }
-
+impl Origin<'_> {
     /// Two remainders modulo [`PRIME`], from a mixture of seed, parameter and step (`splitmix64`,
     /// Steele et al., "Fast splittable pseudorandom number generators", 2014).
     fn keys(self, seed: u64) -> [i32; 2] {
         let mut z = seed;
-        for part in [self.parameter, self.step as u64] {
+        let parameter = crc32fast::hash(self.parameter.as_bytes()).into();
+        for part in [parameter, self.step as u64] {
             z = (z ^ part).wrapping_add(0x9E37_79B9_7F4A_7C15);
             z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
             z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -98,7 +94,7 @@ impl Origin {
 /// Rounds float32 values to one of both neighbours in half precision. The mean of many roundings is
 /// the value, up to 2^-15 of the distance between the neighbours. Values that are half precision
 /// stay.
-pub(super) fn stochastic(x: Tensor<1>, half: DType, seed: u64, origin: Origin) -> Tensor<1> {
+pub(super) fn stochastic(x: Tensor<1>, half: DType, seed: u64, origin: Origin<'_>) -> Tensor<1> {
     let nearest = rounded(x.clone(), half).cast(DType::F32);
     let other = neighbour(&nearest, &x, half);
     let gap = (other.clone() - nearest.clone()).abs();
@@ -207,7 +203,12 @@ mod tests {
                 let x = 1.5 + share * gap;
                 let count = 40_000;
                 let all = tensor(&vec![x; count]);
-                let rounded = values(stochastic(all, half, 7, Origin::new("weight", 3, 11)));
+                let rounded = values(stochastic(
+                    all,
+                    half,
+                    7,
+                    Origin { parameter: "weight", element: 3, step: 11 },
+                ));
                 let upper = rounded.iter().filter(|y| **y == 1.5 + gap).count();
                 assert_eq!(upper + rounded.iter().filter(|y| **y == 1.5).count(), count);
                 let frequency = upper as f64 / count as f64;
@@ -223,7 +224,7 @@ mod tests {
         }
         let x: Vec<f32> = (0..3000).map(|i| 1.0 + i as f32 * 1.7e-5).collect();
         let rounded = |range: std::ops::Range<usize>, seed, path: &str, step| {
-            let origin = Origin::new(path, range.start, step);
+            let origin = Origin { parameter: path, element: range.start, step };
             values(stochastic(tensor(&x[range]), DType::BF16, seed, origin))
         };
         let whole = rounded(0..3000, 1, "a", 5);

@@ -6,6 +6,7 @@ use burn::optim::{DynOptimizer, DynState, LearningRate, StateSink, StateSource, 
 use burn::tensor::kind::BridgeTensor;
 use burn::tensor::{DType, Device, Shape, Tensor};
 
+use super::ledger::{Ledger, UpdatedBy};
 use super::muon::scaled_by;
 use super::observations::Observations;
 use super::precision::Precision;
@@ -68,7 +69,7 @@ pub(crate) struct WholeParameter<'a> {
     pub flag: usize,
     pub shape: &'a [usize],
     pub lr: LearningRate,
-    pub origin: Origin,
+    pub origin: Origin<'a>,
     /// Factors on its new values, flat.
     pub factors: Option<Tensor<1>>,
 }
@@ -76,8 +77,10 @@ pub(crate) struct WholeParameter<'a> {
 /// The update of a parameter by one optimizer.
 #[derive(Clone)]
 pub(crate) struct WholeUpdate {
+    pub name: Arc<str>,
     pub optimizer: Arc<dyn DynOptimizer>,
     pub precision: Precision,
+    pub ledger: Ledger,
 }
 
 impl WholeUpdate {
@@ -109,6 +112,9 @@ impl WholeUpdate {
                 let (updated, state) =
                     self.optimizer.step_dyn(shape.len(), lr, values, gradient, own.take());
                 *own = state;
+                if let Some(entries) = &mut *self.ledger.entries() {
+                    entries.add(origin.parameter, UpdatedBy::Custom(self.name.to_string()));
+                }
                 flat(updated, shape.len())
             }
             None => values,

@@ -17,7 +17,9 @@ use distmuon::distributed::{
     Axis, DistModuleOptimizer, DistMuonConfig, GradDtype, Keep, Layout, Mesh, Place, Publish,
 };
 use distmuon::parallel::leave;
-use distmuon::{GradientBuffer, MasterWeights, MuonConfig, Result, RoutingRule, checkpoint};
+use distmuon::{
+    Expectation, GradientBuffer, MasterWeights, MuonConfig, Result, RoutingRule, checkpoint,
+};
 use distmuon_testing::device::is_flex;
 use distmuon_testing::excused;
 use distmuon_testing::models::{Fixed, bits, weights};
@@ -567,6 +569,10 @@ fn start(
     prepare: impl Fn(Net) -> Result<Net>,
 ) -> Result<(Option<Layout>, Net, DistModuleOptimizer)> {
     let net = prepare(Net::new(shape, loads as u64, trial.half, world.device()))?;
+    let expecting = config.muon.clone().expect(Expectation::OncePerStep);
+    // Without a matrix that Muon updates, nothing can be expected.
+    let muon = if expecting.route(&net).is_ok() { expecting } else { config.muon.clone() };
+    let config = &config.clone().with_muon(muon);
     if !is_divided {
         let optim = config.init(world, &net)?;
         return Ok((None, net, optim));

@@ -28,7 +28,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Device, Distribution, FloatDType, Tensor};
 use distmuon::comm::World;
 use distmuon::distributed::DistMuonConfig;
-use distmuon::{MuonConfig, Result, RoutingRule};
+use distmuon::{Expectation, MuonConfig, Result, RoutingRule};
 #[cfg(feature = "cuda")]
 use distmuon_testing::host;
 use distmuon_testing::models::{Fixed, gradients, values, weights};
@@ -148,7 +148,9 @@ fn device() -> Device {
 }
 
 fn config() -> DistMuonConfig {
-    let muon = MuonConfig::new().with_rule(RoutingRule::muon("experts").batch());
+    let muon = MuonConfig::new()
+        .with_rule(RoutingRule::muon("experts").batch())
+        .expect(Expectation::OncePerStep);
     DistMuonConfig::new().with_muon(muon).with_small_elements(64)
 }
 

@@ -22,12 +22,13 @@ use burn::train::{
 use distmuon::comm::World;
 use distmuon::distributed::{
     Axis, Diagnostics, DistModuleOptimizer, DistMuonConfig, DistMuonStrategy, GradDtype,
-    LatestDiagnostics, Layout, LearnerLogits, LossScaleConfig, Mesh, Place,
+    LatestAccount, LatestDiagnostics, Layout, LearnerLogits, LossScaleConfig, Mesh, Place,
 };
 use distmuon::schedule::ScheduledLr;
 use distmuon::{
-    DiagnosticsMetric, DiagnosticsQuantity, Error, GradientBuffer, MaxLogits, QkClipConfig,
-    QkClipRule, Schedule, SkippedSteps, SkippedStepsMetric,
+    DiagnosticsMetric, DiagnosticsQuantity, Error, Expectation, GradientBuffer, MaxLogits,
+    MuonConfig, MuonShareMetric, QkClipConfig, QkClipRule, Schedule, SkippedSteps,
+    SkippedStepsMetric,
 };
 use distmuon_testing::device::{has_type, is_flex};
 use distmuon_testing::lacks;
@@ -160,6 +161,8 @@ struct Setup {
     skipped: Option<SkippedSteps>,
     /// Diagnostics that are shown as a metric.
     diagnostics: Option<LatestDiagnostics>,
+    /// An account that is shown as a metric.
+    account: Option<LatestAccount>,
 }
 
 impl Default for Setup {
@@ -177,6 +180,7 @@ impl Default for Setup {
             checkpoints: true,
             skipped: None,
             diagnostics: None,
+            account: None,
         }
     }
 }
@@ -231,6 +235,10 @@ fn training(
             "Muon",
             DiagnosticsQuantity::EffectiveLr,
         )),
+        None => training,
+    };
+    let training = match &setup.account {
+        Some(latest) => training.metric_train_numeric(MuonShareMetric::new(latest)),
         None => training,
     };
     let training = if setup.checkpoints { training.with_default_checkpointers() } else { training };
@@ -597,6 +605,25 @@ fn diagnostics_are_a_metric() {
     let log = log.unwrap_or_else(|error| panic!("{}: {error}", file.display()));
     let last = log.lines().last().unwrap().split(',').next().unwrap().parse::<f64>().unwrap();
     assert!((last - groups[0].effective_lr()).abs() < 1e-9 && last > 0.0, "{log}");
+}
+
+#[test]
+fn the_share_of_muon_is_a_metric_and_expectations_hold_in_a_learner() {
+    let muon = MuonConfig::new().expect(Expectation::OncePerStep);
+    let config = DistMuonConfig::new().with_muon(muon);
+    let strategy = DistMuonStrategy::new(vec![device(); 2], config).with_account(3);
+    let latest = strategy.account().clone();
+    let folder = tempfile::tempdir().unwrap();
+    let setup = Setup { account: Some(latest.clone()), ..Setup::default() };
+    launch(folder.path(), &setup, strategy.into());
+    let account = latest.get().expect("a step was accounted for");
+    let muon = &account.groups()[0];
+    assert_eq!((muon.updated_by.to_string(), muon.iterations), ("Muon".into(), muon.matrices));
+    let file = folder.path().join("train").join("epoch-2").join("Updated_by_Muon.log");
+    let log = std::fs::read_to_string(&file);
+    let log = log.unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    let last = log.lines().last().unwrap().split(',').next().unwrap().parse::<f64>().unwrap();
+    assert!((last - 100.0 * account.muon_share()).abs() < 1e-9 && last > 0.0, "{log}");
 }
 
 /// QK-clip of layers that need not be those of an attention.

@@ -1,6 +1,7 @@
 //! Tests that share one process: none of them counts the memory, the kernels or the log of the
 //! process, and none sets its environment. Tests that do are targets by themselves.
 
+mod account;
 mod adamw;
 mod checkpoints;
 mod custom;
@@ -18,6 +19,7 @@ mod link;
 mod lion;
 #[cfg(feature = "mpi")]
 mod mpi;
+mod mutations;
 mod optimizer;
 mod orthogonalize;
 mod params;

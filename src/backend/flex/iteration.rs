@@ -89,14 +89,13 @@ struct Spare(Vec<Vec<f32>>);
 impl Spare {
     /// Memory for a matrix, with any values.
     fn take(&mut self, elements: usize) -> Vec<f32> {
-        match self.0.iter().position(|values| values.len() == elements) {
-            Some(index) => self.0.swap_remove(index),
-            None => {
-                // Else matrices of two sizes would take more than what is in use at a time.
-                self.0.clear();
-                vec![0.0; elements]
-            }
-        }
+        self.keep(elements);
+        self.0.pop().unwrap_or_else(|| vec![0.0; elements])
+    }
+
+    /// Gives up the memory of matrices of another size, which would add to what is in use.
+    fn keep(&mut self, elements: usize) {
+        self.0.retain(|values| values.len() == elements);
     }
 }
 
@@ -109,7 +108,10 @@ impl Iteration<'_> {
             let elements = if step.is_wide() { elements } else { side * side };
             let of_batch = &mut of_batch;
             let mut result = match of_batch.take_if(|x: &mut &mut [f32]| x.len() == elements) {
-                Some(x) => Memory::Batch(x),
+                Some(x) => {
+                    spare.keep(elements);
+                    Memory::Batch(x)
+                }
                 None => Memory::Spare(spare.take(elements)),
             };
             self.compute(step, &operands, &mut result);

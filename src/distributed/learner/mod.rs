@@ -30,6 +30,7 @@ use serde_json::json;
 
 use super::optimizer::Busy;
 use super::{Diagnostics, DistModuleOptimizer, DistMuonConfig, Layout, Mesh};
+use crate::account::Account;
 use crate::checkpoint::{Archive, States, TrainedPaths, stored_otherwise};
 use crate::comm::{DEADLINE, World, message};
 use crate::difference::listed;
@@ -99,10 +100,23 @@ pub struct DistMuonStrategy {
     config: DistMuonConfig,
     deadline: Duration,
     skipped: SkippedSteps,
-    /// Steps between two diagnostics, if there are any.
-    diagnosed: Option<usize>,
+    /// Steps between two diagnostics, and between two accounts.
+    diagnosed: Every,
+    accounted: Every,
     latest: LatestDiagnostics,
+    account: LatestAccount,
     qk_clip: Option<(QkClipConfig, LearnerLogits)>,
+}
+
+/// Steps between two of something; 0 for none.
+#[derive(Clone, Copy, Debug, Default)]
+struct Every(usize);
+
+impl Every {
+    /// Returns `true` for the first step, and then for every so many.
+    fn is_due(self, step: usize) -> bool {
+        self.0 > 0 && step.is_multiple_of(self.0)
+    }
 }
 
 /// The ranks of a training.
@@ -126,19 +140,32 @@ impl fmt::Debug for MakeLayout {
     }
 }
 
-/// The diagnostics of a training in progress, for
-/// [`DiagnosticsMetric`](crate::DiagnosticsMetric). Clones share them. Needs the feature `train`.
-#[derive(Clone, Debug, Default)]
-pub struct LatestDiagnostics(Arc<Mutex<Option<Diagnostics>>>);
+/// A report on a step of a training in progress, for a metric. Clones share it. Needs the feature
+/// `train`.
+#[derive(Clone, Debug)]
+pub struct Latest<T>(Arc<Mutex<Option<T>>>);
 
-impl LatestDiagnostics {
-    /// Returns the diagnostics of the last step that had any.
-    pub fn get(&self) -> Option<Diagnostics> {
+/// The diagnostics of a training in progress, for [`DiagnosticsMetric`](crate::DiagnosticsMetric).
+pub type LatestDiagnostics = Latest<Diagnostics>;
+
+/// The account of a step of a training in progress, for
+/// [`MuonShareMetric`](crate::MuonShareMetric).
+pub type LatestAccount = Latest<Account>;
+
+impl<T> Default for Latest<T> {
+    fn default() -> Self {
+        Self(Arc::default())
+    }
+}
+
+impl<T: Clone> Latest<T> {
+    /// Returns the report on the last step that had one.
+    pub fn get(&self) -> Option<T> {
         self.0.lock().expect("no holder of the lock panics").clone()
     }
 
-    fn set(&self, diagnostics: Diagnostics) {
-        *self.0.lock().expect("no holder of the lock panics") = Some(diagnostics);
+    fn set(&self, report: T) {
+        *self.0.lock().expect("no holder of the lock panics") = Some(report);
     }
 }
 
@@ -161,8 +188,10 @@ impl DistMuonStrategy {
             config,
             deadline: DEADLINE,
             skipped,
-            diagnosed: None,
+            diagnosed: Every::default(),
+            accounted: Every::default(),
             latest: LatestDiagnostics::default(),
+            account: LatestAccount::default(),
             qk_clip: None,
         }
     }
@@ -200,8 +229,21 @@ impl DistMuonStrategy {
     /// Computes the [diagnostics](super::DistModuleOptimizer::diagnostics) of the first and then of
     /// every `steps`-th step; 0 for none.
     pub fn with_diagnostics(mut self, steps: usize) -> Self {
-        self.diagnosed = (steps > 0).then_some(steps);
+        self.diagnosed = Every(steps);
         self
+    }
+
+    /// Keeps the [account](super::DistModuleOptimizer::account) of the first and then of every
+    /// `steps`-th step; 0 for none.
+    pub fn with_account(mut self, steps: usize) -> Self {
+        self.accounted = Every(steps);
+        self
+    }
+
+    /// Returns the account of the last step that had one: clone it before the training. For a
+    /// metric, see [`MuonShareMetric`](crate::MuonShareMetric).
+    pub fn account(&self) -> &LatestAccount {
+        &self.account
     }
 
     /// Returns the diagnostics of the last step that had any: clone them before the training. For a
@@ -251,7 +293,9 @@ impl<M: LearnerModel> SupervisedLearningStrategy<M> for DistMuonStrategy {
             saves: components.checkpointer.is_some(),
             in_processes,
             diagnosed: self.diagnosed,
+            accounted: self.accounted,
             latest: self.latest.clone(),
+            account: self.account.clone(),
             interrupter: interrupter.clone(),
             store: components.event_store,
             processor: Mutex::new(components.event_processor),
@@ -430,9 +474,10 @@ struct TrainingRun<M: LearnerModel> {
     saves: bool,
     /// `true` if every rank has a process, of which rank 0's reports.
     in_processes: bool,
-    /// Steps between two diagnostics, if there are any.
-    diagnosed: Option<usize>,
+    diagnosed: Every,
+    accounted: Every,
     latest: LatestDiagnostics,
+    account: LatestAccount,
     interrupter: Interrupter,
     store: Arc<EventStoreClient>,
     processor: Mutex<SupervisedTrainingEventProcessor<M>>,
@@ -622,15 +667,20 @@ impl<M: LearnerModel> Worker<'_, M> {
             self.optim.clip_heads(&clip.factors_on(&self.world, &logits.take())?);
         }
         let model = self.model.take().expect("every step returns the model");
-        let is_diagnosed = self.run.diagnosed.is_some_and(|every| self.steps.is_multiple_of(every));
-        self.steps += 1;
-        if is_diagnosed {
+        if self.run.diagnosed.is_due(self.steps) {
             self.optim.request_diagnostics();
         }
+        if self.run.accounted.is_due(self.steps) {
+            self.optim.request_account();
+        }
+        self.steps += 1;
         self.model = Some(self.optim.step(self.learner.lr_current(), model, gradients)?);
         // None for a step that was skipped: the last one stays.
         if let Some(diagnostics) = self.optim.diagnostics()?.filter(|_| self.world.is_main()) {
             self.run.latest.set(diagnostics);
+        }
+        if let Some(account) = self.optim.account()?.filter(|_| self.world.is_main()) {
+            self.run.account.set(account);
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 mod absence;
 mod acceptance;
+mod accounting;
 mod accounts;
 mod buckets;
 mod busy;
@@ -46,6 +47,7 @@ use crate::parameters;
 use crate::qk_clip::Factors;
 use crate::routing::Routing;
 use crate::update::SkippedSteps;
+use accounting::Accounting;
 use accounts::Accounts;
 #[cfg(feature = "train")]
 pub(super) use busy::Busy;
@@ -105,6 +107,7 @@ pub struct DistModuleOptimizer {
     /// The settings that the program has set since it was made.
     running: Running,
     observing: Observing,
+    accounting: Accounting,
     memory: MemoryMeter,
 }
 
@@ -129,6 +132,7 @@ impl DistModuleOptimizer {
             head_clip: None,
             running: Running::default(),
             observing: Observing::default(),
+            accounting: Accounting::default(),
             memory: MemoryMeter::new(divided.bytes(), &shards),
             divided,
             shards,
@@ -163,6 +167,8 @@ impl DistModuleOptimizer {
     ///   [`MuonConfig::max_absent`](crate::MuonConfig::max_absent) is reached;
     /// - [`Error::Skipped`](crate::Error::Skipped) for a parameter that was skipped in too many
     ///   steps in a row;
+    /// - [`Error::Unexpected`](crate::Error::Unexpected) for a step that is not as
+    ///   [`MuonConfig::expect`](crate::MuonConfig::expect) says;
     /// - [`Error::Drifted`](crate::Error::Drifted) after
     ///   [`DistMuonConfig::check_every`](super::DistMuonConfig::check_every) steps, if ranks have
     ///   other bits of what they hold in common;

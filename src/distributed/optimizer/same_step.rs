@@ -13,26 +13,22 @@ use crate::error::{Error, Result};
 pub struct StepCalls {
     /// For every parameter its learning rate, as the bits of a float32, and its number of steps.
     steps: Vec<(u32, usize)>,
-    requests_diagnostics: bool,
-    clips_heads: bool,
+    /// `true` for each of [`CALLED`] that was called.
+    called: [bool; 3],
     /// The settings that the program has set, as the bits of a float64.
     running: [Option<u64>; 2],
 }
 
+/// The calls before a step that all ranks make, or none.
+const CALLED: [&str; 3] = ["request_diagnostics", "request_account", "clip_heads"];
+
 impl StepCalls {
-    pub fn new(
-        lrs: &[f64],
-        times: &[usize],
-        requests_diagnostics: bool,
-        clips_heads: bool,
-        running: Running,
-    ) -> Self {
+    pub fn new(lrs: &[f64], times: &[usize], called: [bool; 3], running: Running) -> Self {
         // In float32, as they are applied: hosts may differ in the last digits of a float64 cosine.
         let lrs = lrs.iter().map(|lr| (*lr as f32).to_bits());
         Self {
             steps: lrs.zip(times.iter().copied()).collect(),
-            requests_diagnostics,
-            clips_heads,
+            called,
             running: running.values().map(|value| value.map(f64::to_bits)),
         }
     }
@@ -65,16 +61,10 @@ impl StepCalls {
 
     /// The first setting in which another rank's calls differ.
     fn difference(&self, other: &Self, divided: &DividedModel) -> Option<Difference> {
-        let called = |setting: &str, first: bool, other: bool| {
+        let mut called = CALLED.into_iter().zip(self.called.into_iter().zip(other.called));
+        if let Some((setting, (first, other))) = called.find(|(_, (a, b))| a != b) {
             let (first, other) = (first.to_string(), other.to_string());
-            Some(Difference { setting: setting.to_owned(), first, other })
-        };
-        if self.requests_diagnostics != other.requests_diagnostics {
-            let (first, other) = (self.requests_diagnostics, other.requests_diagnostics);
-            return called("request_diagnostics", first, other);
-        }
-        if self.clips_heads != other.clips_heads {
-            return called("clip_heads", self.clips_heads, other.clips_heads);
+            return Some(Difference { setting: setting.to_owned(), first, other });
         }
         let mut running =
             Running::NAMES.into_iter().zip(self.running.into_iter().zip(other.running));

@@ -2,6 +2,7 @@
 //!
 //! A shard consists of rows, each of one parameter: whole matrices, or [`ROW_ELEMENTS`] elements.
 
+use std::cell::Cell;
 use std::cmp::Reverse;
 use std::ops::Range;
 use std::sync::Arc;
@@ -450,8 +451,9 @@ impl Shard {
 
 impl ShardRun {
     /// The origin of its values in a step.
-    fn origin(&self, inputs: &StepInputs) -> Origin {
-        Origin::new(&self.path, self.elements.start, inputs.times[self.parameter])
+    fn origin(&self, inputs: &StepInputs) -> Origin<'_> {
+        let (element, step) = (self.elements.start, inputs.times[self.parameter]);
+        Origin { parameter: &self.path, element, step }
     }
 
     /// The factors on its new values.
@@ -477,14 +479,14 @@ impl Batch {
     ) -> Vec<Tensor<1>> {
         let rows = self.matrices.as_ref().expect("a batch of matrices");
         let indices = &rows.parameters;
-        let parameter = |run: &ShardRun| MuonParameter {
+        let parameters = runs.iter().map(|run| MuonParameter {
             flag: run.parameter,
             is_present: inputs.present[run.parameter],
             origin: run.origin(inputs),
             lr: inputs.lrs[run.parameter],
             factors: run.factors(inputs),
-        };
-        let parameters: Vec<_> = runs.iter().map(parameter).collect();
+        });
+        let parameters: Vec<_> = parameters.collect();
         let batch = MuonBatch {
             count: self.elements.len() / self.row,
             matrices: rows.matrices,
@@ -495,6 +497,7 @@ impl Batch {
             rejected: Some(&controls.rejected),
             by_matrix: &|flags| flags.clone().select(0, indices.clone()),
             first: rows.first,
+            iterations: Cell::default(),
         };
         // Moved out: with a second reference, the flags would be copied before they are written.
         let empty = slices::empty(DType::F32, &diverged.device());
@@ -513,13 +516,13 @@ impl Batch {
         observations: Option<&mut Observations>,
     ) -> Vec<Tensor<1>> {
         let StepControls { rejected, corrections, factor, .. } = controls;
-        let parameter = |run: &ShardRun| {
+        let parameters = runs.iter().map(|run| {
             let StepSize { decay, lr, .. } = inputs.sizes[run.parameter];
             let (flag, first) = (run.parameter, run.range.start);
             let rows = ElementwiseRows { flag, first, decay, lr };
             ElementwiseParameter { rows, origin: run.origin(inputs), factors: run.factors(inputs) }
-        };
-        let parameters: Vec<_> = runs.iter().map(parameter).collect();
+        });
+        let parameters: Vec<_> = parameters.collect();
         let controls = AdamWControls { rejected, corrections, factor: factor.as_ref() };
         let elements = self.elements.len();
         rest.step(

@@ -63,6 +63,7 @@ impl DistModuleOptimizer {
         common.map_or(Ok(()), |common| ensure_same(&common, &world))?;
         self.accounts.count_absent(&inputs.present, &self.divided)?;
 
+        self.accounting.begin(&self.divided);
         let Self { divided, shards, traffic, accounts, scaling, memory, .. } = self;
         let clips = scaling.clips();
         let mut step =
@@ -72,6 +73,7 @@ impl DistModuleOptimizer {
         let is_taken = take_stages(&mut step, &traffic.stages, accounts, scaling)?;
         let StepInProgress { inputs, mut detached, between, observations, .. } = step;
         if is_taken {
+            self.accounting.end(&inputs.present, divided)?;
             divided.advance(&inputs.present);
             if let Some(observations) = observations {
                 self.observing.keep(observations, &inputs, divided);
@@ -119,8 +121,8 @@ impl DistModuleOptimizer {
         if traffic.reduces(&divided.world) {
             self.compared.compare(&detached.gradients, divided)?;
         }
-        let (requested, clips) = (self.observing.requested, head_clip.is_some());
-        let calls = StepCalls::new(&lrs, &divided.times(), requested, clips, self.running);
+        let calls = [self.observing.requested, self.accounting.requested, head_clip.is_some()];
+        let calls = StepCalls::new(&lrs, &divided.times(), calls, self.running);
         let present = calls.agree(&detached.gradients, divided)?;
         // The heads of a step that is skipped are of no use in another.
         Ok(StepInputs::new(lrs, present, head_clip.take(), divided))

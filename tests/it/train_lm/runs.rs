@@ -168,6 +168,26 @@ fn half_precision_trains_on_any_number_of_ranks() {
 }
 
 #[test]
+fn the_account_of_the_first_step_is_printed_and_logged() {
+    let folder = folder();
+    let flags = "--data text.rs --batch 2 --steps 2 --eval-every 0 --sample 0 --account";
+    for (more, ranks) in [("--optimizer muon", 1), ("--ranks 1", 1), ("--ranks 2", 2)] {
+        let flags = format!("{flags} {more} --log account.jsonl");
+        let (_, printed) = succeed_with_output(folder.path(), &flags);
+        assert!(printed.contains("| Muon      |"), "{printed}");
+        let log = log(&folder.path().join("account.jsonl"));
+        let mut accounts = log.iter().filter_map(|line| line.get("account"));
+        let groups = accounts.next().expect("the log has an account").as_array().unwrap();
+        assert!(accounts.next().is_none(), "the first step has one");
+        let muon = groups.iter().find(|group| group["updated_by"] == "Muon").unwrap();
+        assert_eq!(muon["iterations"], muon["matrices"], "{more}");
+        assert_eq!(muon["ranks"].as_array().unwrap().len(), ranks, "{more}");
+    }
+    let unseen = "--data text.rs --optimizer adamw --account";
+    rejected(folder.path(), unseen, "--account shows steps of muon");
+}
+
+#[test]
 fn accumulated_parts_follow_the_curve_of_the_whole_batch() {
     let folder = folder();
     let flags = "--data text.rs --batch 4 --steps 4 --eval-every 0 --sample 0";
