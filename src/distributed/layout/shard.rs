@@ -55,6 +55,8 @@ impl Layout {
         if parameters.is_empty() && cuts.is_empty() {
             return world.broadcast(model);
         }
+        // The values are rank 0's. Other ranks on its device would draw random numbers in between.
+        let model = if world.is_main() { model } else { parameters::undrawn(model) };
         let groups = cuts.groups(&self.mesh)?;
         let passes = Arc::new(self.passes_of(self.groups(&parameters)?, parameters));
         let (owned, mut error) = (by_path(&passes, Placement::Owned), None);
@@ -271,21 +273,21 @@ struct Shard<'a> {
 }
 
 impl Shard<'_> {
+    /// The value of an outcome. Keeps its error, and tells the other ranks, which wait for this one
+    /// in the next broadcast.
+    fn report<T>(&mut self, outcome: Result<T>) -> Option<T> {
+        let tell = |error: &Error| self.world.comm().fail(&error.to_string());
+        outcome.inspect_err(tell).map_err(|error| *self.error = Some(error)).ok()
+    }
+
     /// The part of a parameter with rank 0's value, which is trained like the whole.
     fn part<const D: usize>(
         &self,
         parameter: &PassParameter,
         whole: Tensor<D>,
     ) -> Result<Tensor<1>> {
-        if whole.dtype() != parameter.dtype {
-            let (expected, got) = (parameter.dtype.name(), whole.dtype().name());
-            return Err(Error::parameter(
-                &parameter.path,
-                self.world.rank(),
-                format!("its initial values are of another type: expected {expected}, got {got}"),
-                "initialise the parameter before `Layout::shard`",
-            ));
-        }
+        let types = [parameter.dtype, whole.dtype()];
+        parameters::ensure_initial_type(&parameter.path, self.world.rank(), types)?;
         let flat = whole.clone().without_autodiff().reshape([-1]);
         let first = self.world.comm().broadcast(flat, 0)?.wait()?;
         let held = self.cuts.slice(&parameter.path).map_or(first.clone(), |slice| slice.of(&first));
@@ -301,7 +303,14 @@ impl Reparameterizer for Shard<'_> {
         path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<Owned>) {
-        let Some(parameter) = self.parameters.get(path) else { return (param, None) };
+        let Some(parameter) = self.parameters.get(path) else {
+            if self.error.is_none() && self.cuts.slice(path).is_none() {
+                // Random numbers are drawn in the order of the model, as on one device.
+                let initialised = parameters::initialise(path, self.world.rank(), &param);
+                self.report(initialised);
+            }
+            return (param, None);
+        };
         let (id, whole, mapper) = param.consume();
         let slice = self.cuts.slice(path).map(|slice| Shape::from(shape_of::<D>(slice)));
         let shape = slice.unwrap_or(whole.shape());
@@ -310,15 +319,7 @@ impl Reparameterizer for Shard<'_> {
             Some(_) => return (Param::from_mapped_value(id, whole, mapper), None),
             None => self.part(parameter, whole),
         };
-        let part = match part {
-            Ok(part) => part,
-            Err(error) => {
-                // The others wait for this rank in the next broadcast.
-                self.world.comm().fail(&error.to_string());
-                *self.error = Some(error);
-                zero.clone().reshape([1])
-            }
-        };
+        let part = self.report(part).unwrap_or_else(|| zero.clone().reshape([1]));
         let base = Param::from_mapped_value(ParamId::new(), zero.expand(shape), mapper);
         let (parameter, passes) = (parameter.clone(), self.passes.clone());
         passes.remember_part(&parameter, &part);
