@@ -12,15 +12,14 @@ use std::time::Duration;
 use burn::backend::DispatchDevice;
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Shape, Tensor};
-#[cfg(feature = "cuda")]
-use burn_cubecl::CubeDevice;
 use comfy_table::{Table, presets};
 
+use super::choice::{self, Choice};
 use super::launch::Launch;
 #[cfg(feature = "mpi")]
 use super::mpi::Mpi;
 #[cfg(feature = "cuda")]
-use super::nccl::{Meeting, Nccl};
+use super::nccl::{DeviceMemory, Meeting, Nccl, cuda_memory};
 use super::{Communicator, Hierarchy, Threads, devices};
 use crate::error::{Error, Result};
 use crate::parameters::{self, Placeholders, in_place_of};
@@ -145,6 +144,9 @@ impl World {
     /// Runs a function on one thread per device, each a rank of a new world. Returns the results in
     /// the order of ranks. A device may be given more than once.
     ///
+    /// Ranks with a CUDA device each exchange tensors by NCCL. Where its library is not found, a
+    /// warning names it, and they copy tensors from device to device, as all other threads do.
+    ///
     /// # Errors
     ///
     /// The error of the first rank that failed; the calls of the others end with
@@ -239,6 +241,12 @@ impl World {
     {
         let devices: Vec<Device> = devices.into_iter().collect();
         check(&devices)?;
+        match choice::of_devices(&devices) {
+            #[cfg(feature = "cuda")]
+            Choice::Nccl => return Self::nccl_threads(deadline, devices, cuda_memory, run),
+            Choice::WithoutNccl(warning) => log::warn!("{warning}"),
+            _ => {}
+        }
         let inner: Vec<Device> = devices.iter().map(|device| device.clone().inner()).collect();
         let engines: Vec<_> = Threads::world(&inner, deadline).into_iter().map(Arc::new).collect();
         let world = |rank: usize| {
@@ -249,8 +257,8 @@ impl World {
         on_threads(devices.len(), world, |rank| engines[rank].depart(), failed, run)
     }
 
-    /// Runs a function like [`threads`](Self::threads) on CUDA devices of this host that exchange
-    /// tensors by NCCL: several GPUs of one process. Never run on GPUs.
+    /// Runs a function like [`threads`](Self::threads) on ranks that exchange tensors by NCCL, in
+    /// the memory that `memory` makes for the device of a rank. Never run on GPUs.
     ///
     /// # Errors
     ///
@@ -260,8 +268,11 @@ impl World {
     ///
     /// As [`threads`](Self::threads).
     #[cfg(feature = "cuda")]
+    #[doc(hidden)] // for the memory of tests
     pub fn nccl_threads<T, E, F>(
-        devices: impl IntoIterator<Item = Device>,
+        deadline: Duration,
+        devices: Vec<Device>,
+        memory: impl Fn(&Device, usize) -> Result<Arc<dyn DeviceMemory>> + Sync,
         run: F,
     ) -> Result<Vec<T>, E>
     where
@@ -269,12 +280,11 @@ impl World {
         E: From<Error> + Display + Send,
         F: Fn(World) -> Result<T, E> + Sync,
     {
-        let devices: Vec<Device> = devices.into_iter().collect();
-        check(&devices)?;
         let (meeting, comms) = (Meeting::new(devices.len())?, Mutex::new(vec![]));
         let world = |rank: usize| {
-            let engine = Nccl::meeting(&devices[rank], &meeting, rank, DEADLINE)?;
-            let world = Self::new(engine, devices[rank].clone());
+            let device = &devices[rank];
+            let engine = Nccl::meeting(|| memory(device, rank), &meeting, rank, deadline)?;
+            let world = Self::new(engine, device.clone());
             comms.lock().expect("no holder of the lock panics").push(world.communicator());
             Ok(world)
         };
@@ -309,8 +319,7 @@ impl World {
         let launch = Launch::from_env()?;
         let device = launch.device();
         #[cfg(feature = "cuda")]
-        if matches!(device.clone().inner().as_dispatch(), DispatchDevice::Cube(CubeDevice::Cuda(_)))
-        {
+        if choice::cuda_index(&device).is_some() {
             return Self::nccl(&launch, device, DEADLINE);
         }
         #[cfg(feature = "mpi")]
