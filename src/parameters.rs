@@ -4,7 +4,7 @@
 
 use std::any::Any;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, ParamMapper};
 use burn::tensor::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
@@ -275,6 +275,19 @@ pub(crate) fn initialise<const D: usize>(
     }
     let expected = Tensor::<1>::empty([1], &param.lazy_device()).dtype();
     ensure_initial_type(path, rank, [expected, param.val().dtype()])
+}
+
+/// The parameter with another [`ParamMapper`], if there is one.
+pub(crate) fn with_mapper<const D: usize>(
+    param: Param<Tensor<D>>,
+    mapper: Option<&(dyn Any + Send + Sync)>,
+) -> Param<Tensor<D>> {
+    let Some(mapper) = mapper.and_then(|mapper| mapper.downcast_ref::<ParamMapper<Tensor<D>>>())
+    else {
+        return param;
+    };
+    let (id, value, _) = param.consume();
+    Param::from_mapped_value(id, value, mapper.clone())
 }
 
 /// Fails for initial values of another type than [`undrawn`] parameters have.

@@ -1,16 +1,19 @@
 //! The way from one device to ranks: `World::launch`, `DistMuonConfig::start`, and the optimizer's
 //! backward pass.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use burn::module::{Param, ParamId};
-use burn::nn::{Linear, LinearConfig};
+use burn::module::{Module, Param, ParamGroup, ParamId};
+use burn::nn::{Linear, LinearConfig, LinearLayout};
 use burn::optim::GradientsParams;
-use burn::tensor::{DType, Device, Shape, Tensor};
-use distmuon::distributed::{GradDtype, Layout, LossScaleConfig};
+use burn::store::ModuleRecord;
+use burn::tensor::{Bytes, DType, Device, Shape, Tensor};
+use distmuon::distributed::{Axis, GradDtype, Layout, LossScaleConfig, Mesh, Place};
 use distmuon::{DistMuonConfig, Error, Result, World};
 use distmuon_testing::models::{Fixed, weights};
+use distmuon_testing::panic_message;
 
 const WIDTH: usize = 64;
 const RANKS: usize = 3;
@@ -83,7 +86,7 @@ fn trained(
     config: &DistMuonConfig,
     by_hand: bool,
 ) -> Result<Vec<Vec<u8>>> {
-    let model = burn::module::Module::map(linear(world.device()), &mut Fixed::new(1));
+    let model = linear(world.device()).map(&mut Fixed::new(1));
     let (mut model, mut optim) = config.start(layout, model)?;
     for step in 0..2 {
         let loss = |model: &Linear, part: usize| {
@@ -126,7 +129,7 @@ fn the_backward_pass_of_the_optimizer_scales_the_loss_in_every_placement() {
 #[test]
 fn gradients_of_burns_backward_pass_do_for_whole_parameters() {
     let world = World::alone(Device::default().autodiff());
-    let model = burn::module::Module::map(linear(world.device()), &mut Fixed::new(2));
+    let model = linear(world.device()).map(&mut Fixed::new(2));
     let stepped = |by_burn: bool| {
         let (model, mut optim) = DistMuonConfig::new().start(&world, model.clone()).unwrap();
         let x = Tensor::<2>::ones([4, WIDTH], world.device());
@@ -159,4 +162,87 @@ fn parts_of_a_batch_follow_each_other() {
         world.all_gather_value(&(part.start, part.end))
     });
     assert_eq!(parts.unwrap(), [(20, 22), (22, 25), (25, 28)]);
+}
+
+/// A model of layers that are stored in another shape than they have, and of parameters that stay
+/// on all ranks.
+fn transposed(device: &Device) -> Vec<Linear> {
+    layers(device).map(&mut Fixed::new(3))
+}
+
+fn layers(device: &Device) -> Vec<Linear> {
+    let config = LinearConfig::new(WIDTH, WIDTH / 2).with_layout(LinearLayout::Col);
+    vec![config.init(device), config.init(device)]
+}
+
+#[test]
+fn burns_own_records_refuse_a_divided_model_and_have_the_whole_one() {
+    let alone = transposed(&Device::default().autodiff()).into_record();
+    let alone = alone.into_bytes().unwrap();
+    let bytes = World::launch(2, |world| {
+        let model = transposed(world.device());
+        let layout = Layout::from(&world).owned("dp");
+        let (model, optim) = DistMuonConfig::new().start(&layout, model)?;
+        let whole = layout.unshard(&model)?;
+        let record = || whole.clone().into_record();
+        let weight = ParamGroup::from_regex(r"^0\.weight$").expect("a regular expression");
+        // A group may leave the part out.
+        for message in [
+            panic_message(|| model.clone().into_record()),
+            panic_message(|| model.clone().into_record_group(weight)),
+        ] {
+            assert!(message.contains("`0.weight`"), "{message}");
+            assert!(message.contains("Layout::unshard"), "{message}");
+        }
+        // The record of a layer may have another shape, which Burn reports.
+        assert!(model.clone().try_load_record(record().allow_partial(true)).is_err());
+        // This crate's checkpoints have whole parameters, in their stored form.
+        let folder = world.broadcast_value(&temporary(&world), 0)?;
+        let path = Path::new(&folder).join("run.bpk");
+        optim.save(&path, &model, &1)?;
+        let (loaded, _, _): (_, _, i32) = optim.load(&path, model)?;
+        assert_eq!(weights(&layout.unshard(&loaded)?), weights(&whole));
+        world.comm().barrier()?;
+        if world.is_main() {
+            std::fs::remove_dir_all(folder).expect("the folder is there");
+        }
+        Ok::<_, Error>(record().into_bytes().expect("a record is bytes").to_vec())
+    });
+    let read = |bytes: Vec<u8>| {
+        let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(bytes)).unwrap();
+        weights(&layers(&Device::default().autodiff()).load_record(record))
+    };
+    assert_eq!(read(bytes.unwrap()), read(alone.to_vec()));
+}
+
+#[test]
+fn a_divided_model_refuses_values_that_burn_would_load_into_its_base() {
+    let world = World::alone(Device::default().autodiff());
+    let whole = linear(world.device()).map(&mut Fixed::new(4));
+    let (record, layout) = (whole.clone().into_record(), Layout::from(&world).owned("dp"));
+    let (model, _) = DistMuonConfig::new().start(&layout, whole).unwrap();
+    // Without the part, which the record of a whole model does not have.
+    let message = panic_message(|| model.try_load_record(record.allow_partial(true)));
+    assert!(message.contains("`weight`") && message.contains("DistModuleOptimizer"), "{message}");
+}
+
+/// A new folder, on rank 0.
+fn temporary(world: &World) -> String {
+    let folder = world.is_main().then(|| tempfile::tempdir().expect("a folder can be made"));
+    folder.map_or(String::new(), |folder| folder.keep().display().to_string())
+}
+
+#[test]
+fn parameters_of_a_divided_model_are_counted_once() {
+    World::launch(2, |world| {
+        let count = transposed(world.device()).num_params();
+        let mesh = Mesh::new(&world, [Axis::model("tp", 2)])?;
+        let cut = Layout::new(&mesh).with_place(Place::shard(r"^0\.weight$", "tp", 1));
+        for layout in [Layout::from(&world).owned("dp"), (&world).into(), cut] {
+            let (model, _) = DistMuonConfig::new().start(&layout, transposed(world.device()))?;
+            assert_eq!(layout.num_params(&model)?, count);
+        }
+        Ok::<_, Error>(())
+    })
+    .unwrap();
 }

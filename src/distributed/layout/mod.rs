@@ -2,6 +2,7 @@
 
 mod average;
 mod events;
+mod form;
 mod identity;
 mod order;
 mod owned;
@@ -367,6 +368,19 @@ impl Layout {
     pub fn table<M: Module>(&self, model: &M) -> Result<LayoutTable> {
         let division = self.division(model)?;
         Ok(LayoutTable::new(&division.found, &division.parameters, &division.cuts))
+    }
+
+    /// Returns the number of elements of a model's float parameters, of which this rank may have
+    /// parts. Burn's `Module::num_params` counts the whole of an owned parameter, and then this
+    /// rank's part of it. Sends nothing.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] for slices of another model.
+    pub fn num_params<M: Module>(&self, model: &M) -> Result<usize> {
+        let mut found = parameters::lazily(model);
+        self.cut_parameters().restore_whole(&mut found, self.world().rank())?;
+        Ok(found.iter().map(|found| found.shape.iter().product::<usize>()).sum())
     }
 
     /// Runs the backward pass of a loss, and returns the gradients for a step: this rank's shards

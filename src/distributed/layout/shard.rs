@@ -174,10 +174,9 @@ impl Layout {
         let Some(Sharded { passes, cuts, .. }) = self.sharded() else { return Ok(model.clone()) };
         let ids = self.identities(model).into_ids();
         let owned = by_path(passes, Placement::Owned);
-        let ids = ids.into_iter().filter(|(path, _)| owned.contains_key(path));
         let whole = passes.read(|| model.clone().materialize());
         passes.ensure_alive()?;
-        let whole = parameters::map(whole, &mut Unshard(ids.collect()));
+        let whole = parameters::map(whole, &mut Unshard { owned, ids });
         let mut join = Joining { layout: self, cuts, error: None };
         let whole = parameters::map(whole, &mut join);
         join.error.map_or(Ok(whole), Err)
@@ -320,14 +319,12 @@ impl Reparameterizer for Shard<'_> {
             None => self.part(parameter, whole),
         };
         let part = self.report(part).unwrap_or_else(|| zero.clone().reshape([1]));
-        let base = Param::from_mapped_value(ParamId::new(), zero.expand(shape), mapper);
+        let at = (path, self.world.rank());
+        let base = parameter.form.base(zero.expand(shape), mapper, at);
         let (parameter, passes) = (parameter.clone(), self.passes.clone());
         passes.remember_part(&parameter, &part);
         let part = Param::initialized(id, part);
-        (
-            base.set_require_grad(false),
-            Some(Owned { part, version: Version::new(), parameter, passes }),
-        )
+        (base, Some(Owned { part, version: Version::new(), parameter, passes }))
     }
 }
 
@@ -370,13 +367,19 @@ impl Reparameterizer for Reduce<'_> {
     }
 }
 
-/// Gives parameters that were gathered their identity back.
-struct Unshard(HashMap<String, ParamId>);
+/// Gives parameters that were gathered their identity back, and the form in which they are stored.
+struct Unshard {
+    owned: HashMap<String, Arc<PassParameter>>,
+    ids: HashMap<String, ParamId>,
+}
 
 impl parameters::Map for Unshard {
     fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(id) = self.0.get(path) else { return param };
+        let Some((parameter, id)) = self.owned.get(path).zip(self.ids.get(path)) else {
+            return param;
+        };
         let (_, value, mapper) = param.consume();
-        Param::from_mapped_value(*id, value, mapper).set_require_grad(true)
+        let whole = Param::from_mapped_value(*id, value, mapper);
+        parameter.form.whole(whole).set_require_grad(true)
     }
 }
