@@ -165,6 +165,7 @@ pub mod slices {}
 /// A complete program for burn-train's `Learner`.
 ///
 /// [From 1 to 8 GPUs]: crate::guide::ranks
+/// [divides the parameters]: crate::guide::large_models
 // Its program needs a feature, without which it is documented and not tested.
 #[cfg_attr(any(feature = "train", not(doctest)), doc = include_str!("../docs/guide/learner.md"))]
 pub mod learner {}

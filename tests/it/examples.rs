@@ -112,6 +112,13 @@ fn changed_lines(old: &[&str], new: &[&str]) -> usize {
     of_prefixes[new.len()]
 }
 
+#[test]
+fn three_lines_of_a_learner_name_its_ranks() {
+    let learner = main_of(include_str!("../../examples/learner.rs"));
+    let of_ranks = |line: &&&str| ["World::", "DistMuon"].iter().any(|name| line.contains(name));
+    assert_eq!(learner.iter().filter(of_ranks).count(), 3, "{learner:?}");
+}
+
 /// Fails unless the first diff of a page has all lines in which two programs differ.
 fn assert_shown(page: &str, old: &[&str], new: &[&str]) {
     let (_, diff) = page.split_once("```diff\n").expect("the page has a diff");
