@@ -1,23 +1,37 @@
 //! A training loop on one device: `cargo run --example minimal`.
 
-use burn::nn::transformer::PositionWiseFeedForwardConfig;
-use burn::optim::GradientsParams;
-use burn::tensor::{Device, Distribution, Tensor};
-use distmuon::{MuonConfig, Schedule};
+use std::ops::Range;
 
-fn main() -> Result<(), distmuon::Error> {
-    let device = Device::default().autodiff();
-    let mut model = PositionWiseFeedForwardConfig::new(32, 128).init(&device);
-    let mut optim = MuonConfig::new().init_batched(&model)?;
-    let lr = Schedule::warmup_cosine(0.003, 10, 190, 0.0);
-    for step in 0..200 {
-        let x = Tensor::<3>::random([8, 4, 32], Distribution::Normal(0.0, 1.0), &device);
+use burn::nn::transformer::PositionWiseFeedForwardConfig;
+use burn::tensor::{Device, Int, Tensor};
+use distmuon::{DistMuonConfig, Error, Schedule, World};
+
+const BATCH: usize = 24;
+const STEPS: usize = 40;
+
+fn main() -> Result<(), Error> {
+    let world = World::alone(Device::default().autodiff());
+    let device = world.device();
+    device.seed(1);
+    let model = PositionWiseFeedForwardConfig::new(16, 64).with_dropout(0.0).init(device);
+    let (mut model, mut optim) = DistMuonConfig::new().start(&world, model)?;
+    let lr = Schedule::warmup_cosine(3e-3, 5, STEPS - 5, 0.0);
+    for step in 0..STEPS {
+        let x = batch(world.part_of(BATCH * step..BATCH * (step + 1)), device);
         let loss = (model.forward(x.clone()) - x.flip([2])).square().mean();
-        let grads = GradientsParams::from_grads(loss.backward(), &model);
+        let grads = optim.backward(&loss, &model)?;
         model = optim.step(lr.at(step), model, grads)?;
-        if (step + 1) % 100 == 0 || step == 0 {
-            println!("step {}: loss {:.4}", step + 1, loss.into_scalar::<f32>());
+        let loss = world.mean(loss.into_scalar::<f32>())?;
+        if world.is_main() && (step == 0 || step + 1 == STEPS) {
+            println!("step {}: loss {loss:.4}", step + 1);
         }
     }
+    println!("rank {}: {} bytes of parameters", world.rank(), optim.memory().parameters.now);
     Ok(())
+}
+
+/// Sines: for each item, a sequence of two rows.
+fn batch(items: Range<usize>, device: &Device) -> Tensor<3> {
+    let values = items.start as i64 * 32..items.end as i64 * 32;
+    Tensor::<1, Int>::arange(values, device).float().sin().reshape([-1, 2, 16])
 }

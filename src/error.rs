@@ -233,8 +233,7 @@ pub enum Error {
     /// The model of a rank differs from rank 0's.
     #[error(
         "parameter `{parameter}` differs on rank {rank}: expected {first} as on rank 0, got \
-         {other}; start from one model, by `World::threads_with` among threads or \
-         `World::broadcast` among processes"
+         {other}; give all ranks one model, by `DistMuonConfig::start` or `World::broadcast`"
     )]
     ModelsDiffer {
         /// The first rank that differs.

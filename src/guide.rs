@@ -101,7 +101,7 @@ pub mod one_device {}
 
 /// A complete program on one device and on many, with the lines that change.
 ///
-/// [`World::threads_with`]: crate::comm::World::threads_with
+/// [`World::launch`]: crate::comm::World::launch
 /// [Processes and several hosts]: crate::guide::hosts
 /// [Troubleshooting]: crate::guide::troubleshooting
 /// [docs/design]: crate::guide#other-documents
@@ -125,7 +125,9 @@ pub mod hosts {}
 /// [`Keep::Nothing`]: crate::distributed::Keep::Nothing
 /// [`Keep::Weights`]: crate::distributed::Keep::Weights
 /// [`Publish::AtFirstUse`]: crate::distributed::Publish::AtFirstUse
-/// [`accumulate`]: crate::distributed::Layout::accumulate
+/// [`shard`]: crate::distributed::Layout::shard
+/// [`start`]: crate::DistMuonConfig::start
+/// [From 1 to 8 GPUs]: crate::guide::ranks
 /// [`average`]: crate::distributed::Layout::average
 /// [`collect`]: crate::distributed::Layout::collect
 /// [`unshard`]: crate::distributed::Layout::unshard
@@ -165,6 +167,7 @@ pub mod slices {}
 /// A complete program for burn-train's `Learner`.
 ///
 /// [From 1 to 8 GPUs]: crate::guide::ranks
+/// [divides the parameters]: crate::guide::large_models
 // Its program needs a feature, without which it is documented and not tested.
 #[cfg_attr(any(feature = "train", not(doctest)), doc = include_str!("../docs/guide/learner.md"))]
 pub mod learner {}

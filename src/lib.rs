@@ -37,7 +37,8 @@
 //! [`MuonConfig::init_batched`] works on all matrices of one shape as one batch, in few launches.
 //! [`MuonConfig::init`] returns Burn's `ModuleOptimizer` instead, as burn-train's `Learner`
 //! requires. On many ranks (threads or processes that train one model together, usually with one
-//! device each), [`DistMuonConfig::init`] takes the place of both, and the loop stays the same.
+//! device each), [`World::launch`] runs the loop on every rank, and [`DistMuonConfig::start`] takes
+//! the place of both: see [from 1 to 8 GPUs](guide::ranks), with the lines that change.
 //!
 //! Everything that can fail returns a [`Result`], except where Burn's interfaces do not have one:
 //! [`MuonConfig::init`] and [`MuonConfig::build`], next to [`MuonConfig::try_init`] and

@@ -4,9 +4,11 @@
 
 use std::any::Any;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId, ParamMapper};
 use burn::tensor::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
 
 /// The type by which Burn announces a LoRA adapter of a weight, or another reparameterization.
 const REPARAMETERIZATION: &str = "Reparameterization";
@@ -234,12 +236,76 @@ impl Visit for Lazily {
         if param.is_initialized() || path_of_whole(fields).is_some() {
             return self.0.visit(fields, param);
         }
-        // Loading does not initialise a parameter. It tells whether it is trained, and its shape:
-        // until then, Burn has the shape that is stored in files. One element in memory.
-        let stored = Tensor::<D>::zeros([1; D], &param.lazy_device()).expand(param.lazy_shape());
-        let loaded = param.clone().transform_for_load(stored, param.id);
-        self.0.visit(fields, &loaded);
+        self.0.visit(fields, &undrawn_parameter(param));
     }
+}
+
+/// A parameter that is not initialised yet, with zeros in place of its initial values: one element
+/// in memory, of the default type of its device.
+fn undrawn_parameter<const D: usize>(param: &Param<Tensor<D>>) -> Param<Tensor<D>> {
+    // Loading does not initialise a parameter. It tells whether it is trained, and its shape:
+    // until then, Burn has the shape that is stored in files.
+    let stored = Tensor::<D>::zeros([1; D], &param.lazy_device()).expand(param.lazy_shape());
+    param.clone().transform_for_load(stored, param.id)
+}
+
+/// The model of a rank that gets the values of another one: parameters that are not initialised yet
+/// are zeros, and no random numbers are drawn for them.
+pub(crate) fn undrawn<M: Module>(model: M) -> M {
+    map(model, &mut Undrawn)
+}
+
+struct Undrawn;
+
+impl Map for Undrawn {
+    fn map<const D: usize>(&mut self, _path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if param.is_initialized() { param } else { undrawn_parameter(&param) }
+    }
+}
+
+/// Initialises a parameter. Fails for initial values of another type than other ranks expect, which
+/// have [`undrawn`] ones.
+pub(crate) fn initialise<const D: usize>(
+    path: &str,
+    rank: usize,
+    param: &Param<Tensor<D>>,
+) -> Result<()> {
+    if param.is_initialized() {
+        return Ok(());
+    }
+    let expected = Tensor::<1>::empty([1], &param.lazy_device()).dtype();
+    ensure_initial_type(path, rank, [expected, param.val().dtype()])
+}
+
+/// The parameter with another [`ParamMapper`], if there is one.
+pub(crate) fn with_mapper<const D: usize>(
+    param: Param<Tensor<D>>,
+    mapper: Option<&(dyn Any + Send + Sync)>,
+) -> Param<Tensor<D>> {
+    let Some(mapper) = mapper.and_then(|mapper| mapper.downcast_ref::<ParamMapper<Tensor<D>>>())
+    else {
+        return param;
+    };
+    let (id, value, _) = param.consume();
+    Param::from_mapped_value(id, value, mapper.clone())
+}
+
+/// Fails for initial values of another type than [`undrawn`] parameters have.
+pub(crate) fn ensure_initial_type(
+    path: &str,
+    rank: usize,
+    [expected, got]: [DType; 2],
+) -> Result<()> {
+    if expected == got {
+        return Ok(());
+    }
+    let [expected, got] = [expected, got].map(|dtype| dtype.name());
+    Err(Error::parameter(
+        path,
+        rank,
+        format!("its initial values are of another type: expected {expected}, got {got}"),
+        "initialise the parameter before the ranks share the model",
+    ))
 }
 
 /// A walk that reads parameters.

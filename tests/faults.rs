@@ -42,6 +42,8 @@ const NCCL_CASES: &[worlds::Case] = cases![
     a_call_whose_event_cannot_be_recorded_ends_the_world,
     work_queued_before_a_call_does_not_count_towards_the_deadline,
     nccl_rejects_devices_other_than_cuda,
+    threads_over_nccl_train_as_copying_threads_do,
+    a_failure_of_a_thread_over_nccl_is_the_error_of_the_run,
     the_version_of_nccl_is_known_without_a_world,
 ];
 
@@ -326,8 +328,37 @@ fn nccl_rejects_devices_other_than_cuda() {
     let launch = Launch { rank: 0, world_size: 1, local_rank: 0, address, secret: String::new() };
     let error = World::nccl(&launch, Device::default(), DEADLINE).unwrap_err().to_string();
     assert!(error.contains("is not a CUDA device") && error.contains("the engine mpi"), "{error}");
-    let outcome = World::nccl_threads(vec![Device::default(); 2], |_| Ok::<_, Error>(()));
-    assert!(outcome.unwrap_err().to_string().contains("is not a CUDA device"));
+}
+
+/// On CUDA devices of their own, `World::threads` connects ranks in this way.
+#[cfg(feature = "cuda")]
+fn threads_over_nccl_train_as_copying_threads_do() {
+    let train = |world: World| -> Result<_> {
+        let net = Layers::square(3, 32, world.device()).map(&mut Fixed::new(1));
+        let (mut net, mut optim) = DistMuonConfig::new().start(&world, net)?;
+        for step in 0..3 {
+            let gradients = gradients(&net, step);
+            net = optim.step(0.01, net, gradients)?;
+        }
+        world.comm().synchronize()?;
+        Ok((world.comm().engine_name(), weights(&net)))
+    };
+    let copying = World::threads(vec![Device::default().autodiff(); RANKS], train);
+    let copying: Vec<_> = copying.unwrap();
+    let over_nccl = host::threads(DEADLINE, RANKS, train).unwrap();
+    for (nccl, threads) in over_nccl.iter().zip(&copying) {
+        assert_eq!((nccl.0, threads.0), ("nccl", "threads"));
+        assert!(nccl.1 == threads.1);
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn a_failure_of_a_thread_over_nccl_is_the_error_of_the_run() {
+    let outcome = host::threads(DEADLINE, RANKS, |world| match world.rank() {
+        VICTIM => Err(Error::EmptyModel),
+        _ => world.comm().barrier(),
+    });
+    assert!(matches!(outcome, Err(Error::EmptyModel)), "{outcome:?}");
 }
 
 /// The events of the victim in one step, in order.

@@ -55,6 +55,8 @@ pub struct Options {
     pub accumulate: usize,
     /// Number of ranks: threads that share the work, on all devices in turn.
     ///
+    /// They use NCCL where each has a CUDA device.
+    ///
     /// Without it, those of --mesh, or 1.
     ///
     /// Several numbers, as in 1,2,4, need --compare.

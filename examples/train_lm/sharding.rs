@@ -75,10 +75,16 @@ impl Sharding {
 
     /// The device of a rank, which computes activations again if weights are gathered again.
     pub fn device(&self, device: Device) -> Device {
-        match (&self.owned, self.keep) {
-            (Some(_), Keep::Nothing) => device.gradient_checkpointing(),
-            _ => device,
-        }
+        if self.gathers_again() { device.gradient_checkpointing() } else { device }
+    }
+
+    /// A rank on such a device.
+    pub fn world(&self, world: World) -> World {
+        if self.gathers_again() { world.gradient_checkpointing() } else { world }
+    }
+
+    fn gathers_again(&self) -> bool {
+        self.owned.is_some() && self.keep == Keep::Nothing
     }
 
     /// The layout for an optimizer with these settings. All ranks make this call.

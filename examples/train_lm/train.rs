@@ -118,8 +118,7 @@ impl Run<'_> {
     pub fn train(&self) -> Result<Summary> {
         let sharding = &self.options.sharding;
         if let Some(world) = self.world {
-            let device = sharding.device(world.device().clone());
-            let world = &World::new(world.communicator(), device);
+            let world = &sharding.world(world.clone());
             world.device().seed(self.settings.seed);
             let model = self.model(world.device()).fork(world.device());
             let model = world.broadcast(model).map_err(anyhow::Error::from);

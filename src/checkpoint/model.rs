@@ -1,5 +1,6 @@
 //! Saving and loading the parameters of a model, one at a time.
 
+use std::any::Any;
 use std::collections::{BTreeSet, HashSet};
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
@@ -11,7 +12,7 @@ use super::write::Planned;
 use super::{MODEL, prefixed};
 use crate::difference::{Difference, DifferenceKind};
 use crate::error::{Error, Result};
-use crate::parameters::{self, in_place_of};
+use crate::parameters::{self, in_place_of, with_mapper};
 #[cfg(feature = "train")]
 use crate::parameters::{Field, Visit};
 
@@ -31,6 +32,10 @@ pub trait Divided {
 
     /// This rank's part of a divided parameter, from the whole, both flat.
     fn part(&self, path: &str, whole: Tensor<1>) -> Tensor<1>;
+
+    /// The [`ParamMapper`](burn::module::ParamMapper) of an owned parameter, whose base refuses to
+    /// be stored.
+    fn mapper(&self, path: &str) -> Option<&(dyn Any + Send + Sync)>;
 }
 
 /// A model that is not divided.
@@ -43,6 +48,10 @@ impl Divided for Undivided {
 
     fn part(&self, _path: &str, whole: Tensor<1>) -> Tensor<1> {
         whole
+    }
+
+    fn mapper(&self, _path: &str) -> Option<&(dyn Any + Send + Sync)> {
+        None
     }
 }
 
@@ -162,8 +171,9 @@ impl ModuleVisitor for Collector<'_> {
         // The saved form of a parameter may be a copy. It is made once for its type and shape, and
         // again for its elements, so that the copies of all parameters are never in memory at the
         // same time.
-        let (id, param) = (param.id, param.clone());
-        let whole_shape = self.divided.whole_shape(&self.path.join(".")).map(Shape::from);
+        let path = self.path.join(".");
+        let (id, param) = (param.id, with_mapper(param.clone(), self.divided.mapper(&path)));
+        let whole_shape = self.divided.whole_shape(&path).map(Shape::from);
         let is_slice = whole_shape.is_some();
         let kind = match &whole_shape {
             Some(whole) => stored_whole(&param, whole),
@@ -340,13 +350,15 @@ impl ModuleMapper for Loader<'_> {
         }
         let path = self.path.join(".");
         let whole_shape = self.divided.whole_shape(&path).map(Shape::from);
+        // Not longer than needed: a clone keeps the old value in memory.
+        let form = || with_mapper(param.clone(), self.divided.mapper(&path));
         let shape = match &whole_shape {
-            Some(whole) => stored_whole(&param, whole).1,
-            None => stored_shape!(param),
+            Some(whole) => stored_whole(&form(), whole).1,
+            None => stored_shape!(form()),
         };
         match self.next((shape, param.lazy_device(), param.id)) {
             Some((tensor, id)) if self.owned.contains(&path) => {
-                let loaded = param.clone().transform_for_load(tensor, id);
+                let loaded = form().transform_for_load(tensor, id);
                 self.whole = Some((path, loaded.val().without_autodiff().reshape([-1])));
                 param
             }

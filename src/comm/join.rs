@@ -38,18 +38,18 @@ impl World {
     /// use burn::nn::LinearConfig;
     /// use burn::tensor::Tensor;
     /// use distmuon::comm::{Joined, World};
-    /// use distmuon::distributed::{Layout, Mesh};
+    /// use distmuon::distributed::Layout;
     /// use distmuon::DistMuonConfig;
     ///
-    /// World::threads(World::devices(2), |world| {
-    ///     let layout = Layout::new(&Mesh::flat(&world)).owned("dp");
-    ///     let mut model = layout.shard(LinearConfig::new(64, 64).init(world.device()))?;
-    ///     let mut optim = DistMuonConfig::new().init_on(&layout, &model)?;
+    /// World::launch(2, |world| {
+    ///     let layout = Layout::from(&world).owned("dp");
+    ///     let model = LinearConfig::new(64, 64).init(world.device());
+    ///     let (mut model, mut optim) = DistMuonConfig::new().start(&layout, model)?;
     ///     let batch = || Tensor::<2>::ones([4, 64], world.device());
     ///     let mut batches = world.join((0..3 + world.rank()).map(|_| batch()));
     ///     while let Some(batch) = batches.next_batch()? {
     ///         let grads = match batch {
-    ///             Joined::Own(x) => layout.backward(&model.forward(x).square().mean(), &model)?,
+    ///             Joined::Own(x) => optim.backward(&model.forward(x).square().mean(), &model)?,
     ///             Joined::Repeated(x) => layout.drain(&model.forward(x).square().mean(), &model)?,
     ///         };
     ///         model = optim.step(1e-3, model, grads)?;

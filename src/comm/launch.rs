@@ -93,8 +93,8 @@ impl Launch {
         let [rank_name, size_name, local_rank_name] = *launcher.ok_or_else(|| {
             absent(
                 "RANK",
-                "start the program with torchrun, mpirun or srun, or use \
-                 `World::from_env_or_alone` or `World::threads`",
+                "start the program with torchrun, mpirun or srun, or use `World::launch` or \
+                 `World::threads`",
             )
         })?;
         let number = |name: &str| match variable(name) {

@@ -12,15 +12,17 @@
 //!
 //! | engine | ranks | constructor | feature | needs |
 //! |---|---|---|---|---|
-//! | [`Threads`] | threads of one process, on any devices | [`World::threads`], [`World::threads_with`] | none | nothing |
-//! | `Mpi` | processes; tensors pass through the host | `World::mpi`, `World::from_env` | `mpi` | an MPI, and libclang to build |
-//! | `Nccl` | processes, or threads, on CUDA devices | `World::nccl`, `World::from_env` | `cuda` | Burn's LLVM bundle to build; `libnccl.so.2` to run |
+//! | [`Threads`] | threads of one process, on any devices | [`World::launch`], [`World::threads`] | none | nothing |
+//! | `Mpi` | processes; tensors pass through the host | `World::launch`, `World::mpi` | `mpi` | an MPI, and libclang to build |
+//! | `Nccl` | processes, or threads, with a CUDA device each | `World::launch`, `World::nccl` | `cuda` | Burn's LLVM bundle to build; `libnccl.so.2` to run |
 //!
-//! `World::from_env` uses NCCL on CUDA devices and MPI on all others. It reads the variables that a
-//! launcher sets, as `Launch` does.
+//! [`World::launch`] starts threads, unless a launcher has started the process: it reads the
+//! variables that a launcher sets, as `Launch` does. Processes use NCCL on CUDA devices and MPI on
+//! all others. Threads use NCCL where each has a CUDA device of its own and the library is found.
 
 mod agreement;
 mod call;
+mod choice;
 mod communicator;
 #[cfg(feature = "processes")]
 mod control;

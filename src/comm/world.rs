@@ -12,15 +12,14 @@ use std::time::Duration;
 use burn::backend::DispatchDevice;
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Shape, Tensor};
-#[cfg(feature = "cuda")]
-use burn_cubecl::CubeDevice;
 use comfy_table::{Table, presets};
 
+use super::choice::{self, Choice};
 use super::launch::Launch;
 #[cfg(feature = "mpi")]
 use super::mpi::Mpi;
 #[cfg(feature = "cuda")]
-use super::nccl::{Meeting, Nccl};
+use super::nccl::{DeviceMemory, Meeting, Nccl, cuda_memory};
 use super::{Communicator, Hierarchy, Threads, devices};
 use crate::error::{Error, Result};
 use crate::parameters::{self, Placeholders, in_place_of};
@@ -62,6 +61,60 @@ impl World {
         Self { comm: comm.into(), device }
     }
 
+    /// Runs a function on every rank, and returns the result of this process's first rank. The
+    /// function is the `main` of a program for one device, and gets the rank's world.
+    ///
+    /// If a launcher (torchrun, mpirun, srun) started this process, the process is one rank of
+    /// [`from_env`](Self::from_env), and the launcher has the number of ranks. Otherwise the ranks
+    /// are `ranks` threads of this process, on the [`devices`](Self::devices) of the default
+    /// backend.
+    ///
+    /// ```
+    /// use burn::{nn::LinearConfig, tensor::Tensor};
+    /// use distmuon::{DistMuonConfig, World};
+    ///
+    /// let loss = World::launch(2, |world| {
+    ///     let model = LinearConfig::new(8, 8).init(world.device());
+    ///     let (mut model, mut optim) = DistMuonConfig::new().start(&world, model)?;
+    ///     let mut loss = 0.0;
+    ///     for step in 0..4 {
+    ///         let items = world.part_of(16 * step..16 * (step + 1));
+    ///         let x = Tensor::<2>::full([items.len(), 8], items.start as f64, world.device());
+    ///         let mean = model.forward(x).square().mean();
+    ///         let grads = optim.backward(&mean, &model)?;
+    ///         model = optim.step(1e-3, model, grads)?;
+    ///         loss = world.mean(mean.into_scalar::<f32>())?;
+    ///     }
+    ///     Ok::<_, distmuon::Error>(loss)
+    /// })?;
+    /// assert!(loss.is_finite());
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    ///
+    /// In a process of a launcher, make one such call: MPI can't be started twice. In a batch
+    /// script of Slurm, start the program with srun: Slurm also sets its variables for the script
+    /// itself, which is not a rank.
+    ///
+    /// # Errors
+    ///
+    /// As [`threads`](Self::threads), or as [`from_env`](Self::from_env) and the function. A rank
+    /// tells the others of its error.
+    ///
+    /// # Panics
+    ///
+    /// As [`threads`](Self::threads), or as the function.
+    pub fn launch<T, E, F>(ranks: usize, run: F) -> Result<T, E>
+    where
+        T: Send,
+        E: From<Error> + Display + Send,
+        F: Fn(World) -> Result<T, E> + Sync,
+    {
+        if Launch::is_in_env() {
+            return on_rank(Self::from_env()?, run).unwrap_or_else(|panic| resume_unwind(panic));
+        }
+        Self::threads(Self::devices(ranks), run).map(|mut results| results.swap_remove(0))
+    }
+
     /// Returns a device with autodiff for each of `ranks` ranks: the devices of the default backend
     /// in turn.
     ///
@@ -73,6 +126,15 @@ impl World {
         devices::devices(ranks)
     }
 
+    /// Returns the same rank on a device with autodiff that computes activations again in the
+    /// backward pass, by [`Device::gradient_checkpointing`]. Weights that are gathered for a use
+    /// are dropped after it there. Make the model on the [`device`](Self::device) of the result.
+    pub fn gradient_checkpointing(self) -> Self {
+        let Self { comm, device } = self;
+        let device = if device.is_autodiff() { device } else { device.autodiff() };
+        Self { comm, device: device.gradient_checkpointing() }
+    }
+
     /// Makes a world of one rank.
     pub fn alone(device: Device) -> Self {
         let engine = Threads::world(&[device.clone().inner()], DEADLINE).swap_remove(0);
@@ -81,6 +143,9 @@ impl World {
 
     /// Runs a function on one thread per device, each a rank of a new world. Returns the results in
     /// the order of ranks. A device may be given more than once.
+    ///
+    /// Ranks with a CUDA device each exchange tensors by NCCL. Where its library is not found, a
+    /// warning names it, and they copy tensors from device to device, as all other threads do.
     ///
     /// # Errors
     ///
@@ -176,6 +241,12 @@ impl World {
     {
         let devices: Vec<Device> = devices.into_iter().collect();
         check(&devices)?;
+        match choice::of_devices(&devices) {
+            #[cfg(feature = "cuda")]
+            Choice::Nccl => return Self::nccl_threads(deadline, devices, cuda_memory, run),
+            Choice::WithoutNccl(warning) => log::warn!("{warning}"),
+            _ => {}
+        }
         let inner: Vec<Device> = devices.iter().map(|device| device.clone().inner()).collect();
         let engines: Vec<_> = Threads::world(&inner, deadline).into_iter().map(Arc::new).collect();
         let world = |rank: usize| {
@@ -186,8 +257,8 @@ impl World {
         on_threads(devices.len(), world, |rank| engines[rank].depart(), failed, run)
     }
 
-    /// Runs a function like [`threads`](Self::threads) on CUDA devices of this host that exchange
-    /// tensors by NCCL: several GPUs of one process. Never run on GPUs.
+    /// Runs a function like [`threads`](Self::threads) on ranks that exchange tensors by NCCL, in
+    /// the memory that `memory` makes for the device of a rank. Never run on GPUs.
     ///
     /// # Errors
     ///
@@ -197,8 +268,11 @@ impl World {
     ///
     /// As [`threads`](Self::threads).
     #[cfg(feature = "cuda")]
+    #[doc(hidden)] // for the memory of tests
     pub fn nccl_threads<T, E, F>(
-        devices: impl IntoIterator<Item = Device>,
+        deadline: Duration,
+        devices: Vec<Device>,
+        memory: impl Fn(&Device, usize) -> Result<Arc<dyn DeviceMemory>> + Sync,
         run: F,
     ) -> Result<Vec<T>, E>
     where
@@ -206,12 +280,11 @@ impl World {
         E: From<Error> + Display + Send,
         F: Fn(World) -> Result<T, E> + Sync,
     {
-        let devices: Vec<Device> = devices.into_iter().collect();
-        check(&devices)?;
         let (meeting, comms) = (Meeting::new(devices.len())?, Mutex::new(vec![]));
         let world = |rank: usize| {
-            let engine = Nccl::meeting(&devices[rank], &meeting, rank, DEADLINE)?;
-            let world = Self::new(engine, devices[rank].clone());
+            let device = &devices[rank];
+            let engine = Nccl::meeting(|| memory(device, rank), &meeting, rank, deadline)?;
+            let world = Self::new(engine, device.clone());
             comms.lock().expect("no holder of the lock panics").push(world.communicator());
             Ok(world)
         };
@@ -246,8 +319,7 @@ impl World {
         let launch = Launch::from_env()?;
         let device = launch.device();
         #[cfg(feature = "cuda")]
-        if matches!(device.clone().inner().as_dispatch(), DispatchDevice::Cube(CubeDevice::Cuda(_)))
-        {
+        if choice::cuda_index(&device).is_some() {
             return Self::nccl(&launch, device, DEADLINE);
         }
         #[cfg(feature = "mpi")]
@@ -259,27 +331,6 @@ impl World {
             format!("{device:?}"),
             "build distmuon with the feature `cuda` for CUDA devices, or `mpi` for all devices",
         ))
-    }
-
-    /// [`from_env`](Self::from_env) if a launcher started this process, else a world of one rank on
-    /// the default device, with autodiff. The same program runs alone and on many ranks.
-    ///
-    /// In a batch script of Slurm, start the program with srun: Slurm also sets its variables for
-    /// the script itself, which is not a rank.
-    ///
-    /// ```no_run
-    /// let world = distmuon::comm::World::from_env_or_alone()?;
-    /// # Ok::<(), distmuon::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    ///
-    /// As [`from_env`](Self::from_env), if a launcher's variables are set.
-    pub fn from_env_or_alone() -> Result<Self> {
-        match Launch::is_in_env() {
-            true => Self::from_env(),
-            false => Ok(Self::alone(Device::default().autodiff())),
-        }
     }
 
     /// Connects processes over MPI, with any device: tensors pass through the host. If a rank waits
@@ -393,6 +444,18 @@ impl World {
         slices::share(items, self.rank(), self.size())
     }
 
+    /// Returns this rank's [`part`](Self::part) of items that do not start at 0, such as a batch.
+    ///
+    /// ```
+    /// # use distmuon::comm::World;
+    /// let world = World::alone(Default::default());
+    /// assert_eq!(world.part_of(20..30), 20..30);
+    /// ```
+    pub fn part_of(&self, items: Range<usize>) -> Range<usize> {
+        let part = self.part(items.len());
+        items.start + part.start..items.start + part.end
+    }
+
     /// Returns the mean of a number, such as a loss, over all ranks: the same value on every rank.
     /// All ranks make this call.
     ///
@@ -433,12 +496,14 @@ impl World {
 
     /// Returns the model with the float parameters of rank 0, so that all ranks start with the same
     /// values. All ranks make this call. Parameters that a
-    /// [`Layout`](crate::distributed::Layout) has divided stay as they are.
+    /// [`Layout`](crate::distributed::Layout) has divided stay as they are. Of parameters that are
+    /// not initialised yet, as in a new model of Burn's layers, rank 0 alone draws initial values.
     ///
     /// # Errors
     ///
     /// As every collective (see [`Communicator`]); [`Error::Mismatch`] for models of
-    /// different shapes.
+    /// different shapes; [`Error::Parameter`] for initial values of another type than their
+    /// device's.
     pub fn broadcast<M: Module>(&self, model: M) -> Result<M> {
         self.broadcast_without(model, |_| false)
     }
@@ -451,14 +516,17 @@ impl World {
     ) -> Result<M> {
         // Two maps instead of a collective inside one: modules may hold locks inside a map that
         // several ranks share.
-        let found = parameters::of(&model).into_iter();
+        let model = if self.is_main() { model } else { parameters::undrawn(model) };
+        let found = parameters::lazily(&model).into_iter();
         let found = found.filter(|found| found.placement.is_owned() || stays(&found.path));
         let stay: HashSet<String> = found.map(|found| found.path).collect();
-        let mut values = Values::default();
-        let model = parameters::map(
-            model,
-            &mut Detach { stay: &stay, values: &mut values, placeholders: Placeholders::default() },
-        );
+        let mut detach = Detach::without(&stay, self);
+        let model = parameters::map(model, &mut detach);
+        let Detach { mut values, error, .. } = detach;
+        if let Some(error) = error {
+            self.comm.fail(&error.to_string());
+            return Err(error);
+        }
         let mut first = VecDeque::new();
         let mut pending = VecDeque::new();
         while let Some((value, shape)) = values.pop_front() {
@@ -499,20 +567,12 @@ where
                 unmade.lock().expect("no holder of the lock panics").get_or_insert(rank);
             }
         });
-        let comm = joined.as_ref().map(World::communicator).ok();
-        let outcome =
-            joined.map_err(E::from).map(|world| catch_unwind(AssertUnwindSafe(|| run(world))));
-        let cause = match &outcome {
-            Ok(Ok(Ok(_))) => None,
-            Ok(Ok(Err(error))) | Err(error) => Some(error.to_string()),
-            Ok(Err(panic)) => Some(format!("it panicked: {}", message(panic.as_ref()))),
+        let outcome = match joined {
+            Ok(world) => on_rank(world, &run),
+            Err(error) => Ok(Err(error.into())),
         };
-        if let Some(cause) = cause {
-            // The others must not wait for a rank that has ended.
-            comm.inspect(|comm| comm.fail(&cause));
-        }
         depart(rank);
-        outcome.unwrap_or_else(|error| Ok(Err(error)))
+        outcome
     };
     let rank = &rank;
     let mut outcomes: Vec<_> = thread::scope(|scope| {
@@ -528,6 +588,23 @@ where
     }
     let outcomes = outcomes.into_iter();
     outcomes.map(|outcome| outcome.unwrap_or_else(|panic| resume_unwind(panic))).collect()
+}
+
+/// Runs a function on a rank, and tells the others of its error or panic: they must not wait for a
+/// rank that has ended.
+fn on_rank<T, E: Display>(
+    world: World,
+    run: impl Fn(World) -> Result<T, E>,
+) -> thread::Result<Result<T, E>> {
+    let comm = world.communicator();
+    let outcome = catch_unwind(AssertUnwindSafe(|| run(world)));
+    let cause = match &outcome {
+        Ok(Ok(_)) => return outcome,
+        Ok(Err(error)) => error.to_string(),
+        Err(panic) => format!("it panicked: {}", message(panic.as_ref())),
+    };
+    comm.fail(&cause);
+    outcome
 }
 
 /// Fails for no devices, and for devices of different backends.
@@ -560,8 +637,19 @@ type Values = VecDeque<(Tensor<1>, Shape)>;
 /// Detaches the values from a model, which keeps placeholders.
 struct Detach<'a> {
     stay: &'a HashSet<String>,
-    values: &'a mut Values,
+    rank: usize,
+    is_alone: bool,
+    values: Values,
     placeholders: Placeholders,
+    error: Option<Error>,
+}
+
+impl<'a> Detach<'a> {
+    fn without(stay: &'a HashSet<String>, world: &World) -> Self {
+        let (rank, is_alone) = (world.rank(), world.size() == 1);
+        let (values, placeholders) = (Values::default(), Placeholders::default());
+        Self { stay, rank, is_alone, values, placeholders, error: None }
+    }
 }
 
 /// Replaces the placeholders by values.
@@ -572,8 +660,11 @@ struct Reattach<'a> {
 
 impl parameters::Map for Detach<'_> {
     fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        if self.stay.contains(path) {
+        if self.stay.contains(path) || self.error.is_some() {
             return param;
+        }
+        if !self.is_alone {
+            self.error = parameters::initialise(path, self.rank, &param).err();
         }
         param.map(|value| {
             let placeholder = self.placeholders.of(&value);

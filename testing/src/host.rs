@@ -167,6 +167,19 @@ pub(crate) fn world_that(
     Ok(World::new(engine.with_reduction(reduction), device))
 }
 
+/// Runs a function on ranks over the test library that are threads of this process, as
+/// [`World::threads`] does where each has a CUDA device.
+pub fn threads<T: Send>(
+    deadline: Duration,
+    count: usize,
+    run: impl Fn(World) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let memory = |device: &Device, _: usize| -> Result<Arc<dyn DeviceMemory>> {
+        Ok(Arc::new(HostMemory::new(device.clone(), Waits::Host)))
+    };
+    World::nccl_threads(deadline, vec![Device::default().autodiff(); count], memory, run)
+}
+
 // SAFETY: buffers are memory of the host, which the test library can access: data of tensors, kept
 // until the stream has passed their call, and vectors, which `tensor` turns into tensors when the
 // stream has passed the last awaited call. Streams are never freed, and work on tensors is done

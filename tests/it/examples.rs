@@ -3,6 +3,9 @@
 use std::env::consts::EXE_SUFFIX;
 use std::process::Command;
 
+#[cfg(feature = "mpi")]
+use distmuon_testing::mpirun;
+
 /// The program of an example, which cargo builds before the tests.
 pub fn command(example: &str) -> Command {
     // Cargo puts tests into `deps` and examples into `examples`, both in the folder of a profile.
@@ -39,35 +42,122 @@ fn number(lines: &[String], text: &str) -> f64 {
     number.unwrap_or_else(|| panic!("no number after {text:?} in {lines:?}"))
 }
 
-#[test]
-fn minimal_trains() {
-    let lines = lines("minimal", &[]);
-    let (first, last) = (number(&lines, "step 1: loss"), number(&lines, "step 200: loss"));
-    assert!(last < 0.7 * first, "{lines:?}");
+/// The lines of losses, in the order of the steps.
+fn losses(lines: &[String]) -> Vec<&String> {
+    lines.iter().filter(|line| line.starts_with("step")).collect()
 }
 
 #[test]
-fn ranks_print_the_same_on_any_number_of_ranks() {
-    let alone = lines("ranks", &["1"]);
+fn one_device_and_ranks_and_divided_parameters_print_the_same_losses() {
+    let alone = lines("minimal", &[]);
     let (first, last) = (number(&alone, "step 1: loss"), number(&alone, "step 40: loss"));
     assert!(last < 0.5 * first, "{alone:?}");
-    assert_eq!(lines("ranks", &["2"]), alone);
-    assert_eq!(lines("ranks", &["3"]), alone);
+    for example in ["ranks", "layout"] {
+        for ranks in ["1", "2", "3"] {
+            let several = lines(example, &[ranks]);
+            assert_eq!(losses(&several), losses(&alone), "{example} {ranks}");
+        }
+    }
+}
+
+#[cfg(feature = "mpi")]
+#[test]
+fn a_program_for_threads_runs_on_the_processes_of_a_launcher() {
+    if !mpirun::is_there() {
+        return;
+    }
+    let mut mpirun = mpirun::mpirun(2);
+    mpirun.arg(command("layout").get_program());
+    let output = mpirun::output(mpirun).expect("mpirun runs");
+    let several: Vec<String> =
+        String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect();
+    assert_eq!(losses(&several), losses(&lines("minimal", &[])), "{output:?}");
+    assert!(number(&several, "rank 1:") > 0.0, "{several:?}");
 }
 
 #[test]
-fn a_layout_divides_the_parameters_and_trains_the_model_of_the_ranks() {
-    let lines_of = |example: &str| lines(example, &["2"]);
-    let divided = lines_of("layout");
-    let is_loss = |line: &&String| line.starts_with("step");
-    let losses: Vec<&String> = divided.iter().filter(is_loss).collect();
-    assert_eq!(losses, lines_of("ranks").iter().collect::<Vec<_>>());
+fn a_layout_divides_the_parameters() {
+    let whole = 4.0 * (2.0 * 16.0 * 64.0 + 64.0 + 16.0);
+    assert_eq!(number(&lines("minimal", &[]), "rank 0:"), whole);
+    assert_eq!(number(&lines("ranks", &["2"]), "rank 1:"), whole);
     // Every rank has the two biases, which are small, and its part of the two matrices.
+    let divided = lines("layout", &["2"]);
     let bytes = ["rank 0:", "rank 1:"].map(|rank| number(&divided, rank));
-    let whole = number(&divided, " of ");
-    assert_eq!(whole, 4.0 * (2.0 * 16.0 * 64.0 + 64.0 + 16.0));
     let sum: f64 = bytes.iter().sum();
     assert!(whole < sum && sum < 1.1 * whole, "{bytes:?} of {whole}");
+}
+
+/// The code of the `main` of a program, without indents.
+fn main_of(program: &str) -> Vec<&str> {
+    let start = program.find("fn main()").expect("a program has a main");
+    let length = program[start..].find("\n}\n").expect("a function has an end");
+    let main = &program[start..start + length + 2];
+    let code = main.lines().map(|line| line.split(" //").next().unwrap_or_default().trim());
+    code.filter(|line| !line.is_empty()).collect()
+}
+
+/// The least number of lines of two programs that are changed, added or taken away.
+fn changed_lines(old: &[&str], new: &[&str]) -> usize {
+    // A line changes into another one, or there is only one of the two.
+    let mut of_prefixes: Vec<usize> = (0..=new.len()).collect();
+    for (row, old) in old.iter().enumerate() {
+        let mut diagonal = row;
+        of_prefixes[0] = row + 1;
+        for (column, new) in new.iter().enumerate() {
+            let changed = diagonal + usize::from(old != new);
+            diagonal = of_prefixes[column + 1];
+            of_prefixes[column + 1] = changed.min(diagonal + 1).min(of_prefixes[column] + 1);
+        }
+    }
+    of_prefixes[new.len()]
+}
+
+#[test]
+fn three_lines_of_a_learner_name_its_ranks() {
+    let learner = main_of(include_str!("../../examples/learner.rs"));
+    let of_ranks = |line: &&&str| ["World::", "DistMuon"].iter().any(|name| line.contains(name));
+    assert_eq!(learner.iter().filter(of_ranks).count(), 3, "{learner:?}");
+}
+
+/// Fails unless the first diff of a page has all lines in which two programs differ.
+fn assert_shown(page: &str, old: &[&str], new: &[&str]) {
+    let (_, diff) = page.split_once("```diff\n").expect("the page has a diff");
+    let (diff, _) = diff.split_once("```").expect("a block has an end");
+    let marked = |mark: char| diff.lines().filter_map(move |line| line.strip_prefix(mark));
+    let without = |program: &[&str], mark| {
+        let mut rest = program.iter().map(|line| line.to_string()).collect::<Vec<_>>();
+        for line in marked(mark) {
+            let found = rest.iter().position(|other| other == line.trim());
+            rest.remove(found.unwrap_or_else(|| panic!("not in the program: {line}")));
+        }
+        rest
+    };
+    let kept = without(old, '-');
+    assert_eq!(kept, without(new, '+'));
+    let shown = marked(' ').all(|line| kept.iter().any(|other| other == line.trim()));
+    assert!(shown, "{diff}");
+}
+
+#[test]
+fn three_lines_lead_from_one_device_to_ranks_and_three_to_divided_parameters() {
+    let [alone, ranks, divided] = [
+        include_str!("../../examples/minimal.rs"),
+        include_str!("../../examples/ranks.rs"),
+        include_str!("../../examples/layout.rs"),
+    ]
+    .map(main_of);
+    assert!(alone.len() > 15, "{alone:?}");
+    assert_eq!(changed_lines(&alone, &ranks), 3);
+    assert_eq!(changed_lines(&ranks, &divided), 3);
+    let page = include_str!("../../docs/guide/ranks.md");
+    let program = include_str!("../../examples/minimal.rs");
+    let (_, program) = program.split_once("\n\n").expect("a program has a first comment");
+    assert!(page.contains(program), "the guide has another program");
+    assert_shown(page, &alone, &ranks);
+    assert_shown(include_str!("../../docs/guide/large-models.md"), &ranks, &divided);
+    // The count itself.
+    assert_eq!(changed_lines(&["a", "b", "c"], &["a", "d", "c", "e"]), 2);
+    assert_eq!(changed_lines(&["a", "b", "c"], &["c"]), 2);
 }
 
 #[cfg(feature = "train")]

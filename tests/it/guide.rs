@@ -241,34 +241,3 @@ fn the_operations_of_an_iteration_are_those_of_the_guide() {
         assert!(page.contains(&claim), "{claim}");
     }
 }
-
-/// Returns the programs of a page.
-fn programs(page: &str) -> Vec<&str> {
-    let blocks = page.split("```rust\n").skip(1);
-    blocks.map(|block| block.split("```").next().unwrap_or_default()).collect()
-}
-
-#[test]
-fn lines_that_change_on_ranks_are_marked_and_counted() {
-    const MARK: &str = "// *";
-    let page = include_str!("../../docs/guide/ranks.md");
-    let [one, many] = programs(page)[..] else { panic!("two programs") };
-    // Iterated once through both programs: unmarked lines have to come in the same order.
-    let mut unchanged = one.lines().map(code);
-    let (mut changed, mut kept) = (0, 0);
-    for line in many.lines().filter(|line| !code(line).is_empty()) {
-        if line.ends_with(MARK) {
-            changed += 1;
-        } else {
-            kept += 1;
-            assert!(unchanged.any(|other| other == code(line)), "not marked: {line}");
-        }
-    }
-    let claim = format!("and {changed} of its {} lines of code are new or changed", changed + kept);
-    assert!(page.replace('\n', " ").contains(&claim), "{claim}");
-}
-
-/// Returns a line without its comment.
-fn code(line: &str) -> &str {
-    line.split("//").next().unwrap_or_default().trim()
-}

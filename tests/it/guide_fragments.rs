@@ -35,32 +35,6 @@ fn every_part_of_a_program_is_compiled_as_it_stands() {
     assert!(count > 0, "this file has no purpose");
 }
 
-/// `docs/guide/ranks.md`.
-mod ranks {
-    use burn::nn::transformer::{PositionWiseFeedForward, PositionWiseFeedForwardConfig};
-    use distmuon::{DistMuonConfig, Error, World};
-
-    fn train(world: World, model: PositionWiseFeedForward) -> Result<(), Error> {
-        assert_eq!(world.size(), 1);
-        DistMuonConfig::new().init(&world, &model).map(drop)
-    }
-
-    #[test]
-    fn the_main_of_processes_runs_alone_without_a_launcher() {
-        main().unwrap();
-    }
-
-    #[rustfmt::skip]
-fn main() -> Result<(), Error> {
-    let world = World::from_env_or_alone()?; // keep it until the program ends
-    world.device().seed(1);
-    let model =
-        PositionWiseFeedForwardConfig::new(16, 64).with_dropout(0.0).init(world.device());
-    let model = world.broadcast(model)?; // all start like rank 0
-    train(world.clone(), model)
-}
-}
-
 /// `docs/guide/slices.md`.
 mod slices {
     use burn::module::Module;

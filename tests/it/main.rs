@@ -32,6 +32,7 @@ mod routing;
 mod saver;
 mod skips;
 mod split;
+mod start;
 mod train_lm;
 
 /// A visible skip instead of the learner's tests.

@@ -1,4 +1,4 @@
-//! The engine for processes with a GPU each, on one host or many, over NCCL.
+//! The engine for ranks with a GPU each, over NCCL: processes on one host or many, or threads.
 //!
 //! Every group has its communicator of NCCL, whose calls do not block. After each call, NCCL is
 //! polled until it has accepted the call. A rank that waits for a dead one therefore learns of the
@@ -163,19 +163,18 @@ impl Nccl {
         Self::at(Endpoint::at(rank, host, port)?, memory, (rank, world_size), secret, deadline)
     }
 
-    /// Connects a thread of a process whose ranks are threads, on a CUDA device.
+    /// Connects a thread of a process whose ranks are threads.
     ///
     /// # Errors
     ///
     /// As [`connect`](Self::connect).
     pub(super) fn meeting(
-        device: &Device,
+        memory: impl FnOnce() -> Result<Arc<dyn DeviceMemory>>,
         meeting: &Meeting,
         rank: usize,
         deadline: Duration,
     ) -> Result<Self> {
         let endpoint = meeting.endpoint(rank);
-        let memory = || cuda_memory(device, rank);
         Self::at(endpoint, memory, (rank, meeting.size), &meeting.secret, deadline)
     }
 
@@ -205,7 +204,8 @@ impl Nccl {
     }
 }
 
-fn cuda_memory(device: &Device, rank: usize) -> Result<Arc<dyn DeviceMemory>> {
+/// The memory of a rank's CUDA device.
+pub(super) fn cuda_memory(device: &Device, rank: usize) -> Result<Arc<dyn DeviceMemory>> {
     Ok(Arc::new(CudaMemory::new(device, rank)?))
 }
 

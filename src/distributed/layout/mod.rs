@@ -2,6 +2,7 @@
 
 mod average;
 mod events;
+mod form;
 mod identity;
 mod order;
 mod owned;
@@ -59,18 +60,18 @@ const SMALL_ELEMENTS: usize = 1024;
 ///
 /// ```
 /// use burn::nn::LinearConfig;
-/// use burn::tensor::{Device, Tensor};
-/// use distmuon::distributed::{Layout, Mesh};
+/// use burn::tensor::Tensor;
+/// use distmuon::distributed::Layout;
 /// use distmuon::{DistMuonConfig, World};
 ///
-/// let devices = vec![Device::default().autodiff().gradient_checkpointing(); 2];
-/// World::threads(devices, |world| {
-///     let layout = Layout::new(&Mesh::flat(&world)).owned("dp");
-///     let mut model = layout.shard(LinearConfig::new(64, 64).init(world.device()))?;
-///     let mut optim = DistMuonConfig::new().init_on(&layout, &model)?;
+/// World::launch(2, |world| {
+///     let world = world.gradient_checkpointing();
+///     let layout = Layout::from(&world).owned("dp");
+///     let model = LinearConfig::new(64, 64).init(world.device());
+///     let (mut model, mut optim) = DistMuonConfig::new().start(&layout, model)?;
 ///     for _step in 0..2 {
 ///         let loss = model.forward(Tensor::<2>::ones([4, 64], world.device())).square().mean();
-///         let grads = layout.backward(&loss, &model)?;
+///         let grads = optim.backward(&loss, &model)?;
 ///         model = optim.step(1e-3, model, grads)?;
 ///     }
 ///     Ok::<_, distmuon::Error>(())
@@ -122,6 +123,19 @@ struct Division {
     planned: Vec<(Parameter, Vec<usize>)>,
     found: Vec<Found>,
     cuts: Cuts,
+}
+
+/// All ranks on one axis, `dp`, as on [`Mesh::flat`]: every rank has all parameters.
+impl From<&World> for Layout {
+    fn from(world: &World) -> Self {
+        Self::new(&Mesh::flat(world))
+    }
+}
+
+impl From<&Layout> for Layout {
+    fn from(layout: &Layout) -> Self {
+        layout.clone()
+    }
 }
 
 impl Layout {
@@ -223,13 +237,13 @@ impl Layout {
     ///
     /// ```
     /// use burn::nn::LinearConfig;
-    /// use burn::tensor::{Device, Tensor};
+    /// use burn::tensor::Tensor;
     /// use distmuon::comm::World;
-    /// use distmuon::distributed::{Layout, Mesh};
+    /// use distmuon::distributed::Layout;
     ///
-    /// let devices = vec![Device::default().autodiff().gradient_checkpointing(); 2];
-    /// World::threads(devices, |world| {
-    ///     let layout = Layout::new(&Mesh::flat(&world)).owned("dp").allow_unused();
+    /// World::launch(2, |world| {
+    ///     let world = world.gradient_checkpointing();
+    ///     let layout = Layout::from(&world).owned("dp").allow_unused();
     ///     let head = || LinearConfig::new(64, 64).init(world.device());
     ///     let heads = layout.shard(vec![head(), head()])?;
     ///     let x = Tensor::<2>::ones([4, 64], world.device());
@@ -354,6 +368,19 @@ impl Layout {
     pub fn table<M: Module>(&self, model: &M) -> Result<LayoutTable> {
         let division = self.division(model)?;
         Ok(LayoutTable::new(&division.found, &division.parameters, &division.cuts))
+    }
+
+    /// Returns the number of elements of a model's float parameters, of which this rank may have
+    /// parts. Burn's `Module::num_params` counts the whole of an owned parameter, and then this
+    /// rank's part of it. Sends nothing.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Parameter`] for slices of another model.
+    pub fn num_params<M: Module>(&self, model: &M) -> Result<usize> {
+        let mut found = parameters::lazily(model);
+        self.cut_parameters().restore_whole(&mut found, self.world().rank())?;
+        Ok(found.iter().map(|found| found.shape.iter().product::<usize>()).sum())
     }
 
     /// Runs the backward pass of a loss, and returns the gradients for a step: this rank's shards

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use burn::tensor::{DType, Device, Tensor};
 
+use super::form::Form;
 use crate::blocks::Blocks;
 use crate::comm::received;
 use crate::distributed::plan::{Bucket, Counts, Run};
@@ -42,6 +43,8 @@ pub struct PassParameter {
     shard_counts: Counts,
     /// In the order of the parts.
     pieces: Vec<Piece>,
+    /// The form in which the whole is stored, if it is owned.
+    pub form: Form,
 }
 
 /// The position of a rank among those that share a parameter, or a slice of it, and its replicas.
@@ -124,6 +127,7 @@ impl PassParameter {
             part_counts: part_counts.into_iter().collect(),
             shard_counts,
             pieces,
+            form: Form::default(),
         }
     }
 

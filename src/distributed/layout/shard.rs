@@ -55,6 +55,8 @@ impl Layout {
         if parameters.is_empty() && cuts.is_empty() {
             return world.broadcast(model);
         }
+        // The values are rank 0's. Other ranks on its device would draw random numbers in between.
+        let model = if world.is_main() { model } else { parameters::undrawn(model) };
         let groups = cuts.groups(&self.mesh)?;
         let passes = Arc::new(self.passes_of(self.groups(&parameters)?, parameters));
         let (owned, mut error) = (by_path(&passes, Placement::Owned), None);
@@ -172,10 +174,9 @@ impl Layout {
         let Some(Sharded { passes, cuts, .. }) = self.sharded() else { return Ok(model.clone()) };
         let ids = self.identities(model).into_ids();
         let owned = by_path(passes, Placement::Owned);
-        let ids = ids.into_iter().filter(|(path, _)| owned.contains_key(path));
         let whole = passes.read(|| model.clone().materialize());
         passes.ensure_alive()?;
-        let whole = parameters::map(whole, &mut Unshard(ids.collect()));
+        let whole = parameters::map(whole, &mut Unshard { owned, ids });
         let mut join = Joining { layout: self, cuts, error: None };
         let whole = parameters::map(whole, &mut join);
         join.error.map_or(Ok(whole), Err)
@@ -271,21 +272,21 @@ struct Shard<'a> {
 }
 
 impl Shard<'_> {
+    /// The value of an outcome. Keeps its error, and tells the other ranks, which wait for this one
+    /// in the next broadcast.
+    fn report<T>(&mut self, outcome: Result<T>) -> Option<T> {
+        let tell = |error: &Error| self.world.comm().fail(&error.to_string());
+        outcome.inspect_err(tell).map_err(|error| *self.error = Some(error)).ok()
+    }
+
     /// The part of a parameter with rank 0's value, which is trained like the whole.
     fn part<const D: usize>(
         &self,
         parameter: &PassParameter,
         whole: Tensor<D>,
     ) -> Result<Tensor<1>> {
-        if whole.dtype() != parameter.dtype {
-            let (expected, got) = (parameter.dtype.name(), whole.dtype().name());
-            return Err(Error::parameter(
-                &parameter.path,
-                self.world.rank(),
-                format!("its initial values are of another type: expected {expected}, got {got}"),
-                "initialise the parameter before `Layout::shard`",
-            ));
-        }
+        let types = [parameter.dtype, whole.dtype()];
+        parameters::ensure_initial_type(&parameter.path, self.world.rank(), types)?;
         let flat = whole.clone().without_autodiff().reshape([-1]);
         let first = self.world.comm().broadcast(flat, 0)?.wait()?;
         let held = self.cuts.slice(&parameter.path).map_or(first.clone(), |slice| slice.of(&first));
@@ -301,7 +302,14 @@ impl Reparameterizer for Shard<'_> {
         path: &str,
         param: Param<Tensor<D>>,
     ) -> (Param<Tensor<D>>, Option<Owned>) {
-        let Some(parameter) = self.parameters.get(path) else { return (param, None) };
+        let Some(parameter) = self.parameters.get(path) else {
+            if self.error.is_none() && self.cuts.slice(path).is_none() {
+                // Random numbers are drawn in the order of the model, as on one device.
+                let initialised = parameters::initialise(path, self.world.rank(), &param);
+                self.report(initialised);
+            }
+            return (param, None);
+        };
         let (id, whole, mapper) = param.consume();
         let slice = self.cuts.slice(path).map(|slice| Shape::from(shape_of::<D>(slice)));
         let shape = slice.unwrap_or(whole.shape());
@@ -310,23 +318,13 @@ impl Reparameterizer for Shard<'_> {
             Some(_) => return (Param::from_mapped_value(id, whole, mapper), None),
             None => self.part(parameter, whole),
         };
-        let part = match part {
-            Ok(part) => part,
-            Err(error) => {
-                // The others wait for this rank in the next broadcast.
-                self.world.comm().fail(&error.to_string());
-                *self.error = Some(error);
-                zero.clone().reshape([1])
-            }
-        };
-        let base = Param::from_mapped_value(ParamId::new(), zero.expand(shape), mapper);
+        let part = self.report(part).unwrap_or_else(|| zero.clone().reshape([1]));
+        let at = (path, self.world.rank());
+        let base = parameter.form.base(zero.expand(shape), mapper, at);
         let (parameter, passes) = (parameter.clone(), self.passes.clone());
         passes.remember_part(&parameter, &part);
         let part = Param::initialized(id, part);
-        (
-            base.set_require_grad(false),
-            Some(Owned { part, version: Version::new(), parameter, passes }),
-        )
+        (base, Some(Owned { part, version: Version::new(), parameter, passes }))
     }
 }
 
@@ -369,13 +367,19 @@ impl Reparameterizer for Reduce<'_> {
     }
 }
 
-/// Gives parameters that were gathered their identity back.
-struct Unshard(HashMap<String, ParamId>);
+/// Gives parameters that were gathered their identity back, and the form in which they are stored.
+struct Unshard {
+    owned: HashMap<String, Arc<PassParameter>>,
+    ids: HashMap<String, ParamId>,
+}
 
 impl parameters::Map for Unshard {
     fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(id) = self.0.get(path) else { return param };
+        let Some((parameter, id)) = self.owned.get(path).zip(self.ids.get(path)) else {
+            return param;
+        };
         let (_, value, mapper) = param.consume();
-        Param::from_mapped_value(*id, value, mapper).set_require_grad(true)
+        let whole = Param::from_mapped_value(*id, value, mapper);
+        parameter.form.whole(whole).set_require_grad(true)
     }
 }

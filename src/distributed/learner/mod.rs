@@ -29,7 +29,7 @@ use burn::train::{
 use serde_json::json;
 
 use super::optimizer::Busy;
-use super::{Diagnostics, DistModuleOptimizer, DistMuonConfig, Layout, Mesh};
+use super::{Diagnostics, DistModuleOptimizer, DistMuonConfig, Layout};
 use crate::account::Account;
 use crate::checkpoint::{Archive, States, TrainedPaths, stored_otherwise};
 use crate::comm::{DEADLINE, World, message};
@@ -184,7 +184,7 @@ impl DistMuonStrategy {
         let skipped = SkippedSteps::new(config.muon.max_skipped);
         Self {
             ranks,
-            layout: MakeLayout(Arc::new(|world| Ok(Layout::new(&Mesh::flat(world))))),
+            layout: MakeLayout(Arc::new(|world| Ok(world.into()))),
             config,
             deadline: DEADLINE,
             skipped,
@@ -202,11 +202,11 @@ impl DistMuonStrategy {
     ///
     /// ```
     /// use burn::tensor::Device;
-    /// use distmuon::distributed::{DistMuonConfig, DistMuonStrategy, Layout, Mesh};
+    /// use distmuon::distributed::{DistMuonConfig, DistMuonStrategy, Layout};
     ///
     /// let devices = vec![Device::default(); 2];
     /// let strategy = DistMuonStrategy::new(devices, DistMuonConfig::new())
-    ///     .with_layout(|world| Ok(Layout::new(&Mesh::flat(world)).owned("dp")));
+    ///     .with_layout(|world| Ok(Layout::from(world).owned("dp")));
     /// ```
     pub fn with_layout(
         mut self,

@@ -35,10 +35,10 @@ use std::collections::BTreeMap;
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::Module;
 use burn::optim::GradientsParams;
+use burn::tensor::Tensor;
 
 use super::config::DistMuonConfig;
 use super::layout::Layout;
-use super::mesh::Mesh;
 use super::plan::{Costs, Plan, Report};
 use crate::comm::World;
 use crate::error::{Error, Result};
@@ -142,6 +142,42 @@ impl DistModuleOptimizer {
         Ok(optim)
     }
 
+    /// Runs the backward pass of a loss, and returns the gradients for [`step`](Self::step), in any
+    /// placement of the parameters: [`Layout::backward`] of the loss times
+    /// [`loss_scale`](Self::loss_scale). All ranks make this call.
+    ///
+    /// # Errors
+    ///
+    /// As [`Layout::backward`].
+    pub fn backward<M: Module, const D: usize>(
+        &self,
+        loss: &Tensor<D>,
+        model: &M,
+    ) -> Result<GradientsParams> {
+        self.announced(self.layout().backward(&self.scaled(loss), model))
+    }
+
+    /// Runs the backward pass of a micro-batch, to whose gradients the next
+    /// [`backward`](Self::backward) adds its own: [`Layout::accumulate`] of the loss times
+    /// [`loss_scale`](Self::loss_scale). All ranks make this call.
+    ///
+    /// # Errors
+    ///
+    /// As [`Layout::accumulate`].
+    pub fn accumulate<M: Module, const D: usize>(&self, loss: &Tensor<D>, model: &M) -> Result<()> {
+        self.announced(self.layout().accumulate(&self.scaled(loss), model))
+    }
+
+    fn scaled<const D: usize>(&self, loss: &Tensor<D>) -> Tensor<D> {
+        let scale = self.loss_scale();
+        if scale == 1.0 { loss.clone() } else { loss.clone() * scale }
+    }
+
+    /// Returns the layout of the model.
+    pub fn layout(&self) -> &Layout {
+        &self.divided.layout
+    }
+
     /// Takes one step at learning rate `lr`: returns the model with all trained parameters updated
     /// from the gradients of all ranks. All ranks make this call.
     ///
@@ -217,7 +253,7 @@ impl DistModuleOptimizer {
     /// let config = DistMuonConfig::new().with_loss_scale(Some(LossScaleConfig::new()));
     /// let mut optim = config.init(&World::alone(device.clone()), &model)?;
     /// let loss = model.forward(Tensor::<2>::ones([4, 8], &device)).square().mean();
-    /// let grads = (loss * optim.loss_scale()).backward();
+    /// let grads = (loss * optim.loss_scale()).backward(); // as `optim.backward` does
     /// let model = optim.step(1e-3, model.clone(), GradientsParams::from_grads(grads, &model))?;
     /// # Ok::<(), distmuon::Error>(())
     /// ```
@@ -294,6 +330,42 @@ impl DistModuleOptimizer {
 }
 
 impl DistMuonConfig {
+    /// Places a model on the ranks, with the values of rank 0, and makes its optimizer. On a
+    /// `&World`, every rank has all parameters; a [`Layout`] may divide them. All ranks make this
+    /// call.
+    ///
+    /// It is [`Layout::shard`] and then [`init_on`](Self::init_on), with the routing of
+    /// [`muon`](Self::muon) in both. One rank is the smallest number of ranks.
+    ///
+    /// ```
+    /// use burn::{nn::LinearConfig, tensor::{Device, Tensor}};
+    /// use distmuon::distributed::Layout;
+    /// use distmuon::{DistMuonConfig, World};
+    ///
+    /// let world = World::alone(Device::default().autodiff());
+    /// let model = LinearConfig::new(64, 256).init(world.device());
+    /// let layout = Layout::from(&world); // or `.owned("dp")`, to divide the parameters
+    /// let (model, mut optim) = DistMuonConfig::new().start(&layout, model)?;
+    /// let loss = model.forward(Tensor::<2>::ones([8, 64], world.device())).square().mean();
+    /// let grads = optim.backward(&loss, &model)?;
+    /// let model = optim.step(1e-3, model, grads)?;
+    /// # Ok::<(), distmuon::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`Layout::shard`] and [`init_on`](Self::init_on).
+    pub fn start<M: Module>(
+        &self,
+        on: impl Into<Layout>,
+        model: M,
+    ) -> Result<(M, DistModuleOptimizer)> {
+        let layout = on.into().with_muon(self.muon.clone());
+        let model = layout.shard(model)?;
+        let optim = self.init_on(&layout, &model)?;
+        Ok((model, optim))
+    }
+
     /// Makes the optimizer for a model on all ranks of a world. All ranks make this call, with the
     /// same configuration and equal models.
     ///
@@ -309,7 +381,7 @@ impl DistMuonConfig {
     ///   parameter that differs;
     /// - as every collective.
     pub fn init<M: Module>(&self, world: &World, model: &M) -> Result<DistModuleOptimizer> {
-        self.init_on(&Layout::new(&Mesh::flat(world)), model)
+        self.init_on(&world.into(), model)
     }
 
     /// Makes the optimizer for a model that a layout has divided, or for any model on the ranks of

@@ -1,5 +1,6 @@
 //! The parameters of a divided model in checkpoints, which have them whole.
 
+use std::any::Any;
 use std::collections::HashMap;
 
 use burn::module::{Module, Param};
@@ -73,6 +74,10 @@ impl Divided for DividedModel {
             Some(pass_parameter) => pass_parameter.part(held),
             None => held,
         }
+    }
+
+    fn mapper(&self, path: &str) -> Option<&(dyn Any + Send + Sync)> {
+        self.passes.get(path)?.form.mapper()
     }
 }
 

@@ -1,0 +1,248 @@
+//! The way from one device to ranks: `World::launch`, `DistMuonConfig::start`, and the optimizer's
+//! backward pass.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::module::{Module, Param, ParamGroup, ParamId};
+use burn::nn::{Linear, LinearConfig, LinearLayout};
+use burn::optim::GradientsParams;
+use burn::store::ModuleRecord;
+use burn::tensor::{Bytes, DType, Device, Shape, Tensor};
+use distmuon::distributed::{Axis, GradDtype, Layout, LossScaleConfig, Mesh, Place};
+use distmuon::{DistMuonConfig, Error, Result, World};
+use distmuon_testing::models::{Fixed, weights};
+use distmuon_testing::panic_message;
+
+const WIDTH: usize = 64;
+const RANKS: usize = 3;
+
+/// The placements, by name.
+type OnWorld = fn(&World) -> Layout;
+const PLACEMENTS: [(&str, OnWorld); 3] = [
+    ("replicated", |world| world.into()),
+    ("reduced", |world| Layout::from(world).overlap_backward()),
+    ("owned", |world| Layout::from(world).owned("dp")),
+];
+
+fn linear(device: &Device) -> Linear {
+    LinearConfig::new(WIDTH, WIDTH).init(device)
+}
+
+/// A layer whose weight counts how often it is initialised.
+fn counting(device: &Device, draws: &Arc<AtomicUsize>) -> Linear {
+    let draws = draws.clone();
+    let init = move |device: &Device, is_trained| {
+        draws.fetch_add(1, Ordering::SeqCst);
+        Tensor::ones([WIDTH, WIDTH], device).set_require_grad(is_trained)
+    };
+    let shape = Shape::from([WIDTH, WIDTH]);
+    let weight = Param::uninitialized(ParamId::new(), init, device.clone(), true, shape);
+    Linear { weight, ..linear(device) }
+}
+
+#[test]
+fn rank_0_alone_draws_initial_values() {
+    for (name, layout) in PLACEMENTS {
+        let draws = World::launch(RANKS, |world| {
+            let draws = Arc::new(AtomicUsize::new(0));
+            let model = counting(world.device(), &draws);
+            let (model, optim) = DistMuonConfig::new().start(layout(&world), model)?;
+            let whole = optim.layout().unshard(&model)?;
+            let sum = whole.weight.val().inner().sum().into_scalar::<f32>();
+            assert_eq!(sum, (WIDTH * WIDTH) as f32, "{name}");
+            assert!(whole.weight.is_require_grad(), "{name}");
+            world.all_gather_value(&draws.load(Ordering::SeqCst))
+        });
+        assert_eq!(draws.unwrap(), [1, 0, 0], "{name}");
+    }
+}
+
+#[test]
+fn initial_values_that_the_other_ranks_do_not_expect_are_an_error() {
+    for (name, layout) in PLACEMENTS {
+        let error = World::launch(2, |world| {
+            let mut model = linear(world.device());
+            model.weight = model.weight.init_mapper(|weight| weight.cast(DType::BF16));
+            DistMuonConfig::new().start(layout(&world), model).map(drop)
+        });
+        let error = error.unwrap_err();
+        assert!(matches!(error, Error::Parameter { rank: 0, .. }), "{name}: {error:?}");
+        let error = error.to_string();
+        assert!(error.contains("`weight`") && error.contains("expected f32, got bf16"), "{error}");
+    }
+    // Alone, a rank knows of all types.
+    let world = World::alone(Device::default().autodiff());
+    let mut model = linear(world.device());
+    model.weight = model.weight.init_mapper(|weight| weight.cast(DType::BF16));
+    DistMuonConfig::new().start(&world, model).unwrap();
+}
+
+/// The weights after two steps of two micro-batches.
+fn trained(
+    world: &World,
+    layout: Layout,
+    config: &DistMuonConfig,
+    by_hand: bool,
+) -> Result<Vec<Vec<u8>>> {
+    let model = linear(world.device()).map(&mut Fixed::new(1));
+    let (mut model, mut optim) = config.start(layout, model)?;
+    for step in 0..2 {
+        let loss = |model: &Linear, part: usize| {
+            let value = (1 + step + part + world.rank()) as f64;
+            let x = Tensor::<2>::full([4, WIDTH], value, world.device());
+            model.forward(x).square().mean()
+        };
+        let grads = if by_hand {
+            let scale = optim.loss_scale();
+            optim.layout().accumulate(&(loss(&model, 0) * scale), &model)?;
+            optim.layout().backward(&(loss(&model, 1) * scale), &model)?
+        } else {
+            optim.accumulate(&loss(&model, 0), &model)?;
+            optim.backward(&loss(&model, 1), &model)?
+        };
+        model = optim.step(1e-2, model, grads)?;
+    }
+    Ok(weights(&optim.layout().unshard(&model)?))
+}
+
+#[test]
+fn the_backward_pass_of_the_optimizer_scales_the_loss_in_every_placement() {
+    let scaled = DistMuonConfig::new()
+        .with_grad_dtype(GradDtype::Float32)
+        .with_loss_scale(Some(LossScaleConfig::new().with_initial(1024.0)));
+    for config in [DistMuonConfig::new(), scaled] {
+        let mut all = vec![];
+        for (_, layout) in PLACEMENTS {
+            for by_hand in [true, false] {
+                all.push(
+                    World::launch(2, |world| trained(&world, layout(&world), &config, by_hand))
+                        .unwrap(),
+                );
+            }
+        }
+        assert!(all.iter().all(|weights| *weights == all[0]));
+    }
+}
+
+#[test]
+fn gradients_of_burns_backward_pass_do_for_whole_parameters() {
+    let world = World::alone(Device::default().autodiff());
+    let model = linear(world.device()).map(&mut Fixed::new(2));
+    let stepped = |by_burn: bool| {
+        let (model, mut optim) = DistMuonConfig::new().start(&world, model.clone()).unwrap();
+        let x = Tensor::<2>::ones([4, WIDTH], world.device());
+        let loss = model.forward(x).square().mean();
+        let grads = match by_burn {
+            true => GradientsParams::from_grads(loss.backward(), &model),
+            false => optim.backward(&loss, &model).unwrap(),
+        };
+        weights(&optim.step(1e-2, model, grads).unwrap())
+    };
+    assert_eq!(stepped(true), stepped(false));
+}
+
+#[test]
+fn launch_returns_the_result_of_the_first_rank_or_the_cause_of_a_failure() {
+    assert_eq!(World::launch(RANKS, |world| Ok::<_, Error>(world.rank() + 10)).unwrap(), 10);
+    let failed = World::launch(RANKS, |world| match world.rank() {
+        1 => Err(Error::EmptyModel),
+        _ => world.comm().barrier(),
+    });
+    assert!(matches!(failed, Err(Error::EmptyModel)), "{failed:?}");
+    let none = World::launch(0, |_| Ok::<_, Error>(()));
+    assert!(matches!(none, Err(Error::Usage { .. })), "{none:?}");
+}
+
+#[test]
+fn parts_of_a_batch_follow_each_other() {
+    let parts = World::launch(RANKS, |world| {
+        let part = world.part_of(20..28);
+        world.all_gather_value(&(part.start, part.end))
+    });
+    assert_eq!(parts.unwrap(), [(20, 22), (22, 25), (25, 28)]);
+}
+
+/// A model of layers that are stored in another shape than they have, and of parameters that stay
+/// on all ranks.
+fn transposed(device: &Device) -> Vec<Linear> {
+    layers(device).map(&mut Fixed::new(3))
+}
+
+fn layers(device: &Device) -> Vec<Linear> {
+    let config = LinearConfig::new(WIDTH, WIDTH / 2).with_layout(LinearLayout::Col);
+    vec![config.init(device), config.init(device)]
+}
+
+#[test]
+fn burns_own_records_refuse_a_divided_model_and_have_the_whole_one() {
+    let alone = transposed(&Device::default().autodiff()).into_record();
+    let alone = alone.into_bytes().unwrap();
+    let bytes = World::launch(2, |world| {
+        let model = transposed(world.device());
+        let layout = Layout::from(&world).owned("dp");
+        let (model, optim) = DistMuonConfig::new().start(&layout, model)?;
+        let whole = layout.unshard(&model)?;
+        let record = || whole.clone().into_record();
+        let weight = ParamGroup::from_regex(r"^0\.weight$").expect("a regular expression");
+        // A group may leave the part out.
+        for message in [
+            panic_message(|| model.clone().into_record()),
+            panic_message(|| model.clone().into_record_group(weight)),
+        ] {
+            assert!(message.contains("`0.weight`"), "{message}");
+            assert!(message.contains("Layout::unshard"), "{message}");
+        }
+        // The record of a layer may have another shape, which Burn reports.
+        assert!(model.clone().try_load_record(record().allow_partial(true)).is_err());
+        // This crate's checkpoints have whole parameters, in their stored form.
+        let folder = world.broadcast_value(&temporary(&world), 0)?;
+        let path = Path::new(&folder).join("run.bpk");
+        optim.save(&path, &model, &1)?;
+        let (loaded, _, _): (_, _, i32) = optim.load(&path, model)?;
+        assert_eq!(weights(&layout.unshard(&loaded)?), weights(&whole));
+        world.comm().barrier()?;
+        if world.is_main() {
+            std::fs::remove_dir_all(folder).expect("the folder is there");
+        }
+        Ok::<_, Error>(record().into_bytes().expect("a record is bytes").to_vec())
+    });
+    let read = |bytes: Vec<u8>| {
+        let record = ModuleRecord::from_bytes(Bytes::from_bytes_vec(bytes)).unwrap();
+        weights(&layers(&Device::default().autodiff()).load_record(record))
+    };
+    assert_eq!(read(bytes.unwrap()), read(alone.to_vec()));
+}
+
+#[test]
+fn a_divided_model_refuses_values_that_burn_would_load_into_its_base() {
+    let world = World::alone(Device::default().autodiff());
+    let whole = linear(world.device()).map(&mut Fixed::new(4));
+    let (record, layout) = (whole.clone().into_record(), Layout::from(&world).owned("dp"));
+    let (model, _) = DistMuonConfig::new().start(&layout, whole).unwrap();
+    // Without the part, which the record of a whole model does not have.
+    let message = panic_message(|| model.try_load_record(record.allow_partial(true)));
+    assert!(message.contains("`weight`") && message.contains("DistModuleOptimizer"), "{message}");
+}
+
+/// A new folder, on rank 0.
+fn temporary(world: &World) -> String {
+    let folder = world.is_main().then(|| tempfile::tempdir().expect("a folder can be made"));
+    folder.map_or(String::new(), |folder| folder.keep().display().to_string())
+}
+
+#[test]
+fn parameters_of_a_divided_model_are_counted_once() {
+    World::launch(2, |world| {
+        let count = transposed(world.device()).num_params();
+        let mesh = Mesh::new(&world, [Axis::model("tp", 2)])?;
+        let cut = Layout::new(&mesh).with_place(Place::shard(r"^0\.weight$", "tp", 1));
+        for layout in [Layout::from(&world).owned("dp"), (&world).into(), cut] {
+            let (model, _) = DistMuonConfig::new().start(&layout, transposed(world.device()))?;
+            assert_eq!(layout.num_params(&model)?, count);
+        }
+        Ok::<_, Error>(())
+    })
+    .unwrap();
+}
