@@ -4,8 +4,8 @@
 use burn::backend::Dispatch;
 use burn::tensor::Tensor;
 
+use super::compute_path::{ComputePath, KernelPolicy};
 use super::ops::{FlaggedRows, StepOps};
-use super::path::{ComputePath, KernelPolicy};
 use super::portable;
 use super::tensor_list::TensorList;
 

@@ -3,8 +3,8 @@
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, FloatDType, Tensor};
 
+use super::compute_path::ComputePath;
 use super::ops::{MatrixOps, PartialNorms, Products, norm_parts};
-use super::path::ComputePath;
 use super::portable;
 use super::program::{Program, Step};
 use super::tensor_list::TensorList;

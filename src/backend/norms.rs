@@ -3,8 +3,8 @@
 use burn::backend::Dispatch;
 use burn::tensor::{DType, Device, Tensor};
 
+use super::compute_path::{ComputePath, KernelPolicy};
 use super::ops::{MatrixOps, norm_parts};
-use super::path::{ComputePath, KernelPolicy};
 use super::precise::{precise_dtype, wide};
 use super::tensor_list::TensorList;
 use crate::slices;

@@ -11,7 +11,7 @@ use burn::tensor::{DType, Device, Tensor};
 use super::call::Call;
 use super::counts::offset;
 use super::thread_rounds::{Participant, PendingRound, ThreadRounds};
-use super::{Engine, PairCounts, Pending, ReduceOp, reduce, value};
+use super::{Engine, PairCounts, Pending, ReduceOp, reduce, value_bytes};
 use crate::error::{Error, Result};
 use crate::slices;
 
@@ -244,10 +244,10 @@ impl Engine for Threads {
     fn split(&self, color: usize, key: usize) -> Result<Arc<dyn Engine>> {
         // Every rank offers a number for a new group; the first member's is used.
         let offer = (color, key, self.participant.new_group());
-        let offers = self.collect_bytes(Call::new("split"), value::to_bytes(&offer))?;
+        let offers = self.collect_bytes(Call::new("split"), value_bytes::to_bytes(&offer))?;
         let mut members: Vec<(usize, usize, u64)> = vec![];
         for (rank, bytes) in offers.iter().enumerate() {
-            let (of, key, group): (usize, usize, u64) = value::from_bytes(rank, bytes)?;
+            let (of, key, group): (usize, usize, u64) = value_bytes::from_bytes(rank, bytes)?;
             members.extend((of == color).then_some((key, rank, group)));
         }
         members.sort_unstable();

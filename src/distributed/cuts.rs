@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use super::mesh::{Axis, Grid, Mesh};
-use super::place::Places;
+use super::placement_rules::Places;
 use super::plan::{Cut, Slice, Slices};
 use crate::comm::Communicator;
 use crate::error::{Error, Result};

@@ -232,7 +232,7 @@ mod tests {
     use super::*;
     use crate::backend::KernelPolicy;
     use crate::elementwise::{AdamWConfig, ElementwiseConfig};
-    use crate::skips::lacks;
+    use crate::skipped_tests::lacks;
     use crate::update::{MasterWeights, Precision, StateDtype};
 
     /// The square of such a gradient is zero in float16, so the step after it would be divided by

@@ -15,7 +15,9 @@
 //! `NewtonSchulz::direction`, [`StepSize`] and `backend::apply`.
 
 mod clipping;
+mod custom;
 mod elementwise;
+mod idle_matrices;
 mod lr_scale;
 mod momentum;
 mod muon;
@@ -24,17 +26,17 @@ pub mod parts;
 mod precision;
 mod resumed;
 mod rounding;
-mod skipped;
-mod stacks;
+mod skip_counts;
 mod state;
 mod step_size;
-mod whole;
 
 pub(crate) use clipping::clip;
+pub(crate) use custom::{MAX_RANK, OWN_STATE, WholeParameter, WholeUpdate, with_rank};
 pub(crate) use elementwise::{
     BURNS_TIME, CORRECTIONS, ELEMENTS, ELEMENTWISE_SLOTS, ElementwiseParameter, ElementwiseRule,
     ElementwiseUpdate, RoleFactors, Roles, from_burns, of_burns, unflatten_burns,
 };
+pub(crate) use idle_matrices::Clocks;
 pub use lr_scale::LrScale;
 pub(crate) use momentum::{MOMENTUM, MOMENTUM_WEIGHT};
 pub use momentum::{MomentumConfig, MomentumForm};
@@ -47,13 +49,11 @@ pub(crate) use resumed::{
     OF_INIT, REFUSED, Refusals, Resumable, Resumed, Rule, Unrouted, of_another,
 };
 pub(crate) use rounding::Origin;
-pub use skipped::SkippedSteps;
-pub(crate) use skipped::{Place, Reserved};
-pub(crate) use stacks::Clocks;
+pub use skip_counts::SkippedSteps;
+pub(crate) use skip_counts::{Place, Reserved};
 pub(crate) use state::{IDLE, MANTISSA, MASTER, SKIPPED, Slot, Slots, missing, unused};
 pub use step_size::WeightDecay;
 pub(crate) use step_size::{StepSize, ensure_rate};
-pub(crate) use whole::{MAX_RANK, OWN_STATE, WholeParameter, WholeUpdate, with_rank};
 
 /// The rank in errors of an optimizer that knows of no ranks.
 pub(crate) const ONLY_RANK: usize = 0;

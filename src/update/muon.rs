@@ -6,13 +6,13 @@ use burn::grad_clipping::GradientClippingConfig;
 use burn::tensor::{DType, Device, Tensor, TensorData, s};
 
 use super::clipping::clip;
+use super::idle_matrices::{self, Clocks, IDLE_STEPS, Idle, Section};
 use super::lr_scale::LrScale;
 use super::momentum::{MOMENTUM, MomentumConfig, Weights};
 use super::observations::{Observations, orthogonality_errors};
 use super::parts::{Context, Known, Matrices, Part, Quantity, Stage, frobenius};
 use super::precision::{Precision, is_half};
 use super::rounding::Origin;
-use super::stacks::{self, Clocks, IDLE_STEPS, Idle, Section};
 use super::state::{Slot, Slots};
 use super::step_size::{StepSize, WeightDecay};
 use crate::backend::{
@@ -325,9 +325,9 @@ impl MuonUpdate {
         let steps: Vec<_> = sections.iter().map(step).collect();
         let unchanged = idle.among(&diverged, batch.first);
         let flags = (&unchanged, batch.first);
-        let values = stacks::divided(values, &sections, m * n);
+        let values = idle_matrices::divided(values, &sections, m * n);
         let values = apply(self.policy(), values, direction, batch.flags(&diverged), flags, &steps);
-        let mut values = stacks::joined(values, &sections);
+        let mut values = idle_matrices::joined(values, &sections);
         if self.has_parts(Stage::Parameter) {
             let mask = || batch.unchanged(&diverged, &idle);
             let old = joined(&values, shape);
@@ -410,7 +410,7 @@ impl MuonUpdate {
         let precise = precise_dtype(batch.dtype);
         let clipped = |gradient: Tensor<1>| clip(self.clipping.as_ref(), gradient).cast(precise);
         let gradients = gradients.into_iter().map(clipped).collect();
-        let gradients = stacks::divided(gradients, sections, m * n);
+        let gradients = idle_matrices::divided(gradients, sections, m * n);
         let weights = sections.iter().map(|section| self.momentum.weights(section.time)).collect();
         let started = Started { inputs, weights, idle, diverged };
 

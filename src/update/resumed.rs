@@ -12,9 +12,9 @@ use burn::optim::{
 use burn::tensor::kind::BridgeTensor;
 use burn::tensor::{Device, Tensor, TensorData};
 
-use super::whole::with_rank;
-use crate::difference::{Difference, DifferenceKind};
+use super::custom::with_rank;
 use crate::error::Error;
+use crate::load_difference::{Difference, DifferenceKind};
 
 /// Name of the reason for which a state was refused, in records: the bytes of a text.
 pub(crate) const REFUSED: &str = "refused";

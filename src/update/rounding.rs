@@ -145,7 +145,7 @@ mod tests {
 
     use super::*;
     use crate::checks::rounds_to;
-    use crate::skips::lacks;
+    use crate::skipped_tests::lacks;
 
     fn tensor(values: &[f32]) -> Tensor<1> {
         Tensor::from_data(TensorData::from(values), (&Device::default(), DType::F32))

@@ -11,7 +11,7 @@ mod extremes;
 mod forecast;
 mod guide;
 mod guide_fragments;
-mod idle;
+mod idle_matrices;
 #[cfg(feature = "train")]
 mod learner;
 mod link;
@@ -28,7 +28,7 @@ mod recipes;
 mod resuming;
 mod routing;
 mod saver;
-mod skips;
+mod skipped_tests;
 mod split;
 mod train_lm;
 

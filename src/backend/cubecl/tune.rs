@@ -169,7 +169,7 @@ mod tests {
 
     use super::*;
     use crate::backend::cubecl::primitives::primitive;
-    use crate::skips::excused;
+    use crate::skipped_tests::excused;
 
     fn random(shape: [usize; 3]) -> Tensor<3> {
         Tensor::random(shape, Distribution::Uniform(-1.0, 1.0), &Device::default())

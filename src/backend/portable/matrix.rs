@@ -146,7 +146,7 @@ mod tests {
     use burn::tensor::{Device, Distribution};
 
     use super::*;
-    use crate::skips::excused;
+    use crate::skipped_tests::excused;
 
     /// In sizes that the blocks do not divide.
     #[test]

@@ -1,14 +1,14 @@
 //! The division of a model's parameters among ranks.
 
-mod average;
-mod events;
+mod divide_model;
 mod identity;
-mod order;
-mod owned;
+mod pass_calls;
 mod pass_parameter;
 mod passes;
-mod shard;
+mod predicted_uses;
+mod reparameterizations;
 mod table;
+mod weight_average;
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -26,12 +26,12 @@ use super::config::CostSource;
 use super::cuts::{Cuts, SliceGroup, SliceGroups};
 use super::measured_costs::costs;
 use super::mesh::{Axis, Grid, Mesh};
-use super::place::{Place, Places};
+use super::placement_rules::{Place, Places};
 use super::plan::{Bucket, Parameter, Plan, PlanConfig, Slice, Work};
 use super::trainable::{self, ModelParameter, Trainable};
 use crate::comm::World;
 use crate::error::{Error, Result};
-use crate::gradients::GradientBuffer;
+use crate::gradient_buffer::GradientBuffer;
 use crate::muon::MuonConfig;
 use crate::parameters::{self, Found, Placement};
 use identity::Identities;

@@ -8,13 +8,13 @@
 //! A forward pass can't return an error. After a failure, values are NaN, nothing is sent, and
 //! [`Passes::finish`] returns the error.
 
-mod end;
-mod gather;
+mod end_of_pass;
+mod for_step;
+mod gather_parameters;
 mod new_parts;
-mod reduce;
+mod reduce_gradients;
 mod state;
-mod step;
-mod unused;
+mod unused_parameters;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

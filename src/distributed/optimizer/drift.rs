@@ -14,9 +14,9 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::counters::{COUNTERS, Counters};
-use super::divided::DividedModel;
-use super::shard::Shard;
+use super::bucket_shard::Shard;
+use super::device_counters::{COUNTERS, Counters};
+use super::divided_model::DividedModel;
 use crate::checksum;
 use crate::comm::{Communicator, World, digest, named, unequal, unite};
 use crate::distributed::layout::{Layout, Passes};

@@ -14,7 +14,7 @@
 //! With [`Publish::AtFirstUse`], the new values are gathered once all buckets are updated, in the
 //! order in which the next forward pass uses them.
 //!
-//! `buckets.rs` moves the buckets. Here is what is done once for all of them.
+//! `buckets_in_flight.rs` moves the buckets. Here is what is done once for all of them.
 //!
 //! A world of one runs the same stages, as do ranks with averaged gradients: the former packs,
 //! sends and gathers nothing, the latter reduce nothing.
@@ -27,17 +27,17 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
 use super::DistModuleOptimizer;
-use super::acceptance::Acceptance;
-use super::accounts::Accounts;
-use super::buckets::StepInProgress;
-use super::controls::{StepControls, StepInputs};
-use super::counters::Counters;
-use super::detached::{DetachedParameters, Expected, Parts};
-use super::divided::DividedModel;
+use super::agree_on_step::StepCalls;
+use super::buckets_in_flight::StepInProgress;
+use super::decisions::{StepControls, StepInputs};
+use super::detached_parameters::{DetachedParameters, Expected, Parts};
+use super::device_counters::Counters;
+use super::divided_model::DividedModel;
 use super::drift::{ensure_same, held_in_common};
-use super::same_step::StepCalls;
-use super::scaling::GradientScaling;
+use super::gradient_scaling::GradientScaling;
+use super::rejected_gradients::Acceptance;
 use super::stages::Stage;
+use super::step_counts::Accounts;
 use super::traffic::Traffic;
 use crate::backend::FiniteMask;
 use crate::comm::{Pending, ReduceOp};

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use burn::tensor::{DType, Tensor};
 
-use super::detached::{FlatTensors, pack};
-use super::divided::DividedModel;
+use super::bucket_shard::Shard;
+use super::detached_parameters::{FlatTensors, pack};
+use super::divided_model::DividedModel;
 use super::publication::Publication;
-use super::shard::Shard;
 use super::stages::{Stage, stages};
 use crate::backend::precise_dtype;
 use crate::comm::{Pending, ReduceOp, World};

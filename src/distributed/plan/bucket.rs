@@ -8,7 +8,7 @@ use std::ops::Range;
 use burn::tensor::DType;
 use serde::{Deserialize, Serialize};
 
-use super::counts::Counts;
+use super::element_counts::Counts;
 use super::{MatrixOrder, Parameter, Placement, PlanConfig, Work};
 
 /// Elements of a row, the unit in which parameters that are updated element by element are divided

@@ -2,7 +2,7 @@
 
 use std::iter;
 
-use super::assignment::{Assignment, Class, busiest, load, makespan};
+use super::loads::{Assignment, Class, busiest, load, makespan};
 
 /// The smallest part of its load by which the busiest rank has to gain from an exchange. Smaller
 /// gains are rounding errors.

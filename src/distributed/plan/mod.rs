@@ -11,12 +11,12 @@
 //! time limit, equal arguments give equal plans. With `Balancing::Optimal`, one rank has to send
 //! its [`Plan::owners`] to the others, which build their plans by [`Plan::with_owners`].
 
-mod assignment;
 mod bucket;
 mod cost;
-mod counts;
 mod cut;
+mod element_counts;
 mod greedy;
+mod loads;
 mod node_order;
 #[cfg(feature = "optimal")]
 mod optimal;
@@ -35,11 +35,11 @@ pub use bucket::{Bucket, BucketKind, Piece, ROW_ELEMENTS, Run};
 pub use cost::Costs;
 #[doc(hidden)]
 pub use cost::ShapeCost;
-#[doc(hidden)]
-pub use counts::Counts;
 pub(crate) use cut::Slice;
 #[doc(hidden)]
 pub use cut::{Cut, Slices};
+#[doc(hidden)]
+pub use element_counts::Counts;
 pub(super) use node_order::node_order;
 pub use report::{RankReport, Report};
 
@@ -388,7 +388,7 @@ impl Plan {
     pub fn imbalance(&self, costs: &Costs) -> f64 {
         let loads = self.loads(costs);
         let mean = loads.iter().sum::<f64>() / self.world_size as f64;
-        let (_, max) = assignment::busiest(&loads);
+        let (_, max) = loads::busiest(&loads);
         // Without any matrix, every rank has the mean load, 0.
         if max == 0.0 { 1.0 } else { max / mean }
     }

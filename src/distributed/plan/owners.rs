@@ -2,9 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::assignment::{Assignment, Class, Matrix};
 use super::bucket::{BucketContents, BucketKind};
 use super::greedy::greedy;
+use super::loads::{Assignment, Class, Matrix};
 #[cfg(feature = "optimal")]
 use super::optimal;
 use super::{Balancing, Costs, Parameter, ShapeCost, Work};

@@ -7,9 +7,9 @@ use burn::tensor::Tensor;
 
 use crate::comm::Pending;
 use crate::distributed::layout::PassParameter;
-use crate::distributed::layout::events::Events;
 use crate::distributed::layout::identity::Version;
-use crate::distributed::layout::order::{Order, Successors};
+use crate::distributed::layout::pass_calls::Events;
+use crate::distributed::layout::predicted_uses::{Order, Successors};
 use crate::error::Error;
 use crate::slices::bytes;
 

@@ -6,19 +6,19 @@ use std::ops::Range;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use super::super::DistModuleOptimizer;
+use super::super::bucket_shard::Shard;
 use super::super::busy::Busy;
-use super::super::counters::Counters;
-use super::super::divided::DividedModel;
+use super::super::custom_states::{fill_own, own_problem};
+use super::super::device_counters::Counters;
+use super::super::divided_model::DividedModel;
 use super::super::loss_scale::LossScale;
-use super::super::own_states::{fill_own, own_problem};
-use super::super::shard::Shard;
 use super::contents::{LOSS_SCALE, LOSS_SCALE_STEPS};
 use crate::checkpoint::{Archive, States};
 use crate::comm::World;
-use crate::difference::{Difference, DifferenceKind};
 use crate::distributed::plan::BucketKind;
 use crate::distributed::trainable::UpdateKind;
 use crate::error::{Error, Result};
+use crate::load_difference::{Difference, DifferenceKind};
 use crate::update::{CORRECTIONS, OWN_STATE, TIME, is_half, missing, unused as unused_slot};
 
 /// Fails for ranks that are about to load another file than rank 0.

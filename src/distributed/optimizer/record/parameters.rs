@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 
-use super::super::divided::DividedModel;
+use super::super::divided_model::DividedModel;
 use crate::checkpoint::Divided;
 use crate::distributed::cuts::Cuts;
 use crate::error::Result;

@@ -8,10 +8,10 @@ use burn::tensor::{Bytes, DType, Tensor, TensorData};
 use serde::Serialize;
 
 use super::super::DistModuleOptimizer;
+use super::super::bucket_shard::Shard;
 use super::super::busy::Busy;
-use super::super::divided::DividedModel;
-use super::super::own_states::OwnStates;
-use super::super::shard::Shard;
+use super::super::custom_states::OwnStates;
+use super::super::divided_model::DividedModel;
 use crate::checkpoint::{self, Contents, Saver, Saving};
 use crate::distributed::plan::{Bucket, BucketKind};
 use crate::error::Result;

@@ -10,8 +10,8 @@ use std::collections::HashSet;
 
 use burn::tensor::{DType, Device, Int, Tensor};
 
-use super::detached::FlatTensors;
-use super::divided::DividedModel;
+use super::detached_parameters::FlatTensors;
+use super::divided_model::DividedModel;
 use crate::distributed::mesh::Axis;
 use crate::error::{Error, Result};
 use crate::slices;

@@ -2,10 +2,10 @@
 
 use burn::tensor::{DType, Tensor};
 
-use super::absence::Absence;
-use super::acceptance::RowSums;
-use super::counters::Counters;
-use super::divided::DividedModel;
+use super::device_counters::Counters;
+use super::divided_model::DividedModel;
+use super::missing_gradients::Absence;
+use super::rejected_gradients::RowSums;
 use crate::error::Result;
 use crate::muon::MuonConfig;
 use crate::slices;

@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use burn::tensor::Tensor;
 
-use super::controls::StepInputs;
-use super::detached::FlatTensors;
+use super::decisions::StepInputs;
+use super::detached_parameters::FlatTensors;
 use crate::distributed::mesh::Grid;
 use crate::distributed::plan::{Bucket, Parameter, Slice};
 use crate::slices;

@@ -8,8 +8,8 @@ use burn::tensor::{Bytes, DType, Device, Tensor, TensorData};
 use burn_pack::Scalar;
 use serde::{Deserialize, Serialize};
 
-use super::divided::DividedModel;
-use super::shard::Shard;
+use super::bucket_shard::Shard;
+use super::divided_model::DividedModel;
 use crate::checkpoint::{Planned, States};
 use crate::comm::World;
 use crate::distributed::plan::BucketKind;

@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use super::Refusal;
 use super::engine::{Native, Queued};
+use super::launches::{Element, Launch, Layout, Product};
 use super::memory::Memory;
-use super::product::{Element, Launch, Layout, Product};
-use super::tiles::Grid;
+use super::tile_choice::Grid;
 
 /// The measured time of a product.
 #[derive(Debug, Clone, PartialEq)]

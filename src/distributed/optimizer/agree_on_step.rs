@@ -2,9 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::detached::FlatTensors;
-use super::divided::DividedModel;
-use super::running::Running;
+use super::detached_parameters::FlatTensors;
+use super::divided_model::DividedModel;
+use super::settings_while_running::Running;
 use crate::comm::{Difference, digest, unite};
 use crate::error::{Error, Result};
 

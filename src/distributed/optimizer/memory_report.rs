@@ -4,9 +4,9 @@ use std::fmt;
 
 use comfy_table::{Table, presets};
 
-use super::detached::DetachedParameters;
+use super::bucket_shard::Shard;
+use super::detached_parameters::DetachedParameters;
 use super::publication::Arriving;
-use super::shard::Shard;
 use crate::distributed::layout::{PassBytes, Passes};
 
 /// Bytes of one kind of tensor in a [`MemoryReport`].

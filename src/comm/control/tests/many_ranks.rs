@@ -5,7 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Control, Endpoint};
+use super::super::{Control, Endpoint};
 
 /// The environment variable with the role of a child process: the number of ranks, and then either
 /// `rank0`, or the address of rank 0 and the range of ranks that the process holds.

@@ -286,7 +286,7 @@ mod tests {
 
     use super::*;
     use crate::backend::{ComputePath, KernelPolicy, Polynomial};
-    use crate::skips::excused;
+    use crate::skipped_tests::excused;
 
     #[test]
     fn a_device_that_refuses_iterates_by_its_other_kernels() {

@@ -2,11 +2,11 @@
 
 use burn::tensor::{DType, Tensor};
 
-use super::buckets::ReducedShard;
-use super::clip::{Clip, counts};
-use super::divided::DividedModel;
+use super::bucket_shard::Shard;
+use super::buckets_in_flight::ReducedShard;
+use super::divided_model::DividedModel;
+use super::global_clipping::{Clip, counts};
 use super::loss_scale::LossScale;
-use super::shard::Shard;
 use crate::backend::{FiniteMask, ScaledNorms};
 use crate::distributed::config::DistMuonConfig;
 use crate::error::Result;

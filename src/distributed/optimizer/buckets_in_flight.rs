@@ -8,12 +8,12 @@ use std::collections::VecDeque;
 
 use burn::tensor::{DType, Tensor, TensorData};
 
-use super::clip::counts;
-use super::controls::{Decisions, StepControls, StepInputs};
-use super::detached::DetachedParameters;
-use super::divided::DividedModel;
-use super::memory::MemoryMeter;
-use super::shard::{Shard, UpdateTensors};
+use super::bucket_shard::{Shard, UpdateTensors};
+use super::decisions::{Decisions, StepControls, StepInputs};
+use super::detached_parameters::DetachedParameters;
+use super::divided_model::DividedModel;
+use super::global_clipping::counts;
+use super::memory_report::MemoryMeter;
 use super::traffic::{Reducing, Traffic, drop_all};
 use crate::backend::ScaledNorms;
 use crate::checks::ensure_all_computed;

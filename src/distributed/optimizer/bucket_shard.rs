@@ -9,10 +9,10 @@ use std::sync::Arc;
 use burn::optim::{DynState, StateSink, StateSource};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 
-use super::controls::{Decisions, StepControls, StepInputs};
-use super::detached::{FlatTensors, pack};
-use super::divided::DividedModel;
-use super::exchange::{Exchange, Publishers};
+use super::bucket_exchange::{Exchange, Publishers};
+use super::decisions::{Decisions, StepControls, StepInputs};
+use super::detached_parameters::{FlatTensors, pack};
+use super::divided_model::DividedModel;
 use crate::backend::{
     AdamWControls, ElementwiseRows, FlaggedRows, KernelPolicy, ScaledNorms, precise_dtype, reject,
     scaled,

@@ -5,7 +5,7 @@ use burn::tensor::Tensor;
 use super::state::{Ahead, Flight, PassState, Uses, Values};
 use super::{GATHERING, Passes};
 use crate::distributed::layout::PassParameter;
-use crate::distributed::layout::events::Event;
+use crate::distributed::layout::pass_calls::Event;
 use crate::error::Result;
 
 impl Passes {

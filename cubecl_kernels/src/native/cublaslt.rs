@@ -9,8 +9,8 @@ use cudarc::cublaslt::{result, sys};
 use cudarc::driver;
 
 use super::Refusal;
-use super::order::SideStream;
-use super::product::{ALIGNMENT, Element, Layout, Product};
+use super::launches::{ALIGNMENT, Element, Layout, Product};
+use super::stream_order::SideStream;
 
 /// Bytes of memory that algorithms may use, as NVIDIA recommends for Hopper
 /// (<https://docs.nvidia.com/cuda/cublas/#cublassetworkspace>).
@@ -85,8 +85,8 @@ impl Library {
     ///
     /// # Safety
     ///
-    /// As for [`Prepared::launch`](super::module::Prepared::launch). All products of the library
-    /// are on one stream, since they share its workspace.
+    /// As for [`Prepared::launch`](super::ptx_module::Prepared::launch). All products of the
+    /// library are on one stream, since they share its workspace.
     pub unsafe fn multiply(
         &self,
         stream: &SideStream,

@@ -12,9 +12,9 @@
 //! The update is as for whole matrices, whatever the mesh: of momentum and master weights, and of
 //! every part. The gradients are assembled, and where the update only needs the values to apply a
 //! direction to them, the directions are distributed and applied by the ranks that have the slices
-//! ([`Share`](super::share::Share)): `2 (S - 1) / S` times a rank's part of the parameters are
-//! sent, for `S` slices. Everywhere else, values are assembled and distributed. In half precision,
-//! the bytes are the same; in full precision, half as many are added.
+//! ([`Share`](super::share_of_slices::Share)): `2 (S - 1) / S` times a rank's part of the
+//! parameters are sent, for `S` slices. Everywhere else, values are assembled and distributed. In
+//! half precision, the bytes are the same; in full precision, half as many are added.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use burn::tensor::Tensor;
 
-use super::share::Share;
+use super::share_of_slices::Share;
 use crate::comm::{Communicator, PairCounts, Pending};
 use crate::distributed::config::Publish;
 use crate::distributed::cuts::SliceGroup;

@@ -1,4 +1,5 @@
-//! The decision whether a device runs native kernels: their first load, and its checks.
+//! The switch `DISTMUON_NATIVE`, and the decision whether a device runs native kernels: their first
+//! load, and its checks.
 
 use std::env;
 use std::sync::{LazyLock, Mutex};
@@ -6,14 +7,14 @@ use std::sync::{LazyLock, Mutex};
 use cudarc::driver::{result, sys};
 
 use super::Refusal;
-use super::devices::Devices;
+use super::cublaslt::Library;
 use super::engine::{Native, ensure_enabled};
-use super::library::Library;
-use super::module::{Module, Scratch};
-use super::order::{SideStream, in_relaxed_mode};
-use super::product::Element;
+use super::launches::Element;
+use super::per_device::Devices;
+use super::ptx_module::{Module, Scratch};
 use super::self_test::{self, Fault};
-use super::tiles::TileShape;
+use super::stream_order::{SideStream, in_relaxed_mode};
+use super::tile_choice::TileShape;
 
 /// The compute capability whose instructions the kernels use.
 const CAPABILITY: [i32; 2] = [9, 0];

@@ -28,7 +28,12 @@ fn a_skip_fails_if_every_test_must_run() {
         // Not the path of the process, which is that of the loader if a loader starts the test.
         let program = std::env::args_os().next().expect("the first argument is the program");
         let output = Command::new(program)
-            .args(["skips::a_child_process_reports_a_skip", "--exact", "--ignored", "--nocapture"])
+            .args([
+                "skipped_tests::a_child_process_reports_a_skip",
+                "--exact",
+                "--ignored",
+                "--nocapture",
+            ])
             .env("DISTMUON_TEST_SKIP", kind)
             .env("BURN_DEVICE", device)
             .env("DISTMUON_MUST_RUN", must_run)

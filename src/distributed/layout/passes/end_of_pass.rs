@@ -2,11 +2,11 @@
 
 use std::sync::PoisonError;
 
-use super::reduce::{MeanGradient, mean_of};
+use super::reduce_gradients::{MeanGradient, mean_of};
 use super::state::{LeafUses, PassState};
 use super::{Passes, SharingGroup};
-use crate::distributed::layout::events::{Event, Events};
 use crate::distributed::layout::identity::Identities;
+use crate::distributed::layout::pass_calls::{Event, Events};
 use crate::error::{Error, Result};
 
 impl Passes {

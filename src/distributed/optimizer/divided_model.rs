@@ -6,7 +6,7 @@ use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn::module::{Module, ParamId};
 use burn::tensor::{Device, Tensor};
 
-use super::setup;
+use super::agree_on_setup;
 use crate::checks::ensure_computed;
 use crate::comm::World;
 use crate::distributed::config::DistMuonConfig;
@@ -59,11 +59,11 @@ impl DividedModel {
         let Trainable { model: parameters, trainable, planned } =
             world.agree(trainable::of_model(&routing, &found, &cuts))?;
         world.agree(layout.check_planned(&planned))?;
-        setup::same_model(layout, &planned, model)?;
+        agree_on_setup::same_model(layout, &planned, model)?;
         // The parameters are equal on all ranks here, so all ranks fail alike.
-        setup::ensure_exchangeable(&planned, world.rank())?;
+        agree_on_setup::ensure_exchangeable(&planned, world.rank())?;
         let costs = costs(config.costs, world, &planned, &routing.updates().muon)?;
-        let plan = setup::plan(config, layout, planned, &costs)?;
+        let plan = agree_on_setup::plan(config, layout, planned, &costs)?;
         let (world, layout, passes) = (world.clone(), layout.clone(), layout.passes());
         Ok(Self { world, layout, passes, cuts, routing, plan, costs, parameters, trainable })
     }

@@ -1,8 +1,9 @@
-//! The tiles of a product, and their distribution over the multiprocessors of a device.
+//! The tiles of a product, and the choice of their distribution over the multiprocessors of a
+//! device, by times that were measured on an H200.
 
 use std::fmt;
 
-use super::product::Product;
+use super::launches::Product;
 
 /// Rows of a tile for each block of a cluster.
 pub(super) const HEIGHT: usize = 128;
@@ -77,7 +78,7 @@ impl TileShape {
 }
 
 /// The microseconds that the work with tiles of a shape takes: the least squares of the relative
-/// errors for the symmetric products of `h200.csv`, measured on an H200 on 2026-11-26.
+/// errors for the symmetric products of `tile_times_h200.csv`, measured on an H200 on 2026-11-26.
 /// The average error is 5 to 7 %. Only ratios matter: other devices of the kind keep them.
 struct Costs {
     /// The launch.
@@ -262,7 +263,7 @@ fn fills(product: &Product, multiprocessors: usize) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::product::{ELEMENTWISE, Layout, THREADS};
+    use super::super::launches::{ELEMENTWISE, Layout, THREADS};
     use super::*;
 
     fn product(batch: usize, sizes: [usize; 3], lower: bool) -> Product {
@@ -384,7 +385,7 @@ mod tests {
 
     /// The symmetric products that were measured, except those of cuBLASLt.
     fn measured() -> Vec<Measured> {
-        let rows = include_str!("h200.csv").lines().skip(1);
+        let rows = include_str!("tile_times_h200.csv").lines().skip(1);
         let parsed = rows.filter_map(|row| {
             let fields: Vec<&str> = row.split(',').collect();
             let number = |column: usize| fields[column].parse::<usize>().ok();

@@ -4,7 +4,7 @@
 use cudarc::driver::{DriverError, result, sys};
 
 use super::memory::Memory;
-use super::order::SideStream;
+use super::stream_order::SideStream;
 use super::{Refusal, Work};
 
 /// An iteration as a graph of the driver, with memory of its own, to the end of the process.

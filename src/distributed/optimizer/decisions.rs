@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use burn::tensor::Tensor;
 
-use super::divided::DividedModel;
+use super::divided_model::DividedModel;
 use crate::distributed::trainable::TrainableParameter;
 use crate::error::{Error, Result};
 use crate::qk_clip::{ClippedHeads, Factors};
@@ -27,8 +27,8 @@ pub struct StepControls {
     pub corrections: [Tensor<1>; 2],
     /// The factor on all gradients.
     pub factor: Option<Tensor<1>>,
-    /// `rejected` on the host, if this rank owns whole parameters
-    /// ([`Shard::owns_whole`](super::shard::Shard::owns_whole)) among those that are updated.
+    /// `rejected` on the host, if this rank owns whole parameters among those that are updated
+    /// ([`Shard::owns_whole`](super::bucket_shard::Shard::owns_whole)).
     pub read: Vec<bool>,
 }
 

@@ -8,13 +8,13 @@ use burn::tensor::{Shape, Tensor};
 use serde::Serialize;
 
 use super::identity::Version;
-use super::owned::{Owned, Reduced};
 use super::pass_parameter::{PassParameter, Position};
 use super::passes::{Groups, Keep, Passes, SharingGroup};
+use super::reparameterizations::{Owned, Reduced};
 use super::{Cuts, Division, Layout, Place, Sharded};
 use crate::comm::{Pending, World};
-use crate::distributed::agreement::same_parameters;
 use crate::distributed::plan::{Parameter, Slice};
+use crate::distributed::same_parameters::same_parameters;
 use crate::error::{Error, Result};
 use crate::link;
 use crate::muon::MuonConfig;

@@ -5,10 +5,10 @@ use std::ffi::{CStr, CString, c_int, c_void};
 use cudarc::driver::{DriverError, result, sys};
 
 use super::Refusal;
+use super::launches::{ELEMENTWISE, Element, Launch, Layout, PlusIdentity, Product, THREADS};
 use super::memory::Memory;
-use super::order::SideStream;
-use super::product::{ELEMENTWISE, Element, Launch, Layout, PlusIdentity, Product, THREADS};
-use super::tiles::{Boxed, Grid, HEIGHT, TileShape, WIDTHS};
+use super::stream_order::SideStream;
+use super::tile_choice::{Boxed, Grid, HEIGHT, TileShape, WIDTHS};
 
 /// The PTX of a type, made from `kernels/product.cu` by `kernels/compile.py`.
 pub(super) fn ptx(element: Element) -> &'static str {
