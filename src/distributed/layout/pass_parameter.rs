@@ -28,14 +28,21 @@ pub struct PassParameter {
     pub placement: Placement,
     /// The blocks that are trained each as a parameter of its own.
     blocks: Blocks,
+    /// The axes along which it is cut: it has the shape of this rank's slice.
+    axes: Vec<String>,
+    most_elements: usize,
+    division: Division,
+}
+
+/// The division of a parameter among the ranks that share it.
+#[derive(Debug)]
+struct Division {
+    /// This rank's position.
+    position: Position,
     /// Elements of the shards of all ranks, which follow each other.
     counts: Counts,
     /// The blocks in the shard of this rank.
     runs: Vec<Run>,
-    /// The axes along which it is cut: it has the shape of this rank's slice.
-    axes: Vec<String>,
-    most_elements: usize,
-    position: Position,
     /// Elements of the parts, which together are the parameter.
     part_counts: Counts,
     /// Elements of the shards of this rank's part.
@@ -74,21 +81,8 @@ pub struct BlockPart {
     pub values: Tensor<1>,
 }
 
-impl PassParameter {
-    /// The error of a call, with what the call was for.
-    pub fn in_action(&self, action: &str, error: Error) -> Error {
-        error.in_action(&format!("{action} `{}`", self.path))
-    }
-
-    /// `positions` has the position of every rank of the group, `rank` is this rank's number in it;
-    /// `bucket` is the parameter's alone, as this rank has it.
-    pub fn new(
-        index: usize,
-        parameter: &ModelParameter,
-        bucket: Bucket,
-        (positions, rank): (&[Position], usize),
-    ) -> Self {
-        let position = positions[rank];
+impl Division {
+    fn new(bucket: Bucket, positions: &[Position], position: Position) -> Self {
         let mut order = positions.to_vec();
         order.sort_by_key(|position| (position.part, position.shard));
         let (mut pieces, mut in_parts) = (vec![], 0);
@@ -106,6 +100,31 @@ impl PassParameter {
         }
         let shards = order.iter().filter(|other| other.part == position.part);
         let shard_counts = shards.map(|shard| bucket.counts.of(shard.replica)).collect();
+        Self {
+            position,
+            runs: bucket.runs(position.replica),
+            counts: bucket.counts,
+            part_counts: part_counts.into_iter().collect(),
+            shard_counts,
+            pieces,
+        }
+    }
+}
+
+impl PassParameter {
+    /// The error of a call, with what the call was for.
+    pub fn in_action(&self, action: &str, error: Error) -> Error {
+        error.in_action(&format!("{action} `{}`", self.path))
+    }
+
+    /// `positions` has the position of every rank of the group, `rank` is this rank's number in it;
+    /// `bucket` is the parameter's alone, as this rank has it.
+    pub fn new(
+        index: usize,
+        parameter: &ModelParameter,
+        bucket: Bucket,
+        (positions, rank): (&[Position], usize),
+    ) -> Self {
         let slices = parameter.slice.as_ref().map(|slice| &slice.slices);
         Self {
             index,
@@ -118,23 +137,18 @@ impl PassParameter {
             most_elements: parameter.slice.as_ref().map_or(bucket.elements(), |slice| {
                 slice.counts().into_iter().max().unwrap_or_default()
             }),
-            runs: bucket.runs(position.replica),
-            counts: bucket.counts,
-            position,
-            part_counts: part_counts.into_iter().collect(),
-            shard_counts,
-            pieces,
+            division: Division::new(bucket, positions, positions[rank]),
         }
     }
 
     /// Elements of all parts, by the ranks that share the parameter.
     pub fn part_counts(&self) -> &Counts {
-        &self.part_counts
+        &self.division.part_counts
     }
 
     /// Elements of the shards of this rank's part, by the ranks that have replicas of it.
     pub fn shard_counts(&self) -> &Counts {
-        &self.shard_counts
+        &self.division.shard_counts
     }
 
     /// The axes along which it is cut.
@@ -144,27 +158,27 @@ impl PassParameter {
 
     /// Elements of the shards of all ranks of the group.
     pub fn counts(&self) -> &Counts {
-        &self.counts
+        &self.division.counts
     }
 
     /// Elements of this rank's part.
     pub fn part_count(&self) -> usize {
-        self.part_counts.of(self.position.part)
+        self.division.part_counts.of(self.division.position.part)
     }
 
     /// Elements of this rank's shard.
     pub fn shard_count(&self) -> usize {
-        self.shard_counts.of(self.position.shard)
+        self.division.shard_counts.of(self.division.position.shard)
     }
 
     /// Elements that this rank receives at one time to reduce its part.
     pub fn received(&self) -> usize {
-        received(&self.part_counts.to_vec(), self.position.part)
+        received(&self.division.part_counts.to_vec(), self.division.position.part)
     }
 
     /// Elements that it then receives at one time to reduce its shard.
     pub fn received_of_replicas(&self) -> usize {
-        received(&self.shard_counts.to_vec(), self.position.shard)
+        received(&self.division.shard_counts.to_vec(), self.division.position.shard)
     }
 
     /// Elements of all parts: of the largest slice, if the parameter is cut, since all ranks have
@@ -196,7 +210,8 @@ impl PassParameter {
 
     fn assembled(&self, buffer: &Tensor<1>, first: impl Fn(&Piece) -> usize) -> Tensor<1> {
         let block = |block: usize| {
-            let mut pieces: Vec<_> = self.pieces.iter().filter(|p| p.block == block).collect();
+            let mut pieces: Vec<_> =
+                self.division.pieces.iter().filter(|p| p.block == block).collect();
             pieces.sort_by_key(|piece| piece.elements.start);
             let values = pieces.into_iter().map(|piece| {
                 let start = first(piece);
@@ -209,7 +224,7 @@ impl PassParameter {
 
     /// All parts one after the other, from the whole.
     pub fn parts(&self, whole: Tensor<1>) -> Tensor<1> {
-        self.joined(whole, &self.pieces)
+        self.joined(whole, &self.division.pieces)
     }
 
     /// Pieces of the whole, one after the other.
@@ -235,10 +250,10 @@ impl PassParameter {
         if self.part_count() == 0 {
             return Tensor::zeros([1], (&device, dtype));
         }
-        let start = self.part_counts.before(self.position.part);
+        let start = self.division.part_counts.before(self.division.position.part);
         let part = start..start + self.part_count();
         let is_whole = whole.dims() == [part.len()];
-        let own = self.pieces.iter().filter(|piece| part.contains(&piece.in_parts));
+        let own = self.division.pieces.iter().filter(|piece| part.contains(&piece.in_parts));
         let own = self.joined(whole, own);
         if is_whole { own } else { slices::copied(own) }
     }
@@ -250,7 +265,7 @@ impl PassParameter {
 
     /// This rank's shard of its part.
     pub fn shard(&self, part: &Tensor<1>) -> Tensor<1> {
-        let start = self.shard_counts.before(self.position.shard);
+        let start = self.division.shard_counts.before(self.division.position.shard);
         slices::slice(part, start..start + self.shard_count())
     }
 
@@ -260,7 +275,7 @@ impl PassParameter {
             let values = slices::slice(shard, range.clone());
             BlockPart { block: *block, start: elements.start, values }
         };
-        self.runs.iter().map(block).collect()
+        self.division.runs.iter().map(block).collect()
     }
 
     /// This rank's shard from its blocks, the reverse of [`cut`](Self::cut).
@@ -269,7 +284,7 @@ impl PassParameter {
         mut values: impl FnMut(usize, Range<usize>) -> Tensor<1>,
         device: &Device,
     ) -> Tensor<1> {
-        let runs = &self.runs;
+        let runs = &self.division.runs;
         if runs.is_empty() {
             return slices::zeros(self.shard_count(), self.dtype, device);
         }

@@ -30,7 +30,7 @@ use crate::comm::{Communicator, World};
 use crate::error::{Error, Result};
 use crate::link::{Clock, Link, identity};
 pub use state::PassBytes;
-use state::{Flight, PassState, Uses, Values};
+use state::{Flight, PassMode, PassState, Uses, Values};
 
 /// The weights that are kept between the forward and the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -140,7 +140,7 @@ impl Passes {
         (part, version): (Tensor<1>, Version),
         shape: Shape,
     ) -> Tensor<D> {
-        let PassState { is_reading, is_unused, .. } = *self.state();
+        let PassMode { is_reading, is_unused, .. } = self.state().mode;
         let is_trained = part.is_require_grad() && !is_reading;
         let values = identity(&part).map_or(Values::Version(version), Values::Leaf);
         let inner = part.clone().without_autodiff();
@@ -182,7 +182,7 @@ impl Passes {
         parameter: &Arc<PassParameter>,
         whole: Tensor<D>,
     ) -> Tensor<D> {
-        let PassState { is_reading, is_unused, .. } = *self.state();
+        let PassMode { is_reading, is_unused, .. } = self.state().mode;
         let is_used = !is_reading && !is_unused;
         match whole.is_require_grad() && is_used {
             true => {
@@ -244,7 +244,7 @@ impl Passes {
                 ahead.expect("the parameter is gathered").whole = Some(whole);
             }
             Flight::Reducing(index, leaf, pending) => {
-                state.reducing -= pending.bytes();
+                state.bytes.reducing -= pending.bytes();
                 let sum = pending.wait()?;
                 let replicas = self.replicas(&self.parameters[index]);
                 if replicas.size() == 1 {
@@ -253,11 +253,11 @@ impl Passes {
                 }
                 let counts = self.parameters[index].shard_counts().to_vec();
                 let pending = replicas.reduce_scatter_f32(sum, &counts)?;
-                state.reducing += pending.bytes();
+                state.bytes.reducing += pending.bytes();
                 state.flights.push_back(Flight::ReducingReplicas(index, leaf, pending));
             }
             Flight::ReducingReplicas(index, leaf, pending) => {
-                state.reducing -= pending.bytes();
+                state.bytes.reducing -= pending.bytes();
                 let sum = pending.wait()?;
                 self.keep_mean(state, (index, leaf), sum);
             }
@@ -285,12 +285,12 @@ impl Passes {
 
     /// Reads the values of parameters, which does not count as a pass that is trained.
     pub fn read<T>(&self, read: impl FnOnce() -> T) -> T {
-        self.during(|state| &mut state.is_reading, read)
+        self.during(|state| &mut state.mode.is_reading, read)
     }
 
     /// Runs the backward pass of a micro-batch, whose gradients stay on this rank.
     pub fn in_micro_batch<T>(&self, backward: impl FnOnce() -> T) -> T {
-        self.during(|state| &mut state.is_micro_batch, backward)
+        self.during(|state| &mut state.mode.is_micro_batch, backward)
     }
 
     /// Sets a flag while a function runs, until it returns or panics.
@@ -319,7 +319,7 @@ impl Passes {
 
     /// The bytes held at the peaks of all passes.
     pub fn held(&self) -> Vec<PassBytes> {
-        self.state().peaks.to_vec()
+        self.state().bytes.peaks.to_vec()
     }
 
     /// The bytes held now.

@@ -36,7 +36,7 @@ impl Passes {
             }
         }
         self.end_pass(&mut state)?;
-        state.means = 0;
+        state.bytes.means = 0;
         let means = self
             .parameters
             .iter()
@@ -58,10 +58,10 @@ impl Passes {
         for uses in state.uses.iter_mut().flat_map(|uses| &mut uses.leaves) {
             (uses.sum, uses.micro_batches) = (None, None);
         }
-        state.sums = 0;
+        state.bytes.sums = 0;
         let outcome = self.end_pass(&mut state);
         state.uses.iter_mut().for_each(|uses| uses.leaves.clear());
-        state.means = 0;
+        state.bytes.means = 0;
         outcome
     }
 
@@ -76,11 +76,11 @@ impl Passes {
             return Err(failure.clone());
         }
         self.clock.reset();
-        state.forward.end();
-        state.backward.end();
-        state.evaluation.end();
+        state.orders.forward.end();
+        state.orders.backward.end();
+        state.orders.evaluation.end();
         // Parameters gathered ahead for uses that did not come are dropped.
-        (state.ahead, state.kept, state.partial) = (0, 0, None);
+        (state.bytes.ahead, state.bytes.kept, state.partial) = (0, 0, None);
         for uses in &mut state.uses {
             (uses.ahead, uses.kept) = (None, None);
             uses.leaves.retain(LeafUses::has_gradient);

@@ -12,7 +12,7 @@ impl Passes {
     /// The whole for a forward pass.
     pub(super) fn gather(&self, parameter: &PassParameter, part: (Values, Tensor<1>)) -> Tensor<1> {
         let mut state = self.state();
-        let next = state.forward.next(parameter.index).to_vec();
+        let next = state.orders.forward.next(parameter.index).to_vec();
         state.uses[parameter.index].part = Some(part.clone());
         self.gathered(&mut state, parameter, part, |state| self.start_next(state, &next))
     }
@@ -29,7 +29,7 @@ impl Passes {
         if is_reading {
             return self.gathered(&mut state, parameter, part, |_| Ok(()));
         }
-        let next = state.evaluation.next(parameter.index);
+        let next = state.orders.evaluation.next(parameter.index);
         let before = state.uses[parameter.index].evaluated.replace(part.clone());
         let is_known = before.is_some_and(|(values, _)| values == part.0);
         let next = if is_known { next } else { vec![] };
@@ -48,7 +48,7 @@ impl Passes {
         {
             return whole.clone();
         }
-        let next = state.backward.next(parameter.index).to_vec();
+        let next = state.orders.backward.next(parameter.index).to_vec();
         state.uses[parameter.index].part = Some(part.clone());
         self.gathered(&mut state, parameter, part, |state| self.start_next(state, &next))
     }
@@ -112,7 +112,7 @@ impl Passes {
         let pending = pending.map_err(|error| parameter.in_action(GATHERING, error))?;
         state.events.push(Event::Gather(parameter.index));
         state.flights.push_back(Flight::Gathering(parameter.index, pending));
-        state.ahead += parameter.bytes();
+        state.bytes.ahead += parameter.bytes();
         state.observe();
         state.uses[parameter.index].ahead = Some(Ahead { part: values, whole: None });
         Ok(())
@@ -127,7 +127,7 @@ impl Passes {
                 continue;
             }
             // All ranks have the same limit and order, so all of them stop at the same call.
-            if state.ahead + parameter.bytes() > self.limits.ahead {
+            if state.bytes.ahead + parameter.bytes() > self.limits.ahead {
                 return Ok(());
             }
             self.land_publication(state, parameter)?;
@@ -151,7 +151,7 @@ impl Passes {
             else {
                 continue;
             };
-            if state.ahead + parameter.bytes() > self.limits.ahead {
+            if state.bytes.ahead + parameter.bytes() > self.limits.ahead {
                 return Ok(());
             }
             self.start_gathering(state, parameter, Some(values), part)?;

@@ -25,15 +25,15 @@ impl Passes {
         let mut state = self.state();
         self.attempt(&mut state, |state| {
             // A rank without a batch takes part in the calls, and adds nothing.
-            let gradient = if state.is_drained { gradient.zeros_like() } else { gradient };
-            let is_at_end = state.is_micro_batch || self.waits_for_end(state, parameter);
+            let gradient = if state.mode.is_drained { gradient.zeros_like() } else { gradient };
+            let is_at_end = state.mode.is_micro_batch || self.waits_for_end(state, parameter);
             let uses = state.uses[parameter.index].of_leaf(leaf);
             uses.gradients += 1;
             let more = if uses.sum.is_none() { bytes(&gradient) } else { 0 };
             uses.sum = Some(added(uses.sum.take(), gradient));
             // A value that is used several times has as many gradients: their sum is sent once.
             let is_last = uses.gradients == uses.count;
-            state.sums += more;
+            state.bytes.sums += more;
             state.observe();
             match is_last && !is_at_end {
                 true => self.start_reducing(state, parameter, leaf),
@@ -53,7 +53,7 @@ impl Passes {
         let held = uses.bytes();
         uses.had_micro_batches |= uses.micro_batches.is_some();
         let gradients = (uses.micro_batches.take(), uses.sum.take());
-        state.sums -= held;
+        state.bytes.sums -= held;
         let sum = match gradients {
             (Some(earlier), Some(sum)) => {
                 // The sum of micro-batches is float32; this gradient may be half precision.
@@ -76,7 +76,7 @@ impl Passes {
         let sharing = self.groups.of(parameter).sharing.comm();
         let pending = sharing.reduce_scatter_f32(parts, &parameter.part_counts().to_vec());
         let pending = pending.map_err(|error| parameter.in_action(REDUCING, error))?;
-        state.reducing += pending.bytes();
+        state.bytes.reducing += pending.bytes();
         state.observe();
         state.events.push(Event::Reduce(parameter.index));
         state.flights.push_back(Flight::Reducing(parameter.index, leaf, pending));
@@ -94,7 +94,7 @@ impl Passes {
         let uses = state.uses[index].of_leaf(leaf);
         let more = if uses.mean.is_none() { bytes(&mean) } else { 0 };
         uses.mean = Some(added(uses.mean.take(), mean));
-        state.means += more;
+        state.bytes.means += more;
         state.observe();
     }
 
@@ -113,7 +113,7 @@ impl Passes {
             }
         }
         let leaves = state.uses.iter().flat_map(|uses| &uses.leaves);
-        state.sums = leaves.filter_map(|uses| uses.micro_batches.as_ref()).map(bytes).sum();
+        state.bytes.sums = leaves.filter_map(|uses| uses.micro_batches.as_ref()).map(bytes).sum();
         state.observe();
         self.end_pass(&mut state)
     }

@@ -17,12 +17,12 @@ use crate::slices::{self, bytes};
 impl Passes {
     /// Gathers the parameters that a function uses, of which this rank has no use.
     pub fn unused<T>(&self, uses: impl FnOnce() -> T) -> T {
-        self.during(|state| &mut state.is_unused, uses)
+        self.during(|state| &mut state.mode.is_unused, uses)
     }
 
     /// Runs a backward pass whose gradients count as zero.
     pub fn drained<T>(&self, backward: impl FnOnce() -> T) -> T {
-        self.during(|state| &mut state.is_drained, backward)
+        self.during(|state| &mut state.mode.is_drained, backward)
     }
 
     /// Returns `true` if the gradient of a parameter is reduced at the end of the pass, since some
@@ -58,7 +58,7 @@ impl Passes {
             let values = part.0;
             let whole = self.gathered(&mut state, parameter, part, |_| Ok(()));
             if state.uses[parameter.index].are_in_pass() {
-                state.kept += bytes(&whole);
+                state.bytes.kept += bytes(&whole);
                 state.uses[parameter.index].kept = Some((values, whole));
                 state.observe();
             }
@@ -111,7 +111,7 @@ impl Passes {
     ) -> Result<()> {
         let Some(leaf) = model.of(parameter)?.leaf else { return Err(self.undeclared(parameter)) };
         let leaves = std::mem::take(&mut state.uses[parameter.index].leaves);
-        state.sums -= leaves.iter().map(LeafUses::bytes).sum::<usize>();
+        state.bytes.sums -= leaves.iter().map(LeafUses::bytes).sum::<usize>();
         let (of_model, others): (Vec<_>, Vec<_>) =
             leaves.into_iter().partition(|uses| uses.leaf == leaf);
         if others.iter().any(|uses| uses.micro_batches.is_some()) {
@@ -124,7 +124,7 @@ impl Passes {
             let device = self.groups.world.device().clone().inner();
             uses.sum = Some(slices::zeros(parameter.shape.iter().product(), dtype, &device));
         }
-        state.sums += uses.bytes();
+        state.bytes.sums += uses.bytes();
         state.observe();
         state.uses[parameter.index].leaves.push(uses);
         self.start_reducing(state, parameter, leaf)
