@@ -65,6 +65,8 @@ impl Cuts {
                     let remedy = "remove `Place::partial`: a slice has all of its gradient";
                     return parameter.unfit(reason, remedy);
                 }
+                // The mean over ranks divides by all of them, and a partial gradient is a sum along
+                // this axis.
                 factor *= named(mesh, axis).size() as f64;
                 all.partial.entry(found.path.clone()).or_default().push(axis.to_owned());
             }
@@ -79,6 +81,8 @@ impl Cuts {
     pub fn groups(&self, mesh: &Mesh) -> Result<SliceGroups> {
         let group = |axes: Vec<String>| {
             let grid = mesh.grid(&axes);
+            // Two calls for each kind of cut, in the order of the axes' names, which is the same on
+            // all ranks.
             let alike = mesh.split(|rank| [grid.positions[rank][1], rank])?;
             let across = mesh.split(|rank| grid.positions[rank])?;
             Ok((axes, SliceGroup { grid, alike, across }))
@@ -212,6 +216,7 @@ impl CutParameter<'_> {
     fn check(&self, cuts: &[Cut]) -> Result<()> {
         let Self { found, route, .. } = self;
         let (shape, axis) = (&found.shape, &cuts[cuts.len() - 1].axis);
+        // Layers such as BatchNorm write them anew at their whole width.
         if !found.trainable && found.name().starts_with("running_") {
             let reason = format!("it is a running statistic, which can't be cut along `{axis}`");
             let remedy = "let the pattern of `Place::shard` match trained parameters only";

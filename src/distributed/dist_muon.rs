@@ -191,6 +191,7 @@ impl DistMuon {
         let (shape, device, comm) = (parameter.dims(), parameter.device(), &rank.comm);
         let (muon, ownership) =
             state.map_or((None, None), |state| (Some(state.muon), state.ownership));
+        // Kept in the state, so that a checkpoint continues with the same owners.
         let ownership = match ownership {
             Some(ownership) => ownership,
             None => rank.assign(self.rule.operations(&shape, parameter.dtype(), &device)?),
@@ -202,8 +203,10 @@ impl DistMuon {
         } else {
             let dtype = parameter.dtype();
             let state = muon.unwrap_or_else(|| self.rule.new_state([0; 3], [0; D], dtype, &device));
+            // Burn keeps a state for each parameter on every rank: this one is empty.
             (parameter, state.elsewhere())
         };
+        // Waited for at once: Burn's optimizer needs the parameter back before the next one.
         let published = comm.broadcast(updated.reshape([-1]), ownership.owner)?.wait()?;
         let updated = published.to_device(&device).reshape(shape);
         Ok((updated, DistMuonState { muon, ownership: Some(ownership) }))
@@ -224,6 +227,7 @@ impl DistMuon {
             let remedy = "load on every rank its saved record, in a world of the same size";
             Err(Error::parameter(path, rank, reason, remedy))
         };
+        // A record of a larger world: without this check, the broadcast would name no rank.
         if owner >= comm.size() {
             let size = comm.size();
             return error(format!("its owner is not a rank: expected below {size}, got {owner}"));
@@ -255,6 +259,7 @@ impl Ranks {
             Self::Threads(ranks) => ranks,
         };
         let mut ranks = ranks.lock().expect("no holder of the lock panics");
+        // A thread is a rank: Burn's interface names none.
         let thread = thread::current().id();
         if let Some(rank) = ranks.taken.get(&thread) {
             return Ok(rank.clone());
@@ -326,6 +331,7 @@ impl Optimizer for DistMuon {
         match catch_unwind(AssertUnwindSafe(step)) {
             Ok(Ok((updated, state))) => (updated, Some(state)),
             Ok(Err(error)) => {
+                // Burn's interface returns no error: the others are told before the panic.
                 rank.comm.fail(&error.to_string());
                 panic!("{error}")
             }

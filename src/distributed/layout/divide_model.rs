@@ -51,8 +51,11 @@ impl Layout {
         self.same_settings()?;
         let Division { parameters, planned, cuts, .. } = world.agree(self.dividable(&model))?;
         let all: Vec<Parameter> = planned.iter().map(|(parameter, _)| parameter.clone()).collect();
+        // Before any call that is sized by the plan: ranks with other models would exchange other
+        // lengths.
         same_parameters(world, &all)?;
         if parameters.is_empty() && cuts.is_empty() {
+            // Nothing is divided: rank 0's values for all, as without a layout.
             return world.broadcast(model);
         }
         let groups = cuts.groups(&self.mesh)?;
@@ -66,6 +69,7 @@ impl Layout {
             error: &mut error,
         });
         let mut cut = Slicing { world, cuts: &cuts, owned: &owned, error };
+        // After the parts: what is owned was cut by `Shard`, and is skipped here.
         let model = parameters::map(model, &mut cut);
         if let Some(error) = cut.error {
             return Err(error); // the others were told of it
@@ -73,6 +77,8 @@ impl Layout {
         // An engine may hold the last parameter until the next call.
         world.agree(Ok(()))?;
         let model = model.apply_reparameterization(Reduce::of(&passes));
+        // The rest of rank 0's values. Slices have arrived one by one, from the whole, and parts as
+        // well.
         let model = world.broadcast_without(model, |path| cuts.slice(path).is_some())?;
         self.set_sharded(Sharded { passes, cuts, groups, planned: planned_by_path(planned) });
         Ok(model)
@@ -108,6 +114,8 @@ impl Layout {
                 })?;
                 Ok(World::new(group, world.device().clone()))
             };
+            // Ranks with one shard index share the parameter, each with another part; those with
+            // one part are its replicas.
             let sharing = split(|position| position.shard)?;
             Ok((axes, SharingGroup { sharing, replicas: split(|position| position.part)? }))
         };
@@ -151,6 +159,7 @@ impl Layout {
                 "use another device, or a model that is not divided",
             ));
         }
+        // Only a warning: the model trains, with more memory than was asked for.
         let keeps = device.gradient_checkpointing_strategy();
         if self.keep == Keep::Nothing && keeps == Some(Default::default()) {
             log::warn!(
@@ -173,6 +182,7 @@ impl Layout {
         let ids = self.identities(model).into_ids();
         let owned = by_path(passes, Placement::Owned);
         let ids = ids.into_iter().filter(|(path, _)| owned.contains_key(path));
+        // A use of every parameter gathers it. As a reading, it does not count as a pass.
         let whole = passes.read(|| model.clone().materialize());
         passes.ensure_alive()?;
         let whole = parameters::map(whole, &mut Unshard(ids.collect()));
@@ -194,10 +204,13 @@ struct Slicing<'a> {
 impl parameters::Map for Slicing<'_> {
     fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let Some(slice) = self.cuts.slice(path) else { return param };
+        // After an error no further call: the other ranks have ended.
         if self.error.is_some() || self.owned.contains_key(path) {
             return param;
         }
         let (id, whole, mapper) = param.consume();
+        // Whole by whole, and not the model at once: a rank never holds more than one of rank 0's
+        // parameters.
         let flat = whole.clone().without_autodiff().reshape([-1]);
         let first = self.world.comm().broadcast(flat, 0).and_then(Pending::wait);
         let value = match first {
@@ -319,11 +332,15 @@ impl Reparameterizer for Shard<'_> {
                 zero.clone().reshape([1])
             }
         };
+        // A new identity: the part has the parameter's, under which optimizers look for its
+        // gradient.
         let base = Param::from_mapped_value(ParamId::new(), zero.expand(shape), mapper);
         let (parameter, passes) = (parameter.clone(), self.passes.clone());
+        // The first pass gathers ahead as well.
         passes.remember_part(&parameter, &part);
         let part = Param::initialized(id, part);
         (
+            // The base must never get a gradient: it has the shape of the whole and one element.
             base.set_require_grad(false),
             Some(Owned { part, version: Version::new(), parameter, passes }),
         )
@@ -376,6 +393,7 @@ impl parameters::Map for Unshard {
     fn map<const D: usize>(&mut self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let Some(id) = self.0.get(path) else { return param };
         let (_, value, mapper) = param.consume();
+        // Gathered values are no leaves; the model that is returned is to be trained like any.
         Param::from_mapped_value(*id, value, mapper).set_require_grad(true)
     }
 }

@@ -370,6 +370,7 @@ impl Layout {
         model: &M,
     ) -> Result<GradientsParams> {
         self.begin_backward()?;
+        // Divided parameters take their gradients out during the pass, so these are the rest.
         let gradients = GradientsParams::from_grads(loss.backward(), model);
         self.end_backward(model, gradients)
     }
@@ -404,6 +405,7 @@ impl Layout {
         mut gradients: GradientsParams,
     ) -> Result<GradientsParams> {
         let mut buffer = self.micro_batches();
+        // Of parameters that the step reduces: the passes add up their own.
         if buffer.count() > 0 {
             buffer.add(model, gradients)?;
             gradients = buffer.take_sum();
@@ -611,6 +613,7 @@ impl Layout {
     /// Decides on all parameters of a model, without initialising any.
     fn division<M: Module>(&self, model: &M) -> Result<Division> {
         self.check()?;
+        // Without initialising: a model may be larger than a rank's memory before it is divided.
         let mut found = parameters::lazily(model);
         let rank = self.world().rank();
         if let Some(owned) = found.iter().find(|found| found.placement.reduces_in_backward()) {
@@ -619,6 +622,7 @@ impl Layout {
         }
         let routing = self.muon.route_found(&found)?;
         let places = Places::compile(&self.places, &found)?;
+        // Both the factors and the weight that they are added to.
         let adapted: HashSet<String> = found
             .iter()
             .filter(|found| found.is_adapter)
@@ -675,6 +679,7 @@ impl Layout {
         let reduced = model.iter().filter(|parameter| parameter.placement.reduces_in_backward());
         let pass_parameter = |(index, parameter): (usize, &ModelParameter)| {
             let trainable = parameter.trainable.clone();
+            // All blocks of a parameter are sent together, whichever bucket the plan has them in.
             let (blocks, owners) = (&plan.parameters()[trainable.clone()], &owners[trainable]);
             let axes = blocks[0].cut_axes();
             let grid = self.grid(axes);
@@ -700,6 +705,8 @@ impl Layout {
     pub(super) fn in_order(&self, parameter: &Parameter, owners: &[usize]) -> Vec<usize> {
         let Some(slices) = &parameter.slices else {
             let mut owners = owners.to_vec();
+            // In the order of ranks, the elements of a rank are neighbours, and a part is one
+            // piece.
             owners.sort_unstable();
             return owners;
         };

@@ -20,6 +20,8 @@ impl Order {
             self.now.clear();
         }
         let position = self.now.len();
+        // Once another use has come, the rest of the pass is not predicted: what is gathered for
+        // nothing costs a message and memory.
         self.differs |= self.before.get(position) != Some(&index);
         self.now.push(index);
         if self.differs { &[] } else { &self.before[position + 1..] }
@@ -27,6 +29,7 @@ impl Order {
 
     /// Ends a pass.
     pub fn end(&mut self) {
+        // An end without uses, as after an evaluation, does not forget the last training pass.
         if !self.now.is_empty() {
             self.before = std::mem::take(&mut self.now);
         }
@@ -72,6 +75,7 @@ impl Successors {
 
     /// Ends all passes: the next use is the first of another.
     pub fn end(&mut self) {
+        // `after` stays: the next evaluation most likely goes the same way.
         (self.first, self.last) = (None, None);
     }
 }

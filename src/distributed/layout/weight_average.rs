@@ -85,6 +85,8 @@ impl Averaging {
             return Param::from_mapped_value(id, old, mapper);
         };
         let (dtype, shape) = (old.dtype(), old.shape());
+        // In half precision, a step of `1 - decay` is below the rounding of the average, which
+        // would never move.
         let precise = precise_dtype(dtype);
         let kept = old.clone().without_autodiff().cast(precise).mul_scalar(self.decay);
         let new = kept + value.cast(precise).reshape(shape).mul_scalar(1.0 - self.decay);

@@ -62,8 +62,11 @@ pub fn same_model<M: Module>(layout: &Layout, parameters: &[Parameter], model: &
             None => Ok(()),
         }
     };
+    // Parameters that all ranks have, in one message; then the slices, in a group for each kind of
+    // cut.
     compare(world, &|rank| rank, of_axes(&[]))?;
     for (cut, SliceGroup { grid, alike, .. }) in layout.all_slice_groups() {
+        // The other slices of a parameter have other values, rightly.
         let group = World::new(alike.clone(), world.device().clone());
         let same = compare(&group, &|number| grid.ranks[number][grid.slice], of_axes(cut));
         // Only the ranks with these slices know of it.
@@ -87,6 +90,7 @@ pub fn plan(
         None => {
             let owners = owners(world, &parameters, &settings, costs)?;
             let in_order = |(parameter, owners): (&Parameter, Vec<usize>)| match parameter.slices {
+                // The plan knows ranks, and not which of them have slices of a matrix.
                 Some(_) => layout.in_order(parameter, &owners),
                 None => owners,
             };
@@ -94,6 +98,8 @@ pub fn plan(
         }
     };
     let plan = Plan::with_owners(parameters, world.size(), &settings, owners);
+    // Each rank has made its own plan from the owners of rank 0: the digests show that nothing else
+    // differs.
     let plan = world.agree(plan)?;
     match world.compare(&plan.digest(), |first, local| (first != local).then_some(()))? {
         Some((rank, ())) => Err(Error::Mismatch {

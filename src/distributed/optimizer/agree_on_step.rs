@@ -41,10 +41,14 @@ impl StepCalls {
     /// message.
     pub fn agree(&self, gradients: &FlatTensors, divided: &DividedModel) -> Result<Vec<bool>> {
         let count = divided.trainable.len();
+        // A bit for each parameter: the message is in every step, and all ranks send theirs to rank
+        // 0.
         let mut present = vec![0u8; count.div_ceil(8)];
         for index in (0..count).filter(|index| gradients.get(*index).is_some()) {
             present[index / 8] |= 1 << (index % 8);
         }
+        // The digest goes with the bits. Only where digests differ do the ranks exchange the calls
+        // themselves, to name the difference.
         match unite(divided.world.comm(), present, digest(self))? {
             Some(present) => {
                 let bit = |index: usize| present[index / 8] >> (index % 8) & 1 == 1;
@@ -69,6 +73,8 @@ impl StepCalls {
             let (first, other) = (first.to_string(), other.to_string());
             Some(Difference { setting: setting.to_owned(), first, other })
         };
+        // Calls first, and steps after them: a call that one rank lacks is the cause, and the rest
+        // may follow from it.
         if self.requests_diagnostics != other.requests_diagnostics {
             let (first, other) = (self.requests_diagnostics, other.requests_diagnostics);
             return called("request_diagnostics", first, other);

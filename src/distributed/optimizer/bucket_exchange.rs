@@ -89,6 +89,7 @@ impl Exchange {
         layout: &Layout,
         publishers: &Publishers,
     ) -> Self {
+        // One for all of the bucket: parameters with other cuts are in other buckets.
         let axes = parameters[bucket.parameters[0]].cut_axes();
         let publishers = publishers[axes].clone();
         match layout.slice_group(axes) {
@@ -128,8 +129,10 @@ impl Exchange {
         };
         let Some(to_owners) = to_owners else {
             let owned = owned.clone();
+            // Joined when it is waited for, so that both ways take their memory at the same time.
             return Ok(Pending::new(slices::bytes(&share), move || Ok(owned.join(&share))));
         };
+        // Every rank of the row owns some matrices and has slices of all of them.
         let received = across.all_to_all(share, to_owners)?;
         let owned = owned.clone();
         Ok(Pending::new(received.bytes(), move || Ok(owned.join(&received.wait()?))))
@@ -170,9 +173,12 @@ impl Assembly {
             let runs = of_rank(*rank);
             sent.push(held(grid.slice, &runs));
             let whole: usize = runs.iter().map(|(_, run)| run.elements.len()).sum();
+            // The sum over all owners, since every rank has to decide alike whether there is a
+            // call.
             moves |= held(owner, &runs) < whole;
         }
         let (runs, elements) = (of_rank(row[grid.slice]), bucket.counts.of(row[grid.slice]));
+        // Slices may differ in length: a dimension need not be a multiple of the ranks.
         let received = (0..row.len()).map(|slice| held(slice, &runs)).collect();
         // If every owner has its matrices whole already, nothing is sent.
         let to_owners = moves.then_some(PairCounts { sent, received });
@@ -191,6 +197,7 @@ impl Owned {
         };
         let mut pieces: Vec<Vec<Tensor<1>>> = vec![vec![]; self.runs.len()];
         let mut start = 0;
+        // Slice by slice, as the ranks have sent them; a run is complete after the last one.
         for slice in 0..first.count() {
             for ((slices, run), pieces) in self.runs.iter().zip(&mut pieces) {
                 let end = start + slices.range(slice, &run.elements).len();

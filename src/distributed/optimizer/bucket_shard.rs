@@ -135,6 +135,8 @@ impl Shard {
         let mut runs: Vec<ShardRun> = bucket.runs(rank).into_iter().map(run).collect();
         let (update, batches) = match bucket.kind {
             BucketKind::Matrices => {
+                // The flags of the matrices of all buckets are one tensor, so that one sum adds
+                // them up for all parameters.
                 let first = rank_matrices.len();
                 let batches = batches(&runs, parameters, first, (bucket.dtype, device), muon);
                 rank_matrices.extend(matrices(bucket, parameters, &range));

@@ -89,6 +89,8 @@ impl CallsInFlight {
 
     /// The number of buckets that are being reduced.
     fn reductions(&self) -> usize {
+        // An assembly is the second half of a reduction: not counted, a further bucket would start
+        // while the gradients of this one are still on their way.
         let is_reduction =
             |flight: &&Flight| matches!(flight, Flight::Reduction(..) | Flight::Assembly(..));
         self.calls.iter().filter(is_reduction).count()
@@ -179,6 +181,8 @@ impl<'a> StepInProgress<'a> {
         let device = (&divided.device(), DType::F32);
         let absent = inputs.present.iter().map(|present| f32::from(u8::from(!present)));
         let absent: Vec<f32> = absent.collect();
+        // The order of the stages, in which the buckets that one owner decides on come first, and
+        // not the plan's.
         let order = traffic.stages.iter().flat_map(|stage| stage.buckets.clone()).collect();
         Self {
             flags: Tensor::zeros([divided.trainable.len()], device),
@@ -209,6 +213,7 @@ impl<'a> StepInProgress<'a> {
     /// Waits until the gradients of a bucket are reduced. The next buckets are in flight by then,
     /// and remain so while this one is updated.
     pub fn ensure_reduced(&mut self, bucket: usize) -> Result<()> {
+        // Once in a step, before the first packing: the question waits until all work is submitted.
         if self.traffic.reduces(&self.divided.world) && self.calls.started == 0 {
             self.ensure_gradients_computed()?;
         }
@@ -220,12 +225,16 @@ impl<'a> StepInProgress<'a> {
             let reducing =
                 self.traffic.start_reduction(self.divided, &self.shards[next], gradients)?;
             self.calls.push(Flight::Reduction(next, reducing));
+            // With the reduction, so that the values are there when the owner decides. Where the
+            // ranks decide together, `take_stages` starts it after the decision.
             if self.traffic.is_alone(next) {
                 self.start_value_assembly(next)?;
             }
             self.calls.started += 1;
             self.observe();
         }
+        // The oldest call is waited for first, whichever it is: all ranks wait in the order of the
+        // calls, or an engine that works only while it is waited for would stop.
         while self.between.reduced[bucket].is_none() {
             self.land()?;
         }
@@ -310,6 +319,7 @@ impl<'a> StepInProgress<'a> {
     fn on_reduced(&mut self, bucket: usize, mut gradients: Vec<Tensor<1>>) -> Result<()> {
         let exchange = &self.shards[bucket].exchange;
         if exchange.is_cut() {
+            // A share of slices is one tensor: `Reducing::wait` does not split it.
             let pending = exchange.assemble(gradients.swap_remove(0))?;
             self.calls.push(Flight::Assembly(bucket, pending));
             self.observe();
@@ -323,12 +333,15 @@ impl<'a> StepInProgress<'a> {
     /// not usable.
     fn keep_gradients(&mut self, bucket: usize, gradients: Vec<Tensor<1>>) {
         let shard = &self.shards[bucket];
+        // The factor of a place is for a mean over ranks that the reduction has taken. A gradient
+        // that the program has averaged is final.
         let is_mean = self.traffic.reduces(&self.divided.world)
             || shard.bucket.placement.reduces_in_backward();
         let scaled = |((index, _), gradient): ((usize, usize), Tensor<1>)| {
             let factor = self.divided.of_model(index).gradient_factor;
             if is_mean && factor != 1.0 { gradient.mul_scalar(factor) } else { gradient }
         };
+        // Scaled before the norms and flags: a factor may make a gradient infinite.
         let gradients: Vec<_> = shard.parameters().zip(gradients).map(scaled).collect();
         let norms = if self.clips { shard.norms(&gradients) } else { vec![] };
         // Moved out: with a second reference, the flags would be copied before they are written.
@@ -354,13 +367,17 @@ impl<'a> StepInProgress<'a> {
             let values = self.values(bucket)?;
             let decisions = Decisions { controls, inputs: &self.inputs };
             let shard = &mut self.shards[bucket];
+            // Of a bucket that all ranks update alike, one rank counts, or the sum over ranks would
+            // count it several times.
             let is_counted = counts(&shard.bucket, self.divided.world.rank());
             let observations = self.observations.as_mut().filter(|_| is_counted);
             let tensors = UpdateTensors { gradients, values };
             shard.update(tensors, decisions, diverged, observations)
         };
+        // The message starts before the next update is queued: it is on its way meanwhile.
         self.on_updated(bucket, updated)?;
         self.observe();
+        // After the start, so that at least one bucket is on its way during the next update.
         while self.calls.gatherings() >= self.traffic.in_flight {
             self.land()?;
         }
@@ -384,6 +401,8 @@ impl<'a> StepInProgress<'a> {
         let shard = &self.shards[bucket];
         if shard.exchange.is_cut() {
             let packed = shard.pack(updated);
+            // Before it is sent: other ranks could not tell a buffer that was never computed from
+            // values.
             self.divided.ensure_bucket_computed(&shard.bucket, &packed)?;
             let pending = shard.exchange.distribute(packed)?;
             self.calls.push(Flight::Distribution(bucket, pending));
@@ -393,6 +412,8 @@ impl<'a> StepInProgress<'a> {
             self.gather(bucket, packed)?;
         } else {
             for ((parameter, start), value) in shard.parameters().zip(updated) {
+                // Asked for once at the end of the step: a question for each bucket would wait for
+                // the device each time.
                 self.between.local.push((parameter, value.clone()));
                 self.detached.parameters.set(parameter, start, value);
             }
@@ -407,6 +428,7 @@ impl<'a> StepInProgress<'a> {
         if self.distributes_directions(bucket) {
             let (shard, values) = (&self.shards[bucket], &mut self.detached.parameters);
             share = shard.apply(&share, values, &self.inputs);
+            // Directions were asked for at their owner; their application is new work of this rank.
             self.divided.ensure_bucket_computed(&shard.bucket, &share)?;
         }
         if self.shards[bucket].is_gathered() {
@@ -440,6 +462,8 @@ impl<'a> StepInProgress<'a> {
         let exchange = &self.shards[bucket].exchange;
         match self.traffic.publish {
             Publish::AtFirstUse => {
+                // The old values are of no use any more. Dropped before the gathering, they leave
+                // room for it.
                 drop_all(&exchange.held, &mut self.detached.parameters);
                 self.between.put_unpublished(bucket, values);
             }
@@ -457,6 +481,8 @@ impl<'a> StepInProgress<'a> {
     /// first parameters that they have in the model.
     pub fn publish_in_order(&mut self) -> Result<()> {
         let mut unpublished = std::mem::take(&mut self.between.unpublished);
+        // In the order of the next forward pass: a use waits for its bucket and for those before
+        // it.
         unpublished.sort_by_key(|(bucket, _)| self.shards[*bucket].bucket.parameters.iter().min());
         for (bucket, values) in unpublished {
             self.between.bytes -= bytes(&values);

@@ -90,6 +90,8 @@ impl FlatTensors {
         let all = &mut self.tensors[index];
         let is_all =
             |stored: &Elements| (stored.start, stored.end()) == (elements.start, elements.end);
+        // The only reference to a tensor is updated in place by many operations; a slice would be a
+        // second one.
         if let Some(position) = all.iter().position(is_all) {
             let Elements { values, .. } = all.swap_remove(position);
             self.bytes -= bytes(&values);
@@ -101,6 +103,7 @@ impl FlatTensors {
         if stored.is_empty() {
             return slices::zeros(elements.len(), dtype, device);
         }
+        // Elements are stored in the order in which their buckets arrived.
         stored.sort_unstable_by_key(|stored| stored.start);
         let pieces = stored.iter().map(|stored| {
             let (start, end) = (elements.start.max(stored.start), elements.end.min(stored.end()));
@@ -134,6 +137,8 @@ impl FlatTensors {
     pub fn set(&mut self, index: usize, start: usize, values: Tensor<1>) {
         let elements = Elements { start, values };
         let is_replaced = |old: &mut Elements| old.start < elements.end() && start < old.end();
+        // All that overlap, and not only those with the same start: a gathered whole takes the
+        // place of the part.
         let replaced = self.tensors[index].extract_if(.., is_replaced);
         self.bytes -= replaced.map(|old| bytes(&old.values)).sum::<usize>();
         self.bytes += bytes(&elements.values);
@@ -174,11 +179,15 @@ impl DetachedParameters {
             expected,
             error: None,
         };
+        // A map can't return an error: the first one is kept, and the rest of the model is passed
+        // through, so that no value is lost.
         let model = parameters::map(model, &mut detach);
         let Detach { mut detached, seen, shaped, error, gradients, .. } = detach;
         if let Some(error) = error {
             return Err(error);
         }
+        // All at once: a backend with operations of its own reshapes them in one, which saves the
+        // host's time for each.
         detached.set(shaped, known);
         passes.ensure_taken(&gradients, expected.rank)?;
         match known.iter().zip(seen).find(|(_, seen)| !seen) {
@@ -200,6 +209,7 @@ impl DetachedParameters {
 
     /// Stores parameters and gradients as flat tensors.
     fn set(&mut self, Shaped { tensors, of }: Shaped, known: &[ModelParameter]) {
+        // The inverse of `shaped`, in one operation of the backend.
         let flat = tensors.iter().map(|tensor| [tensor.shape().num_elements()].into()).collect();
         let flat = reshaped(tensors, flat).into_iter().map(Tensor::from_dispatch);
         for (flat, (index, kind)) in flat.zip(of) {
@@ -382,6 +392,7 @@ impl Detach<'_> {
 
     /// Records an error for a parameter that is trained now and that is not in the plan.
     fn reject_untrained<const D: usize>(&mut self, path: &str, param: &Param<Tensor<D>>) {
+        // A tensor without elements is never trained.
         let is_empty = param.val().dims().contains(&0);
         if !param.is_require_grad() || is_empty {
             // The gradient belongs to another parameter with the same identity, as frozen clones
@@ -435,6 +446,8 @@ impl Detach<'_> {
         param: Param<Tensor<D>>,
         part: Option<&PassParameter>,
     ) -> Param<Tensor<D>> {
+        // Only values that are waited for can be shared with a clone that was frozen before they
+        // arrived.
         let is_as_set = !self.expected.at_first_use || is_trained_as_set(&param);
         let (id, value, mapper) = param.consume();
         let known = &self.known[index];
@@ -443,11 +456,14 @@ impl Detach<'_> {
             false => Err(self.other_training(known)),
         };
         let checked = checked.and_then(|()| self.gradient(known, id, &value));
+        // The model keeps a value of one element: a reference to the old one would force a copy at
+        // its update.
         let placeholder = self.placeholders.of(&value);
         self.detached.ids[index] = id;
         self.seen[index] = true;
         match checked {
             Err(error) => _ = self.error.get_or_insert(error),
+            // After an error nothing is collected any more: the step ends without a model.
             Ok(gradient) if self.error.is_none() => {
                 let DetachedParameters { parameters, gradients, .. } = &mut self.detached;
                 let shaped = &mut self.shaped;
@@ -496,10 +512,12 @@ impl Detach<'_> {
             Some(_) => {}
         }
         let Expected { wide_gradients, .. } = self.expected;
+        // A backward pass has reduced in float32 already, whatever the step sends.
         let wide_gradients = wide_gradients || known.placement.reduces_in_backward();
         let (expected, dtype) = (known.dtype, gradient.dtype());
         let gradient = match is_half(expected) && dtype != expected {
             false => gradient.cast(expected),
+            // Also of float64, which a program may have accumulated in: the update is in float32.
             true if wide_gradients => gradient.cast(DType::F32),
             true => {
                 let reason = format!(
@@ -540,6 +558,7 @@ impl parameters::Map for Reattach<'_> {
         if known.placement.is_owned() {
             return param; // the base
         }
+        // On its way: the model returns before it arrives.
         let Some(value) = self.values[index].take() else {
             return at_first_use(param, known.clone(), self.publication.clone());
         };
@@ -557,6 +576,7 @@ impl parameters::Map for Reattach<'_> {
         };
         let shape = value.shape();
         let value: Tensor<D> = in_place_of(&placeholder, value.reshape(shape));
+        // The pass gathers it ahead of its first use, for which it has to know the values.
         self.passes.remember_part(pass_parameter, &value);
         Param::from_mapped_value(id, value, mapper)
     }

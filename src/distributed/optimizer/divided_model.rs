@@ -41,6 +41,7 @@ pub struct DividedModel {
 /// Bytes of a parameter between steps: of the whole, of this rank's slice, or of its part.
 pub fn bytes_of_parameter(parameter: &ModelParameter, passes: &Passes) -> usize {
     let elements = match passes.get(&parameter.path) {
+        // A rank without a part has one element, since a parameter can't be empty.
         Some(owned) if parameter.placement.is_owned() => owned.part_count().max(1),
         _ => parameter.shape.iter().product(),
     };
@@ -51,14 +52,19 @@ impl DividedModel {
     /// Agrees on the parameters, the optimizer of each and the plan. All ranks make this call.
     pub fn new<M: Module>(config: &DistMuonConfig, layout: &Layout, model: &M) -> Result<Self> {
         let world = layout.world();
+        // First: what follows depends on the configuration, and would differ in ways that explain
+        // less.
         world.same_config(config)?;
         let (mut found, cuts) = (parameters::of(model), layout.cut_parameters());
+        // Agreed at once: a rank that returned here would leave the others waiting in the next
+        // call.
         world.agree(cuts.restore_whole(&mut found, world.rank()))?;
         let routed = config.check().and_then(|()| config.muon.route_found(&found));
         let routing = world.agree(routed)?;
         let Trainable { model: parameters, trainable, planned } =
             world.agree(trainable::of_model(&routing, &found, &cuts))?;
         world.agree(layout.check_planned(&planned))?;
+        // Before costs are measured, which takes long and is of no use for models that differ.
         agree_on_setup::same_model(layout, &planned, model)?;
         // The parameters are equal on all ranks here, so all ranks fail alike.
         agree_on_setup::ensure_exchangeable(&planned, world.rank())?;
@@ -119,12 +125,14 @@ impl DividedModel {
             lr.lr_from_param(*id, Some(path))
         };
         let lrs: Vec<f64> = (0..self.trainable.len()).map(rate).collect();
+        // Here and not in the update: no rank has sent anything yet.
         lrs.iter().try_for_each(|lr| ensure_rate(*lr))?;
         Ok(lrs)
     }
 
     /// Fails if the device had no memory for the buffer of a bucket.
     pub fn ensure_bucket_computed(&self, bucket: &Bucket, buffer: &Tensor<1>) -> Result<()> {
+        // A buffer has no path: its first parameter stands for it.
         ensure_computed(self.path(bucket.parameters[0]), buffer)
     }
 }

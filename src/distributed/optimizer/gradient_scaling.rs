@@ -73,6 +73,7 @@ impl GradientScaling {
             return Ok(clipped);
         }
         let ones = || Tensor::ones([1], (&divided.device(), DType::F32));
+        // One factor for both: a gradient is multiplied once, and half precision rounds once.
         Ok(Some(clipped.unwrap_or_else(ones).div_scalar(self.scale())))
     }
 }
@@ -88,6 +89,8 @@ fn accepted_norms(
     let rejected = clip.broadcast_rows(rejected);
     let (mut norms, mut first) = (vec![], 0);
     for (shard, reduced) in shards.iter().zip(reduced.iter().flatten()) {
+        // The rows of a bucket that others count still have their place: `first` advances over
+        // them.
         let counts = counts(&shard.bucket, rank);
         for ScaledNorms { scale, squares } in &reduced.norms {
             let rows = first..first + scale.dims()[0];

@@ -40,9 +40,11 @@ impl Absence {
                 "take the gradients from the loss of this model; `max_absent` is the limit",
             ));
         }
+        // Once for each row of such steps, in the first: a program may skip steps on purpose.
         if self.of_all == 1 {
             return Ok(Some("a step has no gradient of any parameter, and changes nothing".into()));
         }
+        // Equal, so that each parameter is named once and not in every later step.
         let mut reached = self.reached().filter(|(_, steps)| Some(*steps) == self.limit);
         let Some((first, steps)) = reached.next() else { return Ok(None) };
         let others = match reached.count() {

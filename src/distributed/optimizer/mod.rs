@@ -245,7 +245,7 @@ impl DistModuleOptimizer {
         &self.divided.plan
     }
 
-    /// Returns the costs that the plan balances, in the pass_parameter of
+    /// Returns the costs that the plan balances, in the unit of
     /// [`DistMuonConfig::costs`](super::DistMuonConfig::costs): floating-point operations or
     /// seconds.
     pub fn costs(&self) -> &Costs {

@@ -64,6 +64,7 @@ impl Publication {
     pub fn finish(&self) -> Result<()> {
         let mut state = self.state();
         while state.land() {}
+        // Kept, and not taken: every later call has to fail as well.
         state.failure.clone().map_or(Ok(()), Err)
     }
 
@@ -78,6 +79,7 @@ impl Publication {
                 // This rank's slice has nothing of the block.
                 return Some(slices::empty(parameter.dtype, device));
             }
+            // Taken out, so that the parameter has the only reference.
             if let Some(value) = state.arrived.remove(&index) {
                 return Some(value);
             }
@@ -104,6 +106,7 @@ impl Arrivals {
                 true
             }
             Err(error) => {
+                // The first failure names the cause; later ones follow from it.
                 self.failure.get_or_insert(error);
                 self.pending.clear();
                 false
@@ -141,6 +144,7 @@ pub fn at_first_use<const D: usize>(
     let (_, placeholder, mapper) = param.consume();
     // From the second step on, these are those below, which must not be wrapped again.
     let mapper = parameter.mapper.get_or_init(|| Box::new(mapper));
+    // Stored without its dimensions, since parameters of all of them share one type.
     let mapper = mapper.downcast_ref::<ParamMapper<Tensor<D>>>();
     let mapper = mapper.expect("the parameter had these dimensions before").clone();
     let shape = parameter.shape.as_slice().try_into();
@@ -148,6 +152,7 @@ pub fn at_first_use<const D: usize>(
     let is_trained = placeholder.is_require_grad();
     let take = move |device: &Device, is_trained: bool| {
         let value = publication.take(&parameter, &device.clone().inner());
+        // A map may have moved the parameter to another device since the step.
         let value = value.to_device(&device.clone().inner());
         // It may have been frozen or unfrozen since the step.
         in_place_if_trained(&placeholder, value.reshape(shape), is_trained)

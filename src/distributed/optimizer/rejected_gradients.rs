@@ -60,6 +60,8 @@ fn levels(row_parameters: &[usize], parameters: usize, fan_in: usize) -> Vec<(Ve
     let mut levels = vec![];
     loop {
         let longest = groups.iter().map(Vec::len).max().unwrap_or_default();
+        // At least 1, also without any row: a tensor of no columns is not accepted by every
+        // backend.
         let (width, is_last) = (longest.clamp(1, fan_in), longest <= fan_in);
         let (mut indices, mut sums) = (vec![], 0);
         for group in &mut groups {

@@ -47,6 +47,7 @@ impl Share {
             let elements = slices[&parameter].slices.range(grid.slice, &matrix);
             let range = end..end + elements.len();
             end = range.end;
+            // A matrix that lies in other slices alone, such as an expert of another rank.
             (!range.is_empty()).then_some(MatrixPiece { parameter, matrix, elements, range })
         });
         Self { parts: parts.collect(), slices }
@@ -65,6 +66,8 @@ impl Share {
         let batches = self.parts.chunk_by(|a, b| a.range.len() == b.range.len());
         let updated = batches.flat_map(|parts| {
             let range = parts[0].range.start..parts[parts.len() - 1].range.end;
+            // The shape of the matrices is of no matter here: a direction is applied element by
+            // element.
             let shape = [parts.len(), 1, parts[0].range.len()];
             let direction = slices::slice(directions, range).reshape(shape);
             let part = |MatrixPiece { parameter, matrix, elements, .. }: &MatrixPiece| {
@@ -73,6 +76,7 @@ impl Share {
                 MuonPart {
                     values: values.take_elements(*parameter, elements.clone(), dtype, &device),
                     size: inputs.sizes[*parameter],
+                    // QK-clip has factors of whole heads, of which the slice has some.
                     factors: factors.map(|factors| slices.cut(&factors, matrix, *index)),
                 }
             };

@@ -67,11 +67,14 @@ impl ComparedGradients {
         for index in &compared {
             found.push(match gradients.get(*index) {
                 Some(gradient) => projected(gradient, &device),
+                // A rank without a gradient takes part in the call, and is no difference: a norm of
+                // zero is not usable.
                 None => slices::zeros(2, DType::F32, &device),
             });
         }
         let found = slices::concat(found, DType::F32, &device);
         let all = group.all_gather(found, &vec![2 * compared.len(); group.size()])?.wait()?;
+        // The host waits for the device here, in the first steps only.
         let all: Vec<f32> = all.into_data().iter::<f32>().collect();
         let (first, others) = all.split_at(2 * compared.len());
         // The same on all ranks of the axis, which have the same numbers.
@@ -80,6 +83,8 @@ impl ComparedGradients {
             norms.into_iter().all(|norm| norm.is_finite() && norm > 0.0)
         };
         let usable = (0..compared.len()).filter(is_usable);
+        // Zeros, as of a layer that starts at zero, may become different later: such a gradient is
+        // compared again.
         self.compared.extend(usable.map(|number| (axis.name().to_owned(), compared[number])));
         for other in others.chunks_exact(first.len()) {
             let pairs = first.chunks_exact(2).zip(other.chunks_exact(2));

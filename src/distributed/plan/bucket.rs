@@ -127,6 +127,7 @@ impl Bucket {
             let runs = row.iter().flat_map(|rank| self.runs(*rank));
             pieces.extend(runs.filter_map(|Run { parameter, elements, .. }| {
                 let slices = parameters[parameter].slices.as_ref();
+                // Elements of a slice in the order of the whole: a run stays a run.
                 let held = slices.expect("all of a bucket are cut").range(slice, &elements);
                 let (start, len) = (held.start, held.len());
                 (len > 0).then_some(Piece { parameter, start, len, padding: 0 })
@@ -155,8 +156,10 @@ impl Bucket {
         let mut position = 0;
         for piece in &self.pieces {
             parameters.entry(piece.parameter).or_default().push((piece.start, position, piece.len));
+            // With the padding, which is in the buffer and in no parameter.
             position += piece.extent();
         }
+        // Owners may have taken the matrices of a parameter in any order.
         parameters.values_mut().for_each(|pieces| pieces.sort_unstable());
         parameters
     }
@@ -195,6 +198,7 @@ impl Bucket {
                 {
                     (last.elements.end, last.range.end) = (elements.end, range.end);
                 }
+                // Padding alone, as at the end of a bucket of elements.
                 _ if range.is_empty() => {}
                 _ => runs.push(Run { parameter, elements, range }),
             }
@@ -268,6 +272,8 @@ pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<Bucke
         Work::Elements => BucketKind::Elements,
     };
     let mut buckets = vec![];
+    // Matrices first, since their updates take longest and hide the messages of what follows; small
+    // parameters last, with the decision of all ranks.
     let kinds =
         [BucketKind::Matrices, BucketKind::Whole, BucketKind::Elements, BucketKind::Replicated];
     for kind in kinds {
@@ -284,6 +290,7 @@ pub(super) fn layout(parameters: &[Parameter], config: &PlanConfig) -> Vec<Bucke
             // The rows of such a parameter do not depend on others, so that a layout alone
             // determines them.
             let bytes = match kind {
+                // No room for a second one: each is a bucket of its own.
                 BucketKind::Elements if placement.reduces_in_backward() => 0,
                 _ => config.bucket_bytes,
             };
@@ -330,6 +337,7 @@ fn cut(indices: &[usize], parameters: &[Parameter], bucket_bytes: usize) -> Vec<
     for &index in indices {
         let bytes = buffer_elements(&parameters[index]) * parameters[index].dtype.size();
         match buckets.last_mut() {
+            // A parameter larger than a bucket has one alone: parameters are never cut here.
             Some(bucket) if filled + bytes <= bucket_bytes => bucket.push(index),
             _ => {
                 filled = 0;
@@ -378,6 +386,7 @@ fn owned_pieces(
     owners: &[Vec<usize>],
     world_size: usize,
 ) -> (Vec<Piece>, Counts) {
+    // Counts of zero are allowed: a rank may own nothing of a bucket.
     let mut counts = vec![0; world_size];
     let mut pieces = vec![];
     for &parameter in indices {

@@ -51,6 +51,7 @@ impl Slices {
             let Cut { dimension, parts, ranks, .. } = *cut;
             assert!(shape[dimension].is_multiple_of(parts), "parts divide the dimension");
             let is_first = cuts[..index].iter().all(|cut| cut.dimension != dimension);
+            // A later cut divides what the first has left, whose parts are no longer alike.
             assert!(is_first || parts == 1, "the first cut of a dimension has its parts");
             // Every slice so far is cut again. The coordinate of this cut varies faster than those
             // before.
@@ -71,6 +72,7 @@ impl Slices {
     pub fn of_range(&self, dimension: usize, range: Range<usize>) -> Self {
         let mut shape = self.shape.clone();
         shape[dimension] = range.len();
+        // A slice may have nothing of the range: its shape has a 0 there.
         let of_range = |ranges: &Ranges| {
             let mut ranges = ranges.clone();
             ranges[dimension] = common(&ranges[dimension], &range);
@@ -158,6 +160,8 @@ impl Slices {
     /// Returns the values in a range of the whole from those that all slices have of it, flat: the
     /// reverse of [`cut`](Self::cut).
     pub fn join(&self, pieces: &[Tensor<1>], range: &Range<usize>) -> Tensor<1> {
+        // Each rank has sent its elements in the order of the whole, so one position for each is
+        // enough.
         let mut firsts = vec![0; pieces.len()];
         let boxes = boxes(range.clone(), &self.shape).into_iter().map(|within| {
             let slices = self.slices.iter().zip(pieces).zip(&mut firsts);
@@ -219,6 +223,7 @@ impl Cut {
     fn of(&self, ranges: &[Range<usize>], coordinate: usize) -> Vec<Range<usize>> {
         // A fused weight, such as queries, keys and values, is divided part by part: every rank
         // gets its share of each.
+        // Exact: the number of parts divides the dimension.
         let part = extent(ranges) / self.parts;
         let own = (0..self.parts).map(|index| {
             let own = slices::share(part, coordinate, self.ranks);
@@ -310,6 +315,7 @@ fn cut_box(mut values: Tensor<1>, within: &[Range<usize>], slice: &Ranges) -> Te
         if held == extents[dimension] {
             continue;
         }
+        // Not every backend accepts a range of no elements.
         if held == 0 {
             return slices::empty(values.dtype(), &values.device());
         }
@@ -333,6 +339,7 @@ fn join_box(mut pieces: Vec<(Ranges, Tensor<1>)>, within: &[Range<usize>]) -> Te
             let mut key = ranges.clone();
             // The piece as it will be: whole along this dimension.
             key[dimension] = single(0..range.len());
+            // Pieces that differ along this dimension alone are neighbours in it.
             let (alike, others): (Vec<_>, Vec<_>) = pieces.into_iter().partition(|(ranges, _)| {
                 let mut others = ranges.iter().zip(&key).enumerate();
                 others.all(|(index, (ranges, key))| index == dimension || ranges == key)
@@ -365,6 +372,7 @@ fn join_along(dimension: usize, mut pieces: Vec<(Ranges, Tensor<1>)>) -> Tensor<
     }
     // The parts of a fused weight alternate between the slices.
     rows.sort_by_key(|(start, _)| *start);
+    // Along the middle dimension of three, whichever dimension was cut.
     Tensor::cat(rows.into_iter().map(|(_, rows)| rows).collect(), 1).reshape([-1])
 }
 

@@ -176,6 +176,7 @@ impl Default for PlanConfig {
     fn default() -> Self {
         Self {
             balancing: Balancing::default(),
+            // The size of PyTorch's buckets (`bucket_cap_mb` of `DistributedDataParallel`).
             bucket_bytes: 25_000_000,
             order: MatrixOrder::default(),
             small_elements: 1024,
@@ -227,6 +228,8 @@ impl Plan {
     ) -> Result<Self> {
         check(&parameters, world_size, config)?;
         costs.check(&parameters)?;
+        // Before the owners: which matrices are a batch, and share a fixed cost, depends on the
+        // buckets.
         let layout = bucket::layout(&parameters, config);
         let owners = owners::owners(&parameters, &layout, world_size, config.balancing, costs);
         Ok(Self::from_layout(parameters, world_size, layout, owners))
@@ -327,6 +330,7 @@ impl Plan {
     /// Returns a fingerprint of the plan's parameters, owners and buckets, which is the same in
     /// every process that runs the same program.
     pub fn digest(&self) -> u64 {
+        // Without random keys, so that ranks of one build agree.
         let mut hasher = DefaultHasher::new();
         self.hash(&mut hasher);
         hasher.finish()
@@ -369,11 +373,14 @@ impl Plan {
     /// Returns `true` if the owners of a bucket's parameters decide alone on their updates.
     pub(super) fn decides_alone(&self, bucket: usize) -> bool {
         let parameters = &self.buckets[bucket].parameters;
+        // By parameter and not by rank: a parameter is decided on as a whole, and several owners
+        // would have to agree.
         parameters.iter().all(|parameter| self.owners[*parameter].len() == 1)
     }
 
     /// The order in which a step updates the buckets: first those that owners decide on alone.
     pub(super) fn update_order(&self) -> Vec<usize> {
+        // The order of the stages of a step.
         let (alone, together): (Vec<_>, Vec<_>) =
             (0..self.buckets.len()).partition(|bucket| self.decides_alone(*bucket));
         [alone, together].concat()

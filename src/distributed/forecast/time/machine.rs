@@ -42,6 +42,7 @@ impl Links {
 
     /// Seconds of a collective of which a rank sends a number of bytes.
     fn sending(&self, bytes: f64, ranks: usize) -> f64 {
+        // The rounds of recursive doubling, rounded up.
         let rounds = ranks.next_power_of_two().ilog2();
         self.latency * f64::from(rounds) + bytes / self.bandwidth
     }
@@ -57,6 +58,7 @@ impl Machine {
                 let size = size.div_ceil(slices).min(ranks);
                 Message {
                     inside: inside.time(bytes, size),
+                    // Each rank of a node sends its part of the sum to one of every other node.
                     across: self.links.time(bytes / size as f64, ranks.div_ceil(size)),
                 }
             }
@@ -88,6 +90,7 @@ pub struct Wires {
 
 impl Wires {
     fn pass(busy: &mut f64, sent: &mut f64, ready: f64, seconds: f64) -> f64 {
+        // Without a message the wires stay free, and nothing waits for them.
         if seconds == 0.0 {
             return ready;
         }
@@ -98,12 +101,14 @@ impl Wires {
 
     /// Sums inside nodes, and then between them.
     pub fn reduce(&mut self, ready: f64, message: Message) -> f64 {
+        // Inside a node first: what then crosses is smaller by the ranks of the node.
         let inside = Self::pass(&mut self.inside, &mut self.sent, ready, message.inside);
         Self::pass(&mut self.across, &mut self.sent, inside, message.across)
     }
 
     /// Gathers between nodes, and then inside them.
     pub fn gather(&mut self, ready: f64, message: Message) -> f64 {
+        // The reverse of a reduction: the small part crosses, and spreads inside.
         let across = Self::pass(&mut self.across, &mut self.sent, ready, message.across);
         Self::pass(&mut self.inside, &mut self.sent, across, message.inside)
     }

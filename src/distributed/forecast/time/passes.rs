@@ -43,6 +43,7 @@ impl<'a> Passes<'a> {
         let elements: usize = parameters.iter().map(|p| p.elements()).sum();
         let seconds = parameters
             .iter()
+            // By elements, as the operations of a linear layer are for any batch.
             .map(|parameter| times.seconds * parameter.elements() as f64 / elements.max(1) as f64)
             .collect();
         let of_cut = (0..bytes.len()).filter(|p| slices(plan, *p) > 1).map(|p| bytes[p]).sum();
@@ -79,6 +80,7 @@ impl<'a> Passes<'a> {
         let count = self.bytes.len();
         let (mut time, mut ahead) = (start, Ahead::new(self.times.ahead, start));
         let (mut reduced, mut arrived) = (vec![0.0; count], vec![0.0; count]);
+        // A backward pass goes through the layers in reverse.
         let order: Vec<usize> = (0..count).rev().collect();
         let mut asked_for = 0;
         for (position, &index) in order.iter().enumerate() {

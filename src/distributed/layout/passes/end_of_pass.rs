@@ -19,6 +19,8 @@ impl Passes {
     /// micro-batches of other values than the model's; as every collective.
     pub fn finish(&self, model: &Identities) -> Result<Vec<MeanGradient>> {
         let mut state = self.state();
+        // Known already after a `begin_backward`; `Layout::collect` of gradients from elsewhere
+        // comes without one.
         self.exchange_uses(&mut state)?;
         let partial = state.partial.clone().unwrap_or_default();
         for parameter in &self.parameters {
@@ -35,6 +37,8 @@ impl Passes {
                 self.attempt(&mut state, |state| self.start_reducing(state, parameter, leaf));
             }
         }
+        // Before the means are read: the last reductions have landed then, and the ranks have
+        // compared their calls.
         self.end_pass(&mut state)?;
         state.bytes.means = 0;
         let means = self
@@ -50,6 +54,7 @@ impl Passes {
     /// micro-batches. All ranks make this call.
     pub fn discard(&self) -> Result<()> {
         let mut earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner);
+        // Also where nothing is divided: micro-batches are kept for every layout.
         drop(earlier.take_sum());
         if self.parameters.is_empty() {
             return Ok(());
@@ -59,6 +64,7 @@ impl Passes {
             (uses.sum, uses.micro_batches) = (None, None);
         }
         state.bytes.sums = 0;
+        // The calls that were made must still be matched by the other ranks.
         let outcome = self.end_pass(&mut state);
         state.uses.iter_mut().for_each(|uses| uses.leaves.clear());
         state.bytes.means = 0;
@@ -67,6 +73,7 @@ impl Passes {
 
     /// Waits for all calls, and compares them with the other ranks' calls.
     pub(super) fn end_pass(&self, state: &mut PassState) -> Result<()> {
+        // After a failure there is nothing to wait for: the world has ended.
         while state.failure.is_none() && !state.flights.is_empty() {
             if let Err(error) = self.land(state) {
                 self.fail(state, error);
@@ -75,6 +82,7 @@ impl Passes {
         if let Some(failure) = &state.failure {
             return Err(failure.clone());
         }
+        // The depths are kept and used again: the next graph starts from the first of them.
         self.clock.reset();
         state.orders.forward.end();
         state.orders.backward.end();
@@ -84,8 +92,10 @@ impl Passes {
         for uses in &mut state.uses {
             (uses.ahead, uses.kept) = (None, None);
             uses.leaves.retain(LeafUses::has_gradient);
+            // The rest has gradients of micro-batches: the next backward pass counts its uses anew.
             uses.leaves.iter_mut().for_each(|uses| (uses.count, uses.gradients) = (0, 0));
         }
+        // Taken before the comparison, so that a failed one does not leave them to the next pass.
         let events = std::mem::take(&mut state.events);
         let outcome = self.same_events(&events).map_err(|error| self.ending(&events, error));
         if let Err(error) = &outcome {
@@ -130,6 +140,7 @@ impl Passes {
         let without =
             self.parameters.iter().filter(|parameter| !events.has(Event::Reduce(parameter.index)));
         let paths: Vec<String> = without.map(|parameter| format!("`{}`", parameter.path)).collect();
+        // A rank with all gradients or with none: a list of paths would not help.
         if paths.is_empty() || paths.len() == self.parameters.len() {
             return error;
         }

@@ -25,6 +25,7 @@ impl Passes {
     /// A failure of a pass; [`Error::Parameter`] for a gradient that was not collected;
     /// [`Error::Usage`] for gradients of `Layout::accumulate` that the step does not have.
     pub fn begin_step(&self, rank: usize) -> Result<()> {
+        // Before anything is taken: the step has not changed anything when it fails here.
         let earlier = self.micro_batches.lock().unwrap_or_else(PoisonError::into_inner).count();
         if earlier > 0 {
             return Err(Error::usage(
@@ -105,6 +106,7 @@ impl Passes {
         shard: Tensor<1>,
     ) -> Result<Option<Pending>> {
         if self.replicas(parameter).size() == 1 {
+            // No message: the shard is the part.
             return self.publish(parameter, shard).map(Some);
         }
         self.publish_at_first_use(parameter, shard)?;
@@ -127,6 +129,7 @@ impl Passes {
                 let part = passes.await_part(&parameter, &inner).to_device(&inner);
                 // It may have been frozen or unfrozen since the step.
                 let part = in_place_if_trained(&placeholder, part.reshape(shape), is_trained);
+                // At its first use: only then does the value have a leaf by which it is known.
                 passes.remember_part(&parameter, &part);
                 part
             }

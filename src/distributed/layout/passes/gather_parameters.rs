@@ -12,6 +12,8 @@ impl Passes {
     /// The whole for a forward pass.
     pub(super) fn gather(&self, parameter: &PassParameter, part: (Values, Tensor<1>)) -> Tensor<1> {
         let mut state = self.state();
+        // Every use counts, also of a parameter that is there already: the order has to be the same
+        // on all ranks.
         let next = state.orders.forward.next(parameter.index).to_vec();
         state.uses[parameter.index].part = Some(part.clone());
         self.gathered(&mut state, parameter, part, |state| self.start_next(state, &next))
@@ -26,6 +28,8 @@ impl Passes {
         is_reading: bool,
     ) -> Tensor<1> {
         let mut state = self.state();
+        // A reading, as for a checkpoint, is no pass: it must not change what the next pass is
+        // taken to use.
         if is_reading {
             return self.gathered(&mut state, parameter, part, |_| Ok(()));
         }
@@ -43,6 +47,8 @@ impl Passes {
         part: (Values, Tensor<1>),
     ) -> Tensor<1> {
         let mut state = self.state();
+        // Gathered at the begin of the backward pass, since some ranks do not use it and would not
+        // take part here.
         if let Some((values, whole)) = &state.uses[parameter.index].kept
             && part.0 == *values
         {
@@ -63,9 +69,12 @@ impl Passes {
     ) -> Tensor<1> {
         let device = part.1.device();
         let gathered = self.attempt(state, |state| {
+            // First the parameter itself, then those ahead: its message is waited for now.
             self.take_or_start(state, parameter, part)?;
             start_next(state)?;
             loop {
+                // Other calls may be before it in the queue, reductions among them: they are landed
+                // in their order.
                 if let Some(Ahead { whole: Some(_), .. }) = &state.uses[parameter.index].ahead {
                     return Ok(state.take_ahead(parameter).expect("the whole was found above"));
                 }
@@ -108,12 +117,15 @@ impl Passes {
         part: Tensor<1>,
     ) -> Result<()> {
         let sharing = self.groups.of(parameter).sharing.comm();
+        // Without the element that stands for an empty part: the counts say how many each rank
+        // sends.
         let pending = sharing.all_gather(parameter.sent(&part), &parameter.part_counts().to_vec());
         let pending = pending.map_err(|error| parameter.in_action(GATHERING, error))?;
         state.events.push(Event::Gather(parameter.index));
         state.flights.push_back(Flight::Gathering(parameter.index, pending));
         state.bytes.ahead += parameter.bytes();
         state.observe();
+        // Set at the start: a second use before it arrives finds it and makes no second call.
         state.uses[parameter.index].ahead = Some(Ahead { part: values, whole: None });
         Ok(())
     }
@@ -147,6 +159,7 @@ impl Passes {
     fn start_next_evaluated(&self, state: &mut PassState, next: &[usize]) -> Result<()> {
         for index in next {
             let (parameter, uses) = (&self.parameters[*index], &state.uses[*index]);
+            // A part that was not evaluated yet is unknown here, and known only at its use.
             let Some((values, part)) = uses.evaluated.clone().filter(|_| uses.ahead.is_none())
             else {
                 continue;

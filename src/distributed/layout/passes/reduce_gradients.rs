@@ -29,6 +29,7 @@ impl Passes {
             let is_at_end = state.mode.is_micro_batch || self.waits_for_end(state, parameter);
             let uses = state.uses[parameter.index].of_leaf(leaf);
             uses.gradients += 1;
+            // Further gradients are added to the sum, which stays as large as one.
             let more = if uses.sum.is_none() { bytes(&gradient) } else { 0 };
             uses.sum = Some(added(uses.sum.take(), gradient));
             // A value that is used several times has as many gradients: their sum is sent once.
@@ -51,8 +52,11 @@ impl Passes {
     ) -> Result<()> {
         let uses = state.uses[parameter.index].of_leaf(leaf);
         let held = uses.bytes();
+        // Remembered after the sum is taken: a mean of other values than the model's is an error
+        // only if micro-batches were in it.
         uses.had_micro_batches |= uses.micro_batches.is_some();
         let gradients = (uses.micro_batches.take(), uses.sum.take());
+        // Both sums leave, also if their type differs from the result's.
         state.bytes.sums -= held;
         let sum = match gradients {
             (Some(earlier), Some(sum)) => {
@@ -73,11 +77,13 @@ impl Passes {
         while state.is_reducing() && state.sent() + sent > self.limits.in_flight {
             self.land(state)?;
         }
+        // The ranks with the same slice; the replicas of this part follow in `land_flight`.
         let sharing = self.groups.of(parameter).sharing.comm();
         let pending = sharing.reduce_scatter_f32(parts, &parameter.part_counts().to_vec());
         let pending = pending.map_err(|error| parameter.in_action(REDUCING, error))?;
         state.bytes.reducing += pending.bytes();
         state.observe();
+        // After the call was accepted: a failed start is not a call that other ranks have to match.
         state.events.push(Event::Reduce(parameter.index));
         state.flights.push_back(Flight::Reducing(parameter.index, leaf, pending));
         Ok(())
@@ -93,6 +99,8 @@ impl Passes {
         let mean = sum.div_scalar(self.parameters[index].counts().ranks() as f64);
         let uses = state.uses[index].of_leaf(leaf);
         let more = if uses.mean.is_none() { bytes(&mean) } else { 0 };
+        // A value may be reduced more than once in a pass, if it was used again after its last
+        // expected gradient.
         uses.mean = Some(added(uses.mean.take(), mean));
         state.bytes.means += more;
         state.observe();
@@ -106,6 +114,7 @@ impl Passes {
             let sums = uses.leaves.iter_mut().filter_map(|uses| Some((uses.sum.take()?, uses)));
             for (sum, uses) in sums.collect::<Vec<_>>() {
                 let identity = model.of(parameter).inspect_err(|error| self.tell(error))?;
+                // Gradients of other values, as of a clone, end with this pass, as Burn drops them.
                 if identity.leaf == Some(uses.leaf) {
                     let dtype = precise_dtype(sum.dtype());
                     uses.micro_batches = Some(added(uses.micro_batches.take(), sum.cast(dtype)));
@@ -113,6 +122,7 @@ impl Passes {
             }
         }
         let leaves = state.uses.iter().flat_map(|uses| &uses.leaves);
+        // Counted anew: some sums were added to others, and some dropped.
         state.bytes.sums = leaves.filter_map(|uses| uses.micro_batches.as_ref()).map(bytes).sum();
         state.observe();
         self.end_pass(&mut state)
@@ -172,6 +182,7 @@ impl MeanGradient {
     pub fn register(self, gradients: &mut GradientsParams) {
         fn register<const D: usize>(gradients: &mut GradientsParams, id: ParamId, mean: Tensor<1>) {
             let mut shape = [1; D];
+            // Flat in the first dimension, since a shard has no shape of its own.
             [shape[0]] = mean.dims();
             gradients.register::<D>(id, mean.reshape(shape));
         }
@@ -193,6 +204,7 @@ pub(super) fn mean_of(
     uses: &mut Uses,
     model: &Identities,
 ) -> Result<Option<MeanGradient>> {
+    // All of them end here, with a gradient or without.
     let leaves = std::mem::take(&mut uses.leaves);
     let mut mean = None;
     for uses in leaves.into_iter().filter(LeafUses::has_gradient) {

@@ -29,6 +29,8 @@ impl Passes {
     /// ranks may have none.
     pub(super) fn waits_for_end(&self, state: &PassState, parameter: &PassParameter) -> bool {
         let is_partial = |partial: &Vec<bool>| partial[parameter.index];
+        // Until the ranks have exchanged their uses, every parameter waits: a backward pass without
+        // `begin_backward` could not tell.
         self.limits.allows_unused && state.partial.as_ref().is_none_or(is_partial)
     }
 
@@ -42,6 +44,7 @@ impl Passes {
     pub fn begin_backward(&self) -> Result<()> {
         let mut state = self.state();
         self.exchange_uses(&mut state)?;
+        // The weights are in the graph of every rank that uses them.
         if self.limits.keep == Keep::Weights {
             return Ok(());
         }
@@ -56,7 +59,9 @@ impl Passes {
                 return Err(error);
             };
             let values = part.0;
+            // On all ranks, also those without a use: a gathering has to have all of its ranks.
             let whole = self.gathered(&mut state, parameter, part, |_| Ok(()));
+            // Others took part in the call, and drop the result.
             if state.uses[parameter.index].are_in_pass() {
                 state.bytes.kept += bytes(&whole);
                 state.uses[parameter.index].kept = Some((values, whole));
@@ -83,6 +88,8 @@ impl Passes {
             return Ok(());
         }
         let count = self.parameters.len();
+        // Two bits for each parameter, used and not used: a union of both on all ranks shows where
+        // they differ.
         let mut bits = vec![0; (2 * count).div_ceil(8)];
         for (index, uses) in state.uses.iter().enumerate() {
             let mut set = |bit: usize| bits[bit / 8] |= 1 << (bit % 8);
@@ -112,6 +119,7 @@ impl Passes {
         let Some(leaf) = model.of(parameter)?.leaf else { return Err(self.undeclared(parameter)) };
         let leaves = std::mem::take(&mut state.uses[parameter.index].leaves);
         state.bytes.sums -= leaves.iter().map(LeafUses::bytes).sum::<usize>();
+        // The values of a clone are no part of the model's gradient.
         let (of_model, others): (Vec<_>, Vec<_>) =
             leaves.into_iter().partition(|uses| uses.leaf == leaf);
         if others.iter().any(|uses| uses.micro_batches.is_some()) {
@@ -122,6 +130,7 @@ impl Passes {
         uses.sum = uses.sum.map(|sum| sum.cast(dtype));
         if !uses.has_gradient() {
             let device = self.groups.world.device().clone().inner();
+            // Zeros are sent like any gradient: the others wait for this rank's contribution.
             uses.sum = Some(slices::zeros(parameter.shape.iter().product(), dtype, &device));
         }
         state.bytes.sums += uses.bytes();
