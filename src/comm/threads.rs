@@ -10,7 +10,7 @@ use burn::tensor::{DType, Device, Tensor};
 
 use super::call::Call;
 use super::counts::offset;
-use super::thread_rounds::{Participant, PendingRound, ThreadRounds};
+use super::thread_rounds::{Participant, ThreadRounds};
 use super::{Engine, PairCounts, Pending, ReduceOp, reduce, value_bytes};
 use crate::error::{Error, Result};
 use crate::slices;
@@ -62,13 +62,10 @@ impl Threads {
         self.participant.depart();
     }
 
-    fn arrive(&self, call: Call, payload: Payload) -> Result<PendingRound<Call, Payload>> {
-        Ok(self.participant.arrive(call, payload)?)
-    }
-
     /// Returns the bytes of all ranks. Waits for all ranks.
     fn collect_bytes(&self, call: Call, bytes: Vec<u8>) -> Result<Vec<Arc<[u8]>>> {
-        let payloads = self.arrive(call, Payload::Bytes(bytes.into()))?.collect()?.into_iter();
+        let payloads =
+            self.participant.arrive(call, Payload::Bytes(bytes.into()))?.collect()?.into_iter();
         let bytes = payloads.map(|payload| match payload {
             Payload::Bytes(bytes) => bytes,
             _ => unreachable!("{SAME_CALL}"),
@@ -85,7 +82,7 @@ impl Threads {
     ) -> Result<Pending> {
         let device = self.device.clone();
         let bytes = slices::bytes(&tensor);
-        let round = self.arrive(call, Payload::Tensor(Box::new(tensor)))?;
+        let round = self.participant.arrive(call, Payload::Tensor(Box::new(tensor)))?;
         Ok(Pending::new(bytes, move || {
             let tensors = round.collect()?.into_iter().map(|payload| match payload {
                 Payload::Tensor(tensor) => *tensor,
@@ -173,7 +170,7 @@ impl Engine for Threads {
         let expected = counts.received.clone();
         let bytes = slices::bytes(&tensor);
         let payload = Payload::Parts(Box::new(tensor), counts.sent.as_slice().into());
-        let round = self.arrive(call, payload)?;
+        let round = self.participant.arrive(call, payload)?;
         let participant = self.participant.clone();
         Ok(Pending::new(bytes, move || {
             let mut parts = vec![];

@@ -47,17 +47,6 @@ pub struct UpdateTensors {
     pub values: Vec<Tensor<1>>,
 }
 
-impl UpdateTensors {
-    /// Takes out the tensors of the first parameters.
-    fn take_first(&mut self, count: usize) -> Self {
-        let Self { gradients, values } = self;
-        Self {
-            gradients: gradients.drain(..count).collect(),
-            values: values.drain(..count).collect(),
-        }
-    }
-}
-
 /// The rule for the parameters of a shard.
 enum Update {
     Muon(Arc<MuonUpdate>),
@@ -263,7 +252,7 @@ impl Shard {
     /// the norms of the step to `observations`.
     pub fn update(
         &mut self,
-        mut tensors: UpdateTensors,
+        UpdateTensors { mut gradients, mut values }: UpdateTensors,
         decisions: Decisions<'_>,
         diverged: &mut Tensor<1>,
         mut observations: Option<&mut Observations>,
@@ -271,19 +260,23 @@ impl Shard {
         let (update, all, dtype) = (&self.update, &self.runs, self.bucket.dtype);
         let updated = self.batches.iter_mut().flat_map(|batch| {
             let runs = &all[batch.runs.clone()];
-            let tensors = tensors.take_first(runs.len());
+            let gradients = gradients.drain(..runs.len()).collect();
+            let values = values.drain(..runs.len()).collect();
             let observations = observations.as_deref_mut();
             match update {
                 Update::Muon(muon) => {
-                    let UpdateTensors { gradients, values } = tensors;
                     batch.with_matrices(runs, dtype, decisions, diverged, |batch, state, flags| {
                         muon.step(batch, gradients, values, state, flags, observations)
                     })
                 }
                 Update::Elementwise(rest) => {
+                    let tensors = UpdateTensors { gradients, values };
                     batch.update_elements(rest, runs, tensors, decisions, observations)
                 }
-                Update::Whole(_) => batch.update_whole(&runs[0], tensors, decisions, observations),
+                Update::Whole(_) => {
+                    let tensors = UpdateTensors { gradients, values };
+                    batch.update_whole(&runs[0], tensors, decisions, observations)
+                }
             }
         });
         updated.collect()

@@ -213,9 +213,14 @@ impl<'a> StepInProgress<'a> {
     /// Waits until the gradients of a bucket are reduced. The next buckets are in flight by then,
     /// and remain so while this one is updated.
     pub fn ensure_reduced(&mut self, bucket: usize) -> Result<()> {
-        // Once in a step, before the first packing: the question waits until all work is submitted.
         if self.traffic.reduces(&self.divided.world) && self.calls.started == 0 {
-            self.ensure_gradients_computed()?;
+            // Once in a step, since the question waits until all work is submitted, and before the
+            // first packing: a fused result does not always reveal that its inputs were not
+            // computed.
+            let gradients = (0..self.divided.trainable.len()).filter_map(|index| {
+                Some((self.divided.path(index), self.detached.gradients.get(index)?))
+            });
+            ensure_all_computed(gradients)?;
         }
         while self.calls.reductions() < self.traffic.in_flight
             && self.calls.started < self.calls.order.len()
@@ -239,15 +244,6 @@ impl<'a> StepInProgress<'a> {
             self.land()?;
         }
         Ok(())
-    }
-
-    /// Fails for gradients that the device could not compute: before packing, since a fused result
-    /// does not always reveal that its inputs were not computed.
-    fn ensure_gradients_computed(&self) -> Result<()> {
-        let gradients = (0..self.divided.trainable.len()).filter_map(|index| {
-            Some((self.divided.path(index), self.detached.gradients.get(index)?))
-        });
-        ensure_all_computed(gradients)
     }
 
     /// Returns `true` if the owners of a bucket's matrices distribute directions, which are applied
@@ -275,9 +271,19 @@ impl<'a> StepInProgress<'a> {
         let buffers = flight.bytes();
         match flight {
             Flight::Reduction(bucket, reducing) => {
-                let gradients = reducing.wait(&self.shards[bucket])?;
+                let mut gradients = reducing.wait(&self.shards[bucket])?;
                 self.calls.bytes -= buffers;
-                self.on_reduced(bucket, gradients)
+                let exchange = &self.shards[bucket].exchange;
+                if exchange.is_cut() {
+                    // To the owners of whole parameters. A share of slices is one tensor:
+                    // `Reducing::wait` does not split it.
+                    let pending = exchange.assemble(gradients.swap_remove(0))?;
+                    self.calls.push(Flight::Assembly(bucket, pending));
+                    self.observe();
+                } else {
+                    self.keep_gradients(bucket, gradients);
+                }
+                Ok(())
             }
             Flight::Assembly(bucket, pending) => {
                 let assembled = pending.wait()?;
@@ -310,21 +316,6 @@ impl<'a> StepInProgress<'a> {
     pub fn land_all(&mut self) -> Result<()> {
         while !self.calls.calls.is_empty() {
             self.land()?;
-        }
-        Ok(())
-    }
-
-    /// Passes on what the ranks with the same slices have reduced: to the owners of whole
-    /// parameters if these are cut, else to the update.
-    fn on_reduced(&mut self, bucket: usize, mut gradients: Vec<Tensor<1>>) -> Result<()> {
-        let exchange = &self.shards[bucket].exchange;
-        if exchange.is_cut() {
-            // A share of slices is one tensor: `Reducing::wait` does not split it.
-            let pending = exchange.assemble(gradients.swap_remove(0))?;
-            self.calls.push(Flight::Assembly(bucket, pending));
-            self.observe();
-        } else {
-            self.keep_gradients(bucket, gradients);
         }
         Ok(())
     }

@@ -114,13 +114,6 @@ impl FlatTensors {
         pieces
     }
 
-    /// Stores the tensor of a model's parameter, in its blocks.
-    fn set_blocks(&mut self, known: &ModelParameter, tensor: Tensor<1>) {
-        for (index, block) in known.trainable.clone().zip(known.held.cut(tensor)) {
-            self.set(index, 0, block);
-        }
-    }
-
     /// Stores this rank's shard of an owned parameter, in its blocks.
     fn set_shard(
         &mut self,
@@ -207,7 +200,7 @@ impl DetachedParameters {
         }
     }
 
-    /// Stores parameters and gradients as flat tensors.
+    /// Stores parameters and gradients as flat tensors, in their blocks.
     fn set(&mut self, Shaped { tensors, of }: Shaped, known: &[ModelParameter]) {
         // The inverse of `shaped`, in one operation of the backend.
         let flat = tensors.iter().map(|tensor| [tensor.shape().num_elements()].into()).collect();
@@ -217,7 +210,10 @@ impl DetachedParameters {
                 ShapedKind::Parameter => &mut self.parameters,
                 ShapedKind::Gradient => &mut self.gradients,
             };
-            all.set_blocks(&known[index], flat);
+            let ModelParameter { trainable, held, .. } = &known[index];
+            for (block, values) in trainable.clone().zip(held.cut(flat)) {
+                all.set(block, 0, values);
+            }
         }
     }
 

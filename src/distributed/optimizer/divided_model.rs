@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use burn::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
-use burn::module::{Module, ParamId};
+use burn::module::Module;
 use burn::tensor::{Device, Tensor};
 
 use super::agree_on_setup;
@@ -98,13 +98,6 @@ impl DividedModel {
     pub fn bytes(&self) -> usize {
         let of_parameter = |parameter| bytes_of_parameter(parameter, &self.passes);
         self.parameters.iter().map(of_parameter).sum()
-    }
-
-    /// Sets the identities of the parameters, in the order of the model.
-    pub fn set_ids(&mut self, ids: &[ParamId]) {
-        for (parameter, id) in self.parameters.iter_mut().zip(ids) {
-            parameter.id = *id;
-        }
     }
 
     /// Counts a step in which the `present` parameters took part.

@@ -87,7 +87,8 @@ impl DistModuleOptimizer {
         }
         // Also after a skipped step, which is what is counted. The counts are the same on all
         // ranks, so all of them fail here or none does.
-        accounts.record(divided)?;
+        let (skipped, logs) = (accounts.counters.skipped.clone(), divided.world.is_main());
+        accounts.skipped.record(&mut accounts.place, skipped, &divided.times(), logs)?;
         let parts = publish_parts(&mut detached, divided, traffic)?;
         // Every call has landed.
         memory.observe(&detached, between.bytes, 0);
@@ -117,7 +118,9 @@ impl DistModuleOptimizer {
         std::mem::take(&mut traffic.publication).finish()?;
         // A load or a map may have given the parameters other identities, by which the learning
         // rates of the next lines are looked up.
-        divided.set_ids(&detached.ids);
+        for (parameter, id) in divided.parameters.iter_mut().zip(&detached.ids) {
+            parameter.id = *id;
+        }
         Ok((model, detached))
     }
 
@@ -216,7 +219,8 @@ fn agree_on_rejected(
     scaling: &GradientScaling,
 ) -> Result<Option<Tensor<1>>> {
     // Two counts in one message: a small all-reduce costs its latency and not its bytes.
-    let sums = Tensor::cat(vec![step.flags.clone(), accounts.sum_diverged()], 0);
+    let sums =
+        Tensor::cat(vec![step.flags.clone(), accounts.matrices.sum(accounts.diverged.clone())], 0);
     let sums = step.divided.world.comm().all_reduce(sums, ReduceOp::Sum)?;
     // The results of earlier calls come first.
     step.land_all()?;

@@ -16,9 +16,9 @@ pub struct Accounts {
     pub counters: Counters,
     pub skipped: SkippedSteps,
     /// The place of the counters among the skipped steps of all optimizers.
-    place: Place,
-    /// Sums over the matrices that this rank updates.
-    matrices: RowSums,
+    pub place: Place,
+    /// Sums over the matrices that this rank updates, by parameter.
+    pub matrices: RowSums,
     /// For each of these matrices, 1 if the iteration diverged since the ranks last exchanged the
     /// parameters that stay as they are, when it is counted.
     pub diverged: Tensor<1>,
@@ -66,22 +66,6 @@ impl Accounts {
             log::warn!("{warning}");
         }
         Ok(())
-    }
-
-    /// Records the skipped steps after a step.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Skipped`](crate::Error::Skipped) for a parameter that was skipped in too many
-    /// steps.
-    pub fn record(&mut self, divided: &DividedModel) -> Result<()> {
-        let (counts, logs) = (self.counters.skipped.clone(), divided.world.is_main());
-        self.skipped.record(&mut self.place, counts, &divided.times(), logs)
-    }
-
-    /// The number of diverged matrices of every parameter.
-    pub fn sum_diverged(&self) -> Tensor<1> {
-        self.matrices.sum(self.diverged.clone())
     }
 
     /// Counts no matrix as diverged.
